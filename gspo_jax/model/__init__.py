@@ -1,0 +1,27 @@
+"""The policy: a Qwen3 decoder as functions over a plain dict of arrays."""
+
+from gspo_jax.model.config import VARIANTS, ModelConfig, variant
+from gspo_jax.model.transformer import (
+  Encoded,
+  Output,
+  Params,
+  encode,
+  forward,
+  init,
+  unembed,
+  unstack,
+)
+
+__all__ = [
+  "VARIANTS",
+  "Encoded",
+  "ModelConfig",
+  "Output",
+  "Params",
+  "encode",
+  "forward",
+  "init",
+  "unembed",
+  "unstack",
+  "variant",
+]

@@ -1,0 +1,126 @@
+"""What a policy is: the numbers of a Qwen3 decoder, and the named variants."""
+
+import dataclasses
+
+from gspo_jax.errors import UserError, nearest
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """A Qwen3 decoder, dense or Mixture-of-Experts (arXiv 2505.09388, sec. 2).
+
+  Attributes:
+    vocab_size: rows of the embedding.
+    num_layers: decoder blocks.
+    embed_dim: width of the residual stream.
+    num_heads: query heads.
+    num_kv_heads: key and value heads; divides `num_heads`.
+    head_dim: width of one head; even, for the rotary halves.
+    mlp_dim: hidden width of the SwiGLU MLP, or of one expert.
+    num_experts: experts in every block; 0 for a dense model.
+    experts_per_token: experts that each token goes to.
+    norm_topk_prob: divide the chosen routing weights by their sum.
+    rope_theta: base of the rotary frequencies.
+    norm_eps: epsilon of every RMSNorm.
+    tie_embeddings: the embedding is also the output matrix.
+    dtype: of activations and matrix products; parameters, softmaxes and
+      vocabulary logits are float32 whatever it says.
+    remat: recompute each block in the backward pass instead of storing it.
+  """
+
+  vocab_size: int
+  num_layers: int
+  embed_dim: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  mlp_dim: int
+  num_experts: int = 0
+  experts_per_token: int = 0
+  norm_topk_prob: bool = True
+  rope_theta: float = 1e6
+  norm_eps: float = 1e-6
+  tie_embeddings: bool = False
+  dtype: str = "bfloat16"
+  remat: bool = True
+
+  def __post_init__(self):
+    if self.num_heads % self.num_kv_heads:
+      raise UserError(
+        f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}"
+      )
+    if self.head_dim % 2:
+      raise UserError(f"{self.head_dim=} must be even, for rotary halves")
+    if self.num_experts and not (
+      1 <= self.experts_per_token <= self.num_experts
+    ):
+      raise UserError(
+        f"{self.experts_per_token=} must lie in 1..{self.num_experts=}"
+      )
+    if self.dtype not in DTYPES:
+      raise UserError(f"{self.dtype=}: {nearest(self.dtype, DTYPES)}")
+
+
+# The embedded default (see `tasks.py`): learns on two cores in minutes. Its
+# vocabulary is the 256 bytes, padding and end of text.
+_TINY = ModelConfig(
+  vocab_size=258,
+  num_layers=2,
+  embed_dim=64,
+  num_heads=4,
+  num_kv_heads=4,
+  head_dim=16,
+  mlp_dim=64,
+  num_experts=8,
+  experts_per_token=2,
+  rope_theta=1e4,
+  remat=False,
+)
+
+
+def _qwen3(layers, width, heads, kv_heads, mlp, **rest) -> ModelConfig:
+  return ModelConfig(
+    vocab_size=151_936,
+    num_layers=layers,
+    embed_dim=width,
+    num_heads=heads,
+    num_kv_heads=kv_heads,
+    head_dim=128,
+    mlp_dim=mlp,
+    **rest,
+  )
+
+
+# Sizes: config.json of each published Qwen3 checkpoint; layers, heads, experts
+# and tying also in tables 1 and 2 of arXiv 2505.09388.
+VARIANTS = {
+  "tiny": _TINY,
+  "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tie_embeddings=True),
+  "qwen3-1.7b": _qwen3(28, 2048, 16, 8, 6144, tie_embeddings=True),
+  "qwen3-4b": _qwen3(36, 2560, 32, 8, 9728, tie_embeddings=True),
+  "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288),
+  "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
+  "qwen3-30b-a3b": _qwen3(
+    48, 2048, 32, 4, 768, num_experts=128, experts_per_token=8
+  ),
+  "qwen3-235b-a22b": _qwen3(
+    94, 4096, 64, 4, 1536, num_experts=128, experts_per_token=8
+  ),
+}
+
+
+def variant(name: str, **changes) -> ModelConfig:
+  """The named variant with some fields changed.
+
+  Raises:
+    UserError: an unknown name or field, or a value that does not fit.
+  """
+  if name not in VARIANTS:
+    raise UserError(f"model.variant={name!r}: {nearest(name, VARIANTS)}")
+  fields = {f.name for f in dataclasses.fields(ModelConfig)}
+  for key in changes:
+    if key not in fields:
+      raise UserError(f"model.{key}: unknown, {nearest(key, fields)}")
+  return dataclasses.replace(VARIANTS[name], **changes)
