@@ -1,0 +1,85 @@
+"""Every key of a config, with its unit or its reason; see tiny_cpu.py for one.
+
+Change a key on the command line with `--config.optim.learning_rate=2e-4`.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+  """The defaults that all configs start from."""
+  c = ConfigDict()
+  c.seed = 0  # of weights, data order, sampling and shuffles
+  c.num_steps = 30  # RL iterations: rollout, then `minibatches` updates
+
+  c.model = ConfigDict()
+  c.model.variant = "tiny"  # a name in gspo_jax/model/config.py
+  c.model.dtype = "bfloat16"  # of activations; parameters are float32
+  c.model.remat = True  # recompute blocks in the backward pass: less memory
+
+  c.mesh = ConfigDict()  # devices along each axis; -1: those left over
+  c.mesh.data = -1  # replicas
+  c.mesh.fsdp = 1  # parameters and rows are split
+  c.mesh.expert = 1  # experts and rows are split
+  c.mesh.tensor = 1  # heads, hidden columns and vocabulary are split
+
+  c.data = ConfigDict()
+  c.data.source = "chain"  # the embedded task, or "jsonl"
+  c.data.path = ""  # jsonl: a file of {"question", "answer"} lines
+  c.data.eval_path = ""  # jsonl: held-out file; "": 1/8 of `path`, by hash
+  c.data.chain_steps = (8,)  # chain: lengths to draw from
+  c.data.prompts = 32  # questions an RL iteration, over all hosts
+  c.data.max_prompt_length = 32  # tokens; a longer question is an error
+
+  c.sampler = ConfigDict()
+  c.sampler.group_size = 8  # answers a question
+  c.sampler.max_new_tokens = 64  # tokens, the stop token included
+  c.sampler.temperature = 1.0
+  c.sampler.top_k = 0  # 0: all; else rollouts leave the policy
+  c.sampler.top_p = 1.0  # 1: all; else rollouts leave the policy
+  c.sampler.min_new_tokens = 1  # tokens before a stop token may come
+
+  c.objective = ConfigDict()
+  c.objective.name = "gspo"  # gspo, gspo_token, grpo, dr_grpo, dapo
+  c.objective.clip_low = -1.0  # -1: the method's own, see gspo_jax/losses.py
+  c.objective.clip_high = -1.0  # -1: the method's own
+  # "recompute" scores rollouts with the trainer's forward; "sampler" trusts the
+  # sampler's log-probs, whose bf16 rounding exceeds GSPO's clip range.
+  c.objective.old_logps = "recompute"
+
+  c.learner = ConfigDict()
+  c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)
+  c.learner.micro_rows = 64  # answers in one forward and backward pass
+
+  c.optim = ConfigDict()  # AdamW
+  c.optim.learning_rate = 1e-6
+  c.optim.warmup_steps = 0  # optimizer steps
+  c.optim.b1 = 0.9
+  c.optim.b2 = 0.95
+  c.optim.weight_decay = 0.0
+  c.optim.clip_norm = 1.0
+
+  c.cold_start = ConfigDict()  # imitation before RL
+  c.cold_start.steps = 0  # optimizer steps at most; 0: none
+  c.cold_start.batch = 64  # demonstrations a step
+  c.cold_start.learning_rate = 2e-3
+  c.cold_start.warmup_steps = 50
+  c.cold_start.gate = 0.93  # greedy accuracy that ends it; 0: run all steps
+  c.cold_start.check_every = 50  # steps between looks at it, and between saves
+  c.cold_start.chain_steps = (2, 4, 6, 8)  # chain: lengths demonstrated
+  c.cold_start.chain_noise = 0.12  # chain: wrong results a step
+  c.cold_start.dir = ""  # where it is kept; "": <workdir>/cold_start
+
+  c.eval = ConfigDict()
+  c.eval.every = 10  # iterations; also before the first and after the last
+  c.eval.prompts = 256  # held-out questions
+  c.eval.samples = 8  # sampled answers to each: the n of avg@n and pass@n
+
+  c.checkpoint = ConfigDict()
+  c.checkpoint.every = 10  # iterations; also after the last, and on SIGTERM
+  c.checkpoint.keep = 3  # the newest so many
+
+  c.log = ConfigDict()
+  c.log.samples_every = 10  # iterations between sample answers
+  c.log.samples = 4  # how many to show
+  return c

@@ -1,0 +1,127 @@
+"""The cold start: imitate worked answers until greedy decoding gets them right.
+
+Demonstrations are noisy on purpose. Stopped early on clean ones, the skill
+itself is missing and RL does not climb; trained on noisy ones until GREEDY
+accuracy is high, the method is there, sampling still errs, and RL removes the
+error. Sampled accuracy is a bad gate: it failed for one seed of three.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import rollout
+from gspo_jax.checkpoint import Checkpoints
+from gspo_jax.errors import UserError
+from gspo_jax.losses import Mean
+from gspo_jax.preemption import Preemption
+from gspo_jax.sampler import Prompts
+from gspo_jax.train_step import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class ColdStartConfig:
+  """How long to imitate.
+
+  Attributes:
+    steps: optimizer steps at most.
+    check_every: steps between two looks at greedy accuracy.
+    gate: greedy accuracy that ends it; 0 runs all the steps.
+  """
+
+  steps: int
+  check_every: int
+  gate: float
+
+
+def cross_entropy(logps, old_logps, advantages, mask, *, normalizer=None):
+  """Mean over tokens of `-log p`, in the shape of call of a policy loss."""
+  del old_logps, advantages
+  total = -jnp.where(mask, logps, 0.0).sum()
+  count = mask.sum(dtype=jnp.float32)
+  loss = total / (jnp.maximum(count, 1) if normalizer is None else normalizer)
+  return loss, {"loss/policy": Mean(jax.lax.stop_gradient(total), count)}
+
+
+def as_rollout(batch: dict) -> rollout.Rollout:
+  """A batch of `data.demonstrations`, as `update` takes it."""
+  prompts = Prompts(jnp.asarray(batch["tokens"]), jnp.asarray(batch["length"]))
+  return rollout.assemble(
+    prompts,
+    jnp.asarray(batch["response"]),
+    jnp.asarray(batch["response_length"]),
+  )
+
+
+def imitate(
+  init: Callable[[], TrainState],
+  abstract: TrainState,
+  batches,
+  update: Callable,
+  accuracy: Callable[[jax.Array], float],
+  checkpoints: Checkpoints,
+  preemption: Preemption,
+  identity: dict,
+  cfg: ColdStartConfig,
+) -> TrainState | None:
+  """Trains until `cfg.gate`, resuming from and saving to `checkpoints`.
+
+  Args:
+    init: makes a fresh state.
+    abstract: its shapes and shardings, for a restore.
+    batches: iterator of `data.demonstrations`.
+    update: `(state, rollout) -> (state, metrics)`, jitted.
+    accuracy: greedy accuracy of parameters on held-out questions.
+    checkpoints: a folder of its own, so that a later run reuses the result.
+    preemption: asked every step.
+    identity: what makes two cold starts the same.
+    cfg: when to stop.
+
+  Returns:
+    The trained state, or None where preemption came first (and saved).
+
+  Raises:
+    UserError: the folder holds another cold start, or the gate was not reached.
+  """
+  accept = lambda _, found: match(identity, found["identity"], "cold start")
+  restored = checkpoints.restore(abstract, accept)
+  if restored is None:
+    state, reached = init(), 0.0
+  else:
+    state, reached = restored.state, restored.metadata["greedy"]
+    batches.set_state(restored.metadata["data"])
+  while int(state.step) < cfg.steps and (not cfg.gate or reached < cfg.gate):
+    state, metrics = update(state, as_rollout(next(batches)))
+    step = int(state.step)
+    stop = preemption.reached(step)
+    if step % cfg.check_every == 0 or step == cfg.steps or stop:
+      reached = accuracy(state.params)
+      loss = metrics["loss/policy"].value()
+      print(
+        f"cold start {step:4d}/{cfg.steps}  loss {loss:.3f}  "
+        f"greedy accuracy {reached:.3f} (gate {cfg.gate})",
+        flush=True,
+      )
+      saved = {"greedy": reached, "data": batches.get_state()}
+      checkpoints.save(step, state, saved | {"identity": identity})
+    if stop:
+      return None
+  if reached < cfg.gate:
+    raise UserError(
+      f"cold_start.steps={cfg.steps} ended at greedy accuracy {reached:.3f}, "
+      f"under cold_start.gate={cfg.gate}: RL does not climb from there; raise "
+      "the steps (in a new workdir), or set the gate to 0 to go on regardless"
+    )
+  return state
+
+
+def match(wanted: dict, found: dict, what: str) -> None:
+  """UserError naming the first entry in which two identities differ."""
+  for key in sorted(wanted.keys() | found.keys()):
+    if wanted.get(key) != found.get(key):
+      raise UserError(
+        f"the {what} saved here is another: it has {key}={found.get(key)!r}, "
+        f"this run {wanted.get(key)!r}; use another --workdir"
+      )

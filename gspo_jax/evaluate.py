@@ -1,0 +1,82 @@
+"""Held-out accuracy: avg@k and pass@k of sampled answers, and greedy."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from gspo_jax import data, rewards
+from gspo_jax.sampler import Prompts, Samples
+from gspo_jax.tasks import Problem
+
+# Draws answers to a fixed number of prompts: (params, prompts, key) -> Samples.
+Generate = Callable[[jax.Array, Prompts, jax.Array], Samples]
+
+
+def pass_at_k(correct: np.ndarray, k: int) -> float:
+  """Chance that one of k answers is right, without bias.
+
+  Mean over problems of `1 - C(n - c, k) / C(n, k)`, with c of n answers right:
+  Chen et al. 2021, arXiv 2107.03374, eq. 1.
+
+  Args:
+    correct: [N, n] bool, n answers to N problems.
+    k: 1 to n.
+  """
+  n = correct.shape[1]
+  if not 1 <= k <= n:
+    raise ValueError(f"{k=} must lie in 1..{n}, the answers a problem has")
+  wrong = n - correct.sum(1)
+  return float(np.mean([1 - math.comb(w, k) / math.comb(n, k) for w in wrong]))
+
+
+def texts(samples: Samples) -> list[str]:
+  """The answers as text, without their stop tokens."""
+  tokens, lengths = jax.device_get((samples.tokens, samples.lengths))
+  return [data.decode(row[:n]) for row, n in zip(tokens, lengths, strict=True)]
+
+
+def verify(answers: Sequence[str], problems: Sequence[Problem]) -> np.ndarray:
+  """Rewards [P, G] float32; the G answers to a problem stand side by side."""
+  group = len(answers) // len(problems)
+  scores = [
+    rewards.final_answer(answer, problems[i // group].answer)
+    for i, answer in enumerate(answers)
+  ]
+  return np.asarray(scores, np.float32).reshape(-1, group)
+
+
+def answer_all(
+  generate: Generate, params, questions: dict, batch: int, key: jax.Array
+) -> np.ndarray:
+  """Rewards [N, G] for all questions (of `data.take`), `batch` at a time.
+
+  The last batch is filled up with the first questions, so that one compiled
+  `generate` serves; what it answers to those again is dropped.
+  """
+  count = len(questions["problems"])
+  scores = []
+  for i, start in enumerate(range(0, count, batch)):
+    index = np.arange(start, start + batch) % count
+    prompts = Prompts(questions["tokens"][index], questions["length"][index])
+    samples = generate(params, prompts, jax.random.fold_in(key, i))
+    problems = [questions["problems"][j] for j in index]
+    scores.append(verify(texts(samples), problems))
+  return np.concatenate(scores)[:count]
+
+
+def summarize(sampled: np.ndarray, greedy: np.ndarray) -> dict[str, float]:
+  """`eval/*` of rewards [N, n] of sampled and [N, 1] of greedy answers.
+
+  `pass@1` is the mean over all n sampled answers, which is also `avg@n`.
+  """
+  n = sampled.shape[1]
+  row = {
+    "eval/pass@1": pass_at_k(sampled > 0.5, 1),
+    f"eval/avg@{n}": float(sampled.mean()),
+    "eval/greedy": float(greedy.mean()),
+  }
+  if n > 1:
+    row[f"eval/pass@{n}"] = pass_at_k(sampled > 0.5, n)
+  return row

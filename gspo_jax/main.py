@@ -1,0 +1,106 @@
+"""The command: flags in, an exit code out.
+
+  python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny
+
+Exit codes: 0 done, or stopped by SIGTERM with everything saved; 2 a mistake of
+the caller's, in one line; anything else is a fault, with its traceback.
+"""
+
+import ctypes
+import sys
+
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+
+from gspo_jax.errors import UserError, nearest
+
+_CONFIG = config_flags.DEFINE_config_file(
+  "config",
+  None,
+  "A file of configs/, perhaps with :argument.",
+  lock_config=True,
+)
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "Where checkpoints, metrics and samples go."
+)
+
+
+def main() -> None:
+  """The console's entry."""
+  try:
+    app.run(_main, flags_parser=parse)
+  except UserError as error:
+    sys.exit(_complain(error))
+
+
+def _main(argv) -> None:
+  # Here, and not above, so that a mistaken flag is told at once.
+  from gspo_jax import train
+
+  _keep_freed_memory()
+  if not flags.FLAGS["verbosity"].present:
+    logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
+  train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+
+
+def _complain(error: Exception) -> int:
+  print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+  return 2
+
+
+def parse(argv: list[str]) -> list[str]:
+  """Parses the flags; a mistake in one is a UserError that names it."""
+  try:
+    # Without its overrides first: their keys are checked against the file's.
+    flags.FLAGS([a for a in argv if not a.startswith("--config.")])
+    for flag in (_CONFIG, _WORKDIR):
+      if flag.value is None:
+        raise UserError(
+          f"--{flag.name} is missing; for a start: python -m gspo_jax.main "
+          "--config=configs/tiny_cpu.py --workdir=runs/tiny"
+        )
+    _check_keys(argv, _CONFIG.value)
+    rest = flags.FLAGS(argv)
+  except UserError:
+    raise
+  except (flags.Error, OSError, ValueError, TypeError) as error:
+    raise UserError(str(error)) from error
+  if len(rest) > 1:
+    raise UserError(f"unexpected argument {rest[1]!r}: flags are --name=value")
+  return rest
+
+
+def _check_keys(argv: list[str], config: ConfigDict) -> None:
+  keys = set(_flatten(config))
+  for flag in argv:
+    key = flag.removeprefix("--config.").split("=")[0]
+    if flag.startswith("--config.") and key not in keys:
+      raise UserError(f"--config.{key}: no such key; {nearest(key, keys)}")
+
+
+def _flatten(config: ConfigDict, prefix: str = ""):
+  for key, value in config.items():
+    if isinstance(value, ConfigDict):
+      yield from _flatten(value, f"{prefix}{key}.")
+    else:
+      yield prefix + key
+
+
+def _keep_freed_memory() -> None:
+  """Has glibc keep what it frees: the updates of a CPU run take half the time.
+
+  By default every large buffer goes back to the kernel, and comes again a page
+  fault at a time. Elsewhere than on glibc this does nothing.
+  """
+  mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+  if mallopt is None:
+    return
+  arena_max, mmap_threshold, top_pad, trim_threshold = -8, -3, -2, -1
+  mallopt(arena_max, 1)
+  mallopt(mmap_threshold, 1 << 30)
+  mallopt(trim_threshold, 2**31 - 1)
+  mallopt(top_pad, 256 << 20)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,79 @@
+"""The optimizer: a schedule and an optax chain."""
+
+import dataclasses
+
+import jax
+import optax
+
+from gspo_jax.errors import UserError, nearest
+
+DECAYS = ("constant", "cosine")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+  """AdamW with warm-up and clipping by global norm.
+
+  Attributes:
+    learning_rate: its peak.
+    warmup_steps: optimizer steps of linear warm-up from 0.
+    total_steps: optimizer steps in all; where `decay` ends.
+    decay: "constant", or "cosine" down to a tenth of the peak.
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    weight_decay: decoupled, on matrices only.
+    clip_norm: largest global norm of the gradient.
+  """
+
+  learning_rate: float
+  warmup_steps: int
+  total_steps: int
+  decay: str = "constant"
+  b1: float = 0.9
+  b2: float = 0.95
+  weight_decay: float = 0.0
+  clip_norm: float = 1.0
+
+  def __post_init__(self):
+    if self.decay not in DECAYS:
+      raise UserError(
+        f"optim.decay={self.decay!r}: {nearest(self.decay, DECAYS)}"
+      )
+    for name in ("learning_rate", "clip_norm", "total_steps"):
+      if getattr(self, name) <= 0:
+        raise UserError(f"optim.{name}={getattr(self, name)}: expected > 0")
+
+
+def schedule(cfg: OptimConfig) -> optax.Schedule:
+  """The learning rate at optimizer step t, counted from 0."""
+  peak = cfg.learning_rate
+  if cfg.decay == "cosine":
+    after = max(cfg.total_steps - cfg.warmup_steps, 1)
+    then = optax.cosine_decay_schedule(peak, after, alpha=0.1)
+  else:
+    then = optax.constant_schedule(peak)
+  if not cfg.warmup_steps:
+    return then
+  # One step beyond 0, so that the first update already moves.
+  rise = lambda t: peak * (t + 1) / cfg.warmup_steps
+  return optax.join_schedules([rise, then], [cfg.warmup_steps])
+
+
+def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
+  """Clip by global norm, then AdamW."""
+  return optax.chain(
+    optax.clip_by_global_norm(cfg.clip_norm),
+    optax.adamw(
+      schedule(cfg),
+      b1=cfg.b1,
+      b2=cfg.b2,
+      weight_decay=cfg.weight_decay,
+      mask=_is_matrix,
+    ),
+  )
+
+
+def _is_matrix(params):
+  """Every parameter but the scales of norms, which no decay should shrink."""
+  last = lambda path: path[-1].key
+  return jax.tree.map_with_path(lambda path, _: last(path) != "scale", params)

@@ -1,0 +1,270 @@
+"""Group rollouts: each prompt is prefilled once, its G answers decode together.
+
+Dimension key: P prompts, G answers a prompt, B = P * G rows, S prompt slots,
+R most new tokens, V vocabulary.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import model
+from gspo_jax.errors import UserError
+from gspo_jax.model import cache as kv
+
+_FIRST_SLOTS = 64  # the answers' cache starts this long and doubles
+
+STOPPED, TRUNCATED = 1, 0  # Samples.finish
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerConfig:
+  """How answers are drawn; hashable, so that it is static under jit.
+
+  Attributes:
+    group_size: G, answers a prompt.
+    max_new_tokens: R; a row that reaches it is cut there.
+    stop_ids: tokens that end an answer; the one drawn is part of it.
+    temperature: divides the logits; 0 takes the likeliest token.
+    top_k: draw among the k likeliest tokens; 0 for all.
+    top_p: draw among the fewest likeliest tokens of this total probability.
+    min_new_tokens: no stop token before this many tokens.
+    pad_id: fills a row after its end.
+  """
+
+  group_size: int
+  max_new_tokens: int
+  stop_ids: tuple[int, ...]
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_new_tokens: int = 1
+  pad_id: int = 0
+
+  def __post_init__(self):
+    for name, good, expected in (
+      ("group_size", self.group_size >= 1, "at least 1"),
+      ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+      ("stop_ids", len(self.stop_ids) >= 1, "at least one token"),
+      ("temperature", self.temperature >= 0, "0 or more"),
+      ("top_k", self.top_k >= 0, "0 (all) or more"),
+      ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+      ("min_new_tokens", self.min_new_tokens >= 0, "0 or more"),
+    ):
+      if not good:
+        value = getattr(self, name)
+        raise UserError(f"sampler.{name}={value!r}: expected {expected}")
+
+  @property
+  def truncates(self) -> bool:
+    """Whether some tokens cannot be drawn (the run logs that it is so)."""
+    return self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+  """A batch of prompts, padded on the LEFT, so that answers start in line.
+
+  Attributes:
+    tokens: [P, S] int32.
+    lengths: [P] int32, real tokens, at least 1.
+  """
+
+  tokens: jax.Array
+  lengths: jax.Array
+
+  @property
+  def mask(self) -> jax.Array:
+    """[P, S] bool, false at padding."""
+    S = self.tokens.shape[1]
+    return jnp.arange(S) >= S - self.lengths[:, None]
+
+  @property
+  def positions(self) -> jax.Array:
+    """[P, S] int32, 0 at the first real token (and at padding)."""
+    S = self.tokens.shape[1]
+    return jnp.maximum(jnp.arange(S) - (S - self.lengths[:, None]), 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Samples:
+  """Answers; row p * G + g is answer g to prompt p.
+
+  Attributes:
+    tokens: [B, R] int32, `pad_id` after the end.
+    logps: [B, R] float32 log-probs of the UNTRUNCATED tempered distribution
+      (of the plain one at temperature 0), 0 after the end. The stop token has
+      one, too.
+    lengths: [B] int32, tokens drawn, the stop token included.
+    finish: [B] int8, why the row ended: STOPPED or TRUNCATED.
+    steps: [] int32, decode steps taken: the longest row.
+  """
+
+  tokens: jax.Array
+  logps: jax.Array
+  lengths: jax.Array
+  finish: jax.Array
+  steps: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _State:
+  """Decoding after `step` tokens; `last` is the newest of each row."""
+
+  step: jax.Array
+  last: jax.Array
+  done: jax.Array
+  tokens: jax.Array
+  logps: jax.Array
+  lengths: jax.Array
+  cache: kv.Cache
+
+
+def generate(
+  params: model.Params,
+  cfg: model.ModelConfig,
+  prompts: Prompts,
+  key: jax.Array,
+  *,
+  sampler: SamplerConfig,
+) -> Samples:
+  """Draws `group_size` answers to each prompt.
+
+  Decoding is a `while_loop` that ends with the longest answer; the cache it
+  reads doubles as answers grow, so the cost follows the tokens really drawn and
+  not `max_new_tokens`. Row b draws its token t with a key made of (key, b, t):
+  the same key repeats exactly, two answers of a group differ.
+
+  Args:
+    params: as `model.init` makes them.
+    cfg: the model; static.
+    prompts: P prompts.
+    key: a typed PRNG key.
+    sampler: how to draw; static.
+  """
+  params = model.unstack(params, cfg)
+  logits, cache = _prefill(params, cfg, prompts, sampler)
+  B, R = logits.shape[0], sampler.max_new_tokens
+  row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B))
+  state = _State(
+    step=jnp.int32(0),
+    last=jnp.zeros(B, jnp.int32),
+    done=jnp.zeros(B, bool),
+    tokens=jnp.full((B, R), sampler.pad_id, jnp.int32),
+    logps=jnp.zeros((B, R)),
+    lengths=jnp.zeros(B, jnp.int32),
+    cache=cache,
+  )
+  state = _record(state, logits, row_keys, sampler)
+  starts = jnp.repeat(prompts.lengths, sampler.group_size)
+  state = _decode(state, params, cfg, starts, row_keys, sampler)
+  finish = jnp.where(state.done, STOPPED, TRUNCATED).astype(jnp.int8)
+  return Samples(state.tokens, state.logps, state.lengths, finish, state.step)
+
+
+def _prefill(params, cfg, prompts, sampler):
+  """The logits after each prompt, [B, V], and the cache its answers share."""
+  P, S = prompts.tokens.shape
+  out = model.encode(
+    params,
+    cfg,
+    prompts.tokens,
+    prompts.positions,
+    prompts.mask,
+    kv.empty(cfg, P, S),
+  )
+  logits = model.unembed(params, cfg, out.hidden[:, -1])
+  cache = kv.fork(out.cache, cfg, sampler.group_size, _slots(0, sampler))
+  return jnp.repeat(logits, sampler.group_size, axis=0), cache
+
+
+def _slots(full, sampler):
+  """Slots of the next cache; the last token drawn is never fed back."""
+  return min(max(_FIRST_SLOTS, 2 * full), max(sampler.max_new_tokens - 1, 1))
+
+
+def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
+  """Decodes until all are done; a full cache is doubled and decoding goes on.
+
+  Each doubling stands in the taken branch of a `cond`, so that short answers
+  never touch the longer cache. The result's cache is dropped: None.
+  """
+  slots = state.cache.valid.shape[1]
+  limit = min(slots + 1, sampler.max_new_tokens)
+  going = lambda s: (s.step < limit) & ~s.done.all()
+
+  def body(s):
+    positions = (starts + s.step - 1)[:, None]
+    real = jnp.ones_like(positions)
+    out = model.encode(params, cfg, s.last[:, None], positions, real, s.cache)
+    s = dataclasses.replace(s, cache=out.cache)
+    logits = model.unembed(params, cfg, out.hidden[:, 0])
+    return _record(s, logits, row_keys, sampler)
+
+  state = jax.lax.while_loop(going, body, state)
+  drop = lambda s: dataclasses.replace(s, cache=None)
+  if limit == sampler.max_new_tokens:
+    return drop(state)
+
+  def longer(s):
+    s = dataclasses.replace(s, cache=kv.grow(s.cache, _slots(slots, sampler)))
+    return _decode(s, params, cfg, starts, row_keys, sampler)
+
+  return jax.lax.cond(state.done.all(), drop, longer, state)
+
+
+def _record(s: _State, logits, row_keys, sampler) -> _State:
+  """Draws one token a row and writes it down, except where a row is done."""
+  token, logp = _draw(logits, row_keys, s.step, sampler)
+  token = jnp.where(s.done, sampler.pad_id, token)
+  logp = jnp.where(s.done, 0.0, logp)
+  write = jax.lax.dynamic_update_slice
+  stop = jnp.isin(token, jnp.array(sampler.stop_ids)) & ~s.done
+  return dataclasses.replace(
+    s,
+    step=s.step + 1,
+    last=token,
+    done=s.done | stop,
+    tokens=write(s.tokens, token[:, None], (0, s.step)),
+    logps=write(s.logps, logp[:, None], (0, s.step)),
+    lengths=s.lengths + ~s.done,
+  )
+
+
+def _draw(logits, row_keys, step, sampler):
+  """One token [B] of each row of float32 logits [B, V], and its log-prob."""
+  greedy = sampler.temperature == 0
+  logps = jax.nn.log_softmax(logits / (1.0 if greedy else sampler.temperature))
+  allowed = _truncate(logps, step, sampler)
+  if greedy:
+    token = allowed.argmax(-1)
+  else:
+    keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
+    token = jax.vmap(jax.random.categorical)(keys, allowed)
+  logp = jnp.take_along_axis(logps, token[:, None], axis=1)[:, 0]
+  return token.astype(jnp.int32), logp
+
+
+def _truncate(logps, step, sampler):
+  """Log-probs with -inf where min length, top-k or top-p forbids a token."""
+  if sampler.min_new_tokens > 1:
+    stops = jnp.isin(jnp.arange(logps.shape[-1]), jnp.array(sampler.stop_ids))
+    early = step + 1 < sampler.min_new_tokens
+    logps = jnp.where(early & stops, -jnp.inf, logps)
+  if 0 < sampler.top_k < logps.shape[-1]:
+    worst = jax.lax.top_k(logps, sampler.top_k)[0][:, -1:]
+    logps = jnp.where(logps < worst, -jnp.inf, logps)
+  if sampler.top_p < 1:
+    logps = jax.nn.log_softmax(logps)
+    best = jnp.sort(logps, axis=-1, descending=True)
+    # A token stays while those before it have not reached top_p: the first
+    # always does.
+    before = jnp.cumsum(jnp.exp(best), -1) - jnp.exp(best)
+    worst = jnp.where(before < sampler.top_p, best, jnp.inf).min(-1)
+    logps = jnp.where(logps < worst[:, None], -jnp.inf, logps)
+  return logps

@@ -1,0 +1,367 @@
+"""The run, from a config to a trained policy: read it top to bottom."""
+
+import dataclasses
+import json
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from gspo_jax import cold_start, data, evaluate, metrics, program, sharding
+from gspo_jax.advantages import group_relative_advantages
+from gspo_jax.checkpoint import Checkpoints
+from gspo_jax.errors import UserError
+from gspo_jax.preemption import Preemption
+from gspo_jax.sampler import TRUNCATED, Prompts
+from gspo_jax.tasks import Chain
+from gspo_jax.train_step import TrainState
+
+
+class Run(NamedTuple):
+  """What stays the same from the first step to the last.
+
+  Attributes:
+    config: all the keys of configs/common.py.
+    workdir: where everything is written.
+    program: the jitted functions.
+    sources: questions.
+    held_out: `eval.prompts` of the held-out questions, as one batch.
+    identity: what a checkpoint must agree with to be of this run.
+    root: the key that every other is folded from.
+  """
+
+  config: ConfigDict
+  workdir: epath.Path
+  program: program.Program
+  sources: "Sources"
+  held_out: dict
+  identity: dict
+  root: jax.Array
+
+
+class Sources(NamedTuple):
+  """Questions to learn from, to be tested on, and to imitate."""
+
+  train: Any
+  held_out: Any
+  demonstrations: Any
+
+
+def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
+  """Trains a policy as `config` says, resuming what `workdir` holds.
+
+  Args:
+    config: all the keys of configs/common.py.
+    workdir: a folder for checkpoints, metrics and samples.
+
+  Returns:
+    The final state; None where a SIGTERM ended the run, its state saved.
+
+  Raises:
+    UserError: the config, the data or the workdir cannot work as they are.
+    FloatingPointError: a metric is not finite; that step is not saved.
+  """
+  mesh = sharding.make_mesh(**config.mesh)
+  with jax.set_mesh(mesh), Preemption() as preemption:
+    run = _prepare(config, workdir, mesh)
+    with Checkpoints(
+      run.workdir / "checkpoints",
+      every=config.checkpoint.every,
+      keep=config.checkpoint.keep,
+    ) as checkpoints:
+      batches = data.prompts(
+        run.sources.train,
+        batch=config.data.prompts,
+        width=config.data.max_prompt_length,
+        seed=config.seed,
+      )
+      state = _start(run, batches, checkpoints, preemption)
+      if state is None:
+        return None
+      return _train(run, state, batches, checkpoints, preemption)
+
+
+def _prepare(config, workdir, mesh) -> Run:
+  """Everything that can be wrong is checked here, before any work."""
+  functions = program.build(config, mesh)
+  sources = _sources(config)
+  workdir = epath.Path(workdir)
+  _require_writable(workdir)
+  identity = {
+    "model": dataclasses.asdict(functions.cfg),
+    "data": data.fingerprint(sources.train),
+    "seed": config.seed,
+  }
+  return Run(
+    config=config,
+    workdir=workdir,
+    program=functions,
+    sources=sources,
+    held_out=data.take(
+      sources.held_out, config.eval.prompts, config.data.max_prompt_length
+    ),
+    identity=identity,
+    root=jax.random.key(config.seed),
+  )
+
+
+def _sources(config) -> Sources:
+  c, cold = config.data, config.cold_start
+  if c.source == "chain":
+    chain = Chain(c.chain_steps, seed=config.seed)
+    return Sources(
+      chain,
+      dataclasses.replace(chain, evaluation=True),
+      dataclasses.replace(
+        chain, steps=cold.chain_steps, noise=cold.chain_noise
+      ),
+    )
+  separate = bool(c.eval_path)
+  train = data.JsonLines(c.path, None if separate else False)
+  held_out = data.JsonLines(c.eval_path or c.path, None if separate else True)
+  return Sources(train, held_out, train)
+
+
+def _require_writable(workdir: epath.Path) -> None:
+  probe = workdir / ".writable"
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    probe.write_text("")
+    probe.unlink()
+  except Exception as error:
+    raise UserError(
+      f"--workdir={str(workdir)!r} cannot be written: "
+      f"{type(error).__name__}: {error}"
+    ) from error
+
+
+def _start(run, batches, checkpoints, preemption) -> TrainState | None:
+  """The last good checkpoint, else a fresh policy after its cold start."""
+  accept = lambda _, found: cold_start.match(
+    run.identity, found["identity"], "checkpoint"
+  )
+  restored = checkpoints.restore(run.program.abstract, accept)
+  if restored is not None:
+    batches.set_state(restored.metadata["data"])
+    print(f"resumed after step {restored.step}", flush=True)
+    return restored.state
+  state = run.program.init(jax.random.fold_in(run.root, 0))
+  if not run.config.cold_start.steps:
+    return state
+  imitated = _imitate(run, preemption)
+  if imitated is None:
+    print("SIGTERM: cold start saved; the same command resumes", flush=True)
+    return None
+  return dataclasses.replace(state, params=imitated.params)
+
+
+def _imitate(run, preemption) -> TrainState | None:
+  """The cold start, or the result of an earlier one."""
+  cold, functions = run.config.cold_start, run.program
+  k_init, k_update, k_check = jax.random.split(
+    jax.random.fold_in(run.root, 0), 3
+  )
+  batches = data.demonstrations(
+    run.sources.demonstrations,
+    batch=cold.batch,
+    prompt_width=run.config.data.max_prompt_length,
+    width=run.config.sampler.max_new_tokens,
+    seed=run.config.seed,
+  )
+  settings = {k: v for k, v in cold.items() if k not in ("dir", "check_every")}
+  settings["demonstrations"] = data.fingerprint(run.sources.demonstrations)
+  folder = cold.dir or run.workdir / "cold_start"
+  with Checkpoints(folder, every=cold.check_every, keep=1) as checkpoints:
+    return cold_start.imitate(
+      init=lambda: functions.init_imitation(k_init),
+      abstract=functions.abstract_imitation,
+      batches=batches,
+      update=lambda state, batch: functions.imitate(state, batch, k_update),
+      accuracy=lambda params: float(_greedy(run, params, k_check).mean()),
+      checkpoints=checkpoints,
+      preemption=preemption,
+      identity=run.identity | json.loads(json.dumps(settings)),
+      cfg=cold_start.ColdStartConfig(cold.steps, cold.check_every, cold.gate),
+    )
+
+
+def _train(run, state, batches, checkpoints, preemption) -> TrainState | None:
+  """RL from `state` on, to the last step or to a SIGTERM."""
+  config, begin = run.config, int(state.step)
+  writer = metrics.Writer(
+    run.workdir,
+    total_steps=config.num_steps,
+    resume_step=begin,
+    active=jax.process_index() == 0,
+  )
+  with writer:
+    watch = _Watch(config)
+    if begin == 0:
+      writer.write(0, _evaluate(run, state.params))
+    for step in range(begin + 1, config.num_steps + 1):
+      state, row, shown = _iterate(run, state, next(batches), step)
+      last, stop = step == config.num_steps, preemption.reached(step)
+      if last or step % config.eval.every == 0:
+        row |= _evaluate(run, state.params)
+      writer.write(step, row)
+      watch(row)
+      if last or step % config.log.samples_every == 0:
+        writer.samples(step, shown[: config.log.samples])
+      if last or stop or checkpoints.due(step):
+        saved = {
+          "identity": run.identity,
+          "data": batches.get_state(),
+          "config": json.loads(config.to_json_best_effort()),
+        }
+        checkpoints.save(step, state, saved)
+      if stop and not last:
+        print(f"SIGTERM: saved after step {step}; the same command resumes")
+        return None
+  return state
+
+
+def _iterate(run, state, batch, step):
+  """One iteration: rollouts, verification, update.
+
+  Each phase is waited for. The host has to see the answers before it can score
+  them, so there is nothing to run ahead of, and the times are true.
+
+  Returns:
+    The new state, the step's scalars, and rows of sample answers.
+  """
+  functions, config = run.program, run.config
+  clock = [time.monotonic()]
+  tick = lambda: clock.append(time.monotonic())
+  k_generate, k_shuffle = jax.random.split(jax.random.fold_in(run.root, step))
+
+  # Rollouts: G answers to each question.
+  prompts = Prompts(batch["tokens"], batch["length"])
+  samples = functions.generate(state.params, prompts, k_generate)
+  answers = evaluate.texts(samples)
+  tick()
+
+  # Old log-probs, on the device while the host verifies.
+  rollout, scored = functions.score(state.params, prompts, samples)
+  rewards = evaluate.verify(answers, batch["problems"])
+  # Advantages of whole groups, before any shuffle.
+  advantages = group_relative_advantages(
+    rewards, normalize_std=config.objective.name != "dr_grpo"
+  )
+  rollout = dataclasses.replace(rollout, advantages=advantages.reshape(-1))
+  jax.block_until_ready(scored)
+  tick()
+
+  # The update: a scan over minibatches.
+  state, learnt = functions.update(state, rollout, k_shuffle)
+  row = metrics.finish(scored | learnt)
+  tick()
+  functions.check_compiled_once()
+
+  row |= _rollout_row(rewards, samples) | _time_row(clock, samples)
+  updates = step * config.learner.minibatches
+  row["optim/learning_rate"] = float(functions.schedule(updates - 1))
+  _require_finite(row, step)
+  return state, row, _shown(batch["problems"], answers, rewards)
+
+
+def _rollout_row(rewards: np.ndarray, samples) -> dict[str, float]:
+  lengths, finish = jax.device_get((samples.lengths, samples.finish))
+  return {
+    "reward/mean": float(rewards.mean()),
+    # Groups of equal rewards have no advantage, and teach nothing.
+    "reward/mixed_groups": float((np.ptp(rewards, axis=1) > 0).mean()),
+    "response/length": float(lengths.mean()),
+    "response/truncated": float((finish == TRUNCATED).mean()),
+  }
+
+
+def _time_row(clock, samples) -> dict[str, float]:
+  generate, score, update = np.diff(clock)
+  tokens, whole = int(samples.lengths.sum()), clock[-1] - clock[0]
+  return {
+    "time/generate": generate,
+    "time/score": score,
+    "time/update": update,
+    "time/iteration": whole,
+    "throughput/sampler_tokens_per_second": tokens / generate,
+    "throughput/tokens_per_second": tokens / whole,
+  }
+
+
+def _shown(problems, answers, rewards) -> list[tuple[str, str, str, float]]:
+  """One answer to each question: question, answer, reference, reward."""
+  group = rewards.shape[1]
+  return [
+    (p.question, answers[i * group], p.answer, float(rewards[i, 0]))
+    for i, p in enumerate(problems)
+  ]
+
+
+def _require_finite(row: dict[str, float], step: int) -> None:
+  for name, value in row.items():
+    if not np.isfinite(value):
+      raise FloatingPointError(
+        f"{name} is {value} at step {step}; that step was not saved"
+      )
+
+
+def _evaluate(run, params) -> dict[str, float]:
+  """`eval/*` on the held-out questions, with the same key every time."""
+  key = jax.random.fold_in(run.root, 2**31 - 1)
+  sampled = evaluate.answer_all(
+    run.program.generate_eval,
+    params,
+    run.held_out,
+    run.config.data.prompts,
+    key,
+  )
+  return evaluate.summarize(sampled, _greedy(run, params, key))
+
+
+def _greedy(run, params, key) -> np.ndarray:
+  return evaluate.answer_all(
+    run.program.generate_greedy,
+    params,
+    run.held_out,
+    run.config.data.prompts,
+    key,
+  )
+
+
+class _Watch:
+  """Says so, once each, when the numbers mean something other than they seem."""
+
+  def __init__(self, config: ConfigDict):
+    self._said: set[str] = set()
+    self._updates = config.learner.minibatches
+    clip = config.objective.clip_low
+    default = program.OBJECTIVES[config.objective.name].__kwdefaults__
+    self._clip = clip if clip >= 0 else default["clip_low"]
+    if program.sampler_config(config).truncates:
+      self._say(
+        "top-k, top-p or a minimum length is on: answers are drawn from a "
+        "truncated distribution, and log-probs are of the whole one"
+      )
+
+  def __call__(self, row: dict[str, float]) -> None:
+    if self._updates > 1 and row["ratio/moved"] == 0:
+      self._say(
+        f"the importance ratio is exactly 1 over {self._updates} updates: the "
+        "old log-probs are not being used, or nothing is learnt"
+      )
+    gap = row["mismatch/sequence_abs_mean"]
+    if gap > self._clip:
+      self._say(
+        f"sampler and trainer differ by {gap:.1e} a sequence "
+        f"(mismatch/sequence_abs_mean), more than clip_low={self._clip:.1e}: "
+        "the sampler's log-probs would be noise as old ones"
+      )
+
+  def _say(self, text: str) -> None:
+    key = text[:20]
+    if key not in self._said:
+      print(f"warning: {text}", flush=True)
+    self._said.add(key)

@@ -1,0 +1,22 @@
+"""Eight virtual CPU devices for every test; set before JAX is imported."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # for configs/, which is no package of ours
+
+
+@pytest.fixture
+def debug_config():
+  """The tiny config with every size shrunk: seconds, and nothing is learnt."""
+  from configs import tiny_cpu
+
+  return tiny_cpu.get_config("debug")

@@ -1,0 +1,449 @@
+"""What comes back from disk is what went in, or it is refused out loud."""
+
+import dataclasses
+import functools
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from gspo_jax.checkpoint import Checkpoints, checksums
+from gspo_jax.errors import UserError
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=["mean", "seen"], meta_fields=[]
+)
+@dataclasses.dataclass
+class Running:
+  mean: jax.Array
+  seen: jax.Array
+
+
+def make_state(seed, shape=(64, 16)):
+  params = {
+    "dense": {"w": jax.random.normal(jax.random.key(seed), shape)},
+    "b": jax.random.normal(jax.random.key(seed + 1), (16,), jnp.bfloat16),
+  }
+  return {
+    "step": jnp.int32(seed),
+    "params": params,
+    "opt": optax.adamw(1e-3).init(params),
+    "key": jax.random.key(seed + 2),
+    "running": Running(jnp.float32(0.5), jnp.arange(5) % 2 == 0),
+  }
+
+
+def shardings(tree, devices):
+  mesh = jax.make_mesh(
+    (devices,), ("fsdp",), (AxisType.Auto,), devices=jax.devices()[:devices]
+  )
+
+  def sharding(x):
+    axes = ("fsdp",) if x.ndim == 2 else ()
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+  return jax.tree.map(sharding, tree)
+
+
+def abstract(tree, devices=1):
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    jax.eval_shape(lambda: tree),
+    shardings(tree, devices),
+  )
+
+
+def put(tree, devices):
+  return jax.device_put(tree, shardings(tree, devices))
+
+
+def assert_same(found, expected):
+  def same(a, b):
+    assert a.dtype == b.dtype
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+      a, b = jax.random.key_data(a), jax.random.key_data(b)
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+  jax.tree.map(same, found, expected)
+
+
+def anything(step, metadata):
+  pass
+
+
+def save_steps(directory, steps, keep=10, devices=1):
+  with Checkpoints(directory, every=1, keep=keep) as checkpoints:
+    for step in steps:
+      checkpoints.save(step, put(make_state(step), devices), {"cursor": step})
+
+
+def restore(directory, accept=anything, like=None, devices=1):
+  like = make_state(0) if like is None else like
+  with Checkpoints(directory, every=1, keep=10) as checkpoints:
+    return checkpoints.restore(abstract(like, devices), accept)
+
+
+def largest_file(directory):
+  files = [path for path in directory.rglob("d/*") if path.is_file()]
+  return max(files, key=lambda path: path.stat().st_size)
+
+
+def warnings(caplog):
+  return [r.getMessage() for r in caplog.records if r.levelname != "INFO"]
+
+
+def test_round_trip_on_other_device_counts(tmp_path, caplog, capfd):
+  metadata = {"data": {"next_index": 7}, "config": {"lr": 1e-6, "name": "é"}}
+  state = put(make_state(3), 8)
+  with Checkpoints(tmp_path, every=1, keep=2) as checkpoints:
+    checkpoints.save(3, state, metadata)
+  for devices in (8, 4, 1):
+    restored = restore(tmp_path, devices=devices)
+    assert restored.step == 3
+    assert restored.metadata == metadata
+    assert_same(restored.state, state)
+    assert isinstance(restored.state["running"], Running)
+    w = restored.state["params"]["dense"]["w"]
+    assert len(w.sharding.device_set) == devices
+    assert w.addressable_shards[0].data.shape == (64 // devices, 16)
+  assert warnings(caplog) == []
+  assert capfd.readouterr().out == ""
+
+
+def test_buffers_may_be_donated_right_after_save(tmp_path):
+  spoil = jax.jit(lambda t: jax.tree.map(lambda x: x - 1, t), donate_argnums=0)
+
+  def make(step):
+    return put({"w": jnp.full((1024, 1024), float(step))}, 8)
+
+  with Checkpoints(tmp_path, every=1, keep=9) as checkpoints:
+    for step in range(4):
+      state = make(step)
+      checkpoints.save(step, state, {})
+      for _ in range(3):
+        state = spoil(state)
+      jax.block_until_ready(state)
+  for step in reversed(range(4)):
+    restored = restore(tmp_path, like=make(0), devices=8)
+    assert restored.step == step
+    assert_same(restored.state, make(step))
+    (tmp_path / str(step)).rename(tmp_path / f"seen_{step}")
+
+
+def test_nothing_saved_is_none(tmp_path):
+  assert restore(tmp_path / "new") is None
+
+
+def test_a_relative_directory(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  save_steps("here", (1,))
+  assert restore(tmp_path / "here").step == 1
+
+
+def test_due_and_bad_settings(tmp_path):
+  with Checkpoints(tmp_path, every=5, keep=1) as checkpoints:
+    assert [s for s in range(1, 12) if checkpoints.due(s)] == [5, 10]
+  for every, keep in ((0, 1), (1, 0)):
+    with pytest.raises(UserError, match=f"{every=}, {keep=}"):
+      Checkpoints(tmp_path, every=every, keep=keep)
+
+
+def test_keeps_the_latest(tmp_path):
+  save_steps(tmp_path, (1, 2, 3, 4), keep=2)
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
+
+
+def flip_bit(step):
+  path = largest_file(step)
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+def truncate(step):
+  path = largest_file(step)
+  os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(step):
+  step.rename(step.with_name("aside"))
+  step.mkdir()
+
+
+def lose_state(step):
+  (step / "state").rename(step.with_name("aside"))
+
+
+def lose_metadata(step):
+  (step / "_CHECKPOINT_METADATA").unlink()
+
+
+DAMAGE = [flip_bit, truncate, empty, lose_state, lose_metadata]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
+def test_damage_falls_back_and_is_replaced(tmp_path, caplog, damage):
+  save_steps(tmp_path, (1, 2))
+  damage(tmp_path / "2")
+  with Checkpoints(tmp_path, every=1, keep=1) as checkpoints:
+    restored = checkpoints.restore(abstract(make_state(0)), anything)
+    assert (restored.step, restored.metadata) == (1, {"cursor": 1})
+    assert_same(restored.state, make_state(1))
+    ours = [w for w in warnings(caplog) if "checkpoint 2 skipped" in w]
+    assert len(ours) == 1
+    assert "\n" not in ours[0]
+    if damage is flip_bit:
+      assert "params/dense/w" in ours[0]
+    checkpoints.save(2, make_state(20), {"cursor": 20})
+  assert [path.name for path in tmp_path.iterdir() if path.name != "aside"] == [
+    "2"
+  ]
+  again = restore(tmp_path)
+  assert (again.step, again.metadata) == (2, {"cursor": 20})
+  assert_same(again.state, make_state(20))
+
+
+def test_skipped_steps_do_not_count_as_the_latest(tmp_path):
+  save_steps(tmp_path, (10, 20))
+  empty(tmp_path / "20")
+  with Checkpoints(tmp_path, every=5, keep=1) as checkpoints:
+    assert checkpoints.restore(abstract(make_state(0)), anything).step == 10
+    assert (tmp_path / "20").exists()
+    checkpoints.save(15, make_state(15), {})
+  assert not (tmp_path / "20").exists()
+  assert restore(tmp_path).step == 15
+
+
+def test_a_good_checkpoint_is_not_written_again(tmp_path):
+  save_steps(tmp_path, (1,))
+  before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+  with Checkpoints(tmp_path, every=1, keep=2) as checkpoints:
+    checkpoints.save(1, make_state(7), {})
+    checkpoints.save(2, make_state(2), {})
+    checkpoints.save(2, make_state(7), {})
+  for path, written in before.items():
+    assert path == tmp_path or path.stat().st_mtime_ns == written
+  assert_same(restore(tmp_path).state, make_state(2))
+
+
+def test_a_bad_folder_is_replaced_without_a_restore(tmp_path):
+  (tmp_path / "1").mkdir()
+  save_steps(tmp_path, (1,))
+  assert_same(restore(tmp_path).state, make_state(1))
+
+
+def test_all_bad_is_an_error_and_nothing_is_touched(tmp_path):
+  save_steps(tmp_path, (1, 2))
+  flip_bit(tmp_path / "1")
+  truncate(tmp_path / "2")
+  before = sorted(tmp_path.rglob("*"))
+  with pytest.raises(UserError, match="nothing was overwritten") as error:
+    restore(tmp_path)
+  assert str(tmp_path) in str(error.value)
+  assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+  ("leaf", "change", "words"),
+  [
+    ("w", lambda w: w.astype(jnp.bfloat16), ["float32[64", "bfloat16[64"]),
+    ("w", lambda w: w[:32], ["float32[64, 16]", "float32[32, 16]"]),
+    ("v", lambda w: w, ["absent", "float32[64, 16]"]),
+  ],
+)
+def test_another_model_is_named_not_cast(tmp_path, leaf, change, words):
+  save_steps(tmp_path, (1, 2))
+  other = make_state(0)
+  other["params"]["dense"][leaf] = change(other["params"]["dense"]["w"])
+  with pytest.raises(UserError, match=f"params/dense/{leaf}") as error:
+    restore(tmp_path, like=other)
+  assert all(word in str(error.value) for word in words)
+
+
+def test_another_key_implementation_is_another_model(tmp_path):
+  save_steps(tmp_path, (1,))
+  other = make_state(0) | {"key": jax.random.key(0, impl="rbg")}
+  with pytest.raises(UserError, match="key<fry>"):
+    restore(tmp_path, like=other)
+
+
+def test_what_accept_raises_ends_the_search(tmp_path):
+  save_steps(tmp_path, (1, 2))
+  calls = []
+
+  def accept(step, metadata):
+    calls.append((step, metadata))
+    raise UserError("the dataset has changed")
+
+  with pytest.raises(UserError, match="the dataset has changed"):
+    restore(tmp_path, accept)
+  assert calls == [(2, {"cursor": 2})]
+
+
+def run_child(code, directory, devices):
+  flags = f"--xla_force_host_platform_device_count={devices}"
+  env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+  head = (
+    "import os, pathlib, resource, signal, sys, jax, jax.numpy as jnp\n"
+    "sys.path.insert(0, sys.argv[2])\n"
+    "from test_checkpoint import Checkpoints, make_state, put\n"
+  )
+  here = os.path.dirname(__file__)
+  args = [sys.executable, "-c", head + code, str(directory), here]
+  return subprocess.run(
+    args, env=env, capture_output=True, text=True, timeout=60
+  )
+
+
+KILLED = """
+with Checkpoints(sys.argv[1], every=1, keep=3) as checkpoints:
+  checkpoints.save(1, put(make_state(1), 2), {"cursor": 1})
+  noise = jax.random.normal(jax.random.key(0), (4096, 4096))
+  checkpoints.save(2, {"w": noise}, {"cursor": 2})
+  half = pathlib.Path(sys.argv[1]) / "2.orbax-checkpoint-tmp"
+  while not half.exists():
+    pass
+  os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_during_a_save(tmp_path):
+  child = run_child(KILLED, tmp_path, devices=2)
+  assert child.returncode == -signal.SIGKILL, child.stderr
+  names = sorted(path.name for path in tmp_path.iterdir())
+  assert names == ["1", "2.orbax-checkpoint-tmp"]
+  with Checkpoints(tmp_path, every=1, keep=3) as checkpoints:
+    restored = checkpoints.restore(abstract(make_state(0), 8), anything)
+    assert restored.step == 1
+    assert_same(restored.state, make_state(1))
+    checkpoints.save(2, make_state(2), {})
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+FULL_DISK = """
+def limit(size):
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+noise = {"w": jnp.sin(jnp.arange(1 << 20, dtype=jnp.float32))}
+def attempt(close):
+  try:
+    with Checkpoints(sys.argv[1], every=1, keep=3) as checkpoints:
+      limit(1 << 16)
+      checkpoints.save(1, noise, {})
+      if close == "crash":
+        raise KeyError("the loop's own error")
+      if close == "save":
+        try:
+          checkpoints.save(2, noise, {})
+        finally:
+          limit(resource.RLIM_INFINITY)
+          checkpoints.save(1, noise, {"second": "try"})
+  except (RuntimeError, KeyError) as error:
+    print(close, type(error).__name__, error, flush=True)
+  limit(resource.RLIM_INFINITY)
+for close in ("with", "crash", "save"):
+  attempt(close)
+"""
+
+
+def test_a_failed_save_surfaces(tmp_path):
+  child = run_child(FULL_DISK, tmp_path, devices=1)
+  assert child.returncode == 0, child.stderr
+  lines = child.stdout.splitlines()
+  assert len(lines) == 3, child.stdout
+  for line, close in ((lines[0], "with"), (lines[2], "save")):
+    assert line.startswith(f"{close} RuntimeError the checkpoint of step 1 ")
+    assert str(tmp_path) in line
+    assert "File too large" in line
+  assert lines[1] == 'crash KeyError "the loop\'s own error"'
+  like = {"w": jnp.zeros(1 << 20)}
+  assert restore(tmp_path, like=like).metadata == {"second": "try"}
+
+
+DTYPES = ["bool", "int8", "uint8", "int16", "bfloat16", "int32", "float32"]
+
+
+def random_array(rng, dtype, shape):
+  size = jnp.dtype(dtype).itemsize
+  bits = rng.integers(0, 2 if dtype == "bool" else 256, (*shape, size))
+  return bits.astype(np.uint8).view(jnp.dtype(dtype))[..., 0]
+
+
+def one(array):
+  return checksums({"x": array})["x"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_counts(dtype):
+  rng = np.random.default_rng(0)
+  bits = 1 if dtype == "bool" else 8 * jnp.dtype(dtype).itemsize
+  array = random_array(rng, dtype, (3, 5))
+  total = one(array)
+  assert 0 <= total < 2**32
+  for bit in range(bits):
+    raw = array.copy().view(np.uint8).reshape(-1)
+    raw[rng.integers(15) * array.itemsize + bit // 8] ^= 1 << bit % 8
+    assert one(raw.view(array.dtype).reshape(3, 5)) != total, bit
+
+
+def test_places_count():
+  rng = np.random.default_rng(1)
+  x = rng.normal(size=(4, 6)).astype(np.float32)
+  assert one(x) != one(x[::-1])
+  assert one(x) != one(np.roll(x, 1, axis=1))
+  for _ in range(30):
+    i, j = rng.choice(24, 2, replace=False)
+    for value in (x.flat[i], -x.flat[j]):  # -x: all of 2^31 apart
+      before = x.copy()
+      before.flat[i] = value
+      after = before.copy()
+      after.flat[[i, j]] = before.flat[[j, i]]
+      assert one(before) != one(after)
+
+
+def test_the_smallest_leaves():
+  assert one(jnp.float32(0.0)) != one(jnp.float32(-0.0))
+  assert one(jnp.int32(1)) != one(jnp.int32(2))
+  assert one(jnp.zeros((0, 3))) == 0
+  keys = jax.random.split(jax.random.key(0), 2)
+  assert one(keys[0]) != one(keys[1])
+  assert one(keys) != one(keys[::-1])
+
+
+def test_both_halves_of_64_bits_count():
+  with jax.enable_x64(True):
+    x = np.array([1.0, 2.0])
+    low, high = x * (1 + 2.0**-52), x * 2
+    assert len({one(x), one(low), one(high), one(x[::-1])}) == 4
+
+
+def test_checksums_do_not_depend_on_the_sharding():
+  state = make_state(5)
+  sums = checksums(state)
+  assert sums["params/dense/w"] == python_checksum(
+    state["params"]["dense"]["w"]
+  )
+  for devices in (1, 4, 8):
+    assert checksums(put(state, devices)) == sums
+  mesh = jax.make_mesh((4, 2), ("a", "b"), (AxisType.Auto,) * 2)
+  w = state["params"]["dense"]["w"]
+  for spec in (PartitionSpec("a", "b"), PartitionSpec(None, ("b", "a"))):
+    assert one(jax.device_put(w, NamedSharding(mesh, spec))) == one(w)
+
+
+def python_checksum(array):
+  total = 0
+  for i, word in enumerate(np.asarray(array).view(np.uint32).ravel().tolist()):
+    m = word ^ (i * 0x9E3779B1) % 2**32
+    m = (m ^ (m >> 16)) * 0x85EBCA6B % 2**32
+    m = (m ^ (m >> 13)) * 0xC2B2AE35 % 2**32
+    total += m ^ (m >> 16)
+  return total % 2**32

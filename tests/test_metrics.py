@@ -1,0 +1,419 @@
+"""What is written can be read back, once, after any crash, by anybody."""
+
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils.epath import backend
+from fsspec.implementations.memory import MemoryFileSystem
+from tensorboardX.proto import event_pb2
+
+from gspo_jax import metrics
+from gspo_jax.errors import UserError
+
+FULL_ROW = {
+  "reward/mean": -0.5312,
+  "eval/pass@1": 0.412,
+  "response/length": 12345.6,
+  "ratio/sequence_std": 2.14e-4,
+  "clip_frac/token": 0.0013,
+  "time/iteration": 1234.56,
+  "grad/norm": 3.0,
+}
+
+
+def open_writer(folder, *, resume=0, total=100, active=True):
+  return metrics.Writer(
+    folder, total_steps=total, resume_step=resume, active=active
+  )
+
+
+def run_steps(folder, steps, *, resume=0, tag="x"):
+  with open_writer(folder, resume=resume) as writer:
+    for step in steps:
+      writer.write(step, {tag: step / 10})
+      writer.samples(step, [("q", f"{tag}{step}", "r", 1.0)])
+
+
+def rows_of(folder):
+  text = (folder / "metrics.jsonl").read_text()
+  assert text == "" or text.endswith("\n")
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def crc32c(data):
+  crc = 0xFFFFFFFF
+  for byte in data:
+    crc ^= byte
+    for _ in range(8):
+      crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+  return crc ^ 0xFFFFFFFF
+
+
+def masked(data):
+  crc = crc32c(data)
+  return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def events_of(data):
+  """TFRecords as the format's description has them, checksums included."""
+  events = []
+  while data:
+    length, length_crc = struct.unpack("<QI", data[:12])
+    assert length_crc == masked(data[:8])
+    body, data = data[12 : 12 + length], data[12 + length :]
+    (body_crc,) = struct.unpack("<I", data[:4])
+    assert body_crc == masked(body)
+    events.append(event_pb2.Event.FromString(body))
+    data = data[4:]
+  return events
+
+
+def shown_by_tensorboard(folder):
+  """{(tag, step): scalar or text} after the purges that STARTs ask for."""
+  shown = {}
+  for file in sorted((folder / "tensorboard").iterdir()):
+    assert "tfevents" in file.name
+    first, *events = events_of(file.read_bytes())
+    assert first.file_version == "brain.Event:2"
+    for event in events:
+      if event.session_log.status == event_pb2.SessionLog.START:
+        shown = {k: v for k, v in shown.items() if k[1] < event.step}
+      for value in event.summary.value:
+        text = value.tensor.string_val
+        shown[value.tag, event.step] = text[0] if text else value.simple_value
+  return shown
+
+
+def test_crc_oracle_knows_the_check_value():
+  assert crc32c(b"123456789") == 0xE3069283
+
+
+class Mean(NamedTuple):
+  total: jax.Array
+  count: jax.Array
+
+  def value(self):
+    return self.total / self.count if self.count else math.nan
+
+
+def test_finish_divides_after_a_single_fetch(monkeypatch):
+  calls, fetch = [], jax.device_get
+  monkeypatch.setattr(
+    jax, "device_get", lambda tree: calls.append(tree) or fetch(tree)
+  )
+  one, zero = jnp.float32(1), jnp.float32(0)
+  got = metrics.finish({"a": Mean(one, 4 * one), "b": Mean(zero, zero)})
+  assert len(calls) == 1
+  assert got["a"] == 0.25
+  assert math.isnan(got["b"])
+  assert all(type(v) is float for v in got.values())
+
+
+def test_each_row_is_one_exact_complete_line_at_once(tmp_path):
+  values = {"reward/mean": 0.1 + 0.2, "b": np.float32(0.1), "c": jnp.int32(7)}
+  with open_writer(tmp_path) as writer:
+    for step in range(3):
+      writer.write(step, values)
+      rows = rows_of(tmp_path)  # before close
+      assert [row["step"] for row in rows] == list(range(step + 1))
+  assert list(rows[-1]) == ["step", "reward/mean", "b", "c"]
+  assert rows[-1]["reward/mean"] == 0.1 + 0.2
+  assert np.float32(rows[-1]["b"]) == np.float32(0.1)
+  assert rows[-1]["c"] == 7
+
+
+def test_rows_survive_a_process_that_never_closes(tmp_path):
+  code = (
+    "import os, sys; from gspo_jax.metrics import Writer\n"
+    "w = Writer(sys.argv[1], total_steps=9, resume_step=0)\n"
+    "w.samples(1, [('q', '\\u4e2d', 'r', 1.0)])\n"
+    "w.write(1, {'x': 1.0}); os._exit(0)"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code, tmp_path],
+    env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""},
+    check=True,
+    capture_output=True,
+    timeout=60,
+  )
+  assert rows_of(tmp_path) == [{"step": 1, "x": 1.0}]
+  assert shown_by_tensorboard(tmp_path)["x", 1] == 1.0
+  # Nor is a line of stdout lost, and ASCII there does not end the run.
+  assert b"\\u4e2d" in done.stdout
+
+
+def test_a_row_is_a_single_write(tmp_path, monkeypatch):
+  with open_writer(tmp_path) as writer:
+    size, write = [], writer._rows._file.write
+    proxy = type("File", (), {})()
+    proxy.write = lambda data: size.append(len(data)) or write(data)
+    proxy.flush, proxy.close = writer._rows._file.flush, lambda: None
+    file, writer._rows._file = writer._rows._file, proxy
+    writer.write(1, {f"metric/{i}": i for i in range(1000)})
+    file.close()
+  assert size == [(tmp_path / "metrics.jsonl").stat().st_size]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_is_null(tmp_path, value, capsys):
+  with open_writer(tmp_path) as writer:
+    writer.write(1, {"reward/mean": value, "ok": 1.0})
+  assert rows_of(tmp_path) == [{"step": 1, "reward/mean": None, "ok": 1.0}]
+  assert f"reward {value:6.3f}" in capsys.readouterr().out
+  np.testing.assert_equal(
+    shown_by_tensorboard(tmp_path)["reward/mean", 1], value
+  )
+
+
+def test_resume_equals_uninterrupted(tmp_path):
+  run_steps(tmp_path / "a", range(13))
+  run_steps(tmp_path / "b", range(11))
+  run_steps(tmp_path / "b", range(8, 13), resume=7)
+  assert rows_of(tmp_path / "b") == rows_of(tmp_path / "a")
+  a, b = map(shown_by_tensorboard, (tmp_path / "a", tmp_path / "b"))
+  assert b == a
+
+
+def test_resume_drops_what_comes_after_the_restored_step(tmp_path):
+  run_steps(tmp_path, [1, 7, 8, 9, 1000000])
+  kept = (tmp_path / "metrics.jsonl").read_bytes().splitlines(True)[:2]
+  (tmp_path / "samples" / "notes.txt").write_text("mine")
+  with open_writer(tmp_path, resume=7):
+    pass
+  assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(kept)
+  assert {p.name for p in (tmp_path / "samples").iterdir()} == {
+    "step_000001.txt",
+    "step_000007.txt",
+    "notes.txt",
+  }
+  assert {step for _, step in shown_by_tensorboard(tmp_path)} == {1, 7}
+  assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("cut", range(1, 20))
+def test_a_partial_last_line_is_dropped(tmp_path, cut):
+  file = tmp_path / "metrics.jsonl"
+  whole, torn = b'{"step": 1, "x": 0.5}\n', b'{"step": 2, "x": 0.5}\n'[:cut]
+  file.write_bytes(whole + torn)
+  with open_writer(tmp_path, resume=2) as writer:
+    assert file.read_bytes() == whole
+    writer.write(3, {})
+  assert [row["step"] for row in rows_of(tmp_path)] == [1, 3]
+
+
+def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
+  (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}')
+  run_steps(tmp_path, [3], resume=2)
+  assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+  "line", ["garbage", "[1]", '{"x": 1}', '{"step": "1"}']
+)
+def test_a_bad_line_in_the_middle_is_named_and_nothing_lost(tmp_path, line):
+  file = tmp_path / "metrics.jsonl"
+  run_steps(tmp_path, [9])
+  text = f'{{"step": 1}}\n{line}\n{{"step": 2}}\n'
+  file.write_text(text)
+  with pytest.raises(
+    UserError, match=r"^\S+metrics\.jsonl, line 2: .*expected"
+  ):
+    open_writer(tmp_path, resume=2)
+  assert file.read_text() == text
+  assert (tmp_path / "samples" / "step_000009.txt").exists()
+
+
+def test_resume_swaps_the_file_in_whole(tmp_path, monkeypatch):
+  run_steps(tmp_path, [1, 2, 3])
+  before = (tmp_path / "metrics.jsonl").read_bytes()
+
+  def crash(*_):
+    raise OSError("power cut")
+
+  monkeypatch.setattr(os, "replace", crash)
+  with pytest.raises(UserError, match="power cut"):
+    open_writer(tmp_path, resume=1)
+  assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_fresh_start_sets_earlier_runs_aside(tmp_path):
+  for tag in "abc":
+    run_steps(tmp_path, [0, 1], tag=tag)
+  for name, tag in ((".1", "a"), (".2", "b"), ("", "c")):
+    rows = (tmp_path / f"metrics.jsonl{name}").read_text()
+    assert [list(json.loads(r))[1] for r in rows.splitlines()] == [tag, tag]
+    sample = tmp_path / f"samples{name}" / "step_000001.txt"
+    assert f"{tag}1" in sample.read_text()
+  assert {tag for tag, _ in shown_by_tensorboard(tmp_path)} == {
+    "c",
+    "samples/text_summary",
+  }
+
+
+def test_rows_and_samples_of_a_run_get_the_same_number(tmp_path):
+  with open_writer(tmp_path) as writer:
+    writer.write(0, {})  # no samples
+  run_steps(tmp_path, [0])
+  with open_writer(tmp_path):
+    pass
+  assert (tmp_path / "metrics.jsonl.2").exists()
+  assert (tmp_path / "samples.2").exists()
+  assert not (tmp_path / "samples.1").exists()
+
+
+def test_starts_that_wrote_no_row_leave_nothing_behind(tmp_path):
+  for _ in range(3):
+    with open_writer(tmp_path):
+      pass
+  assert not list(tmp_path.glob("metrics.jsonl.*"))
+
+
+def last_line(capsys):
+  return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_stdout_line_says_what_matters_in_fixed_columns(
+  tmp_path, capsys, monkeypatch
+):
+  clock = iter([0.0, 60.0, 3600.0 * 30 + 61])
+  monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
+  with open_writer(tmp_path, total=20000) as writer:
+    writer.write(0, {"eval/pass@1": 0.25, "eval/avg@8": 0.5})
+    first = last_line(capsys)
+    writer.write(10000, FULL_ROW)
+    second = last_line(capsys)
+  assert first == (
+    "    0/20000 ........ reward      - pass@1 0.250 len     - ratio       -"
+    " clip       - s/it      -   01:00 eta        -"
+  )
+  assert second == (
+    "10000/20000 ####.... reward -0.531 pass@1 0.412 len 12346 ratio 2.1e-04"
+    " clip   0.13% s/it 1234.6 30:01:01 eta 30:00:01"
+  )
+  assert max(len(first), len(second)) <= 120
+  assert (first + second).isprintable()
+
+
+def test_eta_follows_the_recent_pace(tmp_path, capsys, monkeypatch):
+  now = 0.0
+  monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+  with open_writer(tmp_path, total=160) as writer:
+    now = 1000.0  # the compilation
+    for step in range(0, 101):
+      writer.write(step, {})
+      now += 500.0 if step < 10 else 2.0
+  assert last_line(capsys).endswith("eta    02:00")
+
+
+@pytest.mark.parametrize(
+  ("seconds", "text"),
+  [
+    (0, "00:00"),
+    (59.4, "00:59"),
+    (59.6, "01:00"),
+    (3599, "59:59"),
+    (3600, "1:00:00"),
+    (360000, "100:00:00"),
+    (math.nan, "-"),
+  ],
+)
+def test_clock(seconds, text):
+  assert metrics._clock(seconds) == text
+
+
+def test_samples_are_readable_and_harmless(tmp_path, capsys):
+  answer = "line 1\nline 2\x1b[2J\r\ud800 中文 " + "long " * 100 + "\\boxed{4}"
+  rows = [("2+2?", answer, "4", 1.0)] + [("q", f"a{i}", "r", 0) for i in "123"]
+  with open_writer(tmp_path) as writer:
+    writer.samples(10, rows)
+  text = (tmp_path / "samples" / "step_000010.txt").read_text()
+  assert "line 1\nline 2\\x1b[2J\\r\\ud800 中文 long" in text
+  assert "\\boxed{4}" in text
+  assert len(re.findall("^---- ", text, re.M)) == 4
+  assert "reference: 4\n" in text
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == 3
+  assert all(len(line) <= 120 and line.isprintable() for line in lines)
+  assert "2+2?" in lines[0]
+  assert "\\boxed{4} | want 4" in lines[0]
+  shown = shown_by_tensorboard(tmp_path)["samples/text_summary", 10].decode()
+  assert "\n    line 2\\x1b[2J\\r" in shown
+
+
+def test_inactive_writes_nothing(tmp_path, capsys):
+  folder = tmp_path / "run"
+  with open_writer(folder, active=False) as writer:
+    writer.write(1, FULL_ROW)
+    writer.samples(1, [("q", "a", "r", 1.0)])
+  assert not folder.exists()
+  assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("taken", ["run", "run/tensorboard", "run/x/y"])
+def test_an_unwritable_workdir_is_a_user_error(tmp_path, taken):
+  workdir = tmp_path / "run" / ("x/y/z" if taken.endswith("y") else "")
+  (tmp_path / taken).parent.mkdir(parents=True, exist_ok=True)
+  (tmp_path / taken).write_text("a file is in the way")
+  with pytest.raises(UserError) as error:
+    open_writer(workdir)
+  assert re.search(r"exists|not a directory", str(error.value), re.I)
+  assert str(workdir) in str(error.value)
+  assert "\n" not in str(error.value)
+
+
+class Bucket(MemoryFileSystem):
+  """A bucket of the kind that gcsfs gives: opening to append overwrites."""
+
+  protocol = ("gs", "gcs")
+  store, pseudo_dirs = {}, [""]
+
+  @classmethod
+  def _strip_protocol(cls, path):
+    path = re.sub("^gc?s:/", "", path)
+    return "/" + path.strip("/") if path.strip("/") else ""
+
+  def _open(self, path, mode="rb", **kwargs):
+    return super()._open(path, mode.replace("a", "w"), **kwargs)
+
+
+def contents(files):
+  """The names of the plain files, what is in them, and the event counts."""
+  plain = {k: v for k, v in files.items() if "tfevents" not in k}
+  events = [len(events_of(files[k])) for k in sorted(files.keys() - plain)]
+  return plain.keys(), plain, events
+
+
+def test_a_bucket_holds_the_same_as_a_folder(tmp_path, monkeypatch):
+  kind = type(backend.fsspec_backend)
+  monkeypatch.setattr(kind, "fs", lambda *_: Bucket())
+  for folder in ("gs://bucket/run", tmp_path):
+    for tag in "ab":
+      run_steps(folder, range(4), tag=tag)
+    run_steps(folder, range(3, 6), resume=2, tag="b")
+  local = {
+    str(p.relative_to(tmp_path)): p.read_bytes()
+    for p in tmp_path.rglob("*")
+    if p.is_file()
+  }
+  bucket = {
+    name.removeprefix("/bucket/run/"): file.getvalue()
+    for name, file in Bucket.store.items()
+  }
+  assert contents(bucket) == contents(local)
+  assert {"metrics.jsonl.1", "samples.1/step_000003.txt"} < contents(local)[0]
+
+
+def test_a_bucket_without_its_package_is_a_user_error(monkeypatch):
+  monkeypatch.setitem(sys.modules, "gcsfs", None)
+  with pytest.raises(UserError, match=r"gs://bucket/other.*gcsfs"):
+    open_writer("gs://bucket/other")

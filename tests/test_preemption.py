@@ -1,0 +1,111 @@
+"""A SIGTERM becomes one flag, on every process at the same step."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from gspo_jax.preemption import Preemption
+
+
+def terminate():
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_is_a_request_and_the_old_handler_returns():
+  seen = []
+  before = signal.signal(signal.SIGTERM, lambda *_: seen.append("old"))
+  try:
+    with Preemption() as preemption:
+      assert not preemption.reached(1)
+      assert not preemption.requested
+      terminate()
+      assert preemption.requested
+      assert preemption.reached(2)
+      assert preemption.reached(3)
+      assert seen == []
+    terminate()
+    assert seen == ["old"]
+  finally:
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_old_handler_returns_after_an_error():
+  before = signal.getsignal(signal.SIGTERM)
+  with pytest.raises(ZeroDivisionError), Preemption():
+    raise ZeroDivisionError
+  assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_requests_do_not_leak_into_the_next_run():
+  with Preemption() as first:
+    terminate()
+    assert first.requested
+  with Preemption() as second:
+    assert not second.reached(1)
+
+
+def test_ctrl_c_stays_keyboard_interrupt():
+  with pytest.raises(KeyboardInterrupt), Preemption():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_does_nothing_off_the_main_thread():
+  before = signal.getsignal(signal.SIGTERM)
+  results = []
+
+  def loop():
+    with Preemption() as preemption:
+      results.append((preemption.reached(1), signal.getsignal(signal.SIGTERM)))
+
+  thread = threading.Thread(target=loop)
+  thread.start()
+  thread.join()
+  assert results == [(False, before)]
+
+
+CHILD = """
+import os, signal, sys, time
+import jax
+rank, count, port = map(int, sys.argv[1:])
+jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
+from gspo_jax.preemption import Preemption
+with Preemption() as preemption:
+  for step in range(1, 400):
+    if rank == count - 1 and step == 3:
+      os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)
+    if preemption.reached(step):
+      break
+print("stopped", step, preemption.requested, flush=True)
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_sigterm_to_one_process_stops_all_at_one_step(count, tmp_path):
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  children, logs = [], []
+  for rank in range(count):
+    logs.append(tmp_path / f"{rank}.log")
+    args = [sys.executable, "-c", CHILD, str(rank), str(count), str(port)]
+    with logs[-1].open("w") as log:
+      children.append(
+        subprocess.Popen(args, stdout=log, stderr=subprocess.STDOUT)
+      )
+  try:
+    codes = [child.wait(timeout=60) for child in children]
+  finally:
+    for child in children:
+      child.kill()
+  texts = [log.read_text() for log in logs]
+  assert codes == [0] * count, texts
+  stops = [re.findall(r"stopped (\d+) True", text) for text in texts]
+  assert len({tuple(stop) for stop in stops}) == 1, texts
+  assert 3 <= int(stops[0][0]) < 399
