@@ -12,8 +12,16 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from gspo_jax import data, losses, model, optim, rollout, sampler, sharding
-from gspo_jax import train_step
+from gspo_jax import (
+  data,
+  losses,
+  model,
+  optim,
+  rollout,
+  sampler,
+  sharding,
+  train_step,
+)
 from gspo_jax.cold_start import cross_entropy
 from gspo_jax.errors import UserError, nearest
 

@@ -332,7 +332,7 @@ def _greedy(run, params, key) -> np.ndarray:
 
 
 class _Watch:
-  """Says so, once each, when the numbers mean something other than they seem."""
+  """Says so, once each, when the numbers mean other than they seem."""
 
   def __init__(self, config: ConfigDict):
     self._said: set[str] = set()

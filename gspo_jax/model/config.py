@@ -28,6 +28,9 @@ class ModelConfig:
     dtype: of activations and matrix products; parameters, softmaxes and
       vocabulary logits are float32 whatever it says.
     remat: recompute each block in the backward pass instead of storing it.
+    unroll: layers in one step of the scan over layers. One compiles fastest;
+      all of them spare a CPU the stacking of what the backward pass needs,
+      which is half of the tiny model's step.
   """
 
   vocab_size: int
@@ -45,6 +48,7 @@ class ModelConfig:
   tie_embeddings: bool = False
   dtype: str = "bfloat16"
   remat: bool = True
+  unroll: int = 1
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
@@ -77,6 +81,7 @@ _TINY = ModelConfig(
   experts_per_token=2,
   rope_theta=1e4,
   remat=False,
+  unroll=2,
 )
 
 

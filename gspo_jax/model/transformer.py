@@ -222,7 +222,7 @@ def _run_scanned(params, cfg, x_BTD, angles, mask_BT):
 
   if cfg.remat:
     body = jax.checkpoint(body)
-  return jax.lax.scan(body, x_BTD, params["layers"])
+  return jax.lax.scan(body, x_BTD, params["layers"], unroll=cfg.unroll)
 
 
 def _run_cached(params, cfg, x_BTD, angles, mask_BT, cache):

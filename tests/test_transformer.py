@@ -1,0 +1,290 @@
+"""The decoder against one written in NumPy, float64, a token at a time.
+
+The reference never sees padding, packing, scans or batches: rows are cut to
+their real tokens first.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import model
+
+B, T = 3, 9
+STARTS = np.array([0, 2, 5])  # left padding of each row
+# The large epsilon and the small theta let a misplaced one show.
+DENSE = model.variant(
+  "tiny",
+  vocab_size=23,
+  num_layers=2,
+  embed_dim=16,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=6,
+  mlp_dim=12,
+  num_experts=0,
+  experts_per_token=0,
+  tie_embeddings=True,
+  rope_theta=50.0,
+  norm_eps=0.05,
+  dtype="float32",
+)
+MOE = dataclasses.replace(
+  DENSE, num_experts=5, experts_per_token=2, tie_embeddings=False
+)
+RAW = dataclasses.replace(MOE, norm_topk_prob=False)
+CONFIGS = {"dense, tied": DENSE, "moe": MOE, "moe, raw weights": RAW}
+every_model = pytest.mark.parametrize("name", CONFIGS)
+jitted = jax.jit(model.forward, static_argnums=1)
+
+
+@functools.cache
+def weights(cfg, seed=0):
+  """Every array random: norm scales of one would hide a missing scale."""
+  rng = np.random.default_rng(seed)
+  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
+
+  def fill(path, leaf):
+    mean = 1.0 if path[-1].key == "scale" else 0.0
+    return rng.normal(mean, 0.3, leaf.shape).astype(np.float32)
+
+  return jax.tree.map_with_path(fill, shapes)
+
+
+def batch(seed=0):
+  """Tokens, positions and mask of rows padded on the left."""
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(0, DENSE.vocab_size, (B, T))
+  mask = np.arange(T) >= STARTS[:, None]
+  positions = np.maximum(np.arange(T) - STARTS[:, None], 0)
+  return tokens.astype(np.int32), positions.astype(np.int32), mask
+
+
+def forward(cfg, tokens, positions, mask):
+  """One compilation for masks of either type."""
+  mask = np.asarray(mask, np.int32)
+  return jitted(weights(cfg), cfg, tokens, positions, mask)
+
+
+def softmax(x):
+  e = np.exp(x - x.max(-1, keepdims=True))
+  return e / e.sum(-1, keepdims=True)
+
+
+def silu(x):
+  return x / (1 + np.exp(-x))
+
+
+def norm(x, scale, eps):
+  return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale["scale"]
+
+
+def turn(x_TH, theta):
+  """Feature i and i + H/2 are the two parts of a number that is rotated."""
+  half = x_TH.shape[1] // 2
+  turns = np.outer(np.arange(len(x_TH)), theta ** (-np.arange(half) / half))
+  z = (x_TH[:, :half] + 1j * x_TH[:, half:]) * np.exp(1j * turns)
+  return np.concatenate([z.real, z.imag], 1)
+
+
+def attention(p, cfg, x_TD):
+  out = np.zeros_like(x_TD)
+  for h in range(cfg.num_heads):
+    g = h // (cfg.num_heads // cfg.num_kv_heads)
+    q = norm(x_TD @ p["q"][:, h], p["q_norm"], cfg.norm_eps)
+    k = norm(x_TD @ p["k"][:, g], p["k_norm"], cfg.norm_eps)
+    q, k = turn(q, cfg.rope_theta), turn(k, cfg.rope_theta)
+    scores = q @ k.T / np.sqrt(cfg.head_dim)
+    scores[np.triu_indices(len(x_TD), 1)] = -np.inf
+    out += softmax(scores) @ (x_TD @ p["v"][:, g]) @ p["o"][h]
+  return out
+
+
+def experts_of_token(p, cfg, x_D):
+  probs = softmax(x_D @ p["router"])
+  chosen = np.argsort(-probs)[: cfg.experts_per_token]
+  share = probs[chosen].sum() if cfg.norm_topk_prob else 1.0
+  out = 0.0
+  for e in chosen:
+    gate, up = np.split(x_D @ p["gate_up"][e], 2)
+    out += probs[e] / share * (silu(gate) * up) @ p["down"][e]
+  return out, chosen
+
+
+def feed(p, cfg, x_TD):
+  if cfg.num_experts:
+    out, chosen = zip(
+      *(experts_of_token(p["moe"], cfg, x) for x in x_TD), strict=True
+    )
+    return np.stack(out), np.stack(chosen)
+  p = p["mlp"]
+  return (silu(x_TD @ p["gate"]) * (x_TD @ p["up"])) @ p["down"], None
+
+
+def reference(params, cfg, tokens_T):
+  """Logits [T, V], and the experts [L, T, k] or Nones, of one whole text."""
+  params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  x_TD, experts = params["embed"][tokens_T], []
+  for i in range(cfg.num_layers):
+    p = jax.tree.map(lambda x, i=i: x[i], params["layers"])
+    h = norm(x_TD, p["attention_norm"], cfg.norm_eps)
+    x_TD = x_TD + attention(p["attention"], cfg, h)
+    out, chosen = feed(p, cfg, norm(x_TD, p["mlp_norm"], cfg.norm_eps))
+    x_TD = x_TD + out
+    experts.append(chosen)
+  x_TD = norm(x_TD, params["final_norm"], cfg.norm_eps)
+  head = params["embed"].T if cfg.tie_embeddings else params["head"]
+  return x_TD @ head, experts
+
+
+@every_model
+def test_logits_equal_the_reference(name):
+  cfg = CONFIGS[name]
+  tokens, positions, mask = batch()
+  out = forward(cfg, tokens, positions, mask)
+  assert out.logits.dtype == jnp.float32
+  assert out.logits.shape == (B, T, cfg.vocab_size)
+  assert np.isfinite(out.logits).all()  # padding included
+  for b, start in enumerate(STARTS):
+    logits, experts = reference(weights(cfg), cfg, tokens[b, start:])
+    np.testing.assert_allclose(out.logits[b, start:], logits, atol=2e-5)
+    if cfg.num_experts:
+      np.testing.assert_array_equal(out.experts[:, b, start:], experts)
+    else:
+      assert out.experts is None
+
+
+def directional(name):
+  """A loss over the real tokens, and a direction in parameter space."""
+  cfg = CONFIGS[name]
+  rng = np.random.default_rng(5)
+  cotangent = rng.normal(size=(B, T, cfg.vocab_size)).astype(np.float32)
+  way = jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(np.float32), weights(cfg)
+  )
+  return cfg, cotangent * batch()[2][..., None], way
+
+
+@functools.cache
+def gradient(cfg):
+  def loss(params, cotangent):
+    return (model.forward(params, cfg, *batch()).logits * cotangent).sum()
+
+  return jax.jit(jax.value_and_grad(loss))
+
+
+@pytest.mark.parametrize("name", ["dense, tied", "moe"])
+def test_gradient_equals_the_reference_differenced(name):
+  cfg, cotangent, way = directional(name)
+  _, grads = gradient(cfg)(weights(cfg), cotangent)
+  dots = jax.tree.map(lambda g, w: float(jnp.vdot(g, w)), grads, way)
+
+  def loss(step, only):
+    moved = jax.tree.map(
+      lambda x, w, o: np.float64(x) + step * o * np.float64(w),
+      weights(cfg),
+      way,
+      only,
+    )
+    tokens = batch()[0]
+    rows = (reference(moved, cfg, tokens[b, s:]) for b, s in enumerate(STARTS))
+    return sum(
+      (out * cotangent[b, STARTS[b] :]).sum() for b, (out, _) in enumerate(rows)
+    )
+
+  leaves, tree = jax.tree.flatten(dots)
+  for i, dot in enumerate(leaves):
+    only = tree.unflatten([float(i == j) for j in range(len(leaves))])
+    slope = (loss(1e-6, only) - loss(-1e-6, only)) / 2e-6
+    np.testing.assert_allclose(dot, slope, rtol=1e-3, atol=1e-3)
+
+
+@every_model
+def test_what_padding_holds_does_not_matter(name):
+  cfg = CONFIGS[name]
+  tokens, positions, mask = batch()
+  other = np.where(mask, tokens, (tokens + 7) % cfg.vocab_size)
+  moved = np.where(mask, positions, 77)
+  a = forward(cfg, tokens, positions, mask).logits
+  b = forward(cfg, other, moved, mask).logits
+  np.testing.assert_allclose(a[mask], b[mask], atol=1e-6)
+  assert np.abs(a[~mask] - b[~mask]).max() > 0.1
+
+
+@every_model
+def test_packed_texts_equal_separate_rows(name):
+  cfg = CONFIGS[name]
+  tokens, _, _ = batch()
+  # Numbers name the texts in no order; 0 is padding, here in the middle, too.
+  mask = np.array([[5, 5, 5, 2, 2, 2, 2, 0, 0]] * B, np.int32)
+  mask[1] = [3, 3, 0, 1, 1, 1, 1, 1, 1]
+  positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0, 0]] * B, np.int32)
+  positions[1] = [0, 1, 0, 0, 1, 2, 3, 4, 5]
+  packed = forward(cfg, tokens, positions, mask).logits
+  for b, text in ((0, 5), (0, 2), (1, 3), (1, 1)):
+    here = mask[b] == text
+    alone, _ = reference(weights(cfg), cfg, tokens[b, here])
+    np.testing.assert_allclose(packed[b, here], alone, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["dense, tied", "moe"])
+def test_remat_changes_neither_value_nor_gradient(name):
+  cfg, cotangent, _ = directional(name)
+  again = dataclasses.replace(cfg, remat=True)
+  assert not cfg.remat
+  plain = gradient(cfg)(weights(cfg), cotangent)
+  rematted = gradient(again)(weights(cfg), cotangent)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+  jax.tree.map(close, plain, rematted)
+  steps = lambda c: str(jax.make_jaxpr(gradient(c))(weights(c), cotangent))
+  assert "remat" in steps(again)
+  assert "remat" not in steps(cfg)
+
+
+def test_bf16_is_close_and_its_logits_are_float32():
+  low = dataclasses.replace(DENSE, dtype="bfloat16")
+  *_, mask = inputs = batch()
+  exact = forward(DENSE, *inputs).logits[mask]
+  rough = forward(low, *inputs).logits[mask]
+  assert rough.dtype == jnp.float32
+  gap = np.abs(exact - rough)
+  assert 0 < gap.mean() < 0.02
+  # Logits rounded to bf16 would have no bits below these.
+  assert (rough != rough.astype(jnp.bfloat16).astype(jnp.float32)).any()
+
+
+def test_init_scales_by_the_inputs_that_are_summed():
+  cfg = model.variant("tiny", num_kv_heads=2, num_layers=3)
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), cfg)
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
+  layers, D = params["layers"], cfg.embed_dim
+  attended = cfg.num_heads * cfg.head_dim
+  fans = [
+    (params["embed"], D),
+    (params["head"], D),
+    *((layers["attention"][name], D) for name in "qkv"),
+    (layers["attention"]["o"], attended),
+    (layers["moe"]["router"], D),
+    (layers["moe"]["gate_up"], D),
+    (layers["moe"]["down"], cfg.mlp_dim),
+  ]
+  for x, fan in fans:
+    assert float(x.std()) * fan**0.5 == pytest.approx(1, rel=0.08)
+  for scale in (layers["attention"]["q_norm"], params["final_norm"]):
+    assert (scale["scale"] == 1).all()
+  q = layers["attention"]["q"]
+  assert not (q[0] == q[1]).any()  # a key of its own for every layer
+
+
+def test_unstacked_layers_are_the_stack_in_the_models_dtype():
+  low = dataclasses.replace(MOE, dtype="bfloat16")
+  params = model.unstack(jax.tree.map(jnp.asarray, weights(MOE)), low)
+  assert len(params["layers"]) == MOE.num_layers
+  assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
+  for i, layer in enumerate(params["layers"]):
+    down = weights(MOE)["layers"]["moe"]["down"][i]
+    np.testing.assert_allclose(layer["moe"]["down"], down, rtol=1e-2)
