@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
   c.sampler = ConfigDict()
   c.sampler.group_size = 8  # answers a question
   c.sampler.max_new_tokens = 64  # tokens, the stop token included
-  c.sampler.temperature = 1.0
+  c.sampler.temperature = 1.0  # divides the logits
   c.sampler.top_k = 0  # 0: all; else rollouts leave the policy
   c.sampler.top_p = 1.0  # 1: all; else rollouts leave the policy
   c.sampler.min_new_tokens = 1  # tokens before a stop token may come
@@ -52,18 +52,18 @@ def get_config() -> ConfigDict:
   c.learner.micro_rows = 64  # answers in one forward and backward pass
 
   c.optim = ConfigDict()  # AdamW
-  c.optim.learning_rate = 1e-6
+  c.optim.learning_rate = 1e-6  # its peak
   c.optim.warmup_steps = 0  # optimizer steps
-  c.optim.b1 = 0.9
-  c.optim.b2 = 0.95
-  c.optim.weight_decay = 0.0
-  c.optim.clip_norm = 1.0
+  c.optim.b1 = 0.9  # decay of the first moment
+  c.optim.b2 = 0.95  # decay of the second moment
+  c.optim.weight_decay = 0.0  # on matrices only
+  c.optim.clip_norm = 1.0  # largest global norm of the gradient
 
   c.cold_start = ConfigDict()  # imitation before RL
   c.cold_start.steps = 0  # optimizer steps at most; 0: none
   c.cold_start.batch = 64  # demonstrations a step
-  c.cold_start.learning_rate = 2e-3
-  c.cold_start.warmup_steps = 50
+  c.cold_start.learning_rate = 2e-3  # its peak; a cosine ends at a tenth
+  c.cold_start.warmup_steps = 50  # optimizer steps
   c.cold_start.gate = 0.93  # greedy accuracy that ends it; 0: run all steps
   c.cold_start.check_every = 50  # steps between looks at it, and between saves
   c.cold_start.chain_steps = (2, 4, 6, 8)  # chain: lengths demonstrated

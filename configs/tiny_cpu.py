@@ -31,18 +31,20 @@ def get_config(mode: str = "") -> ConfigDict:
 
 
 def _shrink(c: ConfigDict) -> None:
-  c.num_steps = 3
-  c.data.chain_steps = (1, 2)
+  c.num_steps = 4
+  c.data.chain_steps = (1,)
   c.data.prompts = 4
   c.data.max_prompt_length = 8
   c.sampler.group_size = 4
-  c.sampler.max_new_tokens = 20
+  c.sampler.max_new_tokens = 12
   c.learner.micro_rows = 4
-  c.cold_start.steps = 4
-  c.cold_start.check_every = 2
+  c.cold_start.steps = 100  # just enough for a right answer now and then
+  c.cold_start.check_every = 50
+  c.cold_start.learning_rate = 4e-3
+  c.cold_start.warmup_steps = 10
   c.cold_start.gate = 0.0
-  c.cold_start.batch = 8
-  c.cold_start.chain_steps = (1, 2)
+  c.cold_start.batch = 16
+  c.cold_start.chain_steps = (1,)
   c.eval.every = 2
   c.eval.prompts = 8
   c.eval.samples = 4

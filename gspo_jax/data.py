@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 
 import grain
@@ -47,10 +46,14 @@ class JsonLines:
   evaluation: bool | None = None
 
   @functools.cached_property
+  def sha256(self) -> str:
+    """Of the file's bytes."""
+    with self._open() as file:
+      return hashlib.file_digest(file, "sha256").hexdigest()
+
+  @functools.cached_property
   def _problems(self) -> list[Problem]:
-    if not os.path.isfile(self.path):
-      raise UserError(f"data file {self.path!r}: no such file")
-    with open(self.path, encoding="utf-8") as file:
+    with self._open() as file:
       numbered = [(i, line) for i, line in enumerate(file, 1) if line.strip()]
     problems = [self._parse(i, line) for i, line in numbered]
     if self.evaluation is not None:
@@ -60,20 +63,32 @@ class JsonLines:
       raise UserError(f"data file {self.path!r}: no usable line")
     return problems
 
-  def _parse(self, number: int, line: str) -> Problem:
+  def _open(self):
+    try:
+      return open(self.path, "rb")
+    except OSError as error:
+      raise UserError(f"data file {self.path!r}: {error.strerror}") from error
+
+  def _parse(self, number: int, line: bytes) -> Problem:
     try:
       row = json.loads(line)
       question, answer = row["question"], row["answer"]
+      # JSON can spell half a surrogate pair, which no UTF-8 text can hold.
+      json.dumps([question, answer], ensure_ascii=False).encode()
     except (ValueError, KeyError, TypeError) as error:
+      text = line.decode(errors="replace").strip()
       raise UserError(
         f"{self.path}:{number}: expected an object with 'question' and "
-        f"'answer', got {line.strip()[:60]!r}"
+        f"'answer', in UTF-8, got {text[:60]!r}"
       ) from error
     if not (isinstance(question, str) and isinstance(answer, str)):
       raise UserError(
         f"{self.path}:{number}: 'question' and 'answer' must be strings"
       )
-    return Problem(question, answer.rsplit("####", 1)[-1].strip(), answer)
+    reference = answer.rsplit("####", 1)[-1].strip()
+    if not (question and reference):
+      raise UserError(f"{self.path}:{number}: an empty question or answer")
+    return Problem(question, reference, answer)
 
   def __len__(self) -> int:
     return len(self._problems)
@@ -83,12 +98,17 @@ class JsonLines:
 
 
 def fingerprint(source: Sequence[Problem]) -> str:
-  """Tells one source from another: its description, length and first rows.
+  """Tells one source from another by content and options, wherever it lies.
 
   A checkpoint carries it, so that a run never resumes on other data.
+
+  Args:
+    source: a dataclass, its fields the options.
   """
-  rows = [source[i] for i in range(min(len(source), 1000))]
-  text = json.dumps([repr(source), len(source), rows])
+  options = dataclasses.asdict(source)
+  if isinstance(source, JsonLines):
+    options["path"] = source.sha256
+  text = json.dumps([type(source).__name__, options])
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -166,6 +186,9 @@ def _batches(source, row, batch, seed):
     raise UserError(
       f"the data has {len(source)} questions, fewer than a batch of {batch}"
     )
+  if isinstance(source, JsonLines):
+    for problem in source:
+      row(problem)  # one that is too long is told now, not at step 500
   rows = grain.MapDataset.source(source).seed(seed).shuffle().repeat().map(row)
   batches = rows.batch(batch, drop_remainder=True, batch_fn=_stack)
   # Two threads hide the tokenizer; results do not depend on their number.

@@ -7,6 +7,7 @@ the caller's, in one line; anything else is a fault, with its traceback.
 """
 
 import ctypes
+import re
 import sys
 
 from absl import app, flags, logging
@@ -51,31 +52,41 @@ def _complain(error: Exception) -> int:
 def parse(argv: list[str]) -> list[str]:
   """Parses the flags; a mistake in one is a UserError that names it."""
   try:
-    # Without its overrides first: their keys are checked against the file's.
-    flags.FLAGS([a for a in argv if not a.startswith("--config.")])
-    for flag in (_CONFIG, _WORKDIR):
-      if flag.value is None:
-        raise UserError(
-          f"--{flag.name} is missing; for a start: python -m gspo_jax.main "
-          "--config=configs/tiny_cpu.py --workdir=runs/tiny"
-        )
-    _check_keys(argv, _CONFIG.value)
+    _check_keys(argv)
     rest = flags.FLAGS(argv)
   except UserError:
     raise
   except (flags.Error, OSError, ValueError, TypeError) as error:
-    raise UserError(str(error)) from error
+    # ml_collections puts a traceback into its message; the cause comes last.
+    raise UserError(str(error).strip().splitlines()[-1]) from error
   if len(rest) > 1:
     raise UserError(f"unexpected argument {rest[1]!r}: flags are --name=value")
+  for flag in (_CONFIG, _WORKDIR):
+    if flag.value is None:
+      raise UserError(
+        f"--{flag.name} is missing; for a start: python -m gspo_jax.main "
+        "--config=configs/tiny_cpu.py --workdir=runs/tiny"
+      )
   return rest
 
 
-def _check_keys(argv: list[str], config: ConfigDict) -> None:
-  keys = set(_flatten(config))
+def _check_keys(argv: list[str]) -> None:
+  """UserError for an override of a key that the config file has not."""
+  # Flags of its own: absl defines those of the overrides once a process.
+  first = flags.FlagValues()
+  first.set_gnu_getopt(True)
+  config = config_flags.DEFINE_config_file(
+    "config", flag_values=first, sys_argv=[]
+  )
+  first(argv, known_only=True)
+  if config.value is None:
+    return
+  keys = set(_flatten(config.value))
   for flag in argv:
-    key = flag.removeprefix("--config.").split("=")[0]
-    if flag.startswith("--config.") and key not in keys:
-      raise UserError(f"--config.{key}: no such key; {nearest(key, keys)}")
+    override = re.match(r"--?(?:no)?config\.([^=]*)", flag)
+    if override and override[1] not in keys:
+      hint = nearest(override[1], keys)
+      raise UserError(f"--config.{override[1]}: no such key; {hint}")
 
 
 def _flatten(config: ConfigDict, prefix: str = ""):

@@ -101,7 +101,11 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
     def generate(params, prompts, key):
       return sampler.generate(params, cfg, prompts, key, sampler=draw)
 
-    return jax.jit(generate, in_shardings=(params, rows, everywhere))
+    return jax.jit(
+      generate,
+      in_shardings=(params, rows, everywhere),
+      out_shardings=sampler.Samples(rows, rows, rows, rows, steps=everywhere),
+    )
 
   def score(params, prompts, samples):
     return rollout.score(
@@ -140,7 +144,11 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
     generate=generate,
     generate_eval=generate if many == draw else generator(many),
     generate_greedy=generator(one),
-    score=jax.jit(score, in_shardings=(params, rows, None)),
+    score=jax.jit(
+      score,
+      in_shardings=(params, rows, None),
+      out_shardings=(rows, everywhere),
+    ),
     update=updater(rl, states[0]),
     abstract_imitation=states[1],
     init_imitation=initializer(imitation, states[1]),
@@ -218,7 +226,7 @@ def _shardings(abstract):
 
 def check(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
   """UserError for what would fail later, or silently do something else."""
-  c, shards = config, mesh.size // mesh.shape["tensor"]
+  c = config
   for key, value, choices in (
     ("objective.name", c.objective.name, OBJECTIVES),
     ("objective.old_logps", c.objective.old_logps, OLD_LOGPS),
@@ -226,6 +234,15 @@ def check(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
   ):
     if value not in choices:
       raise UserError(f"{key}={value!r}: {nearest(value, choices)}")
+  for key in (
+    "eval.prompts",
+    "eval.samples",
+    "eval.every",
+    "log.samples_every",
+  ):
+    group, name = key.split(".")
+    if c[group][name] < 1:
+      raise UserError(f"{key}={c[group][name]}: expected at least 1")
   if c.sampler.group_size < 2:
     raise UserError(
       f"sampler.group_size={c.sampler.group_size}: expected at least 2, since "
@@ -236,27 +253,23 @@ def check(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
       f"sampler.temperature={c.sampler.temperature}: expected more than 0, "
       "since greedy answers to one question are all the same"
     )
-  rows = c.data.prompts * c.sampler.group_size
-  for what, size, by, divisor in (
-    ("data.prompts", c.data.prompts, "learner.minibatches", c.learner.minibatches),
-    (
-      "the answers of a minibatch, data.prompts * sampler.group_size / "
-      "learner.minibatches",
-      rows // max(c.learner.minibatches, 1),
-      "learner.micro_rows",
-      c.learner.micro_rows,
-    ),
-    ("data.prompts", c.data.prompts, "the devices that share rows", shards),
-    ("learner.micro_rows", c.learner.micro_rows, "the devices that share rows",
-     shards),
-    ("cold_start.batch", c.cold_start.batch, "learner.micro_rows (or itself)",
-     min(c.learner.micro_rows, c.cold_start.batch)),
-  ):  # fmt: skip
-    divides(what, size, by, divisor)
-  for key in ("eval.prompts", "eval.samples", "eval.every", "checkpoint.every"):
-    group, name = key.split(".")
-    if c[group][name] < 1:
-      raise UserError(f"{key}={c[group][name]}: expected at least 1")
+  _check_sizes(config, shards=mesh.size // mesh.shape["tensor"])
+
+
+def _check_sizes(config, shards):
+  """Every cut of a batch comes out even."""
+  prompts, batch = config.data.prompts, config.cold_start.batch
+  minibatches, micro = config.learner.minibatches, config.learner.micro_rows
+  divides("data.prompts", prompts, "learner.minibatches", minibatches)
+  rows = prompts * config.sampler.group_size // minibatches
+  divides("the answers of a minibatch", rows, "learner.micro_rows", micro)
+  sizes = {"data.prompts": prompts, "learner.micro_rows": micro}
+  if config.cold_start.steps:
+    micro = min(micro, batch)
+    divides("cold_start.batch", batch, "learner.micro_rows", micro)
+    sizes["cold_start.batch"] = batch
+  for name, size in sizes.items():
+    divides(name, size, "the devices that share rows", shards)
 
 
 def divides(what: str, size: int, by: str, divisor: int) -> None:

@@ -1,9 +1,5 @@
 """Verifiers: an answer's text and the reference in, a score out."""
 
-import re
-
-_FINAL = re.compile(r"#+[ \t]*(\S+)\s*\Z")
-
 
 def final_answer(text: str, reference: str) -> float:
   """1.0 iff the text ends in `# answer` (or `#### answer`), as the reference.
@@ -15,6 +11,7 @@ def final_answer(text: str, reference: str) -> float:
     text: what the policy wrote, without its stop token.
     reference: the answer expected.
   """
-  found = _FINAL.search(text)
+  # Not a regular expression: on "####..." they take cubic time.
+  _, mark, last = text.rpartition("#")
   plain = lambda s: s.strip().replace(",", "")
-  return float(bool(found) and plain(found[1]) == plain(reference))
+  return float(bool(mark) and plain(last) == plain(reference) != "")

@@ -61,7 +61,8 @@ class Chain:
   seed: int = 0
 
   def __post_init__(self):
-    if not self.steps or not all(1 <= n <= 26 for n in self.steps):
+    fits = lambda n: isinstance(n, int) and 1 <= n <= 26
+    if not self.steps or not all(map(fits, self.steps)):
       raise UserError(f"task steps={self.steps}: expected lengths in 1..26")
     if not 0 <= self.noise <= 1:
       raise UserError(f"task noise={self.noise}: expected a chance in 0..1")

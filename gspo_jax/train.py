@@ -250,7 +250,9 @@ def _iterate(run, state, batch, step):
   advantages = group_relative_advantages(
     rewards, normalize_std=config.objective.name != "dr_grpo"
   )
-  rollout = dataclasses.replace(rollout, advantages=advantages.reshape(-1))
+  rollout = dataclasses.replace(
+    rollout, advantages=np.asarray(advantages).reshape(-1)
+  )
   jax.block_until_ready(scored)
   tick()
 

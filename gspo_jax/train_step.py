@@ -120,7 +120,7 @@ def gradient(
   (grads, metrics), _ = jax.lax.scan(add, zeros, micro_batches)
   count = jnp.maximum(metrics["loss/policy"].count, 1)
   grads = jax.tree.map(lambda g: g / count, grads)
-  metrics["grad/norm"] = Mean(optax.global_norm(grads), jnp.float32(1))
+  metrics["grad/norm"] = Mean(optax.tree.norm(grads), jnp.float32(1))
   return grads, metrics
 
 

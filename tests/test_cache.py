@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +27,17 @@ DENSE = model.variant(
   num_experts=0,
   experts_per_token=0,
   rope_theta=50.0,
+  unroll=1,
   dtype="float32",
 )
 MOE = dataclasses.replace(DENSE, num_experts=5, experts_per_token=2)
-LOW = dataclasses.replace(MOE, dtype="bfloat16")
+LOW = dataclasses.replace(DENSE, dtype="bfloat16")
 CONFIGS = {"dense": DENSE, "moe": MOE}
 every_model = pytest.mark.parametrize("name", CONFIGS)
 forward = jax.jit(model.forward, static_argnums=1)
+unstack = jax.jit(model.unstack, static_argnums=1)
+fork = jax.jit(kv.fork, static_argnums=(1, 2, 3))
+grow = jax.jit(kv.grow, static_argnums=1)
 
 
 @functools.cache
@@ -43,7 +48,7 @@ def weights(cfg):
 
   def fill(path, leaf):
     mean = 1.0 if path[-1].key == "scale" else 0.0
-    return jnp.asarray(rng.normal(mean, 0.3, leaf.shape), jnp.float32)
+    return rng.normal(mean, 0.3, leaf.shape).astype(np.float32)
 
   return jax.tree.map_with_path(fill, shapes)
 
@@ -59,21 +64,21 @@ def rows():
   return tokens.astype(np.int32), positions.astype(np.int32), slot >= first
 
 
-def piecewise(cfg):
-  """Prefill once a prompt, fork, two single tokens, grow, then three at once.
+def piecewise(cfg, ends=(S + 1, S + 2, S + R)):
+  """Prefill once a prompt, fork, extend to each end; grow before the last.
 
   Returns logits [B, S + R, V] and experts [L, B, S + R, k].
   """
-  params = model.unstack(weights(cfg), cfg)
+  params = unstack(weights(cfg), cfg)
   part = lambda a, b, every=1: (x[::every, a:b] for x in rows())
   out = forward(params, cfg, *part(0, S, G), kv.empty(cfg, P, S))
-  repeat = lambda x, axis: jnp.repeat(x, G, axis=axis)
+  repeat = lambda x, axis: np.repeat(x, G, axis=axis)
   logits = [repeat(out.logits, 0)]
   experts = [repeat(out.experts, 1)] if cfg.num_experts else []
-  cache = kv.fork(out.cache, cfg, G, 2)
-  for a, b in ((S, S + 1), (S + 1, S + 2), (S + 2, S + R)):
+  cache = fork(out.cache, cfg, G, 2)
+  for a, b in itertools.pairwise((S, *ends)):
     if b == S + R:
-      cache = kv.grow(cache, R + 1)
+      cache = grow(cache, R + 1)
     out = forward(params, cfg, *part(a, b), cache)
     cache = out.cache
     logits.append(out.logits)
@@ -87,7 +92,7 @@ def piecewise(cfg):
 def test_prefill_and_decode_equal_the_full_forward(name):
   cfg = CONFIGS[name]
   *_, mask = inputs = rows()
-  full = forward(weights(cfg), cfg, *inputs)
+  full = jax.device_get(forward(weights(cfg), cfg, *inputs))
   logits, experts = piecewise(cfg)
   assert np.isfinite(logits).all()
   np.testing.assert_allclose(logits[mask], full.logits[mask], atol=2e-5)
@@ -97,9 +102,11 @@ def test_prefill_and_decode_equal_the_full_forward(name):
 
 def test_bf16_stays_close_to_float32_as_the_full_forward_does():
   *_, mask = inputs = rows()
-  exact = forward(weights(MOE), MOE, *inputs).logits[mask]
-  full = forward(weights(LOW), LOW, *inputs).logits[mask]
-  pieces = piecewise(LOW)[0][mask]
+  exact, full = (
+    np.asarray(forward(weights(cfg), cfg, *inputs).logits)[mask]
+    for cfg in (DENSE, LOW)
+  )
+  pieces = piecewise(LOW, ends=(S + R,))[0][mask]
   assert pieces.dtype == np.float32
   assert np.isfinite(pieces).all()
   noise = np.abs(full - exact).mean()
@@ -110,7 +117,7 @@ def test_bf16_stays_close_to_float32_as_the_full_forward_does():
 
 def test_one_cache_extends_in_two_parts_without_a_fork():
   tokens, positions, mask = (x[::G] for x in rows())
-  params = model.unstack(weights(DENSE), DENSE)
+  params = unstack(weights(DENSE), DENSE)
   cache = kv.empty(DENSE, P, S + R)
   parts = []
   for part in (slice(0, S), slice(S, None)):
@@ -118,7 +125,7 @@ def test_one_cache_extends_in_two_parts_without_a_fork():
     out = forward(params, DENSE, *inputs, cache)
     cache = out.cache
     parts.append(out.logits)
-  full = forward(weights(DENSE), DENSE, *rows()).logits[::G]
+  full = np.asarray(forward(weights(DENSE), DENSE, *rows()).logits)[::G]
   logits = np.concatenate(parts, 1)
   np.testing.assert_allclose(logits[mask], full[mask], atol=2e-5)
 
@@ -136,16 +143,10 @@ def test_a_fork_keeps_one_copy_of_each_prompt():
 
 def test_growing_keeps_what_was_written():
   rng = np.random.default_rng(0)
-  full = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)
-  cache = kv.empty(DENSE, B, 4)
-  cache = dataclasses.replace(
-    cache,
-    k=tuple(map(full, cache.k)),
-    v=tuple(map(full, cache.v)),
-    valid=jnp.array([[1, 1, 0, 1]] * B, bool),
-    length=jnp.int32(4),
-  )
-  grown = kv.grow(cache, 9)
+  full = lambda x: rng.normal(size=x.shape).astype(x.dtype)
+  cache = jax.tree.map(full, kv.empty(DENSE, B, 4))
+  cache = dataclasses.replace(cache, length=np.int32(4))
+  grown = jax.device_get(grow(cache, 9))
   assert grown.length == 4
   for old, new in zip(cache.k + cache.v, grown.k + grown.v, strict=True):
     assert new.shape[2] == 9

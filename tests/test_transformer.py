@@ -31,12 +31,13 @@ DENSE = model.variant(
   tie_embeddings=True,
   rope_theta=50.0,
   norm_eps=0.05,
+  unroll=1,
   dtype="float32",
 )
 MOE = dataclasses.replace(
   DENSE, num_experts=5, experts_per_token=2, tie_embeddings=False
 )
-RAW = dataclasses.replace(MOE, norm_topk_prob=False)
+RAW = dataclasses.replace(MOE, norm_topk_prob=False, unroll=2)
 CONFIGS = {"dense, tied": DENSE, "moe": MOE, "moe, raw weights": RAW}
 every_model = pytest.mark.parametrize("name", CONFIGS)
 jitted = jax.jit(model.forward, static_argnums=1)
@@ -65,9 +66,10 @@ def batch(seed=0):
 
 
 def forward(cfg, tokens, positions, mask):
-  """One compilation for masks of either type."""
+  """One compilation for masks of either type; NumPy out."""
   mask = np.asarray(mask, np.int32)
-  return jitted(weights(cfg), cfg, tokens, positions, mask)
+  out = jitted(weights(cfg), cfg, tokens, positions, mask)
+  return jax.device_get(out)
 
 
 def softmax(x):
@@ -181,7 +183,7 @@ def gradient(cfg):
 def test_gradient_equals_the_reference_differenced(name):
   cfg, cotangent, way = directional(name)
   _, grads = gradient(cfg)(weights(cfg), cotangent)
-  dots = jax.tree.map(lambda g, w: float(jnp.vdot(g, w)), grads, way)
+  dots = jax.tree.map(lambda g, w: float(np.vdot(g, w)), grads, way)
 
   def loss(step, only):
     moved = jax.tree.map(
@@ -231,13 +233,12 @@ def test_packed_texts_equal_separate_rows(name):
     np.testing.assert_allclose(packed[b, here], alone, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["dense, tied", "moe"])
-def test_remat_changes_neither_value_nor_gradient(name):
-  cfg, cotangent, _ = directional(name)
+def test_remat_changes_neither_value_nor_gradient():
+  cfg, cotangent, _ = directional("moe")
   again = dataclasses.replace(cfg, remat=True)
   assert not cfg.remat
-  plain = gradient(cfg)(weights(cfg), cotangent)
-  rematted = gradient(again)(weights(cfg), cotangent)
+  plain = jax.device_get(gradient(cfg)(weights(cfg), cotangent))
+  rematted = jax.device_get(gradient(again)(weights(cfg), cotangent))
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
   jax.tree.map(close, plain, rematted)
   steps = lambda c: str(jax.make_jaxpr(gradient(c))(weights(c), cotangent))
@@ -254,12 +255,13 @@ def test_bf16_is_close_and_its_logits_are_float32():
   gap = np.abs(exact - rough)
   assert 0 < gap.mean() < 0.02
   # Logits rounded to bf16 would have no bits below these.
-  assert (rough != rough.astype(jnp.bfloat16).astype(jnp.float32)).any()
+  assert (rough != rough.astype(jnp.bfloat16)).any()
 
 
 def test_init_scales_by_the_inputs_that_are_summed():
   cfg = model.variant("tiny", num_kv_heads=2, num_layers=3)
-  params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), cfg)
+  key = jax.random.key(0, impl="rbg")  # compiles in half the time
+  params = jax.device_get(jax.jit(model.init, static_argnums=1)(key, cfg))
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
   layers, D = params["layers"], cfg.embed_dim
   attended = cfg.num_heads * cfg.head_dim
@@ -282,7 +284,7 @@ def test_init_scales_by_the_inputs_that_are_summed():
 
 def test_unstacked_layers_are_the_stack_in_the_models_dtype():
   low = dataclasses.replace(MOE, dtype="bfloat16")
-  params = model.unstack(jax.tree.map(jnp.asarray, weights(MOE)), low)
+  params = jax.jit(model.unstack, static_argnums=1)(weights(MOE), low)
   assert len(params["layers"]) == MOE.num_layers
   assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
   for i, layer in enumerate(params["layers"]):

@@ -120,7 +120,7 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(self, x_BTD, angles, mask_BTS, cache=None, layer=0):
-    """Returns the stream, the experts chosen or None, and the layer's (k, v)."""
+    """Returns the stream, the experts or None, and the layer's new (k, v)."""
     cfg = self.cfg
     h = RMSNorm(cfg.norm_eps, name="attention_norm")(x_BTD)
     h, updated = Attention(cfg, name="attention")(
@@ -242,10 +242,7 @@ def _run_cached(params, cfg, x_BTD, angles, mask_BT, cache):
 
 def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
   """Float32 logits [..., V]: operands in `cfg.dtype`, summed in float32."""
-  if cfg.tie_embeddings:
-    head_DV = params["embed"].T
-  else:
-    head_DV = params["head"]
+  head_DV = params["embed"].T if cfg.tie_embeddings else params["head"]
   return jnp.matmul(
     hidden, head_DV.astype(cfg.dtype), preferred_element_type=jnp.float32
   )

@@ -1,0 +1,111 @@
+"""Imitation: gated, saved, reused, and never mixed up with another."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import cold_start
+from gspo_jax.checkpoint import Checkpoints
+from gspo_jax.errors import UserError
+from gspo_jax.losses import Mean
+from gspo_jax.preemption import Preemption
+from gspo_jax.train_step import TrainState
+
+
+class Batches:
+  """Counts itself, as a data iterator with a state."""
+
+  def __init__(self):
+    self.n = 0
+
+  def __next__(self):
+    self.n += 1
+    return {
+      "tokens": np.zeros((2, 3), np.int32),
+      "length": np.ones(2, np.int32),
+      "response": np.zeros((2, 4), np.int32),
+      "response_length": np.ones(2, np.int32),
+    }
+
+  def get_state(self):
+    return {"n": self.n}
+
+  def set_state(self, state):
+    self.n = state["n"]
+
+
+def imitate(folder, accuracies, identity=None, gate=0.9, steps=10, stop=None):
+  """Runs with made-up accuracies; returns the state and the steps looked at."""
+  fresh = TrainState(jnp.int32(0), {"w": jnp.zeros(2)}, ())
+  looks = []
+
+  def update(state, batch):
+    params = {"w": state.params["w"] + 1}
+    loss = {"loss/policy": Mean(np.float32(1), np.float32(1))}
+    return TrainState(state.step + 1, params, ()), loss
+
+  def accuracy(params):
+    looks.append(int(params["w"][0]))
+    return accuracies[len(looks) - 1]
+
+  preemption = Preemption()
+  preemption.reached = lambda step: step == stop
+  with Checkpoints(folder, every=2, keep=1) as checkpoints:
+    state = cold_start.imitate(
+      init=lambda: fresh,
+      abstract=fresh,
+      batches=Batches(),
+      update=update,
+      accuracy=accuracy,
+      checkpoints=checkpoints,
+      preemption=preemption,
+      identity=identity or {"seed": 0},
+      cfg=cold_start.ColdStartConfig(steps, check_every=2, gate=gate),
+    )
+  return state, looks
+
+
+def test_stops_at_the_gate_and_is_reused(tmp_path):
+  state, looks = imitate(tmp_path, [0.1, 0.95])
+  assert int(state.step) == 4
+  assert looks == [2, 4]
+  again, looks = imitate(tmp_path, [])
+  assert looks == []  # nothing was trained, nothing looked at
+  np.testing.assert_array_equal(again.params["w"], state.params["w"])
+
+
+def test_a_missed_gate_is_an_error_that_says_what_to_do(tmp_path):
+  with pytest.raises(UserError, match="gate=0.9"):
+    imitate(tmp_path, [0.1] * 5)
+  state, _ = imitate(tmp_path / "none", [0.0] * 5, gate=0.0)
+  assert int(state.step) == 10
+
+
+def test_preemption_saves_and_the_next_run_goes_on(tmp_path):
+  state, looks = imitate(tmp_path, [0.1, 0.2], stop=3)
+  assert state is None
+  assert looks == [2, 3]
+  state, looks = imitate(tmp_path, [0.5, 0.95])
+  assert looks == [4, 6]
+
+
+def test_another_cold_start_is_refused(tmp_path):
+  imitate(tmp_path, [0.95])
+  with pytest.raises(UserError, match="seed"):
+    imitate(tmp_path, [0.95], identity={"seed": 1})
+
+
+def test_cross_entropy():
+  logps = jnp.log(jnp.array([[0.5, 0.25, 0.1], [0.125, 0.1, 0.1]]))
+  mask = jnp.array([[1, 1, 0], [1, 0, 0]], bool)
+  loss, metrics = cold_start.cross_entropy(logps, None, None, mask)
+  assert loss == pytest.approx(np.log(2) * 2)  # (1 + 2 + 3) bits / 3
+  assert metrics["loss/policy"].count == 3
+
+
+def test_match_names_what_differs():
+  cold_start.match({"a": 1}, json.loads('{"a": 1}'), "checkpoint")
+  with pytest.raises(UserError, match="a=2"):
+    cold_start.match({"a": 1}, {"a": 2}, "checkpoint")

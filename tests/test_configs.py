@@ -1,0 +1,87 @@
+"""Every config: only the keys of common.py, each explained, and it builds."""
+
+import importlib
+import itertools
+import re
+
+import jax
+import pytest
+from conftest import ROOT
+from ml_collections import ConfigDict
+
+from configs import common
+from gspo_jax import program, sharding
+
+FOLDER = ROOT / "configs"
+NAMES = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem != "common")
+each_config = pytest.mark.parametrize("name", NAMES)
+each_mode = pytest.mark.parametrize("mode", ["", "debug"])
+
+
+def load(name, mode):
+  return importlib.import_module(f"configs.{name}").get_config(mode)
+
+
+def flat(config, prefix=""):
+  """Types by key."""
+  types = {}
+  for key, value in config.items():
+    if isinstance(value, ConfigDict):
+      types |= flat(value, f"{prefix}{key}.")
+    else:
+      types[prefix + key] = type(value)
+  return types
+
+
+@each_mode
+@each_config
+def test_no_config_adds_a_key_or_changes_a_type(name, mode):
+  assert flat(load(name, mode)) == flat(common.get_config())
+
+
+@each_config
+def test_debug_builds_a_program_for_one_device(name):
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  built = program.build(load(name, "debug"), mesh)
+  assert built.cfg.vocab_size >= 258
+
+
+@each_config
+def test_debug_is_small(name):
+  config = load(name, "debug")
+  rows = config.data.prompts * config.sampler.group_size
+  assert config.num_steps <= 5
+  assert rows * config.sampler.max_new_tokens <= 1024
+
+
+@each_config
+def test_other_modes_are_refused(name):
+  with pytest.raises(ValueError, match="fast"):
+    load(name, "fast")
+
+
+@each_config
+def test_a_config_opens_with_its_own_command(name):
+  module = importlib.import_module(f"configs.{name}")
+  assert f"--config=configs/{name}.py" in module.__doc__
+
+
+def test_configs_share_no_state():
+  first = common.get_config()
+  first.optim.learning_rate = 5.0
+  assert common.get_config().optim.learning_rate != 5.0
+
+
+def test_every_key_of_common_is_explained():
+  lines = (FOLDER / "common.py").read_text().splitlines()
+  explained = {}
+  for before, line in itertools.pairwise(lines):
+    key = re.match(r"  c\.([\w.]+) = ", line)
+    if key:
+      # Behind it, or above it; a comment of the group is none of the key.
+      explained[key[1]] = "  # " in line or before.startswith("  # ")
+  assert explained.keys() >= flat(common.get_config()).keys()
+  groups = set(common.get_config()) & explained.keys()
+  leaves = explained.keys() & flat(common.get_config()).keys()
+  assert groups
+  assert [key for key in leaves if not explained[key]] == []

@@ -1,0 +1,198 @@
+"""What a user can get wrong: one line that begins `error:`, exit code 2."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from conftest import ROOT
+
+from gspo_jax import main, program, sharding
+from gspo_jax.errors import UserError
+
+TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
+WORKDIR = "--workdir=somewhere"
+
+
+@pytest.fixture
+def parse(monkeypatch):
+  """`main.parse` on a command line, the process's flags as they were after."""
+
+  def call(*arguments):
+    # ml_collections reads sys.argv itself.
+    monkeypatch.setattr(sys, "argv", ["gspo", *arguments])
+    with flagsaver.flagsaver():
+      main.parse(sys.argv)
+      return flags.FLAGS.config, flags.FLAGS.workdir
+
+  return call
+
+
+def check(config):
+  """What `train` does with a config before any work, on one device."""
+  mesh = sharding.make_mesh(jax.devices()[:1], **config.mesh)
+  program.build(config, mesh)
+
+
+def assert_one_line(text):
+  assert "\n" not in text.strip()
+  assert "Traceback" not in text
+  assert len(text) < 400
+
+
+# Flags.
+
+
+def test_overrides_reach_the_config(parse):
+  config, workdir = parse(
+    TINY,
+    "--config.seed=3",
+    "--config.optim.learning_rate",
+    "2e-4",
+    "--config.model.remat=true",
+    "--noconfig.model.remat",
+    "--config.data.chain_steps=(1, 3)",
+    "--config.objective.name=grpo",
+    "--workdir=there",
+  )
+  assert config.seed == 3
+  assert config.optim.learning_rate == 2e-4
+  assert config.model.remat is False
+  assert config.data.chain_steps == (1, 3)
+  assert config.objective.name == "grpo"
+  assert workdir == "there"
+  check(config)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    ([WORKDIR], "--config is missing; for a start: python -m"),
+    ([TINY], "--workdir is missing"),
+    ([TINY, WORKDIR, "--config.optim.learning_rat=1"],
+     "--config.optim.learning_rat: no such key; did you mean "
+     "'optim.learning_rate'?"),
+    ([TINY, WORKDIR, "--config.learning_rate=1"],
+     "did you mean 'optim.learning_rate'?"),
+    ([TINY, WORKDIR, "-config.sed=1"], "did you mean 'seed'?"),
+    ([TINY, WORKDIR, "--noconfig.model.remats"], "mean 'model.remat'?"),
+    ([TINY, WORKDIR, "--config.sed", "1"], "did you mean 'seed'?"),
+    ([TINY, WORKDIR, "--config.optim=1"], "--config.optim: no such key"),
+    ([TINY, WORKDIR, "--config.seed=abc"], "--config.seed=abc: invalid"),
+    ([TINY, WORKDIR, "--config.seed=1.5"], "--config.seed=1.5: invalid"),
+    ([TINY, WORKDIR, "--config.optim.b1=x"], "--config.optim.b1=x"),
+    ([TINY, WORKDIR, "--config.model.remat=maybe"], "maybe"),
+    ([TINY, WORKDIR, "--config.seed"], "Missing value"),
+    ([TINY, WORKDIR, "--wrokdir=x"], "wrokdir"),
+    ([TINY, WORKDIR, "config.seed=1"], "unexpected argument 'config.seed=1'"),
+    (["--config=configs/nope.py", WORKDIR], "No such file.*configs/nope.py"),
+    (["--config=/", WORKDIR], "Is a directory: '/'"),
+    ([TINY.replace("debug", "fast"), WORKDIR],
+     "tiny_cpu.py:fast: expected 'debug' or nothing"),
+  ],
+)  # fmt: skip
+def test_a_mistaken_flag_is_named(parse, arguments, words):
+  with pytest.raises(UserError, match=words.replace("?", r"\?")) as error:
+    parse(*arguments)
+  assert_one_line(str(error.value))
+
+
+# Values that the flags' types allow.
+
+
+@pytest.mark.parametrize(
+  ("override", "words"),
+  [
+    ("objective.name=gspi", "objective.name='gspi': did you mean 'gspo'"),
+    ("objective.name=x", "choose one of dapo, dr_grpo, grpo, gspo, gspo_tok"),
+    ("objective.old_logps=sampled", "did you mean 'sampler'"),
+    ("data.source=json", "data.source='json': did you mean 'jsonl'"),
+    ("model.variant=qwen3-8", "model.variant='qwen3-8': did you mean 'qwen3-"),
+    ("model.dtype=float16", "did you mean 'bfloat16'"),
+    ("sampler.group_size=1", "sampler.group_size=1: expected at least 2"),
+    ("sampler.group_size=0", "sampler.group_size=0: expected at least 2"),
+    ("sampler.temperature=0", "sampler.temperature=0.0: expected more than 0"),
+    ("sampler.top_p=1.5", "sampler.top_p=1.5"),
+    ("sampler.max_new_tokens=0", "sampler.max_new_tokens=0"),
+    ("data.prompts=6", "data.prompts = 6 is not divisible by learner.minib"),
+    ("learner.minibatches=3", "= 4 is not divisible by .*nearest divisor is 2"),
+    ("learner.minibatches=0", "divisible by learner.minibatches = 0"),
+    ("learner.micro_rows=3", "= 4 is not divisible by learner.micro_rows = 3"),
+    ("learner.micro_rows=64", "learner.micro_rows = 64; the nearest divisor"),
+    ("cold_start.batch=6", "cold_start.batch = 6 is not divisible by learner"),
+    ("eval.samples=0", "eval.samples=0: expected at least 1"),
+    ("eval.every=0", "eval.every=0"),
+    ("log.samples_every=0", "log.samples_every=0"),
+    ("optim.learning_rate=-1", "optim.learning_rate=-1.0"),
+    ("optim.clip_norm=0", "optim.clip_norm=0.0"),
+    ("cold_start.learning_rate=0", "learning_rate=0.0: expected > 0"),
+    ("mesh.data=3", "does not multiply to the 1 devices here"),
+    ("mesh.fsdp=2", "does not multiply to the 1 devices here"),
+    ("mesh.tensor=-1", "does not multiply to the 1 devices here"),
+  ],
+)
+def test_a_value_that_cannot_work_is_named(parse, override, words):
+  config, _ = parse(TINY, WORKDIR, f"--config.{override}")
+  with pytest.raises(UserError, match=words) as error:
+    check(config)
+  assert_one_line(str(error.value))
+
+
+def test_more_devices_than_rows(debug_config):
+  mesh = sharding.make_mesh(data=8)
+  with pytest.raises(UserError, match=r"prompts = 4 .*share rows = 8"):
+    program.check(debug_config, mesh)
+  debug_config.data.prompts = 8
+  with pytest.raises(UserError, match=r"micro_rows = 4 .*share rows = 8"):
+    program.check(debug_config, mesh)
+
+
+@pytest.mark.parametrize(
+  ("size", "divisor", "nearest"), [(4, 3, 2), (12, 5, 4), (7, 3, 1), (4, 0, 1)]
+)
+def test_divides_tells_the_nearest_divisor(size, divisor, nearest):
+  with pytest.raises(
+    UserError, match=f"a = {size} .* b = {divisor};.* {nearest}$"
+  ):
+    program.divides("a", size, "b", divisor)
+  program.divides("a", size, "b", nearest)
+
+
+# The command itself.
+
+
+@pytest.mark.parametrize(
+  ("workdir", "arguments", "words"),
+  [
+    ("run", ["--config.learning_rate=1"], "mean 'optim.learning_rate'?"),
+    ("run", ["--config.data.source=jsonl", "--config.data.path=nope.jsonl"],
+     "'nope.jsonl': No such file"),
+    ("run", ["--config.mesh.fsdp=3"], "does not multiply to the 1 devices"),
+    ("file/below", ["--config.seed=1"], "cannot be written: NotADirectory"),
+  ],
+)  # fmt: skip
+def test_the_command_complains_in_one_line(tmp_path, workdir, arguments, words):
+  (tmp_path / "file").write_text("")
+  done = subprocess.run(
+    [
+      sys.executable,
+      "-m",
+      "gspo_jax.main",
+      TINY,
+      f"--workdir={tmp_path}/{workdir}",
+      *arguments,
+    ],
+    cwd=ROOT,
+    env=os.environ | {"XLA_FLAGS": ""},
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert done.returncode == 2
+  assert done.stdout == ""
+  assert done.stderr.startswith("error: ")
+  assert words in done.stderr
+  assert_one_line(done.stderr)

@@ -1,0 +1,202 @@
+"""One rule for every array of every variant, and meshes that add up."""
+
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from gspo_jax import model, optim, sharding
+from gspo_jax.errors import UserError
+
+ONE = sharding.make_mesh(jax.devices()[:1])
+BOTH = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+OPTIMIZER = optim.optimizer(
+  optim.OptimConfig(learning_rate=1e-3, warmup_steps=2, total_steps=9)
+)
+
+
+def shapes_of(name):
+  """Shapes of the parameters and of the optimizer's state; makes no array."""
+  cfg = model.variant(name)
+  params = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
+  return params, jax.eval_shape(OPTIMIZER.init, params)
+
+
+def named_leaves(tree):
+  name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+  return {name(path): x for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def specs(tree, mesh):
+  return jax.tree.map(lambda s: s.spec, sharding.state_shardings(tree, mesh))
+
+
+@pytest.mark.parametrize("name", model.VARIANTS)
+def test_every_array_of_every_variant_has_one_rule(name):
+  params, opt_state = shapes_of(name)
+  for path, leaf in named_leaves((params, opt_state)).items():
+    rules = [
+      axes
+      for pattern, axes in sharding.TABLE
+      if re.search(f"(^|/){pattern}$", path)
+    ]
+    assert [len(axes) for axes in rules] == [leaf.ndim] * bool(leaf.ndim), path
+  # And the function reads the table the same way.
+  layout = specs(params, ONE)
+  for moment in ("mu", "nu"):
+    moments = optax.tree.get(opt_state, moment)
+    assert specs(moments, ONE) == layout
+  assert len(named_leaves(opt_state)) == 2 * len(named_leaves(params)) + 2
+
+
+def test_every_rule_has_a_user():
+  paths = {p for name in model.VARIANTS for p in named_leaves(shapes_of(name))}
+  for pattern, _ in sharding.TABLE:
+    assert any(re.search(f"(^|/){pattern}$", path) for path in paths), pattern
+
+
+def test_the_table_never_uses_a_mesh_axis_twice():
+  for _, logical in sharding.TABLE:
+    axes = [sharding.LOGICAL[name] for name in logical]
+    used = [axis for axis in axes if axis]
+    assert len(set(used)) == len(used)
+    assert set(used) <= set(sharding.AXES)
+
+
+def test_the_moments_live_where_their_parameters_do():
+  params, opt_state = shapes_of("tiny")
+  layout = specs(params, BOTH)
+  assert layout["embed"] == PartitionSpec("tensor", "fsdp")
+  assert layout["layers"]["moe"]["down"] == PartitionSpec(
+    None, "expert", "tensor", "fsdp"
+  )
+  for moment in ("mu", "nu"):
+    moments = optax.tree.get(opt_state, moment)
+    assert specs(moments, BOTH) == layout
+
+
+@pytest.mark.parametrize("name", model.VARIANTS)
+def test_no_large_array_is_whole_on_a_device(name):
+  params, _ = shapes_of(name)
+  shardings = named_leaves(sharding.state_shardings(params, BOTH))
+  for path, leaf in named_leaves(params).items():
+    held = np.prod(shardings[path].shard_shape(leaf.shape)) / leaf.size
+    small = "norm" in path or "router" in path
+    assert held <= (1 if small else 1 / 4), path
+
+
+@pytest.mark.parametrize(
+  ("path", "shape"),
+  [
+    ("layers/attention/bias", (2, 4)),
+    ("embedding", (4, 4)),
+    ("layers/moe/embed_table", (2, 4)),
+    ("layers/attention/q/extra", (2, 4, 4, 4)),
+    ("embed", (2, 4, 4)),  # a rule of another rank
+    ("final_norm/scale", (2, 4)),
+  ],
+)
+def test_an_array_without_a_rule(path, shape):
+  with pytest.raises(ValueError, match=re.escape(f"{path} {shape}")) as error:
+    sharding.spec(path, shape, ONE)
+  assert not isinstance(error.value, UserError)  # ours to mend, not the user's
+
+
+def test_two_rules_for_one_array(monkeypatch):
+  table = (*sharding.TABLE, (r"attention/q", ("layer",) * 4))
+  monkeypatch.setattr(sharding, "TABLE", table)
+  with pytest.raises(ValueError, match="expected one rule") as error:
+    sharding.spec("layers/attention/q", (2, 4, 4, 4), ONE)
+  assert "embed" in str(error.value)
+  assert "'layer', 'layer'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("path", "shape", "words"),
+  [
+    ("embed", (7, 8), "mesh.tensor=2 does not divide vocab=7 of embed (7, 8)"),
+    ("head", (7, 8), "mesh.fsdp=2 does not divide embed=7"),
+    ("layers/moe/down", (1, 3, 4, 4), "expert=2 does not divide expert=3"),
+    ("layers/attention/k", (1, 4, 1, 4), "tensor=2 does not divide heads="),
+  ],
+)  # fmt: skip
+def test_sizes_that_do_not_divide(path, shape, words):
+  with pytest.raises(UserError, match=re.escape(words)):
+    sharding.spec(path, shape, BOTH)
+  sharding.spec(path, shape, ONE)
+
+
+def test_scalars_are_replicated():
+  assert sharding.spec("step", (), BOTH) == PartitionSpec()
+
+
+# Meshes.
+
+
+@pytest.mark.parametrize(
+  ("sizes", "shape"),
+  [
+    ({"data": -1}, (8, 1, 1, 1)),
+    ({"data": 2, "fsdp": -1}, (2, 4, 1, 1)),
+    ({"fsdp": 2, "expert": 2, "tensor": 2}, (1, 2, 2, 2)),
+    ({"data": 8, "tensor": -1}, (8, 1, 1, 1)),
+    ({"data": 1, "fsdp": 1, "expert": -1, "tensor": 1}, (1, 1, 8, 1)),
+  ],
+)
+def test_a_mesh(sizes, shape):
+  mesh = sharding.make_mesh(**sizes)
+  assert mesh.axis_names == sharding.AXES
+  assert mesh.devices.shape == shape
+  assert set(mesh.devices.flat) == set(jax.devices())
+
+
+@pytest.mark.parametrize(
+  "sizes",
+  [
+    {},
+    {"data": 4},
+    {"data": 16},
+    {"data": 3, "fsdp": -1},
+    {"data": -1, "fsdp": -1},
+    {"data": 0},
+    {"data": 0, "fsdp": -1},
+    {"data": -2, "fsdp": -4},
+    {"data": -8, "fsdp": -1},
+  ],
+)
+def test_a_mesh_that_does_not_fit_the_devices(sizes):
+  with pytest.raises(UserError, match="does not multiply to the 8 devices"):
+    sharding.make_mesh(**sizes)
+
+
+def test_a_mesh_of_some_devices():
+  mesh = sharding.make_mesh(jax.devices()[2:6], data=-1, tensor=2)
+  assert mesh.devices.shape == (2, 1, 1, 2)
+
+
+# Rows.
+
+
+@pytest.mark.parametrize(
+  ("sizes", "held"),
+  [({"data": 2, "fsdp": 2, "expert": 2}, 1), ({"fsdp": 4, "tensor": 2}, 2)],
+)
+def test_rows_lie_over_all_axes_but_tensor(sizes, held):
+  mesh = sharding.make_mesh(**sizes)
+  rows = jax.device_put(np.arange(8), sharding.rows(mesh))
+  pieces = [tuple(s.data.tolist()) for s in rows.addressable_shards]
+  assert {len(piece) for piece in pieces} == {held}
+  assert sorted(sum(set(pieces), ())) == list(range(8))
+
+
+def test_constrain_rows():
+  laid = jax.jit(lambda x: sharding.constrain_rows(x, axis=1))
+  tree = {"a": np.ones((3, 8)), "b": np.ones((2, 16, 5))}
+  with jax.set_mesh(BOTH):
+    out = laid(tree)
+  assert out["a"].sharding.shard_shape((3, 8)) == (3, 2)
+  assert out["b"].sharding.shard_shape((2, 16, 5)) == (2, 4, 5)
+  assert sharding.constrain_rows(tree, axis=1) is tree

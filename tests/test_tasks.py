@@ -1,0 +1,123 @@
+"""The chains: right, hidden where they must be, and wrong where asked to be."""
+
+import re
+
+import pytest
+
+from gspo_jax.errors import UserError
+from gspo_jax.rewards import final_answer
+from gspo_jax.tasks import Chain, held_out
+
+MANY = 2000
+
+
+def problems(count=MANY, **options):
+  chain = Chain(**{"steps": (2, 4, 8)} | options)
+  return [chain[i] for i in range(count)]
+
+
+def apply(left, operation, right):
+  if operation == "*":
+    return int(left) * int(right) % 10
+  return (int(left) + int(operation + right)) % 10
+
+
+def evaluate(question):
+  """Left to right, modulo 10, from the text alone."""
+  assert re.fullmatch(r"\d([a-z][-+*]\d)+\?", question), question
+  value = question[0]
+  for label, operation, operand in re.findall(r"(.)(.)(.)", question[1:-1]):
+    assert label.isalpha()
+    value = str(apply(value, operation, operand))
+  return value
+
+
+def steps_of(problem):
+  """(label, left, operation, right, result) of each step, and the end."""
+  text, end = problem.demonstration.split("#")
+  pattern = r"([a-z])(\d)([-+*])(\d)=(\d);"
+  assert re.fullmatch(f"({pattern})+", text), text
+  return re.findall(pattern, text), end
+
+
+def test_the_answer_is_the_chains_value():
+  assert evaluate("8a+3b-5c+4?") == "0"
+  for problem in problems():
+    assert problem.answer == evaluate(problem.question)
+
+
+def test_lengths_and_labels_are_those_asked_for():
+  lengths = set()
+  for problem in problems():
+    labels = re.sub("[^a-z]", "", problem.question)
+    assert "abcdefgh".startswith(labels)
+    lengths.add(len(labels))
+  assert lengths == {2, 4, 8}
+
+
+def test_without_noise_a_demonstration_is_right_and_verifies():
+  for problem in problems():
+    steps, end = steps_of(problem)
+    assert all(int(s[4]) == apply(*s[1:4]) for s in steps)
+    assert end == problem.answer
+    assert final_answer(problem.demonstration, problem.answer) == 1
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.12, 1.0])
+def test_a_demonstration_carries_what_it_shows_on(noise):
+  for problem in problems(noise=noise):
+    steps, end = steps_of(problem)
+    asked = [tuple(s) for s in re.findall("([a-z])(.)(.)", problem.question)]
+    assert [(s[0], s[2], s[3]) for s in steps] == asked
+    lefts = [s[1] for s in steps] + [end]
+    assert lefts == [problem.question[0]] + [s[4] for s in steps]
+
+
+@pytest.mark.parametrize("noise", [0.12, 0.5, 1.0])
+def test_noise_corrupts_its_share_and_never_the_answer(noise):
+  drawn = problems(steps=(8,), noise=noise)
+  wrong = [int(s[4]) != apply(*s[1:4]) for p in drawn for s in steps_of(p)[0]]
+  share = noise * 0.9  # a random digit is right one time in ten
+  deviation = (share * (1 - share) / len(wrong)) ** 0.5
+  assert abs(sum(wrong) / len(wrong) - share) < 4 * deviation
+  assert all(p.answer == evaluate(p.question) for p in drawn)
+
+
+def test_an_index_is_a_problem_for_ever():
+  chain, again = Chain((3, 5), seed=7), Chain((3, 5), seed=7)
+  forwards = [chain[i] for i in range(50)]
+  assert [again[i] for i in reversed(range(50))] == forwards[::-1]
+  assert len(set(forwards)) > 45
+  assert [Chain((3, 5), seed=8)[i] for i in range(50)] != forwards
+
+
+def test_the_problems_of_a_seed_never_change():
+  """Runs resume on them, and their checkpoints name parameters, not rows."""
+  assert Chain((8,))[0].question == "9a*9b+4c-9d+9e+5f*3g+3h-8?"
+
+
+def test_training_never_sees_a_held_out_question():
+  # Short chains: few enough that two independent draws would overlap.
+  train = {p.question for p in problems(6000, steps=(1, 2))}
+  tested = {p.question for p in problems(6000, steps=(1, 2), evaluation=True)}
+  noisy = {p.question for p in problems(6000, steps=(1, 2), noise=0.5, seed=3)}
+  assert len(train) > 2000
+  assert len(tested) > 500
+  assert not (train | noisy) & tested
+
+
+def test_one_question_in_eight_is_held_out():
+  share = sum(held_out(f"question {i}") for i in range(8000)) / 8000
+  assert abs(share - 1 / 8) < 4 * (7 / 64 / 8000) ** 0.5
+
+
+@pytest.mark.parametrize("steps", [(), (0,), (3, 27), (-1,), ("a",), (2.0,)])
+def test_bad_steps(steps):
+  with pytest.raises(UserError, match=r"steps=.*1\.\.26"):
+    Chain(steps)
+
+
+@pytest.mark.parametrize("noise", [-0.1, 1.01, float("nan")])
+def test_bad_noise(noise):
+  with pytest.raises(UserError, match=f"noise={noise}"):
+    Chain((1,), noise=noise)

@@ -1,0 +1,176 @@
+"""The update: exact under splitting and over devices, and it learns."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import program, sharding, train_step
+from gspo_jax.sampler import Prompts
+
+
+def build(config, devices=1, **mesh):
+  mesh = sharding.make_mesh(jax.devices()[:devices], **mesh)
+  return program.build(config, mesh)
+
+
+def iterate(run, seed=0, prompts=8, advantages=None):
+  """One iteration on made-up prompts and rewards; returns all it made."""
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(0, 256, (prompts, 8)).astype(np.int32)
+  lengths = rng.integers(3, 9, prompts).astype(np.int32)
+  with jax.set_mesh(run.mesh):
+    state = run.init(jax.random.key(seed))
+    params = jax.device_get(state.params)
+    asked = Prompts(tokens, lengths)
+    samples = run.generate(state.params, asked, jax.random.key(1))
+    rollout, _ = run.score(state.params, asked, samples)
+    rows = rollout.tokens.shape[0]
+    if advantages is None:
+      advantages = rng.standard_normal(rows)
+    rollout = dataclasses.replace(
+      rollout, advantages=jnp.asarray(advantages, jnp.float32)
+    )
+    kept = jax.device_get(rollout)
+    new, metrics = run.update(state, rollout, jax.random.key(2))
+  return params, jax.device_get(samples), kept, state, new, metrics
+
+
+def shrink(config):
+  """Two minibatches of two micro-batches of eight rows."""
+  config.data.prompts = 8
+  config.learner.micro_rows = 8
+  config.learner.minibatches = 2
+  return config
+
+
+@pytest.fixture
+def config(debug_config):
+  return shrink(debug_config)
+
+
+@pytest.fixture(scope="module")
+def one():
+  """A program on one device, and an iteration of it."""
+  from configs import tiny_cpu
+
+  run = build(shrink(tiny_cpu.get_config("debug")))
+  rows = 8 * 4
+  advantages = np.where(np.arange(rows) % 2, 1.0, -1.0)
+  return run, *iterate(run, advantages=advantages)
+
+
+@pytest.mark.parametrize("name", ["gspo", "dapo"])
+def test_micro_batches_leave_the_gradient_alone(one, config, name):
+  """One whole batch through the loss as users call it, against eight cuts."""
+  run, params, _, rollout, *_ = one
+  objective = program.OBJECTIVES[name]
+  # Old log-probs that differ, so that some ratios are clipped and some not.
+  shift = np.random.default_rng(1).normal(0, 0.2, rollout.old_logps.shape)
+  rollout = dataclasses.replace(
+    rollout, old_logps=(rollout.old_logps + shift).astype(np.float32)
+  )
+  learner = program._learners(config, run.cfg)[0]._replace(objective=objective)
+  cut = jax.tree.map(lambda x: x.reshape(8, 4, *x.shape[1:]), rollout)
+  grads, metrics = jax.jit(
+    lambda p, b: train_step.gradient(p, b, learner)
+  )(params, cut)  # fmt: skip
+
+  def loss(params):
+    scored = train_step.token_logprobs(
+      params,
+      run.cfg,
+      rollout.tokens,
+      rollout.positions,
+      rollout.mask,
+      response_length=rollout.response_mask.shape[1],
+    )
+    return objective(
+      scored.logps,
+      rollout.old_logps,
+      rollout.advantages,
+      rollout.response_mask,
+    )
+
+  expected, whole = jax.jit(jax.grad(loss, has_aux=True))(params)
+  scale = metrics["grad/norm"].value()
+  assert scale > 0
+  for a, b in zip(
+    jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(a, b, atol=1e-6 * scale)
+  for key, metric in whole.items():
+    assert metrics[key].value() == pytest.approx(metric.value(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+  "mesh", [{"data": 8}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}]
+)
+def test_eight_devices_do_as_one(one, config, mesh):
+  _, _, samples, rollout, _, new, metrics = one
+  eight = iterate(build(config, 8, **mesh), advantages=rollout.advantages)
+  _, samples8, rollout8, _, new8, metrics8 = eight
+  np.testing.assert_array_equal(samples.tokens, samples8.tokens)
+  np.testing.assert_allclose(samples.logps, samples8.logps, atol=1e-5)
+  np.testing.assert_allclose(rollout.old_logps, rollout8.old_logps, atol=1e-5)
+  for a, b in zip(
+    jax.tree.leaves(new.params), jax.tree.leaves(new8.params), strict=True
+  ):
+    np.testing.assert_allclose(a, b, atol=1e-6)
+  norm = metrics["grad/norm"].value()
+  assert metrics8["grad/norm"].value() == pytest.approx(norm, rel=1e-5)
+
+
+def test_parameters_and_moments_are_split(config):
+  run = build(config, 8, data=1, fsdp=2, expert=4)
+  with jax.set_mesh(run.mesh):
+    state = run.init(jax.random.key(0))
+  for tree in (state.params, state.opt_state[1][0].mu):
+    gate_up = tree["layers"]["moe"]["gate_up"]
+    assert gate_up.addressable_shards[0].data.size == gate_up.size / 8
+
+
+def test_good_answers_become_likelier_and_the_state_is_donated(one):
+  run, params, _, rollout, old, new, metrics = one
+  good = rollout.advantages > 0
+  asked = rollout.tokens, rollout.positions, rollout.mask
+  R = rollout.response_mask.shape[1]
+  score = jax.jit(
+    lambda p: (
+      train_step.token_logprobs(p, run.cfg, *asked, response_length=R).logps
+    )
+  )
+  gain = np.where(rollout.response_mask, score(new.params) - score(params), 0)
+  per_row = gain.sum(1) / rollout.response_mask.sum(1)
+  assert per_row[good].mean() > per_row[~good].mean() + 1e-4
+  assert (
+    metrics["ratio/moved"].value() > 0
+  )  # the second minibatch is off-policy
+  assert int(new.step) == 1
+  assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.params))
+
+
+def test_a_rollout_starts_at_ratio_one(one):
+  """The trainer scores its own rollout as the update's first pass does."""
+  _, _, samples, rollout, *_ = one
+  gap = np.where(rollout.response_mask, rollout.old_logps - samples.logps, 0)
+  assert np.abs(gap).max() < 1e-5
+
+
+def test_flips_are_counted():
+  old = jnp.array([[[[0, 1]], [[2, 3]]]])  # [B=1, L=2, R=1, k=2]
+  new = jnp.array([[[[1, 0]], [[2, 5]]]])  # order does not matter; one of four
+  flips = train_step._flips(new, old, jnp.ones((1, 1), bool))
+  assert flips.value() == 0.25
+
+
+def test_a_second_compilation_is_an_error(one):
+  run, params, *_ = one
+  run.check_compiled_once()
+  longer = Prompts(np.zeros((8, 9), np.int32), np.ones(8, np.int32))
+  with jax.set_mesh(run.mesh):
+    run.generate(params, longer, jax.random.key(0))
+  with pytest.raises(RuntimeError, match="generate was compiled 2 times"):
+    run.check_compiled_once()
