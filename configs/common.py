@@ -64,7 +64,7 @@ def get_config() -> ConfigDict:
   c.cold_start.batch = 64  # demonstrations a step
   c.cold_start.learning_rate = 2e-3  # its peak; a cosine ends at a tenth
   c.cold_start.warmup_steps = 50  # optimizer steps
-  c.cold_start.gate = 0.93  # greedy accuracy that ends it; 0: run all steps
+  c.cold_start.gate = 0.9  # greedy accuracy that ends it; 0: run all steps
   c.cold_start.check_every = 50  # steps between looks at it, and between saves
   c.cold_start.chain_steps = (2, 4, 6, 8)  # chain: lengths demonstrated
   c.cold_start.chain_noise = 0.12  # chain: wrong results a step

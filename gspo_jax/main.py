@@ -38,7 +38,7 @@ def _main(argv) -> None:
   # Here, and not above, so that a mistaken flag is told at once.
   from gspo_jax import train
 
-  _keep_freed_memory()
+  keep_freed_memory()
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
   train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
@@ -97,7 +97,7 @@ def _flatten(config: ConfigDict, prefix: str = ""):
       yield prefix + key
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
   """Has glibc keep what it frees: the updates of a CPU run take half the time.
 
   By default every large buffer goes back to the kernel, and comes again a page

@@ -115,6 +115,32 @@ def test_bf16_stays_close_to_float32_as_the_full_forward_does():
   assert np.abs(pieces - full).mean() < 2 * noise
 
 
+def test_scores_far_apart_make_one_softmax_of_both_stretches():
+  """Scores differ by hundreds, now in favour of the prompt, now of the answer.
+
+  Were each stretch not shifted by the larger of the two maxima, `exp` would
+  overflow, or both sums would be zero.
+  """
+  rng = np.random.default_rng(3)
+  K, N, H = DENSE.num_kv_heads, DENSE.num_heads, DENSE.head_dim
+  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  prompt_k, prompt_v = 20 * normal(P, K, S, H), normal(P, K, S, H)
+  q, k, v = 20 * normal(B, 2, N, H), 20 * normal(B, 2, K, H), normal(B, 2, K, H)
+  prefix = kv.Prefix((prompt_k,), (prompt_v,), np.ones((P, S), bool))
+  cache = dataclasses.replace(kv.empty(DENSE, B, 2), prefix=prefix)
+  cache = kv.mark(cache, jnp.ones((B, 2)))
+  out, _ = jax.jit(kv.attend, static_argnums=1)(cache, 0, q, k, v)
+  out = np.asarray(out)
+  for b, t, n in np.ndindex(B, 2, N):
+    p, g = b // G, n // (N // K)
+    keys = np.concatenate([prompt_k[p, g], k[b, : t + 1, g]])
+    values = np.concatenate([prompt_v[p, g], v[b, : t + 1, g]])
+    scores = np.float64(keys) @ q[b, t, n] / np.sqrt(H)
+    odds = np.exp(scores - scores.max())
+    expected = odds @ values / odds.sum()
+    np.testing.assert_allclose(out[b, t, n], expected, atol=1e-3)
+
+
 def test_one_cache_extends_in_two_parts_without_a_fork():
   tokens, positions, mask = (x[::G] for x in rows())
   params = unstack(weights(DENSE), DENSE)

@@ -77,7 +77,7 @@ def test_stops_at_the_gate_and_is_reused(tmp_path):
 
 
 def test_a_missed_gate_is_an_error_that_says_what_to_do(tmp_path):
-  with pytest.raises(UserError, match="gate=0.9"):
+  with pytest.raises(UserError, match=r"gate=0\.9"):
     imitate(tmp_path, [0.1] * 5)
   state, _ = imitate(tmp_path / "none", [0.0] * 5, gate=0.0)
   assert int(state.step) == 10

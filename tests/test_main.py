@@ -80,6 +80,7 @@ def test_overrides_reach_the_config(parse):
     ([TINY, WORKDIR, "-config.sed=1"], "did you mean 'seed'?"),
     ([TINY, WORKDIR, "--noconfig.model.remats"], "mean 'model.remat'?"),
     ([TINY, WORKDIR, "--config.sed", "1"], "did you mean 'seed'?"),
+    (["--workdir", "x", TINY, "--config.sed=1"], "did you mean 'seed'?"),
     ([TINY, WORKDIR, "--config.optim=1"], "--config.optim: no such key"),
     ([TINY, WORKDIR, "--config.seed=abc"], "--config.seed=abc: invalid"),
     ([TINY, WORKDIR, "--config.seed=1.5"], "--config.seed=1.5: invalid"),

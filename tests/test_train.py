@@ -18,7 +18,7 @@ import pytest
 from conftest import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import data, program, sharding
+from gspo_jax import data, program, sharding, train
 from gspo_jax.checkpoint import Checkpoints
 
 STEPS = 4  # of the debug config, which saves every 2
@@ -231,3 +231,46 @@ def test_json_lines(start, tmp_path):
   flags = {"data__source": "jsonl", "data__path": path, "num_steps": 1}
   out = finish(start(tmp_path / "run", **flags))
   assert "1/1" in out
+
+
+HEALTHY = {"ratio/moved": 0.5, "mismatch/sequence_abs_mean": 1e-7}
+
+
+def test_warnings_are_given_once_and_name_the_numbers(debug_config, capsys):
+  watch = train._Watch(debug_config)
+  watch(HEALTHY)
+  assert capsys.readouterr().out == ""
+  for _ in range(2):
+    watch(HEALTHY | {"ratio/moved": 0.0})
+    watch(HEALTHY | {"mismatch/sequence_abs_mean": 5e-4})
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == 2
+  assert "exactly 1 over 4 updates" in lines[0]
+  assert "5.0e-04" in lines[1]
+  assert "clip_low=3.0e-04" in lines[1]
+
+
+def test_one_update_a_rollout_may_have_a_ratio_of_one(debug_config, capsys):
+  debug_config.learner.minibatches = 1
+  train._Watch(debug_config)(HEALTHY | {"ratio/moved": 0.0})
+  assert capsys.readouterr().out == ""
+
+
+def test_the_gap_is_compared_with_the_clip_range_in_use(debug_config, capsys):
+  debug_config.objective.name = "grpo"
+  train._Watch(debug_config)(HEALTHY | {"mismatch/sequence_abs_mean": 0.1})
+  assert capsys.readouterr().out == ""
+  debug_config.objective.clip_low = 0.05
+  train._Watch(debug_config)(HEALTHY | {"mismatch/sequence_abs_mean": 0.1})
+  assert "clip_low=5.0e-02" in capsys.readouterr().out
+
+
+def test_truncated_sampling_is_announced(debug_config, capsys):
+  debug_config.sampler.top_p = 0.9
+  train._Watch(debug_config)
+  assert "truncated distribution" in capsys.readouterr().out
+
+
+def test_a_number_that_is_not_finite_stops_the_run():
+  with pytest.raises(FloatingPointError, match="grad/norm is nan at step 7"):
+    train._require_finite({"reward/mean": 0.5, "grad/norm": np.nan}, 7)

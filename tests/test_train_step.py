@@ -174,3 +174,23 @@ def test_a_second_compilation_is_an_error(one):
     run.generate(params, longer, jax.random.key(0))
   with pytest.raises(RuntimeError, match="generate was compiled 2 times"):
     run.check_compiled_once()
+
+
+def test_the_samplers_log_probs_can_be_the_old_ones(one, config):
+  _, params, samples, rollout, *_ = one
+  config.objective.old_logps = "sampler"
+  run = build(config)
+  S = rollout.tokens.shape[1] - rollout.response_mask.shape[1]
+  first = slice(None, None, config.sampler.group_size)
+  asked = Prompts(
+    rollout.tokens[first, :S], rollout.mask[first, :S].sum(1).astype(np.int32)
+  )
+  with jax.set_mesh(run.mesh):
+    trusted, metrics = run.score(params, asked, samples)
+  np.testing.assert_array_equal(trusted.old_logps, samples.logps)
+  np.testing.assert_array_equal(trusted.tokens, rollout.tokens)
+  # The gap is measured all the same.
+  gap = np.where(rollout.response_mask, rollout.old_logps - samples.logps, 0)
+  per_row = np.abs(gap.sum(1) / rollout.response_mask.sum(1))
+  value = metrics["mismatch/sequence_abs_mean"].value()
+  assert value == pytest.approx(per_row.mean(), rel=1e-2)

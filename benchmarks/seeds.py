@@ -1,0 +1,98 @@
+"""Held-out accuracy before and after RL, for several seeds of one config.
+
+  python benchmarks/seeds.py --out=benchmarks/tiny_cpu
+
+Runs `python -m gspo_jax.main` once a seed, in fresh workdirs, one after the
+other, and writes OUT.json (a table and the curves) and OUT.png.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def train(config: str, seed: int, workdir: Path) -> dict:
+  """One run; returns its table row and curve."""
+  began = time.monotonic()
+  subprocess.run(
+    [
+      *(sys.executable, "-m", "gspo_jax.main", f"--config={config}"),
+      *(f"--config.seed={seed}", f"--workdir={workdir}"),
+    ],
+    cwd=ROOT,
+    check=True,
+  )
+  seconds = time.monotonic() - began
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  median = lambda key: sorted(r[key] for r in rows[1:])[len(rows) // 2]
+  curve = lambda key: [[r["step"], r[key]] for r in rows if key in r]
+  return {
+    "seed": seed,
+    "seconds": round(seconds, 1),
+    "pass@1 before": rows[0]["eval/pass@1"],
+    "pass@1 after": rows[-1]["eval/pass@1"],
+    "greedy before": rows[0]["eval/greedy"],
+    "greedy after": rows[-1]["eval/greedy"],
+    "seconds per iteration": round(median("time/iteration"), 2),
+    "sampler tokens/s": round(median("throughput/sampler_tokens_per_second")),
+    "reward": curve("reward/mean"),
+    "pass@1": curve("eval/pass@1"),
+  }
+
+
+def draw(results: list[dict], path: Path) -> None:
+  """Reward of each iteration, and held-out pass@1, a colour a seed."""
+  import matplotlib as mpl
+
+  mpl.use("Agg")
+  from matplotlib import pyplot as plt
+
+  figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+  for colour, result in enumerate(results):
+    style = {"color": f"C{colour}"}
+    label = f"seed {result['seed']}"
+    axes.plot(*zip(*result["reward"], strict=True), alpha=0.35, **style)
+    axes.plot(
+      *zip(*result["pass@1"], strict=True), marker="o", label=label, **style
+    )
+  axes.set(xlabel="RL iteration", ylabel="accuracy", ylim=(0, 1))
+  axes.set_title("held-out pass@1 (dots) and training reward (faint)")
+  axes.grid(alpha=0.3)
+  axes.legend(loc="lower right")
+  figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--config", default="configs/tiny_cpu.py")
+  parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+  parser.add_argument("--out", type=Path, required=True)
+  args = parser.parse_args()
+  with tempfile.TemporaryDirectory() as folder:
+    results = [
+      train(args.config, seed, Path(folder) / str(seed)) for seed in args.seeds
+    ]
+  record = {
+    "command": f"python benchmarks/seeds.py --out={args.out}",
+    "machine": f"{os.cpu_count()} x {platform.machine()}",
+    "results": results,
+  }
+  args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+  draw(results, args.out.with_suffix(".png"))
+  columns = [k for k in results[0] if k not in ("reward", "pass@1")]
+  print(" | ".join(columns))
+  for result in results:
+    print(" | ".join(f"{result[k]:g}" for k in columns))
+
+
+if __name__ == "__main__":
+  main()
