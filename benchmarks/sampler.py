@@ -27,9 +27,7 @@ def compiled(cfg, params, prompts, most: int, stop_at: int, group: int):
     min_new_tokens=stop_at,
     stop_ids=tuple(range(1, cfg.vocab_size)),
   )
-  generate = jax.jit(
-    functools.partial(sampler.generate, cfg=cfg, sampler=draw)
-  )
+  generate = jax.jit(functools.partial(sampler.generate, cfg=cfg, sampler=draw))
   return lambda key: generate(params, prompts=prompts, key=jax.random.key(key))
 
 

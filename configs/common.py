@@ -67,7 +67,7 @@ def get_config() -> ConfigDict:
   c.cold_start.gate = 0.9  # greedy accuracy that ends it; 0: run all steps
   c.cold_start.check_every = 50  # steps between looks at it, and between saves
   c.cold_start.chain_steps = (2, 4, 6, 8)  # chain: lengths demonstrated
-  c.cold_start.chain_noise = 0.12  # chain: wrong results a step
+  c.cold_start.chain_noise = 0.12  # chain: share of results drawn at random
   c.cold_start.dir = ""  # where it is kept; "": <workdir>/cold_start
 
   c.eval = ConfigDict()

@@ -25,8 +25,12 @@ def encode(text: str) -> list[int]:
 
 
 def decode(ids) -> str:
-  """The text of token ids; PAD and EOS vanish, broken UTF-8 is replaced."""
-  return bytes(i for i in ids if i < 256).decode(errors="replace")
+  """The text of token ids; U+FFFD for PAD, EOS and broken UTF-8.
+
+  A PAD in the middle of an answer has to show: "1", PAD, "2" is not "12".
+  """
+  ids = [i if i < 256 else 0xFF for i in ids]  # no byte of UTF-8 is 0xFF
+  return bytes(ids).decode(errors="replace")
 
 
 @dataclasses.dataclass(frozen=True)

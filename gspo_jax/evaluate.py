@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from gspo_jax import data, rewards
-from gspo_jax.sampler import Prompts, Samples
+from gspo_jax.sampler import STOPPED, Prompts, Samples
 from gspo_jax.tasks import Problem
 
 # Draws answers to a fixed number of prompts: (params, prompts, key) -> Samples.
@@ -33,8 +33,11 @@ def pass_at_k(correct: np.ndarray, k: int) -> float:
 
 def texts(samples: Samples) -> list[str]:
   """The answers as text, without their stop tokens."""
-  tokens, lengths = jax.device_get((samples.tokens, samples.lengths))
-  return [data.decode(row[:n]) for row, n in zip(tokens, lengths, strict=True)]
+  tokens, lengths, finish = jax.device_get(
+    (samples.tokens, samples.lengths, samples.finish)
+  )
+  ends = lengths - (finish == STOPPED)
+  return [data.decode(row[:n]) for row, n in zip(tokens, ends, strict=True)]
 
 
 def verify(answers: Sequence[str], problems: Sequence[Problem]) -> np.ndarray:

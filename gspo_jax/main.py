@@ -74,7 +74,6 @@ def _check_keys(argv: list[str]) -> None:
   """UserError for an override of a key that the config file has not."""
   # Flags of its own: absl defines those of the overrides once a process.
   first = flags.FlagValues()
-  first.set_gnu_getopt(True)
   config = config_flags.DEFINE_config_file(
     "config", flag_values=first, sys_argv=[]
   )

@@ -274,9 +274,11 @@ def _check_sizes(config, shards):
 
 def divides(what: str, size: int, by: str, divisor: int) -> None:
   """UserError unless `divisor` divides `size`, naming the nearest that does."""
+  if size < 1:
+    raise UserError(f"{what} = {size}: expected at least 1")
   if divisor >= 1 and size % divisor == 0:
     return
-  choices = [n for n in range(1, size + 1) if size % n == 0] or [1]
+  choices = [n for n in range(1, size + 1) if size % n == 0]
   close = min(choices, key=lambda n: abs(n - divisor))
   raise UserError(
     f"{what} = {size} is not divisible by {by} = {divisor}; the nearest "

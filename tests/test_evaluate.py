@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspo_jax import data, evaluate
-from gspo_jax.sampler import Samples
+from gspo_jax.sampler import TRUNCATED, Samples
 from gspo_jax.tasks import Chain
 
 QUESTIONS = data.take(Chain((3,)), 10, 16)
@@ -35,7 +35,7 @@ class Pupil:
     assert params == "params"
     self.shapes.append((prompts.tokens.shape, prompts.lengths.shape))
     self.keys.append(tuple(jax.random.key_data(key).tolist()))
-    asked = [data.decode(row) for row in prompts.tokens]
+    asked = [data.decode(row).lstrip("\ufffd") for row in prompts.tokens]
     answers = [[f"#{self.known.get(q, 'x')}", "#wrong"] for q in asked]
     return samples(list(itertools.chain(*answers)))
 
@@ -59,7 +59,7 @@ def test_texts_end_before_the_stop():
   drawn = samples(["#1", "", "#é"])
   cut = np.full((1, 8), ord("7"), np.int32)
   assert evaluate.texts(drawn) == ["#1", "", "#é"]
-  one = Samples(cut, cut, np.array([3]), cut, np.int32(8))
+  one = Samples(cut, cut, np.array([3]), np.array([TRUNCATED]), np.int32(8))
   assert evaluate.texts(one) == ["777"]
 
 
