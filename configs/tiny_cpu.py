@@ -15,13 +15,14 @@ def get_config(mode: str = "") -> ConfigDict:
   if mode not in ("", "debug"):
     raise ValueError(f"configs/tiny_cpu.py:{mode}: expected 'debug' or nothing")
   c = common.get_config()
-  c.num_steps = 30
+  c.num_steps = 40
   c.model.variant = "tiny"
   c.model.dtype = "float32"  # a CPU has no fast bfloat16
   c.model.remat = False  # it all fits
 
-  # Narrow: 2.5e-4 is slower, 1e-3 fails.
-  c.optim.learning_rate = 4e-4
+  # 2e-4 and 3e-4 took seed 1 from .44 to .79 in 40 iterations; 4e-4 wobbled to
+  # .71 in 30, with 20 to 40 % of the tokens clipped.
+  c.optim.learning_rate = 3e-4
   # The first Adam steps flip most experts.
   c.optim.warmup_steps = 8
   c.cold_start.steps = 800

@@ -28,7 +28,8 @@ class SamplerConfig:
     max_new_tokens: R; a row that reaches it is cut there.
     stop_ids: tokens that end an answer; the one drawn is part of it.
     temperature: divides the logits; 0 takes the likeliest token.
-    top_k: draw among the k likeliest tokens; 0 for all.
+    top_k: draw among the k likeliest tokens, and those that tie with the k-th;
+      0 for all.
     top_p: draw among the fewest likeliest tokens of this total probability.
     min_new_tokens: no stop token before this many tokens.
     pad_id: fills a row after its end.
@@ -51,7 +52,11 @@ class SamplerConfig:
       ("temperature", self.temperature >= 0, "0 or more"),
       ("top_k", self.top_k >= 0, "0 (all) or more"),
       ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-      ("min_new_tokens", self.min_new_tokens >= 0, "0 or more"),
+      (
+        "min_new_tokens",
+        0 <= self.min_new_tokens <= self.max_new_tokens,
+        f"0 to max_new_tokens={self.max_new_tokens}",
+      ),
     ):
       if not good:
         value = getattr(self, name)

@@ -212,7 +212,7 @@ def _run_scanned(params, cfg, x_BTD, angles, mask_BT):
   T = mask_BT.shape[1]
   mask_BT = mask_BT.astype(jnp.int32)
   same_BTS = mask_BT[:, :, None] == mask_BT[:, None, :]
-  mask_BTS = same_BTS & (mask_BT[:, None, :] > 0) & jnp.tri(T, dtype=bool)
+  mask_BTS = same_BTS & jnp.tri(T, dtype=bool)
 
   def body(x_BTD, layer_params):
     x_BTD, experts, _ = Block(cfg).apply(
