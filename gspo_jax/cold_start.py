@@ -119,7 +119,7 @@ def imitate(
 
 def match(wanted: dict, found: dict, what: str) -> None:
   """UserError naming the first entry in which two identities differ."""
-  for key in sorted(wanted.keys() | found.keys()):
+  for key in wanted | found:
     if wanted.get(key) != found.get(key):
       raise UserError(
         f"the {what} saved here is another: it has {key}={found.get(key)!r}, "

@@ -91,9 +91,9 @@ def _prepare(config, workdir, mesh) -> Run:
   workdir = epath.Path(workdir)
   _require_writable(workdir)
   identity = {
+    "seed": config.seed,
     "model": dataclasses.asdict(functions.cfg),
     "data": data.fingerprint(sources.train),
-    "seed": config.seed,
   }
   return Run(
     config=config,
