@@ -72,14 +72,13 @@ def answer_all(
 def summarize(sampled: np.ndarray, greedy: np.ndarray) -> dict[str, float]:
   """`eval/*` of rewards [N, n] of sampled and [N, 1] of greedy answers.
 
-  `pass@1` is the mean over all n sampled answers, which is also `avg@n`.
+  `pass@k` for k = 1, 2, 4, ... and n; with rewards of 0 and 1, `avg@n` is
+  `pass@1`.
   """
   n = sampled.shape[1]
-  row = {
-    "eval/pass@1": pass_at_k(sampled > 0.5, 1),
+  ks = {2**i for i in range(n.bit_length())} | {n}
+  return {
     f"eval/avg@{n}": float(sampled.mean()),
     "eval/greedy": float(greedy.mean()),
+    **{f"eval/pass@{k}": pass_at_k(sampled > 0.5, k) for k in sorted(ks)},
   }
-  if n > 1:
-    row[f"eval/pass@{n}"] = pass_at_k(sampled > 0.5, n)
-  return row

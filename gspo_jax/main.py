@@ -36,9 +36,12 @@ def main() -> None:
 
 def _main(argv) -> None:
   # Here, and not above, so that a mistaken flag is told at once.
+  import jax
+
   from gspo_jax import train
 
-  keep_freed_memory()
+  if jax.default_backend() == "cpu":
+    keep_freed_memory()
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
   train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
@@ -102,9 +105,9 @@ def keep_freed_memory() -> None:
   By default every large buffer goes back to the kernel, and comes again a page
   fault at a time. Elsewhere than on glibc this does nothing.
   """
-  mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-  if mallopt is None:
+  if sys.platform != "linux":
     return
+  mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
   arena_max, mmap_threshold, top_pad, trim_threshold = -8, -3, -2, -1
   mallopt(arena_max, 1)
   mallopt(mmap_threshold, 1 << 30)

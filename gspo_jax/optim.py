@@ -37,9 +37,6 @@ class OptimConfig:
   def __post_init__(self):
     if self.decay not in DECAYS:
       raise UserError(f"decay={self.decay!r}: {nearest(self.decay, DECAYS)}")
-    for name in ("learning_rate", "clip_norm", "total_steps"):
-      if getattr(self, name) <= 0:
-        raise UserError(f"{name}={getattr(self, name)}: expected > 0")
 
 
 def schedule(cfg: OptimConfig) -> optax.Schedule:

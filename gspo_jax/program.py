@@ -22,8 +22,8 @@ from gspo_jax import (
   sharding,
   train_step,
 )
-from gspo_jax.cold_start import cross_entropy
-from gspo_jax.errors import UserError, nearest
+from gspo_jax.check import check
+from gspo_jax.cold_start import as_rollout, cross_entropy
 
 OBJECTIVES = {
   "gspo": losses.gspo_loss,
@@ -32,7 +32,6 @@ OBJECTIVES = {
   "dr_grpo": losses.dr_grpo_loss,
   "dapo": losses.dapo_loss,
 }
-OLD_LOGPS = ("sampler", "recompute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Program:
   Attributes:
     cfg: the model.
     mesh: of all devices.
-    rows: the sharding of batches.
     schedule: the learning rate at an optimizer step.
     abstract: shapes and shardings of the TrainState, for a restore.
     init: key -> TrainState.
@@ -53,12 +51,12 @@ class Program:
     update: (state, rollout, key) -> (state, metrics); donates the state.
     abstract_imitation: as `abstract`, of the cold start's.
     init_imitation: key -> TrainState of the cold start.
-    imitate: (state, rollout, key) -> (state, metrics); donates the state.
+    imitate: (state, arrays of demonstrations, key) -> (state, metrics);
+      donates the state.
   """
 
   cfg: model.ModelConfig
   mesh: jax.sharding.Mesh
-  rows: NamedSharding
   schedule: Callable
   abstract: train_step.TrainState
   init: Callable
@@ -88,7 +86,7 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   Raises:
     UserError: a value is unknown, or sizes do not divide.
   """
-  check(config, mesh)
+  check(config, OBJECTIVES, shards=mesh.size // mesh.shape["tensor"])
   cfg = model_config(config)
   draw = sampler_config(config)
   rl, imitation = _learners(config, cfg)
@@ -118,10 +116,14 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
       temperature=draw.temperature,
     )
 
-  def updater(learner, state):
+  def updater(learner, state, prepare=lambda batch: batch):
     state = _shardings(state)
+
+    def update(state, batch, key):
+      return train_step.update(state, prepare(batch), key, learner=learner)
+
     return jax.jit(
-      functools.partial(train_step.update, learner=learner),
+      update,
       in_shardings=(state, rows, everywhere),
       out_shardings=(state, everywhere),
       donate_argnums=0,
@@ -137,7 +139,6 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   return Program(
     cfg=cfg,
     mesh=mesh,
-    rows=rows,
     schedule=optim.schedule(_optim_config(config)),
     abstract=states[0],
     init=initializer(rl, states[0]),
@@ -152,7 +153,7 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
     update=updater(rl, states[0]),
     abstract_imitation=states[1],
     init_imitation=initializer(imitation, states[1]),
-    imitate=updater(imitation, states[1]),
+    imitate=updater(imitation, states[1], as_rollout),
   )
 
 
@@ -169,6 +170,13 @@ def sampler_config(config: ConfigDict) -> sampler.SamplerConfig:
   )
 
 
+def clips(config: ConfigDict) -> dict[str, float]:
+  """`clip_low` and `clip_high`: the config's, or the method's own."""
+  own = OBJECTIVES[config.objective.name].__kwdefaults__
+  asked = {k: config.objective[k] for k in ("clip_low", "clip_high")}
+  return {k: own[k] if v == -1 else v for k, v in asked.items()}
+
+
 def _optim_config(config: ConfigDict) -> optim.OptimConfig:
   total = config.num_steps * config.learner.minibatches
   return optim.OptimConfig(total_steps=max(total, 1), **config.optim)
@@ -176,14 +184,11 @@ def _optim_config(config: ConfigDict) -> optim.OptimConfig:
 
 def _learners(config, cfg):
   """How RL learns, and how the cold start does."""
-  clips = {
-    name: config.objective[name]
-    for name in ("clip_low", "clip_high")
-    if config.objective[name] >= 0
-  }
   rl = train_step.Learner(
     cfg=cfg,
-    objective=functools.partial(OBJECTIVES[config.objective.name], **clips),
+    objective=functools.partial(
+      OBJECTIVES[config.objective.name], **clips(config)
+    ),
     optimizer=optim.optimizer(_optim_config(config)),
     minibatches=config.learner.minibatches,
     micro_rows=config.learner.micro_rows,
@@ -222,65 +227,3 @@ def _abstract_state(learner, mesh):
 
 def _shardings(abstract):
   return jax.tree.map(lambda x: x.sharding, abstract)
-
-
-def check(config: ConfigDict, mesh: jax.sharding.Mesh) -> None:
-  """UserError for what would fail later, or silently do something else."""
-  c = config
-  for key, value, choices in (
-    ("objective.name", c.objective.name, OBJECTIVES),
-    ("objective.old_logps", c.objective.old_logps, OLD_LOGPS),
-    ("data.source", c.data.source, ("chain", "jsonl")),
-  ):
-    if value not in choices:
-      raise UserError(f"{key}={value!r}: {nearest(value, choices)}")
-  for key in (
-    "eval.prompts",
-    "eval.samples",
-    "eval.every",
-    "log.samples_every",
-  ):
-    group, name = key.split(".")
-    if c[group][name] < 1:
-      raise UserError(f"{key}={c[group][name]}: expected at least 1")
-  if c.sampler.group_size < 2:
-    raise UserError(
-      f"sampler.group_size={c.sampler.group_size}: expected at least 2, since "
-      "an advantage compares an answer with the others of its group"
-    )
-  if c.sampler.temperature <= 0:
-    raise UserError(
-      f"sampler.temperature={c.sampler.temperature}: expected more than 0, "
-      "since greedy answers to one question are all the same"
-    )
-  _check_sizes(config, shards=mesh.size // mesh.shape["tensor"])
-
-
-def _check_sizes(config, shards):
-  """Every cut of a batch comes out even."""
-  prompts, batch = config.data.prompts, config.cold_start.batch
-  minibatches, micro = config.learner.minibatches, config.learner.micro_rows
-  divides("data.prompts", prompts, "learner.minibatches", minibatches)
-  rows = prompts * config.sampler.group_size // minibatches
-  divides("the answers of a minibatch", rows, "learner.micro_rows", micro)
-  sizes = {"data.prompts": prompts, "learner.micro_rows": micro}
-  if config.cold_start.steps:
-    micro = min(micro, batch)
-    divides("cold_start.batch", batch, "learner.micro_rows", micro)
-    sizes["cold_start.batch"] = batch
-  for name, size in sizes.items():
-    divides(name, size, "the devices that share rows", shards)
-
-
-def divides(what: str, size: int, by: str, divisor: int) -> None:
-  """UserError unless `divisor` divides `size`, naming the nearest that does."""
-  if size < 1:
-    raise UserError(f"{what} = {size}: expected at least 1")
-  if divisor >= 1 and size % divisor == 0:
-    return
-  choices = [n for n in range(1, size + 1) if size % n == 0]
-  close = min(choices, key=lambda n: abs(n - divisor))
-  raise UserError(
-    f"{what} = {size} is not divisible by {by} = {divisor}; the nearest "
-    f"divisor is {close}"
-  )

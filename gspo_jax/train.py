@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import time
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,8 +17,26 @@ from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.errors import UserError
 from gspo_jax.preemption import Preemption
 from gspo_jax.sampler import TRUNCATED, Prompts
-from gspo_jax.tasks import Chain
+from gspo_jax.tasks import Chain, Problem
 from gspo_jax.train_step import TrainState
+from gspo_jax.watch import Watch, require_finite
+
+
+class Sources(NamedTuple):
+  """Questions to learn from, to be tested on, and to imitate."""
+
+  train: Sequence[Problem]
+  held_out: Sequence[Problem]
+  demonstrations: Sequence[Problem]
+
+
+class Keys(NamedTuple):
+  """One key for each use of chance; a step folds its number into `steps`."""
+
+  init: jax.Array
+  imitate: jax.Array
+  evaluate: jax.Array
+  steps: jax.Array
 
 
 class Run(NamedTuple):
@@ -30,24 +49,16 @@ class Run(NamedTuple):
     sources: questions.
     held_out: `eval.prompts` of the held-out questions, as one batch.
     identity: what a checkpoint must agree with to be of this run.
-    root: the key that every other is folded from.
+    keys: of everything random.
   """
 
   config: ConfigDict
   workdir: epath.Path
   program: program.Program
-  sources: "Sources"
+  sources: Sources
   held_out: dict
   identity: dict
-  root: jax.Array
-
-
-class Sources(NamedTuple):
-  """Questions to learn from, to be tested on, and to imitate."""
-
-  train: Any
-  held_out: Any
-  demonstrations: Any
+  keys: Keys
 
 
 def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
@@ -64,6 +75,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     UserError: the config, the data or the workdir cannot work as they are.
     FloatingPointError: a metric is not finite; that step is not saved.
   """
+  if jax.process_count() > 1:
+    raise UserError(f"{jax.process_count()} processes: expected 1, for now")
   mesh = sharding.make_mesh(**config.mesh)
   with jax.set_mesh(mesh), Preemption() as preemption:
     run = _prepare(config, workdir, mesh)
@@ -90,10 +103,15 @@ def _prepare(config, workdir, mesh) -> Run:
   sources = _sources(config)
   workdir = epath.Path(workdir)
   _require_writable(workdir)
+  # How a model is run may change on a resume; what it is may not.
+  cfg = dataclasses.asdict(functions.cfg)
   identity = {
     "seed": config.seed,
-    "model": dataclasses.asdict(functions.cfg),
-    "data": data.fingerprint(sources.train),
+    "model": {k: v for k, v in cfg.items() if k not in ("remat", "unroll")},
+    "data": {
+      "fingerprint": data.fingerprint(sources.train),
+      "prompts": config.data.prompts,  # the position counts batches of these
+    },
   }
   return Run(
     config=config,
@@ -104,7 +122,7 @@ def _prepare(config, workdir, mesh) -> Run:
       sources.held_out, config.eval.prompts, config.data.max_prompt_length
     ),
     identity=identity,
-    root=jax.random.key(config.seed),
+    keys=Keys(*jax.random.split(jax.random.key(config.seed), 4)),
   )
 
 
@@ -147,23 +165,34 @@ def _start(run, batches, checkpoints, preemption) -> TrainState | None:
   if restored is not None:
     batches.set_state(restored.metadata["data"])
     print(f"resumed after step {restored.step}", flush=True)
+    _tell_changes(restored.metadata["config"], _plain(run.config))
     return restored.state
-  state = run.program.init(jax.random.fold_in(run.root, 0))
   if not run.config.cold_start.steps:
-    return state
+    return run.program.init(run.keys.init)
   imitated = _imitate(run, preemption)
   if imitated is None:
     print("SIGTERM: cold start saved; the same command resumes", flush=True)
     return None
+  state = run.program.init(run.keys.init)
   return dataclasses.replace(state, params=imitated.params)
+
+
+def _plain(config: ConfigDict) -> dict:
+  """A config as JSON gives it back, for a checkpoint."""
+  return json.loads(config.to_json_best_effort())
+
+
+def _tell_changes(saved: dict, now: dict) -> None:
+  saved, now = cold_start.flatten(saved), cold_start.flatten(now)
+  for key in saved | now:
+    if saved.get(key) != now.get(key):
+      print(f"changed since: {key}={saved.get(key)!r} is now {now.get(key)!r}")
 
 
 def _imitate(run, preemption) -> TrainState | None:
   """The cold start, or the result of an earlier one."""
   cold, functions = run.config.cold_start, run.program
-  k_init, k_update, k_check = jax.random.split(
-    jax.random.fold_in(run.root, 0), 3
-  )
+  k_init, k_update, k_check = jax.random.split(run.keys.imitate, 3)
   batches = data.demonstrations(
     run.sources.demonstrations,
     batch=cold.batch,
@@ -171,8 +200,11 @@ def _imitate(run, preemption) -> TrainState | None:
     width=run.config.sampler.max_new_tokens,
     seed=run.config.seed,
   )
-  settings = {k: v for k, v in cold.items() if k not in ("dir", "check_every")}
-  settings["demonstrations"] = data.fingerprint(run.sources.demonstrations)
+  settings = {k: v for k, v in _plain(cold).items() if k != "dir"}
+  identity = run.identity | {
+    "data": {"fingerprint": data.fingerprint(run.sources.demonstrations)},
+    "cold_start": settings,
+  }
   folder = cold.dir or run.workdir / "cold_start"
   with Checkpoints(folder, every=cold.check_every, keep=1) as checkpoints:
     return cold_start.imitate(
@@ -183,7 +215,7 @@ def _imitate(run, preemption) -> TrainState | None:
       accuracy=lambda params: float(_greedy(run, params, k_check).mean()),
       checkpoints=checkpoints,
       preemption=preemption,
-      identity=run.identity | json.loads(json.dumps(settings)),
+      identity=identity,
       cfg=cold_start.ColdStartConfig(cold.steps, cold.check_every, cold.gate),
     )
 
@@ -198,26 +230,33 @@ def _train(run, state, batches, checkpoints, preemption) -> TrainState | None:
     active=jax.process_index() == 0,
   )
   with writer:
-    watch = _Watch(config)
+    watch = Watch(
+      updates=config.learner.minibatches,
+      clip_low=program.clips(config)["clip_low"],
+      truncates=program.sampler_config(config).truncates,
+    )
     if begin == 0:
       writer.write(0, _evaluate(run, state.params))
     for step in range(begin + 1, config.num_steps + 1):
       state, row, shown = _iterate(run, state, next(batches), step)
       last, stop = step == config.num_steps, preemption.reached(step)
+      saved = {
+        "identity": run.identity,
+        "data": batches.get_state(),
+        "config": _plain(config),
+      }
+      if stop:  # at once: whoever sent the signal will not wait for an eval
+        checkpoints.save(step, state, saved)
       if last or step % config.eval.every == 0:
         row |= _evaluate(run, state.params)
       writer.write(step, row)
       watch(row)
       if last or step % config.log.samples_every == 0:
         writer.samples(step, shown[: config.log.samples])
-      if last or stop or checkpoints.due(step):
-        saved = {
-          "identity": run.identity,
-          "data": batches.get_state(),
-          "config": json.loads(config.to_json_best_effort()),
-        }
+      if last or checkpoints.due(step):
         checkpoints.save(step, state, saved)
       if stop and not last:
+        checkpoints.wait()
         print(f"SIGTERM: saved after step {step}; the same command resumes")
         return None
   return state
@@ -235,7 +274,9 @@ def _iterate(run, state, batch, step):
   functions, config = run.program, run.config
   clock = [time.monotonic()]
   tick = lambda: clock.append(time.monotonic())
-  k_generate, k_shuffle = jax.random.split(jax.random.fold_in(run.root, step))
+  k_generate, k_shuffle = jax.random.split(
+    jax.random.fold_in(run.keys.steps, step)
+  )
 
   # Rollouts: G answers to each question.
   prompts = Prompts(batch["tokens"], batch["length"])
@@ -265,18 +306,22 @@ def _iterate(run, state, batch, step):
   row |= _rollout_row(rewards, samples) | _time_row(clock, samples)
   updates = step * config.learner.minibatches
   row["optim/learning_rate"] = float(functions.schedule(updates - 1))
-  _require_finite(row, step)
+  require_finite(row, step)
   return state, row, _shown(batch["problems"], answers, rewards)
 
 
 def _rollout_row(rewards: np.ndarray, samples) -> dict[str, float]:
-  lengths, finish = jax.device_get((samples.lengths, samples.finish))
+  lengths, finish, steps = jax.device_get(
+    (samples.lengths, samples.finish, samples.steps)
+  )
   return {
     "reward/mean": float(rewards.mean()),
     # Groups of equal rewards have no advantage, and teach nothing.
     "reward/mixed_groups": float((np.ptp(rewards, axis=1) > 0).mean()),
     "response/length": float(lengths.mean()),
     "response/truncated": float((finish == TRUNCATED).mean()),
+    # What is missing to 1 are decode steps spent on rows that had ended.
+    "response/useful_steps": float(lengths.mean() / steps),
   }
 
 
@@ -302,17 +347,9 @@ def _shown(problems, answers, rewards) -> list[tuple[str, str, str, float]]:
   ]
 
 
-def _require_finite(row: dict[str, float], step: int) -> None:
-  for name, value in row.items():
-    if not np.isfinite(value):
-      raise FloatingPointError(
-        f"{name} is {value} at step {step}; that step was not saved"
-      )
-
-
 def _evaluate(run, params) -> dict[str, float]:
   """`eval/*` on the held-out questions, with the same key every time."""
-  key = jax.random.fold_in(run.root, 2**31 - 1)
+  key = run.keys.evaluate
   sampled = evaluate.answer_all(
     run.program.generate_eval,
     params,
@@ -331,39 +368,3 @@ def _greedy(run, params, key) -> np.ndarray:
     run.config.data.prompts,
     key,
   )
-
-
-class _Watch:
-  """Says so, once each, when the numbers mean other than they seem."""
-
-  def __init__(self, config: ConfigDict):
-    self._said: set[str] = set()
-    self._updates = config.learner.minibatches
-    clip = config.objective.clip_low
-    default = program.OBJECTIVES[config.objective.name].__kwdefaults__
-    self._clip = clip if clip >= 0 else default["clip_low"]
-    if program.sampler_config(config).truncates:
-      self._say(
-        "top-k, top-p or a minimum length is on: answers are drawn from a "
-        "truncated distribution, and log-probs are of the whole one"
-      )
-
-  def __call__(self, row: dict[str, float]) -> None:
-    if self._updates > 1 and row["ratio/moved"] == 0:
-      self._say(
-        f"the importance ratio is exactly 1 over {self._updates} updates: the "
-        "old log-probs are not being used, or nothing is learnt"
-      )
-    gap = row["mismatch/sequence_abs_mean"]
-    if gap > self._clip:
-      self._say(
-        f"sampler and trainer differ by {gap:.1e} a sequence "
-        f"(mismatch/sequence_abs_mean), more than clip_low={self._clip:.1e}: "
-        "the sampler's log-probs would be noise as old ones"
-      )
-
-  def _say(self, text: str) -> None:
-    key = text[:20]
-    if key not in self._said:
-      print(f"warning: {text}", flush=True)
-    self._said.add(key)

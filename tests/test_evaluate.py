@@ -94,6 +94,8 @@ def test_summary():
   assert row == {
     "eval/pass@1": pytest.approx(5 / 12),
     "eval/avg@4": pytest.approx(5 / 12),
+    # One of four right: two draws hold it in 3 of 6 pairs.
+    "eval/pass@2": pytest.approx((1 / 2 + 1 + 0) / 3),
     "eval/pass@4": pytest.approx(2 / 3),
     "eval/greedy": pytest.approx(2 / 3),
   }

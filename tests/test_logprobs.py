@@ -54,7 +54,7 @@ def score(cfg, piece=256, **options):
 
   def scored(params):
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(logprobs, "_PIECE", piece)
+      patch.setattr(logprobs, "_PIECE", piece * B)
       return logprobs.token_logprobs(params, cfg, *text(), **options)
 
   return scored

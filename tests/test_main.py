@@ -11,6 +11,7 @@ from absl.testing import flagsaver
 from conftest import ROOT
 
 from gspo_jax import main, program, sharding
+from gspo_jax.check import divides
 from gspo_jax.errors import UserError
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
@@ -127,9 +128,22 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
     ("eval.samples=0", "eval.samples=0: expected at least 1"),
     ("eval.every=0", "eval.every=0"),
     ("log.samples_every=0", "log.samples_every=0"),
-    ("optim.learning_rate=-1", "learning_rate=-1.0"),
-    ("optim.clip_norm=0", "clip_norm=0.0"),
-    ("cold_start.learning_rate=0", "learning_rate=0.0: expected > 0"),
+    ("optim.learning_rate=-1", "optim.learning_rate=-1.0: expected more"),
+    ("optim.learning_rate=nan", "optim.learning_rate=nan"),
+    ("optim.clip_norm=0", "optim.clip_norm=0.0"),
+    ("optim.warmup_steps=-3", "optim.warmup_steps=-3: expected 0 or more"),
+    ("optim.b2=1.5", "optim.b2=1.5: expected 0 or more, under 1"),
+    ("cold_start.learning_rate=0", "cold_start.learning_rate=0.0: expected"),
+    ("cold_start.check_every=0", "cold_start.check_every=0"),
+    ("cold_start.gate=7", "cold_start.gate=7.0: expected 0 to 1"),
+    ("checkpoint.every=0", "checkpoint.every=0"),
+    ("objective.clip_low=-0.5", "clip_low=-0.5: expected .* -1 for the method"),
+    ("sampler.temperature=inf", "sampler.temperature=inf"),
+    ("sampler.min_new_tokens=99", "min_new_tokens=99: expected 0 to max_new"),
+    ("data.prompts=0", "data.prompts = 0: expected at least 1"),
+    ("num_steps=-3", "num_steps=-3"),
+    ("log.samples=-1", "log.samples=-1"),
+    ("seed=-1", "seed=-1: expected 0 or more"),
     ("mesh.data=3", "does not multiply to the 1 devices here"),
     ("mesh.fsdp=2", "does not multiply to the 1 devices here"),
     ("mesh.tensor=-1", "does not multiply to the 1 devices here"),
@@ -145,10 +159,10 @@ def test_a_value_that_cannot_work_is_named(parse, override, words):
 def test_more_devices_than_rows(debug_config):
   mesh = sharding.make_mesh(data=8)
   with pytest.raises(UserError, match=r"prompts = 4 .*share rows = 8"):
-    program.check(debug_config, mesh)
+    program.build(debug_config, mesh)
   debug_config.data.prompts = 8
   with pytest.raises(UserError, match=r"micro_rows = 4 .*share rows = 8"):
-    program.check(debug_config, mesh)
+    program.build(debug_config, mesh)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +172,8 @@ def test_divides_tells_the_nearest_divisor(size, divisor, nearest):
   with pytest.raises(
     UserError, match=f"a = {size} .* b = {divisor};.* {nearest}$"
   ):
-    program.divides("a", size, "b", divisor)
-  program.divides("a", size, "b", nearest)
+    divides("a", size, "b", divisor)
+  divides("a", size, "b", nearest)
 
 
 # The command itself.

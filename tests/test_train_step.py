@@ -23,7 +23,8 @@ def iterate(run, seed=0, prompts=8, advantages=None):
   lengths = rng.integers(3, 9, prompts).astype(np.int32)
   with jax.set_mesh(run.mesh):
     state = run.init(jax.random.key(seed))
-    params = jax.device_get(state.params)
+    # Copies: a NumPy view of a buffer would forbid its donation.
+    params = jax.tree.map(np.array, state.params)
     asked = Prompts(tokens, lengths)
     samples = run.generate(state.params, asked, jax.random.key(1))
     rollout, _ = run.score(state.params, asked, samples)

@@ -7,6 +7,7 @@ Dimension key: B rows, T tokens, L layers, D model width, N query heads, K
 key-value heads, H head width, F hidden width, V vocabulary, k experts a token.
 """
 
+import contextlib
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -192,12 +193,22 @@ def encode(
   """
   x_BTD = params["embed"].astype(cfg.dtype)[tokens]
   angles = _angles(positions, cfg)
-  if cache is not None:
-    x_BTD, experts, cache = _run_cached(params, cfg, x_BTD, angles, mask, cache)
-  else:
-    x_BTD, experts = _run_scanned(params, cfg, x_BTD, angles, mask)
+  with _precision(cfg):
+    if cache is None:
+      x_BTD, experts = _run_scanned(params, cfg, x_BTD, angles, mask)
+    else:
+      x_BTD, experts, cache = _run_cached(
+        params, cfg, x_BTD, angles, mask, cache
+      )
   scale = params["final_norm"]["scale"]
   return Encoded(rms_norm(x_BTD, scale, cfg.norm_eps), experts, cache)
+
+
+def _precision(cfg):
+  """float32 that is float32: by default a TPU multiplies it in bfloat16."""
+  if cfg.dtype == "float32":
+    return jax.default_matmul_precision("highest")
+  return contextlib.nullcontext()
 
 
 def _angles(positions_BT, cfg):
@@ -221,7 +232,8 @@ def _run_scanned(params, cfg, x_BTD, angles, mask_BT):
     return x_BTD, experts
 
   if cfg.remat:
-    body = jax.checkpoint(body)
+    # Inside a loop nothing can be merged with the forward pass anyway.
+    body = jax.checkpoint(body, prevent_cse=cfg.unroll > 1)
   return jax.lax.scan(body, x_BTD, params["layers"], unroll=cfg.unroll)
 
 
@@ -243,9 +255,10 @@ def _run_cached(params, cfg, x_BTD, angles, mask_BT, cache):
 def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
   """Float32 logits [..., V]: operands in `cfg.dtype`, summed in float32."""
   head_DV = params["embed"].T if cfg.tie_embeddings else params["head"]
-  return jnp.matmul(
-    hidden, head_DV.astype(cfg.dtype), preferred_element_type=jnp.float32
-  )
+  with _precision(cfg):
+    return jnp.matmul(
+      hidden, head_DV.astype(cfg.dtype), preferred_element_type=jnp.float32
+    )
 
 
 def forward(

@@ -1,0 +1,99 @@
+"""What a config may not say, told before any work is done."""
+
+import math
+from collections.abc import Iterable
+
+from gspo_jax.errors import UserError, nearest
+
+# what is expected, whether a value is that, and the keys it holds for
+_RANGES = (
+  (
+    "at least 1",
+    lambda x: x >= 1,
+    "data.max_prompt_length eval.prompts eval.samples eval.every "
+    "checkpoint.every checkpoint.keep log.samples_every cold_start.check_every",
+  ),
+  (
+    "0 or more",
+    lambda x: 0 <= x < math.inf,
+    "seed num_steps log.samples cold_start.steps optim.warmup_steps "
+    "cold_start.warmup_steps optim.weight_decay",
+  ),
+  (
+    "more than 0",
+    lambda x: 0 < x < math.inf,
+    "optim.learning_rate optim.clip_norm cold_start.learning_rate "
+    "sampler.temperature",
+  ),
+  ("0 to 1", lambda x: 0 <= x <= 1, "cold_start.gate"),
+  ("0 or more, under 1", lambda x: 0 <= x < 1, "optim.b1 optim.b2"),
+  (
+    "0 or more, or -1 for the method's own",
+    lambda x: x == -1 or 0 <= x < math.inf,
+    "objective.clip_low objective.clip_high",
+  ),
+)
+
+
+def check(config, objectives: Iterable[str], *, shards: int) -> None:
+  """UserError for what would fail later, or silently do something else.
+
+  Args:
+    config: all the keys of configs/common.py.
+    objectives: the names there are.
+    shards: devices that share the rows of a batch.
+  """
+  for key, choices in (
+    ("objective.name", objectives),
+    ("objective.old_logps", ("sampler", "recompute")),
+    ("data.source", ("chain", "jsonl")),
+  ):
+    value = _get(config, key)
+    if value not in choices:
+      raise UserError(f"{key}={value!r}: {nearest(value, choices)}")
+  for expected, good, keys in _RANGES:
+    for key in keys.split():
+      value = _get(config, key)
+      if not good(value):
+        raise UserError(f"{key}={value}: expected {expected}")
+  if config.sampler.group_size < 2:
+    raise UserError(
+      f"sampler.group_size={config.sampler.group_size}: expected at least 2, "
+      "since an advantage compares an answer with the others of its group"
+    )
+  _check_sizes(config, shards)
+
+
+def _get(config, key):
+  section, _, name = key.rpartition(".")
+  return config[section][name] if section else config[name]
+
+
+def _check_sizes(config, shards):
+  """Every cut of a batch comes out even."""
+  prompts, batch = config.data.prompts, config.cold_start.batch
+  minibatches, micro = config.learner.minibatches, config.learner.micro_rows
+  divides("data.prompts", prompts, "learner.minibatches", minibatches)
+  rows = prompts * config.sampler.group_size // minibatches
+  divides("the answers of a minibatch", rows, "learner.micro_rows", micro)
+  sizes = {"data.prompts": prompts, "learner.micro_rows": micro}
+  if config.cold_start.steps:
+    micro = min(micro, batch)
+    divides("cold_start.batch", batch, "learner.micro_rows", micro)
+    sizes["cold_start.batch"] = batch
+  for name, size in sizes.items():
+    divides(name, size, "the devices that share rows", shards)
+
+
+def divides(what: str, size: int, by: str, divisor: int) -> None:
+  """UserError unless `divisor` divides `size`, naming the nearest that does."""
+  if size < 1:
+    raise UserError(f"{what} = {size}: expected at least 1")
+  if divisor >= 1 and size % divisor == 0:
+    return
+  choices = [n for n in range(1, size + 1) if size % n == 0]
+  close = min(choices, key=lambda n: abs(n - divisor))
+  raise UserError(
+    f"{what} = {size} is not divisible by {by} = {divisor}; the nearest "
+    f"divisor is {close}"
+  )

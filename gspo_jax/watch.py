@@ -1,0 +1,53 @@
+"""Says so when the numbers of a run mean other than they seem."""
+
+import math
+
+
+def require_finite(row: dict[str, float], step: int) -> None:
+  """FloatingPointError naming the first number that is none, and the step."""
+  for name, value in row.items():
+    if not math.isfinite(value):
+      raise FloatingPointError(
+        f"{name} is {value} at step {step}; that step was not saved"
+      )
+
+
+class Watch:
+  """Prints a warning, once of each kind, when a step's scalars call for it.
+
+  Args:
+    updates: optimizer steps a rollout.
+    clip_low: of the objective in use.
+    truncates: whether sampling leaves some tokens out.
+  """
+
+  def __init__(self, *, updates: int, clip_low: float, truncates: bool):
+    self._said: set[str] = set()  # kinds of warning given
+    self._updates, self._clip = updates, clip_low
+    if truncates:
+      self._say(
+        "truncated",
+        "top-k, top-p or a minimum length is on: answers are drawn from a "
+        "truncated distribution, and log-probs are of the whole one",
+      )
+
+  def __call__(self, row: dict[str, float]) -> None:
+    if self._updates > 1 and row["ratio/moved"] == 0:
+      self._say(
+        "ratio",
+        f"the importance ratio is exactly 1 over {self._updates} updates: the "
+        "old log-probs are not being used, or nothing is learnt",
+      )
+    gap = row["mismatch/sequence_abs_mean"]
+    if gap > self._clip:
+      self._say(
+        "gap",
+        f"sampler and trainer differ by {gap:.1e} a sequence "
+        f"(mismatch/sequence_abs_mean), more than clip_low={self._clip:.1e}: "
+        "the sampler's log-probs would be noise as old ones",
+      )
+
+  def _say(self, kind: str, text: str) -> None:
+    if kind not in self._said:
+      print(f"warning: {text}", flush=True)
+    self._said.add(kind)

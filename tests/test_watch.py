@@ -1,0 +1,53 @@
+"""Warnings: given when they are due, once, with the numbers."""
+
+import pytest
+
+from gspo_jax import program
+from gspo_jax.watch import Watch, require_finite
+
+HEALTHY = {"ratio/moved": 0.5, "mismatch/sequence_abs_mean": 1e-7}
+GSPO = {"updates": 4, "clip_low": 3e-4, "truncates": False}
+
+
+def test_warnings_are_given_once_and_name_the_numbers(capsys):
+  watch = Watch(**GSPO)
+  watch(HEALTHY)
+  assert capsys.readouterr().out == ""
+  for _ in range(2):
+    watch(HEALTHY | {"ratio/moved": 0.0})
+    watch(HEALTHY | {"mismatch/sequence_abs_mean": 5e-4})
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == 2
+  assert "exactly 1 over 4 updates" in lines[0]
+  assert "5.0e-04" in lines[1]
+  assert "clip_low=3.0e-04" in lines[1]
+
+
+def test_one_update_a_rollout_may_have_a_ratio_of_one(capsys):
+  Watch(**GSPO | {"updates": 1})(HEALTHY | {"ratio/moved": 0.0})
+  assert capsys.readouterr().out == ""
+
+
+def test_a_gap_inside_the_clip_range_is_no_news(capsys):
+  Watch(**GSPO | {"clip_low": 0.2})(
+    HEALTHY | {"mismatch/sequence_abs_mean": 0.1}
+  )
+  assert capsys.readouterr().out == ""
+
+
+def test_the_clip_range_is_the_methods_own_unless_asked(debug_config):
+  assert program.clips(debug_config) == {"clip_low": 3e-4, "clip_high": 4e-4}
+  debug_config.objective.name = "grpo"
+  debug_config.objective.clip_high = 0.5
+  assert program.clips(debug_config) == {"clip_low": 0.2, "clip_high": 0.5}
+
+
+def test_truncated_sampling_is_announced(capsys):
+  Watch(**GSPO | {"truncates": True})
+  assert "truncated distribution" in capsys.readouterr().out
+
+
+def test_a_number_that_is_not_finite_stops_the_run():
+  row = {"reward/mean": 0.5, "grad/norm": float("nan")}
+  with pytest.raises(FloatingPointError, match="grad/norm is nan at step 7"):
+    require_finite(row, 7)
