@@ -1,6 +1,6 @@
 """Tokens per second of the sampler, and what short answers cost in a long run.
 
-  python benchmarks/sampler.py [--quick]
+  python -m benchmarks.sampler [--quick]
 
 The policy is the embedded default's, with random weights. Answers of N tokens
 are had by allowing a stop only from token N on, where nearly every token is
@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from gspo_jax import model, sampler
-from gspo_jax.main import keep_freed_memory
 
 
 def compiled(cfg, params, prompts, most: int, stop_at: int, group: int):
@@ -50,7 +49,6 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--quick", action="store_true", help="tiny sizes")
   quick = parser.parse_args().quick
-  keep_freed_memory()
   questions, group = (2, 2) if quick else (32, 8)
   # Neither 96 nor 960 is where the cache ends a doubling: no lucky numbers.
   short, long = (8, 80) if quick else (96, 960)

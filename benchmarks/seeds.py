@@ -1,6 +1,6 @@
 """Held-out accuracy before and after RL, for several seeds of one config.
 
-  python benchmarks/seeds.py --out=benchmarks/tiny_cpu
+  python -m benchmarks.seeds --out=benchmarks/tiny_cpu
 
 Runs `python -m gspo_jax.main` once a seed, in fresh workdirs, one after the
 other, and writes OUT.json (a table and the curves) and OUT.png.
@@ -82,7 +82,7 @@ def main() -> None:
       train(args.config, seed, Path(folder) / str(seed)) for seed in args.seeds
     ]
   record = {
-    "command": f"python benchmarks/seeds.py --out={args.out}",
+    "command": f"python -m benchmarks.seeds --out={args.out}",
     "machine": f"{os.cpu_count()} x {platform.machine()}",
     "results": results,
   }

@@ -6,7 +6,6 @@ Exit codes: 0 done, or stopped by SIGTERM with everything saved; 2 a mistake of
 the caller's, in one line; anything else is a fault, with its traceback.
 """
 
-import ctypes
 import re
 import sys
 
@@ -36,12 +35,8 @@ def main() -> None:
 
 def _main(argv) -> None:
   # Here, and not above, so that a mistaken flag is told at once.
-  import jax
-
   from gspo_jax import train
 
-  if jax.default_backend() == "cpu":
-    keep_freed_memory()
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
   train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
@@ -97,22 +92,6 @@ def _flatten(config: ConfigDict, prefix: str = ""):
       yield from _flatten(value, f"{prefix}{key}.")
     else:
       yield prefix + key
-
-
-def keep_freed_memory() -> None:
-  """Has glibc keep what it frees: the updates of a CPU run take half the time.
-
-  By default every large buffer goes back to the kernel, and comes again a page
-  fault at a time. Elsewhere than on glibc this does nothing.
-  """
-  if sys.platform != "linux":
-    return
-  mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
-  arena_max, mmap_threshold, top_pad, trim_threshold = -8, -3, -2, -1
-  mallopt(arena_max, 1)
-  mallopt(mmap_threshold, 1 << 30)
-  mallopt(trim_threshold, 2**31 - 1)
-  mallopt(top_pad, 256 << 20)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from gspo_jax import (
@@ -87,23 +86,52 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
     UserError: a value is unknown, or sizes do not divide.
   """
   check(config, OBJECTIVES, shards=mesh.size // mesh.shape["tensor"])
-  cfg = model_config(config)
-  draw = sampler_config(config)
+  cfg, draw = model_config(config), sampler_config(config)
   rl, imitation = _learners(config, cfg)
-  everywhere = NamedSharding(mesh, PartitionSpec())
-  rows = sharding.rows(mesh)
-  states = [_abstract_state(learner, mesh) for learner in (rl, imitation)]
-  params = _shardings(states[0].params)
+  abstract = _abstract_state(rl, mesh)
+  abstract_imitation = _abstract_state(imitation, mesh)
+  many = dataclasses.replace(draw, group_size=config.eval.samples)
+  one = dataclasses.replace(draw, group_size=1, temperature=0.0)
+  generate = _jit_generate(cfg, draw, abstract, mesh)
+  return Program(
+    cfg=cfg,
+    mesh=mesh,
+    schedule=optim.schedule(_optim_config(config)),
+    abstract=abstract,
+    init=_jit_init(rl, abstract),
+    generate=generate,
+    generate_eval=(
+      generate if many == draw else _jit_generate(cfg, many, abstract, mesh)
+    ),
+    generate_greedy=_jit_generate(cfg, one, abstract, mesh),
+    score=_jit_score(config, cfg, abstract, mesh),
+    update=_jit_update(rl, abstract, mesh),
+    abstract_imitation=abstract_imitation,
+    init_imitation=_jit_init(imitation, abstract_imitation),
+    imitate=_jit_update(imitation, abstract_imitation, mesh, as_rollout),
+  )
 
-  def generator(draw: sampler.SamplerConfig):
-    def generate(params, prompts, key):
-      return sampler.generate(params, cfg, prompts, key, sampler=draw)
 
-    return jax.jit(
-      generate,
-      in_shardings=(params, rows, everywhere),
-      out_shardings=sampler.Samples(rows, rows, rows, rows, steps=everywhere),
-    )
+def _jit_init(learner, abstract):
+  init = functools.partial(train_step.init_state, learner=learner)
+  return jax.jit(init, out_shardings=_shardings(abstract))
+
+
+def _jit_generate(cfg, draw, abstract, mesh):
+  rows, everywhere = sharding.rows(mesh), sharding.everywhere(mesh)
+
+  def generate(params, prompts, key):
+    return sampler.generate(params, cfg, prompts, key, sampler=draw)
+
+  return jax.jit(
+    generate,
+    in_shardings=(_shardings(abstract.params), rows, everywhere),
+    out_shardings=sampler.Samples(rows, rows, rows, rows, steps=everywhere),
+  )
+
+
+def _jit_score(config, cfg, abstract, mesh):
+  rows, everywhere = sharding.rows(mesh), sharding.everywhere(mesh)
 
   def score(params, prompts, samples):
     return rollout.score(
@@ -113,47 +141,28 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
       samples,
       use_sampler=config.objective.old_logps == "sampler",
       micro_rows=config.learner.micro_rows,
-      temperature=draw.temperature,
+      temperature=config.sampler.temperature,
     )
 
-  def updater(learner, state, prepare=lambda batch: batch):
-    state = _shardings(state)
+  return jax.jit(
+    score,
+    in_shardings=(_shardings(abstract.params), rows, None),
+    out_shardings=(rows, everywhere),
+  )
 
-    def update(state, batch, key):
-      return train_step.update(state, prepare(batch), key, learner=learner)
 
-    return jax.jit(
-      update,
-      in_shardings=(state, rows, everywhere),
-      out_shardings=(state, everywhere),
-      donate_argnums=0,
-    )
+def _jit_update(learner, abstract, mesh, prepare=lambda batch: batch):
+  """`prepare` makes a rollout of what the function is given."""
+  state, everywhere = _shardings(abstract), sharding.everywhere(mesh)
 
-  def initializer(learner, state):
-    init = functools.partial(train_step.init_state, learner=learner)
-    return jax.jit(init, out_shardings=_shardings(state))
+  def update(state, batch, key):
+    return train_step.update(state, prepare(batch), key, learner=learner)
 
-  many = dataclasses.replace(draw, group_size=config.eval.samples)
-  one = dataclasses.replace(draw, group_size=1, temperature=0.0)
-  generate = generator(draw)
-  return Program(
-    cfg=cfg,
-    mesh=mesh,
-    schedule=optim.schedule(_optim_config(config)),
-    abstract=states[0],
-    init=initializer(rl, states[0]),
-    generate=generate,
-    generate_eval=generate if many == draw else generator(many),
-    generate_greedy=generator(one),
-    score=jax.jit(
-      score,
-      in_shardings=(params, rows, None),
-      out_shardings=(rows, everywhere),
-    ),
-    update=updater(rl, states[0]),
-    abstract_imitation=states[1],
-    init_imitation=initializer(imitation, states[1]),
-    imitate=updater(imitation, states[1], as_rollout),
+  return jax.jit(
+    update,
+    in_shardings=(state, sharding.rows(mesh), everywhere),
+    out_shardings=(state, everywhere),
+    donate_argnums=0,
   )
 
 

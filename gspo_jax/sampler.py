@@ -197,7 +197,8 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
   """Decodes until all are done; a full cache is doubled and decoding goes on.
 
   Each doubling stands in the taken branch of a `cond`, so that short answers
-  never touch the longer cache. The result's cache is dropped: None.
+  never touch the longer cache; it also compiles the step once more. The
+  result's cache is dropped: None.
   """
   slots = state.cache.valid.shape[1]
   limit = min(slots + 1, sampler.max_new_tokens)

@@ -114,6 +114,11 @@ def rows(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
+def everywhere(mesh: Mesh) -> NamedSharding:
+  """A copy on every device."""
+  return NamedSharding(mesh, PartitionSpec())
+
+
 def constrain_rows(tree, axis: int):
   """Inside jit, under `jax.set_mesh`: lays axis `axis` of each leaf over rows.
 

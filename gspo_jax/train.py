@@ -229,6 +229,8 @@ def _train(run, state, batches, checkpoints, preemption) -> TrainState | None:
     resume_step=begin,
     active=jax.process_index() == 0,
   )
+  if begin >= config.num_steps:
+    print(f"num_steps={config.num_steps}: nothing is left to do")
   with writer:
     watch = Watch(
       updates=config.learner.minibatches,
