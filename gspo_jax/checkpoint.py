@@ -38,7 +38,7 @@ class Checkpoints:
     keep: how many checkpoints stay on disk, the latest ones.
 
   Raises:
-    UserError: `every` or `keep` is below 1.
+    UserError: `every` or `keep` is below 1, or the directory is none.
     RuntimeError: from `save`, `wait` and the end of the `with` block, once, if
       the save before it failed in the background.
 
@@ -54,11 +54,14 @@ class Checkpoints:
     self._every = every
     self._bad: set[int] = set()
     self._last_save: int | None = None
-    self._orbax = ocp.training.Checkpointer(
-      directory,
-      preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-      cleanup_tmp_directories=True,
-    )
+    try:
+      self._orbax = ocp.training.Checkpointer(
+        directory,
+        preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+        cleanup_tmp_directories=True,
+      )
+    except OSError as error:
+      raise UserError(f"checkpoints in {str(directory)!r}: {error}") from error
 
   def __enter__(self) -> "Checkpoints":
     return self

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import rollout
+from gspo_jax import model, rollout
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.errors import UserError
+from gspo_jax.identity import match
 from gspo_jax.losses import Mean
 from gspo_jax.preemption import Preemption
 from gspo_jax.sampler import Prompts
@@ -56,7 +57,7 @@ def imitate(
   abstract: TrainState,
   batches,
   update: Callable,
-  accuracy: Callable[[jax.Array], float],
+  accuracy: Callable[[model.Params], float],
   checkpoints: Checkpoints,
   preemption: Preemption,
   identity: dict,
@@ -81,7 +82,7 @@ def imitate(
   Raises:
     UserError: the folder holds another cold start, or the gate was not reached.
   """
-  accept = lambda _, found: match(identity, found["identity"], "cold start")
+  accept = lambda _, found: match(identity, found, "cold start")
   restored = checkpoints.restore(abstract, accept)
   if restored is None:
     state, step, reached = init(), 0, 0.0
@@ -117,25 +118,3 @@ def imitate(
       "the steps (in a new workdir), or set the gate to 0 to go on regardless"
     )
   return state
-
-
-def match(wanted: dict, found: dict, what: str) -> None:
-  """UserError naming the first entry in which two identities differ."""
-  wanted, found = flatten(wanted), flatten(found)
-  for key in wanted | found:
-    if wanted.get(key) != found.get(key):
-      raise UserError(
-        f"the {what} saved here is another: it has {key}={found.get(key)!r}, "
-        f"this run {key}={wanted.get(key)!r}; use another folder"
-      )
-
-
-def flatten(tree: dict, prefix: str = "") -> dict:
-  """The leaves of nested dicts by their dotted names."""
-  leaves = {}
-  for key, value in tree.items():
-    if isinstance(value, dict):
-      leaves |= flatten(value, f"{prefix}{key}.")
-    else:
-      leaves[prefix + key] = value
-  return leaves

@@ -38,7 +38,8 @@ class JsonLines:
   """A file with one `{"question": ..., "answer": ...}` object a line.
 
   The reference is what follows the last `####` of `answer` (as in GSM8K), or
-  all of it; the demonstration is the whole of `answer`.
+  all of it; the demonstration is the whole of `answer`, with `####` before it
+  where there is none.
 
   Attributes:
     path: the file.
@@ -92,6 +93,13 @@ class JsonLines:
     reference = answer.rsplit("####", 1)[-1].strip()
     if not (question and reference):
       raise UserError(f"{self.path}:{number}: an empty question or answer")
+    if "#" in reference:
+      raise UserError(
+        f"{self.path}:{number}: the answer {reference[:40]!r} holds a '#', "
+        "which marks where an answer begins"
+      )
+    if "####" not in answer:
+      answer = f"#### {reference}"  # else the verifier would not find it
     return Problem(question, reference, answer)
 
   def __len__(self) -> int:

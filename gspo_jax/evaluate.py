@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from gspo_jax import data, rewards
+from gspo_jax import data, model, rewards
 from gspo_jax.sampler import STOPPED, Prompts, Samples
 from gspo_jax.tasks import Problem
 
-# Draws answers to a fixed number of prompts: (params, prompts, key) -> Samples.
-Generate = Callable[[jax.Array, Prompts, jax.Array], Samples]
+# Draws answers to a fixed number of prompts.
+Generate = Callable[[model.Params, Prompts, jax.Array], Samples]
 
 
 def pass_at_k(correct: np.ndarray, k: int) -> float:

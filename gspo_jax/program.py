@@ -21,8 +21,8 @@ from gspo_jax import (
   sharding,
   train_step,
 )
-from gspo_jax.check import check
 from gspo_jax.cold_start import as_rollout, cross_entropy
+from gspo_jax.limits import check
 
 OBJECTIVES = {
   "gspo": losses.gspo_loss,

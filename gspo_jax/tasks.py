@@ -63,9 +63,9 @@ class Chain:
   def __post_init__(self):
     fits = lambda n: isinstance(n, int) and 1 <= n <= 26
     if not self.steps or not all(map(fits, self.steps)):
-      raise UserError(f"task steps={self.steps}: expected lengths in 1..26")
+      raise UserError(f"chain_steps={self.steps}: expected lengths in 1..26")
     if not 0 <= self.noise <= 1:
-      raise UserError(f"task noise={self.noise}: expected a chance in 0..1")
+      raise UserError(f"chain_noise={self.noise}: expected a chance in 0..1")
 
   def __len__(self) -> int:
     return self.size

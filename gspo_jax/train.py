@@ -15,6 +15,7 @@ from gspo_jax import cold_start, data, evaluate, metrics, program, sharding
 from gspo_jax.advantages import group_relative_advantages
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.errors import UserError
+from gspo_jax.identity import changes, match
 from gspo_jax.preemption import Preemption
 from gspo_jax.sampler import TRUNCATED, Prompts
 from gspo_jax.tasks import Chain, Problem
@@ -98,12 +99,12 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
 
 
 def _prepare(config, workdir, mesh) -> Run:
-  """Everything that can be wrong is checked here, before any work."""
+  """What can be checked before any work is checked here."""
   functions = program.build(config, mesh)
   sources = _sources(config)
   workdir = epath.Path(workdir)
   _require_writable(workdir)
-  # How a model is run may change on a resume; what it is may not.
+  # A resume may recompute more or less, but it goes on with the same model.
   cfg = dataclasses.asdict(functions.cfg)
   identity = {
     "seed": config.seed,
@@ -158,14 +159,13 @@ def _require_writable(workdir: epath.Path) -> None:
 
 def _start(run, batches, checkpoints, preemption) -> TrainState | None:
   """The last good checkpoint, else a fresh policy after its cold start."""
-  accept = lambda _, found: cold_start.match(
-    run.identity, found["identity"], "checkpoint"
-  )
+  accept = lambda _, found: match(run.identity, found, "checkpoint")
   restored = checkpoints.restore(run.program.abstract, accept)
   if restored is not None:
     batches.set_state(restored.metadata["data"])
     print(f"resumed after step {restored.step}", flush=True)
-    _tell_changes(restored.metadata["config"], _plain(run.config))
+    for line in changes(restored.metadata["config"], _plain(run.config)):
+      print(line)
     return restored.state
   if not run.config.cold_start.steps:
     return run.program.init(run.keys.init)
@@ -180,13 +180,6 @@ def _start(run, batches, checkpoints, preemption) -> TrainState | None:
 def _plain(config: ConfigDict) -> dict:
   """A config as JSON gives it back, for a checkpoint."""
   return json.loads(config.to_json_best_effort())
-
-
-def _tell_changes(saved: dict, now: dict) -> None:
-  saved, now = cold_start.flatten(saved), cold_start.flatten(now)
-  for key in saved | now:
-    if saved.get(key) != now.get(key):
-      print(f"changed since: {key}={saved.get(key)!r} is now {now.get(key)!r}")
 
 
 def _imitate(run, preemption) -> TrainState | None:
@@ -247,7 +240,7 @@ def _train(run, state, batches, checkpoints, preemption) -> TrainState | None:
         "data": batches.get_state(),
         "config": _plain(config),
       }
-      if stop:  # at once: whoever sent the signal will not wait for an eval
+      if stop:  # at once: a SIGKILL in the evaluation then costs a row at most
         checkpoints.save(step, state, saved)
       if last or step % config.eval.every == 0:
         row |= _evaluate(run, state.params)

@@ -32,11 +32,12 @@ class Watch:
       )
 
   def __call__(self, row: dict[str, float]) -> None:
-    if self._updates > 1 and row["ratio/moved"] == 0:
+    moves = self._updates > 1 and row["grad/norm"] > 0
+    if moves and row["ratio/moved"] == 0:
       self._say(
         "ratio",
         f"the importance ratio is exactly 1 over {self._updates} updates: the "
-        "old log-probs are not being used, or nothing is learnt",
+        "old log-probs are not being used",
       )
     gap = row["mismatch/sequence_abs_mean"]
     if gap > self._clip:

@@ -167,6 +167,17 @@ def test_a_fork_keeps_one_copy_of_each_prompt():
   assert not cache.valid.any()
 
 
+def test_parameters_as_init_makes_them_serve_with_a_cache():
+  cfg = CONFIGS["dense"]
+  params = weights(cfg)
+  tokens = np.ones((1, 2), np.int32)
+  call = lambda params: model.forward(
+    params, cfg, tokens, np.arange(2)[None], tokens, kv.empty(cfg, 1, 2)
+  )
+  stacked, unstacked = call(params), call(model.unstack(params, cfg))
+  np.testing.assert_array_equal(stacked.logits, unstacked.logits)
+
+
 def test_growing_keeps_what_was_written():
   rng = np.random.default_rng(0)
   full = lambda x: rng.normal(size=x.shape).astype(x.dtype)

@@ -198,6 +198,9 @@ def test_the_reference_follows_the_last_mark(tmp_path):
     "ü",
   ]
   assert source[0].demonstration == "#### 3, no\n####  1,000 "
+  assert source[1].demonstration == "#### Paris"
+  for problem in source:  # what is imitated is what is rewarded
+    assert final_answer(problem.demonstration, problem.answer) == 1
   assert source[2].question == "question é中?"
 
 
@@ -224,6 +227,7 @@ def test_windows_files(tmp_path):
     {"question": "", "answer": "3"},
     {"question": "a", "answer": ""},
     {"question": "a", "answer": "thinking #### "},
+    {"question": "a", "answer": "#### C#"},
     {"question": "half a pair \ud83d", "answer": "3"},
   ],
 )

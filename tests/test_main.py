@@ -11,8 +11,8 @@ from absl.testing import flagsaver
 from conftest import ROOT
 
 from gspo_jax import main, program, sharding
-from gspo_jax.check import divides
 from gspo_jax.errors import UserError
+from gspo_jax.limits import divides
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
 WORKDIR = "--workdir=somewhere"
@@ -143,7 +143,9 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
     ("data.prompts=0", "data.prompts = 0: expected at least 1"),
     ("num_steps=-3", "num_steps=-3"),
     ("log.samples=-1", "log.samples=-1"),
-    ("seed=-1", "seed=-1: expected 0 or more"),
+    ("seed=-1", "seed=-1: expected 0 or more, under"),
+    ("seed=99999999999999999999", "seed=9+: expected 0 or more, under"),
+    ("data.source=jsonl", "data.path="),
     ("mesh.data=3", "does not multiply to the 1 devices here"),
     ("mesh.fsdp=2", "does not multiply to the 1 devices here"),
     ("mesh.tensor=-1", "does not multiply to the 1 devices here"),

@@ -229,19 +229,24 @@ def test_a_workdir_of_another_run_is_refused(
   assert "Traceback" not in out
 
 
-def test_eight_devices_train(environment, tmp_path):
+def test_eight_devices_train_and_resume(environment, tmp_path):
   """The whole command on a mesh, cold start and all."""
-  flags = ["data.prompts=8", "learner.micro_rows=8", "num_steps=1"]
-  flags += ["cold_start.steps=2", "mesh.fsdp=2", "mesh.expert=2"]
+  flags = ["data.prompts=8", "learner.micro_rows=8", "cold_start.steps=2"]
+  flags += ["mesh.fsdp=2", "mesh.expert=2"]
   command = [sys.executable, "-m", "gspo_jax.main", f"--workdir={tmp_path}"]
   command += ["--config=configs/tiny_cpu.py:debug"]
   command += [f"--config.{flag}" for flag in flags]
-  xla = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-  done = subprocess.run(
-    command, cwd=ROOT, env=environment | xla, capture_output=True, text=True
-  )
-  assert done.returncode == 0, done.stderr
-  assert "1/1" in done.stdout
+  env = environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+  for steps, said in ((1, "1/1"), (2, "resumed after step 1")):
+    done = subprocess.run(
+      [*command, f"--config.num_steps={steps}"],
+      cwd=ROOT,
+      env=env,
+      capture_output=True,
+      text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
 
 
 @pytest.mark.slow
@@ -313,3 +318,12 @@ def test_json_lines(start, tmp_path):
   flags = {"data__source": "jsonl", "data__path": path, "num_steps": 1}
   out = finish(start(tmp_path / "run", **flags))
   assert "1/1" in out
+
+
+def test_a_cold_start_folder_that_is_a_file(start, tmp_path):
+  (tmp_path / "file").write_text("")
+  out = finish(
+    start(tmp_path / "run", cold_start__dir=tmp_path / "file" / "x"), code=2
+  )
+  assert "error: checkpoints in" in out
+  assert "Traceback" not in out

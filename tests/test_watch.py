@@ -5,7 +5,11 @@ import pytest
 from gspo_jax import program
 from gspo_jax.watch import Watch, require_finite
 
-HEALTHY = {"ratio/moved": 0.5, "mismatch/sequence_abs_mean": 1e-7}
+HEALTHY = {
+  "ratio/moved": 0.5,
+  "mismatch/sequence_abs_mean": 1e-7,
+  "grad/norm": 1.0,
+}
 GSPO = {"updates": 4, "clip_low": 3e-4, "truncates": False}
 
 
@@ -25,6 +29,7 @@ def test_warnings_are_given_once_and_name_the_numbers(capsys):
 
 def test_one_update_a_rollout_may_have_a_ratio_of_one(capsys):
   Watch(**GSPO | {"updates": 1})(HEALTHY | {"ratio/moved": 0.0})
+  Watch(**GSPO)(HEALTHY | {"ratio/moved": 0.0, "grad/norm": 0.0})
   assert capsys.readouterr().out == ""
 
 

@@ -180,7 +180,7 @@ def encode(
   """Runs the blocks over T tokens, after those in the cache if one is given.
 
   Args:
-    params: from `init`; with a cache, `unstack`ed.
+    params: from `init`. With a cache better `unstack`ed, once for many calls.
     cfg: the model.
     tokens: [B, T] int32.
     positions: [B, T] int32, for the rotary embedding.
@@ -193,6 +193,8 @@ def encode(
   """
   x_BTD = params["embed"].astype(cfg.dtype)[tokens]
   angles = _angles(positions, cfg)
+  if cache is not None and not isinstance(params["layers"], tuple):
+    params = unstack(params, cfg)
   with _precision(cfg):
     if cache is None:
       x_BTD, experts = _run_scanned(params, cfg, x_BTD, angles, mask)

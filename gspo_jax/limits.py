@@ -16,7 +16,7 @@ _RANGES = (
   (
     "0 or more",
     lambda x: 0 <= x < math.inf,
-    "seed num_steps log.samples cold_start.steps optim.warmup_steps "
+    "num_steps log.samples cold_start.steps optim.warmup_steps "
     "cold_start.warmup_steps optim.weight_decay",
   ),
   (
@@ -25,6 +25,7 @@ _RANGES = (
     "optim.learning_rate optim.clip_norm cold_start.learning_rate "
     "sampler.temperature",
   ),
+  ("0 or more, under 2**32", lambda x: 0 <= x < 2**32, "seed"),
   ("0 to 1", lambda x: 0 <= x <= 1, "cold_start.gate"),
   ("0 or more, under 1", lambda x: 0 <= x < 1, "optim.b1 optim.b2"),
   (
@@ -56,6 +57,8 @@ def check(config, objectives: Iterable[str], *, shards: int) -> None:
       value = _get(config, key)
       if not good(value):
         raise UserError(f"{key}={value}: expected {expected}")
+  if config.data.source == "jsonl" and not config.data.path:
+    raise UserError("data.path='': expected a file of JSON lines")
   if config.sampler.group_size < 2:
     raise UserError(
       f"sampler.group_size={config.sampler.group_size}: expected at least 2, "

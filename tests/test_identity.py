@@ -1,0 +1,42 @@
+"""Two runs are the same, or the entry that differs is named."""
+
+import json
+
+import pytest
+
+from gspo_jax import identity
+from gspo_jax.errors import UserError
+
+RUN = {"seed": 0, "model": {"width": 64, "eps": 1e-6, "dtype": "float32"}}
+
+
+def test_what_json_gives_back_is_the_same():
+  saved = json.loads(json.dumps({"identity": RUN}))
+  identity.match(RUN, saved, "checkpoint")
+
+
+@pytest.mark.parametrize(
+  ("saved", "words"),
+  [
+    (RUN | {"seed": 1}, "checkpoint .* it has seed=1, this run seed=0"),
+    (RUN | {"model": {"width": 32}}, r"it has model\.width=32, this run"),
+    (RUN | {"more": 2}, "it has more=2, this run more=None"),
+    ({}, "it has seed=None, this run seed=0"),
+  ],
+)
+def test_a_difference_is_named(saved, words):
+  with pytest.raises(UserError, match=words):
+    identity.match(RUN, {"identity": saved}, "checkpoint")
+
+
+def test_metadata_without_an_identity_is_another_run():
+  with pytest.raises(UserError, match="seed=None"):
+    identity.match(RUN, {}, "checkpoint")
+
+
+def test_changes_are_told_by_their_dotted_names():
+  now = RUN | {"model": RUN["model"] | {"eps": 1e-5}}
+  assert identity.changes(RUN, RUN) == []
+  assert identity.changes(RUN, now) == [
+    "changed since: model.eps=1e-06 is now 1e-05"
+  ]
