@@ -85,6 +85,7 @@ def test_preemption_saves_and_the_next_run_goes_on(tmp_path):
   state, looks = imitate(tmp_path, [0.1], stop=3)
   assert state is None
   assert looks == [2]  # none at 3: an uninterrupted run would not look there
+  assert (tmp_path / "3").is_dir()  # but it was saved
   state, looks = imitate(tmp_path, [0.5, 0.95])
   assert looks == [4, 6]
 
