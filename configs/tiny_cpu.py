@@ -2,7 +2,13 @@
 
   python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny
 
-`configs/tiny_cpu.py:debug` shrinks every size: seconds, and nothing is learnt.
+Two x86-64 cores, 253 to 279 s: a cold start of 450 to 550 steps, then 40
+iterations of 1.7 s. Held-out pass@1, seeds 0, 1, 2: .390, .433, .402 before RL
+and .860, .813, .830 after (benchmarks/tiny_cpu.json). GSPO clips 27 to 49 % of
+the tokens in the first six iterations and 6 to 23 % in the last six; of seed 0,
+0.2 % to 0.6 % of the experts flip in an iteration.
+
+`configs/tiny_cpu.py:debug` shrinks every size: seconds, and little is learnt.
 """
 
 from ml_collections import ConfigDict
