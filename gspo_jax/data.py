@@ -203,7 +203,7 @@ def _batches(source, row, batch, seed):
       row(problem)  # one that is too long is told now, not at step 500
   rows = grain.MapDataset.source(source).seed(seed).shuffle().repeat().map(row)
   batches = rows.batch(batch, drop_remainder=True, batch_fn=_stack)
-  # Two threads hide the tokenizer; results do not depend on their number.
+  # Threads read ahead; what comes does not depend on their number.
   options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
   return iter(batches.to_iter_dataset(options))
 
