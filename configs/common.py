@@ -16,12 +16,18 @@ def get_config() -> ConfigDict:
   c.model.variant = "tiny"  # a name in gspo_jax/model/config.py
   c.model.dtype = "bfloat16"  # of activations; parameters are float32
   c.model.remat = True  # recompute blocks in the backward pass: less memory
+  # What is stored all the same, of KEPT in gspo_jax/model/config.py.
+  c.model.keep = ("attention", "stream")
 
   c.mesh = ConfigDict()  # devices along each axis; -1: those left over
   c.mesh.data = -1  # replicas
   c.mesh.fsdp = 1  # parameters and rows are split
   c.mesh.expert = 1  # experts and rows are split
   c.mesh.tensor = 1  # heads, hidden columns and vocabulary are split
+
+  c.sampler_mesh = ConfigDict()  # 0: as in `mesh`; the rest hold other rows
+  c.sampler_mesh.expert = 0  # devices among which experts and vocabulary split
+  c.sampler_mesh.tensor = 0  # devices among which heads are split, too
 
   c.data = ConfigDict()
   c.data.source = "chain"  # the embedded task, or "jsonl"

@@ -1,17 +1,21 @@
 """Log-probs of given tokens, teacher-forced, in pieces of the vocabulary.
 
-Dimension key: B rows, T tokens, R scored tokens (the last of each row), C
-tokens a piece, D model width, V vocabulary, L layers, k experts a token.
+Dimension key: B rows, T tokens, R scored tokens (the last of each row), M = B *
+R of one device and those it shares the vocabulary with, C tokens a piece, D
+model width, V vocabulary, v its part on one device, L layers, k experts a
+token.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from gspo_jax import model
+from gspo_jax import model, sharding
 
-_PIECE = 4096  # tokens, of all rows, whose logits exist at one time
+_PIECE = 4096  # tokens whose logits exist at one time
+_PARTS = ("tensor", "expert")  # the vocabulary is split over these
 
 
 class TokenLogprobs(NamedTuple):
@@ -22,11 +26,14 @@ class TokenLogprobs(NamedTuple):
     entropy: [B, R] float32, nats, of the same distribution.
     experts: [L, B, R, k] int32, the experts that made each prediction; None
       for a dense model.
+    dropped: [L] int32, choices of an expert that went unheard: 0, if counted
+      right; None for a dense model.
   """
 
   logps: jax.Array
   entropy: jax.Array
   experts: jax.Array | None
+  dropped: jax.Array | None
 
 
 def token_logprobs(
@@ -43,7 +50,8 @@ def token_logprobs(
 
   `log softmax(logits / temperature)[token]`: the distribution that was sampled.
   Logits are float32 and made for 4,096 tokens at a time, forward and backward:
-  2.5 GB where V = 151,936. The whole of [B, R, V] never exists beyond that.
+  2.5 GB where V = 151,936, over the devices of `expert` and `tensor` together.
+  The whole of [B, R, V] never exists beyond that.
 
   Args:
     params: as `model.init` makes them.
@@ -62,35 +70,90 @@ def token_logprobs(
     )
   out = model.encode(params, cfg, tokens, positions, mask)
   before = slice(-R - 1, -1)  # the positions that predict the last R tokens
-  hidden, targets = out.hidden[:, before], tokens[:, -R:]
-
-  @jax.checkpoint
-  def score(piece):
-    hidden_BCD, targets_BC = piece
-    logits = model.unembed(params, cfg, hidden_BCD) / (temperature or 1.0)
-    logps = jax.nn.log_softmax(logits)
-    picked = jnp.take_along_axis(logps, targets_BC[..., None], -1)[..., 0]
-    return picked, -(jnp.exp(logps) * logps).sum(-1)
-
-  logps, entropy = _in_pieces(score, hidden, targets)
+  logps, entropy = _score(
+    out.hidden[:, before],
+    model.head(params, cfg),
+    tokens[:, -R:],
+    cfg,
+    temperature or 1.0,
+  )
   experts = out.experts
   if experts is not None:
     experts = experts[:, :, before]
-  return TokenLogprobs(logps, entropy, experts)
+  return TokenLogprobs(logps, entropy, experts, out.dropped)
 
 
-def _in_pieces(score, hidden_BRD, targets_BR):
-  """Maps `score` over pieces of the token axis, the last one padded."""
-  B, R = targets_BR.shape
-  C = max(_PIECE // B, 1)
-  if R <= C:
-    return score((hidden_BRD, targets_BR))
-  pieces = -(-R // C)
+def _score(hidden_BRD, head_DV, targets_BR, cfg, temperature):
+  """Log-probs and entropies, an island: devices share out the vocabulary."""
+
+  def local(hidden_BRD, head, targets_BR):
+    head_Dv, column_v = _part(head.astype(hidden_BRD.dtype))
+    # Float32, so that its gradient is summed over the pieces in it.
+    head_Dv = head_Dv.astype(jnp.float32)
+    flat = lambda x: x.reshape(-1, *x.shape[2:])
+    join = lambda x: sharding.gather(flat(x), "expert", dim=0)
+
+    @jax.checkpoint
+    def score(piece):
+      hidden_CD, targets_C = piece
+      logits_Cv = model.project(hidden_CD, head_Dv, cfg) / temperature
+      return _log_softmax(logits_Cv, targets_C, column_v)
+
+    scored = _in_pieces(score, join(hidden_BRD), join(targets_BR))
+    return jax.tree.map(lambda x: _own(x, targets_BR.shape), scored)
+
+  rows = PartitionSpec(sharding.ROWS)
+  score = sharding.island(
+    local, in_specs=(rows, sharding.layout("head"), rows), out_specs=rows
+  )
+  return score(hidden_BRD, head_DV, targets_BR)
+
+
+def _part(head):
+  """This device's columns of the head, [D, v], and their numbers, [v].
+
+  The head's rows are split over `fsdp` and `expert`, its columns over `tensor`.
+  Along `expert` rows and columns change places; padding, numbered -1, makes the
+  columns come out even.
+  """
+  parts, columns = sharding.size("expert"), head.shape[1]
+  head = jnp.pad(head, ((0, 0), (0, -columns % parts)))
+  head = sharding.swap(head, "expert", split=1, join=0)
+  head_Dv = sharding.gather(head, "fsdp", dim=0)
+  v = head_Dv.shape[1]
+  column_v = sharding.index("expert") * v + jnp.arange(v)
+  numbers = sharding.index("tensor") * columns + column_v
+  return head_Dv, jnp.where(column_v < columns, numbers, -1)
+
+
+def _log_softmax(logits_Cv, targets_C, column_v):
+  """The targets' log-probs [C] and the entropies [C], from all the parts."""
+  logits_Cv = jnp.where(column_v >= 0, logits_Cv, -1e30)
+  top = jax.lax.stop_gradient(logits_Cv.max(-1))
+  logits_Cv -= sharding.largest(top, *_PARTS)[:, None]
+  weights_Cv = jnp.exp(logits_Cv)
+  picked = jnp.where(column_v == targets_C[:, None], logits_Cv, 0).sum(-1)
+  sums = weights_Cv.sum(-1), picked, (weights_Cv * logits_Cv).sum(-1)
+  mass, picked, inner = sharding.total(sums, *_PARTS)
+  return picked - jnp.log(mass), jnp.log(mass) - inner / mass
+
+
+def _own(x_M, shape):
+  """The part of this device's own tokens, as rows again."""
+  mine = sharding.index("expert") * (shape[0] * shape[1])
+  own = jax.lax.dynamic_slice_in_dim(x_M, mine, shape[0] * shape[1])
+  return own.reshape(shape)
+
+
+def _in_pieces(score, hidden_MD, targets_M):
+  """Maps `score` over pieces of the tokens, the last one padded."""
+  M = len(targets_M)
+  if M <= _PIECE:
+    return score((hidden_MD, targets_M))
 
   def cut(x):
-    x = jnp.pad(x, [(0, 0), (0, pieces * C - R), *[(0, 0)] * (x.ndim - 2)])
-    return x.reshape(B, pieces, C, *x.shape[2:]).swapaxes(0, 1)
+    x = jnp.pad(x, [(0, -M % _PIECE), *[(0, 0)] * (x.ndim - 1)])
+    return x.reshape(-1, _PIECE, *x.shape[1:])
 
-  join = lambda x: x.swapaxes(0, 1).reshape(B, -1)[:, :R]
-  scored = jax.lax.map(score, (cut(hidden_BRD), cut(targets_BR)))
-  return jax.tree.map(join, scored)
+  scored = jax.lax.map(score, (cut(hidden_MD), cut(targets_M)))
+  return jax.tree.map(lambda x: x.reshape(-1)[:M], scored)

@@ -32,10 +32,38 @@ OBJECTIVES = {
   "dapo": losses.dapo_loss,
 }
 
+# Collectives that run beside the matrix units on chips with SparseCores.
+_SPARSE_CORES = ("TPU v5", "TPU v5p")
+_OFFLOADED = (
+  "all_gather",
+  "reduce_scatter",
+  "all_reduce",
+  "2d_all_gather",
+  "3d_all_gather",
+  "nd_reduce_scatter",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+  """A jitted function that is traced and called in the context of a mesh."""
+
+  jitted: Callable
+  mesh: jax.sharding.Mesh
+
+  def __call__(self, *args):
+    with jax.set_mesh(self.mesh):
+      return self.jitted(*args)
+
+  def lower(self, *args):
+    """For ahead-of-time compilation; arguments may be shapes."""
+    with jax.set_mesh(self.mesh):
+      return self.jitted.lower(*args)
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """Jitted functions, their arrays laid out over the mesh.
+  """Functions to call; compiled once each, arrays laid out over the mesh.
 
   Attributes:
     cfg: the model.
@@ -72,10 +100,12 @@ class Program:
     """RuntimeError if a function was compiled for a second set of shapes."""
     for field in dataclasses.fields(self):
       function = getattr(self, field.name)
-      if hasattr(function, "_cache_size") and function._cache_size() > 1:
+      if not isinstance(function, OnMesh):
+        continue
+      if (times := function.jitted._cache_size()) > 1:
         raise RuntimeError(
-          f"{field.name} was compiled {function._cache_size()} times: the "
-          "shapes, types or shardings of its arguments changed between calls"
+          f"{field.name} was compiled {times} times: the shapes, types or "
+          "shardings of its arguments changed between calls"
         )
 
 
@@ -92,42 +122,62 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   abstract_imitation = _abstract_state(imitation, mesh)
   many = dataclasses.replace(draw, group_size=config.eval.samples)
   one = dataclasses.replace(draw, group_size=1, temperature=0.0)
-  generate = _jit_generate(cfg, draw, abstract, mesh)
+  decoding = _decoding_mesh(config, mesh)
+  jit_generate = functools.partial(
+    _jit_generate, cfg, abstract=abstract, mesh=mesh, decoding=decoding
+  )
+  generate = jit_generate(draw)
   return Program(
     cfg=cfg,
     mesh=mesh,
     schedule=optim.schedule(_optim_config(config)),
     abstract=abstract,
-    init=_jit_init(rl, abstract),
+    init=_jit_init(rl, abstract, mesh),
     generate=generate,
-    generate_eval=(
-      generate if many == draw else _jit_generate(cfg, many, abstract, mesh)
-    ),
-    generate_greedy=_jit_generate(cfg, one, abstract, mesh),
+    generate_eval=generate if many == draw else jit_generate(many),
+    generate_greedy=jit_generate(one),
     score=_jit_score(config, cfg, abstract, mesh),
     update=_jit_update(rl, abstract, mesh),
     abstract_imitation=abstract_imitation,
-    init_imitation=_jit_init(imitation, abstract_imitation),
+    init_imitation=_jit_init(imitation, abstract_imitation, mesh),
     imitate=_jit_update(imitation, abstract_imitation, mesh, as_rollout),
   )
 
 
-def _jit_init(learner, abstract):
+def _decoding_mesh(config, mesh):
+  """Where answers are drawn: no weight is gathered at every token there."""
+  asked = {k: v or mesh.shape[k] for k, v in config.sampler_mesh.items()}
+  return sharding.regroup(mesh, **asked)
+
+
+def _overlap(mesh) -> dict:
+  """Compiler options that hide large collectives behind matrix products."""
+  if mesh.devices.flat[0].device_kind not in _SPARSE_CORES:
+    return {}
+  offload = "xla_tpu_enable_sparse_core_collective_offload_"
+  return {offload + kind: True for kind in _OFFLOADED}
+
+
+def _jit_init(learner, abstract, mesh):
   init = functools.partial(train_step.init_state, learner=learner)
-  return jax.jit(init, out_shardings=_shardings(abstract))
+  return OnMesh(jax.jit(init, out_shardings=_shardings(abstract)), mesh)
 
 
-def _jit_generate(cfg, draw, abstract, mesh):
+def _jit_generate(cfg, draw, *, abstract, mesh, decoding):
   rows, everywhere = sharding.rows(mesh), sharding.everywhere(mesh)
 
   def generate(params, prompts, key):
+    # Arrays of another mesh must be laid on this one before they meet it.
+    prompts = sharding.constrain_rows(prompts, axis=0)
+    key = sharding.constrain(key)
     return sampler.generate(params, cfg, prompts, key, sampler=draw)
 
-  return jax.jit(
+  jitted = jax.jit(
     generate,
     in_shardings=(_shardings(abstract.params), rows, everywhere),
     out_shardings=sampler.Samples(rows, rows, rows, rows, steps=everywhere),
   )
+  return OnMesh(jitted, decoding)
 
 
 def _jit_score(config, cfg, abstract, mesh):
@@ -144,11 +194,13 @@ def _jit_score(config, cfg, abstract, mesh):
       temperature=config.sampler.temperature,
     )
 
-  return jax.jit(
+  jitted = jax.jit(
     score,
     in_shardings=(_shardings(abstract.params), rows, None),
     out_shardings=(rows, everywhere),
+    compiler_options=_overlap(mesh),
   )
+  return OnMesh(jitted, mesh)
 
 
 def _jit_update(learner, abstract, mesh, prepare=lambda batch: batch):
@@ -158,12 +210,14 @@ def _jit_update(learner, abstract, mesh, prepare=lambda batch: batch):
   def update(state, batch, key):
     return train_step.update(state, prepare(batch), key, learner=learner)
 
-  return jax.jit(
+  jitted = jax.jit(
     update,
     in_shardings=(state, sharding.rows(mesh), everywhere),
     out_shardings=(state, everywhere),
     donate_argnums=0,
+    compiler_options=_overlap(mesh),
   )
+  return OnMesh(jitted, mesh)
 
 
 def model_config(config: ConfigDict) -> model.ModelConfig:

@@ -130,12 +130,12 @@ def score(
     if cfg.num_experts:
       small = jnp.uint8 if cfg.num_experts <= 256 else jnp.uint16
       experts = scored.experts.swapaxes(0, 1).astype(small)
-    return scored.logps, scored.entropy, experts
+    return scored.logps, scored.entropy, experts, scored.dropped
 
   B = batch.tokens.shape[0]
   cut = lambda x: x.reshape(B // micro_rows, micro_rows, *x.shape[1:])
   cuts = constrain_rows(jax.tree.map(cut, batch), axis=1)
-  scored = jax.lax.map(score_rows, cuts)
+  *scored, dropped = jax.lax.map(score_rows, cuts)
   logps, entropy, experts = jax.tree.map(
     lambda x: x.reshape(B, *x.shape[2:]), scored
   )
@@ -144,6 +144,9 @@ def score(
   metrics["policy/entropy"] = _mean(entropy, batch.response_mask)
   if experts is not None:
     metrics["moe/load_max"] = _load_max(experts, batch.response_mask, cfg)
+    metrics["moe/dropped"] = Mean(
+      dropped.sum(dtype=jnp.float32), jnp.float32(1)
+    )
   batch = dataclasses.replace(batch, old_logps=old, experts=experts)
   return batch, metrics
 

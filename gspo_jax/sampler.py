@@ -13,8 +13,11 @@ import jax.numpy as jnp
 from gspo_jax import model
 from gspo_jax.errors import UserError
 from gspo_jax.model import cache as kv
+from gspo_jax.sharding import constrain, constrain_state
 
-_FIRST_SLOTS = 64  # the answers' cache starts this long and doubles
+_GROUPS, _VOCAB = ("data", "fsdp"), ("expert", "tensor")
+_FIRST_SLOTS = 64  # the answers' cache starts this long or longer, and doubles
+_BLOCKS = 100  # decoder blocks to compile, over all lengths of the cache
 
 STOPPED, TRUNCATED = 1, 0  # Samples.finish
 
@@ -152,8 +155,9 @@ def generate(
     key: a typed PRNG key.
     sampler: how to draw; static.
   """
-  params = model.unstack(params, cfg)
+  params = _lay_out(params, cfg)
   logits, cache = _prefill(params, cfg, prompts, sampler)
+  params = model.unstack(params, cfg)
   B, R = logits.shape[0], sampler.max_new_tokens
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B))
   state = _State(
@@ -172,25 +176,45 @@ def generate(
   return Samples(state.tokens, state.logps, state.lengths, finish, state.step)
 
 
+def _lay_out(params, cfg):
+  """The weights in `cfg.dtype`, on the mesh that decodes."""
+  params = jax.tree.map(lambda x: x.astype(cfg.dtype), params)
+  params = constrain_state(params)
+  # In two steps: XLA knows no short way from split rows to split columns.
+  head = constrain(model.head(params, cfg), None, "tensor")
+  return params | {"head": constrain(head, None, _VOCAB)}
+
+
 def _prefill(params, cfg, prompts, sampler):
   """The logits after each prompt, [B, V], and the cache its answers share."""
-  P, S = prompts.tokens.shape
-  out = model.encode(
-    params,
-    cfg,
-    prompts.tokens,
-    prompts.positions,
-    prompts.mask,
-    kv.empty(cfg, P, S),
+  out = model.prefill(
+    params, cfg, prompts.tokens, prompts.positions, prompts.mask
   )
-  logits = model.unembed(params, cfg, out.hidden[:, -1])
-  cache = kv.fork(out.cache, cfg, sampler.group_size, _slots(0, sampler))
+  logits = _logits(params, cfg, out.hidden[:, -1])
+  cache = kv.fork(out.cache, cfg, sampler.group_size, _slots(0, cfg, sampler))
   return jnp.repeat(logits, sampler.group_size, axis=0), cache
 
 
-def _slots(full, sampler):
-  """Slots of the next cache; the last token drawn is never fed back."""
-  return min(max(_FIRST_SLOTS, 2 * full), max(sampler.max_new_tokens - 1, 1))
+def _logits(params, cfg, hidden_BD):
+  """Float32 [B, V], the vocabulary split over the devices that share experts.
+
+  So each reads its part of the head only, for the rows of all of them.
+  """
+  hidden_BD = constrain(hidden_BD, _GROUPS)
+  logits = model.project(hidden_BD, params["head"], cfg)
+  return constrain(logits, _GROUPS, _VOCAB)
+
+
+def _slots(full, cfg, sampler):
+  """Slots of the next cache; the last token drawn is never fed back.
+
+  Every length has all blocks compiled once more (seconds each, on a TPU), so a
+  deep model starts with a longer one.
+  """
+  most = max(sampler.max_new_tokens - 1, 1)
+  lengths = max(_BLOCKS // cfg.num_layers, 1)
+  first = max(_FIRST_SLOTS, -(-most // 2 ** (lengths - 1)))
+  return min(max(first, 2 * full), most)
 
 
 def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
@@ -209,7 +233,7 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
     real = jnp.ones_like(positions)
     out = model.encode(params, cfg, s.last[:, None], positions, real, s.cache)
     s = dataclasses.replace(s, cache=out.cache)
-    logits = model.unembed(params, cfg, out.hidden[:, 0])
+    logits = _logits(params, cfg, out.hidden[:, 0])
     return _record(s, logits, row_keys, sampler)
 
   state = jax.lax.while_loop(going, body, state)
@@ -218,7 +242,7 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
     return drop(state)
 
   def longer(s):
-    s = dataclasses.replace(s, cache=kv.grow(s.cache, _slots(slots, sampler)))
+    s = dataclasses.replace(s, cache=kv.grow(s.cache, _slots(slots, cfg, sampler)))
     return _decode(s, params, cfg, starts, row_keys, sampler)
 
   return jax.lax.cond(state.done.all(), drop, longer, state)

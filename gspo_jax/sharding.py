@@ -1,15 +1,18 @@
 """How everything is laid over the devices: one mesh, one table.
 
-A parameter's path gives logical axes, and a logical axis gives a mesh axis.
-Rows of a batch lie over `data`, `fsdp` and `expert` together. Axis types are
-Auto: XLA partitions the functions, the table only says where arrays live.
+A parameter's path gives logical axes, and a logical axis gives mesh axes. Rows
+of a batch lie over `data`, `fsdp` and `expert` together. Axis types are Auto:
+XLA partitions what is simple, and what it partitions badly (experts, attention
+kernels, the vocabulary) is an `island`: a shard_map with collectives by hand.
 """
 
 import math
 import re
+from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax.errors import UserError
@@ -17,45 +20,48 @@ from gspo_jax.errors import UserError
 AXES = ("data", "fsdp", "expert", "tensor")
 ROWS = ("data", "fsdp", "expert")
 
-# logical axis -> mesh axis
+# logical axis -> mesh axes, the slowest first
 LOGICAL = {
-  "layer": None,
-  "scale": None,
-  "routes": None,
-  "head": None,
-  "vocab": "tensor",
-  "embed": "fsdp",
-  "heads": "tensor",
-  "mlp": "tensor",
-  "expert": "expert",
+  "whole": (),
+  "vocab": ("tensor",),
+  "table": ("fsdp", "expert"),  # the model's width in embedding and head
+  "embed": ("fsdp",),
+  "heads": ("tensor",),
+  "head_dim": ("fsdp",),
+  "mlp": ("tensor",),
+  # Whole experts on each device: `fsdp` gathers them along their first axis.
+  "expert": ("expert", "tensor", "fsdp"),
 }
 
-# end of the parameter's path -> logical axes
+# end of the parameter's path -> logical axes; a stack of layers has one more,
+# whole, in front
 TABLE = (
-  (r"embed", ("vocab", "embed")),
-  (r"head", ("embed", "vocab")),
-  (r"final_norm/scale", ("scale",)),
-  (r"layers/(attention|mlp)_norm/scale", ("layer", "scale")),
-  (r"layers/attention/[qk]_norm/scale", ("layer", "scale")),
-  (r"layers/attention/[qkv]", ("layer", "embed", "heads", "head")),
-  (r"layers/attention/o", ("layer", "heads", "head", "embed")),
-  (r"layers/mlp/(gate|up)", ("layer", "embed", "mlp")),
-  (r"layers/mlp/down", ("layer", "mlp", "embed")),
-  (r"layers/moe/router", ("layer", "embed", "routes")),
-  (r"layers/moe/gate_up", ("layer", "expert", "embed", "mlp")),
-  (r"layers/moe/down", ("layer", "expert", "mlp", "embed")),
+  (r"embed", ("vocab", "table")),
+  (r"head", ("table", "vocab")),
+  (r"(final|attention|mlp|q|k)_norm/scale", ("whole",)),
+  (r"attention/[qkv]", ("embed", "heads", "whole")),
+  (r"attention/o", ("heads", "head_dim", "whole")),
+  (r"mlp/(gate|up)", ("embed", "mlp")),
+  (r"mlp/down", ("mlp", "embed")),
+  (r"moe/router", ("embed", "whole")),
+  (r"moe/gate_up", ("expert", "whole", "whole")),
+  (r"moe/down", ("expert", "whole", "whole")),
 )
 
 
 def make_mesh(devices=None, **sizes: int) -> Mesh:
   """A mesh with the axes `AXES`; an absent size is 1, and one may be -1.
 
+  TPU devices are put where neighbours in the mesh are neighbours in the torus;
+  of several slices, each holds a contiguous part of `data`.
+
   Args:
     devices: those to use; all by default.
     **sizes: devices along each axis; -1 takes what the others leave.
 
   Raises:
-    UserError: the sizes do not multiply to the number of devices.
+    UserError: the sizes do not multiply to the number of devices, or `data`
+      is not a multiple of the slices.
   """
   devices = jax.devices() if devices is None else devices
   shape = [sizes.get(axis, 1) for axis in AXES]
@@ -67,8 +73,44 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
       f"mesh={dict(zip(AXES, shape, strict=True))} does not multiply to the "
       f"{len(devices)} devices here; give one axis -1 to take what is left"
     )
-  grid = np.asarray(devices).reshape(shape)
+  return _mesh(_arrange(devices, shape))
+
+
+def _mesh(grid: np.ndarray) -> Mesh:
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _arrange(devices, shape) -> np.ndarray:
+  if devices[0].platform != "tpu":
+    return np.asarray(devices).reshape(shape)
+  slices = len({getattr(d, "slice_index", 0) for d in devices})
+  if shape[0] % slices:
+    raise UserError(
+      f"mesh.data={shape[0]} is not a multiple of the {slices} slices; the "
+      "other axes need the links inside a slice"
+    )
+  within = (shape[0] // slices, *shape[1:])
+  if slices == 1:
+    return mesh_utils.create_device_mesh(
+      within, devices, allow_split_physical_axes=True
+    )
+  return mesh_utils.create_hybrid_device_mesh(
+    within, (slices, 1, 1, 1), devices, allow_split_physical_axes=True
+  )
+
+
+def regroup(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
+  """The same devices in the same order, none on `fsdp`: for decoding.
+
+  Raises:
+    UserError: `expert` times `tensor` does not divide the devices.
+  """
+  if mesh.size % (expert * tensor):
+    raise UserError(
+      f"sampler_mesh: {expert=} times {tensor=} does not divide the "
+      f"{mesh.size} devices"
+    )
+  return _mesh(mesh.devices.reshape(-1, 1, expert, tensor))
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -80,23 +122,40 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     mesh: from `make_mesh`.
 
   Raises:
-    ValueError: no rule matches the path, or more than one.
-    UserError: a dimension is not divisible by its mesh axis.
+    ValueError: no rule matches the path, or more than one, or the rule gives
+      one mesh axis to two dimensions.
+    UserError: a dimension is not divisible by its mesh axes.
   """
   if not shape:
     return PartitionSpec()
   rules = [r for r in TABLE if re.search(f"(^|/){r[0]}$", path)]
-  if len(rules) != 1 or len(rules[0][1]) != len(shape):
+  stacked = len(shape) - len(rules[0][1]) if len(rules) == 1 else -1
+  if stacked not in (0, 1) or (stacked and "layers/" not in path):
     raise ValueError(f"{path} {shape}: expected one rule to match, got {rules}")
-  logical = rules[0][1]
-  axes = [LOGICAL[name] for name in logical]
-  for name, axis, size in zip(logical, axes, shape, strict=True):
-    if axis and size % mesh.shape[axis]:
+  names = ("whole",) * stacked + rules[0][1]
+  axes = [LOGICAL[name] for name in names]
+  _require_disjoint(path, names, axes)
+  for name, over, size in zip(names, axes, shape, strict=True):
+    if size % math.prod(mesh.shape[axis] for axis in over):
       raise UserError(
-        f"mesh.{axis}={mesh.shape[axis]} does not divide {name}={size} of "
-        f"{path} {shape}"
+        f"{name}={size} of {path} {shape} is not divisible by "
+        + " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in over)
       )
-  return PartitionSpec(*axes)
+  return PartitionSpec(*[_entry(over) for over in axes])
+
+
+def _entry(over: tuple[str, ...]):
+  return over if len(over) > 1 else over[0] if over else None
+
+
+def _require_disjoint(path, names, axes):
+  for i, over in enumerate(axes):
+    for j in range(i):
+      if both := set(over) & set(axes[j]):
+        raise ValueError(
+          f"{path}: {sorted(both)} stands for {names[j]} -> {axes[j]} and for "
+          f"{names[i]} -> {over}"
+        )
 
 
 def state_shardings(shapes, mesh: Mesh):
@@ -119,12 +178,110 @@ def everywhere(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
-def constrain_rows(tree, axis: int):
-  """Inside jit, under `jax.set_mesh`: lays axis `axis` of each leaf over rows.
+# What follows works inside jit, on the mesh of `jax.set_mesh`; with none, or
+# one device, it does nothing.
 
-  Without a mesh it does nothing.
-  """
-  if jax.sharding.get_abstract_mesh().empty:
+
+def ambient():
+  """The mesh of the context, abstract; None without one."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return None if mesh.empty else mesh
+
+
+def platform() -> str:
+  """That of the mesh, which may be one to compile for; else of the backend."""
+  mesh = ambient()
+  device = mesh.abstract_device if mesh else None
+  return device.platform if device else jax.default_backend()
+
+
+def size(*axes: str) -> int:
+  """Devices along these axes together."""
+  mesh = ambient()
+  return math.prod(mesh.shape[axis] for axis in axes) if mesh else 1
+
+
+def constrain(tree, *over):
+  """Lays the axes of each leaf over mesh axes, as in a PartitionSpec."""
+  if not ambient():
     return tree
-  lay = PartitionSpec(*[None] * axis, ROWS)
+  lay = PartitionSpec(*over)
   return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, lay), tree)
+
+
+def constrain_rows(tree, axis: int):
+  """Lays axis `axis` of each leaf over rows."""
+  return constrain(tree, *[None] * axis, ROWS)
+
+
+def constrain_state(tree):
+  """Lays parameters, or what has their paths, as the table says."""
+  mesh = ambient()
+  if not mesh:
+    return tree
+
+  def place(path, leaf):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return jax.lax.with_sharding_constraint(leaf, spec(name, leaf.shape, mesh))
+
+  return jax.tree.map_with_path(place, tree)
+
+
+def island(body: Callable, in_specs, out_specs) -> Callable:
+  """`body` on each device's own part of the arrays: a shard_map."""
+  if size(*AXES) == 1:
+    return body
+  return jax.shard_map(
+    body, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )
+
+
+def layout(path: str) -> PartitionSpec:
+  """Where the array at the end of this path lives, of one layer."""
+  (names,) = [names for end, names in TABLE if re.fullmatch(end, path)]
+  return PartitionSpec(*[_entry(LOGICAL[name]) for name in names])
+
+
+# Inside an island; an axis of one device, or none, costs nothing.
+
+
+def gather(x, *over: str, dim: int):
+  """The parts of `x` on all devices of these axes, joined along `dim`."""
+  over = _split(over)
+  return jax.lax.all_gather(x, over, axis=dim, tiled=True) if over else x
+
+
+def scatter(x, *over: str, dim: int):
+  """The sum of `x` over these axes, of which each device keeps its part."""
+  over = _split(over)
+  if not over:
+    return x
+  return jax.lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
+
+
+def swap(x, *over: str, split: int, join: int):
+  """Each device gives away parts of `split` and joins parts along `join`."""
+  over = _split(over)
+  return jax.lax.all_to_all(x, over, split, join, tiled=True) if over else x
+
+
+def total(x, *over: str):
+  """The sum over these axes."""
+  over = _split(over)
+  return jax.lax.psum(x, over) if over else x
+
+
+def largest(x, *over: str):
+  """The maximum over these axes."""
+  over = _split(over)
+  return jax.lax.pmax(x, over) if over else x
+
+
+def index(*over: str):
+  """This device's place among those of these axes."""
+  over = _split(over)
+  return jax.lax.axis_index(over) if over else 0
+
+
+def _split(axes):
+  return tuple(axis for axis in axes if size(axis) > 1)

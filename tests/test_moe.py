@@ -61,7 +61,7 @@ def compiled(case):
   """Output, experts, and the gradient of `sum(output * cotangent)`."""
 
   def loss(params, x, cotangent):
-    y, experts = MoE(config(case)).apply({"params": params}, x)
+    y, (experts, _) = MoE(config(case)).apply({"params": params}, x)
     return (y * cotangent).sum(), (y, experts)
 
   return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
@@ -180,7 +180,7 @@ def test_bf16_routes_in_float32():
   # lower expert would win.
   x[..., :2], x[..., 2:] = 1, 0
   params["router"][:2] = np.full(E, 8), np.arange(E) / 100
-  y, experts = jax.jit(MoE(config("two of five")).apply)(
+  y, (experts, _) = jax.jit(MoE(config("two of five")).apply)(
     {"params": params}, jnp.asarray(x, jnp.bfloat16)
   )
   assert y.dtype == jnp.bfloat16

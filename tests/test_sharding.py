@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -43,7 +44,9 @@ def test_every_array_of_every_variant_has_one_rule(name):
       for pattern, axes in sharding.TABLE
       if re.search(f"(^|/){pattern}$", path)
     ]
-    assert [len(axes) for axes in rules] == [leaf.ndim] * bool(leaf.ndim), path
+    stacked = "layers/" in path
+    ranks = [len(axes) + stacked for axes in rules]
+    assert ranks == [leaf.ndim] * bool(leaf.ndim), path
   # And the function reads the table the same way.
   layout = specs(params, ONE)
   for moment in ("mu", "nu"):
@@ -60,8 +63,7 @@ def test_every_rule_has_a_user():
 
 def test_the_table_never_uses_a_mesh_axis_twice():
   for _, logical in sharding.TABLE:
-    axes = [sharding.LOGICAL[name] for name in logical]
-    used = [axis for axis in axes if axis]
+    used = [axis for name in logical for axis in sharding.LOGICAL[name]]
     assert len(set(used)) == len(used)
     assert set(used) <= set(sharding.AXES)
 
@@ -69,9 +71,9 @@ def test_the_table_never_uses_a_mesh_axis_twice():
 def test_the_moments_live_where_their_parameters_do():
   params, opt_state = shapes_of("tiny")
   layout = specs(params, BOTH)
-  assert layout["embed"] == PartitionSpec("tensor", "fsdp")
+  assert layout["embed"] == PartitionSpec("tensor", ("fsdp", "expert"))
   assert layout["layers"]["moe"]["down"] == PartitionSpec(
-    None, "expert", "tensor", "fsdp"
+    None, ("expert", "tensor", "fsdp"), None, None
   )
   for moment in ("mu", "nu"):
     moments = optax.tree.get(opt_state, moment)
@@ -106,21 +108,35 @@ def test_an_array_without_a_rule(path, shape):
 
 
 def test_two_rules_for_one_array(monkeypatch):
-  table = (*sharding.TABLE, (r"attention/q", ("layer",) * 4))
+  table = (*sharding.TABLE, (r"attention/q", ("mlp",) * 4))
   monkeypatch.setattr(sharding, "TABLE", table)
   with pytest.raises(ValueError, match="expected one rule") as error:
     sharding.spec("layers/attention/q", (2, 4, 4, 4), ONE)
   assert "embed" in str(error.value)
-  assert "'layer', 'layer'" in str(error.value)
+  assert "'mlp', 'mlp'" in str(error.value)
+
+
+def test_one_mesh_axis_for_two_dimensions(monkeypatch):
+  monkeypatch.setitem(sharding.LOGICAL, "heads", ("tensor", "fsdp"))
+  with pytest.raises(ValueError, match=r"\['fsdp'\] stands for") as error:
+    sharding.spec("layers/attention/q", (2, 4, 4, 4), ONE)
+  assert "embed -> ('fsdp',)" in str(error.value)
+  assert "heads -> ('tensor', 'fsdp')" in str(error.value)
+
+
+def test_the_layout_of_one_layer_is_that_of_a_stack_without_its_axis():
+  stacked = sharding.spec("layers/attention/q", (2, 4, 4, 4), BOTH)
+  alone = sharding.spec("layers/0/attention/q", (4, 4, 4), BOTH)
+  assert alone == sharding.layout("attention/q") == PartitionSpec(*stacked[1:])
 
 
 @pytest.mark.parametrize(
   ("path", "shape", "words"),
   [
-    ("embed", (7, 8), "mesh.tensor=2 does not divide vocab=7 of embed (7, 8)"),
-    ("head", (7, 8), "mesh.fsdp=2 does not divide embed=7"),
-    ("layers/moe/down", (1, 3, 4, 4), "expert=2 does not divide expert=3"),
-    ("layers/attention/k", (1, 4, 1, 4), "tensor=2 does not divide heads="),
+    ("embed", (7, 8), "vocab=7 of embed (7, 8) is not divisible by mesh.tensor"),
+    ("head", (6, 8), "table=6 of head (6, 8) is not divisible by mesh.fsdp=2 x"),
+    ("layers/moe/down", (1, 12, 4, 4), "expert=2 x mesh.tensor=2 x mesh.fsdp=2"),
+    ("layers/attention/k", (1, 4, 1, 4), "heads=1 of layers/attention/k (1, 4,"),
   ],
 )  # fmt: skip
 def test_sizes_that_do_not_divide(path, shape, words):
@@ -177,6 +193,33 @@ def test_a_mesh_of_some_devices():
   assert mesh.devices.shape == (2, 1, 1, 2)
 
 
+def test_a_decoding_mesh_keeps_the_order_of_the_devices():
+  mesh = sharding.regroup(BOTH, expert=4, tensor=1)
+  assert mesh.devices.shape == (2, 1, 4, 1)
+  assert list(mesh.devices.flat) == list(BOTH.devices.flat)
+  with pytest.raises(UserError, match="expert=3 times tensor=1"):
+    sharding.regroup(BOTH, expert=3, tensor=1)
+
+
+class Tpu:
+  """Enough of a TPU device for `make_mesh`."""
+
+  platform, device_kind = "tpu", "TPU v5 lite"
+
+  def __init__(self, i, slices):
+    self.id, self.slice_index = i, i * slices // 8
+    self.process_index = i // 4
+    self.coords, self.core_on_chip = (i % 4 % 2, i % 4 // 2, i // 4), 0
+
+
+def test_slices_need_the_data_axis(monkeypatch):
+  devices = [Tpu(i, slices=2) for i in range(8)]
+  with pytest.raises(UserError, match=r"mesh\.data=1 is not a multiple of the 2"):
+    sharding.make_mesh(devices, fsdp=8)
+  grid = sharding._arrange(devices, [2, 4, 1, 1])
+  assert [{d.slice_index for d in part.flat} for part in grid] == [{0}, {1}]
+
+
 # Rows.
 
 
@@ -200,3 +243,31 @@ def test_constrain_rows():
   assert out["a"].sharding.shard_shape((3, 8)) == (3, 2)
   assert out["b"].sharding.shard_shape((2, 16, 5)) == (2, 4, 5)
   assert sharding.constrain_rows(tree, axis=1) is tree
+
+
+# Islands.
+
+
+def test_an_island_sees_its_part_and_its_place():
+  def local(x):
+    assert x.shape == (1, 4)
+    assert sharding.size("fsdp", "expert") == 4
+    where = sharding.index("fsdp", "expert") * jnp.ones((1, 1))
+    return sharding.gather(x, "fsdp", "expert", dim=0)[:1], where
+
+  rows = PartitionSpec(("fsdp", "expert"))
+  with jax.set_mesh(BOTH):
+    run = jax.jit(sharding.island(local, in_specs=rows, out_specs=rows))
+    first, where = run(np.arange(16.0).reshape(4, 4))
+  np.testing.assert_array_equal(first, [[0, 1, 2, 3]] * 4)
+  np.testing.assert_array_equal(where[:, 0], range(4))
+
+
+def test_without_a_mesh_an_island_is_the_function():
+  local = lambda x: sharding.scatter(
+    sharding.total(sharding.gather(x, "fsdp", dim=0), "tensor"), "data", dim=0
+  )
+  assert sharding.island(local, in_specs=None, out_specs=None) is local
+  x = np.arange(3)
+  assert local(x) is x
+  assert sharding.platform() == "cpu"

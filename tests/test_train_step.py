@@ -1,6 +1,7 @@
 """The update: exact under splitting and over devices, and it learns."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -106,22 +107,42 @@ def test_micro_batches_leave_the_gradient_alone(one, config, name):
     assert metrics[key].value() == pytest.approx(metric.value(), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-  "mesh", [{"data": 8}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}]
-)
-def test_eight_devices_do_as_one(one, config, mesh):
+MESHES = {
+  "2 data": (2, {"data": 2}, {}),
+  "2 tensor": (2, {"data": 1, "tensor": 2}, {}),
+  "4 data, expert": (4, {"data": 2, "expert": 2}, {}),
+  "4 fsdp, decoding by experts": (4, {"data": 1, "fsdp": 4}, {"expert": 4}),
+  "8 data": (8, {"data": 8}, {}),
+  "8 expert": (8, {"data": 1, "expert": 8}, {}),
+  "8 fsdp, expert, tensor, decoding otherwise": (
+    8,
+    {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
+    {"expert": 4, "tensor": 1},
+  ),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_many_devices_do_as_one(one, config, name):
+  devices, mesh, decoding = MESHES[name]
+  config.sampler_mesh.update(decoding)
   _, _, samples, rollout, _, new, metrics = one
-  eight = iterate(build(config, 8, **mesh), advantages=rollout.advantages)
+  many = build(config, devices, **mesh)
+  eight = iterate(many, advantages=rollout.advantages)
   _, samples8, rollout8, _, new8, metrics8 = eight
   np.testing.assert_array_equal(samples.tokens, samples8.tokens)
   np.testing.assert_allclose(samples.logps, samples8.logps, atol=1e-5)
   np.testing.assert_allclose(rollout.old_logps, rollout8.old_logps, atol=1e-5)
-  for a, b in zip(
-    jax.tree.leaves(new.params), jax.tree.leaves(new8.params), strict=True
-  ):
-    np.testing.assert_allclose(a, b, atol=1e-6)
+  same = lambda a, b, atol: np.testing.assert_allclose(a, b, atol=atol)
+  # The first moment is linear in the gradients; the parameters are not: Adam
+  # divides by a gradient's size, and so blows up the rounding of a small one.
+  moments = new.opt_state[1][0].mu, new8.opt_state[1][0].mu
+  jax.tree.map(functools.partial(same, atol=2e-7), *moments)
+  jax.tree.map(functools.partial(same, atol=3e-6), new.params, new8.params)
   norm = metrics["grad/norm"].value()
   assert metrics8["grad/norm"].value() == pytest.approx(norm, rel=1e-5)
+  loss = metrics["loss/policy"].value()
+  assert metrics8["loss/policy"].value() == pytest.approx(loss, abs=1e-6)
 
 
 def test_parameters_and_moments_are_split(config):

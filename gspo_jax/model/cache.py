@@ -63,6 +63,12 @@ def empty(cfg: ModelConfig, batch: int, slots: int) -> Cache:
   return Cache(zeros(), zeros(), valid, jnp.int32(0))
 
 
+def filled(k: jax.Array, v: jax.Array, mask_BT: jax.Array) -> Cache:
+  """Of keys and values stacked over layers, [L, B, K, T, H]."""
+  valid = mask_BT.astype(bool)
+  return Cache(tuple(k), tuple(v), valid, jnp.int32(valid.shape[1]))
+
+
 def fork(cache: Cache, cfg: ModelConfig, group: int, slots: int) -> Cache:
   """Turns a prefilled cache into the prefix of `group` answers a row."""
   fresh = empty(cfg, cache.valid.shape[0] * group, slots)

@@ -6,6 +6,18 @@ from gspo_jax.errors import UserError, nearest
 
 DTYPES = ("float32", "bfloat16")
 
+# What a rematerialised block may keep, in bytes a token and layer of 16 bits,
+# with D model width, N and K heads of H, k experts of width F, `x` devices
+# along `expert`: each saves its part of the second forward pass.
+KEPT = (
+  "attention",  # attention's output, 2 N H
+  "stream",  # the residual stream between attention and experts, 2 D
+  "heads",  # queries, keys and values before their norms, 2 (N + 2 K) H
+  "tokens",  # those gathered along `expert`, 2 x D
+  "hidden",  # the experts' gates and ups, 1.25 * 4 k F
+  "weights",  # experts gathered along `fsdp`: not by the token
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -28,6 +40,7 @@ class ModelConfig:
     dtype: of activations and matrix products; parameters, softmaxes and
       vocabulary logits are float32 whatever it says.
     remat: recompute each block in the backward pass instead of storing it.
+    keep: what is stored all the same, of `KEPT`.
     unroll: layers in one step of the scan over layers. One compiles fastest;
       all of them spare a CPU the stacking of what the backward pass needs,
       which is half of the tiny model's step.
@@ -48,6 +61,7 @@ class ModelConfig:
   tie_embeddings: bool = False
   dtype: str = "bfloat16"
   remat: bool = True
+  keep: tuple[str, ...] = ("attention", "stream")
   unroll: int = 1
 
   def __post_init__(self):
@@ -65,6 +79,9 @@ class ModelConfig:
       )
     if self.dtype not in DTYPES:
       raise UserError(f"{self.dtype=}: {nearest(self.dtype, DTYPES)}")
+    for name in self.keep:
+      if name not in KEPT:
+        raise UserError(f"self.keep={name!r}: {nearest(name, KEPT)}")
 
 
 # The embedded default (see `tasks.py`): learns on two cores in minutes. Its

@@ -1,14 +1,34 @@
-"""The Mixture-of-Experts layer: top-k routing over sorted tokens, dropless.
+"""The Mixture-of-Experts layer: top-k routing, experts split over devices.
 
-Dimension key: B rows, T tokens, M = B * T, D model width, E experts, k experts
-a token, F hidden width of one expert.
+Dimension key: B rows, T tokens, M = B * T, D model width, E experts, e experts
+of one device, k experts a token, F hidden width of one expert.
 """
+
+import functools
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
+from gspo_jax import sharding
+from gspo_jax.model import experts as ep
 from gspo_jax.model.config import ModelConfig
+
+
+class Routing(NamedTuple):
+  """What the router did in one layer.
+
+  Attributes:
+    experts: [B, T, k] int32, those chosen.
+    dropped: [] int32, pairs of token and expert that no device worked off:
+      counted, and always 0.
+  """
+
+  experts: jax.Array
+  dropped: jax.Array
 
 
 class MoE(nn.Module):
@@ -21,22 +41,66 @@ class MoE(nn.Module):
   cfg: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BTD):
-    """Returns the output [B, T, D] and the chosen experts [B, T, k] int32."""
+  def __call__(self, x_BTD) -> tuple[jax.Array, Routing]:
+    """Returns the output [B, T, D] and the routing."""
     cfg = self.cfg
     D, E, F = cfg.embed_dim, cfg.num_experts, cfg.mlp_dim
     init = nn.initializers.lecun_normal()
     stacked = nn.initializers.lecun_normal(batch_axis=0)
-    router_DE = self.param("router", init, (D, E))
-    # Gate and up side by side: one matmul, and no relayout on a TPU.
-    gate_up = self.param("gate_up", stacked, (E, D, 2 * F))
-    down = self.param("down", stacked, (E, F, D))
+    weights = {
+      "router": self.param("router", init, (D, E)),
+      # Gate and up side by side: one matmul, and no relayout on a TPU.
+      "gate_up": self.param("gate_up", stacked, (E, D, 2 * F)),
+      "down": self.param("down", stacked, (E, F, D)),
+    }
+    lay = {name: sharding.layout(f"moe/{name}") for name in weights}
+    rows = PartitionSpec(sharding.ROWS)
+    layer = sharding.island(
+      functools.partial(_local, cfg=cfg),
+      in_specs=(rows, lay),
+      out_specs=(rows, Routing(rows, PartitionSpec())),
+    )
+    return layer(x_BTD, weights)
 
-    x_MD = x_BTD.reshape(-1, D)
-    weights_Mk, experts_Mk = route(x_MD, router_DE, cfg)
-    y_MD = dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down)
-    shape = (*x_BTD.shape[:2], cfg.experts_per_token)
-    return y_MD.reshape(x_BTD.shape), experts_Mk.reshape(shape)
+
+def _local(x_BTD, weights, *, cfg: ModelConfig):
+  """One device's tokens; its experts serve the devices along `expert`."""
+  x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+
+  def whole(name):
+    part = weights[name].astype(x_MD.dtype)
+    return checkpoint_name(sharding.gather(part, "fsdp", dim=0), "weights")
+
+  weights_Mk, experts_Mk = route(x_MD, whole("router"), cfg)
+  y_MD, done = _split(
+    x_MD, weights_Mk, experts_Mk, whole("gate_up"), whole("down")
+  )
+  dropped = sharding.total(experts_Mk.size - done, *sharding.ROWS)
+  shape = (*x_BTD.shape[:2], cfg.experts_per_token)
+  return y_MD.reshape(x_BTD.shape), Routing(experts_Mk.reshape(shape), dropped)
+
+
+def _split(x_MD, weights_Mk, experts_Mk, gate_up, down):
+  """Gathers tokens along `expert`, lets each device add what its experts say.
+
+  Returns:
+    The output [M, D], and the pairs worked off for the tokens here: summed over
+    rows, those worked off in all.
+  """
+  ranks = ("expert", "tensor")
+  if sharding.size(*ranks) == 1:
+    return dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down)
+  join = lambda x: sharding.gather(x, "expert", dim=0)
+  y, done = ep.apply(
+    checkpoint_name(join(x_MD), "tokens"),
+    join(weights_Mk.astype(x_MD.dtype)),
+    join(experts_Mk) - sharding.index(*ranks) * gate_up.shape[0],
+    gate_up,
+    down,
+    share=sharding.size(*ranks),
+  )
+  y_MD = sharding.scatter(y, "expert", dim=0)
+  return sharding.total(y_MD, "tensor"), sharding.total(done, "tensor")
 
 
 def route(x_MD, router_DE, cfg: ModelConfig):
@@ -56,15 +120,15 @@ def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down):
 
   Exact whatever the load: the groups are as long as the router made them. On a
   CPU, XLA multiplies every row by every expert: E times the work of a TPU.
+
+  Returns:
+    The output [M, D], and the number of pairs in the groups.
   """
   M, k = experts_Mk.shape
   order = jnp.argsort(experts_Mk.reshape(-1), stable=True)
   sizes_E = jnp.bincount(experts_Mk.reshape(-1), length=gate_up.shape[0])
-  x = x_MD[order // k]
-  h = jax.lax.ragged_dot(x, gate_up.astype(x.dtype), sizes_E)
-  gate, up = jnp.split(h, 2, axis=-1)
-  # Weighted here, on F columns, rather than after `down`, on D.
-  h = nn.silu(gate) * up * weights_Mk.reshape(-1)[order, None].astype(x.dtype)
-  y = jax.lax.ragged_dot(h, down.astype(x.dtype), sizes_E)
+  weights = weights_Mk.reshape(-1)[order].astype(x_MD.dtype)
+  y = ep.multiply(x_MD[order // k], weights, gate_up, down, sizes_E)
   # The inverse of a permutation gathers: its gradient is again a permutation.
-  return y[jnp.argsort(order)].reshape(M, k, -1).sum(1)
+  y_MD = y[jnp.argsort(order)].reshape(M, k, -1).sum(1)
+  return y_MD, sizes_E.sum(dtype=jnp.int32)

@@ -8,15 +8,20 @@ key-value heads, H head width, F hidden width, V vocabulary, k experts a token.
 """
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
+from gspo_jax import sharding
+from gspo_jax.model import attention
 from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
-from gspo_jax.model.moe import MoE
+from gspo_jax.model.moe import MoE, Routing
 
 Params = dict
 
@@ -28,11 +33,13 @@ class Encoded(NamedTuple):
     hidden: [B, T, D], after the last norm; `unembed` makes logits of it.
     experts: [L, B, T, k] int32, the experts chosen; None for a dense model.
     cache: the cache with the T tokens added; None where none was given.
+    dropped: [L] int32, choices that no expert worked off; None as `experts`.
   """
 
   hidden: jax.Array
   experts: jax.Array | None
   cache: kv.Cache | None
+  dropped: jax.Array | None
 
 
 class Output(NamedTuple):
@@ -68,35 +75,77 @@ def rotate(x_BTNH, sin_BTH, cos_BTH):
   return out.astype(x_BTNH.dtype)
 
 
+class Scale(nn.Module):
+  """The scale of an RMSNorm that is applied elsewhere."""
+
+  @nn.compact
+  def __call__(self, width):
+    return self.param("scale", nn.initializers.ones, (width,))
+
+
 class Attention(nn.Module):
   """Grouped-query attention, queries and keys normed per head (QK-norm)."""
 
   cfg: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BTD, angles, mask_BTS, cache, layer):
+  def __call__(self, x_BTD, angles, segments_BT, cache, layer):
+    """Returns the output [B, T, D] and the layer's new (k, v)."""
     cfg = self.cfg
     D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-    init = nn.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
-    project = lambda name, heads: jnp.einsum(
-      "btd,dnh->btnh",
-      x_BTD,
-      self.param(name, init, (D, heads, H)).astype(x_BTD.dtype),
-    )
-    q_BTNH = RMSNorm(cfg.norm_eps, name="q_norm")(project("q", N))
-    k_BTKH = RMSNorm(cfg.norm_eps, name="k_norm")(project("k", K))
-    v_BTKH = project("v", K)
-    q_BTNH, k_BTKH = rotate(q_BTNH, *angles), rotate(k_BTKH, *angles)
+    into = nn.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
+    out_of = nn.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
+    weights = {
+      "q": self.param("q", into, (D, N, H)),
+      "q_norm": Scale(name="q_norm")(H),
+      "k_norm": Scale(name="k_norm")(H),
+      "k": self.param("k", into, (D, K, H)),
+      "v": self.param("v", into, (D, K, H)),
+      "o": self.param("o", out_of, (N, H, D)),
+    }
     if cache is None:
-      updated = None
-      out_BTNH = jax.nn.dot_product_attention(
-        q_BTNH, k_BTKH, v_BTKH, mask=mask_BTS[:, None]
-      )
-    else:
-      out_BTNH, updated = kv.attend(cache, layer, q_BTNH, k_BTKH, v_BTKH)
-    init = nn.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
-    o = self.param("o", init, (N, H, D)).astype(x_BTD.dtype)
+      return _attend_together(x_BTD, weights, angles, segments_BT, cfg)
+    q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
+    out_BTNH, updated = kv.attend(cache, layer, q_BTNH, k_BTKH, v_BTKH)
+    o = weights["o"].astype(x_BTD.dtype)
     return jnp.einsum("btnh,nhd->btd", out_BTNH, o), updated
+
+
+def _project(x_BTD, weights, angles, cfg):
+  """Queries, keys and values, normed and rotated."""
+
+  def heads(name):
+    w = weights[name].astype(x_BTD.dtype)
+    return checkpoint_name(jnp.einsum("btd,dnh->btnh", x_BTD, w), "heads")
+
+  norm = lambda x, name: rms_norm(x, weights[name], cfg.norm_eps)
+  q_BTNH = rotate(norm(heads("q"), "q_norm"), *angles)
+  k_BTKH = rotate(norm(heads("k"), "k_norm"), *angles)
+  return q_BTNH, k_BTKH, heads("v")
+
+
+def _attend_together(x_BTD, weights, angles, segments_BT, cfg):
+  """Attention of tokens to one another, as an island: rows and heads apart."""
+  rows = PartitionSpec(sharding.ROWS)
+  kept = PartitionSpec(sharding.ROWS, "tensor")
+  lay = {name: PartitionSpec() for name in ("q_norm", "k_norm")}
+  lay |= {name: sharding.layout(f"attention/{name}") for name in "qkvo"}
+
+  def local(x_BTD, weights, angles, segments_BT):
+    whole = lambda name, dim: sharding.gather(
+      weights[name].astype(x_BTD.dtype), "fsdp", dim=dim
+    )
+    gathered = weights | {name: whole(name, 0) for name in "qkv"}
+    q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, gathered, angles, cfg)
+    out_BTNH = attention.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    y_BTD = jnp.einsum("btnh,nhd->btd", out_BTNH, whole("o", 1))
+    y_BTD = sharding.total(y_BTD, "tensor")
+    return y_BTD, (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
+
+  attend = sharding.island(
+    local, in_specs=(rows, lay, rows, rows), out_specs=(rows, kept)
+  )
+  return attend(x_BTD, weights, angles, segments_BT)
 
 
 class MLP(nn.Module):
@@ -108,10 +157,20 @@ class MLP(nn.Module):
   def __call__(self, x_BTD):
     D, F = self.cfg.embed_dim, self.cfg.mlp_dim
     init = nn.initializers.lecun_normal()
-    weight = lambda *a: self.param(a[0], init, a[1:]).astype(x_BTD.dtype)
-    gate = x_BTD @ weight("gate", D, F)
-    up = x_BTD @ weight("up", D, F)
-    return (nn.silu(gate) * up) @ weight("down", F, D)
+    shapes = {"gate": (D, F), "up": (D, F), "down": (F, D)}
+    weights = {n: self.param(n, init, shape) for n, shape in shapes.items()}
+    lay = {name: sharding.layout(f"mlp/{name}") for name in weights}
+
+    def local(x_BTD, weights):
+      whole = lambda name, dim: sharding.gather(
+        weights[name].astype(x_BTD.dtype), "fsdp", dim=dim
+      )
+      gate, up = x_BTD @ whole("gate", 0), x_BTD @ whole("up", 0)
+      return sharding.total((nn.silu(gate) * up) @ whole("down", 1), "tensor")
+
+    rows = PartitionSpec(sharding.ROWS)
+    mlp = sharding.island(local, in_specs=(rows, lay), out_specs=rows)
+    return mlp(x_BTD, weights)
 
 
 class Block(nn.Module):
@@ -120,28 +179,29 @@ class Block(nn.Module):
   cfg: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BTD, angles, mask_BTS, cache=None, layer=0):
-    """Returns the stream, the experts or None, and the layer's new (k, v)."""
+  def __call__(self, x_BTD, angles, segments_BT, cache=None, layer=0):
+    """Returns the stream, the routing or None, and the layer's new (k, v)."""
     cfg = self.cfg
     h = RMSNorm(cfg.norm_eps, name="attention_norm")(x_BTD)
     h, updated = Attention(cfg, name="attention")(
-      h, angles, mask_BTS, cache, layer
+      h, angles, segments_BT, cache, layer
     )
-    x_BTD += h
+    x_BTD = checkpoint_name(x_BTD + h, "stream")
     h = RMSNorm(cfg.norm_eps, name="mlp_norm")(x_BTD)
     if cfg.num_experts:
-      h, experts_BTk = MoE(cfg, name="moe")(h)
+      h, routing = MoE(cfg, name="moe")(h)
     else:
-      h, experts_BTk = MLP(cfg, name="mlp")(h), None
-    return x_BTD + h, experts_BTk, updated
+      h, routing = MLP(cfg, name="mlp")(h), None
+    return x_BTD + h, routing, updated
 
 
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
   """Fresh float32 parameters; those of the blocks are stacked on axis 0."""
   k_embed, k_layers, k_head = jax.random.split(key, 3)
-  stream = jnp.zeros((1, 1, cfg.embed_dim))
-  angles = (jnp.zeros((1, 1, cfg.head_dim // 2)),) * 2
-  mask = jnp.ones((1, 1, 1), bool)
+  B = sharding.size(*sharding.ROWS)  # a row for each device; none is computed
+  stream = jnp.zeros((B, 1, cfg.embed_dim))
+  angles = (jnp.zeros((B, 1, cfg.head_dim // 2)),) * 2
+  mask = jnp.ones((B, 1), jnp.int32)
   block = lambda k: Block(cfg).init(k, stream, angles, mask)["params"]
   normal = nn.initializers.normal
   params = {
@@ -191,19 +251,58 @@ def encode(
   Returns:
     `Encoded`. Rows of padding hold finite garbage.
   """
-  x_BTD = params["embed"].astype(cfg.dtype)[tokens]
-  angles = _angles(positions, cfg)
-  if cache is not None and not isinstance(params["layers"], tuple):
+  if cache is None:
+    return _encode(_run_scanned, params, cfg, tokens, positions, mask)
+  if not isinstance(params["layers"], tuple):
     params = unstack(params, cfg)
+  run = functools.partial(_run_cached, cache=cache)
+  return _encode(run, params, cfg, tokens, positions, mask)
+
+
+def prefill(
+  params: Params,
+  cfg: ModelConfig,
+  tokens: jax.Array,
+  positions: jax.Array,
+  mask: jax.Array,
+) -> Encoded:
+  """As `encode` without a cache, and returns one that T tokens have filled."""
+  run = functools.partial(_run_scanned, store=True)
+  return _encode(run, params, cfg, tokens, positions, mask)
+
+
+def _encode(run, params, cfg, tokens, positions, mask) -> Encoded:
+  x_BTD = _look_up(params["embed"], tokens, cfg)
+  angles = _angles(positions, cfg)
   with _precision(cfg):
-    if cache is None:
-      x_BTD, experts = _run_scanned(params, cfg, x_BTD, angles, mask)
-    else:
-      x_BTD, experts, cache = _run_cached(
-        params, cfg, x_BTD, angles, mask, cache
-      )
-  scale = params["final_norm"]["scale"]
-  return Encoded(rms_norm(x_BTD, scale, cfg.norm_eps), experts, cache)
+    x_BTD, routing, cache = run(params, cfg, x_BTD, angles, mask)
+  hidden = rms_norm(x_BTD, params["final_norm"]["scale"], cfg.norm_eps)
+  experts, dropped = routing or (None, None)
+  return Encoded(hidden, experts, cache, dropped)
+
+
+def _look_up(table_VD, tokens_BT, cfg):
+  """Rows of the embedding: its columns, not its rows, are what devices split.
+
+  Each device looks up its columns for all tokens, then columns and tokens
+  change places.
+  """
+
+  def local(table, tokens_BT):
+    tokens = sharding.gather(tokens_BT.reshape(-1), "fsdp", "expert", dim=0)
+    at = tokens - sharding.index("tensor") * table.shape[0]
+    here = (at >= 0) & (at < table.shape[0])
+    # Cast after the lookup, so that its gradient is summed in float32.
+    x = jnp.take(table, at, axis=0, mode="clip").astype(cfg.dtype)
+    x = sharding.total(jnp.where(here[:, None], x, 0), "tensor")
+    x_MD = sharding.swap(x, "fsdp", "expert", split=0, join=1)
+    return x_MD.reshape(*tokens_BT.shape, -1)
+
+  rows = PartitionSpec(sharding.ROWS)
+  look_up = sharding.island(
+    local, in_specs=(sharding.layout("embed"), rows), out_specs=rows
+  )
+  return look_up(table_VD, tokens_BT)
 
 
 def _precision(cfg):
@@ -221,46 +320,60 @@ def _angles(positions_BT, cfg):
   return jnp.sin(angle_BTH), jnp.cos(angle_BTH)
 
 
-def _run_scanned(params, cfg, x_BTD, angles, mask_BT):
-  T = mask_BT.shape[1]
-  mask_BT = mask_BT.astype(jnp.int32)
-  same_BTS = mask_BT[:, :, None] == mask_BT[:, None, :]
-  mask_BTS = same_BTS & jnp.tri(T, dtype=bool)
+def _run_scanned(params, cfg, x_BTD, angles, mask_BT, store=False):
+  segments_BT = mask_BT.astype(jnp.int32)
 
   def body(x_BTD, layer_params):
-    x_BTD, experts, _ = Block(cfg).apply(
-      {"params": layer_params}, x_BTD, angles, mask_BTS
+    x_BTD, routing, kept = Block(cfg).apply(
+      {"params": layer_params}, x_BTD, angles, segments_BT
     )
-    return x_BTD, experts
+    return x_BTD, (routing, kept if store else None)
 
   if cfg.remat:
+    keep = jax.checkpoint_policies.save_only_these_names(*cfg.keep)
     # Inside a loop nothing can be merged with the forward pass anyway.
-    body = jax.checkpoint(body, prevent_cse=cfg.unroll > 1)
-  return jax.lax.scan(body, x_BTD, params["layers"], unroll=cfg.unroll)
+    body = jax.checkpoint(body, prevent_cse=cfg.unroll > 1, policy=keep)
+  x_BTD, (routing, kept) = jax.lax.scan(
+    body, x_BTD, params["layers"], unroll=cfg.unroll
+  )
+  return x_BTD, routing, kv.filled(*kept, mask_BT) if store else None
 
 
 def _run_cached(params, cfg, x_BTD, angles, mask_BT, cache):
   cache = kv.mark(cache, mask_BT)
-  experts, ks, vs = [], [], []
+  segments_BT = mask_BT.astype(jnp.int32)
+  routings, ks, vs = [], [], []
   for i, layer_params in enumerate(params["layers"]):
-    x_BTD, chosen, (k, v) = Block(cfg).apply(
-      {"params": layer_params}, x_BTD, angles, None, cache, i
+    x_BTD, routing, (k, v) = Block(cfg).apply(
+      {"params": layer_params}, x_BTD, angles, segments_BT, cache, i
     )
-    experts.append(chosen)
+    routings.append(routing)
     ks.append(k)
     vs.append(v)
   cache = kv.extend(cache, tuple(ks), tuple(vs), mask_BT.shape[1])
-  experts = jnp.stack(experts) if cfg.num_experts else None
-  return x_BTD, experts, cache
+  # The routings of the layers become one, with a leading axis of layers.
+  routing = jax.tree.map(lambda *x: jnp.stack(x), *routings)
+  return x_BTD, routing, cache
 
 
-def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
+def head(params: Params, cfg: ModelConfig) -> jax.Array:
+  """The output matrix [D, V]; the embedding's transpose where they are tied."""
+  return params["embed"].T if cfg.tie_embeddings else params["head"]
+
+
+def project(
+  hidden: jax.Array, head_DV: jax.Array, cfg: ModelConfig
+) -> jax.Array:
   """Float32 logits [..., V]: operands in `cfg.dtype`, summed in float32."""
-  head_DV = params["embed"].T if cfg.tie_embeddings else params["head"]
   with _precision(cfg):
     return jnp.matmul(
       hidden, head_DV.astype(cfg.dtype), preferred_element_type=jnp.float32
     )
+
+
+def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
+  """Float32 logits [..., V] of the whole vocabulary."""
+  return project(hidden, head(params, cfg), cfg)
 
 
 def forward(

@@ -1,0 +1,82 @@
+"""Causal attention inside segments, by the kernel that the platform has.
+
+Dimension key: B rows, T tokens, N query heads, K key-value heads, H head width.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from gspo_jax import sharding
+
+_BLOCK = 512  # rows and columns of scores in VMEM at one time
+_LANES = 128
+
+
+def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+  """Tokens see the earlier tokens of their own segment, and themselves.
+
+  On a TPU splash attention, on a GPU cuDNN's, else XLA's: the last alone holds
+  [B, N, T, T]. (cuDNN is given the segments as a mask, [B, 1, T, T].) Shapes
+  that a kernel cannot take fall to XLA: splash wants T and H in multiples of
+  128, cuDNN 16-bit numbers and H in multiples of 8.
+
+  Args:
+    q_BTNH: queries.
+    k_BTKH: keys; query head n reads key-value head n // (N / K).
+    v_BTKH: values.
+    segments_BT: int32; padding is a segment, too.
+  """
+  platform, (T, H) = sharding.platform(), q_BTNH.shape[1::2]
+  if platform == "tpu" and T % _LANES == 0 and H % _LANES == 0:
+    return splash(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+  kernel = platform in ("gpu", "cuda") and q_BTNH.dtype != jnp.float32
+  same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+  out_BTNH = jax.nn.dot_product_attention(
+    q_BTNH,
+    k_BTKH,
+    v_BTKH,
+    mask=(same_BTS & jnp.tri(T, dtype=bool))[:, None],
+    implementation="cudnn" if kernel and H % 8 == 0 else "xla",
+  )
+  return checkpoint_name(out_BTNH, "attention")
+
+
+def splash(q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret: bool = False):
+  """The TPU kernel of jax; `interpret` runs it, slowly, anywhere."""
+  from jax.experimental.pallas.ops.tpu import splash_attention as sa
+
+  N, T, H = q_BTNH.shape[2], q_BTNH.shape[1], q_BTNH.shape[3]
+  kernel = _kernel(N, T, interpret)
+  heads_first = lambda x: x.swapaxes(1, 2)
+  out_BNTH = jax.vmap(
+    lambda q, k, v, s: kernel(q, k, v, segment_ids=sa.SegmentIds(q=s, kv=s))
+  )(
+    heads_first(q_BTNH * H**-0.5),
+    heads_first(k_BTKH),
+    heads_first(v_BTKH),
+    segments_BT,
+  )
+  return heads_first(out_BNTH)
+
+
+def _kernel(heads: int, tokens: int, interpret: bool):
+  from jax.experimental.pallas.ops.tpu import splash_attention as sa
+
+  block = max(b for b in (128, 256, _BLOCK) if tokens % b == 0)
+  return sa.make_splash_mha(
+    sa.MultiHeadMask([sa.CausalMask((tokens, tokens))] * heads),
+    head_shards=1,
+    q_seq_shards=1,
+    block_sizes=sa.BlockSizes(
+      block_q=block,
+      block_kv=block,
+      block_kv_compute=block,
+      block_q_dkv=block,
+      block_kv_dkv=block,
+      block_kv_dkv_compute=block,
+      use_fused_bwd_kernel=True,
+    ),
+    residual_checkpoint_name="attention",
+    interpret=interpret,
+  )
