@@ -1,0 +1,551 @@
+"""launch/: read, linted and run dry, and what a worker is sent is run here."""
+
+import configparser
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+LAUNCH = ROOT / "launch"
+README = (LAUNCH / "README.md").read_text()
+SCRIPTS = sorted(path.name for path in LAUNCH.glob("*.sh"))
+JOBSET = (LAUNCH / "gke_jobset.yaml").read_text()
+BIN = Path(sys.executable).parent  # where shellcheck and yamllint are
+CHIPS_A_HOST = 4
+GKE_NAMES = {"v5p": "tpu-v5p-slice", "v5e": "tpu-v5-lite-podslice"}
+
+HOME = {"name": "n", "project": "p", "zone": "z"}  # where a slice lives
+WORKDIR = "gs://b/it's a run"  # what quoting has to survive
+TPU_VM_VERBS = {
+  "create": {"accelerator-type": "v5p-128"},
+  "queue": {"accelerator-type": "v5litepod-64"},
+  "setup": {},
+  "run": {"workdir": WORKDIR},
+  "logs": {},
+  "stop": {},
+  "delete": {},
+  "unqueue": {},
+}
+XPK = HOME | {"cluster": "c"}
+XPK_RUN = XPK | {
+  "accelerator-type": "v5p-128",
+  "image": "i",
+  "workdir": WORKDIR,
+}
+
+
+# A stand-in for gcloud and xpk: notes its arguments and is, if asked, a worker.
+TOOL = """#!{python}
+import json, os, subprocess, sys
+with open({calls!r}, "a") as file:
+  print(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]), file=file)
+command = [a[10:] for a in sys.argv if a.startswith("--command=")]
+worker = os.environ.get("WORKER")
+if worker and command:
+  os.environ["HOME"] = worker
+  sys.exit(subprocess.run(["bash", "-c", *command], cwd=worker).returncode)
+"""
+
+# A stand-in for the training process: notes its arguments, waits for SIGTERM.
+PYTHON = """#!{python}
+import json, os, signal, sys
+with open("argv.part", "w") as file:
+  json.dump(sys.argv[1:], file)
+def save(*_):
+  print("saved", flush=True)
+  sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+os.rename("argv.part", "argv.json")
+while True:
+  signal.pause()
+"""
+
+
+@pytest.fixture
+def shell(tmp_path):
+  """Runs a script with stand-ins for gcloud and xpk first in PATH.
+
+  `shell.calls()` is what these were called with, a list of words each.
+  """
+  calls = tmp_path / "calls"
+  tools = tmp_path / "bin"
+  tools.mkdir()
+  for name in ("gcloud", "xpk"):
+    text = TOOL.format(python=sys.executable, calls=str(calls))
+    (tools / name).write_text(text)
+    (tools / name).chmod(0o755)
+  clean = {k: v for k, v in os.environ.items() if not k.startswith("GSPO_")}
+  clean["PATH"] = f"{tools}{os.pathsep}{clean['PATH']}"
+
+  def run(script, *arguments, env=None, cwd=ROOT):
+    command = ["bash", str(LAUNCH / script), *arguments]
+    return subprocess.run(
+      command,
+      env=clean | (env or {}),
+      cwd=cwd,
+      capture_output=True,
+      text=True,
+      timeout=60,
+    )
+
+  run.calls = lambda: (
+    [json.loads(line) for line in calls.read_text().splitlines()]
+    if calls.exists()
+    else []
+  )
+  run.env = clean
+  return run
+
+
+def flags(settings):
+  return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def printed(done):
+  """The commands of a dry run, as a shell would split them."""
+  assert done.returncode == 0, done.stderr
+  lines = done.stdout.splitlines()
+  return [shlex.split(line) for line in lines if not line.startswith("#")]
+
+
+def assert_told(done, *words):
+  assert done.returncode == 2
+  assert done.stderr.startswith("error: ")
+  assert done.stderr.count("\n") == 1
+  for word in words:
+    assert word in done.stderr
+
+
+def table():
+  """{accelerator type: (family, topology, chips, hosts)} of the README."""
+  row = re.compile(r"\| (v5[pe]) ([\dx]+) \| (\d+) \| (\d+) \| (\S+) \|")
+  return {
+    m[5]: (m[1], m[2], int(m[3]), int(m[4])) for m in row.finditer(README)
+  }
+
+
+# The files.
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_shell_scripts_are_clean(script):
+  subprocess.run(["bash", "-n", LAUNCH / script], check=True)
+  done = subprocess.run(
+    [BIN / "shellcheck", "-x", script],
+    cwd=LAUNCH,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_yaml_is_clean():
+  rules = "{extends: default, rules: {line-length: {max: 80}}}"
+  done = subprocess.run(
+    [BIN / "yamllint", "--strict", "-d", rules, LAUNCH / "gke_jobset.yaml"],
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+
+
+def slice_of(jobset):
+  (job,) = jobset["spec"]["replicatedJobs"]
+  spec = job["template"]["spec"]
+  pod = spec["template"]["spec"]
+  (container,) = pod["containers"]
+  return job, spec, pod, container
+
+
+def test_the_jobset_fills_its_slices_exactly():
+  jobset = yaml.safe_load(JOBSET)
+  job, spec, pod, container = slice_of(jobset)
+  topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+  accelerator = pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"]
+  chips = math.prod(map(int, topology.split("x")))
+  a_host = container["resources"]["limits"]["google.com/tpu"]
+  assert spec["parallelism"] == spec["completions"]
+  assert spec["parallelism"] * a_host == chips
+  assert a_host == CHIPS_A_HOST
+  rows = [(GKE_NAMES[f], t, n) for f, t, _, n in table().values()]
+  assert (accelerator, topology, spec["parallelism"]) in rows
+  # `replicas` slices, each a node pool of its own.
+  assert job["replicas"] >= 1
+  exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+  pool = jobset["metadata"]["annotations"][exclusive]
+  assert pool == "cloud.google.com/gke-nodepool"
+
+
+def test_the_jobset_restarts_what_is_worth_it():
+  jobset = yaml.safe_load(JOBSET)
+  _, spec, pod, container = slice_of(jobset)
+  assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it
+  assert spec["backoffLimit"] == 0
+  assert spec["completionMode"] == "Indexed"
+  (rule,) = spec["podFailurePolicy"]["rules"]
+  assert rule["action"] == "FailJob"
+  assert rule["onExitCodes"]["containerName"] == container["name"]
+  assert rule["onExitCodes"]["values"] == [2]
+  policy = jobset["spec"]["failurePolicy"]
+  assert policy["maxRestarts"] > 0
+  (rule,) = policy["rules"]
+  assert rule["action"] == "FailJobSet"
+  assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+def test_sigterm_reaches_python_and_leaves_it_time():
+  _, _, pod, container = slice_of(yaml.safe_load(JOBSET))
+  assert container["command"] == ["python", "-m", "gspo_jax.main"]
+  keys = [word.split("=")[0] for word in container["args"]]
+  assert keys == ["--config", "--workdir"]
+  # 23 GB a host (README) at 100 MB/s, and an iteration of minutes.
+  assert pod["terminationGracePeriodSeconds"] >= 600
+
+
+def test_the_readme_fills_in_every_placeholder(shell):
+  command = next(
+    line for line in README.splitlines() if "kubectl apply" in line
+  )
+  filled = subprocess.run(
+    ["bash", "-c", command.rsplit(" | ", 1)[0]],
+    cwd=ROOT,
+    env=shell.env | {"GSPO_IMAGE": "r/i:1", "GSPO_WORKDIR": "gs://b/run"},
+    capture_output=True,
+    text=True,
+    check=True,
+  ).stdout
+  assert "REPLACE" not in filled
+  _, _, _, container = slice_of(yaml.safe_load(filled))
+  assert container["image"] == "r/i:1"
+  assert "--workdir=gs://b/run" in container["args"]
+
+
+def test_the_image_holds_what_the_command_needs():
+  lines = (LAUNCH / "Dockerfile").read_text().splitlines()
+  of = lambda verb: [x[len(verb) + 1 :] for x in lines if x.startswith(verb)]
+  _, _, _, container = slice_of(yaml.safe_load(JOBSET))
+  (entry,) = of("ENTRYPOINT")
+  assert json.loads(entry) == container["command"]  # JSON: no shell around it
+  copied = [w for line in of("COPY") for w in line.split()[:-1]]
+  assert {"gspo_jax", "configs", "setup.cfg", "pyproject.toml"} <= set(copied)
+  assert all((ROOT / name).exists() for name in copied)
+  ignore = (LAUNCH / "Dockerfile.dockerignore").read_text().splitlines()
+  assert ignore[0] == "*"
+  assert {f"!{name}" for name in copied} <= set(ignore)
+  install, libtpu = of("RUN")
+  assert "'.[tpu]'" in install
+  assert "--upgrade 'libtpu>=" in libtpu
+  setup = configparser.ConfigParser()
+  setup.read(ROOT / "setup.cfg")
+  assert "jax[tpu]" in setup["options.extras_require"]["tpu"]
+
+
+# The table and the sizes.
+
+
+def test_the_table_is_arithmetic():
+  rows = table()
+  assert len(rows) == README.count("\n| v5")
+  assert {family for family, *_ in rows.values()} == {"v5p", "v5e"}
+  for kind, (family, topology, chips, hosts) in rows.items():
+    sides = [int(side) for side in topology.split("x")]
+    assert len(sides) == {"v5p": 3, "v5e": 2}[family]
+    assert chips == math.prod(sides)
+    assert chips == hosts * CHIPS_A_HOST
+    # v5p counts its two TensorCores a chip, v5litepod its chips.
+    names = {"v5p": f"v5p-{2 * chips}", "v5e": f"v5litepod-{chips}"}
+    assert kind == names[family]
+
+
+@pytest.mark.parametrize("kind", table())
+def test_the_script_knows_the_table(shell, kind):
+  family, _, chips, hosts = table()[kind]
+  settings = HOME | {"accelerator-type": kind}
+  done = shell("tpu_vm.sh", "create", "--dry-run", *flags(settings))
+  assert f"# {kind}: chips {chips}, hosts {hosts}," in done.stdout
+  (command,) = printed(done)
+  runtime = {"v5p": "v2-alpha-tpuv5", "v5e": "v2-alpha-tpuv5-lite"}[family]
+  assert f"--version={runtime}" in command
+  assert f"--accelerator-type={kind}" in command
+
+
+@pytest.mark.parametrize(
+  ("kind", "expected"),
+  [
+    ("v5p-12", "multiple of 8"),
+    ("v5p-0", "a number"),
+    ("v5e-64", "v5litepod-64"),
+    ("v5litepod-24", "multiple of 16"),
+    ("v6e-64", "--runtime-version"),
+  ],
+)
+@pytest.mark.parametrize("verb", ["create", "queue"])
+def test_impossible_slices_are_refused(shell, verb, kind, expected):
+  settings = HOME | {"accelerator-type": kind}
+  assert_told(shell("tpu_vm.sh", verb, *flags(settings)), expected)
+  assert shell.calls() == []
+
+
+# Dry runs.
+
+
+def dry(shell, verb, *more):
+  settings = flags(HOME | TPU_VM_VERBS[verb])
+  return printed(shell("tpu_vm.sh", verb, "--dry-run", *settings, *more))
+
+
+@pytest.mark.parametrize(
+  ("verb", "words"),
+  [
+    ("create", "tpu-vm create n --accelerator-type=v5p-128"),
+    ("queue", "queued-resources create n --node-id=n"),
+    ("logs", "tpu-vm ssh n --worker=0"),
+    ("stop", "tpu-vm ssh n --worker=all"),
+    ("run", "tpu-vm ssh n --worker=all"),
+    ("delete", "tpu-vm delete n"),
+    ("unqueue", "queued-resources delete n --force"),
+  ],
+)
+def test_a_dry_run_prints_one_command(shell, verb, words):
+  (command,) = dry(shell, verb)
+  assert command[:3] == ["gcloud", "compute", "tpus"]
+  assert " ".join(command[3:]).startswith(words)
+  assert command[-2:] == ["--project=p", "--zone=z"]
+
+
+@pytest.mark.parametrize("capacity", ["--spot", "--reserved"])
+@pytest.mark.parametrize("verb", ["create", "queue"])
+def test_capacity_is_passed_on(shell, verb, capacity):
+  assert capacity in dry(shell, verb, capacity)[0]
+  assert not {"--spot", "--reserved"} & set(dry(shell, verb)[0])
+
+
+def test_setup_copies_then_installs_then_renews_libtpu(shell):
+  directory, tar, scp, *remote = dry(shell, "setup")
+  assert directory[:2] == ["mkdir", "-p"]
+  assert {"configs", "gspo_jax", "pyproject.toml", "setup.cfg"} <= set(tar)
+  archive = tar[tar.index("-czf") + 1]
+  assert archive.startswith(directory[-1])
+  assert scp[3:8] == ["tpu-vm", "scp", archive, "n:", "--worker=all"]
+  unpack, install, libtpu = [command[7] for command in remote]
+  assert all("--worker=all" in command for command in remote)
+  assert "tar -xzf gspo_jax.tar.gz -C gspo_jax/src" in unpack
+  assert "pip install './src[tpu]'" in install
+  assert "pip install --upgrade 'libtpu>=0.0.48'" in libtpu
+
+
+def test_setup_from_git_copies_nothing(shell):
+  clone, install, libtpu = dry(shell, "setup", "--git-url=u; reboot")
+  assert "git clone --depth=1 'u; reboot' gspo_jax/src" in clone[7]
+  assert [install, libtpu] == dry(shell, "setup")[-2:]
+
+
+def test_xpk_gets_a_command_that_passes_sigterm_on(shell):
+  settings = flags(XPK_RUN | {"slices": 2})
+  more = ["--", "--config.seed=3"]
+  (words,) = printed(shell("xpk.sh", "run", "--dry-run", *settings, *more))
+  assert words[:3] == ["xpk", "workload", "create"]
+  assert {
+    "--workload=n",
+    "--tpu-type=v5p-128",
+    "--num-slices=2",
+    "--docker-image=i",
+    "--max-restarts=10",
+    "--termination-grace-period-seconds=900",
+    "--cluster=c",
+  } <= set(words)
+  (command,) = [w[10:] for w in words if w.startswith("--command=")]
+  assert shlex.split(command) == [
+    *("exec", "python", "-m", "gspo_jax.main"),
+    *("--config=configs/moe_tpu_v5.py", f"--workdir={WORKDIR}"),
+    "--config.seed=3",
+  ]
+
+
+@pytest.mark.parametrize(
+  ("script", "verb", "settings"),
+  [("tpu_vm.sh", verb, HOME | more) for verb, more in TPU_VM_VERBS.items()]
+  + [("xpk.sh", "run", XPK_RUN), ("xpk.sh", "list", XPK)]
+  + [("xpk.sh", "delete", XPK)],
+)
+def test_what_a_dry_run_prints_is_what_runs(shell, script, verb, settings):
+  dry = printed(shell(script, verb, "--dry-run", *flags(settings)))
+  assert shell.calls() == []  # nothing ran
+  if verb == "setup":  # leave this checkout alone
+    settings = settings | {"git-url": "u"}
+    dry = printed(shell(script, verb, "--dry-run", *flags(settings)))
+  done = shell(script, verb, *flags(settings))
+  assert done.returncode == 0, done.stderr
+  assert shell.calls() == dry
+
+
+def test_variables_do_for_flags(shell):
+  settings = HOME | TPU_VM_VERBS["run"]
+  env = {f"GSPO_{key.upper()}": value for key, value in settings.items()}
+  done = shell("tpu_vm.sh", "run", "--dry-run", env=env)
+  assert printed(done) == dry(shell, "run")
+
+
+@pytest.mark.parametrize(
+  "line",
+  [x for x in README.splitlines() if x.startswith("launch/")],
+  ids=lambda line: " ".join(line.split()[:2]),
+)
+def test_the_commands_of_the_readme_are_valid(shell, line):
+  exports = re.findall(r"^export (.*)$", README, re.MULTILINE)
+  env = dict(
+    shlex.split(word)[0].split("=") for e in exports for word in e.split()
+  )
+  script, *words = shlex.split(line, comments=True)
+  assert printed(shell(script[7:], *words, "--dry-run", env=env))
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+  ("script", "verb", "missing"),
+  [
+    ("tpu_vm.sh", "stop", ["name", "project", "zone"]),
+    ("tpu_vm.sh", "create", ["accelerator-type"]),
+    ("tpu_vm.sh", "queue", ["accelerator-type"]),
+    ("tpu_vm.sh", "run", ["workdir"]),
+    ("xpk.sh", "list", ["cluster", "project", "zone"]),
+    ("xpk.sh", "delete", ["name"]),
+    ("xpk.sh", "run", ["name", "accelerator-type", "image", "workdir"]),
+  ],
+)
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["wet", "dry"])
+def test_missing_settings_are_named(shell, script, verb, missing, more):
+  given = {k: v for k, v in XPK_RUN.items() if k not in missing}
+  if script == "tpu_vm.sh":
+    given = {k: v for k, v in given.items() if k not in ("cluster", "image")}
+  done = shell(script, verb, *flags(given), *more)
+  assert_told(done, *(f"--{key}=" for key in missing))
+  variable = f"$GSPO_{missing[0].upper().replace('-', '_')}"
+  assert variable in done.stderr
+  assert done.stderr.count("$GSPO_") == len(missing)
+  assert shell.calls() == []
+
+
+@pytest.mark.parametrize(
+  ("script", "words", "named"),
+  [
+    ("tpu_vm.sh", ["start"], "start"),
+    ("tpu_vm.sh", ["run", "--wrkdir=gs://b"], "--wrkdir"),
+    ("tpu_vm.sh", ["run", *flags(HOME), "--workdir=runs/x"], "runs/x"),
+    ("tpu_vm.sh", ["stop", *flags(HOME), "--grace=soon"], "soon"),
+    ("xpk.sh", ["start"], "start"),
+    ("xpk.sh", ["run", "--spot"], "--spot"),
+    ("xpk.sh", ["run", *flags(XPK_RUN), "--workdir=/tmp/x"], "/tmp/x"),
+    ("xpk.sh", ["run", *flags(XPK_RUN), "--accelerator-type=v5p-9"], "v5p-9"),
+  ],
+)
+def test_wrong_words_are_named(shell, script, words, named):
+  assert_told(shell(script, *words), named)
+  assert shell.calls() == []
+
+
+@pytest.mark.parametrize("script", ["tpu_vm.sh", "xpk.sh"])
+def test_help_names_every_verb_and_setting(shell, script):
+  text = shell(script, "--help").stdout
+  source = (LAUNCH / script).read_text()
+  settings = re.findall(r"^ +(--[a-z-]+=)\*\)", source, re.MULTILINE)
+  verbs = re.search(r"^  ([a-z |]+)\) shift", source, re.MULTILINE)[1]
+  assert len(settings) >= 10
+  for word in [*settings, *verbs.split(" | "), "--dry-run"]:
+    assert word in text
+
+
+# On a worker.
+
+
+def await_file(path):
+  deadline = time.monotonic() + 20
+  while not path.exists():
+    assert time.monotonic() < deadline, f"{path} never came"
+    time.sleep(0.02)
+
+
+def cmdline(pid):
+  path = Path(f"/proc/{pid}/cmdline")
+  return path.read_bytes() if path.exists() else b""
+
+
+@pytest.fixture
+def worker(tmp_path):
+  """A home directory as `setup` leaves it, with a stand-in for Python."""
+  home = tmp_path / "a home"
+  (home / "gspo_jax/src").mkdir(parents=True)
+  (home / "gspo_jax/.venv/bin").mkdir(parents=True)
+  python = home / "gspo_jax/.venv/bin/python"
+  python.write_text(PYTHON.format(python=sys.executable))
+  python.chmod(0o755)
+  yield home
+  pid = home / "gspo_jax/train.pid"
+  if pid.exists() and b"gspo_jax.main" in cmdline(pid.read_text().strip()):
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.skipif(
+  not Path("/proc/self").exists(), reason="as a worker, Linux"
+)
+def test_run_and_stop_on_a_worker(shell, worker):
+  tpu_vm = lambda verb, *more: shell(
+    "tpu_vm.sh",
+    verb,
+    *flags(HOME | TPU_VM_VERBS[verb]),
+    *more,
+    env={"WORKER": str(worker)},
+  )
+  home = worker / "gspo_jax"
+  done = tpu_vm("stop")
+  assert (done.returncode, done.stdout) == (0, "not running\n")
+
+  assert tpu_vm("run", "--", "--config.note=a b").returncode == 0
+  await_file(home / "src/argv.json")
+  assert json.loads((home / "src/argv.json").read_text()) == [
+    *("-u", "-m", "gspo_jax.main", "--config=configs/moe_tpu_v5.py"),
+    *(f"--workdir={WORKDIR}", "--config.note=a b"),
+  ]
+  assert "already running" in tpu_vm("run").stderr
+
+  # The process itself gets the signal, and time to save.
+  done = tpu_vm("stop", "--grace=20")
+  assert (done.returncode, done.stdout) == (0, "stopped\n")
+  assert (home / "train.log").read_text() == "saved\n"
+
+  # The same command again goes on in the same log.
+  (home / "src/argv.json").unlink()
+  assert tpu_vm("run").returncode == 0
+  await_file(home / "src/argv.json")
+  assert tpu_vm("stop", "--grace=20").returncode == 0
+  assert (home / "train.log").read_text() == "saved\nsaved\n"
+
+
+@pytest.mark.skipif(
+  not Path("/proc/self").exists(), reason="as a worker, Linux"
+)
+def test_stop_says_when_the_grace_was_too_short(shell, worker):
+  deaf = PYTHON.replace(
+    "signal.SIGTERM, save", "signal.SIGTERM, signal.SIG_IGN"
+  )
+  python = worker / "gspo_jax/.venv/bin/python"
+  python.write_text(deaf.format(python=sys.executable))
+  env = {"WORKER": str(worker)}
+  settings = flags(HOME | {"workdir": WORKDIR})
+  assert shell("tpu_vm.sh", "run", *settings, env=env).returncode == 0
+  await_file(worker / "gspo_jax/src/argv.json")
+  done = shell("tpu_vm.sh", "stop", *settings, "--grace=1", env=env)
+  assert done.returncode == 1
+  assert "still running after 1 s" in done.stderr
