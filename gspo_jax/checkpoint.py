@@ -15,8 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import logging
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from gspo_jax import hosts
 from gspo_jax.errors import UserError
 
 
@@ -42,8 +44,9 @@ class Checkpoints:
     RuntimeError: from `save`, `wait` and the end of the `with` block, once, if
       the save before it failed in the background.
 
-  All methods are to be called on every process. What a killed save left behind
-  is removed by the next run.
+  All methods are to be called on every process, and a checkpoint that one of
+  them cannot read is none to the others. What a killed save left behind is
+  removed by the next run.
   """
 
   def __init__(self, directory: str | os.PathLike, *, every: int, keep: int):
@@ -54,14 +57,12 @@ class Checkpoints:
     self._every = every
     self._bad: set[int] = set()
     self._last_save: int | None = None
-    try:
-      self._orbax = ocp.training.Checkpointer(
-        directory,
-        preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-        cleanup_tmp_directories=True,
-      )
-    except OSError as error:
-      raise UserError(f"checkpoints in {str(directory)!r}: {error}") from error
+    hosts.together(lambda: _make(directory))
+    self._orbax = ocp.training.Checkpointer(
+      directory,
+      preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+      cleanup_tmp_directories=True,
+    )
 
   def __enter__(self) -> "Checkpoints":
     return self
@@ -138,13 +139,15 @@ class Checkpoints:
     """
     self.wait()
     steps = self._steps()
+    hosts.require_same({"the list of checkpoints": steps})
     for step in reversed(steps):
       if (saved := self._try(step, self._read)) is None:
         continue
       accept(step, saved["user"])
       _require_same_leaves(step, saved["specs"], _specs(abstract_state))
-      state = self._try(step, self._load, abstract_state, saved["checksums"])
-      if state is not None:
+      if (state := self._try(step, self._load, abstract_state)) is None:
+        continue
+      if self._try(step, _require_sums, state, saved["checksums"]):
         return Restored(step, state, saved["user"])
     if steps:
       raise UserError(
@@ -162,12 +165,17 @@ class Checkpoints:
     return self._try(step, self._read) is not None
 
   def _try(self, step: int, read: Callable, *args) -> Any:
+    """What `read` returns; None if it fails on any process."""
     try:
-      return read(step, *args)
+      found, wrong = read(step, *args), ""
     except Exception as error:
-      logging.warning("checkpoint %d skipped: %s", step, _cause(error))
-      self._bad.add(step)
-      return None
+      found, wrong = None, _cause(error)
+    if not (causes := list(filter(None, hosts.tell(wrong)))):
+      return found
+    if hosts.first():
+      logging.warning("checkpoint %d skipped: %s", step, causes[0])
+    self._bad.add(step)
+    return None
 
   def _read(self, step: int) -> dict[str, Any]:
     saved = self._orbax.checkpointables_metadata(step).custom_metadata or {}
@@ -175,12 +183,33 @@ class Checkpoints:
       raise ValueError(f"its metadata lacks {sorted(missing)}")
     return saved
 
-  def _load(self, step: int, abstract_state: Any, wanted: dict) -> Any:
-    state = self._orbax.load(step, abstract_state, checkpointable_name="state")
-    found = checksums(state)
-    if wrong := [path for path in found if found[path] != wanted[path]]:
-      raise ValueError(f"the checksum of {wrong[0]!r} differs, {len(wrong)=}")
-    return state
+  def _load(self, step: int, abstract_state: Any) -> Any:
+    # Each process by itself: one that fails would leave the others waiting at
+    # Orbax's barrier after a load, for five minutes.
+    alone = ocp.Context()
+    alone.multiprocessing.primary_host = jax.process_index()
+    alone.multiprocessing.active_processes = {jax.process_index()}
+    with alone:
+      return ocp.load(
+        self._orbax.directory / str(step),
+        abstract_state,
+        checkpointable_name="state",
+      )
+
+
+def _make(directory: str | os.PathLike) -> None:
+  try:
+    epath.Path(directory).mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f"checkpoints in {str(directory)!r}: {error}") from error
+
+
+def _require_sums(step: int, state: Any, wanted: dict[str, int]) -> bool:
+  """True; ValueError naming a leaf of another checksum than `wanted`."""
+  found = checksums(state)
+  if wrong := [path for path in found if found[path] != wanted[path]]:
+    raise ValueError(f"the checksum of {wrong[0]!r} differs, {len(wrong)=}")
+  return True
 
 
 def checksums(tree: Any) -> dict[str, int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import model, rollout
+from gspo_jax import hosts, model, rollout
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.errors import UserError
 from gspo_jax.identity import match
@@ -94,17 +94,16 @@ def imitate(
     arrays = {k: v for k, v in next(batches).items() if k != "problems"}
     state, metrics = update(state, arrays)
     step += 1
-    stop = preemption.reached(step)
+    stop = preemption.reached()
     check = step % cfg.check_every == 0 or step == cfg.steps
     # Never off that grid: a look more could pass the gate where an
     # uninterrupted run goes on.
     if check:
       reached = accuracy(state.params)
       loss = metrics["loss/policy"].value()
-      print(
+      hosts.say(
         f"cold start {step:4d}/{cfg.steps}  loss {loss:.3f}  "
-        f"greedy accuracy {reached:.3f} (gate {cfg.gate})",
-        flush=True,
+        f"greedy accuracy {reached:.3f} (gate {cfg.gate})"
       )
     if check or stop:
       saved = {"greedy": reached, "data": batches.get_state()}

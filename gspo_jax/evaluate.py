@@ -1,12 +1,12 @@
 """Held-out accuracy: avg@k and pass@k of sampled answers, and greedy."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 
-from gspo_jax import data, model, rewards
+from gspo_jax import data, hosts, model, rewards
 from gspo_jax.sampler import STOPPED, Prompts, Samples
 from gspo_jax.tasks import Problem
 
@@ -31,27 +31,43 @@ def pass_at_k(correct: np.ndarray, k: int) -> float:
   return float(np.mean([1 - math.comb(w, k) / math.comb(n, k) for w in wrong]))
 
 
-def texts(samples: Samples) -> list[str]:
-  """The answers as text, without their stop tokens."""
-  tokens, lengths, finish = jax.device_get(
-    (samples.tokens, samples.lengths, samples.finish)
-  )
-  ends = lengths - (finish == STOPPED)
-  return [data.decode(row[:n]) for row, n in zip(tokens, ends, strict=True)]
+def texts(samples: Samples) -> dict[int, str]:
+  """The answers of this host's rows, by row, without their stop tokens."""
+  lengths, finish = hosts.own(samples.lengths), hosts.own(samples.finish)
+  return {
+    i: data.decode(tokens[: lengths[i] - (finish[i] == STOPPED)])
+    for i, tokens in hosts.own(samples.tokens).items()
+  }
 
 
-def verify(answers: Sequence[str], problems: Sequence[Problem]) -> np.ndarray:
-  """Rewards [P, G] float32; the G answers to a problem stand side by side."""
-  group = len(answers) // len(problems)
-  scores = [
-    rewards.final_answer(answer, problems[i // group].answer)
-    for i, answer in enumerate(answers)
-  ]
-  return np.asarray(scores, np.float32).reshape(-1, group)
+def verify(
+  answers: Mapping[int, str], problems: Sequence[Problem], rows: jax.Array
+) -> np.ndarray:
+  """Rewards of all rows, on every host; each scores its own.
+
+  Args:
+    answers: from `texts`; the G answers to a problem stand side by side.
+    problems: P of them.
+    rows: [P * G], any array that lies over the hosts as the answers do.
+
+  Returns:
+    [P, G] float32.
+  """
+  group = rows.shape[0] // len(problems)
+  own = {
+    i: rewards.final_answer(answer, problems[i // group].answer)
+    for i, answer in answers.items()
+  }
+  return hosts.join(own, rows).reshape(-1, group)
 
 
 def answer_all(
-  generate: Generate, params, questions: dict, batch: int, key: jax.Array
+  generate: Generate,
+  params,
+  questions: dict,
+  batch: int,
+  key: jax.Array,
+  rows: jax.sharding.Sharding,
 ) -> np.ndarray:
   """Rewards [N, G] for all questions (of `data.take`), `batch` at a time.
 
@@ -63,9 +79,10 @@ def answer_all(
   for i, start in enumerate(range(0, count, batch)):
     index = np.arange(start, start + batch) % count
     prompts = Prompts(questions["tokens"][index], questions["length"][index])
+    prompts = hosts.lay(prompts, rows)
     samples = generate(params, prompts, jax.random.fold_in(key, i))
     problems = [questions["problems"][j] for j in index]
-    scores.append(verify(texts(samples), problems))
+    scores.append(verify(texts(samples), problems, samples.lengths))
   return np.concatenate(scores)[:count]
 
 

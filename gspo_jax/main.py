@@ -2,6 +2,10 @@
 
   python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny
 
+On several hosts the same command on each, and the same workdir for all. On a
+Cloud TPU slice they find one another; elsewhere each is told
+`--coordinator=HOST:PORT --num_processes=N --process_id=I`.
+
 Exit codes: 0 done, or stopped by SIGTERM with everything saved; 2 a mistake of
 the caller's, in one line; anything else is a fault, with its traceback.
 """
@@ -23,6 +27,15 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
   "workdir", None, "Where checkpoints, metrics and samples go."
 )
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator", None, "HOST:PORT where process 0 listens; not on a TPU."
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+  "num_processes", None, "Processes of the job.", lower_bound=1
+)
+_PROCESS_ID = flags.DEFINE_integer(
+  "process_id", None, "Which of them this is, from 0.", lower_bound=0
+)
 
 
 def main() -> None:
@@ -33,13 +46,21 @@ def main() -> None:
     sys.exit(_complain(error))
 
 
-def _main(argv) -> None:
+def _main(argv) -> int:
   # Here, and not above, so that a mistaken flag is told at once.
-  from gspo_jax import train
+  from gspo_jax import hosts
 
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
-  train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+  hosts.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+  from gspo_jax import train
+
+  try:
+    train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+  except UserError as error:  # of all processes
+    return _complain(error) if hosts.first() else 2
+  hosts.meet()  # else those who end first give the last save 30 s, no more
+  return 0
 
 
 def _complain(error: Exception) -> int:
@@ -65,7 +86,28 @@ def parse(argv: list[str]) -> list[str]:
         f"--{flag.name} is missing; for a start: python -m gspo_jax.main "
         "--config=configs/tiny_cpu.py --workdir=runs/tiny"
       )
+  _check_processes()
   return rest
+
+
+def _check_processes() -> None:
+  """UserError unless the flags of a multi-process job are all there and fit."""
+  together = (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
+  missing = [flag.name for flag in together if flag.value is None]
+  if len(missing) == len(together):
+    return
+  if missing:
+    raise UserError(
+      f"--{missing[0]} is missing: --coordinator=HOST:PORT --num_processes=N "
+      "--process_id=I belong together"
+    )
+  if not re.fullmatch(r".+:\d+", _COORDINATOR.value):
+    raise UserError(f"--coordinator={_COORDINATOR.value}: expected HOST:PORT")
+  if _PROCESS_ID.value >= _NUM_PROCESSES.value:
+    raise UserError(
+      f"--process_id={_PROCESS_ID.value}: expected 0 to "
+      f"{_NUM_PROCESSES.value - 1}, under --num_processes"
+    )
 
 
 def _check_keys(argv: list[str]) -> None:

@@ -3,39 +3,41 @@
 import signal
 import threading
 
-import jax
-from jax.experimental import multihost_utils
+from gspo_jax import hosts
 
 
 class Preemption:
   """Turns SIGTERM into a flag for the loop: a context manager.
 
-  Alone, a process sets `requested` in a signal handler, and puts the handler
-  before it back at the end. Python allows that in the main thread only; entered
-  in another thread this does nothing. After `jax.distributed.initialize` JAX's
-  own notifier listens, and a SIGTERM to any process stops all of them at the
-  same step: a Python handler would silence it, so none is installed, and
-  `requested` follows `reached`. SIGINT stays KeyboardInterrupt.
+  A signal handler sets `requested`, and the handler before it is put back at
+  the end. Python allows that in the main thread only: entered in another one,
+  this process hears of no SIGTERM of its own. SIGINT stays KeyboardInterrupt.
+
+  Not JAX's preemption service: it compares step numbers, Orbax asks it too at
+  each save, and where the two count differently (a cold start and then RL, a
+  resumed run) a SIGTERM is lost.
   """
 
   requested: bool = False
 
   def __enter__(self) -> "Preemption":
-    self._distributed = jax.distributed.is_initialized()
-    main = threading.current_thread() is threading.main_thread()
-    self._handles = main and not self._distributed
+    self._handles = threading.current_thread() is threading.main_thread()
     if self._handles:
-      self._previous = signal.signal(signal.SIGTERM, self._request)
+      previous = signal.signal(signal.SIGTERM, self._request)
+      # None: a handler that Python does not know, such as that service's.
+      self._previous = signal.SIG_DFL if previous is None else previous
     return self
 
   def __exit__(self, *_) -> None:
     if self._handles:
       signal.signal(signal.SIGTERM, self._previous)
 
-  def reached(self, step: int) -> bool:
-    """Whether to save and stop after `step`; once a step, on every process."""
-    if self._distributed:
-      self.requested |= multihost_utils.reached_preemption_sync_point(step)
+  def reached(self) -> bool:
+    """Whether to save and stop now; to be asked at once by every process.
+
+    A SIGTERM to one is a request to all.
+    """
+    self.requested |= hosts.anywhere(self.requested)
     return self.requested
 
   def _request(self, *_) -> None:

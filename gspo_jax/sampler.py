@@ -242,7 +242,9 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
     return drop(state)
 
   def longer(s):
-    s = dataclasses.replace(s, cache=kv.grow(s.cache, _slots(slots, cfg, sampler)))
+    s = dataclasses.replace(
+      s, cache=kv.grow(s.cache, _slots(slots, cfg, sampler))
+    )
     return _decode(s, params, cfg, starts, row_keys, sampler)
 
   return jax.lax.cond(state.done.all(), drop, longer, state)

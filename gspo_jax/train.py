@@ -11,11 +11,18 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from gspo_jax import cold_start, data, evaluate, metrics, program, sharding
+from gspo_jax import (
+  cold_start,
+  data,
+  evaluate,
+  hosts,
+  metrics,
+  program,
+  sharding,
+)
 from gspo_jax.advantages import group_relative_advantages
 from gspo_jax.checkpoint import Checkpoints
-from gspo_jax.errors import UserError
-from gspo_jax.identity import changes, match
+from gspo_jax.identity import changes, flatten, match
 from gspo_jax.preemption import Preemption
 from gspo_jax.sampler import TRUNCATED, Prompts
 from gspo_jax.tasks import Chain, Problem
@@ -76,11 +83,12 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     UserError: the config, the data or the workdir cannot work as they are.
     FloatingPointError: a metric is not finite; that step is not saved.
   """
-  if jax.process_count() > 1:
-    raise UserError(f"{jax.process_count()} processes: expected 1, for now")
-  mesh = sharding.make_mesh(**config.mesh)
+  hosts.require_joined()
+  mesh = hosts.together(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh), Preemption() as preemption:
-    run = _prepare(config, workdir, mesh)
+    run = hosts.together(lambda: _prepare(config, workdir, mesh))
+    hosts.require_same(flatten({"config": _plain(config)} | run.identity))
+    hosts.require_shared(run.workdir)
     with Checkpoints(
       run.workdir / "checkpoints",
       every=config.checkpoint.every,
@@ -99,16 +107,16 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
 
 
 def _prepare(config, workdir, mesh) -> Run:
-  """What can be checked before any work is checked here."""
+  """What a process can check by itself, before any work."""
   functions = program.build(config, mesh)
   sources = _sources(config)
-  workdir = epath.Path(workdir)
-  _require_writable(workdir)
   # A resume may recompute more or less, but it goes on with the same model.
   cfg = dataclasses.asdict(functions.cfg)
   identity = {
     "seed": config.seed,
-    "model": {k: v for k, v in cfg.items() if k not in ("remat", "unroll")},
+    "model": {
+      k: v for k, v in cfg.items() if k not in ("remat", "keep", "unroll")
+    },
     "data": {
       "fingerprint": data.fingerprint(sources.train),
       "prompts": config.data.prompts,  # the position counts batches of these
@@ -116,7 +124,7 @@ def _prepare(config, workdir, mesh) -> Run:
   }
   return Run(
     config=config,
-    workdir=workdir,
+    workdir=epath.Path(workdir),
     program=functions,
     sources=sources,
     held_out=data.take(
@@ -144,34 +152,21 @@ def _sources(config) -> Sources:
   return Sources(train, held_out, train)
 
 
-def _require_writable(workdir: epath.Path) -> None:
-  probe = workdir / ".writable"
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    probe.write_text("")
-    probe.unlink()
-  except Exception as error:
-    raise UserError(
-      f"--workdir={str(workdir)!r} cannot be written: "
-      f"{type(error).__name__}: {error}"
-    ) from error
-
-
 def _start(run, batches, checkpoints, preemption) -> TrainState | None:
   """The last good checkpoint, else a fresh policy after its cold start."""
   accept = lambda _, found: match(run.identity, found, "checkpoint")
   restored = checkpoints.restore(run.program.abstract, accept)
   if restored is not None:
     batches.set_state(restored.metadata["data"])
-    print(f"resumed after step {restored.step}", flush=True)
+    hosts.say(f"resumed after step {restored.step}")
     for line in changes(restored.metadata["config"], _plain(run.config)):
-      print(line)
+      hosts.say(line)
     return restored.state
   if not run.config.cold_start.steps:
     return run.program.init(run.keys.init)
   imitated = _imitate(run, preemption)
   if imitated is None:
-    print("SIGTERM: cold start saved; the same command resumes", flush=True)
+    hosts.say("SIGTERM: cold start saved; the same command resumes")
     return None
   state = run.program.init(run.keys.init)
   return dataclasses.replace(state, params=imitated.params)
@@ -204,7 +199,9 @@ def _imitate(run, preemption) -> TrainState | None:
       init=lambda: functions.init_imitation(k_init),
       abstract=functions.abstract_imitation,
       batches=batches,
-      update=lambda state, batch: functions.imitate(state, batch, k_update),
+      update=lambda state, batch: functions.imitate(
+        state, hosts.lay(batch, sharding.rows(functions.mesh)), k_update
+      ),
       accuracy=lambda params: float(_greedy(run, params, k_check).mean()),
       checkpoints=checkpoints,
       preemption=preemption,
@@ -216,14 +213,16 @@ def _imitate(run, preemption) -> TrainState | None:
 def _train(run, state, batches, checkpoints, preemption) -> TrainState | None:
   """RL from `state` on, to the last step or to a SIGTERM."""
   config, begin = run.config, int(state.step)
-  writer = metrics.Writer(
-    run.workdir,
-    total_steps=config.num_steps,
-    resume_step=begin,
-    active=jax.process_index() == 0,
+  writer = hosts.together(
+    lambda: metrics.Writer(
+      run.workdir,
+      total_steps=config.num_steps,
+      resume_step=begin,
+      active=hosts.first(),
+    )
   )
   if begin >= config.num_steps:
-    print(f"num_steps={config.num_steps}: nothing is left to do")
+    hosts.say(f"num_steps={config.num_steps}: nothing is left to do")
   with writer:
     watch = Watch(
       updates=config.learner.minibatches,
@@ -234,7 +233,7 @@ def _train(run, state, batches, checkpoints, preemption) -> TrainState | None:
       writer.write(0, _evaluate(run, state.params))
     for step in range(begin + 1, config.num_steps + 1):
       state, row, shown = _iterate(run, state, next(batches), step)
-      last, stop = step == config.num_steps, preemption.reached(step)
+      last, stop = step == config.num_steps, preemption.reached()
       saved = {
         "identity": run.identity,
         "data": batches.get_state(),
@@ -252,7 +251,7 @@ def _train(run, state, batches, checkpoints, preemption) -> TrainState | None:
         checkpoints.save(step, state, saved)
       if stop and not last:
         checkpoints.wait()
-        print(f"SIGTERM: saved after step {step}; the same command resumes")
+        hosts.say(f"SIGTERM: saved after step {step}; the same command resumes")
         return None
   return state
 
@@ -264,9 +263,10 @@ def _iterate(run, state, batch, step):
   them, so there is nothing to run ahead of, and the times are true.
 
   Returns:
-    The new state, the step's scalars, and rows of sample answers.
+    The new state, the step's scalars, and rows of sample answers of this host.
   """
   functions, config = run.program, run.config
+  rows = sharding.rows(functions.mesh)
   clock = [time.monotonic()]
   tick = lambda: clock.append(time.monotonic())
   k_generate, k_shuffle = jax.random.split(
@@ -274,21 +274,20 @@ def _iterate(run, state, batch, step):
   )
 
   # Rollouts: G answers to each question.
-  prompts = Prompts(batch["tokens"], batch["length"])
+  prompts = hosts.lay(Prompts(batch["tokens"], batch["length"]), rows)
   samples = functions.generate(state.params, prompts, k_generate)
   answers = evaluate.texts(samples)
   tick()
 
-  # Old log-probs, on the device while the host verifies.
+  # Old log-probs, on the device while each host verifies its own answers.
   rollout, scored = functions.score(state.params, prompts, samples)
-  rewards = evaluate.verify(answers, batch["problems"])
+  rewards = evaluate.verify(answers, batch["problems"], samples.lengths)
   # Advantages of whole groups, before any shuffle.
   advantages = group_relative_advantages(
     rewards, normalize_std=config.objective.name != "dr_grpo"
   )
-  rollout = dataclasses.replace(
-    rollout, advantages=np.asarray(advantages).reshape(-1)
-  )
+  advantages = hosts.lay(np.asarray(advantages).reshape(-1), rows)
+  rollout = dataclasses.replace(rollout, advantages=advantages)
   jax.block_until_ready(scored)
   tick()
 
@@ -306,7 +305,7 @@ def _iterate(run, state, batch, step):
 
 
 def _rollout_row(rewards: np.ndarray, samples) -> dict[str, float]:
-  lengths, finish, steps = jax.device_get(
+  lengths, finish, steps = hosts.fetch(
     (samples.lengths, samples.finish, samples.steps)
   )
   return {
@@ -339,27 +338,27 @@ def _shown(problems, answers, rewards) -> list[tuple[str, str, str, float]]:
   return [
     (p.question, answers[i * group], p.answer, float(rewards[i, 0]))
     for i, p in enumerate(problems)
+    if i * group in answers  # else another host holds it
   ]
 
 
 def _evaluate(run, params) -> dict[str, float]:
   """`eval/*` on the held-out questions, with the same key every time."""
   key = run.keys.evaluate
-  sampled = evaluate.answer_all(
-    run.program.generate_eval,
-    params,
-    run.held_out,
-    run.config.data.prompts,
-    key,
-  )
+  sampled = _answer(run, run.program.generate_eval, params, key)
   return evaluate.summarize(sampled, _greedy(run, params, key))
 
 
 def _greedy(run, params, key) -> np.ndarray:
+  return _answer(run, run.program.generate_greedy, params, key)
+
+
+def _answer(run, generate, params, key) -> np.ndarray:
   return evaluate.answer_all(
-    run.program.generate_greedy,
+    generate,
     params,
     run.held_out,
     run.config.data.prompts,
     key,
+    sharding.rows(run.program.mesh),
   )

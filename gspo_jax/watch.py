@@ -2,6 +2,8 @@
 
 import math
 
+from gspo_jax import hosts
+
 
 def require_finite(row: dict[str, float], step: int) -> None:
   """FloatingPointError naming the first number that is none, and the step."""
@@ -50,5 +52,5 @@ class Watch:
 
   def _say(self, kind: str, text: str) -> None:
     if kind not in self._said:
-      print(f"warning: {text}", flush=True)
+      hosts.say(f"warning: {text}")
     self._said.add(kind)

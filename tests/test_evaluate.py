@@ -3,14 +3,21 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import data, evaluate
+from gspo_jax import data, evaluate, sharding
 from gspo_jax.sampler import TRUNCATED, Samples
 from gspo_jax.tasks import Chain
 
 QUESTIONS = data.take(Chain((3,)), 10, 16)
+
+
+@pytest.fixture(scope="module")
+def rows():
+  """One device: the batches below divide by no other number."""
+  return sharding.rows(sharding.make_mesh(jax.devices()[:1]))
 
 
 def samples(answers, width=8):
@@ -21,7 +28,8 @@ def samples(answers, width=8):
     ids = [*data.encode(answer), data.EOS]
     tokens[i, : len(ids)], lengths[i] = ids, len(ids)
   zeros = np.zeros_like(tokens, np.float32)
-  return Samples(tokens, zeros, lengths, lengths > 0, np.int32(width))
+  drawn = Samples(tokens, zeros, lengths, lengths > 0, np.int32(width))
+  return jax.tree.map(jnp.asarray, drawn)
 
 
 class Pupil:
@@ -35,7 +43,8 @@ class Pupil:
     assert params == "params"
     self.shapes.append((prompts.tokens.shape, prompts.lengths.shape))
     self.keys.append(tuple(jax.random.key_data(key).tolist()))
-    asked = [data.decode(row).lstrip("\ufffd") for row in prompts.tokens]
+    tokens = np.asarray(prompts.tokens)
+    asked = [data.decode(row).lstrip("\ufffd") for row in tokens]
     answers = [[f"#{self.known.get(q, 'x')}", "#wrong"] for q in asked]
     return samples(list(itertools.chain(*answers)))
 
@@ -57,27 +66,28 @@ def test_pass_at_k_needs_k_answers(k):
 
 def test_texts_end_before_the_stop():
   drawn = samples(["#1", "", "#é"])
-  cut = np.full((1, 8), ord("7"), np.int32)
-  assert evaluate.texts(drawn) == ["#1", "", "#é"]
-  one = Samples(cut, cut, np.array([3]), np.array([TRUNCATED]), np.int32(8))
-  assert evaluate.texts(one) == ["777"]
+  cut = jnp.full((1, 8), ord("7"), jnp.int32)
+  assert evaluate.texts(drawn) == {0: "#1", 1: "", 2: "#é"}
+  one = Samples(cut, cut, jnp.array([3]), jnp.array([TRUNCATED]), jnp.int32(8))
+  assert evaluate.texts(one) == {0: "777"}
 
 
 def test_verify_keeps_the_answers_of_a_question_together():
   problems = QUESTIONS["problems"][:2]
   right, other = (f"#{p.answer}" for p in problems)
   assert right != other
-  rewards = evaluate.verify([right, "", "x", other, right, other], problems)
+  answers = dict(enumerate([right, "", "x", other, right, other]))
+  rewards = evaluate.verify(answers, problems, jnp.zeros(6))
   assert rewards.dtype == np.float32
   np.testing.assert_array_equal(rewards, [[1, 0, 0], [1, 0, 1]])
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 5, 10, 13, 25])
-def test_answer_all_answers_each_question_once(batch):
+def test_answer_all_answers_each_question_once(batch, rows):
   known = [p for i, p in enumerate(QUESTIONS["problems"]) if i in (2, 8, 9)]
   pupil = Pupil(known)
   rewards = evaluate.answer_all(
-    pupil, "params", QUESTIONS, batch, jax.random.key(0)
+    pupil, "params", QUESTIONS, batch, jax.random.key(0), rows
   )
   right = np.isin(np.arange(10), (2, 8, 9))
   np.testing.assert_array_equal(rewards, np.stack([right, 0 * right], 1))

@@ -16,6 +16,7 @@ from gspo_jax.limits import divides
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
 WORKDIR = "--workdir=somewhere"
+PROCESSES = ("--coordinator=host:1234", "--num_processes=2")
 
 
 @pytest.fixture
@@ -90,6 +91,14 @@ def test_overrides_reach_the_config(parse):
     ([TINY, WORKDIR, "--config.seed"], "Missing value"),
     ([TINY, WORKDIR, "--wrokdir=x"], "wrokdir"),
     ([TINY, WORKDIR, "config.seed=1"], "unexpected argument 'config.seed=1'"),
+    ([TINY, WORKDIR, "--coordinator=h:1"], "--num_processes is missing: --c"),
+    ([TINY, WORKDIR, "--process_id=0"], "--coordinator is missing: --coord"),
+    ([TINY, WORKDIR, *PROCESSES, "--process_id=2"],
+     "--process_id=2: expected 0 to 1, under --num_processes"),
+    ([TINY, WORKDIR, *PROCESSES, "--process_id=-1"], "process_id.*-1"),
+    ([TINY, WORKDIR, *PROCESSES, "--process_id=one"], "process_id=one"),
+    ([TINY, WORKDIR, *PROCESSES, "--process_id=0", "--coordinator=h"],
+     "--coordinator=h: expected HOST:PORT"),
     (["--config=configs/nope.py", WORKDIR], "No such file.*configs/nope.py"),
     (["--config=/", WORKDIR], "Is a directory: '/'"),
     ([TINY.replace("debug", "fast"), WORKDIR],
@@ -188,6 +197,7 @@ def test_divides_tells_the_nearest_divisor(size, divisor, nearest):
     ("run", ["--config.data.source=jsonl", "--config.data.path=nope.jsonl"],
      "'nope.jsonl': No such file"),
     ("run", ["--config.mesh.fsdp=3"], "does not multiply to the 1 devices"),
+    ("run", ["--coordinator=host:1", "--num_processes=2"], "--process_id is"),
     ("file/below", ["--config.seed=1"], "cannot be written: NotADirectory"),
   ],
 )  # fmt: skip

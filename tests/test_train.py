@@ -14,6 +14,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -263,14 +264,16 @@ def test_the_embedded_default_learns(environment, tmp_path):
 class Spy:
   """A program that notes the keys it is given."""
 
+  mesh = sharding.make_mesh(jax.devices()[:1])
+
   def __init__(self):
     self.keys = []
 
   def generate(self, params, prompts, key):
     self.keys.append(key)
-    tokens = np.full((4, 3), ord("#"), np.int32)
-    ones = np.ones(4, np.int32)
-    return Samples(tokens, np.zeros((4, 3)), ones, ones * 0, np.int32(1))
+    tokens = jnp.full((4, 3), ord("#"), jnp.int32)
+    ones = jnp.ones(4, jnp.int32)
+    return Samples(tokens, jnp.zeros((4, 3)), ones, ones * 0, jnp.int32(1))
 
   def score(self, params, prompts, samples):
     batch = rollout.assemble(prompts, samples.tokens, samples.lengths)

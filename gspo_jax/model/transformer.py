@@ -21,7 +21,7 @@ from gspo_jax import sharding
 from gspo_jax.model import attention
 from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
-from gspo_jax.model.moe import MoE, Routing
+from gspo_jax.model.moe import MoE
 
 Params = dict
 

@@ -1,0 +1,225 @@
+"""Many hosts as one: the start, arrays laid over all, rows read by each.
+
+Every process runs the same program on its own devices. It may not raise, wait
+or branch on what it alone knows: the others would wait for it in a collective.
+With one process the functions here do nothing, or copy an array.
+"""
+
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from gspo_jax.errors import UserError
+
+T = TypeVar("T")
+
+# Seconds after which a silent process counts as dead, and for which one that
+# ends waits for the others. Then the job ends everywhere. JAX's own are 100 and
+# 300: minutes of a pod that waits for nothing.
+PATIENCE = 30
+_LONGEST = 1000  # bytes of what a process can tell the others
+
+
+def start(
+  coordinator: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+) -> None:
+  """Joins the other processes; before any use of a device.
+
+  Without arguments it does so on a Cloud TPU slice of several hosts, and
+  nothing elsewhere.
+
+  Args:
+    coordinator: HOST:PORT at which process 0 listens.
+    num_processes: of the job.
+    process_id: of this one, from 0.
+
+  Raises:
+    UserError: process 0 cannot listen there. JAX itself ends the process when
+      it finds no coordinator within five minutes.
+  """
+  if coordinator is None and tpu_hosts() == 1:
+    return
+  # It would swallow SIGTERM, which preemption.py listens to.
+  jax.config.update("jax_enable_preemption_service", False)
+  try:
+    jax.distributed.initialize(
+      coordinator,
+      num_processes,
+      process_id,
+      # What was said is not to be mixed with what Slurm or Kubernetes say.
+      cluster_detection_method="deactivate" if coordinator else None,
+      heartbeat_timeout_seconds=PATIENCE,
+      shutdown_timeout_seconds=PATIENCE,
+    )
+  except RuntimeError as error:
+    raise UserError(f"--coordinator={coordinator}: {error}") from error
+
+
+def require_joined() -> None:
+  """UserError where JAX knows of processes that were not joined by `start`."""
+  if jax.process_count() > 1 and not jax.distributed.is_initialized():
+    raise UserError(
+      f"{jax.process_count()} processes, but jax.distributed.initialize() was "
+      "not called before the first use of a device: it is what saves "
+      "checkpoints of several hosts, and stops them together"
+    )
+
+
+def tpu_hosts() -> int:
+  """Hosts of the Cloud TPU slices that this process is on; 1 elsewhere.
+
+  It asks what `jax.distributed.initialize` would ask, but first: that would
+  wait five minutes for a coordinator named "local" on a notebook's TPU.
+  """
+  # `import jax` puts "tpu" there where it sees chips, unless told otherwise.
+  if "tpu" not in (jax.config.jax_platforms or ""):
+    return 1
+  for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
+    if name in os.environ:  # Kubernetes, notebooks
+      slices = int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
+      return slices * len(os.environ[name].split(","))
+  # A TPU VM learns it from Google's metadata server; only JAX knows how.
+  from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
+
+  if GceTpuCluster.is_env_present():
+    return GceTpuCluster.get_process_count()
+  return 1
+
+
+def first() -> bool:
+  """Whether this is the process that prints and writes."""
+  return jax.process_index() == 0
+
+
+def say(*text) -> None:
+  """Prints, once for all processes."""
+  if first():
+    print(*text, flush=True)
+
+
+def meet() -> None:
+  """Waits for all the processes."""
+  multihost_utils.sync_global_devices("meet")
+
+
+def anywhere(flag: bool) -> bool:
+  """Whether `flag` is true on any process."""
+  if jax.process_count() == 1:
+    return flag
+  return bool(multihost_utils.process_allgather(np.bool_(flag)).any())
+
+
+def tell(text: str) -> list[str]:
+  """What each process has to tell, cut to 1000 bytes."""
+  mine = text.encode()[:_LONGEST].ljust(_LONGEST, b"\0")
+  everyones = multihost_utils.process_allgather(np.frombuffer(mine, np.uint8))
+  return [bytes(b).rstrip(b"\0").decode(errors="ignore") for b in everyones]
+
+
+def together(work: Callable[[], T]) -> T:
+  """`work()`; a UserError on one process is raised on all.
+
+  Nothing in `work` may wait for the other processes.
+  """
+  try:
+    result, wrong = work(), ""
+  except UserError as error:
+    result, wrong = None, str(error) or "UserError"
+  for number, text in enumerate(tell(wrong)):
+    if text:
+      raise UserError(text if text == wrong else f"process {number}: {text}")
+  return result
+
+
+def require_same(settings: Mapping[str, Any]) -> None:
+  """UserError naming the first setting that differs between processes."""
+  if len(set(tell(str(zlib.crc32(repr(list(settings)).encode()))))) > 1:
+    raise UserError("the processes were started with different config files")
+  mine = [zlib.crc32(repr(value).encode()) for value in settings.values()]
+  theirs = multihost_utils.process_allgather(np.array(mine, np.uint32))
+  for name, column in zip(settings, theirs.T, strict=True):
+    if other := np.flatnonzero(column != column[0]).tolist():
+      raise UserError(
+        f"{name} is not the same everywhere: process {other[0]} has another "
+        "than process 0"
+      )
+
+
+def require_shared(workdir: epath.Path) -> None:
+  """UserError unless every process can write there, and sees the others."""
+  probe = lambda process: workdir / f".writable.{process}"
+  own = probe(jax.process_index())
+
+  def write():
+    try:
+      workdir.mkdir(parents=True, exist_ok=True)
+      own.write_text("")
+    except Exception as error:
+      raise UserError(
+        f"--workdir={str(workdir)!r} cannot be written: "
+        f"{type(error).__name__}: {error}"
+      ) from error
+
+  def look():
+    if not all(probe(i).exists() for i in range(jax.process_count())):
+      raise UserError(
+        f"--workdir={str(workdir)!r} is not one folder for all hosts: expected "
+        "a bucket or a network disk"
+      )
+
+  together(write)
+  try:
+    together(look)
+  finally:
+    own.unlink()
+
+
+def lay(tree, sharding: jax.sharding.Sharding):
+  """Global arrays, from numpy ones that every process has whole."""
+
+  def put(x):
+    return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+  return jax.tree.map(put, tree)
+
+
+def own(array: jax.Array) -> dict[int, np.ndarray]:
+  """The rows of a global array that lie here, by their number."""
+  # Along `tensor` a row lies on several devices: one of them is enough.
+  shards = {s.index[0].start or 0: s.data for s in array.addressable_shards}
+  return {
+    begin + i: row
+    for begin, rows in sorted(jax.device_get(shards).items())
+    for i, row in enumerate(rows)
+  }
+
+
+def join(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
+  """All rows' values, on every process, from the own ones of each.
+
+  Args:
+    values: one for each row of `own(like)`.
+    like: [B].
+
+  Returns:
+    [B] float32.
+  """
+
+  def rows(index):
+    own_rows = range(*index[0].indices(like.shape[0]))
+    return np.array([values[i] for i in own_rows], np.float32)
+
+  return fetch(jax.make_array_from_callback(like.shape, like.sharding, rows))
+
+
+def fetch(tree):
+  """Global arrays whole, as numpy, on every process."""
+  return multihost_utils.process_allgather(tree, tiled=True)

@@ -1,0 +1,143 @@
+"""Compiles a config's real functions for a TPU slice, with no TPU at hand.
+
+  python -m gspo_jax.plan --config=configs/moe_tpu_v5.py --topology=v5p:4x4x4
+
+It takes a command line of gspo_jax.main as it stands (a workdir is not used)
+and prints, per function, whether it fits and what it would take at best: a
+compiler's roofline, for nothing runs. gspo_jax/hlo/walk.py says what is counted
+and how. Of `generate`, whose length only data decides, it tells one decode step
+at the longest cache, and the whole as if every answer were of full length and
+every step as long as that one.
+
+Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line.
+"""
+
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+from gspo_jax import (
+  aot,
+  chips,
+  main,
+  plan_report,
+  plan_table,
+  program,
+  sampler,
+  sharding,
+)
+from gspo_jax.errors import UserError, nearest
+
+NOTE = "compiler roofline, nothing ran on a chip"
+FUNCTIONS = ("update", "score", "generate")
+
+_TOPOLOGY = flags.DEFINE_string(
+  "topology", None, "A TPU slice: v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:2x2x1."
+)
+_SLICES = flags.DEFINE_integer("slices", 1, "How many of them.")
+_FUNCTIONS = flags.DEFINE_list(
+  "functions", [*FUNCTIONS], "Those to compile; each takes up to minutes."
+)
+_TOP = flags.DEFINE_integer("top", 0, "Show the N most expensive operations.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead.")
+
+
+def command() -> None:
+  """The console's entry."""
+  try:
+    app.run(_command, flags_parser=_parse)
+  except UserError as error:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _parse(argv):
+  return main.parse([*argv, "--workdir=unused"])
+
+
+def _command(argv) -> int:
+  if _TOPOLOGY.value is None:
+    raise UserError("--topology is missing; for a start: --topology=v5e:4x4")
+  report = plan(
+    flags.FLAGS.config,
+    chips.parse(_TOPOLOGY.value),
+    slices=_SLICES.value,
+    functions=_FUNCTIONS.value,
+  )
+  report["config"] = flags.FLAGS["config"].config_filename
+  if _JSON.value:
+    print(json.dumps(report))
+  else:
+    print(plan_table.render(report, top=_TOP.value))
+  return 0 if report["fits"] else 1
+
+
+def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
+  """Compiles and costs `functions`; what `--json` prints.
+
+  Raises:
+    UserError: no libtpu, no such slice or function, or a config that cannot
+      work there.
+  """
+  for name in functions:
+    if name not in FUNCTIONS:
+      raise UserError(f"--functions={name}: {nearest(name, FUNCTIONS)}")
+  if slices < 1:
+    raise UserError(f"--slices={slices}: expected at least 1")
+  libtpu = aot.prepare()
+  mesh = sharding.make_mesh(aot.devices(where, slices), **config.mesh)
+  made = program.build(config, mesh)
+  lowered = _lower(config, made)
+  results = {}
+  for name in functions:
+    print(f"compiling {name} ...", file=sys.stderr, flush=True)
+    done = aot.compile_one(lowered[name])
+    results[name] = plan_report.function(name, done, config, made, where)
+  return {
+    "topology": str(where),
+    "slices": slices,
+    "devices": mesh.size,
+    "mesh": dict(mesh.shape),
+    "sampler_mesh": dict(made.generate.mesh.shape),
+    "jax": jax.__version__,
+    "libtpu": libtpu,
+    "note": NOTE,
+    "hbm": where.chip.hbm,
+    "functions": results,
+    "fits": all(result["fits"] for result in results.values()),
+  }
+
+
+def _lower(config, made) -> dict:
+  """The functions, lowered for the shapes and shardings of a run."""
+  rows = functools.partial(_lay_rows, made.mesh)
+  P, S = config.data.prompts, config.data.max_prompt_length
+  shape = jax.ShapeDtypeStruct
+  prompts = rows(
+    sampler.Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32))
+  )
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  params = made.abstract.params
+  generate = made.generate.lower(params, prompts, key)
+  score = made.score.lower(params, prompts, rows(generate.out_info))
+  update = made.update.lower(made.abstract, rows(score.out_info[0]), key)
+  return {"generate": generate, "score": score, "update": update}
+
+
+def _lay_rows(mesh, tree):
+  """Shapes of a batch, with shardings."""
+  batch, single = sharding.rows(mesh), sharding.everywhere(mesh)
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=batch if x.shape else single
+    ),
+    tree,
+  )
+
+
+if __name__ == "__main__":
+  command()

@@ -1,0 +1,195 @@
+"""What a plan says of one function: memory, work and time, for JSON.
+
+Bytes, FLOPs and seconds are of one device and one call.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+
+from gspo_jax import aot, chips, ideal
+from gspo_jax.hlo import cost as hlo_cost
+from gspo_jax.hlo import walk as hlo_walk
+from gspo_jax.program import Program
+
+_KEPT = 40  # operations
+_BUFFERS = 8
+
+
+def function(
+  name: str,
+  done: aot.Compiled,
+  config,
+  made: Program,
+  where: chips.Slice,
+) -> dict:
+  """The report of one function of a program.
+
+  Args:
+    name: of the function.
+    done: what the compiler made of it.
+    config: all the keys of configs/common.py.
+    made: the program.
+    where: what it was compiled for.
+  """
+  report = {
+    "compile_seconds": done.seconds,
+    "fits": done.memory is not None,
+    "reason": done.reason,
+    "buffers": done.buffers[:_BUFFERS],
+  }
+  if done.memory is not None:
+    report |= _memory(name, done.memory, made, where)
+    report |= _work(name, done.module, config, made, where)
+  return report
+
+
+def _memory(name, memory, made, where) -> dict:
+  # The optimizer's moments stay on the devices while other functions run.
+  resident = 0 if name == "update" else _bytes(made.abstract.opt_state)
+  needed, hbm = memory.needed + resident, where.chip.hbm
+  sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
+  report = {"memory": dataclasses.asdict(memory) | sizes}
+  if needed > hbm:
+    report["fits"] = False
+    report["reason"] = (
+      f"{needed / 2**30:.2f} GiB needed, {resident / 2**30:.2f} of it for the "
+      f"optimizer's moments, but {hbm / 2**30:.2f} GiB there"
+    )
+  return report
+
+
+def _bytes(tree) -> int:
+  """On one device, of a tree of shapes with shardings."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+  )
+
+
+def _work(name, module, config, made, where) -> dict:
+  cost = hlo_walk.walk(
+    module, where.chip, _bandwidth(made.mesh, where), made.mesh.size
+  )
+  decode = hlo_cost.longest_loop(cost) if name == "generate" else None
+  report = {}
+  if decode is not None:
+    steps = config.sampler.max_new_tokens - 1
+    report["decode"] = _decode(decode.cost, steps, config, made, where)
+    cost.loops = [o for o in cost.loops if o is not decode]
+    cost.add(decode.cost, steps - 1)  # one is in the sum, as of every loop
+  model_flops = _model_flops(name, config, made) / made.mesh.size
+  return report | _summary(cost, model_flops, where)
+
+
+def _bandwidth(mesh, where) -> hlo_walk.Bandwidth:
+  places = [
+    chips.Place(getattr(d, "slice_index", 0), tuple(d.coords))
+    for d in mesh.devices.flat
+  ]
+
+  @functools.cache
+  def bandwidth(collective):
+    group = [places[n] for n in collective.members]
+    return chips.bandwidth(where, group, "to-all" in collective.kind)
+
+  return bandwidth
+
+
+def _decode(step, steps, config, made, where) -> dict:
+  group = made.generate.mesh.shape
+  prompts = config.data.prompts
+  least = ideal.decode_bytes(
+    made.cfg,
+    prompts=prompts,
+    rows=prompts * config.sampler.group_size,
+    slots=steps,
+    prompt_slots=config.data.max_prompt_length,
+    devices=made.mesh.size,
+    expert=group["expert"],
+    tensor=group["tensor"],
+  )
+  return {
+    "steps": steps,
+    "hbm_bytes": step.hbm,
+    "least_bytes": least,
+    "ratio": step.hbm / least,
+    "least_seconds": least / where.chip.hbm_bandwidth,
+    "seconds": _seconds(step),
+    "collectives": _collectives(step),
+    "top": _top(step),
+  }
+
+
+def _model_flops(name, config, made) -> float:
+  P, S = config.data.prompts, config.data.max_prompt_length
+  B, R = P * config.sampler.group_size, config.sampler.max_new_tokens
+  if name == "generate":
+    prefill = ideal.forward_flops(made.cfg, P, S, 1)
+    return prefill + ideal.forward_flops(made.cfg, B, R - 1, R - 1, past=S)
+  forward = ideal.forward_flops(made.cfg, B, S + R, R)
+  return 3 * forward if name == "update" else forward
+
+
+def _summary(cost, model_flops, where) -> dict:
+  seconds, ideal_seconds = _seconds(cost), model_flops / where.chip.flops
+  return {
+    "model_flops": model_flops,
+    "flops": cost.flops,
+    "attention_flops": cost.attention,
+    "hbm_bytes": cost.hbm,
+    "seconds": seconds,
+    "mfu": {
+      k: ideal_seconds / seconds[k] for k in ("perfect", "scheduled", "serial")
+    },
+    "collectives": _collectives(cost),
+    "top": _top(cost),
+    "unknown_kernels": dict(cost.unknown),
+    "loops": _open(cost.loops),
+    "branches": _open(cost.branches),
+  }
+
+
+def _seconds(cost) -> dict:
+  return {
+    "roofline": cost.seconds,
+    "collectives": cost.wire_seconds,
+    "stalled": cost.stalled,
+    "perfect": cost.perfect,
+    "scheduled": cost.scheduled,
+    "serial": cost.serial,
+  }
+
+
+def _collectives(cost) -> list[dict]:
+  found = [
+    {
+      "kind": kind,
+      "group": size,
+      "asynchronous": asynchronous,
+      **dataclasses.asdict(traffic),
+    }
+    for (kind, size, asynchronous), traffic in cost.collectives.items()
+  ]
+  return sorted(found, key=lambda c: -c["seconds"])
+
+
+def _top(cost) -> list[dict]:
+  """The operations that take longest."""
+  ranked = sorted(cost.by_source.items(), key=lambda item: -item[1][0])
+  return [
+    {"source": source, "seconds": s, "flops": f, "hbm_bytes": b}
+    for source, (s, f, b) in ranked[:_KEPT]
+  ]
+
+
+def _open(opened: list[hlo_cost.Open]) -> list[dict]:
+  """By their source: how often they are met, and the seconds of the longest."""
+  found = {}
+  for o in opened:
+    entry = found.setdefault(o.source, {"times": 0, "seconds": 0.0})
+    entry["times"] += o.times
+    entry["seconds"] = max(entry["seconds"], o.cost.serial)
+  return [{"source": source, **entry} for source, entry in found.items()]

@@ -1,0 +1,181 @@
+"""A plan's report as text, at most 88 columns."""
+
+_GIB = 2**30
+_WIDTH = 88
+
+
+def render(report: dict, *, top: int = 0) -> str:
+  """The tables, and a verdict in the last line.
+
+  Args:
+    report: of `plan.plan`.
+    top: how many of the most expensive operations to list.
+  """
+  functions = report["functions"]
+  parts = [_heading(report), _memory(report)]
+  costed = {k: f for k, f in functions.items() if "seconds" in f}
+  if costed:
+    parts.append(_costs(costed))
+  for name, f in costed.items():
+    parts.append(_collectives(name, f["collectives"]))
+    if "decode" in f:
+      parts.append(_decode(f["decode"]))
+    if top:
+      parts.append(_top(f"{name}: most expensive operations", f["top"][:top]))
+    if f["loops"] or f["branches"] or f["unknown_kernels"]:
+      parts.append(_decided(name, f))
+  parts += [_unfit(k, f) for k, f in functions.items() if not f["fits"]]
+  parts.append(_verdict(report))
+  return "\n\n".join(parts)
+
+
+def _heading(report):
+  mesh = lambda m: ", ".join(f"{k} {v}" for k, v in m.items() if v > 1) or "1"
+  slices = f"{report['slices']} x " if report["slices"] > 1 else ""
+  return "\n".join(
+    (
+      f"{report['config']} on {slices}{report['topology']}, "
+      f"{report['devices']} devices",
+      f"mesh: {mesh(report['mesh'])}; to sample: "
+      f"{mesh(report['sampler_mesh'])}",
+      f"jax {report['jax']}, libtpu {report['libtpu']}; {report['note']}",
+    )
+  )
+
+
+def _rows(title, functions, rows):
+  """One line a quantity, one column a function."""
+  lines = [f"{title:34}" + "".join(f"{name:>14}" for name in functions)]
+  for label, value in rows:
+    cells = [value(f) for f in functions.values()]
+    lines.append(f"  {label:32}" + "".join(f"{c:>14}" for c in cells))
+  return "\n".join(lines)
+
+
+def _memory(report):
+  part = lambda key: (
+    lambda f: f"{f['memory'][key] / _GIB:.2f}" if "memory" in f else "-"
+  )
+  free = lambda f: (
+    f"{f['memory']['free'] / report['hbm']:.0%}" if "memory" in f else "-"
+  )
+  rows = [
+    (label, part(label.split(",")[0]))
+    for label in ("arguments", "outputs", "aliased", "temporaries", "code",
+                  "peak, by the compiler", "resident, optimizer moments",
+                  "needed")
+  ]  # fmt: skip
+  limit = report["hbm"] / _GIB
+  rows += [
+    (f"free of {limit:.2f}", free),
+    ("fits", lambda f: "yes" if f["fits"] else "NO"),
+    ("compiled in", lambda f: f"{f['compile_seconds']:.0f} s"),
+  ]
+  return _rows("HBM a device, GiB", report["functions"], rows)
+
+
+def _costs(functions):
+  seconds = lambda key: lambda f: _time(f["seconds"][key])
+  mfu = lambda key: lambda f: f"{f['mfu'][key]:.1%}"
+  rows = (
+    ("FLOPs", lambda f: f"{f['flops']:.3e}"),
+    ("of which attention, by hand", lambda f: f"{f['attention_flops']:.3e}"),
+    ("model FLOPs", lambda f: f"{f['model_flops']:.3e}"),
+    ("HBM, GB", lambda f: _gb(f["hbm_bytes"])),
+    ("roofline of operations", seconds("roofline")),
+    ("collectives", seconds("collectives")),
+    ("of which not covered", seconds("stalled")),
+    ("time: perfect overlap", seconds("perfect")),
+    ("time: as scheduled", seconds("scheduled")),
+    ("time: no overlap", seconds("serial")),
+    ("MFU: perfect overlap", mfu("perfect")),
+    ("MFU: as scheduled", mfu("scheduled")),
+    ("MFU: no overlap", mfu("serial")),
+  )
+  return _rows("work a device and call", functions, rows)
+
+
+def _collectives(name, found):
+  lines = [
+    f"{name + ': collectives':34}{'group':>8}{'count':>10}{'wire, GB':>12}"
+    f"{'time':>12}"
+  ]
+  for c in found:
+    kind = c["kind"] + (", asynchronous" if c["asynchronous"] else "")
+    lines.append(
+      f"  {kind:32}{c['group']:>8}{c['count']:>10.0f}{_gb(c['wire']):>12}"
+      f"{_time(c['seconds']):>12}"
+    )
+  return "\n".join(lines if found else [*lines, "  none"])
+
+
+def _decode(d):
+  return "\n".join(
+    (
+      "generate: one decode step at the longest cache, a device",
+      f"  HBM {_gb(d['hbm_bytes'])} GB, {d['ratio']:.2f} times the least, "
+      f"{_gb(d['least_bytes'])} GB (weights used, cache: once)",
+      f"  {_time(d['seconds']['scheduled'])} as scheduled: roofline "
+      f"{_time(d['seconds']['roofline'])}, collectives "
+      f"{_time(d['seconds']['collectives'])}; the least "
+      f"{_time(d['least_seconds'])}",
+      f"  above: the prefill and {d['steps']} such steps",
+    )
+  )
+
+
+def _top(title, found):
+  lines = [f"{title:54}{'time':>12}{'FLOPs':>11}{'HBM, GB':>11}"]
+  for t in found:
+    lines.append(
+      f"  {_tail(t['source'], 52):52}{_time(t['seconds']):>12}"
+      f"{t['flops']:>11.2e}{_gb(t['hbm_bytes']):>11}"
+    )
+  return "\n".join(lines)
+
+
+def _decided(name, f):
+  lines = [f"{name}: what data decides"]
+  for found, counted in (
+    ("loops", "counted once"),
+    ("branches", "not counted"),
+  ):
+    for o in f[found]:
+      lines.append(
+        f"  {_tail(o['source'], 48):48} {o['times']:g} x "
+        f"{_time(o['seconds'])}, {counted}"
+      )
+  for kernel, count in f["unknown_kernels"].items():
+    lines.append(f"  {count:g} x kernel {kernel} of unknown FLOPs, not counted")
+  return "\n".join(lines)
+
+
+def _unfit(name, f):
+  lines = [f"{name} does not fit: {f['reason']}", "  largest buffers, GiB:"]
+  lines += [
+    f"  {b / _GIB:>9.2f}  {what[: _WIDTH - 13]}" for b, what in f["buffers"]
+  ]
+  return "\n".join(lines)
+
+
+def _verdict(report):
+  bad = [k for k, f in report["functions"].items() if not f["fits"]]
+  if bad:
+    return f"verdict: does NOT fit: {', '.join(bad)}"
+  free = min(f["memory"]["free"] for f in report["functions"].values())
+  return f"verdict: fits, {free / report['hbm']:.0%} of the HBM free at least"
+
+
+def _gb(size):
+  return f"{size / 1e9:.4g}"
+
+
+def _time(seconds):
+  for unit, name in ((1, "s"), (1e-3, "ms")):
+    if seconds >= unit:
+      return f"{seconds / unit:.3g} {name}"
+  return f"{seconds * 1e6:.3g} us"
+
+
+def _tail(text, width):
+  return text if len(text) <= width else "..." + text[3 - width :]

@@ -1,0 +1,158 @@
+"""Experts in chunks: exact whatever the load, on one device's part and on all.
+
+Dimension key: as in gspo_jax/model/experts.py.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import model, sharding
+from gspo_jax.model import experts as ep
+from gspo_jax.model.moe import MoE
+
+M, D, E, F, k = 64, 8, 8, 6, 2
+# Where the router sends a token's two choices.
+LOADS = {
+  "even": lambda i: np.stack([i % E, (i + 3) % E], 1),
+  "all to two experts": lambda i: np.stack([0 * i, 0 * i + 1], 1),
+  "none to the first two": lambda i: np.stack([2 + i % 3, 5 + i % 3], 1),
+}
+every_load = pytest.mark.parametrize("load", LOADS)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+  monkeypatch.setattr(ep, "_TILE", 8)
+
+
+def draw(load):
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  weights = rng.uniform(0.1, 1, (M, k)).astype(np.float32)
+  chosen = LOADS[load](np.arange(M)).astype(np.int32)
+  return normal(M, D), weights, chosen, normal(E, D, 2 * F), normal(E, F, D)
+
+
+def dense(x, weights, chosen, gate_up, down):
+  """Every expert on every token, float64, as one einsum each."""
+  gate, up = np.split(np.einsum("md,edf->mef", x, gate_up), 2, -1)
+  each = np.einsum("mef,efd->med", gate / (1 + np.exp(-gate)) * up, down)
+  share = np.zeros((M, len(gate_up)))
+  np.add.at(share, (np.arange(M)[:, None], chosen), weights)
+  return np.einsum("med,me->md", each, share)
+
+
+@every_load
+@pytest.mark.parametrize("first", [0, 2, 6])
+def test_a_device_adds_what_its_experts_say(load, first):
+  """Two experts of eight: one chunk, several, or no row at all."""
+  x, weights, chosen, gate_up, down = draw(load)
+  here = slice(first, first + 2)
+  apply = jax.jit(functools.partial(ep.apply, share=4))
+  y, done = apply(x, weights, chosen - first, gate_up[here], down[here])
+  local = (chosen >= first) & (chosen < first + 2)
+  f64 = [np.float64(a) for a in (x, weights * local, gate_up, down)]
+  expected = dense(f64[0], f64[1], chosen, *f64[2:])
+  np.testing.assert_allclose(y, expected, atol=2e-5)
+  assert done == local.sum()
+
+
+@every_load
+def test_the_gradient_by_hand_is_that_of_the_plain_sum(load):
+  x, weights, chosen, gate_up, down = draw(load)
+  target = np.random.default_rng(1).normal(size=(M, D)).astype(np.float32)
+
+  def chunked(x, weights, gate_up, down):
+    y, _ = ep.apply(x, weights, chosen, gate_up, down, share=4)
+    return (y * target).sum()
+
+  def plain(x, weights, gate_up, down):
+    gate, up = jnp.split(jnp.einsum("md,edf->mef", x, gate_up), 2, -1)
+    each = jnp.einsum("mef,efd->med", jax.nn.silu(gate) * up, down)
+    share = jnp.zeros((M, 2)).at[jnp.arange(M)[:, None], chosen]
+    each *= share.add(weights, mode="drop")[..., None]
+    return (each.sum(1) * target).sum()
+
+  given = x, weights, gate_up[:2], down[:2]
+  found = jax.jit(jax.grad(chunked, argnums=range(4)))(*given)
+  expected = jax.jit(jax.grad(plain, argnums=range(4)))(*given)
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1))
+
+
+def test_total_skew_takes_several_chunks():
+  """What the tests above mean to test; the mean of 64 * 2 / 4 is 32 rows."""
+  x, weights, chosen, gate_up, down = draw("all to two experts")
+  apply = functools.partial(ep.apply, share=4)
+  text = str(jax.make_jaxpr(apply)(x, weights, chosen, gate_up[:2], down[:2]))
+  assert f"f32[40,{2 * F}]" in text  # 1.25 * 32 rows of gates and ups
+  assert "f32[128," not in text  # never the worst case
+
+
+CFG = model.variant(
+  "tiny", embed_dim=D, mlp_dim=F, num_experts=E, dtype="float32"
+)
+MESHES = {
+  "expert 8": {"expert": 8},
+  "expert 2, tensor 2, fsdp 2": {"expert": 2, "tensor": 2, "fsdp": 2},
+  "data 2, expert 4": {"data": 2, "expert": 4},
+  "fsdp 8": {"fsdp": 8},
+}
+
+
+@functools.cache
+def compiled(mesh):
+  """Output, routing and gradients of the layer, on a mesh or on one device."""
+
+  def loss(params, x, target):
+    y, routing = MoE(CFG).apply({"params": params}, x)
+    return (y * target).sum(), (y, routing)
+
+  run = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+  if mesh is None:
+    return run
+  mesh = sharding.make_mesh(**MESHES[mesh])
+
+  def on_mesh(*args):
+    with jax.set_mesh(mesh):
+      return run(*args)
+
+  return on_mesh
+
+
+@pytest.mark.parametrize("skew", [0, 30], ids=["even", "all to expert 5"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, skew):
+  x_MD, _, _, gate_up, down = draw("even")
+  rng = np.random.default_rng(2)
+  router = rng.normal(size=(D, E)).astype(np.float32)
+  x_MD[:, 0], router[0, 5] = 1, skew
+  params = {"router": router, "gate_up": gate_up, "down": down}
+  given = params, x_MD.reshape(16, 4, D), rng.normal(size=(16, 4, D))
+  grads, (y, routing) = jax.device_get(compiled(None)(*given))
+  grads8, (y8, routing8) = jax.device_get(compiled(mesh)(*given))
+  np.testing.assert_array_equal(routing.experts, routing8.experts)
+  assert (routing.experts == 5).any(-1).all() == bool(skew)
+  assert routing.dropped == routing8.dropped == 0
+  np.testing.assert_allclose(y, y8, atol=3e-5)
+  close = functools.partial(np.testing.assert_allclose, atol=3e-4, rtol=1e-5)
+  jax.tree.map(close, grads, grads8)
+
+
+def test_what_is_dropped_is_counted(monkeypatch):
+  """A loop that stops after its first chunk: the metric must tell."""
+  once = lambda more, body, state: body(state)
+  monkeypatch.setattr(jax.lax, "while_loop", once)
+  x_MD, _, _, gate_up, down = draw("even")
+  router = np.zeros((D, E), np.float32)
+  router[0, :2] = x_MD[:, 0] = 5  # all to the first two experts
+  params = {"router": router, "gate_up": gate_up, "down": down}
+  with jax.set_mesh(sharding.make_mesh(data=2, expert=4)):
+    layer = jax.jit(MoE(CFG).apply)
+    _, routing = layer({"params": params}, x_MD.reshape(16, 4, D))
+  # Two groups of 32 tokens: of 64 rows each, a chunk takes 24.
+  assert routing.dropped == 2 * (64 - 24)

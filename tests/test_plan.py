@@ -1,0 +1,189 @@
+"""`python -m gspo_jax.plan`: what it prints, and when it refuses."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from gspo_jax import chips, plan, plan_table
+from gspo_jax.errors import UserError
+
+TINY = (
+  f"--config={ROOT}/configs/tiny_cpu.py:debug",
+  "--config.data.prompts=8",
+  "--config.learner.micro_rows=8",
+  "--config.model.dtype=bfloat16",
+)
+SLICE = "--topology=v5e:2x4"
+
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
+)
+
+
+def run(*arguments, command=("-m", "gspo_jax.plan")):
+  return subprocess.run(
+    [sys.executable, *command, *arguments],
+    cwd=ROOT,
+    env=os.environ | {"XLA_FLAGS": ""},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+
+
+@pytest.fixture(scope="module")
+def fitting():
+  """The report of a plan that fits."""
+  done = run(*TINY, SLICE, "--json")
+  assert done.returncode == 0, done.stderr
+  return json.loads(done.stdout)
+
+
+@needs_libtpu
+def test_a_plan_tells_what_it_is(fitting):
+  assert fitting["fits"]
+  assert fitting["topology"] == "v5e:2x4"
+  assert fitting["devices"] == 8
+  assert fitting["mesh"]["data"] == 8
+  assert fitting["libtpu"]
+  assert fitting["jax"]
+  assert fitting["note"] == "compiler roofline, nothing ran on a chip"
+  assert list(fitting["functions"]) == ["update", "score", "generate"]
+
+
+@needs_libtpu
+def test_numbers_of_a_plan_fit_together(fitting):
+  for f in fitting["functions"].values():
+    memory, seconds = f["memory"], f["seconds"]
+    assert memory["needed"] >= memory["peak"] + memory["resident"]
+    assert memory["free"] == fitting["hbm"] - memory["needed"]
+    assert seconds["perfect"] <= seconds["scheduled"] <= seconds["serial"]
+    assert f["mfu"]["perfect"] >= f["mfu"]["scheduled"] >= f["mfu"]["serial"]
+    assert f["compile_seconds"] > 0
+    total = sum(c["seconds"] for c in f["collectives"])
+    assert total == pytest.approx(seconds["collectives"])
+
+
+@needs_libtpu
+def test_the_update_does_the_models_flops(fitting):
+  """Loops over minibatches, micro-batches and layers, all multiplied out."""
+  update = fitting["functions"]["update"]
+  assert 0.95 < update["flops"] / update["model_flops"] < 1.3
+  score = fitting["functions"]["score"]
+  assert 2.5 < update["flops"] / score["flops"] < 3.5
+
+
+@needs_libtpu
+def test_moments_stay_while_answers_are_drawn(fitting):
+  """Replicated here: two float32 moments of each parameter, and a count."""
+  functions = fitting["functions"]
+  assert functions["update"]["memory"]["resident"] == 0
+  resident = functions["generate"]["memory"]["resident"]
+  assert resident == functions["score"]["memory"]["resident"]
+  assert 2 * 4 * 0.25e6 < resident < 2 * 4 * 0.3e6
+
+
+@needs_libtpu
+def test_decoding_is_told_by_the_step(fitting):
+  decode = fitting["functions"]["generate"]["decode"]
+  assert decode["steps"] == 11  # the first token comes with the prefill
+  assert decode["least_bytes"] > 0
+  assert decode["ratio"] == decode["hbm_bytes"] / decode["least_bytes"]
+
+
+@needs_libtpu
+def test_the_table_is_narrow_and_the_compiler_quiet():
+  done = run(*TINY, SLICE, "--functions=score", "--top=3")
+  assert done.returncode == 0
+  assert done.stderr == "compiling score ...\n"
+  assert max(map(len, done.stdout.splitlines())) <= 100
+  for words in (
+    "compiler roofline, nothing ran on a chip",
+    "libtpu ",
+    "score: most expensive operations",
+    "verdict: fits",
+  ):
+    assert words in done.stdout
+
+
+TOO_LARGE = (
+  "--config.model.variant=qwen3-1.7b",
+  "--topology=v5e:2x2",
+  "--functions=update",
+)
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_refused_on_one_screen():
+  """1.7 billion parameters and their moments on every chip: 20 GB of 16."""
+  done = run(*TINY, *TOO_LARGE, "--json")
+  assert done.returncode == 1, done.stderr
+  assert "Traceback" not in done.stderr
+  told = json.loads(done.stdout)
+  assert not told["fits"]
+  largest, _ = told["functions"]["update"]["buffers"][0]
+  assert largest > 1e8
+  screen = plan_table.render(told)
+  assert screen.endswith("verdict: does NOT fit: update")
+  for words in ("update does not fit: ", "15.75", "largest buffers, GiB"):
+    assert words in screen
+  assert len(screen.splitlines()) <= 40
+
+
+def assert_a_mistake(done, words):
+  assert done.returncode == 2, done.stderr
+  assert done.stdout == ""
+  assert done.stderr.startswith("error: ")
+  assert words in done.stderr
+  assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    ([*TINY], "--topology is missing"),
+    ([*TINY, "--topology=v5x:2x4"], "did you mean 'v5p'?"),
+    ([*TINY, SLICE, "--config.sed=1"], "did you mean 'seed'?"),
+  ],
+)
+def test_a_mistake_is_told_in_one_line(arguments, words):
+  assert_a_mistake(run(*arguments), words)
+
+
+def test_without_libtpu_it_names_the_extra():
+  without = (
+    "import sys; sys.modules['libtpu'] = None;"
+    "from gspo_jax import plan; plan.command()"
+  )
+  done = run(*TINY, SLICE, command=("-c", without))
+  assert_a_mistake(done, "pip install 'gspo_jax[plan]'")
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"functions": ["scores"]}, "--functions=scores: did you mean 'score'"),
+    ({"slices": 0}, "--slices=0: expected at least 1"),
+  ],
+)
+def test_a_wrong_argument_is_named(debug_config, changes, words):
+  with pytest.raises(UserError, match=words):
+    plan.plan(debug_config, chips.parse("v5e:2x4"), **changes)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+  ("topology", "words"),
+  [
+    ("v5e:3x5", "--topology=v5e:3x5: .*not divisible"),
+    ("v5e:2x4", "prompts = 4 .*share rows = 8"),
+  ],
+)
+def test_a_config_that_cannot_work_there(debug_config, topology, words):
+  with pytest.raises(UserError, match=words):
+    plan.plan(debug_config, chips.parse(topology))

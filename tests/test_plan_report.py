@@ -1,0 +1,74 @@
+"""A function's report: what else is in memory, and what its numbers mean."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gspo_jax import aot, chips, plan_report, sharding
+from gspo_jax.hlo.collectives import Collective
+from gspo_jax.hlo.cost import Cost, Open
+
+GIB = 2**30
+WHERE = chips.parse("v5e:2x4")
+
+
+@pytest.fixture(scope="module")
+def made():
+  """A program with 4 GiB of moments over 8 devices, and a count on each."""
+  mesh = sharding.make_mesh(fsdp=8)
+  split = jax.ShapeDtypeStruct(
+    (8, GIB // 8), jnp.float32, sharding=sharding.rows(mesh)
+  )
+  count = jax.ShapeDtypeStruct(
+    (), jnp.int32, sharding=sharding.everywhere(mesh)
+  )
+  return SimpleNamespace(abstract=SimpleNamespace(opt_state=[split, count]))
+
+
+def memory(name, made, temporaries):
+  sizes = aot.Memory(GIB, 0, 0, temporaries, 0, 0)
+  return plan_report._memory(name, sizes, made, WHERE)
+
+
+def test_moments_stay_while_other_functions_run(made):
+  moments = GIB // 2 + 4
+  assert memory("update", made, 0)["memory"]["resident"] == 0
+  report = memory("score", made, 0)["memory"]
+  assert report["resident"] == moments
+  assert report["needed"] == GIB + moments
+  assert report["free"] == WHERE.chip.hbm - GIB - moments
+
+
+def test_what_the_compiler_fits_may_not_fit_beside_the_moments(made):
+  temporaries = int(14.5 * GIB)
+  assert "fits" not in memory("update", made, temporaries)
+  report = memory("generate", made, temporaries)
+  assert report["fits"] is False
+  assert report["reason"] == (
+    "16.00 GiB needed, 0.50 of it for the optimizer's moments, but 15.75 GiB "
+    "there"
+  )
+
+
+def test_links_follow_where_the_mesh_puts_devices():
+  device = lambda x, y: SimpleNamespace(coords=(x, y, 0))
+  grid = [device(x, y) for x in range(2) for y in range(4)]
+  mesh = SimpleNamespace(devices=SimpleNamespace(flat=grid))
+  bandwidth = plan_report._bandwidth(mesh, WHERE)
+  link = WHERE.chip.link
+  call = lambda *members: bandwidth(Collective("all-gather", members, 1.0))
+  assert call(0, 1, 2, 3) == call(0, 4) == link
+  assert call(*range(8)) == 2 * link
+
+
+def test_what_data_decides_is_told_once_a_source():
+  cost = lambda seconds: Cost(seconds=seconds)
+  opened = [
+    Open("layers/cond", 1.0, times, cost(seconds))
+    for times, seconds in ((48, 2.0), (2, 3.0))
+  ]
+  assert plan_report._open(opened) == [
+    {"source": "layers/cond", "times": 50, "seconds": 3.0}
+  ]
