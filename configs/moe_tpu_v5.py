@@ -53,8 +53,8 @@ def _size(c, variant, fsdp, expert, decoding, rows, chips, keep) -> None:
   c.sampler_mesh.expert = decoding
   c.sampler_mesh.tensor = 1
 
-  # At least 1,024 answers of 4,096 tokens, in four minibatches (GSPO, 5.1).
-  c.data.prompts = max(2 * chips, 128)
+  # At least 512 answers of 4,096 tokens, in four minibatches (GSPO, 5.1).
+  c.data.prompts = max(2 * chips, 64)
   c.data.max_prompt_length = 1024
   c.sampler.group_size = 8
   c.sampler.max_new_tokens = 3072

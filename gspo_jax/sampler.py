@@ -178,8 +178,9 @@ def generate(
 
 def _lay_out(params, cfg):
   """The weights in `cfg.dtype`, on the mesh that decodes."""
-  params = jax.tree.map(lambda x: x.astype(cfg.dtype), params)
-  params = constrain_state(params)
+  # Without the barrier XLA moves them first, and then makes them smaller.
+  cast = lambda x: jax.lax.optimization_barrier(x.astype(cfg.dtype))
+  params = constrain_state(jax.tree.map(cast, params))
   # In two steps: XLA knows no short way from split rows to split columns.
   head = constrain(model.head(params, cfg), None, "tensor")
   return params | {"head": constrain(head, None, _VOCAB)}

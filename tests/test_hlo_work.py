@@ -201,6 +201,30 @@ def test_a_scatter_reads_and_writes_the_rows_it_adds_to():
   assert hlo_work.hbm_bytes(*work) == 2 * 5 * 4000
 
 
+NESTED = """
+%names (n: f32[48,1000]) -> f32[48000] {
+  %n = f32[48,1000]{1,0} parameter(0)
+  ROOT %b = f32[48000]{0} bitcast(%n)
+}
+
+%outer (o: f32[48,1000]) -> f32[] {
+  %o = f32[48,1000]{1,0} parameter(0)
+  %inner = f32[48000]{0} fusion(%o), kind=kLoop, calls=%names
+  ROOT %r = f32[] reduce(%inner), to_apply=%add
+}
+"""
+
+
+def test_a_bitcast_in_a_fusion_of_its_own_hides_no_read():
+  """So the compiler writes attention over a cache: this was 0 bytes once."""
+  work = first_of(
+    PARAMETERS
+    + "  ROOT %it = f32[]{:S(1)} fusion(%a), kind=kLoop, calls=%outer",
+    computations=NESTED,
+  )
+  assert hlo_work.hbm_bytes(*work) == 48 * 4000
+
+
 PASSED = """
 %link (g: f32[1000], y: f32[48,1000]) -> (f32[1000], f32[4000], f32[48,1000]) {
   %g = f32[1000]{0} parameter(0)

@@ -69,6 +69,8 @@ def _read(module, computation, i, position, size) -> float:
 
 
 def _read_by_all(module, computation, name, size) -> float:
+  if name == computation.root.name:  # a fusion of bitcasts: all of it goes on
+    return size
   total = sum(
     _read(module, computation, user, position, size)
     for user, position in computation.uses.get(name, ())
