@@ -17,7 +17,8 @@ _RANGES = (
     "0 or more",
     lambda x: 0 <= x < math.inf,
     "num_steps log.samples cold_start.steps optim.warmup_steps "
-    "cold_start.warmup_steps optim.weight_decay",
+    "cold_start.warmup_steps optim.weight_decay sampler_mesh.expert "
+    "sampler_mesh.tensor",
   ),
   (
     "more than 0",

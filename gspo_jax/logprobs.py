@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from gspo_jax import model, sharding
 
-_PIECE = 4096  # tokens whose logits exist at one time
+_PIECE = 1024  # tokens whose logits exist at one time
 _PARTS = ("tensor", "expert")  # the vocabulary is split over these
 
 
@@ -49,8 +49,8 @@ def token_logprobs(
   """Scores the last `response_length` tokens of each row.
 
   `log softmax(logits / temperature)[token]`: the distribution that was sampled.
-  Logits are float32 and made for 4,096 tokens at a time, forward and backward:
-  2.5 GB where V = 151,936, over the devices of `expert` and `tensor` together.
+  Logits are float32 and made for 1,024 tokens at a time, forward and backward:
+  0.6 GB where V = 151,936, over the devices of `expert` and `tensor` together.
   The whole of [B, R, V] never exists beyond that.
 
   Args:
@@ -70,7 +70,7 @@ def token_logprobs(
     )
   out = model.encode(params, cfg, tokens, positions, mask)
   before = slice(-R - 1, -1)  # the positions that predict the last R tokens
-  logps, entropy = _score(
+  logps, entropy = score(
     out.hidden[:, before],
     model.head(params, cfg),
     tokens[:, -R:],
@@ -83,8 +83,11 @@ def token_logprobs(
   return TokenLogprobs(logps, entropy, experts, out.dropped)
 
 
-def _score(hidden_BRD, head_DV, targets_BR, cfg, temperature):
-  """Log-probs and entropies, an island: devices share out the vocabulary."""
+def score(hidden_BRD, head_DV, targets_BR, cfg, temperature):
+  """Log-probs and entropies [B, R] of given tokens under given hidden states.
+
+  An island: the devices along `tensor` and `expert` share out the vocabulary.
+  """
 
   def local(hidden_BRD, head, targets_BR):
     head_Dv, column_v = _part(head.astype(hidden_BRD.dtype))
@@ -94,19 +97,19 @@ def _score(hidden_BRD, head_DV, targets_BR, cfg, temperature):
     join = lambda x: sharding.gather(flat(x), "expert", dim=0)
 
     @jax.checkpoint
-    def score(piece):
+    def score_piece(piece):
       hidden_CD, targets_C = piece
       logits_Cv = model.project(hidden_CD, head_Dv, cfg) / temperature
       return _log_softmax(logits_Cv, targets_C, column_v)
 
-    scored = _in_pieces(score, join(hidden_BRD), join(targets_BR))
+    scored = _in_pieces(score_piece, join(hidden_BRD), join(targets_BR))
     return jax.tree.map(lambda x: _own(x, targets_BR.shape), scored)
 
   rows = PartitionSpec(sharding.ROWS)
-  score = sharding.island(
+  island = sharding.island(
     local, in_specs=(rows, sharding.layout("head"), rows), out_specs=rows
   )
-  return score(hidden_BRD, head_DV, targets_BR)
+  return island(hidden_BRD, head_DV, targets_BR)
 
 
 def _part(head):
@@ -145,15 +148,15 @@ def _own(x_M, shape):
   return own.reshape(shape)
 
 
-def _in_pieces(score, hidden_MD, targets_M):
-  """Maps `score` over pieces of the tokens, the last one padded."""
+def _in_pieces(score_piece, hidden_MD, targets_M):
+  """Maps `score_piece` over pieces of the tokens, the last one padded."""
   M = len(targets_M)
   if M <= _PIECE:
-    return score((hidden_MD, targets_M))
+    return score_piece((hidden_MD, targets_M))
 
   def cut(x):
     x = jnp.pad(x, [(0, -M % _PIECE), *[(0, 0)] * (x.ndim - 1)])
     return x.reshape(-1, _PIECE, *x.shape[1:])
 
-  scored = jax.lax.map(score, (cut(hidden_MD), cut(targets_M)))
+  scored = jax.lax.map(score_piece, (cut(hidden_MD), cut(targets_M)))
   return jax.tree.map(lambda x: x.reshape(-1)[:M], scored)

@@ -22,7 +22,7 @@ from gspo_jax import (
   train_step,
 )
 from gspo_jax.cold_start import as_rollout, cross_entropy
-from gspo_jax.limits import check
+from gspo_jax.limits import check, divides
 
 OBJECTIVES = {
   "gspo": losses.gspo_loss,
@@ -122,7 +122,7 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   abstract_imitation = _abstract_state(imitation, mesh)
   many = dataclasses.replace(draw, group_size=config.eval.samples)
   one = dataclasses.replace(draw, group_size=1, temperature=0.0)
-  decoding = _decoding_mesh(config, mesh)
+  decoding = _decoding_mesh(config, mesh, abstract.params)
   jit_generate = functools.partial(
     _jit_generate, cfg, abstract=abstract, mesh=mesh, decoding=decoding
   )
@@ -144,10 +144,19 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   )
 
 
-def _decoding_mesh(config, mesh):
-  """Where answers are drawn: no weight is gathered at every token there."""
+def _decoding_mesh(config, mesh, params):
+  """Where answers are drawn: no weight is gathered at every token there.
+
+  Raises:
+    UserError: the devices, the weights or the prompts cannot be split so.
+  """
   asked = {k: v or mesh.shape[k] for k, v in config.sampler_mesh.items()}
-  return sharding.regroup(mesh, **asked)
+  decoding = sharding.regroup(mesh, **asked)
+  sharding.state_shardings(params, decoding)
+  shards = decoding.size // decoding.shape["tensor"]
+  what = "the devices that share rows on sampler_mesh"
+  divides("data.prompts", config.data.prompts, what, shards)
+  return decoding
 
 
 def _overlap(mesh) -> dict:

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 import re
 
 import jax
@@ -10,7 +11,8 @@ from conftest import ROOT
 from ml_collections import ConfigDict
 
 from configs import common
-from gspo_jax import program, sharding
+from gspo_jax import model, program, sharding
+from gspo_jax.limits import check
 
 FOLDER = ROOT / "configs"
 NAMES = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem != "common")
@@ -85,3 +87,47 @@ def test_every_key_of_common_is_explained():
   leaves = explained.keys() & flat(common.get_config()).keys()
   assert groups
   assert [key for key in leaves if not explained[key]] == []
+
+
+def topologies():
+  """The slices that the TPU configs name: config, argument and mesh shape."""
+  yield "dense_tpu_v5e", "", (1, 32, 2, 1)
+  from configs import moe_tpu_v5
+
+  for (variant, topology), (
+    fsdp,
+    expert,
+    _,
+    _,
+    chips,
+    _,
+  ) in moe_tpu_v5._SLICES.items():
+    argument = f"variant={variant},topology={topology}"
+    shape = (chips // (fsdp * expert), fsdp, expert, 1)
+    yield "moe_tpu_v5", argument, shape
+    assert math.prod(map(int, topology.split(":")[1].split("x"))) == chips
+
+
+@pytest.mark.parametrize(("name", "mode", "shape"), list(topologies()))
+def test_a_pods_config_divides_on_its_slice(name, mode, shape):
+  """As `program.build` checks, without that many devices."""
+  config = load(name, mode)
+  asked = tuple(config.mesh[axis] for axis in sharding.AXES)
+  assert asked[1:] == shape[1:]
+  assert asked[0] in (-1, shape[0])
+  cfg = program.model_config(config)
+  params = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
+  decoding = config.sampler_mesh
+  groups = math.prod(shape) // (decoding.expert * decoding.tensor)
+  for sizes in (shape, (groups, 1, decoding.expert, decoding.tensor)):
+    mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
+    sharding.state_shardings(params, mesh)
+    shards = mesh.size // mesh.shape["tensor"]
+    check(config, program.OBJECTIVES, shards=shards)
+
+
+def test_an_unknown_slice_is_refused_with_those_there_are():
+  with pytest.raises(
+    ValueError, match="variant=qwen3-30b-a3b,topology=v5p:4x4x4"
+  ):
+    load("moe_tpu_v5", "topology=v5p:3x3x3")

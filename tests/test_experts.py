@@ -143,6 +143,27 @@ def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, skew):
   jax.tree.map(close, grads, grads8)
 
 
+@every_load
+def test_what_a_kernel_leaves_beyond_its_groups_goes_nowhere(load, monkeypatch):
+  """A CPU leaves zeros there, a TPU what it likes."""
+  plain = jax.lax.ragged_dot
+
+  def littering(rows, weights, sizes):
+    beyond = jnp.arange(len(rows))[:, None] >= sizes.sum()
+    return jnp.where(beyond, 1e4, plain(rows, weights, sizes))
+
+  x, weights, chosen, gate_up, down = draw(load)
+
+  def gradients():
+    loss = lambda *a: ep.apply(*a[:2], chosen - 2, *a[2:], share=4)[0].sum()
+    given = x, weights, gate_up[2:4], down[2:4]
+    return jax.jit(jax.value_and_grad(loss, argnums=range(4)))(*given)
+
+  clean = gradients()
+  monkeypatch.setattr(jax.lax, "ragged_dot", littering)
+  jax.tree.map(np.testing.assert_array_equal, gradients(), clean)
+
+
 def test_what_is_dropped_is_counted(monkeypatch):
   """A loop that stops after its first chunk: the metric must tell."""
   once = lambda more, body, state: body(state)

@@ -1,0 +1,61 @@
+"""Peak memory of token log-probs in pieces against all logits at once.
+
+  python -m benchmarks.logprobs [--tokens=4096] [--chips=1]
+
+Forward and backward of the output layer of Qwen3-30B-A3B (D = 2,048, V =
+151,936), bfloat16, compiled by libtpu for v5p; the peaks are the compiler's own
+report. Nothing runs. Needs `pip install 'gspo_jax[plan]'`.
+"""
+
+import argparse
+import dataclasses
+import json
+
+from gspo_jax import aot, chips
+
+
+def peaks(tokens: int, count: int) -> dict[str, int]:
+  """Bytes a chip, of logits in pieces and of logits at once."""
+  libtpu = aot.prepare()  # before any use of JAX's backends
+  import jax
+  import jax.numpy as jnp
+
+  from gspo_jax import logprobs, model, sharding
+
+  cfg = dataclasses.replace(model.variant("qwen3-30b-a3b"), num_layers=1)
+  devices = aot.devices(chips.parse("v5p:2x2x2"), 1)[:count]
+  mesh = sharding.make_mesh(devices, expert=count)
+  rows = sharding.rows(mesh)
+  head = jax.sharding.NamedSharding(mesh, sharding.layout("head"))
+  shape = lambda dims, dtype, lay: jax.ShapeDtypeStruct(
+    dims, dtype, sharding=lay
+  )
+  D, V = cfg.embed_dim, cfg.vocab_size
+  given = (
+    shape((count, tokens, D), jnp.bfloat16, rows),
+    shape((D, V), jnp.float32, head),
+    shape((count, tokens), jnp.int32, rows),
+  )
+
+  def pieces(hidden, head, targets):
+    return logprobs.score(hidden, head, targets, cfg, 1.0)[0].sum()
+
+  def at_once(hidden, head, targets):
+    logps = jax.nn.log_softmax(model.project(hidden, head, cfg))
+    return jnp.take_along_axis(logps, targets[..., None], -1).sum()
+
+  result = {"libtpu": libtpu, "tokens_a_chip": tokens, "chips": count}
+  for name, function in (("pieces", pieces), ("at once", at_once)):
+    with jax.set_mesh(mesh):
+      lowered = jax.jit(jax.grad(function, argnums=(0, 1))).lower(*given)
+      done = lowered.compile()
+    result[name] = done.memory_analysis().peak_memory_in_bytes
+  return result | {"ratio": result["at once"] / result["pieces"]}
+
+
+if __name__ == "__main__":
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--tokens", type=int, default=4096)
+  parser.add_argument("--chips", type=int, default=1, choices=(1, 2, 4, 8))
+  args = parser.parse_args()
+  print(json.dumps(peaks(args.tokens, args.chips)))

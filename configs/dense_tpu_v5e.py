@@ -1,0 +1,61 @@
+"""Qwen3-8B on 64 chips of TPU v5e.
+
+  python -m gspo_jax.plan --config=configs/dense_tpu_v5e.py --topology=v5e:8x8
+  python -m gspo_jax.main --config=configs/dense_tpu_v5e.py --workdir=gs://...
+
+A dense model has no experts to split, but `expert` shares out the vocabulary,
+whose logits would otherwise be the largest array of a 16 GB chip. Answers are
+drawn with the heads over 8 chips, since the weights fill one.
+
+`configs/dense_tpu_v5e.py:debug` shrinks every size, to run anywhere.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config(mode: str = "") -> ConfigDict:
+  """mode: "" or "debug"."""
+  if mode not in ("", "debug"):
+    raise ValueError(f"configs/dense_tpu_v5e.py:{mode}: expected 'debug'")
+  c = common.get_config()
+  c.num_steps = 500
+  c.model.variant = "qwen3-8b"
+  c.mesh.data = -1
+  c.mesh.fsdp = 32
+  c.mesh.expert = 2
+  c.sampler_mesh.expert = 1
+  c.sampler_mesh.tensor = 8
+
+  # 512 answers of 4,096 tokens, in four minibatches (GSPO, sec. 5.1).
+  c.data.prompts = 64
+  c.data.max_prompt_length = 1024
+  c.sampler.group_size = 8
+  c.sampler.max_new_tokens = 3072
+  c.learner.minibatches = 4
+  c.learner.micro_rows = 64
+
+  c.optim.learning_rate = 1e-6
+  c.optim.warmup_steps = 20
+  c.eval.prompts = 512
+  c.eval.samples = 8
+  if mode:
+    _shrink(c)
+  return c
+
+
+def _shrink(c) -> None:
+  c.num_steps = 2
+  c.model.variant = "tiny"
+  c.model.dtype = "float32"
+  c.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
+  c.sampler_mesh = ConfigDict({"expert": 0, "tensor": 0})
+  c.data.chain_steps = (1,)
+  c.data.prompts = 8
+  c.data.max_prompt_length = 8
+  c.sampler.group_size = 4
+  c.sampler.max_new_tokens = 12
+  c.learner.micro_rows = 8
+  c.eval.prompts = 8
+  c.eval.samples = 4
