@@ -3,7 +3,7 @@
   python -m gspo_jax.plan --config=configs/moe_tpu_v5.py --topology=v5p:4x4x4
   python -m gspo_jax.main --config=configs/moe_tpu_v5.py --workdir=gs://...
 
-`configs/moe_tpu_v5.py:variant=qwen3-235b-a22b,topology=v5p:8x8x4` takes another
+`configs/moe_tpu_v5.py:variant=qwen3-235b-a22b,topology=v5p:4x8x8` takes another
 size or slice; `:debug` shrinks every size, to run anywhere.
 """
 
@@ -18,9 +18,8 @@ _KEEP_LITTLE = ("attention", "stream")
 # decoding, answers a chip in one pass, chips, what the blocks keep.
 _SLICES = {
   ("qwen3-30b-a3b", "v5p:4x4x4"): (16, 4, 8, 4, 64, _KEEP_MOST),
-  ("qwen3-30b-a3b", "v5p:2x2x2"): (2, 4, 8, 1, 8, _KEEP_LITTLE),
   ("qwen3-30b-a3b", "v5e:8x16"): (32, 4, 16, 1, 128, _KEEP_LITTLE),
-  ("qwen3-235b-a22b", "v5p:8x8x4"): (32, 4, 16, 1, 256, _KEEP_LITTLE),
+  ("qwen3-235b-a22b", "v5p:4x8x8"): (32, 4, 16, 2, 256, _KEEP_LITTLE),
 }
 
 
@@ -53,8 +52,8 @@ def _size(c, variant, fsdp, expert, decoding, rows, chips, keep) -> None:
   c.sampler_mesh.expert = decoding
   c.sampler_mesh.tensor = 1
 
-  # At least 512 answers of 4,096 tokens, in four minibatches (GSPO, 5.1).
-  c.data.prompts = max(2 * chips, 64)
+  # 16 answers of 4,096 tokens a chip, in four minibatches (GSPO, sec. 5.1).
+  c.data.prompts = 2 * chips
   c.data.max_prompt_length = 1024
   c.sampler.group_size = 8
   c.sampler.max_new_tokens = 3072

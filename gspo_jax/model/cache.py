@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.model.config import ModelConfig
+from gspo_jax.sharding import ROWS, constrain
 
 _MASKED = -1e30  # finite: a row with no key to see stays finite
 
@@ -57,9 +58,10 @@ def empty(cfg: ModelConfig, batch: int, slots: int) -> Cache:
   """A cache of `batch` rows with `slots` free slots, in the model's dtype."""
   shape = (batch, cfg.num_kv_heads, slots, cfg.head_dim)
   zeros = lambda: tuple(
-    jnp.zeros(shape, cfg.dtype) for _ in range(cfg.num_layers)
+    constrain(jnp.zeros(shape, cfg.dtype), ROWS, "tensor")
+    for _ in range(cfg.num_layers)
   )
-  valid = jnp.zeros((batch, slots), bool)
+  valid = constrain(jnp.zeros((batch, slots), bool), ROWS)
   return Cache(zeros(), zeros(), valid, jnp.int32(0))
 
 
