@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import model
+from gspo_jax import model, sharding
 
 B, T = 3, 9
 STARTS = np.array([0, 2, 5])  # left padding of each row
@@ -244,6 +244,23 @@ def test_remat_changes_neither_value_nor_gradient():
   steps = lambda c: str(jax.make_jaxpr(gradient(c))(weights(c), cotangent))
   assert "remat" in steps(again)
   assert "remat" not in steps(cfg)
+
+
+# On two devices along each axis; "attention" is the kernel's own on a TPU.
+@pytest.mark.parametrize("name", model.KEPT)
+def test_what_a_block_keeps_it_does_not_compute_again(name):
+  cfg = model.variant("tiny", dtype="float32", remat=True, unroll=1)
+  params = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
+  tokens = np.ones((4, 8), np.int32)
+
+  def steps(keep):
+    """Operations of the backward pass, those inside others included."""
+    kept = dataclasses.replace(cfg, keep=keep)
+    loss = lambda p: model.encode(p, kept, tokens, tokens, tokens).hidden.sum()
+    with jax.set_mesh(sharding.make_mesh(fsdp=2, expert=2, tensor=2)):
+      return str(jax.make_jaxpr(jax.grad(loss))(params)).count(" = ")
+
+  assert steps((name,)) < steps(())
 
 
 def test_bf16_is_close_and_its_logits_are_float32():

@@ -1,6 +1,6 @@
 """The policy: a Qwen3 decoder as functions over a plain dict of arrays."""
 
-from gspo_jax.model.config import VARIANTS, ModelConfig, variant
+from gspo_jax.model.config import KEPT, VARIANTS, ModelConfig, variant
 from gspo_jax.model.transformer import (
   Encoded,
   Output,
@@ -16,6 +16,7 @@ from gspo_jax.model.transformer import (
 )
 
 __all__ = [
+  "KEPT",
   "VARIANTS",
   "Encoded",
   "ModelConfig",
