@@ -89,3 +89,21 @@ def get_config() -> ConfigDict:
   c.log.samples_every = 10  # iterations between sample answers
   c.log.samples = 4  # how many to show
   return c
+
+
+def shrink(c: ConfigDict) -> ConfigDict:
+  """A pod's config for any machine: seconds, and nothing is learnt."""
+  c.num_steps = 2
+  c.model.variant = "tiny"
+  c.model.dtype = "float32"
+  c.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
+  c.sampler_mesh = ConfigDict({"expert": 0, "tensor": 0})
+  c.data.chain_steps = (1,)
+  c.data.prompts = 8
+  c.data.max_prompt_length = 8
+  c.sampler.group_size = 4
+  c.sampler.max_new_tokens = 12
+  c.learner.micro_rows = 8
+  c.eval.prompts = 8
+  c.eval.samples = 4
+  return c

@@ -41,22 +41,4 @@ def get_config(mode: str = "") -> ConfigDict:
   c.optim.warmup_steps = 20
   c.eval.prompts = 512
   c.eval.samples = 8
-  if mode:
-    _shrink(c)
-  return c
-
-
-def _shrink(c) -> None:
-  c.num_steps = 2
-  c.model.variant = "tiny"
-  c.model.dtype = "float32"
-  c.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
-  c.sampler_mesh = ConfigDict({"expert": 0, "tensor": 0})
-  c.data.chain_steps = (1,)
-  c.data.prompts = 8
-  c.data.max_prompt_length = 8
-  c.sampler.group_size = 4
-  c.sampler.max_new_tokens = 12
-  c.learner.micro_rows = 8
-  c.eval.prompts = 8
-  c.eval.samples = 4
+  return common.shrink(c) if mode else c

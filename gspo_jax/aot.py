@@ -34,6 +34,8 @@ _ENVIRONMENT = {
   "TPU_WORKER_ID": "0",
 }
 
+_DUMP = "*after_codegen.txt"
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -114,7 +116,11 @@ def devices(where: Slice, slices: int) -> list:
 
 
 def compile_one(lowered: jax.stages.Lowered) -> Compiled:
-  """Compiles a lowered function; too large a one comes back with a reason."""
+  """Compiles a lowered function; too large a one comes back with a reason.
+
+  Raises:
+    UserError: this libtpu does not dump what it compiled.
+  """
   start = time.monotonic()
   with tempfile.TemporaryDirectory() as folder:
     # `as_text` crashes on many modules; what the compiler dumps is whole.
@@ -128,8 +134,18 @@ def compile_one(lowered: jax.stages.Lowered) -> Compiled:
       reason = str(error).splitlines()[0]
       return Compiled(seconds, None, None, _buffers(folder), reason)
     seconds = time.monotonic() - start
-    module = hlo.parse(_largest(folder, "*after_codegen.txt"))
-    return Compiled(seconds, _memory(done), module, _buffers(folder))
+    return Compiled(seconds, _memory(done), _module(folder), _buffers(folder))
+
+
+def _module(folder) -> hlo.Module:
+  text = _largest(folder, _DUMP)
+  if not text:
+    version = importlib.metadata.version("libtpu")
+    raise UserError(
+      f"libtpu {version} dumps no {_DUMP}, out of which a plan is read; "
+      "0.0.51 does"
+    )
+  return hlo.parse(text)
 
 
 def _memory(done) -> Memory:

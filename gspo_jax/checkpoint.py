@@ -8,6 +8,7 @@ the oldest until one of them is whole.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -143,14 +144,16 @@ class Checkpoints:
     for step in reversed(steps):
       if (saved := self._try(step, self._read)) is None:
         continue
-      accept(step, saved["user"])
-      _require_same_leaves(step, saved["specs"], _specs(abstract_state))
+      hosts.together(functools.partial(accept, step, saved["user"]))
+      specs = saved["specs"], _specs(abstract_state)
+      hosts.together(functools.partial(_require_same_leaves, step, *specs))
       if (state := self._try(step, self._load, abstract_state)) is None:
         continue
       if self._try(step, _require_sums, state, saved["checksums"]):
         return Restored(step, state, saved["user"])
+      del state  # else it stays on the device during the next load
     if steps:
-      raise UserError(
+      raise hosts.Agreed(
         f"none of the checkpoints {steps} in {self._orbax.directory} could be "
         "restored (the log says why); nothing was overwritten"
       )

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from gspo_jax import hosts, model, rollout
 from gspo_jax.checkpoint import Checkpoints
-from gspo_jax.errors import UserError
 from gspo_jax.identity import match
 from gspo_jax.losses import Mean
 from gspo_jax.preemption import Preemption
@@ -111,7 +110,7 @@ def imitate(
     if stop:
       return None
   if reached < cfg.gate:
-    raise UserError(
+    raise hosts.Agreed(
       f"cold_start.steps={cfg.steps} ended at greedy accuracy {reached:.3f}, "
       f"under cold_start.gate={cfg.gate}: RL does not climb from there; raise "
       "the steps (in a new workdir), or set the gate to 0 to go on regardless"

@@ -5,6 +5,7 @@ or branch on what it alone knows: the others would wait for it in a collective.
 With one process the functions here do nothing, or copy an array.
 """
 
+import contextlib
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -24,6 +25,18 @@ T = TypeVar("T")
 # 300: minutes of a pod that waits for nothing.
 PATIENCE = 30
 _LONGEST = 1000  # bytes of what a process can tell the others
+# Where libtpu is installed and no TPU is: no question to a metadata server,
+# whose silence costs five lines of errors as JAX looks for its devices.
+_NO_TPU = {
+  "TPU_ACCELERATOR_TYPE": "v5p-8",
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_WORKER_ID": "0",
+}
+
+
+class Agreed(UserError):
+  """One that is raised alike on every process: for one of them to tell."""
 
 
 def start(
@@ -42,9 +55,13 @@ def start(
     process_id: of this one, from 0.
 
   Raises:
-    UserError: process 0 cannot listen there. JAX itself ends the process when
-      it finds no coordinator within five minutes.
+    UserError: process 0 cannot listen there, or the hosts of a slice do not
+      find one another. JAX itself ends the process when it finds no
+      coordinator within five minutes.
   """
+  if not _expects_tpu():
+    for name, value in _NO_TPU.items():
+      os.environ.setdefault(name, value)
   if coordinator is None and tpu_hosts() == 1:
     return
   # It would swallow SIGTERM, which preemption.py listens to.
@@ -60,7 +77,11 @@ def start(
       shutdown_timeout_seconds=PATIENCE,
     )
   except RuntimeError as error:
-    raise UserError(f"--coordinator={coordinator}: {error}") from error
+    where = f"--coordinator={coordinator}" if coordinator else "TPU slice"
+    raise UserError(f"{where}: {error}") from error
+  except ValueError:  # JAX knows of no cluster: `require_joined` has the rest
+    if coordinator:
+      raise
 
 
 def require_joined() -> None:
@@ -77,21 +98,28 @@ def tpu_hosts() -> int:
   """Hosts of the Cloud TPU slices that this process is on; 1 elsewhere.
 
   It asks what `jax.distributed.initialize` would ask, but first: that would
-  wait five minutes for a coordinator named "local" on a notebook's TPU.
+  wait five minutes for a coordinator named "local" on a notebook's TPU. 0 where
+  only that can say.
   """
-  # `import jax` puts "tpu" there where it sees chips, unless told otherwise.
-  if "tpu" not in (jax.config.jax_platforms or ""):
+  if not _expects_tpu():
     return 1
   for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
     if name in os.environ:  # Kubernetes, notebooks
       slices = int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
       return slices * len(os.environ[name].split(","))
   # A TPU VM learns it from Google's metadata server; only JAX knows how.
-  from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
-
+  try:
+    from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
+  except ImportError:  # no public name, so another JAX may have another
+    return 0
   if GceTpuCluster.is_env_present():
     return GceTpuCluster.get_process_count()
   return 1
+
+
+def _expects_tpu() -> bool:
+  # `import jax` puts "tpu" there where it sees chips, unless told otherwise.
+  return "tpu" in (jax.config.jax_platforms or "")
 
 
 def first() -> bool:
@@ -125,7 +153,7 @@ def tell(text: str) -> list[str]:
 
 
 def together(work: Callable[[], T]) -> T:
-  """`work()`; a UserError on one process is raised on all.
+  """`work()`; a UserError on one process is `Agreed` on all.
 
   Nothing in `work` may wait for the other processes.
   """
@@ -135,33 +163,33 @@ def together(work: Callable[[], T]) -> T:
     result, wrong = None, str(error) or "UserError"
   for number, text in enumerate(tell(wrong)):
     if text:
-      raise UserError(text if text == wrong else f"process {number}: {text}")
+      raise Agreed(text if text == wrong else f"process {number}: {text}")
   return result
 
 
 def require_same(settings: Mapping[str, Any]) -> None:
-  """UserError naming the first setting that differs between processes."""
+  """`Agreed` naming the first setting that differs between processes."""
   if len(set(tell(str(zlib.crc32(repr(list(settings)).encode()))))) > 1:
-    raise UserError("the processes were started with different config files")
+    raise Agreed("the processes were started with different config files")
   mine = [zlib.crc32(repr(value).encode()) for value in settings.values()]
   theirs = multihost_utils.process_allgather(np.array(mine, np.uint32))
   for name, column in zip(settings, theirs.T, strict=True):
     if other := np.flatnonzero(column != column[0]).tolist():
-      raise UserError(
+      raise Agreed(
         f"{name} is not the same everywhere: process {other[0]} has another "
         "than process 0"
       )
 
 
 def require_shared(workdir: epath.Path) -> None:
-  """UserError unless every process can write there, and sees the others."""
+  """`Agreed` unless every process can write there, and sees the others."""
   probe = lambda process: workdir / f".writable.{process}"
   own = probe(jax.process_index())
 
   def write():
     try:
       workdir.mkdir(parents=True, exist_ok=True)
-      own.write_text("")
+      own.write_text(".")  # a full disk takes an empty file
     except Exception as error:
       raise UserError(
         f"--workdir={str(workdir)!r} cannot be written: "
@@ -175,11 +203,13 @@ def require_shared(workdir: epath.Path) -> None:
         "a bucket or a network disk"
       )
 
-  together(write)
   try:
+    together(write)
     together(look)
   finally:
-    own.unlink()
+    # It may be missing, and no process may raise on what it alone knows.
+    with contextlib.suppress(Exception):
+      own.unlink()
 
 
 def lay(tree, sharding: jax.sharding.Sharding):

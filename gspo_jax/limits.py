@@ -86,7 +86,18 @@ def _check_sizes(config, shards):
     divides("cold_start.batch", batch, "learner.micro_rows", micro)
     sizes["cold_start.batch"] = batch
   for name, size in sizes.items():
-    divides(name, size, "the devices that share rows", shards)
+    multiple(name, size, "mesh.data x fsdp x expert", shards)
+
+
+def multiple(what: str, size: int, of: str, devices: int) -> None:
+  """UserError unless `size` is a multiple of `devices`, naming the nearest."""
+  if size % devices:
+    low = size // devices * devices
+    near = f"{low} and {low + devices}" if low else f"{devices}"
+    raise UserError(
+      f"{what} = {size} is not a multiple of the devices that share rows = "
+      f"{devices} ({of}); nearest: {near}"
+    )
 
 
 def divides(what: str, size: int, by: str, divisor: int) -> None:

@@ -51,7 +51,7 @@ def token_logprobs(
   `log softmax(logits / temperature)[token]`: the distribution that was sampled.
   Logits are float32 and made for 1,024 tokens at a time, forward and backward:
   0.6 GB where V = 151,936, over the devices of `expert` and `tensor` together.
-  The whole of [B, R, V] never exists beyond that.
+  No more of [B, R, V] exists at a time.
 
   Args:
     params: as `model.init` makes them.

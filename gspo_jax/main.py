@@ -57,8 +57,10 @@ def _main(argv) -> int:
 
   try:
     train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
-  except UserError as error:  # of all processes
+  except hosts.Agreed as error:
     return _complain(error) if hosts.first() else 2
+  except UserError as error:  # of this process, for all that is known
+    return _complain(error)
   hosts.meet()  # else those who end first give the last save 30 s, no more
   return 0
 

@@ -9,12 +9,14 @@ and how. Of `generate`, whose length only data decides, it tells one decode step
 at the longest cache, and the whole as if every answer were of full length and
 every step as long as that one.
 
-Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line.
+Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line;
+3 a fault, with its traceback.
 """
 
 import functools
 import json
 import sys
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,9 @@ def command() -> None:
   except UserError as error:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)
+  except Exception:  # Python's own exit code is 1, which says "does not fit"
+    traceback.print_exc()
+    sys.exit(3)
 
 
 def _parse(argv):
@@ -83,7 +88,7 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
     UserError: no libtpu, no such slice or function, or a config that cannot
       work there.
   """
-  for name in functions:
+  for name in functions or [""]:
     if name not in FUNCTIONS:
       raise UserError(f"--functions={name}: {nearest(name, FUNCTIONS)}")
   if slices < 1:

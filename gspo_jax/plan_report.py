@@ -73,15 +73,26 @@ def _work(name, module, config, made, where) -> dict:
   cost = hlo_walk.walk(
     module, where.chip, _bandwidth(made.mesh, where), made.mesh.size
   )
-  decode = hlo_cost.longest_loop(cost) if name == "generate" else None
   report = {}
-  if decode is not None:
+  if name == "generate":
     steps = config.sampler.max_new_tokens - 1
-    report["decode"] = _decode(decode.cost, steps, config, made, where)
-    cost.loops = [o for o in cost.loops if o is not decode]
-    cost.add(decode.cost, steps - 1)  # one is in the sum, as of every loop
+    step = _unroll(cost, steps)
+    if step is not None:
+      report["decode"] = _decode(step, steps, config, made, where)
   model_flops = _model_flops(name, config, made) / made.mesh.size
   return report | _summary(cost, model_flops, where)
+
+
+def _unroll(cost, steps) -> hlo_cost.Cost | None:
+  """Makes `cost` count `steps` of its decoding loop; gives one step's cost."""
+  loop, listed = hlo_cost.longest_loop(cost)
+  if loop is None:
+    return None
+  others = lambda opened: [o for o in opened if o is not listed]
+  cost.loops, cost.branches = others(cost.loops), others(cost.branches)
+  summed = 1 if loop is listed else 0
+  cost.add(loop.cost, steps - summed)
+  return loop.cost
 
 
 def _bandwidth(mesh, where) -> hlo_walk.Bandwidth:

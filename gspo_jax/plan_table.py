@@ -2,6 +2,7 @@
 
 _GIB = 2**30
 _WIDTH = 88
+_SPARE = 0.08  # of the HBM; with less free, a plan that fits may not run
 
 
 def render(report: dict, *, top: int = 0) -> str:
@@ -163,7 +164,13 @@ def _verdict(report):
   if bad:
     return f"verdict: does NOT fit: {', '.join(bad)}"
   free = min(f["memory"]["free"] for f in report["functions"].values())
-  return f"verdict: fits, {free / report['hbm']:.0%} of the HBM free at least"
+  share = free / report["hbm"]
+  if share < _SPARE:
+    return (
+      f"verdict: fits, but only {share:.0%} of the HBM free: executables and "
+      "fragmentation need some"
+    )
+  return f"verdict: fits, {share:.0%} of the HBM free at least"
 
 
 def _gb(size):

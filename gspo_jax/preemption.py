@@ -9,9 +9,10 @@ from gspo_jax import hosts
 class Preemption:
   """Turns SIGTERM into a flag for the loop: a context manager.
 
-  A signal handler sets `requested`, and the handler before it is put back at
-  the end. Python allows that in the main thread only: entered in another one,
-  this process hears of no SIGTERM of its own. SIGINT stays KeyboardInterrupt.
+  A signal handler sets `requested`, of this process, and the handler before it
+  is put back at the end. Python allows that in the main thread only: entered in
+  another one, this process hears of no SIGTERM of its own. SIGINT stays
+  KeyboardInterrupt.
 
   Not JAX's preemption service: it compares step numbers, Orbax asks it too at
   each save, and where the two count differently (a cold start and then RL, a
@@ -19,6 +20,7 @@ class Preemption:
   """
 
   requested: bool = False
+  _agreed: bool = False  # what `reached` said, on every process
 
   def __enter__(self) -> "Preemption":
     self._handles = threading.current_thread() is threading.main_thread()
@@ -35,10 +37,12 @@ class Preemption:
   def reached(self) -> bool:
     """Whether to save and stop now; to be asked at once by every process.
 
-    A SIGTERM to one is a request to all.
+    A SIGTERM to one is a request to all. One that comes while they ask is for
+    the next time.
     """
-    self.requested |= hosts.anywhere(self.requested)
-    return self.requested
+    # Only the handler writes `requested`, which may come true at any moment.
+    self._agreed = self._agreed or hosts.anywhere(self.requested)
+    return self._agreed
 
   def _request(self, *_) -> None:
     self.requested = True

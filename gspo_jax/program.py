@@ -22,7 +22,8 @@ from gspo_jax import (
   train_step,
 )
 from gspo_jax.cold_start import as_rollout, cross_entropy
-from gspo_jax.limits import check, divides
+from gspo_jax.errors import UserError
+from gspo_jax.limits import check, multiple
 
 OBJECTIVES = {
   "gspo": losses.gspo_loss,
@@ -152,10 +153,12 @@ def _decoding_mesh(config, mesh, params):
   """
   asked = {k: v or mesh.shape[k] for k, v in config.sampler_mesh.items()}
   decoding = sharding.regroup(mesh, **asked)
-  sharding.state_shardings(params, decoding)
+  try:
+    sharding.state_shardings(params, decoding)
+  except UserError as error:
+    raise UserError(f"on sampler_mesh: {error}") from error
   shards = decoding.size // decoding.shape["tensor"]
-  what = "the devices that share rows on sampler_mesh"
-  divides("data.prompts", config.data.prompts, what, shards)
+  multiple("data.prompts", config.data.prompts, "sampler_mesh", shards)
   return decoding
 
 

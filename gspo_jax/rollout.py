@@ -83,9 +83,16 @@ def minibatches(
 
   def cut(x):
     x = x.reshape(groups, group, *x.shape[1:])[order]
-    return x.reshape(count, -1, micro, *x.shape[2:])
+    x = x.reshape(count, -1, micro, *x.shape[2:])
+    return constrain_rows(x, axis=2)
 
-  return jax.tree.map(cut, rollout)
+  cuts = jax.tree.map(cut, dataclasses.replace(rollout, experts=None))
+  if rollout.experts is None:
+    return cuts
+  # By the layer: a shuffle passes whole arrays between devices, and these are
+  # the largest of a rollout.
+  experts = jax.lax.map(cut, rollout.experts.swapaxes(0, 1))
+  return dataclasses.replace(cuts, experts=jnp.moveaxis(experts, 0, 3))
 
 
 def score(
@@ -169,8 +176,9 @@ def _noise_floor(recomputed_BR, sampled_BR, mask_BR) -> Metrics:
 def _load_max(experts_BLRk, mask_BR, cfg) -> Mean:
   """Tokens of the busiest expert over the mean, averaged over the layers."""
   L, E = cfg.num_layers, cfg.num_experts
-  weight = jnp.broadcast_to(mask_BR[:, None, :, None], experts_BLRk.shape)
-  layer = jnp.arange(L)[None, :, None, None]
-  load_LE = jnp.zeros((L, E)).at[layer, experts_BLRk].add(weight)
+  # Compared and summed: a TPU would scatter one number at a time.
+  here_BLRkE = experts_BLRk[..., None] == jnp.arange(E)
+  here_BLRkE &= mask_BR[:, None, :, None, None]
+  load_LE = here_BLRkE.sum((0, 2, 3), dtype=jnp.float32)
   busiest_L = load_LE.max(1) / jnp.maximum(load_LE.mean(1), 1e-9)
   return Mean(busiest_L.sum(), jnp.float32(L))

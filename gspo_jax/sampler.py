@@ -193,7 +193,8 @@ def _prefill(params, cfg, prompts, sampler):
   )
   logits = _logits(params, cfg, out.hidden[:, -1])
   cache = kv.fork(out.cache, cfg, sampler.group_size, _slots(0, cfg, sampler))
-  return jnp.repeat(logits, sampler.group_size, axis=0), cache
+  logits = jnp.repeat(logits, sampler.group_size, axis=0)
+  return constrain(logits, _GROUPS, _VOCAB), cache
 
 
 def _logits(params, cfg, hidden_BD):

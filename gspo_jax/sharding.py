@@ -242,18 +242,21 @@ def layout(path: str) -> PartitionSpec:
   return PartitionSpec(*[_entry(LOGICAL[name]) for name in names])
 
 
-# Inside an island; an axis of one device, or none, costs nothing.
+# Inside an island; an axis of one device, or none, costs nothing. The sum that
+# undoes a `gather` in the backward pass is in the type of what was gathered: of
+# weights, the model's, so gradients are summed over `fsdp` in 16 bits where the
+# model computes in them, and over the other axes, too.
 
 
 def gather(x, *over: str, dim: int):
   """The parts of `x` on all devices of these axes, joined along `dim`."""
-  over = _split(over)
+  over = _shared(over)
   return jax.lax.all_gather(x, over, axis=dim, tiled=True) if over else x
 
 
 def scatter(x, *over: str, dim: int):
   """The sum of `x` over these axes, of which each device keeps its part."""
-  over = _split(over)
+  over = _shared(over)
   if not over:
     return x
   return jax.lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
@@ -261,27 +264,27 @@ def scatter(x, *over: str, dim: int):
 
 def swap(x, *over: str, split: int, join: int):
   """Each device gives away parts of `split` and joins parts along `join`."""
-  over = _split(over)
+  over = _shared(over)
   return jax.lax.all_to_all(x, over, split, join, tiled=True) if over else x
 
 
 def total(x, *over: str):
   """The sum over these axes."""
-  over = _split(over)
+  over = _shared(over)
   return jax.lax.psum(x, over) if over else x
 
 
 def largest(x, *over: str):
   """The maximum over these axes."""
-  over = _split(over)
+  over = _shared(over)
   return jax.lax.pmax(x, over) if over else x
 
 
 def index(*over: str):
   """This device's place among those of these axes."""
-  over = _split(over)
+  over = _shared(over)
   return jax.lax.axis_index(over) if over else 0
 
 
-def _split(axes):
+def _shared(axes):
   return tuple(axis for axis in axes if size(axis) > 1)

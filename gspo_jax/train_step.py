@@ -16,7 +16,6 @@ from gspo_jax import model, rollout
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses import Mean, Metrics
 from gspo_jax.rollout import Rollout
-from gspo_jax.sharding import constrain_rows
 
 # (logps, old_logps, advantages, mask, *, normalizer) -> (loss, metrics), where
 # metrics["loss/policy"] carries the loss's own denominator as its count.
@@ -82,7 +81,6 @@ def update(
     group=learner.group,
     micro=learner.micro_rows,
   )
-  batches = constrain_rows(batches, axis=2)
 
   def descend(carry, micro_batches):
     params, opt_state = carry

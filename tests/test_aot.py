@@ -72,6 +72,13 @@ def test_devices_of_two_slices():
   assert {d.slice_index for d in found} == {0, 1}
 
 
+def test_a_libtpu_that_dumps_nothing_is_named(monkeypatch, tmp_path):
+  (tmp_path / "x.before_codegen.txt").write_text("HloModule x")
+  monkeypatch.setattr(aot.importlib.metadata, "version", lambda name: "9.9.9")
+  with pytest.raises(UserError, match=r"libtpu 9\.9\.9 dumps no \*after_codeg"):
+    aot._module(tmp_path)
+
+
 REPORT = """\
 Memory Space: default (color=0)
 Total bytes: 2166784 (2.07MiB)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -209,6 +210,25 @@ def test_damage_falls_back_and_is_replaced(tmp_path, caplog, damage):
   again = restore(tmp_path)
   assert (again.step, again.metadata) == (2, {"cursor": 20})
   assert_same(again.state, make_state(20))
+
+
+def test_a_rejected_state_is_dropped_before_the_next_is_read(
+  tmp_path, monkeypatch
+):
+  """Else a restore needs the memory of two."""
+  save_steps(tmp_path, (1, 2))
+  flip_bit(tmp_path / "2")
+  load, seen, alive = Checkpoints._load, [], []
+
+  def spy(*args):
+    alive.append([ref() is not None for ref in seen])
+    state = load(*args)
+    seen.append(weakref.ref(state["params"]["dense"]["w"]))
+    return state
+
+  monkeypatch.setattr(Checkpoints, "_load", spy)
+  assert restore(tmp_path).step == 1
+  assert alive == [[], [False]]
 
 
 def test_skipped_steps_do_not_count_as_the_latest(tmp_path):

@@ -81,7 +81,8 @@ def test_every_key_of_common_is_explained():
     key = re.match(r"  c\.([\w.]+) = ", line)
     if key:
       # Behind it, or above it; a comment of the group is none of the key.
-      explained[key[1]] = "  # " in line or before.startswith("  # ")
+      here = "  # " in line or before.startswith("  # ")
+      explained.setdefault(key[1], here)  # `shrink` sets some once more
   assert explained.keys() >= flat(common.get_config()).keys()
   groups = set(common.get_config()) & explained.keys()
   leaves = explained.keys() & flat(common.get_config()).keys()
@@ -94,18 +95,12 @@ def topologies():
   yield "dense_tpu_v5e", "", (1, 32, 2, 1)
   from configs import moe_tpu_v5
 
-  for (variant, topology), (
-    fsdp,
-    expert,
-    _,
-    _,
-    chips,
-    _,
-  ) in moe_tpu_v5._SLICES.items():
+  for (variant, topology), where in moe_tpu_v5._SLICES.items():
     argument = f"variant={variant},topology={topology}"
-    shape = (chips // (fsdp * expert), fsdp, expert, 1)
-    yield "moe_tpu_v5", argument, shape
-    assert math.prod(map(int, topology.split(":")[1].split("x"))) == chips
+    data = where.chips // (where.fsdp * where.expert)
+    yield "moe_tpu_v5", argument, (data, where.fsdp, where.expert, 1)
+    sides = topology.split(":")[1].split("x")
+    assert math.prod(map(int, sides)) == where.chips
 
 
 @pytest.mark.parametrize(("name", "mode", "shape"), list(topologies()))

@@ -108,8 +108,8 @@ MESHES = {
 def compiled(mesh):
   """Output, routing and gradients of the layer, on a mesh or on one device."""
 
-  def loss(params, x, target):
-    y, routing = MoE(CFG).apply({"params": params}, x)
+  def loss(params, x, target, real):
+    y, routing = MoE(CFG).apply({"params": params}, x, real)
     return (y * target).sum(), (y, routing)
 
   run = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
@@ -132,12 +132,14 @@ def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, skew):
   router = rng.normal(size=(D, E)).astype(np.float32)
   x_MD[:, 0], router[0, 5] = 1, skew
   params = {"router": router, "gate_up": gate_up, "down": down}
-  given = params, x_MD.reshape(16, 4, D), rng.normal(size=(16, 4, D))
+  target, real = rng.normal(size=(16, 4, D)), rng.random((16, 4)) < 0.8
+  given = params, x_MD.reshape(16, 4, D), target, real
   grads, (y, routing) = jax.device_get(compiled(None)(*given))
   grads8, (y8, routing8) = jax.device_get(compiled(mesh)(*given))
   np.testing.assert_array_equal(routing.experts, routing8.experts)
   assert (routing.experts == 5).any(-1).all() == bool(skew)
   assert routing.dropped == routing8.dropped == 0
+  assert not y8[~real].any()
   np.testing.assert_allclose(y, y8, atol=3e-5)
   close = functools.partial(np.testing.assert_allclose, atol=3e-4, rtol=1e-5)
   jax.tree.map(close, grads, grads8)
@@ -174,6 +176,21 @@ def test_what_is_dropped_is_counted(monkeypatch):
   params = {"router": router, "gate_up": gate_up, "down": down}
   with jax.set_mesh(sharding.make_mesh(data=2, expert=4)):
     layer = jax.jit(MoE(CFG).apply)
-    _, routing = layer({"params": params}, x_MD.reshape(16, 4, D))
+    all_real = np.ones((16, 4), bool)
+    _, routing = layer({"params": params}, x_MD.reshape(16, 4, D), all_real)
   # Two groups of 32 tokens: of 64 rows each, a chunk takes 24.
   assert routing.dropped == 2 * (64 - 24)
+
+
+def test_padding_goes_to_no_expert(monkeypatch):
+  """It all looks alike: the same experts would get all of it."""
+  plain, sizes = jnp.bincount, []
+  monkeypatch.setattr(
+    jnp, "bincount", lambda *a, **b: sizes.append(plain(*a, **b)) or sizes[-1]
+  )
+  x_MD, _, _, gate_up, down = draw("even")
+  real = np.arange(M).reshape(16, 4) % 4 > 1
+  params = {"router": np.ones((D, E), np.float32)}
+  params |= {"gate_up": gate_up, "down": down}
+  MoE(CFG).apply({"params": params}, x_MD.reshape(16, 4, D), real)
+  assert sizes[0].sum() == real.sum() * k

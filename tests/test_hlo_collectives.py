@@ -100,6 +100,7 @@ TEXT = """
 ENTRY %main (x: f32[16]) -> f32[16] {
   %x = f32[16]{0} parameter(0)
   %w = f32[64]{0} parameter(1)
+  %y = f32[4]{0} parameter(2)
   %gather = f32[64]{0} all-gather(%x), replica_groups={{0,1,2,3}}
   %scatter = f32[16]{0} fusion(%w), kind=kCustom, calls=%scattered
   %send-start = (f32[16]{0}, f32[16]{0}, u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
@@ -107,6 +108,8 @@ ENTRY %main (x: f32[16]) -> f32[16] {
   %async-start = (f32[16]{0}, f32[64]{0}) fusion(%x), kind=kCustom, calls=%begin
   %middle = f32[16]{0} fusion(%x), kind=kLoop, calls=%link
   %async-done = f32[64]{0} fusion(%x), kind=kCustom, calls=%finish
+  %both-start = ((f32[16]{0}, f32[4]{0}), (f32[64]{0}, f32[16]{0})) all-gather-start(%x, %y), replica_groups={{0,1,2,3}}
+  %both-done = (f32[64]{0}, f32[16]{0}) all-gather-done(%both-start)
   %away = (f32[16]{0}, u32[], token[]) send(%x), is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
   ROOT %out = f32[16]{0} add(%x, %x)
 }
@@ -124,6 +127,10 @@ FOUR = (0, 1, 2, 3)
       [Collective("collective-permute", (0, 1), 64, "send-start")],
     ),
     ("async-start", [Collective("all-gather", FOUR, 256, "channel 7")]),
+    (
+      "both-start",
+      [Collective("all-gather", FOUR, 256 + 64, "both-start")],
+    ),
     ("middle", []),
     ("async-done", []),
     ("away", [Collective("network", (0, 7), 64, "away")]),

@@ -38,9 +38,13 @@ def test_bounds_are_in_order(stalled):
 
 def test_the_longest_loop_may_stand_in_a_branch_of_a_branch():
   inner, outer = Cost(), some_cost()
-  assert longest_loop(inner) is None
-  assert longest_loop(outer).source == "loop"
-  inner.loops.append(Open("longer", 99, 1, Cost()))
+  assert longest_loop(inner) == (None, None)
+  assert longest_loop(outer) == (outer.loops[0], outer.loops[0])
+  longer = Open("longer", 99, 1, Cost())
+  inner.loops.append(longer)
   middle = Cost(branches=[Open("b", 0, 1, inner)])
-  outer.branches.append(Open("b", 0, 1, middle))
-  assert longest_loop(outer).source == "longer"
+  branch = Open("b", 0, 1, middle)
+  outer.branches.append(branch)
+  loop, listed = longest_loop(outer)
+  assert loop is longer
+  assert listed is branch

@@ -85,7 +85,7 @@ def test_a_loop_that_data_decides_counts_once_and_is_listed():
   (loop,) = cost.loops
   assert loop.cost.serial == 36
   assert loop.state == 2004
-  assert hlo_cost.longest_loop(cost) is loop
+  assert hlo_cost.longest_loop(cost) == (loop, loop)
 
 
 BRANCHES = """
@@ -115,7 +115,9 @@ def test_a_conditional_counts_its_cheapest_branch_and_lists_the_other():
   assert cost.serial == 0
   (branch,) = cost.branches
   assert branch.cost.serial == 6 + 36  # with one trip of the loop in it
-  assert hlo_cost.longest_loop(cost).cost.serial == 36
+  loop, listed = hlo_cost.longest_loop(cost)
+  assert loop.cost.serial == 36
+  assert listed is branch
 
 
 COVERED = """

@@ -2,10 +2,12 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 
 from gspo_jax import hlo
 from gspo_jax.hlo import work as hlo_work
+from gspo_jax.model import attention
 
 HEAD = "ENTRY %main (a: f32[4]) -> f32[4] {\n"
 
@@ -78,27 +80,35 @@ def test_a_kernel_tells_its_own_flops():
   assert not hlo_work.is_unknown_kernel(*work[1:])
 
 
+def scores(T):
+  """That splash computes: of every block with one that is not masked."""
+  kernel = attention._kernel(1, T, True)
+  block = kernel.kwargs["block_sizes"].block_q
+  blocks = np.tri(T, dtype=bool).reshape(T // block, block, -1, block)
+  return blocks.any((1, 3)).sum() * block**2
+
+
+@pytest.mark.parametrize("T", [128, 640, 768, 1024])
 @pytest.mark.parametrize(
   ("name", "results", "products"),
   [
-    ("splash_mha_fwd_segmented", "bf16[8,64,32]", 2),
-    ("splash_mqa_dkv", "(bf16[2,128,32], bf16[2,128,32])", 4),
-    ("splash_mha_dkv", "(bf16[3,8,64,32], bf16[2,128,32])", 5),
-    ("splash_mha_dq", "bf16[8,64,32]", 3),
+    ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2),
+    ("splash_mqa_dkv", "(bf16[2,{T},32], bf16[2,{T},32])", 4),
+    ("splash_mha_dkv", "(bf16[3,8,{T},32], bf16[2,{T},32])", 5),
+    ("splash_mha_dq", "bf16[8,{T},32]", 3),
   ],
 )
-def test_attention_kernels_by_hand(name, results, products):
+def test_attention_kernels_by_counting_blocks(name, results, products, T):
   body = (
     "  %mask = s8[1,8,8]{2,1,0} parameter(0)\n"
-    "  %q = bf16[8,64,32]{2,1,0} parameter(1)\n"
-    "  %k = bf16[2,128,32]{2,1,0} parameter(2)\n"
-    f"  ROOT %{name}.3 = {results} custom-call(%mask, %q, %k, %k), "
+    f"  %q = bf16[8,{T},32]{{2,1,0}} parameter(1)\n"
+    f"  %k = bf16[2,{T},32]{{2,1,0}} parameter(2)\n"
+    f"  ROOT %{name}.3 = {results.format(T=T)} custom-call(%mask, %q, %k, %k), "
     'custom_call_target="tpu_custom_call"'
   )
   module = hlo.parse(f"{HEAD}{body}\n}}")
   kernel = module.entry.root
-  # 8 heads of 64 x 128 scores over 32, half of them masked
-  one = 2 * 8 * 64 * 128 * 32 / 2
+  one = 2 * 8 * scores(T) * 32
   assert hlo_work.flops(module, module.entry, kernel) == products * one
   assert not hlo_work.is_unknown_kernel(module.entry, kernel)
 

@@ -1,14 +1,17 @@
 """Rows that are laid out, read where they lie, and joined again."""
 
 import http.server
+import os
+import sys
 import threading
 
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from jax._src.clusters import cloud_tpu_cluster
 
-from gspo_jax import hosts, sharding
+from gspo_jax import hosts, sharding, train
 from gspo_jax.errors import UserError
 
 ARRAY = np.arange(48, dtype=np.float32).reshape(16, 3)
@@ -46,7 +49,7 @@ def test_together_gives_the_result_or_raises():
   def fail():
     raise UserError("bad é")
 
-  with pytest.raises(UserError, match=r"^bad é$"):
+  with pytest.raises(hosts.Agreed, match=r"^bad é$"):
     hosts.together(fail)
 
 
@@ -55,6 +58,46 @@ def test_what_is_told_is_heard_up_to_a_length(text):
   (heard,) = hosts.tell(text)
   assert text.startswith(heard)
   assert len(heard) >= min(len(text), 499)
+
+
+# One folder for all.
+
+
+def test_a_folder_that_is_shared_is_left_as_it_was(tmp_path):
+  hosts.require_shared(epath.Path(tmp_path / "new"))
+  assert list(tmp_path.rglob("*")) == [tmp_path / "new"]
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(tmp_path, monkeypatch):
+  """On it a file can be made, but not one byte be put into it."""
+  workdir = epath.Path(tmp_path)
+
+  def write(path, text):
+    open(path, "w").close()
+    if text:
+      raise OSError("No space left on device")
+
+  monkeypatch.setattr(type(workdir), "write_text", write)
+  with pytest.raises(hosts.Agreed, match=r"written: OSError: No space left"):
+    hosts.require_shared(workdir)
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_shared_is_told(tmp_path, monkeypatch):
+  workdir = epath.Path(tmp_path)
+  monkeypatch.setattr(type(workdir), "exists", lambda _: False)
+  with pytest.raises(hosts.Agreed, match="is not one folder for all hosts"):
+    hosts.require_shared(workdir)
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_processes_that_did_not_join(
+  tmp_path, monkeypatch, debug_config
+):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(UserError, match=r"2 processes, but jax\.distributed"):
+    train.train_and_evaluate(debug_config, str(tmp_path / "new"))
+  assert list(tmp_path.iterdir()) == []
 
 
 # Where to find one another.
@@ -125,6 +168,61 @@ def test_tpu_hosts_of_virtual_machines(environment, workers, count):
     server.shutdown()
 
 
-def test_start_is_nothing_on_one_machine():
+def test_the_installed_jax_has_what_tpu_hosts_asks():
+  """Without it a TPU VM would be 0 hosts, and JAX would have to say."""
+  assert callable(cloud_tpu_cluster.GceTpuCluster.is_env_present)
+  assert callable(cloud_tpu_cluster.GceTpuCluster.get_process_count)
+
+
+@pytest.fixture
+def initialize(environment, monkeypatch):
+  """Stands in for JAX's: a list of calls, and the error it is to raise."""
+  calls, errors = [], []
+
+  def initialize(*args, **_):
+    calls.append(args)
+    for error in errors:
+      raise error
+
+  monkeypatch.setattr(jax.distributed, "initialize", initialize)
+  before = jax.config.jax_enable_preemption_service
+  yield calls, errors
+  jax.config.update("jax_enable_preemption_service", before)
+
+
+def test_another_jax_is_asked_itself(environment, initialize, monkeypatch):
+  calls, errors = initialize
+  monkeypatch.setitem(sys.modules, cloud_tpu_cluster.__name__, None)
+  environment()
+  assert hosts.tpu_hosts() == 0
+  hosts.start()
+  assert calls == [(None, None, None)]
+  errors.append(ValueError("coordinator_address should be defined."))
+  hosts.start()  # it is no cluster
+  with pytest.raises(ValueError, match="should be defined"):
+    hosts.start("host:1", 2, 0)
+
+
+def test_a_failed_start_names_the_flag_that_was_given(environment, initialize):
+  _, errors = initialize
+  errors.append(RuntimeError("no port"))
+  environment(TPU_WORKER_HOSTNAMES="a,b")
+  with pytest.raises(UserError, match=r"^TPU slice: no port$"):
+    hosts.start()
+  with pytest.raises(UserError, match=r"^--coordinator=h:1: no port$"):
+    hosts.start("h:1", 2, 0)
+
+
+def test_start_is_nothing_on_one_machine(monkeypatch):
+  given = {"TPU_WORKER_ID": "7"}
+  monkeypatch.setattr(os, "environ", given)
   hosts.start()
   assert not jax.distributed.is_initialized()
+  assert given == hosts._NO_TPU | {"TPU_WORKER_ID": "7"}
+
+
+def test_a_machine_with_a_tpu_keeps_its_environment(environment, monkeypatch):
+  environment(TPU_WORKER_HOSTNAMES="a")
+  given = dict(os.environ)
+  hosts.start()
+  assert dict(os.environ) == given

@@ -230,6 +230,13 @@ def test_the_readme_fills_in_every_placeholder(shell):
   assert "--workdir=gs://b/run" in container["args"]
 
 
+def test_the_metrics_that_the_readme_names_are_written():
+  named = set(re.findall(r"`((?:time|throughput)/\w+)`", README))
+  assert "time/iteration" in named
+  written = (ROOT / "gspo_jax/train.py").read_text()
+  assert [name for name in named if f'"{name}"' not in written] == []
+
+
 def test_the_image_holds_what_the_command_needs():
   lines = (LAUNCH / "Dockerfile").read_text().splitlines()
   of = lambda verb: [x[len(verb) + 1 :] for x in lines if x.startswith(verb)]

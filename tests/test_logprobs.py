@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import logprobs, model
+from gspo_jax import logprobs, model, sharding
 
 V, B, S, R = 37, 2, 5, 13
 T = S + R
@@ -155,3 +155,51 @@ def test_bf16_logits_are_float32():
 def test_a_response_length_out_of_range(response_length):
   with pytest.raises(ValueError, match=f"{response_length=} must .*1..{T - 1}"):
     score(DENSE, response_length=response_length)(weights(DENSE))
+
+
+@pytest.mark.parametrize(
+  "sizes",
+  [
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+    {"data": 2, "expert": 4},
+    {"data": 2, "fsdp": 4},
+  ],
+  ids=str,
+)
+def test_a_dense_tied_model_on_a_mesh(sizes):
+  """Log-probs, entropies and every gradient, as on one device."""
+  cfg = model.variant(
+    "tiny",
+    num_experts=0,
+    experts_per_token=0,
+    num_kv_heads=2,
+    tie_embeddings=True,
+    dtype="float32",
+    remat=True,
+  )
+  rng = np.random.default_rng(0)
+  mask = np.ones((8, 24), np.int32)
+  mask[::2, :4] = 0
+  tokens = rng.integers(0, 258, mask.shape).astype(np.int32)
+  positions = np.maximum(mask.cumsum(1) - 1, 0)
+  shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
+  params = jax.tree.map(
+    lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes
+  )
+  target = rng.normal(size=(8, 12)).astype(np.float32)
+
+  def loss(params):
+    scored = logprobs.token_logprobs(
+      params, cfg, tokens, positions, mask, response_length=12
+    )
+    both = scored.logps, scored.entropy
+    return sum((x * target).sum() for x in both), both
+
+  run = lambda p: jax.jit(jax.grad(loss, has_aux=True))(p)
+  expected = jax.device_get(run(params))
+  mesh = sharding.make_mesh(**sizes)
+  with jax.set_mesh(mesh):
+    laid = jax.device_put(params, sharding.state_shardings(shapes, mesh))
+    found = jax.device_get(run(laid))
+  for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1))

@@ -10,7 +10,7 @@ from absl import flags
 from absl.testing import flagsaver
 from conftest import ROOT
 
-from gspo_jax import main, program, sharding
+from gspo_jax import hosts, main, program, sharding, train
 from gspo_jax.errors import UserError
 from gspo_jax.limits import divides
 
@@ -185,6 +185,33 @@ def test_divides_tells_the_nearest_divisor(size, divisor, nearest):
   ):
     divides("a", size, "b", divisor)
   divides("a", size, "b", nearest)
+
+
+# Of many processes.
+
+
+@pytest.mark.parametrize(
+  ("kind", "first", "told"),
+  [
+    (hosts.Agreed, True, True),
+    (hosts.Agreed, False, False),
+    (UserError, True, True),
+    (UserError, False, True),  # the others may know nothing of it
+  ],
+)
+def test_who_tells_a_mistake(monkeypatch, capsys, kind, first, told):
+  def fail(*_):
+    raise kind("a\nmistake")
+
+  monkeypatch.setattr(hosts, "start", lambda *_: None)
+  monkeypatch.setattr(hosts, "first", lambda: first)
+  monkeypatch.setattr(train, "train_and_evaluate", fail)
+  monkeypatch.setattr(main.logging, "set_verbosity", lambda _: None)
+  monkeypatch.setattr(sys, "argv", ["gspo", TINY, WORKDIR])
+  with flagsaver.flagsaver():
+    main.parse(sys.argv)
+    assert main._main([]) == 2
+  assert capsys.readouterr() == ("", "error: a mistake\n" if told else "")
 
 
 # The command itself.

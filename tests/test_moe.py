@@ -11,6 +11,7 @@ from gspo_jax import model
 from gspo_jax.model.moe import MoE
 
 B, T, D, E, F = 2, 12, 8, 5, 6
+ALL = np.ones((B, T), bool)  # no padding
 CASES = {
   "two of five": (2, True),
   "raw weights": (2, False),
@@ -61,7 +62,7 @@ def compiled(case):
   """Output, experts, and the gradient of `sum(output * cotangent)`."""
 
   def loss(params, x, cotangent):
-    y, (experts, _) = MoE(config(case)).apply({"params": params}, x)
+    y, (experts, _) = MoE(config(case)).apply({"params": params}, x, ALL)
     return (y * cotangent).sum(), (y, experts)
 
   return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
@@ -181,7 +182,7 @@ def test_bf16_routes_in_float32():
   x[..., :2], x[..., 2:] = 1, 0
   params["router"][:2] = np.full(E, 8), np.arange(E) / 100
   y, (experts, _) = jax.jit(MoE(config("two of five")).apply)(
-    {"params": params}, jnp.asarray(x, jnp.bfloat16)
+    {"params": params}, jnp.asarray(x, jnp.bfloat16), ALL
   )
   assert y.dtype == jnp.bfloat16
   assert (np.asarray(experts) == [4, 3]).all()

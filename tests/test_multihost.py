@@ -211,12 +211,7 @@ def stopped(launch, reference, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-  "count",
-  [
-    1,
-    pytest.param(2, marks=pytest.mark.slow),
-    pytest.param(4, marks=pytest.mark.slow),
-  ],
+  "count", [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_a_sigterm_to_one_stops_all_and_any_number_resume(
   launch, reference, stopped, tmp_path, count

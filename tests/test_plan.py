@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 from conftest import ROOT
 
-from gspo_jax import chips, plan, plan_table
+from gspo_jax import aot, chips, plan, plan_table, program, sharding
 from gspo_jax.errors import UserError
 
 TINY = (
@@ -97,6 +98,16 @@ def test_decoding_is_told_by_the_step(fitting):
 
 
 @needs_libtpu
+def test_drawing_is_the_prefill_and_all_decode_steps(fitting):
+  generate = fitting["functions"]["generate"]
+  decode = generate["decode"]
+  assert generate["hbm_bytes"] > decode["steps"] * decode["hbm_bytes"]
+  for key in ("roofline", "serial"):
+    whole, step = generate["seconds"][key], decode["seconds"][key]
+    assert whole > decode["steps"] * step
+
+
+@needs_libtpu
 def test_the_table_is_narrow_and_the_compiler_quiet():
   done = run(*TINY, SLICE, "--functions=score", "--top=3")
   assert done.returncode == 0
@@ -149,10 +160,25 @@ def assert_a_mistake(done, words):
     ([*TINY], "--topology is missing"),
     ([*TINY, "--topology=v5x:2x4"], "did you mean 'v5p'?"),
     ([*TINY, SLICE, "--config.sed=1"], "did you mean 'seed'?"),
+    ([*TINY, SLICE, "--functions="], "choose one of generate, score, update"),
   ],
 )
 def test_a_mistake_is_told_in_one_line(arguments, words):
   assert_a_mistake(run(*arguments), words)
+
+
+def test_a_fault_is_not_taken_for_a_misfit():
+  """Python would exit with 1, which says that something does not fit."""
+  broken = (
+    "from gspo_jax import plan\n"
+    "plan.plan = lambda *_, **__: 1 // 0\n"
+    "plan.command()"
+  )
+  done = run(*TINY, SLICE, command=("-c", broken))
+  assert done.returncode == 3
+  assert done.stdout == ""
+  assert done.stderr.startswith("Traceback")
+  assert "ZeroDivisionError" in done.stderr
 
 
 def test_without_libtpu_it_names_the_extra():
@@ -168,6 +194,7 @@ def test_without_libtpu_it_names_the_extra():
   ("changes", "words"),
   [
     ({"functions": ["scores"]}, "--functions=scores: did you mean 'score'"),
+    ({"functions": []}, "--functions=: choose one of generate, score, update"),
     ({"slices": 0}, "--slices=0: expected at least 1"),
   ],
 )
@@ -187,3 +214,32 @@ def test_a_wrong_argument_is_named(debug_config, changes, words):
 def test_a_config_that_cannot_work_there(debug_config, topology, words):
   with pytest.raises(UserError, match=words):
     plan.plan(debug_config, chips.parse(topology))
+
+
+def options_of_update(config, mesh, monkeypatch):
+  """The compiler options that `program.build` gives to its update."""
+  given, jit = {}, jax.jit
+
+  def spy(function, **keywords):
+    name = getattr(function, "__name__", None)  # a partial has none
+    given[name] = keywords.get("compiler_options")
+    return jit(function, **keywords)
+
+  monkeypatch.setattr(jax, "jit", spy)
+  program.build(config, mesh)
+  return given["update"]
+
+
+@needs_libtpu
+def test_collectives_of_a_v5p_go_to_its_sparse_cores(debug_config, monkeypatch):
+  aot.prepare()
+  mesh = sharding.make_mesh(aot.devices(chips.parse("v5p:2x2x1"), 1), fsdp=4)
+  options = options_of_update(debug_config, mesh, monkeypatch)
+  for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+    name = f"xla_tpu_enable_sparse_core_collective_offload_{kind}"
+    assert options[name] is True
+
+
+def test_a_cpu_is_given_no_options_of_a_tpu(debug_config, monkeypatch):
+  mesh = sharding.make_mesh(jax.devices()[:4], fsdp=4)
+  assert not options_of_update(debug_config, mesh, monkeypatch)

@@ -61,6 +61,48 @@ def test_links_follow_where_the_mesh_puts_devices():
   call = lambda *members: bandwidth(Collective("all-gather", members, 1.0))
   assert call(0, 1, 2, 3) == call(0, 4) == link
   assert call(*range(8)) == 2 * link
+  # Bytes to the far end of a line of 4 also pass through those between.
+  to_all = Collective("all-to-all", tuple(range(8)), 1.0)
+  assert bandwidth(to_all) == link
+  ragged = Collective("ragged-all-to-all", tuple(range(8)), 1.0)
+  assert bandwidth(ragged) == link
+
+
+STEP = Cost(seconds=2, flops=3, hbm=4)
+DECODING = Open("decoding", 99, 1, STEP)
+
+
+def total(*, branch):
+  """A prefill of 10 seconds; then decoding, perhaps in a branch not taken."""
+  cost = Cost(seconds=10, flops=100, hbm=1000)
+  cost.loops.append(Open("experts", 5, 1, Cost(seconds=1)))
+  cost.branches.append(Open("overflow", 5, 1, Cost(seconds=1)))
+  if branch:
+    inner = Cost(seconds=2, loops=[DECODING])
+    cost.branches.append(Open("longer", 9, 1, inner))
+  else:
+    cost.add(STEP)
+    cost.loops.append(DECODING)
+  return cost
+
+
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize("steps", [1, 7])
+def test_every_decode_step_is_in_the_sum_once(branch, steps):
+  """And what is counted is not listed as uncounted."""
+  cost = total(branch=branch)
+  assert plan_report._unroll(cost, steps) is STEP
+  assert cost.seconds == 10 + steps * STEP.seconds
+  assert cost.flops == 100 + steps * STEP.flops
+  assert cost.hbm == 1000 + steps * STEP.hbm
+  assert [o.source for o in cost.loops] == ["experts"]
+  assert [o.source for o in cost.branches] == ["overflow"]
+
+
+def test_without_a_loop_there_is_no_decoding():
+  cost = Cost(seconds=10)
+  assert plan_report._unroll(cost, 7) is None
+  assert cost.seconds == 10
 
 
 def test_what_data_decides_is_told_once_a_source():

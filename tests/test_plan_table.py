@@ -99,6 +99,30 @@ def test_the_fullest_function_decides_what_is_free():
   assert render(report).endswith("verdict: fits, 10% of the HBM free at least")
 
 
+@pytest.mark.parametrize(
+  ("share", "verdict"),
+  [
+    (
+      0.02,
+      "verdict: fits, but only 2% of the HBM free: executables and "
+      "fragmentation need some",
+    ),
+    (
+      0.07,
+      "verdict: fits, but only 7% of the HBM free: executables and "
+      "fragmentation need some",
+    ),
+    (0.09, "verdict: fits, 9% of the HBM free at least"),
+  ],
+)
+def test_a_tight_fit_is_no_plain_yes(share, verdict):
+  report = copy.deepcopy(REPORT)
+  report["functions"]["update"]["memory"]["free"] = share * report["hbm"]
+  text = render(report)
+  assert text.endswith(verdict)
+  assert max(map(len, text.splitlines())) <= 88
+
+
 def test_it_is_narrow():
   assert max(map(len, render(REPORT, top=1).splitlines())) <= 88
 

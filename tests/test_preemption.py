@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from gspo_jax import hosts
 from gspo_jax.preemption import Preemption
 
 
@@ -32,6 +33,27 @@ def test_sigterm_is_a_request_and_the_old_handler_returns():
     assert seen == ["old"]
   finally:
     signal.signal(signal.SIGTERM, before)
+
+
+def test_a_sigterm_while_they_ask_one_another_is_not_lost(monkeypatch):
+  def anywhere(flag):
+    terminate()
+    return flag
+
+  with Preemption() as preemption:
+    with monkeypatch.context() as during:
+      during.setattr(hosts, "anywhere", anywhere)
+      assert not preemption.reached()  # the others did not hear of it
+    assert preemption.reached()
+
+
+def test_the_request_of_another_stops_this_one(monkeypatch):
+  with Preemption() as preemption:
+    with monkeypatch.context() as once:
+      once.setattr(hosts, "anywhere", lambda flag: True)
+      assert preemption.reached()
+    assert preemption.reached()
+    assert not preemption.requested
 
 
 def test_the_old_handler_returns_after_an_error():
@@ -92,7 +114,7 @@ with Preemption() as preemption:
       os.kill(os.getpid(), signal.SIGTERM)
     if preemption.reached():
       break
-print("stopped", step, preemption.requested, flush=True)
+print("stopped", step, preemption.reached(), flush=True)
 """
 
 

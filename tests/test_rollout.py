@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import rollout
-from gspo_jax.sampler import Prompts
+from gspo_jax import model, rollout
+from gspo_jax.sampler import Prompts, Samples
 
 P, G, S, R = 3, 4, 5, 6
 B = P * G
@@ -124,3 +124,21 @@ def test_no_routing_stays_none():
   )
   assert cut.experts is None
   assert cut.tokens.shape == (3, 2, 2, S + R)
+
+
+def test_dropped_choices_come_to_the_metrics(monkeypatch):
+  """Were the layers to leave some out, the run would say so."""
+  cfg = model.variant("tiny", dtype="float32")
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), cfg)
+  prompts = Prompts(jnp.ones((P, S), jnp.int32), LENGTHS)
+  zeros = jnp.zeros((B, R))
+  samples = Samples(
+    jnp.ones((B, R), jnp.int32), zeros, jnp.asarray(ANSWER_LENGTHS), None, None
+  )
+  options = {"use_sampler": True, "micro_rows": 4, "temperature": 1.0}
+  score = lambda: rollout.score(params, cfg, prompts, samples, **options)[1]
+  assert score()["moe/dropped"].value() == 0
+  encode = model.encode
+  lossy = lambda *a: encode(*a)._replace(dropped=jnp.array([2, 3]))
+  monkeypatch.setattr(model, "encode", lossy)
+  assert score()["moe/dropped"].value() == 3 * (2 + 3)  # three micro-batches

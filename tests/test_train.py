@@ -123,6 +123,11 @@ def test_the_promised_numbers_are_written(reference):
   assert list((workdir / "tensorboard").iterdir())
 
 
+def test_nothing_is_left_of_the_look_at_the_workdir(reference):
+  workdir, _ = reference
+  assert list(workdir.glob(".*")) == []
+
+
 def test_learning_moves_the_policy(reference):
   """Else everything below would hold of a program that does nothing."""
   moved = [row for row in rows(reference[0])[1:] if row["grad/norm"] > 0]

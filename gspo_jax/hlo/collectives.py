@@ -104,7 +104,9 @@ def _scattered(c, fusion):
 def _collective(i, devices, key) -> Collective:
   result = i.bytes
   if i.op in ("all-gather-start", "collective-permute-start"):
-    result = i.arrays[1].bytes  # (operand, result, context...)
+    # (operands..., as many results..., context...)
+    n = len(i.operands)
+    result = sum(a.bytes for a in i.arrays[n : 2 * n])
   members = group(i.attributes, devices)
   return Collective(i.op.removesuffix("-start"), members, result, key)
 

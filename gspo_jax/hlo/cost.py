@@ -116,13 +116,15 @@ class Cost:
     self.by_source[source] = (old[0] + seconds, old[1] + flops, old[2] + hbm)
 
 
-def longest_loop(cost: Cost) -> Open | None:
-  """Of the loops that data decides, the one that carries most.
+def longest_loop(cost: Cost) -> tuple[Open, Open] | tuple[None, None]:
+  """(loop, listed): of the loops that data decides, the one that carries most.
 
   In a sampler that is decoding with the longest cache, in a branch of a branch.
+  `listed` is where `cost` lists it: the loop itself, of which one trip is in
+  the sum, or else the branch that holds it, of which nothing is.
   """
-  loops = list(cost.loops)
+  found = [(loop, loop) for loop in cost.loops]
   for branch in cost.branches:
-    inner = longest_loop(branch.cost)
-    loops += [inner] if inner else []
-  return max(loops, key=lambda o: o.state, default=None)
+    inner, _ = longest_loop(branch.cost)
+    found += [(inner, branch)] if inner else []
+  return max(found, key=lambda pair: pair[0].state, default=(None, None))

@@ -8,6 +8,10 @@ Where data decides, the balanced case is summed, and the rest is listed:
 - a loop that does not just count runs once: the rows of an even load, one step
   of decoding;
 - a `conditional` takes its cheapest branch: no overflow, decoding is over.
+
+Not modelled: the HBM bytes of collectives (what they read, write and, in a sum,
+read again are charged to nobody, nor do they slow the operations beside them),
+the latency of a collective or a kernel's start, and the padding of tiles.
 """
 
 import collections

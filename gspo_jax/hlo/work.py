@@ -26,6 +26,9 @@ _IN_PLACE = ("dynamic-update-slice", "scatter")
 # Matrix products in each kernel of splash attention, which reports no FLOPs:
 # scores and output; scores, dV, dP, dK (and dQ where fused); scores, dP, dQ.
 _SPLASH = {"_fwd": 2, "_dkv": 4, "_dq": 3}
+# Its blocks: 512 rows and columns, or 256 or 128 where those do not divide the
+# tokens. The same number as in gspo_jax/model/attention.py, `_BLOCK`.
+_SPLASH_BLOCK = 512
 
 
 def is_free(i: Instruction) -> bool:
@@ -140,7 +143,11 @@ def is_unknown_kernel(computation: Computation, i: Instruction) -> bool:
 
 
 def attention_flops(computation: Computation, i: Instruction) -> float:
-  """Of one kernel of splash attention, the causal half; 0 of anything else."""
+  """Of one kernel of splash attention; 0 of anything else.
+
+  Of the n x n blocks of scores it computes those that are not all masked: the
+  n (n + 1) / 2 on the diagonal and below it.
+  """
   kernel = re.match(r"splash_m[hq]a(_fwd|_dkv|_dq)", i.name)
   if not kernel or i.op != "custom-call":
     return 0.0
@@ -155,7 +162,9 @@ def attention_flops(computation: Computation, i: Instruction) -> float:
   # A fused backward pass gives dQ, too, in parts: one axis more.
   if kernel[1] == "_dkv":
     products += any(len(a.dims) > len(query.dims) for a in i.arrays)
-  return products * math.prod(query.dims) * key.dims[-2]
+  tokens = key.dims[-2]
+  n = tokens // math.gcd(tokens, _SPLASH_BLOCK)
+  return products * math.prod(query.dims) * tokens * (n + 1) / n
 
 
 def _dot(i, left, right) -> int:

@@ -6,15 +6,15 @@ from gspo_jax.errors import UserError, nearest
 
 DTYPES = ("float32", "bfloat16")
 
-# What a rematerialised block may keep, in bytes a token and layer of 16 bits,
-# with D model width, N and K heads of H, k experts of width F, `x` devices
-# along `expert`: each saves its part of the second forward pass.
+# What a rematerialised block may keep: each saves its part of the second
+# forward pass. Bytes a token and layer, at 16 bits, with D model width, N and K
+# heads of H, k experts of width F, x devices along `expert`.
 KEPT = (
   "attention",  # attention's output, 2 N H
   "stream",  # the residual stream between attention and experts, 2 D
   "heads",  # queries, keys and values before their norms, 2 (N + 2 K) H
-  "tokens",  # those gathered along `expert`, 2 x D
-  "hidden",  # the experts' gates and ups, 1.25 * 4 k F
+  "tokens",  # those gathered where experts are split, 2 x D
+  "hidden",  # the experts' gates and ups where they are split, 1.25 * 4 k F
   "weights",  # experts gathered along `fsdp`: not by the token
 )
 
@@ -78,10 +78,12 @@ class ModelConfig:
         f"{self.experts_per_token=} must lie in 1..{self.num_experts=}"
       )
     if self.dtype not in DTYPES:
-      raise UserError(f"{self.dtype=}: {nearest(self.dtype, DTYPES)}")
+      raise UserError(
+        f"model.dtype={self.dtype!r}: {nearest(self.dtype, DTYPES)}"
+      )
     for name in self.keep:
       if name not in KEPT:
-        raise UserError(f"self.keep={name!r}: {nearest(name, KEPT)}")
+        raise UserError(f"model.keep={name!r}: {nearest(name, KEPT)}")
 
 
 # The embedded default (see `tasks.py`): learns on two cores in minutes. Its

@@ -23,8 +23,8 @@ class Routing(NamedTuple):
 
   Attributes:
     experts: [B, T, k] int32, those chosen.
-    dropped: [] int32, pairs of token and expert that no device worked off:
-      counted, and always 0.
+    dropped: [] int32, pairs of a real token and an expert that no device
+      worked off: counted, and always 0.
   """
 
   experts: jax.Array
@@ -41,8 +41,8 @@ class MoE(nn.Module):
   cfg: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BTD) -> tuple[jax.Array, Routing]:
-    """Returns the output [B, T, D] and the routing."""
+  def __call__(self, x_BTD, real_BT) -> tuple[jax.Array, Routing]:
+    """Returns the output [B, T, D], 0 at padding, and the routing."""
     cfg = self.cfg
     D, E, F = cfg.embed_dim, cfg.num_experts, cfg.mlp_dim
     init = nn.initializers.lecun_normal()
@@ -57,14 +57,15 @@ class MoE(nn.Module):
     rows = PartitionSpec(sharding.ROWS)
     layer = sharding.island(
       functools.partial(_local, cfg=cfg),
-      in_specs=(rows, lay),
+      in_specs=(rows, rows, lay),
       out_specs=(rows, Routing(rows, PartitionSpec())),
     )
-    return layer(x_BTD, weights)
+    return layer(x_BTD, real_BT, weights)
 
 
-def _local(x_BTD, weights, *, cfg: ModelConfig):
+def _local(x_BTD, real_BT, weights, *, cfg: ModelConfig):
   """One device's tokens; its experts serve the devices along `expert`."""
+  E, k = cfg.num_experts, cfg.experts_per_token
   x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
 
   def whole(name):
@@ -72,15 +73,18 @@ def _local(x_BTD, weights, *, cfg: ModelConfig):
     return checkpoint_name(sharding.gather(part, "fsdp", dim=0), "weights")
 
   weights_Mk, experts_Mk = route(x_MD, whole("router"), cfg)
-  y_MD, done = _split(
-    x_MD, weights_Mk, experts_Mk, whole("gate_up"), whole("down")
+  # All padding looks alike, and would crowd the same few experts.
+  asked_Mk = jnp.where(real_BT.reshape(-1, 1), experts_Mk, E)
+  y_MD, done = _share_out(
+    x_MD, weights_Mk, asked_Mk, whole("gate_up"), whole("down")
   )
-  dropped = sharding.total(experts_Mk.size - done, *sharding.ROWS)
-  shape = (*x_BTD.shape[:2], cfg.experts_per_token)
-  return y_MD.reshape(x_BTD.shape), Routing(experts_Mk.reshape(shape), dropped)
+  pairs = jnp.sum(real_BT, dtype=jnp.int32) * k
+  dropped = sharding.total(pairs - done, *sharding.ROWS)
+  experts_BTk = experts_Mk.reshape(*x_BTD.shape[:2], k)
+  return y_MD.reshape(x_BTD.shape), Routing(experts_BTk, dropped)
 
 
-def _split(x_MD, weights_Mk, experts_Mk, gate_up, down):
+def _share_out(x_MD, weights_Mk, experts_Mk, gate_up, down):
   """Gathers tokens along `expert`, lets each device add what its experts say.
 
   Returns:
@@ -118,8 +122,9 @@ def route(x_MD, router_DE, cfg: ModelConfig):
 def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down):
   """Sends every token through its experts: sort, two grouped matmuls, unsort.
 
-  Exact whatever the load: the groups are as long as the router made them. On a
-  CPU, XLA multiplies every row by every expert: E times the work of a TPU.
+  Exact whatever the load: the groups are as long as the router made them.
+  Expert E is none, for padding. On a CPU, XLA multiplies every row by every
+  expert: E times the work of a TPU.
 
   Returns:
     The output [M, D], and the number of pairs in the groups.
@@ -129,6 +134,7 @@ def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down):
   sizes_E = jnp.bincount(experts_Mk.reshape(-1), length=gate_up.shape[0])
   weights = weights_Mk.reshape(-1)[order].astype(x_MD.dtype)
   y = ep.multiply(x_MD[order // k], weights, gate_up, down, sizes_E)
+  done = sizes_E.sum(dtype=jnp.int32)
+  y = jnp.where(jnp.arange(M * k)[:, None] < done, y, 0)
   # The inverse of a permutation gathers: its gradient is again a permutation.
-  y_MD = y[jnp.argsort(order)].reshape(M, k, -1).sum(1)
-  return y_MD, sizes_E.sum(dtype=jnp.int32)
+  return y[jnp.argsort(order)].reshape(M, k, -1).sum(1), done

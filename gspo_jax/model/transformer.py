@@ -189,7 +189,7 @@ class Block(nn.Module):
     x_BTD = checkpoint_name(x_BTD + h, "stream")
     h = RMSNorm(cfg.norm_eps, name="mlp_norm")(x_BTD)
     if cfg.num_experts:
-      h, routing = MoE(cfg, name="moe")(h)
+      h, routing = MoE(cfg, name="moe")(h, segments_BT != 0)
     else:
       h, routing = MLP(cfg, name="mlp")(h), None
     return x_BTD + h, routing, updated
@@ -277,8 +277,9 @@ def _encode(run, params, cfg, tokens, positions, mask) -> Encoded:
   with _precision(cfg):
     x_BTD, routing, cache = run(params, cfg, x_BTD, angles, mask)
   hidden = rms_norm(x_BTD, params["final_norm"]["scale"], cfg.norm_eps)
-  experts, dropped = routing or (None, None)
-  return Encoded(hidden, experts, cache, dropped)
+  if routing is None:
+    return Encoded(hidden, None, cache, None)
+  return Encoded(hidden, routing.experts, cache, routing.dropped)
 
 
 def _look_up(table_VD, tokens_BT, cfg):
