@@ -177,13 +177,20 @@ def generate(
 
 
 def _lay_out(params, cfg):
-  """The weights in `cfg.dtype`, on the mesh that decodes."""
+  """The weights in `cfg.dtype`, on the mesh that decodes.
+
+  A layer at a time: on its way from one mesh to the other a weight may stand
+  whole on a device.
+  """
   # Without the barrier XLA moves them first, and then makes them smaller.
   cast = lambda x: jax.lax.optimization_barrier(x.astype(cfg.dtype))
-  params = constrain_state(jax.tree.map(cast, params))
+  lay = lambda tree: constrain_state(jax.tree.map(cast, tree))
+  layers = {"layers": jax.lax.map(lay, params["layers"])}
+  rest = lay({k: x for k, x in params.items() if k != "layers"})
   # In two steps: XLA knows no short way from split rows to split columns.
-  head = constrain(model.head(params, cfg), None, "tensor")
-  return params | {"head": constrain(head, None, _VOCAB)}
+  head = constrain(model.head(rest, cfg), None, "tensor")
+  head = constrain(head, None, _VOCAB)
+  return rest | constrain_state(layers) | {"head": head}
 
 
 def _prefill(params, cfg, prompts, sampler):
