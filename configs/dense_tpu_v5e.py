@@ -7,7 +7,13 @@ A dense model has no experts to split, but `expert` shares out the vocabulary,
 whose logits would otherwise be the largest array of a 16 GB chip. Answers are
 drawn with the heads over 8 chips, since the weights fill one.
 
-`configs/dense_tpu_v5e.py:debug` shrinks every size, to run anywhere.
+`configs/dense_tpu_v5e.py:debug` shrinks every size, to run anywhere. Until
+checkpoints can be read, a run starts from random weights on the embedded task.
+
+What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
+chip), of 15.75 GiB: update 10.6, score 4.0, generate 10.0. MFU of update 72, 61
+and 52 % with perfect overlap, as scheduled and with none; a decode step moves
+1.54 times the least bytes.
 """
 
 from ml_collections import ConfigDict

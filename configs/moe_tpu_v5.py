@@ -4,7 +4,21 @@
   python -m gspo_jax.main --config=configs/moe_tpu_v5.py --workdir=gs://...
 
 `configs/moe_tpu_v5.py:variant=qwen3-235b-a22b,topology=v5p:4x8x8` takes another
-size or slice; `:debug` shrinks every size, to run anywhere.
+size or slice; `:debug` shrinks every size, to run anywhere. Until checkpoints
+can be read, a run starts from random weights on the embedded task.
+
+What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
+chip); HBM is needed of 95.73 GiB, MFU is of update, with perfect overlap, as
+scheduled and with none:
+
+  30B-A3B, v5p:4x4x4: update 73.6, score 9.0, generate 22.6 GiB; MFU 60, 52,
+    48 %; an update 6.2 s, a decode step at most 6.0 ms, 1.12 times the least
+    bytes. What the blocks keep takes 33 GiB and turns 39 % (none) into 48 %.
+  235B-A22B, v5p:4x8x8: update 75.7, score 29.5 GiB; MFU 60, 47, 42 %; an update
+    45 s. One row a chip gave 34 % without overlap: weights are gathered for too
+    few tokens. Over `data`, gradients are summed once a micro-batch.
+  30B-A3B, v5e:8x16: update 10.8, score 4.4 of 15.75 GiB; MFU 51, 32, 30 %, with
+    attention counted as the causal half. Its generate was not compiled.
 """
 
 from typing import NamedTuple

@@ -115,7 +115,7 @@ python3 -m uv venv --seed --python=3.11 .venv; }; } && \
 .venv/bin/pip install './src[tpu]'"
   # After every install, which puts back the libtpu that jax[tpu] pins: with jax
   # 0.10.2 that is 0.0.42, and it computes the gradient of the experts densely.
-  on all "cd gspo_jax && .venv/bin/pip install --upgrade 'libtpu>=0.0.48'"
+  on all "cd gspo_jax && .venv/bin/pip install --upgrade 'libtpu>=0.0.48,<0.0.52'"
 }
 
 # Is it this run still, and not another process that has got its number?

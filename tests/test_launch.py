@@ -348,7 +348,7 @@ def test_setup_copies_then_installs_then_renews_libtpu(shell):
   assert all("--worker=all" in command for command in remote)
   assert "tar -xzf gspo_jax.tar.gz -C gspo_jax/src" in unpack
   assert "pip install './src[tpu]'" in install
-  assert "pip install --upgrade 'libtpu>=0.0.48'" in libtpu
+  assert "pip install --upgrade 'libtpu>=0.0.48,<0.0.52'" in libtpu
 
 
 def test_setup_from_git_copies_nothing(shell):
