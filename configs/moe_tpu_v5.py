@@ -13,7 +13,7 @@ scheduled and with none:
 
   30B-A3B, v5p:4x4x4: update 73.6, score 9.0, generate 22.6 GiB; MFU 60, 52,
     48 %; an update 6.2 s, a decode step at most 6.0 ms, 1.12 times the least
-    bytes. What the blocks keep takes 33 GiB and turns 39 % (none) into 48 %.
+    bytes. With the least kept, update takes 31.4 GiB; MFU 57, 48, 44 %.
   235B-A22B, v5p:4x8x8: update 75.7, score 29.5 GiB; MFU 60, 47, 42 %; an update
     45 s. One row a chip gave 34 % without overlap: weights are gathered for too
     few tokens. Over `data`, gradients are summed once a micro-batch.
