@@ -19,19 +19,16 @@ from jax.experimental import topologies
 from gspo_jax import hlo
 from gspo_jax.chips import Slice
 from gspo_jax.errors import UserError
+from gspo_jax.hosts import NO_TPU
 
 # No question to a metadata server, no lock against a second process, and only
 # what kills the process on stderr.
-_ENVIRONMENT = {
+_ENVIRONMENT = NO_TPU | {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TF_CPP_MIN_LOG_LEVEL": "3",
-  "TPU_ACCELERATOR_TYPE": "v5p-8",
   "TPU_LOG_DIR": "disabled",
   "TPU_MIN_LOG_LEVEL": "3",
-  "TPU_SKIP_MDS_QUERY": "1",
   "TPU_STDERR_LOG_LEVEL": "3",
-  "TPU_WORKER_HOSTNAMES": "localhost",
-  "TPU_WORKER_ID": "0",
 }
 
 _DUMP = "*after_codegen.txt"

@@ -27,7 +27,7 @@ PATIENCE = 30
 _LONGEST = 1000  # bytes of what a process can tell the others
 # Where libtpu is installed and no TPU is: no question to a metadata server,
 # whose silence costs five lines of errors as JAX looks for its devices.
-_NO_TPU = {
+NO_TPU = {
   "TPU_ACCELERATOR_TYPE": "v5p-8",
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
@@ -60,7 +60,7 @@ def start(
       coordinator within five minutes.
   """
   if not _expects_tpu():
-    for name, value in _NO_TPU.items():
+    for name, value in NO_TPU.items():
       os.environ.setdefault(name, value)
   if coordinator is None and tpu_hosts() == 1:
     return

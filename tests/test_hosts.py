@@ -218,7 +218,7 @@ def test_start_is_nothing_on_one_machine(monkeypatch):
   monkeypatch.setattr(os, "environ", given)
   hosts.start()
   assert not jax.distributed.is_initialized()
-  assert given == hosts._NO_TPU | {"TPU_WORKER_ID": "7"}
+  assert given == hosts.NO_TPU | {"TPU_WORKER_ID": "7"}
 
 
 def test_a_machine_with_a_tpu_keeps_its_environment(environment, monkeypatch):
