@@ -40,6 +40,7 @@ TABLE = (
   (r"head", ("table", "vocab")),
   (r"(final|attention|mlp|q|k)_norm/scale", ("whole",)),
   (r"attention/[qkv]", ("embed", "heads", "whole")),
+  (r"attention/[qkv]_bias", ("heads", "head_dim")),
   (r"attention/o", ("heads", "head_dim", "whole")),
   (r"mlp/(gate|up)", ("embed", "mlp")),
   (r"mlp/down", ("mlp", "embed")),

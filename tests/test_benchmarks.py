@@ -7,17 +7,29 @@ import sys
 from conftest import ROOT
 
 
-def test_sampler():
+def quick(name):
+  """The record that a benchmark prints last."""
   out = subprocess.run(
-    [sys.executable, "-m", "benchmarks.sampler", "--quick"],
+    [sys.executable, "-m", f"benchmarks.{name}", "--quick"],
     cwd=ROOT,
     check=True,
     capture_output=True,
     text=True,
   ).stdout
-  record = json.loads(out.splitlines()[-1])
+  return json.loads(out.splitlines()[-1])
+
+
+def test_sampler():
+  record = quick("sampler")
   # Two questions, two answers each: of 8 tokens, or of 80.
   assert 32 <= record["tokens"]["short of long"] <= 40
   assert record["tokens"]["short of short"] == 32
   assert 320 <= record["tokens"]["long of long"] <= 328
   assert set(record["seconds"]) == set(record["tokens"])
+
+
+def test_load_hf():
+  record = quick("load_hf")
+  # Twice the bytes of bfloat16, but for the names in the files.
+  assert 0 < 2 * record["files"] - record["params"] < 100_000
+  assert 0 < record["beside"] < 200e6  # mostly compiled code, at this size

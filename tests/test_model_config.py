@@ -1,4 +1,4 @@
-"""The variants against the published Qwen3 checkpoints, by arithmetic alone."""
+"""The variants against the published checkpoints, by arithmetic alone."""
 
 import math
 
@@ -26,11 +26,34 @@ PUBLISHED = {
     235_093_634_560,
   ),
 }
+# Here the vocabulary comes first.
+OTHERS = {
+  "qwen2.5-0.5b": (
+    *(151_936, 24, 896, 14, 2, 64, 4864, 0, 0, True),
+    494_032_768,
+  ),
+  "qwen2.5-1.5b": (
+    *(151_936, 28, 1536, 12, 2, 128, 8960, 0, 0, True),
+    1_543_714_304,
+  ),
+  "qwen2.5-7b": (
+    *(152_064, 28, 3584, 28, 4, 128, 18944, 0, 0, False),
+    7_615_616_512,
+  ),
+  "llama3.2-1b": (
+    *(128_256, 16, 2048, 32, 8, 64, 8192, 0, 0, True),
+    1_235_814_400,
+  ),
+  "llama3.1-8b": (
+    *(128_256, 32, 4096, 32, 8, 128, 14336, 0, 0, False),
+    8_030_261_248,
+  ),
+}
 ACTIVE = {"qwen3-30b-a3b": 3.3e9, "qwen3-235b-a22b": 22e9}
 
 
 def count(layers, width, heads, kv_heads, head, mlp, experts, used, tied):
-  """Parameters, when `used` experts of a block count."""
+  """Parameters of a Qwen3, when `used` experts of a block count."""
   attention = width * head * (2 * heads + 2 * kv_heads) + 2 * head
   feed = 3 * width * mlp
   if experts:
@@ -39,12 +62,16 @@ def count(layers, width, heads, kv_heads, head, mlp, experts, used, tied):
   return layers * block + width + V * width * (1 if tied else 2)
 
 
+def parameters(name):
+  cfg = model.variant(name)
+  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_variant_has_the_published_number_of_parameters(name):
   *sizes, total = PUBLISHED[name]
-  cfg = model.variant(name)
-  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
-  counted = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+  counted = parameters(name)
   everything = [*sizes]
   everything[7] = sizes[6]  # all experts
   assert counted == count(*everything) == total
@@ -70,8 +97,31 @@ def test_variant_has_the_published_sizes(name):
   assert cfg.norm_topk_prob
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_family_has_the_published_sizes(name):
+  *sizes, total = OTHERS[name]
+  cfg, qwen2 = model.variant(name), name.startswith("qwen2")
+  assert parameters(name) == total
+  assert sizes == [
+    cfg.vocab_size,
+    cfg.num_layers,
+    cfg.embed_dim,
+    cfg.num_heads,
+    cfg.num_kv_heads,
+    cfg.head_dim,
+    cfg.mlp_dim,
+    cfg.num_experts,
+    cfg.experts_per_token,
+    cfg.tie_embeddings,
+  ]
+  assert (cfg.attention_bias, cfg.qk_norm) == (qwen2, False)
+  rope = (1e6, None) if qwen2 else (5e5, (cfg.rope_scaling[0], 1, 4, 8192))
+  assert (cfg.rope_theta, cfg.rope_scaling) == rope
+  assert cfg.norm_eps == (1e-6 if qwen2 else 1e-5)
+
+
 def test_every_published_variant_is_named():
-  assert set(model.VARIANTS) == {"tiny", *PUBLISHED}
+  assert set(model.VARIANTS) == {"tiny", "small", *PUBLISHED, *OTHERS}
 
 
 def test_changes_apply_and_leave_the_table_alone():
@@ -93,6 +143,8 @@ def test_changes_apply_and_leave_the_table_alone():
     ("tiny", {"dtype": "int8"}, ["'int8'", "bfloat16, float32"]),
     ("tiny", {"num_heads": 6}, ["num_heads=6", "num_kv_heads=4"]),
     ("tiny", {"head_dim": 7}, ["head_dim=7", "even"]),
+    ("tiny", {"rope_scaling": (8, 1, 4)}, ["(8, 1, 4)", "length"]),
+    ("tiny", {"rope_scaling": (8, 4, 1, 64)}, ["(8, 4, 1, 64)", "high > low"]),
     ("tiny", {"experts_per_token": 0}, ["per_token=0", "num_experts=8"]),
     ("tiny", {"experts_per_token": 9}, ["per_token=9", "num_experts=8"]),
   ],

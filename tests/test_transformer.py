@@ -38,7 +38,18 @@ MOE = dataclasses.replace(
   DENSE, num_experts=5, experts_per_token=2, tie_embeddings=False
 )
 RAW = dataclasses.replace(MOE, norm_topk_prob=False, unroll=2)
-CONFIGS = {"dense, tied": DENSE, "moe": MOE, "moe, raw weights": RAW}
+QWEN2 = dataclasses.replace(DENSE, attention_bias=True, qk_norm=False)
+# In 30 tokens the three frequencies turn 4.8, 1.3 and 0.35 times.
+LLAMA = dataclasses.replace(
+  DENSE, qk_norm=False, rope_scaling=(6.0, 0.5, 3.0, 30)
+)
+CONFIGS = {
+  "dense, tied": DENSE,
+  "moe": MOE,
+  "moe, raw weights": RAW,
+  "qwen2": QWEN2,
+  "llama": LLAMA,
+}
 every_model = pytest.mark.parametrize("name", CONFIGS)
 jitted = jax.jit(model.forward, static_argnums=1)
 
@@ -85,10 +96,24 @@ def norm(x, scale, eps):
   return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale["scale"]
 
 
-def turn(x_TH, theta):
+def slowed(frequency, factor, low, high, length):
+  """Meta's rule, case by case."""
+  wavelength = 2 * np.pi / frequency
+  if wavelength < length / high:
+    return frequency
+  if wavelength > length / low:
+    return frequency / factor
+  smooth = (length / wavelength - low) / (high - low)
+  return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def turn(x_TH, cfg):
   """Feature i and i + H/2 are the two parts of a number that is rotated."""
   half = x_TH.shape[1] // 2
-  turns = np.outer(np.arange(len(x_TH)), theta ** (-np.arange(half) / half))
+  frequencies = cfg.rope_theta ** (-np.arange(half) / half)
+  if cfg.rope_scaling:
+    frequencies = [slowed(f, *cfg.rope_scaling) for f in frequencies]
+  turns = np.outer(np.arange(len(x_TH)), frequencies)
   z = (x_TH[:, :half] + 1j * x_TH[:, half:]) * np.exp(1j * turns)
   return np.concatenate([z.real, z.imag], 1)
 
@@ -97,12 +122,16 @@ def attention(p, cfg, x_TD):
   out = np.zeros_like(x_TD)
   for h in range(cfg.num_heads):
     g = h // (cfg.num_heads // cfg.num_kv_heads)
-    q = norm(x_TD @ p["q"][:, h], p["q_norm"], cfg.norm_eps)
-    k = norm(x_TD @ p["k"][:, g], p["k_norm"], cfg.norm_eps)
-    q, k = turn(q, cfg.rope_theta), turn(k, cfg.rope_theta)
-    scores = q @ k.T / np.sqrt(cfg.head_dim)
+    q, k, v = x_TD @ p["q"][:, h], x_TD @ p["k"][:, g], x_TD @ p["v"][:, g]
+    if cfg.attention_bias:
+      q, k, v = q + p["q_bias"][h], k + p["k_bias"][g], v + p["v_bias"][g]
+    if cfg.qk_norm:
+      q, k = (
+        norm(x, p[n], cfg.norm_eps) for x, n in ((q, "q_norm"), (k, "k_norm"))
+      )
+    scores = turn(q, cfg) @ turn(k, cfg).T / np.sqrt(cfg.head_dim)
     scores[np.triu_indices(len(x_TD), 1)] = -np.inf
-    out += softmax(scores) @ (x_TD @ p["v"][:, g]) @ p["o"][h]
+    out += softmax(scores) @ v @ p["o"][h]
   return out
 
 
@@ -179,7 +208,7 @@ def gradient(cfg):
   return jax.jit(jax.value_and_grad(loss))
 
 
-@pytest.mark.parametrize("name", ["dense, tied", "moe"])
+@pytest.mark.parametrize("name", ["dense, tied", "moe", "qwen2"])
 def test_gradient_equals_the_reference_differenced(name):
   cfg, cotangent, way = directional(name)
   _, grads = gradient(cfg)(weights(cfg), cotangent)
@@ -231,6 +260,29 @@ def test_packed_texts_equal_separate_rows(name):
     here = mask[b] == text
     alone, _ = reference(weights(cfg), cfg, tokens[b, here])
     np.testing.assert_allclose(packed[b, here], alone, atol=2e-5)
+
+
+def test_a_mesh_changes_neither_value_nor_gradient_of_biases():
+  cfg = dataclasses.replace(QWEN2, vocab_size=24)
+  rng = np.random.default_rng(6)
+  tokens = rng.integers(0, 24, (4, 9))
+  positions, mask = np.broadcast_to(np.arange(9), (4, 9)), np.ones((4, 9), int)
+  way = rng.normal(size=(4, 9, 24)).astype(np.float32)
+
+  def loss(params):
+    out = model.forward(params, cfg, tokens, positions, mask).logits
+    return (out * way).sum()
+
+  alone = jax.jit(jax.value_and_grad(loss))(weights(cfg))
+  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+  lay = sharding.state_shardings(weights(cfg), mesh)
+  with jax.set_mesh(mesh):
+    params = jax.device_put(weights(cfg), lay)
+    split = jax.jit(jax.value_and_grad(loss))(params)
+  bias = params["layers"]["attention"]["q_bias"]
+  assert bias.sharding.shard_shape(bias.shape) == (2, 2, 3)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+  jax.tree.map(close, jax.device_get(split), jax.device_get(alone))
 
 
 def test_remat_changes_neither_value_nor_gradient():

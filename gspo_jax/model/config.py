@@ -1,4 +1,4 @@
-"""What a policy is: the numbers of a Qwen3 decoder, and the named variants."""
+"""What a policy is: the numbers of a decoder, and the named variants."""
 
 import dataclasses
 
@@ -23,6 +23,9 @@ KEPT = (
 class ModelConfig:
   """A Qwen3 decoder, dense or Mixture-of-Experts (arXiv 2505.09388, sec. 2).
 
+  With `attention_bias` and without `qk_norm` it is Qwen2 (arXiv 2412.15115),
+  with neither it is Llama 3 (arXiv 2407.21783).
+
   Attributes:
     vocab_size: rows of the embedding.
     num_layers: decoder blocks.
@@ -35,6 +38,11 @@ class ModelConfig:
     experts_per_token: experts that each token goes to.
     norm_topk_prob: divide the chosen routing weights by their sum.
     rope_theta: base of the rotary frequencies.
+    rope_scaling: Llama 3's (factor, low, high, length); None for none.
+      Frequencies that turn fewer than `low` times in `length` tokens are
+      divided by `factor`, those that turn more than `high` times stay.
+    attention_bias: queries, keys and values have a bias.
+    qk_norm: queries and keys are normed per head.
     norm_eps: epsilon of every RMSNorm.
     tie_embeddings: the embedding is also the output matrix.
     dtype: of activations and matrix products; parameters, softmaxes and
@@ -57,6 +65,9 @@ class ModelConfig:
   experts_per_token: int = 0
   norm_topk_prob: bool = True
   rope_theta: float = 1e6
+  rope_scaling: tuple[float, float, float, int] | None = None
+  attention_bias: bool = False
+  qk_norm: bool = True
   norm_eps: float = 1e-6
   tie_embeddings: bool = False
   dtype: str = "bfloat16"
@@ -71,6 +82,10 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise UserError(f"{self.head_dim=} must be even, for rotary halves")
+    if self.rope_scaling is not None and not _scales(self.rope_scaling):
+      raise UserError(
+        f"{self.rope_scaling=}: expected (factor >= 1, low, high > low, length)"
+      )
     if self.num_experts and not (
       1 <= self.experts_per_token <= self.num_experts
     ):
@@ -84,6 +99,15 @@ class ModelConfig:
     for name in self.keep:
       if name not in KEPT:
         raise UserError(f"model.keep={name!r}: {nearest(name, KEPT)}")
+
+
+def _scales(scaling) -> bool:
+  return (
+    len(scaling) == 4
+    and scaling[0] >= 1
+    and 0 < scaling[1] < scaling[2]
+    and scaling[3] > 0
+  )
 
 
 # The embedded default (see `tasks.py`): learns on two cores in minutes. Its
@@ -103,24 +127,53 @@ _TINY = ModelConfig(
   unroll=2,
 )
 
+# For real text on two cores: configs/gsm8k_small.py.
+_SMALL = dataclasses.replace(
+  _TINY,
+  vocab_size=2048,
+  num_layers=4,
+  embed_dim=128,
+  num_kv_heads=2,
+  head_dim=32,
+  mlp_dim=128,
+  tie_embeddings=True,
+  unroll=4,
+)
+
 
 def _qwen3(layers, width, heads, kv_heads, mlp, **rest) -> ModelConfig:
+  sizes = {"vocab_size": 151_936, "head_dim": 128} | rest
   return ModelConfig(
-    vocab_size=151_936,
     num_layers=layers,
     embed_dim=width,
     num_heads=heads,
     num_kv_heads=kv_heads,
-    head_dim=128,
     mlp_dim=mlp,
+    **sizes,
+  )
+
+
+def _qwen2(*sizes, **rest) -> ModelConfig:
+  return _qwen3(*sizes, attention_bias=True, qk_norm=False, **rest)
+
+
+def _llama3(*sizes, scaled, **rest) -> ModelConfig:
+  return _qwen3(
+    *sizes,
+    vocab_size=128_256,
+    qk_norm=False,
+    rope_theta=5e5,
+    rope_scaling=(scaled, 1.0, 4.0, 8192),
+    norm_eps=1e-5,
     **rest,
   )
 
 
-# Sizes: config.json of each published Qwen3 checkpoint; layers, heads, experts
-# and tying also in tables 1 and 2 of arXiv 2505.09388.
+# Sizes: config.json of each published checkpoint; layers, heads, experts and
+# tying of Qwen3 also in tables 1 and 2 of arXiv 2505.09388.
 VARIANTS = {
   "tiny": _TINY,
+  "small": _SMALL,
   "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tie_embeddings=True),
   "qwen3-1.7b": _qwen3(28, 2048, 16, 8, 6144, tie_embeddings=True),
   "qwen3-4b": _qwen3(36, 2560, 32, 8, 9728, tie_embeddings=True),
@@ -132,6 +185,15 @@ VARIANTS = {
   "qwen3-235b-a22b": _qwen3(
     94, 4096, 64, 4, 1536, num_experts=128, experts_per_token=8
   ),
+  "qwen2.5-0.5b": _qwen2(
+    24, 896, 14, 2, 4864, head_dim=64, tie_embeddings=True
+  ),
+  "qwen2.5-1.5b": _qwen2(28, 1536, 12, 2, 8960, tie_embeddings=True),
+  "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18944, vocab_size=152_064),
+  "llama3.2-1b": _llama3(
+    *(16, 2048, 32, 8, 8192), scaled=32.0, head_dim=64, tie_embeddings=True
+  ),
+  "llama3.1-8b": _llama3(32, 4096, 32, 8, 14336, scaled=8.0),
 }
 
 
@@ -143,8 +205,13 @@ def variant(name: str, **changes) -> ModelConfig:
   """
   if name not in VARIANTS:
     raise UserError(f"model.variant={name!r}: {nearest(name, VARIANTS)}")
+  return changed(VARIANTS[name], **changes)
+
+
+def changed(cfg: ModelConfig, **changes) -> ModelConfig:
+  """`cfg` with some fields changed; UserError as `variant`."""
   fields = {f.name for f in dataclasses.fields(ModelConfig)}
   for key in changes:
     if key not in fields:
       raise UserError(f"model.{key}: unknown, {nearest(key, fields)}")
-  return dataclasses.replace(VARIANTS[name], **changes)
+  return dataclasses.replace(cfg, **changes)

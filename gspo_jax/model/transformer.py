@@ -1,4 +1,4 @@
-"""The Qwen3 decoder: functions over a plain dict of float32 arrays.
+"""The decoder: functions over a plain dict of float32 arrays.
 
 Linen lives in this folder only, for naming and initialising parameters; the
 program outside calls `forward(params, ...)` with whichever weights it means.
@@ -84,7 +84,10 @@ class Scale(nn.Module):
 
 
 class Attention(nn.Module):
-  """Grouped-query attention, queries and keys normed per head (QK-norm)."""
+  """Grouped-query attention, with Qwen3's norms or Qwen2's biases, or neither.
+
+  The norms are over the H of each query and key, the biases on all three.
+  """
 
   cfg: ModelConfig
 
@@ -97,12 +100,15 @@ class Attention(nn.Module):
     out_of = nn.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
     weights = {
       "q": self.param("q", into, (D, N, H)),
-      "q_norm": Scale(name="q_norm")(H),
-      "k_norm": Scale(name="k_norm")(H),
       "k": self.param("k", into, (D, K, H)),
       "v": self.param("v", into, (D, K, H)),
       "o": self.param("o", out_of, (N, H, D)),
     }
+    if cfg.qk_norm:
+      weights |= {name: Scale(name=name)(H) for name in ("q_norm", "k_norm")}
+    if cfg.attention_bias:
+      for name, heads in (("q_bias", N), ("k_bias", K), ("v_bias", K)):
+        weights[name] = self.param(name, nn.initializers.zeros, (heads, H))
     if cache is None:
       return _attend_together(x_BTD, weights, angles, segments_BT, cfg)
     q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
@@ -112,30 +118,42 @@ class Attention(nn.Module):
 
 
 def _project(x_BTD, weights, angles, cfg):
-  """Queries, keys and values, normed and rotated."""
+  """Queries, keys and values; the first two normed and rotated."""
 
   def heads(name):
     w = weights[name].astype(x_BTD.dtype)
-    return checkpoint_name(jnp.einsum("btd,dnh->btnh", x_BTD, w), "heads")
+    y_BTNH = jnp.einsum("btd,dnh->btnh", x_BTD, w)
+    if cfg.attention_bias:
+      y_BTNH += weights[f"{name}_bias"].astype(x_BTD.dtype)
+    return checkpoint_name(y_BTNH, "heads")
 
-  norm = lambda x, name: rms_norm(x, weights[name], cfg.norm_eps)
-  q_BTNH = rotate(norm(heads("q"), "q_norm"), *angles)
-  k_BTKH = rotate(norm(heads("k"), "k_norm"), *angles)
-  return q_BTNH, k_BTKH, heads("v")
+  def turned(name):
+    y_BTNH = heads(name)
+    if cfg.qk_norm:
+      y_BTNH = rms_norm(y_BTNH, weights[f"{name}_norm"], cfg.norm_eps)
+    return rotate(y_BTNH, *angles)
+
+  return turned("q"), turned("k"), heads("v")
 
 
 def _attend_together(x_BTD, weights, angles, segments_BT, cfg):
   """Attention of tokens to one another, as an island: rows and heads apart."""
   rows = PartitionSpec(sharding.ROWS)
   kept = PartitionSpec(sharding.ROWS, "tensor")
-  lay = {name: PartitionSpec() for name in ("q_norm", "k_norm")}
-  lay |= {name: sharding.layout(f"attention/{name}") for name in "qkvo"}
+  lay = {
+    name: PartitionSpec()
+    if name.endswith("norm")
+    else sharding.layout(f"attention/{name}")
+    for name in weights
+  }
+  biases = [name for name in weights if name.endswith("bias")]
 
   def local(x_BTD, weights, angles, segments_BT):
     whole = lambda name, dim: sharding.gather(
       weights[name].astype(x_BTD.dtype), "fsdp", dim=dim
     )
     gathered = weights | {name: whole(name, 0) for name in "qkv"}
+    gathered |= {name: whole(name, 1) for name in biases}
     q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, gathered, angles, cfg)
     out_BTNH = attention.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
     y_BTD = jnp.einsum("btnh,nhd->btd", out_BTNH, whole("o", 1))
@@ -317,6 +335,11 @@ def _angles(positions_BT, cfg):
   frequency_H = cfg.rope_theta ** (
     -jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
   )
+  if cfg.rope_scaling:
+    factor, low, high, length = cfg.rope_scaling
+    turns_H = length * frequency_H / (2 * jnp.pi)
+    kept_H = jnp.clip((turns_H - low) / (high - low), 0, 1)
+    frequency_H *= kept_H + (1 - kept_H) / factor
   angle_BTH = positions_BT[..., None].astype(jnp.float32) * frequency_H
   return jnp.sin(angle_BTH), jnp.cos(angle_BTH)
 

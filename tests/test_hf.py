@@ -1,0 +1,555 @@
+"""Checkpoints in and out, against what transformers made (make_goldens.py)."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from safetensors.numpy import load_file, save_file
+
+from gspo_jax import model, sampler, sharding
+from gspo_jax.errors import UserError
+from gspo_jax.model import hf
+
+GOLDENS = ROOT / "tests/goldens"
+NAMES = ("qwen3", "qwen3_moe", "qwen3_moe_raw", "qwen2", "llama3")
+every_model = pytest.mark.parametrize("name", NAMES)
+MOE = {"vocab_size": 48, "num_layers": 3, "mlp_dim": 16}
+QWEN2 = MOE | {"num_experts": 0, "attention_bias": True, "qk_norm": False}
+
+
+def config(name):
+  return hf.config_from_hf(GOLDENS / name, dtype="float32", remat=False)
+
+
+@functools.cache
+def loaded(name):
+  return hf.load_hf(GOLDENS / name, config(name))
+
+
+@functools.cache
+def golden(name):
+  return dict(np.load(GOLDENS / name / "golden.npz"))
+
+
+def random_params(cfg, dtype=np.float32):
+  """Every array random, and representable in `dtype`."""
+  rng = np.random.default_rng(1)
+  shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
+  draw = lambda x: rng.normal(size=x.shape).astype(dtype).astype(np.float32)
+  return jax.tree.map(draw, shapes)
+
+
+def require_equal(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# Parity.
+
+
+def forward(params, name, padding):
+  mask = golden(name)[f"mask_{padding}"]
+  positions = np.maximum(mask.cumsum(1) - 1, 0)
+  given = golden(name)["tokens"], positions, mask.astype(np.int32)
+  return model.forward(params, config(name), *given).logits, mask
+
+
+@every_model
+def test_logits_are_those_of_transformers(name):
+  for padding in ("plain", "left", "right"):
+    run = jax.jit(lambda p, padding=padding: forward(p, name, padding)[0])
+    real = golden(name)[f"mask_{padding}"]
+    theirs = golden(name)[f"logits_{padding}"]
+    gap = np.abs(run(loaded(name)) - theirs)[real].max()
+    assert gap < 5e-5, padding
+    assert np.abs(theirs).max() > 3  # no small numbers that are close anyway
+
+
+@every_model
+def test_gradients_are_those_of_transformers(name):
+  def loss(params):
+    logits, mask = forward(params, name, "left")
+    logps = jax.nn.log_softmax(logits[:, :-1])
+    next_ones = golden(name)["tokens"][:, 1:, None]
+    nll = -jnp.take_along_axis(logps, next_ones, -1)[..., 0]
+    return (nll * mask[:, :-1]).sum() / mask[:, :-1].sum()
+
+  value, grads = jax.jit(jax.value_and_grad(loss))(loaded(name))
+  assert value == pytest.approx(golden(name)["loss"], abs=1e-5)
+  theirs = hf.load_hf(GOLDENS / name / "gradients", config(name))
+  close = functools.partial(np.testing.assert_allclose, rtol=0, atol=5e-6)
+  jax.tree.map(close, grads, theirs)
+  assert min(float(jnp.abs(x).max()) for x in jax.tree.leaves(theirs)) > 1e-3
+
+
+@every_model
+def test_greedy_answers_from_an_export_are_those_of_transformers(
+  name, tmp_path
+):
+  cfg = config(name)
+  hf.save_hf(loaded(name), cfg, tmp_path / "out")
+  params = hf.load_hf(tmp_path / "out", hf.config_from_hf(tmp_path / "out"))
+  mask, answers = golden(name)["mask_left"], golden(name)["answers"]
+  draw = sampler.SamplerConfig(
+    group_size=1,
+    max_new_tokens=answers.shape[1],
+    temperature=0.0,
+    stop_ids=(cfg.vocab_size,),  # none
+  )
+  out = jax.jit(functools.partial(sampler.generate, cfg=cfg, sampler=draw))(
+    params,
+    prompts=sampler.Prompts(golden(name)["tokens"], mask.sum(1)),
+    key=jax.random.key(0),
+  )
+  assert answers.shape == (3, 64)
+  np.testing.assert_array_equal(out.tokens, answers)
+
+
+@every_model
+@pytest.mark.parametrize("anew", [False, True])
+def test_transformers_generates_the_same_from_an_export(name, anew, tmp_path):
+  torch = pytest.importorskip("torch")
+  import transformers
+
+  like = None if anew else GOLDENS / name
+  hf.save_hf(loaded(name), config(name), tmp_path / "out", like=like)
+  theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / "out", output_loading_info=True
+  )
+  assert not any(info.values()), info
+  assert theirs.dtype == torch.float32
+  mask, answers = golden(name)["mask_left"], golden(name)["answers"]
+  out = theirs.generate(
+    torch.tensor(golden(name)["tokens"]).long(),
+    attention_mask=torch.tensor(mask.astype(int)),
+    do_sample=False,
+    max_new_tokens=answers.shape[1],
+    pad_token_id=0,
+  )
+  np.testing.assert_array_equal(out[:, mask.shape[1] :], answers)
+
+
+# There and back.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_saved_is_loaded_bit_for_bit(name, dtype, tmp_path):
+  cfg = config(name)
+  params = random_params(cfg, jnp.dtype(dtype))
+  hf.save_hf(params, cfg, tmp_path / "out", dtype=dtype)
+  again = hf.load_hf(tmp_path / "out", cfg)
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(again))
+  require_equal(again, params)
+  assert hf.config_from_hf(tmp_path / "out", remat=False) == (
+    dataclasses.replace(cfg, dtype=dtype)
+  )
+
+
+@every_model
+def test_what_was_loaded_is_saved_as_it_was(name, tmp_path):
+  hf.save_hf(
+    loaded(name),
+    config(name),
+    tmp_path / "out",
+    dtype="bfloat16",
+    like=GOLDENS / name,
+  )
+
+  def tensors(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    return {k: x for file in files for k, x in load_file(file).items()}
+
+  theirs, ours = tensors(GOLDENS / name), tensors(tmp_path / "out")
+  assert ours.keys() == theirs.keys()
+  for key, x in theirs.items():
+    assert ours[key].dtype == x.dtype
+    np.testing.assert_array_equal(ours[key], x)
+  raw = (GOLDENS / name / "config.json").read_text()
+  assert json.loads((tmp_path / "out/config.json").read_text()) == (
+    json.loads(raw)
+  )
+
+
+@pytest.mark.parametrize("name", model.VARIANTS)
+def test_a_variants_config_is_read_back(name, tmp_path):
+  cfg = model.variant(name)
+  (tmp_path / "config.json").write_text(
+    json.dumps(hf.config_to_hf(cfg, "bfloat16", None))
+  )
+  same = {"unroll": cfg.unroll, "remat": cfg.remat}
+  assert hf.config_from_hf(tmp_path, **same) == cfg
+
+
+def test_a_layer_and_the_rest_have_a_file_each(tmp_path):
+  name = "qwen3_moe"
+  hf.save_hf(loaded(name), config(name), tmp_path / "out")
+  index = json.loads(
+    (tmp_path / "out/model.safetensors.index.json").read_text()
+  )
+  held = {}
+  for tensor, file in index["weight_map"].items():
+    layer = tensor.removeprefix("model.layers.").split(".")[0]
+    held.setdefault(file, set()).add(layer)
+  assert held == {
+    "model-00001-of-00003.safetensors": {"0"},
+    "model-00002-of-00003.safetensors": {"1"},
+    "model-00003-of-00003.safetensors": {"model", "lm_head"},
+  }
+  count = sum(x.size for x in jax.tree.leaves(loaded(name)))
+  assert index["metadata"]["total_size"] == 4 * count
+
+
+# Meshes.
+
+
+@pytest.mark.parametrize("changes", [MOE, QWEN2], ids=["moe", "qwen2"])
+def test_loaded_onto_a_mesh_it_is_the_same(changes, tmp_path, monkeypatch):
+  cfg = model.variant("tiny", dtype="float32", **changes)
+  params = random_params(cfg)
+  hf.save_hf(params, cfg, tmp_path / "out")
+  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+  lay = sharding.state_shardings(params, mesh)
+  read, held = hf.Folder.read, {}
+
+  def noted(self, place, layer, spans):
+    part = read(self, place, layer, spans)
+    held.setdefault(place.path, []).append(part.size)
+    return part
+
+  monkeypatch.setattr(hf.Folder, "read", noted)
+  again = hf.load_hf(tmp_path / "out", cfg, shardings=lay)
+  require_equal(jax.device_get(again), params)
+  assert jax.tree.map(lambda x: x.sharding, again) == lay
+  # No number is read twice, though some lie on several devices.
+  for keys, leaf in jax.tree.leaves_with_path(params):
+    path = jax.tree_util.keystr(keys, simple=True, separator="/")
+    assert sum(held[path]) == leaf.size
+    assert len(held[path]) > cfg.num_layers or "norm" in path
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def test_saved_from_a_mesh_it_is_the_same(name, tmp_path):
+  cfg = dataclasses.replace(config(name), vocab_size=48)
+  params = random_params(cfg)
+  mesh = sharding.make_mesh(data=4, tensor=2)
+  if cfg.num_experts:
+    mesh = sharding.make_mesh(fsdp=4, data=2)
+    cfg = dataclasses.replace(cfg, num_experts=8)
+    params = random_params(cfg)
+  split = jax.device_put(params, sharding.state_shardings(params, mesh))
+  hf.save_hf(split, cfg, tmp_path / "out")
+  require_equal(hf.load_hf(tmp_path / "out", cfg), params)
+
+
+TWO = """
+import sys
+from gspo_jax import hosts
+hosts.start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+import jax
+from gspo_jax import model, sharding
+from gspo_jax.errors import UserError
+from gspo_jax.model import hf
+folder, out = sys.argv[3:]
+cfg = hf.config_from_hf(folder)
+shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
+lay = sharding.state_shardings(shapes, sharding.make_mesh(fsdp=4))
+read, held = hf.Folder.read, []
+def noted(self, place, layer, spans):
+  part = read(self, place, layer, spans)
+  held.extend([part.size] * (place.path == "layers/mlp/gate"))
+  return part
+hf.Folder.read = noted
+params = hf.load_hf(folder, cfg, shardings=lay)
+assert 2 * sum(held) == shapes["layers"]["mlp"]["gate"].size
+hf.save_hf(params, cfg, out)
+try:
+  hf.save_hf(params, cfg, out)
+except hosts.Agreed as error:
+  print(error, flush=True)
+hosts.meet()
+"""
+
+
+def test_two_processes_read_half_each_and_one_writes(tmp_path):
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  folders = (GOLDENS / "qwen3", tmp_path / "out")
+  flags = "--xla_force_host_platform_device_count=2"
+  jobs = [
+    subprocess.Popen(
+      [sys.executable, "-c", TWO, *map(str, (port, i, *folders))],
+      cwd=ROOT,
+      env=os.environ | {"XLA_FLAGS": flags},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  texts = [job.communicate(timeout=120)[0] for job in jobs]
+  assert [job.returncode for job in jobs] == [0, 0], texts
+  assert "exists: expected a new or empty folder" in texts[0]
+  assert "process 0: " in texts[1]
+  require_equal(hf.load_hf(folders[1], config("qwen3")), loaded("qwen3"))
+
+
+# Every tensor is accounted for.
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+  """One file, as a folder and its tensors, and a function that writes them."""
+  folder = tmp_path / "checkpoint"
+  shutil.copytree(GOLDENS / "qwen3", folder)
+  tensors = load_file(folder / "model.safetensors")
+
+  def write():
+    save_file(tensors, folder / "model.safetensors")
+    return hf.load_hf(folder, config("qwen3"))
+
+  return folder, tensors, write
+
+
+def said(work):
+  with pytest.raises(UserError) as error:
+    work()
+  assert "\n" not in str(error.value)
+  return str(error.value)
+
+
+def test_each_tensor_missing_or_too_much_is_named(checkpoint):
+  _, tensors, write = checkpoint
+  lost = ("model.layers.0.mlp.up_proj.weight", "model.norm.weight")
+  for name in lost:
+    del tensors[name]
+  tensors["model.layers.0.mlp.up_project.weight"] = np.zeros((20, 16), "f4")
+  tensors["vision.patches"] = np.zeros(3, "f4")
+  message = said(write)
+  assert f"missing (2): {', '.join(lost)};" in message
+  assert f"up_project.weight (did you mean {lost[0]}?)" in message
+  assert "not of this model (2)" in message
+  assert message.endswith(", vision.patches")  # near to nothing
+
+
+def test_a_tensor_of_another_shape_or_type_is_named(checkpoint):
+  _, tensors, write = checkpoint
+  key = "model.layers.1.mlp.down_proj.weight"
+  tensors[key] = np.ascontiguousarray(tensors[key].T)
+  tensors["model.norm.weight"] = np.zeros(16, np.int8)
+  message = said(write)
+  assert f"misshapen (1): {key} (20, 16), expected (16, 20)" in message
+  assert "type (1): model.norm.weight I8, expected one of BF16" in message
+
+
+def test_a_wrong_folder_is_said_in_few_words(checkpoint):
+  folder, *_ = checkpoint
+  cfg = dataclasses.replace(config("qwen3"), num_layers=40)
+  message = said(lambda: hf.load_hf(folder, cfg))
+  assert "missing (418): " in message
+  assert message.endswith(", and 402 more")
+  assert message.count("model.layers.") == 16
+
+
+def test_what_is_harmless_is_passed_over(checkpoint):
+  _, tensors, write = checkpoint
+  tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+  tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, "f4")
+  require_equal(write(), loaded("qwen3"))
+
+
+def test_float16_is_read(checkpoint):
+  _, tensors, write = checkpoint
+  for name in tensors:
+    tensors[name] = tensors[name].astype(np.float16)
+  close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+  jax.tree.map(close, write(), loaded("qwen3"))
+
+
+def test_damaged_folders(tmp_path):
+  cfg = config("qwen3_moe")
+  folder = tmp_path / "moe"
+  load = lambda: hf.load_hf(folder, cfg)
+  assert "expected a checkpoint's folder" in said(load)
+  folder.mkdir()
+  assert "holds neither model.safetensors nor" in said(load)
+  shutil.copytree(GOLDENS / "qwen3_moe", folder, dirs_exist_ok=True)
+  file = folder / "model-00003-of-00006.safetensors"
+  whole = file.read_bytes()
+  file.write_bytes(whole[:-1])
+  assert f"{file}: damaged or cut short" in said(load)
+  file.unlink()
+  assert f"files absent (1): {file.name}" in said(load)
+  file.write_bytes(whole)
+  require_equal(load(), loaded("qwen3_moe"))
+  (folder / "model.safetensors.index.json").write_text("[]")
+  assert "not an index" in said(load)
+
+
+# Configs.
+
+
+def described(tmp_path, **changes):
+  """The config of the golden mixture, with keys changed, or None to drop."""
+  raw = json.loads((GOLDENS / "qwen3_moe/config.json").read_text()) | changes
+  raw = {key: value for key, value in raw.items() if value is not None}
+  (tmp_path / "config.json").write_text(json.dumps(raw))
+  return hf.config_from_hf(tmp_path)
+
+
+def test_a_config_is_read(tmp_path):
+  assert described(tmp_path) == model.ModelConfig(
+    vocab_size=47,
+    num_layers=2,
+    embed_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=12,
+    num_experts=5,
+    experts_per_token=2,
+    rope_theta=1000.0,
+    norm_eps=0.01,
+  )
+  llama = config("llama3")
+  assert llama.rope_scaling == (8.0, 0.1, 2.0, 32)
+  assert not llama.qk_norm
+  assert not llama.attention_bias
+  assert config("qwen2").attention_bias
+  assert not config("qwen3_moe_raw").norm_topk_prob
+  assert config("qwen3").tie_embeddings
+  assert config("qwen3").mlp_dim == 20
+
+
+def test_older_names_mean_the_same(tmp_path):
+  old = {
+    "num_local_experts": None,
+    "num_experts": 5,
+    "rope_parameters": None,
+    "rope_theta": 1000,
+    "rope_scaling": None,
+    "dtype": None,
+    "torch_dtype": "bfloat16",
+  }
+  assert described(tmp_path, **old) == described(tmp_path)
+  assert described(tmp_path, **old, head_dim=None).head_dim == 4
+  scaled = {
+    "type": "llama3",
+    "factor": 8,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 64,
+  }
+  cfg = described(tmp_path, **old | {"rope_scaling": scaled})
+  assert cfg.rope_scaling == (8.0, 1.0, 4.0, 64)
+  assert cfg.rope_theta == 1000
+  assert described(tmp_path, dtype="float32").dtype == "float32"
+  assert described(tmp_path, dtype="float16").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"model_type": "qwen3_mo"}, "did you mean 'qwen3_moe'?"),
+    ({"model_type": "gpt2"}, "choose one of llama, qwen2, qwen3, qwen3_moe"),
+    ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]: expected []"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
+    ({"use_sliding_window": True}, "use_sliding_window=True: expected False"),
+    ({"layer_types": ["full_attention", "sliding"]}, "holds 'sliding'"),
+    ({"attention_bias": True}, "attention_bias=True"),
+    ({"mlp_bias": True}, "mlp_bias=True"),
+    ({"hidden_act": "gelu"}, "hidden_act=gelu: expected 'silu'"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config="),
+    ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),
+    ({"n_shared_experts": 1}, "n_shared_experts=1"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: expected 1"),
+    ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "'yarn'"),
+    ({"rope_scaling": {"type": "llama3"}, "rope_parameters": None}, "factor"),
+    ({"hidden_size": None}, "hidden_size is missing"),
+    ({"hidden_size": "wide"}, "hidden_size='wide': expected int above 0"),
+    ({"vocab_size": -1}, "vocab_size=-1"),
+    ({"num_local_experts": None}, "num_experts or num_local_experts is"),
+    ({"num_experts_per_tok": 9}, "experts_per_token=9"),
+  ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_represented(changes, words, tmp_path):
+  assert words in said(lambda: described(tmp_path, **changes))
+
+
+def test_wrong_files_and_fields(tmp_path):
+  read = lambda: hf.config_from_hf(tmp_path / "x")
+  assert "expected a checkpoint's folder" in said(read)
+  (tmp_path / "x").mkdir()
+  assert "config.json: no such file" in said(read)
+  (tmp_path / "x/config.json").write_text("{")
+  assert "not JSON" in said(read)
+  (tmp_path / "x/config.json").write_text("[]")
+  assert "expected a JSON object" in said(read)
+  change = lambda: hf.config_from_hf(GOLDENS / "qwen3", num_layer=3)
+  assert "model.num_layer: unknown, did you mean 'num_layers'?" in said(change)
+
+
+# Writing.
+
+
+def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+  params, cfg, out = loaded("qwen2"), config("qwen2"), tmp_path / "out"
+  count = []
+
+  def full(tensors, path, metadata):
+    count.append(path)
+    if len(count) == 2:
+      raise OSError("No space left on device")
+    save_file(tensors, path, metadata)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(hf, "save_file", full)
+    message = said(lambda: hf.save_hf(params, cfg, out))
+  assert message == f"{str(out)!r} cannot be written: No space left on device"
+  assert not out.exists()
+  hf.save_hf(params, cfg, out)
+  assert [path.name for path in tmp_path.iterdir()] == ["out"]
+  message = said(lambda: hf.save_hf(params, cfg, out))
+  assert "exists: expected a new or empty folder" in message
+
+
+def test_a_tokenizer_goes_along(tmp_path):
+  like = tmp_path / "like"
+  shutil.copytree(GOLDENS / "qwen2", like)
+  (like / "tokenizer.json").write_text("{}")
+  (like / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+  (like / "pytorch_model.bin").write_text("x")
+  hf.save_hf(loaded("qwen2"), config("qwen2"), tmp_path / "out", like=like)
+  names = {path.name for path in (tmp_path / "out").iterdir()}
+  index = {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
+  assert names == index | {
+    "config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "generation_config.json",
+  }
+
+
+def test_exports_that_make_no_sense(tmp_path):
+  save = lambda cfg, **rest: said(
+    lambda: hf.save_hf(loaded("qwen3"), cfg, tmp_path / "out", **rest)
+  )
+  cfg = config("qwen3")
+  assert "dtype='float16': did you mean 'bfloat16'?" in save(
+    cfg, dtype="float16"
+  )
+  message = save(cfg, like=GOLDENS / "qwen2")
+  assert "has attention_bias=True, the model to save has False" in message
+  both = dataclasses.replace(cfg, attention_bias=True)
+  assert "no family of transformers has cfg.num_experts=0" in save(both)
+  assert not (tmp_path / "out").exists()
