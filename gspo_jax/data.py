@@ -1,162 +1,142 @@
-"""Prompts: sources, the byte tokenizer, and the Grain pipeline.
+"""The Grain pipeline: questions of a source to batches of token ids.
 
-Every pipeline is a Grain `MapDataset`: batch n is a function of (source, seed,
-n), so a run resumed at n repeats the uninterrupted one.
+Batch n is a function of (source, seed, n), on any number of hosts, and the
+state of an iterator is a position: a run resumed there repeats the
+uninterrupted one.
 """
 
 import dataclasses
 import functools
-import hashlib
-import json
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import grain
 import numpy as np
 
-from gspo_jax.errors import UserError
-from gspo_jax.tasks import Problem, held_out
+from gspo_jax.errors import UserError, nearest
+from gspo_jax.sources import Mixture, Questions
+from gspo_jax.tasks import Problem
+from gspo_jax.tokenizer import Tokenizer
 
-PAD, EOS, VOCAB_SIZE = 256, 257, 258
-
-
-def encode(text: str) -> list[int]:
-  """The UTF-8 bytes of a text; PAD and EOS lie outside what text can hold."""
-  return list(text.encode())
-
-
-def decode(ids) -> str:
-  """The text of token ids; U+FFFD for PAD, EOS and broken UTF-8.
-
-  A PAD in the middle of an answer has to show: "1", PAD, "2" is not "12".
-  """
-  ids = [i if i < 256 else 0xFF for i in ids]  # no byte of UTF-8 is 0xFF
-  return bytes(ids).decode(errors="replace")
+Source = Sequence[Problem] | Mixture
 
 
 @dataclasses.dataclass(frozen=True)
-class JsonLines:
-  """A file with one `{"question": ..., "answer": ...}` object a line.
-
-  The reference is what follows the last `####` of `answer` (as in GSM8K), or
-  all of it; the demonstration is the whole of `answer`, with `####` before it
-  where there is none.
+class PromptConfig:
+  """How a question becomes a row of tokens.
 
   Attributes:
-    path: the file.
-    evaluation: True keeps the held-out questions only, False the others, None
-      all of them.
+    tokenizer: of the policy.
+    width: tokens a row has; the template's count.
+    system: the system prompt, "" for none.
+    instruction: what the policy reads, `{question}` in it.
+    too_long: what happens to a question, or to a demonstration, that does not
+      fit: "error", or "drop".
   """
 
-  path: str
-  evaluation: bool | None = None
+  tokenizer: Tokenizer
+  width: int
+  system: str = ""
+  instruction: str = "{question}"
+  too_long: str = "error"
 
-  @functools.cached_property
-  def sha256(self) -> str:
-    """Of the file's bytes."""
-    with self._open() as file:
-      return hashlib.file_digest(file, "sha256").hexdigest()
-
-  @functools.cached_property
-  def _problems(self) -> list[Problem]:
-    with self._open() as file:
-      numbered = [(i, line) for i, line in enumerate(file, 1) if line.strip()]
-    problems = [self._parse(i, line) for i, line in numbered]
-    if self.evaluation is not None:
-      wanted = lambda p: held_out(p.question) == self.evaluation
-      problems = list(filter(wanted, problems))
-    if not problems:
-      raise UserError(f"data file {self.path!r}: no usable line")
-    return problems
-
-  def _open(self):
-    try:
-      return open(self.path, "rb")
-    except OSError as error:
-      raise UserError(f"data file {self.path!r}: {error.strerror}") from error
-
-  def _parse(self, number: int, line: bytes) -> Problem:
-    try:
-      row = json.loads(line)
-      question, answer = row["question"], row["answer"]
-      # JSON can spell half a surrogate pair, which no UTF-8 text can hold.
-      json.dumps([question, answer], ensure_ascii=False).encode()
-    except (ValueError, KeyError, TypeError) as error:
-      text = line.decode(errors="replace").strip()
+  def __post_init__(self):
+    choices = ("error", "drop")
+    if self.too_long not in choices:
+      hint = nearest(self.too_long, choices)
+      raise UserError(f"data.too_long={self.too_long!r}: {hint}")
+    if "{question}" not in self.instruction:
       raise UserError(
-        f"{self.path}:{number}: expected an object with 'question' and "
-        f"'answer', in UTF-8, got {text[:60]!r}"
-      ) from error
-    if not (isinstance(question, str) and isinstance(answer, str)):
-      raise UserError(
-        f"{self.path}:{number}: 'question' and 'answer' must be strings"
+        f"data.instruction={self.instruction!r}: expected {{question}} in it"
       )
-    reference = answer.rsplit("####", 1)[-1].strip()
-    if not (question and reference):
-      raise UserError(f"{self.path}:{number}: an empty question or answer")
-    if "#" in reference:
-      raise UserError(
-        f"{self.path}:{number}: the answer {reference[:40]!r} holds a '#', "
-        "which marks where an answer begins"
-      )
-    if "####" not in answer:
-      answer = f"#### {reference}"  # else the verifier would not find it
-    return Problem(question, reference, answer)
 
-  def __len__(self) -> int:
-    return len(self._problems)
-
-  def __getitem__(self, index: int) -> Problem:
-    return self._problems[index]
+  def fits(self, ids: Sequence[int], width: int, what: str, key: str) -> bool:
+    """Whether ids fit; UserError for a misfit that is not to be dropped."""
+    if len(ids) > width and self.too_long == "error":
+      raise UserError(f"{what} has {len(ids)} tokens, more than {key}={width}")
+    return len(ids) <= width
 
 
-def fingerprint(source: Sequence[Problem]) -> str:
-  """Tells one source from another by content and options, wherever it lies.
+def prompts(
+  source: Source, cfg: PromptConfig, *, batch: int, seed: int
+) -> grain.DatasetIterator:
+  """Endless batches of prompts, shuffled anew each epoch.
 
-  A checkpoint carries it, so that a run never resumes on other data.
+  Each is a dict: `problems` (a list), `tokens` [batch, width] int32 padded on
+  the left, `length` [batch] int32. The iterator's `get_state()` is a small
+  dict for the checkpoint.
 
-  Args:
-    source: a dataclass, its fields the options.
+  Raises:
+    UserError: fewer questions (that fit) than a batch; one that is too long,
+      of a file now and of any other source when it is drawn.
   """
-  options = dataclasses.asdict(source)
-  if isinstance(source, JsonLines):
-    options["path"] = source.sha256
-  text = json.dumps([type(source).__name__, options])
-  return hashlib.sha256(text.encode()).hexdigest()[:16]
+  return _batches(source, functools.partial(_prompt, cfg=cfg), cfg, batch, seed)
 
 
-def pad_left(ids: Sequence[int], width: int, what: str) -> np.ndarray:
-  """Token ids in a row of `width`, padding first; UserError if too long."""
-  if len(ids) > width:
+def demonstrations(
+  source: Source, cfg: PromptConfig, *, batch: int, width: int, seed: int
+) -> grain.DatasetIterator:
+  """As `prompts`, with `response` [batch, width] and `response_length`."""
+  row = functools.partial(_demonstration, cfg=cfg, width=width)
+  return _batches(source, row, cfg, batch, seed)
+
+
+def take(source: Source, cfg: PromptConfig, count: int) -> dict:
+  """The first `count` problems (that fit) as one batch, in order."""
+  every = _mixed(source, grain.MapDataset.source)
+  rows = (_prompt(every[i], cfg) for i in range(len(every)))
+  first = list(itertools.islice(filter(None, rows), count))
+  if len(first) < count:
     raise UserError(
-      f"{what} has {len(ids)} tokens, more than data.max_prompt_length={width}"
+      f"eval.prompts={count}, but only {len(first)} questions are held out"
+      + (" and fit" if cfg.too_long == "drop" else "")
     )
-  row = np.full(width, PAD, np.int32)
-  row[width - len(ids) :] = ids
-  return row
+  return _stack(first)
 
 
-def _prompt(problem: Problem, width: int) -> dict:
-  ids = encode(problem.question)
-  return {
-    "problem": problem,
-    "tokens": pad_left(ids, width, f"question {problem.question[:40]!r}"),
-    "length": np.int32(len(ids)),
-  }
+def epochs(source: Source, state: dict) -> float:
+  """How often an iterator in that state has gone through its source.
+
+  Of a mixture, through that of its sources which it repeats most.
+  """
+  drawn = state["next_index"]
+  if not isinstance(source, Mixture):
+    return drawn / len(source)
+  shares = (w / sum(source.weights) for w in source.weights)
+  sizes = map(len, source.sources)
+  return max(drawn * w / n for w, n in zip(shares, sizes, strict=True))
 
 
-def _demonstration(problem: Problem, prompt_width: int, width: int) -> dict:
-  ids = [*encode(problem.demonstration), EOS]
-  if len(ids) > width:
+def _prompt(problem: Problem, cfg: PromptConfig) -> dict | None:
+  """A row; None, which Grain passes over, for one to drop."""
+  # No str.format: questions hold braces.
+  question = cfg.instruction.replace("{question}", problem.question)
+  ids = cfg.tokenizer.prompt(question, cfg.system)
+  what = f"question {problem.question[:40]!r}"
+  if not cfg.fits(ids, cfg.width, what, "data.max_prompt_length"):
+    return None
+  row = np.full(cfg.width, cfg.tokenizer.pad_id, np.int32)
+  row[cfg.width - len(ids) :] = ids
+  return {"problem": problem, "tokens": row, "length": np.int32(len(ids))}
+
+
+def _demonstration(
+  problem: Problem, cfg: PromptConfig, width: int
+) -> dict | None:
+  shown, made = problem.demonstration, cfg.tokenizer
+  if not shown:
     raise UserError(
-      f"demonstration {problem.demonstration[:40]!r} has {len(ids)} tokens, "
-      f"more than sampler.max_new_tokens={width}"
+      f"question {problem.question[:40]!r} has no demonstration to imitate; "
+      "data.demonstration_field says where one is"
     )
-  padded = np.full(width, PAD, np.int32)
+  ids = [*made.encode(shown), made.stop_ids[0]]
+  what = f"demonstration {shown[:40]!r}"
+  row = _prompt(problem, cfg)
+  if not cfg.fits(ids, width, what, "sampler.max_new_tokens") or row is None:
+    return None
+  padded = np.full(width, made.pad_id, np.int32)
   padded[: len(ids)] = ids
-  return _prompt(problem, prompt_width) | {
-    "response": padded,
-    "response_length": np.int32(len(ids)),
-  }
+  return row | {"response": padded, "response_length": np.int32(len(ids))}
 
 
 def _stack(rows: Sequence[dict]) -> dict:
@@ -166,52 +146,55 @@ def _stack(rows: Sequence[dict]) -> dict:
   return arrays | {"problems": [r["problem"] for r in rows]}
 
 
-def prompts(
-  source: Sequence[Problem], *, batch: int, width: int, seed: int
-) -> grain.DatasetIterator:
-  """Endless shuffled batches of prompts.
+def _batches(source, row, cfg, batch, seed):
+  parts = source.sources if isinstance(source, Mixture) else (source,)
+  _check(parts, row, cfg, batch)
+  seeds = itertools.count(seed)
 
-  Each is a dict: `problems` (a list), `tokens` [batch, width] int32 padded on
-  the left, `length` [batch] int32. The iterator's `get_state()` is a small
-  dict for the checkpoint.
-  """
-  return _batches(source, functools.partial(_prompt, width=width), batch, seed)
+  def shuffled(part):
+    own = next(seeds) % 2**32
+    return grain.MapDataset.source(part).seed(own).shuffle().repeat()
 
-
-def demonstrations(
-  source: Sequence[Problem],
-  *,
-  batch: int,
-  prompt_width: int,
-  width: int,
-  seed: int,
-) -> grain.DatasetIterator:
-  """As `prompts`, with `response` [batch, width] and `response_length`."""
-  row = functools.partial(
-    _demonstration, prompt_width=prompt_width, width=width
-  )
-  return _batches(source, row, batch, seed)
-
-
-def _batches(source, row, batch, seed):
-  if len(source) < batch:
-    raise UserError(
-      f"the data has {len(source)} questions, fewer than a batch of {batch}"
-    )
-  if isinstance(source, JsonLines):
-    for problem in source:
-      row(problem)  # one that is too long is told now, not at step 500
-  rows = grain.MapDataset.source(source).seed(seed).shuffle().repeat().map(row)
-  batches = rows.batch(batch, drop_remainder=True, batch_fn=_stack)
-  # Threads read ahead; what comes does not depend on their number.
+  rows = _mixed(source, shuffled).map(row)
+  # Threads read ahead; what comes does not depend on their number. Batches are
+  # cut behind them, where the dropped rows are gone.
   options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-  return iter(batches.to_iter_dataset(options))
+  batches = rows.to_iter_dataset(options)
+  return iter(batches.batch(batch, drop_remainder=True, batch_fn=_stack))
 
 
-def take(source: Sequence[Problem], count: int, width: int) -> dict:
-  """The first `count` problems as one batch, in order, for evaluation."""
-  if len(source) < count:
+def _mixed(source, dataset: Callable) -> grain.MapDataset:
+  """The dataset of a source, or the weighted mix of a mixture's."""
+  if not isinstance(source, Mixture):
+    return dataset(source)
+  each = list(map(dataset, source.sources))
+  return grain.MapDataset.mix(each, weights=source.weights)
+
+
+def _check(parts, row, cfg, batch) -> None:
+  """UserError for what would fail, or never end, later."""
+  total = sum(map(len, parts))
+  if total < batch:
     raise UserError(
-      f"eval.prompts={count}, but only {len(source)} questions are held out"
+      f"the data has {total} questions, fewer than a batch of {batch}"
     )
-  return _stack([_prompt(source[i], width) for i in range(count)])
+  if cfg.too_long == "error":
+    # One that is too long is told now, not at step 500.
+    for part in parts:
+      if isinstance(part, Questions):
+        for problem in part:
+          row(problem)
+    return
+  found = [_count(part, row, batch) for part in parts]
+  if not all(found) or sum(found) < batch:
+    raise UserError(
+      f"of the data's {[*map(len, parts)]} questions only {found} fit "
+      f"data.max_prompt_length={cfg.width}: fewer than a batch of {batch}, or "
+      "none of one source"
+    )
+
+
+def _count(part, row, most: int) -> int:
+  """How many rows of a source are not dropped, up to `most`."""
+  kept = (i for i in range(len(part)) if row(part[i]) is not None)
+  return sum(1 for _ in itertools.islice(kept, most))

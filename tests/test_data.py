@@ -1,36 +1,31 @@
-"""Sources, the byte tokenizer, and batches that a resumed run repeats."""
+"""The pipeline: rows of tokens, and batches that a resumed run repeats."""
 
-import dataclasses
 import itertools
 import json
-import shutil
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gspo_jax import data
+from gspo_jax import data, sources, tokenizer
 from gspo_jax.errors import UserError
-from gspo_jax.rewards import final_answer
-from gspo_jax.tasks import Chain
+from gspo_jax.tasks import Chain, Problem
 
-GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k"
-needs_gsm8k = pytest.mark.skipif(
-  not GSM8K.is_dir(), reason=f"{GSM8K} is not here"
-)
 SMALL = Chain((6,), size=12)
+BYTES = tokenizer.load("bytes")
 
 
-def characters():
-  """All that UTF-8 can hold, one in seven."""
-  points = itertools.chain(range(0xD800), range(0xE000, sys.maxunicode + 1))
-  return "".join(chr(p) for p in itertools.islice(points, 0, None, 7))
+def config(width=32, **changes):
+  return data.PromptConfig(BYTES, width, **changes)
 
 
-def batches(source=SMALL, batch=4, width=32, seed=0):
-  return data.prompts(source, batch=batch, width=width, seed=seed)
+def batches(source=SMALL, batch=4, seed=0, **changes):
+  return data.prompts(source, config(**changes), batch=batch, seed=seed)
+
+
+def imitated(source, batch=8, width=24, **changes):
+  cfg = config(**changes)
+  return data.demonstrations(source, cfg, batch=batch, width=width, seed=0)
 
 
 def questions(iterator, count):
@@ -38,38 +33,14 @@ def questions(iterator, count):
   return [[p.question for p in problems] for problems in drawn]
 
 
-def write(path, *rows):
-  lines = [r if isinstance(r, str) else json.dumps(r) for r in rows]
-  path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-  return str(path)
+def problems(*texts, answer="1"):
+  return [Problem(text, answer, answer) for text in texts]
 
 
-def row(i, answer="x #### 7"):
-  return {"question": f"question {i}?", "answer": answer}
-
-
-# The tokenizer.
-
-
-def test_text_survives_the_tokenizer():
-  text = characters()
-  assert data.decode(data.encode(text)) == text
-
-
-def test_no_text_holds_padding_or_a_stop():
-  ids = set(data.encode(characters()))
-  assert ids <= set(range(256))
-  assert {data.PAD, data.EOS}.isdisjoint(range(256))
-  assert max(data.PAD, data.EOS) < data.VOCAB_SIZE
-
-
-def test_what_is_no_text_decodes_all_the_same():
-  assert data.decode([104, data.PAD, 105, data.EOS]) == "h\ufffdi\ufffd"
-  assert data.decode(np.array([0xC3], np.int32)) == "\N{REPLACEMENT CHARACTER}"
-  assert data.decode([]) == ""
-
-
-# The pipeline.
+def write(path, *texts):
+  rows = [{"question": text, "answer": "7"} for text in texts]
+  path.write_text("\n".join(map(json.dumps, rows)))
+  return sources.load(f"jsonl:{path}")
 
 
 def test_a_prompt_is_its_question_padded_on_the_left():
@@ -81,17 +52,22 @@ def test_a_prompt_is_its_question_padded_on_the_left():
   for problem, tokens, n in zip(
     batch["problems"], batch["tokens"], batch["length"], strict=True
   ):
-    assert (tokens[:-n] == data.PAD).all()
-    assert data.decode(tokens[-n:]) == problem.question
+    assert (tokens[:-n] == BYTES.pad_id).all()
+    assert BYTES.decode(tokens[-n:]) == problem.question
     assert n == len(problem.question)
 
 
+def test_system_prompt_and_instruction():
+  brace = problems("What is {x} {question}?")
+  cfg = config(64, system="Add. ", instruction="Q: {question} {A}: ")
+  batch = data.take(brace, cfg, 1)
+  text = BYTES.decode(batch["tokens"][0][-batch["length"][0] :])
+  assert text == "Add. Q: What is {x} {question}? {A}: "
+  assert batch["problems"] == brace
+
+
 def test_a_demonstration_ends_in_a_stop():
-  batch = next(
-    data.demonstrations(
-      Chain((1, 3)), batch=8, prompt_width=16, width=24, seed=0
-    )
-  )
+  batch = next(imitated(Chain((1, 3)), width=24))
   for problem, tokens, response, n in zip(
     batch["problems"],
     batch["tokens"],
@@ -99,10 +75,10 @@ def test_a_demonstration_ends_in_a_stop():
     batch["response_length"],
     strict=True,
   ):
-    assert data.decode(tokens).lstrip("\ufffd") == problem.question
-    assert data.decode(response[: n - 1]) == problem.demonstration
-    assert response[n - 1] == data.EOS
-    assert (response[n:] == data.PAD).all()
+    assert BYTES.decode(tokens).lstrip("\ufffd") == problem.question
+    assert BYTES.decode(response[: n - 1]) == problem.demonstration
+    assert response[n - 1] == BYTES.stop_ids[0]
+    assert (response[n:] == BYTES.pad_id).all()
 
 
 def test_the_same_seed_gives_the_same_batches():
@@ -121,26 +97,112 @@ def test_an_epoch_is_a_permutation_and_no_two_are_the_same():
   assert len(set(map(tuple, epochs))) == 4
 
 
-@pytest.mark.parametrize("stop", [0, 1, 2, 3, 5])
-def test_resumed_is_uninterrupted(stop):
-  whole = questions(batches(batch=5), 9)  # 5 of 12: batches span epochs
-  iterator = batches(batch=5)
-  assert questions(iterator, stop) == whole[:stop]
-  state = json.loads(json.dumps(iterator.get_state()))
-  questions(iterator, 2)  # what comes after the save is forgotten
-  resumed = batches(batch=5)
-  questions(resumed, 1)
-  resumed.set_state(state)
-  assert questions(resumed, 9 - stop) == whole[stop:]
+# Dropping, mixing, resuming.
 
 
-def test_the_state_stays_small():
-  iterator = batches()
-  questions(iterator, 50)
-  assert len(json.dumps(iterator.get_state())) < 100
+LONG = problems(*(f"{'x' * (n % 7)}{n}" for n in range(23)))
+MIXED = sources.mix(
+  [LONG, problems(*(f"y{n}" for n in range(5))), SMALL], (3, 1, 1)
+)
+CASES = {
+  "plain": (SMALL, {}),
+  "dropped": (LONG, {"width": 5, "too_long": "drop"}),
+  "mixed": (MIXED, {}),
+  "both": (
+    sources.mix([LONG, Chain((1,), size=12)], (3, 1)),
+    {"width": 5, "too_long": "drop"},
+  ),
+  "most of a source dropped": (
+    sources.mix([LONG, problems(*"abcdefgh", "long" * 9)], (1, 1)),
+    {"width": 1, "too_long": "drop"},
+  ),
+}
 
 
-def test_a_question_that_is_too_long(tmp_path):
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_is_uninterrupted(case):
+  source, changes = CASES[case]
+  make = lambda: batches(source, batch=5, **changes)
+  iterator, states, whole = make(), [], []
+  for _ in range(12):
+    states.append(json.dumps(iterator.get_state()))
+    whole += questions(iterator, 1)
+  assert max(map(len, states)) < 100
+  for start, state in enumerate(states):
+    resumed = make()
+    questions(resumed, start % 3)  # what was read before is forgotten
+    resumed.set_state(json.loads(state))
+    assert questions(resumed, 12 - start) == whole[start:]
+
+
+def test_what_is_too_long_is_left_out_and_nothing_else():
+  fit = [p.question for p in LONG if len(p.question) <= 5]
+  assert 5 < len(fit) < len(LONG)
+  iterator = batches(LONG, batch=1, width=5, too_long="drop")
+  drawn = list(itertools.chain(*questions(iterator, 2 * len(fit))))
+  assert Counter(drawn) == Counter(fit * 2)
+  kept = data.take(LONG, config(5, too_long="drop"), len(fit))
+  assert [p.question for p in kept["problems"]] == fit
+  with pytest.raises(UserError, match=f"only {len(fit)} questions .* and fit"):
+    data.take(LONG, config(5, too_long="drop"), len(fit) + 1)
+
+
+def test_demonstrations_that_are_too_long_are_left_out():
+  rows = [Problem(f"q{n}", "7", "z" * n) for n in range(1, 20)]
+  rows[2] = Problem("long question", "7", "zz")
+  cfg = config(10, too_long="drop")
+  iterator = data.demonstrations(rows, cfg, batch=4, width=10, seed=0)
+  drawn = Counter(itertools.chain(*questions(iterator, 4)))
+  assert drawn == Counter([f"q{n}" for n in (1, 2, 4, 5, 6, 7, 8, 9)] * 2)
+
+
+def test_a_mixture_keeps_to_its_weights():
+  parts = [problems(*(f"{c}{i}" for i in range(50))) for c in "ab"]
+  source = sources.mix(parts, (3, 1))
+  drawn = list(itertools.chain(*questions(batches(source, batch=8), 100)))
+  assert Counter(q[0] for q in drawn) == {"a": 600, "b": 200}
+  counts = Counter(drawn)
+  assert {counts[p.question] for p in parts[0]} == {12}
+  assert {counts[p.question] for p in parts[1]} == {4}
+  taken = data.take(source, config(), 40)["problems"]
+  assert Counter(p.question[0] for p in taken) == {"a": 30, "b": 10}
+
+
+def test_sources_of_one_size_are_not_shuffled_alike():
+  parts = [problems(*(f"{c}{i}" for i in range(30))) for c in "ab"]
+  drawn = itertools.chain(*questions(batches(sources.mix(parts)), 15))
+  by_source = {"a": [], "b": []}
+  for question in drawn:
+    by_source[question[0]].append(question[1:])
+  assert by_source["a"] != by_source["b"]
+
+
+def test_epochs_count_what_was_left_out_too():
+  iterator = batches(SMALL, batch=4)
+  assert data.epochs(SMALL, iterator.get_state()) == 0
+  questions(iterator, 3)
+  assert data.epochs(SMALL, iterator.get_state()) == 1
+  fit = sum(len(p.question) <= 5 for p in LONG)
+  iterator = batches(LONG, batch=1, width=5, too_long="drop")
+  questions(iterator, fit)
+  assert 0.8 < data.epochs(LONG, iterator.get_state()) <= 1
+  questions(iterator, 1)
+  assert data.epochs(LONG, iterator.get_state()) > 1
+
+
+def test_the_epoch_of_a_mixture_is_that_of_its_most_repeated_source():
+  source = sources.mix(
+    [problems(*"ab"), problems(*map(str, range(99)))], (1, 3)
+  )
+  iterator = batches(source, batch=8)
+  questions(iterator, 1)  # 2 of "ab" and 6 of the other
+  assert data.epochs(source, iterator.get_state()) == 1
+
+
+# Mistakes.
+
+
+def test_a_question_that_is_too_long():
   source = Chain((8,))
   tokens = len(source[0].question)
   assert next(batches(source, width=tokens))["length"].max() == tokens
@@ -150,18 +212,23 @@ def test_a_question_that_is_too_long(tmp_path):
 
 
 def test_a_file_is_searched_for_long_questions_at_once(tmp_path):
-  path = write(tmp_path / "a", *map(row, range(500)), row("long" * 9))
-  with pytest.raises(UserError, match="has 46 tokens"):
-    batches(data.JsonLines(path))
+  texts = [f"question {i}?" for i in range(500)]
+  source = write(tmp_path / "a", *texts, "long" * 9)
+  with pytest.raises(UserError, match="has 36 tokens"):
+    batches(source)
+  with pytest.raises(UserError, match="has 36 tokens"):
+    batches(sources.mix([SMALL, source]))
+  batches(source, too_long="drop")
 
 
 def test_a_demonstration_that_is_too_long():
   with pytest.raises(UserError, match=r"more than sampler.max_new_tokens=20"):
-    next(
-      data.demonstrations(
-        Chain((8,)), batch=2, prompt_width=32, width=20, seed=0
-      )
-    )
+    next(imitated(Chain((8,)), batch=2, width=20))
+
+
+def test_a_question_without_a_demonstration():
+  with pytest.raises(UserError, match="demonstration_field"):
+    next(imitated([Problem("a", "b", "")] * 3, batch=2))
 
 
 def test_fewer_questions_than_a_batch():
@@ -170,155 +237,27 @@ def test_fewer_questions_than_a_batch():
     batches(batch=13)
 
 
+def test_fewer_questions_that_fit_than_a_batch():
+  """Else the pipeline would look for one forever."""
+  for source, width in (
+    (SMALL, 3),
+    (problems("a", "b", "long", "long"), 2),
+    (sources.mix([problems(*"abcdef"), problems("long")]), 2),
+  ):
+    with pytest.raises(UserError, match=f"max_prompt_length={width}: fewer"):
+      batches(source, batch=4, width=width, too_long="drop")
+
+
 def test_take_is_the_first_few_in_order():
-  taken = data.take(SMALL, 5, 32)
+  taken = data.take(SMALL, config(), 5)
   assert taken["problems"] == [SMALL[i] for i in range(5)]
   assert taken["tokens"].shape == (5, 32)
   with pytest.raises(UserError, match=r"eval.prompts=13, but only 12"):
-    data.take(SMALL, 13, 32)
+    data.take(SMALL, config(), 13)
 
 
-# JSON lines.
-
-
-def test_the_reference_follows_the_last_mark(tmp_path):
-  path = write(
-    tmp_path / "a.jsonl",
-    row(1, "#### 3, no\n####  1,000 "),
-    "",
-    row(2, "Paris"),
-    "  ",
-    row("é中", "\N{LINE SEPARATOR} #### ü"),
-  )
-  source = data.JsonLines(path)
-  assert len(source) == 3
-  assert [p.answer for p in map(source.__getitem__, range(3))] == [
-    "1,000",
-    "Paris",
-    "ü",
-  ]
-  assert source[0].demonstration == "#### 3, no\n####  1,000 "
-  assert source[1].demonstration == "#### Paris"
-  for problem in source:  # what is imitated is what is rewarded
-    assert final_answer(problem.demonstration, problem.answer) == 1
-  assert source[2].question == "question é中?"
-
-
-def test_windows_files(tmp_path):
-  path = tmp_path / "a"
-  text = f"{json.dumps(row(1))}\r\n{json.dumps(row(2))}\r\n"
-  path.write_bytes(b"\xef\xbb\xbf" + text.encode())
-  assert [p.answer for p in data.JsonLines(str(path))] == ["7", "7"]
-
-
-@pytest.mark.parametrize(
-  "bad",
-  [
-    "{",
-    "[1, 2]",
-    "3",
-    '"question answer"',
-    "null",
-    {"question": "only"},
-    {"answer": "only"},
-    {"question": 3, "answer": "3"},
-    {"question": "a", "answer": None},
-    {"question": "a", "answer": ["3"]},
-    {"question": "", "answer": "3"},
-    {"question": "a", "answer": ""},
-    {"question": "a", "answer": "thinking #### "},
-    {"question": "a", "answer": "#### C#"},
-    {"question": "half a pair \ud83d", "answer": "3"},
-  ],
-)
-def test_a_bad_line_is_named(tmp_path, bad):
-  path = write(tmp_path / "a.jsonl", row(1), "", bad, row(2))
-  with pytest.raises(UserError, match=r"a\.jsonl:3: ") as error:
-    len(data.JsonLines(path))
-  assert "\n" not in str(error.value)
-  assert len(str(error.value)) < 300
-
-
-def test_a_line_in_another_encoding_is_named(tmp_path):
-  path = tmp_path / "a.jsonl"
-  line = json.dumps(row("é"), ensure_ascii=False)
-  path.write_bytes(f"{line}\n".encode() + f"{line}\n".encode("latin-1"))
-  with pytest.raises(UserError, match=r"a\.jsonl:2: .*UTF-8"):
-    len(data.JsonLines(str(path)))
-
-
-@pytest.mark.parametrize("read", [len, data.fingerprint])
-def test_files_that_cannot_be_read(tmp_path, read):
-  with pytest.raises(UserError, match=r"missing.*No such file"):
-    read(data.JsonLines(str(tmp_path / "missing")))
-  with pytest.raises(UserError, match="directory"):
-    read(data.JsonLines(str(tmp_path)))
-
-
-def test_a_file_without_a_question(tmp_path):
-  with pytest.raises(UserError, match="no usable line"):
-    len(data.JsonLines(write(tmp_path / "a", "", " ")))
-
-
-def test_the_held_out_split_is_disjoint_and_complete(tmp_path):
-  path = write(tmp_path / "a", *map(row, range(800)))
-  kept, tested, everything = (
-    [p.question for p in data.JsonLines(path, evaluation)]
-    for evaluation in (False, True, None)
-  )
-  assert not set(kept) & set(tested)
-  assert sorted(kept + tested) == sorted(everything)
-  assert everything == [f"question {i}?" for i in range(800)]
-  assert 50 < len(tested) < 150
-
-
-def test_the_split_of_a_question_does_not_depend_on_the_others(tmp_path):
-  whole = data.JsonLines(write(tmp_path / "a", *map(row, range(800))), True)
-  half = data.JsonLines(write(tmp_path / "b", *map(row, range(400))), True)
-  assert list(half) == list(whole)[: len(half)]
-
-
-@needs_gsm8k
-@pytest.mark.parametrize(("part", "count"), [("train", 7473), ("test", 1319)])
-def test_gsm8k(part, count):
-  source = data.JsonLines(str(GSM8K / f"{part}.jsonl"))
-  assert len(source) == count
-  for problem in source:
-    assert problem.answer.replace(",", "").lstrip("-").isdecimal()
-    assert final_answer(problem.demonstration, problem.answer) == 1
-
-
-# Fingerprints.
-
-
-def test_the_same_file_elsewhere_is_the_same_data(tmp_path):
-  first = write(tmp_path / "a.jsonl", row(1))
-  (tmp_path / "copy").mkdir()
-  second = shutil.copy(first, tmp_path / "copy/b.jsonl")
-  prints = {data.fingerprint(data.JsonLines(p)) for p in (first, str(second))}
-  assert len(prints) == 1
-
-
-@pytest.mark.parametrize("i", [0, 1, 2000, 2999])
-def test_every_row_of_a_file_counts(tmp_path, i):
-  rows = [row(i) for i in range(3000)]
-  path = write(tmp_path / "a.jsonl", *rows)
-  before = data.fingerprint(data.JsonLines(path))
-  rows[i]["answer"] += "0"
-  assert data.fingerprint(data.JsonLines(write(Path(path), *rows))) != before
-
-
-def test_every_option_counts(tmp_path):
-  path = write(tmp_path / "a.jsonl", row(1))
-  chain = Chain((2, 4))
-  changes = ({"steps": (4, 2)}, {"noise": 0.1}, {"evaluation": True})
-  sources = [
-    *(data.JsonLines(path, evaluation) for evaluation in (None, True, False)),
-    chain,
-    *(
-      dataclasses.replace(chain, **change)
-      for change in (*changes, {"size": 5}, {"seed": 1})
-    ),
-  ]
-  assert len({data.fingerprint(s) for s in sources}) == len(sources)
-  assert data.fingerprint(Chain((2, 4))) == data.fingerprint(chain)
+def test_options_that_there_are_not():
+  with pytest.raises(UserError, match="too_long='dropp': did you mean 'drop'"):
+    config(too_long="dropp")
+  with pytest.raises(UserError, match=r"data.instruction='Solve: ': expected"):
+    config(instruction="Solve: ")

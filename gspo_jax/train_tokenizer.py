@@ -1,0 +1,135 @@
+"""Trains a SentencePiece tokenizer on the text of JSON lines.
+
+  python -m gspo_jax.train_tokenizer --input=train.jsonl --vocab_size=2048 \\
+    --fields=question,answer --out=runs/tokenizer.model
+
+Byte-pair encoding without normalisation or a prefix space: every text comes
+back as it was. Digits stand alone, characters that are rare are bytes, a new
+line is one. The same text gives the same file. With an `--out` that does not
+end in .model, a folder that transformers' AutoTokenizer loads.
+
+Exit codes: 0 done; 2 a mistake of the caller's, in one line.
+"""
+
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import sentencepiece
+from absl import app, flags
+
+from gspo_jax import rows, tokenizer
+from gspo_jax.errors import UserError
+
+_INPUT = flags.DEFINE_list("input", [], "Files of JSON lines.")
+_FIELDS = flags.DEFINE_list(
+  "fields", ["question", "answer"], "Those of a line that hold text."
+)
+_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 2048, "Pieces, 260 or more.")
+_OUT = flags.DEFINE_string("out", None, "A .model file, or a folder.")
+
+# Padding, stop, unknown, and the bytes.
+_SMALLEST = 3 + 256 + 1
+_LONGEST = 1 << 20  # bytes; a longer line is not learnt from
+
+
+def command() -> None:
+  """The console's entry."""
+  try:
+    app.run(_command, flags_parser=_parse)
+  except UserError as error:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _parse(argv):
+  try:
+    rest = flags.FLAGS(argv)
+  except flags.Error as error:
+    raise UserError(str(error)) from error
+  if len(rest) > 1:
+    raise UserError(f"unexpected argument {rest[1]!r}: flags are --name=value")
+  for flag in (_INPUT, _FIELDS, _OUT):
+    if not flag.value:
+      raise UserError(
+        f"--{flag.name} is missing; for a start: --input=train.jsonl "
+        "--out=tokenizer.model"
+      )
+  return rest
+
+
+def _command(argv) -> None:
+  proto = train(texts(_INPUT.value, _FIELDS.value), _VOCAB_SIZE.value)
+  write(proto, Path(_OUT.value))
+  print(f"{_OUT.value}: {_VOCAB_SIZE.value} pieces")
+
+
+def texts(paths: Sequence[str], fields: Sequence[str]) -> Iterator[str]:
+  """The text of those fields of every line of every file."""
+  for path in paths:
+    for where, row in rows.json_lines(path):
+      for field in fields:
+        value = rows.field(row, field, where)
+        if not isinstance(value, str):
+          raise UserError(f"{where}: {field!r} is not text")
+        yield value
+
+
+def train(source: Iterator[str], vocab_size: int) -> bytes:
+  """A serialized SentencePiece model of texts.
+
+  Args:
+    source: texts; each of their lines is a sentence.
+    vocab_size: of padding 0, stop 1, unknown 2, 256 bytes, and pieces.
+
+  Raises:
+    UserError: a size that is too small for any text or too large for this one.
+  """
+  if vocab_size < _SMALLEST:
+    raise UserError(f"{vocab_size=}: expected at least {_SMALLEST}")
+  lines = (line for text in source for line in text.split("\n") if line)
+  model = io.BytesIO()
+  try:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=lines,
+      model_writer=model,
+      model_type="bpe",
+      vocab_size=vocab_size,
+      normalization_rule_name="identity",
+      remove_extra_whitespaces=False,
+      add_dummy_prefix=False,
+      byte_fallback=True,
+      split_digits=True,
+      pad_id=0,
+      eos_id=1,
+      unk_id=2,
+      bos_id=-1,
+      max_sentence_length=_LONGEST,
+      num_threads=1,
+      minloglevel=2,
+    )
+  except RuntimeError as error:
+    raise UserError(
+      f"--vocab_size={vocab_size} does not suit this text: "
+      f"{str(error).rsplit('] ', 1)[-1]}"
+    ) from error
+  return model.getvalue()
+
+
+def write(proto: bytes, out: Path) -> None:
+  """A model as a file, or as a folder for transformers, with the file in it."""
+  try:
+    if out.suffix == ".model":
+      out.parent.mkdir(parents=True, exist_ok=True)
+      out.write_bytes(proto)
+      return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "tokenizer.model").write_bytes(proto)
+    tokenizer.load(str(out / "tokenizer.model")).save(out)
+  except OSError as error:
+    raise UserError(f"--out={out}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+  command()

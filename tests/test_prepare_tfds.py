@@ -1,0 +1,119 @@
+"""TFDS sets from local files, by name, without TensorFlow or a network."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tensorflow_datasets as tfds
+
+from gspo_jax import prepare_tfds, sources
+from gspo_jax.errors import UserError
+
+GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k"
+needs_gsm8k = pytest.mark.skipif(
+  not GSM8K.is_dir(), reason=f"{GSM8K} is not here"
+)
+
+
+def write(path, count, **more):
+  rows = [
+    {"question": f"é {i}?", "answer": f"so\n#### {i}", **more}
+    for i in range(count)
+  ]
+  path.write_text("\n".join(map(json.dumps, rows)))
+  return str(path)
+
+
+def test_a_set_is_read_by_name_and_in_order(tmp_path):
+  files = {"train": write(tmp_path / "a", 9), "test": write(tmp_path / "b", 3)}
+  assert prepare_tfds.prepare("gsm8k", files, str(tmp_path / "sets")) == {
+    "train": 9,
+    "test": 3,
+  }
+  read = lambda spec: list(sources.load(spec, data_dir=str(tmp_path / "sets")))
+  assert read("tfds:gsm8k") == list(sources.load(f"jsonl:{files['train']}"))
+  assert read("tfds:gsm8k:test") == list(sources.load(f"jsonl:{files['test']}"))
+  assert read("tfds:gsm8k:1.0.0:train[3:5]") == read("tfds:gsm8k")[3:5]
+  rows = tfds.data_source("gsm8k", split="test", data_dir=tmp_path / "sets")
+  assert rows[2] == {
+    "question": "é 2?".encode(),
+    "answer": b"so\n#### 2",
+    "annotation": b"so\n",
+    "short_answer": b"2",
+  }
+  assert "tensorflow" not in sys.modules
+
+
+def test_a_set_of_ones_own(tmp_path):
+  tests = [{"input": "1\n", "output": "2\n"}]
+  path = write(tmp_path / "a", 4, tests=tests)
+  folder = str(tmp_path / "sets")
+  assert prepare_tfds.prepare("my_set", {"train": path}, folder) == {"train": 4}
+  fields = sources.Fields(answer="tests", demonstration="answer")
+  found = sources.load("tfds:my_set", data_dir=folder, fields=fields)
+  assert json.loads(found[3].answer) == tests
+  assert found[3].demonstration == "so\n#### 3"
+
+
+def test_a_set_that_is_not_prepared_names_the_command(tmp_path):
+  words = f"prepare_tfds --name=gsm8k --train=FILE --data_dir={tmp_path}"
+  with pytest.raises(UserError, match=words):
+    sources.load("tfds:gsm8k", data_dir=str(tmp_path))
+
+
+def test_a_split_that_there_is_not(tmp_path):
+  files = {"train": write(tmp_path / "a", 2)}
+  prepare_tfds.prepare("my_set", files, str(tmp_path / "sets"))
+  with pytest.raises(UserError, match="Unknown split 'tset'"):
+    sources.load("tfds:my_set:tset", data_dir=str(tmp_path / "sets"))
+
+
+def test_mistakes(tmp_path):
+  good, folder = write(tmp_path / "a", 2), str(tmp_path / "sets")
+  prepare_tfds.prepare("there", {"train": good}, folder)
+  (tmp_path / "empty").write_text("\n")
+  (tmp_path / "uneven").write_text('{"a": "1"}\n{"b": "1"}')
+  for name, path, words in (
+    ("My Set", good, "--name=My Set: expected letters"),
+    ("there", good, "holds 'there' already"),
+    ("new", str(tmp_path / "none"), "No such file"),
+    ("new", str(tmp_path / "empty"), "no line in it"),
+    ("new", str(tmp_path / "uneven"), "uneven:2: no field 'a'"),
+    ("gsm8k", str(tmp_path / "uneven"), "uneven:1: no field 'question'"),
+  ):
+    with pytest.raises(UserError, match=words):
+      prepare_tfds.prepare(name, {"train": path}, folder)
+  found = {p.name for p in (tmp_path / "sets").iterdir()} - {"downloads"}
+  assert found == {"there"}
+
+
+def test_the_command(tmp_path):
+  run = lambda *flags: subprocess.run(
+    [sys.executable, "-m", "gspo_jax.prepare_tfds", *flags],
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  done = run(
+    "--name=my_set",
+    f"--train={write(tmp_path / 'a', 5)}",
+    f"--data_dir={tmp_path}/sets",
+  )
+  assert done.returncode == 0, done.stderr
+  assert "'train': 5" in done.stdout
+  done = run("--name=my_set")
+  assert done.returncode == 2
+  assert done.stderr.startswith("error: --train is missing")
+  assert done.stderr.count("\n") == 1
+
+
+@needs_gsm8k
+def test_gsm8k(tmp_path):
+  files = {part: str(GSM8K / f"{part}.jsonl") for part in ("train", "test")}
+  sizes = prepare_tfds.prepare("gsm8k", files, str(tmp_path))
+  assert sizes == {"train": 7473, "test": 1319}
+  for part, path in files.items():
+    found = sources.load(f"tfds:gsm8k:{part}", data_dir=str(tmp_path))
+    assert list(found) == list(sources.load(f"jsonl:{path}"))

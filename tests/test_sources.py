@@ -1,0 +1,298 @@
+"""Questions of any source: fields, references, splits and fingerprints."""
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_jax import sources
+from gspo_jax.errors import UserError
+from gspo_jax.sources import Fields
+from gspo_jax.tasks import Chain, Problem
+
+GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k"
+needs_gsm8k = pytest.mark.skipif(
+  not GSM8K.is_dir(), reason=f"{GSM8K} is not here"
+)
+
+
+def write(path, *rows):
+  lines = [r if isinstance(r, str) else json.dumps(r) for r in rows]
+  path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+  return f"jsonl:{path}"
+
+
+def row(i, answer="x #### 7"):
+  return {"question": f"question {i}?", "answer": answer}
+
+
+def one(tmp_path, values, **options):
+  return sources.load(write(tmp_path / "a.jsonl", values), **options)[0]
+
+
+def test_the_reference_follows_the_last_mark(tmp_path):
+  spec = write(
+    tmp_path / "a.jsonl",
+    row(1, "#### 3, no\n####  1,000 "),
+    "",
+    row(2, "Paris"),
+    "  ",
+    row("é中", "\N{LINE SEPARATOR} #### ü"),
+    row(3, "#### C#"),
+  )
+  found = sources.load(spec)
+  assert [p.answer for p in found] == ["1,000", "Paris", "ü", "C#"]
+  assert found[0].demonstration == "#### 3, no\n####  1,000 "
+  assert found[1].demonstration == "#### Paris"
+  assert found[2].question == "question é中?"
+
+
+@pytest.mark.parametrize(
+  ("answer", "reference", "demonstration"),
+  [
+    (73, "73", "#### 73"),
+    (0, "0", "#### 0"),
+    ([{"input": "1\n", "output": "#2"}], None, ""),
+    ({"tests": []}, None, ""),
+  ],
+)
+def test_references_that_are_no_text(
+  tmp_path, answer, reference, demonstration
+):
+  found = one(tmp_path, row(1, answer))
+  assert found.answer == (reference or json.dumps(answer))
+  assert json.loads(found.answer) == answer
+  assert found.demonstration == demonstration
+
+
+def test_what_goes_before_a_bare_answer(tmp_path):
+  assert one(tmp_path, row(1, " 7 "), mark="").demonstration == "7"
+  assert one(tmp_path, row(1), mark="").demonstration == "x #### 7"
+
+
+def test_fields_by_name(tmp_path):
+  values = {"problem": "1+1?", "solution": "so \\boxed{2}", "gold": 2}
+  fields = Fields("problem", "gold", "solution")
+  wanted = Problem("1+1?", "2", "so \\boxed{2}")
+  assert one(tmp_path, values, fields=fields) == wanted
+  with pytest.raises(UserError, match=r":1: no field 'probelm'; .*'problem'"):
+    one(tmp_path, values, fields=Fields("probelm", "gold"))
+  with pytest.raises(UserError, match=r":1: 'gold' must be text"):
+    one(tmp_path, values, fields=Fields("problem", "gold", "gold"))
+
+
+@pytest.mark.parametrize(
+  "bad",
+  [
+    "{",
+    "[1, 2]",
+    "3",
+    '"question answer"',
+    "null",
+    "[" * 100_000,
+    {},
+    {"question": "only"},
+    {"answer": "only"},
+    {"question": 3, "answer": "3"},
+    {"question": "a", "answer": None},
+    {"question": "", "answer": "3"},
+    {"question": "a", "answer": ""},
+    {"question": "a", "answer": "thinking #### "},
+    {"question": "half a pair \ud83d", "answer": "3"},
+  ],
+)
+def test_a_bad_line_is_named(tmp_path, bad):
+  spec = write(tmp_path / "a.jsonl", row(1), "", bad, row(2))
+  with pytest.raises(UserError, match=r"a\.jsonl:3: ") as error:
+    sources.load(spec)
+  assert "\n" not in str(error.value)
+  assert len(str(error.value)) < 300
+
+
+def test_the_held_out_split_is_disjoint_and_complete(tmp_path):
+  spec = write(tmp_path / "a", *map(row, range(800)))
+  kept, tested, everything = (
+    [p.question for p in sources.load(spec, evaluation=evaluation)]
+    for evaluation in (False, True, None)
+  )
+  assert not set(kept) & set(tested)
+  assert sorted(kept + tested) == sorted(everything)
+  assert everything == [f"question {i}?" for i in range(800)]
+  assert 50 < len(tested) < 150
+
+
+def test_the_split_of_a_question_does_not_depend_on_the_others(tmp_path):
+  whole = write(tmp_path / "a", *map(row, range(800)))
+  half = write(tmp_path / "b", *map(row, range(400)))
+  whole, half = (sources.load(s, evaluation=True) for s in (whole, half))
+  assert list(half) == list(whole)[: len(half)]
+
+
+def test_a_file_without_a_question(tmp_path):
+  with pytest.raises(UserError, match="no question"):
+    sources.load(write(tmp_path / "a", "", " "))
+  with pytest.raises(UserError, match="no question"):
+    sources.load(write(tmp_path / "a", row(1)), evaluation=True)
+
+
+@needs_gsm8k
+@pytest.mark.parametrize(("part", "count"), [("train", 7473), ("test", 1319)])
+def test_gsm8k(part, count):
+  found = sources.load(f"jsonl:{GSM8K / part}.jsonl")
+  assert len(found) == count
+  for problem in found:
+    assert problem.answer.replace(",", "").lstrip("-").isdecimal()
+    assert problem.demonstration.endswith(f"#### {problem.answer}")
+
+
+# By dotted name.
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+  """A module of the user's, and its name."""
+  name = f"mine_{tmp_path.name.replace('-', '_')}"
+  (tmp_path / f"{name}.py").write_text(
+    "import numpy as np\n"
+    "from gspo_jax.tasks import Problem\n"
+    "def dicts():\n"
+    "  return [{'question': f'q{i}'.encode(), 'answer': np.int64(i),"
+    " 'tests': np.array([[i, 2]])} for i in range(9)]\n"
+    "def problems(): return [Problem('a', 'b', 'c'), Problem('d', 'e', 'f')]\n"
+    "def endless(): return iter([])\n"
+    "def odd(): return [{'question': b'\\xff', 'answer': 1}, 3]\n"
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  yield name
+  sys.modules.pop(name, None)
+
+
+def test_any_source_by_dotted_name(module):
+  found = sources.load(f"{module}.dicts")
+  assert [tuple(p) for p in found][:2] == [
+    ("q0", "0", "#### 0"),
+    ("q1", "1", "#### 1"),
+  ]
+  fields = Fields(answer="tests")
+  assert sources.load(f"{module}:dicts", fields=fields)[3].answer == "[[3, 2]]"
+  assert sources.load(f"{module}.problems")[1] == Problem("d", "e", "f")
+  halves = [
+    list(sources.load(f"{module}.dicts", evaluation=e)) for e in (True, False)
+  ]
+  assert sorted([*halves[0], *halves[1]]) == sorted(found)
+
+
+def test_mistakes_in_a_dotted_name(module):
+  for spec, words in (
+    (f"{module}.dict", "has no such function; did you mean 'dicts'"),
+    (f"{module}.endless", "list_iterator; expected something with a length"),
+    ("no_such_package.rows.factory", "no module 'no_such_package'; expected"),
+    ("train.jsonl", "expected jsonl:FILE"),
+    ("data/train.jsonl", "expected jsonl:FILE"),
+    ("chains", "expected jsonl:FILE"),
+    ("tfds:", "expected tfds:NAME"),
+  ):
+    with pytest.raises(UserError, match=words):
+      sources.load(spec)
+  found = sources.load(f"{module}.odd")
+  for i in range(2):
+    with pytest.raises(UserError, match=rf"{module}.odd\[{i}\]: "):
+      found[i]
+
+
+def test_a_module_that_misses_another_keeps_its_traceback(module, tmp_path):
+  (tmp_path / f"{module}.py").write_text("import nowhere_to_be_found")
+  with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+    sources.load(f"{module}.dicts")
+
+
+# Mixtures.
+
+
+def test_a_mixture_and_its_weights():
+  chains = [Chain((n,)) for n in (1, 2)]
+  assert sources.mix(chains[:1]) is chains[0]
+  assert sources.mix(chains).weights == (1.0, 1.0)
+  assert sources.mix(chains, (3, 1)).sources == tuple(chains)
+  for weights in ((1,), (1, 0), (1, float("nan")), (1, -1)):
+    with pytest.raises(UserError, match="weights="):
+      sources.mix(chains, weights)
+
+
+# Fingerprints.
+
+
+def test_the_fingerprint_of_a_chain_stays_what_it_was():
+  """Checkpoints carry it."""
+  assert sources.fingerprint(Chain((2, 4))) == "41392e4845c6e58e"
+
+
+def test_the_same_file_elsewhere_is_the_same_data(tmp_path):
+  first = write(tmp_path / "a.jsonl", row(1))
+  (tmp_path / "copy").mkdir()
+  shutil.copy(tmp_path / "a.jsonl", tmp_path / "copy/b.jsonl")
+  second = f"jsonl:{tmp_path}/copy/b.jsonl"
+  prints = {sources.fingerprint(sources.load(s)) for s in (first, second)}
+  assert len(prints) == 1
+
+
+@pytest.mark.parametrize("i", [0, 1, 2000, 2999])
+def test_every_row_of_a_file_counts(tmp_path, i):
+  rows = [row(i) for i in range(3000)]
+  spec = write(tmp_path / "a.jsonl", *rows)
+  before = sources.fingerprint(sources.load(spec))
+  rows[i]["answer"] += "0"
+  write(tmp_path / "a.jsonl", *rows)
+  assert sources.fingerprint(sources.load(spec)) != before
+
+
+@pytest.mark.parametrize("size", [1, 2, 999, 1000, 1001, 5000])
+def test_other_sources_are_sampled_evenly(size):
+  class Counted(list):
+    asked = 0
+
+    def __getitem__(self, i):
+      self.asked += 1
+      return super().__getitem__(i)
+
+  def made(changed=None, size=size):
+    rows = [{"question": f"q{i}", "answer": "1"} for i in range(size)]
+    if changed is not None:
+      rows[changed]["answer"] = "2"
+    return sources.Questions(Counted(rows), str)
+
+  source = made()
+  before = sources.fingerprint(source)
+  assert source.rows.asked <= 1000
+  assert sources.fingerprint(made()) == before
+  assert sources.fingerprint(made(size=size + 1)) != before
+  for i in range(size) if size <= 1000 else (0, size - 1):
+    if size < 999 or i % 100 in (0, 99):
+      assert sources.fingerprint(made(i)) != before
+
+
+def test_every_option_counts(tmp_path):
+  spec = write(tmp_path / "a.jsonl", *map(row, range(30)))
+  chain = Chain((2, 4))
+  changes = ({"steps": (4, 2)}, {"noise": 0.1}, {"evaluation": True})
+  found = [
+    *(sources.load(spec, evaluation=e) for e in (None, True, False)),
+    sources.load(spec, mark=""),
+    sources.load(spec, fields=Fields(demonstration="answer")),
+    chain,
+    *(
+      dataclasses.replace(chain, **change)
+      for change in (*changes, {"size": 5}, {"seed": 1})
+    ),
+  ]
+  found += [
+    sources.mix(found[:2]),
+    sources.mix(found[:2], (1, 2)),
+    sources.mix(found[1::-1]),
+    sources.mix(found[:3]),
+  ]
+  assert len({sources.fingerprint(s) for s in found}) == len(found)
+  assert sources.fingerprint(Chain((2, 4))) == sources.fingerprint(chain)

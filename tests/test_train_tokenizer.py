@@ -1,0 +1,129 @@
+"""Training a tokenizer: the same text, the same file, and nothing is lost."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from gspo_jax import tokenizer, train_tokenizer
+from gspo_jax.errors import UserError
+
+GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k"
+needs_gsm8k = pytest.mark.skipif(
+  not GSM8K.is_dir(), reason=f"{GSM8K} is not here"
+)
+TEXTS = [
+  "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72",
+  "How many clips are there altogether?  Two  spaces.",
+] * 20
+
+
+@pytest.fixture
+def made(tmp_path):
+  out = tmp_path / "a.model"
+  train_tokenizer.write(train_tokenizer.train(iter(TEXTS), 320), out)
+  return tokenizer.load(str(out))
+
+
+def test_the_same_text_gives_the_same_model():
+  first = train_tokenizer.train(iter(TEXTS), 320)
+  assert train_tokenizer.train(iter(TEXTS), 320) == first
+  assert train_tokenizer.train(iter(TEXTS[:-1]), 320) != first
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["", "  a  b \n\n\t", "é中🙂\x00\r\n", "<pad></s><unk>", "ﬁ ① Å", *TEXTS[:2]],
+)
+def test_every_text_comes_back(made, text):
+  ids = made.encode(text)
+  assert made.decode(ids) == text
+  assert not {0, 1, 2} & set(ids)
+
+
+def test_digits_and_new_lines_stand_alone(made):
+  assert (made.pad_id, made.stop_ids, made.vocab_size) == (0, (1,), 320)
+  for text in ("48", "\n\n"):
+    assert len(made.encode(text)) == 2
+  assert len(made.encode(TEXTS[0])) < len(TEXTS[0]) * 0.8
+
+
+def test_a_folder_is_what_transformers_loads(tmp_path, made):
+  out = tmp_path / "folder"
+  train_tokenizer.write(train_tokenizer.train(iter(TEXTS), 320), out)
+  theirs = transformers.AutoTokenizer.from_pretrained(str(out))
+  again = tokenizer.load(str(out))
+  for text in (*TEXTS[:2], "é中🙂 \n x", "</s>"):
+    assert theirs.encode(text) == again.encode(text) == made.encode(text)
+  same = tokenizer.load(str(out / "tokenizer.model"))
+  assert same.fingerprint == made.fingerprint
+
+
+def test_sizes_that_do_not_suit():
+  with pytest.raises(UserError, match="expected at least 260"):
+    train_tokenizer.train(iter(TEXTS), 259)
+  with pytest.raises(UserError, match=r"vocab_size=4000 .*too high"):
+    train_tokenizer.train(iter(TEXTS), 4000)
+  with pytest.raises(UserError, match="vocab_size=300"):
+    train_tokenizer.train(iter([]), 300)
+
+
+def write(path, *rows):
+  path.write_text("\n".join(map(json.dumps, rows)))
+  return str(path)
+
+
+def test_the_fields_of_all_files(tmp_path):
+  first = write(
+    tmp_path / "a", {"q": "1", "a": "2", "n": 3}, {"q": "4", "a": ""}
+  )
+  second = write(tmp_path / "b", {"q": "5", "a": "6"})
+  found = train_tokenizer.texts([first, second], ["a", "q"])
+  assert list(found) == ["2", "1", "", "4", "6", "5"]
+  with pytest.raises(UserError, match="a:1: 'n' is not text"):
+    list(train_tokenizer.texts([first], ["n"]))
+  with pytest.raises(UserError, match="a:1: no field 'question'"):
+    list(train_tokenizer.texts([first], ["question"]))
+
+
+def test_the_command(tmp_path):
+  path = write(tmp_path / "a", *({"q": text} for text in TEXTS))
+  run = lambda *flags: subprocess.run(
+    [sys.executable, "-m", "gspo_jax.train_tokenizer", *flags],
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  out = tmp_path / "new/a.model"
+  flags = (f"--input={path}", "--fields=q", f"--out={out}")
+  done = run(*flags, "--vocab_size=320")
+  assert (done.returncode, done.stderr) == (0, "")
+  assert out.read_bytes() == train_tokenizer.train(iter(TEXTS), 320)
+  for wrong, words in (
+    (flags[:1], "--out is missing"),
+    ((*flags, "--vocab_size=9999"), "does not suit"),
+    ((*flags, "--vocab_size=x"), "vocab_size"),
+    ((*flags, "--vocabsize=3"), "vocabsize"),
+  ):
+    done = run(*wrong)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@needs_gsm8k
+def test_gsm8k(tmp_path):
+  fields = ["question", "answer"]
+  source = train_tokenizer.texts([str(GSM8K / "train.jsonl")], fields)
+  out = tmp_path / "folder"
+  train_tokenizer.write(train_tokenizer.train(source, 2048), out)
+  made = tokenizer.load(str(out / "tokenizer.model"))
+  again = tokenizer.load(str(out))
+  for text in train_tokenizer.texts([str(GSM8K / "test.jsonl")], fields):
+    ids = made.encode(text)
+    assert made.decode(ids) == text
+    assert again.encode(text) == ids
