@@ -1,78 +1,112 @@
-"""The verifier: what is the final answer, and what only looks like it."""
+"""Naming a reward: what is found, with which arguments, and what is refused."""
 
-import time
+import functools
+import inspect
+import sys
 
 import pytest
 
-from gspo_jax.rewards import final_answer
+from gspo_jax import rewards
+from gspo_jax.errors import UserError
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+  """Writes an importable module of the user's."""
+  monkeypatch.syspath_prepend(tmp_path)
+
+  def write(name, text):
+    (tmp_path / f"{name}.py").write_text(text)
+    return name
+
+  yield write
+  for path in tmp_path.glob("*.py"):
+    sys.modules.pop(path.stem, None)
+
+
+@pytest.mark.parametrize("name", sorted(rewards.BUILT_IN))
+def test_every_built_in_is_a_reward(name):
+  path, _, attribute = rewards.BUILT_IN[name].rpartition(".")
+  __import__(path)
+  parameters = inspect.signature(
+    getattr(sys.modules[path], attribute)
+  ).parameters
+  positional = [
+    n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
+  ]
+  assert positional == ["prompt", "answer", "reference"]
+
+
+def test_built_in_by_name():
+  assert rewards.named("final_answer")("2+3?", "#5", "5") == 1.0
+
+
+def test_own_by_dotted_name_with_arguments(module):
+  module(
+    "own_reward",
+    "def f(prompt, answer, reference, *, scale=1, word='a', tokens, limit=9):\n"
+    "  return scale * (answer == word) + tokens / limit\n",
+  )
+  reward = rewards.named("own_reward.f:scale=-2.5,word=yes,limit=10")
+  assert reward("", "yes", "", tokens=5) == -2.0
+  # What the name fixes is not given again.
+  assert rewards.given(reward) == {"tokens"}
+  assert rewards.given(rewards.named("own_reward.f")) == {"tokens", "limit"}
 
 
 @pytest.mark.parametrize(
-  ("text", "reference"),
+  ("spec", "message"),
   [
-    ("#5", "5"),
-    ("# 5", "5"),
-    ("a8+3=1;b1-5=6;#6", "6"),
-    ("It is 2 + 3.\n#### 5", "5"),
-    ("#### 5\n", "5"),
-    ("#### 5 \t\r\n\n", "5"),
-    ("####\t-5", "-5"),
-    ("#4 no, #5", "5"),
-    ("#4#5", "5"),
-    ("## Working\n2 + 3\n## 5", "5"),
-    ("#### 1,234,567", "1234567"),
-    ("#### 1234567", "1,234,567"),
-    ("#### 0.5", "0.5"),
-    ("#### 5", " 5\n"),
-    ("#### 10 apples", "10 apples"),
-    ("####  10 apples ", " 10 apples"),
-    ("#### é", "é"),
+    ("final_anser", "did you mean 'final_answer'"),
+    ("", "unknown reward ''"),
+    ("no_such_package.f", "importing 'no_such_package' failed: ModuleNot"),
+    ("gspo_jax.rewards.numbers.gsm9k", "did you mean 'gsm8k'"),
+    ("gspo_jax.rewards.code.SLACK", "has no function 'SLACK'"),
+    ("final_answer:scale=2", "no argument 'scale': it takes none"),
+    ("overlong:bufer=2", "no argument 'bufer': did you mean 'buffer'"),
+    ("overlong:buffer", "expected key=value once each, got 'buffer'"),
+    ("overlong:", "expected key=value once each, got ''"),
+    ("overlong:buffer=1,buffer=2", "once each, got 'buffer=2'"),
+    ("overlong", "expected a buffer of 1 token or more"),
+    ("overlong:buffer=0", "buffer of 1 token or more.*got 0"),
+    ("overlong:buffer=x", "buffer of 1 token or more.*got 'x'"),
+    ("overlong:buffer=8,limit=4", "limit of buffer=8 tokens or more, got 4"),
+    ("code:seconds=0", "seconds above 0, got 0"),
+    ("code:memory=1", "memory of 32 MiB or more, got 1"),
   ],
 )
-def test_right(text, reference):
-  assert final_answer(text, reference) == 1.0
+def test_mistakes_are_named(spec, message):
+  with pytest.raises(UserError, match=message):
+    rewards.named(spec)
 
 
 @pytest.mark.parametrize(
-  ("text", "reference"),
+  ("text", "message"),
   [
-    ("", "5"),
-    ("", ""),
-    ("#", ""),
-    ("#### \n", ""),
-    ("####", "5"),
-    ("5", "5"),
-    ("the answer is 5", "5"),
-    ("#5 #6", "5"),
-    ("#5#6", "5"),
-    ("#5#", "5"),
-    ("#5 and so on", "5"),
-    ("#5\nBut wait.", "5"),
-    ("# 5 6", "5"),
-    ("# 5 6", "6"),
-    ("# 5 6", "56"),
-    ("#15", "5"),
-    ("#51", "5"),
-    ("#-5", "5"),
-    ("#5.", "5"),
-    ("#10 apples", "10"),
-    ("#\N{ARABIC-INDIC DIGIT FIVE}", "5"),
-    ("#\N{FULLWIDTH DIGIT FIVE}", "5"),
-    ("#\N{SUPERSCRIPT TWO}", "2"),
-    ("\N{FULLWIDTH NUMBER SIGN}5", "5"),
-    ("#5\0", "5"),
-    ("#5\ufffd", "5"),
+    ("1 / 0", "ZeroDivisionError: division by zero"),
+    ("import sys; sys.exit(3)", "SystemExit: 3"),
+    ("def f(:", "SyntaxError"),
   ],
 )
-def test_wrong(text, reference):
-  assert final_answer(text, reference) == 0.0
+def test_a_module_that_fails_is_the_users_mistake(module, text, message):
+  module("broken_reward", text)
+  with pytest.raises(UserError, match=message):
+    rewards.named("broken_reward.f")
 
 
-@pytest.mark.parametrize(
-  "text",
-  ["#" * 1000 + " x y", "# " * 1000 + "x y", "#a" + " " * 4000 + "b"],
-)
-def test_what_a_broken_policy_repeats_takes_no_time(text):
-  began = time.perf_counter()
-  assert final_answer(text, "5") == 0.0
-  assert time.perf_counter() - began < 0.5
+def test_prepare_is_called_with_the_arguments(module):
+  module(
+    "prepared_reward",
+    "def f(p, a, r, *, n): return n\n"
+    "def prepare(n): f.seen = n\n"
+    "f.prepare = prepare\n",
+  )
+  reward = rewards.named("prepared_reward.f:n=3")
+  assert isinstance(reward, functools.partial)
+  assert reward.func.seen == 3
+
+
+def test_math_without_its_extra_says_how_to_get_it(monkeypatch):
+  monkeypatch.setitem(sys.modules, "math_verify", None)
+  with pytest.raises(UserError, match=r"pip install 'gspo_jax\[math\]'"):
+    rewards.named("math")

@@ -1,0 +1,22 @@
+"""The form of an answer: thinking first, between tags."""
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def thinks(prompt: str, answer: str, reference: str) -> float:
+  """1.0 iff the answer is `<think>...</think>`, once, and then something else.
+
+  White space may stand before and between. Where the prompt already ends in
+  the opening tag, as some chat templates do, the answer must not repeat it.
+
+  Args:
+    prompt: looked at for its end only.
+    answer: what the policy wrote.
+    reference: not used.
+  """
+  if prompt.rstrip().endswith(OPEN):
+    answer = OPEN + answer
+  answer = answer.strip()
+  once = answer.count(OPEN) == answer.count(CLOSE) == 1
+  _, _, rest = answer.partition(CLOSE)
+  return float(once and answer.startswith(OPEN) and rest.strip() != "")

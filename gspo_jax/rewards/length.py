@@ -1,0 +1,52 @@
+"""Rewards of an answer's length in tokens; the text does not matter."""
+
+from gspo_jax import errors
+
+
+def overlong(
+  prompt: str,
+  answer: str,
+  reference: str,
+  *,
+  tokens: int,
+  limit: int,
+  buffer: int,
+) -> float:
+  """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in [-1, 0].
+
+  0 up to `limit - buffer` tokens, then falling by a line to -1 at `limit`.
+
+  Args:
+    tokens: length of the answer, stop token included.
+    limit: L_max, the most tokens allowed; 20,480 in the paper.
+    buffer: L_cache, over how many tokens it falls; 4,096 in the paper.
+  """
+  return min(0.0, max(-1.0, (limit - buffer - tokens) / buffer))
+
+
+def short(
+  prompt: str, answer: str, reference: str, *, tokens: int, limit: int
+) -> float:
+  """`1 - tokens / limit`, in [0, 1]: the share of the allowed length not used.
+
+  An empty answer gets the most: weigh it below the reward for being right.
+  """
+  return max(0.0, 1 - tokens / limit)
+
+
+def _prepare(*, buffer=None, limit=None, tokens=None) -> None:
+  if tokens is not None:
+    raise errors.UserError("reward 'overlong': tokens are each answer's own")
+  if not isinstance(buffer, int) or buffer < 1:
+    raise errors.UserError(
+      "reward 'overlong': expected a buffer of 1 token or more, as in "
+      f"'overlong:buffer=512', got {buffer!r}"
+    )
+  if limit is not None and (not isinstance(limit, int) or limit < buffer):
+    raise errors.UserError(
+      f"reward 'overlong': expected a limit of {buffer=} tokens or more, got "
+      f"{limit!r}"
+    )
+
+
+overlong.prepare = _prepare

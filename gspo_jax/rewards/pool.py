@@ -1,0 +1,163 @@
+"""Scores answers in processes of their own, beside whatever else goes on.
+
+The caller may have threads and devices: it never forks, it starts programs,
+each a `rewards.worker`. A reward that raises, hangs, dies, eats memory or
+returns no finite number costs that answer only: score 0, and `failed`.
+"""
+
+import math
+import queue
+from collections.abc import Sequence
+from concurrent import futures
+from typing import NamedTuple
+
+import numpy as np
+
+from gspo_jax import errors
+from gspo_jax.rewards.process import Process
+
+# Answers to a fork, which takes 1-3 ms.
+CHUNK = 128
+
+
+class Answer(NamedTuple):
+  """What a reward may look at.
+
+  Attributes:
+    prompt: the question.
+    text: what the policy wrote, without its stop token.
+    reference: the answer expected, in the form its rewards read.
+    tokens: length of the answer, stop token included.
+    limit: the most tokens that were allowed.
+  """
+
+  prompt: str
+  text: str
+  reference: str
+  tokens: int = 0
+  limit: int = 0
+
+
+class Scores(NamedTuple):
+  """Of N answers, in the order submitted.
+
+  Attributes:
+    total: [N] float32, the weighted sum of `parts`.
+    parts: name of a reward (without arguments) -> [N] float32.
+    failed: [N] bool; where true, all parts of the answer are 0.
+    reasons: what went wrong with the first few that failed.
+  """
+
+  total: np.ndarray
+  parts: dict[str, np.ndarray]
+  failed: np.ndarray
+  reasons: tuple[str, ...]
+
+
+class Pending(NamedTuple):
+  """Answers being scored."""
+
+  names: tuple[str, ...]
+  weights: tuple[float, ...]
+  chunks: list[futures.Future]
+
+  def result(self) -> Scores:
+    """Waits for all of them."""
+    chunks = [chunk.result() for chunk in self.chunks]
+    rows = [None] * sum(map(len, chunks))
+    for i, chunk in enumerate(chunks):
+      rows[i :: len(chunks)] = chunk
+    zeros = [0.0] * len(self.names)
+    parts = np.array([p or zeros for p, _ in rows], np.float64)
+    parts = parts.reshape(-1, len(self.names)).astype(np.float32)
+    failed = np.array([bool(reason) for _, reason in rows], bool)
+    total = np.float32(parts.astype(np.float64) @ np.float64(self.weights))
+    reasons = tuple(dict.fromkeys(reason for _, reason in rows if reason))
+    by_name = dict(zip(self.names, parts.T, strict=True))
+    return Scores(total, by_name, failed, reasons[:3])
+
+
+class Scorer:
+  """A pool of worker processes that call rewards; a context manager.
+
+  Args:
+    names: rewards, as `rewards.named` reads them.
+    weights: of each in an answer's total.
+    workers: processes; each scores one answer at a time.
+    seconds: for one answer and all its rewards, by the clock.
+    memory: GiB that the rewards of one answer may add to a worker.
+
+  Raises:
+    UserError: a reward is not there, does not import or misses something.
+  """
+
+  def __init__(
+    self,
+    names: Sequence[str],
+    weights: Sequence[float],
+    *,
+    workers: int = 2,
+    seconds: float = 10.0,
+    memory: float = 4.0,
+  ):
+    self._names = tuple(name.partition(":")[0] for name in names)
+    self._weights = tuple(weights)
+    _check(self._names, self._weights, workers, seconds, memory)
+    setup = (tuple(names), seconds, memory)
+    self._workers = [Process(setup) for _ in range(workers)]
+    self._idle = queue.SimpleQueue()
+    self._threads = futures.ThreadPoolExecutor(workers, "rewards")
+    try:
+      for worker in self._workers:
+        worker.wait_ready()
+        self._idle.put(worker)
+    except BaseException:
+      self.close()
+      raise
+
+  def submit(self, answers: Sequence[Answer]) -> Pending:
+    """Starts to score the answers and returns at once."""
+    most = math.ceil(len(answers) / CHUNK)
+    count = min(len(answers), max(most, len(self._workers)))
+    # Every count-th, not neighbours: answers to a problem are alike in cost.
+    chunks = [
+      self._threads.submit(self._score, list(answers[i::count]))
+      for i in range(count)
+    ]
+    return Pending(self._names, self._weights, chunks)
+
+  def close(self) -> None:
+    """Ends the workers; what is not scored yet raises CancelledError."""
+    self._threads.shutdown(wait=False, cancel_futures=True)
+    for worker in self._workers:
+      worker.close()
+    self._threads.shutdown()
+
+  def __enter__(self) -> "Scorer":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  def _score(self, answers: list[Answer]) -> list[list]:
+    worker = self._idle.get()
+    try:
+      return worker.score(answers)
+    finally:
+      self._idle.put(worker)
+
+
+def _check(names, weights, workers, seconds, memory) -> None:
+  if not names or len(names) != len(weights):
+    raise errors.UserError(
+      f"expected a weight for each of one or more rewards, got {names=} and "
+      f"{weights=}"
+    )
+  if len(set(names)) < len(names):
+    raise errors.UserError(f"expected each reward once, got {names=}")
+  if not all(math.isfinite(weight) for weight in weights):
+    raise errors.UserError(f"expected finite weights, got {weights=}")
+  limits = {"workers": workers, "seconds": seconds, "memory": memory}
+  for name, value in limits.items():
+    if not value > 0:
+      raise errors.UserError(f"rewards: expected {name} above 0, got {value}")

@@ -1,0 +1,94 @@
+"""Programs: which block is run, how tests are read, when output is right."""
+
+import json
+
+import pytest
+
+from gspo_jax import rewards
+from gspo_jax.errors import UserError
+from gspo_jax.rewards import code
+
+ADD = "a, b = map(int, input().split())\nprint(a + b)"
+PAIRS = json.dumps({"inputs": ["1 2", "5 6\n"], "outputs": ["3\n", "11"]})
+ROWS = json.dumps([{"input": "1 2", "output": "3", "kind": "stdin"}])
+
+
+@pytest.fixture(scope="module")
+def passes():
+  try:
+    return rewards.named("code:seconds=10")
+  except UserError as e:
+    pytest.skip(str(e))
+
+
+def fenced(*programs):
+  return "".join(f"So:\n```python\n{p}\n```\n" for p in programs)
+
+
+@pytest.mark.parametrize(
+  ("answer", "reference"),
+  [
+    (fenced(ADD), PAIRS),
+    (fenced(ADD), ROWS),
+    (fenced("print(0)", ADD), PAIRS),
+    (fenced(ADD) + "```\nout\n```\nand ```python print(0)```", PAIRS),
+    (fenced(ADD).replace("\n", " \r\n"), PAIRS),
+    (
+      fenced("print(' 3  \\n\\n')"),
+      json.dumps([{"input": "", "output": " 3"}]),
+    ),
+    (fenced("if __name__ == '__main__': print(3)"), ROWS),
+    (fenced("import sys; print(sys.stdin.read()[2] == '2' and 3)"), ROWS),
+    (fenced("import os, resource; print(3)"), ROWS),
+    (fenced("def f(n): return n and f(n - 1) + 1\nprint(f(3))"), ROWS),
+    (fenced("print(3)\nraise SystemExit"), ROWS),
+  ],
+)
+def test_right(passes, answer, reference):
+  assert passes("", answer, reference) == 1.0
+
+
+@pytest.mark.parametrize(
+  ("answer", "reference"),
+  [
+    ("", PAIRS),
+    (ADD, PAIRS),
+    (f"```\n{ADD}\n```", PAIRS),
+    (f"```python\n{ADD}\n", PAIRS),
+    (fenced(ADD) + f"```python\n{ADD}", PAIRS),
+    (fenced(ADD, "print(3)"), PAIRS),
+    (fenced("print(3)"), PAIRS),
+    (fenced("print(3); print(4)"), ROWS),
+    (fenced("print(3, end='x')"), ROWS),
+    (fenced("print('3\\n\\n3')"), ROWS),
+    (fenced("print(3); 1 / 0"), ROWS),
+    (fenced("print(user, memory, lower)"), ROWS),
+  ],
+)
+def test_wrong(passes, answer, reference):
+  assert passes("", answer, reference) == 0.0
+
+
+@pytest.mark.parametrize(
+  "reference",
+  [
+    "",
+    "18",
+    "[]",
+    "{}",
+    '{"inputs": ["1"], "outputs": []}',
+    '[{"input": "1"}]',
+    '[{"input": 1, "output": "1"}]',
+    '["1"]',
+  ],
+)
+def test_reference_without_tests_is_an_error(reference):
+  with pytest.raises(ValueError, match="expected tests as JSON"):
+    code.passes("", fenced(ADD), reference)
+
+
+def test_time_for_all_tests_ends_a_series(passes):
+  reference = json.dumps([{"input": "", "output": ""}] * 50)
+  answer = fenced("import time; time.sleep(.2)")
+  assert code.passes("", answer, reference, total=1.0) == 0.0
+  assert code.passes("", answer, json.dumps(json.loads(reference)[:2])) == 1.0

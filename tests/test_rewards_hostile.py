@@ -1,0 +1,395 @@
+"""Hostile answers, with the outcome of each: a table a reward, and no more.
+
+Each table is scored by one pool, as in a run: an answer's outcome holds beside
+all the others. `FAILED` is score 0 and counted as failed; 0 and 1 are scores.
+"""
+
+import json
+import os
+import socket
+import time
+
+import pytest
+
+from gspo_jax import rewards
+from gspo_jax.errors import UserError
+from gspo_jax.rewards.pool import Answer, Scorer
+
+FAILED = "failed"
+MEGABYTE = 1 << 20
+# MiB of a program, and by which to know its processes.
+MEMORY = 257
+
+
+def box(text):
+  return "\\boxed{" + text + "}"
+
+
+# To the reference 18.
+GSM8K = {
+  "an honest answer": ("#### 18", 1),
+  "empty": ("", 0),
+  "a forged result in the middle": ("#### 18\nSo no.\n#### 17", 0),
+  "all results at once": ("\n".join(f"#### {i}" for i in range(100)), 0),
+  "two on a line": ("#### 18 17", 0),
+  "a list": ("#### 17, 18, 19", 0),
+  "a mark in the box": (box("#### 18"), 0),
+  "the mark alone, a megabyte of it": ("#" * MEGABYTE, 0),
+  "a megabyte of digits": ("#### " + "1" * MEGABYTE, 0),
+  "a megabyte of zeros before it": ("#### " + "0" * MEGABYTE + "18", 1),
+  "a megabyte of groups": ("#### 1" + ",000" * (MEGABYTE // 4), 0),
+  "a megabyte of groups, badly ended": ("#### " + "1,234" * 200_000 + ",", 0),
+  "a megabyte of spaces": ("#### 18" + " " * MEGABYTE, 1),
+  "a megabyte of boxes": ("\\boxed{" * 150_000, 0),
+  "braces 100,000 deep": (box("{" * 100_000 + "18" + "}" * 100_000), 0),
+  "boxes 10,000 deep": ("\\boxed{" * 10_000 + "18" + "}" * 10_000, 1),
+  "a box that never closes": ("\\boxed{18", 0),
+  "a box closed twice": (box("18}"), 1),
+  "Arabic digits": ("#### \N{ARABIC-INDIC DIGIT ONE}\u0668", 0),
+  "mathematical digits": ("#### \U0001d7cf\U0001d7d6", 0),
+  "a superscript": ("#### 18\u00b9", 0),
+  "zero-width space": ("#### 1\u200b8", 0),
+  "right to left": ("#### \u202e81", 0),
+  "NaN": ("#### NaN", 0),
+  "sNaN": ("#### sNaN", 0),
+  "Infinity": ("#### Infinity", 0),
+  "an exponent of nine digits": ("#### 1e999999999", 0),
+  "an exponent that fits": ("#### 1.8e1", 0),
+  "code": ("#### __import__('os').getpid()", 0),
+  "null bytes": ("#### 18\0", 0),
+  "null bytes before": ("\0" * 1000 + "#### 18", 1),
+  "surrogates": ("\ud800\udfff#### 18", 1),
+  "a surrogate in the number": ("#### 1\udc008", 0),
+}
+
+# To the reference 18 as well.
+MATH = {
+  "an honest answer": (box("18"), 1),
+  "by algebra": (box("\\frac{36}{2}"), 1),
+  "a tower of powers": (box("9^{9^{9^{9}}}"), FAILED),
+  "a tower that stands": (box("2^{2^{2^{2^{2^{2}}}}}"), FAILED),
+  "a factorial": (box("(10^9)!"), FAILED),
+  "factorials of factorials": (box("9!!!!!!!"), FAILED),
+  "nested roots": (box("\\sqrt{" * 30 + "2" + "}" * 30), 0),
+  "a binomial": (box("\\binom{10^{9}}{5\\cdot 10^{8}}"), FAILED),
+  "a sum without end": (box("\\sum_{n=1}^{10^{12}} \\frac{1}{n}"), FAILED),
+  "an integral": (box("\\int_0^{18} e^{x^{x^{x}}} dx"), FAILED),
+  "a large matrix": (
+    box("\\begin{pmatrix}" + "\\\\".join(["1&2&3&4"] * 30) + "\\end{pmatrix}"),
+    0,
+  ),
+  "a power of a sum": (box("(a+b+c+d+e+f+g)^{400}"), FAILED),
+  "a long equation that ends in it": (box("x^{60}-x^{59}+x+18=18"), 1),
+  "parentheses": (box("(" * 8 + "18" + ")" * 8), 1),
+  "parentheses 100,000 deep": (box("(" * 100_000 + "18" + ")" * 100_000), 0),
+  "braces": (box("{" * 8 + "18" + "}" * 8), 1),
+  "fractions of fractions": (
+    box("\\frac{1}{" * 40 + "18" + "}" * 40),
+    1,
+  ),
+  "a megabyte": (box("x+" * (MEGABYTE // 2) + "1"), 0),
+  "Python": (box("__import__('os').system('exit')"), 0),
+  "Python as text": (box("\\text{__import__('os').abort()}"), 0),
+  "either": (box("17 \\text{ or } 18"), 0),
+  "both": (box("17, 18"), 0),
+  "all numbers": (box(",".join(map(str, range(100)))), 0),
+  "an interval": (box("[0, 100]"), 0),
+  "an inequality": (box("x \\ge 18"), 0),
+  "a variable": (box("x"), 0),
+  "nearly": (box("18.0000001"), 0),
+  "an equation with another": (box("18 = 17"), 0),
+  "a second box": (box("18") + " or " + box("17"), 0),
+  "NaN": (box("\\text{NaN}"), 0),
+  "infinity": (box("\\infty"), 0),
+  "division by zero": (box("\\frac{18}{0}"), 0),
+  "an exponent": (box("1e999999999"), 0),
+  "unbalanced": (box("\\frac{36}{2"), 0),
+  "no box": ("18", 0),
+  "null bytes": (box("18\0"), 0),
+  "surrogates": (box("\ud800"), 0),
+}
+
+
+def safely(attempt, *errors):
+  """A program that prints what is expected iff an attempt is refused."""
+  indented = "\n".join("  " + line for line in attempt.split("\n"))
+  caught = ", ".join(errors or ("OSError",))
+  return f"try:\n{indented}\nexcept ({caught}): print('refused')"
+
+
+def opens(*paths, mode="r"):
+  """A program that prints what is expected iff none of these files opens."""
+  return f"""
+opened = 0
+for path in {paths}:
+  try:
+    open(path, {mode!r})
+    opened += 1
+  except OSError:
+    pass
+print("refused" if not opened else "opened")"""
+
+
+# To one test: nothing in, "refused" out. Programs score 1 where what they try
+# is refused and they live to tell; those that are ended score 0.
+CODE = {
+  "an honest answer": ("print('refused')", 1),
+  "no output, exit code 0": ("pass", 0),
+  "exit code 0 at once": ("import os; os._exit(0)", 0),
+  "the right output, exit code 1": ("print('refused'); exit(1)", 0),
+  "the right output, then a crash": (
+    "import ctypes; print('refused', flush=True); ctypes.string_at(0)",
+    0,
+  ),
+  "the output of other tests too": ("print('refused')\nprint('18')", 0),
+  "output on stderr": ("import sys; print('refused', file=sys.stderr)", 0),
+  "a syntax error": ("print('refused'", 0),
+  "a null byte": ("print('refused')\0", 0),
+  "a surrogate": ("print('refused') # \ud800", 1),
+  "a megabyte of comment": ("print('refused')\n#" + "x" * MEGABYTE, 1),
+  "parentheses 100,000 deep": ("(" * 100_000 + ")" * 100_000, 0),
+  "input that is not there": (safely("input()", "EOFError"), 1),
+  "network: this machine": (
+    safely(
+      "import socket\nsocket.create_connection(('127.0.0.1', PORT), 2)\n"
+      "print('connected')"
+    ),
+    1,
+  ),
+  "network: others": (
+    safely("import socket\nsocket.create_connection(('8.8.8.8', 53), 1)"),
+    1,
+  ),
+  "network: names": (
+    safely("import socket\nsocket.getaddrinfo('example.com', 80)"),
+    1,
+  ),
+  "network: interfaces": (
+    "import socket\nnames = [n for _, n in socket.if_nameindex()]\n"
+    "print('refused' if set(names) <= {'lo'} else names)",
+    1,
+  ),
+  "an abstract socket of the host": (
+    safely(
+      "import socket\ns = socket.socket(socket.AF_UNIX)\n"
+      "s.connect('\\0ABSTRACT')\nprint('connected')"
+    ),
+    1,
+  ),
+  "files: of the system": (
+    opens("/etc/passwd", "/etc/shadow", "/etc/hosts", "/proc/1/environ"),
+    1,
+  ),
+  "files: of the home folder and here": (
+    opens("HOME/.bashrc", "HOME/.ssh/id_rsa", "HOME/.profile", "SECRET"),
+    1,
+  ),
+  "files: of processes": (
+    "import os\nprint('refused' if not os.path.exists('/proc/self') else 1)",
+    1,
+  ),
+  "files: writing anywhere": (
+    opens("/x", "/tmp/x", "/dev/shm/x", "/usr/x", "HOME/x", "x", mode="w"),
+    1,
+  ),
+  "files: writing over the interpreter": (
+    "import os\n" + opens("/program.py", mode="a"),
+    1,
+  ),
+  "files: in memory": (
+    "import os, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    + safely("os.write(os.memfd_create('x'), b'x')"),
+    1,
+  ),
+  "environment: secrets": (
+    "import os\nprint('refused' if 'GSPO_TOKEN' not in os.environ else 1)",
+    1,
+  ),
+  "environment: of other processes": (
+    "import ctypes, os\n"
+    "print('refused' if os.getppid() == 1 and os.getpid() < 10 else 1)",
+    1,
+  ),
+  "open files of the scorer": (
+    "import os\nopened = []\nfor fd in range(3, 1000):\n"
+    "  try: os.fstat(fd); opened.append(fd)\n  except OSError: pass\n"
+    "print('refused' if not opened else opened)",
+    1,
+  ),
+  "privileges: root again": (safely("import os\nos.setuid(0)"), 1),
+  "privileges: mount": (
+    "import ctypes\n"
+    "done = ctypes.CDLL(None).mount(b'x', b'/usr', b'tmpfs', 0, None)\n"
+    "print('refused' if done else 'mounted')",
+    1,
+  ),
+  "privileges: more limits": (
+    safely(
+      "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (999, 999))",
+      "OSError",
+      "ValueError",
+    ),
+    1,
+  ),
+  "processes: killing its parents": (
+    "import os, signal\nfor pid in (os.getppid(), 1, -1):\n"
+    "  try: os.kill(pid, signal.SIGKILL)\n  except OSError: pass\n"
+    "print('refused')",
+    1,
+  ),
+  "processes: a fork bomb": (
+    "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+    0,
+  ),
+  "processes: as many as there may be": (
+    "import os, time\ncount = 0\ntry:\n  while True:\n"
+    "    if not os.fork(): time.sleep(9)\n    count += 1\n"
+    "except OSError:\n  print('refused' if count < 16 else count)",
+    1,
+  ),
+  "processes: threads": (
+    "import threading, time\ncount = 0\n"
+    + safely(
+      "while True:\n"
+      "  threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+      "RuntimeError",
+    ),
+    1,
+  ),
+  "processes: an orphan that stays": (
+    "import os, sys, time\nprint('refused', flush=True)\n"
+    "if not os.fork():\n  os.setsid()\n  if not os.fork():\n"
+    "    sys.argv[0] = 'orphan'\n    time.sleep(60)",
+    1,
+  ),
+  "processes: an orphan of another output": (
+    "import os, time\nprint('refused', flush=True)\n"
+    "if not os.fork():\n  os.closerange(0, 9)\n  time.sleep(60)",
+    1,
+  ),
+  "memory: at once": (safely("bytearray(1 << 29)", "MemoryError"), 1),
+  "memory: bit by bit": (
+    "kept = []\nwhile True: kept.append(bytearray(1 << 20))",
+    0,
+  ),
+  "memory: a tower of powers": ("print(9**9**9**9)", 0),
+  "output: without end": ("while True: print('refused')", 0),
+  "output: a gigabyte": ("print('x' * (1 << 20) * 100)", 0),
+  "output: closed, running on": (
+    "import os\nprint('refused', flush=True)\nos.close(1)\nwhile True: pass",
+    0,
+  ),
+  "time: an endless loop": ("while True: pass", 0),
+  "time: sleep": ("import time; time.sleep(1000)", 0),
+  "time: deaf to signals": (
+    "import signal\nfor s in range(1, 64):\n"
+    "  try: signal.signal(s, signal.SIG_IGN)\n  except (OSError, ValueError):"
+    " pass\nwhile True: pass",
+    0,
+  ),
+  "time: a regular expression": (
+    "import re; re.match('(a+)+$', 'a' * 40 + 'b')",
+    0,
+  ),
+}
+
+
+def fenced(program):
+  return f"So:\n```python\n{program}\n```\nDone."
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+  """What the programs are after: a port, a socket, a file, a variable."""
+  secret = tmp_path_factory.mktemp("host") / "secret"
+  secret.write_text("secret")
+  name = f"gspo-{os.getpid()}"
+  with (
+    socket.create_server(("127.0.0.1", 0)) as server,
+    socket.socket(socket.AF_UNIX) as abstract,
+    pytest.MonkeyPatch.context() as patch,
+  ):
+    abstract.bind("\0" + name)
+    abstract.listen()
+    patch.setenv("GSPO_TOKEN", "secret")
+    yield {
+      "PORT": str(server.getsockname()[1]),
+      "ABSTRACT": name,
+      "HOME": os.path.expanduser("~"),
+      "SECRET": str(secret),
+    }
+
+
+def outcomes(spec, answers, reference, seconds):
+  """Name -> 0, 1 or FAILED, of a table scored in one go."""
+  with Scorer([spec], [1.0], workers=2, seconds=seconds, memory=1) as scorer:
+    answers = {k: Answer("", text, reference) for k, text in answers.items()}
+    scores = scorer.submit(list(answers.values())).result()
+  marks = zip(answers, scores.total, scores.failed, strict=True)
+  return {k: FAILED if failed else int(total) for k, total, failed in marks}
+
+
+def of_table(spec, table, seconds):
+  return outcomes(spec, {k: v for k, (v, _) in table.items()}, "18", seconds)
+
+
+@pytest.fixture(scope="module")
+def gsm8k():
+  return of_table("gsm8k", GSM8K, 10)
+
+
+@pytest.fixture(scope="module")
+def math():
+  pytest.importorskip("math_verify")
+  return of_table("math", MATH, 3)
+
+
+@pytest.fixture(scope="module")
+def code(host):
+  try:
+    rewards.named("code")
+  except UserError as e:
+    pytest.skip(str(e))
+  answers = {}
+  for name, (program, _) in CODE.items():
+    for word, value in host.items():
+      program = program.replace(word, value)
+    answers[name] = fenced(program)
+  reference = json.dumps([{"input": "", "output": "refused\n"}])
+  return outcomes(f"code:seconds=2,memory={MEMORY}", answers, reference, 30)
+
+
+@pytest.mark.parametrize("name", GSM8K)
+def test_gsm8k(gsm8k, name):
+  assert gsm8k[name] == GSM8K[name][1]
+
+
+@pytest.mark.parametrize("name", MATH)
+def test_math(math, name):
+  assert math[name] == MATH[name][1]
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code(code, name):
+  assert code[name] == CODE[name][1]
+
+
+def test_programs_leave_nothing_running(code):
+  end = time.monotonic() + 5
+  while left := [c for c in commands() if str(MEMORY << 20) in c]:
+    assert time.monotonic() < end, left
+    time.sleep(0.05)
+
+
+def commands():
+  """Command lines of all processes of this machine."""
+  for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+      with open(f"/proc/{pid}/cmdline") as file:
+        yield file.read().replace("\0", " ")
+    except OSError:
+      pass
+
+
+def test_the_corpus_is_large_enough():
+  assert len(GSM8K) + len(MATH) + len(CODE) >= 60

@@ -1,0 +1,37 @@
+"""Length: the punishment's three pieces, and a share of the limit."""
+
+import pytest
+
+from gspo_jax import rewards
+from gspo_jax.rewards.length import overlong, short
+
+
+@pytest.mark.parametrize(
+  ("tokens", "expected"),
+  [
+    (0, 0),
+    (16_384, 0),
+    (16_385, -1 / 4096),
+    (18_432, -0.5),
+    (20_479, -4095 / 4096),
+    (20_480, -1),
+    (30_000, -1),
+  ],
+)
+def test_overlong_at_the_numbers_of_the_paper(tokens, expected):
+  more = {"tokens": tokens, "limit": 20_480, "buffer": 4096}
+  assert overlong("", "", "", **more) == pytest.approx(expected)
+
+
+def test_overlong_takes_its_limit_from_the_sampler_or_the_name():
+  reward = rewards.named("overlong:buffer=4")
+  assert reward("", "", "", tokens=8, limit=10) == -0.5
+  assert rewards.given(reward) == {"tokens", "limit"}
+  fixed = rewards.named("overlong:buffer=4,limit=8")
+  assert fixed("", "", "", tokens=8) == -1.0
+  assert rewards.given(fixed) == {"tokens"}
+
+
+def test_short_is_the_share_not_used():
+  given = [short("", "", "", tokens=n, limit=8) for n in (0, 2, 8, 9)]
+  assert given == [1.0, 0.75, 0.0, 0.0]

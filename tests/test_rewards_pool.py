@@ -1,0 +1,383 @@
+"""The pool: what a reward breaks costs the answer it was given, no other."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from gspo_jax.errors import UserError
+from gspo_jax.rewards import process
+from gspo_jax.rewards.pool import Answer, Scorer
+
+# Rewards of the user's: `act` does what the answer says, and then returns 1.
+MODULE = """
+import ctypes, os, random, signal, subprocess, sys, threading, time
+
+def act(prompt, answer, reference):
+  if answer in ACTS:
+    value = ACTS[answer](reference)
+    return 1.0 if value is None else value
+  return 1.0
+
+def same(prompt, answer, reference):
+  return float(answer == reference)
+
+def measured(prompt, answer, reference, *, tokens, limit, scale=1.0):
+  return scale * tokens / limit
+
+def has_jax(prompt, answer, reference):
+  return float("jax" in sys.modules)
+
+def raises(_): raise ValueError("this \\n one \\ud800")
+def exits(_): sys.exit(1)
+def interrupts(_): raise KeyboardInterrupt
+def ends(_): os._exit(0)
+def crashes(_): ctypes.string_at(0)
+def kills_itself(_): os.kill(os.getpid(), signal.SIGKILL)
+def kills_its_worker(_):
+  os.kill(os.getppid(), signal.SIGKILL)
+  time.sleep(60)
+def nan(_): return float("nan")
+def infinite(_): return float("-inf")
+def enormous(_): return 10**400
+def large(_): return 1e30
+def text(_): return "1.0"
+def nothing(_): return [1.0]
+def imaginary(_): return 1j
+class Shy(Exception):
+  def __str__(self): raise RuntimeError("no")
+def shy(_): raise Shy
+def recurses(_): recurses(_)
+def sleeps(_): time.sleep(60)
+def spins(_):
+  while True:
+    pass
+def spins_in_c(_): (9**9**8).bit_length()
+def stops(_): os.kill(os.getpid(), signal.SIGSTOP)
+def deaf(_):
+  for s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(s, signal.SIG_IGN)
+  signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+  while True:
+    try:
+      time.sleep(60)
+    except BaseException:
+      pass
+def at_once(_): bytearray(1 << 42)
+def more_and_more(_):
+  kept = []
+  while True:
+    kept.append(bytearray(1 << 20))
+def closes(_): os.closerange(0, 100)
+def prints(_):
+  for _ in range(100):
+    print("x" * 100_000)
+    os.write(1, b"y" * 100_000)
+    os.write(2, b"z" * 100_000)
+def reads(_): sys.stdin.read()
+def alarms(_):
+  signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+  signal.setitimer(signal.ITIMER_REAL, 0.05)
+def dies_later(_): threading.Timer(0.2, os._exit, (1,)).start()
+def forks(_): os.fork()
+def forks_and_raises(_):
+  if not os.fork():
+    raise ValueError
+def forks_and_stays(_):
+  if not os.fork():
+    time.sleep(60)
+def demon(path):
+  if os.fork():
+    return
+  os.setsid()
+  if os.fork():
+    os._exit(0)
+  with open(path, "w") as file:
+    file.write(str(os.getpid()))
+  time.sleep(60)
+def naps(_): time.sleep(0.4)
+def remember(path):
+  with open(path, "w") as file:
+    file.write(f"{os.getpid()} {os.getppid()}")
+  time.sleep(60)
+
+ACTS = {k: v for k, v in list(globals().items()) if callable(v)}
+"""
+
+FAILS = {
+  "raises": r"own_rewards.act: ValueError: this \n one \ud800",
+  "exits": "own_rewards.act: SystemExit: 1",
+  "interrupts": "own_rewards.act: KeyboardInterrupt",
+  "ends": "its process ended",
+  "crashes": "its process ended",
+  "kills_itself": "its process ended",
+  "kills_its_worker": "the process that scores ended",
+  "nan": "expected a number up to 1e9, got nan",
+  "infinite": "expected a number up to 1e9, got -inf",
+  "enormous": "OverflowError",
+  "large": "expected a number up to 1e9, got 1e+30",
+  "text": "expected a number, got str",
+  "nothing": "expected a number, got list",
+  "imaginary": "expected a number, got complex",
+  "shy": "an error that cannot be shown",
+  "recurses": "RecursionError",
+  "sleeps": "took over 1 s",
+  "spins": "took over 1 s",
+  "spins_in_c": "took over 1 s",
+  "stops": "took over 1 s",
+  "deaf": "took over 1 s",
+  "at_once": "MemoryError",
+  "more_and_more": "MemoryError",
+  "closes": "its process ended",
+}
+HARMLESS = (
+  "prints",
+  "reads",
+  "alarms",
+  "dies_later",
+  "forks",
+  "forks_and_raises",
+  "forks_and_stays",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("own")
+  (folder / "own_rewards.py").write_text(MODULE)
+  sys.path.insert(0, str(folder))
+  yield folder
+  sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def scorer(folder):
+  names = ["own_rewards.act"]
+  with Scorer(names, [1.0], workers=1, seconds=1.0, memory=0.1) as scorer:
+    yield scorer
+
+
+def act(*kinds, reference=""):
+  return [Answer("", kind, reference) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", FAILS)
+def test_a_failing_answer_costs_itself_only(scorer, kind):
+  scores = scorer.submit(act("good", "good", kind, "good")).result()
+  np.testing.assert_array_equal(scores.failed, [False, False, True, False])
+  np.testing.assert_array_equal(scores.total, [1, 1, 0, 1])
+  assert len(scores.reasons) == 1
+  assert FAILS[kind] in scores.reasons[0]
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_a_reward_leaves_behind_costs_nothing(scorer, kind):
+  scores = scorer.submit(act("good", kind, "naps", kind, "good")).result()
+  np.testing.assert_array_equal(scores.failed, np.zeros(5))
+  np.testing.assert_array_equal(scores.total, np.ones(5))
+
+
+def test_a_long_series_of_failures_ends(scorer):
+  kinds = ["ends", "raises", "crashes", "good"] * 20
+  scores = scorer.submit(act(*kinds)).result()
+  np.testing.assert_array_equal(scores.failed, [k != "good" for k in kinds])
+  assert len(scores.reasons) == 2  # each kind once, at most three
+
+
+def gone(pid, seconds=5.0):
+  end = time.monotonic() + seconds
+  while time.monotonic() < end:
+    try:
+      with open(f"/proc/{pid}/stat") as file:
+        if file.read().rpartition(")")[2].split()[0] == "Z":
+          return True
+    except FileNotFoundError:
+      return True
+    time.sleep(0.02)
+  return False
+
+
+def test_a_demon_does_not_outlive_its_chunk(scorer, tmp_path):
+  path = tmp_path / "pid"
+  answers = act("demon", "naps", reference=str(path))
+  assert not scorer.submit(answers).result().failed.any()
+  assert gone(int(path.read_text()))
+
+
+def test_a_worker_that_stands_still_is_replaced(scorer, folder, monkeypatch):
+  monkeypatch.setattr(process, "GRACE", 0.5)
+  os.kill(scorer._workers[0]._process.pid, signal.SIGSTOP)
+  scores = scorer.submit(act("good", "good")).result()
+  np.testing.assert_array_equal(scores.total, [1, 1])
+
+
+def test_order_and_scores_do_not_depend_on_the_workers(folder):
+  rng = np.random.default_rng(0)
+  answers = [
+    Answer("", "", "", int(n), 1000) for n in rng.integers(0, 1000, 700)
+  ]
+  expected = np.float32([answer.tokens / 1000 for answer in answers])
+  for workers in (1, 3):
+    with Scorer(["own_rewards.measured"], [1.0], workers=workers) as scorer:
+      pending = [scorer.submit(answers), scorer.submit(answers[:5])]
+      np.testing.assert_array_equal(pending[1].result().total, expected[:5])
+      np.testing.assert_array_equal(pending[0].result().total, expected)
+      assert scorer.submit([]).result().total.shape == (0,)
+
+
+def test_any_text_arrives_as_it_was(folder):
+  texts = [
+    "",
+    "\0",
+    "é\n",
+    "\ud800",
+    "\ud83d\ude00",
+    "\U0001f600",
+    "x" * 3_000_000,
+  ]
+  texts.append("".join(map(chr, range(0x11000))))
+  with Scorer(["own_rewards.same"], [1.0], workers=1) as scorer:
+    same = scorer.submit([Answer("", t, t) for t in texts]).result()
+    assert same.total.sum() == len(texts)
+    other = [Answer("", "\ud83d\ude00", "\U0001f600")]
+    assert scorer.submit(other).result().total.sum() == 0
+
+
+def test_total_is_the_weighted_sum_and_one_failure_zeroes_all_parts(folder):
+  names = ["final_answer", "own_rewards.measured:scale=-1", "own_rewards.act"]
+  answers = [
+    Answer("", "#5", "5", 2, 8),
+    Answer("", "#5", "6", 4, 8),
+    Answer("", "raises", "5", 8, 8),
+  ]
+  with Scorer(names, [1.0, 0.5, 0.25], workers=1) as scorer:
+    scores = scorer.submit(answers).result()
+  assert list(scores.parts) == [
+    "final_answer",
+    "own_rewards.measured",
+    "own_rewards.act",
+  ]
+  np.testing.assert_array_equal(
+    np.stack(list(scores.parts.values()), 1),
+    [[1, -0.25, 1], [0, -0.5, 1], [0, 0, 0]],
+  )
+  np.testing.assert_array_equal(scores.total, np.float32([1.125, 0, 0]))
+  assert scores.total.dtype == np.float32
+  np.testing.assert_array_equal(scores.failed, [False, False, True])
+
+
+def test_submit_does_not_wait(scorer):
+  began = time.monotonic()
+  pending = scorer.submit(act("naps"))
+  assert time.monotonic() - began < 0.2
+  assert pending.result().total == 1
+  assert time.monotonic() - began > 0.4
+
+
+def test_the_caller_never_forks_and_the_workers_need_no_jax(
+  folder, monkeypatch
+):
+  def refuse():
+    raise AssertionError("forked")
+
+  monkeypatch.setattr(os, "fork", refuse)
+  with Scorer(["own_rewards.has_jax"], [1.0], workers=1) as scorer:
+    assert scorer.submit(act("")).result().total == 0
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("1 / 0", "ZeroDivisionError"),
+    ("import sys; sys.exit(0)", "SystemExit: 0"),
+    ("import os; os._exit(0)", "ended or blocked the process that scores"),
+    ("import ctypes; ctypes.string_at(0)", "ended or blocked the process"),
+    ("import time; time.sleep(60)", "ended or blocked the process"),
+    ("print('[[], null]')", "has no function 'f'"),
+  ],
+)
+def test_misbehaving_at_import_is_the_users_mistake(
+  tmp_path, monkeypatch, text, message
+):
+  monkeypatch.setattr(process, "START", 2.0)
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "at_import.py").write_text(text)
+  with pytest.raises(UserError, match=message):
+    Scorer(["final_answer", "at_import.f"], [1.0, 1.0], workers=1)
+
+
+@pytest.mark.parametrize(
+  ("names", "weights", "more", "message"),
+  [
+    ([], [], {}, "a weight for each of one or more rewards"),
+    (["gsm8k"], [1.0, 2.0], {}, "a weight for each"),
+    (["gsm8k", "gsm8k"], [1.0, 2.0], {}, "each reward once"),
+    (["gsm8k"], [float("nan")], {}, "finite weights"),
+    (["gsm8k"], [1.0], {"workers": 0}, "workers above 0, got 0"),
+    (["gsm8k"], [1.0], {"seconds": 0}, "seconds above 0, got 0"),
+    (["gsm8k"], [1.0], {"memory": -1}, "memory above 0, got -1"),
+    (["gsm9k"], [1.0], {}, "did you mean 'gsm8k'"),
+  ],
+)
+def test_mistakes_are_named_at_the_start(names, weights, more, message):
+  with pytest.raises(UserError, match=message):
+    Scorer(names, weights, **more)
+
+
+RUN = """
+import os, signal, sys
+from gspo_jax.rewards.pool import Answer, Scorer
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGINT, lambda *_: None)
+scorer = Scorer(["own_rewards.act"], [1.0], workers=1, seconds=60)
+"""
+
+
+def run(folder, rest):
+  path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+  return subprocess.run(
+    [sys.executable, "-c", RUN + rest],
+    env=os.environ | {"PYTHONPATH": path},
+    start_new_session=True,
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+
+
+def test_signals_to_the_run_do_not_end_its_workers(folder):
+  done = run(
+    folder,
+    "for s in (signal.SIGTERM, signal.SIGINT): os.killpg(0, s)\n"
+    "scores = scorer.submit([Answer('', 'naps', '')]).result()\n"
+    "scorer.close()\n"
+    "print(scores.total, scores.failed)\n",
+  )
+  assert done.stdout == "[1.] [False]\n", done.stderr
+
+
+def test_all_end_with_the_run_however_it_ends(folder, tmp_path):
+  path = tmp_path / "pids"
+  run(
+    folder,
+    "import time\n"
+    f"scorer.submit([Answer('', 'remember', {str(path)!r})])\n"
+    f"while not os.path.exists({str(path)!r}): time.sleep(.05)\n"
+    "time.sleep(.2)\n"
+    "os.kill(os.getpid(), signal.SIGKILL)\n",
+  )
+  for pid in path.read_text().split():
+    assert gone(int(pid))
+
+
+def test_close_does_not_wait_for_what_hangs(folder):
+  with Scorer(["own_rewards.act"], [1.0], workers=1, seconds=60) as scorer:
+    pending = scorer.submit(act("sleeps"))
+    time.sleep(0.3)
+    began = time.monotonic()
+  assert time.monotonic() - began < 5
+  assert pending.chunks[0].exception(timeout=5) is not None

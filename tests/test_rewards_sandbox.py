@@ -1,0 +1,78 @@
+"""The sandbox: what comes out of it, and that without it nothing runs."""
+
+import os
+
+import pytest
+
+from gspo_jax.errors import UserError
+from gspo_jax.rewards import sandbox
+
+
+@pytest.fixture
+def bwrap():
+  try:
+    return sandbox.found()
+  except UserError as e:
+    pytest.skip(str(e))
+
+
+def run(program, given="", *, seconds=10, memory=256, most=100):
+  return sandbox.run(program, given, seconds=seconds, memory=memory, most=most)
+
+
+def test_output_of_a_program(bwrap):
+  assert run("print(input()[::-1])", "ab\u00e9\n") == "\u00e9ba\n"
+  assert run("print('x' * 99)") == "x" * 99 + "\n"
+  assert run("print('x' * 100)") is None  # one byte more than allowed
+  assert run("print(1); raise SystemExit(2)") is None
+  assert run("import time; time.sleep(60)", seconds=0.2) is None
+  assert run("import sys; sys.stdout.buffer.write(b'\\xff')") == "\ufffd"
+
+
+def test_input_of_megabytes_that_is_not_read(bwrap):
+  assert run("print(1)", "x" * 5_000_000) == "1\n"
+  assert run("print(len(input()))", "x" * 5_000_000) == "5000000\n"
+
+
+def test_the_program_is_the_main_module_and_knows_no_launcher(bwrap):
+  program = """
+import sys
+names = sorted(n for n in globals() if not n.startswith("__"))
+print(sys.argv, names, sys.modules["__main__"].__dict__ is globals())
+"""
+  assert run(program) == "['/program.py'] ['program', 'sys'] True\n"
+
+
+def script(folder, text):
+  path = folder / "bwrap"
+  path.write_text("#!/bin/sh\n" + text)
+  path.chmod(0o755)
+
+
+def test_a_bwrap_that_is_not_permitted_is_an_error(tmp_path, monkeypatch):
+  script(tmp_path, "echo 'bwrap: No permissions to create new namespace' >&2")
+  candidates = [str(tmp_path / "bwrap")]
+  monkeypatch.setattr(sandbox, "_candidates", lambda: candidates)
+  with pytest.raises(UserError, match=r"bubblewrap.*No permissions to create"):
+    sandbox.found.__wrapped__()
+
+
+def test_none_at_all_is_an_error(monkeypatch):
+  monkeypatch.setattr(sandbox, "_candidates", lambda: [])
+  with pytest.raises(UserError, match=r"no bwrap found.*apt install"):
+    sandbox.found.__wrapped__()
+
+
+def test_the_first_that_works_is_taken(bwrap, tmp_path, monkeypatch):
+  script(tmp_path, "exit 1")
+  monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+  assert next(sandbox._candidates()) == str(tmp_path / "bwrap")
+  candidates = [str(tmp_path / "bwrap"), bwrap]
+  monkeypatch.setattr(sandbox, "_candidates", lambda: candidates)
+  assert sandbox.found.__wrapped__() == bwrap
+
+
+def test_a_bwrap_that_cannot_start_is_an_error(tmp_path, monkeypatch):
+  monkeypatch.setattr(sandbox, "_candidates", lambda: [str(tmp_path)])
+  with pytest.raises(UserError, match="Permission denied"):
+    sandbox.found.__wrapped__()
