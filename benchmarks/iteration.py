@@ -38,7 +38,7 @@ def iterate(repeats: int) -> dict[str, float]:
   seconds = {"generate": [], "score": [], "update": []}
   with jax.set_mesh(mesh):
     run = program.build(config, mesh)
-    state = run.init(jax.random.key(0))
+    state = run.begin(run.init(jax.random.key(0)))
     for step in range(repeats + 1):
       key = jax.random.key(step)
       samples, generate = timed(run.generate, state.params, prompts, key)

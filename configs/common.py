@@ -13,7 +13,9 @@ def get_config() -> ConfigDict:
   c.num_steps = 30  # RL iterations: rollout, then `minibatches` updates
 
   c.model = ConfigDict()
-  c.model.variant = "tiny"  # a name in gspo_jax/model/config.py
+  # A Hugging Face folder: the first weights, the sizes and the tokenizer.
+  c.model.checkpoint = ""
+  c.model.variant = "tiny"  # without one: a name in gspo_jax/model/config.py
   c.model.dtype = "bfloat16"  # of activations; parameters are float32
   c.model.remat = True  # recompute blocks in the backward pass: less memory
   # What is stored all the same, of KEPT in gspo_jax/model/config.py.
@@ -30,12 +32,22 @@ def get_config() -> ConfigDict:
   c.sampler_mesh.tensor = 0  # devices among which heads are split, too
 
   c.data = ConfigDict()
-  c.data.source = "chain"  # the embedded task, or "jsonl"
-  c.data.path = ""  # jsonl: a file of {"question", "answer"} lines
-  c.data.eval_path = ""  # jsonl: held-out file; "": 1/8 of `path`, by hash
+  # "chain" (the embedded task), jsonl:FILE, tfds:NAME[:SPLIT] or
+  # package.module.factory of any Grain source; several with commas between.
+  c.data.source = "chain"
+  c.data.weights = ()  # shares of several sources; (): equal ones
+  c.data.eval_source = ""  # held-out questions; "": 1/8 of `source`, by hash
+  c.data.question_field = "question"  # of a source's rows
+  c.data.answer_field = "answer"  # the reference: what follows its last ####
+  c.data.demonstration_field = ""  # worked answers to imitate; "": the answers
+  c.data.tfds_dir = ""  # where TFDS sets lie; "": TFDS's own folder
+  c.data.tokenizer = ""  # a folder, a *.model, "bytes"; "": of model.checkpoint
+  c.data.system_prompt = ""  # goes before the question
+  c.data.instruction = "{question}"  # how a question is put to the policy
   c.data.chain_steps = (8,)  # chain: lengths to draw from
   c.data.prompts = 32  # questions an RL iteration, over all hosts
-  c.data.max_prompt_length = 32  # tokens; a longer question is an error
+  c.data.max_prompt_length = 32  # tokens, of the template too
+  c.data.too_long = "error"  # "drop": leave out questions longer than that
 
   c.sampler = ConfigDict()
   c.sampler.group_size = 8  # answers a question
@@ -44,6 +56,14 @@ def get_config() -> ConfigDict:
   c.sampler.top_k = 0  # 0: all; else rollouts leave the policy
   c.sampler.top_p = 1.0  # 1: all; else rollouts leave the policy
   c.sampler.min_new_tokens = 1  # tokens before a stop token may come
+
+  c.reward = ConfigDict()
+  # Of gspo_jax/rewards/, or package.module.function; the first says what is
+  # right, and all of them what is rewarded.
+  c.reward.names = ("final_answer",)
+  c.reward.weights = (1.0,)  # one each
+  c.reward.workers = 2  # processes that score, on each host
+  c.reward.seconds = 5.0  # an answer may take; after that it scores 0
 
   c.objective = ConfigDict()
   c.objective.name = "gspo"  # gspo, gspo_token, grpo, dr_grpo, dapo
@@ -92,18 +112,23 @@ def get_config() -> ConfigDict:
 
 
 def shrink(c: ConfigDict) -> ConfigDict:
-  """A pod's config for any machine: seconds, and nothing is learnt."""
+  """A config for any machine: seconds, and nothing is learnt."""
   c.num_steps = 2
   c.model.variant = "tiny"
   c.model.dtype = "float32"
   c.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
   c.sampler_mesh = ConfigDict({"expert": 0, "tensor": 0})
+  c.data.source = "chain"
+  c.data.eval_source = c.data.tokenizer = ""
   c.data.chain_steps = (1,)
   c.data.prompts = 8
   c.data.max_prompt_length = 8
   c.sampler.group_size = 4
   c.sampler.max_new_tokens = 12
   c.learner.micro_rows = 8
+  c.reward.names = ("final_answer",)
+  c.reward.weights = (1.0,)
+  c.cold_start.steps = 0
   c.eval.prompts = 8
   c.eval.samples = 4
   return c

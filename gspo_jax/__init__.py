@@ -1,20 +1,29 @@
-"""GSPO in JAX. This face imports jax alone and touches no device."""
+"""GSPO in JAX: the losses and advantages, for any trainer.
 
-from gspo_jax.advantages import group_relative_advantages
-from gspo_jax.losses import (
-  dapo_loss,
-  dr_grpo_loss,
-  grpo_loss,
-  gspo_loss,
-  gspo_token_loss,
-)
+`import gspo_jax` touches no device. jax is imported when a loss is asked for:
+the processes that score answers never need it.
+"""
 
-__all__ = [
-  "dapo_loss",
-  "dr_grpo_loss",
-  "group_relative_advantages",
-  "grpo_loss",
-  "gspo_loss",
-  "gspo_token_loss",
-]
+import importlib
+
+_ROOMS = {
+  "dapo_loss": "losses",
+  "dr_grpo_loss": "losses",
+  "group_relative_advantages": "advantages",
+  "grpo_loss": "losses",
+  "gspo_loss": "losses",
+  "gspo_token_loss": "losses",
+}
+
+__all__ = list(_ROOMS)
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+  if name not in _ROOMS:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  return getattr(importlib.import_module(f"gspo_jax.{_ROOMS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+  return sorted(globals() | _ROOMS)

@@ -38,7 +38,8 @@ class Checkpoints:
   Args:
     directory: a path or a `gs://` address; created if it is missing.
     every: `due` is true at multiples of this many steps.
-    keep: how many checkpoints stay on disk, the latest ones.
+    keep: how many checkpoints stay on disk, the latest ones; None only reads,
+      and leaves a run that is still going on alone.
 
   Raises:
     UserError: `every` or `keep` is below 1, or the directory is none.
@@ -50,19 +51,26 @@ class Checkpoints:
   removed by the next run.
   """
 
-  def __init__(self, directory: str | os.PathLike, *, every: int, keep: int):
-    if every < 1 or keep < 1:
+  def __init__(
+    self,
+    directory: str | os.PathLike,
+    *,
+    every: int = 1,
+    keep: int | None = None,
+  ):
+    writes = keep is not None
+    if every < 1 or (writes and keep < 1):
       raise UserError(f"checkpoints: {every=}, {keep=}: expected 1 or more")
     if "://" not in str(directory):
       directory = os.path.abspath(directory)  # Orbax refuses a relative path
     self._every = every
     self._bad: set[int] = set()
     self._last_save: int | None = None
-    hosts.together(lambda: _make(directory))
+    hosts.together(lambda: (_make if writes else _require)(directory))
     self._orbax = ocp.training.Checkpointer(
       directory,
       preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-      cleanup_tmp_directories=True,
+      cleanup_tmp_directories=writes,
     )
 
   def __enter__(self) -> "Checkpoints":
@@ -121,7 +129,10 @@ class Checkpoints:
       ) from error
 
   def restore(
-    self, abstract_state: Any, accept: Callable[[int, dict[str, Any]], None]
+    self,
+    abstract_state: Any,
+    accept: Callable[[int, dict[str, Any]], None],
+    only: int | None = None,
   ) -> Restored | None:
     """The newest checkpoint that is whole, or None if there are no folders.
 
@@ -133,14 +144,22 @@ class Checkpoints:
         now; those at the time of the save do not matter.
       accept: called with step and metadata before the arrays are read; what it
         raises ends the search.
+      only: this step and no other.
 
     Raises:
-      UserError: a leaf has another shape or dtype than was saved, or there are
+      UserError: step `only` is not there, a leaf has another shape or dtype than was saved, or there are
         folders and none of them is whole.
     """
     self.wait()
     steps = self._steps()
     hosts.require_same({"the list of checkpoints": steps})
+    if only is not None:
+      if only not in steps:
+        raise hosts.Agreed(
+          f"checkpoint {only}: not in {self._orbax.directory}, which has "
+          f"{steps or 'none'}"
+        )
+      steps = [only]
     for step in reversed(steps):
       if (saved := self._try(step, self._read)) is None:
         continue
@@ -198,6 +217,11 @@ class Checkpoints:
         abstract_state,
         checkpointable_name="state",
       )
+
+
+def _require(directory: str | os.PathLike) -> None:
+  if not epath.Path(directory).is_dir():
+    raise UserError(f"checkpoints in {str(directory)!r}: no such folder")
 
 
 def _make(directory: str | os.PathLike) -> None:

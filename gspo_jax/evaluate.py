@@ -1,101 +1,253 @@
-"""Held-out accuracy: avg@k and pass@k of sampled answers, and greedy."""
+"""The command that puts sets of questions to a policy, as the papers do.
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+  python -m gspo_jax.evaluate --config=configs/tiny_cpu.py --checkpoint=DIR \\
+    --set=AIME24=aime24.jsonl --set=MATH500=math500.jsonl
+
+DIR is a Hugging Face folder, a workdir of a run (its newest checkpoint), or one
+step of it, WORKDIR/checkpoints/STEP. gspo_jax/question_sets.py tells the sets
+and the columns of their files. Model, prompt, lengths and temperature come from
+the config (`--config.sampler.temperature=0.6 --config.sampler.top_p=0.95`);
+`data.prompts * sampler.group_size` answers are drawn at once, as in training.
+
+Prints a table; --out (by default DIR/evaluation) gets results.json, and
+answers.jsonl as the answers come: the same command again goes on from there.
+
+Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else is a
+fault, with its traceback.
+"""
+
+import functools
+import json
+import shlex
+import sys
+import zlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
 import jax
 import numpy as np
+from absl import app, flags
+from ml_collections import ConfigDict
 
-from gspo_jax import data, hosts, model, rewards
-from gspo_jax.sampler import STOPPED, Prompts, Samples
-from gspo_jax.tasks import Problem
+from gspo_jax import (
+  checkpoint,
+  hosts,
+  main,
+  policy,
+  question_sets,
+  rewards,
+  scoreboard,
+  sharding,
+)
+from gspo_jax.answer_file import AnswerFile
+from gspo_jax.errors import UserError
+from gspo_jax.exam import evaluate_set
+from gspo_jax.identity import flatten
+from gspo_jax.pupil import Pupil
+from gspo_jax.question_sets import Questions
+from gspo_jax.rewards.pool import Scorer
 
-# Draws answers to a fixed number of prompts.
-Generate = Callable[[model.Params, Prompts, jax.Array], Samples]
+_CHECKPOINT = flags.DEFINE_string(
+  "checkpoint", None, "A Hugging Face folder, a workdir, or a step of it."
+)
+_SETS = flags.DEFINE_multi_string("set", [], "NAME=FILE; may be repeated.")
+_SAMPLES = flags.DEFINE_integer(
+  "samples",
+  None,
+  "Answers a question; else the set's own.",
+  lower_bound=1,
+  upper_bound=1000,  # estimates count subsets in floats
+)
+_LIMIT = flags.DEFINE_integer(
+  "limit", None, "Only the first so many questions of a set.", lower_bound=1
+)
+_REWARD = flags.DEFINE_string("reward", "", "Judges, not the sets' own.")
+_OUT = flags.DEFINE_string("out", None, "A folder for answers and results.")
+
+# An answer may take: the tests of a program end by themselves after 30.
+_SECONDS = {"code": 40.0}
 
 
-def pass_at_k(correct: np.ndarray, k: int) -> float:
-  """Chance that one of k answers is right, without bias.
+def command() -> None:
+  """The console's entry."""
+  try:
+    app.run(_command, flags_parser=_parse)
+  except UserError as error:
+    sys.exit(main.complain(error))
 
-  Mean over problems of `1 - C(n - c, k) / C(n, k)`, with c of n answers right:
-  Chen et al. 2021, arXiv 2107.03374, eq. 1.
+
+def _parse(argv):
+  rest = main.parse([*argv, "--workdir=unused"])
+  for flag in (_CHECKPOINT, _SETS):
+    if not flag.value:
+      raise UserError(
+        f"--{flag.name} is missing; for a start: python -m gspo_jax.evaluate "
+        "--config=configs/tiny_cpu.py --checkpoint=runs/tiny "
+        "--set=GSM8K=test.jsonl"
+      )
+  return rest
+
+
+def _command(argv) -> int:
+  def work():
+    summaries = evaluate(
+      flags.FLAGS.config,
+      _CHECKPOINT.value,
+      _SETS.value,
+      out=_OUT.value or f"{_CHECKPOINT.value}/evaluation",
+      samples=_SAMPLES.value,
+      limit=_LIMIT.value,
+      reward=_REWARD.value,
+    )
+    hosts.say(scoreboard.render(summaries))
+
+  return main.on_hosts(work)
+
+
+def evaluate(
+  config: ConfigDict,
+  folder: str,
+  sets: Sequence[str],
+  *,
+  out: str,
+  samples: int | None = None,
+  limit: int | None = None,
+  reward: str = "",
+) -> list[dict]:
+  """Asks, judges and writes; to be called on every process.
 
   Args:
-    correct: [N, n] bool, n answers to N problems.
-    k: 1 to n.
-  """
-  n = correct.shape[1]
-  if not 1 <= k <= n:
-    raise ValueError(f"{k=} must lie in 1..{n}, the answers a problem has")
-  wrong = n - correct.sum(1)
-  return float(np.mean([1 - math.comb(w, k) / math.comb(n, k) for w in wrong]))
-
-
-def texts(samples: Samples) -> dict[int, str]:
-  """The answers of this host's rows, by row, without their stop tokens."""
-  lengths, finish = hosts.own(samples.lengths), hosts.own(samples.finish)
-  return {
-    i: data.decode(tokens[: lengths[i] - (finish[i] == STOPPED)])
-    for i, tokens in hosts.own(samples.tokens).items()
-  }
-
-
-def verify(
-  answers: Mapping[int, str], problems: Sequence[Problem], rows: jax.Array
-) -> np.ndarray:
-  """Rewards of all rows, on every host; each scores its own.
-
-  Args:
-    answers: from `texts`; the G answers to a problem stand side by side.
-    problems: P of them.
-    rows: [P * G], any array that lies over the hosts as the answers do.
+    config: all the keys of configs/common.py.
+    folder: of the weights.
+    sets: NAME=FILE each.
+    out: a folder.
+    samples: answers a question; else each set's own.
+    limit: the first so many questions of a set.
+    reward: judges instead of the sets' own.
 
   Returns:
-    [P, G] float32.
+    `scoreboard.summarize` of each set, on the first process.
+
+  Raises:
+    UserError: a set, the weights, the config or `out` cannot be used.
   """
-  group = rows.shape[0] // len(problems)
-  own = {
-    i: rewards.final_answer(answer, problems[i // group].answer)
-    for i, answer in answers.items()
-  }
-  return hosts.join(own, rows).reshape(-1, group)
+  hosts.require_joined()
+  asked = hosts.together(lambda: _read(sets, samples, limit, reward))
+  policy.adopt(config, folder)
+  mesh = hosts.together(lambda: sharding.make_mesh(**config.mesh))
+  with jax.set_mesh(mesh):
+    pupils = hosts.together(lambda: _pupils(config, mesh, asked))
+    params = policy.load(config, pupils[0].program, folder)
+    settings = _settings(config, asked, params)
+    hosts.require_same(flatten(settings))
+    first, batches = hosts.first(), _batches(asked, pupils)
+    kept = hosts.together(
+      lambda: AnswerFile(out, settings, batches) if first else None
+    )
+    with kept or nullcontext():
+      for questions, pupil in zip(asked, pupils, strict=True):
+        _examine(config, questions, pupil, params, kept)
+  if not first:
+    return []
+  summaries = [scoreboard.summarize(q, kept.rows[q.name]) for q in asked]
+  results = {"command": shlex.join(sys.argv), "checkpoint": folder}
+  results |= {"sets": summaries, "settings": settings}
+  (Path(out) / "results.json").write_text(json.dumps(results, indent=1))
+  return summaries
 
 
-def answer_all(
-  generate: Generate,
-  params,
-  questions: dict,
-  batch: int,
-  key: jax.Array,
-  rows: jax.sharding.Sharding,
-) -> np.ndarray:
-  """Rewards [N, G] for all questions (of `data.take`), `batch` at a time.
-
-  The last batch is filled up with the first questions, so that one compiled
-  `generate` serves; what it answers to those again is dropped.
-  """
-  count = len(questions["problems"])
-  scores = []
-  for i, start in enumerate(range(0, count, batch)):
-    index = np.arange(start, start + batch) % count
-    prompts = Prompts(questions["tokens"][index], questions["length"][index])
-    prompts = hosts.lay(prompts, rows)
-    samples = generate(params, prompts, jax.random.fold_in(key, i))
-    problems = [questions["problems"][j] for j in index]
-    scores.append(verify(texts(samples), problems, samples.lengths))
-  return np.concatenate(scores)[:count]
+def _read(sets, samples, limit, reward) -> list[Questions]:
+  asked = []
+  for pair in sets:
+    name, _, path = pair.partition("=")
+    if not (name and path):
+      raise UserError(f"--set={pair}: expected NAME=FILE")
+    questions = question_sets.read(name, path, reward=reward, limit=limit)
+    if questions.name in [q.name for q in asked]:
+      raise UserError(f"--set={pair}: {questions.name} is there twice")
+    rewards.named(questions.reward)  # an unknown one is told now
+    asked.append(questions._replace(samples=samples or questions.samples))
+  return asked
 
 
-def summarize(sampled: np.ndarray, greedy: np.ndarray) -> dict[str, float]:
-  """`eval/*` of rewards [N, n] of sampled and [N, 1] of greedy answers.
+def _pupils(config, mesh, asked) -> list[Pupil]:
+  """One for each set; those of as many samples are the same."""
+  pupil = functools.cache(lambda samples: Pupil(config, mesh, samples))
+  pupils = [pupil(questions.samples) for questions in asked]
+  for questions, its in zip(asked, pupils, strict=True):
+    its.read([p.question for p in questions.problems])
+  return pupils
 
-  `pass@k` for k = 1, 2, 4, ... and n; with rewards of 0 and 1, `avg@n` is
-  `pass@1`.
-  """
-  n = sampled.shape[1]
-  ks = {2**i for i in range(n.bit_length())} | {n}
+
+def _batches(asked, pupils) -> list[tuple[str, int]]:
+  """The set, and the number of answers, of each batch."""
+  return [
+    (q.name, min(pupil.at_once, len(q.problems) - start) * q.samples)
+    for q, pupil in zip(asked, pupils, strict=True)
+    for start in range(0, len(q.problems), pupil.at_once)
+  ]
+
+
+def _settings(config, asked, params) -> dict:
+  """What has to be the same for answers to stand in one file."""
+  plain = json.loads(config.to_json_best_effort())
+  sums = json.dumps(checkpoint.checksums(params), sort_keys=True)
   return {
-    f"eval/avg@{n}": float(sampled.mean()),
-    "eval/greedy": float(greedy.mean()),
-    **{f"eval/pass@{k}": pass_at_k(sampled > 0.5, k) for k in sorted(ks)},
+    "weights": zlib.crc32(sums.encode()),
+    "config": {k: plain[k] for k in ("seed", "model", "data", "sampler")},
+    "sets": {
+      q.name: {
+        "sha256": q.sha256,
+        "questions": len(q.problems),
+        "samples": q.samples,
+        "reward": q.reward,
+      }
+      for q in asked
+    },
   }
+
+
+def _examine(config, questions, pupil, params, kept) -> None:
+  """Puts a set to the policy, from the first batch that is not kept."""
+  first, name = kept is not None, questions.name
+  # The first process knows where to begin.
+  begin = int(hosts.tell(str(kept.begun(name)) if first else "")[0])
+  key = jax.random.key(config.seed)
+  key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+  def respond(asked, samples, number):
+    return pupil.reply(params, asked, jax.random.fold_in(key, number))
+
+  def keep(rows):
+    kept.append(rows)
+    scores = [row["score"] for row in kept.rows[name]]
+    print(
+      f"{name}: {len(scores) // questions.samples} of "
+      f"{len(questions.problems)} questions, average {np.mean(scores):.3f}",
+      file=sys.stderr,
+    )
+
+  with _scorer(config, questions) if first else nullcontext() as scorer:
+    evaluate_set(
+      respond,
+      questions,
+      at_once=pupil.at_once,
+      scorer=scorer,
+      keep=keep,
+      begin=begin,
+    )
+
+
+def _scorer(config, questions) -> Scorer:
+  least = _SECONDS.get(questions.reward, 0.0)
+  return Scorer(
+    (questions.reward,),
+    (1.0,),
+    workers=config.reward.workers,
+    seconds=max(config.reward.seconds, least),
+  )
+
+
+if __name__ == "__main__":
+  command()

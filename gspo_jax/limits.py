@@ -10,8 +10,9 @@ _RANGES = (
   (
     "at least 1",
     lambda x: x >= 1,
-    "data.max_prompt_length eval.prompts eval.samples eval.every "
-    "checkpoint.every checkpoint.keep log.samples_every cold_start.check_every",
+    "data.max_prompt_length reward.workers eval.prompts eval.samples "
+    "eval.every checkpoint.every checkpoint.keep log.samples_every "
+    "cold_start.check_every",
   ),
   (
     "0 or more",
@@ -24,7 +25,7 @@ _RANGES = (
     "more than 0",
     lambda x: 0 < x < math.inf,
     "optim.learning_rate optim.clip_norm cold_start.learning_rate "
-    "sampler.temperature",
+    "sampler.temperature reward.seconds",
   ),
   ("0 or more, under 2**32", lambda x: 0 <= x < 2**32, "seed"),
   ("0 to 1", lambda x: 0 <= x <= 1, "cold_start.gate"),
@@ -48,7 +49,6 @@ def check(config, objectives: Iterable[str], *, shards: int) -> None:
   for key, choices in (
     ("objective.name", objectives),
     ("objective.old_logps", ("sampler", "recompute")),
-    ("data.source", ("chain", "jsonl")),
   ):
     value = _get(config, key)
     if value not in choices:
@@ -58,8 +58,6 @@ def check(config, objectives: Iterable[str], *, shards: int) -> None:
       value = _get(config, key)
       if not good(value):
         raise UserError(f"{key}={value}: expected {expected}")
-  if config.data.source == "jsonl" and not config.data.path:
-    raise UserError("data.path='': expected a file of JSON lines")
   if config.sampler.group_size < 2:
     raise UserError(
       f"sampler.group_size={config.sampler.group_size}: expected at least 2, "

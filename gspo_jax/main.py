@@ -12,6 +12,7 @@ the caller's, in one line; anything else is a fault, with its traceback.
 
 import re
 import sys
+from collections.abc import Callable
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -43,29 +44,38 @@ def main() -> None:
   try:
     app.run(_main, flags_parser=parse)
   except UserError as error:
-    sys.exit(_complain(error))
+    sys.exit(complain(error))
 
 
 def _main(argv) -> int:
+  def train():
+    from gspo_jax import train
+
+    train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+
+  return on_hosts(train)
+
+
+def on_hosts(work: Callable[[], None]) -> int:
+  """Joins the other processes, if any, and works: the exit code."""
   # Here, and not above, so that a mistaken flag is told at once.
   from gspo_jax import hosts
 
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
   hosts.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-  from gspo_jax import train
-
   try:
-    train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+    work()
   except hosts.Agreed as error:
-    return _complain(error) if hosts.first() else 2
+    return complain(error) if hosts.first() else 2
   except UserError as error:  # of this process, for all that is known
-    return _complain(error)
+    return complain(error)
   hosts.meet()  # else those who end first give the last save 30 s, no more
   return 0
 
 
-def _complain(error: Exception) -> int:
+def complain(error: Exception) -> int:
+  """Says in one line what the caller did wrong: the exit code."""
   print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
   return 2
 

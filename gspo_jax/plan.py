@@ -53,8 +53,7 @@ def command() -> None:
   try:
     app.run(_command, flags_parser=_parse)
   except UserError as error:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(main.complain(error))
   except Exception:  # Python's own exit code is 1, which says "does not fit"
     traceback.print_exc()
     sys.exit(3)

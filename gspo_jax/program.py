@@ -19,11 +19,13 @@ from gspo_jax import (
   rollout,
   sampler,
   sharding,
+  tokenizer,
   train_step,
 )
 from gspo_jax.cold_start import as_rollout, cross_entropy
 from gspo_jax.errors import UserError
 from gspo_jax.limits import check, multiple
+from gspo_jax.model import hf
 
 OBJECTIVES = {
   "gspo": losses.gspo_loss,
@@ -69,33 +71,42 @@ class Program:
   Attributes:
     cfg: the model.
     mesh: of all devices.
+    prompting: how questions become tokens, and by which tokenizer.
     schedule: the learning rate at an optimizer step.
     abstract: shapes and shardings of the TrainState, for a restore.
-    init: key -> TrainState.
+    init: key -> params: those of `model.checkpoint`, else fresh ones.
+    begin: params -> TrainState; donates the params.
     generate: (params, prompts, key) -> Samples, as the config draws.
     generate_eval: the same with `eval.samples` answers a prompt.
     generate_greedy: the same with one greedy answer.
     score: (params, prompts, samples) -> (Rollout, metrics).
     update: (state, rollout, key) -> (state, metrics); donates the state.
     abstract_imitation: as `abstract`, of the cold start's.
-    init_imitation: key -> TrainState of the cold start.
+    begin_imitation: as `begin`, of the cold start.
     imitate: (state, arrays of demonstrations, key) -> (state, metrics);
       donates the state.
   """
 
   cfg: model.ModelConfig
   mesh: jax.sharding.Mesh
+  prompting: data.PromptConfig
   schedule: Callable
   abstract: train_step.TrainState
   init: Callable
+  begin: Callable
   generate: Callable
   generate_eval: Callable
   generate_greedy: Callable
   score: Callable
   update: Callable
   abstract_imitation: train_step.TrainState
-  init_imitation: Callable
+  begin_imitation: Callable
   imitate: Callable
+
+  @property
+  def tokenizer(self) -> tokenizer.Tokenizer:
+    """Between texts and the model's tokens."""
+    return self.prompting.tokenizer
 
   def check_compiled_once(self) -> None:
     """RuntimeError if a function was compiled for a second set of shapes."""
@@ -117,7 +128,9 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
     UserError: a value is unknown, or sizes do not divide.
   """
   check(config, OBJECTIVES, shards=mesh.size // mesh.shape["tensor"])
-  cfg, draw = model_config(config), sampler_config(config)
+  cfg, texts = model_config(config), load_tokenizer(config)
+  _require_fit(texts, cfg)
+  draw = sampler_config(config, texts)
   rl, imitation = _learners(config, cfg)
   abstract = _abstract_state(rl, mesh)
   abstract_imitation = _abstract_state(imitation, mesh)
@@ -131,16 +144,18 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   return Program(
     cfg=cfg,
     mesh=mesh,
+    prompting=_prompting(config, texts),
     schedule=optim.schedule(_optim_config(config)),
     abstract=abstract,
-    init=_jit_init(rl, abstract, mesh),
+    init=_init(config, cfg, abstract.params, mesh),
+    begin=_jit_begin(rl, abstract, mesh),
     generate=generate,
     generate_eval=generate if many == draw else jit_generate(many),
     generate_greedy=jit_generate(one),
     score=_jit_score(config, cfg, abstract, mesh),
     update=_jit_update(rl, abstract, mesh),
     abstract_imitation=abstract_imitation,
-    init_imitation=_jit_init(imitation, abstract_imitation, mesh),
+    begin_imitation=_jit_begin(imitation, abstract_imitation, mesh),
     imitate=_jit_update(imitation, abstract_imitation, mesh, as_rollout),
   )
 
@@ -170,9 +185,22 @@ def _overlap(mesh) -> dict:
   return {offload + kind: True for kind in _OFFLOADED}
 
 
-def _jit_init(learner, abstract, mesh):
-  init = functools.partial(train_step.init_state, learner=learner)
-  return OnMesh(jax.jit(init, out_shardings=_shardings(abstract)), mesh)
+def _init(config, cfg, abstract, mesh):
+  shardings, folder = _shardings(abstract), config.model.checkpoint
+  if folder:
+    return lambda key: hf.load_hf(folder, cfg, shardings=shardings)
+  init = functools.partial(model.init, cfg=cfg)
+  return OnMesh(jax.jit(init, out_shardings=shardings), mesh)
+
+
+def _jit_begin(learner, abstract, mesh):
+  jitted = jax.jit(
+    functools.partial(train_step.begin, optimizer=learner.optimizer),
+    in_shardings=(_shardings(abstract.params),),
+    out_shardings=_shardings(abstract),
+    donate_argnums=0,
+  )
+  return OnMesh(jitted, mesh)
 
 
 def _jit_generate(cfg, draw, *, abstract, mesh, decoding):
@@ -233,15 +261,46 @@ def _jit_update(learner, abstract, mesh, prepare=lambda batch: batch):
 
 
 def model_config(config: ConfigDict) -> model.ModelConfig:
-  """The policy a config names."""
-  changes = {k: v for k, v in config.model.items() if k != "variant"}
-  return model.variant(config.model.variant, **changes)
+  """The policy a config names, or that of its Hugging Face folder."""
+  changes = dict(config.model)
+  name, folder = changes.pop("variant"), changes.pop("checkpoint")
+  if folder:
+    return hf.config_from_hf(folder, **changes)
+  return model.variant(name, **changes)
 
 
-def sampler_config(config: ConfigDict) -> sampler.SamplerConfig:
+def load_tokenizer(config: ConfigDict) -> tokenizer.Tokenizer:
+  """That of a config, else of its Hugging Face folder, else bytes."""
+  return tokenizer.load(
+    config.data.tokenizer or config.model.checkpoint or "bytes"
+  )
+
+
+def _require_fit(texts, cfg):
+  if texts.vocab_size > cfg.vocab_size:
+    raise UserError(
+      f"the tokenizer has {texts.vocab_size} tokens and the model room for "
+      f"{cfg.vocab_size}: expected data.tokenizer and the model to be a pair"
+    )
+
+
+def sampler_config(
+  config: ConfigDict, texts: tokenizer.Tokenizer
+) -> sampler.SamplerConfig:
   """How a config draws rollouts."""
   return sampler.SamplerConfig(
-    stop_ids=(data.EOS,), pad_id=data.PAD, **config.sampler
+    stop_ids=texts.stop_ids, pad_id=texts.pad_id, **config.sampler
+  )
+
+
+def _prompting(config, texts) -> data.PromptConfig:
+  c = config.data
+  return data.PromptConfig(
+    tokenizer=texts,
+    width=c.max_prompt_length,
+    system=c.system_prompt,
+    instruction=c.instruction,
+    too_long=c.too_long,
   )
 
 
@@ -291,8 +350,11 @@ def _learners(config, cfg):
 
 
 def _abstract_state(learner, mesh):
-  init = functools.partial(train_step.init_state, learner=learner)
-  shapes = jax.eval_shape(init, jax.random.key(0))
+  def fresh(key):
+    params = model.init(key, learner.cfg)
+    return train_step.begin(params, optimizer=learner.optimizer)
+
+  shapes = jax.eval_shape(fresh, jax.random.key(0))
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     shapes,

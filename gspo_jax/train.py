@@ -12,18 +12,22 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from gspo_jax import (
+  answer,
   cold_start,
   data,
-  evaluate,
   hosts,
   metrics,
+  policy,
   program,
   sharding,
+  sources,
 )
 from gspo_jax.advantages import group_relative_advantages
 from gspo_jax.checkpoint import Checkpoints
+from gspo_jax.estimates import summarize
 from gspo_jax.identity import changes, flatten, match
 from gspo_jax.preemption import Preemption
+from gspo_jax.rewards.pool import Scorer
 from gspo_jax.sampler import TRUNCATED, Prompts
 from gspo_jax.tasks import Chain, Problem
 from gspo_jax.train_step import TrainState
@@ -53,7 +57,8 @@ class Run(NamedTuple):
   Attributes:
     config: all the keys of configs/common.py.
     workdir: where everything is written.
-    program: the jitted functions.
+    program: the jitted functions, and the tokenizer.
+    scorer: the processes that reward answers.
     sources: questions.
     held_out: `eval.prompts` of the held-out questions, as one batch.
     identity: what a checkpoint must agree with to be of this run.
@@ -63,6 +68,7 @@ class Run(NamedTuple):
   config: ConfigDict
   workdir: epath.Path
   program: program.Program
+  scorer: Scorer
   sources: Sources
   held_out: dict
   identity: dict
@@ -89,15 +95,16 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     run = hosts.together(lambda: _prepare(config, workdir, mesh))
     hosts.require_same(flatten({"config": _plain(config)} | run.identity))
     hosts.require_shared(run.workdir)
-    with Checkpoints(
+    checkpoints = Checkpoints(
       run.workdir / "checkpoints",
       every=config.checkpoint.every,
       keep=config.checkpoint.keep,
-    ) as checkpoints:
+    )
+    with run.scorer, checkpoints:
       batches = data.prompts(
         run.sources.train,
+        run.program.prompting,
         batch=config.data.prompts,
-        width=config.data.max_prompt_length,
         seed=config.seed,
       )
       state = _start(run, batches, checkpoints, preemption)
@@ -109,26 +116,24 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
 def _prepare(config, workdir, mesh) -> Run:
   """What a process can check by itself, before any work."""
   functions = program.build(config, mesh)
-  sources = _sources(config)
-  # A resume may recompute more or less, but it goes on with the same model.
-  cfg = dataclasses.asdict(functions.cfg)
-  identity = {
+  questions = _sources(config)
+  identity = policy.identity(functions) | {
     "seed": config.seed,
-    "model": {
-      k: v for k, v in cfg.items() if k not in ("remat", "keep", "unroll")
-    },
-    "data": {
-      "fingerprint": data.fingerprint(sources.train),
-      "prompts": config.data.prompts,  # the position counts batches of these
-    },
+    "data": {"fingerprint": sources.fingerprint(questions.train)},
   }
   return Run(
     config=config,
     workdir=epath.Path(workdir),
     program=functions,
-    sources=sources,
+    scorer=Scorer(
+      config.reward.names,
+      config.reward.weights,
+      workers=config.reward.workers,
+      seconds=config.reward.seconds,
+    ),
+    sources=questions,
     held_out=data.take(
-      sources.held_out, config.eval.prompts, config.data.max_prompt_length
+      questions.held_out, functions.prompting, config.eval.prompts
     ),
     identity=identity,
     keys=Keys(*jax.random.split(jax.random.key(config.seed), 4)),
@@ -146,10 +151,22 @@ def _sources(config) -> Sources:
         chain, steps=cold.chain_steps, noise=cold.chain_noise
       ),
     )
-  separate = bool(c.eval_path)
-  train = data.JsonLines(c.path, None if separate else False)
-  held_out = data.JsonLines(c.eval_path or c.path, None if separate else True)
-  return Sources(train, held_out, train)
+  fields = sources.Fields(
+    c.question_field, c.answer_field, c.demonstration_field
+  )
+
+  def load(specs, weights, evaluation):
+    side = None if c.eval_source else evaluation
+    each = [
+      sources.load(s, fields=fields, data_dir=c.tfds_dir, evaluation=side)
+      for s in specs.split(",")
+    ]
+    return sources.mix(each, weights)
+
+  train = load(c.source, c.weights, False)
+  if c.eval_source:
+    return Sources(train, load(c.eval_source, (), True), train)
+  return Sources(train, load(c.source, c.weights, True), train)
 
 
 def _start(run, batches, checkpoints, preemption) -> TrainState | None:
@@ -163,13 +180,12 @@ def _start(run, batches, checkpoints, preemption) -> TrainState | None:
       hosts.say(line)
     return restored.state
   if not run.config.cold_start.steps:
-    return run.program.init(run.keys.init)
+    return run.program.begin(run.program.init(run.keys.init))
   imitated = _imitate(run, preemption)
   if imitated is None:
     hosts.say("SIGTERM: cold start saved; the same command resumes")
     return None
-  state = run.program.init(run.keys.init)
-  return dataclasses.replace(state, params=imitated.params)
+  return run.program.begin(imitated.params)
 
 
 def _plain(config: ConfigDict) -> dict:
@@ -183,20 +199,20 @@ def _imitate(run, preemption) -> TrainState | None:
   k_init, k_update, k_check = jax.random.split(run.keys.imitate, 3)
   batches = data.demonstrations(
     run.sources.demonstrations,
+    functions.prompting,
     batch=cold.batch,
-    prompt_width=run.config.data.max_prompt_length,
     width=run.config.sampler.max_new_tokens,
     seed=run.config.seed,
   )
   settings = {k: v for k, v in _plain(cold).items() if k != "dir"}
   identity = run.identity | {
-    "data": {"fingerprint": data.fingerprint(run.sources.demonstrations)},
-    "cold_start": settings,
+    "data": {"fingerprint": sources.fingerprint(run.sources.demonstrations)},
+    "cold_start": settings | {"from": run.config.model.checkpoint},
   }
   folder = cold.dir or run.workdir / "cold_start"
   with Checkpoints(folder, every=cold.check_every, keep=1) as checkpoints:
     return cold_start.imitate(
-      init=lambda: functions.init_imitation(k_init),
+      init=lambda: functions.begin_imitation(functions.init(k_init)),
       abstract=functions.abstract_imitation,
       batches=batches,
       update=lambda state, batch: functions.imitate(
@@ -227,16 +243,18 @@ def _train(run, state, batches, checkpoints, preemption) -> TrainState | None:
     watch = Watch(
       updates=config.learner.minibatches,
       clip_low=program.clips(config)["clip_low"],
-      truncates=program.sampler_config(config).truncates,
+      truncates=program.sampler_config(config, run.program.tokenizer).truncates,
     )
     if begin == 0:
       writer.write(0, _evaluate(run, state.params))
     for step in range(begin + 1, config.num_steps + 1):
       state, row, shown = _iterate(run, state, next(batches), step)
       last, stop = step == config.num_steps, preemption.reached()
+      position = batches.get_state()
+      row["data/epochs"] = data.epochs(run.sources.train, position)
       saved = {
         "identity": run.identity,
-        "data": batches.get_state(),
+        "data": position,
         "config": _plain(config),
       }
       if stop:  # at once: a SIGKILL in the evaluation then costs a row at most
@@ -276,15 +294,17 @@ def _iterate(run, state, batch, step):
   # Rollouts: G answers to each question.
   prompts = hosts.lay(Prompts(batch["tokens"], batch["length"]), rows)
   samples = functions.generate(state.params, prompts, k_generate)
-  answers = evaluate.texts(samples)
+  problems, group = batch["problems"], config.sampler.group_size
+  answers = answer.read(samples, problems, functions.tokenizer)
   tick()
 
-  # Old log-probs, on the device while each host verifies its own answers.
+  # Old log-probs, on the device while each host has its own answers verified.
+  marking = answer.mark(run.scorer, answers, group, samples.lengths)
   rollout, scored = functions.score(state.params, prompts, samples)
-  rewards = evaluate.verify(answers, batch["problems"], samples.lengths)
+  marks = marking()
   # Advantages of whole groups, before any shuffle.
   advantages = group_relative_advantages(
-    rewards, normalize_std=config.objective.name != "dr_grpo"
+    marks.total, normalize_std=config.objective.name != "dr_grpo"
   )
   advantages = hosts.lay(np.asarray(advantages).reshape(-1), rows)
   rollout = dataclasses.replace(rollout, advantages=advantages)
@@ -297,21 +317,24 @@ def _iterate(run, state, batch, step):
   tick()
   functions.check_compiled_once()
 
-  row |= _rollout_row(rewards, samples) | _time_row(clock, samples)
+  row |= _rollout_row(marks, samples) | _time_row(clock, samples)
   updates = step * config.learner.minibatches
   row["optim/learning_rate"] = float(functions.schedule(updates - 1))
   require_finite(row, step)
-  return state, row, _shown(batch["problems"], answers, rewards)
+  return state, row, _shown(answers, marks)
 
 
-def _rollout_row(rewards: np.ndarray, samples) -> dict[str, float]:
+def _rollout_row(marks: answer.Marks, samples) -> dict[str, float]:
   lengths, finish, steps = hosts.fetch(
     (samples.lengths, samples.finish, samples.steps)
   )
+  parts = marks.parts if len(marks.parts) > 1 else {}
   return {
-    "reward/mean": float(rewards.mean()),
+    "reward/mean": float(marks.total.mean()),
+    **{f"reward/{name}": float(part.mean()) for name, part in parts.items()},
     # Groups of equal rewards have no advantage, and teach nothing.
-    "reward/mixed_groups": float((np.ptp(rewards, axis=1) > 0).mean()),
+    "reward/mixed_groups": float((np.ptp(marks.total, axis=1) > 0).mean()),
+    "reward/failed": float(marks.failed.mean()),
     "response/length": float(lengths.mean()),
     "response/truncated": float((finish == TRUNCATED).mean()),
     # What is missing to 1 are decode steps spent on rows that had ended.
@@ -332,13 +355,13 @@ def _time_row(clock, samples) -> dict[str, float]:
   }
 
 
-def _shown(problems, answers, rewards) -> list[tuple[str, str, str, float]]:
+def _shown(answers, marks) -> list[tuple[str, str, str, float]]:
   """One answer to each question: question, answer, reference, reward."""
-  group = rewards.shape[1]
+  group = marks.total.shape[1]
   return [
-    (p.question, answers[i * group], p.answer, float(rewards[i, 0]))
-    for i, p in enumerate(problems)
-    if i * group in answers  # else another host holds it
+    (a.prompt, a.text, a.reference, float(marks.total[i // group, 0]))
+    for i, a in answers.items()  # of this host
+    if i % group == 0
   ]
 
 
@@ -346,7 +369,7 @@ def _evaluate(run, params) -> dict[str, float]:
   """`eval/*` on the held-out questions, with the same key every time."""
   key = run.keys.evaluate
   sampled = _answer(run, run.program.generate_eval, params, key)
-  return evaluate.summarize(sampled, _greedy(run, params, key))
+  return summarize(sampled, _greedy(run, params, key))
 
 
 def _greedy(run, params, key) -> np.ndarray:
@@ -354,11 +377,13 @@ def _greedy(run, params, key) -> np.ndarray:
 
 
 def _answer(run, generate, params, key) -> np.ndarray:
-  return evaluate.answer_all(
+  return answer.answer_all(
     generate,
     params,
     run.held_out,
-    run.config.data.prompts,
-    key,
-    sharding.rows(run.program.mesh),
+    batch=run.config.data.prompts,
+    key=key,
+    rows=sharding.rows(run.program.mesh),
+    tokenizer=run.program.tokenizer,
+    scorer=run.scorer,
   )

@@ -60,10 +60,11 @@ class Learner(NamedTuple):
   temperature: float = 1.0
 
 
-def init_state(key: jax.Array, learner: Learner) -> TrainState:
-  """A fresh policy and its optimizer."""
-  params = model.init(key, learner.cfg)
-  return TrainState(jnp.int32(0), params, learner.optimizer.init(params))
+def begin(
+  params: model.Params, *, optimizer: optax.GradientTransformation
+) -> TrainState:
+  """A policy that nothing has changed yet, with its optimizer."""
+  return TrainState(jnp.int32(0), params, optimizer.init(params))
 
 
 def update(

@@ -56,7 +56,8 @@ def test_a_wrong_arrow_is_seen(tmp_path):
   [
     ("losses", {"jax", "jax.numpy"}),
     ("advantages", {"jax", "jax.numpy"}),
-    ("rewards", {"gspo_jax.errors"}),
+    ("rewards/numbers", set()),
+    ("rewards/format", set()),
     ("tasks", {"gspo_jax.errors"}),
     ("errors", set()),
     ("model/config", {"gspo_jax.errors"}),

@@ -467,3 +467,25 @@ def python_checksum(array):
     m = (m ^ (m >> 13)) * 0xC2B2AE35 % 2**32
     total += m ^ (m >> 16)
   return total % 2**32
+
+
+def test_a_reader_takes_the_step_it_names_and_touches_nothing(tmp_path):
+  states = {step: make_state(step) for step in (1, 2)}
+  with Checkpoints(tmp_path, every=1, keep=2) as checkpoints:
+    for step, state in states.items():
+      checkpoints.save(step, state, {})
+  unfinished = tmp_path / "3.orbax-checkpoint-tmp"  # a run is still writing it
+  unfinished.mkdir()
+  with Checkpoints(tmp_path) as checkpoints:
+    for step, state in states.items():
+      found = checkpoints.restore(abstract(state), anything, only=step)
+      assert_same(found.state, state)
+    with pytest.raises(UserError, match=r"checkpoint 7: not in .* \[1, 2\]"):
+      checkpoints.restore(abstract(states[1]), anything, only=7)
+  assert unfinished.exists()
+
+
+def test_a_reader_makes_no_folder(tmp_path):
+  with pytest.raises(UserError, match="no such folder"):
+    Checkpoints(tmp_path / "runs")
+  assert not (tmp_path / "runs").exists()

@@ -1,116 +1,276 @@
-"""Accuracy against enumeration, and the bookkeeping of whole batches."""
+"""The command on a checkpoint: what it writes, resumes and complains about."""
 
-import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from absl.testing import flagsaver
+from conftest import ROOT
 
-from gspo_jax import data, evaluate, sharding
-from gspo_jax.sampler import TRUNCATED, Samples
+from configs import tiny_cpu
+from gspo_jax import evaluate, policy, program, sharding
+from gspo_jax.checkpoint import Checkpoints
+from gspo_jax.errors import UserError
 from gspo_jax.tasks import Chain
 
-QUESTIONS = data.take(Chain((3,)), 10, 16)
+TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
+
+
+def config():
+  c = tiny_cpu.get_config("debug")
+  c.data.prompts = c.learner.micro_rows = 8  # eight devices
+  return c
 
 
 @pytest.fixture(scope="module")
-def rows():
-  """One device: the batches below divide by no other number."""
-  return sharding.rows(sharding.make_mesh(jax.devices()[:1]))
+def workdir(tmp_path_factory):
+  """Of a run that has saved steps 1 and 2, as `train` does."""
+  folder = tmp_path_factory.mktemp("run")
+  c = config()
+  mesh = sharding.make_mesh(**c.mesh)
+  with jax.set_mesh(mesh):
+    made = program.build(c, mesh)
+    saved = {"identity": policy.identity(made)}
+    with Checkpoints(folder / "checkpoints", every=1, keep=2) as checkpoints:
+      for step in (1, 2):
+        state = made.begin(made.init(jax.random.key(step)))
+        checkpoints.save(step, state, saved)
+  return folder
 
 
-def samples(answers, width=8):
-  """Samples that say `answers`, garbage after the stop."""
-  tokens = np.full((len(answers), width), ord("9"), np.int32)
-  lengths = np.zeros(len(answers), np.int32)
-  for i, answer in enumerate(answers):
-    ids = [*data.encode(answer), data.EOS]
-    tokens[i, : len(ids)], lengths[i] = ids, len(ids)
-  zeros = np.zeros_like(tokens, np.float32)
-  drawn = Samples(tokens, zeros, lengths, lengths > 0, np.int32(width))
-  return jax.tree.map(jnp.asarray, drawn)
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+  """Eleven questions of the embedded task, and two rated ones for programs."""
+  folder = tmp_path_factory.mktemp("sets")
+  rows = [p._asdict() for p in map(Chain((1,)).__getitem__, range(11))]
+  rows[4] = rows[0]  # the first of the second batch
+  (folder / "chain.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  row = {"rating": 900, "tests": [{"input": "1", "output": "1"}]}
+  rows = [row | {"description": d, "id": d} for d in "ab"]
+  (folder / "code.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  return [f"chain={folder}/chain.jsonl", f"CodeForces={folder}/code.jsonl"]
 
 
-class Pupil:
-  """A `generate` that knows some answers: each right once, then wrong."""
-
-  def __init__(self, known):
-    self.known = {p.question: p.answer for p in known}
-    self.shapes, self.keys = [], []
-
-  def __call__(self, params, prompts, key):
-    assert params == "params"
-    self.shapes.append((prompts.tokens.shape, prompts.lengths.shape))
-    self.keys.append(tuple(jax.random.key_data(key).tolist()))
-    tokens = np.asarray(prompts.tokens)
-    asked = [data.decode(row).lstrip("\ufffd") for row in tokens]
-    answers = [[f"#{self.known.get(q, 'x')}", "#wrong"] for q in asked]
-    return samples(list(itertools.chain(*answers)))
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 6])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
-  correct = np.array(list(itertools.product([False, True], repeat=n)))
-  for k in range(1, n + 1):
-    subsets = [list(s) for s in itertools.combinations(range(n), k)]
-    share = np.mean([[r[s].any() for s in subsets] for r in correct])
-    np.testing.assert_allclose(evaluate.pass_at_k(correct, k), share)
-
-
-@pytest.mark.parametrize("k", [-1, 0, 4])
-def test_pass_at_k_needs_k_answers(k):
-  with pytest.raises(ValueError, match=rf"k={k} .*1\.\.3"):
-    evaluate.pass_at_k(np.ones((2, 3), bool), k)
-
-
-def test_texts_end_before_the_stop():
-  drawn = samples(["#1", "", "#é"])
-  cut = jnp.full((1, 8), ord("7"), jnp.int32)
-  assert evaluate.texts(drawn) == {0: "#1", 1: "", 2: "#é"}
-  one = Samples(cut, cut, jnp.array([3]), jnp.array([TRUNCATED]), jnp.int32(8))
-  assert evaluate.texts(one) == {0: "777"}
-
-
-def test_verify_keeps_the_answers_of_a_question_together():
-  problems = QUESTIONS["problems"][:2]
-  right, other = (f"#{p.answer}" for p in problems)
-  assert right != other
-  answers = dict(enumerate([right, "", "x", other, right, other]))
-  rewards = evaluate.verify(answers, problems, jnp.zeros(6))
-  assert rewards.dtype == np.float32
-  np.testing.assert_array_equal(rewards, [[1, 0, 0], [1, 0, 1]])
-
-
-@pytest.mark.parametrize("batch", [1, 3, 4, 5, 10, 13, 25])
-def test_answer_all_answers_each_question_once(batch, rows):
-  known = [p for i, p in enumerate(QUESTIONS["problems"]) if i in (2, 8, 9)]
-  pupil = Pupil(known)
-  rewards = evaluate.answer_all(
-    pupil, "params", QUESTIONS, batch, jax.random.key(0), rows
+def run(workdir, files, out, **options):
+  options = {"samples": 6, "reward": "final_answer"} | options
+  return evaluate.evaluate(
+    config(), str(workdir), files, out=str(out), **options
   )
-  right = np.isin(np.arange(10), (2, 8, 9))
-  np.testing.assert_array_equal(rewards, np.stack([right, 0 * right], 1))
-  # One compiled function serves, and no two of its calls share a key.
-  assert set(pupil.shapes) == {((batch, 16), (batch,))}
-  assert len(pupil.shapes) == -(-10 // batch)
-  assert len(set(pupil.keys)) == len(pupil.keys)
 
 
-def test_summary():
-  sampled = np.float32([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
-  greedy = np.float32([[1], [1], [0]])
-  row = evaluate.summarize(sampled, greedy)
-  assert row == {
-    "eval/pass@1": pytest.approx(5 / 12),
-    "eval/avg@4": pytest.approx(5 / 12),
-    # One of four right: two draws hold it in 3 of 6 pairs.
-    "eval/pass@2": pytest.approx((1 / 2 + 1 + 0) / 3),
-    "eval/pass@4": pytest.approx(2 / 3),
-    "eval/greedy": pytest.approx(2 / 3),
-  }
-  assert set(evaluate.summarize(greedy, greedy)) == {
-    "eval/pass@1",
-    "eval/avg@1",
-    "eval/greedy",
-  }
+def read(out):
+  return [json.loads(line) for line in (out / "answers.jsonl").open()]
+
+
+@pytest.fixture(scope="module")
+def whole(workdir, files, tmp_path_factory):
+  out = tmp_path_factory.mktemp("whole")
+  return out, run(workdir, files, out)
+
+
+def test_each_answer_is_kept(whole):
+  out, summaries = whole
+  rows = read(out)
+  assert len(rows) == 6 * (11 + 2)
+  assert [r["set"] for r in rows] == ["chain"] * 66 + ["CodeForces"] * 12
+  assert set(rows[0]) == {
+    "set", "id", "question", "sample", "text", "reference", "score", "failed",
+    "tokens", "finish",
+  }  # fmt: skip
+  problem = Chain((1,))[10]
+  assert (rows[65]["question"], rows[65]["reference"]) == problem[:2]
+  assert (rows[65]["id"], rows[65]["sample"]) == ("11", 5)
+  said = [r["text"] for r in rows]
+  assert rows[0]["question"] == rows[24]["question"]
+  assert said[:6] != said[24:30]
+  for r in rows:
+    assert r["tokens"] <= 12
+    assert r["finish"] == "stopped" or r["tokens"] == 12
+  results = json.loads((out / "results.json").read_text())
+  assert results["sets"] == summaries
+  assert results["checkpoint"]
+  assert results["settings"]["config"]["sampler"]["max_new_tokens"] == 12
+
+
+def test_the_numbers_are_those_of_the_answers(whole):
+  out, (chain, code) = whole
+  rows = [r for r in read(out) if r["set"] == "chain"]
+  assert chain["avg"] == pytest.approx(sum(r["score"] for r in rows) / 66)
+  truncated = sum(r["finish"] == "truncated" for r in rows) / 66
+  assert chain["truncated"] == pytest.approx(truncated)
+  assert (chain["questions"], chain["samples"]) == (11, 6)
+  assert set(chain["pass"]) == set(chain["majority"]) == {"1", "2", "4", "6"}
+  assert chain["elo"] is None
+  assert code["elo"]["bounded"]
+
+
+def test_an_interrupted_command_goes_on(
+  whole, workdir, files, tmp_path, monkeypatch
+):
+  keep, calls = evaluate.AnswerFile.append, []
+
+  def fails_third(self, rows):
+    calls.append(rows[0]["set"])
+    if len(calls) == 3:
+      raise KeyboardInterrupt
+    keep(self, rows)
+
+  monkeypatch.setattr(evaluate.AnswerFile, "append", fails_third)
+  with pytest.raises(KeyboardInterrupt):
+    run(workdir, files, tmp_path)
+  assert 0 < len(read(tmp_path)) < 66
+  assert run(workdir, files, tmp_path) == whole[1]
+  assert calls == ["chain"] * 4 + ["CodeForces"]
+  assert run(workdir, files, tmp_path) == whole[1]
+  assert len(calls) == 5
+  one, other = (p / "answers.jsonl" for p in (whole[0], tmp_path))
+  assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_step_of_the_run(whole, workdir, files):
+  # Step 2 is the newest: all of its answers are there.
+  assert run(workdir / "checkpoints/2", files, whole[0]) == whole[1]
+  with pytest.raises(UserError, match=r"weights=.*use another folder"):
+    run(workdir / "checkpoints/1", files, whole[0])
+  with pytest.raises(UserError, match=r"checkpoint 3: not in .*\[1, 2\]"):
+    run(workdir / "checkpoints/3", files, whole[0])
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    ({"samples": 5}, r"sets.chain.samples=6, this run .*=5"),
+    ({"limit": 3}, r"sets.chain.questions=11, this run .*=3"),
+    ({"reward": "gsm8k"}, r"sets.chain.reward='final_answer'"),
+  ],
+)
+def test_other_settings_are_not_mixed_in(whole, workdir, files, change, words):
+  with pytest.raises(UserError, match=words):
+    run(workdir, files, whole[0], **change)
+
+
+@pytest.mark.parametrize(
+  ("sets", "options", "words"),
+  [
+    (["AIME24"], {}, "--set=AIME24: expected NAME=FILE"),
+    (["=x"], {}, "--set==x: expected NAME=FILE"),
+    (["a=FILE", "A=FILE", "a=FILE"], {}, "--set=a=.*: a is there twice"),
+    (["a=FILE"], {"reward": ""}, "--set=a: no such set; .*needs --reward"),
+    (["a=FILE"], {"reward": "final"}, "unknown reward 'final': .*final_answer"),
+    (["a=nope"], {}, "data file 'nope': No such file"),
+  ],
+)
+def test_mistakes(workdir, files, tmp_path, sets, options, words):
+  path = files[0].partition("=")[2]
+  sets = [s.replace("FILE", path) for s in sets]
+  with pytest.raises(UserError, match=words):
+    run(workdir, sets, tmp_path, **options)
+  assert not list(tmp_path.iterdir())
+
+
+def test_folders_without_weights(files, tmp_path):
+  with pytest.raises(UserError, match="checkpoint"):
+    run(tmp_path / "nothing", files, tmp_path / "out")
+  assert not (tmp_path / "out").exists()
+  assert not (tmp_path / "nothing").exists()
+
+
+def test_a_question_that_is_too_long(workdir, tmp_path):
+  row = {"question": "1" * 9, "answer": "1"}
+  (tmp_path / "long").write_text(json.dumps(row))
+  with pytest.raises(UserError, match=r"9 tokens, more than data.max_prompt"):
+    run(workdir, [f"a={tmp_path}/long"], tmp_path / "out")
+
+
+# The command itself.
+
+
+def command(*arguments):
+  return subprocess.run(
+    [sys.executable, "-m", "gspo_jax.evaluate", *arguments],
+    cwd=ROOT,
+    env=os.environ | {"XLA_FLAGS": ""},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+
+
+def test_the_command(workdir, files, tmp_path):
+  done = command(
+    TINY,
+    f"--checkpoint={workdir}",
+    f"--set={files[0]}",
+    "--reward=final_answer",
+    "--samples=2",
+    "--limit=5",
+    f"--out={tmp_path}",
+    "--config.sampler.temperature=0.5",
+  )
+  assert done.returncode == 0, done.stderr
+  head, row = done.stdout.splitlines()
+  assert head.split()[:4] == ["set", "questions", "samples", "avg@n"]
+  assert row.split()[:3] == ["chain", "5", "2"]
+  assert "5 of 5 questions" in done.stderr
+  settings = json.loads((tmp_path / "settings.json").read_text())
+  assert settings["config"]["sampler"]["temperature"] == 0.5
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    ([TINY, "--set=a=b"], "--checkpoint is missing; for a start: python -m gs"),
+    ([TINY, "--checkpoint=x"], "--set is missing; for a start"),
+    ([TINY, "--checkpoint=x", "--set=a=b", "--samples=0"], "--samples=0"),
+    ([TINY, "--checkpoint=x", "--set=a=b", "--config.sed=0"], "mean 'seed'"),
+    ([TINY, "--checkpoint=x", "--set=AIME42=b"], "did you mean 'AIME2"),
+  ],
+)
+def test_flags(arguments, words, monkeypatch, capsys):
+  monkeypatch.setattr(sys, "argv", ["gspo", *arguments])
+  monkeypatch.setattr(evaluate.main, "on_hosts", lambda work: work())
+  with flagsaver.flagsaver(), pytest.raises(UserError) as error:
+    evaluate._command(evaluate._parse(sys.argv))
+  assert words in str(error.value)
+
+
+# Of many processes.
+
+
+@pytest.mark.slow
+def test_two_processes_answer_as_one(workdir, files, tmp_path):
+  def start(out, devices, *more):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return subprocess.Popen(
+      [
+        *(sys.executable, "-m", "gspo_jax.evaluate", TINY, "--samples=2"),
+        *(f"--checkpoint={workdir}", f"--set={files[0]}", *more),
+        *("--reward=final_answer", f"--out={tmp_path}/{out}"),
+      ],
+      cwd=ROOT,
+      env=os.environ | {"XLA_FLAGS": flags},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    where = f"--coordinator=127.0.0.1:{free.getsockname()[1]}"
+  pair = (where, "--num_processes=2")
+  jobs = [start("one", 2), *(start("two", 1, *pair, f"--process_id={i}")
+          for i in range(2))]  # fmt: skip
+  try:
+    told = [(*job.communicate(timeout=240), job.returncode) for job in jobs]
+  finally:
+    for job in jobs:
+      job.kill()
+  assert [code for *_, code in told] == [0, 0, 0], told
+  assert told[1][0].endswith(told[0][0])  # behind what Gloo says
+  assert "chain" in told[0][0]
+  assert "chain" not in told[2][0] + told[2][1]
+  assert read(tmp_path / "two") == read(tmp_path / "one")

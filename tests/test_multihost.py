@@ -239,7 +239,7 @@ def test_the_death_of_one_ends_the_others(launch, tmp_path, victim):
     (["--config.seed=1"],
      "config.seed is not the same everywhere: process 1 has another than "
      "process 0"),
-    (["--config.data.source=jsonl", "--config.data.path=no.jsonl"],
+    (["--config.data.source=jsonl:no.jsonl"],
      "process 1: data file 'no.jsonl': No such file or directory"),
     (["--workdir={tmp}/other"], "is not one folder for all hosts"),
   ],

@@ -20,7 +20,7 @@ import pytest
 from conftest import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import data, program, rollout, sharding, train
+from gspo_jax import program, rollout, sharding, train
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.sampler import Samples
 from gspo_jax.tasks import Problem
@@ -221,7 +221,6 @@ def test_a_cold_start_is_reused(start, reference, tmp_path):
     ({"model__dtype": "bfloat16"}, "has model.dtype='float32', this run"),
     ({"seed": 1}, "has seed=0, this run seed=1"),
     ({"data__chain_steps": "(2,)"}, "data.fingerprint="),
-    ({"data__prompts": 8}, "has data.prompts=4, this run data.prompts=8"),
   ],
 )
 def test_a_workdir_of_another_run_is_refused(
@@ -321,9 +320,7 @@ def test_json_lines(start, tmp_path):
   ]
   path = tmp_path / "sums.jsonl"
   path.write_text("\n".join(map(json.dumps, questions)))
-  with pytest.raises(ValueError, match="fewer than a batch"):
-    data.prompts(data.JsonLines(str(path)), batch=101, width=8, seed=0)
-  flags = {"data__source": "jsonl", "data__path": path, "num_steps": 1}
+  flags = {"data__source": f"jsonl:{path}", "num_steps": 1}
   out = finish(start(tmp_path / "run", **flags))
   assert "1/1" in out
 

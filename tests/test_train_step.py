@@ -23,7 +23,7 @@ def iterate(run, seed=0, prompts=8, advantages=None):
   tokens = rng.integers(0, 256, (prompts, 8)).astype(np.int32)
   lengths = rng.integers(3, 9, prompts).astype(np.int32)
   with jax.set_mesh(run.mesh):
-    state = run.init(jax.random.key(seed))
+    state = run.begin(run.init(jax.random.key(seed)))
     # Copies: a NumPy view of a buffer would forbid its donation.
     params = jax.tree.map(np.array, state.params)
     asked = Prompts(tokens, lengths)
@@ -148,7 +148,7 @@ def test_many_devices_do_as_one(one, config, name):
 def test_parameters_and_moments_are_split(config):
   run = build(config, 8, data=1, fsdp=2, expert=4)
   with jax.set_mesh(run.mesh):
-    state = run.init(jax.random.key(0))
+    state = run.begin(run.init(jax.random.key(0)))
   for tree in (state.params, state.opt_state[1][0].mu):
     gate_up = tree["layers"]["moe"]["gate_up"]
     assert gate_up.addressable_shards[0].data.size == gate_up.size / 8

@@ -1,0 +1,56 @@
+"""GSM8K from scratch: a 2M-parameter MoE on real questions and real answers.
+
+  python -m gspo_jax.train_tokenizer --input=data/gsm8k/train.jsonl \\
+    --vocab_size=2048 --out=data/gsm8k/tokenizer.model
+  python -m gspo_jax.main --config=configs/gsm8k_small.py --workdir=runs/gsm8k
+
+The folder data/gsm8k holds train.jsonl and test.jsonl as GSM8K (arXiv
+2110.14168) is published; `configs/gsm8k_small.py:./FOLDER` takes another, and
+`:debug` shrinks every size and needs no files.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config(arg: str = "") -> ConfigDict:
+  """arg: "debug", or the folder of the three files."""
+  if arg == "debug":
+    return common.shrink(_real("data/gsm8k"))
+  if arg and not arg.startswith(("/", ".")) and "/" not in arg:
+    raise ValueError(
+      f"configs/gsm8k_small.py:{arg}: expected 'debug', or a folder with a /"
+    )
+  return _real(arg or "data/gsm8k")
+
+
+def _real(folder: str) -> ConfigDict:
+  c = common.get_config()
+  c.num_steps = 40
+  c.model.variant = "small"
+  c.model.dtype = "float32"  # a CPU has no fast bfloat16
+  c.model.remat = False  # it all fits
+
+  c.data.source = f"jsonl:{folder}/train.jsonl"
+  c.data.eval_source = f"jsonl:{folder}/test.jsonl"
+  c.data.tokenizer = f"{folder}/tokenizer.model"
+  c.data.prompts = 16
+  # 98 % of the questions, and 90 % of the answers below, fit.
+  c.data.max_prompt_length = 144
+  c.data.too_long = "drop"
+  c.sampler.max_new_tokens = 208
+
+  c.reward.names = ("gsm8k",)
+  c.reward.weights = (1.0,)
+  c.learner.micro_rows = 32
+
+  c.cold_start.steps = 400
+  c.cold_start.batch = 32
+  c.cold_start.gate = 0.0  # from scratch it does not get far
+  c.cold_start.check_every = 100
+  c.optim.learning_rate = 1e-4
+  c.optim.warmup_steps = 8
+  c.eval.prompts = 256
+  c.eval.samples = 4
+  return c

@@ -1,0 +1,85 @@
+"""Makes a Hugging Face folder of a run's policy, for transformers to load.
+
+  python -m gspo_jax.export --config=configs/gsm8k_small.py \\
+    --workdir=runs/gsm8k --to=exported
+
+`--config` and its overrides as the run had them. The newest checkpoint that is
+whole is taken, or that of --workdir=runs/gsm8k/checkpoints/STEP. The folder
+holds weights, config.json and the tokenizer; a run that began from a Hugging
+Face folder takes over what that one said.
+
+Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else is a
+fault, with its traceback.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+from absl import app, flags
+from ml_collections import ConfigDict
+
+from gspo_jax import hosts, main, policy, program, sharding
+from gspo_jax.errors import UserError
+from gspo_jax.model import hf
+
+_TO = flags.DEFINE_string("to", None, "The folder; new or empty.")
+_DTYPE = flags.DEFINE_string(
+  "dtype", "bfloat16", "Of the weights: bfloat16, or float32 to lose nothing."
+)
+
+
+def command() -> None:
+  """The console's entry."""
+  try:
+    app.run(_command, flags_parser=main.parse)
+  except UserError as error:
+    sys.exit(main.complain(error))
+
+
+def _command(argv) -> int:
+  if _TO.value is None:
+    raise UserError("--to is missing: the folder to write, --to=exported")
+  return main.on_hosts(
+    lambda: export(
+      flags.FLAGS.config, flags.FLAGS.workdir, _TO.value, dtype=_DTYPE.value
+    )
+  )
+
+
+def export(
+  config: ConfigDict, workdir: str, folder: str, *, dtype: str
+) -> None:
+  """Writes `folder`; on several hosts the first one does.
+
+  Args:
+    config: of the run.
+    workdir: as `policy.load` takes it.
+    folder: must not exist, or be empty.
+    dtype: of the weights.
+
+  Raises:
+    UserError: no checkpoint there, another model, or `folder` holds something.
+  """
+  mesh = hosts.together(lambda: sharding.make_mesh(**config.mesh))
+  with jax.set_mesh(mesh):
+    made = hosts.together(lambda: program.build(config, mesh))
+    params = policy.load(config, made, workdir)
+  base = config.model.checkpoint or None
+  hf.save_hf(params, made.cfg, folder, dtype=dtype, like=base)
+  if config.data.tokenizer or not base:
+    hosts.together(lambda: hosts.first() and _add_tokenizer(made, folder))
+  hosts.say(f"exported to {folder}")
+
+
+def _add_tokenizer(made, folder):
+  texts = made.tokenizer
+  texts.save(folder)
+  ids = {"eos_token_id": list(texts.stop_ids), "pad_token_id": texts.pad_id}
+  path = Path(folder) / "generation_config.json"
+  path.write_text(json.dumps(ids, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+  command()

@@ -1,0 +1,62 @@
+"""The weights that a command is pointed at, and what they belong to."""
+
+import dataclasses
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from gspo_jax import model
+from gspo_jax.checkpoint import Checkpoints
+from gspo_jax.errors import UserError
+from gspo_jax.identity import match
+from gspo_jax.program import Program
+
+
+def identity(program: Program) -> dict:
+  """What weights must agree with to be of this model and its tokens."""
+  cfg = dataclasses.asdict(program.cfg)
+  # The same model may recompute more or less, and run unrolled.
+  free = ("remat", "keep", "unroll")
+  return {
+    "model": {k: v for k, v in cfg.items() if k not in free},
+    "tokenizer": program.tokenizer.fingerprint,
+  }
+
+
+def adopt(config: ConfigDict, checkpoint: str) -> None:
+  """Sets `model.checkpoint` if `checkpoint` is a Hugging Face folder."""
+  if (epath.Path(checkpoint) / "config.json").exists():
+    config.model.checkpoint = checkpoint
+
+
+def load(config: ConfigDict, program: Program, checkpoint: str) -> model.Params:
+  """The weights in a Hugging Face folder, or of a run.
+
+  Args:
+    config: after `adopt`.
+    program: built from it.
+    checkpoint: such a folder; or a run's workdir, for its newest checkpoint
+      that is whole; or one step of it, WORKDIR/checkpoints/STEP.
+
+  Raises:
+    UserError: there is none, or it is of another model.
+  """
+  if config.model.checkpoint == checkpoint:
+    return program.init(None)
+  folder, step = epath.Path(checkpoint), None
+  if folder.name.isdecimal() and folder.parent.name == "checkpoints":
+    folder, step = folder.parent.parent, int(folder.name)
+  wanted = identity(program)
+
+  def accept(_, saved):
+    found = {k: saved["identity"].get(k) for k in wanted}
+    match(wanted, {"identity": found}, "checkpoint")
+
+  with Checkpoints(folder / "checkpoints") as checkpoints:
+    restored = checkpoints.restore(program.abstract, accept, only=step)
+  if restored is None:
+    raise UserError(
+      f"--checkpoint={checkpoint}: no config.json of a Hugging Face folder, "
+      "and no checkpoints of a run"
+    )
+  return restored.state.params

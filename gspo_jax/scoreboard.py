@@ -1,0 +1,147 @@
+"""What the answers to a set come to, and the table of all sets."""
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from gspo_jax import estimates
+from gspo_jax.question_sets import Questions
+from gspo_jax.rewards import math as latex
+from gspo_jax.rewards import numbers
+
+# What is said with more characters is compared as it stands: results are short,
+# and what reads them takes time that grows with the square.
+_LONGEST = 500
+
+
+def summarize(questions: Questions, rows: Sequence[Mapping]) -> dict:
+  """The numbers of a set, as JSON; infinite ones are None.
+
+  Args:
+    questions: N of them.
+    rows: N * n answers, those to a question side by side.
+
+  Returns:
+    `avg` of n scores and its standard error; `pass` and `majority` by k, where
+    an answer is right if its score is over 0.5 (no majority where a vote makes
+    no sense, as among programs); `elo` over the `rated` questions; shares of
+    answers `truncated` and `failed` (they score 0: a reward could not be
+    computed).
+  """
+  count = len(questions.problems)
+  table = lambda key: np.array([r[key] for r in rows]).reshape(count, -1)
+  scores = table("score").astype(np.float64)
+  correct, n = scores > 0.5, scores.shape[1]
+  ks = estimates.ladder(n)
+  avg, error = estimates.avg(scores)
+  rated = [i for i, r in enumerate(questions.ratings) if r is not None]
+  return {
+    "set": questions.name,
+    "reward": questions.reward,
+    "questions": count,
+    "skipped": questions.skipped,
+    "samples": n,
+    "avg": avg,
+    "avg_error": _finite(error),
+    "pass": {str(k): estimates.pass_at_k(correct, k) for k in ks},
+    "majority": _majority(questions.reward, rows, correct, ks),
+    "elo": _elo(correct[rated], [questions.ratings[i] for i in rated]),
+    "rated": len(rated),
+    "truncated": float((table("finish") == "truncated").mean()),
+    "failed": float(table("failed").mean()),
+    "tokens": float(table("tokens").mean()),
+  }
+
+
+def _majority(reward, rows, correct, ks):
+  if reward not in _READERS:
+    return None
+  said = [vote(reward, row["text"]) for row in rows]
+  n = correct.shape[1]
+  votes = [said[i : i + n] for i in range(0, len(said), n)]
+  return {str(k): estimates.majority_at_k(votes, correct, k) for k in ks}
+
+
+def vote(reward: str, text: str) -> Hashable | None:
+  """What an answer says in the end, alike for equal results; None: nothing.
+
+  Args:
+    reward: whose reading of results it is: math, gsm8k or final_answer.
+    text: of the answer.
+  """
+  find, read = _READERS[reward]
+  found = find(text)
+  if not found or len(found) > _LONGEST:
+    return found or None
+  return read(found)
+
+
+def _behind_mark(text: str) -> str:
+  _, mark, last = text.rpartition("#")
+  return last.strip() if mark else ""
+
+
+_READERS = {
+  "final_answer": (_behind_mark, lambda found: found.replace(",", "")),
+  "gsm8k": (numbers.result, numbers.number),
+  "math": (numbers.result, latex.normalised),
+}
+
+
+def _elo(correct, ratings):
+  if not ratings:
+    return None
+  found = estimates.elo(correct.mean(1), np.array(ratings, float))
+  return {k: _finite(v) for k, v in found._asdict().items()}
+
+
+def _finite(value):
+  return value if math.isfinite(value) else None
+
+
+def render(summaries: Sequence[Mapping]) -> str:
+  """A table, a line a set, and what has to be said beside it."""
+  head = ("set", "questions", "samples", "avg@n", "pass@n", "maj@n",
+          "Elo (95 %)", "truncated", "failed")  # fmt: skip
+  cells = [head, *map(_cells, summaries)]
+  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+  lines = [_line(row, widths) for row in cells]
+  return "\n".join(lines + [note for s in summaries for note in _notes(s)])
+
+
+def _line(row, widths):
+  first, *rest = (c.rjust(w) for c, w in zip(row, widths, strict=True))
+  return "  ".join([first.strip().ljust(widths[0]), *rest])
+
+
+def _cells(s):
+  n, share = str(s["samples"]), lambda x: f"{x:.3f}"
+  error = s["avg_error"]
+  return (
+    s["set"],
+    str(s["questions"]),
+    n,
+    share(s["avg"]) + (f" ± {error:.3f}" if error is not None else ""),
+    share(s["pass"][n]),
+    share(s["majority"][n]) if s["majority"] else "-",
+    _elo_cell(s["elo"]) if s["elo"] else "-",
+    f"{s['truncated']:.1%}",
+    f"{s['failed']:.1%}",
+  )
+
+
+def _elo_cell(elo):
+  end = lambda x, none: none if x is None else f"{x:.0f}"
+  star = "*" if elo["bounded"] else ""
+  interval = f"{end(elo['low'], '-inf')} to {end(elo['high'], 'inf')}"
+  return f"{elo['rating']:.0f}{star} ({interval})"
+
+
+def _notes(s) -> Iterator[str]:
+  for reason, count in s["skipped"].items():
+    yield f"{s['set']}: {count} rows left out: {reason}"
+  if s["elo"] and s["rated"] < s["questions"]:
+    yield f"{s['set']}: Elo over the {s['rated']} questions that have a rating"
+  if s["elo"] and s["elo"]["bounded"]:
+    yield f"{s['set']}: * nearly all or none solved: at half a problem from it"

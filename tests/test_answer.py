@@ -1,0 +1,118 @@
+"""From drawn tokens to marks, and the bookkeeping of whole batches."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import answer, data, sharding, tokenizer
+from gspo_jax.rewards.pool import Scorer
+from gspo_jax.sampler import TRUNCATED, Samples
+from gspo_jax.tasks import Chain, Problem
+
+BYTES = tokenizer.load("bytes")
+QUESTIONS = data.take(Chain((3,)), data.PromptConfig(BYTES, 16), 10)
+
+
+@pytest.fixture(scope="module")
+def scorer():
+  with Scorer(("final_answer",), (1.0,), workers=1) as pool:
+    yield pool
+
+
+@pytest.fixture(scope="module")
+def rows():
+  """One device: the batches below divide by no other number."""
+  return sharding.rows(sharding.make_mesh(jax.devices()[:1]))
+
+
+def samples(answers, width=8):
+  """Samples that say `answers`, garbage after the stop."""
+  tokens = np.full((len(answers), width), ord("9"), np.int32)
+  lengths = np.zeros(len(answers), np.int32)
+  for i, text in enumerate(answers):
+    ids = [*BYTES.encode(text), *BYTES.stop_ids]
+    tokens[i, : len(ids)], lengths[i] = ids, len(ids)
+  zeros = np.zeros_like(tokens, np.float32)
+  drawn = Samples(tokens, zeros, lengths, lengths > 0, np.int32(width))
+  return jax.tree.map(jnp.asarray, drawn)
+
+
+class Pupil:
+  """A `generate` that knows some answers: each right once, then wrong."""
+
+  def __init__(self, known):
+    self.known = {p.question: p.answer for p in known}
+    self.shapes, self.keys = [], []
+
+  def __call__(self, params, prompts, key):
+    assert params == "params"
+    self.shapes.append((prompts.tokens.shape, prompts.lengths.shape))
+    self.keys.append(tuple(jax.random.key_data(key).tolist()))
+    tokens = np.asarray(prompts.tokens)
+    asked = [BYTES.decode(row).lstrip("\ufffd") for row in tokens]
+    answers = [[f"#{self.known.get(q, 'x')}", "#wrong"] for q in asked]
+    return samples(list(itertools.chain(*answers)))
+
+
+def test_texts_end_before_the_stop():
+  three = [Problem("q", "1", "")] * 3
+  read = answer.read(samples(["#1", "", "#é"]), three, BYTES)
+  assert {i: a.text for i, a in read.items()} == {0: "#1", 1: "", 2: "#é"}
+  assert [a.tokens for a in read.values()] == [3, 1, 4]
+  assert {a.limit for a in read.values()} == {8}
+  cut = jnp.full((1, 8), ord("7"), jnp.int32)
+  one = Samples(cut, cut, jnp.array([3]), jnp.array([TRUNCATED]), jnp.int32(8))
+  assert answer.read(one, three[:1], BYTES)[0].text == "777"
+
+
+def test_answers_stand_beside_their_own_question(scorer):
+  problems = QUESTIONS["problems"][:2]
+  right, other = (f"#{p.answer}" for p in problems)
+  assert right != other
+  drawn = samples([right, "", "x", other, right, other])
+  answers = answer.read(drawn, problems, BYTES)
+  assert answers[2].prompt == problems[0].question
+  assert answers[3].reference == problems[1].answer
+  marks = answer.mark(scorer, answers, 3, drawn.lengths)()
+  assert marks.total.dtype == np.float32
+  np.testing.assert_array_equal(marks.correct, [[1, 0, 0], [1, 0, 1]])
+  assert not marks.failed.any()
+
+
+def test_the_first_reward_is_the_verdict_and_all_of_them_are_paid():
+  problems = QUESTIONS["problems"][:1]
+  drawn = samples([f"#{problems[0].answer}", "#wrong"])
+  names = ("final_answer", "length")
+  with Scorer(names, (1.0, 0.5), workers=1) as pool:
+    answers = answer.read(drawn, problems, BYTES)
+    marks = answer.mark(pool, answers, 2, drawn.lengths)()
+  np.testing.assert_array_equal(marks.correct, [[1, 0]])
+  assert list(marks.parts) == ["final_answer", "length"]
+  paid = marks.parts["final_answer"] + 0.5 * marks.parts["length"]
+  np.testing.assert_allclose(marks.total, paid)
+  assert marks.parts["length"].any()
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 5, 10, 13, 25])
+def test_answer_all_answers_each_question_once(batch, rows, scorer):
+  known = [p for i, p in enumerate(QUESTIONS["problems"]) if i in (2, 8, 9)]
+  pupil = Pupil(known)
+  rewards = answer.answer_all(
+    pupil,
+    "params",
+    QUESTIONS,
+    batch=batch,
+    key=jax.random.key(0),
+    rows=rows,
+    tokenizer=BYTES,
+    scorer=scorer,
+  )
+  right = np.isin(np.arange(10), (2, 8, 9))
+  np.testing.assert_array_equal(rewards, np.stack([right, 0 * right], 1))
+  # One compiled function serves, and no two of its calls share a key.
+  assert set(pupil.shapes) == {((batch, 16), (batch,))}
+  assert len(pupil.shapes) == -(-10 // batch)
+  assert len(set(pupil.keys)) == len(pupil.keys)

@@ -1,0 +1,97 @@
+"""Answers survive a kill at any byte; another evaluation is refused."""
+
+import json
+
+import pytest
+
+from gspo_jax.answer_file import AnswerFile
+from gspo_jax.errors import UserError
+
+SETTINGS = {"seed": 0, "sets": {"A": {"steps": (1, 2)}}}
+BATCHES = [("A", 2), ("A", 1), ("B", 2)]
+
+
+def rows(number):
+  name, size = BATCHES[number]
+  return [{"set": name, "text": f"é\n{number}.{i}"} for i in range(size)]
+
+
+def write(folder, upto):
+  with AnswerFile(str(folder), SETTINGS, BATCHES) as file:
+    begun = file.begun("A") + file.begun("B")
+    for number in range(begun, upto):
+      file.append(rows(number))
+  return begun
+
+
+def test_the_same_command_goes_on(tmp_path):
+  write(tmp_path / "once", 3)
+  whole = (tmp_path / "once/answers.jsonl").read_bytes()
+  folder = tmp_path / "deep/again"
+  for upto in range(4):
+    assert write(folder, upto) == max(upto - 1, 0)
+  assert (folder / "answers.jsonl").read_bytes() == whole
+  with AnswerFile(str(folder), SETTINGS, BATCHES) as file:
+    assert (file.begun("A"), file.begun("B")) == (2, 1)
+    assert file.rows == {"A": rows(0) + rows(1), "B": rows(2)}
+
+
+def test_a_kill_at_any_byte_costs_its_batch(tmp_path):
+  write(tmp_path, 3)
+  path = tmp_path / "answers.jsonl"
+  whole = path.read_bytes()
+  ends = [0]
+  for number in range(3):
+    size = len("".join(json.dumps(r) + "\n" for r in rows(number)))
+    ends.append(ends[-1] + size)
+  for cut in range(len(whole)):
+    path.write_bytes(whole[:cut])
+    with AnswerFile(str(tmp_path), SETTINGS, BATCHES):
+      pass
+    assert path.stat().st_size == max(end for end in ends if end <= cut)
+    write(tmp_path, 3)
+    assert path.read_bytes() == whole
+
+
+def test_rows_lie_on_the_disk_before_the_end(tmp_path):
+  with AnswerFile(str(tmp_path), SETTINGS, BATCHES) as file:
+    file.append(rows(0))
+    assert (tmp_path / "answers.jsonl").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("bad", [rows(0)[:1], rows(2), []])
+def test_a_batch_is_the_next_one_whole(tmp_path, bad):
+  with (
+    AnswerFile(str(tmp_path), SETTINGS, BATCHES) as file,
+    pytest.raises(ValueError, match="expected 2 of A"),
+  ):
+    file.append(bad)
+
+
+def test_other_settings_are_named(tmp_path):
+  write(tmp_path, 1)
+  other = SETTINGS | {"seed": 1}
+  with pytest.raises(UserError, match=r"evaluation saved here.*seed=0.*seed=1"):
+    AnswerFile(str(tmp_path), other, BATCHES)
+  assert (tmp_path / "answers.jsonl").read_text().count("\n") == 2
+
+
+def test_files_that_are_not_ours(tmp_path):
+  write(tmp_path, 1)
+  (tmp_path / "answers.jsonl").write_text("hello\nworld\n")
+  with pytest.raises(UserError, match="'hello' is no answer; move the file"):
+    AnswerFile(str(tmp_path), SETTINGS, BATCHES)
+  (tmp_path / "answers.jsonl").write_text('{"set": "B"}\n' * 2)
+  with pytest.raises(UserError, match="expected answers to A"):
+    AnswerFile(str(tmp_path), SETTINGS, BATCHES)
+  (tmp_path / "settings.json").write_text("{")
+  with pytest.raises(UserError, match=r"settings.json is not JSON"):
+    AnswerFile(str(tmp_path), SETTINGS, BATCHES)
+
+
+def test_folders_that_cannot_be_written(tmp_path):
+  with pytest.raises(UserError, match="--out=gs://b: expected a folder of"):
+    AnswerFile("gs://b", SETTINGS, BATCHES)
+  (tmp_path / "file").write_text("")
+  with pytest.raises(UserError, match=r"--out=.*file/x: Not a directory"):
+    AnswerFile(str(tmp_path / "file/x"), SETTINGS, BATCHES)

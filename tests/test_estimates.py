@@ -1,0 +1,187 @@
+"""Estimates against enumeration of subsets, a grid and simulated contests."""
+
+import collections
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from gspo_jax import estimates
+
+
+def subsets(n, k):
+  return [list(s) for s in itertools.combinations(range(n), k)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
+  correct = np.array(list(itertools.product([False, True], repeat=n)))
+  for k in range(1, n + 1):
+    share = np.mean([[r[s].any() for s in subsets(n, k)] for r in correct])
+    np.testing.assert_allclose(estimates.pass_at_k(correct, k), share)
+
+
+@pytest.mark.parametrize("k", [-1, 0, 4])
+def test_k_of_n_needs_n_answers(k):
+  with pytest.raises(ValueError, match=rf"k={k} .*1\.\.3"):
+    estimates.pass_at_k(np.ones((2, 3), bool), k)
+  with pytest.raises(ValueError, match=rf"k={k} .*1\.\.3"):
+    estimates.majority_at_k(["abc"] * 2, np.ones((2, 3), bool), k)
+
+
+def vote(answers, worth):
+  """Right or not, of one subset: the share of the winners that are right."""
+  counts = collections.Counter(a for a in answers if a is not None)
+  if not counts:
+    return 0.0
+  top = max(counts.values())
+  return np.mean([worth[a] for a, count in counts.items() if count == top])
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7, 9])
+def test_majority_at_k_is_the_mean_over_subsets(n):
+  rng = np.random.default_rng(n)
+  for keys in (2, 4, 9):
+    votes = rng.integers(-1, keys, size=(6, n))
+    votes = [[None if v < 0 else int(v) for v in row] for row in votes]
+    right = [[v in (0, 3) for v in row] for row in votes]
+    for k in range(1, n + 1):
+      worth = collections.defaultdict(float, {0: 1.0, 3: 1.0})
+      expected = np.mean(
+        [
+          vote([row[i] for i in s], worth)
+          for row in votes
+          for s in subsets(n, k)
+        ]
+      )
+      found = estimates.majority_at_k(votes, np.array(right), k)
+      assert found == pytest.approx(expected, abs=1e-12), (keys, k)
+
+
+def test_majority_of_ties_the_silent_and_the_divided():
+  majority = lambda votes, right, k: estimates.majority_at_k(
+    [votes], np.array([right], bool), k
+  )
+  assert majority("aab", [1, 1, 0], 3) == 1
+  assert majority("abb", [1, 0, 0], 3) == 0
+  assert majority("ab", [1, 0], 2) == 0.5
+  assert majority(["a", None, None], [1, 0, 0], 3) == 1
+  assert majority([None, None], [0, 0], 2) == 0
+  # A vote for "a" is worth half: one of its two answers is right.
+  assert majority("aab", [1, 0, 0], 3) == 0.5
+
+
+def test_majority_of_many_answers_is_fast_and_close_to_a_drawn_one():
+  rng = np.random.default_rng(0)
+  votes = rng.choice(5, size=64, p=[0.3, 0.25, 0.2, 0.15, 0.1])
+  exact = estimates.majority_at_k([votes.tolist()], votes[None] == 0, 16)
+  drawn = [
+    vote(rng.choice(votes, 16, replace=False), {0: 1, 1: 0, 2: 0, 3: 0, 4: 0})
+    for _ in range(20_000)
+  ]
+  assert exact == pytest.approx(np.mean(drawn), abs=4 * 0.5 / 141)
+
+
+def test_a_majority_of_one_or_two_is_the_average():
+  # Of two that differ each wins half the time.
+  rng = np.random.default_rng(1)
+  votes = rng.integers(0, 4, size=(20, 8))
+  right = votes == 2
+  for k in (1, 2):
+    found = estimates.majority_at_k(votes.tolist(), right, k)
+    assert found == pytest.approx(right.mean())
+
+
+def test_the_error_of_an_average_is_over_questions():
+  rng = np.random.default_rng(2)
+  share = rng.random((4000, 5))  # 4000 sets of 5 questions
+  scores = (rng.random((4000, 5, 4)) < share[..., None]).astype(np.float32)
+  found = [estimates.avg(s) for s in scores]
+  means, errors = map(np.array, zip(*found, strict=True))
+  assert means.std() == pytest.approx(np.sqrt((errors**2).mean()), rel=0.05)
+  assert estimates.avg(np.array([[0.0, 1.0]]))[0] == 0.5
+  assert math.isnan(estimates.avg(np.array([[0.0, 1.0]]))[1])
+
+
+def likelihood(rating, solved, ratings):
+  chance = 1 / (1 + 10 ** ((ratings - rating) / 400))
+  return np.sum(solved * np.log(chance) + (1 - solved) * np.log1p(-chance))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_elo_is_the_likeliest_rating_of_a_grid(seed):
+  rng = np.random.default_rng(seed)
+  ratings = rng.choice(np.arange(800, 3600, 100), size=20).astype(float)
+  solved = rng.integers(0, 5, size=20) / 4
+  grid = np.arange(-2000, 6000.0)
+  best = grid[np.argmax([likelihood(r, solved, ratings) for r in grid])]
+  found = estimates.elo(solved, ratings)
+  assert not found.bounded
+  assert found.rating == pytest.approx(best, abs=0.51)
+  assert found.low < found.rating < found.high
+
+
+def test_elo_by_hand():
+  even = estimates.elo(np.array([1, 0.0]), np.array([1500, 1500.0]))
+  assert even.rating == pytest.approx(1500, abs=1e-3)
+  # Odds of ten to one are 400 points.
+  odds = estimates.elo(np.array([10 / 11]), np.array([1200.0]))
+  assert odds.rating == pytest.approx(1200)
+  assert odds.bounded
+  ten = estimates.elo(np.array([10 / 11] * 11), np.array([1200.0] * 11))
+  assert ten.rating == pytest.approx(1600, abs=1e-3)
+  # Wilson's interval of 10 in 11, of which `elo` is the logarithm of the odds.
+  n, p, z = 11, 10 / 11, 1.96
+  middle, spread = (
+    p + z * z / 2 / n,
+    z * math.sqrt(p * (1 - p) / n + (z / 2 / n) ** 2),
+  )
+  for end, share in ((ten.low, middle - spread), (ten.high, middle + spread)):
+    share /= 1 + z * z / n
+    assert end == pytest.approx(1200 + 400 * math.log10(share / (1 - share)))
+
+
+def test_elo_of_all_and_of_none_is_bounded_and_says_so():
+  ratings = np.array([1000.0, 1500, 2000])
+  none, all_ = (estimates.elo(np.full(3, x), ratings) for x in (0.0, 1.0))
+  assert none.bounded
+  assert all_.bounded
+  assert none.low == -math.inf
+  assert all_.high == math.inf
+  some = [estimates.elo(np.full(3, x), ratings) for x in (0.2, 0.5, 0.8)]
+  order = [none.rating, *(s.rating for s in some), all_.rating]
+  assert order == sorted(set(order))
+  assert 0 < none.rating < none.high < all_.high
+  assert none.low < all_.low < all_.rating < 3000
+  with pytest.raises(ValueError, match="finite ratings"):
+    estimates.elo(np.array([]), np.array([]))
+
+
+def test_elo_covers_the_rating_of_a_simulated_solver():
+  rng = np.random.default_rng(3)
+  ratings, covered, truth = rng.uniform(800, 3500, 40), 0, 1900.0
+  chance = 1 / (1 + 10 ** ((ratings - truth) / 400))
+  for _ in range(400):
+    found = estimates.elo((rng.random(40) < chance).astype(float), ratings)
+    covered += found.low <= truth <= found.high
+  assert 0.92 < covered / 400 < 0.98
+
+
+def test_summary():
+  sampled = np.float32([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+  greedy = np.float32([[1], [1], [0]])
+  row = estimates.summarize(sampled, greedy)
+  assert row == {
+    "eval/pass@1": pytest.approx(5 / 12),
+    "eval/avg@4": pytest.approx(5 / 12),
+    # One of four right: two draws hold it in 3 of 6 pairs.
+    "eval/pass@2": pytest.approx((1 / 2 + 1 + 0) / 3),
+    "eval/pass@4": pytest.approx(2 / 3),
+    "eval/greedy": pytest.approx(2 / 3),
+  }
+  assert set(estimates.summarize(greedy, greedy)) == {
+    "eval/pass@1",
+    "eval/avg@1",
+    "eval/greedy",
+  }

@@ -1,0 +1,138 @@
+"""Answers meet the questions they were given to: on stubs, and all of GSM8K."""
+
+import itertools
+import json
+from decimal import Decimal
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from gspo_jax import question_sets
+from gspo_jax.exam import Replies, evaluate_set
+from gspo_jax.rewards.pool import Scorer, Scores
+from gspo_jax.scoreboard import summarize
+
+GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
+
+
+class Exact:
+  """A scorer: is the answer the reference? And some fail."""
+
+  def submit(self, answers):
+    self.answers = answers
+    return self
+
+  def result(self):
+    right = np.float32([a.text == a.reference for a in self.answers])
+    failed = np.array(["fail" in a.text for a in self.answers])
+    return Scores(right, {"exact": right}, failed, ("why",) * int(failed.any()))
+
+
+class Parrot:
+  """Answers "1", "2", ... to the questions "1", "2", ..., but not each time."""
+
+  def __init__(self):
+    self.asked = []
+
+  def __call__(self, questions, samples, number):
+    self.asked.append((questions, samples, number))
+    texts = [
+      question if sample % 2 == 0 else f"fail {sample}"
+      for question in questions
+      for sample in range(samples)
+    ]
+    tokens = [10 * int(q) + s for q in questions for s in range(samples)]
+    return Replies(texts, tokens, [t % 10 == 1 for t in tokens], limit=99)
+
+
+@pytest.fixture
+def five(tmp_path):
+  path = tmp_path / "five.jsonl"
+  rows = [{"question": i, "answer": i, "id": f"no {i}"} for i in range(1, 6)]
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  found = question_sets.read("mine", str(path), reward="exact")
+  return found._replace(samples=3)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5, 9])
+def test_each_answer_keeps_to_its_question(five, at_once):
+  parrot, scorer, batches = Parrot(), Exact(), []
+  evaluate_set(
+    parrot, five, at_once=at_once, scorer=scorer, keep=batches.append
+  )
+  assert len(batches) == len(parrot.asked) == -(-5 // at_once)
+  assert [number for *_, number in parrot.asked] == list(range(len(batches)))
+  rows = list(itertools.chain(*batches))
+  assert [(r["id"], r["sample"]) for r in rows] == [
+    (f"no {i}", s) for i in range(1, 6) for s in range(3)
+  ]
+  for r in rows:
+    number = int(r["id"][3:])
+    assert r["question"] == r["reference"] == str(number)
+    assert r["tokens"] == 10 * number + r["sample"]
+    assert r["score"] == (r["sample"] != 1)
+    assert r["failed"] == (r["sample"] == 1)
+    assert r["finish"] == ("truncated" if r["sample"] == 1 else "stopped")
+    assert r["set"] == "mine"
+  assert scorer.answers[-1].limit == 99
+  json.dumps(rows)
+
+
+def test_it_goes_on_from_a_batch(five):
+  whole, rest = [], []
+  evaluate_set(Parrot(), five, at_once=2, scorer=Exact(), keep=whole.append)
+  parrot = Parrot()
+  evaluate_set(
+    parrot, five, at_once=2, scorer=Exact(), keep=rest.append, begin=2
+  )
+  assert rest == whole[2:]
+  assert parrot.asked == [(["5"], 3, 2)]
+  evaluate_set(
+    parrot, five, at_once=2, scorer=Exact(), keep=pytest.fail, begin=3
+  )
+
+
+def test_a_process_that_only_draws_keeps_nothing(five):
+  parrot = Parrot()
+  evaluate_set(parrot, five, at_once=2, scorer=None, keep=pytest.fail)
+  assert len(parrot.asked) == 3
+
+
+def test_answers_that_are_missing_are_no_silent_loss(five):
+  short = lambda questions, samples, number: Replies(["1"], [1], [False], 9)
+  with pytest.raises(ValueError, match="zip"):
+    evaluate_set(short, five, at_once=2, scorer=Exact(), keep=pytest.fail)
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not here")
+@pytest.mark.parametrize("shift", [0, 1])
+def test_gsm8k_answered_from_the_references(shift):
+  questions = question_sets.read("GSM8K", str(GSM8K))
+  lines = [json.loads(line) for line in GSM8K.read_text().splitlines()]
+  said = dict(
+    zip(
+      (line["question"] for line in lines),
+      np.roll([line["answer"] for line in lines], shift).tolist(),
+      strict=True,
+    )
+  )
+
+  def respond(asked, samples, number):
+    texts = [said[question] for question in asked]
+    return Replies(texts, [1] * len(texts), [False] * len(texts), limit=9)
+
+  rows = []
+  with Scorer(("gsm8k",), (1.0,)) as scorer:
+    evaluate_set(
+      respond, questions, at_once=256, scorer=scorer, keep=rows.extend
+    )
+  # References may be equal by chance.
+  value = lambda line: Decimal(line["answer"].split("####")[1].replace(",", ""))
+  values = [value(line) for line in lines]
+  expected = sum(a == values[i - shift] for i, a in enumerate(values))
+  assert expected == (1319 if shift == 0 else 15)
+  assert sum(row["score"] for row in rows) == expected
+  found = summarize(questions, rows)
+  assert found["avg"] == found["majority"]["1"] == expected / 1319
+  assert found["failed"] == 0

@@ -1,0 +1,196 @@
+"""Each named set reads rows as they are published; nothing is lost silently."""
+
+import hashlib
+import json
+
+import pytest
+from conftest import ROOT
+
+from gspo_jax import question_sets
+from gspo_jax.errors import UserError
+from gspo_jax.tasks import Problem
+
+GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
+TEST = {"input": "1 2\n", "output": "3\n"}
+PUBLIC = json.dumps([TEST | {"testtype": "stdin"}])
+CODE = {
+  "question_content": "Add.",
+  "starter_code": "",
+  "public_test_cases": PUBLIC,
+  "private_test_cases": "[]",
+  "question_id": "abc_a",
+}
+CODEFORCES = {
+  "id": "1/A",
+  "description": "Add two numbers.",
+  "input_format": "Two.",
+  "output_format": "One.",
+  "note": None,
+  "examples": [TEST],
+  "official_tests": [TEST, {"input": "5 5", "output": "10"}],
+  "rating": 800.0,
+  "input_mode": "stdio",
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+  def call(name, *rows, **options):
+    path = tmp_path / "set.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return question_sets.read(name, str(path), **options)
+
+  return call
+
+
+@pytest.mark.parametrize(
+  ("name", "row", "reward", "samples", "identity"),
+  [
+    ("AIME24", {"problem": "q", "answer": 7, "id": 60}, "math", 32, "60"),
+    ("aime24", {"Problem": "q", "Answer": "7", "ID": "2024-I-1"}, "math", 32,
+     "2024-I-1"),
+    ("Aime25", {"question": "q", "answer": "7"}, "math", 32, "1"),
+    ("AMC23", {"question": "q", "answer": 7.0, "id": 0}, "math", 32, "0"),
+    ("AMC23", {"problem": "q", "answer": "7", "url": "u"}, "math", 32, "u"),
+    ("MATH500", {"problem": "q", "answer": "7", "unique_id": "test/a.json"},
+     "math", 1, "test/a.json"),
+    ("minerva", {"question": "q", "answer": "7"}, "math", 1, "1"),
+    ("OlympiadBench", {"question": "q", "final_answer": ["7"], "id": 3},
+     "math", 1, "3"),
+    ("gsm8k", {"question": "q", "answer": "3 + 4 #### 7"}, "gsm8k", 1, "1"),
+  ],
+)  # fmt: skip
+def test_sets_of_a_short_answer(read, name, row, reward, samples, identity):
+  found = read(name, row)
+  assert found.name.lower() == name.lower()
+  assert found.problems == [Problem("q", "7", "")]
+  assert (found.reward, found.samples) == (reward, samples)
+  assert found.ids == [identity]
+  assert found.ratings == [None]
+  assert found.skipped == {}
+
+
+def test_several_final_answers_are_one():
+  row = {"question": "q", "final_answer": ["1", "2"]}
+  assert question_sets._SETS["olympiadbench"].parse(
+    question_sets.Row("f:1", row)
+  ) == ("q", "1, 2")
+
+
+def test_livecodebench_has_all_tests(read):
+  private = json.dumps([{"input": "5 5", "output": "10", "testtype": "stdin"}])
+  found = read("LiveCodeBench", CODE | {"private_test_cases": private})
+  assert (found.reward, found.samples, found.ids) == ("code", 8, ["abc_a"])
+  assert found.problems[0].question == "Add."
+  assert json.loads(found.problems[0].answer) == [
+    TEST,
+    {"input": "5 5", "output": "10"},
+  ]
+
+
+def test_what_cannot_be_judged_is_counted(read):
+  functional = json.dumps([TEST | {"testtype": "functional"}])
+  found = read(
+    "livecodebench",
+    CODE,
+    CODE | {"public_test_cases": functional},
+    CODE | {"private_test_cases": functional},
+    CODE | {"public_test_cases": "[]"},
+  )
+  assert len(found.problems) == 1
+  assert found.skipped == {"functional tests": 2, "no tests": 1}
+  with pytest.raises(UserError, match=r"no usable row; left out: .*functional"):
+    read("livecodebench", CODE | {"public_test_cases": functional})
+
+
+def test_codeforces_tells_the_formats_and_has_a_rating(read):
+  found = read("CodeForces", CODEFORCES, CODEFORCES | {"rating": None})
+  assert found.ratings == [800.0, None]
+  assert found.ids == ["1/A", "1/A"]
+  assert json.loads(found.problems[0].answer) == CODEFORCES["official_tests"]
+  assert found.problems[0].question == (
+    "Add two numbers.\n\nInput\nTwo.\n\nOutput\nOne.\n\nExample input\n1 2\n\n"
+    "Example output\n3"
+  )
+
+
+@pytest.mark.parametrize(
+  ("change", "reason"),
+  [
+    ({"generated_checker": "import sys"}, "needs a checker"),
+    ({"interaction_format": "ask"}, "interactive"),
+    ({"input_mode": "file"}, "reads a file"),
+    ({"official_tests": []}, "no tests"),
+    ({"official_tests": None}, "no tests"),
+  ],
+)
+def test_codeforces_that_tests_cannot_judge(read, change, reason):
+  found = read("codeforces", CODEFORCES, CODEFORCES | change)
+  assert len(found.problems) == 1
+  assert found.skipped == {reason: 1}
+
+
+def test_codeforces_by_its_other_columns(read):
+  for column in ("tests", "test_cases"):
+    row = {"description": "d", "rating": 1500, column: [TEST]}
+    found = read("codeforces", row)
+    assert found.problems == [Problem("d", json.dumps([TEST]), "")]
+    assert found.ratings == [1500]
+  for rating in ("hard", True, float("nan")):
+    with pytest.raises(UserError, match=r":1: column 'rating': expected a num"):
+      read("codeforces", CODEFORCES | {"rating": rating})
+  with pytest.raises(UserError, match="expected a column 'rating', found"):
+    read("codeforces", {"description": "d", "tests": [TEST]})
+
+
+def test_a_set_of_ones_own(read):
+  row = {"question": "q", "answer": "a #### b"}
+  found = read("mine", row, reward="package.module.judge")
+  assert (found.name, found.reward, found.samples) == (
+    "mine", "package.module.judge", 1
+  )  # fmt: skip
+  assert found.problems == [Problem("q", "a #### b", "")]
+  assert read("AIME24", row, reward="gsm8k").reward == "gsm8k"
+
+
+def test_mistakes(read, tmp_path):
+  with pytest.raises(
+    UserError, match=r"--set=AIME2: .*mean 'AIME2[45]'.*--rew"
+  ):
+    read("AIME2", {})
+  with pytest.raises(UserError, match=r"data file .*nope.*: No such file"):
+    question_sets.read("AIME24", str(tmp_path / "nope"))
+  with pytest.raises(UserError, match=r"data file .*: Is a directory"):
+    question_sets.read("AIME24", str(tmp_path))
+  with pytest.raises(UserError, match="no usable row; left out: 0"):
+    read("AIME24")
+  good = {"problem": "q", "answer": 7}
+  with pytest.raises(
+    UserError,
+    match=r"set.jsonl:2: expected a column 'answer' or 'Answer', "
+    r"found 'problem', 'ansewr'; did you mean 'ansewr'\?",
+  ):
+    read("AIME24", good, {"problem": "q", "ansewr": 7})
+
+
+def test_limit_counts_usable_rows_and_reads_no_further(read):
+  rows = [{"problem": str(i), "answer": i} for i in range(5)]
+  found = read("MATH500", *rows, limit=3)
+  assert [p.question for p in found.problems] == ["0", "1", "2"]
+  assert len(read("MATH500", *rows, limit=9).problems) == 5
+  assert len(read("MATH500", *rows, {}, limit=5).problems) == 5
+  skipped = CODE | {"public_test_cases": "[]"}
+  found = read("LiveCodeBench", skipped, CODE, CODE, limit=1)
+  assert (len(found.problems), found.skipped) == (1, {"no tests": 1})
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not here")
+def test_gsm8k_as_published():
+  found = question_sets.read("GSM8K", str(GSM8K))
+  assert len(found.problems) == 1319
+  lines = [json.loads(line) for line in GSM8K.read_text().splitlines()]
+  expected = [
+    (row["question"], row["answer"].split("#### ")[1]) for row in lines
+  ]
+  assert [p[:2] for p in found.problems] == expected
+  assert found.sha256 == hashlib.sha256(GSM8K.read_bytes()).hexdigest()

@@ -1,0 +1,128 @@
+"""A set's numbers against counts by hand, and the table that shows them."""
+
+import json
+
+import pytest
+
+from gspo_jax import scoreboard
+from gspo_jax.question_sets import Questions
+from gspo_jax.tasks import Problem
+
+
+def questions(count=2, reward="math", ratings=None, **changes):
+  return Questions(
+    name="Mine",
+    reward=reward,
+    samples=2,
+    problems=[Problem("q", "1", "")] * count,
+    ids=["1"] * count,
+    ratings=ratings or [None] * count,
+    skipped={},
+    sha256="",
+  )._replace(**changes)
+
+
+def row(text, score, finish="stopped", failed=False, tokens=3):
+  return {
+    "text": text,
+    "score": score,
+    "finish": finish,
+    "failed": failed,
+    "tokens": tokens,
+  }
+
+
+ROWS = [
+  row(r"\boxed{1}", 1.0),
+  row(r"\boxed{2}", 0.0, "truncated"),
+  row("none", 0.0, failed=True, tokens=5),
+  row(r"\boxed{1.0}", 1.0),
+]
+
+
+def test_the_numbers_of_a_set():
+  found = scoreboard.summarize(questions(), ROWS)
+  assert found == {
+    "set": "Mine",
+    "reward": "math",
+    "questions": 2,
+    "skipped": {},
+    "samples": 2,
+    "avg": 0.5,
+    "avg_error": 0.0,
+    "pass": {"1": 0.5, "2": 1.0},
+    # A tie, and a question where one of two answers has no vote.
+    "majority": {"1": 0.5, "2": 0.75},
+    "elo": None,
+    "rated": 0,
+    "truncated": 0.25,
+    "failed": 0.25,
+    "tokens": 3.5,
+  }
+
+
+def test_programs_have_no_majority_and_rated_ones_an_elo():
+  many = questions(3, "code", [1000, None, 1000.0])
+  rows = ROWS + ROWS[1:3]  # of the third, none is right
+  found = scoreboard.summarize(many, rows)
+  assert found["majority"] is None
+  assert found["rated"] == 2
+  # One answer in four of those to the two with a rating.
+  assert found["elo"]["bounded"] is False
+  assert found["elo"]["rating"] == pytest.approx(1000 - 400 * 0.4771, abs=0.1)
+  none = scoreboard.summarize(questions(1, "code", [1000]), ROWS[1:3])
+  assert (none["elo"]["low"], none["elo"]["bounded"]) == (None, True)
+  assert none["avg_error"] is None  # one question has no spread
+  json.dumps([found, none], allow_nan=False)
+
+
+@pytest.mark.parametrize(
+  ("reward", "texts", "kinds"),
+  [
+    ("math", [r"\boxed{\frac12}", r"#### \dfrac{1}{2}", r"\boxed{2}"], 2),
+    ("gsm8k", ["#### 1,800", r"\boxed{1800.00}", "#### $1800", "#### 18"], 2),
+    ("final_answer", ["# 1,800", "x#### 1800", "#18"], 2),
+  ],
+)
+def test_equal_results_vote_alike(reward, texts, kinds):
+  votes = [scoreboard.vote(reward, text) for text in texts]
+  assert None not in votes
+  assert len(set(votes)) == kinds
+  assert votes[0] == votes[1]
+
+
+@pytest.mark.parametrize("reward", ["math", "gsm8k", "final_answer"])
+def test_no_result_no_vote(reward):
+  assert scoreboard.vote(reward, "it is 7") is None
+  assert scoreboard.vote(reward, "") is None
+  assert scoreboard.vote(reward, "#### ") is None
+  long = "####" + "9" * 1_000_000
+  assert scoreboard.vote(reward, long) == "9" * 1_000_000
+
+
+def test_words_are_no_vote_for_a_number():
+  assert scoreboard.vote("gsm8k", "#### many") is None
+
+
+def test_the_table():
+  rated = questions(3, "code", [1000, None, 1000], skipped={"no tests": 4})
+  text = scoreboard.render(
+    [
+      scoreboard.summarize(questions(), ROWS),
+      scoreboard.summarize(rated, ROWS[1:3] * 3),
+    ]
+  )
+  lines = [line.split() for line in text.splitlines()]
+  assert lines[0][:5] == ["set", "questions", "samples", "avg@n", "pass@n"]
+  assert lines[1] == [
+    "Mine", "2", "2", "0.500", "±", "0.000", "1.000", "0.750", "-", "25.0%",
+    "25.0%",
+  ]  # fmt: skip
+  assert lines[2][6:11] == ["0.000", "-", "809*", "(-inf", "to"]
+  assert text.splitlines()[3:] == [
+    "Mine: 4 rows left out: no tests",
+    "Mine: Elo over the 2 questions that have a rating",
+    "Mine: * nearly all or none solved: at half a problem from it",
+  ]
+  widths = {len(line) for line in text.splitlines()[:3]}
+  assert len(widths) == 1
