@@ -63,7 +63,8 @@ def get_config() -> ConfigDict:
   c.reward.names = ("final_answer",)
   c.reward.weights = (1.0,)  # one each
   c.reward.workers = 2  # processes that score, on each host
-  c.reward.seconds = 5.0  # an answer may take; after that it scores 0
+  # An answer may take this long, else it scores 0; "code" wants 35.
+  c.reward.seconds = 5.0
 
   c.objective = ConfigDict()
   c.objective.name = "gspo"  # gspo, gspo_token, grpo, dr_grpo, dapo
@@ -120,6 +121,7 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.sampler_mesh = ConfigDict({"expert": 0, "tensor": 0})
   c.data.source = "chain"
   c.data.eval_source = c.data.tokenizer = ""
+  c.data.instruction = "{question}"
   c.data.chain_steps = (1,)
   c.data.prompts = 8
   c.data.max_prompt_length = 8

@@ -23,11 +23,13 @@ class Marks(NamedTuple):
     total: [P, G] float32, the weighted sum of the parts; 0 where one failed.
     parts: {name of a reward: [P, G] float32}, unweighted.
     failed: [P, G] bool, a reward could not be computed.
+    reasons: why not, of a few on this host.
   """
 
   total: np.ndarray
   parts: dict[str, np.ndarray]
   failed: np.ndarray
+  reasons: tuple[str, ...]
 
   @property
   def correct(self) -> np.ndarray:
@@ -81,6 +83,7 @@ def mark(
       total=join(scores.total),
       parts={name: join(part) for name, part in scores.parts.items()},
       failed=join(scores.failed) > 0,
+      reasons=scores.reasons,
     )
 
   return collect

@@ -147,8 +147,8 @@ class Checkpoints:
       only: this step and no other.
 
     Raises:
-      UserError: step `only` is not there, a leaf has another shape or dtype than was saved, or there are
-        folders and none of them is whole.
+      UserError: step `only` is not there, a leaf has another shape or dtype
+        than was saved, or there are folders and none of them is whole.
     """
     self.wait()
     steps = self._steps()

@@ -1,5 +1,6 @@
 """The policy as one who is asked: texts in, texts out."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from gspo_jax import data, hosts, model, program, sharding
+from gspo_jax.errors import UserError
 from gspo_jax.exam import Replies
 from gspo_jax.sampler import STOPPED, TRUNCATED, Prompts
 from gspo_jax.tasks import Problem
@@ -18,6 +20,7 @@ class Pupil:
   One compiled function draws `data.prompts * sampler.group_size` answers at
   once, or a little less where their number does not divide. A question that
   gets more than `sampler.group_size` of them stands several times in a batch.
+  At `sampler.temperature=0` the one answer is the likeliest.
 
   Args:
     config: all the keys of configs/common.py.
@@ -30,6 +33,12 @@ class Pupil:
   """
 
   def __init__(self, config: ConfigDict, mesh: jax.sharding.Mesh, samples: int):
+    self._greedy = config.sampler.temperature == 0
+    if self._greedy and samples > 1:
+      raise UserError(
+        f"sampler.temperature=0 gives {samples} times the same answer to a "
+        "question: expected --samples=1"
+      )
     most = config.sampler.group_size
     self._group = max(g for g in range(1, most + 1) if samples % g == 0)
     self._times = samples // self._group  # a question stands in a batch
@@ -38,13 +47,11 @@ class Pupil:
     self.at_once = max(self._batch // self._times, 1)
     config = config.copy_and_resolve_references()
     config.eval.samples = self._group
+    if self._greedy:
+      config.sampler.temperature = 1.0  # not for `generate_greedy`
     self.program = program.build(config, mesh)
-    self._cfg = data.PromptConfig(
-      tokenizer=self.program.tokenizer,
-      width=config.data.max_prompt_length,
-      system=config.data.system_prompt,
-      instruction=config.data.instruction,
-    )
+    # A set is asked whole, or not at all.
+    self._cfg = dataclasses.replace(self.program.prompting, too_long="error")
 
   def read(self, questions: Sequence[str]) -> Prompts:
     """Questions as the policy reads them; UserError for a long one."""
@@ -79,5 +86,7 @@ class Pupil:
 
   def _draw(self, params, batch, key):
     batch = hosts.lay(batch, sharding.rows(self.program.mesh))
-    drawn = self.program.generate_eval(params, batch, key)
+    made = self.program
+    draw = made.generate_greedy if self._greedy else made.generate_eval
+    drawn = draw(params, batch, key)
     return hosts.fetch((drawn.tokens, drawn.lengths, drawn.finish))

@@ -92,19 +92,33 @@ class Bytes:
 
   def save(self, folder: str | Path) -> None:
     from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models
+    from tokenizers import decoders, models, pre_tokenizers
 
     transformers = import_transformers()
-    vocab = {f"<0x{i:02X}>": i for i in range(256)}
-    fast = Fast(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    vocab = {letter: i for i, letter in enumerate(_byte_letters())}
+    fast = Fast(models.BPE(vocab=vocab, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(
+      add_prefix_space=False, use_regex=False
+    )
     fast.add_special_tokens(["<pad>", "</s>"])  # 256 and 257
-    fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    fast.decoder = decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(
       tokenizer_object=fast,
       pad_token="<pad>",
       eos_token="</s>",
       split_special_tokens=True,
     ).save_pretrained(folder)
+
+
+def _byte_letters() -> list[str]:
+  """The letter that stands for each byte in byte-level vocabularies.
+
+  Visible Latin-1 characters stand for themselves, the others for those from
+  U+0100 on: the table of GPT-2's tokenizer.
+  """
+  visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+  rest = itertools.count(256)
+  return [chr(i if i in visible else next(rest)) for i in range(256)]
 
 
 class SentencePiece:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from absl import logging
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -302,6 +303,8 @@ def _iterate(run, state, batch, step):
   marking = answer.mark(run.scorer, answers, group, samples.lengths)
   rollout, scored = functions.score(state.params, prompts, samples)
   marks = marking()
+  for reason in marks.reasons:
+    logging.warning("step %d: an answer scored 0: %s", step, reason)
   # Advantages of whole groups, before any shuffle.
   advantages = group_relative_advantages(
     marks.total, normalize_std=config.objective.name != "dr_grpo"

@@ -113,3 +113,15 @@ def test_real_answers_differ_and_repeat(debug_config):
   # Twice in a batch, a question does not get the same answers twice.
   assert len(set(replies.texts)) > 36
   assert max(replies.tokens) <= 12
+
+
+def test_at_temperature_zero_the_likeliest_answer(debug_config, made):
+  debug_config.sampler.temperature = 0.0
+  it, _ = made(1)
+  echo = Echo(it.program.tokenizer, 1)
+  object.__setattr__(it.program, "generate_greedy", echo)
+  object.__setattr__(it.program, "generate_eval", None)
+  replies = it.reply(None, QUESTIONS, jax.random.key(0))
+  assert replies.texts == [f"{question}0" for question in QUESTIONS]
+  with pytest.raises(UserError, match="--samples=1"):
+    made(2)

@@ -60,7 +60,7 @@ def test_without_noise_a_demonstration_is_right_and_verifies():
     steps, end = steps_of(problem)
     assert all(int(s[4]) == apply(*s[1:4]) for s in steps)
     assert end == problem.answer
-    assert final_answer(problem.demonstration, problem.answer) == 1
+    assert final_answer("", problem.demonstration, problem.answer) == 1
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.12, 1.0])

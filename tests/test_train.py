@@ -20,8 +20,9 @@ import pytest
 from conftest import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import program, rollout, sharding, train
+from gspo_jax import program, rollout, sharding, tokenizer, train
 from gspo_jax.checkpoint import Checkpoints
+from gspo_jax.rewards.pool import Scorer
 from gspo_jax.sampler import Samples
 from gspo_jax.tasks import Problem
 from gspo_jax.train_step import TrainState
@@ -269,6 +270,7 @@ class Spy:
   """A program that notes the keys it is given."""
 
   mesh = sharding.make_mesh(jax.devices()[:1])
+  tokenizer = tokenizer.load("bytes")
 
   def __init__(self):
     self.keys = []
@@ -297,15 +299,18 @@ class Spy:
 def test_every_step_and_use_has_its_own_key(debug_config):
   spy = Spy()
   keys = train.Keys(*jax.random.split(jax.random.key(0), 4))
-  run = train.Run(debug_config, None, spy, None, None, None, keys)
+  scorer = Scorer(("final_answer",), (1.0,), workers=1)
+  run = train.Run(debug_config, None, spy, scorer, None, None, None, keys)
   batch = {
     "tokens": np.zeros((2, 3), np.int32),
     "length": np.ones(2, np.int32),
     "problems": [Problem("1?", "1", "#1")] * 2,
   }
+  debug_config.sampler.group_size = 2
   state = TrainState(0, None, None)
-  for step in (1, 2, 1):
-    train._iterate(run, state, batch, step)
+  with scorer:
+    for step in (1, 2, 1):
+      train._iterate(run, state, batch, step)
   drawn = [tuple(jax.random.key_data(k).tolist()) for k in spy.keys]
   assert len(set(drawn[:4])) == 4
   assert drawn[:2] == drawn[4:]  # the same step repeats

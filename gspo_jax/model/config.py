@@ -136,6 +136,7 @@ _SMALL = dataclasses.replace(
   num_kv_heads=2,
   head_dim=32,
   mlp_dim=128,
+  num_experts=4,
   tie_embeddings=True,
   unroll=4,
 )

@@ -26,6 +26,7 @@ BUILT_IN = {
   "gsm8k": "gspo_jax.rewards.numbers.gsm8k",
   "length": "gspo_jax.rewards.length.short",
   "math": "gspo_jax.rewards.math.equivalent",
+  "number": "gspo_jax.rewards.numbers.numbered",
   "overlong": "gspo_jax.rewards.length.overlong",
 }
 MEASURES = ("tokens", "limit")

@@ -53,6 +53,11 @@ def gsm8k(prompt: str, answer: str, reference: str) -> float:
   return float(number(result(answer) or "") == expected)
 
 
+def numbered(prompt: str, answer: str, reference: str) -> float:
+  """1.0 iff the answer has a result, right or wrong, that `gsm8k` can read."""
+  return float(number(result(answer) or "") is not None)
+
+
 def number(text: str) -> decimal.Decimal | None:
   """The exact value of a text that is one number, else None."""
   text = (

@@ -1,0 +1,95 @@
+"""Answers per second of the reward pool, and what a small batch costs.
+
+  python -m benchmarks.rewards [--quick]
+
+GSM8K and MATH answers of about 100 tokens, and programs with two tests each, by
+1 and 2 workers, the answers given at once; and the time of 256 answers of the
+embedded task, which every iteration of the default config waits for. A reward
+that this machine cannot run is left out.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+from gspo_jax import errors
+from gspo_jax.rewards.pool import Answer, Scorer
+
+THOUGHT = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs a day. " * 8
+
+
+def answers(name: str, count: int) -> list[Answer]:
+  """`count` answers, half of them right, no two alike."""
+  if name == "code":
+    tests = {"inputs": ["1 2", "5 6"], "outputs": ["3", "11"]}
+    programs = [
+      f"# {i}\na, b = map(int, input().split())\nprint(a + b + {i % 2})"
+      for i in range(count)
+    ]
+    return [
+      Answer("", f"{THOUGHT}\n```python\n{p}\n```", json.dumps(tests))
+      for p in programs
+    ]
+  form = {
+    "final_answer": ("a8+3=1;b1-5=6;#{}", "{}"),
+    "gsm8k": (THOUGHT + "\n#### {}.00", "{}"),
+    # Equal by algebra only.
+    "math": (THOUGHT + "$\\boxed{{\\frac{{{}}}{{2}}+x}}$", "x+{}/2"),
+  }
+  text, reference = form[name]
+  return [
+    Answer("", text.format(i), reference.format(i + i % 2))
+    for i in range(count)
+  ]
+
+
+def rate(name: str, workers: int, count: int) -> float:
+  """Answers per second, all of them submitted together."""
+  given = answers(name, count)
+  with Scorer([name], [1.0], workers=workers, seconds=60) as scorer:
+    scorer.submit(given[:2]).result()
+    began = time.monotonic()
+    scores = scorer.submit(given).result()
+    seconds = time.monotonic() - began
+  if scores.failed.any() or abs(scores.total.mean() - 0.5) > 0.01:
+    raise RuntimeError(f"{name}: unexpected scores: {scores}")
+  return count / seconds
+
+
+def batch(workers: int, repeats: int) -> float:
+  """Median seconds of 256 answers of the embedded task."""
+  given, seconds = answers("final_answer", 256), []
+  with Scorer(["final_answer"], [1.0], workers=workers) as scorer:
+    for _ in range(repeats + 1):
+      began = time.monotonic()
+      scorer.submit(given).result()
+      seconds.append(time.monotonic() - began)
+  return statistics.median(seconds[1:])
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--quick", action="store_true", help="a few answers")
+  quick = parser.parse_args().quick
+  counts = {"final_answer": 8192, "gsm8k": 8192, "math": 1024, "code": 128}
+  record = {}
+  print("reward | workers | answers per second")
+  for name, count in counts.items():
+    for workers in (1, 2):
+      try:
+        speed = rate(name, workers, 16 if quick else count)
+      except errors.UserError as e:
+        print(f"{name} | {workers} | none: {e}")
+      else:
+        record[f"{name} {workers}"] = round(speed, 1)
+        print(f"{name} | {workers} | {speed:,.0f}", flush=True)
+  for workers in (1, 2):
+    seconds = batch(workers, 3 if quick else 50)
+    record[f"seconds of 256 by {workers}"] = round(seconds, 4)
+    print(f"256 answers by {workers} | {1e3 * seconds:.1f} ms")
+  print(json.dumps(record))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,54 @@
+"""RL of a Hugging Face checkpoint on GSM8K: any Qwen3, Qwen2.5 or Llama 3.
+
+  python -m gspo_jax.main --config=configs/hugging_face.py:./Qwen3-0.6B \\
+    --workdir=runs/qwen3
+  python -m gspo_jax.evaluate --config=configs/hugging_face.py:./Qwen3-0.6B \\
+    --checkpoint=runs/qwen3 --set=GSM8K=data/gsm8k/test.jsonl
+  python -m gspo_jax.export --config=configs/hugging_face.py:./Qwen3-0.6B \\
+    --workdir=runs/qwen3 --to=qwen3-gspo
+
+Sizes and tokenizer come from the folder, questions from data/gsm8k (as
+published). The whole path is run by tests/test_export.py on a tiny checkpoint;
+a real one has not been trained here, for want of an accelerator: the batch is a
+guess for eight devices of 16 GiB or more and a model of up to 2B parameters.
+`configs/hugging_face.py:debug` shrinks every size and needs no folder.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config(arg: str = "debug") -> ConfigDict:
+  """arg: the checkpoint's folder, with a / in it; or "debug"."""
+  if arg != "debug" and "/" not in arg:
+    raise ValueError(
+      f"configs/hugging_face.py:{arg}: expected 'debug', or a folder as in ./DIR"
+    )
+  c = common.get_config()
+  c.num_steps = 100
+  c.mesh.data = 1
+  c.mesh.fsdp = -1
+
+  c.data.source = "jsonl:data/gsm8k/train.jsonl"
+  c.data.eval_source = "jsonl:data/gsm8k/test.jsonl"
+  c.data.instruction = (
+    "{question}\nReason step by step, and put the final answer in \\boxed{}."
+  )
+  c.data.prompts = 64
+  c.data.max_prompt_length = 384
+  c.data.too_long = "drop"
+  c.sampler.group_size = 8
+  c.sampler.max_new_tokens = 1024
+  c.reward.names = ("gsm8k", "overlong:buffer=128")
+  c.reward.weights = (1.0, 0.5)
+  c.learner.micro_rows = 16
+
+  c.optim.learning_rate = 1e-6
+  c.optim.warmup_steps = 8
+  c.eval.prompts = 256
+  c.eval.samples = 4
+  if arg == "debug":
+    return common.shrink(c)
+  c.model.checkpoint = arg
+  return c
