@@ -7,8 +7,10 @@ A dense model has no experts to split, but `expert` shares out the vocabulary,
 whose logits would otherwise be the largest array of a 16 GB chip. Answers are
 drawn with the heads over 8 chips, since the weights fill one.
 
-`configs/dense_tpu_v5e.py:debug` shrinks every size, to run anywhere. Until
-checkpoints can be read, a run starts from random weights on the embedded task.
+`configs/dense_tpu_v5e.py:debug` shrinks every size, to run anywhere. As it
+stands a run starts from random weights on the embedded task, to try a pod; add
+`--config.model.checkpoint=DIR` (a folder that every host sees) and the keys
+`data` and `reward` of configs/hugging_face.py for a real one.
 
 What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
 chip), of 15.75 GiB: update 10.6, score 4.0, generate 10.0. MFU of update 72, 61

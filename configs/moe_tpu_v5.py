@@ -4,8 +4,10 @@
   python -m gspo_jax.main --config=configs/moe_tpu_v5.py --workdir=gs://...
 
 `configs/moe_tpu_v5.py:variant=qwen3-235b-a22b,topology=v5p:4x8x8` takes another
-size or slice; `:debug` shrinks every size, to run anywhere. Until checkpoints
-can be read, a run starts from random weights on the embedded task.
+size or slice; `:debug` shrinks every size, to run anywhere. As it stands a run
+starts from random weights on the embedded task, to try a pod; add
+`--config.model.checkpoint=DIR` (a folder that every host sees) and the keys
+`data` and `reward` of configs/hugging_face.py for a real one.
 
 What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
 chip); HBM is needed of 95.73 GiB, MFU is of update, with perfect overlap, as
