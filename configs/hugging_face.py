@@ -19,11 +19,11 @@ from ml_collections import ConfigDict
 from configs import common
 
 
-def get_config(arg: str = "debug") -> ConfigDict:
+def get_config(arg: str = "") -> ConfigDict:
   """arg: the checkpoint's folder, with a / in it; or "debug"."""
   if arg != "debug" and "/" not in arg:
     raise ValueError(
-      f"configs/hugging_face.py:{arg}: expected 'debug', or a folder as in ./DIR"
+      f"configs/hugging_face.py:{arg}: expected 'debug', or a folder: ./DIR"
     )
   c = common.get_config()
   c.num_steps = 100

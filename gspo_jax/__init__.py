@@ -20,6 +20,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
+  if name in _ROOMS.values():
+    return importlib.import_module(f"gspo_jax.{name}")
   if name not in _ROOMS:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   return getattr(importlib.import_module(f"gspo_jax.{_ROOMS[name]}"), name)

@@ -1,6 +1,7 @@
 """From drawn tokens to marks: texts of answers, and what the rewards say."""
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -9,7 +10,6 @@ import numpy as np
 from gspo_jax import hosts, model
 from gspo_jax.rewards.pool import Answer, Scorer
 from gspo_jax.sampler import STOPPED, Prompts, Samples
-from gspo_jax.tasks import Problem
 from gspo_jax.tokenizer import Tokenizer
 
 # Draws answers to a fixed number of prompts.
@@ -38,23 +38,30 @@ class Marks(NamedTuple):
 
 
 def read(
-  samples: Samples, problems: Sequence[Problem], tokenizer: Tokenizer
+  samples: Samples, batch: dict, tokenizer: Tokenizer
 ) -> dict[int, Answer]:
   """The answers of this host's rows, by row, without their stop tokens.
 
+  Their prompts are what the policy read, a chat template with all its tokens.
+
   Args:
-    samples: P * G rows; the G answers to a problem stand side by side.
-    problems: P of them.
+    samples: P * G rows; the G answers to a prompt stand side by side.
+    batch: P prompts, of `data.prompts` or `data.take`.
     tokenizer: of the policy.
   """
   rows, limit = samples.tokens.shape
-  group = rows // len(problems)
+  group = rows // len(batch["problems"])
   lengths, finish = hosts.own(samples.lengths), hosts.own(samples.finish)
 
+  @functools.cache
+  def prompt(p):
+    tokens = batch["tokens"][p]
+    return tokenizer.decode(tokens[len(tokens) - batch["length"][p] :].tolist())
+
   def answer(i, tokens):
-    problem, length = problems[i // group], int(lengths[i])
+    problem, length = batch["problems"][i // group], int(lengths[i])
     text = tokenizer.decode(tokens[: length - (finish[i] == STOPPED)].tolist())
-    return Answer(problem.question, text, problem.answer, length, limit)
+    return Answer(prompt(i // group), text, problem.answer, length, limit)
 
   return {i: answer(i, row) for i, row in hosts.own(samples.tokens).items()}
 
@@ -110,11 +117,11 @@ def answer_all(
   marks = []
   for i, start in enumerate(range(0, count, batch)):
     index = np.arange(start, start + batch) % count
-    prompts = Prompts(questions["tokens"][index], questions["length"][index])
-    prompts = hosts.lay(prompts, rows)
+    asked = {k: questions[k][index] for k in ("tokens", "length")}
+    prompts = hosts.lay(Prompts(asked["tokens"], asked["length"]), rows)
     samples = generate(params, prompts, jax.random.fold_in(key, i))
-    problems = [questions["problems"][j] for j in index]
-    answers = read(samples, problems, tokenizer)
+    asked["problems"] = [questions["problems"][j] for j in index]
+    answers = read(samples, asked, tokenizer)
     group = samples.lengths.shape[0] // batch
     marks.append(mark(scorer, answers, group, samples.lengths))
   correct = [collect().correct for collect in marks]

@@ -4,8 +4,9 @@ settings.json   what was evaluated, and how
 answers.jsonl   an object for each answer, batch after batch
 """
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ class AnswerFile:
     folder: made if missing; on this machine, for buckets cannot append.
     settings: JSON; a folder with other ones is not gone on with.
     batches: the set and the number of answers of each batch, in order.
+    brief: what to remember of an answer; the texts of all may fill the memory.
 
   Attributes:
-    rows: answers by set, those of earlier calls first.
+    rows: answers by set, in brief, those of earlier calls first.
 
   Raises:
     UserError: the folder cannot be written, or is of other settings.
@@ -36,12 +38,13 @@ class AnswerFile:
     folder: str,
     settings: dict[str, Any],
     batches: Sequence[tuple[str, int]],
+    brief: Callable[[dict], dict],
   ):
     if "://" in folder:
       raise UserError(f"--out={folder}: expected a folder of this machine")
     path = Path(folder)
     self._path = path / "answers.jsonl"
-    self._batches, self._done = batches, 0
+    self._batches, self._brief, self._done = batches, brief, 0
     self.rows: dict[str, list[dict]] = {name: [] for name, _ in batches}
     try:
       path.mkdir(parents=True, exist_ok=True)
@@ -71,22 +74,26 @@ class AnswerFile:
     self._take(rows)
 
   def _take(self, rows):
-    self.rows[self._batches[self._done][0]] += rows
+    self.rows[self._batches[self._done][0]] += map(self._brief, rows)
     self._done += 1
 
   def _keep_whole_batches(self):
     self._file.seek(0)
-    lines, end = self._file.read().split(b"\n")[:-1], 0  # the last is torn
+    lines, end = self._lines(), 0
     for name, size in self._batches:
-      batch, lines = lines[:size], lines[size:]
+      batch = list(itertools.islice(lines, size))
       if len(batch) < size:
         break
       rows = [self._parse(line) for line in batch]
       if any(row.get("set") != name for row in rows):
         raise UserError(f"{self._path}: expected answers to {name}")
       self._take(rows)
-      end += sum(len(line) + 1 for line in batch)
+      end += sum(map(len, batch))
     self._file.truncate(end)
+
+  def _lines(self) -> Iterator[bytes]:
+    """Whole ones: the last may be torn."""
+    return (line for line in self._file if line.endswith(b"\n"))
 
   def _parse(self, line: bytes) -> dict:
     try:

@@ -132,7 +132,9 @@ class Checkpoints:
     self,
     abstract_state: Any,
     accept: Callable[[int, dict[str, Any]], None],
+    *,
     only: int | None = None,
+    part: bool = False,
   ) -> Restored | None:
     """The newest checkpoint that is whole, or None if there are no folders.
 
@@ -145,6 +147,7 @@ class Checkpoints:
       accept: called with step and metadata before the arrays are read; what it
         raises ends the search.
       only: this step and no other.
+      part: `abstract_state` is a dict of some parts of what was saved.
 
     Raises:
       UserError: step `only` is not there, a leaf has another shape or dtype
@@ -165,8 +168,12 @@ class Checkpoints:
         continue
       hosts.together(functools.partial(accept, step, saved["user"]))
       specs = saved["specs"], _specs(abstract_state)
+      if part:
+        wanted = tuple(f"{name}/" for name in abstract_state)
+        kept = {k: v for k, v in specs[0].items() if k.startswith(wanted)}
+        specs = kept, specs[1]
       hosts.together(functools.partial(_require_same_leaves, step, *specs))
-      if (state := self._try(step, self._load, abstract_state)) is None:
+      if (state := self._try(step, self._load, abstract_state, part)) is None:
         continue
       if self._try(step, _require_sums, state, saved["checksums"]):
         return Restored(step, state, saved["user"])
@@ -205,10 +212,11 @@ class Checkpoints:
       raise ValueError(f"its metadata lacks {sorted(missing)}")
     return saved
 
-  def _load(self, step: int, abstract_state: Any) -> Any:
+  def _load(self, step: int, abstract_state: Any, part: bool) -> Any:
     # Each process by itself: one that fails would leave the others waiting at
     # Orbax's barrier after a load, for five minutes.
     alone = ocp.Context()
+    alone.pytree.loading.partial_load = part
     alone.multiprocessing.primary_host = jax.process_index()
     alone.multiprocessing.active_processes = {jax.process_index()}
     with alone:

@@ -68,7 +68,7 @@ def prompts(
 
   Raises:
     UserError: fewer questions (that fit) than a batch; one that is too long,
-      of a file now and of any other source when it is drawn.
+      of the embedded task when it is drawn and of any other source now.
   """
   return _batches(source, functools.partial(_prompt, cfg=cfg), cfg, batch, seed)
 
@@ -82,9 +82,14 @@ def demonstrations(
 
 
 def take(source: Source, cfg: PromptConfig, count: int) -> dict:
-  """The first `count` problems (that fit) as one batch, in order."""
-  every = _mixed(source, grain.MapDataset.source)
-  rows = (_prompt(every[i], cfg) for i in range(len(every)))
+  """The first `count` problems (that fit) as one batch, in order.
+
+  Of a mixture, from each source in turn, whatever the weights.
+  """
+  parts = source.sources if isinstance(source, Mixture) else (source,)
+  columns = [map(part.__getitem__, range(len(part))) for part in parts]
+  every = itertools.chain.from_iterable(itertools.zip_longest(*columns))
+  rows = (_prompt(problem, cfg) for problem in every if problem is not None)
   first = list(itertools.islice(filter(None, rows), count))
   if len(first) < count:
     raise UserError(

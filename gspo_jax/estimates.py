@@ -4,6 +4,7 @@ Averages are over questions, and so are their errors: answers to one question
 are alike, and N questions stand for all that might have been asked.
 """
 
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -50,8 +51,8 @@ def majority_at_k(
 ) -> float:
   """Chance that the most frequent of k final answers is right, without bias.
 
-  Exact: the mean over all C(n, k) subsets of a question's answers, of which
-  none is drawn. Where several answers tie for the most votes, each wins with
+  Exact to rounding: the mean over all C(n, k) subsets of a question's answers,
+  of which none is drawn. Where several answers tie for the most votes, each wins with
   the same chance. One without a final answer has no vote, and where nobody
   votes, nothing is right.
 
@@ -70,45 +71,76 @@ def majority_at_k(
 
 
 def _majority(votes, correct, k) -> float:
-  right = {}
-  for vote, is_right in zip(votes, correct, strict=True):
-    right.setdefault(vote, []).append(float(is_right))
-  silent = len(right.pop(None, []))
-  counts = [len(marks) for marks in right.values()]
-  worth = [sum(marks) / len(marks) for marks in right.values()]
-  won = sum(
-    _won(counts, worth, silent, k, top)
-    for top in range(1, min(k, max(counts, default=0)) + 1)
-  )
-  return won / math.comb(len(votes), k)
+  """Draws each answer alone, with chance k/n, and asks for k in all.
 
-
-def _won(counts, worth, silent, k, top) -> float:
-  """Subsets of k whose winner has `top` votes, times what that winner is worth.
-
-  Answer by answer, with ways[i, t]: so many subsets of i with t answers at
-  `top` and none above; and worths, the same times the sum of their worth.
+  So the counts of the votes are independent: the chance that one wins with
+  `top`, all others having fewer or losing the toss, is a product over votes, as
+  a polynomial in the number drawn; of that, term k is wanted. It is read off
+  values on the unit circle. Votes of as many answers win alike.
   """
-  ways = np.zeros((k + 1, k // top + 1))
-  ways[: silent + 1, 0] = [
-    math.comb(silent, i) for i in range(min(silent, k) + 1)
-  ]
-  worths = np.zeros_like(ways)
-  for count, value in zip(counts, worth, strict=True):
-    before, worths_before = ways, worths
-    ways, worths = before.copy(), worths_before.copy()
-    for taken in range(1, min(count, top - 1) + 1):
-      times = math.comb(count, taken)
-      ways[taken:] += times * before[:-taken]
-      worths[taken:] += times * worths_before[:-taken]
-    if count >= top:
-      times = math.comb(count, top)
-      ways[top:, 1:] += times * before[:-top, :-1]
-      worths[top:, 1:] += times * (
-        worths_before[:-top, :-1] + value * before[:-top, :-1]
-      )
-  winners = np.arange(1, ways.shape[1])
-  return float((worths[k, 1:] / winners).sum())
+  marks = {}
+  for vote, right in zip(votes, correct, strict=True):
+    marks.setdefault(vote, []).append(float(right))
+  marks.pop(None, None)
+  worths = {}  # by the answers a vote has, what each such vote is worth
+  for mine in marks.values():
+    worths.setdefault(len(mine), []).append(sum(mine) / len(mine))
+  n = len(votes)
+  z = np.exp(-2j * np.pi * np.arange(n // 2 + 1) / n)
+  drawn = {c: _drawn(c, k / n, z) for c in worths}
+  rest = 1 - k / n + k / n * z  # of an answer whose vote cannot have `top`
+  won = np.zeros_like(z)
+  for top in range(1, min(k, max(worths, default=0)) + 1):
+    able = [
+      (worth, *drawn[c][:, top]) for c, worth in worths.items() if c >= top
+    ]
+    left = n - sum(c * len(worth) for c, worth in worths.items() if c >= top)
+    won += _won(able, rest**left, k // top)
+  chance = math.comb(n, k) * (k / n) ** k * (1 - k / n) ** (n - k)
+  # Where all are drawn, term n falls on term 0, which is empty.
+  share = float(np.fft.irfft(won, n)[k % n] / chance)
+  return min(max(share, 0.0), 1.0)  # but for rounding
+
+
+def _won(able, rest, most) -> np.ndarray:
+  """Chance that one of those able to wins, times its worth, as values at z.
+
+  Of several with `top` the highest of uniform draws wins: the integral over
+  the draw u, by Gauss and Legendre, exact for a polynomial of this degree.
+
+  Args:
+    able: by answers a vote has: worths of such votes, and the chances of one to
+      have `top` and to have fewer, as values at z.
+    rest: the chance of everything else.
+    most: votes that can have `top` at once.
+  """
+  most = min(most, sum(len(worth) for worth, *_ in able))
+  u, weights = _nodes((most + 1) // 2)
+  chance = np.broadcast_to(rest, (len(u), len(rest)))
+  won = np.zeros_like(chance)
+  for worth, top, fewer in able:
+    loses = fewer + u[:, None] * top
+    others = loses ** (len(worth) - 1)
+    won = (won * loses + chance * sum(worth) * top) * others
+    chance = chance * loses * others
+  return weights @ won
+
+
+def _drawn(count, p, z) -> np.ndarray:
+  """[2, count + 1, len(z)]: of `count` answers exactly t, and fewer, are drawn.
+
+  Each with chance p, as values of the polynomial at z.
+  """
+  t = np.arange(count + 1)
+  chance = [math.comb(count, i) * p**i * (1 - p) ** (count - i) for i in t]
+  exactly = np.array(chance)[:, None] * z ** t[:, None]
+  return np.stack([exactly, np.cumsum(exactly, 0) - exactly])
+
+
+@functools.cache
+def _nodes(count: int) -> tuple[np.ndarray, np.ndarray]:
+  x, weights = np.polynomial.legendre.leggauss(count)
+  return (x + 1) / 2, weights / 2
 
 
 def _require_answers(k: int, n: int) -> None:

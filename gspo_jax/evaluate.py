@@ -17,6 +17,7 @@ fault, with its traceback.
 """
 
 import functools
+import inspect
 import json
 import shlex
 import sys
@@ -57,7 +58,7 @@ _SAMPLES = flags.DEFINE_integer(
   None,
   "Answers a question; else the set's own.",
   lower_bound=1,
-  upper_bound=1000,  # estimates count subsets in floats
+  upper_bound=1000,  # estimates hold binomials in floats
 )
 _LIMIT = flags.DEFINE_integer(
   "limit", None, "Only the first so many questions of a set.", lower_bound=1
@@ -65,8 +66,8 @@ _LIMIT = flags.DEFINE_integer(
 _REWARD = flags.DEFINE_string("reward", "", "Judges, not the sets' own.")
 _OUT = flags.DEFINE_string("out", None, "A folder for answers and results.")
 
-# An answer may take: the tests of a program end by themselves after 30.
-_SECONDS = {"code": 40.0}
+# Seconds that an answer gets beyond those of all the tests of its program.
+_SPARE = 10.0
 
 
 def command() -> None:
@@ -142,8 +143,10 @@ def evaluate(
     settings = _settings(config, asked, params)
     hosts.require_same(flatten(settings))
     first, batches = hosts.first(), _batches(asked, pupils)
+    judges = {q.name: q.reward for q in asked}
+    brief = lambda row: scoreboard.brief(judges[row["set"]], row)
     kept = hosts.together(
-      lambda: AnswerFile(out, settings, batches) if first else None
+      lambda: AnswerFile(out, settings, batches, brief) if first else None
     )
     with kept or nullcontext():
       for questions, pupil in zip(asked, pupils, strict=True):
@@ -202,6 +205,7 @@ def _settings(config, asked, params) -> dict:
         "questions": len(q.problems),
         "samples": q.samples,
         "reward": q.reward,
+        "seconds": _seconds(config, q.reward),
       }
       for q in asked
     },
@@ -240,13 +244,21 @@ def _examine(config, questions, pupil, params, kept) -> None:
 
 
 def _scorer(config, questions) -> Scorer:
-  least = _SECONDS.get(questions.reward, 0.0)
   return Scorer(
     (questions.reward,),
     (1.0,),
     workers=config.reward.workers,
-    seconds=max(config.reward.seconds, least),
+    seconds=_seconds(config, questions.reward),
   )
+
+
+def _seconds(config, reward) -> float:
+  """For an answer: enough for a program's tests, which end by themselves."""
+  seconds = float(config.reward.seconds)
+  if reward.partition(":")[0] != "code":
+    return seconds
+  arguments = inspect.signature(rewards.named(reward)).parameters
+  return max(seconds, arguments["total"].default + _SPARE)
 
 
 if __name__ == "__main__":

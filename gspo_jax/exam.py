@@ -1,5 +1,6 @@
 """An exam: a set's questions are put to somebody, and the answers judged."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,16 +10,23 @@ from gspo_jax.question_sets import Questions
 from gspo_jax.rewards.pool import Answer, Scorer
 
 
+# Characters of a reference that are written beside each answer. The tests of a
+# program may have millions: they stand in the file of the questions, by `id`.
+_LONGEST = 2000
+
+
 class Replies(NamedTuple):
   """Answers to some questions, n each, those to a question side by side.
 
   Attributes:
+    prompts: what was read, of each question.
     texts: without stop tokens.
     tokens: how many each has, the stop token included.
     truncated: whether each was cut at `limit`.
     limit: tokens an answer may have.
   """
 
+  prompts: list[str]
   texts: list[str]
   tokens: list[int]
   truncated: list[bool]
@@ -40,6 +48,8 @@ def evaluate_set(
 ) -> None:
   """Puts a set's questions, `at_once` in a batch, and judges the answers.
 
+  Those of a batch are judged while the next one is answered.
+
   Args:
     respond: answers.
     questions: of one set; each gets `questions.samples` answers.
@@ -49,23 +59,36 @@ def evaluate_set(
     begin: batches that are done already.
   """
   count = len(questions.problems)
+  judged = None
   for number in range(begin, -(-count // at_once)):
     index = range(number * at_once, min((number + 1) * at_once, count))
     asked = [questions.problems[i].question for i in index]
     replies = respond(asked, questions.samples, number)
+    if judged is not None:
+      keep(judged())
     if scorer is not None:
-      keep(_judge(scorer, questions, index, replies))
+      judged = _judge(scorer, questions, index, replies)
+  if judged is not None:
+    keep(judged())
 
 
-def _judge(scorer, questions, index, replies) -> list[dict]:
+def _judge(scorer, questions, index, replies) -> Callable[[], list[dict]]:
+  """Begins to judge; call the result for the rows."""
+  read = dict(zip(index, replies.prompts, strict=True))
   whose = [(i, sample) for i in index for sample in range(questions.samples)]
-  problems = [questions.problems[i] for i, _ in whose]
-  drawn = zip(problems, replies.texts, replies.tokens, strict=True)
+  drawn = zip(whose, replies.texts, replies.tokens, strict=True)
   answers = [
-    Answer(p.question, text, p.answer, tokens, replies.limit)
-    for p, text, tokens in drawn
+    Answer(read[i], text, questions.problems[i].answer, tokens, replies.limit)
+    for (i, _), text, tokens in drawn
   ]
-  scores = scorer.submit(answers).result()
+  pending = scorer.submit(answers)
+  return functools.partial(
+    _rows, pending, questions, whose, answers, replies.truncated
+  )
+
+
+def _rows(pending, questions, whose, answers, cut) -> list[dict]:
+  scores = pending.result()
   for reason in scores.reasons:
     logging.warning("%s: a reward failed: %s", questions.name, reason)
   return [
@@ -73,20 +96,19 @@ def _judge(scorer, questions, index, replies) -> list[dict]:
       "set": questions.name,
       "id": questions.ids[i],
       "sample": sample,
-      "question": answer.prompt,
+      "question": questions.problems[i].question,
       "text": answer.text,
-      "reference": answer.reference,
+      "reference": _told(answer.reference),
       "score": float(score),
       "failed": bool(failed),
       "tokens": int(answer.tokens),
       "finish": "truncated" if truncated else "stopped",
     }
     for (i, sample), answer, score, failed, truncated in zip(
-      whose,
-      answers,
-      scores.total,
-      scores.failed,
-      replies.truncated,
-      strict=True,
+      whose, answers, scores.total, scores.failed, cut, strict=True
     )
   ]
+
+
+def _told(reference: str) -> str | None:
+  return reference if len(reference) <= _LONGEST else None

@@ -12,9 +12,9 @@ Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else is a
 fault, with its traceback.
 """
 
+import functools
 import json
 import sys
-from pathlib import Path
 
 import jax
 from absl import app, flags
@@ -62,22 +62,23 @@ def export(
   Raises:
     UserError: no checkpoint there, another model, or `folder` holds something.
   """
+  hosts.together(lambda: hf.require_new(folder, dtype))
   mesh = hosts.together(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh):
     made = hosts.together(lambda: program.build(config, mesh))
     params = policy.load(config, made, workdir)
   base = config.model.checkpoint or None
-  hf.save_hf(params, made.cfg, folder, dtype=dtype, like=base)
-  if config.data.tokenizer or not base:
-    hosts.together(lambda: hosts.first() and _add_tokenizer(made, folder))
+  # Else the base's own tokenizer goes along, file by file.
+  own = config.data.tokenizer or not base
+  add = functools.partial(_add_tokenizer, made.tokenizer) if own else None
+  hf.save_hf(params, made.cfg, folder, dtype=dtype, like=base, beside=add)
   hosts.say(f"exported to {folder}")
 
 
-def _add_tokenizer(made, folder):
-  texts = made.tokenizer
+def _add_tokenizer(texts, folder):
   texts.save(folder)
   ids = {"eos_token_id": list(texts.stop_ids), "pad_token_id": texts.pad_id}
-  path = Path(folder) / "generation_config.json"
+  path = folder / "generation_config.json"
   path.write_text(json.dumps(ids, indent=2) + "\n")
 
 

@@ -222,9 +222,13 @@ def lay(tree, sharding: jax.sharding.Sharding):
 
 
 def own(array: jax.Array) -> dict[int, np.ndarray]:
-  """The rows of a global array that lie here, by their number."""
-  # Along `tensor` a row lies on several devices: one of them is enough.
-  shards = {s.index[0].start or 0: s.data for s in array.addressable_shards}
+  """The rows of a global array that are this process's, by their number.
+
+  Along `tensor` a row lies on several devices, and perhaps on several hosts:
+  one of them has it for its own.
+  """
+  first = [s for s in array.addressable_shards if s.replica_id == 0]
+  shards = {s.index[0].start or 0: s.data for s in first}
   return {
     begin + i: row
     for begin, rows in sorted(jax.device_get(shards).items())
@@ -242,12 +246,12 @@ def join(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
   Returns:
     [B] float32.
   """
-
-  def rows(index):
-    own_rows = range(*index[0].indices(like.shape[0]))
-    return np.array([values[i] for i in own_rows], np.float32)
-
-  return fetch(jax.make_array_from_callback(like.shape, like.sharding, rows))
+  mine = np.zeros(like.shape[0], np.float32)
+  for i, value in values.items():
+    mine[i] = value
+  # Every row has one owner, whose value no other may recompute: a verdict can
+  # depend on the clock.
+  return multihost_utils.process_allgather(mine[None], tiled=True).sum(0)
 
 
 def fetch(tree):

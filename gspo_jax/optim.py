@@ -69,6 +69,6 @@ def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
 
 
 def _is_matrix(params):
-  """Every parameter but the scales of norms, which no decay should shrink."""
-  last = lambda path: path[-1].key
-  return jax.tree.map_with_path(lambda path, _: last(path) != "scale", params)
+  """Every parameter but scales of norms and biases: no decay shrinks those."""
+  vector = lambda path: path[-1].key.endswith(("scale", "bias"))
+  return jax.tree.map_with_path(lambda path, _: not vector(path), params)

@@ -47,16 +47,20 @@ def load(config: ConfigDict, program: Program, checkpoint: str) -> model.Params:
   if folder.name.isdecimal() and folder.parent.name == "checkpoints":
     folder, step = folder.parent.parent, int(folder.name)
   wanted = identity(program)
+  wanted["model"].pop("dtype")  # of activations: the weights are float32
 
   def accept(_, saved):
     found = {k: saved["identity"].get(k) for k in wanted}
+    found["model"].pop("dtype")
     match(wanted, {"identity": found}, "checkpoint")
 
+  # The weights alone: with the optimizer's moments they are three times that.
+  params = {"params": program.abstract.params}
   with Checkpoints(folder / "checkpoints") as checkpoints:
-    restored = checkpoints.restore(program.abstract, accept, only=step)
+    restored = checkpoints.restore(params, accept, only=step, part=True)
   if restored is None:
     raise UserError(
       f"--checkpoint={checkpoint}: no config.json of a Hugging Face folder, "
       "and no checkpoints of a run"
     )
-  return restored.state.params
+  return restored.state["params"]

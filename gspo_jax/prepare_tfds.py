@@ -94,6 +94,8 @@ def prepare(name: str, files: dict[str, str], data_dir: str) -> dict[str, int]:
 
 def _texts(where: str, row: dict, fields: tuple[str, ...]) -> dict[str, str]:
   values = {name: rows.field(row, name, where) for name in fields}
+  if nulls := [name for name, value in values.items() if value is None]:
+    raise UserError(f"{where}: {nulls[0]!r} is null")
   return {
     k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()
   }

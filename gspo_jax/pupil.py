@@ -69,17 +69,20 @@ class Pupil:
       questions: any number of them.
       key: of these answers alone.
     """
-    prompts = self.read([q for q in questions for _ in range(self._times)])
-    count, replies = len(prompts.lengths), Replies([], [], [], self._limit)
+    prompts, decode = self.read(questions), self.program.tokenizer.decode
+    read = zip(prompts.tokens, prompts.lengths, strict=True)
+    read = [decode(row[len(row) - n :].tolist()) for row, n in read]
+    replies = Replies(read, [], [], [], self._limit)
+    count = len(questions) * self._times
     for call, start in enumerate(range(0, count, self._batch)):
       # Filled up with the first prompts: one compiled function serves.
-      index = np.arange(start, start + self._batch) % count
+      index = np.arange(start, start + self._batch) % count // self._times
       batch = Prompts(prompts.tokens[index], prompts.lengths[index])
       drawn = self._draw(params, batch, jax.random.fold_in(key, call))
       new = min(self._batch, count - start) * self._group
       for row, length, finish in zip(*(x[:new] for x in drawn), strict=True):
         text = row[: length - (finish == STOPPED)].tolist()
-        replies.texts.append(self.program.tokenizer.decode(text))
+        replies.texts.append(decode(text))
         replies.tokens.append(int(length))
         replies.truncated.append(bool(finish == TRUNCATED))
     return replies

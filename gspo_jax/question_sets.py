@@ -8,14 +8,17 @@
   GSM8K           question; answer (the reference follows its last ####)
   LiveCodeBench   question_content; public_test_cases, private_test_cases
   CodeForces      description; rating (may be null); official_tests | tests |
-                  test_cases | examples; the question also tells input_format,
-                  output_format, note and examples, where they are there
+                  test_cases, the first that has any; the question also tells
+                  input_format, output_format, note and examples, where they
+                  are there
 
 The files are JSON lines, and `a | b` is one column under either name. Tests are
 objects of `input` and `output`. The published private_test_cases are pickles in
 disguise, which are never loaded here: they have to be made JSON first, where
 that is safe. Rows that standard input and output cannot judge (functions to
-call, checkers, interaction, files) are left out, and counted.
+call, checkers, interaction, files) are left out, and counted, as are those of
+CodeForces that have no tests but the examples, which their question prints, or
+only some of them (official_tests_complete is false).
 """
 
 import dataclasses
@@ -156,6 +159,7 @@ def _codeforces(row: Row) -> tuple[str, str]:
     ("generated_checker", None, "needs a checker"),
     ("interaction_format", None, "interactive"),
     ("input_mode", "stdio", "reads a file"),
+    ("official_tests_complete", True, "incomplete tests"),
   ):
     if row.values.get(column) not in (None, "", good):
       raise Skipped(reason)
@@ -167,8 +171,17 @@ def _codeforces(row: Row) -> tuple[str, str]:
   for test in row.tests("examples") if "examples" in row.values else ():
     parts.append(f"Example input\n{test['input'].strip()}")
     parts.append(f"Example output\n{test['output'].strip()}")
-  name, _ = row.column("official_tests", "tests", "test_cases", "examples")
-  return "\n\n".join(parts), _reference(row.tests(name))
+  return "\n\n".join(parts), _reference(_codeforces_tests(row))
+
+
+def _codeforces_tests(row: Row) -> list[dict[str, str]]:
+  columns = ("official_tests", "tests", "test_cases")
+  found = filter(None, (row.tests(c) for c in columns if c in row.values))
+  if tests := next(found, None):
+    return tests
+  if row.column(*columns, "examples")[0] == "examples":
+    raise Skipped("no tests but the examples")
+  return []
 
 
 def _reference(tests: list[dict[str, str]]) -> str:

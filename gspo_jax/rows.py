@@ -63,7 +63,7 @@ def plain(value, where: str):
 
 def tfds(rest: str, data_dir: str) -> Sequence:
   """A split of a prepared set: `NAME[/CONFIG][:VERSION][:SPLIT]`."""
-  found = re.fullmatch(r"([\w/]+(?::\d+\.\d+\.\d+)?)(?::(.+))?", rest)
+  found = re.fullmatch(r"([\w/.+-]+(?::\d+\.\d+\.\d+)?)(?::(.+))?", rest)
   if not found:
     raise UserError(f"tfds:{rest}: expected tfds:NAME[:SPLIT]")
   name, split = found[1], found[2] or "train"
@@ -71,9 +71,12 @@ def tfds(rest: str, data_dir: str) -> Sequence:
 
   try:
     return tensorflow_datasets.data_source(
-      name, split=split, data_dir=data_dir or None
+      name, split=split, data_dir=data_dir or None, download=False
     )
-  except tensorflow_datasets.core.DatasetNotFoundError as error:
+  except (
+    tensorflow_datasets.core.DatasetNotFoundError,
+    AssertionError,  # known by name, and its files are not there
+  ) as error:
     raise UserError(
       f"tfds:{name} is not prepared in {data_dir or 'the folder of TFDS'!r}: "
       f"python -m gspo_jax.prepare_tfds --name={name} --train=FILE "

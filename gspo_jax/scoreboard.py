@@ -20,7 +20,7 @@ def summarize(questions: Questions, rows: Sequence[Mapping]) -> dict:
 
   Args:
     questions: N of them.
-    rows: N * n answers, those to a question side by side.
+    rows: N * n answers in `brief`, those to a question side by side.
 
   Returns:
     `avg` of n scores and its standard error; `pass` and `majority` by k, where
@@ -54,27 +54,58 @@ def summarize(questions: Questions, rows: Sequence[Mapping]) -> dict:
   }
 
 
+def brief(reward: str, row: Mapping) -> dict:
+  """What `summarize` needs of an answer: its `vote`, but not its text.
+
+  Args:
+    reward: that judged it.
+    row: of answers.jsonl.
+  """
+  kept = {k: row[k] for k in ("score", "failed", "tokens", "finish")}
+  return kept | {"vote": vote(reward, row["text"])}
+
+
 def _majority(reward, rows, correct, ks):
-  if reward not in _READERS:
+  if _name(reward) not in _READERS:
     return None
-  said = [vote(reward, row["text"]) for row in rows]
   n = correct.shape[1]
-  votes = [said[i : i + n] for i in range(0, len(said), n)]
+  votes = [
+    _merged([row["vote"] for row in rows[i * n : (i + 1) * n]], right)
+    for i, right in enumerate(correct)
+  ]
   return {str(k): estimates.majority_at_k(votes, correct, k) for k in ks}
 
 
+def _merged(votes, correct):
+  """Votes to a question, those that were judged correct made one."""
+  good = {v for v, right in zip(votes, correct, strict=True) if right} - {None}
+  return ["correct" if v in good else v and ("other", v) for v in votes]
+
+
 def vote(reward: str, text: str) -> Hashable | None:
-  """What an answer says in the end, alike for equal results; None: nothing.
+  r"""What an answer says in the end; None: nothing that can be compared.
+
+  Alike for results that are written alike, and for equal numbers. `math` knows
+  more results as equal (`\frac{1}{2}` and 0.5). So `summarize` takes all votes
+  that were judged correct for one; wrong ones are not compared with each other,
+  and those written in several ways are divided.
 
   Args:
-    reward: whose reading of results it is: math, gsm8k or final_answer.
+    reward: whose reading of results it is: math, gsm8k or final_answer, with
+      its arguments or without.
     text: of the answer.
   """
-  find, read = _READERS[reward]
+  if _name(reward) not in _READERS:
+    return None
+  find, read = _READERS[_name(reward)]
   found = find(text)
-  if not found or len(found) > _LONGEST:
-    return found or None
-  return read(found)
+  if not found:
+    return None
+  return read(found) if len(found) <= _LONGEST else hash(found)
+
+
+def _name(reward: str) -> str:
+  return reward.partition(":")[0]
 
 
 def _behind_mark(text: str) -> str:

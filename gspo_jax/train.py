@@ -25,6 +25,7 @@ from gspo_jax import (
 )
 from gspo_jax.advantages import group_relative_advantages
 from gspo_jax.checkpoint import Checkpoints
+from gspo_jax.errors import UserError
 from gspo_jax.estimates import summarize
 from gspo_jax.identity import changes, flatten, match
 from gspo_jax.preemption import Preemption
@@ -144,6 +145,12 @@ def _prepare(config, workdir, mesh) -> Run:
 def _sources(config) -> Sources:
   c, cold = config.data, config.cold_start
   if c.source == "chain":
+    if c.eval_source or c.weights:
+      raise UserError(
+        f"data.eval_source={c.eval_source!r}, data.weights={c.weights}: "
+        "expected neither, since data.source='chain' makes its own held-out "
+        "questions and mixes with no other source"
+      )
     chain = Chain(c.chain_steps, seed=config.seed)
     return Sources(
       chain,
@@ -156,18 +163,20 @@ def _sources(config) -> Sources:
     c.question_field, c.answer_field, c.demonstration_field
   )
 
-  def load(specs, weights, evaluation):
-    side = None if c.eval_source else evaluation
-    each = [
-      sources.load(s, fields=fields, data_dir=c.tfds_dir, evaluation=side)
-      for s in specs.split(",")
-    ]
-    return sources.mix(each, weights)
+  def load(specs):
+    names = [name.strip() for name in specs.split(",")]
+    return [sources.load(s, fields=fields, data_dir=c.tfds_dir) for s in names]
 
-  train = load(c.source, c.weights, False)
+  def side(every, evaluation):
+    return [dataclasses.replace(s, evaluation=evaluation) for s in every]
+
+  every = load(c.source)
   if c.eval_source:
-    return Sources(train, load(c.eval_source, (), True), train)
-  return Sources(train, load(c.source, c.weights, True), train)
+    train, held_out = every, load(c.eval_source)
+  else:
+    train, held_out = side(every, False), side(every, True)
+  train = sources.mix(train, c.weights)
+  return Sources(train, sources.mix(held_out), train)
 
 
 def _start(run, batches, checkpoints, preemption) -> TrainState | None:
@@ -295,11 +304,11 @@ def _iterate(run, state, batch, step):
   # Rollouts: G answers to each question.
   prompts = hosts.lay(Prompts(batch["tokens"], batch["length"]), rows)
   samples = functions.generate(state.params, prompts, k_generate)
-  problems, group = batch["problems"], config.sampler.group_size
-  answers = answer.read(samples, problems, functions.tokenizer)
+  answers = answer.read(samples, batch, functions.tokenizer)
   tick()
 
   # Old log-probs, on the device while each host has its own answers verified.
+  group = config.sampler.group_size
   marking = answer.mark(run.scorer, answers, group, samples.lengths)
   rollout, scored = functions.score(state.params, prompts, samples)
   marks = marking()
@@ -324,7 +333,7 @@ def _iterate(run, state, batch, step):
   updates = step * config.learner.minibatches
   row["optim/learning_rate"] = float(functions.schedule(updates - 1))
   require_finite(row, step)
-  return state, row, _shown(answers, marks)
+  return state, row, _shown(batch["problems"], answers, marks)
 
 
 def _rollout_row(marks: answer.Marks, samples) -> dict[str, float]:
@@ -358,13 +367,13 @@ def _time_row(clock, samples) -> dict[str, float]:
   }
 
 
-def _shown(answers, marks) -> list[tuple[str, str, str, float]]:
+def _shown(problems, answers, marks) -> list[tuple[str, str, str, float]]:
   """One answer to each question: question, answer, reference, reward."""
   group = marks.total.shape[1]
   return [
-    (a.prompt, a.text, a.reference, float(marks.total[i // group, 0]))
-    for i, a in answers.items()  # of this host
-    if i % group == 0
+    (p.question, answers[i].text, p.answer, float(marks.total[i // group, 0]))
+    for i, p in zip(range(0, marks.total.size, group), problems, strict=True)
+    if i in answers  # else another host holds it
   ]
 
 

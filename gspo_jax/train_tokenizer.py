@@ -4,9 +4,10 @@
     --fields=question,answer --out=runs/tokenizer.model
 
 Byte-pair encoding without normalisation or a prefix space: every text comes
-back as it was. Digits stand alone, characters that are rare are bytes, a new
-line is one. The same text gives the same file. With an `--out` that does not
-end in .model, a folder that transformers' AutoTokenizer loads.
+back as it was (but U+2581, which SentencePiece writes for a space). Digits
+stand alone, characters that are rare are bytes, a new line is one. The same
+text gives the same file. With an `--out` that does not end in .model, a folder
+that transformers' AutoTokenizer loads.
 
 Exit codes: 0 done; 2 a mistake of the caller's, in one line.
 """
@@ -112,7 +113,7 @@ def train(source: Iterator[str], vocab_size: int) -> bytes:
   except RuntimeError as error:
     raise UserError(
       f"--vocab_size={vocab_size} does not suit this text: "
-      f"{str(error).rsplit('] ', 1)[-1]}"
+      f"{str(error).rsplit('] ', 1)[-1] or 'there is none'}"
     ) from error
   return model.getvalue()
 

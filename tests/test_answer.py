@@ -40,6 +40,10 @@ def samples(answers, width=8):
   return jax.tree.map(jnp.asarray, drawn)
 
 
+def asked(problems):
+  return data.take(problems, data.PromptConfig(BYTES, 16), len(problems))
+
+
 class Pupil:
   """A `generate` that knows some answers: each right once, then wrong."""
 
@@ -58,22 +62,31 @@ class Pupil:
 
 
 def test_texts_end_before_the_stop():
-  three = [Problem("q", "1", "")] * 3
+  three = asked([Problem("q", "1", "")] * 3)
   read = answer.read(samples(["#1", "", "#é"]), three, BYTES)
   assert {i: a.text for i, a in read.items()} == {0: "#1", 1: "", 2: "#é"}
   assert [a.tokens for a in read.values()] == [3, 1, 4]
   assert {a.limit for a in read.values()} == {8}
   cut = jnp.full((1, 8), ord("7"), jnp.int32)
   one = Samples(cut, cut, jnp.array([3]), jnp.array([TRUNCATED]), jnp.int32(8))
-  assert answer.read(one, three[:1], BYTES)[0].text == "777"
+  lone = asked([Problem("q", "1", "")])
+  assert answer.read(one, lone, BYTES)[0].text == "777"
+
+
+def test_a_prompt_is_what_the_policy_read():
+  system = data.PromptConfig(BYTES, 16, "Sum. ", "{question}<think>")
+  batch = data.take([Problem("1+1?", "2", "")], system, 1)
+  read = answer.read(samples(["#2"]), batch, BYTES)
+  assert read[0].prompt == "Sum. 1+1?<think>"[-16:]
 
 
 def test_answers_stand_beside_their_own_question(scorer):
   problems = QUESTIONS["problems"][:2]
+  batch = asked(problems)
   right, other = (f"#{p.answer}" for p in problems)
   assert right != other
   drawn = samples([right, "", "x", other, right, other])
-  answers = answer.read(drawn, problems, BYTES)
+  answers = answer.read(drawn, batch, BYTES)
   assert answers[2].prompt == problems[0].question
   assert answers[3].reference == problems[1].answer
   marks = answer.mark(scorer, answers, 3, drawn.lengths)()
@@ -87,7 +100,7 @@ def test_the_first_reward_is_the_verdict_and_all_of_them_are_paid():
   drawn = samples([f"#{problems[0].answer}", "#wrong"])
   names = ("final_answer", "length")
   with Scorer(names, (1.0, 0.5), workers=1) as pool:
-    answers = answer.read(drawn, problems, BYTES)
+    answers = answer.read(drawn, asked(problems), BYTES)
     marks = answer.mark(pool, answers, 2, drawn.lengths)()
   np.testing.assert_array_equal(marks.correct, [[1, 0]])
   assert list(marks.parts) == ["final_answer", "length"]

@@ -21,6 +21,8 @@ each_mode = pytest.mark.parametrize("mode", ["", "debug"])
 
 
 def load(name, mode):
+  if name == "hugging_face":
+    mode = mode or "./folder"  # it has no default
   return importlib.import_module(f"configs.{name}").get_config(mode)
 
 

@@ -164,8 +164,17 @@ def test_a_mixture_keeps_to_its_weights():
   counts = Counter(drawn)
   assert {counts[p.question] for p in parts[0]} == {12}
   assert {counts[p.question] for p in parts[1]} == {4}
-  taken = data.take(source, config(), 40)["problems"]
-  assert Counter(p.question[0] for p in taken) == {"a": 30, "b": 10}
+
+
+def test_of_a_mixture_each_source_is_asked_in_turn():
+  sizes = {"a": 9, "b": 3}.items()
+  parts = [problems(*(f"{c}{i}" for i in range(n))) for c, n in sizes]
+  taken = data.take(sources.mix(parts, (3, 1)), config(), 12)["problems"]
+  asked = [p.question for p in taken]
+  assert asked[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
+  assert asked[6:] == [f"a{i}" for i in range(3, 9)]  # all there are
+  with pytest.raises(UserError, match="only 12 questions"):
+    data.take(sources.mix(parts), config(), 13)
 
 
 def test_sources_of_one_size_are_not_shuffled_alike():

@@ -65,7 +65,7 @@ def test_a_hugging_face_folder(debug_config, made, tmp_path):
 @pytest.mark.parametrize(
   ("section", "changes", "words"),
   [
-    ("model", {"dtype": "bfloat16"}, "model.dtype='float32'"),
+    ("model", {"norm_eps": 1e-5}, "model.norm_eps=1e-06"),
     ("model", {"variant": "small"}, "model.vocab_size=258"),
   ],
 )
@@ -78,6 +78,7 @@ def test_another_model(debug_config, made, run, section, changes, words):
 
 def test_other_settings_of_the_same_model(debug_config, made, run):
   debug_config.model.remat = True
+  debug_config.model.dtype = "bfloat16"
   debug_config.sampler.max_new_tokens = 9
   other = program.build(debug_config, made.mesh)
   require_equal(load(debug_config, other, run), fresh(made, 2).params)

@@ -4,13 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent import futures
 
 import numpy as np
 import pytest
 
 from gspo_jax.errors import UserError
-from gspo_jax.rewards import process
+from gspo_jax.rewards import process, worker
 from gspo_jax.rewards.pool import Answer, Scorer
 
 # Rewards of the user's: `act` does what the answer says, and then returns 1.
@@ -216,6 +218,65 @@ def test_a_worker_that_stands_still_is_replaced(scorer, folder, monkeypatch):
   np.testing.assert_array_equal(scores.total, [1, 1])
 
 
+def test_one_that_stands_still_before_a_large_request_is_replaced(
+  scorer, monkeypatch
+):
+  monkeypatch.setattr(process, "GRACE", 0.5)
+  os.kill(scorer._workers[0]._process.pid, signal.SIGSTOP)
+  answers = [Answer("", "good", "x" * 1_000_000)] * 2
+  pending = scorer.submit(answers)
+  np.testing.assert_array_equal(pending.chunks[0].result(30), [[[1, None]]] * 2)
+
+
+def test_close_ends_a_worker_that_takes_no_request(folder):
+  with Scorer(["own_rewards.act"], [1.0], workers=1) as scorer:
+    os.kill(scorer._workers[0]._process.pid, signal.SIGSTOP)
+    pending = scorer.submit([Answer("", "good", "x" * 1_000_000)])
+    time.sleep(0.5)
+    closing = threading.Thread(target=scorer.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    stuck = closing.is_alive()
+    scorer._workers[0]._process.kill()  # or the test would never end
+    assert not stuck
+  assert pending.chunks[0].exception(timeout=5) is not None
+
+
+def test_a_restart_that_fails_costs_the_answers_and_ends_nothing(
+  folder, tmp_path
+):
+  path = folder / "once.py"
+  path.write_text(
+    "import os, signal, time\n"
+    "def f(prompt, answer, reference):\n"
+    "  if answer: os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)\n"
+    "  return 1.0\n"
+  )
+  with Scorer(["once.f"], [1.0], workers=1) as scorer:
+    path.write_text("1 / 0")
+    answers = [Answer("", text, "") for text in ("", "x", "")]
+    scores = scorer.submit(answers).result()
+    assert scores.failed[1:].all()
+    assert "ZeroDivisionError" in scores.reasons[-1]
+
+
+def test_a_process_started_during_close_is_ended(folder, monkeypatch):
+  scorer = Scorer(["own_rewards.act"], [1.0], workers=1)
+  one, closing = scorer._workers[0], threading.Thread(target=scorer.close)
+  start = one._start
+
+  def closes_and_starts():
+    closing.start()
+    closing.join(0.5)
+    start()
+
+  monkeypatch.setattr(one, "_start", closes_and_starts)
+  with pytest.raises((futures.CancelledError, UserError)):
+    one._restart()
+  closing.join(10)
+  assert one._process.poll() is not None
+
+
 def test_order_and_scores_do_not_depend_on_the_workers(folder):
   rng = np.random.default_rng(0)
   answers = [
@@ -248,7 +309,7 @@ def test_any_text_arrives_as_it_was(folder):
     assert scorer.submit(other).result().total.sum() == 0
 
 
-def test_total_is_the_weighted_sum_and_one_failure_zeroes_all_parts(folder):
+def test_total_is_the_weighted_sum_of_what_could_be_computed(folder):
   names = ["final_answer", "own_rewards.measured:scale=-1", "own_rewards.act"]
   answers = [
     Answer("", "#5", "5", 2, 8),
@@ -264,11 +325,25 @@ def test_total_is_the_weighted_sum_and_one_failure_zeroes_all_parts(folder):
   ]
   np.testing.assert_array_equal(
     np.stack(list(scores.parts.values()), 1),
-    [[1, -0.25, 1], [0, -0.5, 1], [0, 0, 0]],
+    [[1, -0.25, 1], [0, -0.5, 1], [0, -1, 0]],
   )
-  np.testing.assert_array_equal(scores.total, np.float32([1.125, 0, 0]))
+  np.testing.assert_array_equal(scores.total, np.float32([1.125, 0, -0.5]))
   assert scores.total.dtype == np.float32
   np.testing.assert_array_equal(scores.failed, [False, False, True])
+
+
+@pytest.mark.parametrize("kind", ["raises", "sleeps", "ends"])
+def test_failing_pays_no_better_than_being_wrong(folder, kind):
+  names = ["own_rewards.act", "own_rewards.measured:scale=-1"]
+  answers = [
+    Answer("", text, "", tokens, 8)
+    for text in ("good", kind)
+    for tokens in (8, -8)
+  ]
+  with Scorer(names, [0.0, 1.0], workers=1, seconds=1.0) as scorer:
+    scores = scorer.submit(answers).result()
+  np.testing.assert_array_equal(scores.failed, [False, False, True, True])
+  np.testing.assert_array_equal(scores.total, [-1, 1, -1, 0])
 
 
 def test_submit_does_not_wait(scorer):
@@ -327,6 +402,17 @@ def test_misbehaving_at_import_is_the_users_mistake(
 def test_mistakes_are_named_at_the_start(names, weights, more, message):
   with pytest.raises(UserError, match=message):
     Scorer(names, weights, **more)
+
+
+def test_no_bound_is_set_where_the_system_has_none(monkeypatch):
+  limits = []
+  monkeypatch.setattr(
+    worker.resource, "setrlimit", lambda *limit: limits.append(limit)
+  )
+  monkeypatch.setattr(worker, "Path", None)  # no /proc
+  monkeypatch.setattr(worker.sys, "platform", "darwin")
+  worker._limit(1.0)
+  assert not limits
 
 
 RUN = """

@@ -8,6 +8,7 @@ Of a file, each process reads what its own devices need.
 import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -48,8 +49,7 @@ def load_hf(folder: str | Path, cfg: ModelConfig, *, shardings=None) -> Params:
     UserError: no such files, or their tensors are not exactly the model's:
       those missing, superfluous or misshapen are named, 16 of a kind.
   """
-  source = Folder(folder)
-  source.require(cfg)
+  source = hosts.together(lambda: _opened(folder, cfg))
   lays, found, params = _by_path(shardings), places(cfg), {}
   one = SingleDeviceSharding(jax.local_devices()[0])
   lays = {place: lays.get(place.path, one) for place in found}
@@ -68,6 +68,12 @@ def load_hf(folder: str | Path, cfg: ModelConfig, *, shardings=None) -> Params:
         params[place.path] = _fill(stack, part, i, place=place, lay=lay)
     jax.block_until_ready(params)  # the host would read ahead: all layers
   return _nested(params)
+
+
+def _opened(folder, cfg) -> Folder:
+  source = Folder(folder)
+  source.require(cfg)
+  return source
 
 
 def _by_path(tree) -> dict:
@@ -128,6 +134,7 @@ def save_hf(
   *,
   dtype: str = "float32",
   like: str | Path | None = None,
+  beside: Callable[[Path], None] | None = None,
 ) -> None:
   """Writes a checkpoint that transformers loads: a file a layer, and the rest.
 
@@ -141,17 +148,19 @@ def save_hf(
     dtype: of the tensors, of `config.DTYPES`.
     like: a checkpoint of the same model whose config.json is taken over and
       whose tokenizer and generation config are copied.
+    beside: writes other files into a folder, instead of that copying.
 
   Raises:
     UserError: the folder holds something or cannot be written, or `like` is
       another model.
   """
-  folder = Path(folder)
+  require_new(folder, dtype)
+  folder = Path(folder).absolute()
   partial = folder.with_name(folder.name + ".partial")
   first = lambda work: hosts.together(
     lambda: _written(work, folder) if hosts.first() else None
   )
-  first(lambda: _begin(folder, partial, cfg, dtype, like))
+  first(lambda: _begin(partial, cfg, dtype, like, beside))
   found, leaves = places(cfg), _by_path(params)
   index, total = {}, 0
   for number, i in enumerate([*range(cfg.num_layers), None], start=1):
@@ -188,17 +197,26 @@ def _written(work, folder: Path):
     raise UserError(f"{str(folder)!r} cannot be written: {error}") from error
 
 
-def _begin(folder: Path, partial: Path, cfg, dtype, like) -> None:
-  """Makes the partial folder, with all but the tensors."""
+def require_new(folder: str | Path, dtype: str) -> None:
+  """UserError unless `save_hf` can write there, and in that type."""
   if dtype not in DTYPES:
     raise UserError(f"{dtype=}: {nearest(dtype, DTYPES)}")
-  config = config_to_hf(cfg, dtype, like)
-  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+  if "://" in str(folder):
+    raise UserError(f"{str(folder)!r}: expected a folder on this machine")
+  path = Path(folder)
+  if path.exists() and (not path.is_dir() or any(path.iterdir())):
     raise UserError(f"{str(folder)!r} exists: expected a new or empty folder")
+
+
+def _begin(partial: Path, cfg, dtype, like, beside) -> None:
+  """Makes the partial folder, with all but the tensors."""
+  config = config_to_hf(cfg, dtype, like)
   shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
   partial.mkdir(parents=True)
   (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-  for name in _ALONG if like else ():
+  if beside:
+    beside(partial)
+  for name in _ALONG if like and not beside else ():
     if (Path(like) / name).is_file():
       shutil.copy(Path(like) / name, partial)
 

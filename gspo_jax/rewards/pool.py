@@ -2,7 +2,8 @@
 
 The caller may have threads and devices: it never forks, it starts programs,
 each a `rewards.worker`. A reward that raises, hangs, dies, eats memory or
-returns no finite number costs that answer only: score 0, and `failed`.
+returns no finite number costs that answer only: it is `failed`, its total is
+what the other rewards make it, and never above 0.
 """
 
 import math
@@ -42,9 +43,11 @@ class Scores(NamedTuple):
   """Of N answers, in the order submitted.
 
   Attributes:
-    total: [N] float32, the weighted sum of `parts`.
-    parts: name of a reward (without arguments) -> [N] float32.
-    failed: [N] bool; where true, all parts of the answer are 0.
+    total: [N] float32, the weighted sum of `parts`; of one that failed, the
+      same if below 0, else 0: failing must not pay better than being wrong.
+    parts: name of a reward (without arguments) -> [N] float32; 0 where it could
+      not be computed.
+    failed: [N] bool; where true, a part of the answer could not be computed.
     reasons: what went wrong with the first few that failed.
   """
 
@@ -67,12 +70,14 @@ class Pending(NamedTuple):
     rows = [None] * sum(map(len, chunks))
     for i, chunk in enumerate(chunks):
       rows[i :: len(chunks)] = chunk
-    zeros = [0.0] * len(self.names)
-    parts = np.array([p or zeros for p, _ in rows], np.float64)
+    calls = [call for row in rows for call in row]
+    parts = np.array([value or 0.0 for value, _ in calls], np.float64)
     parts = parts.reshape(-1, len(self.names)).astype(np.float32)
-    failed = np.array([bool(reason) for _, reason in rows], bool)
-    total = np.float32(parts.astype(np.float64) @ np.float64(self.weights))
-    reasons = tuple(dict.fromkeys(reason for _, reason in rows if reason))
+    failed = np.array([bool(reason) for _, reason in calls], bool)
+    failed = failed.reshape(parts.shape).any(1)
+    total = parts.astype(np.float64) @ np.float64(self.weights)
+    total = np.float32(np.where(failed, np.minimum(total, 0), total))
+    reasons = tuple(dict.fromkeys(reason for _, reason in calls if reason))
     by_name = dict(zip(self.names, parts.T, strict=True))
     return Scores(total, by_name, failed, reasons[:3])
 
@@ -84,8 +89,9 @@ class Scorer:
     names: rewards, as `rewards.named` reads them.
     weights: of each in an answer's total.
     workers: processes; each scores one answer at a time.
-    seconds: for one answer and all its rewards, by the clock.
-    memory: GiB that the rewards of one answer may add to a worker.
+    seconds: for one reward of one answer, by the clock. One that fails by
+      taking too long takes all of it.
+    memory: GiB that rewards may add to a worker; Linux alone bounds them.
 
   Raises:
     UserError: a reward is not there, does not import or misses something.
@@ -139,7 +145,7 @@ class Scorer:
   def __exit__(self, *_) -> None:
     self.close()
 
-  def _score(self, answers: list[Answer]) -> list[list]:
+  def _score(self, answers: list[Answer]) -> list[list[list]]:
     worker = self._idle.get()
     try:
       return worker.score(answers)

@@ -1,6 +1,5 @@
 """The caller's side of a `rewards.worker`: starts it, asks it, replaces it."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -8,6 +7,7 @@ import pickle
 import select
 import subprocess
 import sys
+import threading
 import time
 from concurrent import futures
 
@@ -22,6 +22,8 @@ class Process:
 
   def __init__(self, setup: tuple):
     self._setup, self._closed = setup, False
+    # Held where stdin is written to or closed, and where a process starts.
+    self._lock = threading.Lock()
     self._start()
 
   def _start(self) -> None:
@@ -40,14 +42,17 @@ class Process:
       stdout=subprocess.PIPE,
       env=env,
       start_new_session=True,
+      bufsize=0,
     )
+    os.set_blocking(self._process.stdin.fileno(), False)
+    self._room = select.poll()
+    self._room.register(self._process.stdin, select.POLLOUT)
     self._wait = select.poll()
     self._wait.register(self._process.stdout, select.POLLIN)
     self._rest = b""
-    with contextlib.suppress(BrokenPipeError):
-      self._ask(self._setup)
 
   def wait_ready(self) -> None:
+    self._ask(self._setup)
     answer = self._line(START)
     if answer is None:
       raise errors.UserError(
@@ -57,25 +62,35 @@ class Process:
     if answer[1]:
       raise errors.UserError(answer[1])
 
-  def score(self, answers: list[tuple]) -> list[list]:
-    """[parts, None] or [None, reason] of each answer."""
+  def score(self, answers: list[tuple]) -> list[list[list]]:
+    """Of each answer, for each reward: [value, None] or [None, reason]."""
     rows, size = [], len(answers)
     while len(rows) < len(answers):
       asked = answers[len(rows) : len(rows) + size]
-      got = self._asked(asked)
+      got, begun = self._asked(asked)
       rows += got
-      if len(got) < len(asked):
-        # What it died of may be one it had not yet told of, or no answer at
-        # all: from now on one at a time.
-        if size == 1:
-          rows.append([None, "the process that scores ended"])
-        size = 1
+      if len(got) == len(asked):
+        continue
+      # What it died of may be one it had not yet told of, or no answer at
+      # all: from now on one at a time.
+      if size == 1:
+        rows.append(self._filled(begun, "the process that scores ended"))
+      size = 1
+      try:
         self._restart()
+      except errors.UserError as e:
+        if self._closed:
+          raise futures.CancelledError from e
+        rows += [self._filled([], str(e)) for _ in answers[len(rows) :]]
     return rows
 
+  def _filled(self, begun: list[list], reason: str) -> list[list]:
+    missing = len(self._setup[0]) - len(begun)
+    return begun + [[None, reason]] * missing
+
   def close(self) -> None:
-    self._closed = True
-    with contextlib.suppress(BrokenPipeError):
+    with self._lock:
+      self._closed = True
       self._process.stdin.close()  # it takes that as its end
     try:
       self._process.wait(2)
@@ -87,22 +102,42 @@ class Process:
     self._process.kill()
     self._process.wait()
     self._process.stdout.close()
-    if self._closed:
-      raise futures.CancelledError
-    self._start()
+    with self._lock:
+      if self._closed:
+        raise futures.CancelledError
+      self._process.stdin.close()
+      self._start()
     self.wait_ready()
 
-  def _asked(self, answers: list[tuple]) -> list[list]:
-    """The rows of these answers, fewer if the process dies or stands still."""
-    with contextlib.suppress(BrokenPipeError):
-      self._ask(answers)
-    lines = (self._line(self._setup[1] + GRACE) for _ in answers)
-    return list(itertools.takewhile(lambda row: row is not None, lines))
+  def _asked(self, answers: list[tuple]) -> tuple[list[list], list]:
+    """Rows, fewer if the process dies or stands still, and a part of one."""
+    if not self._ask(answers):
+      return [], []
+    width = len(self._setup[0])
+    lines = (
+      self._line(self._setup[1] + GRACE) for _ in range(width * len(answers))
+    )
+    lines = list(itertools.takewhile(lambda line: line is not None, lines))
+    whole = len(lines) // width * width
+    rows = [lines[i : i + width] for i in range(0, whole, width)]
+    return rows, lines[whole:]
 
-  def _ask(self, request) -> None:
+  def _ask(self, request) -> bool:
+    """Writes a request; whether all of it was taken, never waiting forever."""
     body = pickle.dumps(request)
-    self._process.stdin.write(len(body).to_bytes(8, "big") + body)
-    self._process.stdin.flush()
+    rest = memoryview(len(body).to_bytes(8, "big") + body)
+    while rest:
+      # A process that stands still takes no more than the pipe holds.
+      if not self._room.poll(1000 * GRACE):
+        return False
+      with self._lock:
+        if self._closed:
+          raise futures.CancelledError
+        try:
+          rest = rest[os.write(self._process.stdin.fileno(), rest) :]
+        except BrokenPipeError:
+          return False
+    return True
 
   def _line(self, seconds: float) -> list | None:
     """The next line, read as JSON; None if none comes."""

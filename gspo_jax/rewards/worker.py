@@ -1,12 +1,12 @@
 """The process that scores: one a worker of `rewards.pool`, which starts it.
 
 It imports the rewards once and never calls one. Each chunk of answers is scored
-by a child forked for it, which reports answer by answer; what hangs is killed,
-with all it started, and what dies is replaced, at the answer it was on.
+by a child forked for it, which reports call by call; what hangs is killed, with
+all it started, and what dies is replaced, behind the call it was on.
 
 In: pickles, each behind 8 bytes of length; first (names, seconds, memory), then
-lists of answers. Out: a line of JSON when ready, and one for each answer:
-[parts, null] or [null, reason].
+lists of answers. Out: a line of JSON when ready, and one for each call of a
+reward, answer by answer: [value, null] or [null, reason].
 """
 
 import contextlib
@@ -43,11 +43,11 @@ def main() -> None:
     return
   functions = [(n, f, sorted(rewards.given(f))) for n, f in functions]
   _prctl(_SET_CHILD_SUBREAPER, 1)
-  _send(results, [[], None])
+  _send(results, [None, None])
   while (answers := receive(requests)) is not None:
-    while answers:
-      settled = _settle(functions, answers, requests, results, seconds, memory)
-      answers = answers[settled:]
+    calls = [(*f, answer) for answer in answers for f in functions]
+    while calls:
+      calls = calls[_settle(calls, requests, results, seconds, memory) :]
 
 
 def receive(source: int):
@@ -68,24 +68,24 @@ def _send(results: int, message) -> None:
   os.write(results, json.dumps(message).encode() + b"\n")
 
 
-def _settle(functions, answers, requests, results, seconds, memory) -> int:
-  """Scores answers in a new child; how many are done with, 1 or more."""
+def _settle(calls, requests, results, seconds, memory) -> int:
+  """Makes calls in a new child; how many are done with, 1 or more."""
   source, sink = os.pipe()
   child = os.fork()
   if not child:
     try:
       for fd in (requests, results, source):
         os.close(fd)
-      _score_all(functions, answers, sink, memory)
+      _score_all(calls, sink, memory)
     finally:
       os._exit(0)
   os.close(sink)
   try:
-    settled, reason = _watch(source, requests, results, len(answers), seconds)
+    settled, reason = _watch(source, requests, results, len(calls), seconds)
   finally:
     os.close(source)
     _clear(child)
-  # A child that died on its first answer died of it. Later, it may have been of
+  # A child that died on its first call died of it. Later, it may have been of
   # what an earlier one left behind: the rest gets another child.
   if reason and (settled == 0 or reason != _DIED):
     _send(results, [None, reason])
@@ -146,8 +146,8 @@ def _children() -> list[int]:
   return []
 
 
-def _score_all(functions, answers, sink: int, memory: float) -> None:
-  """In the child: a line for each answer."""
+def _score_all(calls, sink: int, memory: float) -> None:
+  """In the child: a line for each call."""
   os.setsid()
   _prctl(_SET_PDEATHSIG, signal.SIGKILL)
   nothing = os.open(os.devnull, os.O_RDWR)
@@ -155,8 +155,8 @@ def _score_all(functions, answers, sink: int, memory: float) -> None:
     os.dup2(nothing, fd)
   _limit(memory)
   me = os.getpid()
-  for answer in answers:
-    message = _scored(functions, answer)
+  for call in calls:
+    message = _scored(*call)
     for timer in _TIMERS:  # set by a reward, they would end the next
       signal.setitimer(timer, 0)
     if os.getpid() != me:  # a reward forked, and both came back
@@ -165,7 +165,12 @@ def _score_all(functions, answers, sink: int, memory: float) -> None:
 
 
 def _limit(memory: float) -> None:
-  """Bounds what is added to the present address space, in GiB."""
+  """Bounds what is added to the present address space, in GiB, on Linux.
+
+  Other systems do not tell it here, and macOS bounds no address space at all.
+  """
+  if sys.platform != "linux":
+    return
   pages = int(Path("/proc/self/statm").read_text().split()[0])
   most = pages * resource.getpagesize() + int(memory * 2**30)
   hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -174,20 +179,17 @@ def _limit(memory: float) -> None:
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _scored(functions, answer) -> list:
-  parts = []
-  for name, function, measures in functions:
-    try:
-      more = {measure: getattr(answer, measure) for measure in measures}
-      value = function(answer.prompt, answer.text, answer.reference, **more)
-      if not hasattr(value, "__float__"):  # float() reads texts too
-        raise TypeError(f"expected a number, got {type(value).__name__}")
-      if not abs(value := float(value)) <= _LARGEST:  # NaN too
-        raise ValueError(f"expected a number up to 1e9, got {value}")
-    except BaseException as e:
-      return [None, f"{name}: {_said(e)}"]
-    parts.append(value)
-  return [parts, None]
+def _scored(name: str, function, measures, answer) -> list:
+  try:
+    more = {measure: getattr(answer, measure) for measure in measures}
+    value = function(answer.prompt, answer.text, answer.reference, **more)
+    if not hasattr(value, "__float__"):  # float() reads texts too
+      raise TypeError(f"expected a number, got {type(value).__name__}")
+    if not abs(value := float(value)) <= _LARGEST:  # NaN too
+      raise ValueError(f"expected a number up to 1e9, got {value}")
+  except BaseException as e:
+    return [None, f"{name}: {_said(e)}"]
+  return [value, None]
 
 
 def _said(error: BaseException) -> str:

@@ -1,0 +1,275 @@
+# %% [markdown]
+# # Reading a finished run
+#
+# A run leaves its numbers in `metrics.jsonl` and what it said now and then in
+# `samples/`; `python -m gspo_jax.evaluate` adds every answer to a question set.
+# Name your run's folder below and see its curves, its lengths, what was
+# clipped, which questions it solves, and its best and worst answers. Without
+# one, a small run is made first, in three minutes on two CPU cores.
+
+# %%
+# In Colab: upload a checkout, or mount a Drive that holds one, and name its
+# folder here. Anywhere else `pip install -e '.[colab]'` has done this before.
+import subprocess
+import sys
+
+if subprocess.run(
+  [sys.executable, "-c", "import gspo_jax.train, matplotlib"],
+  capture_output=True,
+).returncode:
+  checkout = "."
+  pip = [sys.executable, "-m", "pip", "install", "-q", "-e"]
+  subprocess.run([*pip, f"{checkout}[colab]"], check=True)
+  sys.path.insert(0, checkout)
+
+# %%
+import collections
+import json
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+import gspo_jax
+from gspo_jax.tasks import Chain
+
+plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
+plt.rcParams.update({"grid.alpha": 0.25, "axes.spines.top": False})
+plt.rcParams.update({"axes.spines.right": False, "figure.dpi": 100})
+
+WORKDIR = ""  # of your run, such as "runs/tiny"; "": a small one is made
+EVALUATION = ""  # what was evaluate's --out; "": its own, WORKDIR/evaluation
+SET = ""  # of several evaluated sets the one to look at; "": the first
+
+# %% [markdown]
+# The small run: chains of two and three sums modulo 10, imitated from faulty
+# demonstrations and then practised with GSPO. The same two commands, with your
+# config and your questions, make a real one.
+
+# %%
+SMALL = (
+  "--config.data.chain_steps=2,3",
+  "--config.data.max_prompt_length=12",
+  "--config.data.prompts=32",
+  "--config.sampler.group_size=8",
+  "--config.sampler.max_new_tokens=24",
+  "--config.learner.micro_rows=64",
+  "--config.cold_start.steps=400",
+  "--config.cold_start.batch=64",
+  "--config.cold_start.chain_steps=2,3",
+)
+LONGER = (
+  "--config.num_steps=40",
+  "--config.eval.every=10",
+  "--config.eval.prompts=128",
+  "--config.checkpoint.every=20",
+  "--config.log.samples_every=20",
+)
+
+
+def python(*command):
+  """Runs a command of the package, and shows the end of what it printed."""
+  checkout = Path(gspo_jax.__file__).parent.parent
+  run = subprocess.run(
+    [sys.executable, *command], cwd=checkout, capture_output=True, text=True
+  )
+  assert run.returncode == 0, run.stderr[-2000:]
+  print(*run.stdout.splitlines()[-6:], sep="\n")
+
+
+def make_run(workdir):
+  config = "--config=configs/tiny_cpu.py:debug"
+  train = ("-m", "gspo_jax.main", config, f"--workdir={workdir}")
+  python(*train, *SMALL, *LONGER)
+  chain, questions = Chain((2, 3), evaluation=True, seed=1), Path(workdir, "q")
+  asked = [chain[i]._asdict() for i in range(48)]
+  questions.write_text("\n".join(map(json.dumps, asked)))
+  ask = ("-m", "gspo_jax.evaluate", config, f"--checkpoint={workdir}")
+  exam = (f"--set=chains={questions}", "--reward=final_answer", "--samples=8")
+  python(*ask, *exam, *SMALL)
+
+
+if not WORKDIR:
+  WORKDIR = tempfile.mkdtemp()
+  make_run(WORKDIR)
+
+# %% [markdown]
+# ## The run
+#
+# One JSON object a step. Means are over the answers of an iteration; `eval/*`
+# is on held-out questions.
+
+# %%
+lines = Path(WORKDIR, "metrics.jsonl").read_text().splitlines()
+rows = [json.loads(line) for line in lines]
+
+
+def curve(key):
+  """Steps and values of a metric, where it was written and finite."""
+  found = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
+  return np.array(found, float).reshape(-1, 2).T
+
+
+def plot(axis, key, label=None, **style):
+  axis.plot(*curve(key), label=label, **style)
+
+
+figure, axes = plt.subplots(2, 3, figsize=(13, 6.4), sharex=True)
+(reward, length, clip), (ratio, entropy, seconds) = axes
+plot(reward, "reward/mean", "reward, training", color="C0", alpha=0.6)
+plot(reward, "eval/pass@1", "pass@1, held out", color="C3", marker="o")
+plot(reward, "eval/greedy", "greedy, held out", color="C1", marker="s", ms=4)
+plot(reward, "reward/mixed_groups", "groups that teach", color="0.6", ls=":")
+reward.set(title="Does it learn?", ylabel="share of answers (of groups)")
+reward.set_ylim(-0.02, 1.02)
+
+plot(length, "response/length", color="C0")
+length.set(title="How long does it talk?", ylabel="tokens an answer")
+length.set_ylim(bottom=0)
+cut = length.twinx()
+plot(cut, "response/truncated", color="C3", ls=":")
+cut.set(ylim=(-0.02, 1.02), ylabel="share cut at the limit (dotted)")
+cut.yaxis.label.set_color("C3")
+cut.grid(visible=False)
+
+step, low = curve("clip_frac/token_low")
+_, high = curve("clip_frac/token_high")
+names = ["bad, pushed down enough", "good, pushed up enough"]
+clip.stackplot(step, low, high, labels=names, colors=["C3", "C2"], alpha=0.6)
+clip.set(title="What is clipped?", ylabel="share of tokens")
+
+plot(ratio, "ratio/token_std", "of tokens", color="C1")
+plot(ratio, "ratio/sequence_std", "of answers", color="C0")
+noise = "of answers, by rounding alone"
+plot(ratio, "mismatch/sequence_abs_mean", noise, color="0.5", ls="--")
+ratio.set(title="How far does an iteration go?", ylabel="std of the ratio")
+ratio.set(yscale="log", xlabel="iteration")
+
+plot(entropy, "policy/entropy", color="C4")
+entropy.set(title="How sure is it?", ylabel="entropy (nats a token)")
+entropy.set(xlabel="iteration", ylim=(0, None))
+
+phases = ("generate", "score", "update")
+times = [curve(f"time/{phase}") for phase in phases]
+seconds.stackplot(times[0][0], *[t[1] for t in times], labels=phases, alpha=0.7)
+# The first iteration compiles.
+slowest = np.sort(np.sum([t[1] for t in times], axis=0))[-2:][0]
+seconds.set(title="Where does the time go?", ylabel="seconds an iteration")
+seconds.set(xlabel="iteration", ylim=(0, 1.3 * slowest))
+for axis in (reward, clip, ratio, seconds):
+  axis.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# What it said along the way, first and last:
+
+# %%
+said = sorted(Path(WORKDIR, "samples").glob("step_*.txt"))
+for file in {said[0]: 0, said[-1]: 0}:
+  print(*file.read_text().splitlines()[:14], sep="\n")
+
+# %% [markdown]
+# ## The answers
+#
+# A line of `answers.jsonl` is an answer: its question, text, reference, score,
+# length and how it ended.
+
+# %%
+folder = Path(EVALUATION or Path(WORKDIR, "evaluation"))
+if not (folder / "answers.jsonl").exists():
+  raise FileNotFoundError(
+    f"no answers in {folder}: python -m gspo_jax.evaluate --config=... "
+    f"--checkpoint={WORKDIR} --set=NAME=FILE writes them"
+  )
+answers = [
+  json.loads(line)
+  for line in (folder / "answers.jsonl").read_text().splitlines()
+]
+chosen = SET or answers[0]["set"]
+answers = [a for a in answers if a["set"] == chosen]
+by_question = collections.defaultdict(list)
+for a in answers:
+  by_question[a["id"]].append(a)
+scores = np.array([[a["score"] for a in g] for g in by_question.values()])
+order = np.argsort(-scores.mean(1), kind="stable")
+solved = (scores > 0.5).any(1).mean()
+print(
+  f"{chosen}: {len(scores)} questions, {scores.shape[1]} answers each, "
+  f"average score {scores.mean():.3f}, solved at least once {solved:.3f}"
+)
+
+# %% [markdown]
+# Left: every answer, its question on the horizontal axis, the easiest first. RL
+# feeds on the middle, where right and wrong stand side by side. Middle: how
+# often one of $k$ answers is right. Right: whether length tells right from
+# wrong.
+
+# %%
+figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), width_ratios=(1.6, 1, 1.2))
+ranked = -np.sort(-scores[order], axis=1)
+limits = {"vmin": min(0, scores.min()), "vmax": max(1, scores.max())}
+style = {"aspect": "auto", "cmap": "RdYlGn", "interpolation": "none"}
+image = axes[0].imshow(ranked.T, **style, **limits)
+axes[0].set(xlabel="question, by average score", ylabel="its answers, by score")
+axes[0].set(title="Reward by question")
+axes[0].grid(visible=False)
+figure.colorbar(image, ax=axes[0], label="score")
+
+results = json.loads((folder / "results.json").read_text())
+summary = next(s for s in results["sets"] if s["set"] == chosen)
+for key, label in (("pass", "one of k is right"), ("majority", "the vote is")):
+  if summary[key]:
+    k = [int(k) for k in summary[key]]
+    axes[1].plot(k, summary[key].values(), "o-", label=label)
+    axes[1].set_xticks(k, k)
+axes[1].set(xlabel="k answers", ylabel="share of questions", ylim=(0, 1.02))
+axes[1].set(title="pass@k")
+axes[1].legend()
+
+tokens = np.array([a["tokens"] for a in answers])
+right = np.array([a["score"] > 0.5 for a in answers])
+width = max(1, tokens.max() // 30)
+bins = np.arange(-0.5, tokens.max() + width + 0.5, width)
+groups, colours = [tokens[right], tokens[~right]], ["C2", "C3"]
+names = ["right", "wrong"]
+axes[2].hist(groups, bins, stacked=True, color=colours, label=names)
+cut_short = np.mean([a["finish"] == "truncated" for a in answers])
+axes[2].set(xlabel="tokens", ylabel="answers")
+axes[2].set(title=f"Length ({cut_short:.1%} cut at the limit)")
+axes[2].legend()
+plt.show()
+
+# %% [markdown]
+# The best: right on the questions that are hardest. The worst: wrong where
+# nearly every other answer is right.
+
+
+# %%
+def show(answer, peers, width=300):
+  text = answer["text"]
+  if len(text) > width:
+    text = f"{text[: width // 2]} ... {text[-width // 2 :]}"
+  print(f"question   {answer['question'][-width:]}")
+  print(f"answer     {text}")
+  end = "" if answer["finish"] == "stopped" else ", cut at the limit"
+  print(f"expected   {answer['reference'][:width]}")
+  print(f"           {answer['tokens']} tokens{end}")
+  print(f"           {peers:.0%} of the answers to this question are right\n")
+
+
+def extremes(right):
+  """Answers that are right (wrong) where most are not, and that share."""
+  found = []
+  for group in by_question.values():
+    share = float(np.mean([a["score"] > 0.5 for a in group]))
+    hits = [a for a in group if (a["score"] > 0.5) == right]
+    if hits:
+      found.append((share, min(hits, key=lambda a: a["tokens"])))
+  return sorted(found, key=lambda pair: pair[0] if right else -pair[0])[:3]
+
+
+for title, right in (("BEST", True), ("WORST", False)):
+  print(f"---- {title}\n")
+  for share, answer in extremes(right):
+    show(answer, share)

@@ -1,0 +1,252 @@
+# %% [markdown]
+# # From a Hugging Face folder, and back
+#
+# Take a checkpoint folder (Qwen3, Qwen3-MoE, Qwen2 or Llama), look at what is
+# in it, draw a group of answers, evaluate it, train it for two RL steps, and
+# export a folder that `transformers` loads. Name yours below. Without one, a
+# tiny Qwen3-MoE with random weights and a tokenizer of its own is made on the
+# spot: it babbles, but it takes the same path, in a minute.
+
+# %%
+# In Colab: upload a checkout, or mount a Drive that holds one, and name its
+# folder here. Anywhere else `pip install -e '.[colab]'` has done this before.
+import subprocess
+import sys
+
+if subprocess.run(
+  [sys.executable, "-c", "import gspo_jax.train, matplotlib"],
+  capture_output=True,
+).returncode:
+  checkout = "."
+  pip = [sys.executable, "-m", "pip", "install", "-q", "-e"]
+  subprocess.run([*pip, f"{checkout}[colab]"], check=True)
+  sys.path.insert(0, checkout)
+
+# %%
+import json
+import os
+import tempfile
+from pathlib import Path
+
+os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that PyTorch is missing
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+import tokenizers
+import transformers
+
+import gspo_jax
+
+sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
+from configs import common
+from gspo_jax import model, scoreboard, sharding, tokenizer
+from gspo_jax.evaluate import evaluate
+from gspo_jax.export import export
+from gspo_jax.model import hf
+from gspo_jax.pupil import Pupil
+from gspo_jax.train import train_and_evaluate
+
+plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
+plt.rcParams.update({"grid.alpha": 0.25, "axes.spines.top": False})
+plt.rcParams.update({"axes.spines.right": False, "figure.dpi": 100})
+
+CHECKPOINT = ""  # a folder with config.json, safetensors and a tokenizer
+scratch = Path(tempfile.mkdtemp())
+
+# %% [markdown]
+# ## A checkpoint
+#
+# A folder is `config.json`, `*.safetensors` and the files of a tokenizer with a
+# chat template. Making one takes no PyTorch.
+
+# %%
+CHATML = (
+  "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+  "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer():
+  """Byte-level BPE of 300 tokens, with the control tokens of Qwen."""
+  fast = tokenizers.Tokenizer(tokenizers.models.BPE())
+  level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  fast.pre_tokenizer = level
+  fast.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=297, initial_alphabet=level.alphabet(), show_progress=False
+  )
+  text = "What is the sum of numbers? user assistant End with #### and a number"
+  fast.train_from_iterator([text], trainer)
+  fast.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+  made = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=fast, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+  )
+  made.chat_template = CHATML
+  return made
+
+
+def make_checkpoint(folder):
+  made = make_tokenizer()
+  cfg = model.ModelConfig(
+    vocab_size=len(made),
+    num_layers=4,
+    embed_dim=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_dim=32,
+    num_experts=8,
+    experts_per_token=2,
+  )
+  hf.save_hf(model.init(jax.random.key(0), cfg), cfg, folder)
+  made.save_pretrained(folder)
+  ends = {"eos_token_id": made.eos_token_id, "pad_token_id": made.pad_token_id}
+  (folder / "generation_config.json").write_text(json.dumps(ends))
+  return folder
+
+
+folder = CHECKPOINT or str(make_checkpoint(scratch / "checkpoint"))
+for file in sorted(Path(folder).iterdir()):
+  print(f"{file.stat().st_size:12,} bytes  {file.name}")
+
+# %% [markdown]
+# ## What is in it
+#
+# `config_from_hf` reads the sizes, `load_hf` the weights, a layer at a time and
+# straight into their sharding; a tensor that is missing, superfluous or
+# misshapen is named. Parameters are a plain dict of arrays, layers stacked.
+
+# %%
+cfg = hf.config_from_hf(folder, dtype="float32")
+params = hf.load_hf(folder, cfg)
+texts = tokenizer.load(folder)
+print(cfg)
+print("prompt:", texts.decode(texts.prompt("What is 2 + 3?")))
+print("tokens:", texts.prompt("What is 2 + 3?"))
+
+
+def sizes(tree):
+  """Slash-joined path -> number of parameters."""
+  name = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/")
+  return {name(keys): x.size for keys, x in jax.tree.leaves_with_path(tree)}
+
+
+counts = sizes(params)
+figure, axis = plt.subplots(figsize=(9, 0.28 * len(counts) + 1))
+axis.barh(list(counts), list(counts.values()), color="C0")
+axis.invert_yaxis()
+axis.set(xscale="log", xlabel="parameters, all layers")
+axis.set_title(f"{sum(counts.values()):,} parameters")
+axis.grid(visible=False, axis="y")
+plt.show()
+
+# %% [markdown]
+# ## A group of answers
+#
+# A config names the folder, and how questions are put. `Pupil` is the policy as
+# one who is asked: texts in, texts out.
+
+# %%
+questions = [
+  {"question": f"What is {a} + {b}?", "answer": str(a + b)}
+  for a in range(2, 10)
+  for b in range(2, 10)
+]
+files = {"train": questions[8:], "test": questions[:8]}
+for name, rows in files.items():
+  (scratch / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+config = common.get_config()
+config.model.checkpoint = folder  # --config.model.checkpoint=FOLDER
+config.model.dtype = "float32"  # a CPU has no fast bfloat16
+config.data.source = f"jsonl:{scratch}/train.jsonl"
+config.data.eval_source = f"jsonl:{scratch}/test.jsonl"
+config.data.instruction = "{question} End with #### and a number."
+config.data.prompts = 8
+config.data.max_prompt_length = 96
+config.sampler.group_size = 8
+config.sampler.max_new_tokens = 48
+config.learner.micro_rows = 16
+config.reward.names = ("gsm8k", "length")
+config.reward.weights = (1.0, 0.1)
+config.optim.learning_rate = 1e-6 if CHECKPOINT else 1e-3
+config.num_steps = 2
+config.eval.prompts = 8
+
+mesh = sharding.make_mesh(**config.mesh)
+jax.set_mesh(mesh)
+pupil = Pupil(config, mesh, samples=8)
+asked = [row["question"] for row in files["test"]]
+replies = pupil.reply(params, asked, jax.random.key(0))
+print(f"{asked[0]}\n")
+for text, tokens in zip(replies.texts[:8], replies.tokens, strict=False):
+  print(f"{tokens:3} tokens  {text[:70]!r}")
+
+# %% [markdown]
+# ## Evaluation
+#
+# What `python -m gspo_jax.evaluate` does: eight answers a question, each judged
+# in a process of its own and kept in `answers.jsonl`.
+
+# %%
+exam = [f"sums={scratch}/test.jsonl"]
+settings = {"samples": 8, "reward": "gsm8k"}
+before = evaluate(config, folder, exam, out=f"{scratch}/before", **settings)
+print(scoreboard.render(before))
+
+# %% [markdown]
+# ## Two steps of RL
+#
+# The same `train_and_evaluate` as everywhere; `config.model.checkpoint` makes
+# it begin with these weights. A right sum earns 1, brevity up to 0.1, which
+# even babble can have: so there is something to learn.
+
+# %%
+state = train_and_evaluate(config, f"{scratch}/run")
+
+# %%
+replies_after = pupil.reply(state.params, asked, jax.random.key(0))
+assert CHECKPOINT or np.mean(replies_after.tokens) < np.mean(replies.tokens)
+shift = jax.tree.map(
+  lambda new, old: np.linalg.norm(new - old) / np.linalg.norm(old),
+  jax.device_get(state.params),
+  jax.device_get(params),
+)
+name = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/")
+shifts = {name(k): v for k, v in jax.tree.leaves_with_path(shift)}
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2))
+left.barh(list(shifts), list(shifts.values()), color="C0")
+left.invert_yaxis()
+left.set(xlabel="norm of the change / norm", title="How far the weights went")
+left.grid(visible=False, axis="y")
+bins = np.arange(0, config.sampler.max_new_tokens + 4, 3)
+right.hist(replies.tokens, bins, alpha=0.5, label="before")
+right.hist(replies_after.tokens, bins, alpha=0.5, label="after")
+right.set(xlabel="tokens an answer", ylabel="answers", title="Lengths")
+right.legend()
+plt.show()
+
+# %% [markdown]
+# ## And back
+#
+# `python -m gspo_jax.export` writes weights, `config.json` and tokenizer of the
+# newest checkpoint. In float32 nothing is lost: loaded again, they are the same
+# bits. `transformers` reads config and tokenizer, and with PyTorch
+# `AutoModelForCausalLM.from_pretrained` the weights.
+
+# %%
+exported = scratch / "exported"
+export(config, f"{scratch}/run", str(exported), dtype="float32")
+
+again = hf.load_hf(exported, hf.config_from_hf(exported, dtype="float32"))
+jax.tree.map(np.testing.assert_array_equal, again, state.params)
+
+theirs = transformers.AutoTokenizer.from_pretrained(exported)
+message = [{"role": "user", "content": "What is 2 + 3?"}]
+ids = theirs.apply_chat_template(
+  message, add_generation_prompt=True, return_dict=False
+)
+assert ids == texts.prompt("What is 2 + 3?")
+assert any(np.any(v > 0) for v in shifts.values())
+print(transformers.AutoConfig.from_pretrained(exported))

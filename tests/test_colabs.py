@@ -1,0 +1,95 @@
+"""The notebooks are their scripts, hold no outputs, and run from anywhere."""
+
+import json
+import os
+
+import pytest
+from conftest import ROOT
+
+jupytext = pytest.importorskip("jupytext")
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("ipykernel")
+
+SCRIPTS = sorted((ROOT / "colabs").glob("*.py"))
+each = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+
+
+def cells(notebook) -> list[tuple[str, str]]:
+  return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+
+def test_every_script_has_its_notebook():
+  stems = [path.stem for path in SCRIPTS]
+  assert stems == ["finished_run", "hugging_face", "loss", "tiny"]
+  notebooks = sorted((ROOT / "colabs").glob("*.ipynb"))
+  assert [path.stem for path in notebooks] == stems
+
+
+@each
+def test_notebook_is_its_script(script):
+  notebook = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
+  # Mended with `jupytext --update --to ipynb colabs/*.py`.
+  assert cells(notebook) == cells(jupytext.read(script, fmt="py:percent"))
+  assert jupytext.writes(notebook, fmt="py:percent") == script.read_text()
+
+
+@each
+def test_notebook_holds_source_alone(script):
+  # Not by nbformat, which mends what it reads.
+  notebook = json.loads(script.with_suffix(".ipynb").read_text())
+  assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+  ids = [cell.get("id") for cell in notebook["cells"]]
+  assert all(ids)
+  assert len(set(ids)) == len(ids)
+  for cell in notebook["cells"]:
+    assert set(cell["metadata"]) <= {"lines_to_next_cell"}  # jupytext's own
+    if cell["cell_type"] == "code":
+      assert (cell["outputs"], cell["execution_count"]) == ([], None)
+
+
+@each
+def test_begins_with_a_title_and_the_installation(script):
+  found = cells(jupytext.read(script, fmt="py:percent"))
+  first = cells(jupytext.read(SCRIPTS[0], fmt="py:percent"))
+  assert found[0][0] == "markdown"
+  assert found[0][1].startswith("# ")
+  assert found[1] == first[1]  # one installation for all
+  assert "pip" in found[1][1]
+
+
+@each
+def test_code_compiles(script):
+  compile(script.read_text(), script.name, "exec")
+
+
+@pytest.mark.slow
+@each
+def test_runs(script, tmp_path):
+  """In an empty folder, on one device; the asserts are in the notebooks."""
+  notebook = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
+  environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+  environment["TMPDIR"] = str(tmp_path)
+  nbclient.NotebookClient(
+    notebook,
+    timeout=1200,  # seconds a cell
+    kernel_name="python3",
+    resources={"metadata": {"path": tmp_path}},
+  ).execute(env=environment)
+  shown = {key for data in outputs(notebook) for key in data}
+  assert "image/png" in shown
+  errors = [text for text in streams(notebook, "stderr") if "Error" in text]
+  assert not errors
+
+
+def outputs(notebook):
+  for cell in notebook.cells:
+    for output in cell.get("outputs", ()):
+      yield output.get("data", {})
+
+
+def streams(notebook, name: str):
+  for cell in notebook.cells:
+    for output in cell.get("outputs", ()):
+      if output.get("name") == name:
+        yield output.text
