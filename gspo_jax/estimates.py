@@ -52,9 +52,9 @@ def majority_at_k(
   """Chance that the most frequent of k final answers is right, without bias.
 
   Exact to rounding: the mean over all C(n, k) subsets of a question's answers,
-  of which none is drawn. Where several answers tie for the most votes, each wins with
-  the same chance. One without a final answer has no vote, and where nobody
-  votes, nothing is right.
+  of which none is drawn. Where several answers tie for the most votes, each
+  wins with the same chance. One without a final answer has no vote, and where
+  nobody votes, nothing is right.
 
   Args:
     votes: [N][n] final answers, alike where they are equal; None: there is

@@ -9,7 +9,6 @@ from absl import logging
 from gspo_jax.question_sets import Questions
 from gspo_jax.rewards.pool import Answer, Scorer
 
-
 # Characters of a reference that are written beside each answer. The tests of a
 # program may have millions: they stand in the file of the questions, by `id`.
 _LONGEST = 2000

@@ -79,7 +79,8 @@ def _majority(reward, rows, correct, ks):
 def _merged(votes, correct):
   """Votes to a question, those that were judged correct made one."""
   good = {v for v, right in zip(votes, correct, strict=True) if right} - {None}
-  return ["correct" if v in good else v and ("other", v) for v in votes]
+  one = object()
+  return [one if v in good else v for v in votes]
 
 
 def vote(reward: str, text: str) -> Hashable | None:

@@ -16,8 +16,16 @@ def rows(number):
   return [{"set": name, "text": f"é\n{number}.{i}"} for i in range(size)]
 
 
+def brief(row):
+  return {"length": len(row["text"])}
+
+
+def answers(folder, settings=SETTINGS):
+  return AnswerFile(str(folder), settings, BATCHES, brief)
+
+
 def write(folder, upto):
-  with AnswerFile(str(folder), SETTINGS, BATCHES) as file:
+  with answers(folder) as file:
     begun = file.begun("A") + file.begun("B")
     for number in range(begun, upto):
       file.append(rows(number))
@@ -31,9 +39,18 @@ def test_the_same_command_goes_on(tmp_path):
   for upto in range(4):
     assert write(folder, upto) == max(upto - 1, 0)
   assert (folder / "answers.jsonl").read_bytes() == whole
-  with AnswerFile(str(folder), SETTINGS, BATCHES) as file:
+  with answers(folder) as file:
     assert (file.begun("A"), file.begun("B")) == (2, 1)
-    assert file.rows == {"A": rows(0) + rows(1), "B": rows(2)}
+    assert file.rows == {"A": [*map(brief, rows(0) + rows(1))],
+                         "B": [*map(brief, rows(2))]}  # fmt: skip
+
+
+def test_texts_are_not_remembered(tmp_path):
+  with answers(tmp_path) as file:
+    file.append(rows(0))
+    assert file.rows == {"A": [{"length": 5}] * 2, "B": []}
+  lines = (tmp_path / "answers.jsonl").read_text().splitlines()
+  assert [*map(json.loads, lines)] == rows(0)
 
 
 def test_a_kill_at_any_byte_costs_its_batch(tmp_path):
@@ -46,7 +63,7 @@ def test_a_kill_at_any_byte_costs_its_batch(tmp_path):
     ends.append(ends[-1] + size)
   for cut in range(len(whole)):
     path.write_bytes(whole[:cut])
-    with AnswerFile(str(tmp_path), SETTINGS, BATCHES):
+    with answers(tmp_path):
       pass
     assert path.stat().st_size == max(end for end in ends if end <= cut)
     write(tmp_path, 3)
@@ -54,7 +71,7 @@ def test_a_kill_at_any_byte_costs_its_batch(tmp_path):
 
 
 def test_rows_lie_on_the_disk_before_the_end(tmp_path):
-  with AnswerFile(str(tmp_path), SETTINGS, BATCHES) as file:
+  with answers(tmp_path) as file:
     file.append(rows(0))
     assert (tmp_path / "answers.jsonl").read_text().count("\n") == 2
 
@@ -62,7 +79,7 @@ def test_rows_lie_on_the_disk_before_the_end(tmp_path):
 @pytest.mark.parametrize("bad", [rows(0)[:1], rows(2), []])
 def test_a_batch_is_the_next_one_whole(tmp_path, bad):
   with (
-    AnswerFile(str(tmp_path), SETTINGS, BATCHES) as file,
+    answers(tmp_path) as file,
     pytest.raises(ValueError, match="expected 2 of A"),
   ):
     file.append(bad)
@@ -72,7 +89,7 @@ def test_other_settings_are_named(tmp_path):
   write(tmp_path, 1)
   other = SETTINGS | {"seed": 1}
   with pytest.raises(UserError, match=r"evaluation saved here.*seed=0.*seed=1"):
-    AnswerFile(str(tmp_path), other, BATCHES)
+    answers(tmp_path, other)
   assert (tmp_path / "answers.jsonl").read_text().count("\n") == 2
 
 
@@ -80,18 +97,18 @@ def test_files_that_are_not_ours(tmp_path):
   write(tmp_path, 1)
   (tmp_path / "answers.jsonl").write_text("hello\nworld\n")
   with pytest.raises(UserError, match="'hello' is no answer; move the file"):
-    AnswerFile(str(tmp_path), SETTINGS, BATCHES)
+    answers(tmp_path)
   (tmp_path / "answers.jsonl").write_text('{"set": "B"}\n' * 2)
   with pytest.raises(UserError, match="expected answers to A"):
-    AnswerFile(str(tmp_path), SETTINGS, BATCHES)
+    answers(tmp_path)
   (tmp_path / "settings.json").write_text("{")
   with pytest.raises(UserError, match=r"settings.json is not JSON"):
-    AnswerFile(str(tmp_path), SETTINGS, BATCHES)
+    answers(tmp_path)
 
 
 def test_folders_that_cannot_be_written(tmp_path):
   with pytest.raises(UserError, match="--out=gs://b: expected a folder of"):
-    AnswerFile("gs://b", SETTINGS, BATCHES)
+    answers("gs://b")
   (tmp_path / "file").write_text("")
   with pytest.raises(UserError, match=r"--out=.*file/x: Not a directory"):
-    AnswerFile(str(tmp_path / "file/x"), SETTINGS, BATCHES)
+    answers(tmp_path / "file/x")

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -81,6 +82,22 @@ def test_majority_of_many_answers_is_fast_and_close_to_a_drawn_one():
     for _ in range(20_000)
   ]
   assert exact == pytest.approx(np.mean(drawn), abs=4 * 0.5 / 141)
+
+
+def test_majority_of_a_thousand_answers():
+  # Each right with chance 1/4 where all differ, whatever k. It took 15 s.
+  votes, right = [list(range(1000))], np.arange(1000)[None] % 4 == 0
+  start = time.process_time()
+  for k in estimates.ladder(1000):
+    found = estimates.majority_at_k(votes, right, k)
+    assert found == pytest.approx(0.25, abs=1e-9)
+  # 600 to 400: more right ones among k is a hypergeometric event.
+  votes, right = [["a"] * 600 + ["b"] * 400], np.arange(1000)[None] < 600
+  ways = [math.comb(600, i) * math.comb(400, 128 - i) for i in range(129)]
+  expected = (sum(ways[65:]) + ways[64] / 2) / math.comb(1000, 128)
+  found = estimates.majority_at_k(votes, right, 128)
+  assert found == pytest.approx(expected, abs=1e-9)
+  assert time.process_time() - start < 5
 
 
 def test_a_majority_of_one_or_two_is_the_average():

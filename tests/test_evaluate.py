@@ -57,9 +57,9 @@ def files(tmp_path_factory):
 
 def run(workdir, files, out, **options):
   options = {"samples": 6, "reward": "final_answer"} | options
-  return evaluate.evaluate(
-    config(), str(workdir), files, out=str(out), **options
-  )
+  c = config()
+  c.reward.seconds = options.pop("seconds", 10.0)
+  return evaluate.evaluate(c, str(workdir), files, out=str(out), **options)
 
 
 def read(out):
@@ -108,6 +108,27 @@ def test_the_numbers_are_those_of_the_answers(whole):
   assert code["elo"]["bounded"]
 
 
+def test_a_judge_with_arguments(workdir, files, tmp_path):
+  run(workdir, files[1:], tmp_path, reward="code:total=60,seconds=2")
+  settings = json.loads((tmp_path / "settings.json").read_text())
+  own = settings["sets"]["CodeForces"]
+  assert own["reward"] == "code:total=60,seconds=2"
+  assert own["seconds"] == 70
+  with pytest.raises(UserError, match=r"CodeForces.reward='code:total=60"):
+    run(workdir, files[1:], tmp_path, reward="code:total=5")
+
+
+def test_seconds_of_a_judge():
+  c = config()
+  c.reward.seconds = 7.0
+  of = lambda reward: evaluate._seconds(c, reward)
+  assert of("final_answer") == of("length:limit=50") == 7
+  assert of("code") == 40
+  assert of("code:total=9") == 19
+  c.reward.seconds = 90
+  assert of("code:total=9") == 90
+
+
 def test_an_interrupted_command_goes_on(
   whole, workdir, files, tmp_path, monkeypatch
 ):
@@ -146,6 +167,7 @@ def test_a_step_of_the_run(whole, workdir, files):
     ({"samples": 5}, r"sets.chain.samples=6, this run .*=5"),
     ({"limit": 3}, r"sets.chain.questions=11, this run .*=3"),
     ({"reward": "gsm8k"}, r"sets.chain.reward='final_answer'"),
+    ({"seconds": 3.0}, r"sets.chain.seconds=10.0, this run .*=3.0"),
   ],
 )
 def test_other_settings_are_not_mixed_in(whole, workdir, files, change, words):

@@ -3,6 +3,7 @@
 import itertools
 import json
 from decimal import Decimal
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from conftest import ROOT
 from gspo_jax import question_sets
 from gspo_jax.exam import Replies, evaluate_set
 from gspo_jax.rewards.pool import Scorer, Scores
-from gspo_jax.scoreboard import summarize
+from gspo_jax.scoreboard import brief, summarize
 
 GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
 
@@ -19,14 +20,25 @@ GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
 class Exact:
   """A scorer: is the answer the reference? And some fail."""
 
+  def __init__(self):
+    self.answers, self.told = [], []
+
   def submit(self, answers):
-    self.answers = answers
-    return self
+    self.answers += answers
+    self.told.append("submit")
+    right = np.float32([a.text == a.reference for a in answers])
+    failed = np.array(["fail" in a.text for a in answers])
+    reasons = ("why",) * int(failed.any())
+    return Late(self.told, Scores(right, {"exact": right}, failed, reasons))
+
+
+class Late(NamedTuple):
+  told: list
+  scores: Scores
 
   def result(self):
-    right = np.float32([a.text == a.reference for a in self.answers])
-    failed = np.array(["fail" in a.text for a in self.answers])
-    return Scores(right, {"exact": right}, failed, ("why",) * int(failed.any()))
+    self.told.append("result")
+    return self.scores
 
 
 class Parrot:
@@ -43,7 +55,8 @@ class Parrot:
       for sample in range(samples)
     ]
     tokens = [10 * int(q) + s for q in questions for s in range(samples)]
-    return Replies(texts, tokens, [t % 10 == 1 for t in tokens], limit=99)
+    read = [f"{question}<think>" for question in questions]
+    return Replies(read, texts, tokens, [t % 10 == 1 for t in tokens], 99)
 
 
 @pytest.fixture
@@ -77,6 +90,35 @@ def test_each_answer_keeps_to_its_question(five, at_once):
     assert r["set"] == "mine"
   assert scorer.answers[-1].limit == 99
   json.dumps(rows)
+  # The judge sees what the policy read; the file tells the question.
+  assert [a.prompt for a in scorer.answers] == [
+    f"{r['question']}<think>" for r in rows
+  ]
+
+
+def test_a_batch_is_judged_while_the_next_is_answered(five):
+  scorer, parrot = Exact(), Parrot()
+  told = scorer.told
+
+  def respond(*asked):
+    told.append("respond")
+    return parrot(*asked)
+
+  evaluate_set(
+    respond, five, at_once=2, scorer=scorer, keep=lambda rows: told.append(5)
+  )
+  first, later = ["respond", "submit"], ["respond", "result", 5, "submit"]
+  assert told == [*first, *later, *later, "result", 5]
+
+
+def test_tests_of_programs_are_not_written_with_each_answer(five):
+  long = five.problems[1]._replace(answer="9" * 1_000_000)
+  five.problems[1] = long
+  rows, scorer = [], Exact()
+  evaluate_set(Parrot(), five, at_once=5, scorer=scorer, keep=rows.extend)
+  told = {r["id"]: r["reference"] for r in rows}
+  assert told == {"no 2": None} | {f"no {i}": str(i) for i in (1, 3, 4, 5)}
+  assert scorer.answers[3].reference == long.answer  # the judge has it
 
 
 def test_it_goes_on_from_a_batch(five):
@@ -100,9 +142,16 @@ def test_a_process_that_only_draws_keeps_nothing(five):
 
 
 def test_answers_that_are_missing_are_no_silent_loss(five):
-  short = lambda questions, samples, number: Replies(["1"], [1], [False], 9)
-  with pytest.raises(ValueError, match="zip"):
-    evaluate_set(short, five, at_once=2, scorer=Exact(), keep=pytest.fail)
+  one = Replies(["1"], ["1"], [1], [False], 9)
+  for short in (one, one._replace(prompts=["1", "2"])):
+    with pytest.raises(ValueError, match="zip"):
+      evaluate_set(
+        lambda *_, short=short: short,
+        five,
+        at_once=2,
+        scorer=Exact(),
+        keep=pytest.fail,
+      )
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not here")
@@ -120,7 +169,7 @@ def test_gsm8k_answered_from_the_references(shift):
 
   def respond(asked, samples, number):
     texts = [said[question] for question in asked]
-    return Replies(texts, [1] * len(texts), [False] * len(texts), limit=9)
+    return Replies(asked, texts, [1] * len(texts), [False] * len(texts), 9)
 
   rows = []
   with Scorer(("gsm8k",), (1.0,)) as scorer:
@@ -133,6 +182,6 @@ def test_gsm8k_answered_from_the_references(shift):
   expected = sum(a == values[i - shift] for i, a in enumerate(values))
   assert expected == (1319 if shift == 0 else 15)
   assert sum(row["score"] for row in rows) == expected
-  found = summarize(questions, rows)
+  found = summarize(questions, [brief("gsm8k", row) for row in rows])
   assert found["avg"] == found["majority"]["1"] == expected / 1319
   assert found["failed"] == 0

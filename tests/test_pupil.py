@@ -71,6 +71,7 @@ def test_each_question_gets_its_answers(made, samples, group, batch, at_once):
     for g in range(group)
   ]  # fmt: skip
   assert replies.texts == expected
+  assert replies.prompts == QUESTIONS
   cut = [text.startswith("3?") for text in expected]
   assert replies.truncated == cut
   lengths = [len(t) + (not c) for t, c in zip(expected, cut, strict=True)]
@@ -92,6 +93,14 @@ def test_instruction_and_system_prompt_reach_the_policy(debug_config):
   text = it.program.tokenizer.decode(prompts.tokens[0][-prompts.lengths[0] :])
   assert text.startswith("S")
   assert text.endswith("{x}? \\box{}")
+
+
+def test_replies_hold_what_was_read(debug_config, made):
+  debug_config.data.instruction = "{question}<think>"
+  debug_config.data.max_prompt_length = 40
+  it, _ = made(8)
+  replies = it.reply(None, QUESTIONS, jax.random.key(0))
+  assert replies.prompts == [f"{q}<think>" for q in QUESTIONS]
 
 
 def test_a_question_that_is_too_long_is_told(made):

@@ -120,14 +120,35 @@ def test_codeforces_tells_the_formats_and_has_a_rating(read):
     ({"generated_checker": "import sys"}, "needs a checker"),
     ({"interaction_format": "ask"}, "interactive"),
     ({"input_mode": "file"}, "reads a file"),
-    ({"official_tests": []}, "no tests"),
-    ({"official_tests": None}, "no tests"),
+    ({"official_tests_complete": False}, "incomplete tests"),
+    ({"official_tests": []}, "no tests but the examples"),
+    ({"official_tests": None, "tests": []}, "no tests but the examples"),
+    ({"official_tests": [], "examples": None}, "no tests"),
   ],
 )
 def test_codeforces_that_tests_cannot_judge(read, change, reason):
   found = read("codeforces", CODEFORCES, CODEFORCES | change)
   assert len(found.problems) == 1
   assert found.skipped == {reason: 1}
+
+
+def test_codeforces_with_examples_alone(read):
+  alone = {k: v for k, v in CODEFORCES.items() if k != "official_tests"}
+  found = read("codeforces", CODEFORCES, alone)
+  assert len(found.problems) == 1
+  assert found.skipped == {"no tests but the examples": 1}
+
+
+def test_codeforces_takes_the_first_column_that_has_tests(read):
+  more = CODEFORCES["official_tests"]
+  whole = {"official_tests_complete": True, "tests": [TEST]}
+  for empty in ([], None):
+    row = CODEFORCES | {"official_tests": empty, "tests": more}
+    found = read("codeforces", row, row | {"tests": empty, "test_cases": more})
+    assert [json.loads(p.answer) for p in found.problems] == [more, more]
+    assert found.skipped == {}
+  found = read("codeforces", CODEFORCES | whole)
+  assert json.loads(found.problems[0].answer) == more
 
 
 def test_codeforces_by_its_other_columns(read):
@@ -141,6 +162,8 @@ def test_codeforces_by_its_other_columns(read):
       read("codeforces", CODEFORCES | {"rating": rating})
   with pytest.raises(UserError, match="expected a column 'rating', found"):
     read("codeforces", {"description": "d", "tests": [TEST]})
+  with pytest.raises(UserError, match="'official_tests' or 'tests' or .*found"):
+    read("codeforces", {"description": "d", "rating": 800})
 
 
 def test_a_set_of_ones_own(read):

@@ -22,14 +22,18 @@ def questions(count=2, reward="math", ratings=None, **changes):
   )._replace(**changes)
 
 
-def row(text, score, finish="stopped", failed=False, tokens=3):
-  return {
+def row(text, score, finish="stopped", failed=False, tokens=3, reward="math"):
+  whole = {
     "text": text,
+    "reference": "1",
     "score": score,
     "finish": finish,
     "failed": failed,
     "tokens": tokens,
   }
+  kept = scoreboard.brief(reward, whole)
+  assert set(whole) - set(kept) == {"text", "reference"}
+  return kept
 
 
 ROWS = [
@@ -93,15 +97,42 @@ def test_equal_results_vote_alike(reward, texts, kinds):
 
 @pytest.mark.parametrize("reward", ["math", "gsm8k", "final_answer"])
 def test_no_result_no_vote(reward):
+  assert scoreboard.vote(f"{reward}:a=1", "#### 7") is not None
   assert scoreboard.vote(reward, "it is 7") is None
   assert scoreboard.vote(reward, "") is None
   assert scoreboard.vote(reward, "#### ") is None
+
+
+def test_long_results_vote_but_are_not_remembered():
   long = "####" + "9" * 1_000_000
-  assert scoreboard.vote(reward, long) == "9" * 1_000_000
+  vote = scoreboard.vote("math", long)
+  assert vote == scoreboard.vote("math", f"so\n{long}") is not None
+  assert vote != scoreboard.vote("math", long + "8")
+  assert len(repr(vote)) < 100
 
 
 def test_words_are_no_vote_for_a_number():
   assert scoreboard.vote("gsm8k", "#### many") is None
+
+
+def test_correct_answers_are_one_vote_however_they_are_written():
+  rows = [row(rf"\boxed{{{text}}}", right) for text, right in
+          [(r"\frac{1}{2}", 1.0), ("0.5", 1.0), ("2^{-1}", 1.0), ("3", 0.0),
+           ("3", 0.0)]]  # fmt: skip
+  found = scoreboard.summarize(questions(1), rows)
+  assert found["majority"]["5"] == 1.0
+  # One of three equal texts could not be judged: their vote is worth less.
+  rows = [row(r"\boxed{1}", 1.0), row(r"\boxed{1}", 0.0, failed=True)]
+  found = scoreboard.summarize(questions(1), rows)
+  assert found["majority"]["2"] == 0.5
+
+
+def test_rewards_with_arguments():
+  many = questions(reward="math:strict=1")
+  assert scoreboard.summarize(many, ROWS)["majority"] is not None
+  rows = [row("", 1.0, reward="code:total=20")] * 4
+  code = questions(reward="code:total=20")
+  assert scoreboard.summarize(code, rows)["majority"] is None
 
 
 def test_the_table():
