@@ -100,7 +100,7 @@ class AnswerFile:
       return dict(json.loads(line))
     except (ValueError, TypeError) as error:
       raise UserError(
-        f"{self._path}: {line[:60]!r} is no answer; move the file away"
+        f"{self._path}: {line.strip()[:60]!r} is no answer; move the file away"
       ) from error
 
 

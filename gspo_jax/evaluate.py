@@ -63,7 +63,9 @@ _SAMPLES = flags.DEFINE_integer(
 _LIMIT = flags.DEFINE_integer(
   "limit", None, "Only the first so many questions of a set.", lower_bound=1
 )
-_REWARD = flags.DEFINE_string("reward", "", "Judges, not the sets' own.")
+_REWARD = flags.DEFINE_string(
+  "reward", "", "Judges, not the sets' own; as in code:total=20."
+)
 _OUT = flags.DEFINE_string("out", None, "A folder for answers and results.")
 
 # Seconds that an answer gets beyond those of all the tests of its program.

@@ -162,7 +162,9 @@ def test_codeforces_by_its_other_columns(read):
       read("codeforces", CODEFORCES | {"rating": rating})
   with pytest.raises(UserError, match="expected a column 'rating', found"):
     read("codeforces", {"description": "d", "tests": [TEST]})
-  with pytest.raises(UserError, match="'official_tests' or 'tests' or .*found"):
+  with pytest.raises(
+    UserError, match=r"'official_tests' or 'tests' or .*found"
+  ):
     read("codeforces", {"description": "d", "rating": 800})
 
 

@@ -7,6 +7,7 @@ import pytest
 from gspo_jax import rewards
 from gspo_jax.errors import UserError
 from gspo_jax.rewards import code
+from gspo_jax.rewards.pool import Scorer
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 PAIRS = json.dumps({"inputs": ["1 2", "5 6\n"], "outputs": ["3\n", "11"]})
@@ -33,6 +34,15 @@ def fenced(*programs):
     (fenced("print(0)", ADD), PAIRS),
     (fenced(ADD) + "```\nout\n```\nand ```python print(0)```", PAIRS),
     (fenced(ADD).replace("\n", " \r\n"), PAIRS),
+    *(
+      (fenced(ADD).replace("```python", fence), PAIRS)
+      for fence in ("```py", "```python3", "```Python", "``` python", "```")
+    ),
+    (f"```text\nIt adds.\n```\n```\n{ADD}\n```\n```out\n3\n```", PAIRS),
+    (
+      fenced("print(input())"),
+      json.dumps({"inputs": ["3", "\n"], "outputs": ["3", ""]}),
+    ),
     (
       fenced("print(' 3  \\n\\n')"),
       json.dumps([{"input": "", "output": " 3"}]),
@@ -53,7 +63,8 @@ def test_right(passes, answer, reference):
   [
     ("", PAIRS),
     (ADD, PAIRS),
-    (f"```\n{ADD}\n```", PAIRS),
+    (f"```c\n{ADD}\n```", PAIRS),
+    (f"```python2\n{ADD}\n```", PAIRS),
     (f"```python\n{ADD}\n", PAIRS),
     (fenced(ADD) + f"```python\n{ADD}", PAIRS),
     (fenced(ADD, "print(3)"), PAIRS),
@@ -87,8 +98,30 @@ def test_reference_without_tests_is_an_error(reference):
     code.passes("", fenced(ADD), reference)
 
 
+def test_tests_that_doing_nothing_passes_are_an_error():
+  reference = json.dumps([{"input": "1", "output": " \n"}])
+  with pytest.raises(ValueError, match="passed by doing nothing"):
+    code.passes("", fenced("pass"), reference)
+
+
+def test_tests_that_take_longer_than_an_answer_may_are_the_users_mistake(
+  passes,
+):
+  for spec, seconds, total in (
+    ("code", 30, 30.0),
+    ("code", 5, 30.0),
+    ("code:total=9", 8, 9),
+  ):
+    with pytest.raises(
+      UserError, match=f"total={total} .*{seconds} seconds of"
+    ):
+      Scorer([spec], [1.0], workers=1, seconds=seconds)
+  Scorer(["code:total=4"], [1.0], workers=1, seconds=5).close()
+  rewards.named("code")
+
+
 def test_time_for_all_tests_ends_a_series(passes):
-  reference = json.dumps([{"input": "", "output": ""}] * 50)
-  answer = fenced("import time; time.sleep(.2)")
+  reference = json.dumps([{"input": "", "output": "1"}] * 50)
+  answer = fenced("import time; time.sleep(.2); print(1)")
   assert code.passes("", answer, reference, total=1.0) == 0.0
   assert code.passes("", answer, json.dumps(json.loads(reference)[:2])) == 1.0

@@ -10,7 +10,7 @@ from gspo_jax.rewards.format import thinks
   [
     ("", "<think>2 + 3</think>5"),
     ("", " \n<think>\n2 + 3\n</think>\n\n5\n"),
-    ("", "<think></think>5"),
+    ("", "<think>.</think>5"),
     ("", "<think>a < b</thin></think>5"),
     ("Q<think>\n", "2 + 3</think>5"),
     ("Q<think> mid", "<think>2 + 3</think>5"),
@@ -28,6 +28,9 @@ def test_right(prompt, answer):
     ("", "<think>2 + 3</think>"),
     ("", "<think>2 + 3</think> \n"),
     ("", "<think>2 + 3"),
+    ("", "<think></think>5"),
+    ("", "<think> \n</think>5"),
+    ("Q<think>\n", "\n</think>5"),
     ("", "2 + 3</think>5"),
     ("", "So <think>2 + 3</think>5"),
     ("", "</think><think>5"),

@@ -6,6 +6,7 @@ all the others. `FAILED` is score 0 and counted as failed; 0 and 1 are scores.
 
 import json
 import os
+import platform
 import socket
 import time
 
@@ -13,6 +14,7 @@ import pytest
 
 from gspo_jax import rewards
 from gspo_jax.errors import UserError
+from gspo_jax.rewards import sandbox, seccomp
 from gspo_jax.rewards.pool import Answer, Scorer
 
 FAILED = "failed"
@@ -66,19 +68,41 @@ GSM8K = {
 MATH = {
   "an honest answer": (box("18"), 1),
   "by algebra": (box("\\frac{36}{2}"), 1),
-  "a tower of powers": (box("9^{9^{9^{9}}}"), FAILED),
-  "a tower that stands": (box("2^{2^{2^{2^{2^{2}}}}}"), FAILED),
-  "a factorial": (box("(10^9)!"), FAILED),
-  "factorials of factorials": (box("9!!!!!!!"), FAILED),
+  "a tower of powers": (box("9^{9^{9^{9}}}"), 0),
+  "a tower that stands": (box("2^{2^{2^{2^{2^{2}}}}}"), 0),
+  "a factorial": (box("(10^9)!"), 0),
+  "factorials of factorials": (box("9!!!!!!!"), 0),
   "nested roots": (box("\\sqrt{" * 30 + "2" + "}" * 30), 0),
-  "a binomial": (box("\\binom{10^{9}}{5\\cdot 10^{8}}"), FAILED),
-  "a sum without end": (box("\\sum_{n=1}^{10^{12}} \\frac{1}{n}"), FAILED),
-  "an integral": (box("\\int_0^{18} e^{x^{x^{x}}} dx"), FAILED),
+  "a binomial": (box("\\binom{10^{9}}{5\\cdot 10^{8}}"), 0),
+  "a sum without end": (box("\\sum_{n=1}^{10^{12}} \\frac{1}{n}"), 0),
+  "an integral": (box("\\int_0^{18} e^{x^{x^{x}}} dx"), 0),
   "a large matrix": (
     box("\\begin{pmatrix}" + "\\\\".join(["1&2&3&4"] * 30) + "\\end{pmatrix}"),
     0,
   ),
-  "a power of a sum": (box("(a+b+c+d+e+f+g)^{400}"), FAILED),
+  "roots of towers": (box("\\sqrt{\\frac{9^{9^{9^9}}}{9}}"), 0),
+  "two spaces": (box("1  8"), 0),
+  "a thin space": (box("1\\,8"), 0),
+  "a tie": (box("1~8"), 0),
+  "a backslash and a space": (box("1\\ 8"), 0),
+  "the question: a sum": (box("\\sum_{i=1}^{18} 1"), 0),
+  "the question: an integral": (box("\\int_0^{18} 1 dx"), 0),
+  "the question: a product": (box("2 \\times 9"), 0),
+  "the question: in parentheses": (box("(2)(9)"), 0),
+  "the question: a difference": (box("20 - 2"), 0),
+  "the question: a binomial": (box("\\binom{18}{1}"), 0),
+  "the question: a remainder": (box("118 \\bmod 100"), 0),
+  "the question: by a name": (box("\\operatorname{gcd}(36, 54)"), 0),
+  "a product and its value": (box("2 \\times 9 = 18"), 1),
+  "an exponent of ten": (box("1.8e1"), 1),
+  "Euler's number": (box("18e^0"), 0),
+  "out of the box": ("#### 17} so the final answer is $18$. {", 0),
+  "out of the box, by a sentence": (
+    "#### 17} final answer is $18$. I hope it is correct. {",
+    0,
+  ),
+  "a brace too many": ("#### 18}", 0),
+  "a power of a sum": (box("(a+b+c+d+e+f+g)^{400}"), 0),
   "a long equation that ends in it": (box("x^{60}-x^{59}+x+18=18"), 1),
   "parentheses": (box("(" * 8 + "18" + ")" * 8), 1),
   "parentheses 100,000 deep": (box("(" * 100_000 + "18" + ")" * 100_000), 0),
@@ -129,6 +153,37 @@ for path in {paths}:
     pass
 print("refused" if not opened else "opened")"""
 
+
+def calls(*numbers, errors=(1,)):
+  """A program that prints what is expected iff each call says so."""
+  return f"""
+import ctypes
+c = ctypes.CDLL(None, use_errno=True)
+wrong = []
+for call in {numbers}:
+  done = c.syscall(*map(ctypes.c_long, call))
+  if done == 0 and call[0] == {NUMBERS["clone"]}:
+    c._exit(0)
+  if done >= 0 or ctypes.get_errno() not in {errors}:
+    wrong.append((call, done, ctypes.get_errno()))
+print("refused" if not wrong else wrong)"""
+
+
+ROW = platform.machine() == "aarch64"
+NUMBERS = {"clone": (56, 220)[ROW], "unshare": (272, 97)[ROW]}
+# CLONE_NEW* of linux/sched.h: mount, cgroup, uts, ipc, user, pid, net.
+NEW = (1 << 17, *(1 << n for n in range(25, 31)))
+NAMESPACES = [(NUMBERS["unshare"], flag) for flag in (*NEW, NEW[0] | NEW[4])]
+REFUSED = [row[ROW] for row in seccomp.REFUSED.values() if row[ROW]]
+# getpid by the entry of 32-bit programs: code that runs from a page of its own.
+INT80 = """
+import ctypes, mmap
+code = b"\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3"
+page = mmap.mmap(-1, 4096, prot=7)
+page.write(code)
+at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+ctypes.CFUNCTYPE(ctypes.c_int)(at)()
+print("refused")"""
 
 # To one test: nothing in, "refused" out. Programs score 1 where what they try
 # is refused and they live to tell; those that are ended score 0.
@@ -223,6 +278,29 @@ CODE = {
     "print('refused' if done else 'mounted')",
     1,
   ),
+  "privileges: namespaces": (calls(*NAMESPACES), 1),
+  "privileges: namespaces by clone": (
+    calls(*[(NUMBERS["clone"], flag | 17, 0, 0, 0, 0) for flag in NEW]),
+    1,
+  ),
+  "privileges: a thread in a namespace": (
+    calls(*[(NUMBERS["clone"], flag | 0x10F00, 0, 0, 0, 0) for flag in NEW]),
+    1,
+  ),
+  "privileges: a call that hides its flags": (
+    calls((435, 0, 0), errors=(38,)),
+    1,
+  ),
+  "privileges: what a filter refuses": (
+    calls(*[(number, 0, 0, 0, 0, 0) for number in REFUSED]),
+    1,
+  ),
+  "privileges: calls of x32": (
+    "import ctypes\nctypes.CDLL(None).syscall(0x40000000 + 39)\n"
+    "print('refused')",
+    0 if platform.machine() == "x86_64" else 1,
+  ),
+  "privileges: calls of 32 bits": (INT80, 0),
   "privileges: more limits": (
     safely(
       "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (999, 999))",
@@ -241,14 +319,13 @@ CODE = {
     "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
     0,
   ),
-  "processes: as many as there may be": (
-    "import os, time\ncount = 0\ntry:\n  while True:\n"
-    "    if not os.fork(): time.sleep(9)\n    count += 1\n"
-    "except OSError:\n  print('refused' if count < 16 else count)",
+  "processes: another": (safely("import os\nos.fork()"), 1),
+  "processes: another program": (
+    safely("import subprocess\nsubprocess.run(['PYTHON', '-c', 'print(1)'])"),
     1,
   ),
   "processes: threads": (
-    "import threading, time\ncount = 0\n"
+    "import threading, time\n"
     + safely(
       "while True:\n"
       "  threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
@@ -256,18 +333,34 @@ CODE = {
     ),
     1,
   ),
-  "processes: an orphan that stays": (
-    "import os, sys, time\nprint('refused', flush=True)\n"
-    "if not os.fork():\n  os.setsid()\n  if not os.fork():\n"
-    "    sys.argv[0] = 'orphan'\n    time.sleep(60)",
+  "processes: a few threads are allowed": (
+    "import threading\nsaid = []\n"
+    "threads = [threading.Thread(target=said.append, args=(i,))"
+    " for i in range(8)]\n"
+    "for t in threads: t.start()\nfor t in threads: t.join()\n"
+    "print('refused' if len(said) == 8 else said)",
     1,
   ),
-  "processes: an orphan of another output": (
-    "import os, time\nprint('refused', flush=True)\n"
-    "if not os.fork():\n  os.closerange(0, 9)\n  time.sleep(60)",
-    1,
+  "processes: itself again, with more memory": (
+    "import os, sys\n"
+    "os.execv('PYTHON', ['python', '-c', 'bytearray(1 << 29)'])",
+    0,
   ),
   "memory: at once": (safely("bytearray(1 << 29)", "MemoryError"), 1),
+  "memory: of System V": (
+    "import ctypes\nc = ctypes.CDLL(None)\n"
+    "held = [i for i in range(100) if c.shmget(0, 1 << 20, 0o1600) >= 0]\n"
+    "print('refused' if not held else held)",
+    1,
+  ),
+  "memory: of more processes": (
+    safely(
+      "import os, time\nfor _ in range(8):\n"
+      "  if not os.fork():\n    kept = bytearray(1 << 27)\n"
+      "    time.sleep(9)\n    os._exit(0)\n"
+    ),
+    1,
+  ),
   "memory: bit by bit": (
     "kept = []\nwhile True: kept.append(bytearray(1 << 20))",
     0,
@@ -294,6 +387,41 @@ CODE = {
 }
 
 
+# To other references: (reference, result).
+NUMERIC = {
+  "nothing for a charge": ("1.6 \\times 10^{-19}", "0.0", 0),
+  "nothing for a small power": ("10^{-8}", "0", 0),
+  "another small number": (
+    "6.67 \\times 10^{-27}",
+    "9.1 \\times 10^{-31}",
+    0,
+  ),
+  "its negative": ("6.67 \\times 10^{-27}", "-0.0000001", 0),
+  "nearly": ("0.1", "0.1000004", 0),
+  "a small number in a pair": ("(10^{-8}, 1)", "(0.0, 1)", 0),
+  "a small number in a set": ("\\{1, 0.0000001\\}", "\\{0.0, 1\\}", 0),
+  "Euler's for ten's": ("1e-4", "e-4", 0),
+  "Euler's for ten's again": ("3e8", "24e", 0),
+  "an honest power of ten": ("6e13", "6 \\times 10^{13}", 1),
+  "honest digits": ("1.60218e-19", "1.60218 \\times 10^{-19}", 1),
+  "a share for a percentage": ("50\\%", "0.5", 0),
+  "a percentage for a share": ("0.5", "50\\%", 0),
+  "an honest percentage": ("50\\%", "50", 1),
+  "a tower of powers": ("\\sqrt{2}", "9^{9^{9^{9}}}", FAILED),
+  "a tower that stands": ("\\sqrt{2}", "2^{2^{2^{2^{2^{2}}}}}", FAILED),
+  "a tower that equals it": ("18", "9^{9^{9^{9}}} = 18", 1),
+  "a power of a sum": ("x+1", "(a+b+c+d+e+f+g)^{400}", FAILED),
+  "an integral that is asked for": (
+    "\\int_0^1 x dx",
+    "\\int_0^{18} e^{x^{x^{x}}} dx",
+    FAILED,
+  ),
+  "a factorial that is asked for": ("5!", "(10^9)!", FAILED),
+  "factorials of factorials": ("5!", "9!!!!!!!", FAILED),
+  "the integral itself": ("\\frac13", "\\int_0^1 x^2 dx", 0),
+}
+
+
 def fenced(program):
   return f"So:\n```python\n{program}\n```\nDone."
 
@@ -317,13 +445,18 @@ def host(tmp_path_factory):
       "ABSTRACT": name,
       "HOME": os.path.expanduser("~"),
       "SECRET": str(secret),
+      "PYTHON": sandbox.PYTHON,
     }
 
 
 def outcomes(spec, answers, reference, seconds):
   """Name -> 0, 1 or FAILED, of a table scored in one go."""
+  answers = {k: Answer("", text, reference) for k, text in answers.items()}
+  return scored(spec, answers, seconds)
+
+
+def scored(spec, answers, seconds):
   with Scorer([spec], [1.0], workers=2, seconds=seconds, memory=1) as scorer:
-    answers = {k: Answer("", text, reference) for k, text in answers.items()}
     scores = scorer.submit(list(answers.values())).result()
   marks = zip(answers, scores.total, scores.failed, strict=True)
   return {k: FAILED if failed else int(total) for k, total, failed in marks}
@@ -345,6 +478,13 @@ def math():
 
 
 @pytest.fixture(scope="module")
+def numeric():
+  pytest.importorskip("math_verify")
+  answers = {k: Answer("", box(a), r) for k, (r, a, _) in NUMERIC.items()}
+  return scored("math", answers, 3)
+
+
+@pytest.fixture(scope="module")
 def code(host):
   try:
     rewards.named("code")
@@ -356,7 +496,7 @@ def code(host):
       program = program.replace(word, value)
     answers[name] = fenced(program)
   reference = json.dumps([{"input": "", "output": "refused\n"}])
-  return outcomes(f"code:seconds=2,memory={MEMORY}", answers, reference, 30)
+  return outcomes(f"code:seconds=2,memory={MEMORY}", answers, reference, 40)
 
 
 @pytest.mark.parametrize("name", GSM8K)
@@ -367,6 +507,11 @@ def test_gsm8k(gsm8k, name):
 @pytest.mark.parametrize("name", MATH)
 def test_math(math, name):
   assert math[name] == MATH[name][1]
+
+
+@pytest.mark.parametrize("name", NUMERIC)
+def test_math_of_other_references(numeric, name):
+  assert numeric[name] == NUMERIC[name][2]
 
 
 @pytest.mark.parametrize("name", CODE)
@@ -392,4 +537,4 @@ def commands():
 
 
 def test_the_corpus_is_large_enough():
-  assert len(GSM8K) + len(MATH) + len(CODE) >= 60
+  assert len(GSM8K) + len(MATH) + len(NUMERIC) + len(CODE) >= 60

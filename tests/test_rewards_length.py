@@ -32,6 +32,12 @@ def test_overlong_takes_its_limit_from_the_sampler_or_the_name():
   assert rewards.given(fixed) == {"tokens"}
 
 
+def test_a_buffer_that_punishes_every_answer_is_an_error():
+  assert overlong("", "", "", tokens=4, limit=8, buffer=8) == -0.5
+  with pytest.raises(ValueError, match=r"buffer up to the 8 tokens.*got 9"):
+    overlong("", "", "", tokens=0, limit=8, buffer=9)
+
+
 def test_short_is_the_share_not_used():
   given = [short("", "", "", tokens=n, limit=8) for n in (0, 2, 8, 9)]
   assert given == [1.0, 0.75, 0.0, 0.0]

@@ -76,3 +76,9 @@ def test_a_bwrap_that_cannot_start_is_an_error(tmp_path, monkeypatch):
   monkeypatch.setattr(sandbox, "_candidates", lambda: [str(tmp_path)])
   with pytest.raises(UserError, match="Permission denied"):
     sandbox.found.__wrapped__()
+
+
+def test_a_machine_without_a_filter_is_an_error_at_the_start(monkeypatch):
+  monkeypatch.setattr(sandbox.seccomp.platform, "machine", lambda: "riscv64")
+  with pytest.raises(UserError, match="machine is 'riscv64'"):
+    sandbox.found.__wrapped__()

@@ -4,7 +4,8 @@ A reward is any `f(prompt, answer, reference) -> float`. One that declares the
 keyword-only arguments `tokens` or `limit` is also given the answer's length in
 tokens, stop token included, and the most that were allowed. A reward that has
 an attribute `prepare` has it called once, at the start, with the arguments of
-its name: the place to find out what is missing, as a `UserError`.
+its name: the place to find out what is missing, as a `UserError`. An attribute
+`fits` is called in the same way, with the seconds for one call as its first.
 `rewards.pool` runs them, where they can break nothing.
 """
 
@@ -32,16 +33,18 @@ BUILT_IN = {
 MEASURES = ("tokens", "limit")
 
 
-def named(spec: str) -> Callable[..., float]:
+def named(spec: str, within: float | None = None) -> Callable[..., float]:
   """The reward that a config names, ready to be called.
 
   Args:
     spec: `name` or `name:key=value,key=value`; the name is one of `BUILT_IN` or
       `package.module.function`, the keys are its keyword-only arguments.
+    within: seconds for one call, if they are bounded.
 
   Raises:
     UserError: there is none of that name, its module does not import, the
-      arguments are not its own, or its `prepare` found something missing.
+      arguments are not its own, its `prepare` found something missing, or it
+      does not fit into its seconds.
   """
   name, colon, text = spec.partition(":")
   function = _found(name)
@@ -49,6 +52,9 @@ def named(spec: str) -> Callable[..., float]:
   prepare = getattr(function, "prepare", None)
   if prepare:
     prepare(**arguments)
+  fits = getattr(function, "fits", None)
+  if fits and within is not None:
+    fits(within, **arguments)
   return functools.partial(function, **arguments)
 
 

@@ -1,6 +1,7 @@
 """Programs as answers: right if they print what each test expects."""
 
 import json
+import re
 import time
 
 from gspo_jax import errors
@@ -8,6 +9,8 @@ from gspo_jax.rewards import sandbox
 
 # Bytes of output read beyond twice what a test expects.
 SLACK = 1 << 16
+PYTHON = ("python", "py", "python3")
+_FENCE = re.compile("```([^`]*)")
 
 
 def passes(
@@ -19,8 +22,10 @@ def passes(
   total: float = 30.0,
   memory: int = 512,
 ) -> float:
-  """1.0 iff the answer's last ```python block passes every test.
+  """1.0 iff the answer's last fenced block passes every test.
 
+  Its fence says python, py or python3; where none does, the last that says
+  nothing counts.
   A test is passed by ending in time, with exit code 0, having printed the
   expected text; white space at the end of a line and of the whole is ignored.
   Each runs in a sandbox of its own, and the first that fails is the last.
@@ -31,8 +36,8 @@ def passes(
     reference: JSON, `{"inputs": [...], "outputs": [...]}` or a list of
       `{"input": ..., "output": ...}`: texts for stdin and of stdout.
     seconds: time for one test, by the clock.
-    total: time for all tests; keep it below the pool's time for an answer.
-    memory: address space of each process, MiB.
+    total: time for all tests, below the pool's time for an answer.
+    memory: address space of the program, MiB.
 
   Raises:
     ValueError: the reference is not as above.
@@ -56,20 +61,23 @@ def passes(
 
 
 def _block(answer: str) -> str | None:
-  """The last block between a line ```python and a line ```, if it is closed."""
-  block, lines = None, None
+  """The last closed block of Python; with none, the last of no language."""
+  found, lines, language = {}, None, ""
   for line in answer.split("\n"):
-    if line.strip() == "```python":
-      block, lines = None, []
-    elif line.strip() == "```" and lines is not None:
-      block, lines = "\n".join(lines), None
+    fence = _FENCE.fullmatch(line.strip())
+    if fence and (fence[1].strip() or lines is None):
+      lines, language = [], fence[1].strip().lower()
+      language = "python" if language in PYTHON else language
+      found[language] = None
+    elif fence:
+      found[language], lines = "\n".join(lines), None
     elif lines is not None:
       lines.append(line)
-  return block
+  return found.get("python", found.get(""))
 
 
 def _tests(reference: str) -> list[tuple[str, str]]:
-  """(stdin, expected stdout), at least one."""
+  """(stdin, expected stdout), one or more, not all without output."""
   try:
     tests = json.loads(reference)
     if isinstance(tests, dict):
@@ -80,6 +88,11 @@ def _tests(reference: str) -> list[tuple[str, str]]:
     raise ValueError(f"{_EXPECTED}, got {reference[:80]!r}") from e
   if not tests or not all(isinstance(s, str) for test in tests for s in test):
     raise ValueError(f"{_EXPECTED}, got {reference[:80]!r}")
+  if not any(output.strip() for _, output in tests):
+    raise ValueError(
+      "expected tests of which one or more print something: these are passed "
+      f"by doing nothing: {reference[:80]!r}"
+    )
   return tests
 
 
@@ -106,4 +119,13 @@ def _prepare(*, seconds=5.0, total=30.0, memory=512) -> None:
   sandbox.found()
 
 
-passes.prepare = _prepare
+def _fits(within: float, *, total=30.0, **_) -> None:
+  if total >= within:
+    raise errors.UserError(
+      f"reward 'code': its {total=} seconds of tests must end before the "
+      f"{within:g} seconds of an answer (reward.seconds), or right programs "
+      f"fail: set those above {total:g}, or 'code:total={within / 2:g}'"
+    )
+
+
+passes.prepare, passes.fits = _prepare, _fits

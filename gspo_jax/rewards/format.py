@@ -4,10 +4,11 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def thinks(prompt: str, answer: str, reference: str) -> float:
-  """1.0 iff the answer is `<think>...</think>`, once, and then something else.
+  """1.0 iff the answer is `<think>thoughts</think>`, once, and then more text.
 
-  White space may stand before and between. Where the prompt already ends in
-  the opening tag, as some chat templates do, the answer must not repeat it.
+  White space may stand before and between, and is neither. Where the prompt
+  already ends in the opening tag, as some chat templates do, the answer must
+  not repeat it.
 
   Args:
     prompt: looked at for its end only.
@@ -18,5 +19,6 @@ def thinks(prompt: str, answer: str, reference: str) -> float:
     answer = OPEN + answer
   answer = answer.strip()
   once = answer.count(OPEN) == answer.count(CLOSE) == 1
-  _, _, rest = answer.partition(CLOSE)
-  return float(once and answer.startswith(OPEN) and rest.strip() != "")
+  thoughts, _, rest = answer.removeprefix(OPEN).partition(CLOSE)
+  said = thoughts.strip() != "" != rest.strip()
+  return float(once and answer.startswith(OPEN) and said)

@@ -20,7 +20,15 @@ def overlong(
     tokens: length of the answer, stop token included.
     limit: L_max, the most tokens allowed; 20,480 in the paper.
     buffer: L_cache, over how many tokens it falls; 4,096 in the paper.
+
+  Raises:
+    ValueError: the buffer is above the limit: every answer would be punished.
   """
+  if buffer > limit:
+    raise ValueError(
+      f"reward 'overlong': expected a buffer up to the {limit} tokens that an "
+      f"answer may have, got {buffer}"
+    )
   return min(0.0, max(-1.0, (limit - buffer - tokens) / buffer))
 
 

@@ -23,7 +23,7 @@ class Process:
   def __init__(self, setup: tuple):
     self._setup, self._closed = setup, False
     # Held where stdin is written to or closed, and where a process starts.
-    self._lock = threading.Lock()
+    self._lock = threading.RLock()
     self._start()
 
   def _start(self) -> None:
@@ -50,9 +50,9 @@ class Process:
     self._wait = select.poll()
     self._wait.register(self._process.stdout, select.POLLIN)
     self._rest = b""
+    self._ask(self._setup)
 
   def wait_ready(self) -> None:
-    self._ask(self._setup)
     answer = self._line(START)
     if answer is None:
       raise errors.UserError(

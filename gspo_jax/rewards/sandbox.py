@@ -1,9 +1,9 @@
 """Runs a Python program in bubblewrap, or not at all.
 
 Inside there is no network, no file but the interpreter and the system's
-libraries, nothing to write to, no environment, no other process and no
-privilege. The kernel bounds the processes, the address space of each, and time.
-Memory that is in no address space (System V segments) is bounded by time alone.
+libraries, nothing to write to, no environment, no other process, no privilege
+and no way to new ones (`rewards.seccomp`). The program is one process; the
+kernel bounds its threads, its address space and its time.
 """
 
 import contextlib
@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspo_jax import errors
+from gspo_jax.rewards import seccomp
 
-# Processes and threads at once, two of the sandbox's own among them.
-PROCESSES = 16
+# Threads at once, and two processes of the sandbox's own.
+THREADS = 16
 HOST = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
 PREFIX = sys.base_prefix
 PYTHON = os.path.realpath(sys._base_executable)
@@ -31,7 +32,7 @@ PYTHON = os.path.realpath(sys._base_executable)
 # Runs inside, then becomes the program.
 _LAUNCHER = """
 import os, resource, sys
-user, processes, memory, seconds = map(int, sys.argv[1:])
+user, threads, memory, seconds = map(int, sys.argv[1:])
 if user:
   os.setgroups([])
   os.setresgid(user, user, user)
@@ -41,7 +42,7 @@ def lower(name, most):
   hard = resource.getrlimit(limit)[1]
   most = most if hard == resource.RLIM_INFINITY else min(most, hard)
   resource.setrlimit(limit, (most, most))
-lower("NPROC", processes)
+lower("NPROC", threads)
 lower("AS", memory)
 lower("CPU", seconds)
 lower("FSIZE", 0)
@@ -70,7 +71,7 @@ def run(
     program: Python source; it runs as `__main__`.
     given: stdin.
     seconds: by the clock, from the start of the sandbox.
-    memory: address space of each process, MiB.
+    memory: address space, MiB.
     most: bytes of output.
   """
   end = time.monotonic() + seconds
@@ -136,13 +137,18 @@ def _started(
   stderr: int | None = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen]:
   """The program in its sandbox; at the end of the block both are gone."""
-  with _in_memory(program) as source, _in_memory(given) as stdin:
+  with (
+    _in_memory(program.encode("utf-8", "replace")) as source,
+    _in_memory(given.encode("utf-8", "replace")) as stdin,
+    _in_memory(seccomp.program()) as rules,
+  ):
+    files = source.fileno(), rules.fileno()
     process = subprocess.Popen(
-      _command(bwrap, source.fileno(), seconds, memory),
+      _command(bwrap, *files, seconds, memory),
       stdin=stdin,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE if stderr is None else stderr,
-      pass_fds=(source.fileno(),),
+      pass_fds=files,
       env={},
     )
     with process:
@@ -152,9 +158,12 @@ def _started(
         process.kill()
 
 
-def _command(bwrap: str, source: int, seconds: float, memory: int) -> list[str]:
+def _command(
+  bwrap: str, source: int, rules: int, seconds: float, memory: int
+) -> list[str]:
   root = os.geteuid() == 0
   command = [bwrap, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+  command += ["--seccomp", str(rules)]
   if root:
     # Root's processes are not counted, so the launcher becomes another user,
     # each time a new one. No user namespace: it would know no other user.
@@ -173,16 +182,16 @@ def _command(bwrap: str, source: int, seconds: float, memory: int) -> list[str]:
   command += ["--perms", "0444", "--ro-bind-data", str(source), "/program.py"]
   command += ["--remount-ro", "/", "--chdir", "/"]
   user = 20_000 + (101 * os.getpid() + next(_runs)) % 40_000 if root else 0
-  limits = (user, PROCESSES, memory << 20, math.ceil(seconds) + 1)
+  limits = (user, THREADS, memory << 20, math.ceil(seconds) + 1)
   command += [PYTHON, "-I", "-X", "utf8", "-c", _LAUNCHER, *map(str, limits)]
   return command
 
 
 @contextlib.contextmanager
-def _in_memory(text: str):
+def _in_memory(data: bytes):
   """A file that is in no folder, to be read from its start."""
   with open(os.memfd_create("text"), "wb+") as file:
-    file.write(text.encode("utf-8", "replace"))
+    file.write(data)
     file.seek(0)
     yield file
 

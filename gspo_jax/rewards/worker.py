@@ -37,7 +37,7 @@ def main() -> None:
     os.dup2(nothing.fileno(), 0)
   names, seconds, memory = receive(requests)
   try:
-    functions = [(name, rewards.named(name)) for name in names]
+    functions = [(name, rewards.named(name, seconds)) for name in names]
   except errors.UserError as e:
     _send(results, [None, str(e)])
     return

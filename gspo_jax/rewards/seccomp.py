@@ -1,0 +1,100 @@
+"""The system calls refused to programs: a filter for the kernel to check.
+
+Classic BPF, as `bwrap --seccomp` takes it (Linux,
+Documentation/userspace-api/seccomp_filter.rst). What is refused is what opens
+a way to new privileges (namespaces, mounts, BPF, keys), what holds memory that
+no limit bounds (System V), and a second process: the limits of one are then
+those of the whole program.
+"""
+
+import platform
+import struct
+
+from gspo_jax import errors
+
+# Numbers: asm/unistd_64.h of x86 and asm-generic/unistd.h. The first of a row
+# is x86_64's, the second aarch64's; None where it has none.
+REFUSED = {
+  "fork": (57, None),
+  "vfork": (58, None),
+  "ptrace": (101, 117),
+  "process_vm_readv": (310, 270),
+  "process_vm_writev": (311, 271),
+  "unshare": (272, 97),
+  "setns": (308, 268),
+  "pivot_root": (155, 41),
+  "chroot": (161, 51),
+  "mount": (165, 40),
+  "umount2": (166, 39),
+  "open_tree": (428, 428),
+  "move_mount": (429, 429),
+  "fsopen": (430, 430),
+  "fsconfig": (431, 431),
+  "fsmount": (432, 432),
+  "fspick": (433, 433),
+  "mount_setattr": (442, 442),
+  "open_by_handle_at": (304, 265),
+  "bpf": (321, 280),
+  "perf_event_open": (298, 241),
+  "userfaultfd": (323, 282),
+  "io_uring_setup": (425, 425),
+  "io_uring_enter": (426, 426),
+  "io_uring_register": (427, 427),
+  "add_key": (248, 217),
+  "request_key": (249, 218),
+  "keyctl": (250, 219),
+  "msgget": (68, 186),
+  "semget": (64, 190),
+  "shmget": (29, 194),
+  "shmat": (30, 196),
+}
+_CLONE, _CLONE3 = (56, 220), 435
+# AUDIT_ARCH_* of linux/audit.h.
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# linux/sched.h: CLONE_THREAD, and all of CLONE_NEW*.
+_THREAD, _NEW = 0x00010000, 0x7E020000
+_X32 = 0x40000000
+# linux/seccomp.h, with EPERM and ENOSYS.
+_ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+# linux/bpf_common.h: load a word, return, mask, and jumps.
+_LOAD, _RETURN, _AND, _EQUAL, _ABOVE = 0x20, 0x06, 0x54, 0x15, 0x35
+# Offsets in struct seccomp_data: number, machine, low half of the first word.
+_NUMBER, _MACHINE, _FIRST = 0, 4, 16
+
+
+def program(machine: str | None = None) -> bytes:
+  """The filter for a machine, by default this one.
+
+  Raises:
+    UserError: there is none for it.
+  """
+  machine = machine or platform.machine()
+  if machine not in _MACHINES:
+    raise errors.UserError(
+      "reward 'code' can confine programs on "
+      f"{' and '.join(_MACHINES)} only, and this machine is {machine!r}"
+    )
+  row = list(_MACHINES).index(machine)
+  steps = [
+    (_LOAD, 0, 0, _MACHINE),
+    (_EQUAL, 1, 0, _MACHINES[machine]),
+    (_RETURN, 0, 0, _KILL),
+    (_LOAD, 0, 0, _NUMBER),
+  ]
+  if machine == "x86_64":
+    steps += [(_ABOVE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+  for numbers in REFUSED.values():
+    if numbers[row] is not None:
+      steps += [(_EQUAL, 0, 1, numbers[row]), (_RETURN, 0, 0, _EPERM)]
+  # Its flags are in memory, where a filter cannot look; the C library then
+  # takes clone.
+  steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ENOSYS)]
+  steps += [
+    (_EQUAL, 0, 4, _CLONE[row]),
+    (_LOAD, 0, 0, _FIRST),
+    (_AND, 0, 0, _THREAD | _NEW),
+    (_EQUAL, 1, 0, _THREAD),
+    (_RETURN, 0, 0, _EPERM),
+    (_RETURN, 0, 0, _ALLOW),
+  ]
+  return b"".join(struct.pack("<HBBI", *step) for step in steps)

@@ -1,0 +1,82 @@
+"""The filter, run here instead of in the kernel: what it says of which call."""
+
+import struct
+
+import pytest
+
+from gspo_jax.errors import UserError
+from gspo_jax.rewards import seccomp
+
+ALLOWED, KILLED, NO_PERMISSION, UNKNOWN = (
+  0x7FFF0000,
+  0x80000000,
+  0x00050000 | 1,
+  0x00050000 | 38,
+)
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+I386 = 0x40000003
+# Of programs that do nothing but compute, on x86_64 and aarch64: read, write,
+# mmap, munmap, brk, futex, exit_group, execve, getrandom, rt_sigaction, poll.
+HARMLESS = {
+  "x86_64": (0, 1, 9, 11, 12, 202, 231, 59, 318, 13, 7),
+  "aarch64": (63, 64, 222, 215, 214, 98, 94, 221, 278, 134, 73),
+}
+CLONE = {"x86_64": 56, "aarch64": 220}
+# What the C library asks for: a thread, and fork.
+THREAD, FORK = 0x003D0F00, 0x01200011
+
+
+def verdict(machine, number, first=0, arch=None):
+  """What the filter returns, by the rules of classic BPF."""
+  arch = MACHINES[machine] if arch is None else arch
+  data = struct.pack("<IIQ6Q", number, arch, 0, first, *[0] * 5)
+  steps = list(struct.iter_unpack("<HBBI", seccomp.program(machine)))
+  value, at = 0, 0
+  while True:
+    code, true, false, k = steps[at]
+    at += 1
+    if code == 0x20:
+      (value,) = struct.unpack_from("<I", data, k)
+    elif code == 0x54:
+      value &= k
+    elif code == 0x15:
+      at += true if value == k else false
+    elif code == 0x35:
+      at += true if value >= k else false
+    else:
+      assert code == 0x06
+      return k
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_calls_are_refused_by_name_and_others_allowed(machine):
+  row = list(MACHINES).index(machine)
+  refused = {numbers[row] for numbers in seccomp.REFUSED.values()} - {None}
+  for number in set(range(600)) - {CLONE[machine], 435}:
+    expected = NO_PERMISSION if number in refused else ALLOWED
+    assert verdict(machine, number) == expected
+  assert not refused & set(HARMLESS[machine])
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_threads_start_and_processes_do_not(machine):
+  clone = CLONE[machine]
+  assert verdict(machine, clone, THREAD) == ALLOWED
+  assert verdict(machine, clone, FORK) == NO_PERMISSION
+  assert verdict(machine, clone, 0x4111) == NO_PERMISSION  # vfork
+  for bit in (17, *range(25, 31)):
+    assert verdict(machine, clone, THREAD | 1 << bit) == NO_PERMISSION
+  assert verdict(machine, 435) == UNKNOWN  # clone3
+
+
+def test_calls_of_other_machines_end_the_program():
+  for number in (0, 20, 57):
+    assert verdict("x86_64", number, arch=I386) == KILLED
+    assert verdict("aarch64", number, arch=MACHINES["x86_64"]) == KILLED
+    assert verdict("x86_64", 0x40000000 + number) == KILLED  # x32
+  assert verdict("x86_64", 0xFFFFFFFF) == KILLED
+
+
+def test_no_filter_is_an_error():
+  with pytest.raises(UserError, match=r"x86_64 and aarch64 only.*'riscv64'"):
+    seccomp.program("riscv64")
