@@ -7,9 +7,7 @@ import pytest
 from conftest import ROOT
 
 jupytext = pytest.importorskip("jupytext")
-nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("ipykernel")
 
 SCRIPTS = sorted((ROOT / "colabs").glob("*.py"))
 each = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -67,6 +65,8 @@ def test_code_compiles(script):
 @each
 def test_runs(script, tmp_path):
   """In an empty folder, on one device; the asserts are in the notebooks."""
+  nbclient = pytest.importorskip("nbclient")
+  pytest.importorskip("ipykernel")
   notebook = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
   environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
   environment["TMPDIR"] = str(tmp_path)
