@@ -1,7 +1,7 @@
 """GSM8K from scratch: a 2M-parameter MoE on real questions and real answers.
 
   python -m gspo_jax.train_tokenizer --input=data/gsm8k/train.jsonl \\
-    --vocab_size=2048 --out=data/gsm8k/tokenizer.model
+    --vocab_size=2048 --output=data/gsm8k/tokenizer.model
   python -m gspo_jax.main --config=configs/gsm8k_small.py --workdir=runs/gsm8k
 
 The folder data/gsm8k holds train.jsonl and test.jsonl as GSM8K (arXiv

@@ -62,7 +62,7 @@ def export(
   Raises:
     UserError: no checkpoint there, another model, or `folder` holds something.
   """
-  hosts.together(lambda: hf.require_new(folder, dtype))
+  hosts.together(lambda: hosts.first() and hf.require_new(folder, dtype))
   mesh = hosts.together(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh):
     made = hosts.together(lambda: program.build(config, mesh))

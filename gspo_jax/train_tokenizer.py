@@ -1,12 +1,12 @@
 """Trains a SentencePiece tokenizer on the text of JSON lines.
 
   python -m gspo_jax.train_tokenizer --input=train.jsonl --vocab_size=2048 \\
-    --fields=question,answer --out=runs/tokenizer.model
+    --fields=question,answer --output=runs/tokenizer.model
 
 Byte-pair encoding without normalisation or a prefix space: every text comes
 back as it was (but U+2581, which SentencePiece writes for a space). Digits
 stand alone, characters that are rare are bytes, a new line is one. The same
-text gives the same file. With an `--out` that does not end in .model, a folder
+text gives the same file. With an `--output` that does not end in .model, a folder
 that transformers' AutoTokenizer loads.
 
 Exit codes: 0 done; 2 a mistake of the caller's, in one line.
@@ -28,7 +28,7 @@ _FIELDS = flags.DEFINE_list(
   "fields", ["question", "answer"], "Those of a line that hold text."
 )
 _VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 2048, "Pieces, 260 or more.")
-_OUT = flags.DEFINE_string("out", None, "A .model file, or a folder.")
+_OUTPUT = flags.DEFINE_string("output", None, "A .model file, or a folder.")
 
 # Padding, stop, unknown, and the bytes.
 _SMALLEST = 3 + 256 + 1
@@ -51,19 +51,19 @@ def _parse(argv):
     raise UserError(str(error)) from error
   if len(rest) > 1:
     raise UserError(f"unexpected argument {rest[1]!r}: flags are --name=value")
-  for flag in (_INPUT, _FIELDS, _OUT):
+  for flag in (_INPUT, _FIELDS, _OUTPUT):
     if not flag.value:
       raise UserError(
         f"--{flag.name} is missing; for a start: --input=train.jsonl "
-        "--out=tokenizer.model"
+        "--output=tokenizer.model"
       )
   return rest
 
 
 def _command(argv) -> None:
   proto = train(texts(_INPUT.value, _FIELDS.value), _VOCAB_SIZE.value)
-  write(proto, Path(_OUT.value))
-  print(f"{_OUT.value}: {_VOCAB_SIZE.value} pieces")
+  write(proto, Path(_OUTPUT.value))
+  print(f"{_OUTPUT.value}: {_VOCAB_SIZE.value} pieces")
 
 
 def texts(paths: Sequence[str], fields: Sequence[str]) -> Iterator[str]:
@@ -129,7 +129,7 @@ def write(proto: bytes, out: Path) -> None:
     (out / "tokenizer.model").write_bytes(proto)
     tokenizer.load(str(out / "tokenizer.model")).save(out)
   except OSError as error:
-    raise UserError(f"--out={out}: {error.strerror}") from error
+    raise UserError(f"--output={out}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -80,7 +80,11 @@ def test_the_moments_live_where_their_parameters_do():
     assert specs(moments, BOTH) == layout
 
 
-@pytest.mark.parametrize("name", model.VARIANTS)
+# Four experts cannot be split among eight devices, and that is told.
+DIVISIBLE = [n for n, c in model.VARIANTS.items() if c.num_experts % 8 == 0]
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
 def test_no_large_array_is_whole_on_a_device(name):
   params, _ = shapes_of(name)
   shardings = named_leaves(sharding.state_shardings(params, BOTH))

@@ -190,9 +190,9 @@ def test_mistakes_in_a_dotted_name(module):
     (f"{module}.dict", "has no such function; did you mean 'dicts'"),
     (f"{module}.endless", "list_iterator; expected something with a length"),
     ("no_such_package.rows.factory", "no module 'no_such_package'; expected"),
-    ("train.jsonl", "expected jsonl:FILE"),
-    ("data/train.jsonl", "expected jsonl:FILE"),
-    ("chains", "expected jsonl:FILE"),
+    ("train.jsonl", "expected chain, jsonl:FILE"),
+    ("data/train.jsonl", "expected chain, jsonl:FILE"),
+    ("chains", "expected chain, jsonl:FILE"),
     ("tfds:", "expected tfds:NAME"),
   ):
     with pytest.raises(UserError, match=words):

@@ -98,12 +98,12 @@ def test_the_command(tmp_path):
     timeout=120,
   )
   out = tmp_path / "new/a.model"
-  flags = (f"--input={path}", "--fields=q", f"--out={out}")
+  flags = (f"--input={path}", "--fields=q", f"--output={out}")
   done = run(*flags, "--vocab_size=320")
   assert (done.returncode, done.stderr) == (0, "")
   assert out.read_bytes() == train_tokenizer.train(iter(TEXTS), 320)
   for wrong, words in (
-    (flags[:1], "--out is missing"),
+    (flags[:1], "--output is missing"),
     ((*flags, "--vocab_size=9999"), "does not suit"),
     ((*flags, "--vocab_size=x"), "vocab_size"),
     ((*flags, "--vocabsize=3"), "vocabsize"),

@@ -154,12 +154,12 @@ def save_hf(
     UserError: the folder holds something or cannot be written, or `like` is
       another model.
   """
-  require_new(folder, dtype)
-  folder = Path(folder).absolute()
+  target, folder = folder, Path(folder).absolute()
   partial = folder.with_name(folder.name + ".partial")
   first = lambda work: hosts.together(
     lambda: _written(work, folder) if hosts.first() else None
   )
+  first(lambda: require_new(target, dtype))
   first(lambda: _begin(partial, cfg, dtype, like, beside))
   found, leaves = places(cfg), _by_path(params)
   index, total = {}, 0
