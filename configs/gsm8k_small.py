@@ -46,7 +46,7 @@ def _real(folder: str) -> ConfigDict:
   c.reward.weights = (1.0, 0.1, 0.1)
   c.learner.micro_rows = 32
 
-  c.cold_start.steps = 600
+  c.cold_start.steps = 400
   c.cold_start.batch = 32
   c.cold_start.gate = 0.0  # from scratch it does not get far
   c.cold_start.check_every = 100

@@ -235,6 +235,7 @@ def test_a_workdir_of_another_run_is_refused(
   assert "Traceback" not in out
 
 
+@pytest.mark.slow
 def test_eight_devices_train_and_resume(environment, tmp_path):
   """The whole command on a mesh, cold start and all."""
   flags = ["data.prompts=8", "learner.micro_rows=8", "cold_start.steps=2"]

@@ -122,7 +122,17 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+# Half a minute each, and a minute on a slow machine; the others cover the axes.
+SLOW = ("2 data", "2 tensor", "4 data, expert")
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+    for name in MESHES
+  ],
+)
 def test_many_devices_do_as_one(one, config, name):
   devices, mesh, decoding = MESHES[name]
   config.sampler_mesh.update(decoding)
