@@ -6,8 +6,8 @@
 Byte-pair encoding without normalisation or a prefix space: every text comes
 back as it was (but U+2581, which SentencePiece writes for a space). Digits
 stand alone, characters that are rare are bytes, a new line is one. The same
-text gives the same file. With an `--output` that does not end in .model, a folder
-that transformers' AutoTokenizer loads.
+text gives the same file. With an `--output` that does not end in .model, a
+folder that transformers' AutoTokenizer loads.
 
 Exit codes: 0 done; 2 a mistake of the caller's, in one line.
 """
