@@ -1,4 +1,4 @@
-"""GSM8K from scratch: a 2M-parameter MoE on real questions and real answers.
+"""GSM8K from scratch: a 1.3M-parameter MoE on real questions and real answers.
 
   python -m gspo_jax.train_tokenizer --input=data/gsm8k/train.jsonl \\
     --vocab_size=2048 --output=data/gsm8k/tokenizer.model
@@ -7,6 +7,16 @@
 The folder data/gsm8k holds train.jsonl and test.jsonl as GSM8K (arXiv
 2110.14168) is published; `configs/gsm8k_small.py:./FOLDER` takes another, and
 `:debug` shrinks every size and needs no files.
+
+What was seen, on two slow x86-64 cores that other jobs shared: a cold start of
+401 steps (stopped there; its schedule was for 600) at 4 to 8 s a step took the
+loss to 2.08 and greedy accuracy to .016; then 12 of the 30 iterations, 24 to 37
+s each (generate a third, update half), from that checkpoint as a Hugging Face
+folder. Answers took the form asked for (`reward/number` .945 -> 1.000) and grew
+short (114 -> 56 tokens, none cut at the end); they did not become right:
+`reward/gsm8k` .023 -> .016, held-out pass@1 .016 -> .008, 64 questions, 4
+answers each, both within chance. With every answer well formed, 88 % of the
+groups are equal and teach nothing. 1,100 tokens/s are drawn, 300 learnt from.
 """
 
 from ml_collections import ConfigDict
