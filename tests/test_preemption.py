@@ -84,8 +84,13 @@ def test_a_handler_that_python_does_not_know_is_not_put_back(monkeypatch):
 
 
 def test_ctrl_c_stays_keyboard_interrupt():
-  with pytest.raises(KeyboardInterrupt), Preemption():
-    os.kill(os.getpid(), signal.SIGINT)
+  # A shell that starts the tests in the background has it ignored.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  try:
+    with pytest.raises(KeyboardInterrupt), Preemption():
+      os.kill(os.getpid(), signal.SIGINT)
+  finally:
+    signal.signal(signal.SIGINT, before)
 
 
 def test_does_nothing_off_the_main_thread():
