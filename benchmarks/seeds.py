@@ -19,13 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def train(config: str, seed: int, workdir: Path) -> dict:
+def train(config: str, workdir: Path, **settings) -> dict:
   """One run; returns its table row and curve."""
   began = time.monotonic()
   subprocess.run(
     [
       *(sys.executable, "-m", "gspo_jax.main", f"--config={config}"),
-      *(f"--config.seed={seed}", f"--workdir={workdir}"),
+      *(f"--config.{key}={value}" for key, value in settings.items()),
+      f"--workdir={workdir}",
     ],
     cwd=ROOT,
     check=True,
@@ -36,7 +37,7 @@ def train(config: str, seed: int, workdir: Path) -> dict:
   median = lambda key: sorted(r[key] for r in rows[1:])[len(rows) // 2]
   curve = lambda key: [[r["step"], r[key]] for r in rows if key in r]
   return {
-    "seed": seed,
+    **settings,
     "seconds": round(seconds, 1),
     "pass@1 before": rows[0]["eval/pass@1"],
     "pass@1 after": rows[-1]["eval/pass@1"],
@@ -79,7 +80,8 @@ def main() -> None:
   args = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
     results = [
-      train(args.config, seed, Path(folder) / str(seed)) for seed in args.seeds
+      train(args.config, Path(folder) / str(seed), seed=seed)
+      for seed in args.seeds
     ]
   record = {
     "command": f"python -m benchmarks.seeds --out={args.out}",

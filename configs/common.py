@@ -46,6 +46,10 @@ def get_config() -> ConfigDict:
   c.data.instruction = "{question}"  # how a question is put to the policy
   c.data.chain_steps = (8,)  # chain: lengths to draw from
   c.data.prompts = 32  # questions an RL iteration, over all hosts
+  # DAPO: batches to draw at most, until one is full of groups that differ.
+  c.data.refill_rounds = 1
+  c.data.history = False  # SRPO: no more of the questions answered all right
+  c.data.stages = ()  # SRPO: ((first iteration, source), ...) after `source`
   c.data.max_prompt_length = 32  # tokens, of the template too
   c.data.too_long = "error"  # "drop": leave out questions longer than that
 
@@ -67,12 +71,38 @@ def get_config() -> ConfigDict:
   c.reward.seconds = 5.0
 
   c.objective = ConfigDict()
-  c.objective.name = "gspo"  # gspo, gspo_token, grpo, dr_grpo, dapo
-  c.objective.clip_low = -1.0  # -1: the method's own, see gspo_jax/losses.py
+  # gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo, sapo
+  c.objective.name = "gspo"
+  c.objective.clip_low = -1.0  # -1: the method's own, see gspo_jax/losses/
   c.objective.clip_high = -1.0  # -1: the method's own
+  c.objective.cap = -1.0  # largest ratio of cispo; -1: its own
+  c.objective.tau_positive = -1.0  # of sapo's gate, where A > 0; -1: its own
+  c.objective.tau_negative = -1.0  # of sapo's gate, where A < 0; -1: its own
+  c.objective.dual_clip = 0.0  # largest ratio against A < 0, about 3; 0: any
   # "recompute" scores rollouts with the trainer's forward; "sampler" trusts the
   # sampler's log-probs, whose bf16 rounding exceeds GSPO's clip range.
   c.objective.old_logps = "recompute"
+  c.objective.kl_coef = 0.0  # of the KL to a reference policy; 0: there is none
+  c.objective.kl_estimator = "k3"  # "k2", "k3": in the loss; "k1": the reward
+  c.objective.reference_every = 0  # iterations between its syncs; 0: frozen
+  c.objective.entropy_coef = 0.0  # of the entropy, to keep it up
+  # Weights from the sampler's to the recomputed log-probs: tis_token,
+  # tis_sequence (truncated), mis_token, mis_sequence (masked).
+  c.objective.mismatch = "none"
+  c.objective.mismatch_cap = 2.0  # largest weight
+  c.objective.mismatch_floor = 0.5  # smallest weight that "mis" keeps
+  # Smallest weight of a token whose router moved; -1: 0.8 in rspo, else 0: off
+  c.objective.router_shift_floor = -1.0
+  # Routing Replay, of the old policy's experts ("r2") or the sampler's ("r3").
+  c.objective.replay = "none"
+  c.objective.zero_truncated = False  # answers cut at the limit teach nothing
+
+  c.critic = ConfigDict()  # of ppo, with AdamW as in `optim`
+  c.critic.learning_rate = 1e-5  # its peak
+  c.critic.warmup_steps = 0  # optimizer steps
+  c.critic.clip = 0.2  # how far values may move in an iteration
+  c.critic.discount = 1.0  # of the reward, per token
+  c.critic.trace_decay = 0.95  # lambda of GAE
 
   c.learner = ConfigDict()
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)
@@ -107,6 +137,8 @@ def get_config() -> ConfigDict:
   c.checkpoint.keep = 3  # the newest so many
 
   c.log = ConfigDict()
+  # Routing, old against new, and histograms of ratios; False spares the memory.
+  c.log.instruments = True
   c.log.samples_every = 10  # iterations between sample answers
   c.log.samples = 4  # how many to show
   return c

@@ -31,6 +31,7 @@ def get_config(mode: str = "") -> ConfigDict:
   c.optim.learning_rate = 3e-4
   # The first Adam steps flip most experts.
   c.optim.warmup_steps = 8
+  c.critic.learning_rate = 1e-3
   c.cold_start.steps = 800
   if mode == "debug":
     _shrink(c)

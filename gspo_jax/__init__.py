@@ -7,12 +7,24 @@ the processes that score answers never need it.
 import importlib
 
 _ROOMS = {
+  "Terms": "losses",
+  "cispo_loss": "losses",
   "dapo_loss": "losses",
   "dr_grpo_loss": "losses",
+  "generalized_advantages": "advantages",
+  "gmpo_loss": "losses",
   "group_relative_advantages": "advantages",
   "grpo_loss": "losses",
   "gspo_loss": "losses",
   "gspo_token_loss": "losses",
+  "kl_penalty": "losses",
+  "mismatch_weights": "losses",
+  "ppo_loss": "losses",
+  "router_log_weight": "losses",
+  "rspo_loss": "losses",
+  "sapo_loss": "losses",
+  "value_loss": "losses",
+  "whiten": "advantages",
 }
 
 __all__ = list(_ROOMS)

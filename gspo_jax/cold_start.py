@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from gspo_jax import hosts, model, rollout
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.identity import match
-from gspo_jax.losses import Mean
+from gspo_jax.logprobs import token_logprobs
+from gspo_jax.losses import Mean, Metrics
 from gspo_jax.preemption import Preemption
 from gspo_jax.sampler import Prompts
 from gspo_jax.train_step import TrainState
@@ -36,13 +37,22 @@ class ColdStartConfig:
   gate: float
 
 
-def cross_entropy(logps, old_logps, advantages, mask, *, normalizer=None):
-  """Mean over tokens of `-log p`, in the shape of call of a policy loss."""
-  del old_logps, advantages
-  total = -jnp.where(mask, logps, 0.0).sum()
-  count = mask.sum(dtype=jnp.float32)
-  loss = total / (jnp.maximum(count, 1) if normalizer is None else normalizer)
-  return loss, {"loss/policy": Mean(jax.lax.stop_gradient(total), count)}
+def cross_entropy(
+  params: model.Params, rows: rollout.Rollout, *, cfg: model.ModelConfig
+) -> tuple[Mean, Metrics]:
+  """Mean over tokens of `-log p`, as `train_step.update` takes a loss."""
+  mask = rows.response_mask
+  scored = token_logprobs(
+    params,
+    cfg,
+    rows.tokens,
+    rows.positions,
+    rows.mask,
+    response_length=mask.shape[1],
+  )
+  total = -jnp.where(mask, scored.logps, 0.0).sum()
+  loss = Mean(total, mask.sum(dtype=jnp.float32))
+  return loss, {"loss/imitation": jax.lax.stop_gradient(loss)}
 
 
 def as_rollout(batch: dict[str, jax.Array]) -> rollout.Rollout:
@@ -99,7 +109,7 @@ def imitate(
     # uninterrupted run goes on.
     if check:
       reached = accuracy(state.params)
-      loss = metrics["loss/policy"].value()
+      loss = metrics["loss/imitation"].value()
       hosts.say(
         f"cold start {step:4d}/{cfg.steps}  loss {loss:.3f}  "
         f"greedy accuracy {reached:.3f} (gate {cfg.gate})"

@@ -8,7 +8,7 @@ uninterrupted one.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grain
 import numpy as np
@@ -57,28 +57,89 @@ class PromptConfig:
     return len(ids) <= width
 
 
+class Batches(Iterator[dict]):
+  """Endless batches of the rows of a pipeline; the state is a position.
+
+  Args:
+    rows: they may be read ahead.
+    batch: rows in a batch.
+    passes: whether a row is one to draw. It is asked here, in order, and not
+      by the threads that read ahead: the answer may change between batches.
+  """
+
+  def __init__(
+    self,
+    rows: grain.DatasetIterator,
+    batch: int,
+    passes: Callable[[dict], bool],
+  ):
+    self._rows, self._batch, self._passes = rows, batch, passes
+
+  def __next__(self) -> dict:
+    drawn = filter(self._passes, self._rows)
+    return _stack(list(itertools.islice(drawn, self._batch)))
+
+  def get_state(self) -> dict:
+    """A small dict, for a checkpoint: behind the last row of a batch."""
+    return self._rows.get_state()
+
+  def set_state(self, state: dict) -> None:
+    """Goes to where `get_state` was called."""
+    self._rows.set_state(state)
+
+
 def prompts(
-  source: Source, cfg: PromptConfig, *, batch: int, seed: int
-) -> grain.DatasetIterator:
+  source: Source,
+  cfg: PromptConfig,
+  *,
+  batch: int,
+  seed: int,
+  left_out: Sequence[np.ndarray] = (),
+) -> Batches:
   """Endless batches of prompts, shuffled anew each epoch.
 
   Each is a dict: `problems` (a list), `tokens` [batch, width] int32 padded on
-  the left, `length` [batch] int32. The iterator's `get_state()` is a small
-  dict for the checkpoint.
+  the left, `length` [batch] int32, and where the questions stand: `part`
+  [batch] int32, 0 but in a mixture, and `index` [batch] int32 in that source.
+
+  Args:
+    source: of questions.
+    cfg: how they become tokens.
+    batch: questions in one.
+    seed: of the order.
+    left_out: for each source of a mixture, or the one, [its length] bool: the
+      questions to pass over. They may be changed between batches.
 
   Raises:
     UserError: fewer questions (that fit) than a batch; one that is too long,
       of the embedded task when it is drawn and of any other source now.
   """
-  return _batches(source, functools.partial(_prompt, cfg=cfg), cfg, batch, seed)
+  out = tuple(left_out)
+  passes = lambda row: not (out and out[row["part"]][row["index"]])
+  row = functools.partial(_prompt, cfg=cfg)
+  _check(source, row, cfg, batch)
+  return Batches(_rows(_place(source), _placed(row), seed), batch, passes)
 
 
 def demonstrations(
   source: Source, cfg: PromptConfig, *, batch: int, width: int, seed: int
-) -> grain.DatasetIterator:
+) -> Batches:
   """As `prompts`, with `response` [batch, width] and `response_length`."""
   row = functools.partial(_demonstration, cfg=cfg, width=width)
-  return _batches(source, row, cfg, batch, seed)
+  _check(source, row, cfg, batch)
+  return Batches(_rows(source, row, seed), batch, lambda row: True)
+
+
+def parts(source: Source) -> tuple[Sequence[Problem], ...]:
+  """The sources of a mixture, or the one."""
+  return source.sources if isinstance(source, Mixture) else (source,)
+
+
+def fitting(part: Sequence[Problem], cfg: PromptConfig) -> int:
+  """How many questions of a source are drawn, those too long left out."""
+  if cfg.too_long == "error":
+    return len(part)
+  return _count(part, functools.partial(_prompt, cfg=cfg), len(part))
 
 
 def take(source: Source, cfg: PromptConfig, count: int) -> dict:
@@ -86,8 +147,7 @@ def take(source: Source, cfg: PromptConfig, count: int) -> dict:
 
   Of a mixture, from each source in turn, whatever the weights.
   """
-  parts = source.sources if isinstance(source, Mixture) else (source,)
-  columns = [map(part.__getitem__, range(len(part))) for part in parts]
+  columns = [map(p.__getitem__, range(len(p))) for p in parts(source)]
   every = itertools.chain.from_iterable(itertools.zip_longest(*columns))
   rows = (_prompt(problem, cfg) for problem in every if problem is not None)
   first = list(itertools.islice(filter(None, rows), count))
@@ -151,9 +211,39 @@ def _stack(rows: Sequence[dict]) -> dict:
   return arrays | {"problems": [r["problem"] for r in rows]}
 
 
-def _batches(source, row, cfg, batch, seed):
-  parts = source.sources if isinstance(source, Mixture) else (source,)
-  _check(parts, row, cfg, batch)
+class _Places(Sequence):
+  """A source whose problems come with the place where they stand."""
+
+  def __init__(self, part: int, source: Sequence[Problem]):
+    self._part, self._source = part, source
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, i: int) -> tuple[Problem, dict]:
+    place = {"part": np.int32(self._part), "index": np.int32(i)}
+    return self._source[i], place
+
+
+def _place(source):
+  places = tuple(itertools.starmap(_Places, enumerate(parts(source))))
+  if isinstance(source, Mixture):
+    return Mixture(places, source.weights)
+  return places[0]
+
+
+def _placed(row: Callable) -> Callable:
+  """`row` of a problem beside its place, which goes into the row."""
+
+  def make(placed):
+    problem, place = placed
+    made = row(problem)
+    return made and made | place
+
+  return make
+
+
+def _rows(source, row, seed) -> grain.DatasetIterator:
   seeds = itertools.count(seed)
 
   def shuffled(part):
@@ -164,8 +254,7 @@ def _batches(source, row, cfg, batch, seed):
   # Threads read ahead; what comes does not depend on their number. Batches are
   # cut behind them, where the dropped rows are gone.
   options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-  batches = rows.to_iter_dataset(options)
-  return iter(batches.batch(batch, drop_remainder=True, batch_fn=_stack))
+  return iter(rows.to_iter_dataset(options))
 
 
 def _mixed(source, dataset: Callable) -> grain.MapDataset:
@@ -176,24 +265,24 @@ def _mixed(source, dataset: Callable) -> grain.MapDataset:
   return grain.MapDataset.mix(each, weights=source.weights)
 
 
-def _check(parts, row, cfg, batch) -> None:
+def _check(source, row, cfg, batch) -> None:
   """UserError for what would fail, or never end, later."""
-  total = sum(map(len, parts))
+  total = sum(map(len, parts(source)))
   if total < batch:
     raise UserError(
       f"the data has {total} questions, fewer than a batch of {batch}"
     )
   if cfg.too_long == "error":
     # One that is too long is told now, not at step 500.
-    for part in parts:
+    for part in parts(source):
       if isinstance(part, Questions):
         for problem in part:
           row(problem)
     return
-  found = [_count(part, row, batch) for part in parts]
+  found = [_count(part, row, batch) for part in parts(source)]
   if not all(found) or sum(found) < batch:
     raise UserError(
-      f"of the data's {[*map(len, parts)]} questions only {found} fit "
+      f"of the data's {[*map(len, parts(source))]} questions only {found} fit "
       f"data.max_prompt_length={cfg.width}: fewer than a batch of {batch}, or "
       "none of one source"
     )

@@ -10,7 +10,8 @@ _RANGES = (
   (
     "at least 1",
     lambda x: x >= 1,
-    "data.max_prompt_length reward.workers eval.prompts eval.samples "
+    "data.max_prompt_length data.refill_rounds reward.workers eval.prompts "
+    "eval.samples "
     "eval.every checkpoint.every checkpoint.keep log.samples_every "
     "cold_start.check_every",
   ),
@@ -19,21 +20,72 @@ _RANGES = (
     lambda x: 0 <= x < math.inf,
     "num_steps log.samples cold_start.steps optim.warmup_steps "
     "cold_start.warmup_steps optim.weight_decay sampler_mesh.expert "
-    "sampler_mesh.tensor",
+    "sampler_mesh.tensor objective.kl_coef objective.entropy_coef "
+    "objective.reference_every critic.warmup_steps critic.clip",
   ),
   (
     "more than 0",
     lambda x: 0 < x < math.inf,
     "optim.learning_rate optim.clip_norm cold_start.learning_rate "
-    "sampler.temperature reward.seconds",
+    "sampler.temperature reward.seconds critic.learning_rate",
   ),
   ("0 or more, under 2**32", lambda x: 0 <= x < 2**32, "seed"),
-  ("0 to 1", lambda x: 0 <= x <= 1, "cold_start.gate"),
+  (
+    "0 to 1",
+    lambda x: 0 <= x <= 1,
+    "cold_start.gate critic.discount critic.trace_decay "
+    "objective.mismatch_floor",
+  ),
+  ("1 or more", lambda x: 1 <= x < math.inf, "objective.mismatch_cap"),
+  (
+    "0 for none, or more than 1",
+    lambda x: x == 0 or 1 < x < math.inf,
+    "objective.dual_clip",
+  ),
+  (
+    "0 for none, under 1, or -1 for the method's own",
+    lambda x: x == -1 or 0 <= x < 1,
+    "objective.router_shift_floor",
+  ),
   ("0 or more, under 1", lambda x: 0 <= x < 1, "optim.b1 optim.b2"),
   (
     "0 or more, or -1 for the method's own",
     lambda x: x == -1 or 0 <= x < math.inf,
-    "objective.clip_low objective.clip_high",
+    "objective.clip_low objective.clip_high objective.cap "
+    "objective.tau_positive objective.tau_negative",
+  ),
+)
+
+
+_CHOICES = {
+  "objective.old_logps": ("sampler", "recompute"),
+  "objective.kl_estimator": ("k1", "k2", "k3"),
+  "objective.mismatch": (
+    "none",
+    "tis_token",
+    "tis_sequence",
+    "mis_token",
+    "mis_sequence",
+  ),
+  "objective.replay": ("none", "r2", "r3"),
+}
+
+# A key that is set, what it needs, and why.
+_NEEDS = (
+  (
+    "mismatch",
+    lambda c: c.old_logps == "recompute",
+    "'none' with objective.old_logps='sampler', whose weights would all be 1",
+  ),
+  (
+    "reference_every",
+    lambda c: c.kl_coef > 0,
+    "0 with objective.kl_coef=0, where there is no reference to sync",
+  ),
+  (
+    "dual_clip",
+    lambda c: c.name not in ("gmpo", "rspo", "cispo", "sapo"),
+    "0 with a method that does not clip a ratio against its advantage",
   ),
 )
 
@@ -46,10 +98,7 @@ def check(config, objectives: Iterable[str], *, shards: int) -> None:
     objectives: the names there are.
     shards: devices that share the rows of a batch.
   """
-  for key, choices in (
-    ("objective.name", objectives),
-    ("objective.old_logps", ("sampler", "recompute")),
-  ):
+  for key, choices in {"objective.name": tuple(objectives), **_CHOICES}.items():
     value = _get(config, key)
     if value not in choices:
       raise UserError(f"{key}={value!r}: {nearest(value, choices)}")
@@ -58,12 +107,21 @@ def check(config, objectives: Iterable[str], *, shards: int) -> None:
       value = _get(config, key)
       if not good(value):
         raise UserError(f"{key}={value}: expected {expected}")
-  if config.sampler.group_size < 2:
+  _check_together(config)
+  if config.sampler.group_size < 2 and config.objective.name != "ppo":
     raise UserError(
       f"sampler.group_size={config.sampler.group_size}: expected at least 2, "
       "since an advantage compares an answer with the others of its group"
     )
   _check_sizes(config, shards)
+
+
+def _check_together(config):
+  """What makes no sense beside another value."""
+  c = config.objective
+  for key, good, expected in _NEEDS:
+    if c[key] not in ("none", 0) and not good(c):
+      raise UserError(f"objective.{key}={c[key]!r}: expected {expected}")
 
 
 def _get(config, key):

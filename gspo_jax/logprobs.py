@@ -24,16 +24,21 @@ class TokenLogprobs(NamedTuple):
   Attributes:
     logps: [B, R] float32, of the tempered distribution.
     entropy: [B, R] float32, nats, of the same distribution.
-    experts: [L, B, R, k] int32, the experts that made each prediction; None
-      for a dense model.
+    experts: [L, B, T, k] unsigned, where every token went, the prompt's, too:
+      routes to replay. None for a dense model, as what follows.
+    router_logps: [L, B, R, k] float32, what the routers give the routes, or
+      where none are given the experts, of the tokens that predict.
+    router_entropy: [L, B, R] float32, nats, over all experts.
     dropped: [L] int32, choices of an expert that went unheard: 0, if counted
-      right; None for a dense model.
+      right.
   """
 
   logps: jax.Array
   entropy: jax.Array
-  experts: jax.Array | None
-  dropped: jax.Array | None
+  experts: jax.Array | None = None
+  router_logps: jax.Array | None = None
+  router_entropy: jax.Array | None = None
+  dropped: jax.Array | None = None
 
 
 def token_logprobs(
@@ -45,6 +50,8 @@ def token_logprobs(
   *,
   response_length: int,
   temperature: float = 1.0,
+  routes: jax.Array | None = None,
+  replay: bool = False,
 ) -> TokenLogprobs:
   """Scores the last `response_length` tokens of each row.
 
@@ -61,6 +68,8 @@ def token_logprobs(
     mask: [B, T], 0 at padding.
     response_length: R < T; static.
     temperature: the sampler's; 0 (greedy) scores the plain distribution.
+    routes: [L, B, T, k], an earlier pass's experts: how likely are they now?
+    replay: send the tokens there again, by gate weights of today; static.
   """
   R = response_length
   if not 1 <= R < tokens.shape[1]:
@@ -68,7 +77,9 @@ def token_logprobs(
       f"{response_length=} must lie in 1..{tokens.shape[1] - 1}: the first "
       "token of a row has nothing before it"
     )
-  out = model.encode(params, cfg, tokens, positions, mask)
+  out = model.encode(
+    params, cfg, tokens, positions, mask, routes=routes, replay=replay
+  )
   before = slice(-R - 1, -1)  # the positions that predict the last R tokens
   logps, entropy = score(
     out.hidden[:, before],
@@ -77,10 +88,17 @@ def token_logprobs(
     cfg,
     temperature or 1.0,
   )
-  experts = out.experts
-  if experts is not None:
-    experts = experts[:, :, before]
-  return TokenLogprobs(logps, entropy, experts, out.dropped)
+  if out.routing is None:
+    return TokenLogprobs(logps, entropy)
+  experts, router_logps, router_entropy, dropped = out.routing
+  return TokenLogprobs(
+    logps,
+    entropy,
+    experts,
+    router_logps[:, :, before],
+    router_entropy[:, :, before],
+    dropped,
+  )
 
 
 def score(hidden_BRD, head_DV, targets_BR, cfg, temperature):

@@ -4,16 +4,14 @@ Inside jit a metric is a sum and a count. `finish` fetches a step's worth of
 them and divides; `Writer` puts the quotients where people and programs look:
 
   metrics.jsonl             {"step": 12, "reward/mean": 0.53, ...}
+  distributions.jsonl       {"edges": [...]}, then as many counts less one, or
+                            a number a layer: {"step": 12, "name": [...], ...}
   samples/step_000012.txt   what the policy was asked, answered, and earned
   tensorboard/              the same numbers and texts as events
 """
 
 import collections
-import io
-import itertools
-import json
 import math
-import re
 import socket
 import struct
 import sys
@@ -23,11 +21,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from tensorboardX import record_writer, summary
 from tensorboardX.proto import event_pb2
 
 from gspo_jax.errors import UserError
+from gspo_jax.losses import EDGES
+from gspo_jax.metrics_log import Log, line, open_logs, short_number
 
 # The scalars of a stdout line: name, label, width and format.
 _COLUMNS = (
@@ -40,10 +41,20 @@ _COLUMNS = (
 )
 
 
-def finish(metrics: Mapping[str, Any]) -> dict[str, float]:
-  """One transfer for all of a step's metrics, then each one's `.value()`."""
-  fetched = jax.device_get(dict(metrics))
-  return {name: float(metric.value()) for name, metric in fetched.items()}
+def finish(
+  metrics: Mapping[str, Any],
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+  """One transfer for all of a step's metrics, then each one's `.value()`.
+
+  Returns:
+    Scalars, and distributions: a histogram's counts, or a number a layer.
+  """
+  scalars, distributions = {}, {}
+  for name, metric in jax.device_get(dict(metrics)).items():
+    value = np.asarray(metric.value())
+    kind = distributions if value.ndim else scalars
+    kind[name] = value.astype(float).tolist()
+  return scalars, distributions
 
 
 class Writer:
@@ -59,8 +70,8 @@ class Writer:
     active: False makes every method a no-op: `jax.process_index() == 0`.
 
   Raises:
-    UserError: workdir cannot be written, or a row of metrics.jsonl but the last
-      (a crash may have cut that one short: it is dropped) is not JSON.
+    UserError: workdir cannot be written, or a row of a log but the last (a
+      crash may have cut that one short: it is dropped) is not JSON.
   """
 
   def __init__(
@@ -78,8 +89,7 @@ class Writer:
     workdir = epath.Path(workdir)
     self._samples = workdir / "samples"
     try:
-      kept = _earlier_run(workdir, resume_step)
-      self._rows = _Log(workdir / "metrics.jsonl", kept)
+      self._rows, self._distributions = open_logs(workdir, resume_step)
       self._events = _open_events(workdir / "tensorboard", resume_step)
     except UserError:
       raise
@@ -93,16 +103,26 @@ class Writer:
   def __exit__(self, *exception) -> None:
     if self._active:
       self._rows.close()
+      self._distributions.close()
       self._events.close()
 
-  def write(self, step: int, scalars: Mapping[str, float]) -> None:
-    """A JSON line (NaN and infinities as null), an event, a stdout line."""
+  def write(
+    self,
+    step: int,
+    scalars: Mapping[str, float],
+    distributions: Mapping[str, Sequence[float]] | None = None,
+  ) -> None:
+    """JSON lines (NaN and infinities as null), an event, a stdout line."""
     if not self._active:
       return
     step, scalars = int(step), {k: float(v) for k, v in scalars.items()}
     row = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
-    self._rows.append(json.dumps({"step": step, **row}).encode() + b"\n")
+    self._rows.append(line({"step": step, **row}))
+    if distributions:
+      row = {k: [short_number(v) for v in d] for k, d in distributions.items()}
+      self._distributions.append(line({"step": step, **row}))
     value = [{"tag": k, "simple_value": v} for k, v in scalars.items()]
+    value += [_histogram(k, d) for k, d in (distributions or {}).items()]
     self._events.append(_event(step=step, summary={"value": value}))
     self._recent.append((time.monotonic(), step))
     elapsed = self._recent[-1][0] - self._began
@@ -139,78 +159,34 @@ class Writer:
     self._events.append(_event(step=int(step), summary=code))
 
 
-class _Log:
-  """A file that grows, whole lines (or events) at a time."""
-
-  def __init__(self, path: epath.Path, kept: bytes):
-    # gcsfs opens "ab" as "wb" (fsspec/gcsfs#533): in a bucket the whole object
-    # is held here and put again at each append.
-    self._bucket = path if "://" in str(path) else None
-    if self._bucket:
-      self._file = io.BytesIO()
-      self.append(kept)
-    else:
-      temporary = path.with_name(path.name + ".tmp")
-      temporary.write_bytes(kept)
-      self._file = temporary.replace(path).open("ab")
-
-  def append(self, data: bytes) -> None:
-    self._file.write(data)
-    self._file.flush()
-    if self._bucket:
-      self._bucket.write_bytes(self._file.getvalue())
-
-  def close(self) -> None:
-    self._file.close()
+def _histogram(name: str, values: Sequence[float]) -> dict[str, Any]:
+  """Counts over EDGES, or a profile: the number of layer l from l to l + 1."""
+  edges = np.arange(len(values) + 1.0)
+  if len(values) == len(EDGES) - 1:
+    edges = np.clip(EDGES, 2 * EDGES[1], 2 * EDGES[-2])
+  counts = np.nan_to_num(np.asarray(values, float), posinf=0.0, neginf=0.0)
+  # TensorBoard takes them for the outer edges of the outermost filled bins.
+  filled = np.flatnonzero(counts) if counts.any() else np.arange(len(counts))
+  middles = (edges[1:] + edges[:-1]) / 2
+  histogram = {
+    "min": edges[filled[0]],
+    "max": edges[filled[-1] + 1],
+    "num": counts.sum(),
+    "sum": counts @ middles,
+    "sum_squares": counts @ middles**2,
+    "bucket_limit": edges[1:],
+    "bucket": counts,
+  }
+  return {"tag": name, "histo": histogram}
 
 
-def _earlier_run(workdir: epath.Path, resume_step: int) -> bytes:
-  """Clears what the run will write again; the rows of metrics.jsonl to keep."""
-  workdir.mkdir(parents=True, exist_ok=True)
-  path, samples = workdir / "metrics.jsonl", workdir / "samples"
-  rows = path.read_bytes() if path.exists() else b""
-  if not resume_step:
-    _set_aside(([path] if rows else []) + [p for p in [samples] if p.exists()])
-    return b""
-  kept = _rows_until(resume_step, rows, path)
-  for file in samples.iterdir() if samples.exists() else ():
-    name = re.fullmatch(r"step_(\d+)\.txt", file.name)
-    if name and int(name[1]) > resume_step:
-      file.unlink()
-  return kept
-
-
-def _set_aside(paths: Sequence[epath.Path]) -> None:
-  for n in itertools.count(1):
-    targets = [p.with_name(f"{p.name}.{n}") for p in paths]
-    if not any(target.exists() for target in targets):
-      break
-  for path, target in zip(paths, targets, strict=True):
-    path.rename(target)
-
-
-def _rows_until(step: int, rows: bytes, path: epath.Path) -> bytes:
-  lines, kept = rows.splitlines(), []
-  for n, line in enumerate(lines, 1):
-    try:
-      if json.loads(line)["step"] <= step:
-        kept.append(line + b"\n")
-    except (ValueError, KeyError, TypeError) as e:
-      if n < len(lines):
-        raise UserError(
-          f"{path}, line {n}: {line[:60]=}, expected a JSON object with a "
-          "step; mend the line or move the file away"
-        ) from e
-  return b"".join(kept)
-
-
-def _open_events(folder: epath.Path, resume_step: int) -> _Log:
+def _open_events(folder: epath.Path, resume_step: int) -> Log:
   # Not tensorboardX.SummaryWriter: when its thread fails to write once, it dies
   # and a later add_scalar blocks forever; and it names files by the second, so
   # that a quick restart overwrites its predecessor's.
   folder.mkdir(parents=True, exist_ok=True)
   name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-  events = _Log(folder / name, _event(file_version="brain.Event:2"))
+  events = Log(folder / name, _event(file_version="brain.Event:2"))
   # TensorBoard hides earlier files' events from the step of a START on.
   step = resume_step + 1 if resume_step else 0
   events.append(_event(step=step, session_log={"status": "START"}))
@@ -265,8 +241,8 @@ def _short(text: str, width: int) -> str:
   return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
 
 
-def _say(line: str) -> None:
+def _say(text: str) -> None:
   # On an ASCII stdout an answer in Chinese would end the run.
   encoding = sys.stdout.encoding or "utf-8"
-  line = line.encode(encoding, "backslashreplace").decode(encoding)
-  print(line, flush=True)
+  text = text.encode(encoding, "backslashreplace").decode(encoding)
+  print(text, flush=True)

@@ -9,31 +9,27 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from gspo_jax import (
+  credit,
+  critic,
   data,
-  losses,
+  groups,
   model,
   optim,
   rollout,
   sampler,
+  settings,
   sharding,
   tokenizer,
   train_step,
 )
-from gspo_jax.cold_start import as_rollout, cross_entropy
+from gspo_jax.cold_start import as_rollout
 from gspo_jax.errors import UserError
 from gspo_jax.limits import check, multiple
 from gspo_jax.model import hf
-
-OBJECTIVES = {
-  "gspo": losses.gspo_loss,
-  "gspo_token": losses.gspo_token_loss,
-  "grpo": losses.grpo_loss,
-  "dr_grpo": losses.dr_grpo_loss,
-  "dapo": losses.dapo_loss,
-}
 
 # Collectives that run beside the matrix units on chips with SparseCores.
 _SPARSE_CORES = ("TPU v5", "TPU v5p")
@@ -44,6 +40,14 @@ _OFFLOADED = (
   "2d_all_gather",
   "3d_all_gather",
   "nd_reduce_scatter",
+)
+
+
+# What `rollout.score` measures of the routing beyond the load's maximum.
+_INSTRUMENTS = (
+  "moe/layer_load_max",
+  "moe/layer_router_entropy",
+  "moe/router_entropy",
 )
 
 
@@ -79,7 +83,11 @@ class Program:
     generate: (params, prompts, key) -> Samples, as the config draws.
     generate_eval: the same with `eval.samples` answers a prompt.
     generate_greedy: the same with one greedy answer.
+    merge: (samples, samples, index) -> samples, whole groups of both.
     score: (params, prompts, samples) -> (Rollout, metrics).
+    appraise: (state, rollout) -> rollout, with what the reference and the
+      critic say of it; None where the objective has neither.
+    assign: (rollout, rewards [B], finish [B]) -> rollout with advantages.
     update: (state, rollout, key) -> (state, metrics); donates the state.
     abstract_imitation: as `abstract`, of the cold start's.
     begin_imitation: as `begin`, of the cold start.
@@ -97,7 +105,10 @@ class Program:
   generate: Callable
   generate_eval: Callable
   generate_greedy: Callable
+  merge: Callable
   score: Callable
+  appraise: Callable | None
+  assign: Callable
   update: Callable
   abstract_imitation: train_step.TrainState
   begin_imitation: Callable
@@ -127,15 +138,21 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   Raises:
     UserError: a value is unknown, or sizes do not divide.
   """
-  check(config, OBJECTIVES, shards=mesh.size // mesh.shape["tensor"])
-  cfg, texts = model_config(config), load_tokenizer(config)
-  _require_fit(texts, cfg)
-  draw = sampler_config(config, texts)
-  rl, imitation = _learners(config, cfg)
-  abstract = _abstract_state(rl, mesh)
-  abstract_imitation = _abstract_state(imitation, mesh)
-  many = dataclasses.replace(draw, group_size=config.eval.samples)
-  one = dataclasses.replace(draw, group_size=1, temperature=0.0)
+  check(config, settings.OBJECTIVES, shards=mesh.size // mesh.shape["tensor"])
+  cfg, texts = settings.model_config(config), settings.load_tokenizer(config)
+  settings.require_experts(config, cfg)
+  settings.require_fit(texts, cfg)
+  draw = settings.sampler_config(config, texts)
+  rl, judge, imitation = settings.learners(config, cfg)
+  start = functools.partial(_begin, rl=rl, judge=judge, config=config, cfg=cfg)
+  start_imitation = functools.partial(
+    train_step.begin, optimizer=imitation.optimizer
+  )
+  abstract = _abstract_state(start, cfg, mesh)
+  abstract_imitation = _abstract_state(start_imitation, cfg, mesh)
+  tested = dataclasses.replace(draw, record_routing=False)
+  many = dataclasses.replace(tested, group_size=config.eval.samples)
+  one = dataclasses.replace(tested, group_size=1, temperature=0.0)
   decoding = _decoding_mesh(config, mesh, abstract.params)
   jit_generate = functools.partial(
     _jit_generate, cfg, abstract=abstract, mesh=mesh, decoding=decoding
@@ -144,19 +161,22 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   return Program(
     cfg=cfg,
     mesh=mesh,
-    prompting=_prompting(config, texts),
-    schedule=optim.schedule(_optim_config(config)),
+    prompting=settings.prompting(config, texts),
+    schedule=optim.schedule(settings.optim_config(config)),
     abstract=abstract,
     init=_init(config, cfg, abstract.params, mesh),
-    begin=_jit_begin(rl, abstract, mesh),
+    begin=_jit_begin(start, abstract, mesh),
     generate=generate,
+    merge=_jit_merge(draw, mesh),
     generate_eval=generate if many == draw else jit_generate(many),
     generate_greedy=jit_generate(one),
     score=_jit_score(config, cfg, abstract, mesh),
-    update=_jit_update(rl, abstract, mesh),
+    appraise=_jit_appraise(config, cfg, abstract, mesh),
+    assign=_jit_assign(config, mesh),
+    update=_jit_update(_improve(config, rl, judge), abstract, mesh),
     abstract_imitation=abstract_imitation,
-    begin_imitation=_jit_begin(imitation, abstract_imitation, mesh),
-    imitate=_jit_update(imitation, abstract_imitation, mesh, as_rollout),
+    begin_imitation=_jit_begin(start_imitation, abstract_imitation, mesh),
+    imitate=_jit_update(_imitate(imitation), abstract_imitation, mesh),
   )
 
 
@@ -193,9 +213,21 @@ def _init(config, cfg, abstract, mesh):
   return OnMesh(jax.jit(init, out_shardings=shardings), mesh)
 
 
-def _jit_begin(learner, abstract, mesh):
+def _begin(params, *, rl, judge, config, cfg):
+  """A state of these weights, with the reference and the critic it needs."""
+  state = train_step.begin(params, optimizer=rl.optimizer)
+  reference = value = None
+  if config.objective.kl_coef:
+    # In the dtype of the forward pass nothing is lost.
+    reference = jax.tree.map(lambda x: x.astype(cfg.dtype), params)
+  if judge:
+    value = train_step.begin(critic.init(params), optimizer=judge.optimizer)
+  return dataclasses.replace(state, reference=reference, critic=value)
+
+
+def _jit_begin(begin, abstract, mesh):
   jitted = jax.jit(
-    functools.partial(train_step.begin, optimizer=learner.optimizer),
+    begin,
     in_shardings=(_shardings(abstract.params),),
     out_shardings=_shardings(abstract),
     donate_argnums=0,
@@ -215,24 +247,53 @@ def _jit_generate(cfg, draw, *, abstract, mesh, decoding):
   jitted = jax.jit(
     generate,
     in_shardings=(_shardings(abstract.params), rows, everywhere),
-    out_shardings=sampler.Samples(rows, rows, rows, rows, steps=everywhere),
+    out_shardings=_lay_samples(draw, mesh),
   )
   return OnMesh(jitted, decoding)
 
 
+def _lay_samples(draw, mesh):
+  rows = sharding.rows(mesh)
+  return sampler.Samples(
+    *[rows] * 4,
+    steps=sharding.everywhere(mesh),
+    experts=rows if draw.record_routing else None,
+  )
+
+
+def _jit_merge(draw, mesh):
+  lay = _lay_samples(draw, mesh)
+  jitted = jax.jit(
+    groups.merge,
+    in_shardings=(lay, lay, sharding.everywhere(mesh)),
+    out_shardings=lay,
+  )
+  return OnMesh(jitted, mesh)
+
+
 def _jit_score(config, cfg, abstract, mesh):
   rows, everywhere = sharding.rows(mesh), sharding.everywhere(mesh)
+  c, moves = config.objective, settings.measures_routing(config)
 
   def score(params, prompts, samples):
-    return rollout.score(
+    scored, metrics = rollout.score(
       params,
       cfg,
       prompts,
       samples,
-      use_sampler=config.objective.old_logps == "sampler",
+      use_sampler=c.old_logps == "sampler",
       micro_rows=config.learner.micro_rows,
       temperature=config.sampler.temperature,
+      keep_sampler=c.mismatch != "none",
     )
+    if not config.log.instruments:
+      metrics = {k: x for k, x in metrics.items() if k not in _INSTRUMENTS}
+    # What no update reads takes no memory.
+    if not moves:
+      scored = dataclasses.replace(scored, router_logps=None)
+    if not moves and c.replay == "none":
+      scored = dataclasses.replace(scored, experts=None)
+    return scored, metrics
 
   jitted = jax.jit(
     score,
@@ -243,13 +304,69 @@ def _jit_score(config, cfg, abstract, mesh):
   return OnMesh(jitted, mesh)
 
 
-def _jit_update(learner, abstract, mesh, prepare=lambda batch: batch):
-  """`prepare` makes a rollout of what the function is given."""
+def _jit_appraise(config, cfg, abstract, mesh):
+  if abstract.reference is None and abstract.critic is None:
+    return None
+  rows = sharding.rows(mesh)
+
+  def appraise(state, batch):
+    return rollout.appraise(
+      batch,
+      cfg,
+      reference=state.reference,
+      values=state.critic
+      and functools.partial(critic.values, state.critic.params, cfg),
+      micro_rows=config.learner.micro_rows,
+      temperature=config.sampler.temperature,
+    )
+
+  jitted = jax.jit(
+    appraise,
+    in_shardings=(_shardings(abstract), rows),
+    out_shardings=rows,
+    donate_argnums=1,
+  )
+  return OnMesh(jitted, mesh)
+
+
+def _jit_assign(config, mesh):
+  rows = sharding.rows(mesh)
+  assign = functools.partial(credit.assign, credit=settings.credit_of(config))
+  jitted = jax.jit(assign, out_shardings=rows, donate_argnums=0)
+  return OnMesh(jitted, mesh)
+
+
+def _improve(config, rl, judge):
+  """The update of everything: policy, critic, and the reference's sync."""
+  every = config.objective.reference_every
+
+  def improve(state, batch, key):
+    new, metrics = train_step.update(state, batch, key, learner=rl)
+    if judge:
+      value, judged = train_step.update(state.critic, batch, key, learner=judge)
+      judged["critic/grad_norm"] = judged.pop("grad/norm")
+      new = dataclasses.replace(new, critic=value)
+      metrics |= judged
+    if every:
+      due = new.step % every == 0
+      follow = lambda old, x: jnp.where(due, x.astype(old.dtype), old)
+      reference = jax.tree.map(follow, state.reference, new.params)
+      new = dataclasses.replace(new, reference=reference)
+    return new, metrics
+
+  return improve
+
+
+def _imitate(learner):
+  def imitate(state, batch, key):
+    batch = as_rollout(batch)
+    return train_step.update(state, batch, key, learner=learner)
+
+  return imitate
+
+
+def _jit_update(update, abstract, mesh):
   state, everywhere = _shardings(abstract), sharding.everywhere(mesh)
-
-  def update(state, batch, key):
-    return train_step.update(state, prepare(batch), key, learner=learner)
-
   jitted = jax.jit(
     update,
     in_shardings=(state, sharding.rows(mesh), everywhere),
@@ -260,100 +377,8 @@ def _jit_update(learner, abstract, mesh, prepare=lambda batch: batch):
   return OnMesh(jitted, mesh)
 
 
-def model_config(config: ConfigDict) -> model.ModelConfig:
-  """The policy a config names, or that of its Hugging Face folder."""
-  changes = dict(config.model)
-  name, folder = changes.pop("variant"), changes.pop("checkpoint")
-  if folder:
-    return hf.config_from_hf(folder, **changes)
-  return model.variant(name, **changes)
-
-
-def load_tokenizer(config: ConfigDict) -> tokenizer.Tokenizer:
-  """That of a config, else of its Hugging Face folder, else bytes."""
-  return tokenizer.load(
-    config.data.tokenizer or config.model.checkpoint or "bytes"
-  )
-
-
-def _require_fit(texts, cfg):
-  if texts.vocab_size > cfg.vocab_size:
-    raise UserError(
-      f"the tokenizer has {texts.vocab_size} tokens and the model room for "
-      f"{cfg.vocab_size}: expected data.tokenizer and the model to be a pair"
-    )
-
-
-def sampler_config(
-  config: ConfigDict, texts: tokenizer.Tokenizer
-) -> sampler.SamplerConfig:
-  """How a config draws rollouts."""
-  return sampler.SamplerConfig(
-    stop_ids=texts.stop_ids, pad_id=texts.pad_id, **config.sampler
-  )
-
-
-def _prompting(config, texts) -> data.PromptConfig:
-  c = config.data
-  return data.PromptConfig(
-    tokenizer=texts,
-    width=c.max_prompt_length,
-    system=c.system_prompt,
-    instruction=c.instruction,
-    too_long=c.too_long,
-  )
-
-
-def clips(config: ConfigDict) -> dict[str, float]:
-  """`clip_low` and `clip_high`: the config's, or the method's own."""
-  own = OBJECTIVES[config.objective.name].__kwdefaults__
-  asked = {k: config.objective[k] for k in ("clip_low", "clip_high")}
-  return {k: own[k] if v == -1 else v for k, v in asked.items()}
-
-
-def _optim_config(config: ConfigDict) -> optim.OptimConfig:
-  total = config.num_steps * config.learner.minibatches
-  return optim.OptimConfig(total_steps=max(total, 1), **config.optim)
-
-
-def _learners(config, cfg):
-  """How RL learns, and how the cold start does."""
-  rl = train_step.Learner(
-    cfg=cfg,
-    objective=functools.partial(
-      OBJECTIVES[config.objective.name], **clips(config)
-    ),
-    optimizer=optim.optimizer(_optim_config(config)),
-    minibatches=config.learner.minibatches,
-    micro_rows=config.learner.micro_rows,
-    group=config.sampler.group_size,
-    temperature=config.sampler.temperature,
-  )
-  cold = config.cold_start
-  schedule = optim.OptimConfig(
-    learning_rate=cold.learning_rate,
-    warmup_steps=cold.warmup_steps,
-    total_steps=max(cold.steps, 1),
-    decay="cosine",
-    b2=0.98,
-    weight_decay=0.01,
-  )
-  imitation = rl._replace(
-    objective=cross_entropy,
-    optimizer=optim.optimizer(schedule),
-    minibatches=1,
-    micro_rows=min(config.learner.micro_rows, cold.batch),
-    group=1,
-    temperature=1.0,
-  )
-  return rl, imitation
-
-
-def _abstract_state(learner, mesh):
-  def fresh(key):
-    params = model.init(key, learner.cfg)
-    return train_step.begin(params, optimizer=learner.optimizer)
-
+def _abstract_state(begin, cfg, mesh):
+  fresh = lambda key: begin(model.init(key, cfg))
   shapes = jax.eval_shape(fresh, jax.random.key(0))
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),

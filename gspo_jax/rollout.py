@@ -5,12 +5,13 @@ R response slots, T = S + R, L layers, k experts a token, M minibatches.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import model
-from gspo_jax.logprobs import token_logprobs
+from gspo_jax import model, routing
+from gspo_jax.logprobs import TokenLogprobs, token_logprobs
 from gspo_jax.losses import Mean, Metrics
 from gspo_jax.sampler import Prompts, Samples
 from gspo_jax.sharding import constrain_rows
@@ -27,9 +28,17 @@ class Rollout:
     mask: [B, T] bool, false at padding.
     response_mask: [B, R] bool, the tokens that the policy chose.
     old_logps: [B, R] float32, under the policy that is improved upon.
-    advantages: [B] float32.
-    experts: [B, L, R, k] unsigned, the old policy's routing; None for a dense
-      model, or where no routing was recorded.
+    advantages: [B] float32, or [B, R] where each token has its own.
+    experts: [B, L, T, k] unsigned, the routing that an update may replay: the
+      sampler's where it was recorded, else the old policy's. None for a dense
+      model.
+    router_logps: [B, L, R, k] float32, what the old policy's routers gave those
+      experts at the tokens that predict the response; None as `experts`.
+    sampler_logps: [B, R] float32, as the sampler reported them; None unless
+      asked for, as what follows.
+    reference_logps: [B, R] float32, under the reference policy.
+    values: [B, R] float32, of the old critic.
+    returns: [B, R] float32, what the critic should have said.
   """
 
   tokens: jax.Array
@@ -39,6 +48,11 @@ class Rollout:
   old_logps: jax.Array
   advantages: jax.Array
   experts: jax.Array | None = None
+  router_logps: jax.Array | None = None
+  sampler_logps: jax.Array | None = None
+  reference_logps: jax.Array | None = None
+  values: jax.Array | None = None
+  returns: jax.Array | None = None
 
 
 def assemble(
@@ -86,13 +100,16 @@ def minibatches(
     x = x.reshape(count, -1, micro, *x.shape[2:])
     return constrain_rows(x, axis=2)
 
-  cuts = jax.tree.map(cut, dataclasses.replace(rollout, experts=None))
-  if rollout.experts is None:
-    return cuts
+  def cut_by_layer(x):
+    return jnp.moveaxis(jax.lax.map(cut, x.swapaxes(0, 1)), 0, 3)
+
   # By the layer: a shuffle passes whole arrays between devices, and these are
   # the largest of a rollout.
-  experts = jax.lax.map(cut, rollout.experts.swapaxes(0, 1))
-  return dataclasses.replace(cuts, experts=jnp.moveaxis(experts, 0, 3))
+  large = {"experts": rollout.experts, "router_logps": rollout.router_logps}
+  rest = dataclasses.replace(rollout, **dict.fromkeys(large))
+  return dataclasses.replace(
+    jax.tree.map(cut, rest), **jax.tree.map(cut_by_layer, large)
+  )
 
 
 def score(
@@ -104,12 +121,14 @@ def score(
   use_sampler: bool,
   micro_rows: int,
   temperature: float,
+  keep_sampler: bool = False,
 ) -> tuple[Rollout, Metrics]:
   """Assembles a rollout and scores it with the trainer's own forward pass.
 
   The sampler's log-probs and the recomputed ones differ by rounding, and in
   bf16 by more than GSPO's clip range: the gap is the noise floor, and logged
-  whichever of the two become `old_logps`.
+  whichever of the two become `old_logps`. Where the sampler recorded its
+  experts, tokens are sent to those again, and the gap is the smaller for it.
 
   Args:
     params: the policy that sampled.
@@ -119,11 +138,39 @@ def score(
     use_sampler: take the sampler's log-probs as the old ones; static.
     micro_rows: rows scored at a time; divides B; static.
     temperature: the sampler's; static.
+    keep_sampler: keep the sampler's log-probs beside the old ones; static.
   """
   batch = assemble(prompts, samples.tokens, samples.lengths)
-  R = samples.tokens.shape[1]
+  batch = dataclasses.replace(batch, experts=samples.experts)
+  scored, dropped = _score_all(params, cfg, batch, micro_rows, temperature)
+  mask = batch.response_mask
+  metrics = _noise_floor(scored.logps, samples.logps, mask)
+  metrics["policy/entropy"] = _mean(scored.entropy, mask)
+  if cfg.num_experts:
+    metrics |= _routing_metrics(scored, mask, cfg)
+    metrics["moe/dropped"] = Mean(dropped, jnp.float32(1))
+  batch = dataclasses.replace(
+    batch,
+    old_logps=samples.logps if use_sampler else scored.logps,
+    sampler_logps=samples.logps if keep_sampler else None,
+    experts=scored.experts,
+    router_logps=scored.router_logps,
+  )
+  return batch, metrics
+
+
+def _score_all(params, cfg, batch: Rollout, micro_rows, temperature):
+  """`token_logprobs` of all rows, a few at a time, under the recorded experts.
+
+  Returns:
+    Its result with rows on the first axis and layers on the second, without
+    `dropped`; and those dropped in all, None for a dense model.
+  """
+  B, R = batch.response_mask.shape
+  rows_first = lambda x: x.swapaxes(0, 1)
 
   def score_rows(rows: Rollout):
+    routes = None if rows.experts is None else rows_first(rows.experts)
     scored = token_logprobs(
       params,
       cfg,
@@ -132,30 +179,18 @@ def score(
       rows.mask,
       response_length=R,
       temperature=temperature,
+      routes=routes,
+      replay=routes is not None,
     )
-    experts = None
-    if cfg.num_experts:
-      small = jnp.uint8 if cfg.num_experts <= 256 else jnp.uint16
-      experts = scored.experts.swapaxes(0, 1).astype(small)
-    return scored.logps, scored.entropy, experts, scored.dropped
+    by_layer = scored.experts, scored.router_logps, scored.router_entropy
+    by_layer = jax.tree.map(rows_first, by_layer)
+    return TokenLogprobs(*scored[:2], *by_layer), scored.dropped
 
-  B = batch.tokens.shape[0]
   cut = lambda x: x.reshape(B // micro_rows, micro_rows, *x.shape[1:])
   cuts = constrain_rows(jax.tree.map(cut, batch), axis=1)
-  *scored, dropped = jax.lax.map(score_rows, cuts)
-  logps, entropy, experts = jax.tree.map(
-    lambda x: x.reshape(B, *x.shape[2:]), scored
-  )
-  old = samples.logps if use_sampler else logps
-  metrics = _noise_floor(logps, samples.logps, batch.response_mask)
-  metrics["policy/entropy"] = _mean(entropy, batch.response_mask)
-  if experts is not None:
-    metrics["moe/load_max"] = _load_max(experts, batch.response_mask, cfg)
-    metrics["moe/dropped"] = Mean(
-      dropped.sum(dtype=jnp.float32), jnp.float32(1)
-    )
-  batch = dataclasses.replace(batch, old_logps=old, experts=experts)
-  return batch, metrics
+  scored, dropped = jax.lax.map(score_rows, cuts)
+  scored = jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), scored)
+  return scored, jax.tree.map(lambda x: x.sum(dtype=jnp.float32), dropped)
 
 
 def _mean(x, mask) -> Mean:
@@ -173,12 +208,61 @@ def _noise_floor(recomputed_BR, sampled_BR, mask_BR) -> Metrics:
   }
 
 
-def _load_max(experts_BLRk, mask_BR, cfg) -> Mean:
-  """Tokens of the busiest expert over the mean, averaged over the layers."""
-  L, E = cfg.num_layers, cfg.num_experts
-  # Compared and summed: a TPU would scatter one number at a time.
-  here_BLRkE = experts_BLRk[..., None] == jnp.arange(E)
-  here_BLRkE &= mask_BR[:, None, :, None, None]
-  load_LE = here_BLRkE.sum((0, 2, 3), dtype=jnp.float32)
-  busiest_L = load_LE.max(1) / jnp.maximum(load_LE.mean(1), 1e-9)
-  return Mean(busiest_L.sum(), jnp.float32(L))
+def _routing_metrics(scored: TokenLogprobs, mask_BR, cfg) -> Metrics:
+  load = routing.load_max(scored.experts, mask_BR, cfg.num_experts)
+  entropy = routing.entropy(scored.router_entropy, mask_BR)
+  return {
+    "moe/load_max": routing.over_layers(load),
+    "moe/layer_load_max": load,
+    "moe/router_entropy": routing.over_layers(entropy),
+    "moe/layer_router_entropy": entropy,
+  }
+
+
+def appraise(
+  rollout: Rollout,
+  cfg: model.ModelConfig,
+  *,
+  reference: model.Params | None,
+  values: Callable[[Rollout], jax.Array] | None,
+  micro_rows: int,
+  temperature: float,
+) -> Rollout:
+  """The rollout with what a reference policy and a critic say of it.
+
+  Args:
+    rollout: B rows.
+    cfg: the model; static.
+    reference: weights of the reference policy, or None.
+    values: rows -> [rows, R], a critic's values, or None.
+    micro_rows: rows at a time; divides B; static.
+    temperature: the sampler's; static.
+  """
+
+  def of_rows(rows: Rollout):
+    said = {}
+    if reference is not None:
+      said["reference_logps"] = token_logprobs(
+        reference,
+        cfg,
+        rows.tokens,
+        rows.positions,
+        rows.mask,
+        response_length=rows.response_mask.shape[1],
+        temperature=temperature,
+      ).logps
+    if values is not None:
+      said["values"] = values(rows)
+    return said
+
+  said = _by_micro_batch(of_rows, rollout, micro_rows)
+  return dataclasses.replace(rollout, **said)
+
+
+def _by_micro_batch(function, rollout: Rollout, micro_rows: int):
+  """`function` of all rows, a few at a time; rows lead in what it gives."""
+  B = rollout.tokens.shape[0]
+  cut = lambda x: x.reshape(B // micro_rows, micro_rows, *x.shape[1:])
+  cuts = constrain_rows(jax.tree.map(cut, rollout), axis=1)
+  join = lambda x: x.reshape(B, *x.shape[2:])
+  return jax.tree.map(join, jax.lax.map(function, cuts))

@@ -1,7 +1,7 @@
 """Group rollouts: each prompt is prefilled once, its G answers decode together.
 
 Dimension key: P prompts, G answers a prompt, B = P * G rows, S prompt slots,
-R most new tokens, V vocabulary.
+R most new tokens, V vocabulary, L layers, k experts a token.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from gspo_jax import model
 from gspo_jax.errors import UserError
 from gspo_jax.model import cache as kv
-from gspo_jax.sharding import constrain, constrain_state
+from gspo_jax.sharding import ROWS, constrain, constrain_state
 
 _GROUPS, _VOCAB = ("data", "fsdp"), ("expert", "tensor")
 _FIRST_SLOTS = 64  # the answers' cache starts this long or longer, and doubles
@@ -36,6 +36,7 @@ class SamplerConfig:
     top_p: draw among the fewest likeliest tokens of this total probability.
     min_new_tokens: no stop token before this many tokens.
     pad_id: fills a row after its end.
+    record_routing: report which experts each token went to.
   """
 
   group_size: int
@@ -46,6 +47,7 @@ class SamplerConfig:
   top_p: float = 1.0
   min_new_tokens: int = 1
   pad_id: int = 0
+  record_routing: bool = False
 
   def __post_init__(self):
     for name, good, expected in (
@@ -110,6 +112,9 @@ class Samples:
     lengths: [B] int32, tokens drawn, the stop token included.
     finish: [B] int8, why the row ended: STOPPED or TRUNCATED.
     steps: [] int32, decode steps taken: the longest row.
+    experts: [B, L, S + R, k] unsigned, those of the prompt's tokens and of the
+      answer's; any k, where no token was fed: the last one of a row never is.
+      None unless recorded, and for a dense model.
   """
 
   tokens: jax.Array
@@ -117,12 +122,16 @@ class Samples:
   lengths: jax.Array
   finish: jax.Array
   steps: jax.Array
+  experts: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
-  """Decoding after `step` tokens; `last` is the newest of each row."""
+  """Decoding after `step` tokens; `last` is the newest of each row.
+
+  `experts`, [L, B, R, k], are those of the tokens fed so far; or None.
+  """
 
   step: jax.Array
   last: jax.Array
@@ -131,6 +140,7 @@ class _State:
   logps: jax.Array
   lengths: jax.Array
   cache: kv.Cache
+  experts: jax.Array | None
 
 
 def generate(
@@ -156,7 +166,7 @@ def generate(
     sampler: how to draw; static.
   """
   params = _lay_out(params, cfg)
-  logits, cache = _prefill(params, cfg, prompts, sampler)
+  logits, cache, prompt_experts = _prefill(params, cfg, prompts, sampler)
   params = model.unstack(params, cfg)
   B, R = logits.shape[0], sampler.max_new_tokens
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B))
@@ -168,12 +178,16 @@ def generate(
     logps=jnp.zeros((B, R)),
     lengths=jnp.zeros(B, jnp.int32),
     cache=cache,
+    experts=_room(prompt_experts, B, R),
   )
   state = _record(state, logits, row_keys, sampler)
   starts = jnp.repeat(prompts.lengths, sampler.group_size)
   state = _decode(state, params, cfg, starts, row_keys, sampler)
   finish = jnp.where(state.done, STOPPED, TRUNCATED).astype(jnp.int8)
-  return Samples(state.tokens, state.logps, state.lengths, finish, state.step)
+  experts = _join(prompt_experts, state.experts)
+  return Samples(
+    state.tokens, state.logps, state.lengths, finish, state.step, experts
+  )
 
 
 def _lay_out(params, cfg):
@@ -194,14 +208,42 @@ def _lay_out(params, cfg):
 
 
 def _prefill(params, cfg, prompts, sampler):
-  """The logits after each prompt, [B, V], and the cache its answers share."""
+  """What the answers to each prompt share, and where its tokens went.
+
+  Returns:
+    The logits after it [B, V], the cache, and the experts [L, P, S, k] or None.
+  """
   out = model.prefill(
     params, cfg, prompts.tokens, prompts.positions, prompts.mask
   )
   logits = _logits(params, cfg, out.hidden[:, -1])
   cache = kv.fork(out.cache, cfg, sampler.group_size, _slots(0, cfg, sampler))
   logits = jnp.repeat(logits, sampler.group_size, axis=0)
-  return constrain(logits, _GROUPS, _VOCAB), cache
+  recorded = sampler.record_routing and cfg.num_experts
+  experts = out.routing.experts if recorded else None
+  return constrain(logits, _GROUPS, _VOCAB), cache, experts
+
+
+def _room(prompts_LPSk, rows, slots):
+  """For the experts of the answers, [L, B, R, k]; None where none are noted.
+
+  What is never written are k experts, too, each once.
+  """
+  if prompts_LPSk is None:
+    return None
+  L, _, _, k = prompts_LPSk.shape
+  first_k = jnp.arange(k, dtype=prompts_LPSk.dtype)
+  return constrain(jnp.broadcast_to(first_k, (L, rows, slots, k)), None, ROWS)
+
+
+def _join(prompts_LPSk, answers_LBRk):
+  """The experts of the whole texts, [B, L, S + R, k]."""
+  if answers_LBRk is None:
+    return None
+  group = answers_LBRk.shape[1] // prompts_LPSk.shape[1]
+  shared_LBSk = jnp.repeat(prompts_LPSk, group, axis=1)
+  joined_LBTk = jnp.concatenate([shared_LBSk, answers_LBRk], axis=2)
+  return constrain(joined_LBTk.swapaxes(0, 1), ROWS)
 
 
 def _logits(params, cfg, hidden_BD):
@@ -241,7 +283,8 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
     positions = (starts + s.step - 1)[:, None]
     real = jnp.ones_like(positions)
     out = model.encode(params, cfg, s.last[:, None], positions, real, s.cache)
-    s = dataclasses.replace(s, cache=out.cache)
+    experts = _note(s.experts, out.routing, s.step - 1)
+    s = dataclasses.replace(s, cache=out.cache, experts=experts)
     logits = _logits(params, cfg, out.hidden[:, 0])
     return _record(s, logits, row_keys, sampler)
 
@@ -257,6 +300,14 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
     return _decode(s, params, cfg, starts, row_keys, sampler)
 
   return jax.lax.cond(state.done.all(), drop, longer, state)
+
+
+def _note(experts_LBRk, routing, slot):
+  """Writes down where the tokens of one slot went, if that is asked for."""
+  if experts_LBRk is None:
+    return None
+  at = (0, 0, slot, 0)
+  return jax.lax.dynamic_update_slice(experts_LBRk, routing.experts, at)
 
 
 def _record(s: _State, logits, row_keys, sampler) -> _State:

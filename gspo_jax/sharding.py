@@ -38,6 +38,7 @@ LOGICAL = {
 TABLE = (
   (r"embed", ("vocab", "table")),
   (r"head", ("table", "vocab")),
+  (r"value_head", ("whole",)),
   (r"(final|attention|mlp|q|k)_norm/scale", ("whole",)),
   (r"attention/[qkv]", ("embed", "heads", "whole")),
   (r"attention/[qkv]_bias", ("heads", "head_dim")),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,11 +21,13 @@ from gspo_jax import (
   metrics,
   policy,
   program,
+  refill,
+  settings,
   sharding,
   sources,
 )
-from gspo_jax.advantages import group_relative_advantages
 from gspo_jax.checkpoint import Checkpoints
+from gspo_jax.curriculum import Curriculum, Stage
 from gspo_jax.errors import UserError
 from gspo_jax.estimates import summarize
 from gspo_jax.identity import changes, flatten, match
@@ -39,7 +42,7 @@ from gspo_jax.watch import Watch, require_finite
 class Sources(NamedTuple):
   """Questions to learn from, to be tested on, and to imitate."""
 
-  train: Sequence[Problem]
+  stages: Sequence[Stage]
   held_out: Sequence[Problem]
   demonstrations: Sequence[Problem]
 
@@ -97,22 +100,27 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     run = hosts.together(lambda: _prepare(config, workdir, mesh))
     hosts.require_same(flatten({"config": _plain(config)} | run.identity))
     hosts.require_shared(run.workdir)
+    if hosts.first():
+      (run.workdir / "run_config.json").write_text(
+        json.dumps(_plain(config), indent=2)
+      )
     checkpoints = Checkpoints(
       run.workdir / "checkpoints",
       every=config.checkpoint.every,
       keep=config.checkpoint.keep,
     )
     with run.scorer, checkpoints:
-      batches = data.prompts(
-        run.sources.train,
+      curriculum = Curriculum(
+        run.sources.stages,
         run.program.prompting,
         batch=config.data.prompts,
         seed=config.seed,
+        history=config.data.history,
       )
-      state = _start(run, batches, checkpoints, preemption)
+      state = _start(run, curriculum, checkpoints, preemption)
       if state is None:
         return None
-      return _train(run, state, batches, checkpoints, preemption)
+      return _train(run, state, curriculum, checkpoints, preemption)
 
 
 def _prepare(config, workdir, mesh) -> Run:
@@ -121,7 +129,7 @@ def _prepare(config, workdir, mesh) -> Run:
   questions = _sources(config)
   identity = policy.identity(functions) | {
     "seed": config.seed,
-    "data": {"fingerprint": sources.fingerprint(questions.train)},
+    "data": {"fingerprint": _fingerprint(questions.stages)},
   }
   return Run(
     config=config,
@@ -145,15 +153,15 @@ def _prepare(config, workdir, mesh) -> Run:
 def _sources(config) -> Sources:
   c, cold = config.data, config.cold_start
   if c.source == "chain":
-    if c.eval_source or c.weights:
+    if c.eval_source or c.weights or c.stages:
       raise UserError(
-        f"data.eval_source={c.eval_source!r}, data.weights={c.weights}: "
-        "expected neither, since data.source='chain' makes its own held-out "
-        "questions and mixes with no other source"
+        f"data.eval_source={c.eval_source!r}, data.weights={c.weights}, "
+        f"data.stages={c.stages}: expected none, since data.source='chain' "
+        "makes its own held-out questions and mixes with no other source"
       )
     chain = Chain(c.chain_steps, seed=config.seed)
     return Sources(
-      chain,
+      [Stage(1, chain)],
       dataclasses.replace(chain, evaluation=True),
       dataclasses.replace(
         chain, steps=cold.chain_steps, noise=cold.chain_noise
@@ -176,15 +184,27 @@ def _sources(config) -> Sources:
   else:
     train, held_out = side(every, False), side(every, True)
   train = sources.mix(train, c.weights)
-  return Sources(train, sources.mix(held_out), train)
+  stages = [Stage(1, train)]
+  for begin, specs in c.stages:
+    later = load(specs)
+    stages.append(
+      Stage(begin, sources.mix(later if c.eval_source else side(later, False)))
+    )
+  return Sources(stages, sources.mix(held_out), train)
 
 
-def _start(run, batches, checkpoints, preemption) -> TrainState | None:
+def _fingerprint(stages: Sequence[Stage]) -> str:
+  first, *later = stages
+  named = [f"{begin}:{sources.fingerprint(s)}" for begin, s in later]
+  return " ".join([sources.fingerprint(first.source), *named])
+
+
+def _start(run, curriculum, checkpoints, preemption) -> TrainState | None:
   """The last good checkpoint, else a fresh policy after its cold start."""
   accept = lambda _, found: match(run.identity, found, "checkpoint")
   restored = checkpoints.restore(run.program.abstract, accept)
   if restored is not None:
-    batches.set_state(restored.metadata["data"])
+    curriculum.set_state(restored.metadata["data"])
     hosts.say(f"resumed after step {restored.step}")
     for line in changes(restored.metadata["config"], _plain(run.config)):
       hosts.say(line)
@@ -236,7 +256,9 @@ def _imitate(run, preemption) -> TrainState | None:
     )
 
 
-def _train(run, state, batches, checkpoints, preemption) -> TrainState | None:
+def _train(
+  run, state, curriculum, checkpoints, preemption
+) -> TrainState | None:
   """RL from `state` on, to the last step or to a SIGTERM."""
   config, begin = run.config, int(state.step)
   writer = hosts.together(
@@ -252,26 +274,27 @@ def _train(run, state, batches, checkpoints, preemption) -> TrainState | None:
   with writer:
     watch = Watch(
       updates=config.learner.minibatches,
-      clip_low=program.clips(config)["clip_low"],
-      truncates=program.sampler_config(config, run.program.tokenizer).truncates,
+      clip_low=settings.numbers(config).get("clip_low", math.inf),
+      truncates=settings.sampler_config(
+        config, run.program.tokenizer
+      ).truncates,
     )
     if begin == 0:
       writer.write(0, _evaluate(run, state.params))
     for step in range(begin + 1, config.num_steps + 1):
-      state, row, shown = _iterate(run, state, next(batches), step)
+      state, row, distributions, shown = _iterate(run, state, curriculum, step)
       last, stop = step == config.num_steps, preemption.reached()
-      position = batches.get_state()
-      row["data/epochs"] = data.epochs(run.sources.train, position)
+      row["data/epochs"] = curriculum.epochs
       saved = {
         "identity": run.identity,
-        "data": position,
+        "data": curriculum.get_state(),
         "config": _plain(config),
       }
       if stop:  # at once: a SIGKILL in the evaluation then costs a row at most
         checkpoints.save(step, state, saved)
       if last or step % config.eval.every == 0:
         row |= _evaluate(run, state.params)
-      writer.write(step, row)
+      writer.write(step, row, distributions)
       watch(row)
       if last or step % config.log.samples_every == 0:
         writer.samples(step, shown[: config.log.samples])
@@ -284,14 +307,15 @@ def _train(run, state, batches, checkpoints, preemption) -> TrainState | None:
   return state
 
 
-def _iterate(run, state, batch, step):
+def _iterate(run, state, curriculum, step):
   """One iteration: rollouts, verification, update.
 
   Each phase is waited for. The host has to see the answers before it can score
   them, so there is nothing to run ahead of, and the times are true.
 
   Returns:
-    The new state, the step's scalars, and rows of sample answers of this host.
+    The new state, the step's scalars and distributions, and rows of sample
+    answers of this host.
   """
   functions, config = run.program, run.config
   rows = sharding.rows(functions.mesh)
@@ -301,39 +325,55 @@ def _iterate(run, state, batch, step):
     jax.random.fold_in(run.keys.steps, step)
   )
 
-  # Rollouts: G answers to each question.
-  prompts = hosts.lay(Prompts(batch["tokens"], batch["length"]), rows)
-  samples = functions.generate(state.params, prompts, k_generate)
-  answers = answer.read(samples, batch, functions.tokenizer)
+  # Rollouts: G answers to each question, which each host begins to verify.
+  def draw(number):
+    batch = curriculum.draw(step)
+    key = jax.random.fold_in(k_generate, number)
+    samples = functions.generate(state.params, asked(batch), key)
+    answers = answer.read(samples, batch, functions.tokenizer)
+    group = config.sampler.group_size
+    marks = answer.mark(run.scorer, answers, group, samples.lengths)
+    return refill.Draw(batch, samples, answers, marks)
+
+  asked = lambda batch: hosts.lay(
+    Prompts(batch["tokens"], batch["length"]), rows
+  )
+  rounds = config.data.refill_rounds
+  kept, drawn = refill.collect(draw, functions.merge, rounds=rounds)
+  batch, samples, answers, marking = kept
   tick()
 
-  # Old log-probs, on the device while each host has its own answers verified.
-  group = config.sampler.group_size
-  marking = answer.mark(run.scorer, answers, group, samples.lengths)
-  rollout, scored = functions.score(state.params, prompts, samples)
+  # Old log-probs, and what a reference and a critic say, meanwhile.
+  rollout, scored = functions.score(state.params, asked(batch), samples)
+  if functions.appraise:
+    rollout = functions.appraise(state, rollout)
   marks = marking()
+  for cost in drawn:
+    curriculum.record(cost.batch, cost.marks().correct)
   for reason in marks.reasons:
     logging.warning("step %d: an answer scored 0: %s", step, reason)
   # Advantages of whole groups, before any shuffle.
-  advantages = group_relative_advantages(
-    marks.total, normalize_std=config.objective.name != "dr_grpo"
-  )
-  advantages = hosts.lay(np.asarray(advantages).reshape(-1), rows)
-  rollout = dataclasses.replace(rollout, advantages=advantages)
-  jax.block_until_ready(scored)
+  rewards = hosts.lay(marks.total.reshape(-1), rows)
+  rollout = functions.assign(rollout, rewards, samples.finish)
+  jax.block_until_ready(rollout)
   tick()
 
   # The update: a scan over minibatches.
   state, learnt = functions.update(state, rollout, k_shuffle)
-  row = metrics.finish(scored | learnt)
+  row, distributions = metrics.finish(scored | learnt)
   tick()
   functions.check_compiled_once()
 
   row |= _rollout_row(marks, samples) | _time_row(clock, samples)
+  if rounds > 1:
+    row |= refill.report(kept, drawn)
+  if config.data.history:
+    row["data/left_out"] = curriculum.left_out
   updates = step * config.learner.minibatches
   row["optim/learning_rate"] = float(functions.schedule(updates - 1))
   require_finite(row, step)
-  return state, row, _shown(batch["problems"], answers, marks)
+  shown = _shown(batch["problems"], answers, marks)
+  return state, row, distributions, shown
 
 
 def _rollout_row(marks: answer.Marks, samples) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """The update: state and rollout in, state and metrics out; pure.
 
-Dimension key: B rows, R response slots, L layers, k experts a token, M
-minibatches, A micro-batches a minibatch.
+Dimension key: A micro-batches a minibatch, M minibatches.
 """
 
 import dataclasses
@@ -13,13 +12,12 @@ import jax.numpy as jnp
 import optax
 
 from gspo_jax import model, rollout
-from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses import Mean, Metrics
 from gspo_jax.rollout import Rollout
 
-# (logps, old_logps, advantages, mask, *, normalizer) -> (loss, metrics), where
-# metrics["loss/policy"] carries the loss's own denominator as its count.
-Objective = Callable[..., tuple[jax.Array, Metrics]]
+# (params, rows) -> (the loss, as a sum and what divides it, metrics). Sums and
+# metrics are added over micro-batches.
+Loss = Callable[[model.Params, Rollout], tuple[Mean, Metrics]]
 
 
 @jax.tree_util.register_dataclass
@@ -31,33 +29,33 @@ class TrainState:
     step: [] int32, calls of `update` so far.
     params: the policy, float32.
     opt_state: of the optax chain.
+    reference: weights the policy is held to, in the model's dtype, or None.
+    critic: of PPO, with an optimizer of its own, or None.
   """
 
   step: jax.Array
   params: model.Params
   opt_state: optax.OptState
+  reference: model.Params | None = None
+  critic: "TrainState | None" = None
 
 
 class Learner(NamedTuple):
   """What an update needs besides arrays; all of it static under jit.
 
   Attributes:
-    cfg: the model.
-    objective: a loss of `gspo_jax.losses`, or one of the same shape of call.
+    loss: what is minimised.
     optimizer: an optax transformation.
     minibatches: M, optimizer steps a rollout.
     micro_rows: rows of one forward and backward pass.
     group: rows that are shuffled together.
-    temperature: the sampler's.
   """
 
-  cfg: model.ModelConfig
-  objective: Objective
+  loss: Loss
   optimizer: optax.GradientTransformation
   minibatches: int
   micro_rows: int
   group: int
-  temperature: float = 1.0
 
 
 def begin(
@@ -92,7 +90,10 @@ def update(
   start = (state.params, state.opt_state)
   (params, opt_state), metrics = jax.lax.scan(descend, start, batches)
   metrics = jax.tree.map(lambda x: x.sum(0), metrics)
-  return TrainState(state.step + 1, params, opt_state), metrics
+  state = dataclasses.replace(
+    state, step=state.step + 1, params=params, opt_state=opt_state
+  )
+  return state, metrics
 
 
 def gradient(
@@ -103,55 +104,23 @@ def gradient(
   Sums are added over the micro-batches and divided once, by the count of the
   whole minibatch: A = 4 gives what A = 1 gives, up to rounding.
   """
-  differentiate = jax.grad(_loss_sum, has_aux=True)
 
-  def add(total, micro_batch):
-    new = differentiate(params, micro_batch, learner)
+  def total(params, rows):
+    loss, metrics = learner.loss(params, rows)
+    return loss.total, (loss.count, metrics)
+
+  differentiate = jax.grad(total, has_aux=True)
+
+  def add(sums, rows):
+    new = differentiate(params, rows)
     # Without the barrier XLA on TPU trips over a fused accumulation.
     new = jax.lax.optimization_barrier(new)
-    return jax.tree.map(jnp.add, total, new), None
+    return jax.tree.map(jnp.add, sums, new), None
 
   first = jax.tree.map(lambda x: x[0], micro_batches)
-  shapes = jax.eval_shape(
-    lambda p, b: differentiate(p, b, learner), params, first
-  )
+  shapes = jax.eval_shape(differentiate, params, first)
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  (grads, metrics), _ = jax.lax.scan(add, zeros, micro_batches)
-  count = jnp.maximum(metrics["loss/policy"].count, 1)
-  grads = jax.tree.map(lambda g: g / count, grads)
+  (grads, (count, metrics)), _ = jax.lax.scan(add, zeros, micro_batches)
+  grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads)
   metrics["grad/norm"] = Mean(optax.tree.norm(grads), jnp.float32(1))
   return grads, metrics
-
-
-def _loss_sum(params, batch: Rollout, learner: Learner):
-  scored = token_logprobs(
-    params,
-    learner.cfg,
-    batch.tokens,
-    batch.positions,
-    batch.mask,
-    response_length=batch.response_mask.shape[1],
-    temperature=learner.temperature,
-  )
-  loss, metrics = learner.objective(
-    scored.logps,
-    batch.old_logps,
-    batch.advantages,
-    batch.response_mask,
-    normalizer=1.0,
-  )
-  if batch.experts is not None:
-    new = scored.experts.swapaxes(0, 1)
-    metrics["moe/expert_flip_rate"] = _flips(
-      new, batch.experts, batch.response_mask
-    )
-  return loss, metrics
-
-
-def _flips(new_BLRk, old_BLRk, mask_BR) -> Mean:
-  """Share of the old policy's experts that the new policy does not choose."""
-  kept = (old_BLRk[..., :, None] == new_BLRk[..., None, :]).any(-1)
-  where = mask_BR[:, None, :, None]
-  lost = jnp.where(where, ~kept, False).sum(dtype=jnp.float32)
-  L, k = new_BLRk.shape[1], new_BLRk.shape[3]
-  return Mean(lost, mask_BR.sum(dtype=jnp.float32) * L * k)

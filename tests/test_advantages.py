@@ -1,9 +1,14 @@
-"""Group-relative advantages against NumPy in float64."""
+"""Advantages against NumPy in float64."""
 
+import jax
 import numpy as np
 import pytest
 
-from gspo_jax import group_relative_advantages
+from gspo_jax import (
+  generalized_advantages,
+  group_relative_advantages,
+  whiten,
+)
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
@@ -55,3 +60,116 @@ def test_other_shapes_are_refused(shape):
 def test_ddof_needs_a_larger_group():
   with pytest.raises(ValueError, match="G >= 3"):
     group_relative_advantages(np.zeros((1, 2)), ddof=2)
+
+
+def steps(discount=0.9, trace_decay=0.8):
+  """r, V, mask with holes, an empty row; garbage under the mask."""
+  rng = np.random.default_rng(0)
+  rewards, values = rng.normal(size=(2, 5, 9)).astype(np.float32)
+  mask = rng.random((5, 9)) < 0.7
+  mask[1], mask[2] = False, True
+  keywords = {"discount": discount, "trace_decay": trace_decay}
+  return rewards, values, mask, keywords
+
+
+def test_generalized_advantages_are_the_sums_of_the_paper():
+  """A_t = sum_k (g l)^k d_t+k, over the tokens of the response alone."""
+  rewards, values, mask, keywords = steps()
+  g, decay = keywords.values()
+  advantages, returns = generalized_advantages(
+    rewards, values, mask, **keywords
+  )
+  expected = np.zeros(mask.shape)
+  for i in range(len(mask)):
+    tokens = np.flatnonzero(mask[i])
+    r, v = (x[i, tokens].astype(float) for x in (rewards, values))
+    v = np.append(v, 0.0)
+    deltas = [r[k] + g * v[k + 1] - v[k] for k in range(len(tokens))]
+    for k, t in enumerate(tokens):
+      expected[i, t] = sum(
+        (g * decay) ** (j - k) * deltas[j] for j in range(k, len(tokens))
+      )
+  np.testing.assert_allclose(advantages, expected, rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(
+    returns, np.where(mask, expected + values, 0), rtol=1e-4, atol=1e-6
+  )
+  assert advantages.dtype == returns.dtype == np.float32
+
+
+def test_without_discount_the_return_is_the_reward_to_come():
+  rewards, values, mask, _ = steps()
+  advantages, returns = generalized_advantages(
+    rewards, values, mask, discount=1.0, trace_decay=1.0
+  )
+  to_come = np.cumsum(np.where(mask, rewards, 0)[:, ::-1], 1)[:, ::-1]
+  expected = np.where(mask, to_come, 0)
+  np.testing.assert_allclose(returns, expected, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(
+    advantages, np.where(mask, to_come - values, 0), rtol=1e-4, atol=1e-5
+  )
+
+
+def test_one_step_advantages_are_the_errors_of_the_critic():
+  rewards, values, mask, _ = steps()
+  mask[:] = True
+  advantages, _ = generalized_advantages(
+    rewards, values, mask, discount=0.5, trace_decay=0.0
+  )
+  following = np.pad(values[:, 1:], ((0, 0), (0, 1)))
+  np.testing.assert_allclose(
+    advantages, rewards + 0.5 * following - values, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_generalized_advantages_read_nothing_under_the_mask():
+  rewards, values, mask, keywords = steps()
+  expected = generalized_advantages(rewards, values, mask, **keywords)
+  junk = np.resize([np.nan, np.inf, -np.inf], mask.shape).astype(np.float32)
+  dirty = [np.where(mask, x, junk) for x in (rewards, values)]
+  with jax.debug_nans(True):
+    result = generalized_advantages(*dirty, mask.astype(int), **keywords)
+  jax.tree.map(np.testing.assert_array_equal, result, expected)
+  assert not np.asarray(result)[:, ~mask].any()
+
+
+def test_generalized_advantages_have_no_gradient():
+  rewards, values, mask, keywords = steps()
+  f = lambda v: sum(
+    x.sum() for x in generalized_advantages(rewards, v, mask, **keywords)
+  )
+  assert not jax.grad(f)(values).any()
+
+
+def test_other_shapes_of_steps_are_refused():
+  rewards, values, mask, _ = steps()
+  for bad in (
+    (rewards[:, 1:], values, mask),
+    (rewards, values[1:], mask),
+    (rewards[0], values[0], mask[0]),
+  ):
+    with pytest.raises(ValueError, match=r"one shape \[B, T\]"):
+      generalized_advantages(*bad)
+  with pytest.raises(ValueError, match=r"mask\.shape"):
+    whiten(rewards[1:], mask)
+
+
+def test_whitened_tokens_have_mean_zero_and_spread_one():
+  advantages, _, mask, _ = steps()
+  dirty = np.where(mask, 3 + 5 * advantages, np.nan).astype(np.float32)
+  with jax.debug_nans(True):
+    white = np.asarray(whiten(dirty, mask, eps=0.0))
+  tokens = 3 + 5 * advantages[mask].astype(float)
+  np.testing.assert_allclose(
+    white[mask], (tokens - tokens.mean()) / tokens.std(), rtol=1e-4, atol=1e-5
+  )
+  assert not white[~mask].any()
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.0])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.3])
+def test_whitened_equal_tokens_are_exact_zeros(value, eps):
+  mask = np.arange(7) < np.array([[3], [7], [0]])
+  with jax.debug_nans(True):
+    for m in (mask, np.zeros_like(mask)):
+      white = whiten(np.where(m, value, 9.0), m, eps=eps)
+      np.testing.assert_array_equal(white, np.zeros((3, 7)))

@@ -54,7 +54,6 @@ def test_a_wrong_arrow_is_seen(tmp_path):
 @pytest.mark.parametrize(
   ("module", "allowed"),
   [
-    ("losses", {"jax", "jax.numpy"}),
     ("advantages", {"jax", "jax.numpy"}),
     ("rewards/numbers", set()),
     ("rewards/format", set()),
@@ -66,6 +65,17 @@ def test_a_wrong_arrow_is_seen(tmp_path):
 def test_the_lowest_modules_import_these_and_nothing_else(module, allowed):
   found = imports(ROOT / f"gspo_jax/{module}.py")
   assert beyond_the_standard_library(found) <= allowed
+
+
+@pytest.mark.parametrize(
+  "path",
+  sorted((ROOT / "gspo_jax/losses").glob("*.py")),
+  ids=lambda path: path.stem,
+)
+def test_losses_need_jax_and_one_another(path):
+  found = beyond_the_standard_library(imports(path))
+  beyond = {name for name in found if not name.startswith("gspo_jax.losses")}
+  assert beyond <= {"jax", "jax.numpy", "numpy"}
 
 
 @pytest.mark.parametrize(

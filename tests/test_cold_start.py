@@ -1,12 +1,14 @@
 """Imitation: gated, saved, reused, and never mixed up with another."""
 
+import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import cold_start
+from gspo_jax import cold_start, model
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.errors import UserError
 from gspo_jax.losses import Mean
@@ -43,7 +45,7 @@ def imitate(folder, accuracies, identity=None, gate=0.9, steps=10, stop=None):
 
   def update(state, batch):
     params = {"w": state.params["w"] + 1}
-    loss = {"loss/policy": Mean(np.float32(1), np.float32(1))}
+    loss = {"loss/imitation": Mean(np.float32(1), np.float32(1))}
     return TrainState(state.step + 1, params, ()), loss
 
   def accuracy(params):
@@ -100,8 +102,23 @@ def test_another_cold_start_is_refused(tmp_path):
 
 
 def test_cross_entropy():
-  logps = jnp.log(jnp.array([[0.5, 0.25, 0.1], [0.125, 0.1, 0.1]]))
-  mask = jnp.array([[1, 1, 0], [1, 0, 0]], bool)
-  loss, metrics = cold_start.cross_entropy(logps, None, None, mask)
-  assert loss == pytest.approx(np.log(2) * 2)  # (1 + 2 + 3) bits / 3
-  assert metrics["loss/policy"].count == 3
+  cfg = dataclasses.replace(model.variant("tiny"), dtype="float32")
+  params = model.init(jax.random.key(0), cfg)
+  rng = np.random.default_rng(0)
+  batch = {
+    "tokens": rng.integers(0, 256, (2, 3)).astype(np.int32),
+    "length": np.array([3, 2], np.int32),
+    "response": rng.integers(0, 256, (2, 4)).astype(np.int32),
+    "response_length": np.array([4, 1], np.int32),
+  }
+  rows = cold_start.as_rollout(batch)
+  loss, metrics = cold_start.cross_entropy(params, rows, cfg=cfg)
+  logits = model.forward(
+    params, cfg, rows.tokens, rows.positions, rows.mask
+  ).logits
+  logps = jax.nn.log_softmax(logits)
+  picked = [logps[0, 2 + t, batch["response"][0, t]] for t in range(4)]
+  picked += [logps[1, 2, batch["response"][1, 0]]]
+  assert loss.value() == pytest.approx(-np.mean(picked), rel=1e-5)
+  assert loss.count == 5
+  assert metrics["loss/imitation"].value() == loss.value()

@@ -11,7 +11,7 @@ from conftest import ROOT
 from ml_collections import ConfigDict
 
 from configs import common
-from gspo_jax import model, program, sharding
+from gspo_jax import model, program, settings, sharding
 from gspo_jax.limits import check
 
 FOLDER = ROOT / "configs"
@@ -21,8 +21,8 @@ each_mode = pytest.mark.parametrize("mode", ["", "debug"])
 
 
 def load(name, mode):
-  if name == "hugging_face":
-    mode = mode or "./folder"  # it has no default
+  if name in ("hugging_face", "srpo"):
+    mode = mode or "./folder"  # they have no default
   return importlib.import_module(f"configs.{name}").get_config(mode)
 
 
@@ -112,7 +112,7 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
   asked = tuple(config.mesh[axis] for axis in sharding.AXES)
   assert asked[1:] == shape[1:]
   assert asked[0] in (-1, shape[0])
-  cfg = program.model_config(config)
+  cfg = settings.model_config(config)
   params = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
   decoding = config.sampler_mesh
   groups = math.prod(shape) // (decoding.expert * decoding.tensor)
@@ -120,7 +120,7 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
     sharding.state_shardings(params, mesh)
     shards = mesh.size // mesh.shape["tensor"]
-    check(config, program.OBJECTIVES, shards=shards)
+    check(config, settings.OBJECTIVES, shards=shards)
 
 
 def test_an_unknown_slice_is_refused_with_those_there_are():

@@ -4,6 +4,7 @@ import itertools
 import json
 from collections import Counter
 
+import grain
 import numpy as np
 import pytest
 
@@ -37,6 +38,9 @@ def problems(*texts, answer="1"):
   return [Problem(text, answer, answer) for text in texts]
 
 
+LONG = problems(*(f"{'x' * (n % 7)}{n}" for n in range(23)))
+
+
 def write(path, *texts):
   rows = [{"question": text, "answer": "7"} for text in texts]
   path.write_text("\n".join(map(json.dumps, rows)))
@@ -68,6 +72,9 @@ def test_system_prompt_and_instruction():
 
 def test_a_demonstration_ends_in_a_stop():
   batch = next(imitated(Chain((1, 3)), width=24))
+  assert batch.keys() == {
+    *("problems", "tokens", "length", "response", "response_length")
+  }
   for problem, tokens, response, n in zip(
     batch["problems"],
     batch["tokens"],
@@ -97,10 +104,59 @@ def test_an_epoch_is_a_permutation_and_no_two_are_the_same():
   assert len(set(map(tuple, epochs))) == 4
 
 
+# What is left out between batches.
+
+
+def test_the_order_is_that_of_a_bare_pipeline():
+  """A run that began before batches were cut here resumes all the same."""
+  parts = [
+    grain.MapDataset.source([part[i] for i in range(len(part))])
+    for part in (LONG, SMALL)
+  ]
+  shuffled = [p.seed(7 + i).shuffle().repeat() for i, p in enumerate(parts)]
+  bare = grain.MapDataset.mix(shuffled, weights=(3, 1))
+  iterator = batches(sources.mix([LONG, SMALL], (3, 1)), batch=5, seed=7)
+  drawn = list(itertools.chain(*questions(iterator, 20)))
+  assert drawn == [bare[i].question for i in range(100)]
+  assert iterator.get_state() == {"next_index": 100}
+
+
+@pytest.mark.parametrize("source", [SMALL, sources.mix([problems("z"), SMALL])])
+def test_a_batch_says_where_its_questions_stand(source):
+  parts = data.parts(source)
+  batch = next(batches(source, batch=6))
+  assert batch["part"].shape == batch["index"].shape == (6,)
+  assert set(batch["part"].tolist()) == set(range(len(parts)))
+  places = zip(batch["part"], batch["index"], strict=True)
+  assert [parts[part][index] for part, index in places] == batch["problems"]
+
+
+def test_what_is_left_out_may_change_after_every_batch():
+  """However far the threads have read ahead."""
+  source = problems(*"abcdefghij")
+  out = np.zeros(10, bool)
+  iterator = data.prompts(source, config(), batch=1, seed=0, left_out=[out])
+  everything = list(itertools.chain(*questions(batches(source, batch=1), 60)))
+  rng, position = np.random.default_rng(0), 0
+  for _ in range(20):
+    out[:] = rng.random(10) < 0.5
+    out[rng.integers(10)] = False
+    while out["abcdefghij".index(everything[position])]:
+      position += 1
+    assert questions(iterator, 1) == [[everything[position]]]
+    position += 1
+    assert iterator.get_state() == {"next_index": position}
+
+
+def test_what_fits_is_counted():
+  fit = sum(len(p.question) <= 5 for p in LONG)
+  assert data.fitting(LONG, config(5, too_long="drop")) == fit
+  assert data.fitting(LONG, config(5)) == len(LONG)  # else an error would come
+
+
 # Dropping, mixing, resuming.
 
 
-LONG = problems(*(f"{'x' * (n % 7)}{n}" for n in range(23)))
 MIXED = sources.mix(
   [LONG, problems(*(f"y{n}" for n in range(5))), SMALL], (3, 1, 1)
 )

@@ -97,13 +97,60 @@ def test_equals_the_log_softmax_of_the_forward(
     np.testing.assert_allclose(
       out.entropy[:, column], entropy[:, t - 1], atol=2e-5
     )
-    if cfg.num_experts:
-      chosen = full.experts[:, :, t - 1]  # of the token that predicts
-      np.testing.assert_array_equal(out.experts[:, :, column], chosen)
   assert out.logps.shape == out.entropy.shape == (B, response_length)
-  assert (out.experts is None) == (cfg.num_experts == 0)
+  if cfg.num_experts:
+    np.testing.assert_array_equal(out.experts, full.experts)
   assert np.std(out.entropy) > 0.005
   assert np.isfinite(out.logps).all()
+
+
+@functools.cache
+def scored(cfg, replay, seed):
+  """`token_logprobs` and `encode` under routes made of a seed; None: free."""
+  shape = (cfg.num_layers, B, T, max(cfg.num_experts, 1))
+  rng = np.random.default_rng(seed)
+  order = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
+  routes = None if seed is None else order[..., : cfg.experts_per_token]
+  sent = {"routes": routes, "replay": replay}
+  both = lambda params: (
+    score(cfg, response_length=R, **sent)(params),
+    model.encode(params, cfg, *text(), **sent),
+  )
+  return jax.device_get(jax.jit(both)(weights(cfg))), routes
+
+
+@pytest.mark.parametrize(
+  ("replay", "seed"), [(False, None), (False, 3), (True, 3)]
+)
+def test_the_routing_is_that_of_the_tokens_that_predict(replay, seed):
+  (out, full), routes = scored(MOE, replay, seed)
+  np.testing.assert_array_equal(out.experts, full.routing.experts)
+  if replay:
+    np.testing.assert_array_equal(out.experts, routes)
+  for column, t in enumerate(range(S, T)):
+    for found, whole in (
+      (out.router_logps, full.routing.log_probs),
+      (out.router_entropy, full.routing.entropy),
+    ):
+      close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+      close(found[:, :, column], whole[:, :, t - 1])
+  assert out.router_logps.shape == (2, B, R, 2)
+  assert out.router_entropy.shape == (2, B, R)
+  assert (out.dropped == 0).all()
+
+
+def test_replay_changes_the_log_probs_and_a_look_does_not():
+  free, looked, replayed = (
+    scored(MOE, replay, seed)[0][0].logps
+    for replay, seed in ((False, None), (False, 3), (True, 3))
+  )
+  np.testing.assert_allclose(looked, free, atol=1e-6)
+  assert np.abs(replayed - free).mean() > 0.01
+
+
+def test_a_dense_model_has_no_routing():
+  (out, _), _ = scored(DENSE, False, None)
+  assert out[2:] == (None,) * 4
 
 
 @pytest.mark.parametrize("piece", [4, 13])

@@ -19,6 +19,7 @@ from tensorboardX.proto import event_pb2
 
 from gspo_jax import metrics
 from gspo_jax.errors import UserError
+from gspo_jax.losses import EDGES, Histogram
 
 FULL_ROW = {
   "reward/mean": -0.5312,
@@ -40,14 +41,20 @@ def open_writer(folder, *, resume=0, total=100, active=True):
 def run_steps(folder, steps, *, resume=0, tag="x"):
   with open_writer(folder, resume=resume) as writer:
     for step in steps:
-      writer.write(step, {tag: step / 10})
+      counts = [0.0] * 8 + [step + 1.0] + [0.0] * (len(EDGES) - 10)
+      spread = {"ratio/x": counts, "moe/x": [step / 7, math.nan]}
+      writer.write(step, {tag: step / 10}, spread)
       writer.samples(step, [("q", f"{tag}{step}", "r", 1.0)])
 
 
-def rows_of(folder):
-  text = (folder / "metrics.jsonl").read_text()
+def rows_of(folder, name="metrics.jsonl"):
+  text = (folder / name).read_text()
   assert text == "" or text.endswith("\n")
   return [json.loads(line) for line in text.splitlines()]
+
+
+def steps_of(folder, name):
+  return [row["step"] for row in rows_of(folder, name) if "edges" not in row]
 
 
 def crc32c(data):
@@ -79,7 +86,7 @@ def events_of(data):
 
 
 def shown_by_tensorboard(folder):
-  """{(tag, step): scalar or text} after the purges that STARTs ask for."""
+  """{(tag, step): what is shown} after the purges that STARTs ask for."""
   shown = {}
   for file in sorted((folder / "tensorboard").iterdir()):
     assert "tfevents" in file.name
@@ -89,8 +96,10 @@ def shown_by_tensorboard(folder):
       if event.session_log.status == event_pb2.SessionLog.START:
         shown = {k: v for k, v in shown.items() if k[1] < event.step}
       for value in event.summary.value:
-        text = value.tensor.string_val
-        shown[value.tag, event.step] = text[0] if text else value.simple_value
+        kind = value.WhichOneof("value")
+        found = getattr(value, kind)
+        found = found.string_val[0] if kind == "tensor" else found
+        shown[value.tag, event.step] = found
   return shown
 
 
@@ -112,11 +121,21 @@ def test_finish_divides_after_a_single_fetch(monkeypatch):
     jax, "device_get", lambda tree: calls.append(tree) or fetch(tree)
   )
   one, zero = jnp.float32(1), jnp.float32(0)
-  got = metrics.finish({"a": Mean(one, 4 * one), "b": Mean(zero, zero)})
+  got, spread = metrics.finish({"a": Mean(one, 4 * one), "b": Mean(zero, zero)})
   assert len(calls) == 1
   assert got["a"] == 0.25
   assert math.isnan(got["b"])
   assert all(type(v) is float for v in got.values())
+  assert spread == {}
+
+
+def test_finish_tells_counts_and_layers_from_scalars():
+  layers = Mean(jnp.arange(3.0), jnp.float32(2))
+  counts = Histogram(jnp.arange(len(EDGES) - 1.0))
+  got, spread = metrics.finish({"layers": layers, "counts": counts})
+  assert got == {}
+  assert spread["layers"] == [0.0, 0.5, 1.0]
+  assert spread["counts"] == list(range(len(EDGES) - 1))
 
 
 def test_each_row_is_one_exact_complete_line_at_once(tmp_path):
@@ -175,11 +194,42 @@ def test_non_finite_is_null(tmp_path, value, capsys):
   )
 
 
+def test_distributions_are_lines_below_their_edges(tmp_path):
+  with open_writer(tmp_path) as writer:
+    writer.write(0, {"x": 1.0})  # an evaluation has none
+    writer.write(1, {}, {"counts": np.float32([3, 0.5]), "b": [math.inf]})
+    head, row = rows_of(tmp_path, "distributions.jsonl")  # before close
+  edges = [math.nan if edge is None else edge for edge in head["edges"]]
+  np.testing.assert_allclose(edges[1:-1], EDGES[1:-1], rtol=1e-5)
+  assert head["edges"][0] is None
+  assert head["edges"][-1] is None
+  assert row == {"step": 1, "counts": [3, 0.5], "b": [None]}
+
+
+def test_tensorboard_draws_counts_over_edges_and_layers_side_by_side(tmp_path):
+  counts = np.zeros(len(EDGES) - 1)
+  counts[[0, 5, -1]] = 2, 3, 4
+  spread = {"ratio/x": counts, "moe/x": [math.nan, 0.25, 0.5]}
+  with open_writer(tmp_path) as writer:
+    writer.write(1, {"x": 0.375}, spread)
+  shown = shown_by_tensorboard(tmp_path)
+  histogram, layers = shown["ratio/x", 1], shown["moe/x", 1]
+  np.testing.assert_array_equal(histogram.bucket, counts)
+  np.testing.assert_allclose(histogram.bucket_limit[:-1], EDGES[1:-1])
+  assert histogram.num == 9
+  # Finite outer edges, beyond the last finite one.
+  assert (histogram.min, histogram.max) == (2 * EDGES[1], 2 * EDGES[-2])
+  assert list(layers.bucket) == [0, 0.25, 0.5]
+  assert list(layers.bucket_limit) == [1, 2, 3]
+  assert (layers.min, layers.max) == (1, 3)  # what is filled
+
+
 def test_resume_equals_uninterrupted(tmp_path):
   run_steps(tmp_path / "a", range(13))
   run_steps(tmp_path / "b", range(11))
   run_steps(tmp_path / "b", range(8, 13), resume=7)
-  assert rows_of(tmp_path / "b") == rows_of(tmp_path / "a")
+  for name in ("metrics.jsonl", "distributions.jsonl"):
+    assert rows_of(tmp_path / "b", name) == rows_of(tmp_path / "a", name)
   a, b = map(shown_by_tensorboard, (tmp_path / "a", tmp_path / "b"))
   assert b == a
 
@@ -191,6 +241,7 @@ def test_resume_drops_what_comes_after_the_restored_step(tmp_path):
   with open_writer(tmp_path, resume=7):
     pass
   assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(kept)
+  assert steps_of(tmp_path, "distributions.jsonl") == [1, 7]
   assert {p.name for p in (tmp_path / "samples").iterdir()} == {
     "step_000001.txt",
     "step_000007.txt",
@@ -201,14 +252,16 @@ def test_resume_drops_what_comes_after_the_restored_step(tmp_path):
 
 
 @pytest.mark.parametrize("cut", range(1, 20))
-def test_a_partial_last_line_is_dropped(tmp_path, cut):
-  file = tmp_path / "metrics.jsonl"
-  whole, torn = b'{"step": 1, "x": 0.5}\n', b'{"step": 2, "x": 0.5}\n'[:cut]
+@pytest.mark.parametrize("name", ["metrics.jsonl", "distributions.jsonl"])
+def test_a_partial_last_line_is_dropped(tmp_path, name, cut):
+  file, torn = tmp_path / name, b'{"step": 2, "x": 0.5}\n'[:cut]
+  run_steps(tmp_path, [1])
+  whole = file.read_bytes()
   file.write_bytes(whole + torn)
   with open_writer(tmp_path, resume=2) as writer:
     assert file.read_bytes() == whole
-    writer.write(3, {})
-  assert [row["step"] for row in rows_of(tmp_path)] == [1, 3]
+    writer.write(3, {}, {"x": [1.0]})
+  assert steps_of(tmp_path, name) == [1, 3]
 
 
 def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
@@ -233,6 +286,23 @@ def test_a_bad_line_in_the_middle_is_named_and_nothing_lost(tmp_path, line):
   assert (tmp_path / "samples" / "step_000009.txt").exists()
 
 
+@pytest.mark.parametrize("resume", [0, 2])
+def test_rows_under_other_edges_are_not_mixed_with_new_ones(tmp_path, resume):
+  file = tmp_path / "distributions.jsonl"
+  run_steps(tmp_path, [1, 2])
+  text = '{"edges": [null, 0, null]}\n{"step": 1, "ratio/x": [1, 2]}\n'
+  file.write_text(text)
+  if resume:
+    with pytest.raises(
+      UserError, match=r"distributions\.jsonl, line 1: .*edges"
+    ):
+      open_writer(tmp_path, resume=resume)
+    assert file.read_text() == text
+    file.unlink()
+  run_steps(tmp_path, [3], resume=resume)
+  assert steps_of(tmp_path, "distributions.jsonl") == [3]
+
+
 def test_resume_swaps_the_file_in_whole(tmp_path, monkeypatch):
   run_steps(tmp_path, [1, 2, 3])
   before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -252,10 +322,13 @@ def test_a_fresh_start_sets_earlier_runs_aside(tmp_path):
   for name, tag in ((".1", "a"), (".2", "b"), ("", "c")):
     rows = (tmp_path / f"metrics.jsonl{name}").read_text()
     assert [list(json.loads(r))[1] for r in rows.splitlines()] == [tag, tag]
+    assert steps_of(tmp_path, f"distributions.jsonl{name}") == [0, 1]
     sample = tmp_path / f"samples{name}" / "step_000001.txt"
     assert f"{tag}1" in sample.read_text()
   assert {tag for tag, _ in shown_by_tensorboard(tmp_path)} == {
     "c",
+    "ratio/x",
+    "moe/x",
     "samples/text_summary",
   }
 
@@ -275,7 +348,7 @@ def test_starts_that_wrote_no_row_leave_nothing_behind(tmp_path):
   for _ in range(3):
     with open_writer(tmp_path):
       pass
-  assert not list(tmp_path.glob("metrics.jsonl.*"))
+  assert not list(tmp_path.glob("*.jsonl.*"))
 
 
 def last_line(capsys):
@@ -353,7 +426,7 @@ def test_samples_are_readable_and_harmless(tmp_path, capsys):
 def test_inactive_writes_nothing(tmp_path, capsys):
   folder = tmp_path / "run"
   with open_writer(folder, active=False) as writer:
-    writer.write(1, FULL_ROW)
+    writer.write(1, FULL_ROW, {"x": [1.0]})
     writer.samples(1, [("q", "a", "r", 1.0)])
   assert not folder.exists()
   assert capsys.readouterr().out == ""
@@ -410,7 +483,11 @@ def test_a_bucket_holds_the_same_as_a_folder(tmp_path, monkeypatch):
     for name, file in Bucket.store.items()
   }
   assert contents(bucket) == contents(local)
-  assert {"metrics.jsonl.1", "samples.1/step_000003.txt"} < contents(local)[0]
+  assert {
+    "metrics.jsonl.1",
+    "distributions.jsonl.1",
+    "samples.1/step_000003.txt",
+  } < contents(local)[0]
 
 
 def test_a_bucket_without_its_package_is_a_user_error(monkeypatch):

@@ -62,8 +62,8 @@ def compiled(case):
   """Output, experts, and the gradient of `sum(output * cotangent)`."""
 
   def loss(params, x, cotangent):
-    y, (experts, _) = MoE(config(case)).apply({"params": params}, x, ALL)
-    return (y * cotangent).sum(), (y, experts)
+    y, routing = MoE(config(case)).apply({"params": params}, x, ALL)
+    return (y * cotangent).sum(), (y, routing.experts)
 
   return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
 
@@ -98,15 +98,15 @@ def run(case, params, x):
   return y, experts, grads, cotangent
 
 
-def loop(case, params, x):
-  """Float64, a token and an expert at a time."""
+def loop(case, params, x, routes=None):
+  """Float64, a token and an expert at a time; by the routes where given."""
   k, normed = CASES[case]
   params = {name: p.astype(np.float64) for name, p in params.items()}
   y, chosen = np.zeros(x.shape), np.zeros((B, T, k), int)
   for b, t in np.ndindex(B, T):
     odds = np.exp(x[b, t] @ params["router"])
     odds /= odds.sum()
-    chosen[b, t] = np.argsort(-odds)[:k]
+    chosen[b, t] = np.argsort(-odds)[:k] if routes is None else routes[b, t]
     share = odds[chosen[b, t]].sum() if normed else 1
     for e in chosen[b, t]:
       gate, up = np.split(x[b, t] @ params["gate_up"][e], 2)
@@ -181,10 +181,154 @@ def test_bf16_routes_in_float32():
   # lower expert would win.
   x[..., :2], x[..., 2:] = 1, 0
   params["router"][:2] = np.full(E, 8), np.arange(E) / 100
-  y, (experts, _) = jax.jit(MoE(config("two of five")).apply)(
+  y, routing = jax.jit(MoE(config("two of five")).apply)(
     {"params": params}, jnp.asarray(x, jnp.bfloat16), ALL
   )
   assert y.dtype == jnp.bfloat16
-  assert (np.asarray(experts) == [4, 3]).all()
+  assert (np.asarray(routing.experts) == [4, 3]).all()
   expected, _ = loop("two of five", params, x)
   np.testing.assert_allclose(np.float64(y), expected, atol=0.05)
+
+
+# Routing Replay.
+
+
+def anywhere(case, seed=3):
+  """Routes [B, T, k] that no router chose."""
+  k, _ = CASES[case]
+  rng = np.random.default_rng(seed)
+  draw = lambda: rng.permutation(E)[:k]
+  routes = [[draw() for _ in range(T)] for _ in range(B)]
+  return np.array(routes, np.uint8)
+
+
+@functools.cache
+def compiled_routed(case, replay):
+  """Output, routing, and the gradient of `sum(output * cotangent)`."""
+  layer = MoE(config(case))
+
+  def loss(params, x, cotangent, routes):
+    y, routing = layer.apply({"params": params}, x, ALL, routes, replay)
+    return (y * cotangent).sum(), (y, routing)
+
+  return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def run_routed(case, params, x, routes, replay=True):
+  cotangent = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+  out = compiled_routed(case, replay)(params, x, cotangent, routes)
+  grads, (y, routing) = jax.device_get(out)
+  return y, routing, grads, cotangent
+
+
+def router_log_softmax(params, x):
+  logits = np.float64(x) @ np.float64(params["router"])
+  return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@every_load
+@every_case
+def test_replay_goes_where_it_is_sent(case, load):
+  params, x = draw(load)
+  routes = anywhere(case)
+  y, routing, _, _ = run_routed(case, params, x, routes)
+  np.testing.assert_array_equal(routing.experts, routes)
+  assert routing.dropped == 0
+  expected, _ = loop(case, params, x, routes)
+  np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@every_case
+def test_the_routers_opinion_of_the_routes(case, replay):
+  params, x = draw()
+  routes = anywhere(case)
+  _, routing, _, _ = run_routed(case, params, x, routes, replay)
+  table = router_log_softmax(params, x)
+  expected = np.take_along_axis(table, routes.astype(int), -1)
+  np.testing.assert_allclose(routing.log_probs, expected, atol=1e-5)
+  entropy = -(np.exp(table) * table).sum(-1)
+  np.testing.assert_allclose(routing.entropy, entropy, atol=1e-5)
+  assert routing.log_probs.dtype == routing.entropy.dtype == np.float32
+
+
+@every_case
+def test_without_replay_routes_change_nothing(case):
+  params, x = draw()
+  y, routing, grads, _ = run_routed(case, params, x, anywhere(case), False)
+  free_y, free, free_grads, _ = run_routed(case, params, x, None, False)
+  np.testing.assert_array_equal(routing.experts, free.experts)
+  equal = np.testing.assert_array_equal
+  jax.tree.map(equal, (y, grads), (free_y, free_grads))
+  # Without routes, the opinion is of the experts chosen.
+  table = router_log_softmax(params, x)
+  chosen = np.take_along_axis(table, free.experts.astype(int), -1)
+  np.testing.assert_allclose(free.log_probs, chosen, atol=1e-5)
+
+
+@every_load
+@every_case
+def test_replaying_its_own_choice_changes_nothing(case, load):
+  params, x = draw(load)
+  y, free, grads, _ = run_routed(case, params, x, None, False)
+  again_y, again, again_grads, _ = run_routed(case, params, x, free.experts)
+  jax.tree.map(np.testing.assert_array_equal, again, free)
+  # Fused into what picks them, the k weights are summed in another order.
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+  jax.tree.map(close, (again_y, again_grads), (y, grads))
+
+
+@every_case
+def test_the_router_learns_under_replay(case):
+  """Its gradient is the slope of the loop, along every weight at once."""
+  params, x = draw()
+  routes = anywhere(case)
+  _, _, (grads, _), cotangent = run_routed(case, params, x, routes)
+  assert np.abs(grads["router"]).max() > 0.1
+  way = np.random.default_rng(4).normal(size=(D, E))
+
+  def loss(step):
+    moved = params | {"router": np.float64(params["router"]) + step * way}
+    return (loop(case, moved, x, routes)[0] * cotangent).sum()
+
+  slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
+  np.testing.assert_allclose((grads["router"] * way).sum(), slope, rtol=1e-4)
+
+
+def test_no_gradient_goes_through_the_opinion():
+  params, x = draw()
+
+  def opinion(params, x):
+    routes = anywhere("two of five")
+    layer = MoE(config("two of five"))
+    _, routing = layer.apply({"params": params}, x, ALL, routes, True)
+    return routing.log_probs.sum() + routing.entropy.sum()
+
+  grads = jax.grad(opinion, argnums=(0, 1))(params, jnp.asarray(x))
+  assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def test_routes_of_padding_do_not_matter():
+  params, x = draw()
+  real = np.arange(B * T).reshape(B, T) % 3 > 0
+  routes, others = anywhere("two of five"), anywhere("two of five", seed=5)
+  layer = functools.partial(MoE(config("two of five")).apply, replay=True)
+
+  def apply(routes):
+    return jax.jit(layer)({"params": params}, x, real, routes)
+
+  y, routing = apply(routes)
+  other_y, _ = apply(np.where(real[..., None], routes, others))
+  np.testing.assert_array_equal(y, other_y)
+  assert not y[~real].any()
+  assert routing.dropped == 0
+
+
+@pytest.mark.parametrize(
+  ("experts", "dtype"), [(256, "uint8"), (257, "uint16")]
+)
+def test_experts_are_numbered_in_as_few_bits_as_will_do(experts, dtype):
+  cfg = model.variant("tiny", num_experts=experts)
+  x, real = jnp.zeros((1, 1, cfg.embed_dim)), jnp.ones((1, 1), bool)
+  shapes = jax.eval_shape(MoE(cfg).init_with_output, jax.random.key(0), x, real)
+  assert shapes[0][1].experts.dtype == dtype

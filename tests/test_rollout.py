@@ -1,11 +1,15 @@
 """Rollouts: answers in line with their prompts, groups whole in minibatches."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gspo_jax import model, rollout
+from gspo_jax.logprobs import token_logprobs
 from gspo_jax.sampler import Prompts, Samples
 
 P, G, S, R = 3, 4, 5, 6
@@ -71,7 +75,12 @@ def numbered(groups, group):
     response_mask=fill(3),
     old_logps=fill(3),
     advantages=fill(),
-    experts=fill(2, 3, 2),
+    experts=fill(2, 7, 2),
+    router_logps=fill(2, 3, 2),
+    sampler_logps=fill(3),
+    reference_logps=fill(3),
+    values=fill(3),
+    returns=fill(3),
   )
 
 
@@ -126,19 +135,120 @@ def test_no_routing_stays_none():
   assert cut.tokens.shape == (3, 2, 2, S + R)
 
 
+CFG = model.variant("tiny", dtype="float32")
+DENSE = dataclasses.replace(CFG, num_experts=0, experts_per_token=0)
+
+
+@functools.cache
+def weights(cfg=CFG):
+  init = jax.jit(model.init, static_argnums=1)
+  return init(jax.random.key(0), cfg)
+
+
+def texts(experts=None):
+  """Prompts, and samples that no policy drew."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.integers(0, 256, shape).astype(np.int32)
+  logps = -rng.random((B, R), np.float32)
+  lengths = jnp.asarray(ANSWER_LENGTHS)
+  samples = Samples(draw(B, R), logps, lengths, None, None, experts)
+  return Prompts(draw(P, S), LENGTHS), samples
+
+
+def anywhere():
+  """Routes [B, L, T, k] that no router chose."""
+  rng = np.random.default_rng(1)
+  shape = (B, CFG.num_layers, S + R, CFG.num_experts)
+  order = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
+  return order[..., : CFG.experts_per_token].astype(np.uint8)
+
+
+@functools.cache
+def score(sent=False, cfg=CFG, **options):
+  """`rollout.score` of `texts`: (rollout, metrics)."""
+  options = {
+    "use_sampler": False, "micro_rows": 4, "temperature": 0.7
+  } | options  # fmt: skip
+  run = functools.partial(rollout.score, cfg=cfg, **options)
+  prompts, samples = texts(anywhere() if sent else None)
+  return jax.device_get(
+    jax.jit(run)(weights(cfg), prompts=prompts, samples=samples)
+  )
+
+
+def forced(batch, **sent):
+  """`token_logprobs` of all rows of a rollout at once."""
+  run = functools.partial(
+    token_logprobs, cfg=CFG, response_length=R, temperature=0.7
+  )
+  text = {"tokens": batch.tokens, "positions": batch.positions}
+  replay = "routes" in sent
+  return jax.jit(functools.partial(run, replay=replay))(
+    weights(), **text, mask=batch.mask, **sent
+  )
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_the_routing_kept_is_the_one_scored_under(sent):
+  """R2: the old policy's own; R3: the sampler's, wherever that went."""
+  batch, _ = score(sent)
+  routes = {"routes": anywhere().swapaxes(0, 1)} if sent else {}
+  expected = forced(batch, **routes)
+  np.testing.assert_allclose(batch.old_logps, expected.logps, atol=1e-5)
+  equal = np.testing.assert_array_equal
+  equal(batch.experts, np.swapaxes(expected.experts, 0, 1))
+  assert batch.experts.dtype == np.uint8
+  assert batch.experts.shape == (B, 2, S + R, 2)
+  router = np.swapaxes(expected.router_logps, 0, 1)
+  np.testing.assert_allclose(batch.router_logps, router, atol=1e-5)
+  if sent:
+    equal(batch.experts, anywhere())
+    assert np.abs(batch.old_logps - forced(batch).logps).mean() > 0.01
+
+
+def test_the_samplers_log_probs_are_kept_where_asked_for():
+  _, samples = texts()
+  batch, _ = score(keep_sampler=True)
+  np.testing.assert_array_equal(batch.sampler_logps, samples.logps)
+  assert np.abs(batch.old_logps - samples.logps).mean() > 0.1
+  plain, _ = score()
+  assert plain.sampler_logps is None
+  assert plain.reference_logps is plain.values is plain.returns is None
+
+
+def test_the_metrics_of_the_routing():
+  batch, metrics = score()
+  mask = batch.response_mask
+  entropy = np.asarray(forced(batch).router_entropy)
+  expected = [layer[mask].mean() for layer in entropy]
+  found = metrics["moe/layer_router_entropy"].value()
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  load = metrics["moe/layer_load_max"].value()
+  assert load.shape == (2,)
+  assert (load > 1).all()
+  for name in ("router_entropy", "load_max"):
+    layers = metrics[f"moe/layer_{name}"].value()
+    mean = metrics[f"moe/{name}"].value()
+    assert mean == pytest.approx(layers.mean(), rel=1e-5)
+
+
+def test_a_dense_model_has_no_routing():
+  batch, metrics = score(cfg=DENSE)
+  assert batch.experts is batch.router_logps is None
+  assert not [name for name in metrics if name.startswith("moe/")]
+
+
 def test_dropped_choices_come_to_the_metrics(monkeypatch):
   """Were the layers to leave some out, the run would say so."""
-  cfg = model.variant("tiny", dtype="float32")
-  params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), cfg)
-  prompts = Prompts(jnp.ones((P, S), jnp.int32), LENGTHS)
-  zeros = jnp.zeros((B, R))
-  samples = Samples(
-    jnp.ones((B, R), jnp.int32), zeros, jnp.asarray(ANSWER_LENGTHS), None, None
-  )
-  options = {"use_sampler": True, "micro_rows": 4, "temperature": 1.0}
-  score = lambda: rollout.score(params, cfg, prompts, samples, **options)[1]
-  assert score()["moe/dropped"].value() == 0
+  assert score()[1]["moe/dropped"].value() == 0
   encode = model.encode
-  lossy = lambda *a: encode(*a)._replace(dropped=jnp.array([2, 3]))
+
+  def lossy(*args, **options):
+    out = encode(*args, **options)
+    dropped = jnp.array([2, 3])
+    return out._replace(routing=out.routing._replace(dropped=dropped))
+
   monkeypatch.setattr(model, "encode", lossy)
-  assert score()["moe/dropped"].value() == 3 * (2 + 3)  # three micro-batches
+  # Of three micro-batches.
+  _, metrics = score.__wrapped__()
+  assert metrics["moe/dropped"].value() == 3 * (2 + 3)

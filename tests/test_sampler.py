@@ -1,5 +1,6 @@
 """Answers are drawn from the policy: its log-probs, its odds, its ends."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import model, rollout
+from gspo_jax import model, rollout, sharding
 from gspo_jax import sampler as sampling
 from gspo_jax.errors import UserError
 from gspo_jax.logprobs import token_logprobs
@@ -37,13 +38,13 @@ PLAIN = SamplerConfig(G, R, STOPS, min_new_tokens=4, pad_id=PAD)
 
 
 @functools.cache
-def weights(stop=0.0):
+def weights(stop=0.0, cfg=CFG):
   """Random ones; the logit of each stop token is `stop` times a positive.
 
   Feature 0 of the stream is large and positive whatever the tokens.
   """
   rng = np.random.default_rng(8)  # answers of every length, greedy ones too
-  shapes = jax.eval_shape(lambda k: model.init(k, CFG), jax.random.key(0))
+  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
 
   def fill(path, leaf):
     mean = 1.0 if path[-1].key == "scale" else 0.0
@@ -65,13 +66,13 @@ def prompts(count=P):
 
 
 @functools.cache
-def compiled(sampler, first_slots):
+def compiled(sampler, first_slots, cfg=CFG):
   """`generate`, traced anew for each size of the first cache."""
 
   def generate(params, prompts, key):
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(sampling, "_FIRST_SLOTS", first_slots)
-      return sampling.generate(params, CFG, prompts, key, sampler=sampler)
+      return sampling.generate(params, cfg, prompts, key, sampler=sampler)
 
   return jax.jit(generate)
 
@@ -348,3 +349,113 @@ def test_truncates_says_whether_some_tokens_cannot_be_drawn():
   assert PLAIN.truncates
   assert ONE(top_k=3).truncates
   assert ONE(top_p=0.6).truncates
+
+
+# Recorded routing.
+
+DEEP = dataclasses.replace(CFG, num_layers=2)
+RECORD = dataclasses.replace(BASE, record_routing=True)
+
+
+@functools.cache
+def recorded(first_slots=64, cfg=DEEP, sampler=RECORD):
+  generate = compiled(sampler, first_slots, cfg)
+  samples = generate(weights(cfg=cfg), prompts(), jax.random.key(0))
+  return jax.device_get(samples)
+
+
+def replayed(params, samples, routes, replay=True, cfg=DEEP):
+  """`token_logprobs` of the samples, and the tokens that were fed, [B, T]."""
+  batch = assemble(prompts(), samples.tokens, samples.lengths)
+  text = batch.tokens, batch.positions, batch.mask
+  scored = jax.jit(
+    functools.partial(
+      token_logprobs,
+      cfg=cfg,
+      response_length=R,
+      temperature=0.7,
+      replay=replay,
+    )
+  )(params, tokens=text[0], positions=text[1], mask=text[2], routes=routes)
+  last = S + np.asarray(samples.lengths)[:, None] - 1
+  fed = np.asarray(batch.mask) & (np.arange(S + R) != last)
+  return scored, fed, np.asarray(batch.response_mask)
+
+
+@pytest.mark.parametrize("first_slots", [2, 64])
+def test_the_experts_recorded_are_those_of_the_full_forward(first_slots):
+  samples = recorded(first_slots)  # of 2, 4, 8, 11 slots, or of 11
+  assert samples.experts.dtype == np.uint8
+  assert samples.experts.shape == (B, 2, S + R, 2)
+  scored, fed, _ = replayed(weights(cfg=DEEP), samples, None, replay=False)
+  assert fed.sum() == G * prompts().lengths.sum() + samples.lengths.sum() - B
+  by_token = lambda x, axes: np.sort(np.transpose(x, axes)[fed])
+  found = by_token(samples.experts, (0, 2, 1, 3))
+  np.testing.assert_array_equal(found, by_token(scored.experts, (1, 2, 0, 3)))
+  counts = np.bincount(found[:, 0].ravel()), np.bincount(found[:, 1].ravel())
+  assert (counts[0] != counts[1]).any()  # the layers are not one another
+
+
+def test_what_was_never_fed_has_experts_all_the_same():
+  experts = recorded().experts
+  assert experts.max() < DEEP.num_experts
+  assert (experts[..., 0] != experts[..., 1]).all()
+
+
+def test_recording_changes_no_answer():
+  plain = recorded(sampler=BASE)
+  assert plain.experts is None
+  noted = dataclasses.replace(recorded(), experts=None)
+  assert_equal(noted, plain)
+
+
+def test_replay_of_what_was_recorded_gives_the_samplers_log_probs():
+  """R3, in float32; and it holds where the router would go elsewhere."""
+  samples = recorded()
+  routes = samples.experts.swapaxes(0, 1)
+  scored, _, mask = replayed(weights(cfg=DEEP), samples, routes)
+  np.testing.assert_allclose(scored.logps[mask], samples.logps[mask], atol=1e-5)
+  np.testing.assert_array_equal(scored.experts, routes)
+  moved = jax.tree.map(np.copy, weights(cfg=DEEP))
+  moved["layers"]["moe"]["router"] += 0.2 * np.random.default_rng(0).normal(
+    size=moved["layers"]["moe"]["router"].shape
+  ).astype(np.float32)
+  free, fed, _ = replayed(moved, samples, routes, replay=False)
+  flipped = np.sort(free.experts) != np.sort(routes)
+  assert 0.05 < flipped[:, fed].mean() < 0.8
+  held, _, _ = replayed(moved, samples, routes)
+  np.testing.assert_array_equal(held.experts, routes)
+  gap = lambda x: np.abs(x.logps - samples.logps)[mask].mean()
+  assert gap(held) < gap(free)
+
+
+def test_replay_narrows_the_gap_of_bf16():
+  low = dataclasses.replace(DEEP, dtype="bfloat16", num_experts=32)
+  samples = recorded(cfg=low)
+  routes = samples.experts.swapaxes(0, 1)
+  params = weights(cfg=low)
+  free, fed, mask = replayed(params, samples, None, replay=False, cfg=low)
+  held, _, _ = replayed(params, samples, routes, cfg=low)
+  assert (np.sort(free.experts) != np.sort(routes))[:, fed].any()
+  gap = lambda x: np.abs(x.logps - samples.logps)[mask].mean()
+  assert gap(held) < 0.8 * gap(free)
+
+
+def test_a_dense_model_records_no_routing():
+  dense = dataclasses.replace(CFG, num_experts=0, experts_per_token=0)
+  assert recorded(cfg=dense).experts is None
+
+
+def test_recording_on_a_mesh():
+  """Rows over `data` and `expert`: in their order, as on one device."""
+  samples = recorded()
+  four = lambda x: np.concatenate([x, x[:1]])  # prompts
+  text = Prompts(four(prompts().tokens), four(prompts().lengths))
+  generate = jax.jit(
+    functools.partial(sampling.generate, cfg=DEEP, sampler=RECORD)
+  )
+  mesh = sharding.make_mesh(jax.devices()[:4], data=2, expert=2)
+  with jax.set_mesh(mesh):
+    many = generate(weights(cfg=DEEP), prompts=text, key=jax.random.key(0))
+  np.testing.assert_array_equal(many.tokens[:B], samples.tokens)
+  np.testing.assert_array_equal(many.experts[:B], samples.experts)

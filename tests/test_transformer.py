@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from gspo_jax import model, sharding
+from gspo_jax.model import cache as kv
 
 B, T = 3, 9
 STARTS = np.array([0, 2, 5])  # left padding of each row
@@ -135,9 +136,11 @@ def attention(p, cfg, x_TD):
   return out
 
 
-def experts_of_token(p, cfg, x_D):
+def experts_of_token(p, cfg, x_D, sent_to=None):
   probs = softmax(x_D @ p["router"])
   chosen = np.argsort(-probs)[: cfg.experts_per_token]
+  if sent_to is not None:
+    chosen = sent_to
   share = probs[chosen].sum() if cfg.norm_topk_prob else 1.0
   out = 0.0
   for e in chosen:
@@ -146,25 +149,27 @@ def experts_of_token(p, cfg, x_D):
   return out, chosen
 
 
-def feed(p, cfg, x_TD):
+def feed(p, cfg, x_TD, routes_Tk=None):
   if cfg.num_experts:
-    out, chosen = zip(
-      *(experts_of_token(p["moe"], cfg, x) for x in x_TD), strict=True
-    )
+    routes_Tk = [None] * len(x_TD) if routes_Tk is None else routes_Tk
+    each = functools.partial(experts_of_token, p["moe"], cfg)
+    out, chosen = zip(*map(each, x_TD, routes_Tk), strict=True)
     return np.stack(out), np.stack(chosen)
   p = p["mlp"]
   return (silu(x_TD @ p["gate"]) * (x_TD @ p["up"])) @ p["down"], None
 
 
-def reference(params, cfg, tokens_T):
+def reference(params, cfg, tokens_T, routes_LTk=None):
   """Logits [T, V], and the experts [L, T, k] or Nones, of one whole text."""
+  routes_LTk = routes_LTk if routes_LTk is not None else [None] * 9
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   x_TD, experts = params["embed"][tokens_T], []
   for i in range(cfg.num_layers):
     p = jax.tree.map(lambda x, i=i: x[i], params["layers"])
     h = norm(x_TD, p["attention_norm"], cfg.norm_eps)
     x_TD = x_TD + attention(p["attention"], cfg, h)
-    out, chosen = feed(p, cfg, norm(x_TD, p["mlp_norm"], cfg.norm_eps))
+    h = norm(x_TD, p["mlp_norm"], cfg.norm_eps)
+    out, chosen = feed(p, cfg, h, routes_LTk[i])
     x_TD = x_TD + out
     experts.append(chosen)
   x_TD = norm(x_TD, params["final_norm"], cfg.norm_eps)
@@ -296,6 +301,148 @@ def test_remat_changes_neither_value_nor_gradient():
   steps = lambda c: str(jax.make_jaxpr(gradient(c))(weights(c), cotangent))
   assert "remat" in steps(again)
   assert "remat" not in steps(cfg)
+
+
+# Routing Replay.
+
+
+def recorded(cfg, rows=B, seed=7):
+  """Routes [L, rows, T, k] that no router chose."""
+  rng = np.random.default_rng(seed)
+  shape = (cfg.num_layers, rows, T, cfg.num_experts)
+  order = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
+  return order[..., : cfg.experts_per_token].astype(np.uint8)
+
+
+def replayed(cfg, params, routes, replay=True):
+  """`Encoded` and logits."""
+  out = model.encode(params, cfg, *batch(), routes=routes, replay=replay)
+  return out, model.unembed(params, cfg, out.hidden)
+
+
+jit_replayed = jax.jit(replayed, static_argnums=(0, 3))
+UNROLLED = dataclasses.replace(RAW, remat=True)
+
+
+@pytest.mark.parametrize("cfg", [MOE, UNROLLED], ids=["scan", "unroll, remat"])
+def test_replay_equals_the_reference_sent_the_same_way(cfg):
+  routes, (tokens, _, _) = recorded(cfg), batch()
+  out, logits = jit_replayed(cfg, weights(cfg), routes)
+  np.testing.assert_array_equal(out.routing.experts, routes)
+  for b, start in enumerate(STARTS):
+    sent = routes[:, b, start:]
+    expected, _ = reference(weights(cfg), cfg, tokens[b, start:], sent)
+    np.testing.assert_allclose(logits[b, start:], expected, atol=2e-5)
+
+
+def test_replay_holds_where_the_weights_have_moved():
+  free, logits = jit_replayed(MOE, weights(MOE), None, False)
+  own = np.asarray(free.routing.experts)
+  again, same = jit_replayed(MOE, weights(MOE), own)
+  np.testing.assert_array_equal(again.routing.experts, own)
+  np.testing.assert_allclose(same, logits, atol=1e-5)
+  others = weights(MOE, seed=1)
+  moved, _ = jit_replayed(MOE, others, None, False)
+  assert (np.sort(moved.routing.experts) != np.sort(own)).mean() > 0.2
+  held, _ = jit_replayed(MOE, others, own)
+  np.testing.assert_array_equal(held.routing.experts, own)
+
+
+def test_routes_without_replay_are_only_looked_up():
+  routes = recorded(MOE)
+  free, logits = jit_replayed(MOE, weights(MOE), None, False)
+  out, same = jit_replayed(MOE, weights(MOE), routes, False)
+  np.testing.assert_array_equal(out.routing.experts, free.routing.experts)
+  np.testing.assert_allclose(same, logits, atol=1e-6)
+  # The first layer's stream is the same, replayed or not: so is what its
+  # router says of the routes. Later ones differ.
+  held, _ = jit_replayed(MOE, weights(MOE), routes)
+  first, *later = out.routing.log_probs
+  np.testing.assert_allclose(first, held.routing.log_probs[0], atol=1e-5)
+  assert np.abs(later[0] - held.routing.log_probs[1]).max() > 1e-3
+  assert np.abs(out.routing.log_probs - free.routing.log_probs).max() > 0.1
+
+
+@pytest.mark.parametrize("cfg", [MOE, UNROLLED], ids=["scan", "unroll, remat"])
+def test_the_gradient_under_replay_equals_the_reference_differenced(cfg):
+  routes, (tokens, _, mask) = recorded(cfg), batch()
+  rng = np.random.default_rng(5)
+  shape = (B, T, cfg.vocab_size)
+  cotangent = (rng.normal(size=shape) * mask[..., None]).astype(np.float32)
+
+  def loss(params):
+    return (replayed(cfg, params, routes)[1] * cotangent).sum()
+
+  grads = jax.device_get(jax.jit(jax.grad(loss))(weights(cfg)))
+  assert np.abs(grads["layers"]["moe"]["router"]).max((1, 2)).min() > 1e-2
+
+  def differenced(name):
+    way = rng.normal(size=weights(cfg)["layers"]["moe"][name].shape)
+
+    def moved(step):
+      params = jax.tree.map(np.float64, weights(cfg))
+      params["layers"]["moe"][name] += step * way
+      return sum(
+        (
+          reference(params, cfg, tokens[b, s:], routes[:, b, s:])[0]
+          * cotangent[b, s:]
+        ).sum()
+        for b, s in enumerate(STARTS)
+      )
+
+    slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
+    return np.vdot(grads["layers"]["moe"][name], way), slope
+
+  for name in ("router", "gate_up"):
+    np.testing.assert_allclose(*differenced(name), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+  "sizes",
+  [
+    {"data": 8},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+    {"data": 2, "expert": 4},
+  ],
+  ids=str,
+)
+def test_replay_on_a_mesh_equals_replay_on_one_device(sizes):
+  cfg = model.variant("tiny", dtype="float32", remat=True, unroll=1)
+  rng = np.random.default_rng(8)
+  tokens = rng.integers(0, 258, (8, T)).astype(np.int32)
+  mask = np.arange(T) >= rng.integers(0, 4, (8, 1))
+  routes, way = recorded(cfg, 8), rng.normal(size=(8, T, cfg.embed_dim))
+
+  def loss(params):
+    out = model.encode(
+      params, cfg, tokens, mask.cumsum(1), mask, routes=routes, replay=True
+    )
+    kept = jnp.where(mask[..., None], out.hidden, 0)
+    return (kept * way).sum(), (kept, out.routing)
+
+  run = lambda p: jax.jit(jax.grad(loss, has_aux=True))(p)
+  expected = jax.device_get(run(weights(cfg)))
+  mesh = sharding.make_mesh(**sizes)
+  with jax.set_mesh(mesh):
+    lay = sharding.state_shardings(weights(cfg), mesh)
+    found = jax.device_get(run(jax.device_put(weights(cfg), lay)))
+  np.testing.assert_array_equal(found[1][1].experts, routes)
+  for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    np.testing.assert_allclose(a, b, atol=3e-5 * max(np.abs(b).max(), 1))
+
+
+def test_a_dense_model_has_no_routing():
+  out, _ = jit_replayed(DENSE, weights(DENSE), None, False)
+  assert out.routing is None
+
+
+def test_routes_that_cannot_be_followed():
+  routes, cache = recorded(MOE), kv.empty(MOE, B, T)
+  encode = functools.partial(model.encode, weights(MOE), MOE, *batch())
+  with pytest.raises(ValueError, match="replay=True needs routes"):
+    encode(replay=True)
+  with pytest.raises(ValueError, match="with a cache: expected None"):
+    encode(cache, routes=routes)
 
 
 # On two devices along each axis; "attention" is the kernel's own on a TPU.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo_jax import program
+from gspo_jax import settings
 from gspo_jax.watch import Watch, require_finite
 
 HEALTHY = {
@@ -41,10 +41,10 @@ def test_a_gap_inside_the_clip_range_is_no_news(capsys):
 
 
 def test_the_clip_range_is_the_methods_own_unless_asked(debug_config):
-  assert program.clips(debug_config) == {"clip_low": 3e-4, "clip_high": 4e-4}
+  assert settings.numbers(debug_config) == {"clip_low": 3e-4, "clip_high": 4e-4}
   debug_config.objective.name = "grpo"
   debug_config.objective.clip_high = 0.5
-  assert program.clips(debug_config) == {"clip_low": 0.2, "clip_high": 0.5}
+  assert settings.numbers(debug_config) == {"clip_low": 0.2, "clip_high": 0.5}
 
 
 def test_truncated_sampling_is_announced(capsys):

@@ -19,15 +19,20 @@ from gspo_jax.model.config import ModelConfig
 
 
 class Routing(NamedTuple):
-  """What the router did in one layer.
+  """What the router did in one layer; no gradient goes through it.
 
   Attributes:
-    experts: [B, T, k] int32, those chosen.
+    experts: [B, T, k] unsigned, those that the token went to.
+    log_probs: [B, T, k] float32, what the softmax over ALL experts gives the
+      experts of `routes`, or where none are given those of `experts`.
+    entropy: [B, T] float32, nats, of that softmax.
     dropped: [] int32, pairs of a real token and an expert that no device
       worked off: counted, and always 0.
   """
 
   experts: jax.Array
+  log_probs: jax.Array
+  entropy: jax.Array
   dropped: jax.Array
 
 
@@ -41,8 +46,14 @@ class MoE(nn.Module):
   cfg: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BTD, real_BT) -> tuple[jax.Array, Routing]:
-    """Returns the output [B, T, D], 0 at padding, and the routing."""
+  def __call__(
+    self, x_BTD, real_BT, routes_BTk=None, replay=False
+  ) -> tuple[jax.Array, Routing]:
+    """Returns the output [B, T, D], 0 at padding, and the routing.
+
+    With `replay` the experts ARE the routes; their weights are those of the
+    live router, which so learns. Without, routes are only looked up.
+    """
     cfg = self.cfg
     D, E, F = cfg.embed_dim, cfg.num_experts, cfg.mlp_dim
     init = nn.initializers.lecun_normal()
@@ -56,23 +67,25 @@ class MoE(nn.Module):
     lay = {name: sharding.layout(f"moe/{name}") for name in weights}
     rows = PartitionSpec(sharding.ROWS)
     layer = sharding.island(
-      functools.partial(_local, cfg=cfg),
-      in_specs=(rows, rows, lay),
-      out_specs=(rows, Routing(rows, PartitionSpec())),
+      functools.partial(_local, cfg=cfg, replay=replay),
+      in_specs=(rows, rows, rows, lay),
+      out_specs=(rows, Routing(rows, rows, rows, PartitionSpec())),
     )
-    return layer(x_BTD, real_BT, weights)
+    return layer(x_BTD, real_BT, routes_BTk, weights)
 
 
-def _local(x_BTD, real_BT, weights, *, cfg: ModelConfig):
+def _local(x_BTD, real_BT, routes_BTk, weights, *, cfg: ModelConfig, replay):
   """One device's tokens; its experts serve the devices along `expert`."""
   E, k = cfg.num_experts, cfg.experts_per_token
   x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+  routes_Mk = None if routes_BTk is None else routes_BTk.reshape(-1, k)
 
   def whole(name):
     part = weights[name].astype(x_MD.dtype)
     return checkpoint_name(sharding.gather(part, "fsdp", dim=0), "weights")
 
-  weights_Mk, experts_Mk = route(x_MD, whole("router"), cfg)
+  logits_ME = _router_logits(x_MD, whole("router"))
+  weights_Mk, experts_Mk = route(logits_ME, cfg, routes_Mk if replay else None)
   # All padding looks alike, and would crowd the same few experts.
   asked_Mk = jnp.where(real_BT.reshape(-1, 1), experts_Mk, E)
   y_MD, done = _share_out(
@@ -80,8 +93,9 @@ def _local(x_BTD, real_BT, weights, *, cfg: ModelConfig):
   )
   pairs = jnp.sum(real_BT, dtype=jnp.int32) * k
   dropped = sharding.total(pairs - done, *sharding.ROWS)
-  experts_BTk = experts_Mk.reshape(*x_BTD.shape[:2], k)
-  return y_MD.reshape(x_BTD.shape), Routing(experts_BTk, dropped)
+  noted = _note(logits_ME, experts_Mk, routes_Mk)
+  noted = (x.reshape(*x_BTD.shape[:2], *x.shape[1:]) for x in noted)
+  return y_MD.reshape(x_BTD.shape), Routing(*noted, dropped)
 
 
 def _share_out(x_MD, weights_Mk, experts_Mk, gate_up, down):
@@ -107,16 +121,44 @@ def _share_out(x_MD, weights_Mk, experts_Mk, gate_up, down):
   return sharding.total(y_MD, "tensor"), sharding.total(done, "tensor")
 
 
-def route(x_MD, router_DE, cfg: ModelConfig):
-  """The top-k routing weights, float32, and their experts: [M, k] each."""
-  logits_ME = jnp.matmul(
+def _router_logits(x_MD, router_DE):
+  return jnp.matmul(
     x_MD, router_DE.astype(x_MD.dtype), preferred_element_type=jnp.float32
   )
+
+
+def route(logits_ME, cfg: ModelConfig, routes_Mk=None):
+  """The routing weights, float32, and their experts: [M, k] each.
+
+  The experts are the routes, or where there are none the k likeliest.
+  """
   probs_ME = jax.nn.softmax(logits_ME)
-  weights_Mk, experts_Mk = jax.lax.top_k(probs_ME, cfg.experts_per_token)
+  if routes_Mk is None:
+    weights_Mk, experts_Mk = jax.lax.top_k(probs_ME, cfg.experts_per_token)
+  else:
+    experts_Mk = routes_Mk.astype(jnp.int32)
+    weights_Mk = _at(probs_ME, experts_Mk)
   if cfg.norm_topk_prob:
     weights_Mk /= weights_Mk.sum(-1, keepdims=True)
   return weights_Mk, experts_Mk
+
+
+def _at(x_ME, experts_Mk):
+  """`x` at these experts, [M, k]: compared and summed, exactly.
+
+  A TPU would gather, and in the backward pass scatter, one number at a time.
+  """
+  here_MkE = experts_Mk[..., None] == jnp.arange(x_ME.shape[-1])
+  return jnp.where(here_MkE, x_ME[:, None], 0).sum(-1)
+
+
+def _note(logits_ME, experts_Mk, routes_Mk):
+  """The first three fields of `Routing`, of M tokens."""
+  logps_ME = jax.nn.log_softmax(jax.lax.stop_gradient(logits_ME))
+  entropy_M = -(jnp.exp(logps_ME) * logps_ME).sum(-1)
+  at_Mk = experts_Mk if routes_Mk is None else routes_Mk
+  small = jnp.uint8 if logits_ME.shape[-1] <= 256 else jnp.uint16
+  return experts_Mk.astype(small), _at(logps_ME, at_Mk), entropy_M
 
 
 def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down):

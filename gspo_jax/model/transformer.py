@@ -21,7 +21,7 @@ from gspo_jax import sharding
 from gspo_jax.model import attention
 from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
-from gspo_jax.model.moe import MoE
+from gspo_jax.model.moe import MoE, Routing
 
 Params = dict
 
@@ -31,19 +31,18 @@ class Encoded(NamedTuple):
 
   Attributes:
     hidden: [B, T, D], after the last norm; `unembed` makes logits of it.
-    experts: [L, B, T, k] int32, the experts chosen; None for a dense model.
+    routing: what the routers did, with a leading axis of L layers; None for a
+      dense model.
     cache: the cache with the T tokens added; None where none was given.
-    dropped: [L] int32, choices that no expert worked off; None as `experts`.
   """
 
   hidden: jax.Array
-  experts: jax.Array | None
+  routing: Routing | None
   cache: kv.Cache | None
-  dropped: jax.Array | None
 
 
 class Output(NamedTuple):
-  """`forward`'s result: `Encoded`, with float32 logits [B, T, V]."""
+  """`forward`'s result: float32 logits [B, T, V], experts [L, B, T, k]."""
 
   logits: jax.Array
   experts: jax.Array | None
@@ -197,7 +196,16 @@ class Block(nn.Module):
   cfg: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BTD, angles, segments_BT, cache=None, layer=0):
+  def __call__(
+    self,
+    x_BTD,
+    angles,
+    segments_BT,
+    cache=None,
+    layer=0,
+    routes_BTk=None,
+    replay=False,
+  ):
     """Returns the stream, the routing or None, and the layer's new (k, v)."""
     cfg = self.cfg
     h = RMSNorm(cfg.norm_eps, name="attention_norm")(x_BTD)
@@ -207,7 +215,8 @@ class Block(nn.Module):
     x_BTD = checkpoint_name(x_BTD + h, "stream")
     h = RMSNorm(cfg.norm_eps, name="mlp_norm")(x_BTD)
     if cfg.num_experts:
-      h, routing = MoE(cfg, name="moe")(h, segments_BT != 0)
+      moe = MoE(cfg, name="moe")
+      h, routing = moe(h, segments_BT != 0, routes_BTk, replay)
     else:
       h, routing = MLP(cfg, name="mlp")(h), None
     return x_BTD + h, routing, updated
@@ -254,6 +263,9 @@ def encode(
   positions: jax.Array,
   mask: jax.Array,
   cache: kv.Cache | None = None,
+  *,
+  routes: jax.Array | None = None,
+  replay: bool = False,
 ) -> Encoded:
   """Runs the blocks over T tokens, after those in the cache if one is given.
 
@@ -265,12 +277,20 @@ def encode(
     mask: [B, T], 0 at padding. Without a cache, tokens see earlier tokens of
       the same non-zero value, so that integers pack several texts in a row.
     cache: state to extend.
+    routes: [L, B, T, k], experts whose log-probs are asked for; not with a
+      cache, and nothing to a dense model.
+    replay: send the tokens to `routes` instead of the k likeliest; static.
 
   Returns:
     `Encoded`. Rows of padding hold finite garbage.
   """
+  if routes is None and replay:
+    raise ValueError(f"{replay=} needs routes, got {routes=}")
   if cache is None:
-    return _encode(_run_scanned, params, cfg, tokens, positions, mask)
+    run = functools.partial(_run_scanned, routes=routes, replay=replay)
+    return _encode(run, params, cfg, tokens, positions, mask)
+  if routes is not None:
+    raise ValueError(f"routes {routes.shape} with a cache: expected None")
   if not isinstance(params["layers"], tuple):
     params = unstack(params, cfg)
   run = functools.partial(_run_cached, cache=cache)
@@ -295,9 +315,7 @@ def _encode(run, params, cfg, tokens, positions, mask) -> Encoded:
   with _precision(cfg):
     x_BTD, routing, cache = run(params, cfg, x_BTD, angles, mask)
   hidden = rms_norm(x_BTD, params["final_norm"]["scale"], cfg.norm_eps)
-  if routing is None:
-    return Encoded(hidden, None, cache, None)
-  return Encoded(hidden, routing.experts, cache, routing.dropped)
+  return Encoded(hidden, routing, cache)
 
 
 def _look_up(table_VD, tokens_BT, cfg):
@@ -344,12 +362,27 @@ def _angles(positions_BT, cfg):
   return jnp.sin(angle_BTH), jnp.cos(angle_BTH)
 
 
-def _run_scanned(params, cfg, x_BTD, angles, mask_BT, store=False):
+def _run_scanned(
+  params,
+  cfg,
+  x_BTD,
+  angles,
+  mask_BT,
+  store=False,
+  routes=None,
+  replay=False,
+):
   segments_BT = mask_BT.astype(jnp.int32)
 
-  def body(x_BTD, layer_params):
+  def body(x_BTD, layer):
+    layer_params, routes_BTk = layer
     x_BTD, routing, kept = Block(cfg).apply(
-      {"params": layer_params}, x_BTD, angles, segments_BT
+      {"params": layer_params},
+      x_BTD,
+      angles,
+      segments_BT,
+      routes_BTk=routes_BTk,
+      replay=replay,
     )
     return x_BTD, (routing, kept if store else None)
 
@@ -358,7 +391,7 @@ def _run_scanned(params, cfg, x_BTD, angles, mask_BT, store=False):
     # Inside a loop nothing can be merged with the forward pass anyway.
     body = jax.checkpoint(body, prevent_cse=cfg.unroll > 1, policy=keep)
   x_BTD, (routing, kept) = jax.lax.scan(
-    body, x_BTD, params["layers"], unroll=cfg.unroll
+    body, x_BTD, (params["layers"], routes), unroll=cfg.unroll
   )
   return x_BTD, routing, kv.filled(*kept, mask_BT) if store else None
 
@@ -414,4 +447,5 @@ def forward(
   whole of [B, T, V].
   """
   out = encode(params, cfg, tokens, positions, mask, cache)
-  return Output(unembed(params, cfg, out.hidden), out.experts, out.cache)
+  experts = out.routing.experts if out.routing else None
+  return Output(unembed(params, cfg, out.hidden), experts, out.cache)

@@ -1,0 +1,39 @@
+"""What watching the routing costs an iteration of the embedded default.
+
+  python -m benchmarks.instruments
+
+Iterations with and without `log.instruments` alternate in one process, so that
+whatever else the machine does falls on both; medians and their ratio.
+"""
+
+import argparse
+import json
+
+from benchmarks.iteration import medians, prepare
+from configs import tiny_cpu
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--repeats", type=int, default=15)
+  parser.add_argument("--quick", action="store_true", help="debug sizes, once")
+  args = parser.parse_args()
+  iterate, rows = {}, {"with": [], "without": []}
+  for name in rows:
+    config = tiny_cpu.get_config("debug" if args.quick else "")
+    config.log.instruments = name == "with"
+    iterate[name] = prepare(config)
+    iterate[name](0)  # compiles
+  for step in range(1, 2 if args.quick else args.repeats + 1):
+    for name, once in iterate.items():
+      rows[name].append(once(step))
+  seconds = {name: medians(every) for name, every in rows.items()}
+  print("phase | with | without | ratio")
+  for phase, value in seconds["with"].items():
+    without = seconds["without"][phase]
+    print(f"{phase} | {value:.3f} | {without:.3f} | {value / without:.3f}")
+  print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+  main()

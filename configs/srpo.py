@@ -1,0 +1,32 @@
+"""SRPO (arXiv 2504.14286): two stages of data, and history resampling.
+
+  python -m gspo_jax.main --config=configs/srpo.py:./Qwen3-0.6B \\
+    --workdir=runs/srpo
+
+The first half draws from data/first.jsonl, the second from it and
+data/second.jsonl in equal shares: in the paper mathematics, then code, too. The
+rewards must suit both: a function of your own can look at the reference. A
+question whose G answers were all right is left out of later epochs
+(`data/left_out`); an answer cut at the limit has no advantage; the loss is
+GRPO's token loss without KL. Nothing of it has been trained on a real
+checkpoint here. `configs/srpo.py:debug` shrinks every size and needs no files;
+the embedded task never repeats a question, so history has nothing to do there.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import hugging_face
+
+
+def get_config(arg: str = "") -> ConfigDict:
+  """arg: the checkpoint's folder, with a / in it; or "debug"."""
+  c = hugging_face.get_config(arg)
+  c.objective.name = "grpo"
+  c.objective.zero_truncated = True
+  c.data.history = True
+  if arg != "debug":
+    c.data.source = "jsonl:data/first.jsonl"
+    both = "jsonl:data/first.jsonl,jsonl:data/second.jsonl"
+    c.data.stages = ((c.num_steps // 2 + 1, both),)
+    c.data.eval_source = "jsonl:data/test.jsonl"
+  return c

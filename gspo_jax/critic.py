@@ -1,0 +1,44 @@
+"""The critic of PPO: the policy's architecture with a scalar head.
+
+Dimension key: B rows, T tokens, R response slots, D model width.
+"""
+
+import jax.numpy as jnp
+
+from gspo_jax import model
+from gspo_jax.losses import Mean, Metrics, value_loss
+from gspo_jax.rollout import Rollout
+
+
+def init(policy: model.Params) -> model.Params:
+  """A critic with the policy's blocks and a head of zeros: it expects nothing.
+
+  Schulman et al. 2017, arXiv 1707.06347, leave the start open; that of the
+  policy's weights is usual where the policy has been pretrained.
+  """
+  blocks = {name: x for name, x in policy.items() if name != "head"}
+  width = policy["final_norm"]["scale"].shape
+  return blocks | {"value_head": jnp.zeros(width)}
+
+
+def values(params: model.Params, cfg: model.ModelConfig, rows: Rollout):
+  """[B, R] float32: what is still to come before each response token."""
+  out = model.encode(params, cfg, rows.tokens, rows.positions, rows.mask)
+  R = rows.response_mask.shape[1]
+  before = out.hidden[:, -R - 1 : -1].astype(jnp.float32)
+  return jnp.einsum("brd,d->br", before, params["value_head"])
+
+
+def loss(
+  params: model.Params, rows: Rollout, *, cfg: model.ModelConfig, clip: float
+) -> tuple[Mean, Metrics]:
+  """`losses.value_loss` of some rows, as `train_step.update` takes it."""
+  total, metrics = value_loss(
+    values(params, cfg, rows),
+    rows.values,
+    rows.returns,
+    rows.response_mask,
+    clip=clip,
+    normalizer=1.0,
+  )
+  return Mean(total, metrics["loss/value"].count), metrics

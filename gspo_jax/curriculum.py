@@ -1,0 +1,135 @@
+"""Which questions come when: stages of data, and what is left out as known.
+
+The two data recipes of SRPO (Zhang et al. 2025, arXiv 2504.14286): stages, as
+of mathematics first and then of code, too; and history resampling, which leaves
+a question out of the epochs after one in which all G answers to it were right.
+Mixed and all-wrong ones stay, for the policy may come to learn from them.
+"""
+
+import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from absl import logging
+
+from gspo_jax import data
+from gspo_jax.errors import UserError
+from gspo_jax.history import History
+
+
+class Stage(NamedTuple):
+  """A source, and the iteration from which on it is drawn from."""
+
+  begin: int
+  source: data.Source
+
+
+class Curriculum:
+  """Batches of prompts: a function of stages, seed and what was recorded.
+
+  A question stands once in an epoch of its source, so one that is known when
+  its turn comes was answered in an earlier epoch, and is passed over for good.
+  Where a stage has fewer left than a batch, all of its questions come back.
+
+  Args:
+    stages: the first from iteration 1 on, each other one from a later one on.
+      What is known in one stage stays known in the next.
+    cfg: how a question becomes tokens.
+    batch: questions in one.
+    seed: of the order.
+    history: whether known questions are left out.
+
+  Raises:
+    UserError: the stages do not begin so; as `data.prompts`, now for all.
+  """
+
+  def __init__(
+    self,
+    stages: Sequence[Stage],
+    cfg: data.PromptConfig,
+    *,
+    batch: int,
+    seed: int,
+    history: bool = False,
+  ):
+    self._begins, self._sources = zip(*stages, strict=True)
+    begins = sorted({*self._begins} | {1})
+    if begins != [*self._begins] or begins[0] < 1:
+      raise UserError(
+        f"data.stages begin at iterations {[*self._begins]}: expected 1 and "
+        "then a later one each"
+      )
+    self._batch, self._stage = batch, 0
+    self._history = History() if history else None
+    self._known, self._fitting, self._streams = [], [], []
+    for source in self._sources:
+      parts = data.parts(source) if history else ()
+      self._known.append([self._history.of(part) for part in parts])
+      self._fitting.append(sum(data.fitting(part, cfg) for part in parts))
+      self._streams.append(
+        data.prompts(
+          source, cfg, batch=batch, seed=seed, left_out=self._known[-1]
+        )
+      )
+      # No source is shuffled as another is, or as it was in another stage.
+      seed += len(data.parts(source))
+
+  def draw(self, iteration: int) -> dict:
+    """The next batch, as of `data.prompts`, of that iteration's stage."""
+    self._stage = bisect.bisect_right(self._begins, iteration) - 1
+    left = self._fitting[self._stage] - self.left_out
+    if self._history and left < self._batch:
+      logging.warning(
+        "data.history: %d questions are left that were not all answered right, "
+        "fewer than a batch of %d: all questions come back",
+        left,
+        self._batch,
+      )
+      for known in self._known[self._stage]:
+        known[:] = False
+    return next(self._streams[self._stage])
+
+  def record(self, batch: dict, correct: np.ndarray) -> None:
+    """Notes how a batch that was drawn from this stage was answered.
+
+    Args:
+      batch: of `draw`, or rows of several.
+      correct: [P, G], 1 for an answer that is right; the same on all hosts.
+    """
+    if self._history:
+      all_right = (correct >= 1).all(axis=1)
+      for part, index in zip(
+        batch["part"][all_right], batch["index"][all_right], strict=True
+      ):
+        self._known[self._stage][part][index] = True
+
+  @property
+  def left_out(self) -> int:
+    """Questions of this stage that are known."""
+    return sum(int(known.sum()) for known in self._known[self._stage])
+
+  @property
+  def epochs(self) -> float:
+    """How often the stage has gone through its source; see `data.epochs`."""
+    state = self._streams[self._stage].get_state()
+    return data.epochs(self._sources[self._stage], state)
+
+  def get_state(self) -> dict:
+    """JSON, for a checkpoint between two iterations."""
+    state = {"positions": [stream.get_state() for stream in self._streams]}
+    if self._history:
+      state["known"] = self._history.get_state()
+    return state
+
+  def set_state(self, state: dict) -> None:
+    """Goes to where `get_state` was called.
+
+    A state of `data.prompts` will do, as runs of one stage used to save it, and
+    one without a history: then nothing is known.
+    """
+    positions = state.get("positions", [state])
+    for stream, position in zip(self._streams, positions, strict=True):
+      stream.set_state(position)
+    if self._history:
+      self._history.set_state(state.get("known", {}))

@@ -1,0 +1,115 @@
+"""The files of rows that a run writes, and what of them a start keeps.
+
+A start after step k keeps the rows up to k; a fresh one moves an earlier run's
+files to NAME.N, N the next number that is free for all of them.
+"""
+
+import io
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from gspo_jax.errors import UserError
+from gspo_jax.losses import EDGES
+
+
+class Log:
+  """A file that grows, whole lines (or events) at a time."""
+
+  def __init__(self, path: epath.Path, kept: bytes):
+    # gcsfs opens "ab" as "wb" (fsspec/gcsfs#533): in a bucket the whole object
+    # is held here and put again at each append.
+    self._bucket = path if "://" in str(path) else None
+    if self._bucket:
+      self._file = io.BytesIO()
+      self.append(kept)
+    else:
+      temporary = path.with_name(path.name + ".tmp")
+      temporary.write_bytes(kept)
+      self._file = temporary.replace(path).open("ab")
+
+  def append(self, data: bytes) -> None:
+    self._file.write(data)
+    self._file.flush()
+    if self._bucket:
+      self._bucket.write_bytes(self._file.getvalue())
+
+  def close(self) -> None:
+    self._file.close()
+
+
+def open_logs(workdir: epath.Path, resume_step: int) -> list[Log]:
+  """Clears what the run will write again, and opens what it writes rows to."""
+  workdir.mkdir(parents=True, exist_ok=True)
+  edges = line({"edges": [short_number(edge) for edge in EDGES.tolist()]})
+  heads = {"metrics.jsonl": b"", "distributions.jsonl": edges}
+  paths = {name: workdir / name for name in heads}
+  samples = workdir / "samples"
+  texts = {
+    name: path.read_bytes() if path.exists() else heads[name]
+    for name, path in paths.items()
+  }
+  if resume_step:
+    texts = {
+      name: _rows_until(resume_step, texts[name], paths[name], head)
+      for name, head in heads.items()
+    }
+    _drop_samples_after(resume_step, samples)
+  else:
+    written = [paths[name] for name in heads if texts[name] != heads[name]]
+    _set_aside(written + ([samples] if samples.exists() else []))
+    texts = heads
+  return [Log(path, texts[name]) for name, path in paths.items()]
+
+
+def _drop_samples_after(step: int, folder: epath.Path) -> None:
+  for file in folder.iterdir() if folder.exists() else ():
+    name = re.fullmatch(r"step_(\d+)\.txt", file.name)
+    if name and int(name[1]) > step:
+      file.unlink()
+
+
+def _set_aside(paths: Sequence[epath.Path]) -> None:
+  for n in itertools.count(1):
+    targets = [p.with_name(f"{p.name}.{n}") for p in paths]
+    if not any(target.exists() for target in targets):
+      break
+  for path, target in zip(paths, targets, strict=True):
+    path.rename(target)
+
+
+def _rows_until(step: int, text: bytes, path: epath.Path, head: bytes) -> bytes:
+  """`head`, and the rows up to `step` of a log that began with it."""
+  if text and not text.startswith(head):
+    raise UserError(
+      f"{path}, line 1: {text[:60]=}, expected the edges that gspo_jax.losses "
+      "has now; move the file away"
+    )
+  lines, kept = text.removeprefix(head).splitlines(), [head]
+  for n, row in enumerate(lines, 1):
+    try:
+      if json.loads(row)["step"] <= step:
+        kept.append(row + b"\n")
+    except (ValueError, KeyError, TypeError) as e:
+      if n < len(lines):
+        raise UserError(
+          f"{path}, line {n + bool(head)}: {row[:60]=}, expected a JSON "
+          "object with a step; mend the line or move the file away"
+        ) from e
+  return b"".join(kept)
+
+
+def line(row: Mapping[str, Any]) -> bytes:
+  return json.dumps(row).encode() + b"\n"
+
+
+def short_number(value: float) -> float | None:
+  """Counts as they are, else 6 digits: a line has hundreds of them."""
+  if not math.isfinite(value):
+    return None
+  return int(value) if value == int(value) else float(f"{value:.6g}")

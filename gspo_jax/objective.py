@@ -1,0 +1,148 @@
+"""The objective: what an update minimises, put together from `losses`.
+
+Dimension key: B rows, R response slots, L layers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import losses, model, routing
+from gspo_jax.logprobs import TokenLogprobs, token_logprobs
+from gspo_jax.losses import Mean, Metrics, Terms
+from gspo_jax.rollout import Rollout
+
+# What losses measure that is no single number.
+DISTRIBUTIONS = ("ratio/token_log", "ratio/sequence_log")
+
+
+class Mismatch(NamedTuple):
+  """Weights for what lies between the sampler and the old policy.
+
+  Attributes:
+    method: "tis" or "mis".
+    unit: "token" or "sequence".
+    cap: largest weight.
+    floor: smallest weight that "mis" keeps.
+  """
+
+  method: str
+  unit: str
+  cap: float
+  floor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """A method, and what is added to it; static under jit.
+
+  Attributes:
+    method: a policy loss of `losses`, its clips bound.
+    dual_clip: c of arXiv 1912.09729; None for none.
+    kl_coef: of the KL to the reference policy, in the loss.
+    kl_estimator: "k2" or "k3".
+    entropy_coef: of the entropy, which is raised.
+    mismatch: weights between sampler and trainer; None for none.
+    shift_floor: smallest weight that RSPO's router shift gives; None: no shift.
+    replay: send tokens to the rollout's experts (Routing Replay).
+    instruments: measure how far the routing moved, and histograms of ratios.
+  """
+
+  method: Callable
+  dual_clip: float | None = None
+  kl_coef: float = 0.0
+  kl_estimator: str = "k3"
+  entropy_coef: float = 0.0
+  mismatch: Mismatch | None = None
+  shift_floor: float | None = None
+  replay: bool = False
+  instruments: bool = True
+
+
+def policy_loss(
+  params: model.Params,
+  rows: Rollout,
+  *,
+  cfg: model.ModelConfig,
+  objective: Objective,
+  temperature: float,
+) -> tuple[Mean, Metrics]:
+  """The objective on some rows, as `train_step.update` takes it."""
+  routes = None if rows.experts is None else rows.experts.swapaxes(0, 1)
+  scored = token_logprobs(
+    params,
+    cfg,
+    rows.tokens,
+    rows.positions,
+    rows.mask,
+    response_length=rows.response_mask.shape[1],
+    temperature=temperature,
+    routes=routes,
+    replay=objective.replay,
+  )
+  terms, metrics = _terms(scored, rows, objective)
+  if rows.reference_logps is not None:
+    mask = rows.response_mask
+    gap = losses.kl_penalty(scored.logps, rows.reference_logps, mask)
+    metrics["kl/reference"] = jax.lax.stop_gradient(
+      Mean(gap.sum(), mask.sum(dtype=jnp.float32))
+    )
+  total, own = objective.method(
+    scored.logps,
+    rows.old_logps,
+    rows.advantages,
+    rows.response_mask,
+    normalizer=1.0,
+    terms=terms,
+  )
+  metrics |= own
+  if not objective.instruments:
+    metrics = {k: x for k, x in metrics.items() if k not in DISTRIBUTIONS}
+  elif routes is not None:
+    metrics |= _moved(scored, rows)
+  return Mean(total, own["loss/policy"].count), metrics
+
+
+def _terms(scored: TokenLogprobs, rows: Rollout, objective):
+  mask, metrics = rows.response_mask, {}
+  penalty = weights = shift = None
+  if objective.kl_coef:
+    penalty = objective.kl_coef * losses.kl_penalty(
+      scored.logps,
+      rows.reference_logps,
+      mask,
+      estimator=objective.kl_estimator,
+    )
+  if objective.entropy_coef:
+    bonus = objective.entropy_coef * scored.entropy
+    penalty = -bonus if penalty is None else penalty - bonus
+  if objective.mismatch:
+    weights, metrics = losses.mismatch_weights(
+      rows.old_logps, rows.sampler_logps, mask, **objective.mismatch._asdict()
+    )
+  if objective.shift_floor is not None:
+    moved = routing.shift(_rows_first(scored.router_logps), rows.router_logps)
+    shift = losses.router_log_weight(moved, mask, floor=objective.shift_floor)
+  return Terms(shift, weights, penalty, objective.dual_clip), metrics
+
+
+def _rows_first(x: jax.Array) -> jax.Array:
+  """[L, B, ...] -> [B, L, ...]: how a rollout keeps what layers did."""
+  return x.swapaxes(0, 1)
+
+
+def _moved(scored: TokenLogprobs, rows: Rollout) -> Metrics:
+  """How far the routers went from the old policy's."""
+  mask = rows.response_mask
+  flips = routing.flips(_rows_first(scored.experts), rows.experts, mask)
+  moved = routing.shift(_rows_first(scored.router_logps), rows.router_logps)
+  count = mask.sum(dtype=jnp.float32)
+  ratio = jnp.where(mask, jnp.exp(-moved), 0.0).sum()
+  return {
+    "moe/expert_flip_rate": routing.over_layers(flips),
+    "moe/layer_flip_rate": flips,
+    "moe/router_shift_ratio": Mean(ratio, count),
+  }

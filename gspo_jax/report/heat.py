@@ -1,0 +1,234 @@
+"""Distributions over a run: heat maps, and outlines of its begin and end."""
+
+import base64
+import struct
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from gspo_jax.report.chart import (
+  BOTTOM,
+  HEIGHT,
+  LEFT,
+  TOP,
+  WIDTH,
+  Figure,
+  frame,
+  picture,
+  points_of,
+  step_axis,
+  text,
+)
+from gspo_jax.report.curve import columns
+from gspo_jax.report.run import Spread
+from gspo_jax.report.scale import Scale, number
+
+_RIGHT = WIDTH - 12
+_COLUMNS = 160
+# Colours from few to many, on light paper and on dark.
+_LIGHT = [(251, 250, 247), (186, 212, 236), (74, 134, 199), (14, 40, 82)]
+_DARK = [(22, 24, 28), (32, 66, 108), (84, 150, 220), (236, 245, 255)]
+
+
+def histogram_map(
+  title: str, spread: Spread, note: str, marks: dict[str, float]
+) -> Figure:
+  """Shares of small signed numbers in each stretch of steps, one bin a row."""
+  steps, sums, _ = columns(spread.steps, spread.values, _COLUMNS)
+  bins = _used(sums, spread.edges)
+  shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
+  y = Scale(bins.start, bins.stop, HEIGHT - BOTTOM, TOP)
+  # The root lifts what is rare.
+  parts = [_image(np.sqrt(shares[:, bins] / max(shares.max(), 1e-9)))]
+  for name, value in marks.items():
+    bin_of = place(value, spread.edges)
+    if bins.start < bin_of < bins.stop:
+      at = float(y(bin_of))
+      parts.append(f'<path class="mark" d="M{LEFT} {at:.1f}H{_RIGHT}"/>')
+      above = at > (TOP if value > 0 else HEIGHT - BOTTOM - 28) + 14
+      parts.append(
+        text(_RIGHT - 4, at + (-4 if above else 11), name, "end", "mark")
+      )
+  parts += [
+    text(LEFT - 6, float(y(at)) + 3.5, label, "end")
+    for at, label in _decades(spread.edges, bins)
+  ]
+  return _finish(
+    title, steps, parts, note, "Where the numbers lay at each step"
+  )
+
+
+def layer_map(title: str, spread: Spread, note: str, unit: str) -> Figure:
+  """A number a layer in each stretch of steps, one layer a row."""
+  steps, sums, counts = columns(spread.steps, spread.values, _COLUMNS)
+  means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)
+  layers, most = means.shape[1], means.max()
+  y = Scale(0, layers, HEIGHT - BOTTOM, TOP)
+  parts = [_image(means / (most or 1.0))]
+  for layer in sorted(
+    {round(i) for i in np.linspace(0, layers - 1, min(layers, 6))}
+  ):
+    parts.append(text(LEFT - 6, float(y(layer + 0.5)) + 3.5, str(layer), "end"))
+  summary = f"0 to {number(most, unit)}, {layers} layers"
+  note += f" Strongest: {number(most, unit)}. Layer 0 at the bottom."
+  return _finish(title, steps, parts, note, summary)
+
+
+def _finish(title, steps, parts, note, summary):
+  axis = step_axis(Scale(steps[0], steps[-1], LEFT, _RIGHT))
+  box = (
+    f'<path class="box" d="M{LEFT} {TOP}H{_RIGHT}V{HEIGHT - BOTTOM}H{LEFT}Z"/>'
+  )
+  return Figure(
+    frame(title, picture(title, summary, "".join(parts) + box + axis), note),
+    None,
+  )
+
+
+def outlines(
+  title: str, spreads: Sequence[tuple[str, int, np.ndarray]], edges, note: str
+) -> Figure:
+  """Shares of small signed numbers: (label, colour, counts) of each outline."""
+  shares = [counts / max(counts.sum(), 1) for _, _, counts in spreads]
+  bins = _used(np.stack(shares), edges)
+  x = Scale(bins.start, bins.stop, LEFT, _RIGHT)
+  y = Scale(
+    0, 1.08 * max(max(s.max() for s in shares), 1e-9), HEIGHT - BOTTOM, TOP
+  )
+  places = np.repeat(np.arange(bins.start, bins.stop + 1), 2)[1:-1]
+  parts = [_floor(y)]
+  for (_, colour, _), share in zip(spreads, shares, strict=True):
+    points = points_of(x(places), y(np.repeat(share[bins], 2)))
+    parts.append(f'<g class="c{colour}"><path class="line" d="M{points}"/></g>')
+  parts += [
+    text(float(x(at)), HEIGHT - 8, label, "middle")
+    for at, label in _decades(edges, bins)
+  ]
+  parts += _key(spreads)
+  return Figure(frame(title, picture(title, "", "".join(parts)), note), None)
+
+
+def profiles(
+  title: str,
+  spreads: Sequence[tuple[str, int, np.ndarray]],
+  unit: str,
+  note: str,
+) -> Figure:
+  """A number a layer: (label, colour, numbers) of each line."""
+  most = max((np.nanmax(v, initial=0.0) for _, _, v in spreads), default=0.0)
+  x = Scale(0, max(max(len(v) for _, _, v in spreads) - 1, 1), LEFT, _RIGHT)
+  y = Scale(0, 1.08 * (most or 1.0), HEIGHT - BOTTOM, TOP)
+  parts = [_floor(y, unit)]
+  for _, colour, values in spreads:
+    points = points_of(x(np.arange(len(values))), y(np.nan_to_num(values)))
+    parts.append(f'<g class="c{colour}"><path class="line" d="M{points}"/></g>')
+  for t in x.ticks(5):
+    if t == round(t):
+      parts.append(
+        text(
+          float(x(t)),
+          HEIGHT - 8,
+          ("layer " if t == 0 else "") + f"{t:.0f}",
+          "middle",
+        )
+      )
+  return Figure(
+    frame(title, picture(title, "", "".join(parts + _key(spreads))), note), None
+  )
+
+
+def _floor(y: Scale, unit: str = "%") -> str:
+  parts = []
+  for tick in y.ticks(4):
+    at = float(y(tick))
+    parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{_RIGHT}"/>')
+    parts.append(text(LEFT - 6, at + 3.5, number(tick, unit), "end"))
+  return "".join(parts)
+
+
+def _key(spreads) -> list[str]:
+  return [
+    f'<g class="c{colour}">'
+    + text(_RIGHT - 4, TOP + 10 + 14 * i, label, "end", "label")
+    + "</g>"
+    for i, (label, colour, _) in enumerate(spreads)
+  ]
+
+
+def _used(counts: np.ndarray, edges: np.ndarray) -> slice:
+  """The bins from -x to x that hold all counts, one more on either side."""
+  filled = np.flatnonzero(counts.sum(axis=0))
+  middle = (len(edges) - 1) // 2
+  reach = max([abs(b - middle) for b in filled], default=4) + 1
+  reach = min(max(reach, 4), middle)
+  return slice(middle - reach, middle + reach + 1)
+
+
+def place(value: float, edges: np.ndarray) -> float:
+  """Where a number lies among the bins, logarithmically inside one."""
+  i = int(
+    np.clip(
+      np.searchsorted(edges[1:-1], value, side="right"), 1, len(edges) - 3
+    )
+  )
+  low, high = edges[i], edges[i + 1]
+  if low * high <= 0:
+    return i + (value - low) / (high - low)
+  return i + np.log(value / low) / np.log(high / low)
+
+
+def _decades(edges: np.ndarray, bins: slice) -> list[tuple[float, str]]:
+  """(place, label) of ±10^n, every second one, and of 0."""
+  middle = (bins.start + bins.stop) / 2
+  found = [(middle, "0")]
+  for i in range(bins.start, bins.stop + 1):
+    if 0 < i < len(edges) - 1:
+      power = np.log10(abs(edges[i]))
+      if (
+        abs(power - round(power)) < 1e-6
+        and round(power) % 2 == 0
+        and abs(i - middle) > 3
+      ):
+        sign = "−" if edges[i] < 0 else ""
+        found.append(
+          (i, sign + ("1" if round(power) == 0 else f"1e{round(power)}"))
+        )
+  return sorted(found)
+
+
+def _image(shades: np.ndarray) -> str:
+  """Two pictures of [columns, rows] in 0..1, one for each kind of paper."""
+  kinds = [("day", _LIGHT), ("night", _DARK)]
+  kinds = [(k, base64.b64encode(png(shades, ramp))) for k, ramp in kinds]
+  return "".join(
+    f'<image class="{kind}" x="{LEFT}" y="{TOP}" width="{_RIGHT - LEFT}" '
+    f'height="{HEIGHT - BOTTOM - TOP}" preserveAspectRatio="none" '
+    f'href="data:image/png;base64,{data.decode()}"/>'
+    for kind, data in kinds
+  )
+
+
+def png(shades: np.ndarray, ramp: Sequence[tuple[int, int, int]]) -> bytes:
+  """[columns, rows] in 0..1, row 0 at the bottom, as a picture."""
+  rows = np.clip(shades, 0, 1).T[::-1]
+  stops = np.linspace(0, 1, len(ramp))
+  pixels = np.stack(
+    [np.interp(rows, stops, c) for c in zip(*ramp, strict=True)], -1
+  )
+  pixels = np.round(pixels).astype(np.uint8).reshape(len(rows), -1)
+  # A filter byte, none, heads each row.
+  data = np.pad(pixels, ((0, 0), (1, 0))).tobytes()
+  header = struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 2, 0, 0, 0)
+  chunks = (
+    (b"IHDR", header),
+    (b"IDAT", zlib.compress(data, 9)),
+    (b"IEND", b""),
+  )
+  return b"\x89PNG\r\n\x1a\n" + b"".join(
+    struct.pack(">I", len(body))
+    + kind
+    + body
+    + struct.pack(">I", zlib.crc32(kind + body))
+    for kind, body in chunks
+  )

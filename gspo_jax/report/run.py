@@ -1,0 +1,190 @@
+"""What a run's folder tells a reader: numbers, distributions, texts, config."""
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+from gspo_jax import losses
+from gspo_jax.errors import UserError
+
+
+class Series(NamedTuple):
+  """A number at the steps at which it was written."""
+
+  steps: np.ndarray  # [N] int, ascending
+  values: np.ndarray  # [N] float; NaN where the run wrote null
+
+
+class Spread(NamedTuple):
+  """Many numbers a step: counts between edges, or a number a layer."""
+
+  steps: np.ndarray  # [N] int, ascending
+  values: np.ndarray  # [N, bins] float
+  edges: np.ndarray | None  # [bins + 1]; None: one number a layer
+
+
+class Run(NamedTuple):
+  """Attributes are empty where the folder has nothing of the kind.
+
+  Attributes:
+    name: of the folder, or as much of its path as tells it from the others.
+    scalars: by metric.
+    spreads: by metric.
+    samples: the text of a step's sample answers, by step.
+    config: as nested dicts.
+    last_step: the newest that wrote a row; 0 before any.
+  """
+
+  name: str
+  scalars: dict[str, Series]
+  spreads: dict[str, Spread]
+  samples: dict[int, str]
+  config: dict
+  last_step: int
+
+  def last(self, metric: str) -> float:
+    """The newest finite value; NaN without one."""
+    found = self.scalars.get(metric)
+    finite = [] if found is None else found.values[~np.isnan(found.values)]
+    return float(finite[-1]) if len(finite) else float("nan")
+
+  def first(self, metric: str) -> float:
+    found = self.scalars.get(metric)
+    finite = [] if found is None else found.values[~np.isnan(found.values)]
+    return float(finite[0]) if len(finite) else float("nan")
+
+  def seconds(self) -> float:
+    """In iterations, evaluations and the cold start not counted."""
+    found = self.scalars.get("time/iteration")
+    return float("nan") if found is None else float(np.nansum(found.values))
+
+  def clips(self) -> dict[str, float]:
+    """The clip range by its keys, where the config or the method says one."""
+    asked = self.config.get("objective", {})
+    method = getattr(losses, f"{asked.get('name')}_loss", None)
+    own = getattr(method, "__kwdefaults__", None) or {}
+    found = {
+      key: own.get(key) if asked.get(key, -1) == -1 else asked[key]
+      for key in ("clip_low", "clip_high")
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def read(workdirs: Sequence[str]) -> list[Run]:
+  """The runs, in this order.
+
+  Raises:
+    UserError: a folder that holds no run, or one whose rows are not JSON.
+  """
+  return [
+    _read(epath.Path(folder), name)
+    for folder, name in zip(workdirs, names(workdirs), strict=True)
+  ]
+
+
+def names(workdirs: Sequence[str]) -> list[str]:
+  """The last parts of the paths, as many as tell one from another."""
+  parts = [
+    [p for p in str(w).split("/") if p not in ("", ".")] for w in workdirs
+  ]
+  for n in range(1, max(map(len, parts), default=0) + 1):
+    short = ["/".join(p[-n:]) for p in parts]
+    if len(set(short)) == len(short):
+      return short
+  return [f"{'/'.join(p)} ({i})" for i, p in enumerate(parts, 1)]
+
+
+def _read(folder: epath.Path, name: str) -> Run:
+  if not (folder / "metrics.jsonl").exists():
+    raise UserError(f"{str(folder)!r} holds no run: {_hint(folder)}")
+  rows = _rows(folder / "metrics.jsonl")
+  config = folder / "run_config.json"
+  return Run(
+    name=name,
+    scalars=_series(rows),
+    spreads=_spreads(folder / "distributions.jsonl"),
+    samples=_samples(folder / "samples"),
+    config=json.loads(config.read_text()) if config.exists() else {},
+    last_step=max((row["step"] for row in rows), default=0),
+  )
+
+
+def _hint(folder: epath.Path) -> str:
+  expected = "expected the --workdir of one, with a metrics.jsonl"
+  if not folder.is_dir():
+    return f"there is no such folder; {expected}"
+  below = sorted(
+    p.name for p in folder.iterdir() if (p / "metrics.jsonl").exists()
+  )
+  return (
+    f"{expected}, such as {str(folder / below[0])!r}" if below else expected
+  )
+
+
+def _rows(path: epath.Path) -> list[dict]:
+  """Rows in order; a last one that is being written is left out."""
+  lines, rows = path.read_bytes().splitlines(), []
+  for n, line in enumerate(lines, 1):
+    try:
+      row = json.loads(line)
+      rows.append(
+        row | {"step": int(row["step"])} if "edges" not in row else row
+      )
+    except (ValueError, KeyError, TypeError) as e:
+      if n < len(lines):
+        raise UserError(
+          f"{path}, line {n}: {line[:60]=}, expected a JSON object with a step"
+        ) from e
+  return rows
+
+
+def _numbers(values: Sequence) -> np.ndarray:
+  return np.array([np.nan if v is None else v for v in values], float)
+
+
+def _series(rows: Sequence[dict]) -> dict[str, Series]:
+  found: dict[str, tuple[list, list]] = {}
+  for row in rows:
+    for metric, value in row.items():
+      if metric != "step":
+        steps, values = found.setdefault(metric, ([], []))
+        steps.append(row["step"])
+        values.append(value)
+  return {k: Series(np.array(s), _numbers(v)) for k, (s, v) in found.items()}
+
+
+def _spreads(path: epath.Path) -> dict[str, Spread]:
+  rows = _rows(path) if path.exists() else []
+  edges, found = None, {}
+  for row in rows:
+    if "edges" in row:
+      edges = _numbers(row["edges"])
+      continue
+    for metric, values in row.items():
+      if metric != "step":
+        found.setdefault(metric, []).append((row["step"], _numbers(values)))
+  return {metric: _spread(pairs, edges) for metric, pairs in found.items()}
+
+
+def _spread(pairs, edges) -> Spread:
+  width = len(pairs[-1][1])
+  pairs = [pair for pair in pairs if len(pair[1]) == width]
+  counted = edges is not None and len(edges) == width + 1
+  return Spread(
+    np.array([step for step, _ in pairs]),
+    np.stack([values for _, values in pairs]),
+    edges if counted else None,
+  )
+
+
+def _samples(folder: epath.Path) -> dict[int, str]:
+  files = sorted(folder.glob("step_*.txt")) if folder.exists() else []
+  texts = {}
+  for file in files:
+    number = file.stem.removeprefix("step_")
+    if number.isdigit():
+      texts[int(number)] = file.read_bytes().decode(errors="replace")
+  return texts

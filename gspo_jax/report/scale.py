@@ -1,0 +1,130 @@
+"""Axes: the numbers beside them, how they are written, where they lie."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def number(value: float, unit: str = "") -> str:
+  """Three digits and the unit; "-" for NaN. A share is written in percent."""
+  if value is None or math.isnan(value):
+    return "-"
+  if math.isinf(value):
+    return "∞" if value > 0 else "−∞"
+  if unit == "%":
+    return f"{_digits(100 * value)}%"
+  return f"{_digits(value)} {unit}".rstrip()
+
+
+def _digits(value: float) -> str:
+  size = abs(value)
+  if not size:
+    return "0"
+  if size >= 9999.5:
+    scale, letter = next(
+      (s, p) for s, p in _PREFIXES if size >= 0.9995 * s or p == "k"
+    )
+    text = f"{size / scale:.{max(0, 2 - _magnitude(size / scale))}f}{letter}"
+  elif size >= 999.5:
+    text = f"{size:,.0f}"
+  elif size >= 9.995e-4:
+    text = f"{size:.{max(0, 2 - _magnitude(size))}f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+  else:
+    mantissa, exponent = f"{size:.1e}".split("e")
+    text = f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+  return f"−{text}" if value < 0 else text
+
+
+def _magnitude(size: float) -> int:
+  return math.floor(math.log10(size) + 1e-9)
+
+
+def duration(seconds: float) -> str:
+  """As people say it: 41 s, 12 min, 3 h 05 min, 2 d 4 h."""
+  if math.isnan(seconds):
+    return "-"
+  if seconds < 99.5:
+    return f"{number(seconds)} s"
+  minutes = round(seconds / 60)
+  if minutes < 100:
+    return f"{minutes} min"
+  hours, minutes = divmod(minutes, 60)
+  if hours < 48:
+    return f"{hours} h {minutes:02} min"
+  return f"{hours // 24} d {hours % 24} h"
+
+
+class Scale(NamedTuple):
+  """From numbers to places on a page.
+
+  Attributes:
+    low, high: the numbers at its ends.
+    start, end: the places of those, in pixels.
+    log: whether decades are equally long.
+  """
+
+  low: float
+  high: float
+  start: float
+  end: float
+  log: bool = False
+
+  def __call__(self, values):
+    """Places; what lies outside lies at the end, NaN stays NaN."""
+    values = np.clip(values, self.low, self.high)
+    low, high = self.low, self.high
+    if self.log:
+      values, low, high = np.log(values), math.log(low), math.log(high)
+    return self.start + (values - low) / (high - low) * (self.end - self.start)
+
+  def ticks(self, most: int = 5) -> list[float]:
+    """Round numbers between the ends."""
+    if self.log:
+      return _log_ticks(self.low, self.high, most)
+    step = _round_step((self.high - self.low) / most)
+    first = math.ceil(self.low / step - 1e-9)
+    last = math.floor(self.high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _round_step(least: float) -> float:
+  decade = 10.0 ** math.floor(math.log10(least))
+  return next(
+    decade * m for m in (1, 2, 2.5, 5, 10) if decade * m >= least * 0.999
+  )
+
+
+def _log_ticks(low: float, high: float, most: int) -> list[float]:
+  first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+  every = max(1, math.ceil((last - first) / most))
+  mantissas = (1, 2, 5) if last - first <= 2 else (1,)
+  ticks = [
+    m * 10.0**e for e in range(first, last + 1, every) for m in mantissas
+  ]
+  return [t for t in ticks if low * 0.999 <= t <= high * 1.001]
+
+
+def span(
+  values: Sequence[float], start: float, end: float, *, log: bool
+) -> Scale:
+  """A scale that shows the values, and 0 where that is near."""
+  values = np.asarray(values, float)
+  values = values[np.isfinite(values)]
+  positive = values[values > 0]
+  # Within a factor of 2 there may be no round number of a decade.
+  if log and len(positive) and positive.max() > 2 * positive.min():
+    values = positive
+    low, high = values.min() / 1.25, values.max() * 1.25
+    return Scale(low, high, start, end, log=True)
+  low, high = (values.min(), values.max()) if len(values) else (0.0, 1.0)
+  if 0 <= low <= high / 2:
+    low = 0.0
+  if high - low <= 1e-9 * abs(high):
+    low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
+  room = 0.06 * (high - low)
+  return Scale(low if low == 0 else low - room, high + room, start, end)

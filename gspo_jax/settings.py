@@ -1,0 +1,211 @@
+"""What a config says, as the frozen dataclasses that the program is made of.
+
+ConfigDict ends here and in program.py.
+"""
+
+import dataclasses
+import functools
+
+from ml_collections import ConfigDict
+
+from gspo_jax import (
+  critic,
+  data,
+  losses,
+  model,
+  objective,
+  optim,
+  sampler,
+  tokenizer,
+  train_step,
+)
+from gspo_jax.cold_start import cross_entropy
+from gspo_jax.credit import Credit
+from gspo_jax.errors import UserError
+from gspo_jax.model import hf
+
+OBJECTIVES = {
+  "gspo": losses.gspo_loss,
+  "gspo_token": losses.gspo_token_loss,
+  "grpo": losses.grpo_loss,
+  "dr_grpo": losses.dr_grpo_loss,
+  "dapo": losses.dapo_loss,
+  "ppo": losses.ppo_loss,
+  "gmpo": losses.gmpo_loss,
+  # losses.rspo_loss, its factor made of `router_shift_floor` as for any other
+  "rspo": losses.gmpo_loss,
+  "cispo": losses.cispo_loss,
+  "sapo": losses.sapo_loss,
+}
+_NUMBERS = ("clip_low", "clip_high", "cap", "tau_positive", "tau_negative")
+
+
+def model_config(config: ConfigDict) -> model.ModelConfig:
+  """The policy a config names, or that of its Hugging Face folder."""
+  changes = dict(config.model)
+  name, folder = changes.pop("variant"), changes.pop("checkpoint")
+  if folder:
+    return hf.config_from_hf(folder, **changes)
+  return model.variant(name, **changes)
+
+
+def load_tokenizer(config: ConfigDict) -> tokenizer.Tokenizer:
+  """That of a config, else of its Hugging Face folder, else bytes."""
+  return tokenizer.load(
+    config.data.tokenizer or config.model.checkpoint or "bytes"
+  )
+
+
+def require_fit(texts, cfg):
+  if texts.vocab_size > cfg.vocab_size:
+    raise UserError(
+      f"the tokenizer has {texts.vocab_size} tokens and the model room for "
+      f"{cfg.vocab_size}: expected data.tokenizer and the model to be a pair"
+    )
+
+
+def sampler_config(
+  config: ConfigDict, texts: tokenizer.Tokenizer
+) -> sampler.SamplerConfig:
+  """How a config draws rollouts."""
+  return sampler.SamplerConfig(
+    stop_ids=texts.stop_ids,
+    pad_id=texts.pad_id,
+    record_routing=config.objective.replay == "r3",
+    **config.sampler,
+  )
+
+
+def prompting(config, texts) -> data.PromptConfig:
+  c = config.data
+  return data.PromptConfig(
+    tokenizer=texts,
+    width=c.max_prompt_length,
+    system=c.system_prompt,
+    instruction=c.instruction,
+    too_long=c.too_long,
+  )
+
+
+def numbers(config: ConfigDict) -> dict[str, float]:
+  """The numbers of the method: the config's, or its own where that says -1."""
+  name = config.objective.name
+  own, found = OBJECTIVES[name].__kwdefaults__, {}
+  for key in _NUMBERS:
+    asked = config.objective[key]
+    if key in own:
+      found[key] = own[key] if asked == -1 else asked
+    elif asked != -1:
+      raise UserError(
+        f"objective.{key}={asked}: expected -1, since objective.name={name!r} "
+        f"has only {', '.join(k for k in _NUMBERS if k in own)}"
+      )
+  return found
+
+
+def objective_of(config) -> objective.Objective:
+  c = config.objective
+  method, _, unit = c.mismatch.partition("_")
+  floor = c.router_shift_floor
+  if floor == -1:
+    floor = 0.8 if c.name == "rspo" else 0.0  # arXiv 2510.23027v2
+  return objective.Objective(
+    method=functools.partial(OBJECTIVES[c.name], **numbers(config)),
+    dual_clip=c.dual_clip or None,
+    kl_coef=0.0 if c.kl_estimator == "k1" else c.kl_coef,
+    kl_estimator=c.kl_estimator,
+    entropy_coef=c.entropy_coef,
+    mismatch=objective.Mismatch(method, unit, c.mismatch_cap, c.mismatch_floor)
+    if unit
+    else None,
+    shift_floor=floor or None,
+    replay=c.replay != "none",
+    instruments=config.log.instruments,
+  )
+
+
+def measures_routing(config: ConfigDict) -> bool:
+  """Whether an update compares the routers' log-probs with the old ones."""
+  chosen = objective_of(config)
+  return chosen.instruments or chosen.shift_floor is not None
+
+
+def credit_of(config) -> Credit:
+  c = config.objective
+  with_critic = c.name == "ppo"
+  return Credit(
+    group_size=config.sampler.group_size,
+    normalize_std=c.name != "dr_grpo",
+    kl_coef=c.kl_coef if c.kl_estimator == "k1" else 0.0,
+    zero_truncated=c.zero_truncated,
+    discount=config.critic.discount,
+    trace_decay=config.critic.trace_decay if with_critic else None,
+  )
+
+
+def require_experts(config, cfg):
+  """UserError where a dense model is asked for what experts have."""
+  if cfg.num_experts:
+    return
+  for key, off in (("replay", ("none",)), ("router_shift_floor", (-1, 0))):
+    if (value := config.objective[key]) not in off:
+      raise UserError(
+        f"objective.{key}={value!r}: the model is dense, it routes nothing"
+      )
+  if config.objective.name == "rspo":
+    raise UserError(
+      "objective.name='rspo' weighs tokens by how far the router moved, and "
+      "the model is dense; without a router it is 'gmpo'"
+    )
+
+
+def optim_config(config: ConfigDict) -> optim.OptimConfig:
+  total = config.num_steps * config.learner.minibatches
+  return optim.OptimConfig(total_steps=max(total, 1), **config.optim)
+
+
+def learners(config, cfg):
+  """How the policy learns, the critic (or None), and the cold start."""
+  rl = train_step.Learner(
+    loss=functools.partial(
+      objective.policy_loss,
+      cfg=cfg,
+      objective=objective_of(config),
+      temperature=config.sampler.temperature,
+    ),
+    optimizer=optim.optimizer(optim_config(config)),
+    minibatches=config.learner.minibatches,
+    micro_rows=config.learner.micro_rows,
+    group=config.sampler.group_size,
+  )
+  judge, own = None, config.critic
+  if config.objective.name == "ppo":
+    schedule = dataclasses.replace(
+      optim_config(config),
+      learning_rate=own.learning_rate,
+      warmup_steps=own.warmup_steps,
+    )
+    judge = rl._replace(
+      loss=functools.partial(critic.loss, cfg=cfg, clip=own.clip),
+      optimizer=optim.optimizer(schedule),
+    )
+  return rl, judge, _imitation(config, cfg)
+
+
+def _imitation(config, cfg):
+  cold = config.cold_start
+  schedule = optim.OptimConfig(
+    learning_rate=cold.learning_rate,
+    warmup_steps=cold.warmup_steps,
+    total_steps=max(cold.steps, 1),
+    decay="cosine",
+    b2=0.98,
+    weight_decay=0.01,
+  )
+  return train_step.Learner(
+    loss=functools.partial(cross_entropy, cfg=cfg),
+    optimizer=optim.optimizer(schedule),
+    minibatches=1,
+    micro_rows=min(config.learner.micro_rows, cold.batch),
+    group=1,
+  )

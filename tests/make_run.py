@@ -1,0 +1,98 @@
+"""Folders as a run leaves them, of any length, written in no time."""
+
+import json
+
+import numpy as np
+
+from gspo_jax.losses import EDGES
+
+CONFIG = {
+  "num_steps": 20,
+  "model": {"checkpoint": "", "variant": "tiny"},
+  "objective": {"name": "gspo", "clip_low": -1.0, "clip_high": -1.0},
+  "optim": {"learning_rate": 1e-6},
+}
+ANSWER = (
+  "---- 1 of 1, step {step}, reward 0.5\nquestion:\n{question}\n"
+  "answer:\n{answer}\nreference: {reference}\n\n"
+)
+
+
+def make_run(folder, steps, *, moe=True, config=CONFIG, seed=0, scalars=None):
+  """A run of that many steps under `folder`: `folder`."""
+  rng = np.random.default_rng(seed)
+  (folder / "samples").mkdir(parents=True)
+  rows, spreads = [], [{"edges": numbers(EDGES)}]
+  for step in range(steps + 1):
+    row = {"step": step}
+    if step:
+      row |= _scalars(rng, step, steps, moe) | (scalars or {})
+      spreads.append({"step": step} | _distributions(rng, moe))
+    if step % 10 == 0 or step == steps:
+      row |= {"eval/pass@1": 0.2 + 0.6 * step / max(steps, 1)}
+      row |= {"eval/greedy": 0.3, "eval/pass@4": 0.5}
+    if step and (step % 10 == 0 or step == steps):
+      add_sample(folder, step, answer=f"it is {step}")
+    rows.append(row)
+  _write(folder / "metrics.jsonl", rows)
+  _write(folder / "distributions.jsonl", spreads)
+  if config:
+    (folder / "run_config.json").write_text(json.dumps(config))
+  return folder
+
+
+def add_sample(folder, step, *, question="q?", answer="a", reference="r"):
+  text = ANSWER.format(
+    step=step, question=question, answer=answer, reference=reference
+  )
+  (folder / "samples" / f"step_{step:06d}.txt").write_text(text)
+
+
+def numbers(values):
+  return [float(v) if np.isfinite(v) else None for v in values]
+
+
+def _write(path, rows):
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _scalars(rng, step, steps, moe):
+  names = (
+    "clip_frac/sequence",
+    "clip_frac/sequence_low",
+    "clip_frac/sequence_high",
+    "clip_frac/token",
+    "clip_frac/token_low",
+    "clip_frac/token_high",
+    "grad/norm",
+    "kl/old_new",
+    "loss/policy",
+    "mismatch/sequence_abs_mean",
+    "mismatch/token_abs_mean",
+    "policy/entropy",
+    "ratio/moved",
+    "ratio/sequence_std",
+    "ratio/token_std",
+    "reward/mixed_groups",
+    "response/truncated",
+    "time/generate",
+    "time/score",
+    "time/update",
+    "time/iteration",
+    "throughput/tokens_per_second",
+    *(("moe/expert_flip_rate", "moe/load_max") if moe else ()),
+  )
+  row = dict(zip(names, rng.uniform(0.01, 1, len(names)), strict=True))
+  row["reward/mean"] = step / steps + rng.normal() / 20
+  row["response/length"] = 100 + rng.normal()
+  return row
+
+
+def _distributions(rng, moe):
+  found = {
+    "ratio/token_log": np.histogram(rng.normal(size=500) / 50, EDGES)[0],
+    "ratio/sequence_log": np.histogram(rng.normal(size=64) / 2000, EDGES)[0],
+  }
+  if moe:
+    found["moe/layer_flip_rate"] = rng.uniform(0, 0.2, 6).round(4)
+  return {name: values.tolist() for name, values in found.items()}

@@ -1,0 +1,256 @@
+"""The policy losses as their papers write them: loops over float64 scalars."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+B, T = 6, 9
+
+
+class Case(NamedTuple):
+  """What a loss is called with; [B, T], but `a` may be [B]."""
+
+  x: np.ndarray
+  o: np.ndarray
+  a: np.ndarray
+  m: np.ndarray
+  router_shift: np.ndarray | None = None  # of rspo alone
+  shift: np.ndarray | None = None
+  weights: np.ndarray | None = None
+  reference: np.ndarray | None = None  # the penalty is (x - reference)^2 / 2
+
+
+# Name: (what the paper clips with, a spread of x - o that clips some tokens).
+SETTINGS = {
+  "gspo": ((3e-4, 4e-4), 1e-3),
+  "gspo_token": ((3e-4, 4e-4), 1e-3),
+  "grpo": ((0.2, 0.27), 0.4),
+  "dr_grpo": ((0.2, 0.2), 0.4),
+  "dapo": ((0.2, 0.28), 0.4),
+  "ppo": ((0.2, 0.2), 0.4),
+  "gmpo": ((0.4, 0.4), 0.6),
+  "rspo": ((0.4, 0.4), 0.6),
+  "cispo": ((5.0,), 1.5),
+  "sapo": ((1.0, 1.05), 0.6),
+}
+PER_SEQUENCE = ("gspo", "gmpo", "rspo")  # take [B] advantages only
+OVER_TOKENS = ("dapo", "ppo", "cispo")
+UNCLIPPED = ("gmpo", "rspo", "cispo", "sapo")  # refuse a dual clip
+
+
+def draw(name, seed=0, per_token=False, extreme=False) -> Case:
+  """Ragged, with holes, an empty row and a row of one token."""
+  rng = np.random.default_rng(seed)
+  mask = (np.arange(T) < rng.integers(4, T + 1, B)[:, None]) & (
+    rng.random((B, T)) < 0.8
+  )
+  mask[0], mask[1], mask[2] = True, False, np.arange(T) == 3
+  old = rng.uniform(-5, -0.1, (B, T)).astype(np.float32)
+  gap = SETTINGS[name][1] * rng.standard_normal((B, T))
+  if extreme:
+    gap[rng.random((B, T)) < 0.3] = 50
+    gap[rng.random((B, T)) < 0.3] = -50
+  advantages = rng.standard_normal((B, T) if per_token else B)
+  shift = rng.exponential(0.2, (B, T)).astype(np.float32)
+  return Case(
+    (old + gap).astype(np.float32),
+    old,
+    advantages.astype(np.float32),
+    mask,
+    router_shift=shift if name == "rspo" else None,
+  )
+
+
+class Token(NamedTuple):
+  log: float  # x - o with every shift, clamped
+  fixed: float  # the same where the gradient stops
+  x: float
+  a: float
+
+
+def clipped(ratio, a, bounds, dual_clip):
+  low, high = bounds
+  free, bound = ratio * a, min(max(ratio, 1 - low), 1 + high) * a
+  value = min(free, bound)
+  dual = dual_clip is not None and a < 0 and dual_clip * a > value
+  if dual:
+    value = dual_clip * a
+  cut = bound < free
+  return -value, cut and ratio < 1, (cut and ratio > 1) or dual
+
+
+def gspo(tokens, bounds, dual_clip):
+  s = math.exp(sum(t.log for t in tokens) / len(tokens))
+  return [clipped(s, t.a, bounds, dual_clip) for t in tokens]
+
+
+def gspo_token(tokens, bounds, dual_clip):
+  s = math.exp(sum(t.fixed for t in tokens) / len(tokens))
+  return [
+    clipped(s * math.exp(t.log - t.fixed), t.a, bounds, dual_clip)
+    for t in tokens
+  ]
+
+
+def grpo(tokens, bounds, dual_clip):
+  return [clipped(math.exp(t.log), t.a, bounds, dual_clip) for t in tokens]
+
+
+def gmpo(tokens, bounds, dual_clip):
+  low, high = bounds
+  product, cuts = 1.0, []
+  for t in tokens:
+    ratio = math.exp(t.log)
+    if t.a > 0:
+      kept = min(ratio, math.exp(high))
+    elif t.a < 0:
+      kept = max(ratio, math.exp(-low))
+    else:
+      kept = ratio
+    cuts.append((kept > ratio, kept < ratio))
+    product *= kept
+  mean = product ** (1 / len(tokens))
+  return [(-mean * t.a, *cut) for t, cut in zip(tokens, cuts, strict=True)]
+
+
+def cispo(tokens, bounds, dual_clip):
+  (cap,) = bounds
+  ratios = [math.exp(t.fixed) for t in tokens]
+  return [
+    (-min(r, cap) * t.a * t.x, False, r > cap and t.a != 0)
+    for r, t in zip(ratios, tokens, strict=True)
+  ]
+
+
+def sapo(tokens, bounds, dual_clip):
+  rows = []
+  for t in tokens:
+    tau = bounds[0] if t.a > 0 else bounds[1]
+    # tanh, as the exp of a sigmoid overflows.
+    gate = (1 + math.tanh(tau * (math.exp(t.log) - 1) / 2)) / 2
+    rows.append((-4 / tau * gate * t.a, False, False))
+  return rows
+
+
+METHODS = {
+  **dict.fromkeys(("grpo", "dr_grpo", "dapo", "ppo"), grpo),
+  **dict.fromkeys(("gmpo", "rspo"), gmpo),
+  **{f.__name__: f for f in (gspo, gspo_token, cispo, sapo)},
+}
+
+
+def clamp(gap):
+  return max(-20.0, min(20.0, gap))
+
+
+def rows_of(name, case: Case, x_fixed, dual_clip=None):
+  """A dict of lists a non-empty row; `x_fixed` stands in stop-gradients."""
+  bounds, _ = SETTINGS[name]
+  x, o, a, x_fixed = (
+    np.asarray(v, float) for v in (case.x, case.o, case.a, x_fixed)
+  )
+  rows = []
+  for i in range(len(x)):
+    steps = [t for t in range(x.shape[1]) if case.m[i, t]]
+    if not steps:
+      continue
+    tokens, penalty = [], []
+    for t in steps:
+      shift = 0.0 if case.shift is None else float(case.shift[i, t])
+      if name == "rspo":
+        shift += math.log(max(math.exp(-float(case.router_shift[i, t])), 0.8))
+      tokens.append(
+        Token(
+          clamp(x[i, t] - o[i, t] + shift),
+          clamp(x_fixed[i, t] - o[i, t] + shift),
+          x[i, t],
+          a[i] if a.ndim == 1 else a[i, t],
+        )
+      )
+      if case.reference is not None:
+        penalty.append((x[i, t] - float(case.reference[i, t])) ** 2 / 2)
+    losses, low, high = zip(
+      *METHODS[name](tokens, bounds, dual_clip), strict=True
+    )
+    if case.weights is not None:
+      weights = [float(case.weights[i, t]) for t in steps]
+      losses = [w * v for w, v in zip(weights, losses, strict=True)]
+    rows.append(
+      {
+        "loss": losses,
+        "low": low,
+        "high": high,
+        "penalty": penalty or [0.0] * len(steps),
+        "gap": [clamp(x[i, t] - o[i, t]) for t in steps],
+      }
+    )
+  return rows
+
+
+def mean_over_rows(rows, key):
+  return np.mean([np.mean(row[key]) for row in rows])
+
+
+def over_tokens(rows, key):
+  return np.concatenate([row[key] for row in rows])
+
+
+def aggregated(name, rows, key, max_length):
+  if name == "dr_grpo":
+    return over_tokens(rows, key).sum() / (len(rows) * max_length)
+  if name in OVER_TOKENS:
+    return over_tokens(rows, key).mean()
+  return mean_over_rows(rows, key)
+
+
+def loss(name, case: Case, dual_clip=None):
+  """(the loss, its metrics by name)."""
+  rows = rows_of(name, case, case.x, dual_clip)
+  low, high = over_tokens(rows, "low"), over_tokens(rows, "high")
+  rows_low, rows_high = (mean_over_rows(rows, k) for k in ("low", "high"))
+  gap = over_tokens(rows, "gap")
+  row_gap = np.array([np.mean(row["gap"]) for row in rows])
+  policy, penalty = (
+    aggregated(name, rows, key, case.x.shape[1]) for key in ("loss", "penalty")
+  )
+  metrics = {
+    "loss/policy": policy,
+    "ratio/sequence_std": np.std(np.exp(row_gap)),
+    "ratio/token_std": np.std(np.exp(gap)),
+    "ratio/sequence_log": row_gap,
+    "ratio/token_log": gap,
+    "ratio/moved": np.mean(gap != 0),
+    "kl/old_new": np.mean(np.exp(gap) - 1 - gap),
+    "clip_frac/token": (low | high).mean(),
+    "clip_frac/token_low": low.mean(),
+    "clip_frac/token_high": high.mean(),
+    "clip_frac/sequence": rows_low + rows_high,
+    "clip_frac/sequence_low": rows_low,
+    "clip_frac/sequence_high": rows_high,
+  }
+  if case.reference is not None:
+    metrics["loss/penalty"] = penalty
+  return policy + penalty, metrics
+
+
+def gradient(name, case: Case, dual_clip=None, step=1e-6):
+  """Central differences, of the terms: a sum would round off the small ones."""
+  grad = np.zeros(case.x.shape)
+  for index in zip(*np.nonzero(case.m), strict=True):
+    nudge = np.zeros(case.x.shape)
+    nudge[index] = step
+    above, below = (
+      rows_of(name, case._replace(x=case.x + d), case.x, dual_clip)
+      for d in (nudge, -nudge)
+    )
+    change = [
+      {
+        "change": np.subtract(p["loss"], q["loss"])
+        + np.subtract(p["penalty"], q["penalty"])
+      }
+      for p, q in zip(above, below, strict=True)
+    ]
+    slope = aggregated(name, change, "change", case.x.shape[1])
+    grad[index] = slope / (2 * step)
+  return grad

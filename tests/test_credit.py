@@ -1,0 +1,93 @@
+"""Credit: rewards become advantages of whole groups, or of single tokens."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import credit
+from gspo_jax.advantages import (
+  generalized_advantages,
+  group_relative_advantages,
+)
+from gspo_jax.credit import Credit
+from gspo_jax.rollout import Rollout
+from gspo_jax.sampler import STOPPED, TRUNCATED
+
+
+@pytest.fixture
+def rollout():
+  """Four answers of up to three tokens; garbage where there is none."""
+  rng = np.random.default_rng(0)
+  mask = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]], bool)
+  floats = lambda: jnp.where(
+    mask, rng.normal(size=(4, 3)).astype(np.float32), jnp.nan
+  )
+  nothing = np.zeros((4, 5), np.int32)
+  return Rollout(
+    nothing,
+    nothing,
+    nothing,
+    jnp.asarray(mask),
+    old_logps=floats(),
+    advantages=jnp.zeros(4),
+    reference_logps=floats(),
+    values=floats(),
+  )
+
+
+REWARDS = jnp.array([1.0, 0.0, 0.5, 0.5])
+FINISH = jnp.array([STOPPED, STOPPED, STOPPED, TRUNCATED], jnp.int8)
+
+
+def test_groups_are_compared(rollout):
+  out = credit.assign(rollout, REWARDS, FINISH, credit=Credit(2))
+  np.testing.assert_allclose(out.advantages, [1, -1, 0, 0], atol=1e-5)
+  assert out.returns is None
+  raw = Credit(2, normalize_std=False)
+  out = credit.assign(rollout, REWARDS, FINISH, credit=raw)
+  np.testing.assert_allclose(out.advantages, [0.5, -0.5, 0, 0], atol=1e-6)
+
+
+def test_k1_is_taken_off_the_reward(rollout):
+  out = credit.assign(rollout, REWARDS, FINISH, credit=Credit(2, kl_coef=0.1))
+  gap = np.nansum(rollout.old_logps - rollout.reference_logps, axis=1)
+  paid = (np.asarray(REWARDS) - 0.1 * gap).reshape(2, 2)
+  expected = np.asarray(group_relative_advantages(paid)).ravel()
+  np.testing.assert_allclose(out.advantages, expected, atol=1e-5)
+  assert abs(expected[2]) > 0.5  # rewards were equal there, divergences not
+
+
+@pytest.mark.parametrize("trace_decay", [None, 0.9])
+def test_truncated_answers_teach_nothing(rollout, trace_decay):
+  how = Credit(2, zero_truncated=True, trace_decay=trace_decay)
+  rewards = REWARDS.at[3].set(2.0)
+  out = credit.assign(rollout, rewards, FINISH, credit=how)
+  kept = dataclasses.replace(how, zero_truncated=False)
+  whole = credit.assign(rollout, rewards, FINISH, credit=kept)
+  np.testing.assert_array_equal(out.advantages[:3], whole.advantages[:3])
+  assert not out.advantages[3].any()
+  assert np.any(whole.advantages[3] != 0)
+
+
+def test_with_a_critic_the_last_token_earns_and_each_token_pays(rollout):
+  how = Credit(2, kl_coef=0.1, discount=0.9, trace_decay=0.8)
+  out = credit.assign(rollout, REWARDS, FINISH, credit=how)
+  mask = np.asarray(rollout.response_mask)
+  gap = np.asarray(rollout.old_logps - rollout.reference_logps)
+  tokens = np.where(mask, -0.1 * gap, 0)
+  for row, last in enumerate((2, 1, 0, 2)):
+    tokens[row, last] += REWARDS[row]
+  advantages, returns = generalized_advantages(
+    tokens.astype(np.float32),
+    rollout.values,
+    mask,
+    discount=0.9,
+    trace_decay=0.8,
+  )
+  np.testing.assert_allclose(out.returns[mask], returns[mask], atol=1e-5)
+  real = np.asarray(advantages)[mask]
+  expected = (real - real.mean()) / real.std()
+  np.testing.assert_allclose(out.advantages[mask], expected, atol=1e-3)
+  assert not out.advantages[~mask].any()

@@ -1,0 +1,72 @@
+"""Groups of two batches, picked on one device and on eight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import groups, sharding
+
+P, G = 8, 3
+
+
+def tree(rng):
+  """Answers: whatever fields they have, routing by the layer among them."""
+  draw = lambda *shape: rng.integers(0, 250, (P * G, *shape))
+  return {
+    "tokens": draw(5).astype(np.int32),
+    "logps": draw(5).astype(np.float32),
+    "lengths": draw().astype(np.int32),
+    "finish": draw().astype(np.int8),
+    "routing": draw(4, 6, 2).astype(np.uint8),
+    "absent": None,
+    "steps": np.int32(rng.integers(9)),
+  }
+
+
+def expected(kept, new, index):
+  """Row by row, in plain Python."""
+  rows = [i * G + g for i in index.tolist() for g in range(G)]
+  pick = lambda a, b: np.stack([[*a, *b][row] for row in rows])
+  return jax.tree.map(lambda a, b: pick(a, b) if a.ndim else a + b, kept, new)
+
+
+def orders(rng):
+  yield np.arange(P)  # nothing new
+  yield np.arange(P) + P  # nothing else
+  for _ in range(4):
+    yield rng.permutation(2 * P)[:P]
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_picked_groups_are_those_and_stay_where_rows_lie(devices):
+  rng = np.random.default_rng(0)
+  mesh = sharding.make_mesh(jax.devices()[:devices], fsdp=-1)
+  rows = sharding.rows(mesh)
+  place = lambda x: rows if x.ndim else sharding.everywhere(mesh)
+  kept, new = tree(rng), tree(rng)
+  shardings = jax.tree.map(place, kept)
+  merge = jax.jit(groups.merge, out_shardings=shardings)
+  laid = [jax.device_put(t, shardings) for t in (kept, new)]
+  with jax.set_mesh(mesh):
+    for index in orders(rng):
+      merged = merge(*laid, jnp.asarray(index, jnp.int32))
+      jax.tree.map(
+        np.testing.assert_array_equal, merged, expected(kept, new, index)
+      )
+      assert jax.tree.map(lambda x: x.dtype, merged) == jax.tree.map(
+        lambda x: x.dtype, kept
+      )
+      assert merged["routing"].sharding.is_equivalent_to(rows, 4)
+  assert merge._cache_size() == 1
+
+
+def test_no_device_holds_the_routing_of_all_rows():
+  """In the memory of one device: a layer of it at a time."""
+  mesh = sharding.make_mesh(fsdp=-1)
+  rows, everywhere = sharding.rows(mesh), sharding.everywhere(mesh)
+  routing = jax.ShapeDtypeStruct((64, 32, 512, 4), jnp.uint8, sharding=rows)
+  index = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=everywhere)
+  merge = jax.jit(groups.merge, out_shardings=rows)
+  compiled = merge.lower(routing, routing, index).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < routing.size

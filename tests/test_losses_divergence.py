@@ -1,0 +1,81 @@
+"""KL penalties: what they are, and which way they pull."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import kl_penalty
+
+x = np.array([[-1.0, -2.0, -0.5, -30.0], [-1.0, -1.5, np.nan, np.inf]])
+f = np.array([[-1.5, -2.0, -3.0, -1.0], [-1.0, -1.0, np.inf, np.inf]])
+MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
+X, F = x.astype(np.float32), f.astype(np.float32)
+
+
+def value_and_slope(estimator, x, f):
+  gap = f - x
+  if abs(gap) > 20:
+    gap, sign = 20 * np.sign(gap), 0
+  else:
+    sign = 1
+  if estimator == "k2":
+    return gap**2 / 2, -sign * gap
+  return np.exp(gap) - gap - 1, sign * (1 - np.exp(gap))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_value_and_gradient(estimator):
+  def total(x):
+    penalty = kl_penalty(x, F, MASK, estimator=estimator)
+    return penalty.sum(), penalty
+
+  with jax.debug_nans(True):
+    grad, penalty = jax.grad(total, has_aux=True)(X)
+  expected = np.zeros((2, *X.shape))
+  for i, t in zip(*np.nonzero(MASK), strict=True):
+    expected[:, i, t] = value_and_slope(estimator, x[i, t], f[i, t])
+  np.testing.assert_allclose(penalty, expected[0], rtol=1e-5)
+  np.testing.assert_allclose(grad, expected[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_expected_gradient_is_that_of_a_divergence(estimator):
+  """Over a whole vocabulary: k2 of KL(p || f), k3 of KL(f || p)."""
+  logits, other = np.random.default_rng(0).normal(size=(2, 1, 7))
+  log_f = jax.nn.log_softmax(jnp.array(other, jnp.float32))
+  mask = jnp.ones_like(log_f)
+
+  def expectation(logits):
+    log_p = jax.nn.log_softmax(logits)
+    sampled = jax.lax.stop_gradient(jnp.exp(log_p))
+    return (sampled * kl_penalty(log_p, log_f, mask, estimator=estimator)).sum()
+
+  def divergence(logits):
+    log_p = jax.nn.log_softmax(logits)
+    a, b = (log_p, log_f) if estimator == "k2" else (log_f, log_p)
+    return (jnp.exp(a) * (a - b)).sum()
+
+  logits = jnp.array(logits, jnp.float32)
+  np.testing.assert_allclose(
+    jax.grad(expectation)(logits), jax.grad(divergence)(logits), atol=1e-6
+  )
+
+
+def test_the_reference_has_no_gradient():
+  grad = jax.grad(lambda f: kl_penalty(X, f, MASK).sum())(F)
+  assert not grad.any()
+
+
+def test_k1_is_refused_with_the_reason():
+  with pytest.raises(ValueError, match="zero expected gradient on-policy"):
+    kl_penalty(X, F, MASK, estimator="k1")
+  with pytest.raises(ValueError, match="got 'k4'"):
+    kl_penalty(X, F, MASK, estimator="k4")
+
+
+def test_wrong_arrays_are_refused():
+  with pytest.raises(TypeError, match="reference_logps must be float32"):
+    kl_penalty(X, F.astype(np.float16), MASK)
+  with pytest.raises(ValueError, match="reference_logps"):
+    kl_penalty(X, F[:, 1:], MASK)

@@ -1,0 +1,77 @@
+"""Metrics add, and say NaN where there is nothing to say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.losses import EDGES, Histogram, Mean, Std
+
+
+@pytest.mark.parametrize("scalar", [float, np.float32, jnp.float32])
+def test_values_of_metrics(scalar):
+  assert Mean(scalar(6), scalar(4)).value() == 1.5
+  assert type(Mean(scalar(6), scalar(4)).value()) is float
+  assert Std(scalar(4), scalar(10), scalar(2)).value() == 1.0
+  assert np.isnan(Mean(scalar(0), scalar(0)).value())
+  assert np.isnan(Std(scalar(0), scalar(0), scalar(0)).value())
+
+
+@pytest.mark.parametrize("count", [4.0, [4.0, 2.0, 0.0]])
+def test_mean_of_vectors(count):
+  mean = Mean(jnp.array([4.0, 6.0, 0.0]), jnp.array(count)).value()
+  expected = [1, 1.5, 0] if count == 4.0 else [1, 3, np.nan]
+  np.testing.assert_array_equal(mean, expected)
+  assert isinstance(mean, np.ndarray)
+
+
+def test_nothing_of_vectors_is_nan():
+  assert np.isnan(Mean(jnp.zeros(3), jnp.float32(0)).value()).all()
+
+
+def test_std_is_the_one_of_the_masked_values():
+  rng = np.random.default_rng(0)
+  values, mask = rng.normal(size=(4, 9)), rng.random((4, 9)) < 0.6
+  dirty = jnp.where(mask, values, jnp.nan)
+  np.testing.assert_allclose(
+    Std.of(dirty, mask).value(), values[mask].std(), rtol=1e-5
+  )
+
+
+def test_edges():
+  assert len(EDGES) == 60
+  np.testing.assert_array_equal(EDGES, -EDGES[::-1])
+  assert (np.diff(EDGES) > 0).all()
+  np.testing.assert_allclose(EDGES[[0, 1, 29, 30, 34, 58, 59]], [
+    -np.inf, -10, -1e-6, 1e-6, 1e-5, 10, np.inf,
+  ])  # fmt: skip
+
+
+def test_histogram_is_that_of_numpy():
+  rng = np.random.default_rng(0)
+  values = 10 ** rng.uniform(-8, 2, (50, 40)) * rng.choice([-1, 1], (50, 40))
+  values = values.astype(np.float32)
+  values[0, :5] = 0, np.inf, -np.inf, 1e30, -1e30
+  mask = rng.random((50, 40)) < 0.7
+  counts = jax.jit(Histogram.of)(jnp.array(values), jnp.array(mask)).value()
+  edges = EDGES.astype(np.float32)
+  expected, _ = np.histogram(values[mask], edges)
+  np.testing.assert_array_equal(counts, expected)
+  assert counts.sum() == mask.sum()
+  assert counts.dtype == np.float32
+
+
+def test_histogram_reads_nothing_under_the_mask_and_counts_no_nan():
+  values = jnp.array([[np.nan, 0.5, 1e-7, np.nan]])
+  counts = Histogram.of(values, jnp.array([[1, 1, 1, 0]])).value()
+  assert counts[29] == 1
+  assert counts.sum() == 2
+
+
+def test_histograms_add():
+  values = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+  mask = np.ones_like(values, bool)
+  whole = Histogram.of(jnp.array(values), mask)
+  halves = [Histogram.of(jnp.array(v), mask[:3]) for v in np.split(values, 2)]
+  added = jax.tree.map(jnp.add, *halves)
+  np.testing.assert_array_equal(added.value(), whole.value())

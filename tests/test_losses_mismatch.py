@@ -1,0 +1,122 @@
+"""Weights between sampler and trainer against loops in float64."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax import mismatch_weights
+
+B, T = 4, 7
+
+
+def draw():
+  """o, q and a ragged mask with an empty row; some ratios beyond any bound."""
+  rng = np.random.default_rng(0)
+  old = rng.uniform(-4, -0.1, (B, T)).astype(np.float32)
+  gap = 0.8 * rng.standard_normal((B, T))
+  gap[0, 1], gap[0, 2] = 50, -50
+  gap[2] += 0.9
+  mask = np.arange(T) < np.array([[7], [0], [5], [3]])
+  return old, (old - gap).astype(np.float32), mask
+
+
+def oracle(old, sampled, mask, method, unit, cap, floor):
+  weights, cuts = np.zeros(mask.shape), []
+  for i in range(len(mask)):
+    steps = np.flatnonzero(mask[i])
+    logs = [float(old[i, t]) - float(sampled[i, t]) for t in steps]
+    logs = [max(-20, min(20, log)) for log in logs]
+    if unit == "sequence" and logs:
+      logs = [sum(logs) / len(logs)] * len(logs)
+    for t, log in zip(steps, logs, strict=True):
+      ratio = math.exp(log)
+      if method == "tis":
+        weights[i, t] = min(ratio, cap)
+        cuts.append(ratio > cap)
+      else:
+        inside = floor <= ratio <= cap
+        weights[i, t] = ratio if inside else 0
+        cuts.append(not inside)
+  return weights, np.mean(cuts), weights.sum() / len(cuts)
+
+
+@pytest.mark.parametrize("method", ["tis", "mis"])
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+@pytest.mark.parametrize("bounds", [(2.0, 0.5), (1.2, 0.9)])
+def test_is_the_oracle(method, unit, bounds):
+  cap, floor = bounds
+  keywords = {"method": method, "unit": unit, "cap": cap, "floor": floor}
+  weights, metrics = mismatch_weights(*draw(), **keywords)
+  expected, cut, mean = oracle(*draw(), **keywords)
+  np.testing.assert_allclose(weights, expected, rtol=1e-5)
+  np.testing.assert_allclose(metrics["mismatch/cut"].value(), cut, rtol=1e-6)
+  np.testing.assert_allclose(
+    metrics["mismatch/weight"].value(), mean, rtol=1e-5
+  )
+  assert 0 < cut < 1
+  assert weights.dtype == np.float32
+
+
+def test_packed_sequences_are_apart():
+  old, sampled, mask = draw()
+  expected, _ = mismatch_weights(old, sampled, mask, unit="sequence")
+  ids = np.repeat([[0] * T + [1] * T], 2, axis=0)
+  arrays = [v.reshape(2, 2 * T) for v in (old, sampled, mask)]
+  packed, _ = mismatch_weights(*arrays, unit="sequence", segment_ids=ids)
+  np.testing.assert_allclose(packed.reshape(B, T), expected, rtol=1e-5)
+
+
+def test_a_sampler_that_agrees_weighs_nothing():
+  old, _, mask = draw()
+  for method in ("tis", "mis"):
+    weights, metrics = mismatch_weights(old, old, mask, method=method)
+    np.testing.assert_array_equal(weights, mask)
+    assert metrics["mismatch/cut"].value() == 0
+
+
+def test_the_weight_of_a_sequence_does_not_grow_with_its_length():
+  gap = np.full((1, 512), 0.01, np.float32)
+  ones = np.ones_like(gap)
+  weights, _ = mismatch_weights(gap, 0 * gap, ones, unit="sequence")
+  np.testing.assert_allclose(weights, np.exp(0.01) * ones, rtol=1e-5)
+
+
+def test_garbage_under_the_mask_is_never_read():
+  old, sampled, mask = draw()
+  junk = np.resize([np.nan, np.inf, -np.inf], mask.shape)
+  dirty = [np.where(mask, v, junk).astype(np.float32) for v in (old, sampled)]
+  for unit in ("token", "sequence"):
+    expected = mismatch_weights(old, sampled, mask, unit=unit)
+    with jax.debug_nans(True):
+      result = mismatch_weights(*dirty, mask, unit=unit)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
+def test_there_is_no_gradient():
+  old, sampled, mask = draw()
+  f = lambda o, q: mismatch_weights(o, q, mask)[0].sum()
+  assert not any(g.any() for g in jax.grad(f, (0, 1))(old, sampled))
+
+
+@pytest.mark.parametrize(
+  ("keywords", "message"),
+  [
+    ({"method": "is"}, "method='is'"),
+    ({"unit": "batch"}, "unit='batch'"),
+    ({"cap": 0.4}, "cap=0.4"),
+    ({"floor": -0.1}, "floor=-0.1"),
+  ],
+)
+def test_wrong_settings_are_refused(keywords, message):
+  with pytest.raises(ValueError, match=message):
+    mismatch_weights(*draw(), **keywords)
+
+
+def test_wrong_arrays_are_refused():
+  old, sampled, mask = draw()
+  with pytest.raises(TypeError, match="sampler_logps must be float32"):
+    mismatch_weights(old, sampled.astype(np.float16), mask)
+  with pytest.raises(ValueError, match="sampler_logps"):
+    mismatch_weights(old, sampled[1:], mask)

@@ -1,0 +1,115 @@
+"""The clipped value loss against a loop in float64."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax import value_loss
+
+B, T = 5, 8
+
+
+def draw(seed=0):
+  """v, v_old, R and a ragged mask with an empty row."""
+  rng = np.random.default_rng(seed)
+  values, old, returns = rng.normal(size=(3, B, T)).astype(np.float32)
+  mask = np.arange(T) < rng.integers(1, T + 1, B)[:, None]
+  mask[1] = False
+  return old + 0.3 * values, old, returns, mask
+
+
+def run(data, **keywords):
+  f = functools.partial(value_loss, **keywords)
+  (loss, metrics), grad = jax.jit(jax.value_and_grad(f, has_aux=True))(*data)
+  return np.asarray(loss), jax.device_get(metrics), np.asarray(grad)
+
+
+def oracle(values, old, returns, mask, clip=0.2):
+  losses, cuts = np.zeros(mask.shape), np.zeros(mask.shape, bool)
+  grad = np.zeros(mask.shape)
+  for i, t in zip(*np.nonzero(mask), strict=True):
+    v, o, r = (float(x[i, t]) for x in (values, old, returns))
+    near = min(max(v, o - clip), o + clip)
+    free, bound = (v - r) ** 2, (near - r) ** 2
+    losses[i, t] = max(free, bound) / 2
+    cuts[i, t] = bound > free
+    # Farther off though clipped: the error does not move with v.
+    grad[i, t] = 0 if bound > free else v - r
+  return losses, cuts, grad
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("clip", [0.2, 0.05])
+def test_value_gradient_metrics_are_the_oracles(seed, clip):
+  data = draw(seed)
+  values, _, returns, mask = data
+  loss, metrics, grad = run(data, clip=clip)
+  losses, cuts, slopes = oracle(*data, clip)
+  n = mask.sum()
+  np.testing.assert_allclose(loss, losses.sum() / n, rtol=1e-5)
+  np.testing.assert_allclose(grad, slopes / n, rtol=1e-4, atol=1e-7)
+  assert metrics["loss/value"].count == n
+  np.testing.assert_allclose(metrics["loss/value"].value(), loss, rtol=1e-6)
+  np.testing.assert_allclose(metrics["clip_frac/value"].value(), cuts.sum() / n)
+  assert 0 < cuts.sum() < n
+  error, spread = (
+    metrics[f"value/{key}_std"].value() for key in ("error", "return")
+  )
+  np.testing.assert_allclose(error, (returns - values)[mask].std(), rtol=1e-4)
+  np.testing.assert_allclose(spread, returns[mask].std(), rtol=1e-4)
+
+
+def test_first_update_is_least_squares():
+  """At v = v_old the two squares are equal: no half gradients."""
+  _, old, returns, mask = draw()
+  _, _, grad = run((old, old, returns, mask))
+  expected = np.where(mask, old - returns, 0) / mask.sum()
+  np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_microbatches_and_packed_rows():
+  data = draw()
+  loss, metrics, grad = run(data)
+  parts = [run([x[i : i + 1] for x in data], normalizer=1.0) for i in range(B)]
+  count = metrics["loss/value"].count
+  np.testing.assert_allclose(sum(p[0] for p in parts) / count, loss, rtol=1e-6)
+  rows = np.concatenate([p[2] for p in parts]) / count
+  np.testing.assert_allclose(rows, grad, rtol=1e-6)
+  packed = run([x.reshape(1, -1) for x in data], segment_ids=np.zeros((1, 40)))
+  np.testing.assert_allclose(packed[0], loss, rtol=1e-6)
+
+
+def test_garbage_under_the_mask_is_never_read():
+  data = draw()
+  mask = data[3]
+  clean = run(data)
+  junk = np.resize([np.nan, np.inf, -np.inf], mask.shape)
+  dirty = [np.where(mask, x, junk).astype(np.float32) for x in data[:3]]
+  with jax.debug_nans(True):
+    jax.grad(value_loss, has_aux=True)(*dirty, mask)
+    result = run((*dirty, mask))
+  jax.tree.map(np.testing.assert_array_equal, result, clean)
+  loss, metrics, grad = run((*dirty, np.zeros_like(mask)))
+  assert loss == 0
+  assert not grad.any()
+  assert np.isnan(metrics["loss/value"].value())
+
+
+def test_only_the_values_have_a_gradient():
+  data = draw()
+  f = jax.grad(lambda *x: value_loss(*x, data[3])[0], (0, 1, 2))
+  assert [bool(g.any()) for g in f(*data[:3])] == [True, False, False]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_wrong_arrays_are_refused(which):
+  name = ["values", "old_values", "returns"][which]
+  for bad, error in ((np.float16, TypeError), (np.float32, ValueError)):
+    data = list(draw())
+    data[which] = data[which].astype(bad)
+    if error is ValueError:
+      data[which] = data[which][:, 1:]
+    with pytest.raises(error, match=name):
+      value_loss(*data)

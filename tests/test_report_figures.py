@@ -1,0 +1,77 @@
+"""A subject's charts hold what moved, and say what stood still."""
+
+import re
+
+from make_run import make_run
+
+from gspo_jax.report import run
+from gspo_jax.report.figures import of_subject, table
+from gspo_jax.report.subjects import Chart, Subject
+
+SHARES = Subject("s", (Chart("Both", {"x/*": ""}, "%"),))
+
+
+def runs(*folders):
+  return run.read([str(folder) for folder in folders])
+
+
+def written(folder, *rows):
+  folder.mkdir()
+  lines = [
+    "{"
+    + f'"step": {i}, '
+    + ", ".join(f'"x/{k}": {v}' for k, v in r.items())
+    + "}"
+    for i, r in enumerate(rows)
+  ]
+  (folder / "metrics.jsonl").write_text("\n".join(lines))
+  return folder
+
+
+def test_what_stands_still_is_said_in_words(tmp_path):
+  run = written(tmp_path / "a", *[{"a": 0.25}] * 5)
+  figures, still, scalars = of_subject(SHARES, runs(run), set())
+  assert (figures, still, scalars) == ([], ["x/a 25%"], ["x/a"])
+
+
+def test_beside_one_that_moves_it_is_drawn(tmp_path):
+  run = written(tmp_path / "a", *[{"a": 0.25, "b": i} for i in range(5)])
+  figures, still, _ = of_subject(SHARES, runs(run), set())
+  assert still == []
+  assert [s["n"] for s in figures[0].data["s"]] == ["a", "b"]
+
+
+def test_of_several_runs_each_metric_has_a_chart(tmp_path):
+  folders = [
+    written(tmp_path / n, *[{"a": i, "b": -i} for i in range(5)]) for n in "uv"
+  ]
+  figures, _, _ = of_subject(SHARES, runs(*folders), set())
+  assert [[s["n"] for s in f.data["s"]] for f in figures] == [["u", "v"]] * 2
+  assert re.findall("<figcaption>(.*?)<", "".join(f.html for f in figures)) == [
+    "Both: a",
+    "Both: b",
+  ]
+
+
+def test_what_is_taken_is_not_shown_again(tmp_path):
+  run, taken = written(tmp_path / "a", {"a": 1}), {"x/a"}
+  assert of_subject(SHARES, runs(run), taken) == ([], [], [])
+
+
+def test_the_table_has_the_ends_and_the_extremes(tmp_path):
+  values = [3, "null", -7, 20, 5]
+  run = written(tmp_path / "a", *[{"a": v} for v in values])
+  cells = re.findall("<td class=n>(.*?)</td>", table(["x/a"], runs(run)))
+  assert cells == ["3", "5", "−7", "20", "5"]
+
+
+def test_maps_and_outlines_of_one_run_outlines_of_several(tmp_path):
+  folders = [make_run(tmp_path / n, 30) for n in "ab"]
+  from gspo_jax.report.subjects import SUBJECTS
+
+  subject = next(s for s in SUBJECTS if "experts" in s.title)
+  for these, maps in ((folders[:1], 1), (folders, 0)):
+    figures, _, _ = of_subject(subject, runs(*these), set())
+    html = "".join(f.html for f in figures)
+    assert html.count("<image") == 2 * maps
+    assert "Flips by layer: " in html

@@ -1,0 +1,42 @@
+"""The top of a page says what the run is, and what went wrong."""
+
+from make_run import CONFIG, make_run
+
+from gspo_jax.report import head, run
+
+
+def runs(*folders):
+  return run.read([str(folder) for folder in folders])
+
+
+def test_a_run_that_goes_on_is_not_called_finished(tmp_path):
+  going = make_run(tmp_path / "a", 7)
+  done = make_run(tmp_path / "b", 20)
+  unknown = make_run(tmp_path / "c", 5, config=None)
+  assert [head.steps(run) for run in runs(going, done, unknown)] == [
+    "7 of 20 steps, running or stopped",
+    "20 of 20 steps, finished",
+    "5 steps",
+  ]
+
+
+def test_a_checkpoint_names_the_model_before_a_variant_does(tmp_path):
+  model = {"checkpoint": "/models/Qwen3-8B/", "variant": "tiny"}
+  run = make_run(tmp_path / "a", 1, config={**CONFIG, "model": model})
+  assert head.title(runs(run)) == "a · gspo · Qwen3-8B"
+
+
+def test_time_and_rewards_are_those_of_the_rows(tmp_path):
+  scalars = {"time/iteration": 60.0, "reward/mean": 0.25}
+  run = make_run(tmp_path / "a", 12, scalars=scalars)
+  html = head.head(runs(run))
+  assert "<dt>time in iterations</dt><dd>12 min</dd>" in html
+  assert "<dt>an iteration</dt><dd>60 s</dd>" in html
+  assert "0.25 → </span>0.25" in html
+
+
+def test_configs_that_are_the_same_are_said_to_be(tmp_path):
+  pair = [make_run(tmp_path / name, 1) for name in "ab"]
+  assert "All the same." in head.config(runs(*pair))
+  without = make_run(tmp_path / "c", 1, config=None)
+  assert head.config(runs(without)) == ""

@@ -1,0 +1,111 @@
+"""Settings: every name has its loss, and what cannot be is refused."""
+
+import inspect
+
+import jax
+import pytest
+
+from gspo_jax import losses, program, settings, sharding
+from gspo_jax.errors import UserError
+
+
+def build(config):
+  return program.build(config, sharding.make_mesh(jax.devices()[:1]))
+
+
+def test_every_public_policy_loss_has_a_name():
+  public = {n for n in losses.__all__ if n.endswith("_loss")}
+  assert {f"{n}_loss" for n in settings.OBJECTIVES} == public - {"value_loss"}
+
+
+@pytest.mark.parametrize("name", settings.OBJECTIVES)
+def test_a_method_has_its_own_numbers(debug_config, name):
+  debug_config.objective.name = name
+  loss = getattr(losses, f"{name}_loss")
+  own = inspect.signature(loss).parameters
+  found = settings.numbers(debug_config)
+  assert found == {k: own[k].default for k in found}
+  for key in found:
+    debug_config.objective[key] = 0.125
+  assert set(settings.numbers(debug_config).values()) == {0.125}
+
+
+def test_a_number_of_another_method_is_refused(debug_config):
+  debug_config.objective.name = "sapo"
+  debug_config.objective.clip_high = 0.2
+  with pytest.raises(UserError, match=r"clip_high=0.2.* only tau_positive"):
+    settings.numbers(debug_config)
+
+
+def test_rspo_weighs_by_the_router_and_others_when_asked(debug_config):
+  floor = lambda: settings.objective_of(debug_config).shift_floor
+  assert floor() is None
+  debug_config.objective.router_shift_floor = 0.7
+  assert floor() == 0.7
+  debug_config.objective.name = "rspo"
+  debug_config.objective.router_shift_floor = -1
+  signature = inspect.signature(losses.rspo_loss)
+  assert floor() == signature.parameters["floor"].default
+
+
+def test_k1_goes_into_the_reward_and_not_into_the_loss(debug_config):
+  debug_config.objective.kl_coef = 0.1
+  in_loss = lambda: settings.objective_of(debug_config).kl_coef
+  in_reward = lambda: settings.credit_of(debug_config).kl_coef
+  assert (in_loss(), in_reward()) == (0.1, 0.0)
+  debug_config.objective.kl_estimator = "k1"
+  assert (in_loss(), in_reward()) == (0.0, 0.1)
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"name": "gsop"}, "objective.name='gsop': did you mean 'gspo'"),
+    ({"kl_estimator": "k4"}, "objective.kl_estimator='k4': choose one of k1"),
+    ({"replay": "r1"}, "objective.replay='r1': choose one of none, r2"),
+    ({"mismatch": "tis"}, "objective.mismatch='tis': choose .* tis_token"),
+    (
+      {"mismatch": "tis_token", "old_logps": "sampler"},
+      "objective.mismatch='tis_token': expected 'none' with",
+    ),
+    ({"reference_every": 5}, "reference_every=5: expected 0 with .*kl_coef=0"),
+    ({"dual_clip": 0.5}, "objective.dual_clip=0.5: expected 0 for none"),
+    ({"name": "gmpo", "dual_clip": 3.0}, "dual_clip=3.0: expected 0 with"),
+    ({"kl_coef": -1.0}, "objective.kl_coef=-1.0: expected 0 or more"),
+    ({"router_shift_floor": 1.5}, "router_shift_floor=1.5: expected 0 for"),
+    ({"mismatch_cap": 0.5}, "mismatch_cap=0.5: expected 1 or more"),
+  ],
+)
+def test_what_makes_no_sense_is_told_at_the_start(debug_config, changes, words):
+  debug_config.objective.update(changes)
+  with pytest.raises(UserError, match=words):
+    build(debug_config)
+
+
+@pytest.mark.parametrize(
+  "changes", [{"replay": "r3"}, {"router_shift_floor": 0.8}, {"name": "rspo"}]
+)
+def test_a_dense_model_has_no_routing(debug_config, changes):
+  debug_config.model.variant = "qwen3-0.6b"
+  debug_config.objective.update(changes)
+  with pytest.raises(UserError, match="the model is dense"):
+    build(debug_config)
+
+
+def test_only_ppo_does_without_a_group(debug_config):
+  debug_config.sampler.group_size = 1
+  debug_config.learner.micro_rows = 1
+  with pytest.raises(UserError, match="group_size=1: expected at least 2"):
+    build(debug_config)
+  debug_config.objective.name = "ppo"
+  assert build(debug_config).abstract.critic is not None
+
+
+def test_a_state_holds_no_weights_that_nothing_reads(debug_config):
+  state = build(debug_config).abstract
+  assert state.reference is None
+  assert state.critic is None
+  debug_config.objective.kl_coef = 0.1
+  debug_config.model.dtype = "bfloat16"
+  reference = build(debug_config).abstract.reference
+  assert {x.dtype.name for x in jax.tree.leaves(reference)} == {"bfloat16"}
