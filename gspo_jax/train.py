@@ -364,7 +364,7 @@ def _iterate(run, state, curriculum, step):
   tick()
   functions.check_compiled_once()
 
-  row |= _rollout_row(marks, samples) | _time_row(clock, samples)
+  row |= _rollout_row(marks, samples) | _time_row(clock, drawn)
   if rounds > 1:
     row |= refill.report(kept, drawn)
   if config.data.history:
@@ -394,9 +394,9 @@ def _rollout_row(marks: answer.Marks, samples) -> dict[str, float]:
   }
 
 
-def _time_row(clock, samples) -> dict[str, float]:
+def _time_row(clock, drawn) -> dict[str, float]:
   generate, score, update = np.diff(clock)
-  tokens, whole = int(samples.lengths.sum()), clock[-1] - clock[0]
+  tokens, whole = sum(int(d.tokens) for d in drawn), clock[-1] - clock[0]
   return {
     "time/generate": generate,
     "time/score": score,

@@ -268,10 +268,11 @@ def test_the_embedded_default_learns(environment, tmp_path):
 
 
 class Spy:
-  """A program that notes the keys it is given."""
+  """A program, and a curriculum, that notes the keys it is given."""
 
   mesh = sharding.make_mesh(jax.devices()[:1])
   tokenizer = tokenizer.load("bytes")
+  appraise = None
 
   def __init__(self):
     self.keys = []
@@ -286,9 +287,25 @@ class Spy:
     batch = rollout.assemble(prompts, samples.tokens, samples.lengths)
     return batch, {}
 
+  def merge(self, kept, new, index):
+    return kept
+
+  def assign(self, batch, rewards, finish):
+    return batch
+
   def update(self, state, batch, key):
     self.keys.append(key)
     return state, {}
+
+  def draw(self, step):
+    return {
+      "tokens": np.zeros((2, 3), np.int32),
+      "length": np.ones(2, np.int32),
+      "problems": [Problem("1?", "1", "#1")] * 2,
+    }
+
+  def record(self, batch, correct):
+    pass
 
   def check_compiled_once(self):
     pass
@@ -302,19 +319,15 @@ def test_every_step_and_use_has_its_own_key(debug_config):
   keys = train.Keys(*jax.random.split(jax.random.key(0), 4))
   scorer = Scorer(("final_answer",), (1.0,), workers=1)
   run = train.Run(debug_config, None, spy, scorer, None, None, None, keys)
-  batch = {
-    "tokens": np.zeros((2, 3), np.int32),
-    "length": np.ones(2, np.int32),
-    "problems": [Problem("1?", "1", "#1")] * 2,
-  }
   debug_config.sampler.group_size = 2
+  debug_config.data.refill_rounds = 2  # both are drawn: no group is mixed
   state = TrainState(0, None, None)
   with scorer:
     for step in (1, 2, 1):
-      train._iterate(run, state, batch, step)
+      train._iterate(run, state, spy, step)
   drawn = [tuple(jax.random.key_data(k).tolist()) for k in spy.keys]
-  assert len(set(drawn[:4])) == 4
-  assert drawn[:2] == drawn[4:]  # the same step repeats
+  assert len(set(drawn[:6])) == 6
+  assert drawn[:3] == drawn[6:]  # the same step repeats
 
 
 def test_json_lines(start, tmp_path):
