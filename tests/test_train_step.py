@@ -220,3 +220,37 @@ def test_the_samplers_log_probs_can_be_the_old_ones(one, config):
   per_row = np.abs(gap.sum(1) / rollout.response_mask.sum(1))
   value = metrics["mismatch/sequence_abs_mean"].value()
   assert value == pytest.approx(per_row.mean(), rel=1e-2)
+
+
+@pytest.mark.slow  # two programs more
+def test_critic_reference_and_replay_on_many_devices_do_as_one(config):
+  config.objective.update(
+    {"name": "ppo", "kl_coef": 0.1, "mismatch": "tis_token", "replay": "r3"}
+  )
+
+  def whole(devices, **mesh):
+    run = build(config, devices, **mesh)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (8, 8)).astype(np.int32)
+    asked = Prompts(tokens, np.full(8, 8, np.int32))
+    rewards = rng.standard_normal(32).astype(np.float32)
+    with jax.set_mesh(run.mesh):
+      state = run.begin(run.init(jax.random.key(0)))
+      samples = run.generate(state.params, asked, jax.random.key(1))
+      rollout, _ = run.score(state.params, asked, samples)
+      rollout = run.appraise(state, rollout)
+      rollout = run.assign(rollout, rewards, samples.finish)
+      kept = jax.device_get(rollout)
+      new, _ = run.update(state, rollout, jax.random.key(2))
+    return kept, jax.device_get(new)
+
+  kept, new = whole(1)
+  config.sampler_mesh.update({"expert": 4, "tensor": 1})
+  kept8, new8 = whole(8, data=1, fsdp=2, expert=2, tensor=2)
+  for name in ("experts", "advantages", "returns", "reference_logps"):
+    np.testing.assert_allclose(
+      getattr(kept, name), getattr(kept8, name), atol=1e-5
+    )
+  same = functools.partial(np.testing.assert_allclose, atol=1e-5)
+  jax.tree.map(same, new.params, new8.params)
+  jax.tree.map(same, new.critic.params, new8.critic.params)
