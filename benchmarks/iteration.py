@@ -34,7 +34,7 @@ def prepare(config) -> Callable[[int], dict[str, float]]:
   advantages = np.random.default_rng(0).standard_normal(
     P * config.sampler.group_size
   )
-  mesh = sharding.make_mesh()
+  mesh = sharding.make_mesh(jax.devices()[:1])
   run = program.build(config, mesh)
   with jax.set_mesh(mesh):
     state = run.begin(run.init(jax.random.key(0)))

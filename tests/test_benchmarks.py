@@ -33,3 +33,17 @@ def test_load_hf():
   # Twice the bytes of bfloat16, but for the names in the files.
   assert 0 < 2 * record["files"] - record["params"] < 100_000
   assert 0 < record["beside"] < 200e6  # mostly compiled code, at this size
+
+
+def test_replay():
+  record = quick("replay")
+  assert record["choices"] == 4 * 24 * 4 * 2
+  assert record["bytes"]["draw, recorded"] > record["bytes"]["draw"]
+
+
+def test_instruments():
+  record = quick("instruments")
+  assert set(record) == {"with", "without"}
+  for seconds in record.values():
+    phases = [seconds[k] for k in ("generate", "score", "update")]
+    assert 0 < sum(phases) <= 1.001 * seconds["iteration"]

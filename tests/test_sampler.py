@@ -402,6 +402,16 @@ def test_what_was_never_fed_has_experts_all_the_same():
   assert (experts[..., 0] != experts[..., 1]).all()
 
 
+def test_without_recording_nothing_is_kept():
+  generate = compiled(BASE, 64, DEEP)
+  shapes = weights(cfg=DEEP), prompts(), jax.random.key(0)
+  plain = generate.lower(*shapes).compile().as_text()
+  noted = compiled(RECORD, 64, DEEP).lower(*shapes).compile().as_text()
+  array = f"u8[{DEEP.num_layers},{B},{R},"
+  assert array not in plain
+  assert array in noted
+
+
 def test_recording_changes_no_answer():
   plain = recorded(sampler=BASE)
   assert plain.experts is None
