@@ -1,0 +1,53 @@
+"""The figure of the old log-prob study."""
+
+from pathlib import Path
+
+from studies import drawing, intervals
+
+WAYS = {"recompute": "recomputed", "sampler": "the sampler's"}
+# What the method clips, and so what a gap has to be small against.
+UNITS = {"gspo": "sequence", "grpo": "token"}
+COLOURS = {"recompute": "#666666", "sampler": "#CC79A7"}
+
+
+def draw(record: dict, path: Path) -> None:
+  """By method: pass@1 by iteration, and the gap beside the clip range."""
+  methods = [row["method"] for row in record["table"]]
+  figure, grid = drawing.axes(2, len(methods), size=(4.6, 3.0))
+  for column, row in zip(grid.T, record["table"], strict=True):
+    runs = [r for r in record["runs"] if r["method"] == row["method"]]
+    column[1].set_yscale("log")
+    clip = row["clip range"]
+    drawing.claimed(column[1], clip, f"lower clip range: {clip:g}")
+    _curves(column[0], runs, "pass@1")
+    unit = UNITS[row["method"]]
+    _curves(column[1], runs, f"gap of a {unit}")
+    column[1].set_ylabel(f"sampler less trainer,\nlog-prob of a {unit}")
+    column[0].set_title(f"{drawing.NAMES[row['method']]}, {_clipped(row)}")
+  grid[0, 0].set_ylabel("held-out pass@1")
+  drawing.save(figure, path)
+
+
+def _clipped(row) -> str:
+  shares = (
+    f"{drawing.number(row[old]['clipped tokens']['mean']):.2%} {name}"
+    for old, name in WAYS.items()
+  )
+  return "tokens clipped:\n" + ", ".join(shares)
+
+
+def _curves(ax, runs, name):
+  ends = {}
+  for old, label in WAYS.items():
+    by_step = {}
+    for run in (r for r in runs if r["old"] == old):
+      for step, value in run["curves"][name]:
+        by_step.setdefault(step, []).append(value)
+    steps = sorted(by_step)
+    means = [intervals.mean(by_step[step]) for step in steps]
+    drawing.band(ax, steps, means, colour=COLOURS[old])
+    ends[label] = steps[-1], means[-1]["mean"]
+  if name == "pass@1":
+    drawing.share(ax)
+  drawing.names(ax, ends, {WAYS[old]: c for old, c in COLOURS.items()})
+  ax.set_xlabel("RL iteration")

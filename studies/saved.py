@@ -1,0 +1,46 @@
+"""Policies that a run saved on its way, and their answers to new questions."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from ml_collections import ConfigDict
+
+from gspo_jax import data, model, policy
+from gspo_jax.program import Program
+from gspo_jax.rollout import Rollout
+from gspo_jax.sampler import Prompts, Samples
+from gspo_jax.tasks import Chain
+from studies.runs import Study
+
+
+def workdir(study: Study, argument: str) -> Path:
+  """Where `study.train(argument)` left its run."""
+  return study._runs / argument.replace(",", " ")
+
+
+def weights(
+  config: ConfigDict, program: Program, workdir: Path, step: int
+) -> model.Params:
+  """Those after iteration `step` of the run in `workdir`."""
+  return policy.load(config, program, str(workdir / "checkpoints" / str(step)))
+
+
+def questions(config: ConfigDict, program: Program) -> Iterator[Prompts]:
+  """Endless batches of held-out chains, `data.prompts` in one."""
+  chain = Chain(config.data.chain_steps, evaluation=True, seed=config.seed)
+  batches = data.prompts(
+    chain, program.prompting, batch=config.data.prompts, seed=config.seed
+  )
+  return (Prompts(batch["tokens"], batch["length"]) for batch in batches)
+
+
+def answers(
+  program: Program, params: model.Params, prompts: Prompts, key: jax.Array
+) -> tuple[Samples, Rollout]:
+  """Answers of a policy, and the rollout with its own log-probs as the old."""
+  samples = program.generate(params, prompts, key)
+  rollout, _ = program.score(params, prompts, samples)
+  # The routing is large, and studied elsewhere.
+  return samples, dataclasses.replace(rollout, experts=None, router_logps=None)
