@@ -35,7 +35,7 @@ from gspo_jax import (
 from gspo_jax.errors import UserError, nearest
 
 NOTE = "compiler roofline, nothing ran on a chip"
-FUNCTIONS = ("update", "score", "generate")
+FUNCTIONS = ("update", "score", "appraise", "generate")
 
 _TOPOLOGY = flags.DEFINE_string(
   "topology", None, "A TPU slice: v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:2x2x1."
@@ -98,6 +98,8 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
   lowered = _lower(config, made)
   results = {}
   for name in functions:
+    if name not in lowered:  # the objective has no reference and no critic
+      continue
     print(f"compiling {name} ...", file=sys.stderr, flush=True)
     done = aot.compile_one(lowered[name])
     results[name] = plan_report.function(name, done, config, made, where)
@@ -127,9 +129,16 @@ def _lower(config, made) -> dict:
   key = jax.eval_shape(lambda: jax.random.key(0))
   params = made.abstract.params
   generate = made.generate.lower(params, prompts, key)
-  score = made.score.lower(params, prompts, rows(generate.out_info))
-  update = made.update.lower(made.abstract, rows(score.out_info[0]), key)
-  return {"generate": generate, "score": score, "update": update}
+  samples = generate.out_info
+  score = made.score.lower(params, prompts, rows(samples))
+  lowered, batch = {"generate": generate, "score": score}, score.out_info[0]
+  if made.appraise:
+    lowered["appraise"] = made.appraise.lower(made.abstract, rows(batch))
+    batch = lowered["appraise"].out_info
+  rewards = shape(samples.lengths.shape, jnp.float32)
+  batch = made.assign.lower(*rows((batch, rewards, samples.finish))).out_info
+  lowered["update"] = made.update.lower(made.abstract, rows(batch), key)
+  return lowered
 
 
 def _lay_rows(mesh, tree):

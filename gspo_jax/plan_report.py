@@ -47,18 +47,27 @@ def function(
 
 
 def _memory(name, memory, made, where) -> dict:
-  # The optimizer's moments stay on the devices while other functions run.
-  resident = 0 if name == "update" else _bytes(made.abstract.opt_state)
+  resident = _bytes(_unread(name, made.abstract))
   needed, hbm = memory.needed + resident, where.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
   report = {"memory": dataclasses.asdict(memory) | sizes}
   if needed > hbm:
     report["fits"] = False
     report["reason"] = (
-      f"{needed / 2**30:.2f} GiB needed, {resident / 2**30:.2f} of it for the "
-      f"optimizer's moments, but {hbm / 2**30:.2f} GiB there"
+      f"{needed / 2**30:.2f} GiB needed, {resident / 2**30:.2f} of it for "
+      f"state that {name} does not read, but {hbm / 2**30:.2f} GiB there"
     )
   return report
+
+
+def _unread(name, state):
+  """What of a state stays on the devices while a function runs without it."""
+  if name == "update":
+    return None
+  moments = state.opt_state, state.critic and state.critic.opt_state
+  if name == "appraise":
+    return state.params, moments
+  return moments, state.reference, state.critic and state.critic.params
 
 
 def _bytes(tree) -> int:
@@ -141,7 +150,12 @@ def _model_flops(name, config, made) -> float:
     prefill = ideal.forward_flops(made.cfg, P, S, 1)
     return prefill + ideal.forward_flops(made.cfg, B, R - 1, R - 1, past=S)
   forward = ideal.forward_flops(made.cfg, B, S + R, R)
-  return 3 * forward if name == "update" else forward
+  judge = 0.0  # a critic's head is a vector
+  if made.abstract.critic is not None:
+    judge = ideal.forward_flops(made.cfg, B, S + R, 0)
+  if name == "appraise":
+    return judge + (forward if made.abstract.reference is not None else 0.0)
+  return 3 * (forward + judge) if name == "update" else forward
 
 
 def _summary(cost, model_flops, where) -> dict:

@@ -63,7 +63,7 @@ def _memory(report):
   rows = [
     (label, part(label.split(",")[0]))
     for label in ("arguments", "outputs", "aliased", "temporaries", "code",
-                  "peak, by the compiler", "resident, optimizer moments",
+                  "peak, by the compiler", "resident, state not read",
                   "needed")
   ]  # fmt: skip
   limit = report["hbm"] / _GIB

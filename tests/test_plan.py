@@ -122,6 +122,17 @@ def test_the_table_is_narrow_and_the_compiler_quiet():
     assert words in done.stdout
 
 
+@needs_libtpu
+def test_a_critic_and_a_reference_are_planned_too(fitting):
+  more = "--config.objective.name=ppo", "--config.objective.kl_coef=0.1"
+  done = run(*TINY, SLICE, *more, "--functions=update,appraise", "--json")
+  assert done.returncode == 0, done.stderr
+  functions = json.loads(done.stdout)["functions"]
+  assert list(functions) == ["update", "appraise"]
+  plain = fitting["functions"]["update"]["model_flops"]
+  assert 1.5 * plain < functions["update"]["model_flops"] < 2 * plain
+
+
 TOO_LARGE = (
   "--config.model.variant=qwen3-1.7b",
   "--topology=v5e:2x2",

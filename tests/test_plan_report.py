@@ -16,7 +16,10 @@ WHERE = chips.parse("v5e:2x4")
 
 @pytest.fixture(scope="module")
 def made():
-  """A program with 4 GiB of moments over 8 devices, and a count on each."""
+  """Programs with 4 GiB of moments over 8 devices, and a count on each.
+
+  The second has a reference of five times that, and a critic.
+  """
   mesh = sharding.make_mesh(fsdp=8)
   split = jax.ShapeDtypeStruct(
     (8, GIB // 8), jnp.float32, sharding=sharding.rows(mesh)
@@ -24,7 +27,17 @@ def made():
   count = jax.ShapeDtypeStruct(
     (), jnp.int32, sharding=sharding.everywhere(mesh)
   )
-  return SimpleNamespace(abstract=SimpleNamespace(opt_state=[split, count]))
+  critic = SimpleNamespace(params=[split] * 2, opt_state=[split] * 3)
+  state = SimpleNamespace(
+    params=[split] * 4,
+    opt_state=[split, count],
+    reference=[split] * 5,
+    critic=critic,
+  )
+  bare = SimpleNamespace(
+    params=[split], opt_state=[split, count], reference=None, critic=None
+  )
+  return SimpleNamespace(abstract=bare), SimpleNamespace(abstract=state)
 
 
 def memory(name, made, temporaries):
@@ -32,7 +45,16 @@ def memory(name, made, temporaries):
   return plan_report._memory(name, sizes, made, WHERE)
 
 
+def test_what_a_function_does_not_read_stays(made):
+  _, whole = made
+  resident = lambda name: memory(name, whole, 0)["memory"]["resident"]
+  assert resident("update") == 0
+  assert resident("score") == (1 + 3 + 5 + 2) * GIB // 2 + 4
+  assert resident("appraise") == (4 + 1 + 3) * GIB // 2 + 4
+
+
 def test_moments_stay_while_other_functions_run(made):
+  made, _ = made
   moments = GIB // 2 + 4
   assert memory("update", made, 0)["memory"]["resident"] == 0
   report = memory("score", made, 0)["memory"]
@@ -42,13 +64,14 @@ def test_moments_stay_while_other_functions_run(made):
 
 
 def test_what_the_compiler_fits_may_not_fit_beside_the_moments(made):
+  made, _ = made
   temporaries = int(14.5 * GIB)
   assert "fits" not in memory("update", made, temporaries)
   report = memory("generate", made, temporaries)
   assert report["fits"] is False
   assert report["reason"] == (
-    "16.00 GiB needed, 0.50 of it for the optimizer's moments, but 15.75 GiB "
-    "there"
+    "16.00 GiB needed, 0.50 of it for state that generate does not read, but "
+    "15.75 GiB there"
   )
 
 
