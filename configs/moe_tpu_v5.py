@@ -13,7 +13,7 @@ What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
 chip); HBM is needed of 95.73 GiB, MFU is of update, with perfect overlap, as
 scheduled and with none:
 
-  30B-A3B, v5p:4x4x4: update 73.6, score 9.0, generate 22.6 GiB; MFU 60, 52,
+  30B-A3B, v5p:4x4x4: update 73.8, score 9.2, generate 22.6 GiB; MFU 60, 52,
     48 %; an update 6.2 s, a decode step at most 6.0 ms, 1.12 times the least
     bytes. With the least kept, update takes 31.4 GiB; MFU 57, 48, 44 %.
   235B-A22B, v5p:4x8x8: update 75.7, score 29.5 GiB; MFU 60, 47, 42 %; an update

@@ -3,7 +3,7 @@
   python -m gspo_jax.main --config=configs/srpo.py:./Qwen3-0.6B \\
     --workdir=runs/srpo
 
-The first half draws from data/first.jsonl, the second from it and
+The first 50 iterations draw from data/first.jsonl, the others from it and
 data/second.jsonl in equal shares: in the paper mathematics, then code, too. The
 rewards must suit both: a function of your own can look at the reference. A
 question whose G answers were all right is left out of later epochs
@@ -27,6 +27,6 @@ def get_config(arg: str = "") -> ConfigDict:
   if arg != "debug":
     c.data.source = "jsonl:data/first.jsonl"
     both = "jsonl:data/first.jsonl,jsonl:data/second.jsonl"
-    c.data.stages = ((c.num_steps // 2 + 1, both),)
+    c.data.stages = ((51, both),)
     c.data.eval_source = "jsonl:data/test.jsonl"
   return c

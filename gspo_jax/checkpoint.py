@@ -173,7 +173,7 @@ class Checkpoints:
         kept = {k: v for k, v in specs[0].items() if k.startswith(wanted)}
         specs = kept, specs[1]
       hosts.together(functools.partial(_require_same_leaves, step, *specs))
-      if (state := self._try(step, self._load, abstract_state, part)) is None:
+      if (state := self._try(step, self._load, abstract_state)) is None:
         continue
       if self._try(step, _require_sums, state, saved["checksums"]):
         return Restored(step, state, saved["user"])
@@ -212,11 +212,13 @@ class Checkpoints:
       raise ValueError(f"its metadata lacks {sorted(missing)}")
     return saved
 
-  def _load(self, step: int, abstract_state: Any, part: bool) -> Any:
+  def _load(self, step: int, abstract_state: Any) -> Any:
     # Each process by itself: one that fails would leave the others waiting at
     # Orbax's barrier after a load, for five minutes.
     alone = ocp.Context()
-    alone.pytree.loading.partial_load = part
+    # A state of an earlier version lacks the fields that are None; which leaves
+    # must be there is asked before.
+    alone.pytree.loading.partial_load = True
     alone.multiprocessing.primary_host = jax.process_index()
     alone.multiprocessing.active_processes = {jax.process_index()}
     with alone:

@@ -24,7 +24,10 @@ class Credit:
   Attributes:
     group_size: G.
     normalize_std: divide by the group's standard deviation.
-    kl_coef: of k1, `old - reference`, taken off the reward at each token.
+    kl_coef: of k1, `old - reference`: with a critic taken off the reward at
+      each token, else off the advantage, its sum against the group's mean. It
+      is not divided by the rewards' spread, so that in a group of equal rewards
+      it does not become as loud as a reward.
     zero_truncated: an answer cut at the limit teaches nothing.
     discount: of a critic's returns, per token.
     trace_decay: GAE's lambda; None without a critic.
@@ -57,11 +60,13 @@ def assign(
     gap = rollout.old_logps - rollout.reference_logps
     fee = jnp.where(mask, credit.kl_coef * gap, 0.0)
   if credit.trace_decay is None:
-    paid = (rewards - fee.sum(1)).reshape(-1, credit.group_size)
+    groups = lambda x: x.reshape(-1, credit.group_size)
     advantages = group_relative_advantages(
-      paid, normalize_std=credit.normalize_std
-    ).reshape(-1)
-    returns = None
+      groups(rewards), normalize_std=credit.normalize_std
+    )
+    fees = groups(fee.sum(1))
+    advantages -= fees - fees.mean(1, keepdims=True)
+    advantages, returns = advantages.reshape(-1), None
   else:
     last = jnp.arange(mask.shape[1]) == mask.sum(1, keepdims=True) - 1
     advantages, returns = generalized_advantages(

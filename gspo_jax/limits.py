@@ -33,10 +33,14 @@ _RANGES = (
   (
     "0 to 1",
     lambda x: 0 <= x <= 1,
-    "cold_start.gate critic.discount critic.trace_decay "
-    "objective.mismatch_floor",
+    "cold_start.gate critic.discount critic.trace_decay",
   ),
   ("1 or more", lambda x: 1 <= x < math.inf, "objective.mismatch_cap"),
+  (
+    "more than 0, or -1 for the method's own",
+    lambda x: x == -1 or 0 < x < math.inf,
+    "objective.cap objective.tau_positive objective.tau_negative",
+  ),
   (
     "0 for none, or more than 1",
     lambda x: x == 0 or 1 < x < math.inf,
@@ -47,12 +51,15 @@ _RANGES = (
     lambda x: x == -1 or 0 <= x < 1,
     "objective.router_shift_floor",
   ),
-  ("0 or more, under 1", lambda x: 0 <= x < 1, "optim.b1 optim.b2"),
+  (
+    "0 or more, under 1",
+    lambda x: 0 <= x < 1,
+    "optim.b1 optim.b2 objective.mismatch_floor",
+  ),
   (
     "0 or more, or -1 for the method's own",
     lambda x: x == -1 or 0 <= x < math.inf,
-    "objective.clip_low objective.clip_high objective.cap "
-    "objective.tau_positive objective.tau_negative",
+    "objective.clip_low objective.clip_high",
   ),
 )
 
@@ -70,22 +77,29 @@ _CHOICES = {
   "objective.replay": ("none", "r2", "r3"),
 }
 
-# A key that is set, what it needs, and why.
+# A key of the objective, whether it suits the others, and what would.
 _NEEDS = (
   (
     "mismatch",
-    lambda c: c.old_logps == "recompute",
+    lambda c: c.mismatch == "none" or c.old_logps == "recompute",
     "'none' with objective.old_logps='sampler', whose weights would all be 1",
   ),
   (
     "reference_every",
-    lambda c: c.kl_coef > 0,
+    lambda c: not c.reference_every or c.kl_coef > 0,
     "0 with objective.kl_coef=0, where there is no reference to sync",
   ),
   (
     "dual_clip",
-    lambda c: c.name not in ("gmpo", "rspo", "cispo", "sapo"),
+    lambda c: (
+      not c.dual_clip or c.name not in ("gmpo", "rspo", "cispo", "sapo")
+    ),
     "0 with a method that does not clip a ratio against its advantage",
+  ),
+  (
+    "router_shift_floor",
+    lambda c: c.name != "rspo" or c.router_shift_floor != 0,
+    "more than 0 with objective.name='rspo', which is 'gmpo' without",
   ),
 )
 
@@ -120,8 +134,19 @@ def _check_together(config):
   """What makes no sense beside another value."""
   c = config.objective
   for key, good, expected in _NEEDS:
-    if c[key] not in ("none", 0) and not good(c):
+    if not good(c):
       raise UserError(f"objective.{key}={c[key]!r}: expected {expected}")
+  if c.name == "ppo" and config.data.refill_rounds > 1:
+    raise UserError(
+      f"data.refill_rounds={config.data.refill_rounds}: expected 1 with "
+      "objective.name='ppo', whose critic learns from equal rewards, too"
+    )
+  for begin, _ in config.data.stages:
+    if begin > config.num_steps:
+      raise UserError(
+        f"data.stages: one begins at iteration {begin}, after the last, "
+        f"num_steps={config.num_steps}"
+      )
 
 
 def _get(config, key):

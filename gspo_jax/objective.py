@@ -102,7 +102,7 @@ def policy_loss(
   if not objective.instruments:
     metrics = {k: x for k, x in metrics.items() if k not in DISTRIBUTIONS}
   elif routes is not None:
-    metrics |= _moved(scored, rows)
+    metrics |= _moved(scored, rows, objective.replay)
   return Mean(total, own["loss/policy"].count), metrics
 
 
@@ -134,15 +134,15 @@ def _rows_first(x: jax.Array) -> jax.Array:
   return x.swapaxes(0, 1)
 
 
-def _moved(scored: TokenLogprobs, rows: Rollout) -> Metrics:
+def _moved(scored: TokenLogprobs, rows: Rollout, replay: bool) -> Metrics:
   """How far the routers went from the old policy's."""
   mask = rows.response_mask
-  flips = routing.flips(_rows_first(scored.experts), rows.experts, mask)
   moved = routing.shift(_rows_first(scored.router_logps), rows.router_logps)
   count = mask.sum(dtype=jnp.float32)
   ratio = jnp.where(mask, jnp.exp(-moved), 0.0).sum()
-  return {
-    "moe/expert_flip_rate": routing.over_layers(flips),
-    "moe/layer_flip_rate": flips,
-    "moe/router_shift_ratio": Mean(ratio, count),
-  }
+  metrics = {"moe/router_shift_ratio": Mean(ratio, count)}
+  if not replay:  # else the experts are the old ones, whatever the routers say
+    flips = routing.flips(_rows_first(scored.experts), rows.experts, mask)
+    metrics["moe/expert_flip_rate"] = routing.over_layers(flips)
+    metrics["moe/layer_flip_rate"] = flips
+  return metrics

@@ -1,7 +1,7 @@
 """The program of a run: the jitted functions that a config and a mesh make.
 
 Training, planning and benchmarks take them from here, so that what is planned
-or timed is what runs. Below this file nothing knows of ConfigDict.
+or timed is what runs. Below settings.py nothing knows of ConfigDict.
 """
 
 import dataclasses
@@ -43,8 +43,10 @@ _OFFLOADED = (
 )
 
 
-# What `rollout.score` measures of the routing beyond the load's maximum.
+# What `rollout.score` measures beyond the noise floor and the load's maximum.
 _INSTRUMENTS = (
+  "mismatch/sequence_gap",
+  "mismatch/token_gap",
   "moe/layer_load_max",
   "moe/layer_router_entropy",
   "moe/router_entropy",

@@ -3,8 +3,8 @@
 DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2). A group whose answers all
 earn the same has no advantage and teaches nothing, so further batches are drawn
 until one is full of groups that do. Departures:
-  1. A budget ends it. Groups of equal rewards then fill the batch up: they add
-     nothing to the gradient, and it keeps its shape.
+  1. A budget ends it. Groups of equal rewards then fill the batch up, without
+     advantage, and it keeps its shape.
   2. The rewards decide, and not the verdict alone: with overlong shaping, all
      right answers of a group may still differ, and it is kept.
 """
@@ -90,7 +90,8 @@ def report(kept: Draw, drawn: list[Cost]) -> dict[str, float]:
     "refill/groups_drawn": len(drawn) * groups,
     "refill/groups_discarded": (len(drawn) - 1) * groups,
     "refill/tokens_drawn": tokens,
-    "refill/tokens_discarded": 1 - int(kept.samples.lengths.sum()) / tokens,
+    "refill/tokens_discarded_share": 1
+    - int(kept.samples.lengths.sum()) / tokens,
     "refill/reward": float(first.total.mean()),
     "refill/mixed_groups": float(mixed(first).mean()),
   }

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gspo_jax import model, routing
 from gspo_jax.logprobs import TokenLogprobs, token_logprobs
-from gspo_jax.losses import Mean, Metrics
+from gspo_jax.losses import Histogram, Mean, Metrics
 from gspo_jax.sampler import Prompts, Samples
 from gspo_jax.sharding import constrain_rows
 
@@ -166,7 +166,7 @@ def _score_all(params, cfg, batch: Rollout, micro_rows, temperature):
     Its result with rows on the first axis and layers on the second, without
     `dropped`; and those dropped in all, None for a dense model.
   """
-  B, R = batch.response_mask.shape
+  R = batch.response_mask.shape[1]
   rows_first = lambda x: x.swapaxes(0, 1)
 
   def score_rows(rows: Rollout):
@@ -186,11 +186,9 @@ def _score_all(params, cfg, batch: Rollout, micro_rows, temperature):
     by_layer = jax.tree.map(rows_first, by_layer)
     return TokenLogprobs(*scored[:2], *by_layer), scored.dropped
 
-  cut = lambda x: x.reshape(B // micro_rows, micro_rows, *x.shape[1:])
-  cuts = constrain_rows(jax.tree.map(cut, batch), axis=1)
-  scored, dropped = jax.lax.map(score_rows, cuts)
-  scored = jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), scored)
-  return scored, jax.tree.map(lambda x: x.sum(dtype=jnp.float32), dropped)
+  scored, dropped = _in_micro_batches(score_rows, batch, micro_rows)
+  dropped = jax.tree.map(lambda x: x.sum(dtype=jnp.float32), dropped)
+  return _join(scored), dropped
 
 
 def _mean(x, mask) -> Mean:
@@ -198,13 +196,16 @@ def _mean(x, mask) -> Mean:
 
 
 def _noise_floor(recomputed_BR, sampled_BR, mask_BR) -> Metrics:
-  """Gap of recomputed and sampled log-probs, per token and per sequence."""
+  """Recomputed less sampled log-probs, per token and per sequence."""
   gap_BR = jnp.where(mask_BR, recomputed_BR - sampled_BR, 0.0)
   lengths_B = mask_BR.sum(1)
   gap_B = gap_BR.sum(1) / jnp.maximum(lengths_B, 1)
+  answered_B = lengths_B > 0
   return {
     "mismatch/token_abs_mean": _mean(jnp.abs(gap_BR), mask_BR),
-    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_B), lengths_B > 0),
+    "mismatch/token_gap": Histogram.of(gap_BR, mask_BR),
+    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_B), answered_B),
+    "mismatch/sequence_gap": Histogram.of(gap_B, answered_B),
   }
 
 
@@ -255,14 +256,18 @@ def appraise(
       said["values"] = values(rows)
     return said
 
-  said = _by_micro_batch(of_rows, rollout, micro_rows)
+  said = _join(_in_micro_batches(of_rows, rollout, micro_rows))
   return dataclasses.replace(rollout, **said)
 
 
-def _by_micro_batch(function, rollout: Rollout, micro_rows: int):
-  """`function` of all rows, a few at a time; rows lead in what it gives."""
+def _in_micro_batches(function, rollout: Rollout, micro_rows: int):
+  """`function` of a few rows at a time: leaves [B / micro_rows, ...]."""
   B = rollout.tokens.shape[0]
   cut = lambda x: x.reshape(B // micro_rows, micro_rows, *x.shape[1:])
   cuts = constrain_rows(jax.tree.map(cut, rollout), axis=1)
-  join = lambda x: x.reshape(B, *x.shape[2:])
-  return jax.tree.map(join, jax.lax.map(function, cuts))
+  return jax.lax.map(function, cuts)
+
+
+def _join(tree):
+  """Leaves [n, micro_rows, ...] as rows again."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)

@@ -58,7 +58,9 @@ def load_max(experts: jax.Array, mask: jax.Array, num_experts: int) -> Mean:
   """
   # Compared and summed: a TPU would scatter one number at a time.
   here_BLRk = predicting(experts, mask.shape[1])
-  here_BLRkE = here_BLRk[..., None] == jnp.arange(num_experts)
+  # In the experts' own small type: this is the largest array of a scoring pass.
+  every = jnp.arange(num_experts, dtype=experts.dtype)
+  here_BLRkE = here_BLRk[..., None] == every
   here_BLRkE &= mask[:, None, :, None, None]
   load_LE = here_BLRkE.sum((0, 2, 3), dtype=jnp.float32)
   busiest_L = load_LE.max(1) / jnp.maximum(load_LE.mean(1), 1e-9)

@@ -100,10 +100,6 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     run = hosts.together(lambda: _prepare(config, workdir, mesh))
     hosts.require_same(flatten({"config": _plain(config)} | run.identity))
     hosts.require_shared(run.workdir)
-    if hosts.first():
-      (run.workdir / "run_config.json").write_text(
-        json.dumps(_plain(config), indent=2)
-      )
     checkpoints = Checkpoints(
       run.workdir / "checkpoints",
       every=config.checkpoint.every,
@@ -120,6 +116,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       state = _start(run, curriculum, checkpoints, preemption)
       if state is None:
         return None
+      hosts.together(lambda: _note_config(run))
       return _train(run, state, curriculum, checkpoints, preemption)
 
 
@@ -131,6 +128,11 @@ def _prepare(config, workdir, mesh) -> Run:
     "seed": config.seed,
     "data": {"fingerprint": _fingerprint(questions.stages)},
   }
+  # What a state holds besides; a state of an earlier version holds neither.
+  if functions.abstract.reference is not None:
+    identity["a reference (objective.kl_coef)"] = True
+  if functions.abstract.critic is not None:
+    identity["a critic (objective.name='ppo')"] = True
   return Run(
     config=config,
     workdir=epath.Path(workdir),
@@ -216,6 +218,15 @@ def _start(run, curriculum, checkpoints, preemption) -> TrainState | None:
     hosts.say("SIGTERM: cold start saved; the same command resumes")
     return None
   return run.program.begin(imitated.params)
+
+
+def _note_config(run) -> None:
+  """run_config.json: the config of the run that goes on from here."""
+  if hosts.first():
+    path = run.workdir / "run_config.json"
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(_plain(run.config), indent=2) + "\n")
+    temporary.replace(path)
 
 
 def _plain(config: ConfigDict) -> dict:
@@ -364,7 +375,7 @@ def _iterate(run, state, curriculum, step):
   tick()
   functions.check_compiled_once()
 
-  row |= _rollout_row(marks, samples) | _time_row(clock, drawn)
+  row |= _rollout_row(marks, samples, drawn) | _time_row(clock, drawn)
   if rounds > 1:
     row |= refill.report(kept, drawn)
   if config.data.history:
@@ -376,7 +387,7 @@ def _iterate(run, state, curriculum, step):
   return state, row, distributions, shown
 
 
-def _rollout_row(marks: answer.Marks, samples) -> dict[str, float]:
+def _rollout_row(marks: answer.Marks, samples, drawn) -> dict[str, float]:
   lengths, finish, steps = hosts.fetch(
     (samples.lengths, samples.finish, samples.steps)
   )
@@ -384,19 +395,24 @@ def _rollout_row(marks: answer.Marks, samples) -> dict[str, float]:
   return {
     "reward/mean": float(marks.total.mean()),
     **{f"reward/{name}": float(part.mean()) for name, part in parts.items()},
-    # Groups of equal rewards have no advantage, and teach nothing.
+    # Groups of equal rewards have no advantage: only a penalty moves them.
     "reward/mixed_groups": float((np.ptp(marks.total, axis=1) > 0).mean()),
     "reward/failed": float(marks.failed.mean()),
     "response/length": float(lengths.mean()),
     "response/truncated": float((finish == TRUNCATED).mean()),
     # What is missing to 1 are decode steps spent on rows that had ended.
-    "response/useful_steps": float(lengths.mean() / steps),
+    "response/useful_steps": _drawn(drawn) / (len(lengths) * int(steps)),
   }
+
+
+def _drawn(drawn) -> int:
+  """Tokens of all answers, also of those that were discarded."""
+  return sum(int(cost.tokens) for cost in drawn)
 
 
 def _time_row(clock, drawn) -> dict[str, float]:
   generate, score, update = np.diff(clock)
-  tokens, whole = sum(int(d.tokens) for d in drawn), clock[-1] - clock[0]
+  tokens, whole = _drawn(drawn), clock[-1] - clock[0]
   return {
     "time/generate": generate,
     "time/score": score,

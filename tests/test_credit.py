@@ -51,12 +51,25 @@ def test_groups_are_compared(rollout):
 
 
 def test_k1_is_taken_off_the_reward(rollout):
-  out = credit.assign(rollout, REWARDS, FINISH, credit=Credit(2, kl_coef=0.1))
+  raw = Credit(2, normalize_std=False, kl_coef=0.1)
+  out = credit.assign(rollout, REWARDS, FINISH, credit=raw)
   gap = np.nansum(rollout.old_logps - rollout.reference_logps, axis=1)
   paid = (np.asarray(REWARDS) - 0.1 * gap).reshape(2, 2)
-  expected = np.asarray(group_relative_advantages(paid)).ravel()
-  np.testing.assert_allclose(out.advantages, expected, atol=1e-5)
-  assert abs(expected[2]) > 0.5  # rewards were equal there, divergences not
+  expected = group_relative_advantages(paid, normalize_std=False)
+  np.testing.assert_allclose(out.advantages, expected.ravel(), atol=1e-6)
+  assert np.all(out.advantages != 0)  # the second group's rewards are equal
+
+
+def test_k1_is_as_loud_whatever_the_rewards_spread(rollout):
+  """An equal group's divergences are not blown up to advantages of 1."""
+  with_fee = Credit(2, kl_coef=1e-3)
+  out = credit.assign(rollout, REWARDS, FINISH, credit=with_fee)
+  plain = credit.assign(rollout, REWARDS, FINISH, credit=Credit(2))
+  gap = np.nansum(rollout.old_logps - rollout.reference_logps, axis=1)
+  gap = gap.reshape(2, 2) - gap.reshape(2, 2).mean(1, keepdims=True)
+  np.testing.assert_allclose(
+    plain.advantages - out.advantages, 1e-3 * gap.ravel(), atol=1e-6
+  )
 
 
 @pytest.mark.parametrize("trace_decay", [None, 0.9])

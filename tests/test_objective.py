@@ -140,8 +140,25 @@ def test_replay_goes_where_the_old_policy_went(cfg, params, rows):
   _, free = plain(Objective(losses.grpo_loss))
   _, bound = plain(Objective(losses.grpo_loss, replay=True))
   assert free["moe/expert_flip_rate"].value() > 0
-  assert bound["moe/expert_flip_rate"].value() == 0
+  # The experts are the old ones then, so flips would say nothing.
+  assert "moe/expert_flip_rate" not in bound
+  assert "moe/layer_flip_rate" not in bound
+  shifted = bound["moe/router_shift_ratio"].value()
+  assert 0 < shifted < 1
   assert bound["kl/old_new"].value() != free["kl/old_new"].value()
+
+
+def test_log_probs_are_of_the_tempered_distribution(cfg, params, rows):
+  """At the sampler's temperature a policy's own log-probs give ratio 1."""
+  own = score(params, cfg, rows, temperature=0.7).logps
+  rows = dataclasses.replace(rows, old_logps=own)
+  chosen = Objective(losses.grpo_loss)
+  _, metrics = policy_loss(
+    params, rows, cfg=cfg, objective=chosen, temperature=0.7
+  )
+  assert metrics["ratio/token_std"].value() < 1e-5
+  _, metrics = evaluate(params, rows, cfg, chosen)
+  assert metrics["ratio/token_std"].value() > 0.1
 
 
 def test_instruments_agree_with_one_another(cfg, params, rows):

@@ -1,13 +1,16 @@
 """The program of a config: what it refuses, and where its arrays lie."""
 
+import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from gspo_jax import program, sharding
 from gspo_jax.errors import UserError
+from gspo_jax.logprobs import token_logprobs
 from gspo_jax.sampler import Prompts
 
 
@@ -52,3 +55,92 @@ def test_generate_splits_caches_weights_and_logits(debug_config):
   assert "f32[2,64,128]" in decoding  # two experts of eight
   assert "f32[64,65]" in decoding  # a quarter of the vocabulary of 258
   assert "258]" not in decoding
+
+
+def iteration(run, state, step):
+  """What an iteration makes of made-up prompts and rewards."""
+  rng = np.random.default_rng(step)
+  tokens = rng.integers(0, 256, (4, 8)).astype(np.int32)
+  asked = Prompts(tokens, np.full(4, 8, np.int32))
+  samples = run.generate(state.params, asked, jax.random.key(step))
+  rollout, _ = run.score(state.params, asked, samples)
+  rollout = run.appraise(state, rollout)
+  rewards = rng.standard_normal(16).astype(np.float32)
+  rollout = run.assign(rollout, rewards, samples.finish)
+  kept = jax.device_get(rollout)
+  state, metrics = run.update(state, rollout, jax.random.key(step))
+  return kept, state, metrics
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_reference_stays_or_follows(debug_config, every):
+  debug_config.objective.update({"kl_coef": 0.1, "reference_every": every})
+  debug_config.sampler.temperature = 0.7
+  run = program.build(debug_config, sharding.make_mesh(jax.devices()[:1]))
+  state = run.begin(run.init(jax.random.key(0)))
+  before = policies = [jax.device_get(state.params)]
+  for step in (1, 2, 3):
+    kept, state, metrics = iteration(run, state, step)
+    policies = [*policies, jax.device_get(state.params)]
+    R = kept.response_mask.shape[1]
+    # The policy of before the first iteration, or of after the second.
+    reference = policies[2] if every and step == 3 else before[0]
+    expected = token_logprobs(
+      reference,
+      run.cfg,
+      kept.tokens,
+      kept.positions,
+      kept.mask,
+      response_length=R,
+      temperature=0.7,
+    ).logps
+    mask = kept.response_mask
+    np.testing.assert_allclose(
+      kept.reference_logps[mask], expected[mask], atol=1e-5
+    )
+    assert metrics["kl/reference"].value() > 0
+  follows = policies[2] if every else before[0]
+  jax.tree.map(np.testing.assert_array_equal, state.reference, follows)
+
+
+def test_a_critic_learns_by_its_own_rate(debug_config):
+  debug_config.objective.name = "ppo"
+  debug_config.critic.learning_rate = 1e-9
+  run = program.build(debug_config, sharding.make_mesh(jax.devices()[:1]))
+  state = run.begin(run.init(jax.random.key(0)))
+  critic = jax.device_get(state.critic.params)
+  policy = jax.device_get(state.params)
+  kept, state, _ = iteration(run, state, 1)
+  assert kept.advantages.shape == kept.old_logps.shape
+  change = lambda a, b: max(
+    float(np.abs(x - y).max())
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  )
+  assert 0 < change(critic, state.critic.params) < 1e-7
+  assert change(policy, state.params) > 1e-5
+
+
+def test_what_no_update_reads_is_not_kept(debug_config):
+  def scored(**objective):
+    debug_config.objective.update(objective)
+    run = program.build(debug_config, sharding.make_mesh(jax.devices()[:1]))
+    shape = jax.ShapeDtypeStruct
+    prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    samples = run.generate.lower(run.abstract.params, prompts, key).out_info
+    rollout, metrics = run.score.lower(
+      run.abstract.params, prompts, samples
+    ).out_info
+    fields = dataclasses.asdict(rollout)
+    return {k for k, x in fields.items() if x is not None}, set(metrics)
+
+  routing = {"experts", "router_logps"}
+  kept, measured = scored()
+  assert routing <= kept
+  assert "moe/layer_load_max" in measured
+  debug_config.log.instruments = False
+  kept, measured = scored()
+  assert not routing & kept
+  assert "moe/layer_load_max" not in measured
+  assert scored(replay="r2")[0] & routing == {"experts"}
+  assert routing <= scored(replay="none", name="rspo")[0]

@@ -166,7 +166,7 @@ def test_the_cost_is_told():
   ]
   assert told["refill/tokens_drawn"] == 3 * sum(each)
   kept_tokens = sum(n % 10 + 1 for n in kept.samples.tokens[:, 0].tolist())
-  assert told["refill/tokens_discarded"] == pytest.approx(
+  assert told["refill/tokens_discarded_share"] == pytest.approx(
     1 - kept_tokens / (3 * sum(each))
   )
   assert told["refill/rounds"] == 3

@@ -74,12 +74,39 @@ def test_k1_goes_into_the_reward_and_not_into_the_loss(debug_config):
     ({"kl_coef": -1.0}, "objective.kl_coef=-1.0: expected 0 or more"),
     ({"router_shift_floor": 1.5}, "router_shift_floor=1.5: expected 0 for"),
     ({"mismatch_cap": 0.5}, "mismatch_cap=0.5: expected 1 or more"),
+    ({"mismatch_floor": 1.0}, "mismatch_floor=1.0: expected 0 or more, under"),
+    ({"cap": 0.0}, "objective.cap=0.0: expected more than 0"),
+    (
+      {"name": "rspo", "router_shift_floor": 0.0},
+      "router_shift_floor=0.0: expected more than 0 with .*'rspo'",
+    ),
   ],
 )
 def test_what_makes_no_sense_is_told_at_the_start(debug_config, changes, words):
   debug_config.objective.update(changes)
   with pytest.raises(UserError, match=words):
     build(debug_config)
+
+
+def test_a_critic_has_no_use_for_refill(debug_config):
+  debug_config.objective.name = "ppo"
+  debug_config.data.refill_rounds = 2
+  with pytest.raises(UserError, match="refill_rounds=2: expected 1 with"):
+    build(debug_config)
+
+
+def test_a_stage_begins_before_the_end(debug_config):
+  debug_config.data.stages = ((5, "jsonl:x"),)
+  with pytest.raises(UserError, match="begins at iteration 5, after the last"):
+    build(debug_config)
+
+
+def test_what_a_config_says_of_credit_arrives(debug_config):
+  debug_config.objective.update({"name": "ppo", "zero_truncated": True})
+  debug_config.critic.update({"discount": 0.5, "trace_decay": 0.25})
+  credit = settings.credit_of(debug_config)
+  assert credit.zero_truncated
+  assert (credit.discount, credit.trace_decay) == (0.5, 0.25)
 
 
 @pytest.mark.parametrize(

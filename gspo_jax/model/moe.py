@@ -132,12 +132,13 @@ def route(logits_ME, cfg: ModelConfig, routes_Mk=None):
 
   The experts are the routes, or where there are none the k likeliest.
   """
-  probs_ME = jax.nn.softmax(logits_ME)
-  if routes_Mk is None:
-    weights_Mk, experts_Mk = jax.lax.top_k(probs_ME, cfg.experts_per_token)
-  else:
+  if routes_Mk is not None:
     experts_Mk = routes_Mk.astype(jnp.int32)
-    weights_Mk = _at(probs_ME, experts_Mk)
+    if cfg.norm_topk_prob:  # dividing could be 0 / 0: routes may be unlikely
+      return jax.nn.softmax(_at(logits_ME, experts_Mk)), experts_Mk
+    return _at(jax.nn.softmax(logits_ME), experts_Mk), experts_Mk
+  probs_ME = jax.nn.softmax(logits_ME)
+  weights_Mk, experts_Mk = jax.lax.top_k(probs_ME, cfg.experts_per_token)
   if cfg.norm_topk_prob:
     weights_Mk /= weights_Mk.sum(-1, keepdims=True)
   return weights_Mk, experts_Mk
