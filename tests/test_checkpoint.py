@@ -489,3 +489,33 @@ def test_a_reader_makes_no_folder(tmp_path):
   with pytest.raises(UserError, match="no such folder"):
     Checkpoints(tmp_path / "runs")
   assert not (tmp_path / "runs").exists()
+
+
+def test_a_state_from_before_a_field_was_added(tmp_path):
+  """A field that is None holds nothing: its name need not be there."""
+
+  @functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["a"], meta_fields=[]
+  )
+  @dataclasses.dataclass
+  class Before:
+    a: jax.Array
+
+  @functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=[]
+  )
+  @dataclasses.dataclass
+  class Now:
+    a: jax.Array
+    b: jax.Array | None = None
+
+  with Checkpoints(tmp_path, every=1, keep=1) as checkpoints:
+    checkpoints.save(1, Before(jnp.arange(3.0)), {})
+  abstract = Now(jax.ShapeDtypeStruct((3,), jnp.float32))
+  with Checkpoints(tmp_path, every=1, keep=1) as checkpoints:
+    restored = checkpoints.restore(abstract, lambda *_: None)
+    assert restored.state.b is None
+    np.testing.assert_array_equal(restored.state.a, [0, 1, 2])
+    wanted = Now(abstract.a, abstract.a)
+    with pytest.raises(UserError, match="leaf 'b' is absent"):
+      checkpoints.restore(wanted, lambda *_: None)

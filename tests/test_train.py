@@ -85,18 +85,22 @@ def rows(workdir):
   ]
 
 
-def final_state(workdir):
+def final_state(workdir, kl_coef=0.0):
   """The arrays of the last checkpoint, verified as a resume would."""
   mesh = sharding.make_mesh(jax.devices()[:1])
-  abstract = program.build(tiny_cpu.get_config("debug"), mesh).abstract
+  config = tiny_cpu.get_config("debug")
+  config.objective.kl_coef = kl_coef
+  abstract = program.build(config, mesh).abstract
   with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
     restored = checkpoints.restore(abstract, lambda *_: None)
   return restored.step, jax.tree.leaves(restored.state)
 
 
-def assert_same_run(workdir, reference):
+def assert_same_run(workdir, reference, kl_coef=0.0):
   assert rows(workdir) == rows(reference)
-  (step, state), (last, expected) = map(final_state, (workdir, reference))
+  (step, state), (last, expected) = (
+    final_state(folder, kl_coef) for folder in (workdir, reference)
+  )
   assert step == last == STEPS
   for a, b in zip(state, expected, strict=True):
     np.testing.assert_array_equal(a, b)  # bit for bit
@@ -145,6 +149,34 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(
   assert "resumed after step 2" in out
   assert "cold start" not in out
   assert_same_run(tmp_path, reference[0])
+
+
+def test_all_that_can_be_added_resumes_too(start, tmp_path):
+  """A synced reference, replay, weights, refill and history, in two parts."""
+  flags = {
+    "objective__name": "grpo",
+    "objective__kl_coef": 0.1,
+    "objective__reference_every": 2,
+    "objective__mismatch": "tis_token",
+    "objective__replay": "r3",
+    "data__refill_rounds": 2,
+    "data__history": True,
+    "cold_start__steps": 50,
+  }
+  finish(start(tmp_path / "whole", **flags))
+  finish(start(tmp_path / "parts", **flags | {"num_steps": 2}))
+  out = finish(start(tmp_path / "parts", **flags))
+  assert "resumed after step 2" in out
+  assert_same_run(tmp_path / "parts", tmp_path / "whole", kl_coef=0.1)
+  config = json.loads((tmp_path / "parts/run_config.json").read_text())
+  assert config["num_steps"] == STEPS
+
+
+def test_a_refused_start_leaves_the_config_alone(start, reference, tmp_path):
+  shutil.copytree(reference[0], tmp_path / "run")
+  finish(start(tmp_path / "run", seed=7), code=2)
+  config = json.loads((tmp_path / "run/run_config.json").read_text())
+  assert config["seed"] == 0
 
 
 def kill_at(process, text):
