@@ -66,7 +66,8 @@ class Run(NamedTuple):
     scorer: the processes that reward answers.
     sources: questions.
     held_out: `eval.prompts` of the held-out questions, as one batch.
-    identity: what a checkpoint must agree with to be of this run.
+    identity: what a checkpoint, and a cold start, must agree with to be of
+      this run.
     keys: of everything random.
   """
 
@@ -128,11 +129,6 @@ def _prepare(config, workdir, mesh) -> Run:
     "seed": config.seed,
     "data": {"fingerprint": _fingerprint(questions.stages)},
   }
-  # What a state holds besides; a state of an earlier version holds neither.
-  if functions.abstract.reference is not None:
-    identity["a reference (objective.kl_coef)"] = True
-  if functions.abstract.critic is not None:
-    identity["a critic (objective.name='ppo')"] = True
   return Run(
     config=config,
     workdir=epath.Path(workdir),
@@ -203,7 +199,7 @@ def _fingerprint(stages: Sequence[Stage]) -> str:
 
 def _start(run, curriculum, checkpoints, preemption) -> TrainState | None:
   """The last good checkpoint, else a fresh policy after its cold start."""
-  accept = lambda _, found: match(run.identity, found, "checkpoint")
+  accept = lambda _, found: match(_identity(run), found, "checkpoint")
   restored = checkpoints.restore(run.program.abstract, accept)
   if restored is not None:
     curriculum.set_state(restored.metadata["data"])
@@ -218,6 +214,16 @@ def _start(run, curriculum, checkpoints, preemption) -> TrainState | None:
     hosts.say("SIGTERM: cold start saved; the same command resumes")
     return None
   return run.program.begin(imitated.params)
+
+
+def _identity(run) -> dict:
+  """Of a state of RL, which may hold more than a cold start's."""
+  more, state = {}, run.program.abstract
+  if state.reference is not None:
+    more["a reference (objective.kl_coef)"] = True
+  if state.critic is not None:
+    more["a critic (objective.name='ppo')"] = True
+  return run.identity | more
 
 
 def _note_config(run) -> None:
@@ -297,7 +303,7 @@ def _train(
       last, stop = step == config.num_steps, preemption.reached()
       row["data/epochs"] = curriculum.epochs
       saved = {
-        "identity": run.identity,
+        "identity": _identity(run),
         "data": curriculum.get_state(),
         "config": _plain(config),
       }

@@ -130,9 +130,11 @@ def final_params(workdir):
   mesh = sharding.make_mesh(jax.devices()[:1])
   abstract = program.build(tiny_cpu.get_config("debug"), mesh).abstract
   with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
-    restored = checkpoints.restore(abstract, lambda *_: None)
+    restored = checkpoints.restore(
+      {"params": abstract.params}, lambda *_: None, part=True
+    )
   assert restored.step == STEPS
-  return jax.tree.leaves(restored.state.params)
+  return jax.tree.leaves(restored.state)
 
 
 def assert_same_run(workdir, reference, atol=1e-5):
@@ -183,6 +185,22 @@ def test_processes_do_what_one_does(
   assert_same_run(tmp_path, reference)
   if devices == 1:
     assert_same_samples(tmp_path, reference)
+
+
+@pytest.mark.slow
+def test_all_that_can_be_added_on_two_processes(launch, reference, tmp_path):
+  added = {
+    "cold_start__dir": reference / "cold_start",
+    "objective__kl_coef": 0.1,
+    "objective__reference_every": 2,
+    "objective__replay": "r3",
+    "data__refill_rounds": 3,
+    "data__history": True,
+  }
+  launch(1, tmp_path / "one", **added).finish()
+  launch(2, tmp_path / "two", **added).finish()
+  assert rows(tmp_path / "one")[1]["refill/rounds"] > 1
+  assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow
