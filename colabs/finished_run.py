@@ -1,11 +1,13 @@
 # %% [markdown]
 # # Reading a finished run
 #
-# A run leaves its numbers in `metrics.jsonl` and what it said now and then in
-# `samples/`; `python -m gspo_jax.evaluate` adds every answer to a question set.
-# Name your run's folder below and see its curves, its lengths, what was
-# clipped, which questions it solves, and its best and worst answers. Without
-# one, a small run is made first, in three minutes on two CPU cores.
+# A run leaves its numbers in `metrics.jsonl`, its histograms in
+# `distributions.jsonl` and what it said now and then in `samples/`;
+# `python -m gspo_jax.evaluate` adds every answer to a question set. Name your
+# run's folder below and see its curves, its lengths, what was clipped, which
+# questions it solves, and its best and worst answers. Without one, a small run
+# is made first, in three minutes on two CPU cores. Curves, histograms and
+# samples without a notebook, as one page: `python -m gspo_jax.report WORKDIR`.
 
 # %%
 # In Colab: upload a checkout, or mount a Drive that holds one, and name its
@@ -158,6 +160,47 @@ slowest = np.sort(np.sum([t[1] for t in times], axis=0))[-2:][0]
 seconds.set(title="Where does the time go?", ylabel="seconds an iteration")
 seconds.set(xlabel="iteration", ylim=(0, 1.3 * slowest))
 for axis in (reward, clip, ratio, seconds):
+  axis.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# Behind the spread of the ratios: `distributions.jsonl` counts log-ratios in
+# bins of a quarter of a decade, from 1e-6 to 10 on either side of 0. Over the
+# last tenth of the run, how far an update moved tokens and answers, and the gap
+# between trainer and sampler, who are the same policy: where the two are alike,
+# rounding is as large as what is learnt. Names that begin with `layer_` have a
+# number a layer instead.
+
+# %%
+lines = Path(WORKDIR, "distributions.jsonl").read_text().splitlines()
+head, *spreads = [json.loads(line) for line in lines]
+edges = np.array(head["edges"][1:-1], float)  # the outermost are infinite
+
+
+def shares(key):
+  """Of the bins between two edges, over the last tenth of the run."""
+  counts = [row[key] for row in spreads if key in row]
+  total = np.sum(counts[-max(1, len(counts) // 10) :], axis=0)
+  return total[1:-1] / total.sum()
+
+
+figure, axes = plt.subplots(1, 2, figsize=(13, 3.4))
+decades = np.arange(0, len(edges) // 2, 8)  # every second one
+places = [*decades, (len(edges) - 1) / 2, *(len(edges) - 1 - decades[::-1])]
+names = [f"{edges[i]:.0e}" for i in decades]
+names = [*names, "0", *(name[1:] for name in reversed(names))]
+for axis, unit, of in (
+  (axes[0], "token", "tokens"),
+  (axes[1], "sequence", "answers"),
+):
+  for key, label, colour in (
+    (f"mismatch/{unit}_gap", "trainer less sampler", "0.5"),
+    (f"ratio/{unit}_log", "new less old policy", "C0"),
+  ):
+    if any(key in row for row in spreads):  # not without log.instruments
+      axis.stairs(shares(key), color=colour, label=label, fill=True, alpha=0.5)
+  axis.set_xticks(places, names, fontsize=8)
+  axis.set(title=f"Log-ratios of {of}", xlabel="log-ratio", ylabel="share")
   axis.legend(fontsize=8)
 plt.show()
 

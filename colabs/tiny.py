@@ -88,7 +88,8 @@ for i in range(3):
 # ## The run
 #
 # The straight line of `gspo_jax/train.py`: draw answers, verify them, compare
-# within each group, update, and again. `workdir` holds all there is to keep.
+# within each group, update, and again. `workdir` holds all there is to keep;
+# `python -m gspo_jax.report WORKDIR` makes a page of it.
 
 # %%
 workdir = tempfile.mkdtemp()
@@ -151,7 +152,7 @@ prompts, problems = Prompts(batch["tokens"], batch["length"]), batch["problems"]
 def ask(params):
   """Samples, their texts, and who is right, [questions, answers]."""
   samples = functions.generate(params, prompts, jax.random.key(1))
-  read = answer.read(samples, problems, functions.tokenizer)
+  read = answer.read(samples, batch, functions.tokenizer)
   texts = [read[i].text for i in range(count * group)]
   right = [final_answer("", a.text, a.reference) for a in read.values()]
   return samples, texts, np.array(right).reshape(count, group)

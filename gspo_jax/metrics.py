@@ -5,12 +5,14 @@ them and divides; `Writer` puts the quotients where people and programs look:
 
   metrics.jsonl             {"step": 12, "reward/mean": 0.53, ...}
   distributions.jsonl       {"edges": [...]}, then as many counts less one, or
-                            a number a layer: {"step": 12, "name": [...], ...}
+                            a number a layer where the name begins with
+                            layer_: {"step": 12, "moe/layer_x": [...], ...}
   samples/step_000012.txt   what the policy was asked, answered, and earned
   tensorboard/              the same numbers and texts as events
 """
 
 import collections
+import contextlib
 import math
 import socket
 import struct
@@ -26,9 +28,16 @@ from etils import epath
 from tensorboardX import record_writer, summary
 from tensorboardX.proto import event_pb2
 
+from gspo_jax import sample_file
 from gspo_jax.errors import UserError
 from gspo_jax.losses import EDGES
-from gspo_jax.metrics_log import Log, line, open_logs, short_number
+from gspo_jax.metrics_log import (
+  Log,
+  counts_over_edges,
+  line,
+  open_logs,
+  short_number,
+)
 
 # The scalars of a stdout line: name, label, width and format.
 _COLUMNS = (
@@ -84,6 +93,7 @@ class Writer:
   ):
     self._active, self._total_steps = active, total_steps
     self._began, self._recent = time.monotonic(), collections.deque(maxlen=20)
+    self._logs: list[Log] = []
     if not active:
       return
     workdir = epath.Path(workdir)
@@ -91,6 +101,7 @@ class Writer:
     try:
       self._rows, self._distributions = open_logs(workdir, resume_step)
       self._events = _open_events(workdir / "tensorboard", resume_step)
+      self._logs = [self._rows, self._distributions, self._events]
     except UserError:
       raise
     except Exception as e:  # gcsfs has an HttpError that is no OSError
@@ -101,10 +112,9 @@ class Writer:
     return self
 
   def __exit__(self, *exception) -> None:
-    if self._active:
-      self._rows.close()
-      self._distributions.close()
-      self._events.close()
+    with contextlib.ExitStack() as closing:  # each, whatever another raises
+      for log in self._logs:
+        closing.callback(log.close)
 
   def write(
     self,
@@ -137,32 +147,29 @@ class Writer:
   ) -> None:
     """Rows of question, answer, reference, reward: a file, 3 of them to stdout.
 
-    Control characters are escaped: an answer is what a policy made up.
+    What was written before comes to a bucket with them.
     """
     if not self._active:
       return
-    text = ""
-    for i, (question, answer, reference, reward) in enumerate(rows, 1):
-      text += f"---- {i} of {len(rows)}, step {step}, reward {reward:g}\n"
-      for label, part in (("question", question), ("answer", answer)):
-        text += f"{label}:\n" + _printable(part, keep="\n\t") + "\n"
-      text += f"reference: {_printable(reference)}\n\n"
-      if i <= 3:
-        _say(
-          f"  reward {reward:g} | {_short(question, 32)} -> "
-          f"{_short(answer, 44)} | want {_short(reference, 12)}"
-        )
+    for question, answer, reference, reward in rows[:3]:
+      _say(
+        f"  reward {reward:g} | {_short(question, 32)} -> "
+        f"{_short(answer, 44)} | want {_short(reference, 12)}"
+      )
+    text = sample_file.write(step, rows)
     self._samples.mkdir(parents=True, exist_ok=True)
     (self._samples / f"step_{step:06d}.txt").write_bytes(text.encode())
     # TensorBoard reads Markdown: four spaces make it show the text as it is.
     code = summary.text("samples", textwrap.indent(text, "    "))
     self._events.append(_event(step=int(step), summary=code))
+    for log in self._logs:
+      log.send()
 
 
 def _histogram(name: str, values: Sequence[float]) -> dict[str, Any]:
   """Counts over EDGES, or a profile: the number of layer l from l to l + 1."""
   edges = np.arange(len(values) + 1.0)
-  if len(values) == len(EDGES) - 1:
+  if counts_over_edges(name, values, EDGES):
     edges = np.clip(EDGES, 2 * EDGES[1], 2 * EDGES[-2])
   counts = np.nan_to_num(np.asarray(values, float), posinf=0.0, neginf=0.0)
   # TensorBoard takes them for the outer edges of the outermost filled bins.
@@ -230,14 +237,8 @@ def _clock(seconds: float) -> str:
   return f"{hours}{minutes % 60:02}:{seconds:02}"
 
 
-def _printable(text: str, keep: str = "") -> str:
-  return "".join(
-    c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text
-  )
-
-
 def _short(text: str, width: int) -> str:
-  text, half = _printable(text), (width - 3) // 2
+  text, half = sample_file.printable(text), (width - 3) // 2
   return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
 
 

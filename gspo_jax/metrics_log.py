@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,17 +18,26 @@ from etils import epath
 from gspo_jax.errors import UserError
 from gspo_jax.losses import EDGES
 
+SEND_EVERY = 30.0  # seconds
+
 
 class Log:
-  """A file that grows, whole lines (or events) at a time."""
+  """A file that grows, whole lines (or events) at a time.
+
+  In a folder each of them is there at once. gcsfs opens "ab" as "wb"
+  (fsspec/gcsfs#533), so for a bucket the whole is held here and put again, MBs
+  late in a run: at an append `SEND_EVERY` after the last time, by `send` and by
+  `close`. A SIGKILL, or a host that vanishes, loses what came since; an
+  exception and a SIGTERM, which end in `close`, lose nothing.
+  """
 
   def __init__(self, path: epath.Path, kept: bytes):
-    # gcsfs opens "ab" as "wb" (fsspec/gcsfs#533): in a bucket the whole object
-    # is held here and put again at each append.
     self._bucket = path if "://" in str(path) else None
     if self._bucket:
       self._file = io.BytesIO()
-      self.append(kept)
+      self._file.write(kept)
+      self._waits = True
+      self.send()
     else:
       temporary = path.with_name(path.name + ".tmp")
       temporary.write_bytes(kept)
@@ -37,9 +47,18 @@ class Log:
     self._file.write(data)
     self._file.flush()
     if self._bucket:
+      self._waits = True
+      if time.monotonic() - self._sent >= SEND_EVERY:
+        self.send()
+
+  def send(self) -> None:
+    """Puts what waits into the bucket."""
+    if self._bucket and self._waits:
       self._bucket.write_bytes(self._file.getvalue())
+      self._sent, self._waits = time.monotonic(), False
 
   def close(self) -> None:
+    self.send()
     self._file.close()
 
 
@@ -102,6 +121,15 @@ def _rows_until(step: int, text: bytes, path: epath.Path, head: bytes) -> bytes:
           "object with a step; mend the line or move the file away"
         ) from e
   return b"".join(kept)
+
+
+def counts_over_edges(name: str, values: Sequence, edges: Sequence) -> bool:
+  """Whether it is a histogram's counts; else `layer_*`, a number a layer.
+
+  A model may have as many layers as a histogram has bins.
+  """
+  profile = name.rpartition("/")[2].startswith("layer_")
+  return len(values) == len(edges) - 1 and not profile
 
 
 def line(row: Mapping[str, Any]) -> bytes:

@@ -92,6 +92,8 @@ def _distributions(rng, moe):
   found = {
     "ratio/token_log": np.histogram(rng.normal(size=500) / 50, EDGES)[0],
     "ratio/sequence_log": np.histogram(rng.normal(size=64) / 2000, EDGES)[0],
+    "mismatch/token_gap": np.histogram(rng.normal(size=500) / 99, EDGES)[0],
+    "mismatch/sequence_gap": np.histogram(rng.normal(size=64) / 3000, EDGES)[0],
   }
   if moe:
     found["moe/layer_flip_rate"] = rng.uniform(0, 0.2, 6).round(4)

@@ -17,7 +17,7 @@ from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
 from tensorboardX.proto import event_pb2
 
-from gspo_jax import metrics
+from gspo_jax import metrics, metrics_log
 from gspo_jax.errors import UserError
 from gspo_jax.losses import EDGES, Histogram
 
@@ -222,6 +222,14 @@ def test_tensorboard_draws_counts_over_edges_and_layers_side_by_side(tmp_path):
   assert list(layers.bucket) == [0, 0.25, 0.5]
   assert list(layers.bucket_limit) == [1, 2, 3]
   assert (layers.min, layers.max) == (1, 3)  # what is filled
+
+
+def test_tensorboard_shows_as_many_layers_as_bins_as_layers(tmp_path):
+  layers = np.full(len(EDGES) - 1, 0.5)
+  with open_writer(tmp_path) as writer:
+    writer.write(1, {}, {"moe/layer_x": layers})
+  shown = shown_by_tensorboard(tmp_path)["moe/layer_x", 1]
+  assert list(shown.bucket_limit) == list(range(1, len(EDGES)))
 
 
 def test_resume_equals_uninterrupted(tmp_path):
@@ -488,6 +496,68 @@ def test_a_bucket_holds_the_same_as_a_folder(tmp_path, monkeypatch):
     "distributions.jsonl.1",
     "samples.1/step_000003.txt",
   } < contents(local)[0]
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+  """What is in an empty bucket, and a clock that stands until it is set."""
+  now = [1000.0]
+  Bucket.store.clear()
+  monkeypatch.setattr(type(backend.fsspec_backend), "fs", lambda *_: Bucket())
+  monkeypatch.setattr(metrics_log.time, "monotonic", lambda: now[0])
+  return now
+
+
+def steps_in_bucket(name="metrics.jsonl"):
+  rows = Bucket.store[f"/bucket/run/{name}"].getvalue().splitlines()
+  return [row["step"] for row in map(json.loads, rows) if "step" in row]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "distributions.jsonl"])
+def test_a_bucket_gets_rows_now_and_then(bucket, name):
+  with open_writer("gs://bucket/run") as writer:
+    for step, (seconds, seen) in enumerate(
+      ((0, []), (29, []), (1, [1, 2, 3]), (29, [1, 2, 3]), (40, [*range(1, 6)]))
+    ):
+      bucket[0] += seconds
+      writer.write(step + 1, {"x": 1.0}, {"x": [1.0]})
+      assert steps_in_bucket(name) == seen
+    writer.write(6, {"x": 1.0}, {"x": [1.0]})
+    writer.samples(6, [("q", "a", "r", 1.0)])  # and all that came before it
+    assert steps_in_bucket(name) == [*range(1, 7)]
+    writer.write(7, {"x": 1.0}, {"x": [1.0]})
+    assert steps_in_bucket(name) == [*range(1, 7)]
+  assert steps_in_bucket(name) == [*range(1, 8)]
+
+
+def test_a_bucket_gets_the_last_rows_of_a_run_that_fails(bucket):
+  def fail():
+    with open_writer("gs://bucket/run") as writer:
+      writer.write(1, {"x": 1.0})
+      raise FloatingPointError
+
+  with pytest.raises(FloatingPointError):
+    fail()
+  assert steps_in_bucket() == [1]
+
+
+class Remote(str):
+  """The path of a file in a bucket; `sent` is how many bytes, each time."""
+
+  def write_bytes(self, data):
+    self.__dict__.setdefault("sent", []).append(len(data))
+
+
+def test_a_long_run_puts_little_into_a_bucket(bucket):
+  path = Remote("gs://bucket/run/log")
+  log = metrics_log.Log(path, b"")
+  for _ in range(5000):
+    bucket[0] += 4.0  # seconds an iteration
+    log.append(b"x" * 2000)
+  log.close()
+  assert path.sent[-1] == 5000 * 2000
+  assert len(path.sent) < 1.1 * 5000 * 4 / 30
+  assert max(np.diff(path.sent)) <= 2000 * (30 / 4 + 1)
 
 
 def test_a_bucket_without_its_package_is_a_user_error(monkeypatch):

@@ -2,11 +2,12 @@
 
 import re
 
-from make_run import make_run
+import pytest
+from make_run import CONFIG, make_run
 
 from gspo_jax.report import run
 from gspo_jax.report.figures import of_subject, table
-from gspo_jax.report.subjects import Chart, Subject
+from gspo_jax.report.subjects import SUBJECTS, Chart, Subject
 
 SHARES = Subject("s", (Chart("Both", {"x/*": ""}, "%"),))
 
@@ -65,10 +66,58 @@ def test_the_table_has_the_ends_and_the_extremes(tmp_path):
   assert cells == ["3", "5", "−7", "20", "5"]
 
 
+SUBJECT_OF = {
+  "ratio/token_log": "How far",
+  "ratio/sequence_log": "How far",
+  "mismatch/token_gap": "Do sampler",
+  "mismatch/sequence_gap": "Do sampler",
+  "mismatch/token_abs_mean": "Do sampler",
+  "mismatch/sequence_abs_mean": "Do sampler",
+}
+
+
+def marked(*folders):
+  """The metrics beside which a clip range is drawn."""
+  these, found = runs(*folders), set()
+  for name, title in SUBJECT_OF.items():
+    subject = next(s for s in SUBJECTS if s.title.startswith(title))
+    others = {n for run in these for n in (*run.scalars, *run.spreads)} - {name}
+    figures, _, _ = of_subject(subject, these, others)
+    assert figures
+    if any('class="mark"' in figure.html for figure in figures):
+      found.add(name)
+  return found
+
+
+@pytest.mark.parametrize(
+  ("method", "unit"),
+  [("gspo", "sequence"), ("grpo", "token"), ("gmpo", "token"), ("sapo", "no")],
+)
+def test_a_clip_range_lies_beside_what_it_clips(tmp_path, method, unit):
+  asked = {"name": method, "clip_low": 2e-3, "clip_high": 3e-3}
+  config = {**CONFIG, "objective": asked}
+  folder = make_run(tmp_path / "a", 12, config=config)
+  expected = {name for name in SUBJECT_OF if f"/{unit}_" in name}
+  assert marked(folder) == expected
+  # Of several runs, curves alone, and where all have the same range.
+  same = make_run(tmp_path / "b", 12, config=config)
+  assert marked(folder, same) == {n for n in expected if "abs_mean" in n}
+  other = {**CONFIG, "objective": {"name": "dapo"}}
+  assert marked(folder, make_run(tmp_path / "c", 12, config=other)) == set()
+
+
+def test_a_mark_is_where_the_log_ratio_is_clipped(tmp_path):
+  """GRPO's 1 - 0.2 is a log-ratio of -0.223, and its size that on a curve."""
+  config = {**CONFIG, "objective": {"name": "grpo"}}
+  folder = make_run(tmp_path / "a", 12, config=config)
+  curve = Chart("x", {"mismatch/token_abs_mean": ""}, clips="token")
+  ((chart,), *_) = of_subject(Subject("s", (curve,)), runs(folder), set())
+  assert "clip low 0.223" in chart.html
+  assert "clip high 0.239" in chart.html
+
+
 def test_maps_and_outlines_of_one_run_outlines_of_several(tmp_path):
   folders = [make_run(tmp_path / n, 30) for n in "ab"]
-  from gspo_jax.report.subjects import SUBJECTS
-
   subject = next(s for s in SUBJECTS if "experts" in s.title)
   for these, maps in ((folders[:1], 1), (folders, 0)):
     figures, _, _ = of_subject(subject, runs(*these), set())

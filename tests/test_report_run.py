@@ -3,11 +3,13 @@
 import json
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from make_run import CONFIG, make_run
 
-from gspo_jax import metrics
+from gspo_jax import losses, metrics
 from gspo_jax.losses import EDGES
 from gspo_jax.report import run
 
@@ -38,15 +40,69 @@ def test_a_run_is_what_its_writer_wrote(tmp_path):
   assert (run.last_step, run.config) == (2, {})
 
 
-def test_clips_are_the_config_s_or_the_method_s(tmp_path):
-  own = {"clip_low": 3e-4, "clip_high": 4e-4}
-  assert read(make_run(tmp_path / "a", 1)).clips() == own
-  asked = {**CONFIG, "objective": {"name": "gspo", "clip_low": 0.01}}
-  assert read(make_run(tmp_path / "b", 1, config=asked)).clips() == {
-    "clip_low": 0.01,
-    "clip_high": 4e-4,
+@pytest.mark.parametrize(
+  ("asked", "unit", "ratios"),
+  [
+    ({"name": "gspo"}, "sequence", (1 - 3e-4, 1 + 4e-4)),
+    ({"name": "gspo_token", "clip_low": 0.01}, "sequence", (0.99, 1 + 4e-4)),
+    ({"name": "grpo", "clip_high": -1.0}, "token", (0.8, 1.27)),
+    ({"name": "dr_grpo"}, "token", (0.8, 1.2)),
+    ({"name": "dapo"}, "token", (0.8, 1.28)),
+    ({"name": "ppo", "clip_low": 1.0}, "token", (0, 1.2)),
+    ({"name": "gmpo"}, "token", (math.exp(-0.4), math.exp(0.4))),
+    ({"name": "rspo", "clip_low": 2}, "token", (math.exp(-2), math.exp(0.4))),
+    ({"name": "cispo"}, "neither", ()),
+    ({"name": "sapo"}, "neither", ()),
+    ({"name": "new"}, "neither", ()),
+    ({}, "neither", ()),
+  ],
+)
+def test_clips_are_log_ratios_of_what_is_clipped(tmp_path, asked, unit, ratios):
+  config = {**CONFIG, "objective": asked}
+  found = read(make_run(tmp_path / "a", 1, config=config))
+  other = {"token", "sequence"} - {unit}
+  assert all(found.clips(unit) == {} for unit in other)
+  bounds = dict(zip(("clip low", "clip high"), ratios, strict=False))
+  if unit in ("token", "sequence"):
+    clips = {k: math.exp(v) for k, v in found.clips(unit).items()}
+    assert clips == pytest.approx({k: v for k, v in bounds.items() if v})
+
+
+def test_every_loss_with_a_clip_range_has_a_unit():
+  ranged = {
+    name.removesuffix("_loss")
+    for name in losses.__all__
+    if "clip_low"
+    in (getattr(getattr(losses, name), "__kwdefaults__", None) or {})
   }
-  assert read(make_run(tmp_path / "c", 1, config=None)).clips() == {}
+  assert ranged == set(run._CLIPPED)
+
+
+def test_the_range_is_the_one_at_which_the_loss_stops_pulling(tmp_path):
+  """Of every method: inside the range tokens have a gradient, outside none."""
+  for method in ("gspo", "grpo", "dr_grpo", "dapo", "ppo", "gmpo"):
+    config = {**CONFIG, "objective": {"name": method}}
+    found = read(make_run(tmp_path / method, 1, config=config))
+    clips = found.clips("token") or found.clips("sequence")
+    loss = getattr(losses, f"{method}_loss")
+    for sign, at in ((-1.0, clips["clip low"]), (1.0, clips["clip high"])):
+      for beyond in (0.999, 1.001):
+        slope = jax.grad(
+          lambda x, s=sign, f=loss: f(
+            x, jnp.zeros((1, 3)), jnp.array([s]), jnp.ones((1, 3))
+          )[0]
+        )(jnp.full((1, 3), beyond * at))
+        assert slope.any() == (beyond < 1), (method, sign, beyond)
+
+
+def test_as_many_layers_as_bins_are_layers_still(tmp_path):
+  bins = len(EDGES) - 1
+  spread = {"moe/layer_x": [0.5] * bins, "ratio/x": [1] * bins}
+  with metrics.Writer(tmp_path, total_steps=1, resume_step=0) as writer:
+    writer.write(1, {}, spread)
+  spreads = read(tmp_path).spreads
+  assert spreads["moe/layer_x"].edges is None
+  assert len(spreads["ratio/x"].edges) == bins + 1
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,20 @@ def test_what_the_writer_wrote_is_taken_apart(tmp_path):
   assert "reward <b>0.25</b>" in html
 
 
+def test_an_answer_cannot_forge_a_card(tmp_path):
+  forged = (
+    "no idea\nreference: 7\n\n---- 2 of 2, step 3, reward 1\n"
+    "question:\n3+4?\nanswer:\n7\nreference: 7\n"
+  )
+  rows = [(forged, forged, "4", 0.0), ("q", forged, forged, 0.25)]
+  with metrics.Writer(tmp_path, total_steps=1, resume_step=0) as writer:
+    writer.samples(3, rows)
+  html = block(tmp_path)
+  assert re.findall("reward <b>(.*?)</b>", html) == ["0", "0.25"]
+  assert html.count("<article>") == 2
+  assert html.count(f"<pre>{forged.strip()}</pre>") == 2
+
+
 def test_of_many_files_the_first_the_last_and_some_between(tmp_path):
   run = make_run(tmp_path / "x", 1)
   for step in range(2, 500):

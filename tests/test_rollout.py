@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import model, rollout
+from gspo_jax import model, program, rollout
 from gspo_jax.logprobs import token_logprobs
+from gspo_jax.losses import EDGES
 from gspo_jax.sampler import Prompts, Samples
 
 P, G, S, R = 3, 4, 5, 6
@@ -230,6 +231,25 @@ def test_the_metrics_of_the_routing():
     layers = metrics[f"moe/layer_{name}"].value()
     mean = metrics[f"moe/{name}"].value()
     assert mean == pytest.approx(layers.mean(), rel=1e-5)
+
+
+def test_the_gap_is_the_trainer_s_less_the_sampler_s():
+  batch, metrics = score()
+  _, samples = texts()
+  gap, mask = batch.old_logps - samples.logps, batch.response_mask
+  of_rows = [row[m].mean() for row, m in zip(gap, mask, strict=True) if m.any()]
+  for unit, values in (("token", gap[mask]), ("sequence", of_rows)):
+    counts = metrics[f"mismatch/{unit}_gap"].value()
+    np.testing.assert_array_equal(counts, np.histogram(values, EDGES)[0])
+    mean = metrics[f"mismatch/{unit}_abs_mean"].value()
+    assert mean == pytest.approx(np.abs(values).mean(), rel=1e-5)
+
+
+def test_instruments_that_are_left_out_are_those_that_there_are():
+  _, metrics = score()
+  assert set(program._INSTRUMENTS) < set(metrics)
+  kept = {k: m for k, m in metrics.items() if k not in program._INSTRUMENTS}
+  assert all(np.ndim(metric.value()) == 0 for metric in kept.values())
 
 
 def test_a_dense_model_has_no_routing():

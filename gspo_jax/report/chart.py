@@ -12,6 +12,7 @@ from gspo_jax.report.scale import Scale, number, span
 WIDTH, HEIGHT = 400, 210
 LEFT, TOP, BOTTOM = 46, 12, 26
 _LABELS, _BARE = 98, 12  # the right margin, with and without labels in it
+COLOURS = 8  # of the page's lines, that can be told apart
 _DOTS = 40  # a line of fewer points shows them
 
 
@@ -61,7 +62,7 @@ def line_chart(
   y = span(
     np.concatenate([*seen, list(marks.values())]), HEIGHT - BOTTOM, TOP, log=log
   )
-  parts = [_grid(x, y, unit), *_marks(marks, x, y)]
+  parts = [grid(y, LEFT, right, unit), step_axis(x), *_marks(marks, x, y)]
   parts += [_path(line, x, y) for line in lines]
   if labels:
     parts += _end_labels(lines, right, y, unit)
@@ -93,19 +94,14 @@ def frame(title: str, svg: str, note: str) -> str:
   return f"<figure><figcaption>{escape(title)}</figcaption>{svg}{note}</figure>"
 
 
-def _grid(x: Scale, y: Scale, unit: str) -> str:
-  parts = []
+def grid(y: Scale, left: float, right: float, unit: str) -> str:
+  """Lines across, and the numbers of the vertical axis."""
+  parts, unit = [], "%" if unit == "%" else ""
   for tick in y.ticks(4):
     at = float(y(tick))
-    parts.append(
-      f'<path class="grid" d="M{x.start:.0f} {at:.1f}H{x.end:.0f}"/>'
-    )
-    parts.append(
-      text(
-        x.start - 6, at + 3.5, number(tick, "%" if unit == "%" else ""), "end"
-      )
-    )
-  return "".join(parts) + step_axis(x)
+    parts.append(f'<path class="grid" d="M{left} {at:.1f}H{right}"/>')
+    parts.append(text(left - 6, at + 3.5, number(tick, unit), "end"))
+  return "".join(parts)
 
 
 def step_axis(x: Scale) -> str:

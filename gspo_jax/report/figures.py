@@ -6,7 +6,7 @@ from html import escape
 import numpy as np
 
 from gspo_jax.report import heat
-from gspo_jax.report.chart import Figure, Line, line_chart
+from gspo_jax.report.chart import COLOURS, Figure, Line, line_chart
 from gspo_jax.report.curve import thin
 from gspo_jax.report.run import Run
 from gspo_jax.report.scale import number
@@ -18,7 +18,6 @@ from gspo_jax.report.subjects import (
   matched,
 )
 
-COLOURS = 8
 _POINTS = 240  # of a line, where one run has the page for itself
 
 
@@ -99,16 +98,16 @@ def _chart(chart: Chart, runs, title: str, found) -> Figure:
     note=chart.note,
     log=chart.log,
     labels=not several,
-    marks=_marks(runs) if chart.clips else {},
+    # The chart is of sizes.
+    marks={name: abs(at) for name, at in _marks(runs, chart.clips).items()},
     first_is_odd=chart.first_is_odd,
   )
 
 
-def _marks(runs: Sequence[Run]) -> dict[str, float]:
-  """The clip range, where all runs have the same."""
-  clips = [run.clips() for run in runs]
-  same = clips[0] if all(c == clips[0] for c in clips) else {}
-  return {key.replace("_", " "): value for key, value in same.items()}
+def _marks(runs: Sequence[Run], unit: str) -> dict[str, float]:
+  """The clip range of a unit, where all runs have the same."""
+  clips = [run.clips(unit) for run in runs]
+  return clips[0] if all(c == clips[0] for c in clips) else {}
 
 
 def _spreads(
@@ -117,13 +116,12 @@ def _spreads(
   names = {name for run in runs for name in run.spreads}
   found = matched(chart.metrics, names, taken)
   taken.update(found)
-  marks = _marks(runs) if chart.clips else {}
-  signed = {k: -v if k.endswith("low") else v for k, v in marks.items()}
+  marks = _marks(runs, chart.clips)
   figures = []
   for name, label in found.items():
     title = label if chart.metrics.get(name) or " " in label else name
     having = [(i, run) for i, run in enumerate(runs) if name in run.spreads]
-    figures += _spread(chart, name, title, having, signed, len(runs) == 1)
+    figures += _spread(chart, name, title, having, marks, len(runs) == 1)
   return figures
 
 

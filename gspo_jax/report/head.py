@@ -7,6 +7,7 @@ from html import escape
 import numpy as np
 
 from gspo_jax.identity import flatten
+from gspo_jax.report.chart import COLOURS
 from gspo_jax.report.run import Run
 from gspo_jax.report.scale import duration, number
 
@@ -99,7 +100,7 @@ def _compared(runs: Sequence[Run]) -> str:
       value, before = of.get(label, ("-", ""))
       cells.append(f"{before} → {value}" if before else value)
     body += (
-      f'<tr><th scope=row><i class="swatch c{i % 8}"></i>'
+      f'<tr><th scope=row><i class="swatch c{i % COLOURS}"></i>'
       f"{escape(run.name)}</th>"
       + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
       + "</tr>"
@@ -116,7 +117,7 @@ def legend(runs: Sequence[Run]) -> str:
   if len(runs) == 1:
     return ""
   items = "".join(
-    f'<span><i class="swatch c{i % 8}"></i>{escape(run.name)}</span>'
+    f'<span><i class="swatch c{i % COLOURS}"></i>{escape(run.name)}</span>'
     for i, run in enumerate(runs)
   )
   return f'<div class="legend">{items}</div>'

@@ -15,6 +15,7 @@ from gspo_jax.report.chart import (
   WIDTH,
   Figure,
   frame,
+  grid,
   picture,
   points_of,
   step_axis,
@@ -97,7 +98,7 @@ def outlines(
     0, 1.08 * max(max(s.max() for s in shares), 1e-9), HEIGHT - BOTTOM, TOP
   )
   places = np.repeat(np.arange(bins.start, bins.stop + 1), 2)[1:-1]
-  parts = [_floor(y)]
+  parts = [grid(y, LEFT, _RIGHT, "%")]
   for (_, colour, _), share in zip(spreads, shares, strict=True):
     points = points_of(x(places), y(np.repeat(share[bins], 2)))
     parts.append(f'<g class="c{colour}"><path class="line" d="M{points}"/></g>')
@@ -119,7 +120,7 @@ def profiles(
   most = max((np.nanmax(v, initial=0.0) for _, _, v in spreads), default=0.0)
   x = Scale(0, max(max(len(v) for _, _, v in spreads) - 1, 1), LEFT, _RIGHT)
   y = Scale(0, 1.08 * (most or 1.0), HEIGHT - BOTTOM, TOP)
-  parts = [_floor(y, unit)]
+  parts = [grid(y, LEFT, _RIGHT, unit)]
   for _, colour, values in spreads:
     points = points_of(x(np.arange(len(values))), y(np.nan_to_num(values)))
     parts.append(f'<g class="c{colour}"><path class="line" d="M{points}"/></g>')
@@ -136,15 +137,6 @@ def profiles(
   return Figure(
     frame(title, picture(title, "", "".join(parts + _key(spreads))), note), None
   )
-
-
-def _floor(y: Scale, unit: str = "%") -> str:
-  parts = []
-  for tick in y.ticks(4):
-    at = float(y(tick))
-    parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{_RIGHT}"/>')
-    parts.append(text(LEFT - 6, at + 3.5, number(tick, unit), "end"))
-  return "".join(parts)
 
 
 def _key(spreads) -> list[str]:

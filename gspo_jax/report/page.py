@@ -12,7 +12,8 @@ from etils import epath
 
 from gspo_jax.errors import UserError
 from gspo_jax.report import head, samples
-from gspo_jax.report.figures import COLOURS, of_subject, table
+from gspo_jax.report.chart import COLOURS
+from gspo_jax.report.figures import of_subject, table
 from gspo_jax.report.run import Run, read
 from gspo_jax.report.subjects import SUBJECTS
 

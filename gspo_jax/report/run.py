@@ -1,6 +1,7 @@
 """What a run's folder tells a reader: numbers, distributions, texts, config."""
 
 import json
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,20 @@ from etils import epath
 
 from gspo_jax import losses
 from gspo_jax.errors import UserError
+from gspo_jax.metrics_log import counts_over_edges
+
+# Whose ratio a method clips. The others have no range on either side of 1.
+_CLIPPED = {
+  "gspo": "sequence",
+  "gspo_token": "sequence",
+  "grpo": "token",
+  "dr_grpo": "token",
+  "dapo": "token",
+  "ppo": "token",
+  "gmpo": "token",
+  "rspo": "token",
+}
+_IN_LOGS = ("gmpo", "rspo")  # clip log-ratios, the others ratios
 
 
 class Series(NamedTuple):
@@ -45,32 +60,43 @@ class Run(NamedTuple):
   config: dict
   last_step: int
 
+  def first(self, metric: str) -> float:
+    """The oldest finite value; NaN without one."""
+    return self._end(metric, 0)
+
   def last(self, metric: str) -> float:
     """The newest finite value; NaN without one."""
-    found = self.scalars.get(metric)
-    finite = [] if found is None else found.values[~np.isnan(found.values)]
-    return float(finite[-1]) if len(finite) else float("nan")
+    return self._end(metric, -1)
 
-  def first(self, metric: str) -> float:
+  def _end(self, metric: str, index: int) -> float:
     found = self.scalars.get(metric)
     finite = [] if found is None else found.values[~np.isnan(found.values)]
-    return float(finite[0]) if len(finite) else float("nan")
+    return float(finite[index]) if len(finite) else float("nan")
 
   def seconds(self) -> float:
     """In iterations, evaluations and the cold start not counted."""
     found = self.scalars.get("time/iteration")
     return float("nan") if found is None else float(np.nansum(found.values))
 
-  def clips(self) -> dict[str, float]:
-    """The clip range by its keys, where the config or the method says one."""
+  def clips(self, unit: str) -> dict[str, float]:
+    """The log-ratios beyond which a "token" or a "sequence" is clipped.
+
+    {} where the method clips none, or those of the other unit, or is unknown.
+    """
     asked = self.config.get("objective", {})
-    method = getattr(losses, f"{asked.get('name')}_loss", None)
-    own = getattr(method, "__kwdefaults__", None) or {}
-    found = {
-      key: own.get(key) if asked.get(key, -1) == -1 else asked[key]
+    name = asked.get("name")
+    if _CLIPPED.get(name) != unit:
+      return {}
+    own = getattr(losses, f"{name}_loss").__kwdefaults__
+    low, high = (
+      own[key] if asked.get(key, -1) == -1 else asked[key]
       for key in ("clip_low", "clip_high")
-    }
-    return {key: value for key, value in found.items() if value}
+    )
+    if name in _IN_LOGS:
+      return {"clip low": -low, "clip high": high}
+    # A ratio does not reach 0.
+    found = {"clip low": math.log1p(-low)} if low < 1 else {}
+    return found | {"clip high": math.log1p(high)}
 
 
 def read(workdirs: Sequence[str]) -> list[Run]:
@@ -166,13 +192,15 @@ def _spreads(path: epath.Path) -> dict[str, Spread]:
     for metric, values in row.items():
       if metric != "step":
         found.setdefault(metric, []).append((row["step"], _numbers(values)))
-  return {metric: _spread(pairs, edges) for metric, pairs in found.items()}
+  return {
+    metric: _spread(metric, pairs, edges) for metric, pairs in found.items()
+  }
 
 
-def _spread(pairs, edges) -> Spread:
+def _spread(metric, pairs, edges) -> Spread:
   width = len(pairs[-1][1])
   pairs = [pair for pair in pairs if len(pair[1]) == width]
-  counted = edges is not None and len(edges) == width + 1
+  counted = edges is not None and counts_over_edges(metric, pairs[0][1], edges)
   return Spread(
     np.array([step for step, _ in pairs]),
     np.stack([values for _, values in pairs]),

@@ -1,19 +1,16 @@
 """Sample answers of a run, one step at a time. All of it is hostile text."""
 
-import re
 from collections.abc import Sequence
 from html import escape
 
 import numpy as np
 
+from gspo_jax import sample_file
 from gspo_jax.report.run import Run
 
 _STEPS = 24  # on a page, over all runs
 _ANSWERS = 6  # of a step
 _LONGEST = 2400  # characters of an answer; the middle of a longer one goes
-
-_HEAD = re.compile(r"^---- \d+ of \d+, step \d+, reward (\S+)\n", re.M)
-_BODY = re.compile(r"question:\n(.*?)\nanswer:\n(.*)\nreference: (.*)", re.S)
 
 
 def of_runs(runs: Sequence[Run]) -> str:
@@ -44,8 +41,7 @@ def _block(run: Run, most: int, named: bool) -> str:
 
 
 def _step(step: int, text: str) -> str:
-  pieces = _HEAD.split(text)[1:]
-  cards = [_card(*pair) for pair in zip(pieces[::2], pieces[1::2], strict=True)]
+  cards = [_card(sample) for sample in sample_file.read(text)]
   if not cards:
     cards = [f"<pre>{escape(cut(text))}</pre>"] if text.strip() else []
   return (
@@ -54,16 +50,11 @@ def _step(step: int, text: str) -> str:
   )
 
 
-def _card(reward: str, body: str) -> str:
-  found = _BODY.match(body)
-  if not found:
-    return f"<article><pre>{escape(cut(body))}</pre></article>"
-  question, answer, reference = (
-    escape(cut(part.strip("\n"))) for part in found.groups()
-  )
+def _card(sample: sample_file.Sample) -> str:
+  question, answer, reference, reward = (escape(cut(part)) for part in sample)
   return (
-    f"<article><header><span>reward <b>{escape(cut(reward))}</b></span>"
-    f"<span>reference <b>{reference.strip()}</b></span></header>"
+    f"<article><header><span>reward <b>{reward}</b></span>"
+    f"<span>reference <b>{reference}</b></span></header>"
     f'<pre class="question">{question}</pre><pre>{answer}</pre></article>'
   )
 

@@ -15,7 +15,8 @@ class Chart(NamedTuple):
     unit: "%" for shares; else as it is written behind a number.
     note: how to read it.
     log: whether the axis shows decades.
-    clips: whether the clip range is marked.
+    clips: "token" or "sequence": these log-ratios' sizes are shown, and where
+      the method clips them is marked; "": nothing is.
     first_is_odd: the first step compiles.
     each: whether every metric gets a chart of its own.
   """
@@ -25,18 +26,21 @@ class Chart(NamedTuple):
   unit: str = ""
   note: str = ""
   log: bool = False
-  clips: bool = False
+  clips: str = ""
   first_is_odd: bool = False
   each: bool = False
 
 
 class Spreads(NamedTuple):
-  """Distributions: patterns of names with their titles, "": the name."""
+  """Distributions: patterns of names with their titles, "": the name.
+
+  `clips`: as of a `Chart`, of the log-ratios themselves.
+  """
 
   metrics: dict[str, str]
   unit: str = ""
   note: str = ""
-  clips: bool = False
+  clips: str = ""
 
 
 class Numbers(NamedTuple):
@@ -50,6 +54,11 @@ class Subject(NamedTuple):
   title: str
   charts: tuple[Chart | Spreads | Numbers, ...]
 
+
+_FLOOR = (
+  "Mean |log-prob of the trainer less the sampler's|: rounding alone. With "
+  "objective.old_logps=sampler it clips what lies above the clip range."
+)
 
 SUBJECTS = (
   Subject(
@@ -68,7 +77,7 @@ SUBJECTS = (
       ),
       Chart(
         "Groups that teach",
-        {"reward/mixed_groups": "mixed", "*effective_groups*": ""},
+        {"reward/mixed_groups": "mixed"},
         "%",
         "Equal rewards in a group give no advantage.",
       ),
@@ -119,13 +128,14 @@ SUBJECTS = (
         "Of all tokens of answers.",
       ),
       Spreads(
-        {
-          "ratio/token_log": "Log-ratios of tokens",
-          "ratio/sequence_log": "Log-ratios of answers",
-          "ratio/*": "",
-        },
+        {"ratio/token_log": "Log-ratios of tokens"},
         note="New over old policy.",
-        clips=True,
+        clips="token",
+      ),
+      Spreads(
+        {"ratio/sequence_log": "Log-ratios of answers"},
+        note="New over old policy, the mean over an answer's tokens.",
+        clips="sequence",
       ),
       Chart("KL from old to new", {"kl/old_new": "old to new"}, "nats"),
       Chart("KL to the reference", {"kl/*": ""}, "nats"),
@@ -144,17 +154,29 @@ SUBJECTS = (
     "Do sampler and trainer agree?",
     (
       Chart(
-        "The noise floor, beside the clip range",
-        {
-          "mismatch/token_abs_mean": "of tokens",
-          "mismatch/sequence_abs_mean": "of answers",
-        },
+        "Noise floor of answers",
+        {"mismatch/sequence_abs_mean": "of answers"},
         log=True,
-        clips=True,
-        note="|log-prob of the sampler less the trainer's|: rounding alone. "
-        "Above the clip range, rounding clips.",
+        clips="sequence",
+        note=_FLOOR,
       ),
-      Spreads({"mismatch/*": ""}, note="Sampler less trainer.", clips=True),
+      Spreads(
+        {"mismatch/sequence_gap": "Gaps of answers"},
+        note="Trainer less sampler, the mean over an answer's tokens.",
+        clips="sequence",
+      ),
+      Chart(
+        "Noise floor of tokens",
+        {"mismatch/token_abs_mean": "of tokens"},
+        log=True,
+        clips="token",
+        note=_FLOOR,
+      ),
+      Spreads(
+        {"mismatch/token_gap": "Gaps of tokens"},
+        note="Trainer less sampler.",
+        clips="token",
+      ),
       Chart("Sampler and trainer", {"mismatch/*": ""}, each=True),
     ),
   ),
