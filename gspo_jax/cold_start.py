@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from gspo_jax import hosts, model, rollout
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.identity import match
-from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses import Mean, Metrics
 from gspo_jax.preemption import Preemption
 from gspo_jax.sampler import Prompts
@@ -42,15 +41,8 @@ def cross_entropy(
 ) -> tuple[Mean, Metrics]:
   """Mean over tokens of `-log p`, as `train_step.update` takes a loss."""
   mask = rows.response_mask
-  scored = token_logprobs(
-    params,
-    cfg,
-    rows.tokens,
-    rows.positions,
-    rows.mask,
-    response_length=mask.shape[1],
-  )
-  total = -jnp.where(mask, scored.logps, 0.0).sum()
+  logps = rollout.logprobs(params, cfg, rows).logps
+  total = -jnp.where(mask, logps, 0.0).sum()
   loss = Mean(total, mask.sum(dtype=jnp.float32))
   return loss, {"loss/imitation": jax.lax.stop_gradient(loss)}
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import losses, model, routing
-from gspo_jax.logprobs import TokenLogprobs, token_logprobs
+from gspo_jax import losses, model, rollout, routing
+from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import Mean, Metrics, Terms
 from gspo_jax.rollout import Rollout
 
@@ -72,13 +72,10 @@ def policy_loss(
 ) -> tuple[Mean, Metrics]:
   """The objective on some rows, as `train_step.update` takes it."""
   routes = None if rows.experts is None else rows.experts.swapaxes(0, 1)
-  scored = token_logprobs(
+  scored = rollout.logprobs(
     params,
     cfg,
-    rows.tokens,
-    rows.positions,
-    rows.mask,
-    response_length=rows.response_mask.shape[1],
+    rows,
     temperature=temperature,
     routes=routes,
     replay=objective.replay,

@@ -112,6 +112,21 @@ def minibatches(
   )
 
 
+def logprobs(
+  params: model.Params, cfg: model.ModelConfig, rows: Rollout, **how
+) -> TokenLogprobs:
+  """`token_logprobs` of the responses of these rows; `how`: its keywords."""
+  return token_logprobs(
+    params,
+    cfg,
+    rows.tokens,
+    rows.positions,
+    rows.mask,
+    response_length=rows.response_mask.shape[1],
+    **how,
+  )
+
+
 def score(
   params: model.Params,
   cfg: model.ModelConfig,
@@ -166,18 +181,14 @@ def _score_all(params, cfg, batch: Rollout, micro_rows, temperature):
     Its result with rows on the first axis and layers on the second, without
     `dropped`; and those dropped in all, None for a dense model.
   """
-  R = batch.response_mask.shape[1]
   rows_first = lambda x: x.swapaxes(0, 1)
 
   def score_rows(rows: Rollout):
     routes = None if rows.experts is None else rows_first(rows.experts)
-    scored = token_logprobs(
+    scored = logprobs(
       params,
       cfg,
-      rows.tokens,
-      rows.positions,
-      rows.mask,
-      response_length=R,
+      rows,
       temperature=temperature,
       routes=routes,
       replay=routes is not None,
@@ -243,15 +254,8 @@ def appraise(
   def of_rows(rows: Rollout):
     said = {}
     if reference is not None:
-      said["reference_logps"] = token_logprobs(
-        reference,
-        cfg,
-        rows.tokens,
-        rows.positions,
-        rows.mask,
-        response_length=rows.response_mask.shape[1],
-        temperature=temperature,
-      ).logps
+      scored = logprobs(reference, cfg, rows, temperature=temperature)
+      said["reference_logps"] = scored.logps
     if values is not None:
       said["values"] = values(rows)
     return said
