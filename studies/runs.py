@@ -1,28 +1,15 @@
-"""The runs of a study: trained once, kept, read; and what a study leaves.
+"""The runs of a study: trained once, kept, read."""
 
-A study is a folder here, with a config.py of one run and a run.py over all.
-`python -m studies.NAME.run` writes studies/NAME/result.json and figure.png.
-What it trains is kept in WORKDIR/NAME, and not trained again; a Ctrl-C or a
-SIGTERM ends it, and the same command goes on. One study at a time in a WORKDIR:
-they share the cold starts.
-"""
-
-import argparse
 import hashlib
-import importlib
 import json
 import math
-import os
-import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-from absl import logging
 from ml_collections import ConfigDict
 
 from gspo_jax import train
@@ -33,17 +20,21 @@ FOLDER = Path(__file__).parent
 
 
 class Run(NamedTuple):
-  """One run, as it left its workdir.
+  """One run, as it left its folder.
 
   Attributes:
+    config: what it was to do.
+    folder: its workdir.
     rows: of metrics.jsonl, by step.
     distributions: of distributions.jsonl, by step, without its edges.
     seconds: that it took, over all attempts; the first to need a cold start
       has that in it.
     commit: of the code that ended it.
-    failure: why it ended before its last step; "" where it did not.
+    failure: why it broke off before its last step; "" where it did not.
   """
 
+  config: ConfigDict
+  folder: Path
   rows: list[dict]
   distributions: list[dict]
   seconds: float
@@ -54,145 +45,85 @@ class Run(NamedTuple):
     """[step, value] of each row that has the key."""
     return [[r["step"], r[key]] for r in self.rows if r.get(key) is not None]
 
-  def mean(self, key: str, first: int, last: int) -> float:
-    """Of the rows from step `first` to `last`; NaN where there are none."""
-    found = [v for step, v in self.curve(key) if first <= step <= last]
+  def carried(self, key: str) -> list[list[float]]:
+    """`curve` of a score; where the run broke off, at 0 on to its last step.
+
+    A run that broke off has no policy left to score, and to leave it out would
+    count the survivors only.
+    """
+    found = self.curve(key)
+    if self.failure:
+      every = self.config.eval.every if key.startswith("eval/") else 1
+      begin, end = len(self.rows), self.config.num_steps
+      steps = range(begin, end + 1)
+      found += [[s, 0.0] for s in steps if s % every == 0 or s == end]
+    return found
+
+  def mean(self, key: str) -> float:
+    """Of the iterations that it had; NaN where there are none."""
+    found = [value for _, value in self.curve(key)]
     return sum(found) / len(found) if found else math.nan
 
 
-class Study:
-  """A study's flags, its runs, and its files.
+def cold_start(config: ConfigDict) -> str:
+  """The name of its folder: alike where all is that it depends on.
 
-  Args:
-    name: of its folder.
-    doc: of its run.py: the first line is what --help says.
-    argv: flags; None: those of the command.
-
-  Attributes:
-    quick: the small version was asked for.
-    plot: only the figure was asked for.
-    figure: path of the figure.
+  That it has no gate is part of it: with one, the questions would be, too.
   """
-
-  def __init__(self, name: str, doc: str, argv: Sequence[str] | None = None):
-    parser = argparse.ArgumentParser(
-      prog=f"python -m studies.{name}.run", description=doc.splitlines()[0]
-    )
-    parser.add_argument(
-      "--workdir",
-      type=Path,
-      default=Path("runs/studies"),
-      help="where runs are kept, WORKDIR/NAME, and cold starts",
-    )
-    parser.add_argument(
-      "--quick",
-      action="store_true",
-      help="a tiny version; its result and figure go to WORKDIR/NAME/quick",
-    )
-    parser.add_argument(
-      "--plot", action="store_true", help="redraw the figure, run nothing"
-    )
-    args = parser.parse_args(argv)
-    self.quick, self.plot, self._name = args.quick, args.plot, name
-    self._workdir, self._command = args.workdir, parser.prog
-    self._runs = args.workdir / name / ("quick" if args.quick else "")
-    out = self._runs if args.quick else FOLDER / name
-    self._result, self.figure = out / "result.json", out / "figure.png"
-    self._trained: list[Run] = []
-    logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
-    if not jax.config.jax_compilation_cache_dir:
-      compiled = str((args.workdir / "compiled").absolute())
-      jax.config.update("jax_compilation_cache_dir", compiled)
-
-  def train(self, argument: str) -> Run:
-    """The run that the study's config.py makes of `argument`, and --quick."""
-    module = importlib.import_module(f"studies.{self._name}.config")
-    config = module.get_config(argument + (",quick=1" if self.quick else ""))
-    if config.cold_start.steps:
-      folder = self._workdir / "cold_starts" / cold_start(config)
-      config.cold_start.dir = str(folder)
-    print(f"\n== {self._name}: {argument}", flush=True)
-    run = finish(config, self._runs / argument.replace(",", " "))
-    self._trained.append(run)
-    return run
-
-  def write(self, *, planned: int, **findings) -> None:
-    """result.json: the findings, of how many runs, and what they took."""
-    record = {
-      "command": self._command + (" --quick" if self.quick else ""),
-      "commits": sorted({run.commit for run in self._trained}),
-      "machine": machine(),
-      "seconds": round(sum(run.seconds for run in self._trained)),
-      "runs finished": len(self._trained),
-      "runs planned": planned,
-    }
-    write(self._result, record | findings)
-
-  def read(self) -> dict:
-    """What `write` wrote, for the figure."""
-    if not self._result.exists():
-      raise UserError(f"{self._result}: not there yet; leave out --plot")
-    return json.loads(self._result.read_text())
-
-
-def command(main: Callable[[], None]) -> None:
-  """Runs a study's main; a mistake of the caller's is one line."""
-  try:
-    main()
-  except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
-
-
-def cold_start(config) -> str:
-  """The name of its folder: alike where all is that it depends on."""
   c = _plain(config)
   rest = c["sampler"]["max_new_tokens"], c["data"]["max_prompt_length"]
-  gate = c["data"]["chain_steps"], c["eval"]["prompts"]
-  parts = json.dumps([c["model"], c["cold_start"] | {"dir": ""}, rest, gate])
-  return f"{hashlib.sha256(parts.encode()).hexdigest()[:8]} seed={config.seed}"
+  micro = c["learner"]["micro_rows"]
+  parts = [c["model"], c["cold_start"] | {"dir": ""}, rest, micro]
+  digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
+  return f"{digest} seed={config.seed}"
 
 
 def _plain(config) -> dict:
   return json.loads(config.to_json_best_effort())
 
 
-def finish(config: ConfigDict, workdir: Path) -> Run:
+def finish(config: ConfigDict, folder: Path) -> Run:
   """Trains, or goes on, unless that is done.
 
   Raises:
-    UserError: the workdir holds another run, or training says so.
+    UserError: the folder holds another run, or training says so.
     SystemExit: a SIGTERM came; everything is saved.
   """
-  workdir.mkdir(parents=True, exist_ok=True)
-  saved, record = workdir / "run_config.json", workdir / "study.json"
+  folder.mkdir(parents=True, exist_ok=True)
+  saved, record = folder / "run_config.json", folder / "study.json"
   if saved.exists():
     was, now = json.loads(saved.read_text()), _plain(config)
     was["cold_start"]["dir"] = now["cold_start"]["dir"]
     if was != now:
       raise UserError(
-        f"{workdir} holds a run of another config: "
+        f"{folder} holds a run of another config: "
         f"{'; '.join(changes(was, now))}; remove the folder or use another "
         "--workdir"
       )
   if not (record.exists() and json.loads(record.read_text())["finished"]):
-    _go_on(config, workdir, record)
+    _go_on(config, folder, record)
   rows, (_, *distributions) = (
-    [json.loads(line) for line in (workdir / name).read_text().splitlines()]
+    [json.loads(line) for line in (folder / name).read_text().splitlines()]
     for name in ("metrics.jsonl", "distributions.jsonl")
   )
   found = json.loads(record.read_text())
   return Run(
-    rows, distributions, found["seconds"], found["commit"], found["failure"]
+    config,
+    folder,
+    rows,
+    distributions,
+    found["seconds"],
+    found["commit"],
+    found["failure"],
   )
 
 
-def _go_on(config, workdir, record: Path) -> None:
+def _go_on(config, folder, record: Path) -> None:
   """One attempt, whose seconds count however it ends."""
   before = json.loads(record.read_text())["seconds"] if record.exists() else 0.0
   began, failure, state = time.monotonic(), "", None
   try:
-    state = train.train_and_evaluate(config, str(workdir))
+    state = train.train_and_evaluate(config, str(folder))
   except FloatingPointError as error:
     failure = str(error)
   finally:
@@ -205,22 +136,18 @@ def _go_on(config, workdir, record: Path) -> None:
     sys.exit("stopped; the same command goes on")
 
 
-def commit() -> str:
-  """Of the repository, and whether it was changed since."""
+def commit(root: Path = FOLDER.parent) -> str:
+  """Of the repository, and whether it was changed since.
+
+  What studies leave in it is no change: the next one would bear the mark.
+  """
   git = lambda *words: subprocess.run(
-    ["git", *words], cwd=FOLDER, capture_output=True, text=True
+    ["git", *words], cwd=root, capture_output=True, text=True
   ).stdout.strip()
-  changed = " and changes" if git("status", "--porcelain") else ""
-  return (git("rev-parse", "--short", "HEAD") or "none") + changed
-
-
-def machine() -> str:
-  """What the process runs on, in words."""
-  devices = jax.devices()
-  host = f"{os.cpu_count()} {platform.machine()} cores"
-  if devices[0].platform == "cpu":
-    return host
-  return f"{len(devices)} x {devices[0].device_kind}, {host}"
+  left = (f":!studies/*/{name}" for name in ("result.json", "figure.png"))
+  changed = git("status", "--porcelain", "--untracked-files=all", ".", *left)
+  head = git("rev-parse", "--short", "HEAD") or "none"
+  return head + (" and changes" if changed else "")
 
 
 def write(path: Path, record: dict) -> None:

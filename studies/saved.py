@@ -12,19 +12,13 @@ from gspo_jax.program import Program
 from gspo_jax.rollout import Rollout
 from gspo_jax.sampler import Prompts, Samples
 from gspo_jax.tasks import Chain
-from studies.runs import Study
-
-
-def workdir(study: Study, argument: str) -> Path:
-  """Where `study.train(argument)` left its run."""
-  return study._runs / argument.replace(",", " ")
 
 
 def weights(
-  config: ConfigDict, program: Program, workdir: Path, step: int
+  config: ConfigDict, program: Program, folder: Path, step: int
 ) -> model.Params:
-  """Those after iteration `step` of the run in `workdir`."""
-  return policy.load(config, program, str(workdir / "checkpoints" / str(step)))
+  """Those after iteration `step` of the run in `folder`."""
+  return policy.load(config, program, str(folder / "checkpoints" / str(step)))
 
 
 def questions(config: ConfigDict, program: Program) -> Iterator[Prompts]:

@@ -14,20 +14,18 @@ from conftest import ROOT
 
 from gspo_jax import program, sharding
 from gspo_jax.errors import UserError
-from studies import arguments, intervals, runs
-from studies.stability.run import collapse
+from studies import arguments, runs, study
 
 FOLDER = ROOT / "studies"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/run.py"))
-OF_RUNS = ["clip_fraction", "expert_flips", "old_logps", "stability"]
-of_each = pytest.mark.parametrize("name", OF_RUNS)
+of_each = pytest.mark.parametrize("name", NAMES)
 
 
 def module(name, part):
   return importlib.import_module(f"studies.{name}.{part}")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@of_each
 def test_has_a_config_a_section_and_a_command_that_is_so(name):
   text = (FOLDER / "README.md").read_text()
   assert (FOLDER / name / "config.py").exists()
@@ -36,7 +34,6 @@ def test_has_a_config_a_section_and_a_command_that_is_so(name):
 
 
 def test_every_folder_is_a_study():
-  assert set(OF_RUNS) <= set(NAMES)
   folders = {path.name for path in FOLDER.iterdir() if path.is_dir()}
   assert folders - {"__pycache__"} == set(NAMES)
 
@@ -82,16 +79,33 @@ def test_methods_of_a_seed_share_their_cold_start(name):
     free = ("method", "rate", "old")
     alike = arguments.write(**{k: v for k, v in one.items() if k not in free})
     config = make(arguments.write(**one))
+    assert not config.cold_start.gate  # a miss would end the study
     shared.setdefault(alike, set()).add(runs.cold_start(config))
   names = [next(iter(found)) for found in shared.values()]
   assert all(len(found) == 1 for found in shared.values())
   assert len(set(names)) == len(names)
 
 
-def test_two_studies_share_the_default_cold_start():
-  clip = module("clip_fraction", "config").get_config("seed=2")
-  off = module("stability", "config").get_config("regime=off_policy,seed=2")
-  assert runs.cold_start(clip) == runs.cold_start(off)
+@pytest.mark.parametrize(
+  ("a", "b"),
+  [
+    (("clip_fraction", "seed=2"), ("gradient_noise", "seed=2")),
+    (("stability", "regime=long,seed=2"), ("ratio_spread", "seed=2")),
+  ],
+)
+def test_two_studies_share_a_cold_start(a, b):
+  configs = [module(name, "config").get_config(text) for name, text in (a, b)]
+  first, second = map(runs.cold_start, configs)
+  assert first == second
+
+
+def test_a_cold_start_depends_on_how_its_batch_is_cut():
+  config = module("clip_fraction", "config").get_config()
+  before = runs.cold_start(config)
+  config.eval.prompts = 8
+  assert runs.cold_start(config) == before  # there is no gate
+  config.learner.micro_rows = 16
+  assert runs.cold_start(config) != before
 
 
 def test_arguments_are_read_in_the_type_of_their_default():
@@ -101,82 +115,6 @@ def test_arguments_are_read_in_the_type_of_their_default():
   for wrong in ("sead=1", "seed=1.5", "seed"):
     with pytest.raises(ValueError, match=r"sead|1\.5|''"):
       arguments.read(wrong, seed=0)
-
-
-def test_mean_has_the_interval_of_a_table():
-  # mean 3, s = sqrt(2.5), t(.975, 4) = 2.776: 3 +- 2.776 sqrt(2.5 / 5)
-  found = intervals.mean([1, 2, 3, 4, 5])
-  assert found["mean"] == 3
-  assert found["high"] - 3 == pytest.approx(1.963, abs=1e-3)
-  assert 3 - found["low"] == pytest.approx(1.963, abs=1e-3)
-  assert math.isnan(intervals.mean([2.0])["low"])
-
-
-def test_paired_is_of_the_differences():
-  # differences 1, 2, 3: t = 2 / (1 / sqrt 3) = 3.464, 2 degrees of freedom;
-  # there p = 1 - t / sqrt(t^2 + 2)
-  found = intervals.paired([11, 22, 33], [10, 20, 30])
-  assert found["mean"] == 2
-  assert found["p"] == pytest.approx(1 - math.sqrt(12 / 14), rel=1e-9)
-  swapped = intervals.paired([10, 20, 30], [11, 22, 33])
-  assert swapped["p"] == pytest.approx(found["p"])
-  assert swapped["mean"] == -2
-  assert intervals.paired([1, 2], [1, 2])["p"] == 1
-  assert intervals.paired([2, 3], [1, 2])["p"] == 0
-  assert math.isnan(intervals.paired([1], [0])["p"])
-
-
-def test_holm_is_the_textbook_one():
-  # Sorted .01, .02, .03, .04 times 4, 3, 2, 1, never falling.
-  assert intervals.holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx(
-    [0.06, 0.04, 0.06, 0.06]
-  )
-  assert intervals.holm([0.9, 0.8]) == [1.0, 1.0]
-  low, none = intervals.holm([0.02, math.nan])
-  assert low == pytest.approx(0.04)
-  assert math.isnan(none)
-
-
-def test_judge_says_which_way_and_only_where_p_of_all_is_small():
-  found = [
-    {"mean": 0.1, "p": 0.01},
-    {"mean": -0.1, "p": 0.02},
-    {"mean": 0.1, "p": 0.04},
-    {"mean": 0.1, "p": math.nan},
-  ]
-  intervals.judge(found[:2])
-  assert [one["verdict"] for one in found[:2]] == ["better", "worse"]
-  intervals.judge(found)
-  assert [one["verdict"] for one in found] == [
-    "better",
-    "not distinguished",
-    "not distinguished",
-    "not distinguished",
-  ]
-
-
-def test_bootstrap_of_a_mean_is_near_students_interval():
-  values = list(range(200))
-  low, high = intervals.bootstrap(values, lambda x: x.mean())
-  exact = intervals.mean(values)
-  assert low == pytest.approx(exact["low"], abs=1.0)
-  assert high == pytest.approx(exact["high"], abs=1.0)
-  assert intervals.bootstrap([5, 5], lambda x: x.mean()) == (5, 5)
-
-
-@pytest.mark.parametrize(
-  ("values", "failure", "collapsed"),
-  [
-    ([0.40, 0.80, 0.70], "", False),
-    ([0.40, 0.36], "", False),  # less than .05 below the start
-    ([0.40, 0.34], "", True),
-    ([0.30, 0.90, 0.44], "", True),  # under half of its peak
-    ([0.30, 0.90, 0.46], "", False),
-    ([0.40, 0.80], "grad/norm is nan at step 3", True),
-  ],
-)
-def test_collapse(values, failure, collapsed):
-  assert bool(collapse(list(enumerate(values)), failure)) == collapsed
 
 
 def test_a_finished_run_is_not_repeated_and_another_is_refused(tmp_path):
@@ -194,8 +132,8 @@ def test_a_finished_run_is_not_repeated_and_another_is_refused(tmp_path):
   (workdir / "study.json").write_text(json.dumps(record))
   run = runs.finish(config, workdir)
   assert run.curve("x") == [[1, 2.0]]
-  assert run.mean("x", 1, 2) == 2.0
-  assert math.isnan(run.mean("x", 2, 2))
+  assert run.mean("x") == 2.0
+  assert math.isnan(run.mean("y"))
   assert run.distributions == [{"step": 1}]
   assert run.seconds == 1.5
   config.optim.learning_rate = 1.0
@@ -236,8 +174,49 @@ def test_json_has_null_for_what_is_no_number(tmp_path):
   assert json.loads(path.read_text()) == wanted
 
 
+def git(folder, *words):
+  who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+  subprocess.run(["git", *who, *words], cwd=folder, check=True)
+
+
+def test_what_a_study_leaves_is_no_change_and_all_else_is(tmp_path):
+  left = tmp_path / "studies" / "one"
+  left.mkdir(parents=True)
+  (left / "result.json").write_text("1")
+  (left / "run.py").write_text("1")
+  git(tmp_path, "init", "--quiet")
+  git(tmp_path, "add", ".")
+  git(tmp_path, "commit", "--quiet", "--message=a")
+  clean = runs.commit(tmp_path)
+  (left / "result.json").write_text("2")
+  (left / "figure.png").write_text("2")
+  assert runs.commit(tmp_path) == clean
+  assert "changes" not in clean
+  (left / "run.py").write_text("2")
+  assert runs.commit(tmp_path) == f"{clean} and changes"
+  git(tmp_path, "checkout", "--quiet", "studies/one/run.py")
+  (left / "new.py").write_text("2")
+  assert runs.commit(tmp_path) == f"{clean} and changes"
+
+
+def test_what_was_measured_is_kept_while_it_is_asked_the_same(tmp_path):
+  run = runs.Run(None, tmp_path, [], [], 1.0, "abc", "")
+  asked = []
+
+  def measure(run):
+    asked.append(run)
+    return {"times": len(asked), "none": math.nan}
+
+  once = {"times": 1, "none": None}
+  assert study.measured(run, measure, {"n": (1, 2)})[0] == once
+  assert study.measured(run, measure, {"n": (1, 2)})[0] == once
+  assert study.measured(run, measure, {"n": (1, 3)})[0]["times"] == 2
+  assert study.measured(run, measure, None)[0]["times"] == 3
+  assert study.measured(run, measure, None)[0]["times"] == 4
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@of_each
 def test_quick(name, tmp_path):
   env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
   command = [sys.executable, "-m", f"studies.{name}.run", "--quick"]

@@ -9,19 +9,16 @@ it.
 
 from ml_collections import ConfigDict
 
-from configs import tiny_cpu
-from studies import arguments, quick
+from studies import arguments, base
 
 
 def get_config(argument: str = "") -> ConfigDict:
   """argument: keys of `arguments.read` below, `method=grpo,rate=1e-3`."""
   asked = arguments.read(argument, method="gspo", rate=3e-4, seed=0, quick=0)
-  c = tiny_cpu.get_config()
-  c.seed = asked.seed
+  c = base.config(asked)
   c.num_steps = 10
   c.objective.name = asked.method
   c.optim.learning_rate = asked.rate
   c.optim.warmup_steps = 0
   c.eval.every = 10
-  c.checkpoint.keep = 1
-  return quick.shrink(c) if asked.quick else c
+  return base.shrink(c) if asked.quick else c

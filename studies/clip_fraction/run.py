@@ -1,4 +1,4 @@
-"""How many tokens GSPO and GRPO clip, by learning rate.
+"""How many tokens GSPO and GRPO clip, by learning rate, and which learns more.
 
   python -m studies.clip_fraction.run
 
@@ -6,111 +6,92 @@ A token is clipped where its gradient is zero because its ratio, or in GSPO its
 sequence's, left the range on the side that its advantage pulls to. Of the four
 minibatches of an iteration the first has ratio 1 everywhere, so that a share of
 3/4 is the most there can be.
+
+Fixed before the runs, for each learning rate:
+- many more: GSPO's share over GRPO's, seed by seed, in logs. The claim is 115.
+  Where the interval, of 95 % for all rates together (Bonferroni), lies wholly
+  above 10, it reproduces in kind; wholly below, it does not.
+- learns better: final pass@1, GSPO's less GRPO's, by the paired t test at .05
+  over all rates (Holm).
+A run that broke off counts with the iterations it had, and a pass@1 of 0.
 """
 
-from studies import arguments, intervals
-from studies.runs import Run, Study, command
+import math
 
-METHODS = ("gspo", "grpo")
+from studies import intervals, seeds
+from studies.runs import Run
+from studies.study import Study, command
+
+METHODS, RATES = ("gspo", "grpo"), ("1e-4", "3e-4", "1e-3")
+CLAIMED = {  # of tokens, arXiv 2507.18071, sec. 5.2
+  "gspo": 0.15,
+  "grpo": 0.0013,
+}
+TENFOLD = 10, math.inf
+# About one token of the 150,000 of a run, in place of none: it has a logarithm,
+# and the quotient is too small rather than too large.
+LEAST = 1e-5
 KEYS = {
   "clipped tokens": "clip_frac/token",
   "sequence ratio std": "ratio/sequence_std",
   "token ratio std": "ratio/token_std",
-  "reward": "reward/mean",
 }
-# Iterations; the first few begin with an empty Adam.
-WINDOWS = {"1 to 10": (1, 10), "5 to 10": (5, 10)}
-CLAIMED = {
-  "gspo": 0.15,
-  "grpo": 0.0013,
-}  # of tokens, arXiv 2507.18071, sec. 5.2
 
 
 def plan(quick: bool) -> list[dict]:
-  rates = ("3e-4",) if quick else ("3e-5", "1e-4", "3e-4", "1e-3")
-  seeds = range(2 if quick else 3)
   return [
     {"method": method, "rate": rate, "seed": seed}
-    for seed in seeds
-    for rate in rates
+    for seed in range(2 if quick else 4)
+    for rate in (("3e-4",) if quick else RATES)
     for method in METHODS
   ]
 
 
 def measure(run: Run) -> dict:
-  """Curves, and each window's mean of each key."""
-  steps = len(run.rows) - 1
-  windows = {
-    window: {
-      name: run.mean(key, min(first, steps), last) for name, key in KEYS.items()
-    }
-    for window, (first, last) in WINDOWS.items()
-  }
-  return {
-    "windows": windows,
-    "clipped tokens": run.curve("clip_frac/token"),
-    "pass@1": run.curve("eval/pass@1"),
+  curve = run.carried("eval/pass@1")
+  share = run.mean("clip_frac/token")
+  return {name: run.mean(key) for name, key in KEYS.items()} | {
+    "log of clipped": math.log(max(share, LEAST)),  # of NaN it is NaN
+    "final": curve[-1][1],
+    "pass@1": curve,
+    "clipped by iteration": run.curve("clip_frac/token"),
     "failure": run.failure,
   }
 
 
-def summarize(results: list[dict]) -> list[dict]:
-  """Of each method and rate, the means over seeds; and their ratio."""
+def summarize(results: list[dict]) -> dict:
+  """Of each rate, both methods, and GSPO against GRPO."""
   table = []
   for rate in dict.fromkeys(r["rate"] for r in results):
-    for window in WINDOWS:
-      found = {"rate": rate, "iterations": window}
-      for method in METHODS:
-        rows = [
-          r for r in results if (r["method"], r["rate"]) == (method, rate)
-        ]
-        if rows:
-          found[method] = {
-            name: intervals.mean([r["windows"][window][name] for r in rows])
-            for name in KEYS
-          }
-      table.append(found)
-  return table
+    own = {m: seeds.of(results, method=m, rate=rate) for m in METHODS}
+    if all(own.values()):
+      table.append({"rate": rate} | _compared(own))
+  intervals.judge([row["pass@1, gspo less grpo"] for row in table])
+  return {"claimed": CLAIMED, "table": table}
 
 
-def draw(record: dict, path) -> None:
-  from studies import drawing
-
-  figure, grid = drawing.axes(1, len(WINDOWS), size=(4.8, 3.6), sharey=True)
-  for ax, window in zip(grid[0], WINDOWS, strict=True):
-    rows = [r for r in record["table"] if r["iterations"] == window]
-    for method in METHODS:
-      own = [r for r in rows if method in r]
-      drawing.whiskers(
-        ax,
-        [float(r["rate"]) for r in own],
-        [r[method]["clipped tokens"] for r in own],
-        colour=drawing.COLOURS[method],
-        label=drawing.NAMES[method],
-      )
-      drawing.claimed(
-        ax,
-        CLAIMED[method],
-        f"claimed of {drawing.NAMES[method]}: {100 * CLAIMED[method]:g}%",
-      )
-    ax.set_title(f"iterations {window}")
-    drawing.rates(ax, [r["rate"] for r in rows])
-    ax.set_ylim(0, 1)
-    ax.set_yscale("symlog", linthresh=1e-3)
-    ax.yaxis.set_major_formatter(lambda y, _: f"{y:.4g}")
-  figure.suptitle("share of tokens clipped, mean and 95 % interval over seeds")
-  drawing.save(figure, path)
+def _compared(own) -> dict:
+  row = {
+    method: {
+      name: intervals.mean(seeds.values(runs, name))
+      for name in ("final", *KEYS)
+    }
+    | {"broke off": sum(bool(r["failure"]) for r in runs.values())}
+    for method, runs in own.items()
+  }
+  pairs = lambda key: seeds.pairs(own["gspo"], own["grpo"], key)
+  logs = intervals.paired(*pairs("log of clipped"), level=1 - 0.05 / len(RATES))
+  times = {key: math.exp(logs[key]) for key in ("mean", "low", "high")}
+  return row | {
+    "clipped, gspo over grpo": times
+    | {"tenfold": intervals.place(times, *TENFOLD)},
+    "pass@1, gspo less grpo": intervals.paired(*pairs("final")),
+  }
 
 
-def main() -> None:
-  study = Study("clip_fraction", __doc__)
-  if not study.plot:
-    results, planned = [], plan(study.quick)
-    for one in planned:
-      run = study.train(arguments.write(**one))
-      results.append(one | measure(run))
-      study.write(planned=len(planned), table=summarize(results), runs=results)
-  draw(study.read(), study.figure)
+def main(argv=None) -> None:
+  study = Study("clip_fraction", __doc__, argv)
+  study.sweep(plan(study.quick), measure, summarize)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
   python -m gspo_jax.main --workdir=runs/flips \
     --config=studies/expert_flips/config.py:experts=32,top=1,rate=1e-3,seed=1
 
-The cold start is short and without a gate: routers have to be trained, answers
-need not be good. The experts of a layer have 512 hidden columns together,
-however many there are.
+The cold start is short: routers have to be trained, answers need not be good.
+The experts of a layer have 512 hidden columns together, however many there are.
 
 Two updates an iteration. In the first nothing has flipped, in the second one
 update has been made: twice the logged rate is that of one update.
@@ -13,8 +12,7 @@ update has been made: twice the logged rate is that of one update.
 
 from ml_collections import ConfigDict
 
-from configs import tiny_cpu
-from studies import arguments, quick
+from studies import arguments, base
 
 
 def get_config(argument: str = "") -> ConfigDict:
@@ -22,8 +20,7 @@ def get_config(argument: str = "") -> ConfigDict:
   asked = arguments.read(
     argument, experts=8, top=2, layers=2, rate=3e-4, seed=0, quick=0
   )
-  c = tiny_cpu.get_config()
-  c.seed = asked.seed
+  c = base.config(asked)
   c.num_steps = 10
   c.model.num_experts = asked.experts
   c.model.experts_per_token = asked.top
@@ -38,9 +35,8 @@ def get_config(argument: str = "") -> ConfigDict:
   c.optim.learning_rate = asked.rate
   c.optim.warmup_steps = 0
   c.cold_start.steps = 200
-  c.cold_start.gate = 0.0
+  c.cold_start.check_every = 100
   c.cold_start.chain_steps = (2, 4)
   c.eval.every = 10
   c.eval.prompts = 64
-  c.checkpoint.keep = 1
-  return quick.shrink(c) if asked.quick else c
+  return base.shrink(c) if asked.quick else c

@@ -18,7 +18,6 @@ _NO_CLIP = {"clip_low": math.inf, "clip_high": math.inf}
 METHODS = {
   "grpo": losses.grpo_loss,
   "gspo": losses.gspo_loss,
-  "gmpo": losses.gmpo_loss,
   "grpo unclipped": functools.partial(losses.grpo_loss, **_NO_CLIP),
   "gspo unclipped": functools.partial(losses.gspo_loss, **_NO_CLIP),
 }

@@ -101,16 +101,21 @@ class Bench:
     }
 
 
-def bench(config: ConfigDict, workdir: Path, mesh) -> Bench:
-  """For a run in `workdir`; call it and its methods in the mesh's context."""
+def bench(run_config: ConfigDict, folder: Path, mesh, length: int) -> Bench:
+  """For a run in `folder`; call it and its methods in the mesh's context."""
+  config = run_config.copy_and_resolve_references()
   config.log.instruments = False
+  config.sampler.min_new_tokens = config.sampler.max_new_tokens = length
+  # Half a batch at a time: answers are long, and windows need no more.
+  config.data.prompts //= 2
+  config.learner.micro_rows //= 2
   functions = program.build(config, mesh)
   gradient = functools.partial(
     gradients.grams,
     cfg=functions.cfg,
     temperature=config.sampler.temperature,
   )
-  load = functools.partial(saved.weights, config, functions, workdir)
+  load = functools.partial(saved.weights, config, functions, folder)
   return Bench(config, functions, jax.jit(gradient), load)
 
 

@@ -33,39 +33,41 @@ def rms(pairs: np.ndarray) -> float:
   return share(pairs) ** 0.5
 
 
-ALL = {"added": (added, rms), "noise": (noise, share)}
-
-
 def describe(grams: np.ndarray, facts: dict) -> dict:
-  """One length and new policy: each method's quantities, with intervals."""
-  found = dict(facts)
-  found["noise at ratio 1"] = float(measures.noise(grams, _AT_ONE).mean())
-  for quantity, (pairs, statistic) in ALL.items():
-    found[quantity] = {}
-    for name in gradients.METHODS:
-      values = pairs(grams, name)
-      low, high = intervals.bootstrap(values, statistic)
-      found[quantity][name] = {
-        "mean": statistic(values),
-        "low": low,
-        "high": high,
-        "n": len(values),
-      }
-  return found
+  """One length: each method's quantities, with intervals.
+
+  facts["clipped tokens"] has each method's share; the noise is over what is
+  left, which dropping as many at random would leave of that at ratio 1.
+  """
+  clipped = facts["clipped tokens"]
+  return facts | {
+    "noise at ratio 1": float(measures.noise(grams, _AT_ONE).mean()),
+    "added": {m: _with_interval(added(grams, m), rms) for m in clipped},
+    "noise": {
+      m: _with_interval(
+        noise(grams, m), lambda pairs, m=m: share(pairs) / (1 - clipped[m])
+      )
+      for m in clipped
+      if clipped[m] < 1
+    },
+  }
 
 
-def exponents(by_length: dict[int, np.ndarray]) -> dict:
-  """By which each quantity goes with length, resampling pairs of groups."""
-  lengths, found = list(by_length), {}
-  for quantity, (pairs, statistic) in ALL.items():
-    found[quantity] = {}
-    for name in gradients.METHODS:
-      values = np.stack([pairs(g, name) for g in by_length.values()], 1)
+def _with_interval(pairs, statistic) -> dict[str, float]:
+  low, high = intervals.bootstrap(pairs, statistic)
+  return {
+    "mean": statistic(pairs),
+    "low": low,
+    "high": high,
+    "n": len(pairs),
+  }
 
-      def slope(values, statistic=statistic):
-        each = [statistic(v) for v in values.swapaxes(0, 1)]
-        return measures.power(lengths, each)
 
-      low, high = intervals.bootstrap(values, slope)
-      found[quantity][name] = {"mean": slope(values), "low": low, "high": high}
-  return found
+def exponents(by_length: dict[int, np.ndarray]) -> dict[str, float]:
+  """By which what each method's ratios add goes with length."""
+  return {
+    m: measures.power(
+      list(by_length), [rms(added(grams, m)) for grams in by_length.values()]
+    )
+    for m in gradients.METHODS
+  }

@@ -11,8 +11,7 @@ float32 in both.
 
 from ml_collections import ConfigDict
 
-from configs import tiny_cpu
-from studies import arguments, quick
+from studies import arguments, base
 
 
 def get_config(argument: str = "") -> ConfigDict:
@@ -20,12 +19,10 @@ def get_config(argument: str = "") -> ConfigDict:
   asked = arguments.read(
     argument, method="gspo", old="sampler", seed=0, quick=0
   )
-  c = tiny_cpu.get_config()
-  c.seed = asked.seed
-  c.num_steps = 20
+  c = base.config(asked)
+  c.num_steps = 12
   c.model.dtype = "bfloat16"
   c.objective.name = asked.method
   c.objective.old_logps = asked.old
-  c.eval.every = 5
-  c.checkpoint.keep = 1
-  return quick.shrink(c) if asked.quick else c
+  c.eval.every = 12
+  return base.shrink(c) if asked.quick else c

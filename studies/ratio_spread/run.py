@@ -8,48 +8,62 @@ token, and its mean over an answer. None of these answers was learnt from, as
 none is that a minibatch still holds when ratios are clipped there; that sees
 the policy after three updates at most.
 
-If the x - o of an answer's tokens were independent and of one spread, that of
-the mean would be smaller by sqrt(length): an exponent of -1/2.
+Length goes with the task here: longer answers are of longer chains.
+
+Fixed before the runs, of exponents in the length, with 95 % intervals over
+seeds:
+- independent tokens would give that of sequence_std / token_std as -1/2:
+  refuted where the interval excludes it;
+- one clip range fits all lengths where the whole interval of that of
+  sequence_std is within -.1 to .1, and does not where it is wholly outside.
 """
 
-from pathlib import Path
+import functools
 
 import jax
 import numpy as np
 
 from gspo_jax import program, sharding
-from studies import arguments, intervals, measures, saved
-from studies.ratio_spread import figure
-from studies.ratio_spread.config import get_config
-from studies.runs import Study
+from studies import intervals, measures, saved, seeds
+from studies.runs import Run
+from studies.study import Study, command
 
-SEEDS = (0, 1, 2)
 FIRST = 3  # iteration; the learning rate is below its peak in the first two
-BATCHES = 4  # of 256 answers, an iteration
-BINS = ((1, 24), (25, 45), (46, 73), (74, 101), (102, 128))  # tokens
+BATCHES = 2  # of 256 answers, an iteration
+BINS = ((1, 24), (25, 45), (46, 73), (74, 96))  # tokens
 QUICK_BINS = ((1, 11), (12, 12))
 QUANTITIES = ("token_std", "sequence_std", "token_outside", "sequence_outside")
 # Clip ranges (l, h) of arXiv 2507.18071, sec. 5.1: GRPO's and GSPO's.
 CLIPS = {"token": (0.2, 0.27), "sequence": (3e-4, 4e-4)}
+INDEPENDENT, ALIKE = -0.5, (-0.1, 0.1)  # exponents
 
 
-def measure(config, workdir: Path, first: int, bins) -> list[dict]:
+def plan(quick: bool) -> list[dict]:
+  return [{"seed": seed} for seed in range(1 if quick else 3)]
+
+
+def measure(run: Run, first: int, bins) -> dict:
+  found = spreads(run, first, bins)
+  return {
+    "pass@1": run.curve("eval/pass@1"),
+    "exponents": exponents(found),
+    "bins": found,
+  }
+
+
+def spreads(run: Run, first: int, bins) -> list[dict]:
   """Of each bin that has answers, the spread over all iterations."""
-  mesh = sharding.make_mesh(**config.mesh)
+  config, mesh = run.config, sharding.make_mesh(**run.config.mesh)
   with jax.set_mesh(mesh):
     functions = program.build(config, mesh)
     questions = saved.questions(config, functions)
-    old = saved.weights(config, functions, workdir, first - 1)
-    found = []
+    weights = functools.partial(saved.weights, config, functions, run.folder)
+    found, old = [], weights(first - 1)
     for step in range(first, config.num_steps + 1):
-      new = saved.weights(config, functions, workdir, step)
+      new = weights(step)
       gaps, mask = _gaps(functions, old, new, questions, step)
-      found.append(
-        [
-          measures.spread(gaps, mask, b, CLIPS["token"], CLIPS["sequence"])
-          for b in bins
-        ]
-      )
+      clips = CLIPS["token"], CLIPS["sequence"]
+      found.append([measures.spread(gaps, mask, b, *clips) for b in bins])
       old = new
   each = (measures.pooled(column) for column in zip(*found, strict=True))
   return [
@@ -84,56 +98,44 @@ def exponents(bins: list[dict]) -> dict[str, float]:
 
 
 def summarize(results: list[dict]) -> dict:
-  """Means over seeds, with their intervals."""
-  every = [r["exponents"] for r in results]
+  """Means over seeds, with their intervals, and what they say."""
+  own = {r["seed"]: r["exponents"] for r in results}
+  found = {
+    key: intervals.mean(seeds.values(own, key))
+    for key in next(iter(own.values()))
+  }
+  ratio, sequence = found["sequence_std / token_std"], found["sequence_std"]
   table = []
-  for low in dict.fromkeys(
-    b["tokens from"] for r in results for b in r["bins"]
-  ):
+  for low in sorted({b["tokens from"] for r in results for b in r["bins"]}):
     rows = [b for r in results for b in r["bins"] if b["tokens from"] == low]
-    mean = lambda key, rows=rows: intervals.mean([b[key] for b in rows])
     table.append(
-      {"tokens from": low, "length": mean("length")["mean"]}
-      | {key: mean(key) for key in QUANTITIES}
-      | {
-        "sequence_std * sqrt(length) / token_std": intervals.mean(
-          [
-            b["sequence_std"] * b["length"] ** 0.5 / b["token_std"]
-            for b in rows
-          ]
-        )
+      {
+        "tokens from": low,
+        "length": sum(b["length"] for b in rows) / len(rows),
+        **{key: intervals.mean([b[key] for b in rows]) for key in QUANTITIES},
       }
     )
   return {
-    "exponents": {k: intervals.mean([e[k] for e in every]) for k in every[0]},
+    "clips": CLIPS,
+    "exponents": found,
+    "against -1/2": intervals.place(ratio, INDEPENDENT, INDEPENDENT),
+    "one range for all": intervals.place(sequence, *ALIKE),
     "table": table,
   }
 
 
-def main() -> None:
-  study = Study("ratio_spread", __doc__)
-  seeds = SEEDS[:1] if study.quick else SEEDS
-  first, bins = (2, QUICK_BINS) if study.quick else (FIRST, BINS)
-  results = []
-  for seed in () if study.plot else seeds:
-    argument = arguments.write(seed=seed)
-    run = study.train(argument)
-    config = get_config(arguments.write(seed=seed, quick=int(study.quick)))
-    found = measure(config, saved.workdir(study, argument), first, bins)
-    results.append(
-      {
-        "seed": seed,
-        "pass@1": run.curve("eval/pass@1"),
-        "greedy": run.curve("eval/greedy"),
-        "exponents": exponents(found),
-        "bins": found,
-      }
-    )
-    study.write(
-      planned=len(seeds), clips=CLIPS, runs=results, **summarize(results)
-    )
-  figure.draw(study.read(), study.figure)
+def main(argv=None) -> None:
+  study = Study("ratio_spread", __doc__, argv)
+  how = {"first": FIRST, "bins": BINS}
+  if study.quick:
+    how = {"first": 2, "bins": QUICK_BINS}
+  study.sweep(
+    plan(study.quick),
+    functools.partial(measure, **how),
+    summarize,
+    kept=how | {"batches": BATCHES},
+  )
 
 
 if __name__ == "__main__":
-  main()
+  command(main)
