@@ -342,7 +342,7 @@ def _improve(config, rl, judge):
   """The update of everything: policy, critic, and the reference's sync."""
   every = config.objective.reference_every
 
-  def improve(state, batch, key):
+  def update(state, batch, key):
     new, metrics = train_step.update(state, batch, key, learner=rl)
     if judge:
       value, judged = train_step.update(state.critic, batch, key, learner=judge)
@@ -356,7 +356,7 @@ def _improve(config, rl, judge):
       new = dataclasses.replace(new, reference=reference)
     return new, metrics
 
-  return improve
+  return update
 
 
 def _imitate(learner):

@@ -118,7 +118,7 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
   ("override", "words"),
   [
     ("objective.name=gspi", "objective.name='gspi': did you mean 'gspo'"),
-    ("objective.name=x", "choose one of dapo, dr_grpo, grpo, gspo, gspo_tok"),
+    ("objective.name=x", "choose one of cispo, dapo, dr_grpo, gmpo, grpo"),
     ("objective.old_logps=sampled", "did you mean 'sampler'"),
     ("model.variant=qwen3-8", "model.variant='qwen3-8': did you mean 'qwen3-"),
     ("model.dtype=float16", "did you mean 'bfloat16'"),

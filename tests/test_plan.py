@@ -171,7 +171,10 @@ def assert_a_mistake(done, words):
     ([*TINY], "--topology is missing"),
     ([*TINY, "--topology=v5x:2x4"], "did you mean 'v5p'?"),
     ([*TINY, SLICE, "--config.sed=1"], "did you mean 'seed'?"),
-    ([*TINY, SLICE, "--functions="], "choose one of generate, score, update"),
+    (
+      [*TINY, SLICE, "--functions="],
+      "choose one of appraise, generate, score, update",
+    ),
   ],
 )
 def test_a_mistake_is_told_in_one_line(arguments, words):
@@ -205,7 +208,10 @@ def test_without_libtpu_it_names_the_extra():
   ("changes", "words"),
   [
     ({"functions": ["scores"]}, "--functions=scores: did you mean 'score'"),
-    ({"functions": []}, "--functions=: choose one of generate, score, update"),
+    (
+      {"functions": []},
+      "--functions=: choose one of appraise, generate, score, update",
+    ),
     ({"slices": 0}, "--slices=0: expected at least 1"),
   ],
 )

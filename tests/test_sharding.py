@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from gspo_jax import model, optim, sharding
+from gspo_jax import critic, model, optim, sharding
 from gspo_jax.errors import UserError
 
 ONE = sharding.make_mesh(jax.devices()[:1])
@@ -57,6 +57,7 @@ def test_every_array_of_every_variant_has_one_rule(name):
 
 def test_every_rule_has_a_user():
   paths = {p for name in model.VARIANTS for p in named_leaves(shapes_of(name))}
+  paths |= named_leaves(jax.eval_shape(critic.init, shapes_of("tiny"))).keys()
   for pattern, _ in sharding.TABLE:
     assert any(re.search(f"(^|/){pattern}$", path) for path in paths), pattern
 
