@@ -11,9 +11,8 @@ _RANGES = (
     "at least 1",
     lambda x: x >= 1,
     "data.max_prompt_length data.refill_rounds reward.workers eval.prompts "
-    "eval.samples "
-    "eval.every checkpoint.every checkpoint.keep log.samples_every "
-    "cold_start.check_every",
+    "eval.samples eval.every checkpoint.every checkpoint.keep "
+    "log.samples_every cold_start.check_every",
   ),
   (
     "0 or more",
@@ -141,12 +140,6 @@ def _check_together(config):
       f"data.refill_rounds={config.data.refill_rounds}: expected 1 with "
       "objective.name='ppo', whose critic learns from equal rewards, too"
     )
-  for begin, _ in config.data.stages:
-    if begin > config.num_steps:
-      raise UserError(
-        f"data.stages: one begins at iteration {begin}, after the last, "
-        f"num_steps={config.num_steps}"
-      )
 
 
 def _get(config, key):

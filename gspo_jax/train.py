@@ -1,10 +1,8 @@
 """The run, from a config to a trained policy: read it top to bottom."""
 
-import dataclasses
 import json
 import math
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,6 +16,7 @@ from gspo_jax import (
   cold_start,
   data,
   hosts,
+  material,
   metrics,
   policy,
   program,
@@ -27,24 +26,14 @@ from gspo_jax import (
   sources,
 )
 from gspo_jax.checkpoint import Checkpoints
-from gspo_jax.curriculum import Curriculum, Stage
-from gspo_jax.errors import UserError
+from gspo_jax.curriculum import Curriculum
 from gspo_jax.estimates import summarize
 from gspo_jax.identity import changes, flatten, match
 from gspo_jax.preemption import Preemption
 from gspo_jax.rewards.pool import Scorer
 from gspo_jax.sampler import TRUNCATED, Prompts
-from gspo_jax.tasks import Chain, Problem
 from gspo_jax.train_step import TrainState
 from gspo_jax.watch import Watch, require_finite
-
-
-class Sources(NamedTuple):
-  """Questions to learn from, to be tested on, and to imitate."""
-
-  stages: Sequence[Stage]
-  held_out: Sequence[Problem]
-  demonstrations: Sequence[Problem]
 
 
 class Keys(NamedTuple):
@@ -64,7 +53,7 @@ class Run(NamedTuple):
     workdir: where everything is written.
     program: the jitted functions, and the tokenizer.
     scorer: the processes that reward answers.
-    sources: questions.
+    material: questions.
     held_out: `eval.prompts` of the held-out questions, as one batch.
     identity: what a checkpoint, and a cold start, must agree with to be of
       this run.
@@ -75,7 +64,7 @@ class Run(NamedTuple):
   workdir: epath.Path
   program: program.Program
   scorer: Scorer
-  sources: Sources
+  material: material.Material
   held_out: dict
   identity: dict
   keys: Keys
@@ -108,7 +97,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     )
     with run.scorer, checkpoints:
       curriculum = Curriculum(
-        run.sources.stages,
+        run.material.stages,
         run.program.prompting,
         batch=config.data.prompts,
         seed=config.seed,
@@ -124,10 +113,10 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
 def _prepare(config, workdir, mesh) -> Run:
   """What a process can check by itself, before any work."""
   functions = program.build(config, mesh)
-  questions = _sources(config)
+  found = material.load(config)
   identity = policy.identity(functions) | {
     "seed": config.seed,
-    "data": {"fingerprint": _fingerprint(questions.stages)},
+    "data": {"fingerprint": material.fingerprint(found.stages)},
   }
   return Run(
     config=config,
@@ -139,62 +128,13 @@ def _prepare(config, workdir, mesh) -> Run:
       workers=config.reward.workers,
       seconds=config.reward.seconds,
     ),
-    sources=questions,
+    material=found,
     held_out=data.take(
-      questions.held_out, functions.prompting, config.eval.prompts
+      found.held_out, functions.prompting, config.eval.prompts
     ),
     identity=identity,
     keys=Keys(*jax.random.split(jax.random.key(config.seed), 4)),
   )
-
-
-def _sources(config) -> Sources:
-  c, cold = config.data, config.cold_start
-  if c.source == "chain":
-    if c.eval_source or c.weights or c.stages:
-      raise UserError(
-        f"data.eval_source={c.eval_source!r}, data.weights={c.weights}, "
-        f"data.stages={c.stages}: expected none, since data.source='chain' "
-        "makes its own held-out questions and mixes with no other source"
-      )
-    chain = Chain(c.chain_steps, seed=config.seed)
-    return Sources(
-      [Stage(1, chain)],
-      dataclasses.replace(chain, evaluation=True),
-      dataclasses.replace(
-        chain, steps=cold.chain_steps, noise=cold.chain_noise
-      ),
-    )
-  fields = sources.Fields(
-    c.question_field, c.answer_field, c.demonstration_field
-  )
-
-  def load(specs):
-    names = [name.strip() for name in specs.split(",")]
-    return [sources.load(s, fields=fields, data_dir=c.tfds_dir) for s in names]
-
-  def side(every, evaluation):
-    return [dataclasses.replace(s, evaluation=evaluation) for s in every]
-
-  every = load(c.source)
-  if c.eval_source:
-    train, held_out = every, load(c.eval_source)
-  else:
-    train, held_out = side(every, False), side(every, True)
-  train = sources.mix(train, c.weights)
-  stages = [Stage(1, train)]
-  for begin, specs in c.stages:
-    later = load(specs)
-    stages.append(
-      Stage(begin, sources.mix(later if c.eval_source else side(later, False)))
-    )
-  return Sources(stages, sources.mix(held_out), train)
-
-
-def _fingerprint(stages: Sequence[Stage]) -> str:
-  first, *later = stages
-  named = [f"{begin}:{sources.fingerprint(s)}" for begin, s in later]
-  return " ".join([sources.fingerprint(first.source), *named])
 
 
 def _start(run, curriculum, checkpoints, preemption) -> TrainState | None:
@@ -245,7 +185,7 @@ def _imitate(run, preemption) -> TrainState | None:
   cold, functions = run.config.cold_start, run.program
   k_init, k_update, k_check = jax.random.split(run.keys.imitate, 3)
   batches = data.demonstrations(
-    run.sources.demonstrations,
+    run.material.demonstrations,
     functions.prompting,
     batch=cold.batch,
     width=run.config.sampler.max_new_tokens,
@@ -253,7 +193,7 @@ def _imitate(run, preemption) -> TrainState | None:
   )
   settings = {k: v for k, v in _plain(cold).items() if k != "dir"}
   identity = run.identity | {
-    "data": {"fingerprint": sources.fingerprint(run.sources.demonstrations)},
+    "data": {"fingerprint": sources.fingerprint(run.material.demonstrations)},
     "cold_start": settings | {"from": run.config.model.checkpoint},
   }
   folder = cold.dir or run.workdir / "cold_start"

@@ -95,12 +95,6 @@ def test_a_critic_has_no_use_for_refill(debug_config):
     build(debug_config)
 
 
-def test_a_stage_begins_before_the_end(debug_config):
-  debug_config.data.stages = ((5, "jsonl:x"),)
-  with pytest.raises(UserError, match="begins at iteration 5, after the last"):
-    build(debug_config)
-
-
 def test_what_a_config_says_of_credit_arrives(debug_config):
   debug_config.objective.update({"name": "ppo", "zero_truncated": True})
   debug_config.critic.update({"discount": 0.5, "trace_decay": 0.25})
