@@ -72,7 +72,7 @@ def iteration(run, state, step):
   return kept, state, metrics
 
 
-@pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_reference_stays_or_follows(debug_config, every):
   debug_config.objective.update({"kl_coef": 0.1, "reference_every": every})
   debug_config.sampler.temperature = 0.7

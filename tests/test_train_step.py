@@ -126,7 +126,7 @@ MESHES = {
 
 
 # Half a minute each, and a minute on a slow machine; the others cover the axes.
-SLOW = ("2 data", "2 tensor", "4 data, expert")
+SLOW = ("2 data", "2 tensor", "4 data, expert", "8 data")
 
 
 @pytest.mark.parametrize(
