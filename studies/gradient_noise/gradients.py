@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import losses, model
-from gspo_jax.logprobs import token_logprobs
-from gspo_jax.rollout import Rollout
+from gspo_jax.rollout import Rollout, logprobs
 
 _NO_CLIP = {"clip_low": math.inf, "clip_high": math.inf}
 # GSPO-token is GSPO here: an answer has one advantage.
@@ -58,17 +57,7 @@ def grams(
 
   def of_group(rows: Rollout):
     x, pull = jax.vjp(
-      lambda p: (
-        token_logprobs(
-          p,
-          cfg,
-          rows.tokens,
-          rows.positions,
-          rows.mask,
-          response_length=rows.response_mask.shape[1],
-          temperature=temperature,
-        ).logps
-      ),
+      lambda p: logprobs(p, cfg, rows, temperature=temperature).logps,
       params,
     )
     slopes, clipped = _slopes(x, rows)
