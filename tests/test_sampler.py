@@ -147,7 +147,8 @@ def test_a_stop_as_the_very_first_token():
   assert samples.steps == 1
   logps, mask = teacher_forced(BASE, samples, stop=50.0)
   assert (mask.sum(1) == 1).all()
-  np.testing.assert_allclose(samples.logps[mask], logps[mask], atol=1e-5)
+  # Logits near 50 come in steps of 4e-6.
+  np.testing.assert_allclose(samples.logps[mask], logps[mask], atol=2e-5)
   assert (samples.logps[:, 1:] == 0).all()
   assert len(set(samples.logps[:, 0])) > 1
 

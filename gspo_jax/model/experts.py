@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from gspo_jax.model import grouped
+
 _SLACK = 1.25  # a chunk over the mean load
 _TILE = 128  # rows of a chunk come in multiples of this
 
@@ -31,14 +33,14 @@ def multiply(x_RD, weights_R, gate_up, down, sizes_e):
 
 def _widen(x_RD, gate_up, sizes_e):
   """Gates and ups side by side, [R, 2F]."""
-  return jax.lax.ragged_dot(x_RD, gate_up.astype(x_RD.dtype), sizes_e)
+  return grouped.matmul(x_RD, gate_up.astype(x_RD.dtype), sizes_e)
 
 
 def _shrink(h_RF, weights_R, down, sizes_e):
   gate, up = jnp.split(h_RF, 2, axis=-1)
   # Weighted here, on F columns, rather than after `down`, on D.
   h = nn.silu(gate) * up * weights_R[:, None]
-  return jax.lax.ragged_dot(h, down.astype(h.dtype), sizes_e)
+  return grouped.matmul(h, down.astype(h.dtype), sizes_e)
 
 
 def apply(x_MD, weights_Mk, experts_Mk, gate_up, down, *, share: int):

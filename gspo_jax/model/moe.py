@@ -166,8 +166,7 @@ def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down):
   """Sends every token through its experts: sort, two grouped matmuls, unsort.
 
   Exact whatever the load: the groups are as long as the router made them.
-  Expert E is none, for padding. On a CPU, XLA multiplies every row by every
-  expert: E times the work of a TPU.
+  Expert E is none, for padding.
 
   Returns:
     The output [M, D], and the number of pairs in the groups.
