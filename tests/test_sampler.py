@@ -166,7 +166,8 @@ def test_min_new_tokens_delays_the_stop():
   assert (samples.finish == STOPPED).all()
   logps, mask = teacher_forced(PLAIN, samples, stop=50.0)
   assert samples.logps[:, 0].max() < -10  # of the untruncated distribution
-  np.testing.assert_allclose(samples.logps[mask], logps[mask], rtol=1e-5)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5)
+  close(samples.logps[mask], logps[mask])
 
 
 def test_answers_and_keys_differ_and_the_same_key_repeats():
