@@ -74,8 +74,17 @@ def cold_start(config: ConfigDict) -> str:
   rest = c["sampler"]["max_new_tokens"], c["data"]["max_prompt_length"]
   micro = c["learner"]["micro_rows"]
   parts = [c["model"], c["cold_start"] | {"dir": ""}, rest, micro]
-  digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
-  return f"{digest} seed={config.seed}"
+  return f"{_hash(parts)} seed={config.seed}"
+
+
+def digest(config: ConfigDict, kept: dict | None = None) -> str:
+  """A name for the run of this config, and what measuring it depends on."""
+  c = _plain(config)
+  return _hash([c | {"cold_start": c["cold_start"] | {"dir": ""}}, kept])
+
+
+def _hash(parts) -> str:
+  return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 
 def _plain(config) -> dict:
@@ -151,19 +160,20 @@ def commit(root: Path = FOLDER.parent) -> str:
 
 
 def write(path: Path, record: dict) -> None:
-  """JSON, whole or not at all; NaN and infinities as null."""
+  """JSON, whole or not at all; see `plain`."""
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_suffix(".tmp")
-  text = json.dumps(_finite(record), indent=1, allow_nan=False)
+  text = json.dumps(plain(record), indent=1, allow_nan=False)
   temporary.write_text(text + "\n")
   temporary.replace(path)
 
 
-def _finite(value):
+def plain(value):
+  """As JSON has it: five digits, NaN and infinities None."""
   if isinstance(value, dict):
-    return {k: _finite(v) for k, v in value.items()}
+    return {k: plain(v) for k, v in value.items()}
   if isinstance(value, list | tuple):
-    return [_finite(v) for v in value]
+    return [plain(v) for v in value]
   if isinstance(value, float):
     return float(f"{value:.5g}") if math.isfinite(value) else None
   return value

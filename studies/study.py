@@ -2,9 +2,10 @@
 
 A study is a folder here: config.py is one run, run.py all of them, figure.py
 draws. `python -m studies.NAME.run` writes studies/NAME/result.json and
-figure.png. What it trains is kept in WORKDIR/NAME, and not trained again; a
-Ctrl-C or a SIGTERM ends it, and the same command goes on. One study at a time
-in a WORKDIR: they share the cold starts.
+figure.png. A run that is in result.json is not made again, on whatever machine
+that was; what is being trained is kept in WORKDIR/NAME. A Ctrl-C or a SIGTERM
+ends it, and the same command goes on. One study at a time in a WORKDIR: they
+share the cold starts.
 """
 
 import argparse
@@ -19,10 +20,19 @@ from pathlib import Path
 
 import jax
 from absl import logging
+from ml_collections import ConfigDict
 
 from gspo_jax.errors import UserError
 from studies import arguments
-from studies.runs import FOLDER, Run, cold_start, finish, write
+from studies.runs import (
+  FOLDER,
+  Run,
+  cold_start,
+  digest,
+  finish,
+  plain,
+  write,
+)
 
 
 class Study:
@@ -76,21 +86,21 @@ class Study:
       measure: what result.json says of a run.
       summarize: what it says of all of them so far, each its argument with
         what was measured.
-      kept: where measuring takes long, what it depends on besides the run: it
-        is kept in the run's folder, and holds while this does.
+      kept: what measuring depends on besides the run.
     """
-    results, took, commits = [], 0.0, set()
+    known = {} if self._plot else self._known()
+    results = []
     for one in () if self._plot else planned:
-      run = self.train(arguments.write(**one))
-      found, seconds = measured(run, measure, kept)
-      results.append(one | found)
-      took += run.seconds + seconds
-      commits.add(run.commit)
+      config = self._config(arguments.write(**one))
+      name = digest(config, kept)
+      if name not in known:
+        known[name] = one | {"run": name} | self._make(config, one, measure)
+      results.append(known[name])
       record = {
         "command": self._command + (" --quick" if self.quick else ""),
-        "commits": sorted(commits),
-        "machine": machine(),
-        "seconds": round(took),
+        "commits": sorted({row["commit"] for row in results}),
+        "machines": sorted({row["machine"] for row in results}),
+        "seconds": round(sum(row["seconds"] for row in results)),
         "runs finished": len(results),
         "runs planned": len(planned),
       }
@@ -100,41 +110,46 @@ class Study:
     figure = importlib.import_module(f"studies.{self._name}.figure")
     figure.draw(self._read(), self._out / "figure.png")
 
-  def train(self, argument: str) -> Run:
-    """The run that the study's config.py makes of `argument`, and --quick."""
+  def _config(self, argument: str) -> ConfigDict:
+    """That which config.py makes of `argument`, and --quick."""
+    module = importlib.import_module(f"studies.{self._name}.config")
+    return module.get_config(argument + (",quick=1" if self.quick else ""))
+
+  def _make(self, config, one, measure) -> dict:
+    """Trains and measures: what result.json says of a run."""
+    run = self.train(config, arguments.write(**one))
+    began = time.monotonic()
+    found = measure(run)
+    jax.clear_caches()
+    took = {
+      "seconds": round(run.seconds + time.monotonic() - began, 1),
+      "commit": run.commit,
+      "machine": machine(),
+    }
+    return plain(took | found)
+
+  def train(self, config: ConfigDict, name: str) -> Run:
+    """The run of this config, in a folder of this name."""
     logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
     if not jax.config.jax_compilation_cache_dir:
       compiled = str((self._workdir / "compiled").absolute())
       jax.config.update("jax_compilation_cache_dir", compiled)
-    module = importlib.import_module(f"studies.{self._name}.config")
-    config = module.get_config(argument + (",quick=1" if self.quick else ""))
     folder = self._workdir / "cold_starts" / cold_start(config)
     config.cold_start.dir = str(folder)
-    print(f"\n== {self._name}: {argument}", flush=True)
-    return finish(config, self._runs / argument.replace(",", " "))
+    print(f"\n== {self._name}: {name}", flush=True)
+    return finish(config, self._runs / name.replace(",", " "))
+
+  def _known(self) -> dict[str, dict]:
+    """By digest, the runs that result.json has."""
+    if not (self._out / "result.json").exists():
+      return {}
+    return {row["run"]: row for row in self._read()["runs"]}
 
   def _read(self) -> dict:
     path = self._out / "result.json"
     if not path.exists():
       raise UserError(f"{path}: not there yet; leave out --plot")
     return json.loads(path.read_text())
-
-
-def measured(run: Run, measure, kept: dict | None) -> tuple[dict, float]:
-  """What `measure` says of a run, and the seconds that it took; see `sweep`."""
-  path, kept = run.folder / "measured.json", json.dumps(kept)
-  if kept != "null" and path.exists():
-    record = json.loads(path.read_text())
-    if record["kept"] == kept:
-      return record["found"], record["seconds"]
-  began = time.monotonic()
-  found = measure(run)
-  seconds = time.monotonic() - began
-  if kept != "null":
-    write(path, {"kept": kept, "seconds": seconds, "found": found})
-    found = json.loads(path.read_text())["found"]  # as the next time
-    jax.clear_caches()
-  return found, seconds
 
 
 def command(main: Callable[[], None]) -> None:

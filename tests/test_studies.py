@@ -14,7 +14,7 @@ from conftest import ROOT
 
 from gspo_jax import program, sharding
 from gspo_jax.errors import UserError
-from studies import arguments, runs, study
+from studies import arguments, runs
 
 FOLDER = ROOT / "studies"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/run.py"))
@@ -199,20 +199,14 @@ def test_what_a_study_leaves_is_no_change_and_all_else_is(tmp_path):
   assert runs.commit(tmp_path) == f"{clean} and changes"
 
 
-def test_what_was_measured_is_kept_while_it_is_asked_the_same(tmp_path):
-  run = runs.Run(None, tmp_path, [], [], 1.0, "abc", "")
-  asked = []
-
-  def measure(run):
-    asked.append(run)
-    return {"times": len(asked), "none": math.nan}
-
-  once = {"times": 1, "none": None}
-  assert study.measured(run, measure, {"n": (1, 2)})[0] == once
-  assert study.measured(run, measure, {"n": (1, 2)})[0] == once
-  assert study.measured(run, measure, {"n": (1, 3)})[0]["times"] == 2
-  assert study.measured(run, measure, None)[0]["times"] == 3
-  assert study.measured(run, measure, None)[0]["times"] == 4
+def test_a_run_is_known_by_all_but_where_its_cold_start_lies():
+  config = module("clip_fraction", "config").get_config()
+  before = runs.digest(config)
+  config.cold_start.dir = "elsewhere"
+  assert runs.digest(config) == before
+  assert runs.digest(config, {"n": 1}) != before
+  config.optim.learning_rate = 1.0
+  assert runs.digest(config) != before
 
 
 @pytest.mark.slow

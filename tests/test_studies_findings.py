@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from studies import study
 from studies.clip_fraction import run as clip_fraction
@@ -410,8 +411,8 @@ def test_the_whole_study_and_its_figure_again(
   monkeypatch.setattr(ratio_spread, "measure", measured_spread)
   trained = []
 
-  def train(self, argument):
-    trained.append(argument)
+  def train(self, config, name):
+    trained.append(name)
     folder = tmp_path / str(len(trained))
     broken = len(trained) % 7 == 5
     return made_up(until=0 if broken else STEPS)._replace(folder=folder)
@@ -429,17 +430,36 @@ def test_the_whole_study_and_its_figure_again(
   figure.unlink()
   module.main([*flags, "--plot"])
   assert figure.read_bytes() == before
+  module.main(flags)  # all is in result.json
+  assert json.loads((out / "result.json").read_text()) == record
   assert len(trained) == len(planned)
 
 
-def test_measuring_counts(tmp_path, monkeypatch):
-  """A result's seconds are those of the runs and of what is made of them."""
+def test_a_run_is_made_unless_the_result_has_it(tmp_path, monkeypatch):
+  """And its seconds are those of training and of measuring."""
+  clock = iter(range(0, 10_000, 30))
   monkeypatch.setattr(study, "FOLDER", tmp_path)
-  monkeypatch.setattr(study.Study, "train", lambda self, argument: made_up())
-  monkeypatch.setattr(study, "measured", lambda *_: ({}, 30.0))
+  monkeypatch.setattr(study.time, "monotonic", lambda: next(clock))
+  monkeypatch.setattr(study.Study, "train", lambda *_: made_up())
   drawn = SimpleNamespace(draw=lambda record, path: None)
+  config = lambda text: ConfigDict({"text": text, "cold_start": {"dir": "x"}})
+  drawn.get_config = config
   monkeypatch.setattr(importlib, "import_module", lambda name: drawn)
-  swept = study.Study("old_logps", "Of nothing.", [])
-  swept.sweep([{"seed": 0}, {"seed": 1}], dict, lambda results: {})
-  record = json.loads((tmp_path / "old_logps" / "result.json").read_text())
-  assert record["seconds"] == 64
+  measured = []
+
+  def sweep(*seeds, kept=None):
+    swept = study.Study("old_logps", "Of nothing.", [])
+    measure = lambda run: measured.append(run) or {"none": math.nan}
+    planned = [{"seed": seed} for seed in seeds]
+    swept.sweep(planned, measure, lambda results: {}, kept=kept)
+    return json.loads((tmp_path / "old_logps" / "result.json").read_text())
+
+  first = sweep(0, 1)
+  assert first["seconds"] == 64
+  assert first["runs"][1]["none"] is None
+  grown = sweep(0, 1, 2)
+  assert grown["runs"][:2] == first["runs"]
+  assert len(measured) == grown["runs finished"] == 3
+  sweep(0, kept={"n": (1, 2)})  # measured otherwise: another run
+  sweep(0, kept={"n": (1, 2)})
+  assert len(measured) == 4
