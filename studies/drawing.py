@@ -118,14 +118,16 @@ def rates(ax, texts) -> None:
 
 
 def claimed(ax, y, text) -> None:
-  """A dotted line at a number, named above its left end."""
+  """A dotted line at a number, named below its right end."""
   ax.axhline(y, color=GREY, linestyle=":", linewidth=1)
   ax.annotate(
     text,
-    (0, y),
+    (1, y),
     xycoords=("axes fraction", "data"),
-    xytext=(4, 3),
+    xytext=(-4, -3),
     textcoords="offset points",
+    ha="right",
+    va="top",
     color=GREY,
     fontsize=8,
   )
