@@ -61,6 +61,13 @@ def get_config() -> ConfigDict:
   c.sampler.top_p = 1.0  # 1: all; else rollouts leave the policy
   c.sampler.min_new_tokens = 1  # tokens before a stop token may come
 
+  c.paging = ConfigDict()  # a slot whose answer has ended gets the next one
+  c.paging.slots = 0  # answers that decode together; 0: all, and no refill
+  c.paging.page = 16  # tokens of a page of the cache
+  c.paging.pages = 0  # of all layers' caches; 0: what the longest answers take
+  c.paging.steps = 32  # decode steps until the host looks at the slots
+  c.paging.chunk = 128  # tokens of a prompt that are prefilled at one time
+
   c.reward = ConfigDict()
   # Of gspo_jax/rewards/, or package.module.function; the first says what is
   # right, and all of them what is rewarded.

@@ -19,6 +19,7 @@ from gspo_jax import (
   groups,
   model,
   optim,
+  paged_sampler,
   rollout,
   sampler,
   settings,
@@ -30,6 +31,7 @@ from gspo_jax.cold_start import as_rollout
 from gspo_jax.errors import UserError
 from gspo_jax.limits import check, multiple
 from gspo_jax.model import hf
+from gspo_jax.on_mesh import OnMesh
 
 # Collectives that run beside the matrix units on chips with SparseCores.
 _SPARSE_CORES = ("TPU v5", "TPU v5p")
@@ -54,23 +56,6 @@ _INSTRUMENTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class OnMesh:
-  """A jitted function that is traced and called in the context of a mesh."""
-
-  jitted: Callable
-  mesh: jax.sharding.Mesh
-
-  def __call__(self, *args):
-    with jax.set_mesh(self.mesh):
-      return self.jitted(*args)
-
-  def lower(self, *args):
-    """For ahead-of-time compilation; arguments may be shapes."""
-    with jax.set_mesh(self.mesh):
-      return self.jitted.lower(*args)
-
-
-@dataclasses.dataclass(frozen=True)
 class Program:
   """Functions to call; compiled once each, arrays laid out over the mesh.
 
@@ -82,7 +67,8 @@ class Program:
     abstract: shapes and shardings of the TrainState, for a restore.
     init: key -> params: those of `model.checkpoint`, else fresh ones.
     begin: params -> TrainState; donates the params.
-    generate: (params, prompts, key) -> Samples, as the config draws.
+    generate: (params, prompts, key) -> Samples, as the config draws: one
+      jitted function, or with `paging.slots` a `PagedSampler`.
     generate_eval: the same with `eval.samples` answers a prompt.
     generate_greedy: the same with one greedy answer.
     merge: (samples, samples, index) -> samples, whole groups of both.
@@ -159,6 +145,16 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   jit_generate = functools.partial(
     _jit_generate, cfg, abstract=abstract, mesh=mesh, decoding=decoding
   )
+  if paging := settings.paging(config):
+    jit_generate = functools.partial(
+      paged_sampler.build,
+      cfg,
+      paging=paging,
+      prompt=config.data.max_prompt_length,
+      params=_shardings(abstract.params),
+      mesh=mesh,
+      decoding=decoding,
+    )
   generate = jit_generate(draw)
   return Program(
     cfg=cfg,
@@ -249,22 +245,13 @@ def _jit_generate(cfg, draw, *, abstract, mesh, decoding):
   jitted = jax.jit(
     generate,
     in_shardings=(_shardings(abstract.params), rows, everywhere),
-    out_shardings=_lay_samples(draw, mesh),
+    out_shardings=sampler.layout(draw, mesh),
   )
   return OnMesh(jitted, decoding)
 
 
-def _lay_samples(draw, mesh):
-  rows = sharding.rows(mesh)
-  return sampler.Samples(
-    *[rows] * 4,
-    steps=sharding.everywhere(mesh),
-    experts=rows if draw.record_routing else None,
-  )
-
-
 def _jit_merge(draw, mesh):
-  lay = _lay_samples(draw, mesh)
+  lay = sampler.layout(draw, mesh)
   jitted = jax.jit(
     groups.merge,
     in_shardings=(lay, lay, sharding.everywhere(mesh)),

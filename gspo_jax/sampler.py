@@ -10,12 +10,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import model
+from gspo_jax import draw, model
 from gspo_jax.errors import UserError
 from gspo_jax.model import cache as kv
-from gspo_jax.sharding import ROWS, constrain, constrain_state
+from gspo_jax.sharding import ROWS, constrain, everywhere, rows
 
-_GROUPS, _VOCAB = ("data", "fsdp"), ("expert", "tensor")
 _FIRST_SLOTS = 64  # the answers' cache starts this long or longer, and doubles
 _BLOCKS = 100  # decoder blocks to compile, over all lengths of the cache
 
@@ -111,7 +110,8 @@ class Samples:
       one, too.
     lengths: [B] int32, tokens drawn, the stop token included.
     finish: [B] int8, why the row ended: STOPPED or TRUNCATED.
-    steps: [] int32, decode steps taken: the longest row.
+    slot_steps: [] int32, decode steps times the rows that took them; those that
+      drew a token of an answer were useful.
     experts: [B, L, S + R, k] unsigned, those of the prompt's tokens and of the
       answer's; any k, where no token was fed: the last one of a row never is.
       None unless recorded, and for a dense model.
@@ -121,8 +121,18 @@ class Samples:
   logps: jax.Array
   lengths: jax.Array
   finish: jax.Array
-  steps: jax.Array
+  slot_steps: jax.Array
   experts: jax.Array | None = None
+
+
+def layout(sampler: SamplerConfig, mesh: jax.sharding.Mesh) -> Samples:
+  """Where samples lie."""
+  of_rows = rows(mesh)
+  return Samples(
+    *[of_rows] * 4,
+    slot_steps=everywhere(mesh),
+    experts=of_rows if sampler.record_routing else None,
+  )
 
 
 @jax.tree_util.register_dataclass
@@ -165,7 +175,7 @@ def generate(
     key: a typed PRNG key.
     sampler: how to draw; static.
   """
-  params = _lay_out(params, cfg)
+  params = draw.lay_out(params, cfg)
   logits, cache, prompt_experts = _prefill(params, cfg, prompts, sampler)
   params = model.unstack(params, cfg)
   B, R = logits.shape[0], sampler.max_new_tokens
@@ -186,25 +196,8 @@ def generate(
   finish = jnp.where(state.done, STOPPED, TRUNCATED).astype(jnp.int8)
   experts = _join(prompt_experts, state.experts)
   return Samples(
-    state.tokens, state.logps, state.lengths, finish, state.step, experts
+    state.tokens, state.logps, state.lengths, finish, B * state.step, experts
   )
-
-
-def _lay_out(params, cfg):
-  """The weights in `cfg.dtype`, on the mesh that decodes.
-
-  A layer at a time: on its way from one mesh to the other a weight may stand
-  whole on a device.
-  """
-  # Without the barrier XLA moves them first, and then makes them smaller.
-  cast = lambda x: jax.lax.optimization_barrier(x.astype(cfg.dtype))
-  lay = lambda tree: constrain_state(jax.tree.map(cast, tree))
-  layers = {"layers": jax.lax.map(lay, params["layers"])}
-  rest = lay({k: x for k, x in params.items() if k != "layers"})
-  # In two steps: XLA knows no short way from split rows to split columns.
-  head = constrain(model.head(rest, cfg), None, "tensor")
-  head = constrain(head, None, _VOCAB)
-  return rest | constrain_state(layers) | {"head": head}
 
 
 def _prefill(params, cfg, prompts, sampler):
@@ -216,15 +209,15 @@ def _prefill(params, cfg, prompts, sampler):
   out = model.prefill(
     params, cfg, prompts.tokens, prompts.positions, prompts.mask
   )
-  logits = _logits(params, cfg, out.hidden[:, -1])
+  logits = draw.logits(params, cfg, out.hidden[:, -1])
   cache = kv.fork(out.cache, cfg, sampler.group_size, _slots(0, cfg, sampler))
   logits = jnp.repeat(logits, sampler.group_size, axis=0)
   recorded = sampler.record_routing and cfg.num_experts
   experts = out.routing.experts if recorded else None
-  return constrain(logits, _GROUPS, _VOCAB), cache, experts
+  return constrain(logits, draw.GROUPS, draw.VOCAB), cache, experts
 
 
-def _room(prompts_LPSk, rows, slots):
+def _room(prompts_LPSk, answers, slots):
   """For the experts of the answers, [L, B, R, k]; None where none are noted.
 
   What is never written are k experts, too, each once.
@@ -233,7 +226,9 @@ def _room(prompts_LPSk, rows, slots):
     return None
   L, _, _, k = prompts_LPSk.shape
   first_k = jnp.arange(k, dtype=prompts_LPSk.dtype)
-  return constrain(jnp.broadcast_to(first_k, (L, rows, slots, k)), None, ROWS)
+  return constrain(
+    jnp.broadcast_to(first_k, (L, answers, slots, k)), None, ROWS
+  )
 
 
 def _join(prompts_LPSk, answers_LBRk):
@@ -244,16 +239,6 @@ def _join(prompts_LPSk, answers_LBRk):
   shared_LBSk = jnp.repeat(prompts_LPSk, group, axis=1)
   joined_LBTk = jnp.concatenate([shared_LBSk, answers_LBRk], axis=2)
   return constrain(joined_LBTk.swapaxes(0, 1), ROWS)
-
-
-def _logits(params, cfg, hidden_BD):
-  """Float32 [B, V], the vocabulary split over the devices that share experts.
-
-  So each reads its part of the head only, for the rows of all of them.
-  """
-  hidden_BD = constrain(hidden_BD, _GROUPS)
-  logits = model.project(hidden_BD, params["head"], cfg)
-  return constrain(logits, _GROUPS, _VOCAB)
 
 
 def _slots(full, cfg, sampler):
@@ -285,7 +270,7 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
     out = model.encode(params, cfg, s.last[:, None], positions, real, s.cache)
     experts = _note(s.experts, out.routing, s.step - 1)
     s = dataclasses.replace(s, cache=out.cache, experts=experts)
-    logits = _logits(params, cfg, out.hidden[:, 0])
+    logits = draw.logits(params, cfg, out.hidden[:, 0])
     return _record(s, logits, row_keys, sampler)
 
   state = jax.lax.while_loop(going, body, state)
@@ -312,7 +297,8 @@ def _note(experts_LBRk, routing, slot):
 
 def _record(s: _State, logits, row_keys, sampler) -> _State:
   """Draws one token a row and writes it down, except where a row is done."""
-  token, logp = _draw(logits, row_keys, s.step, sampler)
+  steps_B = jnp.full(s.last.shape, s.step)
+  token, logp = draw.token(logits, row_keys, steps_B, sampler)
   token = jnp.where(s.done, sampler.pad_id, token)
   logp = jnp.where(s.done, 0.0, logp)
   write = jax.lax.dynamic_update_slice
@@ -326,37 +312,3 @@ def _record(s: _State, logits, row_keys, sampler) -> _State:
     logps=write(s.logps, logp[:, None], (0, s.step)),
     lengths=s.lengths + ~s.done,
   )
-
-
-def _draw(logits, row_keys, step, sampler):
-  """One token [B] of each row of float32 logits [B, V], and its log-prob."""
-  greedy = sampler.temperature == 0
-  logps = jax.nn.log_softmax(logits / (1.0 if greedy else sampler.temperature))
-  allowed = _truncate(logps, step, sampler)
-  if greedy:
-    token = allowed.argmax(-1)
-  else:
-    keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
-    token = jax.vmap(jax.random.categorical)(keys, allowed)
-  logp = jnp.take_along_axis(logps, token[:, None], axis=1)[:, 0]
-  return token.astype(jnp.int32), logp
-
-
-def _truncate(logps, step, sampler):
-  """Log-probs with -inf where min length, top-k or top-p forbids a token."""
-  if sampler.min_new_tokens > 1:
-    stops = jnp.isin(jnp.arange(logps.shape[-1]), jnp.array(sampler.stop_ids))
-    early = step + 1 < sampler.min_new_tokens
-    logps = jnp.where(early & stops, -jnp.inf, logps)
-  if 0 < sampler.top_k < logps.shape[-1]:
-    worst = jax.lax.top_k(logps, sampler.top_k)[0][:, -1:]
-    logps = jnp.where(logps < worst, -jnp.inf, logps)
-  if sampler.top_p < 1:
-    logps = jax.nn.log_softmax(logps)
-    best = jnp.sort(logps, axis=-1, descending=True)
-    # A token stays while those before it have not reached top_p: the first
-    # always does.
-    before = jnp.cumsum(jnp.exp(best), -1) - jnp.exp(best)
-    worst = jnp.where(before < sampler.top_p, best, jnp.inf).min(-1)
-    logps = jnp.where(logps < worst[:, None], -jnp.inf, logps)
-  return logps

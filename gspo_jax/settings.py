@@ -15,6 +15,7 @@ from gspo_jax import (
   model,
   objective,
   optim,
+  paged_sampler,
   sampler,
   tokenizer,
   train_step,
@@ -74,6 +75,13 @@ def sampler_config(
     record_routing=config.objective.replay == "r3",
     **config.sampler,
   )
+
+
+def paging(config: ConfigDict) -> paged_sampler.Paging | None:
+  """The slots and pages of rollouts; None: all answers decode together."""
+  if not config.paging.slots:
+    return None
+  return paged_sampler.Paging(**config.paging)
 
 
 def prompting(config, texts) -> data.PromptConfig:

@@ -334,8 +334,8 @@ def _iterate(run, state, curriculum, step):
 
 
 def _rollout_row(marks: answer.Marks, samples, drawn) -> dict[str, float]:
-  lengths, finish, steps = hosts.fetch(
-    (samples.lengths, samples.finish, samples.steps)
+  lengths, finish, slot_steps = hosts.fetch(
+    (samples.lengths, samples.finish, samples.slot_steps)
   )
   parts = marks.parts if len(marks.parts) > 1 else {}
   return {
@@ -347,7 +347,7 @@ def _rollout_row(marks: answer.Marks, samples, drawn) -> dict[str, float]:
     "response/length": float(lengths.mean()),
     "response/truncated": float((finish == TRUNCATED).mean()),
     # What is missing to 1 are decode steps spent on rows that had ended.
-    "response/useful_steps": _drawn(drawn) / (len(lengths) * int(steps)),
+    "response/useful_steps": _drawn(drawn) / int(slot_steps),
   }
 
 

@@ -128,8 +128,8 @@ def test_scores_far_apart_make_one_softmax_of_both_stretches():
   q, k, v = 20 * normal(B, 2, N, H), 20 * normal(B, 2, K, H), normal(B, 2, K, H)
   prefix = kv.Prefix((prompt_k,), (prompt_v,), np.ones((P, S), bool))
   cache = dataclasses.replace(kv.empty(DENSE, B, 2), prefix=prefix)
-  cache = kv.mark(cache, jnp.ones((B, 2)))
-  out, _ = jax.jit(kv.attend, static_argnums=1)(cache, 0, q, k, v)
+  cache = cache.mark(jnp.ones((B, 2)))
+  out, _ = jax.jit(kv.Cache.attend, static_argnums=1)(cache, 0, q, k, v)
   out = np.asarray(out)
   for b, t, n in np.ndindex(B, 2, N):
     p, g = b // G, n // (N // K)

@@ -116,7 +116,7 @@ def test_the_first_mixed_groups_and_then_the_first_others(script, rounds):
     want = [scored[number].parts[part][p] for number, p in places]
     np.testing.assert_array_equal(a, want)
   assert marks.reasons == tuple(f"reason {n}" for n in range(took))
-  assert kept.samples.steps == sum(n + 2 for n in range(took))
+  assert kept.samples.slot_steps == sum(n + 2 for n in range(took))
 
 
 @pytest.mark.parametrize("script", list(scripts()))
@@ -142,7 +142,7 @@ def test_one_round_waits_for_no_mark():
   draws = Draws((0,) * P)
   kept, drawn = refill.collect(draws, MERGE, rounds=1)
   assert draws.marked == []
-  assert kept.samples.steps == 2
+  assert kept.samples.slot_steps == 2
   kept.marks()
   drawn[0].marks()
   refill.report(kept, drawn)

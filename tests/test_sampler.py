@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax import draw as drawing
 from gspo_jax import model, rollout, sharding
 from gspo_jax import sampler as sampling
 from gspo_jax.errors import UserError
@@ -124,7 +125,7 @@ def test_rows_end_where_they_should():
     samples = draw(seed=seed)
     assert samples.tokens.shape == samples.logps.shape == (B, R)
     assert samples.finish.dtype == np.int8
-    assert samples.steps == samples.lengths.max()
+    assert samples.slot_steps == B * samples.lengths.max()
     for tokens, n, finish in zip(
       samples.tokens, samples.lengths, samples.finish, strict=True
     ):
@@ -144,7 +145,7 @@ def test_a_stop_as_the_very_first_token():
   assert (samples.finish == STOPPED).all()
   assert np.isin(samples.tokens[:, 0], STOPS).all()
   assert (samples.tokens[:, 1:] == PAD).all()
-  assert samples.steps == 1
+  assert samples.slot_steps == B
   logps, mask = teacher_forced(BASE, samples, stop=50.0)
   assert (mask.sum(1) == 1).all()
   # Logits near 50 come in steps of 4e-6.
@@ -157,7 +158,7 @@ def test_rows_that_never_stop_are_truncated():
   samples = draw(stop=-50.0)
   assert (samples.lengths == R).all()
   assert (samples.finish == TRUNCATED).all()
-  assert samples.steps == R
+  assert samples.slot_steps == B * R
 
 
 def test_min_new_tokens_delays_the_stop():
@@ -201,7 +202,7 @@ def test_doubling_the_cache_changes_nothing(stop):
   small = draw(first_slots=2, stop=stop)  # 2, 4, 8, 11 slots
   large = draw(first_slots=64, stop=stop)
   np.testing.assert_allclose(small.logps, large.logps, atol=1e-5)
-  for name in ("tokens", "lengths", "finish", "steps"):
+  for name in ("tokens", "lengths", "finish", "slot_steps"):
     assert_equal(getattr(small, name), getattr(large, name))
 
 
@@ -284,7 +285,8 @@ def test_frequencies_are_the_policys(sampler, kept):
 
 def kept_by_truncation(probs, step=0, **config):
   sampler = SamplerConfig(1, 8, STOPS, **config)
-  left = sampling._truncate(jnp.log(jnp.asarray(probs)), step, sampler)
+  steps = jnp.full(len(probs), step)
+  left = drawing.truncate(jnp.log(jnp.asarray(probs)), steps, sampler)
   return np.isfinite(left)
 
 

@@ -53,6 +53,49 @@ class Cache:
   length: jax.Array
   prefix: Prefix | None = None
 
+  def mark(self, mask_BT: jax.Array) -> "Cache":
+    """Notes which of the T tokens about to be written are real."""
+    valid = jax.lax.dynamic_update_slice(
+      self.valid, mask_BT.astype(bool), (0, self.length)
+    )
+    return dataclasses.replace(self, valid=valid)
+
+  def attend(self, layer: int, q_BTNH, k_BTKH, v_BTKH):
+    """Appends one layer's keys and values, then attends to all before them.
+
+    Returns:
+      The attention output [B, T, N, H], and the layer's new (k, v).
+    """
+    at = (0, 0, self.length, 0)
+    write = lambda old, new_BTKH: jax.lax.dynamic_update_slice(
+      old, new_BTKH.swapaxes(1, 2), at
+    )
+    k_BKSH, v_BKSH = write(self.k[layer], k_BTKH), write(self.v[layer], v_BTKH)
+    B, T, N, H = q_BTNH.shape
+    K = k_BKSH.shape[1]
+    q_BKRTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+
+    slot_S = jnp.arange(k_BKSH.shape[2])
+    causal_TS = slot_S <= self.length + jnp.arange(T)[:, None]
+    seen_BTS = causal_TS & self.valid[:, None, :]
+    parts = [(_scores(q_BKRTH, k_BKSH, seen_BTS), v_BKSH)]
+    if self.prefix is not None:
+      prefix = self.prefix
+      P = prefix.valid.shape[0]
+      # The G rows of a prompt become G * T queries against its one copy.
+      q_PKRTH = _join_groups(q_BKRTH, P)
+      seen_PTS = prefix.valid[:, None, :]
+      scores = _scores(q_PKRTH, prefix.k[layer], seen_PTS)
+      parts.insert(0, (scores, prefix.v[layer]))
+    out_BKRTH = _combine(parts, B, T)
+    out_BTNH = out_BKRTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return out_BTNH, (k_BKSH, v_BKSH)
+
+  def extend(self, k, v, mask_BT: jax.Array) -> "Cache":
+    """The cache after a forward pass over T tokens."""
+    length = self.length + mask_BT.shape[1]
+    return dataclasses.replace(self, k=k, v=v, length=length)
+
 
 def empty(cfg: ModelConfig, batch: int, slots: int) -> Cache:
   """A cache of `batch` rows with `slots` free slots, in the model's dtype."""
@@ -88,52 +131,6 @@ def grow(cache: Cache, slots: int) -> Cache:
     v=tuple(map(pad, cache.v)),
     valid=jnp.pad(cache.valid, ((0, 0), (0, extra))),
   )
-
-
-def mark(cache: Cache, mask_BT: jax.Array) -> Cache:
-  """Notes which of the T tokens about to be written are real."""
-  valid = jax.lax.dynamic_update_slice(
-    cache.valid, mask_BT.astype(bool), (0, cache.length)
-  )
-  return dataclasses.replace(cache, valid=valid)
-
-
-def extend(cache: Cache, k, v, tokens: int) -> Cache:
-  """The cache after a forward pass over `tokens` tokens."""
-  length = cache.length + tokens
-  return dataclasses.replace(cache, k=k, v=v, length=length)
-
-
-def attend(cache: Cache, layer: int, q_BTNH, k_BTKH, v_BTKH):
-  """Appends one layer's keys and values, then attends to all before them.
-
-  Returns:
-    The attention output [B, T, N, H], and the layer's new (k, v).
-  """
-  at = (0, 0, cache.length, 0)
-  write = lambda old, new_BTKH: jax.lax.dynamic_update_slice(
-    old, new_BTKH.swapaxes(1, 2), at
-  )
-  k_BKSH, v_BKSH = write(cache.k[layer], k_BTKH), write(cache.v[layer], v_BTKH)
-  B, T, N, H = q_BTNH.shape
-  K = k_BKSH.shape[1]
-  q_BKRTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-
-  slot_S = jnp.arange(k_BKSH.shape[2])
-  causal_TS = slot_S <= cache.length + jnp.arange(T)[:, None]
-  seen_BTS = causal_TS & cache.valid[:, None, :]
-  parts = [(_scores(q_BKRTH, k_BKSH, seen_BTS), v_BKSH)]
-  if cache.prefix is not None:
-    prefix = cache.prefix
-    P = prefix.valid.shape[0]
-    # The G rows of a prompt become G * T queries against its one copy.
-    q_PKRTH = _join_groups(q_BKRTH, P)
-    seen_PTS = prefix.valid[:, None, :]
-    scores = _scores(q_PKRTH, prefix.k[layer], seen_PTS)
-    parts.insert(0, (scores, prefix.v[layer]))
-  out_BKRTH = _combine(parts, B, T)
-  out_BTNH = out_BKRTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
-  return out_BTNH, (k_BKSH, v_BKSH)
 
 
 def _join_groups(x_BKRTH, P):

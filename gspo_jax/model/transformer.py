@@ -111,7 +111,7 @@ class Attention(nn.Module):
     if cache is None:
       return _attend_together(x_BTD, weights, angles, segments_BT, cfg)
     q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
-    out_BTNH, updated = kv.attend(cache, layer, q_BTNH, k_BTKH, v_BTKH)
+    out_BTNH, updated = cache.attend(layer, q_BTNH, k_BTKH, v_BTKH)
     o = weights["o"].astype(x_BTD.dtype)
     return jnp.einsum("btnh,nhd->btd", out_BTNH, o), updated
 
@@ -397,7 +397,7 @@ def _run_scanned(
 
 
 def _run_cached(params, cfg, x_BTD, angles, mask_BT, cache):
-  cache = kv.mark(cache, mask_BT)
+  cache = cache.mark(mask_BT)
   segments_BT = mask_BT.astype(jnp.int32)
   routings, ks, vs = [], [], []
   for i, layer_params in enumerate(params["layers"]):
@@ -407,7 +407,7 @@ def _run_cached(params, cfg, x_BTD, angles, mask_BT, cache):
     routings.append(routing)
     ks.append(k)
     vs.append(v)
-  cache = kv.extend(cache, tuple(ks), tuple(vs), mask_BT.shape[1])
+  cache = cache.extend(tuple(ks), tuple(vs), mask_BT)
   # The routings of the layers become one, with a leading axis of layers.
   routing = jax.tree.map(lambda *x: jnp.stack(x), *routings)
   return x_BTD, routing, cache

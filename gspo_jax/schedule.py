@@ -1,0 +1,267 @@
+"""Which answer has which slot and which pages, settled between two segments.
+
+Dimension key: P prompts, G answers a prompt (answer b = p * G + g), B slots,
+n pages in the pool, S tokens of a page, W pages of the longest row, m cached
+tokens of a prompt: all but its last, which an answer's first step feeds.
+
+This is the host's half of paged decoding. A round goes `admit`, `grow`, a
+segment on the device, `settle`. A prompt's m // S full pages are shared by the
+rows of its answers; of the partial one each row gets a copy. A prompt stays in
+the pool until all its answers have ended; when pages run out, the prompts that
+no row reads go first (they are prefilled again later), then the newest rows.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from gspo_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """What a shard of the devices has room for.
+
+  Attributes:
+    slots: B, answers that decode together.
+    pages: n, of the pool.
+    page: S, tokens of a page.
+    steps: most decode steps of a segment.
+    most: R, most new tokens of an answer.
+    prompt: tokens of the longest prompt.
+  """
+
+  slots: int
+  pages: int
+  page: int
+  steps: int
+  most: int
+  prompt: int
+
+  def __post_init__(self):
+    for name, value in dataclasses.asdict(self).items():
+      if value < 1:
+        raise UserError(f"{name}={value}: expected at least 1")
+    if self.pages <= self.width:
+      raise UserError(
+        f"pages={self.pages}: expected at least {self.width + 1}, what one "
+        "answer and its prompt can take"
+      )
+
+  @property
+  def width(self) -> int:
+    """W, pages of the longest row; its prompt may hold one more, partial."""
+    return -(-(self.prompt - 1 + self.most) // self.page)
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+  """Answers that got a slot: prefill, then copy pages, then grow.
+
+  Attributes:
+    prefill: (prompt, the pages of its m tokens) of prompts to store first; one
+      with m = 0 is never among them.
+    new: [B] bool, slots that got an answer; the others hold 0 below.
+    answer: [B] int32, its number b.
+    length: [B] int32, m, the tokens of its row that are cached.
+    source: [B] int32, the page to copy; n where there is none.
+    target: [B] int32, the page to copy it to; n where there is none.
+  """
+
+  prefill: list[tuple[int, list[int]]]
+  new: np.ndarray
+  answer: np.ndarray
+  length: np.ndarray
+  source: np.ndarray
+  target: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """What the next segment decodes.
+
+  Attributes:
+    table: [B, W] int32, the pages of each row, in order; 0 where it has none.
+    active: [B] bool, slots to decode. Those that have been preempted are not
+      among them: they get their answer again in a later admission.
+  """
+
+  table: np.ndarray
+  active: np.ndarray
+
+
+class Schedule:
+  """The slots and pages of one shard; all numbers are the shard's own."""
+
+  def __init__(self, sizes: Sizes, lengths: Sequence[int], group: int):
+    """All answers wait, in order.
+
+    Args:
+      sizes: of the shard.
+      lengths: [P], tokens of each prompt.
+      group: G, answers a prompt.
+
+    Raises:
+      UserError: a length is not in 1 to `sizes.prompt`, or `group` not above 0.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    wrong = lengths[(lengths < 1) | (lengths > sizes.prompt)]
+    if wrong.size:
+      raise UserError(
+        f"a prompt of {wrong[0]} tokens: expected 1 to prompt={sizes.prompt}"
+      )
+    if group < 1:
+      raise UserError(f"group={group}: expected at least 1")
+    B = sizes.slots
+    self._sizes, self._group = sizes, group
+    self._cached_P = lengths - 1
+    self._left_P = np.full(len(lengths), group)  # answers that have not ended
+    # Every waiting answer has a greater number than every active one, so the
+    # greatest active one is the newest.
+    self._queue = collections.deque(range(len(lengths) * group))
+    self._free = list(range(sizes.pages))
+    self._prompts = {}  # prompt -> its pages, of those in the pool
+    self._answer_B = np.full(B, -1)
+    self._cached_B = np.zeros(B, np.int64)
+    self._drawn_B = np.zeros(B, np.int64)
+    self._held_B = np.zeros(B, np.int64)  # pages in the row, shared ones too
+    self._table = np.zeros((B, sizes.width), np.int32)
+
+  @property
+  def waiting(self) -> int:
+    """Answers without a slot that have not ended."""
+    return len(self._queue)
+
+  @property
+  def active(self) -> int:
+    """Slots with an answer."""
+    return int((self._answer_B >= 0).sum())
+
+  @property
+  def free(self) -> int:
+    """Pages that nobody holds."""
+    return len(self._free)
+
+  @property
+  def done(self) -> bool:
+    """Whether all answers have ended."""
+    return not self.waiting and not self.active
+
+  def admit(self) -> Admission:
+    """Gives idle slots to waiting answers, as far as pages go.
+
+    An answer is let in if its first segment fits beside the next one of all
+    rows before it: so it is not preempted in the same round.
+    """
+    B, n = self._sizes.slots, self._sizes.pages
+    fill = lambda value: np.full(B, value, np.int32)
+    new = np.zeros(B, bool)
+    found = Admission([], new, fill(0), fill(0), fill(n), fill(n))
+    for slot in np.flatnonzero(self._answer_B < 0).tolist():
+      if not self._queue or not self._fits(self._queue[0] // self._group):
+        break
+      self._place(slot, self._queue.popleft(), found)
+    return found
+
+  def grow(self) -> Segment:
+    """Gives each row the pages that the next segment can fill.
+
+    That is min(steps, what the answer may still draw) tokens more. Where pages
+    run out the newest rows give all theirs back and wait again, in front; the
+    oldest always stays.
+    """
+    while (need_B := self._need()).sum() > self.free:
+      self._give_way()
+    column_W = np.arange(self._sizes.width)
+    to_B = self._held_B + need_B
+    fresh_BW = column_W >= self._held_B[:, None]
+    fresh_BW &= column_W < to_B[:, None]
+    self._table[fresh_BW] = self._take(int(need_B.sum()))
+    self._held_B = to_B
+    return Segment(self._table.copy(), self._answer_B >= 0)
+
+  def settle(self, drawn: np.ndarray, active: np.ndarray) -> list[int]:
+    """Frees what the answers that ended in a segment held.
+
+    Args:
+      drawn: [B] tokens drawn so far by each slot's answer.
+      active: [B] bool, false where the answer has ended.
+
+    Returns:
+      The answers that ended.
+    """
+    self._drawn_B[:] = drawn
+    ended = np.flatnonzero((self._answer_B >= 0) & ~np.asarray(active))
+    answers = self._answer_B[ended].tolist()
+    for slot, answer in zip(ended.tolist(), answers, strict=True):
+      self._clear(slot)
+      prompt = answer // self._group
+      self._left_P[prompt] -= 1
+      if not self._left_P[prompt]:
+        self._free += self._prompts.pop(prompt)
+    return answers
+
+  def _fits(self, prompt):
+    """Whether an answer to `prompt` may start.
+
+    Where none is active it does: at most one prompt is in the pool without a
+    row, and that is the next answer's, since `_give_way` takes it first.
+    """
+    m, S = self._cached_P[prompt], self._sizes.page
+    cost = self._pages(m, 0) - m // S
+    if prompt not in self._prompts:
+      cost += -(-m // S)
+    cost += self.active * -(-self._sizes.steps // S)
+    return cost <= self.free
+
+  def _place(self, slot, answer, found):
+    """Starts an answer, and notes it in `found`."""
+    prompt = answer // self._group
+    m, S = int(self._cached_P[prompt]), self._sizes.page
+    if prompt not in self._prompts:
+      self._prompts[prompt] = self._take(-(-m // S))
+      if m:
+        found.prefill.append((prompt, self._prompts[prompt]))
+    row = self._prompts[prompt][: m // S]
+    row = row + self._take(self._pages(m, 0) - len(row))
+    if m % S:
+      found.source[slot] = self._prompts[prompt][-1]
+      found.target[slot] = row[m // S]
+    found.new[slot], found.answer[slot], found.length[slot] = True, answer, m
+    self._answer_B[slot], self._cached_B[slot] = answer, m
+    self._drawn_B[slot], self._held_B[slot] = 0, len(row)
+    self._table[slot, : len(row)] = row
+
+  def _pages(self, m, drawn):
+    """Pages of a row when the next segment has ended."""
+    tokens = m + np.minimum(drawn + self._sizes.steps, self._sizes.most)
+    return -(-tokens // self._sizes.page)
+
+  def _need(self):
+    """[B] pages that rows lack for the next segment."""
+    pages_B = self._pages(self._cached_B, self._drawn_B)
+    return np.where(self._answer_B >= 0, pages_B - self._held_B, 0)
+
+  def _take(self, count):
+    cut = len(self._free) - count
+    pages = self._free[cut:]
+    del self._free[cut:]
+    return pages
+
+  def _give_way(self):
+    """Frees the pages of a prompt that no row reads, or of the newest row."""
+    newest, last = int(self._answer_B.argmax()), max(self._prompts)
+    answer = int(self._answer_B[newest])
+    if last > answer // self._group:
+      self._free += self._prompts.pop(last)
+    else:
+      self._queue.appendleft(answer)
+      self._clear(newest)
+
+  def _clear(self, slot):
+    """Frees the row's own pages and its slot."""
+    shared, held = self._cached_B[slot] // self._sizes.page, self._held_B[slot]
+    self._free += self._table[slot, shared:held].tolist()
+    self._table[slot], self._held_B[slot], self._answer_B[slot] = 0, 0, -1

@@ -1,0 +1,151 @@
+"""Continuous refill draws what the static sampler draws, in fewer steps."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT  # noqa: F401  benchmarks/ is no package of ours
+
+from benchmarks import lengths
+from gspo_jax import model, paged_sampler, sampler, sharding
+from gspo_jax.errors import UserError
+from gspo_jax.paged_sampler import Paging
+from gspo_jax.sampler import Prompts, SamplerConfig
+
+P, S, G, R = 8, 14, 3, 24
+DRAW = SamplerConfig(G, R, stop_ids=(3, 5), temperature=0.9, pad_id=7)
+CFG = model.variant("tiny", vocab_size=32, dtype="float32")
+SMALL = Paging(slots=4, page=4, steps=6, chunk=8)
+
+
+@functools.cache
+def weights():
+  return jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
+
+
+def prompts():
+  """Of all lengths from one token on, padded on the left."""
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(6, 32, (P, S)).astype(np.int32)
+  return Prompts(tokens, np.array([1, 2, 4, 5, 8, 9, 13, S], np.int32))
+
+
+def build(paging, draw=DRAW, cfg=CFG, axes=None, prompt=S):
+  devices = jax.devices()[: 8 if axes else 1]
+  mesh = sharding.make_mesh(devices, **(axes or {}))
+  abstract = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
+  return paged_sampler.build(
+    cfg,
+    draw,
+    paging=paging,
+    prompt=prompt,
+    params=sharding.state_shardings(abstract, mesh),
+    mesh=mesh,
+    decoding=mesh,
+  )
+
+
+@functools.cache
+def static(draw=DRAW, key=1):
+  generate = jax.jit(functools.partial(sampler.generate, sampler=draw, cfg=CFG))
+  drawn = generate(weights(), prompts=prompts(), key=jax.random.key(key))
+  assert (drawn.lengths == R).any() != (drawn.lengths == R).all()
+  return jax.device_get(drawn)
+
+
+def assert_same(drawn, wanted):
+  for name in ("tokens", "lengths", "finish"):
+    found = getattr(drawn, name)
+    np.testing.assert_array_equal(found, getattr(wanted, name), name)
+  np.testing.assert_allclose(drawn.logps, wanted.logps, atol=2e-5)
+
+
+PAGINGS = {
+  "four slots": SMALL,
+  "one slot": dataclasses.replace(SMALL, slots=1),
+  "more slots than answers": dataclasses.replace(SMALL, slots=32),
+  "long segments, one chunk": dataclasses.replace(SMALL, steps=99, chunk=16),
+  "so few pages that answers start again": dataclasses.replace(
+    SMALL, slots=6, pages=13
+  ),
+}
+
+
+@pytest.mark.parametrize("name", PAGINGS)
+def test_answers_are_those_of_the_static_sampler(name):
+  """The same key, whatever the slots, the pages and the neighbours."""
+  draw = build(PAGINGS[name])
+  assert_same(draw(weights(), prompts(), jax.random.key(1)), static())
+
+
+def test_a_greedy_answer_a_prompt():
+  draw = SamplerConfig(1, R, stop_ids=(3, 5), temperature=0, pad_id=7)
+  generate = jax.jit(functools.partial(sampler.generate, sampler=draw, cfg=CFG))
+  key = jax.random.key(0)
+  wanted = generate(weights(), prompts=prompts(), key=key)
+  assert_same(build(SMALL, draw)(weights(), prompts(), key), wanted)
+
+
+def test_another_call_and_another_key():
+  draw = build(SMALL)
+  first, again, other = (
+    draw(weights(), prompts(), jax.random.key(key)) for key in (1, 1, 2)
+  )
+  assert_same(first, again)
+  assert_same(other, static(key=2))
+  assert (first.tokens != other.tokens).any()
+  assert draw.decode.jitted._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+  "axes",
+  [{"data": 2, "expert": 2, "tensor": 2}, {"data": 8}],
+  ids=["2 x 2 x 2", "data 8"],
+)
+def test_on_eight_devices(axes):
+  draw = build(dataclasses.replace(SMALL, slots=8), axes=axes)
+  assert_same(draw(weights(), prompts(), jax.random.key(1)), static())
+
+
+def test_slot_steps_follow_the_answers():
+  """Few are idle, and all are counted."""
+  draw = SamplerConfig(4, 96, stop_ids=(lengths.STOP,))
+  cfg = dataclasses.replace(CFG, vocab_size=128)
+  params = lengths.countdown(model.init(jax.random.key(0), cfg))
+  each = lengths.long_tailed(48, 96)
+  run = build(Paging(slots=5, page=8, steps=8, chunk=8), draw, cfg, prompt=8)
+  drawn = run(params, lengths.prompts(each, 8), jax.random.key(0))
+  np.testing.assert_array_equal(
+    drawn.lengths.reshape(-1, 4), each[:, None] * np.ones(4)
+  )
+  useful = drawn.lengths.sum() / drawn.slot_steps
+  assert 0.85 < useful < 1
+  static = drawn.lengths.mean() / 96
+  assert useful > 3 * static
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    ({"slots": 0}, "paging.slots=0: expected at least 1"),
+    ({"page": 0}, "paging.page=0: expected at least 1"),
+    ({"chunk": 6}, "paging.chunk=6: expected a multiple of paging.page=4"),
+    ({"pages": 3}, "pages=3: expected at least"),
+  ],
+)
+def test_bad_sizes_are_named(change, words):
+  with pytest.raises(UserError, match=words):
+    build(dataclasses.replace(SMALL, **change))
+
+
+def test_slots_that_cannot_be_split_over_the_shards():
+  with pytest.raises(UserError, match=r"paging\.slots=4: .* multiple of the 8"):
+    build(SMALL, axes={"data": 8})
+
+
+def test_recorded_routing_is_refused():
+  draw = dataclasses.replace(DRAW, record_routing=True)
+  with pytest.raises(UserError, match=r"expected paging\.slots=0"):
+    build(SMALL, draw)
