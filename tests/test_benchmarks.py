@@ -28,6 +28,12 @@ def test_sampler():
   assert set(record["seconds"]) == set(record["tokens"])
 
 
+def test_refill():
+  record = quick("refill")
+  assert set(record["seconds"]) == {"static", "4 slots"}
+  assert record["useful"]["4 slots"] > 2 * record["useful"]["static"]
+
+
 def test_load_hf():
   record = quick("load_hf")
   # Twice the bytes of bfloat16, but for the names in the files.
