@@ -92,6 +92,11 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
       raise UserError(f"--functions={name}: {nearest(name, FUNCTIONS)}")
   if slices < 1:
     raise UserError(f"--slices={slices}: expected at least 1")
+  if config.paging.slots:
+    raise UserError(
+      f"paging.slots={config.paging.slots}: expected 0, for refill is not "
+      "planned; with it, update and score are the same"
+    )
   libtpu = aot.prepare()
   mesh = sharding.make_mesh(aot.devices(where, slices), **config.mesh)
   made = program.build(config, mesh)

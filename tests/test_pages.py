@@ -443,4 +443,4 @@ def test_a_tpu_writes_in_place_too(name, dtype, H, most):
     jax.set_mesh(sharding.make_mesh([device])),
     exact if dtype == "float32" else contextlib.nullcontext(),
   ):
-    assert temporaries(name, dtype, H, 2**16) < most
+    assert temporaries(name, dtype, H, 2**14) < most

@@ -172,6 +172,19 @@ def test_all_that_can_be_added_resumes_too(start, tmp_path):
   assert config["num_steps"] == STEPS
 
 
+def test_with_refill_it_is_the_same_run(start, reference, tmp_path):
+  """The same answers; a sixth of the slots, in pages of their own."""
+  finish(start(tmp_path, paging__slots=5, paging__page=4, paging__chunk=8))
+  both = rows(reference[0]), rows(tmp_path)
+  for without, refilled in zip(*both, strict=True):
+    for key in ("reward/mean", "response/length", "eval/pass@1"):
+      assert refilled.get(key) == without.get(key), (key, without["step"])
+    gap, useful = "mismatch/token_abs_mean", "response/useful_steps"
+    if without["step"]:
+      assert refilled[gap] < 1e-5
+      assert refilled[useful] > without[useful]
+
+
 def test_a_refused_start_leaves_the_config_alone(start, reference, tmp_path):
   shutil.copytree(reference[0], tmp_path / "run")
   finish(start(tmp_path / "run", seed=7), code=2)
