@@ -38,7 +38,7 @@ def draw(record: dict, path: Path) -> None:
         _line(ax, every, quantity, method, dashes)
       if quantity == "noise":
         ax.axhline(1, color=drawing.GREY, linewidth=0.8)
-      ax.set(xscale="log", yscale="log" if quantity == "added" else "linear")
+      ax.set(xscale="log", yscale="log")
       lengths = [r["length"] for r in every[0]]
       ax.set_xticks(lengths, [f"{n}" for n in lengths])
       ax.minorticks_off()
