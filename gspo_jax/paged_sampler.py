@@ -91,38 +91,44 @@ class PagedSampler:
   Attributes:
     draw: how.
     paging: in what memory.
+    sizes: of each shard.
     shards: D, parts of the devices that have rows of their own.
     rows: where arrays of rows lie.
     lay_out: params -> params as decoding wants them.
     begin: P -> (slots, samples), empty.
     prefill: `slots.prefill`, from params to numbers.
     decode: `slots.decode`, from params to key.
-    lay: samples -> samples, where those of a rollout lie.
+    finish: samples -> samples, as a rollout wants them.
   """
 
   draw: SamplerConfig
   paging: Paging
+  sizes: Sizes
   shards: int
   rows: jax.sharding.Sharding
   lay_out: Callable
   begin: Callable
   prefill: Callable
   decode: Callable
-  lay: Callable
+  finish: Callable
 
   def __call__(self, params, prompts: Prompts, key: jax.Array) -> Samples:
     """All G answers to each of P prompts; P is a multiple of D."""
     texts, lengths = hosts.fetch((prompts.tokens, prompts.lengths))
-    sizes = self.paging.sizes(self.draw, texts.shape[1], self.shards)
+    if texts.shape[1] != self.sizes.prompt or len(texts) % self.shards:
+      raise UserError(
+        f"prompts {texts.shape}: expected [P, {self.sizes.prompt}], with P a "
+        f"multiple of the {self.shards} shards"
+      )
     schedules = [
-      Schedule(sizes, part, self.draw.group_size)
+      Schedule(self.sizes, part, self.draw.group_size)
       for part in np.split(lengths, self.shards)
     ]
     params = self.lay_out(params)
     state, samples = self.begin(len(texts))
     while not all(schedule.done for schedule in schedules):
       admitted = [schedule.admit() for schedule in schedules]
-      for batch in self._prefills(admitted, texts, lengths, sizes):
+      for batch in self._prefills(admitted, texts, lengths):
         state = self.prefill(params, state, *hosts.lay(batch, self.rows))
       orders, floor = self._orders(schedules, admitted, texts)
       state, samples = self.decode(params, state, samples, orders, floor, key)
@@ -130,9 +136,9 @@ class PagedSampler:
       told = zip(*(np.split(x, self.shards) for x in told), strict=True)
       for schedule, (drawn, active) in zip(schedules, told, strict=True):
         schedule.settle(drawn, active)
-    return self.lay(samples)
+    return self.finish(samples)
 
-  def _prefills(self, admitted, texts, lengths, sizes):
+  def _prefills(self, admitted, texts, lengths):
     """Tokens, lengths and pages of each call, in few shapes."""
     own, buckets = (
       len(texts) // self.shards,
@@ -150,7 +156,9 @@ class PagedSampler:
         count = _ROWS if most > 1 else 1
         tokens = np.zeros((self.shards, count, T), np.int32)
         fed = np.zeros((self.shards, count), np.int32)
-        numbers = np.full((*fed.shape, T // sizes.page), sizes.pages, np.int32)
+        numbers = np.full(
+          (*fed.shape, T // self.sizes.page), self.sizes.pages, np.int32
+        )
         for shard, queue in enumerate(queues):
           for row, (prompt, pages) in enumerate(queue[:count]):
             m = fed[shard, row] = cached[prompt]
@@ -239,9 +247,19 @@ def build(
     how = {"sampler": draw, "steps": paging.steps}
     return slots.decode(params, cfg, *rest, **how)
 
+  def finish(samples):
+    # An answer that started again may have left more than it drew then.
+    real = jnp.arange(draw.max_new_tokens) < samples.lengths[:, None]
+    return dataclasses.replace(
+      samples,
+      tokens=jnp.where(real, samples.tokens, draw.pad_id),
+      logps=jnp.where(real, samples.logps, 0),
+    )
+
   return PagedSampler(
     draw,
     paging,
+    sizes,
     shards,
     sharding.rows(decoding),
     lay_out=jit(
@@ -256,7 +274,7 @@ def build(
       out_shardings=(state, drawn),
       donate_argnums=(1, 2),
     ),
-    lay=jit(lambda x: x, out_shardings=sampler.layout(draw, mesh)),
+    finish=jit(finish, out_shardings=sampler.layout(draw, mesh)),
   )
 
 

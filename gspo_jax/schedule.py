@@ -213,7 +213,7 @@ class Schedule:
     cost = self._pages(m, 0) - m // S
     if prompt not in self._prompts:
       cost += -(-m // S)
-    cost += self.active * -(-self._sizes.steps // S)
+    cost += int(self._need().sum())
     return cost <= self.free
 
   def _place(self, slot, answer, found):

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
+from configs import common
 from gspo_jax import train
 from gspo_jax.errors import UserError
-from gspo_jax.identity import changes
+from gspo_jax.identity import changes, flatten
 
 FOLDER = Path(__file__).parent
 
@@ -79,8 +80,21 @@ def cold_start(config: ConfigDict) -> str:
 
 def digest(config: ConfigDict, kept: dict | None = None) -> str:
   """A name for the run of this config, and what measuring it depends on."""
-  c = _plain(config)
-  return _hash([c | {"cold_start": c["cold_start"] | {"dir": ""}}, kept])
+  return _hash([sorted(_chosen(_plain(config)).items()), kept])
+
+
+def _chosen(plain: dict) -> dict:
+  """By path, what is not as in common.py: keys that were added there since.
+
+  Where a cold start lies is no choice.
+  """
+  default = flatten(_plain(common.get_config()))
+  same = lambda path, x: path in default and default[path] == x
+  return {
+    path: x
+    for path, x in flatten(plain).items()
+    if not same(path, x) and path != "cold_start.dir"
+  }
 
 
 def _hash(parts) -> str:
@@ -102,8 +116,7 @@ def finish(config: ConfigDict, folder: Path) -> Run:
   saved, record = folder / "run_config.json", folder / "study.json"
   if saved.exists():
     was, now = json.loads(saved.read_text()), _plain(config)
-    was["cold_start"]["dir"] = now["cold_start"]["dir"]
-    if was != now:
+    if _chosen(was) != _chosen(now):
       raise UserError(
         f"{folder} holds a run of another config: "
         f"{'; '.join(changes(was, now))}; remove the folder or use another "

@@ -88,27 +88,35 @@ class Study:
         what was measured.
       kept: what measuring depends on besides the run.
     """
-    known = {} if self._plot else self._known()
-    results = []
-    for one in () if self._plot else planned:
-      config = self._config(arguments.write(**one))
-      name = digest(config, kept)
-      if name not in known:
-        known[name] = one | {"run": name} | self._make(config, one, measure)
-      results.append(known[name])
-      record = {
-        "command": self._command + (" --quick" if self.quick else ""),
-        "commits": sorted({row["commit"] for row in results}),
-        "machines": sorted({row["machine"] for row in results}),
-        "seconds": round(sum(row["seconds"] for row in results)),
-        "runs finished": len(results),
-        "runs planned": len(planned),
-      }
-      findings = summarize(results) | {"runs": results}
-      write(self._out / "result.json", record | findings)
+    if not self._plot:
+      self._make_all(planned, measure, summarize, kept)
     # Here, so that a run needs no matplotlib.
     figure = importlib.import_module(f"studies.{self._name}.figure")
     figure.draw(self._read(), self._out / "figure.png")
+
+  def _make_all(self, planned, measure, summarize, kept) -> None:
+    """Makes the runs that result.json lacks, and loses none that it has."""
+    known = self._known()
+    configs = [self._config(arguments.write(**one)) for one in planned]
+    names = [digest(config, kept) for config in configs]
+    for one, config, name in zip(planned, configs, names, strict=True):
+      if name not in known:
+        found = self._make(config, one, measure)
+        known[name] = one | {"run": name} | found
+        self._write([known[n] for n in names if n in known], names, summarize)
+    self._write([known[n] for n in names], names, summarize)
+
+  def _write(self, results, planned, summarize) -> None:
+    record = {
+      "command": self._command + (" --quick" if self.quick else ""),
+      "commits": sorted({row["commit"] for row in results}),
+      "machines": sorted({row["machine"] for row in results}),
+      "seconds": round(sum(row["seconds"] for row in results)),
+      "runs finished": len(results),
+      "runs planned": len(planned),
+    }
+    findings = summarize(results) | {"runs": results}
+    write(self._out / "result.json", record | findings)
 
   def _config(self, argument: str) -> ConfigDict:
     """That which config.py makes of `argument`, and --quick."""

@@ -145,6 +145,20 @@ def test_slots_that_cannot_be_split_over_the_shards():
     build(SMALL, axes={"data": 8})
 
 
+def test_prompts_of_another_width_are_refused():
+  with pytest.raises(UserError, match=r"\(8, 14\): expected \[P, 15\]"):
+    build(SMALL, prompt=S + 1)(weights(), prompts(), jax.random.key(1))
+
+
+def test_what_a_first_attempt_left_is_cleared():
+  drawn = jax.device_get(build(SMALL)(weights(), prompts(), jax.random.key(1)))
+  long = dataclasses.replace(drawn, lengths=np.ones(P * G, np.int32))
+  cut = build(SMALL).finish(long)
+  assert (cut.tokens[:, 1:] == DRAW.pad_id).all()
+  assert not cut.logps[:, 1:].any()
+  np.testing.assert_array_equal(cut.tokens[:, 0], drawn.tokens[:, 0])
+
+
 def test_recorded_routing_is_refused():
   draw = dataclasses.replace(DRAW, record_routing=True)
   with pytest.raises(UserError, match=r"expected paging\.slots=0"):

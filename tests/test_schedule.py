@@ -211,14 +211,18 @@ def drawn_at_random(rng, *, most, count):
 
 
 def some(seed, *, ample):
-  """A run of random sizes; the pool is ample, or little more than the least."""
+  """A run of random sizes.
+
+  The pool is ample, for the longest row and prompt of each slot, or little more
+  than the least.
+  """
   rng = np.random.default_rng(seed)
   size = lambda low, high: int(rng.integers(low, high + 1))
   prompts, group = size(1, 12), size(1, 6)
   rest = {"page": size(1, 9), "steps": size(1, 12), "most": size(1, 40)}
   sizes = Sizes(slots=size(1, 9), pages=10**6, prompt=size(1, 30), **rest)
   least = sizes.width + 1
-  pages = (sizes.slots + 1) * (least + sizes.steps) if ample else least
+  pages = sizes.slots * least if ample else least
   pages += 0 if ample else size(0, least * sizes.slots // 3)
   sizes = dataclasses.replace(sizes, pages=pages)
   lengths = rng.integers(1, sizes.prompt + 1, prompts)

@@ -12,6 +12,7 @@ import jax
 import pytest
 from conftest import ROOT
 
+from configs import common
 from gspo_jax import program, sharding
 from gspo_jax.errors import UserError
 from studies import arguments, runs
@@ -199,10 +200,35 @@ def test_what_a_study_leaves_is_no_change_and_all_else_is(tmp_path):
   assert runs.commit(tmp_path) == f"{clean} and changes"
 
 
-def test_a_run_is_known_by_all_but_where_its_cold_start_lies():
+KEPT = {"gradient_noise": module("gradient_noise", "run").FULL._asdict()}
+
+
+@of_each
+def test_the_runs_of_a_result_are_still_known(name):
+  """Else a change of the configs would have them all made again."""
+  path = FOLDER / name / "result.json"
+  if not path.exists():
+    pytest.skip("no result yet")
+  rows = json.loads(path.read_text())["runs"]
+  make = module(name, "config").get_config
+  planned = module(name, "run").plan(quick=False)
+  names = {
+    runs.digest(make(arguments.write(**p)), KEPT.get(name)) for p in planned
+  }
+  assert {row["run"] for row in rows} <= names
+
+
+def test_a_run_is_known_by_what_was_chosen(monkeypatch):
   config = module("clip_fraction", "config").get_config()
   before = runs.digest(config)
   config.cold_start.dir = "elsewhere"
+  assert runs.digest(config) == before
+  fewer = common.get_config()
+  del fewer["paging"]  # a key of that time, with the default of today
+  monkeypatch.setattr(runs.common, "get_config", lambda: fewer)
+  assert runs.digest(config) != before
+  monkeypatch.undo()
+  del config["paging"]
   assert runs.digest(config) == before
   assert runs.digest(config, {"n": 1}) != before
   config.optim.learning_rate = 1.0

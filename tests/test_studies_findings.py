@@ -460,6 +460,15 @@ def test_a_run_is_made_unless_the_result_has_it(tmp_path, monkeypatch):
   grown = sweep(0, 1, 2)
   assert grown["runs"][:2] == first["runs"]
   assert len(measured) == grown["runs finished"] == 3
+  monkeypatch.setattr(study.Study, "train", stop)
+  with pytest.raises(KeyboardInterrupt):  # in the second of five
+    sweep(0, 7, 1, 2, 8)
+  assert len(sweep(0, 1, 2)["runs"]) == 3  # none that was there is lost
+  monkeypatch.setattr(study.Study, "train", lambda *_: made_up())
   sweep(0, kept={"n": (1, 2)})  # measured otherwise: another run
   sweep(0, kept={"n": (1, 2)})
   assert len(measured) == 4
+
+
+def stop(*_):
+  raise KeyboardInterrupt

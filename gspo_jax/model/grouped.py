@@ -29,12 +29,12 @@ def matmul(x_RD, weights_eDF, sizes_e):
 def in_blocks(x_RD, weights_eDF, sizes_e):
   """`matmul` as one batched product of blocks, each of one group.
 
-  Each group is filled up to whole blocks with zeros, so that at most e blocks
-  are there for nothing.
+  Each group is filled up to whole blocks with zeros, so that at most one block
+  a group is there for nothing.
   """
   (R, D), e = x_RD.shape, len(weights_eDF)
   b = min(_MOST, max(_MOST // 2, R // e))
-  n = -(-R // b) + e
+  n = -(-R // b) + min(e, R)
   ends_e, blocks_e = jnp.cumsum(sizes_e), -(-sizes_e // b)
   last_e = jnp.cumsum(blocks_e)
   group_R = jnp.searchsorted(ends_e, jnp.arange(R), side="right")
