@@ -1,6 +1,7 @@
 """Answers of known lengths: weights that count down, and realistic lengths."""
 
 import math
+import statistics
 
 import jax
 import numpy as np
@@ -37,14 +38,11 @@ def long_tailed(count: int, most: int, seed: int = 0) -> np.ndarray:
   """
   rng = np.random.default_rng(seed)
   quantiles = (np.arange(count) + 0.5) / count
-  normal = np.sqrt(2) * np.array([_erfinv(2 * q - 1) for q in quantiles])
-  sigma = math.log(10) / 1.6449  # the 95th percentile is `most`
+  standard = statistics.NormalDist()
+  normal = np.array([standard.inv_cdf(q) for q in quantiles])
+  sigma = math.log(10) / standard.inv_cdf(0.95)
   lengths = 0.1 * most * np.exp(sigma * normal)
   return rng.permutation(np.clip(np.rint(lengths), 1, most).astype(np.int32))
-
-
-def _erfinv(x: float) -> float:
-  return float(jax.scipy.special.erfinv(x))
 
 
 def prompts(lengths: np.ndarray, slots: int) -> Prompts:

@@ -31,7 +31,7 @@ def calls(cfg, params, prompts, draw, slots) -> dict:
     refill = paged_sampler.build(
       cfg,
       draw,
-      paging=Paging(slots=B, chunk=32),
+      paging=Paging(slots=B, page=16, steps=32, chunk=32),
       prompt=prompts.tokens.shape[1],
       params=sharding.state_shardings(params, mesh),
       mesh=mesh,

@@ -20,7 +20,7 @@ from gspo_jax.errors import UserError
 from gspo_jax.model.pages import Pages
 from gspo_jax.on_mesh import OnMesh
 from gspo_jax.sampler import Prompts, SamplerConfig, Samples
-from gspo_jax.schedule import Schedule, Sizes
+from gspo_jax.schedule import Schedule, Sizes, width
 from gspo_jax.slots import Orders, Slots
 
 _IDLE = 8  # a segment ends when 1 of so many slots is idle and answers wait
@@ -40,9 +40,9 @@ class Paging:
   """
 
   slots: int
-  page: int = 16
-  steps: int = 32
-  chunk: int = 128
+  page: int
+  steps: int
+  chunk: int
   pages: int = 0
 
   def __post_init__(self):
@@ -70,10 +70,10 @@ class Paging:
           "of sampler_mesh"
         )
     own = self.slots // shards
-    width = -(-(prompt - 1 + draw.max_new_tokens) // self.page)
-    # The prompts' own partial pages, besides: those of a slot's at most.
-    pages = self.pages // shards or own * (width + 1)
     most = draw.max_new_tokens
+    # The prompts' own partial pages, besides: those of a slot's at most.
+    longest = width(prompt, most, self.page) + 1
+    pages = self.pages // shards or own * longest
     return Sizes(own, pages, self.page, self.steps, most, prompt)
 
   def buckets(self, prompt: int) -> tuple[int, ...]:
@@ -140,11 +140,8 @@ class PagedSampler:
 
   def _prefills(self, admitted, texts, lengths):
     """Tokens, lengths and pages of each call, in few shapes."""
-    own, buckets = (
-      len(texts) // self.shards,
-      self.paging.buckets(texts.shape[1]),
-    )
-    cached = lengths - 1
+    own, cached = len(texts) // self.shards, lengths - 1
+    buckets = self.paging.buckets(self.sizes.prompt)
     left = {T: [[] for _ in admitted] for T in buckets}
     for shard, found in enumerate(admitted):
       for prompt, pages in found.prefill:

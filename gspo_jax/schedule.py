@@ -20,6 +20,11 @@ import numpy as np
 from gspo_jax.errors import UserError
 
 
+def width(prompt: int, most: int, page: int) -> int:
+  """Pages of a row whose prompt and answer have so many tokens at most."""
+  return -(-(prompt - 1 + most) // page)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
   """What a shard of the devices has room for.
@@ -53,7 +58,7 @@ class Sizes:
   @property
   def width(self) -> int:
     """W, pages of the longest row; its prompt may hold one more, partial."""
-    return -(-(self.prompt - 1 + self.most) // self.page)
+    return width(self.prompt, self.most, self.page)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT  # noqa: F401  benchmarks/ is no package of ours
 
 from benchmarks import lengths
 from gspo_jax import model, paged_sampler, sampler, sharding
