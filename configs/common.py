@@ -68,6 +68,14 @@ def get_config() -> ConfigDict:
   c.paging.steps = 32  # decode steps until the host looks at the slots
   c.paging.chunk = 128  # tokens of a prompt that are prefilled at one time
 
+  # Old answers: "recompute" compares with the policy as it is when it learns
+  # from them, "sampler" with those that drew them; objective.mismatch weighs.
+  c.rollout = ConfigDict()
+  c.rollout.ahead = False  # draw the next batch before this one is learnt from
+  # Tokens an answer may draw in an iteration, to go on in the next; 0: all.
+  c.rollout.budget = 0
+  c.rollout.spare = 0  # questions in flight beside data.prompts, with a budget
+
   c.reward = ConfigDict()
   # Of gspo_jax/rewards/, or package.module.function; the first says what is
   # right, and all of them what is rewarded.

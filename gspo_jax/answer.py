@@ -1,6 +1,6 @@
 """From drawn tokens to marks: texts of answers, and what the rewards say."""
 
-import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from gspo_jax import hosts, model
 from gspo_jax.rewards.pool import Answer, Scorer
-from gspo_jax.sampler import STOPPED, Prompts, Samples
+from gspo_jax.sampler import STOPPED, Ended, Prompts, Samples
 from gspo_jax.tokenizer import Tokenizer
 
 # Draws answers to a fixed number of prompts.
@@ -37,33 +37,81 @@ class Marks(NamedTuple):
     return next(iter(self.parts.values()))
 
 
-def read(
-  samples: Samples, batch: dict, tokenizer: Tokenizer
-) -> dict[int, Answer]:
-  """The answers of this host's rows, by row, without their stop tokens.
+class Reader:
+  """From tokens to what rewards look at, for G answers to each of P prompts.
 
   Their prompts are what the policy read, a chat template with all its tokens.
 
   Args:
-    samples: P * G rows; the G answers to a prompt stand side by side.
     batch: P prompts, of `data.prompts` or `data.take`.
     tokenizer: of the policy.
+    group: G.
   """
-  rows, limit = samples.tokens.shape
-  group = rows // len(batch["problems"])
+
+  def __init__(self, batch: dict, tokenizer: Tokenizer, group: int):
+    self._batch, self._tokenizer, self._group = batch, tokenizer, group
+    self._prompts = {}
+
+  def __call__(self, number: int, ended: Ended) -> Answer:
+    """Answer p * G + g, without its stop token."""
+    p = number // self._group
+    if p not in self._prompts:
+      tokens, length = self._batch["tokens"][p], self._batch["length"][p]
+      prompt = tokens[len(tokens) - length :].tolist()
+      self._prompts[p] = self._tokenizer.decode(prompt)
+    tokens = ended.tokens[: ended.length - ended.stopped].tolist()
+    return Answer(
+      self._prompts[p],
+      self._tokenizer.decode(tokens),
+      self._batch["problems"][p].answer,
+      ended.length,
+      len(ended.tokens),
+    )
+
+
+def read(
+  samples: Samples, batch: dict, tokenizer: Tokenizer
+) -> dict[int, Answer]:
+  """The answers of this host's rows, by row; arguments as of `Reader`.
+
+  Args:
+    samples: P * G rows; the G answers to a prompt stand side by side.
+    batch: P prompts.
+    tokenizer: of the policy.
+  """
+  make = Reader(batch, tokenizer, len(samples.tokens) // len(batch["problems"]))
   lengths, finish = hosts.own(samples.lengths), hosts.own(samples.finish)
+  return {
+    i: make(i, Ended(tokens, int(lengths[i]), bool(finish[i] == STOPPED)))
+    for i, tokens in hosts.own(samples.tokens).items()
+  }
 
-  @functools.cache
-  def prompt(p):
-    tokens = batch["tokens"][p]
-    return tokenizer.decode(tokens[len(tokens) - batch["length"][p] :].tolist())
 
-  def answer(i, tokens):
-    problem, length = batch["problems"][i // group], int(lengths[i])
-    text = tokenizer.decode(tokens[: length - (finish[i] == STOPPED)].tolist())
-    return Answer(prompt(i // group), text, problem.answer, length, limit)
+class Stream:
+  """Scores the answers that a host is told of, while others are being drawn.
 
-  return {i: answer(i, row) for i, row in hosts.own(samples.tokens).items()}
+  Attributes:
+    answers: by row of the batch, those it has been told of.
+
+  Args:
+    scorer: the pool of processes.
+    make: a `Reader`.
+  """
+
+  def __init__(self, scorer: Scorer, make: Reader):
+    self._scorer, self._make = scorer, make
+    # An empty one, so that every host knows the names of the rewards.
+    self.answers, self._pending = {}, [scorer.submit([])]
+
+  def tell(self, ended: Mapping[int, Ended]) -> None:
+    """Begins to score these answers, of rows that no one told of before."""
+    new = {i: self._make(i, e) for i, e in ended.items()}
+    self.answers |= new
+    self._pending.append(self._scorer.submit(list(new.values())))
+
+  def marks(self, group: int, rows: jax.Array) -> Callable[[], Marks]:
+    """As `mark`, once all answers were told of."""
+    return _collector(list(self.answers), self._pending, group, rows)
 
 
 def mark(
@@ -75,22 +123,31 @@ def mark(
     scorer: the pool of processes.
     answers: from `read`.
     group: G.
-    rows: [P * G], any array that lies over the hosts as the answers do.
+    rows: [P * G], any array that has a row for each answer.
   """
-  pending = scorer.submit(list(answers.values()))
+  pending = [scorer.submit(list(answers.values()))]
+  return _collector(list(answers), pending, group, rows)
+
+
+def _collector(numbers, pending, group, rows) -> Callable[[], Marks]:
+  """Waits for the scores of the answers of these numbers, and joins them."""
 
   def collect() -> Marks:
-    scores = pending.result()
+    scores = [each.result() for each in pending]
+    parts = {}
+    for each in scores:
+      for name, part in each.parts.items():
+        parts.setdefault(name, []).append(part)
 
     def join(values):
-      own = dict(zip(answers, values, strict=True))
+      own = dict(zip(numbers, itertools.chain(*values), strict=True))
       return hosts.join(own, rows).reshape(-1, group)
 
     return Marks(
-      total=join(scores.total),
-      parts={name: join(part) for name, part in scores.parts.items()},
-      failed=join(scores.failed) > 0,
-      reasons=scores.reasons,
+      total=join([each.total for each in scores]),
+      parts={name: join(values) for name, values in parts.items()},
+      failed=join([each.failed for each in scores]) > 0,
+      reasons=sum((each.reasons for each in scores), ()),
     )
 
   return collect

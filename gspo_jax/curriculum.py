@@ -60,7 +60,7 @@ class Curriculum:
         f"data.stages begin at iterations {[*self._begins]}: expected 1 and "
         "then a later one each"
       )
-    self._batch, self._stage = batch, 0
+    self._batch, self._cfg, self._stage = batch, cfg, 0
     self._history = History() if history else None
     self._known, self._fitting, self._streams = [], [], []
     for source in self._sources:
@@ -75,8 +75,11 @@ class Curriculum:
       # No source is shuffled as another is, or as it was in another stage.
       seed += len(data.parts(source))
 
-  def draw(self, iteration: int) -> dict:
-    """The next batch, as of `data.prompts`, of that iteration's stage."""
+  def draw(self, iteration: int, count: int | None = None) -> dict:
+    """The next questions of that iteration's stage: a batch, or `count`.
+
+    As of `data.prompts`, with `stage` [count] int32, where they are from.
+    """
     self._stage = bisect.bisect_right(self._begins, iteration) - 1
     left = self._fitting[self._stage] - self.left_out
     if self._history and left < self._batch:
@@ -88,10 +91,21 @@ class Curriculum:
       )
       for known in self._known[self._stage]:
         known[:] = False
-    return next(self._streams[self._stage])
+    drawn = self._streams[self._stage].draw(count or self._batch)
+    stages = np.full(len(drawn["problems"]), self._stage, np.int32)
+    return drawn | {"stage": stages}
+
+  def recall(self, places: Sequence[Sequence[int]]) -> dict:
+    """A batch of `draw`, by `stage`, `part` and `index` of each question."""
+    rows = []
+    for stage, *place in places:
+      source = self._sources[stage]
+      row = data.again(source, self._cfg, np.array([place], np.int32))
+      rows.append(row | {"stage": np.array([stage], np.int32)})
+    return data.join(rows)
 
   def record(self, batch: dict, correct: np.ndarray) -> None:
-    """Notes how a batch that was drawn from this stage was answered.
+    """Notes how questions were answered.
 
     Args:
       batch: of `draw`, or rows of several.
@@ -99,10 +113,9 @@ class Curriculum:
     """
     if self._history:
       all_right = (correct >= 1).all(axis=1)
-      for part, index in zip(
-        batch["part"][all_right], batch["index"][all_right], strict=True
-      ):
-        self._known[self._stage][part][index] = True
+      places = (batch[name][all_right] for name in ("stage", "part", "index"))
+      for stage, part, index in zip(*places, strict=True):
+        self._known[stage][part][index] = True
 
   @property
   def left_out(self) -> int:

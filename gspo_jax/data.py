@@ -76,8 +76,12 @@ class Batches(Iterator[dict]):
     self._rows, self._batch, self._passes = rows, batch, passes
 
   def __next__(self) -> dict:
+    return self.draw(self._batch)
+
+  def draw(self, count: int) -> dict:
+    """The next `count` rows, 1 or more."""
     drawn = filter(self._passes, self._rows)
-    return _stack(list(itertools.islice(drawn, self._batch)))
+    return _stack(list(itertools.islice(drawn, count)))
 
   def get_state(self) -> dict:
     """A small dict, for a checkpoint: behind the last row of a batch."""
@@ -157,6 +161,39 @@ def take(source: Source, cfg: PromptConfig, count: int) -> dict:
       + (" and fit" if cfg.too_long == "drop" else "")
     )
   return _stack(first)
+
+
+def again(source: Source, cfg: PromptConfig, places: np.ndarray) -> dict:
+  """As a batch of `prompts`: the questions at these places, [N, 2] int32.
+
+  A place is a question's `part` and `index`.
+  """
+  each = parts(source)
+  names = "part", "index"
+  rows = [
+    _prompt(each[place[0]][place[1]], cfg)
+    | dict(zip(names, place, strict=True))
+    for place in places
+  ]
+  return _stack(rows)
+
+
+def join(batches: Sequence[dict]) -> dict:
+  """Batches of the same keys, end to end."""
+  whole = lambda key: [batch[key] for batch in batches]
+  flat = lambda key: list(itertools.chain(*whole(key)))
+  return {
+    k: flat(k) if k == "problems" else np.concatenate(whole(k))
+    for k in batches[0]
+  }
+
+
+def pick(batch: dict, index: np.ndarray) -> dict:
+  """The rows of these numbers, in their order."""
+  return {
+    k: [x[i] for i in index] if k == "problems" else x[index]
+    for k, x in batch.items()
+  }
 
 
 def epochs(source: Source, state: dict) -> float:

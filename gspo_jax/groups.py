@@ -1,7 +1,11 @@
-"""Whole groups of rows, picked from two batches of answers on the devices."""
+"""Whole groups of rows, picked from batches of answers on the devices."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
+
+from gspo_jax.sampler import SamplerConfig, Samples, nothing
 
 
 def merge(kept, new, index: jax.Array):
@@ -41,3 +45,29 @@ def merge(kept, new, index: jax.Array):
     return swap(jax.lax.map(lambda ab: pick(*ab), (swap(a), swap(b))))
 
   return jax.tree.map(join, kept, new)
+
+
+def take(
+  samples: Samples, index: jax.Array, *, sampler: SamplerConfig
+) -> Samples:
+  """Groups `index` of samples, and a group of which nothing is drawn for -1.
+
+  The count of slot-steps is that of all.
+
+  Args:
+    samples: of Q groups; no routing.
+    index: [N] integers from -1 on, below Q.
+    sampler: how they are drawn; static.
+  """
+  group, steps = sampler.group_size, samples.slot_steps
+  empty = nothing(len(index) * group, sampler)
+  cut = lambda x: x.reshape(-1, group, *x.shape[1:])
+
+  def pick(x, empty):
+    there = (index >= 0).reshape(-1, *[1] * x.ndim)
+    found = cut(x)[jnp.maximum(index, 0)]
+    return jnp.where(there, found, cut(empty)).reshape(empty.shape)
+
+  bare = lambda s: dataclasses.replace(s, slot_steps=None)
+  picked = jax.tree.map(pick, bare(samples), bare(empty))
+  return dataclasses.replace(picked, slot_steps=steps)

@@ -20,7 +20,8 @@ _RANGES = (
     "num_steps log.samples cold_start.steps optim.warmup_steps "
     "cold_start.warmup_steps optim.weight_decay sampler_mesh.expert "
     "sampler_mesh.tensor objective.kl_coef objective.entropy_coef "
-    "objective.reference_every critic.warmup_steps critic.clip",
+    "objective.reference_every critic.warmup_steps critic.clip "
+    "rollout.budget rollout.spare",
   ),
   (
     "more than 0",
@@ -135,10 +136,33 @@ def _check_together(config):
   for key, good, expected in _NEEDS:
     if not good(c):
       raise UserError(f"objective.{key}={c[key]!r}: expected {expected}")
+  _check_rollout(config)
   if c.name == "ppo" and config.data.refill_rounds > 1:
     raise UserError(
       f"data.refill_rounds={config.data.refill_rounds}: expected 1 with "
       "objective.name='ppo', whose critic learns from equal rewards, too"
+    )
+
+
+def _check_rollout(config):
+  """What waits for the next iteration goes with the rest."""
+  c = config.rollout
+  waits = "ahead" if c.ahead else "budget" if c.budget else ""
+  if waits and config.data.refill_rounds > 1:
+    raise UserError(
+      f"rollout.{waits}={c[waits]}: expected {type(c[waits])()} with "
+      f"data.refill_rounds={config.data.refill_rounds}, whose batches are "
+      "drawn until one of them will do"
+    )
+  if c.budget and not config.paging.slots:
+    raise UserError(
+      f"rollout.budget={c.budget}: expected 0 with paging.slots=0, for only "
+      "refill continues an answer"
+    )
+  if bool(c.budget) != bool(c.spare):
+    raise UserError(
+      f"rollout.budget={c.budget} and rollout.spare={c.spare}: expected both "
+      "or neither: answers that are cut wait beside those of a batch"
     )
 
 
@@ -161,6 +185,8 @@ def _check_sizes(config, shards):
     sizes["cold_start.batch"] = batch
   for name, size in sizes.items():
     multiple(name, size, "mesh.data x fsdp x expert", shards)
+  spare = config.rollout.spare
+  multiple("rollout.spare", spare, "mesh.data x fsdp x expert", shards)
 
 
 def multiple(what: str, size: int, of: str, devices: int) -> None:

@@ -1,10 +1,11 @@
 """Rollouts by continuous refill: a slot whose answer ends gets the next one.
 
 The host gives slots and pages (`schedule`), the devices decode a segment of a
-few dozen steps (`slots`), and so on until all answers have ended.
+few dozen steps (`slots`), and so on until all answers have ended, or have as
+many tokens as they may have for now.
 
 Dimension key: P prompts, G answers a prompt, A = P * G answers, B slots, D
-shards, T tokens of a prefill, C of their pages, S tokens of a page.
+shards, N texts of a shard, T tokens of a prefill, R most new tokens.
 """
 
 import dataclasses
@@ -15,16 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import draw as drawing
-from gspo_jax import hosts, model, sampler, sharding, slots
+from gspo_jax import hosts, model, sampler, sharding, slots, texts
 from gspo_jax.errors import UserError
 from gspo_jax.model.pages import Pages
 from gspo_jax.on_mesh import OnMesh
-from gspo_jax.sampler import Prompts, SamplerConfig, Samples
+from gspo_jax.sampler import (
+  Ended,
+  Prompts,
+  SamplerConfig,
+  Samples,
+)
 from gspo_jax.schedule import Schedule, Sizes, width
 from gspo_jax.slots import Orders, Slots
 
 _IDLE = 8  # a segment ends when 1 of so many slots is idle and answers wait
-_ROWS = 8  # prompts of a prefill on each shard; or one
+_ROWS = 8  # texts of a prefill on each shard; or one
+
+
+# Told of this host's answers, by number, while others are still being drawn.
+Told = Callable[[dict[int, Ended]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +86,10 @@ class Paging:
     pages = self.pages // shards or own * longest
     return Sizes(own, pages, self.page, self.steps, most, prompt)
 
-  def buckets(self, prompt: int) -> tuple[int, ...]:
-    """T, the lengths that prefills are compiled for, up to `prompt` tokens."""
+  def buckets(self, longest: int) -> tuple[int, ...]:
+    """T, what prefills are compiled for: texts of up to `longest` tokens."""
     found = [self.chunk]
-    while found[-1] < prompt - 1:
+    while found[-1] < longest - 1:
       found.append(2 * found[-1])
     return tuple(found)
 
@@ -95,9 +105,11 @@ class PagedSampler:
     shards: D, parts of the devices that have rows of their own.
     rows: where arrays of rows lie.
     lay_out: params -> params as decoding wants them.
-    begin: P -> (slots, samples), empty.
+    fresh: P -> samples, of which nothing is drawn.
+    begin: samples -> (slots, samples), as decoding wants them; donates.
     prefill: `slots.prefill`, from params to numbers.
     decode: `slots.decode`, from params to key.
+    peek: `slots.peek`.
     finish: samples -> samples, as a rollout wants them.
   """
 
@@ -107,65 +119,102 @@ class PagedSampler:
   shards: int
   rows: jax.sharding.Sharding
   lay_out: Callable
+  fresh: Callable
   begin: Callable
   prefill: Callable
   decode: Callable
+  peek: Callable
   finish: Callable
 
-  def __call__(self, params, prompts: Prompts, key: jax.Array) -> Samples:
-    """All G answers to each of P prompts; P is a multiple of D."""
-    texts, lengths = hosts.fetch((prompts.tokens, prompts.lengths))
-    if texts.shape[1] != self.sizes.prompt or len(texts) % self.shards:
+  def __call__(
+    self,
+    params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    begun: Samples | None = None,
+    until: np.ndarray | None = None,
+    tell: Told | None = None,
+  ) -> Samples:
+    """All G answers to each of P prompts; P is a multiple of D.
+
+    Answer a draws its token t with a key made of (key, a, t), whatever came
+    before: one that is continued with the same key and weights is the one that
+    would have been drawn at once.
+
+    Args:
+      params: as `model.init` makes them.
+      prompts: P of them.
+      key: a typed PRNG key.
+      begun: answers to continue, those that are UNFINISHED; donated. Without
+        it, all are drawn from their first token on.
+      until: [P * G] int, tokens at which an answer pauses, UNFINISHED; without
+        it none does.
+      tell: called between segments with what ended in the last one.
+    """
+    asked, lengths = hosts.fetch((prompts.tokens, prompts.lengths))
+    if asked.shape[1] != self.sizes.prompt or len(asked) % self.shards:
       raise UserError(
-        f"prompts {texts.shape}: expected [P, {self.sizes.prompt}], with P a "
+        f"prompts {asked.shape}: expected [P, {self.sizes.prompt}], with P a "
         f"multiple of the {self.shards} shards"
       )
+    begun = self.fresh(len(asked)) if begun is None else begun
+    work = self._divide(asked, lengths, begun, until)
     schedules = [
-      Schedule(self.sizes, part, self.draw.group_size)
-      for part in np.split(lengths, self.shards)
+      Schedule(self.sizes, [*map(len, w.tokens)], w.owner, w.until - w.drawn)
+      for w in work
     ]
     params = self.lay_out(params)
-    state, samples = self.begin(len(texts))
+    state, samples = self.begin(begun)
     while not all(schedule.done for schedule in schedules):
       admitted = [schedule.admit() for schedule in schedules]
-      for batch in self._prefills(admitted, texts, lengths):
+      for batch in self._prefills(admitted, work):
         state = self.prefill(params, state, *hosts.lay(batch, self.rows))
-      orders, floor = self._orders(schedules, admitted, texts)
+      orders, floor = self._orders(schedules, admitted, work)
       state, samples = self.decode(params, state, samples, orders, floor, key)
-      told = hosts.fetch((state.drawn, state.pages.active))
-      told = zip(*(np.split(x, self.shards) for x in told), strict=True)
-      for schedule, (drawn, active) in zip(schedules, told, strict=True):
-        schedule.settle(drawn, active)
+      self._settle(schedules, work, state)
+      if tell and (ended := self._ended(state, samples, orders.active)):
+        tell(ended)
     return self.finish(samples)
 
-  def _prefills(self, admitted, texts, lengths):
+  def _divide(self, asked, lengths, begun, until) -> list[texts.Texts]:
+    """What each shard has to draw."""
+    A, R = begun.tokens.shape
+    until = np.full(A, R) if until is None else np.minimum(until, R)
+    known = dataclasses.replace(begun, logps=None, slot_steps=None)
+    whole = asked, lengths, hosts.fetch(known), until
+    leaves, tree = jax.tree.flatten(whole)
+    parts = zip(*(np.split(x, self.shards) for x in leaves), strict=True)
+    return [texts.unfinished(*tree.unflatten(part)) for part in parts]
+
+  def _prefills(self, admitted, work):
     """Tokens, lengths and pages of each call, in few shapes."""
-    own, cached = len(texts) // self.shards, lengths - 1
-    buckets = self.paging.buckets(self.sizes.prompt)
-    left = {T: [[] for _ in admitted] for T in buckets}
+    longest = self.sizes.prompt + self.sizes.most
+    left = {T: [[] for _ in work] for T in self.paging.buckets(longest)}
     for shard, found in enumerate(admitted):
-      for prompt, pages in found.prefill:
-        prompt += shard * own
-        T = next(T for T in buckets if cached[prompt] <= T)
-        left[T][shard].append((prompt, pages))
+      for text, pages in found.prefill:
+        tokens = work[shard].tokens[text][:-1]
+        T = next(T for T in left if len(tokens) <= T)
+        left[T][shard].append((tokens, pages))
     for T, queues in left.items():
       while most := max(map(len, queues)):
-        count = _ROWS if most > 1 else 1
+        # A few one by one: rows of padding cost as much as others.
+        count = _ROWS if most > _ROWS // 2 else 1
         tokens = np.zeros((self.shards, count, T), np.int32)
         fed = np.zeros((self.shards, count), np.int32)
         numbers = np.full(
           (*fed.shape, T // self.sizes.page), self.sizes.pages, np.int32
         )
         for shard, queue in enumerate(queues):
-          for row, (prompt, pages) in enumerate(queue[:count]):
-            m = fed[shard, row] = cached[prompt]
-            tokens[shard, row, :m] = texts[prompt, -1 - m : -1]
+          for row, (text, pages) in enumerate(queue[:count]):
+            fed[shard, row] = len(text)
+            tokens[shard, row, : len(text)] = text
             numbers[shard, row, : len(pages)] = pages
           del queue[:count]
         join = lambda x: x.reshape(-1, *x.shape[2:])
         yield join(tokens), join(fed), join(numbers)
 
-  def _orders(self, schedules, admitted, texts) -> tuple[Orders, np.ndarray]:
+  def _orders(self, schedules, admitted, work) -> tuple[Orders, np.ndarray]:
     """What the next segment is to do, and when it is to end early."""
     segments = [schedule.grow() for schedule in schedules]
     join = lambda parts, name: np.concatenate([getattr(p, name) for p in parts])
@@ -173,15 +222,48 @@ class PagedSampler:
     for name in ("new", "answer", "length", "source", "target"):
       told[name] = join(admitted, name)
     # A shard counts answers from the first of its own.
-    own = len(texts) // self.shards * self.draw.group_size
-    shard_B = np.repeat(np.arange(self.shards), len(told["new"]) // self.shards)
-    told["answer"] += np.int32(own) * shard_B.astype(np.int32)
+    own, slots_ = len(work[0].drawn), self.sizes.slots
+    told["answer"] += np.repeat(np.arange(self.shards), slots_) * np.int32(own)
     told["new"] &= told["active"]  # one may have been preempted at once
-    told["last"] = texts[told["answer"] // self.draw.group_size, -1]
+    for name in ("drawn", "until"):
+      told[name] = join(work, name)[told["answer"]]
+    last_A = [
+      w.tokens[text][-1] if w.tokens else 0 for w in work for text in w.owner
+    ]
+    told["last"] = np.array(last_A, np.int32)[told["answer"]]
     count = told["active"].sum()
     waiting = any(schedule.waiting for schedule in schedules)
     floor = count - max(1, count // _IDLE) if waiting else 0
     return hosts.lay(Orders(**told), self.rows), np.int32(floor)
+
+  def _settle(self, schedules, work, state) -> None:
+    """Tells the schedules what a segment has done."""
+    told = hosts.fetch((state.drawn, state.pages.active, state.answer))
+    told = zip(*(np.split(x, self.shards) for x in told), strict=True)
+    for schedule, part, (drawn, active, answer) in zip(
+      schedules, work, told, strict=True
+    ):
+      before = part.drawn[answer % len(part.drawn)]
+      schedule.settle(drawn - before, active)
+
+  def _ended(self, state, samples, were_active) -> dict[int, Ended]:
+    """What ended in this host's slots in a segment, if any host saw one end."""
+    active = hosts.own(were_active)
+    still, drawn = hosts.own(state.pages.active), hosts.own(state.drawn)
+    ended = [slot for slot in active if active[slot] and not still[slot]]
+    if not hosts.anywhere(bool(ended)):
+      return {}
+    tokens, answers = (
+      hosts.own(self.peek(state, samples)),
+      hosts.own(state.answer),
+    )
+    found = {}
+    for slot in ended:
+      length = int(drawn[slot])
+      stopped = tokens[slot][length - 1] in self.draw.stop_ids
+      if stopped or length == self.draw.max_new_tokens:
+        found[int(answers[slot])] = Ended(tokens[slot], length, bool(stopped))
+    return found
 
 
 def build(
@@ -216,10 +298,10 @@ def build(
   shards = decoding.size // decoding.shape["tensor"]
   sizes = paging.sizes(draw, prompt, shards)
   state = _layout(cfg, decoding)
-  drawn = sampler.layout(draw, decoding)
+  drawn, kept = sampler.layout(draw, decoding), sampler.layout(draw, mesh)
   jit = lambda f, **how: OnMesh(jax.jit(f, **how), decoding)
 
-  def begin(P):
+  def begin(samples):
     empty = slots.empty(
       cfg,
       rows=paging.slots,
@@ -227,14 +309,8 @@ def build(
       page=paging.page,
       most=sizes.width,
     )
-    A, R = P * draw.group_size, draw.max_new_tokens
-    return empty, Samples(
-      jnp.full((A, R), draw.pad_id, jnp.int32),
-      jnp.zeros((A, R)),
-      jnp.zeros(A, jnp.int32),
-      jnp.zeros(A, jnp.int8),
-      jnp.int32(0),
-    )
+    # It counts the steps of a call.
+    return empty, dataclasses.replace(samples, slot_steps=jnp.int32(0))
 
   def prefill(params, state, *prompts):
     return slots.prefill(params, cfg, state, *prompts, chunk=paging.chunk)
@@ -263,7 +339,17 @@ def build(
       lambda params: model.unstack(drawing.lay_out(params, cfg), cfg),
       in_shardings=(params,),
     ),
-    begin=jit(begin, static_argnums=0, out_shardings=(state, drawn)),
+    fresh=jit(
+      lambda P: sampler.nothing(P * draw.group_size, draw),
+      static_argnums=0,
+      out_shardings=kept,
+    ),
+    begin=jit(
+      begin,
+      in_shardings=(kept,),
+      out_shardings=(state, drawn),
+      donate_argnums=0,
+    ),
     prefill=jit(prefill, donate_argnums=1, out_shardings=state),
     decode=jit(
       decode,
@@ -271,7 +357,8 @@ def build(
       out_shardings=(state, drawn),
       donate_argnums=(1, 2),
     ),
-    finish=jit(finish, out_shardings=sampler.layout(draw, mesh)),
+    peek=jit(slots.peek, out_shardings=sharding.rows(decoding)),
+    finish=jit(finish, out_shardings=kept),
   )
 
 
@@ -280,4 +367,4 @@ def _layout(cfg, mesh) -> Slots:
   rows, lay = sharding.rows(mesh), jax.sharding.PartitionSpec
   kept = jax.NamedSharding(mesh, lay("tensor", sharding.ROWS))
   of_layers = (kept,) * cfg.num_layers
-  return Slots(Pages(of_layers, of_layers, rows, rows, rows), rows, rows, rows)
+  return Slots(Pages(of_layers, of_layers, rows, rows, rows), *[rows] * 4)

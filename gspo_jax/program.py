@@ -72,6 +72,9 @@ class Program:
     generate_eval: the same with `eval.samples` answers a prompt.
     generate_greedy: the same with one greedy answer.
     merge: (samples, samples, index) -> samples, whole groups of both.
+    choose: (samples, index) -> samples, the groups of an update.
+    regroup: (samples, index) -> samples, the groups in flight.
+    nothing: () -> samples, such as `generate` gives, of zeros.
     score: (params, prompts, samples) -> (Rollout, metrics).
     appraise: (state, rollout) -> rollout, with what the reference and the
       critic say of it; None where the objective has neither.
@@ -94,6 +97,9 @@ class Program:
   generate_eval: Callable
   generate_greedy: Callable
   merge: Callable
+  choose: Callable
+  regroup: Callable
+  nothing: Callable
   score: Callable
   appraise: Callable | None
   assign: Callable
@@ -166,6 +172,9 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
     begin=_jit_begin(start, abstract, mesh),
     generate=generate,
     merge=_jit_merge(draw, mesh),
+    choose=_jit_take(draw, mesh),
+    regroup=_jit_take(draw, mesh),
+    nothing=_nothing(config, draw, generate, abstract.params, mesh),
     generate_eval=generate if many == draw else jit_generate(many),
     generate_greedy=jit_generate(one),
     score=_jit_score(config, cfg, abstract, mesh),
@@ -192,6 +201,7 @@ def _decoding_mesh(config, mesh, params):
     raise UserError(f"on sampler_mesh: {error}") from error
   shards = decoding.size // decoding.shape["tensor"]
   multiple("data.prompts", config.data.prompts, "sampler_mesh", shards)
+  multiple("rollout.spare", config.rollout.spare, "sampler_mesh", shards)
   return decoding
 
 
@@ -258,6 +268,34 @@ def _jit_merge(draw, mesh):
     out_shardings=lay,
   )
   return OnMesh(jitted, mesh)
+
+
+def _jit_take(draw, mesh):
+  jitted = jax.jit(
+    functools.partial(groups.take, sampler=draw),
+    in_shardings=(sampler.layout(draw, mesh), sharding.everywhere(mesh)),
+    out_shardings=sampler.layout(draw, mesh),
+  )
+  return OnMesh(jitted, mesh)
+
+
+def _nothing(config, draw, generate, params, mesh):
+  """As much room as the answers of a batch take."""
+  prompts, width = config.data.prompts, config.data.max_prompt_length
+  lay = sampler.layout(draw, mesh)
+  if isinstance(generate, paged_sampler.PagedSampler):
+    empty = functools.partial(sampler.nothing, prompts * draw.group_size, draw)
+    return OnMesh(jax.jit(empty, out_shardings=lay), mesh)
+
+  def zeros():
+    asked = jnp.zeros((prompts, width), jnp.int32), jnp.ones(prompts, jnp.int32)
+    rest = sampler.Prompts(*asked), jax.random.key(0)
+    with jax.set_mesh(generate.mesh):
+      shapes = jax.eval_shape(generate.jitted, params, *rest)
+    like = lambda x, at: jnp.zeros(x.shape, x.dtype, device=at)
+    return jax.tree.map(like, shapes, lay)
+
+  return zeros
 
 
 def _jit_score(config, cfg, abstract, mesh):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from gspo_jax import data
 from gspo_jax.answer import Marks
 from gspo_jax.rewards.pool import Answer
 from gspo_jax.sampler import Samples
@@ -38,11 +39,19 @@ class Draw(NamedTuple):
 
 
 class Cost(NamedTuple):
-  """One batch that was drawn: its questions, what they earned, its tokens."""
+  """One batch that was drawn.
+
+  Attributes:
+    batch: its questions.
+    marks: what they earned.
+    tokens: of all answers.
+    slot_steps: decode steps times the rows that took them.
+  """
 
   batch: dict
   marks: Callable[[], Marks]
-  tokens: jax.Array
+  tokens: int | jax.Array
+  slot_steps: int | jax.Array
 
 
 def collect(
@@ -67,7 +76,8 @@ def collect(
       break
     new = draw(number)
     new = new._replace(marks=functools.cache(new.marks))
-    drawn.append(Cost(new.batch, new.marks, new.samples.lengths.sum()))
+    spent = new.samples.lengths.sum(), new.samples.slot_steps
+    drawn.append(Cost(new.batch, new.marks, *spent))
     kept = _pick(kept, new, merge) if number else new
   return kept, drawn
 
@@ -108,20 +118,11 @@ def _pick(kept: Draw, new: Draw, merge) -> Draw:
   answers = {**kept.answers, **shift(new.answers)}
   found = _pick_marks(*marks, index)
   return Draw(
-    batch=_pick_batch(kept.batch, new.batch, index),
+    batch=data.pick(data.join([kept.batch, new.batch]), index),
     samples=merge(kept.samples, new.samples, index),
     answers={i: answers[row] for i, row in enumerate(rows) if row in answers},
     marks=lambda: found,
   )
-
-
-def _pick_batch(kept, new, index) -> dict:
-  def pick(a, b):
-    if isinstance(a, np.ndarray):
-      return np.concatenate([a, b])[index]
-    return [[*a, *b][i] for i in index]
-
-  return {key: pick(kept[key], new[key]) for key in kept}
 
 
 def _pick_marks(kept: Marks, new: Marks, index) -> Marks:

@@ -6,9 +6,11 @@ R most new tokens, V vocabulary, L layers, k experts a token.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gspo_jax import draw, model
 from gspo_jax.errors import UserError
@@ -18,7 +20,8 @@ from gspo_jax.sharding import ROWS, constrain, everywhere, rows
 _FIRST_SLOTS = 64  # the answers' cache starts this long or longer, and doubles
 _BLOCKS = 100  # decoder blocks to compile, over all lengths of the cache
 
-STOPPED, TRUNCATED = 1, 0  # Samples.finish
+# Samples.finish; what is unfinished may be continued, by `paged_sampler` alone.
+UNFINISHED, STOPPED, TRUNCATED = 2, 1, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Samples:
       (of the plain one at temperature 0), 0 after the end. The stop token has
       one, too.
     lengths: [B] int32, tokens drawn, the stop token included.
-    finish: [B] int8, why the row ended: STOPPED or TRUNCATED.
+    finish: [B] int8, why the row ended: STOPPED or TRUNCATED; or UNFINISHED.
     slot_steps: [] int32, decode steps times the rows that took them; those that
       drew a token of an answer were useful.
     experts: [B, L, S + R, k] unsigned, those of the prompt's tokens and of the
@@ -123,6 +126,32 @@ class Samples:
   finish: jax.Array
   slot_steps: jax.Array
   experts: jax.Array | None = None
+
+
+def nothing(count: int, sampler: SamplerConfig) -> Samples:
+  """So many answers of which nothing is drawn, without routing."""
+  R = sampler.max_new_tokens
+  return Samples(
+    tokens=jnp.full((count, R), sampler.pad_id, jnp.int32),
+    logps=jnp.zeros((count, R)),
+    lengths=jnp.zeros(count, jnp.int32),
+    finish=jnp.full(count, UNFINISHED, jnp.int8),
+    slot_steps=jnp.int32(0),
+  )
+
+
+class Ended(NamedTuple):
+  """An answer that has ended.
+
+  Attributes:
+    tokens: [R] int32; what comes after its end is no part of it.
+    length: tokens, the stop token included.
+    stopped: whether the last one is a stop token.
+  """
+
+  tokens: np.ndarray
+  length: int
+  stopped: bool
 
 
 def layout(sampler: SamplerConfig, mesh: jax.sharding.Mesh) -> Samples:

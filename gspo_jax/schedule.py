@@ -1,13 +1,16 @@
 """Which answer has which slot and which pages, settled between two segments.
 
-Dimension key: P prompts, G answers a prompt (answer b = p * G + g), B slots,
-n pages in the pool, S tokens of a page, W pages of the longest row, m cached
-tokens of a prompt: all but its last, which an answer's first step feeds.
+Dimension key: N texts, A answers, B slots, n pages in the pool, S tokens of a
+page, W pages of the longest row, m cached tokens of a text: all but its last,
+which an answer's first step feeds.
+
+A text is what answers continue: a prompt, for all answers to it, or a prompt
+and the beginning of one answer, for the rest of that.
 
 This is the host's half of paged decoding. A round goes `admit`, `grow`, a
-segment on the device, `settle`. A prompt's m // S full pages are shared by the
-rows of its answers; of the partial one each row gets a copy. A prompt stays in
-the pool until all its answers have ended; when pages run out, the prompts that
+segment on the device, `settle`. A text's m // S full pages are shared by the
+rows of its answers; of the partial one each row gets a copy. A text stays in
+the pool until all its answers have ended; when pages run out, the texts that
 no row reads go first (they are prefilled again later), then the newest rows.
 """
 
@@ -51,13 +54,13 @@ class Sizes:
         raise UserError(f"{name}={value}: expected at least 1")
     if self.pages <= self.width:
       raise UserError(
-        f"pages={self.pages}: expected at least {self.width + 1}, what one "
-        "answer and its prompt can take"
+        f"paging.pages={self.pages} a shard: expected at least "
+        f"{self.width + 1}, what one answer and its prompt can take"
       )
 
   @property
   def width(self) -> int:
-    """W, pages of the longest row; its prompt may hold one more, partial."""
+    """W, pages of the longest row; its text may hold one more, partial."""
     return width(self.prompt, self.most, self.page)
 
 
@@ -66,10 +69,10 @@ class Admission:
   """Answers that got a slot: prefill, then copy pages, then grow.
 
   Attributes:
-    prefill: (prompt, the pages of its m tokens) of prompts to store first; one
+    prefill: (text, the pages of its m tokens) of texts to store first; one
       with m = 0 is never among them.
     new: [B] bool, slots that got an answer; the others hold 0 below.
-    answer: [B] int32, its number b.
+    answer: [B] int32, its number.
     length: [B] int32, m, the tokens of its row that are cached.
     source: [B] int32, the page to copy; n where there is none.
     target: [B] int32, the page to copy it to; n where there is none.
@@ -100,34 +103,39 @@ class Segment:
 class Schedule:
   """The slots and pages of one shard; all numbers are the shard's own."""
 
-  def __init__(self, sizes: Sizes, lengths: Sequence[int], group: int):
+  def __init__(
+    self,
+    sizes: Sizes,
+    lengths: Sequence[int],
+    owner: Sequence[int],
+    most: Sequence[int],
+  ):
     """All answers wait, in order.
 
     Args:
       sizes: of the shard.
-      lengths: [P], tokens of each prompt.
-      group: G, answers a prompt.
+      lengths: [N], tokens of each text.
+      owner: [A], the text that each answer continues; never falling.
+      most: [A], tokens that each may draw; one of 0 is not to be drawn.
 
     Raises:
-      UserError: a length is not in 1 to `sizes.prompt`, or `group` not above 0.
+      UserError: a text is empty, or it and an answer are longer than a row.
     """
+    self._sizes = sizes
     lengths = np.asarray(lengths, np.int64)
-    wrong = lengths[(lengths < 1) | (lengths > sizes.prompt)]
-    if wrong.size:
-      raise UserError(
-        f"a prompt of {wrong[0]} tokens: expected 1 to prompt={sizes.prompt}"
-      )
-    if group < 1:
-      raise UserError(f"group={group}: expected at least 1")
+    self._owner_A = np.asarray(owner, np.int64)
+    self._most_A = np.asarray(most, np.int64)
+    self._require_rows(lengths)
     B = sizes.slots
-    self._sizes, self._group = sizes, group
-    self._cached_P = lengths - 1
-    self._left_P = np.full(len(lengths), group)  # answers that have not ended
+    self._cached_N = lengths - 1
+    drawn = np.flatnonzero(self._most_A)
+    # Answers that have not ended.
+    self._left_N = np.bincount(self._owner_A[drawn], minlength=len(lengths))
     # Every waiting answer has a greater number than every active one, so the
     # greatest active one is the newest.
-    self._queue = collections.deque(range(len(lengths) * group))
+    self._queue = collections.deque(drawn.tolist())
     self._free = list(range(sizes.pages))
-    self._prompts = {}  # prompt -> its pages, of those in the pool
+    self._texts = {}  # text -> its pages, of those in the pool
     self._answer_B = np.full(B, -1)
     self._cached_B = np.zeros(B, np.int64)
     self._drawn_B = np.zeros(B, np.int64)
@@ -165,7 +173,7 @@ class Schedule:
     new = np.zeros(B, bool)
     found = Admission([], new, fill(0), fill(0), fill(n), fill(n))
     for slot in np.flatnonzero(self._answer_B < 0).tolist():
-      if not self._queue or not self._fits(self._queue[0] // self._group):
+      if not self._queue or not self._fits(self._queue[0]):
         break
       self._place(slot, self._queue.popleft(), found)
     return found
@@ -191,7 +199,7 @@ class Schedule:
     """Frees what the answers that ended in a segment held.
 
     Args:
-      drawn: [B] tokens drawn so far by each slot's answer.
+      drawn: [B] tokens that each slot's answer has drawn here.
       active: [B] bool, false where the answer has ended.
 
     Returns:
@@ -202,51 +210,65 @@ class Schedule:
     answers = self._answer_B[ended].tolist()
     for slot, answer in zip(ended.tolist(), answers, strict=True):
       self._clear(slot)
-      prompt = answer // self._group
-      self._left_P[prompt] -= 1
-      if not self._left_P[prompt]:
-        self._free += self._prompts.pop(prompt)
+      text = self._owner_A[answer]
+      self._left_N[text] -= 1
+      if not self._left_N[text]:
+        self._free += self._texts.pop(text)
     return answers
 
-  def _fits(self, prompt):
-    """Whether an answer to `prompt` may start.
+  def _require_rows(self, lengths_N):
+    if empty := np.flatnonzero(lengths_N < 1).tolist():
+      raise UserError(f"text {empty[0]}: it has no token, expected at least 1")
+    room = self._sizes.prompt + self._sizes.most
+    rows_A = lengths_N[self._owner_A] + self._most_A
+    if (long := np.flatnonzero(rows_A > room)).size:
+      raise UserError(
+        f"answer {long[0]}: it and its text can have {rows_A[long[0]]} tokens, "
+        f"expected at most prompt={self._sizes.prompt} and "
+        f"most={self._sizes.most}"
+      )
 
-    Where none is active it does: at most one prompt is in the pool without a
+  def _fits(self, answer):
+    """Whether it may start.
+
+    Where none is active it does: at most one text is in the pool without a
     row, and that is the next answer's, since `_give_way` takes it first.
     """
-    m, S = self._cached_P[prompt], self._sizes.page
-    cost = self._pages(m, 0) - m // S
-    if prompt not in self._prompts:
+    text, S = self._owner_A[answer], self._sizes.page
+    m = self._cached_N[text]
+    cost = self._pages(m, 0, self._most_A[answer]) - m // S
+    if text not in self._texts:
       cost += -(-m // S)
     cost += int(self._need().sum())
     return cost <= self.free
 
   def _place(self, slot, answer, found):
     """Starts an answer, and notes it in `found`."""
-    prompt = answer // self._group
-    m, S = int(self._cached_P[prompt]), self._sizes.page
-    if prompt not in self._prompts:
-      self._prompts[prompt] = self._take(-(-m // S))
+    text, S = int(self._owner_A[answer]), self._sizes.page
+    m = int(self._cached_N[text])
+    if text not in self._texts:
+      self._texts[text] = self._take(-(-m // S))
       if m:
-        found.prefill.append((prompt, self._prompts[prompt]))
-    row = self._prompts[prompt][: m // S]
-    row = row + self._take(self._pages(m, 0) - len(row))
+        found.prefill.append((text, self._texts[text]))
+    row = self._texts[text][: m // S]
+    row = row + self._take(self._pages(m, 0, self._most_A[answer]) - len(row))
     if m % S:
-      found.source[slot] = self._prompts[prompt][-1]
+      found.source[slot] = self._texts[text][-1]
       found.target[slot] = row[m // S]
     found.new[slot], found.answer[slot], found.length[slot] = True, answer, m
     self._answer_B[slot], self._cached_B[slot] = answer, m
     self._drawn_B[slot], self._held_B[slot] = 0, len(row)
     self._table[slot, : len(row)] = row
 
-  def _pages(self, m, drawn):
+  def _pages(self, m, drawn, most):
     """Pages of a row when the next segment has ended."""
-    tokens = m + np.minimum(drawn + self._sizes.steps, self._sizes.most)
+    tokens = m + np.minimum(drawn + self._sizes.steps, most)
     return -(-tokens // self._sizes.page)
 
   def _need(self):
     """[B] pages that rows lack for the next segment."""
-    pages_B = self._pages(self._cached_B, self._drawn_B)
+    most_B = self._most_A[self._answer_B] if self._most_A.size else 0
+    pages_B = self._pages(self._cached_B, self._drawn_B, most_B)
     return np.where(self._answer_B >= 0, pages_B - self._held_B, 0)
 
   def _take(self, count):
@@ -256,11 +278,11 @@ class Schedule:
     return pages
 
   def _give_way(self):
-    """Frees the pages of a prompt that no row reads, or of the newest row."""
-    newest, last = int(self._answer_B.argmax()), max(self._prompts)
+    """Frees the pages of a text that no row reads, or of the newest row."""
+    newest, last = int(self._answer_B.argmax()), max(self._texts)
     answer = int(self._answer_B[newest])
-    if last > answer // self._group:
-      self._free += self._prompts.pop(last)
+    if last > self._owner_A[answer]:
+      self._free += self._texts.pop(last)
     else:
       self._queue.appendleft(answer)
       self._clear(newest)

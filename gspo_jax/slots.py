@@ -4,7 +4,7 @@ What a slot is to do the host says between segments (`schedule`); here are the
 functions of a segment, over explicit state.
 
 Dimension key: B slots, A answers, R most new tokens, W pages of a row at most,
-P prompts of one prefill, T their tokens, C = T / S their pages of S tokens.
+P texts of one prefill, T their tokens, C = T / S their pages of S tokens.
 """
 
 import dataclasses
@@ -13,10 +13,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import draw, model
+from gspo_jax import draw, model, sharding
 from gspo_jax.model import cache as kv
 from gspo_jax.model import pages as paging
-from gspo_jax.sampler import STOPPED, TRUNCATED, SamplerConfig, Samples
+from gspo_jax.sampler import (
+  STOPPED,
+  TRUNCATED,
+  UNFINISHED,
+  SamplerConfig,
+  Samples,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -29,12 +35,14 @@ class Slots:
     answer: [B] int32, which of the A answers the slot draws.
     last: [B] int32, the newest token, not fed yet.
     drawn: [B] int32, tokens of the answer so far.
+    until: [B] int32, the number of them at which it leaves the slot.
   """
 
   pages: paging.Pages
   answer: jax.Array
   last: jax.Array
   drawn: jax.Array
+  until: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +53,12 @@ class Orders:
   Attributes:
     table: [B, W] int32, as in `Pages`.
     active: [B] bool, slots that decode; what another one had begun is void.
-    new: [B] bool, those of them that get an answer, to start from nothing.
+    new: [B] bool, those of them that get an answer.
     answer: [B] int32, for new slots which; and so on.
-    length: [B] int32, tokens of its prompt that are in the pages.
-    last: [B] int32, the token to feed first: the prompt's last.
+    drawn: [B] int32, tokens that it has.
+    until: [B] int32, those at which it leaves the slot.
+    length: [B] int32, tokens of its text that are in the pages.
+    last: [B] int32, the token to feed first: the text's last.
     source: [B] int32, the page to copy ...
     target: [B] int32, ... to this one; none where there is no such page.
   """
@@ -57,6 +67,8 @@ class Orders:
   active: jax.Array
   new: jax.Array
   answer: jax.Array
+  drawn: jax.Array
+  until: jax.Array
   length: jax.Array
   last: jax.Array
   source: jax.Array
@@ -67,7 +79,7 @@ def empty(cfg: model.ModelConfig, **sizes: int) -> Slots:
   """No slot has an answer; `sizes` as in `pages.empty`."""
   pages = paging.empty(cfg, **sizes)
   zeros = jnp.zeros_like(pages.lengths)
-  return Slots(pages, zeros, zeros, zeros)
+  return Slots(pages, zeros, zeros, zeros, zeros)
 
 
 def prefill(
@@ -80,7 +92,9 @@ def prefill(
   *,
   chunk: int,
 ) -> Slots:
-  """Stores keys and values of prompts, computed `chunk` tokens at a time.
+  """Stores keys and values of texts, computed `chunk` tokens at a time.
+
+  The cost follows the longest of them, not T.
 
   Args:
     params: laid out and unstacked.
@@ -94,14 +108,16 @@ def prefill(
   P, T = tokens.shape
   real_PT = jnp.arange(T) < lengths[:, None]
 
-  def forward(cache, start):
+  def forward(i, cache):
+    start = i * chunk
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
     positions = jnp.broadcast_to(start + jnp.arange(chunk), (P, chunk))
-    out = model.encode(params, cfg, cut(tokens), positions, cut(real_PT), cache)
-    return out.cache, None
+    return model.encode(
+      params, cfg, cut(tokens), positions, cut(real_PT), cache
+    ).cache
 
-  starts = jnp.arange(0, T, chunk)
-  cache, _ = jax.lax.scan(forward, kv.empty(cfg, P, T), starts)
+  chunks = -(-lengths.max() // chunk)
+  cache = jax.lax.fori_loop(0, chunks, forward, kv.empty(cfg, P, T))
   pages = paging.store(slots.pages, cache.k, cache.v, numbers)
   return dataclasses.replace(slots, pages=pages)
 
@@ -179,26 +195,56 @@ def _obey(slots: Slots, orders: Orders) -> Slots:
     pages=pages,
     answer=pick(orders.answer, slots.answer),
     last=pick(orders.last, slots.last),
-    drawn=pick(0, slots.drawn),
+    drawn=pick(orders.drawn, slots.drawn),
+    until=pick(orders.until, slots.until),
   )
 
 
 def _record(slots: Slots, samples: Samples, token, logp, sampler):
   """Writes a token of each active slot down, and notes whose was the last."""
   active, t = slots.pages.active, slots.drawn
-  row = jnp.where(active, slots.answer, samples.lengths.size)  # else none
   stop = jnp.isin(token, jnp.array(sampler.stop_ids))
-  write = lambda x, value, *at: x.at[row, *at].set(value, mode="drop")
-  samples = dataclasses.replace(
-    samples,
-    tokens=write(samples.tokens, token, t),
-    logps=write(samples.logps, logp, t),
-    lengths=write(samples.lengths, t + 1),
-    finish=write(
-      samples.finish, jnp.where(stop, STOPPED, TRUNCATED).astype(jnp.int8)
-    ),
+  cut = jnp.where(t + 1 == sampler.max_new_tokens, TRUNCATED, UNFINISHED)
+  finish = jnp.where(stop, STOPPED, cut).astype(jnp.int8)
+  written = _write(
+    (samples.tokens, samples.logps, samples.lengths, samples.finish),
+    (token, logp, t + 1, finish),
+    (slots.answer, t, active),
   )
-  done = stop | (t + 1 == sampler.max_new_tokens)
+  names = "tokens", "logps", "lengths", "finish"
+  samples = dataclasses.replace(
+    samples, **dict(zip(names, written, strict=True))
+  )
+  done = stop | (t + 1 == slots.until)
   pages = dataclasses.replace(slots.pages, active=active & ~done)
   slots = dataclasses.replace(slots, pages=pages, last=token, drawn=t + active)
   return slots, samples
+
+
+def _write(kept, new, where):
+  """Each slot's values into its answer's row, which is on the same device."""
+
+  def local(kept, new, where):
+    answer_B, t_B, active_B = where
+    rows = len(kept[-1])
+    row_B = jnp.where(active_B, answer_B % rows, rows)  # else none
+
+    def write(old, value_B):
+      at = (row_B, t_B) if old.ndim == 2 else row_B
+      return old.at[at].set(value_B, mode="drop")
+
+    return tuple(map(write, kept, new))
+
+  of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
+  return sharding.island(local, (of_rows,) * 3, of_rows)(kept, new, where)
+
+
+def peek(slots: Slots, samples: Samples) -> jax.Array:
+  """[B, R] int32, the tokens of the answers that are in the slots."""
+
+  def local(tokens, answer_B):
+    return tokens[answer_B % len(tokens)]
+
+  of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
+  read = sharding.island(local, (of_rows,) * 2, of_rows)
+  return read(samples.tokens, slots.answer)

@@ -1,5 +1,6 @@
 """The run, from a config to a trained policy: read it top to bottom."""
 
+import dataclasses
 import json
 import math
 import time
@@ -21,6 +22,7 @@ from gspo_jax import (
   policy,
   program,
   refill,
+  rollouts,
   settings,
   sharding,
   sources,
@@ -103,11 +105,12 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
         seed=config.seed,
         history=config.data.history,
       )
-      state = _start(run, curriculum, checkpoints, preemption)
+      source = _rollouts(run, curriculum)
+      state = _start(run, curriculum, source, checkpoints, preemption)
       if state is None:
         return None
       hosts.together(lambda: _note_config(run))
-      return _train(run, state, curriculum, checkpoints, preemption)
+      return _train(run, state, curriculum, source, checkpoints, preemption)
 
 
 def _prepare(config, workdir, mesh) -> Run:
@@ -137,16 +140,56 @@ def _prepare(config, workdir, mesh) -> Run:
   )
 
 
-def _start(run, curriculum, checkpoints, preemption) -> TrainState | None:
+def _rollouts(run, curriculum) -> rollouts.Source:
+  """Where answers come from, as the config wants it."""
+  config, functions = run.config, run.program
+  sampling = rollouts.Sampling(
+    curriculum=curriculum,
+    generate=functions.generate,
+    tokenizer=functions.tokenizer,
+    scorer=run.scorer,
+    rows=sharding.rows(functions.mesh),
+    key=lambda step: _step_keys(run, step)[0],
+    prompts=config.data.prompts,
+    group=config.sampler.group_size,
+    tells=config.paging.slots > 0,
+  )
+  c = config.rollout
+  if c.budget:
+    source = rollouts.Partial(
+      sampling,
+      functions.generate.fresh,
+      functions.choose,
+      functions.regroup,
+      budget=c.budget,
+      spare=c.spare,
+    )
+  else:
+    rounds = config.data.refill_rounds
+    source = rollouts.Fresh(sampling, functions.merge, rounds=rounds)
+  if c.ahead:
+    nothing = functions.nothing()
+    source = rollouts.Ahead(source, sampling, nothing, last=config.num_steps)
+  return source
+
+
+def _start(
+  run, curriculum, source, checkpoints, preemption
+) -> TrainState | None:
   """The last good checkpoint, else a fresh policy after its cold start."""
   accept = lambda _, found: match(_identity(run), found, "checkpoint")
-  restored = checkpoints.restore(run.program.abstract, accept)
+  abstract = dataclasses.replace(
+    run.program.abstract, waiting=_shapes(source.arrays)
+  )
+  restored = checkpoints.restore(abstract, accept)
   if restored is not None:
     curriculum.set_state(restored.metadata["data"])
+    waiting = restored.metadata.get("rollouts", {})
+    source.set_state(restored.state.waiting, waiting)
     hosts.say(f"resumed after step {restored.step}")
     for line in changes(restored.metadata["config"], _plain(run.config)):
       hosts.say(line)
-    return restored.state
+    return dataclasses.replace(restored.state, waiting=None)
   if not run.config.cold_start.steps:
     return run.program.begin(run.program.init(run.keys.init))
   imitated = _imitate(run, preemption)
@@ -163,6 +206,13 @@ def _identity(run) -> dict:
     more["a reference (objective.kl_coef)"] = True
   if state.critic is not None:
     more["a critic (objective.name='ppo')"] = True
+  if run.config.rollout.ahead:
+    more["answers drawn ahead (rollout.ahead)"] = True
+  if run.config.rollout.budget:
+    more["answers in flight (rollout.budget)"] = [
+      run.config.data.prompts + run.config.rollout.spare,
+      run.config.sampler.group_size,
+    ]
   return run.identity | more
 
 
@@ -213,8 +263,13 @@ def _imitate(run, preemption) -> TrainState | None:
     )
 
 
+def _shapes(arrays):
+  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+  return jax.tree.map(shape, arrays)
+
+
 def _train(
-  run, state, curriculum, checkpoints, preemption
+  run, state, curriculum, source, checkpoints, preemption
 ) -> TrainState | None:
   """RL from `state` on, to the last step or to a SIGTERM."""
   config, begin = run.config, int(state.step)
@@ -229,9 +284,12 @@ def _train(
   if begin >= config.num_steps:
     hosts.say(f"num_steps={config.num_steps}: nothing is left to do")
   with writer:
+    # Of answers that waited, the gap tells how far the policy has moved.
+    waits = config.rollout.ahead or config.rollout.budget
+    numbers = {} if waits else settings.numbers(config)
     watch = Watch(
       updates=config.learner.minibatches,
-      clip_low=settings.numbers(config).get("clip_low", math.inf),
+      clip_low=numbers.get("clip_low", math.inf),
       truncates=settings.sampler_config(
         config, run.program.tokenizer
       ).truncates,
@@ -239,16 +297,20 @@ def _train(
     if begin == 0:
       writer.write(0, _evaluate(run, state.params))
     for step in range(begin + 1, config.num_steps + 1):
-      state, row, distributions, shown = _iterate(run, state, curriculum, step)
+      state, row, distributions, shown = _iterate(
+        run, state, curriculum, source, step
+      )
       last, stop = step == config.num_steps, preemption.reached()
       row["data/epochs"] = curriculum.epochs
       saved = {
         "identity": _identity(run),
         "data": curriculum.get_state(),
+        "rollouts": source.get_state(),
         "config": _plain(config),
       }
+      whole = dataclasses.replace(state, waiting=source.arrays)
       if stop:  # at once: a SIGKILL in the evaluation then costs a row at most
-        checkpoints.save(step, state, saved)
+        checkpoints.save(step, whole, saved)
       if last or step % config.eval.every == 0:
         row |= _evaluate(run, state.params)
       writer.write(step, row, distributions)
@@ -256,7 +318,7 @@ def _train(
       if last or step % config.log.samples_every == 0:
         writer.samples(step, shown[: config.log.samples])
       if last or checkpoints.due(step):
-        checkpoints.save(step, state, saved)
+        checkpoints.save(step, whole, saved)
       if stop and not last:
         checkpoints.wait()
         hosts.say(f"SIGTERM: saved after step {step}; the same command resumes")
@@ -264,11 +326,15 @@ def _train(
   return state
 
 
-def _iterate(run, state, curriculum, step):
+def _step_keys(run, step) -> tuple[jax.Array, jax.Array]:
+  """To draw answers with, and to shuffle them."""
+  return tuple(jax.random.split(jax.random.fold_in(run.keys.steps, step)))
+
+
+def _iterate(run, state, curriculum, source, step):
   """One iteration: rollouts, verification, update.
 
-  Each phase is waited for. The host has to see the answers before it can score
-  them, so there is nothing to run ahead of, and the times are true.
+  Each phase is waited for, and so the times are true.
 
   Returns:
     The new state, the step's scalars and distributions, and rows of sample
@@ -278,34 +344,19 @@ def _iterate(run, state, curriculum, step):
   rows = sharding.rows(functions.mesh)
   clock = [time.monotonic()]
   tick = lambda: clock.append(time.monotonic())
-  k_generate, k_shuffle = jax.random.split(
-    jax.random.fold_in(run.keys.steps, step)
-  )
 
   # Rollouts: G answers to each question, which each host begins to verify.
-  def draw(number):
-    batch = curriculum.draw(step)
-    key = jax.random.fold_in(k_generate, number)
-    samples = functions.generate(state.params, asked(batch), key)
-    answers = answer.read(samples, batch, functions.tokenizer)
-    group = config.sampler.group_size
-    marks = answer.mark(run.scorer, answers, group, samples.lengths)
-    return refill.Draw(batch, samples, answers, marks)
-
-  asked = lambda batch: hosts.lay(
-    Prompts(batch["tokens"], batch["length"]), rows
-  )
-  rounds = config.data.refill_rounds
-  kept, drawn = refill.collect(draw, functions.merge, rounds=rounds)
-  batch, samples, answers, marking = kept
+  ready = source(state.params, step)
+  batch, samples, answers, marking = ready.kept
+  asked = hosts.lay(Prompts(batch["tokens"], batch["length"]), rows)
   tick()
 
   # Old log-probs, and what a reference and a critic say, meanwhile.
-  rollout, scored = functions.score(state.params, asked(batch), samples)
+  rollout, scored = functions.score(state.params, asked, samples)
   if functions.appraise:
     rollout = functions.appraise(state, rollout)
   marks = marking()
-  for cost in drawn:
+  for cost in ready.costs:
     curriculum.record(cost.batch, cost.marks().correct)
   for reason in marks.reasons:
     logging.warning("step %d: an answer scored 0: %s", step, reason)
@@ -316,14 +367,19 @@ def _iterate(run, state, curriculum, step):
   tick()
 
   # The update: a scan over minibatches.
-  state, learnt = functions.update(state, rollout, k_shuffle)
+  state, learnt = functions.update(state, rollout, _step_keys(run, step)[1])
   row, distributions = metrics.finish(scored | learnt)
   tick()
   functions.check_compiled_once()
 
-  row |= _rollout_row(marks, samples, drawn) | _time_row(clock, drawn)
-  if rounds > 1:
-    row |= refill.report(kept, drawn)
+  row |= _rollout_row(marks, samples, ready.costs)
+  row |= _time_row(clock, ready.spent)
+  if config.data.refill_rounds > 1:
+    row |= refill.report(ready.kept, ready.costs)
+  if config.rollout.ahead or config.rollout.budget:
+    # Iterations between the policy that drew a token and the one that learns.
+    row["rollout/staleness"] = step - ready.drawn_at
+    row["rollout/continued"] = ready.continued
   if config.data.history:
     row["data/left_out"] = curriculum.left_out
   updates = step * config.learner.minibatches
@@ -333,10 +389,9 @@ def _iterate(run, state, curriculum, step):
   return state, row, distributions, shown
 
 
-def _rollout_row(marks: answer.Marks, samples, drawn) -> dict[str, float]:
-  lengths, finish, slot_steps = hosts.fetch(
-    (samples.lengths, samples.finish, samples.slot_steps)
-  )
+def _rollout_row(marks: answer.Marks, samples, costs) -> dict[str, float]:
+  lengths, finish = hosts.fetch((samples.lengths, samples.finish))
+  slot_steps = sum(int(cost.slot_steps) for cost in costs)
   parts = marks.parts if len(marks.parts) > 1 else {}
   return {
     "reward/mean": float(marks.total.mean()),
@@ -347,18 +402,13 @@ def _rollout_row(marks: answer.Marks, samples, drawn) -> dict[str, float]:
     "response/length": float(lengths.mean()),
     "response/truncated": float((finish == TRUNCATED).mean()),
     # What is missing to 1 are decode steps spent on rows that had ended.
-    "response/useful_steps": _drawn(drawn) / int(slot_steps),
+    "response/useful_steps": rollouts.tokens(costs) / slot_steps,
   }
 
 
-def _drawn(drawn) -> int:
-  """Tokens of all answers, also of those that were discarded."""
-  return sum(int(cost.tokens) for cost in drawn)
-
-
-def _time_row(clock, drawn) -> dict[str, float]:
+def _time_row(clock, tokens) -> dict[str, float]:
   generate, score, update = np.diff(clock)
-  tokens, whole = _drawn(drawn), clock[-1] - clock[0]
+  whole = clock[-1] - clock[0]
   return {
     "time/generate": generate,
     "time/score": score,

@@ -14,6 +14,7 @@ import optax
 from gspo_jax import model, rollout
 from gspo_jax.losses import Mean, Metrics
 from gspo_jax.rollout import Rollout
+from gspo_jax.sampler import Samples
 
 # (params, rows) -> (the loss, as a sum and what divides it, metrics). Sums and
 # metrics are added over micro-batches.
@@ -31,6 +32,7 @@ class TrainState:
     opt_state: of the optax chain.
     reference: weights the policy is held to, in the model's dtype, or None.
     critic: of PPO, with an optimizer of its own, or None.
+    waiting: answers that wait for the next iteration; in a checkpoint alone.
   """
 
   step: jax.Array
@@ -38,6 +40,7 @@ class TrainState:
   opt_state: optax.OptState
   reference: model.Params | None = None
   critic: "TrainState | None" = None
+  waiting: dict | Samples | None = None
 
 
 class Learner(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 from gspo_jax import answer, data, sharding, tokenizer
 from gspo_jax.rewards.pool import Scorer
-from gspo_jax.sampler import TRUNCATED, Samples
+from gspo_jax.sampler import TRUNCATED, Ended, Samples
 from gspo_jax.tasks import Chain, Problem
 
 BYTES = tokenizer.load("bytes")
@@ -93,6 +93,30 @@ def test_answers_stand_beside_their_own_question(scorer):
   assert marks.total.dtype == np.float32
   np.testing.assert_array_equal(marks.correct, [[1, 0, 0], [1, 0, 1]])
   assert not marks.failed.any()
+
+
+def test_answers_told_of_one_by_one_have_the_same_marks(scorer):
+  problems = QUESTIONS["problems"][:2]
+  right, other = (f"#{p.answer}" for p in problems)
+  drawn = samples([right, "", "x", other, right, other])
+  stream = answer.Stream(scorer, answer.Reader(asked(problems), BYTES, 3))
+  rows, lengths = np.asarray(drawn.tokens), drawn.lengths.tolist()
+  for which in ([4, 1], [], [5, 0, 3], [2]):
+    stream.tell({i: Ended(rows[i], lengths[i], True) for i in which})
+  at_once = answer.read(drawn, asked(problems), BYTES)
+  assert dict(sorted(stream.answers.items())) == at_once
+  marks = stream.marks(3, drawn.lengths)()
+  assert list(marks.parts) == ["final_answer"]
+  np.testing.assert_array_equal(marks.correct, [[1, 0, 0], [1, 0, 1]])
+  np.testing.assert_array_equal(marks.total, marks.correct)
+
+
+def test_a_host_without_answers_knows_the_rewards(scorer):
+  """The hosts join each reward in turn: none may leave one out."""
+  stream = answer.Stream(scorer, answer.Reader({}, BYTES, 3))
+  marks = stream.marks(3, jnp.zeros(0))()
+  assert list(marks.parts) == ["final_answer"]
+  assert marks.total.shape == (0, 3)
 
 
 def test_the_first_reward_is_the_verdict_and_all_of_them_are_paid():

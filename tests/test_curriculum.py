@@ -273,3 +273,35 @@ def test_stages_out_of_order(begins):
 def test_a_later_stage_is_looked_at_now():
   with pytest.raises(UserError, match=r"5 questions.* batch of 6"):
     start((1, MATH), (100, TINY), batch=6)
+
+
+def test_any_number_of_questions_and_again_by_their_places():
+  """As one stream, however it is cut; two stages in one batch, too."""
+  of = lambda: start((1, MIX), (3, MATH), history=False)
+  curriculum, whole = of(), of()
+  drawn = [curriculum.draw(*args) for args in ((1, 3), (1, 1), (2,), (3, 2))]
+  wanted = [whole.draw(1), whole.draw(2), whole.draw(3)]
+  asked = [q for batch in drawn for q in texts(batch)]
+  assert asked == [q for batch in wanted for q in texts(batch)][:10]
+  joined = data.pick(data.join(drawn), np.array([9, 0, 4]))
+  assert joined["stage"].tolist() == [1, 0, 0]
+  names = "stage", "part", "index"
+  places = np.stack([joined[name] for name in names], axis=1).tolist()
+  again = of().recall(json.loads(json.dumps(places)))
+  assert again.keys() == joined.keys()
+  for name, column in joined.items():
+    assert list(map(str, again[name])) == list(map(str, column))
+    if name != "problems":
+      assert again[name].dtype == column.dtype
+
+
+def test_what_is_known_is_known_of_the_stage_that_asked():
+  """Also where the next stage has begun meanwhile."""
+  curriculum = start((1, MATH), (2, CODE))
+  first, second = curriculum.draw(1), curriculum.draw(2)
+  curriculum.record(first, np.ones((4, G)))
+  assert curriculum.left_out == 0  # of the second stage
+  curriculum.draw(1, 1)
+  assert curriculum.left_out == 4
+  curriculum.record(second, np.ones((4, G)))
+  assert curriculum.left_out == 4

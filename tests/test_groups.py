@@ -1,11 +1,13 @@
 """Groups of two batches, picked on one device and on eight."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import groups, sharding
+from gspo_jax import groups, sampler, sharding
 
 P, G = 8, 3
 
@@ -70,3 +72,31 @@ def test_no_device_holds_the_routing_of_all_rows():
   merge = jax.jit(groups.merge, out_shardings=rows)
   compiled = merge.lower(routing, routing, index).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < routing.size
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_groups_are_taken_and_made_room_for(devices):
+  """In a longer, a shorter and an equal batch; -1 is a group of nothing."""
+  rng = np.random.default_rng(1)
+  mesh = sharding.make_mesh(jax.devices()[:devices], fsdp=-1)
+  draw = sampler.SamplerConfig(G, 5, stop_ids=(1,), pad_id=9)
+  lay = sampler.layout(draw, mesh)
+  made = {k: x for k, x in tree(rng).items() if k != "routing"}
+  made.pop("absent")
+  samples = sampler.Samples(**{"slot_steps": made.pop("steps"), **made})
+  take = jax.jit(
+    functools.partial(groups.take, sampler=draw), out_shardings=lay
+  )
+  empty = jax.device_get(sampler.nothing(G, draw))
+  with jax.set_mesh(mesh):
+    for count in (P, 2 * P):
+      index = rng.integers(-1, P, count).astype(np.int32)
+      index[0] = -1
+      found = take(jax.device_put(samples, lay), index)
+      assert found.slot_steps == samples.slot_steps
+      for name in ("tokens", "logps", "lengths", "finish"):
+        cut = np.asarray(getattr(samples, name)).reshape(P, G, -1)
+        nothing = np.asarray(getattr(empty, name)).reshape(G, -1)
+        wanted = [nothing if i < 0 else cut[i] for i in index]
+        rows = np.asarray(getattr(found, name)).reshape(count, G, -1)
+        np.testing.assert_array_equal(rows, wanted)

@@ -131,7 +131,7 @@ def test_slot_steps_follow_the_answers():
     ({"slots": 0}, "paging.slots=0: expected at least 1"),
     ({"page": 0}, "paging.page=0: expected at least 1"),
     ({"chunk": 6}, "paging.chunk=6: expected a multiple of paging.page=4"),
-    ({"pages": 3}, "pages=3: expected at least"),
+    ({"pages": 3}, "paging.pages=3 a shard: expected at least"),
   ],
 )
 def test_bad_sizes_are_named(change, words):
@@ -162,3 +162,71 @@ def test_recorded_routing_is_refused():
   draw = dataclasses.replace(DRAW, record_routing=True)
   with pytest.raises(UserError, match=r"expected paging\.slots=0"):
     build(SMALL, draw)
+
+
+def test_a_cut_answer_goes_on_as_if_it_had_not_been_cut():
+  """In stints of 7 tokens, with the same key: as at once, and none is lost."""
+  draw, samples = build(SMALL), None
+  for have in (7, 14, 21, 28):
+    samples = draw(
+      weights(),
+      prompts(),
+      jax.random.key(1),
+      begun=samples,
+      until=np.full(P * G, have),
+    )
+    wanted = static().lengths
+    np.testing.assert_array_equal(samples.lengths, np.minimum(wanted, have))
+    paused = samples.finish == sampler.UNFINISHED
+    np.testing.assert_array_equal(paused, wanted > have)
+  assert_same(samples, static())
+  assert draw.decode.jitted._cache_size() == 1
+
+
+def test_answers_that_ended_are_left_alone():
+  draw = build(SMALL)
+  until = np.where(np.arange(P * G) % 2, R, 5)
+  begun = draw(weights(), prompts(), jax.random.key(1), until=until)
+  before = jax.device_get(begun)
+  # Another key: what is drawn now is not what would have been drawn then.
+  after = draw(weights(), prompts(), jax.random.key(2), begun=begun)
+  ended = before.finish != sampler.UNFINISHED
+  assert 0 < ended.sum() < P * G
+  for name in ("tokens", "logps", "lengths", "finish"):
+    found = np.asarray(getattr(after, name))
+    np.testing.assert_array_equal(found[ended], getattr(before, name)[ended])
+  first = np.asarray(after.tokens)[~ended, :5]
+  np.testing.assert_array_equal(first, before.tokens[~ended, :5])
+  assert (after.finish != sampler.UNFINISHED).all()
+  assert (np.asarray(after.tokens) != static().tokens)[~ended].any()
+
+
+@pytest.mark.parametrize("axes", [None, {"data": 2, "expert": 2, "tensor": 2}])
+def test_it_tells_of_each_answer_once_as_it_ends(axes):
+  told, calls = {}, []
+
+  def tell(ended):
+    assert not told.keys() & ended.keys()
+    told.update(ended)
+    calls.append(len(ended))
+
+  draw = build(dataclasses.replace(SMALL, slots=8), axes=axes)
+  samples = draw(weights(), prompts(), jax.random.key(1), tell=tell)
+  assert sorted(told) == list(range(P * G))
+  assert len(calls) > 2
+  for answer, ended in told.items():
+    assert ended.length == samples.lengths[answer]
+    assert ended.stopped == (samples.finish[answer] == sampler.STOPPED)
+    np.testing.assert_array_equal(
+      ended.tokens[: ended.length], samples.tokens[answer, : ended.length]
+    )
+
+
+def test_it_does_not_tell_of_answers_that_pause():
+  told = {}
+  draw, until = build(SMALL), np.full(P * G, 7)
+  rest = {"until": until, "tell": told.update}
+  samples = draw(weights(), prompts(), jax.random.key(1), **rest)
+  ended = np.flatnonzero(samples.finish != sampler.UNFINISHED)
+  assert 0 < len(ended) < P * G
+  assert sorted(told) == ended.tolist()

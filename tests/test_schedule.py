@@ -21,14 +21,17 @@ def tags(text, count):
 class Device:
   """Decodes answers of known lengths, and checks every round.
 
-  Each place of a page holds a tag of the token last stored there: prompt p is
-  text p, answer b is text P + b.
+  Each place of a page holds a tag of the token last stored there: text p has
+  number p, answer b has N + b. An answer that ends at 0 is not to be drawn.
   """
 
-  def __init__(self, sizes, lengths, group, ends, *, idle=1.0):
-    self.schedule = Schedule(sizes, lengths, group)
-    self.sizes, self.group = sizes, group
-    self.lengths, self.ends = np.asarray(lengths), np.asarray(ends)
+  def __init__(self, sizes, lengths, owner, ends, *, most=None, idle=1.0):
+    self.ends, self.owner = np.asarray(ends), np.asarray(owner)
+    most = np.full(len(ends), sizes.most) if most is None else most
+    self.most = np.where(self.ends, most, 0)
+    self.schedule = Schedule(sizes, lengths, owner, self.most)
+    self.sizes = sizes
+    self.lengths = np.asarray(lengths)
     self.idle = idle  # a segment ends early when this share of slots has ended
     B = sizes.slots
     self.pool = np.full((sizes.pages, sizes.page), EMPTY)
@@ -51,7 +54,7 @@ class Device:
       self.round()
     assert self.schedule.done
     assert self.schedule.free == self.sizes.pages
-    assert sorted(self.ended) == list(range(len(self.ends)))
+    assert sorted(self.ended) == np.flatnonzero(self.ends).tolist()
     return self
 
   def round(self):
@@ -86,7 +89,7 @@ class Device:
     np.testing.assert_array_equal(admission.source < n, copies)
     self.pool[admission.target[copies]] = self.pool[admission.source[copies]]
     self.answer[new], self.drawn[new] = admission.answer[new], 0
-    self.cached[new] = self.lengths[self.answer[new] // self.group] - 1
+    self.cached[new] = self.lengths[self.owner[self.answer[new]]] - 1
     np.testing.assert_array_equal(admission.length[new], self.cached[new])
     started = self.answer[new].tolist()
     for answer in started:
@@ -116,7 +119,8 @@ class Device:
 
   def held(self, slot):
     """Pages of a row that the next segment can fill."""
-    more = min(self.drawn[slot] + self.sizes.steps, self.sizes.most)
+    most = self.most[self.answer[slot]]
+    more = min(self.drawn[slot] + self.sizes.steps, most)
     return -(-(self.cached[slot] + more) // self.sizes.page)
 
   def check_pages(self):
@@ -125,7 +129,7 @@ class Device:
     active = np.flatnonzero(self.answer != EMPTY).tolist()
     self.owned = {slot: self.own(slot) for slot in active}
     owned = [page for pages in self.owned.values() for page in pages]
-    needed = {self.answer[slot] // self.group for slot in active}
+    needed = set(self.owner[self.answer[active]].tolist())
     pages = [page for p in needed for page in self.prompts.get(p, [])]
     used = owned + pages
     assert len(set(used)) == len(used)
@@ -178,10 +182,10 @@ class Device:
       assert self.drawn[slot] == self.ends[self.answer[slot]]
       del self.ages[self.answer[slot]]
       self.wipe(slot)
-    for prompt in {answer // self.group for answer in ended}:
-      of_prompt = range(prompt * self.group, (prompt + 1) * self.group)
-      if set(of_prompt) <= set(self.ended):
-        self.pool[self.prompts.pop(prompt, [])] = EMPTY
+    for text in set(self.owner[ended].tolist()):
+      of_text = np.flatnonzero((self.owner == text) & (self.ends > 0))
+      if set(of_text.tolist()) <= set(self.ended):
+        self.pool[self.prompts.pop(text, [])] = EMPTY
 
   def wipe(self, slot):
     self.pool[self.owned[slot]] = EMPTY
@@ -192,7 +196,7 @@ class Device:
     answer, m, drawn = self.answer[slot], self.cached[slot], self.drawn[slot]
     text = np.concatenate(
       [
-        tags(answer // self.group, m),
+        tags(self.owner[answer], m),
         tags(len(self.lengths) + answer, drawn),
       ]
     )
@@ -226,8 +230,24 @@ def some(seed, *, ample):
   pages += 0 if ample else size(0, least * sizes.slots // 3)
   sizes = dataclasses.replace(sizes, pages=pages)
   lengths = rng.integers(1, sizes.prompt + 1, prompts)
+  owner = np.repeat(np.arange(prompts), group)
   ends = rng.integers(1, sizes.most + 1, prompts * group)
-  return Device(sizes, lengths, group, ends, idle=rng.random())
+  return Device(sizes, lengths, owner, ends, idle=rng.random())
+
+
+def mixed(seed):
+  """Whole groups, answers that go on from their own texts, and ended ones."""
+  rng = np.random.default_rng(seed)
+  sizes = Sizes(slots=4, pages=20, page=3, steps=4, most=12, prompt=9)
+  counts = rng.integers(1, 4, 12)
+  lengths = rng.integers(1, sizes.prompt + 1, 12)
+  lengths += (counts == 1) * rng.integers(0, sizes.most, 12)
+  owner = np.repeat(np.arange(12), counts)
+  room = np.minimum(sizes.most, sizes.prompt + sizes.most - lengths)[owner]
+  most = rng.integers(1, room + 1)
+  ends = rng.integers(1, most + 1)
+  ends[rng.integers(0, len(ends), 4)] = 0
+  return Device(sizes, lengths, owner, ends, most=most, idle=rng.random())
 
 
 @functools.cache
@@ -239,6 +259,13 @@ def tight(seed):
 def test_every_answer_ends_once_and_in_whole(seed):
   """From any pool that the guard lets through; `Device` checks each round."""
   tight(seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_answers_that_go_on_beside_new_ones(seed):
+  device = mixed(seed).run()
+  assert (device.ends == 0).any()
+  assert (np.bincount(device.owner) > 1).any()
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -257,14 +284,14 @@ def test_the_least_pool_decodes_the_longest_answers(prompt, most):
   sizes = Sizes(slots=4, pages=10**6, page=4, steps=3, most=most, prompt=prompt)
   sizes = dataclasses.replace(sizes, pages=sizes.width + 1)
   lengths, ends = [prompt] * 5, [most] * 15
-  Device(sizes, lengths, 3, ends).run()
+  Device(sizes, lengths, np.repeat(range(5), 3), ends).run()
 
 
 def test_a_group_pays_for_its_prompt_once():
   P, G, T = 8, 16, 512
   sizes = Sizes(slots=24, pages=2000, page=64, steps=32, most=256, prompt=T)
   ends = drawn_at_random(np.random.default_rng(0), most=256, count=P * G)
-  device = Device(sizes, [T] * P, G, ends).run()
+  device = Device(sizes, [T] * P, np.repeat(range(P), G), ends).run()
   tokens = sum(device.lengths[prompt] - 1 for prompt in device.prefilled)
   assert tokens * 16 == P * G * (T - 1)
 
@@ -272,7 +299,7 @@ def test_a_group_pays_for_its_prompt_once():
 def test_preemption_takes_the_newest_and_they_are_next():
   """Three rows outgrow a pool, one after the other."""
   sizes = Sizes(slots=3, pages=9, page=2, steps=2, most=16, prompt=1)
-  schedule = Schedule(sizes, [1], 4)
+  schedule = Schedule(sizes, [1], [0] * 4, [sizes.most] * 4)
   first = schedule.admit()
   assert first.answer.tolist() == [0, 1, 2]
   seen = []
@@ -304,7 +331,8 @@ def run_at_scale(share, B=64, P=32):
   rng = np.random.default_rng(0)
   ends = drawn_at_random(rng, most=most, count=P * G)
   lengths = rng.integers(16, 129, P)
-  return Device(sizes, lengths, G, ends, idle=1 / 8).run()
+  owner = np.repeat(range(P), G)
+  return Device(sizes, lengths, owner, ends, idle=1 / 8).run()
 
 
 def test_slots_are_busy_while_answers_wait():
@@ -322,27 +350,33 @@ def test_sizes_are_checked(name):
 def test_the_pool_holds_an_answer_and_its_prompt():
   # 4 + 8 cached tokens, and a copy of a partial page of a shorter prompt.
   assert dataclasses.replace(SMALL, pages=4).width == 3
-  with pytest.raises(UserError, match=r"^pages=3: expected at least 4,"):
+  with pytest.raises(
+    UserError, match=r"paging\.pages=3 a shard: expected at least 4"
+  ):
     dataclasses.replace(SMALL, pages=3)
 
 
 @pytest.mark.parametrize(
-  ("lengths", "group", "message"),
+  ("lengths", "most", "message"),
   [
-    ([5, 6], 2, "a prompt of 6 tokens: expected 1 to prompt=5"),
-    ([5, 0], 2, "a prompt of 0 tokens: expected 1 to prompt=5"),
-    ([5], 0, "group=0: expected at least 1"),
+    ([5, 0], 8, "text 1: it has no token, expected at least 1"),
+    ([5, 6], 8, "answer 1: it and its text can have 14 tokens, expected at"),
+    ([6, 5], 9, "answer 0: .* 15 tokens, .* at most prompt=5 and most=8"),
   ],
 )
-def test_prompts_are_checked(lengths, group, message):
+def test_texts_are_checked(lengths, most, message):
   with pytest.raises(UserError, match=message):
-    Schedule(SMALL, lengths, group)
+    Schedule(SMALL, lengths, [0, 1], [most] * 2)
+
+
+def test_a_text_may_be_longer_than_a_prompt():
+  Schedule(SMALL, [7, 5], [0, 1], [6, 8])
 
 
 def test_a_shard_without_work_goes_along():
-  schedule = Schedule(SMALL, [], 4)
+  schedule = Schedule(SMALL, [], [], [])
   assert schedule.done
   assert not schedule.admit().new.any()
   segment = schedule.grow()
   assert not segment.active.any()
-  assert schedule.settle(np.zeros(2), segment.active) == []
+  schedule.settle(np.zeros(2), segment.active)

@@ -95,6 +95,32 @@ def test_a_critic_has_no_use_for_refill(debug_config):
     build(debug_config)
 
 
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"rollout.budget": 4, "rollout.spare": 2}, "budget=4: .* paging.slots=0"),
+    (
+      {"rollout.budget": 4, "paging.slots": 4},
+      "budget=4 and .*spare=0: .*both",
+    ),
+    ({"rollout.spare": 4}, "budget=0 and rollout.spare=4: expected both"),
+    ({"rollout.budget": -1}, "rollout.budget=-1: expected 0 or more"),
+    (
+      {"rollout.ahead": True, "data.refill_rounds": 2},
+      "rollout.ahead=True: expected False with data.refill_rounds=2",
+    ),
+    (
+      {"rollout.budget": 4, "data.refill_rounds": 2},
+      "rollout.budget=4: expected 0 with data.refill_rounds=2",
+    ),
+  ],
+)
+def test_what_waits_has_to_fit_the_rest(debug_config, changes, words):
+  debug_config.update_from_flattened_dict(changes)
+  with pytest.raises(UserError, match=words):
+    build(debug_config)
+
+
 def test_what_a_config_says_of_credit_arrives(debug_config):
   debug_config.objective.update({"name": "ppo", "zero_truncated": True})
   debug_config.critic.update({"discount": 0.5, "trace_decay": 0.25})

@@ -90,9 +90,10 @@ def final_state(workdir, kl_coef=0.0):
   mesh = sharding.make_mesh(jax.devices()[:1])
   config = tiny_cpu.get_config("debug")
   config.objective.kl_coef = kl_coef
-  abstract = program.build(config, mesh).abstract
+  abstract = vars(program.build(config, mesh).abstract)
+  trained = {k: x for k, x in abstract.items() if x is not None and k != "step"}
   with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
-    restored = checkpoints.restore(abstract, lambda *_: None)
+    restored = checkpoints.restore(trained, lambda *_: None, part=True)
   return restored.step, jax.tree.leaves(restored.state)
 
 
@@ -183,6 +184,28 @@ def test_with_refill_it_is_the_same_run(start, reference, tmp_path):
     if without["step"]:
       assert refilled[gap] < 1e-5
       assert 0 < refilled[useful] <= 1
+
+
+def test_answers_that_wait_resume_too(start, tmp_path):
+  """Cut answers, a batch ahead and history, from the step that was saved."""
+  flags = {
+    **{"paging__slots": 5, "paging__page": 4, "paging__chunk": 8},
+    **{"rollout__budget": 6, "rollout__spare": 2, "rollout__ahead": True},
+    **{"data__history": True, "objective__mismatch": "tis_sequence"},
+    "cold_start__steps": 50,
+  }
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  out = finish(start(whole, **flags))
+  assert "sampler and trainer differ" not in out  # stale is not inexact
+  shutil.copytree(whole, parts)
+  shutil.rmtree(parts / f"checkpoints/{STEPS}")
+  assert "resumed after step 2" in finish(start(parts, **flags))
+  assert_same_run(parts, whole)
+  for row in rows(whole)[2:]:
+    assert 1 <= row["rollout/staleness"] < 3
+  assert any(row["rollout/continued"] for row in rows(whole)[1:])
+  said = finish(start(parts, **flags | {"rollout__ahead": False}), code=2)
+  assert "rollout.ahead" in said
 
 
 def test_a_refused_start_leaves_the_config_alone(start, reference, tmp_path):

@@ -1,0 +1,74 @@
+"""What is gained by sampling while answers are verified.
+
+  python -m benchmarks.overlap [--quick] [--out=FILE.json]
+
+Short runs of the embedded default from random weights, whose answers take a
+verifier 20 ms each: all decoding together and verified then; with refill, which
+verifies what has ended while the rest decodes; and with the next batch drawn
+meanwhile, one step off-policy. Of each, the median iteration of metrics.jsonl,
+the first two left out: they compile.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks import record
+from configs import tiny_cpu
+from gspo_jax import train
+
+REWARD = "benchmarks.slow_reward.final:milliseconds={}"
+PHASES = ("generate", "score", "update", "iteration")
+_REFILL = {"paging.slots": 64}
+WAYS = {
+  "verify, then learn": {},
+  "verify while others decode": _REFILL,
+  "sample while verifying": {"rollout.ahead": True},
+  "both": _REFILL | {"rollout.ahead": True},
+}
+
+
+def seconds(changes: dict, steps: int, sizes: str, wait: float) -> dict:
+  """Median seconds of each phase of a run."""
+  config = tiny_cpu.get_config(sizes)
+  config.num_steps = steps
+  config.cold_start.steps = 0
+  config.eval.prompts = config.data.prompts
+  config.eval.samples = 2
+  config.eval.every = steps
+  config.reward.names = (REWARD.format(wait),)
+  config.update_from_flattened_dict(changes)
+  with tempfile.TemporaryDirectory() as folder:
+    with contextlib.redirect_stdout(io.StringIO()):
+      train.train_and_evaluate(config, folder)
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+  rows = [json.loads(line) for line in lines][3:]
+  return {
+    phase: statistics.median(row[f"time/{phase}"] for row in rows)
+    for phase in PHASES
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--quick", action="store_true", help="debug sizes")
+  parser.add_argument("--out", type=Path, help="for the JSON")
+  args = parser.parse_args()
+  steps, sizes, wait = (3, "debug", 1) if args.quick else (8, "", 20)
+  found = {
+    name: seconds(changes, steps, sizes, wait) for name, changes in WAYS.items()
+  }
+  print("way | " + " | ".join(PHASES) + " | of the first")
+  whole = found[next(iter(WAYS))]["iteration"]
+  for name, row in found.items():
+    values = " | ".join(f"{row[phase]:.2f}" for phase in PHASES)
+    print(f"{name} | {values} | {row['iteration'] / whole:.2f}")
+  record.finish("overlap", {"milliseconds": wait, "seconds": found}, args.out)
+
+
+if __name__ == "__main__":
+  main()

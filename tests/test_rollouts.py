@@ -1,0 +1,213 @@
+"""Answers that wait for a later iteration; the policy signs what it draws."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax import data, groups, rollouts, sampler, sharding, tokenizer
+from gspo_jax.curriculum import Curriculum, Stage
+from gspo_jax.rewards.pool import Scorer
+from gspo_jax.rollouts import Ahead, Fresh, Partial, Sampling
+from gspo_jax.sampler import STOPPED, TRUNCATED, UNFINISHED, SamplerConfig
+from gspo_jax.tasks import Problem
+
+BYTES = tokenizer.load("bytes")
+P, G, R, BUDGET, SPARE = 4, 3, 20, 6, 2
+DRAW = SamplerConfig(G, R, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id)
+PROBLEMS = [Problem(f"q{i:02d}", str(i), "") for i in range(61)]
+STEPS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+  with jax.set_mesh(sharding.make_mesh(jax.devices()[:1])):
+    yield
+
+
+@pytest.fixture(scope="module")
+def scorer():
+  with Scorer(("final_answer",), (1.0,), workers=1) as pool:
+    yield pool
+
+
+def length(question, g):
+  """Tokens of an answer: a third of them longer than two stints."""
+  return 1 + (int(question[1:]) * 7 + g * 5) % R
+
+
+class Policy:
+  """Each of its tokens is the number of the iteration that drew it."""
+
+  def __init__(self):
+    self.calls = 0
+
+  def fresh(self, count):
+    return sampler.nothing(count * G, DRAW)
+
+  def __call__(self, params, prompts, key, begun=None, until=None):
+    self.calls += 1
+    drawn = jax.device_get(begun or self.fresh(len(prompts.tokens)))
+    drawn = jax.tree.map(np.array, drawn)
+    until = np.full(len(drawn.lengths), R) if until is None else until
+    questions = [BYTES.decode(row[-3:]) for row in np.asarray(prompts.tokens)]
+    slot_steps = 0
+    for a in np.flatnonzero(drawn.finish == UNFINISHED):
+      most = length(questions[a // G], a % G)
+      stop = min(most, max(until[a], drawn.lengths[a]))
+      drawn.tokens[a, drawn.lengths[a] : stop] = params
+      slot_steps += stop - drawn.lengths[a]
+      drawn.lengths[a] = stop
+      if stop == most:
+        drawn.finish[a] = TRUNCATED if most == R else STOPPED
+    return dataclasses.replace(drawn, slot_steps=np.int32(slot_steps))
+
+
+def start(scorer, kind, *, last=STEPS):
+  """The source of that kind, and its curriculum."""
+  curriculum = Curriculum(
+    [Stage(1, PROBLEMS[:40]), Stage(5, PROBLEMS[40:])],
+    data.PromptConfig(BYTES, 6),
+    batch=P,
+    seed=0,
+  )
+  rows = sharding.rows(sharding.make_mesh(jax.devices()[:1]))
+  policy = Policy()
+  generate = lambda params, prompts, key, **rest: jax.device_put(
+    policy(params, prompts, key, **rest)
+  )
+  sampling = Sampling(
+    curriculum=curriculum,
+    generate=generate,
+    tokenizer=BYTES,
+    scorer=scorer,
+    rows=rows,
+    key=lambda step: jax.random.fold_in(jax.random.key(0), step),
+    prompts=P,
+    group=G,
+    tells=False,
+  )
+  take = jax.jit(functools.partial(groups.take, sampler=DRAW))
+  if kind == "fresh" or kind == "ahead":
+    source = Fresh(sampling, None, rounds=1)
+  else:
+    source = Partial(
+      sampling, policy.fresh, take, take, budget=BUDGET, spare=SPARE
+    )
+  if kind.startswith("ahead"):
+    nothing = sampler.nothing(P * G, DRAW)
+    source = Ahead(source, sampling, nothing, last=last)
+  return source, curriculum
+
+
+def seen(batch):
+  """All that an iteration is given, as plain values."""
+  samples = jax.device_get(batch.kept.samples)
+  real = np.arange(R) < samples.lengths[:, None]
+  return {
+    "questions": [p.question for p in batch.kept.batch["problems"]],
+    "prompts": batch.kept.batch["tokens"].tolist(),
+    "stages": batch.kept.batch["stage"].tolist(),
+    "tokens": np.where(real, samples.tokens, -1).tolist(),
+    "finish": samples.finish.tolist(),
+    "rewards": batch.kept.marks().total.tolist(),
+    "drawn_at": batch.drawn_at,
+    "continued": batch.continued,
+    "cost": rollouts.tokens(batch.costs),
+    "steps": int(batch.costs[0].slot_steps),
+  }
+
+
+def run(scorer, kind, first=1, last=STEPS):
+  source, _ = start(scorer, kind, last=last)
+  return [seen(source(step, step)) for step in range(first, last + 1)]
+
+
+KINDS = ["fresh", "partial", "ahead", "ahead of partial"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_is_whole_and_every_question_comes_once(scorer, kind):
+  batches = run(scorer, kind)
+  asked = [q for batch in batches for q in batch["questions"]]
+  assert len(asked) == len(set(asked)) == STEPS * P
+  for batch in batches:
+    for a, tokens in enumerate(batch["tokens"]):
+      most = length(batch["questions"][a // G], a % G)
+      drawn = [t for t in tokens if t >= 0]
+      assert len(drawn) == most
+      assert drawn == sorted(drawn)
+      wanted = TRUNCATED if most == R else STOPPED
+      assert batch["finish"][a] == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_told_when_the_tokens_were_drawn(scorer, kind):
+  """The tokens say so themselves."""
+  for step, batch in enumerate(run(scorer, kind), 1):
+    rows = [[t for t in row if t >= 0] for row in batch["tokens"]]
+    every = [t for row in rows for t in row]
+    np.testing.assert_allclose(batch["drawn_at"], np.mean(every))
+    if kind != "ahead of partial":  # whose first policy draws two stints
+      several = np.mean([len(set(row)) > 1 for row in rows])
+      np.testing.assert_allclose(batch["continued"], several)
+    latest = step - 1 if kind.startswith("ahead") and step > 1 else step
+    assert max(every) == latest
+
+
+def test_a_stint_is_of_the_budget_and_nobody_waits_who_need_not(scorer):
+  batches = run(scorer, "partial")
+  assert any(batch["continued"] for batch in batches)
+  forced = 0
+  for batch in batches:
+    for row in batch["tokens"]:
+      tags = [t for t in row if t >= 0]
+      stints = [tags.count(t) for t in sorted(set(tags))]
+      # All but the last one are whole; that one is longer where it must be.
+      assert set(stints[:-1]) <= {BUDGET}
+      forced += stints[-1] > BUDGET
+  assert forced
+  # Oldest first: a question waits no longer than one that was asked after it.
+  order = [q for batch in run(scorer, "fresh") for q in batch["questions"]]
+  place = {q: i for i, q in enumerate(order)}
+  for batch in batches[:4]:  # of the first stage, which asks in one order
+    asked = [place.get(q, len(place)) for q in batch["questions"]]
+    assert asked == sorted(asked)
+
+
+def test_all_tokens_are_paid_for_once(scorer):
+  source, _ = start(scorer, "partial")
+  batches = [seen(source(step, step)) for step in range(1, STEPS + 1)]
+  learnt = sum(t >= 0 for b in batches for row in b["tokens"] for t in row)
+  waiting = int(source.arrays.lengths.sum())
+  assert sum(b["cost"] for b in batches) == learnt + waiting
+  assert sum(b["steps"] for b in batches) == learnt + waiting
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_waits_goes_through_a_checkpoint(scorer, kind):
+  whole = run(scorer, kind)
+  source, curriculum = start(scorer, kind)
+  before = [seen(source(step, step)) for step in (1, 2, 3)]
+  arrays = jax.device_put(jax.device_get(source.arrays))
+  saved = json.loads(json.dumps([source.get_state(), curriculum.get_state()]))
+  again, curriculum = start(scorer, kind)
+  curriculum.set_state(saved[1])
+  again.set_state(arrays, saved[0])
+  after = [seen(again(step, step)) for step in range(4, STEPS + 1)]
+  assert before + after == whole
+
+
+def test_a_batch_ahead_is_that_of_one_iteration_before(scorer):
+  """And nothing is drawn after the last."""
+  ahead, fresh = run(scorer, "ahead"), run(scorer, "fresh")
+  assert [b["questions"] for b in ahead] == [b["questions"] for b in fresh]
+  assert [b["drawn_at"] for b in ahead] == [1, *range(1, STEPS)]
+  source, _ = start(scorer, "ahead", last=2)
+  spent = [source(step, step).spent for step in (1, 2)]
+  assert spent == [fresh[0]["cost"] + fresh[1]["cost"], 0]
+  assert source.get_state()["places"] == []
+  assert not source.arrays["ready"].lengths.any()
