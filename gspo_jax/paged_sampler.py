@@ -177,6 +177,29 @@ class PagedSampler:
         tell(ended)
     return self.finish(samples)
 
+  def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
+    """T, tokens of the prefills that can be compiled.
+
+    Args:
+      continues: whether answers that have begun go on.
+    """
+    longest = self.sizes.prompt + continues * self.sizes.most
+    return self.paging.buckets(longest)
+
+  def compilations(self) -> dict[str, int]:
+    """How often each function is compiled at most, over all calls."""
+    once = dict.fromkeys(("lay_out", "begin", "decode", "peek", "finish"), 1)
+    return once | {"prefill": 2 * len(self.buckets())}
+
+  def describe(self, *, continues: bool) -> str:
+    """What is compiled, in what memory: a line for a person."""
+    buckets = ", ".join(map(str, self.buckets(continues=continues)))
+    return (
+      f"refill: {self.paging.slots} slots, {self.sizes.pages * self.shards} "
+      f"pages of {self.paging.page} tokens; prefills of 1 or {_ROWS} texts a "
+      f"shard, of up to {buckets} tokens"
+    )
+
   def _divide(self, asked, lengths, begun, until) -> list[texts.Texts]:
     """What each shard has to draw."""
     A, R = begun.tokens.shape
@@ -189,8 +212,7 @@ class PagedSampler:
 
   def _prefills(self, admitted, work):
     """Tokens, lengths and pages of each call, in few shapes."""
-    longest = self.sizes.prompt + self.sizes.most
-    left = {T: [[] for _ in work] for T in self.paging.buckets(longest)}
+    left = {T: [[] for _ in work] for T in self.buckets()}
     for shard, found in enumerate(admitted):
       for text, pages in found.prefill:
         tokens = work[shard].tokens[text][:-1]

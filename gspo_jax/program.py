@@ -114,16 +114,26 @@ class Program:
     return self.prompting.tokenizer
 
   def check_compiled_once(self) -> None:
-    """RuntimeError if a function was compiled for a second set of shapes."""
+    """RuntimeError if a function was compiled for a second set of shapes.
+
+    Or, of refill's prefills, for more than it says at the start.
+    """
     for field in dataclasses.fields(self):
       function = getattr(self, field.name)
-      if not isinstance(function, OnMesh):
-        continue
-      if (times := function.jitted._cache_size()) > 1:
-        raise RuntimeError(
-          f"{field.name} was compiled {times} times: the shapes, types or "
-          "shardings of its arguments changed between calls"
-        )
+      if isinstance(function, OnMesh):
+        _check_compiled(field.name, function)
+      if isinstance(function, paged_sampler.PagedSampler):
+        for name, most in function.compilations().items():
+          part = getattr(function, name)
+          _check_compiled(f"{field.name}.{name}", part, most)
+
+
+def _check_compiled(name, function, most=1):
+  if (times := function.jitted._cache_size()) > most:
+    raise RuntimeError(
+      f"{name} was compiled {times} times: the shapes, types or shardings of "
+      "its arguments changed between calls"
+    )
 
 
 def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
@@ -162,6 +172,8 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
       decoding=decoding,
     )
   generate = jit_generate(draw)
+  # More questions are in flight than an evaluation asks at one time.
+  shared = many == draw and not config.rollout.spare
   return Program(
     cfg=cfg,
     mesh=mesh,
@@ -175,7 +187,7 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
     choose=_jit_take(draw, mesh),
     regroup=_jit_take(draw, mesh),
     nothing=_nothing(config, draw, generate, abstract.params, mesh),
-    generate_eval=generate if many == draw else jit_generate(many),
+    generate_eval=generate if shared else jit_generate(many),
     generate_greedy=jit_generate(one),
     score=_jit_score(config, cfg, abstract, mesh),
     appraise=_jit_appraise(config, cfg, abstract, mesh),

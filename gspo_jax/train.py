@@ -155,6 +155,8 @@ def _rollouts(run, curriculum) -> rollouts.Source:
     tells=config.paging.slots > 0,
   )
   c = config.rollout
+  if config.paging.slots:
+    hosts.say(functions.generate.describe(continues=c.budget > 0))
   if c.budget:
     source = rollouts.Partial(
       sampling,

@@ -95,7 +95,17 @@ def test_another_call_and_another_key():
   assert_same(first, again)
   assert_same(other, static(key=2))
   assert (first.tokens != other.tokens).any()
-  assert draw.decode.jitted._cache_size() == 1
+  # Prefills of one text and of eight, of up to 8 tokens and of up to 16.
+  assert draw.buckets(continues=False) == (8, 16)
+  assert draw.prefill.jitted._cache_size() <= 4
+  once = {k for k, most in draw.compilations().items() if most == 1}
+  assert once == {"lay_out", "begin", "decode", "peek", "finish"}
+  for name in once - {"peek"}:
+    assert getattr(draw, name).jitted._cache_size() == 1, name
+  said = draw.describe(continues=False)
+  assert said.endswith(
+    "prefills of 1 or 8 texts a shard, of up to 8, 16 tokens"
+  )
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import program, sharding
+from gspo_jax import on_mesh, program, sharding
 from gspo_jax.errors import UserError
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.sampler import Prompts
@@ -144,3 +145,17 @@ def test_what_no_update_reads_is_not_kept(debug_config):
   assert "moe/layer_load_max" not in measured
   assert scored(replay="r2")[0] & routing == {"experts"}
   assert routing <= scored(replay="none", name="rspo")[0]
+
+
+def test_a_function_that_compiles_again_is_told(debug_config):
+  """Of a refill's prefills as many are allowed as it lists."""
+  debug_config.paging.update({"slots": 4, "page": 4, "chunk": 8})
+  found = program.build(debug_config, sharding.make_mesh(jax.devices()[:1]))
+  found.check_compiled_once()
+  for name, most in found.generate.compilations().items():
+    jitted = types.SimpleNamespace(_cache_size=lambda most=most: most + 1)
+    again = dataclasses.replace(
+      found.generate, **{name: on_mesh.OnMesh(jitted, found.mesh)}
+    )
+    with pytest.raises(RuntimeError, match=rf"generate\.{name} was compiled"):
+      dataclasses.replace(found, generate=again).check_compiled_once()

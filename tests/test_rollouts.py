@@ -66,7 +66,7 @@ class Policy:
     return dataclasses.replace(drawn, slot_steps=np.int32(slot_steps))
 
 
-def start(scorer, kind, *, last=STEPS):
+def start(scorer, kind, *, last=STEPS, P=P, spare=SPARE):
   """The source of that kind, and its curriculum."""
   curriculum = Curriculum(
     [Stage(1, PROBLEMS[:40]), Stage(5, PROBLEMS[40:])],
@@ -95,7 +95,7 @@ def start(scorer, kind, *, last=STEPS):
     source = Fresh(sampling, None, rounds=1)
   else:
     source = Partial(
-      sampling, policy.fresh, take, take, budget=BUDGET, spare=SPARE
+      sampling, policy.fresh, take, take, budget=BUDGET, spare=spare
     )
   if kind.startswith("ahead"):
     nothing = sampler.nothing(P * G, DRAW)
@@ -176,6 +176,33 @@ def test_a_stint_is_of_the_budget_and_nobody_waits_who_need_not(scorer):
   for batch in batches[:4]:  # of the first stage, which asks in one order
     asked = [place.get(q, len(place)) for q in batch["questions"]]
     assert asked == sorted(asked)
+
+
+def test_where_too_few_have_ended_the_oldest_are_drawn_to_their_end(scorer):
+  batches = run(scorer, "partial")
+  order = [q for batch in run(scorer, "fresh") for q in batch["questions"]]
+  place = lambda q: order.index(q) if q in order else len(order)
+  tags = {  # of each question, the iterations that drew each answer
+    q: [[t for t in row if t >= 0] for row in batch["tokens"][i * G :][:G]]
+    for batch in batches
+    for i, q in enumerate(batch["questions"])
+  }
+  compared = 0
+  for step in (1, 2, 3, 4):  # of the first stage, which asks in one order
+    forced = [q for q in tags if max(r.count(step) for r in tags[q]) > BUDGET]
+    cut = [q for q in tags if any({step, step + 1} <= {*r} for r in tags[q])]
+    for old in forced:
+      for new in cut:
+        assert place(old) < place(new)
+        compared += 1
+  assert compared
+
+
+def test_the_longest_answers_take_as_many_stints_as_they_need(scorer):
+  source, _ = start(scorer, "partial", P=1, spare=11)
+  found = [seen(source(step, step)) for step in range(1, STEPS + 1)]
+  rows = [row for batch in found for row in batch["tokens"]]
+  assert max(len({*row} - {-1}) for row in rows) == -(-R // BUDGET)
 
 
 def test_all_tokens_are_paid_for_once(scorer):
