@@ -3,11 +3,16 @@
 Dimension key: B rows, D model width, V vocabulary.
 """
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax import model
-from gspo_jax.sharding import constrain, constrain_state
+from gspo_jax.sharding import constrain, constrain_state, spec
 
 GROUPS, VOCAB = ("data", "fsdp"), ("expert", "tensor")
 
@@ -27,6 +32,38 @@ def lay_out(params, cfg):
   head = constrain(model.head(rest, cfg), None, "tensor")
   head = constrain(head, None, VOCAB)
   return rest | constrain_state(layers) | {"head": head}
+
+
+def layouts(cfg: model.ModelConfig, mesh: Mesh):
+  """Where the weights of `lay_out` lie once they are unstacked.
+
+  A step on a TPU multiplies by the queries', keys' and values' weights with the
+  heads before the model's width. Where they come otherwise, a program whose
+  arguments they are copies them all before its first step.
+
+  Returns:
+    A tree of shardings, of Formats where XLA's own layout is not wanted.
+  """
+
+  def unstacked(key):
+    params = model.init(key, cfg)
+    return model.unstack(params | {"head": model.head(params, cfg)}, cfg)
+
+  turned = mesh.devices.flat[0].platform == "tpu" and cfg.head_dim % 128 == 0
+
+  def place(path, leaf):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if name == "head":
+      even = leaf.shape[1] % math.prod(mesh.shape[axis] for axis in VOCAB) == 0
+      over = VOCAB if even else "tensor"  # an array in memory has even parts
+      return NamedSharding(mesh, PartitionSpec(None, over))
+    lay = NamedSharding(mesh, spec(name, leaf.shape, mesh))
+    if turned and re.search(r"attention/[qkv]$", name):
+      return Format(Layout((1, 0, 2)), lay)
+    return lay
+
+  shapes = jax.eval_shape(unstacked, jax.random.key(0))
+  return jax.tree.map_with_path(place, shapes)
 
 
 def logits(params, cfg, hidden_BD):

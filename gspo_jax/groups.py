@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from gspo_jax import model
 from gspo_jax.sampler import SamplerConfig, Samples, nothing
 
 
@@ -48,19 +49,27 @@ def merge(kept, new, index: jax.Array):
 
 
 def take(
-  samples: Samples, index: jax.Array, *, sampler: SamplerConfig
+  samples: Samples,
+  index: jax.Array,
+  *,
+  cfg: model.ModelConfig,
+  sampler: SamplerConfig,
 ) -> Samples:
   """Groups `index` of samples, and a group of which nothing is drawn for -1.
 
   The count of slot-steps is that of all.
 
   Args:
-    samples: of Q groups; no routing.
+    samples: of Q groups.
     index: [N] integers from -1 on, below Q.
+    cfg: the model; static.
     sampler: how they are drawn; static.
   """
   group, steps = sampler.group_size, samples.slot_steps
-  empty = nothing(len(index) * group, sampler)
+  slots = 0
+  if samples.experts is not None:
+    slots = samples.experts.shape[2] - samples.tokens.shape[1]
+  empty = nothing(len(index), slots, cfg, sampler)
   cut = lambda x: x.reshape(-1, group, *x.shape[1:])
 
   def pick(x, empty):

@@ -45,12 +45,22 @@ def forward_flops(
   return rows * (2.0 * products + attention)
 
 
+def _width(cfg: ModelConfig) -> int:
+  return 2 if cfg.dtype == "bfloat16" else 4
+
+
+def cache_bytes(cfg: ModelConfig, tokens: float) -> float:
+  """Of the keys and values of so many tokens."""
+  heads = 2 * cfg.num_layers * cfg.num_kv_heads
+  return _width(cfg) * heads * cfg.head_dim * tokens
+
+
 def decode_bytes(
   cfg: ModelConfig,
   *,
   prompts: int,
   rows: int,
-  slots: int,
+  slots: float,
   prompt_slots: int,
   devices: int,
   expert: int,
@@ -71,7 +81,6 @@ def decode_bytes(
     expert: of them share experts and vocabulary.
     tensor: of them share heads, and all of the above.
   """
-  width = 2 if cfg.dtype == "bfloat16" else 4
   group = expert * tensor
   attention = (_attention(cfg) + cfg.embed_dim * cfg.num_experts) / tensor
   hit = 1.0
@@ -81,6 +90,6 @@ def decode_bytes(
   mlp = hit * max(cfg.num_experts, 1) * _expert(cfg)
   mlp /= group if cfg.num_experts else tensor
   head = cfg.embed_dim * cfg.vocab_size / group
-  token = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim
-  cache = token * (rows * slots + prompts * prompt_slots) / devices
-  return width * (cfg.num_layers * (attention + mlp) + head + cache)
+  weights = _width(cfg) * (cfg.num_layers * (attention + mlp) + head)
+  tokens = rows * slots + prompts * prompt_slots
+  return weights + cache_bytes(cfg, tokens) / devices

@@ -159,6 +159,11 @@ def _check_rollout(config):
       f"rollout.budget={c.budget}: expected 0 with paging.slots=0, for only "
       "refill continues an answer"
     )
+  if c.budget and config.objective.replay == "r3":
+    raise UserError(
+      f"rollout.budget={c.budget}: expected 0 with objective.replay='r3', for "
+      "the experts of what was drawn before are not kept"
+    )
   if bool(c.budget) != bool(c.spare):
     raise UserError(
       f"rollout.budget={c.budget} and rollout.spare={c.spare}: expected both "

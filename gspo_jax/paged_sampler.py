@@ -9,6 +9,7 @@ shards, N texts of a shard, T tokens of a prefill, R most new tokens.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -30,7 +31,7 @@ from gspo_jax.schedule import Schedule, Sizes, width
 from gspo_jax.slots import Orders, Slots
 
 _IDLE = 8  # a segment ends when 1 of so many slots is idle and answers wait
-_ROWS = 8  # texts of a prefill on each shard; or one
+ROWS = 8  # texts of a prefill on each shard; or one
 
 
 # Told of this host's answers, by number, while others are still being drawn.
@@ -108,6 +109,7 @@ class PagedSampler:
     fresh: P -> samples, of which nothing is drawn.
     begin: samples -> (slots, samples), as decoding wants them; donates.
     prefill: `slots.prefill`, from params to numbers.
+    note: `slots.note`.
     decode: `slots.decode`, from params to key.
     peek: `slots.peek`.
     finish: samples -> samples, as a rollout wants them.
@@ -122,6 +124,7 @@ class PagedSampler:
   fresh: Callable
   begin: Callable
   prefill: Callable
+  note: Callable
   decode: Callable
   peek: Callable
   finish: Callable
@@ -168,8 +171,12 @@ class PagedSampler:
     state, samples = self.begin(begun)
     while not all(schedule.done for schedule in schedules):
       admitted = [schedule.admit() for schedule in schedules]
-      for batch in self._prefills(admitted, work):
-        state = self.prefill(params, state, *hosts.lay(batch, self.rows))
+      for *batch, first in self._prefills(admitted, work):
+        tokens, fed, numbers = hosts.lay(batch, self.rows)
+        state, noted = self.prefill(params, state, tokens, fed, numbers)
+        if noted is not None:
+          first = hosts.lay(first, self.rows)
+          samples = self.note(samples, noted, fed, first)
       orders, floor = self._orders(schedules, admitted, work)
       state, samples = self.decode(params, state, samples, orders, floor, key)
       self._settle(schedules, work, state)
@@ -189,14 +196,14 @@ class PagedSampler:
   def compilations(self) -> dict[str, int]:
     """How often each function is compiled at most, over all calls."""
     once = dict.fromkeys(("lay_out", "begin", "decode", "peek", "finish"), 1)
-    return once | {"prefill": 2 * len(self.buckets())}
+    return once | dict.fromkeys(("prefill", "note"), 2 * len(self.buckets()))
 
   def describe(self, *, continues: bool) -> str:
     """What is compiled, in what memory: a line for a person."""
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
       f"refill: {self.paging.slots} slots, {self.sizes.pages * self.shards} "
-      f"pages of {self.paging.page} tokens; prefills of 1 or {_ROWS} texts a "
+      f"pages of {self.paging.page} tokens; prefills of 1 or {ROWS} texts a "
       f"shard, of up to {buckets} tokens"
     )
 
@@ -211,30 +218,32 @@ class PagedSampler:
     return [texts.unfinished(*tree.unflatten(part)) for part in parts]
 
   def _prefills(self, admitted, work):
-    """Tokens, lengths and pages of each call, in few shapes."""
+    """Tokens, lengths, pages, first answers of each call, in few shapes."""
     left = {T: [[] for _ in work] for T in self.buckets()}
     for shard, found in enumerate(admitted):
       for text, pages in found.prefill:
         tokens = work[shard].tokens[text][:-1]
         T = next(T for T in left if len(tokens) <= T)
-        left[T][shard].append((tokens, pages))
+        answer = int(np.flatnonzero(work[shard].owner == text)[0])
+        left[T][shard].append((tokens, pages, answer))
     for T, queues in left.items():
       while most := max(map(len, queues)):
         # A few one by one: rows of padding cost as much as others.
-        count = _ROWS if most > _ROWS // 2 else 1
+        count = ROWS if most > ROWS // 2 else 1
         tokens = np.zeros((self.shards, count, T), np.int32)
         fed = np.zeros((self.shards, count), np.int32)
+        first = np.full_like(fed, -1)
         numbers = np.full(
           (*fed.shape, T // self.sizes.page), self.sizes.pages, np.int32
         )
         for shard, queue in enumerate(queues):
-          for row, (text, pages) in enumerate(queue[:count]):
-            fed[shard, row] = len(text)
+          for row, (text, pages, answer) in enumerate(queue[:count]):
+            fed[shard, row], first[shard, row] = len(text), answer
             tokens[shard, row, : len(text)] = text
             numbers[shard, row, : len(pages)] = pages
           del queue[:count]
         join = lambda x: x.reshape(-1, *x.shape[2:])
-        yield join(tokens), join(fed), join(numbers)
+        yield join(tokens), join(fed), join(numbers), join(first)
 
   def _orders(self, schedules, admitted, work) -> tuple[Orders, np.ndarray]:
     """What the next segment is to do, and when it is to end early."""
@@ -310,16 +319,11 @@ def build(
     decoding: the same devices as they decode.
 
   Raises:
-    UserError: the sizes do not fit, or routing is to be recorded.
+    UserError: the sizes do not fit.
   """
-  if draw.record_routing:
-    raise UserError(
-      f"objective.replay='r3' with paging.slots={paging.slots}: expected "
-      "paging.slots=0, for only there routing is recorded"
-    )
   shards = decoding.size // decoding.shape["tensor"]
   sizes = paging.sizes(draw, prompt, shards)
-  state = _layout(cfg, decoding)
+  state, rows = _layout(cfg, decoding), sharding.rows(decoding)
   drawn, kept = sampler.layout(draw, decoding), sampler.layout(draw, mesh)
   jit = lambda f, **how: OnMesh(jax.jit(f, **how), decoding)
 
@@ -334,8 +338,11 @@ def build(
     # It counts the steps of a call.
     return empty, dataclasses.replace(samples, slot_steps=jnp.int32(0))
 
+  record = draw.record_routing and cfg.num_experts > 0
+
   def prefill(params, state, *prompts):
-    return slots.prefill(params, cfg, state, *prompts, chunk=paging.chunk)
+    how = {"chunk": paging.chunk, "record": record}
+    return slots.prefill(params, cfg, state, *prompts, **how)
 
   def decode(params, state, samples, orders, floor, key):
     rest = state, samples, orders, floor, sharding.constrain(key)
@@ -356,13 +363,14 @@ def build(
     paging,
     sizes,
     shards,
-    sharding.rows(decoding),
+    rows,
     lay_out=jit(
       lambda params: model.unstack(drawing.lay_out(params, cfg), cfg),
       in_shardings=(params,),
+      out_shardings=drawing.layouts(cfg, decoding),
     ),
     fresh=jit(
-      lambda P: sampler.nothing(P * draw.group_size, draw),
+      lambda P: sampler.nothing(P, prompt, cfg, draw),
       static_argnums=0,
       out_shardings=kept,
     ),
@@ -372,14 +380,23 @@ def build(
       out_shardings=(state, drawn),
       donate_argnums=0,
     ),
-    prefill=jit(prefill, donate_argnums=1, out_shardings=state),
+    prefill=jit(
+      prefill,
+      donate_argnums=1,
+      out_shardings=(state, rows if record else None),
+    ),
+    note=jit(
+      functools.partial(slots.note, group=draw.group_size),
+      donate_argnums=0,
+      out_shardings=drawn,
+    ),
     decode=jit(
       decode,
       in_shardings=(None,) * 5 + (sharding.everywhere(mesh),),
       out_shardings=(state, drawn),
       donate_argnums=(1, 2),
     ),
-    peek=jit(slots.peek, out_shardings=sharding.rows(decoding)),
+    peek=jit(slots.peek, out_shardings=rows),
     finish=jit(finish, out_shardings=kept),
   )
 

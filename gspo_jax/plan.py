@@ -7,35 +7,35 @@ and prints, per function, whether it fits and what it would take at best: a
 compiler's roofline, for nothing runs. gspo_jax/hlo/walk.py says what is counted
 and how. Of `generate`, whose length only data decides, it tells one decode step
 at the longest cache, and the whole as if every answer were of full length and
-every step as long as that one.
+every step as long as that one. With `paging.slots`, `generate` is a segment,
+its steps told with every page full; `prefill` stores the longest prompts, and
+`lay_out` prepares the weights once a batch.
 
 Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line;
 3 a fault, with its traceback.
 """
 
-import functools
 import json
 import sys
 import traceback
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags
 
 from gspo_jax import (
   aot,
   chips,
   main,
+  plan_lower,
   plan_report,
   plan_table,
   program,
-  sampler,
   sharding,
 )
 from gspo_jax.errors import UserError, nearest
 
 NOTE = "compiler roofline, nothing ran on a chip"
-FUNCTIONS = ("update", "score", "appraise", "generate")
+FUNCTIONS = plan_lower.FUNCTIONS
 
 _TOPOLOGY = flags.DEFINE_string(
   "topology", None, "A TPU slice: v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:2x2x1."
@@ -92,18 +92,13 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
       raise UserError(f"--functions={name}: {nearest(name, FUNCTIONS)}")
   if slices < 1:
     raise UserError(f"--slices={slices}: expected at least 1")
-  if config.paging.slots:
-    raise UserError(
-      f"paging.slots={config.paging.slots}: expected 0, for refill is not "
-      "planned; with it, update and score are the same"
-    )
   libtpu = aot.prepare()
   mesh = sharding.make_mesh(aot.devices(where, slices), **config.mesh)
   made = program.build(config, mesh)
-  lowered = _lower(config, made)
+  lowered = plan_lower.functions(config, made)
   results = {}
   for name in functions:
-    if name not in lowered:  # the objective has no reference and no critic
+    if name not in lowered:  # no reference and no critic, or no pages
       continue
     print(f"compiling {name} ...", file=sys.stderr, flush=True)
     done = aot.compile_one(lowered[name])
@@ -113,7 +108,7 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
     "slices": slices,
     "devices": mesh.size,
     "mesh": dict(mesh.shape),
-    "sampler_mesh": dict(made.generate.mesh.shape),
+    "sampler_mesh": dict(plan_report.decoding(made).shape),
     "jax": jax.__version__,
     "libtpu": libtpu,
     "note": NOTE,
@@ -121,40 +116,6 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
     "functions": results,
     "fits": all(result["fits"] for result in results.values()),
   }
-
-
-def _lower(config, made) -> dict:
-  """The functions, lowered for the shapes and shardings of a run."""
-  rows = functools.partial(_lay_rows, made.mesh)
-  P, S = config.data.prompts, config.data.max_prompt_length
-  shape = jax.ShapeDtypeStruct
-  prompts = rows(
-    sampler.Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32))
-  )
-  key = jax.eval_shape(lambda: jax.random.key(0))
-  params = made.abstract.params
-  generate = made.generate.lower(params, prompts, key)
-  samples = generate.out_info
-  score = made.score.lower(params, prompts, rows(samples))
-  lowered, batch = {"generate": generate, "score": score}, score.out_info[0]
-  if made.appraise:
-    lowered["appraise"] = made.appraise.lower(made.abstract, rows(batch))
-    batch = lowered["appraise"].out_info
-  rewards = shape(samples.lengths.shape, jnp.float32)
-  batch = made.assign.lower(*rows((batch, rewards, samples.finish))).out_info
-  lowered["update"] = made.update.lower(made.abstract, rows(batch), key)
-  return lowered
-
-
-def _lay_rows(mesh, tree):
-  """Shapes of a batch, with shardings."""
-  batch, single = sharding.rows(mesh), sharding.everywhere(mesh)
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=batch if x.shape else single
-    ),
-    tree,
-  )
 
 
 if __name__ == "__main__":

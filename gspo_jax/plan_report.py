@@ -9,13 +9,16 @@ import math
 
 import jax
 
-from gspo_jax import aot, chips, ideal
+from gspo_jax import aot, chips, ideal, plan_lower
 from gspo_jax.hlo import cost as hlo_cost
 from gspo_jax.hlo import walk as hlo_walk
+from gspo_jax.paged_sampler import ROWS, PagedSampler
 from gspo_jax.program import Program
 
 _KEPT = 40  # operations
 _BUFFERS = 8
+_LAID_OUT = ("prefill", "generate")  # with pages, these read other weights
+_REFILL = ("lay_out", *_LAID_OUT)
 
 
 def function(
@@ -46,8 +49,16 @@ def function(
   return report
 
 
+def decoding(made: Program) -> jax.sharding.Mesh:
+  """Where answers are drawn."""
+  paged = isinstance(made.generate, PagedSampler)
+  return (made.generate.decode if paged else made.generate).mesh
+
+
 def _memory(name, memory, made, where) -> dict:
   resident = _bytes(_unread(name, made.abstract))
+  if isinstance(made.generate, PagedSampler) and name in _LAID_OUT:
+    resident += _bytes(made.abstract.params)
   needed, hbm = memory.needed + resident, where.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
   report = {"memory": dataclasses.asdict(memory) | sizes}
@@ -83,13 +94,20 @@ def _work(name, module, config, made, where) -> dict:
     module, where.chip, _bandwidth(made.mesh, where), made.mesh.size
   )
   report = {}
-  if name == "generate":
-    steps = config.sampler.max_new_tokens - 1
-    step = _unroll(cost, steps)
-    if step is not None:
-      report["decode"] = _decode(step, steps, config, made, where)
+  steps = _steps(name, config, made)
+  step = _unroll(cost, steps) if steps else None
+  if step is not None and name == "generate":
+    report["decode"] = _decode(step, steps, config, made, where)
   model_flops = _model_flops(name, config, made) / made.mesh.size
   return report | _summary(cost, model_flops, where)
+
+
+def _steps(name, config, made) -> int:
+  """Trips of the function's loop that data decides, at most."""
+  if not isinstance(made.generate, PagedSampler):
+    return config.sampler.max_new_tokens - 1 if name == "generate" else 0
+  chunks = plan_lower.longest(made.generate) // config.paging.chunk
+  return {"prefill": chunks, "generate": config.paging.steps}.get(name, 0)
 
 
 def _unroll(cost, steps) -> hlo_cost.Cost | None:
@@ -119,19 +137,32 @@ def _bandwidth(mesh, where) -> hlo_walk.Bandwidth:
 
 
 def _decode(step, steps, config, made, where) -> dict:
-  group = made.generate.mesh.shape
+  group = decoding(made).shape
   prompts = config.data.prompts
+  cache = {
+    "prompts": prompts,
+    "rows": prompts * config.sampler.group_size,
+    "slots": steps,
+    "prompt_slots": config.data.max_prompt_length,
+  }
+  report = {}
+  if isinstance(made.generate, PagedSampler):
+    rows = config.paging.slots
+    tokens = _tokens(made.generate)
+    cache = {"prompts": 0, "rows": rows, "slots": tokens / rows}
+    cache["prompt_slots"] = 0
+    size = ideal.cache_bytes(made.cfg, tokens) / made.mesh.size
+    # By blocks, a loop as long as data makes it, of which one trip is counted.
+    report = {"pages_bytes": size, "kernel": "paged_attention" in step.unknown}
+    report["pages_seconds"] = size / where.chip.hbm_bandwidth
   least = ideal.decode_bytes(
     made.cfg,
-    prompts=prompts,
-    rows=prompts * config.sampler.group_size,
-    slots=steps,
-    prompt_slots=config.data.max_prompt_length,
+    **cache,
     devices=made.mesh.size,
     expert=group["expert"],
     tensor=group["tensor"],
   )
-  return {
+  return report | {
     "steps": steps,
     "hbm_bytes": step.hbm,
     "least_bytes": least,
@@ -143,7 +174,28 @@ def _decode(step, steps, config, made, where) -> dict:
   }
 
 
+def _tokens(paged) -> int:
+  """Those that all pages hold."""
+  return paged.sizes.pages * paged.sizes.page * paged.shards
+
+
+def _refill_flops(name, made) -> float:
+  """Of what a `PagedSampler` calls, its pages full."""
+  cfg, paged = made.cfg, made.generate
+  if name == "lay_out":
+    return 0.0
+  if name == "prefill":
+    rows = ROWS * paged.shards
+    return ideal.forward_flops(cfg, rows, plan_lower.longest(paged), 0)
+  rows = paged.paging.slots
+  past = _tokens(paged) / rows
+  one = ideal.forward_flops(cfg, rows, 1, 1, past=past)
+  return paged.paging.steps * one
+
+
 def _model_flops(name, config, made) -> float:
+  if isinstance(made.generate, PagedSampler) and name in _REFILL:
+    return _refill_flops(name, made)
   P, S = config.data.prompts, config.data.max_prompt_length
   B, R = P * config.sampler.group_size, config.sampler.max_new_tokens
   if name == "generate":

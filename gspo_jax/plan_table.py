@@ -1,7 +1,7 @@
-"""A plan's report as text, at most 88 columns."""
+"""A plan's report as text, at most 100 columns."""
 
 _GIB = 2**30
-_WIDTH = 88
+_WIDTH = 100
 _SPARE = 0.08  # of the HBM; with less free, a plan that fits may not run
 
 
@@ -46,10 +46,13 @@ def _heading(report):
 
 def _rows(title, functions, rows):
   """One line a quantity, one column a function."""
-  lines = [f"{title:34}" + "".join(f"{name:>14}" for name in functions)]
+  room = min(14, (_WIDTH - 30) // len(functions))
+  line = lambda label, cells: (
+    f"{label:30}" + "".join(f"{cell:>{room}}" for cell in cells)
+  )
+  lines = [line(title, functions)]
   for label, value in rows:
-    cells = [value(f) for f in functions.values()]
-    lines.append(f"  {label:32}" + "".join(f"{c:>14}" for c in cells))
+    lines.append(line(f"  {label}", [value(f) for f in functions.values()]))
   return "\n".join(lines)
 
 
@@ -111,18 +114,29 @@ def _collectives(name, found):
 
 
 def _decode(d):
-  return "\n".join(
-    (
-      "generate: one decode step at the longest cache, a device",
-      f"  HBM {_gb(d['hbm_bytes'])} GB, {d['ratio']:.2f} times the least, "
-      f"{_gb(d['least_bytes'])} GB (weights used, cache: once)",
-      f"  {_time(d['seconds']['scheduled'])} as scheduled: roofline "
-      f"{_time(d['seconds']['roofline'])}, collectives "
-      f"{_time(d['seconds']['collectives'])}; the least "
-      f"{_time(d['least_seconds'])}",
-      f"  above: the prefill and {d['steps']} such steps",
+  paged = "pages_bytes" in d
+  filled = "with every page full" if paged else "at the longest cache"
+  lines = [
+    f"generate: one decode step {filled}, a device",
+    f"  HBM {_gb(d['hbm_bytes'])} GB, {d['ratio']:.2f} times the least, "
+    f"{_gb(d['least_bytes'])} GB (weights used, cache: once)",
+    f"  {_time(d['seconds']['scheduled'])} as scheduled: roofline "
+    f"{_time(d['seconds']['roofline'])}, collectives "
+    f"{_time(d['seconds']['collectives'])}; the least "
+    f"{_time(d['least_seconds'])}",
+  ]
+  if not paged:
+    return "\n".join(
+      [*lines, f"  above: the prefill and {d['steps']} such steps"]
     )
+  pages = f"{_gb(d['pages_bytes'])} GB, {_time(d['pages_seconds'])}"
+  told = (
+    f"  {pages} of it to read all pages; less where fewer are full"
+    if d["kernel"]
+    else f"  not counted: {pages} to read all pages, by blocks, not the kernel"
   )
+  above = f"  above: a segment of {d['steps']} such steps"
+  return "\n".join([*lines, told, above])
 
 
 def _top(title, found):

@@ -184,9 +184,9 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
     begin=_jit_begin(start, abstract, mesh),
     generate=generate,
     merge=_jit_merge(draw, mesh),
-    choose=_jit_take(draw, mesh),
-    regroup=_jit_take(draw, mesh),
-    nothing=_nothing(config, draw, generate, abstract.params, mesh),
+    choose=_jit_take(cfg, draw, mesh),
+    regroup=_jit_take(cfg, draw, mesh),
+    nothing=_nothing(config, cfg, draw, mesh),
     generate_eval=generate if shared else jit_generate(many),
     generate_greedy=jit_generate(one),
     score=_jit_score(config, cfg, abstract, mesh),
@@ -282,32 +282,20 @@ def _jit_merge(draw, mesh):
   return OnMesh(jitted, mesh)
 
 
-def _jit_take(draw, mesh):
+def _jit_take(cfg, draw, mesh):
   jitted = jax.jit(
-    functools.partial(groups.take, sampler=draw),
+    functools.partial(groups.take, cfg=cfg, sampler=draw),
     in_shardings=(sampler.layout(draw, mesh), sharding.everywhere(mesh)),
     out_shardings=sampler.layout(draw, mesh),
   )
   return OnMesh(jitted, mesh)
 
 
-def _nothing(config, draw, generate, params, mesh):
+def _nothing(config, cfg, draw, mesh):
   """As much room as the answers of a batch take."""
-  prompts, width = config.data.prompts, config.data.max_prompt_length
-  lay = sampler.layout(draw, mesh)
-  if isinstance(generate, paged_sampler.PagedSampler):
-    empty = functools.partial(sampler.nothing, prompts * draw.group_size, draw)
-    return OnMesh(jax.jit(empty, out_shardings=lay), mesh)
-
-  def zeros():
-    asked = jnp.zeros((prompts, width), jnp.int32), jnp.ones(prompts, jnp.int32)
-    rest = sampler.Prompts(*asked), jax.random.key(0)
-    with jax.set_mesh(generate.mesh):
-      shapes = jax.eval_shape(generate.jitted, params, *rest)
-    like = lambda x, at: jnp.zeros(x.shape, x.dtype, device=at)
-    return jax.tree.map(like, shapes, lay)
-
-  return zeros
+  sizes = config.data.prompts, config.data.max_prompt_length
+  empty = functools.partial(sampler.nothing, *sizes, cfg, draw)
+  return OnMesh(jax.jit(empty, out_shardings=sampler.layout(draw, mesh)), mesh)
 
 
 def _jit_score(config, cfg, abstract, mesh):

@@ -15,6 +15,7 @@ import numpy as np
 from gspo_jax import draw, model
 from gspo_jax.errors import UserError
 from gspo_jax.model import cache as kv
+from gspo_jax.model.moe import number_type
 from gspo_jax.sharding import ROWS, constrain, everywhere, rows
 
 _FIRST_SLOTS = 64  # the answers' cache starts this long or longer, and doubles
@@ -128,15 +129,24 @@ class Samples:
   experts: jax.Array | None = None
 
 
-def nothing(count: int, sampler: SamplerConfig) -> Samples:
-  """So many answers of which nothing is drawn, without routing."""
-  R = sampler.max_new_tokens
+def nothing(
+  prompts: int, slots: int, cfg: model.ModelConfig, sampler: SamplerConfig
+) -> Samples:
+  """All answers to so many prompts of S slots, of which none has a token."""
+  B, R = prompts * sampler.group_size, sampler.max_new_tokens
+  experts = None
+  if sampler.record_routing and cfg.num_experts:
+    numbers = number_type(cfg.num_experts)
+    first_k = jnp.arange(cfg.experts_per_token, dtype=numbers)
+    shape = B, cfg.num_layers, slots + R, cfg.experts_per_token
+    experts = jnp.broadcast_to(first_k, shape)
   return Samples(
-    tokens=jnp.full((count, R), sampler.pad_id, jnp.int32),
-    logps=jnp.zeros((count, R)),
-    lengths=jnp.zeros(count, jnp.int32),
-    finish=jnp.full(count, UNFINISHED, jnp.int8),
+    tokens=jnp.full((B, R), sampler.pad_id, jnp.int32),
+    logps=jnp.zeros((B, R)),
+    lengths=jnp.zeros(B, jnp.int32),
+    finish=jnp.full(B, UNFINISHED, jnp.int8),
     slot_steps=jnp.int32(0),
+    experts=experts,
   )
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from gspo_jax import draw, model, sharding
 from gspo_jax.model import cache as kv
 from gspo_jax.model import pages as paging
+from gspo_jax.model.moe import number_type
 from gspo_jax.sampler import (
   STOPPED,
   TRUNCATED,
@@ -91,7 +92,8 @@ def prefill(
   numbers: jax.Array,
   *,
   chunk: int,
-) -> Slots:
+  record: bool = False,
+) -> tuple[Slots, jax.Array | None]:
   """Stores keys and values of texts, computed `chunk` tokens at a time.
 
   The cost follows the longest of them, not T.
@@ -104,22 +106,74 @@ def prefill(
     lengths: [P] int32, real tokens; 0 where a row is padding.
     numbers: [P, C] int32, the pages of the tokens; none where there are none.
     chunk: tokens of one forward pass; static.
+    record: whether to note the routing; static.
+
+  Returns:
+    The slots, and the experts [P, L, T, k] of the tokens, or None.
   """
   P, T = tokens.shape
   real_PT = jnp.arange(T) < lengths[:, None]
+  experts = None
+  if record:
+    shape = cfg.num_layers, P, T, cfg.experts_per_token
+    experts = jnp.zeros(shape, number_type(cfg.num_experts))
+    experts = sharding.constrain(experts, None, sharding.ROWS)
 
-  def forward(i, cache):
+  def forward(i, state):
+    cache, experts = state
     start = i * chunk
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
     positions = jnp.broadcast_to(start + jnp.arange(chunk), (P, chunk))
-    return model.encode(
-      params, cfg, cut(tokens), positions, cut(real_PT), cache
-    ).cache
+    out = model.encode(params, cfg, cut(tokens), positions, cut(real_PT), cache)
+    if record:
+      experts = jax.lax.dynamic_update_slice_in_dim(
+        experts, out.routing.experts, start, axis=2
+      )
+    return out.cache, experts
 
   chunks = -(-lengths.max() // chunk)
-  cache = jax.lax.fori_loop(0, chunks, forward, kv.empty(cfg, P, T))
+  begin = kv.empty(cfg, P, T), experts
+  cache, experts = jax.lax.fori_loop(0, chunks, forward, begin)
   pages = paging.store(slots.pages, cache.k, cache.v, numbers)
-  return dataclasses.replace(slots, pages=pages)
+  slots = dataclasses.replace(slots, pages=pages)
+  return slots, experts.swapaxes(0, 1) if record else None
+
+
+def note(
+  samples: Samples,
+  experts: jax.Array,
+  lengths: jax.Array,
+  first: jax.Array,
+  *,
+  group: int,
+) -> Samples:
+  """Writes down where the tokens of prompts went, for all answers to them.
+
+  Args:
+    samples: on the same device as the texts of their prompts.
+    experts: [P, L, T, k], of `prefill`.
+    lengths: [P] int32, tokens of each text: all of a prompt but its last.
+    first: [P] int32, the first of the answers to it; less than 0: none.
+    group: G, answers a prompt; static.
+  """
+  last = samples.experts.shape[2] - samples.tokens.shape[1] - 1
+
+  def local(kept, experts, lengths, first_P):
+    rows, T = len(kept), experts.shape[2]
+    row_PG = first_P[:, None] % rows + jnp.arange(group)
+    row_PG = jnp.where(first_P[:, None] < 0, rows, row_PG)
+    token_T = jnp.arange(T)
+    slot_PT = last - lengths[:, None] + token_T
+    slot_PT = jnp.where(token_T < lengths[:, None], slot_PT, kept.shape[2])
+    at = row_PG[:, :, None], slice(None), slot_PT[:, None, :]
+    new_PTLk = experts.swapaxes(1, 2)
+    return kept.at[at].set(new_PTLk[:, None], mode="drop")
+
+  of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
+  write = sharding.island(local, (of_rows,) * 4, of_rows)
+  return dataclasses.replace(
+    samples, experts=write(samples.experts, experts, lengths, first)
+  )
 
 
 def decode(
@@ -168,7 +222,8 @@ def decode(
     row_keys = jax.vmap(fold)(slots.answer)
     token, logp = draw.token(logits, row_keys, slots.drawn, sampler)
     slots = dataclasses.replace(slots, pages=out.cache)
-    return taken + 1, *_record(slots, samples, token, logp, sampler)
+    noted = out.routing.experts[:, :, 0] if sampler.record_routing else None
+    return taken + 1, *_record(slots, samples, token, logp, noted, sampler)
 
   def going(state):
     taken, slots, _ = state
@@ -200,40 +255,48 @@ def _obey(slots: Slots, orders: Orders) -> Slots:
   )
 
 
-def _record(slots: Slots, samples: Samples, token, logp, sampler):
-  """Writes a token of each active slot down, and notes whose was the last."""
+def _record(slots: Slots, samples: Samples, token, logp, experts, sampler):
+  """Writes a token of each active slot down, and notes whose was the last.
+
+  `experts`, [L, B, k], are those of the token before it, which was fed.
+  """
   active, t = slots.pages.active, slots.drawn
   stop = jnp.isin(token, jnp.array(sampler.stop_ids))
   cut = jnp.where(t + 1 == sampler.max_new_tokens, TRUNCATED, UNFINISHED)
-  finish = jnp.where(stop, STOPPED, cut).astype(jnp.int8)
-  written = _write(
-    (samples.tokens, samples.logps, samples.lengths, samples.finish),
-    (token, logp, t + 1, finish),
-    (slots.answer, t, active),
-  )
-  names = "tokens", "logps", "lengths", "finish"
-  samples = dataclasses.replace(
-    samples, **dict(zip(names, written, strict=True))
-  )
+  new = {
+    "tokens": token,
+    "logps": logp,
+    "lengths": t + 1,
+    "finish": jnp.where(stop, STOPPED, cut).astype(jnp.int8),
+  }
+  if experts is not None:
+    new["experts"] = experts.swapaxes(0, 1)
+  kept = {name: getattr(samples, name) for name in new}
+  written = _write(kept, new, (slots.answer, t, active))
+  samples = dataclasses.replace(samples, **written)
   done = stop | (t + 1 == slots.until)
   pages = dataclasses.replace(slots.pages, active=active & ~done)
   slots = dataclasses.replace(slots, pages=pages, last=token, drawn=t + active)
   return slots, samples
 
 
-def _write(kept, new, where):
+def _write(kept: dict, new: dict, where) -> dict:
   """Each slot's values into its answer's row, which is on the same device."""
 
   def local(kept, new, where):
     answer_B, t_B, active_B = where
-    rows = len(kept[-1])
+    rows, R = kept["tokens"].shape
     row_B = jnp.where(active_B, answer_B % rows, rows)  # else none
 
     def write(old, value_B):
-      at = (row_B, t_B) if old.ndim == 2 else row_B
+      at = (row_B, t_B)[: old.ndim]
+      if (
+        old.ndim == 4
+      ):  # where the token before it is, of a prompt and an answer
+        at = row_B, slice(None), old.shape[2] - R - 1 + t_B
       return old.at[at].set(value_B, mode="drop")
 
-    return tuple(map(write, kept, new))
+    return jax.tree.map(write, kept, new)
 
   of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
   return sharding.island(local, (of_rows,) * 3, of_rows)(kept, new, where)

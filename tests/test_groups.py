@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import groups, sampler, sharding
+from gspo_jax import groups, model, sampler, sharding
 
 P, G = 8, 3
+DENSE = model.variant("qwen3-0.6b")
 
 
 def tree(rng):
@@ -85,9 +86,9 @@ def test_groups_are_taken_and_made_room_for(devices):
   made.pop("absent")
   samples = sampler.Samples(**{"slot_steps": made.pop("steps"), **made})
   take = jax.jit(
-    functools.partial(groups.take, sampler=draw), out_shardings=lay
+    functools.partial(groups.take, cfg=DENSE, sampler=draw), out_shardings=lay
   )
-  empty = jax.device_get(sampler.nothing(G, draw))
+  empty = jax.device_get(sampler.nothing(1, 0, DENSE, draw))
   with jax.set_mesh(mesh):
     for count in (P, 2 * P):
       index = rng.integers(-1, P, count).astype(np.int32)

@@ -168,10 +168,28 @@ def test_what_a_first_attempt_left_is_cleared():
   np.testing.assert_array_equal(cut.tokens[:, 0], drawn.tokens[:, 0])
 
 
-def test_recorded_routing_is_refused():
-  draw = dataclasses.replace(DRAW, record_routing=True)
-  with pytest.raises(UserError, match=r"expected paging\.slots=0"):
-    build(SMALL, draw)
+@pytest.mark.parametrize(
+  ("name", "axes"),
+  [
+    ("four slots", None),
+    ("so few pages that answers start again", None),
+    ("more slots than answers", {"data": 2, "expert": 2, "tensor": 2}),
+  ],
+)
+def test_the_routing_is_that_of_the_static_sampler(name, axes):
+  """Of prompts, which all answers share, and of answers; any k elsewhere."""
+  record = dataclasses.replace(DRAW, record_routing=True)
+  wanted, draw = static(record), build(PAGINGS[name], record, axes=axes)
+  drawn = jax.device_get(draw(weights(), prompts(), jax.random.key(1)))
+  assert_same(drawn, wanted)
+  assert drawn.experts.shape == wanted.experts.shape
+  assert drawn.experts.dtype == wanted.experts.dtype
+  asked = np.repeat(prompts().lengths, G)[:, None]
+  slot = np.arange(S + R)
+  fed = (slot >= S - asked) & (slot < S + drawn.lengths[:, None] - 1)
+  sets = lambda x: np.sort(x.swapaxes(1, 2)[fed])
+  np.testing.assert_array_equal(sets(drawn.experts), sets(wanted.experts))
+  assert (drawn.experts[..., 0] != drawn.experts[..., 1]).all()
 
 
 def test_a_cut_answer_goes_on_as_if_it_had_not_been_cut():

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
+from paged_oracle import HUGE, attention, beside, count_trips, draw
 
 from gspo_jax import aot, chips, model, sharding
 from gspo_jax.model import pages as paged
@@ -24,23 +24,6 @@ CFG = model.variant(
   head_dim=H,
   dtype="float32",
 )
-HUGE = 1e20  # in slots that nobody may see
-
-
-def draw(rng, *shape):
-  """Random numbers that bfloat16 holds exactly."""
-  return np.float32(jnp.bfloat16(rng.normal(size=shape)))
-
-
-def attention(q_NH, k_TKH, v_TKH):
-  """Of one token, a head at a time in float64."""
-  out = np.zeros(q_NH.shape)
-  for n, q_H in enumerate(q_NH):
-    g = n // (len(q_NH) // k_TKH.shape[1])
-    scores = np.float64(k_TKH[:, g]) @ q_H / np.sqrt(len(q_H))
-    odds = np.exp(scores - scores.max())
-    out[n] = odds @ v_TKH[:, g] / odds.sum()
-  return out
 
 
 class Book:
@@ -141,139 +124,8 @@ def test_decoding_equals_attention_over_plain_lists(lengths, shared, more):
   book.decode(book.pages(), 12, **more)
 
 
-def questions(lengths, heads=2, H=128, most=6, seed=0):
-  """What `read` takes; slots that nobody may see are huge."""
-  rng = np.random.default_rng(seed)
-  B, n = len(lengths), len(lengths) * most + 1
-  kept = np.full((2, K, n, S, H), HUGE, np.float32)
-  table = np.full((B, most), n - 1, np.int32)
-  free = list(rng.permutation(n - 1))
-  for row, length in enumerate(lengths):
-    for t in range(length):
-      if t % S == 0:
-        table[row, t // S] = free.pop()
-      kept[:, :, table[row, t // S], t % S] = draw(rng, 2, K, H)
-  q_BKRH = draw(rng, B, K, heads, H)
-  return q_BKRH, *kept, table, np.array(lengths, np.int32)
-
-
-def answers(q_BKRH, k_KnSH, v_KnSH, table, lengths):
-  """Of rows that have tokens."""
-  out = []
-  for row in np.flatnonzero(lengths):
-    k, v = (
-      x[:, table[row]].reshape(K, -1, x.shape[-1])[:, : lengths[row]]
-      for x in (k_KnSH, v_KnSH)
-    )
-    q_NH = q_BKRH[row].reshape(-1, q_BKRH.shape[-1])
-    out_NH = attention(q_NH, k.swapaxes(0, 1), v.swapaxes(0, 1))
-    out.append(out_NH.reshape(q_BKRH.shape[1:]))
-  return np.array(out)
-
-
-@jax.jit
-def by_kernel(*given):
-  with pltpu.force_tpu_interpret_mode():
-    return paged.by_kernel(*given)
-
-
-FORMS = {"blocks": jax.jit(paged.by_blocks), "kernel": by_kernel}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_plain_sum(form):
-  given = questions((S, 0, 5 * S - 1, 0))
-  out = np.asarray(FORMS[form](*given))
-  assert np.isfinite(out).all()
-  some = given[-1] > 0
-  np.testing.assert_allclose(out[some], answers(*given), atol=5e-6)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_end_of_the_last_block_adds_nothing(seed):
-  """7 rows in blocks of 3 pairs, so that all three remainders come up."""
-  lengths = np.random.default_rng(seed).integers(0, 6 * S + 1, 7)
-  lengths[-1] *= seed % 2
-  given = questions(lengths, H=8, heads=1)
-  out = np.asarray(FORMS["blocks"](*given))
-  assert np.isfinite(out).all()
-  np.testing.assert_allclose(out[lengths > 0], answers(*given), atol=5e-6)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_of_bfloat16_little_is_lost_but_the_outputs_own_rounding(form):
-  """That of the weights shows, that of scores or of their sum would, too."""
-  q, k, v, *rows = questions((60, 70), most=20)
-  low = (jnp.bfloat16(x) for x in (q, k, v))
-  out = FORMS[form](*low, *rows)
-  assert out.dtype == jnp.bfloat16
-  exact = answers(q, k, v, *rows)
-  error = lambda x: np.abs(np.float32(x) - exact).mean()
-  assert error(out) < 1.4 * error(jnp.bfloat16(exact))
-
-
-def traced(platform, monkeypatch, H=128, dtype=jnp.bfloat16):
-  monkeypatch.setattr(sharding, "platform", lambda: platform)
-  q, k, v, *rows = questions((5, 1), H=H)
-  q, k, v = (x.astype(dtype) for x in (q, k, v))
-  # A new function each time: JAX remembers what it traced.
-  read = lambda *given: paged.read(*given)
-  return str(jax.make_jaxpr(read)(q, k, v, *rows))
-
-
-def test_the_kernel_takes_wide_heads_of_bfloat16_on_a_tpu(monkeypatch):
-  assert "pallas_call" in traced("tpu", monkeypatch)
-  assert "pallas_call" not in traced("tpu", monkeypatch, H=64)
-  # Its keys and values are bfloat16 whatever it is given.
-  assert "pallas_call" not in traced("tpu", monkeypatch, dtype=jnp.float32)
-  assert "pallas_call" not in traced("gpu", monkeypatch)
-
-
-@pytest.mark.parametrize(
-  ("most", "page", "wanted"),
-  [(60, 16, 30), (64, 16, 32), (6, 128, 3), (7, 128, 1), (3, 1024, 1)],
-)
-def test_the_kernels_block_divides_the_row(most, page, wanted, monkeypatch):
-  from jax.experimental.pallas.ops.tpu import paged_attention as pa
-
-  def spy(q, k, v, lengths, table, *, pages_per_compute_block):
-    assert pages_per_compute_block == wanted
-    assert lengths.tolist() == [1, 1, 2]  # no row is empty
-    return q
-
-  monkeypatch.setattr(pa, "paged_attention", spy)
-  kept = jnp.zeros((1, 2, page, 128))
-  table, lengths = jnp.zeros((3, most), jnp.int32), jnp.arange(3)
-  paged.by_kernel(jnp.ones((3, 1, 1, 128)), kept, kept, table, lengths)
-
-
-@pytest.fixture
-def trips(monkeypatch):
-  """How often each loop would have run; none does."""
-
-  def spy(lower, upper, _, state):
-    counts.append(int(upper) - lower)
-    return state
-
-  counts = []
-  monkeypatch.setattr(jax.lax, "fori_loop", spy)
-  return counts
-
-
-def test_work_follows_the_tokens(trips):
-  def count(lengths, most):
-    paged.by_blocks(*questions(lengths, H=4, heads=1, most=most))
-    return trips.pop()
-
-  short = (1, S, 3, 2, 1, S, S, 1)
-  assert count(short, 1) == count(short, 50) > 0
-  assert count([2 * S] * 8, 50) == 2 * count(short, 50)
-  # Nor do the others pay for the longest: 40 pages and 7 are not 8 x 40.
-  assert count((40 * S, *short[1:]), 50) <= 6 * count(short, 50)
-  assert count((0,) * 8, 50) == 0
-
-
-def test_inactive_rows_cost_nothing(trips):
+def test_inactive_rows_cost_nothing(monkeypatch):
+  trips = count_trips(monkeypatch)
   rng = np.random.default_rng(4)
   pages = jax.tree.map(jnp.asarray, Book(rng, (2 * S,) * 4).pages())
   q, k, v = (draw(rng, 4, 1, heads, H) for heads in (N, K, K))
@@ -348,6 +200,17 @@ def one_part(seed, n=6):
   return pages, prompts, numbers, source, target, q, new, rng.random(2) < 0.7
 
 
+def test_heads_side_by_side_are_written_where_they_belong():
+  pages, *rest = one_part(1)
+  wanted_out, wanted = jax.jit(everything)(pages, *rest)
+  both = lambda x: tuple(beside(np.asarray(layer), 2) for layer in x)
+  pages = dataclasses.replace(pages, k=both(pages.k), v=both(pages.v))
+  out, found = jax.jit(everything)(pages, *rest)
+  np.testing.assert_allclose(out, wanted_out, atol=1e-6)
+  np.testing.assert_array_equal(found.k, both(wanted.k))
+  np.testing.assert_array_equal(found.v, both(wanted.v))
+
+
 def test_a_device_serves_its_own_rows_from_its_own_pages():
   join = lambda axis, *parts: np.concatenate(parts, axis)
   parts = [one_part(seed) for seed in range(D)]
@@ -375,6 +238,13 @@ def test_an_empty_state_is_laid_out_from_its_creation():
   rows = pages.table, pages.lengths, pages.active
   assert [local(x) for x in rows] == [(2, W), (2,), (2,)]
   assert not any(x.any() for x in jax.tree.leaves(pages))
+
+
+def test_narrow_heads_lie_side_by_side_on_a_tpu(monkeypatch):
+  monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+  narrow = dataclasses.replace(CFG, head_dim=64)
+  pages = paged.empty(narrow, rows=3, pages=5, page=S, most=W)
+  assert {x.shape for x in (*pages.k, *pages.v)} == {(K // 2, 5, S, 128)}
 
 
 def test_an_empty_state_is_in_the_models_dtype():
@@ -429,9 +299,9 @@ def test_donated_pages_are_written_in_place(name):
     ("store", "bfloat16", 128, 0.25),
     ("copy", "bfloat16", 128, 0.25),
     ("steps", "float32", 128, 0.25),
-    # Narrow heads are padded to twice their width before the first step, of
-    # two layers' keys and values: no other copy comes with a step.
-    ("steps", "bfloat16", 64, 8.25),
+    ("steps", "bfloat16", 64, 0.25),
+    ("store", "bfloat16", 64, 0.25),
+    ("steps", "float32", 64, 0.25),
   ],
 )
 def test_a_tpu_writes_in_place_too(name, dtype, H, most):

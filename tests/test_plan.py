@@ -107,6 +107,38 @@ def test_drawing_is_the_prefill_and_all_decode_steps(fitting):
     assert whole > decode["steps"] * step
 
 
+REFILL = (
+  "--config.paging.slots=16",
+  "--config.paging.chunk=16",
+  "--functions=lay_out,prefill,generate",
+)
+
+
+@needs_libtpu
+def test_with_pages_a_segment_is_planned(fitting):
+  done = run(*TINY, SLICE, *REFILL, "--json")
+  assert done.returncode == 0, done.stderr
+  planned = json.loads(done.stdout)
+  functions = planned["functions"]
+  assert list(functions) == ["lay_out", "prefill", "generate"]
+  # The float32 parameters stay beside those that decode, a quarter million.
+  resident = lambda name: functions[name]["memory"]["resident"]
+  assert (
+    resident("lay_out") == fitting["functions"]["score"]["memory"]["resident"]
+  )
+  assert resident("prefill") == resident("generate")
+  assert 1e6 < resident("generate") - resident("lay_out") < 1.2e6
+  prefill = functions["prefill"]
+  assert 0.5 < prefill["flops"] / prefill["model_flops"] < 2
+  decode = functions["generate"]["decode"]
+  assert decode["steps"] == 32
+  whole = functions["generate"]["hbm_bytes"]
+  assert whole >= 32 * decode["hbm_bytes"]
+  # A device: 2 slots of 2 pages and one more; 2 bytes, keys and values, layers.
+  assert decode["pages_bytes"] == 2 * (2 + 1) * 16 * 4 * 16 * 2 * 2 * 2
+  assert decode["kernel"] is False  # 4 heads of 16 fill no lanes
+
+
 @needs_libtpu
 def test_the_table_is_narrow_and_the_compiler_quiet():
   done = run(*TINY, SLICE, "--functions=score", "--top=3")
@@ -173,7 +205,7 @@ def assert_a_mistake(done, words):
     ([*TINY, SLICE, "--config.sed=1"], "did you mean 'seed'?"),
     (
       [*TINY, SLICE, "--functions="],
-      "choose one of appraise, generate, score, update",
+      "choose one of appraise, generate, lay_out, prefill, score, update",
     ),
   ],
 )
@@ -210,7 +242,7 @@ def test_without_libtpu_it_names_the_extra():
     ({"functions": ["scores"]}, "--functions=scores: did you mean 'score'"),
     (
       {"functions": []},
-      "--functions=: choose one of appraise, generate, score, update",
+      "--functions=: choose one of appraise, generate, lay_out, prefill, ",
     ),
     ({"slices": 0}, "--slices=0: expected at least 1"),
   ],

@@ -1,5 +1,6 @@
 """A function's report: what else is in memory, and what its numbers mean."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from gspo_jax import aot, chips, plan_report, sharding
 from gspo_jax.hlo.collectives import Collective
 from gspo_jax.hlo.cost import Cost, Open
+from gspo_jax.paged_sampler import PagedSampler
 
 GIB = 2**30
 WHERE = chips.parse("v5e:2x4")
@@ -37,7 +39,8 @@ def made():
   bare = SimpleNamespace(
     params=[split], opt_state=[split, count], reference=None, critic=None
   )
-  return SimpleNamespace(abstract=bare), SimpleNamespace(abstract=state)
+  of = functools.partial(SimpleNamespace, generate=None)
+  return of(abstract=bare), of(abstract=state)
 
 
 def memory(name, made, temporaries):
@@ -61,6 +64,18 @@ def test_moments_stay_while_other_functions_run(made):
   assert report["resident"] == moments
   assert report["needed"] == GIB + moments
   assert report["free"] == WHERE.chip.hbm - GIB - moments
+
+
+def test_with_pages_the_parameters_stay_while_others_decode(made):
+  bare, _ = made
+  paged = SimpleNamespace(
+    abstract=bare.abstract, generate=object.__new__(PagedSampler)
+  )
+  resident = lambda name, of: memory(name, of, 0)["memory"]["resident"]
+  parameters = GIB // 2
+  for name, more in (("score", 0), ("lay_out", 0), ("prefill", parameters)):
+    assert resident(name, paged) == resident("score", bare) + more
+  assert resident("generate", paged) == resident("prefill", paged)
 
 
 def test_what_the_compiler_fits_may_not_fit_beside_the_moments(made):

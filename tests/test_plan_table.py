@@ -120,11 +120,55 @@ def test_a_tight_fit_is_no_plain_yes(share, verdict):
   report["functions"]["update"]["memory"]["free"] = share * report["hbm"]
   text = render(report)
   assert text.endswith(verdict)
-  assert max(map(len, text.splitlines())) <= 88
+  assert max(map(len, text.splitlines())) <= 100
 
 
-def test_it_is_narrow():
-  assert max(map(len, render(REPORT, top=1).splitlines())) <= 88
+@pytest.mark.parametrize("more", [(), ("appraise", "lay_out", "prefill")])
+def test_it_is_narrow(more):
+  report = copy.deepcopy(REPORT)
+  report["functions"] |= dict.fromkeys(more, FUNCTION)
+  assert max(map(len, render(report, top=1).splitlines())) <= 100
+
+
+DECODE = {
+  "steps": 32,
+  "hbm_bytes": 12e9,
+  "least_bytes": 10e9,
+  "ratio": 1.2,
+  "least_seconds": 4e-3,
+  "seconds": SECONDS,
+}
+PAGES = {"pages_bytes": 8e9, "pages_seconds": 3e-3}
+
+
+@pytest.mark.parametrize(
+  ("more", "told"),
+  [
+    (
+      {},
+      ["step at the longest cache", "above: the prefill and 32 such steps"],
+    ),
+    (
+      PAGES | {"kernel": True},
+      [
+        "step with every page full",
+        "8 GB, 3 ms of it to read all pages; less where fewer are full",
+        "above: a segment of 32 such steps",
+      ],
+    ),
+    (
+      PAGES | {"kernel": False},
+      ["not counted: 8 GB, 3 ms to read all pages, by blocks"],
+    ),
+  ],
+)
+def test_what_a_decode_step_is_of(more, told):
+  report = copy.deepcopy(REPORT)
+  report["functions"]["generate"]["decode"] = DECODE | more
+  text = render(report)
+  for words in ("12 GB, 1.20 times the least, 10 GB", *told):
+    assert words in text
+  assert max(map(len, text.splitlines())) <= 100
 
 
 def test_what_does_not_fit_is_named_last_with_its_buffers():
@@ -139,4 +183,4 @@ def test_what_does_not_fit_is_named_last_with_its_buffers():
   assert text.endswith("verdict: does NOT fit: score")
   assert "score does not fit: RESOURCE_EXHAUSTED: too much" in text
   assert "50.00  f32[64,4096,151936]" in text
-  assert max(map(len, text.splitlines())) <= 88
+  assert max(map(len, text.splitlines())) <= 100

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from gspo_jax import data, groups, rollouts, sampler, sharding, tokenizer
+from gspo_jax import data, groups, model, rollouts, sampler, sharding, tokenizer
 from gspo_jax.curriculum import Curriculum, Stage
 from gspo_jax.rewards.pool import Scorer
 from gspo_jax.rollouts import Ahead, Fresh, Partial, Sampling
@@ -18,6 +18,7 @@ from gspo_jax.tasks import Problem
 BYTES = tokenizer.load("bytes")
 P, G, R, BUDGET, SPARE = 4, 3, 20, 6, 2
 DRAW = SamplerConfig(G, R, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id)
+DENSE = model.variant("qwen3-0.6b")
 PROBLEMS = [Problem(f"q{i:02d}", str(i), "") for i in range(61)]
 STEPS = 8
 
@@ -46,7 +47,7 @@ class Policy:
     self.calls = 0
 
   def fresh(self, count):
-    return sampler.nothing(count * G, DRAW)
+    return sampler.nothing(count, 6, DENSE, DRAW)
 
   def __call__(self, params, prompts, key, begun=None, until=None):
     self.calls += 1
@@ -90,7 +91,7 @@ def start(scorer, kind, *, last=STEPS, P=P, spare=SPARE):
     group=G,
     tells=False,
   )
-  take = jax.jit(functools.partial(groups.take, sampler=DRAW))
+  take = jax.jit(functools.partial(groups.take, cfg=DENSE, sampler=DRAW))
   if kind == "fresh" or kind == "ahead":
     source = Fresh(sampling, None, rounds=1)
   else:
@@ -98,7 +99,7 @@ def start(scorer, kind, *, last=STEPS, P=P, spare=SPARE):
       sampling, policy.fresh, take, take, budget=BUDGET, spare=spare
     )
   if kind.startswith("ahead"):
-    nothing = sampler.nothing(P * G, DRAW)
+    nothing = sampler.nothing(P, 6, DENSE, DRAW)
     source = Ahead(source, sampling, nothing, last=last)
   return source, curriculum
 

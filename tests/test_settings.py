@@ -104,6 +104,13 @@ def test_a_critic_has_no_use_for_refill(debug_config):
       "budget=4 and .*spare=0: .*both",
     ),
     ({"rollout.spare": 4}, "budget=0 and rollout.spare=4: expected both"),
+    (
+      {
+        **{"rollout.budget": 4, "rollout.spare": 2, "paging.slots": 4},
+        "objective.replay": "r3",
+      },
+      "rollout.budget=4: expected 0 with objective.replay='r3'",
+    ),
     ({"rollout.budget": -1}, "rollout.budget=-1: expected 0 or more"),
     (
       {"rollout.ahead": True, "data.refill_rounds": 2},

@@ -153,12 +153,17 @@ def _at(x_ME, experts_Mk):
   return jnp.where(here_MkE, x_ME[:, None], 0).sum(-1)
 
 
+def number_type(experts: int):
+  """The smallest type for the number of one of so many experts."""
+  return jnp.uint8 if experts <= 256 else jnp.uint16
+
+
 def _note(logits_ME, experts_Mk, routes_Mk):
   """The first three fields of `Routing`, of M tokens."""
   logps_ME = jax.nn.log_softmax(jax.lax.stop_gradient(logits_ME))
   entropy_M = -(jnp.exp(logps_ME) * logps_ME).sum(-1)
   at_Mk = experts_Mk if routes_Mk is None else routes_Mk
-  small = jnp.uint8 if logits_ME.shape[-1] <= 256 else jnp.uint16
+  small = number_type(logits_ME.shape[-1])
   return experts_Mk.astype(small), _at(logps_ME, at_Mk), entropy_M
 
 

@@ -1,0 +1,107 @@
+"""The functions of a run, lowered for its shapes: what a plan compiles.
+
+Dimension key: P prompts, S prompt slots, B decode slots, N texts of a prefill,
+T their tokens.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import draw, sampler, sharding
+from gspo_jax.paged_sampler import ROWS, PagedSampler
+from gspo_jax.program import Program
+from gspo_jax.slots import Orders
+
+FUNCTIONS = ("update", "score", "appraise", "lay_out", "prefill", "generate")
+
+
+def functions(config, made: Program) -> dict[str, jax.stages.Lowered]:
+  """By their names; those of `FUNCTIONS` that such a run has.
+
+  With `paging.slots`, `generate` is a segment of decoding, `lay_out` what
+  prepares the weights for all segments of a batch, and `prefill` stores the
+  longest prompts.
+
+  Args:
+    config: all the keys of configs/common.py.
+    made: its program.
+  """
+  rows = functools.partial(_lay_rows, made.mesh)
+  P, S = config.data.prompts, config.data.max_prompt_length
+  shape = jax.ShapeDtypeStruct
+  prompts = rows(
+    sampler.Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32))
+  )
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  params = made.abstract.params
+  if isinstance(made.generate, PagedSampler):
+    lowered, samples = _refill(config, made, key)
+  else:
+    lowered = {"generate": made.generate.lower(params, prompts, key)}
+    samples = lowered["generate"].out_info
+  lowered["score"] = made.score.lower(params, prompts, rows(samples))
+  batch = lowered["score"].out_info[0]
+  if made.appraise:
+    lowered["appraise"] = made.appraise.lower(made.abstract, rows(batch))
+    batch = lowered["appraise"].out_info
+  rewards = shape(samples.lengths.shape, jnp.float32)
+  batch = made.assign.lower(*rows((batch, rewards, samples.finish))).out_info
+  lowered["update"] = made.update.lower(made.abstract, rows(batch), key)
+  return lowered
+
+
+def _refill(config, made, key):
+  """What a `PagedSampler` calls, and the shapes of its samples."""
+  paged = made.generate
+  lay_out = paged.lay_out.lower(made.abstract.params)
+  params = jax.tree.map(
+    lambda x, lay: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lay),
+    lay_out.out_info,
+    draw.layouts(made.cfg, paged.decode.mesh),
+  )
+  fresh = paged.fresh.lower(config.data.prompts).out_info
+  state, samples = paged.begin.lower(fresh).out_info
+  prompts = _prompts(paged)
+  floor = jax.ShapeDtypeStruct((), jnp.int32)
+  orders = _orders(state)
+  lowered = {
+    "lay_out": lay_out,
+    "prefill": paged.prefill.lower(params, state, *prompts),
+    "generate": paged.decode.lower(params, state, samples, orders, floor, key),
+  }
+  return lowered, paged.finish.lower(samples).out_info
+
+
+def _prompts(paged):
+  """Tokens, lengths and pages of a prefill of the longest prompts."""
+  N, T = ROWS * paged.shards, longest(paged)
+  whole = lambda *dims: jax.ShapeDtypeStruct(
+    dims, jnp.int32, sharding=paged.rows
+  )
+  return whole(N, T), whole(N), whole(N, T // paged.sizes.page)
+
+
+def longest(paged: PagedSampler) -> int:
+  """T of the longest prompts."""
+  return paged.paging.buckets(paged.sizes.prompt)[-1]
+
+
+def _orders(state):
+  """Shapes of the orders of a segment: all are of rows."""
+  pages = state.pages
+  own = {"table": pages.table, "active": pages.active, "new": pages.active}
+  names = Orders.__dataclass_fields__
+  return Orders(**{name: own.get(name, pages.lengths) for name in names})
+
+
+def _lay_rows(mesh, tree):
+  """Shapes of a batch, with shardings."""
+  batch, single = sharding.rows(mesh), sharding.everywhere(mesh)
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=batch if x.shape else single
+    ),
+    tree,
+  )

@@ -1,0 +1,64 @@
+"""What a plan lowers: the functions that a run calls, as it calls them."""
+
+import dataclasses
+
+import jax
+
+from gspo_jax import paged_sampler, plan_lower, program, sharding, slots
+
+
+def built(config, **sizes):
+  config.data.prompts = config.learner.micro_rows = 8
+  return program.build(config, sharding.make_mesh(jax.devices()[:4], **sizes))
+
+
+def refill(config):
+  config.paging.slots, config.paging.page, config.paging.chunk = 8, 8, 16
+  return built(config, fsdp=2, expert=2)
+
+
+def test_a_run_without_pages(debug_config):
+  made = built(debug_config, data=4)
+  lowered = plan_lower.functions(debug_config, made)
+  assert list(lowered) == ["generate", "score", "update"]
+  assert set(lowered) < set(plan_lower.FUNCTIONS)
+
+
+def test_a_run_with_pages(debug_config):
+  made = refill(debug_config)
+  lowered = plan_lower.functions(debug_config, made)
+  names = ["lay_out", "prefill", "generate", "score", "update"]
+  assert list(lowered) == names
+  # All shards' longest prompts; and every slot's state goes in and comes out.
+  tokens = lowered["prefill"].in_avals[0][2]
+  longest = made.generate.paging.buckets(debug_config.data.max_prompt_length)[
+    -1
+  ]
+  assert tokens.shape == (paged_sampler.ROWS * made.generate.shards, longest)
+  (_, state, samples, orders, *_), _ = lowered["generate"].in_avals
+  out_state, out_samples = lowered["generate"].out_info
+  shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+  assert shapes(state) == shapes(out_state)
+  assert shapes(samples) == shapes(out_samples)
+  assert {x.shape[0] for x in jax.tree.leaves(orders)} == {8}
+
+
+def test_orders_are_those_of_a_run(debug_config, monkeypatch):
+  """Of the shapes and types that `decode` is called with."""
+  made, given = refill(debug_config), []
+  lowered = plan_lower.functions(debug_config, made)
+  planned = lowered["generate"].in_avals[0][3]
+
+  def decode(params, state, samples, orders, *rest):
+    given.append(orders)
+    return made.generate.decode(params, state, samples, orders, *rest)
+
+  spied = dataclasses.replace(made.generate, decode=decode)
+  P, S = debug_config.data.prompts, debug_config.data.max_prompt_length
+  ones = jax.numpy.ones((P, S), jax.numpy.int32)
+  prompts = program.sampler.Prompts(ones, ones.sum(1))
+  spied(made.init(jax.random.key(0)), prompts, jax.random.key(1))
+  shape = lambda x: (x.shape, x.dtype)
+  for field in dataclasses.fields(slots.Orders):
+    called = getattr(given[0], field.name)
+    assert shape(called) == shape(getattr(planned, field.name)), field.name
