@@ -1,27 +1,43 @@
 """Where an RL iteration of the embedded default spends its time on a CPU.
 
-  python -m benchmarks.iteration
+  python -m benchmarks.iteration [--quick] [--out=FILE.json]
+    [--workdir=runs/tiny] [--slots=64]
 
-Times generate, score and update on random weights, and the writing of what they
-measured; the median of each counts. Verification on the host is not in it: it
-runs while the device scores.
+With the static sampler, and with refill over so many slots; iterations of both
+alternate, and the median of each phase counts. The phases, each waited for:
+generate; score, the verification by the reward pool; logps, the old log-probs
+and the advantages; update; and write, from the device into the files of a run.
+In a run verification goes on beside the log-probs, and so costs less than here.
+
+The weights are random, and nearly all their answers as long as they may be; or
+those of a run of the same config, --workdir.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import io
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
-import numpy as np
 
+from benchmarks import record
 from configs import tiny_cpu
-from gspo_jax import metrics, program, sampler, sharding
+from gspo_jax import (
+  answer,
+  data,
+  hosts,
+  material,
+  metrics,
+  policy,
+  program,
+  sampler,
+  sharding,
+)
+from gspo_jax.rewards.pool import Scorer
 
 
 def timed(function, *args):
@@ -31,30 +47,58 @@ def timed(function, *args):
   return result, time.monotonic() - began
 
 
-def prepare(config, workdir: str) -> Callable[[int], dict[str, float]]:
-  """A function that goes through an iteration and gives seconds by phase."""
-  P, S = config.data.prompts, config.data.max_prompt_length
-  prompts = sampler.Prompts(np.zeros((P, S), np.int32), np.full(P, S, np.int32))
-  advantages = np.random.default_rng(0).standard_normal(
-    P * config.sampler.group_size
-  )
-  writer = metrics.Writer(workdir, total_steps=1, resume_step=0)
+def pool(config) -> Scorer:
+  """The processes that reward answers; a context manager."""
+  c = config.reward
+  return Scorer(c.names, c.weights, workers=c.workers, seconds=c.seconds)
+
+
+def prepare(
+  config, folder: str, scorer: Scorer, workdir: str = ""
+) -> Callable[[int], dict[str, float]]:
+  """A function that goes through an iteration and gives seconds by phase.
+
+  Args:
+    config: all the keys of configs/common.py.
+    folder: for the files of a run.
+    scorer: a `pool` of the config.
+    workdir: of a run, for its weights; without it they are random.
+  """
   mesh = sharding.make_mesh(jax.devices()[:1])
-  run = program.build(config, mesh)
+  run, rows = program.build(config, mesh), sharding.rows(mesh)
+  questions = material.load(config).held_out
+  batch = data.take(questions, run.prompting, config.data.prompts)
+  prompts = hosts.lay(sampler.Prompts(batch["tokens"], batch["length"]), rows)
+  writer = metrics.Writer(folder, total_steps=1, resume_step=0)
   with jax.set_mesh(mesh):
-    state = run.begin(run.init(jax.random.key(0)))
+    fresh = run.init(jax.random.key(0))
+    params = policy.load(config, run, workdir) if workdir else fresh
+    state = run.begin(params)
+
+  def verify(samples):
+    answers = answer.read(samples, batch, run.tokenizer)
+    group = config.sampler.group_size
+    return answer.mark(scorer, answers, group, samples.lengths)()
+
+  def score(samples, marks):
+    rollout, scored = run.score(state.params, prompts, samples)
+    rewards = hosts.lay(marks.total.reshape(-1), rows)
+    return run.assign(rollout, rewards, samples.finish), scored
 
   def iterate(step: int) -> dict[str, float]:
     nonlocal state
-    key = jax.random.key(step)
+    key, seconds = jax.random.key(step), {}
     with jax.set_mesh(mesh):
-      samples, generate = timed(run.generate, state.params, prompts, key)
-      (batch, scored), score = timed(run.score, state.params, prompts, samples)
-      batch = dataclasses.replace(batch, advantages=np.float32(advantages))
-      (state, learnt), update = timed(run.update, state, batch, key)
-    _, write = timed(_write, writer, step, scored | learnt)
-    phases = {"generate": generate, "score": score, "update": update}
-    return phases | {"write": write}
+      samples, seconds["generate"] = timed(
+        run.generate, state.params, prompts, key
+      )
+      marks, seconds["score"] = timed(verify, samples)
+      (rollout, scored), seconds["logps"] = timed(score, samples, marks)
+      (state, learnt), seconds["update"] = timed(
+        run.update, state, rollout, key
+      )
+    _, seconds["write"] = timed(_write, writer, step, scored | learnt)
+    return seconds
 
   return iterate
 
@@ -71,18 +115,47 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
   return {k: statistics.median(row[k] for row in whole) for k in whole[0]}
 
 
+def alternate(
+  configs: dict, repeats: int, workdir: str = ""
+) -> dict[str, dict[str, float]]:
+  """Median seconds by phase of an iteration of each of these configs."""
+  with contextlib.ExitStack() as stack:
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    iterate = {}
+    for name, config in configs.items():
+      scorer = stack.enter_context(pool(config))
+      iterate[name] = prepare(config, f"{folder}/{name}", scorer, workdir)
+      iterate[name](0)  # compiles
+    rows = {name: [] for name in configs}
+    for step in range(1, repeats + 1):
+      for name, once in iterate.items():
+        rows[name].append(once(step))
+  return {name: medians(every) for name, every in rows.items()}
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--quick", action="store_true", help="debug sizes, once")
+  parser.add_argument("--out", type=Path)
+  parser.add_argument("--workdir", default="", help="of a run, for its weights")
+  parser.add_argument("--slots", type=int, default=64)
   parser.add_argument("--repeats", type=int, default=10)
-  repeats = parser.parse_args().repeats
-  with tempfile.TemporaryDirectory() as workdir:
-    iterate = prepare(tiny_cpu.get_config(), workdir)
-    iterate(0)  # compiles
-    seconds = medians([iterate(step) for step in range(1, repeats + 1)])
-  print("phase | seconds | share")
-  for name, value in seconds.items():
-    print(f"{name} | {value:.3f} | {value / seconds['iteration']:.0%}")
-  print(json.dumps(seconds))
+  args = parser.parse_args()
+  configs = {
+    name: tiny_cpu.get_config("debug" if args.quick else "")
+    for name in ("static", "refill")
+  }
+  configs["refill"].paging.slots = 8 if args.quick else args.slots
+  repeats = 1 if args.quick else args.repeats
+  seconds = alternate(configs, repeats, args.workdir)
+  print("phase | static, s | share | refill, s | share")
+  for phase in seconds["static"]:
+    cells = [
+      f"{found[phase]:.3f} | {found[phase] / found['iteration']:.0%}"
+      for found in seconds.values()
+    ]
+    print(" | ".join([phase, *cells]))
+  record.finish("iteration", {"seconds": seconds}, args.out)
 
 
 if __name__ == "__main__":

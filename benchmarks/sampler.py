@@ -1,82 +1,191 @@
-"""Tokens per second of the sampler, and what short answers cost in a long run.
+"""Tokens per second of both samplers, and what of their work was of use.
 
-  python -m benchmarks.sampler [--quick]
+  python -m benchmarks.sampler [--quick] [--out=FILE.json]
 
-The policy is the embedded default's, with random weights. Answers of N tokens
-are had by allowing a stop only from token N on, where nearly every token is
-one. The runs to compare alternate, and the least time of each counts.
+256 answers of the embedded default's policy, by the static sampler and by
+refill, over a grid: group size, prompt length, and lengths of answers (all of
+one length, that being the most allowed or a tenth of it; or a median of a tenth
+of the most, 5 % of them at it: see benchmarks/lengths.py for how a policy is
+made to give such answers). Both draw the same tokens, which is checked; they
+take turns, and the least time of each counts.
+
+useful: decode steps of a slot that drew a token of an answer, of all.
+bytes a token: what the decode steps must read, by the tokens drawn. Of weights
+  all but the embedding, once a step. Of keys and values, static: in every row
+  the cache as long as it then is (it doubles), and the prompts once a group;
+  refill: the pages of each row that decodes, the prompt's in each of its rows.
 """
 
 import argparse
 import functools
-import json
-import time
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from gspo_jax import model, sampler
+from benchmarks import lengths, record
+from benchmarks.replay import least_seconds
+from gspo_jax import model, paged_sampler, sampler, sharding
+from gspo_jax.paged_sampler import Paging
+from gspo_jax.sampler import SamplerConfig
 
 
-def compiled(cfg, params, prompts, most: int, stop_at: int, group: int):
-  """A call that draws answers of `stop_at` tokens, `most` being allowed."""
-  draw = sampler.SamplerConfig(
-    group_size=group,
-    max_new_tokens=most,
-    min_new_tokens=stop_at,
-    stop_ids=tuple(range(1, cfg.vocab_size)),
+def static(cfg, params, draw):
+  """Prompts -> their answers, each drawn to its end beside the longest."""
+  jitted = jax.jit(functools.partial(sampler.generate, cfg=cfg, sampler=draw))
+  key = jax.random.key(0)
+  return lambda prompts: jitted(params, prompts=prompts, key=key)
+
+
+def refill(cfg, params, draw, paging: Paging, prompt: int):
+  """Prompts of `prompt` tokens -> answers, `paging.slots` at a time."""
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  paged = paged_sampler.build(
+    cfg,
+    draw,
+    paging=paging,
+    prompt=prompt,
+    params=sharding.state_shardings(params, mesh),
+    mesh=mesh,
+    decoding=mesh,
   )
-  generate = jax.jit(functools.partial(sampler.generate, cfg=cfg, sampler=draw))
-  return lambda key: generate(params, prompts=prompts, key=jax.random.key(key))
+  return lambda prompts: paged(params, prompts, jax.random.key(0))
 
 
-def least_seconds(calls: dict, repeats: int) -> tuple[dict, dict]:
-  """Least seconds of each call, taken in turns, and the tokens it drew."""
-  seconds = dict.fromkeys(calls, float("inf"))
-  tokens = {
-    name: int(jax.block_until_ready(call(0)).lengths.sum())
-    for name, call in calls.items()
+def in_turns(calls: dict, repeats: int) -> tuple[dict, dict]:
+  """Least seconds of each call, and what it returned."""
+  found = {}
+
+  def keep(name, call):
+    found[name] = call()
+    return found[name]
+
+  kept = {n: functools.partial(keep, n, call) for n, call in calls.items()}
+  return least_seconds(kept, repeats), found
+
+
+def weight_bytes(params) -> int:
+  """What a decode step reads of the weights."""
+  read = {name: x for name, x in params.items() if name != "embed"}
+  return sum(x.nbytes for x in jax.tree.leaves(read))
+
+
+def static_tokens(cfg, draw, prompts, longest: int) -> int:
+  """Keys that a static batch reads until its longest answer has ended."""
+  P, S = prompts.tokens.shape
+  read = slots = 0
+  for step in range(1, longest):  # the prefill draws the first token
+    if step > slots:
+      slots = sampler.cache_slots(slots, cfg, draw)
+    read += P * draw.group_size * slots + P * S
+  return read
+
+
+def paged_tokens(page: int, prompt: int, each: np.ndarray) -> int:
+  """Keys that answers of these lengths read in pages."""
+  seen = [prompt - 1 + np.arange(1, length + 1) for length in each]
+  return sum(int((-(-x // page)).sum()) * page for x in seen)
+
+
+def key_bytes(cfg) -> int:
+  """Of the keys and values of one token, in all layers."""
+  size = np.dtype(cfg.dtype).itemsize
+  return 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * size
+
+
+class Bench(NamedTuple):
+  """Both samplers, to be called with prompts of `prompt` tokens."""
+
+  cfg: model.ModelConfig
+  params: model.Params
+  draw: SamplerConfig
+  paging: Paging
+  prompt: int
+  samplers: dict[str, Callable]
+
+  def measure(self, each: np.ndarray, repeats: int) -> dict:
+    """By sampler, of answers of these lengths, one for each prompt."""
+    G, given = self.draw.group_size, lengths.prompts(each, self.prompt)
+    seconds, drawn = in_turns(
+      {n: functools.partial(f, given) for n, f in self.samplers.items()},
+      repeats,
+    )
+    answers = np.repeat(each, G)
+    for name, samples in drawn.items():
+      np.testing.assert_array_equal(samples.lengths, answers, err_msg=name)
+    keys = {
+      "static": static_tokens(self.cfg, self.draw, given, each.max()),
+      "refill": paged_tokens(self.paging.page, self.prompt, answers),
+    }
+    # The prefill of the static one draws the first token.
+    steps = {
+      "static": int(drawn["static"].slot_steps) // len(answers) - 1,
+      "refill": int(drawn["refill"].slot_steps) // self.paging.slots,
+    }
+    tokens, found = int(answers.sum()), {}
+    for name, samples in drawn.items():
+      read = weight_bytes(self.params) * steps[name]
+      read += key_bytes(self.cfg) * keys[name]
+      found[name] = {
+        "tokens_per_second": round(tokens / seconds[name], 1),
+        "useful": round(tokens / int(samples.slot_steps), 4),
+        "bytes_per_token": round(read / tokens),
+      }
+    return found
+
+
+def make(cfg, params, group: int, most: int, paging, prompt: int) -> Bench:
+  draw = SamplerConfig(group, most, stop_ids=(lengths.STOP,))
+  samplers = {
+    "static": static(cfg, params, draw),
+    "refill": refill(cfg, params, draw, paging, prompt),
   }
-  for repeat in range(1, repeats + 1):
-    for name, call in calls.items():
-      began = time.monotonic()
-      jax.block_until_ready(call(repeat))
-      seconds[name] = min(seconds[name], time.monotonic() - began)
-  return seconds, tokens
+  return Bench(cfg, params, draw, paging, prompt, samplers)
+
+
+def cell(bench: Bench, kind: str, each, repeats: int) -> list[dict]:
+  """Rows of the table, printed."""
+  found, rows = bench.measure(each, repeats), []
+  for name, numbers in found.items():
+    rate = numbers["tokens_per_second"]
+    times = rate / found["static"]["tokens_per_second"]
+    row = {"group": bench.draw.group_size, "prompt": bench.prompt}
+    row |= {"answers": kind, "sampler": name}
+    rows.append(row | numbers | {"times_static": round(times, 3)})
+    cells = [*row.values(), f"{rate:,.0f}", f"{numbers['useful']:.0%}"]
+    cells += [f"{numbers['bytes_per_token'] / 1e6:.3f}", f"{times:.2f}"]
+    print(" | ".join(map(str, cells)), flush=True)
+  return rows
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--quick", action="store_true", help="tiny sizes")
-  quick = parser.parse_args().quick
-  questions, group = (2, 2) if quick else (32, 8)
-  # Neither 96 nor 960 is where the cache ends a doubling: no lucky numbers.
-  short, long = (8, 80) if quick else (96, 960)
-  cfg = model.variant("tiny", dtype="float32")
-  params = model.init(jax.random.key(0), cfg)
-  prompts = sampler.Prompts(
-    np.zeros((questions, 32), np.int32), np.full(questions, 26, np.int32)
+  parser.add_argument("--out", type=Path)
+  args = parser.parse_args()
+  answers, most, repeats = (16, 80, 1) if args.quick else (256, 960, 3)
+  groups, prompts = ((2,), (8,)) if args.quick else ((4, 16), (32, 512))
+  paging = Paging(slots=4 if args.quick else 64, page=16, steps=32, chunk=32)
+  cfg = model.variant("tiny", dtype="float32", vocab_size=1024)
+  params = lengths.countdown(model.init(jax.random.key(0), cfg))
+  # Neither 96 nor 960 is where the static cache ends a doubling.
+  short, rows = most // 10, []
+  print(
+    "group | prompt | answers of | sampler | tokens/s | useful | MB a token | "
+    "times static"
   )
-  make = functools.partial(compiled, cfg, params, prompts, group=group)
-  seconds, tokens = least_seconds(
-    {
-      "short of short": make(short, short),
-      "short of long": make(long, short),
-      "long of long": make(long, long),
-    },
-    repeats=1 if quick else 5,
-  )
-  print("answers of / at most | tokens | seconds | tokens/s")
-  sizes = [(short, short), (short, long), (long, long)]
-  for (answer, most), name in zip(sizes, seconds, strict=True):
-    rate = tokens[name] / seconds[name]
-    print(
-      f"{answer:4d} / {most:4d} | {tokens[name]} | {seconds[name]:.3f} | "
-      f"{rate:.0f}"
-    )
-  ratio = seconds["short of long"] / seconds["short of short"]
-  print(f"short answers, long maximum over short maximum: {ratio:.2f}")
-  print(json.dumps({"seconds": seconds, "tokens": tokens, "ratio": ratio}))
+  for G, S in itertools.product(groups, prompts):
+    fixed = np.full(answers // G, short, np.int32)
+    tailed = lengths.long_tailed(answers // G, most)
+    exact = make(cfg, params, G, short, paging, S)
+    roomy = make(cfg, params, G, most, paging, S)
+    rows += cell(exact, f"{short} of {short}", fixed, repeats)
+    rows += cell(roomy, f"{short} of {most}", fixed, repeats)
+    rows += cell(roomy, f"long tail of {most}", tailed, repeats)
+  record.finish("sampler", {"slots": paging.slots, "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

@@ -68,13 +68,16 @@ def get_config() -> ConfigDict:
   c.paging.steps = 32  # decode steps until the host looks at the slots
   c.paging.chunk = 128  # tokens of a prompt that are prefilled at one time
 
-  # Old answers: "recompute" compares with the policy as it is when it learns
-  # from them, "sampler" with those that drew them; objective.mismatch weighs.
+  # What an older policy drew: old_logps "recompute" compares with the one that
+  # is about to learn from it, "sampler" with that which drew it.
   c.rollout = ConfigDict()
-  c.rollout.ahead = False  # draw the next batch before this one is learnt from
+  # One step off-policy: the next batch is drawn, on the same devices, before
+  # this one is learnt from; meanwhile the host verifies.
+  c.rollout.ahead = False
   # Tokens an answer may draw in an iteration, to go on in the next; 0: all.
+  # Needs paging.slots, and room for answers that wait:
   c.rollout.budget = 0
-  c.rollout.spare = 0  # questions in flight beside data.prompts, with a budget
+  c.rollout.spare = 0  # questions in flight beside data.prompts
 
   c.reward = ConfigDict()
   # Of gspo_jax/rewards/, or package.module.function; the first says what is
@@ -175,6 +178,8 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.sampler.group_size = 4
   c.sampler.max_new_tokens = 12
   c.learner.micro_rows = 8
+  c.paging.slots = 0
+  c.rollout = ConfigDict({"ahead": False, "budget": 0, "spare": 0})
   c.reward.names = ("final_answer",)
   c.reward.weights = (1.0,)
   c.cold_start.steps = 0

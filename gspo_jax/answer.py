@@ -12,6 +12,8 @@ from gspo_jax.rewards.pool import Answer, Scorer
 from gspo_jax.sampler import STOPPED, Ended, Prompts, Samples
 from gspo_jax.tokenizer import Tokenizer
 
+_REASONS = 3  # that a host tells of
+
 # Draws answers to a fixed number of prompts.
 Generate = Callable[[model.Params, Prompts, jax.Array], Samples]
 
@@ -134,6 +136,7 @@ def _collector(numbers, pending, group, rows) -> Callable[[], Marks]:
 
   def collect() -> Marks:
     scores = [each.result() for each in pending]
+    reasons = itertools.chain(*(each.reasons for each in scores))
     parts = {}
     for each in scores:
       for name, part in each.parts.items():
@@ -147,7 +150,7 @@ def _collector(numbers, pending, group, rows) -> Callable[[], Marks]:
       total=join([each.total for each in scores]),
       parts={name: join(values) for name, values in parts.items()},
       failed=join([each.failed for each in scores]) > 0,
-      reasons=sum((each.reasons for each in scores), ()),
+      reasons=tuple(dict.fromkeys(reasons))[:_REASONS],
     )
 
   return collect

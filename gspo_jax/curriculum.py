@@ -81,17 +81,18 @@ class Curriculum:
     As of `data.prompts`, with `stage` [count] int32, where they are from.
     """
     self._stage = bisect.bisect_right(self._begins, iteration) - 1
+    count = self._batch if count is None else count
     left = self._fitting[self._stage] - self.left_out
-    if self._history and left < self._batch:
+    if self._history and left < count:
       logging.warning(
         "data.history: %d questions are left that were not all answered right, "
         "fewer than a batch of %d: all questions come back",
         left,
-        self._batch,
+        count,
       )
       for known in self._known[self._stage]:
         known[:] = False
-    drawn = self._streams[self._stage].draw(count or self._batch)
+    drawn = self._streams[self._stage].draw(count)
     stages = np.full(len(drawn["problems"]), self._stage, np.int32)
     return drawn | {"stage": stages}
 
@@ -130,7 +131,8 @@ class Curriculum:
 
   def get_state(self) -> dict:
     """JSON, for a checkpoint between two iterations."""
-    state = {"positions": [stream.get_state() for stream in self._streams]}
+    positions = [stream.get_state() for stream in self._streams]
+    state = {"positions": positions, "stage": self._stage}
     if self._history:
       state["known"] = self._history.get_state()
     return state
@@ -141,6 +143,7 @@ class Curriculum:
     A state of `data.prompts` will do, as runs of one stage used to save it, and
     one without a history: then nothing is known.
     """
+    self._stage = state.get("stage", 0)
     positions = state.get("positions", [state])
     for stream, position in zip(self._streams, positions, strict=True):
       stream.set_state(position)

@@ -60,16 +60,13 @@ def take(
   The count of slot-steps is that of all.
 
   Args:
-    samples: of Q groups.
+    samples: of Q groups, without routing.
     index: [N] integers from -1 on, below Q.
     cfg: the model; static.
     sampler: how they are drawn; static.
   """
   group, steps = sampler.group_size, samples.slot_steps
-  slots = 0
-  if samples.experts is not None:
-    slots = samples.experts.shape[2] - samples.tokens.shape[1]
-  empty = nothing(len(index), slots, cfg, sampler)
+  empty = nothing(len(index), 0, cfg, sampler)
   cut = lambda x: x.reshape(-1, group, *x.shape[1:])
 
   def pick(x, empty):

@@ -184,14 +184,13 @@ def _check_sizes(config, shards):
   rows = prompts * config.sampler.group_size // minibatches
   divides("the answers of a minibatch", rows, "learner.micro_rows", micro)
   sizes = {"data.prompts": prompts, "learner.micro_rows": micro}
+  sizes["rollout.spare"] = config.rollout.spare
   if config.cold_start.steps:
     micro = min(micro, batch)
     divides("cold_start.batch", batch, "learner.micro_rows", micro)
     sizes["cold_start.batch"] = batch
   for name, size in sizes.items():
     multiple(name, size, "mesh.data x fsdp x expert", shards)
-  spare = config.rollout.spare
-  multiple("rollout.spare", spare, "mesh.data x fsdp x expert", shards)
 
 
 def multiple(what: str, size: int, of: str, devices: int) -> None:

@@ -31,7 +31,7 @@ from gspo_jax.schedule import Schedule, Sizes, width
 from gspo_jax.slots import Orders, Slots
 
 _IDLE = 8  # a segment ends when 1 of so many slots is idle and answers wait
-ROWS = 8  # texts of a prefill on each shard; or one
+ROWS = 8  # most texts of a prefill on each shard
 
 
 # Told of this host's answers, by number, while others are still being drawn.
@@ -89,10 +89,18 @@ class Paging:
 
   def buckets(self, longest: int) -> tuple[int, ...]:
     """T, what prefills are compiled for: texts of up to `longest` tokens."""
+    most = max(-(-(longest - 1) // self.chunk), 1) * self.chunk
     found = [self.chunk]
-    while found[-1] < longest - 1:
-      found.append(2 * found[-1])
+    while found[-1] < most:
+      found.append(min(2 * found[-1], most))
     return tuple(found)
+
+  def rows(self, T: int) -> int:
+    """Texts of a prefill of that length on each shard; or one.
+
+    The longer, the fewer: they have a cache of their own meanwhile.
+    """
+    return max(1, ROWS * self.chunk // T)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +169,21 @@ class PagedSampler:
         f"prompts {asked.shape}: expected [P, {self.sizes.prompt}], with P a "
         f"multiple of the {self.shards} shards"
       )
+    if self.draw.record_routing and not (begun is None and until is None):
+      raise UserError(
+        "begun or until: expected neither where routing is recorded, for that "
+        "of the tokens before is not kept"
+      )
     begun = self.fresh(len(asked)) if begun is None else begun
     work = self._divide(asked, lengths, begun, until)
+    known = _columns(work)
     schedules = [
       Schedule(self.sizes, [*map(len, w.tokens)], w.owner, w.until - w.drawn)
       for w in work
     ]
     params = self.lay_out(params)
     state, samples = self.begin(begun)
+    ended = None
     while not all(schedule.done for schedule in schedules):
       admitted = [schedule.admit() for schedule in schedules]
       for *batch, first in self._prefills(admitted, work):
@@ -177,11 +192,16 @@ class PagedSampler:
         if noted is not None:
           first = hosts.lay(first, self.rows)
           samples = self.note(samples, noted, fed, first)
-      orders, floor = self._orders(schedules, admitted, work)
-      state, samples = self.decode(params, state, samples, orders, floor, key)
-      self._settle(schedules, work, state)
-      if tell and (ended := self._ended(state, samples, orders.active)):
-        tell(ended)
+      orders, floor = self._orders(schedules, admitted, known)
+      laid = hosts.lay(orders, self.rows)
+      state, samples = self.decode(params, state, samples, laid, floor, key)
+      if ended:  # in the segment before; the devices decode this one meanwhile
+        tell(self._read(*ended))
+      told = self._settle(schedules, work, state)
+      if tell:
+        ended = self._look(state, samples, orders.active, *told)
+    if ended:
+      tell(self._read(*ended))
     return self.finish(samples)
 
   def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
@@ -203,15 +223,16 @@ class PagedSampler:
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
       f"refill: {self.paging.slots} slots, {self.sizes.pages * self.shards} "
-      f"pages of {self.paging.page} tokens; prefills of 1 or {ROWS} texts a "
-      f"shard, of up to {buckets} tokens"
+      f"pages of {self.paging.page} tokens; prefills of up to {buckets} tokens"
     )
 
   def _divide(self, asked, lengths, begun, until) -> list[texts.Texts]:
     """What each shard has to draw."""
     A, R = begun.tokens.shape
     until = np.full(A, R) if until is None else np.minimum(until, R)
-    known = dataclasses.replace(begun, logps=None, slot_steps=None)
+    known = dataclasses.replace(
+      begun, logps=None, slot_steps=None, experts=None
+    )
     whole = asked, lengths, hosts.fetch(known), until
     leaves, tree = jax.tree.flatten(whole)
     parts = zip(*(np.split(x, self.shards) for x in leaves), strict=True)
@@ -224,12 +245,13 @@ class PagedSampler:
       for text, pages in found.prefill:
         tokens = work[shard].tokens[text][:-1]
         T = next(T for T in left if len(tokens) <= T)
-        answer = int(np.flatnonzero(work[shard].owner == text)[0])
+        answer = int(np.searchsorted(work[shard].owner, text))
         left[T][shard].append((tokens, pages, answer))
     for T, queues in left.items():
       while most := max(map(len, queues)):
         # A few one by one: rows of padding cost as much as others.
-        count = ROWS if most > ROWS // 2 else 1
+        count = self.paging.rows(T)
+        count = count if most > count // 2 else 1
         tokens = np.zeros((self.shards, count, T), np.int32)
         fed = np.zeros((self.shards, count), np.int32)
         first = np.full_like(fed, -1)
@@ -245,7 +267,7 @@ class PagedSampler:
         join = lambda x: x.reshape(-1, *x.shape[2:])
         yield join(tokens), join(fed), join(numbers), join(first)
 
-  def _orders(self, schedules, admitted, work) -> tuple[Orders, np.ndarray]:
+  def _orders(self, schedules, admitted, known) -> tuple[Orders, np.ndarray]:
     """What the next segment is to do, and when it is to end early."""
     segments = [schedule.grow() for schedule in schedules]
     join = lambda parts, name: np.concatenate([getattr(p, name) for p in parts])
@@ -253,48 +275,59 @@ class PagedSampler:
     for name in ("new", "answer", "length", "source", "target"):
       told[name] = join(admitted, name)
     # A shard counts answers from the first of its own.
-    own, slots_ = len(work[0].drawn), self.sizes.slots
-    told["answer"] += np.repeat(np.arange(self.shards), slots_) * np.int32(own)
+    own = len(known["drawn"]) // self.shards
+    shard_B = np.repeat(np.arange(self.shards), self.sizes.slots)
+    told["answer"] += shard_B.astype(np.int32) * np.int32(own)
     told["new"] &= told["active"]  # one may have been preempted at once
-    for name in ("drawn", "until"):
-      told[name] = join(work, name)[told["answer"]]
-    last_A = [
-      w.tokens[text][-1] if w.tokens else 0 for w in work for text in w.owner
-    ]
-    told["last"] = np.array(last_A, np.int32)[told["answer"]]
+    for name, value_A in known.items():
+      told[name] = value_A[told["answer"]]
     count = told["active"].sum()
     waiting = any(schedule.waiting for schedule in schedules)
     floor = count - max(1, count // _IDLE) if waiting else 0
-    return hosts.lay(Orders(**told), self.rows), np.int32(floor)
+    return Orders(**told), np.int32(floor)
 
-  def _settle(self, schedules, work, state) -> None:
-    """Tells the schedules what a segment has done."""
+  def _settle(self, schedules, work, state):
+    """Tells the schedules what a segment has done.
+
+    Returns:
+      Of each slot, tokens drawn, whether it is still active, and the answer.
+    """
     told = hosts.fetch((state.drawn, state.pages.active, state.answer))
-    told = zip(*(np.split(x, self.shards) for x in told), strict=True)
+    parts = zip(*(np.split(x, self.shards) for x in told), strict=True)
     for schedule, part, (drawn, active, answer) in zip(
-      schedules, work, told, strict=True
+      schedules, work, parts, strict=True
     ):
       before = part.drawn[answer % len(part.drawn)]
       schedule.settle(drawn - before, active)
+    return told
 
-  def _ended(self, state, samples, were_active) -> dict[int, Ended]:
-    """What ended in this host's slots in a segment, if any host saw one end."""
-    active = hosts.own(were_active)
-    still, drawn = hosts.own(state.pages.active), hosts.own(state.drawn)
-    ended = [slot for slot in active if active[slot] and not still[slot]]
-    if not hosts.anywhere(bool(ended)):
-      return {}
-    tokens, answers = (
-      hosts.own(self.peek(state, samples)),
-      hosts.own(state.answer),
-    )
-    found = {}
-    for slot in ended:
-      length = int(drawn[slot])
-      stopped = tokens[slot][length - 1] in self.draw.stop_ids
-      if stopped or length == self.draw.max_new_tokens:
-        found[int(answers[slot])] = Ended(tokens[slot], length, bool(stopped))
+  def _look(self, state, samples, were_active, drawn, active, answer):
+    """What `_read` takes: slots in which an answer ended, and their tokens."""
+    slots_ = np.flatnonzero(were_active & ~active)
+    if not slots_.size:
+      return None
+    which = [(int(b), int(answer[b]), int(drawn[b])) for b in slots_]
+    return which, self.peek(state, samples)
+
+  def _read(self, which, tokens) -> dict[int, Ended]:
+    """The answers in this host's slots, but for those that only pause."""
+    tokens, found = hosts.own(tokens), {}
+    for slot, answer, length in which:
+      if slot in tokens:
+        stopped = tokens[slot][length - 1] in self.draw.stop_ids
+        if stopped or length == self.draw.max_new_tokens:
+          found[answer] = Ended(tokens[slot], length, bool(stopped))
     return found
+
+
+def _columns(work: list[texts.Texts]) -> dict[str, np.ndarray]:
+  """Of all answers, [A] int32: what a slot that gets one has to know."""
+  last = [
+    w.tokens[text][-1] if w.tokens else 0 for w in work for text in w.owner
+  ]
+  join = lambda name: np.concatenate([getattr(w, name) for w in work])
+  columns = {"drawn": join("drawn"), "until": join("until")}
+  return columns | {"last": np.array(last, np.int32)}
 
 
 def build(

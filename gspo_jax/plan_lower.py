@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import draw, sampler, sharding
-from gspo_jax.paged_sampler import ROWS, PagedSampler
+from gspo_jax.paged_sampler import PagedSampler
 from gspo_jax.program import Program
 from gspo_jax.slots import Orders
 
@@ -61,9 +61,10 @@ def _refill(config, made, key):
     lay_out.out_info,
     draw.layouts(made.cfg, paged.decode.mesh),
   )
-  fresh = paged.fresh.lower(config.data.prompts).out_info
+  learnt, spare = config.data.prompts, config.rollout.spare
+  fresh = paged.fresh.lower(learnt + spare).out_info
   state, samples = paged.begin.lower(fresh).out_info
-  prompts = _prompts(paged)
+  prompts = _prompts(config, paged)
   floor = jax.ShapeDtypeStruct((), jnp.int32)
   orders = _orders(state)
   lowered = {
@@ -71,21 +72,22 @@ def _refill(config, made, key):
     "prefill": paged.prefill.lower(params, state, *prompts),
     "generate": paged.decode.lower(params, state, samples, orders, floor, key),
   }
-  return lowered, paged.finish.lower(samples).out_info
+  return lowered, paged.fresh.lower(learnt).out_info
 
 
-def _prompts(paged):
+def _prompts(config, paged):
   """Tokens, lengths and pages of a prefill of the longest prompts."""
-  N, T = ROWS * paged.shards, longest(paged)
+  T = longest(config, paged)
+  N = paged.paging.rows(T) * paged.shards
   whole = lambda *dims: jax.ShapeDtypeStruct(
     dims, jnp.int32, sharding=paged.rows
   )
   return whole(N, T), whole(N), whole(N, T // paged.sizes.page)
 
 
-def longest(paged: PagedSampler) -> int:
-  """T of the longest prompts."""
-  return paged.paging.buckets(paged.sizes.prompt)[-1]
+def longest(config, paged: PagedSampler) -> int:
+  """T of the longest prompts, or of answers that go on."""
+  return paged.buckets(continues=config.rollout.budget > 0)[-1]
 
 
 def _orders(state):

@@ -12,7 +12,7 @@ import jax
 from gspo_jax import aot, chips, ideal, plan_lower
 from gspo_jax.hlo import cost as hlo_cost
 from gspo_jax.hlo import walk as hlo_walk
-from gspo_jax.paged_sampler import ROWS, PagedSampler
+from gspo_jax.paged_sampler import PagedSampler
 from gspo_jax.program import Program
 
 _KEPT = 40  # operations
@@ -106,7 +106,7 @@ def _steps(name, config, made) -> int:
   """Trips of the function's loop that data decides, at most."""
   if not isinstance(made.generate, PagedSampler):
     return config.sampler.max_new_tokens - 1 if name == "generate" else 0
-  chunks = plan_lower.longest(made.generate) // config.paging.chunk
+  chunks = plan_lower.longest(config, made.generate) // config.paging.chunk
   return {"prefill": chunks, "generate": config.paging.steps}.get(name, 0)
 
 
@@ -179,14 +179,14 @@ def _tokens(paged) -> int:
   return paged.sizes.pages * paged.sizes.page * paged.shards
 
 
-def _refill_flops(name, made) -> float:
+def _refill_flops(name, config, made) -> float:
   """Of what a `PagedSampler` calls, its pages full."""
   cfg, paged = made.cfg, made.generate
   if name == "lay_out":
     return 0.0
   if name == "prefill":
-    rows = ROWS * paged.shards
-    return ideal.forward_flops(cfg, rows, plan_lower.longest(paged), 0)
+    T = plan_lower.longest(config, paged)
+    return ideal.forward_flops(cfg, paged.paging.rows(T) * paged.shards, T, 0)
   rows = paged.paging.slots
   past = _tokens(paged) / rows
   one = ideal.forward_flops(cfg, rows, 1, 1, past=past)
@@ -195,7 +195,7 @@ def _refill_flops(name, made) -> float:
 
 def _model_flops(name, config, made) -> float:
   if isinstance(made.generate, PagedSampler) and name in _REFILL:
-    return _refill_flops(name, made)
+    return _refill_flops(name, config, made)
   P, S = config.data.prompts, config.data.max_prompt_length
   B, R = P * config.sampler.group_size, config.sampler.max_new_tokens
   if name == "generate":

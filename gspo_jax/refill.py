@@ -39,12 +39,12 @@ class Draw(NamedTuple):
 
 
 class Cost(NamedTuple):
-  """One batch that was drawn.
+  """What a batch took.
 
   Attributes:
     batch: its questions.
     marks: what they earned.
-    tokens: of all answers.
+    tokens: that were drawn.
     slot_steps: decode steps times the rows that took them.
   """
 

@@ -249,7 +249,9 @@ def _prefill(params, cfg, prompts, sampler):
     params, cfg, prompts.tokens, prompts.positions, prompts.mask
   )
   logits = draw.logits(params, cfg, out.hidden[:, -1])
-  cache = kv.fork(out.cache, cfg, sampler.group_size, _slots(0, cfg, sampler))
+  cache = kv.fork(
+    out.cache, cfg, sampler.group_size, cache_slots(0, cfg, sampler)
+  )
   logits = jnp.repeat(logits, sampler.group_size, axis=0)
   recorded = sampler.record_routing and cfg.num_experts
   experts = out.routing.experts if recorded else None
@@ -280,11 +282,13 @@ def _join(prompts_LPSk, answers_LBRk):
   return constrain(joined_LBTk.swapaxes(0, 1), ROWS)
 
 
-def _slots(full, cfg, sampler):
-  """Slots of the next cache; the last token drawn is never fed back.
+def cache_slots(
+  full: int, cfg: model.ModelConfig, sampler: SamplerConfig
+) -> int:
+  """Slots of the answers' cache that follows one of `full` slots, or the first.
 
-  Every length has all blocks compiled once more (seconds each, on a TPU), so a
-  deep model starts with a longer one.
+  The last token drawn is never fed back. Every length has all blocks compiled
+  once more (seconds each, on a TPU), so a deep model starts with a longer one.
   """
   most = max(sampler.max_new_tokens - 1, 1)
   lengths = max(_BLOCKS // cfg.num_layers, 1)
@@ -319,7 +323,7 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
 
   def longer(s):
     s = dataclasses.replace(
-      s, cache=kv.grow(s.cache, _slots(slots, cfg, sampler))
+      s, cache=kv.grow(s.cache, cache_slots(slots, cfg, sampler))
     )
     return _decode(s, params, cfg, starts, row_keys, sampler)
 

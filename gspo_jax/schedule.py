@@ -220,13 +220,13 @@ class Schedule:
     if empty := np.flatnonzero(lengths_N < 1).tolist():
       raise UserError(f"text {empty[0]}: it has no token, expected at least 1")
     room = self._sizes.prompt + self._sizes.most
-    rows_A = lengths_N[self._owner_A] + self._most_A
-    if (long := np.flatnonzero(rows_A > room)).size:
-      raise UserError(
-        f"answer {long[0]}: it and its text can have {rows_A[long[0]]} tokens, "
-        f"expected at most prompt={self._sizes.prompt} and "
-        f"most={self._sizes.most}"
-      )
+    for answer in np.flatnonzero(self._most_A):
+      row = lengths_N[self._owner_A[answer]] + self._most_A[answer]
+      if row > room:
+        raise UserError(
+          f"answer {answer}: it and its text can have {row} tokens, expected "
+          f"at most prompt={self._sizes.prompt} and most={self._sizes.most}"
+        )
 
   def _fits(self, answer):
     """Whether it may start.

@@ -222,7 +222,9 @@ def decode(
     row_keys = jax.vmap(fold)(slots.answer)
     token, logp = draw.token(logits, row_keys, slots.drawn, sampler)
     slots = dataclasses.replace(slots, pages=out.cache)
-    noted = out.routing.experts[:, :, 0] if sampler.record_routing else None
+    noted = None
+    if samples.experts is not None:
+      noted = out.routing.experts[:, :, 0]
     return taken + 1, *_record(slots, samples, token, logp, noted, sampler)
 
   def going(state):
@@ -290,9 +292,8 @@ def _write(kept: dict, new: dict, where) -> dict:
 
     def write(old, value_B):
       at = (row_B, t_B)[: old.ndim]
-      if (
-        old.ndim == 4
-      ):  # where the token before it is, of a prompt and an answer
+      # Routing: where the token before it is, of a prompt and an answer.
+      if old.ndim == 4:
         at = row_B, slice(None), old.shape[2] - R - 1 + t_B
       return old.at[at].set(value_B, mode="drop")
 

@@ -34,8 +34,9 @@ def unfinished(
 ) -> Texts:
   """The answers that have not ended, and where each goes on.
 
-  Those to a prompt that have no token yet share one text, the prompt. The
-  others have one each, for what they drew differs.
+  Neighbours to a prompt that have no token yet share one text, the prompt. The
+  others have one each, prompt and all, for what they drew differs: their prompt
+  is prefilled and stored for each.
 
   Args:
     prompts: [P, S] int32, padded on the left.

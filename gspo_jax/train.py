@@ -1,6 +1,7 @@
 """The run, from a config to a trained policy: read it top to bottom."""
 
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -14,6 +15,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import (
   answer,
+  batches,
   cold_start,
   data,
   hosts,
@@ -22,7 +24,6 @@ from gspo_jax import (
   policy,
   program,
   refill,
-  rollouts,
   settings,
   sharding,
   sources,
@@ -140,10 +141,10 @@ def _prepare(config, workdir, mesh) -> Run:
   )
 
 
-def _rollouts(run, curriculum) -> rollouts.Source:
+def _rollouts(run, curriculum) -> batches.Source:
   """Where answers come from, as the config wants it."""
   config, functions = run.config, run.program
-  sampling = rollouts.Sampling(
+  sampling = batches.Sampling(
     curriculum=curriculum,
     generate=functions.generate,
     tokenizer=functions.tokenizer,
@@ -158,20 +159,21 @@ def _rollouts(run, curriculum) -> rollouts.Source:
   if config.paging.slots:
     hosts.say(functions.generate.describe(continues=c.budget > 0))
   if c.budget:
-    source = rollouts.Partial(
+    source = batches.Partial(
       sampling,
       functions.generate.fresh,
       functions.choose,
       functions.regroup,
+      shards=functions.generate.shards,
       budget=c.budget,
       spare=c.spare,
     )
   else:
     rounds = config.data.refill_rounds
-    source = rollouts.Fresh(sampling, functions.merge, rounds=rounds)
+    source = batches.Fresh(sampling, functions.merge, rounds=rounds)
   if c.ahead:
     nothing = functions.nothing()
-    source = rollouts.Ahead(source, sampling, nothing, last=config.num_steps)
+    source = batches.Ahead(source, sampling, nothing, last=config.num_steps)
   return source
 
 
@@ -208,13 +210,17 @@ def _identity(run) -> dict:
     more["a reference (objective.kl_coef)"] = True
   if state.critic is not None:
     more["a critic (objective.name='ppo')"] = True
-  if run.config.rollout.ahead:
+  c = run.config
+  if c.rollout.ahead:
     more["answers drawn ahead (rollout.ahead)"] = True
-  if run.config.rollout.budget:
-    more["answers in flight (rollout.budget)"] = [
-      run.config.data.prompts + run.config.rollout.spare,
-      run.config.sampler.group_size,
-    ]
+  if c.rollout.budget:
+    more["answers in flight (rollout.spare)"] = c.rollout.spare
+  if c.rollout.ahead or c.rollout.budget:
+    # Answers that wait were drawn for these prompts, and are of this shape.
+    for key in ("prompts", "max_prompt_length", "system_prompt", "instruction"):
+      more[f"data.{key}"] = c.data[key]
+    for key in ("group_size", "max_new_tokens"):
+      more[f"sampler.{key}"] = c.sampler[key]
   return run.identity | more
 
 
@@ -304,15 +310,11 @@ def _train(
       )
       last, stop = step == config.num_steps, preemption.reached()
       row["data/epochs"] = curriculum.epochs
-      saved = {
-        "identity": _identity(run),
-        "data": curriculum.get_state(),
-        "rollouts": source.get_state(),
-        "config": _plain(config),
-      }
-      whole = dataclasses.replace(state, waiting=source.arrays)
+      save = functools.partial(
+        _save, run, curriculum, source, checkpoints, step, state
+      )
       if stop:  # at once: a SIGKILL in the evaluation then costs a row at most
-        checkpoints.save(step, whole, saved)
+        save()
       if last or step % config.eval.every == 0:
         row |= _evaluate(run, state.params)
       writer.write(step, row, distributions)
@@ -320,12 +322,23 @@ def _train(
       if last or step % config.log.samples_every == 0:
         writer.samples(step, shown[: config.log.samples])
       if last or checkpoints.due(step):
-        checkpoints.save(step, whole, saved)
+        save()
       if stop and not last:
         checkpoints.wait()
         hosts.say(f"SIGTERM: saved after step {step}; the same command resumes")
         return None
   return state
+
+
+def _save(run, curriculum, source, checkpoints, step, state) -> None:
+  metadata = {
+    "identity": _identity(run),
+    "data": curriculum.get_state(),
+    "rollouts": source.get_state(),
+    "config": _plain(run.config),
+  }
+  whole = dataclasses.replace(state, waiting=source.arrays)
+  checkpoints.save(step, whole, metadata)
 
 
 def _step_keys(run, step) -> tuple[jax.Array, jax.Array]:
@@ -403,8 +416,9 @@ def _rollout_row(marks: answer.Marks, samples, costs) -> dict[str, float]:
     "reward/failed": float(marks.failed.mean()),
     "response/length": float(lengths.mean()),
     "response/truncated": float((finish == TRUNCATED).mean()),
-    # What is missing to 1 are decode steps spent on rows that had ended.
-    "response/useful_steps": rollouts.tokens(costs) / slot_steps,
+    # What is missing to 1 are decode steps of rows that had ended, of slots
+    # that had no answer, and of tokens that were drawn again.
+    "response/useful_steps": batches.tokens(costs) / slot_steps,
   }
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
 
@@ -20,18 +21,45 @@ def quick(name):
 
 
 def test_sampler():
-  record = quick("sampler")
-  # Two questions, two answers each: of 8 tokens, or of 80.
-  assert 32 <= record["tokens"]["short of long"] <= 40
-  assert record["tokens"]["short of short"] == 32
-  assert 320 <= record["tokens"]["long of long"] <= 328
-  assert set(record["seconds"]) == set(record["tokens"])
+  rows = quick("sampler")["rows"]
+  found = {(row["answers"], row["sampler"]): row for row in rows}
+  useful = lambda *at: found[at]["useful"]
+  assert useful("8 of 8", "static") == useful("8 of 8", "refill") == 1
+  tail = "long tail of 80"
+  assert useful(tail, "refill") > 2 * useful(tail, "static")
+  read = lambda *at: found[at]["bytes_per_token"]
+  # 4 slots draw 16 answers in 32 steps, 128 tokens; each sees 8 to 15 tokens,
+  # a page of 16, of 2 layers' 4 heads of 16 keys and values. Weights: 296,320.
+  page = 16 * 2 * 2 * 4 * 16 * 4
+  assert read("8 of 8", "refill") == 296_320 * 4 * 32 / 128 + page
+  assert read("8 of 80", "refill") == read("8 of 8", "refill")
+  # 7 steps of 16 rows, for the last token is not fed: a cache of 7, or of 64.
+  own = 7 * 16 * (64 - 7) * page / 16 / 128
+  assert read("8 of 80", "static") - read("8 of 8", "static") == own
 
 
-def test_refill():
-  record = quick("refill")
-  assert set(record["seconds"]) == {"static", "4 slots"}
-  assert record["useful"]["4 slots"] > 2 * record["useful"]["static"]
+def test_versus_transformers():
+  pytest.importorskip("torch")
+  rows = quick("versus_transformers")["rows"]
+  kinds = [(row["model"], row["answers"]) for row in rows]
+  models, answers = ("tiny-dense", "tiny-moe"), ("fixed", "long tail")
+  assert kinds == [(m, a) for m in models for a in answers]
+  for row in rows:
+    rates = row["tokens_per_second"]
+    ours = max(rates["our static"], rates["our refill"])
+    theirs = [x for name, x in rates.items() if not name.startswith("our")]
+    assert rates[row["best"]] == max(theirs) > 0
+    assert row["times"] == pytest.approx(ours / max(theirs), abs=1e-3)
+
+
+def test_iteration():
+  seconds = quick("iteration")["seconds"]
+  assert set(seconds) == {"static", "refill"}
+  for found in seconds.values():
+    whole = found.pop("iteration")
+    assert set(found) == {"generate", "score", "logps", "update", "write"}
+    assert min(found.values()) > 0
+    assert sum(found.values()) <= 1.001 * whole
 
 
 def test_load_hf():
@@ -54,3 +82,19 @@ def test_instruments():
     phases = [seconds[k] for k in ("generate", "score", "update", "write")]
     assert all(phase > 0 for phase in phases)
     assert sum(phases) <= 1.001 * seconds["iteration"]
+
+
+def test_decode():
+  record = quick("decode")
+  assert min(record["seconds"].values()) > 0
+  own = 1 / record["group"]
+  assert record["shares"] == {"prefilled": own, "pages": own}
+
+
+@pytest.mark.slow
+def test_overlap():
+  seconds = quick("overlap")["seconds"]
+  assert len(seconds) == 4
+  for phases in seconds.values():
+    parts = sum(phases[k] for k in ("generate", "score", "update"))
+    assert 0 < parts <= 1.5 * phases["iteration"]  # each a median of its own

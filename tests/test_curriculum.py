@@ -243,7 +243,10 @@ def test_without_history_it_is_the_plain_pipeline():
     batch = curriculum.draw(step)
     curriculum.record(batch, np.ones((4, G)))
     assert texts(batch) == texts(next(plain))
-    assert curriculum.get_state() == {"positions": [plain.get_state()]}
+    assert curriculum.get_state() == {
+      "positions": [plain.get_state()],
+      "stage": 0,
+    }
     assert curriculum.epochs == data.epochs(BOTH, plain.get_state())
   assert curriculum.left_out == 0
   for history in (True, False):
@@ -293,6 +296,15 @@ def test_any_number_of_questions_and_again_by_their_places():
     assert list(map(str, again[name])) == list(map(str, column))
     if name != "problems":
       assert again[name].dtype == column.dtype
+
+
+def test_a_state_knows_its_stage():
+  """A run that draws no more tells of the stage that it is in."""
+  first, again = start((1, MATH), (2, CODE)), start((1, MATH), (2, CODE))
+  first.record(first.draw(2), np.ones((4, G)))
+  again.set_state(json.loads(json.dumps(first.get_state())))
+  assert again.left_out == first.left_out == 4
+  assert again.epochs == first.epochs > 0
 
 
 def test_what_is_known_is_known_of_the_stage_that_asked():

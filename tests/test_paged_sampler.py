@@ -192,6 +192,36 @@ def test_the_routing_is_that_of_the_static_sampler(name, axes):
   assert (drawn.experts[..., 0] != drawn.experts[..., 1]).all()
 
 
+def test_routing_is_not_recorded_over_several_calls():
+  draw = build(SMALL, dataclasses.replace(DRAW, record_routing=True))
+  rest = {"until": np.full(P * G, 3)}
+  with pytest.raises(UserError, match="until: expected neither"):
+    draw(weights(), prompts(), jax.random.key(1), **rest)
+
+
+def test_long_texts_are_prefilled_a_few_at_a_time():
+  """Buckets up to what is there, and no more tokens at once for longer ones."""
+  assert SMALL.buckets(3) == (8,)
+  assert SMALL.buckets(9) == (8,)
+  assert SMALL.buckets(10) == (8, 16)
+  assert SMALL.buckets(41) == (8, 16, 32, 40)
+  assert [SMALL.rows(T) for T in (8, 16, 32, 40, 640)] == [8, 4, 2, 1, 1]
+
+
+def test_a_shard_without_work_waits_for_the_others():
+  """And what one is told of an answer is of that answer, on all shards."""
+  draw = build(
+    dataclasses.replace(SMALL, slots=8),
+    axes={"data": 2, "expert": 2, "tensor": 2},
+  )
+  begun, have = None, np.arange(P * G) // G  # of each question another number
+  for until in (have, np.where(have < 4, 0, R), np.full(P * G, R)):
+    begun = draw(
+      weights(), prompts(), jax.random.key(1), begun=begun, until=until
+    )
+  assert_same(begun, static())
+
+
 def test_a_cut_answer_goes_on_as_if_it_had_not_been_cut():
   """In stints of 7 tokens, with the same key: as at once, and none is lost."""
   draw, samples = build(SMALL), None

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from gspo_jax import paged_sampler, plan_lower, program, sharding, slots
+from gspo_jax import plan_lower, program, sharding, slots
 
 
 def built(config, **sizes):
@@ -31,10 +31,9 @@ def test_a_run_with_pages(debug_config):
   assert list(lowered) == names
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]
-  longest = made.generate.paging.buckets(debug_config.data.max_prompt_length)[
-    -1
-  ]
-  assert tokens.shape == (paged_sampler.ROWS * made.generate.shards, longest)
+  paging, shards = made.generate.paging, made.generate.shards
+  longest = paging.buckets(debug_config.data.max_prompt_length)[-1]
+  assert tokens.shape == (paging.rows(longest) * shards, longest)
   (_, state, samples, orders, *_), _ = lowered["generate"].in_avals
   out_state, out_samples = lowered["generate"].out_info
   shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -62,3 +61,18 @@ def test_orders_are_those_of_a_run(debug_config, monkeypatch):
   for field in dataclasses.fields(slots.Orders):
     called = getattr(given[0], field.name)
     assert shape(called) == shape(getattr(planned, field.name)), field.name
+
+
+def test_a_run_whose_answers_go_on(debug_config):
+  """All in flight decode; the longest text is a prompt and an answer."""
+  debug_config.rollout.update({"budget": 4, "spare": 8})
+  made = refill(debug_config)
+  lowered = plan_lower.functions(debug_config, made)
+  tokens = lowered["prefill"].in_avals[0][2]
+  room = made.generate.sizes.prompt + made.generate.sizes.most
+  assert room - 1 <= tokens.shape[1] < room + debug_config.paging.chunk
+  group = debug_config.sampler.group_size
+  samples = lowered["generate"].out_info[1]
+  assert len(samples.lengths) == (debug_config.data.prompts + 8) * group
+  learnt = lowered["update"].in_avals[0][1]
+  assert len(learnt.tokens) == debug_config.data.prompts * group

@@ -374,7 +374,7 @@ def test_a_text_may_be_longer_than_a_prompt():
 
 
 def test_a_shard_without_work_goes_along():
-  schedule = Schedule(SMALL, [], [], [])
+  schedule = Schedule(SMALL, [], [0] * 4, [0] * 4)
   assert schedule.done
   assert not schedule.admit().new.any()
   segment = schedule.grow()

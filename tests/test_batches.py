@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from gspo_jax import data, groups, model, rollouts, sampler, sharding, tokenizer
+from gspo_jax import batches, data, groups, model, sampler, sharding, tokenizer
+from gspo_jax.batches import Ahead, Fresh, Partial, Sampling
 from gspo_jax.curriculum import Curriculum, Stage
 from gspo_jax.rewards.pool import Scorer
-from gspo_jax.rollouts import Ahead, Fresh, Partial, Sampling
 from gspo_jax.sampler import STOPPED, TRUNCATED, UNFINISHED, SamplerConfig
 from gspo_jax.tasks import Problem
 
@@ -44,13 +45,13 @@ class Policy:
   """Each of its tokens is the number of the iteration that drew it."""
 
   def __init__(self):
-    self.calls = 0
+    self.keys = []
 
   def fresh(self, count):
     return sampler.nothing(count, 6, DENSE, DRAW)
 
   def __call__(self, params, prompts, key, begun=None, until=None):
-    self.calls += 1
+    self.keys.append(tuple(jax.random.key_data(key).tolist()))
     drawn = jax.device_get(begun or self.fresh(len(prompts.tokens)))
     drawn = jax.tree.map(np.array, drawn)
     until = np.full(len(drawn.lengths), R) if until is None else until
@@ -67,7 +68,7 @@ class Policy:
     return dataclasses.replace(drawn, slot_steps=np.int32(slot_steps))
 
 
-def start(scorer, kind, *, last=STEPS, P=P, spare=SPARE):
+def start(scorer, kind, *, policy=None, last=STEPS, P=P, spare=SPARE, shards=2):
   """The source of that kind, and its curriculum."""
   curriculum = Curriculum(
     [Stage(1, PROBLEMS[:40]), Stage(5, PROBLEMS[40:])],
@@ -76,7 +77,7 @@ def start(scorer, kind, *, last=STEPS, P=P, spare=SPARE):
     seed=0,
   )
   rows = sharding.rows(sharding.make_mesh(jax.devices()[:1]))
-  policy = Policy()
+  policy = policy or Policy()
   generate = lambda params, prompts, key, **rest: jax.device_put(
     policy(params, prompts, key, **rest)
   )
@@ -96,7 +97,13 @@ def start(scorer, kind, *, last=STEPS, P=P, spare=SPARE):
     source = Fresh(sampling, None, rounds=1)
   else:
     source = Partial(
-      sampling, policy.fresh, take, take, budget=BUDGET, spare=spare
+      sampling,
+      policy.fresh,
+      take,
+      take,
+      budget=BUDGET,
+      shards=shards,
+      spare=spare,
     )
   if kind.startswith("ahead"):
     nothing = sampler.nothing(P, 6, DENSE, DRAW)
@@ -117,7 +124,7 @@ def seen(batch):
     "rewards": batch.kept.marks().total.tolist(),
     "drawn_at": batch.drawn_at,
     "continued": batch.continued,
-    "cost": rollouts.tokens(batch.costs),
+    "cost": batches.tokens(batch.costs),
     "steps": int(batch.costs[0].slot_steps),
   }
 
@@ -227,6 +234,44 @@ def test_what_waits_goes_through_a_checkpoint(scorer, kind):
   again.set_state(arrays, saved[0])
   after = [seen(again(step, step)) for step in range(4, STEPS + 1)]
   assert before + after == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_iteration_draws_with_its_own_key(scorer, kind):
+  policy = Policy()
+  source, _ = start(scorer, kind, policy=policy)
+  for step in range(1, STEPS + 1):
+    source(step, step)
+  # What is drawn to its end goes on with the key of its stint.
+  runs = [key for key, _ in itertools.groupby(policy.keys)]
+  assert len(runs) == len(set(runs)) == STEPS
+
+
+def test_answers_are_verified_while_others_are_drawn(scorer):
+  """As many have been submitted as were told of, before the last is drawn."""
+  submitted = []
+
+  class Listens:
+    def submit(self, answers):
+      submitted.append(len(answers))
+      return scorer.submit(answers)
+
+  def generate(params, prompts, key, *, tell):
+    samples = Policy()(params, prompts, key)
+    ended = [
+      sampler.Ended(row, int(n), stopped=True)
+      for row, n in zip(samples.tokens, samples.lengths, strict=True)
+    ]
+    for some in (range(5), range(5, P * G)):
+      tell({i: ended[i] for i in some})
+      assert submitted[-1] == len(some)
+    return jax.device_put(samples)
+
+  source, _ = start(Listens(), "fresh")
+  told = source._sampling._replace(generate=generate, tells=True)
+  batch = Fresh(told, None, rounds=1)(1, 1)
+  assert sorted(batch.kept.answers) == list(range(P * G))
+  assert batch.kept.marks().total.shape == (P, G)
 
 
 def test_a_batch_ahead_is_that_of_one_iteration_before(scorer):

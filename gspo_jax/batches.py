@@ -8,9 +8,9 @@
   Ahead: one step off-policy. The next batch is drawn before this one is learnt
     from, while its answers are verified.
 
-Each is called with the policy, the iteration that is to learn from the answers,
-and the one that it is now, if that is another. What waits is in `arrays` and
-`get_state`, for a checkpoint.
+Each is called with the policy and the iteration that is to learn from the
+answers; the first two also with the iteration that it is now, if that is
+another. What waits is in `arrays` and `get_state`, for a checkpoint.
 """
 
 import functools
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
   Attributes:
     kept: P groups of answers, all ended.
-    costs: the batches that were drawn for it.
+    costs: what was drawn for it. In flight, that is of all questions there.
     spent: tokens that were drawn while it was waited for.
     drawn_at: the iteration that drew its tokens, the mean over them.
     continued: the share of its answers that were drawn in several stints.
@@ -115,7 +115,8 @@ class Fresh:
       return Draw(batch, samples, stream.answers, marks)
 
     kept, costs = refill.collect(draw, self._merge, rounds=self._rounds)
-    return Batch(kept, costs, tokens(costs), float(now or step))
+    drawn_at = step if now is None else now
+    return Batch(kept, costs, tokens(costs), float(drawn_at))
 
   def get_state(self) -> dict:
     """Nothing waits."""
@@ -131,20 +132,29 @@ class Partial:
   Where fewer than P have ended, the oldest of the others are drawn to their
   end. Questions stay in the order in which they were asked.
 
+  A group is verified when it is given, and not while others decode. Of an
+  answer that goes on, the prompt and what it drew are prefilled anew, for the
+  weights have changed.
+
   Args:
     sampling: what drawing takes; `generate` continues answers.
     fresh: count of questions -> Samples, of which nothing is drawn.
     choose: `groups.take`, jitted, for P groups.
     regroup: the same for all in flight.
     budget: tokens that an answer may draw in an iteration.
+    shards: D, parts of the devices that have questions of their own.
     spare: questions in flight beside P.
   """
 
   def __init__(
-    self, sampling: Sampling, fresh, choose, regroup, *, budget, spare
+    self, sampling: Sampling, fresh, choose, regroup, *, budget, shards, spare
   ):
     self._sampling, self._choose, self._regroup = sampling, choose, regroup
     self._budget, self._flight = budget, sampling.prompts + spare
+    # By age, where each question is: one for each shard in turn, so that none
+    # has all those that are nearly done.
+    places = np.arange(self._flight).reshape(shards, -1)
+    self._places = places.T.ravel().astype(np.int32)
     answers = self._flight * sampling.group
     self._batch, self.arrays = None, fresh(self._flight)
     self._at = np.zeros(answers)  # iterations, summed over an answer's tokens
@@ -163,21 +173,22 @@ class Partial:
     ended = self._ended(samples)
     slot_steps = int(samples.slot_steps)
     if (missing := P - ended.sum()) > 0:
-      more = np.isin(np.arange(Q), np.flatnonzero(~ended)[:missing]).repeat(G)
+      more = np.isin(np.arange(Q), self._oldest(~ended)[:missing]).repeat(G)
       samples = draw(samples, np.where(more, R, 0))
       ended = self._ended(samples)
       slot_steps += int(samples.slot_steps)
     lengths = hosts.fetch(samples.lengths)
-    self._at += (lengths - before) * float(now or step)
+    self._at += (lengths - before) * float(step if now is None else now)
     self._stints += lengths > before
-    chosen = np.flatnonzero(ended)[:P].astype(np.int32)
+    chosen = self._oldest(ended)[:P]
     rows = _rows(chosen, G)
     found = s.judged(data.pick(batch, chosen), self._choose(samples, chosen))
     drawn = int((lengths - before).sum())
     cost = Cost(found.batch, found.marks, drawn, slot_steps)
     drawn_at = float(self._at[rows].sum() / lengths[rows].sum())
     continued = float((self._stints[rows] > 1).mean())
-    self._keep(batch, samples, np.setdiff1d(np.arange(Q), chosen))
+    stays = ~np.isin(np.arange(Q), chosen)
+    self._keep(batch, samples, self._oldest(stays))
     return Batch(found, [cost], drawn, drawn_at, continued)
 
   def get_state(self) -> dict:
@@ -195,19 +206,24 @@ class Partial:
     self._at, self._stints = np.array(state["at"]), np.array(state["stints"])
 
   def _fill(self, step) -> dict:
-    """The questions in flight, new ones behind those that wait."""
+    """The questions in flight, in their places; new ones are the youngest."""
     old = [self._batch] if self._batch else []
     count = self._flight - sum(len(b["problems"]) for b in old)
-    return data.join([*old, self._sampling.curriculum.draw(step, count)])
+    by_age = data.join([*old, self._sampling.curriculum.draw(step, count)])
+    return data.pick(by_age, np.argsort(self._places))
+
+  def _oldest(self, which_Q) -> np.ndarray:
+    """The places of those questions, the oldest first."""
+    return self._places[which_Q[self._places]]
 
   def _ended(self, samples) -> np.ndarray:
     finish = hosts.fetch(samples.finish).reshape(self._flight, -1)
     return (finish != UNFINISHED).all(axis=1)
 
   def _keep(self, batch, samples, left):
-    """Those groups stay, in front; room for new ones is behind."""
+    """Those groups stay, as the oldest; the rest is room for new ones."""
     index = np.full(self._flight, -1, np.int32)
-    index[: len(left)] = left
+    index[self._places[: len(left)]] = left
     self.arrays = self._regroup(samples, index)
     self._batch = data.pick(batch, left) if len(left) else None
     rows = _rows(index, self._sampling.group)
