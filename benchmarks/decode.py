@@ -62,7 +62,7 @@ def segment(cfg, params, held: np.ndarray, most: int, steps: int):
   jitted = jax.jit(decode, donate_argnums=(1, 2))
   empty = lambda: slots.empty(cfg, rows=B, pages=B * W, page=_PAGE, most=W)
   # Jitted, so that no two arrays are one buffer.
-  kept = [jax.jit(empty)(), sampler.nothing(B, draw)]
+  kept = [jax.jit(empty)(), sampler.nothing(B, 0, cfg, draw)]
 
   def call():
     kept[:] = jitted(params, *kept)

@@ -17,7 +17,9 @@ def countdown(params: model.Params) -> model.Params:
   """The same weights, but after token t comes t - 1 for certain.
 
   Layers are computed as ever and add nothing to the stream: what is to come is
-  in a token's own embedding, a random code of -1 and 1.
+  in a token's own embedding, a random code of -1 and 1. So a router sees the
+  token alone: rows that are as far from their end meet the same experts, and a
+  step of answers of one length needs fewer of them than real ones would.
   """
   rng = np.random.default_rng(0)
   codes = rng.choice([-1.0, 1.0], params["embed"].shape).astype(np.float32)
@@ -28,7 +30,8 @@ def countdown(params: model.Params) -> model.Params:
     return np.zeros_like(leaf) if last in ("o", "down") else leaf
 
   layers = jax.tree.map_with_path(silence, params["layers"])
-  return params | {"embed": codes, "head": head, "layers": layers}
+  made = params | {"embed": codes, "head": head, "layers": layers}
+  return jax.device_put(made)
 
 
 def long_tailed(count: int, most: int, seed: int = 0) -> np.ndarray:

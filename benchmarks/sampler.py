@@ -114,8 +114,11 @@ class Bench(NamedTuple):
       repeats,
     )
     answers = np.repeat(each, G)
+    left = answers[:, None] - 1 - np.arange(self.draw.max_new_tokens)
     for name, samples in drawn.items():
       np.testing.assert_array_equal(samples.lengths, answers, err_msg=name)
+      wanted = np.maximum(left, 0)
+      np.testing.assert_array_equal(samples.tokens, wanted, err_msg=name)
     keys = {
       "static": static_tokens(self.cfg, self.draw, given, each.max()),
       "refill": paged_tokens(self.paging.page, self.prompt, answers),

@@ -134,7 +134,8 @@ class Partial:
 
   A group is verified when it is given, and not while others decode. Of an
   answer that goes on, the prompt and what it drew are prefilled anew, for the
-  weights have changed.
+  weights have changed. What is drawn depends on the number of shards, for a
+  place has its keys.
 
   Args:
     sampling: what drawing takes; `generate` continues answers.
@@ -195,15 +196,21 @@ class Partial:
     """JSON: the questions in flight, and when their answers were drawn."""
     return {
       "places": _places(self._batch),
+      "order": self._places.tolist(),
       "at": self._at.tolist(),
       "stints": self._stints.tolist(),
     }
 
   def set_state(self, arrays: Samples, state: dict) -> None:
-    """Goes to where `arrays` and `get_state` were."""
-    self.arrays, places = arrays, state["places"]
+    """Goes to where `arrays` and `get_state` were, on any number of shards."""
+    places = state["places"]
     self._batch = self._sampling.curriculum.recall(places) if places else None
-    self._at, self._stints = np.array(state["at"]), np.array(state["stints"])
+    index = np.zeros(self._flight, np.int32)
+    index[self._places] = state["order"]
+    self.arrays = self._regroup(arrays, index)
+    rows = _rows(index, self._sampling.group)
+    self._at = np.array(state["at"])[rows]
+    self._stints = np.array(state["stints"])[rows]
 
   def _fill(self, step) -> dict:
     """The questions in flight, in their places; new ones are the youngest."""

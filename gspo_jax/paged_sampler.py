@@ -95,13 +95,6 @@ class Paging:
       found.append(min(2 * found[-1], most))
     return tuple(found)
 
-  def rows(self, T: int) -> int:
-    """Texts of a prefill of that length on each shard; or one.
-
-    The longer, the fewer: they have a cache of their own meanwhile.
-    """
-    return max(1, ROWS * self.chunk // T)
-
 
 @dataclasses.dataclass(frozen=True)
 class PagedSampler:
@@ -169,12 +162,13 @@ class PagedSampler:
         f"prompts {asked.shape}: expected [P, {self.sizes.prompt}], with P a "
         f"multiple of the {self.shards} shards"
       )
-    if self.draw.record_routing and not (begun is None and until is None):
+    goes_on = begun is not None or until is not None
+    begun = self.fresh(len(asked)) if begun is None else begun
+    if goes_on and begun.experts is not None:
       raise UserError(
         "begun or until: expected neither where routing is recorded, for that "
         "of the tokens before is not kept"
       )
-    begun = self.fresh(len(asked)) if begun is None else begun
     work = self._divide(asked, lengths, begun, until)
     known = _columns(work)
     schedules = [
@@ -213,6 +207,13 @@ class PagedSampler:
     longest = self.sizes.prompt + continues * self.sizes.most
     return self.paging.buckets(longest)
 
+  def at_once(self, T: int) -> int:
+    """Texts of a prefill of that length on each shard; or one.
+
+    They have a cache of their own meanwhile, of an eighth of all pages at most.
+    """
+    return max(1, min(ROWS, self.sizes.pages * self.sizes.page // (8 * T)))
+
   def compilations(self) -> dict[str, int]:
     """How often each function is compiled at most, over all calls."""
     once = dict.fromkeys(("lay_out", "begin", "decode", "peek", "finish"), 1)
@@ -250,7 +251,7 @@ class PagedSampler:
     for T, queues in left.items():
       while most := max(map(len, queues)):
         # A few one by one: rows of padding cost as much as others.
-        count = self.paging.rows(T)
+        count = self.at_once(T)
         count = count if most > count // 2 else 1
         tokens = np.zeros((self.shards, count, T), np.int32)
         fed = np.zeros((self.shards, count), np.int32)
@@ -429,7 +430,8 @@ def build(
       out_shardings=(state, drawn),
       donate_argnums=(1, 2),
     ),
-    peek=jit(slots.peek, out_shardings=rows),
+    # One of its own: jit shares what it compiled among uses of one function.
+    peek=jit(functools.partial(slots.peek), out_shardings=rows),
     finish=jit(finish, out_shardings=kept),
   )
 

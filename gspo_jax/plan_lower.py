@@ -78,7 +78,7 @@ def _refill(config, made, key):
 def _prompts(config, paged):
   """Tokens, lengths and pages of a prefill of the longest prompts."""
   T = longest(config, paged)
-  N = paged.paging.rows(T) * paged.shards
+  N = paged.at_once(T) * paged.shards
   whole = lambda *dims: jax.ShapeDtypeStruct(
     dims, jnp.int32, sharding=paged.rows
   )

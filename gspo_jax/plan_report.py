@@ -186,7 +186,7 @@ def _refill_flops(name, config, made) -> float:
     return 0.0
   if name == "prefill":
     T = plan_lower.longest(config, paged)
-    return ideal.forward_flops(cfg, paged.paging.rows(T) * paged.shards, T, 0)
+    return ideal.forward_flops(cfg, paged.at_once(T) * paged.shards, T, 0)
   rows = paged.paging.slots
   past = _tokens(paged) / rows
   one = ideal.forward_flops(cfg, rows, 1, 1, past=past)

@@ -274,6 +274,19 @@ def test_answers_are_verified_while_others_are_drawn(scorer):
   assert batch.kept.marks().total.shape == (P, G)
 
 
+def test_what_waits_goes_on_on_another_number_of_shards(scorer):
+  """The same answers to the same questions, the oldest first."""
+  whole = run(scorer, "partial")
+  source, curriculum = start(scorer, "partial")
+  before = [seen(source(step, step)) for step in (1, 2, 3)]
+  saved = source.get_state(), curriculum.get_state()
+  again, curriculum = start(scorer, "partial", shards=1)
+  curriculum.set_state(saved[1])
+  again.set_state(source.arrays, saved[0])
+  after = [seen(again(step, step)) for step in range(4, STEPS + 1)]
+  assert before + after == whole
+
+
 def test_a_batch_ahead_is_that_of_one_iteration_before(scorer):
   """And nothing is drawn after the last."""
   ahead, fresh = run(scorer, "ahead"), run(scorer, "fresh")

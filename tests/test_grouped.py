@@ -63,3 +63,37 @@ def test_few_rows_are_few_blocks():
   sizes = jnp.array([4] * 16)
   _, count, _, b = grouped._blocks(64, sizes)
   assert count * b <= 2 * 64
+
+
+@pytest.mark.parametrize("rows", [6, 64, 1000])
+def test_few_rows_and_many_groups(rows):
+  """Blocks of 8 and more rows, groups of none, in a rematerialised gradient."""
+  rng = np.random.default_rng(rows)
+  sizes = rng.multinomial(rows - 2, np.ones(32) / 32)
+  x, target = rng.normal(size=(rows, D)), rng.normal(size=(rows, F))
+  weights = np.float32(rng.normal(size=(32, D, F)))
+  x, target = np.float32(x), np.float32(target)
+  owner = np.repeat(np.arange(32), sizes)
+
+  def loss(x, w):
+    y = jax.checkpoint(grouped.in_blocks)(x, w, jnp.array(sizes))
+    # Rows beyond the groups hold what they may, and learn nothing.
+    return (y * target).sum()
+
+  dx, dw = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, weights)
+  live = target[: len(owner)]
+  want = np.einsum("rf,rdf->rd", live, weights[owner])
+  np.testing.assert_allclose(dx[: len(owner)], want, atol=1e-5)
+  assert not dx[len(owner) :].any()
+  each = np.einsum("rd,rf->rdf", x[: len(owner)], live)
+  sums = np.zeros_like(weights)
+  np.add.at(sums, owner, each)
+  np.testing.assert_allclose(dw, sums, atol=1e-4)
+
+
+def test_a_narrow_type_sums_over_many_blocks_in_float32():
+  ones = jnp.ones((64 * 64 * 16, 1), jnp.bfloat16)  # 2**16 rows, of one group
+  loss = lambda w: grouped.in_blocks(ones, w, jnp.array([len(ones)])).sum()
+  dw = jax.jit(jax.grad(loss))(jnp.ones((1, 1, 1), jnp.bfloat16))
+  assert dw.dtype == jnp.bfloat16
+  assert dw.item() == len(ones)  # 2**16 in steps of 64 stops at 2**14

@@ -103,16 +103,14 @@ def test_heads_side_by_side_do_not_meet(platform, monkeypatch):
 
 
 def test_heads_lie_side_by_side_where_they_fill_a_tpus_lanes(monkeypatch):
-  bf16 = jnp.bfloat16
-  assert attention.side_by_side(8, 64, bf16) == 1
+  assert attention.side_by_side(8, 64) == 1
   monkeypatch.setattr(sharding, "platform", lambda: "tpu")
   wide = {128: 1, 256: 1, 192: 1, 64: 2, 32: 4, 48: 1}
-  assert {H: attention.side_by_side(8, H, bf16) for H in wide} == wide
-  assert attention.side_by_side(8, 64, jnp.float32) == 1  # not for the kernel
-  assert attention.side_by_side(3, 64, bf16) == 1
+  assert {H: attention.side_by_side(8, H) for H in wide} == wide
+  assert attention.side_by_side(3, 64) == 1
   with jax.set_mesh(sharding.make_mesh(data=4, tensor=2)):
-    assert attention.side_by_side(2, 64, bf16) == 1  # a device has one head
-    assert attention.side_by_side(4, 64, bf16) == 2
+    assert attention.side_by_side(2, 64) == 1  # a device has one head
+    assert attention.side_by_side(4, 64) == 2
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -204,12 +204,20 @@ def test_routing_is_not_recorded_over_several_calls():
 
 
 def test_long_texts_are_prefilled_a_few_at_a_time():
-  """Buckets up to what is there, and no more tokens at once for longer ones."""
+  """Buckets up to what is there; a prefill takes an eighth of the pages."""
   assert SMALL.buckets(3) == (8,)
   assert SMALL.buckets(9) == (8,)
   assert SMALL.buckets(10) == (8, 16)
   assert SMALL.buckets(41) == (8, 16, 32, 40)
-  assert [SMALL.rows(T) for T in (8, 16, 32, 40, 640)] == [8, 4, 2, 1, 1]
+  pages = build(SMALL).sizes.pages * SMALL.page
+  assert pages == 176
+  assert [build(SMALL).at_once(T) for T in (1, 2, 8, 16, 640)] == [
+    8,
+    8,
+    2,
+    1,
+    1,
+  ]
 
 
 def test_a_shard_without_work_waits_for_the_others():
@@ -282,6 +290,26 @@ def test_it_tells_of_each_answer_once_as_it_ends(axes):
     np.testing.assert_array_equal(
       ended.tokens[: ended.length], samples.tokens[answer, : ended.length]
     )
+
+
+def test_it_tells_while_the_next_segment_is_decoded():
+  events, draw = [], build(SMALL)
+
+  def watched(name):
+    def call(*args):
+      events.append(name)
+      return getattr(draw, name)(*args)
+
+    return call
+
+  spied = {name: watched(name) for name in ("decode", "peek")}
+  tell = lambda ended: events.append("tell")
+  sample = dataclasses.replace(draw, **spied)
+  sample(weights(), prompts(), jax.random.key(1), tell=tell)
+  assert events.count("tell") == events.count("peek") > 2
+  for i in np.flatnonzero(np.array(events[:-2]) == "peek").tolist():
+    assert events[i + 1 : i + 3] == ["decode", "tell"]
+  assert events[-2:] == ["peek", "tell"]  # none is left to decode
 
 
 def test_it_does_not_tell_of_answers_that_pause():

@@ -31,9 +31,9 @@ def test_a_run_with_pages(debug_config):
   assert list(lowered) == names
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]
-  paging, shards = made.generate.paging, made.generate.shards
-  longest = paging.buckets(debug_config.data.max_prompt_length)[-1]
-  assert tokens.shape == (paging.rows(longest) * shards, longest)
+  paged = made.generate
+  longest = paged.paging.buckets(debug_config.data.max_prompt_length)[-1]
+  assert tokens.shape == (paged.at_once(longest) * paged.shards, longest)
   (_, state, samples, orders, *_), _ = lowered["generate"].in_avals
   out_state, out_samples = lowered["generate"].out_info
   shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -73,6 +73,6 @@ def test_a_run_whose_answers_go_on(debug_config):
   assert room - 1 <= tokens.shape[1] < room + debug_config.paging.chunk
   group = debug_config.sampler.group_size
   samples = lowered["generate"].out_info[1]
-  assert len(samples.lengths) == (debug_config.data.prompts + 8) * group
+  assert samples.lengths.shape[0] == (debug_config.data.prompts + 8) * group
   learnt = lowered["update"].in_avals[0][1]
-  assert len(learnt.tokens) == debug_config.data.prompts * group
+  assert learnt.tokens.shape[0] == debug_config.data.prompts * group

@@ -391,8 +391,9 @@ def test_every_step_and_use_has_its_own_key(debug_config):
   debug_config.data.refill_rounds = 2  # both are drawn: no group is mixed
   state = TrainState(0, None, None)
   with scorer:
+    source = train._rollouts(run, spy)
     for step in (1, 2, 1):
-      train._iterate(run, state, spy, step)
+      train._iterate(run, state, spy, source, step)
   drawn = [tuple(jax.random.key_data(k).tolist()) for k in spy.keys]
   assert len(set(drawn[:6])) == 6
   assert drawn[:3] == drawn[6:]  # the same step repeats

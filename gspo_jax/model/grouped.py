@@ -38,6 +38,7 @@ def in_blocks(x_RD, weights_eDF, sizes_e):
 
 
 def _forward(x_RD, weights_eDF, sizes_e):
+  weights_eDF = jnp.asarray(weights_eDF)  # a number of the loop picks from it
   slot_R, count, group_n, b = _blocks(len(x_RD), sizes_e)
   x_nbD = _spread(x_RD, slot_R, len(group_n), b)
 
@@ -58,11 +59,14 @@ def _backward(kept, dy_RF):
     dx_nbD, dweights = state
     g, dy_bF = group_n[i], dy_nbF[i]
     dx_nbD = dx_nbD.at[i].set(dy_bF @ weights_eDF[g].T)
-    return dx_nbD, dweights.at[g].add(x_nbD[i].T @ dy_bF)
+    part_DF = jnp.matmul(x_nbD[i].T, dy_bF, preferred_element_type=jnp.float32)
+    return dx_nbD, dweights.at[g].add(part_DF)
 
-  zeros = jnp.zeros_like(x_nbD), jnp.zeros_like(weights_eDF)
+  # Over many blocks a narrower type would lose the last ones.
+  zeros = jnp.zeros_like(x_nbD), jnp.zeros(weights_eDF.shape)
   dx_nbD, dweights = jax.lax.fori_loop(0, count, body, zeros)
-  return _take(dx_nbD.reshape(-1, dx_nbD.shape[2]), slot_R), dweights, None
+  dx_RD = _take(dx_nbD.reshape(-1, dx_nbD.shape[2]), slot_R)
+  return dx_RD, dweights.astype(weights_eDF.dtype), None
 
 
 in_blocks.defvjp(_forward, _backward)

@@ -16,23 +16,20 @@ _TOKENS = 512  # of keys in VMEM at one time
 _GATHERED = 2**14  # tokens of a block, but on a CPU
 
 
-def side_by_side(heads: int, width: int, dtype) -> int:
+def side_by_side(heads: int, width: int) -> int:
   """j, how many key-value heads are to lie beside each other in a page.
 
-  On a TPU as many as fill its lanes, if the heads of a device come out even and
-  the kernel takes them.
+  On a TPU as many as fill its lanes, if the heads of a device come out even.
   Narrow ones alone would be padded to as much, and XLA copies the whole cache
   to do so: all of it around a segment, and a layer's in each step.
 
   Args:
     heads: of all devices together.
     width: H.
-    dtype: of keys and values.
   """
-  fill = max(1, _LANES // width)
+  fill = _LANES // width if width < _LANES and _LANES % width == 0 else 1
   even = heads % (fill * sharding.size("tensor")) == 0
-  takes = fill * width % _LANES == 0 and dtype == jnp.bfloat16
-  return fill if sharding.platform() == "tpu" and even and takes else 1
+  return fill if sharding.platform() == "tpu" and even else 1
 
 
 def every_head(K):

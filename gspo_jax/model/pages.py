@@ -84,7 +84,7 @@ def empty(
     most: W, pages of the longest row.
   """
   K, H = cfg.num_kv_heads, cfg.head_dim
-  j = paged_attention.side_by_side(K, H, cfg.dtype)
+  j = paged_attention.side_by_side(K, H)
   shape = K // j, pages, page, j * H
   zeros = lambda: tuple(
     constrain(jnp.zeros(shape, cfg.dtype), "tensor", ROWS)
