@@ -200,7 +200,14 @@ def test_what_a_study_leaves_is_no_change_and_all_else_is(tmp_path):
   assert runs.commit(tmp_path) == f"{clean} and changes"
 
 
-KEPT = {"gradient_noise": module("gradient_noise", "run").FULL._asdict()}
+SPREAD = module("ratio_spread", "run")
+KEPT = {
+  "gradient_noise": module("gradient_noise", "run").FULL._asdict(),
+  "ratio_spread": {
+    **{"first": SPREAD.FIRST, "bins": SPREAD.BINS},
+    "batches": SPREAD.BATCHES,
+  },
+}
 
 
 @of_each
