@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import lengths, record
 from benchmarks.replay import least_seconds
 from gspo_jax import model, paged_sampler, sampler, sharding, slots
-from gspo_jax.paged_sampler import Paging
+from gspo_jax.paging import Paging
 from gspo_jax.sampler import SamplerConfig
 
 _PAGE = 16
@@ -102,16 +102,18 @@ def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
 
   def prefill(params, state, tokens, fed, numbers):
     prefilled.append(int(fed.sum()))
-    return paged.prefill(params, state, tokens, fed, numbers)
+    return paged.functions.prefill(params, state, tokens, fed, numbers)
 
   def decode(params, state, samples, orders, *rest):
     full = np.asarray(orders.table)[np.asarray(orders.active)]
     full = full[:, : (length - 1) // _PAGE]
     distinct.append(np.unique(full).size)
     pages.append(full.size)
-    return paged.decode(params, state, samples, orders, *rest)
+    return paged.functions.decode(params, state, samples, orders, *rest)
 
-  spied = dataclasses.replace(paged, prefill=prefill, decode=decode)
+  spies = {"prefill": prefill, "decode": decode}
+  watched = dataclasses.replace(paged.functions, **spies)
+  spied = dataclasses.replace(paged, functions=watched)
   asked = lengths.prompts(np.arange(1, prompts + 1), length)
   jax.block_until_ready(spied(params, asked, jax.random.key(0)))
   alone = prompts * group * (length - 1)

@@ -9,7 +9,8 @@ of the most, 5 % of them at it: see benchmarks/lengths.py for how a policy is
 made to give such answers). Both draw the same tokens, which is checked; they
 take turns, and the least time of each counts.
 
-useful: decode steps of a slot that drew a token of an answer, of all.
+useful: decode steps of a slot that drew a token of an answer, of all; and of
+  those until the last answer got a slot, the steady state of many answers.
 bytes a token: what the decode steps must read, by the tokens drawn. Of weights
   all but the embedding, once a step. Of keys and values, static: in every row
   the cache as long as it then is (it doubles), and the prompts once a group;
@@ -17,6 +18,7 @@ bytes a token: what the decode steps must read, by the tokens drawn. Of weights
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -29,7 +31,8 @@ import numpy as np
 from benchmarks import lengths, record
 from benchmarks.replay import least_seconds
 from gspo_jax import model, paged_sampler, sampler, sharding
-from gspo_jax.paged_sampler import Paging
+from gspo_jax.paged_sampler import PagedSampler
+from gspo_jax.paging import Paging
 from gspo_jax.sampler import SamplerConfig
 
 
@@ -40,10 +43,10 @@ def static(cfg, params, draw):
   return lambda prompts: jitted(params, prompts=prompts, key=key)
 
 
-def refill(cfg, params, draw, paging: Paging, prompt: int):
-  """Prompts of `prompt` tokens -> answers, `paging.slots` at a time."""
+def build(cfg, params, draw, paging: Paging, prompt: int) -> PagedSampler:
+  """Refill on one device."""
   mesh = sharding.make_mesh(jax.devices()[:1])
-  paged = paged_sampler.build(
+  return paged_sampler.build(
     cfg,
     draw,
     paging=paging,
@@ -52,7 +55,29 @@ def refill(cfg, params, draw, paging: Paging, prompt: int):
     mesh=mesh,
     decoding=mesh,
   )
+
+
+def refill(cfg, params, draw, paging: Paging, prompt: int):
+  """Prompts of `prompt` tokens -> answers, `paging.slots` at a time."""
+  paged = build(cfg, params, draw, paging, prompt)
   return lambda prompts: paged(params, prompts, jax.random.key(0))
+
+
+def steady(paged: PagedSampler, params, prompts) -> float:
+  """Useful slot-steps, of those of segments with answers that wait."""
+  seen = []
+
+  def decode(params, state, samples, orders, floor, key):
+    rest = params, state, samples, orders, floor, key
+    state, samples = paged.functions.decode(*rest)
+    if floor:
+      seen[:] = [int(samples.lengths.sum()) / int(samples.slot_steps)]
+    return state, samples
+
+  watched = dataclasses.replace(paged.functions, decode=decode)
+  spied = dataclasses.replace(paged, functions=watched)
+  jax.block_until_ready(spied(params, prompts, jax.random.key(0)))
+  return seen[0]
 
 
 def in_turns(calls: dict, repeats: int) -> tuple[dict, dict]:
@@ -104,15 +129,18 @@ class Bench(NamedTuple):
   draw: SamplerConfig
   paging: Paging
   prompt: int
-  samplers: dict[str, Callable]
+  static: Callable
+  paged: PagedSampler
 
   def measure(self, each: np.ndarray, repeats: int) -> dict:
     """By sampler, of answers of these lengths, one for each prompt."""
     G, given = self.draw.group_size, lengths.prompts(each, self.prompt)
-    seconds, drawn = in_turns(
-      {n: functools.partial(f, given) for n, f in self.samplers.items()},
-      repeats,
-    )
+    rest = self.params, given, jax.random.key(0)
+    calls = {
+      "static": functools.partial(self.static, given),
+      "refill": functools.partial(self.paged, *rest),
+    }
+    seconds, drawn = in_turns(calls, repeats)
     answers = np.repeat(each, G)
     left = answers[:, None] - 1 - np.arange(self.draw.max_new_tokens)
     for name, samples in drawn.items():
@@ -137,16 +165,16 @@ class Bench(NamedTuple):
         "useful": round(tokens / int(samples.slot_steps), 4),
         "bytes_per_token": round(read / tokens),
       }
+    share = steady(self.paged, self.params, given)
+    found["refill"]["useful_steady"] = round(share, 4)
     return found
 
 
 def make(cfg, params, group: int, most: int, paging, prompt: int) -> Bench:
   draw = SamplerConfig(group, most, stop_ids=(lengths.STOP,))
-  samplers = {
-    "static": static(cfg, params, draw),
-    "refill": refill(cfg, params, draw, paging, prompt),
-  }
-  return Bench(cfg, params, draw, paging, prompt, samplers)
+  paged = build(cfg, params, draw, paging, prompt)
+  drawn = static(cfg, params, draw)
+  return Bench(cfg, params, draw, paging, prompt, drawn, paged)
 
 
 def cell(bench: Bench, kind: str, each, repeats: int) -> list[dict]:
@@ -158,7 +186,8 @@ def cell(bench: Bench, kind: str, each, repeats: int) -> list[dict]:
     row = {"group": bench.draw.group_size, "prompt": bench.prompt}
     row |= {"answers": kind, "sampler": name}
     rows.append(row | numbers | {"times_static": round(times, 3)})
-    cells = [*row.values(), f"{rate:,.0f}", f"{numbers['useful']:.0%}"]
+    shares = numbers["useful"], numbers.get("useful_steady", numbers["useful"])
+    cells = [*row.values(), f"{rate:,.0f}", *(f"{x:.1%}" for x in shares)]
     cells += [f"{numbers['bytes_per_token'] / 1e6:.3f}", f"{times:.2f}"]
     print(" | ".join(map(str, cells)), flush=True)
   return rows
@@ -177,8 +206,8 @@ def main() -> None:
   # Neither 96 nor 960 is where the static cache ends a doubling.
   short, rows = most // 10, []
   print(
-    "group | prompt | answers of | sampler | tokens/s | useful | MB a token | "
-    "times static"
+    "group | prompt | answers of | sampler | tokens/s | useful | so in steady "
+    "state | MB a token | times static"
   )
   for G, S in itertools.product(groups, prompts):
     fixed = np.full(answers // G, short, np.int32)

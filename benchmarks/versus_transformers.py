@@ -33,7 +33,7 @@ from benchmarks import lengths, record
 from benchmarks.sampler import in_turns, refill, static
 from gspo_jax import model
 from gspo_jax.model import hf
-from gspo_jax.paged_sampler import Paging
+from gspo_jax.paging import Paging
 from gspo_jax.sampler import SamplerConfig
 
 _TINY = {"vocab_size": 1024}

@@ -9,26 +9,18 @@ shards, N texts of a shard, T tokens of a prefill, R most new tokens.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import draw as drawing
-from gspo_jax import hosts, model, sampler, sharding, slots, texts
+from gspo_jax import hosts, model, paged_functions, sharding, texts
 from gspo_jax.errors import UserError
-from gspo_jax.model.pages import Pages
-from gspo_jax.on_mesh import OnMesh
-from gspo_jax.sampler import (
-  Ended,
-  Prompts,
-  SamplerConfig,
-  Samples,
-)
-from gspo_jax.schedule import Schedule, Sizes, width
-from gspo_jax.slots import Orders, Slots
+from gspo_jax.paged_functions import Functions
+from gspo_jax.paging import Paging
+from gspo_jax.sampler import Ended, Prompts, SamplerConfig, Samples
+from gspo_jax.schedule import Schedule, Sizes
+from gspo_jax.slots import Orders
 
 _IDLE = 8  # a segment ends when 1 of so many slots is idle and answers wait
 ROWS = 8  # most texts of a prefill on each shard
@@ -36,64 +28,6 @@ ROWS = 8  # most texts of a prefill on each shard
 
 # Told of this host's answers, by number, while others are still being drawn.
 Told = Callable[[dict[int, Ended]], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Paging:
-  """Sizes of decoding, of all devices together.
-
-  Attributes:
-    slots: B, answers that decode together.
-    page: S, tokens of a page.
-    steps: most decode steps of a segment.
-    chunk: tokens of one forward pass of a prefill; a multiple of `page`.
-    pages: in all; 0 for as many as B of the longest answers take.
-  """
-
-  slots: int
-  page: int
-  steps: int
-  chunk: int
-  pages: int = 0
-
-  def __post_init__(self):
-    for name, least in (("slots", 1), ("page", 1), ("steps", 1), ("pages", 0)):
-      if getattr(self, name) < least:
-        raise UserError(
-          f"paging.{name}={getattr(self, name)}: expected at least {least}"
-        )
-    if self.chunk < 1 or self.chunk % self.page:
-      raise UserError(
-        f"paging.chunk={self.chunk}: expected a multiple of "
-        f"paging.page={self.page}"
-      )
-
-  def sizes(self, draw: SamplerConfig, prompt: int, shards: int) -> Sizes:
-    """What each of `shards` has, for prompts of at most `prompt` tokens.
-
-    Raises:
-      UserError: slots or pages cannot be split, or are too few.
-    """
-    for name in ("slots", "pages"):
-      if (value := getattr(self, name)) % shards:
-        raise UserError(
-          f"paging.{name}={value}: expected a multiple of the {shards} shards "
-          "of sampler_mesh"
-        )
-    own = self.slots // shards
-    most = draw.max_new_tokens
-    # The prompts' own partial pages, besides: those of a slot's at most.
-    longest = width(prompt, most, self.page) + 1
-    pages = self.pages // shards or own * longest
-    return Sizes(own, pages, self.page, self.steps, most, prompt)
-
-  def buckets(self, longest: int) -> tuple[int, ...]:
-    """T, what prefills are compiled for: texts of up to `longest` tokens."""
-    most = max(-(-(longest - 1) // self.chunk), 1) * self.chunk
-    found = [self.chunk]
-    while found[-1] < most:
-      found.append(min(2 * found[-1], most))
-    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +40,7 @@ class PagedSampler:
     sizes: of each shard.
     shards: D, parts of the devices that have rows of their own.
     rows: where arrays of rows lie.
-    lay_out: params -> params as decoding wants them.
-    fresh: P -> samples, of which nothing is drawn.
-    begin: samples -> (slots, samples), as decoding wants them; donates.
-    prefill: `slots.prefill`, from params to numbers.
-    note: `slots.note`.
-    decode: `slots.decode`, from params to key.
-    peek: `slots.peek`.
-    finish: samples -> samples, as a rollout wants them.
+    functions: what the devices do.
   """
 
   draw: SamplerConfig
@@ -121,14 +48,7 @@ class PagedSampler:
   sizes: Sizes
   shards: int
   rows: jax.sharding.Sharding
-  lay_out: Callable
-  fresh: Callable
-  begin: Callable
-  prefill: Callable
-  note: Callable
-  decode: Callable
-  peek: Callable
-  finish: Callable
+  functions: Functions
 
   def __call__(
     self,
@@ -163,7 +83,7 @@ class PagedSampler:
         f"multiple of the {self.shards} shards"
       )
     goes_on = begun is not None or until is not None
-    begun = self.fresh(len(asked)) if begun is None else begun
+    begun = self.functions.fresh(len(asked)) if begun is None else begun
     if goes_on and begun.experts is not None:
       raise UserError(
         "begun or until: expected neither where routing is recorded, for that "
@@ -175,20 +95,21 @@ class PagedSampler:
       Schedule(self.sizes, [*map(len, w.tokens)], w.owner, w.until - w.drawn)
       for w in work
     ]
-    params = self.lay_out(params)
-    state, samples = self.begin(begun)
+    devices = self.functions
+    params = devices.lay_out(params)
+    state, samples = devices.begin(begun)
     ended = None
     while not all(schedule.done for schedule in schedules):
       admitted = [schedule.admit() for schedule in schedules]
       for *batch, first in self._prefills(admitted, work):
         tokens, fed, numbers = hosts.lay(batch, self.rows)
-        state, noted = self.prefill(params, state, tokens, fed, numbers)
+        state, noted = devices.prefill(params, state, tokens, fed, numbers)
         if noted is not None:
           first = hosts.lay(first, self.rows)
-          samples = self.note(samples, noted, fed, first)
+          samples = devices.note(samples, noted, fed, first)
       orders, floor = self._orders(schedules, admitted, known)
       laid = hosts.lay(orders, self.rows)
-      state, samples = self.decode(params, state, samples, laid, floor, key)
+      state, samples = devices.decode(params, state, samples, laid, floor, key)
       if ended:  # in the segment before; the devices decode this one meanwhile
         tell(self._read(*ended))
       told = self._settle(schedules, work, state)
@@ -196,7 +117,7 @@ class PagedSampler:
         ended = self._look(state, samples, orders.active, *told)
     if ended:
       tell(self._read(*ended))
-    return self.finish(samples)
+    return devices.finish(samples)
 
   def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
     """T, tokens of the prefills that can be compiled.
@@ -308,7 +229,7 @@ class PagedSampler:
     if not slots_.size:
       return None
     which = [(int(b), int(answer[b]), int(drawn[b])) for b in slots_]
-    return which, self.peek(state, samples)
+    return which, self.functions.peek(state, samples)
 
   def _read(self, which, tokens) -> dict[int, Ended]:
     """The answers in this host's slots, but for those that only pause."""
@@ -355,90 +276,16 @@ def build(
   Raises:
     UserError: the sizes do not fit.
   """
-  shards = decoding.size // decoding.shape["tensor"]
+  shards = sharding.row_shards(decoding)
   sizes = paging.sizes(draw, prompt, shards)
-  state, rows = _layout(cfg, decoding), sharding.rows(decoding)
-  drawn, kept = sampler.layout(draw, decoding), sampler.layout(draw, mesh)
-  jit = lambda f, **how: OnMesh(jax.jit(f, **how), decoding)
-
-  def begin(samples):
-    empty = slots.empty(
-      cfg,
-      rows=paging.slots,
-      pages=sizes.pages * shards,
-      page=paging.page,
-      most=sizes.width,
-    )
-    # It counts the steps of a call.
-    return empty, dataclasses.replace(samples, slot_steps=jnp.int32(0))
-
-  record = draw.record_routing and cfg.num_experts > 0
-
-  def prefill(params, state, *prompts):
-    how = {"chunk": paging.chunk, "record": record}
-    return slots.prefill(params, cfg, state, *prompts, **how)
-
-  def decode(params, state, samples, orders, floor, key):
-    rest = state, samples, orders, floor, sharding.constrain(key)
-    how = {"sampler": draw, "steps": paging.steps}
-    return slots.decode(params, cfg, *rest, **how)
-
-  def finish(samples):
-    # An answer that started again may have left more than it drew then.
-    real = jnp.arange(draw.max_new_tokens) < samples.lengths[:, None]
-    return dataclasses.replace(
-      samples,
-      tokens=jnp.where(real, samples.tokens, draw.pad_id),
-      logps=jnp.where(real, samples.logps, 0),
-    )
-
-  return PagedSampler(
+  jitted = paged_functions.functions(
+    cfg,
     draw,
-    paging,
-    sizes,
-    shards,
-    rows,
-    lay_out=jit(
-      lambda params: model.unstack(drawing.lay_out(params, cfg), cfg),
-      in_shardings=(params,),
-      out_shardings=drawing.layouts(cfg, decoding),
-    ),
-    fresh=jit(
-      lambda P: sampler.nothing(P, prompt, cfg, draw),
-      static_argnums=0,
-      out_shardings=kept,
-    ),
-    begin=jit(
-      begin,
-      in_shardings=(kept,),
-      out_shardings=(state, drawn),
-      donate_argnums=0,
-    ),
-    prefill=jit(
-      prefill,
-      donate_argnums=1,
-      out_shardings=(state, rows if record else None),
-    ),
-    note=jit(
-      functools.partial(slots.note, group=draw.group_size),
-      donate_argnums=0,
-      out_shardings=drawn,
-    ),
-    decode=jit(
-      decode,
-      in_shardings=(None,) * 5 + (sharding.everywhere(mesh),),
-      out_shardings=(state, drawn),
-      donate_argnums=(1, 2),
-    ),
-    # One of its own: jit shares what it compiled among uses of one function.
-    peek=jit(functools.partial(slots.peek), out_shardings=rows),
-    finish=jit(finish, out_shardings=kept),
+    paging=paging,
+    sizes=sizes,
+    params=params,
+    mesh=mesh,
+    decoding=decoding,
   )
-
-
-def _layout(cfg, mesh) -> Slots:
-  """Where the state of decoding lies."""
-  rows, lay = sharding.rows(mesh), jax.sharding.PartitionSpec
-  kept = jax.NamedSharding(mesh, lay("tensor", sharding.ROWS))
-  of_layers = (kept,) * cfg.num_layers
-  return Slots(Pages(of_layers, of_layers, rows, rows, rows), *[rows] * 4)
+  rows = sharding.rows(decoding)
+  return PagedSampler(draw, paging, sizes, shards, rows, jitted)

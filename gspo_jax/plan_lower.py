@@ -55,24 +55,26 @@ def functions(config, made: Program) -> dict[str, jax.stages.Lowered]:
 def _refill(config, made, key):
   """What a `PagedSampler` calls, and the shapes of its samples."""
   paged = made.generate
-  lay_out = paged.lay_out.lower(made.abstract.params)
+  lay_out = paged.functions.lay_out.lower(made.abstract.params)
   params = jax.tree.map(
     lambda x, lay: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lay),
     lay_out.out_info,
-    draw.layouts(made.cfg, paged.decode.mesh),
+    draw.layouts(made.cfg, paged.functions.decode.mesh),
   )
   learnt, spare = config.data.prompts, config.rollout.spare
-  fresh = paged.fresh.lower(learnt + spare).out_info
-  state, samples = paged.begin.lower(fresh).out_info
+  fresh = paged.functions.fresh.lower(learnt + spare).out_info
+  state, samples = paged.functions.begin.lower(fresh).out_info
   prompts = _prompts(config, paged)
   floor = jax.ShapeDtypeStruct((), jnp.int32)
   orders = _orders(state)
   lowered = {
     "lay_out": lay_out,
-    "prefill": paged.prefill.lower(params, state, *prompts),
-    "generate": paged.decode.lower(params, state, samples, orders, floor, key),
+    "prefill": paged.functions.prefill.lower(params, state, *prompts),
+    "generate": paged.functions.decode.lower(
+      params, state, samples, orders, floor, key
+    ),
   }
-  return lowered, paged.fresh.lower(learnt).out_info
+  return lowered, paged.functions.fresh.lower(learnt).out_info
 
 
 def _prompts(config, paged):

@@ -124,7 +124,7 @@ class Program:
         _check_compiled(field.name, function)
       if isinstance(function, paged_sampler.PagedSampler):
         for name, most in function.compilations().items():
-          part = getattr(function, name)
+          part = getattr(function.functions, name)
           _check_compiled(f"{field.name}.{name}", part, most)
 
 
@@ -142,7 +142,7 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   Raises:
     UserError: a value is unknown, or sizes do not divide.
   """
-  check(config, settings.OBJECTIVES, shards=mesh.size // mesh.shape["tensor"])
+  check(config, settings.OBJECTIVES, shards=sharding.row_shards(mesh))
   cfg, texts = settings.model_config(config), settings.load_tokenizer(config)
   settings.require_experts(config, cfg)
   settings.require_fit(texts, cfg)
@@ -211,7 +211,7 @@ def _decoding_mesh(config, mesh, params):
     sharding.state_shardings(params, decoding)
   except UserError as error:
     raise UserError(f"on sampler_mesh: {error}") from error
-  shards = decoding.size // decoding.shape["tensor"]
+  shards = sharding.row_shards(decoding)
   multiple("data.prompts", config.data.prompts, "sampler_mesh", shards)
   multiple("rollout.spare", config.rollout.spare, "sampler_mesh", shards)
   return decoding

@@ -15,7 +15,6 @@ from gspo_jax import (
   model,
   objective,
   optim,
-  paged_sampler,
   sampler,
   tokenizer,
   train_step,
@@ -24,6 +23,7 @@ from gspo_jax.cold_start import cross_entropy
 from gspo_jax.credit import Credit
 from gspo_jax.errors import UserError
 from gspo_jax.model import hf
+from gspo_jax.paging import Paging
 
 OBJECTIVES = {
   "gspo": losses.gspo_loss,
@@ -77,11 +77,11 @@ def sampler_config(
   )
 
 
-def paging(config: ConfigDict) -> paged_sampler.Paging | None:
+def paging(config: ConfigDict) -> Paging | None:
   """The slots and pages of rollouts; None: all answers decode together."""
   if not config.paging.slots:
     return None
-  return paged_sampler.Paging(**config.paging)
+  return Paging(**config.paging)
 
 
 def prompting(config, texts) -> data.PromptConfig:

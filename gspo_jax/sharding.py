@@ -175,6 +175,11 @@ def rows(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
+def row_shards(mesh: Mesh) -> int:
+  """D, parts of a mesh's devices that have rows of their own."""
+  return mesh.size // mesh.shape["tensor"]
+
+
 def everywhere(mesh: Mesh) -> NamedSharding:
   """A copy on every device."""
   return NamedSharding(mesh, PartitionSpec())

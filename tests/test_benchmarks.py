@@ -27,6 +27,8 @@ def test_sampler():
   assert useful("8 of 8", "static") == useful("8 of 8", "refill") == 1
   tail = "long tail of 80"
   assert useful(tail, "refill") > 2 * useful(tail, "static")
+  steady = found[tail, "refill"]["useful_steady"]
+  assert useful(tail, "refill") < steady <= 1
   read = lambda *at: found[at]["bytes_per_token"]
   # 4 slots draw 16 answers in 32 steps, 128 tokens; each sees 8 to 15 tokens,
   # a page of 16, of 2 layers' 4 heads of 16 keys and values. Weights: 296,320.

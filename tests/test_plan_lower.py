@@ -45,14 +45,16 @@ def test_a_run_with_pages(debug_config):
 def test_orders_are_those_of_a_run(debug_config, monkeypatch):
   """Of the shapes and types that `decode` is called with."""
   made, given = refill(debug_config), []
+  functions = made.generate.functions
   lowered = plan_lower.functions(debug_config, made)
   planned = lowered["generate"].in_avals[0][3]
 
   def decode(params, state, samples, orders, *rest):
     given.append(orders)
-    return made.generate.decode(params, state, samples, orders, *rest)
+    return functions.decode(params, state, samples, orders, *rest)
 
-  spied = dataclasses.replace(made.generate, decode=decode)
+  watched = dataclasses.replace(functions, decode=decode)
+  spied = dataclasses.replace(made.generate, functions=watched)
   P, S = debug_config.data.prompts, debug_config.data.max_prompt_length
   ones = jax.numpy.ones((P, S), jax.numpy.int32)
   prompts = program.sampler.Prompts(ones, ones.sum(1))

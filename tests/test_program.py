@@ -154,8 +154,9 @@ def test_a_function_that_compiles_again_is_told(debug_config):
   found.check_compiled_once()
   for name, most in found.generate.compilations().items():
     jitted = types.SimpleNamespace(_cache_size=lambda most=most: most + 1)
-    again = dataclasses.replace(
-      found.generate, **{name: on_mesh.OnMesh(jitted, found.mesh)}
+    functions = dataclasses.replace(
+      found.generate.functions, **{name: on_mesh.OnMesh(jitted, found.mesh)}
     )
+    again = dataclasses.replace(found.generate, functions=functions)
     with pytest.raises(RuntimeError, match=rf"generate\.{name} was compiled"):
       dataclasses.replace(found, generate=again).check_compiled_once()

@@ -56,7 +56,7 @@ class Segment:
     self.cache_shape = (cfg.num_kv_heads, sizes.pages, PAGE, cfg.head_dim)
     laid_out = zip(
       jax.tree.leaves(lowered["lay_out"].out_info),
-      jax.tree.leaves(draw.layouts(cfg, made.generate.decode.mesh)),
+      jax.tree.leaves(draw.layouts(cfg, made.generate.functions.decode.mesh)),
       strict=True,
     )
     self.weight_shapes = {

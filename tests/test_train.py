@@ -14,18 +14,13 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import program, rollout, sharding, tokenizer, train
+from gspo_jax import program, sharding
 from gspo_jax.checkpoint import Checkpoints
-from gspo_jax.rewards.pool import Scorer
-from gspo_jax.sampler import Samples
-from gspo_jax.tasks import Problem
-from gspo_jax.train_step import TrainState
 
 STEPS = 4  # of the debug config, which saves every 2
 
@@ -333,70 +328,6 @@ def test_the_embedded_default_learns(environment, tmp_path):
   before, *_, after = rows(tmp_path)
   assert 0.3 <= before["eval/pass@1"] <= 0.55
   assert after["eval/pass@1"] >= before["eval/pass@1"] + 0.2
-
-
-class Spy:
-  """A program, and a curriculum, that notes the keys it is given."""
-
-  mesh = sharding.make_mesh(jax.devices()[:1])
-  tokenizer = tokenizer.load("bytes")
-  appraise = None
-
-  def __init__(self):
-    self.keys = []
-
-  def generate(self, params, prompts, key):
-    self.keys.append(key)
-    tokens = jnp.full((4, 3), ord("#"), jnp.int32)
-    ones = jnp.ones(4, jnp.int32)
-    return Samples(tokens, jnp.zeros((4, 3)), ones, ones * 0, jnp.int32(1))
-
-  def score(self, params, prompts, samples):
-    batch = rollout.assemble(prompts, samples.tokens, samples.lengths)
-    return batch, {}
-
-  def merge(self, kept, new, index):
-    return kept
-
-  def assign(self, batch, rewards, finish):
-    return batch
-
-  def update(self, state, batch, key):
-    self.keys.append(key)
-    return state, {}
-
-  def draw(self, step):
-    return {
-      "tokens": np.zeros((2, 3), np.int32),
-      "length": np.ones(2, np.int32),
-      "problems": [Problem("1?", "1", "#1")] * 2,
-    }
-
-  def record(self, batch, correct):
-    pass
-
-  def check_compiled_once(self):
-    pass
-
-  def schedule(self, step):
-    return 1.0
-
-
-def test_every_step_and_use_has_its_own_key(debug_config):
-  spy = Spy()
-  keys = train.Keys(*jax.random.split(jax.random.key(0), 4))
-  scorer = Scorer(("final_answer",), (1.0,), workers=1)
-  run = train.Run(debug_config, None, spy, scorer, None, None, None, keys)
-  debug_config.sampler.group_size = 2
-  debug_config.data.refill_rounds = 2  # both are drawn: no group is mixed
-  state = TrainState(0, None, None)
-  with scorer:
-    source = train._rollouts(run, spy)
-    for step in (1, 2, 1):
-      train._iterate(run, state, spy, source, step)
-  drawn = [tuple(jax.random.key_data(k).tolist()) for k in spy.keys]
-  assert len(set(drawn[:6])) == 6
-  assert drawn[:3] == drawn[6:]  # the same step repeats
 
 
 def test_json_lines(start, tmp_path):

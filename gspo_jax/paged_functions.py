@@ -1,0 +1,159 @@
+"""What devices do for refill, jitted: where arrays lie, which are donated."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import draw as drawing
+from gspo_jax import model, sampler, sharding, slots
+from gspo_jax.model.pages import Pages
+from gspo_jax.on_mesh import OnMesh
+from gspo_jax.paging import Paging
+from gspo_jax.sampler import SamplerConfig
+from gspo_jax.schedule import Sizes
+from gspo_jax.slots import Slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+  """The jitted functions of a `PagedSampler`.
+
+  Attributes:
+    lay_out: params -> params as decoding wants them.
+    fresh: P -> samples, of which nothing is drawn.
+    begin: samples -> (slots, samples), as decoding wants them; donates.
+    prefill: `slots.prefill`, from params to numbers.
+    note: `slots.note`.
+    decode: `slots.decode`, from params to key.
+    peek: `slots.peek`.
+    finish: samples -> samples, as a rollout wants them.
+  """
+
+  lay_out: Callable
+  fresh: Callable
+  begin: Callable
+  prefill: Callable
+  note: Callable
+  decode: Callable
+  peek: Callable
+  finish: Callable
+
+
+def functions(
+  cfg: model.ModelConfig,
+  draw: SamplerConfig,
+  *,
+  paging: Paging,
+  sizes: Sizes,
+  params,
+  mesh: jax.sharding.Mesh,
+  decoding: jax.sharding.Mesh,
+) -> Functions:
+  """Jitted for their shardings; compiles nothing yet.
+
+  Args:
+    cfg: the model.
+    draw: how answers are drawn.
+    paging: in what memory.
+    sizes: of each shard.
+    params: shardings of the parameters, on `mesh`.
+    mesh: where parameters, keys and samples lie.
+    decoding: the same devices as they decode.
+  """
+  state, rows = _layout(cfg, decoding), sharding.rows(decoding)
+  drawn, kept = sampler.layout(draw, decoding), sampler.layout(draw, mesh)
+  record = draw.record_routing and cfg.num_experts > 0
+  # Uses of one function share what jit has compiled; not of partial ones.
+  jit = lambda f, **how: OnMesh(jax.jit(functools.partial(f), **how), decoding)
+  return Functions(
+    lay_out=jit(
+      lambda params: model.unstack(drawing.lay_out(params, cfg), cfg),
+      in_shardings=(params,),
+      out_shardings=drawing.layouts(cfg, decoding),
+    ),
+    fresh=jit(
+      lambda P: sampler.nothing(P, sizes.prompt, cfg, draw),
+      static_argnums=0,
+      out_shardings=kept,
+    ),
+    begin=jit(
+      _begin(cfg, sizes, sharding.row_shards(decoding)),
+      in_shardings=(kept,),
+      out_shardings=(state, drawn),
+      donate_argnums=0,
+    ),
+    prefill=jit(
+      _prefill(cfg, paging, record),
+      donate_argnums=1,
+      out_shardings=(state, rows if record else None),
+    ),
+    note=jit(
+      functools.partial(slots.note, group=draw.group_size),
+      donate_argnums=0,
+      out_shardings=drawn,
+    ),
+    decode=jit(
+      _decode(cfg, draw, paging),
+      in_shardings=(None,) * 5 + (sharding.everywhere(mesh),),
+      out_shardings=(state, drawn),
+      donate_argnums=(1, 2),
+    ),
+    peek=jit(slots.peek, out_shardings=rows),
+    finish=jit(_finish(draw), out_shardings=kept),
+  )
+
+
+def _begin(cfg, sizes, shards):
+  def begin(samples):
+    empty = slots.empty(
+      cfg,
+      rows=sizes.slots * shards,
+      pages=sizes.pages * shards,
+      page=sizes.page,
+      most=sizes.width,
+    )
+    # It counts the steps of a call.
+    return empty, dataclasses.replace(samples, slot_steps=jnp.int32(0))
+
+  return begin
+
+
+def _prefill(cfg, paging, record):
+  def prefill(params, state, *prompts):
+    how = {"chunk": paging.chunk, "record": record}
+    return slots.prefill(params, cfg, state, *prompts, **how)
+
+  return prefill
+
+
+def _decode(cfg, draw, paging):
+  def decode(params, state, samples, orders, floor, key):
+    rest = state, samples, orders, floor, sharding.constrain(key)
+    how = {"sampler": draw, "steps": paging.steps}
+    return slots.decode(params, cfg, *rest, **how)
+
+  return decode
+
+
+def _finish(draw):
+  def finish(samples):
+    # An answer that started again may have left more than it drew then.
+    real = jnp.arange(draw.max_new_tokens) < samples.lengths[:, None]
+    return dataclasses.replace(
+      samples,
+      tokens=jnp.where(real, samples.tokens, draw.pad_id),
+      logps=jnp.where(real, samples.logps, 0),
+    )
+
+  return finish
+
+
+def _layout(cfg, mesh) -> Slots:
+  """Where the state of decoding lies."""
+  rows, lay = sharding.rows(mesh), jax.sharding.PartitionSpec
+  kept = jax.NamedSharding(mesh, lay("tensor", sharding.ROWS))
+  of_layers = (kept,) * cfg.num_layers
+  return Slots(Pages(of_layers, of_layers, rows, rows, rows), *[rows] * 4)

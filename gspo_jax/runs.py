@@ -1,0 +1,107 @@
+"""What a run is made of before its first step, and what it must agree with."""
+
+import json
+from typing import NamedTuple
+
+import jax
+from etils import epath
+from ml_collections import ConfigDict
+
+from gspo_jax import data, material, policy, program
+from gspo_jax.rewards.pool import Scorer
+
+
+class Keys(NamedTuple):
+  """One key for each use of chance; a step folds its number into `steps`."""
+
+  init: jax.Array
+  imitate: jax.Array
+  evaluate: jax.Array
+  steps: jax.Array
+
+
+class Run(NamedTuple):
+  """What stays the same from the first step to the last.
+
+  Attributes:
+    config: all the keys of configs/common.py.
+    workdir: where everything is written.
+    program: the jitted functions, and the tokenizer.
+    scorer: the processes that reward answers.
+    material: questions.
+    held_out: `eval.prompts` of the held-out questions, as one batch.
+    identity: what a checkpoint, and a cold start, must agree with to be of
+      this run.
+    keys: of everything random.
+  """
+
+  config: ConfigDict
+  workdir: epath.Path
+  program: program.Program
+  scorer: Scorer
+  material: material.Material
+  held_out: dict
+  identity: dict
+  keys: Keys
+
+
+def prepare(config: ConfigDict, workdir: str, mesh: jax.sharding.Mesh) -> Run:
+  """What a process can check by itself, before any work.
+
+  Raises:
+    UserError: the config or the data cannot work as they are.
+  """
+  functions = program.build(config, mesh)
+  found = material.load(config)
+  identity = policy.identity(functions) | {
+    "seed": config.seed,
+    "data": {"fingerprint": material.fingerprint(found.stages)},
+  }
+  return Run(
+    config=config,
+    workdir=epath.Path(workdir),
+    program=functions,
+    scorer=Scorer(
+      config.reward.names,
+      config.reward.weights,
+      workers=config.reward.workers,
+      seconds=config.reward.seconds,
+    ),
+    material=found,
+    held_out=data.take(
+      found.held_out, functions.prompting, config.eval.prompts
+    ),
+    identity=identity,
+    keys=Keys(*jax.random.split(jax.random.key(config.seed), 4)),
+  )
+
+
+def identity_in_rl(run: Run) -> dict:
+  """What a state of RL must agree with, more than a cold start's."""
+  more, state = {}, run.program.abstract
+  if state.reference is not None:
+    more["a reference (objective.kl_coef)"] = True
+  if state.critic is not None:
+    more["a critic (objective.name='ppo')"] = True
+  c = run.config
+  if c.rollout.ahead:
+    more["answers drawn ahead (rollout.ahead)"] = True
+  if c.rollout.budget:
+    more["answers in flight (rollout.spare)"] = c.rollout.spare
+  if c.rollout.ahead or c.rollout.budget:
+    # Answers that wait were drawn for these prompts, and are of this shape.
+    for key in ("prompts", "max_prompt_length", "system_prompt", "instruction"):
+      more[f"data.{key}"] = c.data[key]
+    for key in ("group_size", "max_new_tokens"):
+      more[f"sampler.{key}"] = c.sampler[key]
+  return run.identity | more
+
+
+def plain(config: ConfigDict) -> dict:
+  """A config as JSON gives it back, for a checkpoint."""
+  return json.loads(config.to_json_best_effort())
+
+
+def step_keys(run: Run, step: int) -> tuple[jax.Array, jax.Array]:
+  """To draw answers with, and to shuffle them."""
+  return tuple(jax.random.split(jax.random.fold_in(run.keys.steps, step)))
