@@ -67,8 +67,8 @@ def steady(paged: PagedSampler, params, prompts) -> float:
   """Useful slot-steps, of those of segments with answers that wait."""
   seen = []
 
-  def decode(params, state, samples, orders, floor, key):
-    rest = params, state, samples, orders, floor, key
+  def decode(params, state, samples, orders, floor, *rest):
+    rest = params, state, samples, orders, floor, *rest
     state, samples = paged.functions.decode(*rest)
     if floor:
       seen[:] = [int(samples.lengths.sum()) / int(samples.slot_steps)]

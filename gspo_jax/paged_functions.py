@@ -27,7 +27,7 @@ class Functions:
     begin: samples -> (slots, samples), as decoding wants them; donates.
     prefill: `slots.prefill`, from params to numbers.
     note: `slots.note`.
-    decode: `slots.decode`, from params to key.
+    decode: `slots.decode`, from params to rows.
     peek: `slots.peek`.
     finish: samples -> samples, as a rollout wants them.
   """
@@ -97,7 +97,7 @@ def functions(
     ),
     decode=jit(
       _decode(cfg, draw, paging),
-      in_shardings=(None,) * 5 + (sharding.everywhere(mesh),),
+      in_shardings=(None,) * 5 + (sharding.everywhere(mesh), None),
       out_shardings=(state, drawn),
       donate_argnums=(1, 2),
     ),
@@ -130,8 +130,8 @@ def _prefill(cfg, paging, record):
 
 
 def _decode(cfg, draw, paging):
-  def decode(params, state, samples, orders, floor, key):
-    rest = state, samples, orders, floor, sharding.constrain(key)
+  def decode(params, state, samples, orders, floor, key, few):
+    rest = state, samples, orders, floor, sharding.constrain(key), few
     how = {"sampler": draw, "steps": paging.steps}
     return slots.decode(params, cfg, *rest, **how)
 

@@ -23,6 +23,7 @@ from gspo_jax.schedule import Schedule, Sizes
 from gspo_jax.slots import Orders
 
 _IDLE = 8  # a segment ends when 1 of so many slots is idle and answers wait
+_FEW = 4  # where 1 of so many slots will do, no more are computed
 ROWS = 8  # most texts of a prefill on each shard
 
 
@@ -108,8 +109,9 @@ class PagedSampler:
           first = hosts.lay(first, self.rows)
           samples = devices.note(samples, noted, fed, first)
       orders, floor = self._orders(schedules, admitted, known)
-      laid = hosts.lay(orders, self.rows)
-      state, samples = devices.decode(params, state, samples, laid, floor, key)
+      rest = hosts.lay(orders, self.rows), floor, key
+      rest += (hosts.lay(self._few(orders.active), self.rows),)
+      state, samples = devices.decode(params, state, samples, *rest)
       if ended:  # in the segment before; the devices decode this one meanwhile
         tell(self._read(*ended))
       told = self._settle(schedules, work, state)
@@ -137,8 +139,9 @@ class PagedSampler:
 
   def compilations(self) -> dict[str, int]:
     """How often each function is compiled at most, over all calls."""
-    once = dict.fromkeys(("lay_out", "begin", "decode", "peek", "finish"), 1)
-    return once | dict.fromkeys(("prefill", "note"), 2 * len(self.buckets()))
+    most = dict.fromkeys(("lay_out", "begin", "peek", "finish"), 1)
+    most["decode"] = 2  # all slots, and few
+    return most | dict.fromkeys(("prefill", "note"), 2 * len(self.buckets()))
 
   def describe(self, *, continues: bool) -> str:
     """What is compiled, in what memory: a line for a person."""
@@ -207,6 +210,20 @@ class PagedSampler:
     waiting = any(schedule.waiting for schedule in schedules)
     floor = count - max(1, count // _IDLE) if waiting else 0
     return Orders(**told), np.int32(floor)
+
+  def _few(self, active_B) -> np.ndarray | None:
+    """Numbers of the slots to compute; None for all.
+
+    A part of each shard's, those that are active first: most of a batch's
+    answers may have ended long before its longest.
+    """
+    active = active_B.reshape(self.shards, -1)
+    own = active.shape[1]
+    if active.sum(1).max() > own // _FEW:
+      return None
+    first = np.argsort(~active, axis=1, kind="stable")[:, : own // _FEW]
+    numbers = first + own * np.arange(self.shards)[:, None]
+    return numbers.ravel().astype(np.int32)
 
   def _settle(self, schedules, work, state):
     """Tells the schedules what a segment has done.

@@ -71,7 +71,7 @@ def _refill(config, made, key):
     "lay_out": lay_out,
     "prefill": paged.functions.prefill.lower(params, state, *prompts),
     "generate": paged.functions.decode.lower(
-      params, state, samples, orders, floor, key
+      params, state, samples, orders, floor, key, None
     ),
   }
   return lowered, paged.functions.fresh.lower(learnt).out_info

@@ -3,8 +3,9 @@
 What a slot is to do the host says between segments (`schedule`); here are the
 functions of a segment, over explicit state.
 
-Dimension key: B slots, A answers, R most new tokens, W pages of a row at most,
-P texts of one prefill, T their tokens, C = T / S their pages of S tokens.
+Dimension key: B slots, b of them, A answers, R most new tokens, W pages of a
+row at most, P texts of one prefill, T their tokens, C = T / S their pages of S
+tokens.
 """
 
 import dataclasses
@@ -44,6 +45,9 @@ class Slots:
   last: jax.Array
   drawn: jax.Array
   until: jax.Array
+
+
+_NO_KEYS = paging.Pages(None, None, None, None, None)
 
 
 @jax.tree_util.register_dataclass
@@ -184,6 +188,7 @@ def decode(
   orders: Orders,
   floor: jax.Array,
   key: jax.Array,
+  rows: jax.Array | None = None,
   *,
   sampler: SamplerConfig,
   steps: int,
@@ -202,10 +207,13 @@ def decode(
     orders: carried out first.
     floor: [] int32.
     key: of all answers.
+    rows: [b] int32, the slots to compute, equally many of each shard, all that
+      are active among them; by default all.
     sampler: how to draw; static.
     steps: static.
   """
-  slots = _obey(slots, orders)
+  whole = _obey(slots, orders)
+  slots = whole if rows is None else _pick(whole, rows)
   fold = functools.partial(jax.random.fold_in, key)
 
   def body(state):
@@ -236,7 +244,8 @@ def decode(
   )
   B = slots.drawn.size
   total = samples.slot_steps + B * taken
-  return slots, dataclasses.replace(samples, slot_steps=total)
+  samples = dataclasses.replace(samples, slot_steps=total)
+  return slots if rows is None else _put(whole, slots, rows), samples
 
 
 def _obey(slots: Slots, orders: Orders) -> Slots:
@@ -255,6 +264,36 @@ def _obey(slots: Slots, orders: Orders) -> Slots:
     drawn=pick(orders.drawn, slots.drawn),
     until=pick(orders.until, slots.until),
   )
+
+
+def _pick(slots: Slots, rows) -> Slots:
+  """These slots alone, over the same pages."""
+
+  def local(kept, row_b):
+    return jax.tree.map(lambda x: x[row_b % len(x)], kept)
+
+  of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
+  read = sharding.island(local, (of_rows,) * 2, of_rows)
+  return _over(slots.pages, read(_over(_NO_KEYS, slots), rows))
+
+
+def _put(slots: Slots, few: Slots, rows) -> Slots:
+  """All slots, after a segment of these few."""
+
+  def local(kept, new, row_b):
+    place = lambda old, new: old.at[row_b % len(old)].set(new)
+    return jax.tree.map(place, kept, new)
+
+  of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
+  write = sharding.island(local, (of_rows,) * 3, of_rows)
+  kept, new = (_over(_NO_KEYS, x) for x in (slots, few))
+  return _over(few.pages, write(kept, new, rows))
+
+
+def _over(pages, slots: Slots) -> Slots:
+  """The rows of `slots` over the keys and values of `pages`."""
+  own = dataclasses.replace(slots.pages, k=pages.k, v=pages.v)
+  return dataclasses.replace(slots, pages=own)
 
 
 def _record(slots: Slots, samples: Samples, token, logp, experts, sampler):

@@ -73,12 +73,11 @@ def test_every_form_gives_the_plain_sum(form, block, monkeypatch):
   assert_plain(out, given)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("pairs", [3, 5])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_end_of_the_last_block_adds_nothing(seed, platform, monkeypatch):
+def test_the_end_of_the_last_block_adds_nothing(seed, pairs, monkeypatch):
   """7 rows in blocks of 3 or 5 pairs, so that all remainders of 3 come up."""
-  monkeypatch.setattr(sharding, "platform", lambda: platform)
-  monkeypatch.setattr(attention, "_GATHERED", 5 * S)
+  monkeypatch.setattr(attention, "_pairs", lambda *_: pairs)
   lengths = np.random.default_rng(seed).integers(0, 6 * S + 1, 7)
   lengths[-1] *= seed % 2
   given = questions(lengths, H=8, heads=1)
@@ -169,6 +168,7 @@ def test_the_kernels_blocks_are_full(most, page, wanted, columns, monkeypatch):
 
 def test_work_follows_the_tokens(monkeypatch):
   trips = count_trips(monkeypatch)
+  monkeypatch.setattr(attention, "_pairs", lambda *_: 4)
 
   def count(lengths, most):
     by_blocks(*questions(lengths, H=4, heads=1, most=most))
@@ -183,12 +183,21 @@ def test_work_follows_the_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("platform", "pairs"), [("cpu", 4), ("gpu", 8 * 50), ("tpu", 8 * 50)]
+  ("platform", "heads", "pairs"),
+  [("cpu", 4, 64), ("cpu", 8, 32), ("gpu", 4, 8192), ("tpu", 8, 4096)],
 )
-def test_an_accelerators_blocks_are_large(platform, pairs, monkeypatch):
-  """Here as large as can be: 8 rows of 50 short pages."""
-  trips = count_trips(monkeypatch)
+def test_a_block_has_so_many_bytes(platform, heads, pairs, monkeypatch):
+  """A page of 16 tokens, 16 wide, in float32 is a KiB a head."""
   monkeypatch.setattr(sharding, "platform", lambda: platform)
+  keys = jax.ShapeDtypeStruct((heads, 9, 16, 16), jnp.float32)
+  assert attention._pairs(64, 512, keys) == pairs
+  assert attention._pairs(64, 1, keys) == min(pairs, 64)
+  long = jax.ShapeDtypeStruct((heads, 9, 2**16, 16), jnp.float32)
+  assert attention._pairs(64, 512, long) == max(1, pairs // 4096)
+
+
+def test_all_pairs_are_taken(monkeypatch):
+  trips = count_trips(monkeypatch)
+  monkeypatch.setattr(attention, "_pairs", lambda *_: 5)
   by_blocks(*questions([2 * S] * 8, H=4, heads=1, most=50))
-  assert trips.pop() == -(-8 * 2 // pairs)
-  assert attention._pairs(64, 512, 16) == (32 if platform == "cpu" else 1024)
+  assert trips.pop() == -(-8 * 2 // 5)

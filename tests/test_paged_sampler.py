@@ -104,12 +104,52 @@ def test_another_call_and_another_key():
   # Prefills of one text and of several, of up to 8 tokens and of up to 16.
   assert draw.buckets(continues=False) == (8, 16)
   assert draw.functions.prefill.jitted._cache_size() <= 4
+  assert draw.functions.decode.jitted._cache_size() == 2  # all slots, and one
   once = {k for k, most in draw.compilations().items() if most == 1}
-  assert once == {"lay_out", "begin", "decode", "peek", "finish"}
+  assert once == {"lay_out", "begin", "peek", "finish"}
   for name in once - {"peek"}:
     assert getattr(draw.functions, name).jitted._cache_size() == 1, name
   said = draw.describe(continues=False)
   assert said.endswith("prefills of up to 8, 16 tokens")
+
+
+@pytest.mark.parametrize("axes", [None, {"data": 2, "expert": 2, "tensor": 2}])
+def test_a_part_of_the_slots_is_enough_for_the_last_answers(axes):
+  """A quarter of each shard's 64 or 16, for a group of 3 that goes on."""
+  wide = dataclasses.replace(CFG, vocab_size=128)
+  params = lengths.countdown(model.init(jax.random.key(0), wide))
+  each, seen = np.array([2, 3, 2, 24, 4, 2, 3, 2]), []
+  how = SamplerConfig(3, 24, stop_ids=(lengths.STOP,))
+  many = Paging(slots=64, page=8, steps=2, chunk=8)
+  draw = build(many, how, wide, axes, prompt=8)
+
+  def decode(params, state, samples, orders, floor, key, rows):
+    active = np.asarray(orders.active).reshape(draw.shards, -1)
+    before = int(samples.slot_steps)
+    given = params, state, samples, orders, floor, key, rows
+    state, samples = draw.functions.decode(*given)
+    computed = 64 if rows is None else rows.size
+    assert (int(samples.slot_steps) - before) % computed == 0
+    seen.append((computed, active))
+    if rows is not None:
+      few = np.asarray(rows).reshape(draw.shards, -1)
+      own = active.shape[1]
+      assert few.shape[1] == own // 4
+      assert np.unique(few).size == few.size
+      assert (few // own == np.arange(draw.shards)[:, None]).all()
+      assert active.ravel()[few].sum() == active.sum()
+    return state, samples
+
+  functions = dataclasses.replace(draw.functions, decode=decode)
+  spied = dataclasses.replace(draw, functions=functions)
+  drawn = spied(params, lengths.prompts(each, 8), jax.random.key(0))
+  left = np.repeat(each, 3)[:, None] - 1 - np.arange(24)
+  np.testing.assert_array_equal(drawn.lengths, np.repeat(each, 3))
+  np.testing.assert_array_equal(drawn.tokens, np.maximum(left, 0))
+  few = 64 // draw.shards // 4
+  for computed, active in seen:
+    assert (computed < 64) == (active.sum(1).max() <= few)
+  assert {computed for computed, _ in seen} == {64, 16}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +267,7 @@ def test_a_cut_answer_goes_on_as_if_it_had_not_been_cut():
     paused = samples.finish == sampler.UNFINISHED
     np.testing.assert_array_equal(paused, wanted > have)
   assert_same(samples, static())
-  assert draw.functions.decode.jitted._cache_size() == 1
+  assert draw.functions.decode.jitted._cache_size() == 2
 
 
 def test_answers_that_ended_are_left_alone():

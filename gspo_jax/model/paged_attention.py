@@ -13,7 +13,6 @@ from gspo_jax import sharding
 _MASKED = -1e30  # finite: a row with no key to see stays finite
 _LANES = 128
 _TOKENS = 512  # of keys in VMEM at one time
-_GATHERED = 2**14  # tokens of a block, but on a CPU
 
 
 def side_by_side(heads: int, width: int) -> int:
@@ -103,34 +102,38 @@ def by_blocks(q_BKRH, k_KnSH, v_KnSH, table_BW, lengths_B, scale):
   """
   B, K = q_BKRH.shape[:2]
   S, W = k_KnSH.shape[2], table_BW.shape[1]
-  M = _pairs(B, W, S)
+  M = _pairs(B, W, k_KnSH)
   ends_B = jnp.cumsum(-(-lengths_B // S))
 
   def body(i, state):
     pair_M = i * M + jnp.arange(M)
     row_M, page_M, left_M = _look_up(pair_M, ends_B, table_BW, lengths_B, S)
     at = every_head(K), page_M
-    scores_MKRS = _scores(q_BKRH[row_M], k_KnSH[at], left_M, scale)
-    return _fold(state, row_M, scores_MKRS, v_KnSH[at])
+    scores_KMRS = _scores(q_KBRH[:, row_M], k_KnSH[at], left_M, scale)
+    return _fold(state, row_M, scores_KMRS, v_KnSH[at])
 
-  nothing_BKR = jnp.zeros(q_BKRH.shape[:-1])
-  state = nothing_BKR + _MASKED, nothing_BKR, jnp.zeros(q_BKRH.shape)
+  # Heads first, as the pages have them: else each trip turns what it reads.
+  q_KBRH = q_BKRH.swapaxes(0, 1)
+  nothing_KBR = jnp.zeros(q_KBRH.shape[:-1])
+  state = nothing_KBR + _MASKED, nothing_KBR, jnp.zeros(q_KBRH.shape)
   trips = -(-ends_B[-1] // M)
-  _, total_BKR, out_BKRH = jax.lax.fori_loop(0, trips, body, state)
+  _, total_KBR, out_KBRH = jax.lax.fori_loop(0, trips, body, state)
   # The largest score alone adds 1 to a total: only of no tokens is it less.
-  out_BKRH /= jnp.maximum(total_BKR, 1)[..., None]
-  return out_BKRH.astype(q_BKRH.dtype)
+  out_KBRH /= jnp.maximum(total_KBR, 1)[..., None]
+  return out_KBRH.swapaxes(0, 1).astype(q_BKRH.dtype)
 
 
-def _pairs(B, W, S):
-  """M. A CPU is fastest with what its caches hold: half of the rows, measured.
+def _pairs(B, W, k_KnSH):
+  """M, as many as have so many bytes of keys.
 
-  A GPU starts a dozen kernels a trip, some 50 us whatever they do; 2**14 tokens
-  of 8 heads are 64 MiB, about as long to read. That is reckoned, not measured.
+  A CPU is fastest with 1/4 to 1/2 MiB, in ten shapes from 60 to 900 tokens of
+  16 and 64 rows, 2 to 8 heads of 16 to 128: what its caches hold. A GPU starts
+  a dozen kernels a trip, some 50 us whatever they do, in which it reads some 64
+  MiB of keys and values; that is reckoned, not measured.
   """
-  if sharding.platform() == "cpu":
-    return max(1, B // 2)
-  return min(B * W, max(1, _GATHERED // S))
+  K, _, S, H = k_KnSH.shape
+  most = 2**18 if sharding.platform() == "cpu" else 2**25
+  return min(B * W, max(1, most // (K * S * H * k_KnSH.dtype.itemsize)))
 
 
 def _look_up(pair_M, ends_B, table_BW, lengths_B, S):
@@ -147,26 +150,26 @@ def _look_up(pair_M, ends_B, table_BW, lengths_B, S):
   return row_M, page_M, lengths_B[row_M] - nth_M * S
 
 
-def _scores(q_MKRH, k_KMSH, left_M, scale):
-  scores_MKRS = jnp.einsum(
-    "mkrh,kmsh->mkrs", q_MKRH, k_KMSH, preferred_element_type=jnp.float32
+def _scores(q_KMRH, k_KMSH, left_M, scale):
+  scores_KMRS = jnp.einsum(
+    "kmrh,kmsh->kmrs", q_KMRH, k_KMSH, preferred_element_type=jnp.float32
   )
   seen_MS = jnp.arange(k_KMSH.shape[2]) < left_M[:, None]
-  return jnp.where(seen_MS[:, None, None], scores_MKRS * scale, _MASKED)
+  return jnp.where(seen_MS[:, None], scores_KMRS * scale, _MASKED)
 
 
-def _fold(state, row_M, scores_MKRS, v_KMSH):
+def _fold(state, row_M, scores_KMRS, v_KMSH):
   """Adds pairs to their rows' largest score, sum of weights and output."""
-  old_BKR, total_BKR, out_BKRH = state
-  top_BKR = old_BKR.at[row_M].max(scores_MKRS.max(-1))
-  weights_MKRS = jnp.exp(scores_MKRS - top_BKR[row_M][..., None])
-  part_MKRH = jnp.einsum(
-    "mkrs,kmsh->mkrh",
-    weights_MKRS.astype(v_KMSH.dtype),
+  old_KBR, total_KBR, out_KBRH = state
+  top_KBR = old_KBR.at[:, row_M].max(scores_KMRS.max(-1))
+  weights_KMRS = jnp.exp(scores_KMRS - top_KBR[:, row_M][..., None])
+  part_KMRH = jnp.einsum(
+    "kmrs,kmsh->kmrh",
+    weights_KMRS.astype(v_KMSH.dtype),
     v_KMSH,
     preferred_element_type=jnp.float32,
   )
-  shrink_BKR = jnp.exp(old_BKR - top_BKR)
-  total_BKR = (total_BKR * shrink_BKR).at[row_M].add(weights_MKRS.sum(-1))
-  out_BKRH = (out_BKRH * shrink_BKR[..., None]).at[row_M].add(part_MKRH)
-  return top_BKR, total_BKR, out_BKRH
+  shrink_KBR = jnp.exp(old_KBR - top_KBR)
+  total_KBR = (total_KBR * shrink_KBR).at[:, row_M].add(weights_KMRS.sum(-1))
+  out_KBRH = (out_KBRH * shrink_KBR[..., None]).at[:, row_M].add(part_KMRH)
+  return top_KBR, total_KBR, out_KBRH
