@@ -57,7 +57,9 @@ def segment(cfg, params, held: np.ndarray, most: int, steps: int):
   def decode(params, state, samples):
     how = {"sampler": draw, "steps": steps}
     key = jax.random.key(0)
-    return slots.decode(params, cfg, state, samples, orders, 0, key, **how)
+    return slots.decode(
+      params, cfg, state, samples, orders, None, 0, key, **how
+    )
 
   jitted = jax.jit(decode, donate_argnums=(1, 2))
   empty = lambda: slots.empty(cfg, rows=B, pages=B * W, page=_PAGE, most=W)
@@ -102,18 +104,18 @@ def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
 
   def prefill(params, state, tokens, fed, numbers):
     prefilled.append(int(fed.sum()))
-    return paged.functions.prefill(params, state, tokens, fed, numbers)
+    return paged.devices.prefill(params, state, tokens, fed, numbers)
 
   def decode(params, state, samples, orders, *rest):
     full = np.asarray(orders.table)[np.asarray(orders.active)]
     full = full[:, : (length - 1) // _PAGE]
     distinct.append(np.unique(full).size)
     pages.append(full.size)
-    return paged.functions.decode(params, state, samples, orders, *rest)
+    return paged.devices.decode(params, state, samples, orders, *rest)
 
   spies = {"prefill": prefill, "decode": decode}
-  watched = dataclasses.replace(paged.functions, **spies)
-  spied = dataclasses.replace(paged, functions=watched)
+  watched = dataclasses.replace(paged.devices, **spies)
+  spied = dataclasses.replace(paged, devices=watched)
   asked = lengths.prompts(np.arange(1, prompts + 1), length)
   jax.block_until_ready(spied(params, asked, jax.random.key(0)))
   alone = prompts * group * (length - 1)

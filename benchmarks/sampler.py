@@ -9,8 +9,8 @@ of the most, 5 % of them at it: see benchmarks/lengths.py for how a policy is
 made to give such answers). Both draw the same tokens, which is checked; they
 take turns, and the least time of each counts.
 
-useful: decode steps of a slot that drew a token of an answer, of all; and of
-  those until the last answer got a slot, the steady state of many answers.
+useful: decode steps of a slot that drew a token of an answer, of all that were
+  computed; and of those while answers wait, the steady state of many.
 bytes a token: what the decode steps must read, by the tokens drawn. Of weights
   all but the embedding, once a step. Of keys and values, static: in every row
   the cache as long as it then is (it doubles), and the prompts once a group;
@@ -63,21 +63,28 @@ def refill(cfg, params, draw, paging: Paging, prompt: int):
   return lambda prompts: paged(params, prompts, jax.random.key(0))
 
 
-def steady(paged: PagedSampler, params, prompts) -> float:
-  """Useful slot-steps, of those of segments with answers that wait."""
-  seen = []
+def watch(paged: PagedSampler, params, prompts) -> tuple[int, float | None]:
+  """Decode steps; and the useful slot-steps, as long as answers wait."""
+  steps, begun, shares = [], [], [None]
 
-  def decode(params, state, samples, orders, floor, *rest):
-    rest = params, state, samples, orders, floor, *rest
-    state, samples = paged.functions.decode(*rest)
-    if floor:
-      seen[:] = [int(samples.lengths.sum()) / int(samples.slot_steps)]
+  def decode(params, state, samples, orders, few, floor, key):
+    before = int(samples.slot_steps)
+    state, samples = paged.devices.decode(
+      params, state, samples, orders, few, floor, key
+    )
+    after = int(samples.slot_steps)
+    begun.append(int(np.asarray(orders.new).sum()))
+    steps.append(
+      (after - before) // (orders.active if few is None else few).size
+    )
+    if sum(begun) < samples.lengths.size:
+      shares.append(int(samples.lengths.sum()) / after)
     return state, samples
 
-  watched = dataclasses.replace(paged.functions, decode=decode)
-  spied = dataclasses.replace(paged, functions=watched)
+  watched = dataclasses.replace(paged.devices, decode=decode)
+  spied = dataclasses.replace(paged, devices=watched)
   jax.block_until_ready(spied(params, prompts, jax.random.key(0)))
-  return seen[0]
+  return sum(steps), shares[-1]
 
 
 def in_turns(calls: dict, repeats: int) -> tuple[dict, dict]:
@@ -152,10 +159,8 @@ class Bench(NamedTuple):
       "refill": paged_tokens(self.paging.page, self.prompt, answers),
     }
     # The prefill of the static one draws the first token.
-    steps = {
-      "static": int(drawn["static"].slot_steps) // len(answers) - 1,
-      "refill": int(drawn["refill"].slot_steps) // self.paging.slots,
-    }
+    steps = {"static": int(drawn["static"].slot_steps) // len(answers) - 1}
+    steps["refill"], share = watch(self.paged, self.params, given)
     tokens, found = int(answers.sum()), {}
     for name, samples in drawn.items():
       read = weight_bytes(self.params) * steps[name]
@@ -165,8 +170,7 @@ class Bench(NamedTuple):
         "useful": round(tokens / int(samples.slot_steps), 4),
         "bytes_per_token": round(read / tokens),
       }
-    share = steady(self.paged, self.params, given)
-    found["refill"]["useful_steady"] = round(share, 4)
+    found["refill"]["useful_steady"] = share and round(share, 4)
     return found
 
 
@@ -186,8 +190,9 @@ def cell(bench: Bench, kind: str, each, repeats: int) -> list[dict]:
     row = {"group": bench.draw.group_size, "prompt": bench.prompt}
     row |= {"answers": kind, "sampler": name}
     rows.append(row | numbers | {"times_static": round(times, 3)})
-    shares = numbers["useful"], numbers.get("useful_steady", numbers["useful"])
-    cells = [*row.values(), f"{rate:,.0f}", *(f"{x:.1%}" for x in shares)]
+    steady = numbers.get("useful_steady")
+    cells = [*row.values(), f"{rate:,.0f}", f"{numbers['useful']:.1%}"]
+    cells += [f"{steady:.1%}" if steady else "-"]
     cells += [f"{numbers['bytes_per_token'] / 1e6:.3f}", f"{times:.2f}"]
     print(" | ".join(map(str, cells)), flush=True)
   return rows

@@ -11,7 +11,6 @@ from gspo_jax import draw as drawing
 from gspo_jax import model, sampler, sharding, slots
 from gspo_jax.model.pages import Pages
 from gspo_jax.on_mesh import OnMesh
-from gspo_jax.paging import Paging
 from gspo_jax.sampler import SamplerConfig
 from gspo_jax.schedule import Sizes
 from gspo_jax.slots import Slots
@@ -27,7 +26,7 @@ class Functions:
     begin: samples -> (slots, samples), as decoding wants them; donates.
     prefill: `slots.prefill`, from params to numbers.
     note: `slots.note`.
-    decode: `slots.decode`, from params to rows.
+    decode: `slots.decode`, from params to key.
     peek: `slots.peek`.
     finish: samples -> samples, as a rollout wants them.
   """
@@ -46,7 +45,7 @@ def functions(
   cfg: model.ModelConfig,
   draw: SamplerConfig,
   *,
-  paging: Paging,
+  chunk: int,
   sizes: Sizes,
   params,
   mesh: jax.sharding.Mesh,
@@ -57,7 +56,7 @@ def functions(
   Args:
     cfg: the model.
     draw: how answers are drawn.
-    paging: in what memory.
+    chunk: tokens of one forward pass of a prefill.
     sizes: of each shard.
     params: shardings of the parameters, on `mesh`.
     mesh: where parameters, keys and samples lie.
@@ -86,7 +85,7 @@ def functions(
       donate_argnums=0,
     ),
     prefill=jit(
-      _prefill(cfg, paging, record),
+      _prefill(cfg, chunk, record),
       donate_argnums=1,
       out_shardings=(state, rows if record else None),
     ),
@@ -96,8 +95,8 @@ def functions(
       out_shardings=drawn,
     ),
     decode=jit(
-      _decode(cfg, draw, paging),
-      in_shardings=(None,) * 5 + (sharding.everywhere(mesh), None),
+      _decode(cfg, draw, sizes.steps),
+      in_shardings=(None,) * 6 + (sharding.everywhere(mesh),),
       out_shardings=(state, drawn),
       donate_argnums=(1, 2),
     ),
@@ -121,18 +120,18 @@ def _begin(cfg, sizes, shards):
   return begin
 
 
-def _prefill(cfg, paging, record):
+def _prefill(cfg, chunk, record):
   def prefill(params, state, *prompts):
-    how = {"chunk": paging.chunk, "record": record}
+    how = {"chunk": chunk, "record": record}
     return slots.prefill(params, cfg, state, *prompts, **how)
 
   return prefill
 
 
-def _decode(cfg, draw, paging):
-  def decode(params, state, samples, orders, floor, key, few):
-    rest = state, samples, orders, floor, sharding.constrain(key), few
-    how = {"sampler": draw, "steps": paging.steps}
+def _decode(cfg, draw, steps):
+  def decode(params, state, samples, orders, few, floor, key):
+    rest = state, samples, orders, few, floor, sharding.constrain(key)
+    how = {"sampler": draw, "steps": steps}
     return slots.decode(params, cfg, *rest, **how)
 
   return decode

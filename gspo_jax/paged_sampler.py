@@ -41,7 +41,7 @@ class PagedSampler:
     sizes: of each shard.
     shards: D, parts of the devices that have rows of their own.
     rows: where arrays of rows lie.
-    functions: what the devices do.
+    devices: what they do.
   """
 
   draw: SamplerConfig
@@ -49,7 +49,7 @@ class PagedSampler:
   sizes: Sizes
   shards: int
   rows: jax.sharding.Sharding
-  functions: Functions
+  devices: Functions
 
   def __call__(
     self,
@@ -84,7 +84,7 @@ class PagedSampler:
         f"multiple of the {self.shards} shards"
       )
     goes_on = begun is not None or until is not None
-    begun = self.functions.fresh(len(asked)) if begun is None else begun
+    begun = self.devices.fresh(len(asked)) if begun is None else begun
     if goes_on and begun.experts is not None:
       raise UserError(
         "begun or until: expected neither where routing is recorded, for that "
@@ -96,7 +96,7 @@ class PagedSampler:
       Schedule(self.sizes, [*map(len, w.tokens)], w.owner, w.until - w.drawn)
       for w in work
     ]
-    devices = self.functions
+    devices = self.devices
     params = devices.lay_out(params)
     state, samples = devices.begin(begun)
     ended = None
@@ -109,9 +109,8 @@ class PagedSampler:
           first = hosts.lay(first, self.rows)
           samples = devices.note(samples, noted, fed, first)
       orders, floor = self._orders(schedules, admitted, known)
-      rest = hosts.lay(orders, self.rows), floor, key
-      rest += (hosts.lay(self._few(orders.active), self.rows),)
-      state, samples = devices.decode(params, state, samples, *rest)
+      laid = hosts.lay((orders, self._few(orders.active)), self.rows)
+      state, samples = devices.decode(params, state, samples, *laid, floor, key)
       if ended:  # in the segment before; the devices decode this one meanwhile
         tell(self._read(*ended))
       told = self._settle(schedules, work, state)
@@ -140,15 +139,16 @@ class PagedSampler:
   def compilations(self) -> dict[str, int]:
     """How often each function is compiled at most, over all calls."""
     most = dict.fromkeys(("lay_out", "begin", "peek", "finish"), 1)
-    most["decode"] = 2  # all slots, and few
+    most["decode"] = len(self._widths)
     return most | dict.fromkeys(("prefill", "note"), 2 * len(self.buckets()))
 
   def describe(self, *, continues: bool) -> str:
     """What is compiled, in what memory: a line for a person."""
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
-      f"refill: {self.paging.slots} slots, {self.sizes.pages * self.shards} "
-      f"pages of {self.paging.page} tokens; prefills of up to {buckets} tokens"
+      f"refill: {' or '.join(map(str, self._widths))} slots, "
+      f"{self.sizes.pages * self.shards} pages of {self.paging.page} tokens; "
+      f"prefills of up to {buckets} tokens"
     )
 
   def _divide(self, asked, lengths, begun, until) -> list[texts.Texts]:
@@ -207,9 +207,18 @@ class PagedSampler:
     for name, value_A in known.items():
       told[name] = value_A[told["answer"]]
     count = told["active"].sum()
-    waiting = any(schedule.waiting for schedule in schedules)
-    floor = count - max(1, count // _IDLE) if waiting else 0
+    if any(schedule.waiting for schedule in schedules):
+      floor = count - max(1, count // _IDLE)
+    else:
+      few = self._widths[-1]
+      floor = few if count > few else 0
     return Orders(**told), np.int32(floor)
+
+  @property
+  def _widths(self) -> tuple[int, ...]:
+    """Slots that a segment can compute: all, or where few will do, those."""
+    few = self.sizes.slots // _FEW * self.shards
+    return (self.paging.slots, few) if few else (self.paging.slots,)
 
   def _few(self, active_B) -> np.ndarray | None:
     """Numbers of the slots to compute; None for all.
@@ -246,7 +255,7 @@ class PagedSampler:
     if not slots_.size:
       return None
     which = [(int(b), int(answer[b]), int(drawn[b])) for b in slots_]
-    return which, self.functions.peek(state, samples)
+    return which, self.devices.peek(state, samples)
 
   def _read(self, which, tokens) -> dict[int, Ended]:
     """The answers in this host's slots, but for those that only pause."""
@@ -298,7 +307,7 @@ def build(
   jitted = paged_functions.functions(
     cfg,
     draw,
-    paging=paging,
+    chunk=paging.chunk,
     sizes=sizes,
     params=params,
     mesh=mesh,

@@ -52,29 +52,32 @@ def functions(config, made: Program) -> dict[str, jax.stages.Lowered]:
   return lowered
 
 
-def _refill(config, made, key):
-  """What a `PagedSampler` calls, and the shapes of its samples."""
+def _refill(config, made, key, few=None):
+  """What a `PagedSampler` calls, and the shapes of its samples.
+
+  With `few`, the segment is one of so many slots only.
+  """
   paged = made.generate
-  lay_out = paged.functions.lay_out.lower(made.abstract.params)
+  lay_out = paged.devices.lay_out.lower(made.abstract.params)
   params = jax.tree.map(
     lambda x, lay: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lay),
     lay_out.out_info,
-    draw.layouts(made.cfg, paged.functions.decode.mesh),
+    draw.layouts(made.cfg, paged.devices.decode.mesh),
   )
   learnt, spare = config.data.prompts, config.rollout.spare
-  fresh = paged.functions.fresh.lower(learnt + spare).out_info
-  state, samples = paged.functions.begin.lower(fresh).out_info
+  fresh = paged.devices.fresh.lower(learnt + spare).out_info
+  state, samples = paged.devices.begin.lower(fresh).out_info
   prompts = _prompts(config, paged)
   floor = jax.ShapeDtypeStruct((), jnp.int32)
   orders = _orders(state)
   lowered = {
     "lay_out": lay_out,
-    "prefill": paged.functions.prefill.lower(params, state, *prompts),
-    "generate": paged.functions.decode.lower(
-      params, state, samples, orders, floor, key, None
+    "prefill": paged.devices.prefill.lower(params, state, *prompts),
+    "generate": paged.devices.decode.lower(
+      params, state, samples, orders, few, floor, key
     ),
   }
-  return lowered, paged.functions.fresh.lower(learnt).out_info
+  return lowered, paged.devices.fresh.lower(learnt).out_info
 
 
 def _prompts(config, paged):

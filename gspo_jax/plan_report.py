@@ -52,7 +52,7 @@ def function(
 def decoding(made: Program) -> jax.sharding.Mesh:
   """Where answers are drawn."""
   paged = isinstance(made.generate, PagedSampler)
-  return (made.generate.decode if paged else made.generate).mesh
+  return (made.generate.devices.decode if paged else made.generate).mesh
 
 
 def _memory(name, memory, made, where) -> dict:

@@ -116,7 +116,7 @@ class Program:
   def check_compiled_once(self) -> None:
     """RuntimeError if a function was compiled for a second set of shapes.
 
-    Or, of refill's prefills, for more than it says at the start.
+    Or, of refill's segments and prefills, for more than it says at the start.
     """
     for field in dataclasses.fields(self):
       function = getattr(self, field.name)
@@ -124,7 +124,7 @@ class Program:
         _check_compiled(field.name, function)
       if isinstance(function, paged_sampler.PagedSampler):
         for name, most in function.compilations().items():
-          part = getattr(function.functions, name)
+          part = getattr(function.devices, name)
           _check_compiled(f"{field.name}.{name}", part, most)
 
 

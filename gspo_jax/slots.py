@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from gspo_jax import draw, model, sharding
 from gspo_jax.model import cache as kv
-from gspo_jax.model import pages as paging
+from gspo_jax.model import pages as paged
 from gspo_jax.model.moe import number_type
 from gspo_jax.sampler import (
   STOPPED,
@@ -40,14 +40,11 @@ class Slots:
     until: [B] int32, the number of them at which it leaves the slot.
   """
 
-  pages: paging.Pages
+  pages: paged.Pages
   answer: jax.Array
   last: jax.Array
   drawn: jax.Array
   until: jax.Array
-
-
-_NO_KEYS = paging.Pages(None, None, None, None, None)
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +79,7 @@ class Orders:
 
 def empty(cfg: model.ModelConfig, **sizes: int) -> Slots:
   """No slot has an answer; `sizes` as in `pages.empty`."""
-  pages = paging.empty(cfg, **sizes)
+  pages = paged.empty(cfg, **sizes)
   zeros = jnp.zeros_like(pages.lengths)
   return Slots(pages, zeros, zeros, zeros, zeros)
 
@@ -138,7 +135,7 @@ def prefill(
   chunks = -(-lengths.max() // chunk)
   begin = kv.empty(cfg, P, T), experts
   cache, experts = jax.lax.fori_loop(0, chunks, forward, begin)
-  pages = paging.store(slots.pages, cache.k, cache.v, numbers)
+  pages = paged.store(slots.pages, cache.k, cache.v, numbers)
   slots = dataclasses.replace(slots, pages=pages)
   return slots, experts.swapaxes(0, 1) if record else None
 
@@ -186,9 +183,9 @@ def decode(
   slots: Slots,
   samples: Samples,
   orders: Orders,
+  few: jax.Array | None,
   floor: jax.Array,
   key: jax.Array,
-  rows: jax.Array | None = None,
   *,
   sampler: SamplerConfig,
   steps: int,
@@ -205,15 +202,15 @@ def decode(
     slots: best donated, as is the next.
     samples: of A answers, what is drawn is written there.
     orders: carried out first.
+    few: [b] int32, the slots to compute, equally many of each shard, all that
+      are active among them; None for all.
     floor: [] int32.
     key: of all answers.
-    rows: [b] int32, the slots to compute, equally many of each shard, all that
-      are active among them; by default all.
     sampler: how to draw; static.
     steps: static.
   """
   whole = _obey(slots, orders)
-  slots = whole if rows is None else _pick(whole, rows)
+  slots = whole if few is None else _pick(whole, few)
   fold = functools.partial(jax.random.fold_in, key)
 
   def body(state):
@@ -245,11 +242,11 @@ def decode(
   B = slots.drawn.size
   total = samples.slot_steps + B * taken
   samples = dataclasses.replace(samples, slot_steps=total)
-  return slots if rows is None else _put(whole, slots, rows), samples
+  return slots if few is None else _put(whole, slots, few), samples
 
 
 def _obey(slots: Slots, orders: Orders) -> Slots:
-  pages = paging.copy(slots.pages, orders.source, orders.target)
+  pages = paged.copy(slots.pages, orders.source, orders.target)
   pick = lambda a, b: jnp.where(orders.new, a, b)
   pages = dataclasses.replace(
     pages,
@@ -266,7 +263,10 @@ def _obey(slots: Slots, orders: Orders) -> Slots:
   )
 
 
-def _pick(slots: Slots, rows) -> Slots:
+_NO_KEYS = paged.Pages(None, None, None, None, None)
+
+
+def _pick(slots: Slots, few) -> Slots:
   """These slots alone, over the same pages."""
 
   def local(kept, row_b):
@@ -274,11 +274,11 @@ def _pick(slots: Slots, rows) -> Slots:
 
   of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
   read = sharding.island(local, (of_rows,) * 2, of_rows)
-  return _over(slots.pages, read(_over(_NO_KEYS, slots), rows))
+  return _over(slots.pages, read(_over(_NO_KEYS, slots), few))
 
 
-def _put(slots: Slots, few: Slots, rows) -> Slots:
-  """All slots, after a segment of these few."""
+def _put(slots: Slots, new: Slots, few) -> Slots:
+  """All slots, after a segment of these few, `new`."""
 
   def local(kept, new, row_b):
     place = lambda old, new: old.at[row_b % len(old)].set(new)
@@ -286,8 +286,8 @@ def _put(slots: Slots, few: Slots, rows) -> Slots:
 
   of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
   write = sharding.island(local, (of_rows,) * 3, of_rows)
-  kept, new = (_over(_NO_KEYS, x) for x in (slots, few))
-  return _over(few.pages, write(kept, new, rows))
+  kept, changed = (_over(_NO_KEYS, x) for x in (slots, new))
+  return _over(new.pages, write(kept, changed, few))
 
 
 def _over(pages, slots: Slots) -> Slots:

@@ -92,7 +92,7 @@ def _rollouts(run, curriculum) -> batches.Source:
   if c.budget:
     source = batches.Partial(
       sampling,
-      functions.generate.functions.fresh,
+      functions.generate.devices.fresh,
       functions.choose,
       functions.regroup,
       shards=functions.generate.shards,

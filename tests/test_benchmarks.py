@@ -7,6 +7,8 @@ import sys
 import pytest
 from conftest import ROOT
 
+from benchmarks import lengths
+
 
 def quick(name):
   """The record that a benchmark prints last."""
@@ -35,6 +37,13 @@ def test_sampler():
   page = 16 * 2 * 2 * 4 * 16 * 4
   assert read("8 of 8", "refill") == 296_320 * 4 * 32 / 128 + page
   assert read("8 of 80", "refill") == read("8 of 8", "refill")
+  # With 4 slots or with 1, a step reads the weights once.
+  each = lengths.long_tailed(8, 80).repeat(2)
+  steps = read(tail, "refill") * each.sum()
+  steps -= sum(-(-(8 + t) // 16) * page for n in each for t in range(n))
+  steps /= 296_320 * 4
+  assert steps > each.sum() / 4
+  assert steps == pytest.approx(round(steps), abs=1e-2)
   # 7 steps of 16 rows, for the last token is not fed: a cache of 7, or of 64.
   own = 7 * 16 * (64 - 7) * page / 16 / 128
   assert read("8 of 80", "static") - read("8 of 8", "static") == own

@@ -209,10 +209,10 @@ def test_answers_that_wait_on_two_processes(launch, reference, tmp_path, mesh):
   """Refill, verification while others decode, cut answers, a batch ahead."""
   added = {
     "cold_start__dir": reference / "cold_start",
-    **{"paging__slots": 6, "paging__page": 4, "paging__chunk": 8},
+    **{"paging__slots": 16, "paging__page": 4, "paging__chunk": 8},
     **{"rollout__budget": 6, "rollout__spare": 2, "rollout__ahead": True},
   }
-  launch(1, tmp_path / "one", **added).finish()
+  launch(1, tmp_path / "one", devices=2, **added, **mesh).finish()
   launch(2, tmp_path / "two", **added, **mesh).finish()
   assert any(row["rollout/continued"] for row in rows(tmp_path / "one")[1:])
   assert_same_run(tmp_path / "two", tmp_path / "one")
@@ -222,10 +222,10 @@ def test_answers_that_wait_on_two_processes(launch, reference, tmp_path, mesh):
 def test_refill_on_two_processes(launch, reference, tmp_path):
   added = {
     "cold_start__dir": reference / "cold_start",
-    **{"paging__slots": 6, "paging__page": 4, "paging__chunk": 8},
+    **{"paging__slots": 16, "paging__page": 4, "paging__chunk": 8},
     "data__refill_rounds": 2,
   }
-  launch(1, tmp_path / "one", **added).finish()
+  launch(1, tmp_path / "one", devices=2, **added).finish()
   launch(2, tmp_path / "two", **added).finish()
   assert_same_run(tmp_path / "two", tmp_path / "one")
 

@@ -103,12 +103,12 @@ def test_another_call_and_another_key():
   assert (first.tokens != other.tokens).any()
   # Prefills of one text and of several, of up to 8 tokens and of up to 16.
   assert draw.buckets(continues=False) == (8, 16)
-  assert draw.functions.prefill.jitted._cache_size() <= 4
-  assert draw.functions.decode.jitted._cache_size() == 2  # all slots, and one
+  assert draw.devices.prefill.jitted._cache_size() <= 4
+  assert draw.devices.decode.jitted._cache_size() == 2  # all slots, and one
   once = {k for k, most in draw.compilations().items() if most == 1}
   assert once == {"lay_out", "begin", "peek", "finish"}
   for name in once - {"peek"}:
-    assert getattr(draw.functions, name).jitted._cache_size() == 1, name
+    assert getattr(draw.devices, name).jitted._cache_size() == 1, name
   said = draw.describe(continues=False)
   assert said.endswith("prefills of up to 8, 16 tokens")
 
@@ -123,25 +123,27 @@ def test_a_part_of_the_slots_is_enough_for_the_last_answers(axes):
   many = Paging(slots=64, page=8, steps=2, chunk=8)
   draw = build(many, how, wide, axes, prompt=8)
 
-  def decode(params, state, samples, orders, floor, key, rows):
+  def decode(params, state, samples, orders, few, floor, key):
     active = np.asarray(orders.active).reshape(draw.shards, -1)
     before = int(samples.slot_steps)
-    given = params, state, samples, orders, floor, key, rows
-    state, samples = draw.functions.decode(*given)
-    computed = 64 if rows is None else rows.size
-    assert (int(samples.slot_steps) - before) % computed == 0
+    state, samples = draw.devices.decode(
+      params, state, samples, orders, few, floor, key
+    )
+    computed = 64 if few is None else few.size
+    steps, rest = divmod(int(samples.slot_steps) - before, computed)
+    assert 0 < steps <= many.steps
+    assert not rest
     seen.append((computed, active))
-    if rows is not None:
-      few = np.asarray(rows).reshape(draw.shards, -1)
-      own = active.shape[1]
-      assert few.shape[1] == own // 4
-      assert np.unique(few).size == few.size
-      assert (few // own == np.arange(draw.shards)[:, None]).all()
-      assert active.ravel()[few].sum() == active.sum()
+    if few is not None:
+      which, own = np.asarray(few).reshape(draw.shards, -1), active.shape[1]
+      assert which.shape[1] == own // 4
+      assert np.unique(which).size == which.size
+      assert (which // own == np.arange(draw.shards)[:, None]).all()
+      assert active.ravel()[which].sum() == active.sum()
     return state, samples
 
-  functions = dataclasses.replace(draw.functions, decode=decode)
-  spied = dataclasses.replace(draw, functions=functions)
+  functions = dataclasses.replace(draw.devices, decode=decode)
+  spied = dataclasses.replace(draw, devices=functions)
   drawn = spied(params, lengths.prompts(each, 8), jax.random.key(0))
   left = np.repeat(each, 3)[:, None] - 1 - np.arange(24)
   np.testing.assert_array_equal(drawn.lengths, np.repeat(each, 3))
@@ -187,7 +189,7 @@ def test_prompts_of_another_width_are_refused():
 def test_what_a_first_attempt_left_is_cleared():
   drawn = jax.device_get(build(SMALL)(weights(), prompts(), jax.random.key(1)))
   long = dataclasses.replace(drawn, lengths=np.ones(P * G, np.int32))
-  cut = build(SMALL).functions.finish(long)
+  cut = build(SMALL).devices.finish(long)
   assert (cut.tokens[:, 1:] == DRAW.pad_id).all()
   assert not cut.logps[:, 1:].any()
   np.testing.assert_array_equal(cut.tokens[:, 0], drawn.tokens[:, 0])
@@ -239,16 +241,15 @@ def test_long_texts_are_prefilled_a_few_at_a_time():
 
 def test_a_shard_without_work_waits_for_the_others():
   """And what one is told of an answer is of that answer, on all shards."""
-  draw = build(
-    dataclasses.replace(SMALL, slots=8),
-    axes={"data": 2, "expert": 2, "tensor": 2},
-  )
+  axes = {"data": 2, "expert": 2, "tensor": 2}
+  draw = build(dataclasses.replace(SMALL, slots=32), axes=axes)
   begun, have = None, np.arange(P * G) // G  # of each question another number
   for until in (have, np.where(have < 4, 0, R), np.full(P * G, R)):
     begun = draw(
       weights(), prompts(), jax.random.key(1), begun=begun, until=until
     )
   assert_same(begun, static())
+  assert draw.devices.decode.jitted._cache_size() == 2  # few slots, too
 
 
 def test_a_cut_answer_goes_on_as_if_it_had_not_been_cut():
@@ -267,7 +268,7 @@ def test_a_cut_answer_goes_on_as_if_it_had_not_been_cut():
     paused = samples.finish == sampler.UNFINISHED
     np.testing.assert_array_equal(paused, wanted > have)
   assert_same(samples, static())
-  assert draw.functions.decode.jitted._cache_size() == 2
+  assert draw.devices.decode.jitted._cache_size() == 2
 
 
 def test_answers_that_ended_are_left_alone():
@@ -297,7 +298,7 @@ def test_it_tells_of_each_answer_once_as_it_ends(axes):
     told.update(ended)
     calls.append(len(ended))
 
-  draw = build(dataclasses.replace(SMALL, slots=8), axes=axes)
+  draw = build(dataclasses.replace(SMALL, slots=32), axes=axes)
   samples = draw(weights(), prompts(), jax.random.key(1), tell=tell)
   assert sorted(told) == list(range(P * G))
   assert len(calls) > 2
@@ -315,14 +316,14 @@ def test_it_tells_while_the_next_segment_is_decoded():
   def watched(name):
     def call(*args):
       events.append(name)
-      return getattr(draw.functions, name)(*args)
+      return getattr(draw.devices, name)(*args)
 
     return call
 
   spied = {name: watched(name) for name in ("decode", "peek")}
   tell = lambda ended: events.append("tell")
-  functions = dataclasses.replace(draw.functions, **spied)
-  sample = dataclasses.replace(draw, functions=functions)
+  functions = dataclasses.replace(draw.devices, **spied)
+  sample = dataclasses.replace(draw, devices=functions)
   sample(weights(), prompts(), jax.random.key(1), tell=tell)
   assert events.count("tell") == events.count("peek") > 2
   for i in np.flatnonzero(np.array(events[:-2]) == "peek").tolist():

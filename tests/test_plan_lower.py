@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from gspo_jax import plan_lower, program, sharding, slots
+from gspo_jax import plan_lower, plan_report, program, sharding, slots
 
 
 def built(config, **sizes):
@@ -32,6 +32,7 @@ def test_a_run_with_pages(debug_config):
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]
   paged = made.generate
+  assert plan_report.decoding(made) == paged.devices.decode.mesh
   longest = paged.paging.buckets(debug_config.data.max_prompt_length)[-1]
   assert tokens.shape == (paged.at_once(longest) * paged.shards, longest)
   (_, state, samples, orders, *_), _ = lowered["generate"].in_avals
@@ -45,7 +46,7 @@ def test_a_run_with_pages(debug_config):
 def test_orders_are_those_of_a_run(debug_config, monkeypatch):
   """Of the shapes and types that `decode` is called with."""
   made, given = refill(debug_config), []
-  functions = made.generate.functions
+  functions = made.generate.devices
   lowered = plan_lower.functions(debug_config, made)
   planned = lowered["generate"].in_avals[0][3]
 
@@ -54,7 +55,7 @@ def test_orders_are_those_of_a_run(debug_config, monkeypatch):
     return functions.decode(params, state, samples, orders, *rest)
 
   watched = dataclasses.replace(functions, decode=decode)
-  spied = dataclasses.replace(made.generate, functions=watched)
+  spied = dataclasses.replace(made.generate, devices=watched)
   P, S = debug_config.data.prompts, debug_config.data.max_prompt_length
   ones = jax.numpy.ones((P, S), jax.numpy.int32)
   prompts = program.sampler.Prompts(ones, ones.sum(1))

@@ -13,6 +13,7 @@ from gspo_jax import sharding
 _MASKED = -1e30  # finite: a row with no key to see stays finite
 _LANES = 128
 _TOKENS = 512  # of keys in VMEM at one time
+_BYTES = {"cpu": 2**18}  # of the keys of a block
 
 
 def side_by_side(heads: int, width: int) -> int:
@@ -132,7 +133,7 @@ def _pairs(B, W, k_KnSH):
   MiB of keys and values; that is reckoned, not measured.
   """
   K, _, S, H = k_KnSH.shape
-  most = 2**18 if sharding.platform() == "cpu" else 2**25
+  most = _BYTES.get(sharding.platform(), 2**25)
   return min(B * W, max(1, most // (K * S * H * k_KnSH.dtype.itemsize)))
 
 
