@@ -109,7 +109,7 @@ class PagedSampler:
           first = hosts.lay(first, self.rows)
           samples = devices.note(samples, noted, fed, first)
       orders, floor = self._orders(schedules, admitted, known)
-      laid = hosts.lay((orders, self._few(orders.active)), self.rows)
+      laid = hosts.lay((orders, self._few(orders)), self.rows)
       state, samples = devices.decode(params, state, samples, *laid, floor, key)
       if ended:  # in the segment before; the devices decode this one meanwhile
         tell(self._read(*ended))
@@ -220,15 +220,15 @@ class PagedSampler:
     few = self.sizes.slots // _FEW * self.shards
     return (self.paging.slots, few) if few else (self.paging.slots,)
 
-  def _few(self, active_B) -> np.ndarray | None:
+  def _few(self, orders) -> np.ndarray | None:
     """Numbers of the slots to compute; None for all.
 
     A part of each shard's, those that are active first: most of a batch's
     answers may have ended long before its longest.
     """
-    active = active_B.reshape(self.shards, -1)
+    active = orders.active.reshape(self.shards, -1)
     own = active.shape[1]
-    if active.sum(1).max() > own // _FEW:
+    if active.sum(1).max() > own // _FEW or orders.new.any():
       return None
     first = np.argsort(~active, axis=1, kind="stable")[:, : own // _FEW]
     numbers = first + own * np.arange(self.shards)[:, None]

@@ -203,12 +203,15 @@ def decode(
     samples: of A answers, what is drawn is written there.
     orders: carried out first.
     few: [b] int32, the slots to compute, equally many of each shard, all that
-      are active among them; None for all.
+      are active among them and none of them new; None for all.
     floor: [] int32.
     key: of all answers.
     sampler: how to draw; static.
     steps: static.
   """
+  if few is None:  # else there is nothing to copy
+    pages = paged.copy(slots.pages, orders.source, orders.target)
+    slots = dataclasses.replace(slots, pages=pages)
   whole = _obey(slots, orders)
   slots = whole if few is None else _pick(whole, few)
   fold = functools.partial(jax.random.fold_in, key)
@@ -246,12 +249,11 @@ def decode(
 
 
 def _obey(slots: Slots, orders: Orders) -> Slots:
-  pages = paged.copy(slots.pages, orders.source, orders.target)
   pick = lambda a, b: jnp.where(orders.new, a, b)
   pages = dataclasses.replace(
-    pages,
+    slots.pages,
     table=orders.table,
-    lengths=pick(orders.length, pages.lengths),
+    lengths=pick(orders.length, slots.pages.lengths),
     active=orders.active,
   )
   return Slots(

@@ -61,6 +61,7 @@ class Segment:
     # A prompt's own partial page is in the pool, too.
     self.longest, self.pool = sizes.width * PAGE, sizes.pages * PAGE
     cfg = made.cfg
+    self.router = real((cfg.embed_dim, cfg.num_experts))
     self.cache_shape = (cfg.num_kv_heads, sizes.pages, PAGE, cfg.head_dim)
     laid_out = zip(
       jax.tree.leaves(lowered["lay_out"].out_info),
@@ -109,9 +110,13 @@ def real(shape):
 
 @pytest.mark.parametrize("which", ["done", "last"])
 def test_nothing_copies_pages_or_weights(segment, which):
-  """Anywhere in the program, its loop or not, in whatever order of the axes."""
+  """Anywhere in the program, its loop or not, in whatever order of the axes.
+
+  But for a router, a thousandth of its layer, where few slots are computed.
+  """
   kept = {real(segment.cache_shape)}
   kept |= {real(shape) for shape in segment.weight_shapes}
+  kept -= {segment.router} if which == "last" else set()
   copies = [
     (i.op, array.dims)
     for computation in getattr(segment, which).module.computations.values()
