@@ -309,7 +309,9 @@ def test_what_accept_raises_ends_the_search(tmp_path):
 
 
 def run_child(code, directory, devices):
-  flags = f"--xla_force_host_platform_device_count={devices}"
+  # The last of a flag counts; the others make the same numbers here and there.
+  flags = os.environ["XLA_FLAGS"]
+  flags += f" --xla_force_host_platform_device_count={devices}"
   env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
   head = (
     "import os, pathlib, resource, signal, sys, jax, jax.numpy as jnp\n"

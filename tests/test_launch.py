@@ -233,7 +233,7 @@ def test_the_readme_fills_in_every_placeholder(shell):
 def test_the_metrics_that_the_readme_names_are_written():
   named = set(re.findall(r"`((?:time|throughput)/\w+)`", README))
   assert "time/iteration" in named
-  written = (ROOT / "gspo_jax/train.py").read_text()
+  written = (ROOT / "gspo_jax/iteration.py").read_text()
   assert [name for name in named if f'"{name}"' not in written] == []
 
 
