@@ -1,0 +1,54 @@
+"""What a run must agree with, and its keys."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from gspo_jax import runs
+
+
+def run(config, *, reference=None, critic=None):
+  abstract = SimpleNamespace(reference=reference, critic=critic)
+  program = SimpleNamespace(abstract=abstract)
+  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
+  cold = {"seed": 3}
+  return runs.Run(config, None, program, None, None, None, cold, keys)
+
+
+def test_a_state_of_rl_agrees_with_more_than_a_cold_start(debug_config):
+  plain = run(debug_config)
+  assert runs.identity_in_rl(plain) == plain.identity == {"seed": 3}
+  judged = runs.identity_in_rl(run(debug_config, reference={}, critic={}))
+  assert set(judged) - {"seed"} == {
+    "a reference (objective.kl_coef)",
+    "a critic (objective.name='ppo')",
+  }
+
+
+@pytest.mark.parametrize(
+  ("rollout", "word"),
+  [({"ahead": True}, True), ({"budget": 6, "spare": 2}, 2)],
+)
+def test_answers_that_wait_are_for_the_same_prompts(
+  debug_config, rollout, word
+):
+  before = runs.identity_in_rl(run(debug_config))
+  debug_config.rollout.update(rollout)
+  found = runs.identity_in_rl(run(debug_config))
+  shapes = {
+    "data.prompts": debug_config.data.prompts,
+    "data.max_prompt_length": debug_config.data.max_prompt_length,
+    "data.system_prompt": debug_config.data.system_prompt,
+    "data.instruction": debug_config.data.instruction,
+    "sampler.group_size": debug_config.sampler.group_size,
+    "sampler.max_new_tokens": debug_config.sampler.max_new_tokens,
+  }
+  rest = {k: v for k, v in found.items() if k not in before | shapes}
+  assert found == before | shapes | rest
+  assert list(rest.values()) == [word]
+
+
+def test_a_steps_keys_are_its_own(debug_config):
+  keys = [k for step in (1, 2) for k in runs.step_keys(run(debug_config), step)]
+  assert len({tuple(jax.random.key_data(k).tolist()) for k in keys}) == 4
