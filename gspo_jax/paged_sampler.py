@@ -224,7 +224,8 @@ class PagedSampler:
     """Numbers of the slots to compute; None for all.
 
     A part of each shard's, those that are active first: most of a batch's
-    answers may have ended long before its longest.
+    answers may have ended long before its longest. Not where one is new, whose
+    prompt's partial page is still to be copied.
     """
     active = orders.active.reshape(self.shards, -1)
     own = active.shape[1]
