@@ -43,7 +43,10 @@ def iterate(
   tick()
 
   # Old log-probs, and what a reference and a critic say, meanwhile.
-  rollout, scored = functions.score(state.params, asked, samples)
+  key = runs.step_keys(run, step)[1]
+  rollout, scored = functions.assemble(asked, samples), {}
+  if functions.scores:
+    state, rollout, scored = functions.score(state, rollout, key)
   if functions.appraise:
     rollout = functions.appraise(state, rollout)
   marks = marking()
@@ -58,8 +61,8 @@ def iterate(
   tick()
 
   # The update: a scan over minibatches.
-  state, learnt = functions.update(state, rollout, runs.step_keys(run, step)[1])
-  row, distributions = metrics.finish(scored | learnt)
+  state, _, learnt = functions.update(state, rollout, key)
+  row, distributions = metrics.finish(scored, learnt)
   tick()
   functions.check_compiled_once()
 

@@ -4,6 +4,10 @@ import math
 
 from gspo_jax import hosts
 
+# Largest std of the ratio of a policy that has not moved: the passes agree bit
+# for bit, where the kernels are deterministic.
+_SAME = 1e-6
+
 
 def require_finite(row: dict[str, float], step: int) -> None:
   """FloatingPointError naming the first number that is none, and the step."""
@@ -20,10 +24,14 @@ class Watch:
   Args:
     updates: optimizer steps a rollout.
     clip_low: of the objective in use.
+    recomputed: whether the trainer makes the old log-probs itself.
     truncates: whether sampling leaves some tokens out.
   """
 
-  def __init__(self, *, updates: int, clip_low: float, truncates: bool):
+  def __init__(
+    self, *, updates: int, clip_low: float, recomputed: bool, truncates: bool
+  ):
+    self._recomputed = recomputed
     self._said: set[str] = set()  # kinds of warning given
     self._updates, self._clip = updates, clip_low
     if truncates:
@@ -34,12 +42,22 @@ class Watch:
       )
 
   def __call__(self, row: dict[str, float]) -> None:
-    moves = self._updates > 1 and row["grad/norm"] > 0
+    moves = row["grad/norm"] > 0 and row["optim/learning_rate"] > 0
+    moves = moves and self._updates > 1
     if moves and row["ratio/moved"] == 0:
       self._say(
         "ratio",
         f"the importance ratio is exactly 1 over {self._updates} updates: the "
         "old log-probs are not being used",
+      )
+    repeated = row["ratio/first_minibatch_std"]
+    if self._recomputed and repeated > _SAME:
+      self._say(
+        "repeated",
+        f"ratio/first_minibatch_std={repeated:.1e}: two passes of one program "
+        "over the same weights differ, and clipping acts on the difference; on "
+        "a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true, or else "
+        "--config.learner.minibatches=1",
       )
     gap = row["mismatch/sequence_abs_mean"]
     if gap > self._clip:

@@ -8,9 +8,16 @@ from gspo_jax.watch import Watch, require_finite
 HEALTHY = {
   "ratio/moved": 0.5,
   "mismatch/sequence_abs_mean": 1e-7,
+  "ratio/first_minibatch_std": 0.0,
   "grad/norm": 1.0,
+  "optim/learning_rate": 1e-6,
 }
-GSPO = {"updates": 4, "clip_low": 3e-4, "truncates": False}
+GSPO = {
+  "updates": 4,
+  "clip_low": 3e-4,
+  "recomputed": True,
+  "truncates": False,
+}
 
 
 def test_warnings_are_given_once_and_name_the_numbers(capsys):
@@ -27,9 +34,20 @@ def test_warnings_are_given_once_and_name_the_numbers(capsys):
   assert "clip_low=3.0e-04" in lines[1]
 
 
+def test_a_policy_whose_passes_differ(capsys):
+  noisy = HEALTHY | {"ratio/first_minibatch_std": 2e-5}
+  Watch(**GSPO)(noisy)
+  line = capsys.readouterr().out
+  assert "ratio/first_minibatch_std=2.0e-05" in line
+  assert "--xla_gpu_deterministic_ops=true" in line
+  Watch(**GSPO | {"recomputed": False})(noisy)  # the sampler's own gap
+  assert capsys.readouterr().out == ""
+
+
 def test_one_update_a_rollout_may_have_a_ratio_of_one(capsys):
   Watch(**GSPO | {"updates": 1})(HEALTHY | {"ratio/moved": 0.0})
   Watch(**GSPO)(HEALTHY | {"ratio/moved": 0.0, "grad/norm": 0.0})
+  Watch(**GSPO)(HEALTHY | {"ratio/moved": 0.0, "optim/learning_rate": 0.0})
   assert capsys.readouterr().out == ""
 
 
