@@ -60,7 +60,7 @@ def test_own_by_dotted_name_with_arguments(module):
     ("final_anser", "did you mean 'final_answer'"),
     ("", "unknown reward ''"),
     ("no_such_package.f", "importing 'no_such_package' failed: ModuleNot"),
-    ("gspo_jax.rewards.numbers.gsm9k", "did you mean 'gsm8k'"),
+    ("gspo_jax.rewards.numbers.gms8k", "did you mean 'gsm8k'"),
     ("gspo_jax.rewards.code.SLACK", "has no function 'SLACK'"),
     ("final_answer:scale=2", "no argument 'scale': it takes none"),
     ("overlong:bufer=2", "no argument 'bufer': did you mean 'buffer'"),
