@@ -133,17 +133,16 @@ def hint(key: str, keys: Collection[str]) -> str:
     key: as it was typed, with dots between its parts.
     keys: all that there are.
   """
+  found = _of_other_trainers(key, keys)
+  found = found or _typo(key, keys) + _in_another_section(key, keys)
+  if found:
+    counts = _COUNTS.get(found[0], "") if len(found) == 1 else ""
+    return f"did you mean {either(found)}{counts and f' ({counts})'}?"
   section = key.partition(".")[0]
-  sections = sorted({k.partition(".")[0] for k in keys if "." in k})
-  if key not in sections:
-    found = _of_other_trainers(key, keys)
-    found = found or _typo(key, keys) + _in_another_section(key, keys)
-    if found:
-      counts = _COUNTS.get(found[0], "") if len(found) == 1 else ""
-      return f"did you mean {either(found)}{counts and f' ({counts})'}?"
   inside = sorted(k for k in keys if k.startswith(f"{section}."))
   if inside:
     return f"{section} has {', '.join(_leaf(k) for k in inside)}"
+  sections = sorted({k.partition(".")[0] for k in keys if "." in k})
   alone = sorted(k for k in keys if "." not in k)
   return f"sections are {', '.join(sections)}; without one: {', '.join(alone)}"
 
