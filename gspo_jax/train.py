@@ -203,6 +203,7 @@ def _train(
     watch = Watch(
       updates=config.learner.minibatches,
       clip_low=numbers.get("clip_low", math.inf),
+      compares=config.objective.name != "ppo",
       truncates=settings.sampler_config(
         config, run.program.tokenizer
       ).truncates,

@@ -20,12 +20,16 @@ class Watch:
   Args:
     updates: optimizer steps a rollout.
     clip_low: of the objective in use.
+    compares: whether advantages compare the responses of a group; with a
+      critic they do not.
     truncates: whether sampling leaves some tokens out.
   """
 
-  def __init__(self, *, updates: int, clip_low: float, truncates: bool):
+  def __init__(
+    self, *, updates: int, clip_low: float, compares: bool, truncates: bool
+  ):
     self._said: set[str] = set()  # kinds of warning given
-    self._updates, self._clip = updates, clip_low
+    self._updates, self._clip, self._compares = updates, clip_low, compares
     if truncates:
       self._say(
         "truncated",
@@ -40,6 +44,14 @@ class Watch:
         "ratio",
         f"the importance ratio is exactly 1 over {self._updates} updates: the "
         "old log-probs are not being used",
+      )
+    if self._compares and row["reward/mixed_groups"] == 0:
+      self._say(
+        "signal",
+        "no signal: in an iteration the rewards of no group differed "
+        f"(reward/mixed_groups is 0, reward/mean {row['reward/mean']:.3g}) and "
+        "gave no response an advantage; if this goes on, the problems are too "
+        "hard or too easy, or the reward does not tell responses apart",
       )
     gap = row["mismatch/sequence_abs_mean"]
     if gap > self._clip:

@@ -9,8 +9,10 @@ HEALTHY = {
   "ratio/moved": 0.5,
   "mismatch/sequence_abs_mean": 1e-7,
   "grad/norm": 1.0,
+  "reward/mean": 0.25,
+  "reward/mixed_groups": 0.1,
 }
-GSPO = {"updates": 4, "clip_low": 3e-4, "truncates": False}
+GSPO = {"updates": 4, "clip_low": 3e-4, "compares": True, "truncates": False}
 
 
 def test_warnings_are_given_once_and_name_the_numbers(capsys):
@@ -37,6 +39,17 @@ def test_a_gap_inside_the_clip_range_is_no_news(capsys):
   Watch(**GSPO | {"clip_low": 0.2})(
     HEALTHY | {"mismatch/sequence_abs_mean": 0.1}
   )
+  assert capsys.readouterr().out == ""
+
+
+def test_an_iteration_without_a_mixed_group_is_told_once(capsys):
+  watch, row = Watch(**GSPO), HEALTHY | {"reward/mixed_groups": 0.0}
+  for _ in range(2):
+    watch(row)
+  (line,) = capsys.readouterr().out.splitlines()
+  assert line.startswith("warning: no signal: ")
+  assert "reward/mixed_groups is 0, reward/mean 0.25" in line
+  Watch(**GSPO | {"compares": False})(row)  # a critic learns from these, too
   assert capsys.readouterr().out == ""
 
 
