@@ -93,6 +93,8 @@ def labels(html):
 def test_the_axis_of_a_constant_0_percent_has_no_negative_shares():
   html = line_chart("t", [line([0, 0])], unit="%").html
   assert labels(html) == (["0%", "50%", "100%"], ["0", "1"])
+  html = line_chart("t", [line([1, 1])], unit="%").html
+  assert labels(html)[0] == ["60%", "80%", "100%"]
 
 
 def test_close_numbers_have_labels_of_their_own():
@@ -105,6 +107,7 @@ def test_a_lone_step_is_the_only_one_on_the_axis():
   lone = lone._replace(curve=thin(Series(np.array([3]), np.array([0.5])), 9))
   html = line_chart("t", [lone]).html
   assert labels(html)[1] == ["3"]
+  assert line_chart("t", [line([5, 6])]).data["x"][:2] == [0, 1]
   assert "nan" not in html
 
 

@@ -114,7 +114,6 @@ def test_a_constant_number_has_as_much_room_below_as_above():
 
 
 def test_whole_ticks_are_all_the_steps_that_there_are():
-  # 15 * 0.2 is a little more than 3.
   assert Scale(2, 3, 0, 1).whole_ticks() == [2, 3]
   assert Scale(0.5, 1.5, 0, 1).whole_ticks() == [1]
   assert Scale(0, 30, 0, 1).whole_ticks() == [0, 10, 20, 30]

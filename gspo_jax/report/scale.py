@@ -105,8 +105,7 @@ class Scale(NamedTuple):
 
   def whole_ticks(self) -> list[int]:
     """Those that are steps or layers: whole numbers."""
-    ticks = self.ticks(5)
-    return [round(t) for t in ticks if abs(t - round(t)) < 1e-6]
+    return [round(t) for t in self.ticks(5) if t == round(t)]
 
 
 def _round_step(least: float) -> float:
