@@ -17,7 +17,8 @@ from collections.abc import Callable
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from gspo_jax.errors import UserError, nearest
+from gspo_jax import keys
+from gspo_jax.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -132,12 +133,12 @@ def _check_keys(argv: list[str]) -> None:
   first(argv, known_only=True)
   if config.value is None:
     return
-  keys = set(_flatten(config.value))
+  known = set(_flatten(config.value))
   for flag in argv:
     override = re.match(r"--?(?:no)?config\.([^=]*)", flag)
-    if override and override[1] not in keys:
-      hint = nearest(override[1], keys)
-      raise UserError(f"--config.{override[1]}: no such key; {hint}")
+    if override and override[1] not in known:
+      hint = keys.hint(override[1], known)
+      raise UserError(f"{flag[:80]}: no such key; {hint}")
 
 
 def _flatten(config: ConfigDict, prefix: str = ""):

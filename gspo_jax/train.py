@@ -197,17 +197,7 @@ def _train(
   if begin >= config.num_steps:
     hosts.say(f"num_steps={config.num_steps}: nothing is left to do")
   with writer:
-    # Of answers that waited, the gap tells how far the policy has moved.
-    waits = config.rollout.ahead or config.rollout.budget
-    numbers = {} if waits else settings.numbers(config)
-    watch = Watch(
-      updates=config.learner.minibatches,
-      clip_low=numbers.get("clip_low", math.inf),
-      recomputed=config.objective.old_logps == "recompute",
-      truncates=settings.sampler_config(
-        config, run.program.tokenizer
-      ).truncates,
-    )
+    watch = _watch(run)
     if begin == 0:
       writer.write(0, _evaluate(run, state.params))
     for step in range(begin + 1, config.num_steps + 1):
@@ -234,6 +224,21 @@ def _train(
         hosts.say(f"SIGTERM: saved after step {step}; the same command resumes")
         return None
   return state
+
+
+def _watch(run) -> Watch:
+  config = run.config
+  # Of answers that waited, the gap tells how far the policy has moved.
+  waits = config.rollout.ahead or config.rollout.budget
+  numbers = {} if waits else settings.numbers(config)
+  drawn = settings.sampler_config(config, run.program.tokenizer)
+  return Watch(
+    updates=config.learner.minibatches,
+    clip_low=numbers.get("clip_low", math.inf),
+    recomputed=config.objective.old_logps == "recompute",
+    compares=config.objective.name != "ppo",
+    truncates=drawn.truncates,
+  )
 
 
 def _save(run, curriculum, source, checkpoints, step, state) -> None:

@@ -25,15 +25,23 @@ class Watch:
     updates: optimizer steps a rollout.
     clip_low: of the objective in use.
     recomputed: whether the trainer makes the old log-probs itself.
+    compares: whether advantages compare the responses of a group; with a
+      critic they do not.
     truncates: whether sampling leaves some tokens out.
   """
 
   def __init__(
-    self, *, updates: int, clip_low: float, recomputed: bool, truncates: bool
+    self,
+    *,
+    updates: int,
+    clip_low: float,
+    recomputed: bool,
+    compares: bool,
+    truncates: bool,
   ):
     self._recomputed = recomputed
     self._said: set[str] = set()  # kinds of warning given
-    self._updates, self._clip = updates, clip_low
+    self._updates, self._clip, self._compares = updates, clip_low, compares
     if truncates:
       self._say(
         "truncated",
@@ -58,6 +66,14 @@ class Watch:
         "over the same weights differ, and clipping acts on the difference; on "
         "a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true, or else "
         "--config.learner.minibatches=1",
+      )
+    if self._compares and row["reward/mixed_groups"] == 0:
+      self._say(
+        "signal",
+        "no signal: in an iteration the rewards of no group differed "
+        f"(reward/mixed_groups is 0, reward/mean {row['reward/mean']:.3g}) and "
+        "gave no response an advantage; if this goes on, the problems are too "
+        "hard or too easy, or the reward does not tell responses apart",
       )
     gap = row["mismatch/sequence_abs_mean"]
     if gap > self._clip:

@@ -249,7 +249,7 @@ def test_the_command(workdir, files, tmp_path):
     ([TINY, "--checkpoint=x"], "--set is missing; for a start"),
     ([TINY, "--checkpoint=x", "--set=a=b", "--samples=0"], "--samples=0"),
     ([TINY, "--checkpoint=x", "--set=a=b", "--config.sed=0"], "mean 'seed'"),
-    ([TINY, "--checkpoint=x", "--set=AIME42=b"], "did you mean 'AIME2"),
+    ([TINY, "--checkpoint=x", "--set=AMIE24=b"], "did you mean 'AIME24"),
   ],
 )
 def test_flags(arguments, words, monkeypatch, capsys):

@@ -75,15 +75,17 @@ def test_overrides_reach_the_config(parse):
     ([WORKDIR], "--config is missing; for a start: python -m"),
     ([TINY], "--workdir is missing"),
     ([TINY, WORKDIR, "--config.optim.learning_rat=1"],
-     "--config.optim.learning_rat: no such key; did you mean "
+     "--config.optim.learning_rat=1: no such key; did you mean "
      "'optim.learning_rate'?"),
     ([TINY, WORKDIR, "--config.learning_rate=1"],
      "did you mean 'optim.learning_rate'?"),
+    ([TINY, WORKDIR, "--config.data.batch_size=8"],
+     "--config.data.batch_size=8: no such key; did you mean 'data.prompts'"),
     ([TINY, WORKDIR, "-config.sed=1"], "did you mean 'seed'?"),
     ([TINY, WORKDIR, "--noconfig.model.remats"], "mean 'model.remat'?"),
     ([TINY, WORKDIR, "--config.sed", "1"], "did you mean 'seed'?"),
     (["--workdir", "x", TINY, "--config.sed=1"], "did you mean 'seed'?"),
-    ([TINY, WORKDIR, "--config.optim=1"], "--config.optim: no such key"),
+    ([TINY, WORKDIR, "--config.optim=1"], "--config.optim=1: .*optim has b1"),
     ([TINY, WORKDIR, "--config.seed=abc"], "--config.seed=abc: invalid"),
     ([TINY, WORKDIR, "--config.seed=1.5"], "--config.seed=1.5: invalid"),
     ([TINY, WORKDIR, "--config.optim.b1=x"], "--config.optim.b1=x"),
@@ -117,10 +119,11 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
 @pytest.mark.parametrize(
   ("override", "words"),
   [
-    ("objective.name=gspi", "objective.name='gspi': did you mean 'gspo'"),
+    ("objective.name=gpso", "objective.name='gpso': did you mean 'gspo'"),
     ("objective.name=x", "choose one of cispo, dapo, dr_grpo, gmpo, grpo"),
     ("objective.old_logps=sampled", "did you mean 'sampler'"),
     ("model.variant=qwen3-8", "model.variant='qwen3-8': did you mean 'qwen3-"),
+    ("model.variant=qwen3-14b", "'qwen3-14b': choose one of llama3.1-8b, "),
     ("model.dtype=float16", "did you mean 'bfloat16'"),
     ("sampler.group_size=1", "sampler.group_size=1: expected at least 2"),
     ("sampler.group_size=0", "sampler.group_size=0: expected at least 2"),

@@ -201,7 +201,7 @@ def assert_a_mistake(done, words):
   ("arguments", "words"),
   [
     ([*TINY], "--topology is missing"),
-    ([*TINY, "--topology=v5x:2x4"], "did you mean 'v5p'?"),
+    ([*TINY, "--topology=v5x:2x4"], "did you mean 'v5e' or 'v5p'?"),
     ([*TINY, SLICE, "--config.sed=1"], "did you mean 'seed'?"),
     (
       [*TINY, SLICE, "--functions="],

@@ -397,7 +397,7 @@ def test_misbehaving_at_import_is_the_users_mistake(
     (["gsm8k"], [1.0], {"workers": 0}, "workers above 0, got 0"),
     (["gsm8k"], [1.0], {"seconds": 0}, "seconds above 0, got 0"),
     (["gsm8k"], [1.0], {"memory": -1}, "memory above 0, got -1"),
-    (["gsm9k"], [1.0], {}, "did you mean 'gsm8k'"),
+    (["gms8k"], [1.0], {}, "did you mean 'gsm8k'"),
   ],
 )
 def test_mistakes_are_named_at_the_start(names, weights, more, message):

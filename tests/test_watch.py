@@ -1,8 +1,10 @@
 """Warnings: given when they are due, once, with the numbers."""
 
+import types
+
 import pytest
 
-from gspo_jax import settings
+from gspo_jax import settings, tokenizer, train
 from gspo_jax.watch import Watch, require_finite
 
 HEALTHY = {
@@ -11,11 +13,14 @@ HEALTHY = {
   "ratio/first_minibatch_std": 0.0,
   "grad/norm": 1.0,
   "optim/learning_rate": 1e-6,
+  "reward/mean": 0.25,
+  "reward/mixed_groups": 0.1,
 }
 GSPO = {
   "updates": 4,
   "clip_low": 3e-4,
   "recomputed": True,
+  "compares": True,
   "truncates": False,
 }
 
@@ -56,6 +61,39 @@ def test_a_gap_inside_the_clip_range_is_no_news(capsys):
     HEALTHY | {"mismatch/sequence_abs_mean": 0.1}
   )
   assert capsys.readouterr().out == ""
+
+
+def test_an_iteration_without_a_mixed_group_is_told_once(capsys):
+  watch, row = Watch(**GSPO), HEALTHY | {"reward/mixed_groups": 0.0}
+  for _ in range(2):
+    watch(row)
+  (line,) = capsys.readouterr().out.splitlines()
+  assert line.startswith("warning: no signal: ")
+  assert "reward/mixed_groups is 0, reward/mean 0.25" in line
+  Watch(**GSPO | {"compares": False})(row)  # a critic learns from these, too
+  assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+  ("changes", "told"),
+  [
+    ({}, ["exactly 1 over 2 updates", "no signal", "clip_low=3.0e-04"]),
+    ({"objective.name": "ppo"}, ["exactly 1 over 2 updates"]),
+    ({"rollout.ahead": True}, ["exactly 1 over 2 updates", "no signal"]),
+    ({"sampler.top_k": 3, "learner.minibatches": 1},
+     ["top-k, top-p", "no signal", "clip_low=3.0e-04"]),
+  ],
+)  # fmt: skip
+def test_what_a_run_watches_for(debug_config, capsys, changes, told):
+  debug_config.learner.minibatches = 2
+  debug_config.update_from_flattened_dict(changes)
+  program = types.SimpleNamespace(tokenizer=tokenizer.load("bytes"))
+  run = types.SimpleNamespace(config=debug_config, program=program)
+  sick = {"ratio/moved": 0.0, "mismatch/sequence_abs_mean": 0.01}
+  train._watch(run)(HEALTHY | sick | {"reward/mixed_groups": 0.0})
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == len(told)
+  assert all(part in line for part, line in zip(told, lines, strict=True))
 
 
 def test_the_clip_range_is_the_methods_own_unless_asked(debug_config):

@@ -79,8 +79,9 @@ def _found(name: str) -> Callable[..., float]:
     ) from e
   function = getattr(module, attribute, None)
   if not callable(function):
-    choices = [n for n, v in vars(module).items() if inspect.isfunction(v)]
-    hint = errors.nearest(attribute, choices or ["a function"])
+    functions = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+    public = [n for n in functions if not n.startswith("_")]
+    hint = errors.nearest(attribute, public) if public else "it has none"
     raise errors.UserError(
       f"reward {name!r}: {path!r} has no function {attribute!r}: {hint}"
     )
