@@ -104,6 +104,7 @@ def _command(argv) -> int:
       reward=_REWARD.value,
     )
     hosts.say(scoreboard.render(summaries))
+    return 0
 
   return main.on_hosts(work)
 

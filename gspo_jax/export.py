@@ -41,11 +41,14 @@ def command() -> None:
 def _command(argv) -> int:
   if _TO.value is None:
     raise UserError("--to is missing: the folder to write, --to=exported")
-  return main.on_hosts(
-    lambda: export(
+
+  def work():
+    export(
       flags.FLAGS.config, flags.FLAGS.workdir, _TO.value, dtype=_DTYPE.value
     )
-  )
+    return 0
+
+  return main.on_hosts(work)
 
 
 def export(

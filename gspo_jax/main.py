@@ -6,11 +6,14 @@ On several hosts the same command on each, and the same workdir for all. On a
 Cloud TPU slice they find one another; elsewhere each is told
 `--coordinator=HOST:PORT --num_processes=N --process_id=I`.
 
-Exit codes: 0 done, or stopped by SIGTERM with everything saved; 2 a mistake of
-the caller's, in one line; anything else is a fault, with its traceback.
+Exit codes, the same on every host: 0 done; 75 (EX_TEMPFAIL of sysexits.h)
+stopped by SIGTERM before the last step with everything saved, for a scheduler
+to start the same command again; 2 a mistake of the caller's, in one line;
+anything else is a fault, with its traceback.
 """
 
 import re
+import signal
 import sys
 from collections.abc import Callable
 
@@ -18,6 +21,8 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from gspo_jax.errors import UserError, nearest
+
+INTERRUPTED = 75
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -48,16 +53,26 @@ def main() -> None:
 
 
 def _main(argv) -> int:
-  def train():
+  def work():
     from gspo_jax import train
 
-    train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+    state = train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+    # All is saved: a SIGTERM while the process ends must not change its code.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return INTERRUPTED if state is None else 0
 
-  return on_hosts(train)
+  return on_hosts(work)
 
 
-def on_hosts(work: Callable[[], None]) -> int:
-  """Joins the other processes, if any, and works: the exit code."""
+def on_hosts(work: Callable[[], int]) -> int:
+  """Joins the other processes, if any, and works.
+
+  Args:
+    work: returns an exit code, the same on every process.
+
+  Returns:
+    That exit code, or 2 after a UserError.
+  """
   # Here, and not above, so that a mistaken flag is told at once.
   from gspo_jax import hosts
 
@@ -65,13 +80,13 @@ def on_hosts(work: Callable[[], None]) -> int:
     logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
   hosts.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   try:
-    work()
+    code = work()
   except hosts.Agreed as error:
     return complain(error) if hosts.first() else 2
   except UserError as error:  # of this process, for all that is known
     return complain(error)
   hosts.meet()  # else those who end first give the last save 30 s, no more
-  return 0
+  return code
 
 
 def complain(error: Exception) -> int:

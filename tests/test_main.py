@@ -1,6 +1,7 @@
 """What a user can get wrong: one line that begins `error:`, exit code 2."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -216,6 +217,22 @@ def test_who_tells_a_mistake(monkeypatch, capsys, kind, first, told):
     main.parse(sys.argv)
     assert main._main([]) == 2
   assert capsys.readouterr() == ("", "error: a mistake\n" if told else "")
+
+
+@pytest.mark.parametrize(("state", "code"), [("trained", 0), (None, 75)])
+def test_a_run_that_sigterm_stopped_has_its_own_code(monkeypatch, state, code):
+  monkeypatch.setattr(hosts, "start", lambda *_: None)
+  monkeypatch.setattr(train, "train_and_evaluate", lambda *_: state)
+  monkeypatch.setattr(main.logging, "set_verbosity", lambda _: None)
+  monkeypatch.setattr(sys, "argv", ["gspo", TINY, WORKDIR])
+  before = signal.getsignal(signal.SIGTERM)
+  try:
+    with flagsaver.flagsaver():
+      main.parse(sys.argv)
+      assert main._main([]) == code
+    signal.raise_signal(signal.SIGTERM)  # one that comes too late
+  finally:
+    signal.signal(signal.SIGTERM, before)
 
 
 # The command itself.

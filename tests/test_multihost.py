@@ -236,7 +236,7 @@ def test_the_cold_start_of_two_processes(launch, reference, tmp_path):
   job = launch(2, tmp_path)
   job.wait_for("cold start   50/100")
   job.processes[1].send_signal(signal.SIGTERM)
-  first, _ = job.finish()
+  first, _ = job.finish(code=75)
   assert "SIGTERM: cold start saved" in first
   launch(2, tmp_path).finish()
   assert_same_run(tmp_path, reference, atol=1e-4)  # a hundred steps more: 3e-5
@@ -250,7 +250,7 @@ def stopped(launch, reference, tmp_path_factory):
   job = launch(2, workdir, checkpoint__every=100, **cold)
   job.wait_for("0/4")
   job.processes[1].send_signal(signal.SIGTERM)
-  first, _ = job.finish()
+  first, _ = job.finish(code=75)
   assert "SIGTERM: saved after step" in first
   return workdir
 
