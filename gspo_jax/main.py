@@ -23,6 +23,9 @@ from ml_collections import ConfigDict, config_flags
 from gspo_jax.errors import UserError, nearest
 
 INTERRUPTED = 75
+START = (
+  "python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny"
+)
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -95,8 +98,17 @@ def complain(error: Exception) -> int:
   return 2
 
 
-def parse(argv: list[str]) -> list[str]:
-  """Parses the flags; a mistake in one is a UserError that names it."""
+def parse(argv: list[str], start: str = START) -> list[str]:
+  """Parses the flags of a command.
+
+  Args:
+    argv: the command line.
+    start: one that works, with the flags that the command cannot do without.
+
+  Raises:
+    UserError: a flag is mistaken or missing; it names that, and the command.
+  """
+  usage = f"see {start.partition(' --')[0]} --help"
   try:
     _check_keys(argv)
     rest = flags.FLAGS(argv)
@@ -104,15 +116,15 @@ def parse(argv: list[str]) -> list[str]:
     raise
   except (flags.Error, OSError, ValueError, TypeError) as error:
     # ml_collections puts a traceback into its message; the cause comes last.
-    raise UserError(str(error).strip().splitlines()[-1]) from error
+    cause = str(error).strip().splitlines()[-1]
+    raise UserError(f"{cause}; {usage}") from error
   if len(rest) > 1:
-    raise UserError(f"unexpected argument {rest[1]!r}: flags are --name=value")
-  for flag in (_CONFIG, _WORKDIR):
-    if flag.value is None:
-      raise UserError(
-        f"--{flag.name} is missing; for a start: python -m gspo_jax.main "
-        "--config=configs/tiny_cpu.py --workdir=runs/tiny"
-      )
+    raise UserError(
+      f"unexpected argument {rest[1]!r}: flags are --name=value; {usage}"
+    )
+  for name in re.findall(r" --(\w+)=", start):
+    if not flags.FLAGS[name].value:
+      raise UserError(f"--{name} is missing; for a start: {start}")
   _check_processes()
   return rest
 
