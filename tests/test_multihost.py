@@ -299,6 +299,17 @@ def test_a_mistake_on_one_is_told_once(launch, tmp_path, only, words):
   assert "error" not in second
 
 
+@pytest.mark.slow
+def test_a_reward_that_fails_stops_all(launch, reference, tmp_path):
+  flags = {"cold_start__dir": reference / "cold_start"}
+  flags["reward__names"] = "('operator.setitem',)"  # texts do not take it
+  first, second = launch(2, tmp_path, **flags).finish(code=2)
+  line = first.strip().splitlines()[-1]
+  assert line.startswith("error: the held-out questions: 8 of 8 answers could")
+  assert "TypeError: 'str' object" in line
+  assert "error:" not in second
+
+
 DAMAGE = """
 import pathlib, sys, time, jax, numpy as np
 from gspo_jax import hosts

@@ -263,6 +263,20 @@ def test_sigterm_saves_and_exits_75(start, reference, tmp_path):
   assert_same_run(tmp_path, reference[0])
 
 
+def test_a_reward_that_fails_stops_the_run(start, reference, tmp_path):
+  shutil.copytree(reference[0], tmp_path / "run")
+  shutil.rmtree(tmp_path / f"run/checkpoints/{STEPS}")
+  # It takes three arguments, and raises: texts take no assignment.
+  names = "('operator.setitem',)"
+  out = finish(start(tmp_path / "run", reward__names=names), code=2)
+  assert out.strip().splitlines()[-1] == (
+    "error: iteration 3: 16 of 16 answers could not be scored, expected at "
+    "most 8 (reward.max_failed=0.5); the first reason: operator.setitem: "
+    "TypeError: 'str' object does not support item assignment"
+  )
+  assert final_state(tmp_path / "run")[0] == 2
+
+
 def test_a_changed_setting_is_told_and_taken(start, reference, tmp_path):
   shutil.copytree(reference[0], tmp_path / "run")
   flags = {"num_steps": 5, "optim__b2": 0.9, "model__remat": True}
