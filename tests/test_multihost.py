@@ -305,7 +305,7 @@ def test_a_reward_that_fails_stops_all(launch, reference, tmp_path):
   flags["reward__names"] = "('operator.setitem',)"  # texts do not take it
   first, second = launch(2, tmp_path, **flags).finish(code=2)
   line = first.strip().splitlines()[-1]
-  assert line.startswith("error: the held-out questions: 8 of 8 answers could")
+  assert line.startswith("error: the held-out questions: 32 of 32 answers")
   assert "TypeError: 'str' object" in line
   assert "error:" not in second
 
