@@ -148,9 +148,7 @@ def _without_learning(config: ConfigDict) -> ConfigDict:
   config.rollout.update(ahead=False, budget=0, spare=0)
   config.data.refill_rounds = config.learner.minibatches = 1
   config.cold_start.steps = 0
-  config.objective.update(
-    name="gspo", replay="none", mismatch="none", kl_coef=0.0, dual_clip=0.0
-  )
+  config.objective.update(name="gspo", replay="none", mismatch="none")
   config.objective.update(reference_every=0, router_shift_floor=-1.0)
   config.objective.update(cap=-1.0, tau_positive=-1.0, tau_negative=-1.0)
   return config

@@ -134,7 +134,12 @@ def test_an_empty_batch_is_refused(debug_config, key):
     {"objective": {"cap": 3.0}},
     {"objective": {"mismatch": "tis_token", "old_logps": "sampler"}},
     {"objective": {"name": "grpo", "reference_every": 3, "kl_coef": 0.0}},
-    {"objective": {"name": "sapo", "dual_clip": 3.0}},
+    {"objective": {"name": "sapo", "dual_clip": 3.0, "tau_positive": 2.0}},
+    {"objective": {"name": "sapo", "dual_clip": 3.0, "tau_negative": 2.0}},
+    {
+      "model": {"variant": "qwen3-0.6b"},
+      "objective": {"router_shift_floor": 0.5},
+    },
   ],
 )
 def test_what_only_training_uses_is_not_looked_at(debug_config, changes):
