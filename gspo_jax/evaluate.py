@@ -7,9 +7,9 @@ DIR is a Hugging Face folder, a workdir of a run (its newest checkpoint), or one
 step of it, WORKDIR/checkpoints/STEP. gspo_jax/question_sets.py tells the sets
 and the columns of their files. Model, prompt, lengths and temperature come from
 the config (`--config.sampler.temperature=0.6 --config.sampler.top_p=0.95`), and
-what only training uses is not looked at. At most `data.prompts *
-sampler.group_size` answers are drawn at once, as in training, and no more than
-a set needs, rounded up to whole rows of questions for each device.
+what only training uses is not checked. A batch holds the questions of a set, or
+as many of them as give `data.prompts * sampler.group_size` answers, as in
+training; it is filled up to a multiple of the devices.
 
 Prints a table; --out (by default DIR/evaluation) gets results.json, and
 answers.jsonl as the answers come: the same command again goes on from there.

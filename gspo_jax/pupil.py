@@ -20,7 +20,7 @@ class Size(NamedTuple):
 
   Attributes:
     group: answers that a question gets where it stands in a batch.
-    times: it stands in a batch, or in several of them.
+    times: how often a question stands in a batch, or in consecutive ones.
     rows: prompts of a batch.
   """
 
@@ -32,12 +32,11 @@ class Size(NamedTuple):
 def fit(
   config: ConfigDict, mesh: jax.sharding.Mesh, samples: int, questions: int
 ) -> Size:
-  """The smallest batch for so many questions, at most that of training.
+  """A batch for so many questions, of no more rows than they need.
 
-  A batch has a prompt for each time that a question stands in it, and at most
-  as many as give `data.prompts * sampler.group_size` answers: then there are
-  several. Both are rounded up to a multiple of the devices, so that every mesh
-  of them can split its rows.
+  It holds all of them, or as many as give `data.prompts * sampler.group_size`
+  answers, as in training; then there are several batches. Its rows are rounded
+  up to a multiple of the devices, so that every mesh of them can split it.
 
   Args:
     config: all the keys of configs/common.py.
