@@ -30,6 +30,7 @@ def iterate(
 
   Raises:
     FloatingPointError: a scalar is not finite.
+    hosts.Agreed: too many answers could not be scored.
   """
   functions, config = run.program, run.config
   rows = sharding.rows(functions.mesh)
@@ -54,6 +55,11 @@ def iterate(
     curriculum.record(cost.batch, cost.marks().correct)
   for reason in marks.reasons:
     logging.warning("step %d: an answer scored 0: %s", step, reason)
+  answer.require_scored(
+    [cost.marks() for cost in ready.costs],
+    config.reward.max_failed,
+    of=f"iteration {step}",
+  )
   # Advantages of whole groups, before any shuffle.
   rewards = hosts.lay(marks.total.reshape(-1), rows)
   rollout = functions.assign(rollout, rewards, samples.finish)

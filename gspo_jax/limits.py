@@ -34,7 +34,7 @@ _RANGES = (
   (
     "0 to 1",
     lambda x: 0 <= x <= 1,
-    "cold_start.gate critic.discount critic.trace_decay",
+    "cold_start.gate critic.discount critic.trace_decay reward.max_failed",
   ),
   ("1 or more", lambda x: 1 <= x < math.inf, "objective.mismatch_cap"),
   (

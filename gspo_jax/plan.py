@@ -62,12 +62,13 @@ def command() -> None:
 
 
 def _parse(argv):
-  return main.parse([*argv, "--workdir=unused"])
+  return main.parse(
+    argv,
+    "python -m gspo_jax.plan --config=configs/tiny_cpu.py --topology=v5e:4x4",
+  )
 
 
 def _command(argv) -> int:
-  if _TOPOLOGY.value is None:
-    raise UserError("--topology is missing; for a start: --topology=v5e:4x4")
   report = plan(
     flags.FLAGS.config,
     chips.parse(_TOPOLOGY.value),

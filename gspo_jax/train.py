@@ -42,7 +42,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     The final state; None where a SIGTERM ended the run, its state saved.
 
   Raises:
-    UserError: the config, the data or the workdir cannot work as they are.
+    UserError: the config, the data or the workdir cannot work as they are, or
+      the rewards failed on too many answers (`reward.max_failed`).
     FloatingPointError: a metric is not finite; that step is not saved.
   """
   hosts.require_joined()
@@ -273,4 +274,5 @@ def _answer(run, generate, params, key) -> np.ndarray:
     rows=sharding.rows(run.program.mesh),
     tokenizer=run.program.tokenizer,
     scorer=run.scorer,
+    max_failed=run.config.reward.max_failed,
   )

@@ -1,6 +1,7 @@
 """What a user can get wrong: one line that begins `error:`, exit code 2."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -91,7 +92,8 @@ def test_overrides_reach_the_config(parse):
     ([TINY, WORKDIR, "--config.optim.b1=x"], "--config.optim.b1=x"),
     ([TINY, WORKDIR, "--config.model.remat=maybe"], "maybe"),
     ([TINY, WORKDIR, "--config.seed"], "Missing value"),
-    ([TINY, WORKDIR, "--wrokdir=x"], "wrokdir"),
+    ([TINY, WORKDIR, "--wrokdir=x"],
+     "wrokdir.*; see python -m gspo_jax.main --help"),
     ([TINY, WORKDIR, "config.seed=1"], "unexpected argument 'config.seed=1'"),
     ([TINY, WORKDIR, "--coordinator=h:1"], "--num_processes is missing: --c"),
     ([TINY, WORKDIR, "--process_id=0"], "--coordinator is missing: --coord"),
@@ -160,6 +162,7 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
     ("data.instruction=Go", "data.instruction='Go': expected {question} in it"),
     ("data.tokenizer=nope", "tokenizer 'nope': no such folder"),
     ("reward.seconds=0", "reward.seconds=0.0: expected more than 0"),
+    ("reward.max_failed=1.5", "reward.max_failed=1.5: expected 0 to 1"),
     ("reward.workers=0", "reward.workers=0: expected at least 1"),
     ("model.checkpoint=nope", "nope"),
     ("mesh.data=3", "does not multiply to the 1 devices here"),
@@ -219,6 +222,22 @@ def test_who_tells_a_mistake(monkeypatch, capsys, kind, first, told):
     main.parse(sys.argv)
     assert main._main([]) == 2
   assert capsys.readouterr() == ("", "error: a mistake\n" if told else "")
+
+
+@pytest.mark.parametrize(("state", "code"), [("trained", 0), (None, 75)])
+def test_a_run_that_sigterm_stopped_has_its_own_code(monkeypatch, state, code):
+  monkeypatch.setattr(hosts, "start", lambda *_: None)
+  monkeypatch.setattr(train, "train_and_evaluate", lambda *_: state)
+  monkeypatch.setattr(main.logging, "set_verbosity", lambda _: None)
+  monkeypatch.setattr(sys, "argv", ["gspo", TINY, WORKDIR])
+  before = signal.getsignal(signal.SIGTERM)
+  try:
+    with flagsaver.flagsaver():
+      main.parse(sys.argv)
+      assert main._main([]) == code
+    signal.raise_signal(signal.SIGTERM)  # one that comes too late
+  finally:
+    signal.signal(signal.SIGTERM, before)
 
 
 # The command itself.
