@@ -227,12 +227,16 @@ def _decoding_mesh(config, mesh, params):
   return decoding
 
 
-def _overlap(mesh) -> dict:
-  """Compiler options that hide large collectives behind matrix products."""
+def _options(mesh) -> dict:
+  """Compiler options of what trains.
+
+  They round as the sampler does, and hide large collectives behind matrix
+  products.
+  """
   if mesh.devices.flat[0].device_kind not in _SPARSE_CORES:
-    return {}
+    return sharding.ROUNDING
   offload = "xla_tpu_enable_sparse_core_collective_offload_"
-  return {offload + kind: True for kind in _OFFLOADED}
+  return sharding.ROUNDING | {offload + kind: True for kind in _OFFLOADED}
 
 
 def _init(config, cfg, abstract, mesh):
@@ -278,6 +282,7 @@ def _jit_generate(cfg, draw, *, abstract, mesh, decoding):
     generate,
     in_shardings=(_shardings(abstract.params), rows, everywhere),
     out_shardings=sampler.layout(draw, mesh),
+    compiler_options=sharding.ROUNDING,
   )
   return OnMesh(jitted, decoding)
 
@@ -338,6 +343,7 @@ def _jit_appraise(config, cfg, abstract, mesh):
     in_shardings=(_shardings(abstract), rows),
     out_shardings=rows,
     donate_argnums=1,
+    compiler_options=_options(mesh),
   )
   return OnMesh(jitted, mesh)
 
@@ -389,7 +395,7 @@ def _jit_step(step, abstract, mesh):
     in_shardings=(state, rows, everywhere, everywhere),
     out_shardings=(state, rows, everywhere),
     donate_argnums=(0, 1),
-    compiler_options=_overlap(mesh),
+    compiler_options=_options(mesh),
   )
   return OnMesh(jitted, mesh)
 
@@ -410,7 +416,7 @@ def _jit_imitate(imitate, abstract, mesh):
     in_shardings=(state, sharding.rows(mesh), everywhere),
     out_shardings=(state, everywhere),
     donate_argnums=0,
-    compiler_options=_overlap(mesh),
+    compiler_options=_options(mesh),
   )
   return OnMesh(jitted, mesh)
 
