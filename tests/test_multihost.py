@@ -356,3 +356,22 @@ def test_what_one_cannot_read_is_skipped_by_all(environment, tmp_path):
     assert "again 2 20.0" in text
   assert texts[0].count("checkpoint 2 skipped") == 1
   assert "skipped" not in texts[1]
+
+
+@pytest.mark.slow  # a run of its own
+def test_an_unmoved_policy_has_ratio_one_on_two(launch, tmp_path):
+  """In bfloat16, between real responses; see test_ratio_one."""
+  overrides = {
+    "model__dtype": "bfloat16",
+    "mesh__data": 1,
+    "mesh__fsdp": 2,
+    "optim__learning_rate": 0.0,
+    "cold_start__steps": 0,
+    "num_steps": 1,
+  }
+  launch(2, tmp_path, **overrides).finish()
+  row = rows(tmp_path)[-1]
+  for name in ("ratio/token_std", "ratio/sequence_std", "clip_frac/token"):
+    assert row[name] == 0
+  assert row["ratio/first_minibatch_std"] == row["ratio/moved"] == 0
+  assert row["mismatch/token_abs_mean"] > 0
