@@ -1,0 +1,138 @@
+"""How far sampler and trainer are apart in bfloat16, layer by layer.
+
+  python -m benchmarks.sampler_gap [--quick] [--out=FILE.json]
+
+The same tokens go through the model twice: all at one time, as the trainer
+scores them, and one after the other against a cache, as the sampler decodes.
+After each layer: the share of the numbers of the residual stream that differ,
+and the root mean square of the difference over that of the stream. At the end:
+the mean over sequences of |mean(o - q)|, o the trainer's log-probs and q the
+sampler's, beside the lower clip range of GSPO. Each with the compiler's own
+choice of where to round ("default"), and as a run is compiled ("as written").
+Random weights.
+"""
+
+import argparse
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import record
+from gspo_jax import model, sharding
+from gspo_jax.losses import gspo_loss
+from gspo_jax.model import cache as kv
+from gspo_jax.rollout import sequence_gap
+
+OPTIONS = {"default": {}, "as written": sharding.ROUNDING}
+
+
+def forced(params, tokens, cfg):
+  """All tokens at one time: hidden states and experts."""
+  B, T = tokens.shape
+  positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+  out = model.encode(params, cfg, tokens, positions, jnp.ones_like(tokens))
+  return out.hidden, None if out.routing is None else out.routing.experts
+
+
+def decoded(params, tokens, cfg):
+  """One token after the other: hidden states and experts."""
+  B, T = tokens.shape
+  params = model.unstack(params, cfg)
+
+  def step(cache, t):
+    at = jnp.full((B, 1), t)
+    out = model.encode(
+      params,
+      cfg,
+      jax.lax.dynamic_slice_in_dim(tokens, t, 1, axis=1),
+      at,
+      jnp.ones_like(at),
+      cache,
+    )
+    routing = out.routing
+    experts = None if routing is None else routing.experts[:, :, 0]
+    return out.cache, (out.hidden[:, 0], experts)
+
+  _, (hidden, experts) = jax.lax.scan(step, kv.empty(cfg, B, T), jnp.arange(T))
+  if experts is not None:
+    experts = jnp.moveaxis(experts, 0, 2)  # [T, L, B, k] -> [L, B, T, k]
+  return hidden.swapaxes(0, 1), experts
+
+
+def log_probs(params, hidden, tokens, cfg):
+  """Of each token but the first, [B, T - 1]."""
+  logps = jax.nn.log_softmax(model.unembed(params, cfg, hidden[:, :-1]))
+  return jnp.take_along_axis(logps, tokens[:, 1:, None], axis=2)[..., 0]
+
+
+def measure(cfg, tokens, options) -> dict:
+  """The gap after each layer, and of the log-probs.
+
+  Args:
+    cfg: the model.
+    tokens: [B, T].
+    options: for the compiler.
+  """
+  jit = lambda f, c: jax.jit(
+    functools.partial(f, cfg=c), compiler_options=options
+  )
+  params = model.init(jax.random.key(0), cfg)
+  layers = []
+  for depth in range(1, cfg.num_layers + 1):
+    shallow = dataclasses.replace(cfg, num_layers=depth)
+    cut = params | {
+      "layers": jax.tree.map(lambda x: x[:depth], params["layers"])  # noqa: B023
+    }
+    (x, chosen), (y, decoded_by) = (
+      jit(f, shallow)(cut, tokens) for f in (forced, decoded)
+    )
+    gap = np.asarray(x - y, np.float64)
+    size = np.sqrt(np.square(np.asarray(x, np.float64)).mean())
+    row = {"differ": float((gap != 0).mean())}
+    row["relative"] = float(np.sqrt(np.square(gap).mean()) / size)
+    if chosen is not None:
+      row["flips"] = float(np.asarray(chosen != decoded_by)[-1].any(-1).mean())
+    layers.append(row)
+  last = jit(log_probs, cfg)
+  trainer, sampler = (last(params, h, tokens) for h in (x, y))
+  gap = sequence_gap(trainer, sampler, jnp.ones(trainer.shape, bool))
+  return {
+    "layers": layers,
+    "token": float(jnp.abs(trainer - sampler).mean()),
+    "sequence": float(jnp.abs(gap).mean()),
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--quick", action="store_true", help="two layers")
+  parser.add_argument("--out", type=Path)
+  args = parser.parse_args()
+  size = {"num_layers": 2 if args.quick else 6, "dtype": "bfloat16"}
+  dense = {"num_experts": 0, "experts_per_token": 0}
+  models = {
+    "dense": model.variant("tiny", **size, **dense),
+    "experts": model.variant("tiny", **size),
+  }
+  shape = (8, 16) if args.quick else (64, 128)
+  tokens = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
+  found, clip = {}, gspo_loss.__kwdefaults__["clip_low"]
+  for name, cfg in models.items():
+    found[name] = {k: measure(cfg, tokens, o) for k, o in OPTIONS.items()}
+    for rounded, one in found[name].items():
+      print(f"{name}, rounded {rounded}")
+      for depth, row in enumerate(one["layers"], 1):
+        cells = (f"{key} {value:.1e}" for key, value in row.items())
+        print(f"  layer {depth}: {', '.join(cells)}")
+      gap = one["sequence"]
+      print(f"  a token {one['token']:.1e}, a sequence {gap:.1e}", end="")
+      print(f" = {gap / clip:.2f} of clip_low")
+  record.finish("sampler_gap", {"shape": shape, "models": found}, args.out)
+
+
+if __name__ == "__main__":
+  main()
