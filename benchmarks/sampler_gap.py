@@ -22,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import record
-from gspo_jax import model, sharding
+from gspo_jax import model
 from gspo_jax.losses import gspo_loss
 from gspo_jax.model import cache as kv
+from gspo_jax.model import rounding
 from gspo_jax.rollout import sequence_gap
 
-OPTIONS = {"default": {}, "as written": sharding.ROUNDING}
+OPTIONS = {"default": {}, "as written": rounding.OPTIONS}
 
 
 def forced(params, tokens, cfg):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from gspo_jax import draw as drawing
 from gspo_jax import model, sampler, sharding, slots
+from gspo_jax.model import rounding
 from gspo_jax.model.pages import Pages
 from gspo_jax.on_mesh import OnMesh
 from gspo_jax.sampler import SamplerConfig
@@ -88,7 +89,7 @@ def functions(
       _prefill(cfg, chunk, record),
       donate_argnums=1,
       out_shardings=(state, rows if record else None),
-      compiler_options=sharding.ROUNDING,
+      compiler_options=rounding.OPTIONS,
     ),
     note=jit(
       functools.partial(slots.note, group=draw.group_size),
@@ -100,7 +101,7 @@ def functions(
       in_shardings=(None,) * 6 + (sharding.everywhere(mesh),),
       out_shardings=(state, drawn),
       donate_argnums=(1, 2),
-      compiler_options=sharding.ROUNDING,
+      compiler_options=rounding.OPTIONS,
     ),
     peek=jit(slots.peek, out_shardings=rows),
     finish=jit(_finish(draw), out_shardings=kept),

@@ -31,7 +31,7 @@ from gspo_jax import (
 from gspo_jax.cold_start import as_rollout
 from gspo_jax.errors import UserError
 from gspo_jax.limits import check, multiple
-from gspo_jax.model import hf
+from gspo_jax.model import hf, rounding
 from gspo_jax.on_mesh import OnMesh
 
 # Collectives that run beside the matrix units on chips with SparseCores.
@@ -234,9 +234,9 @@ def _options(mesh) -> dict:
   products.
   """
   if mesh.devices.flat[0].device_kind not in _SPARSE_CORES:
-    return sharding.ROUNDING
+    return rounding.OPTIONS
   offload = "xla_tpu_enable_sparse_core_collective_offload_"
-  return sharding.ROUNDING | {offload + kind: True for kind in _OFFLOADED}
+  return rounding.OPTIONS | {offload + kind: True for kind in _OFFLOADED}
 
 
 def _init(config, cfg, abstract, mesh):
@@ -282,7 +282,7 @@ def _jit_generate(cfg, draw, *, abstract, mesh, decoding):
     generate,
     in_shardings=(_shardings(abstract.params), rows, everywhere),
     out_shardings=sampler.layout(draw, mesh),
-    compiler_options=sharding.ROUNDING,
+    compiler_options=rounding.OPTIONS,
   )
   return OnMesh(jitted, decoding)
 

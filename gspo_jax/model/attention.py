@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax import sharding
+from gspo_jax.model.rounding import rounded
 
 _BLOCK = 512  # rows and columns of scores in VMEM at one time
 _LANES = 128
@@ -62,7 +63,7 @@ def plain(q_BTNH, k_BTKH, v_BTKH, seen_BTS):
   scores_BKRTS = jnp.where(seen_BTS[:, None, None], scores_BKRTS, MASKED)
   weights_BKRTS = jax.nn.softmax(scores_BKRTS)
   out_BTKRH = weigh("bkrts,bskh->btkrh", weights_BKRTS, v_BTKH)
-  return out_BTKRH.astype(q_BTNH.dtype).reshape(B, T, N, H)
+  return rounded(out_BTKRH, q_BTNH.dtype).reshape(B, T, N, H)
 
 
 def weigh(subscripts: str, weights, values):

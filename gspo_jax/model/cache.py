@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from gspo_jax.model import attention
 from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.rounding import rounded
 from gspo_jax.sharding import ROWS, constrain
 
 
@@ -167,4 +168,4 @@ def _combine(parts, B, T):
     weights = jnp.exp(scores - base)
     total += stretch(weights.sum(-1, keepdims=True))
     out += stretch(attention.weigh("bkrts,bksh->bkrth", weights, v_BKSH))
-  return (out / total).astype(parts[0][1].dtype)
+  return rounded(out / total, parts[0][1].dtype)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax.model import grouped
+from gspo_jax.model.rounding import rounded, wide
 
 _SLACK = 1.25  # a chunk over the mean load
 _TILE = 128  # rows of a chunk come in multiples of this
@@ -39,7 +40,8 @@ def _widen(x_RD, gate_up, sizes_e):
 def _shrink(h_RF, weights_R, down, sizes_e):
   gate, up = jnp.split(h_RF, 2, axis=-1)
   # Weighted here, on F columns, rather than after `down`, on D.
-  h = nn.silu(gate) * up * weights_R[:, None]
+  h = nn.silu(wide(gate)) * wide(up) * wide(weights_R)[:, None]
+  h = rounded(h, h_RF.dtype)
   return grouped.matmul(h, down.astype(h.dtype), sizes_e)
 
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from gspo_jax import sharding
 from gspo_jax.model import experts as ep
 from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.rounding import rounded
 
 
 class Routing(NamedTuple):
@@ -191,4 +192,5 @@ def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down):
   done = sizes_E.sum(dtype=jnp.int32)
   y = jnp.where(jnp.arange(M * k)[:, None] < done, y, 0)
   # The inverse of a permutation gathers: its gradient is again a permutation.
-  return y[jnp.argsort(order)].reshape(M, k, -1).sum(1), done
+  y = y[jnp.argsort(order)].reshape(M, k, -1).sum(1, dtype=jnp.float32)
+  return rounded(y, x_MD.dtype), done

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.model import attention
+from gspo_jax.model.rounding import rounded
 
 _LANES = 128
 _TOKENS = 512  # of keys in VMEM at one time
@@ -121,7 +122,7 @@ def by_blocks(q_BKRH, k_KnSH, v_KnSH, table_BW, lengths_B, scale):
   _, total_KBR, out_KBRH = jax.lax.fori_loop(0, trips, body, state)
   # The largest score alone adds 1 to a total: only of no tokens is it less.
   out_KBRH /= jnp.maximum(total_KBR, 1)[..., None]
-  return out_KBRH.swapaxes(0, 1).astype(q_BKRH.dtype)
+  return rounded(out_KBRH.swapaxes(0, 1), q_BKRH.dtype)
 
 
 def _pairs(B, W, k_KnSH):

@@ -22,6 +22,7 @@ from gspo_jax.model import attention
 from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.moe import MoE, Routing
+from gspo_jax.model.rounding import rounded, wide
 
 Params = dict
 
@@ -61,17 +62,23 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x, scale, eps):
-  h = x.astype(jnp.float32)
+  h = wide(x)
   h *= jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
-  return h.astype(x.dtype) * scale.astype(x.dtype)
+  h = wide(rounded(h, x.dtype)) * wide(scale.astype(x.dtype))
+  return rounded(h, x.dtype)
 
 
 def rotate(x_BTNH, sin_BTH, cos_BTH):
   """Rotary embedding, half-split (arXiv 2104.09864), in float32."""
-  a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+  a, b = jnp.split(wide(x_BTNH), 2, axis=-1)
   sin, cos = sin_BTH[:, :, None], cos_BTH[:, :, None]
   out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-  return out.astype(x_BTNH.dtype)
+  return rounded(out, x_BTNH.dtype)
+
+
+def add(x_BTD, y_BTD):
+  """The sum of two activations, added in float32 and rounded once."""
+  return rounded(wide(x_BTD) + wide(y_BTD), x_BTD.dtype)
 
 
 class Scale(nn.Module):
@@ -123,7 +130,7 @@ def _project(x_BTD, weights, angles, cfg):
     w = weights[name].astype(x_BTD.dtype)
     y_BTNH = jnp.einsum("btd,dnh->btnh", x_BTD, w)
     if cfg.attention_bias:
-      y_BTNH += weights[f"{name}_bias"].astype(x_BTD.dtype)
+      y_BTNH = add(y_BTNH, weights[f"{name}_bias"].astype(x_BTD.dtype))
     return checkpoint_name(y_BTNH, "heads")
 
   def turned(name):
@@ -183,7 +190,8 @@ class MLP(nn.Module):
         weights[name].astype(x_BTD.dtype), "fsdp", dim=dim
       )
       gate, up = x_BTD @ whole("gate", 0), x_BTD @ whole("up", 0)
-      return sharding.total((nn.silu(gate) * up) @ whole("down", 1), "tensor")
+      hidden = rounded(nn.silu(wide(gate)) * wide(up), x_BTD.dtype)
+      return sharding.total(hidden @ whole("down", 1), "tensor")
 
     rows = PartitionSpec(sharding.ROWS)
     mlp = sharding.island(local, in_specs=(rows, lay), out_specs=rows)
@@ -213,14 +221,14 @@ class Block(nn.Module):
     h, updated = Attention(cfg, name="attention")(
       h, angles, segments_BT, cache, layer
     )
-    x_BTD = checkpoint_name(x_BTD + h, "stream")
+    x_BTD = checkpoint_name(add(x_BTD, h), "stream")
     h = RMSNorm(cfg.norm_eps, name="mlp_norm")(x_BTD)
     if cfg.num_experts:
       moe = MoE(cfg, name="moe")
       h, routing = moe(h, segments_BT != 0, routes_BTk, replay, own)
     else:
       h, routing = MLP(cfg, name="mlp")(h), None
-    return x_BTD + h, routing, updated
+    return add(x_BTD, h), routing, updated
 
 
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
