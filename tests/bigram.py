@@ -8,7 +8,7 @@ experts a token.
 """
 
 import contextlib
-import types
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -57,18 +57,22 @@ def encode(
   return Encoded(hidden, routing, cache)
 
 
+class _Room(NamedTuple):
+  """In the place of the answers' cache: none is needed; it is never full."""
+
+  valid: np.ndarray
+
+
 @contextlib.contextmanager
 def in_place():
   """Every model is this one here, and no function is compiled as a whole."""
   same = lambda params, cfg: params
-  # The answers' cache; none is needed, and this one is never full.
-  room = lambda *_: types.SimpleNamespace(valid=np.zeros((1, 99)))
   nowhere = lambda mesh: contextlib.nullcontext()
   with (
     mock.patch.object(jax, "set_mesh", nowhere),
     mock.patch.multiple(model, encode=encode, prefill=encode, unstack=same),
     mock.patch.object(draw, "lay_out", same),
-    mock.patch.object(cache, "fork", room),
+    mock.patch.object(cache, "fork", lambda *_: _Room(np.zeros((1, 99)))),
     jax.disable_jit(),
   ):
     yield
