@@ -65,16 +65,22 @@ class _Room(NamedTuple):
 
 @contextlib.contextmanager
 def in_place():
-  """Every model is this one here, and no function is compiled as a whole."""
+  """Every model is this one here; meshes are none."""
   same = lambda params, cfg: params
   nowhere = lambda mesh: contextlib.nullcontext()
   with (
     mock.patch.object(jax, "set_mesh", nowhere),
     mock.patch.multiple(model, encode=encode, prefill=encode, unstack=same),
     mock.patch.object(draw, "lay_out", same),
-    mock.patch.object(cache, "fork", lambda *_: _Room(np.zeros((1, 99)))),
-    jax.disable_jit(),
+    mock.patch.object(cache, "fork", return_value=_Room(np.zeros((1, 99)))),
   ):
+    yield
+
+
+@contextlib.contextmanager
+def by_the_operation():
+  """As `in_place`, and no function is compiled as a whole."""
+  with in_place(), jax.disable_jit():
     yield
 
 
