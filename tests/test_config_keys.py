@@ -99,10 +99,14 @@ _RUNS: dict[str, Any] = {}
 
 
 def run_of(config) -> MadeRun:
-  key = config.to_json_best_effort()
+  return _once_for(config, MadeRun, _RUNS["folder"] / str(len(_RUNS)))
+
+
+def _once_for(config, make, *args):
+  """`make(config, *args)`, made once for a config."""
+  key = make.__name__ + config.to_json_best_effort()
   if key not in _RUNS:
-    folder = _RUNS["folder"] / str(len(_RUNS))
-    _RUNS[key] = MadeRun(config, folder)
+    _RUNS[key] = make(config, *args)
   return _RUNS[key]
 
 
@@ -604,9 +608,10 @@ class Learnt(NamedTuple):
 
 
 def learn(config, rows=None) -> Learnt:
-  """One update on the made-up rollout."""
-  made, rows = built(config), rows or made_rollout()
-  params = bigram.params()
+  """One update on the made-up rollout, or on `rows`."""
+  if rows is None:
+    return _once_for(config, learn, made_rollout())
+  made, params = built(config), bigram.params()
   with bigram.by_the_operation():
     before = made.begin(params)
     after, metrics = made.update(before, rows, jax.random.key(0))
@@ -770,7 +775,9 @@ def learn_rows(config):
       found.append(rows.advantages.astype(int).tolist())
     return losses.Mean(0 * params["head"].sum(), jnp.float32(1)), {}
 
-  rows = dataclasses.replace(made_rollout(), advantages=jnp.arange(B) + 0.0)
+  ids = jnp.arange(B) + 0.0
+  rows = rollout.assemble(PROMPTS, made_samples().tokens, LENGTHS)
+  rows = dataclasses.replace(rows, advantages=ids)
   with mock.patch.object(objective, "policy_loss", note):
     learnt = learn(config, rows)
   return found, int(learnt.after.opt_state[1][0].count)
@@ -798,7 +805,7 @@ def rows_at_once(config):
 
   def rows(f, *args):
     with _passes() as passes, bigram.by_the_operation():
-      jax.eval_shape(f.jitted, *args)
+      jax.eval_shape(lambda *args: f(*args), *args)
     return {rows for rows, _ in passes}
 
   return [
@@ -916,7 +923,7 @@ GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
 PPO = {"objective.name": "ppo"}
 TIS = GRPO | {"objective.mismatch": "tis_token"}
-PLAIN = lambda: slope(losses.grpo_loss)
+PLAIN = functools.cache(lambda: slope(losses.grpo_loss))
 over = lambda **sizes: dict.fromkeys(sharding.AXES, 1) | sizes
 QUERIES, GATE_UP = (2, 64, 4, 16), (2, 8, 64, 128)
 
