@@ -33,6 +33,7 @@ def small() -> ConfigDict:
   c.optim.clip_norm = 1e9
   c.cold_start.steps, c.cold_start.batch = 0, 8
   c.eval.every = c.checkpoint.every = c.log.samples_every = 10
+  c.log.instruments = False  # they take time
   return c
 
 
@@ -625,7 +626,6 @@ ROWS = (
     "objective.replay",
     built.scored_experts,
     {"none": None, "r2": "policy's", "r3": "sampler's"},
-    {"log.instruments": False},
   ),
   Row(
     "objective.replay",
