@@ -1,12 +1,15 @@
 """One iteration, with a program that only notes what it is given."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from gspo_jax import rollout, runs, sharding, tokenizer, train
+from gspo_jax import hosts, rollout, runs, sharding, tokenizer, train
 from gspo_jax.iteration import iterate
-from gspo_jax.rewards.pool import Scorer
+from gspo_jax.rewards.pool import Scorer, Scores
 from gspo_jax.sampler import Samples
 from gspo_jax.tasks import Problem
 from gspo_jax.train_step import TrainState
@@ -57,6 +60,28 @@ class Spy:
 
   def schedule(self, step):
     return 1.0
+
+
+class Broken:
+  """A scorer that fails."""
+
+  def submit(self, answers):
+    zeros = np.zeros(len(answers), np.float32)
+    scores = Scores(zeros, {"broken": zeros}, zeros == 0, ("why",))
+    return SimpleNamespace(result=lambda: scores)
+
+
+def test_a_reward_that_always_fails_stops_it(debug_config):
+  """All that was drawn counts, whatever dynamic sampling keeps of it."""
+  spy = Spy()
+  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
+  run = runs.Run(debug_config, None, spy, Broken(), None, None, None, keys)
+  debug_config.sampler.group_size = 2
+  debug_config.data.refill_rounds = 3
+  debug_config.reward.max_failed = 1.0
+  source = train._rollouts(run, spy)
+  with pytest.raises(hosts.Agreed, match=r"iteration 7: 12 of 12 .* why$"):
+    iterate(run, TrainState(0, None, None), spy, source, 7)
 
 
 def test_every_step_and_use_has_its_own_key(debug_config):

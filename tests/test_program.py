@@ -64,12 +64,13 @@ def iteration(run, state, step):
   tokens = rng.integers(0, 256, (4, 8)).astype(np.int32)
   asked = Prompts(tokens, np.full(4, 8, np.int32))
   samples = run.generate(state.params, asked, jax.random.key(step))
-  rollout, _ = run.score(state.params, asked, samples)
+  rollout, key = run.assemble(asked, samples), jax.random.key(step)
+  state, rollout, _ = run.score(state, rollout, key)
   rollout = run.appraise(state, rollout)
   rewards = rng.standard_normal(16).astype(np.float32)
   rollout = run.assign(rollout, rewards, samples.finish)
   kept = jax.device_get(rollout)
-  state, metrics = run.update(state, rollout, jax.random.key(step))
+  state, _, metrics = run.update(state, rollout, key)
   return kept, state, metrics
 
 
@@ -129,9 +130,10 @@ def test_what_no_update_reads_is_not_kept(debug_config):
     prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
     key = jax.eval_shape(lambda: jax.random.key(0))
     samples = run.generate.lower(run.abstract.params, prompts, key).out_info
-    rollout, metrics = run.score.lower(
-      run.abstract.params, prompts, samples
-    ).out_info
+    rollout = run.assemble.lower(prompts, samples).out_info
+    improve = shape((), jnp.bool_)
+    lowered = run.step.lower(run.abstract, rollout, key, improve)
+    metrics = lowered.out_info[2]
     fields = dataclasses.asdict(rollout)
     return {k for k, x in fields.items() if x is not None}, set(metrics)
 
