@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import types
 from pathlib import Path
 from unittest import mock
@@ -23,6 +24,12 @@ from gspo_jax.rewards import pool
 from gspo_jax.train_step import TrainState
 
 ANSWER = (ord("#"), ord("7"))
+WATCHED = (  # numbers of a step that a run reads
+  "grad/norm",
+  "mismatch/sequence_abs_mean",
+  "ratio/first_minibatch_std",
+  "ratio/moved",
+)
 
 
 class MadeRun:
@@ -74,6 +81,13 @@ class MadeRun:
     return [json.loads(line).get(name) for line in lines]
 
 
+def broken(prompt, answer, reference, *, of):
+  """A reward that fails on the odd questions of a file."""
+  if re.fullmatch(f"{of}\\d*[13579]\\?", prompt):
+    raise LookupError(prompt)
+  return 1.0
+
+
 class _Desk:
   """In the place of `rewards.process.Process`: scores in this process."""
 
@@ -91,7 +105,10 @@ class _Desk:
   def _one(self, reward, answer):
     how = {name: getattr(answer, name) for name in rewards.given(reward)}
     given = answer.prompt, answer.text, answer.reference
-    return reward(*given, **how), ""
+    try:
+      return reward(*given, **how), None
+    except LookupError as error:  # of `broken`
+      return None, str(error)
 
   def close(self):
     pass
@@ -150,18 +167,18 @@ def _devices(built, config, notes):
   def begin(params):
     return TrainState(hosts.lay(np.int32(0), whole), params, ())
 
-  def score(params, prompts, samples):
-    batch = rollout.assemble(prompts, samples.tokens, samples.lengths)
-    return batch, {"mismatch/sequence_abs_mean": _number(0)}
+  def assemble(prompts, samples):
+    return rollout.assemble(prompts, samples.tokens, samples.lengths)
 
   def assign(batch, rewards, finish):
     note("assign", np.asarray(rewards).tolist())
     return batch
 
-  def update(state, batch, key):
-    note("update", None, key)
-    numbers = {"grad/norm": _number(1), "ratio/moved": _number(1)}
-    return dataclasses.replace(state, step=state.step + 1), numbers
+  def step(state, batch, key, improve):
+    note("update" if improve else "score", None, key)
+    numbers = dict.fromkeys(WATCHED, _number(float(improve)))
+    state = dataclasses.replace(state, step=state.step + int(improve))
+    return state, batch, numbers
 
   def imitate(state, batch, key):
     note("imitate", jax.device_get(batch), key)
@@ -182,10 +199,10 @@ def _devices(built, config, notes):
     generate_greedy=generate("generate_greedy", 1),
     merge=lambda kept, new, index: kept,
     nothing=lambda: answers(config.data.prompts, G, 0),
-    score=score,
+    assemble=assemble,
     appraise=None,
     assign=assign,
-    update=update,
+    step=step,
     abstract_imitation=abstract,
     begin_imitation=begin,
     imitate=imitate,

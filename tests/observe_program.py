@@ -24,7 +24,9 @@ from gspo_jax import (
   program,
   rollout,
   sampler,
+  settings,
   sharding,
+  train_step,
 )
 from gspo_jax.losses import Terms
 from gspo_jax.on_mesh import OnMesh
@@ -32,6 +34,7 @@ from gspo_jax.paged_sampler import PagedSampler
 from gspo_jax.sampler import Prompts, Samples
 from gspo_jax.slots import Orders
 
+KEY = jax.random.key(0)  # of an update's shuffle, above all
 P, G, S, R = 8, 2, 3, 4  # questions, answers to each, prompt and answer slots
 B = P * G
 
@@ -48,7 +51,7 @@ def mesh_of_run(config):
 
 def tokens_of_seven(config):
   """The ids of "7" for what reads answers, and the fingerprint's part."""
-  made = program.build(config, one_device()).tokenizer
+  made = built(config).tokenizer
   return made.encode("7"), made.fingerprint == "bytes"
 
 
@@ -67,31 +70,50 @@ def decoding_mesh(config):
 
 
 def embedding(config):
-  cfg = program.build(config, one_device()).cfg
-  shapes = program.build(config, one_device()).abstract.params["embed"].shape
-  return *shapes, cfg.num_layers
+  made = built(config)
+  return *made.abstract.params["embed"].shape, made.cfg.num_layers
 
 
 def first_weights(config):
   """A number of the weights a run begins with; "drawn" where none are read."""
-  init = program.build(config, one_device()).init
+  init = built(config).init
   if isinstance(init, OnMesh):
     return "drawn"
   return float(init(jax.random.key(0))["embed"][0, 0])
 
 
-def traced(config) -> dict[str, Any]:
-  """The jaxprs of score, update and generate."""
-  made, key = program.build(config, one_device()), jax.random.key(0)
-  trace = lambda f, *args: list(
-    operations(jax.make_jaxpr(f.jitted)(*args).jaxpr)
-  )
-  params = made.abstract.params
-  return {
-    "score": lambda: trace(made.score, params, PROMPTS, made_samples()),
-    "update": lambda: trace(made.update, made.abstract, made_rollout(), key),
-    "generate": lambda: trace(made.generate, params, PROMPTS, key),
-  }
+def each_once(observe):
+  """A function of a config that is called once for each."""
+  made = {}
+
+  @functools.wraps(observe)
+  def observed(config):
+    key = config.to_json_best_effort()
+    if key not in made:
+      made[key] = observe(config)
+    return made[key]
+
+  return observed
+
+
+@each_once
+def built(config):
+  return program.build(config, one_device())
+
+
+@each_once
+def step_traced(config) -> list:
+  """The operations of a step, which scores or updates."""
+  made, improve = built(config), np.bool_(True)
+  given = made.abstract, made_rollout(), KEY, improve
+  return list(operations(made.step.jitted.trace(*given).jaxpr.jaxpr))
+
+
+@each_once
+def generate_traced(config) -> list:
+  made = built(config)
+  traced = made.generate.jitted.trace(made.abstract.params, PROMPTS, KEY)
+  return list(operations(traced.jaxpr.jaxpr))
 
 
 def operations(jaxpr):
@@ -105,17 +127,17 @@ def operations(jaxpr):
 
 
 def types_of_products(config):
-  """By function, whether matrix products are of bfloat16."""
-  found = {}
-  for name, trace in traced(config).items():
-    products = (o for o in trace() if o.primitive.name == "dot_general")
-    found[name] = "bfloat16" in {str(o.invars[0].aval.dtype) for o in products}
+  """Whether matrix products are of bfloat16: of a step, and of generate."""
+  found = []
+  for traced in step_traced(config), generate_traced(config):
+    products = (o for o in traced if o.primitive.name == "dot_general")
+    found.append("bfloat16" in {str(o.invars[0].aval.dtype) for o in products})
   return found
 
 
 def kept_names(config):
   """What an update's backward pass finds stored; None where it all is."""
-  policies = [o.params.get("policy") for o in traced(config)["update"]()]
+  policies = [o.params.get("policy") for o in step_traced(config)]
   kept = [p.saveable_names for p in policies if p is not None]
   return set.union(*map(set, kept)) if kept else None
 
@@ -172,13 +194,14 @@ def scored(params, rows, temperature=1.0, **how):
   return picked, -(jnp.exp(logps) * logps).sum(-1)
 
 
-def built(config):
-  return program.build(config, one_device())
-
-
-def drawn(config, params=None) -> list[Samples]:
+@each_once
+def drawn(config) -> list[Samples]:
   """Answers of generate, generate_eval and generate_greedy."""
-  made, params = built(config), params or bigram.params()
+  return drawn_by(bigram.params(), config)
+
+
+def drawn_by(params, config) -> list[Samples]:
+  made = built(config)
   each = made.generate, made.generate_eval, made.generate_greedy
   with bigram.by_the_operation():
     return [f(params, PROMPTS, jax.random.key(1)) for f in each]
@@ -225,7 +248,7 @@ def lengths_of_stoppers(config):
   params["embed"] = params["embed"].at[:, 0].set(1.0)
   params["experts"] = params["experts"].at[..., 0].set(0.0)
   params["head"] = params["head"].at[0, 257].set(99.0)
-  return [set(s.lengths.tolist()) for s in drawn(config, params)]
+  return [set(s.lengths.tolist()) for s in drawn_by(params, config)]
 
 
 def records_routing(config):
@@ -253,15 +276,15 @@ def segment(config):
   like["active"] = like["new"] = state.pages.active
   orders = Orders(**like | {"table": state.pages.table})
   with bigram.in_place():
-    decode = jax.make_jaxpr(devices.decode.jitted, static_argnums=4)(
+    decode = devices.decode.jitted.trace(
       params, state, samples, orders, None, np.int32(0), jax.random.key(0)
     )
   with _passes() as passes, bigram.in_place():
     tokens, pages = np.zeros((P, 16), np.int32), np.zeros((P, 4), np.int32)
-    jax.eval_shape(
-      devices.prefill.jitted, params, state, tokens, tokens[:, 0], pages
-    )
-  loops = [o for o in operations(decode.jaxpr) if o.primitive.name == "while"]
+    devices.prefill.jitted.trace(params, state, tokens, tokens[:, 0], pages)
+  loops = [
+    o for o in operations(decode.jaxpr.jaxpr) if o.primitive.name == "while"
+  ]
   bounds = [
     int(op.invars[1].val)
     for loop in loops
@@ -285,15 +308,34 @@ def _passes():
     yield found
 
 
-def score(config, samples=None):
-  """The rollout of made-up answers, and its metrics."""
-  experts = EXPERTS if config.objective.replay == "r3" else None
+def assembled(config) -> rollout.Rollout:
+  """The rollout of made-up answers, before anything is known of it."""
+  recorded = config.objective.replay == "r3"
   with bigram.by_the_operation():
-    return built(config).score(bigram.params(), PROMPTS, made_samples(experts))
+    samples = made_samples(EXPERTS if recorded else None)
+    return built(config).assemble(PROMPTS, samples)
+
+
+def fields_kept(config):
+  """What a rollout has room for, of what not every objective reads."""
+  optional = [
+    f for f in dataclasses.fields(rollout.Rollout) if f.default is None
+  ]
+  rows = assembled(config)
+  return {f.name for f in optional if getattr(rows, f.name) is not None}
+
+
+def score(config) -> rollout.Rollout:
+  """The rollout of made-up answers once the old policy has scored it."""
+  return step(built(config), assembled(config), "score")[1]
+
+
+def scores(config):
+  return built(config).scores
 
 
 def temperature_of_score(config):
-  return _fits(score(config)[0].old_logps, bigram.params())
+  return _fits(score(config).old_logps, bigram.params())
 
 
 def temperature_of_reference(config):
@@ -314,67 +356,81 @@ def _fits(logps, params):
 
 
 def old_logps_are(config):
-  old = score(config)[0].old_logps
-  drew = made_samples().logps
-  return "sampler" if np.array_equal(old, drew) else "recompute"
-
-
-def keeps_sampler_logps(config):
-  return score(config)[0].sampler_logps is not None
+  """Whose they are after scoring."""
+  old = score(config).old_logps
+  if np.array_equal(old, made_samples().logps):
+    return "sampler's"
+  return "policy's" if _fits(old, bigram.params()) == 1 else None
 
 
 def scored_experts(config):
-  """Which experts a rollout holds: none, the policy's, the sampler's."""
-  experts = score(config)[0].experts
+  """Which experts a scored rollout holds: none, the policy's, the sampler's."""
+  experts = score(config).experts
   if experts is None:
     return None
-  return "sampler's" if np.array_equal(experts, EXPERTS) else "policy's"
+  if np.array_equal(experts, EXPERTS):
+    return "sampler's"
+  own = routing(made_rollout()).experts.swapaxes(0, 1)
+  return "policy's" if np.array_equal(experts, own) else "other"
 
 
 def instruments(config):
-  """Whether score and update measure routers, and update ratios' histograms."""
-  told, taught = score(config)[1], learn(config)[1]
+  """Whether an update measures routers, and histograms of ratios."""
+  told = learn(config).metrics
   names = "moe/router_entropy", "moe/router_shift_ratio", "ratio/sequence_log"
-  return [name in told | taught for name in names]
+  return [name in told for name in names]
 
 
 class Learnt(NamedTuple):
-  before: Any
   metrics: dict
   after: Any
 
 
-LEARNT: dict[str, Learnt] = {}
+@each_once
+def learn(config) -> Learnt:
+  """One update on the made-up rollout."""
+  after, _, metrics = step(built(config), made_rollout(), "update")
+  return Learnt(metrics, after)
 
 
-def learn(config, rows=None) -> Learnt:
-  """One update on the made-up rollout, or on `rows`."""
-  if rows is None:
-    key = config.to_json_best_effort()
-    if key not in LEARNT:
-      LEARNT[key] = learn(config, made_rollout())
-    return LEARNT[key]
-  made, params = built(config), bigram.params()
+def step(made, rows, name):
+  """What a program's score or update, by its name, makes of the rows."""
   with bigram.by_the_operation():
-    before = made.begin(params)
-    after, metrics = made.update(before, rows, jax.random.key(0))
-  return Learnt(before, metrics, after)
+    state = made.begin(bigram.params())
+    return getattr(made, name)(state, rows, KEY)
 
 
-def gradient(config):
-  """Of the first optimizer step, by the unembedding."""
-  moments = learn(config).after.opt_state[1][0]
-  return np.asarray(moments.mu["head"] / (1 - config.optim.b1))
+def gradient(config, *, first=False):
+  """Of the unembedding, once the policy is no longer the old one.
+
+  Args:
+    config: of the objective.
+    first: whether it still is, as in the first minibatch.
+  """
+  made = built(config)
+  learner, *_ = settings.learners(config, made.cfg)
+  batches = jax.tree.map(lambda x: x[None], made_rollout())
+  with bigram.by_the_operation():
+    found, *_ = train_step.gradient(
+      bigram.params(), batches, learner, first=first
+    )
+  return np.asarray(found["head"])
 
 
-def slope(method, *, temperature=1.0, terms=None, routes=None, **how):
+def first_gradient(config):
+  return gradient(config, first=True)
+
+
+def slope(
+  method, rows=None, *, temperature=1.0, replay=False, terms=None, **how
+):
   """What `gradient` should be: of a public loss, put together by hand."""
-  rows = made_rollout()
-  routing = {} if routes is None else {"routes": routes, "replay": True}
+  rows = made_rollout() if rows is None else rows
+  routes = {"routes": rows.experts.swapaxes(0, 1)} if replay else {}
 
   def total(head):
     own = bigram.params() | {"head": head}
-    logps, entropy = scored(own, rows, temperature, **routing)
+    logps, entropy = scored(own, rows, temperature, **routes, replay=replay)
     extra = Terms(**terms(rows, logps, entropy)) if terms else Terms()
     return method(
       logps,
@@ -387,6 +443,21 @@ def slope(method, *, temperature=1.0, terms=None, routes=None, **how):
 
   with bigram.by_the_operation():
     return np.asarray(jax.grad(total)(bigram.params()["head"]))
+
+
+def first_slope(method, *, replay=False):
+  """What `first_gradient` should be, where the policy says what the old is."""
+  rows = made_rollout()
+  routes = {"routes": rows.experts.swapaxes(0, 1)} if replay else {}
+  old, _ = scored(bigram.params(), rows, **routes, replay=replay)
+  rows = dataclasses.replace(rows, old_logps=old)
+  return slope(method, rows, replay=replay)
+
+
+def routing(rows, **how):
+  with bigram.by_the_operation():
+    out = model.encode(bigram.params(), None, rows.tokens, None, None, **how)
+  return out.routing
 
 
 def kl(coef, estimator):
@@ -406,9 +477,8 @@ def weights(method, unit, cap=2.0, floor=0.5):
       rows.response_mask, rows.old_logps - rows.sampler_logps, 0.0
     )
     if unit == "sequence":
-      gap = jnp.broadcast_to(
-        gap.sum(1, keepdims=True) / LENGTHS[:, None], gap.shape
-      )
+      lengths = rows.response_mask.sum(1, keepdims=True)
+      gap = jnp.broadcast_to(gap.sum(1, keepdims=True) / lengths, gap.shape)
     weight = jnp.exp(gap)
     kept = (weight <= cap) & (weight >= floor)
     tamed = {"tis": jnp.minimum(weight, cap), "mis": weight * kept}
@@ -419,16 +489,8 @@ def weights(method, unit, cap=2.0, floor=0.5):
 
 def shifted(floor):
   def terms(rows, *_):
-    with bigram.by_the_operation():
-      found = model.encode(
-        bigram.params(),
-        None,
-        rows.tokens,
-        None,
-        None,
-        routes=rows.experts.swapaxes(0, 1),
-      )
-    new = found.routing.log_probs[:, :, S - 1 : -1].swapaxes(0, 1)
+    found = routing(rows, routes=rows.experts.swapaxes(0, 1))
+    new = found.log_probs[:, :, S - 1 : -1].swapaxes(0, 1)
     moved = jnp.abs(new - rows.router_logps).mean((1, 3))
     return {"shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
 
@@ -441,7 +503,7 @@ def reference_after(config):
   head = lambda state: np.asarray(state["head"])
   if learnt.after.reference is None:
     return None
-  old = np.array_equal(head(learnt.after.reference), head(learnt.before.params))
+  old = np.array_equal(head(learnt.after.reference), head(bigram.params()))
   new = np.array_equal(head(learnt.after.reference), head(learnt.after.params))
   return {(True, False): "old", (False, True): "new"}[old, new]
 
@@ -509,39 +571,45 @@ def clipped_values(clip):
   return float(np.maximum(target**2, (near - target) ** 2)[mask].mean() / 2)
 
 
-def learn_rows(config):
-  """The rows of each micro-batch in their order, and an update's steps."""
+def passes(config, name="update"):
+  """The rows of each pass of an update or of scores, and optimizer steps."""
   found = []
 
-  def note(params, rows, **_):
+  def note(params, rows, own, **_):
     if not isinstance(rows.advantages, jax.core.Tracer):  # of eval_shape
       found.append(rows.advantages.astype(int).tolist())
-    return losses.Mean(0 * params["head"].sum(), jnp.float32(1)), {}
+    nothing = losses.Mean(0 * params["head"].sum(), jnp.float32(1))
+    return rollout.Pass(nothing, {})
 
   ids = jnp.arange(B) + 0.0
   rows = rollout.assemble(PROMPTS, made_samples().tokens, LENGTHS)
   rows = dataclasses.replace(rows, advantages=ids)
   with mock.patch.object(objective, "policy_loss", note):
-    learnt = learn(config, rows)
-  return found, int(learnt.after.opt_state[1][0].count)
+    made = program.build(config, one_device())  # not one that is kept
+    after, _, _ = step(made, rows, name)
+  return found, int(after.opt_state[1][0].count)
+
+
+def rows_scored(config):
+  return sum(map(len, passes(config, "score")[0]))
 
 
 def shuffled_together(config):
   """The smallest run of neighbours in the order in which rows are learnt."""
-  order = np.concatenate(learn_rows(config)[0])
+  order = np.concatenate(passes(config)[0])
   ends = np.flatnonzero(np.diff(order) != 1)
   return int(np.diff([-1, *ends, B - 1]).min())
 
 
 def steps_and_rows(config):
   """Optimizer steps of an update, and rows of a micro-batch."""
-  found, steps = learn_rows(config)
+  found, steps = passes(config)
   return steps, {len(rows) for rows in found}
 
 
 def rows_at_once(config):
-  """Rows of a forward pass: of score, appraise, update and imitation."""
-  made, params, key = built(config), bigram.params(), jax.random.key(0)
+  """Rows of a forward pass: of appraise, update and imitation."""
+  made, params = built(config), bigram.params()
   with bigram.by_the_operation():
     state = jax.eval_shape(made.begin, params)
     cold = jax.eval_shape(made.begin_imitation, params)
@@ -552,10 +620,9 @@ def rows_at_once(config):
     return {rows for rows, _ in passes}
 
   return [
-    rows(made.score, params, PROMPTS, made_samples()),
     rows(made.appraise, state, made_rollout()),
-    rows(made.update, state, made_rollout(), key),
-    rows(made.imitate, cold, DEMONSTRATED, key),
+    rows(made.update, state, made_rollout(), KEY),
+    rows(made.imitate, cold, DEMONSTRATED, KEY),
   ]
 
 
@@ -569,10 +636,8 @@ DEMONSTRATED = {
 
 def step_size(config):
   """How far a weight moves in the first step, at most."""
-  learnt = learn(config)
-  return float(
-    jnp.abs(learnt.after.params["head"] - learnt.before.params["head"]).max()
-  )
+  after = learn(config).after.params["head"]
+  return float(jnp.abs(after - bigram.params()["head"]).max())
 
 
 def moments(config):
@@ -587,18 +652,17 @@ def moments(config):
 
 @functools.cache
 def reference_gradient():
-  return slope(losses.gspo_loss)
+  return first_slope(losses.gspo_loss)
 
 
 def shrinkage(config):
   """What no gradient reaches: by how much matrices and scales shrink."""
   rows = dataclasses.replace(made_rollout(), advantages=jnp.zeros(B))
-  before, _, after = learn(config, rows)
+  before, after = bigram.params(), step(built(config), rows, "update")[0].params
   share = lambda a, b: float(1 - (b / a).mean())
-  scale = lambda state: state.params["final_norm"]["scale"]
-  return (
-    share(before.params["head"], after.params["head"]),
-    share(scale(before), scale(after)),
+  scale = lambda params: params["final_norm"]["scale"]
+  return share(before["head"], after["head"]), share(
+    scale(before), scale(after)
   )
 
 
@@ -613,6 +677,6 @@ def imitation_step(config):
   made, params = built(config), bigram.params()
   with bigram.by_the_operation():
     state = made.begin_imitation(params)
-    after, _ = made.imitate(state, DEMONSTRATED, jax.random.key(0))
+    after, _ = made.imitate(state, DEMONSTRATED, KEY)
   moved = np.abs(after.params["head"] - params["head"])
   return float(f"{np.median(moved[moved > 0.5 * moved.max()]):.1e}")

@@ -139,7 +139,7 @@ def too_long(config):
 
 
 def order_of_phases(config):
-  first = {"generate": "g", "update": "u"}
+  first = {"generate": "g", "score": "s", "update": "u"}
   return "".join(first.get(name, "") for name, _ in run_of(config).events)
 
 
@@ -153,6 +153,12 @@ def processes(config):
 
 def seconds_given(config):
   return run_of(config).pools[0]["seconds"]
+
+
+def stopped_by_failures(config):
+  """Of what too many rewards failed, and how many may; None: none did."""
+  found = re.match(r"(.*): .* expected at most (\d+)", run_of(config).error)
+  return found and (found[1], int(found[2]))
 
 
 def imitations(config):

@@ -15,7 +15,7 @@ import observe_program as built
 import observe_run as seen
 import pytest
 from ml_collections import ConfigDict
-from observe_program import EXPERTS, B, G, P
+from observe_program import B, G, P
 
 from configs import common, tiny_cpu
 from gspo_jax import losses, model, settings, sharding, tokenizer
@@ -94,14 +94,19 @@ COLD = {
 }
 COLD_A = COLD | OF_A
 BEFORE = {"num_steps": 0}  # the first evaluation, and no iteration
-SHORT = {"sampler.max_new_tokens": 4}
+SHORT = {"sampler.max_new_tokens": 4, "eval.samples": 1}
 PAGED = {"paging.slots": 8, "paging.page": 4, "paging.chunk": 8}
 CONTINUED = PAGED | {"rollout.budget": 2, "rollout.spare": 8}
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
 PPO = {"objective.name": "ppo"}
 TIS = GRPO | {"objective.mismatch": "tis_token"}
+MICRO = {"learner.micro_rows": 4}
+TWO = MICRO | {"learner.minibatches": 2}
+KEPT = {"sampler_logps"}  # of a rollout, by every objective
+ROUTED = KEPT | {"experts", "router_logps"}
 PLAIN = functools.cache(lambda: built.slope(losses.grpo_loss))
+FIRST = functools.cache(lambda: built.first_slope(losses.grpo_loss))
 over = lambda **sizes: dict.fromkeys(sharding.AXES, 1) | sizes
 QUERIES, GATE_UP = (2, 64, 4, 16), (2, 8, 64, 128)
 
@@ -145,10 +150,10 @@ ROWS = (
     "model.dtype",
     built.types_of_products,
     {
-      "float32": dict.fromkeys(("score", "update", "generate"), False),
-      "bfloat16": dict.fromkeys(("score", "update", "generate"), True),
+      "float32": [False, False],
+      "bfloat16": [True, True],
     },
-    {"sampler.max_new_tokens": 4},
+    {"model.remat": True, "model.keep": ("stream",)},
   ),
   Row(
     "model.remat",
@@ -420,6 +425,18 @@ ROWS = (
   Row("reward.weights", seen.rewards_given, {(1.0,): 1.0, (0.25,): 0.25}, OF_A),
   Row("reward.workers", seen.processes, {1: 1, 3: 3}),
   Row("reward.seconds", seen.seconds_given, {5.0: 5.0, 9.0: 9.0}),
+  Row(
+    "reward.max_failed",
+    seen.stopped_by_failures,
+    {0.0: ("iteration 1", 0), 0.25: ("iteration 1", 4), 1.0: None},
+    OF_A | {"reward.names": ("made_run.broken:of=A",)},
+  ),
+  Row(
+    "reward.max_failed",
+    seen.stopped_by_failures,
+    {0.25: ("the held-out questions", 8), 1.0: None},
+    OF_A | {"reward.names": ("made_run.broken:of=B",)},
+  ),
   # objective
   Row(
     "objective.name",
@@ -438,6 +455,11 @@ ROWS = (
       "gspo": built.group_advantages,
       "dr_grpo": lambda: built.group_advantages(std=False),
     },
+  ),
+  Row(
+    "objective.name",
+    built.fields_kept,
+    {"gspo": KEPT, "ppo": KEPT | {"values", "returns"}, "rspo": ROUTED},
   ),
   Row(
     "objective.clip_low",
@@ -492,7 +514,19 @@ ROWS = (
   Row(
     "objective.old_logps",
     built.old_logps_are,
-    {"recompute": "recompute", "sampler": "sampler"},
+    {"recompute": "policy's", "sampler": "sampler's"},
+  ),
+  Row(
+    "objective.old_logps",
+    built.first_gradient,
+    {"recompute": FIRST, "sampler": PLAIN},
+    GRPO,
+  ),
+  Row(
+    "objective.old_logps",
+    built.scores,
+    {"recompute": True, "sampler": False},
+    TWO,
   ),
   Row(
     "objective.kl_coef",
@@ -506,6 +540,11 @@ ROWS = (
     GRPO,
   ),
   Row("objective.kl_coef", built.reference_after, {0.0: None, 0.3: "old"}),
+  Row(
+    "objective.kl_coef",
+    built.fields_kept,
+    {0.0: KEPT, 0.3: KEPT | {"reference_logps"}},
+  ),
   Row(
     "objective.kl_coef",
     built.advantages,
@@ -534,6 +573,13 @@ ROWS = (
     },
     KL,
   ),
+  Row(
+    "objective.kl_estimator",
+    built.rows_scored,
+    {"k1": B, "k3": B - 4},
+    KL | TWO,
+  ),
+  Row("objective.kl_estimator", built.scores, {"k1": True, "k3": False}, KL),
   Row(
     "objective.reference_every",
     built.reference_after,
@@ -566,11 +612,6 @@ ROWS = (
     }
     | {"none": PLAIN},
     GRPO | {"objective.mismatch_cap": 1.1, "objective.mismatch_floor": 0.9},
-  ),
-  Row(
-    "objective.mismatch",
-    built.keeps_sampler_logps,
-    {"none": False, "tis_token": True},
   ),
   Row(
     "objective.mismatch_cap",
@@ -609,16 +650,26 @@ ROWS = (
     GRPO,
   ),
   Row(
+    "objective.router_shift_floor",
+    built.fields_kept,
+    {-1.0: KEPT, 0.1: ROUTED},
+  ),
+  Row(
     "objective.replay",
     built.gradient,
     {
       "none": PLAIN,
-      "r2": lambda: built.slope(
-        losses.grpo_loss, routes=EXPERTS.swapaxes(0, 1)
-      ),
-      "r3": lambda: built.slope(
-        losses.grpo_loss, routes=EXPERTS.swapaxes(0, 1)
-      ),
+      "r2": lambda: built.slope(losses.grpo_loss, replay=True),
+      "r3": lambda: built.slope(losses.grpo_loss, replay=True),
+    },
+    GRPO,
+  ),
+  Row(
+    "objective.replay",
+    built.first_gradient,
+    {
+      "r2": FIRST,  # the old policy's experts are the policy's
+      "r3": lambda: built.first_slope(losses.grpo_loss, replay=True),
     },
     GRPO,
   ),
@@ -681,6 +732,13 @@ ROWS = (
     {1: (1, {4}), 4: (4, {4})},
     {"learner.micro_rows": 4},
   ),
+  Row("learner.minibatches", built.scores, {1: False, 4: True}, MICRO),
+  Row(
+    "learner.minibatches",
+    seen.order_of_phases,
+    {1: "gugu", 2: "gsugsu"},
+    {"learner.micro_rows": 8},
+  ),
   Row(
     "learner.micro_rows",
     built.steps_and_rows,
@@ -689,7 +747,7 @@ ROWS = (
   Row(
     "learner.micro_rows",
     built.rows_at_once,
-    {16: [{16}, {16}, {16}, {8}], 4: [{4}, {4}, {4}, {4}]},
+    {16: [{16}, {16}, {8}], 4: [{4}, {4}, {4}]},
     KL,
   ),
   # optim
@@ -780,6 +838,7 @@ ROWS = (
     built.instruments,
     {True: [True] * 3, False: [False] * 3},
   ),
+  Row("log.instruments", built.fields_kept, {True: ROUTED, False: KEPT}),
   Row("log.samples_every", seen.sample_files, {1: [1, 2], 10: [2]}),
   Row("log.samples", seen.samples_shown, {2: 2, 4: 4}),
 )
