@@ -1,0 +1,682 @@
+"""What a test can see of a built program: each takes a config.
+
+First of the real model: shapes, shardings, jaxprs. Then its functions run, on a
+policy of two tables (`bigram`), and on answers and rewards that are made up.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+from unittest import mock
+
+import bigram
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from observe_run import run_of
+
+from gspo_jax import (
+  losses,
+  model,
+  objective,
+  program,
+  rollout,
+  sampler,
+  settings,
+  sharding,
+  train_step,
+)
+from gspo_jax.losses import Terms
+from gspo_jax.on_mesh import OnMesh
+from gspo_jax.paged_sampler import PagedSampler
+from gspo_jax.sampler import Prompts, Samples
+from gspo_jax.slots import Orders
+
+KEY = jax.random.key(0)  # of an update's shuffle, above all
+P, G, S, R = 8, 2, 3, 4  # questions, answers to each, prompt and answer slots
+B = P * G
+
+
+def one_device():
+  return sharding.make_mesh(jax.devices()[:1])
+
+
+def mesh_of_run(config):
+  mesh = run_of(config).run.program.mesh
+  queries, experts = weight_shards(config, mesh)
+  return dict(mesh.shape), queries, experts
+
+
+def tokens_of_seven(config):
+  """The ids of "7" for what reads answers, and the fingerprint's part."""
+  made = built(config).tokenizer
+  return made.encode("7"), made.fingerprint == "bytes"
+
+
+def weight_shards(config, mesh):
+  """What one device holds of the queries' weights, and of the experts'."""
+  layers = program.build(config, mesh).abstract.params["layers"]
+  shard = lambda x: x.sharding.shard_shape(x.shape)
+  return shard(layers["attention"]["q"]), shard(layers["moe"]["gate_up"])
+
+
+def decoding_mesh(config):
+  made = program.build(config, sharding.make_mesh(data=8))
+  each = made.generate, made.generate_eval, made.generate_greedy
+  (shape,) = {tuple(function.mesh.shape.values()) for function in each}
+  return shape
+
+
+def embedding(config):
+  made = built(config)
+  return *made.abstract.params["embed"].shape, made.cfg.num_layers
+
+
+def first_weights(config):
+  """A number of the weights a run begins with; "drawn" where none are read."""
+  init = built(config).init
+  if isinstance(init, OnMesh):
+    return "drawn"
+  return float(init(jax.random.key(0))["embed"][0, 0])
+
+
+def each_once(observe):
+  """A function of a config that is called once for each."""
+  made = {}
+
+  @functools.wraps(observe)
+  def observed(config):
+    key = config.to_json_best_effort()
+    if key not in made:
+      made[key] = observe(config)
+    return made[key]
+
+  return observed
+
+
+@each_once
+def built(config):
+  return program.build(config, one_device())
+
+
+@each_once
+def step_traced(config) -> list:
+  """The operations of a step, which scores or updates."""
+  made, improve = built(config), np.bool_(True)
+  given = made.abstract, made_rollout(), KEY, improve
+  return list(operations(made.step.jitted.trace(*given).jaxpr.jaxpr))
+
+
+@each_once
+def generate_traced(config) -> list:
+  made = built(config)
+  traced = made.generate.jitted.trace(made.abstract.params, PROMPTS, KEY)
+  return list(operations(traced.jaxpr.jaxpr))
+
+
+def operations(jaxpr):
+  """All of them, those inside others included."""
+  for op in jaxpr.eqns:
+    yield op
+    for value in jax.tree.leaves(list(op.params.values())):
+      inner = getattr(value, "jaxpr", value)
+      if hasattr(inner, "eqns"):
+        yield from operations(inner)
+
+
+def types_of_products(config):
+  """Whether matrix products are of bfloat16: of a step, and of generate."""
+  found = []
+  for traced in step_traced(config), generate_traced(config):
+    products = (o for o in traced if o.primitive.name == "dot_general")
+    found.append("bfloat16" in {str(o.invars[0].aval.dtype) for o in products})
+  return found
+
+
+def kept_names(config):
+  """What an update's backward pass finds stored; None where it all is."""
+  policies = [o.params.get("policy") for o in step_traced(config)]
+  kept = [p.saveable_names for p in policies if p is not None]
+  return set.union(*map(set, kept)) if kept else None
+
+
+def numbers(*shape, seed=0, scale=0.3):
+  return np.float32(np.random.default_rng(seed).normal(0, scale, shape))
+
+
+PROMPTS = Prompts(
+  np.random.default_rng(1).integers(0, 256, (P, S)).astype(np.int32),
+  np.full(P, S, np.int32),
+)
+LENGTHS = np.resize([4, 2, 3, 1, 4], B).astype(np.int32)
+EXPERTS = np.random.default_rng(2).permuted(
+  np.broadcast_to(np.arange(bigram.E, dtype=np.uint8), (B, 2, S + R, bigram.E)),
+  axis=3,
+)[..., : bigram.K]
+
+
+def made_samples(experts=None) -> Samples:
+  """Answers that no sampler drew."""
+  tokens = np.random.default_rng(3).integers(0, 256, (B, R)).astype(np.int32)
+  finish = np.where(np.arange(B) % 4, sampler.STOPPED, sampler.TRUNCATED)
+  steps = np.int32(B * R)
+  return Samples(
+    tokens, numbers(B, R), LENGTHS, finish.astype(np.int8), steps, experts
+  )
+
+
+@functools.cache
+def made_rollout() -> rollout.Rollout:
+  """Of those answers, all fields filled; the old policy is another one."""
+  rows = rollout.assemble(PROMPTS, made_samples().tokens, LENGTHS)
+  own, _ = scored(bigram.params(), rows)
+  old = own + numbers(B, R, seed=4)
+  return dataclasses.replace(
+    rows,
+    old_logps=old,
+    advantages=jnp.asarray(numbers(B, seed=5, scale=1)),
+    experts=EXPERTS,
+    router_logps=-jnp.abs(numbers(B, 2, R, bigram.K, seed=6)),
+    sampler_logps=old + numbers(B, R, seed=7),
+    reference_logps=old + numbers(B, R, seed=8),
+    values=jnp.asarray(numbers(B, R, seed=9, scale=1)),
+    returns=jnp.asarray(numbers(B, R, seed=10, scale=1)),
+  )
+
+
+def scored(params, rows, temperature=1.0, **how):
+  """Log-probs of the answers and entropies [B, R], by the textbook."""
+  logits = bigram.logits(params, rows.tokens, **how)[:, S - 1 : -1]
+  logps = jax.nn.log_softmax(logits / temperature)
+  picked = jnp.take_along_axis(logps, rows.tokens[:, S:, None], 2)[..., 0]
+  return picked, -(jnp.exp(logps) * logps).sum(-1)
+
+
+@each_once
+def drawn(config) -> list[Samples]:
+  """Answers of generate, generate_eval and generate_greedy."""
+  return drawn_by(bigram.params(), config)
+
+
+def drawn_by(params, config) -> list[Samples]:
+  made = built(config)
+  each = made.generate, made.generate_eval, made.generate_greedy
+  with bigram.by_the_operation():
+    return [f(params, PROMPTS, jax.random.key(1)) for f in each]
+
+
+def answers_drawn(config):
+  """[answers, slots] of generate, generate_eval and generate_greedy."""
+  made, key = built(config), jax.random.key(1)
+  each = made.generate, made.generate_eval, made.generate_greedy
+  shapes = lambda f: jax.eval_shape(f, bigram.params(), PROMPTS, key)
+  with bigram.by_the_operation():
+    return [shapes(f).tokens.shape for f in each]
+
+
+def temperature_of_draws(config):
+  """Of generate and generate_eval, by the log-probs that they report."""
+  return [_temperature_of(samples) for samples in drawn(config)[:2]]
+
+
+def _temperature_of(samples):
+  """That at which the first token's log-prob is the one reported."""
+  group = len(samples.tokens) // P
+  logits = bigram.logits(bigram.params(), PROMPTS.tokens)[:, -1]
+  first = np.asarray(samples.tokens)[:, 0]
+  for temperature in (1.0, 0.5, 0.01):
+    logps = jax.nn.log_softmax(logits / temperature).repeat(group, 0)
+    if np.allclose(
+      logps[np.arange(len(first)), first], samples.logps[:, 0], atol=1e-4
+    ):
+      return temperature
+  raise AssertionError("no temperature fits the log-probs")
+
+
+def draws_the_likeliest(config):
+  """Whether generate and generate_eval draw no other first tokens."""
+  best = bigram.logits(bigram.params(), PROMPTS.tokens)[:, -1].argmax(-1)
+  likeliest = lambda s: s.tokens[:, 0] == best.repeat(len(s.tokens) // P)
+  return [bool(likeliest(samples).all()) for samples in drawn(config)[:2]]
+
+
+def lengths_of_stoppers(config):
+  """Lengths of answers by a policy that wants to stop at once, of each."""
+  params = bigram.params()
+  params["embed"] = params["embed"].at[:, 0].set(1.0)
+  params["experts"] = params["experts"].at[..., 0].set(0.0)
+  params["head"] = params["head"].at[0, 257].set(99.0)
+  return [set(s.lengths.tolist()) for s in drawn_by(params, config)]
+
+
+def records_routing(config):
+  """Of generate, generate_eval and generate_greedy."""
+  return [samples.experts is not None for samples in drawn(config)]
+
+
+def pool(config):
+  """Slots, pages and tokens of a page; None where all decode together."""
+  made = built(config).generate
+  if not isinstance(made, PagedSampler):
+    return None
+  with bigram.by_the_operation():
+    state, _ = made.devices.begin(made.devices.fresh(P))
+  return len(state.drawn), *state.pages.k[0].shape[1:3]
+
+
+def segment(config):
+  """Decode steps of a segment, and tokens of a forward pass of prefill."""
+  devices, params = built(config).generate.devices, bigram.params()
+  state, samples = jax.eval_shape(
+    lambda: devices.begin.jitted(devices.fresh.jitted(P))
+  )
+  like = dict.fromkeys(Orders.__dataclass_fields__, state.drawn)
+  like["active"] = like["new"] = state.pages.active
+  orders = Orders(**like | {"table": state.pages.table})
+  with bigram.in_place():
+    decode = devices.decode.jitted.trace(
+      params, state, samples, orders, None, np.int32(0), jax.random.key(0)
+    )
+  with _passes() as passes, bigram.in_place():
+    tokens, pages = np.zeros((P, 16), np.int32), np.zeros((P, 4), np.int32)
+    devices.prefill.jitted.trace(params, state, tokens, tokens[:, 0], pages)
+  loops = [
+    o for o in operations(decode.jaxpr.jaxpr) if o.primitive.name == "while"
+  ]
+  bounds = [
+    int(op.invars[1].val)
+    for loop in loops
+    for op in operations(loop.params["cond_jaxpr"].jaxpr)
+    if op.primitive.name == "lt" and hasattr(op.invars[1], "val")
+  ]
+  ((_, T),) = passes
+  return bounds, T
+
+
+@contextlib.contextmanager
+def _passes():
+  """Notes [rows, tokens] of each forward pass."""
+  found, plain = [], bigram.encode
+
+  def encode(params, cfg, tokens, *rest, **how):
+    found.append(tokens.shape)
+    return plain(params, cfg, tokens, *rest, **how)
+
+  with mock.patch.object(bigram, "encode", encode):
+    yield found
+
+
+def assembled(config) -> rollout.Rollout:
+  """The rollout of made-up answers, before anything is known of it."""
+  recorded = config.objective.replay == "r3"
+  with bigram.by_the_operation():
+    samples = made_samples(EXPERTS if recorded else None)
+    return built(config).assemble(PROMPTS, samples)
+
+
+def fields_kept(config):
+  """What a rollout has room for, of what not every objective reads."""
+  optional = [
+    f for f in dataclasses.fields(rollout.Rollout) if f.default is None
+  ]
+  rows = assembled(config)
+  return {f.name for f in optional if getattr(rows, f.name) is not None}
+
+
+def score(config) -> rollout.Rollout:
+  """The rollout of made-up answers once the old policy has scored it."""
+  return step(built(config), assembled(config), "score")[1]
+
+
+def scores(config):
+  return built(config).scores
+
+
+def temperature_of_score(config):
+  return _fits(score(config).old_logps, bigram.params())
+
+
+def temperature_of_reference(config):
+  made, rows = built(config), made_rollout()
+  with bigram.by_the_operation():
+    state = made.begin(bigram.params(7))
+    rows = made.appraise(state, rows)
+  return _fits(rows.reference_logps, bigram.params(7))
+
+
+def _fits(logps, params):
+  mask, rows = made_rollout().response_mask, made_rollout()
+  for temperature in (1.0, 0.5):
+    expected, _ = scored(params, rows, temperature)
+    if np.allclose(logps[mask], expected[mask], atol=1e-4):
+      return temperature
+  raise AssertionError("no temperature fits the log-probs")
+
+
+def old_logps_are(config):
+  """Whose they are after scoring."""
+  old = score(config).old_logps
+  if np.array_equal(old, made_samples().logps):
+    return "sampler's"
+  return "policy's" if _fits(old, bigram.params()) == 1 else None
+
+
+def scored_experts(config):
+  """Which experts a scored rollout holds: none, the policy's, the sampler's."""
+  experts = score(config).experts
+  if experts is None:
+    return None
+  if np.array_equal(experts, EXPERTS):
+    return "sampler's"
+  own = routing(made_rollout()).experts.swapaxes(0, 1)
+  return "policy's" if np.array_equal(experts, own) else "other"
+
+
+def instruments(config):
+  """Whether an update measures routers, and histograms of ratios."""
+  told = learn(config).metrics
+  names = "moe/router_entropy", "moe/router_shift_ratio", "ratio/sequence_log"
+  return [name in told for name in names]
+
+
+class Learnt(NamedTuple):
+  metrics: dict
+  after: Any
+
+
+@each_once
+def learn(config) -> Learnt:
+  """One update on the made-up rollout."""
+  after, _, metrics = step(built(config), made_rollout(), "update")
+  return Learnt(metrics, after)
+
+
+def step(made, rows, name):
+  """What a program's score or update, by its name, makes of the rows."""
+  with bigram.by_the_operation():
+    state = made.begin(bigram.params())
+    return getattr(made, name)(state, rows, KEY)
+
+
+def gradient(config, *, first=False):
+  """Of the unembedding, once the policy is no longer the old one.
+
+  Args:
+    config: of the objective.
+    first: whether it still is, as in the first minibatch.
+  """
+  made = built(config)
+  learner, *_ = settings.learners(config, made.cfg)
+  batches = jax.tree.map(lambda x: x[None], made_rollout())
+  with bigram.by_the_operation():
+    found, *_ = train_step.gradient(
+      bigram.params(), batches, learner, first=first
+    )
+  return np.asarray(found["head"])
+
+
+def first_gradient(config):
+  return gradient(config, first=True)
+
+
+def slope(
+  method, rows=None, *, temperature=1.0, replay=False, terms=None, **how
+):
+  """What `gradient` should be: of a public loss, put together by hand."""
+  rows = made_rollout() if rows is None else rows
+  routes = {"routes": rows.experts.swapaxes(0, 1)} if replay else {}
+
+  def total(head):
+    own = bigram.params() | {"head": head}
+    logps, entropy = scored(own, rows, temperature, **routes, replay=replay)
+    extra = Terms(**terms(rows, logps, entropy)) if terms else Terms()
+    return method(
+      logps,
+      rows.old_logps,
+      rows.advantages,
+      rows.response_mask,
+      terms=extra,
+      **how,
+    )[0]
+
+  with bigram.by_the_operation():
+    return np.asarray(jax.grad(total)(bigram.params()["head"]))
+
+
+def first_slope(method, *, replay=False):
+  """What `first_gradient` should be, where the policy says what the old is."""
+  rows = made_rollout()
+  routes = {"routes": rows.experts.swapaxes(0, 1)} if replay else {}
+  old, _ = scored(bigram.params(), rows, **routes, replay=replay)
+  rows = dataclasses.replace(rows, old_logps=old)
+  return slope(method, rows, replay=replay)
+
+
+def routing(rows, **how):
+  with bigram.by_the_operation():
+    out = model.encode(bigram.params(), None, rows.tokens, None, None, **how)
+  return out.routing
+
+
+def kl(coef, estimator):
+  return lambda rows, logps, _: {
+    "penalty": coef
+    * losses.kl_penalty(
+      logps, rows.reference_logps, rows.response_mask, estimator=estimator
+    )
+  }
+
+
+def weights(method, unit, cap=2.0, floor=0.5):
+  """Weights of the mismatch, by the textbook."""
+
+  def terms(rows, *_):
+    gap = jnp.where(
+      rows.response_mask, rows.old_logps - rows.sampler_logps, 0.0
+    )
+    if unit == "sequence":
+      lengths = rows.response_mask.sum(1, keepdims=True)
+      gap = jnp.broadcast_to(gap.sum(1, keepdims=True) / lengths, gap.shape)
+    weight = jnp.exp(gap)
+    kept = (weight <= cap) & (weight >= floor)
+    tamed = {"tis": jnp.minimum(weight, cap), "mis": weight * kept}
+    return {"weights": tamed[method]}
+
+  return terms
+
+
+def shifted(floor):
+  def terms(rows, *_):
+    found = routing(rows, routes=rows.experts.swapaxes(0, 1))
+    new = found.log_probs[:, :, S - 1 : -1].swapaxes(0, 1)
+    moved = jnp.abs(new - rows.router_logps).mean((1, 3))
+    return {"shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
+
+  return terms
+
+
+def reference_after(config):
+  """The reference's place after an update: none, the old policy, the new."""
+  learnt = learn(config)
+  head = lambda state: np.asarray(state["head"])
+  if learnt.after.reference is None:
+    return None
+  old = np.array_equal(head(learnt.after.reference), head(bigram.params()))
+  new = np.array_equal(head(learnt.after.reference), head(learnt.after.params))
+  return {(True, False): "old", (False, True): "new"}[old, new]
+
+
+REWARDS = np.float32(np.resize([1, 0, 3, 0, 2, 2, 0.5], B))
+
+
+def assign(config) -> rollout.Rollout:
+  """The made-up rollout with its advantages and returns."""
+  rows = made_rollout()
+  with bigram.by_the_operation():
+    return built(config).assign(rows, REWARDS, made_samples().finish)
+
+
+def advantages(config):
+  return np.asarray(assign(config).advantages)
+
+
+def returns(config):
+  return np.asarray(assign(config).returns)
+
+
+def group_advantages(group=G, *, std=True, kl_coef=0.0, whole=False):
+  """What `advantages` should be."""
+  rows, rewards = made_rollout(), REWARDS.reshape(-1, group)
+  found = rewards - rewards.mean(1, keepdims=True)
+  if std:
+    found = found / (rewards.std(1, keepdims=True) + 1e-6)
+  gap = np.where(rows.response_mask, rows.old_logps - rows.reference_logps, 0)
+  fee = kl_coef * gap.sum(1).reshape(-1, group)
+  found = (found - fee + fee.mean(1, keepdims=True)).ravel()
+  return np.where(made_samples().finish, found, 0) if whole else found
+
+
+def gae_returns(discount, trace_decay):
+  """Of rewards at the last token, by the textbook."""
+  values, found = np.asarray(made_rollout().values), np.zeros((B, R))
+  for i, last in enumerate(LENGTHS - 1):
+    advantage, following = 0.0, 0.0
+    for t in range(last, -1, -1):
+      reward = REWARDS[i] if t == last else 0.0
+      delta = reward + discount * following - values[i, t]
+      advantage = delta + discount * trace_decay * advantage
+      following, found[i, t] = values[i, t], advantage + values[i, t]
+  return found
+
+
+def value_step(config):
+  """How far the value head moves in the first step, at most."""
+  learnt = learn(config)
+  return float(jnp.abs(learnt.after.critic.params["value_head"]).max())
+
+
+def value_loss(config):
+  return float(learn(config).metrics["loss/value"].value())
+
+
+def clipped_values(clip):
+  """What `value_loss` should be: a fresh critic says 0."""
+  rows = made_rollout()
+  mask, old, target = map(
+    np.asarray, (rows.response_mask, rows.values, rows.returns)
+  )
+  near = np.clip(0.0, old - clip, old + clip)
+  return float(np.maximum(target**2, (near - target) ** 2)[mask].mean() / 2)
+
+
+def passes(config, name="update"):
+  """The rows of each pass of an update or of scores, and optimizer steps."""
+  found = []
+
+  def note(params, rows, own, **_):
+    if not isinstance(rows.advantages, jax.core.Tracer):  # of eval_shape
+      found.append(rows.advantages.astype(int).tolist())
+    nothing = losses.Mean(0 * params["head"].sum(), jnp.float32(1))
+    return rollout.Pass(nothing, {})
+
+  ids = jnp.arange(B) + 0.0
+  rows = rollout.assemble(PROMPTS, made_samples().tokens, LENGTHS)
+  rows = dataclasses.replace(rows, advantages=ids)
+  with mock.patch.object(objective, "policy_loss", note):
+    made = program.build(config, one_device())  # not one that is kept
+    after, _, _ = step(made, rows, name)
+  return found, int(after.opt_state[1][0].count)
+
+
+def rows_scored(config):
+  return sum(map(len, passes(config, "score")[0]))
+
+
+def shuffled_together(config):
+  """The smallest run of neighbours in the order in which rows are learnt."""
+  order = np.concatenate(passes(config)[0])
+  ends = np.flatnonzero(np.diff(order) != 1)
+  return int(np.diff([-1, *ends, B - 1]).min())
+
+
+def steps_and_rows(config):
+  """Optimizer steps of an update, and rows of a micro-batch."""
+  found, steps = passes(config)
+  return steps, {len(rows) for rows in found}
+
+
+def rows_at_once(config):
+  """Rows of a forward pass: of appraise, update and imitation."""
+  made, params = built(config), bigram.params()
+  with bigram.by_the_operation():
+    state = jax.eval_shape(made.begin, params)
+    cold = jax.eval_shape(made.begin_imitation, params)
+
+  def rows(f, *args):
+    with _passes() as passes, bigram.by_the_operation():
+      jax.eval_shape(lambda *args: f(*args), *args)
+    return {rows for rows, _ in passes}
+
+  return [
+    rows(made.appraise, state, made_rollout()),
+    rows(made.update, state, made_rollout(), KEY),
+    rows(made.imitate, cold, DEMONSTRATED, KEY),
+  ]
+
+
+DEMONSTRATED = {
+  "tokens": PROMPTS.tokens,
+  "length": PROMPTS.lengths,
+  "response": made_samples().tokens[:P],
+  "response_length": LENGTHS[:P],
+}
+
+
+def step_size(config):
+  """How far a weight moves in the first step, at most."""
+  after = learn(config).after.params["head"]
+  return float(jnp.abs(after - bigram.params()["head"]).max())
+
+
+def moments(config):
+  """Both moments after a step, over the gradient and its square."""
+  found = learn(config).after.opt_state[1][0]
+  g = reference_gradient()
+  at = np.unravel_index(np.abs(g).argmax(), g.shape)
+  return float(found.mu["head"][at] / g[at]), float(
+    found.nu["head"][at] / g[at] ** 2
+  )
+
+
+@functools.cache
+def reference_gradient():
+  return first_slope(losses.gspo_loss)
+
+
+def shrinkage(config):
+  """What no gradient reaches: by how much matrices and scales shrink."""
+  rows = dataclasses.replace(made_rollout(), advantages=jnp.zeros(B))
+  before, after = bigram.params(), step(built(config), rows, "update")[0].params
+  share = lambda a, b: float(1 - (b / a).mean())
+  scale = lambda params: params["final_norm"]["scale"]
+  return share(before["head"], after["head"]), share(
+    scale(before), scale(after)
+  )
+
+
+def norm_of_step(config):
+  """The global norm of the first step's gradient, once it is clipped."""
+  found = learn(config).after.opt_state[1][0]
+  return float(optax.tree.norm(found.mu) / (1 - config.optim.b1))
+
+
+def imitation_step(config):
+  """How far a weight moves in the first step, to two digits."""
+  made, params = built(config), bigram.params()
+  with bigram.by_the_operation():
+    state = made.begin_imitation(params)
+    after, _ = made.imitate(state, DEMONSTRATED, KEY)
+  moved = np.abs(after.params["head"] - params["head"])
+  return float(f"{np.median(moved[moved > 0.5 * moved.max()]):.1e}")

@@ -1,0 +1,916 @@
+"""For every key of a config: what changing it changes.
+
+`ROWS` is the table: a key, what is observed, and what that is at two values or
+more. A key without a row fails, and so does a row without a key.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import observe_program as built
+import observe_run as seen
+import pytest
+from ml_collections import ConfigDict
+from observe_program import B, G, P
+
+from configs import common, tiny_cpu
+from gspo_jax import losses, model, settings, sharding, tokenizer
+from gspo_jax.limits import check
+from gspo_jax.model import hf
+
+
+def small() -> ConfigDict:
+  """What all rows start from: two iterations of one optimizer step."""
+  c = tiny_cpu.get_config("debug")
+  c.num_steps = 2
+  c.data.prompts, c.sampler.group_size = P, G
+  c.learner.minibatches, c.learner.micro_rows = 1, B
+  c.optim.warmup_steps = c.cold_start.warmup_steps = 0
+  c.optim.clip_norm = 1e9
+  c.cold_start.steps, c.cold_start.batch = 0, 8
+  c.eval.every = c.checkpoint.every = c.log.samples_every = 10
+  c.log.instruments = False  # they take time
+  return c
+
+
+def apart(tree_a, tree_b) -> bool:
+  """Whether two observations differ, by more than rounding."""
+  try:
+    same(tree_a, tree_b)
+  except (AssertionError, TypeError):  # one may be no number
+    return True
+  return False
+
+
+def same(found, expected):
+  """Asserts that they are equal, floats and arrays but for rounding."""
+  whole = expected if isinstance(expected, tuple) else (expected,)
+  if all(isinstance(x, float | np.ndarray) for x in whole):
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-6)
+  else:
+    assert found == expected
+
+
+DIFFERS = object()  # another one at each value, and no more is known of it
+
+
+class Row(NamedTuple):
+  """What a key does.
+
+  Attributes:
+    key: of configs/common.py.
+    observe: config -> what is seen.
+    expected: by the key's value, what is seen then, or a function that makes
+      it; or DIFFERS.
+    given: other keys, beside those of `small`.
+  """
+
+  key: str
+  observe: Callable[[ConfigDict], Any]
+  expected: dict[Any, Any]
+  given: dict[str, Any] = {}  # noqa: RUF012
+
+
+def key_of(seed, use):
+  """The raw key that a run derives from its seed."""
+  keys = jax.random.split(jax.random.key(seed), 4)
+  if use == "init":
+    return np.asarray(jax.random.key_data(keys[0]))
+  _, update = jax.random.split(jax.random.fold_in(keys[3], 1))
+  return np.asarray(jax.random.key_data(update))
+
+
+# Of the files of `files`: questions "A12?" and so on, of which "7" is right.
+FILE_A, FILE_B = "jsonl:{files}/A.jsonl", "jsonl:{files}/B.jsonl"
+OF_A = {"data.source": FILE_A, "data.eval_source": FILE_B}
+COLD = {
+  "cold_start.steps": 2,
+  "cold_start.check_every": 1,
+  "cold_start.gate": 0.0,
+}
+COLD_A = COLD | OF_A
+BEFORE = {"num_steps": 0}  # the first evaluation, and no iteration
+SHORT = {"sampler.max_new_tokens": 4, "eval.samples": 1}
+PAGED = {"paging.slots": 8, "paging.page": 4, "paging.chunk": 8}
+CONTINUED = PAGED | {"rollout.budget": 2, "rollout.spare": 8}
+GRPO = {"objective.name": "grpo"}
+KL = GRPO | {"objective.kl_coef": 0.3}
+PPO = {"objective.name": "ppo"}
+TIS = GRPO | {"objective.mismatch": "tis_token"}
+MICRO = {"learner.micro_rows": 4}
+TWO = MICRO | {"learner.minibatches": 2}
+KEPT = {"sampler_logps"}  # of a rollout, by every objective
+ROUTED = KEPT | {"experts", "router_logps"}
+PLAIN = functools.cache(lambda: built.slope(losses.grpo_loss))
+FIRST = functools.cache(lambda: built.first_slope(losses.grpo_loss))
+over = lambda **sizes: dict.fromkeys(sharding.AXES, 1) | sizes
+QUERIES, GATE_UP = (2, 64, 4, 16), (2, 8, 64, 128)
+
+ROWS = (
+  Row(
+    "seed",
+    seen.initial_key,
+    {n: functools.partial(key_of, n, "init") for n in (0, 1)},
+  ),
+  Row(
+    "seed",
+    seen.update_key,
+    {n: functools.partial(key_of, n, "update") for n in (0, 1)},
+  ),
+  Row("seed", seen.chain_seed, {0: (0, 0), 1: (1, 1)}),
+  Row("seed", seen.questions, {0: DIFFERS, 1: DIFFERS}, OF_A),
+  Row("seed", seen.imitated_questions, {0: DIFFERS, 1: DIFFERS}, COLD_A),
+  Row("num_steps", seen.steps_run, {1: [0, 1], 2: [0, 1, 2]}),
+  # model
+  Row(
+    "model.checkpoint",
+    built.embedding,
+    {"": (258, 64, 2), "{files}/hf": (258, 64, 1)},
+  ),
+  Row(
+    "model.checkpoint",
+    built.first_weights,
+    {"": "drawn", "{files}/hf": 0.125},
+  ),
+  Row(
+    "model.checkpoint",
+    built.tokens_of_seven,
+    {"": ([55], True), "{files}/hf": ([55], False)},
+  ),
+  Row(
+    "model.variant",
+    built.embedding,
+    {"tiny": (258, 64, 2), "small": (2048, 128, 4)},
+  ),
+  Row(
+    "model.dtype",
+    built.types_of_products,
+    {
+      "float32": [False, False],
+      "bfloat16": [True, True],
+    },
+    {"model.remat": True, "model.keep": ("stream",)},
+  ),
+  Row(
+    "model.remat",
+    built.kept_names,
+    {False: None, True: {"stream"}},
+    {"model.keep": ("stream",)},
+  ),
+  Row(
+    "model.keep",
+    built.kept_names,
+    {("stream",): {"stream"}, ("attention", "stream"): {"attention", "stream"}},
+    {"model.remat": True},
+  ),
+  # mesh
+  Row(
+    "mesh.data",
+    built.mesh_of_run,
+    {
+      8: (over(data=8), QUERIES, GATE_UP),
+      4: (over(data=4, fsdp=2), (2, 32, 4, 16), (2, 4, 64, 128)),
+    },
+    BEFORE | {"mesh.data": 8, "mesh.fsdp": -1},
+  ),
+  Row(
+    "mesh.fsdp",
+    built.mesh_of_run,
+    {
+      1: (over(data=8), QUERIES, GATE_UP),
+      4: (over(data=2, fsdp=4), (2, 16, 4, 16), (2, 2, 64, 128)),
+    },
+    BEFORE,
+  ),
+  Row(
+    "mesh.expert",
+    built.mesh_of_run,
+    {
+      1: (over(data=8), QUERIES, GATE_UP),
+      4: (over(data=2, expert=4), QUERIES, (2, 2, 64, 128)),
+    },
+    BEFORE,
+  ),
+  Row(
+    "mesh.tensor",
+    built.mesh_of_run,
+    {
+      1: (over(data=8), QUERIES, GATE_UP),
+      2: (over(data=4, tensor=2), (2, 64, 2, 16), (2, 4, 64, 128)),
+    },
+    BEFORE,
+  ),
+  # In the order of `sharding.AXES`.
+  Row(
+    "sampler_mesh.expert",
+    built.decoding_mesh,
+    {0: (8, 1, 1, 1), 4: (2, 1, 4, 1)},
+  ),
+  Row(
+    "sampler_mesh.tensor",
+    built.decoding_mesh,
+    {0: (8, 1, 1, 1), 2: (4, 1, 1, 2)},
+  ),
+  # data
+  Row(
+    "data.source",
+    seen.learnt_kinds,
+    {
+      "chain": {"0": 8},
+      FILE_A: {"A": 8},
+      f"{FILE_A},{FILE_B}": {"A": 4, "B": 4},
+    },
+  ),
+  Row(
+    "data.weights",
+    seen.learnt_kinds,
+    {(): {"A": 4, "B": 4}, (3.0, 1.0): {"A": 6, "B": 2}},
+    {"data.source": f"{FILE_A},{FILE_B}"},
+  ),
+  Row(
+    "data.eval_source",
+    seen.held_out_kinds,
+    {"": {"A"}, FILE_B: {"B"}},
+    {"data.source": FILE_A},
+  ),
+  Row(
+    "data.question_field",
+    seen.learnt_kinds,
+    {"question": {"A": 8}, "other": {"O": 8}},
+    {"data.source": FILE_A},
+  ),
+  Row(
+    "data.answer_field",
+    seen.rewards_given,
+    {"answer": 1.0, "result": 0.0},
+    OF_A,
+  ),
+  Row(
+    "data.demonstration_field",
+    seen.demonstration_starts,
+    {"": {"##"}, "worked": {"so"}},
+    COLD_A,
+  ),
+  Row(
+    "data.tfds_dir",
+    seen.tfds_folder,
+    {"": "sums in ", "folder": "sums in folder"},
+    {"data.source": "tfds:sums"},
+  ),
+  Row(
+    "data.tokenizer",
+    built.tokens_of_seven,
+    {"": ([55], True), "{files}/hf": ([55], False)},
+  ),
+  Row(
+    "data.tokenizer",
+    built.tokens_of_seven,
+    {"": ([55], False), "bytes": ([55], True)},
+    {"model.checkpoint": "{files}/hf"},
+  ),
+  Row(
+    "data.system_prompt",
+    seen.question_forms,
+    {"": {"AN?"}, "Add: ": {"Add: AN?"}},
+    OF_A | {"data.max_prompt_length": 10},
+  ),
+  Row(
+    "data.instruction",
+    seen.question_forms,
+    {"{question}": {"AN?"}, "Q: {question}!": {"Q: AN?!"}},
+    OF_A | {"data.max_prompt_length": 10},
+  ),
+  Row("data.chain_steps", seen.question_lengths, {(1,): {5}, (2,): {8}}),
+  Row("data.prompts", seen.asked_at_once, {8: (8, {8}), 16: (16, {8})}),
+  Row(
+    "data.refill_rounds",
+    seen.drawn_for_a_step,
+    {1: 1, 3: 3},  # all answers of a group are alike
+    {"num_steps": 1},
+  ),
+  Row(
+    "data.history",
+    seen.known_again,
+    {False: 2, True: 1},
+    OF_A | {"data.source": "jsonl:{files}/half.jsonl", "num_steps": 4},
+  ),
+  Row(
+    "data.stages",
+    seen.second_kinds,
+    {(): {"A": 8}, ((2, FILE_B),): {"B": 8}},
+    OF_A,
+  ),
+  Row("data.max_prompt_length", seen.asked_at_once, {8: (8, {8}), 9: (8, {9})}),
+  Row(
+    "data.too_long",
+    seen.too_long,
+    {"error": "question", "drop": ""},
+    OF_A | {"data.source": "jsonl:{files}/long.jsonl"},
+  ),
+  # sampler: of generate, generate_eval and generate_greedy
+  Row(
+    "sampler.group_size",
+    built.answers_drawn,
+    {
+      2: [(16, 12), (32, 12), (8, 12)],
+      8: [(64, 12), (32, 12), (8, 12)],
+    },
+  ),
+  Row(
+    "sampler.group_size",
+    built.advantages,
+    {
+      2: built.group_advantages,
+      4: lambda: built.group_advantages(4),
+    },
+  ),
+  Row(
+    "sampler.group_size",
+    built.shuffled_together,
+    {2: 2, 4: 4},
+    {"learner.minibatches": 2, "learner.micro_rows": 8},
+  ),
+  Row(
+    "sampler.max_new_tokens",
+    built.answers_drawn,
+    {
+      12: [(16, 12), (32, 12), (8, 12)],
+      8: [(16, 8), (32, 8), (8, 8)],
+    },
+  ),
+  Row(
+    "sampler.max_new_tokens",
+    lambda config: seen.imitated(config)["response"].shape,
+    {12: (8, 12), 9: (8, 9)},
+    COLD_A,
+  ),
+  Row(
+    "sampler.temperature",
+    built.temperature_of_draws,
+    {1.0: [1.0, 1.0], 0.5: [0.5, 0.5]},
+    SHORT,
+  ),
+  Row(
+    "sampler.temperature",
+    built.draws_the_likeliest,
+    {1.0: [False, False], 0.01: [True, True]},
+    SHORT,
+  ),
+  Row(
+    "sampler.temperature",
+    built.temperature_of_score,
+    {1.0: 1.0, 0.5: 0.5},
+  ),
+  Row(
+    "sampler.temperature",
+    built.temperature_of_reference,
+    {1.0: 1.0, 0.5: 0.5},
+    KL,
+  ),
+  Row(
+    "sampler.temperature",
+    built.gradient,
+    {1.0: PLAIN, 0.5: lambda: built.slope(losses.grpo_loss, temperature=0.5)},
+    GRPO,
+  ),
+  Row(
+    "sampler.top_k",
+    built.draws_the_likeliest,
+    {0: [False, False], 1: [True, True]},
+    SHORT,
+  ),
+  Row(
+    "sampler.top_p",
+    built.draws_the_likeliest,
+    {1.0: [False, False], 1e-6: [True, True]},
+    SHORT,
+  ),
+  Row(
+    "sampler.min_new_tokens",
+    built.lengths_of_stoppers,
+    {1: [{1}] * 3, 3: [{3}] * 3},
+    SHORT,
+  ),
+  # paging: slots, pages, tokens of a page; segments, tokens of a prefill's pass
+  Row(
+    "paging.slots",
+    built.pool,
+    {0: None, 4: (4, 4 * 6, 4), 8: (8, 8 * 6, 4)},
+    PAGED,
+  ),
+  Row("paging.page", built.pool, {4: (8, 8 * 6, 4), 8: (8, 8 * 4, 8)}, PAGED),
+  Row("paging.pages", built.pool, {0: (8, 8 * 6, 4), 99: (8, 99, 4)}, PAGED),
+  Row("paging.steps", built.segment, {2: ([2], 8), 12: ([12], 8)}, PAGED),
+  Row("paging.chunk", built.segment, {4: ([32], 4), 8: ([32], 8)}, PAGED),
+  # rollout
+  Row("rollout.ahead", seen.order_of_phases, {False: "gugu", True: "gguu"}),
+  Row("rollout.budget", seen.budget, {2: {2}, 3: {3}}, CONTINUED),
+  Row(
+    "rollout.spare",
+    seen.asked_at_once,
+    {8: (16, {8}), 16: (24, {8})},
+    CONTINUED,
+  ),
+  # reward: the answers are "#7", and that is right
+  Row(
+    "reward.names",
+    seen.rewards_given,
+    {("final_answer",): 1.0, ("number",): 0.0},
+    OF_A,
+  ),
+  Row("reward.weights", seen.rewards_given, {(1.0,): 1.0, (0.25,): 0.25}, OF_A),
+  Row("reward.workers", seen.processes, {1: 1, 3: 3}),
+  Row("reward.seconds", seen.seconds_given, {5.0: 5.0, 9.0: 9.0}),
+  Row(
+    "reward.max_failed",
+    seen.stopped_by_failures,
+    {0.0: ("iteration 1", 0), 0.25: ("iteration 1", 4), 1.0: None},
+    OF_A | {"reward.names": ("made_run.broken:of=A",)},
+  ),
+  Row(
+    "reward.max_failed",
+    seen.stopped_by_failures,
+    {0.25: ("the held-out questions", 8), 1.0: None},
+    OF_A | {"reward.names": ("made_run.broken:of=B",)},
+  ),
+  # objective
+  Row(
+    "objective.name",
+    built.gradient,
+    {
+      name: functools.partial(built.slope, getattr(losses, f"{name}_loss"))
+      for name in settings.OBJECTIVES
+      if name != "rspo"
+    }
+    | {"rspo": lambda: built.slope(losses.gmpo_loss, terms=built.shifted(0.8))},
+  ),
+  Row(
+    "objective.name",
+    built.advantages,
+    {
+      "gspo": built.group_advantages,
+      "dr_grpo": lambda: built.group_advantages(std=False),
+    },
+  ),
+  Row(
+    "objective.name",
+    built.fields_kept,
+    {"gspo": KEPT, "ppo": KEPT | {"values", "returns"}, "rspo": ROUTED},
+  ),
+  Row(
+    "objective.clip_low",
+    built.gradient,
+    {
+      low: functools.partial(built.slope, losses.gspo_loss, clip_low=low)
+      for low in (0.05, 0.2)
+    }
+    | {-1.0: functools.partial(built.slope, losses.gspo_loss)},
+  ),
+  Row(
+    "objective.clip_high",
+    built.gradient,
+    {
+      high: functools.partial(built.slope, losses.gspo_loss, clip_high=high)
+      for high in (0.05, 0.2)
+    }
+    | {-1.0: functools.partial(built.slope, losses.gspo_loss)},
+  ),
+  Row(
+    "objective.cap",
+    built.gradient,
+    {
+      -1.0: functools.partial(built.slope, losses.cispo_loss),
+      0.9: functools.partial(built.slope, losses.cispo_loss, cap=0.9),
+    },
+    {"objective.name": "cispo"},
+  ),
+  *(
+    Row(
+      f"objective.{tau}",
+      built.gradient,
+      {
+        -1.0: functools.partial(built.slope, losses.sapo_loss),
+        4.0: functools.partial(built.slope, losses.sapo_loss, **{tau: 4.0}),
+      },
+      {"objective.name": "sapo"},
+    )
+    for tau in ("tau_positive", "tau_negative")
+  ),
+  Row(
+    "objective.dual_clip",
+    built.gradient,
+    {
+      0.0: PLAIN,
+      1.1: lambda: built.slope(
+        losses.grpo_loss, terms=lambda *_: {"dual_clip": 1.1}
+      ),
+    },
+    GRPO,
+  ),
+  Row(
+    "objective.old_logps",
+    built.old_logps_are,
+    {"recompute": "policy's", "sampler": "sampler's"},
+  ),
+  Row(
+    "objective.old_logps",
+    built.first_gradient,
+    {"recompute": FIRST, "sampler": PLAIN},
+    GRPO,
+  ),
+  Row(
+    "objective.old_logps",
+    built.scores,
+    {"recompute": True, "sampler": False},
+    TWO,
+  ),
+  Row(
+    "objective.kl_coef",
+    built.gradient,
+    {
+      coef: functools.partial(
+        built.slope, losses.grpo_loss, terms=built.kl(coef, "k3")
+      )
+      for coef in (0.0, 0.3, 0.6)
+    },
+    GRPO,
+  ),
+  Row("objective.kl_coef", built.reference_after, {0.0: None, 0.3: "old"}),
+  Row(
+    "objective.kl_coef",
+    built.fields_kept,
+    {0.0: KEPT, 0.3: KEPT | {"reference_logps"}},
+  ),
+  Row(
+    "objective.kl_coef",
+    built.advantages,
+    {
+      coef: functools.partial(built.group_advantages, kl_coef=coef)
+      for coef in (0.1, 0.3)
+    },
+    {"objective.kl_estimator": "k1"},
+  ),
+  Row(
+    "objective.kl_estimator",
+    built.gradient,
+    {
+      "k1": PLAIN,
+      "k2": lambda: built.slope(losses.grpo_loss, terms=built.kl(0.3, "k2")),
+      "k3": lambda: built.slope(losses.grpo_loss, terms=built.kl(0.3, "k3")),
+    },
+    KL,
+  ),
+  Row(
+    "objective.kl_estimator",
+    built.advantages,
+    {
+      "k1": lambda: built.group_advantages(kl_coef=0.3),
+      "k3": built.group_advantages,
+    },
+    KL,
+  ),
+  Row(
+    "objective.kl_estimator",
+    built.rows_scored,
+    {"k1": B, "k3": B - 4},
+    KL | TWO,
+  ),
+  Row("objective.kl_estimator", built.scores, {"k1": True, "k3": False}, KL),
+  Row(
+    "objective.reference_every",
+    built.reference_after,
+    {0: "old", 1: "new", 2: "old"},
+    KL,
+  ),
+  Row(
+    "objective.entropy_coef",
+    built.gradient,
+    {
+      0.0: PLAIN,
+      0.2: lambda: built.slope(
+        losses.grpo_loss,
+        terms=lambda _, __, entropy: {"penalty": -0.2 * entropy},
+      ),
+    },
+    GRPO,
+  ),
+  Row(
+    "objective.mismatch",
+    built.gradient,
+    {
+      f"{method}_{unit}": functools.partial(
+        built.slope,
+        losses.grpo_loss,
+        terms=built.weights(method, unit, 1.1, 0.9),
+      )
+      for method in ("tis", "mis")
+      for unit in ("token", "sequence")
+    }
+    | {"none": PLAIN},
+    GRPO | {"objective.mismatch_cap": 1.1, "objective.mismatch_floor": 0.9},
+  ),
+  Row(
+    "objective.mismatch_cap",
+    built.gradient,
+    {
+      cap: functools.partial(
+        built.slope,
+        losses.grpo_loss,
+        terms=built.weights("tis", "token", cap),
+      )
+      for cap in (1.0, 1.2)
+    },
+    TIS,
+  ),
+  Row(
+    "objective.mismatch_floor",
+    built.gradient,
+    {
+      floor: functools.partial(
+        built.slope,
+        losses.grpo_loss,
+        terms=built.weights("mis", "token", 2.0, floor),
+      )
+      for floor in (0.5, 0.9)
+    },
+    GRPO | {"objective.mismatch": "mis_token"},
+  ),
+  Row(
+    "objective.router_shift_floor",
+    built.gradient,
+    {
+      -1.0: PLAIN,
+      0.1: lambda: built.slope(losses.grpo_loss, terms=built.shifted(0.1)),
+      0.7: lambda: built.slope(losses.grpo_loss, terms=built.shifted(0.7)),
+    },
+    GRPO,
+  ),
+  Row(
+    "objective.router_shift_floor",
+    built.fields_kept,
+    {-1.0: KEPT, 0.1: ROUTED},
+  ),
+  Row(
+    "objective.replay",
+    built.gradient,
+    {
+      "none": PLAIN,
+      "r2": lambda: built.slope(losses.grpo_loss, replay=True),
+      "r3": lambda: built.slope(losses.grpo_loss, replay=True),
+    },
+    GRPO,
+  ),
+  Row(
+    "objective.replay",
+    built.first_gradient,
+    {
+      "r2": FIRST,  # the old policy's experts are the policy's
+      "r3": lambda: built.first_slope(losses.grpo_loss, replay=True),
+    },
+    GRPO,
+  ),
+  Row(
+    "objective.replay",
+    built.scored_experts,
+    {"none": None, "r2": "policy's", "r3": "sampler's"},
+  ),
+  Row(
+    "objective.replay",
+    built.records_routing,
+    {"r2": [False, False, False], "r3": [True, False, False]},
+    SHORT,
+  ),
+  Row(
+    "objective.zero_truncated",
+    built.advantages,
+    {
+      False: built.group_advantages,
+      True: lambda: built.group_advantages(whole=True),
+    },
+  ),
+  # critic
+  Row(
+    "critic.learning_rate",
+    built.value_step,
+    {1e-3: 1e-3, 5e-3: 5e-3},
+    PPO,
+  ),
+  Row(
+    "critic.warmup_steps",
+    built.value_step,
+    {0: 1e-3, 4: 2.5e-4},
+    PPO | {"critic.learning_rate": 1e-3},
+  ),
+  Row(
+    "critic.clip",
+    built.value_loss,
+    {
+      clip: functools.partial(built.clipped_values, clip) for clip in (0.1, 0.5)
+    },
+    PPO,
+  ),
+  Row(
+    "critic.discount",
+    built.returns,
+    {n: functools.partial(built.gae_returns, n, 0.95) for n in (1.0, 0.5)},
+    PPO,
+  ),
+  Row(
+    "critic.trace_decay",
+    built.returns,
+    {n: functools.partial(built.gae_returns, 1.0, n) for n in (0.95, 0.5)},
+    PPO,
+  ),
+  # learner: optimizer steps, and rows of a forward pass
+  Row(
+    "learner.minibatches",
+    built.steps_and_rows,
+    {1: (1, {4}), 4: (4, {4})},
+    {"learner.micro_rows": 4},
+  ),
+  Row("learner.minibatches", built.scores, {1: False, 4: True}, MICRO),
+  Row(
+    "learner.minibatches",
+    seen.order_of_phases,
+    {1: "gugu", 2: "gsugsu"},
+    {"learner.micro_rows": 8},
+  ),
+  Row(
+    "learner.micro_rows",
+    built.steps_and_rows,
+    {16: (1, {16}), 4: (1, {4})},
+  ),
+  Row(
+    "learner.micro_rows",
+    built.rows_at_once,
+    {16: [{16}, {16}, {8}], 4: [{4}, {4}, {4}]},
+    KL,
+  ),
+  # optim
+  Row("optim.learning_rate", built.step_size, {1e-3: 1e-3, 5e-3: 5e-3}),
+  Row(
+    "optim.warmup_steps",
+    built.step_size,
+    {0: 1e-3, 4: 2.5e-4},
+    {"optim.learning_rate": 1e-3},
+  ),
+  Row("optim.b1", built.moments, {0.9: (0.1, 0.05), 0.8: (0.2, 0.05)}),
+  Row("optim.b2", built.moments, {0.95: (0.1, 0.05), 0.9: (0.1, 0.1)}),
+  Row(
+    "optim.weight_decay",
+    built.shrinkage,
+    {0.0: (0.0, 0.0), 0.5: (0.05, 0.0)},
+    {"optim.learning_rate": 0.1},
+  ),
+  Row("optim.clip_norm", built.norm_of_step, {1e-3: 1e-3, 2e-3: 2e-3}),
+  # cold_start
+  Row("cold_start.steps", seen.imitations, {0: 0, 1: 1, 3: 3}, COLD),
+  Row(
+    "cold_start.batch",
+    lambda config: seen.imitated(config)["tokens"].shape,
+    {8: (8, 8), 16: (16, 8)},
+    COLD,
+  ),
+  Row(
+    "cold_start.learning_rate",
+    built.imitation_step,
+    {1e-3: 1e-3, 5e-3: 5e-3},
+  ),
+  Row(
+    "cold_start.warmup_steps",
+    built.imitation_step,
+    {0: 1e-3, 4: 2.5e-4},
+    {"cold_start.learning_rate": 1e-3},
+  ),
+  Row(
+    "cold_start.gate", seen.imitations, {0.0: 2, 0.5: 1}, COLD_A
+  ),  # greedy is 1.0
+  Row("cold_start.check_every", seen.looks, {1: 2, 2: 1}, COLD),
+  Row(
+    "cold_start.chain_steps",
+    seen.demonstrated_steps,
+    {(1,): {1}, (2,): {2}},
+    COLD | {"sampler.max_new_tokens": 24, "data.max_prompt_length": 9},
+  ),
+  Row(
+    "cold_start.chain_noise",
+    seen.wrong_demonstrations,
+    {0.0: False, 1.0: True},
+    COLD,
+  ),
+  Row(
+    "cold_start.dir",
+    seen.cold_start_at,
+    {"": (True, False), "{files}/cold": (False, True)},
+    COLD,
+  ),
+  # eval
+  Row("eval.every", seen.evaluated_at, {1: [0, 1, 2], 10: [0, 2]}),
+  Row("eval.prompts", seen.questions_tested, {8: (8, 8), 16: (16, 16)}),
+  Row(
+    "eval.samples",
+    built.answers_drawn,
+    {
+      4: [(16, 12), (32, 12), (8, 12)],
+      3: [(16, 12), (24, 12), (8, 12)],
+    },
+  ),
+  # checkpoint
+  Row(
+    "checkpoint.every",
+    seen.steps_kept,
+    {1: [1, 2, 3], 2: [2, 3]},
+    {"num_steps": 3, "checkpoint.keep": 9},
+  ),
+  Row(
+    "checkpoint.keep",
+    seen.steps_kept,
+    {1: [3], 2: [2, 3]},
+    {"num_steps": 3, "checkpoint.every": 1},
+  ),
+  # log
+  Row(
+    "log.instruments",
+    built.instruments,
+    {True: [True] * 3, False: [False] * 3},
+  ),
+  Row("log.instruments", built.fields_kept, {True: ROUTED, False: KEPT}),
+  Row("log.samples_every", seen.sample_files, {1: [1, 2], 10: [2]}),
+  Row("log.samples", seen.samples_shown, {2: 2, 4: 4}),
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+  """Questions in files, and a checkpoint with a tokenizer, in a folder."""
+  folder = tmp_path_factory.mktemp("files")
+  right = {"answer": "#### 7", "result": "3", "worked": "so #### 7"}
+  wrong = right | {"answer": "#### 8"}
+
+  def write(name, rows):
+    text = "\n".join(map(json.dumps, rows))
+    (folder / f"{name}.jsonl").write_text(text)
+
+  ask = lambda letter, n: {"question": f"{letter}{n:03}?", "other": f"O{n:03}?"}
+  for letter in "AB":
+    write(letter, [ask(letter, n) | right for n in range(200)])
+  half = [ask("K", n) | (right if n < P else wrong) for n in range(2 * P)]
+  write("half", half)
+  write(
+    "long",
+    [ask("A", n) | right for n in range(2 * P)] + [ask("A", 10**9) | right],
+  )
+  _write_checkpoint(folder / "hf")
+  return folder
+
+
+def _write_checkpoint(folder):
+  """A model of one layer whose first number is 0.125; bytes are its tokens."""
+  cfg = model.variant("tiny", num_layers=1, dtype="float32")
+  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
+  weights = jax.tree.map(lambda x: np.full(x.shape, 0.125, x.dtype), shapes)
+  hf.save_hf(weights, cfg, folder)
+  tokenizer.Bytes().save(folder)
+
+
+def fill(value, files):
+  """A value with the folder's name in it."""
+  if isinstance(value, tuple):
+    return tuple(fill(part, files) for part in value)
+  if isinstance(value, str):
+    return value.replace("{files}", str(files))
+  return value
+
+
+def names(config, prefix=""):
+  """The keys of a config, dotted."""
+  for key, value in config.items():
+    if isinstance(value, ConfigDict):
+      yield from names(value, f"{prefix}{key}.")
+    else:
+      yield prefix + key
+
+
+def test_every_key_has_a_row_and_every_row_a_key():
+  assert {row.key for row in ROWS} == set(names(common.get_config()))
+
+
+@pytest.mark.parametrize(
+  "row", ROWS, ids=[f"{row.key} {row.observe.__name__}" for row in ROWS]
+)
+def test_a_key_does_what_its_row_says(row, files):
+  every = []
+  for value, expected in row.expected.items():
+    config = small()
+    changes = {k: fill(v, files) for k, v in row.given.items()}
+    config.update_from_flattened_dict(changes | {row.key: fill(value, files)})
+    check(config, settings.OBJECTIVES, shards=1)
+    found = row.observe(config)
+    if expected is not DIFFERS:
+      same(found, expected() if callable(expected) else expected)
+    every.append(found)
+  assert any(apart(every[0], other) for other in every[1:])
