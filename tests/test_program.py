@@ -64,7 +64,9 @@ def iteration(run, state, step):
   tokens = rng.integers(0, 256, (4, 8)).astype(np.int32)
   asked = Prompts(tokens, np.full(4, 8, np.int32))
   samples = run.generate(state.params, asked, jax.random.key(step))
-  rollout, _ = run.score(state.params, asked, samples)
+  rollout, scored = run.score(state.params, asked, samples)
+  # Both at the sampler's temperature, else they would be far apart.
+  assert scored["mismatch/token_abs_mean"].value() < 1e-5
   rollout = run.appraise(state, rollout)
   rewards = rng.standard_normal(16).astype(np.float32)
   rollout = run.assign(rollout, rewards, samples.finish)
@@ -129,22 +131,45 @@ def test_what_no_update_reads_is_not_kept(debug_config):
     prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
     key = jax.eval_shape(lambda: jax.random.key(0))
     samples = run.generate.lower(run.abstract.params, prompts, key).out_info
+    recorded = debug_config.objective.replay == "r3"
+    assert (samples.experts is not None) == recorded
     rollout, metrics = run.score.lower(
       run.abstract.params, prompts, samples
     ).out_info
     fields = dataclasses.asdict(rollout)
     return {k for k, x in fields.items() if x is not None}, set(metrics)
 
-  routing = {"experts", "router_logps"}
+  routing, sampled = {"experts", "router_logps"}, "sampler_logps"
   kept, measured = scored()
   assert routing <= kept
+  assert sampled not in kept
   assert "moe/layer_load_max" in measured
   debug_config.log.instruments = False
   kept, measured = scored()
   assert not routing & kept
   assert "moe/layer_load_max" not in measured
   assert scored(replay="r2")[0] & routing == {"experts"}
+  kept, _ = scored(replay="r3", mismatch="tis_token")
+  assert kept & {*routing, sampled} == {"experts", sampled}
   assert routing <= scored(replay="none", name="rspo")[0]
+
+
+def test_an_evaluation_draws_by_chance_and_once_greedily(debug_config):
+  """Read from the programs: only the first needs random numbers."""
+  debug_config.objective.replay = "r3"
+  debug_config.eval.samples = 3
+  run = program.build(debug_config, sharding.make_mesh(jax.devices()[:1]))
+  shape = jax.ShapeDtypeStruct
+  prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  for generate, rows, random in (
+    (run.generate_eval, 12, True),
+    (run.generate_greedy, 4, False),
+  ):
+    made = generate.lower(run.abstract.params, prompts, key)
+    assert made.out_info.lengths.shape == (rows,)
+    assert made.out_info.experts is None  # no update reads them
+    assert ("threefry" in made.as_text()) == random
 
 
 def test_a_function_that_compiles_again_is_told(debug_config):

@@ -57,6 +57,20 @@ def test_k1_goes_into_the_reward_and_not_into_the_loss(debug_config):
   assert (in_loss(), in_reward()) == (0.0, 0.1)
 
 
+def test_answers_are_drawn_as_the_config_says(debug_config):
+  sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2}
+  debug_config.sampler.update(sampler)
+  texts = settings.load_tokenizer(debug_config)
+  found = lambda: settings.sampler_config(debug_config, texts)
+  for key, value in debug_config.sampler.items():
+    assert getattr(found(), key) == value, key
+  assert found().stop_ids == texts.stop_ids
+  # r2 replays the old policy's experts: nothing is recorded for it.
+  for replay in ("none", "r2", "r3"):
+    debug_config.objective.replay = replay
+    assert found().record_routing == (replay == "r3")
+
+
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
@@ -161,5 +175,7 @@ def test_a_state_holds_no_weights_that_nothing_reads(debug_config):
   assert state.critic is None
   debug_config.objective.kl_coef = 0.1
   debug_config.model.dtype = "bfloat16"
-  reference = build(debug_config).abstract.reference
-  assert {x.dtype.name for x in jax.tree.leaves(reference)} == {"bfloat16"}
+  for estimator in ("k1", "k2", "k3"):
+    debug_config.objective.kl_estimator = estimator
+    reference = build(debug_config).abstract.reference
+    assert {x.dtype.name for x in jax.tree.leaves(reference)} == {"bfloat16"}
