@@ -286,10 +286,11 @@ def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
     assert np.abs(slope - plain).max() > 3e-4 * np.abs(plain).max()
 
 
+@pytest.mark.parametrize("term", ["nothing", "everything"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name):
+def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
   """Of the second minibatch, whose ratios are not 1, in two micro-batches."""
-  config = make_config(name, "everything")
+  config = make_config(name, term)
   params, rows = drawn(name)
   rows = assign(config, rows)
   learner, *_ = settings.learners(config, None)
@@ -328,7 +329,7 @@ def test_the_critic_is_that_of_the_config(policy):
   assert_close(grads["values"], slopes / MASK.sum())
 
 
-def test_the_table_is_dense_where_no_expert_is_kept(policy):
+def test_without_routing_the_loss_is_the_same(policy):
   """Without instruments and replay an update gets no routing."""
   config = make_config("gspo", "nothing")
   config.log.instruments = False
