@@ -30,7 +30,7 @@ REWARDS = np.array([1.0, 0.0, 0.5, 2.0, 0.25, 0.75, 0.5, 0.5])
 CUT = np.array([0, 0, 1, 0, 0, 1, 0, 0], bool)
 MASK = np.arange(R) < np.array([5, 1, 3, 4, 5, 2, 4, 5])[:, None]
 
-NAMES = list(oracles.SETTINGS)
+NAMES = list(settings.OBJECTIVES)
 # Numbers that are no method's own, where they change what is clipped.
 NUMBERS = {
   "gspo": {"clip_low": 2e-4, "clip_high": 8e-4},
