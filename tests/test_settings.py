@@ -19,6 +19,15 @@ def test_every_public_policy_loss_has_a_name():
 
 
 @pytest.mark.parametrize("name", settings.OBJECTIVES)
+def test_a_name_is_that_of_its_own_loss(debug_config, name):
+  """GSPO-token is GSPO where all tokens of an answer have one advantage."""
+  debug_config.objective.name = name
+  # RSPO is GMPO with the router's shift, which any loss can take.
+  loss = losses.gmpo_loss if name == "rspo" else getattr(losses, f"{name}_loss")
+  assert settings.objective_of(debug_config).method.func is loss
+
+
+@pytest.mark.parametrize("name", settings.OBJECTIVES)
 def test_a_method_has_its_own_numbers(debug_config, name):
   debug_config.objective.name = name
   loss = getattr(losses, f"{name}_loss")
