@@ -298,7 +298,7 @@ def value_loss(values, old, returns, mask, clip=0.2):
 
 
 def generalized_advantages(rewards, values, mask, discount, trace_decay):
-  """[B, T]: sum_k (g l)^k d_t+k, over the tokens of the response alone."""
+  """[B, T]: sum_k (g l)^k d_t+k over response tokens; g, l: the arguments."""
   expected = np.zeros(mask.shape)
   for i in range(len(mask)):
     tokens = np.flatnonzero(mask[i])
