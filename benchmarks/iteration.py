@@ -80,8 +80,11 @@ def prepare(
     group = config.sampler.group_size
     return answer.mark(scorer, answers, group, samples.lengths)()
 
-  def score(samples, marks):
-    rollout, scored = run.score(state.params, prompts, samples)
+  def score(samples, marks, key):
+    nonlocal state
+    rollout, scored = run.assemble(prompts, samples), {}
+    if run.scores:
+      state, rollout, scored = run.score(state, rollout, key)
     rewards = hosts.lay(marks.total.reshape(-1), rows)
     return run.assign(rollout, rewards, samples.finish), scored
 
@@ -93,20 +96,20 @@ def prepare(
         run.generate, state.params, prompts, key
       )
       marks, seconds["score"] = timed(verify, samples)
-      (rollout, scored), seconds["logps"] = timed(score, samples, marks)
-      (state, learnt), seconds["update"] = timed(
+      (rollout, scored), seconds["logps"] = timed(score, samples, marks, key)
+      (state, _, learnt), seconds["update"] = timed(
         run.update, state, rollout, key
       )
-    _, seconds["write"] = timed(_write, writer, step, scored | learnt)
+    _, seconds["write"] = timed(_write, writer, step, scored, learnt)
     return seconds
 
   return iterate
 
 
-def _write(writer: metrics.Writer, step: int, measured: dict) -> None:
+def _write(writer: metrics.Writer, step: int, *measured: dict) -> None:
   """From the device into the files of a run; its stdout is kept back."""
   with contextlib.redirect_stdout(io.StringIO()):
-    writer.write(step, *metrics.finish(measured))
+    writer.write(step, *metrics.finish(*measured))
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:

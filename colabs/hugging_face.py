@@ -43,7 +43,7 @@ from gspo_jax import model, scoreboard, sharding, tokenizer
 from gspo_jax.evaluate import evaluate
 from gspo_jax.export import export
 from gspo_jax.model import hf
-from gspo_jax.pupil import Pupil
+from gspo_jax.pupil import Pupil, fit
 from gspo_jax.train import train_and_evaluate
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
@@ -175,7 +175,8 @@ config.eval.prompts = 8
 
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
-pupil = Pupil(config, mesh, samples=8)
+size = fit(config, mesh, samples=8, questions=len(files["test"]))
+pupil = Pupil(config, mesh, size)
 asked = [row["question"] for row in files["test"]]
 replies = pupil.reply(params, asked, jax.random.key(0))
 print(f"{asked[0]}\n")

@@ -192,7 +192,7 @@ def log_probs(params, rollout):
   return scored.logps
 
 
-rollout, _ = functions.score(before, prompts, samples)
+rollout = functions.assemble(prompts, samples)
 mask = np.asarray(rollout.response_mask)
 change = np.asarray(log_probs(after, rollout) - log_probs(before, rollout))
 change = np.where(mask, change, np.nan)
@@ -237,12 +237,13 @@ plt.show()
 
 # %%
 advantages = group_relative_advantages(right).reshape(-1)
-rollout = dataclasses.replace(rollout, advantages=advantages)
 start = functions.begin(jax.tree.map(jnp.copy, before))  # which it donates
-updated, metrics = functions.update(start, rollout, jax.random.key(2))
-gap = np.abs(log_probs(before, rollout) - rollout.old_logps)
-assert gap[mask].max() < 1e-4  # the ratios begin at 1
-moved = np.asarray(log_probs(updated.params, rollout) - rollout.old_logps)
+key = jax.random.key(2)
+start, rollout, _ = functions.score(start, rollout, key)
+rollout = dataclasses.replace(rollout, advantages=advantages)
+updated, rollout, metrics = functions.update(start, rollout, key)
+old = log_probs(before, rollout)
+moved = np.asarray(log_probs(updated.params, rollout) - old)
 advantages = np.asarray(advantages)
 of_answer = np.where(mask, moved, 0).sum(1) / mask.sum(1)
 

@@ -87,6 +87,10 @@ def get_config() -> ConfigDict:
   c.reward.workers = 2  # processes that score, on each host
   # An answer may take this long, else it scores 0; "code" wants 35.
   c.reward.seconds = 5.0
+  # The run stops where all answers of an iteration or of an evaluation could
+  # not be scored, or more than this share: "math" fails on a few in a hundred,
+  # which take too long; a reward that fails on half of them is broken.
+  c.reward.max_failed = 0.5
 
   c.objective = ConfigDict()
   # gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo, sapo

@@ -1,14 +1,14 @@
 """From drawn tokens to marks: texts of answers, and what the rewards say."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from gspo_jax import hosts, model
-from gspo_jax.rewards.pool import Answer, Scorer
+from gspo_jax.rewards.pool import Answer, Scorer, too_many
 from gspo_jax.sampler import STOPPED, Ended, Prompts, Samples
 from gspo_jax.tokenizer import Tokenizer
 
@@ -156,6 +156,25 @@ def _collector(numbers, pending, group, rows) -> Callable[[], Marks]:
   return collect
 
 
+def require_scored(marks: Sequence[Marks], most: float, *, of: str) -> None:
+  """Stops where too many answers could not be scored; for every process.
+
+  Args:
+    marks: of all answers.
+    most: `reward.max_failed`.
+    of: what the answers are of.
+
+  Raises:
+    hosts.Agreed: more than that share of them failed, or all.
+  """
+  failed = np.concatenate([each.failed for each in marks])
+  # The same on every process, as `failed` is; the reasons are each one's own.
+  if wrong := too_many(failed, most, of=of):
+    own = [reason for each in marks for reason in each.reasons]
+    reason = next(filter(None, hosts.tell(own[0] if own else "")))
+    raise hosts.Agreed(f"{wrong}; the first reason: {reason}")
+
+
 def answer_all(
   generate: Generate,
   params,
@@ -166,12 +185,16 @@ def answer_all(
   rows: jax.sharding.Sharding,
   tokenizer: Tokenizer,
   scorer: Scorer,
+  max_failed: float,
 ) -> np.ndarray:
   """Whether answers are right, [N, G], for all questions (of `data.take`).
 
   `batch` questions at a time. The last batch is filled up with the first
   questions, so that one compiled `generate` serves; what it answers to those
   again is dropped.
+
+  Raises:
+    hosts.Agreed: more than `max_failed` of the answers could not be scored.
   """
   count = len(questions["problems"])
   marks = []
@@ -184,5 +207,6 @@ def answer_all(
     answers = read(samples, asked, tokenizer)
     group = samples.lengths.shape[0] // batch
     marks.append(mark(scorer, answers, group, samples.lengths))
-  correct = [collect().correct for collect in marks]
-  return np.concatenate(correct)[:count]
+  marks = [collect() for collect in marks]
+  require_scored(marks, max_failed, of="the held-out questions")
+  return np.concatenate([each.correct for each in marks])[:count]

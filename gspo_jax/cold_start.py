@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from gspo_jax import hosts, model, rollout
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.identity import match
-from gspo_jax.losses import Mean, Metrics
+from gspo_jax.losses import Mean
 from gspo_jax.preemption import Preemption
 from gspo_jax.sampler import Prompts
 from gspo_jax.train_step import TrainState
@@ -37,14 +37,18 @@ class ColdStartConfig:
 
 
 def cross_entropy(
-  params: model.Params, rows: rollout.Rollout, *, cfg: model.ModelConfig
-) -> tuple[Mean, Metrics]:
+  params: model.Params,
+  rows: rollout.Rollout,
+  own: jax.Array | None = None,
+  *,
+  cfg: model.ModelConfig,
+) -> rollout.Pass:
   """Mean over tokens of `-log p`, as `train_step.update` takes a loss."""
   mask = rows.response_mask
   logps = rollout.logprobs(params, cfg, rows).logps
   total = -jnp.where(mask, logps, 0.0).sum()
   loss = Mean(total, mask.sum(dtype=jnp.float32))
-  return loss, {"loss/imitation": jax.lax.stop_gradient(loss)}
+  return rollout.Pass(loss, {"loss/imitation": jax.lax.stop_gradient(loss)})
 
 
 def as_rollout(batch: dict[str, jax.Array]) -> rollout.Rollout:

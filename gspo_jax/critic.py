@@ -3,11 +3,12 @@
 Dimension key: B rows, T tokens, R response slots, D model width.
 """
 
+import jax
 import jax.numpy as jnp
 
 from gspo_jax import model
-from gspo_jax.losses import Mean, Metrics, value_loss
-from gspo_jax.rollout import Rollout
+from gspo_jax.losses import Mean, value_loss
+from gspo_jax.rollout import Pass, Rollout
 
 
 def init(policy: model.Params) -> model.Params:
@@ -30,8 +31,13 @@ def values(params: model.Params, cfg: model.ModelConfig, rows: Rollout):
 
 
 def loss(
-  params: model.Params, rows: Rollout, *, cfg: model.ModelConfig, clip: float
-) -> tuple[Mean, Metrics]:
+  params: model.Params,
+  rows: Rollout,
+  own: jax.Array | None = None,
+  *,
+  cfg: model.ModelConfig,
+  clip: float,
+) -> Pass:
   """`losses.value_loss` of some rows, as `train_step.update` takes it."""
   total, metrics = value_loss(
     values(params, cfg, rows),
@@ -41,4 +47,4 @@ def loss(
     clip=clip,
     normalizer=1.0,
   )
-  return Mean(total, metrics["loss/value"].count), metrics
+  return Pass(Mean(total, metrics["loss/value"].count), metrics)

@@ -6,8 +6,10 @@
 DIR is a Hugging Face folder, a workdir of a run (its newest checkpoint), or one
 step of it, WORKDIR/checkpoints/STEP. gspo_jax/question_sets.py tells the sets
 and the columns of their files. Model, prompt, lengths and temperature come from
-the config (`--config.sampler.temperature=0.6 --config.sampler.top_p=0.95`);
-`data.prompts * sampler.group_size` answers are drawn at once, as in training.
+the config (`--config.sampler.temperature=0.6 --config.sampler.top_p=0.95`), and
+what only training uses is not checked. A batch holds the questions of a set, or
+as many of them as give `data.prompts * sampler.group_size` answers, as in
+training; it is filled up to a multiple of the devices.
 
 Prints a table; --out (by default DIR/evaluation) gets results.json, and
 answers.jsonl as the answers come: the same command again goes on from there.
@@ -28,7 +30,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 from gspo_jax import (
@@ -45,9 +47,9 @@ from gspo_jax.answer_file import AnswerFile
 from gspo_jax.errors import UserError
 from gspo_jax.exam import evaluate_set
 from gspo_jax.identity import flatten
-from gspo_jax.pupil import Pupil
+from gspo_jax.pupil import Pupil, fit
 from gspo_jax.question_sets import Questions
-from gspo_jax.rewards.pool import Scorer
+from gspo_jax.rewards.pool import Scorer, too_many
 
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint", None, "A Hugging Face folder, a workdir, or a step of it."
@@ -81,15 +83,11 @@ def command() -> None:
 
 
 def _parse(argv):
-  rest = main.parse([*argv, "--workdir=unused"])
-  for flag in (_CHECKPOINT, _SETS):
-    if not flag.value:
-      raise UserError(
-        f"--{flag.name} is missing; for a start: python -m gspo_jax.evaluate "
-        "--config=configs/tiny_cpu.py --checkpoint=runs/tiny "
-        "--set=GSM8K=test.jsonl"
-      )
-  return rest
+  return main.parse(
+    argv,
+    "python -m gspo_jax.evaluate --config=configs/tiny_cpu.py "
+    "--checkpoint=runs/tiny --set=GSM8K=test.jsonl",
+  )
 
 
 def _command(argv) -> int:
@@ -104,6 +102,7 @@ def _command(argv) -> int:
       reward=_REWARD.value,
     )
     hosts.say(scoreboard.render(summaries))
+    return 0
 
   return main.on_hosts(work)
 
@@ -133,7 +132,9 @@ def evaluate(
     `scoreboard.summarize` of each set, on the first process.
 
   Raises:
-    UserError: a set, the weights, the config or `out` cannot be used.
+    UserError: a set, the weights, the config or `out` cannot be used, or
+      answers of a set could not be judged: more than `reward.max_failed` of
+      those so far, or all. The batch that shows it is not kept.
   """
   hosts.require_joined()
   asked = hosts.together(lambda: _read(sets, samples, limit, reward))
@@ -177,9 +178,9 @@ def _read(sets, samples, limit, reward) -> list[Questions]:
 
 
 def _pupils(config, mesh, asked) -> list[Pupil]:
-  """One for each set; those of as many samples are the same."""
-  pupil = functools.cache(lambda samples: Pupil(config, mesh, samples))
-  pupils = [pupil(questions.samples) for questions in asked]
+  """One for each set; those of as many samples and rows are the same."""
+  pupil = functools.cache(lambda size: Pupil(config, mesh, size))
+  pupils = [pupil(fit(config, mesh, q.samples, len(q.problems))) for q in asked]
   for questions, its in zip(asked, pupils, strict=True):
     its.read([p.question for p in questions.problems])
   return pupils
@@ -225,7 +226,14 @@ def _examine(config, questions, pupil, params, kept) -> None:
   def respond(asked, samples, number):
     return pupil.reply(params, asked, jax.random.fold_in(key, number))
 
-  def keep(rows):
+  def keep(rows, reasons):
+    for reason in reasons:
+      logging.warning("%s: a reward failed: %s", name, reason)
+    failed = [row["failed"] for row in (*kept.rows[name], *rows)]
+    most = config.reward.max_failed
+    if wrong := too_many(np.array(failed), most, of=f"--set={name}"):
+      reason = next(iter(reasons), "of an earlier batch")
+      raise UserError(f"{wrong}; the first reason: {reason}")
     kept.append(rows)
     scores = [row["score"] for row in kept.rows[name]]
     print(
@@ -234,7 +242,8 @@ def _examine(config, questions, pupil, params, kept) -> None:
       file=sys.stderr,
     )
 
-  with _scorer(config, questions) if first else nullcontext() as scorer:
+  scorer = hosts.together(lambda: _scorer(config, questions) if first else None)
+  with scorer or nullcontext():
     evaluate_set(
       respond,
       questions,
@@ -242,6 +251,7 @@ def _examine(config, questions, pupil, params, kept) -> None:
       scorer=scorer,
       keep=keep,
       begin=begin,
+      together=hosts.together,
     )
 
 

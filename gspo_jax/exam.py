@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from absl import logging
-
 from gspo_jax.question_sets import Questions
 from gspo_jax.rewards.pool import Answer, Scorer
 
@@ -42,8 +40,9 @@ def evaluate_set(
   *,
   at_once: int,
   scorer: Scorer | None,
-  keep: Callable[[list[dict]], None],
+  keep: Callable[[list[dict], tuple[str, ...]], None],
   begin: int = 0,
+  together: Callable[[Callable[[], None]], None] = lambda work: work(),
 ) -> None:
   """Puts a set's questions, `at_once` in a batch, and judges the answers.
 
@@ -54,25 +53,31 @@ def evaluate_set(
     questions: of one set; each gets `questions.samples` answers.
     at_once: questions in a batch; the last one may have fewer.
     scorer: judges; None on processes that only help to draw.
-    keep: is given each batch as rows for answers.jsonl.
+    keep: is given each batch: rows for answers.jsonl, and why a few rewards
+      failed.
     begin: batches that are done already.
+    together: calls what keeps a batch, on every process: where there are
+      several, `hosts.together`, so that all of them stop at an error of one.
   """
   count = len(questions.problems)
   judged = None
+
+  def settle():
+    if judged is not None:
+      keep(*judged())
+
   for number in range(begin, -(-count // at_once)):
     index = range(number * at_once, min((number + 1) * at_once, count))
     asked = [questions.problems[i].question for i in index]
     replies = respond(asked, questions.samples, number)
-    if judged is not None:
-      keep(judged())
+    together(settle)
     if scorer is not None:
       judged = _judge(scorer, questions, index, replies)
-  if judged is not None:
-    keep(judged())
+  together(settle)
 
 
-def _judge(scorer, questions, index, replies) -> Callable[[], list[dict]]:
-  """Begins to judge; call the result for the rows."""
+def _judge(scorer, questions, index, replies) -> Callable[[], tuple]:
+  """Begins to judge; call the result for what `keep` is given."""
   read = dict(zip(index, replies.prompts, strict=True))
   whose = [(i, sample) for i in index for sample in range(questions.samples)]
   drawn = zip(whose, replies.texts, replies.tokens, strict=True)
@@ -86,11 +91,9 @@ def _judge(scorer, questions, index, replies) -> Callable[[], list[dict]]:
   )
 
 
-def _rows(pending, questions, whose, answers, cut) -> list[dict]:
+def _rows(pending, questions, whose, answers, cut):
   scores = pending.result()
-  for reason in scores.reasons:
-    logging.warning("%s: a reward failed: %s", questions.name, reason)
-  return [
+  rows = [
     {
       "set": questions.name,
       "id": questions.ids[i],
@@ -107,6 +110,7 @@ def _rows(pending, questions, whose, answers, cut) -> list[dict]:
       whose, answers, scores.total, scores.failed, cut, strict=True
     )
   ]
+  return rows, scores.reasons
 
 
 def _told(reference: str) -> str | None:

@@ -33,19 +33,28 @@ _DTYPE = flags.DEFINE_string(
 def command() -> None:
   """The console's entry."""
   try:
-    app.run(_command, flags_parser=main.parse)
+    app.run(_command, flags_parser=_parse)
   except UserError as error:
     sys.exit(main.complain(error))
 
 
+def _parse(argv):
+  return main.parse(
+    argv,
+    "python -m gspo_jax.export --config=configs/tiny_cpu.py "
+    "--workdir=runs/tiny --to=exported",
+  )
+
+
 def _command(argv) -> int:
-  if _TO.value is None:
-    raise UserError("--to is missing: the folder to write, --to=exported")
-  return main.on_hosts(
-    lambda: export(
+
+  def work():
+    export(
       flags.FLAGS.config, flags.FLAGS.workdir, _TO.value, dtype=_DTYPE.value
     )
-  )
+    return 0
+
+  return main.on_hosts(work)
 
 
 def export(

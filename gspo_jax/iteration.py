@@ -30,6 +30,7 @@ def iterate(
 
   Raises:
     FloatingPointError: a scalar is not finite.
+    hosts.Agreed: too many answers could not be scored.
   """
   functions, config = run.program, run.config
   rows = sharding.rows(functions.mesh)
@@ -43,7 +44,10 @@ def iterate(
   tick()
 
   # Old log-probs, and what a reference and a critic say, meanwhile.
-  rollout, scored = functions.score(state.params, asked, samples)
+  key = runs.step_keys(run, step)[1]
+  rollout, scored = functions.assemble(asked, samples), {}
+  if functions.scores:
+    state, rollout, scored = functions.score(state, rollout, key)
   if functions.appraise:
     rollout = functions.appraise(state, rollout)
   marks = marking()
@@ -51,6 +55,11 @@ def iterate(
     curriculum.record(cost.batch, cost.marks().correct)
   for reason in marks.reasons:
     logging.warning("step %d: an answer scored 0: %s", step, reason)
+  answer.require_scored(
+    [cost.marks() for cost in ready.costs],
+    config.reward.max_failed,
+    of=f"iteration {step}",
+  )
   # Advantages of whole groups, before any shuffle.
   rewards = hosts.lay(marks.total.reshape(-1), rows)
   rollout = functions.assign(rollout, rewards, samples.finish)
@@ -58,8 +67,8 @@ def iterate(
   tick()
 
   # The update: a scan over minibatches.
-  state, learnt = functions.update(state, rollout, runs.step_keys(run, step)[1])
-  row, distributions = metrics.finish(scored | learnt)
+  state, _, learnt = functions.update(state, rollout, key)
+  row, distributions = metrics.finish(scored, learnt)
   tick()
   functions.check_compiled_once()
 

@@ -21,19 +21,20 @@ _RANGES = (
     "cold_start.warmup_steps optim.weight_decay sampler_mesh.expert "
     "sampler_mesh.tensor objective.kl_coef objective.entropy_coef "
     "objective.reference_every critic.warmup_steps critic.clip "
+    "optim.learning_rate critic.learning_rate "
     "rollout.budget rollout.spare",
   ),
   (
     "more than 0",
     lambda x: 0 < x < math.inf,
-    "optim.learning_rate optim.clip_norm cold_start.learning_rate "
-    "sampler.temperature reward.seconds critic.learning_rate",
+    "optim.clip_norm cold_start.learning_rate sampler.temperature "
+    "reward.seconds",
   ),
   ("0 or more, under 2**32", lambda x: 0 <= x < 2**32, "seed"),
   (
     "0 to 1",
     lambda x: 0 <= x <= 1,
-    "cold_start.gate critic.discount critic.trace_decay",
+    "cold_start.gate critic.discount critic.trace_decay reward.max_failed",
   ),
   ("1 or more", lambda x: 1 <= x < math.inf, "objective.mismatch_cap"),
   (

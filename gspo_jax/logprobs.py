@@ -52,6 +52,7 @@ def token_logprobs(
   temperature: float = 1.0,
   routes: jax.Array | None = None,
   replay: bool = False,
+  own: jax.Array | None = None,
 ) -> TokenLogprobs:
   """Scores the last `response_length` tokens of each row.
 
@@ -70,6 +71,7 @@ def token_logprobs(
     temperature: the sampler's; 0 (greedy) scores the plain distribution.
     routes: [L, B, T, k], an earlier pass's experts: how likely are they now?
     replay: send the tokens there again, by gate weights of today; static.
+    own: [] bool; where it is true, this pass's own experts stand for `routes`.
   """
   R = response_length
   if not 1 <= R < tokens.shape[1]:
@@ -78,7 +80,14 @@ def token_logprobs(
       "token of a row has nothing before it"
     )
   out = model.encode(
-    params, cfg, tokens, positions, mask, routes=routes, replay=replay
+    params,
+    cfg,
+    tokens,
+    positions,
+    mask,
+    routes=routes,
+    replay=replay,
+    own=own,
   )
   before = slice(-R - 1, -1)  # the positions that predict the last R tokens
   logps, entropy = score(

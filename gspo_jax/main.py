@@ -6,18 +6,27 @@ On several hosts the same command on each, and the same workdir for all. On a
 Cloud TPU slice they find one another; elsewhere each is told
 `--coordinator=HOST:PORT --num_processes=N --process_id=I`.
 
-Exit codes: 0 done, or stopped by SIGTERM with everything saved; 2 a mistake of
-the caller's, in one line; anything else is a fault, with its traceback.
+Exit codes, the same on every host: 0 done; 75 (EX_TEMPFAIL of sysexits.h)
+stopped by SIGTERM before the last step with everything saved, for a scheduler
+to start the same command again; 2 a mistake of the caller's, in one line;
+anything else is a fault, with its traceback.
 """
 
 import re
+import signal
 import sys
 from collections.abc import Callable
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from gspo_jax.errors import UserError, nearest
+from gspo_jax import keys
+from gspo_jax.errors import UserError
+
+INTERRUPTED = 75
+START = (
+  "python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny"
+)
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -48,16 +57,26 @@ def main() -> None:
 
 
 def _main(argv) -> int:
-  def train():
+  def work():
     from gspo_jax import train
 
-    train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+    state = train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+    # All is saved: a SIGTERM while the process ends must not change its code.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return INTERRUPTED if state is None else 0
 
-  return on_hosts(train)
+  return on_hosts(work)
 
 
-def on_hosts(work: Callable[[], None]) -> int:
-  """Joins the other processes, if any, and works: the exit code."""
+def on_hosts(work: Callable[[], int]) -> int:
+  """Joins the other processes, if any, and works.
+
+  Args:
+    work: returns an exit code, the same on every process.
+
+  Returns:
+    That exit code, or 2 after a UserError.
+  """
   # Here, and not above, so that a mistaken flag is told at once.
   from gspo_jax import hosts
 
@@ -65,13 +84,13 @@ def on_hosts(work: Callable[[], None]) -> int:
     logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
   hosts.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   try:
-    work()
+    code = work()
   except hosts.Agreed as error:
     return complain(error) if hosts.first() else 2
   except UserError as error:  # of this process, for all that is known
     return complain(error)
   hosts.meet()  # else those who end first give the last save 30 s, no more
-  return 0
+  return code
 
 
 def complain(error: Exception) -> int:
@@ -80,8 +99,17 @@ def complain(error: Exception) -> int:
   return 2
 
 
-def parse(argv: list[str]) -> list[str]:
-  """Parses the flags; a mistake in one is a UserError that names it."""
+def parse(argv: list[str], start: str = START) -> list[str]:
+  """Parses the flags of a command.
+
+  Args:
+    argv: the command line.
+    start: one that works, with the flags that the command cannot do without.
+
+  Raises:
+    UserError: a flag is mistaken or missing; it names that, and the command.
+  """
+  usage = f"see {start.partition(' --')[0]} --help"
   try:
     _check_keys(argv)
     rest = flags.FLAGS(argv)
@@ -89,15 +117,15 @@ def parse(argv: list[str]) -> list[str]:
     raise
   except (flags.Error, OSError, ValueError, TypeError) as error:
     # ml_collections puts a traceback into its message; the cause comes last.
-    raise UserError(str(error).strip().splitlines()[-1]) from error
+    cause = str(error).strip().splitlines()[-1]
+    raise UserError(f"{cause}; {usage}") from error
   if len(rest) > 1:
-    raise UserError(f"unexpected argument {rest[1]!r}: flags are --name=value")
-  for flag in (_CONFIG, _WORKDIR):
-    if flag.value is None:
-      raise UserError(
-        f"--{flag.name} is missing; for a start: python -m gspo_jax.main "
-        "--config=configs/tiny_cpu.py --workdir=runs/tiny"
-      )
+    raise UserError(
+      f"unexpected argument {rest[1]!r}: flags are --name=value; {usage}"
+    )
+  for name in re.findall(r" --(\w+)=", start):
+    if not flags.FLAGS[name].value:
+      raise UserError(f"--{name} is missing; for a start: {start}")
   _check_processes()
   return rest
 
@@ -132,12 +160,12 @@ def _check_keys(argv: list[str]) -> None:
   first(argv, known_only=True)
   if config.value is None:
     return
-  keys = set(_flatten(config.value))
+  known = set(_flatten(config.value))
   for flag in argv:
     override = re.match(r"--?(?:no)?config\.([^=]*)", flag)
-    if override and override[1] not in keys:
-      hint = nearest(override[1], keys)
-      raise UserError(f"--config.{override[1]}: no such key; {hint}")
+    if override and override[1] not in known:
+      hint = keys.hint(override[1], known)
+      raise UserError(f"{flag[:80]}: no such key; {hint}")
 
 
 def _flatten(config: ConfigDict, prefix: str = ""):

@@ -51,15 +51,23 @@ _COLUMNS = (
 
 
 def finish(
-  metrics: Mapping[str, Any],
+  *metrics: Mapping[str, Any],
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
   """One transfer for all of a step's metrics, then each one's `.value()`.
+
+  Those of one name are added up first.
 
   Returns:
     Scalars, and distributions: a histogram's counts, or a number a layer.
   """
   scalars, distributions = {}, {}
-  for name, metric in jax.device_get(dict(metrics)).items():
+  sums = {}
+  for part in jax.device_get([dict(m) for m in metrics]):
+    for name, metric in part.items():
+      known = sums.get(name)
+      add = lambda: jax.tree.map(np.add, known, metric)  # noqa: B023
+      sums[name] = metric if known is None else add()
+  for name, metric in sums.items():
     value = np.asarray(metric.value())
     kind = distributions if value.ndim else scalars
     kind[name] = value.astype(float).tolist()

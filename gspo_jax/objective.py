@@ -12,11 +12,19 @@ import jax.numpy as jnp
 
 from gspo_jax import losses, model, rollout, routing
 from gspo_jax.logprobs import TokenLogprobs
-from gspo_jax.losses import Mean, Metrics, Terms
+from gspo_jax.losses import Mean, Metrics, Std, Terms
 from gspo_jax.rollout import Rollout
 
-# What losses measure that is no single number.
-DISTRIBUTIONS = ("ratio/token_log", "ratio/sequence_log")
+# What `log.instruments` adds to the metrics of an update.
+INSTRUMENTS = (
+  "mismatch/sequence_gap",
+  "mismatch/token_gap",
+  "moe/layer_load_max",
+  "moe/layer_router_entropy",
+  "moe/router_entropy",
+  "ratio/sequence_log",
+  "ratio/token_log",
+)
 
 
 class Mismatch(NamedTuple):
@@ -47,7 +55,9 @@ class Objective:
     entropy_coef: of the entropy, which is raised.
     mismatch: weights between sampler and trainer; None for none.
     shift_floor: smallest weight that RSPO's router shift gives; None: no shift.
-    replay: send tokens to the rollout's experts (Routing Replay).
+    replay: "r2" sends tokens to the old policy's experts, "r3" to the
+      sampler's (Routing Replay); "none" lets the router choose.
+    sampler_logps: the sampler's log-probs are the old ones.
     instruments: measure how far the routing moved, and histograms of ratios.
   """
 
@@ -58,19 +68,32 @@ class Objective:
   entropy_coef: float = 0.0
   mismatch: Mismatch | None = None
   shift_floor: float | None = None
-  replay: bool = False
+  replay: str = "none"
+  sampler_logps: bool = False
   instruments: bool = True
 
 
 def policy_loss(
   params: model.Params,
   rows: Rollout,
+  own: jax.Array | bool = False,
   *,
   cfg: model.ModelConfig,
   objective: Objective,
   temperature: float,
-) -> tuple[Mean, Metrics]:
-  """The objective on some rows, as `train_step.update` takes it."""
+) -> rollout.Pass:
+  """The objective on some rows, as `train_step.update` takes it.
+
+  Args:
+    params: the policy.
+    rows: some of a rollout's.
+    own: [] bool; where it is true, the policy has not moved, and this pass is
+      that of the old policy: the ratio is 1.
+    cfg: the model; static.
+    objective: what to minimise; static.
+    temperature: the sampler's; static.
+  """
+  own, recorded = jnp.asarray(own), objective.replay == "r3"
   routes = None if rows.experts is None else rows.experts.swapaxes(0, 1)
   scored = rollout.logprobs(
     params,
@@ -78,8 +101,45 @@ def policy_loss(
     rows,
     temperature=temperature,
     routes=routes,
-    replay=objective.replay,
+    replay=objective.replay != "none",
+    own=None if recorded else own,
   )
+  found = _found(scored, rows, objective)
+  old = {k: jnp.where(own, x, getattr(rows, k)) for k, x in found.items()}
+  measured = {}
+  if rows.sampler_logps is not None:
+    measured = rollout.measure(scored, rows, cfg)
+  gap = rollout.sequence_gap(scored.logps, rows.old_logps, rows.response_mask)
+  repeated = Std.of(jnp.expm1(gap), rows.response_mask.any(1))
+  total, metrics = _objective(
+    scored, dataclasses.replace(rows, **old), objective
+  )
+  if not objective.instruments:
+    metrics = _scalars(metrics)
+    measured = _scalars(measured)
+  return rollout.Pass(
+    Mean(total, metrics["loss/policy"].count),
+    metrics,
+    found,
+    measured,
+    jax.lax.stop_gradient(repeated),
+  )
+
+
+def _found(scored: TokenLogprobs, rows: Rollout, objective) -> dict:
+  """Fields of `rows` as this pass has them, without gradient."""
+  found = {} if objective.sampler_logps else {"old_logps": scored.logps}
+  if rows.experts is not None and objective.replay != "r3":
+    found["experts"] = _rows_first(scored.experts)
+  if rows.router_logps is not None:
+    found["router_logps"] = _rows_first(scored.router_logps)
+  return jax.lax.stop_gradient(found)
+
+
+def _objective(
+  scored: TokenLogprobs, rows: Rollout, objective
+) -> tuple[jax.Array, Metrics]:
+  """The loss as a sum, of rows that know their old policy; and metrics."""
   terms, metrics = _terms(scored, rows, objective)
   if rows.reference_logps is not None:
     mask = rows.response_mask
@@ -96,11 +156,13 @@ def policy_loss(
     terms=terms,
   )
   metrics |= own
-  if not objective.instruments:
-    metrics = {k: x for k, x in metrics.items() if k not in DISTRIBUTIONS}
-  elif routes is not None:
-    metrics |= _moved(scored, rows, objective.replay)
-  return Mean(total, own["loss/policy"].count), metrics
+  if objective.instruments and rows.router_logps is not None:
+    metrics |= _moved(scored, rows, objective.replay != "none")
+  return total, metrics
+
+
+def _scalars(metrics: Metrics) -> Metrics:
+  return {k: x for k, x in metrics.items() if k not in INSTRUMENTS}
 
 
 def _terms(scored: TokenLogprobs, rows: Rollout, objective):

@@ -88,6 +88,7 @@ def functions(
       _prefill(cfg, chunk, record),
       donate_argnums=1,
       out_shardings=(state, rows if record else None),
+      compiler_options=sharding.ROUNDING,
     ),
     note=jit(
       functools.partial(slots.note, group=draw.group_size),
@@ -99,6 +100,7 @@ def functions(
       in_shardings=(None,) * 6 + (sharding.everywhere(mesh),),
       out_shardings=(state, drawn),
       donate_argnums=(1, 2),
+      compiler_options=sharding.ROUNDING,
     ),
     peek=jit(slots.peek, out_shardings=rows),
     finish=jit(_finish(draw), out_shardings=kept),

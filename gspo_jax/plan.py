@@ -9,7 +9,9 @@ and how. Of `generate`, whose length only data decides, it tells one decode step
 at the longest cache, and the whole as if every answer were of full length and
 every step as long as that one. With `paging.slots`, `generate` is a segment,
 its steps told with every page full; `prefill` stores the longest prompts, and
-`lay_out` prepares the weights once a batch.
+`lay_out` prepares the weights once a batch. `score` and `update` are one
+program and take the same memory; the time of `score` is that of all
+minibatches, though a run does not score the first.
 
 Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line;
 3 a fault, with its traceback.
@@ -60,12 +62,13 @@ def command() -> None:
 
 
 def _parse(argv):
-  return main.parse([*argv, "--workdir=unused"])
+  return main.parse(
+    argv,
+    "python -m gspo_jax.plan --config=configs/tiny_cpu.py --topology=v5e:4x4",
+  )
 
 
 def _command(argv) -> int:
-  if _TOPOLOGY.value is None:
-    raise UserError("--topology is missing; for a start: --topology=v5e:4x4")
   report = plan(
     flags.FLAGS.config,
     chips.parse(_TOPOLOGY.value),
@@ -96,13 +99,17 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
   mesh = sharding.make_mesh(aot.devices(where, slices), **config.mesh)
   made = program.build(config, mesh)
   lowered = plan_lower.functions(config, made)
-  results = {}
+  results, done = {}, {}
   for name in functions:
     if name not in lowered:  # no reference and no critic, or no pages
       continue
-    print(f"compiling {name} ...", file=sys.stderr, flush=True)
-    done = aot.compile_one(lowered[name])
-    results[name] = plan_report.function(name, done, config, made, where)
+    program_id = id(lowered[name])
+    if program_id not in done:
+      print(f"compiling {name} ...", file=sys.stderr, flush=True)
+      done[program_id] = aot.compile_one(lowered[name])
+    results[name] = plan_report.function(
+      name, done[program_id], config, made, where
+    )
   return {
     "topology": str(where),
     "slices": slices,

@@ -41,14 +41,13 @@ def functions(config, made: Program) -> dict[str, jax.stages.Lowered]:
   else:
     lowered = {"generate": made.generate.lower(params, prompts, key)}
     samples = lowered["generate"].out_info
-  lowered["score"] = made.score.lower(params, prompts, rows(samples))
-  batch = lowered["score"].out_info[0]
+  batch = rows(made.assemble.lower(prompts, rows(samples)).out_info)
   if made.appraise:
-    lowered["appraise"] = made.appraise.lower(made.abstract, rows(batch))
-    batch = lowered["appraise"].out_info
-  rewards = shape(samples.lengths.shape, jnp.float32)
-  batch = made.assign.lower(*rows((batch, rewards, samples.finish))).out_info
-  lowered["update"] = made.update.lower(made.abstract, rows(batch), key)
+    lowered["appraise"] = made.appraise.lower(made.abstract, batch)
+  improve = shape((), jnp.bool_)
+  lowered["update"] = made.step.lower(made.abstract, batch, key, improve)
+  if made.scores:
+    lowered["score"] = lowered["update"]  # the same program
   return lowered
 
 

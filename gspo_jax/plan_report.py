@@ -9,7 +9,7 @@ import math
 
 import jax
 
-from gspo_jax import aot, chips, ideal, plan_lower
+from gspo_jax import aot, chips, ideal, plan_lower, train_step
 from gspo_jax.hlo import cost as hlo_cost
 from gspo_jax.hlo import walk as hlo_walk
 from gspo_jax.paged_sampler import PagedSampler
@@ -73,7 +73,7 @@ def _memory(name, memory, made, where) -> dict:
 
 def _unread(name, state):
   """What of a state stays on the devices while a function runs without it."""
-  if name == "update":
+  if name in ("update", "score"):
     return None
   moments = state.opt_state, state.critic and state.critic.opt_state
   if name == "appraise":
@@ -91,7 +91,11 @@ def _bytes(tree) -> int:
 
 def _work(name, module, config, made, where) -> dict:
   cost = hlo_walk.walk(
-    module, where.chip, _bandwidth(made.mesh, where), made.mesh.size
+    module,
+    where.chip,
+    _bandwidth(made.mesh, where),
+    made.mesh.size,
+    taken=train_step.BACKWARD if name == "update" else None,
   )
   report = {}
   steps = _steps(name, config, made)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from gspo_jax import (
@@ -45,16 +46,6 @@ _OFFLOADED = (
 )
 
 
-# What `rollout.score` measures beyond the noise floor and the load's maximum.
-_INSTRUMENTS = (
-  "mismatch/sequence_gap",
-  "mismatch/token_gap",
-  "moe/layer_load_max",
-  "moe/layer_router_entropy",
-  "moe/router_entropy",
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
   """Functions to call; compiled once each, arrays laid out over the mesh.
@@ -75,11 +66,13 @@ class Program:
     choose: (samples, index) -> samples, the groups of an update.
     regroup: (samples, index) -> samples, the groups in flight.
     nothing: () -> samples, such as `generate` gives, of zeros.
-    score: (params, prompts, samples) -> (Rollout, metrics).
+    assemble: (prompts, samples) -> Rollout, with zeros for what is not known.
+    scores: whether `score` comes before `update`.
     appraise: (state, rollout) -> rollout, with what the reference and the
       critic say of it; None where the objective has neither.
     assign: (rollout, rewards [B], finish [B]) -> rollout with advantages.
-    update: (state, rollout, key) -> (state, metrics); donates the state.
+    step: (state, rollout, key, improve) -> (state, rollout, metrics): one
+      program for `score` and `update`; donates state and rollout.
     abstract_imitation: as `abstract`, of the cold start's.
     begin_imitation: as `begin`, of the cold start.
     imitate: (state, arrays of demonstrations, key) -> (state, metrics);
@@ -100,10 +93,11 @@ class Program:
   choose: Callable
   regroup: Callable
   nothing: Callable
-  score: Callable
+  assemble: Callable
+  scores: bool
   appraise: Callable | None
   assign: Callable
-  update: Callable
+  step: Callable
   abstract_imitation: train_step.TrainState
   begin_imitation: Callable
   imitate: Callable
@@ -112,6 +106,21 @@ class Program:
   def tokenizer(self) -> tokenizer.Tokenizer:
     """Between texts and the model's tokens."""
     return self.prompting.tokenizer
+
+  def score(self, state, batch, key):
+    """(state, rollout, metrics): the rollout as the old policy sees it.
+
+    The first minibatch is left out: `update` scores it. Donates the state,
+    which comes back as it was, and the rollout.
+    """
+    return self.step(state, batch, key, np.bool_(False))
+
+  def update(self, state, batch, key):
+    """(state, rollout, metrics): the policy after learning; donates both.
+
+    The metrics add to those of `score`, which took the same key.
+    """
+    return self.step(state, batch, key, np.bool_(True))
 
   def check_compiled_once(self) -> None:
     """RuntimeError if a function was compiled for a second set of shapes.
@@ -189,13 +198,14 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
     nothing=_nothing(config, cfg, draw, mesh),
     generate_eval=generate if shared else jit_generate(many),
     generate_greedy=jit_generate(one),
-    score=_jit_score(config, cfg, abstract, mesh),
+    assemble=_jit_assemble(config, cfg, mesh),
+    scores=settings.scores(config, cfg),
     appraise=_jit_appraise(config, cfg, abstract, mesh),
     assign=_jit_assign(config, mesh),
-    update=_jit_update(_improve(config, rl, judge), abstract, mesh),
+    step=_jit_step(_step(config, rl, judge), abstract, mesh),
     abstract_imitation=abstract_imitation,
     begin_imitation=_jit_begin(start_imitation, abstract_imitation, mesh),
-    imitate=_jit_update(_imitate(imitation), abstract_imitation, mesh),
+    imitate=_jit_imitate(_imitate(imitation), abstract_imitation, mesh),
   )
 
 
@@ -217,12 +227,16 @@ def _decoding_mesh(config, mesh, params):
   return decoding
 
 
-def _overlap(mesh) -> dict:
-  """Compiler options that hide large collectives behind matrix products."""
+def _options(mesh) -> dict:
+  """Compiler options of what trains.
+
+  They round as the sampler does, and hide large collectives behind matrix
+  products.
+  """
   if mesh.devices.flat[0].device_kind not in _SPARSE_CORES:
-    return {}
+    return sharding.ROUNDING
   offload = "xla_tpu_enable_sparse_core_collective_offload_"
-  return {offload + kind: True for kind in _OFFLOADED}
+  return sharding.ROUNDING | {offload + kind: True for kind in _OFFLOADED}
 
 
 def _init(config, cfg, abstract, mesh):
@@ -268,6 +282,7 @@ def _jit_generate(cfg, draw, *, abstract, mesh, decoding):
     generate,
     in_shardings=(_shardings(abstract.params), rows, everywhere),
     out_shardings=sampler.layout(draw, mesh),
+    compiler_options=sharding.ROUNDING,
   )
   return OnMesh(jitted, decoding)
 
@@ -298,36 +313,12 @@ def _nothing(config, cfg, draw, mesh):
   return OnMesh(jax.jit(empty, out_shardings=sampler.layout(draw, mesh)), mesh)
 
 
-def _jit_score(config, cfg, abstract, mesh):
-  rows, everywhere = sharding.rows(mesh), sharding.everywhere(mesh)
-  c, moves = config.objective, settings.measures_routing(config)
-
-  def score(params, prompts, samples):
-    scored, metrics = rollout.score(
-      params,
-      cfg,
-      prompts,
-      samples,
-      use_sampler=c.old_logps == "sampler",
-      micro_rows=config.learner.micro_rows,
-      temperature=config.sampler.temperature,
-      keep_sampler=c.mismatch != "none",
-    )
-    if not config.log.instruments:
-      metrics = {k: x for k, x in metrics.items() if k not in _INSTRUMENTS}
-    # What no update reads takes no memory.
-    if not moves:
-      scored = dataclasses.replace(scored, router_logps=None)
-    if not moves and c.replay == "none":
-      scored = dataclasses.replace(scored, experts=None)
-    return scored, metrics
-
-  jitted = jax.jit(
-    score,
-    in_shardings=(_shardings(abstract.params), rows, None),
-    out_shardings=(rows, everywhere),
-    compiler_options=_overlap(mesh),
+def _jit_assemble(config, cfg, mesh):
+  rows = sharding.rows(mesh)
+  assemble = functools.partial(
+    rollout.of_samples, cfg=cfg, fields=settings.fields(config, cfg)
   )
+  jitted = jax.jit(assemble, in_shardings=(rows, None), out_shardings=rows)
   return OnMesh(jitted, mesh)
 
 
@@ -352,6 +343,7 @@ def _jit_appraise(config, cfg, abstract, mesh):
     in_shardings=(_shardings(abstract), rows),
     out_shardings=rows,
     donate_argnums=1,
+    compiler_options=_options(mesh),
   )
   return OnMesh(jitted, mesh)
 
@@ -363,43 +355,68 @@ def _jit_assign(config, mesh):
   return OnMesh(jitted, mesh)
 
 
-def _improve(config, rl, judge):
-  """The update of everything: policy, critic, and the reference's sync."""
+def _step(config, rl, judge):
+  """Scores a rollout, or updates policy, critic and reference."""
   every = config.objective.reference_every
 
-  def update(state, batch, key):
-    new, metrics = train_step.update(state, batch, key, learner=rl)
+  def step(state, batch, key, improve):
+    new, batch, metrics = train_step.update(
+      state, batch, key, learner=rl, improve=improve
+    )
     if judge:
-      value, judged = train_step.update(state.critic, batch, key, learner=judge)
-      judged["critic/grad_norm"] = judged.pop("grad/norm")
+      learn = functools.partial(_learn_values, state.critic, batch, key, judge)
+      shapes = jax.eval_shape(learn)[1]
+      zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+      value, judged = train_step.where(improve, learn, (state.critic, zeros))
       new = dataclasses.replace(new, critic=value)
       metrics |= judged
     if every:
-      due = new.step % every == 0
+      due = improve & (new.step % every == 0)
       follow = lambda old, x: jnp.where(due, x.astype(old.dtype), old)
       reference = jax.tree.map(follow, state.reference, new.params)
       new = dataclasses.replace(new, reference=reference)
-    return new, metrics
+    return new, batch, metrics
 
-  return update
+  return step
+
+
+def _learn_values(critic_state, batch, key, judge):
+  """The critic after an update, and its metrics."""
+  value, _, metrics = train_step.update(critic_state, batch, key, learner=judge)
+  metrics["critic/grad_norm"] = metrics.pop("grad/norm")
+  return value, metrics
+
+
+def _jit_step(step, abstract, mesh):
+  state, everywhere = _shardings(abstract), sharding.everywhere(mesh)
+  rows = sharding.rows(mesh)
+  jitted = jax.jit(
+    step,
+    in_shardings=(state, rows, everywhere, everywhere),
+    out_shardings=(state, rows, everywhere),
+    donate_argnums=(0, 1),
+    compiler_options=_options(mesh),
+  )
+  return OnMesh(jitted, mesh)
 
 
 def _imitate(learner):
   def imitate(state, batch, key):
     batch = as_rollout(batch)
-    return train_step.update(state, batch, key, learner=learner)
+    state, _, metrics = train_step.update(state, batch, key, learner=learner)
+    return state, metrics
 
   return imitate
 
 
-def _jit_update(update, abstract, mesh):
+def _jit_imitate(imitate, abstract, mesh):
   state, everywhere = _shardings(abstract), sharding.everywhere(mesh)
   jitted = jax.jit(
-    update,
+    imitate,
     in_shardings=(state, sharding.rows(mesh), everywhere),
     out_shardings=(state, everywhere),
     donate_argnums=0,
-    compiler_options=_overlap(mesh),
+    compiler_options=_options(mesh),
   )
   return OnMesh(jitted, mesh)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,39 +15,83 @@ from gspo_jax.sampler import STOPPED, TRUNCATED, Prompts
 from gspo_jax.tasks import Problem
 
 
-class Pupil:
-  """Draws `samples` answers a question as a config says.
+class Size(NamedTuple):
+  """How answers to a set of questions are drawn.
 
-  One compiled function draws `data.prompts * sampler.group_size` answers at
-  once, or a little less where their number does not divide. A question that
-  gets more than `sampler.group_size` of them stands several times in a batch.
-  At `sampler.temperature=0` the one answer is the likeliest.
+  Attributes:
+    group: answers that a question gets where it stands in a batch.
+    times: how often a question stands in a batch, or in consecutive ones.
+    rows: prompts of a batch.
+  """
+
+  group: int
+  times: int
+  rows: int
+
+
+def fit(
+  config: ConfigDict, mesh: jax.sharding.Mesh, samples: int, questions: int
+) -> Size:
+  """A batch for so many questions, of no more rows than they need.
+
+  It holds all of them, or as many as give `data.prompts * sampler.group_size`
+  answers, as in training; then there are several batches. Its rows are rounded
+  up to a multiple of the devices, so that every mesh of them can split it.
 
   Args:
     config: all the keys of configs/common.py.
     mesh: of all devices.
     samples: answers a question.
+    questions: of a set.
+
+  Raises:
+    UserError: a batch would be empty.
+  """
+  most, prompts = config.sampler.group_size, config.data.prompts
+  for name, value in ("sampler.group_size", most), ("data.prompts", prompts):
+    if value < 1:
+      raise UserError(f"{name}={value}: expected at least 1")
+  group = max(g for g in range(1, most + 1) if samples % g == 0)
+  times = samples // group
+  rows = min(prompts * (most // group), questions * times)
+  return Size(group, times, -(-rows // mesh.size) * mesh.size)
+
+
+class Pupil:
+  """Draws answers as a config says.
+
+  One compiled function draws a batch. A question that gets more than
+  `sampler.group_size` answers stands several times in it. At
+  `sampler.temperature=0` the one answer is the likeliest.
+
+  What only training uses is not checked, for its sizes may not fit to the
+  devices at hand, nor its objective to another model.
+
+  Args:
+    config: all the keys of configs/common.py.
+    mesh: of all devices.
+    size: from `fit`.
 
   Attributes:
-    program: the functions of the config.
+    program: the functions of the config, of which those that learn are not to
+      be used.
     at_once: questions that fill a batch.
   """
 
-  def __init__(self, config: ConfigDict, mesh: jax.sharding.Mesh, samples: int):
+  def __init__(self, config: ConfigDict, mesh: jax.sharding.Mesh, size: Size):
     self._greedy = config.sampler.temperature == 0
+    self._group, self._times, self._batch = size
+    samples = self._group * self._times
     if self._greedy and samples > 1:
       raise UserError(
         f"sampler.temperature=0 gives {samples} times the same answer to a "
         "question: expected --samples=1"
       )
-    most = config.sampler.group_size
-    self._group = max(g for g in range(1, most + 1) if samples % g == 0)
-    self._times = samples // self._group  # a question stands in a batch
-    self._batch = config.data.prompts * (most // self._group)
     self._limit = config.sampler.max_new_tokens
     self.at_once = max(self._batch // self._times, 1)
-    config = config.copy_and_resolve_references()
-    config.eval.samples = self._group
+    config = _without_learning(config)
+    config.data.prompts, config.eval.samples = self._batch, self._group
+    config.learner.micro_rows = self._batch * config.sampler.group_size
     if self._greedy:
       config.sampler.temperature = 1.0  # not for `generate_greedy`
     self.program = program.build(config, mesh)
@@ -93,3 +138,16 @@ class Pupil:
     draw = made.generate_greedy if self._greedy else made.generate_eval
     drawn = draw(params, batch, key)
     return hosts.fetch((drawn.tokens, drawn.lengths, drawn.finish))
+
+
+def _without_learning(config: ConfigDict) -> ConfigDict:
+  """A copy in which what only training uses has values that always fit."""
+  config = config.copy_and_resolve_references()
+  config.sampler.group_size = max(2, config.sampler.group_size)
+  config.rollout.update(ahead=False, budget=0, spare=0)
+  config.data.refill_rounds = config.learner.minibatches = 1
+  config.cold_start.steps = 0
+  config.objective.update(name="gspo", replay="none", mismatch="none")
+  config.objective.update(reference_every=0, router_shift_floor=-1.0)
+  config.objective.update(cap=-1.0, tau_positive=-1.0, tau_negative=-1.0)
+  return config

@@ -6,13 +6,15 @@ R response slots, T = S + R, L layers, k experts a token, M minibatches.
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import model, routing
 from gspo_jax.logprobs import TokenLogprobs, token_logprobs
-from gspo_jax.losses import Histogram, Mean, Metrics
+from gspo_jax.losses import Histogram, Mean, Metrics, Std
+from gspo_jax.model.moe import number_type
 from gspo_jax.sampler import Prompts, Samples
 from gspo_jax.sharding import constrain_rows
 
@@ -34,8 +36,8 @@ class Rollout:
       model.
     router_logps: [B, L, R, k] float32, what the old policy's routers gave those
       experts at the tokens that predict the response; None as `experts`.
-    sampler_logps: [B, R] float32, as the sampler reported them; None unless
-      asked for, as what follows.
+    sampler_logps: [B, R] float32, as the sampler reported them; None for
+      demonstrations, as what follows unless the objective reads it.
     reference_logps: [B, R] float32, under the reference policy.
     values: [B, R] float32, of the old critic.
     returns: [B, R] float32, what the critic should have said.
@@ -78,38 +80,61 @@ def assemble(
   )
 
 
-def minibatches(
-  rollout: Rollout, key: jax.Array, *, count: int, group: int, micro: int
-) -> Rollout:
-  """Shuffles whole groups and cuts: leaves become [M, B/M/micro, micro, ...].
+class Cut(NamedTuple):
+  """How a rollout is shuffled and cut into minibatches and micro-batches.
 
-  A group stays together, so that its advantages cancel inside a minibatch.
+  Whole groups are shuffled, so that the advantages of a group cancel inside a
+  minibatch.
 
-  Args:
-    rollout: B rows, the answers of a group side by side.
-    key: of the shuffle.
-    count: M; divides the number of groups.
-    group: G.
-    micro: rows of one forward pass; divides B / M.
+  Attributes:
+    order: [P], the groups in their new order.
+    count: M, minibatches; divides P; static.
+    micro: rows of one forward pass; divides B / M; static.
   """
-  groups = rollout.tokens.shape[0] // group
-  order = jax.random.permutation(key, groups)
 
-  def cut(x):
-    x = x.reshape(groups, group, *x.shape[1:])[order]
-    x = x.reshape(count, -1, micro, *x.shape[2:])
-    return constrain_rows(x, axis=2)
+  order: jax.Array
+  count: int
+  micro: int
 
-  def cut_by_layer(x):
-    return jnp.moveaxis(jax.lax.map(cut, x.swapaxes(0, 1)), 0, 3)
+  def split(self, rollout: Rollout) -> Rollout:
+    """Leaves [B, ...] become [M, B/M/micro, micro, ...]."""
 
-  # By the layer: a shuffle passes whole arrays between devices, and these are
-  # the largest of a rollout.
-  large = {"experts": rollout.experts, "router_logps": rollout.router_logps}
-  rest = dataclasses.replace(rollout, **dict.fromkeys(large))
-  return dataclasses.replace(
-    jax.tree.map(cut, rest), **jax.tree.map(cut_by_layer, large)
-  )
+    def cut(x):
+      groups = x.reshape(len(self.order), -1, *x.shape[1:])[self.order]
+      cuts = groups.reshape(self.count, -1, self.micro, *x.shape[1:])
+      return constrain_rows(cuts, axis=2)
+
+    return _by_layer(cut, rollout, layers=1, cut_layers=3)
+
+  def join(self, fields: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The inverse of `split`, for some fields by their names."""
+    back = jnp.argsort(self.order)
+
+    def uncut(x):
+      groups = x.reshape(len(back), -1, *x.shape[3:])[back]
+      return constrain_rows(groups.reshape(-1, *x.shape[3:]), axis=0)
+
+    return _by_layer(uncut, fields, layers=3, cut_layers=1)
+
+
+# The largest arrays of a rollout, which have an axis of layers. A shuffle
+# passes whole arrays between devices, so these are shuffled layer by layer.
+_LARGE = ("experts", "router_logps")
+
+
+def _by_layer(function, fields, *, layers, cut_layers):
+  """Maps `function`; where there is an axis of layers, one layer at a time."""
+  whole = isinstance(fields, Rollout)
+  given = vars(fields) if whole else fields
+
+  def apply(name, x):
+    if name not in _LARGE:
+      return jax.tree.map(function, x)
+    one_by_one = jax.lax.map(function, jnp.moveaxis(x, layers, 0))
+    return jnp.moveaxis(one_by_one, 0, cut_layers)
+
+  made = {k: None if x is None else apply(k, x) for k, x in given.items()}
+  return Rollout(**made) if whole else made
 
 
 def logprobs(
@@ -127,91 +152,123 @@ def logprobs(
   )
 
 
-def score(
-  params: model.Params,
-  cfg: model.ModelConfig,
+@dataclasses.dataclass(frozen=True)
+class Fields:
+  """Which fields of a `Rollout` an update reads; static under jit.
+
+  Attributes:
+    sampler_logps: `old_logps` are the sampler's, not recomputed.
+    experts: the old policy's experts, unless the sampler recorded its own.
+    router_logps: what the old routers gave them.
+    reference: the log-probs of a reference policy.
+    critic: values and returns, and an advantage for each token.
+  """
+
+  sampler_logps: bool = False
+  experts: bool = False
+  router_logps: bool = False
+  reference: bool = False
+  critic: bool = False
+
+
+def of_samples(
   prompts: Prompts,
   samples: Samples,
-  *,
-  use_sampler: bool,
-  micro_rows: int,
-  temperature: float,
-  keep_sampler: bool = False,
-) -> tuple[Rollout, Metrics]:
-  """Assembles a rollout and scores it with the trainer's own forward pass.
+  cfg: model.ModelConfig,
+  fields: Fields,
+) -> Rollout:
+  """The rollout of some samples, with zeros for what is not known yet.
 
-  The sampler's log-probs and the recomputed ones differ by rounding, and in
-  bf16 by more than GSPO's clip range: the gap is the noise floor, and logged
-  whichever of the two become `old_logps`. Where the sampler recorded its
-  experts, tokens are sent to those again, and the gap is the smaller for it.
+  All fields that will be known are there from the start, so that one compiled
+  program takes the rollout before and after it is scored.
 
   Args:
-    params: the policy that sampled.
-    cfg: the model; static.
     prompts: P prompts.
-    samples: their answers.
-    use_sampler: take the sampler's log-probs as the old ones; static.
-    micro_rows: rows scored at a time; divides B; static.
-    temperature: the sampler's; static.
-    keep_sampler: keep the sampler's log-probs beside the old ones; static.
+    samples: their G responses each.
+    cfg: the model; static.
+    fields: what the update reads; static.
   """
   batch = assemble(prompts, samples.tokens, samples.lengths)
-  batch = dataclasses.replace(batch, experts=samples.experts)
-  scored, dropped = _score_all(params, cfg, batch, micro_rows, temperature)
-  mask = batch.response_mask
-  metrics = _noise_floor(scored.logps, samples.logps, mask)
+  (B, T), R = batch.tokens.shape, samples.tokens.shape[1]
+  zeros = lambda wanted: jnp.zeros((B, R)) if wanted else None
+  L, k = cfg.num_layers, cfg.experts_per_token
+  experts = samples.experts
+  if experts is None and fields.experts and cfg.num_experts:
+    experts = jnp.zeros((B, L, T, k), number_type(cfg.num_experts))
+  return dataclasses.replace(
+    batch,
+    old_logps=samples.logps if fields.sampler_logps else batch.old_logps,
+    advantages=jnp.zeros((B, R) if fields.critic else B),
+    experts=experts,
+    router_logps=jnp.zeros((B, L, R, k))
+    if fields.router_logps and cfg.num_experts
+    else None,
+    sampler_logps=samples.logps,
+    reference_logps=zeros(fields.reference),
+    values=zeros(fields.critic),
+    returns=zeros(fields.critic),
+  )
+
+
+class Pass(NamedTuple):
+  """What a forward pass over some rows gives a learner.
+
+  Attributes:
+    loss: as a sum, and what divides it.
+    metrics: of the update.
+    old: fields of `Rollout`, [rows, ...], as this pass has them; those of the
+      old policy as long as the policy has not moved.
+    measured: metrics of the old policy, where this pass is its own.
+    repeated: of exp(mean(x - o)) over sequences, x of this pass and o as the
+      rows have them, whether or not this pass is the old policy's own.
+  """
+
+  loss: Mean
+  metrics: Metrics
+  old: dict[str, jax.Array] = {}  # noqa: RUF012
+  measured: Metrics = {}  # noqa: RUF012
+  repeated: Std | None = None
+
+
+def measure(
+  scored: TokenLogprobs, rows: Rollout, cfg: model.ModelConfig
+) -> Metrics:
+  """Metrics of the old policy on its own samples.
+
+  `mismatch/*` is the recomputed less the sampler's log-prob: rounding, and what
+  the sampler does otherwise. In bfloat16 it exceeds GSPO's clip range, so it is
+  measured whichever of the two become the old log-probs.
+
+  Args:
+    scored: the old policy's pass over these rows.
+    rows: with the sampler's log-probs.
+    cfg: the model; static.
+  """
+  mask = rows.response_mask
+  metrics = _mismatch(scored.logps, rows.sampler_logps, mask)
   metrics["policy/entropy"] = _mean(scored.entropy, mask)
   if cfg.num_experts:
     metrics |= _routing_metrics(scored, mask, cfg)
+    dropped = scored.dropped.sum(dtype=jnp.float32)
     metrics["moe/dropped"] = Mean(dropped, jnp.float32(1))
-  batch = dataclasses.replace(
-    batch,
-    old_logps=samples.logps if use_sampler else scored.logps,
-    sampler_logps=samples.logps if keep_sampler else None,
-    experts=scored.experts,
-    router_logps=scored.router_logps,
-  )
-  return batch, metrics
-
-
-def _score_all(params, cfg, batch: Rollout, micro_rows, temperature):
-  """`token_logprobs` of all rows, a few at a time, under the recorded experts.
-
-  Returns:
-    Its result with rows on the first axis and layers on the second, without
-    `dropped`; and those dropped in all, None for a dense model.
-  """
-  rows_first = lambda x: x.swapaxes(0, 1)
-
-  def score_rows(rows: Rollout):
-    routes = None if rows.experts is None else rows_first(rows.experts)
-    scored = logprobs(
-      params,
-      cfg,
-      rows,
-      temperature=temperature,
-      routes=routes,
-      replay=routes is not None,
-    )
-    by_layer = scored.experts, scored.router_logps, scored.router_entropy
-    by_layer = jax.tree.map(rows_first, by_layer)
-    return TokenLogprobs(*scored[:2], *by_layer), scored.dropped
-
-  scored, dropped = _in_micro_batches(score_rows, batch, micro_rows)
-  dropped = jax.tree.map(lambda x: x.sum(dtype=jnp.float32), dropped)
-  return _join(scored), dropped
+  return jax.lax.stop_gradient(metrics)
 
 
 def _mean(x, mask) -> Mean:
   return Mean(jnp.where(mask, x, 0.0).sum(), mask.sum(dtype=jnp.float32))
 
 
-def _noise_floor(recomputed_BR, sampled_BR, mask_BR) -> Metrics:
+def sequence_gap(new_BR, old_BR, mask_BR):
+  """Mean over a response's tokens of new less old log-probs, [B]."""
+  gap_BR = jnp.where(mask_BR, new_BR - old_BR, 0.0)
+  return gap_BR.sum(1) / jnp.maximum(mask_BR.sum(1), 1)
+
+
+def _mismatch(recomputed_BR, sampled_BR, mask_BR) -> Metrics:
   """Recomputed less sampled log-probs, per token and per sequence."""
   gap_BR = jnp.where(mask_BR, recomputed_BR - sampled_BR, 0.0)
-  lengths_B = mask_BR.sum(1)
-  gap_B = gap_BR.sum(1) / jnp.maximum(lengths_B, 1)
-  answered_B = lengths_B > 0
+  gap_B = sequence_gap(recomputed_BR, sampled_BR, mask_BR)
+  answered_B = mask_BR.any(1)
   return {
     "mismatch/token_abs_mean": _mean(jnp.abs(gap_BR), mask_BR),
     "mismatch/token_gap": Histogram.of(gap_BR, mask_BR),
@@ -221,11 +278,14 @@ def _noise_floor(recomputed_BR, sampled_BR, mask_BR) -> Metrics:
 
 
 def _routing_metrics(scored: TokenLogprobs, mask_BR, cfg) -> Metrics:
-  load = routing.load_max(scored.experts, mask_BR, cfg.num_experts)
-  entropy = routing.entropy(scored.router_entropy, mask_BR)
+  experts, router_entropy = (
+    x.swapaxes(0, 1) for x in (scored.experts, scored.router_entropy)
+  )
+  tokens = routing.tokens(experts, mask_BR, cfg.num_experts)
+  entropy = routing.entropy(router_entropy, mask_BR)
   return {
-    "moe/load_max": routing.over_layers(load),
-    "moe/layer_load_max": load,
+    "moe/load_max": routing.MeanLoad(tokens),
+    "moe/layer_load_max": routing.Load(tokens),
     "moe/router_entropy": routing.over_layers(entropy),
     "moe/layer_router_entropy": entropy,
   }

@@ -6,8 +6,11 @@ layers, k experts a token, E experts.
 All is measured at the tokens that PREDICT the response, one slot before it.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gspo_jax.losses import Mean
 
@@ -48,8 +51,29 @@ def shift(new: jax.Array, old: jax.Array) -> jax.Array:
   return jax.lax.stop_gradient(jnp.abs(new - old).mean((1, 3)))
 
 
-def load_max(experts: jax.Array, mask: jax.Array, num_experts: int) -> Mean:
-  """Tokens of the busiest expert over the mean: of each layer, [L].
+class Load(NamedTuple):
+  """Tokens of the busiest expert over the mean, of each layer.
+
+  Attributes:
+    tokens: [L, E] float32, tokens that each expert was given.
+  """
+
+  tokens: jax.Array
+
+  def value(self) -> np.ndarray:
+    tokens = np.asarray(self.tokens, float)
+    return tokens.max(1) / np.maximum(tokens.mean(1), 1e-9)
+
+
+class MeanLoad(Load):
+  """`Load`, averaged over the layers."""
+
+  def value(self) -> float:
+    return float(super().value().mean())
+
+
+def tokens(experts: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
+  """How many tokens each expert was given: [L, E] float32.
 
   Args:
     experts: [B, L, T, k].
@@ -58,13 +82,11 @@ def load_max(experts: jax.Array, mask: jax.Array, num_experts: int) -> Mean:
   """
   # Compared and summed: a TPU would scatter one number at a time.
   here_BLRk = predicting(experts, mask.shape[1])
-  # In the experts' own small type: this is the largest array of a scoring pass.
+  # In the experts' own small type: this is the largest array of a pass.
   every = jnp.arange(num_experts, dtype=experts.dtype)
   here_BLRkE = here_BLRk[..., None] == every
   here_BLRkE &= mask[:, None, :, None, None]
-  load_LE = here_BLRkE.sum((0, 2, 3), dtype=jnp.float32)
-  busiest_L = load_LE.max(1) / jnp.maximum(load_LE.mean(1), 1e-9)
-  return Mean(busiest_L, jnp.float32(1))
+  return here_BLRkE.sum((0, 2, 3), dtype=jnp.float32)
 
 
 def entropy(entropies: jax.Array, mask: jax.Array) -> Mean:

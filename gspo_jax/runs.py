@@ -8,6 +8,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from gspo_jax import data, material, policy, program
+from gspo_jax.errors import UserError
 from gspo_jax.rewards.pool import Scorer
 
 
@@ -61,12 +62,7 @@ def prepare(config: ConfigDict, workdir: str, mesh: jax.sharding.Mesh) -> Run:
     config=config,
     workdir=epath.Path(workdir),
     program=functions,
-    scorer=Scorer(
-      config.reward.names,
-      config.reward.weights,
-      workers=config.reward.workers,
-      seconds=config.reward.seconds,
-    ),
+    scorer=_scorer(config.reward),
     material=found,
     held_out=data.take(
       found.held_out, functions.prompting, config.eval.prompts
@@ -74,6 +70,13 @@ def prepare(config: ConfigDict, workdir: str, mesh: jax.sharding.Mesh) -> Run:
     identity=identity,
     keys=Keys(*jax.random.split(jax.random.key(config.seed), 4)),
   )
+
+
+def _scorer(c: ConfigDict) -> Scorer:
+  try:
+    return Scorer(c.names, c.weights, workers=c.workers, seconds=c.seconds)
+  except UserError as error:
+    raise UserError(f"reward.names={tuple(c.names)}: {error}") from error
 
 
 def identity_in_rl(run: Run) -> dict:

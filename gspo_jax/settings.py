@@ -15,6 +15,7 @@ from gspo_jax import (
   model,
   objective,
   optim,
+  rollout,
   sampler,
   tokenizer,
   train_step,
@@ -127,15 +128,41 @@ def objective_of(config) -> objective.Objective:
     if unit
     else None,
     shift_floor=floor or None,
-    replay=c.replay != "none",
+    replay=c.replay,
+    sampler_logps=c.old_logps == "sampler",
     instruments=config.log.instruments,
   )
 
 
-def measures_routing(config: ConfigDict) -> bool:
-  """Whether an update compares the routers' log-probs with the old ones."""
-  chosen = objective_of(config)
-  return chosen.instruments or chosen.shift_floor is not None
+def fields(config: ConfigDict, cfg: model.ModelConfig) -> rollout.Fields:
+  """What an update reads of a rollout."""
+  chosen, c = objective_of(config), config.objective
+  moves = chosen.instruments or chosen.shift_floor is not None
+  return rollout.Fields(
+    sampler_logps=chosen.sampler_logps,
+    experts=cfg.num_experts > 0 and (moves or c.replay == "r2"),
+    router_logps=cfg.num_experts > 0 and moves,
+    reference=c.kl_coef > 0,
+    critic=c.name == "ppo",
+  )
+
+
+def scores(config: ConfigDict, cfg: model.ModelConfig) -> bool:
+  """Whether the old policy is asked before an update.
+
+  Not where the only minibatch, or the sampler, says it all.
+  """
+  wanted = fields(config, cfg)
+  asked = not wanted.sampler_logps or wanted.experts
+  several = config.learner.minibatches > 1
+  return _scores_all(config) or (several and asked)
+
+
+def _scores_all(config) -> bool:
+  """Whether rewards are made of old log-probs, so that no row may lack them."""
+  c = config.objective
+  in_reward = c.kl_coef > 0 and c.kl_estimator == "k1"
+  return in_reward and c.old_logps == "recompute"
 
 
 def credit_of(config) -> Credit:
@@ -185,6 +212,8 @@ def learners(config, cfg):
     minibatches=config.learner.minibatches,
     micro_rows=config.learner.micro_rows,
     group=config.sampler.group_size,
+    scored=scores(config, cfg) or config.objective.old_logps == "sampler",
+    scores_all=_scores_all(config),
   )
   judge, own = None, config.critic
   if config.objective.name == "ppo":

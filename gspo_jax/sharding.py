@@ -20,6 +20,11 @@ from gspo_jax.errors import UserError
 AXES = ("data", "fsdp", "expert", "tensor")
 ROWS = ("data", "fsdp", "expert")
 
+# Compiler options with which XLA rounds to 16 bits wherever the code says so.
+# By default it keeps more bits where that is cheap, in each program elsewhere:
+# sampler and trainer then differ by more than GSPO's clip range.
+ROUNDING = {"xla_allow_excess_precision": False}
+
 # logical axis -> mesh axes, the slowest first
 LOGICAL = {
   "whole": (),

@@ -42,7 +42,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     The final state; None where a SIGTERM ended the run, its state saved.
 
   Raises:
-    UserError: the config, the data or the workdir cannot work as they are.
+    UserError: the config, the data or the workdir cannot work as they are, or
+      the rewards failed on too many answers (`reward.max_failed`).
     FloatingPointError: a metric is not finite; that step is not saved.
   """
   hosts.require_joined()
@@ -197,16 +198,7 @@ def _train(
   if begin >= config.num_steps:
     hosts.say(f"num_steps={config.num_steps}: nothing is left to do")
   with writer:
-    # Of answers that waited, the gap tells how far the policy has moved.
-    waits = config.rollout.ahead or config.rollout.budget
-    numbers = {} if waits else settings.numbers(config)
-    watch = Watch(
-      updates=config.learner.minibatches,
-      clip_low=numbers.get("clip_low", math.inf),
-      truncates=settings.sampler_config(
-        config, run.program.tokenizer
-      ).truncates,
-    )
+    watch = _watch(run)
     if begin == 0:
       writer.write(0, _evaluate(run, state.params))
     for step in range(begin + 1, config.num_steps + 1):
@@ -233,6 +225,21 @@ def _train(
         hosts.say(f"SIGTERM: saved after step {step}; the same command resumes")
         return None
   return state
+
+
+def _watch(run) -> Watch:
+  config = run.config
+  # Of answers that waited, the gap tells how far the policy has moved.
+  waits = config.rollout.ahead or config.rollout.budget
+  numbers = {} if waits else settings.numbers(config)
+  drawn = settings.sampler_config(config, run.program.tokenizer)
+  return Watch(
+    updates=config.learner.minibatches,
+    clip_low=numbers.get("clip_low", math.inf),
+    recomputed=config.objective.old_logps == "recompute",
+    compares=config.objective.name != "ppo",
+    truncates=drawn.truncates,
+  )
 
 
 def _save(run, curriculum, source, checkpoints, step, state) -> None:
@@ -267,4 +274,5 @@ def _answer(run, generate, params, key) -> np.ndarray:
     rows=sharding.rows(run.program.mesh),
     tokenizer=run.program.tokenizer,
     scorer=run.scorer,
+    max_failed=run.config.reward.max_failed,
   )

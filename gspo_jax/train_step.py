@@ -1,6 +1,12 @@
-"""The update: state and rollout in, state and metrics out; pure.
+"""One program that scores a rollout and learns from it; pure.
 
-Dimension key: A micro-batches a minibatch, M minibatches.
+Dimension key: P prompts, B rows, M minibatches, A micro-batches a minibatch.
+
+Old log-probs must be those of the update's own forward pass: in bfloat16 two
+programs round differently, and the difference exceeds GSPO's clip range. So
+both come out of one compiled program, `update`: with `improve` false it runs
+the forward passes and keeps what they give, with `improve` true it takes the
+gradients, too. Where the policy has not moved, the ratio is exactly 1.
 """
 
 import dataclasses
@@ -12,13 +18,16 @@ import jax.numpy as jnp
 import optax
 
 from gspo_jax import model, rollout
-from gspo_jax.losses import Mean, Metrics
-from gspo_jax.rollout import Rollout
+from gspo_jax.losses import Mean, Metrics, Std
+from gspo_jax.rollout import Pass, Rollout
 from gspo_jax.sampler import Samples
 
-# (params, rows) -> (the loss, as a sum and what divides it, metrics). Sums and
-# metrics are added over micro-batches.
-Loss = Callable[[model.Params, Rollout], tuple[Mean, Metrics]]
+# (params, rows, own) -> `Pass`. Where own, [] bool, is true, the policy has not
+# moved since it became the old policy, and the pass itself says what that is.
+Loss = Callable[[model.Params, Rollout, jax.Array], Pass]
+
+# A conditional of this name leaves out what only an update needs; `plan` knows.
+BACKWARD = "backward"
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +36,7 @@ class TrainState:
   """All that training changes.
 
   Attributes:
-    step: [] int32, calls of `update` so far.
+    step: [] int32, updates so far.
     params: the policy, float32.
     opt_state: of the optax chain.
     reference: weights the policy is held to, in the model's dtype, or None.
@@ -52,6 +61,8 @@ class Learner(NamedTuple):
     minibatches: M, optimizer steps a rollout.
     micro_rows: rows of one forward and backward pass.
     group: rows that are shuffled together.
+    scored: whether the rollout has old log-probs before an update.
+    scores_all: whether scores are wanted of the first minibatch, too.
   """
 
   loss: Loss
@@ -59,6 +70,8 @@ class Learner(NamedTuple):
   minibatches: int
   micro_rows: int
   group: int
+  scored: bool = False
+  scores_all: bool = False
 
 
 def begin(
@@ -69,61 +82,179 @@ def begin(
 
 
 def update(
-  state: TrainState, batch: Rollout, key: jax.Array, *, learner: Learner
-) -> tuple[TrainState, Metrics]:
-  """M optimizer steps over a rollout of B rows.
+  state: TrainState,
+  batch: Rollout,
+  key: jax.Array,
+  *,
+  learner: Learner,
+  improve: jax.Array | bool = True,
+) -> tuple[TrainState, Rollout, Metrics]:
+  """M optimizer steps over a rollout of B rows; or its scores alone.
+
+  The first minibatch needs no scores: its own forward pass has them. A scoring
+  pass runs one of its micro-batches all the same, and `update` compares both
+  in `ratio/first_minibatch_std`: 0 where they agree in every bit.
+
+  Args:
+    state: the policy.
+    batch: B rows; groups side by side.
+    key: of the shuffle; the same for the scores and for the update.
+    learner: how to learn; static.
+    improve: [] bool: whether to learn. A Python True leaves the choice out of
+      the program.
 
   Returns:
-    The new state, and metrics added up over the minibatches.
+    The new state, or the same one; the rollout, with what the old policy says
+    of all minibatches but the first, or as it was; and metrics, as sums over
+    the minibatches. The sums of both calls add up.
   """
-  batches = rollout.minibatches(
-    batch,
-    key,
-    count=learner.minibatches,
-    group=learner.group,
-    micro=learner.micro_rows,
+  groups = batch.tokens.shape[0] // learner.group
+  order = jax.random.permutation(key, groups)
+  cut = rollout.Cut(order, learner.minibatches, learner.micro_rows)
+  batches = cut.split(batch)
+
+  def minibatch(i, carry):
+    params, opt_state, old, sums = carry
+    rows = jax.tree.map(lambda x: x[i], batches)
+    grads, found, metrics = gradient(
+      params, rows, learner, improve=improve, first=i == 0
+    )
+    keep = lambda all_, one: all_.at[i].set(jnp.where(improve, all_[i], one))
+    old = jax.tree.map(keep, old, found)
+    step = lambda: _descend(learner, grads, params, opt_state)
+    params, opt_state = where(improve, step, (params, opt_state))
+    return params, opt_state, old, jax.tree.map(jnp.add, sums, metrics)
+
+  first = jax.tree.map(lambda x: x[0], batches)
+  _, found, metrics = jax.eval_shape(
+    lambda p, r: gradient(p, r, learner), state.params, first
   )
-
-  def descend(carry, micro_batches):
-    params, opt_state = carry
-    grads, metrics = gradient(params, micro_batches, learner)
-    updates, opt_state = learner.optimizer.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), metrics
-
-  start = (state.params, state.opt_state)
-  (params, opt_state), metrics = jax.lax.scan(descend, start, batches)
-  metrics = jax.tree.map(lambda x: x.sum(0), metrics)
+  start = (
+    state.params,
+    state.opt_state,
+    {name: getattr(batches, name) for name in found},
+    _zeros(metrics),
+  )
+  params, opt_state, old, metrics = jax.lax.fori_loop(
+    0, learner.minibatches, minibatch, start
+  )
+  as_before = {name: getattr(batch, name) for name in old}
+  if improve is not True:
+    old = jax.lax.cond(improve, lambda: as_before, lambda: cut.join(old))
+    batch = dataclasses.replace(batch, **old)
   state = dataclasses.replace(
-    state, step=state.step + 1, params=params, opt_state=opt_state
+    state,
+    step=state.step + jnp.int32(improve),
+    params=params,
+    opt_state=opt_state,
   )
-  return state, metrics
+  return state, batch, metrics
+
+
+def _descend(learner, grads, params, opt_state):
+  updates, opt_state = learner.optimizer.update(grads, opt_state, params)
+  return optax.apply_updates(params, updates), opt_state
+
+
+def where(improve, function, otherwise):
+  """`function()` where `improve`, else `otherwise`, without its cost."""
+  if improve is True:
+    return function()
+  with jax.named_scope(BACKWARD):
+    return jax.lax.cond(improve, function, lambda: otherwise)
 
 
 def gradient(
-  params: model.Params, micro_batches: Rollout, learner: Learner
-) -> tuple[model.Params, Metrics]:
+  params: model.Params,
+  micro_batches: Rollout,
+  learner: Learner,
+  *,
+  improve: jax.Array | bool = True,
+  first: jax.Array | bool = False,
+) -> tuple[model.Params, dict[str, jax.Array], Metrics]:
   """The gradient of one minibatch, leaves [A, rows, ...].
 
   Sums are added over the micro-batches and divided once, by the count of the
   whole minibatch: A = 4 gives what A = 1 gives, up to rounding.
+
+  Args:
+    params: of the policy.
+    micro_batches: the rows.
+    learner: how to learn; static.
+    improve: as in `update`; without it the gradient is zero.
+    first: [] bool, whether this is the first minibatch of the rollout.
+
+  Returns:
+    The gradient, `Pass.old` of all rows, and metrics.
   """
+  A = micro_batches.tokens.shape[0]
+  improving, first = jnp.asarray(improve), jnp.asarray(first)
+  own = first | ~improving
 
-  def total(params, rows):
-    loss, metrics = learner.loss(params, rows)
-    return loss.total, (loss.count, metrics)
+  def add(j, carry):
+    grads, count, old, sums = carry
+    rows = jax.tree.map(lambda x: x[j], micro_batches)
 
-  differentiate = jax.grad(total, has_aux=True)
+    def total(params):
+      out = learner.loss(params, rows, own)
+      return out.loss.total, out
 
-  def add(sums, rows):
-    new = differentiate(params, rows)
-    # Without the barrier XLA on TPU trips over a fused accumulation.
-    new = jax.lax.optimization_barrier(new)
-    return jax.tree.map(jnp.add, sums, new), None
+    _, pull, out = jax.vjp(total, params, has_aux=True)
 
-  first = jax.tree.map(lambda x: x[0], micro_batches)
-  shapes = jax.eval_shape(differentiate, params, first)
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  (grads, (count, metrics)), _ = jax.lax.scan(add, zeros, micro_batches)
+    def backward():
+      (new,) = pull(jnp.float32(1))
+      # Without the barrier XLA on TPU trips over a fused accumulation.
+      return jax.tree.map(jnp.add, grads, jax.lax.optimization_barrier(new))
+
+    grads = where(improve, backward, grads)
+    old = jax.tree.map(lambda all_, one: all_.at[j].set(one), old, out.old)
+    counted = _counted(out, learner, improving, first, j == A - 1)
+    return (
+      grads,
+      count + out.loss.count,
+      old,
+      jax.tree.map(jnp.add, sums, counted),
+    )
+
+  one = jax.tree.map(lambda x: x[0], micro_batches)
+  out = jax.eval_shape(learner.loss, params, one, own)
+  counted = jax.eval_shape(
+    lambda out: _counted(out, learner, improving, first, first), out
+  )
+  stack = lambda s: jnp.zeros((A, *s.shape), s.dtype)
+  start = (
+    _zeros(params),
+    _zeros(out.loss.count),
+    jax.tree.map(stack, out.old),
+    _zeros(counted),
+  )
+  begin = 0
+  if not learner.scores_all:  # of the first minibatch one micro-batch will do
+    begin = jnp.where(first & ~improving, A - 1, 0)
+  grads, count, old, metrics = jax.lax.fori_loop(begin, A, add, start)
   grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads)
-  metrics["grad/norm"] = Mean(optax.tree.norm(grads), jnp.float32(1))
-  return grads, metrics
+  norm = Mean(optax.tree.norm(grads), jnp.float32(1))
+  metrics["grad/norm"] = _only(improving, norm)
+  return grads, old, metrics
+
+
+def _counted(out: Pass, learner, improve, first, last) -> Metrics:
+  """The metrics of a pass that count: each row's once in both calls."""
+  metrics = _only(improve, out.metrics)
+  metrics |= _only(improve == first, out.measured)
+  if out.repeated is not None:
+    gap = out.repeated
+    if not learner.scored:  # nothing that could differ
+      gap = Std(*[jnp.zeros_like(x) for x in gap[:2]], gap.count)
+    checked = _only(improve & first & last, gap)
+    metrics["ratio/first_minibatch_std"] = checked
+  return metrics
+
+
+def _only(wanted, tree):
+  """The tree where `wanted`, else zeros."""
+  return jax.tree.map(lambda x: jnp.where(wanted, x, 0), tree)
+
+
+def _zeros(tree):
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)

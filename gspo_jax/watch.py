@@ -4,6 +4,10 @@ import math
 
 from gspo_jax import hosts
 
+# Largest std of the ratio of a policy that has not moved: the passes agree bit
+# for bit, where the kernels are deterministic.
+_SAME = 1e-6
+
 
 def require_finite(row: dict[str, float], step: int) -> None:
   """FloatingPointError naming the first number that is none, and the step."""
@@ -20,12 +24,24 @@ class Watch:
   Args:
     updates: optimizer steps a rollout.
     clip_low: of the objective in use.
+    recomputed: whether the trainer makes the old log-probs itself.
+    compares: whether advantages compare the responses of a group; with a
+      critic they do not.
     truncates: whether sampling leaves some tokens out.
   """
 
-  def __init__(self, *, updates: int, clip_low: float, truncates: bool):
+  def __init__(
+    self,
+    *,
+    updates: int,
+    clip_low: float,
+    recomputed: bool,
+    compares: bool,
+    truncates: bool,
+  ):
+    self._recomputed = recomputed
     self._said: set[str] = set()  # kinds of warning given
-    self._updates, self._clip = updates, clip_low
+    self._updates, self._clip, self._compares = updates, clip_low, compares
     if truncates:
       self._say(
         "truncated",
@@ -34,12 +50,30 @@ class Watch:
       )
 
   def __call__(self, row: dict[str, float]) -> None:
-    moves = self._updates > 1 and row["grad/norm"] > 0
+    moves = row["grad/norm"] > 0 and row["optim/learning_rate"] > 0
+    moves = moves and self._updates > 1
     if moves and row["ratio/moved"] == 0:
       self._say(
         "ratio",
         f"the importance ratio is exactly 1 over {self._updates} updates: the "
         "old log-probs are not being used",
+      )
+    repeated = row["ratio/first_minibatch_std"]
+    if self._recomputed and repeated > _SAME:
+      self._say(
+        "repeated",
+        f"ratio/first_minibatch_std={repeated:.1e}: two passes of one program "
+        "over the same weights differ, and clipping acts on the difference; on "
+        "a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true, or else "
+        "--config.learner.minibatches=1",
+      )
+    if self._compares and row["reward/mixed_groups"] == 0:
+      self._say(
+        "signal",
+        "no signal: in an iteration the rewards of no group differed "
+        f"(reward/mixed_groups is 0, reward/mean {row['reward/mean']:.3g}) and "
+        "gave no response an advantage; if this goes on, the problems are too "
+        "hard or too easy, or the reward does not tell responses apart",
       )
     gap = row["mismatch/sequence_abs_mean"]
     if gap > self._clip:

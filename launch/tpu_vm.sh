@@ -9,7 +9,7 @@ launch/tpu_vm.sh VERB [--dry-run] [SETTINGS] [-- FLAGS OF gspo_jax.main]
 verbs
   create    a slice now, or an error     queue     ask for one and wait in line
   setup     install on every worker      run       start on every worker
-  logs      follow one worker's log      stop      SIGTERM: save, then exit
+  logs      follow one worker's log      stop      SIGTERM: save, exit with 75
   delete    what `create` made           unqueue   what `queue` made
 
 settings, each also as a variable: --git-url= is $GSPO_GIT_URL

@@ -69,9 +69,11 @@ run() {
   slice=$(slice_size "$accelerator_type")
   echo "# $slices x $accelerator_type: ${slice:-size unknown here}, each"
   # exec: xpk starts the command in a subshell and sends SIGTERM to that.
+  # 75: gspo_jax.main's code for a run that SIGTERM stopped.
   workload create --workload="$name" --tpu-type="$accelerator_type" \
     --num-slices="$slices" --docker-image="$image" \
-    --max-restarts="$restarts" --termination-grace-period-seconds="$grace" \
+    --max-restarts="$restarts" --restart-on-exit-codes=75 \
+    --termination-grace-period-seconds="$grace" \
     --command="exec $(quote_all python -m gspo_jax.main --config="$config" \
       --workdir="$workdir" ${flags[@]+"${flags[@]}"})"
 }

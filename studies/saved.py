@@ -1,13 +1,14 @@
 """Policies that a run saved on its way, and their answers to new questions."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 from ml_collections import ConfigDict
 
-from gspo_jax import data, model, policy
+from gspo_jax import data, model, policy, rollout
 from gspo_jax.program import Program
 from gspo_jax.rollout import Rollout
 from gspo_jax.sampler import Prompts, Samples
@@ -35,6 +36,16 @@ def answers(
 ) -> tuple[Samples, Rollout]:
   """Answers of a policy, and the rollout with its own log-probs as the old."""
   samples = program.generate(params, prompts, key)
-  rollout, _ = program.score(params, prompts, samples)
+  batch = program.assemble(prompts, samples)
   # The routing is large, and studied elsewhere.
-  return samples, dataclasses.replace(rollout, experts=None, router_logps=None)
+  batch = dataclasses.replace(batch, experts=None, router_logps=None)
+  old_logps = log_probs(params, program.cfg, batch)
+  return samples, dataclasses.replace(batch, old_logps=old_logps)
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def log_probs(
+  params: model.Params, cfg: model.ModelConfig, batch: Rollout
+) -> jax.Array:
+  """Of the answers' tokens at temperature 1, [B, R] float32."""
+  return rollout.logprobs(params, cfg, batch).logps

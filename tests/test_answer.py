@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import answer, data, sharding, tokenizer
-from gspo_jax.rewards.pool import Scorer
+from gspo_jax import answer, data, hosts, sharding, tokenizer
+from gspo_jax.rewards.pool import Scorer, Scores
 from gspo_jax.sampler import TRUNCATED, Ended, Samples
 from gspo_jax.tasks import Chain, Problem
 
@@ -146,6 +146,7 @@ def test_answer_all_answers_each_question_once(batch, rows, scorer):
     rows=rows,
     tokenizer=BYTES,
     scorer=scorer,
+    max_failed=0.5,
   )
   right = np.isin(np.arange(10), (2, 8, 9))
   np.testing.assert_array_equal(rewards, np.stack([right, 0 * right], 1))
@@ -153,3 +154,52 @@ def test_answer_all_answers_each_question_once(batch, rows, scorer):
   assert set(pupil.shapes) == {((batch, 16), (batch,))}
   assert len(pupil.shapes) == -(-10 // batch)
   assert len(set(pupil.keys)) == len(pupil.keys)
+
+
+class Broken:
+  """A scorer that fails on the answers that say "wrong"."""
+
+  def submit(self, answers):
+    self.answers = answers
+    return self
+
+  def result(self):
+    failed = np.array(["wrong" in a.text for a in self.answers])
+    zeros = np.zeros(len(failed), np.float32)
+    return Scores(zeros, {"broken": zeros}, failed, ("why", "and why"))
+
+
+@pytest.mark.parametrize("max_failed", [0.5, 0.4])
+def test_answer_all_stops_where_too_many_fail(rows, max_failed):
+  """One of two answers to each of ten; two questions fill up the batch."""
+
+  def call():
+    return answer.answer_all(
+      Pupil([]),
+      "params",
+      QUESTIONS,
+      batch=4,
+      key=jax.random.key(0),
+      rows=rows,
+      tokenizer=BYTES,
+      scorer=Broken(),
+      max_failed=max_failed,
+    )
+
+  if max_failed == 0.5:
+    assert call().shape == (10, 2)
+  else:
+    with pytest.raises(hosts.Agreed, match=r"12 of 24 answers .* reason: why$"):
+      call()
+
+
+def test_a_reason_of_another_host_is_told(monkeypatch):
+  """And all of them stop: the marks of all are known to each."""
+  none = np.zeros((2, 4), np.float32)
+  marks = answer.Marks(none, {"math": none}, none == 0, ())
+  monkeypatch.setattr(hosts, "tell", lambda own: [own, "theirs", "others"])
+  with pytest.raises(
+    hosts.Agreed, match=r"it: 8 of 8 .* first reason: theirs$"
+  ):
+    answer.require_scored([marks], 1.0, of="it")
+  answer.require_scored([marks._replace(failed=none > 0)], 0.0, of="it")

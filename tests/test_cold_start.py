@@ -112,7 +112,8 @@ def test_cross_entropy():
     "response_length": np.array([4, 1], np.int32),
   }
   rows = cold_start.as_rollout(batch)
-  loss, metrics = cold_start.cross_entropy(params, rows, cfg=cfg)
+  found = cold_start.cross_entropy(params, rows, cfg=cfg)
+  loss, metrics = found.loss, found.metrics
   logits = model.forward(
     params, cfg, rows.tokens, rows.positions, rows.mask
   ).logits

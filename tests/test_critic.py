@@ -57,7 +57,7 @@ def test_a_value_is_of_the_state_before_its_token(cfg, rows):
 def test_learns_what_is_to_come(cfg, rows):
   optimizer = optax.adam(3e-3)
   learner = train_step.Learner(
-    loss=lambda p, r: critic.loss(p, r, cfg=cfg, clip=10.0),
+    loss=lambda p, r, own: critic.loss(p, r, cfg=cfg, clip=10.0),
     optimizer=optimizer,
     minibatches=1,
     micro_rows=4,
@@ -71,7 +71,7 @@ def test_learns_what_is_to_come(cfg, rows):
   )
   losses = []
   for _ in range(30):
-    state, metrics = step(state)
+    state, _, metrics = step(state)
     losses.append(metrics["loss/value"].value())
   mask = np.asarray(rows.response_mask)
   first = 0.5 * np.square(np.asarray(rows.returns))[mask].mean()

@@ -5,16 +5,21 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from absl.testing import flagsaver
 from conftest import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import evaluate, policy, program, sharding
+from gspo_jax import evaluate, hosts, policy, program, sharding
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.errors import UserError
+from gspo_jax.exam import Replies
+from gspo_jax.rewards.pool import Scores
 from gspo_jax.tasks import Chain
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
@@ -208,6 +213,51 @@ def test_a_question_that_is_too_long(workdir, tmp_path):
     run(workdir, [f"a={tmp_path}/long"], tmp_path / "out")
 
 
+class Judge:
+  """A scorer whose reward fails on some answers."""
+
+  def submit(self, answers):
+    failed = np.array([a.text == "fail" for a in answers])
+    scores = Scores(0.0 * failed, {}, failed, ("why",) * any(failed))
+    return SimpleNamespace(result=lambda: scores)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    pass
+
+
+@pytest.mark.parametrize(
+  ("fails", "kept", "words"),
+  [
+    ("yyyyyy", 0, "--set=chain: 2 of 2 answers could not be scored, .* why$"),
+    ("ynynyy", 4, "chain: 4 of 6 answers .* at most 3 .*max_failed=0.5.* why$"),
+    ("nnynyy", 6, ""),  # of all so far, not of the last batch
+  ],
+)
+def test_a_judge_that_fails_too_often_stops_it(
+  files, tmp_path, monkeypatch, fails, kept, words
+):
+  (chain,) = evaluate._read(files[:1], 1, len(fails), "final_answer")
+  said = iter("fail" if f == "y" else "2" for f in fails)
+
+  def reply(params, asked, key):
+    texts = [next(said) for _ in asked]
+    count = [1] * len(texts)
+    return Replies(list(asked), texts, count, [False] * len(texts), 9)
+
+  pupil = SimpleNamespace(at_once=2, reply=reply)
+  batches = evaluate._batches([chain], [pupil])
+  monkeypatch.setattr(evaluate, "_scorer", lambda *_: Judge())
+  stops = nullcontext()
+  if words:  # on every process
+    stops = pytest.raises(hosts.Agreed, match=words)
+  with evaluate.AnswerFile(str(tmp_path), {}, batches, dict) as answers, stops:
+    evaluate._examine(config(), chain, pupil, None, answers)
+  assert len(read(tmp_path)) == kept
+
+
 # The command itself.
 
 
@@ -232,6 +282,7 @@ def test_the_command(workdir, files, tmp_path):
     "--limit=5",
     f"--out={tmp_path}",
     "--config.sampler.temperature=0.5",
+    "--config.learner.micro_rows=3",  # which training would refuse
   )
   assert done.returncode == 0, done.stderr
   head, row = done.stdout.splitlines()
@@ -247,9 +298,19 @@ def test_the_command(workdir, files, tmp_path):
   [
     ([TINY, "--set=a=b"], "--checkpoint is missing; for a start: python -m gs"),
     ([TINY, "--checkpoint=x"], "--set is missing; for a start"),
+    (
+      ["--set=a=b"],
+      "--config is missing; for a start: python -m gspo_jax.eval",
+    ),
+    ([TINY, "--chekpoint=x"], "; see python -m gspo_jax.evaluate --help"),
+    (
+      [TINY, "x"],
+      "argument 'x': flags are --name=value; see python -m gspo_jax."
+      "evaluate --help",
+    ),
     ([TINY, "--checkpoint=x", "--set=a=b", "--samples=0"], "--samples=0"),
     ([TINY, "--checkpoint=x", "--set=a=b", "--config.sed=0"], "mean 'seed'"),
-    ([TINY, "--checkpoint=x", "--set=AIME42=b"], "did you mean 'AIME2"),
+    ([TINY, "--checkpoint=x", "--set=AMIE24=b"], "did you mean 'AIME24"),
   ],
 )
 def test_flags(arguments, words, monkeypatch, capsys):

@@ -72,7 +72,11 @@ def five(tmp_path):
 def test_each_answer_keeps_to_its_question(five, at_once):
   parrot, scorer, batches = Parrot(), Exact(), []
   evaluate_set(
-    parrot, five, at_once=at_once, scorer=scorer, keep=batches.append
+    parrot,
+    five,
+    at_once=at_once,
+    scorer=scorer,
+    keep=lambda rows, _: batches.append(rows),
   )
   assert len(batches) == len(parrot.asked) == -(-5 // at_once)
   assert [number for *_, number in parrot.asked] == list(range(len(batches)))
@@ -105,7 +109,7 @@ def test_a_batch_is_judged_while_the_next_is_answered(five):
     return parrot(*asked)
 
   evaluate_set(
-    respond, five, at_once=2, scorer=scorer, keep=lambda rows: told.append(5)
+    respond, five, at_once=2, scorer=scorer, keep=lambda *_: told.append(5)
   )
   first, later = ["respond", "submit"], ["respond", "result", 5, "submit"]
   assert told == [*first, *later, *later, "result", 5]
@@ -115,7 +119,13 @@ def test_tests_of_programs_are_not_written_with_each_answer(five):
   long = five.problems[1]._replace(answer="9" * 1_000_000)
   five.problems[1] = long
   rows, scorer = [], Exact()
-  evaluate_set(Parrot(), five, at_once=5, scorer=scorer, keep=rows.extend)
+  evaluate_set(
+    Parrot(),
+    five,
+    at_once=5,
+    scorer=scorer,
+    keep=lambda new, _: rows.extend(new),
+  )
   told = {r["id"]: r["reference"] for r in rows}
   assert told == {"no 2": None} | {f"no {i}": str(i) for i in (1, 3, 4, 5)}
   assert scorer.answers[3].reference == long.answer  # the judge has it
@@ -123,10 +133,21 @@ def test_tests_of_programs_are_not_written_with_each_answer(five):
 
 def test_it_goes_on_from_a_batch(five):
   whole, rest = [], []
-  evaluate_set(Parrot(), five, at_once=2, scorer=Exact(), keep=whole.append)
+  evaluate_set(
+    Parrot(),
+    five,
+    at_once=2,
+    scorer=Exact(),
+    keep=lambda rows, _: whole.append(rows),
+  )
   parrot = Parrot()
   evaluate_set(
-    parrot, five, at_once=2, scorer=Exact(), keep=rest.append, begin=2
+    parrot,
+    five,
+    at_once=2,
+    scorer=Exact(),
+    keep=lambda rows, _: rest.append(rows),
+    begin=2,
   )
   assert rest == whole[2:]
   assert parrot.asked == [(["5"], 3, 2)]
@@ -174,7 +195,11 @@ def test_gsm8k_answered_from_the_references(shift):
   rows = []
   with Scorer(("gsm8k",), (1.0,)) as scorer:
     evaluate_set(
-      respond, questions, at_once=256, scorer=scorer, keep=rows.extend
+      respond,
+      questions,
+      at_once=256,
+      scorer=scorer,
+      keep=lambda new, _: rows.extend(new),
     )
   # References may be equal by chance.
   value = lambda line: Decimal(line["answer"].split("####")[1].replace(",", ""))

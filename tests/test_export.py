@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import transformers
+from absl.testing import flagsaver
 from conftest import ROOT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -23,6 +24,7 @@ TEMPLATE = (
   "{% if add_generation_prompt %}<answer>{% endif %}"
 )
 CONTROL = ("<pad>", "<end>", "<user>", "<answer>")
+TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
 CONFIG = f"{ROOT}/configs/hugging_face.py"
 
 
@@ -90,6 +92,21 @@ def command(module, base, *flags, code=0):
   )
   assert done.returncode == code, done.stderr
   return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+  ("arguments", "missing"),
+  [
+    ([], "config"),
+    ([TINY], "workdir"),
+    ([TINY, "--workdir=x"], "to"),
+  ],
+)
+def test_a_missing_flag_names_the_command(monkeypatch, arguments, missing):
+  monkeypatch.setattr(sys, "argv", ["gspo", *arguments])
+  words = f"--{missing} is missing; for a start: python -m gspo_jax.export --co"
+  with flagsaver.flagsaver(), pytest.raises(UserError, match=words):
+    export._parse(sys.argv)
 
 
 def test_a_run_begins_from_the_folder_and_learns(run):

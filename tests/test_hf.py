@@ -460,8 +460,8 @@ def test_older_names_mean_the_same(tmp_path):
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    ({"model_type": "qwen3_mo"}, "did you mean 'qwen3_moe'?"),
-    ({"model_type": "gpt2"}, "choose one of llama, qwen2, qwen3, qwen3_moe"),
+    ({"model_type": "qwen3_next"}, "model_type='qwen3_next': not supported; "),
+    ({"model_type": "qwen3_mo"}, "supported are: llama, qwen2, qwen3, qwen3_m"),
     ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]: expected []"),
     ({"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
     ({"use_sliding_window": True}, "use_sliding_window=True: expected False"),

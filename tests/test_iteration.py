@@ -1,7 +1,7 @@
 """One iteration, with a program that only notes what it is given."""
 
-import dataclasses
-import types
+import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ import pytest
 
 from gspo_jax import (
   credit,
+  hosts,
+  model,
   rollout,
   runs,
   settings,
@@ -32,10 +34,10 @@ class Spy:
 
   mesh = sharding.make_mesh(jax.devices()[:1])
   tokenizer = tokenizer.load("bytes")
-  appraise = None
+  scores, appraise = True, None
 
   def __init__(self):
-    self.keys = []
+    self.keys, self.cuts = [], []
 
   def generate(self, params, prompts, key):
     self.keys.append(key)
@@ -43,9 +45,12 @@ class Spy:
     ones = jnp.ones(4, jnp.int32)
     return Samples(tokens, jnp.zeros((4, 3)), ones, ones * 0, jnp.int32(1))
 
-  def score(self, params, prompts, samples):
-    batch = rollout.assemble(prompts, samples.tokens, samples.lengths)
-    return batch, {}
+  def assemble(self, prompts, samples):
+    return rollout.assemble(prompts, samples.tokens, samples.lengths)
+
+  def score(self, state, batch, key):
+    self.cuts.append(key)
+    return state, batch, {}
 
   def merge(self, kept, new, index):
     return kept
@@ -55,7 +60,7 @@ class Spy:
 
   def update(self, state, batch, key):
     self.keys.append(key)
-    return state, {}
+    return state, batch, {}
 
   def draw(self, step):
     return {
@@ -74,6 +79,28 @@ class Spy:
     return 1.0
 
 
+class Broken:
+  """A scorer that fails."""
+
+  def submit(self, answers):
+    zeros = np.zeros(len(answers), np.float32)
+    scores = Scores(zeros, {"broken": zeros}, zeros == 0, ("why",))
+    return SimpleNamespace(result=lambda: scores)
+
+
+def test_a_reward_that_always_fails_stops_it(debug_config):
+  """All that was drawn counts, whatever dynamic sampling keeps of it."""
+  spy = Spy()
+  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
+  run = runs.Run(debug_config, None, spy, Broken(), None, None, None, keys)
+  debug_config.sampler.group_size = 2
+  debug_config.data.refill_rounds = 3
+  debug_config.reward.max_failed = 1.0
+  source = train._rollouts(run, spy)
+  with pytest.raises(hosts.Agreed, match=r"iteration 7: 12 of 12 .* why$"):
+    iterate(run, TrainState(0, None, None), spy, source, 7)
+
+
 def test_every_step_and_use_has_its_own_key(debug_config):
   spy = Spy()
   keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
@@ -86,9 +113,25 @@ def test_every_step_and_use_has_its_own_key(debug_config):
     source = train._rollouts(run, spy)
     for step in (1, 2, 1):
       iterate(run, state, spy, source, step)
-  drawn = [tuple(jax.random.key_data(k).tolist()) for k in spy.keys]
+  drawn, cuts = (
+    [tuple(jax.random.key_data(k).tolist()) for k in keys]
+    for keys in (spy.keys, spy.cuts)
+  )
   assert len(set(drawn[:6])) == 6
   assert drawn[:3] == drawn[6:]  # the same step repeats
+  assert cuts == drawn[2::3]  # scores are cut as the update is
+
+
+def test_where_no_score_is_needed_none_is_made(debug_config):
+  spy = Spy()
+  spy.scores = False
+  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
+  scorer = Scorer(("final_answer",), (1.0,), workers=1)
+  run = runs.Run(debug_config, None, spy, scorer, None, None, None, keys)
+  debug_config.sampler.group_size = 2
+  with scorer:
+    iterate(run, TrainState(0, None, None), spy, train._rollouts(run, spy), 1)
+  assert (len(spy.cuts), len(spy.keys)) == (0, 2)
 
 
 # What each answer earns: in no order, and no group like another.
@@ -96,6 +139,9 @@ EARNED = np.array([[5.0, 1.0], [2.0, 9.0], [3.0, 3.5]], np.float32)
 P, G, R = 3, 2, 3
 LENGTHS = np.array([1, 3, 2, 2, 3, 1], np.int32)
 FIRST = ord("a")  # answer 0 begins with it, answer 1 with the next letter
+
+
+CFG = model.variant("tiny", num_experts=0, experts_per_token=0)
 
 
 def table(params, cfg, rows, **how):
@@ -109,8 +155,12 @@ class Tabular(Spy):
 
   def __init__(self, config):
     super().__init__()
-    learner, *_ = settings.learners(config, None)
+    learner, *_ = settings.learners(config, CFG)
     self.learner = learner._replace(optimizer=optax.sgd(1.0))
+    update = functools.partial(train_step.update, learner=self.learner)
+    self.step = jax.jit(lambda *given, improve: update(*given, improve=improve))
+    self.scores = settings.scores(config, CFG)
+    self.fields = settings.fields(config, CFG)
     self.credit = settings.credit_of(config)
     self.used, self.recorded = [], []
 
@@ -121,18 +171,19 @@ class Tabular(Spy):
     logps = jnp.zeros((P * G, R))
     return Samples(tokens, logps, jnp.asarray(LENGTHS), cut, jnp.int32(1))
 
-  def score(self, params, prompts, samples):
-    self.used.append(params)
-    batch, _ = super().score(params, prompts, samples)
-    logps = table(params, None, batch).logps
-    return dataclasses.replace(batch, old_logps=logps), {}
+  def assemble(self, prompts, samples):
+    return rollout.of_samples(prompts, samples, CFG, self.fields)
+
+  def score(self, state, batch, key):
+    self.used.append(state.params)
+    return self.step(state, batch, key, improve=False)
 
   def assign(self, batch, rewards, finish):
     self.assigned = credit.assign(batch, rewards, finish, credit=self.credit)
     return self.assigned
 
   def update(self, state, batch, key):
-    return train_step.update(state, batch, key, learner=self.learner)
+    return self.step(state, batch, key, improve=True)
 
   def draw(self, step):
     tokens = np.array([[0, ord("1") + p] for p in range(P)], np.int32)
@@ -161,7 +212,7 @@ class Judge:
     # Two rewards: what is paid is their sum, and not the first of them.
     parts = {"right": total * 0, "length": total}
     scores = Scores(total, parts, failed, ())
-    return types.SimpleNamespace(result=lambda: scores)
+    return SimpleNamespace(result=lambda: scores)
 
 
 @pytest.fixture
@@ -170,8 +221,8 @@ def tabular(debug_config, monkeypatch):
   monkeypatch.setattr(rollout, "logprobs", table)
   debug_config.objective.name = "dr_grpo"
   debug_config.sampler.group_size = G
-  debug_config.learner.minibatches = 1
-  debug_config.learner.micro_rows = P * G // 2
+  debug_config.learner.minibatches = P  # one of them begins unscored
+  debug_config.learner.micro_rows = G // 2
   program = Tabular(debug_config)
   keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
   run = runs.Run(debug_config, None, program, Judge(), None, None, None, keys)
@@ -191,11 +242,14 @@ def test_a_reward_meets_the_gradient_of_its_own_answer(tabular):
   letters = np.asarray(assigned.tokens[:, -R]) - FIRST
   np.testing.assert_array_equal(letters, np.arange(P * G))
   np.testing.assert_allclose(assigned.advantages, advantages.ravel())
-  # On-policy the loss of Dr. GRPO falls by A / (B R) for each token.
+  # On-policy the loss of Dr. GRPO falls by A / (G R) for each token.
   mask = np.arange(R) < LENGTHS[:, None]
-  expected = np.where(mask, advantages.reshape(-1, 1), 0) / (P * G * R)
+  expected = np.where(mask, advantages.reshape(-1, 1), 0) / (G * R)
   change = new.params["logps"] - state.params["logps"]
   np.testing.assert_allclose(change, expected, atol=1e-6)
+  assert int(new.step) == 1
+  assert row["ratio/moved"] == 0
+  assert row["ratio/first_minibatch_std"] == 0
   assert row["reward/mean"] == pytest.approx(EARNED.mean())
   assert row["reward/length"] == pytest.approx(EARNED.mean())
   assert row["reward/right"] == 0

@@ -16,6 +16,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from gspo_jax import main
+
 LAUNCH = ROOT / "launch"
 README = (LAUNCH / "README.md").read_text()
 SCRIPTS = sorted(path.name for path in LAUNCH.glob("*.sh"))
@@ -63,7 +65,7 @@ with open("argv.part", "w") as file:
   json.dump(sys.argv[1:], file)
 def save(*_):
   print("saved", flush=True)
-  sys.exit(0)
+  sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 os.rename("argv.part", "argv.json")
 while True:
@@ -195,7 +197,8 @@ def test_the_jobset_restarts_what_is_worth_it():
   (rule,) = spec["podFailurePolicy"]["rules"]
   assert rule["action"] == "FailJob"
   assert rule["onExitCodes"]["containerName"] == container["name"]
-  assert rule["onExitCodes"]["values"] == [2]
+  assert rule["onExitCodes"]["operator"] == "In"
+  assert rule["onExitCodes"]["values"] == [2]  # not main.INTERRUPTED
   policy = jobset["spec"]["failurePolicy"]
   assert policy["maxRestarts"] > 0
   (rule,) = policy["rules"]
@@ -368,6 +371,7 @@ def test_xpk_gets_a_command_that_passes_sigterm_on(shell):
     "--num-slices=2",
     "--docker-image=i",
     "--max-restarts=10",
+    f"--restart-on-exit-codes={main.INTERRUPTED}",
     "--termination-grace-period-seconds=900",
     "--cluster=c",
   } <= set(words)

@@ -1,6 +1,7 @@
 """What a user can get wrong: one line that begins `error:`, exit code 2."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -75,21 +76,24 @@ def test_overrides_reach_the_config(parse):
     ([WORKDIR], "--config is missing; for a start: python -m"),
     ([TINY], "--workdir is missing"),
     ([TINY, WORKDIR, "--config.optim.learning_rat=1"],
-     "--config.optim.learning_rat: no such key; did you mean "
+     "--config.optim.learning_rat=1: no such key; did you mean "
      "'optim.learning_rate'?"),
     ([TINY, WORKDIR, "--config.learning_rate=1"],
      "did you mean 'optim.learning_rate'?"),
+    ([TINY, WORKDIR, "--config.data.batch_size=8"],
+     "--config.data.batch_size=8: no such key; did you mean 'data.prompts'"),
     ([TINY, WORKDIR, "-config.sed=1"], "did you mean 'seed'?"),
     ([TINY, WORKDIR, "--noconfig.model.remats"], "mean 'model.remat'?"),
     ([TINY, WORKDIR, "--config.sed", "1"], "did you mean 'seed'?"),
     (["--workdir", "x", TINY, "--config.sed=1"], "did you mean 'seed'?"),
-    ([TINY, WORKDIR, "--config.optim=1"], "--config.optim: no such key"),
+    ([TINY, WORKDIR, "--config.optim=1"], "--config.optim=1: .*optim has b1"),
     ([TINY, WORKDIR, "--config.seed=abc"], "--config.seed=abc: invalid"),
     ([TINY, WORKDIR, "--config.seed=1.5"], "--config.seed=1.5: invalid"),
     ([TINY, WORKDIR, "--config.optim.b1=x"], "--config.optim.b1=x"),
     ([TINY, WORKDIR, "--config.model.remat=maybe"], "maybe"),
     ([TINY, WORKDIR, "--config.seed"], "Missing value"),
-    ([TINY, WORKDIR, "--wrokdir=x"], "wrokdir"),
+    ([TINY, WORKDIR, "--wrokdir=x"],
+     "wrokdir.*; see python -m gspo_jax.main --help"),
     ([TINY, WORKDIR, "config.seed=1"], "unexpected argument 'config.seed=1'"),
     ([TINY, WORKDIR, "--coordinator=h:1"], "--num_processes is missing: --c"),
     ([TINY, WORKDIR, "--process_id=0"], "--coordinator is missing: --coord"),
@@ -117,10 +121,11 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
 @pytest.mark.parametrize(
   ("override", "words"),
   [
-    ("objective.name=gspi", "objective.name='gspi': did you mean 'gspo'"),
+    ("objective.name=gpso", "objective.name='gpso': did you mean 'gspo'"),
     ("objective.name=x", "choose one of cispo, dapo, dr_grpo, gmpo, grpo"),
     ("objective.old_logps=sampled", "did you mean 'sampler'"),
     ("model.variant=qwen3-8", "model.variant='qwen3-8': did you mean 'qwen3-"),
+    ("model.variant=qwen3-14b", "'qwen3-14b': choose one of llama3.1-8b, "),
     ("model.dtype=float16", "did you mean 'bfloat16'"),
     ("sampler.group_size=1", "sampler.group_size=1: expected at least 2"),
     ("sampler.group_size=0", "sampler.group_size=0: expected at least 2"),
@@ -157,6 +162,7 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
     ("data.instruction=Go", "data.instruction='Go': expected {question} in it"),
     ("data.tokenizer=nope", "tokenizer 'nope': no such folder"),
     ("reward.seconds=0", "reward.seconds=0.0: expected more than 0"),
+    ("reward.max_failed=1.5", "reward.max_failed=1.5: expected 0 to 1"),
     ("reward.workers=0", "reward.workers=0: expected at least 1"),
     ("model.checkpoint=nope", "nope"),
     ("mesh.data=3", "does not multiply to the 1 devices here"),
@@ -216,6 +222,22 @@ def test_who_tells_a_mistake(monkeypatch, capsys, kind, first, told):
     main.parse(sys.argv)
     assert main._main([]) == 2
   assert capsys.readouterr() == ("", "error: a mistake\n" if told else "")
+
+
+@pytest.mark.parametrize(("state", "code"), [("trained", 0), (None, 75)])
+def test_a_run_that_sigterm_stopped_has_its_own_code(monkeypatch, state, code):
+  monkeypatch.setattr(hosts, "start", lambda *_: None)
+  monkeypatch.setattr(train, "train_and_evaluate", lambda *_: state)
+  monkeypatch.setattr(main.logging, "set_verbosity", lambda _: None)
+  monkeypatch.setattr(sys, "argv", ["gspo", TINY, WORKDIR])
+  before = signal.getsignal(signal.SIGTERM)
+  try:
+    with flagsaver.flagsaver():
+      main.parse(sys.argv)
+      assert main._main([]) == code
+    signal.raise_signal(signal.SIGTERM)  # one that comes too late
+  finally:
+    signal.signal(signal.SIGTERM, before)
 
 
 # The command itself.

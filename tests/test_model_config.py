@@ -139,7 +139,7 @@ def test_changes_apply_and_leave_the_table_alone():
     ("qwen3-30b-a3", {}, ["'qwen3-30b-a3'", "mean 'qwen3-30b-a3b'?"]),
     ("zzz", {}, ["'zzz'", "choose one of", "qwen3-0.6b", "tiny"]),
     ("tiny", {"num_layer": 3}, ["num_layer:", "mean 'num_layers'?"]),
-    ("tiny", {"dtype": "bfloat"}, ["'bfloat'", "mean 'bfloat16'?"]),
+    ("tiny", {"dtype": "bflaot16"}, ["'bflaot16'", "mean 'bfloat16'?"]),
     ("tiny", {"dtype": "int8"}, ["'int8'", "bfloat16, float32"]),
     ("tiny", {"num_heads": 6}, ["num_heads=6", "num_kv_heads=4"]),
     ("tiny", {"head_dim": 7}, ["head_dim=7", "even"]),

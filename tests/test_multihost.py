@@ -236,7 +236,7 @@ def test_the_cold_start_of_two_processes(launch, reference, tmp_path):
   job = launch(2, tmp_path)
   job.wait_for("cold start   50/100")
   job.processes[1].send_signal(signal.SIGTERM)
-  first, _ = job.finish()
+  first, _ = job.finish(code=75)
   assert "SIGTERM: cold start saved" in first
   launch(2, tmp_path).finish()
   assert_same_run(tmp_path, reference, atol=1e-4)  # a hundred steps more: 3e-5
@@ -250,7 +250,7 @@ def stopped(launch, reference, tmp_path_factory):
   job = launch(2, workdir, checkpoint__every=100, **cold)
   job.wait_for("0/4")
   job.processes[1].send_signal(signal.SIGTERM)
-  first, _ = job.finish()
+  first, _ = job.finish(code=75)
   assert "SIGTERM: saved after step" in first
   return workdir
 
@@ -297,6 +297,17 @@ def test_a_mistake_on_one_is_told_once(launch, tmp_path, only, words):
   assert line.startswith("error: ")
   assert words in line
   assert "error" not in second
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_stops_all(launch, reference, tmp_path):
+  flags = {"cold_start__dir": reference / "cold_start"}
+  flags["reward__names"] = "('operator.setitem',)"  # texts do not take it
+  first, second = launch(2, tmp_path, **flags).finish(code=2)
+  line = first.strip().splitlines()[-1]
+  assert line.startswith("error: the held-out questions: 32 of 32 answers")
+  assert "TypeError: 'str' object" in line
+  assert "error:" not in second
 
 
 DAMAGE = """

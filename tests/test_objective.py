@@ -65,8 +65,11 @@ def score(params, cfg, rows, **how):
   )
 
 
-def evaluate(params, rows, cfg, chosen):
-  return policy_loss(params, rows, cfg=cfg, objective=chosen, temperature=1.0)
+def evaluate(params, rows, cfg, chosen, temperature=1.0):
+  found = policy_loss(
+    params, rows, cfg=cfg, objective=chosen, temperature=temperature
+  )
+  return found.loss, found.metrics
 
 
 TERMS = {
@@ -138,7 +141,7 @@ def ours_without(params, rows, cfg):
 def test_replay_goes_where_the_old_policy_went(cfg, params, rows):
   plain = functools.partial(evaluate, params, rows, cfg)
   _, free = plain(Objective(losses.grpo_loss))
-  _, bound = plain(Objective(losses.grpo_loss, replay=True))
+  _, bound = plain(Objective(losses.grpo_loss, replay="r2"))
   assert free["moe/expert_flip_rate"].value() > 0
   # The experts are the old ones then, so flips would say nothing.
   assert "moe/expert_flip_rate" not in bound
@@ -153,9 +156,7 @@ def test_log_probs_are_of_the_tempered_distribution(cfg, params, rows):
   own = score(params, cfg, rows, temperature=0.7).logps
   rows = dataclasses.replace(rows, old_logps=own)
   chosen = Objective(losses.grpo_loss)
-  _, metrics = policy_loss(
-    params, rows, cfg=cfg, objective=chosen, temperature=0.7
-  )
+  _, metrics = evaluate(params, rows, cfg, chosen, temperature=0.7)
   assert metrics["ratio/token_std"].value() < 1e-5
   _, metrics = evaluate(params, rows, cfg, chosen)
   assert metrics["ratio/token_std"].value() > 0.1

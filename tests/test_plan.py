@@ -200,8 +200,8 @@ def assert_a_mistake(done, words):
 @pytest.mark.parametrize(
   ("arguments", "words"),
   [
-    ([*TINY], "--topology is missing"),
-    ([*TINY, "--topology=v5x:2x4"], "did you mean 'v5p'?"),
+    ([*TINY], "--topology is missing; for a start: python -m gspo_jax.plan"),
+    ([*TINY, "--topology=v5x:2x4"], "did you mean 'v5e' or 'v5p'?"),
     ([*TINY, SLICE, "--config.sed=1"], "did you mean 'seed'?"),
     (
       [*TINY, SLICE, "--functions="],

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import sharding
+from gspo_jax import program, sharding
 from gspo_jax.errors import UserError
-from gspo_jax.pupil import Pupil
+from gspo_jax.pupil import Pupil, Size, fit
 from gspo_jax.sampler import STOPPED, TRUNCATED, Samples
 
 QUESTIONS = ["1a+1?", "22?", "3?", "4a*4?", "5?"]
@@ -49,7 +49,7 @@ def made(debug_config, monkeypatch):
   mesh = sharding.make_mesh(jax.devices()[:1])
 
   def call(samples):
-    it = Pupil(debug_config, mesh, samples)
+    it = Pupil(debug_config, mesh, fit(debug_config, mesh, samples, 5))
     echo = Echo(it.program.tokenizer, it._group)
     object.__setattr__(it.program, "generate_eval", echo)
     return it, echo
@@ -59,7 +59,7 @@ def made(debug_config, monkeypatch):
 
 @pytest.mark.parametrize(
   ("samples", "group", "batch", "at_once"),
-  [(1, 1, 16, 16), (2, 2, 8, 8), (3, 3, 4, 4), (4, 4, 4, 4), (6, 3, 4, 2),
+  [(1, 1, 5, 5), (2, 2, 5, 5), (3, 3, 4, 4), (4, 4, 4, 4), (6, 3, 4, 2),
    (8, 4, 4, 2), (32, 4, 4, 1)],
 )  # fmt: skip
 def test_each_question_gets_its_answers(made, samples, group, batch, at_once):
@@ -83,12 +83,87 @@ def test_each_question_gets_its_answers(made, samples, group, batch, at_once):
   assert len(echo.keys) == -(-len(QUESTIONS) * (samples // group) // batch)
 
 
+@pytest.mark.parametrize(
+  ("samples", "questions", "size"),
+  [
+    (4, 2, (4, 1, 8)),  # of 32 rows, 8: one for each device
+    (4, 9, (4, 1, 16)),
+    (4, 500, (4, 1, 32)),
+    (1, 24, (1, 1, 24)),
+    (1, 500, (1, 1, 128)),
+    (32, 3, (4, 8, 24)),
+    (32, 1, (4, 8, 8)),
+    (6, 30, (3, 2, 32)),
+  ],
+)
+def test_no_more_rows_than_the_questions_need(
+  debug_config, samples, questions, size
+):
+  debug_config.data.prompts = 32
+  mesh = sharding.make_mesh(data=8)
+  assert fit(debug_config, mesh, samples, questions) == size
+
+
+def test_a_batch_that_training_could_not_split(debug_config):
+  debug_config.data.prompts = 3  # of 8 devices, and of 4 minibatches
+  mesh = sharding.make_mesh(data=8)
+  assert fit(debug_config, mesh, 4, 99).rows == 8
+
+
+@pytest.mark.parametrize("key", ["sampler.group_size", "data.prompts"])
+def test_an_empty_batch_is_refused(debug_config, key):
+  section, name = key.split(".")
+  debug_config[section][name] = 0
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  with pytest.raises(UserError, match=f"{key}=0: expected at least 1"):
+    fit(debug_config, mesh, 1, 1)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"learner": {"micro_rows": 3}},
+    {"learner": {"minibatches": 7}},
+    {"data": {"prompts": 3}},
+    {"sampler": {"group_size": 1}},
+    {"cold_start": {"batch": 6}},
+    {"rollout": {"budget": 4}},
+    {"data": {"refill_rounds": 2}, "objective": {"name": "ppo"}},
+    {"objective": {"name": "rspo", "router_shift_floor": 0.0}},
+    {"model": {"variant": "qwen3-0.6b"}, "objective": {"replay": "r2"}},
+    {"objective": {"cap": 3.0}},
+    {"objective": {"mismatch": "tis_token", "old_logps": "sampler"}},
+    {"objective": {"name": "grpo", "reference_every": 3, "kl_coef": 0.0}},
+    {"objective": {"name": "sapo", "dual_clip": 3.0, "tau_positive": 2.0}},
+    {"objective": {"name": "sapo", "dual_clip": 3.0, "tau_negative": 2.0}},
+    {
+      "model": {"variant": "qwen3-0.6b"},
+      "objective": {"router_shift_floor": 0.5},
+    },
+  ],
+)
+def test_what_only_training_uses_is_not_looked_at(debug_config, changes):
+  for section, values in changes.items():
+    debug_config[section].update(values)
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  with pytest.raises(UserError):
+    program.build(debug_config, mesh)
+  Pupil(debug_config, mesh, fit(debug_config, mesh, 4, 5))
+
+
+def test_what_drawing_uses_is_checked(debug_config):
+  debug_config.sampler.top_p = 1.5
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  with pytest.raises(UserError, match=r"top_p=1\.5"):
+    Pupil(debug_config, mesh, fit(debug_config, mesh, 4, 5))
+
+
 def test_instruction_and_system_prompt_reach_the_policy(debug_config):
   debug_config.data.instruction = "{question} \\box{}"
   debug_config.data.system_prompt = "S"
   debug_config.data.max_prompt_length = 40
   mesh = sharding.make_mesh(jax.devices()[:1])
-  it = Pupil(debug_config, mesh, 1)
+  it = Pupil(debug_config, mesh, Size(group=1, times=1, rows=1))
   prompts = it.read(["{x}?"])
   text = it.program.tokenizer.decode(prompts.tokens[0][-prompts.lengths[0] :])
   assert text.startswith("S")
@@ -113,7 +188,7 @@ def test_a_question_that_is_too_long_is_told(made):
 
 def test_real_answers_differ_and_repeat(debug_config):
   mesh = sharding.make_mesh(jax.devices()[:1])
-  it = Pupil(debug_config, mesh, 8)
+  it = Pupil(debug_config, mesh, fit(debug_config, mesh, 8, len(QUESTIONS)))
   params = it.program.init(jax.random.key(0))
   draw = lambda k: it.reply(params, QUESTIONS, jax.random.key(k))
   replies = draw(1)

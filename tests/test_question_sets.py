@@ -179,10 +179,8 @@ def test_a_set_of_ones_own(read):
 
 
 def test_mistakes(read, tmp_path):
-  with pytest.raises(
-    UserError, match=r"--set=AIME2: .*mean 'AIME2[45]'.*--rew"
-  ):
-    read("AIME2", {})
+  with pytest.raises(UserError, match=r"--set=AMIE24: .*mean 'AIME24'.*--rew"):
+    read("AMIE24", {})
   with pytest.raises(UserError, match=r"data file .*nope.*: No such file"):
     question_sets.read("AIME24", str(tmp_path / "nope"))
   with pytest.raises(UserError, match=r"data file .*: Is a directory"):

@@ -84,6 +84,33 @@ def test_the_first_step_may_be_cut_off():
   assert line_chart("t", lines, first_is_odd=True).data["y"][1] < 2
 
 
+def labels(html):
+  """The texts of the vertical axis, and of the steps below it."""
+  left = re.findall(r'text-anchor="end">([^<]*)<', html)
+  return left[:-1], re.findall(r'text-anchor="middle">([^<]*)<', html)
+
+
+def test_the_axis_of_a_constant_0_percent_has_no_negative_shares():
+  html = line_chart("t", [line([0, 0])], unit="%").html
+  assert labels(html) == (["0%", "50%", "100%"], ["0", "1"])
+  html = line_chart("t", [line([1, 1])], unit="%").html
+  assert labels(html)[0] == ["60%", "80%", "100%"]
+
+
+def test_close_numbers_have_labels_of_their_own():
+  html = line_chart("t", [line([10, 10, 10.125])]).html
+  assert labels(html)[0] == ["10", "10.05", "10.1"]
+
+
+def test_a_lone_step_is_the_only_one_on_the_axis():
+  lone = line([np.nan, np.nan, 0.5])
+  lone = lone._replace(curve=thin(Series(np.array([3]), np.array([0.5])), 9))
+  html = line_chart("t", [lone]).html
+  assert labels(html)[1] == ["3"]
+  assert line_chart("t", [line([5, 6])]).data["x"][:2] == [0, 1]
+  assert "nan" not in html
+
+
 def test_the_pointer_gets_what_is_drawn():
   (series,) = line_chart("t", [line([1, np.nan, 0.123456])]).data["s"]
   assert series == {"n": "x", "c": 0, "x": [0, 1, 2], "v": [1, None, 0.1235]}

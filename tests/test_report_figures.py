@@ -66,6 +66,30 @@ def test_the_table_has_the_ends_and_the_extremes(tmp_path):
   assert cells == ["3", "5", "−7", "20", "5"]
 
 
+def test_no_signal_is_a_warning_first_in_its_subject(tmp_path):
+  none = {"reward/mixed_groups": 0.0}
+  folders = [
+    make_run(tmp_path / "none", 4, scalars=none),
+    make_run(tmp_path / "some", 4),
+    make_run(tmp_path / "all", 4, scalars={"reward/mixed_groups": 1.0}),
+  ]
+  for these, warned in (
+    (folders[:1], True),
+    (folders[:2], True),
+    (folders[1:2], False),
+    (folders[2:], False),
+  ):
+    figures, still, scalars = of_subject(SUBJECTS[0], runs(*these), set())
+    first = figures[0].html
+    assert ('<figure class="warning"><figcaption>Groups' in first) == warned
+    assert ("No signal at 0%" in first) == warned
+    html = "".join(figure.html for figure in figures)
+    assert html.count('class="warning"') == warned
+    assert not warned or "reward/mixed_groups 0%" not in still
+    assert "reward/mixed_groups" in scalars
+  assert still == ["reward/mixed_groups 100%"]
+
+
 SUBJECT_OF = {
   "ratio/token_log": "How far",
   "ratio/sequence_log": "How far",

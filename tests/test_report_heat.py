@@ -57,6 +57,41 @@ def test_place_is_monotonic_and_inside_the_bin(value):
   assert heat.place(value * 1.01, EDGES) != at
 
 
+def steps_below(html):
+  middle = r'x="([\d.]+)" y="[\d.]+" text-anchor="middle">([^<]+)'
+  texts = re.findall(middle, html)
+  return [step for _, step in texts], [float(x) for x, _ in texts]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_step_is_named_in_the_middle_of_its_stretch(steps):
+  numbers = np.arange(1, steps + 1)
+  for draw, last, edges in (
+    (heat.histogram_map, {}, EDGES),
+    (heat.layer_map, "", None),
+  ):
+    width = BINS if edges is not None else 2
+    spread = Spread(numbers, np.ones((steps, width)), edges)
+    named, places = steps_below(draw("t", spread, "", last).html)
+    assert named == [str(n) for n in numbers]
+    stretch = (388 - 46) / steps
+    np.testing.assert_allclose(
+      places, 46 + stretch * (numbers - 0.5), atol=0.06
+    )
+
+
+def test_a_long_map_ends_at_its_last_step():
+  spread = Spread(np.arange(1, 1001), np.ones((1000, 2)), None)
+  named, places = steps_below(heat.layer_map("t", spread, "", "").html)
+  assert named == ["200", "400", "600", "800", "1,000"]
+  assert places[-1] == pytest.approx(388, abs=0.3)
+
+
+def test_a_model_of_one_layer_has_no_second_one():
+  html = heat.profiles("t", [("a", 0, np.array([0.5]))], "%", "").html
+  assert re.findall(r'text-anchor="middle">([^<]*)<', html) == ["layer 0"]
+
+
 def test_outlines_are_shares():
   rows = [("a", 0, counts_at(0.02, 5)), ("b", 1, counts_at(0.02, 500))]
   html = heat.outlines("t", rows, EDGES, "").html
@@ -68,5 +103,6 @@ def test_nothing_counted_is_still_a_picture():
   spread = Spread(np.array([1]), np.zeros((1, BINS)), EDGES)
   html = heat.histogram_map("t", spread, "", {"clip": 3e-4}).html
   assert "nan" not in html
-  heat.outlines("t", [("a", 0, np.zeros(BINS))], EDGES, "")
+  html = heat.outlines("t", [("a", 0, np.zeros(BINS))], EDGES, "").html
+  assert ">100%<" in html
   heat.profiles("t", [("a", 0, np.full(3, np.nan))], "%", "")

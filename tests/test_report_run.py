@@ -40,6 +40,20 @@ def test_a_run_is_what_its_writer_wrote(tmp_path):
   assert (run.last_step, run.config) == (2, {})
 
 
+def test_steps_without_signal_are_those_without_a_mixed_group(tmp_path):
+  def steps(name, objective="gspo", **row):
+    config = {**CONFIG, "objective": {"name": objective}}
+    folder = make_run(tmp_path / name, 3, config=config, scalars=row)
+    return read(folder).without_signal().tolist()
+
+  none = {"reward/mixed_groups": 0.0}
+  assert steps("some") == []
+  assert steps("none", **none) == [1, 2, 3]
+  assert steps("critic", "ppo", **none) == []
+  (tmp_path / "metrics.jsonl").write_text("")
+  assert read(tmp_path).without_signal().tolist() == []
+
+
 @pytest.mark.parametrize(
   ("asked", "unit", "ratios"),
   [

@@ -60,8 +60,10 @@ def test_own_by_dotted_name_with_arguments(module):
     ("final_anser", "did you mean 'final_answer'"),
     ("", "unknown reward ''"),
     ("no_such_package.f", "importing 'no_such_package' failed: ModuleNot"),
-    ("gspo_jax.rewards.numbers.gsm9k", "did you mean 'gsm8k'"),
+    ("gspo_jax.rewards.numbers.gms8k", "did you mean 'gsm8k'"),
+    ("gspo_jax.rewards.numbers.x", "no function 'x': choose one of final_"),
     ("gspo_jax.rewards.code.SLACK", "has no function 'SLACK'"),
+    ("errno.x", "'errno' has no function 'x': it has none"),
     ("final_answer:scale=2", "no argument 'scale': it takes none"),
     ("overlong:bufer=2", "no argument 'bufer': did you mean 'buffer'"),
     ("overlong:buffer", "expected key=value once each, got 'buffer'"),
@@ -92,6 +94,44 @@ def test_a_module_that_fails_is_the_users_mistake(module, text, message):
   module("broken_reward", text)
   with pytest.raises(UserError, match=message):
     rewards.named("broken_reward.f")
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("def f(prompt, answer): return 1.0",
+     r"takes \(prompt, answer\): expected \(prompt, answer, reference\).*too "
+     "many positional arguments"),
+    ("def f(prompt, answer, reference, more): return 1.0", "'more'"),
+    ("def f(prompt, answer, *, reference): return 1.0", "too many positional"),
+    ("def f(prompt, answer, reference, *, scale): return 1.0",
+     "'odd_reward.f:key=value' sets: missing a required argument: 'scale'"),
+    ("async def f(prompt): return 1.0", "too many positional"),
+    ("class f:\n  def __init__(self, prompt): pass", "too many positional"),
+    ("f = max", "no signature found.*: expected a Python function"),
+  ],
+)  # fmt: skip
+def test_a_wrong_signature_is_refused(module, text, message):
+  module("odd_reward", text)
+  with pytest.raises(UserError, match=message) as error:
+    rewards.named("odd_reward.f")
+  assert str(error.value).startswith("reward 'odd_reward.f'")
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "def f(p, a, r): return 1.0",
+    "def f(*args, **more): return 1.0",
+    "def f(p, a, r, more=None, *, tokens, scale=1): return 1.0",
+    "class F:\n  def __call__(self, p, a, r): return 1.0\nf = F()",
+  ],
+)
+def test_a_signature_that_takes_the_arguments(module, text):
+  module("fine_reward", text)
+  reward = rewards.named("fine_reward.f")
+  measures = dict.fromkeys(rewards.given(reward), 1)
+  assert reward("", "", "", **measures) == 1.0
 
 
 def test_prepare_is_called_with_the_arguments(module):

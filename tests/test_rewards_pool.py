@@ -14,11 +14,11 @@ import pytest
 
 from gspo_jax.errors import UserError
 from gspo_jax.rewards import process, worker
-from gspo_jax.rewards.pool import Answer, Scorer
+from gspo_jax.rewards.pool import Answer, Scorer, too_many
 
 # Rewards of the user's: `act` does what the answer says, and then returns 1.
 MODULE = """
-import ctypes, os, random, signal, subprocess, sys, threading, time
+import ctypes, json, os, random, signal, subprocess, sys, threading, time
 
 def act(prompt, answer, reference):
   if answer in ACTS:
@@ -34,6 +34,29 @@ def measured(prompt, answer, reference, *, tokens, limit, scale=1.0):
 
 def has_jax(prompt, answer, reference):
   return float("jax" in sys.modules)
+
+async def waits(prompt, answer, reference):
+  import asyncio
+  await asyncio.sleep(60 if answer == "long" else 0.01)
+  return 1 / len(answer)
+
+def told(value):
+  return lambda prompt, answer, reference: value
+
+returns_text, returns_nothing, returns_list = map(told, ("1.0", None, [1.0]))
+
+def decodes(prompt, answer, reference):
+  return json.loads(reference)["score"]
+
+def dies(prompt, answer, reference):
+  if answer != "own":
+    os._exit(1)
+  return 1.0
+
+def hangs(prompt, answer, reference):
+  if answer != "own":
+    time.sleep(60)
+  return 1.0
 
 def raises(_): raise ValueError("this \\n one \\ud800")
 def exits(_): sys.exit(1)
@@ -183,6 +206,65 @@ def test_what_a_reward_leaves_behind_costs_nothing(scorer, kind):
   scores = scorer.submit(act(*kinds)).result()
   np.testing.assert_array_equal(scores.failed, [k == "raises" for k in kinds])
   np.testing.assert_array_equal(scores.total, [k != "raises" for k in kinds])
+
+
+@pytest.mark.parametrize(
+  ("name", "got"),
+  [
+    ("returns_text", "str"),
+    ("returns_nothing", "NoneType"),
+    ("returns_list", "list"),
+  ],
+)
+def test_a_wrong_return_type_is_refused_at_the_start(folder, name, got):
+  names = ["final_answer", f"own_rewards.{name}"]
+  message = f"reward 'own_rewards.{name}': expected a number, got {got} for a"
+  with pytest.raises(UserError, match=message):
+    Scorer(names, [1.0, 1.0], workers=1)
+
+
+@pytest.mark.parametrize("name", ["decodes", "dies", "hangs"])
+def test_a_made_up_answer_may_fail(folder, name):
+  answers = [Answer("", "own", '{"score": 1}')]
+  with Scorer([f"own_rewards.{name}"], [1.0], workers=1, seconds=0.5) as scorer:
+    scores = scorer.submit(answers).result()
+  np.testing.assert_array_equal(scores.total, [1])
+
+
+def test_async_rewards_are_run(folder):
+  answers = [Answer("", text, "") for text in ("12", "", "long", "1234")]
+  with Scorer(["own_rewards.waits"], [1.0], workers=1, seconds=1) as scorer:
+    scores = scorer.submit(answers).result()
+  np.testing.assert_array_equal(scores.total, [0.5, 0, 0, 0.25])
+  np.testing.assert_array_equal(scores.failed, [False, True, True, False])
+  assert "ZeroDivisionError" in scores.reasons[0]
+  assert "took over 1 s" in scores.reasons[1]
+
+
+@pytest.mark.parametrize(
+  ("failed", "size", "most", "allowed"),
+  [
+    (0, 1, 0.0, None),
+    (1, 1, 1.0, 0),
+    (0, 16, 0.0, None),
+    (1, 16, 0.0, 0),
+    (8, 16, 0.5, None),
+    (9, 16, 0.5, 8),
+    (15, 16, 1.0, None),
+    (16, 16, 1.0, 15),
+    (29, 100, 0.29, None),  # 0.29 * 100 is under 29
+    (30, 100, 0.29, 29),
+  ],
+)
+def test_how_many_answers_may_fail(failed, size, most, allowed):
+  told = too_many(np.arange(size) < failed, most, of="it")
+  if allowed is None:
+    assert told == ""
+  else:
+    assert told == (
+      f"it: {failed} of {size} answers could not be scored, expected at most "
+      f"{allowed} (reward.max_failed={most:g})"
+    )
 
 
 def test_a_long_series_of_failures_ends(scorer):
@@ -397,7 +479,7 @@ def test_misbehaving_at_import_is_the_users_mistake(
     (["gsm8k"], [1.0], {"workers": 0}, "workers above 0, got 0"),
     (["gsm8k"], [1.0], {"seconds": 0}, "seconds above 0, got 0"),
     (["gsm8k"], [1.0], {"memory": -1}, "memory above 0, got -1"),
-    (["gsm9k"], [1.0], {}, "did you mean 'gsm8k'"),
+    (["gms8k"], [1.0], {}, "did you mean 'gsm8k'"),
   ],
 )
 def test_mistakes_are_named_at_the_start(names, weights, more, message):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import model, program, rollout
+from gspo_jax import losses, model, objective, rollout
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses import EDGES
 from gspo_jax.sampler import Prompts, Samples
@@ -91,17 +91,30 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
+def split(batch, key, count, group, micro):
+  order = jax.random.permutation(key, batch.tokens.shape[0] // group)
+  return rollout.Cut(order, count, micro).split(batch)
+
+
+@SHAPES
+def test_what_was_cut_is_joined_again(groups, group, count, micro):
+  whole = numbered(groups, group)
+  order = jax.random.permutation(jax.random.key(1), groups)
+  cut = rollout.Cut(order, count, micro)
+  fields = vars(cut.split(whole))
+  assert whole.experts is not None
+  joined = cut.join({k: x for k, x in fields.items() if x is not None})
+  assert {"experts", "old_logps"} <= set(joined)
+  for name, x in joined.items():
+    np.testing.assert_array_equal(x, getattr(whole, name))
+
+
 @SHAPES
 def test_minibatches_hold_every_row_once_and_groups_whole(
   groups, group, count, micro
 ):
-  cut = rollout.minibatches(
-    numbered(groups, group),
-    jax.random.key(1),
-    count=count,
-    group=group,
-    micro=micro,
-  )
+  whole = numbered(groups, group)
+  cut = split(whole, jax.random.key(1), count, group, micro)
   each = groups * group // count
   order = np.asarray(cut.advantages)
   assert order.shape == (count, each // micro, micro)
@@ -118,9 +131,7 @@ def test_minibatches_hold_every_row_once_and_groups_whole(
 def test_minibatches_are_shuffled_by_their_key():
   whole = numbered(8, 2)
   cut = lambda seed: np.asarray(
-    rollout.minibatches(
-      whole, jax.random.key(seed), count=4, group=2, micro=4
-    ).advantages
+    split(whole, jax.random.key(seed), 4, 2, 4).advantages
   )
   assert (cut(0) == cut(0)).all()
   firsts = {tuple(cut(seed).flat) for seed in range(8)}
@@ -129,9 +140,7 @@ def test_minibatches_are_shuffled_by_their_key():
 
 
 def test_no_routing_stays_none():
-  cut = rollout.minibatches(
-    assembled(), jax.random.key(0), count=3, group=G, micro=2
-  )
+  cut = split(assembled(), jax.random.key(0), 3, G, 2)
   assert cut.experts is None
   assert cut.tokens.shape == (3, 2, 2, S + R)
 
@@ -165,16 +174,22 @@ def anywhere():
 
 
 @functools.cache
-def score(sent=False, cfg=CFG, **options):
-  """`rollout.score` of `texts`: (rollout, metrics)."""
-  options = {
-    "use_sampler": False, "micro_rows": 4, "temperature": 0.7
-  } | options  # fmt: skip
-  run = functools.partial(rollout.score, cfg=cfg, **options)
+def score(sent=False, cfg=CFG, instruments=True):
+  """What the old policy says of `texts`: (rollout, metrics)."""
   prompts, samples = texts(anywhere() if sent else None)
-  return jax.device_get(
-    jax.jit(run)(weights(cfg), prompts=prompts, samples=samples)
+  fields = rollout.Fields(experts=True, router_logps=True)
+  batch = rollout.of_samples(prompts, samples, cfg, fields)
+  chosen = objective.Objective(
+    losses.gspo_loss,
+    replay="r3" if sent else "none",
+    instruments=instruments,
   )
+  run = functools.partial(
+    objective.policy_loss, cfg=cfg, objective=chosen, temperature=0.7
+  )
+  found = jax.device_get(jax.jit(run)(weights(cfg), batch, True))
+  batch = dataclasses.replace(jax.device_get(batch), **found.old)
+  return batch, found.measured
 
 
 def forced(batch, **sent):
@@ -207,14 +222,23 @@ def test_the_routing_kept_is_the_one_scored_under(sent):
     assert np.abs(batch.old_logps - forced(batch).logps).mean() > 0.01
 
 
-def test_the_samplers_log_probs_are_kept_where_asked_for():
-  _, samples = texts()
-  batch, _ = score(keep_sampler=True)
-  np.testing.assert_array_equal(batch.sampler_logps, samples.logps)
-  assert np.abs(batch.old_logps - samples.logps).mean() > 0.1
-  plain, _ = score()
-  assert plain.sampler_logps is None
+def test_a_rollout_has_what_the_update_reads():
+  prompts, samples = texts()
+  make = functools.partial(rollout.of_samples, prompts, samples, CFG)
+  plain = make(rollout.Fields())
+  np.testing.assert_array_equal(plain.sampler_logps, samples.logps)
+  assert not plain.old_logps.any()
   assert plain.reference_logps is plain.values is plain.returns is None
+  assert plain.experts is plain.router_logps is None
+  trusting = make(rollout.Fields(sampler_logps=True))
+  np.testing.assert_array_equal(trusting.old_logps, samples.logps)
+  whole = make(
+    rollout.Fields(experts=True, router_logps=True, reference=True, critic=True)
+  )
+  assert whole.experts.shape == (B, 2, S + R, 2)
+  assert whole.router_logps.shape == (B, 2, R, 2)
+  for x in (whole.reference_logps, whole.values, whole.advantages):
+    assert x.shape == (B, R)
 
 
 def test_the_metrics_of_the_routing():
@@ -247,8 +271,9 @@ def test_the_gap_is_the_trainer_s_less_the_sampler_s():
 
 def test_instruments_that_are_left_out_are_those_that_there_are():
   _, metrics = score()
-  assert set(program._INSTRUMENTS) < set(metrics)
-  kept = {k: m for k, m in metrics.items() if k not in program._INSTRUMENTS}
+  _, kept = score(instruments=False)
+  assert set(kept) < set(metrics)
+  assert set(metrics) - set(kept) < set(objective.INSTRUMENTS)
   assert all(np.ndim(metric.value()) == 0 for metric in kept.values())
 
 
@@ -269,6 +294,5 @@ def test_dropped_choices_come_to_the_metrics(monkeypatch):
     return out._replace(routing=out.routing._replace(dropped=dropped))
 
   monkeypatch.setattr(model, "encode", lossy)
-  # Of three micro-batches.
   _, metrics = score.__wrapped__()
-  assert metrics["moe/dropped"].value() == 3 * (2 + 3)
+  assert metrics["moe/dropped"].value() == 2 + 3

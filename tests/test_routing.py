@@ -72,13 +72,13 @@ def test_the_shift_is_a_mean_over_layers_and_experts():
 def test_the_busiest_expert_of_each_layer():
   experts = drawn(3)
   experts[:, 1] = [0, 1]  # two experts do all the work of six
-  load = routing.load_max(experts, mask(), E)
+  tokens = routing.tokens(experts, mask(), E)
   counts = np.bincount(
     np.ravel([experts[b, 0, t] for b, t in scored()]), minlength=E
   )
   expected = [counts.max() / counts.mean(), E / k]
-  np.testing.assert_allclose(load.value(), expected, rtol=1e-6)
-  mean = routing.over_layers(load).value()
+  np.testing.assert_allclose(routing.Load(tokens).value(), expected, rtol=1e-6)
+  mean = routing.MeanLoad(tokens).value()
   assert mean == pytest.approx(np.mean(expected))
 
 

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from gspo_jax import runs
+from gspo_jax.errors import UserError
 
 
 def run(config, *, reference=None, critic=None):
@@ -52,3 +53,12 @@ def test_answers_that_wait_are_for_the_same_prompts(
 def test_a_steps_keys_are_its_own(debug_config):
   keys = [k for step in (1, 2) for k in runs.step_keys(run(debug_config), step)]
   assert len({tuple(jax.random.key_data(k).tolist()) for k in keys}) == 4
+
+
+def test_a_reward_is_named_with_its_key(debug_config):
+  debug_config.reward.names = ("operator.neg",)
+  message = (
+    r"reward.names=\('operator.neg',\): reward 'operator.neg' takes \(a, /\)"
+  )
+  with pytest.raises(UserError, match=message):
+    runs._scorer(debug_config.reward)

@@ -1,5 +1,6 @@
 """Settings: every name has its loss, and what cannot be is refused."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -64,6 +65,36 @@ def test_k1_goes_into_the_reward_and_not_into_the_loss(debug_config):
   assert (in_loss(), in_reward()) == (0.1, 0.0)
   debug_config.objective.kl_estimator = "k1"
   assert (in_loss(), in_reward()) == (0.0, 0.1)
+
+
+@pytest.mark.parametrize(
+  ("minibatches", "objective", "needed"),
+  [
+    (1, {}, False),
+    (2, {}, True),
+    (1, {"kl_coef": 0.1, "kl_estimator": "k3"}, False),
+    (1, {"kl_coef": 0.1, "kl_estimator": "k1"}, True),
+    (1, {"kl_coef": 0.0, "kl_estimator": "k1"}, False),
+    (2, {"old_logps": "sampler"}, True),  # for the routing
+    (2, {"old_logps": "sampler", "replay": "r2"}, True),
+    (2, {"old_logps": "sampler", "kl_estimator": "k1", "kl_coef": 0.1}, True),
+    (1, {"old_logps": "sampler", "kl_estimator": "k1", "kl_coef": 0.1}, False),
+  ],
+)
+def test_it_is_scored_where_an_update_cannot_know(
+  debug_config, minibatches, objective, needed
+):
+  debug_config.learner.minibatches = minibatches
+  debug_config.objective.update(objective)
+  cfg = settings.model_config(debug_config)
+  assert settings.scores(debug_config, cfg) == needed
+  in_reward = needed and minibatches == 1
+  learner, *_ = settings.learners(debug_config, cfg)
+  assert learner.scores_all == in_reward
+  debug_config.log.instruments = False  # then no routing is read
+  dense = dataclasses.replace(cfg, num_experts=0, experts_per_token=0)
+  trusted = objective.get("old_logps") == "sampler"
+  assert settings.scores(debug_config, dense) == (needed and not trusted)
 
 
 def test_answers_are_drawn_as_the_config_says(debug_config):

@@ -141,7 +141,12 @@ def test_learning_moves_the_policy(reference):
 def test_a_resumed_run_repeats_the_uninterrupted_one(
   start, reference, tmp_path
 ):
-  finish(start(tmp_path, num_steps=2))
+  process = start(tmp_path, num_steps=2)
+  for line in process.stdout:
+    if line.startswith("1/2 "):
+      process.send_signal(signal.SIGTERM)  # in the last step: it is done
+      break
+  finish(process, code=0)
   out = finish(start(tmp_path))
   assert "resumed after step 2" in out
   assert "cold start" not in out
@@ -246,17 +251,31 @@ def test_killed_at_ten_random_moments(start, reference, tmp_path):
   assert_same_run(tmp_path / "run", reference[0])
 
 
-def test_sigterm_saves_and_exits_0(start, reference, tmp_path):
+def test_sigterm_saves_and_exits_75(start, reference, tmp_path):
   process = start(tmp_path, checkpoint__every=100)
   for line in process.stdout:
     if line.startswith("1/4 "):
       process.send_signal(signal.SIGTERM)
       break
-  assert "SIGTERM: saved after step" in finish(process)
+  assert "SIGTERM: saved after step" in finish(process, code=75)
   stopped, _ = final_state(tmp_path)
   assert stopped < STEPS
   assert f"resumed after step {stopped}" in finish(start(tmp_path))
   assert_same_run(tmp_path, reference[0])
+
+
+def test_a_reward_that_fails_stops_the_run(start, reference, tmp_path):
+  shutil.copytree(reference[0], tmp_path / "run")
+  shutil.rmtree(tmp_path / f"run/checkpoints/{STEPS}")
+  # It takes three arguments, and raises: texts take no assignment.
+  names = "('operator.setitem',)"
+  out = finish(start(tmp_path / "run", reward__names=names), code=2)
+  assert out.strip().splitlines()[-1] == (
+    "error: iteration 3: 16 of 16 answers could not be scored, expected at "
+    "most 8 (reward.max_failed=0.5); the first reason: operator.setitem: "
+    "TypeError: 'str' object does not support item assignment"
+  )
+  assert final_state(tmp_path / "run")[0] == 2
 
 
 def test_a_changed_setting_is_told_and_taken(start, reference, tmp_path):

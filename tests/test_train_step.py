@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import program, settings, sharding, train_step
+from gspo_jax import hosts, program, settings, sharding, train_step
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.sampler import Prompts
 
@@ -29,15 +29,19 @@ def iterate(run, seed=0, prompts=8, advantages=None):
     params = jax.tree.map(np.array, state.params)
     asked = Prompts(tokens, lengths)
     samples = run.generate(state.params, asked, jax.random.key(1))
-    rollout, _ = run.score(state.params, asked, samples)
+    rollout = run.assemble(asked, samples)
+    state, rollout, _ = run.score(state, rollout, jax.random.key(2))
     rows = rollout.tokens.shape[0]
     if advantages is None:
       advantages = rng.standard_normal(rows)
-    rollout = dataclasses.replace(
-      rollout, advantages=jnp.asarray(advantages, jnp.float32)
-    )
+    advantages = hosts.lay(np.float32(advantages), sharding.rows(run.mesh))
+    rollout = dataclasses.replace(rollout, advantages=advantages)
     kept = jax.device_get(rollout)
-    new, metrics = run.update(state, rollout, jax.random.key(2))
+    new, _, metrics = run.update(state, rollout, jax.random.key(2))
+  # The first minibatch is not scored but for one micro-batch.
+  scored = kept.old_logps != 0
+  old_logps = np.where(scored, kept.old_logps, samples.logps)
+  kept = dataclasses.replace(kept, old_logps=old_logps)
   return params, jax.device_get(samples), kept, state, new, metrics
 
 
@@ -78,7 +82,7 @@ def test_micro_batches_leave_the_gradient_alone(one, config, name):
   )
   learner, *_ = settings.learners(config, run.cfg)
   cut = jax.tree.map(lambda x: x.reshape(8, 4, *x.shape[1:]), rollout)
-  grads, metrics = jax.jit(
+  grads, _, metrics = jax.jit(
     lambda p, b: train_step.gradient(p, b, learner)
   )(params, cut)  # fmt: skip
 
@@ -187,9 +191,10 @@ def test_good_answers_become_likelier_and_the_state_is_donated(one):
 
 def test_a_rollout_starts_at_ratio_one(one):
   """The trainer scores its own rollout as the update's first pass does."""
-  _, _, samples, rollout, *_ = one
+  _, _, samples, rollout, *_, metrics = one
   gap = np.where(rollout.response_mask, rollout.old_logps - samples.logps, 0)
-  assert np.abs(gap).max() < 1e-5
+  assert 0 < np.abs(gap).max() < 1e-5
+  assert metrics["ratio/first_minibatch_std"].value() == 0
 
 
 def test_a_second_compilation_is_an_error(one):
@@ -212,14 +217,19 @@ def test_the_samplers_log_probs_can_be_the_old_ones(one, config):
     rollout.tokens[first, :S], rollout.mask[first, :S].sum(1).astype(np.int32)
   )
   with jax.set_mesh(run.mesh):
-    trusted, metrics = run.score(params, asked, samples)
+    state = run.begin(jax.tree.map(jnp.asarray, params))
+    trusted, key = run.assemble(asked, samples), jax.random.key(2)
+    state, trusted, scored = run.score(state, trusted, key)
+    kept = jax.device_get(trusted)
+    _, _, learnt = run.update(state, trusted, key)
+  metrics, trusted = jax.tree.map(jnp.add, scored, learnt), kept
   np.testing.assert_array_equal(trusted.old_logps, samples.logps)
   np.testing.assert_array_equal(trusted.tokens, rollout.tokens)
-  # The gap is measured all the same.
-  gap = np.where(rollout.response_mask, rollout.old_logps - samples.logps, 0)
-  per_row = np.abs(gap.sum(1) / rollout.response_mask.sum(1))
-  value = metrics["mismatch/sequence_abs_mean"].value()
-  assert value == pytest.approx(per_row.mean(), rel=1e-2)
+  # The gap is measured all the same, and of every response.
+  assert metrics["mismatch/sequence_abs_mean"].count == len(samples.tokens)
+  assert 0 < metrics["mismatch/sequence_abs_mean"].value() < 1e-6
+  # That is how far the first minibatch is from ratio 1.
+  assert 0 < metrics["ratio/first_minibatch_std"].value() < 1e-6
 
 
 @pytest.mark.slow  # two programs more
@@ -237,11 +247,12 @@ def test_critic_reference_and_replay_on_many_devices_do_as_one(config):
     with jax.set_mesh(run.mesh):
       state = run.begin(run.init(jax.random.key(0)))
       samples = run.generate(state.params, asked, jax.random.key(1))
-      rollout, _ = run.score(state.params, asked, samples)
+      rollout = run.assemble(asked, samples)
+      state, rollout, _ = run.score(state, rollout, jax.random.key(2))
       rollout = run.appraise(state, rollout)
       rollout = run.assign(rollout, rewards, samples.finish)
       kept = jax.device_get(rollout)
-      new, _ = run.update(state, rollout, jax.random.key(2))
+      new, _, _ = run.update(state, rollout, jax.random.key(2))
     return kept, jax.device_get(new)
 
   kept, new = whole(1)

@@ -18,13 +18,14 @@ import oracles
 import pytest
 
 from configs import tiny_cpu
-from gspo_jax import credit, critic, rollout, settings, train_step
+from gspo_jax import credit, critic, model, rollout, settings, train_step
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.rollout import Rollout
 from gspo_jax.sampler import STOPPED, TRUNCATED
 
 P, G, R, L, K = 4, 2, 5, 2, 2
 B = P * G
+CFG = model.variant("tiny")  # of its experts alone
 TEMPERATURE = 0.5  # a power of two, so that dividing by it does not round
 REWARDS = np.array([1.0, 0.0, 0.5, 2.0, 0.25, 0.75, 0.5, 0.5])
 CUT = np.array([0, 0, 1, 0, 0, 1, 0, 0], bool)
@@ -74,6 +75,7 @@ CASES = [
 
 
 def make_config(name, term):
+  """Two minibatches of two groups, of two micro-batches each."""
   config = tiny_cpu.get_config("debug")
   config.sampler.group_size, config.sampler.temperature = G, TEMPERATURE
   config.learner.minibatches = config.learner.micro_rows = 2
@@ -123,23 +125,41 @@ def drawn(name):
   return params, rows
 
 
+CHOSEN = np.array([3, 5], np.uint8)  # the experts that the router chooses
+
+
 def sent(experts_BTk):
   """What replay adds to a log-prob: where its token was sent."""
-  return np.float32(0.002) * experts_BTk[:, 1:, 0].astype(np.float32)
+  far = experts_BTk[:, 1:, 0].astype(np.float32) - np.float32(CHOSEN[0])
+  return np.float32(0.002) * far
 
 
 def entropy(x):
   return x * x / 8
 
 
-def table(params, cfg, rows, *, temperature, routes=None, replay=False):
+def table(
+  params, cfg, rows, *, temperature, routes=None, replay=False, own=None
+):
   """Stands for `rollout.logprobs`."""
   i = rows.tokens[:, 0]
   logps = params["logps"][i] / temperature
+  chosen = jnp.broadcast_to(CHOSEN, (L, len(i), 1 + R, K))
+  if routes is None:
+    routes = chosen
+  if own is not None:
+    routes = jnp.where(own, chosen, routes)
   if replay:
     logps = logps + sent(routes[0])
   router = params["router"][i].swapaxes(0, 1)
-  return TokenLogprobs(logps, entropy(logps), routes, router)
+  return TokenLogprobs(
+    logps,
+    entropy(logps),
+    experts=routes if replay else chosen,
+    router_logps=router,
+    router_entropy=-router[..., 0],
+    dropped=jnp.zeros(L, jnp.int32),
+  )
 
 
 @pytest.fixture
@@ -263,8 +283,8 @@ def slope_of(loss, params, rows):
   """The loss of whole rows, and its gradient."""
 
   def mean(params):
-    total, _ = loss(params, rows)
-    return total.total / total.count
+    found = loss(params, rows, own=False)
+    return found.loss.total / found.loss.count
 
   return jax.value_and_grad(mean)(jax.tree.map(jnp.asarray, params))
 
@@ -276,7 +296,7 @@ def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
   rows = assign(config, rows)
   wanted = expect(config, params, rows)
   assert_close(rows.advantages, wanted.advantages)
-  learner, *_ = settings.learners(config, None)
+  learner, *_ = settings.learners(config, CFG)
   value, grads = slope_of(learner.loss, params, rows)
   loss, slope = oracle(name, term)
   assert_close(value, loss)
@@ -286,6 +306,29 @@ def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
     assert np.abs(slope - plain).max() > 3e-4 * np.abs(plain).max()
 
 
+def begin(config, params):
+  """A state, and an update by plain descent."""
+  learner, *_ = settings.learners(config, CFG)
+  learner = learner._replace(optimizer=optax.sgd(1.0))
+  state = train_step.begin(
+    jax.tree.map(jnp.asarray, params), optimizer=learner.optimizer
+  )
+
+  def update(state, rows, **how):
+    rows, key = jax.tree.map(jnp.asarray, rows), jax.random.key(1)
+    with jax.disable_jit():
+      return train_step.update(state, rows, key, learner=learner, **how)
+
+  return state, update
+
+
+def halves(rows):
+  """Which rows are in the first minibatch, and in the second."""
+  order = jax.random.permutation(jax.random.key(1), P)
+  cut = rollout.Cut(order, count=2, micro=2).split(rows)
+  return np.asarray(cut.tokens[..., 0]).reshape(2, -1)
+
+
 @pytest.mark.parametrize("term", ["nothing", "everything"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
@@ -293,16 +336,9 @@ def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
   config = make_config(name, term)
   params, rows = drawn(name)
   rows = assign(config, rows)
-  learner, *_ = settings.learners(config, None)
-  learner = learner._replace(optimizer=optax.sgd(1.0))
-  start = jax.tree.map(jnp.asarray, params)
-  state = train_step.begin(start, optimizer=learner.optimizer)
-  key = jax.random.key(1)
-  cuts = {"count": 2, "group": G, "micro": 2}
-  with jax.disable_jit():
-    new, _ = train_step.update(state, rows, key, learner=learner)
-  order = rollout.minibatches(rows, key, **cuts).tokens[1, ..., 0]
-  second = np.asarray(order).ravel()
+  state, update = begin(config, params)
+  new, *_ = update(state, rows)
+  _, second = halves(rows)
   wanted = expect(config, params, rows)
   part = wanted.case._replace(
     m=MASK & np.isin(np.arange(B), second)[:, None],
@@ -313,13 +349,68 @@ def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
   assert np.abs(slope[second]).max() > 1e-3
 
 
+@pytest.mark.parametrize("term", ["nothing", "k1", "r2", "r3", "everything"])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
+  """No row is moved before its turn here: all ratios are 1."""
+  config = make_config("gspo", term)
+  config.learner.minibatches = minibatches
+  params, rows = drawn("gspo")
+  recorded = config.objective.replay == "r3"
+  # What an old policy with these very parameters would say.
+  at_once = params["logps"] / np.float32(TEMPERATURE)
+  experts = np.broadcast_to(CHOSEN, rows.experts.shape)
+  if recorded:
+    experts, at_once = rows.experts, at_once + sent(rows.experts[:, 0])
+  known = dataclasses.replace(
+    rows, old_logps=at_once, experts=experts, router_logps=params["router"]
+  )
+  blank = dataclasses.replace(
+    rows,
+    old_logps=np.zeros_like(rows.old_logps),
+    experts=rows.experts if recorded else np.zeros_like(rows.experts),
+    router_logps=np.zeros_like(rows.router_logps),
+  )
+  state, update = begin(config, params)
+  scored, sums = blank, []
+  asked = settings.scores(config, CFG)
+  assert asked == (minibatches == 2 or term == "k1")
+  if asked:
+    state, scored, metrics = update(state, blank, improve=np.False_)
+    assert int(state.step) == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    sums.append(metrics)
+  new, _, metrics = update(state, assign(config, scored), improve=np.True_)
+  assert int(new.step) == 1
+  metrics = functools.reduce(
+    functools.partial(jax.tree.map, jnp.add), sums, metrics
+  )
+
+  wanted = expect(config, params, known)
+  slope = 0
+  for part in halves(rows) if minibatches == 2 else [np.arange(B)]:
+    case = wanted.case._replace(m=MASK & np.isin(np.arange(B), part)[:, None])
+    slope += oracles.gradient("gspo", case, **wanted.how) / TEMPERATURE
+  assert_close(params["logps"] - new.params["logps"], slope)
+  # Every row, and every token, is counted once.
+  assert metrics["mismatch/sequence_abs_mean"].count == B
+  assert metrics["policy/entropy"].count == MASK.sum()
+  assert metrics["clip_frac/token"].count == MASK.sum()
+  assert metrics["grad/norm"].count == minibatches
+  assert metrics["ratio/moved"].value() == 0
+  assert metrics["moe/router_shift_ratio"].value() == 1
+  assert metrics["ratio/first_minibatch_std"].value() == 0
+  if not recorded and term != "r2":
+    assert metrics["moe/expert_flip_rate"].value() == 0
+
+
 def test_the_critic_is_that_of_the_config(policy):
   config = make_config("ppo", "nothing")
   params, rows = drawn("ppo")
   rows = assign(config, rows)
   _, returns = expected_advantages(config, rows)
   np.testing.assert_allclose(rows.returns, returns, atol=1e-5)
-  _, judge, _ = settings.learners(config, None)
+  _, judge, _ = settings.learners(config, CFG)
   value, grads = slope_of(judge.loss, params, rows)
   losses, cuts, slopes = oracles.value_loss(
     params["values"], rows.values, returns, MASK, clip=0.1
@@ -337,7 +428,7 @@ def test_without_routing_the_loss_is_the_same(policy):
   rows = dataclasses.replace(
     assign(config, rows), experts=None, router_logps=None
   )
-  learner, *_ = settings.learners(config, None)
+  learner, *_ = settings.learners(config, CFG)
   value, grads = slope_of(learner.loss, params, rows)
   loss, slope = oracle("gspo", "nothing")
   assert_close(value, loss)

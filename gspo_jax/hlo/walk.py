@@ -7,7 +7,8 @@ their time is the bytes on the wire over the links that their group can use.
 Where data decides, the balanced case is summed, and the rest is listed:
 - a loop that does not just count runs once: the rows of an even load, one step
   of decoding;
-- a `conditional` takes its cheapest branch: no overflow, decoding is over.
+- a `conditional` takes its cheapest branch: no overflow, decoding is over;
+  unless the caller names it, then it takes the dearest.
 
 Not modelled: the HBM bytes of collectives (what they read, write and, in a sum,
 read again are charged to nobody, nor do they slow the operations beside them),
@@ -33,7 +34,11 @@ Bandwidth = Callable[[Collective], float]
 
 
 def walk(
-  module: Module, chip: Chip, bandwidth: Bandwidth, devices: int
+  module: Module,
+  chip: Chip,
+  bandwidth: Bandwidth,
+  devices: int,
+  taken: str | None = None,
 ) -> Cost:
   """The cost of a module's entry.
 
@@ -42,8 +47,9 @@ def walk(
     chip: its peaks.
     bandwidth: bytes a second at which a device sends for a collective.
     devices: how many run it.
+    taken: name of the scope of conditionals that take their dearest branch.
   """
-  return _Walk(module, chip, bandwidth, devices).of(module.entry)
+  return _Walk(module, chip, bandwidth, devices, taken).of(module.entry)
 
 
 class _Links:
@@ -64,9 +70,10 @@ class _Links:
 class _Walk:
   """Goes through computations in the order of the schedule, each once."""
 
-  def __init__(self, module, chip, bandwidth, devices):
+  def __init__(self, module, chip, bandwidth, devices, taken):
     self.module, self.chip = module, chip
     self.bandwidth, self.devices = bandwidth, devices
+    self.taken = taken
     self.known = {}
 
   def of(self, computation: Computation) -> Cost:
@@ -119,6 +126,9 @@ class _Walk:
     costs = sorted(
       (self.of(self.module[name]) for name in names), key=lambda c: c.serial
     )
+    if self.taken and i.source.endswith(f"/{self.taken}/cond"):
+      total.add(costs[-1])
+      return
     total.add(costs[0])
     total.branches.append(Open(i.source, i.bytes, 1, costs[-1]))
 

@@ -11,6 +11,7 @@ from gspo_jax import sharding
 
 _BLOCK = 512  # rows and columns of scores in VMEM at one time
 _LANES = 128
+MASKED = -1e30  # finite: a row with no key to see stays finite
 
 
 def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT):
@@ -32,14 +33,52 @@ def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT):
     return splash(q_BTNH, k_BTKH, v_BTKH, segments_BT)
   kernel = platform in ("gpu", "cuda") and q_BTNH.dtype != jnp.float32
   same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
-  out_BTNH = jax.nn.dot_product_attention(
-    q_BTNH,
-    k_BTKH,
-    v_BTKH,
-    mask=(same_BTS & jnp.tri(T, dtype=bool))[:, None],
-    implementation="cudnn" if kernel and H % 8 == 0 else "xla",
-  )
+  seen_BTS = same_BTS & jnp.tri(T, dtype=bool)
+  if kernel and H % 8 == 0:
+    out_BTNH = jax.nn.dot_product_attention(
+      q_BTNH, k_BTKH, v_BTKH, mask=seen_BTS[:, None], implementation="cudnn"
+    )
+  else:
+    out_BTNH = plain(q_BTNH, k_BTKH, v_BTKH, seen_BTS)
   return checkpoint_name(out_BTNH, "attention")
+
+
+def plain(q_BTNH, k_BTKH, v_BTKH, seen_BTS):
+  """Plain operations, that hold [B, N, T, T].
+
+  Each query and key takes part in one product of float32, one softmax in it,
+  and one rounding of the output, as with the caches of the sampler.
+  """
+  B, T, N, H = q_BTNH.shape
+  K = k_BTKH.shape[2]
+  q_BTKRH = q_BTNH.reshape(B, T, K, N // K, H)
+  scores_BKRTS = jnp.einsum(
+    "btkrh,bskh->bkrts",
+    q_BTKRH,
+    k_BTKH,
+    preferred_element_type=jnp.float32,
+  )
+  scores_BKRTS *= H**-0.5
+  scores_BKRTS = jnp.where(seen_BTS[:, None, None], scores_BKRTS, MASKED)
+  weights_BKRTS = jax.nn.softmax(scores_BKRTS)
+  out_BTKRH = weigh("bkrts,bskh->btkrh", weights_BKRTS, v_BTKH)
+  return out_BTKRH.astype(q_BTNH.dtype).reshape(B, T, N, H)
+
+
+def weigh(subscripts: str, weights, values):
+  """An einsum of float32 weights with values of any type, in float32.
+
+  A CPU multiplies in float32. Where matrix units round the weights to the type
+  of the values, that is said here, so that no wider copy of the values is made.
+  """
+  if sharding.platform() != "cpu":
+    weights = weights.astype(values.dtype)
+  return jnp.einsum(
+    subscripts,
+    weights,
+    values.astype(weights.dtype),
+    preferred_element_type=jnp.float32,
+  )
 
 
 def splash(q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret: bool = False):

@@ -12,10 +12,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from gspo_jax.model import attention
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.sharding import ROWS, constrain
-
-_MASKED = -1e30  # finite: a row with no key to see stays finite
 
 
 @jax.tree_util.register_dataclass
@@ -153,7 +152,7 @@ def _scores(q_BKRTH, k_BKSH, seen_BTS):
     preferred_element_type=jnp.float32,
   )
   scores *= q_BKRTH.shape[-1] ** -0.5
-  return jnp.where(seen_BTS[:, None, None], scores, _MASKED)
+  return jnp.where(seen_BTS[:, None, None], scores, attention.MASKED)
 
 
 def _combine(parts, B, T):
@@ -167,12 +166,5 @@ def _combine(parts, B, T):
     base = top if rows == B else _join_groups(top, rows)
     weights = jnp.exp(scores - base)
     total += stretch(weights.sum(-1, keepdims=True))
-    out += stretch(
-      jnp.einsum(
-        "bkrts,bksh->bkrth",
-        weights.astype(v_BKSH.dtype),
-        v_BKSH,
-        preferred_element_type=jnp.float32,
-      )
-    )
+    out += stretch(attention.weigh("bkrts,bksh->bkrth", weights, v_BKSH))
   return (out / total).astype(parts[0][1].dtype)

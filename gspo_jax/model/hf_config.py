@@ -10,7 +10,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from gspo_jax.errors import UserError, nearest
+from gspo_jax.errors import UserError
 from gspo_jax.model.config import ModelConfig, changed
 
 # model_type -> what it implies
@@ -63,7 +63,7 @@ def config_from_hf(folder: str | Path, **changes) -> ModelConfig:
   raw = read(path)
   family = raw.get("model_type")
   if family not in FAMILIES:
-    raise UserError(f"{path}: {_said(family, FAMILIES, 'model_type')}")
+    raise _unsupported(path, "model_type", family, sorted(FAMILIES))
   _require_known(path, raw, family)
   get = lambda *names, **rest: _number(path, raw, names, **rest)
   moe = family == "qwen3_moe"
@@ -111,8 +111,12 @@ def _dtype(raw):
   return raw.get("torch_dtype") or raw.get("dtype")
 
 
-def _said(value, choices, key):
-  return f"{key}={value!r}: {nearest(str(value), choices)}"
+def _unsupported(path, key, value, supported) -> UserError:
+  """Names no nearest: another architecture is not what was meant."""
+  return UserError(
+    f"{path}: {key}={value!r}: not supported; supported are: "
+    f"{', '.join(supported)}"
+  )
 
 
 def _require_known(path, raw, family):
@@ -155,9 +159,7 @@ def _rope(path, raw):
   if kind == "default":
     return float(theta), None
   if kind != "llama3":
-    raise UserError(
-      f"{path}: {_said(kind, ('default', 'llama3'), 'rope_type')}"
-    )
+    raise _unsupported(path, "rope_type", kind, ("default", "llama3"))
   *factors, length = (
     _number(path, rope, [key], kind=float) for key in _SCALING
   )

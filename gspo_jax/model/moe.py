@@ -47,12 +47,13 @@ class MoE(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x_BTD, real_BT, routes_BTk=None, replay=False
+    self, x_BTD, real_BT, routes_BTk=None, replay=False, own=None
   ) -> tuple[jax.Array, Routing]:
     """Returns the output [B, T, D], 0 at padding, and the routing.
 
     With `replay` the experts ARE the routes; their weights are those of the
-    live router, which so learns. Without, routes are only looked up.
+    live router, which so learns. Without, routes are only looked up. Where
+    `own` is true, the k likeliest experts stand for the routes.
     """
     cfg = self.cfg
     D, E, F = cfg.embed_dim, cfg.num_experts, cfg.mlp_dim
@@ -68,13 +69,15 @@ class MoE(nn.Module):
     rows = PartitionSpec(sharding.ROWS)
     layer = sharding.island(
       functools.partial(_local, cfg=cfg, replay=replay),
-      in_specs=(rows, rows, rows, lay),
+      in_specs=(rows, rows, rows, lay, PartitionSpec()),
       out_specs=(rows, Routing(rows, rows, rows, PartitionSpec())),
     )
-    return layer(x_BTD, real_BT, routes_BTk, weights)
+    return layer(x_BTD, real_BT, routes_BTk, weights, own)
 
 
-def _local(x_BTD, real_BT, routes_BTk, weights, *, cfg: ModelConfig, replay):
+def _local(
+  x_BTD, real_BT, routes_BTk, weights, own, *, cfg: ModelConfig, replay
+):
   """One device's tokens; its experts serve the devices along `expert`."""
   E, k = cfg.num_experts, cfg.experts_per_token
   x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
@@ -85,6 +88,10 @@ def _local(x_BTD, real_BT, routes_BTk, weights, *, cfg: ModelConfig, replay):
     return checkpoint_name(sharding.gather(part, "fsdp", dim=0), "weights")
 
   logits_ME = _router_logits(x_MD, whole("router"))
+  if own is not None:
+    _, likeliest_Mk = jax.lax.top_k(jax.nn.softmax(logits_ME), k)
+    own_Mk = likeliest_Mk.astype(routes_Mk.dtype)
+    routes_Mk = jnp.where(own, own_Mk, routes_Mk)
   weights_Mk, experts_Mk = route(logits_ME, cfg, routes_Mk if replay else None)
   # All padding looks alike, and would crowd the same few experts.
   asked_Mk = jnp.where(real_BT.reshape(-1, 1), experts_Mk, E)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
+from gspo_jax.model import attention
 
-_MASKED = -1e30  # finite: a row with no key to see stays finite
 _LANES = 128
 _TOKENS = 512  # of keys in VMEM at one time
 _BYTES = {"cpu": 2**18}  # of the keys of a block
@@ -116,7 +116,7 @@ def by_blocks(q_BKRH, k_KnSH, v_KnSH, table_BW, lengths_B, scale):
   # Heads first, as the pages have them: else each trip turns what it reads.
   q_KBRH = q_BKRH.swapaxes(0, 1)
   nothing_KBR = jnp.zeros(q_KBRH.shape[:-1])
-  state = nothing_KBR + _MASKED, nothing_KBR, jnp.zeros(q_KBRH.shape)
+  state = nothing_KBR + attention.MASKED, nothing_KBR, jnp.zeros(q_KBRH.shape)
   trips = -(-ends_B[-1] // M)
   _, total_KBR, out_KBRH = jax.lax.fori_loop(0, trips, body, state)
   # The largest score alone adds 1 to a total: only of no tokens is it less.
@@ -157,7 +157,7 @@ def _scores(q_KMRH, k_KMSH, left_M, scale):
     "kmrh,kmsh->kmrs", q_KMRH, k_KMSH, preferred_element_type=jnp.float32
   )
   seen_MS = jnp.arange(k_KMSH.shape[2]) < left_M[:, None]
-  return jnp.where(seen_MS[:, None], scores_KMRS * scale, _MASKED)
+  return jnp.where(seen_MS[:, None], scores_KMRS * scale, attention.MASKED)
 
 
 def _fold(state, row_M, scores_KMRS, v_KMSH):
@@ -165,12 +165,7 @@ def _fold(state, row_M, scores_KMRS, v_KMSH):
   old_KBR, total_KBR, out_KBRH = state
   top_KBR = old_KBR.at[:, row_M].max(scores_KMRS.max(-1))
   weights_KMRS = jnp.exp(scores_KMRS - top_KBR[:, row_M][..., None])
-  part_KMRH = jnp.einsum(
-    "kmrs,kmsh->kmrh",
-    weights_KMRS.astype(v_KMSH.dtype),
-    v_KMSH,
-    preferred_element_type=jnp.float32,
-  )
+  part_KMRH = attention.weigh("kmrs,kmsh->kmrh", weights_KMRS, v_KMSH)
   shrink_KBR = jnp.exp(old_KBR - top_KBR)
   total_KBR = (total_KBR * shrink_KBR).at[:, row_M].add(weights_KMRS.sum(-1))
   out_KBRH = (out_KBRH * shrink_KBR[..., None]).at[:, row_M].add(part_KMRH)

@@ -205,6 +205,7 @@ class Block(nn.Module):
     layer=0,
     routes_BTk=None,
     replay=False,
+    own=None,
   ):
     """Returns the stream, the routing or None, and the layer's new (k, v)."""
     cfg = self.cfg
@@ -216,7 +217,7 @@ class Block(nn.Module):
     h = RMSNorm(cfg.norm_eps, name="mlp_norm")(x_BTD)
     if cfg.num_experts:
       moe = MoE(cfg, name="moe")
-      h, routing = moe(h, segments_BT != 0, routes_BTk, replay)
+      h, routing = moe(h, segments_BT != 0, routes_BTk, replay, own)
     else:
       h, routing = MLP(cfg, name="mlp")(h), None
     return x_BTD + h, routing, updated
@@ -266,6 +267,7 @@ def encode(
   *,
   routes: jax.Array | None = None,
   replay: bool = False,
+  own: jax.Array | None = None,
 ) -> Encoded:
   """Runs the blocks over T tokens, after those in the cache if one is given.
 
@@ -280,14 +282,19 @@ def encode(
     routes: [L, B, T, k], experts whose log-probs are asked for; not with a
       cache, and nothing to a dense model.
     replay: send the tokens to `routes` instead of the k likeliest; static.
+    own: [] bool; where it is true, the k likeliest experts stand for `routes`,
+      so that one program serves before and after the routes are known. None,
+      as without routes: false.
 
   Returns:
     `Encoded`. Rows of padding hold finite garbage.
   """
   if routes is None and replay:
     raise ValueError(f"{replay=} needs routes, got {routes=}")
+  if routes is None:
+    own = None
   if cache is None:
-    run = functools.partial(_run_scanned, routes=routes, replay=replay)
+    run = functools.partial(_run_scanned, routes=routes, replay=replay, own=own)
     return _encode(run, params, cfg, tokens, positions, mask)
   if routes is not None:
     raise ValueError(f"routes {routes.shape} with a cache: expected None")
@@ -371,6 +378,7 @@ def _run_scanned(
   store=False,
   routes=None,
   replay=False,
+  own=None,
 ):
   segments_BT = mask_BT.astype(jnp.int32)
 
@@ -383,6 +391,7 @@ def _run_scanned(
       segments_BT,
       routes_BTk=routes_BTk,
       replay=replay,
+      own=own,
     )
     return x_BTD, (routing, kept if store else None)
 

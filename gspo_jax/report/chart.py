@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gspo_jax.report.curve import Curve
-from gspo_jax.report.scale import Scale, number, span
+from gspo_jax.report.scale import Scale, number, span, tick
 
 WIDTH, HEIGHT = 400, 210
 LEFT, TOP, BOTTOM = 46, 12, 26
@@ -57,10 +57,16 @@ def line_chart(
   marks = marks or {}
   ends = [line.curve.steps[i] for line in lines for i in (0, -1)]
   right = WIDTH - (_LABELS if labels else _BARE)
-  x = Scale(min(ends), max(max(ends), min(ends) + 1), LEFT, right)
+  # A lone step lies in the middle, and the axis names no other.
+  room = 0.5 if min(ends) == max(ends) else 0
+  x = Scale(min(ends) - room, max(ends) + room, LEFT, right)
   seen = [_extent(line.curve, first_is_odd) for line in lines]
   y = span(
-    np.concatenate([*seen, list(marks.values())]), HEIGHT - BOTTOM, TOP, log=log
+    np.concatenate([*seen, list(marks.values())]),
+    HEIGHT - BOTTOM,
+    TOP,
+    log=log,
+    most=1.0 if unit == "%" else np.inf,
   )
   parts = [grid(y, LEFT, right, unit), step_axis(x), *_marks(marks, x, y)]
   parts += [_path(line, x, y) for line in lines]
@@ -94,22 +100,27 @@ def frame(title: str, svg: str, note: str) -> str:
   return f"<figure><figcaption>{escape(title)}</figcaption>{svg}{note}</figure>"
 
 
+def warning(figure: Figure) -> Figure:
+  """The figure in the colour of warnings."""
+  html = figure.html.replace("<figure>", '<figure class="warning">', 1)
+  return figure._replace(html=html)
+
+
 def grid(y: Scale, left: float, right: float, unit: str) -> str:
   """Lines across, and the numbers of the vertical axis."""
   parts, unit = [], "%" if unit == "%" else ""
-  for tick in y.ticks(4):
-    at = float(y(tick))
+  for value in y.ticks(4):
+    at = float(y(value))
     parts.append(f'<path class="grid" d="M{left} {at:.1f}H{right}"/>')
-    parts.append(text(left - 6, at + 3.5, number(tick, unit), "end"))
+    parts.append(text(left - 6, at + 3.5, tick(value, unit), "end"))
   return "".join(parts)
 
 
 def step_axis(x: Scale) -> str:
   """Steps below a chart."""
   parts = [text(x.start - 6, HEIGHT - 8, "step", "end")]
-  for tick in x.ticks(5):
-    if tick == round(tick):
-      parts.append(text(float(x(tick)), HEIGHT - 8, f"{tick:,.0f}", "middle"))
+  for step in x.whole_ticks():
+    parts.append(text(float(x(step)), HEIGHT - 8, f"{step:,}", "middle"))
   return "".join(parts)
 
 

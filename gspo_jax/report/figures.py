@@ -6,7 +6,7 @@ from html import escape
 import numpy as np
 
 from gspo_jax.report import heat
-from gspo_jax.report.chart import COLOURS, Figure, Line, line_chart
+from gspo_jax.report.chart import COLOURS, Figure, Line, line_chart, warning
 from gspo_jax.report.curve import thin
 from gspo_jax.report.run import Run
 from gspo_jax.report.scale import number
@@ -27,8 +27,8 @@ def of_subject(
   """Takes the subject's metrics out of what is left.
 
   Returns:
-    Figures; "name value" of each scalar that never changed; the scalars of
-    this subject, for its table.
+    Figures, warnings first; "name value" of each scalar that never changed; the
+    scalars of this subject, for its table.
   """
   figures, still, scalars = [], [], []
   for chart in subject.charts:
@@ -44,6 +44,10 @@ def of_subject(
     constant = {name for name in found if _constant(name, runs)}
     if not chart.each and len(constant) < len(found):
       constant = set()  # beside lines that move they say something
+    if chart.no_signal and any(len(run.without_signal()) for run in runs):
+      told = chart._replace(note=chart.no_signal)
+      figures = [warning(f) for f in _charts(told, runs, found)] + figures
+      continue
     still += [_still(name, runs, chart.unit) for name in sorted(constant)]
     moving = {k: v for k, v in found.items() if k not in constant}
     figures += _charts(chart, runs, moving)

@@ -36,7 +36,7 @@ def steps(run: Run) -> str:
 
 
 def head(runs: Sequence[Run]) -> str:
-  """Heading, what to know at once, and what went wrong."""
+  """Heading, what went wrong, and what to know at once."""
   body = _compared(runs) if len(runs) > 1 else _tiles(runs[0])
   warnings = "".join(
     f"<li>{escape(w)}</li>" for r in runs for w in _warnings(r, len(runs) > 1)
@@ -46,7 +46,7 @@ def head(runs: Sequence[Run]) -> str:
     f"<p class=muted>{escape(steps(runs[0]))}</p>" if len(runs) == 1 else ""
   )
   return (
-    f"<header><h1>{escape(title(runs))}</h1>{below}{body}{warnings}</header>"
+    f"<header><h1>{escape(title(runs))}</h1>{below}{warnings}{body}</header>"
   )
 
 
@@ -124,12 +124,20 @@ def legend(runs: Sequence[Run]) -> str:
 
 
 def _warnings(run: Run, named: bool) -> list[str]:
+  of = f"{run.name}: " if named else ""
   said = []
+  without = run.without_signal()
+  if len(without):
+    steps = len(run.scalars["reward/mixed_groups"].steps)
+    said.append(
+      f"{of}No signal at {len(without):,} of {steps:,} steps, first at step "
+      f"{without[0]:,}: the rewards of no group differed (reward/mixed_groups "
+      "is 0) and gave no answer an advantage"
+    )
   for name, (at, values) in sorted(run.scalars.items()):
     missing = at[np.isnan(values)]
     if len(missing):
       times = f", {len(missing):,} times" if len(missing) > 1 else ""
-      of = f"{run.name}: " if named else ""
       said.append(f"{of}{name} was not finite at step {missing[0]:,}{times}")
   return said
 

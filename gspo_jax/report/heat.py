@@ -77,7 +77,9 @@ def layer_map(title: str, spread: Spread, note: str, unit: str) -> Figure:
 
 
 def _finish(title, steps, parts, note, summary):
-  axis = step_axis(Scale(steps[0], steps[-1], LEFT, _RIGHT))
+  # A step is named in the middle of its stretch, which ends where the next
+  # would begin.
+  axis = step_axis(Scale(steps[0] - 0.5, steps[-1] - 0.5, LEFT, _RIGHT))
   box = (
     f'<path class="box" d="M{LEFT} {TOP}H{_RIGHT}V{HEIGHT - BOTTOM}H{LEFT}Z"/>'
   )
@@ -95,7 +97,7 @@ def outlines(
   bins = _used(np.stack(shares), edges)
   x = Scale(bins.start, bins.stop, LEFT, _RIGHT)
   y = Scale(
-    0, 1.08 * max(max(s.max() for s in shares), 1e-9), HEIGHT - BOTTOM, TOP
+    0, 1.08 * (max(s.max() for s in shares) or 1.0), HEIGHT - BOTTOM, TOP
   )
   places = np.repeat(np.arange(bins.start, bins.stop + 1), 2)[1:-1]
   parts = [grid(y, LEFT, _RIGHT, "%")]
@@ -118,22 +120,17 @@ def profiles(
 ) -> Figure:
   """A number a layer: (label, colour, numbers) of each line."""
   most = max((np.nanmax(v, initial=0.0) for _, _, v in spreads), default=0.0)
-  x = Scale(0, max(max(len(v) for _, _, v in spreads) - 1, 1), LEFT, _RIGHT)
+  last = max(len(v) for _, _, v in spreads) - 1
+  room = 0 if last else 0.5
+  x = Scale(-room, last + room, LEFT, _RIGHT)
   y = Scale(0, 1.08 * (most or 1.0), HEIGHT - BOTTOM, TOP)
   parts = [grid(y, LEFT, _RIGHT, unit)]
   for _, colour, values in spreads:
     points = points_of(x(np.arange(len(values))), y(np.nan_to_num(values)))
     parts.append(f'<g class="c{colour}"><path class="line" d="M{points}"/></g>')
-  for t in x.ticks(5):
-    if t == round(t):
-      parts.append(
-        text(
-          float(x(t)),
-          HEIGHT - 8,
-          ("layer " if t == 0 else "") + f"{t:.0f}",
-          "middle",
-        )
-      )
+  for layer in x.whole_ticks():
+    label = f"{layer}" if layer else "layer 0"
+    parts.append(text(float(x(layer)), HEIGHT - 8, label, "middle"))
   return Figure(
     frame(title, picture(title, "", "".join(parts + _key(spreads))), note), None
   )

@@ -78,6 +78,16 @@ class Run(NamedTuple):
     found = self.scalars.get("time/iteration")
     return float("nan") if found is None else float(np.nansum(found.values))
 
+  def without_signal(self) -> np.ndarray:
+    """Steps at which no group had differing rewards: no advantage, no signal.
+
+    Empty with a critic, which learns from equal rewards, too.
+    """
+    found = self.scalars.get("reward/mixed_groups")
+    if found is None or self.config.get("objective", {}).get("name") == "ppo":
+      return np.array([], int)
+    return found.steps[found.values == 0]
+
   def clips(self, unit: str) -> dict[str, float]:
     """The log-ratios beyond which a "token" or a "sequence" is clipped.
 

@@ -9,18 +9,25 @@ import numpy as np
 _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def number(value: float, unit: str = "") -> str:
+def number(value: float, unit: str = "", figures: int = 3) -> str:
   """Three digits and the unit; "-" for NaN. A share is written in percent."""
   if value is None or math.isnan(value):
     return "-"
   if math.isinf(value):
     return "∞" if value > 0 else "−∞"
   if unit == "%":
-    return f"{_digits(100 * value)}%"
-  return f"{_digits(value)} {unit}".rstrip()
+    return f"{_digits(100 * value, figures)}%"
+  return f"{_digits(value, figures)} {unit}".rstrip()
 
 
-def _digits(value: float) -> str:
+def tick(value: float, unit: str = "") -> str:
+  """All digits of a round number, so that no two of an axis look the same."""
+  mantissa = f"{value:.11e}".partition("e")[0]
+  digits = mantissa.lstrip("-").replace(".", "").rstrip("0")
+  return number(value, unit, max(3, len(digits) + 1))
+
+
+def _digits(value: float, figures: int) -> str:
   size = abs(value)
   if not size:
     return "0"
@@ -28,16 +35,21 @@ def _digits(value: float) -> str:
     scale, letter = next(
       (s, p) for s, p in _PREFIXES if size >= 0.9995 * s or p == "k"
     )
-    text = f"{size / scale:.{max(0, 2 - _magnitude(size / scale))}f}{letter}"
-  elif size >= 999.5:
-    text = f"{size:,.0f}"
+    text = _decimals(size / scale, figures) + letter
   elif size >= 9.995e-4:
-    text = f"{size:.{max(0, 2 - _magnitude(size))}f}"
-    text = text.rstrip("0").rstrip(".") if "." in text else text
+    text = _decimals(size, figures)
   else:
-    mantissa, exponent = f"{size:.1e}".split("e")
-    text = f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    mantissa, exponent = f"{size:.{figures - 2}e}".split("e")
+    text = f"{_without_zeros(mantissa)}e{int(exponent)}"
   return f"−{text}" if value < 0 else text
+
+
+def _decimals(size: float, figures: int) -> str:
+  return _without_zeros(f"{size:,.{max(0, figures - 1 - _magnitude(size))}f}")
+
+
+def _without_zeros(text: str) -> str:
+  return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _magnitude(size: float) -> int:
@@ -91,6 +103,10 @@ class Scale(NamedTuple):
     last = math.floor(self.high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
 
+  def whole_ticks(self) -> list[int]:
+    """Those that are steps or layers: whole numbers."""
+    return [round(t) for t in self.ticks(5) if t == round(t)]
+
 
 def _round_step(least: float) -> float:
   decade = 10.0 ** math.floor(math.log10(least))
@@ -110,9 +126,18 @@ def _log_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def span(
-  values: Sequence[float], start: float, end: float, *, log: bool
+  values: Sequence[float],
+  start: float,
+  end: float,
+  *,
+  log: bool,
+  most: float = math.inf,
 ) -> Scale:
-  """A scale that shows the values, and 0 where that is near."""
+  """A scale that shows the values, and 0 where that is near.
+
+  One value has room around it, from half of it to half as much again, and 0
+  has 0 to 1; nothing beyond `most`, which is 1 for shares.
+  """
   values = np.asarray(values, float)
   values = values[np.isfinite(values)]
   positive = values[values > 0]
@@ -125,6 +150,7 @@ def span(
   if 0 <= low <= high / 2:
     low = 0.0
   if high - low <= 1e-9 * abs(high):
-    low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
+    around = 0.5 * low, min(1.5 * high, max(high, most))
+    low, high = sorted(around) if high else (0.0, 1.0)
   room = 0.06 * (high - low)
   return Scale(low if low == 0 else low - room, high + room, start, end)

@@ -19,6 +19,8 @@ class Chart(NamedTuple):
       the method clips them is marked; "": nothing is.
     first_is_odd: the first step compiles.
     each: whether every metric gets a chart of its own.
+    no_signal: how to read it if a run has steps without signal. Then it is a
+      warning: it comes first, and is drawn even if it never changes.
   """
 
   title: str
@@ -29,6 +31,7 @@ class Chart(NamedTuple):
   clips: str = ""
   first_is_odd: bool = False
   each: bool = False
+  no_signal: str = ""
 
 
 class Spreads(NamedTuple):
@@ -80,6 +83,8 @@ SUBJECTS = (
         {"reward/mixed_groups": "mixed"},
         "%",
         "Equal rewards in a group give no advantage.",
+        no_signal="No signal at 0%: the rewards of no group differed and gave "
+        "no answer an advantage.",
       ),
       Chart(
         "One of k is right",

@@ -1,6 +1,7 @@
 """Rewards: a prompt, an answer's text and its reference in, a float out.
 
-A reward is any `f(prompt, answer, reference) -> float`. One that declares the
+A reward is any `f(prompt, answer, reference) -> float`, an `async def` too,
+which is run to its end, one answer at a time. One that declares the
 keyword-only arguments `tokens` or `limit` is also given the answer's length in
 tokens, stop token included, and the most that were allowed. A reward that has
 an attribute `prepare` has it called once, at the start, with the arguments of
@@ -43,8 +44,8 @@ def named(spec: str, within: float | None = None) -> Callable[..., float]:
 
   Raises:
     UserError: there is none of that name, its module does not import, the
-      arguments are not its own, its `prepare` found something missing, or it
-      does not fit into its seconds.
+      arguments are not its own, its `prepare` found something missing, it does
+      not fit into its seconds, or it cannot be called as a reward.
   """
   name, colon, text = spec.partition(":")
   function = _found(name)
@@ -55,7 +56,9 @@ def named(spec: str, within: float | None = None) -> Callable[..., float]:
   fits = getattr(function, "fits", None)
   if fits and within is not None:
     fits(within, **arguments)
-  return functools.partial(function, **arguments)
+  reward = functools.partial(function, **arguments)
+  _require_call(name, reward)
+  return reward
 
 
 def given(function: functools.partial) -> frozenset[str]:
@@ -79,12 +82,33 @@ def _found(name: str) -> Callable[..., float]:
     ) from e
   function = getattr(module, attribute, None)
   if not callable(function):
-    choices = [n for n, v in vars(module).items() if inspect.isfunction(v)]
-    hint = errors.nearest(attribute, choices or ["a function"])
+    functions = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+    public = [n for n in functions if not n.startswith("_")]
+    hint = errors.nearest(attribute, public) if public else "it has none"
     raise errors.UserError(
       f"reward {name!r}: {path!r} has no function {attribute!r}: {hint}"
     )
+  try:
+    inspect.signature(function)
+  except ValueError as e:
+    raise errors.UserError(
+      f"reward {name!r}: {e}: expected a Python function (prompt, answer, "
+      "reference) around it"
+    ) from e
   return function
+
+
+def _require_call(name: str, reward: functools.partial) -> None:
+  """UserError unless a reward takes the arguments that it is given."""
+  signature, measures = inspect.signature(reward), given(reward)
+  try:
+    signature.bind("", "", "", **dict.fromkeys(measures, 0))
+  except TypeError as e:
+    raise errors.UserError(
+      f"reward {name!r} takes {inspect.signature(reward.func)}: expected "
+      "(prompt, answer, reference) and, by keyword only, tokens, limit or what "
+      f"'{name}:key=value' sets: {e}"
+    ) from e
 
 
 def _keywords(function: Callable[..., float]) -> frozenset[str]:

@@ -3,7 +3,8 @@
 The caller may have threads and devices: it never forks, it starts programs,
 each a `rewards.worker`. A reward that raises, hangs, dies, eats memory or
 returns no finite number costs that answer only: it is `failed`, its total is
-what the other rewards make it, and never above 0.
+what the other rewards make it, and never above 0. Where too many failed, the
+caller is to stop: `too_many`.
 """
 
 import math
@@ -16,6 +17,7 @@ import numpy as np
 
 from gspo_jax import errors
 from gspo_jax.rewards.process import Process
+from gspo_jax.rewards.worker import NO_NUMBER
 
 # Answers to a fork, which takes 1-3 ms.
 CHUNK = 128
@@ -37,6 +39,10 @@ class Answer(NamedTuple):
   reference: str
   tokens: int = 0
   limit: int = 0
+
+
+# Made up, to call each reward once before there are any.
+_TRIAL = Answer("What is 1+2?", "1+2=3\n#### 3", "3", tokens=8, limit=64)
 
 
 class Scores(NamedTuple):
@@ -82,8 +88,30 @@ class Pending(NamedTuple):
     return Scores(total, by_name, failed, reasons[:3])
 
 
+def too_many(failed: np.ndarray, most: float, *, of: str) -> str:
+  """What to stop with where a reward fails on so many answers; else "".
+
+  Args:
+    failed: [...] bool, of all answers, one or more.
+    most: `reward.max_failed`, the share that may fail. All may never.
+    of: what the answers are of, for the error.
+  """
+  count, size = int(failed.sum()), failed.size
+  allowed = min(int(most * size + 1e-6), size - 1)
+  if count <= allowed:
+    return ""
+  return (
+    f"{of}: {count} of {size} answers could not be scored, expected at most "
+    f"{allowed} (reward.max_failed={most:g})"
+  )
+
+
 class Scorer:
   """A pool of worker processes that call rewards; a context manager.
+
+  Each reward is called once at the start, on a made-up answer, to see that it
+  returns a number. An exception there is no mistake: the reward may expect
+  another form of answer or reference.
 
   Args:
     names: rewards, as `rewards.named` reads them.
@@ -94,7 +122,8 @@ class Scorer:
     memory: GiB that rewards may add to a worker; Linux alone bounds them.
 
   Raises:
-    UserError: a reward is not there, does not import or misses something.
+    UserError: a reward is not there, does not import, misses something, takes
+      other arguments or returns no number.
   """
 
   def __init__(
@@ -117,6 +146,7 @@ class Scorer:
       for worker in self._workers:
         worker.wait_ready()
         self._idle.put(worker)
+      self._require_numbers()
     except BaseException:
       self.close()
       raise
@@ -144,6 +174,13 @@ class Scorer:
 
   def __exit__(self, *_) -> None:
     self.close()
+
+  def _require_numbers(self) -> None:
+    (calls,) = self._workers[0].score([_TRIAL])
+    for name, (_, reason) in zip(self._names, calls, strict=True):
+      if reason and reason.startswith(f"{name}: {NO_NUMBER}"):
+        what = reason.removeprefix(f"{name}: ")
+        raise errors.UserError(f"reward {name!r}: {what} for a made-up answer")
 
   def _score(self, answers: list[Answer]) -> list[list[list]]:
     worker = self._idle.get()

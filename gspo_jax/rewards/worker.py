@@ -11,6 +11,7 @@ reward, answer by answer: [value, null] or [null, reason].
 
 import contextlib
 import ctypes
+import inspect
 import json
 import os
 import pickle
@@ -25,6 +26,8 @@ from gspo_jax import errors, rewards
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
+# How the reason begins where a reward returned something else.
+NO_NUMBER = "expected a number, got"
 # Of a reward: its square, summed over a group, is finite in float32.
 _LARGEST = 1e9
 
@@ -183,8 +186,12 @@ def _scored(name: str, function, measures, answer) -> list:
   try:
     more = {measure: getattr(answer, measure) for measure in measures}
     value = function(answer.prompt, answer.text, answer.reference, **more)
+    if inspect.iscoroutine(value):
+      import asyncio  # here, for few rewards need it
+
+      value = asyncio.run(value)
     if not hasattr(value, "__float__"):  # float() reads texts too
-      raise TypeError(f"expected a number, got {type(value).__name__}")
+      return [None, f"{name}: {NO_NUMBER} {type(value).__name__}"]
     if not abs(value := float(value)) <= _LARGEST:  # NaN too
       raise ValueError(f"expected a number up to 1e9, got {value}")
   except BaseException as e:

@@ -90,9 +90,9 @@ class Bench:
 
   def _facts(self, drawn, params) -> dict[str, float]:
     join = lambda arrays: np.concatenate([np.asarray(a) for a in arrays])
-    score = lambda d: self.functions.score(params, d.prompts, d.samples)[0]
+    score = lambda d: saved.log_probs(params, self.functions.cfg, d.rollout)
     old = join(d.rollout.old_logps for d in drawn)
-    gaps = join(score(d).old_logps for d in drawn) - old
+    gaps = join(score(d) for d in drawn) - old
     mask = join(d.rollout.response_mask for d in drawn)
     return {
       "mean log-prob of a token": float(old[mask].mean()),

@@ -78,9 +78,9 @@ def _gaps(functions, old, new, questions, step):
   gaps, masks = [], []
   for i in range(BATCHES):
     prompts, key = next(questions), jax.random.key(step * BATCHES + i)
-    samples, before = saved.answers(functions, old, prompts, key)
-    after, _ = functions.score(new, prompts, samples)
-    gaps.append(np.asarray(after.old_logps - before.old_logps))
+    _, before = saved.answers(functions, old, prompts, key)
+    after = saved.log_probs(new, functions.cfg, before)
+    gaps.append(np.asarray(after - before.old_logps))
     masks.append(np.asarray(before.response_mask))
   return np.concatenate(gaps), np.concatenate(masks)
 

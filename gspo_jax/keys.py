@@ -1,0 +1,185 @@
+"""Keys of a config: which one was meant by a key that does not exist."""
+
+from collections.abc import Collection
+
+from gspo_jax.errors import either, mistyped
+
+# Our keys, and what TRL, verl, OpenRLHF, NeMo RL, MaxText and Tunix call the
+# same thing, or what they have in its place. A name may belong to several keys:
+# the section that was typed decides, else the first. One with a dot is the end
+# of a longer name, such as verl's actor_rollout_ref.model.path.
+OTHER_NAMES = {
+  "seed": "random_seed data_seed init_weights_seed",
+  "num_steps": "num_steps max_steps steps total_steps train_steps "
+  "total_training_steps max_num_steps num_batches num_episodes "
+  "num_train_epochs num_epochs total_epochs epochs",
+  "model.checkpoint": "model_name_or_path model_name model_id model_path "
+  "model.path pretrain load_parameters_path",
+  "model.dtype": "bf16 fp16 torch_dtype param_dtype precision mixed_precision",
+  "model.remat": "gradient_checkpointing enable_gradient_checkpointing "
+  "activation_checkpointing",
+  "model.keep": "remat_policy",
+  "mesh.data": "ici_data_parallelism dcn_data_parallelism data_parallel_size",
+  "mesh.fsdp": "ici_fsdp_parallelism fsdp_size",
+  "mesh.expert": "ici_expert_parallelism expert_parallel_size "
+  "expert_model_parallel_size",
+  "mesh.tensor": "ici_tensor_parallelism tensor_parallel_size "
+  "tensor_model_parallel_size",
+  "sampler_mesh.tensor": "vllm_tensor_parallel_size "
+  "rollout.tensor_model_parallel_size rollout.tensor_parallel_size",
+  "data.source": "dataset dataset_name dataset_path train_files prompt_data",
+  "data.eval_source": "val_files eval_dataset",
+  "data.question_field": "prompt_key input_key",
+  "data.answer_field": "label_key answer_key",
+  "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_name_or_path",
+  "data.prompts": "batch_size train_batch_size rollout_batch_size "
+  "gen_batch_size generation_batch_size global_batch_size num_prompts_per_step",
+  "data.refill_rounds": "max_num_gen_batches dynamic_sampling_max_gen_batches "
+  "dynamic_filtering use_dynamic_sampling filter_groups filter_groups.enable",
+  "data.max_prompt_length": "prompt_max_len max_prompt_len data.max_length",
+  "data.too_long": "filter_overlong_prompts",
+  "sampler.group_size": "num_generations num_generations_per_prompt n "
+  "n_samples_per_prompt num_return_sequences",
+  "sampler.max_new_tokens": "max_completion_length response_length "
+  "max_response_length generate_max_len max_tokens max_tokens_to_generate "
+  "total_generation_steps max_length max_total_sequence_length "
+  "max_target_length",
+  "sampler.min_new_tokens": "min_tokens min_length",
+  "paging.slots": "use_vllm max_num_seqs",
+  "paging.page": "block_size",
+  "paging.pages": "num_gpu_blocks num_gpu_blocks_override",
+  "rollout.ahead": "async_train async_grpo async_grpo.enabled",
+  "reward.names": "reward_funcs reward_fn reward_function "
+  "custom_reward_function remote_rm_url",
+  "objective.name": "loss_type loss_algo loss_mode policy_loss_type "
+  "adv_estimator advantage_estimator importance_sampling_level scale_rewards "
+  "norm_adv_by_std_in_grpo",
+  "objective.clip_low": "epsilon epsilon_low clip_ratio clip_ratio_low "
+  "cliprange clip_range clip_eps eps_clip eps_clip_low_high ratio_clip_min",
+  "objective.clip_high": "epsilon_high clip_ratio_high ratio_clip_max",
+  "objective.dual_clip": "clip_ratio_c ratio_clip_c delta",
+  "objective.kl_coef": "beta kl_beta kl_coeff kl_loss_coef use_kl_loss "
+  "init_kl_coef reference_policy_kl_penalty",
+  "objective.kl_estimator": "kl_loss_type kl_penalty kl_type "
+  "reference_policy_kl_type",
+  "objective.reference_every": "sync_ref_model ref_model_sync_steps",
+  "objective.entropy_coef": "entropy_coeff entropy_loss_coef",
+  "objective.mismatch": "vllm_importance_sampling_correction "
+  "vllm_importance_sampling_mode enable_vllm_is_correction rollout_is "
+  "use_importance_sampling_correction",
+  "objective.mismatch_cap": "vllm_importance_sampling_cap tis_imp_ratio_cap "
+  "rollout_is_threshold truncated_importance_sampling_ratio",
+  "objective.replay": "router_replay routing_replay",
+  "objective.zero_truncated": "mask_truncated_completions overlong_filtering",
+  "learner.minibatches": "num_iterations ppo_epochs num_ppo_epochs "
+  "ppo_mini_batch_size mini_batch_size num_mini_batches steps_per_generation "
+  "train_global_batch_size",
+  "learner.micro_rows": "per_device_train_batch_size per_device_batch_size "
+  "ppo_micro_batch_size ppo_micro_batch_size_per_gpu micro_train_batch_size "
+  "train_micro_batch_size micro_batch_size gradient_accumulation_steps",
+  "optim.learning_rate": "learning_rate lr actor_learning_rate",
+  "optim.warmup_steps": "warmup_steps warmup warmup_ratio lr_warmup_steps "
+  "lr_warmup_ratio lr_warmup_steps_ratio warmup_steps_fraction",
+  "optim.b1": "beta1 adam_b1 adam_beta1 betas adam_betas",
+  "optim.b2": "beta2 adam_b2 adam_beta2",
+  "optim.weight_decay": "adam_weight_decay l2",
+  "optim.clip_norm": "max_grad_norm max_norm grad_clip clip_grad_norm "
+  "optim.clip gradient_clipping gradient_clipping_threshold",
+  "critic.learning_rate": "learning_rate lr critic_learning_rate",
+  "critic.warmup_steps": "warmup_steps warmup lr_warmup_steps",
+  "critic.clip": "cliprange_value value_clip clip_range_vf vf_clip",
+  "critic.discount": "gamma",
+  "critic.trace_decay": "lam lambd gae_lambda lambda_",
+  "cold_start.steps": "steps max_steps num_steps",
+  "cold_start.batch": "batch_size train_batch_size",
+  "cold_start.learning_rate": "learning_rate lr",
+  "cold_start.warmup_steps": "warmup_steps warmup lr_warmup_steps",
+  "eval.every": "eval_steps eval.steps eval_interval eval_every_n_steps "
+  "test_freq val_period",
+  "eval.prompts": "max_val_samples",
+  "eval.samples": "n val_kwargs.n eval_n_samples_per_prompt",
+  "checkpoint.every": "save_steps save_freq save_period save_interval_steps "
+  "checkpoint_period checkpoint.steps",
+  "checkpoint.keep": "save_total_limit keep_top_k max_to_keep max_ckpt_num "
+  "max_actor_ckpt_to_keep",
+  "log.samples": "log_completions num_completions_to_print",
+}
+
+# What a number of ours counts, where a number of that name counts otherwise.
+_COUNTS = {
+  "num_steps": "iterations, each a rollout and its updates",
+  "data.prompts": "prompts an iteration",
+  "data.refill_rounds": "batches drawn at most",
+  "sampler.max_new_tokens": "tokens of a response, without its prompt",
+  "paging.slots": "responses that decode together",
+  "objective.kl_coef": "0: no reference",
+  "objective.reference_every": "iterations",
+  "learner.minibatches": "optimizer steps an iteration",
+  "learner.micro_rows": "responses in one pass, over all devices",
+  "optim.warmup_steps": "optimizer steps",
+  "eval.every": "iterations",
+  "checkpoint.every": "iterations",
+}
+
+
+def hint(key: str, keys: Collection[str]) -> str:
+  """What ends an error about a key that does not exist.
+
+  First comes the key that other trainers give this name, then those that differ
+  by a typo, or by the section alone. A key that only looks alike was not meant:
+  then the keys of the section are listed, or the sections.
+
+  Args:
+    key: as it was typed, with dots between its parts.
+    keys: all that there are.
+  """
+  found = _of_other_trainers(key, keys)
+  found = found or _typo(key, keys) + _in_another_section(key, keys)
+  if found:
+    counts = _COUNTS.get(found[0], "") if len(found) == 1 else ""
+    return f"did you mean {either(found)}{counts and f' ({counts})'}?"
+  section = key.partition(".")[0]
+  inside = sorted(k for k in keys if k.startswith(f"{section}."))
+  if inside:
+    return f"{section} has {', '.join(_leaf(k) for k in inside)}"
+  sections = sorted({k.partition(".")[0] for k in keys if "." in k})
+  alone = sorted(k for k in keys if "." not in k)
+  return f"sections are {', '.join(sections)}; without one: {', '.join(alone)}"
+
+
+def _of_other_trainers(key, keys):
+  names = {}
+  for ours, others in OTHER_NAMES.items():
+    for other in others.split():
+      if ours in keys:
+        names.setdefault(_plain(other), []).append(ours)
+  parts = key.split(".")
+  for i in range(len(parts)):
+    found = names.get(_plain(".".join(parts[i:])))
+    if found:
+      in_section = [k for p in parts for k in found if k.startswith(f"{p}.")]
+      return (in_section or found)[:1]
+  return []
+
+
+def _in_another_section(key, keys):
+  same = sorted(k for k in keys if _plain(_leaf(k)) == _plain(_leaf(key)))
+  section = key.rpartition(".")[0]
+  meant = mistyped(section, {k.rpartition(".")[0] for k in same})
+  return [k for k in same if k.rpartition(".")[0] in meant] or same
+
+
+def _typo(key, keys):
+  section, _, leaf = key.rpartition(".")
+  inside = [k for k in sorted(keys) if k.rpartition(".")[0] == section]
+  meant = mistyped(leaf, [_leaf(k) for k in inside])
+  return [k for k in inside if _leaf(k) in meant]
+
+
+def _leaf(key: str) -> str:
+  return key.rpartition(".")[2]
+
+
+def _plain(name: str) -> str:
+  """learningRate and learning-rate are spelled as learning_rate is."""
+  return name.replace("_", "").replace("-", "").lower()

@@ -1,0 +1,43 @@
+"""A hint names what was meant, and never what merely looks alike."""
+
+import pytest
+
+from gspo_jax.errors import mistyped, nearest
+
+METHODS = ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "ppo", "gmpo")
+
+
+@pytest.mark.parametrize(
+  ("name", "choice"),
+  [
+    ("gpso", "gspo"),  # swapped
+    ("gsppo", "gspo"),  # one too many
+    ("gso", "gspo"),  # one too few
+    ("GSPO", "gspo"),
+    ("gspo-tokn", "gspo_token"),  # two typos in a long name
+    ("drgrpo", "dr_grpo"),
+  ],
+)
+def test_a_typo_is_seen(name, choice):
+  assert nearest(name, METHODS) == f"did you mean {choice!r}?"
+
+
+@pytest.mark.parametrize(
+  ("name", "choices"),
+  [
+    ("sppg", METHODS),  # three letters of "gspo"
+    ("gspo_tree", METHODS),
+    ("k4", ("k1", "k2", "k3")),
+    ("qwen3-14b", ("qwen3-4b", "qwen3-8b")),
+    ("AIME26", ("AIME24", "AIME25")),
+  ],
+)
+def test_what_looks_alike_was_not_meant(name, choices):
+  assert mistyped(name, choices) == []
+  assert nearest(name, choices) == f"choose one of {', '.join(sorted(choices))}"
+
+
+def test_of_equally_near_ones_all_are_named():
+  assert nearest("v5x", ("v6e", "v5p", "v5e")) == "did you mean 'v5e' or 'v5p'?"
+  expected = "did you mean 'gmpo', 'grpo', 'gspo' or 'ppo'?"
+  assert nearest("gppo", METHODS) == expected

@@ -1,0 +1,104 @@
+"""A key that does not exist is answered with the one that was meant."""
+
+import pytest
+
+from configs import common
+from gspo_jax.keys import _COUNTS, OTHER_NAMES, hint
+from gspo_jax.main import _flatten
+
+KEYS = set(_flatten(common.get_config()))
+
+
+def test_the_table_is_of_keys_that_exist_and_of_names_that_do_not():
+  assert OTHER_NAMES.keys() <= KEYS
+  assert OTHER_NAMES.keys() >= _COUNTS.keys()
+  for key, others in OTHER_NAMES.items():
+    names = others.split()
+    assert len(set(names)) == len(names), key
+    assert not {n for n in names if n in KEYS} - {"num_steps"}, key
+
+
+def meant(text):
+  return text.removeprefix("did you mean ").partition(" (")[0].rstrip("?")
+
+
+@pytest.mark.parametrize(
+  ("typed", "key"),
+  [
+    # TRL
+    ("num_generations", "sampler.group_size"),
+    ("objective.beta", "objective.kl_coef"),
+    ("importance_sampling_level", "objective.name"),
+    ("max_completion_length", "sampler.max_new_tokens"),
+    ("per_device_train_batch_size", "learner.micro_rows"),
+    ("optim.max_grad_norm", "optim.clip_norm"),
+    # verl
+    ("optim.lr", "optim.learning_rate"),
+    ("actor_rollout_ref.actor.optim.lr", "optim.learning_rate"),
+    ("actor_rollout_ref.rollout.n", "sampler.group_size"),
+    ("actor_rollout_ref.rollout.val_kwargs.n", "eval.samples"),
+    ("data.train_batch_size", "data.prompts"),
+    ("trainer.total_training_steps", "num_steps"),
+    # OpenRLHF, NeMo RL, MaxText, Tunix
+    ("n_samples_per_prompt", "sampler.group_size"),
+    ("loss_fn.ratio_clip_max", "objective.clip_high"),
+    ("ici_fsdp_parallelism", "mesh.fsdp"),
+    ("eval_every_n_steps", "eval.every"),
+    # other spellings
+    ("data.batch-size", "data.prompts"),
+    ("maxGradNorm", "optim.clip_norm"),
+    # a name of several keys: the section that was typed decides
+    ("learning_rate", "optim.learning_rate"),
+    ("critic.optim.lr", "critic.learning_rate"),
+    ("cold_start.lr", "cold_start.learning_rate"),
+    ("cold_start.batch_size", "cold_start.batch"),
+    ("eval.n", "eval.samples"),
+  ],
+)
+def test_names_of_other_trainers(typed, key):
+  assert meant(hint(typed, KEYS)) == repr(key)
+
+
+def test_a_number_that_counts_otherwise_is_told_so():
+  expected = "'learner.minibatches' (optimizer steps an iteration)?"
+  assert hint("ppo_mini_batch_size", KEYS) == f"did you mean {expected}"
+
+
+@pytest.mark.parametrize(
+  ("typed", "keys"),
+  [
+    ("optim.temperature", "'sampler.temperature'"),
+    ("temperature", "'sampler.temperature'"),
+    ("log.every", "'checkpoint.every' or 'eval.every'"),
+    ("evals.samples", "'eval.samples'"),
+    ("optim.learning_rat", "'optim.learning_rate'"),
+    ("sed", "'seed'"),
+    ("objective.names", "'objective.name' or 'reward.names'"),
+  ],
+)
+def test_another_section_and_a_typo(typed, keys):
+  assert meant(hint(typed, KEYS)) == keys
+
+
+OPTIM = "b1, b2, clip_norm, learning_rate, warmup_steps, weight_decay"
+
+
+@pytest.mark.parametrize(
+  ("typed", "text"),
+  [
+    ("optim.momentum", f"optim has {OPTIM}"),
+    ("optim.b3", f"optim has {OPTIM}"),
+    ("optim", f"optim has {OPTIM}"),
+    ("optim.b1.x", f"optim has {OPTIM}"),
+    ("lora.rank", "sections are checkpoint, cold_start, critic, data, eval, "),
+    ("lora", "; without one: num_steps, seed"),
+  ],
+)
+def test_without_a_likely_one_all_are_listed(typed, text):
+  assert text in hint(typed, KEYS)
+
+
+def test_a_key_that_this_config_lacks_is_not_proposed():
+  assert meant(hint("lr", KEYS - {"optim.learning_rate"})) == (
+    "'critic.learning_rate'"
+  )
