@@ -1,6 +1,7 @@
-"""The policy losses as their papers write them: loops over float64 scalars."""
+"""Losses and advantages as their papers write them: loops over float64."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +16,11 @@ class Case(NamedTuple):
   o: np.ndarray
   a: np.ndarray
   m: np.ndarray
-  router_shift: np.ndarray | None = None  # of rspo alone
+  router_shift: np.ndarray | None = None
   shift: np.ndarray | None = None
   weights: np.ndarray | None = None
   reference: np.ndarray | None = None  # the penalty is (x - reference)^2 / 2
+  penalty: Callable | None = None  # or this function of x, row and token
 
 
 # Name: (what the paper clips with, a spread of x - o that clips some tokens).
@@ -144,9 +146,9 @@ def clamp(gap):
   return max(-20.0, min(20.0, gap))
 
 
-def rows_of(name, case: Case, x_fixed, dual_clip=None):
+def rows_of(name, case: Case, x_fixed, dual_clip=None, bounds=None, floor=0.8):
   """A dict of lists a non-empty row; `x_fixed` stands in stop-gradients."""
-  bounds, _ = SETTINGS[name]
+  bounds = bounds or SETTINGS[name][0]
   x, o, a, x_fixed = (
     np.asarray(v, float) for v in (case.x, case.o, case.a, x_fixed)
   )
@@ -158,8 +160,9 @@ def rows_of(name, case: Case, x_fixed, dual_clip=None):
     tokens, penalty = [], []
     for t in steps:
       shift = 0.0 if case.shift is None else float(case.shift[i, t])
-      if name == "rspo":
-        shift += math.log(max(math.exp(-float(case.router_shift[i, t])), 0.8))
+      if case.router_shift is not None:
+        weight = max(math.exp(-float(case.router_shift[i, t])), floor)
+        shift += math.log(weight)
       tokens.append(
         Token(
           clamp(x[i, t] - o[i, t] + shift),
@@ -170,6 +173,8 @@ def rows_of(name, case: Case, x_fixed, dual_clip=None):
       )
       if case.reference is not None:
         penalty.append((x[i, t] - float(case.reference[i, t])) ** 2 / 2)
+      elif case.penalty is not None:
+        penalty.append(case.penalty(x[i, t], i, t))
     losses, low, high = zip(
       *METHODS[name](tokens, bounds, dual_clip), strict=True
     )
@@ -204,9 +209,9 @@ def aggregated(name, rows, key, max_length):
   return mean_over_rows(rows, key)
 
 
-def loss(name, case: Case, dual_clip=None):
-  """(the loss, its metrics by name)."""
-  rows = rows_of(name, case, case.x, dual_clip)
+def loss(name, case: Case, dual_clip=None, **how):
+  """(the loss, its metrics by name); `how` as of `rows_of`."""
+  rows = rows_of(name, case, case.x, dual_clip, **how)
   low, high = over_tokens(rows, "low"), over_tokens(rows, "high")
   rows_low, rows_high = (mean_over_rows(rows, k) for k in ("low", "high"))
   gap = over_tokens(rows, "gap")
@@ -234,14 +239,14 @@ def loss(name, case: Case, dual_clip=None):
   return policy + penalty, metrics
 
 
-def gradient(name, case: Case, dual_clip=None, step=1e-6):
+def gradient(name, case: Case, dual_clip=None, step=1e-6, **how):
   """Central differences, of the terms: a sum would round off the small ones."""
   grad = np.zeros(case.x.shape)
   for index in zip(*np.nonzero(case.m), strict=True):
     nudge = np.zeros(case.x.shape)
     nudge[index] = step
     above, below = (
-      rows_of(name, case._replace(x=case.x + d), case.x, dual_clip)
+      rows_of(name, case._replace(x=case.x + d), case.x, dual_clip, **how)
       for d in (nudge, -nudge)
     )
     change = [
@@ -254,3 +259,55 @@ def gradient(name, case: Case, dual_clip=None, step=1e-6):
     slope = aggregated(name, change, "change", case.x.shape[1])
     grad[index] = slope / (2 * step)
   return grad
+
+
+def mismatch_weights(old, sampled, mask, method, unit, cap, floor):
+  """(weights, the share that is cut, the mean weight)."""
+  weights, cuts = np.zeros(mask.shape), []
+  for i in range(len(mask)):
+    steps = np.flatnonzero(mask[i])
+    logs = [float(old[i, t]) - float(sampled[i, t]) for t in steps]
+    logs = [max(-20, min(20, log)) for log in logs]
+    if unit == "sequence" and logs:
+      logs = [sum(logs) / len(logs)] * len(logs)
+    for t, log in zip(steps, logs, strict=True):
+      ratio = math.exp(log)
+      if method == "tis":
+        weights[i, t] = min(ratio, cap)
+        cuts.append(ratio > cap)
+      else:
+        inside = floor <= ratio <= cap
+        weights[i, t] = ratio if inside else 0
+        cuts.append(not inside)
+  return weights, np.mean(cuts), weights.sum() / len(cuts)
+
+
+def value_loss(values, old, returns, mask, clip=0.2):
+  """[B, T] each: losses, whether they are clipped, slopes."""
+  losses, cuts = np.zeros(mask.shape), np.zeros(mask.shape, bool)
+  grad = np.zeros(mask.shape)
+  for i, t in zip(*np.nonzero(mask), strict=True):
+    v, o, r = (float(x[i, t]) for x in (values, old, returns))
+    near = min(max(v, o - clip), o + clip)
+    free, bound = (v - r) ** 2, (near - r) ** 2
+    losses[i, t] = max(free, bound) / 2
+    cuts[i, t] = bound > free
+    # Farther off though clipped: the error does not move with v.
+    grad[i, t] = 0 if bound > free else v - r
+  return losses, cuts, grad
+
+
+def generalized_advantages(rewards, values, mask, discount, trace_decay):
+  """[B, T]: sum_k (g l)^k d_t+k over response tokens; g, l: the arguments."""
+  expected = np.zeros(mask.shape)
+  for i in range(len(mask)):
+    tokens = np.flatnonzero(mask[i])
+    r, v = (x[i, tokens].astype(float) for x in (rewards, values))
+    v = np.append(v, 0.0)
+    deltas = [r[k] + discount * v[k + 1] - v[k] for k in range(len(tokens))]
+    for k, t in enumerate(tokens):
+      expected[i, t] = sum(
+        (discount * trace_decay) ** (j - k) * deltas[j]
+        for j in range(k, len(tokens))
+      )
+  return expected

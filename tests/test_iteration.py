@@ -1,14 +1,28 @@
 """One iteration, with a program that only notes what it is given."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from gspo_jax import hosts, rollout, runs, sharding, tokenizer, train
+from gspo_jax import (
+  credit,
+  hosts,
+  model,
+  rollout,
+  runs,
+  settings,
+  sharding,
+  tokenizer,
+  train,
+  train_step,
+)
 from gspo_jax.iteration import iterate
+from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.rewards.pool import Scorer, Scores
 from gspo_jax.sampler import Samples
 from gspo_jax.tasks import Problem
@@ -20,10 +34,10 @@ class Spy:
 
   mesh = sharding.make_mesh(jax.devices()[:1])
   tokenizer = tokenizer.load("bytes")
-  appraise = None
+  scores, appraise = True, None
 
   def __init__(self):
-    self.keys = []
+    self.keys, self.cuts = [], []
 
   def generate(self, params, prompts, key):
     self.keys.append(key)
@@ -31,9 +45,12 @@ class Spy:
     ones = jnp.ones(4, jnp.int32)
     return Samples(tokens, jnp.zeros((4, 3)), ones, ones * 0, jnp.int32(1))
 
-  def score(self, params, prompts, samples):
-    batch = rollout.assemble(prompts, samples.tokens, samples.lengths)
-    return batch, {}
+  def assemble(self, prompts, samples):
+    return rollout.assemble(prompts, samples.tokens, samples.lengths)
+
+  def score(self, state, batch, key):
+    self.cuts.append(key)
+    return state, batch, {}
 
   def merge(self, kept, new, index):
     return kept
@@ -43,7 +60,7 @@ class Spy:
 
   def update(self, state, batch, key):
     self.keys.append(key)
-    return state, {}
+    return state, batch, {}
 
   def draw(self, step):
     return {
@@ -96,6 +113,188 @@ def test_every_step_and_use_has_its_own_key(debug_config):
     source = train._rollouts(run, spy)
     for step in (1, 2, 1):
       iterate(run, state, spy, source, step)
-  drawn = [tuple(jax.random.key_data(k).tolist()) for k in spy.keys]
+  drawn, cuts = (
+    [tuple(jax.random.key_data(k).tolist()) for k in keys]
+    for keys in (spy.keys, spy.cuts)
+  )
   assert len(set(drawn[:6])) == 6
   assert drawn[:3] == drawn[6:]  # the same step repeats
+  assert cuts == drawn[2::3]  # scores are cut as the update is
+
+
+def test_where_no_score_is_needed_none_is_made(debug_config):
+  spy = Spy()
+  spy.scores = False
+  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
+  scorer = Scorer(("final_answer",), (1.0,), workers=1)
+  run = runs.Run(debug_config, None, spy, scorer, None, None, None, keys)
+  debug_config.sampler.group_size = 2
+  with scorer:
+    iterate(run, TrainState(0, None, None), spy, train._rollouts(run, spy), 1)
+  assert (len(spy.cuts), len(spy.keys)) == (0, 2)
+
+
+# What each answer earns: in no order, and no group like another.
+EARNED = np.array([[5.0, 1.0], [2.0, 9.0], [3.0, 3.5]], np.float32)
+P, G, R = 3, 2, 3
+LENGTHS = np.array([1, 3, 2, 2, 3, 1], np.int32)
+FIRST = ord("a")  # answer 0 begins with it, answer 1 with the next letter
+
+
+CFG = model.variant("tiny", num_experts=0, experts_per_token=0)
+
+
+def table(params, cfg, rows, **how):
+  """A policy whose parameters are log-probs, found by the answer's letter."""
+  logps = params["logps"][rows.tokens[:, -R] - FIRST]
+  return TokenLogprobs(logps, jnp.zeros_like(logps))
+
+
+class Tabular(Spy):
+  """A program of that policy: it draws six answers that can be told apart."""
+
+  def __init__(self, config):
+    super().__init__()
+    learner, *_ = settings.learners(config, CFG)
+    self.learner = learner._replace(optimizer=optax.sgd(1.0))
+    update = functools.partial(train_step.update, learner=self.learner)
+    self.step = jax.jit(lambda *given, improve: update(*given, improve=improve))
+    self.scores = settings.scores(config, CFG)
+    self.fields = settings.fields(config, CFG)
+    self.credit = settings.credit_of(config)
+    self.used, self.recorded = [], []
+
+  def generate(self, params, prompts, key):
+    self.used.append(params)
+    tokens = FIRST + jnp.arange(P * G)[:, None] + 10 * jnp.arange(R)
+    cut = jnp.zeros(P * G, jnp.int8)
+    logps = jnp.zeros((P * G, R))
+    return Samples(tokens, logps, jnp.asarray(LENGTHS), cut, jnp.int32(1))
+
+  def assemble(self, prompts, samples):
+    return rollout.of_samples(prompts, samples, CFG, self.fields)
+
+  def score(self, state, batch, key):
+    self.used.append(state.params)
+    return self.step(state, batch, key, improve=False)
+
+  def assign(self, batch, rewards, finish):
+    self.assigned = credit.assign(batch, rewards, finish, credit=self.credit)
+    return self.assigned
+
+  def update(self, state, batch, key):
+    return self.step(state, batch, key, improve=True)
+
+  def draw(self, step):
+    tokens = np.array([[0, ord("1") + p] for p in range(P)], np.int32)
+    return {
+      "tokens": tokens,
+      "length": np.ones(P, np.int32),
+      "problems": [Problem(f"{p + 1}", f"{p + 1}", "") for p in range(P)],
+    }
+
+  def record(self, batch, correct):
+    self.recorded.append(correct)
+
+
+class Judge:
+  """Scores answers, each only beside its own question."""
+
+  def submit(self, answers):
+    total = []
+    for answer in answers:
+      p, row = int(answer.prompt) - 1, ord(answer.text[0]) - FIRST
+      assert (row // G, len(answer.text)) == (p, LENGTHS[row])
+      assert answer.reference == answer.prompt
+      total.append(EARNED[p, row % G])
+    total = np.array(total, np.float32)
+    failed = np.zeros(len(total), bool)
+    # Two rewards: what is paid is their sum, and not the first of them.
+    parts = {"right": total * 0, "length": total}
+    scores = Scores(total, parts, failed, ())
+    return SimpleNamespace(result=lambda: scores)
+
+
+@pytest.fixture
+def tabular(debug_config, monkeypatch):
+  """A run of that program, and its state."""
+  monkeypatch.setattr(rollout, "logprobs", table)
+  debug_config.objective.name = "dr_grpo"
+  debug_config.sampler.group_size = G
+  debug_config.learner.minibatches = P  # one of them begins unscored
+  debug_config.learner.micro_rows = G // 2
+  program = Tabular(debug_config)
+  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
+  run = runs.Run(debug_config, None, program, Judge(), None, None, None, keys)
+  logps = -np.random.default_rng(0).random((P * G, R), np.float32)
+  params = {"logps": jnp.asarray(logps)}
+  optimizer = program.learner.optimizer
+  return run, train_step.begin(params, optimizer=optimizer)
+
+
+def test_a_reward_meets_the_gradient_of_its_own_answer(tabular):
+  run, state = tabular
+  program = run.program
+  source = train._rollouts(run, program)
+  new, row, _, shown = iterate(run, state, program, source, 1)
+  advantages = EARNED - EARNED.mean(1, keepdims=True)
+  assigned = program.assigned
+  letters = np.asarray(assigned.tokens[:, -R]) - FIRST
+  np.testing.assert_array_equal(letters, np.arange(P * G))
+  np.testing.assert_allclose(assigned.advantages, advantages.ravel())
+  # On-policy the loss of Dr. GRPO falls by A / (G R) for each token.
+  mask = np.arange(R) < LENGTHS[:, None]
+  expected = np.where(mask, advantages.reshape(-1, 1), 0) / (G * R)
+  change = new.params["logps"] - state.params["logps"]
+  np.testing.assert_allclose(change, expected, atol=1e-6)
+  assert int(new.step) == 1
+  assert row["ratio/moved"] == 0
+  assert row["ratio/first_minibatch_std"] == 0
+  assert row["reward/mean"] == pytest.approx(EARNED.mean())
+  assert row["reward/length"] == pytest.approx(EARNED.mean())
+  assert row["reward/right"] == 0
+  assert row["response/length"] == LENGTHS.mean()
+  assert [s[0] for s in shown] == ["1", "2", "3"]
+  assert [s[1][0] for s in shown] == ["a", "c", "e"]
+  assert [s[3] for s in shown] == EARNED[:, 0].tolist()
+
+
+def test_the_policy_that_draws_and_scores_is_the_newest(tabular):
+  run, state = tabular
+  program = run.program
+  source = train._rollouts(run, program)
+  for step in (1, 2, 3):
+    before = state.params
+    state, *_ = iterate(run, state, program, source, step)
+    assert all(params is before for params in program.used)
+    assert len(program.used) == 2
+    program.used.clear()
+
+
+def test_it_is_told_how_old_the_answers_are(tabular):
+  run, state = tabular
+  program = run.program
+  fresh = train._rollouts(run, program)
+  run.config.rollout.ahead = True
+
+  def source(params, step):
+    ready = fresh(params, step)
+    return ready._replace(drawn_at=step - 1.25, continued=0.5)
+
+  _, row, *_ = iterate(run, state, program, source, 4)
+  assert row["rollout/staleness"] == 1.25
+  assert row["rollout/continued"] == 0.5
+
+
+def test_all_that_was_drawn_is_recorded(tabular):
+  """What refill discards is known to the curriculum, too."""
+  run, state = tabular
+  program = run.program
+  fresh = train._rollouts(run, program)
+
+  def source(params, step):
+    first, second = (fresh(params, step) for _ in range(2))
+    return second._replace(costs=[*first.costs, *second.costs])
+
+  iterate(run, state, program, source, 1)
+  assert [correct.shape for correct in program.recorded] == [(P, G)] * 2

@@ -1,9 +1,8 @@
 """Weights between sampler and trainer against loops in float64."""
 
-import math
-
 import jax
 import numpy as np
+import oracles
 import pytest
 
 from gspo_jax import mismatch_weights
@@ -22,26 +21,6 @@ def draw():
   return old, (old - gap).astype(np.float32), mask
 
 
-def oracle(old, sampled, mask, method, unit, cap, floor):
-  weights, cuts = np.zeros(mask.shape), []
-  for i in range(len(mask)):
-    steps = np.flatnonzero(mask[i])
-    logs = [float(old[i, t]) - float(sampled[i, t]) for t in steps]
-    logs = [max(-20, min(20, log)) for log in logs]
-    if unit == "sequence" and logs:
-      logs = [sum(logs) / len(logs)] * len(logs)
-    for t, log in zip(steps, logs, strict=True):
-      ratio = math.exp(log)
-      if method == "tis":
-        weights[i, t] = min(ratio, cap)
-        cuts.append(ratio > cap)
-      else:
-        inside = floor <= ratio <= cap
-        weights[i, t] = ratio if inside else 0
-        cuts.append(not inside)
-  return weights, np.mean(cuts), weights.sum() / len(cuts)
-
-
 @pytest.mark.parametrize("method", ["tis", "mis"])
 @pytest.mark.parametrize("unit", ["token", "sequence"])
 @pytest.mark.parametrize("bounds", [(2.0, 0.5), (1.2, 0.9)])
@@ -49,7 +28,7 @@ def test_is_the_oracle(method, unit, bounds):
   cap, floor = bounds
   keywords = {"method": method, "unit": unit, "cap": cap, "floor": floor}
   weights, metrics = mismatch_weights(*draw(), **keywords)
-  expected, cut, mean = oracle(*draw(), **keywords)
+  expected, cut, mean = oracles.mismatch_weights(*draw(), **keywords)
   np.testing.assert_allclose(weights, expected, rtol=1e-5)
   np.testing.assert_allclose(metrics["mismatch/cut"].value(), cut, rtol=1e-6)
   np.testing.assert_allclose(

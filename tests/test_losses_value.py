@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+import oracles
 import pytest
 
 from gspo_jax import value_loss
@@ -26,27 +27,13 @@ def run(data, **keywords):
   return np.asarray(loss), jax.device_get(metrics), np.asarray(grad)
 
 
-def oracle(values, old, returns, mask, clip=0.2):
-  losses, cuts = np.zeros(mask.shape), np.zeros(mask.shape, bool)
-  grad = np.zeros(mask.shape)
-  for i, t in zip(*np.nonzero(mask), strict=True):
-    v, o, r = (float(x[i, t]) for x in (values, old, returns))
-    near = min(max(v, o - clip), o + clip)
-    free, bound = (v - r) ** 2, (near - r) ** 2
-    losses[i, t] = max(free, bound) / 2
-    cuts[i, t] = bound > free
-    # Farther off though clipped: the error does not move with v.
-    grad[i, t] = 0 if bound > free else v - r
-  return losses, cuts, grad
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("clip", [0.2, 0.05])
 def test_value_gradient_metrics_are_the_oracles(seed, clip):
   data = draw(seed)
   values, _, returns, mask = data
   loss, metrics, grad = run(data, clip=clip)
-  losses, cuts, slopes = oracle(*data, clip)
+  losses, cuts, slopes = oracles.value_loss(*data, clip)
   n = mask.sum()
   np.testing.assert_allclose(loss, losses.sum() / n, rtol=1e-5)
   np.testing.assert_allclose(grad, slopes / n, rtol=1e-4, atol=1e-7)

@@ -20,8 +20,8 @@ SMALL = Paging(slots=4, page=4, steps=6, chunk=8)
 
 
 @functools.cache
-def weights():
-  return jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
+def weights(seed=0):
+  return jax.jit(model.init, static_argnums=1)(jax.random.key(seed), CFG)
 
 
 def prompts():
@@ -53,9 +53,15 @@ def _built(paging, draw, cfg, axes, prompt):
 
 
 @functools.cache
-def static(draw=DRAW, key=1):
-  generate = jax.jit(functools.partial(sampler.generate, sampler=draw, cfg=CFG))
-  drawn = generate(weights(), prompts=prompts(), key=jax.random.key(key))
+def generate(draw=DRAW):
+  return jax.jit(functools.partial(sampler.generate, sampler=draw, cfg=CFG))
+
+
+@functools.cache
+def static(draw=DRAW, key=1, seed=0):
+  drawn = generate(draw)(
+    weights(seed), prompts=prompts(), key=jax.random.key(key)
+  )
   assert (drawn.lengths == R).any() != (drawn.lengths == R).all()
   return jax.device_get(drawn)
 
@@ -87,19 +93,20 @@ def test_answers_are_those_of_the_static_sampler(name):
 
 def test_a_greedy_answer_a_prompt():
   draw = SamplerConfig(1, R, stop_ids=(3, 5), temperature=0, pad_id=7)
-  generate = jax.jit(functools.partial(sampler.generate, sampler=draw, cfg=CFG))
   key = jax.random.key(0)
-  wanted = generate(weights(), prompts=prompts(), key=key)
+  wanted = generate(draw)(weights(), prompts=prompts(), key=key)
   assert_same(build(SMALL, draw)(weights(), prompts(), key), wanted)
 
 
-def test_another_call_and_another_key():
+def test_another_call_another_key_and_other_weights():
   draw = _built.__wrapped__(SMALL, DRAW, CFG, (), S)  # nobody else called it
-  first, again, other = (
-    draw(weights(), prompts(), jax.random.key(key)) for key in (1, 1, 2)
+  first, again, other, improved = (
+    draw(weights(seed), prompts(), jax.random.key(key))
+    for key, seed in ((1, 0), (1, 0), (2, 0), (2, 1))
   )
   assert_same(first, again)
   assert_same(other, static(key=2))
+  assert_same(improved, static(key=2, seed=1))  # by the weights of that call
   assert (first.tokens != other.tokens).any()
   # Prefills of one text and of several, of up to 8 tokens and of up to 16.
   assert draw.buckets(continues=False) == (8, 16)

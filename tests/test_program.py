@@ -65,12 +65,20 @@ def iteration(run, state, step):
   asked = Prompts(tokens, np.full(4, 8, np.int32))
   samples = run.generate(state.params, asked, jax.random.key(step))
   rollout, key = run.assemble(asked, samples), jax.random.key(step)
-  state, rollout, _ = run.score(state, rollout, key)
+  assert run.scores
+  # Copies: a NumPy view of a buffer would forbid its donation.
+  before = jax.tree.map(np.array, state)
+  state, rollout, scored = run.score(state, rollout, key)
+  jax.tree.map(np.testing.assert_array_equal, before, state)
   rollout = run.appraise(state, rollout)
   rewards = rng.standard_normal(16).astype(np.float32)
   rollout = run.assign(rollout, rewards, samples.finish)
   kept = jax.device_get(rollout)
-  state, _, metrics = run.update(state, rollout, key)
+  state, _, learnt = run.update(state, rollout, key)
+  metrics = jax.tree.map(jnp.add, scored, learnt)
+  # Both at the sampler's temperature, else they would be far apart.
+  assert metrics["mismatch/token_abs_mean"].value() < 1e-5
+  assert metrics["mismatch/sequence_abs_mean"].count == len(rewards)
   return kept, state, metrics
 
 
@@ -130,6 +138,8 @@ def test_what_no_update_reads_is_not_kept(debug_config):
     prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
     key = jax.eval_shape(lambda: jax.random.key(0))
     samples = run.generate.lower(run.abstract.params, prompts, key).out_info
+    recorded = debug_config.objective.replay == "r3"
+    assert (samples.experts is not None) == recorded
     rollout = run.assemble.lower(prompts, samples).out_info
     improve = shape((), jnp.bool_)
     lowered = run.step.lower(run.abstract, rollout, key, improve)
@@ -146,7 +156,26 @@ def test_what_no_update_reads_is_not_kept(debug_config):
   assert not routing & kept
   assert "moe/layer_load_max" not in measured
   assert scored(replay="r2")[0] & routing == {"experts"}
+  assert scored(replay="r3")[0] & routing == {"experts"}
   assert routing <= scored(replay="none", name="rspo")[0]
+
+
+def test_an_evaluation_draws_by_chance_and_once_greedily(debug_config):
+  """Read from the programs: only the first needs random numbers."""
+  debug_config.objective.replay = "r3"
+  debug_config.eval.samples = 3
+  run = program.build(debug_config, sharding.make_mesh(jax.devices()[:1]))
+  shape = jax.ShapeDtypeStruct
+  prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  for generate, rows, random in (
+    (run.generate_eval, 12, True),
+    (run.generate_greedy, 4, False),
+  ):
+    made = generate.lower(run.abstract.params, prompts, key)
+    assert made.out_info.lengths.shape == (rows,)
+    assert made.out_info.experts is None  # no update reads them
+    assert ("threefry" in made.as_text()) == random
 
 
 def test_a_function_that_compiles_again_is_told(debug_config):

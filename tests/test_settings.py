@@ -1,5 +1,6 @@
 """Settings: every name has its loss, and what cannot be is refused."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -16,6 +17,15 @@ def build(config):
 def test_every_public_policy_loss_has_a_name():
   public = {n for n in losses.__all__ if n.endswith("_loss")}
   assert {f"{n}_loss" for n in settings.OBJECTIVES} == public - {"value_loss"}
+
+
+@pytest.mark.parametrize("name", settings.OBJECTIVES)
+def test_a_name_is_that_of_its_own_loss(debug_config, name):
+  """GSPO-token is GSPO where all tokens of an answer have one advantage."""
+  debug_config.objective.name = name
+  # RSPO is GMPO with the router's shift, which any loss can take.
+  loss = losses.gmpo_loss if name == "rspo" else getattr(losses, f"{name}_loss")
+  assert settings.objective_of(debug_config).method.func is loss
 
 
 @pytest.mark.parametrize("name", settings.OBJECTIVES)
@@ -55,6 +65,50 @@ def test_k1_goes_into_the_reward_and_not_into_the_loss(debug_config):
   assert (in_loss(), in_reward()) == (0.1, 0.0)
   debug_config.objective.kl_estimator = "k1"
   assert (in_loss(), in_reward()) == (0.0, 0.1)
+
+
+@pytest.mark.parametrize(
+  ("minibatches", "objective", "needed"),
+  [
+    (1, {}, False),
+    (2, {}, True),
+    (1, {"kl_coef": 0.1, "kl_estimator": "k3"}, False),
+    (1, {"kl_coef": 0.1, "kl_estimator": "k1"}, True),
+    (1, {"kl_coef": 0.0, "kl_estimator": "k1"}, False),
+    (2, {"old_logps": "sampler"}, True),  # for the routing
+    (2, {"old_logps": "sampler", "replay": "r2"}, True),
+    (2, {"old_logps": "sampler", "kl_estimator": "k1", "kl_coef": 0.1}, True),
+    (1, {"old_logps": "sampler", "kl_estimator": "k1", "kl_coef": 0.1}, False),
+  ],
+)
+def test_it_is_scored_where_an_update_cannot_know(
+  debug_config, minibatches, objective, needed
+):
+  debug_config.learner.minibatches = minibatches
+  debug_config.objective.update(objective)
+  cfg = settings.model_config(debug_config)
+  assert settings.scores(debug_config, cfg) == needed
+  in_reward = needed and minibatches == 1
+  learner, *_ = settings.learners(debug_config, cfg)
+  assert learner.scores_all == in_reward
+  debug_config.log.instruments = False  # then no routing is read
+  dense = dataclasses.replace(cfg, num_experts=0, experts_per_token=0)
+  trusted = objective.get("old_logps") == "sampler"
+  assert settings.scores(debug_config, dense) == (needed and not trusted)
+
+
+def test_answers_are_drawn_as_the_config_says(debug_config):
+  sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2}
+  debug_config.sampler.update(sampler)
+  texts = settings.load_tokenizer(debug_config)
+  found = lambda: settings.sampler_config(debug_config, texts)
+  for key, value in debug_config.sampler.items():
+    assert getattr(found(), key) == value, key
+  assert found().stop_ids == texts.stop_ids
+  # r2 replays the old policy's experts: nothing is recorded for it.
+  for replay in ("none", "r2", "r3"):
+    debug_config.objective.replay = replay
+    assert found().record_routing == (replay == "r3")
 
 
 @pytest.mark.parametrize(
@@ -161,5 +215,7 @@ def test_a_state_holds_no_weights_that_nothing_reads(debug_config):
   assert state.critic is None
   debug_config.objective.kl_coef = 0.1
   debug_config.model.dtype = "bfloat16"
-  reference = build(debug_config).abstract.reference
-  assert {x.dtype.name for x in jax.tree.leaves(reference)} == {"bfloat16"}
+  for estimator in ("k1", "k2", "k3"):
+    debug_config.objective.kl_estimator = estimator
+    reference = build(debug_config).abstract.reference
+    assert {x.dtype.name for x in jax.tree.leaves(reference)} == {"bfloat16"}

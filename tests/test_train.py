@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ import pytest
 from conftest import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import program, sharding
+from gspo_jax import program, sharding, train
 from gspo_jax.checkpoint import Checkpoints
 
 STEPS = 4  # of the debug config, which saves every 2
@@ -315,6 +316,29 @@ def test_a_workdir_of_another_run_is_refused(
   assert line.startswith("error: ")
   assert named in line
   assert "Traceback" not in out
+
+
+def test_an_evaluation_tells_sampled_answers_from_greedy_ones(
+  debug_config, monkeypatch
+):
+  answers = lambda generate, params, questions, **how: generate
+  monkeypatch.setattr(train.answer, "answer_all", answers)
+  functions = types.SimpleNamespace(
+    generate_eval=np.array([[1, 0], [0, 0]]),
+    generate_greedy=np.array([[1], [1]]),
+    mesh=sharding.make_mesh(jax.devices()[:1]),
+    tokenizer=None,
+  )
+  run = types.SimpleNamespace(
+    program=functions,
+    config=debug_config,
+    keys=types.SimpleNamespace(evaluate=None),
+    held_out=None,
+    scorer=None,
+  )
+  row = train._evaluate(run, None)
+  assert row["eval/pass@1"] == 0.25
+  assert row["eval/greedy"] == 1
 
 
 @pytest.mark.slow

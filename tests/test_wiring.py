@@ -1,0 +1,448 @@
+"""From a config to the gradient: each objective by name, each term on and off.
+
+The policy is a table: its parameters are log-probs, one row for each answer.
+So no model is compiled, and a gradient with respect to the parameters is one
+with respect to the log-probs. What is expected are the loops of `oracles` in
+float64, put together here from the config's numbers.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+
+from configs import tiny_cpu
+from gspo_jax import credit, critic, model, rollout, settings, train_step
+from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.rollout import Rollout
+from gspo_jax.sampler import STOPPED, TRUNCATED
+
+P, G, R, L, K = 4, 2, 5, 2, 2
+B = P * G
+CFG = model.variant("tiny")  # of its experts alone
+TEMPERATURE = 0.5  # a power of two, so that dividing by it does not round
+REWARDS = np.array([1.0, 0.0, 0.5, 2.0, 0.25, 0.75, 0.5, 0.5])
+CUT = np.array([0, 0, 1, 0, 0, 1, 0, 0], bool)
+MASK = np.arange(R) < np.array([5, 1, 3, 4, 5, 2, 4, 5])[:, None]
+
+NAMES = list(settings.OBJECTIVES)
+# Numbers that are no method's own, where they change what is clipped.
+NUMBERS = {
+  "gspo": {"clip_low": 2e-4, "clip_high": 8e-4},
+  "gspo_token": {"clip_low": 2e-4, "clip_high": 8e-4},
+  "gmpo": {"clip_low": 0.2, "clip_high": 0.5},
+  "rspo": {"clip_low": 0.2, "clip_high": 0.5},
+  "cispo": {"cap": 1.5},
+  "sapo": {"tau_positive": 0.5, "tau_negative": 2.0},
+}
+OTHERS = {"clip_low": 0.1, "clip_high": 0.35}
+# Ratios of sequences spread less than those of tokens.
+DUAL_CLIP = {"gspo": 1.0001, "gspo_token": 1.0001}
+TERMS = {
+  "nothing": {},
+  "numbers": {},
+  "k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
+  "k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
+  "k3": {"kl_coef": 0.3, "kl_estimator": "k3"},
+  "entropy": {"entropy_coef": 0.1},
+  "dual clip": {},
+  "tis_token": {"mismatch_cap": 1.3},
+  "tis_sequence": {"mismatch_cap": 1.1},
+  "mis_token": {"mismatch_cap": 1.3, "mismatch_floor": 0.8},
+  "mis_sequence": {"mismatch_cap": 1.1, "mismatch_floor": 0.9},
+  "router shift": {"router_shift_floor": 0.95},
+  "r2": {"replay": "r2"},
+  "r3": {"replay": "r3"},
+  "zero_truncated": {"zero_truncated": True},
+  "everything": {
+    **{"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
+    **{"mismatch": "mis_token", "mismatch_cap": 1.3, "mismatch_floor": 0.8},
+    **{"router_shift_floor": 0.95, "replay": "r3", "zero_truncated": True},
+  },
+}
+CASES = [
+  (name, term)
+  for name in NAMES
+  for term in TERMS
+  if term != "dual clip" or name not in oracles.UNCLIPPED
+]
+
+
+def make_config(name, term):
+  """Two minibatches of two groups, of two micro-batches each."""
+  config = tiny_cpu.get_config("debug")
+  config.sampler.group_size, config.sampler.temperature = G, TEMPERATURE
+  config.learner.minibatches = config.learner.micro_rows = 2
+  config.critic.update({"discount": 0.9, "trace_decay": 0.8, "clip": 0.1})
+  c = config.objective
+  c.name = name
+  c.update(TERMS[term])
+  if term.startswith(("tis", "mis")):
+    c.mismatch = term
+  if term in ("numbers", "everything"):
+    c.update(NUMBERS.get(name, OTHERS))
+  if term == "dual clip" or (
+    term == "everything" and name not in oracles.UNCLIPPED
+  ):
+    c.dual_clip = DUAL_CLIP.get(name, 1.1)
+  return config
+
+
+@functools.cache
+def drawn(name):
+  """Parameters, and a rollout of an older policy: some ratios are clipped."""
+  rng = np.random.default_rng(3)
+  normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  old = rng.uniform(-4, -0.1, (B, R)).astype(np.float32)
+  router, values = -np.abs(normal(B, L, R, K)), normal(B, R)
+  spread = np.float32(oracles.SETTINGS[name][1])
+  params = {
+    "logps": TEMPERATURE * (old + spread * normal(B, R)),
+    "router": router + np.float32(0.15) * normal(B, L, R, K),
+    "values": values + np.float32(0.2) * normal(B, R),
+  }
+  tokens = np.zeros((B, 1 + R), np.int32)
+  tokens[:, 0] = np.arange(B)  # which row of the table it is
+  rows = Rollout(
+    tokens,
+    positions=tokens,
+    mask=np.concatenate([np.ones((B, 1), bool), MASK], axis=1),
+    response_mask=MASK,
+    old_logps=old,
+    advantages=np.zeros(B, np.float32),
+    experts=rng.integers(0, 8, (B, L, 1 + R, K)).astype(np.uint8),
+    router_logps=router,
+    sampler_logps=old + np.float32(0.3) * normal(B, R),
+    reference_logps=old + np.float32(0.5) * normal(B, R),
+    values=values,
+  )
+  return params, rows
+
+
+CHOSEN = np.array([3, 5], np.uint8)  # the experts that the router chooses
+
+
+def sent(experts_BTk):
+  """What replay adds to a log-prob: where its token was sent."""
+  far = experts_BTk[:, 1:, 0].astype(np.float32) - np.float32(CHOSEN[0])
+  return np.float32(0.002) * far
+
+
+def entropy(x):
+  return x * x / 8
+
+
+def table(
+  params, cfg, rows, *, temperature, routes=None, replay=False, own=None
+):
+  """Stands for `rollout.logprobs`."""
+  i = rows.tokens[:, 0]
+  logps = params["logps"][i] / temperature
+  chosen = jnp.broadcast_to(CHOSEN, (L, len(i), 1 + R, K))
+  if routes is None:
+    routes = chosen
+  if own is not None:
+    routes = jnp.where(own, chosen, routes)
+  if replay:
+    logps = logps + sent(routes[0])
+  router = params["router"][i].swapaxes(0, 1)
+  return TokenLogprobs(
+    logps,
+    entropy(logps),
+    experts=routes if replay else chosen,
+    router_logps=router,
+    router_entropy=-router[..., 0],
+    dropped=jnp.zeros(L, jnp.int32),
+  )
+
+
+@pytest.fixture
+def policy(monkeypatch):
+  """The table in the place of the model, and of the critic."""
+  monkeypatch.setattr(rollout, "logprobs", table)
+  values = lambda params, cfg, rows: params["values"][rows.tokens[:, 0]]
+  monkeypatch.setattr(critic, "values", values)
+
+
+def assign(config, rows):
+  finish = jnp.where(CUT, TRUNCATED, STOPPED).astype(jnp.int8)
+  rewards = jnp.asarray(REWARDS, jnp.float32)
+  how = settings.credit_of(config)
+  return credit.assign(rows, rewards, finish, credit=how)
+
+
+class Expected(NamedTuple):
+  advantages: np.ndarray
+  returns: np.ndarray | None
+  case: oracles.Case
+  how: dict
+
+
+def expect(config, params, rows) -> Expected:
+  """What the oracles make of a config, in float64."""
+  c = config.objective
+  advantages, returns = expected_advantages(config, rows)
+  weights = shift = penalty = None
+  if c.mismatch != "none":
+    method, unit = c.mismatch.split("_")
+    weights, *_ = oracles.mismatch_weights(
+      rows.old_logps,
+      rows.sampler_logps,
+      MASK,
+      *(method, unit, c.mismatch_cap, c.mismatch_floor),
+    )
+  if c.router_shift_floor > 0 or c.name == "rspo":
+    moved = np.abs(params["router"].astype(float) - rows.router_logps)
+    shift = moved.mean((1, 3))
+  estimators = {
+    "k1": lambda gap: 0.0,  # it is in the advantages
+    "k2": lambda gap: gap**2 / 2,
+    "k3": lambda gap: np.exp(gap) - 1 - gap,
+  }
+  if c.kl_coef or c.entropy_coef:
+
+    def penalty(x, i, t):
+      gap = float(rows.reference_logps[i, t]) - x
+      divergence = estimators[c.kl_estimator](gap)
+      return c.kl_coef * divergence - c.entropy_coef * entropy(x)
+
+  x = params["logps"] / TEMPERATURE
+  if c.replay != "none":
+    x = x + sent(rows.experts[:, 0])
+  case = oracles.Case(
+    x,
+    rows.old_logps,
+    advantages,
+    MASK,
+    router_shift=shift,
+    weights=weights,
+    penalty=penalty,
+  )
+  numbers = ("clip_low", "clip_high", "cap", "tau_positive", "tau_negative")
+  return Expected(
+    advantages,
+    returns,
+    case,
+    {
+      "dual_clip": c.dual_clip or None,
+      "bounds": tuple(c[key] for key in numbers if c[key] != -1),
+      "floor": 0.8 if c.router_shift_floor == -1 else c.router_shift_floor,
+    },
+  )
+
+
+def expected_advantages(config, rows):
+  c, name = config.objective, config.objective.name
+  fee = np.zeros((B, R))
+  if c.kl_coef and c.kl_estimator == "k1":
+    gap = rows.old_logps.astype(float) - rows.reference_logps
+    fee = np.where(MASK, c.kl_coef * gap, 0)
+  returns = None
+  if name == "ppo":
+    earned = -fee
+    earned[np.arange(B), MASK.sum(1) - 1] += REWARDS
+    advantages = oracles.generalized_advantages(
+      earned, rows.values, MASK, 0.9, 0.8
+    )
+    returns = np.where(MASK, advantages + rows.values, 0)
+    real = advantages[MASK]
+    advantages = np.where(MASK, (advantages - real.mean()) / real.std(), 0)
+  else:
+    groups = REWARDS.reshape(P, G)
+    advantages = groups - groups.mean(1, keepdims=True)
+    if name != "dr_grpo":
+      advantages /= groups.std(1, keepdims=True) + 1e-6
+    fees = fee.sum(1).reshape(P, G)
+    advantages = (advantages - fees + fees.mean(1, keepdims=True)).ravel()
+  if c.zero_truncated:
+    advantages[CUT] = 0
+  return advantages, returns
+
+
+@functools.cache
+def oracle(name, term):
+  """The loss, and its gradient with respect to the parameters."""
+  expected = expect(make_config(name, term), *drawn(name))
+  loss, _ = oracles.loss(name, expected.case, **expected.how)
+  slope = oracles.gradient(name, expected.case, **expected.how)
+  return loss, slope / TEMPERATURE
+
+
+def assert_close(found, expected):
+  atol = 1e-6 + 3e-5 * np.abs(expected).max()
+  np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+
+
+def slope_of(loss, params, rows):
+  """The loss of whole rows, and its gradient."""
+
+  def mean(params):
+    found = loss(params, rows, own=False)
+    return found.loss.total / found.loss.count
+
+  return jax.value_and_grad(mean)(jax.tree.map(jnp.asarray, params))
+
+
+@pytest.mark.parametrize(("name", "term"), CASES)
+def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
+  config = make_config(name, term)
+  params, rows = drawn(name)
+  rows = assign(config, rows)
+  wanted = expect(config, params, rows)
+  assert_close(rows.advantages, wanted.advantages)
+  learner, *_ = settings.learners(config, CFG)
+  value, grads = slope_of(learner.loss, params, rows)
+  loss, slope = oracle(name, term)
+  assert_close(value, loss)
+  assert_close(grads["logps"], slope)
+  if term != "nothing":  # or the term would be seen to do nothing
+    _, plain = oracle(name, "nothing")
+    assert np.abs(slope - plain).max() > 3e-4 * np.abs(plain).max()
+
+
+def begin(config, params):
+  """A state, and an update by plain descent."""
+  learner, *_ = settings.learners(config, CFG)
+  learner = learner._replace(optimizer=optax.sgd(1.0))
+  state = train_step.begin(
+    jax.tree.map(jnp.asarray, params), optimizer=learner.optimizer
+  )
+
+  def update(state, rows, **how):
+    rows, key = jax.tree.map(jnp.asarray, rows), jax.random.key(1)
+    with jax.disable_jit():
+      return train_step.update(state, rows, key, learner=learner, **how)
+
+  return state, update
+
+
+def halves(rows):
+  """Which rows are in the first minibatch, and in the second."""
+  order = jax.random.permutation(jax.random.key(1), P)
+  cut = rollout.Cut(order, count=2, micro=2).split(rows)
+  return np.asarray(cut.tokens[..., 0]).reshape(2, -1)
+
+
+@pytest.mark.parametrize(
+  ("name", "term"),
+  [("gspo", "nothing"), *((name, "everything") for name in NAMES)],
+)
+def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
+  """Of the second minibatch, whose ratios are not 1, in two micro-batches."""
+  config = make_config(name, term)
+  params, rows = drawn(name)
+  rows = assign(config, rows)
+  state, update = begin(config, params)
+  new, *_ = update(state, rows)
+  _, second = halves(rows)
+  wanted = expect(config, params, rows)
+  part = wanted.case._replace(
+    m=MASK & np.isin(np.arange(B), second)[:, None],
+  )
+  slope = oracles.gradient(name, part, **wanted.how) / TEMPERATURE
+  change = params["logps"] - new.params["logps"]
+  assert_close(change[second], slope[second])
+  assert np.abs(slope[second]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+  ("minibatches", "term"),
+  [
+    *((1, term) for term in ("nothing", "k1")),
+    *((2, term) for term in ("nothing", "k1", "r2", "everything")),
+  ],
+)
+def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
+  """No row is moved before its turn here: all ratios are 1."""
+  config = make_config("gspo", term)
+  config.learner.minibatches = minibatches
+  params, rows = drawn("gspo")
+  recorded = config.objective.replay == "r3"
+  # What an old policy with these very parameters would say.
+  at_once = params["logps"] / np.float32(TEMPERATURE)
+  experts = np.broadcast_to(CHOSEN, rows.experts.shape)
+  if recorded:
+    experts, at_once = rows.experts, at_once + sent(rows.experts[:, 0])
+  known = dataclasses.replace(
+    rows, old_logps=at_once, experts=experts, router_logps=params["router"]
+  )
+  blank = dataclasses.replace(
+    rows,
+    old_logps=np.zeros_like(rows.old_logps),
+    experts=rows.experts if recorded else np.zeros_like(rows.experts),
+    router_logps=np.zeros_like(rows.router_logps),
+  )
+  state, update = begin(config, params)
+  scored, sums = blank, []
+  asked = settings.scores(config, CFG)
+  assert asked == (minibatches == 2 or term == "k1")
+  if asked:
+    state, scored, metrics = update(state, blank, improve=np.False_)
+    assert int(state.step) == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    # The first minibatch is measured in the update, the rest before it moves.
+    later = B - B // minibatches
+    assert metrics["mismatch/sequence_abs_mean"].count == later
+    # Of the first, one micro-batch says enough, unless rewards need them all.
+    rows_known = (np.asarray(scored.old_logps) != 0).any(1).sum()
+    assert rows_known == (B if term == "k1" else later + 2)
+    sums.append(metrics)
+  new, _, metrics = update(state, assign(config, scored), improve=np.True_)
+  assert int(new.step) == 1
+  metrics = functools.reduce(
+    functools.partial(jax.tree.map, jnp.add), sums, metrics
+  )
+
+  wanted = expect(config, params, known)
+  slope = 0
+  for part in halves(rows) if minibatches == 2 else [np.arange(B)]:
+    case = wanted.case._replace(m=MASK & np.isin(np.arange(B), part)[:, None])
+    slope += oracles.gradient("gspo", case, **wanted.how) / TEMPERATURE
+  assert_close(params["logps"] - new.params["logps"], slope)
+  # Every row, and every token, is counted once.
+  assert metrics["mismatch/sequence_abs_mean"].count == B
+  assert metrics["policy/entropy"].count == MASK.sum()
+  assert metrics["clip_frac/token"].count == MASK.sum()
+  assert metrics["grad/norm"].count == minibatches
+  assert metrics["ratio/moved"].value() == 0
+  assert metrics["moe/router_shift_ratio"].value() == 1
+  assert metrics["ratio/first_minibatch_std"].value() == 0
+  if not recorded and term != "r2":
+    assert metrics["moe/expert_flip_rate"].value() == 0
+
+
+def test_the_critic_is_that_of_the_config(policy):
+  config = make_config("ppo", "nothing")
+  params, rows = drawn("ppo")
+  rows = assign(config, rows)
+  _, returns = expected_advantages(config, rows)
+  np.testing.assert_allclose(rows.returns, returns, atol=1e-5)
+  _, judge, _ = settings.learners(config, CFG)
+  value, grads = slope_of(judge.loss, params, rows)
+  losses, cuts, slopes = oracles.value_loss(
+    params["values"], rows.values, returns, MASK, clip=0.1
+  )
+  assert 0 < cuts.sum() < MASK.sum()
+  assert_close(value, losses.sum() / MASK.sum())
+  assert_close(grads["values"], slopes / MASK.sum())
+
+
+def test_without_routing_the_loss_is_the_same(policy):
+  """Without instruments and replay an update gets no routing."""
+  config = make_config("gspo", "nothing")
+  config.log.instruments = False
+  params, rows = drawn("gspo")
+  rows = dataclasses.replace(
+    assign(config, rows), experts=None, router_logps=None
+  )
+  learner, *_ = settings.learners(config, CFG)
+  value, grads = slope_of(learner.loss, params, rows)
+  loss, slope = oracle("gspo", "nothing")
+  assert_close(value, loss)
+  assert_close(grads["logps"], slope)
