@@ -196,15 +196,23 @@ def scored(params, rows, temperature=1.0, **how):
 
 @each_once
 def drawn(config) -> list[Samples]:
-  """Answers of generate, generate_eval and generate_greedy."""
+  """B answers of generate, generate_eval and generate_greedy each."""
   return drawn_by(bigram.params(), config)
 
 
 def drawn_by(params, config) -> list[Samples]:
-  made = built(config)
-  each = made.generate, made.generate_eval, made.generate_greedy
+  made, key = built(config), jax.random.key(1)
+  once = dataclasses.replace(
+    PROMPTS,
+    tokens=PROMPTS.tokens.repeat(G, 0),
+    lengths=PROMPTS.lengths.repeat(G, 0),
+  )
   with bigram.by_the_operation():
-    return [f(params, PROMPTS, jax.random.key(1)) for f in each]
+    return [
+      made.generate(params, PROMPTS, key),
+      made.generate_eval(params, once, key),
+      made.generate_greedy(params, once, key),
+    ]
 
 
 def answers_drawn(config):
@@ -223,11 +231,10 @@ def temperature_of_draws(config):
 
 def _temperature_of(samples):
   """That at which the first token's log-prob is the one reported."""
-  group = len(samples.tokens) // P
   logits = bigram.logits(bigram.params(), PROMPTS.tokens)[:, -1]
   first = np.asarray(samples.tokens)[:, 0]
   for temperature in (1.0, 0.5, 0.01):
-    logps = jax.nn.log_softmax(logits / temperature).repeat(group, 0)
+    logps = jax.nn.log_softmax(logits / temperature).repeat(G, 0)
     if np.allclose(
       logps[np.arange(len(first)), first], samples.logps[:, 0], atol=1e-4
     ):
@@ -238,7 +245,7 @@ def _temperature_of(samples):
 def draws_the_likeliest(config):
   """Whether generate and generate_eval draw no other first tokens."""
   best = bigram.logits(bigram.params(), PROMPTS.tokens)[:, -1].argmax(-1)
-  likeliest = lambda s: s.tokens[:, 0] == best.repeat(len(s.tokens) // P)
+  likeliest = lambda s: s.tokens[:, 0] == best.repeat(G)
   return [bool(likeliest(samples).all()) for samples in drawn(config)[:2]]
 
 
@@ -400,13 +407,19 @@ def step(made, rows, name):
     return getattr(made, name)(state, rows, KEY)
 
 
-def gradient(config, *, first=False):
-  """Of the unembedding, once the policy is no longer the old one.
+@each_once
+def gradient(config):
+  """Of the unembedding, once the policy is no longer the old one."""
+  return _gradient(config, first=False)
 
-  Args:
-    config: of the objective.
-    first: whether it still is, as in the first minibatch.
-  """
+
+@each_once
+def first_gradient(config):
+  """As `gradient`, of a first minibatch: the policy still is the old one."""
+  return _gradient(config, first=True)
+
+
+def _gradient(config, first):
   made = built(config)
   learner, *_ = settings.learners(config, made.cfg)
   batches = jax.tree.map(lambda x: x[None], made_rollout())
@@ -415,10 +428,6 @@ def gradient(config, *, first=False):
       bigram.params(), batches, learner, first=first
     )
   return np.asarray(found["head"])
-
-
-def first_gradient(config):
-  return gradient(config, first=True)
 
 
 def slope(
@@ -627,10 +636,10 @@ def rows_at_once(config):
 
 
 DEMONSTRATED = {
-  "tokens": PROMPTS.tokens,
-  "length": PROMPTS.lengths,
-  "response": made_samples().tokens[:P],
-  "response_length": LENGTHS[:P],
+  "tokens": PROMPTS.tokens.repeat(G, 0),
+  "length": PROMPTS.lengths.repeat(G, 0),
+  "response": made_samples().tokens,
+  "response_length": LENGTHS,
 }
 
 

@@ -30,6 +30,7 @@ def small() -> ConfigDict:
   c.data.prompts, c.sampler.group_size = P, G
   c.learner.minibatches, c.learner.micro_rows = 1, B
   c.optim.warmup_steps = c.cold_start.warmup_steps = 0
+  c.optim.learning_rate = 1e-3
   c.optim.clip_norm = 1e9
   c.cold_start.steps, c.cold_start.batch = 0, 8
   c.eval.every = c.checkpoint.every = c.log.samples_every = 10
@@ -539,7 +540,9 @@ ROWS = (
     },
     GRPO,
   ),
-  Row("objective.kl_coef", built.reference_after, {0.0: None, 0.3: "old"}),
+  Row(
+    "objective.kl_coef", built.reference_after, {0.0: None, 0.3: "old"}, GRPO
+  ),
   Row(
     "objective.kl_coef",
     built.fields_kept,
@@ -703,13 +706,13 @@ ROWS = (
     "critic.warmup_steps",
     built.value_step,
     {0: 1e-3, 4: 2.5e-4},
-    PPO | {"critic.learning_rate": 1e-3},
+    PPO,
   ),
   Row(
     "critic.clip",
     built.value_loss,
     {
-      clip: functools.partial(built.clipped_values, clip) for clip in (0.1, 0.5)
+      clip: functools.partial(built.clipped_values, clip) for clip in (0.2, 0.5)
     },
     PPO,
   ),
@@ -756,7 +759,6 @@ ROWS = (
     "optim.warmup_steps",
     built.step_size,
     {0: 1e-3, 4: 2.5e-4},
-    {"optim.learning_rate": 1e-3},
   ),
   Row("optim.b1", built.moments, {0.9: (0.1, 0.05), 0.8: (0.2, 0.05)}),
   Row("optim.b2", built.moments, {0.95: (0.1, 0.05), 0.9: (0.1, 0.1)}),
@@ -779,12 +781,13 @@ ROWS = (
     "cold_start.learning_rate",
     built.imitation_step,
     {1e-3: 1e-3, 5e-3: 5e-3},
+    {"cold_start.batch": B},
   ),
   Row(
     "cold_start.warmup_steps",
     built.imitation_step,
     {0: 1e-3, 4: 2.5e-4},
-    {"cold_start.learning_rate": 1e-3},
+    {"cold_start.learning_rate": 1e-3, "cold_start.batch": B},
   ),
   Row(
     "cold_start.gate", seen.imitations, {0.0: 2, 0.5: 1}, COLD_A
