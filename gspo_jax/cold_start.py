@@ -43,7 +43,10 @@ def cross_entropy(
   *,
   cfg: model.ModelConfig,
 ) -> rollout.Pass:
-  """Mean over tokens of `-log p`, as `train_step.update` takes a loss."""
+  """Mean over tokens of `-log p`, as `train_step.update` takes a loss.
+
+  `own` is not used: no ratio is taken.
+  """
   mask = rows.response_mask
   logps = rollout.logprobs(params, cfg, rows).logps
   total = -jnp.where(mask, logps, 0.0).sum()

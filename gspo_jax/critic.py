@@ -38,7 +38,10 @@ def loss(
   cfg: model.ModelConfig,
   clip: float,
 ) -> Pass:
-  """`losses.value_loss` of some rows, as `train_step.update` takes it."""
+  """`losses.value_loss` of some rows, as `train_step.update` takes it.
+
+  `own` is not used: no ratio is taken.
+  """
   total, metrics = value_loss(
     values(params, cfg, rows),
     rows.values,

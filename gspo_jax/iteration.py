@@ -66,7 +66,7 @@ def iterate(
   jax.block_until_ready(rollout)
   tick()
 
-  # The update: a scan over minibatches.
+  # The update: a loop over minibatches.
   state, _, learnt = functions.update(state, rollout, key)
   row, distributions = metrics.finish(scored, learnt)
   tick()

@@ -13,7 +13,8 @@ OTHER_NAMES = {
   "num_steps": "num_steps max_steps steps total_steps train_steps "
   "total_training_steps max_num_steps num_batches num_episodes "
   "num_train_epochs num_epochs total_epochs epochs",
-  "model.checkpoint": "model_name_or_path model_name model_id model_path "
+  "model.checkpoint": "model_name_or_path model_name model.name model_id "
+  "model_path "
   "model.path pretrain load_parameters_path",
   "model.dtype": "bf16 fp16 torch_dtype param_dtype precision mixed_precision",
   "model.remat": "gradient_checkpointing enable_gradient_checkpointing "
@@ -71,9 +72,9 @@ OTHER_NAMES = {
   "rollout_is_threshold truncated_importance_sampling_ratio",
   "objective.replay": "router_replay routing_replay",
   "objective.zero_truncated": "mask_truncated_completions overlong_filtering",
-  "learner.minibatches": "num_iterations ppo_epochs num_ppo_epochs "
-  "ppo_mini_batch_size mini_batch_size num_mini_batches steps_per_generation "
-  "train_global_batch_size",
+  "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
+  "num_ppo_epochs ppo_mini_batch_size mini_batch_size num_mini_batches "
+  "steps_per_generation train_global_batch_size",
   "learner.micro_rows": "per_device_train_batch_size per_device_batch_size "
   "ppo_micro_batch_size ppo_micro_batch_size_per_gpu micro_train_batch_size "
   "train_micro_batch_size micro_batch_size gradient_accumulation_steps",
@@ -122,6 +123,10 @@ _COUNTS = {
 }
 
 
+# Last parts of keys that mean another thing in each section.
+_GENERIC = ("name", "dir", "steps", "batch", "clip")
+
+
 def hint(key: str, keys: Collection[str]) -> str:
   """What ends an error about a key that does not exist.
 
@@ -166,7 +171,8 @@ def _in_another_section(key, keys):
   same = sorted(k for k in keys if _plain(_leaf(k)) == _plain(_leaf(key)))
   section = key.rpartition(".")[0]
   meant = mistyped(section, {k.rpartition(".")[0] for k in same})
-  return [k for k in same if k.rpartition(".")[0] in meant] or same
+  near = [k for k in same if k.rpartition(".")[0] in meant]
+  return near or ([] if _leaf(key) in _GENERIC else same)
 
 
 def _typo(key, keys):

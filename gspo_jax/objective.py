@@ -110,7 +110,7 @@ def policy_loss(
   if rows.sampler_logps is not None:
     measured = rollout.measure(scored, rows, cfg)
   gap = rollout.sequence_gap(scored.logps, rows.old_logps, rows.response_mask)
-  repeated = Std.of(jnp.expm1(gap), rows.response_mask.any(1))
+  repeated = Std.about_zero(jnp.expm1(gap), rows.response_mask.any(1))
   total, metrics = _objective(
     scored, dataclasses.replace(rows, **old), objective
   )

@@ -11,7 +11,7 @@ every step as long as that one. With `paging.slots`, `generate` is a segment,
 its steps told with every page full; `prefill` stores the longest prompts, and
 `lay_out` prepares the weights once a batch. `score` and `update` are one
 program and take the same memory; the time of `score` is that of all
-minibatches, though a run does not score the first.
+minibatches, though of the first a run scores one micro-batch only.
 
 Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line;
 3 a fault, with its traceback.

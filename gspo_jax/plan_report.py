@@ -95,7 +95,10 @@ def _work(name, module, config, made, where) -> dict:
     where.chip,
     _bandwidth(made.mesh, where),
     made.mesh.size,
-    taken=train_step.BACKWARD if name == "update" else None,
+    branches={
+      train_step.BACKWARD: name == "update",
+      train_step.SCORES: name == "score",
+    },
   )
   report = {}
   steps = _steps(name, config, made)

@@ -110,8 +110,9 @@ class Program:
   def score(self, state, batch, key):
     """(state, rollout, metrics): the rollout as the old policy sees it.
 
-    The first minibatch is left out: `update` scores it. Donates the state,
-    which comes back as it was, and the rollout.
+    The first minibatch is left out, for `update` scores it, but for one
+    micro-batch to compare the two. Donates the state, which comes back as it
+    was, and the rollout.
     """
     return self.step(state, batch, key, np.bool_(False))
 

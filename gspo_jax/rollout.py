@@ -154,7 +154,7 @@ def logprobs(
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-  """Which fields of a `Rollout` an update reads; static under jit.
+  """Which fields a `Rollout` has beyond those of any; static under jit.
 
   Attributes:
     sampler_logps: `old_logps` are the sampler's, not recomputed.
@@ -219,8 +219,9 @@ class Pass(NamedTuple):
     old: fields of `Rollout`, [rows, ...], as this pass has them; those of the
       old policy as long as the policy has not moved.
     measured: metrics of the old policy, where this pass is its own.
-    repeated: of exp(mean(x - o)) over sequences, x of this pass and o as the
-      rows have them, whether or not this pass is the old policy's own.
+    repeated: root mean square of exp(mean(x - o)) - 1 over sequences: x of
+      this pass and o as the rows have them, even where this pass is the old
+      policy's own.
   """
 
   loss: Mean
@@ -237,7 +238,8 @@ def measure(
 
   `mismatch/*` is the recomputed less the sampler's log-prob: rounding, and what
   the sampler does otherwise. In bfloat16 it exceeds GSPO's clip range, so it is
-  measured whichever of the two become the old log-probs.
+  measured whichever of the two become the old log-probs. `moe/dropped` is a
+  mean over micro-batches.
 
   Args:
     scored: the old policy's pass over these rows.

@@ -150,7 +150,9 @@ def fields(config: ConfigDict, cfg: model.ModelConfig) -> rollout.Fields:
 def scores(config: ConfigDict, cfg: model.ModelConfig) -> bool:
   """Whether the old policy is asked before an update.
 
-  Not where the only minibatch, or the sampler, says it all.
+  Not where the only minibatch, or the sampler, says it all. Metrics of the old
+  policy (`mismatch/*`, `policy/entropy`, `moe/*`) are then of the first
+  minibatch alone.
   """
   wanted = fields(config, cfg)
   asked = not wanted.sampler_logps or wanted.experts

@@ -228,7 +228,7 @@ def _train(
 
 
 def _watch(run) -> Watch:
-  config = run.config
+  config, c = run.config, run.config.objective
   # Of answers that waited, the gap tells how far the policy has moved.
   waits = config.rollout.ahead or config.rollout.budget
   numbers = {} if waits else settings.numbers(config)
@@ -236,8 +236,9 @@ def _watch(run) -> Watch:
   return Watch(
     updates=config.learner.minibatches,
     clip_low=numbers.get("clip_low", math.inf),
-    recomputed=config.objective.old_logps == "recompute",
-    compares=config.objective.name != "ppo",
+    recomputed=c.old_logps == "recompute",
+    # A critic, and a KL in the reward, teach of equal rewards, too.
+    compares=c.name != "ppo" and not (c.kl_coef and c.kl_estimator == "k1"),
     truncates=drawn.truncates,
   )
 

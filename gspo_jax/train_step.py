@@ -6,7 +6,8 @@ Old log-probs must be those of the update's own forward pass: in bfloat16 two
 programs round differently, and the difference exceeds GSPO's clip range. So
 both come out of one compiled program, `update`: with `improve` false it runs
 the forward passes and keeps what they give, with `improve` true it takes the
-gradients, too. Where the policy has not moved, the ratio is exactly 1.
+gradients, too. As long as the policy has not moved, the ratio is exactly 1, but
+where the sampler's log-probs are the old ones.
 """
 
 import dataclasses
@@ -26,8 +27,9 @@ from gspo_jax.sampler import Samples
 # moved since it became the old policy, and the pass itself says what that is.
 Loss = Callable[[model.Params, Rollout, jax.Array], Pass]
 
-# A conditional of this name leaves out what only an update needs; `plan` knows.
-BACKWARD = "backward"
+# Scopes of the conditionals that leave out what only an update needs, and what
+# only scores; `plan` counts by them.
+BACKWARD, SCORES = "backward", "scores"
 
 
 @jax.tree_util.register_dataclass
@@ -140,7 +142,8 @@ def update(
   )
   as_before = {name: getattr(batch, name) for name in old}
   if improve is not True:
-    old = jax.lax.cond(improve, lambda: as_before, lambda: cut.join(old))
+    with jax.named_scope(SCORES):
+      old = jax.lax.cond(improve, lambda: as_before, lambda: cut.join(old))
     batch = dataclasses.replace(batch, **old)
   state = dataclasses.replace(
     state,

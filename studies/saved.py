@@ -9,6 +9,7 @@ import jax
 from ml_collections import ConfigDict
 
 from gspo_jax import data, model, policy, rollout
+from gspo_jax.model import rounding
 from gspo_jax.program import Program
 from gspo_jax.rollout import Rollout
 from gspo_jax.sampler import Prompts, Samples
@@ -43,7 +44,9 @@ def answers(
   return samples, dataclasses.replace(batch, old_logps=old_logps)
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
+@functools.partial(
+  jax.jit, static_argnames="cfg", compiler_options=rounding.OPTIONS
+)
 def log_probs(
   params: model.Params, cfg: model.ModelConfig, batch: Rollout
 ) -> jax.Array:

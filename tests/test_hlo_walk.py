@@ -120,6 +120,22 @@ def test_a_conditional_counts_its_cheapest_branch_and_lists_the_other():
   assert listed is branch
 
 
+@pytest.mark.parametrize(("dearest", "serial"), [(True, 42), (False, 0)])
+def test_the_caller_may_know_which_branch_is_taken(dearest, serial):
+  named = BRANCHES.replace(
+    "{%dear, %cheap}",
+    '{%dear, %cheap}, metadata={op_name="jit(f)/while/body/known/cond"}',
+  )
+  module = hlo.parse(BODY + BY_DATA + named)
+  walk = lambda scope: hlo_walk.walk(
+    module, CHIP, lambda c: CHIP.link, devices=4, branches={scope: dearest}
+  )
+  cost = walk("known")
+  assert cost.serial == serial
+  assert not cost.branches
+  assert len(walk("other").branches) == 1
+
+
 COVERED = """
 ENTRY %main (x: f32[500]) -> f32[500] {{
   %x = f32[500]{{0}} parameter(0)

@@ -34,6 +34,8 @@ def meant(text):
     ("optim.max_grad_norm", "optim.clip_norm"),
     # verl
     ("optim.lr", "optim.learning_rate"),
+    ("model.name", "model.checkpoint"),
+    ("learner.epochs", "learner.minibatches"),
     ("actor_rollout_ref.actor.optim.lr", "optim.learning_rate"),
     ("actor_rollout_ref.rollout.n", "sampler.group_size"),
     ("actor_rollout_ref.rollout.val_kwargs.n", "eval.samples"),
@@ -90,6 +92,9 @@ OPTIM = "b1, b2, clip_norm, learning_rate, warmup_steps, weight_decay"
     ("optim.b3", f"optim has {OPTIM}"),
     ("optim", f"optim has {OPTIM}"),
     ("optim.b1.x", f"optim has {OPTIM}"),
+    # A last part that means another thing in each section.
+    ("checkpoint.dir", "checkpoint has every, keep"),
+    ("data.name", "data has "),
     ("lora.rank", "sections are checkpoint, cold_start, critic, data, eval, "),
     ("lora", "; without one: num_steps, seed"),
   ],

@@ -75,3 +75,12 @@ def test_histograms_add():
   halves = [Histogram.of(jnp.array(v), mask[:3]) for v in np.split(values, 2)]
   added = jax.tree.map(jnp.add, *halves)
   np.testing.assert_array_equal(added.value(), whole.value())
+
+
+def test_a_shift_that_all_share_is_no_spread_but_no_zero():
+  """Nor is one value alone, which has no spread."""
+  values, mask = jnp.full((4, 1), 3e-3), jnp.ones((4, 1), bool)
+  assert Std.of(values, mask).value() < 1e-6
+  for n in (1, 4):
+    found = Std.about_zero(values[:n], mask[:n]).value()
+    assert found == pytest.approx(3e-3, rel=1e-5)

@@ -141,7 +141,7 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
     ("eval.samples=0", "eval.samples=0: expected at least 1"),
     ("eval.every=0", "eval.every=0"),
     ("log.samples_every=0", "log.samples_every=0"),
-    ("optim.learning_rate=-1", "optim.learning_rate=-1.0: expected more"),
+    ("optim.learning_rate=-1", "optim.learning_rate=-1.0: expected 0 or more"),
     ("optim.learning_rate=nan", "optim.learning_rate=nan"),
     ("optim.clip_norm=0", "optim.clip_norm=0.0"),
     ("optim.warmup_steps=-3", "optim.warmup_steps=-3: expected 0 or more"),

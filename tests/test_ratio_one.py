@@ -19,7 +19,8 @@ def measure(mesh="1", apart=False, **asked):
   "asked",
   [
     {"mesh": "8 fsdp, expert, tensor"},
-    {"experts": False, "remat": False, "micro": 8, "objective": "dapo"},
+    {"experts": False, "remat": False, "micro": 8, "objective": "ppo"},
+    {"remat": False, "replay": "r3", "objective": "rspo"},
     *[
       pytest.param(asked, marks=pytest.mark.slow)
       for asked in ratio_one.table(quick=False)

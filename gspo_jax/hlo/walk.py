@@ -8,7 +8,7 @@ Where data decides, the balanced case is summed, and the rest is listed:
 - a loop that does not just count runs once: the rows of an even load, one step
   of decoding;
 - a `conditional` takes its cheapest branch: no overflow, decoding is over;
-  unless the caller names it, then it takes the dearest.
+  unless the caller knows, by the JAX scope that it stands in.
 
 Not modelled: the HBM bytes of collectives (what they read, write and, in a sum,
 read again are charged to nobody, nor do they slow the operations beside them),
@@ -17,7 +17,7 @@ the latency of a collective or a kernel's start, and the padding of tiles.
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gspo_jax.chips import Chip
 from gspo_jax.hlo import Computation, Module, work
@@ -38,7 +38,7 @@ def walk(
   chip: Chip,
   bandwidth: Bandwidth,
   devices: int,
-  taken: str | None = None,
+  branches: Mapping[str, bool] | None = None,
 ) -> Cost:
   """The cost of a module's entry.
 
@@ -47,9 +47,11 @@ def walk(
     chip: its peaks.
     bandwidth: bytes a second at which a device sends for a collective.
     devices: how many run it.
-    taken: name of the scope of conditionals that take their dearest branch.
+    branches: scope of a conditional -> whether it takes its dearest branch,
+      or else its cheapest; neither is listed.
   """
-  return _Walk(module, chip, bandwidth, devices, taken).of(module.entry)
+  walk = _Walk(module, chip, bandwidth, devices, branches or {})
+  return walk.of(module.entry)
 
 
 class _Links:
@@ -70,10 +72,10 @@ class _Links:
 class _Walk:
   """Goes through computations in the order of the schedule, each once."""
 
-  def __init__(self, module, chip, bandwidth, devices, taken):
+  def __init__(self, module, chip, bandwidth, devices, branches):
     self.module, self.chip = module, chip
     self.bandwidth, self.devices = bandwidth, devices
-    self.taken = taken
+    self.branches = branches
     self.known = {}
 
   def of(self, computation: Computation) -> Cost:
@@ -126,9 +128,10 @@ class _Walk:
     costs = sorted(
       (self.of(self.module[name]) for name in names), key=lambda c: c.serial
     )
-    if self.taken and i.source.endswith(f"/{self.taken}/cond"):
-      total.add(costs[-1])
-      return
+    for scope, dearest in self.branches.items():
+      if i.source.endswith(f"/{scope}/cond"):
+        total.add(costs[-1] if dearest else costs[0])
+        return
     total.add(costs[0])
     total.branches.append(Open(i.source, i.bytes, 1, costs[-1]))
 

@@ -40,6 +40,12 @@ class Std(NamedTuple):
     count = jnp.sum(mask, dtype=jnp.float32)
     return cls(values.sum(), (values**2).sum(), count)
 
+  @classmethod
+  def about_zero(cls, values: jax.Array, mask: jax.Array) -> "Std":
+    """The root mean square: one value, or a common shift, counts in full."""
+    spread = cls.of(values, mask)
+    return spread._replace(total=jnp.zeros_like(spread.total))
+
   def value(self) -> float:
     mean = Mean(self.total, self.count).value()
     # In this order a NaN stays a NaN: max(0.0, nan) would be 0.0.

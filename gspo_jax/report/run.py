@@ -81,10 +81,12 @@ class Run(NamedTuple):
   def without_signal(self) -> np.ndarray:
     """Steps at which no group had differing rewards: no advantage, no signal.
 
-    Empty with a critic, which learns from equal rewards, too.
+    Empty with a critic, or a KL in the reward: these teach of equal rewards.
     """
     found = self.scalars.get("reward/mixed_groups")
-    if found is None or self.config.get("objective", {}).get("name") == "ppo":
+    asked = self.config.get("objective", {})
+    in_reward = asked.get("kl_coef") and asked.get("kl_estimator") == "k1"
+    if found is None or in_reward or asked.get("name") == "ppo":
       return np.array([], int)
     return found.steps[found.values == 0]
 
