@@ -80,11 +80,15 @@ class Spy:
 
 
 class Broken:
-  """A scorer that fails."""
+  """A scorer that fails, from some answer on."""
+
+  def __init__(self, after=0):
+    self.after = after
 
   def submit(self, answers):
     zeros = np.zeros(len(answers), np.float32)
-    scores = Scores(zeros, {"broken": zeros}, zeros == 0, ("why",))
+    failed = np.arange(len(answers)) >= self.after
+    scores = Scores(zeros, {"broken": zeros}, failed, ("why",))
     return SimpleNamespace(result=lambda: scores)
 
 
@@ -99,6 +103,23 @@ def test_a_reward_that_always_fails_stops_it(debug_config):
   source = train._rollouts(run, spy)
   with pytest.raises(hosts.Agreed, match=r"iteration 7: 12 of 12 .* why$"):
     iterate(run, TrainState(0, None, None), spy, source, 7)
+
+
+@pytest.mark.parametrize("most", [0.25, 0.5])
+def test_as_many_rewards_may_fail_as_the_config_says(debug_config, most):
+  spy = Spy()
+  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
+  scorer = Broken(after=2)
+  run = runs.Run(debug_config, None, spy, scorer, None, None, None, keys)
+  debug_config.sampler.group_size = 2
+  debug_config.reward.max_failed = most
+  source, state = train._rollouts(run, spy), TrainState(0, None, None)
+  if most < 0.5:
+    with pytest.raises(hosts.Agreed, match=r"iteration 7: 2 of 4 "):
+      iterate(run, state, spy, source, 7)
+  else:
+    _, row, *_ = iterate(run, state, spy, source, 7)
+    assert row["reward/failed"] == 0.5
 
 
 def test_every_step_and_use_has_its_own_key(debug_config):
@@ -249,6 +270,9 @@ def test_a_reward_meets_the_gradient_of_its_own_answer(tabular):
   np.testing.assert_allclose(change, expected, atol=1e-6)
   assert int(new.step) == 1
   assert row["ratio/moved"] == 0
+  # Of all answers, scored before the update or in it; the sampler said 0.
+  gap = np.abs(state.params["logps"])[mask].mean()
+  assert row["mismatch/token_abs_mean"] == pytest.approx(gap)
   assert row["ratio/first_minibatch_std"] == 0
   assert row["reward/mean"] == pytest.approx(EARNED.mean())
   assert row["reward/length"] == pytest.approx(EARNED.mean())

@@ -120,12 +120,14 @@ def test_a_critic_learns_by_its_own_rate(debug_config):
   state = run.begin(run.init(jax.random.key(0)))
   critic = jax.device_get(state.critic.params)
   policy = jax.device_get(state.params)
-  kept, state, _ = iteration(run, state, 1)
+  kept, state, metrics = iteration(run, state, 1)
   assert kept.advantages.shape == kept.old_logps.shape
   change = lambda a, b: max(
     float(np.abs(x - y).max())
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
   )
+  for name in ("grad/norm", "critic/grad_norm"):
+    assert metrics[name].value() > 0
   assert 0 < change(critic, state.critic.params) < 1e-7
   assert change(policy, state.params) > 1e-5
 

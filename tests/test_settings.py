@@ -97,6 +97,12 @@ def test_it_is_scored_where_an_update_cannot_know(
   assert settings.scores(debug_config, dense) == (needed and not trusted)
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_program_says_whether_it_scores(debug_config, minibatches):
+  debug_config.learner.minibatches = minibatches
+  assert build(debug_config).scores == (minibatches == 2)
+
+
 def test_answers_are_drawn_as_the_config_says(debug_config):
   sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2}
   debug_config.sampler.update(sampler)

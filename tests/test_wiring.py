@@ -389,6 +389,11 @@ def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
     # The first minibatch is measured in the update, the rest before it moves.
     later = B - B // minibatches
     assert metrics["mismatch/sequence_abs_mean"].count == later
+    if minibatches == 2:
+      _, second = halves(rows)
+      for name in ("old_logps", "experts", "router_logps"):
+        found, wanted = (getattr(x, name)[second] for x in (scored, known))
+        np.testing.assert_array_equal(found, wanted)
     # Of the first, one micro-batch says enough, unless rewards need them all.
     rows_known = (np.asarray(scored.old_logps) != 0).any(1).sum()
     assert rows_known == (B if term == "k1" else later + 2)
@@ -407,7 +412,9 @@ def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
   assert_close(params["logps"] - new.params["logps"], slope)
   # Every row, and every token, is counted once.
   assert metrics["mismatch/sequence_abs_mean"].count == B
-  assert metrics["policy/entropy"].count == MASK.sum()
+  total, count = metrics["policy/entropy"]
+  assert_close(total, entropy(at_once)[MASK].sum())
+  assert count == MASK.sum()
   assert metrics["clip_frac/token"].count == MASK.sum()
   assert metrics["grad/norm"].count == minibatches
   assert metrics["ratio/moved"].value() == 0
