@@ -13,9 +13,11 @@ What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
 chip); HBM is needed of 95.73 GiB, MFU is of update, with perfect overlap, as
 scheduled and with none:
 
-  30B-A3B, v5p:4x4x4: update 73.8, score 9.2, generate 22.6 GiB; MFU 60, 52,
-    48 %; an update 6.2 s, a decode step at most 6.0 ms, 1.12 times the least
-    bytes. With the least kept, update takes 31.4 GiB; MFU 57, 48, 44 %.
+  30B-A3B, v5p:4x4x4: update and score, one program, 76.4, generate 22.6 GiB;
+    MFU 60, 51, 47 %; an update 6.3 s, a decode step at most 6.0 ms, 1.12 times
+    the least bytes.
+  By an earlier commit, where score was a program of its own:
+  30B-A3B, v5p:4x4x4, with the least kept: update 31.4 GiB; MFU 57, 48, 44 %.
   235B-A22B, v5p:4x8x8: update 75.7, score 29.5 GiB; MFU 60, 47, 42 %; an update
     45 s. One row a chip gave 34 % without overlap: weights are gathered for too
     few tokens. Over `data`, gradients are summed once a micro-batch.
