@@ -13,8 +13,8 @@ What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
 chip); HBM is needed of 95.73 GiB, MFU is of update, with perfect overlap, as
 scheduled and with none:
 
-  30B-A3B, v5p:4x4x4: update and score, one program, 76.4, generate 22.6 GiB;
-    MFU 60, 51, 47 %; an update 6.3 s, a decode step at most 6.0 ms, 1.12 times
+  30B-A3B, v5p:4x4x4: update and score, one program, 76.3, generate 22.6 GiB;
+    MFU 59, 51, 47 %; an update 6.3 s, a decode step at most 6.0 ms, 1.12 times
     the least bytes.
   By an earlier commit, where score was a program of its own:
   30B-A3B, v5p:4x4x4, with the least kept: update 31.4 GiB; MFU 57, 48, 44 %.
