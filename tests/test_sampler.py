@@ -443,16 +443,14 @@ def test_replay_of_what_was_recorded_gives_the_samplers_log_probs():
   assert gap(held) < gap(free)
 
 
-def test_replay_narrows_the_gap_of_bf16():
-  low = dataclasses.replace(DEEP, dtype="bfloat16", num_experts=32)
+@pytest.mark.parametrize("experts", [0, 32])
+def test_in_bf16_the_trainer_rounds_as_the_sampler(experts):
+  """Of small sums, whose order does not matter, no difference is left."""
+  low = dataclasses.replace(DEEP, dtype="bfloat16", num_experts=experts)
   samples = recorded(cfg=low)
-  routes = samples.experts.swapaxes(0, 1)
-  params = weights(cfg=low)
-  free, fed, mask = replayed(params, samples, None, replay=False, cfg=low)
-  held, _, _ = replayed(params, samples, routes, cfg=low)
-  assert (np.sort(free.experts) != np.sort(routes))[:, fed].any()
-  gap = lambda x: np.abs(x.logps - samples.logps)[mask].mean()
-  assert gap(held) < 0.8 * gap(free)
+  scored, _, mask = replayed(weights(cfg=low), samples, None, False, low)
+  gap = np.abs(scored.logps - samples.logps)[mask]
+  assert gap.max() < 1e-5
 
 
 def test_a_dense_model_records_no_routing():
