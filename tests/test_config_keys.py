@@ -23,6 +23,13 @@ from gspo_jax.limits import check
 from gspo_jax.model import hf
 
 
+@pytest.fixture(scope="module", autouse=True)
+def caches():
+  """Single operations by the thousand crowd out what later tests count."""
+  yield
+  jax.clear_caches()
+
+
 def small() -> ConfigDict:
   """What all rows start from: two iterations of one optimizer step."""
   c = tiny_cpu.get_config("debug")

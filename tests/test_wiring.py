@@ -23,6 +23,14 @@ from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.rollout import Rollout
 from gspo_jax.sampler import STOPPED, TRUNCATED
 
+
+@pytest.fixture(scope="module", autouse=True)
+def caches():
+  """Single operations by the thousand crowd out what later tests count."""
+  yield
+  jax.clear_caches()
+
+
 P, G, R, L, K = 4, 2, 5, 2, 2
 B = P * G
 CFG = model.variant("tiny")  # of its experts alone
