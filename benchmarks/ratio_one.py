@@ -29,21 +29,9 @@ import numpy as np
 
 from benchmarks import record
 from configs import tiny_cpu
-from gspo_jax import hosts, metrics, program, rollout, sharding
+from gspo_jax import hosts, metrics, program, rollout, settings, sharding
 from gspo_jax.sampler import STOPPED, Prompts, Samples
 
-OBJECTIVES = (
-  "gspo",
-  "gspo_token",
-  "grpo",
-  "dr_grpo",
-  "dapo",
-  "ppo",
-  "gmpo",
-  "rspo",
-  "cispo",
-  "sapo",
-)
 MESHES = {
   "1": {"data": 1},
   "8 data": {"data": 8},
@@ -146,7 +134,11 @@ def table(quick: bool) -> list[dict]:
     for experts in (True, False)
     for remat in (True, False)
   ]
-  family = [{"mesh": "1", "objective": name} for name in OBJECTIVES[1:]]
+  family = [
+    {"mesh": "1", "objective": name}
+    for name in settings.OBJECTIVES
+    if name != "gspo"
+  ]
   cuts = [{"mesh": "1", "remat": False, "micro": n} for n in (2, 4, 8)]
   replays = [{"mesh": "1", "replay": replay} for replay in ("r2", "r3")]
   rows = plain + family + cuts + replays
