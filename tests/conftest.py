@@ -9,14 +9,7 @@ os.environ["XLA_FLAGS"] = (
   " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 
-
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # for configs/, which is no package of ours
 
 
 @pytest.fixture

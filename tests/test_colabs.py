@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 jupytext = pytest.importorskip("jupytext")
 nbformat = pytest.importorskip("nbformat")

@@ -7,8 +7,8 @@ import re
 
 import jax
 import pytest
-from conftest import ROOT
 from ml_collections import ConfigDict
+from repository import ROOT
 
 from configs import common
 from gspo_jax import model, program, settings, sharding

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from absl.testing import flagsaver
-from conftest import ROOT
+from repository import ROOT
 
 from configs import tiny_cpu
 from gspo_jax import evaluate, hosts, policy, program, sharding

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 from gspo_jax import question_sets
 from gspo_jax.exam import Replies, evaluate_set

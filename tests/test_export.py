@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import transformers
 from absl.testing import flagsaver
-from conftest import ROOT
+from repository import ROOT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gspo_jax import export, model, policy, program, sharding
@@ -32,7 +32,7 @@ CONFIG = f"{ROOT}/configs/hugging_face.py"
 def base(tmp_path_factory):
   """A random Qwen3-MoE that transformers made, with a tokenizer of its size."""
   folder = tmp_path_factory.mktemp("hf") / "base"
-  golden = ROOT / "tests/goldens/qwen3_moe"
+  golden = ROOT / "tests/support/goldens/qwen3_moe"
   shutil.copytree(golden, folder, ignore=shutil.ignore_patterns("g*"))
   letters = "0123456789+?#. abcdefghijklmnopqrstuvwxyz"
   vocab = {c: i for i, c in enumerate(letters)}

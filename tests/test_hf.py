@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
+from repository import ROOT
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import model, sampler, sharding
 from gspo_jax.errors import UserError
 from gspo_jax.model import hf
 
-GOLDENS = ROOT / "tests/goldens"
+GOLDENS = ROOT / "tests/support/goldens"
 NAMES = ("qwen3", "qwen3_moe", "qwen3_moe_raw", "qwen2", "llama3")
 every_model = pytest.mark.parametrize("name", NAMES)
 MOE = {"vocab_size": 48, "num_layers": 3, "mlp_dim": 16}

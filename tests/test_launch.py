@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
+from repository import ROOT
 
 from gspo_jax import main
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 from absl import flags
 from absl.testing import flagsaver
-from conftest import ROOT
+from repository import ROOT
 
 from gspo_jax import hosts, main, program, sharding, train
 from gspo_jax.errors import UserError

@@ -18,7 +18,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 from configs import tiny_cpu
 from gspo_jax import program, sharding

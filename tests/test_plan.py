@@ -8,7 +8,7 @@ import sys
 
 import jax
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 from gspo_jax import aot, chips, plan, plan_table, program, sharding
 from gspo_jax.errors import UserError

@@ -4,7 +4,7 @@ import hashlib
 import json
 
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 from gspo_jax import question_sets
 from gspo_jax.errors import UserError

@@ -12,8 +12,8 @@ import time
 from html.parser import HTMLParser
 
 import pytest
-from conftest import ROOT
 from make_run import CONFIG, add_sample, make_run
+from repository import ROOT
 
 from gspo_jax.errors import UserError
 from gspo_jax.report.page import page

@@ -7,7 +7,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 from gspo_jax.model.rounding import rounded
 

@@ -4,16 +4,16 @@ import dataclasses
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from gspo_jax import sources
 from gspo_jax.errors import UserError
 from gspo_jax.sources import Fields
 from gspo_jax.tasks import Chain, Problem
 
-GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k"
+GSM8K = ROOT.parent / "shared/data/gsm8k"
 needs_gsm8k = pytest.mark.skipif(
   not GSM8K.is_dir(), reason=f"{GSM8K} is not here"
 )

@@ -10,7 +10,7 @@ import sys
 
 import jax
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 from configs import common
 from gspo_jax import program, sharding

@@ -17,7 +17,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 from configs import tiny_cpu
 from gspo_jax import program, sharding, train

@@ -3,15 +3,15 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import transformers
+from repository import ROOT
 
 from gspo_jax import tokenizer, train_tokenizer
 from gspo_jax.errors import UserError
 
-GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k"
+GSM8K = ROOT.parent / "shared/data/gsm8k"
 needs_gsm8k = pytest.mark.skipif(
   not GSM8K.is_dir(), reason=f"{GSM8K} is not here"
 )

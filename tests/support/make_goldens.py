@@ -1,6 +1,6 @@
-"""Makes tests/goldens with transformers: `pip install 'gspo_jax[parity]'`, then
+"""Makes goldens/ with transformers: `pip install 'gspo_jax[parity]'`, then
 
-  python tests/make_goldens.py
+  python tests/support/make_goldens.py
 
 A folder a model: a tiny random checkpoint as `save_pretrained` writes it, in
 bfloat16; `gradients`, another, of `loss` on the rows padded on the left; and
