@@ -39,9 +39,9 @@ import gspo_jax
 sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
 from configs import tiny_cpu
 from gspo_jax import answer, data, program, sharding
-from gspo_jax.advantages import group_relative_advantages
 from gspo_jax.checkpoint import Checkpoints
 from gspo_jax.logprobs import token_logprobs
+from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rewards import final_answer
 from gspo_jax.sampler import Prompts
 from gspo_jax.tasks import Chain

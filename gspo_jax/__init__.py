@@ -6,14 +6,14 @@ the processes that score answers never need it.
 
 import importlib
 
-_ROOMS = {
+_MODULE_OF = {
   "Terms": "losses",
   "cispo_loss": "losses",
   "dapo_loss": "losses",
   "dr_grpo_loss": "losses",
-  "generalized_advantages": "advantages",
+  "generalized_advantages": "losses.advantages",
   "gmpo_loss": "losses",
-  "group_relative_advantages": "advantages",
+  "group_relative_advantages": "losses.advantages",
   "grpo_loss": "losses",
   "gspo_loss": "losses",
   "gspo_token_loss": "losses",
@@ -24,20 +24,18 @@ _ROOMS = {
   "rspo_loss": "losses",
   "sapo_loss": "losses",
   "value_loss": "losses",
-  "whiten": "advantages",
+  "whiten": "losses.advantages",
 }
 
-__all__ = list(_ROOMS)
+__all__ = list(_MODULE_OF)
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-  if name in _ROOMS.values():
-    return importlib.import_module(f"gspo_jax.{name}")
-  if name not in _ROOMS:
+  if name not in _MODULE_OF:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  return getattr(importlib.import_module(f"gspo_jax.{_ROOMS[name]}"), name)
+  return getattr(importlib.import_module(f"gspo_jax.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-  return sorted(globals() | _ROOMS)
+  return sorted(globals() | _MODULE_OF)

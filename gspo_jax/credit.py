@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.advantages import (
+from gspo_jax.losses.advantages import (
   generalized_advantages,
   group_relative_advantages,
   whiten,

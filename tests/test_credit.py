@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from gspo_jax import credit
-from gspo_jax.advantages import (
+from gspo_jax.credit import Credit
+from gspo_jax.losses.advantages import (
   generalized_advantages,
   group_relative_advantages,
 )
-from gspo_jax.credit import Credit
 from gspo_jax.rollout import Rollout
 from gspo_jax.sampler import STOPPED, TRUNCATED
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gspo_jax import groups, refill
-from gspo_jax.advantages import group_relative_advantages
 from gspo_jax.answer import Marks
+from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rewards.pool import Answer
 from gspo_jax.sampler import Samples
 from gspo_jax.tasks import Problem

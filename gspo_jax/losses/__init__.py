@@ -20,22 +20,23 @@ which it has no gradient; (2) sequences without a response token are not
 counted.
 """
 
-from gspo_jax.losses.divergence import kl_penalty
-from gspo_jax.losses.gates import cispo_loss, sapo_loss
+from gspo_jax.losses.kl import kl_penalty
 from gspo_jax.losses.metrics import EDGES, Histogram, Mean, Metrics, Std
 from gspo_jax.losses.mismatch import mismatch_weights
-from gspo_jax.losses.sequences import (
+from gspo_jax.losses.sequence_level import (
   gmpo_loss,
   gspo_loss,
   gspo_token_loss,
   rspo_loss,
 )
 from gspo_jax.losses.terms import Terms, router_log_weight
-from gspo_jax.losses.tokens import (
+from gspo_jax.losses.token_level import (
+  cispo_loss,
   dapo_loss,
   dr_grpo_loss,
   grpo_loss,
   ppo_loss,
+  sapo_loss,
 )
 from gspo_jax.losses.value import value_loss
 

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import advantages, model, program
+from gspo_jax import model, program
+from gspo_jax.losses import advantages
 from gspo_jax.rollout import Rollout
 from gspo_jax.sampler import Prompts, Samples
 from studies import saved
