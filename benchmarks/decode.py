@@ -21,8 +21,9 @@ import numpy as np
 
 from benchmarks import lengths, record
 from benchmarks.replay import least_seconds
-from gspo_jax import model, paged_sampler, sampler, sharding, slots
+from gspo_jax import model, paged_sampler, sampler, slots
 from gspo_jax.paging import Paging
+from gspo_jax.runtime import sharding
 from gspo_jax.sampler import SamplerConfig
 
 _PAGE = 16

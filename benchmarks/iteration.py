@@ -26,18 +26,9 @@ import jax
 
 from benchmarks import record
 from configs import tiny_cpu
-from gspo_jax import (
-  answer,
-  data,
-  hosts,
-  material,
-  metrics,
-  policy,
-  program,
-  sampler,
-  sharding,
-)
+from gspo_jax import answer, data, material, policy, program, sampler
 from gspo_jax.rewards.pool import Scorer
+from gspo_jax.runtime import metric_writer, multihost, sharding
 
 
 def timed(function, *args):
@@ -68,8 +59,10 @@ def prepare(
   run, rows = program.build(config, mesh), sharding.rows(mesh)
   questions = material.load(config).held_out
   batch = data.take(questions, run.prompting, config.data.prompts)
-  prompts = hosts.lay(sampler.Prompts(batch["tokens"], batch["length"]), rows)
-  writer = metrics.Writer(folder, total_steps=1, resume_step=0)
+  prompts = multihost.lay(
+    sampler.Prompts(batch["tokens"], batch["length"]), rows
+  )
+  writer = metric_writer.Writer(folder, total_steps=1, resume_step=0)
   with jax.set_mesh(mesh):
     fresh = run.init(jax.random.key(0))
     params = policy.load(config, run, workdir) if workdir else fresh
@@ -85,7 +78,7 @@ def prepare(
     rollout, scored = run.assemble(prompts, samples), {}
     if run.scores:
       state, rollout, scored = run.score(state, rollout, key)
-    rewards = hosts.lay(marks.total.reshape(-1), rows)
+    rewards = multihost.lay(marks.total.reshape(-1), rows)
     return run.assign(rollout, rewards, samples.finish), scored
 
   def iterate(step: int) -> dict[str, float]:
@@ -106,10 +99,10 @@ def prepare(
   return iterate
 
 
-def _write(writer: metrics.Writer, step: int, *measured: dict) -> None:
+def _write(writer: metric_writer.Writer, step: int, *measured: dict) -> None:
   """From the device into the files of a run; its stdout is kept back."""
   with contextlib.redirect_stdout(io.StringIO()):
-    writer.write(step, *metrics.finish(*measured))
+    writer.write(step, *metric_writer.finish(*measured))
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:

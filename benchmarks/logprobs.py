@@ -20,7 +20,8 @@ def peaks(tokens: int, count: int) -> dict[str, int]:
   import jax
   import jax.numpy as jnp
 
-  from gspo_jax import logprobs, model, sharding
+  from gspo_jax import logprobs, model
+  from gspo_jax.runtime import sharding
 
   cfg = dataclasses.replace(model.variant("qwen3-30b-a3b"), num_layers=1)
   devices = aot.devices(chips.parse("v5p:2x2x2"), 1)[:count]

@@ -29,7 +29,8 @@ import numpy as np
 
 from benchmarks import record
 from configs import tiny_cpu
-from gspo_jax import hosts, metrics, program, rollout, settings, sharding
+from gspo_jax import program, rollout, settings
+from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.sampler import STOPPED, Prompts, Samples
 
 MESHES = {
@@ -100,10 +101,10 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
     state = run.begin(run.init(jax.random.key(0)))
     prompts, samples = responses(config)
     samples = dataclasses.replace(
-      hosts.lay(dataclasses.replace(samples, slot_steps=None), rows),
-      slot_steps=hosts.lay(samples.slot_steps, sharding.everywhere(mesh)),
+      multihost.lay(dataclasses.replace(samples, slot_steps=None), rows),
+      slot_steps=multihost.lay(samples.slot_steps, sharding.everywhere(mesh)),
     )
-    batch, scored = run.assemble(hosts.lay(prompts, rows), samples), {}
+    batch, scored = run.assemble(multihost.lay(prompts, rows), samples), {}
     if run.scores:
       state, batch, scored = run.score(state, batch, key)
     if apart:
@@ -111,10 +112,10 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
     if run.appraise:
       batch = run.appraise(state, batch)
     rewards = np.random.default_rng(1).standard_normal(len(samples.lengths))
-    rewards = hosts.lay(rewards.astype(np.float32), rows)
+    rewards = multihost.lay(rewards.astype(np.float32), rows)
     batch = run.assign(batch, rewards, samples.finish)
     _, _, learnt = run.update(state, batch, key)
-  return metrics.finish(scored, learnt)[0]
+  return metric_writer.finish(scored, learnt)[0]
 
 
 def _alone(run, state, batch):

@@ -14,8 +14,8 @@ import json
 import statistics
 import time
 
-from gspo_jax import errors
 from gspo_jax.rewards.pool import Answer, Scorer
+from gspo_jax.runtime import errors
 
 THOUGHT = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs a day. " * 8
 

@@ -30,9 +30,10 @@ import numpy as np
 
 from benchmarks import lengths, record
 from benchmarks.replay import least_seconds
-from gspo_jax import model, paged_sampler, sampler, sharding
+from gspo_jax import model, paged_sampler, sampler
 from gspo_jax.paged_sampler import PagedSampler
 from gspo_jax.paging import Paging
+from gspo_jax.runtime import sharding
 from gspo_jax.sampler import SamplerConfig
 
 

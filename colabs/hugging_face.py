@@ -39,11 +39,12 @@ import gspo_jax
 
 sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
 from configs import common
-from gspo_jax import model, scoreboard, sharding, tokenizer
+from gspo_jax import model, scoreboard, tokenizer
 from gspo_jax.evaluate import evaluate
 from gspo_jax.export import export
 from gspo_jax.model import hf
 from gspo_jax.pupil import Pupil, fit
+from gspo_jax.runtime import sharding
 from gspo_jax.train import train_and_evaluate
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})

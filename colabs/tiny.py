@@ -38,11 +38,12 @@ import gspo_jax
 
 sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
 from configs import tiny_cpu
-from gspo_jax import answer, data, program, sharding
-from gspo_jax.checkpoint import Checkpoints
+from gspo_jax import answer, data, program
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rewards import final_answer
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.sampler import Prompts
 from gspo_jax.tasks import Chain
 from gspo_jax.train import train_and_evaluate

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from gspo_jax import hosts, model
+from gspo_jax import model
 from gspo_jax.rewards.pool import Answer, Scorer, too_many
+from gspo_jax.runtime import multihost
 from gspo_jax.sampler import STOPPED, Ended, Prompts, Samples
 from gspo_jax.tokenizer import Tokenizer
 
@@ -82,10 +83,13 @@ def read(
     tokenizer: of the policy.
   """
   make = Reader(batch, tokenizer, len(samples.tokens) // len(batch["problems"]))
-  lengths, finish = hosts.own(samples.lengths), hosts.own(samples.finish)
+  lengths, finish = (
+    multihost.own(samples.lengths),
+    multihost.own(samples.finish),
+  )
   return {
     i: make(i, Ended(tokens, int(lengths[i]), bool(finish[i] == STOPPED)))
-    for i, tokens in hosts.own(samples.tokens).items()
+    for i, tokens in multihost.own(samples.tokens).items()
   }
 
 
@@ -144,7 +148,7 @@ def _collector(numbers, pending, group, rows) -> Callable[[], Marks]:
 
     def join(values):
       own = dict(zip(numbers, itertools.chain(*values), strict=True))
-      return hosts.join(own, rows).reshape(-1, group)
+      return multihost.join(own, rows).reshape(-1, group)
 
     return Marks(
       total=join([each.total for each in scores]),
@@ -171,8 +175,8 @@ def require_scored(marks: Sequence[Marks], most: float, *, of: str) -> None:
   # The same on every process, as `failed` is; the reasons are each one's own.
   if wrong := too_many(failed, most, of=of):
     own = [reason for each in marks for reason in each.reasons]
-    reason = next(filter(None, hosts.tell(own[0] if own else "")))
-    raise hosts.Agreed(f"{wrong}; the first reason: {reason}")
+    reason = next(filter(None, multihost.tell(own[0] if own else "")))
+    raise multihost.Agreed(f"{wrong}; the first reason: {reason}")
 
 
 def answer_all(
@@ -201,7 +205,7 @@ def answer_all(
   for i, start in enumerate(range(0, count, batch)):
     index = np.arange(start, start + batch) % count
     asked = {k: questions[k][index] for k in ("tokens", "length")}
-    prompts = hosts.lay(Prompts(asked["tokens"], asked["length"]), rows)
+    prompts = multihost.lay(Prompts(asked["tokens"], asked["length"]), rows)
     samples = generate(params, prompts, jax.random.fold_in(key, i))
     asked["problems"] = [questions["problems"][j] for j in index]
     answers = read(samples, asked, tokenizer)

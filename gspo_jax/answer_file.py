@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_jax.errors import UserError
-from gspo_jax.identity import match
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.identity import match
 
 
 class AnswerFile:

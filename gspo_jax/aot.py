@@ -18,8 +18,8 @@ from jax.experimental import topologies
 
 from gspo_jax import hlo
 from gspo_jax.chips import Slice
-from gspo_jax.errors import UserError
-from gspo_jax.hosts import NO_TPU
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.multihost import NO_TPU
 
 # No question to a metadata server, no lock against a second process, and only
 # what kills the process on stderr.

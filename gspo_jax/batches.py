@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gspo_jax import answer, data, hosts, refill
+from gspo_jax import answer, data, refill
 from gspo_jax.curriculum import Curriculum
 from gspo_jax.refill import Cost, Draw
 from gspo_jax.rewards.pool import Scorer
+from gspo_jax.runtime import multihost
 from gspo_jax.sampler import UNFINISHED, Prompts, Samples
 
 
@@ -72,7 +73,7 @@ class Sampling(NamedTuple):
 
   def asked(self, batch: dict) -> Prompts:
     """On the devices."""
-    return hosts.lay(Prompts(batch["tokens"], batch["length"]), self.rows)
+    return multihost.lay(Prompts(batch["tokens"], batch["length"]), self.rows)
 
   def judged(self, batch: dict, samples: Samples) -> Draw:
     """Answers that have ended, which each host begins to verify."""
@@ -165,7 +166,7 @@ class Partial:
     s, samples = self._sampling, self.arrays
     batch = self._fill(step)
     P, Q, G = s.prompts, self._flight, s.group
-    before, R = hosts.fetch(samples.lengths), samples.tokens.shape[1]
+    before, R = multihost.fetch(samples.lengths), samples.tokens.shape[1]
     key = s.key(step)
     draw = lambda samples, until: s.generate(
       params, s.asked(batch), key, begun=samples, until=until
@@ -178,7 +179,7 @@ class Partial:
       samples = draw(samples, np.where(more, R, 0))
       ended = self._ended(samples)
       slot_steps += int(samples.slot_steps)
-    lengths = hosts.fetch(samples.lengths)
+    lengths = multihost.fetch(samples.lengths)
     self._at += (lengths - before) * float(step if now is None else now)
     self._stints += lengths > before
     chosen = self._oldest(ended)[:P]
@@ -224,7 +225,7 @@ class Partial:
     return self._places[which_Q[self._places]]
 
   def _ended(self, samples) -> np.ndarray:
-    finish = hosts.fetch(samples.finish).reshape(self._flight, -1)
+    finish = multihost.fetch(samples.finish).reshape(self._flight, -1)
     return (finish != UNFINISHED).all(axis=1)
 
   def _keep(self, batch, samples, left):

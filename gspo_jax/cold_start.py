@@ -12,11 +12,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import hosts, model, rollout
-from gspo_jax.checkpoint import Checkpoints
-from gspo_jax.identity import match
+from gspo_jax import model, rollout
 from gspo_jax.losses import Mean
-from gspo_jax.preemption import Preemption
+from gspo_jax.runtime import multihost
+from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.runtime.identity import match
+from gspo_jax.runtime.preemption import Preemption
 from gspo_jax.sampler import Prompts
 from gspo_jax.train_step import TrainState
 
@@ -109,7 +110,7 @@ def imitate(
     if check:
       reached = accuracy(state.params)
       loss = metrics["loss/imitation"].value()
-      hosts.say(
+      multihost.say(
         f"cold start {step:4d}/{cfg.steps}  loss {loss:.3f}  "
         f"greedy accuracy {reached:.3f} (gate {cfg.gate})"
       )
@@ -119,7 +120,7 @@ def imitate(
     if stop:
       return None
   if reached < cfg.gate:
-    raise hosts.Agreed(
+    raise multihost.Agreed(
       f"cold_start.steps={cfg.steps} ended at greedy accuracy {reached:.3f}, "
       f"under cold_start.gate={cfg.gate}: RL does not climb from there; raise "
       "the steps (in a new workdir), or set the gate to 0 to go on regardless"

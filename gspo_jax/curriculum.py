@@ -14,8 +14,8 @@ import numpy as np
 from absl import logging
 
 from gspo_jax import data
-from gspo_jax.errors import UserError
 from gspo_jax.history import History
+from gspo_jax.runtime.errors import UserError
 
 
 class Stage(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import grain
 import numpy as np
 
-from gspo_jax.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError, nearest
 from gspo_jax.sources import Mixture, Questions
 from gspo_jax.tasks import Problem
 from gspo_jax.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax import model
-from gspo_jax.sharding import constrain, constrain_state, spec
+from gspo_jax.runtime.sharding import constrain, constrain_state, spec
 
 GROUPS, VOCAB = ("data", "fsdp"), ("expert", "tensor")
 

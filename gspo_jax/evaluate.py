@@ -33,23 +33,15 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from gspo_jax import (
-  checkpoint,
-  hosts,
-  main,
-  policy,
-  question_sets,
-  rewards,
-  scoreboard,
-  sharding,
-)
+from gspo_jax import main, policy, question_sets, rewards, scoreboard
 from gspo_jax.answer_file import AnswerFile
-from gspo_jax.errors import UserError
 from gspo_jax.exam import evaluate_set
-from gspo_jax.identity import flatten
 from gspo_jax.pupil import Pupil, fit
 from gspo_jax.question_sets import Questions
 from gspo_jax.rewards.pool import Scorer, too_many
+from gspo_jax.runtime import checkpoint, multihost, sharding
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.identity import flatten
 
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint", None, "A Hugging Face folder, a workdir, or a step of it."
@@ -101,7 +93,7 @@ def _command(argv) -> int:
       limit=_LIMIT.value,
       reward=_REWARD.value,
     )
-    hosts.say(scoreboard.render(summaries))
+    multihost.say(scoreboard.render(summaries))
     return 0
 
   return main.on_hosts(work)
@@ -136,19 +128,19 @@ def evaluate(
       answers of a set could not be judged: more than `reward.max_failed` of
       those so far, or all. The batch that shows it is not kept.
   """
-  hosts.require_joined()
-  asked = hosts.together(lambda: _read(sets, samples, limit, reward))
+  multihost.require_joined()
+  asked = multihost.together(lambda: _read(sets, samples, limit, reward))
   policy.adopt(config, folder)
-  mesh = hosts.together(lambda: sharding.make_mesh(**config.mesh))
+  mesh = multihost.together(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh):
-    pupils = hosts.together(lambda: _pupils(config, mesh, asked))
+    pupils = multihost.together(lambda: _pupils(config, mesh, asked))
     params = policy.load(config, pupils[0].program, folder)
     settings = _settings(config, asked, params)
-    hosts.require_same(flatten(settings))
-    first, batches = hosts.first(), _batches(asked, pupils)
+    multihost.require_same(flatten(settings))
+    first, batches = multihost.first(), _batches(asked, pupils)
     judges = {q.name: q.reward for q in asked}
     brief = lambda row: scoreboard.brief(judges[row["set"]], row)
-    kept = hosts.together(
+    kept = multihost.together(
       lambda: AnswerFile(out, settings, batches, brief) if first else None
     )
     with kept or nullcontext():
@@ -219,7 +211,7 @@ def _examine(config, questions, pupil, params, kept) -> None:
   """Puts a set to the policy, from the first batch that is not kept."""
   first, name = kept is not None, questions.name
   # The first process knows where to begin.
-  begin = int(hosts.tell(str(kept.begun(name)) if first else "")[0])
+  begin = int(multihost.tell(str(kept.begun(name)) if first else "")[0])
   key = jax.random.key(config.seed)
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
 
@@ -242,7 +234,9 @@ def _examine(config, questions, pupil, params, kept) -> None:
       file=sys.stderr,
     )
 
-  scorer = hosts.together(lambda: _scorer(config, questions) if first else None)
+  scorer = multihost.together(
+    lambda: _scorer(config, questions) if first else None
+  )
   with scorer or nullcontext():
     evaluate_set(
       respond,
@@ -251,7 +245,7 @@ def _examine(config, questions, pupil, params, kept) -> None:
       scorer=scorer,
       keep=keep,
       begin=begin,
-      together=hosts.together,
+      together=multihost.together,
     )
 
 

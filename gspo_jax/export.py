@@ -20,9 +20,10 @@ import jax
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from gspo_jax import hosts, main, policy, program, sharding
-from gspo_jax.errors import UserError
+from gspo_jax import main, policy, program
 from gspo_jax.model import hf
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime.errors import UserError
 
 _TO = flags.DEFINE_string("to", None, "The folder; new or empty.")
 _DTYPE = flags.DEFINE_string(
@@ -71,17 +72,19 @@ def export(
   Raises:
     UserError: no checkpoint there, another model, or `folder` holds something.
   """
-  hosts.together(lambda: hosts.first() and hf.require_new(folder, dtype))
-  mesh = hosts.together(lambda: sharding.make_mesh(**config.mesh))
+  multihost.together(
+    lambda: multihost.first() and hf.require_new(folder, dtype)
+  )
+  mesh = multihost.together(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh):
-    made = hosts.together(lambda: program.build(config, mesh))
+    made = multihost.together(lambda: program.build(config, mesh))
     params = policy.load(config, made, workdir)
   base = config.model.checkpoint or None
   # Else the base's own tokenizer goes along, file by file.
   own = config.data.tokenizer or not base
   add = functools.partial(_add_tokenizer, made.tokenizer) if own else None
   hf.save_hf(params, made.cfg, folder, dtype=dtype, like=base, beside=add)
-  hosts.say(f"exported to {folder}")
+  multihost.say(f"exported to {folder}")
 
 
 def _add_tokenizer(texts, folder):

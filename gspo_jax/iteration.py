@@ -6,8 +6,9 @@ import jax
 import numpy as np
 from absl import logging
 
-from gspo_jax import answer, batches, hosts, metrics, refill, runs, sharding
+from gspo_jax import answer, batches, refill, runs
 from gspo_jax.curriculum import Curriculum
+from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.sampler import TRUNCATED, Prompts
 from gspo_jax.train_step import TrainState
 from gspo_jax.watch import require_finite
@@ -40,7 +41,7 @@ def iterate(
   # Rollouts: G answers to each question, which each host begins to verify.
   ready = source(state.params, step)
   batch, samples, answers, marking = ready.kept
-  asked = hosts.lay(Prompts(batch["tokens"], batch["length"]), rows)
+  asked = multihost.lay(Prompts(batch["tokens"], batch["length"]), rows)
   tick()
 
   # Old log-probs, and what a reference and a critic say, meanwhile.
@@ -61,14 +62,14 @@ def iterate(
     of=f"iteration {step}",
   )
   # Advantages of whole groups, before any shuffle.
-  rewards = hosts.lay(marks.total.reshape(-1), rows)
+  rewards = multihost.lay(marks.total.reshape(-1), rows)
   rollout = functions.assign(rollout, rewards, samples.finish)
   jax.block_until_ready(rollout)
   tick()
 
   # The update: a loop over minibatches.
   state, _, learnt = functions.update(state, rollout, key)
-  row, distributions = metrics.finish(scored, learnt)
+  row, distributions = metric_writer.finish(scored, learnt)
   tick()
   functions.check_compiled_once()
 
@@ -90,7 +91,7 @@ def iterate(
 
 
 def _rollout_row(marks: answer.Marks, samples, costs) -> dict[str, float]:
-  lengths, finish = hosts.fetch((samples.lengths, samples.finish))
+  lengths, finish = multihost.fetch((samples.lengths, samples.finish))
   slot_steps = sum(int(cost.slot_steps) for cost in costs)
   parts = marks.parts if len(marks.parts) > 1 else {}
   return {

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from gspo_jax.errors import either, mistyped
+from gspo_jax.runtime.errors import either, mistyped
 
 # Our keys, and what TRL, verl, OpenRLHF, NeMo RL, MaxText and Tunix call the
 # same thing, or what they have in its place. A name may belong to several keys:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from gspo_jax.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError, nearest
 
 # what is expected, whether a value is that, and the keys it holds for
 _RANGES = (

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gspo_jax import model, sharding
+from gspo_jax import model
+from gspo_jax.runtime import sharding
 
 _PIECE = 1024  # tokens whose logits exist at one time
 _PARTS = ("tensor", "expert")  # the vocabulary is split over these

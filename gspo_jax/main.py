@@ -21,7 +21,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from gspo_jax import keys
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 INTERRUPTED = 75
 START = (
@@ -78,18 +78,18 @@ def on_hosts(work: Callable[[], int]) -> int:
     That exit code, or 2 after a UserError.
   """
   # Here, and not above, so that a mistaken flag is told at once.
-  from gspo_jax import hosts
+  from gspo_jax.runtime import multihost
 
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
-  hosts.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+  multihost.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   try:
     code = work()
-  except hosts.Agreed as error:
-    return complain(error) if hosts.first() else 2
+  except multihost.Agreed as error:
+    return complain(error) if multihost.first() else 2
   except UserError as error:  # of this process, for all that is known
     return complain(error)
-  hosts.meet()  # else those who end first give the last save 30 s, no more
+  multihost.meet()  # else those who end first give the last save 30 s, no more
   return code
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gspo_jax import sources
 from gspo_jax.curriculum import Stage
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.tasks import Chain, Problem
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import optax
 
-from gspo_jax.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError, nearest
 
 DECAYS = ("constant", "cosine")
 

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import draw as drawing
-from gspo_jax import model, sampler, sharding, slots
+from gspo_jax import model, sampler, slots
 from gspo_jax.model import rounding
 from gspo_jax.model.pages import Pages
-from gspo_jax.on_mesh import OnMesh
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.sharding import OnMesh
 from gspo_jax.sampler import SamplerConfig
 from gspo_jax.schedule import Sizes
 from gspo_jax.slots import Slots

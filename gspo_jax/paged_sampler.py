@@ -14,10 +14,11 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from gspo_jax import hosts, model, paged_functions, sharding, texts
-from gspo_jax.errors import UserError
+from gspo_jax import model, paged_functions, texts
 from gspo_jax.paged_functions import Functions
 from gspo_jax.paging import Paging
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import Ended, Prompts, SamplerConfig, Samples
 from gspo_jax.schedule import Schedule, Sizes
 from gspo_jax.slots import Orders
@@ -77,7 +78,7 @@ class PagedSampler:
         it none does.
       tell: called between segments with what ended in the last one.
     """
-    asked, lengths = hosts.fetch((prompts.tokens, prompts.lengths))
+    asked, lengths = multihost.fetch((prompts.tokens, prompts.lengths))
     if asked.shape[1] != self.sizes.prompt or len(asked) % self.shards:
       raise UserError(
         f"prompts {asked.shape}: expected [P, {self.sizes.prompt}], with P a "
@@ -103,13 +104,13 @@ class PagedSampler:
     while not all(schedule.done for schedule in schedules):
       admitted = [schedule.admit() for schedule in schedules]
       for *batch, first in self._prefills(admitted, work):
-        tokens, fed, numbers = hosts.lay(batch, self.rows)
+        tokens, fed, numbers = multihost.lay(batch, self.rows)
         state, noted = devices.prefill(params, state, tokens, fed, numbers)
         if noted is not None:
-          first = hosts.lay(first, self.rows)
+          first = multihost.lay(first, self.rows)
           samples = devices.note(samples, noted, fed, first)
       orders, floor = self._orders(schedules, admitted, known)
-      laid = hosts.lay((orders, self._few(orders)), self.rows)
+      laid = multihost.lay((orders, self._few(orders)), self.rows)
       state, samples = devices.decode(params, state, samples, *laid, floor, key)
       if ended:  # in the segment before; the devices decode this one meanwhile
         tell(self._read(*ended))
@@ -158,7 +159,7 @@ class PagedSampler:
     known = dataclasses.replace(
       begun, logps=None, slot_steps=None, experts=None
     )
-    whole = asked, lengths, hosts.fetch(known), until
+    whole = asked, lengths, multihost.fetch(known), until
     leaves, tree = jax.tree.flatten(whole)
     parts = zip(*(np.split(x, self.shards) for x in leaves), strict=True)
     return [texts.unfinished(*tree.unflatten(part)) for part in parts]
@@ -241,7 +242,7 @@ class PagedSampler:
     Returns:
       Of each slot, tokens drawn, whether it is still active, and the answer.
     """
-    told = hosts.fetch((state.drawn, state.pages.active, state.answer))
+    told = multihost.fetch((state.drawn, state.pages.active, state.answer))
     parts = zip(*(np.split(x, self.shards) for x in told), strict=True)
     for schedule, part, (drawn, active, answer) in zip(
       schedules, work, parts, strict=True
@@ -260,7 +261,7 @@ class PagedSampler:
 
   def _read(self, which, tokens) -> dict[int, Ended]:
     """The answers in this host's slots, but for those that only pause."""
-    tokens, found = hosts.own(tokens), {}
+    tokens, found = multihost.own(tokens), {}
     for slot, answer, length in which:
       if slot in tokens:
         stopped = tokens[slot][length - 1] in self.draw.stop_ids

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import SamplerConfig
 from gspo_jax.schedule import Sizes, width
 

@@ -32,9 +32,9 @@ from gspo_jax import (
   plan_report,
   plan_table,
   program,
-  sharding,
 )
-from gspo_jax.errors import UserError, nearest
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError, nearest
 
 NOTE = "compiler roofline, nothing ran on a chip"
 FUNCTIONS = plan_lower.FUNCTIONS

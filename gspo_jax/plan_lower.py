@@ -9,9 +9,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import draw, sampler, sharding
+from gspo_jax import draw, sampler
 from gspo_jax.paged_sampler import PagedSampler
 from gspo_jax.program import Program
+from gspo_jax.runtime import sharding
 from gspo_jax.slots import Orders
 
 FUNCTIONS = ("update", "score", "appraise", "lay_out", "prefill", "generate")

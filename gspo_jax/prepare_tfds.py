@@ -19,7 +19,7 @@ from pathlib import Path
 from absl import app, flags
 
 from gspo_jax import rows
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 _NAME = flags.DEFINE_string("name", None, "Of the set: gsm8k, or one's own.")
 _TRAIN = flags.DEFINE_string("train", None, "JSON lines of split 'train'.")

@@ -24,15 +24,15 @@ from gspo_jax import (
   rollout,
   sampler,
   settings,
-  sharding,
   tokenizer,
   train_step,
 )
 from gspo_jax.cold_start import as_rollout
-from gspo_jax.errors import UserError
 from gspo_jax.limits import check, multiple
 from gspo_jax.model import hf, rounding
-from gspo_jax.on_mesh import OnMesh
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.sharding import OnMesh
 
 # Collectives that run beside the matrix units on chips with SparseCores.
 _SPARSE_CORES = ("TPU v5", "TPU v5p")

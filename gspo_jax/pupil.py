@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import data, hosts, model, program, sharding
-from gspo_jax.errors import UserError
+from gspo_jax import data, model, program
 from gspo_jax.exam import Replies
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import STOPPED, TRUNCATED, Prompts
 from gspo_jax.tasks import Problem
 
@@ -133,11 +134,11 @@ class Pupil:
     return replies
 
   def _draw(self, params, batch, key):
-    batch = hosts.lay(batch, sharding.rows(self.program.mesh))
+    batch = multihost.lay(batch, sharding.rows(self.program.mesh))
     made = self.program
     draw = made.generate_greedy if self._greedy else made.generate_eval
     drawn = draw(params, batch, key)
-    return hosts.fetch((drawn.tokens, drawn.lengths, drawn.finish))
+    return multihost.fetch((drawn.tokens, drawn.lengths, drawn.finish))
 
 
 def _without_learning(config: ConfigDict) -> ConfigDict:

@@ -3,7 +3,7 @@
 import json
 from typing import Any, NamedTuple, NoReturn
 
-from gspo_jax.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError, nearest
 
 
 class Skipped(Exception):

@@ -29,9 +29,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gspo_jax.errors import UserError, nearest
 from gspo_jax.question_rows import Row, Skipped
 from gspo_jax.rows import json_lines
+from gspo_jax.runtime.errors import UserError, nearest
 from gspo_jax.tasks import Problem
 
 _IDS = ("id", "ID", "unique_id", "question_id", "url")

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from gspo_jax.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError, nearest
 
 SPECS = "chain, jsonl:FILE, tfds:NAME[:SPLIT] or package.module.factory"
 

@@ -8,8 +8,8 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from gspo_jax import data, material, policy, program
-from gspo_jax.errors import UserError
 from gspo_jax.rewards.pool import Scorer
+from gspo_jax.runtime.errors import UserError
 
 
 class Keys(NamedTuple):

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import draw, model
-from gspo_jax.errors import UserError
 from gspo_jax.model import cache as kv
 from gspo_jax.model.moe import number_type
-from gspo_jax.sharding import ROWS, constrain, everywhere, rows
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.sharding import ROWS, constrain, everywhere, rows
 
 _FIRST_SLOTS = 64  # the answers' cache starts this long or longer, and doubles
 _BLOCKS = 100  # decoder blocks to compile, over all lengths of the cache

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 
 def width(prompt: int, most: int, page: int) -> int:

@@ -22,9 +22,9 @@ from gspo_jax import (
 )
 from gspo_jax.cold_start import cross_entropy
 from gspo_jax.credit import Credit
-from gspo_jax.errors import UserError
 from gspo_jax.model import hf
 from gspo_jax.paging import Paging
+from gspo_jax.runtime.errors import UserError
 
 OBJECTIVES = {
   "gspo": losses.gspo_loss,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gspo_jax import rows as readers
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.tasks import Problem, held_out
 
 _SAMPLED = 1000  # rows of a source without a file that its fingerprint reads

@@ -12,7 +12,7 @@ import random
 import string
 from typing import NamedTuple
 
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 _OPERATIONS = {
   "+": lambda a, b: a + b,

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import sentencepiece
 
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 

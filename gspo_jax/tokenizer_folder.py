@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jinja2
 
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.tokenizer import decode_runs, digest, import_transformers
 
 _PRIVATE = range(0xF0000, 0xFFFFE)  # characters that mean nothing to anybody

@@ -9,24 +9,14 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import (
-  answer,
-  batches,
-  cold_start,
-  data,
-  hosts,
-  metrics,
-  runs,
-  settings,
-  sharding,
-  sources,
-)
-from gspo_jax.checkpoint import Checkpoints
+from gspo_jax import answer, batches, cold_start, data, runs, settings, sources
 from gspo_jax.curriculum import Curriculum
 from gspo_jax.estimates import summarize
-from gspo_jax.identity import changes, flatten, match
 from gspo_jax.iteration import iterate
-from gspo_jax.preemption import Preemption
+from gspo_jax.runtime import metric_writer, multihost, sharding
+from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.runtime.identity import changes, flatten, match
+from gspo_jax.runtime.preemption import Preemption
 from gspo_jax.train_step import TrainState
 from gspo_jax.watch import Watch
 
@@ -46,12 +36,14 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       the rewards failed on too many answers (`reward.max_failed`).
     FloatingPointError: a metric is not finite; that step is not saved.
   """
-  hosts.require_joined()
-  mesh = hosts.together(lambda: sharding.make_mesh(**config.mesh))
+  multihost.require_joined()
+  mesh = multihost.together(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh), Preemption() as preemption:
-    run = hosts.together(lambda: runs.prepare(config, workdir, mesh))
-    hosts.require_same(flatten({"config": runs.plain(config)} | run.identity))
-    hosts.require_shared(run.workdir)
+    run = multihost.together(lambda: runs.prepare(config, workdir, mesh))
+    multihost.require_same(
+      flatten({"config": runs.plain(config)} | run.identity)
+    )
+    multihost.require_shared(run.workdir)
     checkpoints = Checkpoints(
       run.workdir / "checkpoints",
       every=config.checkpoint.every,
@@ -69,7 +61,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       state = _start(run, curriculum, source, checkpoints, preemption)
       if state is None:
         return None
-      hosts.together(lambda: _note_config(run))
+      multihost.together(lambda: _note_config(run))
       return _train(run, state, curriculum, source, checkpoints, preemption)
 
 
@@ -89,7 +81,7 @@ def _rollouts(run, curriculum) -> batches.Source:
   )
   c = config.rollout
   if config.paging.slots:
-    hosts.say(functions.generate.describe(continues=c.budget > 0))
+    multihost.say(functions.generate.describe(continues=c.budget > 0))
   if c.budget:
     source = batches.Partial(
       sampling,
@@ -122,22 +114,22 @@ def _start(
     curriculum.set_state(restored.metadata["data"])
     waiting = restored.metadata.get("rollouts", {})
     source.set_state(restored.state.waiting, waiting)
-    hosts.say(f"resumed after step {restored.step}")
+    multihost.say(f"resumed after step {restored.step}")
     for line in changes(restored.metadata["config"], runs.plain(run.config)):
-      hosts.say(line)
+      multihost.say(line)
     return dataclasses.replace(restored.state, waiting=None)
   if not run.config.cold_start.steps:
     return run.program.begin(run.program.init(run.keys.init))
   imitated = _imitate(run, preemption)
   if imitated is None:
-    hosts.say("SIGTERM: cold start saved; the same command resumes")
+    multihost.say("SIGTERM: cold start saved; the same command resumes")
     return None
   return run.program.begin(imitated.params)
 
 
 def _note_config(run) -> None:
   """run_config.json: the config of the run that goes on from here."""
-  if hosts.first():
+  if multihost.first():
     path = run.workdir / "run_config.json"
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(runs.plain(run.config), indent=2) + "\n")
@@ -167,7 +159,7 @@ def _imitate(run, preemption) -> TrainState | None:
       abstract=functions.abstract_imitation,
       batches=batches,
       update=lambda state, batch: functions.imitate(
-        state, hosts.lay(batch, sharding.rows(functions.mesh)), k_update
+        state, multihost.lay(batch, sharding.rows(functions.mesh)), k_update
       ),
       accuracy=lambda params: float(_greedy(run, params, k_check).mean()),
       checkpoints=checkpoints,
@@ -187,16 +179,16 @@ def _train(
 ) -> TrainState | None:
   """RL from `state` on, to the last step or to a SIGTERM."""
   config, begin = run.config, int(state.step)
-  writer = hosts.together(
-    lambda: metrics.Writer(
+  writer = multihost.together(
+    lambda: metric_writer.Writer(
       run.workdir,
       total_steps=config.num_steps,
       resume_step=begin,
-      active=hosts.first(),
+      active=multihost.first(),
     )
   )
   if begin >= config.num_steps:
-    hosts.say(f"num_steps={config.num_steps}: nothing is left to do")
+    multihost.say(f"num_steps={config.num_steps}: nothing is left to do")
   with writer:
     watch = _watch(run)
     if begin == 0:
@@ -222,7 +214,9 @@ def _train(
         save()
       if stop and not last:
         checkpoints.wait()
-        hosts.say(f"SIGTERM: saved after step {step}; the same command resumes")
+        multihost.say(
+          f"SIGTERM: saved after step {step}; the same command resumes"
+        )
         return None
   return state
 

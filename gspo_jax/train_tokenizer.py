@@ -21,7 +21,7 @@ import sentencepiece
 from absl import app, flags
 
 from gspo_jax import rows, tokenizer
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 _INPUT = flags.DEFINE_list("input", [], "Files of JSON lines.")
 _FIELDS = flags.DEFINE_list(

@@ -2,7 +2,7 @@
 
 import math
 
-from gspo_jax import hosts
+from gspo_jax.runtime import multihost
 
 # Largest std of the ratio of a policy that has not moved: the passes agree bit
 # for bit, where the kernels are deterministic.
@@ -86,5 +86,5 @@ class Watch:
 
   def _say(self, kind: str, text: str) -> None:
     if kind not in self._said:
-      hosts.say(f"warning: {text}")
+      multihost.say(f"warning: {text}")
     self._said.add(kind)

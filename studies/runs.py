@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 
 from configs import common
 from gspo_jax import train
-from gspo_jax.errors import UserError
-from gspo_jax.identity import changes, flatten
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.identity import changes, flatten
 
 FOLDER = Path(__file__).parent
 

@@ -22,7 +22,7 @@ import jax
 from absl import logging
 from ml_collections import ConfigDict
 
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 from studies import arguments
 from studies.runs import (
   FOLDER,

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import answer, data, hosts, sharding, tokenizer
+from gspo_jax import answer, data, tokenizer
 from gspo_jax.rewards.pool import Scorer, Scores
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler import TRUNCATED, Ended, Samples
 from gspo_jax.tasks import Chain, Problem
 
@@ -189,7 +190,9 @@ def test_answer_all_stops_where_too_many_fail(rows, max_failed):
   if max_failed == 0.5:
     assert call().shape == (10, 2)
   else:
-    with pytest.raises(hosts.Agreed, match=r"12 of 24 answers .* reason: why$"):
+    with pytest.raises(
+      multihost.Agreed, match=r"12 of 24 answers .* reason: why$"
+    ):
       call()
 
 
@@ -197,9 +200,9 @@ def test_a_reason_of_another_host_is_told(monkeypatch):
   """And all of them stop: the marks of all are known to each."""
   none = np.zeros((2, 4), np.float32)
   marks = answer.Marks(none, {"math": none}, none == 0, ())
-  monkeypatch.setattr(hosts, "tell", lambda own: [own, "theirs", "others"])
+  monkeypatch.setattr(multihost, "tell", lambda own: [own, "theirs", "others"])
   with pytest.raises(
-    hosts.Agreed, match=r"it: 8 of 8 .* first reason: theirs$"
+    multihost.Agreed, match=r"it: 8 of 8 .* first reason: theirs$"
   ):
     answer.require_scored([marks], 1.0, of="it")
   answer.require_scored([marks._replace(failed=none > 0)], 0.0, of="it")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gspo_jax.answer_file import AnswerFile
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 SETTINGS = {"seed": 0, "sets": {"A": {"steps": (1, 2)}}}
 BATCHES = [("A", 2), ("A", 1), ("B", 2)]

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from gspo_jax import aot, chips
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="no libtpu"

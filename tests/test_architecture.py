@@ -57,9 +57,9 @@ def test_a_wrong_arrow_is_seen(tmp_path):
     ("advantages", {"jax", "jax.numpy"}),
     ("rewards/numbers", set()),
     ("rewards/format", set()),
-    ("tasks", {"gspo_jax.errors"}),
+    ("tasks", {"gspo_jax.runtime.errors"}),
     ("errors", set()),
-    ("model/config", {"gspo_jax.errors"}),
+    ("model/config", {"gspo_jax.runtime.errors"}),
   ],
 )
 def test_the_lowest_modules_import_these_and_nothing_else(module, allowed):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import sharding
 from gspo_jax.model import attention
+from gspo_jax.runtime import sharding
 
 B, T, N, K, H = 2, 256, 4, 2, 128
 

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from gspo_jax import batches, data, groups, model, sampler, sharding, tokenizer
+from gspo_jax import batches, data, groups, model, sampler, tokenizer
 from gspo_jax.batches import Ahead, Fresh, Partial, Sampling
 from gspo_jax.curriculum import Curriculum, Stage
 from gspo_jax.rewards.pool import Scorer
+from gspo_jax.runtime import sharding
 from gspo_jax.sampler import STOPPED, TRUNCATED, UNFINISHED, SamplerConfig
 from gspo_jax.tasks import Problem
 

@@ -6,7 +6,7 @@ import pytest
 
 from gspo_jax import chips
 from gspo_jax.chips import Place, bandwidth, parse
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 
 def box(*ranges, of_slice=0):

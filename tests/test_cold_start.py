@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from gspo_jax import cold_start, model
-from gspo_jax.checkpoint import Checkpoints
-from gspo_jax.errors import UserError
 from gspo_jax.losses import Mean
-from gspo_jax.preemption import Preemption
+from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.preemption import Preemption
 from gspo_jax.train_step import TrainState
 
 

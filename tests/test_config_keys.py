@@ -18,9 +18,10 @@ from ml_collections import ConfigDict
 from observe_program import B, G, P
 
 from configs import common, tiny_cpu
-from gspo_jax import losses, model, settings, sharding, tokenizer
+from gspo_jax import losses, model, settings, tokenizer
 from gspo_jax.limits import check
 from gspo_jax.model import hf
+from gspo_jax.runtime import sharding
 
 
 @pytest.fixture(scope="module", autouse=True)

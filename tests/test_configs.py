@@ -11,8 +11,9 @@ from ml_collections import ConfigDict
 from repository import ROOT
 
 from configs import common
-from gspo_jax import model, program, settings, sharding
+from gspo_jax import model, program, settings
 from gspo_jax.limits import check
+from gspo_jax.runtime import sharding
 
 FOLDER = ROOT / "configs"
 NAMES = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem != "common")

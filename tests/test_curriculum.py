@@ -11,7 +11,7 @@ import pytest
 
 from gspo_jax import data, sources, tokenizer
 from gspo_jax.curriculum import Curriculum, Stage
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.tasks import Chain, Problem
 
 BYTES = tokenizer.load("bytes")

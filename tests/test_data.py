@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gspo_jax import data, sources, tokenizer
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.tasks import Chain, Problem
 
 SMALL = Chain((6,), size=12)

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format
 
-from gspo_jax import aot, chips, draw, model, sharding
-from gspo_jax.on_mesh import OnMesh
+from gspo_jax import aot, chips, draw, model
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.sharding import OnMesh
 
 CFG = model.variant("tiny", dtype="float32", vocab_size=260)
 

@@ -15,11 +15,12 @@ from absl.testing import flagsaver
 from repository import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import evaluate, hosts, policy, program, sharding
-from gspo_jax.checkpoint import Checkpoints
-from gspo_jax.errors import UserError
+from gspo_jax import evaluate, policy, program
 from gspo_jax.exam import Replies
 from gspo_jax.rewards.pool import Scores
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.tasks import Chain
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
@@ -252,7 +253,7 @@ def test_a_judge_that_fails_too_often_stops_it(
   monkeypatch.setattr(evaluate, "_scorer", lambda *_: Judge())
   stops = nullcontext()
   if words:  # on every process
-    stops = pytest.raises(hosts.Agreed, match=words)
+    stops = pytest.raises(multihost.Agreed, match=words)
   with evaluate.AnswerFile(str(tmp_path), {}, batches, dict) as answers, stops:
     evaluate._examine(config(), chain, pupil, None, answers)
   assert len(read(tmp_path)) == kept

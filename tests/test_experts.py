@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import model, sharding
+from gspo_jax import model
 from gspo_jax.model import experts as ep
 from gspo_jax.model import grouped
 from gspo_jax.model.moe import MoE
+from gspo_jax.runtime import sharding
 
 M, D, E, F, k = 64, 8, 8, 6, 2
 # Where the router sends a token's two choices.

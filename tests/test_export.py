@@ -14,10 +14,11 @@ from absl.testing import flagsaver
 from repository import ROOT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gspo_jax import export, model, policy, program, sharding
-from gspo_jax.checkpoint import Checkpoints
-from gspo_jax.errors import UserError
+from gspo_jax import export, model, policy, program
 from gspo_jax.model import hf
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.runtime.errors import UserError
 
 TEMPLATE = (
   "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}"

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import groups, model, sampler, sharding
+from gspo_jax import groups, model, sampler
+from gspo_jax.runtime import sharding
 
 P, G = 8, 3
 DENSE = model.variant("qwen3-0.6b")

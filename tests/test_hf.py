@@ -16,9 +16,10 @@ import pytest
 from repository import ROOT
 from safetensors.numpy import load_file, save_file
 
-from gspo_jax import model, sampler, sharding
-from gspo_jax.errors import UserError
+from gspo_jax import model, sampler
 from gspo_jax.model import hf
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 
 GOLDENS = ROOT / "tests/support/goldens"
 NAMES = ("qwen3", "qwen3_moe", "qwen3_moe_raw", "qwen2", "llama3")
@@ -257,7 +258,7 @@ from gspo_jax import hosts
 hosts.start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
 import jax
 from gspo_jax import model, sharding
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.model import hf
 folder, out = sys.argv[3:]
 cfg = hf.config_from_hf(folder)

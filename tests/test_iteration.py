@@ -11,12 +11,10 @@ import pytest
 
 from gspo_jax import (
   credit,
-  hosts,
   model,
   rollout,
   runs,
   settings,
-  sharding,
   tokenizer,
   train,
   train_step,
@@ -24,6 +22,7 @@ from gspo_jax import (
 from gspo_jax.iteration import iterate
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.rewards.pool import Scorer, Scores
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler import Samples
 from gspo_jax.tasks import Problem
 from gspo_jax.train_step import TrainState
@@ -101,7 +100,7 @@ def test_a_reward_that_always_fails_stops_it(debug_config):
   debug_config.data.refill_rounds = 3
   debug_config.reward.max_failed = 1.0
   source = train._rollouts(run, spy)
-  with pytest.raises(hosts.Agreed, match=r"iteration 7: 12 of 12 .* why$"):
+  with pytest.raises(multihost.Agreed, match=r"iteration 7: 12 of 12 .* why$"):
     iterate(run, TrainState(0, None, None), spy, source, 7)
 
 
@@ -115,7 +114,7 @@ def test_as_many_rewards_may_fail_as_the_config_says(debug_config, most):
   debug_config.reward.max_failed = most
   source, state = train._rollouts(run, spy), TrainState(0, None, None)
   if most < 0.5:
-    with pytest.raises(hosts.Agreed, match=r"iteration 7: 2 of 4 "):
+    with pytest.raises(multihost.Agreed, match=r"iteration 7: 2 of 4 "):
       iterate(run, state, spy, source, 7)
   else:
     _, row, *_ = iterate(run, state, spy, source, 7)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import logprobs, model, sharding
+from gspo_jax import logprobs, model
+from gspo_jax.runtime import sharding
 
 V, B, S, R = 37, 2, 5, 13
 T = S + R

@@ -11,9 +11,10 @@ from absl import flags
 from absl.testing import flagsaver
 from repository import ROOT
 
-from gspo_jax import hosts, main, program, sharding, train
-from gspo_jax.errors import UserError
+from gspo_jax import main, program, train
 from gspo_jax.limits import divides
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime.errors import UserError
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
 WORKDIR = "--workdir=somewhere"
@@ -203,8 +204,8 @@ def test_divides_tells_the_nearest_divisor(size, divisor, nearest):
 @pytest.mark.parametrize(
   ("kind", "first", "told"),
   [
-    (hosts.Agreed, True, True),
-    (hosts.Agreed, False, False),
+    (multihost.Agreed, True, True),
+    (multihost.Agreed, False, False),
     (UserError, True, True),
     (UserError, False, True),  # the others may know nothing of it
   ],
@@ -213,8 +214,8 @@ def test_who_tells_a_mistake(monkeypatch, capsys, kind, first, told):
   def fail(*_):
     raise kind("a\nmistake")
 
-  monkeypatch.setattr(hosts, "start", lambda *_: None)
-  monkeypatch.setattr(hosts, "first", lambda: first)
+  monkeypatch.setattr(multihost, "start", lambda *_: None)
+  monkeypatch.setattr(multihost, "first", lambda: first)
   monkeypatch.setattr(train, "train_and_evaluate", fail)
   monkeypatch.setattr(main.logging, "set_verbosity", lambda _: None)
   monkeypatch.setattr(sys, "argv", ["gspo", TINY, WORKDIR])
@@ -226,7 +227,7 @@ def test_who_tells_a_mistake(monkeypatch, capsys, kind, first, told):
 
 @pytest.mark.parametrize(("state", "code"), [("trained", 0), (None, 75)])
 def test_a_run_that_sigterm_stopped_has_its_own_code(monkeypatch, state, code):
-  monkeypatch.setattr(hosts, "start", lambda *_: None)
+  monkeypatch.setattr(multihost, "start", lambda *_: None)
   monkeypatch.setattr(train, "train_and_evaluate", lambda *_: state)
   monkeypatch.setattr(main.logging, "set_verbosity", lambda _: None)
   monkeypatch.setattr(sys, "argv", ["gspo", TINY, WORKDIR])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gspo_jax import material
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 
 @pytest.fixture

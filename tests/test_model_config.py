@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from gspo_jax import model
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 # From each config.json: layers, width, heads, key-value heads, head width, MLP
 # or expert width, experts, experts a token, tied; and the published total.

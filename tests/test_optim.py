@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from gspo_jax import model, optim
-from gspo_jax.errors import UserError
 from gspo_jax.optim import OptimConfig
+from gspo_jax.runtime.errors import UserError
 
 PLAIN = OptimConfig(learning_rate=0.1, warmup_steps=0, total_steps=100)
 PARAMS = {

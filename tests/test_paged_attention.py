@@ -8,8 +8,8 @@ from jax.experimental.pallas import tpu as pltpu
 from paged_oracle import HUGE, beside, count_trips, draw
 from paged_oracle import attention as plain_attention
 
-from gspo_jax import sharding
 from gspo_jax.model import paged_attention as attention
+from gspo_jax.runtime import sharding
 
 K, S = 2, 4
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks import lengths
-from gspo_jax import model, paged_sampler, sampler, sharding
-from gspo_jax.errors import UserError
+from gspo_jax import model, paged_sampler, sampler
 from gspo_jax.paging import Paging
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import Prompts, SamplerConfig
 
 P, S, G, R = 8, 14, 3, 24

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from gspo_jax.errors import UserError
 from gspo_jax.paging import Paging
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import SamplerConfig
 
 DRAW = SamplerConfig(3, 24, stop_ids=(3, 5))

@@ -10,8 +10,9 @@ import jax
 import pytest
 from repository import ROOT
 
-from gspo_jax import aot, chips, plan, plan_table, program, sharding
-from gspo_jax.errors import UserError
+from gspo_jax import aot, chips, plan, plan_table, program
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 
 TINY = (
   f"--config={ROOT}/configs/tiny_cpu.py:debug",

@@ -4,7 +4,8 @@ import dataclasses
 
 import jax
 
-from gspo_jax import plan_lower, plan_report, program, sharding, slots
+from gspo_jax import plan_lower, plan_report, program, slots
+from gspo_jax.runtime import sharding
 
 
 def built(config, **sizes):

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gspo_jax import aot, chips, plan_report, sharding
+from gspo_jax import aot, chips, plan_report
 from gspo_jax.hlo.collectives import Collective
 from gspo_jax.hlo.cost import Cost, Open
 from gspo_jax.paged_sampler import PagedSampler
+from gspo_jax.runtime import sharding
 
 GIB = 2**30
 WHERE = chips.parse("v5e:2x4")

@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from gspo_jax import policy, program, sharding
-from gspo_jax.checkpoint import Checkpoints
-from gspo_jax.errors import UserError
+from gspo_jax import policy, program
 from gspo_jax.model import hf
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.runtime.errors import UserError
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import tensorflow_datasets as tfds
 from repository import ROOT
 
 from gspo_jax import prepare_tfds, sources
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 GSM8K = ROOT.parent / "shared/data/gsm8k"
 needs_gsm8k = pytest.mark.skipif(

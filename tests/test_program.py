@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import on_mesh, program, sharding
-from gspo_jax.errors import UserError
+from gspo_jax import program
 from gspo_jax.logprobs import token_logprobs
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import Prompts
 
 
@@ -188,7 +189,7 @@ def test_a_function_that_compiles_again_is_told(debug_config):
   for name, most in found.generate.compilations().items():
     jitted = types.SimpleNamespace(_cache_size=lambda most=most: most + 1)
     functions = dataclasses.replace(
-      found.generate.devices, **{name: on_mesh.OnMesh(jitted, found.mesh)}
+      found.generate.devices, **{name: sharding.OnMesh(jitted, found.mesh)}
     )
     again = dataclasses.replace(found.generate, devices=functions)
     with pytest.raises(RuntimeError, match=rf"generate\.{name} was compiled"):

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import program, sharding
-from gspo_jax.errors import UserError
+from gspo_jax import program
 from gspo_jax.pupil import Pupil, Size, fit
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import STOPPED, TRUNCATED, Samples
 
 QUESTIONS = ["1a+1?", "22?", "3?", "4a*4?", "5?"]

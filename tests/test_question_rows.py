@@ -7,8 +7,8 @@ import zlib
 
 import pytest
 
-from gspo_jax.errors import UserError
 from gspo_jax.question_rows import Row, Skipped
+from gspo_jax.runtime.errors import UserError
 
 
 def row(**values):

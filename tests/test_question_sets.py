@@ -7,7 +7,7 @@ import pytest
 from repository import ROOT
 
 from gspo_jax import question_sets
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.tasks import Problem
 
 GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"

@@ -4,7 +4,8 @@ import jax
 import pytest
 
 from benchmarks import ratio_one
-from gspo_jax import program, sharding
+from gspo_jax import program
+from gspo_jax.runtime import sharding
 
 
 def measure(mesh="1", apart=False, **asked):

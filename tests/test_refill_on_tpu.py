@@ -12,7 +12,7 @@ import pytest
 
 from configs import moe_tpu_v5
 from gspo_jax import aot, chips, draw, plan_lower, plan_report, program
-from gspo_jax import sharding as sh
+from gspo_jax.runtime import sharding as sh
 
 pytestmark = [
   pytest.mark.slow,

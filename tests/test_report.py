@@ -15,9 +15,9 @@ import pytest
 from make_run import CONFIG, add_sample, make_run
 from repository import ROOT
 
-from gspo_jax.errors import UserError
 from gspo_jax.report.page import page
 from gspo_jax.report.run import read
+from gspo_jax.runtime.errors import UserError
 
 HOSTILE = (
   "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>'\""

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from gspo_jax import rewards
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 
 @pytest.fixture

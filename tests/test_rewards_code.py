@@ -5,9 +5,9 @@ import json
 import pytest
 
 from gspo_jax import rewards
-from gspo_jax.errors import UserError
 from gspo_jax.rewards import code
 from gspo_jax.rewards.pool import Scorer
+from gspo_jax.runtime.errors import UserError
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 PAIRS = json.dumps({"inputs": ["1 2", "5 6\n"], "outputs": ["3\n", "11"]})

@@ -13,9 +13,9 @@ import time
 import pytest
 
 from gspo_jax import rewards
-from gspo_jax.errors import UserError
 from gspo_jax.rewards import sandbox, seccomp
 from gspo_jax.rewards.pool import Answer, Scorer
+from gspo_jax.runtime.errors import UserError
 
 FAILED = "failed"
 MEGABYTE = 1 << 20

@@ -12,9 +12,9 @@ from concurrent import futures
 import numpy as np
 import pytest
 
-from gspo_jax.errors import UserError
 from gspo_jax.rewards import process, worker
 from gspo_jax.rewards.pool import Answer, Scorer, too_many
+from gspo_jax.runtime.errors import UserError
 
 # Rewards of the user's: `act` does what the answer says, and then returns 1.
 MODULE = """

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from gspo_jax.errors import UserError
 from gspo_jax.rewards import sandbox
+from gspo_jax.runtime.errors import UserError
 
 
 @pytest.fixture

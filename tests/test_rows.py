@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gspo_jax import rows
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 
 def test_lines_are_told_by_file_and_number(tmp_path):

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from gspo_jax import runs
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 
 def run(config, *, reference=None, critic=None):

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from gspo_jax import draw as drawing
-from gspo_jax import model, rollout, sharding
+from gspo_jax import model, rollout
 from gspo_jax import sampler as sampling
-from gspo_jax.errors import UserError
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.model import cache as kv
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import STOPPED, TRUNCATED, Prompts, SamplerConfig
 
 V, P, S, G, R = 11, 3, 5, 4, 12

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.schedule import Schedule, Sizes
 
 EMPTY = -1

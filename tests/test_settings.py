@@ -6,8 +6,9 @@ import inspect
 import jax
 import pytest
 
-from gspo_jax import losses, program, settings, sharding
-from gspo_jax.errors import UserError
+from gspo_jax import losses, program, settings
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 
 
 def build(config):

@@ -9,7 +9,7 @@ import pytest
 from repository import ROOT
 
 from gspo_jax import sources
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sources import Fields
 from gspo_jax.tasks import Chain, Problem
 

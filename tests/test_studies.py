@@ -13,8 +13,9 @@ import pytest
 from repository import ROOT
 
 from configs import common
-from gspo_jax import program, sharding
-from gspo_jax.errors import UserError
+from gspo_jax import program
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 from studies import arguments, runs
 
 FOLDER = ROOT / "studies"

@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gspo_jax import tokenizer
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 CHATML = (
   "{% for m in messages %}<|im_start|>{{ m.role }}\n"

@@ -20,8 +20,9 @@ import pytest
 from repository import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import program, sharding, train
-from gspo_jax.checkpoint import Checkpoints
+from gspo_jax import program, train
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.checkpoint import Checkpoints
 
 STEPS = 4  # of the debug config, which saves every 2
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import hosts, program, settings, sharding, train_step
+from gspo_jax import program, settings, train_step
 from gspo_jax.logprobs import token_logprobs
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler import Prompts
 
 
@@ -34,7 +35,7 @@ def iterate(run, seed=0, prompts=8, advantages=None):
     rows = rollout.tokens.shape[0]
     if advantages is None:
       advantages = rng.standard_normal(rows)
-    advantages = hosts.lay(np.float32(advantages), sharding.rows(run.mesh))
+    advantages = multihost.lay(np.float32(advantages), sharding.rows(run.mesh))
     rollout = dataclasses.replace(rollout, advantages=advantages)
     kept = jax.device_get(rollout)
     new, _, metrics = run.update(state, rollout, jax.random.key(2))

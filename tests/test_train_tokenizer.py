@@ -9,7 +9,7 @@ import transformers
 from repository import ROOT
 
 from gspo_jax import tokenizer, train_tokenizer
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 GSM8K = ROOT.parent / "shared/data/gsm8k"
 needs_gsm8k = pytest.mark.skipif(

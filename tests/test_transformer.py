@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import model, sharding
+from gspo_jax import model
 from gspo_jax.model import cache as kv
+from gspo_jax.runtime import sharding
 
 B, T = 3, 9
 STARTS = np.array([0, 2, 5])  # left padding of each row

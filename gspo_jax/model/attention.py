@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspo_jax import sharding
 from gspo_jax.model.rounding import rounded
+from gspo_jax.runtime import sharding
 
 _BLOCK = 512  # rows and columns of scores in VMEM at one time
 _LANES = 128

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from gspo_jax.model import attention
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.rounding import rounded
-from gspo_jax.sharding import ROWS, constrain
+from gspo_jax.runtime.sharding import ROWS, constrain
 
 
 @jax.tree_util.register_dataclass

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from gspo_jax.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError, nearest
 
 DTYPES = ("float32", "bfloat16")
 

@@ -6,7 +6,7 @@ Dimension key: R rows, e groups, D and F widths, n blocks, b rows of a block.
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import sharding
+from gspo_jax.runtime import sharding
 
 _LEAST, _MOST = 8, 64  # rows of a block
 

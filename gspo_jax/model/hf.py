@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from gspo_jax import hosts
-from gspo_jax.errors import UserError, nearest
 from gspo_jax.model.config import DTYPES, ModelConfig
 from gspo_jax.model.hf_config import config_from_hf, config_to_hf
 from gspo_jax.model.hf_tensors import INDEX, Folder, Place, places
 from gspo_jax.model.transformer import Params
+from gspo_jax.runtime import multihost
+from gspo_jax.runtime.errors import UserError, nearest
 
 __all__ = ["config_from_hf", "load_hf", "save_hf"]
 
@@ -49,7 +49,7 @@ def load_hf(folder: str | Path, cfg: ModelConfig, *, shardings=None) -> Params:
     UserError: no such files, or their tensors are not exactly the model's:
       those missing, superfluous or misshapen are named, 16 of a kind.
   """
-  source = hosts.together(lambda: _opened(folder, cfg))
+  source = multihost.together(lambda: _opened(folder, cfg))
   lays, found, params = _by_path(shardings), places(cfg), {}
   one = SingleDeviceSharding(jax.local_devices()[0])
   lays = {place: lays.get(place.path, one) for place in found}
@@ -156,8 +156,8 @@ def save_hf(
   """
   target, folder = folder, Path(folder).absolute()
   partial = folder.with_name(folder.name + ".partial")
-  first = lambda work: hosts.together(
-    lambda: _written(work, folder) if hosts.first() else None
+  first = lambda work: multihost.together(
+    lambda: _written(work, folder) if multihost.first() else None
   )
   first(lambda: require_new(target, dtype))
   first(lambda: _begin(partial, cfg, dtype, like, beside))
@@ -169,7 +169,7 @@ def save_hf(
     for place in found:
       if place.stacked == (i is not None):
         x = _turn(leaves[place.path], i or 0, place=place, dtype=dtype)
-        tensors |= _tensors(place, hosts.fetch(x), i or 0)
+        tensors |= _tensors(place, multihost.fetch(x), i or 0)
     index |= dict.fromkeys(tensors, name)
     total += sum(x.nbytes for x in tensors.values())
     first(lambda n=name, t=tensors: save_file(t, partial / n, {"format": "pt"}))

@@ -10,8 +10,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from gspo_jax.errors import UserError
 from gspo_jax.model.config import ModelConfig, changed
+from gspo_jax.runtime.errors import UserError
 
 # model_type -> what it implies
 FAMILIES = {

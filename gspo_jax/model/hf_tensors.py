@@ -18,9 +18,9 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from gspo_jax.errors import UserError
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.transformer import init
+from gspo_jax.runtime.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("BF16", "F16", "F32")

@@ -8,9 +8,9 @@ block. Of narrow heads, j may lie side by side in a page, as one of width j * H.
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import sharding
 from gspo_jax.model import attention
 from gspo_jax.model.rounding import rounded
+from gspo_jax.runtime import sharding
 
 _LANES = 128
 _TOKENS = 512  # of keys in VMEM at one time

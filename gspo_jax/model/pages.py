@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gspo_jax import sharding
 from gspo_jax.model import paged_attention
 from gspo_jax.model.config import ModelConfig
-from gspo_jax.sharding import ROWS, constrain
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.sharding import ROWS, constrain
 
 _ROWS = PartitionSpec(ROWS)
 _HEADS = PartitionSpec(ROWS, None, "tensor")  # [B, T, heads, H]

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from gspo_jax import sharding
 from gspo_jax.model import attention
 from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.moe import MoE, Routing
 from gspo_jax.model.rounding import rounded, wide
+from gspo_jax.runtime import sharding
 
 Params = dict
 

@@ -14,8 +14,8 @@ Exit codes: 0 done; 2 a mistake of the caller's, in one line.
 import argparse
 import sys
 
-from gspo_jax.errors import UserError
 from gspo_jax.report.page import write
+from gspo_jax.runtime.errors import UserError
 
 
 class _Parser(argparse.ArgumentParser):

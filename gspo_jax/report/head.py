@@ -6,10 +6,10 @@ from html import escape
 
 import numpy as np
 
-from gspo_jax.identity import flatten
 from gspo_jax.report.chart import COLOURS
 from gspo_jax.report.run import Run
 from gspo_jax.report.scale import duration, number
+from gspo_jax.runtime.identity import flatten
 
 
 def title(runs: Sequence[Run]) -> str:

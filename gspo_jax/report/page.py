@@ -10,12 +10,12 @@ from pathlib import Path
 
 from etils import epath
 
-from gspo_jax.errors import UserError
 from gspo_jax.report import head, samples
 from gspo_jax.report.chart import COLOURS
 from gspo_jax.report.figures import of_subject, table
 from gspo_jax.report.run import Run, read
 from gspo_jax.report.subjects import SUBJECTS
+from gspo_jax.runtime.errors import UserError
 
 STYLE, SCRIPT = (
   Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js")

@@ -9,8 +9,8 @@ import numpy as np
 from etils import epath
 
 from gspo_jax import losses
-from gspo_jax.errors import UserError
-from gspo_jax.metrics_log import counts_over_edges
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.run_files import counts_over_edges
 
 # Whose ratio a method clips. The others have no range on either side of 1.
 _CLIPPED = {

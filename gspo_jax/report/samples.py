@@ -5,8 +5,8 @@ from html import escape
 
 import numpy as np
 
-from gspo_jax import sample_file
 from gspo_jax.report.run import Run
+from gspo_jax.runtime import run_files
 
 _STEPS = 24  # on a page, over all runs
 _ANSWERS = 6  # of a step
@@ -41,7 +41,7 @@ def _block(run: Run, most: int, named: bool) -> str:
 
 
 def _step(step: int, text: str) -> str:
-  cards = [_card(sample) for sample in sample_file.read(text)]
+  cards = [_card(sample) for sample in run_files.read(text)]
   if not cards:
     cards = [f"<pre>{escape(cut(text))}</pre>"] if text.strip() else []
   return (
@@ -50,7 +50,7 @@ def _step(step: int, text: str) -> str:
   )
 
 
-def _card(sample: sample_file.Sample) -> str:
+def _card(sample: run_files.Sample) -> str:
   question, answer, reference, reward = (escape(cut(part)) for part in sample)
   return (
     f"<article><header><span>reward <b>{reward}</b></span>"

@@ -16,8 +16,8 @@ import importlib
 import inspect
 from collections.abc import Callable
 
-from gspo_jax import errors
 from gspo_jax.rewards.numbers import final_answer, gsm8k
+from gspo_jax.runtime import errors
 
 __all__ = ["BUILT_IN", "final_answer", "given", "gsm8k", "named"]
 

@@ -4,8 +4,8 @@ import json
 import re
 import time
 
-from gspo_jax import errors
 from gspo_jax.rewards import sandbox
+from gspo_jax.runtime import errors
 
 # Bytes of output read beyond twice what a test expects.
 SLACK = 1 << 16

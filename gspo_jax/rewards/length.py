@@ -1,6 +1,6 @@
 """Rewards of an answer's length in tokens; the text does not matter."""
 
-from gspo_jax import errors
+from gspo_jax.runtime import errors
 
 
 def overlong(

@@ -7,8 +7,8 @@ what does.
 import logging
 import re
 
-from gspo_jax import errors
 from gspo_jax.rewards import numbers
+from gspo_jax.runtime import errors
 
 # Longer results are compared as text only. References of MATH stay below 200.
 LONGEST = 500

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gspo_jax import errors
 from gspo_jax.rewards.process import Process
 from gspo_jax.rewards.worker import NO_NUMBER
+from gspo_jax.runtime import errors
 
 # Answers to a fork, which takes 1-3 ms.
 CHUNK = 128

@@ -11,7 +11,7 @@ import threading
 import time
 from concurrent import futures
 
-from gspo_jax import errors
+from gspo_jax.runtime import errors
 
 # Seconds for a worker's imports, and of its silence beyond an answer's time.
 START, GRACE = 120.0, 30.0

@@ -20,8 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspo_jax import errors
 from gspo_jax.rewards import seccomp
+from gspo_jax.runtime import errors
 
 # Threads at once, and two processes of the sandbox's own.
 THREADS = 16

@@ -10,7 +10,7 @@ those of the whole program.
 import platform
 import struct
 
-from gspo_jax import errors
+from gspo_jax.runtime import errors
 
 # Numbers: asm/unistd_64.h of x86 and asm-generic/unistd.h. The first of a row
 # is x86_64's, the second aarch64's; None where it has none.

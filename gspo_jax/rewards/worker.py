@@ -22,7 +22,8 @@ import sys
 import time
 from pathlib import Path
 
-from gspo_jax import errors, rewards
+from gspo_jax import rewards
+from gspo_jax.runtime import errors
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF

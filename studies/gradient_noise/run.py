@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import jax
 
-from gspo_jax import sharding
+from gspo_jax.runtime import sharding
 from studies import intervals, seeds
 from studies.gradient_noise import gradients, points, quantities
 from studies.runs import Run

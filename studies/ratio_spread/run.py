@@ -23,7 +23,8 @@ import functools
 import jax
 import numpy as np
 
-from gspo_jax import program, sharding
+from gspo_jax import program
+from gspo_jax.runtime import sharding
 from studies import intervals, measures, saved, seeds
 from studies.runs import Run
 from studies.study import Study, command

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import hosts, program, rewards, rollout, runs, sampler, sharding
+from gspo_jax import program, rewards, rollout, runs, sampler
 from gspo_jax import train as training
 from gspo_jax.losses import Mean
 from gspo_jax.rewards import pool
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.train_step import TrainState
 
 ANSWER = (ord("#"), ord("7"))
@@ -124,7 +125,7 @@ def _devices(built, config, notes):
     notes.keys.setdefault(name, []).append(key)
 
   def questions(prompts):
-    tokens, lengths = hosts.fetch((prompts.tokens, prompts.lengths))
+    tokens, lengths = multihost.fetch((prompts.tokens, prompts.lengths))
     notes.widths.add(tokens.shape[1])
     return [
       texts.decode(row[len(row) - n :])
@@ -143,8 +144,8 @@ def _devices(built, config, notes):
     finish = np.where(lengths == 3, sampler.STOPPED, sampler.UNFINISHED)
     logps, finish = np.zeros(tokens.shape, np.float32), finish.astype(np.int8)
     return sampler.Samples(
-      *hosts.lay((tokens, logps, lengths, finish), rows),
-      slot_steps=hosts.lay(np.int32(tokens.size), whole),
+      *multihost.lay((tokens, logps, lengths, finish), rows),
+      slot_steps=multihost.lay(np.int32(tokens.size), whole),
     )
 
   def generate(name, group):
@@ -162,10 +163,10 @@ def _devices(built, config, notes):
 
   def fresh(key):
     note("init", None, key)
-    return {"weight": hosts.lay(np.zeros(1, np.float32), whole)}
+    return {"weight": multihost.lay(np.zeros(1, np.float32), whole)}
 
   def begin(params):
-    return TrainState(hosts.lay(np.int32(0), whole), params, ())
+    return TrainState(multihost.lay(np.int32(0), whole), params, ())
 
   def assemble(prompts, samples):
     return rollout.assemble(prompts, samples.tokens, samples.lengths)
@@ -187,7 +188,7 @@ def _devices(built, config, notes):
 
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
   abstract = jax.tree.map(
-    shape, begin({"weight": hosts.lay(np.zeros(1, np.float32), whole)})
+    shape, begin({"weight": multihost.lay(np.zeros(1, np.float32), whole)})
   )
   return dataclasses.replace(
     built,

@@ -25,12 +25,12 @@ from gspo_jax import (
   rollout,
   sampler,
   settings,
-  sharding,
   train_step,
 )
 from gspo_jax.losses import Terms
-from gspo_jax.on_mesh import OnMesh
 from gspo_jax.paged_sampler import PagedSampler
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.sharding import OnMesh
 from gspo_jax.sampler import Prompts, Samples
 from gspo_jax.slots import Orders
 

@@ -13,7 +13,7 @@ import numpy as np
 from made_run import MadeRun
 
 from gspo_jax import rows as row_readers
-from gspo_jax import sample_file
+from gspo_jax.runtime import run_files
 
 FOLDER = Path(tempfile.mkdtemp(prefix="made_runs_"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
@@ -206,4 +206,4 @@ def sample_files(config):
 
 def samples_shown(config):
   (path,) = (run_of(config).folder / "samples").iterdir()
-  return len(sample_file.read(path.read_text()))
+  return len(run_files.read(path.read_text()))

@@ -19,8 +19,8 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from gspo_jax import hosts
-from gspo_jax.errors import UserError
+from gspo_jax.runtime import multihost
+from gspo_jax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Checkpoints:
     self._every = every
     self._bad: set[int] = set()
     self._last_save: int | None = None
-    hosts.together(lambda: (_make if writes else _require)(directory))
+    multihost.together(lambda: (_make if writes else _require)(directory))
     self._orbax = ocp.training.Checkpointer(
       directory,
       preservation_policy=ocp.training.preservation_policies.LatestN(keep),
@@ -155,10 +155,10 @@ class Checkpoints:
     """
     self.wait()
     steps = self._steps()
-    hosts.require_same({"the list of checkpoints": steps})
+    multihost.require_same({"the list of checkpoints": steps})
     if only is not None:
       if only not in steps:
-        raise hosts.Agreed(
+        raise multihost.Agreed(
           f"checkpoint {only}: not in {self._orbax.directory}, which has "
           f"{steps or 'none'}"
         )
@@ -166,20 +166,20 @@ class Checkpoints:
     for step in reversed(steps):
       if (saved := self._try(step, self._read)) is None:
         continue
-      hosts.together(functools.partial(accept, step, saved["user"]))
+      multihost.together(functools.partial(accept, step, saved["user"]))
       specs = saved["specs"], _specs(abstract_state)
       if part:
         wanted = tuple(f"{name}/" for name in abstract_state)
         kept = {k: v for k, v in specs[0].items() if k.startswith(wanted)}
         specs = kept, specs[1]
-      hosts.together(functools.partial(_require_same_leaves, step, *specs))
+      multihost.together(functools.partial(_require_same_leaves, step, *specs))
       if (state := self._try(step, self._load, abstract_state)) is None:
         continue
       if self._try(step, _require_sums, state, saved["checksums"]):
         return Restored(step, state, saved["user"])
       del state  # else it stays on the device during the next load
     if steps:
-      raise hosts.Agreed(
+      raise multihost.Agreed(
         f"none of the checkpoints {steps} in {self._orbax.directory} could be "
         "restored (the log says why); nothing was overwritten"
       )
@@ -199,9 +199,9 @@ class Checkpoints:
       found, wrong = read(step, *args), ""
     except Exception as error:
       found, wrong = None, _cause(error)
-    if not (causes := list(filter(None, hosts.tell(wrong)))):
+    if not (causes := list(filter(None, multihost.tell(wrong)))):
       return found
-    if hosts.first():
+    if multihost.first():
       logging.warning("checkpoint %d skipped: %s", step, causes[0])
     self._bad.add(step)
     return None

@@ -28,10 +28,10 @@ from etils import epath
 from tensorboardX import record_writer, summary
 from tensorboardX.proto import event_pb2
 
-from gspo_jax import sample_file
-from gspo_jax.errors import UserError
 from gspo_jax.losses import EDGES
-from gspo_jax.metrics_log import (
+from gspo_jax.runtime import run_files
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.run_files import (
   Log,
   counts_over_edges,
   line,
@@ -164,7 +164,7 @@ class Writer:
         f"  reward {reward:g} | {_short(question, 32)} -> "
         f"{_short(answer, 44)} | want {_short(reference, 12)}"
       )
-    text = sample_file.write(step, rows)
+    text = run_files.write(step, rows)
     self._samples.mkdir(parents=True, exist_ok=True)
     (self._samples / f"step_{step:06d}.txt").write_bytes(text.encode())
     # TensorBoard reads Markdown: four spaces make it show the text as it is.
@@ -246,7 +246,7 @@ def _clock(seconds: float) -> str:
 
 
 def _short(text: str, width: int) -> str:
-  text, half = sample_file.printable(text), (width - 3) // 2
+  text, half = run_files.printable(text), (width - 3) // 2
   return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
 
 

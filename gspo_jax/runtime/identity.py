@@ -1,6 +1,6 @@
 """What makes two runs the same: a checkpoint of another is not resumed."""
 
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 
 def match(wanted: dict, saved: dict, what: str) -> None:

@@ -11,8 +11,9 @@ import pytest
 from etils import epath
 from jax._src.clusters import cloud_tpu_cluster
 
-from gspo_jax import hosts, sharding, train
-from gspo_jax.errors import UserError
+from gspo_jax import train
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime.errors import UserError
 
 ARRAY = np.arange(48, dtype=np.float32).reshape(16, 3)
 
@@ -27,35 +28,35 @@ def rows(request):
 
 def test_rows_are_read_where_they_lie(rows):
   tree = {"x": ARRAY, "n": np.arange(16)}
-  laid = hosts.lay(tree, rows)
+  laid = multihost.lay(tree, rows)
   assert laid["x"].sharding == rows
-  own = hosts.own(laid["x"])
+  own = multihost.own(laid["x"])
   assert list(own) == list(range(16))
   np.testing.assert_array_equal(np.stack(list(own.values())), ARRAY)
-  jax.tree.map(np.testing.assert_array_equal, hosts.fetch(laid), tree)
+  jax.tree.map(np.testing.assert_array_equal, multihost.fetch(laid), tree)
 
 
 def test_values_of_rows_are_joined(rows):
-  like = hosts.lay(np.zeros(16), rows)
+  like = multihost.lay(np.zeros(16), rows)
   values = {i: i / 2 for i in reversed(range(16))}
-  joined = hosts.join(values, like)
+  joined = multihost.join(values, like)
   assert joined.dtype == np.float32
   np.testing.assert_array_equal(joined, np.arange(16) / 2)
 
 
 def test_together_gives_the_result_or_raises():
-  assert hosts.together(lambda: 3) == 3
+  assert multihost.together(lambda: 3) == 3
 
   def fail():
     raise UserError("bad é")
 
-  with pytest.raises(hosts.Agreed, match=r"^bad é$"):
-    hosts.together(fail)
+  with pytest.raises(multihost.Agreed, match=r"^bad é$"):
+    multihost.together(fail)
 
 
 @pytest.mark.parametrize("text", ["", "é", "é" * 3000])
 def test_what_is_told_is_heard_up_to_a_length(text):
-  (heard,) = hosts.tell(text)
+  (heard,) = multihost.tell(text)
   assert text.startswith(heard)
   assert len(heard) >= min(len(text), 499)
 
@@ -64,7 +65,7 @@ def test_what_is_told_is_heard_up_to_a_length(text):
 
 
 def test_a_folder_that_is_shared_is_left_as_it_was(tmp_path):
-  hosts.require_shared(epath.Path(tmp_path / "new"))
+  multihost.require_shared(epath.Path(tmp_path / "new"))
   assert list(tmp_path.rglob("*")) == [tmp_path / "new"]
 
 
@@ -78,16 +79,18 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path, monkeypatch):
       raise OSError("No space left on device")
 
   monkeypatch.setattr(type(workdir), "write_text", write)
-  with pytest.raises(hosts.Agreed, match=r"written: OSError: No space left"):
-    hosts.require_shared(workdir)
+  with pytest.raises(
+    multihost.Agreed, match=r"written: OSError: No space left"
+  ):
+    multihost.require_shared(workdir)
   assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_shared_is_told(tmp_path, monkeypatch):
   workdir = epath.Path(tmp_path)
   monkeypatch.setattr(type(workdir), "exists", lambda _: False)
-  with pytest.raises(hosts.Agreed, match="is not one folder for all hosts"):
-    hosts.require_shared(workdir)
+  with pytest.raises(multihost.Agreed, match="is not one folder for all hosts"):
+    multihost.require_shared(workdir)
   assert list(tmp_path.iterdir()) == []
 
 
@@ -133,14 +136,14 @@ def environment(monkeypatch):
 )
 def test_tpu_hosts_of_a_cluster(environment, variables, count):
   environment(**variables)
-  assert hosts.tpu_hosts() == count
+  assert multihost.tpu_hosts() == count
 
 
 def test_a_machine_without_chips_is_one_host(environment):
   environment(TPU_WORKER_HOSTNAMES="a,b")
   for platforms in (None, "cpu", "cuda"):
     jax.config.update("jax_platforms", platforms)
-    assert hosts.tpu_hosts() == 1
+    assert multihost.tpu_hosts() == 1
 
 
 @pytest.mark.parametrize(("workers", "count"), [("a", 1), ("a,b,c", 3)])
@@ -164,7 +167,7 @@ def test_tpu_hosts_of_virtual_machines(environment, workers, count):
   with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment(GCE_METADATA_IP=f"127.0.0.1:{server.server_port}")
-    assert hosts.tpu_hosts() == count
+    assert multihost.tpu_hosts() == count
     server.shutdown()
 
 
@@ -194,13 +197,13 @@ def test_another_jax_is_asked_itself(environment, initialize, monkeypatch):
   calls, errors = initialize
   monkeypatch.setitem(sys.modules, cloud_tpu_cluster.__name__, None)
   environment()
-  assert hosts.tpu_hosts() == 0
-  hosts.start()
+  assert multihost.tpu_hosts() == 0
+  multihost.start()
   assert calls == [(None, None, None)]
   errors.append(ValueError("coordinator_address should be defined."))
-  hosts.start()  # it is no cluster
+  multihost.start()  # it is no cluster
   with pytest.raises(ValueError, match="should be defined"):
-    hosts.start("host:1", 2, 0)
+    multihost.start("host:1", 2, 0)
 
 
 def test_a_failed_start_names_the_flag_that_was_given(environment, initialize):
@@ -208,21 +211,21 @@ def test_a_failed_start_names_the_flag_that_was_given(environment, initialize):
   errors.append(RuntimeError("no port"))
   environment(TPU_WORKER_HOSTNAMES="a,b")
   with pytest.raises(UserError, match=r"^TPU slice: no port$"):
-    hosts.start()
+    multihost.start()
   with pytest.raises(UserError, match=r"^--coordinator=h:1: no port$"):
-    hosts.start("h:1", 2, 0)
+    multihost.start("h:1", 2, 0)
 
 
 def test_start_is_nothing_on_one_machine(monkeypatch):
   given = {"TPU_WORKER_ID": "7"}
   monkeypatch.setattr(os, "environ", given)
-  hosts.start()
+  multihost.start()
   assert not jax.distributed.is_initialized()
-  assert given == hosts.NO_TPU | {"TPU_WORKER_ID": "7"}
+  assert given == multihost.NO_TPU | {"TPU_WORKER_ID": "7"}
 
 
 def test_a_machine_with_a_tpu_keeps_its_environment(environment, monkeypatch):
   environment(TPU_WORKER_HOSTNAMES="a")
   given = dict(os.environ)
-  hosts.start()
+  multihost.start()
   assert dict(os.environ) == given

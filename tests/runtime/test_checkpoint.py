@@ -15,8 +15,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from gspo_jax.checkpoint import Checkpoints, checksums
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.checkpoint import Checkpoints, checksums
+from gspo_jax.runtime.errors import UserError
 
 
 @functools.partial(

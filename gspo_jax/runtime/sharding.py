@@ -6,6 +6,7 @@ XLA partitions what is simple, and what it partitions badly (experts, attention
 kernels, the vocabulary) is an `island`: a shard_map with collectives by hand.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 AXES = ("data", "fsdp", "expert", "tensor")
 ROWS = ("data", "fsdp", "expert")
@@ -295,3 +296,20 @@ def index(*over: str):
 
 def _shared(axes):
   return tuple(axis for axis in axes if size(axis) > 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+  """A jitted function that is traced and called in the context of a mesh."""
+
+  jitted: Callable
+  mesh: jax.sharding.Mesh
+
+  def __call__(self, *args):
+    with jax.set_mesh(self.mesh):
+      return self.jitted(*args)
+
+  def lower(self, *args):
+    """For ahead-of-time compilation; arguments may be shapes."""
+    with jax.set_mesh(self.mesh):
+      return self.jitted.lower(*args)

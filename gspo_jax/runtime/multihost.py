@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from gspo_jax.errors import UserError
+from gspo_jax.runtime.errors import UserError
 
 T = TypeVar("T")
 

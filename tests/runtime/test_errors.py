@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo_jax.errors import mistyped, nearest
+from gspo_jax.runtime.errors import mistyped, nearest
 
 METHODS = ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "ppo", "gmpo")
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gspo_jax import identity
-from gspo_jax.errors import UserError
+from gspo_jax.runtime import identity
+from gspo_jax.runtime.errors import UserError
 
 RUN = {"seed": 0, "model": {"width": 64, "eps": 1e-6, "dtype": "float32"}}
 

@@ -21,8 +21,9 @@ import pytest
 from repository import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import program, sharding
-from gspo_jax.checkpoint import Checkpoints
+from gspo_jax import program
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.checkpoint import Checkpoints
 
 STEPS = 4
 MAIN = (*("-u", "-m", "gspo_jax.main"), "--config=configs/tiny_cpu.py:debug")
@@ -313,7 +314,7 @@ def test_a_reward_that_fails_stops_all(launch, reference, tmp_path):
 DAMAGE = """
 import pathlib, sys, time, jax, numpy as np
 from gspo_jax import hosts
-from gspo_jax.checkpoint import Checkpoints
+from gspo_jax.runtime.checkpoint import Checkpoints
 from jax.sharding import NamedSharding, PartitionSpec as P
 hosts.start(sys.argv[1], 2, int(sys.argv[2]))
 mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))

@@ -17,9 +17,9 @@ from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
 from tensorboardX.proto import event_pb2
 
-from gspo_jax import metrics, metrics_log
-from gspo_jax.errors import UserError
 from gspo_jax.losses import EDGES, Histogram
+from gspo_jax.runtime import metric_writer, run_files
+from gspo_jax.runtime.errors import UserError
 
 FULL_ROW = {
   "reward/mean": -0.5312,
@@ -33,7 +33,7 @@ FULL_ROW = {
 
 
 def open_writer(folder, *, resume=0, total=100, active=True):
-  return metrics.Writer(
+  return metric_writer.Writer(
     folder, total_steps=total, resume_step=resume, active=active
   )
 
@@ -121,7 +121,9 @@ def test_finish_divides_after_a_single_fetch(monkeypatch):
     jax, "device_get", lambda tree: calls.append(tree) or fetch(tree)
   )
   one, zero = jnp.float32(1), jnp.float32(0)
-  got, spread = metrics.finish({"a": Mean(one, 4 * one), "b": Mean(zero, zero)})
+  got, spread = metric_writer.finish(
+    {"a": Mean(one, 4 * one), "b": Mean(zero, zero)}
+  )
   assert len(calls) == 1
   assert got["a"] == 0.25
   assert math.isnan(got["b"])
@@ -132,7 +134,7 @@ def test_finish_divides_after_a_single_fetch(monkeypatch):
 def test_finish_tells_counts_and_layers_from_scalars():
   layers = Mean(jnp.arange(3.0), jnp.float32(2))
   counts = Histogram(jnp.arange(len(EDGES) - 1.0))
-  got, spread = metrics.finish({"layers": layers, "counts": counts})
+  got, spread = metric_writer.finish({"layers": layers, "counts": counts})
   assert got == {}
   assert spread["layers"] == [0.0, 0.5, 1.0]
   assert spread["counts"] == list(range(len(EDGES) - 1))
@@ -153,7 +155,7 @@ def test_each_row_is_one_exact_complete_line_at_once(tmp_path):
 
 def test_rows_survive_a_process_that_never_closes(tmp_path):
   code = (
-    "import os, sys; from gspo_jax.metrics import Writer\n"
+    "import os, sys; from gspo_jax.runtime.metric_writer import Writer\n"
     "w = Writer(sys.argv[1], total_steps=9, resume_step=0)\n"
     "w.samples(1, [('q', '\\u4e2d', 'r', 1.0)])\n"
     "w.write(1, {'x': 1.0}); os._exit(0)"
@@ -367,7 +369,7 @@ def test_stdout_line_says_what_matters_in_fixed_columns(
   tmp_path, capsys, monkeypatch
 ):
   clock = iter([0.0, 60.0, 3600.0 * 30 + 61])
-  monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
+  monkeypatch.setattr(metric_writer.time, "monotonic", lambda: next(clock))
   with open_writer(tmp_path, total=20000) as writer:
     writer.write(0, {"eval/pass@1": 0.25, "eval/avg@8": 0.5})
     first = last_line(capsys)
@@ -387,7 +389,7 @@ def test_stdout_line_says_what_matters_in_fixed_columns(
 
 def test_eta_follows_the_recent_pace(tmp_path, capsys, monkeypatch):
   now = 0.0
-  monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+  monkeypatch.setattr(metric_writer.time, "monotonic", lambda: now)
   with open_writer(tmp_path, total=160) as writer:
     now = 1000.0  # the compilation
     for step in range(0, 101):
@@ -409,7 +411,7 @@ def test_eta_follows_the_recent_pace(tmp_path, capsys, monkeypatch):
   ],
 )
 def test_clock(seconds, text):
-  assert metrics._clock(seconds) == text
+  assert metric_writer._clock(seconds) == text
 
 
 def test_samples_are_readable_and_harmless(tmp_path, capsys):
@@ -504,7 +506,7 @@ def bucket(monkeypatch):
   now = [1000.0]
   Bucket.store.clear()
   monkeypatch.setattr(type(backend.fsspec_backend), "fs", lambda *_: Bucket())
-  monkeypatch.setattr(metrics_log.time, "monotonic", lambda: now[0])
+  monkeypatch.setattr(run_files.time, "monotonic", lambda: now[0])
   return now
 
 
@@ -550,7 +552,7 @@ class Remote(str):
 
 def test_a_long_run_puts_little_into_a_bucket(bucket):
   path = Remote("gs://bucket/run/log")
-  log = metrics_log.Log(path, b"")
+  log = run_files.Log(path, b"")
   for _ in range(5000):
     bucket[0] += 4.0  # seconds an iteration
     log.append(b"x" * 2000)

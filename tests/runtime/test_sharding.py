@@ -9,8 +9,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from gspo_jax import critic, model, optim, sharding
-from gspo_jax.errors import UserError
+from gspo_jax import critic, model, optim
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 
 ONE = sharding.make_mesh(jax.devices()[:1])
 BOTH = sharding.make_mesh(fsdp=2, expert=2, tensor=2)

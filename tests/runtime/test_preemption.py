@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from gspo_jax import hosts
-from gspo_jax.preemption import Preemption
+from gspo_jax.runtime import multihost
+from gspo_jax.runtime.preemption import Preemption
 
 
 def terminate():
@@ -42,7 +42,7 @@ def test_a_sigterm_while_they_ask_one_another_is_not_lost(monkeypatch):
 
   with Preemption() as preemption:
     with monkeypatch.context() as during:
-      during.setattr(hosts, "anywhere", anywhere)
+      during.setattr(multihost, "anywhere", anywhere)
       assert not preemption.reached()  # the others did not hear of it
     assert preemption.reached()
 
@@ -50,7 +50,7 @@ def test_a_sigterm_while_they_ask_one_another_is_not_lost(monkeypatch):
 def test_the_request_of_another_stops_this_one(monkeypatch):
   with Preemption() as preemption:
     with monkeypatch.context() as once:
-      once.setattr(hosts, "anywhere", lambda flag: True)
+      once.setattr(multihost, "anywhere", lambda flag: True)
       assert preemption.reached()
     assert preemption.reached()
     assert not preemption.requested
@@ -110,7 +110,7 @@ def test_does_nothing_off_the_main_thread():
 CHILD = """
 import os, signal, sys
 from gspo_jax import hosts
-from gspo_jax.preemption import Preemption
+from gspo_jax.runtime.preemption import Preemption
 rank, count, port = map(int, sys.argv[1:])
 hosts.start(f"127.0.0.1:{port}", count, rank)
 with Preemption() as preemption:

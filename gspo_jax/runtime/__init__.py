@@ -1,0 +1,1 @@
+"""Processes, devices and files; it knows nothing of RL."""
