@@ -24,7 +24,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from gspo_jax import model
-from gspo_jax.model import hf_config, hf_tensors
+from gspo_jax.model.hf import config as hf_config
+from gspo_jax.model.hf import tensors as hf_tensors
 
 _MIB = 2**20
 

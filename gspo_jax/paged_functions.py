@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gspo_jax import draw as drawing
 from gspo_jax import model, sampler, slots
 from gspo_jax.model import rounding
-from gspo_jax.model.pages import Pages
+from gspo_jax.model.paged_cache import Pages
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import OnMesh
 from gspo_jax.sampler import SamplerConfig

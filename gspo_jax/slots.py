@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from gspo_jax import draw, model
 from gspo_jax.model import cache as kv
-from gspo_jax.model import pages as paged
+from gspo_jax.model import paged_cache as paged
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import (

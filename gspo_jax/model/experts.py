@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspo_jax.model import grouped
+from gspo_jax.model import grouped_matmul
 from gspo_jax.model.rounding import rounded, wide
 
 _SLACK = 1.25  # a chunk over the mean load
@@ -34,7 +34,7 @@ def multiply(x_RD, weights_R, gate_up, down, sizes_e):
 
 def _widen(x_RD, gate_up, sizes_e):
   """Gates and ups side by side, [R, 2F]."""
-  return grouped.matmul(x_RD, gate_up.astype(x_RD.dtype), sizes_e)
+  return grouped_matmul.matmul(x_RD, gate_up.astype(x_RD.dtype), sizes_e)
 
 
 def _shrink(h_RF, weights_R, down, sizes_e):
@@ -42,7 +42,7 @@ def _shrink(h_RF, weights_R, down, sizes_e):
   # Weighted here, on F columns, rather than after `down`, on D.
   h = nn.silu(wide(gate)) * wide(up) * wide(weights_R)[:, None]
   h = rounded(h, h_RF.dtype)
-  return grouped.matmul(h, down.astype(h.dtype), sizes_e)
+  return grouped_matmul.matmul(h, down.astype(h.dtype), sizes_e)
 
 
 def apply(x_MD, weights_Mk, experts_Mk, gate_up, down, *, share: int):

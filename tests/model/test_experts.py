@@ -12,7 +12,7 @@ import pytest
 
 from gspo_jax import model
 from gspo_jax.model import experts as ep
-from gspo_jax.model import grouped
+from gspo_jax.model import grouped_matmul
 from gspo_jax.model.moe import MoE
 from gspo_jax.runtime import sharding
 
@@ -88,7 +88,9 @@ def test_the_gradient_by_hand_is_that_of_the_plain_sum(load):
 
 def test_total_skew_takes_several_chunks(monkeypatch):
   """What the tests above mean to test; the mean of 64 * 2 / 4 is 32 rows."""
-  monkeypatch.setattr(grouped, "matmul", jax.lax.ragged_dot)  # adds no rows
+  monkeypatch.setattr(
+    grouped_matmul, "matmul", jax.lax.ragged_dot
+  )  # adds no rows
   x, weights, chosen, gate_up, down = draw("all to two experts")
   apply = functools.partial(ep.apply, share=4)
   text = str(jax.make_jaxpr(apply)(x, weights, chosen, gate_up[:2], down[:2]))
@@ -151,7 +153,7 @@ def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, skew):
 @every_load
 def test_what_a_kernel_leaves_beyond_its_groups_goes_nowhere(load, monkeypatch):
   """A CPU leaves zeros there, a TPU what it likes."""
-  plain = grouped.matmul
+  plain = grouped_matmul.matmul
 
   def littering(rows, weights, sizes):
     beyond = jnp.arange(len(rows))[:, None] >= sizes.sum()
@@ -165,7 +167,7 @@ def test_what_a_kernel_leaves_beyond_its_groups_goes_nowhere(load, monkeypatch):
     return jax.jit(jax.value_and_grad(loss, argnums=range(4)))(*given)
 
   clean = gradients()
-  monkeypatch.setattr(grouped, "matmul", littering)
+  monkeypatch.setattr(grouped_matmul, "matmul", littering)
   jax.tree.map(np.testing.assert_array_equal, gradients(), clean)
 
 

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from gspo_jax import model, sampler
 from gspo_jax.model import hf
+from gspo_jax.model.hf import checkpoint as hf_checkpoint
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -185,7 +186,7 @@ def test_what_was_loaded_is_saved_as_it_was(name, tmp_path):
 def test_a_variants_config_is_read_back(name, tmp_path):
   cfg = model.variant(name)
   (tmp_path / "config.json").write_text(
-    json.dumps(hf.config_to_hf(cfg, "bfloat16", None))
+    json.dumps(hf_checkpoint.config_to_hf(cfg, "bfloat16", None))
   )
   same = {"unroll": cfg.unroll, "remat": cfg.remat}
   assert hf.config_from_hf(tmp_path, **same) == cfg
@@ -220,14 +221,14 @@ def test_loaded_onto_a_mesh_it_is_the_same(changes, tmp_path, monkeypatch):
   hf.save_hf(params, cfg, tmp_path / "out")
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   lay = sharding.state_shardings(params, mesh)
-  read, held = hf.Folder.read, {}
+  read, held = hf_checkpoint.Folder.read, {}
 
   def noted(self, place, layer, spans):
     part = read(self, place, layer, spans)
     held.setdefault(place.path, []).append(part.size)
     return part
 
-  monkeypatch.setattr(hf.Folder, "read", noted)
+  monkeypatch.setattr(hf_checkpoint.Folder, "read", noted)
   again = hf.load_hf(tmp_path / "out", cfg, shardings=lay)
   require_equal(jax.device_get(again), params)
   assert jax.tree.map(lambda x: x.sharding, again) == lay
@@ -260,16 +261,17 @@ import jax
 from gspo_jax import model, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.model import hf
+from gspo_jax.model.hf.tensors import Folder
 folder, out = sys.argv[3:]
 cfg = hf.config_from_hf(folder)
 shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
 lay = sharding.state_shardings(shapes, sharding.make_mesh(fsdp=4))
-read, held = hf.Folder.read, []
+read, held = Folder.read, []
 def noted(self, place, layer, spans):
   part = read(self, place, layer, spans)
   held.extend([part.size] * (place.path == "layers/mlp/gate"))
   return part
-hf.Folder.read = noted
+Folder.read = noted
 params = hf.load_hf(folder, cfg, shardings=lay)
 assert 2 * sum(held) == shapes["layers"]["mlp"]["gate"].size
 hf.save_hf(params, cfg, out)
@@ -514,7 +516,7 @@ def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
     save_file(tensors, path, metadata)
 
   with monkeypatch.context() as patched:
-    patched.setattr(hf, "save_file", full)
+    patched.setattr(hf_checkpoint, "save_file", full)
     message = said(lambda: hf.save_hf(params, cfg, out))
   assert message == f"{str(out)!r} cannot be written: No space left on device"
   assert not out.exists()

@@ -14,7 +14,7 @@ from paged_oracle import HUGE, attention, beside, count_trips, draw
 
 from gspo_jax import aot, chips, model
 from gspo_jax.model import paged_attention
-from gspo_jax.model import pages as paged
+from gspo_jax.model import paged_cache as paged
 from gspo_jax.runtime import sharding
 
 K, N, H, S, W, L = 2, 6, 6, 4, 5, 2

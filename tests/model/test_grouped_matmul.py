@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.model import grouped
+from gspo_jax.model import grouped_matmul
 
 R, D, F = 300, 8, 6
 LOADS = {
@@ -29,7 +29,7 @@ def draw(sizes):
 @every_load
 def test_each_row_meets_the_matrix_of_its_group(sizes):
   x, weights, _ = draw(sizes)
-  y = jax.jit(grouped.in_blocks)(x, weights, jnp.array(sizes))
+  y = jax.jit(grouped_matmul.in_blocks)(x, weights, jnp.array(sizes))
   owner = np.repeat(np.arange(len(sizes)), sizes)
   want = np.einsum("rd,rdf->rf", x[: len(owner)], weights[owner])
   np.testing.assert_allclose(y[: len(owner)], want, atol=1e-5)
@@ -45,7 +45,7 @@ def test_gradients_are_those_of_ragged_dot(sizes):
 
   close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5)
   jax.tree.map(
-    close, gradients(grouped.in_blocks), gradients(jax.lax.ragged_dot)
+    close, gradients(grouped_matmul.in_blocks), gradients(jax.lax.ragged_dot)
   )
 
 
@@ -53,7 +53,7 @@ def test_work_does_not_grow_with_the_groups():
   """Rows that are multiplied, of 4,096: no matrix meets those of another."""
   for groups in (1, 4, 16, 64, 256):
     sizes = jnp.full(groups, 4096 // groups, jnp.int32)
-    _, count, group_n, b = grouped._blocks(4096, sizes)
+    _, count, group_n, b = grouped_matmul._blocks(4096, sizes)
     assert 4096 <= count * b <= 2 * 4096
     assert count <= len(group_n)
 
@@ -61,7 +61,7 @@ def test_work_does_not_grow_with_the_groups():
 def test_few_rows_are_few_blocks():
   """As in decoding: 64 rows for 16 experts, each with a few."""
   sizes = jnp.array([4] * 16)
-  _, count, _, b = grouped._blocks(64, sizes)
+  _, count, _, b = grouped_matmul._blocks(64, sizes)
   assert count * b <= 2 * 64
 
 
@@ -76,7 +76,7 @@ def test_few_rows_and_many_groups(rows):
   owner = np.repeat(np.arange(32), sizes)
 
   def loss(x, w):
-    y = jax.checkpoint(grouped.in_blocks)(x, w, jnp.array(sizes))
+    y = jax.checkpoint(grouped_matmul.in_blocks)(x, w, jnp.array(sizes))
     # Rows beyond the groups hold what they may, and learn nothing.
     return (y * target).sum()
 
@@ -93,7 +93,9 @@ def test_few_rows_and_many_groups(rows):
 
 def test_a_narrow_type_sums_over_many_blocks_in_float32():
   ones = jnp.ones((64 * 64 * 16, 1), jnp.bfloat16)  # 2**16 rows, of one group
-  loss = lambda w: grouped.in_blocks(ones, w, jnp.array([len(ones)])).sum()
+  loss = lambda w: grouped_matmul.in_blocks(
+    ones, w, jnp.array([len(ones)])
+  ).sum()
   dw = jax.jit(jax.grad(loss))(jnp.ones((1, 1, 1), jnp.bfloat16))
   assert dw.dtype == jnp.bfloat16
   assert dw.item() == len(ones)  # 2**16 in steps of 64 stops at 2**14

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from gspo_jax.model.config import DTYPES, ModelConfig
-from gspo_jax.model.hf_config import config_from_hf, config_to_hf
-from gspo_jax.model.hf_tensors import INDEX, Folder, Place, places
+from gspo_jax.model.hf.config import config_from_hf, config_to_hf
+from gspo_jax.model.hf.tensors import INDEX, Folder, Place, places
 from gspo_jax.model.transformer import Params
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError, nearest

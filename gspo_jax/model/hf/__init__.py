@@ -1,0 +1,6 @@
+"""Hugging Face folders in and out: `config_from_hf`, `load_hf`, `save_hf`."""
+
+from gspo_jax.model.hf.checkpoint import load_hf, require_new, save_hf
+from gspo_jax.model.hf.config import config_from_hf
+
+__all__ = ["config_from_hf", "load_hf", "require_new", "save_hf"]
