@@ -26,7 +26,8 @@ import jax
 
 from benchmarks import record
 from configs import tiny_cpu
-from gspo_jax import answer, data, material, policy, program, sampler
+from gspo_jax import answer, policy, program, sampler
+from gspo_jax.data import datasets, pipeline
 from gspo_jax.rewards.pool import Scorer
 from gspo_jax.runtime import metric_writer, multihost, sharding
 
@@ -57,8 +58,8 @@ def prepare(
   """
   mesh = sharding.make_mesh(jax.devices()[:1])
   run, rows = program.build(config, mesh), sharding.rows(mesh)
-  questions = material.load(config).held_out
-  batch = data.take(questions, run.prompting, config.data.prompts)
+  questions = datasets.load(config).held_out
+  batch = pipeline.take(questions, run.prompting, config.data.prompts)
   prompts = multihost.lay(
     sampler.Prompts(batch["tokens"], batch["length"]), rows
   )

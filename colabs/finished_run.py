@@ -34,7 +34,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import gspo_jax
-from gspo_jax.tasks import Chain
+from gspo_jax.data.tasks import Chain
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
 plt.rcParams.update({"grid.alpha": 0.25, "axes.spines.top": False})

@@ -39,7 +39,8 @@ import gspo_jax
 
 sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
 from configs import common
-from gspo_jax import model, scoreboard, tokenizer
+from gspo_jax import model, scoreboard
+from gspo_jax.data.tokenizers import load as load_tokenizer
 from gspo_jax.evaluate import evaluate
 from gspo_jax.export import export
 from gspo_jax.model import hf
@@ -120,7 +121,7 @@ for file in sorted(Path(folder).iterdir()):
 # %%
 cfg = hf.config_from_hf(folder, dtype="float32")
 params = hf.load_hf(folder, cfg)
-texts = tokenizer.load(folder)
+texts = load_tokenizer(folder)
 print(cfg)
 print("prompt:", texts.decode(texts.prompt("What is 2 + 3?")))
 print("tokens:", texts.prompt("What is 2 + 3?"))

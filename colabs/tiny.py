@@ -38,14 +38,15 @@ import gspo_jax
 
 sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
 from configs import tiny_cpu
-from gspo_jax import answer, data, program
+from gspo_jax import answer, program
+from gspo_jax.data import pipeline
+from gspo_jax.data.tasks import Chain
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rewards import final_answer
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.sampler import Prompts
-from gspo_jax.tasks import Chain
 from gspo_jax.train import train_and_evaluate
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
@@ -146,7 +147,7 @@ with Checkpoints(Path(workdir, "cold_start")) as checkpoints:
 before, after = restored.state.params, state.params
 
 count, group = config.data.prompts, config.sampler.group_size
-batch = data.take(held_out, functions.prompting, count)
+batch = pipeline.take(held_out, functions.prompting, count)
 prompts, problems = Prompts(batch["tokens"], batch["length"]), batch["problems"]
 
 

@@ -1,6 +1,6 @@
 """GSM8K from scratch: a 1.3M-parameter MoE on real questions and real answers.
 
-  python -m gspo_jax.train_tokenizer --input=data/gsm8k/train.jsonl \\
+  python -m gspo_jax.data.tokenizers.train --input=data/gsm8k/train.jsonl \\
     --vocab_size=2048 --output=data/gsm8k/tokenizer.model
   python -m gspo_jax.main --config=configs/gsm8k_small.py --workdir=runs/gsm8k
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from gspo_jax import model
+from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import Answer, Scorer, too_many
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler import STOPPED, Ended, Prompts, Samples
-from gspo_jax.tokenizer import Tokenizer
 
 _REASONS = 3  # that a host tells of
 

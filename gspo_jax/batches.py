@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gspo_jax import answer, data, refill
-from gspo_jax.curriculum import Curriculum
+from gspo_jax import answer, refill
+from gspo_jax.data import prompt_batch
+from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.refill import Cost, Draw
 from gspo_jax.rewards.pool import Scorer
 from gspo_jax.runtime import multihost
@@ -184,7 +185,9 @@ class Partial:
     self._stints += lengths > before
     chosen = self._oldest(ended)[:P]
     rows = _rows(chosen, G)
-    found = s.judged(data.pick(batch, chosen), self._choose(samples, chosen))
+    found = s.judged(
+      prompt_batch.pick(batch, chosen), self._choose(samples, chosen)
+    )
     drawn = int((lengths - before).sum())
     cost = Cost(found.batch, found.marks, drawn, slot_steps)
     drawn_at = float(self._at[rows].sum() / lengths[rows].sum())
@@ -217,8 +220,10 @@ class Partial:
     """The questions in flight, in their places; new ones are the youngest."""
     old = [self._batch] if self._batch else []
     count = self._flight - sum(len(b["problems"]) for b in old)
-    by_age = data.join([*old, self._sampling.curriculum.draw(step, count)])
-    return data.pick(by_age, np.argsort(self._places))
+    by_age = prompt_batch.join(
+      [*old, self._sampling.curriculum.draw(step, count)]
+    )
+    return prompt_batch.pick(by_age, np.argsort(self._places))
 
   def _oldest(self, which_Q) -> np.ndarray:
     """The places of those questions, the oldest first."""
@@ -233,7 +238,7 @@ class Partial:
     index = np.full(self._flight, -1, np.int32)
     index[self._places[: len(left)]] = left
     self.arrays = self._regroup(samples, index)
-    self._batch = data.pick(batch, left) if len(left) else None
+    self._batch = prompt_batch.pick(batch, left) if len(left) else None
     rows = _rows(index, self._sampling.group)
     stays = np.repeat(index >= 0, self._sampling.group)
     self._at = np.where(stays, self._at[rows], 0)

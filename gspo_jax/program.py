@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 from gspo_jax import (
   credit,
   critic,
-  data,
   groups,
   model,
   optim,
@@ -24,10 +23,11 @@ from gspo_jax import (
   rollout,
   sampler,
   settings,
-  tokenizer,
   train_step,
 )
 from gspo_jax.cold_start import as_rollout
+from gspo_jax.data import prompt_batch
+from gspo_jax.data.tokenizers import base
 from gspo_jax.limits import check, multiple
 from gspo_jax.model import hf, rounding
 from gspo_jax.runtime import sharding
@@ -81,7 +81,7 @@ class Program:
 
   cfg: model.ModelConfig
   mesh: jax.sharding.Mesh
-  prompting: data.PromptConfig
+  prompting: prompt_batch.PromptConfig
   schedule: Callable
   abstract: train_step.TrainState
   init: Callable
@@ -103,7 +103,7 @@ class Program:
   imitate: Callable
 
   @property
-  def tokenizer(self) -> tokenizer.Tokenizer:
+  def tokenizer(self) -> base.Tokenizer:
     """Between texts and the model's tokens."""
     return self.prompting.tokenizer
 

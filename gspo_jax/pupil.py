@@ -8,12 +8,13 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import data, model, program
+from gspo_jax import model, program
+from gspo_jax.data import pipeline
+from gspo_jax.data.tasks import Problem
 from gspo_jax.exam import Replies
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import STOPPED, TRUNCATED, Prompts
-from gspo_jax.tasks import Problem
 
 
 class Size(NamedTuple):
@@ -102,7 +103,7 @@ class Pupil:
   def read(self, questions: Sequence[str]) -> Prompts:
     """Questions as the policy reads them; UserError for a long one."""
     problems = [Problem(question, "", "") for question in questions]
-    rows = data.take(problems, self._cfg, len(problems))
+    rows = pipeline.take(problems, self._cfg, len(problems))
     return Prompts(rows["tokens"], rows["length"])
 
   def reply(

@@ -29,10 +29,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from gspo_jax.data.readers import json_lines
+from gspo_jax.data.tasks import Problem
 from gspo_jax.question_rows import Row, Skipped
-from gspo_jax.rows import json_lines
 from gspo_jax.runtime.errors import UserError, nearest
-from gspo_jax.tasks import Problem
 
 _IDS = ("id", "ID", "unique_id", "question_id", "url")
 

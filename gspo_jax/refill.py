@@ -16,8 +16,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from gspo_jax import data
 from gspo_jax.answer import Marks
+from gspo_jax.data import prompt_batch
 from gspo_jax.rewards.pool import Answer
 from gspo_jax.sampler import Samples
 
@@ -118,7 +118,7 @@ def _pick(kept: Draw, new: Draw, merge) -> Draw:
   answers = {**kept.answers, **shift(new.answers)}
   found = _pick_marks(*marks, index)
   return Draw(
-    batch=data.pick(data.join([kept.batch, new.batch]), index),
+    batch=prompt_batch.pick(prompt_batch.join([kept.batch, new.batch]), index),
     samples=merge(kept.samples, new.samples, index),
     answers={i: answers[row] for i, row in enumerate(rows) if row in answers},
     marks=lambda: found,

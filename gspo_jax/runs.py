@@ -7,7 +7,8 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from gspo_jax import data, material, policy, program
+from gspo_jax import policy, program
+from gspo_jax.data import datasets, pipeline
 from gspo_jax.rewards.pool import Scorer
 from gspo_jax.runtime.errors import UserError
 
@@ -40,7 +41,7 @@ class Run(NamedTuple):
   workdir: epath.Path
   program: program.Program
   scorer: Scorer
-  material: material.Material
+  datasets: datasets.Material
   held_out: dict
   identity: dict
   keys: Keys
@@ -53,10 +54,10 @@ def prepare(config: ConfigDict, workdir: str, mesh: jax.sharding.Mesh) -> Run:
     UserError: the config or the data cannot work as they are.
   """
   functions = program.build(config, mesh)
-  found = material.load(config)
+  found = datasets.load(config)
   identity = policy.identity(functions) | {
     "seed": config.seed,
-    "data": {"fingerprint": material.fingerprint(found.stages)},
+    "data": {"fingerprint": datasets.fingerprint(found.stages)},
   }
   return Run(
     config=config,
@@ -64,7 +65,7 @@ def prepare(config: ConfigDict, workdir: str, mesh: jax.sharding.Mesh) -> Run:
     program=functions,
     scorer=_scorer(config.reward),
     material=found,
-    held_out=data.take(
+    held_out=pipeline.take(
       found.held_out, functions.prompting, config.eval.prompts
     ),
     identity=identity,

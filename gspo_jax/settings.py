@@ -10,18 +10,18 @@ from ml_collections import ConfigDict
 
 from gspo_jax import (
   critic,
-  data,
   losses,
   model,
   objective,
   optim,
   rollout,
   sampler,
-  tokenizer,
   train_step,
 )
 from gspo_jax.cold_start import cross_entropy
 from gspo_jax.credit import Credit
+from gspo_jax.data import prompt_batch, tokenizers
+from gspo_jax.data.tokenizers import base
 from gspo_jax.model import hf
 from gspo_jax.paging import Paging
 from gspo_jax.runtime.errors import UserError
@@ -51,9 +51,9 @@ def model_config(config: ConfigDict) -> model.ModelConfig:
   return model.variant(name, **changes)
 
 
-def load_tokenizer(config: ConfigDict) -> tokenizer.Tokenizer:
+def load_tokenizer(config: ConfigDict) -> base.Tokenizer:
   """That of a config, else of its Hugging Face folder, else bytes."""
-  return tokenizer.load(
+  return tokenizers.load(
     config.data.tokenizer or config.model.checkpoint or "bytes"
   )
 
@@ -67,7 +67,7 @@ def require_fit(texts, cfg):
 
 
 def sampler_config(
-  config: ConfigDict, texts: tokenizer.Tokenizer
+  config: ConfigDict, texts: base.Tokenizer
 ) -> sampler.SamplerConfig:
   """How a config draws rollouts."""
   return sampler.SamplerConfig(
@@ -85,9 +85,9 @@ def paging(config: ConfigDict) -> Paging | None:
   return Paging(**config.paging)
 
 
-def prompting(config, texts) -> data.PromptConfig:
+def prompting(config, texts) -> prompt_batch.PromptConfig:
   c = config.data
-  return data.PromptConfig(
+  return prompt_batch.PromptConfig(
     tokenizer=texts,
     width=c.max_prompt_length,
     system=c.system_prompt,

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import answer, batches, cold_start, data, runs, settings, sources
-from gspo_jax.curriculum import Curriculum
+from gspo_jax import answer, batches, cold_start, runs, settings
+from gspo_jax.data import pipeline, sources
+from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.estimates import summarize
 from gspo_jax.iteration import iterate
 from gspo_jax.runtime import metric_writer, multihost, sharding
@@ -140,7 +141,7 @@ def _imitate(run, preemption) -> TrainState | None:
   """The cold start, or the result of an earlier one."""
   cold, functions = run.config.cold_start, run.program
   k_init, k_update, k_check = jax.random.split(run.keys.imitate, 3)
-  batches = data.demonstrations(
+  batches = pipeline.demonstrations(
     run.material.demonstrations,
     functions.prompting,
     batch=cold.batch,

@@ -8,12 +8,13 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from gspo_jax import data, model, policy, rollout
+from gspo_jax import model, policy, rollout
+from gspo_jax.data import pipeline
+from gspo_jax.data.tasks import Chain
 from gspo_jax.model import rounding
 from gspo_jax.program import Program
 from gspo_jax.rollout import Rollout
 from gspo_jax.sampler import Prompts, Samples
-from gspo_jax.tasks import Chain
 
 
 def weights(
@@ -26,7 +27,7 @@ def weights(
 def questions(config: ConfigDict, program: Program) -> Iterator[Prompts]:
   """Endless batches of held-out chains, `data.prompts` in one."""
   chain = Chain(config.data.chain_steps, evaluation=True, seed=config.seed)
-  batches = data.prompts(
+  batches = pipeline.prompts(
     chain, program.prompting, batch=config.data.prompts, seed=config.seed
   )
   return (Prompts(batch["tokens"], batch["length"]) for batch in batches)

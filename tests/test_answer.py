@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import answer, data, tokenizer
+from gspo_jax import answer
+from gspo_jax.data import pipeline, prompt_batch, tokenizers
+from gspo_jax.data.tasks import Chain, Problem
 from gspo_jax.rewards.pool import Scorer, Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler import TRUNCATED, Ended, Samples
-from gspo_jax.tasks import Chain, Problem
 
-BYTES = tokenizer.load("bytes")
-QUESTIONS = data.take(Chain((3,)), data.PromptConfig(BYTES, 16), 10)
+BYTES = tokenizers.load("bytes")
+QUESTIONS = pipeline.take(Chain((3,)), prompt_batch.PromptConfig(BYTES, 16), 10)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,9 @@ def samples(answers, width=8):
 
 
 def asked(problems):
-  return data.take(problems, data.PromptConfig(BYTES, 16), len(problems))
+  return pipeline.take(
+    problems, prompt_batch.PromptConfig(BYTES, 16), len(problems)
+  )
 
 
 class Pupil:
@@ -75,8 +78,8 @@ def test_texts_end_before_the_stop():
 
 
 def test_a_prompt_is_what_the_policy_read():
-  system = data.PromptConfig(BYTES, 16, "Sum. ", "{question}<think>")
-  batch = data.take([Problem("1+1?", "2", "")], system, 1)
+  system = prompt_batch.PromptConfig(BYTES, 16, "Sum. ", "{question}<think>")
+  batch = pipeline.take([Problem("1+1?", "2", "")], system, 1)
   read = answer.read(samples(["#2"]), batch, BYTES)
   assert read[0].prompt == "Sum. 1+1?<think>"[-16:]
 

@@ -9,15 +9,17 @@ import jax
 import numpy as np
 import pytest
 
-from gspo_jax import batches, data, groups, model, sampler, tokenizer
+from gspo_jax import batches, groups, model, sampler
 from gspo_jax.batches import Ahead, Fresh, Partial, Sampling
-from gspo_jax.curriculum import Curriculum, Stage
+from gspo_jax.data import prompt_batch, tokenizers
+from gspo_jax.data.curriculum import Curriculum
+from gspo_jax.data.datasets import Stage
+from gspo_jax.data.tasks import Problem
 from gspo_jax.rewards.pool import Scorer
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import STOPPED, TRUNCATED, UNFINISHED, SamplerConfig
-from gspo_jax.tasks import Problem
 
-BYTES = tokenizer.load("bytes")
+BYTES = tokenizers.load("bytes")
 P, G, R, BUDGET, SPARE = 4, 3, 20, 6, 2
 DRAW = SamplerConfig(G, R, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id)
 DENSE = model.variant("qwen3-0.6b")
@@ -73,7 +75,7 @@ def start(scorer, kind, *, policy=None, last=STEPS, P=P, spare=SPARE, shards=2):
   """The source of that kind, and its curriculum."""
   curriculum = Curriculum(
     [Stage(1, PROBLEMS[:40]), Stage(5, PROBLEMS[40:])],
-    data.PromptConfig(BYTES, 6),
+    prompt_batch.PromptConfig(BYTES, 6),
     batch=P,
     seed=0,
   )

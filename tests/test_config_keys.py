@@ -18,7 +18,8 @@ from ml_collections import ConfigDict
 from observe_program import B, G, P
 
 from configs import common, tiny_cpu
-from gspo_jax import losses, model, settings, tokenizer
+from gspo_jax import losses, model, settings
+from gspo_jax.data.tokenizers import plain
 from gspo_jax.limits import check
 from gspo_jax.model import hf
 from gspo_jax.runtime import sharding
@@ -885,7 +886,7 @@ def _write_checkpoint(folder):
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
   weights = jax.tree.map(lambda x: np.full(x.shape, 0.125, x.dtype), shapes)
   hf.save_hf(weights, cfg, folder)
-  tokenizer.Bytes().save(folder)
+  plain.Bytes().save(folder)
 
 
 def fill(value, files):

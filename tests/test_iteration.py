@@ -9,22 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from gspo_jax import (
-  credit,
-  model,
-  rollout,
-  runs,
-  settings,
-  tokenizer,
-  train,
-  train_step,
-)
+from gspo_jax import credit, model, rollout, runs, settings, train, train_step
+from gspo_jax.data import tokenizers
+from gspo_jax.data.tasks import Problem
 from gspo_jax.iteration import iterate
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.rewards.pool import Scorer, Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler import Samples
-from gspo_jax.tasks import Problem
 from gspo_jax.train_step import TrainState
 
 
@@ -32,7 +24,7 @@ class Spy:
   """A program, and a curriculum, that notes the keys it is given."""
 
   mesh = sharding.make_mesh(jax.devices()[:1])
-  tokenizer = tokenizer.load("bytes")
+  plain = tokenizers.load("bytes")
   scores, appraise = True, None
 
   def __init__(self):

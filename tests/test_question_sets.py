@@ -7,8 +7,8 @@ import pytest
 from repository import ROOT
 
 from gspo_jax import question_sets
+from gspo_jax.data.tasks import Problem
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.tasks import Problem
 
 GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
 TEST = {"input": "1 2\n", "output": "3\n"}

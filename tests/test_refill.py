@@ -10,10 +10,10 @@ import pytest
 
 from gspo_jax import groups, refill
 from gspo_jax.answer import Marks
+from gspo_jax.data.tasks import Problem
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rewards.pool import Answer
 from gspo_jax.sampler import Samples
-from gspo_jax.tasks import Problem
 
 P, G = 4, 3
 MERGE = jax.jit(groups.merge)

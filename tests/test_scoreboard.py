@@ -5,8 +5,8 @@ import json
 import pytest
 
 from gspo_jax import scoreboard
+from gspo_jax.data.tasks import Problem
 from gspo_jax.question_sets import Questions
-from gspo_jax.tasks import Problem
 
 
 def questions(count=2, reward="math", ratings=None, **changes):

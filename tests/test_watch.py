@@ -4,7 +4,8 @@ import types
 
 import pytest
 
-from gspo_jax import settings, tokenizer, train
+from gspo_jax import settings, train
+from gspo_jax.data import tokenizers
 from gspo_jax.watch import Watch, require_finite
 
 HEALTHY = {
@@ -89,7 +90,7 @@ def test_an_iteration_without_a_mixed_group_is_told_once(capsys):
 def test_what_a_run_watches_for(debug_config, capsys, changes, told):
   debug_config.learner.minibatches = 2
   debug_config.update_from_flattened_dict(changes)
-  program = types.SimpleNamespace(tokenizer=tokenizer.load("bytes"))
+  program = types.SimpleNamespace(tokenizer=tokenizers.load("bytes"))
   run = types.SimpleNamespace(config=debug_config, program=program)
   sick = {"ratio/moved": 0.0, "mismatch/sequence_abs_mean": 0.01}
   train._watch(run)(HEALTHY | sick | {"reward/mixed_groups": 0.0})

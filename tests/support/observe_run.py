@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from made_run import MadeRun
 
-from gspo_jax import rows as row_readers
+from gspo_jax.data import readers as row_readers
 from gspo_jax.runtime import run_files
 
 FOLDER = Path(tempfile.mkdtemp(prefix="made_runs_"))

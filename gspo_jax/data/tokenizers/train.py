@@ -1,7 +1,7 @@
 """Trains a SentencePiece tokenizer on the text of JSON lines.
 
-  python -m gspo_jax.train_tokenizer --input=train.jsonl --vocab_size=2048 \\
-    --fields=question,answer --output=runs/tokenizer.model
+  python -m gspo_jax.data.tokenizers.train --input=train.jsonl \\
+    --vocab_size=2048 --fields=question,answer --output=runs/tokenizer.model
 
 Byte-pair encoding without normalisation or a prefix space: every text comes
 back as it was (but U+2581, which SentencePiece writes for a space). Digits
@@ -20,7 +20,7 @@ from pathlib import Path
 import sentencepiece
 from absl import app, flags
 
-from gspo_jax import rows, tokenizer
+from gspo_jax.data import readers, tokenizers
 from gspo_jax.runtime.errors import UserError
 
 _INPUT = flags.DEFINE_list("input", [], "Files of JSON lines.")
@@ -69,9 +69,9 @@ def _command(argv) -> None:
 def texts(paths: Sequence[str], fields: Sequence[str]) -> Iterator[str]:
   """The text of those fields of every line of every file."""
   for path in paths:
-    for where, row in rows.json_lines(path):
+    for where, row in readers.json_lines(path):
       for field in fields:
-        value = rows.field(row, field, where)
+        value = readers.field(row, field, where)
         if not isinstance(value, str):
           raise UserError(f"{where}: {field!r} is not text")
         yield value
@@ -127,7 +127,7 @@ def write(proto: bytes, out: Path) -> None:
       return
     out.mkdir(parents=True, exist_ok=True)
     (out / "tokenizer.model").write_bytes(proto)
-    tokenizer.load(str(out / "tokenizer.model")).save(out)
+    tokenizers.load(str(out / "tokenizer.model")).save(out)
   except OSError as error:
     raise UserError(f"--output={out}: {error.strerror}") from error
 

@@ -5,7 +5,6 @@ state of an iterator is a position: a run resumed there repeats the
 uninterrupted one.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,48 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 import grain
 import numpy as np
 
-from gspo_jax.runtime.errors import UserError, nearest
-from gspo_jax.sources import Mixture, Questions
-from gspo_jax.tasks import Problem
-from gspo_jax.tokenizer import Tokenizer
+from gspo_jax.data.prompt_batch import PromptConfig, stack
+from gspo_jax.data.sources import Mixture, Questions
+from gspo_jax.data.tasks import Problem
+from gspo_jax.runtime.errors import UserError
 
 Source = Sequence[Problem] | Mixture
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptConfig:
-  """How a question becomes a row of tokens.
-
-  Attributes:
-    tokenizer: of the policy.
-    width: tokens a row has; the template's count.
-    system: the system prompt, "" for none.
-    instruction: what the policy reads, `{question}` in it.
-    too_long: what happens to a question, or to a demonstration, that does not
-      fit: "error", or "drop".
-  """
-
-  tokenizer: Tokenizer
-  width: int
-  system: str = ""
-  instruction: str = "{question}"
-  too_long: str = "error"
-
-  def __post_init__(self):
-    choices = ("error", "drop")
-    if self.too_long not in choices:
-      hint = nearest(self.too_long, choices)
-      raise UserError(f"data.too_long={self.too_long!r}: {hint}")
-    if "{question}" not in self.instruction:
-      raise UserError(
-        f"data.instruction={self.instruction!r}: expected {{question}} in it"
-      )
-
-  def fits(self, ids: Sequence[int], width: int, what: str, key: str) -> bool:
-    """Whether ids fit; UserError for a misfit that is not to be dropped."""
-    if len(ids) > width and self.too_long == "error":
-      raise UserError(f"{what} has {len(ids)} tokens, more than {key}={width}")
-    return len(ids) <= width
 
 
 class Batches(Iterator[dict]):
@@ -81,7 +44,7 @@ class Batches(Iterator[dict]):
   def draw(self, count: int) -> dict:
     """The next `count` rows, 1 or more."""
     drawn = filter(self._passes, self._rows)
-    return _stack(list(itertools.islice(drawn, count)))
+    return stack(list(itertools.islice(drawn, count)))
 
   def get_state(self) -> dict:
     """A small dict, for a checkpoint: behind the last row of a batch."""
@@ -160,7 +123,7 @@ def take(source: Source, cfg: PromptConfig, count: int) -> dict:
       f"eval.prompts={count}, but only {len(first)} questions are held out"
       + (" and fit" if cfg.too_long == "drop" else "")
     )
-  return _stack(first)
+  return stack(first)
 
 
 def again(source: Source, cfg: PromptConfig, places: np.ndarray) -> dict:
@@ -175,25 +138,7 @@ def again(source: Source, cfg: PromptConfig, places: np.ndarray) -> dict:
     | dict(zip(names, place, strict=True))
     for place in places
   ]
-  return _stack(rows)
-
-
-def join(batches: Sequence[dict]) -> dict:
-  """Batches of the same keys, end to end."""
-  whole = lambda key: [batch[key] for batch in batches]
-  flat = lambda key: list(itertools.chain(*whole(key)))
-  return {
-    k: flat(k) if k == "problems" else np.concatenate(whole(k))
-    for k in batches[0]
-  }
-
-
-def pick(batch: dict, index: np.ndarray) -> dict:
-  """The rows of these numbers, in their order."""
-  return {
-    k: [x[i] for i in index] if k == "problems" else x[index]
-    for k, x in batch.items()
-  }
+  return stack(rows)
 
 
 def epochs(source: Source, state: dict) -> float:
@@ -239,13 +184,6 @@ def _demonstration(
   padded = np.full(width, made.pad_id, np.int32)
   padded[: len(ids)] = ids
   return row | {"response": padded, "response_length": np.int32(len(ids))}
-
-
-def _stack(rows: Sequence[dict]) -> dict:
-  arrays = {
-    k: np.stack([r[k] for r in rows]) for k in rows[0] if k != "problem"
-  }
-  return arrays | {"problems": [r["problem"] for r in rows]}
 
 
 class _Places(Sequence):

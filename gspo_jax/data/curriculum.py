@@ -6,23 +6,19 @@ a question out of the epochs after one in which all G answers to it were right.
 Mixed and all-wrong ones stay, for the policy may come to learn from them.
 """
 
+import base64
 import bisect
+import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from absl import logging
 
-from gspo_jax import data
-from gspo_jax.history import History
+from gspo_jax.data import pipeline, prompt_batch
+from gspo_jax.data.datasets import Stage
+from gspo_jax.data.sources import fingerprint
+from gspo_jax.data.tasks import Problem
 from gspo_jax.runtime.errors import UserError
-
-
-class Stage(NamedTuple):
-  """A source, and the iteration from which on it is drawn from."""
-
-  begin: int
-  source: data.Source
 
 
 class Curriculum:
@@ -47,7 +43,7 @@ class Curriculum:
   def __init__(
     self,
     stages: Sequence[Stage],
-    cfg: data.PromptConfig,
+    cfg: prompt_batch.PromptConfig,
     *,
     batch: int,
     seed: int,
@@ -64,16 +60,16 @@ class Curriculum:
     self._history = History() if history else None
     self._known, self._fitting, self._streams = [], [], []
     for source in self._sources:
-      parts = data.parts(source) if history else ()
+      parts = pipeline.parts(source) if history else ()
       self._known.append([self._history.of(part) for part in parts])
-      self._fitting.append(sum(data.fitting(part, cfg) for part in parts))
+      self._fitting.append(sum(pipeline.fitting(part, cfg) for part in parts))
       self._streams.append(
-        data.prompts(
+        pipeline.prompts(
           source, cfg, batch=batch, seed=seed, left_out=self._known[-1]
         )
       )
       # No source is shuffled as another is, or as it was in another stage.
-      seed += len(data.parts(source))
+      seed += len(pipeline.parts(source))
 
   def draw(self, iteration: int, count: int | None = None) -> dict:
     """The next questions of that iteration's stage: a batch, or `count`.
@@ -101,9 +97,9 @@ class Curriculum:
     rows = []
     for stage, *place in places:
       source = self._sources[stage]
-      row = data.again(source, self._cfg, np.array([place], np.int32))
+      row = pipeline.again(source, self._cfg, np.array([place], np.int32))
       rows.append(row | {"stage": np.array([stage], np.int32)})
-    return data.join(rows)
+    return prompt_batch.join(rows)
 
   def record(self, batch: dict, correct: np.ndarray) -> None:
     """Notes how questions were answered.
@@ -127,7 +123,7 @@ class Curriculum:
   def epochs(self) -> float:
     """How often the stage has gone through its source; see `data.epochs`."""
     state = self._streams[self._stage].get_state()
-    return data.epochs(self._sources[self._stage], state)
+    return pipeline.epochs(self._sources[self._stage], state)
 
   def get_state(self) -> dict:
     """JSON, for a checkpoint between two iterations."""
@@ -149,3 +145,37 @@ class Curriculum:
       stream.set_state(position)
     if self._history:
       self._history.set_state(state.get("known", {}))
+
+
+class History:
+  """For each source, by its content, which questions are known.
+
+  A source that stands in several mixtures has one history.
+  """
+
+  def __init__(self):
+    self._known: dict[str, np.ndarray] = {}
+
+  def of(self, source: Sequence[Problem]) -> np.ndarray:
+    """[len(source)] bool, true where a question is known: to be written to."""
+    fresh = np.zeros(len(source), bool)
+    return self._known.setdefault(fingerprint(source), fresh)
+
+  def get_state(self) -> dict[str, str]:
+    """JSON; 170 kB at most for a million questions."""
+    return {name: _pack(known) for name, known in self._known.items()}
+
+  def set_state(self, state: dict[str, str]) -> None:
+    """Takes over what was saved, and nothing else is known."""
+    for name, known in self._known.items():
+      known[:] = _unpack(state[name], len(known)) if name in state else False
+
+
+def _pack(bits: np.ndarray) -> str:
+  packed = zlib.compress(np.packbits(bits).tobytes())
+  return base64.b64encode(packed).decode()
+
+
+def _unpack(text: str, count: int) -> np.ndarray:
+  packed = zlib.decompress(base64.b64decode(text))
+  return np.unpackbits(np.frombuffer(packed, np.uint8), count=count) > 0

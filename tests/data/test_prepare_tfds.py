@@ -8,7 +8,7 @@ import pytest
 import tensorflow_datasets as tfds
 from repository import ROOT
 
-from gspo_jax import prepare_tfds, sources
+from gspo_jax.data import prepare_tfds, sources
 from gspo_jax.runtime.errors import UserError
 
 GSM8K = ROOT.parent / "shared/data/gsm8k"
@@ -91,7 +91,7 @@ def test_mistakes(tmp_path):
 
 def test_the_command(tmp_path):
   run = lambda *flags: subprocess.run(
-    [sys.executable, "-m", "gspo_jax.prepare_tfds", *flags],
+    [sys.executable, "-m", "gspo_jax.data.prepare_tfds", *flags],
     capture_output=True,
     text=True,
     timeout=120,

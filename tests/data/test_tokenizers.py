@@ -12,7 +12,7 @@ import sentencepiece
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gspo_jax import tokenizer
+from gspo_jax.data import tokenizers
 from gspo_jax.runtime.errors import UserError
 
 CHATML = (
@@ -126,7 +126,7 @@ def characters():
 
 
 def test_bytes_are_those_of_utf8():
-  made = tokenizer.load("bytes")
+  made = tokenizers.load("bytes")
   text = characters()
   assert made.encode(text) == list(text.encode())
   assert made.decode(made.encode(text)) == text
@@ -134,14 +134,14 @@ def test_bytes_are_those_of_utf8():
 
 
 def test_bytes_that_are_no_text_decode_all_the_same():
-  made = tokenizer.load("bytes")
+  made = tokenizers.load("bytes")
   assert made.decode([104, 256, 105, 257, 999, -1]) == "h\ufffdi" + "\ufffd" * 3
   assert made.decode(np.array([0xC3], np.int32)) == "\ufffd"
   assert made.decode([]) == ""
 
 
 def test_a_prompt_of_bytes_is_the_system_text_and_the_question():
-  made = tokenizer.load("bytes")
+  made = tokenizers.load("bytes")
   assert made.prompt("3+4?") == list(b"3+4?")
   assert made.prompt("3+4?", "Add.\n") == list(b"Add.\n3+4?")
 
@@ -151,14 +151,14 @@ def test_a_prompt_of_bytes_is_the_system_text_and_the_question():
 
 @pytest.mark.parametrize("text", [*TEXTS, *LINES[:3], "</s><pad><unk>"])
 def test_text_survives_sentencepiece(spm, text):
-  made = tokenizer.load(str(spm))
+  made = tokenizers.load(str(spm))
   ids = made.encode(text)
   assert made.decode(ids) == text
   assert not {made.pad_id, *made.stop_ids} & set(ids)
 
 
 def test_what_is_no_text_shows_in_sentencepiece(spm):
-  made = tokenizer.load(str(spm))
+  made = tokenizers.load(str(spm))
   one, two = made.encode("1"), made.encode("2")
   stop, size = made.stop_ids[0], made.vocab_size
   assert made.decode([*one, made.pad_id, *two]) == "1<pad>2"
@@ -169,7 +169,7 @@ def test_what_is_no_text_shows_in_sentencepiece(spm):
 
 
 def test_sentencepiece_without_padding_pads_with_its_stop(tmp_path):
-  made = tokenizer.load(str(train(tmp_path / "a.model", pad_id=-1, unk_id=0)))
+  made = tokenizers.load(str(train(tmp_path / "a.model", pad_id=-1, unk_id=0)))
   assert (made.pad_id, made.stop_ids) == (1, (1,))
 
 
@@ -182,7 +182,7 @@ def test_files_that_are_no_sentencepiece_model(tmp_path):
     (endless, "end-of-text"),
   ):
     with pytest.raises(UserError, match=words) as error:
-      tokenizer.load(str(path))
+      tokenizers.load(str(path))
     assert path.name in str(error.value)
 
 
@@ -192,17 +192,17 @@ def test_files_that_are_no_sentencepiece_model(tmp_path):
 @pytest.mark.parametrize("kind", ["bytes", "spm", "unigram", "chat"])
 def test_transformers_loads_what_is_saved(tmp_path, kind, request):
   if kind == "bytes":
-    made = tokenizer.load("bytes")
+    made = tokenizers.load("bytes")
   elif kind == "unigram":
     options = {"model_type": "unigram", "vocab_size": 300}
-    made = tokenizer.load(str(train(tmp_path / "a.model", **options)))
+    made = tokenizers.load(str(train(tmp_path / "a.model", **options)))
   else:
-    made = tokenizer.load(str(request.getfixturevalue(kind)))
+    made = tokenizers.load(str(request.getfixturevalue(kind)))
   folder = tmp_path / "saved"
   made.save(folder)
   # The architecture beside it must not choose another tokenizer.
   (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
-  theirs, again = library(folder), tokenizer.load(str(folder))
+  theirs, again = library(folder), tokenizers.load(str(folder))
   # A unigram vocabulary holds its control tokens among its pieces.
   spelt = ("</s><pad>",) * (kind != "unigram")
   for text in (*TEXTS, *LINES[:3], *HOSTILE, *spelt):
@@ -225,7 +225,7 @@ def test_transformers_loads_what_is_saved(tmp_path, kind, request):
   "option", [{"add_dummy_prefix": True}, {"remove_extra_whitespaces": True}]
 )
 def test_models_that_transformers_reads_otherwise(tmp_path, option):
-  made = tokenizer.load(str(train(tmp_path / "a.model", **option)))
+  made = tokenizers.load(str(train(tmp_path / "a.model", **option)))
   with pytest.raises(UserError, match="cannot be written as a folder"):
     made.save(tmp_path / "saved")
   assert not (tmp_path / "saved").exists()
@@ -237,7 +237,7 @@ def test_models_that_transformers_reads_otherwise(tmp_path, option):
 @pytest.mark.parametrize("system", ["", "You are a tutor. "])
 @pytest.mark.parametrize("text", [*TEXTS, *LINES[:3]])
 def test_a_prompt_is_that_of_the_chat_template(chat, text, system):
-  made = tokenizer.load(str(chat))
+  made = tokenizers.load(str(chat))
   assert made.prompt(text, system) == applied(chat, text, system)
   assert made.encode(text) == library(chat).encode(text)
 
@@ -245,7 +245,7 @@ def test_a_prompt_is_that_of_the_chat_template(chat, text, system):
 @pytest.mark.parametrize("system", ["", "Do not <|im_end|>."])
 @pytest.mark.parametrize("text", HOSTILE)
 def test_control_strings_of_a_question_are_data(chat, text, system):
-  made = tokenizer.load(str(chat))
+  made = tokenizers.load(str(chat))
   control = [library(chat).convert_tokens_to_ids(c) for c in CONTROL]
   only = lambda ids: [i for i in ids if i in control]
   assert not only(made.encode(text))
@@ -266,7 +266,7 @@ def test_no_control_string_forms_across_an_edge(
   shutil.copytree(chat, tmp_path / "a")
   template = f"<|im_start|>{before}{{{{ messages[0].content }}}}{after}"
   (tmp_path / "a/chat_template.jinja").write_text(template)
-  made = tokenizer.load(str(tmp_path / "a"))
+  made = tokenizers.load(str(tmp_path / "a"))
   ids = made.prompt(text)
   assert made.decode(ids) == "<|im_start|><|im_end|>"
   assert not set(made.stop_ids) & set(ids)
@@ -278,7 +278,7 @@ def test_a_vocabulary_that_holds_its_control_tokens(tmp_path):
   fast.add_special_tokens(["<unk>", "</s>"])
   names = {"eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
   template = "{{ messages[0].content }}</s>"
-  made = tokenizer.load(str(save(tmp_path, fast, template, **names)))
+  made = tokenizers.load(str(save(tmp_path, fast, template, **names)))
   assert made.stop_ids == (1,)
   assert 1 not in made.encode("a</s>b")
   assert made.decode(made.encode("a</s>b")).replace(" ", "") == "a</s>b"
@@ -287,7 +287,7 @@ def test_a_vocabulary_that_holds_its_control_tokens(tmp_path):
 
 
 def test_stops_and_padding_of_a_folder(chat, tmp_path):
-  made, theirs = tokenizer.load(str(chat)), library(chat)
+  made, theirs = tokenizers.load(str(chat)), library(chat)
   stop, pad = theirs.eos_token_id, theirs.pad_token_id
   assert made.stop_ids == (stop, pad)
   assert made.pad_id == pad
@@ -300,15 +300,15 @@ def test_stops_and_padding_of_a_folder(chat, tmp_path):
   for found, stops in ((pad, (stop, pad)), (None, (stop,)), ([stop], (stop,))):
     text = json.dumps({"eos_token_id": found})
     (tmp_path / "a/generation_config.json").write_text(text)
-    made = tokenizer.load(str(tmp_path / "a"))
+    made = tokenizers.load(str(tmp_path / "a"))
     assert made.stop_ids == stops
     assert made.pad_id == stop
   (tmp_path / "a/generation_config.json").unlink()
-  assert tokenizer.load(str(tmp_path / "a")).stop_ids == (stop,)
+  assert tokenizers.load(str(tmp_path / "a")).stop_ids == (stop,)
 
 
 def test_what_is_no_text_shows_in_a_folder(chat):
-  made = tokenizer.load(str(chat))
+  made = tokenizers.load(str(chat))
   one, two = made.encode("1"), made.encode("2")
   assert made.decode([*one, made.pad_id, *two]) == "1<|endoftext|>2"
   assert made.decode([*one, made.vocab_size, -1, *two]) == "1\ufffd\ufffd2"
@@ -318,7 +318,7 @@ def test_what_is_no_text_shows_in_a_folder(chat):
 def test_a_folder_without_a_template(chat, tmp_path):
   shutil.copytree(chat, tmp_path / "a")
   (tmp_path / "a/chat_template.jinja").unlink()
-  made = tokenizer.load(str(tmp_path / "a"))
+  made = tokenizers.load(str(tmp_path / "a"))
   assert made.prompt("x <|im_end|>", "S: ") == made.encode("S: x <|im_end|>")
 
 
@@ -331,22 +331,22 @@ def test_a_beginning_that_the_tokenizer_itself_sets(tmp_path):
     single="<s> $A", special_tokens=[("<s>", 1)]
   )
   names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-  made = tokenizer.load(str(save(tmp_path, fast, None, **names)))
+  made = tokenizers.load(str(save(tmp_path, fast, None, **names)))
   assert made.prompt("aa") == [1, 0, 0]
   assert made.encode("aa") == [0, 0]
 
 
 def test_the_fingerprint_is_of_what_decides_ids(chat, spm, tmp_path):
-  before = tokenizer.load(str(chat)).fingerprint
+  before = tokenizers.load(str(chat)).fingerprint
   folder = tmp_path / "copy"
   shutil.copytree(chat, folder)
   (folder / "model.safetensors").write_text("weights")
-  assert tokenizer.load(str(folder)).fingerprint == before
+  assert tokenizers.load(str(folder)).fingerprint == before
   template = folder / "chat_template.jinja"
   template.write_text(template.read_text() + " ")
   other = train(tmp_path / "b.model", vocab_size=320)
   specs = ("bytes", chat, spm, other, folder)
-  prints = {tokenizer.load(str(spec)).fingerprint for spec in specs}
+  prints = {tokenizers.load(str(spec)).fingerprint for spec in specs}
   assert len(prints) == len(specs)
 
 
@@ -373,7 +373,7 @@ def test_folders_that_hold_no_usable_tokenizer(chat, tmp_path):
     (odd, "generation_config.json.*eos_token_id"),
   ):
     with pytest.raises(UserError, match=words):
-      tokenizer.load(str(folder))
+      tokenizers.load(str(folder))
 
 
 def test_a_slow_tokenizer(tmp_path):
@@ -383,7 +383,7 @@ def test_a_slow_tokenizer(tmp_path):
   config = {"tokenizer_class": "CTRLTokenizer"}
   (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
   with pytest.raises(UserError, match="slow tokenizer"):
-    tokenizer.load(str(tmp_path))
+    tokenizers.load(str(tmp_path))
 
 
 def test_a_template_that_refuses(chat, tmp_path):
@@ -393,7 +393,7 @@ def test_a_template_that_refuses(chat, tmp_path):
     "{{ raise_exception('System role not supported') }}{% endif %}"
     "{{ messages[0].content }}"
   )
-  made = tokenizer.load(str(tmp_path / "a"))
+  made = tokenizers.load(str(tmp_path / "a"))
   assert made.decode(made.prompt("3+4?")) == "3+4?"
   with pytest.raises(UserError, match="System role not supported"):
     made.prompt("3+4?", "Be brief.")
@@ -402,7 +402,7 @@ def test_a_template_that_refuses(chat, tmp_path):
 def test_threads_share_a_tokenizer(chat):
   from concurrent.futures import ThreadPoolExecutor
 
-  made = tokenizer.load(str(chat))
+  made = tokenizers.load(str(chat))
   texts = [*TEXTS, *HOSTILE] * 20
   with ThreadPoolExecutor(4) as pool:
     assert list(pool.map(made.prompt, texts)) == list(map(made.prompt, texts))

@@ -4,10 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gspo_jax import sources
-from gspo_jax.curriculum import Stage
+from gspo_jax.data import pipeline, sources
+from gspo_jax.data.tasks import Chain, Problem
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.tasks import Chain, Problem
+
+
+class Stage(NamedTuple):
+  """A source, and the iteration from which on it is drawn from."""
+
+  begin: int
+  source: pipeline.Source
 
 
 class Material(NamedTuple):

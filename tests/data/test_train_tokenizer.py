@@ -8,7 +8,8 @@ import pytest
 import transformers
 from repository import ROOT
 
-from gspo_jax import tokenizer, train_tokenizer
+from gspo_jax.data import tokenizers
+from gspo_jax.data.tokenizers import train
 from gspo_jax.runtime.errors import UserError
 
 GSM8K = ROOT.parent / "shared/data/gsm8k"
@@ -24,14 +25,14 @@ TEXTS = [
 @pytest.fixture
 def made(tmp_path):
   out = tmp_path / "a.model"
-  train_tokenizer.write(train_tokenizer.train(iter(TEXTS), 320), out)
-  return tokenizer.load(str(out))
+  train.write(train.train(iter(TEXTS), 320), out)
+  return tokenizers.load(str(out))
 
 
 def test_the_same_text_gives_the_same_model():
-  first = train_tokenizer.train(iter(TEXTS), 320)
-  assert train_tokenizer.train(iter(TEXTS), 320) == first
-  assert train_tokenizer.train(iter(TEXTS[:-1]), 320) != first
+  first = train.train(iter(TEXTS), 320)
+  assert train.train(iter(TEXTS), 320) == first
+  assert train.train(iter(TEXTS[:-1]), 320) != first
 
 
 @pytest.mark.parametrize(
@@ -53,22 +54,22 @@ def test_digits_and_new_lines_stand_alone(made):
 
 def test_a_folder_is_what_transformers_loads(tmp_path, made):
   out = tmp_path / "folder"
-  train_tokenizer.write(train_tokenizer.train(iter(TEXTS), 320), out)
+  train.write(train.train(iter(TEXTS), 320), out)
   theirs = transformers.AutoTokenizer.from_pretrained(str(out))
-  again = tokenizer.load(str(out))
+  again = tokenizers.load(str(out))
   for text in (*TEXTS[:2], "é中🙂 \n x", "</s>"):
     assert theirs.encode(text) == again.encode(text) == made.encode(text)
-  same = tokenizer.load(str(out / "tokenizer.model"))
+  same = tokenizers.load(str(out / "tokenizer.model"))
   assert same.fingerprint == made.fingerprint
 
 
 def test_sizes_that_do_not_suit():
   with pytest.raises(UserError, match="expected at least 260"):
-    train_tokenizer.train(iter(TEXTS), 259)
+    train.train(iter(TEXTS), 259)
   with pytest.raises(UserError, match=r"vocab_size=4000 .*too high"):
-    train_tokenizer.train(iter(TEXTS), 4000)
+    train.train(iter(TEXTS), 4000)
   with pytest.raises(UserError, match="vocab_size=300"):
-    train_tokenizer.train(iter([]), 300)
+    train.train(iter([]), 300)
 
 
 def write(path, *rows):
@@ -81,18 +82,18 @@ def test_the_fields_of_all_files(tmp_path):
     tmp_path / "a", {"q": "1", "a": "2", "n": 3}, {"q": "4", "a": ""}
   )
   second = write(tmp_path / "b", {"q": "5", "a": "6"})
-  found = train_tokenizer.texts([first, second], ["a", "q"])
+  found = train.texts([first, second], ["a", "q"])
   assert list(found) == ["2", "1", "", "4", "6", "5"]
   with pytest.raises(UserError, match="a:1: 'n' is not text"):
-    list(train_tokenizer.texts([first], ["n"]))
+    list(train.texts([first], ["n"]))
   with pytest.raises(UserError, match="a:1: no field 'question'"):
-    list(train_tokenizer.texts([first], ["question"]))
+    list(train.texts([first], ["question"]))
 
 
 def test_the_command(tmp_path):
   path = write(tmp_path / "a", *({"q": text} for text in TEXTS))
   run = lambda *flags: subprocess.run(
-    [sys.executable, "-m", "gspo_jax.train_tokenizer", *flags],
+    [sys.executable, "-m", "gspo_jax.data.tokenizers.train", *flags],
     capture_output=True,
     text=True,
     timeout=120,
@@ -101,7 +102,7 @@ def test_the_command(tmp_path):
   flags = (f"--input={path}", "--fields=q", f"--output={out}")
   done = run(*flags, "--vocab_size=320")
   assert (done.returncode, done.stderr) == (0, "")
-  assert out.read_bytes() == train_tokenizer.train(iter(TEXTS), 320)
+  assert out.read_bytes() == train.train(iter(TEXTS), 320)
   for wrong, words in (
     (flags[:1], "--output is missing"),
     ((*flags, "--vocab_size=9999"), "does not suit"),
@@ -118,12 +119,12 @@ def test_the_command(tmp_path):
 @needs_gsm8k
 def test_gsm8k(tmp_path):
   fields = ["question", "answer"]
-  source = train_tokenizer.texts([str(GSM8K / "train.jsonl")], fields)
+  source = train.texts([str(GSM8K / "train.jsonl")], fields)
   out = tmp_path / "folder"
-  train_tokenizer.write(train_tokenizer.train(source, 2048), out)
-  made = tokenizer.load(str(out / "tokenizer.model"))
-  again = tokenizer.load(str(out))
-  for text in train_tokenizer.texts([str(GSM8K / "test.jsonl")], fields):
+  train.write(train.train(source, 2048), out)
+  made = tokenizers.load(str(out / "tokenizer.model"))
+  again = tokenizers.load(str(out))
+  for text in train.texts([str(GSM8K / "test.jsonl")], fields):
     ids = made.encode(text)
     assert made.decode(ids) == text
     assert again.encode(text) == ids

@@ -1,6 +1,6 @@
 """Writes a TFDS set from local JSON lines, with no network and no TensorFlow.
 
-  python -m gspo_jax.prepare_tfds --name=gsm8k --train=train.jsonl \\
+  python -m gspo_jax.data.prepare_tfds --name=gsm8k --train=train.jsonl \\
     --test=test.jsonl --data_dir=runs/tfds
 
 `tfds:gsm8k` with `data.tfds_dir=runs/tfds`, or `tfds.data_source("gsm8k",
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from gspo_jax import rows
+from gspo_jax.data import readers
 from gspo_jax.runtime.errors import UserError
 
 _NAME = flags.DEFINE_string("name", None, "Of the set: gsm8k, or one's own.")
@@ -75,7 +75,7 @@ def prepare(name: str, files: dict[str, str], data_dir: str) -> dict[str, int]:
     raise UserError(f"--name={name}: expected letters a-z, digits and _")
   if (Path(data_dir).expanduser() / name).exists():
     raise UserError(f"--data_dir={data_dir} holds {name!r} already")
-  lines = {k: list(rows.json_lines(path)) for k, path in files.items()}
+  lines = {k: list(readers.json_lines(path)) for k, path in files.items()}
   for split, found in lines.items():
     if not found:
       raise UserError(f"--{split}={files[split]}: no line in it")
@@ -93,7 +93,7 @@ def prepare(name: str, files: dict[str, str], data_dir: str) -> dict[str, int]:
 
 
 def _texts(where: str, row: dict, fields: tuple[str, ...]) -> dict[str, str]:
-  values = {name: rows.field(row, name, where) for name in fields}
+  values = {name: readers.field(row, name, where) for name in fields}
   if nulls := [name for name, value in values.items() if value is None]:
     raise UserError(f"{where}: {nulls[0]!r} is null")
   return {

@@ -79,7 +79,7 @@ def tfds(rest: str, data_dir: str) -> Sequence:
   ) as error:
     raise UserError(
       f"tfds:{name} is not prepared in {data_dir or 'the folder of TFDS'!r}: "
-      f"python -m gspo_jax.prepare_tfds --name={name} --train=FILE "
+      f"python -m gspo_jax.data.prepare_tfds --name={name} --train=FILE "
       f"--data_dir={data_dir or 'DIR'}"
     ) from error
   except (ValueError, KeyError, NotImplementedError) as error:

@@ -9,12 +9,13 @@ import grain
 import numpy as np
 import pytest
 
-from gspo_jax import data, sources, tokenizer
-from gspo_jax.curriculum import Curriculum, Stage
+from gspo_jax.data import pipeline, prompt_batch, sources, tokenizers
+from gspo_jax.data.curriculum import Curriculum
+from gspo_jax.data.datasets import Stage
+from gspo_jax.data.tasks import Chain, Problem
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.tasks import Chain, Problem
 
-BYTES = tokenizer.load("bytes")
+BYTES = tokenizers.load("bytes")
 G = 3
 
 
@@ -30,7 +31,7 @@ SMALL = Chain((3,), size=13)
 
 def start(*stages, batch=4, width=16, seed=0, history=True):
   drop = "drop" if width < 16 else "error"
-  cfg = data.PromptConfig(BYTES, width, too_long=drop)
+  cfg = prompt_batch.PromptConfig(BYTES, width, too_long=drop)
   stages = [Stage(*stage) for stage in stages]
   return Curriculum(stages, cfg, batch=batch, seed=seed, history=history)
 
@@ -236,8 +237,8 @@ def test_a_stage_is_not_shuffled_as_the_one_before():
 
 def test_without_history_it_is_the_plain_pipeline():
   """Questions, order and position; of both, either can resume the other."""
-  cfg = data.PromptConfig(BYTES, 16)
-  plain = data.prompts(BOTH, cfg, batch=4, seed=3)
+  cfg = prompt_batch.PromptConfig(BYTES, 16)
+  plain = pipeline.prompts(BOTH, cfg, batch=4, seed=3)
   curriculum = start((1, BOTH), seed=3, history=False)
   for step in range(1, 12):
     batch = curriculum.draw(step)
@@ -247,7 +248,7 @@ def test_without_history_it_is_the_plain_pipeline():
       "positions": [plain.get_state()],
       "stage": 0,
     }
-    assert curriculum.epochs == data.epochs(BOTH, plain.get_state())
+    assert curriculum.epochs == pipeline.epochs(BOTH, plain.get_state())
   assert curriculum.left_out == 0
   for history in (True, False):
     resumed = start((1, BOTH), seed=3, history=history)
@@ -286,7 +287,7 @@ def test_any_number_of_questions_and_again_by_their_places():
   wanted = [whole.draw(1), whole.draw(2), whole.draw(3)]
   asked = [q for batch in drawn for q in texts(batch)]
   assert asked == [q for batch in wanted for q in texts(batch)][:10]
-  joined = data.pick(data.join(drawn), np.array([9, 0, 4]))
+  joined = prompt_batch.pick(prompt_batch.join(drawn), np.array([9, 0, 4]))
   assert joined["stage"].tolist() == [1, 0, 0]
   names = "stage", "part", "index"
   places = np.stack([joined[name] for name in names], axis=1).tolist()

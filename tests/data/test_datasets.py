@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gspo_jax import material
+from gspo_jax.data import datasets
 from gspo_jax.runtime.errors import UserError
 
 
@@ -30,7 +30,7 @@ def questions(source):
 
 
 def test_a_later_stage_has_both(config):
-  found = material.load(config)
+  found = datasets.load(config)
   assert [stage.begin for stage in found.stages] == [1, 3]
   first, second = (questions(stage.source) for stage in found.stages)
   assert first < second
@@ -38,7 +38,7 @@ def test_a_later_stage_has_both(config):
 
 
 def test_nothing_held_out_is_learnt_in_any_stage(config):
-  found = material.load(config)
+  found = datasets.load(config)
   held_out = questions(found.held_out)
   assert held_out
   for stage in found.stages:
@@ -55,11 +55,11 @@ def test_a_fingerprint_is_of_beginnings_and_questions(config):
     ((3, config.data.source),),
   ):
     config.data.stages = stages
-    prints.add(material.fingerprint(material.load(config).stages))
+    prints.add(datasets.fingerprint(datasets.load(config).stages))
   assert len(prints) == 4
 
 
 def test_the_embedded_task_has_one_stage(debug_config):
   debug_config.data.stages = ((3, "chain"),)
   with pytest.raises(UserError, match=r"data.stages=\(\(3, 'chain'\),\)"):
-    material.load(debug_config)
+    datasets.load(debug_config)

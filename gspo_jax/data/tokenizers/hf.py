@@ -13,8 +13,12 @@ from pathlib import Path
 
 import jinja2
 
+from gspo_jax.data.tokenizers.base import (
+  decode_runs,
+  digest,
+  import_transformers,
+)
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.tokenizer import decode_runs, digest, import_transformers
 
 _PRIVATE = range(0xF0000, 0xFFFFE)  # characters that mean nothing to anybody
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -40,7 +44,7 @@ _SETTINGS = (
 
 
 class Folder:
-  """A fast tokenizer; see `gspo_jax.tokenizer.Tokenizer`.
+  """A fast tokenizer; see `gspo_jax.data.tokenizers.plain.Tokenizer`.
 
   Raises:
     UserError: the folder holds no fast tokenizer, or none with a stop token.

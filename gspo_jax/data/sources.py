@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gspo_jax import rows as readers
+from gspo_jax.data import readers
+from gspo_jax.data.tasks import Problem, held_out
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.tasks import Problem, held_out
 
 _SAMPLED = 1000  # rows of a source without a file that its fingerprint reads
 

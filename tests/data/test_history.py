@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from gspo_jax.history import History
-from gspo_jax.tasks import Chain, Problem
+from gspo_jax.data.curriculum import History
+from gspo_jax.data.tasks import Chain, Problem
 
 
 def source(letter, count):

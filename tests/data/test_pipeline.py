@@ -8,25 +8,25 @@ import grain
 import numpy as np
 import pytest
 
-from gspo_jax import data, sources, tokenizer
+from gspo_jax.data import pipeline, prompt_batch, sources, tokenizers
+from gspo_jax.data.tasks import Chain, Problem
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.tasks import Chain, Problem
 
 SMALL = Chain((6,), size=12)
-BYTES = tokenizer.load("bytes")
+BYTES = tokenizers.load("bytes")
 
 
 def config(width=32, **changes):
-  return data.PromptConfig(BYTES, width, **changes)
+  return prompt_batch.PromptConfig(BYTES, width, **changes)
 
 
 def batches(source=SMALL, batch=4, seed=0, **changes):
-  return data.prompts(source, config(**changes), batch=batch, seed=seed)
+  return pipeline.prompts(source, config(**changes), batch=batch, seed=seed)
 
 
 def imitated(source, batch=8, width=24, **changes):
   cfg = config(**changes)
-  return data.demonstrations(source, cfg, batch=batch, width=width, seed=0)
+  return pipeline.demonstrations(source, cfg, batch=batch, width=width, seed=0)
 
 
 def questions(iterator, count):
@@ -64,7 +64,7 @@ def test_a_prompt_is_its_question_padded_on_the_left():
 def test_system_prompt_and_instruction():
   brace = problems("What is {x} {question}?")
   cfg = config(64, system="Add. ", instruction="Q: {question} {A}: ")
-  batch = data.take(brace, cfg, 1)
+  batch = pipeline.take(brace, cfg, 1)
   text = BYTES.decode(batch["tokens"][0][-batch["length"][0] :])
   assert text == "Add. Q: What is {x} {question}? {A}: "
   assert batch["problems"] == brace
@@ -123,7 +123,7 @@ def test_the_order_is_that_of_a_bare_pipeline():
 
 @pytest.mark.parametrize("source", [SMALL, sources.mix([problems("z"), SMALL])])
 def test_a_batch_says_where_its_questions_stand(source):
-  parts = data.parts(source)
+  parts = pipeline.parts(source)
   batch = next(batches(source, batch=6))
   assert batch["part"].shape == batch["index"].shape == (6,)
   assert set(batch["part"].tolist()) == set(range(len(parts)))
@@ -135,7 +135,7 @@ def test_what_is_left_out_may_change_after_every_batch():
   """However far the threads have read ahead."""
   source = problems(*"abcdefghij")
   out = np.zeros(10, bool)
-  iterator = data.prompts(source, config(), batch=1, seed=0, left_out=[out])
+  iterator = pipeline.prompts(source, config(), batch=1, seed=0, left_out=[out])
   everything = list(itertools.chain(*questions(batches(source, batch=1), 60)))
   rng, position = np.random.default_rng(0), 0
   for _ in range(20):
@@ -150,8 +150,10 @@ def test_what_is_left_out_may_change_after_every_batch():
 
 def test_what_fits_is_counted():
   fit = sum(len(p.question) <= 5 for p in LONG)
-  assert data.fitting(LONG, config(5, too_long="drop")) == fit
-  assert data.fitting(LONG, config(5)) == len(LONG)  # else an error would come
+  assert pipeline.fitting(LONG, config(5, too_long="drop")) == fit
+  assert pipeline.fitting(LONG, config(5)) == len(
+    LONG
+  )  # else an error would come
 
 
 # Dropping, mixing, resuming.
@@ -197,17 +199,17 @@ def test_what_is_too_long_is_left_out_and_nothing_else():
   iterator = batches(LONG, batch=1, width=5, too_long="drop")
   drawn = list(itertools.chain(*questions(iterator, 2 * len(fit))))
   assert Counter(drawn) == Counter(fit * 2)
-  kept = data.take(LONG, config(5, too_long="drop"), len(fit))
+  kept = pipeline.take(LONG, config(5, too_long="drop"), len(fit))
   assert [p.question for p in kept["problems"]] == fit
   with pytest.raises(UserError, match=f"only {len(fit)} questions .* and fit"):
-    data.take(LONG, config(5, too_long="drop"), len(fit) + 1)
+    pipeline.take(LONG, config(5, too_long="drop"), len(fit) + 1)
 
 
 def test_demonstrations_that_are_too_long_are_left_out():
   rows = [Problem(f"q{n}", "7", "z" * n) for n in range(1, 20)]
   rows[2] = Problem("long question", "7", "zz")
   cfg = config(10, too_long="drop")
-  iterator = data.demonstrations(rows, cfg, batch=4, width=10, seed=0)
+  iterator = pipeline.demonstrations(rows, cfg, batch=4, width=10, seed=0)
   drawn = Counter(itertools.chain(*questions(iterator, 4)))
   assert drawn == Counter([f"q{n}" for n in (1, 2, 4, 5, 6, 7, 8, 9)] * 2)
 
@@ -225,12 +227,12 @@ def test_a_mixture_keeps_to_its_weights():
 def test_of_a_mixture_each_source_is_asked_in_turn():
   sizes = {"a": 9, "b": 3}.items()
   parts = [problems(*(f"{c}{i}" for i in range(n))) for c, n in sizes]
-  taken = data.take(sources.mix(parts, (3, 1)), config(), 12)["problems"]
+  taken = pipeline.take(sources.mix(parts, (3, 1)), config(), 12)["problems"]
   asked = [p.question for p in taken]
   assert asked[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
   assert asked[6:] == [f"a{i}" for i in range(3, 9)]  # all there are
   with pytest.raises(UserError, match="only 12 questions"):
-    data.take(sources.mix(parts), config(), 13)
+    pipeline.take(sources.mix(parts), config(), 13)
 
 
 def test_sources_of_one_size_are_not_shuffled_alike():
@@ -244,15 +246,15 @@ def test_sources_of_one_size_are_not_shuffled_alike():
 
 def test_epochs_count_what_was_left_out_too():
   iterator = batches(SMALL, batch=4)
-  assert data.epochs(SMALL, iterator.get_state()) == 0
+  assert pipeline.epochs(SMALL, iterator.get_state()) == 0
   questions(iterator, 3)
-  assert data.epochs(SMALL, iterator.get_state()) == 1
+  assert pipeline.epochs(SMALL, iterator.get_state()) == 1
   fit = sum(len(p.question) <= 5 for p in LONG)
   iterator = batches(LONG, batch=1, width=5, too_long="drop")
   questions(iterator, fit)
-  assert 0.8 < data.epochs(LONG, iterator.get_state()) <= 1
+  assert 0.8 < pipeline.epochs(LONG, iterator.get_state()) <= 1
   questions(iterator, 1)
-  assert data.epochs(LONG, iterator.get_state()) > 1
+  assert pipeline.epochs(LONG, iterator.get_state()) > 1
 
 
 def test_the_epoch_of_a_mixture_is_that_of_its_most_repeated_source():
@@ -261,7 +263,7 @@ def test_the_epoch_of_a_mixture_is_that_of_its_most_repeated_source():
   )
   iterator = batches(source, batch=8)
   questions(iterator, 1)  # 2 of "ab" and 6 of the other
-  assert data.epochs(source, iterator.get_state()) == 1
+  assert pipeline.epochs(source, iterator.get_state()) == 1
 
 
 # Mistakes.
@@ -314,11 +316,11 @@ def test_fewer_questions_that_fit_than_a_batch():
 
 
 def test_take_is_the_first_few_in_order():
-  taken = data.take(SMALL, config(), 5)
+  taken = pipeline.take(SMALL, config(), 5)
   assert taken["problems"] == [SMALL[i] for i in range(5)]
   assert taken["tokens"].shape == (5, 32)
   with pytest.raises(UserError, match=r"eval.prompts=13, but only 12"):
-    data.take(SMALL, config(), 13)
+    pipeline.take(SMALL, config(), 13)
 
 
 def test_options_that_there_are_not():

@@ -1,0 +1,1 @@
+"""Problems from anywhere become batches of token ids."""

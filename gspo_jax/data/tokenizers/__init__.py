@@ -1,0 +1,35 @@
+"""Text to token ids and back: bytes, SentencePiece, or a transformers folder.
+
+Others take `load` from here, and from `base` the protocol `Tokenizer`.
+"""
+
+from pathlib import Path
+
+from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.data.tokenizers.plain import Bytes, SentencePiece
+from gspo_jax.runtime.errors import UserError
+
+
+def load(spec: str) -> Tokenizer:
+  """The tokenizer that a config names.
+
+  Args:
+    spec: "bytes", a SentencePiece file that ends in ".model", or a folder with
+      a fast tokenizer of transformers.
+
+  Raises:
+    UserError: there is none, or none that can be used.
+  """
+  if spec == "bytes":
+    return Bytes()
+  path = Path(spec).expanduser()
+  if path.suffix == ".model":
+    return SentencePiece(path)
+  from gspo_jax.data.tokenizers.hf import Folder
+
+  if not path.is_dir():
+    raise UserError(
+      f"tokenizer {spec!r}: no such folder; expected 'bytes', a .model file "
+      "of SentencePiece, or a folder (nothing is downloaded)"
+    )
+  return Folder(path)
