@@ -21,10 +21,11 @@ import numpy as np
 
 from benchmarks import lengths, record
 from benchmarks.replay import least_seconds
-from gspo_jax import model, paged_sampler, sampler, slots
-from gspo_jax.paging import Paging
+from gspo_jax import model
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler import SamplerConfig
+from gspo_jax.sampler import continuous, paged_decode
+from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.samples import SamplerConfig, empty_samples
 
 _PAGE = 16
 
@@ -52,20 +53,22 @@ def segment(cfg, params, held: np.ndarray, most: int, steps: int):
     "source": whole(B * W),
     "target": whole(B * W),
   }
-  names = slots.Orders.__dataclass_fields__
-  orders = slots.Orders(**{n: orders.get(n, whole(0)) for n in names})
+  names = paged_decode.Orders.__dataclass_fields__
+  orders = paged_decode.Orders(**{n: orders.get(n, whole(0)) for n in names})
 
   def decode(params, state, samples):
     how = {"sampler": draw, "steps": steps}
     key = jax.random.key(0)
-    return slots.decode(
+    return paged_decode.decode(
       params, cfg, state, samples, orders, None, 0, key, **how
     )
 
   jitted = jax.jit(decode, donate_argnums=(1, 2))
-  empty = lambda: slots.empty(cfg, rows=B, pages=B * W, page=_PAGE, most=W)
+  empty = lambda: paged_decode.empty(
+    cfg, rows=B, pages=B * W, page=_PAGE, most=W
+  )
   # Jitted, so that no two arrays are one buffer.
-  kept = [jax.jit(empty)(), sampler.nothing(B, 0, cfg, draw)]
+  kept = [jax.jit(empty)(), empty_samples(B, 0, cfg, draw)]
 
   def call():
     kept[:] = jitted(params, *kept)
@@ -92,7 +95,7 @@ def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
   """Tokens prefilled and pages of prompts, of those without sharing."""
   mesh = sharding.make_mesh(jax.devices()[:1])
   draw = SamplerConfig(group, 8, stop_ids=(cfg.vocab_size,))
-  paged = paged_sampler.build(
+  paged = continuous.build(
     cfg,
     draw,
     paging=Paging(slots=prompts * group, page=_PAGE, steps=8, chunk=128),

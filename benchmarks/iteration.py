@@ -26,10 +26,11 @@ import jax
 
 from benchmarks import record
 from configs import tiny_cpu
-from gspo_jax import answer, policy, program, sampler
+from gspo_jax import answer, policy, program
 from gspo_jax.data import datasets, pipeline
 from gspo_jax.rewards.pool import Scorer
 from gspo_jax.runtime import metric_writer, multihost, sharding
+from gspo_jax.sampler.samples import Prompts
 
 
 def timed(function, *args):
@@ -60,9 +61,7 @@ def prepare(
   run, rows = program.build(config, mesh), sharding.rows(mesh)
   questions = datasets.load(config).held_out
   batch = pipeline.take(questions, run.prompting, config.data.prompts)
-  prompts = multihost.lay(
-    sampler.Prompts(batch["tokens"], batch["length"]), rows
-  )
+  prompts = multihost.lay(Prompts(batch["tokens"], batch["length"]), rows)
   writer = metric_writer.Writer(folder, total_steps=1, resume_step=0)
   with jax.set_mesh(mesh):
     fresh = run.init(jax.random.key(0))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from gspo_jax import model
-from gspo_jax.sampler import Prompts
+from gspo_jax.sampler.samples import Prompts
 
 STOP = 0  # the token that all count down to
 _CERTAIN = 2.0  # scales logits so that no other token is ever drawn

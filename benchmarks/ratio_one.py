@@ -31,7 +31,7 @@ from benchmarks import record
 from configs import tiny_cpu
 from gspo_jax import program, rollout, settings
 from gspo_jax.runtime import metric_writer, multihost, sharding
-from gspo_jax.sampler import STOPPED, Prompts, Samples
+from gspo_jax.sampler.samples import STOPPED, Prompts, Samples
 
 MESHES = {
   "1": {"data": 1},

@@ -17,13 +17,14 @@ import numpy as np
 
 from gspo_jax import model, sampler
 from gspo_jax.logprobs import token_logprobs
+from gspo_jax.sampler.samples import Prompts, SamplerConfig
 
 
 def sampling(cfg, params, prompts, most: int, group: int) -> dict:
   """Compiled calls that draw answers of `most` tokens."""
 
   def make(record: bool):
-    draw = sampler.SamplerConfig(
+    draw = SamplerConfig(
       group_size=group,
       max_new_tokens=most,
       min_new_tokens=most,
@@ -98,7 +99,7 @@ def main() -> None:
   questions, group, prompt, answer = (2, 2, 8, 16) if quick else (4, 4, 16, 48)
   cfg = model.variant("tiny", num_layers=4, dtype="float32")
   params = model.init(jax.random.key(0), cfg)
-  prompts = sampler.Prompts(
+  prompts = Prompts(
     np.zeros((questions, prompt), np.int32),
     np.full(questions, prompt, np.int32),
   )

@@ -30,11 +30,13 @@ import numpy as np
 
 from benchmarks import lengths, record
 from benchmarks.replay import least_seconds
-from gspo_jax import model, paged_sampler, sampler
-from gspo_jax.paged_sampler import PagedSampler
-from gspo_jax.paging import Paging
+from gspo_jax import model, sampler
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler import SamplerConfig
+from gspo_jax.sampler import continuous
+from gspo_jax.sampler import static as static_sampler
+from gspo_jax.sampler.continuous import PagedSampler
+from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.samples import SamplerConfig
 
 
 def static(cfg, params, draw):
@@ -47,7 +49,7 @@ def static(cfg, params, draw):
 def build(cfg, params, draw, paging: Paging, prompt: int) -> PagedSampler:
   """Refill on one device."""
   mesh = sharding.make_mesh(jax.devices()[:1])
-  return paged_sampler.build(
+  return continuous.build(
     cfg,
     draw,
     paging=paging,
@@ -112,7 +114,7 @@ def static_tokens(cfg, draw, prompts, longest: int) -> int:
   read = slots = 0
   for step in range(1, longest):  # the prefill draws the first token
     if step > slots:
-      slots = sampler.cache_slots(slots, cfg, draw)
+      slots = static_sampler.cache_slots(slots, cfg, draw)
     read += P * draw.group_size * slots + P * S
   return read
 

@@ -33,8 +33,8 @@ from benchmarks import lengths, record
 from benchmarks.sampler import in_turns, refill, static
 from gspo_jax import model
 from gspo_jax.model import hf
-from gspo_jax.paging import Paging
-from gspo_jax.sampler import SamplerConfig
+from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.samples import SamplerConfig
 
 _TINY = {"vocab_size": 1024}
 _DENSE = {"num_experts": 0, "experts_per_token": 0}

@@ -46,7 +46,7 @@ from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rewards import final_answer
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
-from gspo_jax.sampler import Prompts
+from gspo_jax.sampler.samples import Prompts
 from gspo_jax.train import train_and_evaluate
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})

@@ -11,7 +11,7 @@ from gspo_jax import model
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import Answer, Scorer, too_many
 from gspo_jax.runtime import multihost
-from gspo_jax.sampler import STOPPED, Ended, Prompts, Samples
+from gspo_jax.sampler.samples import STOPPED, Ended, Prompts, Samples
 
 _REASONS = 3  # that a host tells of
 

@@ -26,7 +26,7 @@ from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.refill import Cost, Draw
 from gspo_jax.rewards.pool import Scorer
 from gspo_jax.runtime import multihost
-from gspo_jax.sampler import UNFINISHED, Prompts, Samples
+from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
 
 
 class Batch(NamedTuple):

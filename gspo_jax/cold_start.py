@@ -18,7 +18,7 @@ from gspo_jax.runtime import multihost
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.identity import match
 from gspo_jax.runtime.preemption import Preemption
-from gspo_jax.sampler import Prompts
+from gspo_jax.sampler.samples import Prompts
 from gspo_jax.train_step import TrainState
 
 

@@ -14,7 +14,7 @@ from gspo_jax.losses.advantages import (
   whiten,
 )
 from gspo_jax.rollout import Rollout
-from gspo_jax.sampler import TRUNCATED
+from gspo_jax.sampler.samples import TRUNCATED
 
 
 @dataclasses.dataclass(frozen=True)

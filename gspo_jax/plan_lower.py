@@ -9,11 +9,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import draw, sampler
-from gspo_jax.paged_sampler import PagedSampler
 from gspo_jax.program import Program
 from gspo_jax.runtime import sharding
-from gspo_jax.slots import Orders
+from gspo_jax.sampler.continuous import PagedSampler
+from gspo_jax.sampler.decode_params import decode_params_sharding
+from gspo_jax.sampler.paged_decode import Orders
+from gspo_jax.sampler.samples import Prompts
 
 FUNCTIONS = ("update", "score", "appraise", "lay_out", "prefill", "generate")
 
@@ -32,9 +33,7 @@ def functions(config, made: Program) -> dict[str, jax.stages.Lowered]:
   rows = functools.partial(_lay_rows, made.mesh)
   P, S = config.data.prompts, config.data.max_prompt_length
   shape = jax.ShapeDtypeStruct
-  prompts = rows(
-    sampler.Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32))
-  )
+  prompts = rows(Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32)))
   key = jax.eval_shape(lambda: jax.random.key(0))
   params = made.abstract.params
   if isinstance(made.generate, PagedSampler):
@@ -62,7 +61,7 @@ def _refill(config, made, key, few=None):
   params = jax.tree.map(
     lambda x, lay: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lay),
     lay_out.out_info,
-    draw.layouts(made.cfg, paged.devices.decode.mesh),
+    decode_params_sharding(made.cfg, paged.devices.decode.mesh),
   )
   learnt, spare = config.data.prompts, config.rollout.spare
   fresh = paged.devices.fresh.lower(learnt + spare).out_info

@@ -12,8 +12,8 @@ import jax
 from gspo_jax import aot, chips, ideal, plan_lower, train_step
 from gspo_jax.hlo import cost as hlo_cost
 from gspo_jax.hlo import walk as hlo_walk
-from gspo_jax.paged_sampler import PagedSampler
 from gspo_jax.program import Program
+from gspo_jax.sampler.continuous import PagedSampler
 
 _KEPT = 40  # operations
 _BUFFERS = 8

@@ -16,10 +16,8 @@ from ml_collections import ConfigDict
 from gspo_jax import (
   credit,
   critic,
-  groups,
   model,
   optim,
-  paged_sampler,
   rollout,
   sampler,
   settings,
@@ -33,6 +31,13 @@ from gspo_jax.model import hf, rounding
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import OnMesh
+from gspo_jax.sampler import continuous
+from gspo_jax.sampler.samples import (
+  empty_samples,
+  merge_groups,
+  samples_sharding,
+  take_groups,
+)
 
 # Collectives that run beside the matrix units on chips with SparseCores.
 _SPARSE_CORES = ("TPU v5", "TPU v5p")
@@ -132,7 +137,7 @@ class Program:
       function = getattr(self, field.name)
       if isinstance(function, OnMesh):
         _check_compiled(field.name, function)
-      if isinstance(function, paged_sampler.PagedSampler):
+      if isinstance(function, continuous.PagedSampler):
         for name, most in function.compilations().items():
           part = getattr(function.devices, name)
           _check_compiled(f"{field.name}.{name}", part, most)
@@ -173,7 +178,7 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   )
   if paging := settings.paging(config):
     jit_generate = functools.partial(
-      paged_sampler.build,
+      continuous.build,
       cfg,
       paging=paging,
       prompt=config.data.max_prompt_length,
@@ -282,16 +287,16 @@ def _jit_generate(cfg, draw, *, abstract, mesh, decoding):
   jitted = jax.jit(
     generate,
     in_shardings=(_shardings(abstract.params), rows, everywhere),
-    out_shardings=sampler.layout(draw, mesh),
+    out_shardings=samples_sharding(draw, mesh),
     compiler_options=rounding.OPTIONS,
   )
   return OnMesh(jitted, decoding)
 
 
 def _jit_merge(draw, mesh):
-  lay = sampler.layout(draw, mesh)
+  lay = samples_sharding(draw, mesh)
   jitted = jax.jit(
-    groups.merge,
+    merge_groups,
     in_shardings=(lay, lay, sharding.everywhere(mesh)),
     out_shardings=lay,
   )
@@ -300,9 +305,9 @@ def _jit_merge(draw, mesh):
 
 def _jit_take(cfg, draw, mesh):
   jitted = jax.jit(
-    functools.partial(groups.take, cfg=cfg, sampler=draw),
-    in_shardings=(sampler.layout(draw, mesh), sharding.everywhere(mesh)),
-    out_shardings=sampler.layout(draw, mesh),
+    functools.partial(take_groups, cfg=cfg, sampler=draw),
+    in_shardings=(samples_sharding(draw, mesh), sharding.everywhere(mesh)),
+    out_shardings=samples_sharding(draw, mesh),
   )
   return OnMesh(jitted, mesh)
 
@@ -310,8 +315,10 @@ def _jit_take(cfg, draw, mesh):
 def _nothing(config, cfg, draw, mesh):
   """As much room as the answers of a batch take."""
   sizes = config.data.prompts, config.data.max_prompt_length
-  empty = functools.partial(sampler.nothing, *sizes, cfg, draw)
-  return OnMesh(jax.jit(empty, out_shardings=sampler.layout(draw, mesh)), mesh)
+  empty = functools.partial(empty_samples, *sizes, cfg, draw)
+  return OnMesh(
+    jax.jit(empty, out_shardings=samples_sharding(draw, mesh)), mesh
+  )
 
 
 def _jit_assemble(config, cfg, mesh):

@@ -14,7 +14,7 @@ from gspo_jax.data.tasks import Problem
 from gspo_jax.exam import Replies
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import STOPPED, TRUNCATED, Prompts
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts
 
 
 class Size(NamedTuple):

@@ -19,7 +19,7 @@ import numpy as np
 from gspo_jax.answer import Marks
 from gspo_jax.data import prompt_batch
 from gspo_jax.rewards.pool import Answer
-from gspo_jax.sampler import Samples
+from gspo_jax.sampler.samples import Samples
 
 
 class Draw(NamedTuple):

@@ -16,7 +16,7 @@ from gspo_jax.logprobs import TokenLogprobs, token_logprobs
 from gspo_jax.losses import Histogram, Mean, Metrics, Std
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime.sharding import constrain_rows
-from gspo_jax.sampler import Prompts, Samples
+from gspo_jax.sampler.samples import Prompts, Samples
 
 
 @jax.tree_util.register_dataclass

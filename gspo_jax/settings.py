@@ -15,7 +15,6 @@ from gspo_jax import (
   objective,
   optim,
   rollout,
-  sampler,
   train_step,
 )
 from gspo_jax.cold_start import cross_entropy
@@ -23,8 +22,9 @@ from gspo_jax.credit import Credit
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.tokenizers import base
 from gspo_jax.model import hf
-from gspo_jax.paging import Paging
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.samples import SamplerConfig
 
 OBJECTIVES = {
   "gspo": losses.gspo_loss,
@@ -66,11 +66,9 @@ def require_fit(texts, cfg):
     )
 
 
-def sampler_config(
-  config: ConfigDict, texts: base.Tokenizer
-) -> sampler.SamplerConfig:
+def sampler_config(config: ConfigDict, texts: base.Tokenizer) -> SamplerConfig:
   """How a config draws rollouts."""
-  return sampler.SamplerConfig(
+  return SamplerConfig(
     stop_ids=texts.stop_ids,
     pad_id=texts.pad_id,
     record_routing=config.objective.replay == "r3",

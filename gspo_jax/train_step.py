@@ -21,7 +21,7 @@ import optax
 from gspo_jax import model, rollout
 from gspo_jax.losses import Mean, Metrics, Std
 from gspo_jax.rollout import Pass, Rollout
-from gspo_jax.sampler import Samples
+from gspo_jax.sampler.samples import Samples
 
 # (params, rows, own) -> `Pass`. Where own, [] bool, is true, the policy has not
 # moved since it became the old policy, and the pass itself says what that is.

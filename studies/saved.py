@@ -14,7 +14,7 @@ from gspo_jax.data.tasks import Chain
 from gspo_jax.model import rounding
 from gspo_jax.program import Program
 from gspo_jax.rollout import Rollout
-from gspo_jax.sampler import Prompts, Samples
+from gspo_jax.sampler.samples import Prompts, Samples
 
 
 def weights(

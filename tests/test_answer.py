@@ -12,7 +12,7 @@ from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.tasks import Chain, Problem
 from gspo_jax.rewards.pool import Scorer, Scores
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler import TRUNCATED, Ended, Samples
+from gspo_jax.sampler.samples import TRUNCATED, Ended, Samples
 
 BYTES = tokenizers.load("bytes")
 QUESTIONS = pipeline.take(Chain((3,)), prompt_batch.PromptConfig(BYTES, 16), 10)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from gspo_jax import batches, groups, model, sampler
+from gspo_jax import batches, model
 from gspo_jax.batches import Ahead, Fresh, Partial, Sampling
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.curriculum import Curriculum
@@ -17,7 +17,15 @@ from gspo_jax.data.datasets import Stage
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rewards.pool import Scorer
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler import STOPPED, TRUNCATED, UNFINISHED, SamplerConfig
+from gspo_jax.sampler.samples import (
+  STOPPED,
+  TRUNCATED,
+  UNFINISHED,
+  Ended,
+  SamplerConfig,
+  empty_samples,
+  take_groups,
+)
 
 BYTES = tokenizers.load("bytes")
 P, G, R, BUDGET, SPARE = 4, 3, 20, 6, 2
@@ -51,7 +59,7 @@ class Policy:
     self.keys = []
 
   def fresh(self, count):
-    return sampler.nothing(count, 6, DENSE, DRAW)
+    return empty_samples(count, 6, DENSE, DRAW)
 
   def __call__(self, params, prompts, key, begun=None, until=None):
     self.keys.append(tuple(jax.random.key_data(key).tolist()))
@@ -95,7 +103,7 @@ def start(scorer, kind, *, policy=None, last=STEPS, P=P, spare=SPARE, shards=2):
     group=G,
     tells=False,
   )
-  take = jax.jit(functools.partial(groups.take, cfg=DENSE, sampler=DRAW))
+  take = jax.jit(functools.partial(take_groups, cfg=DENSE, sampler=DRAW))
   if kind == "fresh" or kind == "ahead":
     source = Fresh(sampling, None, rounds=1)
   else:
@@ -109,7 +117,7 @@ def start(scorer, kind, *, policy=None, last=STEPS, P=P, spare=SPARE, shards=2):
       spare=spare,
     )
   if kind.startswith("ahead"):
-    nothing = sampler.nothing(P, 6, DENSE, DRAW)
+    nothing = empty_samples(P, 6, DENSE, DRAW)
     source = Ahead(source, sampling, nothing, last=last)
   return source, curriculum
 
@@ -262,7 +270,7 @@ def test_answers_are_verified_while_others_are_drawn(scorer):
   def generate(params, prompts, key, *, tell):
     samples = Policy()(params, prompts, key)
     ended = [
-      sampler.Ended(row, int(n), stopped=True)
+      Ended(row, int(n), stopped=True)
       for row, n in zip(samples.tokens, samples.lengths, strict=True)
     ]
     for some in (range(5), range(5, P * G)):

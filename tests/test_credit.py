@@ -13,7 +13,7 @@ from gspo_jax.losses.advantages import (
   group_relative_advantages,
 )
 from gspo_jax.rollout import Rollout
-from gspo_jax.sampler import STOPPED, TRUNCATED
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 
 
 @pytest.fixture

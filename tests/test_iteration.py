@@ -16,7 +16,7 @@ from gspo_jax.iteration import iterate
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.rewards.pool import Scorer, Scores
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler import Samples
+from gspo_jax.sampler.samples import Samples
 from gspo_jax.train_step import TrainState
 
 

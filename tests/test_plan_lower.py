@@ -4,8 +4,9 @@ import dataclasses
 
 import jax
 
-from gspo_jax import plan_lower, plan_report, program, slots
+from gspo_jax import plan_lower, plan_report, program
 from gspo_jax.runtime import sharding
+from gspo_jax.sampler import paged_decode
 
 
 def built(config, **sizes):
@@ -64,7 +65,7 @@ def test_orders_are_those_of_a_run(debug_config, monkeypatch):
   prompts = program.sampler.Prompts(ones, ones.sum(1))
   spied(made.init(jax.random.key(0)), prompts, jax.random.key(1))
   shape = lambda x: (x.shape, x.dtype)
-  for field in dataclasses.fields(slots.Orders):
+  for field in dataclasses.fields(paged_decode.Orders):
     called = getattr(given[0], field.name)
     assert shape(called) == shape(getattr(planned, field.name)), field.name
 

@@ -10,8 +10,8 @@ import pytest
 from gspo_jax import aot, chips, plan_report
 from gspo_jax.hlo.collectives import Collective
 from gspo_jax.hlo.cost import Cost, Open
-from gspo_jax.paged_sampler import PagedSampler
 from gspo_jax.runtime import sharding
+from gspo_jax.sampler.continuous import PagedSampler
 
 GIB = 2**30
 WHERE = chips.parse("v5e:2x4")

@@ -13,7 +13,7 @@ from gspo_jax import program
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import Prompts
+from gspo_jax.sampler.samples import Prompts
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from gspo_jax import program
 from gspo_jax.pupil import Pupil, Size, fit
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import STOPPED, TRUNCATED, Samples
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Samples
 
 QUESTIONS = ["1a+1?", "22?", "3?", "4a*4?", "5?"]
 

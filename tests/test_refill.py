@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import groups, refill
+from gspo_jax import refill
 from gspo_jax.answer import Marks
 from gspo_jax.data.tasks import Problem
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rewards.pool import Answer
-from gspo_jax.sampler import Samples
+from gspo_jax.sampler.samples import Samples, merge_groups
 
 P, G = 4, 3
-MERGE = jax.jit(groups.merge)
+MERGE = jax.jit(merge_groups)
 
 
 def name(number, p, g):
@@ -180,7 +180,7 @@ def test_the_cost_is_told():
 
 def test_one_compiled_function_serves_all_rounds():
   # A function of its own, so that no other use of `merge` counts.
-  merge = jax.jit(functools.partial(groups.merge))
+  merge = jax.jit(functools.partial(merge_groups))
   refill.collect(Draws(*[(0,) * P] * 6), merge, rounds=6)
   assert merge._cache_size() == 1
 

@@ -11,7 +11,7 @@ import pytest
 from gspo_jax import losses, model, objective, rollout
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses import EDGES
-from gspo_jax.sampler import Prompts, Samples
+from gspo_jax.sampler.samples import Prompts, Samples
 
 P, G, S, R = 3, 4, 5, 6
 B = P * G

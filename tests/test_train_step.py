@@ -11,7 +11,7 @@ import pytest
 from gspo_jax import program, settings, train_step
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler import Prompts
+from gspo_jax.sampler.samples import Prompts
 
 
 def build(config, devices=1, **mesh):

@@ -21,7 +21,7 @@ from configs import tiny_cpu
 from gspo_jax import credit, critic, model, rollout, settings, train_step
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.rollout import Rollout
-from gspo_jax.sampler import STOPPED, TRUNCATED
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 
 
 @pytest.fixture(scope="module", autouse=True)

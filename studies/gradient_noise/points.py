@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from gspo_jax import model, program
 from gspo_jax.losses import advantages
 from gspo_jax.rollout import Rollout
-from gspo_jax.sampler import Prompts, Samples
+from gspo_jax.sampler.samples import Prompts, Samples
 from studies import saved
 from studies.gradient_noise import gradients
 

@@ -21,6 +21,7 @@ from gspo_jax.model import hf
 from gspo_jax.model.hf import checkpoint as hf_checkpoint
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler.samples import Prompts, SamplerConfig
 
 GOLDENS = ROOT / "tests/support/goldens"
 NAMES = ("qwen3", "qwen3_moe", "qwen3_moe_raw", "qwen2", "llama3")
@@ -101,7 +102,7 @@ def test_greedy_answers_from_an_export_are_those_of_transformers(
   hf.save_hf(loaded(name), cfg, tmp_path / "out")
   params = hf.load_hf(tmp_path / "out", hf.config_from_hf(tmp_path / "out"))
   mask, answers = golden(name)["mask_left"], golden(name)["answers"]
-  draw = sampler.SamplerConfig(
+  draw = SamplerConfig(
     group_size=1,
     max_new_tokens=answers.shape[1],
     temperature=0.0,
@@ -109,7 +110,7 @@ def test_greedy_answers_from_an_export_are_those_of_transformers(
   )
   out = jax.jit(functools.partial(sampler.generate, cfg=cfg, sampler=draw))(
     params,
-    prompts=sampler.Prompts(golden(name)["tokens"], mask.sum(1)),
+    prompts=Prompts(golden(name)["tokens"], mask.sum(1)),
     key=jax.random.key(0),
   )
   assert answers.shape == (3, 64)

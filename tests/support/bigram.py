@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import draw, model
+from gspo_jax import model
 from gspo_jax.model import cache
 from gspo_jax.model.moe import Routing
 from gspo_jax.model.transformer import Encoded
+from gspo_jax.sampler import next_token
 
 V, D, L, E, K = 258, 4, 2, 8, 2  # V, L, E and k are those of the tiny variant
 
@@ -82,7 +83,7 @@ def in_place():
   with (
     mock.patch.object(jax, "set_mesh", nowhere),
     mock.patch.multiple(model, encode=encode, prefill=encode, unstack=same),
-    mock.patch.object(draw, "lay_out", same),
+    mock.patch.object(next_token, "lay_out", same),
     mock.patch.object(cache, "fork", return_value=_Room(np.zeros((1, 99)))),
   ):
     yield

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import program, rewards, rollout, runs, sampler
+from gspo_jax import program, rewards, rollout, runs
 from gspo_jax import train as training
 from gspo_jax.losses import Mean
 from gspo_jax.rewards import pool
 from gspo_jax.runtime import multihost, sharding
+from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
 from gspo_jax.train_step import TrainState
 
 ANSWER = (ord("#"), ord("7"))
@@ -141,9 +142,9 @@ def _devices(built, config, notes):
     lengths = np.minimum(until, 3).astype(np.int32) * np.ones(
       count * group, np.int32
     )
-    finish = np.where(lengths == 3, sampler.STOPPED, sampler.UNFINISHED)
+    finish = np.where(lengths == 3, STOPPED, UNFINISHED)
     logps, finish = np.zeros(tokens.shape, np.float32), finish.astype(np.int8)
-    return sampler.Samples(
+    return Samples(
       *multihost.lay((tokens, logps, lengths, finish), rows),
       slot_steps=multihost.lay(np.int32(tokens.size), whole),
     )

@@ -23,16 +23,15 @@ from gspo_jax import (
   objective,
   program,
   rollout,
-  sampler,
   settings,
   train_step,
 )
 from gspo_jax.losses import Terms
-from gspo_jax.paged_sampler import PagedSampler
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import OnMesh
-from gspo_jax.sampler import Prompts, Samples
-from gspo_jax.slots import Orders
+from gspo_jax.sampler.continuous import PagedSampler
+from gspo_jax.sampler.paged_decode import Orders
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, Samples
 
 KEY = jax.random.key(0)  # of an update's shuffle, above all
 P, G, S, R = 8, 2, 3, 4  # questions, answers to each, prompt and answer slots
@@ -160,7 +159,7 @@ EXPERTS = np.random.default_rng(2).permuted(
 def made_samples(experts=None) -> Samples:
   """Answers that no sampler drew."""
   tokens = np.random.default_rng(3).integers(0, 256, (B, R)).astype(np.int32)
-  finish = np.where(np.arange(B) % 4, sampler.STOPPED, sampler.TRUNCATED)
+  finish = np.where(np.arange(B) % 4, STOPPED, TRUNCATED)
   steps = np.int32(B * R)
   return Samples(
     tokens, numbers(B, R), LENGTHS, finish.astype(np.int8), steps, experts

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import draw as drawing
 from gspo_jax import model, rollout
-from gspo_jax import sampler as sampling
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.model import cache as kv
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import STOPPED, TRUNCATED, Prompts, SamplerConfig
+from gspo_jax.sampler import next_token as drawing
+from gspo_jax.sampler import static as static_sampler
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, SamplerConfig
 
 V, P, S, G, R = 11, 3, 5, 4, 12
 B = P * G
@@ -73,8 +73,8 @@ def compiled(sampler, first_slots, cfg=CFG):
 
   def generate(params, prompts, key):
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(sampling, "_FIRST_SLOTS", first_slots)
-      return sampling.generate(params, cfg, prompts, key, sampler=sampler)
+      patch.setattr(static_sampler, "_FIRST_SLOTS", first_slots)
+      return static_sampler.generate(params, cfg, prompts, key, sampler=sampler)
 
   return jax.jit(generate)
 
@@ -212,8 +212,8 @@ def test_short_answers_never_touch_the_longer_caches(monkeypatch):
   grow = lambda cache, slots: grown.append(slots) or cache_grow(cache, slots)
   cache_grow = kv.grow
   monkeypatch.setattr(kv, "grow", grow)
-  monkeypatch.setattr(sampling, "_FIRST_SLOTS", 2)
-  trace = functools.partial(sampling.generate, cfg=CFG, sampler=BASE)
+  monkeypatch.setattr(static_sampler, "_FIRST_SLOTS", 2)
+  trace = functools.partial(static_sampler.generate, cfg=CFG, sampler=BASE)
   shapes = jax.make_jaxpr(
     lambda p, x, key: trace(p, prompts=x, key=key).tokens
   )(weights(), prompts(), jax.random.key(0))
@@ -465,7 +465,7 @@ def test_recording_on_a_mesh():
   four = lambda x: np.concatenate([x, x[:1]])  # prompts
   text = Prompts(four(prompts().tokens), four(prompts().lengths))
   generate = jax.jit(
-    functools.partial(sampling.generate, cfg=DEEP, sampler=RECORD)
+    functools.partial(static_sampler.generate, cfg=DEEP, sampler=RECORD)
   )
   mesh = sharding.make_mesh(jax.devices()[:4], data=2, expert=2)
   with jax.set_mesh(mesh):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.schedule import Schedule, Sizes
+from gspo_jax.sampler.paging import Sizes
+from gspo_jax.sampler.scheduler import Scheduler
 
 EMPTY = -1
 SMALL = Sizes(slots=2, pages=9, page=4, steps=3, most=8, prompt=5)
@@ -29,7 +30,7 @@ class Device:
     self.ends, self.owner = np.asarray(ends), np.asarray(owner)
     most = np.full(len(ends), sizes.most) if most is None else most
     self.most = np.where(self.ends, most, 0)
-    self.schedule = Schedule(sizes, lengths, owner, self.most)
+    self.schedule = Scheduler(sizes, lengths, owner, self.most)
     self.sizes = sizes
     self.lengths = np.asarray(lengths)
     self.idle = idle  # a segment ends early when this share of slots has ended
@@ -299,7 +300,7 @@ def test_a_group_pays_for_its_prompt_once():
 def test_preemption_takes_the_newest_and_they_are_next():
   """Three rows outgrow a pool, one after the other."""
   sizes = Sizes(slots=3, pages=9, page=2, steps=2, most=16, prompt=1)
-  schedule = Schedule(sizes, [1], [0] * 4, [sizes.most] * 4)
+  schedule = Scheduler(sizes, [1], [0] * 4, [sizes.most] * 4)
   first = schedule.admit()
   assert first.answer.tolist() == [0, 1, 2]
   seen = []
@@ -366,15 +367,15 @@ def test_the_pool_holds_an_answer_and_its_prompt():
 )
 def test_texts_are_checked(lengths, most, message):
   with pytest.raises(UserError, match=message):
-    Schedule(SMALL, lengths, [0, 1], [most] * 2)
+    Scheduler(SMALL, lengths, [0, 1], [most] * 2)
 
 
 def test_a_text_may_be_longer_than_a_prompt():
-  Schedule(SMALL, [7, 5], [0, 1], [6, 8])
+  Scheduler(SMALL, [7, 5], [0, 1], [6, 8])
 
 
 def test_a_shard_without_work_goes_along():
-  schedule = Schedule(SMALL, [], [0] * 4, [0] * 4)
+  schedule = Scheduler(SMALL, [], [0] * 4, [0] * 4)
   assert schedule.done
   assert not schedule.admit().new.any()
   segment = schedule.grow()

@@ -7,15 +7,20 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import draw as drawing
-from gspo_jax import model, sampler, slots
+from gspo_jax import model
 from gspo_jax.model import rounding
 from gspo_jax.model.paged_cache import Pages
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import OnMesh
-from gspo_jax.sampler import SamplerConfig
-from gspo_jax.schedule import Sizes
-from gspo_jax.slots import Slots
+from gspo_jax.sampler import paged_decode
+from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
+from gspo_jax.sampler.paged_decode import Slots
+from gspo_jax.sampler.paging import Sizes
+from gspo_jax.sampler.samples import (
+  SamplerConfig,
+  empty_samples,
+  samples_sharding,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +70,18 @@ def functions(
     decoding: the same devices as they decode.
   """
   state, rows = _layout(cfg, decoding), sharding.rows(decoding)
-  drawn, kept = sampler.layout(draw, decoding), sampler.layout(draw, mesh)
+  drawn, kept = samples_sharding(draw, decoding), samples_sharding(draw, mesh)
   record = draw.record_routing and cfg.num_experts > 0
   # Uses of one function share what jit has compiled; not of partial ones.
   jit = lambda f, **how: OnMesh(jax.jit(functools.partial(f), **how), decoding)
   return Functions(
     lay_out=jit(
-      lambda params: model.unstack(drawing.lay_out(params, cfg), cfg),
+      lambda params: model.unstack(decode_params(params, cfg), cfg),
       in_shardings=(params,),
-      out_shardings=drawing.layouts(cfg, decoding),
+      out_shardings=decode_params_sharding(cfg, decoding),
     ),
     fresh=jit(
-      lambda P: sampler.nothing(P, sizes.prompt, cfg, draw),
+      lambda P: empty_samples(P, sizes.prompt, cfg, draw),
       static_argnums=0,
       out_shardings=kept,
     ),
@@ -93,7 +98,7 @@ def functions(
       compiler_options=rounding.OPTIONS,
     ),
     note=jit(
-      functools.partial(slots.note, group=draw.group_size),
+      functools.partial(paged_decode.note, group=draw.group_size),
       donate_argnums=0,
       out_shardings=drawn,
     ),
@@ -104,14 +109,14 @@ def functions(
       donate_argnums=(1, 2),
       compiler_options=rounding.OPTIONS,
     ),
-    peek=jit(slots.peek, out_shardings=rows),
+    peek=jit(paged_decode.peek, out_shardings=rows),
     finish=jit(_finish(draw), out_shardings=kept),
   )
 
 
 def _begin(cfg, sizes, shards):
   def begin(samples):
-    empty = slots.empty(
+    empty = paged_decode.empty(
       cfg,
       rows=sizes.slots * shards,
       pages=sizes.pages * shards,
@@ -127,7 +132,7 @@ def _begin(cfg, sizes, shards):
 def _prefill(cfg, chunk, record):
   def prefill(params, state, *prompts):
     how = {"chunk": chunk, "record": record}
-    return slots.prefill(params, cfg, state, *prompts, **how)
+    return paged_decode.prefill(params, cfg, state, *prompts, **how)
 
   return prefill
 
@@ -136,7 +141,7 @@ def _decode(cfg, draw, steps):
   def decode(params, state, samples, orders, few, floor, key):
     rest = state, samples, orders, few, floor, sharding.constrain(key)
     how = {"sampler": draw, "steps": steps}
-    return slots.decode(params, cfg, *rest, **how)
+    return paged_decode.decode(params, cfg, *rest, **how)
 
   return decode
 

@@ -17,51 +17,13 @@ no row reads go first (they are prefilled again later), then the newest rows.
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from gspo_jax.runtime.errors import UserError
-
-
-def width(prompt: int, most: int, page: int) -> int:
-  """Pages of a row whose prompt and answer have so many tokens at most."""
-  return -(-(prompt - 1 + most) // page)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-  """What a shard of the devices has room for.
-
-  Attributes:
-    slots: B, answers that decode together.
-    pages: n, of the pool.
-    page: S, tokens of a page.
-    steps: most decode steps of a segment.
-    most: R, most new tokens of an answer.
-    prompt: tokens of the longest prompt.
-  """
-
-  slots: int
-  pages: int
-  page: int
-  steps: int
-  most: int
-  prompt: int
-
-  def __post_init__(self):
-    for name, value in dataclasses.asdict(self).items():
-      if value < 1:
-        raise UserError(f"{name}={value}: expected at least 1")
-    if self.pages <= self.width:
-      raise UserError(
-        f"paging.pages={self.pages} a shard: expected at least "
-        f"{self.width + 1}, what one answer and its prompt can take"
-      )
-
-  @property
-  def width(self) -> int:
-    """W, pages of the longest row; its text may hold one more, partial."""
-    return width(self.prompt, self.most, self.page)
+from gspo_jax.sampler.paging import Sizes
+from gspo_jax.sampler.samples import UNFINISHED, Samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +62,7 @@ class Segment:
   active: np.ndarray
 
 
-class Schedule:
+class Scheduler:
   """The slots and pages of one shard; all numbers are the shard's own."""
 
   def __init__(
@@ -292,3 +254,51 @@ class Schedule:
     shared, held = self._cached_B[slot] // self._sizes.page, self._held_B[slot]
     self._free += self._table[slot, shared:held].tolist()
     self._table[slot], self._held_B[slot], self._answer_B[slot] = 0, 0, -1
+
+
+class Requests(NamedTuple):
+  """Of N texts, each the start of one answer's row or of several.
+
+  Attributes:
+    tokens: N arrays of int32, no padding.
+    owner: [A] int, the text that each answer continues; never falling.
+    drawn: [A] int32, tokens of the answer that its text holds.
+    until: [A] int32, those that it is to have in the end; of an answer that is
+      not to be drawn, `drawn`.
+  """
+
+  tokens: Sequence[np.ndarray]
+  owner: np.ndarray
+  drawn: np.ndarray
+  until: np.ndarray
+
+
+def pending_requests(
+  prompts: np.ndarray, lengths: np.ndarray, begun: Samples, until: np.ndarray
+) -> Requests:
+  """The answers that have not ended, and where each goes on.
+
+  Neighbours to a prompt that have no token yet share one text, the prompt. The
+  others have one each, prompt and all, for what they drew differs: their prompt
+  is prefilled and stored for each.
+
+  Args:
+    prompts: [P, S] int32, padded on the left.
+    lengths: [P] int, their tokens.
+    begun: numpy arrays of A answers.
+    until: [A] int, tokens at which an answer is to pause.
+  """
+  group = len(begun.lengths) // max(len(prompts), 1)
+  waits = (begun.finish == UNFINISHED) & (begun.lengths < until)
+  tokens, owner, shared = [], [], None
+  for answer, drawn in enumerate(begun.lengths.tolist()):
+    p = answer // group
+    if waits[answer] and (drawn or shared != p):
+      prompt = prompts[p, prompts.shape[1] - lengths[p] :]
+      tokens.append(np.concatenate([prompt, begun.tokens[answer, :drawn]]))
+      shared = None if drawn else p
+    owner.append(max(len(tokens) - 1, 0))
+  until = np.where(waits, until, begun.lengths)
+  return Requests(
+    tokens, np.array(owner, int), begun.lengths, until.astype(np.int32)
+  )

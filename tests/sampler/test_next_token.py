@@ -5,15 +5,16 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format
 
-from gspo_jax import aot, chips, draw, model
+from gspo_jax import aot, chips, model
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import OnMesh
+from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
 
 CFG = model.variant("tiny", dtype="float32", vocab_size=260)
 
 
 def laid_out(params):
-  return model.unstack(draw.lay_out(params, CFG), CFG)
+  return model.unstack(decode_params(params, CFG), CFG)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_weights_lie_as_the_layouts_say(sizes):
     | {k: n for k, n in sizes.items() if k != "data"},
   )
   params = jax.device_put(params, sharding.state_shardings(params, mesh))
-  told = draw.layouts(CFG, decoding)
+  told = decode_params_sharding(CFG, decoding)
   found = OnMesh(jax.jit(laid_out, out_shardings=told), decoding)(params)
   jax.tree.map(np.testing.assert_array_equal, found, wanted)
   place = lambda x, lay: x.sharding.is_equivalent_to(lay, x.ndim)
@@ -43,8 +44,11 @@ def test_weights_lie_as_the_layouts_say(sizes):
 def test_a_head_of_uneven_parts_is_split_with_the_heads_alone():
   mesh = sharding.make_mesh(jax.devices()[:4], expert=2, tensor=2)
   odd = model.variant("tiny", vocab_size=258)
-  assert draw.layouts(odd, mesh)["head"].spec[1] == "tensor"
-  assert draw.layouts(CFG, mesh)["head"].spec[1] == ("expert", "tensor")
+  assert decode_params_sharding(odd, mesh)["head"].spec[1] == "tensor"
+  assert decode_params_sharding(CFG, mesh)["head"].spec[1] == (
+    "expert",
+    "tensor",
+  )
 
 
 def test_heads_come_first_where_a_tpu_multiplies_by_them():
@@ -53,7 +57,9 @@ def test_heads_come_first_where_a_tpu_multiplies_by_them():
   mesh = sharding.make_mesh(aot.devices(chips.parse("v5e:2x2"), 1), tensor=4)
   turned = lambda cfg: {
     jax.tree_util.keystr(path[-1:], simple=True)
-    for path, lay in jax.tree.leaves_with_path(draw.layouts(cfg, mesh))
+    for path, lay in jax.tree.leaves_with_path(
+      decode_params_sharding(cfg, mesh)
+    )
     if isinstance(lay, Format)
   }
   assert turned(model.variant("qwen3-0.6b")) == {"q", "k", "v"}

@@ -14,12 +14,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import draw, model
+from gspo_jax import model
 from gspo_jax.model import cache as kv
 from gspo_jax.model import paged_cache as paged
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler import (
+from gspo_jax.sampler import next_token
+from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
   UNFINISHED,
@@ -227,9 +228,11 @@ def decode(
       slots.pages.active[:, None],
       slots.pages,
     )
-    logits = draw.logits(params, cfg, out.hidden[:, 0])
+    logits = next_token.logits(params, cfg, out.hidden[:, 0])
     row_keys = jax.vmap(fold)(slots.answer)
-    token, logp = draw.token(logits, row_keys, slots.drawn, sampler)
+    token, logp = next_token.sample_token(
+      logits, row_keys, slots.drawn, sampler
+    )
     slots = dataclasses.replace(slots, pages=out.cache)
     noted = None
     if samples.experts is not None:

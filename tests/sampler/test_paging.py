@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from gspo_jax.paging import Paging
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import SamplerConfig
+from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.samples import SamplerConfig
 
 DRAW = SamplerConfig(3, 24, stop_ids=(3, 5))
 SMALL = Paging(slots=4, page=4, steps=6, chunk=8)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from benchmarks import lengths
-from gspo_jax import model, paged_sampler, sampler
-from gspo_jax.paging import Paging
+from gspo_jax import model, sampler
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import Prompts, SamplerConfig
+from gspo_jax.sampler import continuous
+from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, SamplerConfig
 
 P, S, G, R = 8, 14, 3, 24
 DRAW = SamplerConfig(G, R, stop_ids=(3, 5), temperature=0.9, pad_id=7)
@@ -42,7 +43,7 @@ def _built(paging, draw, cfg, axes, prompt):
   devices = jax.devices()[: 8 if axes else 1]
   mesh = sharding.make_mesh(devices, **dict(axes))
   abstract = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
-  return paged_sampler.build(
+  return continuous.build(
     cfg,
     draw,
     paging=paging,
@@ -274,7 +275,7 @@ def test_a_cut_answer_goes_on_as_if_it_had_not_been_cut():
     )
     wanted = static().lengths
     np.testing.assert_array_equal(samples.lengths, np.minimum(wanted, have))
-    paused = samples.finish == sampler.UNFINISHED
+    paused = samples.finish == UNFINISHED
     np.testing.assert_array_equal(paused, wanted > have)
   assert_same(samples, static())
   assert draw.devices.decode.jitted._cache_size() == 2
@@ -287,14 +288,14 @@ def test_answers_that_ended_are_left_alone():
   before = jax.device_get(begun)
   # Another key: what is drawn now is not what would have been drawn then.
   after = draw(weights(), prompts(), jax.random.key(2), begun=begun)
-  ended = before.finish != sampler.UNFINISHED
+  ended = before.finish != UNFINISHED
   assert 0 < ended.sum() < P * G
   for name in ("tokens", "logps", "lengths", "finish"):
     found = np.asarray(getattr(after, name))
     np.testing.assert_array_equal(found[ended], getattr(before, name)[ended])
   first = np.asarray(after.tokens)[~ended, :5]
   np.testing.assert_array_equal(first, before.tokens[~ended, :5])
-  assert (after.finish != sampler.UNFINISHED).all()
+  assert (after.finish != UNFINISHED).all()
   assert (np.asarray(after.tokens) != static().tokens)[~ended].any()
 
 
@@ -313,7 +314,7 @@ def test_it_tells_of_each_answer_once_as_it_ends(axes):
   assert len(calls) > 2
   for answer, ended in told.items():
     assert ended.length == samples.lengths[answer]
-    assert ended.stopped == (samples.finish[answer] == sampler.STOPPED)
+    assert ended.stopped == (samples.finish[answer] == STOPPED)
     np.testing.assert_array_equal(
       ended.tokens[: ended.length], samples.tokens[answer, : ended.length]
     )
@@ -345,6 +346,6 @@ def test_it_does_not_tell_of_answers_that_pause():
   draw, until = build(SMALL), np.full(P * G, 7)
   rest = {"until": until, "tell": told.update}
   samples = draw(weights(), prompts(), jax.random.key(1), **rest)
-  ended = np.flatnonzero(samples.finish != sampler.UNFINISHED)
+  ended = np.flatnonzero(samples.finish != UNFINISHED)
   assert 0 < len(ended) < P * G
   assert sorted(told) == ended.tolist()

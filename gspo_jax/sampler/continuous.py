@@ -14,14 +14,15 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from gspo_jax import model, paged_functions, texts
-from gspo_jax.paged_functions import Functions
-from gspo_jax.paging import Paging
+from gspo_jax import model
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import Ended, Prompts, SamplerConfig, Samples
-from gspo_jax.schedule import Schedule, Sizes
-from gspo_jax.slots import Orders
+from gspo_jax.sampler import continuous_jit
+from gspo_jax.sampler.continuous_jit import Functions
+from gspo_jax.sampler.paged_decode import Orders
+from gspo_jax.sampler.paging import Paging, Sizes
+from gspo_jax.sampler.samples import Ended, Prompts, SamplerConfig, Samples
+from gspo_jax.sampler.scheduler import Requests, Scheduler, pending_requests
 
 _IDLE = 8  # a segment ends when 1 of so many slots is idle and answers wait
 _FEW = 4  # where 1 of so many slots will do, no more are computed
@@ -94,15 +95,15 @@ class PagedSampler:
     work = self._divide(asked, lengths, begun, until)
     known = _columns(work)
     schedules = [
-      Schedule(self.sizes, [*map(len, w.tokens)], w.owner, w.until - w.drawn)
+      Scheduler(self.sizes, [*map(len, w.tokens)], w.owner, w.until - w.drawn)
       for w in work
     ]
     devices = self.devices
     params = devices.lay_out(params)
     state, samples = devices.begin(begun)
     ended = None
-    while not all(schedule.done for schedule in schedules):
-      admitted = [schedule.admit() for schedule in schedules]
+    while not all(scheduler.done for scheduler in schedules):
+      admitted = [scheduler.admit() for scheduler in schedules]
       for *batch, first in self._prefills(admitted, work):
         tokens, fed, numbers = multihost.lay(batch, self.rows)
         state, noted = devices.prefill(params, state, tokens, fed, numbers)
@@ -131,7 +132,7 @@ class PagedSampler:
     return self.paging.buckets(longest)
 
   def at_once(self, T: int) -> int:
-    """Texts of a prefill of that length on each shard; or one.
+    """Prompts of a prefill of that length on each shard; or one.
 
     They have a cache of their own meanwhile, of an eighth of all pages at most.
     """
@@ -152,7 +153,7 @@ class PagedSampler:
       f"prefills of up to {buckets} tokens"
     )
 
-  def _divide(self, asked, lengths, begun, until) -> list[texts.Texts]:
+  def _divide(self, asked, lengths, begun, until) -> list[Requests]:
     """What each shard has to draw."""
     A, R = begun.tokens.shape
     until = np.full(A, R) if until is None else np.minimum(until, R)
@@ -162,7 +163,7 @@ class PagedSampler:
     whole = asked, lengths, multihost.fetch(known), until
     leaves, tree = jax.tree.flatten(whole)
     parts = zip(*(np.split(x, self.shards) for x in leaves), strict=True)
-    return [texts.unfinished(*tree.unflatten(part)) for part in parts]
+    return [pending_requests(*tree.unflatten(part)) for part in parts]
 
   def _prefills(self, admitted, work):
     """Tokens, lengths, pages, first answers of each call, in few shapes."""
@@ -195,7 +196,7 @@ class PagedSampler:
 
   def _orders(self, schedules, admitted, known) -> tuple[Orders, np.ndarray]:
     """What the next segment is to do, and when it is to end early."""
-    segments = [schedule.grow() for schedule in schedules]
+    segments = [scheduler.grow() for scheduler in schedules]
     join = lambda parts, name: np.concatenate([getattr(p, name) for p in parts])
     told = {name: join(segments, name) for name in ("table", "active")}
     for name in ("new", "answer", "length", "source", "target"):
@@ -208,7 +209,7 @@ class PagedSampler:
     for name, value_A in known.items():
       told[name] = value_A[told["answer"]]
     count = told["active"].sum()
-    if any(schedule.waiting for schedule in schedules):
+    if any(scheduler.waiting for scheduler in schedules):
       floor = count - max(1, count // _IDLE)
     else:
       few = self._widths[-1]
@@ -244,11 +245,11 @@ class PagedSampler:
     """
     told = multihost.fetch((state.drawn, state.pages.active, state.answer))
     parts = zip(*(np.split(x, self.shards) for x in told), strict=True)
-    for schedule, part, (drawn, active, answer) in zip(
+    for scheduler, part, (drawn, active, answer) in zip(
       schedules, work, parts, strict=True
     ):
       before = part.drawn[answer % len(part.drawn)]
-      schedule.settle(drawn - before, active)
+      scheduler.settle(drawn - before, active)
     return told
 
   def _look(self, state, samples, were_active, drawn, active, answer):
@@ -270,7 +271,7 @@ class PagedSampler:
     return found
 
 
-def _columns(work: list[texts.Texts]) -> dict[str, np.ndarray]:
+def _columns(work: list[Requests]) -> dict[str, np.ndarray]:
   """Of all answers, [A] int32: what a slot that gets one has to know."""
   last = [
     w.tokens[text][-1] if w.tokens else 0 for w in work for text in w.owner
@@ -306,7 +307,7 @@ def build(
   """
   shards = sharding.row_shards(decoding)
   sizes = paging.sizes(draw, prompt, shards)
-  jitted = paged_functions.functions(
+  jitted = continuous_jit.functions(
     cfg,
     draw,
     chunk=paging.chunk,

@@ -3,8 +3,48 @@
 import dataclasses
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import SamplerConfig
-from gspo_jax.schedule import Sizes, width
+from gspo_jax.sampler.samples import SamplerConfig
+
+
+def width(prompt: int, most: int, page: int) -> int:
+  """Pages of a row whose prompt and answer have so many tokens at most."""
+  return -(-(prompt - 1 + most) // page)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """What a shard of the devices has room for.
+
+  Attributes:
+    slots: B, answers that decode together.
+    pages: n, of the pool.
+    page: S, tokens of a page.
+    steps: most decode steps of a segment.
+    most: R, most new tokens of an answer.
+    prompt: tokens of the longest prompt.
+  """
+
+  slots: int
+  pages: int
+  page: int
+  steps: int
+  most: int
+  prompt: int
+
+  def __post_init__(self):
+    for name, value in dataclasses.asdict(self).items():
+      if value < 1:
+        raise UserError(f"{name}={value}: expected at least 1")
+    if self.pages <= self.width:
+      raise UserError(
+        f"paging.pages={self.pages} a shard: expected at least "
+        f"{self.width + 1}, what one answer and its prompt can take"
+      )
+
+  @property
+  def width(self) -> int:
+    """W, pages of the longest row; its text may hold one more, partial."""
+    return width(self.prompt, self.most, self.page)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import groups, model, sampler
+from gspo_jax import model
 from gspo_jax.runtime import sharding
+from gspo_jax.sampler.samples import (
+  SamplerConfig,
+  Samples,
+  empty_samples,
+  merge_groups,
+  samples_sharding,
+  take_groups,
+)
 
 P, G = 8, 3
 DENSE = model.variant("qwen3-0.6b")
@@ -50,7 +58,7 @@ def test_the_picked_groups_are_those_and_stay_where_rows_lie(devices):
   place = lambda x: rows if x.ndim else sharding.everywhere(mesh)
   kept, new = tree(rng), tree(rng)
   shardings = jax.tree.map(place, kept)
-  merge = jax.jit(groups.merge, out_shardings=shardings)
+  merge = jax.jit(merge_groups, out_shardings=shardings)
   laid = [jax.device_put(t, shardings) for t in (kept, new)]
   with jax.set_mesh(mesh):
     for index in orders(rng):
@@ -71,7 +79,7 @@ def test_no_device_holds_the_routing_of_all_rows():
   rows, everywhere = sharding.rows(mesh), sharding.everywhere(mesh)
   routing = jax.ShapeDtypeStruct((64, 32, 512, 4), jnp.uint8, sharding=rows)
   index = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=everywhere)
-  merge = jax.jit(groups.merge, out_shardings=rows)
+  merge = jax.jit(merge_groups, out_shardings=rows)
   compiled = merge.lower(routing, routing, index).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < routing.size
 
@@ -81,15 +89,15 @@ def test_groups_are_taken_and_made_room_for(devices):
   """In a longer, a shorter and an equal batch; -1 is a group of nothing."""
   rng = np.random.default_rng(1)
   mesh = sharding.make_mesh(jax.devices()[:devices], fsdp=-1)
-  draw = sampler.SamplerConfig(G, 5, stop_ids=(1,), pad_id=9)
-  lay = sampler.layout(draw, mesh)
+  draw = SamplerConfig(G, 5, stop_ids=(1,), pad_id=9)
+  lay = samples_sharding(draw, mesh)
   made = {k: x for k, x in tree(rng).items() if k != "routing"}
   made.pop("absent")
-  samples = sampler.Samples(**{"slot_steps": made.pop("steps"), **made})
+  samples = Samples(**{"slot_steps": made.pop("steps"), **made})
   take = jax.jit(
-    functools.partial(groups.take, cfg=DENSE, sampler=draw), out_shardings=lay
+    functools.partial(take_groups, cfg=DENSE, sampler=draw), out_shardings=lay
   )
-  empty = jax.device_get(sampler.nothing(1, 0, DENSE, draw))
+  empty = jax.device_get(empty_samples(1, 0, DENSE, draw))
   with jax.set_mesh(mesh):
     for count in (P, 2 * P):
       index = rng.integers(-1, P, count).astype(np.int32)

@@ -6,172 +6,25 @@ R most new tokens, V vocabulary, L layers, k experts a token.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from gspo_jax import draw, model
+from gspo_jax import model
 from gspo_jax.model import cache as kv
-from gspo_jax.model.moe import number_type
-from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.sharding import ROWS, constrain, everywhere, rows
+from gspo_jax.runtime.sharding import ROWS, constrain
+from gspo_jax.sampler import next_token
+from gspo_jax.sampler.decode_params import decode_params
+from gspo_jax.sampler.samples import (
+  STOPPED,
+  TRUNCATED,
+  Prompts,
+  SamplerConfig,
+  Samples,
+)
 
 _FIRST_SLOTS = 64  # the answers' cache starts this long or longer, and doubles
 _BLOCKS = 100  # decoder blocks to compile, over all lengths of the cache
-
-# Samples.finish; what is unfinished may be continued, by `paged_sampler` alone.
-UNFINISHED, STOPPED, TRUNCATED = 2, 1, 0
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplerConfig:
-  """How answers are drawn; hashable, so that it is static under jit.
-
-  Attributes:
-    group_size: G, answers a prompt.
-    max_new_tokens: R; a row that reaches it is cut there.
-    stop_ids: tokens that end an answer; the one drawn is part of it.
-    temperature: divides the logits; 0 takes the likeliest token.
-    top_k: draw among the k likeliest tokens, and those that tie with the k-th;
-      0 for all.
-    top_p: draw among the fewest likeliest tokens of this total probability.
-    min_new_tokens: no stop token before this many tokens.
-    pad_id: fills a row after its end.
-    record_routing: report which experts each token went to.
-  """
-
-  group_size: int
-  max_new_tokens: int
-  stop_ids: tuple[int, ...]
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  min_new_tokens: int = 1
-  pad_id: int = 0
-  record_routing: bool = False
-
-  def __post_init__(self):
-    for name, good, expected in (
-      ("group_size", self.group_size >= 1, "at least 1"),
-      ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-      ("stop_ids", len(self.stop_ids) >= 1, "at least one token"),
-      ("temperature", self.temperature >= 0, "0 or more"),
-      ("top_k", self.top_k >= 0, "0 (all) or more"),
-      ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-      (
-        "min_new_tokens",
-        0 <= self.min_new_tokens <= self.max_new_tokens,
-        f"0 to max_new_tokens={self.max_new_tokens}",
-      ),
-    ):
-      if not good:
-        value = getattr(self, name)
-        raise UserError(f"sampler.{name}={value!r}: expected {expected}")
-
-  @property
-  def truncates(self) -> bool:
-    """Whether some tokens cannot be drawn (the run logs that it is so)."""
-    return self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 1
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Prompts:
-  """A batch of prompts, padded on the LEFT, so that answers start in line.
-
-  Attributes:
-    tokens: [P, S] int32.
-    lengths: [P] int32, real tokens, at least 1.
-  """
-
-  tokens: jax.Array
-  lengths: jax.Array
-
-  @property
-  def mask(self) -> jax.Array:
-    """[P, S] bool, false at padding."""
-    S = self.tokens.shape[1]
-    return jnp.arange(S) >= S - self.lengths[:, None]
-
-  @property
-  def positions(self) -> jax.Array:
-    """[P, S] int32, 0 at the first real token (and at padding)."""
-    S = self.tokens.shape[1]
-    return jnp.maximum(jnp.arange(S) - (S - self.lengths[:, None]), 0)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Samples:
-  """Answers; row p * G + g is answer g to prompt p.
-
-  Attributes:
-    tokens: [B, R] int32, `pad_id` after the end.
-    logps: [B, R] float32 log-probs of the UNTRUNCATED tempered distribution
-      (of the plain one at temperature 0), 0 after the end. The stop token has
-      one, too.
-    lengths: [B] int32, tokens drawn, the stop token included.
-    finish: [B] int8, why the row ended: STOPPED or TRUNCATED; or UNFINISHED.
-    slot_steps: [] int32, decode steps times the rows that took them; those that
-      drew a token of an answer were useful.
-    experts: [B, L, S + R, k] unsigned, those of the prompt's tokens and of the
-      answer's; any k, where no token was fed: the last one of a row never is.
-      None unless recorded, and for a dense model.
-  """
-
-  tokens: jax.Array
-  logps: jax.Array
-  lengths: jax.Array
-  finish: jax.Array
-  slot_steps: jax.Array
-  experts: jax.Array | None = None
-
-
-def nothing(
-  prompts: int, slots: int, cfg: model.ModelConfig, sampler: SamplerConfig
-) -> Samples:
-  """All answers to so many prompts of S slots, of which none has a token."""
-  B, R = prompts * sampler.group_size, sampler.max_new_tokens
-  experts = None
-  if sampler.record_routing and cfg.num_experts:
-    numbers = number_type(cfg.num_experts)
-    first_k = jnp.arange(cfg.experts_per_token, dtype=numbers)
-    shape = B, cfg.num_layers, slots + R, cfg.experts_per_token
-    experts = jnp.broadcast_to(first_k, shape)
-  return Samples(
-    tokens=jnp.full((B, R), sampler.pad_id, jnp.int32),
-    logps=jnp.zeros((B, R)),
-    lengths=jnp.zeros(B, jnp.int32),
-    finish=jnp.full(B, UNFINISHED, jnp.int8),
-    slot_steps=jnp.int32(0),
-    experts=experts,
-  )
-
-
-class Ended(NamedTuple):
-  """An answer that has ended.
-
-  Attributes:
-    tokens: [R] int32; what comes after its end is no part of it.
-    length: tokens, the stop token included.
-    stopped: whether the last one is a stop token.
-  """
-
-  tokens: np.ndarray
-  length: int
-  stopped: bool
-
-
-def layout(sampler: SamplerConfig, mesh: jax.sharding.Mesh) -> Samples:
-  """Where samples lie."""
-  of_rows = rows(mesh)
-  return Samples(
-    *[of_rows] * 4,
-    slot_steps=everywhere(mesh),
-    experts=of_rows if sampler.record_routing else None,
-  )
 
 
 @jax.tree_util.register_dataclass
@@ -214,7 +67,7 @@ def generate(
     key: a typed PRNG key.
     sampler: how to draw; static.
   """
-  params = draw.lay_out(params, cfg)
+  params = decode_params(params, cfg)
   logits, cache, prompt_experts = _prefill(params, cfg, prompts, sampler)
   params = model.unstack(params, cfg)
   B, R = logits.shape[0], sampler.max_new_tokens
@@ -248,14 +101,14 @@ def _prefill(params, cfg, prompts, sampler):
   out = model.prefill(
     params, cfg, prompts.tokens, prompts.positions, prompts.mask
   )
-  logits = draw.logits(params, cfg, out.hidden[:, -1])
+  logits = next_token.logits(params, cfg, out.hidden[:, -1])
   cache = kv.fork(
     out.cache, cfg, sampler.group_size, cache_slots(0, cfg, sampler)
   )
   logits = jnp.repeat(logits, sampler.group_size, axis=0)
   recorded = sampler.record_routing and cfg.num_experts
   experts = out.routing.experts if recorded else None
-  return constrain(logits, draw.GROUPS, draw.VOCAB), cache, experts
+  return constrain(logits, next_token.GROUPS, next_token.VOCAB), cache, experts
 
 
 def _room(prompts_LPSk, answers, slots):
@@ -313,7 +166,7 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
     out = model.encode(params, cfg, s.last[:, None], positions, real, s.cache)
     experts = _note(s.experts, out.routing, s.step - 1)
     s = dataclasses.replace(s, cache=out.cache, experts=experts)
-    logits = draw.logits(params, cfg, out.hidden[:, 0])
+    logits = next_token.logits(params, cfg, out.hidden[:, 0])
     return _record(s, logits, row_keys, sampler)
 
   state = jax.lax.while_loop(going, body, state)
@@ -341,7 +194,7 @@ def _note(experts_LBRk, routing, slot):
 def _record(s: _State, logits, row_keys, sampler) -> _State:
   """Draws one token a row and writes it down, except where a row is done."""
   steps_B = jnp.full(s.last.shape, s.step)
-  token, logp = draw.token(logits, row_keys, steps_B, sampler)
+  token, logp = next_token.sample_token(logits, row_keys, steps_B, sampler)
   token = jnp.where(s.done, sampler.pad_id, token)
   logp = jnp.where(s.done, 0.0, logp)
   write = jax.lax.dynamic_update_slice

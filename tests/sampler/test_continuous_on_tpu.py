@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from configs import moe_tpu_v5
-from gspo_jax import aot, chips, draw, plan_lower, plan_report, program
+from gspo_jax import aot, chips, plan_lower, plan_report, program
 from gspo_jax.runtime import sharding as sh
+from gspo_jax.sampler.decode_params import decode_params_sharding
 
 pytestmark = [
   pytest.mark.slow,
@@ -65,7 +66,9 @@ class Segment:
     self.cache_shape = (cfg.num_kv_heads, sizes.pages, PAGE, cfg.head_dim)
     laid_out = zip(
       jax.tree.leaves(lowered["lay_out"].out_info),
-      jax.tree.leaves(draw.layouts(cfg, made.generate.devices.decode.mesh)),
+      jax.tree.leaves(
+        decode_params_sharding(cfg, made.generate.devices.decode.mesh)
+      ),
       strict=True,
     )
     self.weight_shapes = {

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from gspo_jax import texts
-from gspo_jax.sampler import STOPPED, UNFINISHED, Samples
+from gspo_jax.sampler import scheduler
+from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
 
 P, S, G, R = 3, 4, 4, 6
 PROMPTS = np.arange(P * S, dtype=np.int32).reshape(P, S)
@@ -43,7 +43,7 @@ def expected(begun, until):
 def test_new_answers_share_their_prompt():
   begun = samples([0] * P * G, [UNFINISHED] * P * G)
   until = np.full(P * G, R)
-  found = texts.unfinished(PROMPTS, LENGTHS, begun, until)
+  found = scheduler.pending_requests(PROMPTS, LENGTHS, begun, until)
   assert found.owner.tolist() == np.repeat(np.arange(P), G).tolist()
   assert len(found.tokens) == P
   assert whole(found, begun) == expected(begun, until)
@@ -56,7 +56,7 @@ def test_any_mixture_of_new_begun_and_ended():
     ended = (drawn > 0) & (rng.random(P * G) < 0.5)
     begun = samples(drawn, np.where(ended, STOPPED, UNFINISHED))
     until = rng.integers(0, R + 1, P * G)
-    found = texts.unfinished(PROMPTS, LENGTHS, begun, until)
+    found = scheduler.pending_requests(PROMPTS, LENGTHS, begun, until)
     assert whole(found, begun) == expected(begun, until)
     assert (np.diff(found.owner) >= 0).all()
     # Each text is of some answer that is to be drawn.
@@ -66,7 +66,7 @@ def test_any_mixture_of_new_begun_and_ended():
 
 def test_nothing_is_left():
   begun = samples([3] * P * G, [STOPPED] * P * G)
-  found = texts.unfinished(PROMPTS, LENGTHS, begun, np.full(P * G, R))
+  found = scheduler.pending_requests(PROMPTS, LENGTHS, begun, np.full(P * G, R))
   assert found.tokens == []
   assert whole(found, begun) == {}
 
@@ -78,5 +78,7 @@ def test_no_prompt():
     lengths=np.zeros(0, np.int32),
     finish=np.zeros(0, np.int8),
   )
-  found = texts.unfinished(PROMPTS[:0], LENGTHS[:0], begun, np.zeros(0, int))
+  found = scheduler.pending_requests(
+    PROMPTS[:0], LENGTHS[:0], begun, np.zeros(0, int)
+  )
   assert found.tokens == []
