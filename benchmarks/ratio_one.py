@@ -29,7 +29,8 @@ import numpy as np
 
 from benchmarks import record
 from configs import tiny_cpu
-from gspo_jax import program, rollout, settings
+from gspo_jax import program, settings
+from gspo_jax.learner import train_batch
 from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.sampler.samples import STOPPED, Prompts, Samples
 
@@ -119,7 +120,7 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
 
 
 def _alone(run, state, batch):
-  score = functools.partial(rollout.logprobs, cfg=run.cfg)
+  score = functools.partial(train_batch.logprobs, cfg=run.cfg)
   jitted = jax.jit(
     lambda params, rows: score(params, rows=rows).logps,
     out_shardings=sharding.rows(run.mesh),

@@ -23,10 +23,10 @@ import numpy as np
 
 from benchmarks import record
 from gspo_jax import model
+from gspo_jax.learner.experience import sequence_log_ratio
 from gspo_jax.losses import gspo_loss
 from gspo_jax.model import cache as kv
 from gspo_jax.model import rounding
-from gspo_jax.rollout import sequence_gap
 
 OPTIONS = {"default": {}, "as written": rounding.OPTIONS}
 
@@ -100,7 +100,7 @@ def measure(cfg, tokens, options) -> dict:
     layers.append(row)
   last = jit(log_probs, cfg)
   trainer, sampler = (last(params, h, tokens) for h in (x, y))
-  gap = sequence_gap(trainer, sampler, jnp.ones(trainer.shape, bool))
+  gap = sequence_log_ratio(trainer, sampler, jnp.ones(trainer.shape, bool))
   return {
     "layers": layers,
     "token": float(jnp.abs(trainer - sampler).mean()),

@@ -8,10 +8,10 @@ from absl import logging
 
 from gspo_jax import answer, batches, refill, runs
 from gspo_jax.data.curriculum import Curriculum
+from gspo_jax.learner.health import require_finite
+from gspo_jax.learner.train_step import TrainState
 from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.sampler.samples import TRUNCATED, Prompts
-from gspo_jax.train_step import TrainState
-from gspo_jax.watch import require_finite
 
 
 def iterate(

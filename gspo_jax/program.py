@@ -13,19 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import (
-  credit,
-  critic,
-  model,
-  optim,
-  rollout,
-  sampler,
-  settings,
-  train_step,
-)
-from gspo_jax.cold_start import as_rollout
+from gspo_jax import model, sampler, settings
 from gspo_jax.data import prompt_batch
 from gspo_jax.data.tokenizers import base
+from gspo_jax.learner import (
+  credit,
+  critic,
+  experience,
+  optimizer,
+  train_batch,
+  train_step,
+)
+from gspo_jax.learner.cold_start import as_rollout
 from gspo_jax.limits import check, multiple
 from gspo_jax.model import hf, rounding
 from gspo_jax.runtime import sharding
@@ -165,7 +164,7 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   rl, judge, imitation = settings.learners(config, cfg)
   start = functools.partial(_begin, rl=rl, judge=judge, config=config, cfg=cfg)
   start_imitation = functools.partial(
-    train_step.begin, optimizer=imitation.optimizer
+    train_step.init_state, optimizer=imitation.optimizer
   )
   abstract = _abstract_state(start, cfg, mesh)
   abstract_imitation = _abstract_state(start_imitation, cfg, mesh)
@@ -193,7 +192,7 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
     cfg=cfg,
     mesh=mesh,
     prompting=settings.prompting(config, texts),
-    schedule=optim.schedule(settings.optim_config(config)),
+    schedule=optimizer.schedule(settings.optim_config(config)),
     abstract=abstract,
     init=_init(config, cfg, abstract.params, mesh),
     begin=_jit_begin(start, abstract, mesh),
@@ -255,13 +254,15 @@ def _init(config, cfg, abstract, mesh):
 
 def _begin(params, *, rl, judge, config, cfg):
   """A state of these weights, with the reference and the critic it needs."""
-  state = train_step.begin(params, optimizer=rl.optimizer)
+  state = train_step.init_state(params, optimizer=rl.optimizer)
   reference = value = None
   if config.objective.kl_coef:
     # In the dtype of the forward pass nothing is lost.
     reference = jax.tree.map(lambda x: x.astype(cfg.dtype), params)
   if judge:
-    value = train_step.begin(critic.init(params), optimizer=judge.optimizer)
+    value = train_step.init_state(
+      critic.init(params), optimizer=judge.optimizer
+    )
   return dataclasses.replace(state, reference=reference, critic=value)
 
 
@@ -324,7 +325,9 @@ def _nothing(config, cfg, draw, mesh):
 def _jit_assemble(config, cfg, mesh):
   rows = sharding.rows(mesh)
   assemble = functools.partial(
-    rollout.of_samples, cfg=cfg, fields=settings.fields(config, cfg)
+    train_batch.train_batch_from_samples,
+    cfg=cfg,
+    fields=settings.fields(config, cfg),
   )
   jitted = jax.jit(assemble, in_shardings=(rows, None), out_shardings=rows)
   return OnMesh(jitted, mesh)
@@ -336,7 +339,7 @@ def _jit_appraise(config, cfg, abstract, mesh):
   rows = sharding.rows(mesh)
 
   def appraise(state, batch):
-    return rollout.appraise(
+    return experience.add_reference_and_values(
       batch,
       cfg,
       reference=state.reference,
@@ -358,7 +361,9 @@ def _jit_appraise(config, cfg, abstract, mesh):
 
 def _jit_assign(config, mesh):
   rows = sharding.rows(mesh)
-  assign = functools.partial(credit.assign, credit=settings.credit_of(config))
+  assign = functools.partial(
+    credit.assign_advantages, credit=settings.credit_of(config)
+  )
   jitted = jax.jit(assign, out_shardings=rows, donate_argnums=0)
   return OnMesh(jitted, mesh)
 

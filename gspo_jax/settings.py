@@ -8,19 +8,13 @@ import functools
 
 from ml_collections import ConfigDict
 
-from gspo_jax import (
-  critic,
-  losses,
-  model,
-  objective,
-  optim,
-  rollout,
-  train_step,
-)
-from gspo_jax.cold_start import cross_entropy
-from gspo_jax.credit import Credit
+from gspo_jax import losses, model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.tokenizers import base
+from gspo_jax.learner import critic, objective, optimizer, train_step
+from gspo_jax.learner.cold_start import cross_entropy
+from gspo_jax.learner.credit import CreditConfig
+from gspo_jax.learner.train_batch import TrainBatchFields
 from gspo_jax.model import hf
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.paging import Paging
@@ -122,7 +116,9 @@ def objective_of(config) -> objective.Objective:
     kl_coef=0.0 if c.kl_estimator == "k1" else c.kl_coef,
     kl_estimator=c.kl_estimator,
     entropy_coef=c.entropy_coef,
-    mismatch=objective.Mismatch(method, unit, c.mismatch_cap, c.mismatch_floor)
+    mismatch=objective.MismatchCorrection(
+      method, unit, c.mismatch_cap, c.mismatch_floor
+    )
     if unit
     else None,
     shift_floor=floor or None,
@@ -132,11 +128,11 @@ def objective_of(config) -> objective.Objective:
   )
 
 
-def fields(config: ConfigDict, cfg: model.ModelConfig) -> rollout.Fields:
+def fields(config: ConfigDict, cfg: model.ModelConfig) -> TrainBatchFields:
   """What an update reads of a rollout."""
   chosen, c = objective_of(config), config.objective
   moves = chosen.instruments or chosen.shift_floor is not None
-  return rollout.Fields(
+  return TrainBatchFields(
     sampler_logps=chosen.sampler_logps,
     experts=cfg.num_experts > 0 and (moves or c.replay == "r2"),
     router_logps=cfg.num_experts > 0 and moves,
@@ -165,10 +161,10 @@ def _scores_all(config) -> bool:
   return in_reward and c.old_logps == "recompute"
 
 
-def credit_of(config) -> Credit:
+def credit_of(config) -> CreditConfig:
   c = config.objective
   with_critic = c.name == "ppo"
-  return Credit(
+  return CreditConfig(
     group_size=config.sampler.group_size,
     normalize_std=c.name != "dr_grpo",
     kl_coef=c.kl_coef if c.kl_estimator == "k1" else 0.0,
@@ -194,9 +190,9 @@ def require_experts(config, cfg):
     )
 
 
-def optim_config(config: ConfigDict) -> optim.OptimConfig:
+def optim_config(config: ConfigDict) -> optimizer.OptimConfig:
   total = config.num_steps * config.learner.minibatches
-  return optim.OptimConfig(total_steps=max(total, 1), **config.optim)
+  return optimizer.OptimConfig(total_steps=max(total, 1), **config.optim)
 
 
 def learners(config, cfg):
@@ -208,7 +204,7 @@ def learners(config, cfg):
       objective=objective_of(config),
       temperature=config.sampler.temperature,
     ),
-    optimizer=optim.optimizer(optim_config(config)),
+    optimizer=optimizer.optimizer(optim_config(config)),
     minibatches=config.learner.minibatches,
     micro_rows=config.learner.micro_rows,
     group=config.sampler.group_size,
@@ -224,14 +220,14 @@ def learners(config, cfg):
     )
     judge = rl._replace(
       loss=functools.partial(critic.loss, cfg=cfg, clip=own.clip),
-      optimizer=optim.optimizer(schedule),
+      optimizer=optimizer.optimizer(schedule),
     )
   return rl, judge, _imitation(config, cfg)
 
 
 def _imitation(config, cfg):
   cold = config.cold_start
-  schedule = optim.OptimConfig(
+  schedule = optimizer.OptimConfig(
     learning_rate=cold.learning_rate,
     warmup_steps=cold.warmup_steps,
     total_steps=max(cold.steps, 1),
@@ -241,7 +237,7 @@ def _imitation(config, cfg):
   )
   return train_step.Learner(
     loss=functools.partial(cross_entropy, cfg=cfg),
-    optimizer=optim.optimizer(schedule),
+    optimizer=optimizer.optimizer(schedule),
     minibatches=1,
     micro_rows=min(config.learner.micro_rows, cold.batch),
     group=1,

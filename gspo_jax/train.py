@@ -9,17 +9,18 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import answer, batches, cold_start, runs, settings
+from gspo_jax import answer, batches, runs, settings
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.estimates import summarize
 from gspo_jax.iteration import iterate
+from gspo_jax.learner import cold_start
+from gspo_jax.learner.health import HealthChecks
+from gspo_jax.learner.train_step import TrainState
 from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.identity import changes, flatten, match
 from gspo_jax.runtime.preemption import Preemption
-from gspo_jax.train_step import TrainState
-from gspo_jax.watch import Watch
 
 
 def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
@@ -222,13 +223,13 @@ def _train(
   return state
 
 
-def _watch(run) -> Watch:
+def _watch(run) -> HealthChecks:
   config, c = run.config, run.config.objective
   # Of answers that waited, the gap tells how far the policy has moved.
   waits = config.rollout.ahead or config.rollout.budget
   numbers = {} if waits else settings.numbers(config)
   drawn = settings.sampler_config(config, run.program.tokenizer)
-  return Watch(
+  return HealthChecks(
     updates=config.learner.minibatches,
     clip_low=numbers.get("clip_low", math.inf),
     recomputed=c.old_logps == "recompute",

@@ -8,12 +8,13 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from gspo_jax import model, policy, rollout
+from gspo_jax import model, policy
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Chain
+from gspo_jax.learner import train_batch
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.model import rounding
 from gspo_jax.program import Program
-from gspo_jax.rollout import Rollout
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
@@ -35,7 +36,7 @@ def questions(config: ConfigDict, program: Program) -> Iterator[Prompts]:
 
 def answers(
   program: Program, params: model.Params, prompts: Prompts, key: jax.Array
-) -> tuple[Samples, Rollout]:
+) -> tuple[Samples, TrainBatch]:
   """Answers of a policy, and the rollout with its own log-probs as the old."""
   samples = program.generate(params, prompts, key)
   batch = program.assemble(prompts, samples)
@@ -49,7 +50,7 @@ def answers(
   jax.jit, static_argnames="cfg", compiler_options=rounding.OPTIONS
 )
 def log_probs(
-  params: model.Params, cfg: model.ModelConfig, batch: Rollout
+  params: model.Params, cfg: model.ModelConfig, batch: TrainBatch
 ) -> jax.Array:
   """Of the answers' tokens at temperature 1, [B, R] float32."""
-  return rollout.logprobs(params, cfg, batch).logps
+  return train_batch.logprobs(params, cfg, batch).logps

@@ -9,15 +9,16 @@ import numpy as np
 import optax
 import pytest
 
-from gspo_jax import credit, model, rollout, runs, settings, train, train_step
+from gspo_jax import model, runs, settings, train
 from gspo_jax.data import tokenizers
 from gspo_jax.data.tasks import Problem
 from gspo_jax.iteration import iterate
+from gspo_jax.learner import credit, experience, train_batch, train_step
+from gspo_jax.learner.train_step import TrainState
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.rewards.pool import Scorer, Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Samples
-from gspo_jax.train_step import TrainState
 
 
 class Spy:
@@ -37,7 +38,9 @@ class Spy:
     return Samples(tokens, jnp.zeros((4, 3)), ones, ones * 0, jnp.int32(1))
 
   def assemble(self, prompts, samples):
-    return rollout.assemble(prompts, samples.tokens, samples.lengths)
+    return train_batch.make_train_batch(
+      prompts, samples.tokens, samples.lengths
+    )
 
   def score(self, state, batch, key):
     self.cuts.append(key)
@@ -184,14 +187,18 @@ class Tabular(Spy):
     return Samples(tokens, logps, jnp.asarray(LENGTHS), cut, jnp.int32(1))
 
   def assemble(self, prompts, samples):
-    return rollout.of_samples(prompts, samples, CFG, self.fields)
+    return train_batch.train_batch_from_samples(
+      prompts, samples, CFG, self.fields
+    )
 
   def score(self, state, batch, key):
     self.used.append(state.params)
     return self.step(state, batch, key, improve=False)
 
   def assign(self, batch, rewards, finish):
-    self.assigned = credit.assign(batch, rewards, finish, credit=self.credit)
+    self.assigned = credit.assign_advantages(
+      batch, rewards, finish, credit=self.credit
+    )
     return self.assigned
 
   def update(self, state, batch, key):
@@ -230,7 +237,7 @@ class Judge:
 @pytest.fixture
 def tabular(debug_config, monkeypatch):
   """A run of that program, and its state."""
-  monkeypatch.setattr(rollout, "logprobs", table)
+  monkeypatch.setattr(experience, "logprobs", table)
   debug_config.objective.name = "dr_grpo"
   debug_config.sampler.group_size = G
   debug_config.learner.minibatches = P  # one of them begins unscored
@@ -241,7 +248,7 @@ def tabular(debug_config, monkeypatch):
   logps = -np.random.default_rng(0).random((P * G, R), np.float32)
   params = {"logps": jnp.asarray(logps)}
   optimizer = program.learner.optimizer
-  return run, train_step.begin(params, optimizer=optimizer)
+  return run, train_step.init_state(params, optimizer=optimizer)
 
 
 def test_a_reward_meets_the_gradient_of_its_own_answer(tabular):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gspo_jax import losses, model
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.logprobs import token_logprobs
-from gspo_jax.rollout import Rollout
 from studies import measures
 from studies.gradient_noise import gradients, quantities
 
@@ -119,7 +119,7 @@ def pairs(moved, *, N=2, G=4, S=3, R=6):
   keys = jax.random.split(jax.random.key(0), 3)
   shape = (N, 2, G)
   tokens = jax.random.randint(keys[0], (*shape, S + R), 0, CFG.vocab_size)
-  rows = Rollout(
+  rows = TrainBatch(
     tokens=tokens,
     positions=np.broadcast_to(np.arange(S + R), tokens.shape),
     mask=np.ones(tokens.shape, bool),

@@ -18,9 +18,10 @@ import oracles
 import pytest
 
 from configs import tiny_cpu
-from gspo_jax import credit, critic, model, rollout, settings, train_step
+from gspo_jax import model, settings
+from gspo_jax.learner import credit, critic, experience, train_step
+from gspo_jax.learner.train_batch import MinibatchSplit, TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
-from gspo_jax.rollout import Rollout
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 
 
@@ -117,7 +118,7 @@ def drawn(name):
   }
   tokens = np.zeros((B, 1 + R), np.int32)
   tokens[:, 0] = np.arange(B)  # which row of the table it is
-  rows = Rollout(
+  rows = TrainBatch(
     tokens,
     positions=tokens,
     mask=np.concatenate([np.ones((B, 1), bool), MASK], axis=1),
@@ -173,7 +174,7 @@ def table(
 @pytest.fixture
 def policy(monkeypatch):
   """The table in the place of the model, and of the critic."""
-  monkeypatch.setattr(rollout, "logprobs", table)
+  monkeypatch.setattr(experience, "logprobs", table)
   values = lambda params, cfg, rows: params["values"][rows.tokens[:, 0]]
   monkeypatch.setattr(critic, "values", values)
 
@@ -182,7 +183,7 @@ def assign(config, rows):
   finish = jnp.where(CUT, TRUNCATED, STOPPED).astype(jnp.int8)
   rewards = jnp.asarray(REWARDS, jnp.float32)
   how = settings.credit_of(config)
-  return credit.assign(rows, rewards, finish, credit=how)
+  return credit.assign_advantages(rows, rewards, finish, credit=how)
 
 
 class Expected(NamedTuple):
@@ -318,7 +319,7 @@ def begin(config, params):
   """A state, and an update by plain descent."""
   learner, *_ = settings.learners(config, CFG)
   learner = learner._replace(optimizer=optax.sgd(1.0))
-  state = train_step.begin(
+  state = train_step.init_state(
     jax.tree.map(jnp.asarray, params), optimizer=learner.optimizer
   )
 
@@ -333,7 +334,7 @@ def begin(config, params):
 def halves(rows):
   """Which rows are in the first minibatch, and in the second."""
   order = jax.random.permutation(jax.random.key(1), P)
-  cut = rollout.Cut(order, count=2, micro=2).split(rows)
+  cut = MinibatchSplit(order, count=2, micro=2).split(rows)
   return np.asarray(cut.tokens[..., 0]).reshape(2, -1)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import losses, model
-from gspo_jax.rollout import Rollout, logprobs
+from gspo_jax.learner.train_batch import TrainBatch, logprobs
 
 _NO_CLIP = {"clip_low": math.inf, "clip_high": math.inf}
 # GSPO-token is GSPO here: an answer has one advantage.
@@ -34,7 +34,7 @@ def parts(name: str) -> tuple[list[float], list[float]]:
 
 def grams(
   params: model.Params,
-  pairs: Rollout,
+  pairs: TrainBatch,
   *,
   cfg: model.ModelConfig,
   temperature: float,
@@ -55,7 +55,7 @@ def grams(
     [N, 2, K, 2, K], and each method's clipped share of the tokens, [N, 2].
   """
 
-  def of_group(rows: Rollout):
+  def of_group(rows: TrainBatch):
     x, pull = jax.vjp(
       lambda p: logprobs(p, cfg, rows, temperature=temperature).logps,
       params,
@@ -71,7 +71,7 @@ def grams(
   return jax.lax.map(of_pair, pairs)
 
 
-def _slopes(x, rows: Rollout):
+def _slopes(x, rows: TrainBatch):
   """[K, G, R]: d loss / d x at ratio 1, and what each method adds; clipping."""
 
   def slope(loss, old):

@@ -14,8 +14,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from gspo_jax import model, program
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.losses import advantages
-from gspo_jax.rollout import Rollout
 from gspo_jax.sampler.samples import Prompts, Samples
 from studies import saved
 from studies.gradient_noise import gradients
@@ -26,7 +26,7 @@ class Drawn(NamedTuple):
 
   prompts: Prompts
   samples: Samples
-  rollout: Rollout
+  rollout: TrainBatch
 
 
 class Point(NamedTuple):

@@ -9,14 +9,15 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from gspo_jax import critic, model, optim
+from gspo_jax import model
+from gspo_jax.learner import critic, optimizer
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
 ONE = sharding.make_mesh(jax.devices()[:1])
 BOTH = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-OPTIMIZER = optim.optimizer(
-  optim.OptimConfig(learning_rate=1e-3, warmup_steps=2, total_steps=9)
+OPTIMIZER = optimizer.optimizer(
+  optimizer.OptimConfig(learning_rate=1e-3, warmup_steps=2, total_steps=9)
 )
 
 

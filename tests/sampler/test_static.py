@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import model, rollout
+from gspo_jax import model
+from gspo_jax.learner import train_batch
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.model import cache as kv
 from gspo_jax.runtime import sharding
@@ -34,7 +35,7 @@ CFG = model.variant(
   dtype="float32",
 )
 BASE = SamplerConfig(G, R, STOPS, temperature=0.7, pad_id=PAD)
-assemble = jax.jit(rollout.assemble)
+assemble = jax.jit(train_batch.make_train_batch)
 GREEDY = SamplerConfig(2, R, STOPS, temperature=0, pad_id=PAD)
 PLAIN = SamplerConfig(G, R, STOPS, min_new_tokens=4, pad_id=PAD)
 

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import program, rewards, rollout, runs
+from gspo_jax import program, rewards, runs
 from gspo_jax import train as training
+from gspo_jax.learner import train_batch
+from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.rewards import pool
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
-from gspo_jax.train_step import TrainState
 
 ANSWER = (ord("#"), ord("7"))
 WATCHED = (  # numbers of a step that a run reads
@@ -170,7 +171,9 @@ def _devices(built, config, notes):
     return TrainState(multihost.lay(np.int32(0), whole), params, ())
 
   def assemble(prompts, samples):
-    return rollout.assemble(prompts, samples.tokens, samples.lengths)
+    return train_batch.make_train_batch(
+      prompts, samples.tokens, samples.lengths
+    )
 
   def assign(batch, rewards, finish):
     note("assign", np.asarray(rewards).tolist())

@@ -17,15 +17,9 @@ import numpy as np
 import optax
 from observe_run import run_of
 
-from gspo_jax import (
-  losses,
-  model,
-  objective,
-  program,
-  rollout,
-  settings,
-  train_step,
-)
+from gspo_jax import losses, model, program, settings
+from gspo_jax.learner import objective, train_batch, train_step
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.losses import Terms
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import OnMesh
@@ -167,9 +161,9 @@ def made_samples(experts=None) -> Samples:
 
 
 @functools.cache
-def made_rollout() -> rollout.Rollout:
+def made_rollout() -> TrainBatch:
   """Of those answers, all fields filled; the old policy is another one."""
-  rows = rollout.assemble(PROMPTS, made_samples().tokens, LENGTHS)
+  rows = train_batch.make_train_batch(PROMPTS, made_samples().tokens, LENGTHS)
   own, _ = scored(bigram.params(), rows)
   old = own + numbers(B, R, seed=4)
   return dataclasses.replace(
@@ -314,7 +308,7 @@ def _passes():
     yield found
 
 
-def assembled(config) -> rollout.Rollout:
+def assembled(config) -> TrainBatch:
   """The rollout of made-up answers, before anything is known of it."""
   recorded = config.objective.replay == "r3"
   with bigram.by_the_operation():
@@ -324,14 +318,12 @@ def assembled(config) -> rollout.Rollout:
 
 def fields_kept(config):
   """What a rollout has room for, of what not every objective reads."""
-  optional = [
-    f for f in dataclasses.fields(rollout.Rollout) if f.default is None
-  ]
+  optional = [f for f in dataclasses.fields(TrainBatch) if f.default is None]
   rows = assembled(config)
   return {f.name for f in optional if getattr(rows, f.name) is not None}
 
 
-def score(config) -> rollout.Rollout:
+def score(config) -> TrainBatch:
   """The rollout of made-up answers once the old policy has scored it."""
   return step(built(config), assembled(config), "score")[1]
 
@@ -519,7 +511,7 @@ def reference_after(config):
 REWARDS = np.float32(np.resize([1, 0, 3, 0, 2, 2, 0.5], B))
 
 
-def assign(config) -> rollout.Rollout:
+def assign(config) -> TrainBatch:
   """The made-up rollout with its advantages and returns."""
   rows = made_rollout()
   with bigram.by_the_operation():
@@ -587,10 +579,10 @@ def passes(config, name="update"):
     if not isinstance(rows.advantages, jax.core.Tracer):  # of eval_shape
       found.append(rows.advantages.astype(int).tolist())
     nothing = losses.Mean(0 * params["head"].sum(), jnp.float32(1))
-    return rollout.Pass(nothing, {})
+    return train_step.LossOutput(nothing, {})
 
   ids = jnp.arange(B) + 0.0
-  rows = rollout.assemble(PROMPTS, made_samples().tokens, LENGTHS)
+  rows = train_batch.make_train_batch(PROMPTS, made_samples().tokens, LENGTHS)
   rows = dataclasses.replace(rows, advantages=ids)
   with mock.patch.object(objective, "policy_loss", note):
     made = program.build(config, one_device())  # not one that is kept

@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from gspo_jax import model, optim
-from gspo_jax.optim import OptimConfig
+from gspo_jax import model
+from gspo_jax.learner import optimizer
+from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.runtime.errors import UserError
 
 PLAIN = OptimConfig(learning_rate=0.1, warmup_steps=0, total_steps=100)
@@ -24,7 +25,7 @@ GRADS = {
 
 
 def rates(steps, **options):
-  schedule = optim.schedule(dataclasses.replace(PLAIN, **options))
+  schedule = optimizer.schedule(dataclasses.replace(PLAIN, **options))
   return np.array([schedule(t) for t in range(steps)])
 
 
@@ -52,7 +53,7 @@ def test_two_steps_of_adamw():
   cfg = dataclasses.replace(
     PLAIN, warmup_steps=4, b1=0.8, b2=0.9, weight_decay=0.3, clip_norm=0.2
   )
-  tx = optim.optimizer(cfg)
+  tx = optimizer.optimizer(cfg)
   update = jax.jit(tx.update)
   params, state = PARAMS, tx.init(PARAMS)
   flat = lambda tree: np.concatenate(
@@ -75,7 +76,7 @@ def test_two_steps_of_adamw():
 
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 1e6])
 def test_the_norm_is_clipped_and_never_raised(factor):
-  tx = optim.optimizer(dataclasses.replace(PLAIN, clip_norm=0.25, b1=0.0))
+  tx = optimizer.optimizer(dataclasses.replace(PLAIN, clip_norm=0.25, b1=0.0))
   grads = jax.tree.map(lambda g: factor * g, GRADS)
   _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
   seen = optax.tree.get(state, "mu")
@@ -92,7 +93,7 @@ def test_every_matrix_decays_and_no_norm_does(name):
   )
   shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
   params = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes)
-  tx = optim.optimizer(dataclasses.replace(PLAIN, weight_decay=0.5))
+  tx = optimizer.optimizer(dataclasses.replace(PLAIN, weight_decay=0.5))
   still = lambda p: tx.update(jax.tree.map(jnp.zeros_like, p), tx.init(p), p)
   updates, _ = jax.jit(still)(params)
   norms = 0

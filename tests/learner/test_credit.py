@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import credit
-from gspo_jax.credit import Credit
+from gspo_jax.learner import credit
+from gspo_jax.learner.credit import CreditConfig
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.losses.advantages import (
   generalized_advantages,
   group_relative_advantages,
 )
-from gspo_jax.rollout import Rollout
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 
 
@@ -25,7 +25,7 @@ def rollout():
     mask, rng.normal(size=(4, 3)).astype(np.float32), jnp.nan
   )
   nothing = np.zeros((4, 5), np.int32)
-  return Rollout(
+  return TrainBatch(
     nothing,
     nothing,
     nothing,
@@ -42,17 +42,19 @@ FINISH = jnp.array([STOPPED, STOPPED, STOPPED, TRUNCATED], jnp.int8)
 
 
 def test_groups_are_compared(rollout):
-  out = credit.assign(rollout, REWARDS, FINISH, credit=Credit(2))
+  out = credit.assign_advantages(
+    rollout, REWARDS, FINISH, credit=CreditConfig(2)
+  )
   np.testing.assert_allclose(out.advantages, [1, -1, 0, 0], atol=1e-5)
   assert out.returns is None
-  raw = Credit(2, normalize_std=False)
-  out = credit.assign(rollout, REWARDS, FINISH, credit=raw)
+  raw = CreditConfig(2, normalize_std=False)
+  out = credit.assign_advantages(rollout, REWARDS, FINISH, credit=raw)
   np.testing.assert_allclose(out.advantages, [0.5, -0.5, 0, 0], atol=1e-6)
 
 
 def test_k1_is_taken_off_the_reward(rollout):
-  raw = Credit(2, normalize_std=False, kl_coef=0.1)
-  out = credit.assign(rollout, REWARDS, FINISH, credit=raw)
+  raw = CreditConfig(2, normalize_std=False, kl_coef=0.1)
+  out = credit.assign_advantages(rollout, REWARDS, FINISH, credit=raw)
   gap = np.nansum(rollout.old_logps - rollout.reference_logps, axis=1)
   paid = (np.asarray(REWARDS) - 0.1 * gap).reshape(2, 2)
   expected = group_relative_advantages(paid, normalize_std=False)
@@ -62,9 +64,11 @@ def test_k1_is_taken_off_the_reward(rollout):
 
 def test_k1_is_as_loud_whatever_the_rewards_spread(rollout):
   """An equal group's divergences are not blown up to advantages of 1."""
-  with_fee = Credit(2, kl_coef=1e-3)
-  out = credit.assign(rollout, REWARDS, FINISH, credit=with_fee)
-  plain = credit.assign(rollout, REWARDS, FINISH, credit=Credit(2))
+  with_fee = CreditConfig(2, kl_coef=1e-3)
+  out = credit.assign_advantages(rollout, REWARDS, FINISH, credit=with_fee)
+  plain = credit.assign_advantages(
+    rollout, REWARDS, FINISH, credit=CreditConfig(2)
+  )
   gap = np.nansum(rollout.old_logps - rollout.reference_logps, axis=1)
   gap = gap.reshape(2, 2) - gap.reshape(2, 2).mean(1, keepdims=True)
   np.testing.assert_allclose(
@@ -74,19 +78,19 @@ def test_k1_is_as_loud_whatever_the_rewards_spread(rollout):
 
 @pytest.mark.parametrize("trace_decay", [None, 0.9])
 def test_truncated_answers_teach_nothing(rollout, trace_decay):
-  how = Credit(2, zero_truncated=True, trace_decay=trace_decay)
+  how = CreditConfig(2, zero_truncated=True, trace_decay=trace_decay)
   rewards = REWARDS.at[3].set(2.0)
-  out = credit.assign(rollout, rewards, FINISH, credit=how)
+  out = credit.assign_advantages(rollout, rewards, FINISH, credit=how)
   kept = dataclasses.replace(how, zero_truncated=False)
-  whole = credit.assign(rollout, rewards, FINISH, credit=kept)
+  whole = credit.assign_advantages(rollout, rewards, FINISH, credit=kept)
   np.testing.assert_array_equal(out.advantages[:3], whole.advantages[:3])
   assert not out.advantages[3].any()
   assert np.any(whole.advantages[3] != 0)
 
 
 def test_with_a_critic_the_last_token_earns_and_each_token_pays(rollout):
-  how = Credit(2, kl_coef=0.1, discount=0.9, trace_decay=0.8)
-  out = credit.assign(rollout, REWARDS, FINISH, credit=how)
+  how = CreditConfig(2, kl_coef=0.1, discount=0.9, trace_decay=0.8)
+  out = credit.assign_advantages(rollout, REWARDS, FINISH, credit=how)
   mask = np.asarray(rollout.response_mask)
   gap = np.asarray(rollout.old_logps - rollout.reference_logps)
   tokens = np.where(mask, -0.1 * gap, 0)

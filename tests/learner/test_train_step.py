@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import program, settings, train_step
+from gspo_jax import program, settings
+from gspo_jax.learner import train_step
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Prompts

@@ -11,21 +11,54 @@ where the sampler's log-probs are the old ones.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gspo_jax import model, rollout
+from gspo_jax import model
+from gspo_jax.learner.train_batch import MinibatchSplit, TrainBatch
 from gspo_jax.losses import Mean, Metrics, Std
-from gspo_jax.rollout import Pass, Rollout
 from gspo_jax.sampler.samples import Samples
 
-# (params, rows, own) -> `Pass`. Where own, [] bool, is true, the policy has not
-# moved since it became the old policy, and the pass itself says what that is.
-Loss = Callable[[model.Params, Rollout, jax.Array], Pass]
+
+class LossOutput(NamedTuple):
+  """What a forward pass over some rows gives a learner.
+
+  Attributes:
+    loss: as a sum, and what divides it.
+    metrics: of the update.
+    old: fields of `TrainBatch`, [rows, ...], as this pass has them; those of
+      the old policy as long as the policy has not moved.
+    measured: metrics of the old policy, where this pass is its own.
+    repeated: root mean square of exp(mean(x - o)) - 1 over sequences: x of
+      this pass and o as the rows have them, even where this pass is the old
+      policy's own.
+  """
+
+  loss: Mean
+  metrics: Metrics
+  old: dict[str, jax.Array] = {}  # noqa: RUF012
+  measured: Metrics = {}  # noqa: RUF012
+  repeated: Std | None = None
+
+
+class Loss(Protocol):
+  """What `update` minimises."""
+
+  def __call__(
+    self, params: model.Params, rows: TrainBatch, own: jax.Array
+  ) -> LossOutput:
+    """The loss of some rows.
+
+    Args:
+      params: weights.
+      rows: leaves [rows, ...].
+      own: [] bool. True where the policy has not moved since it became the old
+        policy: then the fields of the old policy come from this pass.
+    """
+
 
 # Scopes of the conditionals that leave out what only an update needs, and what
 # only scores; `plan` counts by them.
@@ -76,7 +109,7 @@ class Learner(NamedTuple):
   scores_all: bool = False
 
 
-def begin(
+def init_state(
   params: model.Params, *, optimizer: optax.GradientTransformation
 ) -> TrainState:
   """A policy that nothing has changed yet, with its optimizer."""
@@ -85,12 +118,12 @@ def begin(
 
 def update(
   state: TrainState,
-  batch: Rollout,
+  batch: TrainBatch,
   key: jax.Array,
   *,
   learner: Learner,
   improve: jax.Array | bool = True,
-) -> tuple[TrainState, Rollout, Metrics]:
+) -> tuple[TrainState, TrainBatch, Metrics]:
   """M optimizer steps over a rollout of B rows; or its scores alone.
 
   The first minibatch needs no scores: its own forward pass has them. A scoring
@@ -112,7 +145,7 @@ def update(
   """
   groups = batch.tokens.shape[0] // learner.group
   order = jax.random.permutation(key, groups)
-  cut = rollout.Cut(order, learner.minibatches, learner.micro_rows)
+  cut = MinibatchSplit(order, learner.minibatches, learner.micro_rows)
   batches = cut.split(batch)
 
   def minibatch(i, carry):
@@ -169,7 +202,7 @@ def where(improve, function, otherwise):
 
 def gradient(
   params: model.Params,
-  micro_batches: Rollout,
+  micro_batches: TrainBatch,
   learner: Learner,
   *,
   improve: jax.Array | bool = True,
@@ -231,17 +264,17 @@ def gradient(
     jax.tree.map(stack, out.old),
     _zeros(counted),
   )
-  begin = 0
+  init_state = 0
   if not learner.scores_all:  # of the first minibatch one micro-batch will do
-    begin = jnp.where(first & ~improving, A - 1, 0)
-  grads, count, old, metrics = jax.lax.fori_loop(begin, A, add, start)
+    init_state = jnp.where(first & ~improving, A - 1, 0)
+  grads, count, old, metrics = jax.lax.fori_loop(init_state, A, add, start)
   grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads)
   norm = Mean(optax.tree.norm(grads), jnp.float32(1))
   metrics["grad/norm"] = _only(improving, norm)
   return grads, old, metrics
 
 
-def _counted(out: Pass, learner, improve, first, last) -> Metrics:
+def _counted(out: LossOutput, learner, improve, first, last) -> Metrics:
   """The metrics of a pass that count: each row's once in both calls."""
   metrics = _only(improve, out.metrics)
   metrics |= _only(improve == first, out.measured)

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import losses, model, objective, rollout
+from gspo_jax import losses, model
+from gspo_jax.learner import objective, train_batch
+from gspo_jax.learner.train_batch import (
+  MinibatchSplit,
+  TrainBatch,
+  TrainBatchFields,
+)
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses import EDGES
 from gspo_jax.sampler.samples import Prompts, Samples
@@ -22,7 +28,9 @@ ANSWER_LENGTHS = np.arange(B) % (R + 1)
 def assembled():
   prompts = Prompts(100 + jnp.arange(P * S).reshape(P, S), LENGTHS)
   responses = 1000 + jnp.arange(B * R).reshape(B, R)
-  return rollout.assemble(prompts, responses, jnp.asarray(ANSWER_LENGTHS))
+  return train_batch.make_train_batch(
+    prompts, responses, jnp.asarray(ANSWER_LENGTHS)
+  )
 
 
 def test_an_answer_stands_after_its_own_prompt():
@@ -69,7 +77,7 @@ def numbered(groups, group):
   fill = lambda *shape: jnp.broadcast_to(
     jnp.arange(rows).reshape(rows, *[1] * len(shape)), (rows, *shape)
   )
-  return rollout.Rollout(
+  return TrainBatch(
     tokens=fill(7),
     positions=fill(7),
     mask=fill(7),
@@ -93,14 +101,14 @@ SHAPES = pytest.mark.parametrize(
 
 def split(batch, key, count, group, micro):
   order = jax.random.permutation(key, batch.tokens.shape[0] // group)
-  return rollout.Cut(order, count, micro).split(batch)
+  return MinibatchSplit(order, count, micro).split(batch)
 
 
 @SHAPES
 def test_what_was_cut_is_joined_again(groups, group, count, micro):
   whole = numbered(groups, group)
   order = jax.random.permutation(jax.random.key(1), groups)
-  cut = rollout.Cut(order, count, micro)
+  cut = MinibatchSplit(order, count, micro)
   fields = vars(cut.split(whole))
   assert whole.experts is not None
   joined = cut.join({k: x for k, x in fields.items() if x is not None})
@@ -177,8 +185,8 @@ def anywhere():
 def score(sent=False, cfg=CFG, instruments=True):
   """What the old policy says of `texts`: (rollout, metrics)."""
   prompts, samples = texts(anywhere() if sent else None)
-  fields = rollout.Fields(experts=True, router_logps=True)
-  batch = rollout.of_samples(prompts, samples, cfg, fields)
+  fields = TrainBatchFields(experts=True, router_logps=True)
+  batch = train_batch.train_batch_from_samples(prompts, samples, cfg, fields)
   chosen = objective.Objective(
     losses.gspo_loss,
     replay="r3" if sent else "none",
@@ -224,16 +232,20 @@ def test_the_routing_kept_is_the_one_scored_under(sent):
 
 def test_a_rollout_has_what_the_update_reads():
   prompts, samples = texts()
-  make = functools.partial(rollout.of_samples, prompts, samples, CFG)
-  plain = make(rollout.Fields())
+  make = functools.partial(
+    train_batch.train_batch_from_samples, prompts, samples, CFG
+  )
+  plain = make(TrainBatchFields())
   np.testing.assert_array_equal(plain.sampler_logps, samples.logps)
   assert not plain.old_logps.any()
   assert plain.reference_logps is plain.values is plain.returns is None
   assert plain.experts is plain.router_logps is None
-  trusting = make(rollout.Fields(sampler_logps=True))
+  trusting = make(TrainBatchFields(sampler_logps=True))
   np.testing.assert_array_equal(trusting.old_logps, samples.logps)
   whole = make(
-    rollout.Fields(experts=True, router_logps=True, reference=True, critic=True)
+    TrainBatchFields(
+      experts=True, router_logps=True, reference=True, critic=True
+    )
   )
   assert whole.experts.shape == (B, 2, S + R, 2)
   assert whole.router_logps.shape == (B, 2, R, 2)

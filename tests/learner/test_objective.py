@@ -8,10 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import losses, model, objective, routing
-from gspo_jax.cold_start import as_rollout
+from gspo_jax import losses, model
+from gspo_jax.learner import objective, routing
+from gspo_jax.learner.cold_start import as_rollout
+from gspo_jax.learner.objective import (
+  MismatchCorrection,
+  Objective,
+  policy_loss,
+)
 from gspo_jax.logprobs import token_logprobs
-from gspo_jax.objective import Mismatch, Objective, policy_loss
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +83,8 @@ TERMS = {
   "kl, k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
   "entropy": {"entropy_coef": 0.1},
   "kl and entropy": {"kl_coef": 0.3, "entropy_coef": 0.1},
-  "tis": {"mismatch": Mismatch("tis", "token", 1.2, 0.5)},
-  "mis": {"mismatch": Mismatch("mis", "sequence", 1.1, 0.9)},
+  "tis": {"mismatch": MismatchCorrection("tis", "token", 1.2, 0.5)},
+  "mis": {"mismatch": MismatchCorrection("mis", "sequence", 1.1, 0.9)},
   "shift": {"shift_floor": 0.9},
   "dual clip": {"dual_clip": 1.1},
 }

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import cold_start, model
+from gspo_jax import model
+from gspo_jax.learner import cold_start
+from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.preemption import Preemption
-from gspo_jax.train_step import TrainState
 
 
 class Batches:

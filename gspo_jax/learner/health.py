@@ -18,7 +18,7 @@ def require_finite(row: dict[str, float], step: int) -> None:
       )
 
 
-class Watch:
+class HealthChecks:
   """Prints a warning, once of each kind, when a step's scalars call for it.
 
   Args:

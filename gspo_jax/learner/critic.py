@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import model
+from gspo_jax.learner.train_batch import TrainBatch
+from gspo_jax.learner.train_step import LossOutput
 from gspo_jax.losses import Mean, value_loss
-from gspo_jax.rollout import Pass, Rollout
 
 
 def init(policy: model.Params) -> model.Params:
@@ -22,7 +23,7 @@ def init(policy: model.Params) -> model.Params:
   return blocks | {"value_head": jnp.zeros(width)}
 
 
-def values(params: model.Params, cfg: model.ModelConfig, rows: Rollout):
+def values(params: model.Params, cfg: model.ModelConfig, rows: TrainBatch):
   """[B, R] float32: what is still to come before each response token."""
   out = model.encode(params, cfg, rows.tokens, rows.positions, rows.mask)
   R = rows.response_mask.shape[1]
@@ -32,12 +33,12 @@ def values(params: model.Params, cfg: model.ModelConfig, rows: Rollout):
 
 def loss(
   params: model.Params,
-  rows: Rollout,
+  rows: TrainBatch,
   own: jax.Array | None = None,
   *,
   cfg: model.ModelConfig,
   clip: float,
-) -> Pass:
+) -> LossOutput:
   """`losses.value_loss` of some rows, as `train_step.update` takes it.
 
   `own` is not used: no ratio is taken.
@@ -50,4 +51,4 @@ def loss(
     clip=clip,
     normalizer=1.0,
   )
-  return Pass(Mean(total, metrics["loss/value"].count), metrics)
+  return LossOutput(Mean(total, metrics["loss/value"].count), metrics)

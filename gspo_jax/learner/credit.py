@@ -8,17 +8,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.losses.advantages import (
   generalized_advantages,
   group_relative_advantages,
   whiten,
 )
-from gspo_jax.rollout import Rollout
 from gspo_jax.sampler.samples import TRUNCATED
 
 
 @dataclasses.dataclass(frozen=True)
-class Credit:
+class CreditConfig:
   """How rewards become advantages; static under jit.
 
   Attributes:
@@ -41,9 +41,13 @@ class Credit:
   trace_decay: float | None = None
 
 
-def assign(
-  rollout: Rollout, rewards: jax.Array, finish: jax.Array, *, credit: Credit
-) -> Rollout:
+def assign_advantages(
+  rollout: TrainBatch,
+  rewards: jax.Array,
+  finish: jax.Array,
+  *,
+  credit: CreditConfig,
+) -> TrainBatch:
   """The rollout with its advantages, and returns where there is a critic.
 
   Whole groups are compared, so it comes before any shuffle.

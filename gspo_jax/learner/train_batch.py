@@ -1,19 +1,13 @@
-"""Rollouts: answers beside their prompts, and how they are cut up to learn.
-
-Dimension key: P prompts, G answers a prompt, B = P * G rows, S prompt slots,
-R response slots, T = S + R, L layers, k experts a token, M minibatches.
-"""
+"""The arrays that an update reads."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import model, routing
+from gspo_jax import model
 from gspo_jax.logprobs import TokenLogprobs, token_logprobs
-from gspo_jax.losses import Histogram, Mean, Metrics, Std
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime.sharding import constrain_rows
 from gspo_jax.sampler.samples import Prompts, Samples
@@ -21,7 +15,7 @@ from gspo_jax.sampler.samples import Prompts, Samples
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rollout:
+class TrainBatch:
   """What an update learns from. The response is the last R slots of a row.
 
   Attributes:
@@ -57,9 +51,9 @@ class Rollout:
   returns: jax.Array | None = None
 
 
-def assemble(
+def make_train_batch(
   prompts: Prompts, responses: jax.Array, lengths: jax.Array
-) -> Rollout:
+) -> TrainBatch:
   """Puts responses [B, R] after their prompts [P, S]; B is a multiple of P.
 
   Log-probs and advantages are zeros until they are known.
@@ -70,7 +64,7 @@ def assemble(
   response_mask = jnp.arange(R) < lengths[:, None]
   after = repeat(prompts.lengths)[:, None] + jnp.arange(R)
   join = lambda a, b: jnp.concatenate([repeat(a), b], axis=1)
-  return Rollout(
+  return TrainBatch(
     tokens=join(prompts.tokens, responses),
     positions=join(prompts.positions, after),
     mask=join(prompts.mask, response_mask),
@@ -80,7 +74,7 @@ def assemble(
   )
 
 
-class Cut(NamedTuple):
+class MinibatchSplit(NamedTuple):
   """How a rollout is shuffled and cut into minibatches and micro-batches.
 
   Whole groups are shuffled, so that the advantages of a group cancel inside a
@@ -96,7 +90,7 @@ class Cut(NamedTuple):
   count: int
   micro: int
 
-  def split(self, rollout: Rollout) -> Rollout:
+  def split(self, rollout: TrainBatch) -> TrainBatch:
     """Leaves [B, ...] become [M, B/M/micro, micro, ...]."""
 
     def cut(x):
@@ -124,7 +118,7 @@ _LARGE = ("experts", "router_logps")
 
 def _by_layer(function, fields, *, layers, cut_layers):
   """Maps `function`; where there is an axis of layers, one layer at a time."""
-  whole = isinstance(fields, Rollout)
+  whole = isinstance(fields, TrainBatch)
   given = vars(fields) if whole else fields
 
   def apply(name, x):
@@ -134,11 +128,11 @@ def _by_layer(function, fields, *, layers, cut_layers):
     return jnp.moveaxis(one_by_one, 0, cut_layers)
 
   made = {k: None if x is None else apply(k, x) for k, x in given.items()}
-  return Rollout(**made) if whole else made
+  return TrainBatch(**made) if whole else made
 
 
 def logprobs(
-  params: model.Params, cfg: model.ModelConfig, rows: Rollout, **how
+  params: model.Params, cfg: model.ModelConfig, rows: TrainBatch, **how
 ) -> TokenLogprobs:
   """`token_logprobs` of the responses of these rows; `how`: its keywords."""
   return token_logprobs(
@@ -153,8 +147,8 @@ def logprobs(
 
 
 @dataclasses.dataclass(frozen=True)
-class Fields:
-  """Which fields a `Rollout` has beyond those of any; static under jit.
+class TrainBatchFields:
+  """Which fields a `TrainBatch` has beyond those of any; static under jit.
 
   Attributes:
     sampler_logps: `old_logps` are the sampler's, not recomputed.
@@ -171,12 +165,12 @@ class Fields:
   critic: bool = False
 
 
-def of_samples(
+def train_batch_from_samples(
   prompts: Prompts,
   samples: Samples,
   cfg: model.ModelConfig,
-  fields: Fields,
-) -> Rollout:
+  fields: TrainBatchFields,
+) -> TrainBatch:
   """The rollout of some samples, with zeros for what is not known yet.
 
   All fields that will be known are there from the start, so that one compiled
@@ -188,7 +182,7 @@ def of_samples(
     cfg: the model; static.
     fields: what the update reads; static.
   """
-  batch = assemble(prompts, samples.tokens, samples.lengths)
+  batch = make_train_batch(prompts, samples.tokens, samples.lengths)
   (B, T), R = batch.tokens.shape, samples.tokens.shape[1]
   zeros = lambda wanted: jnp.zeros((B, R)) if wanted else None
   L, k = cfg.num_layers, cfg.experts_per_token
@@ -208,132 +202,3 @@ def of_samples(
     values=zeros(fields.critic),
     returns=zeros(fields.critic),
   )
-
-
-class Pass(NamedTuple):
-  """What a forward pass over some rows gives a learner.
-
-  Attributes:
-    loss: as a sum, and what divides it.
-    metrics: of the update.
-    old: fields of `Rollout`, [rows, ...], as this pass has them; those of the
-      old policy as long as the policy has not moved.
-    measured: metrics of the old policy, where this pass is its own.
-    repeated: root mean square of exp(mean(x - o)) - 1 over sequences: x of
-      this pass and o as the rows have them, even where this pass is the old
-      policy's own.
-  """
-
-  loss: Mean
-  metrics: Metrics
-  old: dict[str, jax.Array] = {}  # noqa: RUF012
-  measured: Metrics = {}  # noqa: RUF012
-  repeated: Std | None = None
-
-
-def measure(
-  scored: TokenLogprobs, rows: Rollout, cfg: model.ModelConfig
-) -> Metrics:
-  """Metrics of the old policy on its own samples.
-
-  `mismatch/*` is the recomputed less the sampler's log-prob: rounding, and what
-  the sampler does otherwise. In bfloat16 it exceeds GSPO's clip range, so it is
-  measured whichever of the two become the old log-probs. `moe/dropped` is a
-  mean over micro-batches.
-
-  Args:
-    scored: the old policy's pass over these rows.
-    rows: with the sampler's log-probs.
-    cfg: the model; static.
-  """
-  mask = rows.response_mask
-  metrics = _mismatch(scored.logps, rows.sampler_logps, mask)
-  metrics["policy/entropy"] = _mean(scored.entropy, mask)
-  if cfg.num_experts:
-    metrics |= _routing_metrics(scored, mask, cfg)
-    dropped = scored.dropped.sum(dtype=jnp.float32)
-    metrics["moe/dropped"] = Mean(dropped, jnp.float32(1))
-  return jax.lax.stop_gradient(metrics)
-
-
-def _mean(x, mask) -> Mean:
-  return Mean(jnp.where(mask, x, 0.0).sum(), mask.sum(dtype=jnp.float32))
-
-
-def sequence_gap(new_BR, old_BR, mask_BR):
-  """Mean over a response's tokens of new less old log-probs, [B]."""
-  gap_BR = jnp.where(mask_BR, new_BR - old_BR, 0.0)
-  return gap_BR.sum(1) / jnp.maximum(mask_BR.sum(1), 1)
-
-
-def _mismatch(recomputed_BR, sampled_BR, mask_BR) -> Metrics:
-  """Recomputed less sampled log-probs, per token and per sequence."""
-  gap_BR = jnp.where(mask_BR, recomputed_BR - sampled_BR, 0.0)
-  gap_B = sequence_gap(recomputed_BR, sampled_BR, mask_BR)
-  answered_B = mask_BR.any(1)
-  return {
-    "mismatch/token_abs_mean": _mean(jnp.abs(gap_BR), mask_BR),
-    "mismatch/token_gap": Histogram.of(gap_BR, mask_BR),
-    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_B), answered_B),
-    "mismatch/sequence_gap": Histogram.of(gap_B, answered_B),
-  }
-
-
-def _routing_metrics(scored: TokenLogprobs, mask_BR, cfg) -> Metrics:
-  experts, router_entropy = (
-    x.swapaxes(0, 1) for x in (scored.experts, scored.router_entropy)
-  )
-  tokens = routing.tokens(experts, mask_BR, cfg.num_experts)
-  entropy = routing.entropy(router_entropy, mask_BR)
-  return {
-    "moe/load_max": routing.MeanLoad(tokens),
-    "moe/layer_load_max": routing.Load(tokens),
-    "moe/router_entropy": routing.over_layers(entropy),
-    "moe/layer_router_entropy": entropy,
-  }
-
-
-def appraise(
-  rollout: Rollout,
-  cfg: model.ModelConfig,
-  *,
-  reference: model.Params | None,
-  values: Callable[[Rollout], jax.Array] | None,
-  micro_rows: int,
-  temperature: float,
-) -> Rollout:
-  """The rollout with what a reference policy and a critic say of it.
-
-  Args:
-    rollout: B rows.
-    cfg: the model; static.
-    reference: weights of the reference policy, or None.
-    values: rows -> [rows, R], a critic's values, or None.
-    micro_rows: rows at a time; divides B; static.
-    temperature: the sampler's; static.
-  """
-
-  def of_rows(rows: Rollout):
-    said = {}
-    if reference is not None:
-      scored = logprobs(reference, cfg, rows, temperature=temperature)
-      said["reference_logps"] = scored.logps
-    if values is not None:
-      said["values"] = values(rows)
-    return said
-
-  said = _join(_in_micro_batches(of_rows, rollout, micro_rows))
-  return dataclasses.replace(rollout, **said)
-
-
-def _in_micro_batches(function, rollout: Rollout, micro_rows: int):
-  """`function` of a few rows at a time: leaves [B / micro_rows, ...]."""
-  B = rollout.tokens.shape[0]
-  cut = lambda x: x.reshape(B // micro_rows, micro_rows, *x.shape[1:])
-  cuts = constrain_rows(jax.tree.map(cut, rollout), axis=1)
-  return jax.lax.map(function, cuts)
-
-
-def _join(tree):
-  """Leaves [n, micro_rows, ...] as rows again."""
-  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)

@@ -6,7 +6,7 @@ import pytest
 
 from gspo_jax import settings, train
 from gspo_jax.data import tokenizers
-from gspo_jax.watch import Watch, require_finite
+from gspo_jax.learner.health import HealthChecks, require_finite
 
 HEALTHY = {
   "ratio/moved": 0.5,
@@ -27,7 +27,7 @@ GSPO = {
 
 
 def test_warnings_are_given_once_and_name_the_numbers(capsys):
-  watch = Watch(**GSPO)
+  watch = HealthChecks(**GSPO)
   watch(HEALTHY)
   assert capsys.readouterr().out == ""
   for _ in range(2):
@@ -42,36 +42,40 @@ def test_warnings_are_given_once_and_name_the_numbers(capsys):
 
 def test_a_policy_whose_passes_differ(capsys):
   noisy = HEALTHY | {"ratio/first_minibatch_std": 2e-5}
-  Watch(**GSPO)(noisy)
+  HealthChecks(**GSPO)(noisy)
   line = capsys.readouterr().out
   assert "ratio/first_minibatch_std=2.0e-05" in line
   assert "--xla_gpu_deterministic_ops=true" in line
-  Watch(**GSPO | {"recomputed": False})(noisy)  # the sampler's own gap
+  HealthChecks(**GSPO | {"recomputed": False})(noisy)  # the sampler's own gap
   assert capsys.readouterr().out == ""
 
 
 def test_one_update_a_rollout_may_have_a_ratio_of_one(capsys):
-  Watch(**GSPO | {"updates": 1})(HEALTHY | {"ratio/moved": 0.0})
-  Watch(**GSPO)(HEALTHY | {"ratio/moved": 0.0, "grad/norm": 0.0})
-  Watch(**GSPO)(HEALTHY | {"ratio/moved": 0.0, "optim/learning_rate": 0.0})
+  HealthChecks(**GSPO | {"updates": 1})(HEALTHY | {"ratio/moved": 0.0})
+  HealthChecks(**GSPO)(HEALTHY | {"ratio/moved": 0.0, "grad/norm": 0.0})
+  HealthChecks(**GSPO)(
+    HEALTHY | {"ratio/moved": 0.0, "optim/learning_rate": 0.0}
+  )
   assert capsys.readouterr().out == ""
 
 
 def test_a_gap_inside_the_clip_range_is_no_news(capsys):
-  Watch(**GSPO | {"clip_low": 0.2})(
+  HealthChecks(**GSPO | {"clip_low": 0.2})(
     HEALTHY | {"mismatch/sequence_abs_mean": 0.1}
   )
   assert capsys.readouterr().out == ""
 
 
 def test_an_iteration_without_a_mixed_group_is_told_once(capsys):
-  watch, row = Watch(**GSPO), HEALTHY | {"reward/mixed_groups": 0.0}
+  watch, row = HealthChecks(**GSPO), HEALTHY | {"reward/mixed_groups": 0.0}
   for _ in range(2):
     watch(row)
   (line,) = capsys.readouterr().out.splitlines()
   assert line.startswith("warning: no signal: ")
   assert "reward/mixed_groups is 0, reward/mean 0.25" in line
-  Watch(**GSPO | {"compares": False})(row)  # a critic learns from these, too
+  HealthChecks(**GSPO | {"compares": False})(
+    row
+  )  # a critic learns from these, too
   assert capsys.readouterr().out == ""
 
 
@@ -107,7 +111,7 @@ def test_the_clip_range_is_the_methods_own_unless_asked(debug_config):
 
 
 def test_truncated_sampling_is_announced(capsys):
-  Watch(**GSPO | {"truncates": True})
+  HealthChecks(**GSPO | {"truncates": True})
   assert "truncated distribution" in capsys.readouterr().out
 
 

@@ -12,14 +12,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import model, rollout
+from gspo_jax import model
+from gspo_jax.learner import train_batch, train_step
+from gspo_jax.learner.train_batch import TrainBatch
+from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.identity import match
 from gspo_jax.runtime.preemption import Preemption
 from gspo_jax.sampler.samples import Prompts
-from gspo_jax.train_step import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,26 +41,30 @@ class ColdStartConfig:
 
 def cross_entropy(
   params: model.Params,
-  rows: rollout.Rollout,
+  rows: TrainBatch,
   own: jax.Array | None = None,
   *,
   cfg: model.ModelConfig,
-) -> rollout.Pass:
+) -> train_step.LossOutput:
   """Mean over tokens of `-log p`, as `train_step.update` takes a loss.
 
   `own` is not used: no ratio is taken.
   """
   mask = rows.response_mask
-  logps = rollout.logprobs(params, cfg, rows).logps
+  logps = train_batch.logprobs(params, cfg, rows).logps
   total = -jnp.where(mask, logps, 0.0).sum()
   loss = Mean(total, mask.sum(dtype=jnp.float32))
-  return rollout.Pass(loss, {"loss/imitation": jax.lax.stop_gradient(loss)})
+  return train_step.LossOutput(
+    loss, {"loss/imitation": jax.lax.stop_gradient(loss)}
+  )
 
 
-def as_rollout(batch: dict[str, jax.Array]) -> rollout.Rollout:
+def as_rollout(batch: dict[str, jax.Array]) -> TrainBatch:
   """The arrays of a `data.demonstrations` batch, as `update` takes them."""
   prompts = Prompts(batch["tokens"], batch["length"])
-  return rollout.assemble(prompts, batch["response"], batch["response_length"])
+  return train_batch.make_train_batch(
+    prompts, batch["response"], batch["response_length"]
+  )
 
 
 def imitate(

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import losses, model, rollout, routing
+from gspo_jax import losses, model
+from gspo_jax.learner import experience, routing, train_batch, train_step
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import Mean, Metrics, Std, Terms
-from gspo_jax.rollout import Rollout
 
 # What `log.instruments` adds to the metrics of an update.
 INSTRUMENTS = (
@@ -27,7 +28,7 @@ INSTRUMENTS = (
 )
 
 
-class Mismatch(NamedTuple):
+class MismatchCorrection(NamedTuple):
   """Weights for what lies between the sampler and the old policy.
 
   Attributes:
@@ -66,7 +67,7 @@ class Objective:
   kl_coef: float = 0.0
   kl_estimator: str = "k3"
   entropy_coef: float = 0.0
-  mismatch: Mismatch | None = None
+  mismatch: MismatchCorrection | None = None
   shift_floor: float | None = None
   replay: str = "none"
   sampler_logps: bool = False
@@ -75,13 +76,13 @@ class Objective:
 
 def policy_loss(
   params: model.Params,
-  rows: Rollout,
+  rows: TrainBatch,
   own: jax.Array | bool = False,
   *,
   cfg: model.ModelConfig,
   objective: Objective,
   temperature: float,
-) -> rollout.Pass:
+) -> train_step.LossOutput:
   """The objective on some rows, as `train_step.update` takes it.
 
   Args:
@@ -95,7 +96,7 @@ def policy_loss(
   """
   own, recorded = jnp.asarray(own), objective.replay == "r3"
   routes = None if rows.experts is None else rows.experts.swapaxes(0, 1)
-  scored = rollout.logprobs(
+  scored = train_batch.logprobs(
     params,
     cfg,
     rows,
@@ -108,8 +109,10 @@ def policy_loss(
   old = {k: jnp.where(own, x, getattr(rows, k)) for k, x in found.items()}
   measured = {}
   if rows.sampler_logps is not None:
-    measured = rollout.measure(scored, rows, cfg)
-  gap = rollout.sequence_gap(scored.logps, rows.old_logps, rows.response_mask)
+    measured = experience.old_policy_metrics(scored, rows, cfg)
+  gap = experience.sequence_log_ratio(
+    scored.logps, rows.old_logps, rows.response_mask
+  )
   repeated = Std.about_zero(jnp.expm1(gap), rows.response_mask.any(1))
   total, metrics = _objective(
     scored, dataclasses.replace(rows, **old), objective
@@ -117,7 +120,7 @@ def policy_loss(
   if not objective.instruments:
     metrics = _scalars(metrics)
     measured = _scalars(measured)
-  return rollout.Pass(
+  return train_step.LossOutput(
     Mean(total, metrics["loss/policy"].count),
     metrics,
     found,
@@ -126,7 +129,7 @@ def policy_loss(
   )
 
 
-def _found(scored: TokenLogprobs, rows: Rollout, objective) -> dict:
+def _found(scored: TokenLogprobs, rows: TrainBatch, objective) -> dict:
   """Fields of `rows` as this pass has them, without gradient."""
   found = {} if objective.sampler_logps else {"old_logps": scored.logps}
   if rows.experts is not None and objective.replay != "r3":
@@ -137,7 +140,7 @@ def _found(scored: TokenLogprobs, rows: Rollout, objective) -> dict:
 
 
 def _objective(
-  scored: TokenLogprobs, rows: Rollout, objective
+  scored: TokenLogprobs, rows: TrainBatch, objective
 ) -> tuple[jax.Array, Metrics]:
   """The loss as a sum, of rows that know their old policy; and metrics."""
   terms, metrics = _terms(scored, rows, objective)
@@ -165,7 +168,7 @@ def _scalars(metrics: Metrics) -> Metrics:
   return {k: x for k, x in metrics.items() if k not in INSTRUMENTS}
 
 
-def _terms(scored: TokenLogprobs, rows: Rollout, objective):
+def _terms(scored: TokenLogprobs, rows: TrainBatch, objective):
   mask, metrics = rows.response_mask, {}
   penalty = weights = shift = None
   if objective.kl_coef:
@@ -193,7 +196,7 @@ def _rows_first(x: jax.Array) -> jax.Array:
   return x.swapaxes(0, 1)
 
 
-def _moved(scored: TokenLogprobs, rows: Rollout, replay: bool) -> Metrics:
+def _moved(scored: TokenLogprobs, rows: TrainBatch, replay: bool) -> Metrics:
   """How far the routers went from the old policy's."""
   mask = rows.response_mask
   moved = routing.shift(_rows_first(scored.router_logps), rows.router_logps)

@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from gspo_jax import critic, model, train_step
-from gspo_jax.cold_start import as_rollout
+from gspo_jax import model
+from gspo_jax.learner import critic, train_step
+from gspo_jax.learner.cold_start import as_rollout
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_learns_what_is_to_come(cfg, rows):
     micro_rows=4,
     group=1,
   )
-  state = train_step.begin(
+  state = train_step.init_state(
     critic.init(model.init(jax.random.key(0), cfg)), optimizer=optimizer
   )
   step = jax.jit(

@@ -1,0 +1,1 @@
+"""Scored responses become a better policy."""
