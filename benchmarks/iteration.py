@@ -26,9 +26,10 @@ import jax
 
 from benchmarks import record
 from configs import tiny_cpu
-from gspo_jax import answer, policy, program
+from gspo_jax import policy, program
 from gspo_jax.data import datasets, pipeline
 from gspo_jax.rewards.pool import Scorer
+from gspo_jax.rollout import scoring
 from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.sampler.samples import Prompts
 
@@ -69,9 +70,9 @@ def prepare(
     state = run.begin(params)
 
   def verify(samples):
-    answers = answer.read(samples, batch, run.tokenizer)
+    answers = scoring.decode_responses(samples, batch, run.tokenizer)
     group = config.sampler.group_size
-    return answer.mark(scorer, answers, group, samples.lengths)()
+    return scoring.score_responses(scorer, answers, group, samples.lengths)()
 
   def score(samples, marks, key):
     nonlocal state

@@ -39,12 +39,12 @@ import gspo_jax
 
 sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
 from configs import common
-from gspo_jax import model, scoreboard
+from gspo_jax import model
 from gspo_jax.data.tokenizers import load as load_tokenizer
-from gspo_jax.evaluate import evaluate
+from gspo_jax.evaluate import evaluate, summary
+from gspo_jax.evaluate.policy_sampler import Pupil, fit
 from gspo_jax.export import export
 from gspo_jax.model import hf
-from gspo_jax.pupil import Pupil, fit
 from gspo_jax.runtime import sharding
 from gspo_jax.train import train_and_evaluate
 
@@ -195,7 +195,7 @@ for text, tokens in zip(replies.texts[:8], replies.tokens, strict=False):
 exam = [f"sums={scratch}/test.jsonl"]
 settings = {"samples": 8, "reward": "gsm8k"}
 before = evaluate(config, folder, exam, out=f"{scratch}/before", **settings)
-print(scoreboard.render(before))
+print(summary.render(before))
 
 # %% [markdown]
 # ## Two steps of RL

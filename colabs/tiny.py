@@ -38,12 +38,13 @@ import gspo_jax
 
 sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
 from configs import tiny_cpu
-from gspo_jax import answer, program
+from gspo_jax import program
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Chain
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rewards import final_answer
+from gspo_jax.rollout import scoring
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.sampler.samples import Prompts
@@ -154,7 +155,7 @@ prompts, problems = Prompts(batch["tokens"], batch["length"]), batch["problems"]
 def ask(params):
   """Samples, their texts, and who is right, [questions, answers]."""
   samples = functions.generate(params, prompts, jax.random.key(1))
-  read = answer.read(samples, batch, functions.tokenizer)
+  read = scoring.decode_responses(samples, batch, functions.tokenizer)
   texts = [read[i].text for i in range(count * group)]
   right = [final_answer("", a.text, a.reference) for a in read.values()]
   return samples, texts, np.array(right).reshape(count, group)

@@ -4,9 +4,10 @@
     --set=AIME24=aime24.jsonl --set=MATH500=math500.jsonl
 
 DIR is a Hugging Face folder, a workdir of a run (its newest checkpoint), or one
-step of it, WORKDIR/checkpoints/STEP. gspo_jax/question_sets.py tells the sets
-and the columns of their files. Model, prompt, lengths and temperature come from
-the config (`--config.sampler.temperature=0.6 --config.sampler.top_p=0.95`), and
+step of it, WORKDIR/checkpoints/STEP. gspo_jax/evaluate/benchmarks.py lists the
+benchmarks and the columns of their files. Model, prompt, lengths and
+temperature come from the config (`--config.sampler.temperature=0.6
+--config.sampler.top_p=0.95`), and
 what only training uses is not checked. A batch holds the questions of a set, or
 as many of them as give `data.prompts * sampler.group_size` answers, as in
 training; it is filled up to a multiple of the devices.
@@ -33,11 +34,12 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from gspo_jax import main, policy, question_sets, rewards, scoreboard
-from gspo_jax.answer_file import AnswerFile
-from gspo_jax.exam import evaluate_set
-from gspo_jax.pupil import Pupil, fit
-from gspo_jax.question_sets import Questions
+from gspo_jax import main, policy, rewards
+from gspo_jax.evaluate import benchmarks, summary
+from gspo_jax.evaluate.answers_file import AnswerFile
+from gspo_jax.evaluate.benchmarks import Questions
+from gspo_jax.evaluate.judge import evaluate_set
+from gspo_jax.evaluate.policy_sampler import Pupil, fit
 from gspo_jax.rewards.pool import Scorer, too_many
 from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
@@ -93,7 +95,7 @@ def _command(argv) -> int:
       limit=_LIMIT.value,
       reward=_REWARD.value,
     )
-    multihost.say(scoreboard.render(summaries))
+    multihost.say(summary.render(summaries))
     return 0
 
   return main.on_hosts(work)
@@ -139,7 +141,7 @@ def evaluate(
     multihost.require_same(flatten(settings))
     first, batches = multihost.first(), _batches(asked, pupils)
     judges = {q.name: q.reward for q in asked}
-    brief = lambda row: scoreboard.brief(judges[row["set"]], row)
+    brief = lambda row: summary.brief(judges[row["set"]], row)
     kept = multihost.together(
       lambda: AnswerFile(out, settings, batches, brief) if first else None
     )
@@ -148,7 +150,7 @@ def evaluate(
         _examine(config, questions, pupil, params, kept)
   if not first:
     return []
-  summaries = [scoreboard.summarize(q, kept.rows[q.name]) for q in asked]
+  summaries = [summary.summarize(q, kept.rows[q.name]) for q in asked]
   results = {"command": shlex.join(sys.argv), "checkpoint": folder}
   results |= {"sets": summaries, "settings": settings}
   (Path(out) / "results.json").write_text(json.dumps(results, indent=1))
@@ -161,7 +163,7 @@ def _read(sets, samples, limit, reward) -> list[Questions]:
     name, _, path = pair.partition("=")
     if not (name and path):
       raise UserError(f"--set={pair}: expected NAME=FILE")
-    questions = question_sets.read(name, path, reward=reward, limit=limit)
+    questions = benchmarks.read(name, path, reward=reward, limit=limit)
     if questions.name in [q.name for q in asked]:
       raise UserError(f"--set={pair}: {questions.name} is there twice")
     rewards.named(questions.reward)  # an unknown one is told now

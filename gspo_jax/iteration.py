@@ -6,10 +6,14 @@ import jax
 import numpy as np
 from absl import logging
 
-from gspo_jax import answer, batches, refill, runs
+from gspo_jax import runs
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.learner.health import require_finite
 from gspo_jax.learner.train_step import TrainState
+from gspo_jax.rollout import dynamic_sampling, scoring
+from gspo_jax.rollout.batch import sampled_tokens
+from gspo_jax.rollout.scoring import Rewards
+from gspo_jax.rollout.source import Source
 from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.sampler.samples import TRUNCATED, Prompts
 
@@ -18,7 +22,7 @@ def iterate(
   run: runs.Run,
   state: TrainState,
   curriculum: Curriculum,
-  source: batches.Source,
+  source: Source,
   step: int,
 ):
   """Rollouts, verification, update.
@@ -56,7 +60,7 @@ def iterate(
     curriculum.record(cost.batch, cost.marks().correct)
   for reason in marks.reasons:
     logging.warning("step %d: an answer scored 0: %s", step, reason)
-  answer.require_scored(
+  scoring.require_scored(
     [cost.marks() for cost in ready.costs],
     config.reward.max_failed,
     of=f"iteration {step}",
@@ -76,7 +80,7 @@ def iterate(
   row |= _rollout_row(marks, samples, ready.costs)
   row |= _time_row(clock, ready.spent)
   if config.data.refill_rounds > 1:
-    row |= refill.report(ready.kept, ready.costs)
+    row |= dynamic_sampling.metrics(ready.kept, ready.costs)
   if config.rollout.ahead or config.rollout.budget:
     # Iterations between the policy that drew a token and the one that learns.
     row["rollout/staleness"] = step - ready.drawn_at
@@ -90,7 +94,7 @@ def iterate(
   return state, row, distributions, shown
 
 
-def _rollout_row(marks: answer.Marks, samples, costs) -> dict[str, float]:
+def _rollout_row(marks: Rewards, samples, costs) -> dict[str, float]:
   lengths, finish = multihost.fetch((samples.lengths, samples.finish))
   slot_steps = sum(int(cost.slot_steps) for cost in costs)
   parts = marks.parts if len(marks.parts) > 1 else {}
@@ -104,7 +108,7 @@ def _rollout_row(marks: answer.Marks, samples, costs) -> dict[str, float]:
     "response/truncated": float((finish == TRUNCATED).mean()),
     # What is missing to 1 are decode steps of rows that had ended, of slots
     # that had no answer, and of tokens that were drawn again.
-    "response/useful_steps": batches.tokens(costs) / slot_steps,
+    "response/useful_steps": sampled_tokens(costs) / slot_steps,
   }
 
 

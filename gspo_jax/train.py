@@ -9,14 +9,20 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import answer, batches, runs, settings
+from gspo_jax import runs, settings
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
-from gspo_jax.estimates import summarize
+from gspo_jax.evaluate import held_out
+from gspo_jax.evaluate.held_out import summarize
 from gspo_jax.iteration import iterate
 from gspo_jax.learner import cold_start
 from gspo_jax.learner.health import HealthChecks
 from gspo_jax.learner.train_step import TrainState
+from gspo_jax.rollout.batch import RolloutContext
+from gspo_jax.rollout.on_policy import OnPolicy
+from gspo_jax.rollout.one_step_off import OneStepOffPolicy
+from gspo_jax.rollout.partial import PartialRollouts
+from gspo_jax.rollout.source import Source
 from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.identity import changes, flatten, match
@@ -67,10 +73,10 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       return _train(run, state, curriculum, source, checkpoints, preemption)
 
 
-def _rollouts(run, curriculum) -> batches.Source:
+def _rollouts(run, curriculum) -> Source:
   """Where answers come from, as the config wants it."""
   config, functions = run.config, run.program
-  sampling = batches.Sampling(
+  sampling = RolloutContext(
     curriculum=curriculum,
     generate=functions.generate,
     tokenizer=functions.tokenizer,
@@ -85,7 +91,7 @@ def _rollouts(run, curriculum) -> batches.Source:
   if config.paging.slots:
     multihost.say(functions.generate.describe(continues=c.budget > 0))
   if c.budget:
-    source = batches.Partial(
+    source = PartialRollouts(
       sampling,
       functions.generate.devices.fresh,
       functions.choose,
@@ -96,10 +102,10 @@ def _rollouts(run, curriculum) -> batches.Source:
     )
   else:
     rounds = config.data.refill_rounds
-    source = batches.Fresh(sampling, functions.merge, rounds=rounds)
+    source = OnPolicy(sampling, functions.merge, rounds=rounds)
   if c.ahead:
     nothing = functions.nothing()
-    source = batches.Ahead(source, sampling, nothing, last=config.num_steps)
+    source = OneStepOffPolicy(source, sampling, nothing, last=config.num_steps)
   return source
 
 
@@ -142,7 +148,7 @@ def _imitate(run, preemption) -> TrainState | None:
   """The cold start, or the result of an earlier one."""
   cold, functions = run.config.cold_start, run.program
   k_init, k_update, k_check = jax.random.split(run.keys.imitate, 3)
-  batches = pipeline.demonstrations(
+  on_policy = pipeline.demonstrations(
     run.material.demonstrations,
     functions.prompting,
     batch=cold.batch,
@@ -159,7 +165,7 @@ def _imitate(run, preemption) -> TrainState | None:
     return cold_start.imitate(
       init=lambda: functions.begin_imitation(functions.init(k_init)),
       abstract=functions.abstract_imitation,
-      batches=batches,
+      batches=on_policy,
       update=lambda state, batch: functions.imitate(
         state, multihost.lay(batch, sharding.rows(functions.mesh)), k_update
       ),
@@ -262,7 +268,7 @@ def _greedy(run, params, key) -> np.ndarray:
 
 
 def _answer(run, generate, params, key) -> np.ndarray:
-  return answer.answer_all(
+  return held_out.answer_all(
     generate,
     params,
     run.held_out,

@@ -6,8 +6,8 @@ import json
 import pytest
 from repository import ROOT
 
-from gspo_jax import question_sets
 from gspo_jax.data.tasks import Problem
+from gspo_jax.evaluate import benchmarks
 from gspo_jax.runtime.errors import UserError
 
 GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
@@ -38,7 +38,7 @@ def read(tmp_path):
   def call(name, *rows, **options):
     path = tmp_path / "set.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return question_sets.read(name, str(path), **options)
+    return benchmarks.read(name, str(path), **options)
 
   return call
 
@@ -72,8 +72,8 @@ def test_sets_of_a_short_answer(read, name, row, reward, samples, identity):
 
 def test_several_final_answers_are_one():
   row = {"question": "q", "final_answer": ["1", "2"]}
-  assert question_sets._SETS["olympiadbench"].parse(
-    question_sets.Row("f:1", row)
+  assert benchmarks._SETS["olympiadbench"].parse(
+    benchmarks.Row("f:1", row)
   ) == ("q", "1, 2")
 
 
@@ -182,9 +182,9 @@ def test_mistakes(read, tmp_path):
   with pytest.raises(UserError, match=r"--set=AMIE24: .*mean 'AIME24'.*--rew"):
     read("AMIE24", {})
   with pytest.raises(UserError, match=r"data file .*nope.*: No such file"):
-    question_sets.read("AIME24", str(tmp_path / "nope"))
+    benchmarks.read("AIME24", str(tmp_path / "nope"))
   with pytest.raises(UserError, match=r"data file .*: Is a directory"):
-    question_sets.read("AIME24", str(tmp_path))
+    benchmarks.read("AIME24", str(tmp_path))
   with pytest.raises(UserError, match="no usable row; left out: 0"):
     read("AIME24")
   good = {"problem": "q", "answer": 7}
@@ -209,7 +209,7 @@ def test_limit_counts_usable_rows_and_reads_no_further(read):
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not here")
 def test_gsm8k_as_published():
-  found = question_sets.read("GSM8K", str(GSM8K))
+  found = benchmarks.read("GSM8K", str(GSM8K))
   assert len(found.problems) == 1319
   lines = [json.loads(line) for line in GSM8K.read_text().splitlines()]
   expected = [

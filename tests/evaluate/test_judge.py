@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from repository import ROOT
 
-from gspo_jax import question_sets
-from gspo_jax.exam import Replies, evaluate_set
+from gspo_jax.evaluate import benchmarks
+from gspo_jax.evaluate.judge import Replies, evaluate_set
+from gspo_jax.evaluate.summary import brief, summarize
 from gspo_jax.rewards.pool import Scorer, Scores
-from gspo_jax.scoreboard import brief, summarize
 
 GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
 
@@ -64,7 +64,7 @@ def five(tmp_path):
   path = tmp_path / "five.jsonl"
   rows = [{"question": i, "answer": i, "id": f"no {i}"} for i in range(1, 6)]
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  found = question_sets.read("mine", str(path), reward="exact")
+  found = benchmarks.read("mine", str(path), reward="exact")
   return found._replace(samples=3)
 
 
@@ -178,7 +178,7 @@ def test_answers_that_are_missing_are_no_silent_loss(five):
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not here")
 @pytest.mark.parametrize("shift", [0, 1])
 def test_gsm8k_answered_from_the_references(shift):
-  questions = question_sets.read("GSM8K", str(GSM8K))
+  questions = benchmarks.read("GSM8K", str(GSM8K))
   lines = [json.loads(line) for line in GSM8K.read_text().splitlines()]
   said = dict(
     zip(

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from gspo_jax import model, program
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Problem
-from gspo_jax.exam import Replies
+from gspo_jax.evaluate.judge import Replies
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts

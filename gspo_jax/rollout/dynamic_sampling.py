@@ -10,53 +10,19 @@ until one is full of groups that do. Departures:
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from gspo_jax.answer import Marks
 from gspo_jax.data import prompt_batch
-from gspo_jax.rewards.pool import Answer
-from gspo_jax.sampler.samples import Samples
+from gspo_jax.rollout.batch import RolloutCost, ScoredSamples
+from gspo_jax.rollout.scoring import Rewards
 
 
-class Draw(NamedTuple):
-  """The answers to a batch of P questions, G each.
-
-  Attributes:
-    batch: of `data.prompts`.
-    samples: the answers of all hosts, on the devices.
-    answers: those that this host drew, by their row of the P * G.
-    marks: what they earned; call it on every host.
-  """
-
-  batch: dict
-  samples: Samples
-  answers: Mapping[int, Answer]
-  marks: Callable[[], Marks]
-
-
-class Cost(NamedTuple):
-  """What a batch took.
-
-  Attributes:
-    batch: its questions.
-    marks: what they earned.
-    tokens: that were drawn.
-    slot_steps: decode steps times the rows that took them.
-  """
-
-  batch: dict
-  marks: Callable[[], Marks]
-  tokens: int | jax.Array
-  slot_steps: int | jax.Array
-
-
-def collect(
-  draw: Callable[[int], Draw], merge: Callable, *, rounds: int
-) -> tuple[Draw, list[Cost]]:
+def sample_until_mixed(
+  draw: Callable[[int], ScoredSamples], merge: Callable, *, rounds: int
+) -> tuple[ScoredSamples, list[RolloutCost]]:
   """Draws until P groups have unequal rewards, `rounds` times at most.
 
   With one round nothing waits for the marks.
@@ -72,22 +38,22 @@ def collect(
   """
   kept, drawn = None, []
   for number in range(rounds):
-    if drawn and mixed(kept.marks()).all():
+    if drawn and has_mixed_rewards(kept.marks()).all():
       break
     new = draw(number)
     new = new._replace(marks=functools.cache(new.marks))
     spent = new.samples.lengths.sum(), new.samples.slot_steps
-    drawn.append(Cost(new.batch, new.marks, *spent))
+    drawn.append(RolloutCost(new.batch, new.marks, *spent))
     kept = _pick(kept, new, merge) if number else new
   return kept, drawn
 
 
-def mixed(marks: Marks) -> np.ndarray:
+def has_mixed_rewards(marks: Rewards) -> np.ndarray:
   """[P] bool, whether a group's rewards differ."""
   return np.ptp(marks.total, axis=1) > 0
 
 
-def report(kept: Draw, drawn: list[Cost]) -> dict[str, float]:
+def metrics(kept: ScoredSamples, drawn: list[RolloutCost]) -> dict[str, float]:
   """`refill/*`: what a batch cost.
 
   `reward` and `mixed_groups` are of the first batch, which nobody picked: the
@@ -103,21 +69,21 @@ def report(kept: Draw, drawn: list[Cost]) -> dict[str, float]:
     "refill/tokens_discarded_share": 1
     - int(kept.samples.lengths.sum()) / tokens,
     "refill/reward": float(first.total.mean()),
-    "refill/mixed_groups": float(mixed(first).mean()),
+    "refill/mixed_groups": float(has_mixed_rewards(first).mean()),
   }
 
 
-def _pick(kept: Draw, new: Draw, merge) -> Draw:
+def _pick(kept: ScoredSamples, new: ScoredSamples, merge) -> ScoredSamples:
   """The first P of the mixed groups of both, and then of the others."""
   marks = [kept.marks(), new.marks()]
-  both = np.concatenate([mixed(m) for m in marks])
+  both = np.concatenate([has_mixed_rewards(m) for m in marks])
   count, group = marks[0].total.shape
   index = np.argsort(~both, kind="stable")[:count].astype(np.int32)
   rows = (index[:, None] * group + np.arange(group)).ravel().tolist()
   shift = lambda answers: {count * group + i: a for i, a in answers.items()}
   answers = {**kept.answers, **shift(new.answers)}
   found = _pick_marks(*marks, index)
-  return Draw(
+  return ScoredSamples(
     batch=prompt_batch.pick(prompt_batch.join([kept.batch, new.batch]), index),
     samples=merge(kept.samples, new.samples, index),
     answers={i: answers[row] for i, row in enumerate(rows) if row in answers},
@@ -125,8 +91,8 @@ def _pick(kept: Draw, new: Draw, merge) -> Draw:
   )
 
 
-def _pick_marks(kept: Marks, new: Marks, index) -> Marks:
+def _pick_marks(kept: Rewards, new: Rewards, index) -> Rewards:
   pick = lambda a, b: np.concatenate([a, b])[index]
-  return Marks(
+  return Rewards(
     *jax.tree.map(pick, kept[:3], new[:3]), reasons=kept.reasons + new.reasons
   )

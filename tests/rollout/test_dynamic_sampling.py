@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import refill
-from gspo_jax.answer import Marks
 from gspo_jax.data.tasks import Problem
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rewards.pool import Answer
+from gspo_jax.rollout import dynamic_sampling
+from gspo_jax.rollout.batch import ScoredSamples
+from gspo_jax.rollout.scoring import Rewards
 from gspo_jax.sampler.samples import Samples, merge_groups
 
 P, G = 4, 3
@@ -50,7 +51,7 @@ class Draws:
     answers = {
       i: Answer("", str(n), "", 1, 2) for i, n in enumerate(names) if i % 2 == 0
     }
-    return refill.Draw(batch, samples, answers, lambda: self.mark(number))
+    return ScoredSamples(batch, samples, answers, lambda: self.mark(number))
 
   def mark(self, number):
     """Rewards: 0 and some 1 for mixed groups, else all 0 or all 1."""
@@ -60,7 +61,7 @@ class Draws:
       total[p] = [0, 1, 1] if mixed else p % 2
     failed = total + number > 2
     reasons = (f"reason {number}",)
-    return Marks(total, {"a": total, "b": total * 2 + p}, failed, reasons)
+    return Rewards(total, {"a": total, "b": total * 2 + p}, failed, reasons)
 
 
 def expected(script, rounds):
@@ -94,7 +95,7 @@ def scripts():
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_the_first_mixed_groups_and_then_the_first_others(script, rounds):
   draws = Draws(*script)
-  kept, drawn = refill.collect(draws, MERGE, rounds=rounds)
+  kept, drawn = dynamic_sampling.sample_until_mixed(draws, MERGE, rounds=rounds)
   places, took = expected(script, rounds)
   assert draws.asked == list(range(took)) == list(range(len(drawn)))
   # Everything that belongs to a group came along with it.
@@ -122,7 +123,7 @@ def test_the_first_mixed_groups_and_then_the_first_others(script, rounds):
 
 @pytest.mark.parametrize("script", list(scripts()))
 def test_an_answer_stands_at_its_new_row(script):
-  kept, _ = refill.collect(Draws(*script), MERGE, rounds=3)
+  kept, _ = dynamic_sampling.sample_until_mixed(Draws(*script), MERGE, rounds=3)
   tokens = kept.samples.tokens[:, 0].tolist()
   # Of even rows, as they were drawn, and so of this host.
   mine = {
@@ -133,7 +134,7 @@ def test_an_answer_stands_at_its_new_row(script):
 
 def test_what_fills_up_has_no_advantage():
   script = [(0, 1, 0, 0), (0, 0, 1, 0)]
-  kept, _ = refill.collect(Draws(*script), MERGE, rounds=2)
+  kept, _ = dynamic_sampling.sample_until_mixed(Draws(*script), MERGE, rounds=2)
   advantages = np.asarray(group_relative_advantages(kept.marks().total))
   assert (np.abs(advantages).max(1) > 0).tolist() == [True, True, False, False]
 
@@ -141,27 +142,29 @@ def test_what_fills_up_has_no_advantage():
 def test_one_round_waits_for_no_mark():
   """The device works on while answers are verified."""
   draws = Draws((0,) * P)
-  kept, drawn = refill.collect(draws, MERGE, rounds=1)
+  kept, drawn = dynamic_sampling.sample_until_mixed(draws, MERGE, rounds=1)
   assert draws.marked == []
   assert kept.samples.slot_steps == 2
   kept.marks()
   drawn[0].marks()
-  refill.report(kept, drawn)
+  dynamic_sampling.metrics(kept, drawn)
   assert draws.marked == [0]  # a collective, as often on every host
 
 
 def test_marks_are_computed_once():
   draws = Draws((0,) * P, (0,) * P, (1,) * P)
-  kept, drawn = refill.collect(draws, MERGE, rounds=3)
-  refill.report(kept, drawn)
+  kept, drawn = dynamic_sampling.sample_until_mixed(draws, MERGE, rounds=3)
+  dynamic_sampling.metrics(kept, drawn)
   [cost.marks() for cost in drawn]
   assert draws.marked == [0, 1, 2]
 
 
 def test_the_cost_is_told():
   script = [(0, 1, 0, 0), (0, 0, 1, 0), (1, 1, 1, 1)]
-  kept, drawn = refill.collect(Draws(*script), MERGE, rounds=3)
-  told = refill.report(kept, drawn)
+  kept, drawn = dynamic_sampling.sample_until_mixed(
+    Draws(*script), MERGE, rounds=3
+  )
+  told = dynamic_sampling.metrics(kept, drawn)
   each = [
     name(0, p, g) % 10 + 1 for p, g in itertools.product(range(P), range(G))
   ]
@@ -181,15 +184,19 @@ def test_the_cost_is_told():
 def test_one_compiled_function_serves_all_rounds():
   # A function of its own, so that no other use of `merge` counts.
   merge = jax.jit(functools.partial(merge_groups))
-  refill.collect(Draws(*[(0,) * P] * 6), merge, rounds=6)
+  dynamic_sampling.sample_until_mixed(Draws(*[(0,) * P] * 6), merge, rounds=6)
   assert merge._cache_size() == 1
 
 
 def test_all_drawn_batches_are_told():
   """History hears of those that were thrown away, too."""
   script = [(0, 0, 0, 0), (0, 0, 1, 0), (1, 1, 1, 1)]
-  _, drawn = refill.collect(Draws(*script), MERGE, rounds=3)
+  _, drawn = dynamic_sampling.sample_until_mixed(
+    Draws(*script), MERGE, rounds=3
+  )
   index = [cost.batch["index"].tolist() for cost in drawn]
   assert index == [[10 * n + p for p in range(P)] for n in range(3)]
-  mixed = [refill.mixed(cost.marks()).tolist() for cost in drawn]
+  mixed = [
+    dynamic_sampling.has_mixed_rewards(cost.marks()).tolist() for cost in drawn
+  ]
   assert mixed == [[bool(m) for m in row] for row in script]

@@ -7,19 +7,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from gspo_jax import model
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import Answer, Scorer, too_many
 from gspo_jax.runtime import multihost
-from gspo_jax.sampler.samples import STOPPED, Ended, Prompts, Samples
+from gspo_jax.sampler.samples import STOPPED, Ended, Samples
 
 _REASONS = 3  # that a host tells of
 
-# Draws answers to a fixed number of prompts.
-Generate = Callable[[model.Params, Prompts, jax.Array], Samples]
 
-
-class Marks(NamedTuple):
+class Rewards(NamedTuple):
   """What answers to P problems, G each, earned.
 
   Attributes:
@@ -40,7 +36,7 @@ class Marks(NamedTuple):
     return next(iter(self.parts.values()))
 
 
-class Reader:
+class ResponseDecoder:
   """From tokens to what rewards look at, for G answers to each of P prompts.
 
   Their prompts are what the policy read, a chat template with all its tokens.
@@ -72,7 +68,7 @@ class Reader:
     )
 
 
-def read(
+def decode_responses(
   samples: Samples, batch: dict, tokenizer: Tokenizer
 ) -> dict[int, Answer]:
   """The answers of this host's rows, by row; arguments as of `Reader`.
@@ -82,7 +78,9 @@ def read(
     batch: P prompts.
     tokenizer: of the policy.
   """
-  make = Reader(batch, tokenizer, len(samples.tokens) // len(batch["problems"]))
+  make = ResponseDecoder(
+    batch, tokenizer, len(samples.tokens) // len(batch["problems"])
+  )
   lengths, finish = (
     multihost.own(samples.lengths),
     multihost.own(samples.finish),
@@ -93,7 +91,7 @@ def read(
   }
 
 
-class Stream:
+class StreamingScorer:
   """Scores the answers that a host is told of, while others are being drawn.
 
   Attributes:
@@ -104,7 +102,7 @@ class Stream:
     make: a `Reader`.
   """
 
-  def __init__(self, scorer: Scorer, make: Reader):
+  def __init__(self, scorer: Scorer, make: ResponseDecoder):
     self._scorer, self._make = scorer, make
     # An empty one, so that every host knows the names of the rewards.
     self.answers, self._pending = {}, [scorer.submit([])]
@@ -115,14 +113,14 @@ class Stream:
     self.answers |= new
     self._pending.append(self._scorer.submit(list(new.values())))
 
-  def marks(self, group: int, rows: jax.Array) -> Callable[[], Marks]:
+  def marks(self, group: int, rows: jax.Array) -> Callable[[], Rewards]:
     """As `mark`, once all answers were told of."""
     return _collector(list(self.answers), self._pending, group, rows)
 
 
-def mark(
+def score_responses(
   scorer: Scorer, answers: Mapping[int, Answer], group: int, rows: jax.Array
-) -> Callable[[], Marks]:
+) -> Callable[[], Rewards]:
   """Begins to score this host's answers; call the result for all hosts' marks.
 
   Args:
@@ -135,10 +133,10 @@ def mark(
   return _collector(list(answers), pending, group, rows)
 
 
-def _collector(numbers, pending, group, rows) -> Callable[[], Marks]:
+def _collector(numbers, pending, group, rows) -> Callable[[], Rewards]:
   """Waits for the scores of the answers of these numbers, and joins them."""
 
-  def collect() -> Marks:
+  def collect() -> Rewards:
     scores = [each.result() for each in pending]
     reasons = itertools.chain(*(each.reasons for each in scores))
     parts = {}
@@ -150,7 +148,7 @@ def _collector(numbers, pending, group, rows) -> Callable[[], Marks]:
       own = dict(zip(numbers, itertools.chain(*values), strict=True))
       return multihost.join(own, rows).reshape(-1, group)
 
-    return Marks(
+    return Rewards(
       total=join([each.total for each in scores]),
       parts={name: join(values) for name, values in parts.items()},
       failed=join([each.failed for each in scores]) > 0,
@@ -160,7 +158,7 @@ def _collector(numbers, pending, group, rows) -> Callable[[], Marks]:
   return collect
 
 
-def require_scored(marks: Sequence[Marks], most: float, *, of: str) -> None:
+def require_scored(marks: Sequence[Rewards], most: float, *, of: str) -> None:
   """Stops where too many answers could not be scored; for every process.
 
   Args:
@@ -177,40 +175,3 @@ def require_scored(marks: Sequence[Marks], most: float, *, of: str) -> None:
     own = [reason for each in marks for reason in each.reasons]
     reason = next(filter(None, multihost.tell(own[0] if own else "")))
     raise multihost.Agreed(f"{wrong}; the first reason: {reason}")
-
-
-def answer_all(
-  generate: Generate,
-  params,
-  questions: dict,
-  *,
-  batch: int,
-  key: jax.Array,
-  rows: jax.sharding.Sharding,
-  tokenizer: Tokenizer,
-  scorer: Scorer,
-  max_failed: float,
-) -> np.ndarray:
-  """Whether answers are right, [N, G], for all questions (of `data.take`).
-
-  `batch` questions at a time. The last batch is filled up with the first
-  questions, so that one compiled `generate` serves; what it answers to those
-  again is dropped.
-
-  Raises:
-    hosts.Agreed: more than `max_failed` of the answers could not be scored.
-  """
-  count = len(questions["problems"])
-  marks = []
-  for i, start in enumerate(range(0, count, batch)):
-    index = np.arange(start, start + batch) % count
-    asked = {k: questions[k][index] for k in ("tokens", "length")}
-    prompts = multihost.lay(Prompts(asked["tokens"], asked["length"]), rows)
-    samples = generate(params, prompts, jax.random.fold_in(key, i))
-    asked["problems"] = [questions["problems"][j] for j in index]
-    answers = read(samples, asked, tokenizer)
-    group = samples.lengths.shape[0] // batch
-    marks.append(mark(scorer, answers, group, samples.lengths))
-  marks = [collect() for collect in marks]
-  require_scored(marks, max_failed, of="the held-out questions")
-  return np.concatenate([each.correct for each in marks])[:count]

@@ -5,8 +5,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gspo_jax import estimates
-from gspo_jax.question_sets import Questions
+from gspo_jax.evaluate import estimators
+from gspo_jax.evaluate.benchmarks import Questions
 from gspo_jax.rewards import math as latex
 from gspo_jax.rewards import numbers
 
@@ -33,8 +33,8 @@ def summarize(questions: Questions, rows: Sequence[Mapping]) -> dict:
   table = lambda key: np.array([r[key] for r in rows]).reshape(count, -1)
   scores = table("score").astype(np.float64)
   correct, n = scores > 0.5, scores.shape[1]
-  ks = estimates.ladder(n)
-  avg, error = estimates.avg(scores)
+  ks = estimators.ladder(n)
+  avg, error = estimators.avg(scores)
   rated = [i for i, r in enumerate(questions.ratings) if r is not None]
   return {
     "set": questions.name,
@@ -44,7 +44,7 @@ def summarize(questions: Questions, rows: Sequence[Mapping]) -> dict:
     "samples": n,
     "avg": avg,
     "avg_error": _finite(error),
-    "pass": {str(k): estimates.pass_at_k(correct, k) for k in ks},
+    "pass": {str(k): estimators.pass_at_k(correct, k) for k in ks},
     "majority": _majority(questions.reward, rows, correct, ks),
     "elo": _elo(correct[rated], [questions.ratings[i] for i in rated]),
     "rated": len(rated),
@@ -73,7 +73,7 @@ def _majority(reward, rows, correct, ks):
     _merged([row["vote"] for row in rows[i * n : (i + 1) * n]], right)
     for i, right in enumerate(correct)
   ]
-  return {str(k): estimates.majority_at_k(votes, correct, k) for k in ks}
+  return {str(k): estimators.majority_at_k(votes, correct, k) for k in ks}
 
 
 def _merged(votes, correct):
@@ -124,7 +124,7 @@ _READERS = {
 def _elo(correct, ratings):
   if not ratings:
     return None
-  found = estimates.elo(correct.mean(1), np.array(ratings, float))
+  found = estimators.elo(correct.mean(1), np.array(ratings, float))
   return {k: _finite(v) for k, v in found._asdict().items()}
 
 

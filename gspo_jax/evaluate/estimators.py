@@ -206,17 +206,3 @@ def _rating_of(ratings, above) -> float:
     sd = math.sqrt(np.sum(chance * (1 - chance)))
     low, high = (low, middle) if above(chance.sum(), sd) else (middle, high)
   return (low + high) / 2
-
-
-def summarize(sampled: np.ndarray, greedy: np.ndarray) -> dict[str, float]:
-  """`eval/*` of rewards [N, n] of sampled and [N, 1] of greedy answers.
-
-  `pass@k` for k = 1, 2, 4, ... and n; with rewards of 0 and 1, `avg@n` is
-  `pass@1`.
-  """
-  n = sampled.shape[1]
-  return {
-    f"eval/avg@{n}": float(sampled.mean()),
-    "eval/greedy": float(greedy.mean()),
-    **{f"eval/pass@{k}": pass_at_k(sampled > 0.5, k) for k in ladder(n)},
-  }

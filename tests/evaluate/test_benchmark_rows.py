@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from gspo_jax.question_rows import Row, Skipped
+from gspo_jax.evaluate.benchmark_rows import Row, Skipped
 from gspo_jax.runtime.errors import UserError
 
 

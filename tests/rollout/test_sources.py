@@ -9,13 +9,16 @@ import jax
 import numpy as np
 import pytest
 
-from gspo_jax import batches, model
-from gspo_jax.batches import Ahead, Fresh, Partial, Sampling
+from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.datasets import Stage
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rewards.pool import Scorer
+from gspo_jax.rollout.batch import RolloutContext, sampled_tokens
+from gspo_jax.rollout.on_policy import OnPolicy
+from gspo_jax.rollout.one_step_off import OneStepOffPolicy
+from gspo_jax.rollout.partial import PartialRollouts
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import (
   STOPPED,
@@ -92,7 +95,7 @@ def start(scorer, kind, *, policy=None, last=STEPS, P=P, spare=SPARE, shards=2):
   generate = lambda params, prompts, key, **rest: jax.device_put(
     policy(params, prompts, key, **rest)
   )
-  sampling = Sampling(
+  sampling = RolloutContext(
     curriculum=curriculum,
     generate=generate,
     tokenizer=BYTES,
@@ -105,9 +108,9 @@ def start(scorer, kind, *, policy=None, last=STEPS, P=P, spare=SPARE, shards=2):
   )
   take = jax.jit(functools.partial(take_groups, cfg=DENSE, sampler=DRAW))
   if kind == "fresh" or kind == "ahead":
-    source = Fresh(sampling, None, rounds=1)
+    source = OnPolicy(sampling, None, rounds=1)
   else:
-    source = Partial(
+    source = PartialRollouts(
       sampling,
       policy.fresh,
       take,
@@ -118,7 +121,7 @@ def start(scorer, kind, *, policy=None, last=STEPS, P=P, spare=SPARE, shards=2):
     )
   if kind.startswith("ahead"):
     nothing = empty_samples(P, 6, DENSE, DRAW)
-    source = Ahead(source, sampling, nothing, last=last)
+    source = OneStepOffPolicy(source, sampling, nothing, last=last)
   return source, curriculum
 
 
@@ -135,7 +138,7 @@ def seen(batch):
     "rewards": batch.kept.marks().total.tolist(),
     "drawn_at": batch.drawn_at,
     "continued": batch.continued,
-    "cost": batches.tokens(batch.costs),
+    "cost": sampled_tokens(batch.costs),
     "steps": int(batch.costs[0].slot_steps),
   }
 
@@ -150,10 +153,10 @@ KINDS = ["fresh", "partial", "ahead", "ahead of partial"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_answer_is_whole_and_every_question_comes_once(scorer, kind):
-  batches = run(scorer, kind)
-  asked = [q for batch in batches for q in batch["questions"]]
+  on_policy = run(scorer, kind)
+  asked = [q for batch in on_policy for q in batch["questions"]]
   assert len(asked) == len(set(asked)) == STEPS * P
-  for batch in batches:
+  for batch in on_policy:
     for a, tokens in enumerate(batch["tokens"]):
       most = length(batch["questions"][a // G], a % G)
       drawn = [t for t in tokens if t >= 0]
@@ -178,10 +181,10 @@ def test_it_is_told_when_the_tokens_were_drawn(scorer, kind):
 
 
 def test_a_stint_is_of_the_budget_and_nobody_waits_who_need_not(scorer):
-  batches = run(scorer, "partial")
-  assert any(batch["continued"] for batch in batches)
+  on_policy = run(scorer, "partial")
+  assert any(batch["continued"] for batch in on_policy)
   forced = 0
-  for batch in batches:
+  for batch in on_policy:
     for row in batch["tokens"]:
       tags = [t for t in row if t >= 0]
       stints = [tags.count(t) for t in sorted(set(tags))]
@@ -192,18 +195,18 @@ def test_a_stint_is_of_the_budget_and_nobody_waits_who_need_not(scorer):
   # Oldest first: a question waits no longer than one that was asked after it.
   order = [q for batch in run(scorer, "fresh") for q in batch["questions"]]
   place = {q: i for i, q in enumerate(order)}
-  for batch in batches[:4]:  # of the first stage, which asks in one order
+  for batch in on_policy[:4]:  # of the first stage, which asks in one order
     asked = [place.get(q, len(place)) for q in batch["questions"]]
     assert asked == sorted(asked)
 
 
 def test_where_too_few_have_ended_the_oldest_are_drawn_to_their_end(scorer):
-  batches = run(scorer, "partial")
+  on_policy = run(scorer, "partial")
   order = [q for batch in run(scorer, "fresh") for q in batch["questions"]]
   place = lambda q: order.index(q) if q in order else len(order)
   tags = {  # of each question, the iterations that drew each answer
     q: [[t for t in row if t >= 0] for row in batch["tokens"][i * G :][:G]]
-    for batch in batches
+    for batch in on_policy
     for i, q in enumerate(batch["questions"])
   }
   compared = 0
@@ -226,11 +229,11 @@ def test_the_longest_answers_take_as_many_stints_as_they_need(scorer):
 
 def test_all_tokens_are_paid_for_once(scorer):
   source, _ = start(scorer, "partial")
-  batches = [seen(source(step, step)) for step in range(1, STEPS + 1)]
-  learnt = sum(t >= 0 for b in batches for row in b["tokens"] for t in row)
+  on_policy = [seen(source(step, step)) for step in range(1, STEPS + 1)]
+  learnt = sum(t >= 0 for b in on_policy for row in b["tokens"] for t in row)
   waiting = int(source.arrays.lengths.sum())
-  assert sum(b["cost"] for b in batches) == learnt + waiting
-  assert sum(b["steps"] for b in batches) == learnt + waiting
+  assert sum(b["cost"] for b in on_policy) == learnt + waiting
+  assert sum(b["steps"] for b in on_policy) == learnt + waiting
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,7 +283,7 @@ def test_answers_are_verified_while_others_are_drawn(scorer):
 
   source, _ = start(Listens(), "fresh")
   told = source._sampling._replace(generate=generate, tells=True)
-  batch = Fresh(told, None, rounds=1)(1, 1)
+  batch = OnPolicy(told, None, rounds=1)(1, 1)
   assert sorted(batch.kept.answers) == list(range(P * G))
   assert batch.kept.marks().total.shape == (P, G)
 

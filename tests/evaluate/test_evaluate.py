@@ -17,7 +17,7 @@ from repository import ROOT
 from configs import tiny_cpu
 from gspo_jax import evaluate, policy, program
 from gspo_jax.data.tasks import Chain
-from gspo_jax.exam import Replies
+from gspo_jax.evaluate.judge import Replies
 from gspo_jax.rewards.pool import Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.checkpoint import Checkpoints

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from gspo_jax.data.readers import json_lines
 from gspo_jax.data.tasks import Problem
-from gspo_jax.question_rows import Row, Skipped
+from gspo_jax.evaluate.benchmark_rows import Row, Skipped
 from gspo_jax.runtime.errors import UserError, nearest
 
 _IDS = ("id", "ID", "unique_id", "question_id", "url")

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gspo_jax.question_sets import Questions
+from gspo_jax.evaluate.benchmarks import Questions
 from gspo_jax.rewards.pool import Answer, Scorer
 
 # Characters of a reference that are written beside each answer. The tests of a

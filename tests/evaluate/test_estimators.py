@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from gspo_jax import estimates
+from gspo_jax.evaluate import estimators, held_out
 
 
 def subsets(n, k):
@@ -20,15 +20,15 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
   correct = np.array(list(itertools.product([False, True], repeat=n)))
   for k in range(1, n + 1):
     share = np.mean([[r[s].any() for s in subsets(n, k)] for r in correct])
-    np.testing.assert_allclose(estimates.pass_at_k(correct, k), share)
+    np.testing.assert_allclose(estimators.pass_at_k(correct, k), share)
 
 
 @pytest.mark.parametrize("k", [-1, 0, 4])
 def test_k_of_n_needs_n_answers(k):
   with pytest.raises(ValueError, match=rf"k={k} .*1\.\.3"):
-    estimates.pass_at_k(np.ones((2, 3), bool), k)
+    estimators.pass_at_k(np.ones((2, 3), bool), k)
   with pytest.raises(ValueError, match=rf"k={k} .*1\.\.3"):
-    estimates.majority_at_k(["abc"] * 2, np.ones((2, 3), bool), k)
+    estimators.majority_at_k(["abc"] * 2, np.ones((2, 3), bool), k)
 
 
 def vote(answers, worth):
@@ -56,12 +56,12 @@ def test_majority_at_k_is_the_mean_over_subsets(n):
           for s in subsets(n, k)
         ]
       )
-      found = estimates.majority_at_k(votes, np.array(right), k)
+      found = estimators.majority_at_k(votes, np.array(right), k)
       assert found == pytest.approx(expected, abs=1e-12), (keys, k)
 
 
 def test_majority_of_ties_the_silent_and_the_divided():
-  majority = lambda votes, right, k: estimates.majority_at_k(
+  majority = lambda votes, right, k: estimators.majority_at_k(
     [votes], np.array([right], bool), k
   )
   assert majority("aab", [1, 1, 0], 3) == 1
@@ -76,7 +76,7 @@ def test_majority_of_ties_the_silent_and_the_divided():
 def test_majority_of_many_answers_is_fast_and_close_to_a_drawn_one():
   rng = np.random.default_rng(0)
   votes = rng.choice(5, size=64, p=[0.3, 0.25, 0.2, 0.15, 0.1])
-  exact = estimates.majority_at_k([votes.tolist()], votes[None] == 0, 16)
+  exact = estimators.majority_at_k([votes.tolist()], votes[None] == 0, 16)
   drawn = [
     vote(rng.choice(votes, 16, replace=False), {0: 1, 1: 0, 2: 0, 3: 0, 4: 0})
     for _ in range(20_000)
@@ -88,14 +88,14 @@ def test_majority_of_a_thousand_answers():
   # Each right with chance 1/4 where all differ, whatever k. It took 15 s.
   votes, right = [list(range(1000))], np.arange(1000)[None] % 4 == 0
   start = time.process_time()
-  for k in estimates.ladder(1000):
-    found = estimates.majority_at_k(votes, right, k)
+  for k in estimators.ladder(1000):
+    found = estimators.majority_at_k(votes, right, k)
     assert found == pytest.approx(0.25, abs=1e-9)
   # 600 to 400: more right ones among k is a hypergeometric event.
   votes, right = [["a"] * 600 + ["b"] * 400], np.arange(1000)[None] < 600
   ways = [math.comb(600, i) * math.comb(400, 128 - i) for i in range(129)]
   expected = (sum(ways[65:]) + ways[64] / 2) / math.comb(1000, 128)
-  found = estimates.majority_at_k(votes, right, 128)
+  found = estimators.majority_at_k(votes, right, 128)
   assert found == pytest.approx(expected, abs=1e-9)
   assert time.process_time() - start < 5
 
@@ -106,7 +106,7 @@ def test_a_majority_of_one_or_two_is_the_average():
   votes = rng.integers(0, 4, size=(20, 8))
   right = votes == 2
   for k in (1, 2):
-    found = estimates.majority_at_k(votes.tolist(), right, k)
+    found = estimators.majority_at_k(votes.tolist(), right, k)
     assert found == pytest.approx(right.mean())
 
 
@@ -114,11 +114,11 @@ def test_the_error_of_an_average_is_over_questions():
   rng = np.random.default_rng(2)
   share = rng.random((4000, 5))  # 4000 sets of 5 questions
   scores = (rng.random((4000, 5, 4)) < share[..., None]).astype(np.float32)
-  found = [estimates.avg(s) for s in scores]
+  found = [estimators.avg(s) for s in scores]
   means, errors = map(np.array, zip(*found, strict=True))
   assert means.std() == pytest.approx(np.sqrt((errors**2).mean()), rel=0.05)
-  assert estimates.avg(np.array([[0.0, 1.0]]))[0] == 0.5
-  assert math.isnan(estimates.avg(np.array([[0.0, 1.0]]))[1])
+  assert estimators.avg(np.array([[0.0, 1.0]]))[0] == 0.5
+  assert math.isnan(estimators.avg(np.array([[0.0, 1.0]]))[1])
 
 
 def likelihood(rating, solved, ratings):
@@ -133,20 +133,20 @@ def test_elo_is_the_likeliest_rating_of_a_grid(seed):
   solved = rng.integers(0, 5, size=20) / 4
   grid = np.arange(-2000, 6000.0)
   best = grid[np.argmax([likelihood(r, solved, ratings) for r in grid])]
-  found = estimates.elo(solved, ratings)
+  found = estimators.elo(solved, ratings)
   assert not found.bounded
   assert found.rating == pytest.approx(best, abs=0.51)
   assert found.low < found.rating < found.high
 
 
 def test_elo_by_hand():
-  even = estimates.elo(np.array([1, 0.0]), np.array([1500, 1500.0]))
+  even = estimators.elo(np.array([1, 0.0]), np.array([1500, 1500.0]))
   assert even.rating == pytest.approx(1500, abs=1e-3)
   # Odds of ten to one are 400 points.
-  odds = estimates.elo(np.array([10 / 11]), np.array([1200.0]))
+  odds = estimators.elo(np.array([10 / 11]), np.array([1200.0]))
   assert odds.rating == pytest.approx(1200)
   assert odds.bounded
-  ten = estimates.elo(np.array([10 / 11] * 11), np.array([1200.0] * 11))
+  ten = estimators.elo(np.array([10 / 11] * 11), np.array([1200.0] * 11))
   assert ten.rating == pytest.approx(1600, abs=1e-3)
   # Wilson's interval of 10 in 11, of which `elo` is the logarithm of the odds.
   n, p, z = 11, 10 / 11, 1.96
@@ -161,18 +161,18 @@ def test_elo_by_hand():
 
 def test_elo_of_all_and_of_none_is_bounded_and_says_so():
   ratings = np.array([1000.0, 1500, 2000])
-  none, all_ = (estimates.elo(np.full(3, x), ratings) for x in (0.0, 1.0))
+  none, all_ = (estimators.elo(np.full(3, x), ratings) for x in (0.0, 1.0))
   assert none.bounded
   assert all_.bounded
   assert none.low == -math.inf
   assert all_.high == math.inf
-  some = [estimates.elo(np.full(3, x), ratings) for x in (0.2, 0.5, 0.8)]
+  some = [estimators.elo(np.full(3, x), ratings) for x in (0.2, 0.5, 0.8)]
   order = [none.rating, *(s.rating for s in some), all_.rating]
   assert order == sorted(set(order))
   assert 0 < none.rating < none.high < all_.high
   assert none.low < all_.low < all_.rating < 3000
   with pytest.raises(ValueError, match="finite ratings"):
-    estimates.elo(np.array([]), np.array([]))
+    estimators.elo(np.array([]), np.array([]))
 
 
 def test_elo_covers_the_rating_of_a_simulated_solver():
@@ -180,7 +180,7 @@ def test_elo_covers_the_rating_of_a_simulated_solver():
   ratings, covered, truth = rng.uniform(800, 3500, 40), 0, 1900.0
   chance = 1 / (1 + 10 ** ((ratings - truth) / 400))
   for _ in range(400):
-    found = estimates.elo((rng.random(40) < chance).astype(float), ratings)
+    found = estimators.elo((rng.random(40) < chance).astype(float), ratings)
     covered += found.low <= truth <= found.high
   assert 0.92 < covered / 400 < 0.98
 
@@ -188,7 +188,7 @@ def test_elo_covers_the_rating_of_a_simulated_solver():
 def test_summary():
   sampled = np.float32([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
   greedy = np.float32([[1], [1], [0]])
-  row = estimates.summarize(sampled, greedy)
+  row = held_out.summarize(sampled, greedy)
   assert row == {
     "eval/pass@1": pytest.approx(5 / 12),
     "eval/avg@4": pytest.approx(5 / 12),
@@ -197,7 +197,7 @@ def test_summary():
     "eval/pass@4": pytest.approx(2 / 3),
     "eval/greedy": pytest.approx(2 / 3),
   }
-  assert set(estimates.summarize(greedy, greedy)) == {
+  assert set(held_out.summarize(greedy, greedy)) == {
     "eval/pass@1",
     "eval/avg@1",
     "eval/greedy",

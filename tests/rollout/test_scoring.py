@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import answer
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.tasks import Chain, Problem
+from gspo_jax.evaluate import held_out
 from gspo_jax.rewards.pool import Scorer, Scores
+from gspo_jax.rollout import scoring
+from gspo_jax.rollout.scoring import ResponseDecoder, Rewards, StreamingScorer
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import TRUNCATED, Ended, Samples
 
@@ -67,20 +69,20 @@ class Pupil:
 
 def test_texts_end_before_the_stop():
   three = asked([Problem("q", "1", "")] * 3)
-  read = answer.read(samples(["#1", "", "#é"]), three, BYTES)
+  read = scoring.decode_responses(samples(["#1", "", "#é"]), three, BYTES)
   assert {i: a.text for i, a in read.items()} == {0: "#1", 1: "", 2: "#é"}
   assert [a.tokens for a in read.values()] == [3, 1, 4]
   assert {a.limit for a in read.values()} == {8}
   cut = jnp.full((1, 8), ord("7"), jnp.int32)
   one = Samples(cut, cut, jnp.array([3]), jnp.array([TRUNCATED]), jnp.int32(8))
   lone = asked([Problem("q", "1", "")])
-  assert answer.read(one, lone, BYTES)[0].text == "777"
+  assert scoring.decode_responses(one, lone, BYTES)[0].text == "777"
 
 
 def test_a_prompt_is_what_the_policy_read():
   system = prompt_batch.PromptConfig(BYTES, 16, "Sum. ", "{question}<think>")
   batch = pipeline.take([Problem("1+1?", "2", "")], system, 1)
-  read = answer.read(samples(["#2"]), batch, BYTES)
+  read = scoring.decode_responses(samples(["#2"]), batch, BYTES)
   assert read[0].prompt == "Sum. 1+1?<think>"[-16:]
 
 
@@ -90,10 +92,10 @@ def test_answers_stand_beside_their_own_question(scorer):
   right, other = (f"#{p.answer}" for p in problems)
   assert right != other
   drawn = samples([right, "", "x", other, right, other])
-  answers = answer.read(drawn, batch, BYTES)
+  answers = scoring.decode_responses(drawn, batch, BYTES)
   assert answers[2].prompt == problems[0].question
   assert answers[3].reference == problems[1].answer
-  marks = answer.mark(scorer, answers, 3, drawn.lengths)()
+  marks = scoring.score_responses(scorer, answers, 3, drawn.lengths)()
   assert marks.total.dtype == np.float32
   np.testing.assert_array_equal(marks.correct, [[1, 0, 0], [1, 0, 1]])
   assert not marks.failed.any()
@@ -103,11 +105,11 @@ def test_answers_told_of_one_by_one_have_the_same_marks(scorer):
   problems = QUESTIONS["problems"][:2]
   right, other = (f"#{p.answer}" for p in problems)
   drawn = samples([right, "", "x", other, right, other])
-  stream = answer.Stream(scorer, answer.Reader(asked(problems), BYTES, 3))
+  stream = StreamingScorer(scorer, ResponseDecoder(asked(problems), BYTES, 3))
   rows, lengths = np.asarray(drawn.tokens), drawn.lengths.tolist()
   for which in ([4, 1], [], [5, 0, 3], [2]):
     stream.tell({i: Ended(rows[i], lengths[i], True) for i in which})
-  at_once = answer.read(drawn, asked(problems), BYTES)
+  at_once = scoring.decode_responses(drawn, asked(problems), BYTES)
   assert dict(sorted(stream.answers.items())) == at_once
   marks = stream.marks(3, drawn.lengths)()
   assert list(marks.parts) == ["final_answer"]
@@ -117,7 +119,7 @@ def test_answers_told_of_one_by_one_have_the_same_marks(scorer):
 
 def test_a_host_without_answers_knows_the_rewards(scorer):
   """The hosts join each reward in turn: none may leave one out."""
-  stream = answer.Stream(scorer, answer.Reader({}, BYTES, 3))
+  stream = StreamingScorer(scorer, ResponseDecoder({}, BYTES, 3))
   marks = stream.marks(3, jnp.zeros(0))()
   assert list(marks.parts) == ["final_answer"]
   assert marks.total.shape == (0, 3)
@@ -128,8 +130,8 @@ def test_the_first_reward_is_the_verdict_and_all_of_them_are_paid():
   drawn = samples([f"#{problems[0].answer}", "#wrong"])
   names = ("final_answer", "length")
   with Scorer(names, (1.0, 0.5), workers=1) as pool:
-    answers = answer.read(drawn, asked(problems), BYTES)
-    marks = answer.mark(pool, answers, 2, drawn.lengths)()
+    answers = scoring.decode_responses(drawn, asked(problems), BYTES)
+    marks = scoring.score_responses(pool, answers, 2, drawn.lengths)()
   np.testing.assert_array_equal(marks.correct, [[1, 0]])
   assert list(marks.parts) == ["final_answer", "length"]
   paid = marks.parts["final_answer"] + 0.5 * marks.parts["length"]
@@ -141,7 +143,7 @@ def test_the_first_reward_is_the_verdict_and_all_of_them_are_paid():
 def test_answer_all_answers_each_question_once(batch, rows, scorer):
   known = [p for i, p in enumerate(QUESTIONS["problems"]) if i in (2, 8, 9)]
   pupil = Pupil(known)
-  rewards = answer.answer_all(
+  rewards = held_out.answer_all(
     pupil,
     "params",
     QUESTIONS,
@@ -178,7 +180,7 @@ def test_answer_all_stops_where_too_many_fail(rows, max_failed):
   """One of two answers to each of ten; two questions fill up the batch."""
 
   def call():
-    return answer.answer_all(
+    return held_out.answer_all(
       Pupil([]),
       "params",
       QUESTIONS,
@@ -202,10 +204,10 @@ def test_answer_all_stops_where_too_many_fail(rows, max_failed):
 def test_a_reason_of_another_host_is_told(monkeypatch):
   """And all of them stop: the marks of all are known to each."""
   none = np.zeros((2, 4), np.float32)
-  marks = answer.Marks(none, {"math": none}, none == 0, ())
+  marks = Rewards(none, {"math": none}, none == 0, ())
   monkeypatch.setattr(multihost, "tell", lambda own: [own, "theirs", "others"])
   with pytest.raises(
     multihost.Agreed, match=r"it: 8 of 8 .* first reason: theirs$"
   ):
-    answer.require_scored([marks], 1.0, of="it")
-  answer.require_scored([marks._replace(failed=none > 0)], 0.0, of="it")
+    scoring.require_scored([marks], 1.0, of="it")
+  scoring.require_scored([marks._replace(failed=none > 0)], 0.0, of="it")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gspo_jax import program
-from gspo_jax.pupil import Pupil, Size, fit
+from gspo_jax.evaluate.policy_sampler import Pupil, Size, fit
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Samples

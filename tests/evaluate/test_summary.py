@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from gspo_jax import scoreboard
 from gspo_jax.data.tasks import Problem
-from gspo_jax.question_sets import Questions
+from gspo_jax.evaluate import summary
+from gspo_jax.evaluate.benchmarks import Questions
 
 
 def questions(count=2, reward="math", ratings=None, **changes):
@@ -31,7 +31,7 @@ def row(text, score, finish="stopped", failed=False, tokens=3, reward="math"):
     "failed": failed,
     "tokens": tokens,
   }
-  kept = scoreboard.brief(reward, whole)
+  kept = summary.brief(reward, whole)
   assert set(whole) - set(kept) == {"text", "reference"}
   return kept
 
@@ -45,7 +45,7 @@ ROWS = [
 
 
 def test_the_numbers_of_a_set():
-  found = scoreboard.summarize(questions(), ROWS)
+  found = summary.summarize(questions(), ROWS)
   assert found == {
     "set": "Mine",
     "reward": "math",
@@ -68,13 +68,13 @@ def test_the_numbers_of_a_set():
 def test_programs_have_no_majority_and_rated_ones_an_elo():
   many = questions(3, "code", [1000, None, 1000.0])
   rows = ROWS + ROWS[1:3]  # of the third, none is right
-  found = scoreboard.summarize(many, rows)
+  found = summary.summarize(many, rows)
   assert found["majority"] is None
   assert found["rated"] == 2
   # One answer in four of those to the two with a rating.
   assert found["elo"]["bounded"] is False
   assert found["elo"]["rating"] == pytest.approx(1000 - 400 * 0.4771, abs=0.1)
-  none = scoreboard.summarize(questions(1, "code", [1000]), ROWS[1:3])
+  none = summary.summarize(questions(1, "code", [1000]), ROWS[1:3])
   assert (none["elo"]["low"], none["elo"]["bounded"]) == (None, True)
   assert none["avg_error"] is None  # one question has no spread
   json.dumps([found, none], allow_nan=False)
@@ -89,7 +89,7 @@ def test_programs_have_no_majority_and_rated_ones_an_elo():
   ],
 )
 def test_equal_results_vote_alike(reward, texts, kinds):
-  votes = [scoreboard.vote(reward, text) for text in texts]
+  votes = [summary.vote(reward, text) for text in texts]
   assert None not in votes
   assert len(set(votes)) == kinds
   assert votes[0] == votes[1]
@@ -97,50 +97,50 @@ def test_equal_results_vote_alike(reward, texts, kinds):
 
 @pytest.mark.parametrize("reward", ["math", "gsm8k", "final_answer"])
 def test_no_result_no_vote(reward):
-  assert scoreboard.vote(f"{reward}:a=1", "#### 7") is not None
-  assert scoreboard.vote(reward, "it is 7") is None
-  assert scoreboard.vote(reward, "") is None
-  assert scoreboard.vote(reward, "#### ") is None
+  assert summary.vote(f"{reward}:a=1", "#### 7") is not None
+  assert summary.vote(reward, "it is 7") is None
+  assert summary.vote(reward, "") is None
+  assert summary.vote(reward, "#### ") is None
 
 
 def test_long_results_vote_but_are_not_remembered():
   long = "####" + "9" * 1_000_000
-  vote = scoreboard.vote("math", long)
-  assert vote == scoreboard.vote("math", f"so\n{long}") is not None
-  assert vote != scoreboard.vote("math", long + "8")
+  vote = summary.vote("math", long)
+  assert vote == summary.vote("math", f"so\n{long}") is not None
+  assert vote != summary.vote("math", long + "8")
   assert len(repr(vote)) < 100
 
 
 def test_words_are_no_vote_for_a_number():
-  assert scoreboard.vote("gsm8k", "#### many") is None
+  assert summary.vote("gsm8k", "#### many") is None
 
 
 def test_correct_answers_are_one_vote_however_they_are_written():
   rows = [row(rf"\boxed{{{text}}}", right) for text, right in
           [(r"\frac{1}{2}", 1.0), ("0.5", 1.0), ("2^{-1}", 1.0), ("3", 0.0),
            ("3", 0.0)]]  # fmt: skip
-  found = scoreboard.summarize(questions(1), rows)
+  found = summary.summarize(questions(1), rows)
   assert found["majority"]["5"] == 1.0
   # One of three equal texts could not be judged: their vote is worth less.
   rows = [row(r"\boxed{1}", 1.0), row(r"\boxed{1}", 0.0, failed=True)]
-  found = scoreboard.summarize(questions(1), rows)
+  found = summary.summarize(questions(1), rows)
   assert found["majority"]["2"] == 0.5
 
 
 def test_rewards_with_arguments():
   many = questions(reward="math:strict=1")
-  assert scoreboard.summarize(many, ROWS)["majority"] is not None
+  assert summary.summarize(many, ROWS)["majority"] is not None
   rows = [row("", 1.0, reward="code:total=20")] * 4
   code = questions(reward="code:total=20")
-  assert scoreboard.summarize(code, rows)["majority"] is None
+  assert summary.summarize(code, rows)["majority"] is None
 
 
 def test_the_table():
   rated = questions(3, "code", [1000, None, 1000], skipped={"no tests": 4})
-  text = scoreboard.render(
+  text = summary.render(
     [
-      scoreboard.summarize(questions(), ROWS),
-      scoreboard.summarize(rated, ROWS[1:3] * 3),
+      summary.summarize(questions(), ROWS),
+      summary.summarize(rated, ROWS[1:3] * 3),
     ]
   )
   lines = [line.split() for line in text.splitlines()]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gspo_jax.answer_file import AnswerFile
+from gspo_jax.evaluate.answers_file import AnswerFile
 from gspo_jax.runtime.errors import UserError
 
 SETTINGS = {"seed": 0, "sets": {"A": {"steps": (1, 2)}}}

@@ -1,0 +1,1 @@
+"""Benchmarks: problems are put to a policy, and its responses judged."""
