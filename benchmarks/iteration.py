@@ -26,8 +26,9 @@ import jax
 
 from benchmarks import record
 from configs import tiny_cpu
-from gspo_jax import policy, program
 from gspo_jax.data import datasets, pipeline
+from gspo_jax.program import functions as program_functions
+from gspo_jax.program import load_params
 from gspo_jax.rewards.pool import Scorer
 from gspo_jax.rollout import scoring
 from gspo_jax.runtime import metric_writer, multihost, sharding
@@ -59,14 +60,14 @@ def prepare(
     workdir: of a run, for its weights; without it they are random.
   """
   mesh = sharding.make_mesh(jax.devices()[:1])
-  run, rows = program.build(config, mesh), sharding.rows(mesh)
+  run, rows = program_functions.build(config, mesh), sharding.rows(mesh)
   questions = datasets.load(config).held_out
   batch = pipeline.take(questions, run.prompting, config.data.prompts)
   prompts = multihost.lay(Prompts(batch["tokens"], batch["length"]), rows)
   writer = metric_writer.Writer(folder, total_steps=1, resume_step=0)
   with jax.set_mesh(mesh):
     fresh = run.init(jax.random.key(0))
-    params = policy.load(config, run, workdir) if workdir else fresh
+    params = load_params.load(config, run, workdir) if workdir else fresh
     state = run.begin(params)
 
   def verify(samples):

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.seeds import train
-from gspo_jax.settings import OBJECTIVES
+from gspo_jax.program.config import OBJECTIVES
 
 COLUMNS = ("pass@1 before", "pass@1 after", "seconds per iteration")
 

@@ -38,11 +38,11 @@ import gspo_jax
 
 sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
 from configs import tiny_cpu
-from gspo_jax import program
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Chain
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses.advantages import group_relative_advantages
+from gspo_jax.program import functions as program_functions
 from gspo_jax.rewards import final_answer
 from gspo_jax.rollout import scoring
 from gspo_jax.runtime import sharding
@@ -142,7 +142,7 @@ plt.show()
 # %%
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
-functions = program.build(config, mesh)
+functions = program_functions.build(config, mesh)
 with Checkpoints(Path(workdir, "cold_start")) as checkpoints:
   restored = checkpoints.restore(functions.abstract_imitation, lambda *_: None)
 before, after = restored.state.params, state.params

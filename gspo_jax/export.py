@@ -20,8 +20,9 @@ import jax
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from gspo_jax import main, policy, program
 from gspo_jax.model import hf
+from gspo_jax.program import command, load_params
+from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -31,16 +32,16 @@ _DTYPE = flags.DEFINE_string(
 )
 
 
-def command() -> None:
+def main() -> None:
   """The console's entry."""
   try:
     app.run(_command, flags_parser=_parse)
   except UserError as error:
-    sys.exit(main.complain(error))
+    sys.exit(command.complain(error))
 
 
 def _parse(argv):
-  return main.parse(
+  return command.parse(
     argv,
     "python -m gspo_jax.export --config=configs/tiny_cpu.py "
     "--workdir=runs/tiny --to=exported",
@@ -55,7 +56,7 @@ def _command(argv) -> int:
     )
     return 0
 
-  return main.on_hosts(work)
+  return command.on_hosts(work)
 
 
 def export(
@@ -77,8 +78,8 @@ def export(
   )
   mesh = multihost.together(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh):
-    made = multihost.together(lambda: program.build(config, mesh))
-    params = policy.load(config, made, workdir)
+    made = multihost.together(lambda: program_functions.build(config, mesh))
+    params = load_params.load(config, made, workdir)
   base = config.model.checkpoint or None
   # Else the base's own tokenizer goes along, file by file.
   own = config.data.tokenizer or not base
@@ -95,4 +96,4 @@ def _add_tokenizer(texts, folder):
 
 
 if __name__ == "__main__":
-  command()
+  main()

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 from absl import logging
 
-from gspo_jax import runs
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.learner.health import require_finite
 from gspo_jax.learner.train_step import TrainState
+from gspo_jax.program import experiment
 from gspo_jax.rollout import dynamic_sampling, scoring
 from gspo_jax.rollout.batch import sampled_tokens
 from gspo_jax.rollout.scoring import Rewards
@@ -19,7 +19,7 @@ from gspo_jax.sampler.samples import TRUNCATED, Prompts
 
 
 def iterate(
-  run: runs.Run,
+  run: experiment.Experiment,
   state: TrainState,
   curriculum: Curriculum,
   source: Source,
@@ -49,7 +49,7 @@ def iterate(
   tick()
 
   # Old log-probs, and what a reference and a critic say, meanwhile.
-  key = runs.step_keys(run, step)[1]
+  key = experiment.iteration_keys(run, step)[1]
   rollout, scored = functions.assemble(asked, samples), {}
   if functions.scores:
     state, rollout, scored = functions.score(state, rollout, key)

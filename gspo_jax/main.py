@@ -12,40 +12,21 @@ to start the same command again; 2 a mistake of the caller's, in one line;
 anything else is a fault, with its traceback.
 """
 
-import re
 import signal
 import sys
-from collections.abc import Callable
 
-from absl import app, flags, logging
-from ml_collections import ConfigDict, config_flags
+from absl import app
 
-from gspo_jax import keys
+from gspo_jax.program.command import (
+  CONFIG,
+  WORKDIR,
+  complain,
+  on_hosts,
+  parse,
+)
 from gspo_jax.runtime.errors import UserError
 
 INTERRUPTED = 75
-START = (
-  "python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny"
-)
-
-_CONFIG = config_flags.DEFINE_config_file(
-  "config",
-  None,
-  "A file of configs/, perhaps with :argument.",
-  lock_config=True,
-)
-_WORKDIR = flags.DEFINE_string(
-  "workdir", None, "Where checkpoints, metrics and samples go."
-)
-_COORDINATOR = flags.DEFINE_string(
-  "coordinator", None, "HOST:PORT where process 0 listens; not on a TPU."
-)
-_NUM_PROCESSES = flags.DEFINE_integer(
-  "num_processes", None, "Processes of the job.", lower_bound=1
-)
-_PROCESS_ID = flags.DEFINE_integer(
-  "process_id", None, "Which of them this is, from 0.", lower_bound=0
-)
 
 
 def main() -> None:
@@ -60,120 +41,12 @@ def _main(argv) -> int:
   def work():
     from gspo_jax import train
 
-    state = train.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+    state = train.train_and_evaluate(CONFIG.value, WORKDIR.value)
     # All is saved: a SIGTERM while the process ends must not change its code.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return INTERRUPTED if state is None else 0
 
   return on_hosts(work)
-
-
-def on_hosts(work: Callable[[], int]) -> int:
-  """Joins the other processes, if any, and works.
-
-  Args:
-    work: returns an exit code, the same on every process.
-
-  Returns:
-    That exit code, or 2 after a UserError.
-  """
-  # Here, and not above, so that a mistaken flag is told at once.
-  from gspo_jax.runtime import multihost
-
-  if not flags.FLAGS["verbosity"].present:
-    logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
-  multihost.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-  try:
-    code = work()
-  except multihost.Agreed as error:
-    return complain(error) if multihost.first() else 2
-  except UserError as error:  # of this process, for all that is known
-    return complain(error)
-  multihost.meet()  # else those who end first give the last save 30 s, no more
-  return code
-
-
-def complain(error: Exception) -> int:
-  """Says in one line what the caller did wrong: the exit code."""
-  print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-  return 2
-
-
-def parse(argv: list[str], start: str = START) -> list[str]:
-  """Parses the flags of a command.
-
-  Args:
-    argv: the command line.
-    start: one that works, with the flags that the command cannot do without.
-
-  Raises:
-    UserError: a flag is mistaken or missing; it names that, and the command.
-  """
-  usage = f"see {start.partition(' --')[0]} --help"
-  try:
-    _check_keys(argv)
-    rest = flags.FLAGS(argv)
-  except UserError:
-    raise
-  except (flags.Error, OSError, ValueError, TypeError) as error:
-    # ml_collections puts a traceback into its message; the cause comes last.
-    cause = str(error).strip().splitlines()[-1]
-    raise UserError(f"{cause}; {usage}") from error
-  if len(rest) > 1:
-    raise UserError(
-      f"unexpected argument {rest[1]!r}: flags are --name=value; {usage}"
-    )
-  for name in re.findall(r" --(\w+)=", start):
-    if not flags.FLAGS[name].value:
-      raise UserError(f"--{name} is missing; for a start: {start}")
-  _check_processes()
-  return rest
-
-
-def _check_processes() -> None:
-  """UserError unless the flags of a multi-process job are all there and fit."""
-  together = (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
-  missing = [flag.name for flag in together if flag.value is None]
-  if len(missing) == len(together):
-    return
-  if missing:
-    raise UserError(
-      f"--{missing[0]} is missing: --coordinator=HOST:PORT --num_processes=N "
-      "--process_id=I belong together"
-    )
-  if not re.fullmatch(r".+:\d+", _COORDINATOR.value):
-    raise UserError(f"--coordinator={_COORDINATOR.value}: expected HOST:PORT")
-  if _PROCESS_ID.value >= _NUM_PROCESSES.value:
-    raise UserError(
-      f"--process_id={_PROCESS_ID.value}: expected 0 to "
-      f"{_NUM_PROCESSES.value - 1}, under --num_processes"
-    )
-
-
-def _check_keys(argv: list[str]) -> None:
-  """UserError for an override of a key that the config file has not."""
-  # Flags of its own: absl defines those of the overrides once a process.
-  first = flags.FlagValues()
-  config = config_flags.DEFINE_config_file(
-    "config", flag_values=first, sys_argv=[]
-  )
-  first(argv, known_only=True)
-  if config.value is None:
-    return
-  known = set(_flatten(config.value))
-  for flag in argv:
-    override = re.match(r"--?(?:no)?config\.([^=]*)", flag)
-    if override and override[1] not in known:
-      hint = keys.hint(override[1], known)
-      raise UserError(f"{flag[:80]}: no such key; {hint}")
-
-
-def _flatten(config: ConfigDict, prefix: str = ""):
-  for key, value in config.items():
-    if isinstance(value, ConfigDict):
-      yield from _flatten(value, f"{prefix}{key}.")
-    else:
-      yield prefix + key
 
 
 if __name__ == "__main__":

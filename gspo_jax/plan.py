@@ -24,15 +24,9 @@ import traceback
 import jax
 from absl import app, flags
 
-from gspo_jax import (
-  aot,
-  chips,
-  main,
-  plan_lower,
-  plan_report,
-  plan_table,
-  program,
-)
+from gspo_jax import aot, chips, plan_lower, plan_report, plan_table
+from gspo_jax.program import command
+from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, nearest
 
@@ -50,19 +44,19 @@ _TOP = flags.DEFINE_integer("top", 0, "Show the N most expensive operations.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead.")
 
 
-def command() -> None:
+def main() -> None:
   """The console's entry."""
   try:
     app.run(_command, flags_parser=_parse)
   except UserError as error:
-    sys.exit(main.complain(error))
+    sys.exit(command.complain(error))
   except Exception:  # Python's own exit code is 1, which says "does not fit"
     traceback.print_exc()
     sys.exit(3)
 
 
 def _parse(argv):
-  return main.parse(
+  return command.parse(
     argv,
     "python -m gspo_jax.plan --config=configs/tiny_cpu.py --topology=v5e:4x4",
   )
@@ -97,7 +91,7 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
     raise UserError(f"--slices={slices}: expected at least 1")
   libtpu = aot.prepare()
   mesh = sharding.make_mesh(aot.devices(where, slices), **config.mesh)
-  made = program.build(config, mesh)
+  made = program_functions.build(config, mesh)
   lowered = plan_lower.functions(config, made)
   results, done = {}, {}
   for name in functions:
@@ -126,4 +120,4 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
 
 
 if __name__ == "__main__":
-  command()
+  main()

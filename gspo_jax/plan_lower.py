@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.program import Program
+from gspo_jax.program.functions import Program
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import PagedSampler
 from gspo_jax.sampler.decode_params import decode_params_sharding

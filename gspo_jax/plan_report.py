@@ -13,7 +13,7 @@ from gspo_jax import aot, chips, ideal, plan_lower
 from gspo_jax.hlo import cost as hlo_cost
 from gspo_jax.hlo import walk as hlo_walk
 from gspo_jax.learner import train_step
-from gspo_jax.program import Program
+from gspo_jax.program.functions import Program
 from gspo_jax.sampler.continuous import PagedSampler
 
 _KEPT = 40  # operations

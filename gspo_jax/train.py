@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import runs, settings
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.evaluate import held_out
@@ -18,6 +17,8 @@ from gspo_jax.iteration import iterate
 from gspo_jax.learner import cold_start
 from gspo_jax.learner.health import HealthChecks
 from gspo_jax.learner.train_step import TrainState
+from gspo_jax.program import config as settings
+from gspo_jax.program import experiment
 from gspo_jax.rollout.batch import RolloutContext
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.one_step_off import OneStepOffPolicy
@@ -47,9 +48,9 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
   multihost.require_joined()
   mesh = multihost.together(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh), Preemption() as preemption:
-    run = multihost.together(lambda: runs.prepare(config, workdir, mesh))
+    run = multihost.together(lambda: experiment.prepare(config, workdir, mesh))
     multihost.require_same(
-      flatten({"config": runs.plain(config)} | run.identity)
+      flatten({"config": experiment.config_as_json(config)} | run.identity)
     )
     multihost.require_shared(run.workdir)
     checkpoints = Checkpoints(
@@ -82,7 +83,7 @@ def _rollouts(run, curriculum) -> Source:
     tokenizer=functions.tokenizer,
     scorer=run.scorer,
     rows=sharding.rows(functions.mesh),
-    key=lambda step: runs.step_keys(run, step)[0],
+    key=lambda step: experiment.iteration_keys(run, step)[0],
     prompts=config.data.prompts,
     group=config.sampler.group_size,
     tells=config.paging.slots > 0,
@@ -113,7 +114,9 @@ def _start(
   run, curriculum, source, checkpoints, preemption
 ) -> TrainState | None:
   """The last good checkpoint, else a fresh policy after its cold start."""
-  accept = lambda _, found: match(runs.identity_in_rl(run), found, "checkpoint")
+  accept = lambda _, found: match(
+    experiment.checkpoint_identity(run), found, "checkpoint"
+  )
   abstract = dataclasses.replace(
     run.program.abstract, waiting=_shapes(source.arrays)
   )
@@ -123,7 +126,9 @@ def _start(
     waiting = restored.metadata.get("rollouts", {})
     source.set_state(restored.state.waiting, waiting)
     multihost.say(f"resumed after step {restored.step}")
-    for line in changes(restored.metadata["config"], runs.plain(run.config)):
+    for line in changes(
+      restored.metadata["config"], experiment.config_as_json(run.config)
+    ):
       multihost.say(line)
     return dataclasses.replace(restored.state, waiting=None)
   if not run.config.cold_start.steps:
@@ -140,7 +145,9 @@ def _note_config(run) -> None:
   if multihost.first():
     path = run.workdir / "run_config.json"
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(runs.plain(run.config), indent=2) + "\n")
+    temporary.write_text(
+      json.dumps(experiment.config_as_json(run.config), indent=2) + "\n"
+    )
     temporary.replace(path)
 
 
@@ -155,7 +162,9 @@ def _imitate(run, preemption) -> TrainState | None:
     width=run.config.sampler.max_new_tokens,
     seed=run.config.seed,
   )
-  settings = {k: v for k, v in runs.plain(cold).items() if k != "dir"}
+  settings = {
+    k: v for k, v in experiment.config_as_json(cold).items() if k != "dir"
+  }
   identity = run.identity | {
     "data": {"fingerprint": sources.fingerprint(run.material.demonstrations)},
     "cold_start": settings | {"from": run.config.model.checkpoint},
@@ -247,10 +256,10 @@ def _watch(run) -> HealthChecks:
 
 def _save(run, curriculum, source, checkpoints, step, state) -> None:
   metadata = {
-    "identity": runs.identity_in_rl(run),
+    "identity": experiment.checkpoint_identity(run),
     "data": curriculum.get_state(),
     "rollouts": source.get_state(),
-    "config": runs.plain(run.config),
+    "config": experiment.config_as_json(run.config),
   }
   whole = dataclasses.replace(state, waiting=source.arrays)
   checkpoints.save(step, whole, metadata)

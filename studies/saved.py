@@ -8,13 +8,14 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from gspo_jax import model, policy
+from gspo_jax import model
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Chain
 from gspo_jax.learner import train_batch
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.model import rounding
-from gspo_jax.program import Program
+from gspo_jax.program import load_params
+from gspo_jax.program.functions import Program
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
@@ -22,7 +23,9 @@ def weights(
   config: ConfigDict, program: Program, folder: Path, step: int
 ) -> model.Params:
   """Those after iteration `step` of the run in `folder`."""
-  return policy.load(config, program, str(folder / "checkpoints" / str(step)))
+  return load_params.load(
+    config, program, str(folder / "checkpoints" / str(step))
+  )
 
 
 def questions(config: ConfigDict, program: Program) -> Iterator[Prompts]:

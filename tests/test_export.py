@@ -14,8 +14,10 @@ from absl.testing import flagsaver
 from repository import ROOT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gspo_jax import export, model, policy, program
+from gspo_jax import export, model
 from gspo_jax.model import hf
+from gspo_jax.program import functions as program_functions
+from gspo_jax.program import load_params
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
@@ -171,10 +173,10 @@ def test_a_run_of_bytes_is_exported_with_its_tokenizer(debug_config, tmp_path):
   debug_config.data.prompts = debug_config.learner.micro_rows = 8
   mesh = sharding.make_mesh(**debug_config.mesh)
   with jax.set_mesh(mesh):
-    made = program.build(debug_config, mesh)
+    made = program_functions.build(debug_config, mesh)
     state = made.begin(made.init(jax.random.key(0)))
     with Checkpoints(tmp_path / "checkpoints", every=1, keep=1) as checkpoints:
-      saved = {"identity": policy.identity(made)}
+      saved = {"identity": load_params.identity(made)}
       checkpoints.save(1, state, saved)
   out = str(tmp_path / "out")
   export.export(debug_config, str(tmp_path), out, dtype="float32")

@@ -9,13 +9,15 @@ import numpy as np
 import optax
 import pytest
 
-from gspo_jax import model, runs, settings, train
+from gspo_jax import model, train
 from gspo_jax.data import tokenizers
 from gspo_jax.data.tasks import Problem
 from gspo_jax.iteration import iterate
 from gspo_jax.learner import credit, experience, train_batch, train_step
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.program import config as settings
+from gspo_jax.program import experiment
 from gspo_jax.rewards.pool import Scorer, Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Samples
@@ -89,8 +91,10 @@ class Broken:
 def test_a_reward_that_always_fails_stops_it(debug_config):
   """All that was drawn counts, whatever dynamic sampling keeps of it."""
   spy = Spy()
-  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
-  run = runs.Run(debug_config, None, spy, Broken(), None, None, None, keys)
+  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
+  run = experiment.Experiment(
+    debug_config, None, spy, Broken(), None, None, None, keys
+  )
   debug_config.sampler.group_size = 2
   debug_config.data.refill_rounds = 3
   debug_config.reward.max_failed = 1.0
@@ -102,9 +106,11 @@ def test_a_reward_that_always_fails_stops_it(debug_config):
 @pytest.mark.parametrize("most", [0.25, 0.5])
 def test_as_many_rewards_may_fail_as_the_config_says(debug_config, most):
   spy = Spy()
-  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
+  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
   scorer = Broken(after=2)
-  run = runs.Run(debug_config, None, spy, scorer, None, None, None, keys)
+  run = experiment.Experiment(
+    debug_config, None, spy, scorer, None, None, None, keys
+  )
   debug_config.sampler.group_size = 2
   debug_config.reward.max_failed = most
   source, state = train._rollouts(run, spy), TrainState(0, None, None)
@@ -118,9 +124,11 @@ def test_as_many_rewards_may_fail_as_the_config_says(debug_config, most):
 
 def test_every_step_and_use_has_its_own_key(debug_config):
   spy = Spy()
-  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
+  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
   scorer = Scorer(("final_answer",), (1.0,), workers=1)
-  run = runs.Run(debug_config, None, spy, scorer, None, None, None, keys)
+  run = experiment.Experiment(
+    debug_config, None, spy, scorer, None, None, None, keys
+  )
   debug_config.sampler.group_size = 2
   debug_config.data.refill_rounds = 2  # both are drawn: no group is mixed
   state = TrainState(0, None, None)
@@ -140,9 +148,11 @@ def test_every_step_and_use_has_its_own_key(debug_config):
 def test_where_no_score_is_needed_none_is_made(debug_config):
   spy = Spy()
   spy.scores = False
-  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
+  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
   scorer = Scorer(("final_answer",), (1.0,), workers=1)
-  run = runs.Run(debug_config, None, spy, scorer, None, None, None, keys)
+  run = experiment.Experiment(
+    debug_config, None, spy, scorer, None, None, None, keys
+  )
   debug_config.sampler.group_size = 2
   with scorer:
     iterate(run, TrainState(0, None, None), spy, train._rollouts(run, spy), 1)
@@ -243,8 +253,10 @@ def tabular(debug_config, monkeypatch):
   debug_config.learner.minibatches = P  # one of them begins unscored
   debug_config.learner.micro_rows = G // 2
   program = Tabular(debug_config)
-  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
-  run = runs.Run(debug_config, None, program, Judge(), None, None, None, keys)
+  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
+  run = experiment.Experiment(
+    debug_config, None, program, Judge(), None, None, None, keys
+  )
   logps = -np.random.default_rng(0).random((P * G, R), np.float32)
   params = {"logps": jnp.asarray(logps)}
   optimizer = program.learner.optimizer

@@ -10,7 +10,8 @@ import jax
 import pytest
 from repository import ROOT
 
-from gspo_jax import aot, chips, plan, plan_table, program
+from gspo_jax import aot, chips, plan, plan_table
+from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -275,7 +276,7 @@ def options_of_update(config, mesh, monkeypatch):
     return jit(function, **keywords)
 
   monkeypatch.setattr(jax, "jit", spy)
-  program.build(config, mesh)
+  program_functions.build(config, mesh)
   return given["step"]
 
 

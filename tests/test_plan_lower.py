@@ -4,14 +4,17 @@ import dataclasses
 
 import jax
 
-from gspo_jax import plan_lower, plan_report, program
+from gspo_jax import plan_lower, plan_report
+from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import paged_decode
 
 
 def built(config, **sizes):
   config.data.prompts = config.learner.micro_rows = 8
-  return program.build(config, sharding.make_mesh(jax.devices()[:4], **sizes))
+  return program_functions.build(
+    config, sharding.make_mesh(jax.devices()[:4], **sizes)
+  )
 
 
 def refill(config):
@@ -62,7 +65,7 @@ def test_orders_are_those_of_a_run(debug_config, monkeypatch):
   spied = dataclasses.replace(made.generate, devices=watched)
   P, S = debug_config.data.prompts, debug_config.data.max_prompt_length
   ones = jax.numpy.ones((P, S), jax.numpy.int32)
-  prompts = program.sampler.Prompts(ones, ones.sum(1))
+  prompts = program_functions.sampler.Prompts(ones, ones.sum(1))
   spied(made.init(jax.random.key(0)), prompts, jax.random.key(1))
   shape = lambda x: (x.shape, x.dtype)
   for field in dataclasses.fields(paged_decode.Orders):

@@ -1,1 +1,5 @@
-"""Benchmarks: problems are put to a policy, and its responses judged."""
+"""Benchmarks: problems are put to a policy, and its responses are judged."""
+
+from gspo_jax.evaluate.evaluator import evaluate
+
+__all__ = ["evaluate"]

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import model, program
+from gspo_jax import model
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate.judge import Replies
+from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts
@@ -96,7 +97,7 @@ class Pupil:
     config.learner.micro_rows = self._batch * config.sampler.group_size
     if self._greedy:
       config.sampler.temperature = 1.0  # not for `generate_greedy`
-    self.program = program.build(config, mesh)
+    self.program = program_functions.build(config, mesh)
     # A set is asked whole, or not at all.
     self._cfg = dataclasses.replace(self.program.prompting, too_long="error")
 

@@ -15,9 +15,12 @@ from absl.testing import flagsaver
 from repository import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import evaluate, policy, program
+from gspo_jax import evaluate
 from gspo_jax.data.tasks import Chain
+from gspo_jax.evaluate import __main__, evaluator
 from gspo_jax.evaluate.judge import Replies
+from gspo_jax.program import functions as program_functions
+from gspo_jax.program import load_params
 from gspo_jax.rewards.pool import Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
@@ -39,8 +42,8 @@ def workdir(tmp_path_factory):
   c = config()
   mesh = sharding.make_mesh(**c.mesh)
   with jax.set_mesh(mesh):
-    made = program.build(c, mesh)
-    saved = {"identity": policy.identity(made)}
+    made = program_functions.build(c, mesh)
+    saved = {"identity": load_params.identity(made)}
     with Checkpoints(folder / "checkpoints", every=1, keep=2) as checkpoints:
       for step in (1, 2):
         state = made.begin(made.init(jax.random.key(step)))
@@ -127,7 +130,7 @@ def test_a_judge_with_arguments(workdir, files, tmp_path):
 def test_seconds_of_a_judge():
   c = config()
   c.reward.seconds = 7.0
-  of = lambda reward: evaluate._seconds(c, reward)
+  of = lambda reward: evaluator._seconds(c, reward)
   assert of("final_answer") == of("length:limit=50") == 7
   assert of("code") == 40
   assert of("code:total=9") == 19
@@ -138,7 +141,7 @@ def test_seconds_of_a_judge():
 def test_an_interrupted_command_goes_on(
   whole, workdir, files, tmp_path, monkeypatch
 ):
-  keep, calls = evaluate.AnswerFile.append, []
+  keep, calls = evaluator.AnswerFile.append, []
 
   def fails_third(self, rows):
     calls.append(rows[0]["set"])
@@ -146,7 +149,7 @@ def test_an_interrupted_command_goes_on(
       raise KeyboardInterrupt
     keep(self, rows)
 
-  monkeypatch.setattr(evaluate.AnswerFile, "append", fails_third)
+  monkeypatch.setattr(evaluator.AnswerFile, "append", fails_third)
   with pytest.raises(KeyboardInterrupt):
     run(workdir, files, tmp_path)
   assert 0 < len(read(tmp_path)) < 66
@@ -240,7 +243,7 @@ class Judge:
 def test_a_judge_that_fails_too_often_stops_it(
   files, tmp_path, monkeypatch, fails, kept, words
 ):
-  (chain,) = evaluate._read(files[:1], 1, len(fails), "final_answer")
+  (chain,) = evaluator._read(files[:1], 1, len(fails), "final_answer")
   said = iter("fail" if f == "y" else "2" for f in fails)
 
   def reply(params, asked, key):
@@ -249,13 +252,13 @@ def test_a_judge_that_fails_too_often_stops_it(
     return Replies(list(asked), texts, count, [False] * len(texts), 9)
 
   pupil = SimpleNamespace(at_once=2, reply=reply)
-  batches = evaluate._batches([chain], [pupil])
-  monkeypatch.setattr(evaluate, "_scorer", lambda *_: Judge())
+  batches = evaluator._batches([chain], [pupil])
+  monkeypatch.setattr(evaluator, "_scorer", lambda *_: Judge())
   stops = nullcontext()
   if words:  # on every process
     stops = pytest.raises(multihost.Agreed, match=words)
-  with evaluate.AnswerFile(str(tmp_path), {}, batches, dict) as answers, stops:
-    evaluate._examine(config(), chain, pupil, None, answers)
+  with evaluator.AnswerFile(str(tmp_path), {}, batches, dict) as answers, stops:
+    evaluator._examine(config(), chain, pupil, None, answers)
   assert len(read(tmp_path)) == kept
 
 
@@ -316,9 +319,9 @@ def test_the_command(workdir, files, tmp_path):
 )
 def test_flags(arguments, words, monkeypatch, capsys):
   monkeypatch.setattr(sys, "argv", ["gspo", *arguments])
-  monkeypatch.setattr(evaluate.main, "on_hosts", lambda work: work())
+  monkeypatch.setattr(evaluator.main, "on_hosts", lambda work: work())
   with flagsaver.flagsaver(), pytest.raises(UserError) as error:
-    evaluate._command(evaluate._parse(sys.argv))
+    __main__._command(__main__._parse(sys.argv))
   assert words in str(error.value)
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import program
 from gspo_jax.evaluate.policy_sampler import Pupil, Size, fit
+from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Samples
@@ -148,7 +148,7 @@ def test_what_only_training_uses_is_not_looked_at(debug_config, changes):
     debug_config[section].update(values)
   mesh = sharding.make_mesh(jax.devices()[:1])
   with pytest.raises(UserError):
-    program.build(debug_config, mesh)
+    program_functions.build(debug_config, mesh)
   Pupil(debug_config, mesh, fit(debug_config, mesh, 4, 5))
 
 

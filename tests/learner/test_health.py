@@ -4,9 +4,10 @@ import types
 
 import pytest
 
-from gspo_jax import settings, train
+from gspo_jax import train
 from gspo_jax.data import tokenizers
 from gspo_jax.learner.health import HealthChecks, require_finite
+from gspo_jax.program import config as settings
 
 HEALTHY = {
   "ratio/moved": 0.5,

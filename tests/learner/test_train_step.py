@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import program, settings
 from gspo_jax.learner import train_step
 from gspo_jax.logprobs import token_logprobs
+from gspo_jax.program import config as settings
+from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Prompts
 
 
 def build(config, devices=1, **mesh):
   mesh = sharding.make_mesh(jax.devices()[:devices], **mesh)
-  return program.build(config, mesh)
+  return program_functions.build(config, mesh)
 
 
 def iterate(run, seed=0, prompts=8, advantages=None):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from configs import moe_tpu_v5
-from gspo_jax import aot, chips, plan_lower, plan_report, program
+from gspo_jax import aot, chips, plan_lower, plan_report
+from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import sharding as sh
 from gspo_jax.sampler.decode_params import decode_params_sharding
 
@@ -46,7 +47,7 @@ class Segment:
     where, self.slots = chips.parse(topology), SLOTS[topology]
     devices = aot.devices(where, 1)
     config = configured(len(devices), self.slots)
-    made = program.build(config, sh.make_mesh(devices, **config.mesh))
+    made = program_functions.build(config, sh.make_mesh(devices, **config.mesh))
     key = jax.eval_shape(lambda: jax.random.key(0))
     lowered, _ = plan_lower._refill(config, made, key)
     self.done = aot.compile_one(lowered["generate"])

@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import program, rewards, runs
+from gspo_jax import rewards
 from gspo_jax import train as training
 from gspo_jax.learner import train_batch
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
+from gspo_jax.program import experiment
+from gspo_jax.program import functions as program_functions
 from gspo_jax.rewards import pool
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
@@ -53,7 +55,7 @@ class MadeRun:
     self.folder, self.run = folder, None
     self.events, self.keys, self.widths, self.pools = [], {}, set(), []
     self.error = ""
-    build, prepare = program.build, runs.prepare
+    build, prepare = program_functions.build, experiment.prepare
 
     def made(config, mesh):
       return _devices(build(config, mesh), config, self)
@@ -64,8 +66,8 @@ class MadeRun:
 
     desk = lambda setup: _Desk(setup, self.pools)
     with (
-      mock.patch.object(program, "build", made),
-      mock.patch.object(runs, "prepare", keep),
+      mock.patch.object(program_functions, "build", made),
+      mock.patch.object(experiment, "prepare", keep),
       mock.patch.object(pool, "Process", desk),
       contextlib.redirect_stdout(io.StringIO()),
     ):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import model, sampler, settings
+from gspo_jax import model, sampler
 from gspo_jax.data import prompt_batch
 from gspo_jax.data.tokenizers import base
 from gspo_jax.learner import (
@@ -25,8 +25,9 @@ from gspo_jax.learner import (
   train_step,
 )
 from gspo_jax.learner.cold_start import as_rollout
-from gspo_jax.limits import check, multiple
 from gspo_jax.model import hf, rounding
+from gspo_jax.program import config as settings
+from gspo_jax.program.checks import check, multiple
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import OnMesh

@@ -11,8 +11,10 @@ from absl import flags
 from absl.testing import flagsaver
 from repository import ROOT
 
-from gspo_jax import main, program, train
-from gspo_jax.limits import divides
+from gspo_jax import main, train
+from gspo_jax.program import command
+from gspo_jax.program import functions as program_functions
+from gspo_jax.program.checks import divides
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -29,7 +31,7 @@ def parse(monkeypatch):
     # ml_collections reads sys.argv itself.
     monkeypatch.setattr(sys, "argv", ["gspo", *arguments])
     with flagsaver.flagsaver():
-      main.parse(sys.argv)
+      command.parse(sys.argv)
       return flags.FLAGS.config, flags.FLAGS.workdir
 
   return call
@@ -38,7 +40,7 @@ def parse(monkeypatch):
 def check(config):
   """What `train` does with a config before any work, on one device."""
   mesh = sharding.make_mesh(jax.devices()[:1], **config.mesh)
-  program.build(config, mesh)
+  program_functions.build(config, mesh)
 
 
 def assert_one_line(text):
@@ -181,10 +183,10 @@ def test_a_value_that_cannot_work_is_named(parse, override, words):
 def test_more_devices_than_rows(debug_config):
   mesh = sharding.make_mesh(data=8)
   with pytest.raises(UserError, match=r"prompts = 4 .*share rows = 8"):
-    program.build(debug_config, mesh)
+    program_functions.build(debug_config, mesh)
   debug_config.data.prompts = 8
   with pytest.raises(UserError, match=r"micro_rows = 4 .*share rows = 8"):
-    program.build(debug_config, mesh)
+    program_functions.build(debug_config, mesh)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def test_who_tells_a_mistake(monkeypatch, capsys, kind, first, told):
   monkeypatch.setattr(main.logging, "set_verbosity", lambda _: None)
   monkeypatch.setattr(sys, "argv", ["gspo", TINY, WORKDIR])
   with flagsaver.flagsaver():
-    main.parse(sys.argv)
+    command.parse(sys.argv)
     assert main._main([]) == 2
   assert capsys.readouterr() == ("", "error: a mistake\n" if told else "")
 
@@ -234,7 +236,7 @@ def test_a_run_that_sigterm_stopped_has_its_own_code(monkeypatch, state, code):
   before = signal.getsignal(signal.SIGTERM)
   try:
     with flagsaver.flagsaver():
-      main.parse(sys.argv)
+      command.parse(sys.argv)
       assert main._main([]) == code
     signal.raise_signal(signal.SIGTERM)  # one that comes too late
   finally:

@@ -1,23 +1,4 @@
-"""The command that puts sets of questions to a policy, as the papers do.
-
-  python -m gspo_jax.evaluate --config=configs/tiny_cpu.py --checkpoint=DIR \\
-    --set=AIME24=aime24.jsonl --set=MATH500=math500.jsonl
-
-DIR is a Hugging Face folder, a workdir of a run (its newest checkpoint), or one
-step of it, WORKDIR/checkpoints/STEP. gspo_jax/evaluate/benchmarks.py lists the
-benchmarks and the columns of their files. Model, prompt, lengths and
-temperature come from the config (`--config.sampler.temperature=0.6
---config.sampler.top_p=0.95`), and
-what only training uses is not checked. A batch holds the questions of a set, or
-as many of them as give `data.prompts * sampler.group_size` answers, as in
-training; it is filled up to a multiple of the devices.
-
-Prints a table; --out (by default DIR/evaluation) gets results.json, and
-answers.jsonl as the answers come: the same command again goes on from there.
-
-Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else is a
-fault, with its traceback.
-"""
+"""Puts benchmarks to a policy, and keeps every response and result."""
 
 import functools
 import inspect
@@ -31,74 +12,23 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import logging
 from ml_collections import ConfigDict
 
-from gspo_jax import main, policy, rewards
+from gspo_jax import rewards
 from gspo_jax.evaluate import benchmarks, summary
 from gspo_jax.evaluate.answers_file import AnswerFile
 from gspo_jax.evaluate.benchmarks import Questions
 from gspo_jax.evaluate.judge import evaluate_set
 from gspo_jax.evaluate.policy_sampler import Pupil, fit
+from gspo_jax.program import load_params
 from gspo_jax.rewards.pool import Scorer, too_many
 from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import flatten
 
-_CHECKPOINT = flags.DEFINE_string(
-  "checkpoint", None, "A Hugging Face folder, a workdir, or a step of it."
-)
-_SETS = flags.DEFINE_multi_string("set", [], "NAME=FILE; may be repeated.")
-_SAMPLES = flags.DEFINE_integer(
-  "samples",
-  None,
-  "Answers a question; else the set's own.",
-  lower_bound=1,
-  upper_bound=1000,  # estimates hold binomials in floats
-)
-_LIMIT = flags.DEFINE_integer(
-  "limit", None, "Only the first so many questions of a set.", lower_bound=1
-)
-_REWARD = flags.DEFINE_string(
-  "reward", "", "Judges, not the sets' own; as in code:total=20."
-)
-_OUT = flags.DEFINE_string("out", None, "A folder for answers and results.")
-
 # Seconds that an answer gets beyond those of all the tests of its program.
 _SPARE = 10.0
-
-
-def command() -> None:
-  """The console's entry."""
-  try:
-    app.run(_command, flags_parser=_parse)
-  except UserError as error:
-    sys.exit(main.complain(error))
-
-
-def _parse(argv):
-  return main.parse(
-    argv,
-    "python -m gspo_jax.evaluate --config=configs/tiny_cpu.py "
-    "--checkpoint=runs/tiny --set=GSM8K=test.jsonl",
-  )
-
-
-def _command(argv) -> int:
-  def work():
-    summaries = evaluate(
-      flags.FLAGS.config,
-      _CHECKPOINT.value,
-      _SETS.value,
-      out=_OUT.value or f"{_CHECKPOINT.value}/evaluation",
-      samples=_SAMPLES.value,
-      limit=_LIMIT.value,
-      reward=_REWARD.value,
-    )
-    multihost.say(summary.render(summaries))
-    return 0
-
-  return main.on_hosts(work)
 
 
 def evaluate(
@@ -132,11 +62,11 @@ def evaluate(
   """
   multihost.require_joined()
   asked = multihost.together(lambda: _read(sets, samples, limit, reward))
-  policy.adopt(config, folder)
+  load_params.adopt(config, folder)
   mesh = multihost.together(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh):
     pupils = multihost.together(lambda: _pupils(config, mesh, asked))
-    params = policy.load(config, pupils[0].program, folder)
+    params = load_params.load(config, pupils[0].program, folder)
     settings = _settings(config, asked, params)
     multihost.require_same(flatten(settings))
     first, batches = multihost.first(), _batches(asked, pupils)
@@ -267,7 +197,3 @@ def _seconds(config, reward) -> float:
     return seconds
   arguments = inspect.signature(rewards.named(reward)).parameters
   return max(seconds, arguments["total"].default + _SPARE)
-
-
-if __name__ == "__main__":
-  command()

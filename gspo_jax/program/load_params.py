@@ -6,7 +6,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from gspo_jax import model
-from gspo_jax.program import Program
+from gspo_jax.program.functions import Program
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import match

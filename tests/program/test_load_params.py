@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from gspo_jax import policy, program
 from gspo_jax.model import hf
+from gspo_jax.program import functions as program_functions
+from gspo_jax.program import load_params
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
@@ -14,7 +15,7 @@ from gspo_jax.runtime.errors import UserError
 @pytest.fixture
 def made(debug_config):
   debug_config.data.prompts = debug_config.learner.micro_rows = 8
-  return program.build(debug_config, sharding.make_mesh(data=8))
+  return program_functions.build(debug_config, sharding.make_mesh(data=8))
 
 
 def fresh(made, seed):
@@ -27,15 +28,15 @@ def run(made, tmp_path):
   """A workdir with steps 1 and 2."""
   with Checkpoints(tmp_path / "checkpoints", every=1, keep=2) as checkpoints:
     for step in (1, 2):
-      saved = {"identity": policy.identity(made) | {"seed": 7}}
+      saved = {"identity": load_params.identity(made) | {"seed": 7}}
       checkpoints.save(step, fresh(made, step), saved)
   return tmp_path
 
 
 def load(config, made, checkpoint):
-  policy.adopt(config, str(checkpoint))
+  load_params.adopt(config, str(checkpoint))
   with jax.set_mesh(made.mesh):
-    return policy.load(config, made, str(checkpoint))
+    return load_params.load(config, made, str(checkpoint))
 
 
 def require_equal(a, b):
@@ -56,10 +57,10 @@ def test_of_a_workdir_the_newest_and_of_a_step_that_one(
 def test_a_hugging_face_folder(debug_config, made, tmp_path):
   wanted = fresh(made, 3).params
   hf.save_hf(wanted, made.cfg, tmp_path / "hf")
-  policy.adopt(debug_config, str(tmp_path / "hf"))
+  load_params.adopt(debug_config, str(tmp_path / "hf"))
   assert debug_config.model.checkpoint == str(tmp_path / "hf")
   debug_config.data.tokenizer = "bytes"
-  again = program.build(debug_config, made.mesh)
+  again = program_functions.build(debug_config, made.mesh)
   require_equal(load(debug_config, again, tmp_path / "hf"), wanted)
 
 
@@ -72,7 +73,7 @@ def test_a_hugging_face_folder(debug_config, made, tmp_path):
 )
 def test_another_model(debug_config, made, run, section, changes, words):
   debug_config[section].update(changes)
-  other = program.build(debug_config, made.mesh)
+  other = program_functions.build(debug_config, made.mesh)
   with pytest.raises(UserError, match=words):
     load(debug_config, other, run)
 
@@ -81,7 +82,7 @@ def test_other_settings_of_the_same_model(debug_config, made, run):
   debug_config.model.remat = True
   debug_config.model.dtype = "bfloat16"
   debug_config.sampler.max_new_tokens = 9
-  other = program.build(debug_config, made.mesh)
+  other = program_functions.build(debug_config, made.mesh)
   require_equal(load(debug_config, other, run), fresh(made, 2).params)
 
 

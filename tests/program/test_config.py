@@ -6,13 +6,15 @@ import inspect
 import jax
 import pytest
 
-from gspo_jax import losses, program, settings
+from gspo_jax import losses
+from gspo_jax.program import config as settings
+from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
 
 def build(config):
-  return program.build(config, sharding.make_mesh(jax.devices()[:1]))
+  return program_functions.build(config, sharding.make_mesh(jax.devices()[:1]))
 
 
 def test_every_public_policy_loss_has_a_name():

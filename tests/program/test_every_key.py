@@ -18,10 +18,11 @@ from ml_collections import ConfigDict
 from observe_program import B, G, P
 
 from configs import common, tiny_cpu
-from gspo_jax import losses, model, settings
+from gspo_jax import losses, model
 from gspo_jax.data.tokenizers import plain
-from gspo_jax.limits import check
 from gspo_jax.model import hf
+from gspo_jax.program import config as settings
+from gspo_jax.program.checks import check
 from gspo_jax.runtime import sharding
 
 

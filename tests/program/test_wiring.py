@@ -18,10 +18,11 @@ import oracles
 import pytest
 
 from configs import tiny_cpu
-from gspo_jax import model, settings
+from gspo_jax import model
 from gspo_jax.learner import credit, critic, experience, train_step
 from gspo_jax.learner.train_batch import MinibatchSplit, TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.program import config as settings
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from configs import common
-from gspo_jax.keys import _COUNTS, OTHER_NAMES, hint
-from gspo_jax.main import _flatten
+from gspo_jax.program.command import _flatten
+from gspo_jax.program.config_keys import _COUNTS, OTHER_NAMES, hint
 
 KEYS = set(_flatten(common.get_config()))
 

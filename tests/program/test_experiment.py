@@ -5,22 +5,26 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from gspo_jax import runs
+from gspo_jax.program import experiment
 from gspo_jax.runtime.errors import UserError
 
 
 def run(config, *, reference=None, critic=None):
   abstract = SimpleNamespace(reference=reference, critic=critic)
   program = SimpleNamespace(abstract=abstract)
-  keys = runs.Keys(*jax.random.split(jax.random.key(0), 4))
+  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
   cold = {"seed": 3}
-  return runs.Run(config, None, program, None, None, None, cold, keys)
+  return experiment.Experiment(
+    config, None, program, None, None, None, cold, keys
+  )
 
 
 def test_a_state_of_rl_agrees_with_more_than_a_cold_start(debug_config):
   plain = run(debug_config)
-  assert runs.identity_in_rl(plain) == plain.identity == {"seed": 3}
-  judged = runs.identity_in_rl(run(debug_config, reference={}, critic={}))
+  assert experiment.checkpoint_identity(plain) == plain.identity == {"seed": 3}
+  judged = experiment.checkpoint_identity(
+    run(debug_config, reference={}, critic={})
+  )
   assert set(judged) - {"seed"} == {
     "a reference (objective.kl_coef)",
     "a critic (objective.name='ppo')",
@@ -34,9 +38,9 @@ def test_a_state_of_rl_agrees_with_more_than_a_cold_start(debug_config):
 def test_answers_that_wait_are_for_the_same_prompts(
   debug_config, rollout, word
 ):
-  before = runs.identity_in_rl(run(debug_config))
+  before = experiment.checkpoint_identity(run(debug_config))
   debug_config.rollout.update(rollout)
-  found = runs.identity_in_rl(run(debug_config))
+  found = experiment.checkpoint_identity(run(debug_config))
   shapes = {
     "data.prompts": debug_config.data.prompts,
     "data.max_prompt_length": debug_config.data.max_prompt_length,
@@ -51,7 +55,11 @@ def test_answers_that_wait_are_for_the_same_prompts(
 
 
 def test_a_steps_keys_are_its_own(debug_config):
-  keys = [k for step in (1, 2) for k in runs.step_keys(run(debug_config), step)]
+  keys = [
+    k
+    for step in (1, 2)
+    for k in experiment.iteration_keys(run(debug_config), step)
+  ]
   assert len({tuple(jax.random.key_data(k).tolist()) for k in keys}) == 4
 
 
@@ -61,4 +69,4 @@ def test_a_reward_is_named_with_its_key(debug_config):
     r"reward.names=\('operator.neg',\): reward 'operator.neg' takes \(a, /\)"
   )
   with pytest.raises(UserError, match=message):
-    runs._scorer(debug_config.reward)
+    experiment._scorer(debug_config.reward)

@@ -7,8 +7,9 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from gspo_jax import policy, program
 from gspo_jax.data import datasets, pipeline
+from gspo_jax.program import functions as program_functions
+from gspo_jax.program import load_params
 from gspo_jax.rewards.pool import Scorer
 from gspo_jax.runtime.errors import UserError
 
@@ -22,7 +23,7 @@ class Keys(NamedTuple):
   steps: jax.Array
 
 
-class Run(NamedTuple):
+class Experiment(NamedTuple):
   """What stays the same from the first step to the last.
 
   Attributes:
@@ -39,7 +40,7 @@ class Run(NamedTuple):
 
   config: ConfigDict
   workdir: epath.Path
-  program: program.Program
+  program_functions: program_functions.Program
   scorer: Scorer
   datasets: datasets.Material
   held_out: dict
@@ -47,19 +48,21 @@ class Run(NamedTuple):
   keys: Keys
 
 
-def prepare(config: ConfigDict, workdir: str, mesh: jax.sharding.Mesh) -> Run:
+def prepare(
+  config: ConfigDict, workdir: str, mesh: jax.sharding.Mesh
+) -> Experiment:
   """What a process can check by itself, before any work.
 
   Raises:
     UserError: the config or the data cannot work as they are.
   """
-  functions = program.build(config, mesh)
+  functions = program_functions.build(config, mesh)
   found = datasets.load(config)
-  identity = policy.identity(functions) | {
+  identity = load_params.identity(functions) | {
     "seed": config.seed,
     "data": {"fingerprint": datasets.fingerprint(found.stages)},
   }
-  return Run(
+  return Experiment(
     config=config,
     workdir=epath.Path(workdir),
     program=functions,
@@ -80,7 +83,7 @@ def _scorer(c: ConfigDict) -> Scorer:
     raise UserError(f"reward.names={tuple(c.names)}: {error}") from error
 
 
-def identity_in_rl(run: Run) -> dict:
+def checkpoint_identity(run: Experiment) -> dict:
   """What a state of RL must agree with, more than a cold start's."""
   more, state = {}, run.program.abstract
   if state.reference is not None:
@@ -101,11 +104,11 @@ def identity_in_rl(run: Run) -> dict:
   return run.identity | more
 
 
-def plain(config: ConfigDict) -> dict:
+def config_as_json(config: ConfigDict) -> dict:
   """A config as JSON gives it back, for a checkpoint."""
   return json.loads(config.to_json_best_effort())
 
 
-def step_keys(run: Run, step: int) -> tuple[jax.Array, jax.Array]:
+def iteration_keys(run: Experiment, step: int) -> tuple[jax.Array, jax.Array]:
   """To draw answers with, and to shuffle them."""
   return tuple(jax.random.split(jax.random.fold_in(run.keys.steps, step)))

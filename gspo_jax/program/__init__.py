@@ -1,0 +1,1 @@
+"""A config and a mesh become frozen settings and jitted functions."""
