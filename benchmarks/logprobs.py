@@ -11,12 +11,13 @@ import argparse
 import dataclasses
 import json
 
-from gspo_jax import aot, chips
+from gspo_jax.plan import chips
+from gspo_jax.plan import compile as plan_compile
 
 
 def peaks(tokens: int, count: int) -> dict[str, int]:
   """Bytes a chip, of logits in pieces and of logits at once."""
-  libtpu = aot.prepare()  # before any use of JAX's backends
+  libtpu = plan_compile.prepare()  # before any use of JAX's backends
   import jax
   import jax.numpy as jnp
 
@@ -24,7 +25,7 @@ def peaks(tokens: int, count: int) -> dict[str, int]:
   from gspo_jax.runtime import sharding
 
   cfg = dataclasses.replace(model.variant("qwen3-30b-a3b"), num_layers=1)
-  devices = aot.devices(chips.parse("v5p:2x2x2"), 1)[:count]
+  devices = plan_compile.devices(chips.parse("v5p:2x2x2"), 1)[:count]
   mesh = sharding.make_mesh(devices, expert=count)
   rows = sharding.rows(mesh)
   head = jax.sharding.NamedSharding(mesh, sharding.layout("head"))

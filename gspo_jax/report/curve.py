@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gspo_jax.report.run import Series
+from gspo_jax.report.workdir import Series
 
 
 class Curve(NamedTuple):

@@ -8,7 +8,6 @@ import numpy as np
 from gspo_jax.report import heat
 from gspo_jax.report.chart import COLOURS, Figure, Line, line_chart, warning
 from gspo_jax.report.curve import thin
-from gspo_jax.report.run import Run
 from gspo_jax.report.scale import number
 from gspo_jax.report.subjects import (
   Chart,
@@ -17,6 +16,7 @@ from gspo_jax.report.subjects import (
   Subject,
   matched,
 )
+from gspo_jax.report.workdir import Run
 
 _POINTS = 240  # of a line, where one run has the page for itself
 

@@ -7,8 +7,8 @@ from html import escape
 import numpy as np
 
 from gspo_jax.report.chart import COLOURS
-from gspo_jax.report.run import Run
 from gspo_jax.report.scale import duration, number
+from gspo_jax.report.workdir import Run
 from gspo_jax.runtime.identity import flatten
 
 

@@ -22,8 +22,8 @@ from gspo_jax.report.chart import (
   text,
 )
 from gspo_jax.report.curve import columns
-from gspo_jax.report.run import Spread
 from gspo_jax.report.scale import Scale, number
+from gspo_jax.report.workdir import Spread
 
 _RIGHT = WIDTH - 12
 _COLUMNS = 160

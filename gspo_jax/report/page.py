@@ -13,8 +13,8 @@ from etils import epath
 from gspo_jax.report import head, samples
 from gspo_jax.report.chart import COLOURS
 from gspo_jax.report.figures import of_subject, table
-from gspo_jax.report.run import Run, read
 from gspo_jax.report.subjects import SUBJECTS
+from gspo_jax.report.workdir import Run, read
 from gspo_jax.runtime.errors import UserError
 
 STYLE, SCRIPT = (

@@ -5,7 +5,7 @@ from html import escape
 
 import numpy as np
 
-from gspo_jax.report.run import Run
+from gspo_jax.report.workdir import Run
 from gspo_jax.runtime import run_files
 
 _STEPS = 24  # on a page, over all runs

@@ -12,9 +12,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from paged_oracle import HUGE, attention, beside, count_trips, draw
 
-from gspo_jax import aot, chips, model
+from gspo_jax import model
 from gspo_jax.model import paged_attention
 from gspo_jax.model import paged_cache as paged
+from gspo_jax.plan import chips
+from gspo_jax.plan import compile as plan_compile
 from gspo_jax.runtime import sharding
 
 K, N, H, S, W, L = 2, 6, 6, 4, 5, 2
@@ -309,8 +311,8 @@ def test_donated_pages_are_written_in_place(name):
 )
 def test_a_tpu_writes_in_place_too(name, dtype, H, most):
   """And does not lay all pages out anew between the writes and the kernel."""
-  aot.prepare()
-  device = aot.devices(chips.parse("v5e:2x2"), 1)[0]
+  plan_compile.prepare()
+  device = plan_compile.devices(chips.parse("v5e:2x2"), 1)[0]
   exact = jax.default_matmul_precision("highest")
   with (
     jax.set_mesh(sharding.make_mesh([device])),

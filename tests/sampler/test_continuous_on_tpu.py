@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from configs import moe_tpu_v5
-from gspo_jax import aot, chips, plan_lower, plan_report
+from gspo_jax.plan import analysis, chips, lower
+from gspo_jax.plan import compile as plan_compile
 from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import sharding as sh
 from gspo_jax.sampler.decode_params import decode_params_sharding
@@ -43,22 +44,22 @@ class Segment:
   """What was compiled, `last` of a quarter of the slots; bytes of a device."""
 
   def __init__(self, topology):
-    aot.prepare()
+    plan_compile.prepare()
     where, self.slots = chips.parse(topology), SLOTS[topology]
-    devices = aot.devices(where, 1)
+    devices = plan_compile.devices(where, 1)
     config = configured(len(devices), self.slots)
     made = program_functions.build(config, sh.make_mesh(devices, **config.mesh))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    lowered, _ = plan_lower._refill(config, made, key)
-    self.done = aot.compile_one(lowered["generate"])
+    lowered, _ = lower._refill(config, made, key)
+    self.done = plan_compile.compile_one(lowered["generate"])
     few = jax.ShapeDtypeStruct(
       (self.slots // 4 * len(devices),),
       np.int32,
       sharding=made.generate.rows,
     )
-    last, _ = plan_lower._refill(config, made, key, few)
-    self.last = aot.compile_one(last["generate"])
-    report = plan_report.function("generate", self.done, config, made, where)
+    last, _ = lower._refill(config, made, key, few)
+    self.last = plan_compile.compile_one(last["generate"])
+    report = analysis.analyze("generate", self.done, config, made, where)
     self.step, sizes = report["decode"], made.generate.sizes
     # A prompt's own partial page is in the pool, too.
     self.longest, self.pool = sizes.width * PAGE, sizes.pages * PAGE

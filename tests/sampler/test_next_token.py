@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format
 
-from gspo_jax import aot, chips, model
+from gspo_jax import model
+from gspo_jax.plan import chips
+from gspo_jax.plan import compile as plan_compile
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import OnMesh
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
@@ -53,8 +55,10 @@ def test_a_head_of_uneven_parts_is_split_with_the_heads_alone():
 
 def test_heads_come_first_where_a_tpu_multiplies_by_them():
   pytest.importorskip("libtpu")
-  aot.prepare()
-  mesh = sharding.make_mesh(aot.devices(chips.parse("v5e:2x2"), 1), tensor=4)
+  plan_compile.prepare()
+  mesh = sharding.make_mesh(
+    plan_compile.devices(chips.parse("v5e:2x2"), 1), tensor=4
+  )
   turned = lambda cfg: {
     jax.tree_util.keystr(path[-1:], simple=True)
     for path, lay in jax.tree.leaves_with_path(

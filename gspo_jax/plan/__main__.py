@@ -1,0 +1,77 @@
+"""Compiles a config's real functions for a TPU slice, with no TPU at hand.
+
+  python -m gspo_jax.plan --config=configs/moe_tpu_v5.py --topology=v5p:4x4x4
+
+It takes a command line of gspo_jax.main unchanged (a workdir is not used). For
+each function it prints whether it fits and how long it would take at best. This
+is a compiler's roofline: nothing runs. gspo_jax/plan/hlo/walk.py says what is
+counted and how. The length of `generate` depends on data, so it prints one
+decode step at the longest cache, and the whole as if every response had full
+length and every step took as long as that one. With `paging.slots`, `generate` is a segment,
+its steps told with every page full; `prefill` stores the longest prompts, and
+`lay_out` prepares the weights once a batch. `score` and `update` are one
+program and take the same memory; the time of `score` is that of all
+minibatches, though of the first a run scores one micro-batch only.
+
+Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line;
+3 a fault, with its traceback.
+"""
+
+import json
+import sys
+import traceback
+
+from absl import app, flags
+
+from gspo_jax.plan import chips, lower
+from gspo_jax.plan import table as plan_table
+from gspo_jax.plan.planner import plan
+from gspo_jax.program import command
+from gspo_jax.runtime.errors import UserError
+
+_TOPOLOGY = flags.DEFINE_string(
+  "topology", None, "A TPU slice: v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:2x2x1."
+)
+_SLICES = flags.DEFINE_integer("slices", 1, "How many of them.")
+_FUNCTIONS = flags.DEFINE_list(
+  "functions", [*lower.FUNCTIONS], "Those to compile; each takes up to minutes."
+)
+_TOP = flags.DEFINE_integer("top", 0, "Show the N most expensive operations.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead.")
+
+
+def main() -> None:
+  """The console's entry."""
+  try:
+    app.run(_command, flags_parser=_parse)
+  except UserError as error:
+    sys.exit(command.complain(error))
+  except Exception:  # Python's own exit code is 1, which says "does not fit"
+    traceback.print_exc()
+    sys.exit(3)
+
+
+def _parse(argv):
+  return command.parse(
+    argv,
+    "python -m gspo_jax.plan --config=configs/tiny_cpu.py --topology=v5e:4x4",
+  )
+
+
+def _command(argv) -> int:
+  report = plan(
+    flags.FLAGS.config,
+    chips.parse(_TOPOLOGY.value),
+    slices=_SLICES.value,
+    functions=_FUNCTIONS.value,
+  )
+  report["config"] = flags.FLAGS["config"].config_filename
+  if _JSON.value:
+    print(json.dumps(report))
+  else:
+    print(plan_table.render(report, top=_TOP.value))
+  return 0 if report["fits"] else 1
+
+
+if __name__ == "__main__":
+  main()

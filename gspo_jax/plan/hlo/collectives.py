@@ -1,0 +1,160 @@
+"""Collectives of a compiled module: their kind, their group, their bytes."""
+
+import dataclasses
+import itertools
+import math
+import re
+
+from gspo_jax.plan.hlo.module import Instruction, Module
+
+_KINDS = (
+  "all-gather",
+  "all-reduce",
+  "all-to-all",
+  "collective-broadcast",
+  "collective-permute",
+  "ragged-all-to-all",
+  "reduce-scatter",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One of them, as one device sees it.
+
+  Attributes:
+    kind: the HLO opcode, "-start" removed; "network" between slices.
+    members: positions in the device order of the first group; of a permute, of
+      the first pair.
+    result: bytes.
+    key: of an asynchronous one, what `awaited` gives where it ends.
+  """
+
+  kind: str
+  members: tuple[int, ...]
+  result: float
+  key: str | None = None
+
+  @property
+  def wire(self) -> float:
+    """Bytes that a device sends, by the ring algorithms."""
+    n = len(self.members)
+    if self.kind in ("collective-permute", "network"):
+      return self.result
+    if self.kind == "reduce-scatter":
+      return self.result * (n - 1)
+    share = self.result * (n - 1) / n
+    return 2 * share if self.kind == "all-reduce" else share
+
+
+def is_collective(i: Instruction) -> bool:
+  return i.op.removesuffix("-start") in _KINDS
+
+
+def started(module: Module, i: Instruction, devices: int) -> list[Collective]:
+  """The collectives that an instruction is, starts, or has fused into it."""
+  if is_collective(i):
+    key = i.name if i.op.endswith("-start") else None
+    return [_collective(i, devices, key)]
+  if i.op == "send" and "_xla_megascale_transfer_type" in i.attributes:
+    # The first and the last device are of different slices.
+    return [Collective("network", (0, devices - 1), i.arrays[0].bytes, i.name)]
+  if i.op != "fusion":
+    return []
+  callee = module[i.called("calls")[0]]
+  inner = [x for x in callee if is_collective(x)]
+  if any(_CHAIN in x.attributes for x in inner):
+    if not _calls(callee, "AsyncCollectiveStart"):
+      return []  # a later link of the chain
+    return [_collective(x, devices, _channel(x)) for x in inner]
+  return [_scattered(_collective(x, devices, None), i) for x in inner]
+
+
+def awaited(module: Module, i: Instruction) -> str | None:
+  """The key of the asynchronous collective that ends here."""
+  if i.op.endswith("-done"):
+    return i.operands[0]
+  if i.op == "fusion":
+    callee = module[i.called("calls")[0]]
+    if _calls(callee, "AsyncCollectiveDone"):
+      return next((_channel(x) for x in callee if is_collective(x)), None)
+  return None
+
+
+# A chain of fusions computes while the collective in all of them proceeds.
+_CHAIN = "chain_id="
+
+
+def _calls(callee, target):
+  return any(f'custom_call_target="{target}"' in x.attributes for x in callee)
+
+
+def _channel(i):
+  return f"channel {i.find(r'channel_id=([0-9]+)')}"
+
+
+def _scattered(c, fusion):
+  """A sum of which the fusion keeps a slice: the others need not come here."""
+  if c.kind != "all-reduce" or 2 * fusion.bytes > c.result:
+    return c
+  part = c.result / len(c.members)
+  return dataclasses.replace(c, kind="reduce-scatter", result=part)
+
+
+def _collective(i, devices, key) -> Collective:
+  result = i.bytes
+  if i.op in ("all-gather-start", "collective-permute-start"):
+    # (operands..., as many results..., context...)
+    n = len(i.operands)
+    result = sum(a.bytes for a in i.arrays[n : 2 * n])
+  members = group(i.attributes, devices)
+  return Collective(i.op.removesuffix("-start"), members, result, key)
+
+
+def group(attributes: str, devices: int) -> tuple[int, ...]:
+  """The first group of devices that an instruction's attributes name."""
+  pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
+  if pairs:
+    return int(pairs[1]), int(pairs[2])
+  listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+  if listed:
+    return tuple(int(n) for n in listed[1].split(","))
+  iota = re.search(
+    r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+  )
+  if iota:
+    return _iota(int(iota[1]), _numbers(iota[2]), _numbers(iota[3] or ""))
+  mesh = re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", attributes)
+  if mesh:
+    return _mesh(mesh[1], mesh[2])
+  return tuple(range(devices))
+
+
+def _numbers(text: str) -> list[int]:
+  return [int(n) for n in text.split(",") if n]
+
+
+def _iota(size, dims, order) -> tuple[int, ...]:
+  """The first `size` of 0, 1, 2, ... in shape `dims`, axes in `order`."""
+  strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
+  order = order or range(len(dims))
+  grid = itertools.product(
+    *(range(0, dims[a] * strides[a], strides[a]) for a in order)
+  )
+  return tuple(sum(place) for place in itertools.islice(grid, size))
+
+
+def _mesh(mesh, axes) -> tuple[int, ...]:
+  """`'a'=16,'b'=4` and `'a':(2)4,'b'`: axis a in parts 2, 4, 2, the middle."""
+  sizes = [(n, int(s)) for n, s in re.findall(r"'([^']+)'=(\d+)", mesh)]
+  strides, after = {}, 1
+  for name, size in reversed(sizes):
+    strides[name], after = after, after * size
+  sizes = dict(sizes)
+  steps = []
+  for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes):
+    part = int(part or sizes[name])
+    inner = sizes[name] // (int(before or 1) * part)
+    stride = strides[name] * inner
+    steps.append(range(0, part * stride, stride))
+  return tuple(sum(place) for place in itertools.product(*steps))

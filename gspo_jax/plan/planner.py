@@ -1,0 +1,56 @@
+"""Compiles the functions of a config for a TPU slice, and costs them."""
+
+import sys
+
+import jax
+
+from gspo_jax.plan import analysis, chips, lower
+from gspo_jax.plan import compile as plan_compile
+from gspo_jax.program import functions as program_functions
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError, nearest
+
+NOTE = "compiler roofline, nothing ran on a chip"
+FUNCTIONS = lower.FUNCTIONS
+
+
+def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
+  """Compiles and costs `functions`; what `--json` prints.
+
+  Raises:
+    UserError: no libtpu, no such slice or function, or a config that cannot
+      work there.
+  """
+  for name in functions or [""]:
+    if name not in FUNCTIONS:
+      raise UserError(f"--functions={name}: {nearest(name, FUNCTIONS)}")
+  if slices < 1:
+    raise UserError(f"--slices={slices}: expected at least 1")
+  libtpu = plan_compile.prepare()
+  mesh = sharding.make_mesh(plan_compile.devices(where, slices), **config.mesh)
+  made = program_functions.build(config, mesh)
+  lowered = lower.functions(config, made)
+  results, done = {}, {}
+  for name in functions:
+    if name not in lowered:  # no reference and no critic, or no pages
+      continue
+    program_id = id(lowered[name])
+    if program_id not in done:
+      print(f"compiling {name} ...", file=sys.stderr, flush=True)
+      done[program_id] = plan_compile.compile_one(lowered[name])
+    results[name] = analysis.analyze(
+      name, done[program_id], config, made, where
+    )
+  return {
+    "topology": str(where),
+    "slices": slices,
+    "devices": mesh.size,
+    "mesh": dict(mesh.shape),
+    "sampler_mesh": dict(analysis.decoding(made).shape),
+    "jax": jax.__version__,
+    "libtpu": libtpu,
+    "note": NOTE,
+    "hbm": where.chip.hbm,
+    "functions": results,
+    "fits": all(result["fits"] for result in results.values()),
+  }

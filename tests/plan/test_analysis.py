@@ -1,0 +1,157 @@
+"""A function's report: what else is in memory, and what its numbers mean."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gspo_jax.plan import analysis, chips
+from gspo_jax.plan import compile as plan_compile
+from gspo_jax.plan.hlo.collectives import Collective
+from gspo_jax.plan.hlo.cost import Cost, Open
+from gspo_jax.runtime import sharding
+from gspo_jax.sampler.continuous import PagedSampler
+
+GIB = 2**30
+WHERE = chips.parse("v5e:2x4")
+
+
+@pytest.fixture(scope="module")
+def made():
+  """Programs with 4 GiB of moments over 8 devices, and a count on each.
+
+  The second has a reference of five times that, and a critic.
+  """
+  mesh = sharding.make_mesh(fsdp=8)
+  split = jax.ShapeDtypeStruct(
+    (8, GIB // 8), jnp.float32, sharding=sharding.rows(mesh)
+  )
+  count = jax.ShapeDtypeStruct(
+    (), jnp.int32, sharding=sharding.everywhere(mesh)
+  )
+  critic = SimpleNamespace(params=[split] * 2, opt_state=[split] * 3)
+  state = SimpleNamespace(
+    params=[split] * 4,
+    opt_state=[split, count],
+    reference=[split] * 5,
+    critic=critic,
+  )
+  bare = SimpleNamespace(
+    params=[split], opt_state=[split, count], reference=None, critic=None
+  )
+  of = functools.partial(SimpleNamespace, generate=None)
+  return of(abstract=bare), of(abstract=state)
+
+
+def memory(name, made, temporaries):
+  sizes = plan_compile.Memory(GIB, 0, 0, temporaries, 0, 0)
+  return analysis._memory(name, sizes, made, WHERE)
+
+
+def test_what_a_function_does_not_read_stays(made):
+  _, whole = made
+  resident = lambda name: memory(name, whole, 0)["memory"]["resident"]
+  assert resident("update") == 0
+  assert resident("score") == 0  # the same program
+  assert resident("generate") == (1 + 3 + 5 + 2) * GIB // 2 + 4
+  assert resident("appraise") == (4 + 1 + 3) * GIB // 2 + 4
+
+
+def test_moments_stay_while_other_functions_run(made):
+  made, _ = made
+  moments = GIB // 2 + 4
+  assert memory("update", made, 0)["memory"]["resident"] == 0
+  report = memory("generate", made, 0)["memory"]
+  assert report["resident"] == moments
+  assert report["needed"] == GIB + moments
+  assert report["free"] == WHERE.chip.hbm - GIB - moments
+
+
+def test_with_pages_the_parameters_stay_while_others_decode(made):
+  bare, _ = made
+  paged = SimpleNamespace(
+    abstract=bare.abstract, generate=object.__new__(PagedSampler)
+  )
+  resident = lambda name, of: memory(name, of, 0)["memory"]["resident"]
+  parameters = GIB // 2
+  for name, more in (("lay_out", 0), ("prefill", parameters)):
+    assert resident(name, paged) == resident("generate", bare) + more
+  assert resident("generate", paged) == resident("prefill", paged)
+
+
+def test_what_the_compiler_fits_may_not_fit_beside_the_moments(made):
+  made, _ = made
+  temporaries = int(14.5 * GIB)
+  assert "fits" not in memory("update", made, temporaries)
+  report = memory("generate", made, temporaries)
+  assert report["fits"] is False
+  assert report["reason"] == (
+    "16.00 GiB needed, 0.50 of it for state that generate does not read, but "
+    "15.75 GiB there"
+  )
+
+
+def test_links_follow_where_the_mesh_puts_devices():
+  device = lambda x, y: SimpleNamespace(coords=(x, y, 0))
+  grid = [device(x, y) for x in range(2) for y in range(4)]
+  mesh = SimpleNamespace(devices=SimpleNamespace(flat=grid))
+  bandwidth = analysis._bandwidth(mesh, WHERE)
+  link = WHERE.chip.link
+  call = lambda *members: bandwidth(Collective("all-gather", members, 1.0))
+  assert call(0, 1, 2, 3) == call(0, 4) == link
+  assert call(*range(8)) == 2 * link
+  # Bytes to the far end of a line of 4 also pass through those between.
+  to_all = Collective("all-to-all", tuple(range(8)), 1.0)
+  assert bandwidth(to_all) == link
+  ragged = Collective("ragged-all-to-all", tuple(range(8)), 1.0)
+  assert bandwidth(ragged) == link
+
+
+STEP = Cost(seconds=2, flops=3, hbm=4)
+DECODING = Open("decoding", 99, 1, STEP)
+
+
+def total(*, branch):
+  """A prefill of 10 seconds; then decoding, perhaps in a branch not taken."""
+  cost = Cost(seconds=10, flops=100, hbm=1000)
+  cost.loops.append(Open("experts", 5, 1, Cost(seconds=1)))
+  cost.branches.append(Open("overflow", 5, 1, Cost(seconds=1)))
+  if branch:
+    inner = Cost(seconds=2, loops=[DECODING])
+    cost.branches.append(Open("longer", 9, 1, inner))
+  else:
+    cost.add(STEP)
+    cost.loops.append(DECODING)
+  return cost
+
+
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize("steps", [1, 7])
+def test_every_decode_step_is_in_the_sum_once(branch, steps):
+  """And what is counted is not listed as uncounted."""
+  cost = total(branch=branch)
+  assert analysis._unroll(cost, steps) is STEP
+  assert cost.seconds == 10 + steps * STEP.seconds
+  assert cost.flops == 100 + steps * STEP.flops
+  assert cost.hbm == 1000 + steps * STEP.hbm
+  assert [o.source for o in cost.loops] == ["experts"]
+  assert [o.source for o in cost.branches] == ["overflow"]
+
+
+def test_without_a_loop_there_is_no_decoding():
+  cost = Cost(seconds=10)
+  assert analysis._unroll(cost, 7) is None
+  assert cost.seconds == 10
+
+
+def test_what_data_decides_is_told_once_a_source():
+  cost = lambda seconds: Cost(seconds=seconds)
+  opened = [
+    Open("layers/cond", 1.0, times, cost(seconds))
+    for times, seconds in ((48, 2.0), (2, 3.0))
+  ]
+  assert analysis._open(opened) == [
+    {"source": "layers/cond", "times": 50, "seconds": 3.0}
+  ]

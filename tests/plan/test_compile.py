@@ -1,0 +1,111 @@
+"""Compiling without a TPU: sizes, refusals, and what is read from them."""
+
+import importlib.util
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from gspo_jax.plan import chips
+from gspo_jax.plan import compile as plan_compile
+from gspo_jax.runtime.errors import UserError
+
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
+)
+
+
+def compiled(topology, function, shape, dtype=jnp.float32):
+  """The function on the slice's first device, its argument donated."""
+  plan_compile.prepare()
+  device = plan_compile.devices(chips.parse(topology), 1)[0]
+  argument = jax.ShapeDtypeStruct(
+    shape, dtype, sharding=SingleDeviceSharding(device)
+  )
+  jitted = jax.jit(function, donate_argnums=0)
+  return plan_compile.compile_one(jitted.lower(argument))
+
+
+def test_without_libtpu_it_names_the_extra(monkeypatch):
+  monkeypatch.setitem(sys.modules, "libtpu", None)
+  with pytest.raises(UserError, match=r"pip install 'gspo_jax\[plan\]'"):
+    plan_compile.prepare()
+
+
+def test_the_larger_account_is_needed():
+  sizes = {"arguments": 10, "outputs": 6, "aliased": 4, "code": 1}
+  assert plan_compile.Memory(**sizes, temporaries=20, peak=5).needed == 33
+  assert plan_compile.Memory(**sizes, temporaries=20, peak=50).needed == 50
+
+
+@needs_libtpu
+def test_memory_of_a_donated_argument():
+  done = compiled("v5e:2x2", lambda x: x + 1, (1024, 1024))
+  assert done.memory.arguments == done.memory.outputs == 4 * 2**20
+  assert done.memory.aliased == 4 * 2**20
+  assert 4 * 2**20 <= done.memory.needed < 6 * 2**20
+  assert done.reason == ""
+  assert done.module.entry.root.bytes == 4 * 2**20
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+  "topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+)
+def test_the_compiler_refuses_at_the_tables_size(topology):
+  done = compiled(topology, lambda x: jnp.sort(x, 0), (400, 2**20, 128))
+  assert done.memory is None
+  assert done.module is None
+  limit = chips.parse(topology).chip.hbm / 2**30
+  assert f"exceeds available HBM ({limit:.2f}G)" in done.reason
+  size, what = done.buffers[0]
+  assert size >= 4 * 400 * 2**27
+  assert "f32[400,1048576,128]" in what
+
+
+@needs_libtpu
+def test_devices_of_two_slices():
+  plan_compile.prepare()
+  found = plan_compile.devices(chips.parse("v5e:2x2"), 2)
+  assert len(found) == 8
+  assert {d.slice_index for d in found} == {0, 1}
+
+
+def test_a_libtpu_that_dumps_nothing_is_named(monkeypatch, tmp_path):
+  (tmp_path / "x.before_codegen.txt").write_text("HloModule x")
+  monkeypatch.setattr(
+    plan_compile.importlib.metadata, "version", lambda name: "9.9.9"
+  )
+  with pytest.raises(UserError, match=r"libtpu 9\.9\.9 dumps no \*after_codeg"):
+    plan_compile._module(tmp_path)
+
+
+REPORT = """\
+Memory Space: default (color=0)
+Total bytes: 2166784 (2.07MiB)
+  cumulative_size;       size;       offset; used_by_n_values; shapes_list
+  ------------------------------------------------------------
+    1.00MiB(100%);    1.00MiB;            0;                1; f32[1024,256]
+
+  cumulative_size;       size;       offset; used_by_n_values; shapes_list
+  ------------------------------------------------------------
+       512B( 20%);       512B;        32768;                1; pred[]
+     2.5KiB(100%);     2.0KiB;        16384;                5; 5×s32[512]
+
+
+Memory Space: vmem (color=1)
+Total bytes: 3145728 (3.00MiB)
+  ------------------------------------------------------------
+    3.00MiB(100%);    3.00MiB;      1048576;                1; f32[1024,768]
+"""
+
+
+def test_buffers_are_those_in_hbm_the_largest_first(tmp_path):
+  (tmp_path / "x.memory-usage-report.txt").write_text(REPORT)
+  assert plan_compile._buffers(tmp_path) == [
+    (2**20, "f32[1024,256]"),
+    (2048, "5×s32[512]"),
+    (512, "pred[]"),
+  ]

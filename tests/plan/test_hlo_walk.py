@@ -1,0 +1,308 @@
+"""Costs with loops multiplied out: by hand, and of what libtpu compiles."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gspo_jax.plan import chips
+from gspo_jax.plan import compile as plan_compile
+from gspo_jax.plan.hlo import cost as hlo_cost
+from gspo_jax.plan.hlo import module as hlo_module
+from gspo_jax.plan.hlo import walk as hlo_walk
+
+CHIP = chips.Chip(
+  flops=1e6,
+  hbm=1e9,
+  hbm_bandwidth=1e3,
+  link=100.0,
+  network=1.0,
+  axes=2,
+  cubes=False,
+)
+
+
+def cost_of(text):
+  module = hlo_module.parse(text)
+  return hlo_walk.walk(module, CHIP, lambda c: CHIP.link, devices=4)
+
+
+BODY = """
+%body (t: (s32[], f32[500])) -> (s32[], f32[500]) {
+  %t = (s32[], f32[500]{0}) parameter(0)
+  %i = s32[]{:S(6)} get-tuple-element(%t), index=0
+  %x = f32[500]{0} get-tuple-element(%t), index=1
+  %one = s32[]{:S(6)} constant(1)
+  %j = s32[]{:S(6)} add(%i, %one)
+  %y = f32[500]{0} add(%x, %x), metadata={op_name="twice"}
+  %z = f32[500]{0} all-reduce(%y), replica_groups={{0,1,2,3}}
+  ROOT %out = (s32[], f32[500]{0}) tuple(%j, %z)
+}
+"""
+TEST = """
+%test (u: (s32[], f32[500])) -> pred[] {
+  %u = (s32[], f32[500]{0}) parameter(0)
+  %k = s32[] get-tuple-element(%u), index=0
+  %c = s32[] constant(5)
+  ROOT %go = pred[] compare(%k, %c), direction=LT
+}
+"""
+BY_DATA = """
+%test (u: (s32[], f32[500])) -> pred[] {
+  %u = (s32[], f32[500]{0}) parameter(0)
+  ROOT %go = pred[] custom-call(%u), custom_call_target="AllocateBuffer"
+}
+"""
+LOOP = """
+ENTRY %main (x: f32[500]) -> (s32[], f32[500]) {
+  %x0 = f32[500]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %in = (s32[], f32[500]{0}) tuple(%zero, %x0)
+  ROOT %loop = (s32[], f32[500]{0}) while(%in), condition=%test, body=%body
+}
+"""
+
+
+def test_a_scan_counts_as_often_as_it_runs():
+  cost = cost_of(BODY + TEST + LOOP)
+  # two reads and a write of 2000 bytes, at 1000 a second
+  assert cost.hbm == 5 * 6000
+  assert cost.seconds == pytest.approx(5 * 6)
+  # 2 * 3/4 of 2000 bytes, at 100 a second
+  ((kind, traffic),) = cost.collectives.items()
+  assert kind == ("all-reduce", 4, False)
+  assert (traffic.count, traffic.wire, traffic.seconds) == (5, 15000, 150)
+  assert cost.by_source["twice"] == (30, 0, 30000)
+  assert cost.perfect == 150
+  assert cost.scheduled == cost.serial == 180
+
+
+def test_a_loop_that_data_decides_counts_once_and_is_listed():
+  cost = cost_of(BODY + BY_DATA + LOOP)
+  assert cost.serial == 36
+  (loop,) = cost.loops
+  assert loop.cost.serial == 36
+  assert loop.state == 2004
+  assert hlo_cost.longest_loop(cost) == (loop, loop)
+
+
+BRANCHES = """
+%cheap (p: f32[500]) -> f32[500] {
+  ROOT %p = f32[500]{0} parameter(0)
+}
+
+%dear (q: f32[500]) -> f32[500] {
+  %q = f32[500]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %in = (s32[], f32[500]{0}) tuple(%zero, %q)
+  %loop = (s32[], f32[500]{0}) while(%in), condition=%test, body=%body
+  %x2 = f32[500]{0} get-tuple-element(%loop), index=1
+  ROOT %sum = f32[500]{0} add(%x2, %x2)
+}
+
+ENTRY %main (x: f32[500], n: pred[]) -> f32[500] {
+  %x0 = f32[500]{0} parameter(0)
+  %n = pred[] parameter(1)
+  ROOT %c = f32[500]{0} conditional(%n, %x0, %x0), branch_computations={%dear, %cheap}
+}
+"""  # noqa: E501
+
+
+def test_a_conditional_counts_its_cheapest_branch_and_lists_the_other():
+  cost = cost_of(BODY + BY_DATA + BRANCHES)
+  assert cost.serial == 0
+  (branch,) = cost.branches
+  assert branch.cost.serial == 6 + 36  # with one trip of the loop in it
+  loop, listed = hlo_cost.longest_loop(cost)
+  assert loop.cost.serial == 36
+  assert listed is branch
+
+
+@pytest.mark.parametrize(("dearest", "serial"), [(True, 42), (False, 0)])
+def test_the_caller_may_know_which_branch_is_taken(dearest, serial):
+  named = BRANCHES.replace(
+    "{%dear, %cheap}",
+    '{%dear, %cheap}, metadata={op_name="jit(f)/while/body/known/cond"}',
+  )
+  module = hlo_module.parse(BODY + BY_DATA + named)
+  walk = lambda scope: hlo_walk.walk(
+    module, CHIP, lambda c: CHIP.link, devices=4, branches={scope: dearest}
+  )
+  cost = walk("known")
+  assert cost.serial == serial
+  assert not cost.branches
+  assert len(walk("other").branches) == 1
+
+
+COVERED = """
+ENTRY %main (x: f32[500]) -> f32[500] {{
+  %x = f32[500]{{0}} parameter(0)
+  %g-start = (f32[500]{{0}}, f32[2000]{{0}}) all-gather-start(%x), replica_groups={{{{0,1,2,3}}}}
+  {between}
+  %g-done = f32[2000]{{0}} all-gather-done(%g-start)
+  ROOT %b = f32[500]{{0}} add(%x, %x)
+}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+  ("between", "stalled"),
+  [("%n = s32[] constant(0)", 60), ("%a = f32[500]{0} add(%x, %x)", 54)],
+)
+def test_what_the_schedule_does_meanwhile_covers_a_collective(between, stalled):
+  cost = cost_of(COVERED.format(between=between))
+  assert cost.wire_seconds == 60  # 3/4 of 8000 bytes, at 100 a second
+  assert cost.stalled == stalled
+  assert cost.scheduled == cost.seconds + stalled
+
+
+def test_two_collectives_share_the_links():
+  second = (
+    "%h-start = (f32[500]{0}, f32[2000]{0}) all-gather-start(%x), "
+    "replica_groups={{0,1,2,3}}\n  %a = f32[500]{0} add(%x, %x)\n"
+    "  %h-done = f32[2000]{0} all-gather-done(%h-start)"
+  )
+  cost = cost_of(COVERED.format(between=second))
+  assert cost.stalled == 60 + 60 - 6
+  assert cost.perfect <= cost.scheduled <= cost.serial
+
+
+WAITING = """
+ENTRY %main (x: f32[500]) -> f32[500] {{
+  %x = f32[500]{{0}} parameter(0)
+  %g{start} = (f32[500]{{0}}, f32[2000]{{0}}) all-gather{start}(%x), replica_groups={{{{0,1,2,3}}}}
+  ROOT %b = f32[500]{{0}} add(%x, %x)
+}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(("start", "stalled"), [("", 75), ("-start", 54)])
+def test_nothing_covers_a_synchronous_one_and_all_end_with_their_computation(
+  start, stalled
+):
+  """75: the tuple of 10,000 bytes is the result; else 8,000 of them are."""
+  assert cost_of(WAITING.format(start=start)).stalled == stalled
+
+
+OFFLOADED = """
+%gather (a: f32[500]) -> f32[2000] {
+  %a = f32[500]{0} parameter(0)
+  %g-start = (f32[500]{0}, f32[2000]{0}) all-gather-start(%a), replica_groups={{0,1,2,3}}
+  ROOT %g-done = f32[2000]{0} all-gather-done(%g-start)
+}
+
+%wrapped (b: f32[500]) -> f32[2000] {
+  %b = f32[500]{0} parameter(0)
+  ROOT %call = f32[2000]{0} custom-call(%b), custom_call_target="T", called_computations={%gather}
+}
+
+ENTRY %main (x: f32[500]) -> f32[500] {
+  %x = f32[500]{0} parameter(0)
+  %start = ((f32[500]{0}), f32[2000]{0}, u32[]) async-start(), calls=%wrapped
+  %update = ((f32[500]{0}), f32[2000]{0}, u32[]) async-update(%start, %x)
+  %y = f32[500]{0} add(%x, %x)
+  %done = f32[2000]{0} async-done(%update)
+  ROOT %z = f32[500]{0} add(%y, %y)
+}
+"""  # noqa: E501
+
+
+def test_a_collective_of_another_core_runs_beside():
+  cost = cost_of(OFFLOADED)
+  ((kind, traffic),) = cost.collectives.items()
+  assert kind == ("all-gather", 4, True)
+  assert traffic.seconds == 60
+  assert cost.seconds == 12  # two additions, the first of them meanwhile
+  assert cost.stalled == 54
+
+
+# What libtpu makes of JAX programs whose cost is known.
+
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
+)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+  plan_compile.prepare()
+  devices = plan_compile.devices(chips.parse("v5e:2x2"), 1)
+  return Mesh(np.array(devices).reshape(4), ("x",))
+
+
+def compiled(mesh, function, shapes, specs):
+  """The cost of a shard_map, on each of its four devices."""
+  arguments = [
+    jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, p))
+    for (s, t), p in zip(shapes, specs, strict=True)
+  ]
+  function = jax.shard_map(
+    function,
+    mesh=mesh,
+    in_specs=tuple(specs),
+    out_specs=P(),
+    check_vma=False,
+  )
+  done = plan_compile.compile_one(jax.jit(function).lower(*arguments))
+  chip = chips.CHIPS["v5e"]
+  return hlo_walk.walk(done.module, chip, lambda c: chip.link, 4)
+
+
+@needs_libtpu
+def test_flops_of_a_scan_of_products(mesh):
+  def function(x, w):
+    body = lambda c, w: (jax.nn.relu(c @ w), None)
+    return jax.lax.scan(body, x, w)[0]
+
+  shapes = [((512, 256), jnp.bfloat16), ((7, 256, 256), jnp.bfloat16)]
+  cost = compiled(mesh, function, shapes, [P("x"), P()])
+  assert cost.flops == 7 * 2 * 128 * 256 * 256
+  weights = 7 * 256 * 256 * 2
+  assert weights <= cost.hbm < 1.3 * weights  # each once; the rest in VMEM
+
+
+@needs_libtpu
+def test_flops_of_a_gradient_through_a_batched_product(mesh):
+  def function(q, k):
+    scores = lambda q, k: jnp.einsum("bth,bsh->bts", q, k).astype(jnp.float32)
+    loss = lambda q, k: jnp.square(scores(q, k)).sum()
+    return jax.grad(loss, argnums=(0, 1))(q, k)
+
+  shapes = [((6, 256, 128), jnp.bfloat16), ((6, 512, 128), jnp.bfloat16)]
+  cost = compiled(mesh, function, shapes, [P(), P()])
+  # forward, and one product for each gradient
+  assert cost.flops == 3 * 2 * 6 * 256 * 512 * 128
+
+
+@needs_libtpu
+def test_collectives_in_a_scan(mesh):
+  def function(x):
+    body = lambda c, _: (jax.lax.psum(c * 2, "x") * 0.25 + 1, None)
+    return jax.lax.scan(body, x, None, length=5)[0]
+
+  cost = compiled(mesh, function, [((1024, 256), jnp.float32)], [P()])
+  ((kind, traffic),) = cost.collectives.items()
+  assert kind == ("all-reduce", 4, False)
+  assert traffic.count == 5
+  assert traffic.wire == 5 * 2 * 3 / 4 * 1024 * 256 * 4
+
+
+@needs_libtpu
+def test_loops_in_loops_and_loops_of_data(mesh):
+  def function(x, w):
+    inner = lambda c, _: (c @ w, None)
+    outer = lambda c, _: (jax.lax.scan(inner, c, None, length=3)[0] + 1, None)
+    x = jax.lax.scan(outer, x, None, length=4)[0]
+    small = lambda x: jnp.abs(x).sum() < 1e3
+    return jax.lax.while_loop(small, lambda x: (x @ w) * 2, x)
+
+  shapes = [((128, 128), jnp.bfloat16)] * 2
+  cost = compiled(mesh, function, shapes, [P(), P()])
+  once = 2 * 128**3
+  assert cost.flops == (12 + 1) * once
+  (loop,) = cost.loops
+  assert loop.cost.flops == once

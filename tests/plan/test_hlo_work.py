@@ -1,0 +1,257 @@
+"""FLOPs and bytes of single instructions, against counting by hand."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from gspo_jax.model import attention
+from gspo_jax.plan.hlo import module as hlo_module
+from gspo_jax.plan.hlo import work as hlo_work
+
+HEAD = "ENTRY %main (a: f32[4]) -> f32[4] {\n"
+
+
+def first_of(body, *, computations=""):
+  """The module of some instructions, and the one called %it."""
+  module = hlo_module.parse(f"{computations}\n{HEAD}{body}\n}}")
+  return module, module.entry, module.entry.get("it")
+
+
+def test_a_matrix_product():
+  work = first_of(
+    "  %a = bf16[3,32,64]{2,1,0} parameter(0)\n"
+    "  %b = bf16[3,64,16]{2,1,0} parameter(1)\n"
+    "  ROOT %it = f32[3,32,16]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, "
+    "lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}"
+  )
+  assert hlo_work.flops(*work) == 2 * 3 * 32 * 64 * 16
+  read, written = 2 * 3 * 64 * (32 + 16), 4 * 3 * 32 * 16
+  assert hlo_work.hbm_bytes(*work) == read + written
+
+
+def test_a_batched_product_written_as_a_convolution():
+  """As TPUs write it: 8 pairs of [32, 64] x [64, 16], mostly in padding."""
+  work = first_of(
+    "  %a = bf16[8,32,64]{2,1,0} parameter(0)\n"
+    "  %b = bf16[8,64,16]{2,1,0} parameter(1)\n"
+    "  ROOT %it = f32[8,32,16]{2,1,0} convolution(%a, %b), "
+    "window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf"
+  )
+  assert hlo_work.flops(*work) == 2 * 8 * 32 * 64 * 16
+
+
+def test_a_full_convolution_of_one_element():
+  """[5, 64] x [4, 64, 128], the 4 as outputs of a padded window."""
+  work = first_of(
+    "  %a = bf16[5,64,1]{2,1,0} parameter(0)\n"
+    "  %b = bf16[4,128,64]{2,1,0} parameter(1)\n"
+    "  ROOT %it = bf16[5,4,128]{2,1,0} convolution(%a, %b), "
+    "window={size=4 pad=3_3 rhs_reversal=1}, dim_labels=bf0_0oi->b0f"
+  )
+  assert hlo_work.flops(*work) == 2 * 5 * 4 * 64 * 128
+
+
+def test_overlaps_against_trying_all():
+  choices = (1, 4, 9), (1, 3), (1, 2, 3), (0, 2), (0, 1), (1, 2, 6), (1, 2)
+  tried = 0
+  for left, right, stride, low, high, spread, apart in product(*choices):
+    width = low + (left - 1) * spread + 1 + high
+    out = (width - (right - 1) * apart - 1) // stride + 1
+    if out < 1:
+      continue
+    real = {low + n * spread for n in range(left)}
+    met = sum(
+      o * stride + k * apart in real for o in range(out) for k in range(right)
+    )
+    window = {"stride": stride, "low": low, "spread": spread, "apart": apart}
+    assert hlo_work._overlaps(left, right, out, **window) == met
+    tried += 1
+  assert tried > 300
+
+
+def test_a_kernel_tells_its_own_flops():
+  work = first_of(
+    "  %a = f32[4]{0} parameter(0)\n"
+    '  ROOT %it = f32[4]{0} custom-call(%a), custom_call_target="tpu_custom_'
+    'call", backend_config={"cost_estimate":{"bytes":"1","flops":"42"}}'
+  )
+  assert hlo_work.flops(*work) == 42
+  assert not hlo_work.is_unknown_kernel(*work[1:])
+
+
+def scores(T):
+  """That splash computes: of every block with one that is not masked."""
+  kernel = attention._kernel(1, T, True)
+  block = kernel.kwargs["block_sizes"].block_q
+  blocks = np.tri(T, dtype=bool).reshape(T // block, block, -1, block)
+  return blocks.any((1, 3)).sum() * block**2
+
+
+@pytest.mark.parametrize("T", [128, 640, 768, 1024])
+@pytest.mark.parametrize(
+  ("name", "results", "products"),
+  [
+    ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2),
+    ("splash_mqa_dkv", "(bf16[2,{T},32], bf16[2,{T},32])", 4),
+    ("splash_mha_dkv", "(bf16[3,8,{T},32], bf16[2,{T},32])", 5),
+    ("splash_mha_dq", "bf16[8,{T},32]", 3),
+  ],
+)
+def test_attention_kernels_by_counting_blocks(name, results, products, T):
+  body = (
+    "  %mask = s8[1,8,8]{2,1,0} parameter(0)\n"
+    f"  %q = bf16[8,{T},32]{{2,1,0}} parameter(1)\n"
+    f"  %k = bf16[2,{T},32]{{2,1,0}} parameter(2)\n"
+    f"  ROOT %{name}.3 = {results.format(T=T)} custom-call(%mask, %q, %k, %k), "
+    'custom_call_target="tpu_custom_call"'
+  )
+  module = hlo_module.parse(f"{HEAD}{body}\n}}")
+  kernel = module.entry.root
+  one = 2 * 8 * scores(T) * 32
+  assert hlo_work.flops(module, module.entry, kernel) == products * one
+  assert not hlo_work.is_unknown_kernel(module.entry, kernel)
+
+
+def test_a_kernel_that_tells_nothing_is_named():
+  _, entry, kernel = first_of(
+    "  %a = f32[4]{0} parameter(0)\n"
+    '  ROOT %it = f32[4]{0} custom-call(%a), custom_call_target="tpu_custom_'
+    'call"'
+  )
+  assert hlo_work.is_unknown_kernel(entry, kernel)
+
+
+STACK = """
+%pick (s: f32[48,1000], n: s32[]) -> f32[1000] {
+  %s = f32[48,1000]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %row = f32[1,1000]{1,0} dynamic-slice(%s, %n, %z)
+  ROOT %flat = f32[1000]{0} bitcast(%row)
+}
+
+%double (s: f32[48,1000], n: s32[]) -> f32[1000] {
+  %s.1 = f32[48,1000]{1,0} parameter(0)
+  %n.1 = s32[] parameter(1)
+  %f = f32[1000]{0} fusion(%s.1, %n.1), kind=kLoop, calls=%pick
+  ROOT %sum = f32[1000]{0} add(%f, %f)
+}
+
+%store (s: f32[48,1000], r: f32[1,1000], n: s32[]) -> f32[48,1000] {
+  %s.2 = f32[48,1000]{1,0} parameter(0)
+  %r = f32[1,1000]{1,0} parameter(1)
+  %n.2 = s32[] parameter(2)
+  %z.2 = s32[] constant(0)
+  ROOT %new = f32[48,1000]{1,0} dynamic-update-slice(%s.2, %r, %n.2, %z.2)
+}
+"""
+PARAMETERS = (
+  "  %a = f32[48,1000]{1,0} parameter(0)\n"
+  "  %v = f32[1,1000]{1,0:S(1)} parameter(1)\n"
+  "  %i = s32[]{:S(6)} parameter(2)\n"
+)
+
+
+@pytest.mark.parametrize("callee", ["pick", "double"])
+def test_a_slice_reads_the_slice(callee):
+  work = first_of(
+    PARAMETERS + "  ROOT %it = f32[1000]{0} fusion(%a, %i), kind=kLoop, "
+    f"calls=%{callee}",
+    computations=STACK,
+  )
+  assert hlo_work.hbm_bytes(*work) == 4000 + 4000
+
+
+def test_an_update_in_place_writes_the_update():
+  work = first_of(
+    PARAMETERS
+    + "  ROOT %it = f32[48,1000]{1,0} fusion(%a, %v, %i), kind=kLoop, "
+    "calls=%store",
+    computations=STACK,
+  )
+  assert hlo_work.hbm_bytes(*work) == 4000  # the row came from VMEM
+
+
+def test_a_gather_reads_the_rows():
+  work = first_of(
+    PARAMETERS + "  %ids = s32[5]{0:S(1)} parameter(3)\n"
+    "  ROOT %it = f32[5,1000]{1,0} gather(%a, %ids), slice_sizes={1,1000}"
+  )
+  assert hlo_work.hbm_bytes(*work) == 2 * 5 * 4000
+
+
+def test_a_prefetch_reads_hbm_once():
+  work = first_of(
+    PARAMETERS + "  ROOT %it = (f32[48,1000]{1,0:S(1)}, f32[48,1000]{1,0}, "
+    "u32[]{:S(2)}) copy-start(%a)"
+  )
+  assert hlo_work.hbm_bytes(*work) == 48 * 4000
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    "f32[48000]{0} bitcast(%a)",
+    "(f32[48,1000]{1,0}) tuple(%a)",
+    'f32[9]{0} custom-call(), custom_call_target="AllocateBuffer"',
+  ],
+)
+def test_names_and_aliases_are_free(line):
+  work = first_of(f"{PARAMETERS}  ROOT %it = {line}")
+  assert hlo_work.hbm_bytes(*work) == 0
+
+
+def test_a_scatter_reads_and_writes_the_rows_it_adds_to():
+  work = first_of(
+    PARAMETERS + "  %ids = s32[5]{0:S(1)} parameter(3)\n"
+    "  %rows = f32[5,1000]{1,0:S(1)} parameter(4)\n"
+    "  ROOT %it = f32[48,1000]{1,0} scatter(%a, %ids, %rows), to_apply=%add"
+  )
+  assert hlo_work.hbm_bytes(*work) == 2 * 5 * 4000
+
+
+NESTED = """
+%names (n: f32[48,1000]) -> f32[48000] {
+  %n = f32[48,1000]{1,0} parameter(0)
+  ROOT %b = f32[48000]{0} bitcast(%n)
+}
+
+%outer (o: f32[48,1000]) -> f32[] {
+  %o = f32[48,1000]{1,0} parameter(0)
+  %inner = f32[48000]{0} fusion(%o), kind=kLoop, calls=%names
+  ROOT %r = f32[] reduce(%inner), to_apply=%add
+}
+"""
+
+
+def test_a_bitcast_in_a_fusion_of_its_own_hides_no_read():
+  """So the compiler writes attention over a cache: this was 0 bytes once."""
+  work = first_of(
+    PARAMETERS
+    + "  ROOT %it = f32[]{:S(1)} fusion(%a), kind=kLoop, calls=%outer",
+    computations=NESTED,
+  )
+  assert hlo_work.hbm_bytes(*work) == 48 * 4000
+
+
+PASSED = """
+%link (g: f32[1000], y: f32[48,1000]) -> (f32[1000], f32[4000], f32[48,1000]) {
+  %g = f32[1000]{0} parameter(0)
+  %y = f32[48,1000]{1,0} parameter(1)
+  %all = f32[4000]{0} all-gather(%g), channel_id=7, replica_groups={{0,1,2,3}}
+  %y2 = f32[48,1000]{1,0} negate(%y)
+  ROOT %t = (f32[1000]{0}, f32[4000]{0}, f32[48,1000]{1,0}) tuple(%g, %all, %y2)
+}
+"""
+
+
+def test_a_fusion_does_not_move_what_it_passes_on():
+  """Nor what a collective moves: that is on the wire."""
+  work = first_of(
+    PARAMETERS + "  %s = f32[1000]{0} parameter(3)\n"
+    "  ROOT %it = (f32[1000]{0}, f32[4000]{0}, f32[48,1000]{1,0}) "
+    "fusion(%s, %a), kind=kLoop, calls=%link",
+    computations=PASSED,
+  )
+  assert hlo_work.hbm_bytes(*work) == 2 * 48 * 4000

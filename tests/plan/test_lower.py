@@ -1,0 +1,88 @@
+"""What a plan lowers: the functions that a run calls, as it calls them."""
+
+import dataclasses
+
+import jax
+
+from gspo_jax.plan import analysis, lower
+from gspo_jax.program import functions as program_functions
+from gspo_jax.runtime import sharding
+from gspo_jax.sampler import paged_decode
+
+
+def built(config, **sizes):
+  config.data.prompts = config.learner.micro_rows = 8
+  return program_functions.build(
+    config, sharding.make_mesh(jax.devices()[:4], **sizes)
+  )
+
+
+def refill(config):
+  config.paging.slots, config.paging.page, config.paging.chunk = 8, 8, 16
+  return built(config, fsdp=2, expert=2)
+
+
+def test_a_run_without_pages(debug_config):
+  made = built(debug_config, data=4)
+  lowered = lower.functions(debug_config, made)
+  assert list(lowered) == ["generate", "update", "score"]
+  # One program, so that both round alike.
+  assert lowered["score"] is lowered["update"]
+  assert set(lowered) < set(lower.FUNCTIONS)
+
+
+def test_a_run_with_pages(debug_config):
+  made = refill(debug_config)
+  lowered = lower.functions(debug_config, made)
+  names = ["lay_out", "prefill", "generate", "update", "score"]
+  assert list(lowered) == names
+  # All shards' longest prompts; and every slot's state goes in and comes out.
+  tokens = lowered["prefill"].in_avals[0][2]
+  paged = made.generate
+  assert analysis.decoding(made) == paged.devices.decode.mesh
+  longest = paged.paging.buckets(debug_config.data.max_prompt_length)[-1]
+  assert tokens.shape == (paged.at_once(longest) * paged.shards, longest)
+  (_, state, samples, orders, *_), _ = lowered["generate"].in_avals
+  out_state, out_samples = lowered["generate"].out_info
+  shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+  assert shapes(state) == shapes(out_state)
+  assert shapes(samples) == shapes(out_samples)
+  assert {x.shape[0] for x in jax.tree.leaves(orders)} == {8}
+
+
+def test_orders_are_those_of_a_run(debug_config, monkeypatch):
+  """Of the shapes and types that `decode` is called with."""
+  made, given = refill(debug_config), []
+  functions = made.generate.devices
+  lowered = lower.functions(debug_config, made)
+  planned = lowered["generate"].in_avals[0][3]
+
+  def decode(params, state, samples, orders, *rest):
+    given.append(orders)
+    return functions.decode(params, state, samples, orders, *rest)
+
+  watched = dataclasses.replace(functions, decode=decode)
+  spied = dataclasses.replace(made.generate, devices=watched)
+  P, S = debug_config.data.prompts, debug_config.data.max_prompt_length
+  ones = jax.numpy.ones((P, S), jax.numpy.int32)
+  prompts = program_functions.sampler.Prompts(ones, ones.sum(1))
+  spied(made.init(jax.random.key(0)), prompts, jax.random.key(1))
+  shape = lambda x: (x.shape, x.dtype)
+  for field in dataclasses.fields(paged_decode.Orders):
+    called = getattr(given[0], field.name)
+    assert shape(called) == shape(getattr(planned, field.name)), field.name
+
+
+def test_a_run_whose_answers_go_on(debug_config):
+  """All in flight decode; the longest text is a prompt and an answer."""
+  debug_config.rollout.update({"budget": 4, "spare": 8})
+  made = refill(debug_config)
+  lowered = lower.functions(debug_config, made)
+  tokens = lowered["prefill"].in_avals[0][2]
+  room = made.generate.sizes.prompt + made.generate.sizes.most
+  assert room - 1 <= tokens.shape[1] < room + debug_config.paging.chunk
+  group = debug_config.sampler.group_size
+  samples = lowered["generate"].out_info[1]
+  assert samples.lengths.shape[0] == (debug_config.data.prompts + 8) * group
+  learnt = lowered["update"].in_avals[0][1]
+  assert learnt.tokens.shape[0] == debug_config.data.prompts * group

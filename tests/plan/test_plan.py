@@ -1,0 +1,302 @@
+"""`python -m gspo_jax.plan`: what it prints, and when it refuses."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from repository import ROOT
+
+from gspo_jax import plan
+from gspo_jax.plan import chips
+from gspo_jax.plan import compile as plan_compile
+from gspo_jax.plan import table as plan_table
+from gspo_jax.program import functions as program_functions
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
+
+TINY = (
+  f"--config={ROOT}/configs/tiny_cpu.py:debug",
+  "--config.data.prompts=8",
+  "--config.learner.micro_rows=8",
+  "--config.model.dtype=bfloat16",
+)
+SLICE = "--topology=v5e:2x4"
+
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
+)
+
+
+def run(*arguments, command=("-m", "gspo_jax.plan")):
+  return subprocess.run(
+    [sys.executable, *command, *arguments],
+    cwd=ROOT,
+    env=os.environ | {"XLA_FLAGS": ""},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+
+
+@pytest.fixture(scope="module")
+def fitting():
+  """The report of a plan that fits."""
+  done = run(*TINY, SLICE, "--json")
+  assert done.returncode == 0, done.stderr
+  return json.loads(done.stdout)
+
+
+@needs_libtpu
+def test_a_plan_tells_what_it_is(fitting):
+  assert fitting["fits"]
+  assert fitting["topology"] == "v5e:2x4"
+  assert fitting["devices"] == 8
+  assert fitting["mesh"]["data"] == 8
+  assert fitting["libtpu"]
+  assert fitting["jax"]
+  assert fitting["note"] == "compiler roofline, nothing ran on a chip"
+  assert list(fitting["functions"]) == ["update", "score", "generate"]
+
+
+@needs_libtpu
+def test_numbers_of_a_plan_fit_together(fitting):
+  for f in fitting["functions"].values():
+    memory, seconds = f["memory"], f["seconds"]
+    assert memory["needed"] >= memory["peak"] + memory["resident"]
+    assert memory["free"] == fitting["hbm"] - memory["needed"]
+    assert seconds["perfect"] <= seconds["scheduled"] <= seconds["serial"]
+    assert f["mfu"]["perfect"] >= f["mfu"]["scheduled"] >= f["mfu"]["serial"]
+    assert f["compile_seconds"] > 0
+    total = sum(c["seconds"] for c in f["collectives"])
+    assert total == pytest.approx(seconds["collectives"])
+
+
+@needs_libtpu
+def test_the_update_does_the_models_flops(fitting):
+  """Loops over minibatches, micro-batches and layers, all multiplied out."""
+  update = fitting["functions"]["update"]
+  assert 0.95 < update["flops"] / update["model_flops"] < 1.3
+  score = fitting["functions"]["score"]
+  assert 2.5 < update["flops"] / score["flops"] < 3.5
+
+
+@needs_libtpu
+def test_moments_stay_while_answers_are_drawn(fitting):
+  """Replicated here: two float32 moments of each parameter, and a count."""
+  functions = fitting["functions"]
+  assert functions["update"]["memory"]["resident"] == 0
+  resident = functions["generate"]["memory"]["resident"]
+  assert functions["score"]["memory"]["resident"] == 0  # the same program
+  assert 2 * 4 * 0.25e6 < resident < 2 * 4 * 0.3e6
+
+
+@needs_libtpu
+def test_decoding_is_told_by_the_step(fitting):
+  decode = fitting["functions"]["generate"]["decode"]
+  assert decode["steps"] == 11  # the first token comes with the prefill
+  assert decode["least_bytes"] > 0
+  assert decode["ratio"] == decode["hbm_bytes"] / decode["least_bytes"]
+
+
+@needs_libtpu
+def test_drawing_is_the_prefill_and_all_decode_steps(fitting):
+  generate = fitting["functions"]["generate"]
+  decode = generate["decode"]
+  assert generate["hbm_bytes"] > decode["steps"] * decode["hbm_bytes"]
+  for key in ("roofline", "serial"):
+    whole, step = generate["seconds"][key], decode["seconds"][key]
+    assert whole > decode["steps"] * step
+
+
+REFILL = (
+  "--config.paging.slots=16",
+  "--config.paging.chunk=16",
+  "--functions=lay_out,prefill,generate",
+)
+
+
+@needs_libtpu
+def test_with_pages_a_segment_is_planned(fitting):
+  done = run(*TINY, SLICE, *REFILL, "--json")
+  assert done.returncode == 0, done.stderr
+  planned = json.loads(done.stdout)
+  functions = planned["functions"]
+  assert list(functions) == ["lay_out", "prefill", "generate"]
+  # The float32 parameters stay beside those that decode, a quarter million.
+  resident = lambda name: functions[name]["memory"]["resident"]
+  static = fitting["functions"]["generate"]["memory"]["resident"]
+  assert resident("lay_out") == static
+  assert resident("prefill") == resident("generate")
+  assert 1e6 < resident("generate") - resident("lay_out") < 1.2e6
+  prefill = functions["prefill"]
+  assert 0.5 < prefill["flops"] / prefill["model_flops"] < 2
+  decode = functions["generate"]["decode"]
+  assert decode["steps"] == 32
+  whole = functions["generate"]["hbm_bytes"]
+  assert whole >= 32 * decode["hbm_bytes"]
+  # A device: 2 slots of 2 pages and one more; 2 bytes, keys and values, layers.
+  assert decode["pages_bytes"] == 2 * (2 + 1) * 16 * 4 * 16 * 2 * 2 * 2
+  assert decode["kernel"] is False  # 4 heads of 16 fill no lanes
+
+
+@needs_libtpu
+def test_the_table_is_narrow_and_the_compiler_quiet():
+  done = run(*TINY, SLICE, "--functions=score", "--top=3")
+  assert done.returncode == 0
+  assert done.stderr == "compiling score ...\n"
+  assert max(map(len, done.stdout.splitlines())) <= 100
+  for words in (
+    "compiler roofline, nothing ran on a chip",
+    "libtpu ",
+    "score: most expensive operations",
+    "verdict: fits",
+  ):
+    assert words in done.stdout
+
+
+@needs_libtpu
+def test_a_critic_and_a_reference_are_planned_too(fitting):
+  more = "--config.objective.name=ppo", "--config.objective.kl_coef=0.1"
+  done = run(*TINY, SLICE, *more, "--functions=update,appraise", "--json")
+  assert done.returncode == 0, done.stderr
+  functions = json.loads(done.stdout)["functions"]
+  assert list(functions) == ["update", "appraise"]
+  plain = fitting["functions"]["update"]["model_flops"]
+  assert 1.5 * plain < functions["update"]["model_flops"] < 2 * plain
+
+
+TOO_LARGE = (
+  "--config.model.variant=qwen3-1.7b",
+  "--topology=v5e:2x2",
+  "--functions=update",
+)
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_refused_on_one_screen():
+  """1.7 billion parameters and their moments on every chip: 20 GB of 16."""
+  done = run(*TINY, *TOO_LARGE, "--json")
+  assert done.returncode == 1, done.stderr
+  assert "Traceback" not in done.stderr
+  told = json.loads(done.stdout)
+  assert not told["fits"]
+  largest, _ = told["functions"]["update"]["buffers"][0]
+  assert largest > 1e8
+  screen = plan_table.render(told)
+  assert screen.endswith("verdict: does NOT fit: update")
+  for words in ("update does not fit: ", "15.75", "largest buffers, GiB"):
+    assert words in screen
+  assert len(screen.splitlines()) <= 40
+
+
+def assert_a_mistake(done, words):
+  assert done.returncode == 2, done.stderr
+  assert done.stdout == ""
+  assert done.stderr.startswith("error: ")
+  assert words in done.stderr
+  assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    ([*TINY], "--topology is missing; for a start: python -m gspo_jax.plan"),
+    ([*TINY, "--topology=v5x:2x4"], "did you mean 'v5e' or 'v5p'?"),
+    ([*TINY, SLICE, "--config.sed=1"], "did you mean 'seed'?"),
+    (
+      [*TINY, SLICE, "--functions="],
+      "choose one of appraise, generate, lay_out, prefill, score, update",
+    ),
+  ],
+)
+def test_a_mistake_is_told_in_one_line(arguments, words):
+  assert_a_mistake(run(*arguments), words)
+
+
+def test_a_fault_is_not_taken_for_a_misfit():
+  """Python would exit with 1, which says that something does not fit."""
+  broken = (
+    "from gspo_jax import plan\n"
+    "plan.plan = lambda *_, **__: 1 // 0\n"
+    "plan.command()"
+  )
+  done = run(*TINY, SLICE, command=("-c", broken))
+  assert done.returncode == 3
+  assert done.stdout == ""
+  assert done.stderr.startswith("Traceback")
+  assert "ZeroDivisionError" in done.stderr
+
+
+def test_without_libtpu_it_names_the_extra():
+  without = (
+    "import sys; sys.modules['libtpu'] = None;"
+    "from gspo_jax import plan; plan.command()"
+  )
+  done = run(*TINY, SLICE, command=("-c", without))
+  assert_a_mistake(done, "pip install 'gspo_jax[plan]'")
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"functions": ["scores"]}, "--functions=scores: did you mean 'score'"),
+    (
+      {"functions": []},
+      "--functions=: choose one of appraise, generate, lay_out, prefill, ",
+    ),
+    ({"slices": 0}, "--slices=0: expected at least 1"),
+  ],
+)
+def test_a_wrong_argument_is_named(debug_config, changes, words):
+  with pytest.raises(UserError, match=words):
+    plan.plan(debug_config, chips.parse("v5e:2x4"), **changes)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+  ("topology", "words"),
+  [
+    ("v5e:3x5", "--topology=v5e:3x5: .*not divisible"),
+    ("v5e:2x4", "prompts = 4 .*share rows = 8"),
+  ],
+)
+def test_a_config_that_cannot_work_there(debug_config, topology, words):
+  with pytest.raises(UserError, match=words):
+    plan.plan(debug_config, chips.parse(topology))
+
+
+def options_of_update(config, mesh, monkeypatch):
+  """The compiler options that `program.build` gives to its update."""
+  given, jit = {}, jax.jit
+
+  def spy(function, **keywords):
+    name = getattr(function, "__name__", None)  # a partial has none
+    given[name] = keywords.get("compiler_options")
+    return jit(function, **keywords)
+
+  monkeypatch.setattr(jax, "jit", spy)
+  program_functions.build(config, mesh)
+  return given["step"]
+
+
+@needs_libtpu
+def test_collectives_of_a_v5p_go_to_its_sparse_cores(debug_config, monkeypatch):
+  plan_compile.prepare()
+  mesh = sharding.make_mesh(
+    plan_compile.devices(chips.parse("v5p:2x2x1"), 1), fsdp=4
+  )
+  options = options_of_update(debug_config, mesh, monkeypatch)
+  assert options["xla_allow_excess_precision"] is False
+  for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+    name = f"xla_tpu_enable_sparse_core_collective_offload_{kind}"
+    assert options[name] is True
+
+
+def test_a_cpu_is_given_no_options_of_a_tpu(debug_config, monkeypatch):
+  mesh = sharding.make_mesh(jax.devices()[:4], fsdp=4)
+  options = options_of_update(debug_config, mesh, monkeypatch)
+  assert options == {"xla_allow_excess_precision": False}

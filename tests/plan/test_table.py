@@ -1,0 +1,186 @@
+"""The table: every number of a made-up report, on a narrow screen."""
+
+import copy
+
+import pytest
+
+from gspo_jax.plan.table import render
+
+GIB = 2**30
+SECONDS = {
+  "roofline": 1.25,
+  "collectives": 0.5,
+  "stalled": 0.25,
+  "perfect": 1.25,
+  "scheduled": 1.5,
+  "serial": 1.75,
+}
+COLLECTIVE = {
+  "kind": "all-gather",
+  "group": 16,
+  "asynchronous": True,
+  "count": 96,
+  "wire": 2.5e9,
+  "seconds": 0.5,
+}
+FUNCTION = {
+  "compile_seconds": 61.0,
+  "fits": True,
+  "reason": "",
+  "buffers": [(3 * GIB, "f32[805306368]")],
+  "memory": {
+    "arguments": 6 * GIB,
+    "outputs": 6 * GIB,
+    "aliased": 6 * GIB,
+    "temporaries": 3 * GIB,
+    "code": 0,
+    "peak": 9 * GIB,
+    "resident": 1 * GIB,
+    "needed": 10 * GIB,
+    "free": 30 * GIB,
+  },
+  "loops": [{"source": "experts/while", "times": 4, "seconds": 3e-6}],
+  "branches": [{"source": "x" * 99, "times": 48, "seconds": 5}],
+  "flops": 1.5e15,
+  "attention_flops": 2e14,
+  "model_flops": 1e15,
+  "hbm_bytes": 3e12,
+  "seconds": SECONDS,
+  "mfu": {"perfect": 0.5, "scheduled": 0.375, "serial": 0.25},
+  "collectives": [COLLECTIVE],
+  "top": [{"source": "dot", "seconds": 1, "flops": 1e15, "hbm_bytes": 2e9}],
+  "unknown_kernels": {"mystery": 7},
+}
+REPORT = {
+  "config": "configs/some.py",
+  "topology": "v5p:4x4x4",
+  "slices": 2,
+  "devices": 128,
+  "mesh": {"data": 2, "fsdp": 16, "expert": 4, "tensor": 1},
+  "sampler_mesh": {"data": 32, "fsdp": 1, "expert": 4, "tensor": 1},
+  "jax": "0.10.2",
+  "libtpu": "0.0.51",
+  "note": "compiler roofline, nothing ran on a chip",
+  "hbm": 40 * GIB,
+  "functions": {"update": FUNCTION, "score": FUNCTION, "generate": FUNCTION},
+  "fits": True,
+}
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    "configs/some.py on 2 x v5p:4x4x4, 128 devices",
+    "mesh: data 2, fsdp 16, expert 4; to sample: data 32, expert 4",
+    "jax 0.10.2, libtpu 0.0.51; compiler roofline, nothing ran on a chip",
+    "peak, by the compiler 9.00 9.00 9.00",
+    "free of 40.00 75% 75% 75%",
+    "HBM, GB 3000 3000 3000",
+    "of which not covered 250 ms 250 ms 250 ms",
+    "MFU: as scheduled 37.5% 37.5% 37.5%",
+    "all-gather, asynchronous 16 96 2.5 500 ms",
+    "dot 1 s 1.00e+15 2",
+    "experts/while 4 x 3 us, counted once",
+    f"...{'x' * 45} 48 x 5 s, not counted",
+    "7 x kernel mystery of unknown FLOPs, not counted",
+    "verdict: fits, 75% of the HBM free at least",
+  ],
+)
+def test_a_line(line):
+  lines = [" ".join(x.split()) for x in render(REPORT, top=1).splitlines()]
+  assert line in lines
+
+
+def test_the_fullest_function_decides_what_is_free():
+  report = copy.deepcopy(REPORT)
+  fullest = copy.deepcopy(FUNCTION)
+  fullest["memory"]["free"] = 4 * GIB
+  report["functions"]["score"] = fullest
+  assert render(report).endswith("verdict: fits, 10% of the HBM free at least")
+
+
+@pytest.mark.parametrize(
+  ("share", "verdict"),
+  [
+    (
+      0.02,
+      "verdict: fits, but only 2% of the HBM free: executables and "
+      "fragmentation need some",
+    ),
+    (
+      0.07,
+      "verdict: fits, but only 7% of the HBM free: executables and "
+      "fragmentation need some",
+    ),
+    (0.09, "verdict: fits, 9% of the HBM free at least"),
+  ],
+)
+def test_a_tight_fit_is_no_plain_yes(share, verdict):
+  report = copy.deepcopy(REPORT)
+  report["functions"]["update"]["memory"]["free"] = share * report["hbm"]
+  text = render(report)
+  assert text.endswith(verdict)
+  assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("more", [(), ("appraise", "lay_out", "prefill")])
+def test_it_is_narrow(more):
+  report = copy.deepcopy(REPORT)
+  report["functions"] |= dict.fromkeys(more, FUNCTION)
+  assert max(map(len, render(report, top=1).splitlines())) <= 100
+
+
+DECODE = {
+  "steps": 32,
+  "hbm_bytes": 12e9,
+  "least_bytes": 10e9,
+  "ratio": 1.2,
+  "least_seconds": 4e-3,
+  "seconds": SECONDS,
+}
+PAGES = {"pages_bytes": 8e9, "pages_seconds": 3e-3}
+
+
+@pytest.mark.parametrize(
+  ("more", "told"),
+  [
+    (
+      {},
+      ["step at the longest cache", "above: the prefill and 32 such steps"],
+    ),
+    (
+      PAGES | {"kernel": True},
+      [
+        "step with every page full",
+        "8 GB, 3 ms of it to read all pages; less where fewer are full",
+        "above: a segment of 32 such steps",
+      ],
+    ),
+    (
+      PAGES | {"kernel": False},
+      ["not counted: 8 GB, 3 ms to read all pages, by blocks"],
+    ),
+  ],
+)
+def test_what_a_decode_step_is_of(more, told):
+  report = copy.deepcopy(REPORT)
+  report["functions"]["generate"]["decode"] = DECODE | more
+  text = render(report)
+  for words in ("12 GB, 1.20 times the least, 10 GB", *told):
+    assert words in text
+  assert max(map(len, text.splitlines())) <= 100
+
+
+def test_what_does_not_fit_is_named_last_with_its_buffers():
+  report = copy.deepcopy(REPORT)
+  report["functions"]["score"] = {
+    "compile_seconds": 3.0,
+    "fits": False,
+    "reason": "RESOURCE_EXHAUSTED: too much",
+    "buffers": [(50 * GIB, "f32[64,4096,151936]" + "x" * 200)],
+  }
+  text = render(report)
+  assert text.endswith("verdict: does NOT fit: score")
+  assert "score does not fit: RESOURCE_EXHAUSTED: too much" in text
+  assert "50.00  f32[64,4096,151936]" in text
+  assert max(map(len, text.splitlines())) <= 100

@@ -1,0 +1,57 @@
+"""The top of a page says what the run is, and what went wrong."""
+
+from make_run import CONFIG, make_run
+
+from gspo_jax.report import head, workdir
+
+
+def runs(*folders):
+  return workdir.read([str(folder) for folder in folders])
+
+
+def test_a_run_that_goes_on_is_not_called_finished(tmp_path):
+  going = make_run(tmp_path / "a", 7)
+  done = make_run(tmp_path / "b", 20)
+  unknown = make_run(tmp_path / "c", 5, config=None)
+  assert [head.steps(workdir) for workdir in runs(going, done, unknown)] == [
+    "7 of 20 steps, running or stopped",
+    "20 of 20 steps, finished",
+    "5 steps",
+  ]
+
+
+def test_a_checkpoint_names_the_model_before_a_variant_does(tmp_path):
+  model = {"checkpoint": "/models/Qwen3-8B/", "variant": "tiny"}
+  workdir = make_run(tmp_path / "a", 1, config={**CONFIG, "model": model})
+  assert head.title(runs(workdir)) == "a · gspo · Qwen3-8B"
+
+
+def test_time_and_rewards_are_those_of_the_rows(tmp_path):
+  scalars = {"time/iteration": 60.0, "reward/mean": 0.25}
+  workdir = make_run(tmp_path / "a", 12, scalars=scalars)
+  html = head.head(runs(workdir))
+  assert "<dt>time in iterations</dt><dd>12 min</dd>" in html
+  assert "<dt>an iteration</dt><dd>60 s</dd>" in html
+  assert "0.25 → </span>0.25" in html
+
+
+def test_no_signal_is_the_first_thing_said(tmp_path):
+  folder = make_run(tmp_path / "a", 3, scalars={"reward/mixed_groups": 0.0})
+  text = (folder / "metrics.jsonl").read_text()
+  text = text.replace('"step": 3', '"step": 3, "grad/odd": null')
+  (folder / "metrics.jsonl").write_text(text)
+  html = head.head(runs(folder))
+  said = "No signal at 3 of 3 steps, first at step 1: "
+  assert html.index("<h1>") < html.index(f'<ul class="warnings"><li>{said}')
+  assert html.index(said) < html.index("grad/odd was not finite")
+  assert html.index("grad/odd was not finite") < html.index('class="tiles"')
+  healthy = make_run(tmp_path / "b", 3)
+  assert "No signal" not in head.head(runs(healthy))
+  assert f"<li>a: {said}" in head.head(runs(folder, healthy))
+
+
+def test_configs_that_are_the_same_are_said_to_be(tmp_path):
+  pair = [make_run(tmp_path / name, 1) for name in "ab"]
+  assert "All the same." in head.config(runs(*pair))
+  without = make_run(tmp_path / "c", 1, config=None)
+  assert head.config(runs(without)) == ""

@@ -1,0 +1,367 @@
+"""A page can be trusted to open: whole, alone, harmless, and small."""
+
+import functools
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from html.parser import HTMLParser
+
+import pytest
+from make_run import CONFIG, add_sample, make_run
+from repository import ROOT
+
+from gspo_jax.report.page import page
+from gspo_jax.report.workdir import read
+from gspo_jax.runtime.errors import UserError
+
+HOSTILE = (
+  "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>'\""
+)
+VOID = {"meta", "link", "input", "img", "br"}
+# What makes a browser fetch, and the links inside a page.
+LOADING = {"src", "href", "srcset", "poster", "action", "xlink:href", "data"}
+
+
+class Page(HTMLParser):
+  """Elements with their attributes, text by element; every tag closed."""
+
+  def __init__(self, html):
+    super().__init__()
+    self.open, self.elements, self.texts = [], [], []
+    self.feed(html)
+    self.close()
+    assert self.open == []
+
+  def handle_starttag(self, tag, attrs):
+    assert len({name for name, _ in attrs}) == len(attrs), (tag, attrs)
+    self.elements.append((tag, dict(attrs)))
+    if tag not in VOID:
+      self.open.append(tag)
+
+  def handle_startendtag(self, tag, attrs):
+    self.elements.append((tag, dict(attrs)))
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_data(self, data):
+    self.texts.append((self.open[-1] if self.open else "", data))
+
+  def all(self, tag):
+    return [attrs for name, attrs in self.elements if name == tag]
+
+  def text(self):
+    return " ".join(
+      t for tag, t in self.texts if tag not in ("script", "style")
+    )
+
+
+def html_of(*folders):
+  return page(read([str(folder) for folder in folders]))
+
+
+def alone(page):
+  """Whether a page loads nothing, whatever it is made of."""
+  loading = [
+    value
+    for _, attrs in page.elements
+    for name, value in attrs.items()
+    if name in LOADING
+  ]
+  styles = [t for tag, t in page.texts if tag == "style"]
+  styles += [a["style"] for _, a in page.elements if "style" in a]
+  inside = all(value.startswith(("#", "data:")) for value in loading)
+  return inside and not any("url(" in s or "@import" in s for s in styles)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  return make_run(tmp_path_factory.mktemp("runs") / "tiny", 20)
+
+
+def test_a_page_is_whole_and_loads_nothing(run):
+  page = Page(html_of(run))
+  assert alone(page)
+  assert not alone(Page('<a href="https://x.y">x</a>'))
+  ids = [a["id"] for _, a in page.elements if "id" in a]
+  assert len(set(ids)) == len(ids)
+  links = [a["href"][1:] for a in page.all("a")]
+  assert set(links) <= set(ids)
+  assert not any(k.startswith("on") for _, a in page.elements for k in a)
+
+
+def test_a_page_says_what_matters(run):
+  text = Page(html_of(run)).text()
+  for said in ("tiny · gspo", "20 of 20 steps, finished", "20% →", "80%"):
+    assert said in text, said
+  for title in ("Held-out accuracy", "Tokens clipped", "Flips by layer"):
+    assert title in text, title
+  assert "it is 20" in text
+  assert "learning_rate" in text
+
+
+def test_every_scalar_stands_in_a_table_once(run):
+  page = html_of(run)
+  rows = [
+    json.loads(r) for r in (run / "metrics.jsonl").read_text().splitlines()
+  ]
+  for name in {k for row in rows for k in row} - {"step"}:
+    assert page.count(f"<th scope=row>{name}</th>") == 1, name
+
+
+def test_every_picture_says_what_it_shows(run):
+  pictures = Page(html_of(run)).all("svg")
+  assert len(pictures) > 20
+  assert all(p["role"] == "img" and p["aria-label"] for p in pictures)
+
+
+def test_hostile_text_stays_text(tmp_path):
+  config = {**CONFIG, "note": HOSTILE, HOSTILE: 1}
+  run = make_run(tmp_path / "a<b>&", 2, config=config, scalars={HOSTILE: 1.5})
+  parts = dict.fromkeys(("question", "answer", "reference"), HOSTILE)
+  add_sample(run, 3, **parts)
+  add_sample(run, 2, answer=f"{HOSTILE}\n---- 2 of 2, step 2, reward {HOSTILE}")
+  (run / "samples" / "step_000001.txt").write_bytes(b"\xff" + HOSTILE.encode())
+  for folders in ([run], [run, make_run(tmp_path / "</script>", 3)]):
+    page = Page(html_of(*folders))
+    assert len(page.all("script")) == 2
+    assert not page.all("img")
+    assert alone(page)
+    assert page.text().count("onerror=alert(2)") >= 6
+
+
+def test_data_for_the_pointer_is_json_and_of_charts_that_exist(run):
+  page = Page(html_of(run))
+  (text,) = (t for tag, t in page.texts if tag == "script" and t[0] == "{")
+  ids = {a["id"] for a in page.all("div") if "id" in a}
+  assert set(json.loads(text)) <= ids
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("moe", [True, False])
+def test_short_runs(tmp_path, steps, moe):
+  page = Page(html_of(make_run(tmp_path / "x", steps, moe=moe)))
+  assert alone(page)
+  assert "nan" not in " ".join(str(a.get("d")) for a in page.all("path"))
+  assert ("Experts that flip" in page.text()) == (moe and steps > 0)
+
+
+def test_a_run_without_anything_but_rows(tmp_path):
+  (tmp_path / "metrics.jsonl").write_text("")
+  assert "No step is done yet" in Page(html_of(tmp_path)).text()
+  (tmp_path / "metrics.jsonl").write_text('{"step": 1, "odd": null}\n')
+  text = Page(html_of(tmp_path)).text()
+  assert "odd was not finite at step 1" in text
+
+
+def test_numbers_that_are_not_finite_leave_gaps_and_are_told(tmp_path):
+  run = make_run(tmp_path / "x", 12)
+  rows = [
+    json.loads(r) for r in (run / "metrics.jsonl").read_text().splitlines()
+  ]
+  for step in (5, 6):
+    rows[step]["grad/norm"] = None
+  (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  html = html_of(run)
+  assert "grad/norm was not finite at step 5, 2 times" in Page(html).text()
+  (chart,) = re.findall(r"<svg[^>]*Gradient norm\..*?</svg>", html)
+  assert chart.count('class="line"') == 2
+  assert "nan" not in chart
+
+
+def test_long_runs_are_small_and_quick(tmp_path):
+  run = make_run(tmp_path / "x", 5000)
+  begin = time.monotonic()
+  html = html_of(run)
+  assert time.monotonic() - begin < 10
+  assert len(html) < 1.5e6
+  Page(html)
+
+
+def test_several_runs_lie_over_one_another(tmp_path):
+  runs = [
+    make_run(tmp_path / "gspo", 20),
+    make_run(
+      tmp_path / "grpo",
+      7,
+      moe=False,
+      config={**CONFIG, "objective": {"name": "grpo"}},
+    ),
+  ]
+  html = html_of(*runs)
+  page = Page(html)
+  assert alone(page)
+  assert "2 runs compared" in page.text()
+  assert "7 of 20 steps, running or stopped" in page.text()
+  differ = html.split('id="the-config"')[1].split("<details>")[0]
+  assert "<th scope=row>objective.name</th><td>gspo</td><td>grpo</td>" in differ
+  assert "learning_rate" not in differ
+  (chart,) = re.findall(r"<svg[^>]*Gradient norm\..*?</svg>", html)
+  assert re.findall(r'<g class="(c\d)">', chart) == ["c0", "c1"]
+
+
+def command(*flags):
+  return subprocess.run(
+    [sys.executable, "-m", "gspo_jax.report", *map(str, flags)],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+
+
+def test_the_command_writes_beside_the_run_or_where_it_is_told(run, tmp_path):
+  done = command(run)
+  assert (done.returncode, done.stderr) == (0, "")
+  assert done.stdout == f"{run / 'report.html'}\n"
+  again = command(run, f"--to={tmp_path}/new/x.html")
+  assert again.returncode == 0
+  texts = (
+    (run / "report.html").read_text(),
+    (tmp_path / "new/x.html").read_text(),
+  )
+  assert texts[0] == texts[1]
+
+
+def test_mistakes_are_one_line(run, tmp_path):
+  (tmp_path / "file").write_text("")
+  for flags, said in (
+    ([], "the following arguments are required: workdir"),
+    ([tmp_path / "none"], "no such folder"),
+    ([run.parent], f"such as '{run}'"),
+    ([run, run], "--to is missing"),
+    ([run, "--too=x"], "--too=x"),
+    ([*[run] * 9, "--to=x"], "at most 8"),
+    ([run, f"--to={tmp_path}/file/x.html"], "cannot write"),
+  ):
+    done = command(*flags)
+    assert done.returncode == 2, flags
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+def test_a_row_that_is_no_row_is_named(tmp_path):
+  run = make_run(tmp_path / "x", 3)
+  with (run / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 4, "gr')  # a run that is writing
+  html_of(run)
+  with (run / "metrics.jsonl").open("a") as file:
+    file.write("\n{}\n")
+  with pytest.raises(UserError, match=r"metrics\.jsonl, line 5"):
+    html_of(run)
+
+
+CHROMIUM = next(
+  filter(
+    None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+  ),
+  None,
+)
+
+
+def browse(folder, *flags):
+  """(stdout, console lines, requests) of a browser at folder/page.html."""
+  seen = []
+
+  class Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+      seen.append(self.path)
+
+  handler = functools.partial(Handler, directory=folder)
+  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  try:
+    done = subprocess.run(
+      [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--user-data-dir={folder}/profile",
+        "--virtual-time-budget=3000",
+        *flags,
+        f"http://127.0.0.1:{server.server_port}/page.html",
+      ],
+      capture_output=True,
+      text=True,
+      timeout=120,
+    )
+  finally:
+    server.shutdown()
+    server.server_close()
+  console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+  return done.stdout, console, seen
+
+
+HOVER = """<script>
+const svg = document.querySelector("figure svg");
+const box = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove",
+  {clientX: box.left + box.width * 46 / 400, clientY: box.top + 20}));
+</script></body>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_a_browser_complains_of_nothing_and_fetches_nothing(tmp_path):
+  run = make_run(tmp_path / "run", 300)
+  add_sample(run, 300, answer=HOSTILE)
+  html = html_of(run)
+  (tmp_path / "page.html").write_text(html)
+  dom, console, requests = browse(tmp_path, "--dump-dom")
+  assert console == []
+  assert requests == ["/page.html"]
+  # The script has run: one step's answers are left, and a slider.
+  shown = re.findall(r'<section data-step="(\d+)"( hidden="")?', dom)
+  assert [step for step, hidden in shown if not hidden] == ["300"]
+  assert '<p class="picker"><label>' in dom
+  # That the two checks can see: a script and a picture that must not be there.
+  bad = html.replace("<main>", "<main><img src=/x.png><script>oops()</script>")
+  (tmp_path / "page.html").write_text(bad)
+  _, console, requests = browse(tmp_path, "--dump-dom")
+  assert len(console) == 2
+  assert requests == ["/page.html"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_a_pointer_reads_numbers(tmp_path):
+  html = html_of(make_run(tmp_path / "run", 20))
+  html = re.sub(r"<meta http-equiv[^>]*>", "", html).replace("</body>", HOVER)
+  (tmp_path / "page.html").write_text(html)
+  dom, console, _ = browse(tmp_path, "--dump-dom")
+  assert console == []
+  read = re.search(r'<div id="read"[^>]*>(.*?)</div><script', dom)[1]
+  assert read.startswith("step 0<")
+  assert ">sampled</b> 20%" in read
+  assert ">greedy</b> 30%" in read
+  assert 'class="cursor-of"' in dom
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_it_is_drawn_on_light_and_on_dark_paper(tmp_path):
+  (tmp_path / "page.html").write_text(html_of(make_run(tmp_path / "run", 60)))
+  size = "--window-size=1280,2000"
+  shots = []
+  for scheme in (1, 0):  # light, dark
+    shot = tmp_path / f"{scheme}.png"
+    flag = f"--blink-settings=preferredColorScheme={scheme}"
+    browse(tmp_path, f"--screenshot={shot}", size, flag)
+    shots.append(pixels(shot))
+  light, dark = (s.mean() for s in shots)
+  assert light > 200 / 255
+  assert dark < 60 / 255
+
+
+def pixels(path):
+  import matplotlib.image
+
+  return matplotlib.image.imread(path)[..., :3]

@@ -1,0 +1,142 @@
+"""What is read is what the run's own writer wrote."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from make_run import CONFIG, make_run
+
+from gspo_jax import losses
+from gspo_jax.losses import EDGES
+from gspo_jax.report import workdir
+from gspo_jax.runtime import metric_writer
+
+
+def read(folder):
+  return workdir.read([str(folder)])[0]
+
+
+def test_a_run_is_what_its_writer_wrote(tmp_path):
+  counts = list(range(len(EDGES) - 1))
+  with metric_writer.Writer(tmp_path, total_steps=2, resume_step=0) as writer:
+    writer.write(0, {"eval/x": 0.5})
+    for step in (1, 2):
+      spread = {"ratio/x": counts, "moe/x": [step, math.nan]}
+      writer.write(step, {"loss": math.nan if step == 1 else 2.0}, spread)
+    writer.samples(2, [("q", "ä\x00", "r", 1.0)])
+  workdir = read(tmp_path)
+  np.testing.assert_array_equal(workdir.scalars["loss"].steps, [1, 2])
+  np.testing.assert_array_equal(workdir.scalars["loss"].values, [np.nan, 2])
+  assert (workdir.first("loss"), workdir.last("eval/x")) == (2.0, 0.5)
+  assert math.isnan(workdir.last("none"))
+  histogram, layers = workdir.spreads["ratio/x"], workdir.spreads["moe/x"]
+  np.testing.assert_array_equal(histogram.values, [counts, counts])
+  np.testing.assert_allclose(histogram.edges[1:-1], EDGES[1:-1], rtol=1e-5)
+  assert layers.edges is None
+  np.testing.assert_array_equal(layers.values, [[1, np.nan], [2, np.nan]])
+  assert "ä\\x00" in workdir.samples[2]
+  assert (workdir.last_step, workdir.config) == (2, {})
+
+
+def test_steps_without_signal_are_those_without_a_mixed_group(tmp_path):
+  def steps(name, objective="gspo", **row):
+    config = {**CONFIG, "objective": {"name": objective}}
+    folder = make_run(tmp_path / name, 3, config=config, scalars=row)
+    return read(folder).without_signal().tolist()
+
+  none = {"reward/mixed_groups": 0.0}
+  assert steps("some") == []
+  assert steps("none", **none) == [1, 2, 3]
+  assert steps("critic", "ppo", **none) == []
+  (tmp_path / "metrics.jsonl").write_text("")
+  assert read(tmp_path).without_signal().tolist() == []
+
+
+@pytest.mark.parametrize(
+  ("asked", "unit", "ratios"),
+  [
+    ({"name": "gspo"}, "sequence", (1 - 3e-4, 1 + 4e-4)),
+    ({"name": "gspo_token", "clip_low": 0.01}, "sequence", (0.99, 1 + 4e-4)),
+    ({"name": "grpo", "clip_high": -1.0}, "token", (0.8, 1.27)),
+    ({"name": "dr_grpo"}, "token", (0.8, 1.2)),
+    ({"name": "dapo"}, "token", (0.8, 1.28)),
+    ({"name": "ppo", "clip_low": 1.0}, "token", (0, 1.2)),
+    ({"name": "gmpo"}, "token", (math.exp(-0.4), math.exp(0.4))),
+    ({"name": "rspo", "clip_low": 2}, "token", (math.exp(-2), math.exp(0.4))),
+    ({"name": "cispo"}, "neither", ()),
+    ({"name": "sapo"}, "neither", ()),
+    ({"name": "new"}, "neither", ()),
+    ({}, "neither", ()),
+  ],
+)
+def test_clips_are_log_ratios_of_what_is_clipped(tmp_path, asked, unit, ratios):
+  config = {**CONFIG, "objective": asked}
+  found = read(make_run(tmp_path / "a", 1, config=config))
+  other = {"token", "sequence"} - {unit}
+  assert all(found.clips(unit) == {} for unit in other)
+  bounds = dict(zip(("clip low", "clip high"), ratios, strict=False))
+  if unit in ("token", "sequence"):
+    clips = {k: math.exp(v) for k, v in found.clips(unit).items()}
+    assert clips == pytest.approx({k: v for k, v in bounds.items() if v})
+
+
+def test_every_loss_with_a_clip_range_has_a_unit():
+  ranged = {
+    name.removesuffix("_loss")
+    for name in losses.__all__
+    if "clip_low"
+    in (getattr(getattr(losses, name), "__kwdefaults__", None) or {})
+  }
+  assert ranged == set(workdir._CLIPPED)
+
+
+def test_the_range_is_the_one_at_which_the_loss_stops_pulling(tmp_path):
+  """Of every method: inside the range tokens have a gradient, outside none."""
+  for method in ("gspo", "grpo", "dr_grpo", "dapo", "ppo", "gmpo"):
+    config = {**CONFIG, "objective": {"name": method}}
+    found = read(make_run(tmp_path / method, 1, config=config))
+    clips = found.clips("token") or found.clips("sequence")
+    loss = getattr(losses, f"{method}_loss")
+    for sign, at in ((-1.0, clips["clip low"]), (1.0, clips["clip high"])):
+      for beyond in (0.999, 1.001):
+        slope = jax.grad(
+          lambda x, s=sign, f=loss: f(
+            x, jnp.zeros((1, 3)), jnp.array([s]), jnp.ones((1, 3))
+          )[0]
+        )(jnp.full((1, 3), beyond * at))
+        assert slope.any() == (beyond < 1), (method, sign, beyond)
+
+
+def test_as_many_layers_as_bins_are_layers_still(tmp_path):
+  bins = len(EDGES) - 1
+  spread = {"moe/layer_x": [0.5] * bins, "ratio/x": [1] * bins}
+  with metric_writer.Writer(tmp_path, total_steps=1, resume_step=0) as writer:
+    writer.write(1, {}, spread)
+  spreads = read(tmp_path).spreads
+  assert spreads["moe/layer_x"].edges is None
+  assert len(spreads["ratio/x"].edges) == bins + 1
+
+
+@pytest.mark.parametrize(
+  ("workdirs", "names"),
+  [
+    (["runs/a"], ["a"]),
+    (["runs/a/", "gs://b/c"], ["a", "c"]),
+    (["x/run", "y/run"], ["x/run", "y/run"]),
+    (["run", "run"], ["run (1)", "run (2)"]),
+  ],
+)
+def test_names_tell_one_from_another(workdirs, names):
+  assert workdir.names(workdirs) == names
+
+
+def test_layers_that_changed_in_number_are_those_of_the_end(tmp_path):
+  rows = [{"step": 1, "x": [1]}, {"step": 2, "x": [1, 2]}]
+  (tmp_path / "metrics.jsonl").write_text("")
+  (tmp_path / "distributions.jsonl").write_text(
+    "\n".join(map(json.dumps, rows))
+  )
+  np.testing.assert_array_equal(read(tmp_path).spreads["x"].values, [[1, 2]])
