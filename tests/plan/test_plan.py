@@ -220,9 +220,9 @@ def test_a_mistake_is_told_in_one_line(arguments, words):
 def test_a_fault_is_not_taken_for_a_misfit():
   """Python would exit with 1, which says that something does not fit."""
   broken = (
-    "from gspo_jax import plan\n"
-    "plan.plan = lambda *_, **__: 1 // 0\n"
-    "plan.command()"
+    "from gspo_jax.plan import __main__ as door\n"
+    "door.plan = lambda *_, **__: 1 // 0\n"
+    "door.main()"
   )
   done = run(*TINY, SLICE, command=("-c", broken))
   assert done.returncode == 3
@@ -234,7 +234,7 @@ def test_a_fault_is_not_taken_for_a_misfit():
 def test_without_libtpu_it_names_the_extra():
   without = (
     "import sys; sys.modules['libtpu'] = None;"
-    "from gspo_jax import plan; plan.command()"
+    "from gspo_jax.plan.__main__ import main; main()"
   )
   done = run(*TINY, SLICE, command=("-c", without))
   assert_a_mistake(done, "pip install 'gspo_jax[plan]'")
