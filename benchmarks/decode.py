@@ -24,7 +24,7 @@ from benchmarks.replay import least_seconds
 from gspo_jax import model
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import continuous, paged_decode
-from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.paging import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig, empty_samples
 
 _PAGE = 16
@@ -53,8 +53,10 @@ def segment(cfg, params, held: np.ndarray, most: int, steps: int):
     "source": whole(B * W),
     "target": whole(B * W),
   }
-  names = paged_decode.Orders.__dataclass_fields__
-  orders = paged_decode.Orders(**{n: orders.get(n, whole(0)) for n in names})
+  names = paged_decode.SegmentPlan.__dataclass_fields__
+  orders = paged_decode.SegmentPlan(
+    **{n: orders.get(n, whole(0)) for n in names}
+  )
 
   def decode(params, state, samples):
     how = {"sampler": draw, "steps": steps}
@@ -98,7 +100,9 @@ def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
   paged = continuous.build(
     cfg,
     draw,
-    paging=Paging(slots=prompts * group, page=_PAGE, steps=8, chunk=128),
+    paging=ContinuousBatchingConfig(
+      slots=prompts * group, page=_PAGE, steps=8, chunk=128
+    ),
     prompt=length,
     params=sharding.state_shardings(params, mesh),
     mesh=mesh,
@@ -137,7 +141,9 @@ def main() -> None:
   rows, mean, steps, repeats = (8, 64, 8, 1) if args.quick else (64, 256, 32, 7)
   cfg = model.variant("tiny", dtype="float32")
   params = model.init(jax.random.key(0), cfg)
-  unstacked = model.unstack(params | {"head": model.head(params, cfg)}, cfg)
+  unstacked = model.unstack_layers(
+    params | {"head": model.output_matrix(params, cfg)}, cfg
+  )
   seconds = step_seconds(cfg, unstacked, rows, mean, steps, repeats)
   exact = seconds["alike, exact"]
   print("rows, room | ms a step | times exact")

@@ -29,7 +29,7 @@ from configs import tiny_cpu
 from gspo_jax.data import datasets, pipeline
 from gspo_jax.program import functions as program_functions
 from gspo_jax.program import load_params
-from gspo_jax.rewards.pool import Scorer
+from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout import scoring
 from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.sampler.samples import Prompts
@@ -42,14 +42,14 @@ def timed(function, *args):
   return result, time.monotonic() - began
 
 
-def pool(config) -> Scorer:
+def pool(config) -> RewardPool:
   """The processes that reward answers; a context manager."""
   c = config.reward
-  return Scorer(c.names, c.weights, workers=c.workers, seconds=c.seconds)
+  return RewardPool(c.names, c.weights, workers=c.workers, seconds=c.seconds)
 
 
 def prepare(
-  config, folder: str, scorer: Scorer, workdir: str = ""
+  config, folder: str, scorer: RewardPool, workdir: str = ""
 ) -> Callable[[int], dict[str, float]]:
   """A function that goes through an iteration and gives seconds by phase.
 
@@ -60,11 +60,14 @@ def prepare(
     workdir: of a run, for its weights; without it they are random.
   """
   mesh = sharding.make_mesh(jax.devices()[:1])
-  run, rows = program_functions.build(config, mesh), sharding.rows(mesh)
+  run, rows = (
+    program_functions.build(config, mesh),
+    sharding.batch_sharding(mesh),
+  )
   questions = datasets.load(config).held_out
   batch = pipeline.take(questions, run.prompting, config.data.prompts)
-  prompts = multihost.lay(Prompts(batch["tokens"], batch["length"]), rows)
-  writer = metric_writer.Writer(folder, total_steps=1, resume_step=0)
+  prompts = multihost.to_global(Prompts(batch["tokens"], batch["length"]), rows)
+  writer = metric_writer.MetricWriter(folder, total_steps=1, resume_step=0)
   with jax.set_mesh(mesh):
     fresh = run.init(jax.random.key(0))
     params = load_params.load(config, run, workdir) if workdir else fresh
@@ -80,7 +83,7 @@ def prepare(
     rollout, scored = run.assemble(prompts, samples), {}
     if run.scores:
       state, rollout, scored = run.score(state, rollout, key)
-    rewards = multihost.lay(marks.total.reshape(-1), rows)
+    rewards = multihost.to_global(marks.total.reshape(-1), rows)
     return run.assign(rollout, rewards, samples.finish), scored
 
   def iterate(step: int) -> dict[str, float]:
@@ -101,10 +104,12 @@ def prepare(
   return iterate
 
 
-def _write(writer: metric_writer.Writer, step: int, *measured: dict) -> None:
+def _write(
+  writer: metric_writer.MetricWriter, step: int, *measured: dict
+) -> None:
   """From the device into the files of a run; its stdout is kept back."""
   with contextlib.redirect_stdout(io.StringIO()):
-    writer.write(step, *metric_writer.finish(*measured))
+    writer.write(step, *metric_writer.to_scalars(*measured))
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:

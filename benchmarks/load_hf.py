@@ -112,7 +112,9 @@ def main(quick: bool) -> None:
     record = watch(folder)
     files = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
   layer = sum(
-    np.prod(place.shape) for place in hf_tensors.places(cfg) if place.stacked
+    np.prod(place.shape)
+    for place in hf_tensors.tensor_maps(cfg)
+    if place.stacked
   )
   record |= {"files": files, "layer": 4 * int(layer)}
   record["table"] = 4 * cfg.vocab_size * cfg.embed_dim

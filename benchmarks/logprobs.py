@@ -27,8 +27,8 @@ def peaks(tokens: int, count: int) -> dict[str, int]:
   cfg = dataclasses.replace(model.variant("qwen3-30b-a3b"), num_layers=1)
   devices = plan_compile.devices(chips.parse("v5p:2x2x2"), 1)[:count]
   mesh = sharding.make_mesh(devices, expert=count)
-  rows = sharding.rows(mesh)
-  head = jax.sharding.NamedSharding(mesh, sharding.layout("head"))
+  rows = sharding.batch_sharding(mesh)
+  head = jax.sharding.NamedSharding(mesh, sharding.param_spec("head"))
   shape = lambda dims, dtype, lay: jax.ShapeDtypeStruct(
     dims, dtype, sharding=lay
   )
@@ -43,7 +43,7 @@ def peaks(tokens: int, count: int) -> dict[str, int]:
     return logprobs.score(hidden, head, targets, cfg, 1.0)[0].sum()
 
   def at_once(hidden, head, targets):
-    logps = jax.nn.log_softmax(model.project(hidden, head, cfg))
+    logps = jax.nn.log_softmax(model.project_logits(hidden, head, cfg))
     return jnp.take_along_axis(logps, targets[..., None], -1).sum()
 
   result = {"libtpu": libtpu, "tokens_a_chip": tokens, "chips": count}

@@ -98,15 +98,20 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
     apart: take the old log-probs from a program of its own.
   """
   run, key = program_functions.build(config, mesh), jax.random.key(2)
-  rows = sharding.rows(mesh)
+  rows = sharding.batch_sharding(mesh)
   with jax.set_mesh(mesh):
     state = run.begin(run.init(jax.random.key(0)))
     prompts, samples = responses(config)
     samples = dataclasses.replace(
-      multihost.lay(dataclasses.replace(samples, slot_steps=None), rows),
-      slot_steps=multihost.lay(samples.slot_steps, sharding.everywhere(mesh)),
+      multihost.to_global(dataclasses.replace(samples, slot_steps=None), rows),
+      slot_steps=multihost.to_global(
+        samples.slot_steps, sharding.replicated(mesh)
+      ),
     )
-    batch, scored = run.assemble(multihost.lay(prompts, rows), samples), {}
+    batch, scored = (
+      run.assemble(multihost.to_global(prompts, rows), samples),
+      {},
+    )
     if run.scores:
       state, batch, scored = run.score(state, batch, key)
     if apart:
@@ -114,17 +119,17 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
     if run.appraise:
       batch = run.appraise(state, batch)
     rewards = np.random.default_rng(1).standard_normal(len(samples.lengths))
-    rewards = multihost.lay(rewards.astype(np.float32), rows)
+    rewards = multihost.to_global(rewards.astype(np.float32), rows)
     batch = run.assign(batch, rewards, samples.finish)
     _, _, learnt = run.update(state, batch, key)
-  return metric_writer.finish(scored, learnt)[0]
+  return metric_writer.to_scalars(scored, learnt)[0]
 
 
 def _alone(run, state, batch):
   score = functools.partial(train_batch.logprobs, cfg=run.cfg)
   jitted = jax.jit(
     lambda params, rows: score(params, rows=rows).logps,
-    out_shardings=sharding.rows(run.mesh),
+    out_shardings=sharding.batch_sharding(run.mesh),
   )
   return jitted(state.params, dataclasses.replace(batch, experts=None))
 

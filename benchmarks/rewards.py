@@ -14,13 +14,13 @@ import json
 import statistics
 import time
 
-from gspo_jax.rewards.pool import Answer, Scorer
+from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.runtime import errors
 
 THOUGHT = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs a day. " * 8
 
 
-def answers(name: str, count: int) -> list[Answer]:
+def answers(name: str, count: int) -> list[Response]:
   """`count` answers, half of them right, no two alike."""
   if name == "code":
     tests = {"inputs": ["1 2", "5 6"], "outputs": ["3", "11"]}
@@ -29,7 +29,7 @@ def answers(name: str, count: int) -> list[Answer]:
       for i in range(count)
     ]
     return [
-      Answer("", f"{THOUGHT}\n```python\n{p}\n```", json.dumps(tests))
+      Response("", f"{THOUGHT}\n```python\n{p}\n```", json.dumps(tests))
       for p in programs
     ]
   form = {
@@ -40,7 +40,7 @@ def answers(name: str, count: int) -> list[Answer]:
   }
   text, reference = form[name]
   return [
-    Answer("", text.format(i), reference.format(i + i % 2))
+    Response("", text.format(i), reference.format(i + i % 2))
     for i in range(count)
   ]
 
@@ -48,7 +48,7 @@ def answers(name: str, count: int) -> list[Answer]:
 def rate(name: str, workers: int, count: int) -> float:
   """Answers per second, all of them submitted together."""
   given = answers(name, count)
-  with Scorer([name], [1.0], workers=workers, seconds=60) as scorer:
+  with RewardPool([name], [1.0], workers=workers, seconds=60) as scorer:
     scorer.submit(given[:2]).result()
     began = time.monotonic()
     scores = scorer.submit(given).result()
@@ -61,9 +61,9 @@ def rate(name: str, workers: int, count: int) -> float:
 def rate_with_failures(workers: int, count: int, seconds: float) -> float:
   """Answers per second, every 32nd of which takes all its time and fails."""
   given = answers("math", count)
-  tower = Answer("", "$\\boxed{9^{9^{9^{9}}}}$", "\\sqrt{2}")
+  tower = Response("", "$\\boxed{9^{9^{9^{9}}}}$", "\\sqrt{2}")
   given[::32] = [tower] * len(given[::32])
-  with Scorer(["math"], [1.0], workers=workers, seconds=seconds) as scorer:
+  with RewardPool(["math"], [1.0], workers=workers, seconds=seconds) as scorer:
     scorer.submit(given[1:3]).result()
     began = time.monotonic()
     scores = scorer.submit(given).result()
@@ -76,7 +76,7 @@ def rate_with_failures(workers: int, count: int, seconds: float) -> float:
 def batch(workers: int, repeats: int) -> float:
   """Median seconds of 256 answers of the embedded task."""
   given, seconds = answers("final_answer", 256), []
-  with Scorer(["final_answer"], [1.0], workers=workers) as scorer:
+  with RewardPool(["final_answer"], [1.0], workers=workers) as scorer:
     for _ in range(repeats + 1):
       began = time.monotonic()
       scorer.submit(given).result()

@@ -34,8 +34,8 @@ from gspo_jax import model, sampler
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import continuous
 from gspo_jax.sampler import static as static_sampler
-from gspo_jax.sampler.continuous import PagedSampler
-from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.paging import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 
@@ -46,7 +46,9 @@ def static(cfg, params, draw):
   return lambda prompts: jitted(params, prompts=prompts, key=key)
 
 
-def build(cfg, params, draw, paging: Paging, prompt: int) -> PagedSampler:
+def build(
+  cfg, params, draw, paging: ContinuousBatchingConfig, prompt: int
+) -> ContinuousSampler:
   """Refill on one device."""
   mesh = sharding.make_mesh(jax.devices()[:1])
   return continuous.build(
@@ -60,13 +62,15 @@ def build(cfg, params, draw, paging: Paging, prompt: int) -> PagedSampler:
   )
 
 
-def refill(cfg, params, draw, paging: Paging, prompt: int):
+def refill(cfg, params, draw, paging: ContinuousBatchingConfig, prompt: int):
   """Prompts of `prompt` tokens -> answers, `paging.slots` at a time."""
   paged = build(cfg, params, draw, paging, prompt)
   return lambda prompts: paged(params, prompts, jax.random.key(0))
 
 
-def watch(paged: PagedSampler, params, prompts) -> tuple[int, float | None]:
+def watch(
+  paged: ContinuousSampler, params, prompts
+) -> tuple[int, float | None]:
   """Decode steps; and the useful slot-steps, as long as answers wait."""
   steps, begun, shares = [], [], [None]
 
@@ -137,10 +141,10 @@ class Bench(NamedTuple):
   cfg: model.ModelConfig
   params: model.Params
   draw: SamplerConfig
-  paging: Paging
+  paging: ContinuousBatchingConfig
   prompt: int
   static: Callable
-  paged: PagedSampler
+  paged: ContinuousSampler
 
   def measure(self, each: np.ndarray, repeats: int) -> dict:
     """By sampler, of answers of these lengths, one for each prompt."""
@@ -208,7 +212,9 @@ def main() -> None:
   args = parser.parse_args()
   answers, most, repeats = (16, 80, 1) if args.quick else (256, 960, 3)
   groups, prompts = ((2,), (8,)) if args.quick else ((4, 16), (32, 512))
-  paging = Paging(slots=4 if args.quick else 64, page=16, steps=32, chunk=32)
+  paging = ContinuousBatchingConfig(
+    slots=4 if args.quick else 64, page=16, steps=32, chunk=32
+  )
   cfg = model.variant("tiny", dtype="float32", vocab_size=1024)
   params = lengths.countdown(model.init(jax.random.key(0), cfg))
   # Neither 96 nor 960 is where the static cache ends a doubling.

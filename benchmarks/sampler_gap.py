@@ -35,18 +35,20 @@ def forced(params, tokens, cfg):
   """All tokens at one time: hidden states and experts."""
   B, T = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-  out = model.encode(params, cfg, tokens, positions, jnp.ones_like(tokens))
+  out = model.hidden_states(
+    params, cfg, tokens, positions, jnp.ones_like(tokens)
+  )
   return out.hidden, None if out.routing is None else out.routing.experts
 
 
 def decoded(params, tokens, cfg):
   """One token after the other: hidden states and experts."""
   B, T = tokens.shape
-  params = model.unstack(params, cfg)
+  params = model.unstack_layers(params, cfg)
 
   def step(cache, t):
     at = jnp.full((B, 1), t)
-    out = model.encode(
+    out = model.hidden_states(
       params,
       cfg,
       jax.lax.dynamic_slice_in_dim(tokens, t, 1, axis=1),

@@ -33,7 +33,7 @@ from benchmarks import lengths, record
 from benchmarks.sampler import in_turns, refill, static
 from gspo_jax import model
 from gspo_jax.model import hf
-from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.paging import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 _TINY = {"vocab_size": 1024}
@@ -75,7 +75,9 @@ def size(name: str, quick: bool) -> Size:
 
 def ours(cfg, params, draw, sizes: Size) -> dict[str, Callable]:
   """By name, prompts -> tokens of the answers [B, R]."""
-  paging = Paging(slots=sizes.slots, page=16, steps=32, chunk=32)
+  paging = ContinuousBatchingConfig(
+    slots=sizes.slots, page=16, steps=32, chunk=32
+  )
   found = {
     "our static": static(cfg, params, draw),
     "our refill": refill(cfg, params, draw, paging, sizes.S),

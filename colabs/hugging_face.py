@@ -42,7 +42,7 @@ from configs import common
 from gspo_jax import model
 from gspo_jax.data.tokenizers import load as load_tokenizer
 from gspo_jax.evaluate import evaluate, summary
-from gspo_jax.evaluate.policy_sampler import Pupil, fit
+from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.export import export
 from gspo_jax.model import hf
 from gspo_jax.runtime import sharding
@@ -177,8 +177,8 @@ config.eval.prompts = 8
 
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
-size = fit(config, mesh, samples=8, questions=len(files["test"]))
-pupil = Pupil(config, mesh, size)
+size = batch_shape(config, mesh, samples=8, questions=len(files["test"]))
+pupil = PolicySampler(config, mesh, size)
 asked = [row["question"] for row in files["test"]]
 replies = pupil.reply(params, asked, jax.random.key(0))
 print(f"{asked[0]}\n")

@@ -73,19 +73,19 @@ def export(
   Raises:
     UserError: no checkpoint there, another model, or `folder` holds something.
   """
-  multihost.together(
-    lambda: multihost.first() and hf.require_new(folder, dtype)
+  multihost.run_on_all(
+    lambda: multihost.is_primary() and hf.require_new(folder, dtype)
   )
-  mesh = multihost.together(lambda: sharding.make_mesh(**config.mesh))
+  mesh = multihost.run_on_all(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh):
-    made = multihost.together(lambda: program_functions.build(config, mesh))
+    made = multihost.run_on_all(lambda: program_functions.build(config, mesh))
     params = load_params.load(config, made, workdir)
   base = config.model.checkpoint or None
   # Else the base's own tokenizer goes along, file by file.
   own = config.data.tokenizer or not base
   add = functools.partial(_add_tokenizer, made.tokenizer) if own else None
   hf.save_hf(params, made.cfg, folder, dtype=dtype, like=base, beside=add)
-  multihost.say(f"exported to {folder}")
+  multihost.print_once(f"exported to {folder}")
 
 
 def _add_tokenizer(texts, folder):

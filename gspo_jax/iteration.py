@@ -38,14 +38,14 @@ def iterate(
     hosts.Agreed: too many answers could not be scored.
   """
   functions, config = run.program, run.config
-  rows = sharding.rows(functions.mesh)
+  rows = sharding.batch_sharding(functions.mesh)
   clock = [time.monotonic()]
   tick = lambda: clock.append(time.monotonic())
 
   # Rollouts: G answers to each question, which each host begins to verify.
   ready = source(state.params, step)
   batch, samples, answers, marking = ready.kept
-  asked = multihost.lay(Prompts(batch["tokens"], batch["length"]), rows)
+  asked = multihost.to_global(Prompts(batch["tokens"], batch["length"]), rows)
   tick()
 
   # Old log-probs, and what a reference and a critic say, meanwhile.
@@ -66,14 +66,14 @@ def iterate(
     of=f"iteration {step}",
   )
   # Advantages of whole groups, before any shuffle.
-  rewards = multihost.lay(marks.total.reshape(-1), rows)
+  rewards = multihost.to_global(marks.total.reshape(-1), rows)
   rollout = functions.assign(rollout, rewards, samples.finish)
   jax.block_until_ready(rollout)
   tick()
 
   # The update: a loop over minibatches.
   state, _, learnt = functions.update(state, rollout, key)
-  row, distributions = metric_writer.finish(scored, learnt)
+  row, distributions = metric_writer.to_scalars(scored, learnt)
   tick()
   functions.check_compiled_once()
 
@@ -95,7 +95,7 @@ def iterate(
 
 
 def _rollout_row(marks: Rewards, samples, costs) -> dict[str, float]:
-  lengths, finish = multihost.fetch((samples.lengths, samples.finish))
+  lengths, finish = multihost.to_host((samples.lengths, samples.finish))
   slot_steps = sum(int(cost.slot_steps) for cost in costs)
   parts = marks.parts if len(marks.parts) > 1 else {}
   return {

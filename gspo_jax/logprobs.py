@@ -80,7 +80,7 @@ def token_logprobs(
       f"{response_length=} must lie in 1..{tokens.shape[1] - 1}: the first "
       "token of a row has nothing before it"
     )
-  out = model.encode(
+  out = model.hidden_states(
     params,
     cfg,
     tokens,
@@ -93,7 +93,7 @@ def token_logprobs(
   before = slice(-R - 1, -1)  # the positions that predict the last R tokens
   logps, entropy = score(
     out.hidden[:, before],
-    model.head(params, cfg),
+    model.output_matrix(params, cfg),
     tokens[:, -R:],
     cfg,
     temperature or 1.0,
@@ -127,15 +127,15 @@ def score(hidden_BRD, head_DV, targets_BR, cfg, temperature):
     @jax.checkpoint
     def score_piece(piece):
       hidden_CD, targets_C = piece
-      logits_Cv = model.project(hidden_CD, head_Dv, cfg) / temperature
+      logits_Cv = model.project_logits(hidden_CD, head_Dv, cfg) / temperature
       return _log_softmax(logits_Cv, targets_C, column_v)
 
     scored = _in_pieces(score_piece, join(hidden_BRD), join(targets_BR))
     return jax.tree.map(lambda x: _own(x, targets_BR.shape), scored)
 
-  rows = PartitionSpec(sharding.ROWS)
-  island = sharding.island(
-    local, in_specs=(rows, sharding.layout("head"), rows), out_specs=rows
+  rows = PartitionSpec(sharding.BATCH_AXES)
+  island = sharding.shard_map(
+    local, in_specs=(rows, sharding.param_spec("head"), rows), out_specs=rows
   )
   return island(hidden_BRD, head_DV, targets_BR)
 
@@ -149,7 +149,7 @@ def _part(head):
   """
   parts, columns = sharding.size("expert"), head.shape[1]
   head = jnp.pad(head, ((0, 0), (0, -columns % parts)))
-  head = sharding.swap(head, "expert", split=1, join=0)
+  head = sharding.all_to_all(head, "expert", split=1, join=0)
   head_Dv = sharding.gather(head, "fsdp", dim=0)
   v = head_Dv.shape[1]
   column_v = sharding.index("expert") * v + jnp.arange(v)
@@ -161,11 +161,11 @@ def _log_softmax(logits_Cv, targets_C, column_v):
   """The targets' log-probs [C] and the entropies [C], from all the parts."""
   logits_Cv = jnp.where(column_v >= 0, logits_Cv, -1e30)
   top = jax.lax.stop_gradient(logits_Cv.max(-1))
-  logits_Cv -= sharding.largest(top, *_PARTS)[:, None]
+  logits_Cv -= sharding.pmax(top, *_PARTS)[:, None]
   weights_Cv = jnp.exp(logits_Cv)
   picked = jnp.where(column_v == targets_C[:, None], logits_Cv, 0).sum(-1)
   sums = weights_Cv.sum(-1), picked, (weights_Cv * logits_Cv).sum(-1)
-  mass, picked, inner = sharding.total(sums, *_PARTS)
+  mass, picked, inner = sharding.psum(sums, *_PARTS)
   return picked - jnp.log(mass), jnp.log(mass) - inner / mass
 
 

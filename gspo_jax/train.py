@@ -46,9 +46,11 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     FloatingPointError: a metric is not finite; that step is not saved.
   """
   multihost.require_joined()
-  mesh = multihost.together(lambda: sharding.make_mesh(**config.mesh))
+  mesh = multihost.run_on_all(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh), Preemption() as preemption:
-    run = multihost.together(lambda: experiment.prepare(config, workdir, mesh))
+    run = multihost.run_on_all(
+      lambda: experiment.prepare(config, workdir, mesh)
+    )
     multihost.require_same(
       flatten({"config": experiment.config_as_json(config)} | run.identity)
     )
@@ -70,7 +72,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       state = _start(run, curriculum, source, checkpoints, preemption)
       if state is None:
         return None
-      multihost.together(lambda: _note_config(run))
+      multihost.run_on_all(lambda: _note_config(run))
       return _train(run, state, curriculum, source, checkpoints, preemption)
 
 
@@ -82,7 +84,7 @@ def _rollouts(run, curriculum) -> Source:
     generate=functions.generate,
     tokenizer=functions.tokenizer,
     scorer=run.scorer,
-    rows=sharding.rows(functions.mesh),
+    rows=sharding.batch_sharding(functions.mesh),
     key=lambda step: experiment.iteration_keys(run, step)[0],
     prompts=config.data.prompts,
     group=config.sampler.group_size,
@@ -90,7 +92,7 @@ def _rollouts(run, curriculum) -> Source:
   )
   c = config.rollout
   if config.paging.slots:
-    multihost.say(functions.generate.describe(continues=c.budget > 0))
+    multihost.print_once(functions.generate.describe(continues=c.budget > 0))
   if c.budget:
     source = PartialRollouts(
       sampling,
@@ -125,24 +127,24 @@ def _start(
     curriculum.set_state(restored.metadata["data"])
     waiting = restored.metadata.get("rollouts", {})
     source.set_state(restored.state.waiting, waiting)
-    multihost.say(f"resumed after step {restored.step}")
+    multihost.print_once(f"resumed after step {restored.step}")
     for line in changes(
       restored.metadata["config"], experiment.config_as_json(run.config)
     ):
-      multihost.say(line)
+      multihost.print_once(line)
     return dataclasses.replace(restored.state, waiting=None)
   if not run.config.cold_start.steps:
     return run.program.begin(run.program.init(run.keys.init))
   imitated = _imitate(run, preemption)
   if imitated is None:
-    multihost.say("SIGTERM: cold start saved; the same command resumes")
+    multihost.print_once("SIGTERM: cold start saved; the same command resumes")
     return None
   return run.program.begin(imitated.params)
 
 
 def _note_config(run) -> None:
   """run_config.json: the config of the run that goes on from here."""
-  if multihost.first():
+  if multihost.is_primary():
     path = run.workdir / "run_config.json"
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(
@@ -176,7 +178,9 @@ def _imitate(run, preemption) -> TrainState | None:
       abstract=functions.abstract_imitation,
       batches=on_policy,
       update=lambda state, batch: functions.imitate(
-        state, multihost.lay(batch, sharding.rows(functions.mesh)), k_update
+        state,
+        multihost.to_global(batch, sharding.batch_sharding(functions.mesh)),
+        k_update,
       ),
       accuracy=lambda params: float(_greedy(run, params, k_check).mean()),
       checkpoints=checkpoints,
@@ -196,16 +200,16 @@ def _train(
 ) -> TrainState | None:
   """RL from `state` on, to the last step or to a SIGTERM."""
   config, begin = run.config, int(state.step)
-  writer = multihost.together(
-    lambda: metric_writer.Writer(
+  writer = multihost.run_on_all(
+    lambda: metric_writer.MetricWriter(
       run.workdir,
       total_steps=config.num_steps,
       resume_step=begin,
-      active=multihost.first(),
+      active=multihost.is_primary(),
     )
   )
   if begin >= config.num_steps:
-    multihost.say(f"num_steps={config.num_steps}: nothing is left to do")
+    multihost.print_once(f"num_steps={config.num_steps}: nothing is left to do")
   with writer:
     watch = _watch(run)
     if begin == 0:
@@ -231,7 +235,7 @@ def _train(
         save()
       if stop and not last:
         checkpoints.wait()
-        multihost.say(
+        multihost.print_once(
           f"SIGTERM: saved after step {step}; the same command resumes"
         )
         return None
@@ -277,13 +281,13 @@ def _greedy(run, params, key) -> np.ndarray:
 
 
 def _answer(run, generate, params, key) -> np.ndarray:
-  return held_out.answer_all(
+  return held_out.verdicts(
     generate,
     params,
     run.held_out,
     batch=run.config.data.prompts,
     key=key,
-    rows=sharding.rows(run.program.mesh),
+    rows=sharding.batch_sharding(run.program.mesh),
     tokenizer=run.program.tokenizer,
     scorer=run.scorer,
     max_failed=run.config.reward.max_failed,

@@ -18,7 +18,7 @@ from gspo_jax.learner.train_step import TrainState
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.program import config as settings
 from gspo_jax.program import experiment
-from gspo_jax.rewards.pool import Scorer, Scores
+from gspo_jax.rewards.pool import RewardPool, Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Samples
 
@@ -99,7 +99,9 @@ def test_a_reward_that_always_fails_stops_it(debug_config):
   debug_config.data.refill_rounds = 3
   debug_config.reward.max_failed = 1.0
   source = train._rollouts(run, spy)
-  with pytest.raises(multihost.Agreed, match=r"iteration 7: 12 of 12 .* why$"):
+  with pytest.raises(
+    multihost.AgreedError, match=r"iteration 7: 12 of 12 .* why$"
+  ):
     iterate(run, TrainState(0, None, None), spy, source, 7)
 
 
@@ -115,7 +117,7 @@ def test_as_many_rewards_may_fail_as_the_config_says(debug_config, most):
   debug_config.reward.max_failed = most
   source, state = train._rollouts(run, spy), TrainState(0, None, None)
   if most < 0.5:
-    with pytest.raises(multihost.Agreed, match=r"iteration 7: 2 of 4 "):
+    with pytest.raises(multihost.AgreedError, match=r"iteration 7: 2 of 4 "):
       iterate(run, state, spy, source, 7)
   else:
     _, row, *_ = iterate(run, state, spy, source, 7)
@@ -125,7 +127,7 @@ def test_as_many_rewards_may_fail_as_the_config_says(debug_config, most):
 def test_every_step_and_use_has_its_own_key(debug_config):
   spy = Spy()
   keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
-  scorer = Scorer(("final_answer",), (1.0,), workers=1)
+  scorer = RewardPool(("final_answer",), (1.0,), workers=1)
   run = experiment.Experiment(
     debug_config, None, spy, scorer, None, None, None, keys
   )
@@ -149,7 +151,7 @@ def test_where_no_score_is_needed_none_is_made(debug_config):
   spy = Spy()
   spy.scores = False
   keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
-  scorer = Scorer(("final_answer",), (1.0,), workers=1)
+  scorer = RewardPool(("final_answer",), (1.0,), workers=1)
   run = experiment.Experiment(
     debug_config, None, spy, scorer, None, None, None, keys
   )

@@ -115,7 +115,7 @@ def scored(cfg, replay, seed):
   sent = {"routes": routes, "replay": replay}
   both = lambda params: (
     score(cfg, response_length=R, **sent)(params),
-    model.encode(params, cfg, *text(), **sent),
+    model.hidden_states(params, cfg, *text(), **sent),
   )
   return jax.device_get(jax.jit(both)(weights(cfg))), routes
 

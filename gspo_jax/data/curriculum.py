@@ -57,7 +57,7 @@ class Curriculum:
         "then a later one each"
       )
     self._batch, self._cfg, self._stage = batch, cfg, 0
-    self._history = History() if history else None
+    self._history = SolvedProblems() if history else None
     self._known, self._fitting, self._streams = [], [], []
     for source in self._sources:
       parts = pipeline.parts(source) if history else ()
@@ -147,7 +147,7 @@ class Curriculum:
       self._history.set_state(state.get("known", {}))
 
 
-class History:
+class SolvedProblems:
   """For each source, by its content, which questions are known.
 
   A source that stands in several mixtures has one history.

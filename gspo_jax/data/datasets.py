@@ -16,7 +16,7 @@ class Stage(NamedTuple):
   source: pipeline.Source
 
 
-class Material(NamedTuple):
+class Datasets(NamedTuple):
   """Questions to learn from, to be tested on, and to imitate."""
 
   stages: Sequence[Stage]
@@ -24,7 +24,7 @@ class Material(NamedTuple):
   demonstrations: Sequence[Problem]
 
 
-def load(config) -> Material:
+def load(config) -> Datasets:
   """The material that a config names; of `source` itself the first stage.
 
   Raises:
@@ -39,7 +39,7 @@ def load(config) -> Material:
         "makes its own held-out questions and mixes with no other source"
       )
     chain = Chain(c.chain_steps, seed=config.seed)
-    return Material(
+    return Datasets(
       [Stage(1, chain)],
       dataclasses.replace(chain, evaluation=True),
       dataclasses.replace(
@@ -69,7 +69,7 @@ def load(config) -> Material:
     stages.append(
       Stage(begin, sources.mix(later if c.eval_source else side(later, False)))
     )
-  return Material(stages, sources.mix(held_out), train)
+  return Datasets(stages, sources.mix(held_out), train)
 
 
 def fingerprint(stages: Sequence[Stage]) -> str:

@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from gspo_jax.data.prompt_batch import PromptConfig, stack
-from gspo_jax.data.sources import Mixture, Questions
+from gspo_jax.data.sources import Mixture, ProblemSource
 from gspo_jax.data.tasks import Problem
 from gspo_jax.runtime.errors import UserError
 
@@ -250,7 +250,7 @@ def _check(source, row, cfg, batch) -> None:
   if cfg.too_long == "error":
     # One that is too long is told now, not at step 500.
     for part in parts(source):
-      if isinstance(part, Questions):
+      if isinstance(part, ProblemSource):
         for problem in part:
           row(problem)
     return

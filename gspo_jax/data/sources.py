@@ -39,7 +39,7 @@ _FIELDS = Fields()
 
 
 @dataclasses.dataclass(frozen=True)
-class Questions(Sequence):
+class ProblemSource(Sequence):
   """The rows of a source as problems.
 
   Attributes:
@@ -126,7 +126,7 @@ def load(
   data_dir: str = "",
   evaluation: bool | None = None,
   mark: str = "#### ",
-) -> Questions:
+) -> ProblemSource:
   """The questions that a config names; see `Questions` for the options.
 
   Args:
@@ -150,7 +150,7 @@ def load(
     rows, where = readers.tfds(rest, data_dir), lambda i: f"{spec}[{i}]"
   else:
     rows, where = readers.called(spec), lambda i: f"{spec}[{i}]"
-  found = Questions(rows, where, fields, evaluation, mark, content)
+  found = ProblemSource(rows, where, fields, evaluation, mark, content)
   if kind == "jsonl":
     for i in range(len(rows)):
       found._parse(i)
@@ -179,7 +179,7 @@ def fingerprint(source) -> str:
   """
   if isinstance(source, Mixture):
     options = [*map(fingerprint, source.sources), *source.weights]
-  elif isinstance(source, Questions):
+  elif isinstance(source, ProblemSource):
     options = [source.fields, source.evaluation, source.mark]
     options.append(source.content or _sample(source))
   elif dataclasses.is_dataclass(source):

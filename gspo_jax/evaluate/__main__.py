@@ -76,7 +76,7 @@ def _command(argv) -> int:
       limit=_LIMIT.value,
       reward=_REWARD.value,
     )
-    multihost.say(summary.render(summaries))
+    multihost.print_once(summary.render(summaries))
     return 0
 
   return command.on_hosts(work)

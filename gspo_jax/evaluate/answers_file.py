@@ -14,7 +14,7 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import match
 
 
-class AnswerFile:
+class AnswersFile:
   """The answers of one evaluation, in a folder: a context manager.
 
   What an interruption left of a batch is removed: the batch is drawn again, and
@@ -54,7 +54,7 @@ class AnswerFile:
       raise UserError(f"--out={folder}: {error.strerror}") from error
     self._keep_whole_batches()
 
-  def __enter__(self) -> "AnswerFile":
+  def __enter__(self) -> "AnswersFile":
     return self
 
   def __exit__(self, *_) -> None:

@@ -37,7 +37,7 @@ from gspo_jax.runtime.errors import UserError, nearest
 _IDS = ("id", "ID", "unique_id", "question_id", "url")
 
 
-class Questions(NamedTuple):
+class Benchmark(NamedTuple):
   """A set, as read from a file.
 
   Attributes:
@@ -82,7 +82,7 @@ class _Set:
 
 def read(
   name: str, path: str, *, reward: str = "", limit: int | None = None
-) -> Questions:
+) -> Benchmark:
   """Reads a set of the user's.
 
   Args:
@@ -116,7 +116,7 @@ def read(
     raise UserError(f"{path}: no usable row; left out: {dict(skipped) or 0}")
   with open(path, "rb") as file:
     sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-  return Questions(
+  return Benchmark(
     name=named.name,
     reward=reward or named.reward,
     samples=named.samples,

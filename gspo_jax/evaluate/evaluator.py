@@ -17,12 +17,12 @@ from ml_collections import ConfigDict
 
 from gspo_jax import rewards
 from gspo_jax.evaluate import benchmarks, summary
-from gspo_jax.evaluate.answers_file import AnswerFile
-from gspo_jax.evaluate.benchmarks import Questions
-from gspo_jax.evaluate.judge import evaluate_set
-from gspo_jax.evaluate.policy_sampler import Pupil, fit
+from gspo_jax.evaluate.answers_file import AnswersFile
+from gspo_jax.evaluate.benchmarks import Benchmark
+from gspo_jax.evaluate.judge import evaluate_benchmark
+from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
-from gspo_jax.rewards.pool import Scorer, too_many
+from gspo_jax.rewards.pool import RewardPool, too_many
 from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import flatten
@@ -61,23 +61,23 @@ def evaluate(
       those so far, or all. The batch that shows it is not kept.
   """
   multihost.require_joined()
-  asked = multihost.together(lambda: _read(sets, samples, limit, reward))
+  asked = multihost.run_on_all(lambda: _read(sets, samples, limit, reward))
   load_params.adopt(config, folder)
-  mesh = multihost.together(lambda: sharding.make_mesh(**config.mesh))
+  mesh = multihost.run_on_all(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh):
-    pupils = multihost.together(lambda: _pupils(config, mesh, asked))
+    pupils = multihost.run_on_all(lambda: _policy_samplers(config, mesh, asked))
     params = load_params.load(config, pupils[0].program, folder)
     settings = _settings(config, asked, params)
     multihost.require_same(flatten(settings))
-    first, batches = multihost.first(), _batches(asked, pupils)
+    first, batches = multihost.is_primary(), _batches(asked, pupils)
     judges = {q.name: q.reward for q in asked}
     brief = lambda row: summary.brief(judges[row["set"]], row)
-    kept = multihost.together(
-      lambda: AnswerFile(out, settings, batches, brief) if first else None
+    kept = multihost.run_on_all(
+      lambda: AnswersFile(out, settings, batches, brief) if first else None
     )
     with kept or nullcontext():
       for questions, pupil in zip(asked, pupils, strict=True):
-        _examine(config, questions, pupil, params, kept)
+        _run_benchmark(config, questions, pupil, params, kept)
   if not first:
     return []
   summaries = [summary.summarize(q, kept.rows[q.name]) for q in asked]
@@ -87,7 +87,7 @@ def evaluate(
   return summaries
 
 
-def _read(sets, samples, limit, reward) -> list[Questions]:
+def _read(sets, samples, limit, reward) -> list[Benchmark]:
   asked = []
   for pair in sets:
     name, _, path = pair.partition("=")
@@ -101,10 +101,12 @@ def _read(sets, samples, limit, reward) -> list[Questions]:
   return asked
 
 
-def _pupils(config, mesh, asked) -> list[Pupil]:
+def _policy_samplers(config, mesh, asked) -> list[PolicySampler]:
   """One for each set; those of as many samples and rows are the same."""
-  pupil = functools.cache(lambda size: Pupil(config, mesh, size))
-  pupils = [pupil(fit(config, mesh, q.samples, len(q.problems))) for q in asked]
+  pupil = functools.cache(lambda size: PolicySampler(config, mesh, size))
+  pupils = [
+    pupil(batch_shape(config, mesh, q.samples, len(q.problems))) for q in asked
+  ]
   for questions, its in zip(asked, pupils, strict=True):
     its.read([p.question for p in questions.problems])
   return pupils
@@ -139,11 +141,13 @@ def _settings(config, asked, params) -> dict:
   }
 
 
-def _examine(config, questions, pupil, params, kept) -> None:
+def _run_benchmark(config, questions, pupil, params, kept) -> None:
   """Puts a set to the policy, from the first batch that is not kept."""
   first, name = kept is not None, questions.name
   # The first process knows where to begin.
-  begin = int(multihost.tell(str(kept.begun(name)) if first else "")[0])
+  begin = int(
+    multihost.allgather_text(str(kept.begun(name)) if first else "")[0]
+  )
   key = jax.random.key(config.seed)
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
 
@@ -166,23 +170,23 @@ def _examine(config, questions, pupil, params, kept) -> None:
       file=sys.stderr,
     )
 
-  scorer = multihost.together(
+  scorer = multihost.run_on_all(
     lambda: _scorer(config, questions) if first else None
   )
   with scorer or nullcontext():
-    evaluate_set(
+    evaluate_benchmark(
       respond,
       questions,
       at_once=pupil.at_once,
       scorer=scorer,
       keep=keep,
       begin=begin,
-      together=multihost.together,
+      together=multihost.run_on_all,
     )
 
 
-def _scorer(config, questions) -> Scorer:
-  return Scorer(
+def _scorer(config, questions) -> RewardPool:
+  return RewardPool(
     (questions.reward,),
     (1.0,),
     workers=config.reward.workers,

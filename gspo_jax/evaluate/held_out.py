@@ -8,7 +8,7 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.evaluate.estimators import ladder, pass_at_k
-from gspo_jax.rewards.pool import Scorer
+from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout.scoring import (
   decode_responses,
   require_scored,
@@ -21,7 +21,7 @@ from gspo_jax.sampler.samples import Prompts, Samples
 Generate = Callable[[model.Params, Prompts, jax.Array], Samples]
 
 
-def answer_all(
+def verdicts(
   generate: Generate,
   params,
   questions: dict,
@@ -30,7 +30,7 @@ def answer_all(
   key: jax.Array,
   rows: jax.sharding.Sharding,
   tokenizer: Tokenizer,
-  scorer: Scorer,
+  scorer: RewardPool,
   max_failed: float,
 ) -> np.ndarray:
   """Whether answers are right, [N, G], for all questions (of `data.take`).
@@ -47,7 +47,9 @@ def answer_all(
   for i, start in enumerate(range(0, count, batch)):
     index = np.arange(start, start + batch) % count
     asked = {k: questions[k][index] for k in ("tokens", "length")}
-    prompts = multihost.lay(Prompts(asked["tokens"], asked["length"]), rows)
+    prompts = multihost.to_global(
+      Prompts(asked["tokens"], asked["length"]), rows
+    )
     samples = generate(params, prompts, jax.random.fold_in(key, i))
     asked["problems"] = [questions["problems"][j] for j in index]
     answers = decode_responses(samples, asked, tokenizer)

@@ -4,15 +4,15 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gspo_jax.evaluate.benchmarks import Questions
-from gspo_jax.rewards.pool import Answer, Scorer
+from gspo_jax.evaluate.benchmarks import Benchmark
+from gspo_jax.rewards.pool import Response, RewardPool
 
 # Characters of a reference that are written beside each answer. The tests of a
 # program may have millions: they stand in the file of the questions, by `id`.
 _LONGEST = 2000
 
 
-class Replies(NamedTuple):
+class Responses(NamedTuple):
   """Answers to some questions, n each, those to a question side by side.
 
   Attributes:
@@ -31,15 +31,15 @@ class Replies(NamedTuple):
 
 
 # (questions, answers to each, a number of this batch's own) -> Replies.
-Respond = Callable[[list[str], int, int], Replies]
+Respond = Callable[[list[str], int, int], Responses]
 
 
-def evaluate_set(
+def evaluate_benchmark(
   respond: Respond,
-  questions: Questions,
+  questions: Benchmark,
   *,
   at_once: int,
-  scorer: Scorer | None,
+  scorer: RewardPool | None,
   keep: Callable[[list[dict], tuple[str, ...]], None],
   begin: int = 0,
   together: Callable[[Callable[[], None]], None] = lambda work: work(),
@@ -82,7 +82,7 @@ def _judge(scorer, questions, index, replies) -> Callable[[], tuple]:
   whose = [(i, sample) for i in index for sample in range(questions.samples)]
   drawn = zip(whose, replies.texts, replies.tokens, strict=True)
   answers = [
-    Answer(read[i], text, questions.problems[i].answer, tokens, replies.limit)
+    Response(read[i], text, questions.problems[i].answer, tokens, replies.limit)
     for (i, _), text, tokens in drawn
   ]
   pending = scorer.submit(answers)

@@ -11,14 +11,14 @@ from ml_collections import ConfigDict
 from gspo_jax import model
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Problem
-from gspo_jax.evaluate.judge import Replies
+from gspo_jax.evaluate.judge import Responses
 from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts
 
 
-class Size(NamedTuple):
+class BatchShape(NamedTuple):
   """How answers to a set of questions are drawn.
 
   Attributes:
@@ -32,9 +32,9 @@ class Size(NamedTuple):
   rows: int
 
 
-def fit(
+def batch_shape(
   config: ConfigDict, mesh: jax.sharding.Mesh, samples: int, questions: int
-) -> Size:
+) -> BatchShape:
   """A batch for so many questions, of no more rows than they need.
 
   It holds all of them, or as many as give `data.prompts * sampler.group_size`
@@ -57,10 +57,10 @@ def fit(
   group = max(g for g in range(1, most + 1) if samples % g == 0)
   times = samples // group
   rows = min(prompts * (most // group), questions * times)
-  return Size(group, times, -(-rows // mesh.size) * mesh.size)
+  return BatchShape(group, times, -(-rows // mesh.size) * mesh.size)
 
 
-class Pupil:
+class PolicySampler:
   """Draws answers as a config says.
 
   One compiled function draws a batch. A question that gets more than
@@ -81,7 +81,9 @@ class Pupil:
     at_once: questions that fill a batch.
   """
 
-  def __init__(self, config: ConfigDict, mesh: jax.sharding.Mesh, size: Size):
+  def __init__(
+    self, config: ConfigDict, mesh: jax.sharding.Mesh, size: BatchShape
+  ):
     self._greedy = config.sampler.temperature == 0
     self._group, self._times, self._batch = size
     samples = self._group * self._times
@@ -109,7 +111,7 @@ class Pupil:
 
   def reply(
     self, params: model.Params, questions: Sequence[str], key: jax.Array
-  ) -> Replies:
+  ) -> Responses:
     """Answers some questions; the same on every process.
 
     Args:
@@ -120,7 +122,7 @@ class Pupil:
     prompts, decode = self.read(questions), self.program.tokenizer.decode
     read = zip(prompts.tokens, prompts.lengths, strict=True)
     read = [decode(row[len(row) - n :].tolist()) for row, n in read]
-    replies = Replies(read, [], [], [], self._limit)
+    replies = Responses(read, [], [], [], self._limit)
     count = len(questions) * self._times
     for call, start in enumerate(range(0, count, self._batch)):
       # Filled up with the first prompts: one compiled function serves.
@@ -136,11 +138,13 @@ class Pupil:
     return replies
 
   def _draw(self, params, batch, key):
-    batch = multihost.lay(batch, sharding.rows(self.program.mesh))
+    batch = multihost.to_global(
+      batch, sharding.batch_sharding(self.program.mesh)
+    )
     made = self.program
     draw = made.generate_greedy if self._greedy else made.generate_eval
     drawn = draw(params, batch, key)
-    return multihost.fetch((drawn.tokens, drawn.lengths, drawn.finish))
+    return multihost.to_host((drawn.tokens, drawn.lengths, drawn.finish))
 
 
 def _without_learning(config: ConfigDict) -> ConfigDict:

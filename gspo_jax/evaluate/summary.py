@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 import numpy as np
 
 from gspo_jax.evaluate import estimators
-from gspo_jax.evaluate.benchmarks import Questions
+from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.rewards import math as latex
 from gspo_jax.rewards import numbers
 
@@ -15,7 +15,7 @@ from gspo_jax.rewards import numbers
 _LONGEST = 500
 
 
-def summarize(questions: Questions, rows: Sequence[Mapping]) -> dict:
+def summarize(questions: Benchmark, rows: Sequence[Mapping]) -> dict:
   """The numbers of a set, as JSON; infinite ones are None.
 
   Args:

@@ -116,7 +116,7 @@ def imitate(
     if check:
       reached = accuracy(state.params)
       loss = metrics["loss/imitation"].value()
-      multihost.say(
+      multihost.print_once(
         f"cold start {step:4d}/{cfg.steps}  loss {loss:.3f}  "
         f"greedy accuracy {reached:.3f} (gate {cfg.gate})"
       )
@@ -126,7 +126,7 @@ def imitate(
     if stop:
       return None
   if reached < cfg.gate:
-    raise multihost.Agreed(
+    raise multihost.AgreedError(
       f"cold_start.steps={cfg.steps} ended at greedy accuracy {reached:.3f}, "
       f"under cold_start.gate={cfg.gate}: RL does not climb from there; raise "
       "the steps (in a new workdir), or set the gate to 0 to go on regardless"

@@ -25,7 +25,7 @@ def init(policy: model.Params) -> model.Params:
 
 def values(params: model.Params, cfg: model.ModelConfig, rows: TrainBatch):
   """[B, R] float32: what is still to come before each response token."""
-  out = model.encode(params, cfg, rows.tokens, rows.positions, rows.mask)
+  out = model.hidden_states(params, cfg, rows.tokens, rows.positions, rows.mask)
   R = rows.response_mask.shape[1]
   before = out.hidden[:, -R - 1 : -1].astype(jnp.float32)
   return jnp.einsum("brd,d->br", before, params["value_head"])

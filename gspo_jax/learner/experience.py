@@ -15,7 +15,7 @@ from gspo_jax.learner import routing
 from gspo_jax.learner.train_batch import TrainBatch, logprobs
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import Histogram, Mean, Metrics
-from gspo_jax.runtime.sharding import constrain_rows
+from gspo_jax.runtime.sharding import constrain_batch
 
 
 def old_policy_metrics(
@@ -117,7 +117,7 @@ def _in_micro_batches(function, rollout: TrainBatch, micro_rows: int):
   """`function` of a few rows at a time: leaves [B / micro_rows, ...]."""
   B = rollout.tokens.shape[0]
   cut = lambda x: x.reshape(B // micro_rows, micro_rows, *x.shape[1:])
-  cuts = constrain_rows(jax.tree.map(cut, rollout), axis=1)
+  cuts = constrain_batch(jax.tree.map(cut, rollout), axis=1)
   return jax.lax.map(function, cuts)
 
 

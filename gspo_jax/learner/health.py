@@ -86,5 +86,5 @@ class HealthChecks:
 
   def _say(self, kind: str, text: str) -> None:
     if kind not in self._said:
-      multihost.say(f"warning: {text}")
+      multihost.print_once(f"warning: {text}")
     self._said.add(kind)

@@ -143,7 +143,7 @@ def _objective(
   scored: TokenLogprobs, rows: TrainBatch, objective
 ) -> tuple[jax.Array, Metrics]:
   """The loss as a sum, of rows that know their old policy; and metrics."""
-  terms, metrics = _terms(scored, rows, objective)
+  terms, metrics = _penalties_and_weights(scored, rows, objective)
   if rows.reference_logps is not None:
     mask = rows.response_mask
     gap = losses.kl_penalty(scored.logps, rows.reference_logps, mask)
@@ -160,7 +160,7 @@ def _objective(
   )
   metrics |= own
   if objective.instruments and rows.router_logps is not None:
-    metrics |= _moved(scored, rows, objective.replay != "none")
+    metrics |= _routing_metrics(scored, rows, objective.replay != "none")
   return total, metrics
 
 
@@ -168,7 +168,7 @@ def _scalars(metrics: Metrics) -> Metrics:
   return {k: x for k, x in metrics.items() if k not in INSTRUMENTS}
 
 
-def _terms(scored: TokenLogprobs, rows: TrainBatch, objective):
+def _penalties_and_weights(scored: TokenLogprobs, rows: TrainBatch, objective):
   mask, metrics = rows.response_mask, {}
   penalty = weights = shift = None
   if objective.kl_coef:
@@ -196,7 +196,9 @@ def _rows_first(x: jax.Array) -> jax.Array:
   return x.swapaxes(0, 1)
 
 
-def _moved(scored: TokenLogprobs, rows: TrainBatch, replay: bool) -> Metrics:
+def _routing_metrics(
+  scored: TokenLogprobs, rows: TrainBatch, replay: bool
+) -> Metrics:
   """How far the routers went from the old policy's."""
   mask = rows.response_mask
   moved = routing.shift(_rows_first(scored.router_logps), rows.router_logps)

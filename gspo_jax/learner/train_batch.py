@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gspo_jax import model
 from gspo_jax.logprobs import TokenLogprobs, token_logprobs
 from gspo_jax.model.moe import number_type
-from gspo_jax.runtime.sharding import constrain_rows
+from gspo_jax.runtime.sharding import constrain_batch
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
@@ -96,7 +96,7 @@ class MinibatchSplit(NamedTuple):
     def cut(x):
       groups = x.reshape(len(self.order), -1, *x.shape[1:])[self.order]
       cuts = groups.reshape(self.count, -1, self.micro, *x.shape[1:])
-      return constrain_rows(cuts, axis=2)
+      return constrain_batch(cuts, axis=2)
 
     return _by_layer(cut, rollout, layers=1, cut_layers=3)
 
@@ -106,7 +106,7 @@ class MinibatchSplit(NamedTuple):
 
     def uncut(x):
       groups = x.reshape(len(back), -1, *x.shape[3:])[back]
-      return constrain_rows(groups.reshape(-1, *x.shape[3:]), axis=0)
+      return constrain_batch(groups.reshape(-1, *x.shape[3:]), axis=0)
 
     return _by_layer(uncut, fields, layers=3, cut_layers=1)
 

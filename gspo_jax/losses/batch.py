@@ -9,7 +9,7 @@ from gspo_jax.losses.metrics import Mean
 from gspo_jax.losses.terms import NO_TERMS, Terms
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
   """Checked tokens. S sequences a row: 1, or T slots where rows are packed."""
 
   logps: jax.Array  # [B, T] x; like all floats here 0 under the mask
@@ -43,19 +43,19 @@ class Batch(NamedTuple):
     return jnp.take_along_axis(values, self.segment_ids, axis=1)
 
 
-def sequence_mean(batch: Batch, values: jax.Array) -> Mean:
+def sequence_mean(batch: TokenBatch, values: jax.Array) -> Mean:
   """Mean over sequences of the mean over a sequence's tokens."""
   count = jnp.sum(batch.lengths() > 0, dtype=jnp.float32)
   return Mean(batch.means(values).sum(), count)
 
 
-def token_mean(batch: Batch, values: jax.Array) -> Mean:
+def token_mean(batch: TokenBatch, values: jax.Array) -> Mean:
   """Mean over all tokens, so that a sequence weighs by its length."""
   count = jnp.sum(batch.mask, dtype=jnp.float32)
   return Mean(jnp.where(batch.mask, values, 0.0).sum(), count)
 
 
-def check(floats, mask, segment_ids=None) -> None:
+def require_float32_BT(floats, mask, segment_ids=None) -> None:
   """Raises unless `floats`, by name, are float32, and all of one [B, T]."""
   for name, x in floats.items():
     if x.dtype != jnp.float32:
@@ -79,13 +79,13 @@ def check_advantages(advantages, mask, segment_ids) -> None:
     raise ValueError(f"{expected=}, got {advantages.shape=}, {packed=}")
 
 
-def as_batch(
+def checked_batch(
   logps, old_logps, advantages, mask, segment_ids=None, terms=NO_TERMS
-) -> Batch:
+) -> TokenBatch:
   """Checks the arguments and wipes what lies under the mask."""
   arrays = terms.arrays()
   floats = {"logps": logps, "old_logps": old_logps} | arrays
-  check(floats, mask, segment_ids)
+  require_float32_BT(floats, mask, segment_ids)
   check_advantages(advantages, mask, segment_ids)
   if terms.dual_clip is not None and terms.dual_clip <= 1:
     raise ValueError(f"dual_clip must be above 1, got {terms.dual_clip}")
@@ -101,7 +101,7 @@ def as_batch(
   terms = terms._replace(**{name: detached(x) for name, x in arrays.items()})
   if advantages.ndim == 1:
     advantages = advantages[:, None]
-  return Batch(
+  return TokenBatch(
     logps,
     gap=jax.lax.stop_gradient(clamp(gap)),
     log_ratio=clamp(gap if terms.shift is None else gap + terms.shift),

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.losses.batch import check, clamp
+from gspo_jax.losses.batch import clamp, require_float32_BT
 
 
 def kl_penalty(
@@ -45,7 +45,7 @@ def kl_penalty(
     )
   if estimator not in ("k2", "k3"):
     raise ValueError(f"expected estimator 'k2' or 'k3', got {estimator!r}")
-  check({"logps": logps, "reference_logps": reference_logps}, mask)
+  require_float32_BT({"logps": logps, "reference_logps": reference_logps}, mask)
   mask = jnp.asarray(mask, bool)
   new, reference = (jnp.where(mask, x, 0) for x in (logps, reference_logps))
   gap = clamp(jax.lax.stop_gradient(reference) - new)

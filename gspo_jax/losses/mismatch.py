@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.losses.batch import as_batch, check, token_mean
+from gspo_jax.losses.batch import checked_batch, require_float32_BT, token_mean
 from gspo_jax.losses.metrics import Metrics
 
 METHODS = ("tis", "mis")
@@ -62,9 +62,9 @@ def mismatch_weights(
   if not 0 <= floor < cap:
     raise ValueError(f"expected 0 <= floor < cap, got {floor=}, {cap=}")
   floats = {"old_logps": old_logps, "sampler_logps": sampler_logps}
-  check(floats, mask, segment_ids)
+  require_float32_BT(floats, mask, segment_ids)
   nothing = jnp.zeros_like(old_logps)
-  batch = as_batch(old_logps, sampler_logps, nothing, mask, segment_ids)
+  batch = checked_batch(old_logps, sampler_logps, nothing, mask, segment_ids)
   log_weight = batch.gap
   if unit == "sequence":
     log_weight = batch.spread(batch.means(log_weight))

@@ -3,7 +3,11 @@
 import jax
 
 from gspo_jax.losses import surrogate
-from gspo_jax.losses.batch import as_batch, check, sequence_mean
+from gspo_jax.losses.batch import (
+  checked_batch,
+  require_float32_BT,
+  sequence_mean,
+)
 from gspo_jax.losses.metrics import Metrics
 from gspo_jax.losses.terms import (
   NO_TERMS,
@@ -42,7 +46,7 @@ def gspo_loss(
   Normalizer: the number of sequences.
   """
   check_one_advantage("gspo_loss", advantages, segment_ids)
-  batch = as_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   log_ratio = batch.spread(batch.means(batch.log_ratio))
   tokens = surrogate.clipped(batch, log_ratio, clip_low, clip_high)
   return surrogate.reduced(batch, tokens, sequence_mean, normalizer)
@@ -68,7 +72,7 @@ def gspo_token_loss(
   Advantages are [B] or [B, T]; where they are constant in a sequence, value and
   gradient are those of `gspo_loss`. Normalizer: the number of sequences.
   """
-  batch = as_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   sequence = batch.spread(batch.means(batch.log_ratio))
   sg = jax.lax.stop_gradient
   # Exactly 0 in value only in these brackets.
@@ -99,7 +103,7 @@ def gmpo_loss(
   """
   check_one_advantage("gmpo_loss", advantages, segment_ids)
   refuse_dual_clip(terms, "gmpo_loss")
-  batch = as_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   tokens = surrogate.geometric(batch, clip_low, clip_high)
   return surrogate.reduced(batch, tokens, sequence_mean, normalizer)
 
@@ -130,7 +134,7 @@ def rspo_loss(
   """
   if terms.shift is not None:
     raise ValueError("rspo_loss makes its own shift, got one in terms too")
-  check({"router_shift": router_shift}, mask)
+  require_float32_BT({"router_shift": router_shift}, mask)
   shift = router_log_weight(router_shift, mask, floor=floor)
   return gmpo_loss(
     logps,

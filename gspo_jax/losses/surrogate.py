@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.losses.batch import Batch, sequence_mean, token_mean
+from gspo_jax.losses.batch import TokenBatch, sequence_mean, token_mean
 from gspo_jax.losses.metrics import Histogram, Mean, Metrics, Std
 
 
@@ -19,7 +19,7 @@ class Surrogate(NamedTuple):
 
 
 def clipped(
-  batch: Batch, log_ratio: jax.Array, clip_low: float, clip_high: float
+  batch: TokenBatch, log_ratio: jax.Array, clip_low: float, clip_high: float
 ) -> Surrogate:
   """-min(r A, clip(r, 1 - l, 1 + h) A); with a dual clip c, at most -c A."""
   ratio = jnp.exp(log_ratio)
@@ -33,7 +33,9 @@ def clipped(
   return Surrogate(-bounded * batch.advantages, low, high)
 
 
-def geometric(batch: Batch, clip_low: float, clip_high: float) -> Surrogate:
+def geometric(
+  batch: TokenBatch, clip_low: float, clip_high: float
+) -> Surrogate:
   """-A exp(mean_t l): l is log r, at most h if A > 0, at least -l if A < 0."""
   low = (batch.advantages < 0) & (batch.log_ratio < -clip_low)
   high = (batch.advantages > 0) & (batch.log_ratio > clip_high)
@@ -43,7 +45,7 @@ def geometric(batch: Batch, clip_low: float, clip_high: float) -> Surrogate:
   return Surrogate(-ratio * batch.advantages, low, high)
 
 
-def truncated(batch: Batch, cap: float) -> Surrogate:
+def truncated(batch: TokenBatch, cap: float) -> Surrogate:
   """-sg[min(r, cap)] A x, a policy gradient with a truncated weight."""
   ratio = jax.lax.stop_gradient(jnp.exp(batch.log_ratio))
   high = (batch.advantages != 0) & (ratio > cap)
@@ -51,7 +53,9 @@ def truncated(batch: Batch, cap: float) -> Surrogate:
   return Surrogate(loss, jnp.zeros_like(high), high)
 
 
-def gated(batch: Batch, tau_positive: float, tau_negative: float) -> Surrogate:
+def gated(
+  batch: TokenBatch, tau_positive: float, tau_negative: float
+) -> Surrogate:
   """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A; clips nothing."""
   tau = jnp.where(batch.advantages > 0, tau_positive, tau_negative)
   gate = jax.nn.sigmoid(tau * jnp.expm1(batch.log_ratio))
@@ -60,9 +64,9 @@ def gated(batch: Batch, tau_positive: float, tau_negative: float) -> Surrogate:
 
 
 def reduced(
-  batch: Batch,
+  batch: TokenBatch,
   surrogate: Surrogate,
-  aggregate: Callable[[Batch, jax.Array], Mean],
+  aggregate: Callable[[TokenBatch, jax.Array], Mean],
   normalizer: jax.Array | float | None,
 ) -> tuple[jax.Array, Metrics]:
   """The loss, with the weights and the penalty of `Terms`, and its metrics."""
@@ -79,7 +83,7 @@ def reduced(
   return total / normalizer, jax.lax.stop_gradient(metrics)
 
 
-def measured(batch: Batch, surrogate: Surrogate) -> Metrics:
+def measured(batch: TokenBatch, surrogate: Surrogate) -> Metrics:
   """The same keys for every loss; ratios are of x and o, without the shift."""
   gap = batch.gap
   # The std accumulates r - 1: in float32 the squares of r would drown it.

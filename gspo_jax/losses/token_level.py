@@ -3,7 +3,12 @@
 import jax
 
 from gspo_jax.losses import surrogate
-from gspo_jax.losses.batch import Batch, as_batch, sequence_mean, token_mean
+from gspo_jax.losses.batch import (
+  TokenBatch,
+  checked_batch,
+  sequence_mean,
+  token_mean,
+)
 from gspo_jax.losses.metrics import Mean, Metrics
 from gspo_jax.losses.terms import NO_TERMS, Terms, refuse_dual_clip
 
@@ -28,7 +33,7 @@ def grpo_loss(
 
   Advantages are [B] or [B, T]. Normalizer: the number of sequences.
   """
-  batch = as_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   tokens = surrogate.clipped(batch, batch.log_ratio, clip_low, clip_high)
   return surrogate.reduced(batch, tokens, sequence_mean, normalizer)
 
@@ -55,10 +60,10 @@ def dr_grpo_loss(
   Advantages are [B] or [B, T]. `max_length`: the longest answer allowed, in
   tokens, T by default. Normalizer: number of sequences times `max_length`.
   """
-  batch = as_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   length = logps.shape[1] if max_length is None else max_length
 
-  def constant(batch: Batch, values: jax.Array) -> Mean:
+  def constant(batch: TokenBatch, values: jax.Array) -> Mean:
     count = sequence_mean(batch, values).count * length
     return Mean(token_mean(batch, values).total, count)
 
@@ -84,7 +89,7 @@ def dapo_loss(
 
   Advantages are [B] or [B, T]. Normalizer: the number of response tokens.
   """
-  batch = as_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   tokens = surrogate.clipped(batch, batch.log_ratio, clip_low, clip_high)
   return surrogate.reduced(batch, tokens, token_mean, normalizer)
 
@@ -109,7 +114,7 @@ def ppo_loss(
 
   Advantages are [B, T] or [B]. Normalizer: the number of response tokens.
   """
-  batch = as_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   tokens = surrogate.clipped(batch, batch.log_ratio, clip_low, clip_high)
   return surrogate.reduced(batch, tokens, token_mean, normalizer)
 
@@ -136,7 +141,7 @@ def cispo_loss(
   ValueError for a dual clip.
   """
   refuse_dual_clip(terms, "cispo_loss")
-  batch = as_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   tokens = surrogate.truncated(batch, cap)
   return surrogate.reduced(batch, tokens, token_mean, normalizer)
 
@@ -162,6 +167,6 @@ def sapo_loss(
   `clip_frac` is 0: nothing is clipped. Raises ValueError for a dual clip.
   """
   refuse_dual_clip(terms, "sapo_loss")
-  batch = as_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   tokens = surrogate.gated(batch, tau_positive, tau_negative)
   return surrogate.reduced(batch, tokens, sequence_mean, normalizer)

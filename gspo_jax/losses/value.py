@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.losses.batch import check
+from gspo_jax.losses.batch import require_float32_BT
 from gspo_jax.losses.metrics import Mean, Metrics, Std
 
 
@@ -41,7 +41,7 @@ def value_loss(
     TypeError for another dtype than float32, ValueError for a wrong shape.
   """
   floats = {"values": values, "old_values": old_values, "returns": returns}
-  check(floats, mask, segment_ids)
+  require_float32_BT(floats, mask, segment_ids)
   mask = jnp.asarray(mask, bool)
   v, old, target = (jnp.where(mask, x, 0.0) for x in floats.values())
   old, target = jax.lax.stop_gradient((old, target))

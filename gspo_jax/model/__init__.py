@@ -2,33 +2,33 @@
 
 from gspo_jax.model.config import KEPT, VARIANTS, ModelConfig, variant
 from gspo_jax.model.transformer import (
-  Encoded,
+  HiddenStates,
   Output,
   Params,
-  encode,
   forward,
-  head,
+  hidden_states,
   init,
+  output_matrix,
   prefill,
-  project,
+  project_logits,
   unembed,
-  unstack,
+  unstack_layers,
 )
 
 __all__ = [
   "KEPT",
   "VARIANTS",
-  "Encoded",
+  "HiddenStates",
   "ModelConfig",
   "Output",
   "Params",
-  "encode",
   "forward",
-  "head",
+  "hidden_states",
   "init",
+  "output_matrix",
   "prefill",
-  "project",
+  "project_logits",
   "unembed",
-  "unstack",
+  "unstack_layers",
   "variant",
 ]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from gspo_jax.model import attention
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.rounding import rounded
-from gspo_jax.runtime.sharding import ROWS, constrain
+from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 
 
 @jax.tree_util.register_dataclass
@@ -101,20 +101,22 @@ def empty(cfg: ModelConfig, batch: int, slots: int) -> Cache:
   """A cache of `batch` rows with `slots` free slots, in the model's dtype."""
   shape = (batch, cfg.num_kv_heads, slots, cfg.head_dim)
   zeros = lambda: tuple(
-    constrain(jnp.zeros(shape, cfg.dtype), ROWS, "tensor")
+    constrain(jnp.zeros(shape, cfg.dtype), BATCH_AXES, "tensor")
     for _ in range(cfg.num_layers)
   )
-  valid = constrain(jnp.zeros((batch, slots), bool), ROWS)
+  valid = constrain(jnp.zeros((batch, slots), bool), BATCH_AXES)
   return Cache(zeros(), zeros(), valid, jnp.int32(0))
 
 
-def filled(k: jax.Array, v: jax.Array, mask_BT: jax.Array) -> Cache:
+def from_prefill(k: jax.Array, v: jax.Array, mask_BT: jax.Array) -> Cache:
   """Of keys and values stacked over layers, [L, B, K, T, H]."""
   valid = mask_BT.astype(bool)
   return Cache(tuple(k), tuple(v), valid, jnp.int32(valid.shape[1]))
 
 
-def fork(cache: Cache, cfg: ModelConfig, group: int, slots: int) -> Cache:
+def share_prefix(
+  cache: Cache, cfg: ModelConfig, group: int, slots: int
+) -> Cache:
   """Turns a prefilled cache into the prefix of `group` answers a row."""
   fresh = empty(cfg, cache.valid.shape[0] * group, slots)
   prefix = Prefix(cache.k, cache.v, cache.valid)

@@ -66,9 +66,9 @@ class MoE(nn.Module):
       "gate_up": self.param("gate_up", stacked, (E, D, 2 * F)),
       "down": self.param("down", stacked, (E, F, D)),
     }
-    lay = {name: sharding.layout(f"moe/{name}") for name in weights}
-    rows = PartitionSpec(sharding.ROWS)
-    layer = sharding.island(
+    lay = {name: sharding.param_spec(f"moe/{name}") for name in weights}
+    rows = PartitionSpec(sharding.BATCH_AXES)
+    layer = sharding.shard_map(
       functools.partial(_local, cfg=cfg, replay=replay),
       in_specs=(rows, rows, rows, lay, PartitionSpec()),
       out_specs=(rows, Routing(rows, rows, rows, PartitionSpec())),
@@ -100,7 +100,7 @@ def _local(
     x_MD, weights_Mk, asked_Mk, whole("gate_up"), whole("down")
   )
   pairs = jnp.sum(real_BT, dtype=jnp.int32) * k
-  dropped = sharding.total(pairs - done, *sharding.ROWS)
+  dropped = sharding.psum(pairs - done, *sharding.BATCH_AXES)
   noted = _note(logits_ME, experts_Mk, routes_Mk)
   noted = (x.reshape(*x_BTD.shape[:2], *x.shape[1:]) for x in noted)
   return y_MD.reshape(x_BTD.shape), Routing(*noted, dropped)
@@ -126,7 +126,7 @@ def _share_out(x_MD, weights_Mk, experts_Mk, gate_up, down):
     share=sharding.size(*ranks),
   )
   y_MD = sharding.scatter(y, "expert", dim=0)
-  return sharding.total(y_MD, "tensor"), sharding.total(done, "tensor")
+  return sharding.psum(y_MD, "tensor"), sharding.psum(done, "tensor")
 
 
 def _router_logits(x_MD, router_DE):

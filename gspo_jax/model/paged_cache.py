@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec
 from gspo_jax.model import paged_attention
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.sharding import ROWS, constrain
+from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 
-_ROWS = PartitionSpec(ROWS)
-_HEADS = PartitionSpec(ROWS, None, "tensor")  # [B, T, heads, H]
-_KEPT = PartitionSpec("tensor", ROWS)  # [K, n, S, H]
+_ROWS = PartitionSpec(BATCH_AXES)
+_HEADS = PartitionSpec(BATCH_AXES, None, "tensor")  # [B, T, heads, H]
+_KEPT = PartitionSpec("tensor", BATCH_AXES)  # [K, n, S, H]
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +62,7 @@ class Pages:
       The attention output [B, T, N, H], and the layer's new (k, v).
     """
     kept = self.k[layer], self.v[layer]
-    attend = sharding.island(
+    attend = sharding.shard_map(
       _attend,
       in_specs=((_HEADS,) * 3, (_KEPT,) * 2, (_ROWS,) * 3),
       out_specs=(_HEADS, (_KEPT,) * 2),
@@ -87,12 +87,14 @@ def empty(
   j = paged_attention.side_by_side(K, H)
   shape = K // j, pages, page, j * H
   zeros = lambda: tuple(
-    constrain(jnp.zeros(shape, cfg.dtype), "tensor", ROWS)
+    constrain(jnp.zeros(shape, cfg.dtype), "tensor", BATCH_AXES)
     for _ in range(cfg.num_layers)
   )
-  of_rows = lambda *shape: constrain(jnp.zeros((rows, *shape), jnp.int32), ROWS)
+  of_rows = lambda *shape: constrain(
+    jnp.zeros((rows, *shape), jnp.int32), BATCH_AXES
+  )
   table, lengths = of_rows(most), of_rows()
-  active = constrain(jnp.zeros(rows, bool), ROWS)
+  active = constrain(jnp.zeros(rows, bool), BATCH_AXES)
   return Pages(zeros(), zeros(), table, lengths, active)
 
 
@@ -116,8 +118,8 @@ def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
 
     return jax.tree.map(write, kept, new)
 
-  prompts = PartitionSpec(ROWS, "tensor")
-  write = sharding.island(local, (_KEPT, prompts, _ROWS), _KEPT)
+  prompts = PartitionSpec(BATCH_AXES, "tensor")
+  write = sharding.shard_map(local, (_KEPT, prompts, _ROWS), _KEPT)
   kept = write((pages.k, pages.v), (tuple(k), tuple(v)), numbers)
   return dataclasses.replace(pages, k=kept[0], v=kept[1])
 
@@ -136,7 +138,7 @@ def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
       lambda x: x.at[:, target_B].set(x[:, source_B], mode="drop"), kept
     )
 
-  write = sharding.island(local, (_KEPT, _ROWS, _ROWS), _KEPT)
+  write = sharding.shard_map(local, (_KEPT, _ROWS, _ROWS), _KEPT)
   k, v = write((pages.k, pages.v), source, target)
   return dataclasses.replace(pages, k=k, v=v)
 

@@ -27,7 +27,7 @@ from gspo_jax.runtime import sharding
 Params = dict
 
 
-class Encoded(NamedTuple):
+class HiddenStates(NamedTuple):
   """What the blocks give.
 
   Attributes:
@@ -144,12 +144,12 @@ def _project(x_BTD, weights, angles, cfg):
 
 def _attend_together(x_BTD, weights, angles, segments_BT, cfg):
   """Attention of tokens to one another, as an island: rows and heads apart."""
-  rows = PartitionSpec(sharding.ROWS)
-  kept = PartitionSpec(sharding.ROWS, "tensor")
+  rows = PartitionSpec(sharding.BATCH_AXES)
+  kept = PartitionSpec(sharding.BATCH_AXES, "tensor")
   lay = {
     name: PartitionSpec()
     if name.endswith("norm")
-    else sharding.layout(f"attention/{name}")
+    else sharding.param_spec(f"attention/{name}")
     for name in weights
   }
   biases = [name for name in weights if name.endswith("bias")]
@@ -163,10 +163,10 @@ def _attend_together(x_BTD, weights, angles, segments_BT, cfg):
     q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, gathered, angles, cfg)
     out_BTNH = attention.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
     y_BTD = jnp.einsum("btnh,nhd->btd", out_BTNH, whole("o", 1))
-    y_BTD = sharding.total(y_BTD, "tensor")
+    y_BTD = sharding.psum(y_BTD, "tensor")
     return y_BTD, (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
 
-  attend = sharding.island(
+  attend = sharding.shard_map(
     local, in_specs=(rows, lay, rows, rows), out_specs=(rows, kept)
   )
   return attend(x_BTD, weights, angles, segments_BT)
@@ -183,7 +183,7 @@ class MLP(nn.Module):
     init = nn.initializers.lecun_normal()
     shapes = {"gate": (D, F), "up": (D, F), "down": (F, D)}
     weights = {n: self.param(n, init, shape) for n, shape in shapes.items()}
-    lay = {name: sharding.layout(f"mlp/{name}") for name in weights}
+    lay = {name: sharding.param_spec(f"mlp/{name}") for name in weights}
 
     def local(x_BTD, weights):
       whole = lambda name, dim: sharding.gather(
@@ -191,10 +191,10 @@ class MLP(nn.Module):
       )
       gate, up = x_BTD @ whole("gate", 0), x_BTD @ whole("up", 0)
       hidden = rounded(nn.silu(wide(gate)) * wide(up), x_BTD.dtype)
-      return sharding.total(hidden @ whole("down", 1), "tensor")
+      return sharding.psum(hidden @ whole("down", 1), "tensor")
 
-    rows = PartitionSpec(sharding.ROWS)
-    mlp = sharding.island(local, in_specs=(rows, lay), out_specs=rows)
+    rows = PartitionSpec(sharding.BATCH_AXES)
+    mlp = sharding.shard_map(local, in_specs=(rows, lay), out_specs=rows)
     return mlp(x_BTD, weights)
 
 
@@ -234,7 +234,9 @@ class Block(nn.Module):
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
   """Fresh float32 parameters; those of the blocks are stacked on axis 0."""
   k_embed, k_layers, k_head = jax.random.split(key, 3)
-  B = sharding.size(*sharding.ROWS)  # a row for each device; none is computed
+  B = sharding.size(
+    *sharding.BATCH_AXES
+  )  # a row for each device; none is computed
   stream = jnp.zeros((B, 1, cfg.embed_dim))
   angles = (jnp.zeros((B, 1, cfg.head_dim // 2)),) * 2
   mask = jnp.ones((B, 1), jnp.int32)
@@ -255,7 +257,7 @@ def init(key: jax.Array, cfg: ModelConfig) -> Params:
   return params
 
 
-def unstack(params: Params, cfg: ModelConfig) -> Params:
+def unstack_layers(params: Params, cfg: ModelConfig) -> Params:
   """The weights as decoding wants them: one tree a layer, in `cfg.dtype`.
 
   Slicing a stack inside the decode loop would copy every weight at every step.
@@ -265,7 +267,7 @@ def unstack(params: Params, cfg: ModelConfig) -> Params:
   return params | {"layers": tuple(map(layer, range(cfg.num_layers)))}
 
 
-def encode(
+def hidden_states(
   params: Params,
   cfg: ModelConfig,
   tokens: jax.Array,
@@ -276,7 +278,7 @@ def encode(
   routes: jax.Array | None = None,
   replay: bool = False,
   own: jax.Array | None = None,
-) -> Encoded:
+) -> HiddenStates:
   """Runs the blocks over T tokens, after those in the cache if one is given.
 
   Args:
@@ -307,7 +309,7 @@ def encode(
   if routes is not None:
     raise ValueError(f"routes {routes.shape} with a cache: expected None")
   if not isinstance(params["layers"], tuple):
-    params = unstack(params, cfg)
+    params = unstack_layers(params, cfg)
   run = functools.partial(_run_cached, cache=cache)
   return _encode(run, params, cfg, tokens, positions, mask)
 
@@ -318,19 +320,19 @@ def prefill(
   tokens: jax.Array,
   positions: jax.Array,
   mask: jax.Array,
-) -> Encoded:
+) -> HiddenStates:
   """As `encode` without a cache, and returns one that T tokens have filled."""
   run = functools.partial(_run_scanned, store=True)
   return _encode(run, params, cfg, tokens, positions, mask)
 
 
-def _encode(run, params, cfg, tokens, positions, mask) -> Encoded:
+def _encode(run, params, cfg, tokens, positions, mask) -> HiddenStates:
   x_BTD = _look_up(params["embed"], tokens, cfg)
   angles = _angles(positions, cfg)
   with _precision(cfg):
     x_BTD, routing, cache = run(params, cfg, x_BTD, angles, mask)
   hidden = rms_norm(x_BTD, params["final_norm"]["scale"], cfg.norm_eps)
-  return Encoded(hidden, routing, cache)
+  return HiddenStates(hidden, routing, cache)
 
 
 def _look_up(table_VD, tokens_BT, cfg):
@@ -346,13 +348,13 @@ def _look_up(table_VD, tokens_BT, cfg):
     here = (at >= 0) & (at < table.shape[0])
     # Cast after the lookup, so that its gradient is summed in float32.
     x = jnp.take(table, at, axis=0, mode="clip").astype(cfg.dtype)
-    x = sharding.total(jnp.where(here[:, None], x, 0), "tensor")
-    x_MD = sharding.swap(x, "fsdp", "expert", split=0, join=1)
+    x = sharding.psum(jnp.where(here[:, None], x, 0), "tensor")
+    x_MD = sharding.all_to_all(x, "fsdp", "expert", split=0, join=1)
     return x_MD.reshape(*tokens_BT.shape, -1)
 
-  rows = PartitionSpec(sharding.ROWS)
-  look_up = sharding.island(
-    local, in_specs=(sharding.layout("embed"), rows), out_specs=rows
+  rows = PartitionSpec(sharding.BATCH_AXES)
+  look_up = sharding.shard_map(
+    local, in_specs=(sharding.param_spec("embed"), rows), out_specs=rows
   )
   return look_up(table_VD, tokens_BT)
 
@@ -410,7 +412,7 @@ def _run_scanned(
   x_BTD, (routing, kept) = jax.lax.scan(
     body, x_BTD, (params["layers"], routes), unroll=cfg.unroll
   )
-  return x_BTD, routing, kv.filled(*kept, mask_BT) if store else None
+  return x_BTD, routing, kv.from_prefill(*kept, mask_BT) if store else None
 
 
 def _run_cached(params, cfg, x_BTD, angles, mask_BT, cache):
@@ -430,12 +432,12 @@ def _run_cached(params, cfg, x_BTD, angles, mask_BT, cache):
   return x_BTD, routing, cache
 
 
-def head(params: Params, cfg: ModelConfig) -> jax.Array:
+def output_matrix(params: Params, cfg: ModelConfig) -> jax.Array:
   """The output matrix [D, V]; the embedding's transpose where they are tied."""
   return params["embed"].T if cfg.tie_embeddings else params["head"]
 
 
-def project(
+def project_logits(
   hidden: jax.Array, head_DV: jax.Array, cfg: ModelConfig
 ) -> jax.Array:
   """Float32 logits [..., V]: operands in `cfg.dtype`, summed in float32."""
@@ -447,7 +449,7 @@ def project(
 
 def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
   """Float32 logits [..., V] of the whole vocabulary."""
-  return project(hidden, head(params, cfg), cfg)
+  return project_logits(hidden, output_matrix(params, cfg), cfg)
 
 
 def forward(
@@ -463,6 +465,6 @@ def forward(
   For small vocabularies and tests: `logprobs.token_logprobs` never holds the
   whole of [B, T, V].
   """
-  out = encode(params, cfg, tokens, positions, mask, cache)
+  out = hidden_states(params, cfg, tokens, positions, mask, cache)
   experts = out.routing.experts if out.routing else None
   return Output(unembed(params, cfg, out.hidden), experts, out.cache)

@@ -15,7 +15,7 @@ from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo import cost as hlo_cost
 from gspo_jax.plan.hlo import walk as hlo_walk
 from gspo_jax.program.functions import Program
-from gspo_jax.sampler.continuous import PagedSampler
+from gspo_jax.sampler.continuous import ContinuousSampler
 
 _KEPT = 40  # operations
 _BUFFERS = 8
@@ -53,13 +53,13 @@ def analyze(
 
 def decoding(made: Program) -> jax.sharding.Mesh:
   """Where answers are drawn."""
-  paged = isinstance(made.generate, PagedSampler)
+  paged = isinstance(made.generate, ContinuousSampler)
   return (made.generate.devices.decode if paged else made.generate).mesh
 
 
 def _memory(name, memory, made, where) -> dict:
   resident = _bytes(_unread(name, made.abstract))
-  if isinstance(made.generate, PagedSampler) and name in _LAID_OUT:
+  if isinstance(made.generate, ContinuousSampler) and name in _LAID_OUT:
     resident += _bytes(made.abstract.params)
   needed, hbm = memory.needed + resident, where.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
@@ -113,13 +113,13 @@ def _work(name, module, config, made, where) -> dict:
 
 def _steps(name, config, made) -> int:
   """Trips of the function's loop that data decides, at most."""
-  if not isinstance(made.generate, PagedSampler):
+  if not isinstance(made.generate, ContinuousSampler):
     return config.sampler.max_new_tokens - 1 if name == "generate" else 0
   chunks = lower.longest(config, made.generate) // config.paging.chunk
   return {"prefill": chunks, "generate": config.paging.steps}.get(name, 0)
 
 
-def _unroll(cost, steps) -> hlo_cost.Cost | None:
+def _unroll(cost, steps) -> hlo_cost.HloCost | None:
   """Makes `cost` count `steps` of its decoding loop; gives one step's cost."""
   loop, listed = hlo_cost.longest_loop(cost)
   if loop is None:
@@ -133,7 +133,7 @@ def _unroll(cost, steps) -> hlo_cost.Cost | None:
 
 def _bandwidth(mesh, where) -> hlo_walk.Bandwidth:
   places = [
-    chips.Place(getattr(d, "slice_index", 0), tuple(d.coords))
+    chips.DeviceCoordinates(getattr(d, "slice_index", 0), tuple(d.coords))
     for d in mesh.devices.flat
   ]
 
@@ -155,7 +155,7 @@ def _decode(step, steps, config, made, where) -> dict:
     "prompt_slots": config.data.max_prompt_length,
   }
   report = {}
-  if isinstance(made.generate, PagedSampler):
+  if isinstance(made.generate, ContinuousSampler):
     rows = config.paging.slots
     tokens = _tokens(made.generate)
     cache = {"prompts": 0, "rows": rows, "slots": tokens / rows}
@@ -205,7 +205,7 @@ def _refill_flops(name, config, made) -> float:
 
 
 def _model_flops(name, config, made) -> float:
-  if isinstance(made.generate, PagedSampler) and name in _REFILL:
+  if isinstance(made.generate, ContinuousSampler) and name in _REFILL:
     return _refill_flops(name, config, made)
   P, S = config.data.prompts, config.data.max_prompt_length
   B, R = P * config.sampler.group_size, config.sampler.max_new_tokens

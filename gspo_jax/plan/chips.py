@@ -97,14 +97,16 @@ def parse(topology: str) -> Slice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class DeviceCoordinates:
   """Where a device is: its slice, and its coordinates in that torus."""
 
   slice: int
   coordinates: tuple[int, ...]
 
 
-def bandwidth(where: Slice, places: Sequence[Place], to_all: bool) -> float:
+def bandwidth(
+  where: Slice, places: Sequence[DeviceCoordinates], to_all: bool
+) -> float:
   """Bytes a second at which each device of a group can send to the others.
 
   A ring uses both links of each axis that the group extends over, a line one.

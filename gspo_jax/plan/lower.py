@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.continuous import PagedSampler
+from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.decode_params import decode_params_sharding
-from gspo_jax.sampler.paged_decode import Orders
+from gspo_jax.sampler.paged_decode import SegmentPlan
 from gspo_jax.sampler.samples import Prompts
 
 FUNCTIONS = ("update", "score", "appraise", "lay_out", "prefill", "generate")
@@ -36,8 +36,8 @@ def functions(config, made: Program) -> dict[str, jax.stages.Lowered]:
   prompts = rows(Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32)))
   key = jax.eval_shape(lambda: jax.random.key(0))
   params = made.abstract.params
-  if isinstance(made.generate, PagedSampler):
-    lowered, samples = _refill(config, made, key)
+  if isinstance(made.generate, ContinuousSampler):
+    lowered, samples = _lower_continuous_sampler(config, made, key)
   else:
     lowered = {"generate": made.generate.lower(params, prompts, key)}
     samples = lowered["generate"].out_info
@@ -51,7 +51,7 @@ def functions(config, made: Program) -> dict[str, jax.stages.Lowered]:
   return lowered
 
 
-def _refill(config, made, key, few=None):
+def _lower_continuous_sampler(config, made, key, few=None):
   """What a `PagedSampler` calls, and the shapes of its samples.
 
   With `few`, the segment is one of so many slots only.
@@ -89,7 +89,7 @@ def _prompts(config, paged):
   return whole(N, T), whole(N), whole(N, T // paged.sizes.page)
 
 
-def longest(config, paged: PagedSampler) -> int:
+def longest(config, paged: ContinuousSampler) -> int:
   """T of the longest prompts, or of answers that go on."""
   return paged.buckets(continues=config.rollout.budget > 0)[-1]
 
@@ -98,13 +98,13 @@ def _orders(state):
   """Shapes of the orders of a segment: all are of rows."""
   pages = state.pages
   own = {"table": pages.table, "active": pages.active, "new": pages.active}
-  names = Orders.__dataclass_fields__
-  return Orders(**{name: own.get(name, pages.lengths) for name in names})
+  names = SegmentPlan.__dataclass_fields__
+  return SegmentPlan(**{name: own.get(name, pages.lengths) for name in names})
 
 
 def _lay_rows(mesh, tree):
   """Shapes of a batch, with shardings."""
-  batch, single = sharding.rows(mesh), sharding.everywhere(mesh)
+  batch, single = sharding.batch_sharding(mesh), sharding.replicated(mesh)
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=batch if x.shape else single

@@ -50,11 +50,12 @@ def on_hosts(work: Callable[[], int]) -> int:
   multihost.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   try:
     code = work()
-  except multihost.Agreed as error:
-    return complain(error) if multihost.first() else 2
+  except multihost.AgreedError as error:
+    return complain(error) if multihost.is_primary() else 2
   except UserError as error:  # of this process, for all that is known
     return complain(error)
-  multihost.meet()  # else those who end first give the last save 30 s, no more
+  # Without it, a process that ends early waits only 30 s for the last save.
+  multihost.barrier()
   return code
 
 

@@ -17,7 +17,7 @@ from gspo_jax.learner.credit import CreditConfig
 from gspo_jax.learner.train_batch import TrainBatchFields
 from gspo_jax.model import hf
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.paging import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 OBJECTIVES = {
@@ -70,11 +70,11 @@ def sampler_config(config: ConfigDict, texts: base.Tokenizer) -> SamplerConfig:
   )
 
 
-def paging(config: ConfigDict) -> Paging | None:
+def paging(config: ConfigDict) -> ContinuousBatchingConfig | None:
   """The slots and pages of rollouts; None: all answers decode together."""
   if not config.paging.slots:
     return None
-  return Paging(**config.paging)
+  return ContinuousBatchingConfig(**config.paging)
 
 
 def prompting(config, texts) -> prompt_batch.PromptConfig:

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from gspo_jax.data import datasets, pipeline
 from gspo_jax.program import functions as program_functions
 from gspo_jax.program import load_params
-from gspo_jax.rewards.pool import Scorer
+from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.runtime.errors import UserError
 
 
@@ -41,8 +41,8 @@ class Experiment(NamedTuple):
   config: ConfigDict
   workdir: epath.Path
   program_functions: program_functions.Program
-  scorer: Scorer
-  datasets: datasets.Material
+  scorer: RewardPool
+  datasets: datasets.Datasets
   held_out: dict
   identity: dict
   keys: Keys
@@ -76,9 +76,9 @@ def prepare(
   )
 
 
-def _scorer(c: ConfigDict) -> Scorer:
+def _scorer(c: ConfigDict) -> RewardPool:
   try:
-    return Scorer(c.names, c.weights, workers=c.workers, seconds=c.seconds)
+    return RewardPool(c.names, c.weights, workers=c.workers, seconds=c.seconds)
   except UserError as error:
     raise UserError(f"reward.names={tuple(c.names)}: {error}") from error
 

@@ -30,7 +30,7 @@ from gspo_jax.program import config as settings
 from gspo_jax.program.checks import check, multiple
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.sharding import OnMesh
+from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler import continuous
 from gspo_jax.sampler.samples import (
   empty_samples,
@@ -135,9 +135,9 @@ class Program:
     """
     for field in dataclasses.fields(self):
       function = getattr(self, field.name)
-      if isinstance(function, OnMesh):
+      if isinstance(function, MeshJit):
         _check_compiled(field.name, function)
-      if isinstance(function, continuous.PagedSampler):
+      if isinstance(function, continuous.ContinuousSampler):
         for name, most in function.compilations().items():
           part = getattr(function.devices, name)
           _check_compiled(f"{field.name}.{name}", part, most)
@@ -157,7 +157,7 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   Raises:
     UserError: a value is unknown, or sizes do not divide.
   """
-  check(config, settings.OBJECTIVES, shards=sharding.row_shards(mesh))
+  check(config, settings.OBJECTIVES, shards=sharding.batch_shards(mesh))
   cfg, texts = settings.model_config(config), settings.load_tokenizer(config)
   settings.require_experts(config, cfg)
   settings.require_fit(texts, cfg)
@@ -222,12 +222,12 @@ def _decoding_mesh(config, mesh, params):
     UserError: the devices, the weights or the prompts cannot be split so.
   """
   asked = {k: v or mesh.shape[k] for k, v in config.sampler_mesh.items()}
-  decoding = sharding.regroup(mesh, **asked)
+  decoding = sharding.reshape_mesh(mesh, **asked)
   try:
     sharding.state_shardings(params, decoding)
   except UserError as error:
     raise UserError(f"on sampler_mesh: {error}") from error
-  shards = sharding.row_shards(decoding)
+  shards = sharding.batch_shards(decoding)
   multiple("data.prompts", config.data.prompts, "sampler_mesh", shards)
   multiple("rollout.spare", config.rollout.spare, "sampler_mesh", shards)
   return decoding
@@ -250,7 +250,7 @@ def _init(config, cfg, abstract, mesh):
   if folder:
     return lambda key: hf.load_hf(folder, cfg, shardings=shardings)
   init = functools.partial(model.init, cfg=cfg)
-  return OnMesh(jax.jit(init, out_shardings=shardings), mesh)
+  return MeshJit(jax.jit(init, out_shardings=shardings), mesh)
 
 
 def _begin(params, *, rl, judge, config, cfg):
@@ -274,15 +274,15 @@ def _jit_begin(begin, abstract, mesh):
     out_shardings=_shardings(abstract),
     donate_argnums=0,
   )
-  return OnMesh(jitted, mesh)
+  return MeshJit(jitted, mesh)
 
 
 def _jit_generate(cfg, draw, *, abstract, mesh, decoding):
-  rows, everywhere = sharding.rows(mesh), sharding.everywhere(mesh)
+  rows, everywhere = sharding.batch_sharding(mesh), sharding.replicated(mesh)
 
   def generate(params, prompts, key):
     # Arrays of another mesh must be laid on this one before they meet it.
-    prompts = sharding.constrain_rows(prompts, axis=0)
+    prompts = sharding.constrain_batch(prompts, axis=0)
     key = sharding.constrain(key)
     return sampler.generate(params, cfg, prompts, key, sampler=draw)
 
@@ -292,52 +292,52 @@ def _jit_generate(cfg, draw, *, abstract, mesh, decoding):
     out_shardings=samples_sharding(draw, mesh),
     compiler_options=rounding.OPTIONS,
   )
-  return OnMesh(jitted, decoding)
+  return MeshJit(jitted, decoding)
 
 
 def _jit_merge(draw, mesh):
   lay = samples_sharding(draw, mesh)
   jitted = jax.jit(
     merge_groups,
-    in_shardings=(lay, lay, sharding.everywhere(mesh)),
+    in_shardings=(lay, lay, sharding.replicated(mesh)),
     out_shardings=lay,
   )
-  return OnMesh(jitted, mesh)
+  return MeshJit(jitted, mesh)
 
 
 def _jit_take(cfg, draw, mesh):
   jitted = jax.jit(
     functools.partial(take_groups, cfg=cfg, sampler=draw),
-    in_shardings=(samples_sharding(draw, mesh), sharding.everywhere(mesh)),
+    in_shardings=(samples_sharding(draw, mesh), sharding.replicated(mesh)),
     out_shardings=samples_sharding(draw, mesh),
   )
-  return OnMesh(jitted, mesh)
+  return MeshJit(jitted, mesh)
 
 
 def _nothing(config, cfg, draw, mesh):
   """As much room as the answers of a batch take."""
   sizes = config.data.prompts, config.data.max_prompt_length
   empty = functools.partial(empty_samples, *sizes, cfg, draw)
-  return OnMesh(
+  return MeshJit(
     jax.jit(empty, out_shardings=samples_sharding(draw, mesh)), mesh
   )
 
 
 def _jit_assemble(config, cfg, mesh):
-  rows = sharding.rows(mesh)
+  rows = sharding.batch_sharding(mesh)
   assemble = functools.partial(
     train_batch.train_batch_from_samples,
     cfg=cfg,
     fields=settings.fields(config, cfg),
   )
   jitted = jax.jit(assemble, in_shardings=(rows, None), out_shardings=rows)
-  return OnMesh(jitted, mesh)
+  return MeshJit(jitted, mesh)
 
 
 def _jit_appraise(config, cfg, abstract, mesh):
   if abstract.reference is None and abstract.critic is None:
     return None
-  rows = sharding.rows(mesh)
+  rows = sharding.batch_sharding(mesh)
 
   def appraise(state, batch):
     return experience.add_reference_and_values(
@@ -357,16 +357,16 @@ def _jit_appraise(config, cfg, abstract, mesh):
     donate_argnums=1,
     compiler_options=_options(mesh),
   )
-  return OnMesh(jitted, mesh)
+  return MeshJit(jitted, mesh)
 
 
 def _jit_assign(config, mesh):
-  rows = sharding.rows(mesh)
+  rows = sharding.batch_sharding(mesh)
   assign = functools.partial(
     credit.assign_advantages, credit=settings.credit_of(config)
   )
   jitted = jax.jit(assign, out_shardings=rows, donate_argnums=0)
-  return OnMesh(jitted, mesh)
+  return MeshJit(jitted, mesh)
 
 
 def _step(config, rl, judge):
@@ -402,8 +402,8 @@ def _learn_values(critic_state, batch, key, judge):
 
 
 def _jit_step(step, abstract, mesh):
-  state, everywhere = _shardings(abstract), sharding.everywhere(mesh)
-  rows = sharding.rows(mesh)
+  state, everywhere = _shardings(abstract), sharding.replicated(mesh)
+  rows = sharding.batch_sharding(mesh)
   jitted = jax.jit(
     step,
     in_shardings=(state, rows, everywhere, everywhere),
@@ -411,7 +411,7 @@ def _jit_step(step, abstract, mesh):
     donate_argnums=(0, 1),
     compiler_options=_options(mesh),
   )
-  return OnMesh(jitted, mesh)
+  return MeshJit(jitted, mesh)
 
 
 def _imitate(learner):
@@ -424,15 +424,15 @@ def _imitate(learner):
 
 
 def _jit_imitate(imitate, abstract, mesh):
-  state, everywhere = _shardings(abstract), sharding.everywhere(mesh)
+  state, everywhere = _shardings(abstract), sharding.replicated(mesh)
   jitted = jax.jit(
     imitate,
-    in_shardings=(state, sharding.rows(mesh), everywhere),
+    in_shardings=(state, sharding.batch_sharding(mesh), everywhere),
     out_shardings=(state, everywhere),
     donate_argnums=0,
     compiler_options=_options(mesh),
   )
-  return OnMesh(jitted, mesh)
+  return MeshJit(jitted, mesh)
 
 
 def _abstract_state(begin, cfg, mesh):

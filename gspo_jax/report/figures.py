@@ -16,13 +16,13 @@ from gspo_jax.report.subjects import (
   Subject,
   matched,
 )
-from gspo_jax.report.workdir import Run
+from gspo_jax.report.workdir import RunRecord
 
 _POINTS = 240  # of a line, where one run has the page for itself
 
 
 def of_subject(
-  subject: Subject, runs: Sequence[Run], taken: set[str]
+  subject: Subject, runs: Sequence[RunRecord], taken: set[str]
 ) -> tuple[list[Figure], list[str], list[str]]:
   """Takes the subject's metrics out of what is left.
 
@@ -54,7 +54,7 @@ def of_subject(
   return figures, still, scalars
 
 
-def _constant(name: str, runs: Sequence[Run]) -> bool:
+def _constant(name: str, runs: Sequence[RunRecord]) -> bool:
   """Whether it has one value, seen more than twice and in all runs."""
   values = np.concatenate(
     [r.scalars[name].values for r in runs if name in r.scalars]
@@ -62,13 +62,13 @@ def _constant(name: str, runs: Sequence[Run]) -> bool:
   return len(values) > 2 and len(set(values.tolist())) == 1
 
 
-def _still(name: str, runs: Sequence[Run], unit: str) -> str:
+def _still(name: str, runs: Sequence[RunRecord], unit: str) -> str:
   run = next(run for run in runs if name in run.scalars)
   return f"{name} {number(run.last(name), unit)}"
 
 
 def _charts(
-  chart: Chart, runs: Sequence[Run], found: dict[str, str]
+  chart: Chart, runs: Sequence[RunRecord], found: dict[str, str]
 ) -> list[Figure]:
   if len(runs) == 1 and found and not chart.each:
     return [_chart(chart, runs, chart.title, list(found.items()))]
@@ -108,14 +108,14 @@ def _chart(chart: Chart, runs, title: str, found) -> Figure:
   )
 
 
-def _marks(runs: Sequence[Run], unit: str) -> dict[str, float]:
+def _marks(runs: Sequence[RunRecord], unit: str) -> dict[str, float]:
   """The clip range of a unit, where all runs have the same."""
   clips = [run.clips(unit) for run in runs]
   return clips[0] if all(c == clips[0] for c in clips) else {}
 
 
 def _spreads(
-  chart: Spreads, runs: Sequence[Run], taken: set[str]
+  chart: Spreads, runs: Sequence[RunRecord], taken: set[str]
 ) -> list[Figure]:
   names = {name for run in runs for name in run.spreads}
   found = matched(chart.metrics, names, taken)
@@ -181,12 +181,12 @@ def _parts(n: int):
   return parts[-1:] if n == 1 else parts[::2] if n == 2 else parts
 
 
-def _tenth(run: Run, name: str) -> slice:
+def _tenth(run: RunRecord, name: str) -> slice:
   n = len(run.spreads[name].steps)
   return slice(n - max(1, n // 10), n)
 
 
-def table(scalars: Sequence[str], runs: Sequence[Run]) -> str:
+def table(scalars: Sequence[str], runs: Sequence[RunRecord]) -> str:
   """First, last, least and largest of each scalar, in each run."""
   rows = []
   for name in sorted(set(scalars)):

@@ -8,17 +8,17 @@ import numpy as np
 
 from gspo_jax.report.chart import COLOURS
 from gspo_jax.report.scale import duration, number
-from gspo_jax.report.workdir import Run
+from gspo_jax.report.workdir import RunRecord
 from gspo_jax.runtime.identity import flatten
 
 
-def title(runs: Sequence[Run]) -> str:
+def title(runs: Sequence[RunRecord]) -> str:
   if len(runs) > 1:
     return f"{len(runs)} runs compared"
   return " · ".join(part for part in (runs[0].name, *_kind(runs[0])) if part)
 
 
-def _kind(run: Run) -> tuple[str, str]:
+def _kind(run: RunRecord) -> tuple[str, str]:
   """Its method and its model, as the config names them."""
   model = run.config.get("model", {})
   name = model.get("checkpoint", "").rstrip("/").rpartition("/")[2]
@@ -26,7 +26,7 @@ def _kind(run: Run) -> tuple[str, str]:
   return method, name or model.get("variant", "")
 
 
-def steps(run: Run) -> str:
+def steps(run: RunRecord) -> str:
   """How far it came; a run that goes on looks like one that was stopped."""
   total = run.config.get("num_steps")
   if total is None:
@@ -35,7 +35,7 @@ def steps(run: Run) -> str:
   return f"{run.last_step:,} of {total:,} steps, {state}"
 
 
-def head(runs: Sequence[Run]) -> str:
+def head(runs: Sequence[RunRecord]) -> str:
   """Heading, what went wrong, and what to know at once."""
   body = _compared(runs) if len(runs) > 1 else _tiles(runs[0])
   warnings = "".join(
@@ -50,7 +50,7 @@ def head(runs: Sequence[Run]) -> str:
   )
 
 
-def _facts(run: Run) -> list[tuple[str, str, str]]:
+def _facts(run: RunRecord) -> list[tuple[str, str, str]]:
   """(label, value, value before) of what matters most, where it is known."""
   facts = []
   for label, metric, unit in (
@@ -72,7 +72,7 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
   return facts
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RunRecord) -> str:
   tiles = "".join(
     f"<div><dt>{escape(label)}</dt><dd>"
     + (f'<span class="before">{before} → </span>' if before else "")
@@ -86,7 +86,7 @@ def _tiles(run: Run) -> str:
   )
 
 
-def _compared(runs: Sequence[Run]) -> str:
+def _compared(runs: Sequence[RunRecord]) -> str:
   facts = [
     {label: (value, before) for label, value, before in _facts(run)}
     for run in runs
@@ -112,7 +112,7 @@ def _compared(runs: Sequence[Run]) -> str:
   )
 
 
-def legend(runs: Sequence[Run]) -> str:
+def legend(runs: Sequence[RunRecord]) -> str:
   """Names by colour, which stays in sight; "" where lines are labelled."""
   if len(runs) == 1:
     return ""
@@ -123,7 +123,7 @@ def legend(runs: Sequence[Run]) -> str:
   return f'<div class="legend">{items}</div>'
 
 
-def _warnings(run: Run, named: bool) -> list[str]:
+def _warnings(run: RunRecord, named: bool) -> list[str]:
   of = f"{run.name}: " if named else ""
   said = []
   without = run.without_signal()
@@ -142,7 +142,7 @@ def _warnings(run: Run, named: bool) -> list[str]:
   return said
 
 
-def config(runs: Sequence[Run]) -> str:
+def config(runs: Sequence[RunRecord]) -> str:
   """Keys and values; of several runs, those that differ come first."""
   known = [run for run in runs if run.config]
   if not known:

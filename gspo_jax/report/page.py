@@ -14,7 +14,7 @@ from gspo_jax.report import head, samples
 from gspo_jax.report.chart import COLOURS
 from gspo_jax.report.figures import of_subject, table
 from gspo_jax.report.subjects import SUBJECTS
-from gspo_jax.report.workdir import Run, read
+from gspo_jax.report.workdir import RunRecord, read
 from gspo_jax.runtime.errors import UserError
 
 STYLE, SCRIPT = (
@@ -49,7 +49,7 @@ def write(workdirs: Sequence[str], to: str | None = None) -> epath.Path:
   return path
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunRecord]) -> str:
   """The HTML of a page."""
   data, sections, taken = {}, [], set()
   count = itertools.count()

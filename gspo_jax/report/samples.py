@@ -5,7 +5,7 @@ from html import escape
 
 import numpy as np
 
-from gspo_jax.report.workdir import Run
+from gspo_jax.report.workdir import RunRecord
 from gspo_jax.runtime import run_files
 
 _STEPS = 24  # on a page, over all runs
@@ -13,14 +13,14 @@ _ANSWERS = 6  # of a step
 _LONGEST = 2400  # characters of an answer; the middle of a longer one goes
 
 
-def of_runs(runs: Sequence[Run]) -> str:
+def of_runs(runs: Sequence[RunRecord]) -> str:
   """A block of each run that has samples; "" without any."""
   having = [run for run in runs if run.samples]
   most = max(3, _STEPS // max(len(having), 1))
   return "".join(_block(run, most, len(runs) > 1) for run in having)
 
 
-def _block(run: Run, most: int, named: bool) -> str:
+def _block(run: RunRecord, most: int, named: bool) -> str:
   steps = sorted(run.samples)
   shown = np.unique(
     np.linspace(0, len(steps) - 1, min(most, len(steps))).round()
@@ -41,7 +41,7 @@ def _block(run: Run, most: int, named: bool) -> str:
 
 
 def _step(step: int, text: str) -> str:
-  cards = [_card(sample) for sample in run_files.read(text)]
+  cards = [_card(sample) for sample in run_files.parse_samples(text)]
   if not cards:
     cards = [f"<pre>{escape(cut(text))}</pre>"] if text.strip() else []
   return (

@@ -41,7 +41,7 @@ class Spread(NamedTuple):
   edges: np.ndarray | None  # [bins + 1]; None: one number a layer
 
 
-class Run(NamedTuple):
+class RunRecord(NamedTuple):
   """Attributes are empty where the folder has nothing of the kind.
 
   Attributes:
@@ -111,7 +111,7 @@ class Run(NamedTuple):
     return found | {"clip high": math.log1p(high)}
 
 
-def read(workdirs: Sequence[str]) -> list[Run]:
+def read(workdirs: Sequence[str]) -> list[RunRecord]:
   """The runs, in this order.
 
   Raises:
@@ -135,12 +135,12 @@ def names(workdirs: Sequence[str]) -> list[str]:
   return [f"{'/'.join(p)} ({i})" for i, p in enumerate(parts, 1)]
 
 
-def _read(folder: epath.Path, name: str) -> Run:
+def _read(folder: epath.Path, name: str) -> RunRecord:
   if not (folder / "metrics.jsonl").exists():
     raise UserError(f"{str(folder)!r} holds no run: {_hint(folder)}")
   rows = _rows(folder / "metrics.jsonl")
   config = folder / "run_config.json"
-  return Run(
+  return RunRecord(
     name=name,
     scalars=_series(rows),
     spreads=_spreads(folder / "distributions.jsonl"),

@@ -23,7 +23,7 @@ from gspo_jax.runtime import errors
 CHUNK = 128
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
   """What a reward may look at.
 
   Attributes:
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 
 
 # Made up, to call each reward once before there are any.
-_TRIAL = Answer("What is 1+2?", "1+2=3\n#### 3", "3", tokens=8, limit=64)
+_TRIAL = Response("What is 1+2?", "1+2=3\n#### 3", "3", tokens=8, limit=64)
 
 
 class Scores(NamedTuple):
@@ -106,7 +106,7 @@ def too_many(failed: np.ndarray, most: float, *, of: str) -> str:
   )
 
 
-class Scorer:
+class RewardPool:
   """A pool of worker processes that call rewards; a context manager.
 
   Each reward is called once at the start, on a made-up answer, to see that it
@@ -151,7 +151,7 @@ class Scorer:
       self.close()
       raise
 
-  def submit(self, answers: Sequence[Answer]) -> Pending:
+  def submit(self, answers: Sequence[Response]) -> Pending:
     """Starts to score the answers and returns at once."""
     most = math.ceil(len(answers) / CHUNK)
     count = min(len(answers), max(most, len(self._workers)))
@@ -169,7 +169,7 @@ class Scorer:
       worker.close()
     self._threads.shutdown()
 
-  def __enter__(self) -> "Scorer":
+  def __enter__(self) -> "RewardPool":
     return self
 
   def __exit__(self, *_) -> None:
@@ -182,7 +182,7 @@ class Scorer:
         what = reason.removeprefix(f"{name}: ")
         raise errors.UserError(f"reward {name!r}: {what} for a made-up answer")
 
-  def _score(self, answers: list[Answer]) -> list[list[list]]:
+  def _score(self, answers: list[Response]) -> list[list[list]]:
     worker = self._idle.get()
     try:
       return worker.score(answers)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from gspo_jax.data.curriculum import Curriculum
-from gspo_jax.rewards.pool import Answer, Scorer
+from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.scoring import Rewards
 from gspo_jax.runtime import multihost
@@ -27,7 +27,7 @@ class ScoredSamples(NamedTuple):
 
   batch: dict
   samples: Samples
-  answers: Mapping[int, Answer]
+  answers: Mapping[int, Response]
   marks: Callable[[], Rewards]
 
 
@@ -83,7 +83,7 @@ class RolloutContext(NamedTuple):
   curriculum: Curriculum
   generate: Callable
   tokenizer: Any
-  scorer: Scorer
+  scorer: RewardPool
   rows: jax.sharding.Sharding
   key: Callable[[int], jax.Array]
   prompts: int
@@ -92,7 +92,9 @@ class RolloutContext(NamedTuple):
 
   def asked(self, batch: dict) -> Prompts:
     """On the devices."""
-    return multihost.lay(Prompts(batch["tokens"], batch["length"]), self.rows)
+    return multihost.to_global(
+      Prompts(batch["tokens"], batch["length"]), self.rows
+    )
 
   def judged(self, batch: dict, samples: Samples) -> ScoredSamples:
     """Answers that have ended, which each host begins to verify."""

@@ -61,7 +61,7 @@ class PartialRollouts:
     s, samples = self._sampling, self.arrays
     batch = self._fill(step)
     P, Q, G = s.prompts, self._flight, s.group
-    before, R = multihost.fetch(samples.lengths), samples.tokens.shape[1]
+    before, R = multihost.to_host(samples.lengths), samples.tokens.shape[1]
     key = s.key(step)
     draw = lambda samples, until: s.generate(
       params, s.asked(batch), key, begun=samples, until=until
@@ -74,7 +74,7 @@ class PartialRollouts:
       samples = draw(samples, np.where(more, R, 0))
       ended = self._ended(samples)
       slot_steps += int(samples.slot_steps)
-    lengths = multihost.fetch(samples.lengths)
+    lengths = multihost.to_host(samples.lengths)
     self._at += (lengths - before) * float(step if now is None else now)
     self._stints += lengths > before
     chosen = self._oldest(ended)[:P]
@@ -124,7 +124,7 @@ class PartialRollouts:
     return self._places[which_Q[self._places]]
 
   def _ended(self, samples) -> np.ndarray:
-    finish = multihost.fetch(samples.finish).reshape(self._flight, -1)
+    finish = multihost.to_host(samples.finish).reshape(self._flight, -1)
     return (finish != UNFINISHED).all(axis=1)
 
   def _keep(self, batch, samples, left):

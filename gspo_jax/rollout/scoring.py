@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from gspo_jax.data.tokenizers.base import Tokenizer
-from gspo_jax.rewards.pool import Answer, Scorer, too_many
+from gspo_jax.rewards.pool import Response, RewardPool, too_many
 from gspo_jax.runtime import multihost
-from gspo_jax.sampler.samples import STOPPED, Ended, Samples
+from gspo_jax.sampler.samples import STOPPED, FinishedResponse, Samples
 
 _REASONS = 3  # that a host tells of
 
@@ -51,7 +51,7 @@ class ResponseDecoder:
     self._batch, self._tokenizer, self._group = batch, tokenizer, group
     self._prompts = {}
 
-  def __call__(self, number: int, ended: Ended) -> Answer:
+  def __call__(self, number: int, ended: FinishedResponse) -> Response:
     """Answer p * G + g, without its stop token."""
     p = number // self._group
     if p not in self._prompts:
@@ -59,7 +59,7 @@ class ResponseDecoder:
       prompt = tokens[len(tokens) - length :].tolist()
       self._prompts[p] = self._tokenizer.decode(prompt)
     tokens = ended.tokens[: ended.length - ended.stopped].tolist()
-    return Answer(
+    return Response(
       self._prompts[p],
       self._tokenizer.decode(tokens),
       self._batch["problems"][p].answer,
@@ -70,7 +70,7 @@ class ResponseDecoder:
 
 def decode_responses(
   samples: Samples, batch: dict, tokenizer: Tokenizer
-) -> dict[int, Answer]:
+) -> dict[int, Response]:
   """The answers of this host's rows, by row; arguments as of `Reader`.
 
   Args:
@@ -82,12 +82,14 @@ def decode_responses(
     batch, tokenizer, len(samples.tokens) // len(batch["problems"])
   )
   lengths, finish = (
-    multihost.own(samples.lengths),
-    multihost.own(samples.finish),
+    multihost.local_rows(samples.lengths),
+    multihost.local_rows(samples.finish),
   )
   return {
-    i: make(i, Ended(tokens, int(lengths[i]), bool(finish[i] == STOPPED)))
-    for i, tokens in multihost.own(samples.tokens).items()
+    i: make(
+      i, FinishedResponse(tokens, int(lengths[i]), bool(finish[i] == STOPPED))
+    )
+    for i, tokens in multihost.local_rows(samples.tokens).items()
   }
 
 
@@ -102,12 +104,12 @@ class StreamingScorer:
     make: a `Reader`.
   """
 
-  def __init__(self, scorer: Scorer, make: ResponseDecoder):
+  def __init__(self, scorer: RewardPool, make: ResponseDecoder):
     self._scorer, self._make = scorer, make
     # An empty one, so that every host knows the names of the rewards.
     self.answers, self._pending = {}, [scorer.submit([])]
 
-  def tell(self, ended: Mapping[int, Ended]) -> None:
+  def tell(self, ended: Mapping[int, FinishedResponse]) -> None:
     """Begins to score these answers, of rows that no one told of before."""
     new = {i: self._make(i, e) for i, e in ended.items()}
     self.answers |= new
@@ -119,7 +121,10 @@ class StreamingScorer:
 
 
 def score_responses(
-  scorer: Scorer, answers: Mapping[int, Answer], group: int, rows: jax.Array
+  scorer: RewardPool,
+  answers: Mapping[int, Response],
+  group: int,
+  rows: jax.Array,
 ) -> Callable[[], Rewards]:
   """Begins to score this host's answers; call the result for all hosts' marks.
 
@@ -146,7 +151,7 @@ def _collector(numbers, pending, group, rows) -> Callable[[], Rewards]:
 
     def join(values):
       own = dict(zip(numbers, itertools.chain(*values), strict=True))
-      return multihost.join(own, rows).reshape(-1, group)
+      return multihost.allgather_rows(own, rows).reshape(-1, group)
 
     return Rewards(
       total=join([each.total for each in scores]),
@@ -173,5 +178,5 @@ def require_scored(marks: Sequence[Rewards], most: float, *, of: str) -> None:
   # The same on every process, as `failed` is; the reasons are each one's own.
   if wrong := too_many(failed, most, of=of):
     own = [reason for each in marks for reason in each.reasons]
-    reason = next(filter(None, multihost.tell(own[0] if own else "")))
-    raise multihost.Agreed(f"{wrong}; the first reason: {reason}")
+    reason = next(filter(None, multihost.allgather_text(own[0] if own else "")))
+    raise multihost.AgreedError(f"{wrong}; the first reason: {reason}")

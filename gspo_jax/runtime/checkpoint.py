@@ -66,7 +66,7 @@ class Checkpoints:
     self._every = every
     self._bad: set[int] = set()
     self._last_save: int | None = None
-    multihost.together(lambda: (_make if writes else _require)(directory))
+    multihost.run_on_all(lambda: (_make if writes else _require)(directory))
     self._orbax = ocp.training.Checkpointer(
       directory,
       preservation_policy=ocp.training.preservation_policies.LatestN(keep),
@@ -158,7 +158,7 @@ class Checkpoints:
     multihost.require_same({"the list of checkpoints": steps})
     if only is not None:
       if only not in steps:
-        raise multihost.Agreed(
+        raise multihost.AgreedError(
           f"checkpoint {only}: not in {self._orbax.directory}, which has "
           f"{steps or 'none'}"
         )
@@ -166,20 +166,22 @@ class Checkpoints:
     for step in reversed(steps):
       if (saved := self._try(step, self._read)) is None:
         continue
-      multihost.together(functools.partial(accept, step, saved["user"]))
+      multihost.run_on_all(functools.partial(accept, step, saved["user"]))
       specs = saved["specs"], _specs(abstract_state)
       if part:
         wanted = tuple(f"{name}/" for name in abstract_state)
         kept = {k: v for k, v in specs[0].items() if k.startswith(wanted)}
         specs = kept, specs[1]
-      multihost.together(functools.partial(_require_same_leaves, step, *specs))
+      multihost.run_on_all(
+        functools.partial(_require_same_leaves, step, *specs)
+      )
       if (state := self._try(step, self._load, abstract_state)) is None:
         continue
       if self._try(step, _require_sums, state, saved["checksums"]):
         return Restored(step, state, saved["user"])
       del state  # else it stays on the device during the next load
     if steps:
-      raise multihost.Agreed(
+      raise multihost.AgreedError(
         f"none of the checkpoints {steps} in {self._orbax.directory} could be "
         "restored (the log says why); nothing was overwritten"
       )
@@ -199,9 +201,9 @@ class Checkpoints:
       found, wrong = read(step, *args), ""
     except Exception as error:
       found, wrong = None, _cause(error)
-    if not (causes := list(filter(None, multihost.tell(wrong)))):
+    if not (causes := list(filter(None, multihost.allgather_text(wrong)))):
       return found
-    if multihost.first():
+    if multihost.is_primary():
       logging.warning("checkpoint %d skipped: %s", step, causes[0])
     self._bad.add(step)
     return None

@@ -32,10 +32,10 @@ from gspo_jax.losses import EDGES
 from gspo_jax.runtime import run_files
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.run_files import (
-  Log,
+  RunFile,
   counts_over_edges,
   line,
-  open_logs,
+  open_run_files,
   short_number,
 )
 
@@ -50,7 +50,7 @@ _COLUMNS = (
 )
 
 
-def finish(
+def to_scalars(
   *metrics: Mapping[str, Any],
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
   """One transfer for all of a step's metrics, then each one's `.value()`.
@@ -74,7 +74,7 @@ def finish(
   return scalars, distributions
 
 
-class Writer:
+class MetricWriter:
   """Writes a run's numbers under `workdir`; a context manager.
 
   Args:
@@ -101,13 +101,13 @@ class Writer:
   ):
     self._active, self._total_steps = active, total_steps
     self._began, self._recent = time.monotonic(), collections.deque(maxlen=20)
-    self._logs: list[Log] = []
+    self._logs: list[RunFile] = []
     if not active:
       return
     workdir = epath.Path(workdir)
     self._samples = workdir / "samples"
     try:
-      self._rows, self._distributions = open_logs(workdir, resume_step)
+      self._rows, self._distributions = open_run_files(workdir, resume_step)
       self._events = _open_events(workdir / "tensorboard", resume_step)
       self._logs = [self._rows, self._distributions, self._events]
     except UserError:
@@ -116,7 +116,7 @@ class Writer:
       cause = " ".join(f"{type(e).__name__}: {e}".split())
       raise UserError(f"cannot write to {str(workdir)!r}: {cause}") from e
 
-  def __enter__(self) -> "Writer":
+  def __enter__(self) -> "MetricWriter":
     return self
 
   def __exit__(self, *exception) -> None:
@@ -164,7 +164,7 @@ class Writer:
         f"  reward {reward:g} | {_short(question, 32)} -> "
         f"{_short(answer, 44)} | want {_short(reference, 12)}"
       )
-    text = run_files.write(step, rows)
+    text = run_files.format_samples(step, rows)
     self._samples.mkdir(parents=True, exist_ok=True)
     (self._samples / f"step_{step:06d}.txt").write_bytes(text.encode())
     # TensorBoard reads Markdown: four spaces make it show the text as it is.
@@ -195,13 +195,13 @@ def _histogram(name: str, values: Sequence[float]) -> dict[str, Any]:
   return {"tag": name, "histo": histogram}
 
 
-def _open_events(folder: epath.Path, resume_step: int) -> Log:
+def _open_events(folder: epath.Path, resume_step: int) -> RunFile:
   # Not tensorboardX.SummaryWriter: when its thread fails to write once, it dies
   # and a later add_scalar blocks forever; and it names files by the second, so
   # that a quick restart overwrites its predecessor's.
   folder.mkdir(parents=True, exist_ok=True)
   name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-  events = Log(folder / name, _event(file_version="brain.Event:2"))
+  events = RunFile(folder / name, _event(file_version="brain.Event:2"))
   # TensorBoard hides earlier files' events from the step of a START on.
   step = resume_step + 1 if resume_step else 0
   events.append(_event(step=step, session_log={"status": "START"}))

@@ -35,7 +35,7 @@ NO_TPU = {
 }
 
 
-class Agreed(UserError):
+class AgreedError(UserError):
   """One that is raised alike on every process: for one of them to tell."""
 
 
@@ -122,37 +122,37 @@ def _expects_tpu() -> bool:
   return "tpu" in (jax.config.jax_platforms or "")
 
 
-def first() -> bool:
+def is_primary() -> bool:
   """Whether this is the process that prints and writes."""
   return jax.process_index() == 0
 
 
-def say(*text) -> None:
+def print_once(*text) -> None:
   """Prints, once for all processes."""
-  if first():
+  if is_primary():
     print(*text, flush=True)
 
 
-def meet() -> None:
+def barrier() -> None:
   """Waits for all the processes."""
   multihost_utils.sync_global_devices("meet")
 
 
-def anywhere(flag: bool) -> bool:
+def any_process(flag: bool) -> bool:
   """Whether `flag` is true on any process."""
   if jax.process_count() == 1:
     return flag
   return bool(multihost_utils.process_allgather(np.bool_(flag)).any())
 
 
-def tell(text: str) -> list[str]:
+def allgather_text(text: str) -> list[str]:
   """What each process has to tell, cut to 1000 bytes."""
   mine = text.encode()[:_LONGEST].ljust(_LONGEST, b"\0")
   everyones = multihost_utils.process_allgather(np.frombuffer(mine, np.uint8))
   return [bytes(b).rstrip(b"\0").decode(errors="ignore") for b in everyones]
 
 
-def together(work: Callable[[], T]) -> T:
+def run_on_all(work: Callable[[], T]) -> T:
   """`work()`; a UserError on one process is `Agreed` on all.
 
   Nothing in `work` may wait for the other processes.
@@ -161,21 +161,23 @@ def together(work: Callable[[], T]) -> T:
     result, wrong = work(), ""
   except UserError as error:
     result, wrong = None, str(error) or "UserError"
-  for number, text in enumerate(tell(wrong)):
+  for number, text in enumerate(allgather_text(wrong)):
     if text:
-      raise Agreed(text if text == wrong else f"process {number}: {text}")
+      raise AgreedError(text if text == wrong else f"process {number}: {text}")
   return result
 
 
 def require_same(settings: Mapping[str, Any]) -> None:
   """`Agreed` naming the first setting that differs between processes."""
-  if len(set(tell(str(zlib.crc32(repr(list(settings)).encode()))))) > 1:
-    raise Agreed("the processes were started with different config files")
+  if (
+    len(set(allgather_text(str(zlib.crc32(repr(list(settings)).encode()))))) > 1
+  ):
+    raise AgreedError("the processes were started with different config files")
   mine = [zlib.crc32(repr(value).encode()) for value in settings.values()]
   theirs = multihost_utils.process_allgather(np.array(mine, np.uint32))
   for name, column in zip(settings, theirs.T, strict=True):
     if other := np.flatnonzero(column != column[0]).tolist():
-      raise Agreed(
+      raise AgreedError(
         f"{name} is not the same everywhere: process {other[0]} has another "
         "than process 0"
       )
@@ -184,12 +186,12 @@ def require_same(settings: Mapping[str, Any]) -> None:
 def require_shared(workdir: epath.Path) -> None:
   """`Agreed` unless every process can write there, and sees the others."""
   probe = lambda process: workdir / f".writable.{process}"
-  own = probe(jax.process_index())
+  local_rows = probe(jax.process_index())
 
   def write():
     try:
       workdir.mkdir(parents=True, exist_ok=True)
-      own.write_text(".")  # a full disk takes an empty file
+      local_rows.write_text(".")  # a full disk takes an empty file
     except Exception as error:
       raise UserError(
         f"--workdir={str(workdir)!r} cannot be written: "
@@ -204,15 +206,15 @@ def require_shared(workdir: epath.Path) -> None:
       )
 
   try:
-    together(write)
-    together(look)
+    run_on_all(write)
+    run_on_all(look)
   finally:
     # It may be missing, and no process may raise on what it alone knows.
     with contextlib.suppress(Exception):
-      own.unlink()
+      local_rows.unlink()
 
 
-def lay(tree, sharding: jax.sharding.Sharding):
+def to_global(tree, sharding: jax.sharding.Sharding):
   """Global arrays, from numpy ones that every process has whole."""
 
   def put(x):
@@ -221,14 +223,14 @@ def lay(tree, sharding: jax.sharding.Sharding):
   return jax.tree.map(put, tree)
 
 
-def own(array: jax.Array) -> dict[int, np.ndarray]:
+def local_rows(array: jax.Array) -> dict[int, np.ndarray]:
   """The rows of a global array that are this process's, by their number.
 
   Along `tensor` a row lies on several devices, and perhaps on several hosts:
   one of them has it for its own.
   """
-  first = [s for s in array.addressable_shards if s.replica_id == 0]
-  shards = {s.index[0].start or 0: s.data for s in first}
+  is_primary = [s for s in array.addressable_shards if s.replica_id == 0]
+  shards = {s.index[0].start or 0: s.data for s in is_primary}
   return {
     begin + i: row
     for begin, rows in sorted(jax.device_get(shards).items())
@@ -236,7 +238,7 @@ def own(array: jax.Array) -> dict[int, np.ndarray]:
   }
 
 
-def join(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
+def allgather_rows(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
   """All rows' values, on every process, from the own ones of each.
 
   Args:
@@ -254,6 +256,6 @@ def join(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
   return multihost_utils.process_allgather(mine[None], tiled=True).sum(0)
 
 
-def fetch(tree):
+def to_host(tree):
   """Global arrays whole, as numpy, on every process."""
   return multihost_utils.process_allgather(tree, tiled=True)

@@ -41,7 +41,7 @@ class Preemption:
     the next time.
     """
     # Only the handler writes `requested`, which may come true at any moment.
-    self._agreed = self._agreed or multihost.anywhere(self.requested)
+    self._agreed = self._agreed or multihost.any_process(self.requested)
     return self._agreed
 
   def _request(self, *_) -> None:

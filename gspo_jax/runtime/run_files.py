@@ -21,7 +21,7 @@ from gspo_jax.runtime.errors import UserError
 SEND_EVERY = 30.0  # seconds
 
 
-class Log:
+class RunFile:
   """A file that grows, whole lines (or events) at a time.
 
   In a folder each of them is there at once. gcsfs opens "ab" as "wb"
@@ -62,7 +62,7 @@ class Log:
     self._file.close()
 
 
-def open_logs(workdir: epath.Path, resume_step: int) -> list[Log]:
+def open_run_files(workdir: epath.Path, resume_step: int) -> list[RunFile]:
   """Clears what the run will write again, and opens what it writes rows to."""
   workdir.mkdir(parents=True, exist_ok=True)
   edges = line({"edges": [short_number(edge) for edge in EDGES.tolist()]})
@@ -83,7 +83,7 @@ def open_logs(workdir: epath.Path, resume_step: int) -> list[Log]:
     written = [paths[name] for name in heads if texts[name] != heads[name]]
     _set_aside(written + ([samples] if samples.exists() else []))
     texts = heads
-  return [Log(path, texts[name]) for name, path in paths.items()]
+  return [RunFile(path, texts[name]) for name, path in paths.items()]
 
 
 def _drop_samples_after(step: int, folder: epath.Path) -> None:
@@ -167,7 +167,9 @@ class Sample(NamedTuple):
   reward: str
 
 
-def write(step: int, rows: Sequence[tuple[str, str, str, float]]) -> str:
+def format_samples(
+  step: int, rows: Sequence[tuple[str, str, str, float]]
+) -> str:
   """A file's text, of rows of question, answer, reference, reward."""
   text = ""
   for i, (question, answer, reference, reward) in enumerate(rows, 1):
@@ -179,7 +181,7 @@ def write(step: int, rows: Sequence[tuple[str, str, str, float]]) -> str:
   return text
 
 
-def read(text: str) -> list[Sample]:
+def parse_samples(text: str) -> list[Sample]:
   """What `write` wrote; [] of other text. What is cut short is an answer."""
   pieces, found = _HEAD.split(text)[1:], []
   for reward, body in zip(pieces[::2], pieces[1::2], strict=True):

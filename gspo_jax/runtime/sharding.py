@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gspo_jax.runtime.errors import UserError
 
 AXES = ("data", "fsdp", "expert", "tensor")
-ROWS = ("data", "fsdp", "expert")
+BATCH_AXES = ("data", "fsdp", "expert")
 
 # logical axis -> mesh axes, the slowest first
 LOGICAL = {
@@ -102,7 +102,7 @@ def _arrange(devices, shape) -> np.ndarray:
   )
 
 
-def regroup(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
+def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
   """The same devices in the same order, none on `fsdp`: for decoding.
 
   Raises:
@@ -171,17 +171,17 @@ def state_shardings(shapes, mesh: Mesh):
   return jax.tree.map_with_path(place, shapes)
 
 
-def rows(mesh: Mesh) -> NamedSharding:
-  """Batches: the first axis over all of `ROWS`."""
-  return NamedSharding(mesh, PartitionSpec(ROWS))
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  """Batches: the first axis over all of `BATCH_AXES`."""
+  return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def row_shards(mesh: Mesh) -> int:
+def batch_shards(mesh: Mesh) -> int:
   """D, parts of a mesh's devices that have rows of their own."""
   return mesh.size // mesh.shape["tensor"]
 
 
-def everywhere(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh) -> NamedSharding:
   """A copy on every device."""
   return NamedSharding(mesh, PartitionSpec())
 
@@ -217,9 +217,9 @@ def constrain(tree, *over):
   return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, lay), tree)
 
 
-def constrain_rows(tree, axis: int):
+def constrain_batch(tree, axis: int):
   """Lays axis `axis` of each leaf over rows."""
-  return constrain(tree, *[None] * axis, ROWS)
+  return constrain(tree, *[None] * axis, BATCH_AXES)
 
 
 def constrain_state(tree):
@@ -235,7 +235,7 @@ def constrain_state(tree):
   return jax.tree.map_with_path(place, tree)
 
 
-def island(body: Callable, in_specs, out_specs) -> Callable:
+def shard_map(body: Callable, in_specs, out_specs) -> Callable:
   """`body` on each device's own part of the arrays: a shard_map."""
   if size(*AXES) == 1:
     return body
@@ -244,7 +244,7 @@ def island(body: Callable, in_specs, out_specs) -> Callable:
   )
 
 
-def layout(path: str) -> PartitionSpec:
+def param_spec(path: str) -> PartitionSpec:
   """Where the array at the end of this path lives, of one layer."""
   (names,) = [names for end, names in TABLE if re.fullmatch(end, path)]
   return PartitionSpec(*[_entry(LOGICAL[name]) for name in names])
@@ -270,19 +270,19 @@ def scatter(x, *over: str, dim: int):
   return jax.lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
 
 
-def swap(x, *over: str, split: int, join: int):
+def all_to_all(x, *over: str, split: int, join: int):
   """Each device gives away parts of `split` and joins parts along `join`."""
   over = _shared(over)
   return jax.lax.all_to_all(x, over, split, join, tiled=True) if over else x
 
 
-def total(x, *over: str):
+def psum(x, *over: str):
   """The sum over these axes."""
   over = _shared(over)
   return jax.lax.psum(x, over) if over else x
 
 
-def largest(x, *over: str):
+def pmax(x, *over: str):
   """The maximum over these axes."""
   over = _shared(over)
   return jax.lax.pmax(x, over) if over else x
@@ -299,7 +299,7 @@ def _shared(axes):
 
 
 @dataclasses.dataclass(frozen=True)
-class OnMesh:
+class MeshJit:
   """A jitted function that is traced and called in the context of a mesh."""
 
   jitted: Callable

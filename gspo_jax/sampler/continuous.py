@@ -18,10 +18,15 @@ from gspo_jax import model
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous_jit
-from gspo_jax.sampler.continuous_jit import Functions
-from gspo_jax.sampler.paged_decode import Orders
-from gspo_jax.sampler.paging import Paging, Sizes
-from gspo_jax.sampler.samples import Ended, Prompts, SamplerConfig, Samples
+from gspo_jax.sampler.continuous_jit import JittedSampler
+from gspo_jax.sampler.paged_decode import SegmentPlan
+from gspo_jax.sampler.paging import ContinuousBatchingConfig, ShardSizes
+from gspo_jax.sampler.samples import (
+  FinishedResponse,
+  Prompts,
+  SamplerConfig,
+  Samples,
+)
 from gspo_jax.sampler.scheduler import Requests, Scheduler, pending_requests
 
 _IDLE = 8  # a segment ends when 1 of so many slots is idle and answers wait
@@ -30,11 +35,11 @@ ROWS = 8  # most texts of a prefill on each shard
 
 
 # Told of this host's answers, by number, while others are still being drawn.
-Told = Callable[[dict[int, Ended]], None]
+Told = Callable[[dict[int, FinishedResponse]], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedSampler:
+class ContinuousSampler:
   """Draws answers to prompts: (params, prompts, key) -> Samples.
 
   Attributes:
@@ -47,11 +52,11 @@ class PagedSampler:
   """
 
   draw: SamplerConfig
-  paging: Paging
-  sizes: Sizes
+  paging: ContinuousBatchingConfig
+  sizes: ShardSizes
   shards: int
   rows: jax.sharding.Sharding
-  devices: Functions
+  devices: JittedSampler
 
   def __call__(
     self,
@@ -79,7 +84,7 @@ class PagedSampler:
         it none does.
       tell: called between segments with what ended in the last one.
     """
-    asked, lengths = multihost.fetch((prompts.tokens, prompts.lengths))
+    asked, lengths = multihost.to_host((prompts.tokens, prompts.lengths))
     if asked.shape[1] != self.sizes.prompt or len(asked) % self.shards:
       raise UserError(
         f"prompts {asked.shape}: expected [P, {self.sizes.prompt}], with P a "
@@ -105,13 +110,13 @@ class PagedSampler:
     while not all(scheduler.done for scheduler in schedules):
       admitted = [scheduler.admit() for scheduler in schedules]
       for *batch, first in self._prefills(admitted, work):
-        tokens, fed, numbers = multihost.lay(batch, self.rows)
+        tokens, fed, numbers = multihost.to_global(batch, self.rows)
         state, noted = devices.prefill(params, state, tokens, fed, numbers)
         if noted is not None:
-          first = multihost.lay(first, self.rows)
+          first = multihost.to_global(first, self.rows)
           samples = devices.note(samples, noted, fed, first)
       orders, floor = self._orders(schedules, admitted, known)
-      laid = multihost.lay((orders, self._few(orders)), self.rows)
+      laid = multihost.to_global((orders, self._few(orders)), self.rows)
       state, samples = devices.decode(params, state, samples, *laid, floor, key)
       if ended:  # in the segment before; the devices decode this one meanwhile
         tell(self._read(*ended))
@@ -160,7 +165,7 @@ class PagedSampler:
     known = dataclasses.replace(
       begun, logps=None, slot_steps=None, experts=None
     )
-    whole = asked, lengths, multihost.fetch(known), until
+    whole = asked, lengths, multihost.to_host(known), until
     leaves, tree = jax.tree.flatten(whole)
     parts = zip(*(np.split(x, self.shards) for x in leaves), strict=True)
     return [pending_requests(*tree.unflatten(part)) for part in parts]
@@ -194,7 +199,9 @@ class PagedSampler:
         join = lambda x: x.reshape(-1, *x.shape[2:])
         yield join(tokens), join(fed), join(numbers), join(first)
 
-  def _orders(self, schedules, admitted, known) -> tuple[Orders, np.ndarray]:
+  def _orders(
+    self, schedules, admitted, known
+  ) -> tuple[SegmentPlan, np.ndarray]:
     """What the next segment is to do, and when it is to end early."""
     segments = [scheduler.grow() for scheduler in schedules]
     join = lambda parts, name: np.concatenate([getattr(p, name) for p in parts])
@@ -214,7 +221,7 @@ class PagedSampler:
     else:
       few = self._widths[-1]
       floor = few if count > few else 0
-    return Orders(**told), np.int32(floor)
+    return SegmentPlan(**told), np.int32(floor)
 
   @property
   def _widths(self) -> tuple[int, ...]:
@@ -243,7 +250,7 @@ class PagedSampler:
     Returns:
       Of each slot, tokens drawn, whether it is still active, and the answer.
     """
-    told = multihost.fetch((state.drawn, state.pages.active, state.answer))
+    told = multihost.to_host((state.drawn, state.pages.active, state.answer))
     parts = zip(*(np.split(x, self.shards) for x in told), strict=True)
     for scheduler, part, (drawn, active, answer) in zip(
       schedules, work, parts, strict=True
@@ -260,14 +267,14 @@ class PagedSampler:
     which = [(int(b), int(answer[b]), int(drawn[b])) for b in slots_]
     return which, self.devices.peek(state, samples)
 
-  def _read(self, which, tokens) -> dict[int, Ended]:
+  def _read(self, which, tokens) -> dict[int, FinishedResponse]:
     """The answers in this host's slots, but for those that only pause."""
-    tokens, found = multihost.own(tokens), {}
+    tokens, found = multihost.local_rows(tokens), {}
     for slot, answer, length in which:
       if slot in tokens:
         stopped = tokens[slot][length - 1] in self.draw.stop_ids
         if stopped or length == self.draw.max_new_tokens:
-          found[answer] = Ended(tokens[slot], length, bool(stopped))
+          found[answer] = FinishedResponse(tokens[slot], length, bool(stopped))
     return found
 
 
@@ -285,12 +292,12 @@ def build(
   cfg: model.ModelConfig,
   draw: SamplerConfig,
   *,
-  paging: Paging,
+  paging: ContinuousBatchingConfig,
   prompt: int,
   params,
   mesh: jax.sharding.Mesh,
   decoding: jax.sharding.Mesh,
-) -> PagedSampler:
+) -> ContinuousSampler:
   """A sampler of jitted functions; compiles nothing yet.
 
   Args:
@@ -305,7 +312,7 @@ def build(
   Raises:
     UserError: the sizes do not fit.
   """
-  shards = sharding.row_shards(decoding)
+  shards = sharding.batch_shards(decoding)
   sizes = paging.sizes(draw, prompt, shards)
   jitted = continuous_jit.functions(
     cfg,
@@ -316,5 +323,5 @@ def build(
     mesh=mesh,
     decoding=decoding,
   )
-  rows = sharding.rows(decoding)
-  return PagedSampler(draw, paging, sizes, shards, rows, jitted)
+  rows = sharding.batch_sharding(decoding)
+  return ContinuousSampler(draw, paging, sizes, shards, rows, jitted)

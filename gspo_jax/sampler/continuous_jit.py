@@ -11,11 +11,11 @@ from gspo_jax import model
 from gspo_jax.model import rounding
 from gspo_jax.model.paged_cache import Pages
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.sharding import OnMesh
+from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler import paged_decode
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
-from gspo_jax.sampler.paged_decode import Slots
-from gspo_jax.sampler.paging import Sizes
+from gspo_jax.sampler.paged_decode import DecodeState
+from gspo_jax.sampler.paging import ShardSizes
 from gspo_jax.sampler.samples import (
   SamplerConfig,
   empty_samples,
@@ -24,7 +24,7 @@ from gspo_jax.sampler.samples import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Functions:
+class JittedSampler:
   """The jitted functions of a `PagedSampler`.
 
   Attributes:
@@ -53,11 +53,11 @@ def functions(
   draw: SamplerConfig,
   *,
   chunk: int,
-  sizes: Sizes,
+  sizes: ShardSizes,
   params,
   mesh: jax.sharding.Mesh,
   decoding: jax.sharding.Mesh,
-) -> Functions:
+) -> JittedSampler:
   """Jitted for their shardings; compiles nothing yet.
 
   Args:
@@ -69,14 +69,14 @@ def functions(
     mesh: where parameters, keys and samples lie.
     decoding: the same devices as they decode.
   """
-  state, rows = _layout(cfg, decoding), sharding.rows(decoding)
+  state, rows = _layout(cfg, decoding), sharding.batch_sharding(decoding)
   drawn, kept = samples_sharding(draw, decoding), samples_sharding(draw, mesh)
   record = draw.record_routing and cfg.num_experts > 0
   # Uses of one function share what jit has compiled; not of partial ones.
-  jit = lambda f, **how: OnMesh(jax.jit(functools.partial(f), **how), decoding)
-  return Functions(
+  jit = lambda f, **how: MeshJit(jax.jit(functools.partial(f), **how), decoding)
+  return JittedSampler(
     lay_out=jit(
-      lambda params: model.unstack(decode_params(params, cfg), cfg),
+      lambda params: model.unstack_layers(decode_params(params, cfg), cfg),
       in_shardings=(params,),
       out_shardings=decode_params_sharding(cfg, decoding),
     ),
@@ -86,7 +86,7 @@ def functions(
       out_shardings=kept,
     ),
     begin=jit(
-      _begin(cfg, sizes, sharding.row_shards(decoding)),
+      _begin(cfg, sizes, sharding.batch_shards(decoding)),
       in_shardings=(kept,),
       out_shardings=(state, drawn),
       donate_argnums=0,
@@ -104,7 +104,7 @@ def functions(
     ),
     decode=jit(
       _decode(cfg, draw, sizes.steps),
-      in_shardings=(None,) * 6 + (sharding.everywhere(mesh),),
+      in_shardings=(None,) * 6 + (sharding.replicated(mesh),),
       out_shardings=(state, drawn),
       donate_argnums=(1, 2),
       compiler_options=rounding.OPTIONS,
@@ -159,9 +159,9 @@ def _finish(draw):
   return finish
 
 
-def _layout(cfg, mesh) -> Slots:
+def _layout(cfg, mesh) -> DecodeState:
   """Where the state of decoding lies."""
-  rows, lay = sharding.rows(mesh), jax.sharding.PartitionSpec
-  kept = jax.NamedSharding(mesh, lay("tensor", sharding.ROWS))
+  rows, lay = sharding.batch_sharding(mesh), jax.sharding.PartitionSpec
+  kept = jax.NamedSharding(mesh, lay("tensor", sharding.BATCH_AXES))
   of_layers = (kept,) * cfg.num_layers
-  return Slots(Pages(of_layers, of_layers, rows, rows, rows), *[rows] * 4)
+  return DecodeState(Pages(of_layers, of_layers, rows, rows, rows), *[rows] * 4)

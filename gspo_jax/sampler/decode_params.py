@@ -24,7 +24,7 @@ def decode_params(params, cfg):
   layers = {"layers": jax.lax.map(lay, params["layers"])}
   rest = lay({k: x for k, x in params.items() if k != "layers"})
   # In two steps: XLA knows no short way from split rows to split columns.
-  head = constrain(model.head(rest, cfg), None, "tensor")
+  head = constrain(model.output_matrix(rest, cfg), None, "tensor")
   head = constrain(head, None, VOCAB)
   return rest | constrain_state(layers) | {"head": head}
 
@@ -42,7 +42,9 @@ def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh):
 
   def unstacked(key):
     params = model.init(key, cfg)
-    return model.unstack(params | {"head": model.head(params, cfg)}, cfg)
+    return model.unstack_layers(
+      params | {"head": model.output_matrix(params, cfg)}, cfg
+    )
 
   turned = mesh.devices.flat[0].platform == "tpu" and cfg.head_dim % 128 == 0
 

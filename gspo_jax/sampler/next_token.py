@@ -18,7 +18,7 @@ def logits(params, cfg, hidden_BD):
   So each reads its part of the head only, for the rows of all of them.
   """
   hidden_BD = constrain(hidden_BD, GROUPS)
-  logits_BV = model.project(hidden_BD, params["head"], cfg)
+  logits_BV = model.project_logits(hidden_BD, params["head"], cfg)
   return constrain(logits_BV, GROUPS, VOCAB)
 
 

@@ -31,7 +31,7 @@ from gspo_jax.sampler.samples import (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slots:
+class DecodeState:
   """State of decoding; the tokens already fed are in `pages`.
 
   Attributes:
@@ -51,7 +51,7 @@ class Slots:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Orders:
+class SegmentPlan:
   """What the host wants of a segment.
 
   Attributes:
@@ -79,24 +79,24 @@ class Orders:
   target: jax.Array
 
 
-def empty(cfg: model.ModelConfig, **sizes: int) -> Slots:
+def empty(cfg: model.ModelConfig, **sizes: int) -> DecodeState:
   """No slot has an answer; `sizes` as in `pages.empty`."""
   pages = paged.empty(cfg, **sizes)
   zeros = jnp.zeros_like(pages.lengths)
-  return Slots(pages, zeros, zeros, zeros, zeros)
+  return DecodeState(pages, zeros, zeros, zeros, zeros)
 
 
 def prefill(
   params: model.Params,
   cfg: model.ModelConfig,
-  slots: Slots,
+  slots: DecodeState,
   tokens: jax.Array,
   lengths: jax.Array,
   numbers: jax.Array,
   *,
   chunk: int,
   record: bool = False,
-) -> tuple[Slots, jax.Array | None]:
+) -> tuple[DecodeState, jax.Array | None]:
   """Stores keys and values of texts, computed `chunk` tokens at a time.
 
   The cost follows the longest of them, not T.
@@ -120,14 +120,16 @@ def prefill(
   if record:
     shape = cfg.num_layers, P, T, cfg.experts_per_token
     experts = jnp.zeros(shape, number_type(cfg.num_experts))
-    experts = sharding.constrain(experts, None, sharding.ROWS)
+    experts = sharding.constrain(experts, None, sharding.BATCH_AXES)
 
   def forward(i, state):
     cache, experts = state
     start = i * chunk
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
     positions = jnp.broadcast_to(start + jnp.arange(chunk), (P, chunk))
-    out = model.encode(params, cfg, cut(tokens), positions, cut(real_PT), cache)
+    out = model.hidden_states(
+      params, cfg, cut(tokens), positions, cut(real_PT), cache
+    )
     if record:
       experts = jax.lax.dynamic_update_slice_in_dim(
         experts, out.routing.experts, start, axis=2
@@ -172,8 +174,8 @@ def note(
     new_PTLk = experts.swapaxes(1, 2)
     return kept.at[at].set(new_PTLk[:, None], mode="drop")
 
-  of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
-  write = sharding.island(local, (of_rows,) * 4, of_rows)
+  of_rows = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
+  write = sharding.shard_map(local, (of_rows,) * 4, of_rows)
   return dataclasses.replace(
     samples, experts=write(samples.experts, experts, lengths, first)
   )
@@ -182,16 +184,16 @@ def note(
 def decode(
   params: model.Params,
   cfg: model.ModelConfig,
-  slots: Slots,
+  slots: DecodeState,
   samples: Samples,
-  orders: Orders,
+  orders: SegmentPlan,
   few: jax.Array | None,
   floor: jax.Array,
   key: jax.Array,
   *,
   sampler: SamplerConfig,
   steps: int,
-) -> tuple[Slots, Samples]:
+) -> tuple[DecodeState, Samples]:
   """A segment: a token for each active slot, `steps` times at most.
 
   It ends early when no more than `floor` slots are active. Answer a
@@ -214,13 +216,13 @@ def decode(
   if few is None:  # else there is nothing to copy
     pages = paged.copy(slots.pages, orders.source, orders.target)
     slots = dataclasses.replace(slots, pages=pages)
-  whole = _obey(slots, orders)
-  slots = whole if few is None else _pick(whole, few)
+  whole = _apply_plan(slots, orders)
+  slots = whole if few is None else _select(whole, few)
   fold = functools.partial(jax.random.fold_in, key)
 
   def body(state):
     taken, slots, samples = state
-    out = model.encode(
+    out = model.hidden_states(
       params,
       cfg,
       slots.last[:, None],
@@ -249,10 +251,10 @@ def decode(
   B = slots.drawn.size
   total = samples.slot_steps + B * taken
   samples = dataclasses.replace(samples, slot_steps=total)
-  return slots if few is None else _put(whole, slots, few), samples
+  return slots if few is None else _scatter_back(whole, slots, few), samples
 
 
-def _obey(slots: Slots, orders: Orders) -> Slots:
+def _apply_plan(slots: DecodeState, orders: SegmentPlan) -> DecodeState:
   pick = lambda a, b: jnp.where(orders.new, a, b)
   pages = dataclasses.replace(
     slots.pages,
@@ -260,7 +262,7 @@ def _obey(slots: Slots, orders: Orders) -> Slots:
     lengths=pick(orders.length, slots.pages.lengths),
     active=orders.active,
   )
-  return Slots(
+  return DecodeState(
     pages=pages,
     answer=pick(orders.answer, slots.answer),
     last=pick(orders.last, slots.last),
@@ -272,37 +274,39 @@ def _obey(slots: Slots, orders: Orders) -> Slots:
 _NO_KEYS = paged.Pages(None, None, None, None, None)
 
 
-def _pick(slots: Slots, few) -> Slots:
+def _select(slots: DecodeState, few) -> DecodeState:
   """These slots alone, over the same pages."""
 
   def local(kept, row_b):
     return jax.tree.map(lambda x: x[row_b % len(x)], kept)
 
-  of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
-  read = sharding.island(local, (of_rows,) * 2, of_rows)
+  of_rows = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
+  read = sharding.shard_map(local, (of_rows,) * 2, of_rows)
   return _over(slots.pages, read(_over(_NO_KEYS, slots), few))
 
 
-def _put(slots: Slots, new: Slots, few) -> Slots:
+def _scatter_back(slots: DecodeState, new: DecodeState, few) -> DecodeState:
   """All slots, after a segment of these few, `new`."""
 
   def local(kept, new, row_b):
     place = lambda old, new: old.at[row_b % len(old)].set(new)
     return jax.tree.map(place, kept, new)
 
-  of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
-  write = sharding.island(local, (of_rows,) * 3, of_rows)
+  of_rows = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
+  write = sharding.shard_map(local, (of_rows,) * 3, of_rows)
   kept, changed = (_over(_NO_KEYS, x) for x in (slots, new))
   return _over(new.pages, write(kept, changed, few))
 
 
-def _over(pages, slots: Slots) -> Slots:
+def _over(pages, slots: DecodeState) -> DecodeState:
   """The rows of `slots` over the keys and values of `pages`."""
   own = dataclasses.replace(slots.pages, k=pages.k, v=pages.v)
   return dataclasses.replace(slots, pages=own)
 
 
-def _record(slots: Slots, samples: Samples, token, logp, experts, sampler):
+def _record(
+  slots: DecodeState, samples: Samples, token, logp, experts, sampler
+):
   """Writes a token of each active slot down, and notes whose was the last.
 
   `experts`, [L, B, k], are those of the token before it, which was fed.
@@ -344,16 +348,16 @@ def _write(kept: dict, new: dict, where) -> dict:
 
     return jax.tree.map(write, kept, new)
 
-  of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
-  return sharding.island(local, (of_rows,) * 3, of_rows)(kept, new, where)
+  of_rows = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
+  return sharding.shard_map(local, (of_rows,) * 3, of_rows)(kept, new, where)
 
 
-def peek(slots: Slots, samples: Samples) -> jax.Array:
+def peek(slots: DecodeState, samples: Samples) -> jax.Array:
   """[B, R] int32, the tokens of the answers that are in the slots."""
 
   def local(tokens, answer_B):
     return tokens[answer_B % len(tokens)]
 
-  of_rows = jax.sharding.PartitionSpec(sharding.ROWS)
-  read = sharding.island(local, (of_rows,) * 2, of_rows)
+  of_rows = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
+  read = sharding.shard_map(local, (of_rows,) * 2, of_rows)
   return read(samples.tokens, slots.answer)

@@ -12,7 +12,7 @@ def width(prompt: int, most: int, page: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class ShardSizes:
   """What a shard of the devices has room for.
 
   Attributes:
@@ -48,7 +48,7 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Paging:
+class ContinuousBatchingConfig:
   """Sizes of decoding, of all devices together.
 
   Attributes:
@@ -77,7 +77,7 @@ class Paging:
         f"paging.page={self.page}"
       )
 
-  def sizes(self, draw: SamplerConfig, prompt: int, shards: int) -> Sizes:
+  def sizes(self, draw: SamplerConfig, prompt: int, shards: int) -> ShardSizes:
     """What each of `shards` has, for prompts of at most `prompt` tokens.
 
     Raises:
@@ -94,7 +94,7 @@ class Paging:
     # The prompts' own partial pages, besides: those of a slot's at most.
     longest = width(prompt, most, self.page) + 1
     pages = self.pages // shards or own * longest
-    return Sizes(own, pages, self.page, self.steps, most, prompt)
+    return ShardSizes(own, pages, self.page, self.steps, most, prompt)
 
   def buckets(self, longest: int) -> tuple[int, ...]:
     """T, what prefills are compiled for: texts of up to `longest` tokens."""

@@ -10,7 +10,7 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.sharding import everywhere, rows
+from gspo_jax.runtime.sharding import batch_sharding, replicated
 
 # Samples.finish; what is unfinished may be continued, by `paged_sampler` alone.
 UNFINISHED, STOPPED, TRUNCATED = 2, 1, 0
@@ -141,7 +141,7 @@ def empty_samples(
   )
 
 
-class Ended(NamedTuple):
+class FinishedResponse(NamedTuple):
   """An answer that has ended.
 
   Attributes:
@@ -159,10 +159,10 @@ def samples_sharding(
   sampler: SamplerConfig, mesh: jax.sharding.Mesh
 ) -> Samples:
   """Where samples lie."""
-  of_rows = rows(mesh)
+  of_rows = batch_sharding(mesh)
   return Samples(
     *[of_rows] * 4,
-    slot_steps=everywhere(mesh),
+    slot_steps=replicated(mesh),
     experts=of_rows if sampler.record_routing else None,
   )
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.paging import Sizes
+from gspo_jax.sampler.paging import ShardSizes
 from gspo_jax.sampler.samples import UNFINISHED, Samples
 
 
@@ -49,7 +49,7 @@ class Admission:
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
+class SegmentPages:
   """What the next segment decodes.
 
   Attributes:
@@ -67,7 +67,7 @@ class Scheduler:
 
   def __init__(
     self,
-    sizes: Sizes,
+    sizes: ShardSizes,
     lengths: Sequence[int],
     owner: Sequence[int],
     most: Sequence[int],
@@ -140,7 +140,7 @@ class Scheduler:
       self._place(slot, self._queue.popleft(), found)
     return found
 
-  def grow(self) -> Segment:
+  def grow(self) -> SegmentPages:
     """Gives each row the pages that the next segment can fill.
 
     That is min(steps, what the answer may still draw) tokens more. Where pages
@@ -155,7 +155,7 @@ class Scheduler:
     fresh_BW &= column_W < to_B[:, None]
     self._table[fresh_BW] = self._take(int(need_B.sum()))
     self._held_B = to_B
-    return Segment(self._table.copy(), self._answer_B >= 0)
+    return SegmentPages(self._table.copy(), self._answer_B >= 0)
 
   def settle(self, drawn: np.ndarray, active: np.ndarray) -> list[int]:
     """Frees what the answers that ended in a segment held.

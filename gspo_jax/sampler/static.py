@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gspo_jax import model
 from gspo_jax.model import cache as kv
-from gspo_jax.runtime.sharding import ROWS, constrain
+from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 from gspo_jax.sampler import next_token
 from gspo_jax.sampler.decode_params import decode_params
 from gspo_jax.sampler.samples import (
@@ -69,7 +69,7 @@ def generate(
   """
   params = decode_params(params, cfg)
   logits, cache, prompt_experts = _prefill(params, cfg, prompts, sampler)
-  params = model.unstack(params, cfg)
+  params = model.unstack_layers(params, cfg)
   B, R = logits.shape[0], sampler.max_new_tokens
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B))
   state = _State(
@@ -102,7 +102,7 @@ def _prefill(params, cfg, prompts, sampler):
     params, cfg, prompts.tokens, prompts.positions, prompts.mask
   )
   logits = next_token.logits(params, cfg, out.hidden[:, -1])
-  cache = kv.fork(
+  cache = kv.share_prefix(
     out.cache, cfg, sampler.group_size, cache_slots(0, cfg, sampler)
   )
   logits = jnp.repeat(logits, sampler.group_size, axis=0)
@@ -121,7 +121,7 @@ def _room(prompts_LPSk, answers, slots):
   L, _, _, k = prompts_LPSk.shape
   first_k = jnp.arange(k, dtype=prompts_LPSk.dtype)
   return constrain(
-    jnp.broadcast_to(first_k, (L, answers, slots, k)), None, ROWS
+    jnp.broadcast_to(first_k, (L, answers, slots, k)), None, BATCH_AXES
   )
 
 
@@ -132,7 +132,7 @@ def _join(prompts_LPSk, answers_LBRk):
   group = answers_LBRk.shape[1] // prompts_LPSk.shape[1]
   shared_LBSk = jnp.repeat(prompts_LPSk, group, axis=1)
   joined_LBTk = jnp.concatenate([shared_LBSk, answers_LBRk], axis=2)
-  return constrain(joined_LBTk.swapaxes(0, 1), ROWS)
+  return constrain(joined_LBTk.swapaxes(0, 1), BATCH_AXES)
 
 
 def cache_slots(
@@ -163,7 +163,9 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
   def body(s):
     positions = (starts + s.step - 1)[:, None]
     real = jnp.ones_like(positions)
-    out = model.encode(params, cfg, s.last[:, None], positions, real, s.cache)
+    out = model.hidden_states(
+      params, cfg, s.last[:, None], positions, real, s.cache
+    )
     experts = _note(s.experts, out.routing, s.step - 1)
     s = dataclasses.replace(s, cache=out.cache, experts=experts)
     logits = next_token.logits(params, cfg, out.hidden[:, 0])

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from gspo_jax.data.curriculum import History
+from gspo_jax.data.curriculum import SolvedProblems
 from gspo_jax.data.tasks import Chain, Problem
 
 
@@ -17,14 +17,14 @@ A, B = source("a", 11), source("b", 30)
 
 
 def test_nothing_is_known_at_first():
-  known = History().of(A)
+  known = SolvedProblems().of(A)
   assert known.shape == (11,)
   assert known.dtype == bool
   assert not known.any()
 
 
 def test_a_source_has_one_history_by_its_content():
-  history = History()
+  history = SolvedProblems()
   history.of(A)[3] = True
   assert np.flatnonzero(history.of(list(A))).tolist() == [3]
   assert not history.of(B).any()
@@ -35,7 +35,7 @@ def test_a_source_has_one_history_by_its_content():
 def test_a_state_comes_back_from_json(count):
   rng = np.random.default_rng(count)
   for share in (0.0, 0.5, 1.0):
-    history, other = History(), History()
+    history, other = SolvedProblems(), SolvedProblems()
     questions = source("q", count)
     known = rng.random(count) < share
     history.of(questions)[:] = known
@@ -50,7 +50,7 @@ def test_a_state_comes_back_from_json(count):
 
 
 def test_the_state_of_a_million_questions_is_small():
-  history = History()
+  history = SolvedProblems()
   known = history.of(Chain((8,)))
   assert len(json.dumps(history.get_state())) < 1000
   known[:] = np.random.default_rng(0).random(len(known)) < 0.5  # the worst

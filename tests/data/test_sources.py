@@ -262,7 +262,7 @@ def test_other_sources_are_sampled_evenly(size):
     rows = [{"question": f"q{i}", "answer": "1"} for i in range(size)]
     if changed is not None:
       rows[changed]["answer"] = "2"
-    return sources.Questions(Counted(rows), str)
+    return sources.ProblemSource(Counted(rows), str)
 
   source = made()
   before = sources.fingerprint(source)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gspo_jax.evaluate.answers_file import AnswerFile
+from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.runtime.errors import UserError
 
 SETTINGS = {"seed": 0, "sets": {"A": {"steps": (1, 2)}}}
@@ -21,7 +21,7 @@ def brief(row):
 
 
 def answers(folder, settings=SETTINGS):
-  return AnswerFile(str(folder), settings, BATCHES, brief)
+  return AnswersFile(str(folder), settings, BATCHES, brief)
 
 
 def write(folder, upto):

@@ -18,7 +18,7 @@ from configs import tiny_cpu
 from gspo_jax import evaluate
 from gspo_jax.data.tasks import Chain
 from gspo_jax.evaluate import __main__, evaluator
-from gspo_jax.evaluate.judge import Replies
+from gspo_jax.evaluate.judge import Responses
 from gspo_jax.program import functions as program_functions
 from gspo_jax.program import load_params
 from gspo_jax.rewards.pool import Scores
@@ -249,16 +249,16 @@ def test_a_judge_that_fails_too_often_stops_it(
   def reply(params, asked, key):
     texts = [next(said) for _ in asked]
     count = [1] * len(texts)
-    return Replies(list(asked), texts, count, [False] * len(texts), 9)
+    return Responses(list(asked), texts, count, [False] * len(texts), 9)
 
   pupil = SimpleNamespace(at_once=2, reply=reply)
   batches = evaluator._batches([chain], [pupil])
   monkeypatch.setattr(evaluator, "_scorer", lambda *_: Judge())
   stops = nullcontext()
   if words:  # on every process
-    stops = pytest.raises(multihost.Agreed, match=words)
+    stops = pytest.raises(multihost.AgreedError, match=words)
   with evaluator.AnswerFile(str(tmp_path), {}, batches, dict) as answers, stops:
-    evaluator._examine(config(), chain, pupil, None, answers)
+    evaluator._run_benchmark(config(), chain, pupil, None, answers)
   assert len(read(tmp_path)) == kept
 
 

@@ -10,9 +10,9 @@ import pytest
 from repository import ROOT
 
 from gspo_jax.evaluate import benchmarks
-from gspo_jax.evaluate.judge import Replies, evaluate_set
+from gspo_jax.evaluate.judge import Responses, evaluate_benchmark
 from gspo_jax.evaluate.summary import brief, summarize
-from gspo_jax.rewards.pool import Scorer, Scores
+from gspo_jax.rewards.pool import RewardPool, Scores
 
 GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
 
@@ -56,7 +56,7 @@ class Parrot:
     ]
     tokens = [10 * int(q) + s for q in questions for s in range(samples)]
     read = [f"{question}<think>" for question in questions]
-    return Replies(read, texts, tokens, [t % 10 == 1 for t in tokens], 99)
+    return Responses(read, texts, tokens, [t % 10 == 1 for t in tokens], 99)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def five(tmp_path):
 @pytest.mark.parametrize("at_once", [1, 2, 5, 9])
 def test_each_answer_keeps_to_its_question(five, at_once):
   parrot, scorer, batches = Parrot(), Exact(), []
-  evaluate_set(
+  evaluate_benchmark(
     parrot,
     five,
     at_once=at_once,
@@ -108,7 +108,7 @@ def test_a_batch_is_judged_while_the_next_is_answered(five):
     told.append("respond")
     return parrot(*asked)
 
-  evaluate_set(
+  evaluate_benchmark(
     respond, five, at_once=2, scorer=scorer, keep=lambda *_: told.append(5)
   )
   first, later = ["respond", "submit"], ["respond", "result", 5, "submit"]
@@ -119,7 +119,7 @@ def test_tests_of_programs_are_not_written_with_each_answer(five):
   long = five.problems[1]._replace(answer="9" * 1_000_000)
   five.problems[1] = long
   rows, scorer = [], Exact()
-  evaluate_set(
+  evaluate_benchmark(
     Parrot(),
     five,
     at_once=5,
@@ -133,7 +133,7 @@ def test_tests_of_programs_are_not_written_with_each_answer(five):
 
 def test_it_goes_on_from_a_batch(five):
   whole, rest = [], []
-  evaluate_set(
+  evaluate_benchmark(
     Parrot(),
     five,
     at_once=2,
@@ -141,7 +141,7 @@ def test_it_goes_on_from_a_batch(five):
     keep=lambda rows, _: whole.append(rows),
   )
   parrot = Parrot()
-  evaluate_set(
+  evaluate_benchmark(
     parrot,
     five,
     at_once=2,
@@ -151,22 +151,22 @@ def test_it_goes_on_from_a_batch(five):
   )
   assert rest == whole[2:]
   assert parrot.asked == [(["5"], 3, 2)]
-  evaluate_set(
+  evaluate_benchmark(
     parrot, five, at_once=2, scorer=Exact(), keep=pytest.fail, begin=3
   )
 
 
 def test_a_process_that_only_draws_keeps_nothing(five):
   parrot = Parrot()
-  evaluate_set(parrot, five, at_once=2, scorer=None, keep=pytest.fail)
+  evaluate_benchmark(parrot, five, at_once=2, scorer=None, keep=pytest.fail)
   assert len(parrot.asked) == 3
 
 
 def test_answers_that_are_missing_are_no_silent_loss(five):
-  one = Replies(["1"], ["1"], [1], [False], 9)
+  one = Responses(["1"], ["1"], [1], [False], 9)
   for short in (one, one._replace(prompts=["1", "2"])):
     with pytest.raises(ValueError, match="zip"):
-      evaluate_set(
+      evaluate_benchmark(
         lambda *_, short=short: short,
         five,
         at_once=2,
@@ -190,11 +190,11 @@ def test_gsm8k_answered_from_the_references(shift):
 
   def respond(asked, samples, number):
     texts = [said[question] for question in asked]
-    return Replies(asked, texts, [1] * len(texts), [False] * len(texts), 9)
+    return Responses(asked, texts, [1] * len(texts), [False] * len(texts), 9)
 
   rows = []
-  with Scorer(("gsm8k",), (1.0,)) as scorer:
-    evaluate_set(
+  with RewardPool(("gsm8k",), (1.0,)) as scorer:
+    evaluate_benchmark(
       respond,
       questions,
       at_once=256,

@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.evaluate.policy_sampler import Pupil, Size, fit
+from gspo_jax.evaluate.policy_sampler import (
+  BatchShape,
+  PolicySampler,
+  batch_shape,
+)
 from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -50,7 +54,9 @@ def made(debug_config, monkeypatch):
   mesh = sharding.make_mesh(jax.devices()[:1])
 
   def call(samples):
-    it = Pupil(debug_config, mesh, fit(debug_config, mesh, samples, 5))
+    it = PolicySampler(
+      debug_config, mesh, batch_shape(debug_config, mesh, samples, 5)
+    )
     echo = Echo(it.program.tokenizer, it._group)
     object.__setattr__(it.program, "generate_eval", echo)
     return it, echo
@@ -102,13 +108,13 @@ def test_no_more_rows_than_the_questions_need(
 ):
   debug_config.data.prompts = 32
   mesh = sharding.make_mesh(data=8)
-  assert fit(debug_config, mesh, samples, questions) == size
+  assert batch_shape(debug_config, mesh, samples, questions) == size
 
 
 def test_a_batch_that_training_could_not_split(debug_config):
   debug_config.data.prompts = 3  # of 8 devices, and of 4 minibatches
   mesh = sharding.make_mesh(data=8)
-  assert fit(debug_config, mesh, 4, 99).rows == 8
+  assert batch_shape(debug_config, mesh, 4, 99).rows == 8
 
 
 @pytest.mark.parametrize("key", ["sampler.group_size", "data.prompts"])
@@ -117,7 +123,7 @@ def test_an_empty_batch_is_refused(debug_config, key):
   debug_config[section][name] = 0
   mesh = sharding.make_mesh(jax.devices()[:1])
   with pytest.raises(UserError, match=f"{key}=0: expected at least 1"):
-    fit(debug_config, mesh, 1, 1)
+    batch_shape(debug_config, mesh, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +155,14 @@ def test_what_only_training_uses_is_not_looked_at(debug_config, changes):
   mesh = sharding.make_mesh(jax.devices()[:1])
   with pytest.raises(UserError):
     program_functions.build(debug_config, mesh)
-  Pupil(debug_config, mesh, fit(debug_config, mesh, 4, 5))
+  PolicySampler(debug_config, mesh, batch_shape(debug_config, mesh, 4, 5))
 
 
 def test_what_drawing_uses_is_checked(debug_config):
   debug_config.sampler.top_p = 1.5
   mesh = sharding.make_mesh(jax.devices()[:1])
   with pytest.raises(UserError, match=r"top_p=1\.5"):
-    Pupil(debug_config, mesh, fit(debug_config, mesh, 4, 5))
+    PolicySampler(debug_config, mesh, batch_shape(debug_config, mesh, 4, 5))
 
 
 def test_instruction_and_system_prompt_reach_the_policy(debug_config):
@@ -164,7 +170,7 @@ def test_instruction_and_system_prompt_reach_the_policy(debug_config):
   debug_config.data.system_prompt = "S"
   debug_config.data.max_prompt_length = 40
   mesh = sharding.make_mesh(jax.devices()[:1])
-  it = Pupil(debug_config, mesh, Size(group=1, times=1, rows=1))
+  it = PolicySampler(debug_config, mesh, BatchShape(group=1, times=1, rows=1))
   prompts = it.read(["{x}?"])
   text = it.program.tokenizer.decode(prompts.tokens[0][-prompts.lengths[0] :])
   assert text.startswith("S")
@@ -189,7 +195,9 @@ def test_a_question_that_is_too_long_is_told(made):
 
 def test_real_answers_differ_and_repeat(debug_config):
   mesh = sharding.make_mesh(jax.devices()[:1])
-  it = Pupil(debug_config, mesh, fit(debug_config, mesh, 8, len(QUESTIONS)))
+  it = PolicySampler(
+    debug_config, mesh, batch_shape(debug_config, mesh, 8, len(QUESTIONS))
+  )
   params = it.program.init(jax.random.key(0))
   draw = lambda k: it.reply(params, QUESTIONS, jax.random.key(k))
   replies = draw(1)

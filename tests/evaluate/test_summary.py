@@ -6,11 +6,11 @@ import pytest
 
 from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate import summary
-from gspo_jax.evaluate.benchmarks import Questions
+from gspo_jax.evaluate.benchmarks import Benchmark
 
 
 def questions(count=2, reward="math", ratings=None, **changes):
-  return Questions(
+  return Benchmark(
     name="Mine",
     reward=reward,
     samples=2,

@@ -298,7 +298,7 @@ def test_a_dense_model_has_no_routing():
 def test_dropped_choices_come_to_the_metrics(monkeypatch):
   """Were the layers to leave some out, the run would say so."""
   assert score()[1]["moe/dropped"].value() == 0
-  encode = model.encode
+  encode = model.hidden_states
 
   def lossy(*args, **options):
     out = encode(*args, **options)

@@ -37,7 +37,9 @@ def iterate(run, seed=0, prompts=8, advantages=None):
     rows = rollout.tokens.shape[0]
     if advantages is None:
       advantages = rng.standard_normal(rows)
-    advantages = multihost.lay(np.float32(advantages), sharding.rows(run.mesh))
+    advantages = multihost.to_global(
+      np.float32(advantages), sharding.batch_sharding(run.mesh)
+    )
     rollout = dataclasses.replace(rollout, advantages=advantages)
     kept = jax.device_get(rollout)
     new, _, metrics = run.update(state, rollout, jax.random.key(2))

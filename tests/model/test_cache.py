@@ -35,8 +35,8 @@ LOW = dataclasses.replace(DENSE, dtype="bfloat16")
 CONFIGS = {"dense": DENSE, "moe": MOE}
 every_model = pytest.mark.parametrize("name", CONFIGS)
 forward = jax.jit(model.forward, static_argnums=1)
-unstack = jax.jit(model.unstack, static_argnums=1)
-fork = jax.jit(kv.fork, static_argnums=(1, 2, 3))
+unstack = jax.jit(model.unstack_layers, static_argnums=1)
+fork = jax.jit(kv.share_prefix, static_argnums=(1, 2, 3))
 grow = jax.jit(kv.grow, static_argnums=1)
 
 
@@ -157,7 +157,7 @@ def test_one_cache_extends_in_two_parts_without_a_fork():
 
 
 def test_a_fork_keeps_one_copy_of_each_prompt():
-  cache = kv.fork(kv.empty(LOW, P, S), LOW, G, 7)
+  cache = kv.share_prefix(kv.empty(LOW, P, S), LOW, G, 7)
   prompt = (P, LOW.num_kv_heads, S, LOW.head_dim)
   answer = (B, LOW.num_kv_heads, 7, LOW.head_dim)
   assert [x.shape for x in cache.prefix.k] == [prompt] * LOW.num_layers
@@ -174,7 +174,7 @@ def test_parameters_as_init_makes_them_serve_with_a_cache():
   call = lambda params: model.forward(
     params, cfg, tokens, np.arange(2)[None], tokens, kv.empty(cfg, 1, 2)
   )
-  stacked, unstacked = call(params), call(model.unstack(params, cfg))
+  stacked, unstacked = call(params), call(model.unstack_layers(params, cfg))
   np.testing.assert_array_equal(stacked.logits, unstacked.logits)
 
 

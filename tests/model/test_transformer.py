@@ -317,7 +317,7 @@ def recorded(cfg, rows=B, seed=7):
 
 def replayed(cfg, params, routes, replay=True):
   """`Encoded` and logits."""
-  out = model.encode(params, cfg, *batch(), routes=routes, replay=replay)
+  out = model.hidden_states(params, cfg, *batch(), routes=routes, replay=replay)
   return out, model.unembed(params, cfg, out.hidden)
 
 
@@ -415,7 +415,7 @@ def test_replay_on_a_mesh_equals_replay_on_one_device(sizes):
   routes, way = recorded(cfg, 8), rng.normal(size=(8, T, cfg.embed_dim))
 
   def loss(params):
-    out = model.encode(
+    out = model.hidden_states(
       params, cfg, tokens, mask.cumsum(1), mask, routes=routes, replay=True
     )
     kept = jnp.where(mask[..., None], out.hidden, 0)
@@ -439,7 +439,7 @@ def test_a_dense_model_has_no_routing():
 
 def test_routes_that_cannot_be_followed():
   routes, cache = recorded(MOE), kv.empty(MOE, B, T)
-  encode = functools.partial(model.encode, weights(MOE), MOE, *batch())
+  encode = functools.partial(model.hidden_states, weights(MOE), MOE, *batch())
   with pytest.raises(ValueError, match="replay=True needs routes"):
     encode(replay=True)
   with pytest.raises(ValueError, match="with a cache: expected None"):
@@ -456,7 +456,9 @@ def test_what_a_block_keeps_it_does_not_compute_again(name):
   def steps(keep):
     """Operations of the backward pass, those inside others included."""
     kept = dataclasses.replace(cfg, keep=keep)
-    loss = lambda p: model.encode(p, kept, tokens, tokens, tokens).hidden.sum()
+    loss = lambda p: model.hidden_states(
+      p, kept, tokens, tokens, tokens
+    ).hidden.sum()
     with jax.set_mesh(sharding.make_mesh(fsdp=2, expert=2, tensor=2)):
       return str(jax.make_jaxpr(jax.grad(loss))(params)).count(" = ")
 
@@ -501,7 +503,7 @@ def test_init_scales_by_the_inputs_that_are_summed():
 
 def test_unstacked_layers_are_the_stack_in_the_models_dtype():
   low = dataclasses.replace(MOE, dtype="bfloat16")
-  params = jax.jit(model.unstack, static_argnums=1)(weights(MOE), low)
+  params = jax.jit(model.unstack_layers, static_argnums=1)(weights(MOE), low)
   assert len(params["layers"]) == MOE.num_layers
   assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
   for i, layer in enumerate(params["layers"]):

@@ -10,9 +10,9 @@ import pytest
 from gspo_jax.plan import analysis, chips
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo.collectives import Collective
-from gspo_jax.plan.hlo.cost import Cost, Open
+from gspo_jax.plan.hlo.cost import HloCost, Open
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.continuous import PagedSampler
+from gspo_jax.sampler.continuous import ContinuousSampler
 
 GIB = 2**30
 WHERE = chips.parse("v5e:2x4")
@@ -26,10 +26,10 @@ def made():
   """
   mesh = sharding.make_mesh(fsdp=8)
   split = jax.ShapeDtypeStruct(
-    (8, GIB // 8), jnp.float32, sharding=sharding.rows(mesh)
+    (8, GIB // 8), jnp.float32, sharding=sharding.batch_sharding(mesh)
   )
   count = jax.ShapeDtypeStruct(
-    (), jnp.int32, sharding=sharding.everywhere(mesh)
+    (), jnp.int32, sharding=sharding.replicated(mesh)
   )
   critic = SimpleNamespace(params=[split] * 2, opt_state=[split] * 3)
   state = SimpleNamespace(
@@ -72,7 +72,7 @@ def test_moments_stay_while_other_functions_run(made):
 def test_with_pages_the_parameters_stay_while_others_decode(made):
   bare, _ = made
   paged = SimpleNamespace(
-    abstract=bare.abstract, generate=object.__new__(PagedSampler)
+    abstract=bare.abstract, generate=object.__new__(ContinuousSampler)
   )
   resident = lambda name, of: memory(name, of, 0)["memory"]["resident"]
   parameters = GIB // 2
@@ -109,17 +109,17 @@ def test_links_follow_where_the_mesh_puts_devices():
   assert bandwidth(ragged) == link
 
 
-STEP = Cost(seconds=2, flops=3, hbm=4)
+STEP = HloCost(seconds=2, flops=3, hbm=4)
 DECODING = Open("decoding", 99, 1, STEP)
 
 
 def total(*, branch):
   """A prefill of 10 seconds; then decoding, perhaps in a branch not taken."""
-  cost = Cost(seconds=10, flops=100, hbm=1000)
-  cost.loops.append(Open("experts", 5, 1, Cost(seconds=1)))
-  cost.branches.append(Open("overflow", 5, 1, Cost(seconds=1)))
+  cost = HloCost(seconds=10, flops=100, hbm=1000)
+  cost.loops.append(Open("experts", 5, 1, HloCost(seconds=1)))
+  cost.branches.append(Open("overflow", 5, 1, HloCost(seconds=1)))
   if branch:
-    inner = Cost(seconds=2, loops=[DECODING])
+    inner = HloCost(seconds=2, loops=[DECODING])
     cost.branches.append(Open("longer", 9, 1, inner))
   else:
     cost.add(STEP)
@@ -141,13 +141,13 @@ def test_every_decode_step_is_in_the_sum_once(branch, steps):
 
 
 def test_without_a_loop_there_is_no_decoding():
-  cost = Cost(seconds=10)
+  cost = HloCost(seconds=10)
   assert analysis._unroll(cost, 7) is None
   assert cost.seconds == 10
 
 
 def test_what_data_decides_is_told_once_a_source():
-  cost = lambda seconds: Cost(seconds=seconds)
+  cost = lambda seconds: HloCost(seconds=seconds)
   opened = [
     Open("layers/cond", 1.0, times, cost(seconds))
     for times, seconds in ((48, 2.0), (2, 3.0))

@@ -5,13 +5,15 @@ import itertools
 import pytest
 
 from gspo_jax.plan import chips
-from gspo_jax.plan.chips import Place, bandwidth, parse
+from gspo_jax.plan.chips import DeviceCoordinates, bandwidth, parse
 from gspo_jax.runtime.errors import UserError
 
 
 def box(*ranges, of_slice=0):
   """The devices at all combinations of coordinates."""
-  return [Place(of_slice, place) for place in itertools.product(*ranges)]
+  return [
+    DeviceCoordinates(of_slice, place) for place in itertools.product(*ranges)
+  ]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +82,11 @@ def test_to_all_is_bound_by_the_narrowest_cut(topology, links_in_each_cut):
 
 def test_between_slices_the_network_is_the_bound():
   where = parse("v5e:2x2")
-  both = [Place(0, (0, 0)), Place(1, (0, 0))]
+  both = [DeviceCoordinates(0, (0, 0)), DeviceCoordinates(1, (0, 0))]
   assert bandwidth(where, both, to_all=False) == where.chip.network
 
 
 def test_devices_of_one_chip_still_have_a_link():
   where = parse("tpu7x:2x2x1")
-  same = [Place(0, (0, 0, 0)), Place(0, (0, 0, 0))]
+  same = [DeviceCoordinates(0, (0, 0, 0)), DeviceCoordinates(0, (0, 0, 0))]
   assert bandwidth(where, same, to_all=False) == where.chip.link

@@ -68,7 +68,7 @@ def test_orders_are_those_of_a_run(debug_config, monkeypatch):
   prompts = program_functions.sampler.Prompts(ones, ones.sum(1))
   spied(made.init(jax.random.key(0)), prompts, jax.random.key(1))
   shape = lambda x: (x.shape, x.dtype)
-  for field in dataclasses.fields(paged_decode.Orders):
+  for field in dataclasses.fields(paged_decode.SegmentPlan):
     called = getattr(given[0], field.name)
     assert shape(called) == shape(getattr(planned, field.name)), field.name
 

@@ -206,8 +206,8 @@ def test_divides_tells_the_nearest_divisor(size, divisor, nearest):
 @pytest.mark.parametrize(
   ("kind", "first", "told"),
   [
-    (multihost.Agreed, True, True),
-    (multihost.Agreed, False, False),
+    (multihost.AgreedError, True, True),
+    (multihost.AgreedError, False, False),
     (UserError, True, True),
     (UserError, False, True),  # the others may know nothing of it
   ],

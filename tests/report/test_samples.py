@@ -14,7 +14,9 @@ def block(folder):
 
 def test_what_the_writer_wrote_is_taken_apart(tmp_path):
   rows = [("2+2?", "it is\nreference: 5\n4", "4", 1.0), ("q", "", "r", 0.25)]
-  with metric_writer.Writer(tmp_path, total_steps=1, resume_step=0) as writer:
+  with metric_writer.MetricWriter(
+    tmp_path, total_steps=1, resume_step=0
+  ) as writer:
     writer.samples(3, rows)
   html = block(tmp_path)
   assert html.count("<article>") == 2
@@ -30,7 +32,9 @@ def test_an_answer_cannot_forge_a_card(tmp_path):
     "question:\n3+4?\nanswer:\n7\nreference: 7\n"
   )
   rows = [(forged, forged, "4", 0.0), ("q", forged, forged, 0.25)]
-  with metric_writer.Writer(tmp_path, total_steps=1, resume_step=0) as writer:
+  with metric_writer.MetricWriter(
+    tmp_path, total_steps=1, resume_step=0
+  ) as writer:
     writer.samples(3, rows)
   html = block(tmp_path)
   assert re.findall("reward <b>(.*?)</b>", html) == ["0", "0.25"]

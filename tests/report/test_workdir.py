@@ -21,7 +21,9 @@ def read(folder):
 
 def test_a_run_is_what_its_writer_wrote(tmp_path):
   counts = list(range(len(EDGES) - 1))
-  with metric_writer.Writer(tmp_path, total_steps=2, resume_step=0) as writer:
+  with metric_writer.MetricWriter(
+    tmp_path, total_steps=2, resume_step=0
+  ) as writer:
     writer.write(0, {"eval/x": 0.5})
     for step in (1, 2):
       spread = {"ratio/x": counts, "moe/x": [step, math.nan]}
@@ -113,7 +115,9 @@ def test_the_range_is_the_one_at_which_the_loss_stops_pulling(tmp_path):
 def test_as_many_layers_as_bins_are_layers_still(tmp_path):
   bins = len(EDGES) - 1
   spread = {"moe/layer_x": [0.5] * bins, "ratio/x": [1] * bins}
-  with metric_writer.Writer(tmp_path, total_steps=1, resume_step=0) as writer:
+  with metric_writer.MetricWriter(
+    tmp_path, total_steps=1, resume_step=0
+  ) as writer:
     writer.write(1, {}, spread)
   spreads = read(tmp_path).spreads
   assert spreads["moe/layer_x"].edges is None

@@ -6,7 +6,7 @@ import pytest
 
 from gspo_jax import rewards
 from gspo_jax.rewards import code
-from gspo_jax.rewards.pool import Scorer
+from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.runtime.errors import UserError
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
@@ -115,8 +115,8 @@ def test_tests_that_take_longer_than_an_answer_may_are_the_users_mistake(
     with pytest.raises(
       UserError, match=f"total={total} .*{seconds} seconds of"
     ):
-      Scorer([spec], [1.0], workers=1, seconds=seconds)
-  Scorer(["code:total=4"], [1.0], workers=1, seconds=5).close()
+      RewardPool([spec], [1.0], workers=1, seconds=seconds)
+  RewardPool(["code:total=4"], [1.0], workers=1, seconds=5).close()
   rewards.named("code")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from gspo_jax import rewards
 from gspo_jax.rewards import sandbox, seccomp
-from gspo_jax.rewards.pool import Answer, Scorer
+from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.runtime.errors import UserError
 
 FAILED = "failed"
@@ -451,12 +451,14 @@ def host(tmp_path_factory):
 
 def outcomes(spec, answers, reference, seconds):
   """Name -> 0, 1 or FAILED, of a table scored in one go."""
-  answers = {k: Answer("", text, reference) for k, text in answers.items()}
+  answers = {k: Response("", text, reference) for k, text in answers.items()}
   return scored(spec, answers, seconds)
 
 
 def scored(spec, answers, seconds):
-  with Scorer([spec], [1.0], workers=2, seconds=seconds, memory=1) as scorer:
+  with RewardPool(
+    [spec], [1.0], workers=2, seconds=seconds, memory=1
+  ) as scorer:
     scores = scorer.submit(list(answers.values())).result()
   marks = zip(answers, scores.total, scores.failed, strict=True)
   return {k: FAILED if failed else int(total) for k, total, failed in marks}
@@ -480,7 +482,7 @@ def math():
 @pytest.fixture(scope="module")
 def numeric():
   pytest.importorskip("math_verify")
-  answers = {k: Answer("", box(a), r) for k, (r, a, _) in NUMERIC.items()}
+  answers = {k: Response("", box(a), r) for k, (r, a, _) in NUMERIC.items()}
   return scored("math", answers, 3)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.rewards import process, worker
-from gspo_jax.rewards.pool import Answer, Scorer, too_many
+from gspo_jax.rewards.pool import Response, RewardPool, too_many
 from gspo_jax.runtime.errors import UserError
 
 # Rewards of the user's: `act` does what the answer says, and then returns 1.
@@ -183,12 +183,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def scorer(folder):
   names = ["own_rewards.act"]
-  with Scorer(names, [1.0], workers=1, seconds=2.0, memory=0.1) as scorer:
+  with RewardPool(names, [1.0], workers=1, seconds=2.0, memory=0.1) as scorer:
     yield scorer
 
 
 def act(*kinds, reference=""):
-  return [Answer("", kind, reference) for kind in kinds]
+  return [Response("", kind, reference) for kind in kinds]
 
 
 @pytest.mark.parametrize("kind", FAILS)
@@ -220,20 +220,22 @@ def test_a_wrong_return_type_is_refused_at_the_start(folder, name, got):
   names = ["final_answer", f"own_rewards.{name}"]
   message = f"reward 'own_rewards.{name}': expected a number, got {got} for a"
   with pytest.raises(UserError, match=message):
-    Scorer(names, [1.0, 1.0], workers=1)
+    RewardPool(names, [1.0, 1.0], workers=1)
 
 
 @pytest.mark.parametrize("name", ["decodes", "dies", "hangs"])
 def test_a_made_up_answer_may_fail(folder, name):
-  answers = [Answer("", "own", '{"score": 1}')]
-  with Scorer([f"own_rewards.{name}"], [1.0], workers=1, seconds=0.5) as scorer:
+  answers = [Response("", "own", '{"score": 1}')]
+  with RewardPool(
+    [f"own_rewards.{name}"], [1.0], workers=1, seconds=0.5
+  ) as scorer:
     scores = scorer.submit(answers).result()
   np.testing.assert_array_equal(scores.total, [1])
 
 
 def test_async_rewards_are_run(folder):
-  answers = [Answer("", text, "") for text in ("12", "", "long", "1234")]
-  with Scorer(["own_rewards.waits"], [1.0], workers=1, seconds=1) as scorer:
+  answers = [Response("", text, "") for text in ("12", "", "long", "1234")]
+  with RewardPool(["own_rewards.waits"], [1.0], workers=1, seconds=1) as scorer:
     scores = scorer.submit(answers).result()
   np.testing.assert_array_equal(scores.total, [0.5, 0, 0, 0.25])
   np.testing.assert_array_equal(scores.failed, [False, True, True, False])
@@ -306,15 +308,15 @@ def test_one_that_stands_still_before_a_large_request_is_replaced(
 ):
   monkeypatch.setattr(process, "GRACE", 0.5)
   os.kill(scorer._workers[0]._process.pid, signal.SIGSTOP)
-  answers = [Answer("", "good", "x" * 1_000_000)] * 2
+  answers = [Response("", "good", "x" * 1_000_000)] * 2
   pending = scorer.submit(answers)
   np.testing.assert_array_equal(pending.chunks[0].result(30), [[[1, None]]] * 2)
 
 
 def test_close_ends_a_worker_that_takes_no_request(folder):
-  with Scorer(["own_rewards.act"], [1.0], workers=1) as scorer:
+  with RewardPool(["own_rewards.act"], [1.0], workers=1) as scorer:
     os.kill(scorer._workers[0]._process.pid, signal.SIGSTOP)
-    pending = scorer.submit([Answer("", "good", "x" * 1_000_000)])
+    pending = scorer.submit([Response("", "good", "x" * 1_000_000)])
     time.sleep(0.5)
     closing = threading.Thread(target=scorer.close, daemon=True)
     closing.start()
@@ -335,16 +337,16 @@ def test_a_restart_that_fails_costs_the_answers_and_ends_nothing(
     "  if answer: os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)\n"
     "  return 1.0\n"
   )
-  with Scorer(["once.f"], [1.0], workers=1) as scorer:
+  with RewardPool(["once.f"], [1.0], workers=1) as scorer:
     path.write_text("1 / 0")
-    answers = [Answer("", text, "") for text in ("", "x", "")]
+    answers = [Response("", text, "") for text in ("", "x", "")]
     scores = scorer.submit(answers).result()
     assert scores.failed[1:].all()
     assert "ZeroDivisionError" in scores.reasons[-1]
 
 
 def test_a_process_started_during_close_is_ended(folder, monkeypatch):
-  scorer = Scorer(["own_rewards.act"], [1.0], workers=1)
+  scorer = RewardPool(["own_rewards.act"], [1.0], workers=1)
   one, closing = scorer._workers[0], threading.Thread(target=scorer.close)
   start = one._start
 
@@ -363,11 +365,11 @@ def test_a_process_started_during_close_is_ended(folder, monkeypatch):
 def test_order_and_scores_do_not_depend_on_the_workers(folder):
   rng = np.random.default_rng(0)
   answers = [
-    Answer("", "", "", int(n), 1000) for n in rng.integers(0, 1000, 700)
+    Response("", "", "", int(n), 1000) for n in rng.integers(0, 1000, 700)
   ]
   expected = np.float32([answer.tokens / 1000 for answer in answers])
   for workers in (1, 3):
-    with Scorer(["own_rewards.measured"], [1.0], workers=workers) as scorer:
+    with RewardPool(["own_rewards.measured"], [1.0], workers=workers) as scorer:
       pending = [scorer.submit(answers), scorer.submit(answers[:5])]
       np.testing.assert_array_equal(pending[1].result().total, expected[:5])
       np.testing.assert_array_equal(pending[0].result().total, expected)
@@ -385,21 +387,21 @@ def test_any_text_arrives_as_it_was(folder):
     "x" * 3_000_000,
   ]
   texts.append("".join(map(chr, range(0x11000))))
-  with Scorer(["own_rewards.same"], [1.0], workers=1) as scorer:
-    same = scorer.submit([Answer("", t, t) for t in texts]).result()
+  with RewardPool(["own_rewards.same"], [1.0], workers=1) as scorer:
+    same = scorer.submit([Response("", t, t) for t in texts]).result()
     assert same.total.sum() == len(texts)
-    other = [Answer("", "\ud83d\ude00", "\U0001f600")]
+    other = [Response("", "\ud83d\ude00", "\U0001f600")]
     assert scorer.submit(other).result().total.sum() == 0
 
 
 def test_total_is_the_weighted_sum_of_what_could_be_computed(folder):
   names = ["final_answer", "own_rewards.measured:scale=-1", "own_rewards.act"]
   answers = [
-    Answer("", "#5", "5", 2, 8),
-    Answer("", "#5", "6", 4, 8),
-    Answer("", "raises", "5", 8, 8),
+    Response("", "#5", "5", 2, 8),
+    Response("", "#5", "6", 4, 8),
+    Response("", "raises", "5", 8, 8),
   ]
-  with Scorer(names, [1.0, 0.5, 0.25], workers=1) as scorer:
+  with RewardPool(names, [1.0, 0.5, 0.25], workers=1) as scorer:
     scores = scorer.submit(answers).result()
   assert list(scores.parts) == [
     "final_answer",
@@ -419,11 +421,11 @@ def test_total_is_the_weighted_sum_of_what_could_be_computed(folder):
 def test_failing_pays_no_better_than_being_wrong(folder, kind):
   names = ["own_rewards.act", "own_rewards.measured:scale=-1"]
   answers = [
-    Answer("", text, "", tokens, 8)
+    Response("", text, "", tokens, 8)
     for text in ("good", kind)
     for tokens in (8, -8)
   ]
-  with Scorer(names, [0.0, 1.0], workers=1, seconds=1.0) as scorer:
+  with RewardPool(names, [0.0, 1.0], workers=1, seconds=1.0) as scorer:
     scores = scorer.submit(answers).result()
   np.testing.assert_array_equal(scores.failed, [False, False, True, True])
   np.testing.assert_array_equal(scores.total, [-1, 1, -1, 0])
@@ -444,7 +446,7 @@ def test_the_caller_never_forks_and_the_workers_need_no_jax(
     raise AssertionError("forked")
 
   monkeypatch.setattr(os, "fork", refuse)
-  with Scorer(["own_rewards.has_jax"], [1.0], workers=1) as scorer:
+  with RewardPool(["own_rewards.has_jax"], [1.0], workers=1) as scorer:
     assert scorer.submit(act("")).result().total == 0
 
 
@@ -466,7 +468,7 @@ def test_misbehaving_at_import_is_the_users_mistake(
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / "at_import.py").write_text(text)
   with pytest.raises(UserError, match=message):
-    Scorer(["final_answer", "at_import.f"], [1.0, 1.0], workers=1)
+    RewardPool(["final_answer", "at_import.f"], [1.0, 1.0], workers=1)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +486,7 @@ def test_misbehaving_at_import_is_the_users_mistake(
 )
 def test_mistakes_are_named_at_the_start(names, weights, more, message):
   with pytest.raises(UserError, match=message):
-    Scorer(names, weights, **more)
+    RewardPool(names, weights, **more)
 
 
 def test_no_bound_is_set_where_the_system_has_none(monkeypatch):
@@ -545,7 +547,7 @@ def test_all_end_with_the_run_however_it_ends(folder, tmp_path):
 
 
 def test_close_does_not_wait_for_what_hangs(folder):
-  with Scorer(["own_rewards.act"], [1.0], workers=1, seconds=60) as scorer:
+  with RewardPool(["own_rewards.act"], [1.0], workers=1, seconds=60) as scorer:
     pending = scorer.submit(act("sleeps"))
     time.sleep(0.3)
     began = time.monotonic()

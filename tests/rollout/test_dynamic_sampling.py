@@ -10,7 +10,7 @@ import pytest
 
 from gspo_jax.data.tasks import Problem
 from gspo_jax.losses.advantages import group_relative_advantages
-from gspo_jax.rewards.pool import Answer
+from gspo_jax.rewards.pool import Response
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.scoring import Rewards
@@ -49,7 +49,9 @@ class Draws:
       "index": np.array([10 * number + p for p in range(P)], np.int32),
     }
     answers = {
-      i: Answer("", str(n), "", 1, 2) for i, n in enumerate(names) if i % 2 == 0
+      i: Response("", str(n), "", 1, 2)
+      for i, n in enumerate(names)
+      if i % 2 == 0
     }
     return ScoredSamples(batch, samples, answers, lambda: self.mark(number))
 

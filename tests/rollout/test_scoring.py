@@ -10,11 +10,11 @@ import pytest
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.tasks import Chain, Problem
 from gspo_jax.evaluate import held_out
-from gspo_jax.rewards.pool import Scorer, Scores
+from gspo_jax.rewards.pool import RewardPool, Scores
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.scoring import ResponseDecoder, Rewards, StreamingScorer
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler.samples import TRUNCATED, Ended, Samples
+from gspo_jax.sampler.samples import TRUNCATED, FinishedResponse, Samples
 
 BYTES = tokenizers.load("bytes")
 QUESTIONS = pipeline.take(Chain((3,)), prompt_batch.PromptConfig(BYTES, 16), 10)
@@ -22,14 +22,14 @@ QUESTIONS = pipeline.take(Chain((3,)), prompt_batch.PromptConfig(BYTES, 16), 10)
 
 @pytest.fixture(scope="module")
 def scorer():
-  with Scorer(("final_answer",), (1.0,), workers=1) as pool:
+  with RewardPool(("final_answer",), (1.0,), workers=1) as pool:
     yield pool
 
 
 @pytest.fixture(scope="module")
 def rows():
   """One device: the batches below divide by no other number."""
-  return sharding.rows(sharding.make_mesh(jax.devices()[:1]))
+  return sharding.batch_sharding(sharding.make_mesh(jax.devices()[:1]))
 
 
 def samples(answers, width=8):
@@ -108,7 +108,7 @@ def test_answers_told_of_one_by_one_have_the_same_marks(scorer):
   stream = StreamingScorer(scorer, ResponseDecoder(asked(problems), BYTES, 3))
   rows, lengths = np.asarray(drawn.tokens), drawn.lengths.tolist()
   for which in ([4, 1], [], [5, 0, 3], [2]):
-    stream.tell({i: Ended(rows[i], lengths[i], True) for i in which})
+    stream.tell({i: FinishedResponse(rows[i], lengths[i], True) for i in which})
   at_once = scoring.decode_responses(drawn, asked(problems), BYTES)
   assert dict(sorted(stream.answers.items())) == at_once
   marks = stream.marks(3, drawn.lengths)()
@@ -129,7 +129,7 @@ def test_the_first_reward_is_the_verdict_and_all_of_them_are_paid():
   problems = QUESTIONS["problems"][:1]
   drawn = samples([f"#{problems[0].answer}", "#wrong"])
   names = ("final_answer", "length")
-  with Scorer(names, (1.0, 0.5), workers=1) as pool:
+  with RewardPool(names, (1.0, 0.5), workers=1) as pool:
     answers = scoring.decode_responses(drawn, asked(problems), BYTES)
     marks = scoring.score_responses(pool, answers, 2, drawn.lengths)()
   np.testing.assert_array_equal(marks.correct, [[1, 0]])
@@ -143,7 +143,7 @@ def test_the_first_reward_is_the_verdict_and_all_of_them_are_paid():
 def test_answer_all_answers_each_question_once(batch, rows, scorer):
   known = [p for i, p in enumerate(QUESTIONS["problems"]) if i in (2, 8, 9)]
   pupil = Pupil(known)
-  rewards = held_out.answer_all(
+  rewards = held_out.verdicts(
     pupil,
     "params",
     QUESTIONS,
@@ -180,7 +180,7 @@ def test_answer_all_stops_where_too_many_fail(rows, max_failed):
   """One of two answers to each of ten; two questions fill up the batch."""
 
   def call():
-    return held_out.answer_all(
+    return held_out.verdicts(
       Pupil([]),
       "params",
       QUESTIONS,
@@ -196,7 +196,7 @@ def test_answer_all_stops_where_too_many_fail(rows, max_failed):
     assert call().shape == (10, 2)
   else:
     with pytest.raises(
-      multihost.Agreed, match=r"12 of 24 answers .* reason: why$"
+      multihost.AgreedError, match=r"12 of 24 answers .* reason: why$"
     ):
       call()
 
@@ -207,7 +207,7 @@ def test_a_reason_of_another_host_is_told(monkeypatch):
   marks = Rewards(none, {"math": none}, none == 0, ())
   monkeypatch.setattr(multihost, "tell", lambda own: [own, "theirs", "others"])
   with pytest.raises(
-    multihost.Agreed, match=r"it: 8 of 8 .* first reason: theirs$"
+    multihost.AgreedError, match=r"it: 8 of 8 .* first reason: theirs$"
   ):
     scoring.require_scored([marks], 1.0, of="it")
   scoring.require_scored([marks._replace(failed=none > 0)], 0.0, of="it")

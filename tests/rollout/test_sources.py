@@ -14,7 +14,7 @@ from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.datasets import Stage
 from gspo_jax.data.tasks import Problem
-from gspo_jax.rewards.pool import Scorer
+from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout.batch import RolloutContext, sampled_tokens
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.one_step_off import OneStepOffPolicy
@@ -24,7 +24,7 @@ from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
   UNFINISHED,
-  Ended,
+  FinishedResponse,
   SamplerConfig,
   empty_samples,
   take_groups,
@@ -46,7 +46,7 @@ def one_device():
 
 @pytest.fixture(scope="module")
 def scorer():
-  with Scorer(("final_answer",), (1.0,), workers=1) as pool:
+  with RewardPool(("final_answer",), (1.0,), workers=1) as pool:
     yield pool
 
 
@@ -90,7 +90,7 @@ def start(scorer, kind, *, policy=None, last=STEPS, P=P, spare=SPARE, shards=2):
     batch=P,
     seed=0,
   )
-  rows = sharding.rows(sharding.make_mesh(jax.devices()[:1]))
+  rows = sharding.batch_sharding(sharding.make_mesh(jax.devices()[:1]))
   policy = policy or Policy()
   generate = lambda params, prompts, key, **rest: jax.device_put(
     policy(params, prompts, key, **rest)
@@ -273,7 +273,7 @@ def test_answers_are_verified_while_others_are_drawn(scorer):
   def generate(params, prompts, key, *, tell):
     samples = Policy()(params, prompts, key)
     ended = [
-      Ended(row, int(n), stopped=True)
+      FinishedResponse(row, int(n), stopped=True)
       for row, n in zip(samples.tokens, samples.lengths, strict=True)
     ]
     for some in (range(5), range(5, P * G)):

@@ -33,7 +33,7 @@ FULL_ROW = {
 
 
 def open_writer(folder, *, resume=0, total=100, active=True):
-  return metric_writer.Writer(
+  return metric_writer.MetricWriter(
     folder, total_steps=total, resume_step=resume, active=active
   )
 
@@ -121,7 +121,7 @@ def test_finish_divides_after_a_single_fetch(monkeypatch):
     jax, "device_get", lambda tree: calls.append(tree) or fetch(tree)
   )
   one, zero = jnp.float32(1), jnp.float32(0)
-  got, spread = metric_writer.finish(
+  got, spread = metric_writer.to_scalars(
     {"a": Mean(one, 4 * one), "b": Mean(zero, zero)}
   )
   assert len(calls) == 1
@@ -134,7 +134,7 @@ def test_finish_divides_after_a_single_fetch(monkeypatch):
 def test_finish_tells_counts_and_layers_from_scalars():
   layers = Mean(jnp.arange(3.0), jnp.float32(2))
   counts = Histogram(jnp.arange(len(EDGES) - 1.0))
-  got, spread = metric_writer.finish({"layers": layers, "counts": counts})
+  got, spread = metric_writer.to_scalars({"layers": layers, "counts": counts})
   assert got == {}
   assert spread["layers"] == [0.0, 0.5, 1.0]
   assert spread["counts"] == list(range(len(EDGES) - 1))
@@ -552,7 +552,7 @@ class Remote(str):
 
 def test_a_long_run_puts_little_into_a_bucket(bucket):
   path = Remote("gs://bucket/run/log")
-  log = run_files.Log(path, b"")
+  log = run_files.RunFile(path, b"")
   for _ in range(5000):
     bucket[0] += 4.0  # seconds an iteration
     log.append(b"x" * 2000)

@@ -23,40 +23,40 @@ ARRAY = np.arange(48, dtype=np.float32).reshape(16, 3)
   ids=str,
 )
 def rows(request):
-  return sharding.rows(sharding.make_mesh(**request.param))
+  return sharding.batch_sharding(sharding.make_mesh(**request.param))
 
 
 def test_rows_are_read_where_they_lie(rows):
   tree = {"x": ARRAY, "n": np.arange(16)}
-  laid = multihost.lay(tree, rows)
+  laid = multihost.to_global(tree, rows)
   assert laid["x"].sharding == rows
-  own = multihost.own(laid["x"])
+  own = multihost.local_rows(laid["x"])
   assert list(own) == list(range(16))
   np.testing.assert_array_equal(np.stack(list(own.values())), ARRAY)
-  jax.tree.map(np.testing.assert_array_equal, multihost.fetch(laid), tree)
+  jax.tree.map(np.testing.assert_array_equal, multihost.to_host(laid), tree)
 
 
 def test_values_of_rows_are_joined(rows):
-  like = multihost.lay(np.zeros(16), rows)
+  like = multihost.to_global(np.zeros(16), rows)
   values = {i: i / 2 for i in reversed(range(16))}
-  joined = multihost.join(values, like)
+  joined = multihost.allgather_rows(values, like)
   assert joined.dtype == np.float32
   np.testing.assert_array_equal(joined, np.arange(16) / 2)
 
 
 def test_together_gives_the_result_or_raises():
-  assert multihost.together(lambda: 3) == 3
+  assert multihost.run_on_all(lambda: 3) == 3
 
   def fail():
     raise UserError("bad é")
 
-  with pytest.raises(multihost.Agreed, match=r"^bad é$"):
-    multihost.together(fail)
+  with pytest.raises(multihost.AgreedError, match=r"^bad é$"):
+    multihost.run_on_all(fail)
 
 
 @pytest.mark.parametrize("text", ["", "é", "é" * 3000])
 def test_what_is_told_is_heard_up_to_a_length(text):
-  (heard,) = multihost.tell(text)
+  (heard,) = multihost.allgather_text(text)
   assert text.startswith(heard)
   assert len(heard) >= min(len(text), 499)
 
@@ -80,7 +80,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path, monkeypatch):
 
   monkeypatch.setattr(type(workdir), "write_text", write)
   with pytest.raises(
-    multihost.Agreed, match=r"written: OSError: No space left"
+    multihost.AgreedError, match=r"written: OSError: No space left"
   ):
     multihost.require_shared(workdir)
   assert list(tmp_path.iterdir()) == []
@@ -89,7 +89,9 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path, monkeypatch):
 def test_a_folder_that_is_not_shared_is_told(tmp_path, monkeypatch):
   workdir = epath.Path(tmp_path)
   monkeypatch.setattr(type(workdir), "exists", lambda _: False)
-  with pytest.raises(multihost.Agreed, match="is not one folder for all hosts"):
+  with pytest.raises(
+    multihost.AgreedError, match="is not one folder for all hosts"
+  ):
     multihost.require_shared(workdir)
   assert list(tmp_path.iterdir()) == []
 

@@ -17,7 +17,7 @@ FORGED = (
 def test_a_forged_answer_stays_the_one_it_is(indent):
   forged = FORGED.replace("\n", f"\n{indent}")
   rows = [(forged, forged, forged, 0.0), ("q", "right", "r", 1.0)]
-  found = run_files.read(run_files.write(3, rows))
+  found = run_files.parse_samples(run_files.format_samples(3, rows))
   assert [sample.reward for sample in found] == ["0", "1"]
   assert found[0].question == found[0].answer == forged.strip("\n")
   assert found[1] == ("q", "right", "r", "1")
@@ -30,7 +30,7 @@ def test_whatever_an_answer_is_made_of():
   text = lambda: "".join(rng.choices(pieces, k=rng.randrange(9))) + "x"
   for step in range(500):
     rows = [(text(), text(), text(), i / 2) for i in range(rng.randrange(4))]
-    found = run_files.read(run_files.write(step, rows))
+    found = run_files.parse_samples(run_files.format_samples(step, rows))
     shown = lambda part: run_files.printable(part, keep="\n\t").strip("\n")
     assert found == [
       (shown(q), shown(a), run_files.printable(r).strip("\n"), f"{reward:g}")
@@ -40,15 +40,17 @@ def test_whatever_an_answer_is_made_of():
 
 def test_only_what_looks_like_a_mark_is_indented():
   lines = ["---", "a ---- b", "----x", "Answer: 4", "the answer: 4", "  x"]
-  text = run_files.write(1, [("q", "\n".join(lines), "r", 1.0)])
+  text = run_files.format_samples(1, [("q", "\n".join(lines), "r", 1.0)])
   assert "\n".join(["answer:", *lines, "reference: r"]) in text
 
 
 def test_a_file_cut_short_shows_what_there_is():
-  text = run_files.write(1, [("q", "a", "r", 1.0), ("q2", "a2", "r2", 2.0)])
-  first, *_ = run_files.read(text)
+  text = run_files.format_samples(
+    1, [("q", "a", "r", 1.0), ("q2", "a2", "r2", 2.0)]
+  )
+  first, *_ = run_files.parse_samples(text)
   for end in range(len(text)):
-    found = run_files.read(text[:end])
+    found = run_files.parse_samples(text[:end])
     assert len(found) <= 2
     if len(found) == 2:
       assert found[0] == first
@@ -56,10 +58,10 @@ def test_a_file_cut_short_shows_what_there_is():
 
 def test_other_text_has_no_samples():
   for text in ("", "free", "---- 1 of 2\nquestion:"):
-    assert run_files.read(text) == []
+    assert run_files.parse_samples(text) == []
 
 
 def test_what_a_terminal_acts_upon_is_escaped():
   every = "".join(map(chr, itertools.chain(range(256), (0x2028, 0xD800))))
-  text = run_files.write(1, [(every, every, every, 1.0)])
+  text = run_files.format_samples(1, [(every, every, every, 1.0)])
   assert all(c.isprintable() or c in "\n\t" for c in text)

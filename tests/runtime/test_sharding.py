@@ -135,7 +135,9 @@ def test_one_mesh_axis_for_two_dimensions(monkeypatch):
 def test_the_layout_of_one_layer_is_that_of_a_stack_without_its_axis():
   stacked = sharding.spec("layers/attention/q", (2, 4, 4, 4), BOTH)
   alone = sharding.spec("layers/0/attention/q", (4, 4, 4), BOTH)
-  assert alone == sharding.layout("attention/q") == PartitionSpec(*stacked[1:])
+  assert (
+    alone == sharding.param_spec("attention/q") == PartitionSpec(*stacked[1:])
+  )
 
 
 @pytest.mark.parametrize(
@@ -202,11 +204,11 @@ def test_a_mesh_of_some_devices():
 
 
 def test_a_decoding_mesh_keeps_the_order_of_the_devices():
-  mesh = sharding.regroup(BOTH, expert=4, tensor=1)
+  mesh = sharding.reshape_mesh(BOTH, expert=4, tensor=1)
   assert mesh.devices.shape == (2, 1, 4, 1)
   assert list(mesh.devices.flat) == list(BOTH.devices.flat)
   with pytest.raises(UserError, match="expert=3 times tensor=1"):
-    sharding.regroup(BOTH, expert=3, tensor=1)
+    sharding.reshape_mesh(BOTH, expert=3, tensor=1)
 
 
 class Tpu:
@@ -239,20 +241,20 @@ def test_slices_need_the_data_axis(monkeypatch):
 )
 def test_rows_lie_over_all_axes_but_tensor(sizes, held):
   mesh = sharding.make_mesh(**sizes)
-  rows = jax.device_put(np.arange(8), sharding.rows(mesh))
+  rows = jax.device_put(np.arange(8), sharding.batch_sharding(mesh))
   pieces = [tuple(s.data.tolist()) for s in rows.addressable_shards]
   assert {len(piece) for piece in pieces} == {held}
   assert sorted(sum(set(pieces), ())) == list(range(8))
 
 
 def test_constrain_rows():
-  laid = jax.jit(lambda x: sharding.constrain_rows(x, axis=1))
+  laid = jax.jit(lambda x: sharding.constrain_batch(x, axis=1))
   tree = {"a": np.ones((3, 8)), "b": np.ones((2, 16, 5))}
   with jax.set_mesh(BOTH):
     out = laid(tree)
   assert out["a"].sharding.shard_shape((3, 8)) == (3, 2)
   assert out["b"].sharding.shard_shape((2, 16, 5)) == (2, 4, 5)
-  assert sharding.constrain_rows(tree, axis=1) is tree
+  assert sharding.constrain_batch(tree, axis=1) is tree
 
 
 # Islands.
@@ -267,7 +269,7 @@ def test_an_island_sees_its_part_and_its_place():
 
   rows = PartitionSpec(("fsdp", "expert"))
   with jax.set_mesh(BOTH):
-    run = jax.jit(sharding.island(local, in_specs=rows, out_specs=rows))
+    run = jax.jit(sharding.shard_map(local, in_specs=rows, out_specs=rows))
     first, where = run(np.arange(16.0).reshape(4, 4))
   np.testing.assert_array_equal(first, [[0, 1, 2, 3]] * 4)
   np.testing.assert_array_equal(where[:, 0], range(4))
@@ -275,9 +277,9 @@ def test_an_island_sees_its_part_and_its_place():
 
 def test_without_a_mesh_an_island_is_the_function():
   local = lambda x: sharding.scatter(
-    sharding.total(sharding.gather(x, "fsdp", dim=0), "tensor"), "data", dim=0
+    sharding.psum(sharding.gather(x, "fsdp", dim=0), "tensor"), "data", dim=0
   )
-  assert sharding.island(local, in_specs=None, out_specs=None) is local
+  assert sharding.shard_map(local, in_specs=None, out_specs=None) is local
   x = np.arange(3)
   assert local(x) is x
   assert sharding.platform() == "cpu"

@@ -12,13 +12,13 @@ from gspo_jax import model, sampler
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous
-from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.paging import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, SamplerConfig
 
 P, S, G, R = 8, 14, 3, 24
 DRAW = SamplerConfig(G, R, stop_ids=(3, 5), temperature=0.9, pad_id=7)
 CFG = model.variant("tiny", vocab_size=32, dtype="float32")
-SMALL = Paging(slots=4, page=4, steps=6, chunk=8)
+SMALL = ContinuousBatchingConfig(slots=4, page=4, steps=6, chunk=8)
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def test_a_part_of_the_slots_is_enough_for_the_last_answers(axes):
   params = lengths.countdown(model.init(jax.random.key(0), wide))
   each, seen = np.array([2, 3, 2, 24, 4, 2, 3, 2]), []
   how = SamplerConfig(3, 24, stop_ids=(lengths.STOP,))
-  many = Paging(slots=64, page=8, steps=2, chunk=8)
+  many = ContinuousBatchingConfig(slots=64, page=8, steps=2, chunk=8)
   draw = build(many, how, wide, axes, prompt=8)
 
   def decode(params, state, samples, orders, few, floor, key):
@@ -180,7 +180,12 @@ def test_slot_steps_follow_the_answers():
   cfg = dataclasses.replace(CFG, vocab_size=128)
   params = lengths.countdown(model.init(jax.random.key(0), cfg))
   each = lengths.long_tailed(48, 96)
-  run = build(Paging(slots=5, page=8, steps=8, chunk=8), draw, cfg, prompt=8)
+  run = build(
+    ContinuousBatchingConfig(slots=5, page=8, steps=8, chunk=8),
+    draw,
+    cfg,
+    prompt=8,
+  )
   drawn = run(params, lengths.prompts(each, 8), jax.random.key(0))
   np.testing.assert_array_equal(
     drawn.lengths.reshape(-1, 4), each[:, None] * np.ones(4)

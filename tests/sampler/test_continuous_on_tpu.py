@@ -50,14 +50,14 @@ class Segment:
     config = configured(len(devices), self.slots)
     made = program_functions.build(config, sh.make_mesh(devices, **config.mesh))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    lowered, _ = lower._refill(config, made, key)
+    lowered, _ = lower._lower_continuous_sampler(config, made, key)
     self.done = plan_compile.compile_one(lowered["generate"])
     few = jax.ShapeDtypeStruct(
       (self.slots // 4 * len(devices),),
       np.int32,
       sharding=made.generate.rows,
     )
-    last, _ = lower._refill(config, made, key, few)
+    last, _ = lower._lower_continuous_sampler(config, made, key, few)
     self.last = plan_compile.compile_one(last["generate"])
     report = analysis.analyze("generate", self.done, config, made, where)
     self.step, sizes = report["decode"], made.generate.sizes

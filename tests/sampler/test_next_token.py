@@ -9,14 +9,14 @@ from gspo_jax import model
 from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.sharding import OnMesh
+from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
 
 CFG = model.variant("tiny", dtype="float32", vocab_size=260)
 
 
 def laid_out(params):
-  return model.unstack(decode_params(params, CFG), CFG)
+  return model.unstack_layers(decode_params(params, CFG), CFG)
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,14 @@ def test_weights_lie_as_the_layouts_say(sizes):
   params = model.init(jax.random.key(0), CFG)
   wanted = jax.jit(laid_out)(params)
   mesh = sharding.make_mesh(jax.devices()[:4], fsdp=2, expert=2)
-  decoding = sharding.regroup(
+  decoding = sharding.reshape_mesh(
     mesh,
     **{"expert": 1, "tensor": 1}
     | {k: n for k, n in sizes.items() if k != "data"},
   )
   params = jax.device_put(params, sharding.state_shardings(params, mesh))
   told = decode_params_sharding(CFG, decoding)
-  found = OnMesh(jax.jit(laid_out, out_shardings=told), decoding)(params)
+  found = MeshJit(jax.jit(laid_out, out_shardings=told), decoding)(params)
   jax.tree.map(np.testing.assert_array_equal, found, wanted)
   place = lambda x, lay: x.sharding.is_equivalent_to(lay, x.ndim)
   assert all(jax.tree.leaves(jax.tree.map(place, found, told)))

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.paging import Paging
+from gspo_jax.sampler.paging import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 DRAW = SamplerConfig(3, 24, stop_ids=(3, 5))
-SMALL = Paging(slots=4, page=4, steps=6, chunk=8)
+SMALL = ContinuousBatchingConfig(slots=4, page=4, steps=6, chunk=8)
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def orders(rng):
 def test_the_picked_groups_are_those_and_stay_where_rows_lie(devices):
   rng = np.random.default_rng(0)
   mesh = sharding.make_mesh(jax.devices()[:devices], fsdp=-1)
-  rows = sharding.rows(mesh)
-  place = lambda x: rows if x.ndim else sharding.everywhere(mesh)
+  rows = sharding.batch_sharding(mesh)
+  place = lambda x: rows if x.ndim else sharding.replicated(mesh)
   kept, new = tree(rng), tree(rng)
   shardings = jax.tree.map(place, kept)
   merge = jax.jit(merge_groups, out_shardings=shardings)
@@ -76,7 +76,7 @@ def test_the_picked_groups_are_those_and_stay_where_rows_lie(devices):
 def test_no_device_holds_the_routing_of_all_rows():
   """In the memory of one device: a layer of it at a time."""
   mesh = sharding.make_mesh(fsdp=-1)
-  rows, everywhere = sharding.rows(mesh), sharding.everywhere(mesh)
+  rows, everywhere = sharding.batch_sharding(mesh), sharding.replicated(mesh)
   routing = jax.ShapeDtypeStruct((64, 32, 512, 4), jnp.uint8, sharding=rows)
   index = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=everywhere)
   merge = jax.jit(merge_groups, out_shardings=rows)

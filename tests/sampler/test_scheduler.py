@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.paging import Sizes
+from gspo_jax.sampler.paging import ShardSizes
 from gspo_jax.sampler.scheduler import Scheduler
 
 EMPTY = -1
-SMALL = Sizes(slots=2, pages=9, page=4, steps=3, most=8, prompt=5)
+SMALL = ShardSizes(slots=2, pages=9, page=4, steps=3, most=8, prompt=5)
 
 
 def tags(text, count):
@@ -225,7 +225,7 @@ def some(seed, *, ample):
   size = lambda low, high: int(rng.integers(low, high + 1))
   prompts, group = size(1, 12), size(1, 6)
   rest = {"page": size(1, 9), "steps": size(1, 12), "most": size(1, 40)}
-  sizes = Sizes(slots=size(1, 9), pages=10**6, prompt=size(1, 30), **rest)
+  sizes = ShardSizes(slots=size(1, 9), pages=10**6, prompt=size(1, 30), **rest)
   least = sizes.width + 1
   pages = sizes.slots * least if ample else least
   pages += 0 if ample else size(0, least * sizes.slots // 3)
@@ -239,7 +239,7 @@ def some(seed, *, ample):
 def mixed(seed):
   """Whole groups, answers that go on from their own texts, and ended ones."""
   rng = np.random.default_rng(seed)
-  sizes = Sizes(slots=4, pages=20, page=3, steps=4, most=12, prompt=9)
+  sizes = ShardSizes(slots=4, pages=20, page=3, steps=4, most=12, prompt=9)
   counts = rng.integers(1, 4, 12)
   lengths = rng.integers(1, sizes.prompt + 1, 12)
   lengths += (counts == 1) * rng.integers(0, sizes.most, 12)
@@ -282,7 +282,9 @@ def test_an_ample_pool_fills_every_slot_and_prefills_once(seed):
 @pytest.mark.parametrize("most", [1, 4, 21])
 def test_the_least_pool_decodes_the_longest_answers(prompt, most):
   """One at a time where it must be, and every prompt gets its turn."""
-  sizes = Sizes(slots=4, pages=10**6, page=4, steps=3, most=most, prompt=prompt)
+  sizes = ShardSizes(
+    slots=4, pages=10**6, page=4, steps=3, most=most, prompt=prompt
+  )
   sizes = dataclasses.replace(sizes, pages=sizes.width + 1)
   lengths, ends = [prompt] * 5, [most] * 15
   Device(sizes, lengths, np.repeat(range(5), 3), ends).run()
@@ -290,7 +292,9 @@ def test_the_least_pool_decodes_the_longest_answers(prompt, most):
 
 def test_a_group_pays_for_its_prompt_once():
   P, G, T = 8, 16, 512
-  sizes = Sizes(slots=24, pages=2000, page=64, steps=32, most=256, prompt=T)
+  sizes = ShardSizes(
+    slots=24, pages=2000, page=64, steps=32, most=256, prompt=T
+  )
   ends = drawn_at_random(np.random.default_rng(0), most=256, count=P * G)
   device = Device(sizes, [T] * P, np.repeat(range(P), G), ends).run()
   tokens = sum(device.lengths[prompt] - 1 for prompt in device.prefilled)
@@ -299,7 +303,7 @@ def test_a_group_pays_for_its_prompt_once():
 
 def test_preemption_takes_the_newest_and_they_are_next():
   """Three rows outgrow a pool, one after the other."""
-  sizes = Sizes(slots=3, pages=9, page=2, steps=2, most=16, prompt=1)
+  sizes = ShardSizes(slots=3, pages=9, page=2, steps=2, most=16, prompt=1)
   schedule = Scheduler(sizes, [1], [0] * 4, [sizes.most] * 4)
   first = schedule.admit()
   assert first.answer.tolist() == [0, 1, 2]
@@ -327,7 +331,7 @@ def test_preemption_and_a_second_prefill_do_happen():
 def run_at_scale(share, B=64, P=32):
   """Answers of up to 1024 tokens, `share` of the most pages of B rows."""
   G, most = 16, 1024
-  sizes = Sizes(B, 10**6, page=32, steps=64, most=most, prompt=128)
+  sizes = ShardSizes(B, 10**6, page=32, steps=64, most=most, prompt=128)
   sizes = dataclasses.replace(sizes, pages=int(share * B * sizes.width))
   rng = np.random.default_rng(0)
   ends = drawn_at_random(rng, most=most, count=P * G)

@@ -18,7 +18,7 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.model import cache
 from gspo_jax.model.moe import Routing
-from gspo_jax.model.transformer import Encoded
+from gspo_jax.model.transformer import HiddenStates
 from gspo_jax.sampler import next_token
 
 V, D, L, E, K = 258, 4, 2, 8, 2  # V, L, E and k are those of the tiny variant
@@ -48,7 +48,7 @@ def encode(
   routes=None,
   replay=False,
   own=None,
-) -> Encoded:
+) -> HiddenStates:
   """As `model.encode`: what follows a token depends on that token alone."""
   embedded_BTD = params["embed"][tokens]
   scores_LBTE = jnp.einsum("btd,lde->lbte", embedded_BTD, params["router"])
@@ -66,7 +66,7 @@ def encode(
     -(jnp.exp(scores_LBTE) * scores_LBTE).sum(3),
     jnp.zeros(L, jnp.int32),
   )
-  return Encoded(hidden, routing, cache)
+  return HiddenStates(hidden, routing, cache)
 
 
 class _Room(NamedTuple):

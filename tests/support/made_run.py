@@ -122,14 +122,14 @@ class _Desk:
 def _devices(built, config, notes):
   """The program with functions that take notes."""
   mesh, texts = built.mesh, built.prompting.tokenizer
-  rows, whole = sharding.rows(mesh), sharding.everywhere(mesh)
+  rows, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
 
   def note(name, what, key=None):
     notes.events.append((name, what))
     notes.keys.setdefault(name, []).append(key)
 
   def questions(prompts):
-    tokens, lengths = multihost.fetch((prompts.tokens, prompts.lengths))
+    tokens, lengths = multihost.to_host((prompts.tokens, prompts.lengths))
     notes.widths.add(tokens.shape[1])
     return [
       texts.decode(row[len(row) - n :])
@@ -148,8 +148,8 @@ def _devices(built, config, notes):
     finish = np.where(lengths == 3, STOPPED, UNFINISHED)
     logps, finish = np.zeros(tokens.shape, np.float32), finish.astype(np.int8)
     return Samples(
-      *multihost.lay((tokens, logps, lengths, finish), rows),
-      slot_steps=multihost.lay(np.int32(tokens.size), whole),
+      *multihost.to_global((tokens, logps, lengths, finish), rows),
+      slot_steps=multihost.to_global(np.int32(tokens.size), whole),
     )
 
   def generate(name, group):
@@ -167,10 +167,10 @@ def _devices(built, config, notes):
 
   def fresh(key):
     note("init", None, key)
-    return {"weight": multihost.lay(np.zeros(1, np.float32), whole)}
+    return {"weight": multihost.to_global(np.zeros(1, np.float32), whole)}
 
   def begin(params):
-    return TrainState(multihost.lay(np.int32(0), whole), params, ())
+    return TrainState(multihost.to_global(np.int32(0), whole), params, ())
 
   def assemble(prompts, samples):
     return train_batch.make_train_batch(
@@ -194,7 +194,8 @@ def _devices(built, config, notes):
 
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
   abstract = jax.tree.map(
-    shape, begin({"weight": multihost.lay(np.zeros(1, np.float32), whole)})
+    shape,
+    begin({"weight": multihost.to_global(np.zeros(1, np.float32), whole)}),
   )
   return dataclasses.replace(
     built,

@@ -24,9 +24,9 @@ from gspo_jax.losses import Terms
 from gspo_jax.program import config as settings
 from gspo_jax.program import functions as program_functions
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.sharding import OnMesh
-from gspo_jax.sampler.continuous import PagedSampler
-from gspo_jax.sampler.paged_decode import Orders
+from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.paged_decode import SegmentPlan
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, Samples
 
 KEY = jax.random.key(0)  # of an update's shuffle, above all
@@ -72,7 +72,7 @@ def embedding(config):
 def first_weights(config):
   """A number of the weights a run begins with; "drawn" where none are read."""
   init = built(config).init
-  if isinstance(init, OnMesh):
+  if isinstance(init, MeshJit):
     return "drawn"
   return float(init(jax.random.key(0))["embed"][0, 0])
 
@@ -261,7 +261,7 @@ def records_routing(config):
 def pool(config):
   """Slots, pages and tokens of a page; None where all decode together."""
   made = built(config).generate
-  if not isinstance(made, PagedSampler):
+  if not isinstance(made, ContinuousSampler):
     return None
   with bigram.by_the_operation():
     state, _ = made.devices.begin(made.devices.fresh(P))
@@ -274,9 +274,9 @@ def segment(config):
   state, samples = jax.eval_shape(
     lambda: devices.begin.jitted(devices.fresh.jitted(P))
   )
-  like = dict.fromkeys(Orders.__dataclass_fields__, state.drawn)
+  like = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.drawn)
   like["active"] = like["new"] = state.pages.active
-  orders = Orders(**like | {"table": state.pages.table})
+  orders = SegmentPlan(**like | {"table": state.pages.table})
   with bigram.in_place():
     decode = devices.decode.jitted.trace(
       params, state, samples, orders, None, np.int32(0), jax.random.key(0)
@@ -458,7 +458,9 @@ def first_slope(method, *, replay=False):
 
 def routing(rows, **how):
   with bigram.by_the_operation():
-    out = model.encode(bigram.params(), None, rows.tokens, None, None, **how)
+    out = model.hidden_states(
+      bigram.params(), None, rows.tokens, None, None, **how
+    )
   return out.routing
 
 

@@ -206,4 +206,4 @@ def sample_files(config):
 
 def samples_shown(config):
   (path,) = (run_of(config).folder / "samples").iterdir()
-  return len(run_files.read(path.read_text()))
+  return len(run_files.parse_samples(path.read_text()))

@@ -20,7 +20,12 @@ from safetensors.numpy import save_file
 
 from gspo_jax.model.config import DTYPES, ModelConfig
 from gspo_jax.model.hf.config import config_from_hf, config_to_hf
-from gspo_jax.model.hf.tensors import INDEX, Folder, Place, places
+from gspo_jax.model.hf.tensors import (
+  INDEX,
+  HFCheckpoint,
+  TensorMap,
+  tensor_maps,
+)
 from gspo_jax.model.transformer import Params
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError, nearest
@@ -49,8 +54,8 @@ def load_hf(folder: str | Path, cfg: ModelConfig, *, shardings=None) -> Params:
     UserError: no such files, or their tensors are not exactly the model's:
       those missing, superfluous or misshapen are named, 16 of a kind.
   """
-  source = multihost.together(lambda: _opened(folder, cfg))
-  lays, found, params = _by_path(shardings), places(cfg), {}
+  source = multihost.run_on_all(lambda: _opened(folder, cfg))
+  lays, found, params = _by_path(shardings), tensor_maps(cfg), {}
   one = SingleDeviceSharding(jax.local_devices()[0])
   lays = {place: lays.get(place.path, one) for place in found}
   for place, lay in lays.items():
@@ -70,8 +75,8 @@ def load_hf(folder: str | Path, cfg: ModelConfig, *, shardings=None) -> Params:
   return _nested(params)
 
 
-def _opened(folder, cfg) -> Folder:
-  source = Folder(folder)
+def _opened(folder, cfg) -> HFCheckpoint:
+  source = HFCheckpoint(folder)
   source.require(cfg)
   return source
 
@@ -93,7 +98,7 @@ def _nested(leaves: dict) -> Params:
   return tree
 
 
-def _part(source: Folder, place: Place, layer: int, lay) -> jax.Array:
+def _part(source: HFCheckpoint, place: TensorMap, layer: int, lay) -> jax.Array:
   """One layer of one of ours, turned, in the file's type, where it belongs."""
   if isinstance(lay, NamedSharding):
     spec = (*lay.spec, *[None] * len(place.shape))[place.stacked :]
@@ -112,7 +117,7 @@ def _part(source: Folder, place: Place, layer: int, lay) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("place", "lay"))
-def _turn_back(turned, *, place: Place, lay):
+def _turn_back(turned, *, place: TensorMap, lay):
   x = turned.astype(jnp.float32).transpose(np.argsort(place.order))
   return jax.lax.with_sharding_constraint(x, lay)
 
@@ -120,7 +125,7 @@ def _turn_back(turned, *, place: Place, lay):
 @functools.partial(
   jax.jit, static_argnames=("place", "lay"), donate_argnames="stack"
 )
-def _fill(stack, turned, i, *, place: Place, lay):
+def _fill(stack, turned, i, *, place: TensorMap, lay):
   """Writes a layer into the stack, in place."""
   x = turned.astype(jnp.float32).transpose(np.argsort(place.order))
   x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
@@ -156,12 +161,12 @@ def save_hf(
   """
   target, folder = folder, Path(folder).absolute()
   partial = folder.with_name(folder.name + ".partial")
-  first = lambda work: multihost.together(
-    lambda: _written(work, folder) if multihost.first() else None
+  first = lambda work: multihost.run_on_all(
+    lambda: _written(work, folder) if multihost.is_primary() else None
   )
   first(lambda: require_new(target, dtype))
   first(lambda: _begin(partial, cfg, dtype, like, beside))
-  found, leaves = places(cfg), _by_path(params)
+  found, leaves = tensor_maps(cfg), _by_path(params)
   index, total = {}, 0
   for number, i in enumerate([*range(cfg.num_layers), None], start=1):
     name = f"model-{number:05d}-of-{cfg.num_layers + 1:05d}.safetensors"
@@ -169,7 +174,7 @@ def save_hf(
     for place in found:
       if place.stacked == (i is not None):
         x = _turn(leaves[place.path], i or 0, place=place, dtype=dtype)
-        tensors |= _tensors(place, multihost.fetch(x), i or 0)
+        tensors |= _tensors(place, multihost.to_host(x), i or 0)
     index |= dict.fromkeys(tensors, name)
     total += sum(x.nbytes for x in tensors.values())
     first(lambda n=name, t=tensors: save_file(t, partial / n, {"format": "pt"}))
@@ -177,13 +182,13 @@ def save_hf(
 
 
 @functools.partial(jax.jit, static_argnames=("place", "dtype"))
-def _turn(x, i, *, place: Place, dtype: str):
+def _turn(x, i, *, place: TensorMap, dtype: str):
   """One layer of one of ours, turned, in the type of the file."""
   layer = x[i] if place.stacked else x
   return layer.astype(dtype).transpose(place.order)
 
 
-def _tensors(place: Place, turned: np.ndarray, layer: int) -> dict:
+def _tensors(place: TensorMap, turned: np.ndarray, layer: int) -> dict:
   """Views of `turned`, by name."""
   shape = (place.experts or 1, len(place.names), *place.tensor)
   grid = np.ascontiguousarray(turned).reshape(shape)

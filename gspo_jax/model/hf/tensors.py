@@ -56,7 +56,7 @@ TABLE = {
 }
 
 
-class Place(NamedTuple):
+class TensorMap(NamedTuple):
   """One array of ours, of one layer.
 
   Attributes:
@@ -105,7 +105,7 @@ class Place(NamedTuple):
         yield name.format(i=layer, e=e), (e, part)
 
 
-def places(cfg: ModelConfig) -> list[Place]:
+def tensor_maps(cfg: ModelConfig) -> list[TensorMap]:
   """All arrays of the model."""
   tree = jax.eval_shape(lambda key: init(key, cfg), jax.random.key(0))
   found = []
@@ -116,7 +116,7 @@ def places(cfg: ModelConfig) -> list[Place]:
       ours, shape = path.removeprefix("layers/"), leaf.shape[1:]
       prefix = "model.layers.{i}."
     names, axes = TABLE[ours]
-    found.append(Place(path, shape, tuple(prefix + n for n in names), axes))
+    found.append(TensorMap(path, shape, tuple(prefix + n for n in names), axes))
   return found
 
 
@@ -124,13 +124,13 @@ def expected(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
   """The shape of every tensor of a checkpoint, by name."""
   return {
     name: place.tensor
-    for place in places(cfg)
+    for place in tensor_maps(cfg)
     for layer in range(cfg.num_layers if place.stacked else 1)
     for name, _ in place.tensors(layer)
   }
 
 
-class Folder:
+class HFCheckpoint:
   """The safetensors files of a folder; reads parts of their tensors.
 
   Args:
@@ -168,7 +168,7 @@ class Folder:
     if any(wrong):
       raise UserError(f"{self.folder}: " + "; ".join(filter(None, wrong)))
 
-  def read(self, place: Place, layer: int, spans) -> np.ndarray:
+  def read(self, place: TensorMap, layer: int, spans) -> np.ndarray:
     """A part of one of ours, turned, as it is stored.
 
     Args:

@@ -36,11 +36,11 @@ class Open:
   source: str
   state: float
   times: float
-  cost: "Cost"
+  cost: "HloCost"
 
 
 @dataclasses.dataclass
-class Cost:
+class HloCost:
   """Of a computation, per device.
 
   Attributes:
@@ -91,7 +91,7 @@ class Cost:
     """Seconds if nothing overlaps."""
     return self.seconds + self.wire_seconds
 
-  def add(self, other: "Cost", times: float = 1) -> None:
+  def add(self, other: "HloCost", times: float = 1) -> None:
     """What `times` runs of another computation cost."""
     for name in ("flops", "attention", "hbm", "seconds", "stalled"):
       value = getattr(self, name) + times * getattr(other, name)
@@ -116,7 +116,7 @@ class Cost:
     self.by_source[source] = (old[0] + seconds, old[1] + flops, old[2] + hbm)
 
 
-def longest_loop(cost: Cost) -> tuple[Open, Open] | tuple[None, None]:
+def longest_loop(cost: HloCost) -> tuple[Open, Open] | tuple[None, None]:
   """(loop, listed): of the loops that data decides, the one that carries most.
 
   In a sampler that is decoding with the longest cache, in a branch of a branch.

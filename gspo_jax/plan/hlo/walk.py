@@ -27,7 +27,7 @@ from gspo_jax.plan.hlo.collectives import (
   is_collective,
   started,
 )
-from gspo_jax.plan.hlo.cost import Cost, Open, Traffic
+from gspo_jax.plan.hlo.cost import HloCost, Open, Traffic
 from gspo_jax.plan.hlo.loops import trip_count
 from gspo_jax.plan.hlo.module import Computation, Module
 
@@ -40,7 +40,7 @@ def walk(
   bandwidth: Bandwidth,
   devices: int,
   branches: Mapping[str, bool] | None = None,
-) -> Cost:
+) -> HloCost:
   """The cost of a module's entry.
 
   Args:
@@ -79,9 +79,9 @@ class _Walk:
     self.branches = branches
     self.known = {}
 
-  def of(self, computation: Computation) -> Cost:
+  def of(self, computation: Computation) -> HloCost:
     if id(computation) not in self.known:
-      total, links = Cost(), _Links()
+      total, links = HloCost(), _Links()
       for i in computation:
         self._wait(total, links, awaited(self.module, i))
         self._step(total, links, computation, i)
