@@ -75,7 +75,7 @@ def prepare(
 
   def verify(samples):
     answers = scoring.decode_responses(samples, batch, run.tokenizer)
-    group = config.sampler.group_size
+    group = config.rollout.group_size
     return scoring.score_responses(scorer, answers, group, samples.lengths)()
 
   def score(samples, marks, key):
@@ -148,7 +148,7 @@ def main() -> None:
     name: tiny_cpu.get_config("debug" if args.quick else "")
     for name in ("static", "refill")
   }
-  configs["refill"].paging.slots = 8 if args.quick else args.slots
+  configs["refill"].continuous_batching.slots = 8 if args.quick else args.slots
   repeats = 1 if args.quick else args.repeats
   seconds = alternate(configs, repeats, args.workdir)
   print("phase | static, s | share | refill, s | share")

@@ -23,12 +23,12 @@ from gspo_jax import train
 
 REWARD = "benchmarks.slow_reward.final:milliseconds={}"
 PHASES = ("generate", "score", "update", "iteration")
-_REFILL = {"paging.slots": 64}
+_REFILL = {"continuous_batching.slots": 64}
 WAYS = {
   "verify, then learn": {},
   "verify while others decode": _REFILL,
-  "sample while verifying": {"rollout.ahead": True},
-  "both": _REFILL | {"rollout.ahead": True},
+  "sample while verifying": {"rollout.one_step_off_policy": True},
+  "both": _REFILL | {"rollout.one_step_off_policy": True},
 }
 
 

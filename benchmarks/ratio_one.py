@@ -50,7 +50,7 @@ def config_of(objective="gspo", experts=True, remat=True, micro=16, **changes):
     objective: `objective.name`.
     experts: False: a dense model.
     remat: `model.remat`.
-    micro: `learner.micro_rows`, of 16 responses a minibatch.
+    micro: `learner.micro_batch_size`, of 16 responses a minibatch.
     **changes: more keys of `objective`.
   """
   c = tiny_cpu.get_config("debug")
@@ -58,9 +58,9 @@ def config_of(objective="gspo", experts=True, remat=True, micro=16, **changes):
   if not experts:
     c.model.num_experts = c.model.experts_per_token = 0
   c.optim.learning_rate = c.critic.learning_rate = 0.0
-  c.data.prompts, c.sampler.group_size = 16, 4
+  c.data.prompts, c.rollout.group_size = 16, 4
   c.sampler.max_new_tokens = 48
-  c.learner.minibatches, c.learner.micro_rows = 4, micro
+  c.learner.minibatches, c.learner.micro_batch_size = 4, micro
   c.cold_start.steps = 0
   c.objective.update({"name": objective} | changes)
   return c
@@ -70,7 +70,7 @@ def responses(config) -> tuple[Prompts, Samples]:
   """Prompts, and responses of random tokens and lengths."""
   rng, c = np.random.default_rng(0), config
   P, S = c.data.prompts, c.data.max_prompt_length
-  B, R = P * c.sampler.group_size, c.sampler.max_new_tokens
+  B, R = P * c.rollout.group_size, c.sampler.max_new_tokens
   draw = lambda *shape: rng.integers(0, 256, shape).astype(np.int32)
   prompts = Prompts(draw(P, S), rng.integers(1, S + 1, P).astype(np.int32))
   experts = None

@@ -63,7 +63,7 @@ def build(
 
 
 def refill(cfg, params, draw, paging: ContinuousBatchingConfig, prompt: int):
-  """Prompts of `prompt` tokens -> answers, `paging.slots` at a time."""
+  """Prompts of `prompt` tokens -> answers, `continuous_batching.slots` at a time."""
   paged = build(cfg, params, draw, paging, prompt)
   return lambda prompts: paged(params, prompts, jax.random.key(0))
 
@@ -231,7 +231,7 @@ def main() -> None:
     rows += cell(exact, f"{short} of {short}", fixed, repeats)
     rows += cell(roomy, f"{short} of {most}", fixed, repeats)
     rows += cell(roomy, f"long tail of {most}", tailed, repeats)
-  record.finish("sampler", {"slots": paging.slots, "rows": rows}, args.out)
+  record.finish("sampler", {"slots": continuous_batching.slots, "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

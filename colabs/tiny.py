@@ -70,10 +70,10 @@ if not FULL:
   config.num_steps = 40
   config.data.chain_steps = (2, 3)
   config.data.prompts = 32  # questions an iteration,
-  config.sampler.group_size = 8  # and answers to each
+  config.rollout.group_size = 8  # and answers to each
   config.data.max_prompt_length = 12
   config.sampler.max_new_tokens = 24
-  config.learner.micro_rows = 64
+  config.learner.micro_batch_size = 64
   config.cold_start.steps = 400
   config.cold_start.batch = 64
   config.cold_start.chain_steps = (2, 3)
@@ -147,7 +147,7 @@ with Checkpoints(Path(workdir, "cold_start")) as checkpoints:
   restored = checkpoints.restore(functions.abstract_imitation, lambda *_: None)
 before, after = restored.state.params, state.params
 
-count, group = config.data.prompts, config.sampler.group_size
+count, group = config.data.prompts, config.rollout.group_size
 batch = pipeline.take(held_out, functions.prompting, count)
 prompts, problems = Prompts(batch["tokens"], batch["length"]), batch["problems"]
 

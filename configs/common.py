@@ -37,8 +37,8 @@ def get_config() -> ConfigDict:
   c.data.source = "chain"
   c.data.weights = ()  # shares of several sources; (): equal ones
   c.data.eval_source = ""  # held-out questions; "": 1/8 of `source`, by hash
-  c.data.question_field = "question"  # of a source's rows
-  c.data.answer_field = "answer"  # the reference: what follows its last ####
+  c.data.problem_field = "question"  # of a source's rows
+  c.data.reference_field = "answer"  # the reference: what follows its last ####
   c.data.demonstration_field = ""  # worked answers to imitate; "": the answers
   c.data.tfds_dir = ""  # where TFDS sets lie; "": TFDS's own folder
   c.data.tokenizer = ""  # a folder, a *.model, "bytes"; "": of model.checkpoint
@@ -47,14 +47,14 @@ def get_config() -> ConfigDict:
   c.data.chain_steps = (8,)  # chain: lengths to draw from
   c.data.prompts = 32  # questions an RL iteration, over all hosts
   # DAPO: batches to draw at most, until one is full of groups that differ.
-  c.data.refill_rounds = 1
-  c.data.history = False  # SRPO: no more of the questions answered all right
-  c.data.stages = ()  # SRPO: ((first iteration, source), ...) after `source`
+  c.rollout.dynamic_sampling_rounds = 1
+  c.data.drop_solved = False  # SRPO: no more of the questions answered all right
+  c.data.curriculum = ()  # SRPO: ((first iteration, source), ...) after `source`
   c.data.max_prompt_length = 32  # tokens, of the template too
   c.data.too_long = "error"  # "drop": leave out questions longer than that
 
   c.sampler = ConfigDict()
-  c.sampler.group_size = 8  # answers a question
+  c.rollout.group_size = 8  # answers a question
   c.sampler.max_new_tokens = 64  # tokens, the stop token included
   c.sampler.temperature = 1.0  # divides the logits
   c.sampler.top_k = 0  # 0: all; else rollouts leave the policy
@@ -62,22 +62,22 @@ def get_config() -> ConfigDict:
   c.sampler.min_new_tokens = 1  # tokens before a stop token may come
 
   c.paging = ConfigDict()  # a slot whose answer has ended gets the next one
-  c.paging.slots = 0  # answers that decode together; 0: all, and no refill
-  c.paging.page = 16  # tokens of a page of the cache
-  c.paging.pages = 0  # of all layers' caches; 0: what the longest answers take
-  c.paging.steps = 32  # decode steps until the host looks at the slots
-  c.paging.chunk = 128  # tokens of a prompt that are prefilled at one time
+  c.continuous_batching.slots = 0  # answers that decode together; 0: all, and no refill
+  c.continuous_batching.page_size = 16  # tokens of a page of the cache
+  c.continuous_batching.num_pages = 0  # of all layers' caches; 0: what the longest answers take
+  c.continuous_batching.segment_steps = 32  # decode steps until the host looks at the slots
+  c.continuous_batching.prefill_chunk = 128  # tokens of a prompt that are prefilled at one time
 
   # What an older policy drew: old_logps "recompute" compares with the one that
   # is about to learn from it, "sampler" with that which drew it.
   c.rollout = ConfigDict()
   # One step off-policy: the next batch is drawn, on the same devices, before
   # this one is learnt from; meanwhile the host verifies.
-  c.rollout.ahead = False
+  c.rollout.one_step_off_policy = False
   # Tokens an answer may draw in an iteration, to go on in the next; 0: all.
-  # Needs paging.slots, and room for answers that wait:
-  c.rollout.budget = 0
-  c.rollout.spare = 0  # questions in flight beside data.prompts
+  # Needs continuous_batching.slots, and room for answers that wait:
+  c.rollout.max_tokens_per_iteration = 0
+  c.rollout.extra_prompts_in_flight = 0  # questions in flight beside data.prompts
 
   c.reward = ConfigDict()
   # Of gspo_jax/rewards/, or package.module.function; the first says what is
@@ -128,7 +128,7 @@ def get_config() -> ConfigDict:
 
   c.learner = ConfigDict()
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)
-  c.learner.micro_rows = 64  # answers in one forward and backward pass
+  c.learner.micro_batch_size = 64  # answers in one forward and backward pass
 
   c.optim = ConfigDict()  # AdamW
   c.optim.learning_rate = 1e-6  # its peak
@@ -179,10 +179,10 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.data.chain_steps = (1,)
   c.data.prompts = 8
   c.data.max_prompt_length = 8
-  c.sampler.group_size = 4
+  c.rollout.group_size = 4
   c.sampler.max_new_tokens = 12
-  c.learner.micro_rows = 8
-  c.paging.slots = 0
+  c.learner.micro_batch_size = 8
+  c.continuous_batching.slots = 0
   c.rollout = ConfigDict({"ahead": False, "budget": 0, "spare": 0})
   c.reward.names = ("final_answer",)
   c.reward.weights = (1.0,)

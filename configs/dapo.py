@@ -18,7 +18,7 @@ def get_config(mode: str = "") -> ConfigDict:
   """mode: "" or "debug"."""
   c = tiny_cpu.get_config(mode)
   c.objective.name = "dapo"
-  c.data.refill_rounds = 3
+  c.rollout.dynamic_sampling_rounds = 3
   if not mode:
     c.sampler.max_new_tokens = 96  # right answers have 59 tokens
   buffer = c.sampler.max_new_tokens // 5  # 4,096 of 20,480 in the paper

@@ -39,10 +39,10 @@ def get_config(mode: str = "") -> ConfigDict:
   # 512 answers, in four minibatches (GSPO, sec. 5.1).
   c.data.prompts = 64
   c.data.max_prompt_length = 1024
-  c.sampler.group_size = 8
+  c.rollout.group_size = 8
   c.sampler.max_new_tokens = 3072
   c.learner.minibatches = 4
-  c.learner.micro_rows = 64
+  c.learner.micro_batch_size = 64
 
   c.optim.learning_rate = 1e-6
   c.optim.warmup_steps = 20

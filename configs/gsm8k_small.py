@@ -54,7 +54,7 @@ def _real(folder: str) -> ConfigDict:
   # Right, readable, and not at the limit.
   c.reward.names = ("gsm8k", "number", "overlong:buffer=64")
   c.reward.weights = (1.0, 0.1, 0.1)
-  c.learner.micro_rows = 32
+  c.learner.micro_batch_size = 32
 
   c.cold_start.steps = 400
   c.cold_start.batch = 32

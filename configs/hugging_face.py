@@ -38,11 +38,11 @@ def get_config(arg: str = "") -> ConfigDict:
   c.data.prompts = 64
   c.data.max_prompt_length = 384
   c.data.too_long = "drop"
-  c.sampler.group_size = 8
+  c.rollout.group_size = 8
   c.sampler.max_new_tokens = 1024
   c.reward.names = ("gsm8k", "overlong:buffer=128")
   c.reward.weights = (1.0, 0.5)
-  c.learner.micro_rows = 16
+  c.learner.micro_batch_size = 16
 
   c.optim.learning_rate = 1e-6
   c.optim.warmup_steps = 8

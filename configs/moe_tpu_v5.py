@@ -92,10 +92,10 @@ def _sized(variant: str, where: _Slice) -> ConfigDict:
   # 16 answers of 4,096 tokens a chip, in four minibatches (GSPO, sec. 5.1).
   c.data.prompts = 2 * where.chips
   c.data.max_prompt_length = 1024
-  c.sampler.group_size = 8
+  c.rollout.group_size = 8
   c.sampler.max_new_tokens = 3072
   c.learner.minibatches = 4
-  c.learner.micro_rows = where.rows * where.chips
+  c.learner.micro_batch_size = where.rows * where.chips
 
   c.optim.learning_rate = 1e-6
   c.optim.warmup_steps = 20

@@ -23,10 +23,10 @@ def get_config(arg: str = "") -> ConfigDict:
   c = hugging_face.get_config(arg)
   c.objective.name = "grpo"
   c.objective.zero_truncated = True
-  c.data.history = True
+  c.data.drop_solved = True
   if arg != "debug":
     c.data.source = "jsonl:data/first.jsonl"
     both = "jsonl:data/first.jsonl,jsonl:data/second.jsonl"
-    c.data.stages = ((51, both),)
+    c.data.curriculum = ((51, both),)
     c.data.eval_source = "jsonl:data/test.jsonl"
   return c

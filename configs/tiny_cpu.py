@@ -43,9 +43,9 @@ def _shrink(c: ConfigDict) -> None:
   c.data.chain_steps = (1,)
   c.data.prompts = 4
   c.data.max_prompt_length = 8
-  c.sampler.group_size = 4
+  c.rollout.group_size = 4
   c.sampler.max_new_tokens = 12
-  c.learner.micro_rows = 4
+  c.learner.micro_batch_size = 4
   c.cold_start.steps = 100  # just enough for a right answer now and then
   c.cold_start.check_every = 50
   c.cold_start.learning_rate = 4e-3

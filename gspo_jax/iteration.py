@@ -79,13 +79,13 @@ def iterate(
 
   row |= _rollout_row(marks, samples, ready.costs)
   row |= _time_row(clock, ready.spent)
-  if config.data.refill_rounds > 1:
+  if config.rollout.dynamic_sampling_rounds > 1:
     row |= dynamic_sampling.metrics(ready.kept, ready.costs)
-  if config.rollout.ahead or config.rollout.budget:
+  if config.rollout.one_step_off_policy or config.rollout.max_tokens_per_iteration:
     # Iterations between the policy that drew a token and the one that learns.
     row["rollout/staleness"] = step - ready.drawn_at
     row["rollout/continued"] = ready.continued
-  if config.data.history:
+  if config.data.drop_solved:
     row["data/left_out"] = curriculum.left_out
   updates = step * config.learner.minibatches
   row["optim/learning_rate"] = float(functions.schedule(updates - 1))

@@ -66,7 +66,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
         run.program.prompting,
         batch=config.data.prompts,
         seed=config.seed,
-        history=config.data.history,
+        history=config.data.drop_solved,
       )
       source = _rollouts(run, curriculum)
       state = _start(run, curriculum, source, checkpoints, preemption)
@@ -87,11 +87,11 @@ def _rollouts(run, curriculum) -> Source:
     rows=sharding.batch_sharding(functions.mesh),
     key=lambda step: experiment.iteration_keys(run, step)[0],
     prompts=config.data.prompts,
-    group=config.sampler.group_size,
-    tells=config.paging.slots > 0,
+    group=config.rollout.group_size,
+    tells=config.continuous_batching.slots > 0,
   )
   c = config.rollout
-  if config.paging.slots:
+  if config.continuous_batching.slots:
     multihost.print_once(functions.generate.describe(continues=c.budget > 0))
   if c.budget:
     source = PartialRollouts(
@@ -104,7 +104,7 @@ def _rollouts(run, curriculum) -> Source:
       spare=c.spare,
     )
   else:
-    rounds = config.data.refill_rounds
+    rounds = config.rollout.dynamic_sampling_rounds
     source = OnPolicy(sampling, functions.merge, rounds=rounds)
   if c.ahead:
     nothing = functions.nothing()
@@ -245,7 +245,7 @@ def _train(
 def _watch(run) -> HealthChecks:
   config, c = run.config, run.config.objective
   # Of answers that waited, the gap tells how far the policy has moved.
-  waits = config.rollout.ahead or config.rollout.budget
+  waits = config.rollout.one_step_off_policy or config.rollout.max_tokens_per_iteration
   numbers = {} if waits else settings.numbers(config)
   drawn = settings.sampler_config(config, run.program.tokenizer)
   return HealthChecks(

@@ -27,7 +27,7 @@ def long_chains(c: ConfigDict) -> None:
   """Answers of 17 to 87 tokens, all demonstrated."""
   c.data.max_prompt_length = 40
   c.sampler.max_new_tokens = 96
-  c.learner.micro_rows = 32
+  c.learner.micro_batch_size = 32
   c.cold_start.chain_steps = (2, 4, 8, 12)
   # 12 steps with 2/3 of the noise go wrong as often as 8 do with all of it.
   c.cold_start.chain_noise = 0.08

@@ -70,8 +70,8 @@ def run(base, tmp_path_factory):
     "data.prompts": 8,
     "data.max_prompt_length": 12,
     "sampler.max_new_tokens": 12,
-    "sampler.group_size": 4,
-    "learner.micro_rows": 8,
+    "rollout.group_size": 4,
+    "learner.micro_batch_size": 8,
     "reward.names": "('gsm8k','length')",
     "eval.prompts": 8,
     "optim.learning_rate": 1e-2,
@@ -170,7 +170,7 @@ def test_transformers_computes_what_we_do_with_an_export(base, run, tmp_path):
 
 def test_a_run_of_bytes_is_exported_with_its_tokenizer(debug_config, tmp_path):
   """No folder to take anything over from."""
-  debug_config.data.prompts = debug_config.learner.micro_rows = 8
+  debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   mesh = sharding.make_mesh(**debug_config.mesh)
   with jax.set_mesh(mesh):
     made = program_functions.build(debug_config, mesh)
@@ -198,6 +198,6 @@ def test_another_model_is_told(debug_config, tmp_path):
 
 
 def test_a_workdir_that_is_none(debug_config, tmp_path):
-  debug_config.data.prompts = debug_config.learner.micro_rows = 8
+  debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   with pytest.raises(UserError, match="no such folder"):
     export.export(debug_config, str(tmp_path), "to", dtype="float32")

@@ -95,8 +95,8 @@ def test_a_reward_that_always_fails_stops_it(debug_config):
   run = experiment.Experiment(
     debug_config, None, spy, Broken(), None, None, None, keys
   )
-  debug_config.sampler.group_size = 2
-  debug_config.data.refill_rounds = 3
+  debug_config.rollout.group_size = 2
+  debug_config.rollout.dynamic_sampling_rounds = 3
   debug_config.reward.max_failed = 1.0
   source = train._rollouts(run, spy)
   with pytest.raises(
@@ -113,7 +113,7 @@ def test_as_many_rewards_may_fail_as_the_config_says(debug_config, most):
   run = experiment.Experiment(
     debug_config, None, spy, scorer, None, None, None, keys
   )
-  debug_config.sampler.group_size = 2
+  debug_config.rollout.group_size = 2
   debug_config.reward.max_failed = most
   source, state = train._rollouts(run, spy), TrainState(0, None, None)
   if most < 0.5:
@@ -131,8 +131,8 @@ def test_every_step_and_use_has_its_own_key(debug_config):
   run = experiment.Experiment(
     debug_config, None, spy, scorer, None, None, None, keys
   )
-  debug_config.sampler.group_size = 2
-  debug_config.data.refill_rounds = 2  # both are drawn: no group is mixed
+  debug_config.rollout.group_size = 2
+  debug_config.rollout.dynamic_sampling_rounds = 2  # both are drawn: no group is mixed
   state = TrainState(0, None, None)
   with scorer:
     source = train._rollouts(run, spy)
@@ -155,7 +155,7 @@ def test_where_no_score_is_needed_none_is_made(debug_config):
   run = experiment.Experiment(
     debug_config, None, spy, scorer, None, None, None, keys
   )
-  debug_config.sampler.group_size = 2
+  debug_config.rollout.group_size = 2
   with scorer:
     iterate(run, TrainState(0, None, None), spy, train._rollouts(run, spy), 1)
   assert (len(spy.cuts), len(spy.keys)) == (0, 2)
@@ -251,9 +251,9 @@ def tabular(debug_config, monkeypatch):
   """A run of that program, and its state."""
   monkeypatch.setattr(experience, "logprobs", table)
   debug_config.objective.name = "dr_grpo"
-  debug_config.sampler.group_size = G
+  debug_config.rollout.group_size = G
   debug_config.learner.minibatches = P  # one of them begins unscored
-  debug_config.learner.micro_rows = G // 2
+  debug_config.learner.micro_batch_size = G // 2
   program = Tabular(debug_config)
   keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
   run = experiment.Experiment(
@@ -311,7 +311,7 @@ def test_it_is_told_how_old_the_answers_are(tabular):
   run, state = tabular
   program = run.program
   fresh = train._rollouts(run, program)
-  run.config.rollout.ahead = True
+  run.config.rollout.one_step_off_policy = True
 
   def source(params, step):
     ready = fresh(params, step)

@@ -106,7 +106,7 @@ def test_a_cold_start_depends_on_how_its_batch_is_cut():
   before = runs.cold_start(config)
   config.eval.prompts = 8
   assert runs.cold_start(config) == before  # there is no gate
-  config.learner.micro_rows = 16
+  config.learner.micro_batch_size = 16
   assert runs.cold_start(config) != before
 
 

@@ -208,7 +208,7 @@ def test_answers_that_wait_resume_too(start, tmp_path):
     assert 1 <= row["rollout/staleness"] < 3
   assert any(row["rollout/continued"] for row in rows(whole)[1:])
   said = finish(start(parts, **flags | {"rollout__ahead": False}), code=2)
-  assert "rollout.ahead" in said
+  assert "rollout.one_step_off_policy" in said
 
 
 def test_a_refused_start_leaves_the_config_alone(start, reference, tmp_path):
@@ -346,7 +346,7 @@ def test_an_evaluation_tells_sampled_answers_from_greedy_ones(
 @pytest.mark.slow
 def test_eight_devices_train_and_resume(environment, tmp_path):
   """The whole command on a mesh, cold start and all."""
-  flags = ["data.prompts=8", "learner.micro_rows=8", "cold_start.steps=2"]
+  flags = ["data.prompts=8", "learner.micro_batch_size=8", "cold_start.steps=2"]
   flags += ["mesh.fsdp=2", "mesh.expert=2"]
   command = [sys.executable, "-m", "gspo_jax.main", f"--workdir={tmp_path}"]
   command += ["--config=configs/tiny_cpu.py:debug"]

@@ -53,7 +53,7 @@ class Curriculum:
     begins = sorted({*self._begins} | {1})
     if begins != [*self._begins] or begins[0] < 1:
       raise UserError(
-        f"data.stages begin at iterations {[*self._begins]}: expected 1 and "
+        f"data.curriculum begin at iterations {[*self._begins]}: expected 1 and "
         "then a later one each"
       )
     self._batch, self._cfg, self._stage = batch, cfg, 0
@@ -81,7 +81,7 @@ class Curriculum:
     left = self._fitting[self._stage] - self.left_out
     if self._history and left < count:
       logging.warning(
-        "data.history: %d questions are left that were not all answered right, "
+        "data.drop_solved: %d questions are left that were not all answered right, "
         "fewer than a batch of %d: all questions come back",
         left,
         count,

@@ -35,7 +35,7 @@ def load(config) -> Datasets:
     if c.eval_source or c.weights or c.stages:
       raise UserError(
         f"data.eval_source={c.eval_source!r}, data.weights={c.weights}, "
-        f"data.stages={c.stages}: expected none, since data.source='chain' "
+        f"data.curriculum={c.stages}: expected none, since data.source='chain' "
         "makes its own held-out questions and mixes with no other source"
       )
     chain = Chain(c.chain_steps, seed=config.seed)

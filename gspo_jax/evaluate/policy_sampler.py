@@ -50,8 +50,8 @@ def batch_shape(
   Raises:
     UserError: a batch would be empty.
   """
-  most, prompts = config.sampler.group_size, config.data.prompts
-  for name, value in ("sampler.group_size", most), ("data.prompts", prompts):
+  most, prompts = config.rollout.group_size, config.data.prompts
+  for name, value in ("rollout.group_size", most), ("data.prompts", prompts):
     if value < 1:
       raise UserError(f"{name}={value}: expected at least 1")
   group = max(g for g in range(1, most + 1) if samples % g == 0)
@@ -64,7 +64,7 @@ class PolicySampler:
   """Draws answers as a config says.
 
   One compiled function draws a batch. A question that gets more than
-  `sampler.group_size` answers stands several times in it. At
+  `rollout.group_size` answers stands several times in it. At
   `sampler.temperature=0` the one answer is the likeliest.
 
   What only training uses is not checked, for its sizes may not fit to the
@@ -96,7 +96,7 @@ class PolicySampler:
     self.at_once = max(self._batch // self._times, 1)
     config = _without_learning(config)
     config.data.prompts, config.eval.samples = self._batch, self._group
-    config.learner.micro_rows = self._batch * config.sampler.group_size
+    config.learner.micro_batch_size = self._batch * config.rollout.group_size
     if self._greedy:
       config.sampler.temperature = 1.0  # not for `generate_greedy`
     self.program = program_functions.build(config, mesh)
@@ -150,9 +150,9 @@ class PolicySampler:
 def _without_learning(config: ConfigDict) -> ConfigDict:
   """A copy in which what only training uses has values that always fit."""
   config = config.copy_and_resolve_references()
-  config.sampler.group_size = max(2, config.sampler.group_size)
+  config.rollout.group_size = max(2, config.rollout.group_size)
   config.rollout.update(ahead=False, budget=0, spare=0)
-  config.data.refill_rounds = config.learner.minibatches = 1
+  config.rollout.dynamic_sampling_rounds = config.learner.minibatches = 1
   config.cold_start.steps = 0
   config.objective.update(name="gspo", replay="none", mismatch="none")
   config.objective.update(reference_every=0, router_shift_floor=-1.0)

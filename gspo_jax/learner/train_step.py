@@ -145,7 +145,7 @@ def update(
   """
   groups = batch.tokens.shape[0] // learner.group
   order = jax.random.permutation(key, groups)
-  cut = MinibatchSplit(order, learner.minibatches, learner.micro_rows)
+  cut = MinibatchSplit(order, learner.minibatches, learner.micro_batch_size)
   batches = cut.split(batch)
 
   def minibatch(i, carry):

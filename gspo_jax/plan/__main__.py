@@ -7,7 +7,7 @@ each function it prints whether it fits and how long it would take at best. This
 is a compiler's roofline: nothing runs. gspo_jax/plan/hlo/walk.py says what is
 counted and how. The length of `generate` depends on data, so it prints one
 decode step at the longest cache, and the whole as if every response had full
-length and every step took as long as that one. With `paging.slots`, `generate`
+length and every step took as long as that one. With `continuous_batching.slots`, `generate`
 is a segment of decode steps with every page full, `prefill` stores the longest
 prompts, and `lay_out` prepares the weights once a batch. `score` and `update`
 are one program and take the same memory; the time of `score` is that of all

@@ -115,8 +115,8 @@ def _steps(name, config, made) -> int:
   """Trips of the function's loop that data decides, at most."""
   if not isinstance(made.generate, ContinuousSampler):
     return config.sampler.max_new_tokens - 1 if name == "generate" else 0
-  chunks = lower.longest(config, made.generate) // config.paging.chunk
-  return {"prefill": chunks, "generate": config.paging.steps}.get(name, 0)
+  chunks = lower.longest(config, made.generate) // config.continuous_batching.prefill_chunk
+  return {"prefill": chunks, "generate": config.continuous_batching.segment_steps}.get(name, 0)
 
 
 def _unroll(cost, steps) -> hlo_cost.HloCost | None:
@@ -150,13 +150,13 @@ def _decode(step, steps, config, made, where) -> dict:
   prompts = config.data.prompts
   cache = {
     "prompts": prompts,
-    "rows": prompts * config.sampler.group_size,
+    "rows": prompts * config.rollout.group_size,
     "slots": steps,
     "prompt_slots": config.data.max_prompt_length,
   }
   report = {}
   if isinstance(made.generate, ContinuousSampler):
-    rows = config.paging.slots
+    rows = config.continuous_batching.slots
     tokens = _tokens(made.generate)
     cache = {"prompts": 0, "rows": rows, "slots": tokens / rows}
     cache["prompt_slots"] = 0
@@ -208,7 +208,7 @@ def _model_flops(name, config, made) -> float:
   if isinstance(made.generate, ContinuousSampler) and name in _REFILL:
     return _refill_flops(name, config, made)
   P, S = config.data.prompts, config.data.max_prompt_length
-  B, R = P * config.sampler.group_size, config.sampler.max_new_tokens
+  B, R = P * config.rollout.group_size, config.sampler.max_new_tokens
   if name == "generate":
     prefill = lower_bounds.forward_flops(made.cfg, P, S, 1)
     return prefill + lower_bounds.forward_flops(

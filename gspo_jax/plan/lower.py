@@ -22,7 +22,7 @@ FUNCTIONS = ("update", "score", "appraise", "lay_out", "prefill", "generate")
 def functions(config, made: Program) -> dict[str, jax.stages.Lowered]:
   """By their names; those of `FUNCTIONS` that such a run has.
 
-  With `paging.slots`, `generate` is a segment of decoding, `lay_out` what
+  With `continuous_batching.slots`, `generate` is a segment of decoding, `lay_out` what
   prepares the weights for all segments of a batch, and `prefill` stores the
   longest prompts.
 
@@ -63,7 +63,7 @@ def _lower_continuous_sampler(config, made, key, few=None):
     lay_out.out_info,
     decode_params_sharding(made.cfg, paged.devices.decode.mesh),
   )
-  learnt, spare = config.data.prompts, config.rollout.spare
+  learnt, spare = config.data.prompts, config.rollout.extra_prompts_in_flight
   fresh = paged.devices.fresh.lower(learnt + spare).out_info
   state, samples = paged.devices.begin.lower(fresh).out_info
   prompts = _prompts(config, paged)
@@ -91,7 +91,7 @@ def _prompts(config, paged):
 
 def longest(config, paged: ContinuousSampler) -> int:
   """T of the longest prompts, or of answers that go on."""
-  return paged.buckets(continues=config.rollout.budget > 0)[-1]
+  return paged.buckets(continues=config.rollout.max_tokens_per_iteration > 0)[-1]
 
 
 def _orders(state):

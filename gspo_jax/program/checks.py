@@ -10,7 +10,7 @@ _RANGES = (
   (
     "at least 1",
     lambda x: x >= 1,
-    "data.max_prompt_length data.refill_rounds reward.workers eval.prompts "
+    "data.max_prompt_length rollout.dynamic_sampling_rounds reward.workers eval.prompts "
     "eval.samples eval.every checkpoint.every checkpoint.keep "
     "log.samples_every cold_start.check_every",
   ),
@@ -22,7 +22,7 @@ _RANGES = (
     "sampler_mesh.tensor objective.kl_coef objective.entropy_coef "
     "objective.reference_every critic.warmup_steps critic.clip "
     "optim.learning_rate critic.learning_rate "
-    "rollout.budget rollout.spare",
+    "rollout.max_tokens_per_iteration rollout.extra_prompts_in_flight",
   ),
   (
     "more than 0",
@@ -123,9 +123,9 @@ def check(config, objectives: Iterable[str], *, shards: int) -> None:
       if not good(value):
         raise UserError(f"{key}={value}: expected {expected}")
   _check_together(config)
-  if config.sampler.group_size < 2 and config.objective.name != "ppo":
+  if config.rollout.group_size < 2 and config.objective.name != "ppo":
     raise UserError(
-      f"sampler.group_size={config.sampler.group_size}: expected at least 2, "
+      f"rollout.group_size={config.rollout.group_size}: expected at least 2, "
       "since an advantage compares an answer with the others of its group"
     )
   _check_sizes(config, shards)
@@ -138,9 +138,9 @@ def _check_together(config):
     if not good(c):
       raise UserError(f"objective.{key}={c[key]!r}: expected {expected}")
   _check_rollout(config)
-  if c.name == "ppo" and config.data.refill_rounds > 1:
+  if c.name == "ppo" and config.rollout.dynamic_sampling_rounds > 1:
     raise UserError(
-      f"data.refill_rounds={config.data.refill_rounds}: expected 1 with "
+      f"rollout.dynamic_sampling_rounds={config.rollout.dynamic_sampling_rounds}: expected 1 with "
       "objective.name='ppo', whose critic learns from equal rewards, too"
     )
 
@@ -149,25 +149,25 @@ def _check_rollout(config):
   """What waits for the next iteration goes with the rest."""
   c = config.rollout
   waits = "ahead" if c.ahead else "budget" if c.budget else ""
-  if waits and config.data.refill_rounds > 1:
+  if waits and config.rollout.dynamic_sampling_rounds > 1:
     raise UserError(
       f"rollout.{waits}={c[waits]}: expected {type(c[waits])()} with "
-      f"data.refill_rounds={config.data.refill_rounds}, whose batches are "
+      f"rollout.dynamic_sampling_rounds={config.rollout.dynamic_sampling_rounds}, whose batches are "
       "drawn until one of them will do"
     )
-  if c.budget and not config.paging.slots:
+  if c.budget and not config.continuous_batching.slots:
     raise UserError(
-      f"rollout.budget={c.budget}: expected 0 with paging.slots=0, for only "
+      f"rollout.max_tokens_per_iteration={c.budget}: expected 0 with continuous_batching.slots=0, for only "
       "refill continues an answer"
     )
   if c.budget and config.objective.replay == "r3":
     raise UserError(
-      f"rollout.budget={c.budget}: expected 0 with objective.replay='r3', for "
+      f"rollout.max_tokens_per_iteration={c.budget}: expected 0 with objective.replay='r3', for "
       "the experts of what was drawn before are not kept"
     )
   if bool(c.budget) != bool(c.spare):
     raise UserError(
-      f"rollout.budget={c.budget} and rollout.spare={c.spare}: expected both "
+      f"rollout.max_tokens_per_iteration={c.budget} and rollout.extra_prompts_in_flight={c.spare}: expected both "
       "or neither: answers that are cut wait beside those of a batch"
     )
 
@@ -180,15 +180,15 @@ def _get(config, key):
 def _check_sizes(config, shards):
   """Every cut of a batch comes out even."""
   prompts, batch = config.data.prompts, config.cold_start.batch
-  minibatches, micro = config.learner.minibatches, config.learner.micro_rows
+  minibatches, micro = config.learner.minibatches, config.learner.micro_batch_size
   divides("data.prompts", prompts, "learner.minibatches", minibatches)
-  rows = prompts * config.sampler.group_size // minibatches
-  divides("the answers of a minibatch", rows, "learner.micro_rows", micro)
-  sizes = {"data.prompts": prompts, "learner.micro_rows": micro}
-  sizes["rollout.spare"] = config.rollout.spare
+  rows = prompts * config.rollout.group_size // minibatches
+  divides("the answers of a minibatch", rows, "learner.micro_batch_size", micro)
+  sizes = {"data.prompts": prompts, "learner.micro_batch_size": micro}
+  sizes["rollout.extra_prompts_in_flight"] = config.rollout.extra_prompts_in_flight
   if config.cold_start.steps:
     micro = min(micro, batch)
-    divides("cold_start.batch", batch, "learner.micro_rows", micro)
+    divides("cold_start.batch", batch, "learner.micro_batch_size", micro)
     sizes["cold_start.batch"] = batch
   for name, size in sizes.items():
     multiple(name, size, "mesh.data x fsdp x expert", shards)

@@ -72,7 +72,7 @@ def sampler_config(config: ConfigDict, texts: base.Tokenizer) -> SamplerConfig:
 
 def paging(config: ConfigDict) -> ContinuousBatchingConfig | None:
   """The slots and pages of rollouts; None: all answers decode together."""
-  if not config.paging.slots:
+  if not config.continuous_batching.slots:
     return None
   return ContinuousBatchingConfig(**config.paging)
 
@@ -165,7 +165,7 @@ def credit_of(config) -> CreditConfig:
   c = config.objective
   with_critic = c.name == "ppo"
   return CreditConfig(
-    group_size=config.sampler.group_size,
+    group_size=config.rollout.group_size,
     normalize_std=c.name != "dr_grpo",
     kl_coef=c.kl_coef if c.kl_estimator == "k1" else 0.0,
     zero_truncated=c.zero_truncated,
@@ -206,8 +206,8 @@ def learners(config, cfg):
     ),
     optimizer=optimizer.optimizer(optim_config(config)),
     minibatches=config.learner.minibatches,
-    micro_rows=config.learner.micro_rows,
-    group=config.sampler.group_size,
+    micro_rows=config.learner.micro_batch_size,
+    group=config.rollout.group_size,
     scored=scores(config, cfg) or config.objective.old_logps == "sampler",
     scores_all=_scores_all(config),
   )
@@ -239,6 +239,6 @@ def _imitation(config, cfg):
     loss=functools.partial(cross_entropy, cfg=cfg),
     optimizer=optimizer.optimizer(schedule),
     minibatches=1,
-    micro_rows=min(config.learner.micro_rows, cold.batch),
+    micro_rows=min(config.learner.micro_batch_size, cold.batch),
     group=1,
   )

@@ -91,11 +91,11 @@ def checkpoint_identity(run: Experiment) -> dict:
   if state.critic is not None:
     more["a critic (objective.name='ppo')"] = True
   c = run.config
-  if c.rollout.ahead:
-    more["answers drawn ahead (rollout.ahead)"] = True
-  if c.rollout.budget:
-    more["answers in flight (rollout.spare)"] = c.rollout.spare
-  if c.rollout.ahead or c.rollout.budget:
+  if c.rollout.one_step_off_policy:
+    more["answers drawn ahead (rollout.one_step_off_policy)"] = True
+  if c.rollout.max_tokens_per_iteration:
+    more["answers in flight (rollout.extra_prompts_in_flight)"] = c.rollout.extra_prompts_in_flight
+  if c.rollout.one_step_off_policy or c.rollout.max_tokens_per_iteration:
     # Answers that wait were drawn for these prompts, and are of this shape.
     for key in ("prompts", "max_prompt_length", "system_prompt", "instruction"):
       more[f"data.{key}"] = c.data[key]

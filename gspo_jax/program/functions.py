@@ -64,7 +64,7 @@ class Program:
     init: key -> params: those of `model.checkpoint`, else fresh ones.
     begin: params -> TrainState; donates the params.
     generate: (params, prompts, key) -> Samples, as the config draws: one
-      jitted function, or with `paging.slots` a `PagedSampler`.
+      jitted function, or with `continuous_batching.slots` a `PagedSampler`.
     generate_eval: the same with `eval.samples` answers a prompt.
     generate_greedy: the same with one greedy answer.
     merge: (samples, samples, index) -> samples, whole groups of both.
@@ -188,7 +188,7 @@ def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
     )
   generate = jit_generate(draw)
   # More questions are in flight than an evaluation asks at one time.
-  shared = many == draw and not config.rollout.spare
+  shared = many == draw and not config.rollout.extra_prompts_in_flight
   return Program(
     cfg=cfg,
     mesh=mesh,
@@ -229,7 +229,7 @@ def _decoding_mesh(config, mesh, params):
     raise UserError(f"on sampler_mesh: {error}") from error
   shards = sharding.batch_shards(decoding)
   multiple("data.prompts", config.data.prompts, "sampler_mesh", shards)
-  multiple("rollout.spare", config.rollout.spare, "sampler_mesh", shards)
+  multiple("rollout.extra_prompts_in_flight", config.rollout.extra_prompts_in_flight, "sampler_mesh", shards)
   return decoding
 
 
@@ -346,7 +346,7 @@ def _jit_appraise(config, cfg, abstract, mesh):
       reference=state.reference,
       values=state.critic
       and functools.partial(critic.values, state.critic.params, cfg),
-      micro_rows=config.learner.micro_rows,
+      micro_rows=config.learner.micro_batch_size,
       temperature=config.sampler.temperature,
     )
 

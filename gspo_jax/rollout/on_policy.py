@@ -31,7 +31,7 @@ class OnPolicy:
   Args:
     sampling: what drawing takes.
     merge: `groups.merge`, jitted.
-    rounds: `data.refill_rounds`.
+    rounds: `rollout.dynamic_sampling_rounds`.
   """
 
   arrays = None

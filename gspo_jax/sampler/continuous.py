@@ -317,7 +317,7 @@ def build(
   jitted = continuous_jit.functions(
     cfg,
     draw,
-    chunk=paging.chunk,
+    chunk=continuous_batching.prefill_chunk,
     sizes=sizes,
     params=params,
     mesh=mesh,

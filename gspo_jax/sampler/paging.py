@@ -37,7 +37,7 @@ class ShardSizes:
         raise UserError(f"{name}={value}: expected at least 1")
     if self.pages <= self.width:
       raise UserError(
-        f"paging.pages={self.pages} a shard: expected at least "
+        f"continuous_batching.num_pages={self.pages} a shard: expected at least "
         f"{self.width + 1}, what one answer and its prompt can take"
       )
 
@@ -73,8 +73,8 @@ class ContinuousBatchingConfig:
         )
     if self.chunk < 1 or self.chunk % self.page:
       raise UserError(
-        f"paging.chunk={self.chunk}: expected a multiple of "
-        f"paging.page={self.page}"
+        f"continuous_batching.prefill_chunk={self.chunk}: expected a multiple of "
+        f"continuous_batching.page_size={self.page}"
       )
 
   def sizes(self, draw: SamplerConfig, prompt: int, shards: int) -> ShardSizes:

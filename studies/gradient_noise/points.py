@@ -62,7 +62,7 @@ class Bench:
     """Answers of the policy after iteration `old`, half of each group right."""
     config, params = self.config, self.load(old)
     questions = saved.questions(config, self.functions)
-    groups, size = config.data.prompts, config.sampler.group_size
+    groups, size = config.data.prompts, config.rollout.group_size
     for i in range(-(-2 * pairs // groups)):
       key = jax.random.fold_in(jax.random.key(config.seed), i)
       prompts = next(questions)
@@ -76,7 +76,7 @@ class Bench:
 
   def point(self, drawn: list[Drawn], new: int) -> Point:
     """Their gradients under the policy after iteration `new`."""
-    params, size = self.load(new), self.config.sampler.group_size
+    params, size = self.load(new), self.config.rollout.group_size
     paired = lambda x: np.asarray(x).reshape(-1, 2, size, *x.shape[1:])
     each = [
       self.gradient(params, jax.tree.map(paired, d.rollout)) for d in drawn
@@ -110,7 +110,7 @@ def bench(run_config: ConfigDict, folder: Path, mesh, length: int) -> Bench:
   config.sampler.min_new_tokens = config.sampler.max_new_tokens = length
   # Half a batch at a time: answers are long, and windows need no more.
   config.data.prompts //= 2
-  config.learner.micro_rows //= 2
+  config.learner.micro_batch_size //= 2
   functions = program_functions.build(config, mesh)
   gradient = functools.partial(
     gradients.grams,

@@ -45,7 +45,7 @@ def get_config(argument: str = "") -> ConfigDict:
 
 def _routing(c):
   c.data.prompts = 16  # four layers take twice the time of two
-  c.learner.micro_rows = 32
+  c.learner.micro_batch_size = 32
   c.model.num_layers = c.model.unroll = 4
   c.model.num_experts = 32
   c.model.experts_per_token = 1
@@ -61,7 +61,7 @@ def _long(c):
 
 def _off_policy(c):
   c.learner.minibatches = 16
-  c.learner.micro_rows = 16
+  c.learner.micro_batch_size = 16
   c.num_steps = 12  # that is 192 updates, and 80 in the others
 
 

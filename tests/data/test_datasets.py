@@ -20,7 +20,7 @@ def config(debug_config, tmp_path):
     (tmp_path / f"{name}.jsonl").write_text(text)
   first, second = (f"jsonl:{tmp_path}/{n}.jsonl" for n in ("first", "second"))
   debug_config.data.source = first
-  debug_config.data.stages = ((3, f"{first},{second}"),)
+  debug_config.data.curriculum = ((3, f"{first},{second}"),)
   return debug_config
 
 
@@ -50,16 +50,16 @@ def test_a_fingerprint_is_of_beginnings_and_questions(config):
   prints = set()
   for stages in (
     (),
-    config.data.stages,
-    ((4, config.data.stages[0][1]),),
+    config.data.curriculum,
+    ((4, config.data.curriculum[0][1]),),
     ((3, config.data.source),),
   ):
-    config.data.stages = stages
+    config.data.curriculum = stages
     prints.add(datasets.fingerprint(datasets.load(config).stages))
   assert len(prints) == 4
 
 
 def test_the_embedded_task_has_one_stage(debug_config):
-  debug_config.data.stages = ((3, "chain"),)
-  with pytest.raises(UserError, match=r"data.stages=\(\(3, 'chain'\),\)"):
+  debug_config.data.curriculum = ((3, "chain"),)
+  with pytest.raises(UserError, match=r"data.curriculum=\(\(3, 'chain'\),\)"):
     datasets.load(debug_config)

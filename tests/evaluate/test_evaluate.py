@@ -31,7 +31,7 @@ TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
 
 def config():
   c = tiny_cpu.get_config("debug")
-  c.data.prompts = c.learner.micro_rows = 8  # eight devices
+  c.data.prompts = c.learner.micro_batch_size = 8  # eight devices
   return c
 
 
@@ -286,7 +286,7 @@ def test_the_command(workdir, files, tmp_path):
     "--limit=5",
     f"--out={tmp_path}",
     "--config.sampler.temperature=0.5",
-    "--config.learner.micro_rows=3",  # which training would refuse
+    "--config.learner.micro_batch_size=3",  # which training would refuse
   )
   assert done.returncode == 0, done.stderr
   head, row = done.stdout.splitlines()

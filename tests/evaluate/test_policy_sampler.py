@@ -117,7 +117,7 @@ def test_a_batch_that_training_could_not_split(debug_config):
   assert batch_shape(debug_config, mesh, 4, 99).rows == 8
 
 
-@pytest.mark.parametrize("key", ["sampler.group_size", "data.prompts"])
+@pytest.mark.parametrize("key", ["rollout.group_size", "data.prompts"])
 def test_an_empty_batch_is_refused(debug_config, key):
   section, name = key.split(".")
   debug_config[section][name] = 0

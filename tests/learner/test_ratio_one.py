@@ -67,7 +67,7 @@ def test_who_is_scored(minibatches, asked, scores):
 
 def test_one_minibatch_is_not_scored_and_has_ratio_one():
   config = ratio_one.config_of(experts=False)
-  config.learner.minibatches, config.learner.micro_rows = 1, 32
+  config.learner.minibatches, config.learner.micro_batch_size = 1, 32
   mesh = sharding.make_mesh(jax.devices()[:1])
   row = ratio_one.measure(config, mesh)
   assert row["ratio/token_std"] == row["ratio/first_minibatch_std"] == 0

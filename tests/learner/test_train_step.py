@@ -53,7 +53,7 @@ def iterate(run, seed=0, prompts=8, advantages=None):
 def shrink(config):
   """Two minibatches of two micro-batches of eight rows."""
   config.data.prompts = 8
-  config.learner.micro_rows = 8
+  config.learner.micro_batch_size = 8
   config.learner.minibatches = 2
   return config
 
@@ -217,7 +217,7 @@ def test_the_samplers_log_probs_can_be_the_old_ones(one, config):
   config.objective.old_logps = "sampler"
   run = build(config)
   S = rollout.tokens.shape[1] - rollout.response_mask.shape[1]
-  first = slice(None, None, config.sampler.group_size)
+  first = slice(None, None, config.rollout.group_size)
   asked = Prompts(
     rollout.tokens[first, :S], rollout.mask[first, :S].sum(1).astype(np.int32)
   )

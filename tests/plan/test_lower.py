@@ -11,14 +11,14 @@ from gspo_jax.sampler import paged_decode
 
 
 def built(config, **sizes):
-  config.data.prompts = config.learner.micro_rows = 8
+  config.data.prompts = config.learner.micro_batch_size = 8
   return program_functions.build(
     config, sharding.make_mesh(jax.devices()[:4], **sizes)
   )
 
 
 def refill(config):
-  config.paging.slots, config.paging.page, config.paging.chunk = 8, 8, 16
+  config.continuous_batching.slots, config.continuous_batching.page_size, config.continuous_batching.prefill_chunk = 8, 8, 16
   return built(config, fsdp=2, expert=2)
 
 
@@ -80,8 +80,8 @@ def test_a_run_whose_answers_go_on(debug_config):
   lowered = lower.functions(debug_config, made)
   tokens = lowered["prefill"].in_avals[0][2]
   room = made.generate.sizes.prompt + made.generate.sizes.most
-  assert room - 1 <= tokens.shape[1] < room + debug_config.paging.chunk
-  group = debug_config.sampler.group_size
+  assert room - 1 <= tokens.shape[1] < room + debug_config.continuous_batching.prefill_chunk
+  group = debug_config.rollout.group_size
   samples = lowered["generate"].out_info[1]
   assert samples.lengths.shape[0] == (debug_config.data.prompts + 8) * group
   learnt = lowered["update"].in_avals[0][1]

@@ -21,7 +21,7 @@ from gspo_jax.runtime.errors import UserError
 TINY = (
   f"--config={ROOT}/configs/tiny_cpu.py:debug",
   "--config.data.prompts=8",
-  "--config.learner.micro_rows=8",
+  "--config.learner.micro_batch_size=8",
   "--config.model.dtype=bfloat16",
 )
 SLICE = "--topology=v5e:2x4"
@@ -113,8 +113,8 @@ def test_drawing_is_the_prefill_and_all_decode_steps(fitting):
 
 
 REFILL = (
-  "--config.paging.slots=16",
-  "--config.paging.chunk=16",
+  "--config.continuous_batching.slots=16",
+  "--config.continuous_batching.prefill_chunk=16",
   "--functions=lay_out,prefill,generate",
 )
 

@@ -153,7 +153,7 @@ def test_what_makes_no_sense_is_told_at_the_start(debug_config, changes, words):
 
 def test_a_critic_has_no_use_for_refill(debug_config):
   debug_config.objective.name = "ppo"
-  debug_config.data.refill_rounds = 2
+  debug_config.rollout.dynamic_sampling_rounds = 2
   with pytest.raises(UserError, match="refill_rounds=2: expected 1 with"):
     build(debug_config)
 
@@ -161,27 +161,27 @@ def test_a_critic_has_no_use_for_refill(debug_config):
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    ({"rollout.budget": 4, "rollout.spare": 2}, "budget=4: .* paging.slots=0"),
+    ({"rollout.max_tokens_per_iteration": 4, "rollout.extra_prompts_in_flight": 2}, "budget=4: .* continuous_batching.slots=0"),
     (
-      {"rollout.budget": 4, "paging.slots": 4},
+      {"rollout.max_tokens_per_iteration": 4, "continuous_batching.slots": 4},
       "budget=4 and .*spare=0: .*both",
     ),
-    ({"rollout.spare": 4}, "budget=0 and rollout.spare=4: expected both"),
+    ({"rollout.extra_prompts_in_flight": 4}, "budget=0 and rollout.extra_prompts_in_flight=4: expected both"),
     (
       {
-        **{"rollout.budget": 4, "rollout.spare": 2, "paging.slots": 4},
+        **{"rollout.max_tokens_per_iteration": 4, "rollout.extra_prompts_in_flight": 2, "continuous_batching.slots": 4},
         "objective.replay": "r3",
       },
-      "rollout.budget=4: expected 0 with objective.replay='r3'",
+      "rollout.max_tokens_per_iteration=4: expected 0 with objective.replay='r3'",
     ),
-    ({"rollout.budget": -1}, "rollout.budget=-1: expected 0 or more"),
+    ({"rollout.max_tokens_per_iteration": -1}, "rollout.max_tokens_per_iteration=-1: expected 0 or more"),
     (
-      {"rollout.ahead": True, "data.refill_rounds": 2},
-      "rollout.ahead=True: expected False with data.refill_rounds=2",
+      {"rollout.one_step_off_policy": True, "rollout.dynamic_sampling_rounds": 2},
+      "rollout.one_step_off_policy=True: expected False with rollout.dynamic_sampling_rounds=2",
     ),
     (
-      {"rollout.budget": 4, "data.refill_rounds": 2},
-      "rollout.budget=4: expected 0 with data.refill_rounds=2",
+      {"rollout.max_tokens_per_iteration": 4, "rollout.dynamic_sampling_rounds": 2},
+      "rollout.max_tokens_per_iteration=4: expected 0 with rollout.dynamic_sampling_rounds=2",
     ),
   ],
 )
@@ -210,8 +210,8 @@ def test_a_dense_model_has_no_routing(debug_config, changes):
 
 
 def test_only_ppo_does_without_a_group(debug_config):
-  debug_config.sampler.group_size = 1
-  debug_config.learner.micro_rows = 1
+  debug_config.rollout.group_size = 1
+  debug_config.learner.micro_batch_size = 1
   with pytest.raises(UserError, match="group_size=1: expected at least 2"):
     build(debug_config)
   debug_config.objective.name = "ppo"

@@ -26,23 +26,23 @@ def meant(text):
   ("typed", "key"),
   [
     # TRL
-    ("num_generations", "sampler.group_size"),
+    ("num_generations", "rollout.group_size"),
     ("objective.beta", "objective.kl_coef"),
     ("importance_sampling_level", "objective.name"),
     ("max_completion_length", "sampler.max_new_tokens"),
-    ("per_device_train_batch_size", "learner.micro_rows"),
+    ("per_device_train_batch_size", "learner.micro_batch_size"),
     ("optim.max_grad_norm", "optim.clip_norm"),
     # verl
     ("optim.lr", "optim.learning_rate"),
     ("model.name", "model.checkpoint"),
     ("learner.epochs", "learner.minibatches"),
     ("actor_rollout_ref.actor.optim.lr", "optim.learning_rate"),
-    ("actor_rollout_ref.rollout.n", "sampler.group_size"),
+    ("actor_rollout_ref.rollout.n", "rollout.group_size"),
     ("actor_rollout_ref.rollout.val_kwargs.n", "eval.samples"),
     ("data.train_batch_size", "data.prompts"),
     ("trainer.total_training_steps", "num_steps"),
     # OpenRLHF, NeMo RL, MaxText, Tunix
-    ("n_samples_per_prompt", "sampler.group_size"),
+    ("n_samples_per_prompt", "rollout.group_size"),
     ("loss_fn.ratio_clip_max", "objective.clip_high"),
     ("ici_fsdp_parallelism", "mesh.fsdp"),
     ("eval_every_n_steps", "eval.every"),

@@ -56,7 +56,7 @@ def test_debug_builds_a_program_for_one_device(name):
 @each_config
 def test_debug_is_small(name):
   config = load(name, "debug")
-  rows = config.data.prompts * config.sampler.group_size
+  rows = config.data.prompts * config.rollout.group_size
   assert config.num_steps <= 5
   assert rows * config.sampler.max_new_tokens <= 1024
 

@@ -37,8 +37,8 @@ def small() -> ConfigDict:
   """What all rows start from: two iterations of one optimizer step."""
   c = tiny_cpu.get_config("debug")
   c.num_steps = 2
-  c.data.prompts, c.sampler.group_size = P, G
-  c.learner.minibatches, c.learner.micro_rows = 1, B
+  c.data.prompts, c.rollout.group_size = P, G
+  c.learner.minibatches, c.learner.micro_batch_size = 1, B
   c.optim.warmup_steps = c.cold_start.warmup_steps = 0
   c.optim.learning_rate = 1e-3
   c.optim.clip_norm = 1e9
@@ -106,13 +106,13 @@ COLD = {
 COLD_A = COLD | OF_A
 BEFORE = {"num_steps": 0}  # the first evaluation, and no iteration
 SHORT = {"sampler.max_new_tokens": 4, "eval.samples": 1}
-PAGED = {"paging.slots": 8, "paging.page": 4, "paging.chunk": 8}
-CONTINUED = PAGED | {"rollout.budget": 2, "rollout.spare": 8}
+PAGED = {"continuous_batching.slots": 8, "continuous_batching.page_size": 4, "continuous_batching.prefill_chunk": 8}
+CONTINUED = PAGED | {"rollout.max_tokens_per_iteration": 2, "rollout.extra_prompts_in_flight": 8}
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
 PPO = {"objective.name": "ppo"}
 TIS = GRPO | {"objective.mismatch": "tis_token"}
-MICRO = {"learner.micro_rows": 4}
+MICRO = {"learner.micro_batch_size": 4}
 TWO = MICRO | {"learner.minibatches": 2}
 KEPT = {"sampler_logps"}  # of a rollout, by every objective
 ROUTED = KEPT | {"experts", "router_logps"}
@@ -249,13 +249,13 @@ ROWS = (
     {"data.source": FILE_A},
   ),
   Row(
-    "data.question_field",
+    "data.problem_field",
     seen.learnt_kinds,
     {"question": {"A": 8}, "other": {"O": 8}},
     {"data.source": FILE_A},
   ),
   Row(
-    "data.answer_field",
+    "data.reference_field",
     seen.rewards_given,
     {"answer": 1.0, "result": 0.0},
     OF_A,
@@ -298,19 +298,19 @@ ROWS = (
   Row("data.chain_steps", seen.question_lengths, {(1,): {5}, (2,): {8}}),
   Row("data.prompts", seen.asked_at_once, {8: (8, {8}), 16: (16, {8})}),
   Row(
-    "data.refill_rounds",
+    "rollout.dynamic_sampling_rounds",
     seen.drawn_for_a_step,
     {1: 1, 3: 3},  # all answers of a group are alike
     {"num_steps": 1},
   ),
   Row(
-    "data.history",
+    "data.drop_solved",
     seen.known_again,
     {False: 2, True: 1},
     OF_A | {"data.source": "jsonl:{files}/half.jsonl", "num_steps": 4},
   ),
   Row(
-    "data.stages",
+    "data.curriculum",
     seen.second_kinds,
     {(): {"A": 8}, ((2, FILE_B),): {"B": 8}},
     OF_A,
@@ -324,7 +324,7 @@ ROWS = (
   ),
   # sampler: of generate, generate_eval and generate_greedy
   Row(
-    "sampler.group_size",
+    "rollout.group_size",
     built.answers_drawn,
     {
       2: [(16, 12), (32, 12), (8, 12)],
@@ -332,7 +332,7 @@ ROWS = (
     },
   ),
   Row(
-    "sampler.group_size",
+    "rollout.group_size",
     built.advantages,
     {
       2: built.group_advantages,
@@ -340,10 +340,10 @@ ROWS = (
     },
   ),
   Row(
-    "sampler.group_size",
+    "rollout.group_size",
     built.shuffled_together,
     {2: 2, 4: 4},
-    {"learner.minibatches": 2, "learner.micro_rows": 8},
+    {"learner.minibatches": 2, "learner.micro_batch_size": 8},
   ),
   Row(
     "sampler.max_new_tokens",
@@ -408,20 +408,20 @@ ROWS = (
   ),
   # paging: slots, pages, tokens of a page; segments, tokens of a prefill's pass
   Row(
-    "paging.slots",
+    "continuous_batching.slots",
     built.pool,
     {0: None, 4: (4, 4 * 6, 4), 8: (8, 8 * 6, 4)},
     PAGED,
   ),
-  Row("paging.page", built.pool, {4: (8, 8 * 6, 4), 8: (8, 8 * 4, 8)}, PAGED),
-  Row("paging.pages", built.pool, {0: (8, 8 * 6, 4), 99: (8, 99, 4)}, PAGED),
-  Row("paging.steps", built.segment, {2: ([2], 8), 12: ([12], 8)}, PAGED),
-  Row("paging.chunk", built.segment, {4: ([32], 4), 8: ([32], 8)}, PAGED),
+  Row("continuous_batching.page_size", built.pool, {4: (8, 8 * 6, 4), 8: (8, 8 * 4, 8)}, PAGED),
+  Row("continuous_batching.num_pages", built.pool, {0: (8, 8 * 6, 4), 99: (8, 99, 4)}, PAGED),
+  Row("continuous_batching.segment_steps", built.segment, {2: ([2], 8), 12: ([12], 8)}, PAGED),
+  Row("continuous_batching.prefill_chunk", built.segment, {4: ([32], 4), 8: ([32], 8)}, PAGED),
   # rollout
-  Row("rollout.ahead", seen.order_of_phases, {False: "gugu", True: "gguu"}),
-  Row("rollout.budget", seen.budget, {2: {2}, 3: {3}}, CONTINUED),
+  Row("rollout.one_step_off_policy", seen.order_of_phases, {False: "gugu", True: "gguu"}),
+  Row("rollout.max_tokens_per_iteration", seen.budget, {2: {2}, 3: {3}}, CONTINUED),
   Row(
-    "rollout.spare",
+    "rollout.extra_prompts_in_flight",
     seen.asked_at_once,
     {8: (16, {8}), 16: (24, {8})},
     CONTINUED,
@@ -743,22 +743,22 @@ ROWS = (
     "learner.minibatches",
     built.steps_and_rows,
     {1: (1, {4}), 4: (4, {4})},
-    {"learner.micro_rows": 4},
+    {"learner.micro_batch_size": 4},
   ),
   Row("learner.minibatches", built.scores, {1: False, 4: True}, MICRO),
   Row(
     "learner.minibatches",
     seen.order_of_phases,
     {1: "gugu", 2: "gsugsu"},
-    {"learner.micro_rows": 8},
+    {"learner.micro_batch_size": 8},
   ),
   Row(
-    "learner.micro_rows",
+    "learner.micro_batch_size",
     built.steps_and_rows,
     {16: (1, {16}), 4: (1, {4})},
   ),
   Row(
-    "learner.micro_rows",
+    "learner.micro_batch_size",
     built.rows_at_once,
     {16: [{16}, {16}, {8}], 4: [{4}, {4}, {4}]},
     KL,

@@ -46,7 +46,7 @@ def test_answers_that_wait_are_for_the_same_prompts(
     "data.max_prompt_length": debug_config.data.max_prompt_length,
     "data.system_prompt": debug_config.data.system_prompt,
     "data.instruction": debug_config.data.instruction,
-    "sampler.group_size": debug_config.sampler.group_size,
+    "rollout.group_size": debug_config.rollout.group_size,
     "sampler.max_new_tokens": debug_config.sampler.max_new_tokens,
   }
   rest = {k: v for k, v in found.items() if k not in before | shapes}

@@ -26,7 +26,7 @@ from gspo_jax.sampler.samples import Prompts
 )
 def test_a_sampler_mesh_that_does_not_fit(debug_config, sampler_mesh, words):
   debug_config.sampler_mesh.update(sampler_mesh)
-  debug_config.data.prompts = debug_config.learner.micro_rows = 8
+  debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   debug_config.cold_start.batch = 16
   with pytest.raises(UserError, match=words):
     program_functions.build(debug_config, sharding.make_mesh(data=8))
@@ -43,7 +43,7 @@ def test_prompts_must_lie_evenly_where_answers_are_drawn(debug_config):
 
 def test_generate_splits_caches_weights_and_logits(debug_config):
   """Read from the compiled program: what a device holds while it decodes."""
-  debug_config.data.prompts = debug_config.learner.micro_rows = 8
+  debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   debug_config.sampler.max_new_tokens = 23
   debug_config.model.dtype = "float32"
   run = program_functions.build(

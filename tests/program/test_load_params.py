@@ -14,7 +14,7 @@ from gspo_jax.runtime.errors import UserError
 
 @pytest.fixture
 def made(debug_config):
-  debug_config.data.prompts = debug_config.learner.micro_rows = 8
+  debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   return program_functions.build(debug_config, sharding.make_mesh(data=8))
 
 

@@ -35,8 +35,8 @@ def configured(devices, slots):
   config.mesh.fsdp, config.mesh.expert = devices // 4, 4
   config.sampler_mesh.expert = devices
   config.data.prompts = 2 * devices
-  config.learner.micro_rows = devices
-  config.paging.slots, config.paging.page = slots * devices, PAGE
+  config.learner.micro_batch_size = devices
+  config.continuous_batching.slots, config.continuous_batching.page_size = slots * devices, PAGE
   return config
 
 

@@ -162,7 +162,7 @@ def _devices(built, config, notes):
 
     return draw
 
-  G = config.sampler.group_size
+  G = config.rollout.group_size
   draw = _Paged(generate("generate", G), lambda count: answers(count, G, 0))
 
   def fresh(key):
