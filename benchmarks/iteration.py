@@ -27,8 +27,8 @@ import jax
 from benchmarks import record
 from configs import tiny_cpu
 from gspo_jax.data import datasets, pipeline
-from gspo_jax.program import functions as program_functions
 from gspo_jax.program import load_params
+from gspo_jax.program.functions import build_program
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout import scoring
 from gspo_jax.runtime import metric_writer, multihost, sharding
@@ -61,7 +61,7 @@ def prepare(
   """
   mesh = sharding.make_mesh(jax.devices()[:1])
   run, rows = (
-    program_functions.build(config, mesh),
+    build_program(config, mesh),
     sharding.batch_sharding(mesh),
   )
   questions = datasets.load(config).held_out

@@ -31,7 +31,7 @@ from benchmarks import record
 from configs import tiny_cpu
 from gspo_jax.learner import train_batch
 from gspo_jax.program import config as settings
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.sampler.samples import STOPPED, Prompts, Samples
 
@@ -97,7 +97,7 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
     mesh: the devices.
     apart: take the old log-probs from a program of its own.
   """
-  run, key = program_functions.build(config, mesh), jax.random.key(2)
+  run, key = build_program(config, mesh), jax.random.key(2)
   rows = sharding.batch_sharding(mesh)
   with jax.set_mesh(mesh):
     state = run.begin(run.init(jax.random.key(0)))

@@ -46,7 +46,7 @@ def static(cfg, params, draw):
   return lambda prompts: jitted(params, prompts=prompts, key=key)
 
 
-def build(
+def build_program(
   cfg, params, draw, paging: ContinuousBatchingConfig, prompt: int
 ) -> ContinuousSampler:
   """Refill on one device."""
@@ -231,7 +231,9 @@ def main() -> None:
     rows += cell(exact, f"{short} of {short}", fixed, repeats)
     rows += cell(roomy, f"{short} of {most}", fixed, repeats)
     rows += cell(roomy, f"long tail of {most}", tailed, repeats)
-  record.finish("sampler", {"slots": continuous_batching.slots, "rows": rows}, args.out)
+  record.finish(
+    "sampler", {"slots": continuous_batching.slots, "rows": rows}, args.out
+  )
 
 
 if __name__ == "__main__":

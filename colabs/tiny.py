@@ -42,7 +42,7 @@ from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Chain
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses.advantages import group_relative_advantages
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.rewards import final_answer
 from gspo_jax.rollout import scoring
 from gspo_jax.runtime import sharding
@@ -85,7 +85,7 @@ if not FULL:
 held_out = Chain(tuple(config.data.chain_steps), evaluation=True)
 for i in range(3):
   problem = held_out[i]
-  print(f"{problem.question:22} {problem.demonstration:45} {problem.answer}")
+  print(f"{problem.text:22} {problem.demonstration:45} {problem.reference}")
 
 # %% [markdown]
 # ## The run
@@ -142,7 +142,7 @@ plt.show()
 # %%
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
-functions = program_functions.build(config, mesh)
+functions = build_program(config, mesh)
 with Checkpoints(Path(workdir, "cold_start")) as checkpoints:
   restored = checkpoints.restore(functions.abstract_imitation, lambda *_: None)
 before, after = restored.state.params, state.params
@@ -169,7 +169,7 @@ print(f"{'':22} {'before':{width + 6}} after")
 for i in range(8):
   a, b = texts[i * group], texts_after[i * group]
   ok, ok_after = mark(right[i, 0]), mark(right_after[i, 0])
-  print(f"{problems[i].question:22} {a:{width}} {ok} {b:{width}} {ok_after}")
+  print(f"{problems[i].text:22} {a:{width}} {ok} {b:{width}} {ok_after}")
 
 # %% [markdown]
 # Left: each question's share of right answers, before and after; above the

@@ -48,7 +48,9 @@ def get_config() -> ConfigDict:
   c.data.prompts = 32  # questions an RL iteration, over all hosts
   # DAPO: batches to draw at most, until one is full of groups that differ.
   c.rollout.dynamic_sampling_rounds = 1
-  c.data.drop_solved = False  # SRPO: no more of the questions answered all right
+  c.data.drop_solved = (
+    False  # SRPO: no more of the questions answered all right
+  )
   c.data.curriculum = ()  # SRPO: ((first iteration, source), ...) after `source`
   c.data.max_prompt_length = 32  # tokens, of the template too
   c.data.too_long = "error"  # "drop": leave out questions longer than that
@@ -62,11 +64,19 @@ def get_config() -> ConfigDict:
   c.sampler.min_new_tokens = 1  # tokens before a stop token may come
 
   c.paging = ConfigDict()  # a slot whose answer has ended gets the next one
-  c.continuous_batching.slots = 0  # answers that decode together; 0: all, and no refill
+  c.continuous_batching.slots = (
+    0  # answers that decode together; 0: all, and no refill
+  )
   c.continuous_batching.page_size = 16  # tokens of a page of the cache
-  c.continuous_batching.num_pages = 0  # of all layers' caches; 0: what the longest answers take
-  c.continuous_batching.segment_steps = 32  # decode steps until the host looks at the slots
-  c.continuous_batching.prefill_chunk = 128  # tokens of a prompt that are prefilled at one time
+  c.continuous_batching.num_pages = (
+    0  # of all layers' caches; 0: what the longest answers take
+  )
+  c.continuous_batching.segment_steps = (
+    32  # decode steps until the host looks at the slots
+  )
+  c.continuous_batching.prefill_chunk = (
+    128  # tokens of a prompt that are prefilled at one time
+  )
 
   # What an older policy drew: old_logps "recompute" compares with the one that
   # is about to learn from it, "sampler" with that which drew it.
@@ -77,7 +87,9 @@ def get_config() -> ConfigDict:
   # Tokens an answer may draw in an iteration, to go on in the next; 0: all.
   # Needs continuous_batching.slots, and room for answers that wait:
   c.rollout.max_tokens_per_iteration = 0
-  c.rollout.extra_prompts_in_flight = 0  # questions in flight beside data.prompts
+  c.rollout.extra_prompts_in_flight = (
+    0  # questions in flight beside data.prompts
+  )
 
   c.reward = ConfigDict()
   # Of gspo_jax/rewards/, or package.module.function; the first says what is

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax.model import hf
 from gspo_jax.program import command, load_params
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -78,7 +78,7 @@ def export(
   )
   mesh = multihost.run_on_all(lambda: sharding.make_mesh(**config.mesh))
   with jax.set_mesh(mesh):
-    made = multihost.run_on_all(lambda: program_functions.build(config, mesh))
+    made = multihost.run_on_all(lambda: build_program(config, mesh))
     params = load_params.load(config, made, workdir)
   base = config.model.checkpoint or None
   # Else the base's own tokenizer goes along, file by file.

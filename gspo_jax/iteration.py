@@ -81,7 +81,10 @@ def iterate(
   row |= _time_row(clock, ready.spent)
   if config.rollout.dynamic_sampling_rounds > 1:
     row |= dynamic_sampling.metrics(ready.kept, ready.costs)
-  if config.rollout.one_step_off_policy or config.rollout.max_tokens_per_iteration:
+  if (
+    config.rollout.one_step_off_policy
+    or config.rollout.max_tokens_per_iteration
+  ):
     # Iterations between the policy that drew a token and the one that learns.
     row["rollout/staleness"] = step - ready.drawn_at
     row["rollout/continued"] = ready.continued
@@ -129,7 +132,7 @@ def _shown(problems, answers, marks) -> list[tuple[str, str, str, float]]:
   """One answer to each question: question, answer, reference, reward."""
   group = marks.total.shape[1]
   return [
-    (p.question, answers[i].text, p.answer, float(marks.total[i // group, 0]))
+    (p.text, answers[i].text, p.reference, float(marks.total[i // group, 0]))
     for i, p in zip(range(0, marks.total.size, group), problems, strict=True)
     if i in answers  # else another host holds it
   ]

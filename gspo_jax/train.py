@@ -245,7 +245,10 @@ def _train(
 def _watch(run) -> HealthChecks:
   config, c = run.config, run.config.objective
   # Of answers that waited, the gap tells how far the policy has moved.
-  waits = config.rollout.one_step_off_policy or config.rollout.max_tokens_per_iteration
+  waits = (
+    config.rollout.one_step_off_policy
+    or config.rollout.max_tokens_per_iteration
+  )
   numbers = {} if waits else settings.numbers(config)
   drawn = settings.sampler_config(config, run.program.tokenizer)
   return HealthChecks(

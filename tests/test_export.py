@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gspo_jax import export, model
 from gspo_jax.model import hf
-from gspo_jax.program import functions as program_functions
 from gspo_jax.program import load_params
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
@@ -173,7 +173,7 @@ def test_a_run_of_bytes_is_exported_with_its_tokenizer(debug_config, tmp_path):
   debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   mesh = sharding.make_mesh(**debug_config.mesh)
   with jax.set_mesh(mesh):
-    made = program_functions.build(debug_config, mesh)
+    made = build_program(debug_config, mesh)
     state = made.begin(made.init(jax.random.key(0)))
     with Checkpoints(tmp_path / "checkpoints", every=1, keep=1) as checkpoints:
       saved = {"identity": load_params.identity(made)}

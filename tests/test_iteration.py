@@ -132,7 +132,9 @@ def test_every_step_and_use_has_its_own_key(debug_config):
     debug_config, None, spy, scorer, None, None, None, keys
   )
   debug_config.rollout.group_size = 2
-  debug_config.rollout.dynamic_sampling_rounds = 2  # both are drawn: no group is mixed
+  debug_config.rollout.dynamic_sampling_rounds = (
+    2  # both are drawn: no group is mixed
+  )
   state = TrainState(0, None, None)
   with scorer:
     source = train._rollouts(run, spy)
@@ -185,7 +187,9 @@ class Tabular(Spy):
     learner, *_ = settings.learners(config, CFG)
     self.learner = learner._replace(optimizer=optax.sgd(1.0))
     update = functools.partial(train_step.update, learner=self.learner)
-    self.step = jax.jit(lambda *given, improve: update(*given, improve=improve))
+    self.step = jax.jit(
+      lambda *given, apply_updates: update(*given, apply_updates=apply_updates)
+    )
     self.scores = settings.scores(config, CFG)
     self.fields = settings.fields(config, CFG)
     self.credit = settings.credit_of(config)
@@ -205,7 +209,7 @@ class Tabular(Spy):
 
   def score(self, state, batch, key):
     self.used.append(state.params)
-    return self.step(state, batch, key, improve=False)
+    return self.step(state, batch, key, apply_updates=False)
 
   def assign(self, batch, rewards, finish):
     self.assigned = credit.assign_advantages(
@@ -214,7 +218,7 @@ class Tabular(Spy):
     return self.assigned
 
   def update(self, state, batch, key):
-    return self.step(state, batch, key, improve=True)
+    return self.step(state, batch, key, apply_updates=True)
 
   def draw(self, step):
     tokens = np.array([[0, ord("1") + p] for p in range(P)], np.int32)

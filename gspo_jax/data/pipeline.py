@@ -157,9 +157,9 @@ def epochs(source: Source, state: dict) -> float:
 def _prompt(problem: Problem, cfg: PromptConfig) -> dict | None:
   """A row; None, which Grain passes over, for one to drop."""
   # No str.format: questions hold braces.
-  question = cfg.instruction.replace("{question}", problem.question)
+  question = cfg.instruction.replace("{question}", problem.text)
   ids = cfg.tokenizer.prompt(question, cfg.system)
-  what = f"question {problem.question[:40]!r}"
+  what = f"question {problem.text[:40]!r}"
   if not cfg.fits(ids, cfg.width, what, "data.max_prompt_length"):
     return None
   row = np.full(cfg.width, cfg.tokenizer.pad_id, np.int32)
@@ -173,7 +173,7 @@ def _demonstration(
   shown, made = problem.demonstration, cfg.tokenizer
   if not shown:
     raise UserError(
-      f"question {problem.question[:40]!r} has no demonstration to imitate; "
+      f"question {problem.text[:40]!r} has no demonstration to imitate; "
       "data.demonstration_field says where one is"
     )
   ids = [*made.encode(shown), made.stop_ids[0]]

@@ -65,7 +65,7 @@ class ProblemSource(Sequence):
     every = range(len(self.rows))
     if self.evaluation is None:
       return every
-    wanted = lambda i: held_out(self._parse(i).question) == self.evaluation
+    wanted = lambda i: held_out(self._parse(i).text) == self.evaluation
     return list(filter(wanted, every))
 
   def __len__(self) -> int:
@@ -79,13 +79,15 @@ class ProblemSource(Sequence):
     if isinstance(row, Problem):
       return row
     question = readers.plain(
-      readers.field(row, self.fields.question, where), where
+      readers.field(row, self.fields.problem, where), where
     )
-    answer = readers.plain(readers.field(row, self.fields.answer, where), where)
+    answer = readers.plain(
+      readers.field(row, self.fields.reference, where), where
+    )
     if not isinstance(question, str):
-      raise UserError(f"{where}: {self.fields.question!r} must be text")
+      raise UserError(f"{where}: {self.fields.problem!r} must be text")
     if answer is None:
-      raise UserError(f"{where}: {self.fields.answer!r} is null")
+      raise UserError(f"{where}: {self.fields.reference!r} is null")
     reference = _reference(answer)
     if not (question and reference):
       raise UserError(f"{where}: an empty question or answer")

@@ -22,16 +22,16 @@ _OPERATIONS = {
 
 
 class Problem(NamedTuple):
-  """One question of any source.
+  """One problem of any source.
 
   Attributes:
-    question: what the policy is asked.
-    answer: the reference that the verifier compares with.
-    demonstration: a worked answer to imitate in the cold start.
+    text: what the policy is asked, before a template.
+    reference: the answer that the reward compares with.
+    demonstration: a worked response to imitate in the cold start.
   """
 
-  question: str
-  answer: str
+  text: str
+  reference: str
   demonstration: str
 
 
@@ -74,7 +74,7 @@ class Chain:
     rng = random.Random(f"{self.seed}/{self.evaluation}/{index}")
     while True:
       problem = self._draw(rng)
-      if held_out(problem.question) == self.evaluation:
+      if held_out(problem.text) == self.evaluation:
         return problem
 
   def _draw(self, rng: random.Random) -> Problem:

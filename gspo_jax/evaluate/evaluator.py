@@ -108,7 +108,7 @@ def _policy_samplers(config, mesh, asked) -> list[PolicySampler]:
     pupil(batch_shape(config, mesh, q.samples, len(q.problems))) for q in asked
   ]
   for questions, its in zip(asked, pupils, strict=True):
-    its.read([p.question for p in questions.problems])
+    its.read([p.text for p in questions.problems])
   return pupils
 
 

@@ -68,7 +68,7 @@ def evaluate_benchmark(
 
   for number in range(begin, -(-count // at_once)):
     index = range(number * at_once, min((number + 1) * at_once, count))
-    asked = [questions.problems[i].question for i in index]
+    asked = [questions.problems[i].text for i in index]
     replies = respond(asked, questions.samples, number)
     together(settle)
     if scorer is not None:
@@ -82,7 +82,9 @@ def _judge(scorer, questions, index, replies) -> Callable[[], tuple]:
   whose = [(i, sample) for i in index for sample in range(questions.samples)]
   drawn = zip(whose, replies.texts, replies.tokens, strict=True)
   answers = [
-    Response(read[i], text, questions.problems[i].answer, tokens, replies.limit)
+    Response(
+      read[i], text, questions.problems[i].reference, tokens, replies.limit
+    )
     for (i, _), text, tokens in drawn
   ]
   pending = scorer.submit(answers)
@@ -98,7 +100,7 @@ def _rows(pending, questions, whose, answers, cut):
       "set": questions.name,
       "id": questions.ids[i],
       "sample": sample,
-      "question": questions.problems[i].question,
+      "question": questions.problems[i].text,
       "text": answer.text,
       "reference": _told(answer.reference),
       "score": float(score),

@@ -12,7 +12,7 @@ from gspo_jax import model
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate.judge import Responses
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts
@@ -99,7 +99,7 @@ class PolicySampler:
     config.learner.micro_batch_size = self._batch * config.rollout.group_size
     if self._greedy:
       config.sampler.temperature = 1.0  # not for `generate_greedy`
-    self.program = program_functions.build(config, mesh)
+    self.program = build_program(config, mesh)
     # A set is asked whole, or not at all.
     self._cfg = dataclasses.replace(self.program.prompting, too_long="error")
 

@@ -86,7 +86,7 @@ def add_reference_and_values(
   *,
   reference: model.Params | None,
   values: Callable[[TrainBatch], jax.Array] | None,
-  micro_rows: int,
+  micro_batch_size: int,
   temperature: float,
 ) -> TrainBatch:
   """The rollout with what a reference policy and a critic say of it.
@@ -96,7 +96,7 @@ def add_reference_and_values(
     cfg: the model; static.
     reference: weights of the reference policy, or None.
     values: rows -> [rows, R], a critic's values, or None.
-    micro_rows: rows at a time; divides B; static.
+    micro_batch_size: rows at a time; divides B; static.
     temperature: the sampler's; static.
   """
 
@@ -109,18 +109,20 @@ def add_reference_and_values(
       said["values"] = values(rows)
     return said
 
-  said = _join(_in_micro_batches(of_rows, rollout, micro_rows))
+  said = _join(_in_micro_batches(of_rows, rollout, micro_batch_size))
   return dataclasses.replace(rollout, **said)
 
 
-def _in_micro_batches(function, rollout: TrainBatch, micro_rows: int):
-  """`function` of a few rows at a time: leaves [B / micro_rows, ...]."""
+def _in_micro_batches(function, rollout: TrainBatch, micro_batch_size: int):
+  """`function` of a few rows at a time: leaves [B / micro_batch_size, ...]."""
   B = rollout.tokens.shape[0]
-  cut = lambda x: x.reshape(B // micro_rows, micro_rows, *x.shape[1:])
+  cut = lambda x: x.reshape(
+    B // micro_batch_size, micro_batch_size, *x.shape[1:]
+  )
   cuts = constrain_batch(jax.tree.map(cut, rollout), axis=1)
   return jax.lax.map(function, cuts)
 
 
 def _join(tree):
-  """Leaves [n, micro_rows, ...] as rows again."""
+  """Leaves [n, micro_batch_size, ...] as rows again."""
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)

@@ -4,8 +4,8 @@ Dimension key: P prompts, B rows, M minibatches, A micro-batches a minibatch.
 
 Old log-probs must be those of the update's own forward pass: in bfloat16 two
 programs round differently, and the difference exceeds GSPO's clip range. So
-both come out of one compiled program, `update`: with `improve` false it runs
-the forward passes and keeps what they give, with `improve` true it takes the
+both come out of one compiled program, `update`: with `apply_updates` false it runs
+the forward passes and keeps what they give, with `apply_updates` true it takes the
 gradients, too. As long as the policy has not moved, the ratio is exactly 1, but
 where the sampler's log-probs are the old ones.
 """
@@ -94,19 +94,19 @@ class Learner(NamedTuple):
     loss: what is minimised.
     optimizer: an optax transformation.
     minibatches: M, optimizer steps a rollout.
-    micro_rows: rows of one forward and backward pass.
+    micro_batch_size: rows of one forward and backward pass.
     group: rows that are shuffled together.
     scored: whether the rollout has old log-probs before an update.
-    scores_all: whether scores are wanted of the first minibatch, too.
+    score_every_minibatch: whether scores are wanted of the first minibatch, too.
   """
 
   loss: Loss
   optimizer: optax.GradientTransformation
   minibatches: int
-  micro_rows: int
+  micro_batch_size: int
   group: int
   scored: bool = False
-  scores_all: bool = False
+  score_every_minibatch: bool = False
 
 
 def init_state(
@@ -122,7 +122,7 @@ def update(
   key: jax.Array,
   *,
   learner: Learner,
-  improve: jax.Array | bool = True,
+  apply_updates: jax.Array | bool = True,
 ) -> tuple[TrainState, TrainBatch, Metrics]:
   """M optimizer steps over a rollout of B rows; or its scores alone.
 
@@ -135,7 +135,7 @@ def update(
     batch: B rows; groups side by side.
     key: of the shuffle; the same for the scores and for the update.
     learner: how to learn; static.
-    improve: [] bool: whether to learn. A Python True leaves the choice out of
+    apply_updates: [] bool: whether to learn. A Python True leaves the choice out of
       the program.
 
   Returns:
@@ -152,12 +152,14 @@ def update(
     params, opt_state, old, sums = carry
     rows = jax.tree.map(lambda x: x[i], batches)
     grads, found, metrics = gradient(
-      params, rows, learner, improve=improve, first=i == 0
+      params, rows, learner, apply_updates=apply_updates, first=i == 0
     )
-    keep = lambda all_, one: all_.at[i].set(jnp.where(improve, all_[i], one))
+    keep = lambda all_, one: all_.at[i].set(
+      jnp.where(apply_updates, all_[i], one)
+    )
     old = jax.tree.map(keep, old, found)
     step = lambda: _descend(learner, grads, params, opt_state)
-    params, opt_state = where(improve, step, (params, opt_state))
+    params, opt_state = where(apply_updates, step, (params, opt_state))
     return params, opt_state, old, jax.tree.map(jnp.add, sums, metrics)
 
   first = jax.tree.map(lambda x: x[0], batches)
@@ -174,13 +176,15 @@ def update(
     0, learner.minibatches, minibatch, start
   )
   as_before = {name: getattr(batch, name) for name in old}
-  if improve is not True:
+  if apply_updates is not True:
     with jax.named_scope(SCORES):
-      old = jax.lax.cond(improve, lambda: as_before, lambda: cut.join(old))
+      old = jax.lax.cond(
+        apply_updates, lambda: as_before, lambda: cut.join(old)
+      )
     batch = dataclasses.replace(batch, **old)
   state = dataclasses.replace(
     state,
-    step=state.step + jnp.int32(improve),
+    step=state.step + jnp.int32(apply_updates),
     params=params,
     opt_state=opt_state,
   )
@@ -192,12 +196,12 @@ def _descend(learner, grads, params, opt_state):
   return optax.apply_updates(params, updates), opt_state
 
 
-def where(improve, function, otherwise):
-  """`function()` where `improve`, else `otherwise`, without its cost."""
-  if improve is True:
+def where(apply_updates, function, otherwise):
+  """`function()` where `apply_updates`, else `otherwise`, without its cost."""
+  if apply_updates is True:
     return function()
   with jax.named_scope(BACKWARD):
-    return jax.lax.cond(improve, function, lambda: otherwise)
+    return jax.lax.cond(apply_updates, function, lambda: otherwise)
 
 
 def gradient(
@@ -205,7 +209,7 @@ def gradient(
   micro_batches: TrainBatch,
   learner: Learner,
   *,
-  improve: jax.Array | bool = True,
+  apply_updates: jax.Array | bool = True,
   first: jax.Array | bool = False,
 ) -> tuple[model.Params, dict[str, jax.Array], Metrics]:
   """The gradient of one minibatch, leaves [A, rows, ...].
@@ -217,15 +221,15 @@ def gradient(
     params: of the policy.
     micro_batches: the rows.
     learner: how to learn; static.
-    improve: as in `update`; without it the gradient is zero.
+    apply_updates: as in `update`; without it the gradient is zero.
     first: [] bool, whether this is the first minibatch of the rollout.
 
   Returns:
     The gradient, `Pass.old` of all rows, and metrics.
   """
   A = micro_batches.tokens.shape[0]
-  improving, first = jnp.asarray(improve), jnp.asarray(first)
-  own = first | ~improving
+  applying, first = jnp.asarray(apply_updates), jnp.asarray(first)
+  own = first | ~applying
 
   def add(j, carry):
     grads, count, old, sums = carry
@@ -242,9 +246,9 @@ def gradient(
       # Without the barrier XLA on TPU trips over a fused accumulation.
       return jax.tree.map(jnp.add, grads, jax.lax.optimization_barrier(new))
 
-    grads = where(improve, backward, grads)
+    grads = where(apply_updates, backward, grads)
     old = jax.tree.map(lambda all_, one: all_.at[j].set(one), old, out.old)
-    counted = _counted(out, learner, improving, first, j == A - 1)
+    counted = _counted(out, learner, applying, first, j == A - 1)
     return (
       grads,
       count + out.loss.count,
@@ -255,7 +259,7 @@ def gradient(
   one = jax.tree.map(lambda x: x[0], micro_batches)
   out = jax.eval_shape(learner.loss, params, one, own)
   counted = jax.eval_shape(
-    lambda out: _counted(out, learner, improving, first, first), out
+    lambda out: _counted(out, learner, applying, first, first), out
   )
   stack = lambda s: jnp.zeros((A, *s.shape), s.dtype)
   start = (
@@ -265,24 +269,26 @@ def gradient(
     _zeros(counted),
   )
   init_state = 0
-  if not learner.scores_all:  # of the first minibatch one micro-batch will do
-    init_state = jnp.where(first & ~improving, A - 1, 0)
+  if (
+    not learner.score_every_minibatch
+  ):  # of the first minibatch one micro-batch will do
+    init_state = jnp.where(first & ~applying, A - 1, 0)
   grads, count, old, metrics = jax.lax.fori_loop(init_state, A, add, start)
   grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads)
   norm = Mean(optax.tree.norm(grads), jnp.float32(1))
-  metrics["grad/norm"] = _only(improving, norm)
+  metrics["grad/norm"] = _only(applying, norm)
   return grads, old, metrics
 
 
-def _counted(out: LossOutput, learner, improve, first, last) -> Metrics:
+def _counted(out: LossOutput, learner, apply_updates, first, last) -> Metrics:
   """The metrics of a pass that count: each row's once in both calls."""
-  metrics = _only(improve, out.metrics)
-  metrics |= _only(improve == first, out.measured)
+  metrics = _only(apply_updates, out.metrics)
+  metrics |= _only(apply_updates == first, out.measured)
   if out.repeated is not None:
     gap = out.repeated
-    if not learner.scored:  # nothing that could differ
+    if not learner.has_old_logps:  # nothing that could differ
       gap = Std(*[jnp.zeros_like(x) for x in gap[:2]], gap.count)
-    checked = _only(improve & first & last, gap)
+    checked = _only(apply_updates & first & last, gap)
     metrics["ratio/first_minibatch_std"] = checked
   return metrics
 

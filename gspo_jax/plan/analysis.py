@@ -115,8 +115,14 @@ def _steps(name, config, made) -> int:
   """Trips of the function's loop that data decides, at most."""
   if not isinstance(made.generate, ContinuousSampler):
     return config.sampler.max_new_tokens - 1 if name == "generate" else 0
-  chunks = lower.longest(config, made.generate) // config.continuous_batching.prefill_chunk
-  return {"prefill": chunks, "generate": config.continuous_batching.segment_steps}.get(name, 0)
+  chunks = (
+    lower.longest(config, made.generate)
+    // config.continuous_batching.prefill_chunk
+  )
+  return {
+    "prefill": chunks,
+    "generate": config.continuous_batching.segment_steps,
+  }.get(name, 0)
 
 
 def _unroll(cost, steps) -> hlo_cost.HloCost | None:

@@ -44,8 +44,8 @@ def functions(config, made: Program) -> dict[str, jax.stages.Lowered]:
   batch = rows(made.assemble.lower(prompts, rows(samples)).out_info)
   if made.appraise:
     lowered["appraise"] = made.appraise.lower(made.abstract, batch)
-  improve = shape((), jnp.bool_)
-  lowered["update"] = made.step.lower(made.abstract, batch, key, improve)
+  apply_updates = shape((), jnp.bool_)
+  lowered["update"] = made.step.lower(made.abstract, batch, key, apply_updates)
   if made.scores:
     lowered["score"] = lowered["update"]  # the same program
   return lowered
@@ -91,7 +91,9 @@ def _prompts(config, paged):
 
 def longest(config, paged: ContinuousSampler) -> int:
   """T of the longest prompts, or of answers that go on."""
-  return paged.buckets(continues=config.rollout.max_tokens_per_iteration > 0)[-1]
+  return paged.buckets(continues=config.rollout.max_tokens_per_iteration > 0)[
+    -1
+  ]
 
 
 def _orders(state):

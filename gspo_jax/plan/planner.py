@@ -6,7 +6,7 @@ import jax
 
 from gspo_jax.plan import analysis, chips, lower
 from gspo_jax.plan import compile as plan_compile
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, nearest
 
@@ -28,7 +28,7 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
     raise UserError(f"--slices={slices}: expected at least 1")
   libtpu = plan_compile.prepare()
   mesh = sharding.make_mesh(plan_compile.devices(where, slices), **config.mesh)
-  made = program_functions.build(config, mesh)
+  made = build_program(config, mesh)
   lowered = lower.functions(config, made)
   results, done = {}, {}
   for name in functions:

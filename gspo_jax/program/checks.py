@@ -180,12 +180,17 @@ def _get(config, key):
 def _check_sizes(config, shards):
   """Every cut of a batch comes out even."""
   prompts, batch = config.data.prompts, config.cold_start.batch
-  minibatches, micro = config.learner.minibatches, config.learner.micro_batch_size
+  minibatches, micro = (
+    config.learner.minibatches,
+    config.learner.micro_batch_size,
+  )
   divides("data.prompts", prompts, "learner.minibatches", minibatches)
   rows = prompts * config.rollout.group_size // minibatches
   divides("the answers of a minibatch", rows, "learner.micro_batch_size", micro)
   sizes = {"data.prompts": prompts, "learner.micro_batch_size": micro}
-  sizes["rollout.extra_prompts_in_flight"] = config.rollout.extra_prompts_in_flight
+  sizes["rollout.extra_prompts_in_flight"] = (
+    config.rollout.extra_prompts_in_flight
+  )
   if config.cold_start.steps:
     micro = min(micro, batch)
     divides("cold_start.batch", batch, "learner.micro_batch_size", micro)

@@ -206,10 +206,11 @@ def learners(config, cfg):
     ),
     optimizer=optimizer.optimizer(optim_config(config)),
     minibatches=config.learner.minibatches,
-    micro_rows=config.learner.micro_batch_size,
+    micro_batch_size=config.learner.micro_batch_size,
     group=config.rollout.group_size,
-    scored=scores(config, cfg) or config.objective.old_logps == "sampler",
-    scores_all=_scores_all(config),
+    has_old_logps=scores(config, cfg)
+    or config.objective.old_logps == "sampler",
+    score_every_minibatch=_scores_all(config),
   )
   judge, own = None, config.critic
   if config.objective.name == "ppo":
@@ -239,6 +240,6 @@ def _imitation(config, cfg):
     loss=functools.partial(cross_entropy, cfg=cfg),
     optimizer=optimizer.optimizer(schedule),
     minibatches=1,
-    micro_rows=min(config.learner.micro_batch_size, cold.batch),
+    micro_batch_size=min(config.learner.micro_batch_size, cold.batch),
     group=1,
   )

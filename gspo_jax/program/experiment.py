@@ -8,8 +8,8 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from gspo_jax.data import datasets, pipeline
-from gspo_jax.program import functions as program_functions
 from gspo_jax.program import load_params
+from gspo_jax.program.functions import build_program
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.runtime.errors import UserError
 
@@ -40,7 +40,7 @@ class Experiment(NamedTuple):
 
   config: ConfigDict
   workdir: epath.Path
-  program_functions: program_functions.Program
+  program_functions: Program
   scorer: RewardPool
   datasets: datasets.Datasets
   held_out: dict
@@ -56,7 +56,7 @@ def prepare(
   Raises:
     UserError: the config or the data cannot work as they are.
   """
-  functions = program_functions.build(config, mesh)
+  functions = build_program(config, mesh)
   found = datasets.load(config)
   identity = load_params.identity(functions) | {
     "seed": config.seed,
@@ -94,7 +94,9 @@ def checkpoint_identity(run: Experiment) -> dict:
   if c.rollout.one_step_off_policy:
     more["answers drawn ahead (rollout.one_step_off_policy)"] = True
   if c.rollout.max_tokens_per_iteration:
-    more["answers in flight (rollout.extra_prompts_in_flight)"] = c.rollout.extra_prompts_in_flight
+    more["answers in flight (rollout.extra_prompts_in_flight)"] = (
+      c.rollout.extra_prompts_in_flight
+    )
   if c.rollout.one_step_off_policy or c.rollout.max_tokens_per_iteration:
     # Answers that wait were drawn for these prompts, and are of this shape.
     for key in ("prompts", "max_prompt_length", "system_prompt", "instruction"):

@@ -76,7 +76,7 @@ class Program:
     appraise: (state, rollout) -> rollout, with what the reference and the
       critic say of it; None where the objective has neither.
     assign: (rollout, rewards [B], finish [B]) -> rollout with advantages.
-    step: (state, rollout, key, improve) -> (state, rollout, metrics): one
+    step: (state, rollout, key, apply_updates) -> (state, rollout, metrics): one
       program for `score` and `update`; donates state and rollout.
     abstract_imitation: as `abstract`, of the cold start's.
     begin_imitation: as `begin`, of the cold start.
@@ -151,7 +151,7 @@ def _check_compiled(name, function, most=1):
     )
 
 
-def build(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
+def build_program(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   """Checks a config and makes its program; compiles nothing yet.
 
   Raises:
@@ -229,7 +229,12 @@ def _decoding_mesh(config, mesh, params):
     raise UserError(f"on sampler_mesh: {error}") from error
   shards = sharding.batch_shards(decoding)
   multiple("data.prompts", config.data.prompts, "sampler_mesh", shards)
-  multiple("rollout.extra_prompts_in_flight", config.rollout.extra_prompts_in_flight, "sampler_mesh", shards)
+  multiple(
+    "rollout.extra_prompts_in_flight",
+    config.rollout.extra_prompts_in_flight,
+    "sampler_mesh",
+    shards,
+  )
   return decoding
 
 
@@ -346,7 +351,7 @@ def _jit_appraise(config, cfg, abstract, mesh):
       reference=state.reference,
       values=state.critic
       and functools.partial(critic.values, state.critic.params, cfg),
-      micro_rows=config.learner.micro_batch_size,
+      micro_batch_size=config.learner.micro_batch_size,
       temperature=config.sampler.temperature,
     )
 
@@ -373,19 +378,21 @@ def _step(config, rl, judge):
   """Scores a rollout, or updates policy, critic and reference."""
   every = config.objective.reference_every
 
-  def step(state, batch, key, improve):
+  def step(state, batch, key, apply_updates):
     new, batch, metrics = train_step.update(
-      state, batch, key, learner=rl, improve=improve
+      state, batch, key, learner=rl, apply_updates=apply_updates
     )
     if judge:
       learn = functools.partial(_learn_values, state.critic, batch, key, judge)
       shapes = jax.eval_shape(learn)[1]
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-      value, judged = train_step.where(improve, learn, (state.critic, zeros))
+      value, judged = train_step.where(
+        apply_updates, learn, (state.critic, zeros)
+      )
       new = dataclasses.replace(new, critic=value)
       metrics |= judged
     if every:
-      due = improve & (new.step % every == 0)
+      due = apply_updates & (new.step % every == 0)
       follow = lambda old, x: jnp.where(due, x.astype(old.dtype), old)
       reference = jax.tree.map(follow, state.reference, new.params)
       new = dataclasses.replace(new, reference=reference)

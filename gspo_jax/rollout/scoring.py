@@ -62,7 +62,7 @@ class ResponseDecoder:
     return Response(
       self._prompts[p],
       self._tokenizer.decode(tokens),
-      self._batch["problems"][p].answer,
+      self._batch["problems"][p].reference,
       ended.length,
       len(ended.tokens),
     )

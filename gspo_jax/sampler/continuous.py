@@ -288,7 +288,7 @@ def _columns(work: list[Requests]) -> dict[str, np.ndarray]:
   return columns | {"last": np.array(last, np.int32)}
 
 
-def build(
+def build_program(
   cfg: model.ModelConfig,
   draw: SamplerConfig,
   *,

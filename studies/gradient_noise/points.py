@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from gspo_jax import model
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.losses import advantages
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.sampler.samples import Prompts, Samples
 from studies import saved
 from studies.gradient_noise import gradients
@@ -54,7 +54,7 @@ class Bench:
   """
 
   config: ConfigDict
-  functions: program_functions.Program
+  functions: Program
   gradient: Callable
   load: Callable[[int], model.Params]
 
@@ -111,7 +111,7 @@ def bench(run_config: ConfigDict, folder: Path, mesh, length: int) -> Bench:
   # Half a batch at a time: answers are long, and windows need no more.
   config.data.prompts //= 2
   config.learner.micro_batch_size //= 2
-  functions = program_functions.build(config, mesh)
+  functions = build_program(config, mesh)
   gradient = functools.partial(
     gradients.grams,
     cfg=functions.cfg,

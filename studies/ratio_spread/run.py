@@ -23,7 +23,7 @@ import functools
 import jax
 import numpy as np
 
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from studies import intervals, measures, saved, seeds
 from studies.runs import Run
@@ -56,7 +56,7 @@ def spreads(run: Run, first: int, bins) -> list[dict]:
   """Of each bin that has answers, the spread over all iterations."""
   config, mesh = run.config, sharding.make_mesh(**run.config.mesh)
   with jax.set_mesh(mesh):
-    functions = program_functions.build(config, mesh)
+    functions = build_program(config, mesh)
     questions = saved.questions(config, functions)
     weights = functools.partial(saved.weights, config, functions, run.folder)
     found, old = [], weights(first - 1)

@@ -47,7 +47,7 @@ def correct(texts, iteration):
 
 
 def texts(batch):
-  return [p.question for p in batch["problems"]]
+  return [p.text for p in batch["problems"]]
 
 
 def run(curriculum, iterations, rounds=1):
@@ -83,7 +83,7 @@ def simulate(stages, iterations, batch, rounds=1, width=16, seed=0):
   known, back, walks, out = set(), 0, [], []
   for _, source in stages:
     parts = source.sources if isinstance(source, sources.Mixture) else [source]
-    every = {p.question for part in parts for p in whole(part)}
+    every = {p.text for part in parts for p in whole(part)}
     walks.append(
       [order(source, seed), 0, {q for q in every if len(q) <= width}]
     )
@@ -99,7 +99,7 @@ def simulate(stages, iterations, batch, rounds=1, width=16, seed=0):
         back += 1
       drawn = []
       while len(drawn) < batch:
-        question = walk[0][walk[1]].question
+        question = walk[0][walk[1]].text
         walk[1] += 1
         if question in walk[2] - known:
           drawn.append(question)
@@ -222,7 +222,7 @@ def test_what_one_stage_learnt_the_next_one_knows():
     known |= set(texts(batch))
   assert len(known) == 12
   later = {t for i in range(4, 14) for t in texts(curriculum.draw(i))}
-  assert later == {p.question for p in [*MATH, *CODE]} - known
+  assert later == {p.text for p in [*MATH, *CODE]} - known
 
 
 def test_a_stage_is_not_shuffled_as_the_one_before():

@@ -26,7 +26,7 @@ def config(debug_config, tmp_path):
 
 def questions(source):
   parts = getattr(source, "sources", (source,))
-  return {part[i].question for part in parts for i in range(len(part))}
+  return {part[i].text for part in parts for i in range(len(part))}
 
 
 def test_a_later_stage_has_both(config):

@@ -31,7 +31,7 @@ def imitated(source, batch=8, width=24, **changes):
 
 def questions(iterator, count):
   drawn = [next(iterator)["problems"] for _ in range(count)]
-  return [[p.question for p in problems] for problems in drawn]
+  return [[p.text for p in problems] for problems in drawn]
 
 
 def problems(*texts, answer="1"):
@@ -57,8 +57,8 @@ def test_a_prompt_is_its_question_padded_on_the_left():
     batch["problems"], batch["tokens"], batch["length"], strict=True
   ):
     assert (tokens[:-n] == BYTES.pad_id).all()
-    assert BYTES.decode(tokens[-n:]) == problem.question
-    assert n == len(problem.question)
+    assert BYTES.decode(tokens[-n:]) == problem.text
+    assert n == len(problem.text)
 
 
 def test_system_prompt_and_instruction():
@@ -82,7 +82,7 @@ def test_a_demonstration_ends_in_a_stop():
     batch["response_length"],
     strict=True,
   ):
-    assert BYTES.decode(tokens).lstrip("\ufffd") == problem.question
+    assert BYTES.decode(tokens).lstrip("\ufffd") == problem.text
     assert BYTES.decode(response[: n - 1]) == problem.demonstration
     assert response[n - 1] == BYTES.stop_ids[0]
     assert (response[n:] == BYTES.pad_id).all()
@@ -97,7 +97,7 @@ def test_other_seeds_give_other_batches():
 
 
 def test_an_epoch_is_a_permutation_and_no_two_are_the_same():
-  everything = Counter(SMALL[i].question for i in range(len(SMALL)))
+  everything = Counter(SMALL[i].text for i in range(len(SMALL)))
   iterator = batches()
   epochs = [list(itertools.chain(*questions(iterator, 3))) for _ in range(4)]
   assert all(Counter(epoch) == everything for epoch in epochs)
@@ -117,7 +117,7 @@ def test_the_order_is_that_of_a_bare_pipeline():
   bare = grain.MapDataset.mix(shuffled, weights=(3, 1))
   iterator = batches(sources.mix([LONG, SMALL], (3, 1)), batch=5, seed=7)
   drawn = list(itertools.chain(*questions(iterator, 20)))
-  assert drawn == [bare[i].question for i in range(100)]
+  assert drawn == [bare[i].text for i in range(100)]
   assert iterator.get_state() == {"next_index": 100}
 
 
@@ -149,7 +149,7 @@ def test_what_is_left_out_may_change_after_every_batch():
 
 
 def test_what_fits_is_counted():
-  fit = sum(len(p.question) <= 5 for p in LONG)
+  fit = sum(len(p.text) <= 5 for p in LONG)
   assert pipeline.fitting(LONG, config(5, too_long="drop")) == fit
   assert pipeline.fitting(LONG, config(5)) == len(
     LONG
@@ -194,13 +194,13 @@ def test_resumed_is_uninterrupted(case):
 
 
 def test_what_is_too_long_is_left_out_and_nothing_else():
-  fit = [p.question for p in LONG if len(p.question) <= 5]
+  fit = [p.text for p in LONG if len(p.text) <= 5]
   assert 5 < len(fit) < len(LONG)
   iterator = batches(LONG, batch=1, width=5, too_long="drop")
   drawn = list(itertools.chain(*questions(iterator, 2 * len(fit))))
   assert Counter(drawn) == Counter(fit * 2)
   kept = pipeline.take(LONG, config(5, too_long="drop"), len(fit))
-  assert [p.question for p in kept["problems"]] == fit
+  assert [p.text for p in kept["problems"]] == fit
   with pytest.raises(UserError, match=f"only {len(fit)} questions .* and fit"):
     pipeline.take(LONG, config(5, too_long="drop"), len(fit) + 1)
 
@@ -220,15 +220,15 @@ def test_a_mixture_keeps_to_its_weights():
   drawn = list(itertools.chain(*questions(batches(source, batch=8), 100)))
   assert Counter(q[0] for q in drawn) == {"a": 600, "b": 200}
   counts = Counter(drawn)
-  assert {counts[p.question] for p in parts[0]} == {12}
-  assert {counts[p.question] for p in parts[1]} == {4}
+  assert {counts[p.text] for p in parts[0]} == {12}
+  assert {counts[p.text] for p in parts[1]} == {4}
 
 
 def test_of_a_mixture_each_source_is_asked_in_turn():
   sizes = {"a": 9, "b": 3}.items()
   parts = [problems(*(f"{c}{i}" for i in range(n))) for c, n in sizes]
   taken = pipeline.take(sources.mix(parts, (3, 1)), config(), 12)["problems"]
-  asked = [p.question for p in taken]
+  asked = [p.text for p in taken]
   assert asked[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
   assert asked[6:] == [f"a{i}" for i in range(3, 9)]  # all there are
   with pytest.raises(UserError, match="only 12 questions"):
@@ -249,7 +249,7 @@ def test_epochs_count_what_was_left_out_too():
   assert pipeline.epochs(SMALL, iterator.get_state()) == 0
   questions(iterator, 3)
   assert pipeline.epochs(SMALL, iterator.get_state()) == 1
-  fit = sum(len(p.question) <= 5 for p in LONG)
+  fit = sum(len(p.text) <= 5 for p in LONG)
   iterator = batches(LONG, batch=1, width=5, too_long="drop")
   questions(iterator, fit)
   assert 0.8 < pipeline.epochs(LONG, iterator.get_state()) <= 1
@@ -271,7 +271,7 @@ def test_the_epoch_of_a_mixture_is_that_of_its_most_repeated_source():
 
 def test_a_question_that_is_too_long():
   source = Chain((8,))
-  tokens = len(source[0].question)
+  tokens = len(source[0].text)
   assert next(batches(source, width=tokens))["length"].max() == tokens
   words = f"has {tokens} tokens, more than data.max_prompt_length={tokens - 1}"
   with pytest.raises(UserError, match=words):

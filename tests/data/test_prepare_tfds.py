@@ -51,9 +51,9 @@ def test_a_set_of_ones_own(tmp_path):
   path = write(tmp_path / "a", 4, tests=tests)
   folder = str(tmp_path / "sets")
   assert prepare_tfds.prepare("my_set", {"train": path}, folder) == {"train": 4}
-  fields = sources.Fields(answer="tests", demonstration="answer")
+  fields = sources.Fields(reference="tests", demonstration="answer")
   found = sources.load("tfds:my_set", data_dir=folder, fields=fields)
-  assert json.loads(found[3].answer) == tests
+  assert json.loads(found[3].reference) == tests
   assert found[3].demonstration == "so\n#### 3"
 
 

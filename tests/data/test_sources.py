@@ -44,10 +44,10 @@ def test_the_reference_follows_the_last_mark(tmp_path):
     row(3, "#### C#"),
   )
   found = sources.load(spec)
-  assert [p.answer for p in found] == ["1,000", "Paris", "ü", "C#"]
+  assert [p.reference for p in found] == ["1,000", "Paris", "ü", "C#"]
   assert found[0].demonstration == "#### 3, no\n####  1,000 "
   assert found[1].demonstration == "#### Paris"
-  assert found[2].question == "question é中?"
+  assert found[2].text == "question é中?"
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_references_that_are_no_text(
   tmp_path, answer, reference, demonstration
 ):
   found = one(tmp_path, row(1, answer))
-  assert found.answer == (reference or json.dumps(answer))
-  assert json.loads(found.answer) == answer
+  assert found.reference == (reference or json.dumps(answer))
+  assert json.loads(found.reference) == answer
   assert found.demonstration == demonstration
 
 
@@ -115,7 +115,7 @@ def test_a_bad_line_is_named(tmp_path, bad):
 def test_the_held_out_split_is_disjoint_and_complete(tmp_path):
   spec = write(tmp_path / "a", *map(row, range(800)))
   kept, tested, everything = (
-    [p.question for p in sources.load(spec, evaluation=evaluation)]
+    [p.text for p in sources.load(spec, evaluation=evaluation)]
     for evaluation in (False, True, None)
   )
   assert not set(kept) & set(tested)
@@ -144,8 +144,8 @@ def test_gsm8k(part, count):
   found = sources.load(f"jsonl:{GSM8K / part}.jsonl")
   assert len(found) == count
   for problem in found:
-    assert problem.answer.replace(",", "").lstrip("-").isdecimal()
-    assert problem.demonstration.endswith(f"#### {problem.answer}")
+    assert problem.reference.replace(",", "").lstrip("-").isdecimal()
+    assert problem.demonstration.endswith(f"#### {problem.reference}")
 
 
 # By dotted name.
@@ -176,8 +176,10 @@ def test_any_source_by_dotted_name(module):
     ("q0", "0", "#### 0"),
     ("q1", "1", "#### 1"),
   ]
-  fields = Fields(answer="tests")
-  assert sources.load(f"{module}:dicts", fields=fields)[3].answer == "[[3, 2]]"
+  fields = Fields(reference="tests")
+  assert (
+    sources.load(f"{module}:dicts", fields=fields)[3].reference == "[[3, 2]]"
+  )
   assert sources.load(f"{module}.problems")[1] == Problem("d", "e", "f")
   halves = [
     list(sources.load(f"{module}.dicts", evaluation=e)) for e in (True, False)

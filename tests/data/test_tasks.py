@@ -43,13 +43,13 @@ def steps_of(problem):
 def test_the_answer_is_the_chains_value():
   assert evaluate("8a+3b-5c+4?") == "0"
   for problem in problems():
-    assert problem.answer == evaluate(problem.question)
+    assert problem.reference == evaluate(problem.text)
 
 
 def test_lengths_and_labels_are_those_asked_for():
   lengths = set()
   for problem in problems():
-    labels = re.sub("[^a-z]", "", problem.question)
+    labels = re.sub("[^a-z]", "", problem.text)
     assert "abcdefgh".startswith(labels)
     lengths.add(len(labels))
   assert lengths == {2, 4, 8}
@@ -59,18 +59,18 @@ def test_without_noise_a_demonstration_is_right_and_verifies():
   for problem in problems():
     steps, end = steps_of(problem)
     assert all(int(s[4]) == apply(*s[1:4]) for s in steps)
-    assert end == problem.answer
-    assert final_answer("", problem.demonstration, problem.answer) == 1
+    assert end == problem.reference
+    assert final_answer("", problem.demonstration, problem.reference) == 1
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.12, 1.0])
 def test_a_demonstration_carries_what_it_shows_on(noise):
   for problem in problems(noise=noise):
     steps, end = steps_of(problem)
-    asked = [tuple(s) for s in re.findall("([a-z])(.)(.)", problem.question)]
+    asked = [tuple(s) for s in re.findall("([a-z])(.)(.)", problem.text)]
     assert [(s[0], s[2], s[3]) for s in steps] == asked
     lefts = [s[1] for s in steps] + [end]
-    assert lefts == [problem.question[0]] + [s[4] for s in steps]
+    assert lefts == [problem.text[0]] + [s[4] for s in steps]
 
 
 @pytest.mark.parametrize("noise", [0.12, 0.5, 1.0])
@@ -80,7 +80,7 @@ def test_noise_corrupts_its_share_and_never_the_answer(noise):
   share = noise * 0.9  # a random digit is right one time in ten
   deviation = (share * (1 - share) / len(wrong)) ** 0.5
   assert abs(sum(wrong) / len(wrong) - share) < 4 * deviation
-  assert all(p.answer == evaluate(p.question) for p in drawn)
+  assert all(p.reference == evaluate(p.text) for p in drawn)
 
 
 def test_an_index_is_a_problem_for_ever():
@@ -93,14 +93,14 @@ def test_an_index_is_a_problem_for_ever():
 
 def test_the_problems_of_a_seed_never_change():
   """Runs resume on them, and their checkpoints name parameters, not rows."""
-  assert Chain((8,))[0].question == "9a*9b+4c-9d+9e+5f*3g+3h-8?"
+  assert Chain((8,))[0].text == "9a*9b+4c-9d+9e+5f*3g+3h-8?"
 
 
 def test_training_never_sees_a_held_out_question():
   # Short chains: few enough that two independent draws would overlap.
-  train = {p.question for p in problems(6000, steps=(1, 2))}
-  tested = {p.question for p in problems(6000, steps=(1, 2), evaluation=True)}
-  noisy = {p.question for p in problems(6000, steps=(1, 2), noise=0.5, seed=3)}
+  train = {p.text for p in problems(6000, steps=(1, 2))}
+  tested = {p.text for p in problems(6000, steps=(1, 2), evaluation=True)}
+  noisy = {p.text for p in problems(6000, steps=(1, 2), noise=0.5, seed=3)}
   assert len(train) > 2000
   assert len(tested) > 500
   assert not (train | noisy) & tested

@@ -81,8 +81,8 @@ def test_livecodebench_has_all_tests(read):
   private = json.dumps([{"input": "5 5", "output": "10", "testtype": "stdin"}])
   found = read("LiveCodeBench", CODE | {"private_test_cases": private})
   assert (found.reward, found.samples, found.ids) == ("code", 8, ["abc_a"])
-  assert found.problems[0].question == "Add."
-  assert json.loads(found.problems[0].answer) == [
+  assert found.problems[0].text == "Add."
+  assert json.loads(found.problems[0].reference) == [
     TEST,
     {"input": "5 5", "output": "10"},
   ]
@@ -107,8 +107,8 @@ def test_codeforces_tells_the_formats_and_has_a_rating(read):
   found = read("CodeForces", CODEFORCES, CODEFORCES | {"rating": None})
   assert found.ratings == [800.0, None]
   assert found.ids == ["1/A", "1/A"]
-  assert json.loads(found.problems[0].answer) == CODEFORCES["official_tests"]
-  assert found.problems[0].question == (
+  assert json.loads(found.problems[0].reference) == CODEFORCES["official_tests"]
+  assert found.problems[0].text == (
     "Add two numbers.\n\nInput\nTwo.\n\nOutput\nOne.\n\nExample input\n1 2\n\n"
     "Example output\n3"
   )
@@ -145,10 +145,10 @@ def test_codeforces_takes_the_first_column_that_has_tests(read):
   for empty in ([], None):
     row = CODEFORCES | {"official_tests": empty, "tests": more}
     found = read("codeforces", row, row | {"tests": empty, "test_cases": more})
-    assert [json.loads(p.answer) for p in found.problems] == [more, more]
+    assert [json.loads(p.reference) for p in found.problems] == [more, more]
     assert found.skipped == {}
   found = read("codeforces", CODEFORCES | whole)
-  assert json.loads(found.problems[0].answer) == more
+  assert json.loads(found.problems[0].reference) == more
 
 
 def test_codeforces_by_its_other_columns(read):
@@ -199,7 +199,7 @@ def test_mistakes(read, tmp_path):
 def test_limit_counts_usable_rows_and_reads_no_further(read):
   rows = [{"problem": str(i), "answer": i} for i in range(5)]
   found = read("MATH500", *rows, limit=3)
-  assert [p.question for p in found.problems] == ["0", "1", "2"]
+  assert [p.text for p in found.problems] == ["0", "1", "2"]
   assert len(read("MATH500", *rows, limit=9).problems) == 5
   assert len(read("MATH500", *rows, {}, limit=5).problems) == 5
   skipped = CODE | {"public_test_cases": "[]"}

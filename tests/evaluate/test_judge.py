@@ -116,7 +116,7 @@ def test_a_batch_is_judged_while_the_next_is_answered(five):
 
 
 def test_tests_of_programs_are_not_written_with_each_answer(five):
-  long = five.problems[1]._replace(answer="9" * 1_000_000)
+  long = five.problems[1]._replace(reference="9" * 1_000_000)
   five.problems[1] = long
   rows, scorer = [], Exact()
   evaluate_benchmark(
@@ -128,7 +128,7 @@ def test_tests_of_programs_are_not_written_with_each_answer(five):
   )
   told = {r["id"]: r["reference"] for r in rows}
   assert told == {"no 2": None} | {f"no {i}": str(i) for i in (1, 3, 4, 5)}
-  assert scorer.answers[3].reference == long.answer  # the judge has it
+  assert scorer.answers[3].reference == long.reference  # the judge has it
 
 
 def test_it_goes_on_from_a_batch(five):

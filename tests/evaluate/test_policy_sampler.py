@@ -10,7 +10,7 @@ from gspo_jax.evaluate.policy_sampler import (
   PolicySampler,
   batch_shape,
 )
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Samples
@@ -129,7 +129,7 @@ def test_an_empty_batch_is_refused(debug_config, key):
 @pytest.mark.parametrize(
   "changes",
   [
-    {"learner": {"micro_rows": 3}},
+    {"learner": {"micro_batch_size": 3}},
     {"learner": {"minibatches": 7}},
     {"data": {"prompts": 3}},
     {"sampler": {"group_size": 1}},
@@ -154,7 +154,7 @@ def test_what_only_training_uses_is_not_looked_at(debug_config, changes):
     debug_config[section].update(values)
   mesh = sharding.make_mesh(jax.devices()[:1])
   with pytest.raises(UserError):
-    program_functions.build(debug_config, mesh)
+    build_program(debug_config, mesh)
   PolicySampler(debug_config, mesh, batch_shape(debug_config, mesh, 4, 5))
 
 

@@ -61,7 +61,7 @@ def test_learns_what_is_to_come(cfg, rows):
     loss=lambda p, r, own: critic.loss(p, r, cfg=cfg, clip=10.0),
     optimizer=optimizer,
     minibatches=1,
-    micro_rows=4,
+    micro_batch_size=4,
     group=1,
   )
   state = train_step.init_state(

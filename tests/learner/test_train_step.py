@@ -11,14 +11,14 @@ import pytest
 from gspo_jax.learner import train_step
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.program import config as settings
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Prompts
 
 
-def build(config, devices=1, **mesh):
+def build_program(config, devices=1, **mesh):
   mesh = sharding.make_mesh(jax.devices()[:devices], **mesh)
-  return program_functions.build(config, mesh)
+  return build_program(config, mesh)
 
 
 def iterate(run, seed=0, prompts=8, advantages=None):

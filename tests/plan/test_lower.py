@@ -5,20 +5,22 @@ import dataclasses
 import jax
 
 from gspo_jax.plan import analysis, lower
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import paged_decode
 
 
 def built(config, **sizes):
   config.data.prompts = config.learner.micro_batch_size = 8
-  return program_functions.build(
-    config, sharding.make_mesh(jax.devices()[:4], **sizes)
-  )
+  return build_program(config, sharding.make_mesh(jax.devices()[:4], **sizes))
 
 
 def refill(config):
-  config.continuous_batching.slots, config.continuous_batching.page_size, config.continuous_batching.prefill_chunk = 8, 8, 16
+  (
+    config.continuous_batching.slots,
+    config.continuous_batching.page_size,
+    config.continuous_batching.prefill_chunk,
+  ) = 8, 8, 16
   return built(config, fsdp=2, expert=2)
 
 
@@ -65,7 +67,7 @@ def test_orders_are_those_of_a_run(debug_config, monkeypatch):
   spied = dataclasses.replace(made.generate, devices=watched)
   P, S = debug_config.data.prompts, debug_config.data.max_prompt_length
   ones = jax.numpy.ones((P, S), jax.numpy.int32)
-  prompts = program_functions.sampler.Prompts(ones, ones.sum(1))
+  prompts = Prompts(ones, ones.sum(1))
   spied(made.init(jax.random.key(0)), prompts, jax.random.key(1))
   shape = lambda x: (x.shape, x.dtype)
   for field in dataclasses.fields(paged_decode.SegmentPlan):
@@ -80,7 +82,11 @@ def test_a_run_whose_answers_go_on(debug_config):
   lowered = lower.functions(debug_config, made)
   tokens = lowered["prefill"].in_avals[0][2]
   room = made.generate.sizes.prompt + made.generate.sizes.most
-  assert room - 1 <= tokens.shape[1] < room + debug_config.continuous_batching.prefill_chunk
+  assert (
+    room - 1
+    <= tokens.shape[1]
+    < room + debug_config.continuous_batching.prefill_chunk
+  )
   group = debug_config.rollout.group_size
   samples = lowered["generate"].out_info[1]
   assert samples.lengths.shape[0] == (debug_config.data.prompts + 8) * group

@@ -38,9 +38,11 @@ def test_the_30b_model_has_3b_active():
 
 def test_tokens_in_steps_cost_what_they_cost_at_once():
   cfg = model.variant("tiny")
-  at_once = lower_bounds.forward_flops(cfg, rows=3, tokens=64, scored=64)
+  at_once = lower_bounds.forward_flops(cfg, rows=3, tokens=64, has_old_logps=64)
   steps = sum(
-    lower_bounds.forward_flops(cfg, rows=3, tokens=8, scored=8, past=past)
+    lower_bounds.forward_flops(
+      cfg, rows=3, tokens=8, has_old_logps=8, past=past
+    )
     for past in range(0, 64, 8)
   )
   assert steps == pytest.approx(at_once)

@@ -14,7 +14,7 @@ from gspo_jax import plan
 from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import table as plan_table
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -279,7 +279,7 @@ def options_of_update(config, mesh, monkeypatch):
     return jit(function, **keywords)
 
   monkeypatch.setattr(jax, "jit", spy)
-  program_functions.build(config, mesh)
+  build_program(config, mesh)
   return given["step"]
 
 

@@ -13,8 +13,8 @@ from repository import ROOT
 
 from gspo_jax import main, train
 from gspo_jax.program import command
-from gspo_jax.program import functions as program_functions
 from gspo_jax.program.checks import divides
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -40,7 +40,7 @@ def parse(monkeypatch):
 def check(config):
   """What `train` does with a config before any work, on one device."""
   mesh = sharding.make_mesh(jax.devices()[:1], **config.mesh)
-  program_functions.build(config, mesh)
+  build_program(config, mesh)
 
 
 def assert_one_line(text):
@@ -138,8 +138,14 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
     ("data.prompts=6", "data.prompts = 6 is not divisible by learner.minib"),
     ("learner.minibatches=3", "= 4 is not divisible by .*nearest divisor is 2"),
     ("learner.minibatches=0", "divisible by learner.minibatches = 0"),
-    ("learner.micro_batch_size=3", "= 4 is not divisible by learner.micro_batch_size = 3"),
-    ("learner.micro_batch_size=64", "learner.micro_batch_size = 64; the nearest divisor"),
+    (
+      "learner.micro_batch_size=3",
+      "= 4 is not divisible by learner.micro_batch_size = 3",
+    ),
+    (
+      "learner.micro_batch_size=64",
+      "learner.micro_batch_size = 64; the nearest divisor",
+    ),
     ("cold_start.batch=6", "cold_start.batch = 6 is not divisible by learner"),
     ("eval.samples=0", "eval.samples=0: expected at least 1"),
     ("eval.every=0", "eval.every=0"),
@@ -183,10 +189,10 @@ def test_a_value_that_cannot_work_is_named(parse, override, words):
 def test_more_devices_than_rows(debug_config):
   mesh = sharding.make_mesh(data=8)
   with pytest.raises(UserError, match=r"prompts = 4 .*share rows = 8"):
-    program_functions.build(debug_config, mesh)
+    build_program(debug_config, mesh)
   debug_config.data.prompts = 8
-  with pytest.raises(UserError, match=r"micro_rows = 4 .*share rows = 8"):
-    program_functions.build(debug_config, mesh)
+  with pytest.raises(UserError, match=r"micro_batch_size = 4 .*share rows = 8"):
+    build_program(debug_config, mesh)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import pytest
 
 from gspo_jax import losses
 from gspo_jax.program import config as settings
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
 
-def build(config):
-  return program_functions.build(config, sharding.make_mesh(jax.devices()[:1]))
+def build_program(config):
+  return build_program(config, sharding.make_mesh(jax.devices()[:1]))
 
 
 def test_every_public_policy_loss_has_a_name():
@@ -93,7 +93,7 @@ def test_it_is_scored_where_an_update_cannot_know(
   assert settings.scores(debug_config, cfg) == needed
   in_reward = needed and minibatches == 1
   learner, *_ = settings.learners(debug_config, cfg)
-  assert learner.scores_all == in_reward
+  assert learner.score_every_minibatch == in_reward
   debug_config.log.instruments = False  # then no routing is read
   dense = dataclasses.replace(cfg, num_experts=0, experts_per_token=0)
   trusted = objective.get("old_logps") == "sampler"
@@ -161,26 +161,48 @@ def test_a_critic_has_no_use_for_refill(debug_config):
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    ({"rollout.max_tokens_per_iteration": 4, "rollout.extra_prompts_in_flight": 2}, "budget=4: .* continuous_batching.slots=0"),
+    (
+      {
+        "rollout.max_tokens_per_iteration": 4,
+        "rollout.extra_prompts_in_flight": 2,
+      },
+      "budget=4: .* continuous_batching.slots=0",
+    ),
     (
       {"rollout.max_tokens_per_iteration": 4, "continuous_batching.slots": 4},
       "budget=4 and .*spare=0: .*both",
     ),
-    ({"rollout.extra_prompts_in_flight": 4}, "budget=0 and rollout.extra_prompts_in_flight=4: expected both"),
+    (
+      {"rollout.extra_prompts_in_flight": 4},
+      "budget=0 and rollout.extra_prompts_in_flight=4: expected both",
+    ),
     (
       {
-        **{"rollout.max_tokens_per_iteration": 4, "rollout.extra_prompts_in_flight": 2, "continuous_batching.slots": 4},
+        **{
+          "rollout.max_tokens_per_iteration": 4,
+          "rollout.extra_prompts_in_flight": 2,
+          "continuous_batching.slots": 4,
+        },
         "objective.replay": "r3",
       },
       "rollout.max_tokens_per_iteration=4: expected 0 with objective.replay='r3'",
     ),
-    ({"rollout.max_tokens_per_iteration": -1}, "rollout.max_tokens_per_iteration=-1: expected 0 or more"),
     (
-      {"rollout.one_step_off_policy": True, "rollout.dynamic_sampling_rounds": 2},
+      {"rollout.max_tokens_per_iteration": -1},
+      "rollout.max_tokens_per_iteration=-1: expected 0 or more",
+    ),
+    (
+      {
+        "rollout.one_step_off_policy": True,
+        "rollout.dynamic_sampling_rounds": 2,
+      },
       "rollout.one_step_off_policy=True: expected False with rollout.dynamic_sampling_rounds=2",
     ),
     (
-      {"rollout.max_tokens_per_iteration": 4, "rollout.dynamic_sampling_rounds": 2},
+      {
+        "rollout.max_tokens_per_iteration": 4,
+        "rollout.dynamic_sampling_rounds": 2,
+      },
       "rollout.max_tokens_per_iteration=4: expected 0 with rollout.dynamic_sampling_rounds=2",
     ),
   ],

@@ -13,8 +13,8 @@ from repository import ROOT
 from configs import common
 from gspo_jax import model
 from gspo_jax.program import config as settings
-from gspo_jax.program import functions as program_functions
 from gspo_jax.program.checks import check
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 
 FOLDER = ROOT / "configs"
@@ -49,7 +49,7 @@ def test_no_config_adds_a_key_or_changes_a_type(name, mode):
 @each_config
 def test_debug_builds_a_program_for_one_device(name):
   mesh = sharding.make_mesh(jax.devices()[:1])
-  built = program_functions.build(load(name, "debug"), mesh)
+  built = build_program(load(name, "debug"), mesh)
   assert built.cfg.vocab_size >= 258
 
 

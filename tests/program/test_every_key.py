@@ -106,8 +106,15 @@ COLD = {
 COLD_A = COLD | OF_A
 BEFORE = {"num_steps": 0}  # the first evaluation, and no iteration
 SHORT = {"sampler.max_new_tokens": 4, "eval.samples": 1}
-PAGED = {"continuous_batching.slots": 8, "continuous_batching.page_size": 4, "continuous_batching.prefill_chunk": 8}
-CONTINUED = PAGED | {"rollout.max_tokens_per_iteration": 2, "rollout.extra_prompts_in_flight": 8}
+PAGED = {
+  "continuous_batching.slots": 8,
+  "continuous_batching.page_size": 4,
+  "continuous_batching.prefill_chunk": 8,
+}
+CONTINUED = PAGED | {
+  "rollout.max_tokens_per_iteration": 2,
+  "rollout.extra_prompts_in_flight": 8,
+}
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
 PPO = {"objective.name": "ppo"}
@@ -413,13 +420,39 @@ ROWS = (
     {0: None, 4: (4, 4 * 6, 4), 8: (8, 8 * 6, 4)},
     PAGED,
   ),
-  Row("continuous_batching.page_size", built.pool, {4: (8, 8 * 6, 4), 8: (8, 8 * 4, 8)}, PAGED),
-  Row("continuous_batching.num_pages", built.pool, {0: (8, 8 * 6, 4), 99: (8, 99, 4)}, PAGED),
-  Row("continuous_batching.segment_steps", built.segment, {2: ([2], 8), 12: ([12], 8)}, PAGED),
-  Row("continuous_batching.prefill_chunk", built.segment, {4: ([32], 4), 8: ([32], 8)}, PAGED),
+  Row(
+    "continuous_batching.page_size",
+    built.pool,
+    {4: (8, 8 * 6, 4), 8: (8, 8 * 4, 8)},
+    PAGED,
+  ),
+  Row(
+    "continuous_batching.num_pages",
+    built.pool,
+    {0: (8, 8 * 6, 4), 99: (8, 99, 4)},
+    PAGED,
+  ),
+  Row(
+    "continuous_batching.segment_steps",
+    built.segment,
+    {2: ([2], 8), 12: ([12], 8)},
+    PAGED,
+  ),
+  Row(
+    "continuous_batching.prefill_chunk",
+    built.segment,
+    {4: ([32], 4), 8: ([32], 8)},
+    PAGED,
+  ),
   # rollout
-  Row("rollout.one_step_off_policy", seen.order_of_phases, {False: "gugu", True: "gguu"}),
-  Row("rollout.max_tokens_per_iteration", seen.budget, {2: {2}, 3: {3}}, CONTINUED),
+  Row(
+    "rollout.one_step_off_policy",
+    seen.order_of_phases,
+    {False: "gugu", True: "gguu"},
+  ),
+  Row(
+    "rollout.max_tokens_per_iteration", seen.budget, {2: {2}, 3: {3}}, CONTINUED
+  ),
   Row(
     "rollout.extra_prompts_in_flight",
     seen.asked_at_once,

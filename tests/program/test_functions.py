@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.logprobs import token_logprobs
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Prompts
@@ -29,7 +29,7 @@ def test_a_sampler_mesh_that_does_not_fit(debug_config, sampler_mesh, words):
   debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   debug_config.cold_start.batch = 16
   with pytest.raises(UserError, match=words):
-    program_functions.build(debug_config, sharding.make_mesh(data=8))
+    build_program(debug_config, sharding.make_mesh(data=8))
 
 
 def test_prompts_must_lie_evenly_where_answers_are_drawn(debug_config):
@@ -38,7 +38,7 @@ def test_prompts_must_lie_evenly_where_answers_are_drawn(debug_config):
   debug_config.sampler_mesh.tensor = 1
   debug_config.data.prompts = 12
   with pytest.raises(UserError, match=r"rows = 8 \(sampler_mesh\); .*8 and 16"):
-    program_functions.build(debug_config, mesh)
+    build_program(debug_config, mesh)
 
 
 def test_generate_splits_caches_weights_and_logits(debug_config):
@@ -46,9 +46,7 @@ def test_generate_splits_caches_weights_and_logits(debug_config):
   debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   debug_config.sampler.max_new_tokens = 23
   debug_config.model.dtype = "float32"
-  run = program_functions.build(
-    debug_config, sharding.make_mesh(fsdp=2, expert=4)
-  )
+  run = build_program(debug_config, sharding.make_mesh(fsdp=2, expert=4))
   shape = jax.ShapeDtypeStruct
   prompts = Prompts(shape((8, 8), jnp.int32), shape((8,), jnp.int32))
   key = jax.eval_shape(lambda: jax.random.key(0))
@@ -89,9 +87,7 @@ def iteration(run, state, step):
 def test_the_reference_stays_or_follows(debug_config, every):
   debug_config.objective.update({"kl_coef": 0.1, "reference_every": every})
   debug_config.sampler.temperature = 0.7
-  run = program_functions.build(
-    debug_config, sharding.make_mesh(jax.devices()[:1])
-  )
+  run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
   state = run.begin(run.init(jax.random.key(0)))
   before = policies = [jax.device_get(state.params)]
   for step in (1, 2, 3):
@@ -121,9 +117,7 @@ def test_the_reference_stays_or_follows(debug_config, every):
 def test_a_critic_learns_by_its_own_rate(debug_config):
   debug_config.objective.name = "ppo"
   debug_config.critic.learning_rate = 1e-9
-  run = program_functions.build(
-    debug_config, sharding.make_mesh(jax.devices()[:1])
-  )
+  run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
   state = run.begin(run.init(jax.random.key(0)))
   critic = jax.device_get(state.critic.params)
   policy = jax.device_get(state.params)
@@ -142,9 +136,7 @@ def test_a_critic_learns_by_its_own_rate(debug_config):
 def test_what_no_update_reads_is_not_kept(debug_config):
   def scored(**objective):
     debug_config.objective.update(objective)
-    run = program_functions.build(
-      debug_config, sharding.make_mesh(jax.devices()[:1])
-    )
+    run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
     shape = jax.ShapeDtypeStruct
     prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -152,8 +144,8 @@ def test_what_no_update_reads_is_not_kept(debug_config):
     recorded = debug_config.objective.replay == "r3"
     assert (samples.experts is not None) == recorded
     rollout = run.assemble.lower(prompts, samples).out_info
-    improve = shape((), jnp.bool_)
-    lowered = run.step.lower(run.abstract, rollout, key, improve)
+    apply_updates = shape((), jnp.bool_)
+    lowered = run.step.lower(run.abstract, rollout, key, apply_updates)
     metrics = lowered.out_info[2]
     fields = dataclasses.asdict(rollout)
     return {k for k, x in fields.items() if x is not None}, set(metrics)
@@ -175,9 +167,7 @@ def test_an_evaluation_draws_by_chance_and_once_greedily(debug_config):
   """Read from the programs: only the first needs random numbers."""
   debug_config.objective.replay = "r3"
   debug_config.eval.samples = 3
-  run = program_functions.build(
-    debug_config, sharding.make_mesh(jax.devices()[:1])
-  )
+  run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
   shape = jax.ShapeDtypeStruct
   prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
   key = jax.eval_shape(lambda: jax.random.key(0))
@@ -194,9 +184,7 @@ def test_an_evaluation_draws_by_chance_and_once_greedily(debug_config):
 def test_a_function_that_compiles_again_is_told(debug_config):
   """Of a refill's prefills as many are allowed as it lists."""
   debug_config.paging.update({"slots": 4, "page": 4, "chunk": 8})
-  found = program_functions.build(
-    debug_config, sharding.make_mesh(jax.devices()[:1])
-  )
+  found = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
   found.check_compiled_once()
   for name, most in found.generate.compilations().items():
     jitted = types.SimpleNamespace(_cache_size=lambda most=most: most + 1)

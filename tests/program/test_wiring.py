@@ -393,7 +393,7 @@ def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
   asked = settings.scores(config, CFG)
   assert asked == (minibatches == 2 or term == "k1")
   if asked:
-    state, scored, metrics = update(state, blank, improve=np.False_)
+    state, scored, metrics = update(state, blank, apply_updates=np.False_)
     assert int(state.step) == 0
     jax.tree.map(np.testing.assert_array_equal, state.params, params)
     # The first minibatch is measured in the update, the rest before it moves.
@@ -408,7 +408,9 @@ def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
     rows_known = (np.asarray(scored.old_logps) != 0).any(1).sum()
     assert rows_known == (B if term == "k1" else later + 2)
     sums.append(metrics)
-  new, _, metrics = update(state, assign(config, scored), improve=np.True_)
+  new, _, metrics = update(
+    state, assign(config, scored), apply_updates=np.True_
+  )
   assert int(new.step) == 1
   metrics = functools.reduce(
     functools.partial(jax.tree.map, jnp.add), sums, metrics

@@ -107,7 +107,7 @@ def test_the_first_mixed_groups_and_then_the_first_others(script, rounds):
   assert kept.samples.logps[:, 1].tolist() == want
   assert kept.samples.lengths.tolist() == [n % 10 + 1 for n in want]
   assert kept.samples.finish.tolist() == [n % 2 for n in want]
-  assert [p.question for p in kept.batch["problems"]] == [
+  assert [p.text for p in kept.batch["problems"]] == [
     f"{number}/{p}" for number, p in places
   ]
   assert kept.batch["tokens"].tolist() == [list(place) for place in places]

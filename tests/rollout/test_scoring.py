@@ -54,7 +54,7 @@ class Pupil:
   """A `generate` that knows some answers: each right once, then wrong."""
 
   def __init__(self, known):
-    self.known = {p.question: p.answer for p in known}
+    self.known = {p.text: p.reference for p in known}
     self.shapes, self.keys = [], []
 
   def __call__(self, params, prompts, key):
@@ -89,12 +89,12 @@ def test_a_prompt_is_what_the_policy_read():
 def test_answers_stand_beside_their_own_question(scorer):
   problems = QUESTIONS["problems"][:2]
   batch = asked(problems)
-  right, other = (f"#{p.answer}" for p in problems)
+  right, other = (f"#{p.reference}" for p in problems)
   assert right != other
   drawn = samples([right, "", "x", other, right, other])
   answers = scoring.decode_responses(drawn, batch, BYTES)
-  assert answers[2].prompt == problems[0].question
-  assert answers[3].reference == problems[1].answer
+  assert answers[2].prompt == problems[0].text
+  assert answers[3].reference == problems[1].reference
   marks = scoring.score_responses(scorer, answers, 3, drawn.lengths)()
   assert marks.total.dtype == np.float32
   np.testing.assert_array_equal(marks.correct, [[1, 0, 0], [1, 0, 1]])
@@ -103,7 +103,7 @@ def test_answers_stand_beside_their_own_question(scorer):
 
 def test_answers_told_of_one_by_one_have_the_same_marks(scorer):
   problems = QUESTIONS["problems"][:2]
-  right, other = (f"#{p.answer}" for p in problems)
+  right, other = (f"#{p.reference}" for p in problems)
   drawn = samples([right, "", "x", other, right, other])
   stream = StreamingScorer(scorer, ResponseDecoder(asked(problems), BYTES, 3))
   rows, lengths = np.asarray(drawn.tokens), drawn.lengths.tolist()
@@ -127,7 +127,7 @@ def test_a_host_without_answers_knows_the_rewards(scorer):
 
 def test_the_first_reward_is_the_verdict_and_all_of_them_are_paid():
   problems = QUESTIONS["problems"][:1]
-  drawn = samples([f"#{problems[0].answer}", "#wrong"])
+  drawn = samples([f"#{problems[0].reference}", "#wrong"])
   names = ("final_answer", "length")
   with RewardPool(names, (1.0, 0.5), workers=1) as pool:
     answers = scoring.decode_responses(drawn, asked(problems), BYTES)

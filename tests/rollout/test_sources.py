@@ -130,7 +130,7 @@ def seen(batch):
   samples = jax.device_get(batch.kept.samples)
   real = np.arange(R) < samples.lengths[:, None]
   return {
-    "questions": [p.question for p in batch.kept.batch["problems"]],
+    "questions": [p.text for p in batch.kept.batch["problems"]],
     "prompts": batch.kept.batch["tokens"].tolist(),
     "stages": batch.kept.batch["stage"].tolist(),
     "tokens": np.where(real, samples.tokens, -1).tolist(),

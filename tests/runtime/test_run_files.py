@@ -19,7 +19,7 @@ def test_a_forged_answer_stays_the_one_it_is(indent):
   rows = [(forged, forged, forged, 0.0), ("q", "right", "r", 1.0)]
   found = run_files.parse_samples(run_files.format_samples(3, rows))
   assert [sample.reward for sample in found] == ["0", "1"]
-  assert found[0].question == found[0].answer == forged.strip("\n")
+  assert found[0].text == found[0].reference == forged.strip("\n")
   assert found[1] == ("q", "right", "r", "1")
 
 

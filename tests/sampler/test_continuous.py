@@ -33,7 +33,7 @@ def prompts():
   return Prompts(tokens, np.array([1, 2, 4, 5, 8, 9, 13, S], np.int32))
 
 
-def build(paging, draw=DRAW, cfg=CFG, axes=None, prompt=S):
+def build_program(paging, draw=DRAW, cfg=CFG, axes=None, prompt=S):
   """Compiled once for all tests that ask for the same."""
   return _built(paging, draw, cfg, tuple((axes or {}).items()), prompt)
 

@@ -17,8 +17,14 @@ SMALL = ContinuousBatchingConfig(slots=4, page=4, steps=6, chunk=8)
   [
     ({"slots": 0}, "continuous_batching.slots=0: expected at least 1"),
     ({"page": 0}, "continuous_batching.page_size=0: expected at least 1"),
-    ({"chunk": 6}, "continuous_batching.prefill_chunk=6: expected a multiple of continuous_batching.page_size=4"),
-    ({"pages": 3}, "continuous_batching.num_pages=3 a shard: expected at least"),
+    (
+      {"chunk": 6},
+      "continuous_batching.prefill_chunk=6: expected a multiple of continuous_batching.page_size=4",
+    ),
+    (
+      {"pages": 3},
+      "continuous_batching.num_pages=3 a shard: expected at least",
+    ),
   ],
 )
 def test_bad_sizes_are_named(change, words):

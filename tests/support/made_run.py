@@ -23,7 +23,6 @@ from gspo_jax.learner import train_batch
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.program import experiment
-from gspo_jax.program import functions as program_functions
 from gspo_jax.rewards import pool
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
@@ -181,10 +180,10 @@ def _devices(built, config, notes):
     note("assign", np.asarray(rewards).tolist())
     return batch
 
-  def step(state, batch, key, improve):
-    note("update" if improve else "score", None, key)
-    numbers = dict.fromkeys(WATCHED, _number(float(improve)))
-    state = dataclasses.replace(state, step=state.step + int(improve))
+  def step(state, batch, key, apply_updates):
+    note("update" if apply_updates else "score", None, key)
+    numbers = dict.fromkeys(WATCHED, _number(float(apply_updates)))
+    state = dataclasses.replace(state, step=state.step + int(apply_updates))
     return state, batch, numbers
 
   def imitate(state, batch, key):

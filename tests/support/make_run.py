@@ -41,9 +41,9 @@ def make_run(folder, steps, *, moe=True, config=CONFIG, seed=0, scalars=None):
   return folder
 
 
-def add_sample(folder, step, *, question="q?", answer="a", reference="r"):
+def add_sample(folder, step, *, text="q?", answer="a", reference="r"):
   text = ANSWER.format(
-    step=step, question=question, answer=answer, reference=reference
+    step=step, text=question, answer=answer, reference=reference
   )
   (folder / "samples" / f"step_{step:06d}.txt").write_text(text)
 

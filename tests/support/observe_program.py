@@ -22,7 +22,7 @@ from gspo_jax.learner import objective, train_batch, train_step
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.losses import Terms
 from gspo_jax.program import config as settings
-from gspo_jax.program import functions as program_functions
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.continuous import ContinuousSampler
@@ -52,13 +52,13 @@ def tokens_of_seven(config):
 
 def weight_shards(config, mesh):
   """What one device holds of the queries' weights, and of the experts'."""
-  layers = program_functions.build(config, mesh).abstract.params["layers"]
+  layers = build_program(config, mesh).abstract.params["layers"]
   shard = lambda x: x.sharding.shard_shape(x.shape)
   return shard(layers["attention"]["q"]), shard(layers["moe"]["gate_up"])
 
 
 def decoding_mesh(config):
-  made = program_functions.build(config, sharding.make_mesh(data=8))
+  made = build_program(config, sharding.make_mesh(data=8))
   each = made.generate, made.generate_eval, made.generate_greedy
   (shape,) = {tuple(function.mesh.shape.values()) for function in each}
   return shape
@@ -93,14 +93,14 @@ def each_once(observe):
 
 @each_once
 def built(config):
-  return program_functions.build(config, one_device())
+  return build_program(config, one_device())
 
 
 @each_once
 def step_traced(config) -> list:
   """The operations of a step, which scores or updates."""
-  made, improve = built(config), np.bool_(True)
-  given = made.abstract, made_rollout(), KEY, improve
+  made, apply_updates = built(config), np.bool_(True)
+  given = made.abstract, made_rollout(), KEY, apply_updates
   return list(operations(made.step.jitted.trace(*given).jaxpr.jaxpr))
 
 
@@ -589,7 +589,7 @@ def passes(config, name="update"):
   rows = train_batch.make_train_batch(PROMPTS, made_samples().tokens, LENGTHS)
   rows = dataclasses.replace(rows, advantages=ids)
   with mock.patch.object(objective, "policy_loss", note):
-    made = program_functions.build(config, one_device())  # not one that is kept
+    made = build_program(config, one_device())  # not one that is kept
     after, _, _ = step(made, rows, name)
   return found, int(after.opt_state[1][0].count)
 
