@@ -101,7 +101,7 @@ def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
     cfg,
     draw,
     paging=ContinuousBatchingConfig(
-      slots=prompts * group, page=_PAGE, steps=8, chunk=128
+      slots=prompts * group, page_size=_PAGE, segment_steps=8, prefill_chunk=128
     ),
     prompt=length,
     params=sharding.state_shardings(params, mesh),

@@ -46,7 +46,7 @@ def static(cfg, params, draw):
   return lambda prompts: jitted(params, prompts=prompts, key=key)
 
 
-def build_program(
+def build(
   cfg, params, draw, paging: ContinuousBatchingConfig, prompt: int
 ) -> ContinuousSampler:
   """Refill on one device."""
@@ -63,7 +63,7 @@ def build_program(
 
 
 def refill(cfg, params, draw, paging: ContinuousBatchingConfig, prompt: int):
-  """Prompts of `prompt` tokens -> answers, `continuous_batching.slots` at a time."""
+  """Prompts of `prompt` tokens -> answers, `paging.slots` at a time."""
   paged = build(cfg, params, draw, paging, prompt)
   return lambda prompts: paged(params, prompts, jax.random.key(0))
 
@@ -163,7 +163,7 @@ class Bench(NamedTuple):
       np.testing.assert_array_equal(samples.tokens, wanted, err_msg=name)
     keys = {
       "static": static_tokens(self.cfg, self.draw, given, each.max()),
-      "refill": paged_tokens(self.paging.page, self.prompt, answers),
+      "refill": paged_tokens(self.paging.page_size, self.prompt, answers),
     }
     # The prefill of the static one draws the first token.
     steps = {"static": int(drawn["static"].slot_steps) // len(answers) - 1}
@@ -213,7 +213,10 @@ def main() -> None:
   answers, most, repeats = (16, 80, 1) if args.quick else (256, 960, 3)
   groups, prompts = ((2,), (8,)) if args.quick else ((4, 16), (32, 512))
   paging = ContinuousBatchingConfig(
-    slots=4 if args.quick else 64, page=16, steps=32, chunk=32
+    slots=4 if args.quick else 64,
+    page_size=16,
+    segment_steps=32,
+    prefill_chunk=32,
   )
   cfg = model.variant("tiny", dtype="float32", vocab_size=1024)
   params = lengths.countdown(model.init(jax.random.key(0), cfg))
@@ -231,9 +234,7 @@ def main() -> None:
     rows += cell(exact, f"{short} of {short}", fixed, repeats)
     rows += cell(roomy, f"{short} of {most}", fixed, repeats)
     rows += cell(roomy, f"long tail of {most}", tailed, repeats)
-  record.finish(
-    "sampler", {"slots": continuous_batching.slots, "rows": rows}, args.out
-  )
+  record.finish("sampler", {"slots": paging.slots, "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def size(name: str, quick: bool) -> Size:
 def ours(cfg, params, draw, sizes: Size) -> dict[str, Callable]:
   """By name, prompts -> tokens of the answers [B, R]."""
   paging = ContinuousBatchingConfig(
-    slots=sizes.slots, page=16, steps=32, chunk=32
+    slots=sizes.slots, page_size=16, segment_steps=32, prefill_chunk=32
   )
   found = {
     "our static": static(cfg, params, draw),

@@ -163,7 +163,7 @@ config.model.checkpoint = folder  # --config.model.checkpoint=FOLDER
 config.model.dtype = "float32"  # a CPU has no fast bfloat16
 config.data.source = f"jsonl:{scratch}/train.jsonl"
 config.data.eval_source = f"jsonl:{scratch}/test.jsonl"
-config.data.instruction = "{question} End with #### and a number."
+config.data.instruction = "{problem} End with #### and a number."
 config.data.prompts = 8
 config.data.max_prompt_length = 96
 config.rollout.group_size = 8

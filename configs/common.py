@@ -35,61 +35,55 @@ def get_config() -> ConfigDict:
   # "chain" (the embedded task), jsonl:FILE, tfds:NAME[:SPLIT] or
   # package.module.factory of any Grain source; several with commas between.
   c.data.source = "chain"
-  c.data.weights = ()  # shares of several sources; (): equal ones
-  c.data.eval_source = ""  # held-out questions; "": 1/8 of `source`, by hash
-  c.data.problem_field = "question"  # of a source's rows
-  c.data.reference_field = "answer"  # the reference: what follows its last ####
-  c.data.demonstration_field = ""  # worked answers to imitate; "": the answers
-  c.data.tfds_dir = ""  # where TFDS sets lie; "": TFDS's own folder
+  c.data.weights = ()  # shares of several sources; (): equal shares
+  c.data.eval_source = ""  # held-out problems; "": 1/8 of `source`, by hash
+  c.data.problem_field = "question"  # the column with the problem's text
+  # The column with the reference: the text after its last ####, or all of it.
+  c.data.reference_field = "answer"
+  # The column with responses to imitate; "": that of the reference.
+  c.data.demonstration_field = ""
+  c.data.tfds_dir = ""  # the folder of TFDS data sets; "": TFDS's default
   c.data.tokenizer = ""  # a folder, a *.model, "bytes"; "": of model.checkpoint
-  c.data.system_prompt = ""  # goes before the question
-  c.data.instruction = "{question}"  # how a question is put to the policy
-  c.data.chain_steps = (8,)  # chain: lengths to draw from
-  c.data.prompts = 32  # questions an RL iteration, over all hosts
-  # DAPO: batches to draw at most, until one is full of groups that differ.
-  c.rollout.dynamic_sampling_rounds = 1
-  c.data.drop_solved = (
-    False  # SRPO: no more of the questions answered all right
-  )
-  c.data.curriculum = ()  # SRPO: ((first iteration, source), ...) after `source`
-  c.data.max_prompt_length = 32  # tokens, of the template too
-  c.data.too_long = "error"  # "drop": leave out questions longer than that
+  c.data.system_prompt = ""  # goes before the problem
+  c.data.instruction = "{problem}"  # the prompt, {problem} in it
+  c.data.chain_steps = (8,)  # chain: lengths to sample from
+  c.data.prompts = 32  # prompts an RL iteration, over all hosts
+  # SRPO: leave out the problems whose responses were all correct.
+  c.data.drop_solved = False
+  # SRPO: ((first iteration, source), ...), the sources that follow `source`.
+  c.data.curriculum = ()
+  c.data.max_prompt_length = 32  # tokens, the chat template's included
+  c.data.too_long = "error"  # "drop": leave out problems longer than that
 
   c.sampler = ConfigDict()
-  c.rollout.group_size = 8  # answers a question
-  c.sampler.max_new_tokens = 64  # tokens, the stop token included
+  c.sampler.max_new_tokens = 64  # tokens of a response, the stop token included
   c.sampler.temperature = 1.0  # divides the logits
-  c.sampler.top_k = 0  # 0: all; else rollouts leave the policy
-  c.sampler.top_p = 1.0  # 1: all; else rollouts leave the policy
-  c.sampler.min_new_tokens = 1  # tokens before a stop token may come
+  c.sampler.top_k = 0  # 0: all; otherwise samples are off-policy
+  c.sampler.top_p = 1.0  # 1: all; otherwise samples are off-policy
+  c.sampler.min_new_tokens = 1  # tokens before a stop token is allowed
 
-  c.paging = ConfigDict()  # a slot whose answer has ended gets the next one
-  c.continuous_batching.slots = (
-    0  # answers that decode together; 0: all, and no refill
-  )
-  c.continuous_batching.page_size = 16  # tokens of a page of the cache
-  c.continuous_batching.num_pages = (
-    0  # of all layers' caches; 0: what the longest answers take
-  )
-  c.continuous_batching.segment_steps = (
-    32  # decode steps until the host looks at the slots
-  )
-  c.continuous_batching.prefill_chunk = (
-    128  # tokens of a prompt that are prefilled at one time
-  )
+  # Continuous batching over a paged KV cache: a response that ends makes room
+  # for the next one.
+  c.continuous_batching = ConfigDict()
+  # Responses that decode together; 0: the static sampler, all of a batch.
+  c.continuous_batching.slots = 0
+  c.continuous_batching.page_size = 16  # tokens of a page
+  # Pages of the pool; 0: as many as `slots` of the longest responses take.
+  c.continuous_batching.num_pages = 0
+  c.continuous_batching.segment_steps = 32  # decode steps between host checks
+  c.continuous_batching.prefill_chunk = 128  # prompt tokens a forward pass
 
-  # What an older policy drew: old_logps "recompute" compares with the one that
-  # is about to learn from it, "sampler" with that which drew it.
   c.rollout = ConfigDict()
-  # One step off-policy: the next batch is drawn, on the same devices, before
-  # this one is learnt from; meanwhile the host verifies.
+  c.rollout.group_size = 8  # responses a prompt
+  # DAPO: batches to sample at most, until one is full of groups whose rewards
+  # differ; 1: no dynamic sampling.
+  c.rollout.dynamic_sampling_rounds = 1
+  # Sample the next batch before the update, while its rewards are computed.
   c.rollout.one_step_off_policy = False
-  # Tokens an answer may draw in an iteration, to go on in the next; 0: all.
-  # Needs continuous_batching.slots, and room for answers that wait:
+  # Partial rollouts: tokens a response may add in an iteration; it continues in
+  # the next one. 0: all. Needs continuous_batching.slots, and:
   c.rollout.max_tokens_per_iteration = 0
-  c.rollout.extra_prompts_in_flight = (
-    0  # questions in flight beside data.prompts
-  )
+  c.rollout.extra_prompts_in_flight = 0  # prompts in flight beside data.prompts
 
   c.reward = ConfigDict()
   # Of gspo_jax/rewards/, or package.module.function; the first says what is
@@ -187,7 +181,7 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.sampler_mesh = ConfigDict({"expert": 0, "tensor": 0})
   c.data.source = "chain"
   c.data.eval_source = c.data.tokenizer = ""
-  c.data.instruction = "{question}"
+  c.data.instruction = "{problem}"
   c.data.chain_steps = (1,)
   c.data.prompts = 8
   c.data.max_prompt_length = 8
@@ -195,7 +189,9 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.sampler.max_new_tokens = 12
   c.learner.micro_batch_size = 8
   c.continuous_batching.slots = 0
-  c.rollout = ConfigDict({"ahead": False, "budget": 0, "spare": 0})
+  c.rollout.one_step_off_policy = False
+  c.rollout.max_tokens_per_iteration = 0
+  c.rollout.extra_prompts_in_flight = 0
   c.reward.names = ("final_answer",)
   c.reward.weights = (1.0,)
   c.cold_start.steps = 0

@@ -33,7 +33,7 @@ def get_config(arg: str = "") -> ConfigDict:
   c.data.source = "jsonl:data/gsm8k/train.jsonl"
   c.data.eval_source = "jsonl:data/gsm8k/test.jsonl"
   c.data.instruction = (
-    "{question}\nReason step by step, and put the final answer in \\boxed{}."
+    "{problem}\nReason step by step, and put the final answer in \\boxed{}."
   )
   c.data.prompts = 64
   c.data.max_prompt_length = 384

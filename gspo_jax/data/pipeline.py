@@ -157,7 +157,7 @@ def epochs(source: Source, state: dict) -> float:
 def _prompt(problem: Problem, cfg: PromptConfig) -> dict | None:
   """A row; None, which Grain passes over, for one to drop."""
   # No str.format: questions hold braces.
-  question = cfg.instruction.replace("{question}", problem.text)
+  question = cfg.instruction.replace("{problem}", problem.text)
   ids = cfg.tokenizer.prompt(question, cfg.system)
   what = f"question {problem.text[:40]!r}"
   if not cfg.fits(ids, cfg.width, what, "data.max_prompt_length"):

@@ -18,7 +18,7 @@ class PromptConfig:
     tokenizer: of the policy.
     width: tokens a row has; the template's count.
     system: the system prompt, "" for none.
-    instruction: what the policy reads, `{question}` in it.
+    instruction: what the policy reads, `{problem}` in it.
     too_long: what happens to a question, or to a demonstration, that does not
       fit: "error", or "drop".
   """
@@ -26,7 +26,7 @@ class PromptConfig:
   tokenizer: Tokenizer
   width: int
   system: str = ""
-  instruction: str = "{question}"
+  instruction: str = "{problem}"
   too_long: str = "error"
 
   def __post_init__(self):
@@ -34,9 +34,9 @@ class PromptConfig:
     if self.too_long not in choices:
       hint = nearest(self.too_long, choices)
       raise UserError(f"data.too_long={self.too_long!r}: {hint}")
-    if "{question}" not in self.instruction:
+    if "{problem}" not in self.instruction:
       raise UserError(
-        f"data.instruction={self.instruction!r}: expected {{question}} in it"
+        f"data.instruction={self.instruction!r}: expected {{problem}} in it"
       )
 
   def fits(self, ids: Sequence[int], width: int, what: str, key: str) -> bool:

@@ -23,15 +23,17 @@ class Fields(NamedTuple):
   """The names of what a row holds.
 
   Attributes:
-    question: text.
-    answer: the reference is what follows its last `####` (as in GSM8K), or all
-      of it. One that is no text (the tests of a program) becomes JSON.
-    demonstration: a worked answer to imitate. "": `answer`, with `mark` and
-      its reference where it has no `####`, and none where it is no text.
+    problem: text.
+    reference: the reference is what follows the last `####` in this column (as
+      in GSM8K), or all of it. One that is no text (the tests of a program)
+      becomes JSON.
+    demonstration: a worked response to imitate. "": the column of the
+      reference, with `mark` and its reference where it has no `####`, and none
+      where it is no text.
   """
 
-  question: str = "question"
-  answer: str = "answer"
+  problem: str = "question"
+  reference: str = "answer"
   demonstration: str = ""
 
 

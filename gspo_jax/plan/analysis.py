@@ -207,7 +207,7 @@ def _refill_flops(name, config, made) -> float:
   rows = paged.paging.slots
   past = _tokens(paged) / rows
   one = lower_bounds.forward_flops(cfg, rows, 1, 1, past=past)
-  return paged.paging.steps * one
+  return paged.paging.segment_steps * one
 
 
 def _model_flops(name, config, made) -> float:

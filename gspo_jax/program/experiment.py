@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax.data import datasets, pipeline
 from gspo_jax.program import load_params
-from gspo_jax.program.functions import build_program
+from gspo_jax.program.functions import Program, build_program
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.runtime.errors import UserError
 
@@ -40,7 +40,7 @@ class Experiment(NamedTuple):
 
   config: ConfigDict
   workdir: epath.Path
-  program_functions: Program
+  program: Program
   scorer: RewardPool
   datasets: datasets.Datasets
   held_out: dict

@@ -154,7 +154,7 @@ class ContinuousSampler:
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
       f"refill: {' or '.join(map(str, self._widths))} slots, "
-      f"{self.sizes.pages * self.shards} pages of {self.paging.page} tokens; "
+      f"{self.sizes.pages * self.shards} pages of {self.paging.page_size} tokens; "
       f"prefills of up to {buckets} tokens"
     )
 
@@ -288,7 +288,7 @@ def _columns(work: list[Requests]) -> dict[str, np.ndarray]:
   return columns | {"last": np.array(last, np.int32)}
 
 
-def build_program(
+def build(
   cfg: model.ModelConfig,
   draw: SamplerConfig,
   *,
@@ -317,7 +317,7 @@ def build_program(
   jitted = continuous_jit.functions(
     cfg,
     draw,
-    chunk=continuous_batching.prefill_chunk,
+    chunk=paging.prefill_chunk,
     sizes=sizes,
     params=params,
     mesh=mesh,

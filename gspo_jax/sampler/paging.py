@@ -37,8 +37,8 @@ class ShardSizes:
         raise UserError(f"{name}={value}: expected at least 1")
     if self.pages <= self.width:
       raise UserError(
-        f"continuous_batching.num_pages={self.pages} a shard: expected at least "
-        f"{self.width + 1}, what one answer and its prompt can take"
+        f"continuous_batching.num_pages={self.pages} a shard: expected at "
+        f"least {self.width + 1}, what one response and its prompt can take"
       )
 
   @property
@@ -49,32 +49,39 @@ class ShardSizes:
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousBatchingConfig:
-  """Sizes of decoding, of all devices together.
+  """Sizes of continuous batching, of all devices together.
 
   Attributes:
-    slots: B, answers that decode together.
-    page: S, tokens of a page.
-    steps: most decode steps of a segment.
-    chunk: tokens of one forward pass of a prefill; a multiple of `page`.
-    pages: in all; 0 for as many as B of the longest answers take.
+    slots: B, responses that decode together.
+    page_size: S, tokens of a page.
+    segment_steps: decode steps of a segment at most.
+    prefill_chunk: tokens of one forward pass of a prefill; a multiple of
+      `page_size`.
+    num_pages: in all; 0 for as many as B of the longest responses take.
   """
 
   slots: int
-  page: int
-  steps: int
-  chunk: int
-  pages: int = 0
+  page_size: int
+  segment_steps: int
+  prefill_chunk: int
+  num_pages: int = 0
 
   def __post_init__(self):
-    for name, least in (("slots", 1), ("page", 1), ("steps", 1), ("pages", 0)):
+    for name, least in (
+      ("slots", 1),
+      ("page_size", 1),
+      ("segment_steps", 1),
+      ("num_pages", 0),
+    ):
       if getattr(self, name) < least:
         raise UserError(
-          f"paging.{name}={getattr(self, name)}: expected at least {least}"
+          f"continuous_batching.{name}={getattr(self, name)}: expected at least "
+          f"{least}"
         )
-    if self.chunk < 1 or self.chunk % self.page:
+    if self.prefill_chunk < 1 or self.prefill_chunk % self.page_size:
       raise UserError(
-        f"continuous_batching.prefill_chunk={self.chunk}: expected a multiple of "
-        f"continuous_batching.page_size={self.page}"
+        f"continuous_batching.prefill_chunk={self.prefill_chunk}: expected a "
+        f"multiple of continuous_batching.page_size={self.page_size}"
       )
 
   def sizes(self, draw: SamplerConfig, prompt: int, shards: int) -> ShardSizes:
@@ -83,23 +90,30 @@ class ContinuousBatchingConfig:
     Raises:
       UserError: slots or pages cannot be split, or are too few.
     """
-    for name in ("slots", "pages"):
+    for name in ("slots", "num_pages"):
       if (value := getattr(self, name)) % shards:
         raise UserError(
-          f"paging.{name}={value}: expected a multiple of the {shards} shards "
-          "of sampler_mesh"
+          f"continuous_batching.{name}={value}: expected a multiple of the "
+          f"{shards} shards of sampler_mesh"
         )
-    own = self.slots // shards
+    slots = self.slots // shards
     most = draw.max_new_tokens
-    # The prompts' own partial pages, besides: those of a slot's at most.
-    longest = width(prompt, most, self.page) + 1
-    pages = self.pages // shards or own * longest
-    return ShardSizes(own, pages, self.page, self.steps, most, prompt)
+    # Besides, the partial last page of each prompt: at most one a slot.
+    longest = width(prompt, most, self.page_size) + 1
+    pages = self.num_pages // shards or slots * longest
+    return ShardSizes(
+      slots, pages, self.page_size, self.segment_steps, most, prompt
+    )
 
   def buckets(self, longest: int) -> tuple[int, ...]:
-    """T, what prefills are compiled for: texts of up to `longest` tokens."""
-    most = max(-(-(longest - 1) // self.chunk), 1) * self.chunk
-    found = [self.chunk]
+    """T, the lengths that prefills are compiled for.
+
+    Args:
+      longest: tokens of the longest prompt.
+    """
+    chunk = self.prefill_chunk
+    most = max(-(-(longest - 1) // chunk), 1) * chunk
+    found = [chunk]
     while found[-1] < most:
       found.append(min(2 * found[-1], most))
     return tuple(found)

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from gspo_jax import model
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.losses import advantages
-from gspo_jax.program.functions import build_program
+from gspo_jax.program.functions import Program, build_program
 from gspo_jax.sampler.samples import Prompts, Samples
 from studies import saved
 from studies.gradient_noise import gradients

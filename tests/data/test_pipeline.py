@@ -62,11 +62,11 @@ def test_a_prompt_is_its_question_padded_on_the_left():
 
 
 def test_system_prompt_and_instruction():
-  brace = problems("What is {x} {question}?")
-  cfg = config(64, system="Add. ", instruction="Q: {question} {A}: ")
+  brace = problems("What is {x} {problem}?")
+  cfg = config(64, system="Add. ", instruction="Q: {problem} {A}: ")
   batch = pipeline.take(brace, cfg, 1)
   text = BYTES.decode(batch["tokens"][0][-batch["length"][0] :])
-  assert text == "Add. Q: What is {x} {question}? {A}: "
+  assert text == "Add. Q: What is {x} {problem}? {A}: "
   assert batch["problems"] == brace
 
 

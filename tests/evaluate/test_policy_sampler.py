@@ -166,7 +166,7 @@ def test_what_drawing_uses_is_checked(debug_config):
 
 
 def test_instruction_and_system_prompt_reach_the_policy(debug_config):
-  debug_config.data.instruction = "{question} \\box{}"
+  debug_config.data.instruction = "{problem} \\box{}"
   debug_config.data.system_prompt = "S"
   debug_config.data.max_prompt_length = 40
   mesh = sharding.make_mesh(jax.devices()[:1])
@@ -178,7 +178,7 @@ def test_instruction_and_system_prompt_reach_the_policy(debug_config):
 
 
 def test_replies_hold_what_was_read(debug_config, made):
-  debug_config.data.instruction = "{question}<think>"
+  debug_config.data.instruction = "{problem}<think>"
   debug_config.data.max_prompt_length = 40
   it, _ = made(8)
   replies = it.reply(None, QUESTIONS, jax.random.key(0))

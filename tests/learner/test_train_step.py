@@ -16,7 +16,7 @@ from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Prompts
 
 
-def build_program(config, devices=1, **mesh):
+def build(config, devices=1, **mesh):
   mesh = sharding.make_mesh(jax.devices()[:devices], **mesh)
   return build_program(config, mesh)
 

@@ -8,6 +8,7 @@ from gspo_jax.plan import analysis, lower
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import paged_decode
+from gspo_jax.sampler.samples import Prompts
 
 
 def built(config, **sizes):

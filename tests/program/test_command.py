@@ -168,7 +168,7 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
     ("seed=-1", "seed=-1: expected 0 or more, under"),
     ("seed=99999999999999999999", "seed=9+: expected 0 or more, under"),
     ("data.too_long=cut", "data.too_long='cut': choose one of drop, error"),
-    ("data.instruction=Go", "data.instruction='Go': expected {question} in it"),
+    ("data.instruction=Go", "data.instruction='Go': expected {problem} in it"),
     ("data.tokenizer=nope", "tokenizer 'nope': no such folder"),
     ("reward.seconds=0", "reward.seconds=0.0: expected more than 0"),
     ("reward.max_failed=1.5", "reward.max_failed=1.5: expected 0 to 1"),

@@ -13,7 +13,7 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
 
-def build_program(config):
+def build(config):
   return build_program(config, sharding.make_mesh(jax.devices()[:1]))
 
 

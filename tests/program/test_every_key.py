@@ -299,7 +299,7 @@ ROWS = (
   Row(
     "data.instruction",
     seen.question_forms,
-    {"{question}": {"AN?"}, "Q: {question}!": {"Q: AN?!"}},
+    {"{problem}": {"AN?"}, "Q: {problem}!": {"Q: AN?!"}},
     OF_A | {"data.max_prompt_length": 10},
   ),
   Row("data.chain_steps", seen.question_lengths, {(1,): {5}, (2,): {8}}),

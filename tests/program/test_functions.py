@@ -183,7 +183,9 @@ def test_an_evaluation_draws_by_chance_and_once_greedily(debug_config):
 
 def test_a_function_that_compiles_again_is_told(debug_config):
   """Of a refill's prefills as many are allowed as it lists."""
-  debug_config.paging.update({"slots": 4, "page": 4, "chunk": 8})
+  debug_config.continuous_batching.update(
+    {"slots": 4, "page_size": 4, "prefill_chunk": 8}
+  )
   found = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
   found.check_compiled_once()
   for name, most in found.generate.compilations().items():

@@ -80,7 +80,7 @@ def test_texts_end_before_the_stop():
 
 
 def test_a_prompt_is_what_the_policy_read():
-  system = prompt_batch.PromptConfig(BYTES, 16, "Sum. ", "{question}<think>")
+  system = prompt_batch.PromptConfig(BYTES, 16, "Sum. ", "{problem}<think>")
   batch = pipeline.take([Problem("1+1?", "2", "")], system, 1)
   read = scoring.decode_responses(samples(["#2"]), batch, BYTES)
   assert read[0].prompt == "Sum. 1+1?<think>"[-16:]

@@ -18,7 +18,9 @@ from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, SamplerConfig
 P, S, G, R = 8, 14, 3, 24
 DRAW = SamplerConfig(G, R, stop_ids=(3, 5), temperature=0.9, pad_id=7)
 CFG = model.variant("tiny", vocab_size=32, dtype="float32")
-SMALL = ContinuousBatchingConfig(slots=4, page=4, steps=6, chunk=8)
+SMALL = ContinuousBatchingConfig(
+  slots=4, page_size=4, segment_steps=6, prefill_chunk=8
+)
 
 
 @functools.cache
@@ -33,7 +35,7 @@ def prompts():
   return Prompts(tokens, np.array([1, 2, 4, 5, 8, 9, 13, S], np.int32))
 
 
-def build_program(paging, draw=DRAW, cfg=CFG, axes=None, prompt=S):
+def build(paging, draw=DRAW, cfg=CFG, axes=None, prompt=S):
   """Compiled once for all tests that ask for the same."""
   return _built(paging, draw, cfg, tuple((axes or {}).items()), prompt)
 
@@ -79,9 +81,11 @@ PAGINGS = {
   "four slots": SMALL,
   "one slot": dataclasses.replace(SMALL, slots=1),
   "more slots than answers": dataclasses.replace(SMALL, slots=32),
-  "long segments, one chunk": dataclasses.replace(SMALL, steps=99, chunk=16),
+  "long segments, one chunk": dataclasses.replace(
+    SMALL, segment_steps=99, prefill_chunk=16
+  ),
   "so few pages that answers start again": dataclasses.replace(
-    SMALL, slots=6, pages=13
+    SMALL, slots=6, num_pages=13
   ),
 }
 
@@ -129,7 +133,9 @@ def test_a_part_of_the_slots_is_enough_for_the_last_answers(axes):
   params = lengths.countdown(model.init(jax.random.key(0), wide))
   each, seen = np.array([2, 3, 2, 24, 4, 2, 3, 2]), []
   how = SamplerConfig(3, 24, stop_ids=(lengths.STOP,))
-  many = ContinuousBatchingConfig(slots=64, page=8, steps=2, chunk=8)
+  many = ContinuousBatchingConfig(
+    slots=64, page_size=8, segment_steps=2, prefill_chunk=8
+  )
   draw = build(many, how, wide, axes, prompt=8)
 
   def decode(params, state, samples, orders, few, floor, key):
@@ -181,7 +187,9 @@ def test_slot_steps_follow_the_answers():
   params = lengths.countdown(model.init(jax.random.key(0), cfg))
   each = lengths.long_tailed(48, 96)
   run = build(
-    ContinuousBatchingConfig(slots=5, page=8, steps=8, chunk=8),
+    ContinuousBatchingConfig(
+      slots=5, page_size=8, segment_steps=8, prefill_chunk=8
+    ),
     draw,
     cfg,
     prompt=8,

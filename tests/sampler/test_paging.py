@@ -9,7 +9,9 @@ from gspo_jax.sampler.paging import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 DRAW = SamplerConfig(3, 24, stop_ids=(3, 5))
-SMALL = ContinuousBatchingConfig(slots=4, page=4, steps=6, chunk=8)
+SMALL = ContinuousBatchingConfig(
+  slots=4, page_size=4, segment_steps=6, prefill_chunk=8
+)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,7 @@ def test_bad_sizes_are_named(change, words):
 @pytest.mark.parametrize("name", ["slots", "pages"])
 def test_what_cannot_be_split_over_the_shards(name):
   """Each shard has slots and pages of its own, alike."""
-  odd = dataclasses.replace(SMALL, **{"slots": 8, "pages": 400, name: 404})
+  odd = dataclasses.replace(SMALL, **{"slots": 8, "num_pages": 400, name: 404})
   with pytest.raises(UserError, match=rf"{name}=404: .* multiple of the 8"):
     odd.sizes(DRAW, 14, 8)
 

@@ -54,7 +54,7 @@ class MadeRun:
     self.folder, self.run = folder, None
     self.events, self.keys, self.widths, self.pools = [], {}, set(), []
     self.error = ""
-    build, prepare = program_functions.build, experiment.prepare
+    build, prepare = experiment.build_program, experiment.prepare
 
     def made(config, mesh):
       return _devices(build(config, mesh), config, self)
@@ -65,7 +65,7 @@ class MadeRun:
 
     desk = lambda setup: _Desk(setup, self.pools)
     with (
-      mock.patch.object(program_functions, "build", made),
+      mock.patch.object(experiment, "build_program", made),
       mock.patch.object(experiment, "prepare", keep),
       mock.patch.object(pool, "Process", desk),
       contextlib.redirect_stdout(io.StringIO()),

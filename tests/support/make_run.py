@@ -43,7 +43,7 @@ def make_run(folder, steps, *, moe=True, config=CONFIG, seed=0, scalars=None):
 
 def add_sample(folder, step, *, text="q?", answer="a", reference="r"):
   text = ANSWER.format(
-    step=step, text=question, answer=answer, reference=reference
+    step=step, question=text, answer=answer, reference=reference
   )
   (folder / "samples" / f"step_{step:06d}.txt").write_text(text)
 
