@@ -174,7 +174,7 @@ def test_a_run_of_bytes_is_exported_with_its_tokenizer(debug_config, tmp_path):
   mesh = sharding.make_mesh(**debug_config.mesh)
   with jax.set_mesh(mesh):
     made = build_program(debug_config, mesh)
-    state = made.begin(made.init(jax.random.key(0)))
+    state = made.learner.init_state(made.init_params(jax.random.key(0)))
     with Checkpoints(tmp_path / "checkpoints", every=1, keep=1) as checkpoints:
       saved = {"identity": load_params.identity(made)}
       checkpoints.save(1, state, saved)

@@ -46,7 +46,7 @@ def workdir(tmp_path_factory):
     saved = {"identity": load_params.identity(made)}
     with Checkpoints(folder / "checkpoints", every=1, keep=2) as checkpoints:
       for step in (1, 2):
-        state = made.begin(made.init(jax.random.key(step)))
+        state = made.learner.init_state(made.init_params(jax.random.key(step)))
         checkpoints.save(step, state, saved)
   return folder
 

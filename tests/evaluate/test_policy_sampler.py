@@ -198,7 +198,7 @@ def test_real_answers_differ_and_repeat(debug_config):
   it = PolicySampler(
     debug_config, mesh, batch_shape(debug_config, mesh, 8, len(QUESTIONS))
   )
-  params = it.program.init(jax.random.key(0))
+  params = it.program.init_params(jax.random.key(0))
   draw = lambda k: it.reply(params, QUESTIONS, jax.random.key(k))
   replies = draw(1)
   assert replies == draw(1)

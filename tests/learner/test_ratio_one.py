@@ -62,7 +62,7 @@ def test_who_is_scored(minibatches, asked, scores):
   config = ratio_one.config_of(**asked)
   config.learner.minibatches = minibatches
   made = build_program(config, sharding.make_mesh(jax.devices()[:1]))
-  assert made.scores == scores
+  assert made.learner.needs_old_logprobs == scores
 
 
 def test_one_minibatch_is_not_scored_and_has_ratio_one():

@@ -14,6 +14,7 @@ import numpy as np
 import observe_program as built
 import observe_run as seen
 import pytest
+from gspo_jax.program.checks import check
 from ml_collections import ConfigDict
 from observe_program import B, G, P
 
@@ -22,7 +23,6 @@ from gspo_jax import losses, model
 from gspo_jax.data.tokenizers import plain
 from gspo_jax.model import hf
 from gspo_jax.program import config as settings
-from gspo_jax.program.checks import check
 from gspo_jax.runtime import sharding
 
 
@@ -568,7 +568,7 @@ ROWS = (
   ),
   Row(
     "objective.old_logps",
-    built.scores,
+    built.learner.needs_old_logprobs,
     {"recompute": True, "sampler": False},
     TWO,
   ),
@@ -625,7 +625,12 @@ ROWS = (
     {"k1": B, "k3": B - 4},
     KL | TWO,
   ),
-  Row("objective.kl_estimator", built.scores, {"k1": True, "k3": False}, KL),
+  Row(
+    "objective.kl_estimator",
+    built.learner.needs_old_logprobs,
+    {"k1": True, "k3": False},
+    KL,
+  ),
   Row(
     "objective.reference_every",
     built.reference_after,
@@ -778,7 +783,12 @@ ROWS = (
     {1: (1, {4}), 4: (4, {4})},
     {"learner.micro_batch_size": 4},
   ),
-  Row("learner.minibatches", built.scores, {1: False, 4: True}, MICRO),
+  Row(
+    "learner.minibatches",
+    built.learner.needs_old_logprobs,
+    {1: False, 4: True},
+    MICRO,
+  ),
   Row(
     "learner.minibatches",
     seen.order_of_phases,

@@ -50,7 +50,9 @@ def test_generate_splits_caches_weights_and_logits(debug_config):
   shape = jax.ShapeDtypeStruct
   prompts = Prompts(shape((8, 8), jnp.int32), shape((8,), jnp.int32))
   key = jax.eval_shape(lambda: jax.random.key(0))
-  text = run.generate.lower(run.abstract.params, prompts, key).compile()
+  text = run.sampler.generate.lower(
+    run.learner.abstract.params, prompts, key
+  ).compile()
   loops = re.findall(r"= \((.*?)\) while\(", text.as_text())
   (decoding,) = [loop for loop in loops if "f32[4,4,22,16]" in loop]
   assert "f32[32,4,22,16]" not in decoding  # 32 rows, over eight devices
@@ -64,18 +66,21 @@ def iteration(run, state, step):
   rng = np.random.default_rng(step)
   tokens = rng.integers(0, 256, (4, 8)).astype(np.int32)
   asked = Prompts(tokens, np.full(4, 8, np.int32))
-  samples = run.generate(state.params, asked, jax.random.key(step))
-  rollout, key = run.assemble(asked, samples), jax.random.key(step)
-  assert run.scores
+  samples = run.sampler.generate(state.params, asked, jax.random.key(step))
+  rollout, key = (
+    run.learner.make_train_batch(asked, samples),
+    jax.random.key(step),
+  )
+  assert run.learner.needs_old_logprobs
   # Copies: a NumPy view of a buffer would forbid its donation.
   before = jax.tree.map(np.array, state)
-  state, rollout, scored = run.score(state, rollout, key)
+  state, rollout, scored = run.learner.compute_old_logprobs(state, rollout, key)
   jax.tree.map(np.testing.assert_array_equal, before, state)
-  rollout = run.appraise(state, rollout)
+  rollout = run.learner.add_reference_and_values(state, rollout)
   rewards = rng.standard_normal(16).astype(np.float32)
-  rollout = run.assign(rollout, rewards, samples.finish)
+  rollout = run.learner.assign_advantages(rollout, rewards, samples.finish)
   kept = jax.device_get(rollout)
-  state, _, learnt = run.update(state, rollout, key)
+  state, _, learnt = run.learner.update(state, rollout, key)
   metrics = jax.tree.map(jnp.add, scored, learnt)
   # Both at the sampler's temperature, else they would be far apart.
   assert metrics["mismatch/token_abs_mean"].value() < 1e-5
@@ -88,7 +93,7 @@ def test_the_reference_stays_or_follows(debug_config, every):
   debug_config.objective.update({"kl_coef": 0.1, "reference_every": every})
   debug_config.sampler.temperature = 0.7
   run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
-  state = run.begin(run.init(jax.random.key(0)))
+  state = run.learner.init_state(run.init_params(jax.random.key(0)))
   before = policies = [jax.device_get(state.params)]
   for step in (1, 2, 3):
     kept, state, metrics = iteration(run, state, step)
@@ -118,7 +123,7 @@ def test_a_critic_learns_by_its_own_rate(debug_config):
   debug_config.objective.name = "ppo"
   debug_config.critic.learning_rate = 1e-9
   run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
-  state = run.begin(run.init(jax.random.key(0)))
+  state = run.learner.init_state(run.init_params(jax.random.key(0)))
   critic = jax.device_get(state.critic.params)
   policy = jax.device_get(state.params)
   kept, state, metrics = iteration(run, state, 1)
@@ -140,12 +145,16 @@ def test_what_no_update_reads_is_not_kept(debug_config):
     shape = jax.ShapeDtypeStruct
     prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    samples = run.generate.lower(run.abstract.params, prompts, key).out_info
+    samples = run.sampler.generate.lower(
+      run.learner.abstract.params, prompts, key
+    ).out_info
     recorded = debug_config.objective.replay == "r3"
     assert (samples.experts is not None) == recorded
-    rollout = run.assemble.lower(prompts, samples).out_info
+    rollout = run.learner.make_train_batch.lower(prompts, samples).out_info
     apply_updates = shape((), jnp.bool_)
-    lowered = run.step.lower(run.abstract, rollout, key, apply_updates)
+    lowered = run.learner.step.lower(
+      run.learner.abstract, rollout, key, apply_updates
+    )
     metrics = lowered.out_info[2]
     fields = dataclasses.asdict(rollout)
     return {k for k, x in fields.items() if x is not None}, set(metrics)
@@ -172,10 +181,10 @@ def test_an_evaluation_draws_by_chance_and_once_greedily(debug_config):
   prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
   key = jax.eval_shape(lambda: jax.random.key(0))
   for generate, rows, random in (
-    (run.generate_eval, 12, True),
-    (run.generate_greedy, 4, False),
+    (run.sampler.generate_eval, 12, True),
+    (run.sampler.generate_greedy, 4, False),
   ):
-    made = generate.lower(run.abstract.params, prompts, key)
+    made = generate.lower(run.learner.abstract.params, prompts, key)
     assert made.out_info.lengths.shape == (rows,)
     assert made.out_info.experts is None  # no update reads them
     assert ("threefry" in made.as_text()) == random

@@ -20,7 +20,7 @@ def made(debug_config):
 
 def fresh(made, seed):
   with jax.set_mesh(made.mesh):
-    return made.begin(made.init(jax.random.key(seed)))
+    return made.learner.init_state(made.init_params(jax.random.key(seed)))
 
 
 @pytest.fixture
