@@ -28,6 +28,7 @@ from benchmarks import record
 from configs import tiny_cpu
 from gspo_jax.data import datasets, pipeline
 from gspo_jax.program import load_params
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout import scoring
@@ -61,7 +62,7 @@ def prepare(
   """
   mesh = sharding.make_mesh(jax.devices()[:1])
   run, rows = (
-    build_program(config, mesh),
+    build_program(parse(config), mesh),
     sharding.batch_sharding(mesh),
   )
   questions = datasets.load(config).held_out

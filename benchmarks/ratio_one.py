@@ -30,7 +30,8 @@ import numpy as np
 from benchmarks import record
 from configs import tiny_cpu
 from gspo_jax.learner import train_batch
-from gspo_jax.program import config as settings
+from gspo_jax.learner.objective import METHODS
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.sampler.samples import STOPPED, Prompts, Samples
@@ -97,7 +98,7 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
     mesh: the devices.
     apart: take the old log-probs from a program of its own.
   """
-  run, key = build_program(config, mesh), jax.random.key(2)
+  run, key = build_program(parse(config), mesh), jax.random.key(2)
   rows = sharding.batch_sharding(mesh)
   with jax.set_mesh(mesh):
     state = run.learner.init_state(run.init_params(jax.random.key(0)))
@@ -143,9 +144,7 @@ def table(quick: bool) -> list[dict]:
     for remat in (True, False)
   ]
   family = [
-    {"mesh": "1", "objective": name}
-    for name in settings.OBJECTIVES
-    if name != "gspo"
+    {"mesh": "1", "objective": name} for name in METHODS if name != "gspo"
   ]
   cuts = [{"mesh": "1", "remat": False, "micro": n} for n in (2, 4, 8)]
   replays = [{"mesh": "1", "replay": replay} for replay in ("r2", "r3")]

@@ -42,6 +42,7 @@ from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Chain
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses.advantages import group_relative_advantages
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.rewards import final_answer
 from gspo_jax.rollout import scoring
@@ -142,7 +143,7 @@ plt.show()
 # %%
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
-functions = build_program(config, mesh)
+functions = build_program(parse(config), mesh)
 with Checkpoints(Path(workdir, "cold_start")) as checkpoints:
   restored = checkpoints.restore(functions.cold_start.abstract, lambda *_: None)
 before, after = restored.state.params, state.params

@@ -38,8 +38,9 @@ def load(config) -> Datasets:
     if c.eval_source or c.weights or c.curriculum:
       raise UserError(
         f"data.eval_source={c.eval_source!r}, data.weights={c.weights}, "
-        f"data.curriculum={c.curriculum}: expected none, since data.source='chain' "
-        "makes its own held-out problems and mixes with no other source"
+        f"data.curriculum={c.curriculum}: expected none, since "
+        "data.source='chain' makes its own held-out problems and mixes with no "
+        "other source"
       )
     chain = Chain(c.chain_steps, seed=config.seed)
     return Datasets(

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from gspo_jax.learner import train_step
+from gspo_jax.learner.objective import METHODS
 from gspo_jax.logprobs import token_logprobs
-from gspo_jax.program import config as settings
+from gspo_jax.program import settings
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Prompts
@@ -18,7 +20,7 @@ from gspo_jax.sampler.samples import Prompts
 
 def build(config, devices=1, **mesh):
   mesh = sharding.make_mesh(jax.devices()[:devices], **mesh)
-  return build_program(config, mesh)
+  return build_program(parse(config), mesh)
 
 
 def iterate(run, seed=0, prompts=8, advantages=None):
@@ -81,13 +83,13 @@ def test_micro_batches_leave_the_gradient_alone(one, config, name):
   """One whole batch through the loss as users call it, against eight cuts."""
   run, params, _, rollout, *_ = one
   config.objective.name = name
-  method = settings.OBJECTIVES[name]
+  method = METHODS[name]
   # Old log-probs that differ, so that some ratios are clipped and some not.
   shift = np.random.default_rng(1).normal(0, 0.2, rollout.old_logps.shape)
   rollout = dataclasses.replace(
     rollout, old_logps=(rollout.old_logps + shift).astype(np.float32)
   )
-  learner, *_ = settings.learners(config, run.cfg)
+  learner, *_ = settings.learners(parse(config), run.cfg)
   cut = jax.tree.map(lambda x: x.reshape(8, 4, *x.shape[1:]), rollout)
   grads, _, metrics = jax.jit(
     lambda p, b: train_step.gradient(p, b, learner)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 
 from gspo_jax.plan import analysis, lower
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import paged_decode
@@ -13,7 +14,9 @@ from gspo_jax.sampler.samples import Prompts
 
 def built(config, **sizes):
   config.data.prompts = config.learner.micro_batch_size = 8
-  return build_program(config, sharding.make_mesh(jax.devices()[:4], **sizes))
+  return build_program(
+    parse(config), sharding.make_mesh(jax.devices()[:4], **sizes)
+  )
 
 
 def refill(config):
@@ -28,16 +31,16 @@ def refill(config):
 def test_a_run_without_pages(debug_config):
   made = built(debug_config, data=4)
   lowered = lower.functions(debug_config, made)
-  assert list(lowered) == ["generate", "update", "score"]
+  assert list(lowered) == ["generate", "update", "old_logprobs"]
   # One program, so that both round alike.
-  assert lowered["score"] is lowered["update"]
+  assert lowered["old_logprobs"] is lowered["update"]
   assert set(lowered) < set(lower.FUNCTIONS)
 
 
 def test_a_run_with_pages(debug_config):
   made = refill(debug_config)
   lowered = lower.functions(debug_config, made)
-  names = ["lay_out", "prefill", "generate", "update", "score"]
+  names = ["decode_params", "prefill", "generate", "update", "old_logprobs"]
   assert list(lowered) == names
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]

@@ -21,8 +21,8 @@ from observe_program import B, G, P
 from configs import common, tiny_cpu
 from gspo_jax import losses, model
 from gspo_jax.data.tokenizers import plain
+from gspo_jax.learner.objective import METHODS
 from gspo_jax.model import hf
-from gspo_jax.program import config as settings
 from gspo_jax.runtime import sharding
 
 
@@ -487,7 +487,7 @@ ROWS = (
     built.gradient,
     {
       name: functools.partial(built.slope, getattr(losses, f"{name}_loss"))
-      for name in settings.OBJECTIVES
+      for name in METHODS
       if name != "rspo"
     }
     | {"rspo": lambda: built.slope(losses.gmpo_loss, terms=built.shifted(0.8))},
@@ -964,7 +964,7 @@ def test_a_key_does_what_its_row_says(row, files):
     config = small()
     changes = {k: fill(v, files) for k, v in row.given.items()}
     config.update_from_flattened_dict(changes | {row.key: fill(value, files)})
-    check(config, settings.OBJECTIVES, shards=1)
+    check(config, METHODS, shards=1)
     found = row.observe(config)
     if expected is not DIFFERS:
       same(found, expected() if callable(expected) else expected)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.logprobs import token_logprobs
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -29,7 +30,7 @@ def test_a_sampler_mesh_that_does_not_fit(debug_config, sampler_mesh, words):
   debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   debug_config.cold_start.batch = 16
   with pytest.raises(UserError, match=words):
-    build_program(debug_config, sharding.make_mesh(data=8))
+    build_program(parse(debug_config), sharding.make_mesh(data=8))
 
 
 def test_prompts_must_lie_evenly_where_answers_are_drawn(debug_config):
@@ -38,7 +39,7 @@ def test_prompts_must_lie_evenly_where_answers_are_drawn(debug_config):
   debug_config.sampler_mesh.tensor = 1
   debug_config.data.prompts = 12
   with pytest.raises(UserError, match=r"rows = 8 \(sampler_mesh\); .*8 and 16"):
-    build_program(debug_config, mesh)
+    build_program(parse(debug_config), mesh)
 
 
 def test_generate_splits_caches_weights_and_logits(debug_config):
@@ -46,7 +47,7 @@ def test_generate_splits_caches_weights_and_logits(debug_config):
   debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   debug_config.sampler.max_new_tokens = 23
   debug_config.model.dtype = "float32"
-  run = build_program(debug_config, sharding.make_mesh(fsdp=2, expert=4))
+  run = build_program(parse(debug_config), sharding.make_mesh(fsdp=2, expert=4))
   shape = jax.ShapeDtypeStruct
   prompts = Prompts(shape((8, 8), jnp.int32), shape((8,), jnp.int32))
   key = jax.eval_shape(lambda: jax.random.key(0))
@@ -92,7 +93,9 @@ def iteration(run, state, step):
 def test_the_reference_stays_or_follows(debug_config, every):
   debug_config.objective.update({"kl_coef": 0.1, "reference_every": every})
   debug_config.sampler.temperature = 0.7
-  run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
+  run = build_program(
+    parse(debug_config), sharding.make_mesh(jax.devices()[:1])
+  )
   state = run.learner.init_state(run.init_params(jax.random.key(0)))
   before = policies = [jax.device_get(state.params)]
   for step in (1, 2, 3):
@@ -122,7 +125,9 @@ def test_the_reference_stays_or_follows(debug_config, every):
 def test_a_critic_learns_by_its_own_rate(debug_config):
   debug_config.objective.name = "ppo"
   debug_config.critic.learning_rate = 1e-9
-  run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
+  run = build_program(
+    parse(debug_config), sharding.make_mesh(jax.devices()[:1])
+  )
   state = run.learner.init_state(run.init_params(jax.random.key(0)))
   critic = jax.device_get(state.critic.params)
   policy = jax.device_get(state.params)
@@ -141,7 +146,9 @@ def test_a_critic_learns_by_its_own_rate(debug_config):
 def test_what_no_update_reads_is_not_kept(debug_config):
   def scored(**objective):
     debug_config.objective.update(objective)
-    run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
+    run = build_program(
+      parse(debug_config), sharding.make_mesh(jax.devices()[:1])
+    )
     shape = jax.ShapeDtypeStruct
     prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -176,7 +183,9 @@ def test_an_evaluation_draws_by_chance_and_once_greedily(debug_config):
   """Read from the programs: only the first needs random numbers."""
   debug_config.objective.replay = "r3"
   debug_config.eval.samples = 3
-  run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
+  run = build_program(
+    parse(debug_config), sharding.make_mesh(jax.devices()[:1])
+  )
   shape = jax.ShapeDtypeStruct
   prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
   key = jax.eval_shape(lambda: jax.random.key(0))
@@ -195,7 +204,9 @@ def test_a_function_that_compiles_again_is_told(debug_config):
   debug_config.continuous_batching.update(
     {"slots": 4, "page_size": 4, "prefill_chunk": 8}
   )
-  found = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
+  found = build_program(
+    parse(debug_config), sharding.make_mesh(jax.devices()[:1])
+  )
   found.check_compiled_once()
   for name, most in found.generate.compilations().items():
     jitted = types.SimpleNamespace(_cache_size=lambda most=most: most + 1)

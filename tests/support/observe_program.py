@@ -21,7 +21,8 @@ from gspo_jax import losses, model
 from gspo_jax.learner import objective, train_batch, train_step
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.losses import Terms
-from gspo_jax.program import config as settings
+from gspo_jax.program import settings
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
@@ -52,13 +53,13 @@ def tokens_of_seven(config):
 
 def weight_shards(config, mesh):
   """What one device holds of the queries' weights, and of the experts'."""
-  layers = build_program(config, mesh).abstract.params["layers"]
+  layers = build_program(parse(config), mesh).abstract.params["layers"]
   shard = lambda x: x.sharding.shard_shape(x.shape)
   return shard(layers["attention"]["q"]), shard(layers["moe"]["gate_up"])
 
 
 def decoding_mesh(config):
-  made = build_program(config, sharding.make_mesh(data=8))
+  made = build_program(parse(config), sharding.make_mesh(data=8))
   each = (
     made.sampler.generate,
     made.sampler.generate_eval,
@@ -97,7 +98,7 @@ def each_once(observe):
 
 @each_once
 def built(config):
-  return build_program(config, one_device())
+  return build_program(parse(config), one_device())
 
 
 @each_once
@@ -424,7 +425,7 @@ def first_gradient(config):
 
 def _gradient(config, first):
   made = built(config)
-  learner, *_ = settings.learners(config, made.cfg)
+  learner, *_ = settings.learners(parse(config), made.cfg)
   batches = jax.tree.map(lambda x: x[None], made_rollout())
   with bigram.by_the_operation():
     found, *_ = train_step.gradient(
@@ -601,7 +602,7 @@ def passes(config, name="update"):
   rows = train_batch.make_train_batch(PROMPTS, made_samples().tokens, LENGTHS)
   rows = dataclasses.replace(rows, advantages=ids)
   with mock.patch.object(objective, "policy_loss", note):
-    made = build_program(config, one_device())  # not one that is kept
+    made = build_program(parse(config), one_device())  # not one that is kept
     after, _, _ = step(made, rows, name)
   return found, int(after.opt_state[1][0].count)
 
