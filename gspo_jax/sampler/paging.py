@@ -75,8 +75,8 @@ class ContinuousBatchingConfig:
     ):
       if getattr(self, name) < least:
         raise UserError(
-          f"continuous_batching.{name}={getattr(self, name)}: expected at least "
-          f"{least}"
+          f"continuous_batching.{name}={getattr(self, name)}: expected at "
+          f"least {least}"
         )
     if self.prefill_chunk < 1 or self.prefill_chunk % self.page_size:
       raise UserError(

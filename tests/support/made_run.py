@@ -120,7 +120,7 @@ class _Desk:
 
 def _devices(built, config, notes):
   """The program with functions that take notes."""
-  mesh, texts = built.mesh, built.prompting.tokenizer
+  mesh, texts = built.mesh, built.prompt_config.tokenizer
   rows, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
 
   def note(name, what, key=None):

@@ -1,0 +1,56 @@
+"""Any number of prompts through a function that takes a fixed number."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from gspo_jax import model
+from gspo_jax.runtime import multihost
+from gspo_jax.sampler.samples import Prompts, Samples
+
+
+class PromptBatch(NamedTuple):
+  """Some of the prompts, and their samples.
+
+  Attributes:
+    index: [batch_size] int, the numbers of the prompts.
+    new: how many of them come for the first time; the others fill the batch up.
+    samples: of all of them.
+  """
+
+  index: np.ndarray
+  new: int
+  samples: Samples
+
+
+def sample_many(
+  generate,
+  params: model.Params,
+  prompts: Prompts,
+  key: jax.Array,
+  *,
+  batch_size: int,
+  batch_sharding: jax.sharding.Sharding,
+) -> Iterator[PromptBatch]:
+  """Samples responses to N prompts, `batch_size` at a time.
+
+  The last batch is filled up with the first prompts, so that one compiled
+  function serves all batches.
+
+  Args:
+    generate: (params, prompts, key) -> Samples.
+    params: of the policy.
+    prompts: N of them, numpy arrays, the same on every process.
+    key: batch i has a key made of (key, i).
+    batch_size: prompts of a batch.
+    batch_sharding: of arrays with an axis of rows.
+  """
+  count = len(prompts.lengths)
+  for i, start in enumerate(range(0, count, batch_size)):
+    index = np.arange(start, start + batch_size) % count
+    batch = Prompts(prompts.tokens[index], prompts.lengths[index])
+    batch = multihost.to_global(batch, batch_sharding)
+    samples = generate(params, batch, jax.random.fold_in(key, i))
+    yield PromptBatch(index, min(batch_size, count - start), samples)
