@@ -116,8 +116,8 @@ def test_one_step_advantages_are_the_critics_errors():
 def test_generalized_advantages_never_read_masked_values():
   rewards, values, mask, keywords = random_steps()
   expected = generalized_advantages(rewards, values, mask, **keywords)
-  junk = np.resize([np.nan, np.inf, -np.inf], mask.shape).astype(np.float32)
-  dirty = [np.where(mask, x, junk) for x in (rewards, values)]
+  garbage = np.resize([np.nan, np.inf, -np.inf], mask.shape).astype(np.float32)
+  dirty = [np.where(mask, x, garbage) for x in (rewards, values)]
   with jax.debug_nans(True):
     result = generalized_advantages(*dirty, mask.astype(int), **keywords)
   jax.tree.map(np.testing.assert_array_equal, result, expected)

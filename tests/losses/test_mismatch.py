@@ -68,8 +68,10 @@ def test_the_weight_of_a_sequence_does_not_grow_with_its_length():
 
 def test_garbage_under_the_mask_is_never_read():
   old, sampled, mask = random_case()
-  junk = np.resize([np.nan, np.inf, -np.inf], mask.shape)
-  dirty = [np.where(mask, v, junk).astype(np.float32) for v in (old, sampled)]
+  garbage = np.resize([np.nan, np.inf, -np.inf], mask.shape)
+  dirty = [
+    np.where(mask, v, garbage).astype(np.float32) for v in (old, sampled)
+  ]
   for unit in ("token", "sequence"):
     expected = mismatch_weights(old, sampled, mask, unit=unit)
     with jax.debug_nans(True):

@@ -76,9 +76,8 @@ def test_one_term_equals_the_oracle(name, term):
 
 @every_loss
 @pytest.mark.parametrize("extreme", [False, True])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_all_terms_equal_the_oracle(name, seed, extreme):
-  case = with_terms(name, seed, extreme)
+def test_all_terms_equal_the_oracle(name, extreme):
+  case = with_terms(name, 1, extreme)
   metrics = assert_is_oracle(name, case)
   assert metrics["loss/penalty"].count == metrics["loss/policy"].count
 
@@ -125,9 +124,9 @@ def test_metrics_of_ratios_leave_the_shift_out(name):
 def test_garbage_in_terms_under_the_mask_is_never_read(name):
   case = with_terms(name)
   clean = run(name, case)
-  junk = np.resize([np.nan, np.inf, -np.inf], (B, T)).astype(np.float32)
+  garbage = np.resize([np.nan, np.inf, -np.inf], (B, T)).astype(np.float32)
   terms = {
-    key: np.where(case.m, value, junk)
+    key: np.where(case.m, value, garbage)
     for key in ("shift", "weights", "reference", "router_shift")
     if (value := getattr(case, key)) is not None
   }

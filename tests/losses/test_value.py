@@ -79,8 +79,8 @@ def test_garbage_under_the_mask_is_never_read():
   data = random_case()
   mask = data[3]
   clean = run(data)
-  junk = np.resize([np.nan, np.inf, -np.inf], mask.shape)
-  dirty = [np.where(mask, x, junk).astype(np.float32) for x in data[:3]]
+  garbage = np.resize([np.nan, np.inf, -np.inf], mask.shape)
+  dirty = [np.where(mask, x, garbage).astype(np.float32) for x in data[:3]]
   with jax.debug_nans(True):
     jax.grad(value_loss, has_aux=True)(*dirty, mask)
     result = run((*dirty, mask))
