@@ -77,25 +77,27 @@ class ModelConfig:
   unroll: int = 1
 
   def __post_init__(self):
-    if self.num_heads % self.num_kv_heads:
+    heads, kv_heads = self.num_heads, self.num_kv_heads
+    k, E = self.experts_per_token, self.num_experts
+    if heads % kv_heads:
       raise UserError(
-        f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}"
+        f"model.num_heads={heads}: expected a multiple of"
+        f" model.num_kv_heads={kv_heads}"
       )
     if self.head_dim % 2:
       raise UserError(
-        f"{self.head_dim=} must be even: rotary embeddings split it in halves"
+        f"model.head_dim={self.head_dim}: expected an even number, because"
+        " rotary embeddings split it in halves"
       )
-    if self.rope_scaling is not None and not _is_rope_scaling(
-      self.rope_scaling
-    ):
+    scaling = self.rope_scaling
+    if scaling is not None and not _is_rope_scaling(scaling):
       raise UserError(
-        f"{self.rope_scaling=}: expected (factor >= 1, low, high > low, length)"
+        f"model.rope_scaling={scaling}: expected (factor >= 1, low, high > low,"
+        " length)"
       )
-    if self.num_experts and not (
-      1 <= self.experts_per_token <= self.num_experts
-    ):
+    if E and not 1 <= k <= E:
       raise UserError(
-        f"{self.experts_per_token=} must lie in 1..{self.num_experts=}"
+        f"model.experts_per_token={k}: expected 1 to model.num_experts={E}"
       )
     if self.dtype not in DTYPES:
       raise UserError(

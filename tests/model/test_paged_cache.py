@@ -277,7 +277,7 @@ def several_steps(pages, q, new):
 
 
 def temporaries(name, dtype, H, n, B=8, C=2):
-  """Temporary bytes of a function of donated pages / bytes of a layer's keys."""
+  """Temporary bytes of a function of donated pages / those of a layer's k."""
   cfg = dataclasses.replace(CFG, dtype=dtype, head_dim=H)
   mesh = jax.sharding.get_mesh()
   replicated = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
