@@ -507,7 +507,7 @@ def shifted(floor):
     found = routing(rows, routes=rows.experts.swapaxes(0, 1))
     new = found.log_probs[:, :, S - 1 : -1].swapaxes(0, 1)
     moved = jnp.abs(new - rows.router_logps).mean((1, 3))
-    return {"shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
+    return {"log_ratio_shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
 
   return terms
 
