@@ -171,10 +171,11 @@ def assert_same_samples(workdir, reference):
     assert (workdir / name).read_text() == (reference / name).read_text()
 
 
-@pytest.mark.slow  # a run that stops and resumes has the default mesh
+@pytest.mark.slow  # a run that stops and resumes is compared in the default run
 @pytest.mark.parametrize(
   ("devices", "mesh"),
   [
+    (1, {}),
     (2, {"mesh__fsdp": 2}),
     (2, {"mesh__expert": 4}),
     (1, {"mesh__tensor": 2}),  # both processes hold the whole batch
@@ -261,13 +262,14 @@ def stopped(launch, reference, tmp_path_factory):
   job = launch(2, workdir, checkpoint__every=100, **cold)
   job.wait_for("0/4")
   job.processes[1].send_signal(signal.SIGTERM)
-  first, _ = job.finish(code=75)
+  first, second = job.finish(code=75)
   assert "SIGTERM: saved after step" in first
+  assert "/4 " not in second
   return workdir
 
 
 @pytest.mark.parametrize(
-  "count", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
+  "count", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
 )
 def test_a_sigterm_to_one_stops_all_and_any_number_resumes(
   launch, reference, stopped, tmp_path, count
@@ -410,6 +412,7 @@ attempt(lambda: multihost.require_same({"steps": 3, "seed": index}))
 attempt(lambda: multihost.require_same({str(index): 3}))
 attempt(lambda: multihost.require_shared(epath.Path(folder)))
 attempt(lambda: multihost.require_shared(epath.Path(folder / str(index))))
+multihost.barrier()
 print(sorted(str(p.relative_to(folder)) for p in folder.rglob("*")))
 multihost.print_once("once")
 """

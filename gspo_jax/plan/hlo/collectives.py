@@ -82,7 +82,7 @@ def awaited(module: Module, i: Instruction) -> str | None:
   return None
 
 
-# In the attributes of a collective that is spread over a chain of fusions, which
+# In the attributes of a collective that is spread over a chain of fusions: they
 # compute while it proceeds.
 _CHAIN = "chain_id="
 

@@ -1,4 +1,4 @@
-"""The cost of a compiled module on a TPU at best, with its loops multiplied out.
+"""The cost of a compiled module on a TPU at best, with all trips of its loops.
 
 An operation takes the longer of its FLOPs at the peak rate and its HBM bytes at
 the peak bandwidth. Their sum is the roofline. Collectives are counted

@@ -24,9 +24,8 @@ _FREE_CALLS = ("AllocateBuffer", "AssumeGatherIndicesInBound")
 _SLICES = ("dynamic-slice", "gather", "slice")
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 
-# The number of matrix products in each kernel of splash attention, which reports
-# no FLOPs: scores and output; scores, dV, dP, dK (and dQ if fused); scores, dP,
-# dQ.
+# Matrix products in each kernel of splash attention, which reports no FLOPs:
+# scores and output; scores, dV, dP, dK (and dQ if fused); scores, dP, dQ.
 _SPLASH = {"_fwd": 2, "_dkv": 4, "_dq": 3}
 # Its block size: 512 rows and columns, or 256 or 128 where 512 does not divide
 # the number of tokens. The same as `_BLOCK` in gspo_jax/model/attention.py.
