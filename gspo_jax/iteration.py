@@ -35,7 +35,7 @@ def iterate(
 
   Raises:
     FloatingPointError: a scalar is not finite.
-    hosts.Agreed: too many answers could not be scored.
+    AgreedError: too many answers could not be scored.
   """
   functions, config = run.program, run.config
   rows = sharding.batch_sharding(functions.mesh)

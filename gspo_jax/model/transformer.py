@@ -143,7 +143,7 @@ def _project(x_BTD, weights, angles, cfg):
 
 
 def _attend_together(x_BTD, weights, angles, segments_BT, cfg):
-  """Attention of tokens to one another, as an island: rows and heads apart."""
+  """Attention of tokens to one another, as a shard_map: rows and heads apart."""
   rows = PartitionSpec(sharding.BATCH_AXES)
   kept = PartitionSpec(sharding.BATCH_AXES, "tensor")
   lay = {

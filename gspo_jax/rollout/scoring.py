@@ -172,7 +172,7 @@ def require_scored(marks: Sequence[Rewards], most: float, *, of: str) -> None:
     of: what the answers are of.
 
   Raises:
-    hosts.Agreed: more than that share of them failed, or all.
+    AgreedError: more than that share of them failed, or all.
   """
   failed = np.concatenate([each.failed for each in marks])
   # The same on every process, as `failed` is; the reasons are each one's own.

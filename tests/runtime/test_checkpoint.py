@@ -316,7 +316,8 @@ def run_child(code, directory, devices):
   flags += f" --xla_force_host_platform_device_count={devices}"
   env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
   head = (
-    "import os, pathlib, resource, signal, sys, jax, jax.numpy as jnp\n"
+    "import os, pathlib, resource, signal, sys\n"
+    "import jax, jax.numpy as jnp, numpy as np\n"
     "sys.path.insert(0, sys.argv[2])\n"
     "from test_checkpoint import Checkpoints, make_state, put\n"
   )
@@ -330,8 +331,8 @@ def run_child(code, directory, devices):
 KILLED = """
 with Checkpoints(sys.argv[1], every=1, keep=3) as checkpoints:
   checkpoints.save(1, put(make_state(1), 2), {"cursor": 1})
-  noise = jax.random.normal(jax.random.key(0), (4096, 4096))
-  checkpoints.save(2, {"w": noise}, {"cursor": 2})
+  noise = np.random.default_rng(0).random((2048, 4096), np.float32)
+  checkpoints.save(2, {"w": jnp.asarray(noise)}, {"cursor": 2})
   half = pathlib.Path(sys.argv[1]) / "2.orbax-checkpoint-tmp"
   while not half.exists():
     pass
@@ -504,7 +505,7 @@ def test_a_part_of_the_state_is_restored_alone(tmp_path):
   with Checkpoints(tmp_path) as checkpoints:
     restored = checkpoints.restore(part, accept_any, part=True)
     assert_same(restored.state, {"params": make_state(1)["params"]})
-    with pytest.raises(UserError, match="leaf 'step' is int32"):
+    with pytest.raises(UserError, match="leaf 'key' is key<fry>"):
       checkpoints.restore(part, accept_any)
     part["params"] |= {"extra": like["step"]}
     with pytest.raises(UserError, match="leaf 'params/extra' is absent"):

@@ -1,5 +1,6 @@
 """Each parameter matches one sharding rule; meshes fit their devices."""
 
+import functools
 import re
 
 import jax
@@ -21,6 +22,7 @@ OPTIMIZER = optimizer.optimizer(
 )
 
 
+@functools.cache
 def shapes_of(name):
   """Shapes of the parameters and of the optimizer's state; makes no array."""
   cfg = model.variant(name)
