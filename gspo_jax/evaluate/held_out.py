@@ -40,7 +40,7 @@ def verdicts(
   again is dropped.
 
   Raises:
-    hosts.Agreed: more than `max_failed` of the answers could not be scored.
+    AgreedError: more than `max_failed` of the answers could not be scored.
   """
   count = len(questions["problems"])
   marks = []
