@@ -273,7 +273,7 @@ def test_a_reward_that_fails_stops_the_run(start, reference, tmp_path):
   names = "('operator.setitem',)"
   out = finish(start(tmp_path / "run", reward__names=names), code=2)
   assert out.strip().splitlines()[-1] == (
-    "error: iteration 3: 16 of 16 answers could not be scored, expected at "
+    "error: iteration 3: 16 of 16 responses could not be scored, expected at "
     "most 8 (reward.max_failed=0.5); the first reason: operator.setitem: "
     "TypeError: 'str' object does not support item assignment"
   )
