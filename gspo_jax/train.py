@@ -17,6 +17,7 @@ from gspo_jax.iteration import iterate
 from gspo_jax.learner import cold_start
 from gspo_jax.learner.health import HealthChecks
 from gspo_jax.learner.train_step import TrainState
+from gspo_jax.losses import EDGES
 from gspo_jax.program import config as settings
 from gspo_jax.program import experiment
 from gspo_jax.rollout.batch import RolloutContext
@@ -205,6 +206,7 @@ def _train(
       run.workdir,
       total_steps=config.num_steps,
       resume_step=begin,
+      edges=EDGES,
       active=multihost.is_primary(),
     )
   )

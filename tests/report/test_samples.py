@@ -4,6 +4,7 @@ import re
 
 from make_run import add_sample, make_run
 
+from gspo_jax.losses import EDGES
 from gspo_jax.report import samples, workdir
 from gspo_jax.runtime import metric_writer
 
@@ -15,7 +16,7 @@ def block(folder):
 def test_what_the_writer_wrote_is_taken_apart(tmp_path):
   rows = [("2+2?", "it is\nreference: 5\n4", "4", 1.0), ("q", "", "r", 0.25)]
   with metric_writer.MetricWriter(
-    tmp_path, total_steps=1, resume_step=0
+    tmp_path, total_steps=1, resume_step=0, edges=EDGES
   ) as writer:
     writer.samples(3, rows)
   html = block(tmp_path)
@@ -33,7 +34,7 @@ def test_an_answer_cannot_forge_a_card(tmp_path):
   )
   rows = [(forged, forged, "4", 0.0), ("q", forged, forged, 0.25)]
   with metric_writer.MetricWriter(
-    tmp_path, total_steps=1, resume_step=0
+    tmp_path, total_steps=1, resume_step=0, edges=EDGES
   ) as writer:
     writer.samples(3, rows)
   html = block(tmp_path)

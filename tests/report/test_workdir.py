@@ -22,7 +22,7 @@ def read(folder):
 def test_a_run_is_what_its_writer_wrote(tmp_path):
   counts = list(range(len(EDGES) - 1))
   with metric_writer.MetricWriter(
-    tmp_path, total_steps=2, resume_step=0
+    tmp_path, total_steps=2, resume_step=0, edges=EDGES
   ) as writer:
     writer.write(0, {"eval/x": 0.5})
     for step in (1, 2):
@@ -116,7 +116,7 @@ def test_as_many_layers_as_bins_are_layers_still(tmp_path):
   bins = len(EDGES) - 1
   spread = {"moe/layer_x": [0.5] * bins, "ratio/x": [1] * bins}
   with metric_writer.MetricWriter(
-    tmp_path, total_steps=1, resume_step=0
+    tmp_path, total_steps=1, resume_step=0, edges=EDGES
   ) as writer:
     writer.write(1, {}, spread)
   spreads = read(tmp_path).spreads

@@ -283,7 +283,7 @@ def test_the_death_of_one_ends_the_others(launch, tmp_path, victim):
   ("only", "words"),
   [
     (["--config.seed=1"],
-     "config.seed is not the same everywhere: process 1 has another than "
+     "config.seed is not the same everywhere: process 1 has another value "
      "process 0"),
     (["--config.data.source=jsonl:no.jsonl"],
      "process 1: data file 'no.jsonl': No such file or directory"),
