@@ -89,7 +89,7 @@ def iterate(
     row["rollout/staleness"] = step - ready.drawn_at
     row["rollout/continued"] = ready.continued
   if config.data.drop_solved:
-    row["data/left_out"] = curriculum.left_out
+    row["data/solved"] = curriculum.num_solved
   updates = step * config.learner.minibatches
   row["optim/learning_rate"] = float(functions.schedule(updates - 1))
   require_finite(row, step)

@@ -67,7 +67,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
         run.program.prompting,
         batch=config.data.prompts,
         seed=config.seed,
-        history=config.data.drop_solved,
+        drop_solved=config.data.drop_solved,
       )
       source = _rollouts(run, curriculum)
       state = _start(run, curriculum, source, checkpoints, preemption)

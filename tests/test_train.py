@@ -122,8 +122,8 @@ def test_the_promised_numbers_are_written(reference):
   assert "eval/pass@1" in written[2]
   assert "eval/pass@1" not in written[1]
   assert "4/4" in out
-  sample = (workdir / "samples" / "step_000004.txt").read_text()
-  assert "reward" in sample
+  sample = (workdir / "samples" / "step_000004.jsonl").read_text()
+  assert '"reward": ' in sample
   assert list((workdir / "tensorboard").iterdir())
 
 
