@@ -46,7 +46,7 @@ def test_a_set_is_read_by_name_and_in_order(tmp_path):
   assert "tensorflow" not in sys.modules
 
 
-def test_a_set_of_ones_own(tmp_path):
+def test_a_set_with_another_name(tmp_path):
   tests = [{"input": "1\n", "output": "2\n"}]
   path = write(tmp_path / "a", 4, tests=tests)
   folder = str(tmp_path / "sets")
@@ -63,7 +63,7 @@ def test_a_set_that_is_not_prepared_names_the_command(tmp_path):
     sources.load("tfds:gsm8k", data_dir=str(tmp_path))
 
 
-def test_a_split_that_there_is_not(tmp_path):
+def test_a_split_that_does_not_exist(tmp_path):
   files = {"train": write(tmp_path / "a", 2)}
   prepare_tfds.prepare("my_set", files, str(tmp_path / "sets"))
   with pytest.raises(UserError, match="Unknown split 'tset'"):
@@ -109,6 +109,7 @@ def test_the_command(tmp_path):
   assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @needs_gsm8k
 def test_gsm8k(tmp_path):
   files = {part: str(GSM8K / f"{part}.jsonl") for part in ("train", "test")}

@@ -1,4 +1,4 @@
-"""Questions of any source: fields, references, splits and fingerprints."""
+"""Problems of any source: fields, references, splits and fingerprints."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def one(tmp_path, values, **options):
   return sources.load(write(tmp_path / "a.jsonl", values), **options)[0]
 
 
-def test_the_reference_follows_the_last_mark(tmp_path):
+def test_the_reference_follows_the_last_hashes(tmp_path):
   spec = write(
     tmp_path / "a.jsonl",
     row(1, "#### 3, no\n####  1,000 "),
@@ -68,9 +68,9 @@ def test_references_that_are_no_text(
   assert found.demonstration == demonstration
 
 
-def test_what_goes_before_a_bare_answer(tmp_path):
-  assert one(tmp_path, row(1, " 7 "), mark="").demonstration == "7"
-  assert one(tmp_path, row(1), mark="").demonstration == "x #### 7"
+def test_the_prefix_of_a_bare_reference(tmp_path):
+  assert one(tmp_path, row(1, " 7 "), prefix="").demonstration == "7"
+  assert one(tmp_path, row(1), prefix="").demonstration == "x #### 7"
 
 
 def test_fields_by_name(tmp_path):
@@ -131,10 +131,10 @@ def test_the_split_of_a_question_does_not_depend_on_the_others(tmp_path):
   assert list(half) == list(whole)[: len(half)]
 
 
-def test_a_file_without_a_question(tmp_path):
-  with pytest.raises(UserError, match="no question"):
+def test_a_file_without_a_problem(tmp_path):
+  with pytest.raises(UserError, match="no problem"):
     sources.load(write(tmp_path / "a", "", " "))
-  with pytest.raises(UserError, match="no question"):
+  with pytest.raises(UserError, match="no problem"):
     sources.load(write(tmp_path / "a", row(1)), evaluation=True)
 
 
@@ -254,26 +254,26 @@ def test_every_row_of_a_file_counts(tmp_path, i):
 @pytest.mark.parametrize("size", [1, 2, 999, 1000, 1001, 5000])
 def test_other_sources_are_sampled_evenly(size):
   class Counted(list):
-    asked = 0
+    reads = 0
 
     def __getitem__(self, i):
-      self.asked += 1
+      self.reads += 1
       return super().__getitem__(i)
 
-  def made(changed=None, size=size):
-    rows = [{"question": f"q{i}", "answer": "1"} for i in range(size)]
+  def make(changed=None, size=size):
+    records = [{"question": f"q{i}", "answer": "1"} for i in range(size)]
     if changed is not None:
-      rows[changed]["answer"] = "2"
-    return sources.ProblemSource(Counted(rows), str)
+      records[changed]["answer"] = "2"
+    return sources.ProblemSource(Counted(records), str)
 
-  source = made()
+  source = make()
   before = sources.fingerprint(source)
-  assert source.rows.asked <= 1000
-  assert sources.fingerprint(made()) == before
-  assert sources.fingerprint(made(size=size + 1)) != before
+  assert source.records.reads <= 1000
+  assert sources.fingerprint(make()) == before
+  assert sources.fingerprint(make(size=size + 1)) != before
   for i in range(size) if size <= 1000 else (0, size - 1):
     if size < 999 or i % 100 in (0, 99):
-      assert sources.fingerprint(made(i)) != before
+      assert sources.fingerprint(make(i)) != before
 
 
 def test_every_option_counts(tmp_path):
@@ -282,7 +282,7 @@ def test_every_option_counts(tmp_path):
   changes = ({"steps": (4, 2)}, {"noise": 0.1}, {"evaluation": True})
   found = [
     *(sources.load(spec, evaluation=e) for e in (None, True, False)),
-    sources.load(spec, mark=""),
+    sources.load(spec, prefix=""),
     sources.load(spec, fields=Fields(demonstration="answer")),
     chain,
     *(

@@ -1,4 +1,4 @@
-"""Tokenizers: ids and back, chat templates, and text that plays control."""
+"""Tokenizers: ids and back, chat templates, and text with control strings."""
 
 import io
 import itertools
@@ -79,11 +79,11 @@ def library(folder):
   return transformers.AutoTokenizer.from_pretrained(str(folder))
 
 
-def applied(folder, question, system=""):
-  """What transformers makes of a conversation."""
+def applied(folder, user, system=""):
+  """The ids of a conversation in transformers."""
   messages = [{"role": "system", "content": system}] * bool(system)
   return library(folder).apply_chat_template(
-    [*messages, {"role": "user", "content": question}],
+    [*messages, {"role": "user", "content": user}],
     add_generation_prompt=True,
     return_dict=False,
   )
@@ -369,7 +369,7 @@ def test_folders_that_hold_no_usable_tokenizer(chat, tmp_path):
     (tmp_path / "missing", "no such folder"),
     (tmp_path / "empty", "no tokenizer in this folder"),
     (broken, "tokenizer '.*b': "),
-    (endless, "nothing ends an answer"),
+    (endless, "nothing ends a response"),
     (odd, "generation_config.json.*eos_token_id"),
   ):
     with pytest.raises(UserError, match=words):
