@@ -7,7 +7,7 @@ The first 50 iterations draw from data/first.jsonl, the others from it and
 data/second.jsonl in equal shares: in the paper mathematics, then code, too. The
 rewards must suit both: a function of your own can look at the reference. A
 question whose G answers were all right is left out of later epochs
-(`data/left_out`); an answer cut at the limit has no advantage; the loss is
+(`data/solved`); an answer cut at the limit has no advantage; the loss is
 GRPO's token loss without KL. Nothing of it has been trained on a real
 checkpoint here. `configs/srpo.py:debug` shrinks every size and needs no files;
 the embedded task never repeats a question, so history has nothing to do there.

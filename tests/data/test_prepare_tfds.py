@@ -52,9 +52,9 @@ def test_a_set_with_another_name(tmp_path):
   folder = str(tmp_path / "sets")
   assert prepare_tfds.prepare("my_set", {"train": path}, folder) == {"train": 4}
   fields = sources.Fields(reference="tests", demonstration="answer")
-  found = sources.load("tfds:my_set", data_dir=folder, fields=fields)
-  assert json.loads(found[3].reference) == tests
-  assert found[3].demonstration == "so\n#### 3"
+  source = sources.load("tfds:my_set", data_dir=folder, fields=fields)
+  assert json.loads(source[3].reference) == tests
+  assert source[3].demonstration == "so\n#### 3"
 
 
 def test_a_set_that_is_not_prepared_names_the_command(tmp_path):
@@ -85,8 +85,8 @@ def test_mistakes(tmp_path):
   ):
     with pytest.raises(UserError, match=words):
       prepare_tfds.prepare(name, {"train": path}, folder)
-  found = {p.name for p in (tmp_path / "sets").iterdir()} - {"downloads"}
-  assert found == {"there"}
+  names = {p.name for p in (tmp_path / "sets").iterdir()} - {"downloads"}
+  assert names == {"there"}
 
 
 def test_the_command(tmp_path):
@@ -116,5 +116,5 @@ def test_gsm8k(tmp_path):
   sizes = prepare_tfds.prepare("gsm8k", files, str(tmp_path))
   assert sizes == {"train": 7473, "test": 1319}
   for part, path in files.items():
-    found = sources.load(f"tfds:gsm8k:{part}", data_dir=str(tmp_path))
-    assert list(found) == list(sources.load(f"jsonl:{path}"))
+    source = sources.load(f"tfds:gsm8k:{part}", data_dir=str(tmp_path))
+    assert list(source) == list(sources.load(f"jsonl:{path}"))

@@ -11,8 +11,8 @@ from gspo_jax.runtime.errors import UserError
 def test_lines_have_file_and_number(tmp_path):
   path = tmp_path / "a"
   path.write_text('{"a": 1}\n\n  \n{"a": 2}')
-  found = list(readers.json_lines(str(path)))
-  assert found == [(f"{path}:1", {"a": 1}), (f"{path}:4", {"a": 2})]
+  lines = list(readers.json_lines(str(path)))
+  assert lines == [(f"{path}:1", {"a": 1}), (f"{path}:4", {"a": 2})]
 
 
 def test_windows_files(tmp_path):

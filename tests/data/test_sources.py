@@ -43,11 +43,11 @@ def test_the_reference_follows_the_last_hashes(tmp_path):
     row("é中", "\N{LINE SEPARATOR} #### ü"),
     row(3, "#### C#"),
   )
-  found = sources.load(spec)
-  assert [p.reference for p in found] == ["1,000", "Paris", "ü", "C#"]
-  assert found[0].demonstration == "#### 3, no\n####  1,000 "
-  assert found[1].demonstration == "#### Paris"
-  assert found[2].text == "question é中?"
+  source = sources.load(spec)
+  assert [p.reference for p in source] == ["1,000", "Paris", "ü", "C#"]
+  assert source[0].demonstration == "#### 3, no\n####  1,000 "
+  assert source[1].demonstration == "#### Paris"
+  assert source[2].text == "question é中?"
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_the_reference_follows_the_last_hashes(tmp_path):
 def test_references_that_are_no_text(
   tmp_path, answer, reference, demonstration
 ):
-  found = one(tmp_path, row(1, answer))
-  assert found.reference == (reference or json.dumps(answer))
-  assert json.loads(found.reference) == answer
-  assert found.demonstration == demonstration
+  source = one(tmp_path, row(1, answer))
+  assert source.reference == (reference or json.dumps(answer))
+  assert json.loads(source.reference) == answer
+  assert source.demonstration == demonstration
 
 
 def test_the_prefix_of_a_bare_reference(tmp_path):
@@ -141,9 +141,9 @@ def test_a_file_without_a_problem(tmp_path):
 @needs_gsm8k
 @pytest.mark.parametrize(("part", "count"), [("train", 7473), ("test", 1319)])
 def test_gsm8k(part, count):
-  found = sources.load(f"jsonl:{GSM8K / part}.jsonl")
-  assert len(found) == count
-  for problem in found:
+  source = sources.load(f"jsonl:{GSM8K / part}.jsonl")
+  assert len(source) == count
+  for problem in source:
     assert problem.reference.replace(",", "").lstrip("-").isdecimal()
     assert problem.demonstration.endswith(f"#### {problem.reference}")
 
@@ -171,8 +171,8 @@ def module(tmp_path, monkeypatch):
 
 
 def test_any_source_by_dotted_name(module):
-  found = sources.load(f"{module}.dicts")
-  assert [tuple(p) for p in found][:2] == [
+  source = sources.load(f"{module}.dicts")
+  assert [tuple(p) for p in source][:2] == [
     ("q0", "0", "#### 0"),
     ("q1", "1", "#### 1"),
   ]
@@ -184,7 +184,7 @@ def test_any_source_by_dotted_name(module):
   halves = [
     list(sources.load(f"{module}.dicts", evaluation=e)) for e in (True, False)
   ]
-  assert sorted([*halves[0], *halves[1]]) == sorted(found)
+  assert sorted([*halves[0], *halves[1]]) == sorted(source)
 
 
 def test_mistakes_in_a_dotted_name(module):
@@ -199,10 +199,10 @@ def test_mistakes_in_a_dotted_name(module):
   ):
     with pytest.raises(UserError, match=words):
       sources.load(spec)
-  found = sources.load(f"{module}.odd")
+  source = sources.load(f"{module}.odd")
   for i in range(2):
     with pytest.raises(UserError, match=rf"{module}.odd\[{i}\]: "):
-      found[i]
+      source[i]
 
 
 def test_a_module_that_misses_another_keeps_its_traceback(module, tmp_path):
@@ -280,7 +280,7 @@ def test_every_option_counts(tmp_path):
   spec = write(tmp_path / "a.jsonl", *map(row, range(30)))
   chain = Chain((2, 4))
   changes = ({"steps": (4, 2)}, {"noise": 0.1}, {"evaluation": True})
-  found = [
+  different = [
     *(sources.load(spec, evaluation=e) for e in (None, True, False)),
     sources.load(spec, prefix=""),
     sources.load(spec, fields=Fields(demonstration="answer")),
@@ -290,11 +290,11 @@ def test_every_option_counts(tmp_path):
       for change in (*changes, {"size": 5}, {"seed": 1})
     ),
   ]
-  found += [
-    sources.mix(found[:2]),
-    sources.mix(found[:2], (1, 2)),
-    sources.mix(found[1::-1]),
-    sources.mix(found[:3]),
+  different += [
+    sources.mix(different[:2]),
+    sources.mix(different[:2], (1, 2)),
+    sources.mix(different[1::-1]),
+    sources.mix(different[:3]),
   ]
-  assert len({sources.fingerprint(s) for s in found}) == len(found)
+  assert len({sources.fingerprint(s) for s in different}) == len(different)
   assert sources.fingerprint(Chain((2, 4))) == sources.fingerprint(chain)

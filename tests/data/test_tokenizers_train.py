@@ -24,7 +24,7 @@ TEXTS = [
 
 
 @pytest.fixture
-def made(tmp_path):
+def tokenizer(tmp_path):
   out = tmp_path / "a.model"
   train.write(train.train(iter(TEXTS), 320), out)
   return tokenizers.load(str(out))
@@ -40,28 +40,32 @@ def test_the_same_text_gives_the_same_model():
   "text",
   ["", "  a  b \n\n\t", "é中🙂\x00\r\n", "<pad></s><unk>", "ﬁ ① Å", *TEXTS[:2]],
 )
-def test_every_text_comes_back(made, text):
-  ids = made.encode(text)
-  assert made.decode(ids) == text
+def test_every_text_comes_back(tokenizer, text):
+  ids = tokenizer.encode(text)
+  assert tokenizer.decode(ids) == text
   assert not {0, 1, 2} & set(ids)
 
 
-def test_digits_and_new_lines_stand_alone(made):
-  assert (made.pad_id, made.stop_ids, made.vocab_size) == (0, (1,), 320)
+def test_digits_and_new_lines_stand_alone(tokenizer):
+  assert (tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size) == (
+    0,
+    (1,),
+    320,
+  )
   for text in ("48", "\n\n"):
-    assert len(made.encode(text)) == 2
-  assert len(made.encode(TEXTS[0])) < len(TEXTS[0]) * 0.8
+    assert len(tokenizer.encode(text)) == 2
+  assert len(tokenizer.encode(TEXTS[0])) < len(TEXTS[0]) * 0.8
 
 
-def test_a_folder_is_what_transformers_loads(tmp_path, made):
+def test_a_folder_is_what_transformers_loads(tmp_path, tokenizer):
   out = tmp_path / "folder"
   train.write(train.train(iter(TEXTS), 320), out)
   theirs = transformers.AutoTokenizer.from_pretrained(str(out))
   again = tokenizers.load(str(out))
   for text in (*TEXTS[:2], "é中🙂 \n x", "</s>"):
-    assert theirs.encode(text) == again.encode(text) == made.encode(text)
+    assert theirs.encode(text) == again.encode(text) == tokenizer.encode(text)
   same = tokenizers.load(str(out / "tokenizer.model"))
-  assert same.fingerprint == made.fingerprint
+  assert same.fingerprint == tokenizer.fingerprint
 
 
 def test_sizes_that_do_not_suit():
@@ -132,9 +136,9 @@ def test_gsm8k(tmp_path):
   source = train.read_texts([str(GSM8K / "train.jsonl")], fields)
   out = tmp_path / "folder"
   train.write(train.train(source, 2048), out)
-  made = tokenizers.load(str(out / "tokenizer.model"))
+  tokenizer = tokenizers.load(str(out / "tokenizer.model"))
   again = tokenizers.load(str(out))
   for text in train.read_texts([str(GSM8K / "test.jsonl")], fields):
-    ids = made.encode(text)
-    assert made.decode(ids) == text
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
     assert again.encode(text) == ids
