@@ -207,11 +207,13 @@ def read_samples(folder: epath.Path) -> dict[int, list[Sample]]:
 
 
 def _sample(where: str, record: Mapping[str, Any]) -> Sample:
-  if missing := set(Sample._fields) - set(record):
+  try:
+    sample = Sample(**record)
+    return sample._replace(reward=float(sample.reward))
+  except (TypeError, ValueError) as error:
     raise UserError(
-      f"{where}: expected a sample, but {min(missing)!r} is missing"
-    )
-  return Sample(*(record[name] for name in Sample._fields))
+      f"{where}: expected a sample with {', '.join(Sample._fields)}: {error}"
+    ) from error
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -21,7 +21,7 @@ def test_lines_carry_their_number_and_blank_lines_are_skipped(tmp_path):
 def test_a_line_that_is_no_object_is_an_error_with_its_number(bad):
   lines = [b'{"a": 1}\n', b"\n", bad + b"\n", b"{}\n"]
   for drop_partial in (False, True):
-    with pytest.raises(UserError, match="^file:3: expected a JSON object"):
+    with pytest.raises(UserError, match=r"^file:3: expected a JSON object"):
       list(json_lines.parse(lines, "file", drop_partial=drop_partial))
 
 
@@ -29,7 +29,7 @@ def test_a_partial_last_line_is_dropped_on_request():
   lines = [b'{"a": 1}\n', b'{"a"']
   (line,) = json_lines.parse(lines, "file", drop_partial=True)
   assert line.record == {"a": 1}
-  with pytest.raises(UserError, match="^file:2: "):
+  with pytest.raises(UserError, match=r"^file:2: "):
     list(json_lines.parse(lines, "file"))
   # A whole object without its newline is kept.
   lines[1] = b'{"a": 2}'

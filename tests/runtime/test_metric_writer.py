@@ -288,9 +288,7 @@ def test_a_bad_line_in_the_middle_is_named_and_nothing_lost(tmp_path, line):
   run_steps(tmp_path, [9])
   text = f'{{"step": 1}}\n{line}\n{{"step": 2}}\n'
   file.write_text(text)
-  with pytest.raises(
-    UserError, match=r"^\S+metrics\.jsonl:2: .*expected"
-  ):
+  with pytest.raises(UserError, match=r"^\S+metrics\.jsonl:2: .*expected"):
     open_writer(tmp_path, resume=2)
   assert file.read_text() == text
   assert (tmp_path / "samples" / "step_000009.jsonl").exists()

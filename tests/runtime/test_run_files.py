@@ -39,7 +39,7 @@ def test_a_partial_last_sample_is_dropped_and_other_errors_are_named(tmp_path):
   file.write_bytes(file.read_bytes()[:-5])
   assert len(run_files.read_samples(tmp_path)[1]) == 1
   file.write_text('{"step": 1, "problem": "q", "reference": "r", "reward": 0}')
-  with pytest.raises(UserError, match=r"000001\.jsonl:1: .*'response' is miss"):
+  with pytest.raises(UserError, match=r"000001\.jsonl:1: .*'response'"):
     run_files.read_samples(tmp_path)
 
 
