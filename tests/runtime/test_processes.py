@@ -168,7 +168,7 @@ def assert_same_run(workdir, reference, atol=1e-5):
 def assert_same_samples(workdir, reference):
   """Both show the first responses of process 0."""
   for step in (2, STEPS):
-    name = f"samples/step_{step:06d}.txt"
+    name = f"samples/step_{step:06d}.jsonl"
     assert (workdir / name).read_text() == (reference / name).read_text()
 
 

@@ -107,7 +107,8 @@ class _Desk:
     return [[self._one(r, a) for r in self._rewards] for a in answers]
 
   def _one(self, reward, answer):
-    how = {name: getattr(answer, name) for name in rewards.given(reward)}
+    names = rewards.length_arguments(reward)
+    how = {name: getattr(answer, name) for name in names}
     given = answer.prompt, answer.text, answer.reference
     try:
       return reward(*given, **how), None
