@@ -96,7 +96,7 @@ def _rollouts(run, curriculum) -> Source:
   if c.budget:
     source = PartialRollouts(
       sampling,
-      functions.generate.devices.fresh,
+      functions.generate.jitted.empty_samples,
       functions.choose,
       functions.regroup,
       shards=functions.generate.shards,

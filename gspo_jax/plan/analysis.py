@@ -54,7 +54,7 @@ def analyze(
 def decoding(made: Program) -> jax.sharding.Mesh:
   """Where answers are drawn."""
   paged = isinstance(made.generate, ContinuousSampler)
-  return (made.generate.devices.decode if paged else made.generate).mesh
+  return (made.generate.jitted.decode if paged else made.generate).mesh
 
 
 def _memory(name, memory, made, where) -> dict:
@@ -191,7 +191,7 @@ def _decode(step, steps, config, made, where) -> dict:
 
 def _tokens(paged) -> int:
   """Those that all pages hold."""
-  return paged.sizes.pages * paged.sizes.page * paged.shards
+  return paged.sizes.num_pages * paged.sizes.page_size * paged.shards
 
 
 def _refill_flops(name, config, made) -> float:
@@ -202,7 +202,7 @@ def _refill_flops(name, config, made) -> float:
   if name == "prefill":
     T = lower.longest(config, paged)
     return lower_bounds.forward_flops(
-      cfg, paged.at_once(T) * paged.shards, T, 0
+      cfg, paged.prefill_batch(T) * paged.shards, T, 0
     )
   rows = paged.paging.slots
   past = _tokens(paged) / rows

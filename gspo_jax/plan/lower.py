@@ -57,36 +57,36 @@ def _lower_continuous_sampler(config, made, key, few=None):
   With `few`, the segment is one of so many slots only.
   """
   paged = made.generate
-  lay_out = paged.devices.lay_out.lower(made.abstract.params)
+  lay_out = paged.jitted.decode_params.lower(made.abstract.params)
   params = jax.tree.map(
     lambda x, lay: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lay),
     lay_out.out_info,
-    decode_params_sharding(made.cfg, paged.devices.decode.mesh),
+    decode_params_sharding(made.cfg, paged.jitted.decode.mesh),
   )
   learnt, spare = config.data.prompts, config.rollout.extra_prompts_in_flight
-  fresh = paged.devices.fresh.lower(learnt + spare).out_info
-  state, samples = paged.devices.begin.lower(fresh).out_info
+  fresh = paged.jitted.empty_samples.lower(learnt + spare).out_info
+  state, samples = paged.jitted.begin.lower(fresh).out_info
   prompts = _prompts(config, paged)
   floor = jax.ShapeDtypeStruct((), jnp.int32)
   orders = _orders(state)
   lowered = {
     "lay_out": lay_out,
-    "prefill": paged.devices.prefill.lower(params, state, *prompts),
-    "generate": paged.devices.decode.lower(
+    "prefill": paged.jitted.prefill.lower(params, state, *prompts),
+    "generate": paged.jitted.decode.lower(
       params, state, samples, orders, few, floor, key
     ),
   }
-  return lowered, paged.devices.fresh.lower(learnt).out_info
+  return lowered, paged.jitted.empty_samples.lower(learnt).out_info
 
 
 def _prompts(config, paged):
   """Tokens, lengths and pages of a prefill of the longest prompts."""
   T = longest(config, paged)
-  N = paged.at_once(T) * paged.shards
+  N = paged.prefill_batch(T) * paged.shards
   whole = lambda *dims: jax.ShapeDtypeStruct(
-    dims, jnp.int32, sharding=paged.rows
+    dims, jnp.int32, sharding=paged.batch_sharding
   )
-  return whole(N, T), whole(N), whole(N, T // paged.sizes.page)
+  return whole(N, T), whole(N), whole(N, T // paged.sizes.page_size)
 
 
 def longest(config, paged: ContinuousSampler) -> int:

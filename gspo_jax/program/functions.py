@@ -139,7 +139,7 @@ class Program:
         _check_compiled(field.name, function)
       if isinstance(function, continuous.ContinuousSampler):
         for name, most in function.compilations().items():
-          part = getattr(function.devices, name)
+          part = getattr(function.jitted, name)
           _check_compiled(f"{field.name}.{name}", part, most)
 
 
@@ -178,7 +178,7 @@ def build_program(config: ConfigDict, mesh: jax.sharding.Mesh) -> Program:
   )
   if paging := settings.paging(config):
     jit_generate = functools.partial(
-      continuous.build,
+      continuous.build_continuous_sampler,
       cfg,
       paging=paging,
       prompt=config.data.max_prompt_length,

@@ -49,7 +49,7 @@ class OnPolicy:
         return s.judged(batch, s.generate(params, *own))
       reader = ResponseDecoder(batch, s.tokenizer, s.group)
       stream = StreamingScorer(s.scorer, reader)
-      samples = s.generate(params, *own, tell=stream.tell)
+      samples = s.generate(params, *own, on_finished=stream.tell)
       marks = stream.marks(s.group, samples.lengths)
       return ScoredSamples(batch, samples, stream.answers, marks)
 

@@ -64,7 +64,7 @@ class PartialRollouts:
     before, R = multihost.to_host(samples.lengths), samples.tokens.shape[1]
     key = s.key(step)
     draw = lambda samples, until: s.generate(
-      params, s.asked(batch), key, begun=samples, until=until
+      params, s.asked(batch), key, resume_from=samples, stop_at=until
     )
     samples = draw(samples, np.minimum(before + self._budget, R))
     ended = self._ended(samples)
