@@ -21,6 +21,7 @@ from repository import ROOT
 
 from configs import tiny_cpu
 from gspo_jax import train
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
@@ -88,7 +89,7 @@ def final_state(workdir, kl_coef=0.0):
   mesh = sharding.make_mesh(jax.devices()[:1])
   config = tiny_cpu.get_config("debug")
   config.objective.kl_coef = kl_coef
-  abstract = vars(build_program(config, mesh).abstract)
+  abstract = vars(build_program(parse(config), mesh).abstract)
   trained = {k: x for k, x in abstract.items() if x is not None and k != "step"}
   with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
     restored = checkpoints.restore(trained, lambda *_: None, part=True)

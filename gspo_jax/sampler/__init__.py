@@ -4,6 +4,7 @@ Other wings take from here `generate`, its arguments and its result, and from
 its modules:
   samples: the operations on Samples, and FinishedResponse.
   continuous: ContinuousSampler and `build_continuous_sampler`.
+  many_prompts: `sample_many`, any number of prompts in equal batches.
   paging: ContinuousBatchingConfig.
   paged_decode, decode_params: SegmentPlan and `decode_params_sharding`, for
     `plan`.
@@ -29,6 +30,7 @@ __all__ = [
   "continuous",
   "decode_params",
   "generate",
+  "many_prompts",
   "paged_decode",
   "paging",
   "samples",

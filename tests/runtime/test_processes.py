@@ -21,6 +21,7 @@ import pytest
 from repository import ROOT
 
 from configs import tiny_cpu
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
@@ -129,7 +130,7 @@ def rows(workdir):
 
 def final_params(workdir):
   mesh = sharding.make_mesh(jax.devices()[:1])
-  abstract = build_program(tiny_cpu.get_config("debug"), mesh).abstract
+  abstract = build_program(parse(tiny_cpu.get_config("debug")), mesh).abstract
   with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
     restored = checkpoints.restore(
       {"params": abstract.params}, lambda *_: None, part=True

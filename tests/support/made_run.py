@@ -120,7 +120,7 @@ class _Desk:
 
 def _devices(built, config, notes):
   """The program with functions that take notes."""
-  mesh, texts = built.mesh, built.prompting.tokenizer
+  mesh, texts = built.mesh, built.prompt_config.tokenizer
   rows, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
 
   def note(name, what, key=None):
@@ -152,7 +152,9 @@ def _devices(built, config, notes):
     )
 
   def generate(name, group):
-    def draw(params, prompts, key, *, resume_from=None, stop_at=None, on_finished=None):
+    def draw(
+      params, prompts, key, *, resume_from=None, stop_at=None, on_finished=None
+    ):
       asked = questions(prompts)
       note(name, asked, key)
       if stop_at is not None:
