@@ -57,7 +57,7 @@ def sampler_mesh(program: Program) -> jax.sharding.Mesh:
   """The mesh that responses are sampled on."""
   paged = isinstance(program.sampler.generate, ContinuousSampler)
   return (
-    program.sampler.generate.devices.decode
+    program.sampler.generate.jitted.decode
     if paged
     else program.sampler.generate
   ).mesh
@@ -203,7 +203,7 @@ def _decode(step, steps, config, program, where) -> dict:
 
 def _tokens(paged) -> int:
   """Tokens that all pages hold."""
-  return paged.sizes.pages * paged.sizes.page * paged.shards
+  return paged.sizes.num_pages * paged.sizes.page_size * paged.shards
 
 
 def _continuous_flops(name, config, program) -> float:
@@ -214,7 +214,7 @@ def _continuous_flops(name, config, program) -> float:
   if name == "prefill":
     T = lower.longest(config, paged)
     return lower_bounds.forward_flops(
-      cfg, paged.at_once(T) * paged.shards, T, 0
+      cfg, paged.prefill_batch(T) * paged.shards, T, 0
     )
   rows = paged.paging.slots
   past = _tokens(paged) / rows

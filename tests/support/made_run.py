@@ -153,12 +153,14 @@ def _devices(built, config, notes):
     )
 
   def generate(name, group):
-    def draw(params, prompts, key, *, begun=None, until=None, tell=None):
+    def draw(
+      params, prompts, key, *, resume_from=None, stop_at=None, on_finished=None
+    ):
       asked = questions(prompts)
       note(name, asked, key)
-      if until is not None:
-        note("until", np.asarray(until).tolist())
-      return answers(len(asked), group, 99 if until is None else until)
+      if stop_at is not None:
+        note("until", np.asarray(stop_at).tolist())
+      return answers(len(asked), group, 99 if stop_at is None else stop_at)
 
     return draw
 
@@ -224,7 +226,7 @@ class _Paged:
 
   def __init__(self, generate, fresh):
     self._generate = generate
-    self.devices = types.SimpleNamespace(fresh=fresh)
+    self.jitted = types.SimpleNamespace(empty_samples=fresh)
 
   def __call__(self, *args, **how):
     return self._generate(*args, **how)
