@@ -75,7 +75,9 @@ def _lower_continuous_sampler(config, program, key, few=None):
   With `few`, a segment computes only so many slots.
   """
   paged = program.sampler.generate
-  decode_params = paged.jitted.decode_params.lower(program.learner.abstract.params)
+  decode_params = paged.jitted.decode_params.lower(
+    program.learner.abstract.params
+  )
   params = jax.tree.map(
     lambda x, lay: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lay),
     decode_params.out_info,
