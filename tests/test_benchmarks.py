@@ -24,22 +24,23 @@ def quick(name):
 
 def test_sampler():
   rows = quick("sampler")["rows"]
-  found = {(row["answers"], row["sampler"]): row for row in rows}
+  found = {(row["responses"], row["sampler"]): row for row in rows}
   useful = lambda *at: found[at]["useful"]
-  assert useful("8 of 8", "static") == useful("8 of 8", "refill") == 1
+  assert useful("8 of 8", "static") == useful("8 of 8", "continuous") == 1
   tail = "long tail of 80"
-  assert useful(tail, "refill") > 2 * useful(tail, "static")
-  steady = found[tail, "refill"]["useful_steady"]
-  assert useful(tail, "refill") < steady <= 1
+  assert useful(tail, "continuous") > 2 * useful(tail, "static")
+  steady = found[tail, "continuous"]["useful_steady"]
+  assert useful(tail, "continuous") < steady <= 1
   read = lambda *at: found[at]["bytes_per_token"]
-  # 4 slots draw 16 answers in 32 steps, 128 tokens; each sees 8 to 15 tokens,
-  # a page of 16, of 2 layers' 4 heads of 16 keys and values. Weights: 296,320.
+  # 4 slots sample 16 responses in 32 steps, 128 tokens. Each attends to 8 to 15
+  # tokens, a page of 16, of 2 layers' 4 heads of 16 keys and values. Weights:
+  # 296,320.
   page = 16 * 2 * 2 * 4 * 16 * 4
-  assert read("8 of 8", "refill") == 296_320 * 4 * 32 / 128 + page
-  assert read("8 of 80", "refill") == read("8 of 8", "refill")
+  assert read("8 of 8", "continuous") == 296_320 * 4 * 32 / 128 + page
+  assert read("8 of 80", "continuous") == read("8 of 8", "continuous")
   # With 4 slots or with 1, a step reads the weights once.
   each = lengths.long_tailed(8, 80).repeat(2)
-  steps = read(tail, "refill") * each.sum()
+  steps = read(tail, "continuous") * each.sum()
   steps -= sum(-(-(8 + t) // 16) * page for n in each for t in range(n))
   steps /= 296_320 * 4
   assert steps > each.sum() / 4
@@ -52,12 +53,12 @@ def test_sampler():
 def test_versus_transformers():
   pytest.importorskip("torch")
   rows = quick("versus_transformers")["rows"]
-  kinds = [(row["model"], row["answers"]) for row in rows]
+  kinds = [(row["model"], row["responses"]) for row in rows]
   models, answers = ("tiny-dense", "tiny-moe"), ("fixed", "long tail")
   assert kinds == [(m, a) for m in models for a in answers]
   for row in rows:
     rates = row["tokens_per_second"]
-    ours = max(rates["our static"], rates["our refill"])
+    ours = max(rates["our static"], rates["our continuous"])
     theirs = [x for name, x in rates.items() if not name.startswith("our")]
     assert rates[row["best"]] == max(theirs) > 0
     assert row["times"] == pytest.approx(ours / max(theirs), abs=1e-3)
