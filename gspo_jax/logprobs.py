@@ -114,7 +114,7 @@ def token_logprobs(
 def score(hidden_BRD, head_DV, targets_BR, cfg, temperature):
   """Log-probs and entropies [B, R] of given tokens under given hidden states.
 
-  A shard_map: the devices along `tensor` and `expert` share out the vocabulary.
+  An island: the devices along `tensor` and `expert` share out the vocabulary.
   """
 
   def local(hidden_BRD, head, targets_BR):
