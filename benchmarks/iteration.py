@@ -29,6 +29,7 @@ from configs import tiny_cpu
 from gspo_jax.data import datasets, pipeline
 from gspo_jax.losses import EDGES
 from gspo_jax.program import load_params
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout import scoring
@@ -62,19 +63,19 @@ def prepare(
   """
   mesh = sharding.make_mesh(jax.devices()[:1])
   run, rows = (
-    build_program(config, mesh),
+    build_program(parse(config), mesh),
     sharding.batch_sharding(mesh),
   )
   questions = datasets.load(config).held_out
-  batch = pipeline.take(questions, run.prompting, config.data.prompts)
+  batch = pipeline.take(questions, run.prompt_config, config.data.prompts)
   prompts = multihost.to_global(Prompts(batch["tokens"], batch["length"]), rows)
   writer = metric_writer.MetricWriter(
     folder, total_steps=1, resume_step=0, edges=EDGES
   )
   with jax.set_mesh(mesh):
-    fresh = run.init(jax.random.key(0))
+    fresh = run.init_params(jax.random.key(0))
     params = load_params.load(config, run, workdir) if workdir else fresh
-    state = run.begin(params)
+    state = run.learner.init_state(params)
 
   def verify(samples):
     answers = scoring.decode_responses(samples, batch, run.tokenizer)
@@ -83,23 +84,27 @@ def prepare(
 
   def score(samples, marks, key):
     nonlocal state
-    rollout, scored = run.assemble(prompts, samples), {}
-    if run.scores:
-      state, rollout, scored = run.score(state, rollout, key)
+    rollout, scored = run.learner.make_train_batch(prompts, samples), {}
+    if run.learner.needs_old_logprobs:
+      state, rollout, scored = run.learner.compute_old_logprobs(
+        state, rollout, key
+      )
     rewards = multihost.to_global(marks.total.reshape(-1), rows)
-    return run.assign(rollout, rewards, samples.finish), scored
+    return run.learner.assign_advantages(
+      rollout, rewards, samples.finish
+    ), scored
 
   def iterate(step: int) -> dict[str, float]:
     nonlocal state
     key, seconds = jax.random.key(step), {}
     with jax.set_mesh(mesh):
       samples, seconds["generate"] = timed(
-        run.generate, state.params, prompts, key
+        run.sampler.generate, state.params, prompts, key
       )
       marks, seconds["score"] = timed(verify, samples)
       (rollout, scored), seconds["logps"] = timed(score, samples, marks, key)
       (state, _, learnt), seconds["update"] = timed(
-        run.update, state, rollout, key
+        run.learner.update, state, rollout, key
       )
     _, seconds["write"] = timed(_write, writer, step, scored, learnt)
     return seconds

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.seeds import train
-from gspo_jax.program.config import OBJECTIVES
+from gspo_jax.learner.objective import METHODS
 
 COLUMNS = ("pass@1 before", "pass@1 after", "seconds per iteration")
 
@@ -23,7 +23,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--config", default="configs/tiny_cpu.py")
   parser.add_argument("--steps", type=int, default=20)
-  parser.add_argument("--names", nargs="+", default=list(OBJECTIVES))
+  parser.add_argument("--names", nargs="+", default=list(METHODS))
   parser.add_argument("--out", type=Path, required=True)
   args = parser.parse_args()
   results = []

@@ -30,7 +30,8 @@ import numpy as np
 from benchmarks import record
 from configs import tiny_cpu
 from gspo_jax.learner import train_batch
-from gspo_jax.program import config as settings
+from gspo_jax.learner.objective import METHODS
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.sampler.samples import STOPPED, Prompts, Samples
@@ -97,10 +98,10 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
     mesh: the devices.
     apart: take the old log-probs from a program of its own.
   """
-  run, key = build_program(config, mesh), jax.random.key(2)
+  run, key = build_program(parse(config), mesh), jax.random.key(2)
   rows = sharding.batch_sharding(mesh)
   with jax.set_mesh(mesh):
-    state = run.begin(run.init(jax.random.key(0)))
+    state = run.learner.init_state(run.init_params(jax.random.key(0)))
     prompts, samples = responses(config)
     samples = dataclasses.replace(
       multihost.to_global(dataclasses.replace(samples, slot_steps=None), rows),
@@ -109,19 +110,19 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
       ),
     )
     batch, scored = (
-      run.assemble(multihost.to_global(prompts, rows), samples),
+      run.learner.make_train_batch(multihost.to_global(prompts, rows), samples),
       {},
     )
-    if run.scores:
-      state, batch, scored = run.score(state, batch, key)
+    if run.learner.needs_old_logprobs:
+      state, batch, scored = run.learner.compute_old_logprobs(state, batch, key)
     if apart:
       batch = dataclasses.replace(batch, old_logps=_alone(run, state, batch))
-    if run.appraise:
-      batch = run.appraise(state, batch)
+    if run.learner.add_reference_and_values:
+      batch = run.learner.add_reference_and_values(state, batch)
     rewards = np.random.default_rng(1).standard_normal(len(samples.lengths))
     rewards = multihost.to_global(rewards.astype(np.float32), rows)
-    batch = run.assign(batch, rewards, samples.finish)
-    _, _, learnt = run.update(state, batch, key)
+    batch = run.learner.assign_advantages(batch, rewards, samples.finish)
+    _, _, learnt = run.learner.update(state, batch, key)
   return metric_writer.to_scalars(scored, learnt)[0]
 
 
@@ -143,9 +144,7 @@ def table(quick: bool) -> list[dict]:
     for remat in (True, False)
   ]
   family = [
-    {"mesh": "1", "objective": name}
-    for name in settings.OBJECTIVES
-    if name != "gspo"
+    {"mesh": "1", "objective": name} for name in METHODS if name != "gspo"
   ]
   cuts = [{"mesh": "1", "remat": False, "micro": n} for n in (2, 4, 8)]
   replays = [{"mesh": "1", "replay": replay} for replay in ("r2", "r3")]

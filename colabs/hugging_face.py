@@ -45,6 +45,7 @@ from gspo_jax.evaluate import evaluate, summary
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.export import export
 from gspo_jax.model import hf
+from gspo_jax.program.config import parse
 from gspo_jax.runtime import sharding
 from gspo_jax.train import train_and_evaluate
 
@@ -177,8 +178,8 @@ config.eval.prompts = 8
 
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
-size = batch_shape(config, mesh, samples=8, questions=len(files["test"]))
-pupil = PolicySampler(config, mesh, size)
+size = batch_shape(parse(config), mesh, samples=8, questions=len(files["test"]))
+pupil = PolicySampler(parse(config), mesh, size)
 asked = [row["question"] for row in files["test"]]
 replies = pupil.reply(params, asked, jax.random.key(0))
 print(f"{asked[0]}\n")

@@ -42,6 +42,7 @@ from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Chain
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.losses.advantages import group_relative_advantages
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.rewards import final_answer
 from gspo_jax.rollout import scoring
@@ -142,19 +143,19 @@ plt.show()
 # %%
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
-functions = build_program(config, mesh)
+functions = build_program(parse(config), mesh)
 with Checkpoints(Path(workdir, "cold_start")) as checkpoints:
-  restored = checkpoints.restore(functions.abstract_imitation, lambda *_: None)
+  restored = checkpoints.restore(functions.cold_start.abstract, lambda *_: None)
 before, after = restored.state.params, state.params
 
 count, group = config.data.prompts, config.rollout.group_size
-batch = pipeline.take(held_out, functions.prompting, count)
+batch = pipeline.take(held_out, functions.prompt_config, count)
 prompts, problems = Prompts(batch["tokens"], batch["length"]), batch["problems"]
 
 
 def ask(params):
   """Samples, their texts, and who is right, [questions, answers]."""
-  samples = functions.generate(params, prompts, jax.random.key(1))
+  samples = functions.sampler.generate(params, prompts, jax.random.key(1))
   read = scoring.decode_responses(samples, batch, functions.tokenizer)
   texts = [read[i].text for i in range(count * group)]
   right = [final_answer("", a.text, a.reference) for a in read.values()]
@@ -195,7 +196,7 @@ def log_probs(params, rollout):
   return scored.logps
 
 
-rollout = functions.assemble(prompts, samples)
+rollout = functions.learner.make_train_batch(prompts, samples)
 mask = np.asarray(rollout.response_mask)
 change = np.asarray(log_probs(after, rollout) - log_probs(before, rollout))
 change = np.where(mask, change, np.nan)
@@ -240,11 +241,13 @@ plt.show()
 
 # %%
 advantages = group_relative_advantages(right).reshape(-1)
-start = functions.begin(jax.tree.map(jnp.copy, before))  # which it donates
+start = functions.learner.init_state(
+  jax.tree.map(jnp.copy, before)
+)  # which it donates
 key = jax.random.key(2)
-start, rollout, _ = functions.score(start, rollout, key)
+start, rollout, _ = functions.learner.compute_old_logprobs(start, rollout, key)
 rollout = dataclasses.replace(rollout, advantages=advantages)
-updated, rollout, metrics = functions.update(start, rollout, key)
+updated, rollout, metrics = functions.learner.update(start, rollout, key)
 old = log_probs(before, rollout)
 moved = np.asarray(log_probs(updated.params, rollout) - old)
 advantages = np.asarray(advantages)

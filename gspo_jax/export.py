@@ -1,27 +1,28 @@
-"""Makes a Hugging Face folder of a run's policy, for transformers to load.
+"""Writes a run's policy as a Hugging Face folder that transformers loads.
 
   python -m gspo_jax.export --config=configs/gsm8k_small.py \\
     --workdir=runs/gsm8k --to=exported
 
-`--config` and its overrides as the run had them. The newest checkpoint that is
-whole is taken, or that of --workdir=runs/gsm8k/checkpoints/STEP. The folder
-holds weights, config.json and the tokenizer; a run that began from a Hugging
-Face folder takes over what that one said.
+Give `--config` and its overrides as for the run. The newest whole checkpoint is
+written, or that of --workdir=runs/gsm8k/checkpoints/STEP. The folder has
+weights, config.json and the tokenizer; a run that started from a Hugging Face
+folder keeps the settings of that folder.
 
 Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else is a
 fault, with its traceback.
 """
 
+import dataclasses
 import functools
 import json
 import sys
 
 import jax
 from absl import app, flags
-from ml_collections import ConfigDict
 
 from gspo_jax.model import hf
 from gspo_jax.program import command, load_params
+from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
@@ -66,7 +67,7 @@ def export(
 
   Args:
     config: of the run.
-    workdir: as `policy.load` takes it.
+    workdir: as `load_params.load` takes it.
     folder: must not exist, or be empty.
     dtype: of the weights.
 
@@ -76,21 +77,31 @@ def export(
   multihost.run_on_all(
     lambda: multihost.is_primary() and hf.require_new(folder, dtype)
   )
-  mesh = multihost.run_on_all(lambda: sharding.make_mesh(**config.mesh))
+  config = multihost.run_on_all(lambda: parse(config))
+  mesh = multihost.run_on_all(
+    lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
+  )
   with jax.set_mesh(mesh):
-    made = multihost.run_on_all(lambda: build_program(config, mesh))
-    params = load_params.load(config, made, workdir)
+    program = multihost.run_on_all(
+      lambda: build_program(config, mesh, training=False)
+    )
+    params = load_params.load(config, program, workdir)
   base = config.model.checkpoint or None
-  # Else the base's own tokenizer goes along, file by file.
-  own = config.data.tokenizer or not base
-  add = functools.partial(_add_tokenizer, made.tokenizer) if own else None
-  hf.save_hf(params, made.cfg, folder, dtype=dtype, like=base, beside=add)
+  add_tokenizer = None  # save_hf copies the files of the base's tokenizer
+  if config.data.tokenizer or not base:
+    add_tokenizer = functools.partial(_add_tokenizer, program.tokenizer)
+  hf.save_hf(
+    params, program.cfg, folder, dtype=dtype, like=base, beside=add_tokenizer
+  )
   multihost.print_once(f"exported to {folder}")
 
 
-def _add_tokenizer(texts, folder):
-  texts.save(folder)
-  ids = {"eos_token_id": list(texts.stop_ids), "pad_token_id": texts.pad_id}
+def _add_tokenizer(tokenizer, folder):
+  tokenizer.save(folder)
+  ids = {
+    "eos_token_id": list(tokenizer.stop_ids),
+    "pad_token_id": tokenizer.pad_id,
+  }
   path = folder / "generation_config.json"
   path.write_text(json.dumps(ids, indent=2) + "\n")
 

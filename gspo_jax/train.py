@@ -1,34 +1,53 @@
 """The run, from a config to a trained policy: read it top to bottom."""
 
 import dataclasses
-import functools
 import json
 import math
+import time
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
+from absl import logging
 
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.evaluate import held_out
-from gspo_jax.evaluate.held_out import summarize
-from gspo_jax.iteration import iterate
-from gspo_jax.learner import cold_start
-from gspo_jax.learner.health import HealthChecks
+from gspo_jax.learner.cold_start import ColdStart, ColdStartConfig
+from gspo_jax.learner.health import HealthChecks, require_finite
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import EDGES
-from gspo_jax.program import config as settings
-from gspo_jax.program import experiment
-from gspo_jax.rollout.batch import RolloutContext
-from gspo_jax.rollout.on_policy import OnPolicy
-from gspo_jax.rollout.one_step_off import OneStepOffPolicy
-from gspo_jax.rollout.partial import PartialRollouts
-from gspo_jax.rollout.source import Source
+from gspo_jax.program import settings
+from gspo_jax.program.config import ConfigDict, parse
+from gspo_jax.program.experiment import (
+  Experiment,
+  checkpoint_identity,
+  prepare,
+)
+from gspo_jax.rollout.batch import (
+  RolloutContext,
+  iteration_keys,
+  prompts_on_device,
+)
+from gspo_jax.rollout.metrics import rollout_metrics
+from gspo_jax.rollout.scoring import require_scored
+from gspo_jax.rollout.source import Source, make_source
 from gspo_jax.runtime import metric_writer, multihost, sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.identity import changes, flatten, match
+from gspo_jax.runtime.metric_writer import MetricWriter
 from gspo_jax.runtime.preemption import Preemption
+from gspo_jax.sampler.continuous import ContinuousSampler
+
+
+class Run(NamedTuple):
+  """A run with what changes beside the state of training."""
+
+  experiment: Experiment
+  curriculum: Curriculum
+  source: Source
+  checkpoints: Checkpoints
+  preemption: Preemption
 
 
 def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
@@ -43,200 +62,70 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
 
   Raises:
     UserError: the config, the data or the workdir cannot work as they are, or
-      the rewards failed on too many answers (`reward.max_failed`).
+      the rewards failed on too many responses (`reward.max_failed`).
     FloatingPointError: a metric is not finite; that step is not saved.
   """
   multihost.require_joined()
-  mesh = multihost.run_on_all(lambda: sharding.make_mesh(**config.mesh))
+  config = multihost.run_on_all(lambda: parse(config))
+  mesh = multihost.run_on_all(
+    lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
+  )
   with jax.set_mesh(mesh), Preemption() as preemption:
-    run = multihost.run_on_all(
-      lambda: experiment.prepare(config, workdir, mesh)
-    )
+    experiment = multihost.run_on_all(lambda: prepare(config, workdir, mesh))
     multihost.require_same(
-      flatten({"config": experiment.config_as_json(config)} | run.identity)
+      flatten({"config": config.as_json()} | experiment.identity)
     )
-    multihost.require_shared(run.workdir)
+    multihost.require_shared(experiment.workdir)
     checkpoints = Checkpoints(
-      run.workdir / "checkpoints",
+      experiment.workdir / "checkpoints",
       every=config.checkpoint.every,
       keep=config.checkpoint.keep,
     )
-    with run.scorer, checkpoints:
-      curriculum = Curriculum(
-        run.material.stages,
-        run.program.prompting,
-        batch=config.data.prompts,
-        seed=config.seed,
-        history=config.data.drop_solved,
-      )
-      source = _rollouts(run, curriculum)
-      state = _start(run, curriculum, source, checkpoints, preemption)
+    with experiment.reward_pool, checkpoints:
+      curriculum = _curriculum(experiment)
+      source = _source(experiment, curriculum)
+      run = Run(experiment, curriculum, source, checkpoints, preemption)
+      state = _start(run)
       if state is None:
         return None
-      multihost.run_on_all(lambda: _note_config(run))
-      return _train(run, state, curriculum, source, checkpoints, preemption)
+      multihost.run_on_all(lambda: _write_config(experiment))
+      return _train(run, state)
 
 
-def _rollouts(run, curriculum) -> Source:
-  """Where answers come from, as the config wants it."""
-  config, functions = run.config, run.program
-  sampling = RolloutContext(
-    curriculum=curriculum,
-    generate=functions.generate,
-    tokenizer=functions.tokenizer,
-    scorer=run.scorer,
-    rows=sharding.batch_sharding(functions.mesh),
-    key=lambda step: experiment.iteration_keys(run, step)[0],
-    prompts=config.data.prompts,
-    group=config.rollout.group_size,
-    tells=config.continuous_batching.slots > 0,
-  )
-  c = config.rollout
-  if config.continuous_batching.slots:
-    multihost.print_once(functions.generate.describe(continues=c.budget > 0))
-  if c.budget:
-    source = PartialRollouts(
-      sampling,
-      functions.generate.devices.fresh,
-      functions.choose,
-      functions.regroup,
-      shards=functions.generate.shards,
-      budget=c.budget,
-      spare=c.spare,
-    )
-  else:
-    rounds = config.rollout.dynamic_sampling_rounds
-    source = OnPolicy(sampling, functions.merge, rounds=rounds)
-  if c.ahead:
-    nothing = functions.nothing()
-    source = OneStepOffPolicy(source, sampling, nothing, last=config.num_steps)
-  return source
-
-
-def _start(
-  run, curriculum, source, checkpoints, preemption
-) -> TrainState | None:
-  """The last good checkpoint, else a fresh policy after its cold start."""
-  accept = lambda _, found: match(
-    experiment.checkpoint_identity(run), found, "checkpoint"
-  )
-  abstract = dataclasses.replace(
-    run.program.abstract, waiting=_shapes(source.arrays)
-  )
-  restored = checkpoints.restore(abstract, accept)
-  if restored is not None:
-    curriculum.set_state(restored.metadata["data"])
-    waiting = restored.metadata.get("rollouts", {})
-    source.set_state(restored.state.waiting, waiting)
-    multihost.print_once(f"resumed after step {restored.step}")
-    for line in changes(
-      restored.metadata["config"], experiment.config_as_json(run.config)
-    ):
-      multihost.print_once(line)
-    return dataclasses.replace(restored.state, waiting=None)
-  if not run.config.cold_start.steps:
-    return run.program.begin(run.program.init(run.keys.init))
-  imitated = _imitate(run, preemption)
-  if imitated is None:
-    multihost.print_once("SIGTERM: cold start saved; the same command resumes")
-    return None
-  return run.program.begin(imitated.params)
-
-
-def _note_config(run) -> None:
-  """run_config.json: the config of the run that goes on from here."""
-  if multihost.is_primary():
-    path = run.workdir / "run_config.json"
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(
-      json.dumps(experiment.config_as_json(run.config), indent=2) + "\n"
-    )
-    temporary.replace(path)
-
-
-def _imitate(run, preemption) -> TrainState | None:
-  """The cold start, or the result of an earlier one."""
-  cold, functions = run.config.cold_start, run.program
-  k_init, k_update, k_check = jax.random.split(run.keys.imitate, 3)
-  on_policy = pipeline.demonstrations(
-    run.material.demonstrations,
-    functions.prompting,
-    batch=cold.batch,
-    width=run.config.sampler.max_new_tokens,
-    seed=run.config.seed,
-  )
-  settings = {
-    k: v for k, v in experiment.config_as_json(cold).items() if k != "dir"
-  }
-  identity = run.identity | {
-    "data": {"fingerprint": sources.fingerprint(run.material.demonstrations)},
-    "cold_start": settings | {"from": run.config.model.checkpoint},
-  }
-  folder = cold.dir or run.workdir / "cold_start"
-  with Checkpoints(folder, every=cold.check_every, keep=1) as checkpoints:
-    return cold_start.imitate(
-      init=lambda: functions.begin_imitation(functions.init(k_init)),
-      abstract=functions.abstract_imitation,
-      batches=on_policy,
-      update=lambda state, batch: functions.imitate(
-        state,
-        multihost.to_global(batch, sharding.batch_sharding(functions.mesh)),
-        k_update,
-      ),
-      accuracy=lambda params: float(_greedy(run, params, k_check).mean()),
-      checkpoints=checkpoints,
-      preemption=preemption,
-      identity=identity,
-      cfg=cold_start.ColdStartConfig(cold.steps, cold.check_every, cold.gate),
-    )
-
-
-def _shapes(arrays):
-  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-  return jax.tree.map(shape, arrays)
-
-
-def _train(
-  run, state, curriculum, source, checkpoints, preemption
-) -> TrainState | None:
-  """RL from `state` on, to the last step or to a SIGTERM."""
-  config, begin = run.config, int(state.step)
+def _train(run: Run, state: TrainState) -> TrainState | None:
+  """RL from `state` to the last step, or to a SIGTERM."""
+  experiment, config = run.experiment, run.experiment.config
+  first, last = int(state.step) + 1, config.num_steps
+  if first > last:
+    multihost.print_once(f"num_steps={last}: nothing is left to do")
   writer = multihost.run_on_all(
-    lambda: metric_writer.MetricWriter(
-      run.workdir,
-      total_steps=config.num_steps,
-      resume_step=begin,
+    lambda: MetricWriter(
+      experiment.workdir,
+      total_steps=last,
+      resume_step=first - 1,
       edges=EDGES,
       active=multihost.is_primary(),
     )
   )
-  if begin >= config.num_steps:
-    multihost.print_once(f"num_steps={config.num_steps}: nothing is left to do")
   with writer:
-    watch = _watch(run)
-    if begin == 0:
-      writer.write(0, _evaluate(run, state.params))
-    for step in range(begin + 1, config.num_steps + 1):
-      state, row, distributions, shown = iterate(
-        run, state, curriculum, source, step
-      )
-      last, stop = step == config.num_steps, preemption.reached()
-      row["data/epochs"] = curriculum.epochs
-      save = functools.partial(
-        _save, run, curriculum, source, checkpoints, step, state
-      )
-      if stop:  # at once: a SIGKILL in the evaluation then costs a row at most
-        save()
-      if last or step % config.eval.every == 0:
-        row |= _evaluate(run, state.params)
-      writer.write(step, row, distributions)
-      watch(row)
-      if last or step % config.log.samples_every == 0:
-        writer.samples(step, shown[: config.log.samples])
-      if last or checkpoints.due(step):
-        save()
-      if stop and not last:
-        checkpoints.wait()
+    health = _health_checks(experiment)
+    if first == 1:
+      writer.write(0, held_out.evaluate(experiment, state.params))
+    for step in range(first, last + 1):
+      state, metrics, distributions, samples = iterate(run, state, step)
+      stop = run.preemption.reached()
+      if stop:  # before an evaluation, in which a SIGKILL may come
+        _save(run, step, state)
+      if step == last or step % config.eval.every == 0:
+        metrics |= held_out.evaluate(experiment, state.params)
+      writer.write(step, metrics, distributions)
+      health(metrics)
+      if step == last or step % config.log.samples_every == 0:
+        writer.samples(step, samples[: config.log.samples])
+      if step == last or run.checkpoints.due(step):
+        _save(run, step, state)
+      if stop and step < last:
+        run.checkpoints.wait()
         multihost.print_once(
           f"SIGTERM: saved after step {step}; the same command resumes"
         )
@@ -244,56 +133,240 @@ def _train(
   return state
 
 
-def _watch(run) -> HealthChecks:
-  config, c = run.config, run.config.objective
-  # Of answers that waited, the gap tells how far the policy has moved.
-  waits = (
-    config.rollout.one_step_off_policy
-    or config.rollout.max_tokens_per_iteration
+def iterate(run: Run, state: TrainState, step: int):
+  """One iteration of RL. It waits for each phase, so that the times are true.
+
+  Returns:
+    The new state, the step's scalars and distributions, and samples of this
+    host: (problem, response, reference, reward).
+
+  Raises:
+    FloatingPointError: a scalar is not finite.
+    multihost.AgreedError: too many responses could not be scored.
+  """
+  config, learner = run.experiment.config, run.experiment.program.learner
+  rows = sharding.batch_sharding(run.experiment.program.mesh)
+  key = iteration_keys(run.experiment.keys.steps, step).shuffle
+  clock = [time.monotonic()]
+
+  # Prompts and rollout: G responses to each prompt; scoring begins.
+  batch = run.source(state.params, step)
+  scored = batch.samples
+  prompts = prompts_on_device(scored.prompts, rows)
+  clock.append(time.monotonic())
+
+  # Old log-probs, the reference's and the critic's, meanwhile.
+  train_batch = learner.make_train_batch(prompts, scored.samples)
+  old_metrics = {}
+  if learner.needs_old_logprobs:
+    state, train_batch, old_metrics = learner.compute_old_logprobs(
+      state, train_batch, key
+    )
+  if learner.add_reference_and_values:
+    train_batch = learner.add_reference_and_values(state, train_batch)
+
+  # Rewards.
+  rewards = scored.rewards.result()
+  for cost in batch.costs:
+    run.curriculum.record(cost.prompts, cost.rewards.result().correct)
+  for reason in rewards.reasons:
+    logging.warning("step %d: a response has reward 0: %s", step, reason)
+  require_scored(
+    [cost.rewards.result() for cost in batch.costs],
+    config.reward.max_failed,
+    of=f"iteration {step}",
   )
-  numbers = {} if waits else settings.numbers(config)
-  drawn = settings.sampler_config(config, run.program.tokenizer)
+
+  # Advantages, of whole groups, before any shuffle.
+  train_batch = learner.assign_advantages(
+    train_batch,
+    multihost.to_global(rewards.total.reshape(-1), rows),
+    scored.samples.finish,
+  )
+  jax.block_until_ready(train_batch)
+  clock.append(time.monotonic())
+
+  # Update: an optimizer step a minibatch.
+  state, _, update_metrics = learner.update(state, train_batch, key)
+  metrics, distributions = metric_writer.to_scalars(old_metrics, update_metrics)
+  clock.append(time.monotonic())
+  run.experiment.program.check_compiled_once()
+
+  # Metrics.
+  metrics |= rollout_metrics(batch, config.rollout, step)
+  metrics |= _time_metrics(clock, batch.sampled_tokens)
+  metrics["data/epochs"] = run.curriculum.epochs
+  if config.data.drop_solved:
+    metrics["data/solved"] = run.curriculum.num_solved
+  updates = step * config.learner.minibatches
+  metrics["optim/learning_rate"] = float(learner.learning_rate(updates - 1))
+  require_finite(metrics, step)
+  return state, metrics, distributions, _one_of_each_group(scored)
+
+
+def _time_metrics(clock, tokens: int) -> dict[str, float]:
+  generate, score, update = np.diff(clock)
+  total = clock[-1] - clock[0]
+  return {
+    "time/generate": generate,
+    "time/score": score,
+    "time/update": update,
+    "time/iteration": total,
+    "throughput/sampler_tokens_per_second": tokens / generate,
+    "throughput/tokens_per_second": tokens / total,
+  }
+
+
+def _one_of_each_group(scored) -> list[tuple[str, str, str, float]]:
+  """The first response of each group, of those that this host has."""
+  total = scored.rewards.result().total
+  rows = range(0, total.size, total.shape[1])
+  return [
+    (p.text, scored.responses[row].text, p.reference, float(reward))
+    for row, p, reward in zip(
+      rows, scored.prompts["problems"], total[:, 0], strict=True
+    )
+    if row in scored.responses
+  ]
+
+
+def _curriculum(experiment: Experiment) -> Curriculum:
+  """The order of the prompts."""
+  return Curriculum(
+    experiment.datasets.stages,
+    experiment.program.prompt_config,
+    batch=experiment.config.data.prompts,
+    seed=experiment.config.seed,
+    drop_solved=experiment.config.data.drop_solved,
+  )
+
+
+def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
+  """The source of rollouts that the config asks for."""
+  config, program = experiment.config, experiment.program
+  context = RolloutContext(
+    curriculum=curriculum,
+    generate=program.sampler.generate,
+    tokenizer=program.tokenizer,
+    reward_pool=experiment.reward_pool,
+    batch_sharding=sharding.batch_sharding(program.mesh),
+    rng=experiment.keys.steps,
+    prompts=config.data.prompts,
+    group_size=config.rollout.group_size,
+  )
+  if isinstance(context.generate, ContinuousSampler):
+    continues = config.rollout.max_tokens_per_iteration > 0
+    multihost.print_once(context.generate.describe(continues=continues))
+  return make_source(
+    config.rollout, context, program.sampler, last_step=config.num_steps
+  )
+
+
+def _start(run: Run) -> TrainState | None:
+  """The last whole checkpoint, else a new policy after its cold start."""
+  experiment, learner = run.experiment, run.experiment.program.learner
+  identity = checkpoint_identity(experiment)
+  accept = lambda _, saved: match(identity, saved, "checkpoint")
+  abstract = dataclasses.replace(
+    learner.abstract, pending_rollouts=_shapes(run.source.pending)
+  )
+  restored = run.checkpoints.restore(abstract, accept)
+  if restored is not None:
+    _restore_data(run, restored)
+    multihost.print_once(f"resumed after step {restored.step}")
+    config = experiment.config.as_json()
+    for line in changes(restored.metadata["config"], config):
+      multihost.print_once(line)
+    return dataclasses.replace(restored.state, pending_rollouts=None)
+  if not experiment.config.cold_start.steps:
+    params = experiment.program.init_params(experiment.keys.init)
+    return learner.init_state(params)
+  imitated = _cold_start(experiment, run.preemption)
+  if imitated is None:
+    multihost.print_once("SIGTERM: cold start saved; the same command resumes")
+    return None
+  return learner.init_state(imitated.params)
+
+
+def _shapes(arrays):
+  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+  return jax.tree.map(shape, arrays)
+
+
+def _restore_data(run: Run, restored) -> None:
+  """The place in the data, and responses for the next iteration."""
+  run.curriculum.set_state(restored.metadata["data"])
+  run.source.set_state(
+    restored.state.pending_rollouts, restored.metadata["rollouts"]
+  )
+
+
+def _save(run: Run, step: int, state: TrainState) -> None:
+  metadata = {
+    "identity": checkpoint_identity(run.experiment),
+    "data": run.curriculum.get_state(),
+    "rollouts": run.source.get_state(),
+    "config": run.experiment.config.as_json(),
+  }
+  state = dataclasses.replace(state, pending_rollouts=run.source.pending)
+  run.checkpoints.save(step, state, metadata)
+
+
+def _write_config(experiment: Experiment) -> None:
+  """run_config.json: the config of the run from here on."""
+  if multihost.is_primary():
+    path = experiment.workdir / "run_config.json"
+    temporary = path.with_name(path.name + ".tmp")
+    text = json.dumps(experiment.config.as_json(), indent=2)
+    temporary.write_text(text + "\n")
+    temporary.replace(path)
+
+
+def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
+  """Supervised fine-tuning, or the result of an earlier one."""
+  config, program = experiment.config, experiment.program
+  cold, problems = config.cold_start, experiment.datasets.demonstrations
+  k_init, k_update, k_check = jax.random.split(experiment.keys.cold_start, 3)
+  chosen = {
+    k: v for k, v in config.as_json()["cold_start"].items() if k != "dir"
+  }
+  identity = experiment.identity | {
+    "data": {"fingerprint": sources.fingerprint(problems)},
+    "cold_start": chosen | {"from": config.model.checkpoint},
+  }
+  folder = cold.dir or experiment.workdir / "cold_start"
+  with Checkpoints(folder, every=cold.check_every, keep=1) as checkpoints:
+    return ColdStart(
+      functions=program.cold_start,
+      batches=pipeline.demonstrations(
+        problems,
+        program.prompt_config,
+        batch=cold.batch,
+        width=config.sampler.max_new_tokens,
+        seed=config.seed,
+      ),
+      batch_sharding=sharding.batch_sharding(program.mesh),
+      key=k_update,
+      accuracy=lambda params: float(
+        held_out.greedy(experiment, params, k_check).mean()
+      ),
+      checkpoints=checkpoints,
+      identity=identity,
+      cfg=ColdStartConfig(cold.steps, cold.check_every, cold.gate),
+    ).run(lambda: program.init_params(k_init), preemption)
+
+
+def _health_checks(experiment: Experiment) -> HealthChecks:
+  config, c = experiment.config, experiment.config.objective
+  # With off-policy rollouts the gap is also how far the policy has moved.
+  off_policy = config.rollout.is_off_policy
+  method = {} if off_policy else c.method_settings()
+  sampling = settings.sampler_config(config, experiment.program.tokenizer)
   return HealthChecks(
     updates=config.learner.minibatches,
-    clip_low=numbers.get("clip_low", math.inf),
+    clip_low=method.get("clip_low", math.inf),
     recomputed=c.old_logps == "recompute",
-    # A critic, and a KL in the reward, teach of equal rewards, too.
-    compares=c.name != "ppo" and not (c.kl_coef and c.kl_estimator == "k1"),
-    truncates=drawn.truncates,
-  )
-
-
-def _save(run, curriculum, source, checkpoints, step, state) -> None:
-  metadata = {
-    "identity": experiment.checkpoint_identity(run),
-    "data": curriculum.get_state(),
-    "rollouts": source.get_state(),
-    "config": experiment.config_as_json(run.config),
-  }
-  whole = dataclasses.replace(state, waiting=source.arrays)
-  checkpoints.save(step, whole, metadata)
-
-
-def _evaluate(run, params) -> dict[str, float]:
-  """`eval/*` on the held-out questions, with the same key every time."""
-  key = run.keys.evaluate
-  sampled = _answer(run, run.program.generate_eval, params, key)
-  return summarize(sampled, _greedy(run, params, key))
-
-
-def _greedy(run, params, key) -> np.ndarray:
-  return _answer(run, run.program.generate_greedy, params, key)
-
-
-def _answer(run, generate, params, key) -> np.ndarray:
-  return held_out.verdicts(
-    generate,
-    params,
-    run.held_out,
-    batch=run.config.data.prompts,
-    key=key,
-    rows=sharding.batch_sharding(run.program.mesh),
-    tokenizer=run.program.tokenizer,
-    scorer=run.scorer,
-    max_failed=run.config.reward.max_failed,
+    # A critic, and a KL in the reward, also teach with equal rewards.
+    compares=not c.has_critic and not c.has_kl_in_reward,
+    truncates=sampling.truncates,
   )

@@ -32,7 +32,7 @@ def questions(config: ConfigDict, program: Program) -> Iterator[Prompts]:
   """Endless batches of held-out chains, `data.prompts` in one."""
   chain = Chain(config.data.chain_steps, evaluation=True, seed=config.seed)
   batches = pipeline.prompts(
-    chain, program.prompting, batch=config.data.prompts, seed=config.seed
+    chain, program.prompt_config, batch=config.data.prompts, seed=config.seed
   )
   return (Prompts(batch["tokens"], batch["length"]) for batch in batches)
 
@@ -41,8 +41,8 @@ def answers(
   program: Program, params: model.Params, prompts: Prompts, key: jax.Array
 ) -> tuple[Samples, TrainBatch]:
   """Answers of a policy, and the rollout with its own log-probs as the old."""
-  samples = program.generate(params, prompts, key)
-  batch = program.assemble(prompts, samples)
+  samples = program.sampler.generate(params, prompts, key)
+  batch = program.learner.make_train_batch(prompts, samples)
   # The routing is large, and studied elsewhere.
   batch = dataclasses.replace(batch, experts=None, router_logps=None)
   old_logps = log_probs(params, program.cfg, batch)

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from gspo_jax import export, model
 from gspo_jax.model import hf
 from gspo_jax.program import load_params
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
@@ -173,8 +174,8 @@ def test_a_run_of_bytes_is_exported_with_its_tokenizer(debug_config, tmp_path):
   debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   mesh = sharding.make_mesh(**debug_config.mesh)
   with jax.set_mesh(mesh):
-    made = build_program(debug_config, mesh)
-    state = made.begin(made.init(jax.random.key(0)))
+    made = build_program(parse(debug_config), mesh)
+    state = made.learner.init_state(made.init_params(jax.random.key(0)))
     with Checkpoints(tmp_path / "checkpoints", every=1, keep=1) as checkpoints:
       saved = {"identity": load_params.identity(made)}
       checkpoints.save(1, state, saved)

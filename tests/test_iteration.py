@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gspo_jax.iteration import iterate
 
 from gspo_jax import model, train
 from gspo_jax.data import tokenizers
 from gspo_jax.data.tasks import Problem
-from gspo_jax.iteration import iterate
 from gspo_jax.learner import credit, experience, train_batch, train_step
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.logprobs import TokenLogprobs
-from gspo_jax.program import config as settings
-from gspo_jax.program import experiment
+from gspo_jax.program import experiment, settings
+from gspo_jax.program.config import parse
 from gspo_jax.rewards.pool import RewardPool, Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Samples
@@ -184,15 +184,15 @@ class Tabular(Spy):
 
   def __init__(self, config):
     super().__init__()
-    learner, *_ = settings.learners(config, CFG)
+    learner, *_ = settings.learners(parse(config), CFG)
     self.learner = learner._replace(optimizer=optax.sgd(1.0))
     update = functools.partial(train_step.update, learner=self.learner)
     self.step = jax.jit(
       lambda *given, apply_updates: update(*given, apply_updates=apply_updates)
     )
-    self.scores = settings.scores(config, CFG)
-    self.fields = settings.fields(config, CFG)
-    self.credit = settings.credit_of(config)
+    self.scores = settings.needs_old_logprobs(parse(config), CFG)
+    self.fields = settings.train_batch_fields(parse(config), CFG)
+    self.credit = settings.credit(parse(config))
     self.used, self.recorded = [], []
 
   def generate(self, params, prompts, key):

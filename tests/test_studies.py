@@ -13,6 +13,7 @@ import pytest
 from repository import ROOT
 
 from configs import common
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -63,7 +64,7 @@ def test_planned_configs_build(name):
   of_shape = lambda one: {k: v for k, v in one.items() if k != "rate"}
   planned = [p for p in module(name, "run").plan(quick=False) if not p["seed"]]
   for text in {arguments.write(**of_shape(one)) for one in planned}:
-    assert build_program(make(text), mesh).cfg.num_experts
+    assert build_program(parse(make(text)), mesh).cfg.num_experts
 
 
 @of_each

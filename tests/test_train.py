@@ -21,6 +21,7 @@ from repository import ROOT
 
 from configs import tiny_cpu
 from gspo_jax import train
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
@@ -88,7 +89,7 @@ def final_state(workdir, kl_coef=0.0):
   mesh = sharding.make_mesh(jax.devices()[:1])
   config = tiny_cpu.get_config("debug")
   config.objective.kl_coef = kl_coef
-  abstract = vars(build_program(config, mesh).abstract)
+  abstract = vars(build_program(parse(config), mesh).abstract)
   trained = {k: x for k, x in abstract.items() if x is not None and k != "step"}
   with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
     restored = checkpoints.restore(trained, lambda *_: None, part=True)
@@ -122,8 +123,8 @@ def test_the_promised_numbers_are_written(reference):
   assert "eval/pass@1" in written[2]
   assert "eval/pass@1" not in written[1]
   assert "4/4" in out
-  sample = (workdir / "samples" / "step_000004.txt").read_text()
-  assert "reward" in sample
+  sample = (workdir / "samples" / "step_000004.jsonl").read_text()
+  assert '"reward": ' in sample
   assert list((workdir / "tensorboard").iterdir())
 
 
@@ -273,7 +274,7 @@ def test_a_reward_that_fails_stops_the_run(start, reference, tmp_path):
   names = "('operator.setitem',)"
   out = finish(start(tmp_path / "run", reward__names=names), code=2)
   assert out.strip().splitlines()[-1] == (
-    "error: iteration 3: 16 of 16 answers could not be scored, expected at "
+    "error: iteration 3: 16 of 16 responses could not be scored, expected at "
     "most 8 (reward.max_failed=0.5); the first reason: operator.setitem: "
     "TypeError: 'str' object does not support item assignment"
   )

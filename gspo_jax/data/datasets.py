@@ -1,4 +1,4 @@
-"""What a run learns from, is tested on, and imitates."""
+"""The problems of a run: to learn from, to be evaluated on, to imitate."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from gspo_jax.runtime.errors import UserError
 
 
 class Stage(NamedTuple):
-  """A source, and the iteration from which on it is drawn from."""
+  """A source, and the first iteration whose prompts are from it."""
 
   begin: int
   source: pipeline.Source
 
 
 class Datasets(NamedTuple):
-  """Questions to learn from, to be tested on, and to imitate."""
+  """Problems to learn from, to be evaluated on, and to imitate."""
 
   stages: Sequence[Stage]
   held_out: Sequence[Problem]
@@ -25,18 +25,22 @@ class Datasets(NamedTuple):
 
 
 def load(config) -> Datasets:
-  """The material that a config names; of `source` itself the first stage.
+  """The data sets of a config; `data.source` is the first stage.
+
+  Args:
+    config: `program.config.Config`.
 
   Raises:
     UserError: a source cannot be read, or does not go with another key.
   """
   c, cold = config.data, config.cold_start
   if c.source == "chain":
-    if c.eval_source or c.weights or c.stages:
+    if c.eval_source or c.weights or c.curriculum:
       raise UserError(
         f"data.eval_source={c.eval_source!r}, data.weights={c.weights}, "
-        f"data.curriculum={c.stages}: expected none, since data.source='chain' "
-        "makes its own held-out questions and mixes with no other source"
+        f"data.curriculum={c.curriculum}: expected none, since "
+        "data.source='chain' makes its own held-out problems and mixes with no "
+        "other source"
       )
     chain = Chain(c.chain_steps, seed=config.seed)
     return Datasets(
@@ -47,7 +51,7 @@ def load(config) -> Datasets:
       ),
     )
   fields = sources.Fields(
-    c.question_field, c.answer_field, c.demonstration_field
+    c.problem_field, c.reference_field, c.demonstration_field
   )
 
   def read(specs):
@@ -64,7 +68,7 @@ def load(config) -> Datasets:
     train, held_out = side(every, False), side(every, True)
   train = sources.mix(train, c.weights)
   stages = [Stage(1, train)]
-  for begin, specs in c.stages:
+  for begin, specs in c.curriculum:
     later = read(specs)
     stages.append(
       Stage(begin, sources.mix(later if c.eval_source else side(later, False)))
@@ -73,7 +77,7 @@ def load(config) -> Datasets:
 
 
 def fingerprint(stages: Sequence[Stage]) -> str:
-  """Another one where a stage begins elsewhere, or has other questions."""
+  """Changes with the problems and with the first iteration of a stage."""
   first, *later = stages
   named = [f"{begin}:{sources.fingerprint(s)}" for begin, s in later]
   return " ".join([sources.fingerprint(first.source), *named])

@@ -1,5 +1,6 @@
 """Puts benchmarks to a policy, and keeps every response and result."""
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -13,7 +14,6 @@ from pathlib import Path
 import jax
 import numpy as np
 from absl import logging
-from ml_collections import ConfigDict
 
 from gspo_jax import rewards
 from gspo_jax.evaluate import benchmarks, summary
@@ -22,6 +22,7 @@ from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.evaluate.judge import evaluate_benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
+from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.rewards.pool import RewardPool, too_many
 from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
@@ -62,8 +63,12 @@ def evaluate(
   """
   multihost.require_joined()
   asked = multihost.run_on_all(lambda: _read(sets, samples, limit, reward))
-  load_params.adopt(config, folder)
-  mesh = multihost.run_on_all(lambda: sharding.make_mesh(**config.mesh))
+  config = multihost.run_on_all(
+    lambda: load_params.with_checkpoint(parse(config), folder)
+  )
+  mesh = multihost.run_on_all(
+    lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
+  )
   with jax.set_mesh(mesh):
     pupils = multihost.run_on_all(lambda: _policy_samplers(config, mesh, asked))
     params = load_params.load(config, pupils[0].program, folder)
@@ -123,11 +128,14 @@ def _batches(asked, pupils) -> list[tuple[str, int]]:
 
 def _settings(config, asked, params) -> dict:
   """What has to be the same for answers to stand in one file."""
-  plain = json.loads(config.to_json_best_effort())
+  keys = config.as_json()
   sums = json.dumps(checkpoint.checksums(params), sort_keys=True)
   return {
     "weights": zlib.crc32(sums.encode()),
-    "config": {k: plain[k] for k in ("seed", "model", "data", "sampler")},
+    "config": {
+      **{k: keys[k] for k in ("seed", "model", "data", "sampler")},
+      "rollout": {"group_size": config.rollout.group_size},
+    },
     "sets": {
       q.name: {
         "sha256": q.sha256,

@@ -1,67 +1,74 @@
-"""Evaluation on the held-out problems."""
-
-from collections.abc import Callable
+"""`eval/*`: accuracy on the held-out problems of a run."""
 
 import jax
 import numpy as np
 
 from gspo_jax import model
-from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.data import prompt_batch
 from gspo_jax.evaluate.estimators import ladder, pass_at_k
-from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.program.experiment import Experiment
 from gspo_jax.rollout.scoring import (
   decode_responses,
   require_scored,
   score_responses,
 )
-from gspo_jax.runtime import multihost
-from gspo_jax.sampler.samples import Prompts, Samples
-
-# Draws answers to a fixed number of prompts.
-Generate = Callable[[model.Params, Prompts, jax.Array], Samples]
+from gspo_jax.runtime import sharding
+from gspo_jax.sampler.many_prompts import sample_many
+from gspo_jax.sampler.samples import Prompts
 
 
-def verdicts(
-  generate: Generate,
-  params,
-  questions: dict,
-  *,
-  batch: int,
-  key: jax.Array,
-  rows: jax.sharding.Sharding,
-  tokenizer: Tokenizer,
-  scorer: RewardPool,
-  max_failed: float,
+def evaluate(experiment: Experiment, params: model.Params) -> dict[str, float]:
+  """Accuracy of sampled and of greedy responses; the same key every time."""
+  sampler, key = experiment.program.sampler, experiment.keys.evaluate
+  sampled = correct(experiment, sampler.generate_eval, params, key)
+  return summarize(sampled, greedy(experiment, params, key))
+
+
+def greedy(
+  experiment: Experiment, params: model.Params, key: jax.Array
 ) -> np.ndarray:
-  """Whether answers are right, [N, G], for all questions (of `data.take`).
+  """[N, 1], whether the greedy responses are correct."""
+  generate = experiment.program.sampler.generate_greedy
+  return correct(experiment, generate, params, key)
 
-  `batch` questions at a time. The last batch is filled up with the first
-  questions, so that one compiled `generate` serves; what it answers to those
-  again is dropped.
+
+def correct(
+  experiment: Experiment, generate, params: model.Params, key: jax.Array
+) -> np.ndarray:
+  """Whether responses to the N held-out problems are correct, [N, G].
 
   Raises:
-    AgreedError: more than `max_failed` of the answers could not be scored.
+    multihost.AgreedError: more than `reward.max_failed` of the responses could
+      not be scored.
   """
-  count = len(questions["problems"])
-  marks = []
-  for i, start in enumerate(range(0, count, batch)):
-    index = np.arange(start, start + batch) % count
-    asked = {k: questions[k][index] for k in ("tokens", "length")}
-    prompts = multihost.to_global(
-      Prompts(asked["tokens"], asked["length"]), rows
+  problems, program = experiment.held_out, experiment.program
+  count, pending = len(problems["problems"]), []
+  for batch in sample_many(
+    generate,
+    params,
+    Prompts(problems["tokens"], problems["length"]),
+    key,
+    batch_size=experiment.config.data.prompts,
+    batch_sharding=sharding.batch_sharding(program.mesh),
+  ):
+    responses = decode_responses(
+      batch.samples,
+      prompt_batch.pick(problems, batch.index),
+      program.tokenizer,
     )
-    samples = generate(params, prompts, jax.random.fold_in(key, i))
-    asked["problems"] = [questions["problems"][j] for j in index]
-    answers = decode_responses(samples, asked, tokenizer)
-    group = samples.lengths.shape[0] // batch
-    marks.append(score_responses(scorer, answers, group, samples.lengths))
-  marks = [collect() for collect in marks]
-  require_scored(marks, max_failed, of="the held-out questions")
-  return np.concatenate([each.correct for each in marks])[:count]
+    lengths = batch.samples.lengths
+    group_size = len(lengths) // len(batch.index)
+    pending.append(
+      score_responses(experiment.reward_pool, responses, group_size, lengths)
+    )
+  rewards = [each.result() for each in pending]
+  most = experiment.config.reward.max_failed
+  require_scored(rewards, most, of="the held-out problems")
+  return np.concatenate([each.correct for each in rewards])[:count]
 
 
 def summarize(sampled: np.ndarray, greedy: np.ndarray) -> dict[str, float]:
-  """`eval/*` of rewards [N, n] of sampled and [N, 1] of greedy answers.
+  """`eval/*` of rewards [N, n] of sampled and [N, 1] of greedy responses.
 
   `pass@k` for k = 1, 2, 4, ... and n; with rewards of 0 and 1, `avg@n` is
   `pass@1`.

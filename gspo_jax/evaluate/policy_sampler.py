@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from gspo_jax import model
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate.judge import Responses
+from gspo_jax.program.config import Config
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler.many_prompts import sample_many
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts
 
 
@@ -33,7 +34,7 @@ class BatchShape(NamedTuple):
 
 
 def batch_shape(
-  config: ConfigDict, mesh: jax.sharding.Mesh, samples: int, questions: int
+  config: Config, mesh: jax.sharding.Mesh, samples: int, questions: int
 ) -> BatchShape:
   """A batch for so many questions, of no more rows than they need.
 
@@ -42,7 +43,7 @@ def batch_shape(
   up to a multiple of the devices, so that every mesh of them can split it.
 
   Args:
-    config: all the keys of configs/common.py.
+    config: from `config.parse`.
     mesh: of all devices.
     samples: answers a question.
     questions: of a set.
@@ -71,7 +72,7 @@ class PolicySampler:
   devices at hand, nor its objective to another model.
 
   Args:
-    config: all the keys of configs/common.py.
+    config: from `config.parse`.
     mesh: of all devices.
     size: from `fit`.
 
@@ -81,9 +82,7 @@ class PolicySampler:
     at_once: questions that fill a batch.
   """
 
-  def __init__(
-    self, config: ConfigDict, mesh: jax.sharding.Mesh, size: BatchShape
-  ):
+  def __init__(self, config: Config, mesh: jax.sharding.Mesh, size: BatchShape):
     self._greedy = config.sampler.temperature == 0
     self._group, self._times, self._batch = size
     samples = self._group * self._times
@@ -94,14 +93,16 @@ class PolicySampler:
       )
     self._limit = config.sampler.max_new_tokens
     self.at_once = max(self._batch // self._times, 1)
-    config = _without_learning(config)
-    config.data.prompts, config.eval.samples = self._batch, self._group
-    config.learner.micro_batch_size = self._batch * config.rollout.group_size
-    if self._greedy:
-      config.sampler.temperature = 1.0  # not for `generate_greedy`
-    self.program = build_program(config, mesh)
+    config = config.replace(
+      data={"prompts": self._batch},
+      eval={"samples": self._group},
+      rollout={"extra_prompts_in_flight": 0},
+    )
+    self.program = build_program(config, mesh, training=False)
     # A set is asked whole, or not at all.
-    self._cfg = dataclasses.replace(self.program.prompting, too_long="error")
+    self._cfg = dataclasses.replace(
+      self.program.prompt_config, too_long="error"
+    )
 
   def read(self, questions: Sequence[str]) -> Prompts:
     """Questions as the policy reads them; UserError for a long one."""
@@ -112,49 +113,34 @@ class PolicySampler:
   def reply(
     self, params: model.Params, questions: Sequence[str], key: jax.Array
   ) -> Responses:
-    """Answers some questions; the same on every process.
+    """Responses to some problems; the same on every process.
 
     Args:
       params: of the model.
-      questions: any number of them.
-      key: of these answers alone.
+      questions: any number of problems.
+      key: of these responses alone.
     """
     prompts, decode = self.read(questions), self.program.tokenizer.decode
-    read = zip(prompts.tokens, prompts.lengths, strict=True)
-    read = [decode(row[len(row) - n :].tolist()) for row, n in read]
-    replies = Responses(read, [], [], [], self._limit)
-    count = len(questions) * self._times
-    for call, start in enumerate(range(0, count, self._batch)):
-      # Filled up with the first prompts: one compiled function serves.
-      index = np.arange(start, start + self._batch) % count // self._times
-      batch = Prompts(prompts.tokens[index], prompts.lengths[index])
-      drawn = self._draw(params, batch, jax.random.fold_in(key, call))
-      new = min(self._batch, count - start) * self._group
-      for row, length, finish in zip(*(x[:new] for x in drawn), strict=True):
+    rows = zip(prompts.tokens, prompts.lengths, strict=True)
+    texts = [decode(row[len(row) - n :].tolist()) for row, n in rows]
+    responses = Responses(texts, [], [], [], self._limit)
+    functions = self.program.sampler
+    repeat = lambda x: np.repeat(x, self._times, axis=0)
+    for batch in sample_many(
+      functions.generate_greedy if self._greedy else functions.generate_eval,
+      params,
+      Prompts(repeat(prompts.tokens), repeat(prompts.lengths)),
+      key,
+      batch_size=self._batch,
+      batch_sharding=sharding.batch_sharding(self.program.mesh),
+    ):
+      samples, new = batch.samples, batch.new * self._group
+      columns = multihost.to_host(
+        (samples.tokens, samples.lengths, samples.finish)
+      )
+      for row, length, finish in zip(*(x[:new] for x in columns), strict=True):
         text = row[: length - (finish == STOPPED)].tolist()
-        replies.texts.append(decode(text))
-        replies.tokens.append(int(length))
-        replies.truncated.append(bool(finish == TRUNCATED))
-    return replies
-
-  def _draw(self, params, batch, key):
-    batch = multihost.to_global(
-      batch, sharding.batch_sharding(self.program.mesh)
-    )
-    made = self.program
-    draw = made.generate_greedy if self._greedy else made.generate_eval
-    drawn = draw(params, batch, key)
-    return multihost.to_host((drawn.tokens, drawn.lengths, drawn.finish))
-
-
-def _without_learning(config: ConfigDict) -> ConfigDict:
-  """A copy in which what only training uses has values that always fit."""
-  config = config.copy_and_resolve_references()
-  config.rollout.group_size = max(2, config.rollout.group_size)
-  config.rollout.update(ahead=False, budget=0, spare=0)
-  config.rollout.dynamic_sampling_rounds = config.learner.minibatches = 1
-  config.cold_start.steps = 0
-  config.objective.update(name="gspo", replay="none", mismatch="none")
-  config.objective.update(reference_every=0, router_shift_floor=-1.0)
-  config.objective.update(cap=-1.0, tau_positive=-1.0, tau_negative=-1.0)
-  return config
+        responses.texts.append(decode(text))
+        responses.tokens.append(int(length))
+        responses.truncated.append(bool(finish == TRUNCATED))
+    return responses

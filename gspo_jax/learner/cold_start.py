@@ -1,22 +1,25 @@
-"""The cold start: imitate worked answers until greedy decoding gets them right.
+"""Cold start: supervised fine-tuning until greedy decoding is accurate.
 
-Demonstrations are noisy on purpose. Stopped early on clean ones, the skill
-itself is missing and RL does not climb; trained on noisy ones until GREEDY
-accuracy is high, the method is there, sampling still errs, and RL removes the
-error. Sampled accuracy is a bad gate: it failed for one seed of three.
+The demonstrations are noisy on purpose. With clean ones, stopped early, the
+policy lacks the skill itself and RL does not climb. With noisy ones, trained
+until GREEDY accuracy is high, the policy has the method, its samples still have
+errors, and RL removes the errors. Sampled accuracy is a bad criterion: it
+failed for one seed of three.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import model
+from gspo_jax.data.pipeline import Batches
 from gspo_jax.learner import train_batch, train_step
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.learner.train_step import TrainState
-from gspo_jax.losses import Mean
+from gspo_jax.losses import Mean, Metrics
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.identity import match
@@ -26,11 +29,11 @@ from gspo_jax.sampler.samples import Prompts
 
 @dataclasses.dataclass(frozen=True)
 class ColdStartConfig:
-  """How long to imitate.
+  """When a cold start ends.
 
   Attributes:
     steps: optimizer steps at most.
-    check_every: steps between two looks at greedy accuracy.
+    check_every: steps between two measurements of greedy accuracy.
     gate: greedy accuracy that ends it; 0 runs all the steps.
   """
 
@@ -42,13 +45,13 @@ class ColdStartConfig:
 def cross_entropy(
   params: model.Params,
   rows: TrainBatch,
-  own: jax.Array | None = None,
+  is_old_policy: jax.Array | None = None,
   *,
   cfg: model.ModelConfig,
 ) -> train_step.LossOutput:
   """Mean over tokens of `-log p`, as `train_step.update` takes a loss.
 
-  `own` is not used: no ratio is taken.
+  `is_old_policy` is not used: there is no ratio.
   """
   mask = rows.response_mask
   logps = train_batch.logprobs(params, cfg, rows).logps
@@ -59,76 +62,132 @@ def cross_entropy(
   )
 
 
-def as_rollout(batch: dict[str, jax.Array]) -> TrainBatch:
-  """The arrays of a `data.demonstrations` batch, as `update` takes them."""
-  prompts = Prompts(batch["tokens"], batch["length"])
+def demonstration_batch(arrays: dict[str, jax.Array]) -> TrainBatch:
+  """The batch of an update, from the arrays of `pipeline.demonstrations`."""
+  prompts = Prompts(arrays["tokens"], arrays["length"])
   return train_batch.make_train_batch(
-    prompts, batch["response"], batch["response_length"]
+    prompts, arrays["response"], arrays["response_length"]
   )
 
 
-def imitate(
-  init: Callable[[], TrainState],
-  abstract: TrainState,
-  batches,
-  update: Callable,
-  accuracy: Callable[[model.Params], float],
-  checkpoints: Checkpoints,
-  preemption: Preemption,
-  identity: dict,
-  cfg: ColdStartConfig,
-) -> TrainState | None:
-  """Trains until `cfg.gate`, resuming from and saving to `checkpoints`.
+class Accuracy(Protocol):
+  """Greedy accuracy on held-out problems."""
 
-  Args:
-    init: makes a fresh state.
-    abstract: its shapes and shardings, for a restore.
-    batches: iterator of `data.demonstrations`.
-    update: `(state, arrays of a batch) -> (state, metrics)`, jitted.
-    accuracy: greedy accuracy of parameters on held-out questions.
-    checkpoints: a folder of its own, so that a later run reuses the result.
-    preemption: asked every step.
-    identity: what makes two cold starts the same.
-    cfg: when to stop.
+  def __call__(self, params: model.Params) -> float:
+    """0 to 1; the same on every host."""
 
-  Returns:
-    The trained state, or None where preemption came first (and saved).
 
-  Raises:
-    UserError: the folder holds another cold start, or the gate was not reached.
+class ColdStartUpdate(Protocol):
+  """One step of supervised fine-tuning."""
+
+  def __call__(
+    self, state: TrainState, arrays: dict, key: jax.Array
+  ) -> tuple[TrainState, Metrics]:
+    """The state, donated, after the arrays of `pipeline.demonstrations`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ColdStartFunctions:
+  """The jitted functions of a cold start.
+
+  Attributes:
+    abstract: shapes and shardings of its state.
+    init_state: params, donated -> the first state.
+    update: one step.
   """
-  accept = lambda _, found: match(identity, found, "cold start")
-  restored = checkpoints.restore(abstract, accept)
-  if restored is None:
-    state, step, reached = init(), 0, 0.0
-  else:
-    state, step = restored.state, restored.step
-    reached = restored.metadata["greedy"]
-    batches.set_state(restored.metadata["data"])
-  while step < cfg.steps and (not cfg.gate or reached < cfg.gate):
-    arrays = {k: v for k, v in next(batches).items() if k != "problems"}
-    state, metrics = update(state, arrays)
-    step += 1
-    stop = preemption.reached()
-    check = step % cfg.check_every == 0 or step == cfg.steps
-    # Never off that grid: a look more could pass the gate where an
-    # uninterrupted run goes on.
-    if check:
-      reached = accuracy(state.params)
-      loss = metrics["loss/imitation"].value()
-      multihost.print_once(
-        f"cold start {step:4d}/{cfg.steps}  loss {loss:.3f}  "
-        f"greedy accuracy {reached:.3f} (gate {cfg.gate})"
+
+  abstract: TrainState
+  init_state: train_step.InitState
+  update: ColdStartUpdate
+
+
+@dataclasses.dataclass(frozen=True)
+class ColdStart:
+  """Supervised fine-tuning that is saved, resumed and reused.
+
+  Attributes:
+    functions: jitted.
+    batches: of `pipeline.demonstrations`.
+    batch_sharding: of arrays with an axis of rows.
+    key: of all updates.
+    accuracy: decides when to stop.
+    checkpoints: a folder of its own, so that a later run reuses the result.
+    identity: what two cold starts with the same result agree on.
+    cfg: when to stop.
+  """
+
+  functions: ColdStartFunctions
+  batches: Batches
+  batch_sharding: jax.sharding.Sharding
+  key: jax.Array
+  accuracy: Accuracy
+  checkpoints: Checkpoints
+  identity: dict
+  cfg: ColdStartConfig
+
+  def run(
+    self, init_params: Callable[[], model.Params], preemption: Preemption
+  ) -> TrainState | None:
+    """Trains until `cfg.gate` is reached; resumes what `checkpoints` has.
+
+    Args:
+      init_params: makes the first weights.
+      preemption: checked every step.
+
+    Returns:
+      The trained state; None where preemption came first (it is saved).
+
+    Raises:
+      UserError: the folder holds another cold start, or the gate was not
+        reached.
+    """
+    cfg = self.cfg
+    accept = lambda _, saved: match(self.identity, saved, "cold start")
+    restored = self.checkpoints.restore(self.functions.abstract, accept)
+    if restored is None:
+      state = self.functions.init_state(init_params())
+      step, accuracy = 0, 0.0
+    else:
+      state, step = restored.state, restored.step
+      accuracy = restored.metadata["greedy"]
+      self.batches.set_state(restored.metadata["data"])
+    while step < cfg.steps and (not cfg.gate or accuracy < cfg.gate):
+      state, metrics = self._update(state)
+      step += 1
+      stop = preemption.reached()
+      # Only at these steps: an additional check could end a resumed run where
+      # an uninterrupted one goes on.
+      check = step % cfg.check_every == 0 or step == cfg.steps
+      if check:
+        accuracy = self.accuracy(state.params)
+        loss = metrics["loss/imitation"].value()
+        multihost.print_once(
+          f"cold start {step:4d}/{cfg.steps}  loss {loss:.3f}  "
+          f"greedy accuracy {accuracy:.3f} (gate {cfg.gate})"
+        )
+      if check or stop:
+        self._save(step, state, accuracy)
+      if stop:
+        return None
+    if accuracy < cfg.gate:
+      raise multihost.AgreedError(
+        f"cold_start.steps={cfg.steps} ended at greedy accuracy "
+        f"{accuracy:.3f}, under cold_start.gate={cfg.gate}: RL does not climb "
+        "from there; raise the steps (in a new workdir), or set the gate to 0 "
+        "to go on regardless"
       )
-    if check or stop:
-      saved = {"greedy": reached, "data": batches.get_state()}
-      checkpoints.save(step, state, saved | {"identity": identity})
-    if stop:
-      return None
-  if reached < cfg.gate:
-    raise multihost.AgreedError(
-      f"cold_start.steps={cfg.steps} ended at greedy accuracy {reached:.3f}, "
-      f"under cold_start.gate={cfg.gate}: RL does not climb from there; raise "
-      "the steps (in a new workdir), or set the gate to 0 to go on regardless"
-    )
-  return state
+    return state
+
+  def _update(self, state):
+    batch = next(self.batches)
+    arrays = {k: v for k, v in batch.items() if k != "problems"}
+    arrays = multihost.to_global(arrays, self.batch_sharding)
+    return self.functions.update(state, arrays, self.key)
+
+  def _save(self, step, state, accuracy):
+    metadata = {
+      "greedy": accuracy,
+      "data": self.batches.get_state(),
+      "identity": self.identity,
+    }
+    self.checkpoints.save(step, state, metadata)

@@ -34,14 +34,14 @@ def values(params: model.Params, cfg: model.ModelConfig, rows: TrainBatch):
 def loss(
   params: model.Params,
   rows: TrainBatch,
-  own: jax.Array | None = None,
+  is_old_policy: jax.Array | None = None,
   *,
   cfg: model.ModelConfig,
   clip: float,
 ) -> LossOutput:
   """`losses.value_loss` of some rows, as `train_step.update` takes it.
 
-  `own` is not used: no ratio is taken.
+  `is_old_policy` is not used: there is no ratio.
   """
   total, metrics = value_loss(
     values(params, cfg, rows),

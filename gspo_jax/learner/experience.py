@@ -1,18 +1,16 @@
-"""Rollouts: answers beside their prompts, and how they are cut up to learn.
+"""What is computed of a batch besides the update: metrics, reference, values.
 
-Dimension key: P prompts, G answers a prompt, B = P * G rows, S prompt slots,
-R response slots, T = S + R, L layers, k experts a token, M minibatches.
+Dimension key: B rows, R response slots.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import model
-from gspo_jax.learner import routing
-from gspo_jax.learner.train_batch import TrainBatch, logprobs
+from gspo_jax.learner import critic, routing, train_batch
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import Histogram, Mean, Metrics
 from gspo_jax.runtime.sharding import constrain_batch
@@ -24,8 +22,8 @@ def old_policy_metrics(
   """Metrics of the old policy on its own samples.
 
   `mismatch/*` is the recomputed less the sampler's log-prob: rounding, and what
-  the sampler does otherwise. In bfloat16 it exceeds GSPO's clip range, so it is
-  measured whichever of the two become the old log-probs. `moe/dropped` is a
+  else differs in the sampler. In bfloat16 it can exceed GSPO's clip range, so
+  it is measured whichever of the two are the old log-probs. `moe/dropped` is a
   mean over micro-batches.
 
   Args:
@@ -81,48 +79,41 @@ def _routing_metrics(scored: TokenLogprobs, mask_BR, cfg) -> Metrics:
 
 
 def add_reference_and_values(
-  rollout: TrainBatch,
+  batch: TrainBatch,
   cfg: model.ModelConfig,
   *,
   reference: model.Params | None,
-  values: Callable[[TrainBatch], jax.Array] | None,
+  critic_params: model.Params | None,
   micro_batch_size: int,
   temperature: float,
 ) -> TrainBatch:
-  """The rollout with what a reference policy and a critic say of it.
+  """The batch with the reference's log-probs and the critic's values.
 
   Args:
-    rollout: B rows.
+    batch: B rows.
     cfg: the model; static.
     reference: weights of the reference policy, or None.
-    values: rows -> [rows, R], a critic's values, or None.
-    micro_batch_size: rows at a time; divides B; static.
+    critic_params: weights of the critic, or None.
+    micro_batch_size: rows of one forward pass; divides B; static.
     temperature: the sampler's; static.
   """
 
-  def of_rows(rows: TrainBatch):
-    said = {}
+  def forward(rows: TrainBatch):
+    fields = {}
     if reference is not None:
-      scored = logprobs(reference, cfg, rows, temperature=temperature)
-      said["reference_logps"] = scored.logps
-    if values is not None:
-      said["values"] = values(rows)
-    return said
+      scored = train_batch.logprobs(
+        reference, cfg, rows, temperature=temperature
+      )
+      fields["reference_logps"] = scored.logps
+    if critic_params is not None:
+      fields["values"] = critic.values(critic_params, cfg, rows)
+    return fields
 
-  said = _join(_in_micro_batches(of_rows, rollout, micro_batch_size))
-  return dataclasses.replace(rollout, **said)
-
-
-def _in_micro_batches(function, rollout: TrainBatch, micro_batch_size: int):
-  """`function` of a few rows at a time: leaves [B / micro_batch_size, ...]."""
-  B = rollout.tokens.shape[0]
-  cut = lambda x: x.reshape(
+  B = batch.tokens.shape[0]
+  split = lambda x: x.reshape(
     B // micro_batch_size, micro_batch_size, *x.shape[1:]
   )
-  cuts = constrain_batch(jax.tree.map(cut, rollout), axis=1)
-  return jax.lax.map(function, cuts)
-
-
-def _join(tree):
-  """Leaves [n, micro_batch_size, ...] as rows again."""
-  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+  micro_batches = constrain_batch(jax.tree.map(split, batch), axis=1)
+  fields = jax.lax.map(forward, micro_batches)
+  join = lambda x: x.reshape(-1, *x.shape[2:])
+  return dataclasses.replace(batch, **jax.tree.map(join, fields))

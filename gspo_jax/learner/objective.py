@@ -16,6 +16,22 @@ from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import Mean, Metrics, Std, Terms
 
+# The losses that `objective.name` chooses from.
+METHODS = {
+  "gspo": losses.gspo_loss,
+  "gspo_token": losses.gspo_token_loss,
+  "grpo": losses.grpo_loss,
+  "dr_grpo": losses.dr_grpo_loss,
+  "dapo": losses.dapo_loss,
+  "ppo": losses.ppo_loss,
+  "gmpo": losses.gmpo_loss,
+  # RSPO is GMPO with a router shift (`losses.rspo_loss`), and any method takes
+  # a router shift by `Objective.shift_floor`.
+  "rspo": losses.gmpo_loss,
+  "cispo": losses.cispo_loss,
+  "sapo": losses.sapo_loss,
+}
+
 # What `log.instruments` adds to the metrics of an update.
 INSTRUMENTS = (
   "mismatch/sequence_gap",
@@ -77,7 +93,7 @@ class Objective:
 def policy_loss(
   params: model.Params,
   rows: TrainBatch,
-  own: jax.Array | bool = False,
+  is_old_policy: jax.Array | bool = False,
   *,
   cfg: model.ModelConfig,
   objective: Objective,
@@ -88,13 +104,13 @@ def policy_loss(
   Args:
     params: the policy.
     rows: some of a rollout's.
-    own: [] bool; where it is true, the policy has not moved, and this pass is
-      that of the old policy: the ratio is 1.
+    is_old_policy: [] bool. True where the policy has not moved: this pass is
+      then the old policy's, and the ratio is 1.
     cfg: the model; static.
     objective: what to minimise; static.
     temperature: the sampler's; static.
   """
-  own, recorded = jnp.asarray(own), objective.replay == "r3"
+  is_old_policy = jnp.asarray(is_old_policy)
   routes = None if rows.experts is None else rows.experts.swapaxes(0, 1)
   scored = train_batch.logprobs(
     params,
@@ -103,40 +119,44 @@ def policy_loss(
     temperature=temperature,
     routes=routes,
     replay=objective.replay != "none",
-    own=None if recorded else own,
+    use_own_experts=None if objective.replay == "r3" else is_old_policy,
   )
-  found = _found(scored, rows, objective)
-  old = {k: jnp.where(own, x, getattr(rows, k)) for k, x in found.items()}
-  measured = {}
+  fields = _old_policy_fields(scored, rows, objective)
+  old = {
+    k: jnp.where(is_old_policy, x, getattr(rows, k)) for k, x in fields.items()
+  }
+  old_metrics = {}
   if rows.sampler_logps is not None:
-    measured = experience.old_policy_metrics(scored, rows, cfg)
+    old_metrics = experience.old_policy_metrics(scored, rows, cfg)
   gap = experience.sequence_log_ratio(
     scored.logps, rows.old_logps, rows.response_mask
   )
-  repeated = Std.about_zero(jnp.expm1(gap), rows.response_mask.any(1))
+  first_gap = Std.about_zero(jnp.expm1(gap), rows.response_mask.any(1))
   total, metrics = _objective(
     scored, dataclasses.replace(rows, **old), objective
   )
   if not objective.instruments:
     metrics = _scalars(metrics)
-    measured = _scalars(measured)
+    old_metrics = _scalars(old_metrics)
   return train_step.LossOutput(
     Mean(total, metrics["loss/policy"].count),
     metrics,
-    found,
-    measured,
-    jax.lax.stop_gradient(repeated),
+    fields,
+    old_metrics,
+    jax.lax.stop_gradient(first_gap),
   )
 
 
-def _found(scored: TokenLogprobs, rows: TrainBatch, objective) -> dict:
-  """Fields of `rows` as this pass has them, without gradient."""
-  found = {} if objective.sampler_logps else {"old_logps": scored.logps}
+def _old_policy_fields(
+  scored: TokenLogprobs, rows: TrainBatch, objective
+) -> dict:
+  """Fields of `rows` from this pass, without gradient."""
+  fields = {} if objective.sampler_logps else {"old_logps": scored.logps}
   if rows.experts is not None and objective.replay != "r3":
-    found["experts"] = _rows_first(scored.experts)
+    fields["experts"] = _rows_first(scored.experts)
   if rows.router_logps is not None:
-    found["router_logps"] = _rows_first(scored.router_logps)
-  return jax.lax.stop_gradient(found)
+    fields["router_logps"] = _rows_first(scored.router_logps)
+  return jax.lax.stop_gradient(fields)
 
 
 def _objective(
@@ -150,7 +170,7 @@ def _objective(
     metrics["kl/reference"] = jax.lax.stop_gradient(
       Mean(gap.sum(), mask.sum(dtype=jnp.float32))
     )
-  total, own = objective.method(
+  total, method_metrics = objective.method(
     scored.logps,
     rows.old_logps,
     rows.advantages,
@@ -158,7 +178,7 @@ def _objective(
     normalizer=1.0,
     terms=terms,
   )
-  metrics |= own
+  metrics |= method_metrics
   if objective.instruments and rows.router_logps is not None:
     metrics |= _routing_metrics(scored, rows, objective.replay != "none")
   return total, metrics

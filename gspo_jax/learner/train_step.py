@@ -1,14 +1,16 @@
-"""One program that scores a rollout and learns from it; pure.
+"""One compiled program for old log-probs and for updates; pure.
 
 Dimension key: P prompts, B rows, M minibatches, A micro-batches a minibatch.
 
-Old log-probs must be those of the update's own forward pass: in bfloat16 two
-programs round differently, and the difference exceeds GSPO's clip range. So
-both come out of one compiled program, `update`: with `apply_updates` false it runs
-the forward passes and keeps what they give, with `apply_updates` true it takes the
-gradients, too. As long as the policy has not moved, the ratio is exactly 1, but
-where the sampler's log-probs are the old ones.
+Old log-probs must come from the update's own forward pass. In bfloat16 two
+programs round differently, and the difference exceeds GSPO's clip range. So one
+compiled program, `update`, does both. With `apply_updates` false it runs the
+forward passes and keeps their log-probs; with `apply_updates` true it also
+takes the gradients. As long as the policy has not moved, the ratio is exactly
+1, except where the sampler's log-probs are the old ones.
 """
+
+from __future__ import annotations
 
 import dataclasses
 from typing import NamedTuple, Protocol
@@ -22,47 +24,47 @@ from gspo_jax.learner.train_batch import MinibatchSplit, TrainBatch
 from gspo_jax.losses import Mean, Metrics, Std
 from gspo_jax.sampler.samples import Samples
 
+# Scopes of the conditionals around what only an update needs, and around what
+# only a pass for old log-probs needs; `plan` counts by them.
+BACKWARD, SCORES = "backward", "scores"
+
 
 class LossOutput(NamedTuple):
-  """What a forward pass over some rows gives a learner.
+  """The result of a forward pass over some rows.
 
   Attributes:
     loss: as a sum, and what divides it.
     metrics: of the update.
-    old: fields of `TrainBatch`, [rows, ...], as this pass has them; those of
-      the old policy as long as the policy has not moved.
-    measured: metrics of the old policy, where this pass is its own.
-    repeated: root mean square of exp(mean(x - o)) - 1 over sequences: x of
-      this pass and o as the rows have them, even where this pass is the old
-      policy's own.
+    old_policy_fields: fields of `TrainBatch`, [rows, ...], of this pass. They
+      are the old policy's as long as the policy has not moved.
+    old_policy_metrics: metrics of the old policy, if this pass is its pass.
+    first_minibatch_gap: root mean square over sequences of exp(mean(x - o)) - 1
+      with x of this pass and o of the rows, even if this pass is the old
+      policy's.
   """
 
   loss: Mean
   metrics: Metrics
-  old: dict[str, jax.Array] = {}  # noqa: RUF012
-  measured: Metrics = {}  # noqa: RUF012
-  repeated: Std | None = None
+  old_policy_fields: dict[str, jax.Array] = {}  # noqa: RUF012
+  old_policy_metrics: Metrics = {}  # noqa: RUF012
+  first_minibatch_gap: Std | None = None
 
 
 class Loss(Protocol):
   """What `update` minimises."""
 
   def __call__(
-    self, params: model.Params, rows: TrainBatch, own: jax.Array
+    self, params: model.Params, rows: TrainBatch, is_old_policy: jax.Array
   ) -> LossOutput:
     """The loss of some rows.
 
     Args:
       params: weights.
       rows: leaves [rows, ...].
-      own: [] bool. True where the policy has not moved since it became the old
-        policy: then the fields of the old policy come from this pass.
+      is_old_policy: [] bool. True where the policy has not moved since it
+        became the old policy: the fields of the old policy then come from this
+        pass.
     """
-
-
-# Scopes of the conditionals that leave out what only an update needs, and what
-# only scores; `plan` counts by them.
-BACKWARD, SCORES = "backward", "scores"
 
 
 @jax.tree_util.register_dataclass
@@ -76,15 +78,15 @@ class TrainState:
     opt_state: of the optax chain.
     reference: weights the policy is held to, in the model's dtype, or None.
     critic: of PPO, with an optimizer of its own, or None.
-    waiting: answers that wait for the next iteration; in a checkpoint alone.
+    pending_rollouts: responses for the next iteration; only in a checkpoint.
   """
 
   step: jax.Array
   params: model.Params
   opt_state: optax.OptState
   reference: model.Params | None = None
-  critic: "TrainState | None" = None
-  waiting: dict | Samples | None = None
+  critic: TrainState | None = None
+  pending_rollouts: dict | Samples | None = None
 
 
 class Learner(NamedTuple):
@@ -93,26 +95,34 @@ class Learner(NamedTuple):
   Attributes:
     loss: what is minimised.
     optimizer: an optax transformation.
-    minibatches: M, optimizer steps a rollout.
+    minibatches: M, optimizer steps a batch.
     micro_batch_size: rows of one forward and backward pass.
-    group: rows that are shuffled together.
-    scored: whether the rollout has old log-probs before an update.
-    score_every_minibatch: whether scores are wanted of the first minibatch, too.
+    group_size: rows that are shuffled together.
+    has_old_logps: whether the batch has old log-probs before an update.
+    score_every_minibatch: whether a pass for old log-probs includes the first
+      minibatch.
   """
 
   loss: Loss
   optimizer: optax.GradientTransformation
   minibatches: int
   micro_batch_size: int
-  group: int
-  scored: bool = False
+  group_size: int
+  has_old_logps: bool = False
   score_every_minibatch: bool = False
+
+
+class InitState(Protocol):
+  """Makes the first state of training."""
+
+  def __call__(self, params: model.Params) -> TrainState:
+    """The state with these weights, which are donated."""
 
 
 def init_state(
   params: model.Params, *, optimizer: optax.GradientTransformation
 ) -> TrainState:
-  """A policy that nothing has changed yet, with its optimizer."""
+  """The state before the first update."""
   return TrainState(jnp.int32(0), params, optimizer.init(params))
 
 
@@ -124,26 +134,27 @@ def update(
   learner: Learner,
   apply_updates: jax.Array | bool = True,
 ) -> tuple[TrainState, TrainBatch, Metrics]:
-  """M optimizer steps over a rollout of B rows; or its scores alone.
+  """M optimizer steps over a batch of B rows; or only its old log-probs.
 
-  The first minibatch needs no scores: its own forward pass has them. A scoring
-  pass runs one of its micro-batches all the same, and `update` compares both
-  in `ratio/first_minibatch_std`: 0 where they agree in every bit.
+  The first minibatch needs no old log-probs: its own forward pass has them. A
+  pass for old log-probs still runs one of its micro-batches, and the update
+  compares the two in `ratio/first_minibatch_std`, which is 0 where they agree
+  in every bit.
 
   Args:
     state: the policy.
     batch: B rows; groups side by side.
-    key: of the shuffle; the same for the scores and for the update.
+    key: of the shuffle; the same for the old log-probs and for the update.
     learner: how to learn; static.
-    apply_updates: [] bool: whether to learn. A Python True leaves the choice out of
-      the program.
+    apply_updates: [] bool: whether to learn. A Python True leaves the choice
+      out of the program.
 
   Returns:
-    The new state, or the same one; the rollout, with what the old policy says
-    of all minibatches but the first, or as it was; and metrics, as sums over
-    the minibatches. The sums of both calls add up.
+    The new state, or the same one; the batch, with the old policy's fields of
+    all minibatches but the first, or unchanged; and metrics, as sums over the
+    minibatches. The sums of both calls add up.
   """
-  groups = batch.tokens.shape[0] // learner.group
+  groups = batch.tokens.shape[0] // learner.group_size
   order = jax.random.permutation(key, groups)
   cut = MinibatchSplit(order, learner.minibatches, learner.micro_batch_size)
   batches = cut.split(batch)
@@ -159,7 +170,7 @@ def update(
     )
     old = jax.tree.map(keep, old, found)
     step = lambda: _descend(learner, grads, params, opt_state)
-    params, opt_state = where(apply_updates, step, (params, opt_state))
+    params, opt_state = run_if(apply_updates, step, (params, opt_state))
     return params, opt_state, old, jax.tree.map(jnp.add, sums, metrics)
 
   first = jax.tree.map(lambda x: x[0], batches)
@@ -196,8 +207,8 @@ def _descend(learner, grads, params, opt_state):
   return optax.apply_updates(params, updates), opt_state
 
 
-def where(apply_updates, function, otherwise):
-  """`function()` where `apply_updates`, else `otherwise`, without its cost."""
+def run_if(apply_updates, function, otherwise):
+  """`function()` if `apply_updates`, else `otherwise` without its cost."""
   if apply_updates is True:
     return function()
   with jax.named_scope(BACKWARD):
@@ -221,22 +232,22 @@ def gradient(
     params: of the policy.
     micro_batches: the rows.
     learner: how to learn; static.
-    apply_updates: as in `update`; without it the gradient is zero.
-    first: [] bool, whether this is the first minibatch of the rollout.
+    apply_updates: as in `update`; if false, the gradient is zero.
+    first: [] bool, whether this is the first minibatch of the batch.
 
   Returns:
-    The gradient, `Pass.old` of all rows, and metrics.
+    The gradient, `LossOutput.old_policy_fields` of all rows, and metrics.
   """
   A = micro_batches.tokens.shape[0]
   applying, first = jnp.asarray(apply_updates), jnp.asarray(first)
-  own = first | ~applying
+  is_old_policy = first | ~applying
 
   def add(j, carry):
     grads, count, old, sums = carry
     rows = jax.tree.map(lambda x: x[j], micro_batches)
 
     def total(params):
-      out = learner.loss(params, rows, own)
+      out = learner.loss(params, rows, is_old_policy)
       return out.loss.total, out
 
     _, pull, out = jax.vjp(total, params, has_aux=True)
@@ -246,8 +257,10 @@ def gradient(
       # Without the barrier XLA on TPU trips over a fused accumulation.
       return jax.tree.map(jnp.add, grads, jax.lax.optimization_barrier(new))
 
-    grads = where(apply_updates, backward, grads)
-    old = jax.tree.map(lambda all_, one: all_.at[j].set(one), old, out.old)
+    grads = run_if(apply_updates, backward, grads)
+    old = jax.tree.map(
+      lambda all_, one: all_.at[j].set(one), old, out.old_policy_fields
+    )
     counted = _counted(out, learner, applying, first, j == A - 1)
     return (
       grads,
@@ -257,7 +270,7 @@ def gradient(
     )
 
   one = jax.tree.map(lambda x: x[0], micro_batches)
-  out = jax.eval_shape(learner.loss, params, one, own)
+  out = jax.eval_shape(learner.loss, params, one, is_old_policy)
   counted = jax.eval_shape(
     lambda out: _counted(out, learner, applying, first, first), out
   )
@@ -265,7 +278,7 @@ def gradient(
   start = (
     _zeros(params),
     _zeros(out.loss.count),
-    jax.tree.map(stack, out.old),
+    jax.tree.map(stack, out.old_policy_fields),
     _zeros(counted),
   )
   init_state = 0
@@ -281,12 +294,12 @@ def gradient(
 
 
 def _counted(out: LossOutput, learner, apply_updates, first, last) -> Metrics:
-  """The metrics of a pass that count: each row's once in both calls."""
+  """The metrics to add up: those of each row once in both calls."""
   metrics = _only(apply_updates, out.metrics)
-  metrics |= _only(apply_updates == first, out.measured)
-  if out.repeated is not None:
-    gap = out.repeated
-    if not learner.has_old_logps:  # nothing that could differ
+  metrics |= _only(apply_updates == first, out.old_policy_metrics)
+  if out.first_minibatch_gap is not None:
+    gap = out.first_minibatch_gap
+    if not learner.has_old_logps:  # there is nothing to compare with
       gap = Std(*[jnp.zeros_like(x) for x in gap[:2]], gap.count)
     checked = _only(apply_updates & first & last, gap)
     metrics["ratio/first_minibatch_std"] = checked

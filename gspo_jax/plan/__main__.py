@@ -7,11 +7,12 @@ each function it prints whether it fits and how long it would take at best. This
 is a compiler's roofline: nothing runs. gspo_jax/plan/hlo/walk.py says what is
 counted and how. The length of `generate` depends on data, so it prints one
 decode step at the longest cache, and the whole as if every response had full
-length and every step took as long as that one. With `continuous_batching.slots`, `generate`
-is a segment of decode steps with every page full, `prefill` stores the longest
-prompts, and `lay_out` prepares the weights once a batch. `score` and `update`
-are one program and take the same memory; the time of `score` is that of all
-minibatches, although a run scores only one micro-batch of the first.
+length and every step took as long as that one. With
+`continuous_batching.slots`, `generate` is a segment of decode steps with every
+page full, `prefill` stores the longest prompts, and `decode_params` prepares
+the weights once a batch. `old_logprobs` and `update` are one program and take
+the same memory; the time of `old_logprobs` is that of all minibatches, although
+a run needs only one micro-batch of the first.
 
 Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line;
 3 a fault, with its traceback.

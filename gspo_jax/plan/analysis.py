@@ -1,4 +1,4 @@
-"""What a plan says of one function: memory, work and time, for JSON.
+"""Memory, work and time of one compiled function, for JSON.
 
 Bytes, FLOPs and seconds are of one device and one call.
 """
@@ -14,20 +14,22 @@ from gspo_jax.plan import chips, lower, lower_bounds
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo import cost as hlo_cost
 from gspo_jax.plan.hlo import walk as hlo_walk
+from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.sampler.continuous import ContinuousSampler
 
 _KEPT = 40  # operations
 _BUFFERS = 8
-_LAID_OUT = ("prefill", "generate")  # with pages, these read other weights
-_REFILL = ("lay_out", *_LAID_OUT)
+# The functions of a continuous sampler; the last two read weights of their own.
+_DECODING = ("prefill", "generate")
+_CONTINUOUS = ("decode_params", *_DECODING)
 
 
 def analyze(
   name: str,
   done: plan_compile.Compiled,
-  config,
-  made: Program,
+  config: Config,
+  program: Program,
   where: chips.Slice,
 ) -> dict:
   """The report of one function of a program.
@@ -35,8 +37,8 @@ def analyze(
   Args:
     name: of the function.
     done: what the compiler made of it.
-    config: all the keys of configs/common.py.
-    made: the program.
+    config: from `config.parse`.
+    program: with the function.
     where: what it was compiled for.
   """
   report = {
@@ -46,21 +48,28 @@ def analyze(
     "buffers": done.buffers[:_BUFFERS],
   }
   if done.memory is not None:
-    report |= _memory(name, done.memory, made, where)
-    report |= _work(name, done.module, config, made, where)
+    report |= _memory(name, done.memory, program, where)
+    report |= _work(name, done.module, config, program, where)
   return report
 
 
-def decoding(made: Program) -> jax.sharding.Mesh:
-  """Where answers are drawn."""
-  paged = isinstance(made.generate, ContinuousSampler)
-  return (made.generate.devices.decode if paged else made.generate).mesh
+def sampler_mesh(program: Program) -> jax.sharding.Mesh:
+  """The mesh that responses are sampled on."""
+  paged = isinstance(program.sampler.generate, ContinuousSampler)
+  return (
+    program.sampler.generate.jitted.decode
+    if paged
+    else program.sampler.generate
+  ).mesh
 
 
-def _memory(name, memory, made, where) -> dict:
-  resident = _bytes(_unread(name, made.abstract))
-  if isinstance(made.generate, ContinuousSampler) and name in _LAID_OUT:
-    resident += _bytes(made.abstract.params)
+def _memory(name, memory, program, where) -> dict:
+  resident = _bytes(_unread(name, program.learner.abstract))
+  if (
+    isinstance(program.sampler.generate, ContinuousSampler)
+    and name in _DECODING
+  ):
+    resident += _bytes(program.learner.abstract.params)
   needed, hbm = memory.needed + resident, where.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
   report = {"memory": dataclasses.asdict(memory) | sizes}
@@ -74,11 +83,11 @@ def _memory(name, memory, made, where) -> dict:
 
 
 def _unread(name, state):
-  """What of a state stays on the devices while a function runs without it."""
-  if name in ("update", "score"):
+  """The part of a state that a function does not read, but that stays."""
+  if name in ("update", "old_logprobs"):
     return None
   moments = state.opt_state, state.critic and state.critic.opt_state
-  if name == "appraise":
+  if name == "reference_and_values":
     return state.params, moments
   return moments, state.reference, state.critic and state.critic.params
 
@@ -91,32 +100,32 @@ def _bytes(tree) -> int:
   )
 
 
-def _work(name, module, config, made, where) -> dict:
+def _work(name, module, config, program, where) -> dict:
   cost = hlo_walk.walk(
     module,
     where.chip,
-    _bandwidth(made.mesh, where),
-    made.mesh.size,
+    _bandwidth(program.mesh, where),
+    program.mesh.size,
     branches={
       train_step.BACKWARD: name == "update",
-      train_step.SCORES: name == "score",
+      train_step.SCORES: name == "old_logprobs",
     },
   )
   report = {}
-  steps = _steps(name, config, made)
+  steps = _steps(name, config, program)
   step = _unroll(cost, steps) if steps else None
   if step is not None and name == "generate":
-    report["decode"] = _decode(step, steps, config, made, where)
-  model_flops = _model_flops(name, config, made) / made.mesh.size
+    report["decode"] = _decode(step, steps, config, program, where)
+  model_flops = _model_flops(name, config, program) / program.mesh.size
   return report | _summary(cost, model_flops, where)
 
 
-def _steps(name, config, made) -> int:
-  """Trips of the function's loop that data decides, at most."""
-  if not isinstance(made.generate, ContinuousSampler):
+def _steps(name, config, program) -> int:
+  """Most trips of the loop whose length depends on data."""
+  if not isinstance(program.sampler.generate, ContinuousSampler):
     return config.sampler.max_new_tokens - 1 if name == "generate" else 0
   chunks = (
-    lower.longest(config, made.generate)
+    lower.longest(config, program.sampler.generate)
     // config.continuous_batching.prefill_chunk
   )
   return {
@@ -151,8 +160,8 @@ def _bandwidth(mesh, where) -> hlo_walk.Bandwidth:
   return bandwidth
 
 
-def _decode(step, steps, config, made, where) -> dict:
-  group = decoding(made).shape
+def _decode(step, steps, config, program, where) -> dict:
+  group = sampler_mesh(program).shape
   prompts = config.data.prompts
   cache = {
     "prompts": prompts,
@@ -161,12 +170,12 @@ def _decode(step, steps, config, made, where) -> dict:
     "prompt_slots": config.data.max_prompt_length,
   }
   report = {}
-  if isinstance(made.generate, ContinuousSampler):
+  if isinstance(program.sampler.generate, ContinuousSampler):
     rows = config.continuous_batching.slots
-    tokens = _tokens(made.generate)
+    tokens = _tokens(program.sampler.generate)
     cache = {"prompts": 0, "rows": rows, "slots": tokens / rows}
     cache["prompt_slots"] = 0
-    size = lower_bounds.cache_bytes(made.cfg, tokens) / made.mesh.size
+    size = lower_bounds.cache_bytes(program.cfg, tokens) / program.mesh.size
     # By blocks, a loop as long as data makes it, of which one trip is counted.
     report = {
       "pages_bytes": size,
@@ -174,9 +183,9 @@ def _decode(step, steps, config, made, where) -> dict:
     }
     report["pages_seconds"] = size / where.chip.hbm_bandwidth
   least = lower_bounds.decode_bytes(
-    made.cfg,
+    program.cfg,
     **cache,
-    devices=made.mesh.size,
+    devices=program.mesh.size,
     expert=group["expert"],
     tensor=group["tensor"],
   )
@@ -193,19 +202,19 @@ def _decode(step, steps, config, made, where) -> dict:
 
 
 def _tokens(paged) -> int:
-  """Those that all pages hold."""
-  return paged.sizes.pages * paged.sizes.page * paged.shards
+  """Tokens that all pages hold."""
+  return paged.sizes.num_pages * paged.sizes.page_size * paged.shards
 
 
-def _refill_flops(name, config, made) -> float:
-  """Of what a `PagedSampler` calls, its pages full."""
-  cfg, paged = made.cfg, made.generate
-  if name == "lay_out":
+def _continuous_flops(name, config, program) -> float:
+  """FLOPs of a part of a continuous sampler, with full pages."""
+  cfg, paged = program.cfg, program.sampler.generate
+  if name == "decode_params":
     return 0.0
   if name == "prefill":
     T = lower.longest(config, paged)
     return lower_bounds.forward_flops(
-      cfg, paged.at_once(T) * paged.shards, T, 0
+      cfg, paged.prefill_batch(T) * paged.shards, T, 0
     )
   rows = paged.paging.slots
   past = _tokens(paged) / rows
@@ -213,23 +222,28 @@ def _refill_flops(name, config, made) -> float:
   return paged.paging.segment_steps * one
 
 
-def _model_flops(name, config, made) -> float:
-  if isinstance(made.generate, ContinuousSampler) and name in _REFILL:
-    return _refill_flops(name, config, made)
+def _model_flops(name, config, program) -> float:
+  if (
+    isinstance(program.sampler.generate, ContinuousSampler)
+    and name in _CONTINUOUS
+  ):
+    return _continuous_flops(name, config, program)
   P, S = config.data.prompts, config.data.max_prompt_length
   B, R = P * config.rollout.group_size, config.sampler.max_new_tokens
   if name == "generate":
-    prefill = lower_bounds.forward_flops(made.cfg, P, S, 1)
+    prefill = lower_bounds.forward_flops(program.cfg, P, S, 1)
     return prefill + lower_bounds.forward_flops(
-      made.cfg, B, R - 1, R - 1, past=S
+      program.cfg, B, R - 1, R - 1, past=S
     )
-  forward = lower_bounds.forward_flops(made.cfg, B, S + R, R)
-  judge = 0.0  # a critic's head is a vector
-  if made.abstract.critic is not None:
-    judge = lower_bounds.forward_flops(made.cfg, B, S + R, 0)
-  if name == "appraise":
-    return judge + (forward if made.abstract.reference is not None else 0.0)
-  return 3 * (forward + judge) if name == "update" else forward
+  forward = lower_bounds.forward_flops(program.cfg, B, S + R, R)
+  critic = 0.0  # without its head, which is a vector
+  if program.learner.abstract.critic is not None:
+    critic = lower_bounds.forward_flops(program.cfg, B, S + R, 0)
+  if name == "reference_and_values":
+    return critic + (
+      forward if program.learner.abstract.reference is not None else 0.0
+    )
+  return 3 * (forward + critic) if name == "update" else forward
 
 
 def _summary(cost, model_flops, where) -> dict:

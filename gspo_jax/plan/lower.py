@@ -1,7 +1,7 @@
-"""The functions of a run, lowered for its shapes: what a plan compiles.
+"""The functions of a run, lowered for the shapes of its config.
 
-Dimension key: P prompts, S prompt slots, B decode slots, N texts of a prefill,
-T their tokens.
+Dimension key: P prompts, S prompt slots, B decode slots, N prompts of a
+prefill, T their tokens.
 """
 
 import functools
@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
@@ -16,81 +17,101 @@ from gspo_jax.sampler.decode_params import decode_params_sharding
 from gspo_jax.sampler.paged_decode import SegmentPlan
 from gspo_jax.sampler.samples import Prompts
 
-FUNCTIONS = ("update", "score", "appraise", "lay_out", "prefill", "generate")
+FUNCTIONS = (
+  "update",
+  "old_logprobs",
+  "reference_and_values",
+  "decode_params",
+  "prefill",
+  "generate",
+)
 
 
-def functions(config, made: Program) -> dict[str, jax.stages.Lowered]:
-  """By their names; those of `FUNCTIONS` that such a run has.
+def functions(
+  config: Config, program: Program
+) -> dict[str, jax.stages.Lowered]:
+  """The functions that a run has, of `FUNCTIONS`, by name.
 
-  With `continuous_batching.slots`, `generate` is a segment of decoding, `lay_out` what
-  prepares the weights for all segments of a batch, and `prefill` stores the
-  longest prompts.
+  With `continuous_batching.slots`, `generate` is a segment of decode steps,
+  `decode_params` prepares the weights for all segments of a batch, and
+  `prefill` stores the longest prompts.
 
   Args:
-    config: all the keys of configs/common.py.
-    made: its program.
+    config: from `config.parse`.
+    program: its program.
   """
-  rows = functools.partial(_lay_rows, made.mesh)
+  rows = functools.partial(_lay_rows, program.mesh)
   P, S = config.data.prompts, config.data.max_prompt_length
   shape = jax.ShapeDtypeStruct
   prompts = rows(Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32)))
   key = jax.eval_shape(lambda: jax.random.key(0))
-  params = made.abstract.params
-  if isinstance(made.generate, ContinuousSampler):
-    lowered, samples = _lower_continuous_sampler(config, made, key)
+  params = program.learner.abstract.params
+  if isinstance(program.sampler.generate, ContinuousSampler):
+    lowered, samples = _lower_continuous_sampler(config, program, key)
   else:
-    lowered = {"generate": made.generate.lower(params, prompts, key)}
+    lowered = {"generate": program.sampler.generate.lower(params, prompts, key)}
     samples = lowered["generate"].out_info
-  batch = rows(made.assemble.lower(prompts, rows(samples)).out_info)
-  if made.appraise:
-    lowered["appraise"] = made.appraise.lower(made.abstract, batch)
+  batch = rows(
+    program.learner.make_train_batch.lower(prompts, rows(samples)).out_info
+  )
+  if program.learner.add_reference_and_values:
+    lowered["reference_and_values"] = (
+      program.learner.add_reference_and_values.lower(
+        program.learner.abstract, batch
+      )
+    )
   apply_updates = shape((), jnp.bool_)
-  lowered["update"] = made.step.lower(made.abstract, batch, key, apply_updates)
-  if made.scores:
-    lowered["score"] = lowered["update"]  # the same program
+  lowered["update"] = program.learner.step.lower(
+    program.learner.abstract, batch, key, apply_updates
+  )
+  if program.learner.needs_old_logprobs:
+    lowered["old_logprobs"] = lowered["update"]  # the same program
   return lowered
 
 
-def _lower_continuous_sampler(config, made, key, few=None):
-  """What a `PagedSampler` calls, and the shapes of its samples.
+def _lower_continuous_sampler(config, program, key, few=None):
+  """The parts of a continuous sampler, and the shapes of its samples.
 
-  With `few`, the segment is one of so many slots only.
+  With `few`, a segment computes only so many slots.
   """
-  paged = made.generate
-  lay_out = paged.devices.lay_out.lower(made.abstract.params)
+  paged = program.sampler.generate
+  decode_params = paged.jitted.decode_params.lower(
+    program.learner.abstract.params
+  )
   params = jax.tree.map(
     lambda x, lay: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lay),
-    lay_out.out_info,
-    decode_params_sharding(made.cfg, paged.devices.decode.mesh),
+    decode_params.out_info,
+    decode_params_sharding(program.cfg, paged.jitted.decode.mesh),
   )
-  learnt, spare = config.data.prompts, config.rollout.extra_prompts_in_flight
-  fresh = paged.devices.fresh.lower(learnt + spare).out_info
-  state, samples = paged.devices.begin.lower(fresh).out_info
+  prompts_of_update = config.data.prompts
+  extra = config.rollout.extra_prompts_in_flight
+  fresh = paged.jitted.empty_samples.lower(prompts_of_update + extra).out_info
+  state, samples = paged.jitted.begin.lower(fresh).out_info
   prompts = _prompts(config, paged)
   floor = jax.ShapeDtypeStruct((), jnp.int32)
   orders = _orders(state)
   lowered = {
-    "lay_out": lay_out,
-    "prefill": paged.devices.prefill.lower(params, state, *prompts),
-    "generate": paged.devices.decode.lower(
+    "decode_params": decode_params,
+    "prefill": paged.jitted.prefill.lower(params, state, *prompts),
+    "generate": paged.jitted.decode.lower(
       params, state, samples, orders, few, floor, key
     ),
   }
-  return lowered, paged.devices.fresh.lower(learnt).out_info
+  return lowered, paged.jitted.empty_samples.lower(prompts_of_update).out_info
 
 
 def _prompts(config, paged):
   """Tokens, lengths and pages of a prefill of the longest prompts."""
   T = longest(config, paged)
-  N = paged.at_once(T) * paged.shards
+  N = paged.prefill_batch(T) * paged.shards
   whole = lambda *dims: jax.ShapeDtypeStruct(
-    dims, jnp.int32, sharding=paged.rows
+    dims, jnp.int32, sharding=paged.batch_sharding
   )
-  return whole(N, T), whole(N), whole(N, T // paged.sizes.page)
+  return whole(N, T), whole(N), whole(N, T // paged.sizes.page_size)
 
 
 def longest(config, paged: ContinuousSampler) -> int:
-  """T of the longest prompts, or of answers that go on."""
+  """T of the longest prompts, or of responses that continue."""
   return paged.buckets(continues=config.rollout.max_tokens_per_iteration > 0)[
     -1
   ]

@@ -1,11 +1,13 @@
 """Compiles the functions of a config for a TPU slice, and costs them."""
 
+import dataclasses
 import sys
 
 import jax
 
 from gspo_jax.plan import analysis, chips, lower
 from gspo_jax.plan import compile as plan_compile
+from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, nearest
@@ -14,7 +16,9 @@ NOTE = "compiler roofline, nothing ran on a chip"
 FUNCTIONS = lower.FUNCTIONS
 
 
-def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
+def plan(
+  config: ConfigDict, where: chips.Slice, *, slices=1, functions=FUNCTIONS
+) -> dict:
   """Compiles and costs `functions`; what `--json` prints.
 
   Raises:
@@ -27,9 +31,12 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
   if slices < 1:
     raise UserError(f"--slices={slices}: expected at least 1")
   libtpu = plan_compile.prepare()
-  mesh = sharding.make_mesh(plan_compile.devices(where, slices), **config.mesh)
-  made = build_program(config, mesh)
-  lowered = lower.functions(config, made)
+  config = parse(config)
+  mesh = sharding.make_mesh(
+    plan_compile.devices(where, slices), **dataclasses.asdict(config.mesh)
+  )
+  program = build_program(config, mesh)
+  lowered = lower.functions(config, program)
   results, done = {}, {}
   for name in functions:
     if name not in lowered:  # no reference and no critic, or no pages
@@ -39,14 +46,14 @@ def plan(config, where: chips.Slice, *, slices=1, functions=FUNCTIONS) -> dict:
       print(f"compiling {name} ...", file=sys.stderr, flush=True)
       done[program_id] = plan_compile.compile_one(lowered[name])
     results[name] = analysis.analyze(
-      name, done[program_id], config, made, where
+      name, done[program_id], config, program, where
     )
   return {
     "topology": str(where),
     "slices": slices,
     "devices": mesh.size,
     "mesh": dict(mesh.shape),
-    "sampler_mesh": dict(analysis.decoding(made).shape),
+    "sampler_mesh": dict(analysis.sampler_mesh(program).shape),
     "jax": jax.__version__,
     "libtpu": libtpu,
     "note": NOTE,

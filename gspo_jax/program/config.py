@@ -1,245 +1,546 @@
-"""What a config says, as the frozen dataclasses that the program is made of.
+"""A config as a tree of frozen dataclasses, checked where it is made.
 
-ConfigDict ends here and in program.py.
+`parse` is the only function that reads a ConfigDict. A field has its range
+beside it, a section the checks that need several of its fields. What only
+training needs is in `Config.check_training`, so that a policy can be evaluated
+on other devices. configs/common.py says what each key means, with its unit. An
+error names a key as it is typed: `section.key`.
 """
 
 import dataclasses
-import functools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
 
 from ml_collections import ConfigDict
 
-from gspo_jax import losses, model
-from gspo_jax.data import prompt_batch, tokenizers
-from gspo_jax.data.tokenizers import base
-from gspo_jax.learner import critic, objective, optimizer, train_step
-from gspo_jax.learner.cold_start import cross_entropy
-from gspo_jax.learner.credit import CreditConfig
-from gspo_jax.learner.train_batch import TrainBatchFields
-from gspo_jax.model import hf
-from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.paging import ContinuousBatchingConfig
-from gspo_jax.sampler.samples import SamplerConfig
-
-OBJECTIVES = {
-  "gspo": losses.gspo_loss,
-  "gspo_token": losses.gspo_token_loss,
-  "grpo": losses.grpo_loss,
-  "dr_grpo": losses.dr_grpo_loss,
-  "dapo": losses.dapo_loss,
-  "ppo": losses.ppo_loss,
-  "gmpo": losses.gmpo_loss,
-  # losses.rspo_loss, its factor made of `router_shift_floor` as for any other
-  "rspo": losses.gmpo_loss,
-  "cispo": losses.cispo_loss,
-  "sapo": losses.sapo_loss,
-}
-_NUMBERS = ("clip_low", "clip_high", "cap", "tau_positive", "tau_negative")
+from gspo_jax.learner.objective import METHODS
+from gspo_jax.program import config_keys
+from gspo_jax.runtime.errors import UserError, nearest
 
 
-def model_config(config: ConfigDict) -> model.ModelConfig:
-  """The policy a config names, or that of its Hugging Face folder."""
-  changes = dict(config.model)
-  name, folder = changes.pop("variant"), changes.pop("checkpoint")
-  if folder:
-    return hf.config_from_hf(folder, **changes)
-  return model.variant(name, **changes)
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """The values that a key may have.
 
-
-def load_tokenizer(config: ConfigDict) -> base.Tokenizer:
-  """That of a config, else of its Hugging Face folder, else bytes."""
-  return tokenizers.load(
-    config.data.tokenizer or config.model.checkpoint or "bytes"
-  )
-
-
-def require_fit(texts, cfg):
-  if texts.vocab_size > cfg.vocab_size:
-    raise UserError(
-      f"the tokenizer has {texts.vocab_size} tokens and the model room for "
-      f"{cfg.vocab_size}: expected data.tokenizer and the model to be a pair"
-    )
-
-
-def sampler_config(config: ConfigDict, texts: base.Tokenizer) -> SamplerConfig:
-  """How a config draws rollouts."""
-  return SamplerConfig(
-    stop_ids=texts.stop_ids,
-    pad_id=texts.pad_id,
-    record_routing=config.objective.replay == "r3",
-    **config.sampler,
-  )
-
-
-def paging(config: ConfigDict) -> ContinuousBatchingConfig | None:
-  """The slots and pages of rollouts; None: all answers decode together."""
-  if not config.continuous_batching.slots:
-    return None
-  return ContinuousBatchingConfig(**config.paging)
-
-
-def prompting(config, texts) -> prompt_batch.PromptConfig:
-  c = config.data
-  return prompt_batch.PromptConfig(
-    tokenizer=texts,
-    width=c.max_prompt_length,
-    system=c.system_prompt,
-    instruction=c.instruction,
-    too_long=c.too_long,
-  )
-
-
-def numbers(config: ConfigDict) -> dict[str, float]:
-  """The numbers of the method: the config's, or its own where that says -1."""
-  name = config.objective.name
-  own, found = OBJECTIVES[name].__kwdefaults__, {}
-  for key in _NUMBERS:
-    asked = config.objective[key]
-    if key in own:
-      found[key] = own[key] if asked == -1 else asked
-    elif asked != -1:
-      raise UserError(
-        f"objective.{key}={asked}: expected -1, since objective.name={name!r} "
-        f"has only {', '.join(k for k in _NUMBERS if k in own)}"
-      )
-  return found
-
-
-def objective_of(config) -> objective.Objective:
-  c = config.objective
-  method, _, unit = c.mismatch.partition("_")
-  floor = c.router_shift_floor
-  if floor == -1:
-    floor = 0.8 if c.name == "rspo" else 0.0  # arXiv 2510.23027v2
-  return objective.Objective(
-    method=functools.partial(OBJECTIVES[c.name], **numbers(config)),
-    dual_clip=c.dual_clip or None,
-    kl_coef=0.0 if c.kl_estimator == "k1" else c.kl_coef,
-    kl_estimator=c.kl_estimator,
-    entropy_coef=c.entropy_coef,
-    mismatch=objective.MismatchCorrection(
-      method, unit, c.mismatch_cap, c.mismatch_floor
-    )
-    if unit
-    else None,
-    shift_floor=floor or None,
-    replay=c.replay,
-    sampler_logps=c.old_logps == "sampler",
-    instruments=config.log.instruments,
-  )
-
-
-def fields(config: ConfigDict, cfg: model.ModelConfig) -> TrainBatchFields:
-  """What an update reads of a rollout."""
-  chosen, c = objective_of(config), config.objective
-  moves = chosen.instruments or chosen.shift_floor is not None
-  return TrainBatchFields(
-    sampler_logps=chosen.sampler_logps,
-    experts=cfg.num_experts > 0 and (moves or c.replay == "r2"),
-    router_logps=cfg.num_experts > 0 and moves,
-    reference=c.kl_coef > 0,
-    critic=c.name == "ppo",
-  )
-
-
-def scores(config: ConfigDict, cfg: model.ModelConfig) -> bool:
-  """Whether the old policy is asked before an update.
-
-  Not where the only minibatch, or the sampler, says it all. Metrics of the old
-  policy (`mismatch/*`, `policy/entropy`, `moe/*`) are then of the first
-  minibatch alone.
+  Attributes:
+    expected: the range in words.
+    holds: whether a value lies in it.
   """
-  wanted = fields(config, cfg)
-  asked = not wanted.sampler_logps or wanted.experts
-  several = config.learner.minibatches > 1
-  return _scores_all(config) or (several and asked)
+
+  expected: str
+  holds: Callable[[Any], bool]
+
+  def check(self, key: str, value) -> None:
+    """UserError where `value` is outside."""
+    if not self.holds(value):
+      raise UserError(f"{key}={value}: expected {self.expected}")
 
 
-def _scores_all(config) -> bool:
-  """Whether rewards are made of old log-probs, so that no row may lack them."""
-  c = config.objective
-  in_reward = c.kl_coef > 0 and c.kl_estimator == "k1"
-  return in_reward and c.old_logps == "recompute"
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """The names that a key may have."""
+
+  names: tuple[str, ...]
+
+  def check(self, key: str, value) -> None:
+    """UserError with the nearest name where `value` is none of them."""
+    if value not in self.names:
+      raise UserError(f"{key}={value!r}: {nearest(value, self.names)}")
 
 
-def credit_of(config) -> CreditConfig:
-  c = config.objective
-  with_critic = c.name == "ppo"
-  return CreditConfig(
-    group_size=config.rollout.group_size,
-    normalize_std=c.name != "dr_grpo",
-    kl_coef=c.kl_coef if c.kl_estimator == "k1" else 0.0,
-    zero_truncated=c.zero_truncated,
-    discount=config.critic.discount,
-    trace_decay=config.critic.trace_decay if with_critic else None,
-  )
+AT_LEAST_1 = Range("at least 1", lambda x: x >= 1)
+ZERO_OR_MORE = Range("0 or more", lambda x: 0 <= x < math.inf)
+POSITIVE = Range("more than 0", lambda x: 0 < x < math.inf)
+SHARE = Range("0 to 1", lambda x: 0 <= x <= 1)
+UNDER_1 = Range("0 or more, under 1", lambda x: 0 <= x < 1)
+SEED = Range("0 or more, under 2**32", lambda x: 0 <= x < 2**32)
+CAP = Range("1 or more", lambda x: 1 <= x < math.inf)
+METHOD_CLIP = Range(
+  "0 or more, or -1 for the method's own",
+  lambda x: x == -1 or 0 <= x < math.inf,
+)
+METHOD_POSITIVE = Range(
+  "more than 0, or -1 for the method's own",
+  lambda x: x == -1 or 0 < x < math.inf,
+)
+METHOD_FLOOR = Range(
+  "0 for none, under 1, or -1 for the method's own",
+  lambda x: x == -1 or 0 <= x < 1,
+)
+DUAL_CLIP = Range(
+  "0 for none, or more than 1", lambda x: x == 0 or 1 < x < math.inf
+)
 
 
-def require_experts(config, cfg):
-  """UserError where a dense model is asked for what experts have."""
-  if cfg.num_experts:
-    return
-  for key, off in (("replay", ("none",)), ("router_shift_floor", (-1, 0))):
-    if (value := config.objective[key]) not in off:
+def checked(rule: Range | Choice):
+  """A field of a section whose values are checked against `rule`."""
+  return dataclasses.field(metadata={"rule": rule})
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """The policy; `model.ModelConfig` checks these values."""
+
+  checkpoint: str
+  variant: str
+  dtype: str
+  remat: bool
+  keep: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+  """Devices along each axis; `sharding.make_mesh` checks these values."""
+
+  data: int
+  fsdp: int
+  expert: int
+  tensor: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerMesh:
+  """Devices along the sampler's axes; 0: as in `mesh`."""
+
+  expert: int = checked(ZERO_OR_MORE)
+  tensor: int = checked(ZERO_OR_MORE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """Problems, and how they become prompts."""
+
+  source: str
+  weights: tuple[float, ...]
+  eval_source: str
+  problem_field: str
+  reference_field: str
+  demonstration_field: str
+  tfds_dir: str
+  tokenizer: str
+  system_prompt: str
+  instruction: str
+  chain_steps: tuple[int, ...]
+  prompts: int
+  drop_solved: bool
+  curriculum: tuple[tuple[int, str], ...]
+  max_prompt_length: int = checked(AT_LEAST_1)
+  too_long: str = checked(Choice(("error", "drop")))
+
+  def __post_init__(self):
+    if "{problem}" not in self.instruction:
       raise UserError(
-        f"objective.{key}={value!r}: the model is dense, it routes nothing"
+        f"data.instruction={self.instruction!r}: expected {{problem}} in it"
       )
-  if config.objective.name == "rspo":
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+  """How responses are sampled; `sampler.SamplerConfig` checks the rest."""
+
+  max_new_tokens: int
+  temperature: float = checked(ZERO_OR_MORE)
+  top_k: int
+  top_p: float
+  min_new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ContinuousBatching:
+  """Sizes; `sampler.paging.ContinuousBatchingConfig` checks these values."""
+
+  slots: int
+  page_size: int
+  num_pages: int
+  segment_steps: int
+  prefill_chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+  """Where the responses of an iteration come from."""
+
+  group_size: int
+  dynamic_sampling_rounds: int = checked(AT_LEAST_1)
+  one_step_off_policy: bool
+  max_tokens_per_iteration: int = checked(ZERO_OR_MORE)
+  extra_prompts_in_flight: int = checked(ZERO_OR_MORE)
+
+  @property
+  def is_off_policy(self) -> bool:
+    """Whether responses of one iteration are learnt from in a later one."""
+    return self.one_step_off_policy or self.max_tokens_per_iteration > 0
+
+  def check_training(self) -> None:
+    """UserError where two keys do not go together."""
+    limit, extra = self.max_tokens_per_iteration, self.extra_prompts_in_flight
+    if bool(limit) != bool(extra):
+      raise UserError(
+        f"rollout.max_tokens_per_iteration={limit} and "
+        f"rollout.extra_prompts_in_flight={extra}: expected both or neither: "
+        "responses that continue later wait beside those of a batch"
+      )
+    if self.is_off_policy and self.dynamic_sampling_rounds > 1:
+      key = "max_tokens_per_iteration"
+      if self.one_step_off_policy:
+        key = "one_step_off_policy"
+      value = getattr(self, key)
+      raise UserError(
+        f"rollout.{key}={value}: expected {type(value)()} with "
+        f"rollout.dynamic_sampling_rounds={self.dynamic_sampling_rounds}, "
+        "which samples until a batch is full of groups whose rewards differ"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+  """What responses are rewarded for; the reward pool checks the names."""
+
+  names: tuple[str, ...]
+  weights: tuple[float, ...]
+  workers: int = checked(AT_LEAST_1)
+  seconds: float = checked(POSITIVE)
+  max_failed: float = checked(SHARE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """The method, and what is added to its loss."""
+
+  name: str = checked(Choice(tuple(METHODS)))
+  clip_low: float = checked(METHOD_CLIP)
+  clip_high: float = checked(METHOD_CLIP)
+  cap: float = checked(METHOD_POSITIVE)
+  tau_positive: float = checked(METHOD_POSITIVE)
+  tau_negative: float = checked(METHOD_POSITIVE)
+  dual_clip: float = checked(DUAL_CLIP)
+  old_logps: str = checked(Choice(("sampler", "recompute")))
+  kl_coef: float = checked(ZERO_OR_MORE)
+  kl_estimator: str = checked(Choice(("k1", "k2", "k3")))
+  reference_every: int = checked(ZERO_OR_MORE)
+  entropy_coef: float = checked(ZERO_OR_MORE)
+  mismatch: str = checked(
+    Choice(("none", "tis_token", "tis_sequence", "mis_token", "mis_sequence"))
+  )
+  mismatch_cap: float = checked(CAP)
+  mismatch_floor: float = checked(UNDER_1)
+  router_shift_floor: float = checked(METHOD_FLOOR)
+  replay: str = checked(Choice(("none", "r2", "r3")))
+  zero_truncated: bool
+
+  @property
+  def has_critic(self) -> bool:
+    """Whether a critic gives the advantages."""
+    return self.name == "ppo"
+
+  @property
+  def has_kl_in_reward(self) -> bool:
+    """Whether the reward, and not the loss, has the KL penalty (k1)."""
+    return self.kl_coef > 0 and self.kl_estimator == "k1"
+
+  def method_settings(self) -> dict[str, float]:
+    """Keyword arguments of the loss: this config's, else its defaults (-1).
+
+    Raises:
+      UserError: a number is set that the method does not have.
+    """
+    keys = "clip_low", "clip_high", "cap", "tau_positive", "tau_negative"
+    defaults = METHODS[self.name].__kwdefaults__
+    settings = {}
+    for key in keys:
+      value = getattr(self, key)
+      if key in defaults:
+        settings[key] = defaults[key] if value == -1 else value
+      elif value != -1:
+        raise UserError(
+          f"objective.{key}={value}: expected -1, since "
+          f"objective.name={self.name!r} has only "
+          f"{', '.join(k for k in keys if k in defaults)}"
+        )
+    return settings
+
+  def check_training(self) -> None:
+    """UserError where two keys do not go together."""
+    no_ratio_clip = self.name in ("gmpo", "rspo", "cispo", "sapo")
+    for key, wrong, expected in (
+      (
+        "mismatch",
+        self.mismatch != "none" and self.old_logps == "sampler",
+        "'none' with objective.old_logps='sampler', whose weights would all "
+        "be 1",
+      ),
+      (
+        "reference_every",
+        self.reference_every and not self.kl_coef,
+        "0 with objective.kl_coef=0, where there is no reference to sync",
+      ),
+      (
+        "dual_clip",
+        self.dual_clip and no_ratio_clip,
+        "0 with a method that does not clip a ratio against its advantage",
+      ),
+      (
+        "router_shift_floor",
+        self.name == "rspo" and self.router_shift_floor == 0,
+        "more than 0 with objective.name='rspo', which is 'gmpo' without",
+      ),
+    ):
+      if wrong:
+        raise UserError(
+          f"objective.{key}={getattr(self, key)!r}: expected {expected}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Critic:
+  """PPO's critic."""
+
+  learning_rate: float = checked(ZERO_OR_MORE)
+  warmup_steps: int = checked(ZERO_OR_MORE)
+  clip: float = checked(ZERO_OR_MORE)
+  discount: float = checked(SHARE)
+  trace_decay: float = checked(SHARE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """How a batch is cut."""
+
+  minibatches: int
+  micro_batch_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+  """AdamW."""
+
+  learning_rate: float = checked(ZERO_OR_MORE)
+  warmup_steps: int = checked(ZERO_OR_MORE)
+  b1: float = checked(UNDER_1)
+  b2: float = checked(UNDER_1)
+  weight_decay: float = checked(ZERO_OR_MORE)
+  clip_norm: float = checked(POSITIVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class ColdStart:
+  """Supervised fine-tuning before RL."""
+
+  steps: int = checked(ZERO_OR_MORE)
+  batch: int
+  learning_rate: float = checked(POSITIVE)
+  warmup_steps: int = checked(ZERO_OR_MORE)
+  gate: float = checked(SHARE)
+  check_every: int = checked(AT_LEAST_1)
+  chain_steps: tuple[int, ...]
+  chain_noise: float
+  dir: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+  """The held-out problems."""
+
+  every: int = checked(AT_LEAST_1)
+  prompts: int = checked(AT_LEAST_1)
+  samples: int = checked(AT_LEAST_1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """When a run is saved."""
+
+  every: int = checked(AT_LEAST_1)
+  keep: int = checked(AT_LEAST_1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+  """What a run writes besides its scalars."""
+
+  instruments: bool
+  samples_every: int = checked(AT_LEAST_1)
+  samples: int = checked(ZERO_OR_MORE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """All keys of configs/common.py."""
+
+  seed: int = checked(SEED)
+  num_steps: int = checked(ZERO_OR_MORE)
+  model: Model
+  mesh: Mesh
+  sampler_mesh: SamplerMesh
+  data: Data
+  sampler: Sampler
+  continuous_batching: ContinuousBatching
+  rollout: Rollout
+  reward: Reward
+  objective: Objective
+  critic: Critic
+  learner: Learner
+  optim: Optim
+  cold_start: ColdStart
+  eval: Eval
+  checkpoint: Checkpoint
+  log: Log
+
+  def as_json(self) -> dict:
+    """Nested dicts as JSON gives them back, for a checkpoint."""
+    return json.loads(json.dumps(dataclasses.asdict(self)))
+
+  def replace(self, **keys) -> "Config":
+    """A copy with other values; a section takes a dict of its keys.
+
+    `config.replace(seed=1, data={"prompts": 8})`
+    """
+    sections = {
+      name: dataclasses.replace(getattr(self, name), **value)
+      if isinstance(value, dict)
+      else value
+      for name, value in keys.items()
+    }
+    return dataclasses.replace(self, **sections)
+
+  def check_training(self, shards: int) -> None:
+    """Checks what several sections must agree on for training.
+
+    Args:
+      shards: devices that share the rows of a batch.
+
+    Raises:
+      UserError: naming the keys, and what is expected.
+    """
+    if self.sampler.temperature == 0:
+      raise UserError("sampler.temperature=0: expected more than 0")
+    self.objective.check_training()
+    self.rollout.check_training()
+    limit = self.rollout.max_tokens_per_iteration
+    if limit and not self.continuous_batching.slots:
+      raise UserError(
+        f"rollout.max_tokens_per_iteration={limit}: expected 0 with "
+        "continuous_batching.slots=0, for only continuous batching continues a "
+        "response"
+      )
+    if limit and self.objective.replay == "r3":
+      raise UserError(
+        f"rollout.max_tokens_per_iteration={limit}: expected 0 with "
+        "objective.replay='r3', for the experts of earlier tokens are not kept"
+      )
+    rounds = self.rollout.dynamic_sampling_rounds
+    if self.objective.has_critic and rounds > 1:
+      raise UserError(
+        f"rollout.dynamic_sampling_rounds={rounds}: expected 1 with "
+        "objective.name='ppo', whose critic learns from equal rewards, too"
+      )
+    if self.rollout.group_size < 2 and not self.objective.has_critic:
+      raise UserError(
+        f"rollout.group_size={self.rollout.group_size}: expected at least 2, "
+        "since an advantage compares a response with the others of its group"
+      )
+    self._check_sizes(shards)
+
+  def _check_sizes(self, shards):
+    """UserError unless every cut of a batch comes out even."""
+    prompts, micro = self.data.prompts, self.learner.micro_batch_size
+    divides(
+      "data.prompts", prompts, "learner.minibatches", self.learner.minibatches
+    )
+    rows = prompts * self.rollout.group_size // self.learner.minibatches
+    divides(
+      "the responses of a minibatch", rows, "learner.micro_batch_size", micro
+    )
+    sizes = {
+      "data.prompts": prompts,
+      "learner.micro_batch_size": micro,
+      "rollout.extra_prompts_in_flight": self.rollout.extra_prompts_in_flight,
+    }
+    if self.cold_start.steps:
+      batch = self.cold_start.batch
+      micro = min(micro, batch)
+      divides("cold_start.batch", batch, "learner.micro_batch_size", micro)
+      sizes["cold_start.batch"] = batch
+    for name, size in sizes.items():
+      multiple(name, size, "mesh.data x fsdp x expert", shards)
+
+
+def parse(config: ConfigDict) -> Config:
+  """The config that a file of configs/ makes, checked.
+
+  Raises:
+    UserError: a key is missing or unknown, a value lies outside its range, or
+      it does not go with that of another key.
+  """
+  return _section(Config, config, "")
+
+
+def _section(kind, values, prefix: str):
+  fields = {field.name: field for field in dataclasses.fields(kind)}
+  _require_keys(fields, values, prefix)
+  found = {}
+  for name, field in fields.items():
+    value = values[name]
+    if dataclasses.is_dataclass(field.type):
+      found[name] = _section(field.type, value, f"{prefix}{name}.")
+      continue
+    if rule := field.metadata.get("rule"):
+      rule.check(f"{prefix}{name}", value)
+    found[name] = _frozen(value)
+  return kind(**found)
+
+
+def _require_keys(fields, values, prefix):
+  for name in values:
+    if name not in fields:
+      hint = config_keys.hint(f"{prefix}{name}", _keys(Config))
+      raise UserError(f"{prefix}{name}: no such key; {hint}")
+  for name in fields:
+    if name not in values:
+      raise UserError(
+        f"{prefix}{name} is missing: expected all keys of configs/common.py"
+      )
+
+
+def _keys(kind, prefix: str = "") -> list[str]:
+  """The dotted names of all keys."""
+  keys = []
+  for field in dataclasses.fields(kind):
+    name = f"{prefix}{field.name}"
+    section = dataclasses.is_dataclass(field.type)
+    keys += _keys(field.type, f"{name}.") if section else [name]
+  return keys
+
+
+def _frozen(value):
+  """Lists as tuples."""
+  if isinstance(value, list | tuple):
+    return tuple(map(_frozen, value))
+  return value
+
+
+def multiple(what: str, size: int, of: str, devices: int) -> None:
+  """UserError unless `size` is a multiple of `devices`, naming the nearest."""
+  if size % devices:
+    low = size // devices * devices
+    near = f"{low} and {low + devices}" if low else f"{devices}"
     raise UserError(
-      "objective.name='rspo' weighs tokens by how far the router moved, and "
-      "the model is dense; without a router it is 'gmpo'"
+      f"{what} = {size} is not a multiple of the devices that share rows = "
+      f"{devices} ({of}); nearest: {near}"
     )
 
 
-def optim_config(config: ConfigDict) -> optimizer.OptimConfig:
-  total = config.num_steps * config.learner.minibatches
-  return optimizer.OptimConfig(total_steps=max(total, 1), **config.optim)
-
-
-def learners(config, cfg):
-  """How the policy learns, the critic (or None), and the cold start."""
-  rl = train_step.Learner(
-    loss=functools.partial(
-      objective.policy_loss,
-      cfg=cfg,
-      objective=objective_of(config),
-      temperature=config.sampler.temperature,
-    ),
-    optimizer=optimizer.optimizer(optim_config(config)),
-    minibatches=config.learner.minibatches,
-    micro_batch_size=config.learner.micro_batch_size,
-    group=config.rollout.group_size,
-    has_old_logps=scores(config, cfg)
-    or config.objective.old_logps == "sampler",
-    score_every_minibatch=_scores_all(config),
-  )
-  judge, own = None, config.critic
-  if config.objective.name == "ppo":
-    schedule = dataclasses.replace(
-      optim_config(config),
-      learning_rate=own.learning_rate,
-      warmup_steps=own.warmup_steps,
-    )
-    judge = rl._replace(
-      loss=functools.partial(critic.loss, cfg=cfg, clip=own.clip),
-      optimizer=optimizer.optimizer(schedule),
-    )
-  return rl, judge, _imitation(config, cfg)
-
-
-def _imitation(config, cfg):
-  cold = config.cold_start
-  schedule = optimizer.OptimConfig(
-    learning_rate=cold.learning_rate,
-    warmup_steps=cold.warmup_steps,
-    total_steps=max(cold.steps, 1),
-    decay="cosine",
-    b2=0.98,
-    weight_decay=0.01,
-  )
-  return train_step.Learner(
-    loss=functools.partial(cross_entropy, cfg=cfg),
-    optimizer=optimizer.optimizer(schedule),
-    minibatches=1,
-    micro_batch_size=min(config.learner.micro_batch_size, cold.batch),
-    group=1,
+def divides(what: str, size: int, by: str, divisor: int) -> None:
+  """UserError unless `divisor` divides `size`, naming the nearest that does."""
+  if size < 1:
+    raise UserError(f"{what} = {size}: expected at least 1")
+  if divisor >= 1 and size % divisor == 0:
+    return
+  choices = [n for n in range(1, size + 1) if size % n == 0]
+  close = min(choices, key=lambda n: abs(n - divisor))
+  raise UserError(
+    f"{what} = {size} is not divisible by {by} = {divisor}; the nearest "
+    f"divisor is {close}"
   )

@@ -14,8 +14,7 @@ OTHER_NAMES = {
   "total_training_steps max_num_steps num_batches num_episodes "
   "num_train_epochs num_epochs total_epochs epochs",
   "model.checkpoint": "model_name_or_path model_name model.name model_id "
-  "model_path "
-  "model.path pretrain load_parameters_path",
+  "model_path model.path pretrain load_parameters_path",
   "model.dtype": "bf16 fp16 torch_dtype param_dtype precision mixed_precision",
   "model.remat": "gradient_checkpointing enable_gradient_checkpointing "
   "activation_checkpointing",
@@ -30,26 +29,37 @@ OTHER_NAMES = {
   "rollout.tensor_model_parallel_size rollout.tensor_parallel_size",
   "data.source": "dataset dataset_name dataset_path train_files prompt_data",
   "data.eval_source": "val_files eval_dataset",
-  "data.problem_field": "prompt_key input_key",
-  "data.reference_field": "label_key answer_key",
+  "data.problem_field": "question_field data.question_field prompt_key "
+  "input_key",
+  "data.reference_field": "answer_field data.answer_field label_key answer_key",
   "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_name_or_path",
   "data.prompts": "batch_size train_batch_size rollout_batch_size "
-  "gen_batch_size generation_batch_size global_batch_size num_prompts_per_step",
-  "rollout.dynamic_sampling_rounds": "max_num_gen_batches dynamic_sampling_max_gen_batches "
-  "dynamic_filtering use_dynamic_sampling filter_groups filter_groups.enable",
+  "gen_batch_size generation_batch_size global_batch_size "
+  "num_prompts_per_step",
+  "rollout.dynamic_sampling_rounds": "max_num_gen_batches "
+  "dynamic_sampling_max_gen_batches dynamic_filtering use_dynamic_sampling "
+  "filter_groups filter_groups.enable refill_rounds data.refill_rounds",
   "data.max_prompt_length": "prompt_max_len max_prompt_len data.max_length",
   "data.too_long": "filter_overlong_prompts",
-  "rollout.group_size": "num_generations num_generations_per_prompt n "
-  "n_samples_per_prompt num_return_sequences",
+  "rollout.group_size": "sampler.group_size num_generations "
+  "num_generations_per_prompt n n_samples_per_prompt num_return_sequences",
   "sampler.max_new_tokens": "max_completion_length response_length "
   "max_response_length generate_max_len max_tokens max_tokens_to_generate "
   "total_generation_steps max_length max_total_sequence_length "
   "max_target_length",
   "sampler.min_new_tokens": "min_tokens min_length",
-  "continuous_batching.slots": "use_vllm max_num_seqs",
-  "continuous_batching.page_size": "block_size",
-  "continuous_batching.num_pages": "num_gpu_blocks num_gpu_blocks_override",
-  "rollout.one_step_off_policy": "async_train async_grpo async_grpo.enabled",
+  "continuous_batching.slots": "paging.slots use_vllm max_num_seqs",
+  "continuous_batching.page_size": "paging.page block_size",
+  "continuous_batching.num_pages": "paging.pages num_gpu_blocks "
+  "num_gpu_blocks_override",
+  "rollout.one_step_off_policy": "rollout.ahead async_train async_grpo "
+  "async_grpo.enabled",
+  "continuous_batching.segment_steps": "paging.steps",
+  "continuous_batching.prefill_chunk": "paging.chunk",
+  "rollout.max_tokens_per_iteration": "rollout.budget",
+  "rollout.extra_prompts_in_flight": "rollout.spare",
+  "data.drop_solved": "data.history",
+  "data.curriculum": "data.stages",
   "reward.names": "reward_funcs reward_fn reward_function "
   "custom_reward_function remote_rm_url",
   "objective.name": "loss_type loss_algo loss_mode policy_loss_type "
@@ -75,9 +85,10 @@ OTHER_NAMES = {
   "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
   "num_ppo_epochs ppo_mini_batch_size mini_batch_size num_mini_batches "
   "steps_per_generation train_global_batch_size",
-  "learner.micro_batch_size": "per_device_train_batch_size per_device_batch_size "
-  "ppo_micro_batch_size ppo_micro_batch_size_per_gpu micro_train_batch_size "
-  "train_micro_batch_size micro_batch_size gradient_accumulation_steps",
+  "learner.micro_batch_size": "micro_rows learner.micro_rows "
+  "per_device_train_batch_size per_device_batch_size ppo_micro_batch_size "
+  "ppo_micro_batch_size_per_gpu micro_train_batch_size train_micro_batch_size "
+  "micro_batch_size gradient_accumulation_steps",
   "optim.learning_rate": "learning_rate lr actor_learning_rate",
   "optim.warmup_steps": "warmup_steps warmup warmup_ratio lr_warmup_steps "
   "lr_warmup_ratio lr_warmup_steps_ratio warmup_steps_fraction",

@@ -1,11 +1,11 @@
-"""The weights that a command is pointed at, and what they belong to."""
+"""The weights that a command is given, and what identifies them."""
 
 import dataclasses
 
 from etils import epath
-from ml_collections import ConfigDict
 
 from gspo_jax import model
+from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
@@ -13,7 +13,7 @@ from gspo_jax.runtime.identity import match
 
 
 def identity(program: Program) -> dict:
-  """What weights must agree with to be of this model and its tokens."""
+  """What weights must agree with to belong to this model and tokenizer."""
   cfg = dataclasses.asdict(program.cfg)
   # The same model may recompute more or less, and run unrolled.
   free = ("remat", "keep", "unroll")
@@ -23,17 +23,18 @@ def identity(program: Program) -> dict:
   }
 
 
-def adopt(config: ConfigDict, checkpoint: str) -> None:
-  """Sets `model.checkpoint` if `checkpoint` is a Hugging Face folder."""
+def with_checkpoint(config: Config, checkpoint: str) -> Config:
+  """The config, with `checkpoint` if that is a Hugging Face folder."""
   if (epath.Path(checkpoint) / "config.json").exists():
-    config.model.checkpoint = checkpoint
+    return config.replace(model={"checkpoint": checkpoint})
+  return config
 
 
-def load(config: ConfigDict, program: Program, checkpoint: str) -> model.Params:
+def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   """The weights in a Hugging Face folder, or of a run.
 
   Args:
-    config: after `adopt`.
+    config: of `with_checkpoint`.
     program: built from it.
     checkpoint: such a folder; or a run's workdir, for its newest checkpoint
       that is whole; or one step of it, WORKDIR/checkpoints/STEP.
@@ -42,7 +43,7 @@ def load(config: ConfigDict, program: Program, checkpoint: str) -> model.Params:
     UserError: there is none, or it is of another model.
   """
   if config.model.checkpoint == checkpoint:
-    return program.init(None)
+    return program.init_params(None)
   folder, step = epath.Path(checkpoint), None
   if folder.name.isdecimal() and folder.parent.name == "checkpoints":
     folder, step = folder.parent.parent, int(folder.name)
@@ -55,7 +56,7 @@ def load(config: ConfigDict, program: Program, checkpoint: str) -> model.Params:
     match(wanted, {"identity": found}, "checkpoint")
 
   # The weights alone: with the optimizer's moments they are three times that.
-  params = {"params": program.abstract.params}
+  params = {"params": program.abstract_params}
   with Checkpoints(folder / "checkpoints") as checkpoints:
     restored = checkpoints.restore(params, accept, only=step, part=True)
   if restored is None:

@@ -1,49 +1,49 @@
-"""What a rollout gives: scored samples, and what they cost."""
+"""What a rollout takes, and what it gives: scored samples and their cost."""
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from gspo_jax.data.curriculum import Curriculum
+from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.rollout import scoring
-from gspo_jax.rollout.scoring import Rewards
+from gspo_jax.rollout.scoring import PendingRewards
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
 class ScoredSamples(NamedTuple):
-  """The answers to a batch of P questions, G each.
+  """The responses to a batch of P prompts, G each, and their rewards.
 
   Attributes:
-    batch: of `data.prompts`.
-    samples: the answers of all hosts, on the devices.
-    answers: those that this host drew, by their row of the P * G.
-    marks: what they earned; call it on every host.
+    prompts: from `Curriculum.draw`.
+    samples: the responses of all hosts, on the devices.
+    responses: those of this host, by their row of the P * G.
+    rewards: of all hosts; call `result` on every host.
   """
 
-  batch: dict
+  prompts: dict
   samples: Samples
-  answers: Mapping[int, Response]
-  marks: Callable[[], Rewards]
+  responses: Mapping[int, Response]
+  rewards: PendingRewards
 
 
 class RolloutCost(NamedTuple):
-  """What a batch took.
+  """What sampling a batch took.
 
   Attributes:
-    batch: its questions.
-    marks: what they earned.
-    tokens: that were drawn.
+    prompts: from `Curriculum.draw`.
+    rewards: of all its responses, also of those that are discarded.
+    tokens: sampled.
     slot_steps: decode steps times the rows that took them.
   """
 
-  batch: dict
-  marks: Callable[[], Rewards]
-  sampled_tokens: int | jax.Array
+  prompts: dict
+  rewards: PendingRewards
+  tokens: int | jax.Array
   slot_steps: int | jax.Array
 
 
@@ -51,70 +51,90 @@ class RolloutBatch(NamedTuple):
   """What an iteration learns from.
 
   Attributes:
-    kept: P groups of answers, all ended.
-    costs: what was drawn for it. In flight, that is of all questions there.
-    spent: tokens that were drawn while it was waited for.
-    drawn_at: the iteration that drew its tokens, the mean over them.
-    continued: the share of its answers that were drawn in several stints.
+    samples: P groups of finished responses.
+    costs: of the batches that were sampled for it. With partial rollouts, the
+      cost of all prompts in flight.
+    sampled_tokens: sampled in this iteration, for whatever iteration.
+    policy_step: the iteration whose policy sampled a token, the mean over them.
+    resumed_fraction: the share of responses that took several iterations.
   """
 
-  kept: ScoredSamples
-  costs: list[RolloutCost]
-  spent: int
-  drawn_at: float
-  continued: float = 0.0
+  samples: ScoredSamples
+  costs: Sequence[RolloutCost]
+  sampled_tokens: int
+  policy_step: float
+  resumed_fraction: float = 0.0
+
+
+class IterationKeys(NamedTuple):
+  """The random keys of an iteration."""
+
+  sample: jax.Array
+  shuffle: jax.Array
+
+
+def iteration_keys(rng: jax.Array, step: int) -> IterationKeys:
+  """The keys of iteration `step`; a resumed run gets the same ones."""
+  return IterationKeys(*jax.random.split(jax.random.fold_in(rng, step)))
 
 
 class RolloutContext(NamedTuple):
-  """What drawing takes.
+  """What sampling and scoring take.
 
   Attributes:
-    curriculum: gives the questions.
-    generate: (params, prompts, key) -> Samples.
+    curriculum: gives the prompts.
+    generate: `functions.Generate`; a `ContinuousSampler` also continues
+      responses and gives them as they finish.
     tokenizer: of the policy.
-    scorer: of answers.
-    rows: where arrays of rows lie.
-    key: iteration -> key.
+    reward_pool: scores responses.
+    batch_sharding: of arrays with an axis of rows.
+    rng: the key of all iterations; see `iteration_keys`.
     prompts: P, groups of a batch.
-    group: G, answers a question.
-    tells: whether `generate` tells of answers as they end.
+    group_size: G, responses a prompt.
   """
 
   curriculum: Curriculum
-  generate: Callable
-  tokenizer: Any
-  scorer: RewardPool
-  rows: jax.sharding.Sharding
-  key: Callable[[int], jax.Array]
+  generate: object
+  tokenizer: Tokenizer
+  reward_pool: RewardPool
+  batch_sharding: jax.sharding.Sharding
+  rng: jax.Array
   prompts: int
-  group: int
-  tells: bool
+  group_size: int
 
-  def asked(self, batch: dict) -> Prompts:
-    """On the devices."""
-    return multihost.to_global(
-      Prompts(batch["tokens"], batch["length"]), self.rows
+  def keys(self, step: int) -> IterationKeys:
+    """The random keys of iteration `step`."""
+    return iteration_keys(self.rng, step)
+
+  def start_scoring(self, batch: dict, samples: Samples) -> ScoredSamples:
+    """Begins to score finished responses, each host its own."""
+    responses = scoring.decode_responses(samples, batch, self.tokenizer)
+    rewards = scoring.score_responses(
+      self.reward_pool, responses, self.group_size, samples.lengths
     )
-
-  def judged(self, batch: dict, samples: Samples) -> ScoredSamples:
-    """Answers that have ended, which each host begins to verify."""
-    answers = scoring.decode_responses(samples, batch, self.tokenizer)
-    marks = scoring.score_responses(
-      self.scorer, answers, self.group, samples.lengths
-    )
-    return ScoredSamples(batch, samples, answers, functools.cache(marks))
+    return ScoredSamples(batch, samples, responses, rewards)
 
 
-def sampled_tokens(costs: list[RolloutCost]) -> int:
-  """Of all answers, also of those that were discarded."""
+def prompts_on_device(
+  batch: dict, batch_sharding: jax.sharding.Sharding
+) -> Prompts:
+  """The prompts of a batch as global arrays."""
+  prompts = Prompts(batch["tokens"], batch["length"])
+  return multihost.to_global(prompts, batch_sharding)
+
+
+def sampled_tokens(costs: Sequence[RolloutCost]) -> int:
+  """Tokens of all responses, also of those that are discarded."""
   return sum(int(cost.tokens) for cost in costs)
 
 
-def group_rows(groups, group):
-  return (groups[:, None] * group + np.arange(group)).ravel()
+def group_rows(groups: np.ndarray, group_size: int) -> np.ndarray:
+  """The numbers of the rows of these groups."""
+  return (groups[:, None] * group_size + np.arange(group_size)).ravel()
 
 
-def places(batch) -> list[list[int]]:
+def places(batch: dict | None) -> list[list[int]]:
+  """The places of a batch's problems, for `Curriculum.recall`."""
   if not batch:
     return []
   names = "stage", "part", "index"

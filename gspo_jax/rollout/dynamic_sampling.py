@@ -1,97 +1,108 @@
-"""Dynamic sampling: groups of equal rewards make room for further ones.
+"""Dynamic sampling: groups of equal rewards are replaced by other groups.
 
-DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2). A group whose answers all
-earn the same has no advantage and teaches nothing, so further batches are drawn
-until one is full of groups that do. Departures:
-  1. A budget ends it. Groups of equal rewards then fill the batch up, without
-     advantage, and it keeps its shape.
-  2. The rewards decide, and not the verdict alone: with overlong shaping, all
-     right answers of a group may still differ, and it is kept.
+DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2). A group whose responses all
+have the same reward has no advantage and teaches nothing. So further batches
+are sampled until one batch is full of groups whose rewards differ. Departures:
+  1. The number of batches is limited. Groups of equal rewards then fill the
+     batch up, without advantage, and it keeps its shape.
+  2. The rewards decide, not only correctness: with overlong shaping, all
+     responses of a group may be correct and still differ; it is kept.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from gspo_jax.data import prompt_batch
-from gspo_jax.rollout.batch import RolloutCost, ScoredSamples
-from gspo_jax.rollout.scoring import Rewards
+from gspo_jax.rollout.batch import (
+  RolloutCost,
+  ScoredSamples,
+  group_rows,
+  sampled_tokens,
+)
+from gspo_jax.rollout.scoring import KnownRewards, Rewards
 
 
 def sample_until_mixed(
-  draw: Callable[[int], ScoredSamples], merge: Callable, *, rounds: int
+  sample: Callable[[int], ScoredSamples], merge_groups, *, rounds: int
 ) -> tuple[ScoredSamples, list[RolloutCost]]:
-  """Draws until P groups have unequal rewards, `rounds` times at most.
+  """Samples until P groups have mixed rewards, or `rounds` batches are there.
 
-  With one round nothing waits for the marks.
+  With one round nothing waits for the rewards.
 
   Args:
-    draw: gives the batch of a round, from 0 on; the same P and G every time.
-    merge: `groups.merge`, jitted.
-    rounds: the budget, 1 or more batches.
+    sample: gives the batch of a round, from 0; the same P and G every time.
+    merge_groups: `functions.MergeGroups`.
+    rounds: most batches, at least 1.
 
   Returns:
-    P groups, the first mixed ones that were drawn, then the first others; and
-    all the batches that it took.
+    P groups: the first with mixed rewards, then the first others; and the cost
+    of each batch.
   """
-  kept, drawn = None, []
-  for number in range(rounds):
-    if drawn and has_mixed_rewards(kept.marks()).all():
+  kept, costs = None, []
+  for i in range(rounds):
+    if costs and kept.rewards.result().mixed_groups.all():
       break
-    new = draw(number)
-    new = new._replace(marks=functools.cache(new.marks))
-    spent = new.samples.lengths.sum(), new.samples.slot_steps
-    drawn.append(RolloutCost(new.batch, new.marks, *spent))
-    kept = _pick(kept, new, merge) if number else new
-  return kept, drawn
+    new = sample(i)
+    costs.append(
+      RolloutCost(
+        new.prompts,
+        new.rewards,
+        new.samples.lengths.sum(),
+        new.samples.slot_steps,
+      )
+    )
+    kept = _merge(kept, new, merge_groups) if i else new
+  return kept, costs
 
 
-def has_mixed_rewards(marks: Rewards) -> np.ndarray:
-  """[P] bool, whether a group's rewards differ."""
-  return np.ptp(marks.total, axis=1) > 0
+def metrics(
+  kept: ScoredSamples, costs: Sequence[RolloutCost]
+) -> dict[str, float]:
+  """`dynamic_sampling/*`: what a batch cost.
 
-
-def metrics(kept: ScoredSamples, drawn: list[RolloutCost]) -> dict[str, float]:
-  """`refill/*`: what a batch cost.
-
-  `reward` and `mixed_groups` are of the first batch, which nobody picked: the
-  policy's own, as `reward/mean` and `reward/mixed_groups` are without refill.
+  `reward` and `mixed_groups` are of the first batch, from which no group was
+  left out. They are the policy's own, as `reward/mean` and
+  `reward/mixed_groups` are without dynamic sampling.
   """
-  first, groups = drawn[0].marks(), len(kept.marks().total)
-  tokens = sum(int(cost.tokens) for cost in drawn)
-  return {
-    "refill/rounds": len(drawn),
-    "refill/groups_drawn": len(drawn) * groups,
-    "refill/groups_discarded": (len(drawn) - 1) * groups,
-    "refill/tokens_drawn": tokens,
-    "refill/tokens_discarded_share": 1
-    - int(kept.samples.lengths.sum()) / tokens,
-    "refill/reward": float(first.total.mean()),
-    "refill/mixed_groups": float(has_mixed_rewards(first).mean()),
+  first, groups = costs[0].rewards.result(), len(kept.rewards.result().total)
+  tokens = sampled_tokens(costs)
+  discarded = 1 - int(kept.samples.lengths.sum()) / tokens
+  scalars = {
+    "rounds": len(costs),
+    "groups_sampled": len(costs) * groups,
+    "groups_discarded": (len(costs) - 1) * groups,
+    "tokens_sampled": tokens,
+    "tokens_discarded_share": discarded,
+    "reward": float(first.total.mean()),
+    "mixed_groups": float(first.mixed_groups.mean()),
   }
+  return {f"dynamic_sampling/{name}": x for name, x in scalars.items()}
 
 
-def _pick(kept: ScoredSamples, new: ScoredSamples, merge) -> ScoredSamples:
-  """The first P of the mixed groups of both, and then of the others."""
-  marks = [kept.marks(), new.marks()]
-  both = np.concatenate([has_mixed_rewards(m) for m in marks])
-  count, group = marks[0].total.shape
-  index = np.argsort(~both, kind="stable")[:count].astype(np.int32)
-  rows = (index[:, None] * group + np.arange(group)).ravel().tolist()
-  shift = lambda answers: {count * group + i: a for i, a in answers.items()}
-  answers = {**kept.answers, **shift(new.answers)}
-  found = _pick_marks(*marks, index)
+def _merge(
+  kept: ScoredSamples, new: ScoredSamples, merge_groups
+) -> ScoredSamples:
+  """The first P groups of both with mixed rewards, then the first others."""
+  rewards = kept.rewards.result(), new.rewards.result()
+  mixed = np.concatenate([each.mixed_groups for each in rewards])
+  P, G = rewards[0].total.shape
+  index = np.argsort(~mixed, kind="stable")[:P].astype(np.int32)
+  responses = dict(kept.responses)
+  responses |= {P * G + row: x for row, x in new.responses.items()}
+  rows = enumerate(group_rows(index, G).tolist())
   return ScoredSamples(
-    batch=prompt_batch.pick(prompt_batch.join([kept.batch, new.batch]), index),
-    samples=merge(kept.samples, new.samples, index),
-    answers={i: answers[row] for i, row in enumerate(rows) if row in answers},
-    marks=lambda: found,
+    prompts=prompt_batch.pick(
+      prompt_batch.join([kept.prompts, new.prompts]), index
+    ),
+    samples=merge_groups(kept.samples, new.samples, index),
+    responses={i: responses[row] for i, row in rows if row in responses},
+    rewards=KnownRewards(_merge_rewards(*rewards, index)),
   )
 
 
-def _pick_marks(kept: Rewards, new: Rewards, index) -> Rewards:
+def _merge_rewards(kept: Rewards, new: Rewards, index) -> Rewards:
   pick = lambda a, b: np.concatenate([a, b])[index]
   return Rewards(
     *jax.tree.map(pick, kept[:3], new[:3]), reasons=kept.reasons + new.reasons

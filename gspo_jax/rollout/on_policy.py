@@ -1,17 +1,4 @@
-"""Where the answers of an iteration come from, and what waits for the next.
-
-  Fresh: all to new questions, by the policy that is to learn from them. DAPO's
-    dynamic sampling, if asked for, is in `refill`.
-  Partial: an answer draws so many tokens an iteration, and goes on in the next
-    one (Kimi k1.5, arXiv 2501.12599, sec. 2.6.2). More questions are in flight
-    than are learnt from, so that long answers do not hold a batch.
-  Ahead: one step off-policy. The next batch is drawn before this one is learnt
-    from, while its answers are verified.
-
-Each is called with the policy and the iteration that is to learn from the
-answers; the first two also with the iteration that it is now, if that is
-another. What waits is in `arrays` and `get_state`, for a checkpoint.
-"""
+"""On-policy rollouts: all responses are of the policy that learns from them."""
 
 import jax
 
@@ -20,48 +7,70 @@ from gspo_jax.rollout.batch import (
   RolloutBatch,
   RolloutContext,
   ScoredSamples,
+  prompts_on_device,
   sampled_tokens,
 )
 from gspo_jax.rollout.scoring import ResponseDecoder, StreamingScorer
+from gspo_jax.sampler.continuous import ContinuousSampler
 
 
 class OnPolicy:
-  """Draws a batch of answers to new questions.
+  """Samples responses to new prompts; repeats for dynamic sampling.
 
   Args:
-    sampling: what drawing takes.
-    merge: `groups.merge`, jitted.
-    rounds: `rollout.dynamic_sampling_rounds`.
+    context: what sampling takes.
+    merge_groups: `functions.MergeGroups`, for dynamic sampling.
+    rounds: `rollout.dynamic_sampling_rounds`; 1: no dynamic sampling.
   """
 
-  arrays = None
+  pending = None
 
-  def __init__(self, sampling: RolloutContext, merge, *, rounds: int):
-    self._sampling, self._merge, self._rounds = sampling, merge, rounds
+  def __init__(self, context: RolloutContext, merge_groups, *, rounds: int):
+    self._context, self._rounds = context, rounds
+    self._merge_groups = merge_groups
 
-  def __call__(self, params, step: int, now: int | None = None) -> RolloutBatch:
-    s, key = self._sampling, self._sampling.key(step)
+  def __call__(
+    self, params, step: int, policy_step: int | None = None
+  ) -> RolloutBatch:
+    """A batch for iteration `step`.
 
-    def draw(number):
-      batch = s.curriculum.draw(step)
-      own = s.asked(batch), jax.random.fold_in(key, number)
-      if not s.tells:
-        return s.judged(batch, s.generate(params, *own))
-      reader = ResponseDecoder(batch, s.tokenizer, s.group)
-      stream = StreamingScorer(s.scorer, reader)
-      samples = s.generate(params, *own, tell=stream.tell)
-      marks = stream.marks(s.group, samples.lengths)
-      return ScoredSamples(batch, samples, stream.answers, marks)
-
-    kept, costs = dynamic_sampling.sample_until_mixed(
-      draw, self._merge, rounds=self._rounds
+    Args:
+      params: of the policy that samples.
+      step: the iteration that learns from the batch.
+      policy_step: the iteration whose policy this is; None: `step`.
+    """
+    rng = self._context.keys(step).sample
+    samples, costs = dynamic_sampling.sample_until_mixed(
+      lambda i: self._sample(params, step, jax.random.fold_in(rng, i)),
+      self._merge_groups,
+      rounds=self._rounds,
     )
-    drawn_at = step if now is None else now
-    return RolloutBatch(kept, costs, sampled_tokens(costs), float(drawn_at))
+    return RolloutBatch(
+      samples,
+      costs,
+      sampled_tokens(costs),
+      float(step if policy_step is None else policy_step),
+    )
+
+  def _sample(self, params, step, key) -> ScoredSamples:
+    """Responses to new prompts; a continuous sampler's are scored meanwhile."""
+    context = self._context
+    batch = context.curriculum.draw(step)
+    prompts = prompts_on_device(batch, context.batch_sharding)
+    if not isinstance(context.generate, ContinuousSampler):
+      samples = context.generate(params, prompts, key)
+      return context.start_scoring(batch, samples)
+    scorer = StreamingScorer(
+      context.reward_pool,
+      ResponseDecoder(batch, context.tokenizer, context.group_size),
+    )
+    samples = context.generate(params, prompts, key, on_finished=scorer.add)
+    rewards = scorer.rewards(context.group_size, samples.lengths)
+    return ScoredSamples(batch, samples, scorer.responses, rewards)
 
   def get_state(self) -> dict:
-    """Nothing waits."""
+    """Nothing is pending."""
     return {}
 
-  def set_state(self, arrays, state: dict) -> None:
-    """Nothing waits."""
+  def set_state(self, pending, state: dict) -> None:
+    """Nothing is pending."""

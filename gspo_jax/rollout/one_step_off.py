@@ -1,4 +1,4 @@
-"""One step off-policy."""
+"""One step off-policy: the next batch is sampled before the update."""
 
 from gspo_jax.rollout.batch import (
   RolloutBatch,
@@ -10,60 +10,64 @@ from gspo_jax.sampler.samples import Samples
 
 
 class OneStepOffPolicy:
-  """Gives the batch that was drawn in the last iteration, and draws the next.
+  """Gives the batch of the last iteration, and samples the next one.
 
-  After the last iteration none is drawn: a run that is then made longer draws
-  its next batch with the policy that learns from it.
+  The rewards of a batch are computed while the next update runs. After the last
+  iteration nothing is sampled: if the run is then made longer, the policy that
+  learns from the next batch samples it.
 
   Args:
-    inner: draws.
-    sampling: that `inner` draws with.
-    nothing: Samples of a batch, to stand in a checkpoint where none wait.
-    last: the last iteration.
+    source: samples.
+    context: of `source`.
+    empty: samples of a batch, for a checkpoint in which none are pending.
+    last_step: the last iteration.
   """
 
   def __init__(
-    self, inner, sampling: RolloutContext, nothing: Samples, *, last: int
+    self, source, context: RolloutContext, empty: Samples, *, last_step: int
   ):
-    self._inner, self._sampling = inner, sampling
-    self._nothing, self._last, self._ready = nothing, last, None
+    self._source, self._context = source, context
+    self._empty, self._last_step, self._next = empty, last_step, None
 
   def __call__(self, params, step: int) -> RolloutBatch:
-    ready, spent = self._ready, 0
-    if ready is None:
-      ready = self._inner(params, step)
-      spent = ready.spent
-    self._ready = None
-    if step < self._last:
-      self._ready = self._inner(params, step + 1, now=step)
-      spent += self._ready.spent
-    return ready._replace(spent=spent)
+    """The batch that iteration `step` learns from."""
+    batch, tokens = self._next, 0
+    if batch is None:
+      batch = self._source(params, step)
+      tokens = batch.sampled_tokens
+    self._next = None
+    if step < self._last_step:
+      self._next = self._source(params, step + 1, policy_step=step)
+      tokens += self._next.sampled_tokens
+    return batch._replace(sampled_tokens=tokens)
 
   @property
-  def arrays(self) -> dict:
-    """Answers that wait."""
-    ready = self._ready.kept.samples if self._ready else self._nothing
-    return {"ready": ready, "inner": self._inner.arrays}
+  def pending(self) -> dict:
+    """Samples for the next iteration."""
+    samples = self._next.samples.samples if self._next else self._empty
+    return {"next": samples, "source": self._source.pending}
 
   def get_state(self) -> dict:
-    """JSON."""
-    state = {"inner": self._inner.get_state(), "places": []}
-    if self._ready:
-      state["places"] = places(self._ready.kept.batch)
-      state["tokens"] = int(self._ready.costs[0].tokens)
-      state["slot_steps"] = int(self._ready.costs[0].slot_steps)
-      state["drawn_at"] = self._ready.drawn_at
-      state["continued"] = self._ready.continued
+    """JSON: where the pending problems stand, and what their samples took."""
+    state = {"source": self._source.get_state(), "places": []}
+    if self._next:
+      state["places"] = places(self._next.samples.prompts)
+      state["tokens"] = int(self._next.costs[0].tokens)
+      state["slot_steps"] = int(self._next.costs[0].slot_steps)
+      state["policy_step"] = self._next.policy_step
+      state["resumed_fraction"] = self._next.resumed_fraction
     return state
 
-  def set_state(self, arrays: dict, state: dict) -> None:
-    """Goes to where `arrays` and `get_state` were; verifies anew."""
-    self._inner.set_state(arrays["inner"], state["inner"])
-    self._ready = None
+  def set_state(self, pending: dict, state: dict) -> None:
+    """Restores `pending` and `get_state`; scores the responses again."""
+    self._source.set_state(pending["source"], state["source"])
+    self._next = None
     if state["places"]:
-      batch = self._sampling.curriculum.recall(state["places"])
-      kept = self._sampling.judged(batch, arrays["ready"])
-      spent = state["tokens"], state["slot_steps"]
-      cost = RolloutCost(kept.batch, kept.marks, *spent)
-      how = state["drawn_at"], state["continued"]
-      self._ready = RolloutBatch(kept, [cost], 0, *how)
+      batch = self._context.curriculum.recall(state["places"])
+      scored = self._context.start_scoring(batch, pending["next"])
+      cost = RolloutCost(
+        batch, scored.rewards, state["tokens"], state["slot_steps"]
+      )
+      self._next = RolloutBatch(
+        scored, [cost], 0, state["policy_step"], state["resumed_fraction"]
+      )

@@ -1,7 +1,7 @@
-"""From drawn tokens to marks: texts of answers, and what the rewards say."""
+"""Sampled tokens become responses, and responses get their rewards."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,11 +12,11 @@ from gspo_jax.rewards.pool import Response, RewardPool, too_many
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import STOPPED, FinishedResponse, Samples
 
-_REASONS = 3  # that a host tells of
+_REASONS = 3  # reasons for failures that a host reports
 
 
 class Rewards(NamedTuple):
-  """What answers to P problems, G each, earned.
+  """The rewards of P * G responses.
 
   Attributes:
     total: [P, G] float32, the weighted sum of the parts; 0 where one failed.
@@ -32,151 +32,175 @@ class Rewards(NamedTuple):
 
   @property
   def correct(self) -> np.ndarray:
-    """[P, G], the verdict of the first reward: what accuracy means."""
+    """[P, G], the first reward, which accuracy is measured by."""
     return next(iter(self.parts.values()))
+
+  @property
+  def mixed_groups(self) -> np.ndarray:
+    """[P] bool, whether the rewards of a group differ."""
+    return np.ptp(self.total, axis=1) > 0
+
+
+class PendingRewards:
+  """Rewards that the pools of all hosts are computing.
+
+  Args:
+    rows: this host's rows, in the order of the scores.
+    scores: `rewards.pool.Pending`, the scores of these rows in parts.
+    group_size: G.
+    like: [P * G], any array that has a row for each response.
+  """
+
+  def __init__(self, rows, scores, group_size: int, like: jax.Array):
+    self._rows, self._scores = rows, scores
+    self._group_size, self._like = group_size, like
+    self._rewards: Rewards | None = None
+
+  def result(self) -> Rewards:
+    """Waits for the rewards of all hosts; call it on every host."""
+    if self._rewards is None:
+      self._rewards = self._compute()
+    return self._rewards
+
+  def _compute(self) -> Rewards:
+    scores = [each.result() for each in self._scores]
+    reasons = itertools.chain(*(each.reasons for each in scores))
+    parts = {}
+    for each in scores:
+      for name, part in each.parts.items():
+        parts.setdefault(name, []).append(part)
+    return Rewards(
+      total=self._gather([each.total for each in scores]),
+      parts={name: self._gather(part) for name, part in parts.items()},
+      failed=self._gather([each.failed for each in scores]) > 0,
+      reasons=tuple(dict.fromkeys(reasons))[:_REASONS],
+    )
+
+  def _gather(self, values) -> np.ndarray:
+    """[P, G], the values of all hosts."""
+    local = dict(zip(self._rows, itertools.chain(*values), strict=True))
+    every = multihost.allgather_rows(local, self._like)
+    return every.reshape(-1, self._group_size)
+
+
+class KnownRewards(NamedTuple):
+  """Rewards that are there, in place of `PendingRewards`."""
+
+  rewards: Rewards
+
+  def result(self) -> Rewards:
+    """The rewards."""
+    return self.rewards
 
 
 class ResponseDecoder:
-  """From tokens to what rewards look at, for G answers to each of P prompts.
+  """Turns tokens into what rewards read: G responses to each of P prompts.
 
-  Their prompts are what the policy read, a chat template with all its tokens.
+  The prompt is what the policy reads, with all tokens of a chat template.
 
   Args:
-    batch: P prompts, of `data.prompts` or `data.take`.
+    batch: P prompts, of `pipeline.prompts` or `pipeline.take`.
     tokenizer: of the policy.
-    group: G.
+    group_size: G.
   """
 
-  def __init__(self, batch: dict, tokenizer: Tokenizer, group: int):
-    self._batch, self._tokenizer, self._group = batch, tokenizer, group
-    self._prompts = {}
+  def __init__(self, batch: dict, tokenizer: Tokenizer, group_size: int):
+    self._batch, self._tokenizer = batch, tokenizer
+    self._group_size, self._prompts = group_size, {}
 
-  def __call__(self, number: int, ended: FinishedResponse) -> Response:
-    """Answer p * G + g, without its stop token."""
-    p = number // self._group
+  def __call__(self, row: int, finished: FinishedResponse) -> Response:
+    """The response of row p * G + g, without its stop token."""
+    p = row // self._group_size
     if p not in self._prompts:
       tokens, length = self._batch["tokens"][p], self._batch["length"][p]
       prompt = tokens[len(tokens) - length :].tolist()
       self._prompts[p] = self._tokenizer.decode(prompt)
-    tokens = ended.tokens[: ended.length - ended.stopped].tolist()
+    length = finished.length - finished.stopped
     return Response(
       self._prompts[p],
-      self._tokenizer.decode(tokens),
+      self._tokenizer.decode(finished.tokens[:length].tolist()),
       self._batch["problems"][p].reference,
-      ended.length,
-      len(ended.tokens),
+      finished.length,
+      len(finished.tokens),
     )
 
 
 def decode_responses(
   samples: Samples, batch: dict, tokenizer: Tokenizer
 ) -> dict[int, Response]:
-  """The answers of this host's rows, by row; arguments as of `Reader`.
+  """The responses of this host's rows, by row.
 
   Args:
-    samples: P * G rows; the G answers to a prompt stand side by side.
-    batch: P prompts.
+    samples: P * G rows, a group side by side.
+    batch: P prompts, as for `ResponseDecoder`.
     tokenizer: of the policy.
   """
-  make = ResponseDecoder(
-    batch, tokenizer, len(samples.tokens) // len(batch["problems"])
-  )
-  lengths, finish = (
-    multihost.local_rows(samples.lengths),
-    multihost.local_rows(samples.finish),
-  )
+  group_size = len(samples.tokens) // len(batch["problems"])
+  decode = ResponseDecoder(batch, tokenizer, group_size)
+  lengths = multihost.local_rows(samples.lengths)
+  finish = multihost.local_rows(samples.finish)
   return {
-    i: make(
-      i, FinishedResponse(tokens, int(lengths[i]), bool(finish[i] == STOPPED))
+    row: decode(
+      row,
+      FinishedResponse(tokens, int(lengths[row]), bool(finish[row] == STOPPED)),
     )
-    for i, tokens in multihost.local_rows(samples.tokens).items()
+    for row, tokens in multihost.local_rows(samples.tokens).items()
   }
 
 
 class StreamingScorer:
-  """Scores the answers that a host is told of, while others are being drawn.
+  """Scores responses as they finish, while others are being sampled.
 
   Attributes:
-    answers: by row of the batch, those it has been told of.
+    responses: those that were added, by their row.
 
   Args:
-    scorer: the pool of processes.
-    make: a `Reader`.
+    pool: computes rewards.
+    decode: turns tokens into responses.
   """
 
-  def __init__(self, scorer: RewardPool, make: ResponseDecoder):
-    self._scorer, self._make = scorer, make
-    # An empty one, so that every host knows the names of the rewards.
-    self.answers, self._pending = {}, [scorer.submit([])]
+  def __init__(self, pool: RewardPool, decode: ResponseDecoder):
+    self._pool, self._decode = pool, decode
+    # Without responses, too, a host must have the names of the rewards.
+    self.responses, self._scores = {}, [pool.submit([])]
 
-  def tell(self, ended: Mapping[int, FinishedResponse]) -> None:
-    """Begins to score these answers, of rows that no one told of before."""
-    new = {i: self._make(i, e) for i, e in ended.items()}
-    self.answers |= new
-    self._pending.append(self._scorer.submit(list(new.values())))
+  def add(self, finished: Mapping[int, FinishedResponse]) -> None:
+    """Begins to score these responses, by row; each row comes once."""
+    new = {row: self._decode(row, one) for row, one in finished.items()}
+    self.responses |= new
+    self._scores.append(self._pool.submit(list(new.values())))
 
-  def marks(self, group: int, rows: jax.Array) -> Callable[[], Rewards]:
-    """As `mark`, once all answers were told of."""
-    return _collector(list(self.answers), self._pending, group, rows)
+  def rewards(self, group_size: int, like: jax.Array) -> PendingRewards:
+    """Those of all responses, when all were added; see `PendingRewards`."""
+    return PendingRewards(list(self.responses), self._scores, group_size, like)
 
 
 def score_responses(
-  scorer: RewardPool,
-  answers: Mapping[int, Response],
-  group: int,
-  rows: jax.Array,
-) -> Callable[[], Rewards]:
-  """Begins to score this host's answers; call the result for all hosts' marks.
+  pool: RewardPool,
+  responses: Mapping[int, Response],
+  group_size: int,
+  like: jax.Array,
+) -> PendingRewards:
+  """Begins to score this host's responses, by row; see `PendingRewards`."""
+  scores = [pool.submit(list(responses.values()))]
+  return PendingRewards(list(responses), scores, group_size, like)
+
+
+def require_scored(rewards: Sequence[Rewards], most: float, *, of: str) -> None:
+  """Stops every process if too many responses could not be scored.
 
   Args:
-    scorer: the pool of processes.
-    answers: from `read`.
-    group: G.
-    rows: [P * G], any array that has a row for each answer.
-  """
-  pending = [scorer.submit(list(answers.values()))]
-  return _collector(list(answers), pending, group, rows)
-
-
-def _collector(numbers, pending, group, rows) -> Callable[[], Rewards]:
-  """Waits for the scores of the answers of these numbers, and joins them."""
-
-  def collect() -> Rewards:
-    scores = [each.result() for each in pending]
-    reasons = itertools.chain(*(each.reasons for each in scores))
-    parts = {}
-    for each in scores:
-      for name, part in each.parts.items():
-        parts.setdefault(name, []).append(part)
-
-    def join(values):
-      own = dict(zip(numbers, itertools.chain(*values), strict=True))
-      return multihost.allgather_rows(own, rows).reshape(-1, group)
-
-    return Rewards(
-      total=join([each.total for each in scores]),
-      parts={name: join(values) for name, values in parts.items()},
-      failed=join([each.failed for each in scores]) > 0,
-      reasons=tuple(dict.fromkeys(reasons))[:_REASONS],
-    )
-
-  return collect
-
-
-def require_scored(marks: Sequence[Rewards], most: float, *, of: str) -> None:
-  """Stops where too many answers could not be scored; for every process.
-
-  Args:
-    marks: of all answers.
+    rewards: of all responses.
     most: `reward.max_failed`.
-    of: what the answers are of.
+    of: what the responses are of, for the error.
 
   Raises:
-    AgreedError: more than that share of them failed, or all.
+    multihost.AgreedError: more than that share of them failed, or all.
   """
-  failed = np.concatenate([each.failed for each in marks])
-  # The same on every process, as `failed` is; the reasons are each one's own.
+  failed = np.concatenate([each.failed for each in rewards])
+  # `failed` is the same on every process; each has its own reasons.
   if wrong := too_many(failed, most, of=of):
-    own = [reason for each in marks for reason in each.reasons]
-    reason = next(filter(None, multihost.allgather_text(own[0] if own else "")))
+    local = [reason for each in rewards for reason in each.reasons]
+    every = multihost.allgather_text(local[0] if local else "")
+    reason = next(filter(None, every))
     raise multihost.AgreedError(f"{wrong}; the first reason: {reason}")

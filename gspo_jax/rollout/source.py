@@ -1,7 +1,51 @@
-"""The source of rollouts that a config asks for."""
+"""The source of rollouts that a config asks for.
 
+  On-policy: new prompts, sampled by the policy that learns from them; with
+    dynamic sampling (DAPO), until a batch is full of groups whose rewards
+    differ.
+  Partial rollouts: a response is sampled over several iterations.
+  One step off-policy: the next batch is sampled before the update.
+
+A source is called with the policy and the iteration that learns from the batch.
+Its pending responses are in `pending` and `get_state`, for a checkpoint.
+"""
+
+from gspo_jax.rollout.batch import RolloutContext
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.one_step_off import OneStepOffPolicy
 from gspo_jax.rollout.partial import PartialRollouts
 
 Source = OnPolicy | PartialRollouts | OneStepOffPolicy
+
+
+def make_source(
+  rollout, context: RolloutContext, functions, *, last_step: int
+) -> Source:
+  """The source of a config.
+
+  Args:
+    rollout: the section `rollout` of a config.
+    context: what sampling takes.
+    functions: the sampler's functions of a program.
+    last_step: the last iteration.
+  """
+  if rollout.max_tokens_per_iteration:
+    sampler = context.generate
+    source = PartialRollouts(
+      context,
+      sampler.jitted.empty_samples,
+      functions,
+      max_tokens=rollout.max_tokens_per_iteration,
+      shards=sampler.shards,
+      extra_prompts=rollout.extra_prompts_in_flight,
+    )
+  else:
+    source = OnPolicy(
+      context,
+      functions.merge_groups,
+      rounds=rollout.dynamic_sampling_rounds,
+    )
+  if rollout.one_step_off_policy:
+    empty = functions.empty_samples()
+    source = OneStepOffPolicy(source, context, empty, last_step=last_step)
+  return source

@@ -9,12 +9,14 @@ Other wings take these modules:
   preemption     Preemption: SIGTERM as a flag that all processes agree on
   metric_writer  MetricWriter and to_scalars: stdout, JSON lines, TensorBoard
   run_files      the files of a workdir, as they are written and read
+  json_lines     reads JSON-lines files
 """
 
 __all__ = (
   "checkpoint",
   "errors",
   "identity",
+  "json_lines",
   "metric_writer",
   "multihost",
   "preemption",

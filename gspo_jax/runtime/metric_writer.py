@@ -8,7 +8,8 @@ step and divides; `MetricWriter` writes the results:
                             one line a step: {"step": 12, "ratio/x": [...]}. A
                             distribution has N counts, or one number for each
                             layer if its name begins with layer_
-  samples/step_000012.txt   what the policy was asked, answered, and earned
+  samples/step_000012.jsonl one sample a line: {"step", "problem", "response",
+                            "reference", "reward"}
   tensorboard/              the same numbers and texts as events
 """
 
@@ -33,6 +34,7 @@ from gspo_jax.runtime import run_files
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.run_files import (
   RunFile,
+  Sample,
   counts_over_edges,
   line,
   open_run_files,
@@ -167,25 +169,34 @@ class MetricWriter:
   def samples(
     self, step: int, rows: Sequence[tuple[str, str, str, float]]
   ) -> None:
-    """Rows of question, answer, reference, reward: a file, 3 of them to stdout.
+    """Writes samples to a file and to TensorBoard, and prints three of them.
 
-    What was written before comes to a bucket with them.
+    Also uploads everything written before, if the workdir is in a bucket.
+
+    Args:
+      step: of the samples.
+      rows: problem, response, reference and reward of each, one or more.
     """
     if not self._active:
       return
-    for question, answer, reference, reward in rows[:3]:
+    samples = [Sample(int(step), *row[:3], float(row[3])) for row in rows]
+    for sample in samples[:3]:
       _print(
-        f"  reward {reward:g} | {_short(question, 32)} -> "
-        f"{_short(answer, 44)} | want {_short(reference, 12)}"
+        f"  reward {sample.reward:g} | {_short(sample.problem, 32)} -> "
+        f"{_short(sample.response, 44)} | want {_short(sample.reference, 12)}"
       )
-    text = run_files.format_samples(step, rows)
-    self._samples.mkdir(parents=True, exist_ok=True)
-    (self._samples / f"step_{step:06d}.txt").write_bytes(text.encode())
-    # TensorBoard reads Markdown: four spaces make it show the text as it is.
-    code = summary.text("samples", textwrap.indent(text, "    "))
+    run_files.write_samples(self._samples, int(step), samples)
+    code = summary.text("samples", _as_markdown(samples))
     self._events.append(_event(step=int(step), summary=code))
     for file in self._files:
       file.flush_to_bucket()
+
+
+def _as_markdown(samples: Sequence[Sample]) -> str:
+  fields = [field for s in samples for field in s._asdict().items()]
+  text = "\n".join(f"{name}: {value}" for name, value in fields)
+  # Four spaces make Markdown show a text as it is.
+  return textwrap.indent(run_files.printable(text, keep="\n\t"), "    ")
 
 
 def _histogram(

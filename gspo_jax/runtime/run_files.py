@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from gspo_jax.runtime import json_lines
 from gspo_jax.runtime.errors import UserError
 
 UPLOAD_SECONDS = 30.0  # between two uploads of a file to a bucket
@@ -107,7 +108,7 @@ def open_run_files(
 
 def _drop_samples_after(step: int, folder: epath.Path) -> None:
   for file in folder.iterdir() if folder.exists() else ():
-    name = re.fullmatch(r"step_(\d+)\.txt", file.name)
+    name = _SAMPLE_FILE.fullmatch(file.name)
     if name and int(name[1]) > step:
       file.unlink()
 
@@ -130,18 +131,22 @@ def _lines_until(
       f"{path}, line 1: {content[:60]=}, expected the histogram edges of this "
       "version; move the file away"
     )
-  lines, kept = content.removeprefix(header).splitlines(), [header]
-  for n, text in enumerate(lines, 1):
-    try:
-      if json.loads(text)["step"] <= step:
-        kept.append(text + b"\n")
-    except (ValueError, KeyError, TypeError) as e:
-      if n < len(lines):
-        raise UserError(
-          f"{path}, line {n + bool(header)}: {text[:60]=}, expected a JSON "
-          "object with a step; correct the line or move the file away"
-        ) from e
+  lines = json_lines.parse(content.splitlines(), path, drop_partial=True)
+  kept = [header]
+  for where, record in itertools.islice(lines, bool(header), None):
+    if step_of(record, where) <= step:
+      kept.append(line(record))
   return b"".join(kept)
+
+
+def step_of(record: Mapping[str, Any], where: str) -> int:
+  """The step of a record; UserError if it has none."""
+  if not isinstance(record.get("step"), int):
+    raise UserError(
+      f"{where}: {str(record)[:60]}: expected a step; correct the line or move "
+      "the file away"
+    )
+  return record["step"]
 
 
 def counts_over_edges(name: str, values: Sequence, edges: Sequence) -> bool:
@@ -165,53 +170,50 @@ def short_number(value: float) -> float | None:
   return int(value) if value == int(value) else float(f"{value:.6g}")
 
 
-_MARK = "(?=---- |question:|answer:|reference:)"
-
-
-_LIKE_A_MARK = re.compile(f"^(?= *{_MARK})", re.M)
-
-
-_INDENTED = re.compile(f"^ (?= *{_MARK})", re.M)
-
-
-_HEAD = re.compile(r"^---- \d+ of \d+, step \d+, reward (\S+)\n", re.M)
-
-
-_BODY = re.compile(r"question:\n(.*?)\nanswer:\n(.*)\nreference: (.*)", re.S)
-
-
 class Sample(NamedTuple):
-  """An answer as a file shows it: control characters are escaped."""
+  """One line of a sample file: what the policy wrote, and its reward."""
 
-  question: str
-  answer: str
+  step: int
+  problem: str
+  response: str
   reference: str
-  reward: str
+  reward: float
 
 
-def format_samples(
-  step: int, rows: Sequence[tuple[str, str, str, float]]
-) -> str:
-  """A file's text, of rows of question, answer, reference, reward."""
-  text = ""
-  for i, (question, answer, reference, reward) in enumerate(rows, 1):
-    text += f"---- {i} of {len(rows)}, step {step}, reward {reward:g}\n"
-    for label, part in (("question", question), ("answer", answer)):
-      part = _LIKE_A_MARK.sub(" ", printable(part, keep="\n\t"))
-      text += f"{label}:\n{part}\n"
-    text += f"reference: {printable(reference)}\n\n"
-  return text
+_SAMPLE_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
-def parse_samples(text: str) -> list[Sample]:
-  """What `write` wrote; [] of other text. What is cut short is an answer."""
-  pieces, found = _HEAD.split(text)[1:], []
-  for reward, body in zip(pieces[::2], pieces[1::2], strict=True):
-    whole = _BODY.match(body)
-    *parts, reference = whole.groups() if whole else ("", body, "")
-    parts = (_INDENTED.sub("", part).strip("\n") for part in parts)
-    found.append(Sample(*parts, reference.strip("\n"), reward))
-  return found
+def write_samples(
+  folder: epath.Path, step: int, samples: Sequence[Sample]
+) -> None:
+  """Writes the samples of one step to `folder`/step_000012.jsonl."""
+  folder.mkdir(parents=True, exist_ok=True)
+  lines = b"".join(line(sample._asdict()) for sample in samples)
+  (folder / f"step_{step:06d}.jsonl").write_bytes(lines)
+
+
+def read_samples(folder: epath.Path) -> dict[int, list[Sample]]:
+  """The samples of a run by step; {} if the folder does not exist.
+
+  Raises:
+    UserError: a line is not a sample; only the last one may be cut short.
+  """
+  samples = {}
+  for file in sorted(folder.iterdir()) if folder.exists() else ():
+    if name := _SAMPLE_FILE.fullmatch(file.name):
+      lines = json_lines.read(file, drop_partial=True)
+      samples[int(name[1])] = [_sample(*line) for line in lines]
+  return samples
+
+
+def _sample(where: str, record: Mapping[str, Any]) -> Sample:
+  try:
+    sample = Sample(**record)
+    return sample._replace(reward=float(sample.reward))
+  except (TypeError, ValueError) as error:
+    raise UserError(
+      f"{where}: expected a sample with {', '.join(Sample._fields)}: {error}"
+    ) from error
 
 
 def printable(text: str, keep: str = "") -> str:

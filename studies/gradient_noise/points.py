@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from gspo_jax import model
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.losses import advantages
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.sampler.samples import Prompts, Samples
 from studies import saved
@@ -111,7 +112,7 @@ def bench(run_config: ConfigDict, folder: Path, mesh, length: int) -> Bench:
   # Half a batch at a time: answers are long, and windows need no more.
   config.data.prompts //= 2
   config.learner.micro_batch_size //= 2
-  functions = build_program(config, mesh)
+  functions = build_program(parse(config), mesh)
   gradient = functools.partial(
     gradients.grams,
     cfg=functions.cfg,

@@ -23,6 +23,7 @@ import functools
 import jax
 import numpy as np
 
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from studies import intervals, measures, saved, seeds
@@ -56,7 +57,7 @@ def spreads(run: Run, first: int, bins) -> list[dict]:
   """Of each bin that has answers, the spread over all iterations."""
   config, mesh = run.config, sharding.make_mesh(**run.config.mesh)
   with jax.set_mesh(mesh):
-    functions = build_program(config, mesh)
+    functions = build_program(parse(config), mesh)
     questions = saved.questions(config, functions)
     weights = functools.partial(saved.weights, config, functions, run.folder)
     found, old = [], weights(first - 1)

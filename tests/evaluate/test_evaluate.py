@@ -20,6 +20,7 @@ from gspo_jax.data.tasks import Chain
 from gspo_jax.evaluate import __main__, evaluator
 from gspo_jax.evaluate.judge import Responses
 from gspo_jax.program import load_params
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.rewards.pool import Scores
 from gspo_jax.runtime import multihost, sharding
@@ -42,11 +43,11 @@ def workdir(tmp_path_factory):
   c = config()
   mesh = sharding.make_mesh(**c.mesh)
   with jax.set_mesh(mesh):
-    made = build_program(c, mesh)
+    made = build_program(parse(c), mesh)
     saved = {"identity": load_params.identity(made)}
     with Checkpoints(folder / "checkpoints", every=1, keep=2) as checkpoints:
       for step in (1, 2):
-        state = made.begin(made.init(jax.random.key(step)))
+        state = made.learner.init_state(made.init_params(jax.random.key(step)))
         checkpoints.save(step, state, saved)
   return folder
 
@@ -235,8 +236,12 @@ class Judge:
 @pytest.mark.parametrize(
   ("fails", "kept", "words"),
   [
-    ("yyyyyy", 0, "--set=chain: 2 of 2 answers could not be scored, .* why$"),
-    ("ynynyy", 4, "chain: 4 of 6 answers .* at most 3 .*max_failed=0.5.* why$"),
+    ("yyyyyy", 0, "--set=chain: 2 of 2 responses could not be scored, .* why$"),
+    (
+      "ynynyy",
+      4,
+      "chain: 4 of 6 responses .* at most 3 .*max_failed=0.5.* why$",
+    ),
     ("nnynyy", 6, ""),  # of all so far, not of the last batch
   ],
 )

@@ -10,6 +10,7 @@ from gspo_jax.evaluate.policy_sampler import (
   PolicySampler,
   batch_shape,
 )
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -55,7 +56,9 @@ def made(debug_config, monkeypatch):
 
   def call(samples):
     it = PolicySampler(
-      debug_config, mesh, batch_shape(debug_config, mesh, samples, 5)
+      parse(debug_config),
+      mesh,
+      batch_shape(parse(debug_config), mesh, samples, 5),
     )
     echo = Echo(it.program.tokenizer, it._group)
     object.__setattr__(it.program, "generate_eval", echo)
@@ -108,13 +111,13 @@ def test_no_more_rows_than_the_questions_need(
 ):
   debug_config.data.prompts = 32
   mesh = sharding.make_mesh(data=8)
-  assert batch_shape(debug_config, mesh, samples, questions) == size
+  assert batch_shape(parse(debug_config), mesh, samples, questions) == size
 
 
 def test_a_batch_that_training_could_not_split(debug_config):
   debug_config.data.prompts = 3  # of 8 devices, and of 4 minibatches
   mesh = sharding.make_mesh(data=8)
-  assert batch_shape(debug_config, mesh, 4, 99).rows == 8
+  assert batch_shape(parse(debug_config), mesh, 4, 99).rows == 8
 
 
 @pytest.mark.parametrize("key", ["rollout.group_size", "data.prompts"])
@@ -123,7 +126,7 @@ def test_an_empty_batch_is_refused(debug_config, key):
   debug_config[section][name] = 0
   mesh = sharding.make_mesh(jax.devices()[:1])
   with pytest.raises(UserError, match=f"{key}=0: expected at least 1"):
-    batch_shape(debug_config, mesh, 1, 1)
+    batch_shape(parse(debug_config), mesh, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +157,19 @@ def test_what_only_training_uses_is_not_looked_at(debug_config, changes):
     debug_config[section].update(values)
   mesh = sharding.make_mesh(jax.devices()[:1])
   with pytest.raises(UserError):
-    build_program(debug_config, mesh)
-  PolicySampler(debug_config, mesh, batch_shape(debug_config, mesh, 4, 5))
+    build_program(parse(debug_config), mesh)
+  PolicySampler(
+    parse(debug_config), mesh, batch_shape(parse(debug_config), mesh, 4, 5)
+  )
 
 
 def test_what_drawing_uses_is_checked(debug_config):
   debug_config.sampler.top_p = 1.5
   mesh = sharding.make_mesh(jax.devices()[:1])
   with pytest.raises(UserError, match=r"top_p=1\.5"):
-    PolicySampler(debug_config, mesh, batch_shape(debug_config, mesh, 4, 5))
+    PolicySampler(
+      parse(debug_config), mesh, batch_shape(parse(debug_config), mesh, 4, 5)
+    )
 
 
 def test_instruction_and_system_prompt_reach_the_policy(debug_config):
@@ -170,7 +177,9 @@ def test_instruction_and_system_prompt_reach_the_policy(debug_config):
   debug_config.data.system_prompt = "S"
   debug_config.data.max_prompt_length = 40
   mesh = sharding.make_mesh(jax.devices()[:1])
-  it = PolicySampler(debug_config, mesh, BatchShape(group=1, times=1, rows=1))
+  it = PolicySampler(
+    parse(debug_config), mesh, BatchShape(group=1, times=1, rows=1)
+  )
   prompts = it.read(["{x}?"])
   text = it.program.tokenizer.decode(prompts.tokens[0][-prompts.lengths[0] :])
   assert text.startswith("S")
@@ -196,9 +205,11 @@ def test_a_question_that_is_too_long_is_told(made):
 def test_real_answers_differ_and_repeat(debug_config):
   mesh = sharding.make_mesh(jax.devices()[:1])
   it = PolicySampler(
-    debug_config, mesh, batch_shape(debug_config, mesh, 8, len(QUESTIONS))
+    parse(debug_config),
+    mesh,
+    batch_shape(parse(debug_config), mesh, 8, len(QUESTIONS)),
   )
-  params = it.program.init(jax.random.key(0))
+  params = it.program.init_params(jax.random.key(0))
   draw = lambda k: it.reply(params, QUESTIONS, jax.random.key(k))
   replies = draw(1)
   assert replies == draw(1)

@@ -7,7 +7,7 @@ import pytest
 from gspo_jax import train
 from gspo_jax.data import tokenizers
 from gspo_jax.learner.health import HealthChecks, require_finite
-from gspo_jax.program import config as settings
+from gspo_jax.program.config import parse
 
 HEALTHY = {
   "ratio/moved": 0.5,
@@ -105,10 +105,16 @@ def test_what_a_run_watches_for(debug_config, capsys, changes, told):
 
 
 def test_the_clip_range_is_the_methods_own_unless_asked(debug_config):
-  assert settings.numbers(debug_config) == {"clip_low": 3e-4, "clip_high": 4e-4}
+  assert parse(debug_config).objective.method_settings() == {
+    "clip_low": 3e-4,
+    "clip_high": 4e-4,
+  }
   debug_config.objective.name = "grpo"
   debug_config.objective.clip_high = 0.5
-  assert settings.numbers(debug_config) == {"clip_low": 0.2, "clip_high": 0.5}
+  assert parse(debug_config).objective.method_settings() == {
+    "clip_low": 0.2,
+    "clip_high": 0.5,
+  }
 
 
 def test_truncated_sampling_is_announced(capsys):

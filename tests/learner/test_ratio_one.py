@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from benchmarks import ratio_one
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 
@@ -61,8 +62,8 @@ def test_log_probs_of_another_program_have_another_ratio():
 def test_who_is_scored(minibatches, asked, scores):
   config = ratio_one.config_of(**asked)
   config.learner.minibatches = minibatches
-  made = build_program(config, sharding.make_mesh(jax.devices()[:1]))
-  assert made.scores == scores
+  made = build_program(parse(config), sharding.make_mesh(jax.devices()[:1]))
+  assert made.learner.needs_old_logprobs == scores
 
 
 def test_one_minibatch_is_not_scored_and_has_ratio_one():

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from gspo_jax.learner import train_step
+from gspo_jax.learner.objective import METHODS
 from gspo_jax.logprobs import token_logprobs
-from gspo_jax.program import config as settings
+from gspo_jax.program import settings
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Prompts
@@ -18,7 +20,7 @@ from gspo_jax.sampler.samples import Prompts
 
 def build(config, devices=1, **mesh):
   mesh = sharding.make_mesh(jax.devices()[:devices], **mesh)
-  return build_program(config, mesh)
+  return build_program(parse(config), mesh)
 
 
 def iterate(run, seed=0, prompts=8, advantages=None):
@@ -27,13 +29,15 @@ def iterate(run, seed=0, prompts=8, advantages=None):
   tokens = rng.integers(0, 256, (prompts, 8)).astype(np.int32)
   lengths = rng.integers(3, 9, prompts).astype(np.int32)
   with jax.set_mesh(run.mesh):
-    state = run.begin(run.init(jax.random.key(seed)))
+    state = run.learner.init_state(run.init_params(jax.random.key(seed)))
     # Copies: a NumPy view of a buffer would forbid its donation.
     params = jax.tree.map(np.array, state.params)
     asked = Prompts(tokens, lengths)
-    samples = run.generate(state.params, asked, jax.random.key(1))
-    rollout = run.assemble(asked, samples)
-    state, rollout, _ = run.score(state, rollout, jax.random.key(2))
+    samples = run.sampler.generate(state.params, asked, jax.random.key(1))
+    rollout = run.learner.make_train_batch(asked, samples)
+    state, rollout, _ = run.learner.compute_old_logprobs(
+      state, rollout, jax.random.key(2)
+    )
     rows = rollout.tokens.shape[0]
     if advantages is None:
       advantages = rng.standard_normal(rows)
@@ -42,7 +46,7 @@ def iterate(run, seed=0, prompts=8, advantages=None):
     )
     rollout = dataclasses.replace(rollout, advantages=advantages)
     kept = jax.device_get(rollout)
-    new, _, metrics = run.update(state, rollout, jax.random.key(2))
+    new, _, metrics = run.learner.update(state, rollout, jax.random.key(2))
   # The first minibatch is not scored but for one micro-batch.
   scored = kept.old_logps != 0
   old_logps = np.where(scored, kept.old_logps, samples.logps)
@@ -79,13 +83,13 @@ def test_micro_batches_leave_the_gradient_alone(one, config, name):
   """One whole batch through the loss as users call it, against eight cuts."""
   run, params, _, rollout, *_ = one
   config.objective.name = name
-  method = settings.OBJECTIVES[name]
+  method = METHODS[name]
   # Old log-probs that differ, so that some ratios are clipped and some not.
   shift = np.random.default_rng(1).normal(0, 0.2, rollout.old_logps.shape)
   rollout = dataclasses.replace(
     rollout, old_logps=(rollout.old_logps + shift).astype(np.float32)
   )
-  learner, *_ = settings.learners(config, run.cfg)
+  learner, *_ = settings.learners(parse(config), run.cfg)
   cut = jax.tree.map(lambda x: x.reshape(8, 4, *x.shape[1:]), rollout)
   grads, _, metrics = jax.jit(
     lambda p, b: train_step.gradient(p, b, learner)
@@ -170,7 +174,7 @@ def test_many_devices_do_as_one(one, config, name):
 def test_parameters_and_moments_are_split(config):
   run = build(config, 8, data=1, fsdp=2, expert=4)
   with jax.set_mesh(run.mesh):
-    state = run.begin(run.init(jax.random.key(0)))
+    state = run.learner.init_state(run.init_params(jax.random.key(0)))
   for tree in (state.params, state.opt_state[1][0].mu):
     gate_up = tree["layers"]["moe"]["gate_up"]
     assert gate_up.addressable_shards[0].data.size == gate_up.size / 8
@@ -207,7 +211,7 @@ def test_a_second_compilation_is_an_error(one):
   run.check_compiled_once()
   longer = Prompts(np.zeros((8, 9), np.int32), np.ones(8, np.int32))
   with jax.set_mesh(run.mesh):
-    run.generate(params, longer, jax.random.key(0))
+    run.sampler.generate(params, longer, jax.random.key(0))
   with pytest.raises(RuntimeError, match="generate was compiled 2 times"):
     run.check_compiled_once()
 
@@ -222,11 +226,16 @@ def test_the_samplers_log_probs_can_be_the_old_ones(one, config):
     rollout.tokens[first, :S], rollout.mask[first, :S].sum(1).astype(np.int32)
   )
   with jax.set_mesh(run.mesh):
-    state = run.begin(jax.tree.map(jnp.asarray, params))
-    trusted, key = run.assemble(asked, samples), jax.random.key(2)
-    state, trusted, scored = run.score(state, trusted, key)
+    state = run.learner.init_state(jax.tree.map(jnp.asarray, params))
+    trusted, key = (
+      run.learner.make_train_batch(asked, samples),
+      jax.random.key(2),
+    )
+    state, trusted, scored = run.learner.compute_old_logprobs(
+      state, trusted, key
+    )
     kept = jax.device_get(trusted)
-    _, _, learnt = run.update(state, trusted, key)
+    _, _, learnt = run.learner.update(state, trusted, key)
   metrics, trusted = jax.tree.map(jnp.add, scored, learnt), kept
   np.testing.assert_array_equal(trusted.old_logps, samples.logps)
   np.testing.assert_array_equal(trusted.tokens, rollout.tokens)
@@ -250,14 +259,16 @@ def test_critic_reference_and_replay_on_many_devices_do_as_one(config):
     asked = Prompts(tokens, np.full(8, 8, np.int32))
     rewards = rng.standard_normal(32).astype(np.float32)
     with jax.set_mesh(run.mesh):
-      state = run.begin(run.init(jax.random.key(0)))
-      samples = run.generate(state.params, asked, jax.random.key(1))
-      rollout = run.assemble(asked, samples)
-      state, rollout, _ = run.score(state, rollout, jax.random.key(2))
-      rollout = run.appraise(state, rollout)
-      rollout = run.assign(rollout, rewards, samples.finish)
+      state = run.learner.init_state(run.init_params(jax.random.key(0)))
+      samples = run.sampler.generate(state.params, asked, jax.random.key(1))
+      rollout = run.learner.make_train_batch(asked, samples)
+      state, rollout, _ = run.learner.compute_old_logprobs(
+        state, rollout, jax.random.key(2)
+      )
+      rollout = run.learner.add_reference_and_values(state, rollout)
+      rollout = run.learner.assign_advantages(rollout, rewards, samples.finish)
       kept = jax.device_get(rollout)
-      new, _, _ = run.update(state, rollout, jax.random.key(2))
+      new, _, _ = run.learner.update(state, rollout, jax.random.key(2))
     return kept, jax.device_get(new)
 
   kept, new = whole(1)

@@ -54,9 +54,9 @@ def test_what_a_function_does_not_read_stays(made):
   _, whole = made
   resident = lambda name: memory(name, whole, 0)["memory"]["resident"]
   assert resident("update") == 0
-  assert resident("score") == 0  # the same program
+  assert resident("old_logprobs") == 0  # the same program
   assert resident("generate") == (1 + 3 + 5 + 2) * GIB // 2 + 4
-  assert resident("appraise") == (4 + 1 + 3) * GIB // 2 + 4
+  assert resident("reference_and_values") == (4 + 1 + 3) * GIB // 2 + 4
 
 
 def test_moments_stay_while_other_functions_run(made):
@@ -76,7 +76,7 @@ def test_with_pages_the_parameters_stay_while_others_decode(made):
   )
   resident = lambda name, of: memory(name, of, 0)["memory"]["resident"]
   parameters = GIB // 2
-  for name, more in (("lay_out", 0), ("prefill", parameters)):
+  for name, more in (("decode_params", 0), ("prefill", parameters)):
     assert resident(name, paged) == resident("generate", bare) + more
   assert resident("generate", paged) == resident("prefill", paged)
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 
 from gspo_jax.plan import analysis, lower
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import paged_decode
@@ -13,7 +14,9 @@ from gspo_jax.sampler.samples import Prompts
 
 def built(config, **sizes):
   config.data.prompts = config.learner.micro_batch_size = 8
-  return build_program(config, sharding.make_mesh(jax.devices()[:4], **sizes))
+  return build_program(
+    parse(config), sharding.make_mesh(jax.devices()[:4], **sizes)
+  )
 
 
 def refill(config):
@@ -28,23 +31,23 @@ def refill(config):
 def test_a_run_without_pages(debug_config):
   made = built(debug_config, data=4)
   lowered = lower.functions(debug_config, made)
-  assert list(lowered) == ["generate", "update", "score"]
+  assert list(lowered) == ["generate", "update", "old_logprobs"]
   # One program, so that both round alike.
-  assert lowered["score"] is lowered["update"]
+  assert lowered["old_logprobs"] is lowered["update"]
   assert set(lowered) < set(lower.FUNCTIONS)
 
 
 def test_a_run_with_pages(debug_config):
   made = refill(debug_config)
   lowered = lower.functions(debug_config, made)
-  names = ["lay_out", "prefill", "generate", "update", "score"]
+  names = ["decode_params", "prefill", "generate", "update", "old_logprobs"]
   assert list(lowered) == names
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]
-  paged = made.generate
-  assert analysis.decoding(made) == paged.devices.decode.mesh
+  paged = made.sampler.generate
+  assert analysis.decoding(made) == paged.jitted.decode.mesh
   longest = paged.paging.buckets(debug_config.data.max_prompt_length)[-1]
-  assert tokens.shape == (paged.at_once(longest) * paged.shards, longest)
+  assert tokens.shape == (paged.prefill_batch(longest) * paged.shards, longest)
   (_, state, samples, orders, *_), _ = lowered["generate"].in_avals
   out_state, out_samples = lowered["generate"].out_info
   shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -56,7 +59,7 @@ def test_a_run_with_pages(debug_config):
 def test_orders_are_those_of_a_run(debug_config, monkeypatch):
   """Of the shapes and types that `decode` is called with."""
   made, given = refill(debug_config), []
-  functions = made.generate.devices
+  functions = made.sampler.generate.jitted
   lowered = lower.functions(debug_config, made)
   planned = lowered["generate"].in_avals[0][3]
 
@@ -65,11 +68,11 @@ def test_orders_are_those_of_a_run(debug_config, monkeypatch):
     return functions.decode(params, state, samples, orders, *rest)
 
   watched = dataclasses.replace(functions, decode=decode)
-  spied = dataclasses.replace(made.generate, devices=watched)
+  spied = dataclasses.replace(made.sampler.generate, jitted=watched)
   P, S = debug_config.data.prompts, debug_config.data.max_prompt_length
   ones = jax.numpy.ones((P, S), jax.numpy.int32)
   prompts = Prompts(ones, ones.sum(1))
-  spied(made.init(jax.random.key(0)), prompts, jax.random.key(1))
+  spied(made.init_params(jax.random.key(0)), prompts, jax.random.key(1))
   shape = lambda x: (x.shape, x.dtype)
   for field in dataclasses.fields(paged_decode.SegmentPlan):
     called = getattr(given[0], field.name)
@@ -82,7 +85,10 @@ def test_a_run_whose_answers_go_on(debug_config):
   made = refill(debug_config)
   lowered = lower.functions(debug_config, made)
   tokens = lowered["prefill"].in_avals[0][2]
-  room = made.generate.sizes.prompt + made.generate.sizes.most
+  room = (
+    made.sampler.generate.sizes.max_prompt_length
+    + made.sampler.generate.sizes.max_new_tokens
+  )
   assert (
     room - 1
     <= tokens.shape[1]

@@ -14,6 +14,7 @@ from gspo_jax import plan
 from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import table as plan_table
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -59,7 +60,7 @@ def test_a_plan_tells_what_it_is(fitting):
   assert fitting["libtpu"]
   assert fitting["jax"]
   assert fitting["note"] == "compiler roofline, nothing ran on a chip"
-  assert list(fitting["functions"]) == ["update", "score", "generate"]
+  assert list(fitting["functions"]) == ["update", "old_logprobs", "generate"]
 
 
 @needs_libtpu
@@ -80,7 +81,7 @@ def test_the_update_does_the_models_flops(fitting):
   """Loops over minibatches, micro-batches and layers, all multiplied out."""
   update = fitting["functions"]["update"]
   assert 0.95 < update["flops"] / update["model_flops"] < 1.3
-  score = fitting["functions"]["score"]
+  score = fitting["functions"]["old_logprobs"]
   assert 2.5 < update["flops"] / score["flops"] < 3.5
 
 
@@ -90,7 +91,9 @@ def test_moments_stay_while_answers_are_drawn(fitting):
   functions = fitting["functions"]
   assert functions["update"]["memory"]["resident"] == 0
   resident = functions["generate"]["memory"]["resident"]
-  assert functions["score"]["memory"]["resident"] == 0  # the same program
+  assert (
+    functions["old_logprobs"]["memory"]["resident"] == 0
+  )  # the same program
   assert 2 * 4 * 0.25e6 < resident < 2 * 4 * 0.3e6
 
 
@@ -115,7 +118,7 @@ def test_drawing_is_the_prefill_and_all_decode_steps(fitting):
 REFILL = (
   "--config.continuous_batching.slots=16",
   "--config.continuous_batching.prefill_chunk=16",
-  "--functions=lay_out,prefill,generate",
+  "--functions=decode_params,prefill,generate",
 )
 
 
@@ -125,13 +128,13 @@ def test_with_pages_a_segment_is_planned(fitting):
   assert done.returncode == 0, done.stderr
   planned = json.loads(done.stdout)
   functions = planned["functions"]
-  assert list(functions) == ["lay_out", "prefill", "generate"]
+  assert list(functions) == ["decode_params", "prefill", "generate"]
   # The float32 parameters stay beside those that decode, a quarter million.
   resident = lambda name: functions[name]["memory"]["resident"]
   static = fitting["functions"]["generate"]["memory"]["resident"]
-  assert resident("lay_out") == static
+  assert resident("decode_params") == static
   assert resident("prefill") == resident("generate")
-  assert 1e6 < resident("generate") - resident("lay_out") < 1.2e6
+  assert 1e6 < resident("generate") - resident("decode_params") < 1.2e6
   prefill = functions["prefill"]
   assert 0.5 < prefill["flops"] / prefill["model_flops"] < 2
   decode = functions["generate"]["decode"]
@@ -145,7 +148,7 @@ def test_with_pages_a_segment_is_planned(fitting):
 
 @needs_libtpu
 def test_the_table_is_narrow_and_the_compiler_quiet():
-  done = run(*TINY, SLICE, "--functions=score", "--top=3")
+  done = run(*TINY, SLICE, "--functions=old_logprobs", "--top=3")
   assert done.returncode == 0
   assert done.stderr == "compiling score ...\n"
   assert max(map(len, done.stdout.splitlines())) <= 100
@@ -161,10 +164,12 @@ def test_the_table_is_narrow_and_the_compiler_quiet():
 @needs_libtpu
 def test_a_critic_and_a_reference_are_planned_too(fitting):
   more = "--config.objective.name=ppo", "--config.objective.kl_coef=0.1"
-  done = run(*TINY, SLICE, *more, "--functions=update,appraise", "--json")
+  done = run(
+    *TINY, SLICE, *more, "--functions=update,reference_and_values", "--json"
+  )
   assert done.returncode == 0, done.stderr
   functions = json.loads(done.stdout)["functions"]
-  assert list(functions) == ["update", "appraise"]
+  assert list(functions) == ["update", "reference_and_values"]
   plain = fitting["functions"]["update"]["model_flops"]
   assert 1.5 * plain < functions["update"]["model_flops"] < 2 * plain
 
@@ -243,7 +248,10 @@ def test_without_libtpu_it_names_the_extra():
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    ({"functions": ["scores"]}, "--functions=scores: did you mean 'score'"),
+    (
+      {"functions": ["scores"]},
+      "--functions=old_logprobss: did you mean 'score'",
+    ),
     (
       {"functions": []},
       "--functions=: choose one of appraise, generate, lay_out, prefill, ",
@@ -279,7 +287,7 @@ def options_of_update(config, mesh, monkeypatch):
     return jit(function, **keywords)
 
   monkeypatch.setattr(jax, "jit", spy)
-  build_program(config, mesh)
+  build_program(parse(config), mesh)
   return given["step"]
 
 

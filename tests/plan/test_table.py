@@ -62,7 +62,11 @@ REPORT = {
   "libtpu": "0.0.51",
   "note": "compiler roofline, nothing ran on a chip",
   "hbm": 40 * GIB,
-  "functions": {"update": FUNCTION, "score": FUNCTION, "generate": FUNCTION},
+  "functions": {
+    "update": FUNCTION,
+    "old_logprobs": FUNCTION,
+    "generate": FUNCTION,
+  },
   "fits": True,
 }
 
@@ -95,7 +99,7 @@ def test_the_fullest_function_decides_what_is_free():
   report = copy.deepcopy(REPORT)
   fullest = copy.deepcopy(FUNCTION)
   fullest["memory"]["free"] = 4 * GIB
-  report["functions"]["score"] = fullest
+  report["functions"]["old_logprobs"] = fullest
   assert render(report).endswith("verdict: fits, 10% of the HBM free at least")
 
 
@@ -123,8 +127,10 @@ def test_a_tight_fit_has_a_warning(share, verdict):
   assert max(map(len, text.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("more", [(), ("appraise", "lay_out", "prefill")])
-def test_the_table_is_narrow(more):
+@pytest.mark.parametrize(
+  "more", [(), ("reference_and_values", "decode_params", "prefill")]
+)
+def test_it_is_narrow(more):
   report = copy.deepcopy(REPORT)
   report["functions"] |= dict.fromkeys(more, FUNCTION)
   assert max(map(len, render(report, top=1).splitlines())) <= 100
@@ -173,7 +179,7 @@ def test_the_decode_step(more, expected):
 
 def test_a_misfit_is_named_last_with_its_buffers():
   report = copy.deepcopy(REPORT)
-  report["functions"]["score"] = {
+  report["functions"]["old_logprobs"] = {
     "compile_seconds": 3.0,
     "fits": False,
     "reason": "RESOURCE_EXHAUSTED: too much",

@@ -9,11 +9,12 @@ import jax
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from gspo_jax.program.checks import divides
 from repository import ROOT
 
 from gspo_jax import main, train
 from gspo_jax.program import command
-from gspo_jax.program.checks import divides
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
@@ -40,7 +41,7 @@ def parse(monkeypatch):
 def check(config):
   """What `train` does with a config before any work, on one device."""
   mesh = sharding.make_mesh(jax.devices()[:1], **config.mesh)
-  build_program(config, mesh)
+  build_program(parse(config), mesh)
 
 
 def assert_one_line(text):
@@ -189,10 +190,10 @@ def test_a_value_that_cannot_work_is_named(parse, override, words):
 def test_more_devices_than_rows(debug_config):
   mesh = sharding.make_mesh(data=8)
   with pytest.raises(UserError, match=r"prompts = 4 .*share rows = 8"):
-    build_program(debug_config, mesh)
+    build_program(parse(debug_config), mesh)
   debug_config.data.prompts = 8
   with pytest.raises(UserError, match=r"micro_batch_size = 4 .*share rows = 8"):
-    build_program(debug_config, mesh)
+    build_program(parse(debug_config), mesh)
 
 
 @pytest.mark.parametrize(

@@ -7,51 +7,55 @@ import jax
 import pytest
 
 from gspo_jax import losses
-from gspo_jax.program import config as settings
+from gspo_jax.learner.objective import METHODS
+from gspo_jax.program import settings
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
 
 def build(config):
-  return build_program(config, sharding.make_mesh(jax.devices()[:1]))
+  return build_program(parse(config), sharding.make_mesh(jax.devices()[:1]))
 
 
 def test_every_public_policy_loss_has_a_name():
   public = {n for n in losses.__all__ if n.endswith("_loss")}
-  assert {f"{n}_loss" for n in settings.OBJECTIVES} == public - {"value_loss"}
+  assert {f"{n}_loss" for n in METHODS} == public - {"value_loss"}
 
 
-@pytest.mark.parametrize("name", settings.OBJECTIVES)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_name_is_that_of_its_own_loss(debug_config, name):
   """GSPO-token is GSPO where all tokens of an answer have one advantage."""
   debug_config.objective.name = name
   # RSPO is GMPO with the router's shift, which any loss can take.
   loss = losses.gmpo_loss if name == "rspo" else getattr(losses, f"{name}_loss")
-  assert settings.objective_of(debug_config).method.func is loss
+  assert settings.objective(parse(debug_config)).method.func is loss
 
 
-@pytest.mark.parametrize("name", settings.OBJECTIVES)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_method_has_its_own_numbers(debug_config, name):
   debug_config.objective.name = name
   loss = getattr(losses, f"{name}_loss")
   own = inspect.signature(loss).parameters
-  found = settings.numbers(debug_config)
+  found = parse(debug_config).objective.method_settings()
   assert found == {k: own[k].default for k in found}
   for key in found:
     debug_config.objective[key] = 0.125
-  assert set(settings.numbers(debug_config).values()) == {0.125}
+  assert set(parse(debug_config).objective.method_settings().values()) == {
+    0.125
+  }
 
 
 def test_a_number_of_another_method_is_refused(debug_config):
   debug_config.objective.name = "sapo"
   debug_config.objective.clip_high = 0.2
   with pytest.raises(UserError, match=r"clip_high=0.2.* only tau_positive"):
-    settings.numbers(debug_config)
+    parse(debug_config).objective.method_settings()
 
 
 def test_rspo_weighs_by_the_router_and_others_when_asked(debug_config):
-  floor = lambda: settings.objective_of(debug_config).shift_floor
+  floor = lambda: settings.objective(parse(debug_config)).shift_floor
   assert floor() is None
   debug_config.objective.router_shift_floor = 0.7
   assert floor() == 0.7
@@ -63,8 +67,8 @@ def test_rspo_weighs_by_the_router_and_others_when_asked(debug_config):
 
 def test_k1_goes_into_the_reward_and_not_into_the_loss(debug_config):
   debug_config.objective.kl_coef = 0.1
-  in_loss = lambda: settings.objective_of(debug_config).kl_coef
-  in_reward = lambda: settings.credit_of(debug_config).kl_coef
+  in_loss = lambda: settings.objective(parse(debug_config)).kl_coef
+  in_reward = lambda: settings.credit(parse(debug_config)).kl_coef
   assert (in_loss(), in_reward()) == (0.1, 0.0)
   debug_config.objective.kl_estimator = "k1"
   assert (in_loss(), in_reward()) == (0.0, 0.1)
@@ -89,15 +93,17 @@ def test_it_is_scored_where_an_update_cannot_know(
 ):
   debug_config.learner.minibatches = minibatches
   debug_config.objective.update(objective)
-  cfg = settings.model_config(debug_config)
-  assert settings.scores(debug_config, cfg) == needed
+  cfg = settings.model_config(parse(debug_config))
+  assert settings.needs_old_logprobs(parse(debug_config), cfg) == needed
   in_reward = needed and minibatches == 1
-  learner, *_ = settings.learners(debug_config, cfg)
+  learner, *_ = settings.learners(parse(debug_config), cfg)
   assert learner.score_every_minibatch == in_reward
   debug_config.log.instruments = False  # then no routing is read
   dense = dataclasses.replace(cfg, num_experts=0, experts_per_token=0)
   trusted = objective.get("old_logps") == "sampler"
-  assert settings.scores(debug_config, dense) == (needed and not trusted)
+  assert settings.needs_old_logprobs(parse(debug_config), dense) == (
+    needed and not trusted
+  )
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -109,8 +115,8 @@ def test_a_program_says_whether_it_scores(debug_config, minibatches):
 def test_answers_are_drawn_as_the_config_says(debug_config):
   sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2}
   debug_config.sampler.update(sampler)
-  texts = settings.load_tokenizer(debug_config)
-  found = lambda: settings.sampler_config(debug_config, texts)
+  texts = settings.load_tokenizer(parse(debug_config))
+  found = lambda: settings.sampler_config(parse(debug_config), texts)
   for key, value in debug_config.sampler.items():
     assert getattr(found(), key) == value, key
   assert found().stop_ids == texts.stop_ids
@@ -216,7 +222,7 @@ def test_what_waits_has_to_fit_the_rest(debug_config, changes, words):
 def test_what_a_config_says_of_credit_arrives(debug_config):
   debug_config.objective.update({"name": "ppo", "zero_truncated": True})
   debug_config.critic.update({"discount": 0.5, "trace_decay": 0.25})
-  credit = settings.credit_of(debug_config)
+  credit = settings.credit(parse(debug_config))
   assert credit.zero_truncated
   assert (credit.discount, credit.trace_decay) == (0.5, 0.25)
 

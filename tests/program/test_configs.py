@@ -7,13 +7,15 @@ import re
 
 import jax
 import pytest
+from gspo_jax.program.checks import check
 from ml_collections import ConfigDict
 from repository import ROOT
 
 from configs import common
 from gspo_jax import model
-from gspo_jax.program import config as settings
-from gspo_jax.program.checks import check
+from gspo_jax.learner.objective import METHODS
+from gspo_jax.program import settings
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 
@@ -49,7 +51,7 @@ def test_no_config_adds_a_key_or_changes_a_type(name, mode):
 @each_config
 def test_debug_builds_a_program_for_one_device(name):
   mesh = sharding.make_mesh(jax.devices()[:1])
-  built = build_program(load(name, "debug"), mesh)
+  built = build_program(parse(load(name, "debug")), mesh)
   assert built.cfg.vocab_size >= 258
 
 
@@ -115,7 +117,7 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
   asked = tuple(config.mesh[axis] for axis in sharding.AXES)
   assert asked[1:] == shape[1:]
   assert asked[0] in (-1, shape[0])
-  cfg = settings.model_config(config)
+  cfg = settings.model_config(parse(config))
   params = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
   decoding = config.sampler_mesh
   groups = math.prod(shape) // (decoding.expert * decoding.tensor)
@@ -123,7 +125,7 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
     sharding.state_shardings(params, mesh)
     shards = mesh.size // mesh.shape["tensor"]
-    check(config, settings.OBJECTIVES, shards=shards)
+    check(config, METHODS, shards=shards)
 
 
 def test_an_unknown_slice_is_refused_with_those_there_are():

@@ -14,15 +14,15 @@ import numpy as np
 import observe_program as built
 import observe_run as seen
 import pytest
+from gspo_jax.program.checks import check
 from ml_collections import ConfigDict
 from observe_program import B, G, P
 
 from configs import common, tiny_cpu
 from gspo_jax import losses, model
 from gspo_jax.data.tokenizers import plain
+from gspo_jax.learner.objective import METHODS
 from gspo_jax.model import hf
-from gspo_jax.program import config as settings
-from gspo_jax.program.checks import check
 from gspo_jax.runtime import sharding
 
 
@@ -487,7 +487,7 @@ ROWS = (
     built.gradient,
     {
       name: functools.partial(built.slope, getattr(losses, f"{name}_loss"))
-      for name in settings.OBJECTIVES
+      for name in METHODS
       if name != "rspo"
     }
     | {"rspo": lambda: built.slope(losses.gmpo_loss, terms=built.shifted(0.8))},
@@ -568,7 +568,7 @@ ROWS = (
   ),
   Row(
     "objective.old_logps",
-    built.scores,
+    built.learner.needs_old_logprobs,
     {"recompute": True, "sampler": False},
     TWO,
   ),
@@ -625,7 +625,12 @@ ROWS = (
     {"k1": B, "k3": B - 4},
     KL | TWO,
   ),
-  Row("objective.kl_estimator", built.scores, {"k1": True, "k3": False}, KL),
+  Row(
+    "objective.kl_estimator",
+    built.learner.needs_old_logprobs,
+    {"k1": True, "k3": False},
+    KL,
+  ),
   Row(
     "objective.reference_every",
     built.reference_after,
@@ -778,7 +783,12 @@ ROWS = (
     {1: (1, {4}), 4: (4, {4})},
     {"learner.micro_batch_size": 4},
   ),
-  Row("learner.minibatches", built.scores, {1: False, 4: True}, MICRO),
+  Row(
+    "learner.minibatches",
+    built.learner.needs_old_logprobs,
+    {1: False, 4: True},
+    MICRO,
+  ),
   Row(
     "learner.minibatches",
     seen.order_of_phases,
@@ -954,7 +964,7 @@ def test_a_key_does_what_its_row_says(row, files):
     config = small()
     changes = {k: fill(v, files) for k, v in row.given.items()}
     config.update_from_flattened_dict(changes | {row.key: fill(value, files)})
-    check(config, settings.OBJECTIVES, shards=1)
+    check(config, METHODS, shards=1)
     found = row.observe(config)
     if expected is not DIFFERS:
       same(found, expected() if callable(expected) else expected)

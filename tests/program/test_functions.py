@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.logprobs import token_logprobs
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -29,7 +30,7 @@ def test_a_sampler_mesh_that_does_not_fit(debug_config, sampler_mesh, words):
   debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   debug_config.cold_start.batch = 16
   with pytest.raises(UserError, match=words):
-    build_program(debug_config, sharding.make_mesh(data=8))
+    build_program(parse(debug_config), sharding.make_mesh(data=8))
 
 
 def test_prompts_must_lie_evenly_where_answers_are_drawn(debug_config):
@@ -38,7 +39,7 @@ def test_prompts_must_lie_evenly_where_answers_are_drawn(debug_config):
   debug_config.sampler_mesh.tensor = 1
   debug_config.data.prompts = 12
   with pytest.raises(UserError, match=r"rows = 8 \(sampler_mesh\); .*8 and 16"):
-    build_program(debug_config, mesh)
+    build_program(parse(debug_config), mesh)
 
 
 def test_generate_splits_caches_weights_and_logits(debug_config):
@@ -46,11 +47,13 @@ def test_generate_splits_caches_weights_and_logits(debug_config):
   debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
   debug_config.sampler.max_new_tokens = 23
   debug_config.model.dtype = "float32"
-  run = build_program(debug_config, sharding.make_mesh(fsdp=2, expert=4))
+  run = build_program(parse(debug_config), sharding.make_mesh(fsdp=2, expert=4))
   shape = jax.ShapeDtypeStruct
   prompts = Prompts(shape((8, 8), jnp.int32), shape((8,), jnp.int32))
   key = jax.eval_shape(lambda: jax.random.key(0))
-  text = run.generate.lower(run.abstract.params, prompts, key).compile()
+  text = run.sampler.generate.lower(
+    run.learner.abstract.params, prompts, key
+  ).compile()
   loops = re.findall(r"= \((.*?)\) while\(", text.as_text())
   (decoding,) = [loop for loop in loops if "f32[4,4,22,16]" in loop]
   assert "f32[32,4,22,16]" not in decoding  # 32 rows, over eight devices
@@ -64,18 +67,21 @@ def iteration(run, state, step):
   rng = np.random.default_rng(step)
   tokens = rng.integers(0, 256, (4, 8)).astype(np.int32)
   asked = Prompts(tokens, np.full(4, 8, np.int32))
-  samples = run.generate(state.params, asked, jax.random.key(step))
-  rollout, key = run.assemble(asked, samples), jax.random.key(step)
-  assert run.scores
+  samples = run.sampler.generate(state.params, asked, jax.random.key(step))
+  rollout, key = (
+    run.learner.make_train_batch(asked, samples),
+    jax.random.key(step),
+  )
+  assert run.learner.needs_old_logprobs
   # Copies: a NumPy view of a buffer would forbid its donation.
   before = jax.tree.map(np.array, state)
-  state, rollout, scored = run.score(state, rollout, key)
+  state, rollout, scored = run.learner.compute_old_logprobs(state, rollout, key)
   jax.tree.map(np.testing.assert_array_equal, before, state)
-  rollout = run.appraise(state, rollout)
+  rollout = run.learner.add_reference_and_values(state, rollout)
   rewards = rng.standard_normal(16).astype(np.float32)
-  rollout = run.assign(rollout, rewards, samples.finish)
+  rollout = run.learner.assign_advantages(rollout, rewards, samples.finish)
   kept = jax.device_get(rollout)
-  state, _, learnt = run.update(state, rollout, key)
+  state, _, learnt = run.learner.update(state, rollout, key)
   metrics = jax.tree.map(jnp.add, scored, learnt)
   # Both at the sampler's temperature, else they would be far apart.
   assert metrics["mismatch/token_abs_mean"].value() < 1e-5
@@ -87,8 +93,10 @@ def iteration(run, state, step):
 def test_the_reference_stays_or_follows(debug_config, every):
   debug_config.objective.update({"kl_coef": 0.1, "reference_every": every})
   debug_config.sampler.temperature = 0.7
-  run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
-  state = run.begin(run.init(jax.random.key(0)))
+  run = build_program(
+    parse(debug_config), sharding.make_mesh(jax.devices()[:1])
+  )
+  state = run.learner.init_state(run.init_params(jax.random.key(0)))
   before = policies = [jax.device_get(state.params)]
   for step in (1, 2, 3):
     kept, state, metrics = iteration(run, state, step)
@@ -117,8 +125,10 @@ def test_the_reference_stays_or_follows(debug_config, every):
 def test_a_critic_learns_by_its_own_rate(debug_config):
   debug_config.objective.name = "ppo"
   debug_config.critic.learning_rate = 1e-9
-  run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
-  state = run.begin(run.init(jax.random.key(0)))
+  run = build_program(
+    parse(debug_config), sharding.make_mesh(jax.devices()[:1])
+  )
+  state = run.learner.init_state(run.init_params(jax.random.key(0)))
   critic = jax.device_get(state.critic.params)
   policy = jax.device_get(state.params)
   kept, state, metrics = iteration(run, state, 1)
@@ -136,16 +146,22 @@ def test_a_critic_learns_by_its_own_rate(debug_config):
 def test_what_no_update_reads_is_not_kept(debug_config):
   def scored(**objective):
     debug_config.objective.update(objective)
-    run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
+    run = build_program(
+      parse(debug_config), sharding.make_mesh(jax.devices()[:1])
+    )
     shape = jax.ShapeDtypeStruct
     prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    samples = run.generate.lower(run.abstract.params, prompts, key).out_info
+    samples = run.sampler.generate.lower(
+      run.learner.abstract.params, prompts, key
+    ).out_info
     recorded = debug_config.objective.replay == "r3"
     assert (samples.experts is not None) == recorded
-    rollout = run.assemble.lower(prompts, samples).out_info
+    rollout = run.learner.make_train_batch.lower(prompts, samples).out_info
     apply_updates = shape((), jnp.bool_)
-    lowered = run.step.lower(run.abstract, rollout, key, apply_updates)
+    lowered = run.learner.step.lower(
+      run.learner.abstract, rollout, key, apply_updates
+    )
     metrics = lowered.out_info[2]
     fields = dataclasses.asdict(rollout)
     return {k for k, x in fields.items() if x is not None}, set(metrics)
@@ -167,15 +183,17 @@ def test_an_evaluation_draws_by_chance_and_once_greedily(debug_config):
   """Read from the programs: only the first needs random numbers."""
   debug_config.objective.replay = "r3"
   debug_config.eval.samples = 3
-  run = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
+  run = build_program(
+    parse(debug_config), sharding.make_mesh(jax.devices()[:1])
+  )
   shape = jax.ShapeDtypeStruct
   prompts = Prompts(shape((4, 8), jnp.int32), shape((4,), jnp.int32))
   key = jax.eval_shape(lambda: jax.random.key(0))
   for generate, rows, random in (
-    (run.generate_eval, 12, True),
-    (run.generate_greedy, 4, False),
+    (run.sampler.generate_eval, 12, True),
+    (run.sampler.generate_greedy, 4, False),
   ):
-    made = generate.lower(run.abstract.params, prompts, key)
+    made = generate.lower(run.learner.abstract.params, prompts, key)
     assert made.out_info.lengths.shape == (rows,)
     assert made.out_info.experts is None  # no update reads them
     assert ("threefry" in made.as_text()) == random
@@ -186,13 +204,15 @@ def test_a_function_that_compiles_again_is_told(debug_config):
   debug_config.continuous_batching.update(
     {"slots": 4, "page_size": 4, "prefill_chunk": 8}
   )
-  found = build_program(debug_config, sharding.make_mesh(jax.devices()[:1]))
+  found = build_program(
+    parse(debug_config), sharding.make_mesh(jax.devices()[:1])
+  )
   found.check_compiled_once()
   for name, most in found.generate.compilations().items():
     jitted = types.SimpleNamespace(_cache_size=lambda most=most: most + 1)
     functions = dataclasses.replace(
-      found.generate.devices, **{name: sharding.MeshJit(jitted, found.mesh)}
+      found.generate.jitted, **{name: sharding.MeshJit(jitted, found.mesh)}
     )
-    again = dataclasses.replace(found.generate, devices=functions)
+    again = dataclasses.replace(found.generate, jitted=functions)
     with pytest.raises(RuntimeError, match=rf"generate\.{name} was compiled"):
       dataclasses.replace(found, generate=again).check_compiled_once()

@@ -6,6 +6,7 @@ import pytest
 
 from gspo_jax.model import hf
 from gspo_jax.program import load_params
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
@@ -15,12 +16,12 @@ from gspo_jax.runtime.errors import UserError
 @pytest.fixture
 def made(debug_config):
   debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
-  return build_program(debug_config, sharding.make_mesh(data=8))
+  return build_program(parse(debug_config), sharding.make_mesh(data=8))
 
 
 def fresh(made, seed):
   with jax.set_mesh(made.mesh):
-    return made.begin(made.init(jax.random.key(seed)))
+    return made.learner.init_state(made.init_params(jax.random.key(seed)))
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_a_hugging_face_folder(debug_config, made, tmp_path):
   load_params.adopt(debug_config, str(tmp_path / "hf"))
   assert debug_config.model.checkpoint == str(tmp_path / "hf")
   debug_config.data.tokenizer = "bytes"
-  again = build_program(debug_config, made.mesh)
+  again = build_program(parse(debug_config), made.mesh)
   require_equal(load(debug_config, again, tmp_path / "hf"), wanted)
 
 
@@ -73,7 +74,7 @@ def test_a_hugging_face_folder(debug_config, made, tmp_path):
 )
 def test_another_model(debug_config, made, run, section, changes, words):
   debug_config[section].update(changes)
-  other = build_program(debug_config, made.mesh)
+  other = build_program(parse(debug_config), made.mesh)
   with pytest.raises(UserError, match=words):
     load(debug_config, other, run)
 
@@ -82,7 +83,7 @@ def test_other_settings_of_the_same_model(debug_config, made, run):
   debug_config.model.remat = True
   debug_config.model.dtype = "bfloat16"
   debug_config.sampler.max_new_tokens = 9
-  other = build_program(debug_config, made.mesh)
+  other = build_program(parse(debug_config), made.mesh)
   require_equal(load(debug_config, other, run), fresh(made, 2).params)
 
 

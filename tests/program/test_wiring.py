@@ -20,9 +20,11 @@ import pytest
 from configs import tiny_cpu
 from gspo_jax import model
 from gspo_jax.learner import credit, critic, experience, train_step
+from gspo_jax.learner.objective import METHODS
 from gspo_jax.learner.train_batch import MinibatchSplit, TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
-from gspo_jax.program import config as settings
+from gspo_jax.program import settings
+from gspo_jax.program.config import parse
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 
 
@@ -41,7 +43,7 @@ REWARDS = np.array([1.0, 0.0, 0.5, 2.0, 0.25, 0.75, 0.5, 0.5])
 CUT = np.array([0, 0, 1, 0, 0, 1, 0, 0], bool)
 MASK = np.arange(R) < np.array([5, 1, 3, 4, 5, 2, 4, 5])[:, None]
 
-NAMES = list(settings.OBJECTIVES)
+NAMES = list(METHODS)
 # Numbers that are no method's own, where they change what is clipped.
 NUMBERS = {
   "gspo": {"clip_low": 2e-4, "clip_high": 8e-4},
@@ -149,7 +151,14 @@ def entropy(x):
 
 
 def table(
-  params, cfg, rows, *, temperature, routes=None, replay=False, own=None
+  params,
+  cfg,
+  rows,
+  *,
+  temperature,
+  routes=None,
+  replay=False,
+  use_own_experts=None,
 ):
   """Stands for `rollout.logprobs`."""
   i = rows.tokens[:, 0]
@@ -157,8 +166,8 @@ def table(
   chosen = jnp.broadcast_to(CHOSEN, (L, len(i), 1 + R, K))
   if routes is None:
     routes = chosen
-  if own is not None:
-    routes = jnp.where(own, chosen, routes)
+  if use_own_experts is not None:
+    routes = jnp.where(use_own_experts, chosen, routes)
   if replay:
     logps = logps + sent(routes[0])
   router = params["router"][i].swapaxes(0, 1)
@@ -183,7 +192,7 @@ def policy(monkeypatch):
 def assign(config, rows):
   finish = jnp.where(CUT, TRUNCATED, STOPPED).astype(jnp.int8)
   rewards = jnp.asarray(REWARDS, jnp.float32)
-  how = settings.credit_of(config)
+  how = settings.credit(parse(config))
   return credit.assign_advantages(rows, rewards, finish, credit=how)
 
 
@@ -306,7 +315,7 @@ def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
   rows = assign(config, rows)
   wanted = expect(config, params, rows)
   assert_close(rows.advantages, wanted.advantages)
-  learner, *_ = settings.learners(config, CFG)
+  learner, *_ = settings.learners(parse(config), CFG)
   value, grads = slope_of(learner.loss, params, rows)
   loss, slope = oracle(name, term)
   assert_close(value, loss)
@@ -318,7 +327,7 @@ def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
 
 def begin(config, params):
   """A state, and an update by plain descent."""
-  learner, *_ = settings.learners(config, CFG)
+  learner, *_ = settings.learners(parse(config), CFG)
   learner = learner._replace(optimizer=optax.sgd(1.0))
   state = train_step.init_state(
     jax.tree.map(jnp.asarray, params), optimizer=learner.optimizer
@@ -390,7 +399,7 @@ def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
   )
   state, update = begin(config, params)
   scored, sums = blank, []
-  asked = settings.scores(config, CFG)
+  asked = settings.needs_old_logprobs(parse(config), CFG)
   assert asked == (minibatches == 2 or term == "k1")
   if asked:
     state, scored, metrics = update(state, blank, apply_updates=np.False_)
@@ -442,7 +451,7 @@ def test_the_critic_is_that_of_the_config(policy):
   rows = assign(config, rows)
   _, returns = expected_advantages(config, rows)
   np.testing.assert_allclose(rows.returns, returns, atol=1e-5)
-  _, judge, _ = settings.learners(config, CFG)
+  _, judge, _ = settings.learners(parse(config), CFG)
   value, grads = slope_of(judge.loss, params, rows)
   losses, cuts, slopes = oracles.value_loss(
     params["values"], rows.values, returns, MASK, clip=0.1
@@ -460,7 +469,7 @@ def test_without_routing_the_loss_is_the_same(policy):
   rows = dataclasses.replace(
     assign(config, rows), experts=None, router_logps=None
   )
-  learner, *_ = settings.learners(config, CFG)
+  learner, *_ = settings.learners(parse(config), CFG)
   value, grads = slope_of(learner.loss, params, rows)
   loss, slope = oracle("gspo", "nothing")
   assert_close(value, loss)

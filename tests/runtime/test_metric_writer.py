@@ -253,8 +253,8 @@ def test_resume_drops_lines_and_samples_after_the_restored_step(tmp_path):
   assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(kept)
   assert steps_of(tmp_path, "distributions.jsonl") == [1, 7]
   assert {p.name for p in (tmp_path / "samples").iterdir()} == {
-    "step_000001.txt",
-    "step_000007.txt",
+    "step_000001.jsonl",
+    "step_000007.jsonl",
     "notes.txt",
   }
   assert {step for _, step in tensorboard_values(tmp_path)} == {1, 7}
@@ -288,12 +288,10 @@ def test_an_invalid_line_is_an_error_and_nothing_is_lost(tmp_path, line):
   run_steps(tmp_path, [9])
   text = f'{{"step": 1}}\n{line}\n{{"step": 2}}\n'
   file.write_text(text)
-  with pytest.raises(
-    UserError, match=r"^\S+metrics\.jsonl, line 2: .*expected"
-  ):
+  with pytest.raises(UserError, match=r"^\S+metrics\.jsonl:2: .*expected"):
     open_writer(tmp_path, resume=2)
   assert file.read_text() == text
-  assert (tmp_path / "samples" / "step_000009.txt").exists()
+  assert (tmp_path / "samples" / "step_000009.jsonl").exists()
 
 
 @pytest.mark.parametrize("resume", [0, 2])
@@ -333,7 +331,7 @@ def test_a_new_run_moves_earlier_runs_aside(tmp_path):
     rows = (tmp_path / f"metrics.jsonl{name}").read_text()
     assert [list(json.loads(r))[1] for r in rows.splitlines()] == [tag, tag]
     assert steps_of(tmp_path, f"distributions.jsonl{name}") == [0, 1]
-    sample = tmp_path / f"samples{name}" / "step_000001.txt"
+    sample = tmp_path / f"samples{name}" / "step_000001.jsonl"
     assert f"{tag}1" in sample.read_text()
   assert {tag for tag, _ in tensorboard_values(tmp_path)} == {
     "c",
@@ -417,11 +415,8 @@ def test_samples_are_readable_and_harmless(tmp_path, capsys):
   rows = [("2+2?", answer, "4", 1.0)] + [("q", f"a{i}", "r", 0) for i in "123"]
   with open_writer(tmp_path) as writer:
     writer.samples(10, rows)
-  text = (tmp_path / "samples" / "step_000010.txt").read_text()
-  assert "line 1\nline 2\\x1b[2J\\r\\ud800 中文 long" in text
-  assert "\\boxed{4}" in text
-  assert len(re.findall("^---- ", text, re.M)) == 4
-  assert "reference: 4\n" in text
+  samples = run_files.read_samples(tmp_path / "samples")[10]
+  assert samples == [(10, *row) for row in rows]
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 3
   assert all(len(line) <= 120 and line.isprintable() for line in lines)
@@ -494,7 +489,7 @@ def test_a_bucket_holds_the_same_as_a_folder(tmp_path, monkeypatch):
   assert {
     "metrics.jsonl.1",
     "distributions.jsonl.1",
-    "samples.1/step_000003.txt",
+    "samples.1/step_000003.jsonl",
   } < contents(local)[0]
 
 

@@ -22,6 +22,7 @@ import pytest
 from repository import ROOT
 
 from configs import tiny_cpu
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
@@ -136,7 +137,7 @@ def rows(workdir):
 
 def final_params(workdir):
   mesh = sharding.make_mesh(jax.devices()[:1])
-  abstract = build_program(tiny_cpu.get_config("debug"), mesh).abstract
+  abstract = build_program(parse(tiny_cpu.get_config("debug")), mesh).abstract
   with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
     restored = checkpoints.restore(
       {"params": abstract.params}, lambda *_: None, part=True
@@ -167,7 +168,7 @@ def assert_same_run(workdir, reference, atol=1e-5):
 def assert_same_samples(workdir, reference):
   """Both show the first responses of process 0."""
   for step in (2, STEPS):
-    name = f"samples/step_{step:06d}.txt"
+    name = f"samples/step_{step:06d}.jsonl"
     assert (workdir / name).read_text() == (reference / name).read_text()
 
 

@@ -13,6 +13,7 @@ import pytest
 from configs import moe_tpu_v5
 from gspo_jax.plan import analysis, chips, lower
 from gspo_jax.plan import compile as plan_compile
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding as sh
 from gspo_jax.sampler.decode_params import decode_params_sharding
@@ -51,7 +52,7 @@ class Segment:
     where, self.slots = chips.parse(topology), SLOTS[topology]
     devices = plan_compile.devices(where, 1)
     config = configured(len(devices), self.slots)
-    made = build_program(config, sh.make_mesh(devices, **config.mesh))
+    made = build_program(parse(config), sh.make_mesh(devices, **config.mesh))
     key = jax.eval_shape(lambda: jax.random.key(0))
     lowered, _ = lower._lower_continuous_sampler(config, made, key)
     self.done = plan_compile.compile_one(lowered["generate"])

@@ -21,7 +21,8 @@ from gspo_jax import losses, model
 from gspo_jax.learner import objective, train_batch, train_step
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.losses import Terms
-from gspo_jax.program import config as settings
+from gspo_jax.program import settings
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
@@ -52,26 +53,30 @@ def tokens_of_seven(config):
 
 def weight_shards(config, mesh):
   """What one device holds of the queries' weights, and of the experts'."""
-  layers = build_program(config, mesh).abstract.params["layers"]
+  layers = build_program(parse(config), mesh).abstract.params["layers"]
   shard = lambda x: x.sharding.shard_shape(x.shape)
   return shard(layers["attention"]["q"]), shard(layers["moe"]["gate_up"])
 
 
 def decoding_mesh(config):
-  made = build_program(config, sharding.make_mesh(data=8))
-  each = made.generate, made.generate_eval, made.generate_greedy
+  made = build_program(parse(config), sharding.make_mesh(data=8))
+  each = (
+    made.sampler.generate,
+    made.sampler.generate_eval,
+    made.sampler.generate_greedy,
+  )
   (shape,) = {tuple(function.mesh.shape.values()) for function in each}
   return shape
 
 
 def embedding(config):
   made = built(config)
-  return *made.abstract.params["embed"].shape, made.cfg.num_layers
+  return *made.learner.abstract.params["embed"].shape, made.cfg.num_layers
 
 
 def first_weights(config):
   """A number of the weights a run begins with; "drawn" where none are read."""
-  init = built(config).init
+  init = built(config).init_params
   if isinstance(init, MeshJit):
     return "drawn"
   return float(init(jax.random.key(0))["embed"][0, 0])
@@ -93,21 +98,23 @@ def each_once(observe):
 
 @each_once
 def built(config):
-  return build_program(config, one_device())
+  return build_program(parse(config), one_device())
 
 
 @each_once
 def step_traced(config) -> list:
   """The operations of a step, which scores or updates."""
   made, apply_updates = built(config), np.bool_(True)
-  given = made.abstract, made_rollout(), KEY, apply_updates
-  return list(operations(made.step.jitted.trace(*given).jaxpr.jaxpr))
+  given = made.learner.abstract, made_rollout(), KEY, apply_updates
+  return list(operations(made.learner.step.jitted.trace(*given).jaxpr.jaxpr))
 
 
 @each_once
 def generate_traced(config) -> list:
   made = built(config)
-  traced = made.generate.jitted.trace(made.abstract.params, PROMPTS, KEY)
+  traced = made.sampler.generate.jitted.trace(
+    made.learner.abstract.params, PROMPTS, KEY
+  )
   return list(operations(traced.jaxpr.jaxpr))
 
 
@@ -204,16 +211,20 @@ def drawn_by(params, config) -> list[Samples]:
   )
   with bigram.by_the_operation():
     return [
-      made.generate(params, PROMPTS, key),
-      made.generate_eval(params, once, key),
-      made.generate_greedy(params, once, key),
+      made.sampler.generate(params, PROMPTS, key),
+      made.sampler.generate_eval(params, once, key),
+      made.sampler.generate_greedy(params, once, key),
     ]
 
 
 def answers_drawn(config):
   """[answers, slots] of generate, generate_eval and generate_greedy."""
   made, key = built(config), jax.random.key(1)
-  each = made.generate, made.generate_eval, made.generate_greedy
+  each = (
+    made.sampler.generate,
+    made.sampler.generate_eval,
+    made.sampler.generate_greedy,
+  )
   shapes = lambda f: jax.eval_shape(f, bigram.params(), PROMPTS, key)
   with bigram.by_the_operation():
     return [shapes(f).tokens.shape for f in each]
@@ -260,21 +271,21 @@ def records_routing(config):
 
 def pool(config):
   """Slots, pages and tokens of a page; None where all decode together."""
-  made = built(config).generate
+  made = built(config).sampler.generate
   if not isinstance(made, ContinuousSampler):
     return None
   with bigram.by_the_operation():
-    state, _ = made.devices.begin(made.devices.fresh(P))
-  return len(state.drawn), *state.pages.k[0].shape[1:3]
+    state, _ = made.jitted.begin(made.jitted.empty_samples(P))
+  return len(state.num_tokens), *state.pages.k[0].shape[1:3]
 
 
 def segment(config):
   """Decode steps of a segment, and tokens of a forward pass of prefill."""
-  devices, params = built(config).generate.devices, bigram.params()
+  devices, params = built(config).sampler.generate.jitted, bigram.params()
   state, samples = jax.eval_shape(
-    lambda: devices.begin.jitted(devices.fresh.jitted(P))
+    lambda: devices.begin.jitted(devices.empty_samples.jitted(P))
   )
-  like = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.drawn)
+  like = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.num_tokens)
   like["active"] = like["new"] = state.pages.active
   orders = SegmentPlan(**like | {"table": state.pages.table})
   with bigram.in_place():
@@ -315,7 +326,7 @@ def assembled(config) -> TrainBatch:
   recorded = config.objective.replay == "r3"
   with bigram.by_the_operation():
     samples = made_samples(EXPERTS if recorded else None)
-    return built(config).assemble(PROMPTS, samples)
+    return built(config).learner.make_train_batch(PROMPTS, samples)
 
 
 def fields_kept(config):
@@ -331,7 +342,7 @@ def score(config) -> TrainBatch:
 
 
 def scores(config):
-  return built(config).scores
+  return built(config).learner.needs_old_logprobs
 
 
 def temperature_of_score(config):
@@ -341,8 +352,8 @@ def temperature_of_score(config):
 def temperature_of_reference(config):
   made, rows = built(config), made_rollout()
   with bigram.by_the_operation():
-    state = made.begin(bigram.params(7))
-    rows = made.appraise(state, rows)
+    state = made.learner.init_state(bigram.params(7))
+    rows = made.learner.add_reference_and_values(state, rows)
   return _fits(rows.reference_logps, bigram.params(7))
 
 
@@ -396,7 +407,7 @@ def learn(config) -> Learnt:
 def step(made, rows, name):
   """What a program's score or update, by its name, makes of the rows."""
   with bigram.by_the_operation():
-    state = made.begin(bigram.params())
+    state = made.learner.init_state(bigram.params())
     return getattr(made, name)(state, rows, KEY)
 
 
@@ -414,7 +425,7 @@ def first_gradient(config):
 
 def _gradient(config, first):
   made = built(config)
-  learner, *_ = settings.learners(config, made.cfg)
+  learner, *_ = settings.learners(parse(config), made.cfg)
   batches = jax.tree.map(lambda x: x[None], made_rollout())
   with bigram.by_the_operation():
     found, *_ = train_step.gradient(
@@ -496,7 +507,7 @@ def shifted(floor):
     found = routing(rows, routes=rows.experts.swapaxes(0, 1))
     new = found.log_probs[:, :, S - 1 : -1].swapaxes(0, 1)
     moved = jnp.abs(new - rows.router_logps).mean((1, 3))
-    return {"shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
+    return {"log_ratio_shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
 
   return terms
 
@@ -519,7 +530,9 @@ def assign(config) -> TrainBatch:
   """The made-up rollout with its advantages and returns."""
   rows = made_rollout()
   with bigram.by_the_operation():
-    return built(config).assign(rows, REWARDS, made_samples().finish)
+    return built(config).learner.assign_advantages(
+      rows, REWARDS, made_samples().finish
+    )
 
 
 def advantages(config):
@@ -589,7 +602,7 @@ def passes(config, name="update"):
   rows = train_batch.make_train_batch(PROMPTS, made_samples().tokens, LENGTHS)
   rows = dataclasses.replace(rows, advantages=ids)
   with mock.patch.object(objective, "policy_loss", note):
-    made = build_program(config, one_device())  # not one that is kept
+    made = build_program(parse(config), one_device())  # not one that is kept
     after, _, _ = step(made, rows, name)
   return found, int(after.opt_state[1][0].count)
 
@@ -615,8 +628,8 @@ def rows_at_once(config):
   """Rows of a forward pass: of appraise, update and imitation."""
   made, params = built(config), bigram.params()
   with bigram.by_the_operation():
-    state = jax.eval_shape(made.begin, params)
-    cold = jax.eval_shape(made.begin_imitation, params)
+    state = jax.eval_shape(made.learner.init_state, params)
+    cold = jax.eval_shape(made.cold_start.init_state, params)
 
   def rows(f, *args):
     with _passes() as passes, bigram.by_the_operation():
@@ -624,9 +637,9 @@ def rows_at_once(config):
     return {rows for rows, _ in passes}
 
   return [
-    rows(made.appraise, state, made_rollout()),
-    rows(made.update, state, made_rollout(), KEY),
-    rows(made.imitate, cold, DEMONSTRATED, KEY),
+    rows(made.learner.add_reference_and_values, state, made_rollout()),
+    rows(made.learner.update, state, made_rollout(), KEY),
+    rows(made.cold_start.update, cold, DEMONSTRATED, KEY),
   ]
 
 
@@ -680,7 +693,7 @@ def imitation_step(config):
   """How far a weight moves in the first step, to two digits."""
   made, params = built(config), bigram.params()
   with bigram.by_the_operation():
-    state = made.begin_imitation(params)
-    after, _ = made.imitate(state, DEMONSTRATED, KEY)
+    state = made.cold_start.init_state(params)
+    after, _ = made.cold_start.update(state, DEMONSTRATED, KEY)
   moved = np.abs(after.params["head"] - params["head"])
   return float(f"{np.median(moved[moved > 0.5 * moved.max()]):.1e}")

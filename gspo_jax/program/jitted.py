@@ -1,0 +1,272 @@
+"""Each function of a program, jitted with its shardings and donations."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import model, sampler
+from gspo_jax.learner import (
+  cold_start,
+  credit,
+  critic,
+  experience,
+  train_batch,
+  train_step,
+)
+from gspo_jax.learner.train_step import TrainState
+from gspo_jax.model import hf, rounding
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.sampler import samples as groups
+from gspo_jax.sampler.samples import samples_sharding
+
+# Collectives that run beside the matrix units on chips with SparseCores.
+_SPARSE_CORES = ("TPU v5", "TPU v5p")
+_OFFLOADED = (
+  "all_gather",
+  "reduce_scatter",
+  "all_reduce",
+  "2d_all_gather",
+  "3d_all_gather",
+  "nd_reduce_scatter",
+)
+
+
+def _training_options(mesh) -> dict:
+  """Compiler options of what trains.
+
+  They round as the sampler does, and hide large collectives behind matrix
+  products.
+  """
+  if mesh.devices.flat[0].device_kind not in _SPARSE_CORES:
+    return rounding.OPTIONS
+  offload = "xla_tpu_enable_sparse_core_collective_offload_"
+  return rounding.OPTIONS | {offload + kind: True for kind in _OFFLOADED}
+
+
+def shardings(abstract):
+  """The shardings of a tree of abstract arrays."""
+  return jax.tree.map(lambda x: x.sharding, abstract)
+
+
+def _abstract(make, mesh):
+  """Shapes and shardings of what `make` gives for a key."""
+  shapes = jax.eval_shape(make, jax.random.key(0))
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    sharding.state_shardings(shapes, mesh),
+  )
+
+
+def abstract_params(cfg, mesh):
+  """Shapes and shardings of the weights."""
+  return _abstract(lambda key: model.init(key, cfg), mesh)
+
+
+def abstract_state(new_state, cfg, mesh) -> TrainState:
+  """Shapes and shardings of a state; `new_state`: params -> state."""
+  return _abstract(lambda key: new_state(model.init(key, cfg)), mesh)
+
+
+def init_params(folder: str, cfg, abstract, mesh):
+  """key -> params: those of a Hugging Face folder, else random ones."""
+  lay = shardings(abstract)
+  if folder:
+    return lambda key: hf.load_hf(folder, cfg, shardings=lay)
+  init = functools.partial(model.init, cfg=cfg)
+  return MeshJit(jax.jit(init, out_shardings=lay), mesh)
+
+
+def new_state(params, *, learners, config, cfg) -> TrainState:
+  """A state of these weights, with the reference and the critic it needs."""
+  state = train_step.init_state(params, optimizer=learners.policy.optimizer)
+  reference = value = None
+  if config.objective.kl_coef:
+    # In the dtype of the forward pass nothing is lost.
+    reference = jax.tree.map(lambda x: x.astype(cfg.dtype), params)
+  if learners.critic:
+    value = train_step.init_state(
+      critic.init(params), optimizer=learners.critic.optimizer
+    )
+  return dataclasses.replace(state, reference=reference, critic=value)
+
+
+def new_cold_start_state(params, *, learners) -> TrainState:
+  """A state of these weights for supervised fine-tuning."""
+  return train_step.init_state(params, optimizer=learners.cold_start.optimizer)
+
+
+def init_state(new_state, abstract, mesh) -> MeshJit:
+  """params -> state; donates the params."""
+  jitted = jax.jit(
+    new_state,
+    in_shardings=(shardings(abstract.params),),
+    out_shardings=shardings(abstract),
+    donate_argnums=0,
+  )
+  return MeshJit(jitted, mesh)
+
+
+def generate(cfg, sampling, *, params, mesh, sampler_mesh) -> MeshJit:
+  """(params, prompts, key) -> samples, by the static sampler."""
+  batch, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+
+  def sample(params, prompts, key):
+    # Arrays of another mesh must be moved to this one before they are used.
+    prompts = sharding.constrain_batch(prompts, axis=0)
+    key = sharding.constrain(key)
+    return sampler.generate(params, cfg, prompts, key, sampler=sampling)
+
+  jitted = jax.jit(
+    sample,
+    in_shardings=(shardings(params), batch, replicated),
+    out_shardings=samples_sharding(sampling, mesh),
+    compiler_options=rounding.OPTIONS,
+  )
+  return MeshJit(jitted, sampler_mesh)
+
+
+def merge_groups(sampling, mesh) -> MeshJit:
+  """(samples, samples, index) -> samples."""
+  lay = samples_sharding(sampling, mesh)
+  jitted = jax.jit(
+    groups.merge_groups,
+    in_shardings=(lay, lay, sharding.replicated(mesh)),
+    out_shardings=lay,
+  )
+  return MeshJit(jitted, mesh)
+
+
+def take_groups(cfg, sampling, mesh) -> MeshJit:
+  """(samples, index) -> samples."""
+  lay = samples_sharding(sampling, mesh)
+  jitted = jax.jit(
+    functools.partial(groups.take_groups, cfg=cfg, sampler=sampling),
+    in_shardings=(lay, sharding.replicated(mesh)),
+    out_shardings=lay,
+  )
+  return MeshJit(jitted, mesh)
+
+
+def empty_samples(prompts, width, cfg, sampling, mesh) -> MeshJit:
+  """() -> samples without tokens, to as many prompts of that width."""
+  make = functools.partial(groups.empty_samples, prompts, width, cfg, sampling)
+  lay = samples_sharding(sampling, mesh)
+  return MeshJit(jax.jit(make, out_shardings=lay), mesh)
+
+
+def make_train_batch(cfg, fields, mesh) -> MeshJit:
+  """(prompts, samples) -> batch."""
+  batch = sharding.batch_sharding(mesh)
+  make = functools.partial(
+    train_batch.train_batch_from_samples, cfg=cfg, fields=fields
+  )
+  jitted = jax.jit(make, in_shardings=(batch, None), out_shardings=batch)
+  return MeshJit(jitted, mesh)
+
+
+def add_reference_and_values(config, cfg, abstract, mesh) -> MeshJit | None:
+  """(state, batch) -> batch; None without a reference and a critic."""
+  if abstract.reference is None and abstract.critic is None:
+    return None
+  batch_sharding = sharding.batch_sharding(mesh)
+
+  def add(state, batch):
+    return experience.add_reference_and_values(
+      batch,
+      cfg,
+      reference=state.reference,
+      critic_params=state.critic and state.critic.params,
+      micro_batch_size=config.learner.micro_batch_size,
+      temperature=config.sampler.temperature,
+    )
+
+  jitted = jax.jit(
+    add,
+    in_shardings=(shardings(abstract), batch_sharding),
+    out_shardings=batch_sharding,
+    donate_argnums=1,
+    compiler_options=_training_options(mesh),
+  )
+  return MeshJit(jitted, mesh)
+
+
+def assign_advantages(credit_config, mesh) -> MeshJit:
+  """(batch, rewards [B], finish [B]) -> batch."""
+  assign = functools.partial(credit.assign_advantages, credit=credit_config)
+  batch = sharding.batch_sharding(mesh)
+  return MeshJit(jax.jit(assign, out_shardings=batch, donate_argnums=0), mesh)
+
+
+def step(learners, reference_every: int, abstract, mesh) -> MeshJit:
+  """(state, batch, key, apply_updates) -> (state, batch, metrics)."""
+  state_sharding, batch = shardings(abstract), sharding.batch_sharding(mesh)
+  replicated = sharding.replicated(mesh)
+  jitted = jax.jit(
+    functools.partial(
+      _step, learners=learners, reference_every=reference_every
+    ),
+    in_shardings=(state_sharding, batch, replicated, replicated),
+    out_shardings=(state_sharding, batch, replicated),
+    donate_argnums=(0, 1),
+    compiler_options=_training_options(mesh),
+  )
+  return MeshJit(jitted, mesh)
+
+
+def _step(state, batch, key, apply_updates, *, learners, reference_every):
+  """Computes old log-probs, or updates policy, critic and reference."""
+  new, batch, metrics = train_step.update(
+    state, batch, key, learner=learners.policy, apply_updates=apply_updates
+  )
+  if learners.critic:
+    learn = functools.partial(
+      _update_critic, state.critic, batch, key, learners.critic
+    )
+    shapes = jax.eval_shape(learn)[1]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    value, critic_metrics = train_step.run_if(
+      apply_updates, learn, (state.critic, zeros)
+    )
+    new = dataclasses.replace(new, critic=value)
+    metrics |= critic_metrics
+  if reference_every:
+    due = apply_updates & (new.step % reference_every == 0)
+    follow = lambda old, x: jnp.where(due, x.astype(old.dtype), old)
+    reference = jax.tree.map(follow, state.reference, new.params)
+    new = dataclasses.replace(new, reference=reference)
+  return new, batch, metrics
+
+
+def _update_critic(state, batch, key, learner):
+  """The critic after an update, and its metrics."""
+  value, _, metrics = train_step.update(state, batch, key, learner=learner)
+  metrics["critic/grad_norm"] = metrics.pop("grad/norm")
+  return value, metrics
+
+
+def cold_start_update(learner, abstract, mesh) -> MeshJit:
+  """(state, arrays of demonstrations, key) -> (state, metrics)."""
+  state_sharding = shardings(abstract)
+  replicated = sharding.replicated(mesh)
+
+  def update(state, arrays, key):
+    batch = cold_start.demonstration_batch(arrays)
+    state, _, metrics = train_step.update(state, batch, key, learner=learner)
+    return state, metrics
+
+  jitted = jax.jit(
+    update,
+    in_shardings=(
+      state_sharding,
+      sharding.batch_sharding(mesh),
+      replicated,
+    ),
+    out_shardings=(state_sharding, replicated),
+    donate_argnums=0,
+    compiler_options=_training_options(mesh),
+  )
+  return MeshJit(jitted, mesh)

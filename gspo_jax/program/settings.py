@@ -1,0 +1,243 @@
+"""What a config gives each wing: its frozen settings."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from gspo_jax import model
+from gspo_jax.data import tokenizers
+from gspo_jax.data.prompt_batch import PromptConfig
+from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.learner import critic, optimizer
+from gspo_jax.learner.cold_start import cross_entropy
+from gspo_jax.learner.credit import CreditConfig
+from gspo_jax.learner.objective import (
+  METHODS,
+  MismatchCorrection,
+  Objective,
+  policy_loss,
+)
+from gspo_jax.learner.optimizer import OptimConfig
+from gspo_jax.learner.train_batch import TrainBatchFields
+from gspo_jax.learner.train_step import Learner
+from gspo_jax.model import hf
+from gspo_jax.program.config import Config
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler.paging import ContinuousBatchingConfig
+from gspo_jax.sampler.samples import SamplerConfig
+
+
+def model_config(config: Config) -> model.ModelConfig:
+  """The policy's sizes: of `model.checkpoint`, else of `model.variant`."""
+  changes = dataclasses.asdict(config.model)
+  name, folder = changes.pop("variant"), changes.pop("checkpoint")
+  if folder:
+    return hf.config_from_hf(folder, **changes)
+  return model.variant(name, **changes)
+
+
+def load_tokenizer(config: Config, cfg: model.ModelConfig) -> Tokenizer:
+  """The tokenizer of `data.tokenizer`, of the checkpoint, or bytes.
+
+  Raises:
+    UserError: there is none, or it has more tokens than the model.
+  """
+  tokenizer = tokenizers.load(
+    config.data.tokenizer or config.model.checkpoint or "bytes"
+  )
+  if tokenizer.vocab_size > cfg.vocab_size:
+    raise UserError(
+      f"the tokenizer has {tokenizer.vocab_size} tokens and the model room for "
+      f"{cfg.vocab_size}: expected data.tokenizer and the model to be a pair"
+    )
+  return tokenizer
+
+
+def sampler_config(config: Config, tokenizer: Tokenizer) -> SamplerConfig:
+  """How the responses of an iteration are sampled."""
+  return SamplerConfig(
+    group_size=config.rollout.group_size,
+    stop_ids=tokenizer.stop_ids,
+    pad_id=tokenizer.pad_id,
+    record_routing=config.objective.replay == "r3",
+    **dataclasses.asdict(config.sampler),
+  )
+
+
+def continuous_batching(config: Config) -> ContinuousBatchingConfig | None:
+  """The slots and pages of continuous batching; None: the static sampler."""
+  c = config.continuous_batching
+  return ContinuousBatchingConfig(**dataclasses.asdict(c)) if c.slots else None
+
+
+def prompt_config(config: Config, tokenizer: Tokenizer) -> PromptConfig:
+  """How problems become prompts."""
+  return PromptConfig(
+    tokenizer=tokenizer,
+    width=config.data.max_prompt_length,
+    system=config.data.system_prompt,
+    instruction=config.data.instruction,
+    too_long=config.data.too_long,
+  )
+
+
+def objective(config: Config) -> Objective:
+  """The method, its numbers, and what is added to its loss."""
+  c = config.objective
+  method, _, unit = c.mismatch.partition("_")
+  mismatch = None
+  if unit:
+    mismatch = MismatchCorrection(
+      method, unit, c.mismatch_cap, c.mismatch_floor
+    )
+  floor = c.router_shift_floor
+  if floor == -1:
+    floor = 0.8 if c.name == "rspo" else 0.0  # arXiv 2510.23027v2
+  return Objective(
+    method=functools.partial(METHODS[c.name], **c.method_settings()),
+    dual_clip=c.dual_clip or None,
+    kl_coef=0.0 if c.has_kl_in_reward else c.kl_coef,
+    kl_estimator=c.kl_estimator,
+    entropy_coef=c.entropy_coef,
+    mismatch=mismatch,
+    shift_floor=floor or None,
+    replay=c.replay,
+    sampler_logps=c.old_logps == "sampler",
+    instruments=config.log.instruments,
+  )
+
+
+def train_batch_fields(
+  config: Config, cfg: model.ModelConfig
+) -> TrainBatchFields:
+  """The fields that an update reads of a batch."""
+  settings, c = objective(config), config.objective
+  old_routers = settings.instruments or settings.shift_floor is not None
+  return TrainBatchFields(
+    sampler_logps=settings.sampler_logps,
+    experts=cfg.num_experts > 0 and (old_routers or c.replay == "r2"),
+    router_logps=cfg.num_experts > 0 and old_routers,
+    reference=c.kl_coef > 0,
+    critic=c.has_critic,
+  )
+
+
+def needs_old_logprobs(config: Config, cfg: model.ModelConfig) -> bool:
+  """Whether a forward pass of the old policy comes before an update.
+
+  It does not where there is one minibatch, whose own forward pass has them, or
+  where the sampler's log-probs are the old ones. Then the metrics of the old
+  policy (`mismatch/*`, `policy/entropy`, `moe/*`) are of the first minibatch.
+  """
+  fields = train_batch_fields(config, cfg)
+  several = config.learner.minibatches > 1
+  unknown = not fields.sampler_logps or fields.experts
+  return _rewards_need_old_logprobs(config) or (several and unknown)
+
+
+def _rewards_need_old_logprobs(config) -> bool:
+  """Whether every response needs its old log-probs for its reward (k1)."""
+  c = config.objective
+  return c.has_kl_in_reward and c.old_logps == "recompute"
+
+
+def credit(config: Config) -> CreditConfig:
+  """How rewards become advantages."""
+  c = config.objective
+  return CreditConfig(
+    group_size=config.rollout.group_size,
+    normalize_std=c.name != "dr_grpo",
+    kl_coef=c.kl_coef if c.has_kl_in_reward else 0.0,
+    zero_truncated=c.zero_truncated,
+    discount=config.critic.discount,
+    trace_decay=config.critic.trace_decay if c.has_critic else None,
+  )
+
+
+def require_experts(config: Config, cfg: model.ModelConfig) -> None:
+  """UserError where a dense model is to do what only experts can."""
+  if cfg.num_experts:
+    return
+  for key, off in (("replay", ("none",)), ("router_shift_floor", (-1, 0))):
+    if (value := getattr(config.objective, key)) not in off:
+      raise UserError(
+        f"objective.{key}={value!r}: expected {off[0]!r}, for the model is "
+        "dense and has no router"
+      )
+  if config.objective.name == "rspo":
+    raise UserError(
+      "objective.name='rspo' weighs tokens by how far the router moved, and "
+      "the model is dense; without a router it is 'gmpo'"
+    )
+
+
+def optim_config(config: Config) -> OptimConfig:
+  """The policy's optimizer; its schedule ends with the run."""
+  total = config.num_steps * config.learner.minibatches
+  return OptimConfig(
+    total_steps=max(total, 1), **dataclasses.asdict(config.optim)
+  )
+
+
+class Learners(NamedTuple):
+  """What an update needs: for the policy, the critic, and the cold start."""
+
+  policy: Learner
+  critic: Learner | None
+  cold_start: Learner
+
+
+def learners(config: Config, cfg: model.ModelConfig) -> Learners:
+  """How the policy learns, the critic (None but for PPO), the cold start."""
+  in_advance = needs_old_logprobs(config, cfg)
+  policy = Learner(
+    loss=functools.partial(
+      policy_loss,
+      cfg=cfg,
+      objective=objective(config),
+      temperature=config.sampler.temperature,
+    ),
+    optimizer=optimizer.optimizer(optim_config(config)),
+    minibatches=config.learner.minibatches,
+    micro_batch_size=config.learner.micro_batch_size,
+    group_size=config.rollout.group_size,
+    has_old_logps=in_advance or config.objective.old_logps == "sampler",
+    score_every_minibatch=_rewards_need_old_logprobs(config),
+  )
+  return Learners(
+    policy, _critic_learner(config, cfg, policy), _cold_start(config, cfg)
+  )
+
+
+def _critic_learner(config, cfg, policy) -> Learner | None:
+  if not config.objective.has_critic:
+    return None
+  c = config.critic
+  optim = dataclasses.replace(
+    optim_config(config),
+    learning_rate=c.learning_rate,
+    warmup_steps=c.warmup_steps,
+  )
+  return policy._replace(
+    loss=functools.partial(critic.loss, cfg=cfg, clip=c.clip),
+    optimizer=optimizer.optimizer(optim),
+  )
+
+
+def _cold_start(config, cfg) -> Learner:
+  c = config.cold_start
+  optim = OptimConfig(
+    learning_rate=c.learning_rate,
+    warmup_steps=c.warmup_steps,
+    total_steps=max(c.steps, 1),
+    decay="cosine",
+    b2=0.98,
+    weight_decay=0.01,
+  )
+  return Learner(
+    loss=functools.partial(cross_entropy, cfg=cfg),
+    optimizer=optimizer.optimizer(optim),
+    minibatches=1,
+    micro_batch_size=min(config.learner.micro_batch_size, c.batch),
+    group_size=1,
+  )

@@ -1,0 +1,51 @@
+"""Scalars of a rollout: rewards, lengths, cost, and how old the samples are."""
+
+from gspo_jax.rollout import dynamic_sampling
+from gspo_jax.rollout.batch import RolloutBatch, sampled_tokens
+from gspo_jax.rollout.scoring import Rewards
+from gspo_jax.runtime import multihost
+from gspo_jax.sampler.samples import TRUNCATED, Samples
+
+
+def rollout_metrics(
+  batch: RolloutBatch, rollout, step: int
+) -> dict[str, float]:
+  """`reward/*`, `response/*`, and more as the config's rollout asks for.
+
+  Args:
+    batch: whose rewards are computed.
+    rollout: the section `rollout` of a config.
+    step: the iteration that learns from the batch.
+  """
+  scalars = _reward_metrics(batch.samples.rewards.result())
+  scalars |= _response_metrics(batch.samples.samples, batch.costs)
+  if rollout.dynamic_sampling_rounds > 1:
+    scalars |= dynamic_sampling.metrics(batch.samples, batch.costs)
+  if rollout.is_off_policy:
+    # Iterations between the policy that sampled a token and the update.
+    scalars["rollout/staleness"] = step - batch.policy_step
+    scalars["rollout/resumed_fraction"] = batch.resumed_fraction
+  return scalars
+
+
+def _reward_metrics(rewards: Rewards) -> dict[str, float]:
+  parts = rewards.parts if len(rewards.parts) > 1 else {}
+  return {
+    "reward/mean": float(rewards.total.mean()),
+    **{f"reward/{name}": float(part.mean()) for name, part in parts.items()},
+    # Groups of equal rewards have no advantage: only a penalty moves them.
+    "reward/mixed_groups": float(rewards.mixed_groups.mean()),
+    "reward/failed": float(rewards.failed.mean()),
+  }
+
+
+def _response_metrics(samples: Samples, costs) -> dict[str, float]:
+  lengths, finish = multihost.to_host((samples.lengths, samples.finish))
+  slot_steps = sum(int(cost.slot_steps) for cost in costs)
+  return {
+    "response/length": float(lengths.mean()),
+    "response/truncated": float((finish == TRUNCATED).mean()),
+    # The rest up to 1: decode steps of rows that had finished, of empty slots,
+    # and of tokens that were sampled twice.
+    "response/useful_steps": sampled_tokens(costs) / slot_steps,
+  }

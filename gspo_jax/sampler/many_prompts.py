@@ -1,0 +1,56 @@
+"""Any number of prompts through a function that takes a fixed number."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from gspo_jax import model
+from gspo_jax.runtime import multihost
+from gspo_jax.sampler.samples import Prompts, Samples
+
+
+class PromptBatch(NamedTuple):
+  """A batch of prompts, and their samples.
+
+  Attributes:
+    index: [batch_size] int, the numbers of the prompts.
+    new: the first `new` of them were in no batch before; the others are padding.
+    samples: the responses to all of them.
+  """
+
+  index: np.ndarray
+  new: int
+  samples: Samples
+
+
+def sample_many(
+  generate,
+  params: model.Params,
+  prompts: Prompts,
+  key: jax.Array,
+  *,
+  batch_size: int,
+  batch_sharding: jax.sharding.Sharding,
+) -> Iterator[PromptBatch]:
+  """Samples responses to N prompts, `batch_size` at a time.
+
+  The last batch is padded with the first prompts, so that all batches run the
+  same compiled function.
+
+  Args:
+    generate: (params, prompts, key) -> Samples.
+    params: those of the policy.
+    prompts: N prompts, numpy arrays, the same on every process.
+    key: batch i is sampled with `fold_in(key, i)`.
+    batch_size: prompts a batch.
+    batch_sharding: the sharding of arrays of rows.
+  """
+  count = len(prompts.lengths)
+  for i, start in enumerate(range(0, count, batch_size)):
+    index = np.arange(start, start + batch_size) % count
+    batch = Prompts(prompts.tokens[index], prompts.lengths[index])
+    batch = multihost.to_global(batch, batch_sharding)
+    samples = generate(params, batch, jax.random.fold_in(key, i))
+    yield PromptBatch(index, min(batch_size, count - start), samples)
