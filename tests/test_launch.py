@@ -46,7 +46,7 @@ XPK_RUN = XPK | {
 }
 
 
-# Replaces gcloud and xpk: records its arguments; with $WORKER it runs --command.
+# Replaces gcloud and xpk: records its arguments, and acts as the worker $WORKER.
 TOOL = """#!{python}
 import json, os, subprocess, sys
 with open({calls!r}, "a") as file:
