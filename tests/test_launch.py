@@ -46,7 +46,7 @@ XPK_RUN = XPK | {
 }
 
 
-# Replaces gcloud and xpk: records its arguments, and acts as the worker $WORKER.
+# Replaces gcloud and xpk: records its arguments, and acts as worker $WORKER.
 TOOL = """#!{python}
 import json, os, subprocess, sys
 with open({calls!r}, "a") as file:
