@@ -112,7 +112,7 @@ def test_cross_entropy():
     "response": rng.integers(0, 256, (2, 4)).astype(np.int32),
     "response_length": np.array([4, 1], np.int32),
   }
-  rows = cold_start.as_rollout(batch)
+  rows = cold_start.demonstration_batch(batch)
   found = cold_start.cross_entropy(params, rows, cfg=cfg)
   loss, metrics = found.loss, found.metrics
   logits = model.forward(

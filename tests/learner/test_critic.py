@@ -10,7 +10,7 @@ import pytest
 
 from gspo_jax import model
 from gspo_jax.learner import critic, train_step
-from gspo_jax.learner.cold_start import as_rollout
+from gspo_jax.learner.cold_start import demonstration_batch
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def rows():
     "response_length": np.array([4, 1, 2, 3, 4, 4, 4, 1], np.int32),
   }
   returns = jnp.repeat(jnp.arange(8.0)[:, None] / 8, 4, axis=1)
-  rollout = as_rollout(batch)
+  rollout = demonstration_batch(batch)
   return dataclasses.replace(rollout, values=jnp.zeros((8, 4)), returns=returns)
 
 
@@ -62,7 +62,7 @@ def test_learns_what_is_to_come(cfg, rows):
     optimizer=optimizer,
     minibatches=1,
     micro_batch_size=4,
-    group=1,
+    group_size=1,
   )
   state = train_step.init_state(
     critic.init(model.init(jax.random.key(0), cfg)), optimizer=optimizer
