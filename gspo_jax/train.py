@@ -361,10 +361,10 @@ def _health_checks(experiment: Experiment) -> HealthChecks:
   method = {} if off_policy else c.method_settings()
   sampling = settings.sampler_config(config, experiment.program.tokenizer)
   return HealthChecks(
-    updates=config.learner.minibatches,
+    minibatches=config.learner.minibatches,
     clip_low=method.get("clip_low", math.inf),
-    recomputed=c.old_logps == "recompute",
+    recomputed_old_logps=c.old_logps == "recompute",
     # A critic, and a KL in the reward, also teach with equal rewards.
-    compares=not c.has_critic and not c.has_kl_in_reward,
-    truncates=sampling.truncates,
+    compares_groups=not c.has_critic and not c.has_kl_in_reward,
+    truncated_sampling=sampling.truncates,
   )
