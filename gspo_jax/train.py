@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from absl import logging
+from clu import parameter_overview
 
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
@@ -84,6 +85,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       curriculum = _curriculum(experiment)
       source = _source(experiment, curriculum)
       run = Run(experiment, curriculum, source, checkpoints, preemption)
+      _print_parameters(experiment)
       state = _start(run)
       if state is None:
         return None
@@ -257,6 +259,15 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     multihost.print_once(context.generate.describe(continues=continues))
   return make_source(
     config.rollout, context, program.sampler, last_step=config.num_steps
+  )
+
+
+def _print_parameters(experiment: Experiment) -> None:
+  """Prints a table of the weights; the layers of a stack share a row."""
+  multihost.print_once(
+    parameter_overview.get_parameter_overview(
+      experiment.program.abstract_params, include_stats="sharding"
+    )
   )
 
 

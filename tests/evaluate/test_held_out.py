@@ -103,9 +103,7 @@ def test_it_stops_where_too_many_responses_fail():
     experiment(FailingPool(), 4, most), ScriptedSampler([]), "params", KEY
   )
   assert call(0.5).shape == (10, 2)
-  with pytest.raises(
-    multihost.AgreedError, match=r"12 of 24 .* reason: why$"
-  ):
+  with pytest.raises(multihost.AgreedError, match=r"12 of 24 .* reason: why$"):
     call(0.4)
 
 

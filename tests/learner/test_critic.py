@@ -37,9 +37,7 @@ def batch():
     }
   )
   returns = jnp.repeat(jnp.arange(8.0)[:, None] / 8, R, axis=1)
-  return dataclasses.replace(
-    batch, values=jnp.zeros((8, R)), returns=returns
-  )
+  return dataclasses.replace(batch, values=jnp.zeros((8, R)), returns=returns)
 
 
 @pytest.mark.parametrize("tied", [True, False])

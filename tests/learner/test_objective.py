@@ -101,9 +101,7 @@ def test_every_term_reaches_the_loss_and_its_gradient(name, monkeypatch):
   monkeypatch.setattr(train_batch, "logprobs", tabular)
   rng, terms = np.random.default_rng(0), TERMS[name]
   old, params = tabular_params(rng), tabular_params(rng)
-  batch = with_old_policy(
-    demonstrations(rng), tabular(old, CFG, None), rng
-  )
+  batch = with_old_policy(demonstrations(rng), tabular(old, CFG, None), rng)
   mask = batch.response_mask
 
   def by_hand(params):
@@ -168,7 +166,7 @@ def batch(params):
     lambda x: x + 0.05 * rng.standard_normal(x.shape).astype(np.float32),
     params,
   )
-  old = jitted_logprobs()(other, rows=batch, temperature=0.7)
+  old = jitted_logprobs()(other, batch=batch, temperature=0.7)
   return with_old_policy(batch, old, rng)
 
 
@@ -220,7 +218,7 @@ def test_the_old_policy_has_the_routing_of_its_own_pass(
   out = jitted_loss(batch, True, objective=objective)
   fields = out.old_policy_fields
   forward = functools.partial(
-    jitted_logprobs(), params, rows=batch, temperature=0.7
+    jitted_logprobs(), params, batch=batch, temperature=0.7
   )
   expected = forward(**routes)
   close = functools.partial(np.testing.assert_allclose, atol=1e-5)
@@ -241,7 +239,7 @@ def test_the_old_policy_has_the_routing_of_its_own_pass(
 
 def test_log_probs_are_of_the_tempered_distribution(jitted_loss, batch, params):
   """At the sampler's temperature a policy's own log-probs give ratio 1."""
-  own = jitted_logprobs()(params, rows=batch, temperature=0.7).logps
+  own = jitted_logprobs()(params, batch=batch, temperature=0.7).logps
   batch = dataclasses.replace(batch, old_logps=own)
   metrics = jitted_loss(batch, False, objective=GRPO).metrics
   assert metrics["ratio/token_std"].value() < 1e-5
@@ -278,13 +276,9 @@ def test_a_dense_model_has_no_metrics_of_its_routing():
   batch = dataclasses.replace(
     demonstrations(np.random.default_rng(0)), sampler_logps=jnp.zeros((B, R))
   )
-  params = jax.eval_shape(
-    lambda key: model.init(key, dense), jax.random.key(0)
-  )
+  params = jax.eval_shape(lambda key: model.init(key, dense), jax.random.key(0))
   out = jax.eval_shape(
-    functools.partial(
-      policy_loss, cfg=dense, objective=GSPO, temperature=1.0
-    ),
+    functools.partial(policy_loss, cfg=dense, objective=GSPO, temperature=1.0),
     params,
     batch,
   )

@@ -1,4 +1,4 @@
-"""Train batches: responses behind their prompts, groups whole in minibatches."""
+"""Train batches: responses behind prompts, whole groups in minibatches."""
 
 import functools
 
@@ -24,7 +24,7 @@ RESPONSE_LENGTHS = np.arange(B) % (R + 1)
 
 @pytest.fixture(scope="module")
 def batch():
-  """A batch whose tokens are numbered: prompts from 100, responses from 1000."""
+  """Numbered tokens: those of prompts from 100, of responses from 1000."""
   prompts = Prompts(100 + jnp.arange(P * S).reshape(P, S), PROMPT_LENGTHS)
   responses = 1000 + jnp.arange(B * R).reshape(B, R)
   return train_batch.make_train_batch(
@@ -150,7 +150,8 @@ def test_a_train_batch_has_the_fields_that_the_update_reads():
   cfg = model.variant("tiny")
   rng = np.random.default_rng(0)
   ids = lambda *shape: rng.integers(0, 256, shape).astype(np.int32)
-  logps, lengths = -rng.random((B, R), np.float32), jnp.asarray(RESPONSE_LENGTHS)
+  logps = -rng.random((B, R), np.float32)
+  lengths = jnp.asarray(RESPONSE_LENGTHS)
   samples = Samples(ids(B, R), logps, lengths, None, None)
   make = functools.partial(
     train_batch.train_batch_from_samples,
