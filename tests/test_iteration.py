@@ -31,7 +31,7 @@ BYTES = tokenizers.load("bytes")
 class Curriculum:
   """Gives the same prompts again and again; notes what is recorded."""
 
-  epochs = left_out = 0
+  epochs = num_solved = 0
 
   def __init__(self, count):
     self.count, self.recorded = count, []

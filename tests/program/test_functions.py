@@ -211,8 +211,8 @@ def test_a_function_that_compiles_again_is_told(debug_config):
   for name, most in found.generate.compilations().items():
     jitted = types.SimpleNamespace(_cache_size=lambda most=most: most + 1)
     functions = dataclasses.replace(
-      found.generate.devices, **{name: sharding.MeshJit(jitted, found.mesh)}
+      found.generate.jitted, **{name: sharding.MeshJit(jitted, found.mesh)}
     )
-    again = dataclasses.replace(found.generate, devices=functions)
+    again = dataclasses.replace(found.generate, jitted=functions)
     with pytest.raises(RuntimeError, match=rf"generate\.{name} was compiled"):
       dataclasses.replace(found, generate=again).check_compiled_once()

@@ -67,11 +67,10 @@ class ScriptedPolicy:
   def __init__(self):
     self.keys = []
 
-  def __call__(self, params, prompts, key, **resume):
-    """`resume`: the samples to continue, and where to stop, in this order."""
+  def __call__(self, params, prompts, key, resume_from=None, stop_at=None):
     self.keys.append(tuple(jax.random.key_data(key).tolist()))
-    begun, stop_at = resume.values() or (empty(len(prompts.tokens)), None)
-    samples = jax.tree.map(np.array, jax.device_get(begun))
+    samples = resume_from or empty(len(prompts.tokens))
+    samples = jax.tree.map(np.array, jax.device_get(samples))
     if stop_at is None:
       stop_at = np.full(len(samples.lengths), R)
     problems = [BYTES.decode(row[-3:]) for row in np.asarray(prompts.tokens)]
@@ -297,8 +296,7 @@ class ScriptedContinuousSampler(ContinuousSampler):
   def __init__(self, submitted):
     object.__setattr__(self, "submitted", submitted)
 
-  def __call__(self, params, prompts, key, **callback):
-    (on_finished,) = callback.values()
+  def __call__(self, params, prompts, key, *, on_finished):
     samples = ScriptedPolicy()(params, prompts, key)
     finished = [
       FinishedResponse(row, int(n), stopped=True)

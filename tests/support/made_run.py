@@ -107,7 +107,8 @@ class _Desk:
     return [[self._one(r, a) for r in self._rewards] for a in answers]
 
   def _one(self, reward, answer):
-    how = {name: getattr(answer, name) for name in rewards.given(reward)}
+    names = rewards.length_arguments(reward)
+    how = {name: getattr(answer, name) for name in names}
     given = answer.prompt, answer.text, answer.reference
     try:
       return reward(*given, **how), None
@@ -152,12 +153,14 @@ def _devices(built, config, notes):
     )
 
   def generate(name, group):
-    def draw(params, prompts, key, *, begun=None, until=None, tell=None):
+    def draw(
+      params, prompts, key, *, resume_from=None, stop_at=None, on_finished=None
+    ):
       asked = questions(prompts)
       note(name, asked, key)
-      if until is not None:
-        note("until", np.asarray(until).tolist())
-      return answers(len(asked), group, 99 if until is None else until)
+      if stop_at is not None:
+        note("until", np.asarray(stop_at).tolist())
+      return answers(len(asked), group, 99 if stop_at is None else stop_at)
 
     return draw
 
@@ -223,7 +226,7 @@ class _Paged:
 
   def __init__(self, generate, fresh):
     self._generate = generate
-    self.devices = types.SimpleNamespace(fresh=fresh)
+    self.jitted = types.SimpleNamespace(empty_samples=fresh)
 
   def __call__(self, *args, **how):
     return self._generate(*args, **how)
