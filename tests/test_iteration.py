@@ -149,6 +149,7 @@ def test_as_many_rewards_may_fail_as_the_config_allows(config):
   )
   _, metrics, *_ = train.iterate(run(), STATE, 7)
   assert metrics["reward/failed"] == 0.5
+  assert metrics["reward/mean"] == 0
   config.reward.max_failed = 0.25
   with pytest.raises(multihost.AgreedError, match=r"iteration 7: 2 of 4 "):
     train.iterate(run(), STATE, 7)
