@@ -264,14 +264,16 @@ def test_good_responses_become_likelier_and_the_state_is_donated(one):
   batch = one.batch
   R = batch.response_mask.shape[1]
   logprobs = jax.jit(
-    lambda params: token_logprobs(
-      params,
-      one.program.cfg,
-      batch.tokens,
-      batch.positions,
-      batch.mask,
-      response_length=R,
-    ).logps
+    lambda params: (
+      token_logprobs(
+        params,
+        one.program.cfg,
+        batch.tokens,
+        batch.positions,
+        batch.mask,
+        response_length=R,
+      ).logps
+    )
   )
   gain = logprobs(one.new.params) - logprobs(one.params)
   gain = np.where(batch.response_mask, gain, 0)
@@ -297,8 +299,8 @@ def test_a_second_compilation_is_an_error(one):
   one.program.check_compiled_once()
   longer = Prompts(np.zeros((8, 9), np.int32), np.ones(8, np.int32))
   with jax.set_mesh(one.program.mesh):
-    one.program.sampler.generate(one.params, longer, jax.random.key(0))
-  with pytest.raises(RuntimeError, match="generate was compiled 2 times"):
+    one.program.learner.make_train_batch(longer, one.samples)
+  with pytest.raises(RuntimeError, match="make_train_batch was compiled 2 "):
     one.program.check_compiled_once()
 
 
