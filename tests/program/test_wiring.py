@@ -344,7 +344,7 @@ def begin(config, params):
 def halves(rows):
   """Which rows are in the first minibatch, and in the second."""
   order = jax.random.permutation(jax.random.key(1), P)
-  cut = MinibatchSplit(order, count=2, micro=2).split(rows)
+  cut = MinibatchSplit(order, minibatches=2, micro_batch_size=2).split(rows)
   return np.asarray(cut.tokens[..., 0]).reshape(2, -1)
 
 
