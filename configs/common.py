@@ -86,15 +86,15 @@ def get_config() -> ConfigDict:
   c.rollout.extra_prompts_in_flight = 0  # prompts in flight beside data.prompts
 
   c.reward = ConfigDict()
-  # Of gspo_jax/rewards/, or package.module.function; the first says what is
-  # right, and all of them what is rewarded.
+  # Of gspo_jax/rewards/, or package.module.function; accuracy is the first one,
+  # and the reward is the weighted sum of all.
   c.reward.names = ("final_answer",)
   c.reward.weights = (1.0,)  # one each
-  c.reward.workers = 2  # processes that score, on each host
-  # An answer may take this long, else it scores 0; "code" wants 35.
+  c.reward.workers = 2  # processes that compute rewards, on each host
+  # Time for one response; after it the reward is 0. "code" needs 35.
   c.reward.seconds = 5.0
-  # The run stops where all answers of an iteration or of an evaluation could
-  # not be scored, or more than this share: "math" fails on a few in a hundred,
+  # The run stops if a larger share of the responses of an iteration or of an
+  # evaluation could not be scored, or all. "math" fails on a few in a hundred,
   # which take too long; a reward that fails on half of them is broken.
   c.reward.max_failed = 0.5
 
@@ -104,37 +104,39 @@ def get_config() -> ConfigDict:
   c.objective.clip_low = -1.0  # -1: the method's own, see gspo_jax/losses/
   c.objective.clip_high = -1.0  # -1: the method's own
   c.objective.cap = -1.0  # largest ratio of cispo; -1: its own
-  c.objective.tau_positive = -1.0  # of sapo's gate, where A > 0; -1: its own
-  c.objective.tau_negative = -1.0  # of sapo's gate, where A < 0; -1: its own
+  c.objective.tau_positive = -1.0  # of sapo's gate where A > 0; -1: its own
+  c.objective.tau_negative = -1.0  # of sapo's gate where A < 0; -1: its own
   c.objective.dual_clip = 0.0  # largest ratio against A < 0, about 3; 0: any
-  # "recompute" scores rollouts with the trainer's forward; "sampler" trusts the
-  # sampler's log-probs, whose bf16 rounding exceeds GSPO's clip range.
+  # "recompute": by the forward pass of the update; "sampler": as sampled, with
+  # rounding that in bfloat16 can exceed GSPO's clip range. With off-policy
+  # rollouts, "recompute" is the policy that learns, "sampler" the one that
+  # sampled.
   c.objective.old_logps = "recompute"
-  c.objective.kl_coef = 0.0  # of the KL to a reference policy; 0: there is none
+  c.objective.kl_coef = 0.0  # of the KL to a reference policy; 0: no reference
   c.objective.kl_estimator = "k3"  # "k2", "k3": in the loss; "k1": the reward
-  c.objective.reference_every = 0  # iterations between its syncs; 0: frozen
-  c.objective.entropy_coef = 0.0  # of the entropy, to keep it up
-  # Weights from the sampler's to the recomputed log-probs: tis_token,
-  # tis_sequence (truncated), mis_token, mis_sequence (masked).
+  c.objective.reference_every = 0  # iterations between syncs; 0: frozen
+  c.objective.entropy_coef = 0.0  # of the entropy bonus
+  # Importance weights between sampler and trainer: tis_token, tis_sequence
+  # (truncated), mis_token, mis_sequence (masked).
   c.objective.mismatch = "none"
   c.objective.mismatch_cap = 2.0  # largest weight
   c.objective.mismatch_floor = 0.5  # smallest weight that "mis" keeps
   # Smallest weight of a token whose router moved; -1: 0.8 in rspo, else 0: off
   c.objective.router_shift_floor = -1.0
-  # Routing Replay, of the old policy's experts ("r2") or the sampler's ("r3").
+  # Routing Replay: the old policy's experts ("r2") or the sampler's ("r3").
   c.objective.replay = "none"
-  c.objective.zero_truncated = False  # answers cut at the limit teach nothing
+  c.objective.zero_truncated = False  # no advantage for truncated responses
 
-  c.critic = ConfigDict()  # of ppo, with AdamW as in `optim`
+  c.critic = ConfigDict()  # of ppo; AdamW as in `optim`
   c.critic.learning_rate = 1e-5  # its peak
   c.critic.warmup_steps = 0  # optimizer steps
-  c.critic.clip = 0.2  # how far values may move in an iteration
+  c.critic.clip = 0.2  # largest change of a value in an iteration
   c.critic.discount = 1.0  # of the reward, per token
   c.critic.trace_decay = 0.95  # lambda of GAE
 
   c.learner = ConfigDict()
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)
-  c.learner.micro_batch_size = 64  # answers in one forward and backward pass
+  c.learner.micro_batch_size = 64  # responses in a forward and backward pass
 
   c.optim = ConfigDict()  # AdamW
   c.optim.learning_rate = 1e-6  # its peak
@@ -144,31 +146,31 @@ def get_config() -> ConfigDict:
   c.optim.weight_decay = 0.0  # on matrices only
   c.optim.clip_norm = 1.0  # largest global norm of the gradient
 
-  c.cold_start = ConfigDict()  # imitation before RL
+  c.cold_start = ConfigDict()  # supervised fine-tuning before RL
   c.cold_start.steps = 0  # optimizer steps at most; 0: none
   c.cold_start.batch = 64  # demonstrations a step
-  c.cold_start.learning_rate = 2e-3  # its peak; a cosine ends at a tenth
+  c.cold_start.learning_rate = 2e-3  # its peak; a cosine decays to a tenth
   c.cold_start.warmup_steps = 50  # optimizer steps
   c.cold_start.gate = 0.9  # greedy accuracy that ends it; 0: run all steps
-  c.cold_start.check_every = 50  # steps between looks at it, and between saves
+  c.cold_start.check_every = 50  # steps between measurements and saves
   c.cold_start.chain_steps = (2, 4, 6, 8)  # chain: lengths demonstrated
-  c.cold_start.chain_noise = 0.12  # chain: share of results drawn at random
-  c.cold_start.dir = ""  # where it is kept; "": <workdir>/cold_start
+  c.cold_start.chain_noise = 0.12  # chain: share of random results
+  c.cold_start.dir = ""  # its folder; "": <workdir>/cold_start
 
   c.eval = ConfigDict()
   c.eval.every = 10  # iterations; also before the first and after the last
-  c.eval.prompts = 256  # held-out questions
-  c.eval.samples = 8  # sampled answers to each: the n of avg@n and pass@n
+  c.eval.prompts = 256  # held-out problems
+  c.eval.samples = 8  # responses to each: the n of avg@n and pass@n
 
   c.checkpoint = ConfigDict()
   c.checkpoint.every = 10  # iterations; also after the last, and on SIGTERM
-  c.checkpoint.keep = 3  # the newest so many
+  c.checkpoint.keep = 3  # newest checkpoints to keep
 
   c.log = ConfigDict()
-  # Routing, old against new, and histograms of ratios; False spares the memory.
+  # How far the routing moved, and histograms of ratios; False saves memory.
   c.log.instruments = True
-  c.log.samples_every = 10  # iterations between sample answers
-  c.log.samples = 4  # how many to show
+  c.log.samples_every = 10  # iterations between sample responses
+  c.log.samples = 4  # how many to write
   return c
 
 

@@ -4,8 +4,8 @@
   python -m gspo_jax.main --config=configs/dense_tpu_v5e.py --workdir=gs://...
 
 A dense model has no experts to split, but `expert` shares out the vocabulary,
-whose logits would otherwise be the largest array of a 16 GB chip. Answers are
-drawn with the heads over 8 chips, since the weights fill one.
+whose logits would otherwise be the largest array of a 16 GB chip. Responses
+are sampled with the heads over 8 chips, since the weights fill one.
 
 `configs/dense_tpu_v5e.py:debug` shrinks every size, to run anywhere. As it
 stands a run starts from random weights on the embedded task, to try a pod; add
@@ -13,9 +13,9 @@ stands a run starts from random weights on the embedded task, to try a pod; add
 `data` and `reward` of configs/hugging_face.py for a real one.
 
 What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
-chip), of 15.75 GiB: update 10.6, score 4.0, generate 10.0. MFU of update 72, 61
-and 52 % with perfect overlap, as scheduled and with none; a decode step moves
-1.54 times the least bytes.
+chip), of 15.75 GiB: update 10.6, old log-probs 4.0, generate 10.0. MFU of
+update 72, 61 and 52 % with perfect overlap, as scheduled and with none; a
+decode step moves 1.54 times the least bytes.
 """
 
 from ml_collections import ConfigDict
@@ -36,7 +36,7 @@ def get_config(mode: str = "") -> ConfigDict:
   c.sampler_mesh.expert = 1
   c.sampler_mesh.tensor = 8
 
-  # 512 answers, in four minibatches (GSPO, sec. 5.1).
+  # 512 responses, in four minibatches (GSPO, sec. 5.1).
   c.data.prompts = 64
   c.data.max_prompt_length = 1024
   c.rollout.group_size = 8

@@ -1,4 +1,4 @@
-"""GSM8K from scratch: a 1.3M-parameter MoE on real questions and real answers.
+"""GSM8K from scratch: a 1.3M-parameter MoE on real problems.
 
   python -m gspo_jax.data.tokenizers.train --input=data/gsm8k/train.jsonl \\
     --vocab_size=2048 --output=data/gsm8k/tokenizer.model
@@ -12,11 +12,11 @@ What was seen, on two slow x86-64 cores that other jobs shared: a cold start of
 401 steps (stopped there; its schedule was for 600) at 7 to 8 s a step took the
 loss to 2.08 and greedy accuracy to .016; then 12 of the 30 iterations, 24 to 37
 s each (update takes over half), from that checkpoint as a Hugging Face
-folder. Answers took the form asked for (`reward/number` .945 -> 1.000) and grew
-short (114 -> 56 tokens, none cut at the end); they did not become right:
-`reward/gsm8k` .023 -> .016, held-out pass@1 .016 -> .008, 64 questions, 4
-answers each, both within chance. With every answer well formed, 88 % of the
-groups are equal and teach nothing. 1,100 tokens/s are drawn, 300 learnt from.
+folder. Responses took the form asked for (`reward/number` .945 -> 1.000) and
+grew short (114 -> 56 tokens, none truncated); they did not become correct:
+`reward/gsm8k` .023 -> .016, held-out pass@1 .016 -> .008, 64 problems, 4
+responses each, both within chance. With every response well formed, 88 % of the
+groups are equal and teach nothing. 1,100 tokens/s are sampled, 300 learnt from.
 """
 
 from ml_collections import ConfigDict
@@ -46,12 +46,12 @@ def _real(folder: str) -> ConfigDict:
   c.data.eval_source = f"jsonl:{folder}/test.jsonl"
   c.data.tokenizer = f"{folder}/tokenizer.model"
   c.data.prompts = 16
-  # 97 % of the questions, and 89 % of the answers below, fit.
+  # 97 % of the problems, and 89 % of the responses below, fit.
   c.data.max_prompt_length = 144
   c.data.too_long = "drop"
   c.sampler.max_new_tokens = 208
 
-  # Right, readable, and not at the limit.
+  # Correct, readable, and not truncated.
   c.reward.names = ("gsm8k", "number", "overlong:buffer=64")
   c.reward.weights = (1.0, 0.1, 0.1)
   c.learner.micro_batch_size = 32

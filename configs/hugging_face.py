@@ -7,7 +7,7 @@
   python -m gspo_jax.export --config=configs/hugging_face.py:./Qwen3-0.6B \\
     --workdir=runs/qwen3 --to=qwen3-gspo
 
-Sizes and tokenizer come from the folder, questions from data/gsm8k (as
+Sizes and tokenizer come from the folder, problems from data/gsm8k (as
 published). The whole path is run by tests/test_export.py on a tiny checkpoint;
 a real one has not been trained here, for want of an accelerator: the batch is a
 guess for eight devices of 16 GiB or more and a model of up to 2B parameters.

@@ -13,16 +13,18 @@ What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
 chip); HBM is needed of 95.73 GiB, MFU is of update, with perfect overlap, as
 scheduled and with none:
 
-  30B-A3B, v5p:4x4x4: update and score, one program, 76.3, generate 22.6 GiB;
-    MFU 59, 51, 47 %; an update 6.3 s, a decode step at most 6.0 ms, 1.12 times
-    the least bytes.
-  By an earlier commit, where score was a program of its own:
+  30B-A3B, v5p:4x4x4: update and old log-probs, one program, 76.3 GiB, generate
+    22.6; MFU 59, 51, 47 %; an update 6.3 s, a decode step at most 6.0 ms, 1.12
+    times the least bytes.
+  By an earlier commit, where old log-probs had a program of their own:
   30B-A3B, v5p:4x4x4, with the least kept: update 31.4 GiB; MFU 57, 48, 44 %.
-  235B-A22B, v5p:4x8x8: update 75.7, score 29.5 GiB; MFU 60, 47, 42 %; an update
-    45 s. One row a chip gave 34 % without overlap: weights are gathered for too
-    few tokens. Over `data`, gradients are summed once a micro-batch.
-  30B-A3B, v5e:8x16: update 10.8, score 4.4 of 15.75 GiB; MFU 51, 32, 30 %, with
-    attention counted as the causal half. Its generate was not compiled.
+  235B-A22B, v5p:4x8x8: update 75.7, old log-probs 29.5 GiB; MFU 60, 47, 42 %;
+    an update 45 s. One row a chip gave 34 % without overlap: weights are
+    gathered for too few tokens. Over `data`, gradients are summed once a
+    micro-batch.
+  30B-A3B, v5e:8x16: update 10.8, old log-probs 4.4 of 15.75 GiB; MFU 51, 32,
+    30 %, with attention counted as the causal half. Its generate was not
+    compiled.
 """
 
 from typing import NamedTuple
@@ -43,7 +45,7 @@ class _Slice(NamedTuple):
     fsdp: `mesh.fsdp`; what is left goes to `data`.
     expert: `mesh.expert`.
     decoding: `sampler_mesh.expert`.
-    rows: answers a chip in one forward and backward pass.
+    rows: responses a chip in one forward and backward pass.
     keep: what blocks do not compute again.
   """
 
@@ -89,7 +91,7 @@ def _sized(variant: str, where: _Slice) -> ConfigDict:
   c.sampler_mesh.expert = where.decoding
   c.sampler_mesh.tensor = 1
 
-  # 16 answers of 4,096 tokens a chip, in four minibatches (GSPO, sec. 5.1).
+  # 16 responses of 4,096 tokens a chip, in four minibatches (GSPO, sec. 5.1).
   c.data.prompts = 2 * where.chips
   c.data.max_prompt_length = 1024
   c.rollout.group_size = 8

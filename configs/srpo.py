@@ -3,14 +3,14 @@
   python -m gspo_jax.main --config=configs/srpo.py:./Qwen3-0.6B \\
     --workdir=runs/srpo
 
-The first 50 iterations draw from data/first.jsonl, the others from it and
-data/second.jsonl in equal shares: in the paper mathematics, then code, too. The
-rewards must suit both: a function of your own can look at the reference. A
-question whose G answers were all right is left out of later epochs
-(`data/left_out`); an answer cut at the limit has no advantage; the loss is
-GRPO's token loss without KL. Nothing of it has been trained on a real
-checkpoint here. `configs/srpo.py:debug` shrinks every size and needs no files;
-the embedded task never repeats a question, so history has nothing to do there.
+The first 50 iterations take problems from data/first.jsonl, the others from it
+and data/second.jsonl in equal shares: in the paper mathematics, then code, too.
+The rewards must suit both: a function of your own can read the reference. A
+problem whose responses were all correct is left out of later epochs
+(`data/solved`); a truncated response has no advantage; the loss is GRPO's token
+loss without KL. It has not been trained on a real checkpoint here.
+`configs/srpo.py:debug` shrinks every size and needs no files; the embedded task
+never repeats a problem, so none is left out there.
 """
 
 from ml_collections import ConfigDict

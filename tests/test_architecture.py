@@ -1,26 +1,44 @@
-"""The arrows of the design: setup.cfg draws them, import-linter holds them."""
+"""The house: which wing imports which, and how much lies in each.
+
+setup.cfg draws the arrows, import-linter holds them.
+"""
 
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from repository import ROOT
 
+PACKAGE = ROOT / "gspo_jax"
+WINGS = sorted(p.parent.name for p in PACKAGE.glob("*/__init__.py"))
 
-def imports(path):
-  """Top-level names that a file imports, anywhere in it."""
-  names = set()
+
+def module_name(path: Path) -> str:
+  parts = path.relative_to(ROOT).with_suffix("").parts
+  return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def imported(path: Path) -> set[tuple[str, str]]:
+  """(module, name) of what a file imports, anywhere in it."""
+  found = set()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
-      names |= {alias.name for alias in node.names}
+      found |= {(alias.name, "") for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
-      names.add("." * node.level + (node.module or ""))
-  return names
+      module = "." * node.level + (node.module or "")
+      found |= {(module, alias.name) for alias in node.names}
+  return found
 
 
-def beyond_the_standard_library(names):
-  return {n for n in names if n.split(".")[0] not in sys.stdlib_module_names}
+def external(path: Path) -> set[str]:
+  """Top-level modules beyond the standard library."""
+  tops = {module.split(".")[0] for module, _ in imported(path)}
+  return tops - {*sys.stdlib_module_names}
 
 
 def lint_imports(config):
@@ -34,13 +52,13 @@ def lint_imports(config):
   )
 
 
-def test_the_arrows():
+def test_a_wing_imports_only_wings_below_it():
   done = lint_imports("setup.cfg")
   assert done.returncode == 0, done.stdout + done.stderr
   assert " 0 broken" in done.stdout
 
 
-def test_a_wrong_arrow_is_seen(tmp_path):
+def test_import_linter_finds_a_wrong_import(tmp_path):
   (tmp_path / "wrong.cfg").write_text(
     "[importlinter]\nroot_package = gspo_jax\n"
     "[importlinter:contract:wrong]\nname = wrong\ntype = forbidden\n"
@@ -51,36 +69,112 @@ def test_a_wrong_arrow_is_seen(tmp_path):
   assert "Contracts: 0 kept, 1 broken" in done.stdout
 
 
+def test_sizes_of_the_house():
+  entries = [
+    p
+    for p in PACKAGE.iterdir()
+    if p.suffix == ".py" or (p / "__init__.py").exists()
+  ]
+  assert len({p.stem for p in entries} - {"__init__"}) <= 16
+  for folder in [PACKAGE, *(p.parent for p in PACKAGE.glob("**/__init__.py"))]:
+    assert len([*folder.glob("*.py")]) <= 13, folder  # with __init__.py
+
+
+def dependencies(name: str) -> set[str]:
+  found = set()
+  for module, symbol in imported(MODULES[name]):
+    full = f"{module}.{symbol}"
+    found |= {m for m in (full, module) if m in MODULES and m != name}
+    if full in MODULES:
+      found.discard(module)
+  return found
+
+
+def test_no_circular_imports():
+  graph = {name: dependencies(name) for name in MODULES}
+  # A package's __init__ may import its modules, which import one another.
+  packages = {name for name, path in MODULES.items() if path.stem == "__init__"}
+  done, path = set(), []
+
+  def visit(name):
+    assert name not in path, f"circle: {path[path.index(name) :]}"
+    if name in done:
+      return
+    path.append(name)
+    for other in graph[name] - packages:
+      visit(other)
+    path.pop()
+    done.add(name)
+
+  for name in graph:
+    visit(name)
+
+
+def public(wing: str) -> set[str]:
+  """What the wing's __init__ offers, from its text."""
+  for node in ast.parse((PACKAGE / wing / "__init__.py").read_text()).body:
+    if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
+      return set(ast.literal_eval(node.value))
+  raise AssertionError(f"gspo_jax/{wing}/__init__.py has no __all__")
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_wing_offers_what_others_take(wing):
+  """Others import its public names and modules, and nothing with a _."""
+  offered, prefix = public(wing), f"gspo_jax.{wing}"
+  for name, path in MODULES.items():
+    if name == prefix or name.startswith(f"{prefix}."):
+      continue
+    for module, symbol in imported(path):
+      if module == prefix:
+        assert symbol in offered, f"{name} imports {module}.{symbol}"
+      elif module.startswith(f"{prefix}."):
+        part = module.removeprefix(f"{prefix}.").split(".")[0]
+        assert part in offered, f"{name} imports {module}"
+        assert not symbol.startswith("_"), f"{name} imports {module}.{symbol}"
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_wing_says_what_it_is_for(wing):
+  text = ast.get_docstring(
+    ast.parse((PACKAGE / wing / "__init__.py").read_text())
+  )
+  assert text
+  assert len(text.splitlines()[0]) <= 80
+
+
 @pytest.mark.parametrize(
   ("module", "allowed"),
   [
-    ("advantages", {"jax", "jax.numpy"}),
     ("rewards/numbers", set()),
     ("rewards/format", set()),
-    ("tasks", {"gspo_jax.runtime.errors"}),
-    ("errors", set()),
-    ("model/config", {"gspo_jax.runtime.errors"}),
+    ("data/tasks", {"gspo_jax"}),
+    ("runtime/errors", set()),
+    ("model/config", {"gspo_jax"}),
   ],
 )
-def test_the_lowest_modules_import_these_and_nothing_else(module, allowed):
-  found = imports(ROOT / f"gspo_jax/{module}.py")
-  assert beyond_the_standard_library(found) <= allowed
+def test_the_lowest_modules_import_nothing_else(module, allowed):
+  assert external(PACKAGE / f"{module}.py") <= allowed
 
 
 @pytest.mark.parametrize(
-  "path",
-  sorted((ROOT / "gspo_jax/losses").glob("*.py")),
-  ids=lambda path: path.stem,
+  "path", sorted((PACKAGE / "losses").glob("*.py")), ids=lambda path: path.stem
 )
 def test_losses_need_jax_and_one_another(path):
-  found = beyond_the_standard_library(imports(path))
-  beyond = {name for name in found if not name.startswith("gspo_jax.losses")}
-  assert beyond <= {"jax", "jax.numpy", "numpy"}
+  assert external(path) <= {"jax", "numpy", "gspo_jax"}
+  own = {m for m, _ in imported(path) if m.startswith("gspo_jax")}
+  assert all(m.startswith("gspo_jax.losses") for m in own)
 
 
 @pytest.mark.parametrize(
   "path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem
 )
 def test_configs_know_nothing_of_the_program(path):
-  found = beyond_the_standard_library(imports(path))
-  assert found <= {"ml_collections", "configs"}
+  assert external(path) <= {"ml_collections", "configs"}
+
+
+def test_only_two_modules_read_a_config_dict():
+  readers = {
+    name for name, path in MODULES.items() if "ml_collections" in external(path)
+  }
+  assert readers == {"gspo_jax.program.command", "gspo_jax.program.config"}
