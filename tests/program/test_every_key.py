@@ -375,7 +375,7 @@ ROWS = (
   Row(
     "sampler.temperature",
     built.draws_the_likeliest,
-    {1.0: [False, False], 0.01: [True, True]},
+    {1.0: [False, False, True], 0.01: [True] * 3},
     SHORT,
   ),
   Row(
@@ -398,13 +398,13 @@ ROWS = (
   Row(
     "sampler.top_k",
     built.draws_the_likeliest,
-    {0: [False, False], 1: [True, True]},
+    {0: [False, False, True], 1: [True] * 3},
     SHORT,
   ),
   Row(
     "sampler.top_p",
     built.draws_the_likeliest,
-    {1.0: [False, False], 1e-6: [True, True]},
+    {1.0: [False, False, True], 1e-6: [True] * 3},
     SHORT,
   ),
   Row(

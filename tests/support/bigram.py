@@ -83,7 +83,9 @@ def in_place():
   with (
     mock.patch.object(jax, "set_mesh", nowhere),
     mock.patch.multiple(
-      model, hidden_states=hidden_states, prefill=hidden_states,
+      model,
+      hidden_states=hidden_states,
+      prefill=hidden_states,
       unstack_layers=same,
     ),
     mock.patch.object(static, "decode_params", same),

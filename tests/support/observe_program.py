@@ -60,7 +60,9 @@ def weight_shards(config, mesh):
 
 
 def decoding_mesh(config):
-  made = build_program(parse(config), sharding.make_mesh(data=8), training=False)
+  made = build_program(
+    parse(config), sharding.make_mesh(data=8), training=False
+  )
   each = (
     made.sampler.generate,
     made.sampler.generate_eval,
@@ -250,10 +252,10 @@ def _temperature_of(samples):
 
 
 def draws_the_likeliest(config):
-  """Whether generate and generate_eval draw no other first tokens."""
+  """Whether generate, generate_eval and generate_greedy sample nothing else."""
   best = bigram.logits(bigram.params(), PROMPTS.tokens)[:, -1].argmax(-1)
   likeliest = lambda s: s.tokens[:, 0] == best.repeat(G)
-  return [bool(likeliest(samples).all()) for samples in drawn(config)[:2]]
+  return [bool(likeliest(samples).all()) for samples in drawn(config)]
 
 
 def lengths_of_stoppers(config):
@@ -425,14 +427,16 @@ def first_gradient(config):
 
 
 def _gradient(config, first):
-  made = built(config)
-  learner, *_ = settings.learners(parse(config), made.cfg)
-  batches = jax.tree.map(lambda x: x[None], made_rollout())
+  learner = settings.learners(parse(config), built(config).cfg).policy
+  rows, is_old_policy = made_rollout(), jnp.asarray(first)
+
+  def mean(head):
+    params = bigram.params() | {"head": head}
+    loss = learner.loss(params, rows, is_old_policy).loss
+    return loss.total / loss.count
+
   with bigram.by_the_operation():
-    found, *_ = train_step.gradient(
-      bigram.params(), batches, learner, first=first
-    )
-  return np.asarray(found["head"])
+    return np.asarray(jax.grad(mean)(bigram.params()["head"]))
 
 
 def slope(
