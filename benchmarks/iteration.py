@@ -27,6 +27,7 @@ import jax
 from benchmarks import record
 from configs import tiny_cpu
 from gspo_jax.data import datasets, pipeline
+from gspo_jax.losses import EDGES
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -68,7 +69,9 @@ def prepare(
   questions = datasets.load(config).held_out
   batch = pipeline.take(questions, run.prompt_config, config.data.prompts)
   prompts = multihost.to_global(Prompts(batch["tokens"], batch["length"]), rows)
-  writer = metric_writer.MetricWriter(folder, total_steps=1, resume_step=0)
+  writer = metric_writer.MetricWriter(
+    folder, total_steps=1, resume_step=0, edges=EDGES
+  )
   with jax.set_mesh(mesh):
     fresh = run.init_params(jax.random.key(0))
     params = load_params.load(config, run, workdir) if workdir else fresh

@@ -208,9 +208,10 @@ plt.show()
 # What it said along the way, first and last:
 
 # %%
-said = sorted(Path(WORKDIR, "samples").glob("step_*.txt"))
-for file in {said[0]: 0, said[-1]: 0}:
-  print(*file.read_text().splitlines()[:14], sep="\n")
+files = sorted(Path(WORKDIR, "samples").glob("step_*.jsonl"))
+for file in {files[0]: 0, files[-1]: 0}:
+  sample = json.loads(file.read_text().splitlines()[0])
+  print(*(f"{name}: {value}" for name, value in sample.items()), sep="\n")
 
 # %% [markdown]
 # ## The answers

@@ -1,8 +1,8 @@
-"""Log-probs of given tokens, teacher-forced, in pieces of the vocabulary.
+"""Teacher-forced log-probs of given tokens, without logits of all tokens.
 
-Dimension key: B rows, T tokens, R scored tokens (the last of each row), M = B *
-R of one device and those it shares the vocabulary with, C tokens a piece, D
-model width, V vocabulary, v its part on one device, L layers, k experts a
+Dimension key: B rows, T tokens, R response tokens (the last of each row), M = B
+* R tokens of the devices that share the vocabulary, C tokens a chunk, D model
+width, V vocabulary, v vocabulary shard of one device, L layers, k experts a
 token.
 """
 
@@ -15,23 +15,26 @@ from jax.sharding import PartitionSpec
 from gspo_jax import model
 from gspo_jax.runtime import sharding
 
-_PIECE = 1024  # tokens whose logits exist at one time
-_PARTS = ("tensor", "expert")  # the vocabulary is split over these
+_CHUNK = 1024  # tokens whose logits exist at the same time
+_VOCABULARY_AXES = ("tensor", "expert")  # the vocabulary is sharded over these
 
 
 class TokenLogprobs(NamedTuple):
-  """What the policy thinks of R given tokens.
+  """Log-probs of R given tokens, and the routing of the pass.
+
+  All but the first two fields are None for a dense model. The routing of a
+  response token is that of the position before it, which predicts it.
 
   Attributes:
-    logps: [B, R] float32, of the tempered distribution.
+    logps: [B, R] float32, nats, of softmax(logits / temperature).
     entropy: [B, R] float32, nats, of the same distribution.
-    experts: [L, B, T, k] unsigned, where every token went, the prompt's, too:
-      routes to replay. None for a dense model, as what follows.
-    router_logps: [L, B, R, k] float32, what the routers give the routes, or
-      where none are given the experts, of the tokens that predict.
+    experts: [L, B, T, k] unsigned int, the experts of every token, prompts
+      included, in the form of `routes`.
+    router_logps: [L, B, R, k] float32, nats, the routers' log-probs of the
+      routes if they were given, else of the experts.
     router_entropy: [L, B, R] float32, nats, over all experts.
-    dropped: [L] int32, choices of an expert that went unheard: 0, if counted
-      right.
+    dropped: [L] int32, pairs of a token and an expert that were not processed;
+      always 0, but counted.
   """
 
   logps: jax.Array
@@ -53,32 +56,37 @@ def token_logprobs(
   temperature: float = 1.0,
   routes: jax.Array | None = None,
   replay: bool = False,
-  own: jax.Array | None = None,
+  use_own_experts: jax.Array | None = None,
 ) -> TokenLogprobs:
-  """Scores the last `response_length` tokens of each row.
+  """Log-probs and entropies of the last `response_length` tokens of each row.
 
-  `log softmax(logits / temperature)[token]`: the distribution that was sampled.
-  Logits are float32 and made for 1,024 tokens at a time, forward and backward:
-  0.6 GB where V = 151,936, over the devices of `expert` and `tensor` together.
-  No more of [B, R, V] exists at a time.
+  A log-prob is `log softmax(logits / temperature)[token]`, of the distribution
+  that was sampled from. Float32 logits exist for 1,024 tokens at a time,
+  forward and backward: 0.6 GB for V = 151,936, in total over the devices along
+  `expert` and `tensor`.
 
   Args:
-    params: as `model.init` makes them.
+    params: from `model.init`.
     cfg: the model; static.
     tokens: [B, T] int32, prompts then responses.
     positions: [B, T] int32.
     mask: [B, T], 0 at padding.
     response_length: R < T; static.
-    temperature: the sampler's; 0 (greedy) scores the plain distribution.
-    routes: [L, B, T, k], an earlier pass's experts: how likely are they now?
-    replay: send the tokens there again, by gate weights of today; static.
-    own: [] bool; where it is true, this pass's own experts stand for `routes`.
+    temperature: the sampler's; 0 (greedy) gives the log-probs at 1.
+    routes: [L, B, T, k], experts of an earlier pass, at which `router_logps`
+      are taken.
+    replay: whether to send the tokens to `routes`, with the routing weights of
+      these parameters; static.
+    use_own_experts: [] bool; if true the experts of this pass replace `routes`.
+
+  Raises:
+    ValueError: a response length outside 1..T-1, or `replay` without routes.
   """
   R = response_length
   if not 1 <= R < tokens.shape[1]:
     raise ValueError(
-      f"{response_length=} must lie in 1..{tokens.shape[1] - 1}: the first "
-      "token of a row has nothing before it"
+      f"{response_length=} must lie in 1..{tokens.shape[1] - 1}: no token "
+      "predicts the first one of a row"
     )
   out = model.hidden_states(
     params,
@@ -88,11 +96,11 @@ def token_logprobs(
     mask,
     routes=routes,
     replay=replay,
-    own=own,
+    use_own_experts=use_own_experts,
   )
-  before = slice(-R - 1, -1)  # the positions that predict the last R tokens
-  logps, entropy = score(
-    out.hidden[:, before],
+  predicting = slice(-R - 1, -1)  # positions that predict the last R tokens
+  logps, entropy = logprobs_and_entropy(
+    out.hidden[:, predicting],
     model.output_matrix(params, cfg),
     tokens[:, -R:],
     cfg,
@@ -105,86 +113,87 @@ def token_logprobs(
     logps,
     entropy,
     experts,
-    router_logps[:, :, before],
-    router_entropy[:, :, before],
+    router_logps[:, :, predicting],
+    router_entropy[:, :, predicting],
     dropped,
   )
 
 
-def score(hidden_BRD, head_DV, targets_BR, cfg, temperature):
-  """Log-probs and entropies [B, R] of given tokens under given hidden states.
+def logprobs_and_entropy(hidden_BRD, head_DV, targets_BR, cfg, temperature):
+  """Log-probs of the targets and entropies, [B, R] each, from hidden states.
 
-  An island: the devices along `tensor` and `expert` share out the vocabulary.
+  A shard_map: the devices along `tensor` and `expert` share the vocabulary.
   """
 
   def local(hidden_BRD, head, targets_BR):
-    head_Dv, column_v = _part(head.astype(hidden_BRD.dtype))
-    # Float32, so that its gradient is summed over the pieces in it.
+    head_Dv, column_v = _vocabulary_shard(head.astype(hidden_BRD.dtype))
+    # Float32, so that its gradient is summed over the chunks in float32.
     head_Dv = head_Dv.astype(jnp.float32)
     flat = lambda x: x.reshape(-1, *x.shape[2:])
-    join = lambda x: sharding.gather(flat(x), "expert", dim=0)
+    gather = lambda x: sharding.gather(flat(x), "expert", dim=0)
 
     @jax.checkpoint
-    def score_piece(piece):
-      hidden_CD, targets_C = piece
+    def of_chunk(chunk):
+      hidden_CD, targets_C = chunk
       logits_Cv = model.project_logits(hidden_CD, head_Dv, cfg) / temperature
       return _log_softmax(logits_Cv, targets_C, column_v)
 
-    scored = _in_pieces(score_piece, join(hidden_BRD), join(targets_BR))
-    return jax.tree.map(lambda x: _own(x, targets_BR.shape), scored)
+    gathered = _map_chunks(of_chunk, gather(hidden_BRD), gather(targets_BR))
+    return jax.tree.map(lambda x: _local_rows(x, targets_BR.shape), gathered)
 
   rows = PartitionSpec(sharding.BATCH_AXES)
-  island = sharding.shard_map(
+  sharded = sharding.shard_map(
     local, in_specs=(rows, sharding.param_spec("head"), rows), out_specs=rows
   )
-  return island(hidden_BRD, head_DV, targets_BR)
+  return sharded(hidden_BRD, head_DV, targets_BR)
 
 
-def _part(head):
-  """This device's columns of the head, [D, v], and their numbers, [v].
+def _vocabulary_shard(head):
+  """This device's columns of the head, [D, v], and their token ids, [v].
 
-  The head's rows are split over `fsdp` and `expert`, its columns over `tensor`.
-  Along `expert` rows and columns change places; padding, numbered -1, makes the
-  columns come out even.
+  The head's rows are sharded over `fsdp` and `expert`, its columns over
+  `tensor`. An all-to-all along `expert` exchanges rows for columns. The columns
+  are padded to divide evenly; padding has the id -1.
   """
-  parts, columns = sharding.size("expert"), head.shape[1]
-  head = jnp.pad(head, ((0, 0), (0, -columns % parts)))
+  columns = head.shape[1]
+  padding = -columns % sharding.size("expert")
+  head = jnp.pad(head, ((0, 0), (0, padding)))
   head = sharding.all_to_all(head, "expert", split=1, join=0)
   head_Dv = sharding.gather(head, "fsdp", dim=0)
   v = head_Dv.shape[1]
   column_v = sharding.index("expert") * v + jnp.arange(v)
-  numbers = sharding.index("tensor") * columns + column_v
-  return head_Dv, jnp.where(column_v < columns, numbers, -1)
+  id_v = sharding.index("tensor") * columns + column_v
+  return head_Dv, jnp.where(column_v < columns, id_v, -1)
 
 
 def _log_softmax(logits_Cv, targets_C, column_v):
-  """The targets' log-probs [C] and the entropies [C], from all the parts."""
+  """The targets' log-probs [C] and the entropies [C] over all shards."""
   logits_Cv = jnp.where(column_v >= 0, logits_Cv, -1e30)
-  top = jax.lax.stop_gradient(logits_Cv.max(-1))
-  logits_Cv -= sharding.pmax(top, *_PARTS)[:, None]
+  maximum = jax.lax.stop_gradient(logits_Cv.max(-1))
+  logits_Cv -= sharding.pmax(maximum, *_VOCABULARY_AXES)[:, None]
   weights_Cv = jnp.exp(logits_Cv)
-  picked = jnp.where(column_v == targets_C[:, None], logits_Cv, 0).sum(-1)
-  sums = weights_Cv.sum(-1), picked, (weights_Cv * logits_Cv).sum(-1)
-  mass, picked, inner = sharding.psum(sums, *_PARTS)
-  return picked - jnp.log(mass), jnp.log(mass) - inner / mass
+  target = jnp.where(column_v == targets_C[:, None], logits_Cv, 0).sum(-1)
+  sums = weights_Cv.sum(-1), target, (weights_Cv * logits_Cv).sum(-1)
+  total, target, weighted = sharding.psum(sums, *_VOCABULARY_AXES)
+  return target - jnp.log(total), jnp.log(total) - weighted / total
 
 
-def _own(x_M, shape):
-  """The part of this device's own tokens, as rows again."""
-  mine = sharding.index("expert") * (shape[0] * shape[1])
-  own = jax.lax.dynamic_slice_in_dim(x_M, mine, shape[0] * shape[1])
-  return own.reshape(shape)
+def _local_rows(x_M, shape):
+  """This device's tokens of those gathered along `expert`, [B, R]."""
+  start = sharding.index("expert") * (shape[0] * shape[1])
+  local = jax.lax.dynamic_slice_in_dim(x_M, start, shape[0] * shape[1])
+  return local.reshape(shape)
 
 
-def _in_pieces(score_piece, hidden_MD, targets_M):
-  """Maps `score_piece` over pieces of the tokens, the last one padded."""
+def _map_chunks(of_chunk, hidden_MD, targets_M):
+  """Maps `of_chunk` over chunks of the tokens; the last one is padded."""
   M = len(targets_M)
-  if M <= _PIECE:
-    return score_piece((hidden_MD, targets_M))
+  if M <= _CHUNK:
+    return of_chunk((hidden_MD, targets_M))
 
-  def cut(x):
-    x = jnp.pad(x, [(0, -M % _PIECE), *[(0, 0)] * (x.ndim - 1)])
-    return x.reshape(-1, _PIECE, *x.shape[1:])
+  def chunks(x):
+    x = jnp.pad(x, [(0, -M % _CHUNK), *[(0, 0)] * (x.ndim - 1)])
+    return x.reshape(-1, _CHUNK, *x.shape[1:])
 
-  scored = jax.lax.map(score_piece, (cut(hidden_MD), cut(targets_M)))
-  return jax.tree.map(lambda x: x.reshape(-1)[:M], scored)
+  mapped = jax.lax.map(of_chunk, (chunks(hidden_MD), chunks(targets_M)))
+  return jax.tree.map(lambda x: x.reshape(-1)[:M], mapped)

@@ -16,6 +16,7 @@ from gspo_jax.evaluate import held_out
 from gspo_jax.learner.cold_start import ColdStart, ColdStartConfig
 from gspo_jax.learner.health import HealthChecks, require_finite
 from gspo_jax.learner.train_step import TrainState
+from gspo_jax.losses import EDGES
 from gspo_jax.program import settings
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.experiment import (
@@ -102,6 +103,7 @@ def _train(run: Run, state: TrainState) -> TrainState | None:
       experiment.workdir,
       total_steps=last,
       resume_step=first - 1,
+      edges=EDGES,
       active=multihost.is_primary(),
     )
   )
@@ -195,7 +197,7 @@ def iterate(run: Run, state: TrainState, step: int):
   metrics |= _time_metrics(clock, batch.sampled_tokens)
   metrics["data/epochs"] = run.curriculum.epochs
   if config.data.drop_solved:
-    metrics["data/left_out"] = run.curriculum.left_out
+    metrics["data/solved"] = run.curriculum.num_solved
   updates = step * config.learner.minibatches
   metrics["optim/learning_rate"] = float(learner.learning_rate(updates - 1))
   require_finite(metrics, step)
@@ -235,7 +237,7 @@ def _curriculum(experiment: Experiment) -> Curriculum:
     experiment.program.prompt_config,
     batch=experiment.config.data.prompts,
     seed=experiment.config.seed,
-    history=experiment.config.data.drop_solved,
+    drop_solved=experiment.config.data.drop_solved,
   )
 
 

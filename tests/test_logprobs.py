@@ -41,8 +41,8 @@ def weights(cfg):
   return jax.tree.map(fill, shapes)
 
 
-def text():
-  """Tokens, positions, mask [B, T]: the second row padded at both ends."""
+def inputs():
+  """Tokens, positions, mask [B, T]; the second row is padded at both ends."""
   tokens = np.random.default_rng(1).integers(0, V, (B, T)).astype(np.int32)
   mask = np.ones((B, T), bool)
   mask[1, :3], mask[1, -4:] = False, False
@@ -50,49 +50,53 @@ def text():
   return tokens, positions, mask
 
 
-def score(cfg, piece=256, **options):
-  """`token_logprobs`, traced anew for each size of a piece."""
+def score(cfg, chunk=256, **options):
+  """`token_logprobs` with `chunk` * B tokens in a chunk, as a new function."""
 
-  def scored(params):
+  def token_logprobs(params):
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(logprobs, "_PIECE", piece * B)
-      return logprobs.token_logprobs(params, cfg, *text(), **options)
+      patch.setattr(logprobs, "_CHUNK", chunk * B)
+      return logprobs.token_logprobs(params, cfg, *inputs(), **options)
 
-  return scored
+  return token_logprobs
 
 
 @functools.cache
-def gradient(piece):
-  """Of both outputs, weighed: ((loss, result), gradient)."""
+def gradient(chunk):
+  """((loss, result), gradient) of a weighted sum of both outputs."""
   rng = np.random.default_rng(2)
   a, b = rng.normal(size=(2, B, R)).astype(np.float32)
 
   def loss(params):
-    out = score(DENSE, piece, response_length=R, temperature=0.7)(params)
+    out = score(DENSE, chunk, response_length=R, temperature=0.7)(params)
     return (out.logps * a + out.entropy * b).sum(), out
 
   return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
+@functools.cache
+def forward(cfg):
+  run = jax.jit(model.forward, static_argnums=1)
+  return jax.device_get(run(weights(cfg), cfg, *inputs()))
+
+
 @pytest.mark.parametrize(
   ("cfg", "response_length", "temperature"),
-  [(DENSE, R, 0.7), (MOE, R, 1.0), (DENSE, T - 1, 0), (MOE, 1, 1.3)],
+  [(DENSE, R, 0.7), (MOE, 1, 1.3), (DENSE, T - 1, 0)],
 )
 def test_equals_the_log_softmax_of_the_forward(
   cfg, response_length, temperature
 ):
-  tokens, _, _ = text()
+  tokens, _, _ = inputs()
   options = {"response_length": response_length, "temperature": temperature}
   out = jax.device_get(jax.jit(score(cfg, **options))(weights(cfg)))
-  forward = jax.jit(model.forward, static_argnums=1)
-  full = jax.device_get(forward(weights(cfg), cfg, *text()))
+  full = forward(cfg)
 
   logits = np.asarray(full.logits, np.float64) / (temperature or 1)
   logits -= logits.max(-1, keepdims=True)
   table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   entropy = -(np.exp(table) * table).sum(-1)
-  scored = range(T - response_length, T)
-  for column, t in enumerate(scored):
+  for column, t in enumerate(range(T - response_length, T)):
     expected = table[np.arange(B), t - 1, tokens[:, t]]
     np.testing.assert_allclose(out.logps[:, column], expected, atol=2e-5)
     np.testing.assert_allclose(
@@ -106,16 +110,16 @@ def test_equals_the_log_softmax_of_the_forward(
 
 
 @functools.cache
-def scored(cfg, replay, seed):
-  """`token_logprobs` and `encode` under routes made of a seed; None: free."""
+def with_routes(cfg, replay, seed):
+  """`token_logprobs`, `hidden_states` and their random routes, if a seed."""
   shape = (cfg.num_layers, B, T, max(cfg.num_experts, 1))
   rng = np.random.default_rng(seed)
   order = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
   routes = None if seed is None else order[..., : cfg.experts_per_token]
-  sent = {"routes": routes, "replay": replay}
+  options = {"routes": routes, "replay": replay}
   both = lambda params: (
-    score(cfg, response_length=R, **sent)(params),
-    model.hidden_states(params, cfg, *text(), **sent),
+    score(cfg, response_length=R, **options)(params),
+    model.hidden_states(params, cfg, *inputs(), **options),
   )
   return jax.device_get(jax.jit(both)(weights(cfg))), routes
 
@@ -123,43 +127,66 @@ def scored(cfg, replay, seed):
 @pytest.mark.parametrize(
   ("replay", "seed"), [(False, None), (False, 3), (True, 3)]
 )
-def test_the_routing_is_that_of_the_tokens_that_predict(replay, seed):
-  (out, full), routes = scored(MOE, replay, seed)
+def test_the_routing_is_that_of_the_predicting_positions(replay, seed):
+  (out, full), routes = with_routes(MOE, replay, seed)
   np.testing.assert_array_equal(out.experts, full.routing.experts)
   if replay:
     np.testing.assert_array_equal(out.experts, routes)
   for column, t in enumerate(range(S, T)):
-    for found, whole in (
+    for actual, expected in (
       (out.router_logps, full.routing.log_probs),
       (out.router_entropy, full.routing.entropy),
     ):
       close = functools.partial(np.testing.assert_allclose, atol=1e-5)
-      close(found[:, :, column], whole[:, :, t - 1])
+      close(actual[:, :, column], expected[:, :, t - 1])
   assert out.router_logps.shape == (2, B, R, 2)
   assert out.router_entropy.shape == (2, B, R)
   assert (out.dropped == 0).all()
 
 
-def test_replay_changes_the_log_probs_and_a_look_does_not():
-  free, looked, replayed = (
-    scored(MOE, replay, seed)[0][0].logps
+def test_replay_changes_the_log_probs_and_routes_alone_do_not():
+  free, routed, replayed = (
+    with_routes(MOE, replay, seed)[0][0].logps
     for replay, seed in ((False, None), (False, 3), (True, 3))
   )
-  np.testing.assert_allclose(looked, free, atol=1e-6)
+  np.testing.assert_allclose(routed, free, atol=1e-6)
   assert np.abs(replayed - free).mean() > 0.01
 
 
 def test_a_dense_model_has_no_routing():
-  (out, _), _ = scored(DENSE, False, None)
+  (out, _), _ = with_routes(DENSE, False, None)
   assert out[2:] == (None,) * 4
 
 
-@pytest.mark.parametrize("piece", [4, 13])
-def test_pieces_change_neither_value_nor_gradient(piece):
+def test_use_own_experts_replaces_the_routes():
+  """With it a replay equals the free pass; without, that of the routes."""
+  free, replayed = (
+    with_routes(MOE, replay, seed)[0][0]
+    for replay, seed in ((False, None), (True, 3))
+  )
+  routes = with_routes(MOE, True, 3)[1].astype(np.uint8)
+
+  def run(params, use_own_experts):
+    options = {"routes": routes, "replay": True}
+    options["use_own_experts"] = use_own_experts
+    return score(MOE, response_length=R, **options)(params)
+
+  run = jax.jit(run)
+  for use_own_experts, expected in ((True, free), (False, replayed)):
+    out = run(weights(MOE), use_own_experts)
+    np.testing.assert_array_equal(out.experts, expected.experts)
+    np.testing.assert_allclose(out.logps, expected.logps, atol=1e-5)
+    np.testing.assert_allclose(
+      out.router_logps, expected.router_logps, atol=1e-5
+    )
+
+
+def test_chunks_change_neither_value_nor_gradient():
+  """13 tokens a row in chunks of 4, the last one padded."""
   whole = gradient(256)(weights(DENSE))
-  cut = gradient(piece)(weights(DENSE))
+  in_chunks = gradient(4)(weights(DENSE))
   close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-  jax.tree.map(close, cut, whole)
+  jax.tree.map(close, in_chunks, whole)
 
 
 def shapes_in(jaxpr):
@@ -175,79 +202,62 @@ def shapes_in(jaxpr):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_logits_of_all_tokens_never_exist(backward):
-  def largest(piece):
-    """Most values in one array with a vocabulary axis, as tokens."""
-    forward = score(DENSE, piece, response_length=R, temperature=0.7)
-    f = gradient(piece) if backward else forward
+  def largest(chunk):
+    """The size of the largest array with a vocabulary axis, in tokens."""
+    forward = score(DENSE, chunk, response_length=R, temperature=0.7)
+    f = gradient(chunk) if backward else forward
     traced = jax.make_jaxpr(f)(weights(DENSE))
     return max(
       np.prod(shape) // V for shape in shapes_in(traced.jaxpr) if V in shape
     )
 
-  assert largest(256) == B * R  # what the pieces are there to avoid
+  assert largest(256) == B * R  # in one chunk
   assert largest(4) == B * 4
 
 
 def test_bf16_logits_are_float32():
   low = dataclasses.replace(DENSE, dtype="bfloat16")
-  out, exact = (
-    jax.device_get(jax.jit(score(cfg, response_length=R))(weights(DENSE)))
-    for cfg in (low, DENSE)
-  )
+  run = jax.jit(score(low, response_length=R, temperature=0.7))
+  out, exact = run(weights(DENSE)), gradient(256)(weights(DENSE))[0][1]
   assert out.logps.dtype == out.entropy.dtype == jnp.float32
   assert (out.logps.astype(jnp.bfloat16) != out.logps).any()
   assert 0 < np.abs(out.logps - exact.logps).mean() < 0.1
 
 
 @pytest.mark.parametrize("response_length", [-1, 0, T, T + 1])
-def test_a_response_length_out_of_range(response_length):
+def test_a_response_length_out_of_range_is_refused(response_length):
   with pytest.raises(ValueError, match=f"{response_length=} must .*1..{T - 1}"):
     score(DENSE, response_length=response_length)(weights(DENSE))
 
 
-@pytest.mark.parametrize(
-  "sizes",
-  [
-    {"fsdp": 2, "expert": 2, "tensor": 2},
-    {"data": 2, "expert": 4},
-    {"data": 2, "fsdp": 4},
-  ],
-  ids=str,
-)
-def test_a_dense_tied_model_on_a_mesh(sizes):
-  """Log-probs, entropies and every gradient, as on one device."""
-  cfg = model.variant(
-    "tiny",
-    num_experts=0,
-    experts_per_token=0,
-    num_kv_heads=2,
-    tie_embeddings=True,
-    dtype="float32",
-    remat=True,
+def test_a_dense_tied_model_on_a_mesh_equals_one_device():
+  """Log-probs, entropies and every gradient; 74 columns need padding."""
+  cfg = dataclasses.replace(
+    DENSE, vocab_size=74, embed_dim=16, mlp_dim=8, num_kv_heads=2, remat=True
   )
   rng = np.random.default_rng(0)
-  mask = np.ones((8, 24), np.int32)
+  mask = np.ones((8, 12), np.int32)
   mask[::2, :4] = 0
-  tokens = rng.integers(0, 258, mask.shape).astype(np.int32)
+  tokens = rng.integers(0, 74, mask.shape).astype(np.int32)
   positions = np.maximum(mask.cumsum(1) - 1, 0)
   shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
   params = jax.tree.map(
     lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes
   )
-  target = rng.normal(size=(8, 12)).astype(np.float32)
+  cotangent = rng.normal(size=(8, 6)).astype(np.float32)
 
   def loss(params):
-    scored = logprobs.token_logprobs(
-      params, cfg, tokens, positions, mask, response_length=12
+    out = logprobs.token_logprobs(
+      params, cfg, tokens, positions, mask, response_length=6
     )
-    both = scored.logps, scored.entropy
-    return sum((x * target).sum() for x in both), both
+    both = out.logps, out.entropy
+    return sum((x * cotangent).sum() for x in both), both
 
-  run = lambda p: jax.jit(jax.grad(loss, has_aux=True))(p)
+  run = lambda params: jax.jit(jax.grad(loss, has_aux=True))(params)
   expected = jax.device_get(run(params))
-  mesh = sharding.make_mesh(**sizes)
+  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   with jax.set_mesh(mesh):
-    laid = jax.device_put(params, sharding.state_shardings(shapes, mesh))
-    found = jax.device_get(run(laid))
-  for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    sharded = jax.device_put(params, sharding.state_shardings(shapes, mesh))
+    actual = jax.device_get(run(sharded))
+  for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1))

@@ -123,8 +123,8 @@ def test_the_promised_numbers_are_written(reference):
   assert "eval/pass@1" in written[2]
   assert "eval/pass@1" not in written[1]
   assert "4/4" in out
-  sample = (workdir / "samples" / "step_000004.txt").read_text()
-  assert "reward" in sample
+  sample = (workdir / "samples" / "step_000004.jsonl").read_text()
+  assert '"reward": ' in sample
   assert list((workdir / "tensorboard").iterdir())
 
 
@@ -274,7 +274,7 @@ def test_a_reward_that_fails_stops_the_run(start, reference, tmp_path):
   names = "('operator.setitem',)"
   out = finish(start(tmp_path / "run", reward__names=names), code=2)
   assert out.strip().splitlines()[-1] == (
-    "error: iteration 3: 16 of 16 answers could not be scored, expected at "
+    "error: iteration 3: 16 of 16 responses could not be scored, expected at "
     "most 8 (reward.max_failed=0.5); the first reason: operator.setitem: "
     "TypeError: 'str' object does not support item assignment"
   )

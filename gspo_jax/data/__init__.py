@@ -1,1 +1,25 @@
-"""Problems from anywhere become batches of token ids."""
+"""Problems from any source become batches of prompts in tokens.
+
+Other wings take these modules:
+  datasets      what a config names: stages of training, held-out problems
+  curriculum    Curriculum: which problems come when, and which are solved
+  pipeline      batches of prompts and demonstrations; `take` for evaluation
+  prompt_batch  PromptConfig, and `join` and `pick` of batches
+  sources       `load` and `mix` problems; `fingerprint` of a source
+  tasks         Problem, and Chain, the embedded task
+  readers       records of JSON lines and TFDS
+  tokenizers    `load` a tokenizer
+Commands: prepare_tfds, tokenizers.train.
+"""
+
+__all__ = (
+  "curriculum",
+  "datasets",
+  "pipeline",
+  "prepare_tfds",
+  "prompt_batch",
+  "readers",
+  "sources",
+  "tasks",
+  "tokenizers",
+)

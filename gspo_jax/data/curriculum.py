@@ -1,9 +1,9 @@
-"""Which questions come when: stages of data, and what is left out as known.
+"""Which problems come when: stages of data, and solved problems left out.
 
-The two data recipes of SRPO (Zhang et al. 2025, arXiv 2504.14286): stages, as
-of mathematics first and then of code, too; and history resampling, which leaves
-a question out of the epochs after one in which all G answers to it were right.
-Mixed and all-wrong ones stay, for the policy may come to learn from them.
+The two data recipes of SRPO (Zhang et al. 2025, arXiv 2504.14286). Stages: for
+example mathematics first, then code too. History resampling: a problem whose G
+responses were all correct is left out of the epochs that follow. Problems with
+some or no correct responses stay: the policy may still learn from them.
 """
 
 import base64
@@ -22,22 +22,23 @@ from gspo_jax.runtime.errors import UserError
 
 
 class Curriculum:
-  """Batches of prompts: a function of stages, seed and what was recorded.
+  """Batches of prompts: a function of stages, seed and recorded rewards.
 
-  A question stands once in an epoch of its source, so one that is known when
-  its turn comes was answered in an earlier epoch, and is passed over for good.
-  Where a stage has fewer left than a batch, all of its questions come back.
+  Every epoch of a source has each of its problems once; solved ones are passed
+  over. When fewer than a batch of unsolved problems are left in a stage, all
+  problems of the stage count as unsolved again.
 
   Args:
-    stages: the first from iteration 1 on, each other one from a later one on.
-      What is known in one stage stays known in the next.
-    cfg: how a question becomes tokens.
-    batch: questions in one.
+    stages: the first begins at iteration 1, each other one later than the one
+      before. A problem solved in one stage stays solved in the next.
+    cfg: how a problem becomes tokens.
+    batch: prompts in one batch.
     seed: of the order.
-    history: whether known questions are left out.
+    drop_solved: whether solved problems are left out.
 
   Raises:
-    UserError: the stages do not begin so; as `data.prompts`, now for all.
+    UserError: the stages do not begin so, or a stage cannot give batches; see
+      `pipeline.prompts`.
   """
 
   def __init__(
@@ -47,128 +48,138 @@ class Curriculum:
     *,
     batch: int,
     seed: int,
-    history: bool = False,
+    drop_solved: bool = False,
   ):
     self._begins, self._sources = zip(*stages, strict=True)
     begins = sorted({*self._begins} | {1})
     if begins != [*self._begins] or begins[0] < 1:
       raise UserError(
-        f"data.curriculum begin at iterations {[*self._begins]}: expected 1 and "
-        "then a later one each"
+        f"the stages of data.curriculum begin at iterations {[*self._begins]}: "
+        "expected 1 and then a later one each"
       )
     self._batch, self._cfg, self._stage = batch, cfg, 0
-    self._history = SolvedProblems() if history else None
-    self._known, self._fitting, self._streams = [], [], []
+    self._history = SolvedProblems() if drop_solved else None
+    self._solved, self._num_fitting, self._streams = [], [], []
     for source in self._sources:
-      parts = pipeline.parts(source) if history else ()
-      self._known.append([self._history.of(part) for part in parts])
-      self._fitting.append(sum(pipeline.fitting(part, cfg) for part in parts))
+      parts = pipeline.parts(source) if drop_solved else ()
+      self._solved.append([self._history.of(part) for part in parts])
+      self._num_fitting.append(
+        sum(pipeline.num_fitting(part, cfg) for part in parts)
+      )
       self._streams.append(
         pipeline.prompts(
-          source, cfg, batch=batch, seed=seed, left_out=self._known[-1]
+          source, cfg, batch=batch, seed=seed, solved=self._solved[-1]
         )
       )
-      # No source is shuffled as another is, or as it was in another stage.
+      # Every source has a seed of its own, in every stage.
       seed += len(pipeline.parts(source))
 
   def draw(self, iteration: int, count: int | None = None) -> dict:
-    """The next questions of that iteration's stage: a batch, or `count`.
+    """The next prompts of the stage of that iteration.
 
-    As of `data.prompts`, with `stage` [count] int32, where they are from.
+    Args:
+      iteration: from 1.
+      count: prompts; None for a batch.
+
+    Returns:
+      As `pipeline.prompts`, with `stage` [count] int32, from 0.
     """
     self._stage = bisect.bisect_right(self._begins, iteration) - 1
     count = self._batch if count is None else count
-    left = self._fitting[self._stage] - self.left_out
-    if self._history and left < count:
+    unsolved = self._num_fitting[self._stage] - self.num_solved
+    if self._history and unsolved < count:
       logging.warning(
-        "data.drop_solved: %d questions are left that were not all answered right, "
-        "fewer than a batch of %d: all questions come back",
-        left,
+        "data.drop_solved: %d problems are unsolved, fewer than a batch of %d: "
+        "all problems come back",
+        unsolved,
         count,
       )
-      for known in self._known[self._stage]:
-        known[:] = False
-    drawn = self._streams[self._stage].draw(count)
-    stages = np.full(len(drawn["problems"]), self._stage, np.int32)
-    return drawn | {"stage": stages}
+      for solved in self._solved[self._stage]:
+        solved[:] = False
+    batch = self._streams[self._stage].take(count)
+    return batch | {"stage": np.full(count, self._stage, np.int32)}
 
   def recall(self, places: Sequence[Sequence[int]]) -> dict:
-    """A batch of `draw`, by `stage`, `part` and `index` of each question."""
-    rows = []
-    for stage, *place in places:
-      source = self._sources[stage]
-      row = pipeline.again(source, self._cfg, np.array([place], np.int32))
-      rows.append(row | {"stage": np.array([stage], np.int32)})
-    return prompt_batch.join(rows)
-
-  def record(self, batch: dict, correct: np.ndarray) -> None:
-    """Notes how questions were answered.
+    """The prompts at these places, as a batch of `draw`.
 
     Args:
-      batch: of `draw`, or rows of several.
-      correct: [P, G], 1 for an answer that is right; the same on all hosts.
+      places: `stage`, `part` and `index` of each prompt, as `draw` gave them.
+    """
+    batches = []
+    for stage, part, index in places:
+      place = np.array([[part, index]], np.int32)
+      prompt = pipeline.at_places(self._sources[stage], self._cfg, place)
+      batches.append(prompt | {"stage": np.array([stage], np.int32)})
+    return prompt_batch.join(batches)
+
+  def record(self, batch: dict, correct: np.ndarray) -> None:
+    """Records which problems are solved: all their responses are correct.
+
+    Args:
+      batch: P prompts of `draw`, in one call or several.
+      correct: [P, G], 1 for a correct response; the same in all processes.
     """
     if self._history:
-      all_right = (correct >= 1).all(axis=1)
-      places = (batch[name][all_right] for name in ("stage", "part", "index"))
+      all_correct = (correct >= 1).all(axis=1)
+      places = (batch[name][all_correct] for name in ("stage", "part", "index"))
       for stage, part, index in zip(*places, strict=True):
-        self._known[stage][part][index] = True
+        self._solved[stage][part][index] = True
 
   @property
-  def left_out(self) -> int:
-    """Questions of this stage that are known."""
-    return sum(int(known.sum()) for known in self._known[self._stage])
+  def num_solved(self) -> int:
+    """Solved problems of the present stage; 0 without `drop_solved`."""
+    return sum(int(solved.sum()) for solved in self._solved[self._stage])
 
   @property
   def epochs(self) -> float:
-    """How often the stage has gone through its source; see `data.epochs`."""
+    """Passes over the source of the present stage; see `pipeline.epochs`."""
     state = self._streams[self._stage].get_state()
     return pipeline.epochs(self._sources[self._stage], state)
 
   def get_state(self) -> dict:
-    """JSON, for a checkpoint between two iterations."""
+    """The state between two iterations as JSON, for a checkpoint."""
     positions = [stream.get_state() for stream in self._streams]
     state = {"positions": positions, "stage": self._stage}
     if self._history:
-      state["known"] = self._history.get_state()
+      state["solved"] = self._history.get_state()
     return state
 
   def set_state(self, state: dict) -> None:
-    """Goes to where `get_state` was called.
+    """Returns to a state of `get_state`.
 
-    A state of `data.prompts` will do, as runs of one stage used to save it, and
-    one without a history: then nothing is known.
+    A state of a run without `drop_solved` sets no problem as solved.
     """
-    self._stage = state.get("stage", 0)
-    positions = state.get("positions", [state])
-    for stream, position in zip(self._streams, positions, strict=True):
+    self._stage = state["stage"]
+    for stream, position in zip(self._streams, state["positions"], strict=True):
       stream.set_state(position)
     if self._history:
-      self._history.set_state(state.get("known", {}))
+      self._history.set_state(state.get("solved", {}))
 
 
 class SolvedProblems:
-  """For each source, by its content, which questions are known.
+  """Which problems of each source are solved.
 
-  A source that stands in several mixtures has one history.
+  A source is identified by its content: if it is a part of several mixtures,
+  its problems are solved in all of them.
   """
 
   def __init__(self):
-    self._known: dict[str, np.ndarray] = {}
+    self._solved: dict[str, np.ndarray] = {}
 
   def of(self, source: Sequence[Problem]) -> np.ndarray:
-    """[len(source)] bool, true where a question is known: to be written to."""
-    fresh = np.zeros(len(source), bool)
-    return self._known.setdefault(fingerprint(source), fresh)
+    """[len(source)] bool, true where solved; the caller writes to it."""
+    unsolved = np.zeros(len(source), bool)
+    return self._solved.setdefault(fingerprint(source), unsolved)
 
   def get_state(self) -> dict[str, str]:
-    """JSON; 170 kB at most for a million questions."""
-    return {name: _pack(known) for name, known in self._known.items()}
+    """JSON; at most 170 kB for a million problems."""
+    return {name: _pack(solved) for name, solved in self._solved.items()}
 
   def set_state(self, state: dict[str, str]) -> None:
-    """Takes over what was saved, and nothing else is known."""
-    for name, known in self._known.items():
-      known[:] = _unpack(state[name], len(known)) if name in state else False
+    """Sets a state of `get_state`; sources that it lacks become unsolved."""
+    for name, solved in self._solved.items():
+      saved = name in state
+      solved[:] = _unpack(state[name], len(solved)) if saved else False
 
 
 def _pack(bits: np.ndarray) -> str:

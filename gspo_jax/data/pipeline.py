@@ -1,8 +1,8 @@
-"""The Grain pipeline: questions of a source to batches of token ids.
+"""The Grain pipeline: problems of a source become batches of tokens.
 
-Batch n is a function of (source, seed, n), on any number of hosts, and the
-state of an iterator is a position: a run resumed there repeats the
-uninterrupted one.
+Batch n is a function of (source, seed, n), with any number of processes. The
+state of an iterator is a position in the order of its problems: a run resumed
+there repeats the uninterrupted one.
 """
 
 import functools
@@ -21,38 +21,43 @@ Source = Sequence[Problem] | Mixture
 
 
 class Batches(Iterator[dict]):
-  """Endless batches of the rows of a pipeline; the state is a position.
+  """Endless batches of prompts; the state is a position.
 
   Args:
-    rows: they may be read ahead.
-    batch: rows in a batch.
-    passes: whether a row is one to draw. It is asked here, in order, and not
-      by the threads that read ahead: the answer may change between batches.
+    prompts: single prompts, in order; they may be read ahead.
+    batch: prompts in one batch.
+    solved: for each source of a mixture, [its length] bool: the problems to
+      pass over. Read here, not by the threads that read ahead, because the
+      caller changes it between batches.
   """
 
   def __init__(
     self,
-    rows: grain.DatasetIterator,
+    prompts: grain.DatasetIterator,
     batch: int,
-    passes: Callable[[dict], bool],
+    solved: Sequence[np.ndarray] = (),
   ):
-    self._rows, self._batch, self._passes = rows, batch, passes
+    self._prompts, self._batch, self._solved = prompts, batch, tuple(solved)
 
   def __next__(self) -> dict:
-    return self.draw(self._batch)
+    return self.take(self._batch)
 
-  def draw(self, count: int) -> dict:
-    """The next `count` rows, 1 or more."""
-    drawn = filter(self._passes, self._rows)
-    return stack(list(itertools.islice(drawn, count)))
+  def take(self, count: int) -> dict:
+    """The next `count` prompts, 1 or more."""
+    unsolved = filter(self._is_unsolved, self._prompts)
+    return stack(list(itertools.islice(unsolved, count)))
+
+  def _is_unsolved(self, prompt: dict) -> bool:
+    solved = self._solved
+    return not (solved and solved[prompt["part"]][prompt["index"]])
 
   def get_state(self) -> dict:
-    """A small dict, for a checkpoint: behind the last row of a batch."""
-    return self._rows.get_state()
+    """The position after the last batch: a small dict, for a checkpoint."""
+    return self._prompts.get_state()
 
   def set_state(self, state: dict) -> None:
-    """Goes to where `get_state` was called."""
-    self._rows.set_state(state)
+    """Returns to a state of `get_state`."""
+    self._prompts.set_state(state)
 
 
 def prompts(
@@ -61,133 +66,144 @@ def prompts(
   *,
   batch: int,
   seed: int,
-  left_out: Sequence[np.ndarray] = (),
+  solved: Sequence[np.ndarray] = (),
 ) -> Batches:
   """Endless batches of prompts, shuffled anew each epoch.
 
-  Each is a dict: `problems` (a list), `tokens` [batch, width] int32 padded on
-  the left, `length` [batch] int32, and where the questions stand: `part`
-  [batch] int32, 0 but in a mixture, and `index` [batch] int32 in that source.
+  Each batch is a dict: `problems` (a list), `tokens` [batch, width] int32,
+  padded on the left, `length` [batch] int32, and the places of the problems:
+  `part` [batch] int32, the number of the source in a mixture (else 0), and
+  `index` [batch] int32 in that source.
 
   Args:
-    source: of questions.
-    cfg: how they become tokens.
-    batch: questions in one.
+    source: of problems.
+    cfg: how a problem becomes tokens.
+    batch: prompts in one batch.
     seed: of the order.
-    left_out: for each source of a mixture, or the one, [its length] bool: the
-      questions to pass over. They may be changed between batches.
+    solved: problems to pass over; see `Batches`.
 
   Raises:
-    UserError: fewer questions (that fit) than a batch; one that is too long,
-      of the embedded task when it is drawn and of any other source now.
+    UserError: fewer problems that fit than a batch, or a problem that is too
+      long. The embedded task raises for a long problem when it comes, any other
+      source now.
   """
-  out = tuple(left_out)
-  passes = lambda row: not (out and out[row["part"]][row["index"]])
-  row = functools.partial(_prompt, cfg=cfg)
-  _check(source, row, cfg, batch)
-  return Batches(_rows(_place(source), _placed(row), seed), batch, passes)
+  make_prompt = functools.partial(_prompt, cfg=cfg)
+  _check(source, make_prompt, cfg, batch)
+  stream = _stream(_with_places(source), _keep_place(make_prompt), seed)
+  return Batches(stream, batch, solved)
 
 
 def demonstrations(
   source: Source, cfg: PromptConfig, *, batch: int, width: int, seed: int
 ) -> Batches:
-  """As `prompts`, with `response` [batch, width] and `response_length`."""
-  row = functools.partial(_demonstration, cfg=cfg, width=width)
-  _check(source, row, cfg, batch)
-  return Batches(_rows(source, row, seed), batch, lambda row: True)
+  """Endless batches of prompts with demonstrated responses.
+
+  As `prompts`, without places, with `response` [batch, width] int32, padded on
+  the right, and `response_length` [batch] int32, stop token included.
+  """
+  make = functools.partial(_demonstration, cfg=cfg, width=width)
+  _check(source, make, cfg, batch)
+  return Batches(_stream(source, make, seed), batch)
 
 
 def parts(source: Source) -> tuple[Sequence[Problem], ...]:
-  """The sources of a mixture, or the one."""
+  """The sources of a mixture; of any other source, itself alone."""
   return source.sources if isinstance(source, Mixture) else (source,)
 
 
-def fitting(part: Sequence[Problem], cfg: PromptConfig) -> int:
-  """How many questions of a source are drawn, those too long left out."""
+def num_fitting(part: Sequence[Problem], cfg: PromptConfig) -> int:
+  """How many problems of a source are not dropped for their length."""
   if cfg.too_long == "error":
     return len(part)
   return _count(part, functools.partial(_prompt, cfg=cfg), len(part))
 
 
 def take(source: Source, cfg: PromptConfig, count: int) -> dict:
-  """The first `count` problems (that fit) as one batch, in order.
+  """The first `count` problems that fit, as one batch, in order.
 
-  Of a mixture, from each source in turn, whatever the weights.
+  Of a mixture, one problem of each source in turn, whatever the weights.
+
+  Raises:
+    UserError: the source has fewer.
   """
   columns = [map(p.__getitem__, range(len(p))) for p in parts(source)]
   every = itertools.chain.from_iterable(itertools.zip_longest(*columns))
-  rows = (_prompt(problem, cfg) for problem in every if problem is not None)
-  first = list(itertools.islice(filter(None, rows), count))
+  fitting = filter(None, (_prompt(p, cfg) for p in every if p is not None))
+  first = list(itertools.islice(fitting, count))
   if len(first) < count:
     raise UserError(
-      f"eval.prompts={count}, but only {len(first)} questions are held out"
+      f"eval.prompts={count}, but only {len(first)} problems are held out"
       + (" and fit" if cfg.too_long == "drop" else "")
     )
   return stack(first)
 
 
-def again(source: Source, cfg: PromptConfig, places: np.ndarray) -> dict:
-  """As a batch of `prompts`: the questions at these places, [N, 2] int32.
+def at_places(source: Source, cfg: PromptConfig, places: np.ndarray) -> dict:
+  """The prompts at these places, as a batch of `prompts`.
 
-  A place is a question's `part` and `index`.
+  Args:
+    source: of problems.
+    cfg: how a problem becomes tokens.
+    places: [N, 2] int32, `part` and `index` of each prompt.
   """
   each = parts(source)
-  names = "part", "index"
-  rows = [
-    _prompt(each[place[0]][place[1]], cfg)
-    | dict(zip(names, place, strict=True))
-    for place in places
-  ]
-  return stack(rows)
+  return stack(
+    [
+      _prompt(each[part][index], cfg) | {"part": part, "index": index}
+      for part, index in places
+    ]
+  )
 
 
 def epochs(source: Source, state: dict) -> float:
-  """How often an iterator in that state has gone through its source.
+  """Passes over the source at a state of `Batches`, dropped problems included.
 
-  Of a mixture, through that of its sources which it repeats most.
+  Of a mixture, passes over the source that it repeats most.
   """
-  drawn = state["next_index"]
+  position = state["next_index"]
   if not isinstance(source, Mixture):
-    return drawn / len(source)
+    return position / len(source)
   shares = (w / sum(source.weights) for w in source.weights)
   sizes = map(len, source.sources)
-  return max(drawn * w / n for w, n in zip(shares, sizes, strict=True))
+  return max(position * w / n for w, n in zip(shares, sizes, strict=True))
 
 
 def _prompt(problem: Problem, cfg: PromptConfig) -> dict | None:
-  """A row; None, which Grain passes over, for one to drop."""
-  # No str.format: questions hold braces.
-  question = cfg.instruction.replace("{problem}", problem.text)
-  ids = cfg.tokenizer.prompt(question, cfg.system)
-  what = f"question {problem.text[:40]!r}"
-  if not cfg.fits(ids, cfg.width, what, "data.max_prompt_length"):
+  """A single prompt; None if it is dropped, which Grain passes over."""
+  # No str.format: problems contain braces.
+  text = cfg.instruction.replace("{problem}", problem.text)
+  ids = cfg.tokenizer.prompt(text, cfg.system)
+  name = f"problem {problem.text[:40]!r}"
+  if not cfg.fits(ids, cfg.width, name, "data.max_prompt_length"):
     return None
-  row = np.full(cfg.width, cfg.tokenizer.pad_id, np.int32)
-  row[cfg.width - len(ids) :] = ids
-  return {"problem": problem, "tokens": row, "length": np.int32(len(ids))}
+  tokens = np.full(cfg.width, cfg.tokenizer.pad_id, np.int32)
+  tokens[cfg.width - len(ids) :] = ids
+  return {"problem": problem, "tokens": tokens, "length": np.int32(len(ids))}
 
 
 def _demonstration(
   problem: Problem, cfg: PromptConfig, width: int
 ) -> dict | None:
-  shown, made = problem.demonstration, cfg.tokenizer
-  if not shown:
+  """A single prompt with its demonstration; None if it is dropped."""
+  text, tokenizer = problem.demonstration, cfg.tokenizer
+  if not text:
     raise UserError(
-      f"question {problem.text[:40]!r} has no demonstration to imitate; "
-      "data.demonstration_field says where one is"
+      f"problem {problem.text[:40]!r} has no demonstration to imitate; set "
+      "data.demonstration_field to the field that has one"
     )
-  ids = [*made.encode(shown), made.stop_ids[0]]
-  what = f"demonstration {shown[:40]!r}"
-  row = _prompt(problem, cfg)
-  if not cfg.fits(ids, width, what, "sampler.max_new_tokens") or row is None:
+  ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
+  name = f"demonstration {text[:40]!r}"
+  prompt = _prompt(problem, cfg)
+  fits = cfg.fits(ids, width, name, "sampler.max_new_tokens")
+  if not fits or prompt is None:
     return None
-  padded = np.full(width, made.pad_id, np.int32)
-  padded[: len(ids)] = ids
-  return row | {"response": padded, "response_length": np.int32(len(ids))}
+  tokens = np.full(width, tokenizer.pad_id, np.int32)
+  tokens[: len(ids)] = ids
+  return prompt | {"response": tokens, "response_length": np.int32(len(ids))}
 
 
-class _Places(Sequence):
-  """A source whose problems come with the place where they stand."""
+class _Placed(Sequence):
+  """A source of (problem, place): `part` and `index` of the problem."""
 
   def __init__(self, part: int, source: Sequence[Problem]):
     self._part, self._source = part, source
@@ -200,70 +216,66 @@ class _Places(Sequence):
     return self._source[i], place
 
 
-def _place(source):
-  places = tuple(itertools.starmap(_Places, enumerate(parts(source))))
+def _with_places(source: Source):
+  placed = tuple(itertools.starmap(_Placed, enumerate(parts(source))))
   if isinstance(source, Mixture):
-    return Mixture(places, source.weights)
-  return places[0]
+    return Mixture(placed, source.weights)
+  return placed[0]
 
 
-def _placed(row: Callable) -> Callable:
-  """`row` of a problem beside its place, which goes into the row."""
+def _keep_place(make_prompt: Callable) -> Callable:
+  """`make_prompt` for a pair of `_Placed`; the place goes into the prompt."""
 
-  def make(placed):
-    problem, place = placed
-    made = row(problem)
-    return made and made | place
+  def make(pair):
+    problem, place = pair
+    prompt = make_prompt(problem)
+    return prompt and prompt | place
 
   return make
 
 
-def _rows(source, row, seed) -> grain.DatasetIterator:
+def _stream(source, make: Callable, seed: int) -> grain.DatasetIterator:
+  """Endless single prompts, without those that `make` drops."""
   seeds = itertools.count(seed)
 
   def shuffled(part):
-    own = next(seeds) % 2**32
-    return grain.MapDataset.source(part).seed(own).shuffle().repeat()
+    return grain.MapDataset.source(part).seed(next(seeds) % 2**32).shuffle()
 
-  rows = _mixed(source, shuffled).map(row)
-  # Threads read ahead; what comes does not depend on their number. Batches are
-  # cut behind them, where the dropped rows are gone.
+  each = [shuffled(part).repeat() for part in parts(source)]
+  if isinstance(source, Mixture):
+    dataset = grain.MapDataset.mix(each, weights=source.weights)
+  else:
+    (dataset,) = each
+  # Threads read ahead; the order does not depend on their number. Batches are
+  # cut after them, where the dropped prompts are gone.
   options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-  return iter(rows.to_iter_dataset(options))
+  return iter(dataset.map(make).to_iter_dataset(options))
 
 
-def _mixed(source, dataset: Callable) -> grain.MapDataset:
-  """The dataset of a source, or the weighted mix of a mixture's."""
-  if not isinstance(source, Mixture):
-    return dataset(source)
-  each = list(map(dataset, source.sources))
-  return grain.MapDataset.mix(each, weights=source.weights)
-
-
-def _check(source, row, cfg, batch) -> None:
-  """UserError for what would fail, or never end, later."""
+def _check(source, make: Callable, cfg: PromptConfig, batch: int) -> None:
+  """UserError now for a pipeline that would fail, or never end, later."""
   total = sum(map(len, parts(source)))
   if total < batch:
     raise UserError(
-      f"the data has {total} questions, fewer than a batch of {batch}"
+      f"the data has {total} problems, fewer than a batch of {batch}"
     )
   if cfg.too_long == "error":
-    # One that is too long is told now, not at step 500.
+    # Raises for a problem that is too long now, not at step 500.
     for part in parts(source):
       if isinstance(part, ProblemSource):
         for problem in part:
-          row(problem)
+          make(problem)
     return
-  found = [_count(part, row, batch) for part in parts(source)]
-  if not all(found) or sum(found) < batch:
+  fitting = [_count(part, make, batch) for part in parts(source)]
+  if not all(fitting) or sum(fitting) < batch:
     raise UserError(
-      f"of the data's {[*map(len, parts(source))]} questions only {found} fit "
+      f"of the data's {[*map(len, parts(source))]} problems only {fitting} fit "
       f"data.max_prompt_length={cfg.width}: fewer than a batch of {batch}, or "
       "none of one source"
     )
 
 
-def _count(part, row, most: int) -> int:
-  """How many rows of a source are not dropped, up to `most`."""
-  kept = (i for i in range(len(part)) if row(part[i]) is not None)
-  return sum(1 for _ in itertools.islice(kept, most))
+def _count(part, make: Callable, limit: int) -> int:
+  """How many problems of a source are not dropped, up to `limit`."""
+  kept = (i for i in range(len(part)) if make(part[i]) is not None)
+  return sum(1 for _ in itertools.islice(kept, limit))

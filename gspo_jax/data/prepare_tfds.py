@@ -1,14 +1,14 @@
-"""Writes a TFDS set from local JSON lines, with no network and no TensorFlow.
+"""Writes a TFDS set from local JSON lines, without network and TensorFlow.
 
   python -m gspo_jax.data.prepare_tfds --name=gsm8k --train=train.jsonl \\
     --test=test.jsonl --data_dir=runs/tfds
 
-`tfds:gsm8k` with `data.tfds_dir=runs/tfds`, or `tfds.data_source("gsm8k",
-data_dir=...)` in any program, then reads it. gsm8k gets the features that TFDS
-gives it; a set of any other name has the fields of its first line: text stays
-text, and everything else is written as JSON.
+Then `data.source=tfds:gsm8k` with `data.tfds_dir=runs/tfds` reads the set, and
+so does `tfds.data_source("gsm8k", data_dir=...)` in any program. gsm8k has the
+features that TFDS gives it. A set of any other name has the fields of its first
+line: text stays text, every other value is written as JSON.
 
-Exit codes: 0 done; 2 a mistake of the caller's, in one line.
+Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
 
 import itertools
@@ -19,16 +19,17 @@ from pathlib import Path
 from absl import app, flags
 
 from gspo_jax.data import readers
+from gspo_jax.runtime import json_lines
 from gspo_jax.runtime.errors import UserError
 
-_NAME = flags.DEFINE_string("name", None, "Of the set: gsm8k, or one's own.")
+_NAME = flags.DEFINE_string("name", None, "Of the set: gsm8k, or another name.")
 _TRAIN = flags.DEFINE_string("train", None, "JSON lines of split 'train'.")
 _TEST = flags.DEFINE_string("test", "", "JSON lines of split 'test', if any.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Where TFDS sets lie.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder of TFDS sets.")
 
 
 def command() -> None:
-  """The console's entry."""
+  """Entry point of the command."""
   try:
     app.run(_command, flags_parser=_parse)
   except UserError as error:
@@ -61,39 +62,43 @@ def _command(argv) -> None:
 
 
 def prepare(name: str, files: dict[str, str], data_dir: str) -> dict[str, int]:
-  """Writes the set and returns how many rows each split has.
+  """Writes the set; returns the number of records of each split.
 
   Args:
     name: "gsm8k", or lower case letters, digits and underscores.
     files: JSON lines by split.
-    data_dir: a folder; the set must not be in it.
+    data_dir: a folder without that set.
 
   Raises:
-    UserError: a name or a file that cannot be, or a set that is there already.
+    UserError: a bad name or file, or the set exists already.
   """
   if not (name.isidentifier() and name.islower() and name.isascii()):
     raise UserError(f"--name={name}: expected letters a-z, digits and _")
   if (Path(data_dir).expanduser() / name).exists():
     raise UserError(f"--data_dir={data_dir} holds {name!r} already")
   lines = {k: list(readers.json_lines(path)) for k, path in files.items()}
-  for split, found in lines.items():
-    if not found:
+  for split, split_lines in lines.items():
+    if not split_lines:
       raise UserError(f"--{split}={files[split]}: no line in it")
-  first = next(iter(lines.values()))[0][1]
+  first = next(iter(lines.values()))[0].record
   fields = ("question", "answer") if name == "gsm8k" else tuple(first)
-  read = {k: [_texts(*x, fields) for x in found] for k, found in lines.items()}
+  records = {
+    split: [_as_text(line, fields) for line in split_lines]
+    for split, split_lines in lines.items()
+  }
   if name == "gsm8k":
-    for row in itertools.chain.from_iterable(read.values()):
-      row["annotation"], _, row["short_answer"] = row["answer"].rpartition(
-        "#### "
-      )
-  made = _builder(name, read)(data_dir=data_dir, file_format="array_record")
-  made.download_and_prepare()
-  return {k: split.num_examples for k, split in made.info.splits.items()}
+    for record in itertools.chain.from_iterable(records.values()):
+      annotation, _, short_answer = record["answer"].rpartition("#### ")
+      record |= {"annotation": annotation, "short_answer": short_answer}
+  builder_class = _builder_class(name, records)
+  builder = builder_class(data_dir=data_dir, file_format="array_record")
+  builder.download_and_prepare()
+  return {k: split.num_examples for k, split in builder.info.splits.items()}
 
 
-def _texts(where: str, row: dict, fields: tuple[str, ...]) -> dict[str, str]:
-  values = {name: readers.field(row, name, where) for name in fields}
+def _as_text(line: json_lines.Line, fields: tuple[str, ...]) -> dict[str, str]:
+  where, record = line
+  values = {name: readers.field(record, name, where) for name in fields}
   if nulls := [name for name, value in values.items() if value is None]:
     raise UserError(f"{where}: {nulls[0]!r} is null")
   return {
@@ -101,18 +106,19 @@ def _texts(where: str, row: dict, fields: tuple[str, ...]) -> dict[str, str]:
   }
 
 
-def _builder(name: str, read: dict[str, list[dict]]) -> type:
-  """A TFDS builder of those rows, in their order.
+def _builder_class(name: str, records: dict[str, list[dict]]) -> type:
+  """A TFDS builder of these records, by split and in order.
 
-  A subclass, for TFDS's own `store_as_tfds_dataset` needs TensorFlow.
+  Not `store_as_tfds_dataset` of TFDS, which needs TensorFlow.
   """
   import tensorflow_datasets as tfds
   from tensorflow_datasets.core import registered
 
-  text = {field: tfds.features.Text() for field in next(iter(read.values()))[0]}
+  first = next(iter(records.values()))[0]
+  text = {field: tfds.features.Text() for field in first}
   with registered.skip_registration():
 
-    class Rows(tfds.core.GeneratorBasedBuilder):
+    class LocalFiles(tfds.core.GeneratorBasedBuilder):
       """The lines of local files."""
 
       VERSION = tfds.core.Version("1.0.0")
@@ -124,13 +130,13 @@ def _builder(name: str, read: dict[str, list[dict]]) -> type:
         )
 
       def _split_generators(self, dl_manager):
-        return {split: enumerate(found) for split, found in read.items()}
+        return {split: enumerate(r) for split, r in records.items()}
 
       def _generate_examples(self):
-        """TFDS asks for it; the splits are generators already."""
+        """Required by TFDS, and not used: the splits are generators."""
 
-  Rows.name = name
-  return Rows
+  LocalFiles.name = name
+  return LocalFiles
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Batches of prompts: a dict of arrays, and the rows in it."""
+"""Batches of prompts: dicts of arrays with a first axis of prompts."""
 
 import dataclasses
 import itertools
@@ -12,15 +12,15 @@ from gspo_jax.runtime.errors import UserError, nearest
 
 @dataclasses.dataclass(frozen=True)
 class PromptConfig:
-  """How a question becomes a row of tokens.
+  """How the text of a problem becomes the tokens of a prompt.
 
   Attributes:
     tokenizer: of the policy.
-    width: tokens a row has; the template's count.
-    system: the system prompt, "" for none.
-    instruction: what the policy reads, `{problem}` in it.
-    too_long: what happens to a question, or to a demonstration, that does not
-      fit: "error", or "drop".
+    width: tokens of the longest prompt, those of the chat template included.
+    system: the system prompt; "" for none.
+    instruction: the text of the prompt; `{problem}` in it is replaced.
+    too_long: what to do with a prompt or demonstration that is too long:
+      "error" or "drop".
   """
 
   tokenizer: Tokenizer
@@ -39,33 +39,44 @@ class PromptConfig:
         f"data.instruction={self.instruction!r}: expected {{problem}} in it"
       )
 
-  def fits(self, ids: Sequence[int], width: int, what: str, key: str) -> bool:
-    """Whether ids fit; UserError for a misfit that is not to be dropped."""
+  def fits(self, ids: Sequence[int], width: int, name: str, key: str) -> bool:
+    """Whether ids fit; if not and `too_long` is "error", raises UserError.
+
+    Args:
+      ids: tokens.
+      width: tokens that may be.
+      name: of what the ids are, for the error.
+      key: of the config that sets the width, for the error.
+    """
     if len(ids) > width and self.too_long == "error":
-      raise UserError(f"{what} has {len(ids)} tokens, more than {key}={width}")
+      raise UserError(f"{name} has {len(ids)} tokens, more than {key}={width}")
     return len(ids) <= width
 
 
 def join(batches: Sequence[dict]) -> dict:
-  """Batches of the same keys, end to end."""
-  whole = lambda key: [batch[key] for batch in batches]
-  flat = lambda key: list(itertools.chain(*whole(key)))
+  """Concatenates batches with the same keys."""
+  parts = lambda key: [batch[key] for batch in batches]
   return {
-    k: flat(k) if k == "problems" else np.concatenate(whole(k))
-    for k in batches[0]
+    key: list(itertools.chain(*parts(key)))
+    if key == "problems"
+    else np.concatenate(parts(key))
+    for key in batches[0]
   }
 
 
 def pick(batch: dict, index: np.ndarray) -> dict:
-  """The rows of these numbers, in their order."""
+  """The prompts with these indices, in this order."""
   return {
-    k: [x[i] for i in index] if k == "problems" else x[index]
-    for k, x in batch.items()
+    key: [column[i] for i in index] if key == "problems" else column[index]
+    for key, column in batch.items()
   }
 
 
-def stack(rows: Sequence[dict]) -> dict:
+def stack(prompts: Sequence[dict]) -> dict:
+  """A batch of single prompts, each a dict with `problem` and arrays."""
   arrays = {
-    k: np.stack([r[k] for r in rows]) for k in rows[0] if k != "problem"
+    key: np.stack([prompt[key] for prompt in prompts])
+    for key in prompts[0]
+    if key != "problem"
   }
-  return arrays | {"problems": [r["problem"] for r in rows]}
+  return arrays | {"problems": [prompt["problem"] for prompt in prompts]}

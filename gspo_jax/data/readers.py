@@ -1,52 +1,47 @@
-"""Rows of data as they lie: JSON lines, TFDS, and a factory by dotted name."""
+"""Records of JSON lines, of TFDS, and of factories by dotted name."""
 
 import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from gspo_jax.runtime import json_lines as json_lines_file
 from gspo_jax.runtime.errors import UserError, nearest
 
 SPECS = "chain, jsonl:FILE, tfds:NAME[:SPLIT] or package.module.factory"
 
 
-def json_lines(path: str) -> Iterator[tuple[str, dict]]:
-  """(`file:line`, object) for each line of a file that is not blank."""
-  try:
-    with open(path, "rb") as file:
-      for number, line in enumerate(file, 1):
-        if line.strip():
-          yield f"{path}:{number}", _object(line, f"{path}:{number}")
-  except OSError as error:
-    raise UserError(f"data file {path!r}: {error.strerror}") from error
+def json_lines(path: str) -> Iterator[json_lines_file.Line]:
+  """The lines of a file of problems, each (`file:line`, record).
+
+  Raises:
+    UserError: the file cannot be read, or a line is not an object in JSON and
+      UTF-8.
+  """
+  for line in json_lines_file.read(path):
+    try:
+      # JSON can spell half a surrogate pair, which no UTF-8 text can hold.
+      json.dumps(line.record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+      raise UserError(
+        f"{line.where}: expected text in UTF-8, got half a surrogate pair in "
+        f"{str(line.record)[:60]!a}"
+      ) from error
+    yield line
 
 
-def field(row: Mapping, name: str, where: str):
-  """The value of a row; UserError with the nearest name if it has none."""
-  if not isinstance(row, Mapping):
-    raise UserError(f"{where}: expected an object, got {str(row)[:60]!r}")
-  if name not in row:
-    raise UserError(f"{where}: no field {name!r}; {nearest(name, row)}"[:250])
-  return row[name]
-
-
-def _object(line: bytes, where: str) -> dict:
-  try:
-    row = json.loads(line)
-    # JSON can spell half a surrogate pair, which no UTF-8 text can hold.
-    json.dumps(row, ensure_ascii=False).encode()
-  except (ValueError, RecursionError) as error:
-    row = line.decode(errors="replace").strip()
-    raise UserError(
-      f"{where}: expected an object in JSON and UTF-8, got {row[:60]!r}"
-    ) from error
-  if not isinstance(row, dict):
-    raise UserError(f"{where}: expected an object, got {str(row)[:60]!r}")
-  return row
+def field(record: Mapping, name: str, where: str):
+  """The value of a field; UserError with the nearest name if it is missing."""
+  if not isinstance(record, Mapping):
+    raise UserError(f"{where}: expected an object, got {str(record)[:60]!r}")
+  if name not in record:
+    hint = nearest(name, record) if record else "it is empty"
+    raise UserError(f"{where}: no field {name!r}; {hint}"[:250])
+  return record[name]
 
 
 def plain(value, where: str):
-  """A value as JSON would give it: TFDS has bytes and arrays."""
+  """A value as JSON would give it; TFDS has bytes and arrays."""
   if hasattr(value, "tolist"):
     value = value.tolist()
   if isinstance(value, list):
@@ -61,13 +56,21 @@ def plain(value, where: str):
     raise UserError(f"{where}: not in UTF-8: {value[:60]!r}") from error
 
 
-def tfds(rest: str, data_dir: str) -> Sequence:
-  """A split of a prepared set: `NAME[/CONFIG][:VERSION][:SPLIT]`."""
-  found = re.fullmatch(r"([\w/.+-]+(?::\d+\.\d+\.\d+)?)(?::(.+))?", rest)
-  if not found:
-    raise UserError(f"tfds:{rest}: expected tfds:NAME[:SPLIT]")
-  name, split = found[1], found[2] or "train"
-  import tensorflow_datasets  # a second, and few need it
+def tfds(spec: str, data_dir: str) -> Sequence:
+  """A split of a prepared TFDS set.
+
+  Args:
+    spec: `NAME[/CONFIG][:VERSION][:SPLIT]`; the split is "train" if not given.
+    data_dir: the folder of the sets; "" for the default of TFDS.
+
+  Raises:
+    UserError: the set is not prepared, or has no such split.
+  """
+  parts = re.fullmatch(r"([\w/.+-]+(?::\d+\.\d+\.\d+)?)(?::(.+))?", spec)
+  if not parts:
+    raise UserError(f"tfds:{spec}: expected tfds:NAME[:SPLIT]")
+  name, split = parts[1], parts[2] or "train"
+  import tensorflow_datasets  # takes a second, and few runs need it
 
   try:
     return tensorflow_datasets.data_source(
@@ -75,7 +78,7 @@ def tfds(rest: str, data_dir: str) -> Sequence:
     )
   except (
     tensorflow_datasets.core.DatasetNotFoundError,
-    AssertionError,  # known by name, and its files are not there
+    AssertionError,  # TFDS knows the name, but its files are missing
   ) as error:
     raise UserError(
       f"tfds:{name} is not prepared in {data_dir or 'the folder of TFDS'!r}: "
@@ -83,34 +86,41 @@ def tfds(rest: str, data_dir: str) -> Sequence:
       f"--data_dir={data_dir or 'DIR'}"
     ) from error
   except (ValueError, KeyError, NotImplementedError) as error:
-    raise UserError(f"tfds:{rest}: {' '.join(str(error).split())[:200]}") from (
-      error
-    )
+    reason = " ".join(str(error).split())[:200]
+    raise UserError(f"tfds:{spec}: {reason}") from error
 
 
-def called(spec: str) -> Sequence:
-  """What the factory of that name returns."""
-  found = re.fullmatch(r"([\w.]+)[.:](\w+)", spec)
-  if not found or spec.endswith((".json", ".jsonl")):
+def from_factory(spec: str) -> Sequence:
+  """The records that a factory of the user returns.
+
+  Args:
+    spec: `package.module.factory`; it is called without arguments.
+
+  Raises:
+    UserError: there is no such factory, or its result has no length or index.
+  """
+  parts = re.fullmatch(r"([\w.]+)[.:](\w+)", spec)
+  if not parts or spec.endswith((".json", ".jsonl")):
     raise UserError(f"data source {spec!r}: expected {SPECS}")
+  path, name = parts[1], parts[2]
   try:
-    module = importlib.import_module(found[1])
+    module = importlib.import_module(path)
   except ModuleNotFoundError as error:
-    if error.name and not f"{found[1]}.".startswith(f"{error.name}."):
-      raise  # the module is there, and misses another one
+    if error.name and not f"{path}.".startswith(f"{error.name}."):
+      raise  # the module exists, and one of its own imports does not
     raise UserError(
       f"data source {spec!r}: no module {error.name!r}; expected {SPECS}"
     ) from error
-  if not callable(getattr(module, found[2], None)):
+  if not callable(getattr(module, name, None)):
     names = [n for n, v in vars(module).items() if callable(v)]
     raise UserError(
-      f"data source {spec!r}: {found[1]} has no such function; "
-      f"{nearest(found[2], names)}"
+      f"data source {spec!r}: {path} has no such function; "
+      f"{nearest(name, names)}"
     )
-  rows = getattr(module, found[2])()
-  if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+  records = getattr(module, name)()
+  if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")):
     raise UserError(
-      f"data source {spec!r}: it gave a {type(rows).__name__}; expected "
-      "something with a length and rows by index"
+      f"data source {spec!r}: it returned a {type(records).__name__}; expected "
+      "something with a length and records by index"
     )
-  return rows
+  return records

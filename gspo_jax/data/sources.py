@@ -1,7 +1,7 @@
-"""Where questions come from: JSON lines, TFDS, any source by dotted name.
+"""Sources of problems: JSON lines, TFDS, or any factory by dotted name.
 
-A source is a random-access sequence of `tasks.Problem`, and so is
-`tasks.Chain`, the embedded task.
+A source is a random-access sequence of `tasks.Problem`. `tasks.Chain`, the
+embedded task, is one too.
 """
 
 import dataclasses
@@ -16,20 +16,21 @@ from gspo_jax.data import readers
 from gspo_jax.data.tasks import Problem, held_out
 from gspo_jax.runtime.errors import UserError
 
-_SAMPLED = 1000  # rows of a source without a file that its fingerprint reads
+# Problems that the fingerprint of a source without a file reads, at most.
+_FINGERPRINTED = 1000
 
 
 class Fields(NamedTuple):
-  """The names of what a row holds.
+  """The names of the fields of a record.
 
   Attributes:
     problem: text.
-    reference: the reference is what follows the last `####` in this column (as
-      in GSM8K), or all of it. One that is no text (the tests of a program)
-      becomes JSON.
-    demonstration: a worked response to imitate. "": the column of the
-      reference, with `mark` and its reference where it has no `####`, and none
-      where it is no text.
+    reference: the reference is the text after the last `####` (as in GSM8K), or
+      all of it. A value that is not text, such as the tests of a program, is
+      written as JSON.
+    demonstration: a worked response to imitate. "" for the field of the
+      reference: its text if that holds `####`, else the prefix and the
+      reference; none if it is a list or an object.
   """
 
   problem: str = "question"
@@ -42,81 +43,81 @@ _FIELDS = Fields()
 
 @dataclasses.dataclass(frozen=True)
 class ProblemSource(Sequence):
-  """The rows of a source as problems.
+  """The records of a source as problems.
 
   Attributes:
-    rows: dicts with `fields`, or problems; random access.
-    where: says in an error which row it is.
+    records: dicts with `fields`, or problems; random access.
+    where: the name of a record by its index, for errors.
     fields: names in a dict.
-    evaluation: True keeps the held-out questions only, False the others, None
-      all of them.
-    mark: goes before an answer that is imitated, where it has no `####`.
-    content: a hash of all the rows; "": not known.
+    evaluation: True for the held-out problems only, False for the others, None
+      for all.
+    prefix: goes before a reference that is imitated alone.
+    content: a hash of all records; "" if unknown.
   """
 
-  rows: Sequence
+  records: Sequence
   where: Callable[[int], str]
   fields: Fields = _FIELDS
   evaluation: bool | None = None
-  mark: str = "#### "
+  prefix: str = "#### "
   content: str = ""
 
   @functools.cached_property
-  def _kept(self) -> Sequence[int]:
-    """The rows of this side of the split; reads all of them once."""
-    every = range(len(self.rows))
+  def _indices(self) -> Sequence[int]:
+    """Indices of the records on this side of the split; reads all once."""
+    every = range(len(self.records))
     if self.evaluation is None:
       return every
-    wanted = lambda i: held_out(self._parse(i).text) == self.evaluation
-    return list(filter(wanted, every))
+    belongs = lambda i: held_out(self.parse(i).text) == self.evaluation
+    return list(filter(belongs, every))
 
   def __len__(self) -> int:
-    return len(self._kept)
+    return len(self._indices)
 
   def __getitem__(self, index: int) -> Problem:
-    return self._parse(self._kept[index])
+    return self.parse(self._indices[index])
 
-  def _parse(self, i: int) -> Problem:
-    row, where = self.rows[i], self.where(i)
-    if isinstance(row, Problem):
-      return row
-    question = readers.plain(
-      readers.field(row, self.fields.problem, where), where
-    )
-    answer = readers.plain(
-      readers.field(row, self.fields.reference, where), where
-    )
-    if not isinstance(question, str):
+  def parse(self, i: int) -> Problem:
+    """The problem of record i, on either side of the split."""
+    record, where = self.records[i], self.where(i)
+    if isinstance(record, Problem):
+      return record
+    text = self._field(record, self.fields.problem, where)
+    solution = self._field(record, self.fields.reference, where)
+    if not isinstance(text, str):
       raise UserError(f"{where}: {self.fields.problem!r} must be text")
-    if answer is None:
+    if solution is None:
       raise UserError(f"{where}: {self.fields.reference!r} is null")
-    reference = _reference(answer)
-    if not (question and reference):
-      raise UserError(f"{where}: an empty question or answer")
-    return Problem(question, reference, self._demonstration(row, answer, where))
+    reference = _reference(solution)
+    if not (text and reference):
+      raise UserError(f"{where}: an empty problem or reference")
+    return Problem(
+      text, reference, self._demonstration(record, solution, where)
+    )
 
-  def _demonstration(self, row, answer, where: str) -> str:
+  def _demonstration(self, record, solution, where: str) -> str:
     if self.fields.demonstration:
-      shown = readers.plain(
-        readers.field(row, self.fields.demonstration, where), where
-      )
-      if not isinstance(shown, str):
+      text = self._field(record, self.fields.demonstration, where)
+      if not isinstance(text, str):
         raise UserError(f"{where}: {self.fields.demonstration!r} must be text")
-      return shown
-    if isinstance(answer, str) and "####" in answer:
-      return answer
-    if isinstance(answer, list | dict):
+      return text
+    if isinstance(solution, str) and "####" in solution:
+      return solution
+    if isinstance(solution, list | dict):
       return ""
-    return self.mark + _reference(answer)
+    return self.prefix + _reference(solution)
+
+  def _field(self, record, name: str, where: str):
+    return readers.plain(readers.field(record, name, where), where)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """Several sources, each question drawn from one of them.
+  """Several sources; each problem is sampled from one of them.
 
   Attributes:
     sources: two or more.
-    weights: shares of the questions, before those too long are left out.
+    weights: shares of the problems, before those too long are dropped.
   """
 
   sources: tuple[Sequence[Problem], ...]
@@ -129,44 +130,56 @@ def load(
   fields: Fields = _FIELDS,
   data_dir: str = "",
   evaluation: bool | None = None,
-  mark: str = "#### ",
+  prefix: str = "#### ",
 ) -> ProblemSource:
-  """The questions that a config names; see `Questions` for the options.
+  """The source that a config names; see `ProblemSource` for the options.
 
   Args:
     spec: `jsonl:FILE`, `tfds:NAME[:SPLIT]` (split "train" if not given), or
-      `package.module.factory`: called without arguments, it gives anything
-      with a length and rows by index, each a dict or a `tasks.Problem`.
-    data_dir: where TFDS sets lie; "": its own default.
+      `package.module.factory`. The factory is called without arguments and
+      returns anything with a length and records by index, each a dict or a
+      `tasks.Problem`.
+    fields: names in a dict.
+    data_dir: the folder of TFDS sets; "" for the default of TFDS.
+    evaluation: the side of the split, None for both.
+    prefix: goes before a reference that is imitated alone.
 
   Raises:
-    UserError: there is no such source, it is empty, or a row of it is bad; of
-      JSON lines, every row is looked at now.
+    UserError: there is no such source, it is empty, or a record of it is bad.
+      Of JSON lines every record is checked now.
   """
   kind, _, rest = spec.partition(":")
   content = ""
   if kind == "jsonl":
-    numbered = list(readers.json_lines(rest))
-    rows = [row for _, row in numbered]
-    where = lambda i: numbered[i][0]
+    lines = list(readers.json_lines(rest))
+    records = [line.record for line in lines]
+    where = lambda i: lines[i].where
     content = _file_hash(rest)
   elif kind == "tfds":
-    rows, where = readers.tfds(rest, data_dir), lambda i: f"{spec}[{i}]"
+    records, where = readers.tfds(rest, data_dir), lambda i: f"{spec}[{i}]"
   else:
-    rows, where = readers.called(spec), lambda i: f"{spec}[{i}]"
-  found = ProblemSource(rows, where, fields, evaluation, mark, content)
+    records, where = readers.from_factory(spec), lambda i: f"{spec}[{i}]"
+  source = ProblemSource(records, where, fields, evaluation, prefix, content)
   if kind == "jsonl":
-    for i in range(len(rows)):
-      found._parse(i)
-  if not len(found):
-    raise UserError(f"{spec}: no question in it")
-  return found
+    for i in range(len(records)):
+      source.parse(i)
+  if not len(source):
+    raise UserError(f"{spec}: no problem in it")
+  return source
 
 
 def mix(
   sources: Sequence[Sequence[Problem]], weights: Sequence[float] = ()
 ) -> Sequence[Problem] | Mixture:
-  """The one source, or the mixture of several; equal weights if none given."""
+  """A mixture of sources, or the source if there is only one.
+
+  Args:
+    sources: one or more.
+    weights: one for each source, above 0; () for equal weights.
+
+  Raises:
+    UserError: the weights do not fit.
+  """
   weights = tuple(weights) or (1.0,) * len(sources)
   if len(weights) != len(sources):
     raise UserError(f"{weights=}: expected one for each of {len(sources)}")
@@ -176,15 +189,15 @@ def mix(
 
 
 def fingerprint(source) -> str:
-  """Tells one source from another by content and options, wherever it lies.
+  """A hash of the content and options of a source, wherever it is stored.
 
-  A checkpoint carries it, so that a run never resumes on other data. Of a
-  source that is no file it reads the length and up to 1000 rows.
+  A checkpoint holds it, so that a run never resumes on other data. Of a source
+  without a file it covers the length and up to 1000 problems.
   """
   if isinstance(source, Mixture):
     options = [*map(fingerprint, source.sources), *source.weights]
   elif isinstance(source, ProblemSource):
-    options = [source.fields, source.evaluation, source.mark]
+    options = [source.fields, source.evaluation, source.prefix]
     options.append(source.content or _sample(source))
   elif dataclasses.is_dataclass(source):
     options = dataclasses.asdict(source)
@@ -195,17 +208,17 @@ def fingerprint(source) -> str:
 
 
 def _sample(source: Sequence[Problem]) -> list:
-  """Its length, and up to 1000 of its rows in even steps, the last one too."""
+  """Its length, and up to 1000 problems in even steps, first and last too."""
   last = len(source) - 1
-  steps = min(_SAMPLED - 1, last)
-  picked = [i * last // steps for i in range(steps + 1)] if last > 0 else [0]
-  return [len(source), [list(source[i]) for i in picked]]
+  steps = min(_FINGERPRINTED - 1, last)
+  indices = [i * last // steps for i in range(steps + 1)] if last > 0 else [0]
+  return [len(source), [list(source[i]) for i in indices]]
 
 
-def _reference(answer) -> str:
-  if not isinstance(answer, str):
-    return json.dumps(answer)
-  return answer.rsplit("####", 1)[-1].strip()
+def _reference(solution) -> str:
+  if not isinstance(solution, str):
+    return json.dumps(solution)
+  return solution.rsplit("####", 1)[-1].strip()
 
 
 def _file_hash(path: str) -> str:

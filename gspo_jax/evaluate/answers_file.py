@@ -6,10 +6,11 @@ answers.jsonl   an object for each answer, batch after batch
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspo_jax.runtime import json_lines
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import match
 
@@ -79,29 +80,18 @@ class AnswersFile:
 
   def _keep_whole_batches(self):
     self._file.seek(0)
-    lines, end = self._lines(), 0
+    # The last line may be cut short.
+    whole = (line for line in self._file if line.endswith(b"\n"))
+    lines, end = json_lines.parse(whole, self._path), 0
     for name, size in self._batches:
-      batch = list(itertools.islice(lines, size))
-      if len(batch) < size:
+      rows = [line.record for line in itertools.islice(lines, size)]
+      if len(rows) < size:
         break
-      rows = [self._parse(line) for line in batch]
       if any(row.get("set") != name for row in rows):
         raise UserError(f"{self._path}: expected answers to {name}")
       self._take(rows)
-      end += sum(map(len, batch))
+      end = self._file.tell()
     self._file.truncate(end)
-
-  def _lines(self) -> Iterator[bytes]:
-    """Whole ones: the last may be torn."""
-    return (line for line in self._file if line.endswith(b"\n"))
-
-  def _parse(self, line: bytes) -> dict:
-    try:
-      return dict(json.loads(line))
-    except (ValueError, TypeError) as error:
-      raise UserError(
-        f"{self._path}: {line.strip()[:60]!r} is no answer; move the file away"
-      ) from error
 
 
 def _require_same(path: Path, settings: dict[str, Any]) -> None:

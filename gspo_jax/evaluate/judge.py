@@ -57,7 +57,7 @@ def evaluate_benchmark(
       failed.
     begin: batches that are done already.
     together: calls what keeps a batch, on every process: where there are
-      several, `hosts.together`, so that all of them stop at an error of one.
+      several, `run_on_all`, so that all of them stop at an error of one.
   """
   count = len(questions.problems)
   judged = None

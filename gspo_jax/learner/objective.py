@@ -119,7 +119,7 @@ def policy_loss(
     temperature=temperature,
     routes=routes,
     replay=objective.replay != "none",
-    own=None if objective.replay == "r3" else is_old_policy,
+    use_own_experts=None if objective.replay == "r3" else is_old_policy,
   )
   fields = _old_policy_fields(scored, rows, objective)
   old = {

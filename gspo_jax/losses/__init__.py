@@ -1,19 +1,15 @@
-"""Policy losses: arrays in, (loss, metrics) out; no model, no config.
+"""Policy losses, the value loss and advantages; this wing needs only jax.
 
-x, o: log-probs of the taken tokens under the new and the old policy; m: mask of
-the response tokens; A: advantages; l, h: `clip_low`, `clip_high`. A loss is a
-ratio, a surrogate of it and a mean, and every policy loss here shares:
+Every loss takes arrays and returns (loss, metrics). Other wings take the names
+in `__all__` from here, and the advantages from `losses.advantages`.
 
-  logps, old_logps: [B, T] float32. Only `logps` is differentiated.
-  advantages: float32, [B], or [B, T] where a loss says so or rows are packed.
-  mask: [B, T], bool or 0/1. What lies under a 0 is never read, be it NaN.
-  normalizer: denominator in place of the loss's own. With 1.0, gradients and
-    metrics of micro-batches add; divide by the summed `loss/policy` count.
-  segment_ids: [B, T] ints in 0..T-1 that name the sequences of a packed row.
-  terms: a `Terms`, what is shifted, weighed, added or clipped besides.
-  Returns (loss, metrics): a scalar, and a dict of additive `Mean`, `Std` and
-    `Histogram`. `loss/policy` leaves the penalty out; that is `loss/penalty`.
-  Raises TypeError for another dtype than float32, ValueError for a wrong shape.
+Conventions of all policy losses:
+  1. Only `logps` is differentiated.
+  2. Values under a 0 of the mask are never read, not even NaN.
+  3. A metric is a `Mean`, a `Std` or a `Histogram`. Their fields are sums, so
+     metrics of micro-batches add. With `normalizer=1.0` the losses and the
+     gradients add, too: divide them by the summed count of `loss/policy`.
+  4. `loss/policy` is the loss without `Terms.penalty`; that is `loss/penalty`.
 
 Departures from the papers: (1) a token's log-ratio is clamped at ±20, beyond
 which it has no gradient; (2) sequences without a response token are not
@@ -47,6 +43,7 @@ __all__ = [
   "Metrics",
   "Std",
   "Terms",
+  "advantages",
   "cispo_loss",
   "dapo_loss",
   "dr_grpo_loss",

@@ -1,4 +1,4 @@
-"""Checked tokens, the sequences they form, and means over both."""
+"""The checked arguments of a policy loss, and its sums and means."""
 
 from typing import NamedTuple
 
@@ -10,18 +10,30 @@ from gspo_jax.losses.terms import NO_TERMS, Terms
 
 
 class TokenBatch(NamedTuple):
-  """Checked tokens. S sequences a row: 1, or T slots where rows are packed."""
+  """The checked arguments of a policy loss; every float is 0 under the mask.
 
-  logps: jax.Array  # [B, T] x; like all floats here 0 under the mask
-  gap: jax.Array  # [B, T] x - o, clamped and detached, for metrics
-  log_ratio: jax.Array  # [B, T] x - o + shift, clamped
-  advantages: jax.Array  # [B, T]
-  mask: jax.Array  # [B, T] bool
-  segment_ids: jax.Array | None  # [B, T] 0 under the mask
+  A row of the arrays holds S sequences: 1, or up to S = T where it is packed.
+
+  Attributes:
+    logps: [B, T] x, the log-probs of the new policy; differentiated.
+    raw_log_ratio: [B, T] x - o, clamped, without gradient; for the metrics.
+    log_ratio: [B, T] x - o + `Terms.log_ratio_shift`, clamped.
+    advantages: [B, T], or [B, 1] where the caller gave one per sequence.
+    mask: [B, T] bool, true at response tokens.
+    segment_ids: [B, T] int, the sequence of each token; None: one per row.
+    terms: the optional terms, masked.
+  """
+
+  logps: jax.Array
+  raw_log_ratio: jax.Array
+  log_ratio: jax.Array
+  advantages: jax.Array
+  mask: jax.Array
+  segment_ids: jax.Array | None
   terms: Terms
 
   def sums(self, values: jax.Array) -> jax.Array:
-    """[B, T] -> [B, S], over the response tokens of each sequence."""
+    """[B, T] -> [B, S]: the sum over the response tokens of each sequence."""
     values = jnp.where(self.mask, values, 0.0)
     if self.segment_ids is None:
       return values.sum(axis=1, keepdims=True)
@@ -30,33 +42,34 @@ class TokenBatch(NamedTuple):
     return by_row(values, self.segment_ids, values.shape[1])
 
   def lengths(self) -> jax.Array:
+    """[B, S]: the number of response tokens of each sequence."""
     return self.sums(jnp.ones_like(self.log_ratio))
 
   def means(self, values: jax.Array) -> jax.Array:
-    """[B, T] -> [B, S], 0 for a sequence without response tokens."""
+    """[B, T] -> [B, S]; 0 for a sequence without response tokens."""
     return self.sums(values) / jnp.maximum(self.lengths(), 1.0)
 
-  def spread(self, values: jax.Array) -> jax.Array:
-    """[B, S] -> [B, T], to each token the value of its sequence."""
+  def to_tokens(self, values: jax.Array) -> jax.Array:
+    """[B, S] -> [B, T]: gives each token the value of its sequence."""
     if self.segment_ids is None:
       return jnp.broadcast_to(values, self.mask.shape)
     return jnp.take_along_axis(values, self.segment_ids, axis=1)
 
 
 def sequence_mean(batch: TokenBatch, values: jax.Array) -> Mean:
-  """Mean over sequences of the mean over a sequence's tokens."""
+  """Mean over sequences of the mean over the tokens of each sequence."""
   count = jnp.sum(batch.lengths() > 0, dtype=jnp.float32)
   return Mean(batch.means(values).sum(), count)
 
 
 def token_mean(batch: TokenBatch, values: jax.Array) -> Mean:
-  """Mean over all tokens, so that a sequence weighs by its length."""
+  """Mean over all tokens: a sequence has a weight equal to its length."""
   count = jnp.sum(batch.mask, dtype=jnp.float32)
   return Mean(jnp.where(batch.mask, values, 0.0).sum(), count)
 
 
 def require_float32_BT(floats, mask, segment_ids=None) -> None:
-  """Raises unless `floats`, by name, are float32, and all of one [B, T]."""
+  """Raises unless `floats`, a dict by name, are float32 and of one [B, T]."""
   for name, x in floats.items():
     if x.dtype != jnp.float32:
       raise TypeError(f"{name} must be float32, got {x.dtype}")
@@ -67,8 +80,8 @@ def require_float32_BT(floats, mask, segment_ids=None) -> None:
     raise ValueError(f"expected one shape [B, T], got {shapes}")
 
 
-def check_advantages(advantages, mask, segment_ids) -> None:
-  """Raises unless float32 and [B] or [B, T]; only [B, T] in packed rows."""
+def require_advantages(advantages, mask, segment_ids) -> None:
+  """Raises unless float32 and [B] or [B, T]; packed rows need [B, T]."""
   if advantages.dtype != jnp.float32:
     raise TypeError(f"advantages must be float32, got {advantages.dtype}")
   expected = [mask.shape]
@@ -82,38 +95,39 @@ def check_advantages(advantages, mask, segment_ids) -> None:
 def checked_batch(
   logps, old_logps, advantages, mask, segment_ids=None, terms=NO_TERMS
 ) -> TokenBatch:
-  """Checks the arguments and wipes what lies under the mask."""
+  """Checks the arguments of a policy loss and zeroes what is masked."""
   arrays = terms.arrays()
   floats = {"logps": logps, "old_logps": old_logps} | arrays
   require_float32_BT(floats, mask, segment_ids)
-  check_advantages(advantages, mask, segment_ids)
+  require_advantages(advantages, mask, segment_ids)
   if terms.dual_clip is not None and terms.dual_clip <= 1:
     raise ValueError(f"dual_clip must be above 1, got {terms.dual_clip}")
   mask = jnp.asarray(mask, bool)
   # Before exp, whose gradient under the mask may be inf (0 * inf is NaN), and
   # before the subtraction, as inf - inf would stop a run under jax_debug_nans.
-  wiped = lambda x: jnp.where(mask, x, 0.0)
-  detached = lambda x: jax.lax.stop_gradient(wiped(x))
-  logps = wiped(logps)
-  gap = logps - detached(old_logps)
+  masked = lambda x: jnp.where(mask, x, 0.0)
+  constant = lambda x: jax.lax.stop_gradient(masked(x))
+  logps = masked(logps)
+  log_ratio = logps - constant(old_logps)
   if "penalty" in arrays:
-    terms = terms._replace(penalty=wiped(arrays.pop("penalty")))
-  terms = terms._replace(**{name: detached(x) for name, x in arrays.items()})
+    terms = terms._replace(penalty=masked(arrays.pop("penalty")))
+  terms = terms._replace(**{name: constant(x) for name, x in arrays.items()})
+  shift = terms.log_ratio_shift
   if advantages.ndim == 1:
     advantages = advantages[:, None]
+  if segment_ids is not None:
+    segment_ids = jnp.where(mask, segment_ids, 0)
   return TokenBatch(
-    logps,
-    gap=jax.lax.stop_gradient(clamp(gap)),
-    log_ratio=clamp(gap if terms.shift is None else gap + terms.shift),
-    advantages=detached(advantages),
+    logps=logps,
+    raw_log_ratio=jax.lax.stop_gradient(clamp(log_ratio)),
+    log_ratio=clamp(log_ratio if shift is None else log_ratio + shift),
+    advantages=constant(advantages),
     mask=mask,
-    segment_ids=None
-    if segment_ids is None
-    else jnp.where(mask, segment_ids, 0),
+    segment_ids=segment_ids,
     terms=terms,
   )
 
 
 def clamp(log_ratio: jax.Array) -> jax.Array:
-  """At ±20: exp(20) is 5e8, whose square float32 still holds."""
+  """Clips at ±20: exp(20) is 5e8, and float32 can hold its square."""
   return jnp.clip(log_ratio, -20.0, 20.0)

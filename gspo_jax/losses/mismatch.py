@@ -1,4 +1,4 @@
-"""Weights between the policy that sampled and the old policy as recomputed."""
+"""Importance weights from the sampler's to the trainer's log-probs."""
 
 import jax
 import jax.numpy as jnp
@@ -21,38 +21,42 @@ def mismatch_weights(
   floor: float = 0.5,
   segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
-  """Importance weights w = exp(o - q), tamed, for `Terms.weights`.
+  """Bounded importance weights w = exp(o - q), for `Terms.weights`.
 
-  q is what the sampler reported for its own tokens, o the same policy as the
-  trainer computes it. "tis" truncates, min(w, cap): Yao et al. 2025, "Your
-  Efficient RL Framework Secretly Brings You Off-Policy RL Training". "mis"
-  masks, w where floor <= w <= cap and else 0: Liu, Li et al. 2025, "When Speed
-  Kills Stability: Demystifying RL Collapse from the Training-Inference
-  Mismatch". The cap of 2 is what trainers ship as their default; the floor is
-  its inverse, our choice.
+  q is the log-prob that the sampler reported for its own token, o the log-prob
+  of the same weights as the trainer computes it. "tis" truncates: min(w, cap).
+  Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
+  RL Training". "mis" masks: w where floor <= w <= cap, else 0. Liu, Li et al.
+  2025, "When Speed Kills Stability: Demystifying RL Collapse from the
+  Training-Inference Mismatch". A cap of 2 is the default of other trainers; the
+  floor, its inverse, is our choice.
 
-  With "sequence" each token takes the geometric mean of w in its sequence:
-  their product, as in the second source, grows or dies with the length of the
-  answer. The mean lies near 1, so that a cap made for tokens hardly ever binds.
-
-  Masked tokens still count in the loss's denominator: the mask shrinks a batch,
-  it does not reweigh what is left of it.
+  Departures from the second source: (1) with the unit "sequence" each token
+  takes the geometric mean of w over its sequence, not the product, which grows
+  or vanishes with the length of the response. The mean is close to 1, so that a
+  cap chosen for tokens is rarely reached. (2) Tokens of weight 0 still count in
+  the loss's denominator: the batch gets smaller, the other tokens do not get
+  larger weights.
 
   Args:
-    old_logps, sampler_logps: [B, T] float32, o and q.
-    mask: [B, T], bool or 0/1. What lies under a 0 is never read.
-    method: "tis" or "mis". unit: "token" or "sequence".
-    cap, floor: bounds of w, floor < cap; "tis" reads no floor.
-    segment_ids: as in the policy losses.
+    old_logps: o, [B, T] float32.
+    sampler_logps: q, [B, T] float32.
+    mask: [B, T], bool or 0/1. Values under a 0 are never read.
+    method: "tis" or "mis".
+    unit: "token" or "sequence".
+    cap: the largest weight, above `floor`.
+    floor: the smallest weight that "mis" keeps; "tis" does not use it.
+    segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
+      rows; None: each row is one sequence.
 
   Returns:
-    ([B, T] float32, detached, 0 under the mask, and metrics: the tokens' mean
-    `mismatch/weight`, and the fraction `mismatch/cut` of them that the cap or
-    the mask changed). A token's o - q is clamped at ±20.
+    (weights, metrics): [B, T] float32 without gradient, 0 under the mask; and
+    over tokens the mean `mismatch/weight` and the fraction `mismatch/cut` that
+    was truncated or masked. A token's o - q is clamped at ±20.
 
   Raises:
-    ValueError: another method or unit, bounds out of order, a wrong shape.
-    TypeError: another dtype than float32.
+    ValueError: an unknown method or unit, bounds out of order, a wrong shape.
+    TypeError: a dtype other than float32.
   """
   if method not in METHODS or unit not in UNITS:
     raise ValueError(
@@ -63,18 +67,18 @@ def mismatch_weights(
     raise ValueError(f"expected 0 <= floor < cap, got {floor=}, {cap=}")
   floats = {"old_logps": old_logps, "sampler_logps": sampler_logps}
   require_float32_BT(floats, mask, segment_ids)
-  nothing = jnp.zeros_like(old_logps)
-  batch = checked_batch(old_logps, sampler_logps, nothing, mask, segment_ids)
-  log_weight = batch.gap
+  zeros = jnp.zeros_like(old_logps)
+  batch = checked_batch(old_logps, sampler_logps, zeros, mask, segment_ids)
+  log_weight = batch.raw_log_ratio
   if unit == "sequence":
-    log_weight = batch.spread(batch.means(log_weight))
+    log_weight = batch.to_tokens(batch.means(log_weight))
   weight = jnp.exp(log_weight)
-  cut = weight > cap
+  out_of_bounds = weight > cap
   if method == "mis":
-    cut |= weight < floor
-  weight = jnp.where(cut, cap if method == "tis" else 0.0, weight)
+    out_of_bounds |= weight < floor
+  weight = jnp.where(out_of_bounds, cap if method == "tis" else 0.0, weight)
   metrics = {
     "mismatch/weight": token_mean(batch, weight),
-    "mismatch/cut": token_mean(batch, cut),
+    "mismatch/cut": token_mean(batch, out_of_bounds),
   }
   return jnp.where(batch.mask, weight, 0.0), metrics

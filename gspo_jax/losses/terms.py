@@ -1,4 +1,4 @@
-"""What any policy loss takes besides log-probs and advantages."""
+"""Optional terms of a policy loss, and the router's term of RSPO."""
 
 from typing import NamedTuple
 
@@ -7,23 +7,29 @@ import jax.numpy as jnp
 
 
 class Terms(NamedTuple):
-  """Extras of a policy loss; each array is [B, T] float32.
+  """Optional terms of a policy loss; each array is [B, T] float32.
 
-  What lies under the mask is never read. The loss's denominator stays what it
-  is, so that a token of weight 0 still counts.
+  Values under a 0 of the mask are never read. The terms do not change the
+  loss's denominator: a token of weight 0 still counts.
+
+  Attributes:
+    log_ratio_shift: added to each token's x - o before clipping; the log of a
+      factor of its ratio. Not differentiated.
+    weights: multiply each token's policy loss, as those of `mismatch_weights`.
+      Not differentiated.
+    penalty: added to each token's loss and averaged like it: KL, entropy.
+      Differentiated.
+    dual_clip: c > 1, static: where A < 0, a ratio above c is replaced by c and
+      has no gradient. Ye et al. 2020, arXiv 1912.09729.
   """
 
-  # Log of a factor of each token's ratio, added to x - o before any clipping.
-  shift: jax.Array | None = None  # detached
-  # Factor of each token's policy loss: `mismatch_weights`.
-  weights: jax.Array | None = None  # detached
-  # Added to each token's loss and averaged as the loss averages: KL, entropy.
-  penalty: jax.Array | None = None  # differentiated
-  # c > 1, static: where A < 0, a ratio above c counts as c and has no gradient.
-  # Ye et al. 2020, arXiv 1912.09729.
+  log_ratio_shift: jax.Array | None = None
+  weights: jax.Array | None = None
+  penalty: jax.Array | None = None
   dual_clip: float | None = None
 
   def arrays(self) -> dict[str, jax.Array]:
+    """The array fields that are given, by name."""
     arrays = self._asdict()
     del arrays["dual_clip"]
     return {name: x for name, x in arrays.items() if x is not None}
@@ -33,7 +39,7 @@ NO_TERMS = Terms()
 
 
 def refuse_dual_clip(terms: Terms, loss: str) -> None:
-  """For the losses that do not clip a ratio against the sign of A."""
+  """Raises in the losses that do not clip a ratio by the sign of A."""
   if terms.dual_clip is not None:
     raise ValueError(f"{loss} has no dual clip, got {terms.dual_clip=}")
 
@@ -41,7 +47,7 @@ def refuse_dual_clip(terms: Terms, loss: str) -> None:
 def router_log_weight(
   router_shift: jax.Array, mask: jax.Array, *, floor: float = 0.8
 ) -> jax.Array:
-  """RSPO's log g = log max(exp(-d), floor), a `Terms.shift` for any loss.
+  """log max(exp(-d), floor), RSPO's weight as a `Terms.log_ratio_shift`.
 
   Zhang et al. 2025, arXiv 2510.23027v2; v1 multiplied after clipping instead.
 
@@ -49,11 +55,11 @@ def router_log_weight(
     router_shift: d, [B, T] float32 >= 0: the mean over layers, and over the
       experts that the old policy chose, of |log p_new(e) - log p_old(e)|, with
       p the router's probabilities.
-    mask: [B, T], bool or 0/1. What lies under a 0 is never read.
-    floor: the smallest weight, in (0, 1]; 1 switches it off.
+    mask: [B, T], bool or 0/1. Values under a 0 are never read.
+    floor: the smallest weight, in (0, 1]; 1 makes all weights 1.
 
   Returns:
-    [B, T] float32, detached: in [log floor, 0], and 0 under the mask.
+    [B, T] float32 without gradient: in [log floor, 0], and 0 under the mask.
 
   Raises:
     ValueError: a floor outside (0, 1].

@@ -1,4 +1,4 @@
-"""Losses with a clipped ratio for each token; see the head of `losses`."""
+"""Losses with one ratio for each token: GRPO's family, PPO, CISPO, SAPO."""
 
 import jax
 
@@ -27,15 +27,35 @@ def grpo_loss(
 ) -> tuple[jax.Array, Metrics]:
   """GRPO: mean_i mean_t -min(r A, clip(r, 1 - l, 1 + h) A), r = exp(x - o).
 
-  Shao et al. 2024, arXiv 2402.03300, sec. 4.1.1, without its KL term (a
-  `Terms.penalty` of `kl_penalty`); l and h as tuned for the comparison in arXiv
-  2507.18071, sec. 5.1.
+  Shao et al. 2024, arXiv 2402.03300, sec. 4.1.1, without its KL term: pass
+  `kl_penalty` as `Terms.penalty`. l and h are those tuned for the comparison in
+  arXiv 2507.18071, sec. 5.1.
 
-  Advantages are [B] or [B, T]. Normalizer: the number of sequences.
+  Args:
+    logps: x, [B, T] float32: log-probs of the response tokens under the policy
+      that is trained. The only differentiated argument.
+    old_logps: o, [B, T] float32: their log-probs under the old policy.
+    advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
+    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
+      read.
+    clip_low: l. The ratio is clipped at 1 - l where A < 0.
+    clip_high: h. The ratio is clipped at 1 + h where A > 0.
+    normalizer: divides the sum, by default the number of sequences.
+      With 1.0 losses, gradients and metrics of micro-batches add.
+    segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
+      rows; None: each row is one sequence.
+    terms: optional shift of the log-ratios, token weights, penalty, dual clip.
+
+  Returns:
+    (loss, metrics): a scalar, and additive metrics by name.
+
+  Raises:
+    TypeError: a dtype other than float32.
+    ValueError: a wrong shape, or a dual clip of 1 or less.
   """
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   tokens = surrogate.clipped(batch, batch.log_ratio, clip_low, clip_high)
-  return surrogate.reduced(batch, tokens, sequence_mean, normalizer)
+  return surrogate.reduce(batch, tokens, sequence_mean, normalizer)
 
 
 def dr_grpo_loss(
@@ -51,24 +71,44 @@ def dr_grpo_loss(
   segment_ids: jax.Array | None = None,
   terms: Terms = NO_TERMS,
 ) -> tuple[jax.Array, Metrics]:
-  """Dr. GRPO: the terms of `grpo_loss`, summed over (sequences * max_length).
+  """Dr. GRPO: the sum of `grpo_loss`'s token losses / (sequences * max_length).
 
   Liu et al. 2025, arXiv 2503.20783, sec. 3.2: no division by the length of the
-  answer; the advantages too come undivided (`normalize_std=False`). l = h = 0.2
-  is PPO's, arXiv 1707.06347.
+  response. Its advantages are not divided by the std either
+  (`normalize_std=False`). l = h = 0.2 is PPO's, arXiv 1707.06347.
 
-  Advantages are [B] or [B, T]. `max_length`: the longest answer allowed, in
-  tokens, T by default. Normalizer: number of sequences times `max_length`.
+  Args:
+    logps: x, [B, T] float32: log-probs of the response tokens under the policy
+      that is trained. The only differentiated argument.
+    old_logps: o, [B, T] float32: their log-probs under the old policy.
+    advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
+    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
+      read.
+    clip_low: l. The ratio is clipped at 1 - l where A < 0.
+    clip_high: h. The ratio is clipped at 1 + h where A > 0.
+    max_length: the longest response allowed, in tokens; T by default.
+    normalizer: divides the sum, by default the number of sequences times
+      `max_length`. With 1.0 losses, gradients and metrics of micro-batches add.
+    segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
+      rows; None: each row is one sequence.
+    terms: optional shift of the log-ratios, token weights, penalty, dual clip.
+
+  Returns:
+    (loss, metrics): a scalar, and additive metrics by name.
+
+  Raises:
+    TypeError: a dtype other than float32.
+    ValueError: a wrong shape, or a dual clip of 1 or less.
   """
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   length = logps.shape[1] if max_length is None else max_length
 
-  def constant(batch: TokenBatch, values: jax.Array) -> Mean:
+  def mean_over_max_length(batch: TokenBatch, values: jax.Array) -> Mean:
     count = sequence_mean(batch, values).count * length
     return Mean(token_mean(batch, values).total, count)
 
   tokens = surrogate.clipped(batch, batch.log_ratio, clip_low, clip_high)
-  return surrogate.reduced(batch, tokens, constant, normalizer)
+  return surrogate.reduce(batch, tokens, mean_over_max_length, normalizer)
 
 
 def dapo_loss(
@@ -83,15 +123,36 @@ def dapo_loss(
   segment_ids: jax.Array | None = None,
   terms: Terms = NO_TERMS,
 ) -> tuple[jax.Array, Metrics]:
-  """DAPO: the terms of `grpo_loss`, averaged over all tokens of the batch.
+  """DAPO: the token losses of `grpo_loss`, averaged over all tokens.
 
-  Yu et al. 2025, arXiv 2503.14476: clip-higher (sec. 3.1), token mean (3.3).
+  Yu et al. 2025, arXiv 2503.14476: clip-higher (sec. 3.1), token mean (sec.
+  3.3).
 
-  Advantages are [B] or [B, T]. Normalizer: the number of response tokens.
+  Args:
+    logps: x, [B, T] float32: log-probs of the response tokens under the policy
+      that is trained. The only differentiated argument.
+    old_logps: o, [B, T] float32: their log-probs under the old policy.
+    advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
+    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
+      read.
+    clip_low: l. The ratio is clipped at 1 - l where A < 0.
+    clip_high: h. The ratio is clipped at 1 + h where A > 0.
+    normalizer: divides the sum, by default the number of response tokens.
+      With 1.0 losses, gradients and metrics of micro-batches add.
+    segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
+      rows; None: each row is one sequence.
+    terms: optional shift of the log-ratios, token weights, penalty, dual clip.
+
+  Returns:
+    (loss, metrics): a scalar, and additive metrics by name.
+
+  Raises:
+    TypeError: a dtype other than float32.
+    ValueError: a wrong shape, or a dual clip of 1 or less.
   """
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   tokens = surrogate.clipped(batch, batch.log_ratio, clip_low, clip_high)
-  return surrogate.reduced(batch, tokens, token_mean, normalizer)
+  return surrogate.reduce(batch, tokens, token_mean, normalizer)
 
 
 def ppo_loss(
@@ -106,17 +167,37 @@ def ppo_loss(
   segment_ids: jax.Array | None = None,
   terms: Terms = NO_TERMS,
 ) -> tuple[jax.Array, Metrics]:
-  """PPO: mean over tokens of -min(r A_it, clip(r, 1 - l, 1 + h) A_it).
+  """PPO: mean over tokens of -min(r A, clip(r, 1 - l, 1 + h) A).
 
-  Schulman et al. 2017, arXiv 1707.06347, sec. 3; l and h are the best of
-  its table 1. The advantages are those of `generalized_advantages`, the
-  critic's loss is `value_loss`.
+  r = exp(x - o). Schulman et al. 2017, arXiv 1707.06347, sec. 3; l and h are
+  the best of its table 1. Its advantages are those of
+  `generalized_advantages`, its critic's loss is `value_loss`.
 
-  Advantages are [B, T] or [B]. Normalizer: the number of response tokens.
+  Args:
+    logps: x, [B, T] float32: log-probs of the response tokens under the policy
+      that is trained. The only differentiated argument.
+    old_logps: o, [B, T] float32: their log-probs under the old policy.
+    advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
+    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
+      read.
+    clip_low: l. The ratio is clipped at 1 - l where A < 0.
+    clip_high: h. The ratio is clipped at 1 + h where A > 0.
+    normalizer: divides the sum, by default the number of response tokens.
+      With 1.0 losses, gradients and metrics of micro-batches add.
+    segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
+      rows; None: each row is one sequence.
+    terms: optional shift of the log-ratios, token weights, penalty, dual clip.
+
+  Returns:
+    (loss, metrics): a scalar, and additive metrics by name.
+
+  Raises:
+    TypeError: a dtype other than float32.
+    ValueError: a wrong shape, or a dual clip of 1 or less.
   """
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   tokens = surrogate.clipped(batch, batch.log_ratio, clip_low, clip_high)
-  return surrogate.reduced(batch, tokens, token_mean, normalizer)
+  return surrogate.reduce(batch, tokens, token_mean, normalizer)
 
 
 def cispo_loss(
@@ -130,20 +211,39 @@ def cispo_loss(
   segment_ids: jax.Array | None = None,
   terms: Terms = NO_TERMS,
 ) -> tuple[jax.Array, Metrics]:
-  """CISPO: mean over tokens of -sg[min(r, cap)] A x, which drops no token.
+  """CISPO: mean over tokens of -sg[min(r, cap)] A x, with r = exp(x - o).
 
-  MiniMax 2025, arXiv 2506.13585, sec. 3.1, without a lower bound, as there; it
-  gives no number for the upper one. 5 is that of Khatri et al. 2025 (ScaleRL),
-  arXiv 2510.13786, who saw no difference between 4, 5 and 8.
+  Every token keeps a gradient. MiniMax 2025, arXiv 2506.13585, sec. 3.1, which
+  has no lower bound either, and gives no number for the upper one. 5 is that of
+  Khatri et al. 2025 (ScaleRL), arXiv 2510.13786, who saw no difference between
+  4, 5 and 8.
 
-  Advantages are [B] or [B, T]. Normalizer: the number of response tokens.
-  `clip_frac` counts r > cap, of either sign of A, always as high. Raises
-  ValueError for a dual clip.
+  Args:
+    logps: x, [B, T] float32: log-probs of the response tokens under the policy
+      that is trained. The only differentiated argument.
+    old_logps: o, [B, T] float32: their log-probs under the old policy.
+    advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
+    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
+      read.
+    cap: the largest weight of a token.
+    normalizer: divides the sum, by default the number of response tokens.
+      With 1.0 losses, gradients and metrics of micro-batches add.
+    segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
+      rows; None: each row is one sequence.
+    terms: optional shift of the log-ratios, token weights and penalty.
+
+  Returns:
+    (loss, metrics): a scalar, and additive metrics by name.
+      `clip_frac/*` counts r > cap where A is not 0, always as high.
+
+  Raises:
+    TypeError: a dtype other than float32.
+    ValueError: a wrong shape, or a dual clip.
   """
   refuse_dual_clip(terms, "cispo_loss")
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   tokens = surrogate.truncated(batch, cap)
-  return surrogate.reduced(batch, tokens, token_mean, normalizer)
+  return surrogate.reduce(batch, tokens, token_mean, normalizer)
 
 
 def sapo_loss(
@@ -158,15 +258,36 @@ def sapo_loss(
   segment_ids: jax.Array | None = None,
   terms: Terms = NO_TERMS,
 ) -> tuple[jax.Array, Metrics]:
-  """SAPO: mean_i mean_t -(4 / tau) sigmoid(tau (r - 1)) A, tau by A's sign.
+  """SAPO: mean_i mean_t -(4 / tau) sigmoid(tau (r - 1)) A, r = exp(x - o).
 
-  Gao et al. 2025, arXiv 2511.20347, and its two temperatures. 4 / tau makes the
-  gradient at r = 1 that of `grpo_loss`; a smaller tau forgives more.
+  Gao et al. 2025, arXiv 2511.20347, and its two temperatures. Because of the
+  factor 4 / tau the gradient at r = 1 is that of `grpo_loss`. With a smaller
+  tau the gradient decays more slowly as r leaves 1.
 
-  Advantages are [B] or [B, T]; 0 gives 0. Normalizer: the number of sequences.
-  `clip_frac` is 0: nothing is clipped. Raises ValueError for a dual clip.
+  Args:
+    logps: x, [B, T] float32: log-probs of the response tokens under the policy
+      that is trained. The only differentiated argument.
+    old_logps: o, [B, T] float32: their log-probs under the old policy.
+    advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
+    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
+      read.
+    tau_positive: tau where A > 0.
+    tau_negative: tau where A < 0.
+    normalizer: divides the sum, by default the number of sequences.
+      With 1.0 losses, gradients and metrics of micro-batches add.
+    segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
+      rows; None: each row is one sequence.
+    terms: optional shift of the log-ratios, token weights and penalty.
+
+  Returns:
+    (loss, metrics): a scalar, and additive metrics by name.
+      `clip_frac/*` is 0: nothing is clipped.
+
+  Raises:
+    TypeError: a dtype other than float32.
+    ValueError: a wrong shape, or a dual clip.
   """
   refuse_dual_clip(terms, "sapo_loss")
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
-  tokens = surrogate.gated(batch, tau_positive, tau_negative)
-  return surrogate.reduced(batch, tokens, sequence_mean, normalizer)
+  tokens = surrogate.sigmoid_gated(batch, tau_positive, tau_negative)
+  return surrogate.reduce(batch, tokens, sequence_mean, normalizer)

@@ -1,4 +1,4 @@
-"""The loss of a value model."""
+"""The clipped value loss of PPO, for the critic."""
 
 import jax
 import jax.numpy as jnp
@@ -19,39 +19,43 @@ def value_loss(
 ) -> tuple[jax.Array, Metrics]:
   """PPO's: mean of max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2.
 
-  Over all tokens of the batch. Schulman et al. 2017, arXiv 1707.06347, has the
-  squared error; the clip is of its authors' code, as told by Engstrom et al.
-  2020, arXiv 2005.12729, sec. 3.
+  The mean is over all tokens of the batch. The squared error is in Schulman et
+  al. 2017, arXiv 1707.06347; the clip is in its authors' code, see Engstrom et
+  al. 2020, arXiv 2005.12729, sec. 3.
 
   Args:
-    values, old_values, returns: [B, T] float32: v, v as it was when the answers
-      were sampled, and R of `generalized_advantages`. Only v is differentiated.
-    mask: [B, T], bool or 0/1. What lies under a 0 is never read.
+    values: v, [B, T] float32. The only differentiated argument.
+    old_values: v_old, [B, T] float32: the values when the responses were
+      sampled.
+    returns: R, [B, T] float32, of `generalized_advantages`.
+    mask: [B, T], bool or 0/1. Values under a 0 are never read.
     clip: e, in units of reward.
-    normalizer: denominator in place of the number of tokens; with 1.0 gradients
-      and metrics of micro-batches add.
-    segment_ids: for the common shape of call; tokens are averaged one by one.
+    normalizer: divides the sum, by default the number of response tokens; with
+      1.0 gradients and metrics of micro-batches add.
+    segment_ids: checked and not used: each token counts once.
 
   Returns:
-    (loss, metrics): `loss/value`, which carries the denominator as its count,
-    `clip_frac/value`, and `value/error_std` and `value/return_std`, of which
-    the explained variance is 1 - (error / return)^2.
+    (loss, metrics): `loss/value`, whose count is the default normalizer,
+    `clip_frac/value`, `value/error_std` and `value/return_std`. The explained
+    variance is 1 - (error_std / return_std)^2.
 
   Raises:
-    TypeError for another dtype than float32, ValueError for a wrong shape.
+    TypeError: a dtype other than float32.
+    ValueError: a wrong shape.
   """
   floats = {"values": values, "old_values": old_values, "returns": returns}
   require_float32_BT(floats, mask, segment_ids)
   mask = jnp.asarray(mask, bool)
   v, old, target = (jnp.where(mask, x, 0.0) for x in floats.values())
   old, target = jax.lax.stop_gradient((old, target))
-  free = (v - target) ** 2
-  bound = (jnp.clip(v, old - clip, old + clip) - target) ** 2
-  total = jnp.maximum(free, bound).sum() / 2
+  error = (v - target) ** 2
+  clipped_error = (jnp.clip(v, old - clip, old + clip) - target) ** 2
+  total = jnp.maximum(error, clipped_error).sum() / 2
   count = jnp.sum(mask, dtype=jnp.float32)
+  is_clipped = jnp.sum(clipped_error > error, dtype=jnp.float32)
   metrics = {
     "loss/value": Mean(total, count),
-    "clip_frac/value": Mean(jnp.sum(bound > free, dtype=jnp.float32), count),
+    "clip_frac/value": Mean(is_clipped, count),
     "value/error_std": Std.of(target - v, mask),
     "value/return_std": Std.of(target, mask),
   }

@@ -1,4 +1,10 @@
-"""The policy: a Qwen3 decoder as functions over a plain dict of arrays."""
+"""The policy: a Qwen3 decoder as functions over a plain dict of arrays.
+
+Other wings use the names in `__all__`, and these modules: `cache` and
+`paged_cache` (the two KV caches), `hf` (Hugging Face checkpoints), `rounding`
+(the compiler options of every program that runs a policy) and
+`moe.number_type` (the integer type of recorded experts).
+"""
 
 from gspo_jax.model.config import KEPT, VARIANTS, ModelConfig, variant
 from gspo_jax.model.transformer import (
@@ -22,12 +28,17 @@ __all__ = [
   "ModelConfig",
   "Output",
   "Params",
+  "cache",
   "forward",
+  "hf",
   "hidden_states",
   "init",
+  "moe",
   "output_matrix",
+  "paged_cache",
   "prefill",
   "project_logits",
+  "rounding",
   "unembed",
   "unstack_layers",
   "variant",

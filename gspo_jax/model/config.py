@@ -1,4 +1,4 @@
-"""What a policy is: the numbers of a decoder, and the named variants."""
+"""The sizes and switches of a decoder, and the named variants."""
 
 import dataclasses
 
@@ -6,16 +6,17 @@ from gspo_jax.runtime.errors import UserError, nearest
 
 DTYPES = ("float32", "bfloat16")
 
-# What a rematerialised block may keep: each saves its part of the second
-# forward pass. Bytes a token and layer, at 16 bits, with D model width, N and K
-# heads of H, k experts of width F, x devices along `expert`.
+# Values that a rematerialised block may keep; each one kept saves a part of the
+# second forward pass. The bytes are per token and layer, at 16 bits, with D
+# model width, N query and K key-value heads of width H, k experts of width F,
+# and x devices along `expert`.
 KEPT = (
   "attention",  # attention's output, 2 N H
   "stream",  # the residual stream between attention and experts, 2 D
   "heads",  # queries, keys and values before their norms, 2 (N + 2 K) H
-  "tokens",  # those gathered where experts are split, 2 x D
-  "hidden",  # the experts' gates and ups where they are split, 1.25 * 4 k F
-  "weights",  # experts gathered along `fsdp`: not by the token
+  "tokens",  # tokens gathered along `expert`, 2 x D
+  "hidden",  # gates and ups of experts split over devices, 1.25 * 4 k F
+  "weights",  # experts gathered along `fsdp`: not per token
 )
 
 
@@ -34,24 +35,24 @@ class ModelConfig:
     num_kv_heads: key and value heads; divides `num_heads`.
     head_dim: width of one head; even, for the rotary halves.
     mlp_dim: hidden width of the SwiGLU MLP, or of one expert.
-    num_experts: experts in every block; 0 for a dense model.
-    experts_per_token: experts that each token goes to.
-    norm_topk_prob: divide the chosen routing weights by their sum.
+    num_experts: experts of every block; 0 for a dense model.
+    experts_per_token: experts that each token is routed to.
+    norm_topk_prob: divide the routing weights of these experts by their sum.
     rope_theta: base of the rotary frequencies.
-    rope_scaling: Llama 3's (factor, low, high, length); None for none.
-      Frequencies that turn fewer than `low` times in `length` tokens are
-      divided by `factor`, those that turn more than `high` times stay.
+    rope_scaling: Llama 3's (factor, low, high, length), or None.
+      Frequencies with fewer than `low` periods in `length` tokens are divided
+      by `factor`, those with more than `high` periods are unchanged.
     attention_bias: queries, keys and values have a bias.
-    qk_norm: queries and keys are normed per head.
+    qk_norm: queries and keys have an RMSNorm per head.
     norm_eps: epsilon of every RMSNorm.
     tie_embeddings: the embedding is also the output matrix.
     dtype: of activations and matrix products; parameters, softmaxes and
-      vocabulary logits are float32 whatever it says.
+      vocabulary logits are always float32.
     remat: recompute each block in the backward pass instead of storing it.
-    keep: what is stored all the same, of `KEPT`.
-    unroll: layers in one step of the scan over layers. One compiles fastest;
-      all of them spare a CPU the stacking of what the backward pass needs,
-      which is half of the tiny model's step.
+    keep: the values stored even so, of `KEPT`.
+    unroll: layers in one step of the scan over layers. 1 compiles fastest; on a
+      CPU `num_layers` avoids stacking what the backward pass needs, which takes
+      half of the tiny model's step.
   """
 
   vocab_size: int
@@ -76,21 +77,27 @@ class ModelConfig:
   unroll: int = 1
 
   def __post_init__(self):
-    if self.num_heads % self.num_kv_heads:
+    heads, kv_heads = self.num_heads, self.num_kv_heads
+    k, E = self.experts_per_token, self.num_experts
+    if heads % kv_heads:
       raise UserError(
-        f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}"
+        f"model.num_heads={heads}: expected a multiple of"
+        f" model.num_kv_heads={kv_heads}"
       )
     if self.head_dim % 2:
-      raise UserError(f"{self.head_dim=} must be even, for rotary halves")
-    if self.rope_scaling is not None and not _scales(self.rope_scaling):
       raise UserError(
-        f"{self.rope_scaling=}: expected (factor >= 1, low, high > low, length)"
+        f"model.head_dim={self.head_dim}: expected an even number, because"
+        " rotary embeddings split it in halves"
       )
-    if self.num_experts and not (
-      1 <= self.experts_per_token <= self.num_experts
-    ):
+    scaling = self.rope_scaling
+    if scaling is not None and not _is_rope_scaling(scaling):
       raise UserError(
-        f"{self.experts_per_token=} must lie in 1..{self.num_experts=}"
+        f"model.rope_scaling={scaling}: expected (factor >= 1, low, high > low,"
+        " length)"
+      )
+    if E and not 1 <= k <= E:
+      raise UserError(
+        f"model.experts_per_token={k}: expected 1 to model.num_experts={E}"
       )
     if self.dtype not in DTYPES:
       raise UserError(
@@ -101,7 +108,7 @@ class ModelConfig:
         raise UserError(f"model.keep={name!r}: {nearest(name, KEPT)}")
 
 
-def _scales(scaling) -> bool:
+def _is_rope_scaling(scaling) -> bool:
   return (
     len(scaling) == 4
     and scaling[0] >= 1
@@ -110,8 +117,8 @@ def _scales(scaling) -> bool:
   )
 
 
-# The embedded default (see `tasks.py`): learns on two cores in minutes. Its
-# vocabulary is the 256 bytes, padding and end of text.
+# The embedded default (see data/tasks.py): it learns in minutes on two cores.
+# Its vocabulary is the 256 bytes, padding and end of text.
 _TINY = ModelConfig(
   vocab_size=258,
   num_layers=2,
@@ -127,7 +134,7 @@ _TINY = ModelConfig(
   unroll=2,
 )
 
-# For real text on two cores: configs/gsm8k_small.py.
+# For text on two cores: configs/gsm8k_small.py.
 _SMALL = dataclasses.replace(
   _TINY,
   vocab_size=2048,
@@ -142,8 +149,8 @@ _SMALL = dataclasses.replace(
 )
 
 
-def _qwen3(layers, width, heads, kv_heads, mlp, **rest) -> ModelConfig:
-  sizes = {"vocab_size": 151_936, "head_dim": 128} | rest
+def _qwen3(layers, width, heads, kv_heads, mlp, **changes) -> ModelConfig:
+  sizes = {"vocab_size": 151_936, "head_dim": 128} | changes
   return ModelConfig(
     num_layers=layers,
     embed_dim=width,
@@ -154,24 +161,24 @@ def _qwen3(layers, width, heads, kv_heads, mlp, **rest) -> ModelConfig:
   )
 
 
-def _qwen2(*sizes, **rest) -> ModelConfig:
-  return _qwen3(*sizes, attention_bias=True, qk_norm=False, **rest)
+def _qwen2(*sizes, **changes) -> ModelConfig:
+  return _qwen3(*sizes, attention_bias=True, qk_norm=False, **changes)
 
 
-def _llama3(*sizes, scaled, **rest) -> ModelConfig:
+def _llama3(*sizes, rope_factor, **changes) -> ModelConfig:
   return _qwen3(
     *sizes,
     vocab_size=128_256,
     qk_norm=False,
     rope_theta=5e5,
-    rope_scaling=(scaled, 1.0, 4.0, 8192),
+    rope_scaling=(rope_factor, 1.0, 4.0, 8192),
     norm_eps=1e-5,
-    **rest,
+    **changes,
   )
 
 
-# Sizes: config.json of each published checkpoint; layers, heads, experts and
-# tying of Qwen3 also in tables 1 and 2 of arXiv 2505.09388.
+# Sizes are from config.json of each published checkpoint. Layers, heads,
+# experts and tying of Qwen3 are also in tables 1 and 2 of arXiv 2505.09388.
 VARIANTS = {
   "tiny": _TINY,
   "small": _SMALL,
@@ -192,9 +199,9 @@ VARIANTS = {
   "qwen2.5-1.5b": _qwen2(28, 1536, 12, 2, 8960, tie_embeddings=True),
   "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18944, vocab_size=152_064),
   "llama3.2-1b": _llama3(
-    *(16, 2048, 32, 8, 8192), scaled=32.0, head_dim=64, tie_embeddings=True
+    *(16, 2048, 32, 8, 8192), rope_factor=32.0, head_dim=64, tie_embeddings=True
   ),
-  "llama3.1-8b": _llama3(32, 4096, 32, 8, 14336, scaled=8.0),
+  "llama3.1-8b": _llama3(32, 4096, 32, 8, 14336, rope_factor=8.0),
 }
 
 
@@ -202,7 +209,7 @@ def variant(name: str, **changes) -> ModelConfig:
   """The named variant with some fields changed.
 
   Raises:
-    UserError: an unknown name or field, or a value that does not fit.
+    UserError: an unknown name or field, or an invalid value.
   """
   if name not in VARIANTS:
     raise UserError(f"model.variant={name!r}: {nearest(name, VARIANTS)}")
@@ -210,7 +217,7 @@ def variant(name: str, **changes) -> ModelConfig:
 
 
 def changed(cfg: ModelConfig, **changes) -> ModelConfig:
-  """`cfg` with some fields changed; UserError as `variant`."""
+  """`cfg` with some fields changed; raises UserError as `variant` does."""
   fields = {f.name for f in dataclasses.fields(ModelConfig)}
   for key in changes:
     if key not in fields:

@@ -1,21 +1,21 @@
-"""Where activations are rounded to 16 bits: at the same places in any program.
+"""Rounding of activations to 16 bits at the same places in every program.
 
-By default XLA keeps more bits where that is cheap, in each program elsewhere.
-Sampler and trainer then differ by more than GSPO's clip range of 3e-4. Two
-things prevent it: `OPTIONS` for the compiler, and `rounded` where elementwise
-operations follow one another, for LLVM drops a rounding between two of them
-even so (seen with jaxlib 0.10.2 on x86-64).
+By default XLA keeps more bits where that is cheap, at other places in each
+program. The log-probs of sampler and trainer then differ by more than GSPO's
+clip range of 3e-4. `OPTIONS` turns that off. `rounded` is still needed between
+two elementwise operations, where LLVM drops a rounding even so (seen with
+jaxlib 0.10.2 on x86-64).
 """
 
 import jax
 import jax.numpy as jnp
 
-# Compiler options of every program that a policy runs in.
+# Compiler options of every program that runs a policy.
 OPTIONS = {"xla_allow_excess_precision": False}
 
 
 def rounded(x: jax.Array, dtype) -> jax.Array:
-  """float32 numbers as `dtype`, through a rounding that no compiler drops."""
+  """Rounds float32 numbers to `dtype` in a way that no compiler drops."""
   if dtype == jnp.float32:
     return x
   info = jnp.finfo(dtype)
@@ -23,5 +23,5 @@ def rounded(x: jax.Array, dtype) -> jax.Array:
 
 
 def wide(x: jax.Array) -> jax.Array:
-  """Activations in float32, to compute with and then to be `rounded`."""
+  """Casts activations to float32, for arithmetic that ends in `rounded`."""
   return x.astype(jnp.float32)

@@ -1,7 +1,7 @@
 """The decoder: functions over a plain dict of float32 arrays.
 
-Linen lives in this folder only, for naming and initialising parameters; the
-program outside calls `forward(params, ...)` with whichever weights it means.
+Flax Linen is used in this folder only, to name and initialise parameters. Other
+wings call `forward(params, ...)` with any weights: policy, old or reference.
 
 Dimension key: B rows, T tokens, L layers, D model width, N query heads, K
 key-value heads, H head width, F hidden width, V vocabulary, k experts a token.
@@ -28,13 +28,12 @@ Params = dict
 
 
 class HiddenStates(NamedTuple):
-  """What the blocks give.
+  """The output of the blocks.
 
   Attributes:
-    hidden: [B, T, D], after the last norm; `unembed` makes logits of it.
-    routing: what the routers did, with a leading axis of L layers; None for a
-      dense model.
-    cache: the cache with the T tokens added; None where none was given.
+    hidden: [B, T, D], after the last norm; `unembed` maps it to logits.
+    routing: of every layer, with a leading axis L; None for a dense model.
+    cache: the cache with the T tokens added; None if none was given.
   """
 
   hidden: jax.Array
@@ -43,15 +42,38 @@ class HiddenStates(NamedTuple):
 
 
 class Output(NamedTuple):
-  """`forward`'s result: float32 logits [B, T, V], experts [L, B, T, k]."""
+  """The output of `forward`.
+
+  Attributes:
+    logits: [B, T, V] float32.
+    experts: [L, B, T, k], the experts of each token; None for a dense model.
+    cache: the cache with the T tokens added; None if none was given.
+  """
 
   logits: jax.Array
   experts: jax.Array | None
   cache: kv.Cache | None
 
 
+class _Routes(NamedTuple):
+  """Experts of an earlier pass, and their use in this one; see `hidden_states`.
+
+  Attributes:
+    experts: [L, B, T, k], or [B, T, k] in one layer.
+    replay: bool, static.
+    use_own_experts: [] bool.
+  """
+
+  experts: jax.Array | None = None
+  replay: bool = False
+  use_own_experts: jax.Array | None = None
+
+
+_NO_ROUTES = _Routes()
+
+
 class RMSNorm(nn.Module):
-  """`x / rms(x) * scale`, the quotient in float32, cast back before `scale`."""
+  """`x / rms(x) * scale`; the float32 quotient is rounded before scaling."""
 
   eps: float
 
@@ -77,12 +99,12 @@ def rotate(x_BTNH, sin_BTH, cos_BTH):
 
 
 def add(x_BTD, y_BTD):
-  """The sum of two activations, added in float32 and rounded once."""
+  """Adds two activations in float32 and rounds once."""
   return rounded(wide(x_BTD) + wide(y_BTD), x_BTD.dtype)
 
 
 class Scale(nn.Module):
-  """The scale of an RMSNorm that is applied elsewhere."""
+  """The scale of an RMSNorm that `_project` applies."""
 
   @nn.compact
   def __call__(self, width):
@@ -90,9 +112,10 @@ class Scale(nn.Module):
 
 
 class Attention(nn.Module):
-  """Grouped-query attention, with Qwen3's norms or Qwen2's biases, or neither.
+  """Grouped-query attention with Qwen3's norms, Qwen2's biases, or neither.
 
-  The norms are over the H of each query and key, the biases on all three.
+  The norms are over the width of each query and key head. Queries, keys and
+  values have the biases.
   """
 
   cfg: ModelConfig
@@ -102,13 +125,13 @@ class Attention(nn.Module):
     """Returns the output [B, T, D] and the layer's new (k, v)."""
     cfg = self.cfg
     D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-    into = nn.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
-    out_of = nn.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
+    to_heads = nn.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
+    from_heads = nn.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
     weights = {
-      "q": self.param("q", into, (D, N, H)),
-      "k": self.param("k", into, (D, K, H)),
-      "v": self.param("v", into, (D, K, H)),
-      "o": self.param("o", out_of, (N, H, D)),
+      "q": self.param("q", to_heads, (D, N, H)),
+      "k": self.param("k", to_heads, (D, K, H)),
+      "v": self.param("v", to_heads, (D, K, H)),
+      "o": self.param("o", from_heads, (N, H, D)),
     }
     if cfg.qk_norm:
       weights |= {name: Scale(name=name)(H) for name in ("q_norm", "k_norm")}
@@ -116,7 +139,7 @@ class Attention(nn.Module):
       for name, heads in (("q_bias", N), ("k_bias", K), ("v_bias", K)):
         weights[name] = self.param(name, nn.initializers.zeros, (heads, H))
     if cache is None:
-      return _attend_together(x_BTD, weights, angles, segments_BT, cfg)
+      return _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg)
     q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
     out_BTNH, updated = cache.attend(layer, q_BTNH, k_BTKH, v_BTKH)
     o = weights["o"].astype(x_BTD.dtype)
@@ -124,7 +147,7 @@ class Attention(nn.Module):
 
 
 def _project(x_BTD, weights, angles, cfg):
-  """Queries, keys and values; the first two normed and rotated."""
+  """Queries, keys and values; queries and keys are normed and rotated."""
 
   def heads(name):
     w = weights[name].astype(x_BTD.dtype)
@@ -133,20 +156,20 @@ def _project(x_BTD, weights, angles, cfg):
       y_BTNH = add(y_BTNH, weights[f"{name}_bias"].astype(x_BTD.dtype))
     return checkpoint_name(y_BTNH, "heads")
 
-  def turned(name):
+  def rotated(name):
     y_BTNH = heads(name)
     if cfg.qk_norm:
       y_BTNH = rms_norm(y_BTNH, weights[f"{name}_norm"], cfg.norm_eps)
     return rotate(y_BTNH, *angles)
 
-  return turned("q"), turned("k"), heads("v")
+  return rotated("q"), rotated("k"), heads("v")
 
 
-def _attend_together(x_BTD, weights, angles, segments_BT, cfg):
-  """Attention of tokens to one another, as an island: rows and heads apart."""
+def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
+  """Attention among the T tokens, in a shard_map over rows and heads."""
   rows = PartitionSpec(sharding.BATCH_AXES)
-  kept = PartitionSpec(sharding.BATCH_AXES, "tensor")
-  lay = {
+  rows_and_heads = PartitionSpec(sharding.BATCH_AXES, "tensor")
+  specs = {
     name: PartitionSpec()
     if name.endswith("norm")
     else sharding.param_spec(f"attention/{name}")
@@ -155,19 +178,21 @@ def _attend_together(x_BTD, weights, angles, segments_BT, cfg):
   biases = [name for name in weights if name.endswith("bias")]
 
   def local(x_BTD, weights, angles, segments_BT):
-    whole = lambda name, dim: sharding.gather(
+    gather = lambda name, dim: sharding.gather(
       weights[name].astype(x_BTD.dtype), "fsdp", dim=dim
     )
-    gathered = weights | {name: whole(name, 0) for name in "qkv"}
-    gathered |= {name: whole(name, 1) for name in biases}
+    gathered = weights | {name: gather(name, 0) for name in "qkv"}
+    gathered |= {name: gather(name, 1) for name in biases}
     q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, gathered, angles, cfg)
     out_BTNH = attention.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
-    y_BTD = jnp.einsum("btnh,nhd->btd", out_BTNH, whole("o", 1))
+    y_BTD = jnp.einsum("btnh,nhd->btd", out_BTNH, gather("o", 1))
     y_BTD = sharding.psum(y_BTD, "tensor")
     return y_BTD, (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
 
   attend = sharding.shard_map(
-    local, in_specs=(rows, lay, rows, rows), out_specs=(rows, kept)
+    local,
+    in_specs=(rows, specs, rows, rows),
+    out_specs=(rows, rows_and_heads),
   )
   return attend(x_BTD, weights, angles, segments_BT)
 
@@ -183,18 +208,18 @@ class MLP(nn.Module):
     init = nn.initializers.lecun_normal()
     shapes = {"gate": (D, F), "up": (D, F), "down": (F, D)}
     weights = {n: self.param(n, init, shape) for n, shape in shapes.items()}
-    lay = {name: sharding.param_spec(f"mlp/{name}") for name in weights}
+    specs = {name: sharding.param_spec(f"mlp/{name}") for name in weights}
 
     def local(x_BTD, weights):
-      whole = lambda name, dim: sharding.gather(
+      gather = lambda name, dim: sharding.gather(
         weights[name].astype(x_BTD.dtype), "fsdp", dim=dim
       )
-      gate, up = x_BTD @ whole("gate", 0), x_BTD @ whole("up", 0)
+      gate, up = x_BTD @ gather("gate", 0), x_BTD @ gather("up", 0)
       hidden = rounded(nn.silu(wide(gate)) * wide(up), x_BTD.dtype)
-      return sharding.psum(hidden @ whole("down", 1), "tensor")
+      return sharding.psum(hidden @ gather("down", 1), "tensor")
 
     rows = PartitionSpec(sharding.BATCH_AXES)
-    mlp = sharding.shard_map(local, in_specs=(rows, lay), out_specs=rows)
+    mlp = sharding.shard_map(local, in_specs=(rows, specs), out_specs=rows)
     return mlp(x_BTD, weights)
 
 
@@ -211,11 +236,9 @@ class Block(nn.Module):
     segments_BT,
     cache=None,
     layer=0,
-    routes_BTk=None,
-    replay=False,
-    own=None,
+    routes=_NO_ROUTES,
   ):
-    """Returns the stream, the routing or None, and the layer's new (k, v)."""
+    """Returns the stream [B, T, D], the routing or None, the new (k, v)."""
     cfg = self.cfg
     h = RMSNorm(cfg.norm_eps, name="attention_norm")(x_BTD)
     h, updated = Attention(cfg, name="attention")(
@@ -225,25 +248,23 @@ class Block(nn.Module):
     h = RMSNorm(cfg.norm_eps, name="mlp_norm")(x_BTD)
     if cfg.num_experts:
       moe = MoE(cfg, name="moe")
-      h, routing = moe(h, segments_BT != 0, routes_BTk, replay, own)
+      h, routing = moe(h, segments_BT != 0, *routes)
     else:
       h, routing = MLP(cfg, name="mlp")(h), None
     return add(x_BTD, h), routing, updated
 
 
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
-  """Fresh float32 parameters; those of the blocks are stacked on axis 0."""
+  """Random float32 parameters; those of the blocks are stacked on axis 0."""
   k_embed, k_layers, k_head = jax.random.split(key, 3)
-  B = sharding.size(
-    *sharding.BATCH_AXES
-  )  # a row for each device; none is computed
+  B = sharding.size(*sharding.BATCH_AXES)  # the least that can be sharded
   stream = jnp.zeros((B, 1, cfg.embed_dim))
   angles = (jnp.zeros((B, 1, cfg.head_dim // 2)),) * 2
   mask = jnp.ones((B, 1), jnp.int32)
   block = lambda k: Block(cfg).init(k, stream, angles, mask)["params"]
   normal = nn.initializers.normal
   params = {
-    # RMSNorm follows; unit variance only matters where it is the head, too.
+    # An RMSNorm follows, so the scale matters only where it is the head, too.
     "embed": normal(cfg.embed_dim**-0.5)(
       k_embed, (cfg.vocab_size, cfg.embed_dim)
     ),
@@ -258,9 +279,9 @@ def init(key: jax.Array, cfg: ModelConfig) -> Params:
 
 
 def unstack_layers(params: Params, cfg: ModelConfig) -> Params:
-  """The weights as decoding wants them: one tree a layer, in `cfg.dtype`.
+  """The weights for decoding: a tuple of one tree per layer, in `cfg.dtype`.
 
-  Slicing a stack inside the decode loop would copy every weight at every step.
+  Slicing a stack inside the decode loop would copy all weights in every step.
   """
   params = jax.tree.map(lambda x: x.astype(cfg.dtype), params)
   layer = lambda i: jax.tree.map(lambda x: x[i], params["layers"])
@@ -277,41 +298,45 @@ def hidden_states(
   *,
   routes: jax.Array | None = None,
   replay: bool = False,
-  own: jax.Array | None = None,
+  use_own_experts: jax.Array | None = None,
 ) -> HiddenStates:
   """Runs the blocks over T tokens, after those in the cache if one is given.
 
   Args:
-    params: from `init`. With a cache better `unstack`ed, once for many calls.
-    cfg: the model.
+    params: from `init`. With a cache, call `unstack_layers` once beforehand.
+    cfg: the model; static.
     tokens: [B, T] int32.
     positions: [B, T] int32, for the rotary embedding.
-    mask: [B, T], 0 at padding. Without a cache, tokens see earlier tokens of
-      the same non-zero value, so that integers pack several texts in a row.
-    cache: state to extend.
-    routes: [L, B, T, k], experts whose log-probs are asked for; not with a
-      cache, and nothing to a dense model.
-    replay: send the tokens to `routes` instead of the k likeliest; static.
-    own: [] bool; where it is true, the k likeliest experts stand for `routes`,
-      so that one program serves before and after the routes are known. None,
-      as without routes: false.
+    mask: [B, T], 0 at padding. Without a cache a token attends to earlier
+      tokens of the same non-zero value: integers pack several sequences in a
+      row.
+    cache: a `cache.Cache` or `paged_cache.Pages`, to append to.
+    routes: [L, B, T, k], experts at which the routers' log-probs are taken; not
+      with a cache. A dense model does not use them.
+    replay: whether to send the tokens to `routes`, not to the top k; static.
+    use_own_experts: [] bool; if true the top k experts replace `routes`, so
+      that one program serves before and after routes are recorded. None: false.
 
   Returns:
-    `Encoded`. Rows of padding hold finite garbage.
+    `HiddenStates`; finite, but meaningless at padding.
+
+  Raises:
+    ValueError: `replay` without `routes`, or `routes` with a cache.
   """
   if routes is None and replay:
     raise ValueError(f"{replay=} needs routes, got {routes=}")
-  if routes is None:
-    own = None
   if cache is None:
-    run = functools.partial(_run_scanned, routes=routes, replay=replay, own=own)
-    return _encode(run, params, cfg, tokens, positions, mask)
+    if routes is None:
+      use_own_experts = None
+    given = _Routes(routes, replay, use_own_experts)
+    run = functools.partial(_scan_layers, routes=given)
+    return _run_blocks(run, params, cfg, tokens, positions, mask)
   if routes is not None:
     raise ValueError(f"routes {routes.shape} with a cache: expected None")
   if not isinstance(params["layers"], tuple):
     params = unstack_layers(params, cfg)
-  run = functools.partial(_run_cached, cache=cache)
-  return _encode(run, params, cfg, tokens, positions, mask)
+  run = functools.partial(_loop_over_layers, cache=cache)
+  return _run_blocks(run, params, cfg, tokens, positions, mask)
 
 
 def prefill(
@@ -321,13 +346,14 @@ def prefill(
   positions: jax.Array,
   mask: jax.Array,
 ) -> HiddenStates:
-  """As `encode` without a cache, and returns one that T tokens have filled."""
-  run = functools.partial(_run_scanned, store=True)
-  return _encode(run, params, cfg, tokens, positions, mask)
+  """`hidden_states` without a cache; returns one that holds the T tokens."""
+  run = functools.partial(_scan_layers, store=True)
+  return _run_blocks(run, params, cfg, tokens, positions, mask)
 
 
-def _encode(run, params, cfg, tokens, positions, mask) -> HiddenStates:
-  x_BTD = _look_up(params["embed"], tokens, cfg)
+def _run_blocks(run, params, cfg, tokens, positions, mask) -> HiddenStates:
+  """Embedding, then `run` for the layers, then the last norm."""
+  x_BTD = _embed(params["embed"], tokens, cfg)
   angles = _angles(positions, cfg)
   with _precision(cfg):
     x_BTD, routing, cache = run(params, cfg, x_BTD, angles, mask)
@@ -335,32 +361,32 @@ def _encode(run, params, cfg, tokens, positions, mask) -> HiddenStates:
   return HiddenStates(hidden, routing, cache)
 
 
-def _look_up(table_VD, tokens_BT, cfg):
-  """Rows of the embedding: its columns, not its rows, are what devices split.
+def _embed(table_VD, tokens_BT, cfg):
+  """The embedding of each token; the table is sharded by its columns, too.
 
-  Each device looks up its columns for all tokens, then columns and tokens
-  change places.
+  Each device looks up its columns for all tokens. An all-to-all then gives it
+  all columns of its own tokens.
   """
 
   def local(table, tokens_BT):
     tokens = sharding.gather(tokens_BT.reshape(-1), "fsdp", "expert", dim=0)
-    at = tokens - sharding.index("tensor") * table.shape[0]
-    here = (at >= 0) & (at < table.shape[0])
+    row = tokens - sharding.index("tensor") * table.shape[0]
+    local_row = (row >= 0) & (row < table.shape[0])
     # Cast after the lookup, so that its gradient is summed in float32.
-    x = jnp.take(table, at, axis=0, mode="clip").astype(cfg.dtype)
-    x = sharding.psum(jnp.where(here[:, None], x, 0), "tensor")
+    x = jnp.take(table, row, axis=0, mode="clip").astype(cfg.dtype)
+    x = sharding.psum(jnp.where(local_row[:, None], x, 0), "tensor")
     x_MD = sharding.all_to_all(x, "fsdp", "expert", split=0, join=1)
     return x_MD.reshape(*tokens_BT.shape, -1)
 
   rows = PartitionSpec(sharding.BATCH_AXES)
-  look_up = sharding.shard_map(
+  embed = sharding.shard_map(
     local, in_specs=(sharding.param_spec("embed"), rows), out_specs=rows
   )
-  return look_up(table_VD, tokens_BT)
+  return embed(table_VD, tokens_BT)
 
 
 def _precision(cfg):
-  """float32 that is float32: by default a TPU multiplies it in bfloat16."""
+  """Exact float32 products, for which a TPU uses bfloat16 by default."""
   if cfg.dtype == "float32":
     return jax.default_matmul_precision("highest")
   return contextlib.nullcontext()
@@ -372,51 +398,44 @@ def _angles(positions_BT, cfg):
   )
   if cfg.rope_scaling:
     factor, low, high, length = cfg.rope_scaling
-    turns_H = length * frequency_H / (2 * jnp.pi)
-    kept_H = jnp.clip((turns_H - low) / (high - low), 0, 1)
-    frequency_H *= kept_H + (1 - kept_H) / factor
+    periods_H = length * frequency_H / (2 * jnp.pi)
+    unscaled_H = jnp.clip((periods_H - low) / (high - low), 0, 1)
+    frequency_H *= unscaled_H + (1 - unscaled_H) / factor
   angle_BTH = positions_BT[..., None].astype(jnp.float32) * frequency_H
   return jnp.sin(angle_BTH), jnp.cos(angle_BTH)
 
 
-def _run_scanned(
-  params,
-  cfg,
-  x_BTD,
-  angles,
-  mask_BT,
-  store=False,
-  routes=None,
-  replay=False,
-  own=None,
+def _scan_layers(
+  params, cfg, x_BTD, angles, mask_BT, store=False, routes=_NO_ROUTES
 ):
+  """A scan over the layers: stream, routing and, if `store`, the cache."""
   segments_BT = mask_BT.astype(jnp.int32)
 
   def body(x_BTD, layer):
     layer_params, routes_BTk = layer
-    x_BTD, routing, kept = Block(cfg).apply(
+    x_BTD, routing, keys_values = Block(cfg).apply(
       {"params": layer_params},
       x_BTD,
       angles,
       segments_BT,
-      routes_BTk=routes_BTk,
-      replay=replay,
-      own=own,
+      routes=routes._replace(experts=routes_BTk),
     )
-    return x_BTD, (routing, kept if store else None)
+    return x_BTD, (routing, keys_values if store else None)
 
   if cfg.remat:
     keep = jax.checkpoint_policies.save_only_these_names(*cfg.keep)
     # Inside a loop nothing can be merged with the forward pass anyway.
     body = jax.checkpoint(body, prevent_cse=cfg.unroll > 1, policy=keep)
-  x_BTD, (routing, kept) = jax.lax.scan(
-    body, x_BTD, (params["layers"], routes), unroll=cfg.unroll
+  x_BTD, (routing, keys_values) = jax.lax.scan(
+    body, x_BTD, (params["layers"], routes.experts), unroll=cfg.unroll
   )
-  return x_BTD, routing, kv.from_prefill(*kept, mask_BT) if store else None
+  cache = kv.from_prefill(*keys_values, mask_BT) if store else None
+  return x_BTD, routing, cache
 
 
-def _run_cached(params, cfg, x_BTD, angles, mask_BT, cache):
-  cache = cache.mark(mask_BT)
+def _loop_over_layers(params, cfg, x_BTD, angles, mask_BT, cache):
+  """An unrolled loop over the layers: stream, routing and cache."""
+  cache = cache.mark_valid(mask_BT)
   segments_BT = mask_BT.astype(jnp.int32)
   routings, ks, vs = [], [], []
   for i, layer_params in enumerate(params["layers"]):
@@ -426,21 +445,20 @@ def _run_cached(params, cfg, x_BTD, angles, mask_BT, cache):
     routings.append(routing)
     ks.append(k)
     vs.append(v)
-  cache = cache.extend(tuple(ks), tuple(vs), mask_BT)
-  # The routings of the layers become one, with a leading axis of layers.
+  cache = cache.append(tuple(ks), tuple(vs), mask_BT)
   routing = jax.tree.map(lambda *x: jnp.stack(x), *routings)
   return x_BTD, routing, cache
 
 
 def output_matrix(params: Params, cfg: ModelConfig) -> jax.Array:
-  """The output matrix [D, V]; the embedding's transpose where they are tied."""
+  """The output matrix [D, V]; if tied, the transpose of the embedding."""
   return params["embed"].T if cfg.tie_embeddings else params["head"]
 
 
 def project_logits(
   hidden: jax.Array, head_DV: jax.Array, cfg: ModelConfig
 ) -> jax.Array:
-  """Float32 logits [..., V]: operands in `cfg.dtype`, summed in float32."""
+  """Float32 logits [..., V] of operands in `cfg.dtype`, summed in float32."""
   with _precision(cfg):
     return jnp.matmul(
       hidden, head_DV.astype(cfg.dtype), preferred_element_type=jnp.float32
@@ -460,10 +478,10 @@ def forward(
   mask: jax.Array,
   cache: kv.Cache | None = None,
 ) -> Output:
-  """`encode`, then logits [B, T, V] float32; arguments as there.
+  """`hidden_states`, then logits [B, T, V] float32; the same arguments.
 
-  For small vocabularies and tests: `logprobs.token_logprobs` never holds the
-  whole of [B, T, V].
+  For small vocabularies and tests: `logprobs.token_logprobs` never holds all of
+  [B, T, V].
   """
   out = hidden_states(params, cfg, tokens, positions, mask, cache)
   experts = out.routing.experts if out.routing else None

@@ -57,7 +57,7 @@ def sampler_mesh(program: Program) -> jax.sharding.Mesh:
   """The mesh that responses are sampled on."""
   paged = isinstance(program.sampler.generate, ContinuousSampler)
   return (
-    program.sampler.generate.devices.decode
+    program.sampler.generate.jitted.decode
     if paged
     else program.sampler.generate
   ).mesh
@@ -177,7 +177,10 @@ def _decode(step, steps, config, program, where) -> dict:
     cache["prompt_slots"] = 0
     size = lower_bounds.cache_bytes(program.cfg, tokens) / program.mesh.size
     # By blocks, a loop as long as data makes it, of which one trip is counted.
-    report = {"pages_bytes": size, "kernel": "paged_attention" in step.unknown}
+    report = {
+      "pages_bytes": size,
+      "kernel": "paged_attention" in step.unknown_kernels,
+    }
     report["pages_seconds"] = size / where.chip.hbm_bandwidth
   least = lower_bounds.decode_bytes(
     program.cfg,
@@ -188,9 +191,9 @@ def _decode(step, steps, config, program, where) -> dict:
   )
   return report | {
     "steps": steps,
-    "hbm_bytes": step.hbm,
+    "hbm_bytes": step.hbm_bytes,
     "least_bytes": least,
-    "ratio": step.hbm / least,
+    "ratio": step.hbm_bytes / least,
     "least_seconds": least / where.chip.hbm_bandwidth,
     "seconds": _seconds(step),
     "collectives": _collectives(step),
@@ -200,7 +203,7 @@ def _decode(step, steps, config, program, where) -> dict:
 
 def _tokens(paged) -> int:
   """Tokens that all pages hold."""
-  return paged.sizes.pages * paged.sizes.page * paged.shards
+  return paged.sizes.num_pages * paged.sizes.page_size * paged.shards
 
 
 def _continuous_flops(name, config, program) -> float:
@@ -211,7 +214,7 @@ def _continuous_flops(name, config, program) -> float:
   if name == "prefill":
     T = lower.longest(config, paged)
     return lower_bounds.forward_flops(
-      cfg, paged.at_once(T) * paged.shards, T, 0
+      cfg, paged.prefill_batch(T) * paged.shards, T, 0
     )
   rows = paged.paging.slots
   past = _tokens(paged) / rows
@@ -248,15 +251,15 @@ def _summary(cost, model_flops, where) -> dict:
   return {
     "model_flops": model_flops,
     "flops": cost.flops,
-    "attention_flops": cost.attention,
-    "hbm_bytes": cost.hbm,
+    "attention_flops": cost.attention_flops,
+    "hbm_bytes": cost.hbm_bytes,
     "seconds": seconds,
     "mfu": {
       k: ideal_seconds / seconds[k] for k in ("perfect", "scheduled", "serial")
     },
     "collectives": _collectives(cost),
     "top": _top(cost),
-    "unknown_kernels": dict(cost.unknown),
+    "unknown_kernels": dict(cost.unknown_kernels),
     "loops": _open(cost.loops),
     "branches": _open(cost.branches),
   }
@@ -264,12 +267,12 @@ def _summary(cost, model_flops, where) -> dict:
 
 def _seconds(cost) -> dict:
   return {
-    "roofline": cost.seconds,
-    "collectives": cost.wire_seconds,
-    "stalled": cost.stalled,
-    "perfect": cost.perfect,
+    "roofline": cost.roofline_seconds,
+    "collectives": cost.collective_seconds,
+    "stalled": cost.stalled_seconds,
+    "perfect": cost.perfect_overlap,
     "scheduled": cost.scheduled,
-    "serial": cost.serial,
+    "serial": cost.no_overlap,
   }
 
 
@@ -295,11 +298,11 @@ def _top(cost) -> list[dict]:
   ]
 
 
-def _open(opened: list[hlo_cost.Open]) -> list[dict]:
+def _open(opened: list[hlo_cost.DataDependent]) -> list[dict]:
   """By their source: how often they are met, and the seconds of the longest."""
   found = {}
   for o in opened:
     entry = found.setdefault(o.source, {"times": 0, "seconds": 0.0})
     entry["times"] += o.times
-    entry["seconds"] = max(entry["seconds"], o.cost.serial)
+    entry["seconds"] = max(entry["seconds"], o.cost.no_overlap)
   return [{"source": source, **entry} for source, entry in found.items()]

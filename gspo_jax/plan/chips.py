@@ -1,8 +1,9 @@
-"""What a TPU chip can do at most, and how its slices are wired.
+"""The peak rates of TPU chips, and the links between them.
 
-Peaks of compute and memory: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}.
-Links: one way, jax-ml.github.io/scaling-book, chapter 2.
-HBM: what libtpu 0.0.51 lets a program use, from its out-of-memory message.
+Sources:
+  FLOPs and memory bandwidth: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}
+  Links, one way: jax-ml.github.io/scaling-book, chapter 2
+  HBM: the size that libtpu 0.0.51 states in its out-of-memory message
 """
 
 import dataclasses
@@ -16,17 +17,17 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One device as JAX sees it: a chip, or half of a tpu7x.
+  """One JAX device: a chip, or half of a tpu7x chip.
 
   Attributes:
-    flops: a second, bfloat16.
-    hbm: bytes that a program may use.
+    flops: FLOPs a second in bfloat16.
+    hbm: bytes of HBM that a program may use.
     hbm_bandwidth: bytes a second.
     link: bytes a second, one way over one link to a neighbour.
-    network: bytes a second between slices, a device's share.
-    axes: of the torus.
-    cubes: whether slices are made of 4x4x4 cubes, whose axes close to rings;
-      else only an axis of 16 closes.
+    network: bytes a second between slices, for each device.
+    axes: the number of axes of the torus.
+    cubes: whether slices consist of 4x4x4 cubes, so that all axes of whole
+      cubes close to rings; else only an axis of 16 chips does.
   """
 
   flops: float
@@ -38,7 +39,7 @@ class Chip:
   cubes: bool
 
   def rings(self, shape: Sequence[int]) -> tuple[bool, ...]:
-    """Which axes of a slice close to a ring."""
+    """Whether each axis of a slice of this shape closes to a ring."""
     if self.cubes:
       return (all(n % 4 == 0 for n in shape),) * len(shape)
     return tuple(n == 16 for n in shape)
@@ -48,17 +49,17 @@ CHIPS = {
   "v5e": Chip(197e12, 15.75 * _GIB, 819e9, 4.5e10, 3.125e9, 2, False),
   "v5p": Chip(459e12, 95.73 * _GIB, 2765e9, 9e10, 6.25e9, 3, True),
   "v6e": Chip(918e12, 31.24 * _GIB, 1638e9, 9e10, 12.5e9, 2, False),
-  # Two devices a chip, which share its links.
+  # A chip is two devices, which share its links.
   "tpu7x": Chip(1153.5e12, 94.74 * _GIB, 3690e9, 9e10, 6.25e9, 3, True),
 }
 
-# The largest slices there are, by the pages above.
+# Chips of the largest slice, from the pages above.
 _LARGEST = {"v5e": 256, "v5p": 6144, "v6e": 256, "tpu7x": 9216}
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-  """A kind of chip and the shape of its torus."""
+  """A TPU slice: the kind of chip, and the shape of the torus."""
 
   kind: str
   shape: tuple[int, ...]
@@ -72,10 +73,10 @@ class Slice:
 
 
 def parse(topology: str) -> Slice:
-  """Reads `v5p:4x4x4`.
+  """Parses a topology such as `v5p:4x4x4`.
 
   Raises:
-    UserError: an unknown chip, or a shape that its slices cannot have.
+    UserError: an unknown chip, or a shape that a slice of it cannot have.
   """
   kind, _, sizes = topology.partition(":")
   if kind not in CHIPS:
@@ -98,34 +99,41 @@ def parse(topology: str) -> Slice:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCoordinates:
-  """Where a device is: its slice, and its coordinates in that torus."""
+  """The slice of a device, and its coordinates in the torus of that slice."""
 
   slice: int
   coordinates: tuple[int, ...]
 
 
 def bandwidth(
-  where: Slice, places: Sequence[DeviceCoordinates], to_all: bool
+  tpu_slice: Slice, devices: Sequence[DeviceCoordinates], to_all: bool
 ) -> float:
-  """Bytes a second at which each device of a group can send to the others.
+  """The bytes a second that each device of a group can send to the others.
 
-  A ring uses both links of each axis that the group extends over, a line one.
-  To send to all (`to_all`), bytes also pass through the devices between.
-  Between slices the network is the bound.
+  A group extends over some axes of the torus. It uses two links of an axis that
+  it closes to a ring, and one link of any other. Between slices, the network is
+  the limit.
+
+  Args:
+    tpu_slice: the slice (or one of several equal slices) of the devices.
+    devices: the group.
+    to_all: whether each device sends different bytes to each other device.
+      Bytes then also pass through the devices in between, and the longest axis
+      is the limit.
   """
-  chip = where.chip
-  if len({p.slice for p in places}) > 1:
+  chip = tpu_slice.chip
+  if len({d.slice for d in devices}) > 1:
     return chip.network
-  links, longest, widest = 0, 1, 1
-  rings = chip.rings(where.shape)
-  for axis, whole in enumerate(where.shape):
-    extent = len({p.coordinates[axis] for p in places})
+  links, longest, links_of_longest = 0, 1, 1
+  rings = chip.rings(tpu_slice.shape)
+  for axis, size in enumerate(tpu_slice.shape):
+    extent = len({d.coordinates[axis] for d in devices})
     if extent == 1:
       continue
-    ways = 2 if extent == whole and rings[axis] else 1
-    links += ways
+    axis_links = 2 if extent == size and rings[axis] else 1
+    links += axis_links
     if extent > longest:
-      longest, widest = extent, ways
+      longest, links_of_longest = extent, axis_links
   if to_all:
-    return chip.link * widest / max(longest / 4, 1)
+    return chip.link * links_of_longest / max(longest / 4, 1)
   return chip.link * max(links, 1)

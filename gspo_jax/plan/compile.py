@@ -1,7 +1,6 @@
-"""Compiles for a TPU slice that is not there: libtpu does it on any machine.
+"""Compiles functions for a TPU slice with libtpu, on any machine.
 
-Nothing here runs on a device. jax must not have started a backend before
-`prepare`.
+Nothing here runs on a device. Call `prepare` before JAX starts a backend.
 """
 
 import dataclasses
@@ -21,8 +20,8 @@ from gspo_jax.plan.hlo import module as hlo_module
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.multihost import NO_TPU
 
-# No question to a metadata server, no lock against a second process, and only
-# what kills the process on stderr.
+# No query to a metadata server, no lock against a second process, and only
+# fatal errors on stderr.
 _ENVIRONMENT = NO_TPU | {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -32,19 +31,20 @@ _ENVIRONMENT = NO_TPU | {
 }
 
 _DUMP = "*after_codegen.txt"
+_DUMPING_VERSION = "0.0.51"  # of libtpu
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """Bytes of HBM that a program takes on each device.
+  """The bytes of HBM that a program needs on each device.
 
   Attributes:
-    arguments: what it is given.
-    outputs: what it returns.
-    aliased: the part of the outputs that takes the place of donated arguments.
-    temporaries: all it needs in between.
-    code: the program.
-    peak: the compiler's own account of the fullest moment.
+    arguments: its arguments.
+    outputs: its results.
+    aliased: the part of the outputs that reuses donated arguments.
+    temporaries: its intermediate values.
+    code: its code.
+    peak: the compiler's estimate of the peak.
   """
 
   arguments: int
@@ -56,21 +56,21 @@ class Memory:
 
   @property
   def needed(self) -> int:
-    """The larger of the two accounts."""
+    """The larger of the compiler's peak and the sum of the parts."""
     parts = self.arguments + self.outputs - self.aliased + self.temporaries
     return max(self.peak, parts + self.code)
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """What the compiler made, or why it could not.
+  """A compiled program, or the reason why it does not fit into HBM.
 
   Attributes:
-    seconds: it took.
-    memory: None where it does not fit.
-    module: None where it does not fit.
-    buffers: the largest in HBM, (bytes, what they hold), the largest first.
-    reason: the compiler's, where the program does not fit.
+    seconds: the time to compile.
+    memory: None if the program does not fit.
+    module: None if the program does not fit.
+    buffers: the buffers in HBM as (bytes, shapes), the largest first.
+    reason: the compiler's message if the program does not fit.
   """
 
   seconds: float
@@ -81,49 +81,49 @@ class Compiled:
 
 
 def prepare() -> str:
-  """Makes this process one that compiles for TPUs; gives libtpu's version.
+  """Sets up this process to compile for TPUs; returns libtpu's version.
 
   Raises:
-    UserError: there is no libtpu.
+    UserError: libtpu is not installed.
   """
   if importlib.util.find_spec("libtpu") is None:
     raise UserError(
       "libtpu, the TPU compiler, is not installed: pip install 'gspo_jax[plan]'"
     )
   os.environ.update(_ENVIRONMENT)
-  jax.config.update("jax_platforms", "cpu")  # leaves a TPU that is here alone
+  jax.config.update("jax_platforms", "cpu")  # do not open a local TPU
   return importlib.metadata.version("libtpu")
 
 
 def devices(where: Slice, slices: int) -> list:
-  """The devices of `slices` slices, as JAX would see them.
+  """The devices of `slices` slices, in JAX's order.
 
   Raises:
-    UserError: the compiler knows no such slice.
+    UserError: the compiler has no such slice.
   """
   more = {"num_slices": slices} if slices > 1 else {}
   try:
-    found = topologies.get_topology_desc(
+    topology = topologies.get_topology_desc(
       platform="tpu", topology_name=str(where), **more
     )
   except jax.errors.JaxRuntimeError as error:
     reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
     raise UserError(f"--topology={where}: {reason}") from error
-  return list(found.devices)
+  return list(topology.devices)
 
 
 def compile_one(lowered: jax.stages.Lowered) -> Compiled:
-  """Compiles a lowered function; too large a one comes back with a reason.
+  """Compiles a lowered function, and reads the compiler's dumps.
 
   Raises:
-    UserError: this libtpu does not dump what it compiled.
+    UserError: this version of libtpu does not dump compiled modules.
   """
   start = time.monotonic()
   with tempfile.TemporaryDirectory() as folder:
-    # `as_text` crashes on many modules; what the compiler dumps is whole.
+    # `as_text` crashes on many modules; the compiler's dump is complete.
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
     try:
-      done = lowered.compile(compiler_options=options)
+      compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
@@ -131,7 +131,9 @@ def compile_one(lowered: jax.stages.Lowered) -> Compiled:
       reason = str(error).splitlines()[0]
       return Compiled(seconds, None, None, _buffers(folder), reason)
     seconds = time.monotonic() - start
-    return Compiled(seconds, _memory(done), _module(folder), _buffers(folder))
+    return Compiled(
+      seconds, _memory(compiled), _module(folder), _buffers(folder)
+    )
 
 
 def _module(folder) -> hlo_module.Module:
@@ -139,14 +141,14 @@ def _module(folder) -> hlo_module.Module:
   if not text:
     version = importlib.metadata.version("libtpu")
     raise UserError(
-      f"libtpu {version} dumps no {_DUMP}, out of which a plan is read; "
-      "0.0.51 does"
+      f"libtpu {version} does not dump {_DUMP}, from which a plan is read; "
+      f"expected libtpu {_DUMPING_VERSION}"
     )
   return hlo_module.parse(text)
 
 
-def _memory(done) -> Memory:
-  m = done.memory_analysis()
+def _memory(compiled) -> Memory:
+  m = compiled.memory_analysis()
   return Memory(
     arguments=m.argument_size_in_bytes,
     outputs=m.output_size_in_bytes,
@@ -158,6 +160,7 @@ def _memory(done) -> Memory:
 
 
 def _largest(folder, pattern) -> str:
+  """The text of the largest file that matches; "" if there is none."""
   files = sorted(Path(folder).glob(pattern), key=lambda f: f.stat().st_size)
   return files[-1].read_text() if files else ""
 
@@ -169,14 +172,14 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def _buffers(folder) -> list[tuple[float, str]]:
-  """Out of the compiler's report of its allocations."""
+  """The buffers in HBM of the compiler's memory report, the largest first."""
   report = _largest(folder, "*memory-usage-report.txt")
   hbm = re.search(
     r"^Memory Space: default.*?(?=^Memory Space:|\Z)", report, re.M | re.S
   )
-  found = []
+  buffers = []
   for line in hbm[0].splitlines() if hbm else ():
-    row = _BUFFER.search(line)
-    if row:
-      found.append((float(row[1]) * _UNITS[row[2]], row[3]))
-  return sorted(found, reverse=True)
+    if buffer := _BUFFER.search(line):
+      size, unit, shapes = buffer.groups()
+      buffers.append((float(size) * _UNITS[unit], shapes))
+  return sorted(buffers, reverse=True)

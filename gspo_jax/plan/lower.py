@@ -75,37 +75,39 @@ def _lower_continuous_sampler(config, program, key, few=None):
   With `few`, a segment computes only so many slots.
   """
   paged = program.sampler.generate
-  decode_params = paged.devices.lay_out.lower(program.learner.abstract.params)
+  decode_params = paged.jitted.decode_params.lower(
+    program.learner.abstract.params
+  )
   params = jax.tree.map(
     lambda x, lay: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lay),
     decode_params.out_info,
-    decode_params_sharding(program.cfg, paged.devices.decode.mesh),
+    decode_params_sharding(program.cfg, paged.jitted.decode.mesh),
   )
   prompts_of_update = config.data.prompts
   extra = config.rollout.extra_prompts_in_flight
-  fresh = paged.devices.fresh.lower(prompts_of_update + extra).out_info
-  state, samples = paged.devices.begin.lower(fresh).out_info
+  fresh = paged.jitted.empty_samples.lower(prompts_of_update + extra).out_info
+  state, samples = paged.jitted.begin.lower(fresh).out_info
   prompts = _prompts(config, paged)
   floor = jax.ShapeDtypeStruct((), jnp.int32)
   orders = _orders(state)
   lowered = {
     "decode_params": decode_params,
-    "prefill": paged.devices.prefill.lower(params, state, *prompts),
-    "generate": paged.devices.decode.lower(
+    "prefill": paged.jitted.prefill.lower(params, state, *prompts),
+    "generate": paged.jitted.decode.lower(
       params, state, samples, orders, few, floor, key
     ),
   }
-  return lowered, paged.devices.fresh.lower(prompts_of_update).out_info
+  return lowered, paged.jitted.empty_samples.lower(prompts_of_update).out_info
 
 
 def _prompts(config, paged):
   """Tokens, lengths and pages of a prefill of the longest prompts."""
   T = longest(config, paged)
-  N = paged.at_once(T) * paged.shards
+  N = paged.prefill_batch(T) * paged.shards
   whole = lambda *dims: jax.ShapeDtypeStruct(
-    dims, jnp.int32, sharding=paged.rows
+    dims, jnp.int32, sharding=paged.batch_sharding
   )
-  return whole(N, T), whole(N), whole(N, T // paged.sizes.page)
+  return whole(N, T), whole(N), whole(N, T // paged.sizes.page_size)
 
 
 def longest(config, paged: ContinuousSampler) -> int:

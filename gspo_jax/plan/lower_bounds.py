@@ -1,58 +1,59 @@
-"""The least that a model must compute and read, whatever the program does.
+"""The FLOPs and bytes that a model needs at least, in any implementation.
 
-FLOPs as papers count them: 2 for each active parameter and token, causal
-attention at half its square, three times that for a forward and a backward
-pass. The embedding is looked up, not multiplied; the head is counted for the
-tokens that are scored.
+FLOPs are counted as in papers: 2 for each active parameter and token, half the
+square of the length for causal attention, and three times a forward pass for a
+forward and a backward pass. The embedding is a look-up and has no FLOPs. The
+output head counts only for tokens that need logits.
 """
 
 from gspo_jax.model import ModelConfig
 
 
-def _attention(cfg: ModelConfig) -> int:
-  """Parameters in the products of one layer's attention."""
+def _attention_parameters(cfg: ModelConfig) -> int:
+  """The parameters of the attention projections of one layer."""
   return 2 * cfg.embed_dim * cfg.head_dim * (cfg.num_heads + cfg.num_kv_heads)
 
 
-def _expert(cfg: ModelConfig) -> int:
+def _expert_parameters(cfg: ModelConfig) -> int:
+  """The parameters of one expert, or of the MLP of a dense layer."""
   return 3 * cfg.embed_dim * cfg.mlp_dim
 
 
 def active_parameters(cfg: ModelConfig) -> int:
-  """Those that a token meets in the layers."""
+  """The parameters of all layers that one token uses."""
   experts = cfg.experts_per_token if cfg.num_experts else 1
   router = cfg.embed_dim * cfg.num_experts
-  each = _attention(cfg) + router + experts * _expert(cfg)
-  return cfg.num_layers * each
+  layer = _attention_parameters(cfg) + router
+  return cfg.num_layers * (layer + experts * _expert_parameters(cfg))
 
 
 def forward_flops(
-  cfg: ModelConfig, rows: int, tokens: int, scored: int, past: int = 0
+  cfg: ModelConfig, batch: int, tokens: int, head_tokens: int, past: int = 0
 ) -> float:
-  """Of a forward pass.
+  """The FLOPs of a forward pass.
 
   Args:
     cfg: the model.
-    rows: sequences.
-    tokens: of each.
-    scored: tokens of each that reach the head.
-    past: tokens before them, in a cache.
+    batch: sequences.
+    tokens: new tokens of each sequence.
+    head_tokens: tokens of each sequence whose logits are computed.
+    past: tokens of each sequence that are already in a cache.
   """
   head = cfg.embed_dim * cfg.vocab_size
-  products = active_parameters(cfg) * tokens + head * scored
+  products = active_parameters(cfg) * tokens + head * head_tokens
   pairs = tokens * past + tokens**2 / 2
   attention = 4 * cfg.num_layers * cfg.num_heads * cfg.head_dim * pairs
-  return rows * (2.0 * products + attention)
+  return batch * (2.0 * products + attention)
 
 
-def _width(cfg: ModelConfig) -> int:
+def _element_bytes(cfg: ModelConfig) -> int:
   return 2 if cfg.dtype == "bfloat16" else 4
 
 
 def cache_bytes(cfg: ModelConfig, tokens: float) -> float:
-  """Of the keys and values of so many tokens."""
+  """The bytes of the keys and values of this many tokens."""
   heads = 2 * cfg.num_layers * cfg.num_kv_heads
-  return _width(cfg) * heads * cfg.head_dim * tokens
+  return _element_bytes(cfg) * heads * cfg.head_dim * tokens
 
 
 def decode_bytes(
@@ -66,30 +67,31 @@ def decode_bytes(
   expert: int,
   tensor: int,
 ) -> float:
-  """HBM bytes that a device must read to decode one token of each row.
+  """The HBM bytes that a device reads to decode one token of each response.
 
-  The weights of its part, experts only where tokens choose them (evenly drawn),
-  and its part of the cache: each once.
+  It reads its part of the weights and its part of the cache once. The weights
+  of an expert count only if a token is routed to it, with an even load.
 
   Args:
     cfg: the model.
-    prompts: whose keys and values are shared by `rows / prompts` rows.
-    rows: over all devices.
-    slots: of the answers' cache.
-    prompt_slots: of the prompts'.
-    devices: in all.
-    expert: of them share experts and vocabulary.
-    tensor: of them share heads, and all of the above.
+    prompts: prompts, whose keys and values `rows / prompts` responses share.
+    rows: responses, over all devices.
+    slots: cached tokens of each response.
+    prompt_slots: cached tokens of each prompt.
+    devices: all devices.
+    expert: devices among which experts and vocabulary are sharded.
+    tensor: devices among which these and the heads are sharded.
   """
   group = expert * tensor
-  attention = (_attention(cfg) + cfg.embed_dim * cfg.num_experts) / tensor
-  hit = 1.0
+  router = cfg.embed_dim * cfg.num_experts
+  attention = (_attention_parameters(cfg) + router) / tensor
+  used = 1.0  # the expected share of the experts
   if cfg.num_experts:
-    missed = 1 - cfg.experts_per_token / cfg.num_experts
-    hit = 1 - missed ** (rows * group / devices)
-  mlp = hit * max(cfg.num_experts, 1) * _expert(cfg)
+    unused = 1 - cfg.experts_per_token / cfg.num_experts
+    used = 1 - unused ** (rows * group / devices)
+  mlp = used * max(cfg.num_experts, 1) * _expert_parameters(cfg)
   mlp /= group if cfg.num_experts else tensor
   head = cfg.embed_dim * cfg.vocab_size / group
-  weights = _width(cfg) * (cfg.num_layers * (attention + mlp) + head)
+  weights = _element_bytes(cfg) * (cfg.num_layers * (attention + mlp) + head)
   tokens = rows * slots + prompts * prompt_slots
   return weights + cache_bytes(cfg, tokens) / devices

@@ -1,15 +1,15 @@
-"""A plan's report as text, at most 100 columns."""
+"""Renders the report of a plan as text of at most 100 columns."""
 
 _GIB = 2**30
 _WIDTH = 100
-_SPARE = 0.08  # of the HBM; with less free, a plan that fits may not run
+_MIN_FREE = 0.08  # share of the HBM; with less, a plan that fits may not run
 
 
 def render(report: dict, *, top: int = 0) -> str:
-  """The tables, and a verdict in the last line.
+  """The tables of a report, with the verdict in the last line.
 
   Args:
-    report: of `plan.plan`.
+    report: the result of `plan.plan`.
     top: how many of the most expensive operations to list.
   """
   functions = report["functions"]
@@ -24,7 +24,7 @@ def render(report: dict, *, top: int = 0) -> str:
     if top:
       parts.append(_top(f"{name}: most expensive operations", f["top"][:top]))
     if f["loops"] or f["branches"] or f["unknown_kernels"]:
-      parts.append(_decided(name, f))
+      parts.append(_data_dependent(name, f))
   parts += [_unfit(k, f) for k, f in functions.items() if not f["fits"]]
   parts.append(_verdict(report))
   return "\n\n".join(parts)
@@ -37,18 +37,18 @@ def _heading(report):
     (
       f"{report['config']} on {slices}{report['topology']}, "
       f"{report['devices']} devices",
-      f"mesh: {mesh(report['mesh'])}; to sample: "
+      f"mesh: {mesh(report['mesh'])}; sampler mesh: "
       f"{mesh(report['sampler_mesh'])}",
       f"jax {report['jax']}, libtpu {report['libtpu']}; {report['note']}",
     )
   )
 
 
-def _rows(title, functions, rows):
-  """One line a quantity, one column a function."""
-  room = min(14, (_WIDTH - 30) // len(functions))
+def _table(title, functions, rows):
+  """One line for each quantity, one column for each function."""
+  width = min(14, (_WIDTH - 30) // len(functions))
   line = lambda label, cells: (
-    f"{label:30}" + "".join(f"{cell:>{room}}" for cell in cells)
+    f"{label:30}" + "".join(f"{cell:>{width}}" for cell in cells)
   )
   lines = [line(title, functions)]
   for label, value in rows:
@@ -75,7 +75,7 @@ def _memory(report):
     ("fits", lambda f: "yes" if f["fits"] else "NO"),
     ("compiled in", lambda f: f"{f['compile_seconds']:.0f} s"),
   ]
-  return _rows("HBM a device, GiB", report["functions"], rows)
+  return _table("HBM a device, GiB", report["functions"], rows)
 
 
 def _costs(functions):
@@ -83,7 +83,7 @@ def _costs(functions):
   mfu = lambda key: lambda f: f"{f['mfu'][key]:.1%}"
   rows = (
     ("FLOPs", lambda f: f"{f['flops']:.3e}"),
-    ("of which attention, by hand", lambda f: f"{f['attention_flops']:.3e}"),
+    ("of which attention kernels", lambda f: f"{f['attention_flops']:.3e}"),
     ("model FLOPs", lambda f: f"{f['model_flops']:.3e}"),
     ("HBM, GB", lambda f: _gb(f["hbm_bytes"])),
     ("roofline of operations", seconds("roofline")),
@@ -96,33 +96,33 @@ def _costs(functions):
     ("MFU: as scheduled", mfu("scheduled")),
     ("MFU: no overlap", mfu("serial")),
   )
-  return _rows("work a device and call", functions, rows)
+  return _table("work a device and call", functions, rows)
 
 
-def _collectives(name, found):
+def _collectives(name, collectives):
   lines = [
     f"{name + ': collectives':34}{'group':>8}{'count':>10}{'wire, GB':>12}"
     f"{'time':>12}"
   ]
-  for c in found:
+  for c in collectives:
     kind = c["kind"] + (", asynchronous" if c["asynchronous"] else "")
     lines.append(
       f"  {kind:32}{c['group']:>8}{c['count']:>10.0f}{_gb(c['wire']):>12}"
       f"{_time(c['seconds']):>12}"
     )
-  return "\n".join(lines if found else [*lines, "  none"])
+  return "\n".join(lines if collectives else [*lines, "  none"])
 
 
 def _decode(d):
   paged = "pages_bytes" in d
-  filled = "with every page full" if paged else "at the longest cache"
+  cache = "with every page full" if paged else "at the longest cache"
   lines = [
-    f"generate: one decode step {filled}, a device",
-    f"  HBM {_gb(d['hbm_bytes'])} GB, {d['ratio']:.2f} times the least, "
-    f"{_gb(d['least_bytes'])} GB (weights used, cache: once)",
+    f"generate: one decode step {cache}, a device",
+    f"  HBM {_gb(d['hbm_bytes'])} GB, {d['ratio']:.2f} times the lower bound, "
+    f"{_gb(d['least_bytes'])} GB (used weights and cache, once)",
     f"  {_time(d['seconds']['scheduled'])} as scheduled: roofline "
     f"{_time(d['seconds']['roofline'])}, collectives "
-    f"{_time(d['seconds']['collectives'])}; the least "
+    f"{_time(d['seconds']['collectives'])}; lower bound "
     f"{_time(d['least_seconds'])}",
   ]
   if not paged:
@@ -130,18 +130,18 @@ def _decode(d):
       [*lines, f"  above: the prefill and {d['steps']} such steps"]
     )
   pages = f"{_gb(d['pages_bytes'])} GB, {_time(d['pages_seconds'])}"
-  told = (
-    f"  {pages} of it to read all pages; less where fewer are full"
+  reads = (
+    f"  {pages} of it to read all pages; less if fewer are full"
     if d["kernel"]
-    else f"  not counted: {pages} to read all pages, by blocks, not the kernel"
+    else f"  not counted: {pages} to read all pages in blocks, without a kernel"
   )
   above = f"  above: a segment of {d['steps']} such steps"
-  return "\n".join([*lines, told, above])
+  return "\n".join([*lines, reads, above])
 
 
-def _top(title, found):
+def _top(title, operations):
   lines = [f"{title:54}{'time':>12}{'FLOPs':>11}{'HBM, GB':>11}"]
-  for t in found:
+  for t in operations:
     lines.append(
       f"  {_tail(t['source'], 52):52}{_time(t['seconds']):>12}"
       f"{t['flops']:>11.2e}{_gb(t['hbm_bytes']):>11}"
@@ -149,13 +149,10 @@ def _top(title, found):
   return "\n".join(lines)
 
 
-def _decided(name, f):
-  lines = [f"{name}: what data decides"]
-  for found, counted in (
-    ("loops", "counted once"),
-    ("branches", "not counted"),
-  ):
-    for o in f[found]:
+def _data_dependent(name, f):
+  lines = [f"{name}: depends on data"]
+  for kind, counted in (("loops", "counted once"), ("branches", "not counted")):
+    for o in f[kind]:
       lines.append(
         f"  {_tail(o['source'], 48):48} {o['times']:g} x "
         f"{_time(o['seconds'])}, {counted}"
@@ -179,7 +176,7 @@ def _verdict(report):
     return f"verdict: does NOT fit: {', '.join(bad)}"
   free = min(f["memory"]["free"] for f in report["functions"].values())
   share = free / report["hbm"]
-  if share < _SPARE:
+  if share < _MIN_FREE:
     return (
       f"verdict: fits, but only {share:.0%} of the HBM free: executables and "
       "fragmentation need some"

@@ -221,7 +221,7 @@ class Program:
           _require_compilations(name, function, 1)
         if isinstance(function, ContinuousSampler):
           for part, most in function.compilations().items():
-            jitted_part = getattr(function.devices, part)
+            jitted_part = getattr(function.jitted, part)
             _require_compilations(f"{name}.{part}", jitted_part, most)
 
 
@@ -279,7 +279,7 @@ def _sampler(config, cfg, tokenizer, params, mesh) -> SamplerFunctions:
   )
   if paging := settings.continuous_batching(config):
     make = functools.partial(
-      continuous.build,
+      continuous.build_continuous_sampler,
       cfg,
       paging=paging,
       prompt=config.data.max_prompt_length,

@@ -1,14 +1,15 @@
-"""One HTML page of a run, or of several, that needs nothing beside itself.
+"""Writes one HTML page about a run or several; it needs no other file.
 
   python -m gspo_jax.report runs/tiny
   python -m gspo_jax.report runs/gspo runs/grpo --to=compared.html
 
-Curves by subject, histograms, sample answers and the config; of several runs,
-their curves over one another and what differs in their configs. A run that
-still goes on may be looked at. The page is WORKDIR/report.html, or that of
---to. It loads nothing, and its policy forbids the browser to.
+The page has charts of all metrics by subject, histograms, sample responses and
+the config. For several runs it overlays their curves and lists the differences
+of their configs. The runs need not be finished. The page is WORKDIR/report.html
+or the file of --to. It loads nothing from anywhere, and its content security
+policy forbids the browser to do so.
 
-Exit codes: 0 done; 2 a mistake of the caller's, in one line.
+Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
 
 import argparse
@@ -26,13 +27,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def command() -> None:
-  """The console's entry."""
+  """Entry point of the command."""
   parser = _Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
-  parser.add_argument("workdir", nargs="+", help="of a run; several: compared")
-  parser.add_argument("--to", help="the page; of one run by default in WORKDIR")
+  parser.add_argument(
+    "workdir", nargs="+", help="of a run; several are compared"
+  )
+  parser.add_argument(
+    "--to", help="file of the page; for one run WORKDIR/report.html by default"
+  )
   try:
-    asked = parser.parse_args()
-    print(write(asked.workdir, asked.to))
+    arguments = parser.parse_args()
+    print(write(arguments.workdir, arguments.to))
   except UserError as error:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""Line charts as SVG, with what a pointer reads out of them as plain data."""
+"""Line charts as SVG, with their numbers as data for the pointer."""
 
 from collections.abc import Sequence
 from html import escape
@@ -12,12 +12,12 @@ from gspo_jax.report.scale import Scale, number, span, tick
 WIDTH, HEIGHT = 400, 210
 LEFT, TOP, BOTTOM = 46, 12, 26
 _LABELS, _BARE = 98, 12  # the right margin, with and without labels in it
-COLOURS = 8  # of the page's lines, that can be told apart
-_DOTS = 40  # a line of fewer points shows them
+COLOURS = 8  # of lines; more could not be distinguished
+_DOTS = 40  # a line with at most so many points shows them as dots
 
 
 class Line(NamedTuple):
-  """A curve with its label, and its colour's number."""
+  """A curve with its label and the number of its colour."""
 
   label: str
   colour: int
@@ -25,48 +25,61 @@ class Line(NamedTuple):
 
 
 class Figure(NamedTuple):
-  """A finished chart: its HTML, and what the pointer reads (None: nothing)."""
+  """The HTML of a chart, and the numbers for the pointer (None for none)."""
 
   html: str
   data: dict | None
 
 
+class Axis(NamedTuple):
+  """The vertical axis of a chart.
+
+  Attributes:
+    unit: "%" for shares, which are written in percent.
+    log: whether it is logarithmic.
+    skip_first: whether it ignores the first step, which compiles.
+  """
+
+  unit: str = ""
+  log: bool = False
+  skip_first: bool = False
+
+
+_LINEAR = Axis()
+
+
 def line_chart(
   title: str,
   lines: Sequence[Line],
+  axis: Axis = _LINEAR,
   *,
-  unit: str = "",
   note: str = "",
-  log: bool = False,
   labels: bool = True,
   marks: dict[str, float] | None = None,
-  first_is_odd: bool = False,
 ) -> Figure:
-  """Numbers over steps.
+  """A chart of numbers over steps.
 
   Args:
-    title: what is shown.
-    lines: with at least one point.
-    unit: "%" for shares, which are written in percent.
-    note: how to read it.
-    log: whether the vertical axis shows decades.
-    labels: whether lines are named at their ends; else by a legend elsewhere.
-    marks: horizontal lines by name.
-    first_is_odd: whether the axis may cut the first step off (it compiles).
+    title: of the chart.
+    lines: each with at least one point.
+    axis: the vertical one.
+    note: text below the chart.
+    labels: whether each line has its label at its end, not in a legend.
+    marks: horizontal lines, name -> value.
   """
-  marks = marks or {}
+  marks, unit = marks or {}, axis.unit
   ends = [line.curve.steps[i] for line in lines for i in (0, -1)]
   right = WIDTH - (_LABELS if labels else _BARE)
-  # A lone step lies in the middle, and the axis names no other.
+  # A single step lies in the middle and is the only one on the axis.
   room = 0.5 if min(ends) == max(ends) else 0
   x = Scale(min(ends) - room, max(ends) + room, LEFT, right)
-  seen = [_extent(line.curve, first_is_odd) for line in lines]
+  shown = [_extent(line.curve, axis.skip_first) for line in lines]
   y = span(
-    np.concatenate([*seen, list(marks.values())]),
+    np.concatenate([*shown, list(marks.values())]),
     HEIGHT - BOTTOM,
     TOP,
-    log=log,
-    most=1.0 if unit == "%" else np.inf,
+    log=axis.log,
+    maximum=1.0 if unit == "%" else np.inf,
   )
   parts = [grid(y, LEFT, right, unit), step_axis(x), *_marks(marks, x, y)]
   parts += [_path(line, x, y) for line in lines]
@@ -77,18 +90,18 @@ def line_chart(
     "x": [float(v) for v in x[:4]],
     "y": [float(v) for v in y],
     "u": unit,
-    "s": [_readable(line) for line in lines],
+    "s": [_pointer_data(line) for line in lines],
   }
   return Figure(frame(title, svg, note), data)
 
 
-def _extent(curve: Curve, first_is_odd: bool) -> np.ndarray:
-  skip = int(first_is_odd and len(curve.steps) > 2)
+def _extent(curve: Curve, skip_first: bool) -> np.ndarray:
+  skip = int(skip_first and len(curve.steps) > 2)
   return np.concatenate([curve.low[skip:], curve.high[skip:]])
 
 
 def picture(title: str, summary: str, content: str) -> str:
-  """An SVG that says in words what it shows."""
+  """An SVG with a description for screen readers."""
   return (
     f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
     f'aria-label="{escape(title)}. {escape(summary)}">{content}</svg>'
@@ -101,13 +114,13 @@ def frame(title: str, svg: str, note: str) -> str:
 
 
 def warning(figure: Figure) -> Figure:
-  """The figure in the colour of warnings."""
+  """The figure, coloured as a warning."""
   html = figure.html.replace("<figure>", '<figure class="warning">', 1)
   return figure._replace(html=html)
 
 
 def grid(y: Scale, left: float, right: float, unit: str) -> str:
-  """Lines across, and the numbers of the vertical axis."""
+  """Horizontal grid lines and the numbers of the vertical axis."""
   parts, unit = [], "%" if unit == "%" else ""
   for value in y.ticks(4):
     at = float(y(value))
@@ -117,7 +130,7 @@ def grid(y: Scale, left: float, right: float, unit: str) -> str:
 
 
 def step_axis(x: Scale) -> str:
-  """Steps below a chart."""
+  """The steps below a chart."""
   parts = [text(x.start - 6, HEIGHT - 8, "step", "end")]
   for step in x.whole_ticks():
     parts.append(text(float(x(step)), HEIGHT - 8, f"{step:,}", "middle"))
@@ -141,7 +154,7 @@ def _marks(marks: dict[str, float], x: Scale, y: Scale) -> list[str]:
     parts.append(
       f'<path class="mark" d="M{x.start:.0f} {at:.1f}H{x.end:.0f}"/>'
     )
-    # The first one below its line: two clips lie close together.
+    # The first name goes below its line: the two clip bounds are close.
     shift = 11 if i == 0 and len(marks) > 1 else -4
     parts.append(
       text(x.start + 4, at + shift, f"{name} {number(value)}", kind="mark")
@@ -168,7 +181,7 @@ def _path(line: Line, x: Scale, y: Scale) -> str:
 
 
 def _pieces(finite: np.ndarray) -> list[np.ndarray]:
-  """Indices of the stretches without a gap."""
+  """The indices of each run of finite values."""
   where = np.flatnonzero(finite)
   return (
     np.split(where, np.flatnonzero(np.diff(where) > 1) + 1)
@@ -184,7 +197,7 @@ def points_of(xs: np.ndarray, ys: np.ndarray) -> str:
 def _end_labels(
   lines: Sequence[Line], right: float, y: Scale, unit: str
 ) -> list[str]:
-  """Name and last value beside the end of each line, none on another."""
+  """Label and last value beside the end of each line, without overlap."""
   lasts = []
   for line in lines:
     finite = line.curve.middle[~np.isnan(line.curve.middle)]
@@ -204,27 +217,27 @@ def _end_labels(
 def spaced(
   places: Sequence[float], gap: float, low: float, high: float
 ) -> list[float]:
-  """Ascending places, moved as little as keeps them `gap` apart."""
+  """Ascending places, moved as little as possible to be `gap` apart."""
   places = list(places)
   for i, at in enumerate(places):
     places[i] = max(at, low if i == 0 else places[i - 1] + gap)
   for i in reversed(range(len(places))):
-    most = high if i == len(places) - 1 else places[i + 1] - gap
-    places[i] = min(places[i], most)
+    limit = high if i == len(places) - 1 else places[i + 1] - gap
+    places[i] = min(places[i], limit)
   return places
 
 
 def _summary(lines: Sequence[Line], unit: str) -> str:
-  said = []
+  parts = []
   for line in lines:
     finite = line.curve.middle[~np.isnan(line.curve.middle)]
     ends = (finite[0], line.curve.last) if len(finite) else ()
     ends = [number(float(end), unit) for end in ends]
-    said.append(f"{line.label} {' to '.join(ends) or 'not finite'}")
-  return "; ".join(said)
+    parts.append(f"{line.label} {' to '.join(ends) or 'not finite'}")
+  return "; ".join(parts)
 
 
-def _readable(line: Line) -> dict:
+def _pointer_data(line: Line) -> dict:
   curve = line.curve
   data = {
     "n": line.label,
@@ -238,5 +251,5 @@ def _readable(line: Line) -> dict:
 
 
 def short(values: np.ndarray) -> list[float | None]:
-  """For JSON: NaN as null, four digits."""
+  """Values for JSON: four digits, NaN as null."""
   return [None if np.isnan(v) else float(f"{v:.4g}") for v in values]

@@ -1,4 +1,4 @@
-"""Long series, drawn with few points that hide no spike."""
+"""Long series reduced to fewer points, without hiding a spike."""
 
 from typing import NamedTuple
 
@@ -8,18 +8,18 @@ from gspo_jax.report.workdir import Series
 
 
 class Curve(NamedTuple):
-  """Points [N] of a line, and of the band of all that it stands for."""
+  """Points [N] of a line, and of the band around it."""
 
   steps: np.ndarray
-  middle: np.ndarray  # a bucket's mean; NaN where it has no finite number
-  low: np.ndarray  # its minimum
-  high: np.ndarray  # its maximum
-  last: float  # the newest finite number; NaN without one
-  thinned: bool  # whether a point stands for several steps
+  middle: np.ndarray  # mean of the steps of a point; NaN if none is finite
+  low: np.ndarray  # their minimum
+  high: np.ndarray  # their maximum
+  last: float  # the last finite value; NaN if there is none
+  thinned: bool  # whether a point covers several steps
 
 
 def thin(series: Series, points: int) -> Curve:
-  """At most `points` of them, each for as many steps as the next."""
+  """At most `points` points, each of which covers equally many steps."""
   steps, values = series
   finite = values[~np.isnan(values)]
   last = float(finite[-1]) if len(finite) else np.nan
@@ -39,17 +39,26 @@ def _bucket(steps, values):
   return steps[-1], finite.mean(), finite.min(), finite.max()
 
 
-def columns(steps: np.ndarray, values: np.ndarray, most: int):
-  """Rows [N, bins] summed into at most `most` columns: edges, sums, counts.
+class Columns(NamedTuple):
+  """Distributions of neighbouring steps, added up into C columns.
 
-  Returns:
-    The steps at which columns begin, and the end [C + 1]; sums [C, bins], NaN
-    left out; how many finite numbers each is of [C, bins].
+  Attributes:
+    edges: [C + 1] the steps at which columns begin, and the end.
+    sums: [C, bins] without NaN.
+    counts: [C, bins] how many finite numbers each sum has.
   """
+
+  edges: np.ndarray
+  sums: np.ndarray
+  counts: np.ndarray
+
+
+def columns(steps: np.ndarray, values: np.ndarray, limit: int) -> Columns:
+  """Adds values [N, bins] of N steps up into at most `limit` columns."""
   first, last = steps[0], steps[-1] + 1
-  edges = np.linspace(first, last, min(most, last - first) + 1)
+  edges = np.linspace(first, last, min(limit, last - first) + 1)
   where = np.searchsorted(edges, steps, side="right") - 1
   sums, counts = (np.zeros((len(edges) - 1, values.shape[1])) for _ in "12")
   np.add.at(sums, where, np.nan_to_num(values))
   np.add.at(counts, where, ~np.isnan(values))
-  return edges, sums, counts
+  return Columns(edges, sums, counts)

@@ -1,12 +1,20 @@
-"""The charts of a subject, of one run or of several over one another."""
+"""The charts of a subject, for one run or for several."""
 
 from collections.abc import Sequence
 from html import escape
+from typing import NamedTuple
 
 import numpy as np
 
 from gspo_jax.report import heat
-from gspo_jax.report.chart import COLOURS, Figure, Line, line_chart, warning
+from gspo_jax.report.chart import (
+  COLOURS,
+  Axis,
+  Figure,
+  Line,
+  line_chart,
+  warning,
+)
 from gspo_jax.report.curve import thin
 from gspo_jax.report.scale import number
 from gspo_jax.report.subjects import (
@@ -16,19 +24,34 @@ from gspo_jax.report.subjects import (
   Subject,
   matched,
 )
-from gspo_jax.report.workdir import RunRecord
+from gspo_jax.report.workdir import RunRecord, Spread
 
-_POINTS = 240  # of a line, where one run has the page for itself
+_POINTS = 240  # of a line, on the page of one run
+
+
+class SubjectFigures(NamedTuple):
+  """A section of the page.
+
+  Attributes:
+    figures: warnings first.
+    constant: "name value" of each scalar that never changed.
+    scalars: names of all scalars of the subject, for its table.
+  """
+
+  figures: list[Figure]
+  constant: list[str]
+  scalars: list[str]
 
 
 def of_subject(
   subject: Subject, runs: Sequence[RunRecord], taken: set[str]
-) -> tuple[list[Figure], list[str], list[str]]:
-  """Takes the subject's metrics out of what is left.
+) -> SubjectFigures:
+  """The figures of a subject.
 
-  Returns:
-    Figures, warnings first; "name value" of each scalar that never changed; the
-    scalars of this subject, for its table.
+  Args:
+    subject: its charts are made of the metrics that match their patterns.
+    runs: one or more.
+    taken: metrics of earlier subjects; those of this one are added.
   """
   figures, still, scalars = [], [], []
   for chart in subject.charts:
@@ -36,45 +59,46 @@ def of_subject(
       figures += _spreads(chart, runs, taken)
       continue
     names = {name for run in runs for name in run.scalars}
-    found = matched(chart.metrics, names, taken)
-    taken.update(found)
-    scalars += found
+    labels = matched(chart.metrics, names, taken)
+    taken.update(labels)
+    scalars += labels
     if isinstance(chart, Numbers):
       continue
-    constant = {name for name in found if _constant(name, runs)}
-    if not chart.each and len(constant) < len(found):
-      constant = set()  # beside lines that move they say something
+    constant = {name for name in labels if _is_constant(name, runs)}
+    if not chart.each and len(constant) < len(labels):
+      constant = set()  # a constant line means something beside other lines
     if chart.no_signal and any(len(run.without_signal()) for run in runs):
-      told = chart._replace(note=chart.no_signal)
-      figures = [warning(f) for f in _charts(told, runs, found)] + figures
+      chart = chart._replace(note=chart.no_signal)
+      figures = [warning(f) for f in _charts(chart, runs, labels)] + figures
       continue
-    still += [_still(name, runs, chart.unit) for name in sorted(constant)]
-    moving = {k: v for k, v in found.items() if k not in constant}
+    still += [_last_value(name, runs, chart.unit) for name in sorted(constant)]
+    moving = {k: v for k, v in labels.items() if k not in constant}
     figures += _charts(chart, runs, moving)
-  return figures, still, scalars
+  return SubjectFigures(figures, still, scalars)
 
 
-def _constant(name: str, runs: Sequence[RunRecord]) -> bool:
-  """Whether it has one value, seen more than twice and in all runs."""
+def _is_constant(name: str, runs: Sequence[RunRecord]) -> bool:
+  """Whether a scalar has one value in all runs, more than twice."""
   values = np.concatenate(
     [r.scalars[name].values for r in runs if name in r.scalars]
   )
   return len(values) > 2 and len(set(values.tolist())) == 1
 
 
-def _still(name: str, runs: Sequence[RunRecord], unit: str) -> str:
+def _last_value(name: str, runs: Sequence[RunRecord], unit: str) -> str:
   run = next(run for run in runs if name in run.scalars)
   return f"{name} {number(run.last(name), unit)}"
 
 
 def _charts(
-  chart: Chart, runs: Sequence[RunRecord], found: dict[str, str]
+  chart: Chart, runs: Sequence[RunRecord], labels: dict[str, str]
 ) -> list[Figure]:
-  if len(runs) == 1 and found and not chart.each:
-    return [_chart(chart, runs, chart.title, list(found.items()))]
-  made = []
-  for name, label in found.items():
-    alone = len(found) == 1 and not chart.each
+  """One figure of all metrics for one run; one a metric for several runs."""
+  if len(runs) == 1 and labels and not chart.each:
+    return [_chart(chart, runs, chart.title, labels)]
+  figures = []
+  for name, label in labels.items():
+    alone = len(labels) == 1 and not chart.each
     title = (
       chart.title
       if alone
@@ -82,34 +106,40 @@ def _charts(
       if chart.each
       else f"{chart.title}: {label}"
     )
-    made.append(_chart(chart, runs, title, [(name, label)]))
-  return made
+    figures.append(_chart(chart, runs, title, {name: label}))
+  return figures
 
 
-def _chart(chart: Chart, runs, title: str, found) -> Figure:
+def _chart(
+  chart: Chart,
+  runs: Sequence[RunRecord],
+  title: str,
+  labels: dict[str, str],
+) -> Figure:
   points = max(60, _POINTS // len(runs))
   several, lines = len(runs) > 1, []
   for i, run in enumerate(runs):
-    for j, (name, label) in enumerate(found):
+    for j, (name, label) in enumerate(labels.items()):
       if name in run.scalars:
         curve = thin(run.scalars[name], points)
-        named = (run.name, i % COLOURS) if several else (label, j % COLOURS)
-        lines.append(Line(*named, curve))
+        lines.append(
+          Line(run.name, i % COLOURS, curve)
+          if several
+          else Line(label, j % COLOURS, curve)
+        )
   return line_chart(
     title,
     lines,
-    unit=chart.unit,
+    Axis(chart.unit, chart.log, chart.skip_first),
     note=chart.note,
-    log=chart.log,
     labels=not several,
-    # The chart is of sizes.
+    # The chart shows absolute values.
     marks={name: abs(at) for name, at in _marks(runs, chart.clips).items()},
-    first_is_odd=chart.first_is_odd,
   )
 
 
 def _marks(runs: Sequence[RunRecord], unit: str) -> dict[str, float]:
-  """The clip range of a unit, where all runs have the same."""
+  """The clip range of a unit; {} if the runs have different ones."""
   clips = [run.clips(unit) for run in runs]
   return clips[0] if all(c == clips[0] for c in clips) else {}
 
@@ -118,51 +148,59 @@ def _spreads(
   chart: Spreads, runs: Sequence[RunRecord], taken: set[str]
 ) -> list[Figure]:
   names = {name for run in runs for name in run.spreads}
-  found = matched(chart.metrics, names, taken)
-  taken.update(found)
+  labels = matched(chart.metrics, names, taken)
+  taken.update(labels)
   marks = _marks(runs, chart.clips)
   figures = []
-  for name, label in found.items():
+  for name, label in labels.items():
     title = label if chart.metrics.get(name) or " " in label else name
-    having = [(i, run) for i, run in enumerate(runs) if name in run.spreads]
-    figures += _spread(chart, name, title, having, marks, len(runs) == 1)
+    if len(runs) == 1:
+      figures += _spread(chart, title, runs[0].spreads[name], marks)
+    else:
+      figures.append(_compared_spreads(chart, name, title, runs))
   return figures
 
 
-def _spread(chart, name, title, having, marks, alone) -> list[Figure]:
-  spreads = [run.spreads[name] for _, run in having]
-  edges = spreads[0].edges
-  if alone:
-    shown = [
-      (label, colour, _mean(spreads[0].values[part]))
-      for label, colour, part in _parts(len(spreads[0].steps))
-    ]
-    over = (
-      heat.layer_map(title, spreads[0], chart.note, chart.unit)
-      if edges is None
-      else heat.histogram_map(title, spreads[0], chart.note, marks)
-    )
-    figures = [over]
-  else:
-    shown = [
-      (
-        run.name,
-        i % COLOURS,
-        _mean(run.spreads[name].values[_tenth(run, name)]),
-      )
-      for i, run in having
-    ]
-    figures = []
-  if edges is None:
-    when = "first, middle, last" if alone else "last tenth of the steps"
+def _spread(
+  chart: Spreads, title: str, spread: Spread, marks: dict[str, float]
+) -> list[Figure]:
+  """Of one run: a map over all steps, and outlines of some parts of it."""
+  outlines = [
+    heat.Outline(label, colour, _mean(spread.values[part]))
+    for label, colour, part in _parts(len(spread.steps))
+  ]
+  if spread.edges is None:
+    title_of_outlines = f"{title}: first, middle, last"
     return [
-      *figures,
-      heat.profiles(f"{title}: {when}", shown, chart.unit, ""),
+      heat.layer_map(title, spread, chart.note, chart.unit),
+      heat.profiles(title_of_outlines, outlines, chart.unit, ""),
     ]
-  when = "begin and end" if alone else "last tenth of the steps"
-  note = "Share of the numbers in a bin, four bins a decade."
-  same = [s for s in shown if len(s[2]) == len(edges) - 1]
-  return [*figures, heat.outlines(f"{title}: {when}", same, edges, note)]
+  return [
+    heat.histogram_map(title, spread, chart.note, marks),
+    heat.outlines(
+      f"{title}: begin and end", outlines, spread.edges, _OUTLINES_NOTE
+    ),
+  ]
+
+
+def _compared_spreads(
+  chart: Spreads, name: str, title: str, runs: Sequence[RunRecord]
+) -> Figure:
+  """Of several runs: an outline of the end of each."""
+  outlines = [
+    heat.Outline(run.name, i % COLOURS, _mean(_last_tenth(run.spreads[name])))
+    for i, run in enumerate(runs)
+    if name in run.spreads
+  ]
+  edges = next(run.spreads[name].edges for run in runs if name in run.spreads)
+  title = f"{title}: last tenth of the steps"
+  if edges is None:
+    return heat.profiles(title, outlines, chart.unit, "")
+  outlines = [o for o in outlines if len(o.values) == len(edges) - 1]
+  return heat.outlines(title, outlines, edges, _OUTLINES_NOTE)
+
+
+_OUTLINES_NOTE = "Share of the numbers in a bin, four bins a decade."
 
 
 def _mean(values: np.ndarray) -> np.ndarray:
@@ -170,24 +208,32 @@ def _mean(values: np.ndarray) -> np.ndarray:
   return np.nansum(values, axis=0) / counts
 
 
-def _parts(n: int):
-  """Label, colour and place of the begin, the middle and the end of a run."""
+class _Part(NamedTuple):
+  """A part of the steps of a run, with its label and CSS colour class."""
+
+  label: str
+  colour: str
+  steps: slice
+
+
+def _parts(n: int) -> list[_Part]:
+  """A tenth of N steps at the begin, in the middle and at the end."""
   tenth = max(1, n // 10)
+  middle = (n - tenth) // 2
   parts = [
-    ("first", "-first", slice(0, tenth)),
-    ("middle", "-middle", slice((n - tenth) // 2, (n - tenth) // 2 + tenth)),
-    ("last", "-last", slice(n - tenth, n)),
+    _Part("first", "-first", slice(0, tenth)),
+    _Part("middle", "-middle", slice(middle, middle + tenth)),
+    _Part("last", "-last", slice(n - tenth, n)),
   ]
   return parts[-1:] if n == 1 else parts[::2] if n == 2 else parts
 
 
-def _tenth(run: RunRecord, name: str) -> slice:
-  n = len(run.spreads[name].steps)
-  return slice(n - max(1, n // 10), n)
+def _last_tenth(spread: Spread) -> np.ndarray:
+  return spread.values[-max(1, len(spread.steps) // 10) :]
 
 
 def table(scalars: Sequence[str], runs: Sequence[RunRecord]) -> str:
-  """First, last, least and largest of each scalar, in each run."""
+  """First, last, smallest and largest value of each scalar in each run."""
   rows = []
   for name in sorted(set(scalars)):
     for run in runs:
@@ -209,7 +255,7 @@ def table(scalars: Sequence[str], runs: Sequence[RunRecord]) -> str:
   of = "<th scope=col>run</th>" if len(runs) > 1 else ""
   heads = "".join(
     f"<th scope=col class=n>{h}</th>"
-    for h in ("first", "last", "least", "largest", "rows")
+    for h in ("first", "last", "smallest", "largest", "steps")
   )
   return (
     "<details><summary>Numbers</summary><div class=scroll><table><thead><tr>"

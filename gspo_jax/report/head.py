@@ -1,8 +1,9 @@
-"""The top of a page, what a run is and came to; and the end, its config."""
+"""The head of a page with the results of a run, and its end, the config."""
 
 import json
 from collections.abc import Sequence
 from html import escape
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def title(runs: Sequence[RunRecord]) -> str:
 
 
 def _kind(run: RunRecord) -> tuple[str, str]:
-  """Its method and its model, as the config names them."""
+  """The method and the model, as the config names them."""
   model = run.config.get("model", {})
   name = model.get("checkpoint", "").rstrip("/").rpartition("/")[2]
   method = run.config.get("objective", {}).get("name", "")
@@ -27,7 +28,7 @@ def _kind(run: RunRecord) -> tuple[str, str]:
 
 
 def steps(run: RunRecord) -> str:
-  """How far it came; a run that goes on looks like one that was stopped."""
+  """Steps so far; the files do not show whether a run was stopped."""
   total = run.config.get("num_steps")
   if total is None:
     return f"{run.last_step:,} steps"
@@ -36,7 +37,7 @@ def steps(run: RunRecord) -> str:
 
 
 def head(runs: Sequence[RunRecord]) -> str:
-  """Heading, what went wrong, and what to know at once."""
+  """Heading, warnings, and the main results."""
   body = _compared(runs) if len(runs) > 1 else _tiles(runs[0])
   warnings = "".join(
     f"<li>{escape(w)}</li>" for r in runs for w in _warnings(r, len(runs) > 1)
@@ -50,9 +51,17 @@ def head(runs: Sequence[RunRecord]) -> str:
   )
 
 
-def _facts(run: RunRecord) -> list[tuple[str, str, str]]:
-  """(label, value, value before) of what matters most, where it is known."""
-  facts = []
+class _Result(NamedTuple):
+  """A main result: its label, last value and first value ("" for none)."""
+
+  label: str
+  value: str
+  first: str
+
+
+def _results(run: RunRecord) -> list[_Result]:
+  """The main results that the run has written."""
+  results = []
   for label, metric, unit in (
     ("pass@1, held out", "eval/pass@1", "%"),
     ("greedy, held out", "eval/greedy", "%"),
@@ -61,23 +70,23 @@ def _facts(run: RunRecord) -> list[tuple[str, str, str]]:
   ):
     if metric in run.scalars:
       many = len(run.scalars[metric].steps) > 1
-      before = number(run.first(metric), "" if unit == "tokens" else unit)
-      facts.append(
-        (label, number(run.last(metric), unit), before if many else "")
-      )
+      first = number(run.first(metric), "" if unit == "tokens" else unit)
+      last = number(run.last(metric), unit)
+      results.append(_Result(label, last, first if many else ""))
   if "time/iteration" in run.scalars:
-    facts.append(("time in iterations", duration(run.seconds()), ""))
+    total = duration(run.seconds())
     median = float(np.nanmedian(run.scalars["time/iteration"].values))
-    facts.append(("an iteration", f"{number(median)} s", ""))
-  return facts
+    results.append(_Result("time in iterations", total, ""))
+    results.append(_Result("an iteration", f"{number(median)} s", ""))
+  return results
 
 
 def _tiles(run: RunRecord) -> str:
   tiles = "".join(
     f"<div><dt>{escape(label)}</dt><dd>"
-    + (f'<span class="before">{before} → </span>' if before else "")
+    + (f'<span class="before">{first} → </span>' if first else "")
     + f"{value}</dd></div>"
-    for label, value, before in _facts(run)
+    for label, value, first in _results(run)
   )
   return (
     f'<dl class="tiles">{tiles}</dl>'
@@ -87,18 +96,15 @@ def _tiles(run: RunRecord) -> str:
 
 
 def _compared(runs: Sequence[RunRecord]) -> str:
-  facts = [
-    {label: (value, before) for label, value, before in _facts(run)}
-    for run in runs
-  ]
-  labels = list(dict.fromkeys(label for of in facts for label in of))
+  results = [{r.label: r for r in _results(run)} for run in runs]
+  labels = list(dict.fromkeys(label for of in results for label in of))
   heads = ["run", "method", "model", "steps", *labels]
   body = ""
-  for i, (run, of) in enumerate(zip(runs, facts, strict=True)):
+  for i, (run, of) in enumerate(zip(runs, results, strict=True)):
     cells = [*_kind(run), steps(run)]
     for label in labels:
-      value, before = of.get(label, ("-", ""))
-      cells.append(f"{before} → {value}" if before else value)
+      _, value, first = of.get(label, _Result(label, "-", ""))
+      cells.append(f"{first} → {value}" if first else value)
     body += (
       f'<tr><th scope=row><i class="swatch c{i % COLOURS}"></i>'
       f"{escape(run.name)}</th>"
@@ -113,7 +119,7 @@ def _compared(runs: Sequence[RunRecord]) -> str:
 
 
 def legend(runs: Sequence[RunRecord]) -> str:
-  """Names by colour, which stays in sight; "" where lines are labelled."""
+  """The colours of several runs; "" for one run, whose lines have labels."""
   if len(runs) == 1:
     return ""
   items = "".join(
@@ -125,34 +131,37 @@ def legend(runs: Sequence[RunRecord]) -> str:
 
 def _warnings(run: RunRecord, named: bool) -> list[str]:
   of = f"{run.name}: " if named else ""
-  said = []
+  warnings = []
   without = run.without_signal()
   if len(without):
     steps = len(run.scalars["reward/mixed_groups"].steps)
-    said.append(
+    warnings.append(
       f"{of}No signal at {len(without):,} of {steps:,} steps, first at step "
       f"{without[0]:,}: the rewards of no group differed (reward/mixed_groups "
-      "is 0) and gave no answer an advantage"
+      "is 0), so no response has an advantage"
     )
   for name, (at, values) in sorted(run.scalars.items()):
     missing = at[np.isnan(values)]
     if len(missing):
       times = f", {len(missing):,} times" if len(missing) > 1 else ""
-      said.append(f"{of}{name} was not finite at step {missing[0]:,}{times}")
-  return said
+      warnings.append(
+        f"{of}{name} was not finite at step {missing[0]:,}{times}"
+      )
+  return warnings
 
 
 def config(runs: Sequence[RunRecord]) -> str:
-  """Keys and values; of several runs, those that differ come first."""
-  known = [run for run in runs if run.config]
-  if not known:
+  """The config; for several runs first the keys that differ."""
+  runs_with_config = [run for run in runs if run.config]
+  if not runs_with_config:
     return ""
-  flat = [flatten(run.config) for run in known]
+  flat = [flatten(run.config) for run in runs_with_config]
   if len(runs) == 1:
-    return f"<div class=config>{_groups(known[0].config)}</div>"
+    return f"<div class=config>{_groups(runs[0].config)}</div>"
   keys = dict.fromkeys(key for of in flat for key in of)
   differ = [k for k in keys if len({json.dumps(of.get(k)) for of in flat}) > 1]
-  heads = "".join(f"<th scope=col>{escape(run.name)}</th>" for run in known)
+  names = [escape(run.name) for run in runs_with_config]
+  heads = "".join(f"<th scope=col>{name}</th>" for name in names)
   rows = "".join(
     f"<tr><th scope=row>{escape(key)}</th>"
     + "".join(f"<td>{escape(_value(of.get(key)))}</td>" for of in flat)
@@ -168,7 +177,7 @@ def config(runs: Sequence[RunRecord]) -> str:
   return different + "".join(
     f"<details><summary>All of {escape(run.name)}</summary>"
     f"<div class=config>{_groups(run.config)}</div></details>"
-    for run in known
+    for run in runs_with_config
   )
 
 

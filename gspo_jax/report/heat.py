@@ -1,9 +1,10 @@
-"""Distributions over a run: heat maps, and outlines of its begin and end."""
+"""Distributions over a run: heat maps, and outlines of parts of the run."""
 
 import base64
 import struct
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,20 +28,28 @@ from gspo_jax.report.workdir import Spread
 
 _RIGHT = WIDTH - 12
 _COLUMNS = 160
-# Colours from few to many, on light paper and on dark.
+# Colours from small to large values, for the light and the dark page.
 _LIGHT = [(251, 250, 247), (186, 212, 236), (74, 134, 199), (14, 40, 82)]
 _DARK = [(22, 24, 28), (32, 66, 108), (84, 150, 220), (236, 245, 255)]
+
+
+class Outline(NamedTuple):
+  """One line: its label, the number of its colour, and its values [bins]."""
+
+  label: str
+  colour: int | str
+  values: np.ndarray
 
 
 def histogram_map(
   title: str, spread: Spread, note: str, marks: dict[str, float]
 ) -> Figure:
-  """Shares of small signed numbers in each stretch of steps, one bin a row."""
+  """A heat map of histograms: steps to the right, bins upwards."""
   steps, sums, _ = columns(spread.steps, spread.values, _COLUMNS)
   bins = _used(sums, spread.edges)
   shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
   y = Scale(bins.start, bins.stop, HEIGHT - BOTTOM, TOP)
-  # The root lifts what is rare.
+  # The square root makes small shares visible.
   parts = [_image(np.sqrt(shares[:, bins] / max(shares.max(), 1e-9)))]
   for name, value in marks.items():
     bin_of = place(value, spread.edges)
@@ -56,29 +65,28 @@ def histogram_map(
     for at, label in _decades(spread.edges, bins)
   ]
   return _finish(
-    title, steps, parts, note, "Where the numbers lay at each step"
+    title, steps, parts, note, "Distribution of the numbers at each step"
   )
 
 
 def layer_map(title: str, spread: Spread, note: str, unit: str) -> Figure:
-  """A number a layer in each stretch of steps, one layer a row."""
+  """A heat map of one number for each layer: steps right, layers upwards."""
   steps, sums, counts = columns(spread.steps, spread.values, _COLUMNS)
   means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)
-  layers, most = means.shape[1], means.max()
+  layers, largest = means.shape[1], means.max()
   y = Scale(0, layers, HEIGHT - BOTTOM, TOP)
-  parts = [_image(means / (most or 1.0))]
+  parts = [_image(means / (largest or 1.0))]
   for layer in sorted(
     {round(i) for i in np.linspace(0, layers - 1, min(layers, 6))}
   ):
     parts.append(text(LEFT - 6, float(y(layer + 0.5)) + 3.5, str(layer), "end"))
-  summary = f"0 to {number(most, unit)}, {layers} layers"
-  note += f" Strongest: {number(most, unit)}. Layer 0 at the bottom."
+  summary = f"0 to {number(largest, unit)}, {layers} layers"
+  note += f" Largest: {number(largest, unit)}. Layer 0 at the bottom."
   return _finish(title, steps, parts, note, summary)
 
 
 def _finish(title, steps, parts, note, summary):
-  # A step is named in the middle of its stretch, which ends where the next
-  # would begin.
+  # The label of a step lies in the middle of its column.
   axis = step_axis(Scale(steps[0] - 0.5, steps[-1] - 0.5, LEFT, _RIGHT))
   box = (
     f'<path class="box" d="M{LEFT} {TOP}H{_RIGHT}V{HEIGHT - BOTTOM}H{LEFT}Z"/>'
@@ -90,10 +98,10 @@ def _finish(title, steps, parts, note, summary):
 
 
 def outlines(
-  title: str, spreads: Sequence[tuple[str, int, np.ndarray]], edges, note: str
+  title: str, spreads: Sequence[Outline], edges: np.ndarray, note: str
 ) -> Figure:
-  """Shares of small signed numbers: (label, colour, counts) of each outline."""
-  shares = [counts / max(counts.sum(), 1) for _, _, counts in spreads]
+  """Outlines of histograms: their values are counts between the edges."""
+  shares = [o.values / max(o.values.sum(), 1) for o in spreads]
   bins = _used(np.stack(shares), edges)
   x = Scale(bins.start, bins.stop, LEFT, _RIGHT)
   y = Scale(
@@ -101,9 +109,11 @@ def outlines(
   )
   places = np.repeat(np.arange(bins.start, bins.stop + 1), 2)[1:-1]
   parts = [grid(y, LEFT, _RIGHT, "%")]
-  for (_, colour, _), share in zip(spreads, shares, strict=True):
+  for outline, share in zip(spreads, shares, strict=True):
     points = points_of(x(places), y(np.repeat(share[bins], 2)))
-    parts.append(f'<g class="c{colour}"><path class="line" d="M{points}"/></g>')
+    parts.append(
+      f'<g class="c{outline.colour}"><path class="line" d="M{points}"/></g>'
+    )
   parts += [
     text(float(x(at)), HEIGHT - 8, label, "middle")
     for at, label in _decades(edges, bins)
@@ -113,17 +123,15 @@ def outlines(
 
 
 def profiles(
-  title: str,
-  spreads: Sequence[tuple[str, int, np.ndarray]],
-  unit: str,
-  note: str,
+  title: str, spreads: Sequence[Outline], unit: str, note: str
 ) -> Figure:
-  """A number a layer: (label, colour, numbers) of each line."""
-  most = max((np.nanmax(v, initial=0.0) for _, _, v in spreads), default=0.0)
-  last = max(len(v) for _, _, v in spreads) - 1
+  """Lines over the layers: the values are one number for each layer."""
+  maxima = (np.nanmax(o.values, initial=0.0) for o in spreads)
+  largest = max(maxima, default=0.0)
+  last = max(len(o.values) for o in spreads) - 1
   room = 0 if last else 0.5
   x = Scale(-room, last + room, LEFT, _RIGHT)
-  y = Scale(0, 1.08 * (most or 1.0), HEIGHT - BOTTOM, TOP)
+  y = Scale(0, 1.08 * (largest or 1.0), HEIGHT - BOTTOM, TOP)
   parts = [grid(y, LEFT, _RIGHT, unit)]
   for _, colour, values in spreads:
     points = points_of(x(np.arange(len(values))), y(np.nan_to_num(values)))
@@ -146,7 +154,7 @@ def _key(spreads) -> list[str]:
 
 
 def _used(counts: np.ndarray, edges: np.ndarray) -> slice:
-  """The bins from -x to x that hold all counts, one more on either side."""
+  """The bins from -x to x with all counts, and one more on both sides."""
   filled = np.flatnonzero(counts.sum(axis=0))
   middle = (len(edges) - 1) // 2
   reach = max([abs(b - middle) for b in filled], default=4) + 1
@@ -155,7 +163,7 @@ def _used(counts: np.ndarray, edges: np.ndarray) -> slice:
 
 
 def place(value: float, edges: np.ndarray) -> float:
-  """Where a number lies among the bins, logarithmically inside one."""
+  """The place of a number in units of bins, logarithmic inside a bin."""
   i = int(
     np.clip(
       np.searchsorted(edges[1:-1], value, side="right"), 1, len(edges) - 3
@@ -168,9 +176,9 @@ def place(value: float, edges: np.ndarray) -> float:
 
 
 def _decades(edges: np.ndarray, bins: slice) -> list[tuple[float, str]]:
-  """(place, label) of ±10^n, every second one, and of 0."""
+  """(place, label) of 0 and of every second ±10^n."""
   middle = (bins.start + bins.stop) / 2
-  found = [(middle, "0")]
+  labels = [(middle, "0")]
   for i in range(bins.start, bins.stop + 1):
     if 0 < i < len(edges) - 1:
       power = np.log10(abs(edges[i]))
@@ -180,14 +188,14 @@ def _decades(edges: np.ndarray, bins: slice) -> list[tuple[float, str]]:
         and abs(i - middle) > 3
       ):
         sign = "−" if edges[i] < 0 else ""
-        found.append(
+        labels.append(
           (i, sign + ("1" if round(power) == 0 else f"1e{round(power)}"))
         )
-  return sorted(found)
+  return sorted(labels)
 
 
 def _image(shades: np.ndarray) -> str:
-  """Two pictures of [columns, rows] in 0..1, one for each kind of paper."""
+  """Two images of shades [columns, rows] in 0..1: light page and dark page."""
   kinds = [("day", _LIGHT), ("night", _DARK)]
   kinds = [(k, base64.b64encode(png(shades, ramp))) for k, ramp in kinds]
   return "".join(
@@ -199,14 +207,14 @@ def _image(shades: np.ndarray) -> str:
 
 
 def png(shades: np.ndarray, ramp: Sequence[tuple[int, int, int]]) -> bytes:
-  """[columns, rows] in 0..1, row 0 at the bottom, as a picture."""
+  """Shades [columns, rows] in 0..1 as a PNG; row 0 is at the bottom."""
   rows = np.clip(shades, 0, 1).T[::-1]
   stops = np.linspace(0, 1, len(ramp))
   pixels = np.stack(
     [np.interp(rows, stops, c) for c in zip(*ramp, strict=True)], -1
   )
   pixels = np.round(pixels).astype(np.uint8).reshape(len(rows), -1)
-  # A filter byte, none, heads each row.
+  # Each row begins with its filter type, 0.
   data = np.pad(pixels, ((0, 0), (1, 0))).tobytes()
   header = struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 2, 0, 0, 0)
   chunks = (

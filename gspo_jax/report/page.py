@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing beside itself."""
+"""The page: one HTML file that needs no other file."""
 
 import base64
 import hashlib
@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from etils import epath
 
@@ -23,22 +24,22 @@ STYLE, SCRIPT = (
 
 
 def write(workdirs: Sequence[str], to: str | None = None) -> epath.Path:
-  """Writes the page of these runs: where it lies.
+  """Writes the page of these runs; returns its path.
 
   Args:
     workdirs: of runs, local or in a bucket; several are compared.
-    to: the file; None: report.html in the workdir, of which there is one.
+    to: the file; None for report.html in the only workdir.
 
   Raises:
-    UserError: a folder holds no run, or the page cannot be written.
+    UserError: a folder has no run, or the page cannot be written.
   """
   if len(workdirs) > COLOURS:
     raise UserError(
-      f"{len(workdirs)} runs: expected at most {COLOURS}, which is how many "
-      "colours can be told apart"
+      f"{len(workdirs)} runs: expected at most {COLOURS}, the number of "
+      "different colours"
     )
   if to is None and len(workdirs) > 1:
-    raise UserError("--to is missing: where the page of several runs goes")
+    raise UserError("--to is missing: the file for the page of several runs")
   path = epath.Path(to) if to else epath.Path(workdirs[0]) / "report.html"
   text = page(read(workdirs))
   try:
@@ -54,38 +55,42 @@ def page(runs: Sequence[RunRecord]) -> str:
   data, sections, taken = {}, [], set()
   count = itertools.count()
   for subject in SUBJECTS:
-    figures, still, scalars = of_subject(subject, runs, taken)
-    shown = ""
+    figures, constant, scalars = of_subject(subject, runs, taken)
+    html = ""
     for figure in figures:
       name = f"chart-{next(count)}"
-      shown += f'<div id="{name}">{figure.html}</div>'
+      html += f'<div id="{name}">{figure.html}</div>'
       if figure.data:
         data[name] = figure.data
-    if shown:
-      shown = f'<div class="grid-of">{shown}</div>'
-    if still:
-      shown += f"<p class=still>Constant: {escape(', '.join(still))}.</p>"
+    if html:
+      html = f'<div class="grid-of">{html}</div>'
+    if constant:
+      html += f"<p class=still>Constant: {escape(', '.join(constant))}.</p>"
     if scalars:
-      shown += table(scalars, runs)
-    sections.append((subject.title, shown))
-  sections.append(("What did it say?", samples.of_runs(runs)))
-  sections.append(("The config", head.config(runs)))
-  return _document(runs, [s for s in sections if s[1]], data)
+      html += table(scalars, runs)
+    sections.append(_Section(subject.title, html))
+  sections.append(_Section("Sample responses", samples.of_runs(runs)))
+  sections.append(_Section("Config", head.config(runs)))
+  return _document(runs, [s for s in sections if s.html], data)
 
 
-def _document(runs, sections, data) -> str:
+class _Section(NamedTuple):
+  title: str
+  html: str
+
+  @property
+  def id(self) -> str:
+    return self.title.lower().replace(" ", "-")
+
+
+def _document(
+  runs: Sequence[RunRecord], sections: Sequence[_Section], data: dict
+) -> str:
   title = escape(head.title(runs))
-  places = [
-    title.lower().strip("?").replace(" ", "-").replace("'", "")
-    for title, _ in sections
-  ]
-  links = "".join(
-    f'<a href="#{at}">{escape(name)}</a>'
-    for at, (name, _) in zip(places, sections, strict=True)
-  )
+  links = "".join(f'<a href="#{s.id}">{escape(s.title)}</a>' for s in sections)
   body = "".join(
-    f'<section id="{at}"><h2>{escape(name)}</h2>{html}</section>'
-    for at, (name, html) in zip(places, sections, strict=True)
+    f'<section id="{s.id}"><h2>{escape(s.title)}</h2>{s.html}</section>'
+    for s in sections
   )
   return (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -100,15 +105,15 @@ def _document(runs, sections, data) -> str:
 
 
 def _policy() -> str:
-  """Nothing is loaded, and no script runs but the page's own."""
-  own = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+  """The content security policy: load nothing, run only the page's script."""
+  script = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
   return (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-    f"script-src 'sha256-{own}'"
+    f"script-src 'sha256-{script}'"
   )
 
 
 def _json(data: dict) -> str:
-  # A name of a run could end the script that it stands in.
+  # The name of a run must not end the script element.
   text = json.dumps(data, allow_nan=False, separators=(",", ":"))
   return text.replace("<", "\\u003c")

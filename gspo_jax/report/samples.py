@@ -1,4 +1,4 @@
-"""Sample answers of a run, one step at a time. All of it is hostile text."""
+"""The sample responses of a run, by step. Their text may be hostile."""
 
 from collections.abc import Sequence
 from html import escape
@@ -6,26 +6,25 @@ from html import escape
 import numpy as np
 
 from gspo_jax.report.workdir import RunRecord
-from gspo_jax.runtime import run_files
+from gspo_jax.runtime.run_files import Sample
 
 _STEPS = 24  # on a page, over all runs
-_ANSWERS = 6  # of a step
-_LONGEST = 2400  # characters of an answer; the middle of a longer one goes
+_RESPONSES = 6  # of a step
+_MAX_CHARACTERS = 2400  # of a response; a longer one loses its middle
 
 
 def of_runs(runs: Sequence[RunRecord]) -> str:
-  """A block of each run that has samples; "" without any."""
-  having = [run for run in runs if run.samples]
-  most = max(3, _STEPS // max(len(having), 1))
-  return "".join(_block(run, most, len(runs) > 1) for run in having)
+  """A block for each run that has samples; "" if none has."""
+  with_samples = [run for run in runs if run.samples]
+  limit = max(3, _STEPS // max(len(with_samples), 1))
+  return "".join(_block(run, limit, len(runs) > 1) for run in with_samples)
 
 
-def _block(run: RunRecord, most: int, named: bool) -> str:
+def _block(run: RunRecord, limit: int, named: bool) -> str:
   steps = sorted(run.samples)
-  shown = np.unique(
-    np.linspace(0, len(steps) - 1, min(most, len(steps))).round()
-  )
-  shown = [steps[int(i)] for i in shown]
+  count = min(limit, len(steps))
+  indices = np.unique(np.linspace(0, len(steps) - 1, count).round())
+  shown = [steps[int(i)] for i in indices]
   name = f"<h3>{escape(run.name)}</h3>" if named else ""
   left = (
     f", {len(shown)} of {len(steps)} files" if len(shown) < len(steps) else ""
@@ -40,29 +39,30 @@ def _block(run: RunRecord, most: int, named: bool) -> str:
   return f'{name}<div class="samples">{picker}{"".join(parts)}</div>'
 
 
-def _step(step: int, text: str) -> str:
-  cards = [_card(sample) for sample in run_files.parse_samples(text)]
-  if not cards:
-    cards = [f"<pre>{escape(cut(text))}</pre>"] if text.strip() else []
+def _step(step: int, samples: Sequence[Sample]) -> str:
+  cards = "".join(map(_card, samples[:_RESPONSES]))
   return (
     f'<section data-step="{step}"><h4>Step {step:,}</h4>'
-    f'<div class="cards">{"".join(cards[:_ANSWERS])}</div></section>'
+    f'<div class="cards">{cards}</div></section>'
   )
 
 
-def _card(sample: run_files.Sample) -> str:
-  question, answer, reference, reward = (escape(cut(part)) for part in sample)
+def _card(sample: Sample) -> str:
+  problem, response, reference = (
+    escape(_shorten(str(text)))
+    for text in (sample.problem, sample.response, sample.reference)
+  )
   return (
-    f"<article><header><span>reward <b>{reward}</b></span>"
+    f"<article><header><span>reward <b>{sample.reward:g}</b></span>"
     f"<span>reference <b>{reference}</b></span></header>"
-    f'<pre class="question">{question}</pre><pre>{answer}</pre></article>'
+    f'<pre class="problem">{problem}</pre><pre>{response}</pre></article>'
   )
 
 
-def cut(text: str) -> str:
-  """Begin and end of a long text, and how much is missing."""
-  if len(text) <= _LONGEST:
+def _shorten(text: str) -> str:
+  """Without the middle of a long text, but with its length."""
+  if len(text) <= _MAX_CHARACTERS:
     return text
-  half = _LONGEST // 2
+  half = _MAX_CHARACTERS // 2
   left = len(text) - 2 * half
   return f"{text[:half]}\n… {left:,} characters left out …\n{text[-half:]}"

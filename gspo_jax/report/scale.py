@@ -1,4 +1,4 @@
-"""Axes: the numbers beside them, how they are written, where they lie."""
+"""Axes: ranges, round numbers and their labels."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def number(value: float, unit: str = "", figures: int = 3) -> str:
-  """Three digits and the unit; "-" for NaN. A share is written in percent."""
+  """A number with three digits and its unit; "-" for NaN. "%" for shares."""
   if value is None or math.isnan(value):
     return "-"
   if math.isinf(value):
@@ -21,7 +21,7 @@ def number(value: float, unit: str = "", figures: int = 3) -> str:
 
 
 def tick(value: float, unit: str = "") -> str:
-  """All digits of a round number, so that no two of an axis look the same."""
+  """A round number with all its digits, so that no two labels are equal."""
   mantissa = f"{value:.11e}".partition("e")[0]
   digits = mantissa.lstrip("-").replace(".", "").rstrip("0")
   return number(value, unit, max(3, len(digits) + 1))
@@ -57,7 +57,7 @@ def _magnitude(size: float) -> int:
 
 
 def duration(seconds: float) -> str:
-  """As people say it: 41 s, 12 min, 3 h 05 min, 2 d 4 h."""
+  """A time as 41 s, 12 min, 3 h 05 min or 2 d 4 h."""
   if math.isnan(seconds):
     return "-"
   if seconds < 99.5:
@@ -72,12 +72,12 @@ def duration(seconds: float) -> str:
 
 
 class Scale(NamedTuple):
-  """From numbers to places on a page.
+  """Maps numbers to pixels.
 
   Attributes:
-    low, high: the numbers at its ends.
-    start, end: the places of those, in pixels.
-    log: whether decades are equally long.
+    low, high: the numbers at both ends.
+    start, end: their pixels.
+    log: whether the scale is logarithmic.
   """
 
   low: float
@@ -87,24 +87,24 @@ class Scale(NamedTuple):
   log: bool = False
 
   def __call__(self, values):
-    """Places; what lies outside lies at the end, NaN stays NaN."""
+    """Pixels of the values, limited to the ends; NaN stays NaN."""
     values = np.clip(values, self.low, self.high)
     low, high = self.low, self.high
     if self.log:
       values, low, high = np.log(values), math.log(low), math.log(high)
     return self.start + (values - low) / (high - low) * (self.end - self.start)
 
-  def ticks(self, most: int = 5) -> list[float]:
-    """Round numbers between the ends."""
+  def ticks(self, count: int = 5) -> list[float]:
+    """About `count` round numbers between the ends."""
     if self.log:
-      return _log_ticks(self.low, self.high, most)
-    step = _round_step((self.high - self.low) / most)
+      return _log_ticks(self.low, self.high, count)
+    step = _round_step((self.high - self.low) / count)
     first = math.ceil(self.low / step - 1e-9)
     last = math.floor(self.high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
 
   def whole_ticks(self) -> list[int]:
-    """Those that are steps or layers: whole numbers."""
+    """Ticks that are whole numbers, for steps and layers."""
     return [round(t) for t in self.ticks(5) if t == round(t)]
 
 
@@ -115,9 +115,9 @@ def _round_step(least: float) -> float:
   )
 
 
-def _log_ticks(low: float, high: float, most: int) -> list[float]:
+def _log_ticks(low: float, high: float, count: int) -> list[float]:
   first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-  every = max(1, math.ceil((last - first) / most))
+  every = max(1, math.ceil((last - first) / count))
   mantissas = (1, 2, 5) if last - first <= 2 else (1,)
   ticks = [
     m * 10.0**e for e in range(first, last + 1, every) for m in mantissas
@@ -131,17 +131,17 @@ def span(
   end: float,
   *,
   log: bool,
-  most: float = math.inf,
+  maximum: float = math.inf,
 ) -> Scale:
-  """A scale that shows the values, and 0 where that is near.
+  """A scale from `start` to `end` for the values, with 0 if it is near.
 
-  One value has room around it, from half of it to half as much again, and 0
-  has 0 to 1; nothing beyond `most`, which is 1 for shares.
+  If all values are equal, it reaches from half to one and a half times the
+  value, for the value 0 from 0 to 1; never beyond `maximum` (1 for shares).
   """
   values = np.asarray(values, float)
   values = values[np.isfinite(values)]
   positive = values[values > 0]
-  # Within a factor of 2 there may be no round number of a decade.
+  # A range within a factor of 2 may contain no tick of a logarithmic scale.
   if log and len(positive) and positive.max() > 2 * positive.min():
     values = positive
     low, high = values.min() / 1.25, values.max() * 1.25
@@ -150,7 +150,7 @@ def span(
   if 0 <= low <= high / 2:
     low = 0.0
   if high - low <= 1e-9 * abs(high):
-    around = 0.5 * low, min(1.5 * high, max(high, most))
+    around = 0.5 * low, min(1.5 * high, max(high, maximum))
     low, high = sorted(around) if high else (0.0, 1.0)
   room = 0.06 * (high - low)
   return Scale(low if low == 0 else low - room, high + room, start, end)

@@ -1,4 +1,4 @@
-"""What a page shows, by subject: which metrics go into which chart."""
+"""The subjects of a page and their charts: which metrics go where."""
 
 import fnmatch
 from collections.abc import Iterable
@@ -6,21 +6,21 @@ from typing import NamedTuple
 
 
 class Chart(NamedTuple):
-  """A chart of one run; of several, one for each metric.
+  """A chart for one run; for several runs, a chart for each metric.
 
   Attributes:
-    title: what is shown.
-    metrics: patterns of metric names, and the labels of their lines; "": the
-      last part of the name. A metric goes where it is matched first.
-    unit: "%" for shares; else as it is written behind a number.
-    note: how to read it.
-    log: whether the axis shows decades.
-    clips: "token" or "sequence": these log-ratios' sizes are shown, and where
-      the method clips them is marked; "": nothing is.
-    first_is_odd: the first step compiles.
-    each: whether every metric gets a chart of its own.
-    no_signal: how to read it if a run has steps without signal. Then it is a
-      warning: it comes first, and is drawn even if it never changes.
+    title: of the chart.
+    metrics: pattern of metric names -> label of the line; "" for the last part
+      of the name. The first chart with a matching pattern gets a metric.
+    unit: "%" for shares; else written after each number.
+    note: text below the chart.
+    log: whether the vertical axis is logarithmic.
+    clips: "token" or "sequence" if the metrics are sizes of these log-ratios:
+      the clip range is then marked; "" if not.
+    skip_first: whether the axis ignores the first step, which compiles.
+    each: whether every metric gets its own chart.
+    no_signal: the note if a run has steps without signal. The chart is then a
+      warning: it comes first, even if it never changes.
   """
 
   title: str
@@ -29,15 +29,19 @@ class Chart(NamedTuple):
   note: str = ""
   log: bool = False
   clips: str = ""
-  first_is_odd: bool = False
+  skip_first: bool = False
   each: bool = False
   no_signal: str = ""
 
 
 class Spreads(NamedTuple):
-  """Distributions: patterns of names with their titles, "": the name.
+  """Charts of distributions.
 
-  `clips`: as of a `Chart`, of the log-ratios themselves.
+  Attributes:
+    metrics: pattern of metric names -> title; "" for the name.
+    unit: as of a `Chart`.
+    note: as of a `Chart`.
+    clips: as of a `Chart`, of the log-ratios themselves.
   """
 
   metrics: dict[str, str]
@@ -47,50 +51,53 @@ class Spreads(NamedTuple):
 
 
 class Numbers(NamedTuple):
-  """Metrics that stand in the table alone: sums of what charts show."""
+  """Metrics for the table only: sums of metrics that charts show."""
 
   metrics: dict[str, str]
   unit: str = ""
 
 
 class Subject(NamedTuple):
+  """A section of the page."""
+
   title: str
   charts: tuple[Chart | Spreads | Numbers, ...]
 
 
-_FLOOR = (
-  "Mean |log-prob of the trainer less the sampler's|: rounding alone. With "
-  "objective.old_logps=sampler it clips what lies above the clip range."
+_NOISE_NOTE = (
+  "Mean |log-prob of the trainer - log-prob of the sampler|: rounding alone. "
+  "With objective.old_logps=sampler, differences above the clip range are "
+  "clipped."
 )
 
 SUBJECTS = (
   Subject(
-    "Does it learn?",
+    "Rewards and evaluation",
     (
       Chart(
         "Held-out accuracy",
         {"eval/pass@1": "sampled", "eval/greedy": "greedy"},
         "%",
-        "Questions that it is never trained on.",
+        "Problems that are never trained on.",
       ),
       Chart(
         "Reward",
         {"reward/mean": "mean"},
-        note="Mean over the answers of an iteration, all parts together.",
+        note="Weighted sum of all rewards, mean over the responses.",
       ),
       Chart(
-        "Groups that teach",
+        "Groups with mixed rewards",
         {"reward/mixed_groups": "mixed"},
         "%",
-        "Equal rewards in a group give no advantage.",
-        no_signal="No signal at 0%: the rewards of no group differed and gave "
-        "no answer an advantage.",
+        "A group with equal rewards gives no advantage.",
+        no_signal="No signal at 0%: the rewards of no group differed, so no "
+        "response had an advantage.",
       ),
       Chart(
-        "One of k is right",
+        "One of k is correct",
         {"eval/pass@*": ""},
         "%",
-        "pass@k on the held-out questions.",
+        "pass@k on the held-out problems.",
       ),
       Chart("Parts of the reward", {"reward/*": ""}),
       Numbers({"eval/avg@*": ""}, "%"),
@@ -98,39 +105,39 @@ SUBJECTS = (
     ),
   ),
   Subject(
-    "How long does it answer?",
+    "Response length",
     (
-      Chart("Length of an answer", {"response/length": "mean"}, "tokens"),
-      Chart("Cut at the limit", {"response/truncated": "answers"}, "%"),
+      Chart("Length of a response", {"response/length": "mean"}, "tokens"),
+      Chart("Cut at the limit", {"response/truncated": "responses"}, "%"),
       Chart(
-        "Decode steps of use",
-        {"response/useful_steps": "of use"},
+        "Useful decode steps",
+        {"response/useful_steps": "useful"},
         "%",
-        "The rest went into rows that had ended.",
+        "The others were spent on responses that had ended.",
       ),
-      Chart("Answers", {"response/*": ""}, each=True),
+      Chart("Responses", {"response/*": ""}, each=True),
     ),
   ),
   Subject(
-    "How far does an update go?",
+    "Size of the updates",
     (
       Chart(
         "Spread of the ratios",
-        {"ratio/token_std": "of tokens", "ratio/sequence_std": "of answers"},
+        {"ratio/token_std": "of tokens", "ratio/sequence_std": "of responses"},
         log=True,
-        note="Standard deviation of new over old probability.",
+        note="Standard deviation of new / old probability.",
       ),
       Chart(
-        "Answers clipped",
+        "Responses clipped",
         {"clip_frac/sequence_low": "low", "clip_frac/sequence_high": "high"},
         "%",
-        "Low: bad ones, pushed down enough. High: good ones, pushed up enough.",
+        "Low: of negative advantage. High: of positive advantage.",
       ),
       Chart(
         "Tokens clipped",
         {"clip_frac/token_low": "low", "clip_frac/token_high": "high"},
         "%",
-        "Of all tokens of answers.",
+        "Share of all tokens of responses.",
       ),
       Spreads(
         {"ratio/token_log": "Log-ratios of tokens"},
@@ -138,15 +145,15 @@ SUBJECTS = (
         clips="token",
       ),
       Spreads(
-        {"ratio/sequence_log": "Log-ratios of answers"},
-        note="New over old policy, the mean over an answer's tokens.",
+        {"ratio/sequence_log": "Log-ratios of responses"},
+        note="New over old policy, mean over the tokens of a response.",
         clips="sequence",
       ),
       Chart("KL from old to new", {"kl/old_new": "old to new"}, "nats"),
       Chart("KL to the reference", {"kl/*": ""}, "nats"),
       Chart(
-        "Ratios that moved",
-        {"ratio/moved": "moved"},
+        "Ratios that changed",
+        {"ratio/moved": "changed"},
         "%",
         "Tokens whose probability changed at all.",
       ),
@@ -156,37 +163,37 @@ SUBJECTS = (
     ),
   ),
   Subject(
-    "Do sampler and trainer agree?",
+    "Sampler and trainer",
     (
       Chart(
-        "Noise floor of answers",
-        {"mismatch/sequence_abs_mean": "of answers"},
+        "Difference for responses",
+        {"mismatch/sequence_abs_mean": "of responses"},
         log=True,
         clips="sequence",
-        note=_FLOOR,
+        note=_NOISE_NOTE,
       ),
       Spreads(
-        {"mismatch/sequence_gap": "Gaps of answers"},
-        note="Trainer less sampler, the mean over an answer's tokens.",
+        {"mismatch/sequence_gap": "Differences for responses"},
+        note="Trainer - sampler, mean over the tokens of a response.",
         clips="sequence",
       ),
       Chart(
-        "Noise floor of tokens",
+        "Difference for tokens",
         {"mismatch/token_abs_mean": "of tokens"},
         log=True,
         clips="token",
-        note=_FLOOR,
+        note=_NOISE_NOTE,
       ),
       Spreads(
-        {"mismatch/token_gap": "Gaps of tokens"},
-        note="Trainer less sampler.",
+        {"mismatch/token_gap": "Differences for tokens"},
+        note="Trainer - sampler.",
         clips="token",
       ),
-      Chart("Sampler and trainer", {"mismatch/*": ""}, each=True),
+      Chart("Other differences", {"mismatch/*": ""}, each=True),
     ),
   ),
   Subject(
-    "Is it healthy?",
+    "Stability",
     (
       Chart("Entropy", {"policy/entropy": "of a token"}, "nats"),
       Chart("Gradient norm", {"grad/norm": "before clipping"}, log=True),
@@ -199,19 +206,19 @@ SUBJECTS = (
     ),
   ),
   Subject(
-    "What do the experts do?",
+    "Experts",
     (
       Chart(
         "Experts that flip",
         {"moe/expert_flip_rate": "all layers"},
         "%",
-        "Choices that the new policy makes otherwise than the old one.",
+        "Expert choices in which the new policy differs from the old one.",
       ),
       Spreads({"moe/*flip*": "Flips by layer"}, "%"),
       Chart(
         "Load of the busiest expert",
         {"moe/load_max": "busiest"},
-        note="1 is balance.",
+        note="1 is perfect balance.",
       ),
       Spreads({"moe/*load*": "Load of the busiest expert by layer"}),
       Chart("Router entropy", {"moe/router_entropy": "all layers"}, "nats"),
@@ -219,14 +226,14 @@ SUBJECTS = (
       Chart(
         "Router shift",
         {"moe/router_shift*": "ratio"},
-        note="New over old probability of the chosen experts; 1 is none.",
+        note="New / old probability of the chosen experts; 1 is no shift.",
       ),
       Spreads({"moe/*": ""}),
-      Chart("Experts", {"moe/*": ""}, each=True),
+      Chart("Other numbers of experts", {"moe/*": ""}, each=True),
     ),
   ),
   Subject(
-    "Where does the time go?",
+    "Time",
     (
       Chart(
         "Seconds an iteration",
@@ -237,23 +244,23 @@ SUBJECTS = (
           "time/iteration": "whole",
         },
         "s",
-        "The first one compiles; the axis may cut it off.",
-        first_is_odd=True,
+        "The first one compiles; the axis may not include it.",
+        skip_first=True,
       ),
       Chart(
         "Tokens a second",
         {
-          "throughput/sampler_tokens_per_second": "drawn",
-          "throughput/tokens_per_second": "learnt from",
+          "throughput/sampler_tokens_per_second": "sampled",
+          "throughput/tokens_per_second": "trained on",
         },
-        note="Drawn: while generating. Learnt from: over the whole iteration.",
+        note="Sampled: while generating. Trained on: over the whole iteration.",
       ),
-      Chart("Passes over the questions", {"data/epochs": "epochs"}),
-      Chart("Times", {"time/*": ""}, "s", first_is_odd=True, each=True),
+      Chart("Passes over the problems", {"data/epochs": "epochs"}),
+      Chart("Times", {"time/*": ""}, "s", skip_first=True, each=True),
     ),
   ),
   Subject(
-    "Everything else",
+    "Other metrics",
     (Chart("", {"*": ""}, each=True), Spreads({"*": ""})),
   ),
 )
@@ -262,13 +269,13 @@ SUBJECTS = (
 def matched(
   patterns: dict[str, str], names: Iterable[str], taken: set[str]
 ) -> dict[str, str]:
-  """{name: label} of those not yet taken, in the order of the patterns."""
-  found = {}
+  """{name: label} of the metrics not yet taken, in the order of patterns."""
+  labels = {}
   for pattern, label in patterns.items():
     for name in fnmatch.filter(sorted(names, key=_natural), pattern):
-      if name not in taken | found.keys():
-        found[name] = label or _label(name)
-  return found
+      if name not in taken | labels.keys():
+        labels[name] = label or _label(name)
+  return labels
 
 
 def _label(name: str) -> str:
@@ -277,6 +284,6 @@ def _label(name: str) -> str:
 
 
 def _natural(name: str) -> list:
-  """pass@8 before pass@16."""
+  """Sort key with pass@8 before pass@16."""
   head = name.rstrip("0123456789")
   return [head, int(name[len(head) :] or 0)]

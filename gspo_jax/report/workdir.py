@@ -1,4 +1,4 @@
-"""What a run's folder tells a reader: numbers, distributions, texts, config."""
+"""Reads the workdir of a run: metrics, distributions, samples and config."""
 
 import json
 import math
@@ -9,10 +9,10 @@ import numpy as np
 from etils import epath
 
 from gspo_jax import losses
+from gspo_jax.runtime import json_lines, run_files
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.run_files import counts_over_edges
 
-# Whose ratio a method clips. The others have no range on either side of 1.
+# The ratio that a method clips. Methods that are missing have no clip range.
 _CLIPPED = {
   "gspo": "sequence",
   "gspo_token": "sequence",
@@ -23,99 +23,108 @@ _CLIPPED = {
   "gmpo": "token",
   "rspo": "token",
 }
-_IN_LOGS = ("gmpo", "rspo")  # clip log-ratios, the others ratios
+_CLIP_LOGS = ("gmpo", "rspo")  # clip log-ratios; the others clip ratios
 
 
 class Series(NamedTuple):
-  """A number at the steps at which it was written."""
+  """A scalar over the steps at which it was written."""
 
   steps: np.ndarray  # [N] int, ascending
   values: np.ndarray  # [N] float; NaN where the run wrote null
 
 
 class Spread(NamedTuple):
-  """Many numbers a step: counts between edges, or a number a layer."""
+  """A distribution: counts between edges, or one number for each layer."""
 
   steps: np.ndarray  # [N] int, ascending
   values: np.ndarray  # [N, bins] float
-  edges: np.ndarray | None  # [bins + 1]; None: one number a layer
+  edges: np.ndarray | None  # [bins + 1]; None for numbers of layers
 
 
 class RunRecord(NamedTuple):
-  """Attributes are empty where the folder has nothing of the kind.
+  """The files of a run. Attributes are empty if their file is missing.
 
   Attributes:
-    name: of the folder, or as much of its path as tells it from the others.
+    name: the folder, or the end of its path that differs from other runs.
     scalars: by metric.
     spreads: by metric.
-    samples: the text of a step's sample answers, by step.
-    config: as nested dicts.
-    last_step: the newest that wrote a row; 0 before any.
+    samples: the sample responses by step.
+    config: nested dicts.
+    last_step: the last step with metrics; 0 if there is none.
   """
 
   name: str
   scalars: dict[str, Series]
   spreads: dict[str, Spread]
-  samples: dict[int, str]
+  samples: dict[int, list[run_files.Sample]]
   config: dict
   last_step: int
 
   def first(self, metric: str) -> float:
-    """The oldest finite value; NaN without one."""
+    """The first finite value; NaN if there is none."""
     return self._end(metric, 0)
 
   def last(self, metric: str) -> float:
-    """The newest finite value; NaN without one."""
+    """The last finite value; NaN if there is none."""
     return self._end(metric, -1)
 
   def _end(self, metric: str, index: int) -> float:
-    found = self.scalars.get(metric)
-    finite = [] if found is None else found.values[~np.isnan(found.values)]
+    series = self.scalars.get(metric)
+    finite = [] if series is None else series.values[~np.isnan(series.values)]
     return float(finite[index]) if len(finite) else float("nan")
 
   def seconds(self) -> float:
-    """In iterations, evaluations and the cold start not counted."""
-    found = self.scalars.get("time/iteration")
-    return float("nan") if found is None else float(np.nansum(found.values))
+    """Time of all iterations, without evaluations and the cold start."""
+    series = self.scalars.get("time/iteration")
+    return float("nan") if series is None else float(np.nansum(series.values))
 
   def without_signal(self) -> np.ndarray:
-    """Steps at which no group had differing rewards: no advantage, no signal.
+    """Steps without advantages: in no group did the rewards differ.
 
-    Empty with a critic, or a KL in the reward: these teach of equal rewards.
+    Empty with a critic or with a KL term in the reward, where equal rewards
+    give advantages, too.
     """
-    found = self.scalars.get("reward/mixed_groups")
-    asked = self.config.get("objective", {})
-    in_reward = asked.get("kl_coef") and asked.get("kl_estimator") == "k1"
-    if found is None or in_reward or asked.get("name") == "ppo":
+    mixed = self.scalars.get("reward/mixed_groups")
+    objective = self.config.get("objective", {})
+    kl_in_reward = (
+      objective.get("kl_coef") and objective.get("kl_estimator") == "k1"
+    )
+    if mixed is None or kl_in_reward or objective.get("name") == "ppo":
       return np.array([], int)
-    return found.steps[found.values == 0]
+    return mixed.steps[mixed.values == 0]
 
   def clips(self, unit: str) -> dict[str, float]:
-    """The log-ratios beyond which a "token" or a "sequence" is clipped.
+    """The log-ratios beyond which the method clips.
 
-    {} where the method clips none, or those of the other unit, or is unknown.
+    Args:
+      unit: "token" or "sequence".
+
+    Returns:
+      {"clip low": ..., "clip high": ...}; {} if the method is unknown or does
+      not clip the ratios of this unit.
     """
-    asked = self.config.get("objective", {})
-    name = asked.get("name")
+    objective = self.config.get("objective", {})
+    name = objective.get("name")
     if _CLIPPED.get(name) != unit:
       return {}
-    own = getattr(losses, f"{name}_loss").__kwdefaults__
+    defaults = getattr(losses, f"{name}_loss").__kwdefaults__
     low, high = (
-      own[key] if asked.get(key, -1) == -1 else asked[key]
+      defaults[key] if objective.get(key, -1) == -1 else objective[key]
       for key in ("clip_low", "clip_high")
     )
-    if name in _IN_LOGS:
+    if name in _CLIP_LOGS:
       return {"clip low": -low, "clip high": high}
-    # A ratio does not reach 0.
-    found = {"clip low": math.log1p(-low)} if low < 1 else {}
-    return found | {"clip high": math.log1p(high)}
+    # A ratio is above 0, so a clip_low of 1 or more never clips.
+    lower = {"clip low": math.log1p(-low)} if low < 1 else {}
+    return lower | {"clip high": math.log1p(high)}
 
 
 def read(workdirs: Sequence[str]) -> list[RunRecord]:
-  """The runs, in this order.
+  """Reads runs, in this order.
 
   Raises:
-    UserError: a folder that holds no run, or one whose rows are not JSON.
+    UserError: a folder has no run, or a line of its files is bad. The last line
+      may be cut short: the run may still be writing.
   """
   return [
     _read(epath.Path(folder), name)
@@ -124,7 +133,7 @@ def read(workdirs: Sequence[str]) -> list[RunRecord]:
 
 
 def names(workdirs: Sequence[str]) -> list[str]:
-  """The last parts of the paths, as many as tell one from another."""
+  """The ends of the paths, as short as they are all different."""
   parts = [
     [p for p in str(w).split("/") if p not in ("", ".")] for w in workdirs
   ]
@@ -137,21 +146,25 @@ def names(workdirs: Sequence[str]) -> list[str]:
 
 def _read(folder: epath.Path, name: str) -> RunRecord:
   if not (folder / "metrics.jsonl").exists():
-    raise UserError(f"{str(folder)!r} holds no run: {_hint(folder)}")
-  rows = _rows(folder / "metrics.jsonl")
+    raise UserError(f"{str(folder)!r} has no run: {_hint(folder)}")
+  lines = json_lines.read(folder / "metrics.jsonl", drop_partial=True)
+  records = []
+  for where, record in lines:
+    run_files.step_of(record, where)  # raises if there is none
+    records.append(record)
   config = folder / "run_config.json"
   return RunRecord(
     name=name,
-    scalars=_series(rows),
+    scalars=_series(records),
     spreads=_spreads(folder / "distributions.jsonl"),
-    samples=_samples(folder / "samples"),
+    samples=run_files.read_samples(folder / "samples"),
     config=json.loads(config.read_text()) if config.exists() else {},
-    last_step=max((row["step"] for row in rows), default=0),
+    last_step=max((record["step"] for record in records), default=0),
   )
 
 
 def _hint(folder: epath.Path) -> str:
-  expected = "expected the --workdir of one, with a metrics.jsonl"
+  expected = "expected the --workdir of a run, with a metrics.jsonl"
   if not folder.is_dir():
     return f"there is no such folder; {expected}"
   below = sorted(
@@ -162,69 +175,45 @@ def _hint(folder: epath.Path) -> str:
   )
 
 
-def _rows(path: epath.Path) -> list[dict]:
-  """Rows in order; a last one that is being written is left out."""
-  lines, rows = path.read_bytes().splitlines(), []
-  for n, line in enumerate(lines, 1):
-    try:
-      row = json.loads(line)
-      rows.append(
-        row | {"step": int(row["step"])} if "edges" not in row else row
-      )
-    except (ValueError, KeyError, TypeError) as e:
-      if n < len(lines):
-        raise UserError(
-          f"{path}, line {n}: {line[:60]=}, expected a JSON object with a step"
-        ) from e
-  return rows
-
-
 def _numbers(values: Sequence) -> np.ndarray:
   return np.array([np.nan if v is None else v for v in values], float)
 
 
-def _series(rows: Sequence[dict]) -> dict[str, Series]:
-  found: dict[str, tuple[list, list]] = {}
-  for row in rows:
-    for metric, value in row.items():
+def _series(records: Sequence[dict]) -> dict[str, Series]:
+  points: dict[str, tuple[list, list]] = {}
+  for record in records:
+    for metric, value in record.items():
       if metric != "step":
-        steps, values = found.setdefault(metric, ([], []))
-        steps.append(row["step"])
+        steps, values = points.setdefault(metric, ([], []))
+        steps.append(record["step"])
         values.append(value)
-  return {k: Series(np.array(s), _numbers(v)) for k, (s, v) in found.items()}
+  return {k: Series(np.array(s), _numbers(v)) for k, (s, v) in points.items()}
 
 
 def _spreads(path: epath.Path) -> dict[str, Spread]:
-  rows = _rows(path) if path.exists() else []
-  edges, found = None, {}
-  for row in rows:
-    if "edges" in row:
-      edges = _numbers(row["edges"])
+  lines = json_lines.read(path, drop_partial=True) if path.exists() else ()
+  edges, points = None, {}
+  for where, record in lines:
+    if "edges" in record:
+      edges = _numbers(record["edges"])
       continue
-    for metric, values in row.items():
+    step = run_files.step_of(record, where)
+    for metric, values in record.items():
       if metric != "step":
-        found.setdefault(metric, []).append((row["step"], _numbers(values)))
+        points.setdefault(metric, []).append((step, _numbers(values)))
   return {
-    metric: _spread(metric, pairs, edges) for metric, pairs in found.items()
+    metric: _spread(metric, pairs, edges) for metric, pairs in points.items()
   }
 
 
-def _spread(metric, pairs, edges) -> Spread:
+def _spread(metric: str, pairs, edges: np.ndarray | None) -> Spread:
   width = len(pairs[-1][1])
   pairs = [pair for pair in pairs if len(pair[1]) == width]
-  counted = edges is not None and counts_over_edges(metric, pairs[0][1], edges)
+  counted = edges is not None and run_files.counts_over_edges(
+    metric, pairs[0][1], edges
+  )
   return Spread(
     np.array([step for step, _ in pairs]),
     np.stack([values for _, values in pairs]),
     edges if counted else None,
   )
-
-
-def _samples(folder: epath.Path) -> dict[int, str]:
-  files = sorted(folder.glob("step_*.txt")) if folder.exists() else []
-  texts = {}
-  for file in files:
-    number = file.stem.removeprefix("step_")
-    if number.isdigit():
-      texts[int(number)] = file.read_bytes().decode(errors="replace")
-  return texts

@@ -1,13 +1,20 @@
-"""Rewards: a prompt, an answer's text and its reference in, a float out.
+"""Rewards: a prompt, a response and its reference in, a float out.
 
-A reward is any `f(prompt, answer, reference) -> float`, an `async def` too,
-which is run to its end, one answer at a time. One that declares the
-keyword-only arguments `tokens` or `limit` is also given the answer's length in
-tokens, stop token included, and the most that were allowed. A reward that has
-an attribute `prepare` has it called once, at the start, with the arguments of
-its name: the place to find out what is missing, as a `UserError`. An attribute
-`fits` is called in the same way, with the seconds for one call as its first.
-`rewards.pool` runs them, where they can break nothing.
+A reward is any `f(prompt, response, reference) -> float`. It may be an `async
+def`: each call is then awaited before the next one starts. A reward with the
+keyword-only arguments `tokens` or `limit` also receives the length of the
+response in tokens, stop token included, and the largest length allowed.
+
+A reward may carry two functions as attributes:
+
+  prepare(**arguments)        called once at the start with the arguments of the
+                              reward's spec; raises UserError if the reward
+                              cannot run (a missing package, a bad argument)
+  fits(seconds, **arguments)  as `prepare`, with the time limit of one call
+
+Other wings take `named`, `final_answer`, `gsm8k` and `BUILT_IN` from here,
+`pool` (runs rewards in worker processes), `math` and `numbers` (results in a
+normal form).
 """
 
 import ast
@@ -19,7 +26,16 @@ from collections.abc import Callable
 from gspo_jax.rewards.numbers import final_answer, gsm8k
 from gspo_jax.runtime import errors
 
-__all__ = ["BUILT_IN", "final_answer", "given", "gsm8k", "named"]
+__all__ = (
+  "BUILT_IN",
+  "final_answer",
+  "gsm8k",
+  "length_arguments",
+  "math",
+  "named",
+  "numbers",
+  "pool",
+)
 
 BUILT_IN = {
   "code": "gspo_jax.rewards.code.passes",
@@ -31,24 +47,24 @@ BUILT_IN = {
   "number": "gspo_jax.rewards.numbers.numbered",
   "overlong": "gspo_jax.rewards.length.overlong",
 }
-MEASURES = ("tokens", "limit")
+LENGTH_ARGUMENTS = ("tokens", "limit")
 
 
 def named(spec: str, within: float | None = None) -> Callable[..., float]:
   """The reward that a config names, ready to be called.
 
   Args:
-    spec: `name` or `name:key=value,key=value`; the name is one of `BUILT_IN` or
-      `package.module.function`, the keys are its keyword-only arguments.
-    within: seconds for one call, if they are bounded.
+    spec: `name` or `name:key=value,key=value`. The name is one of `BUILT_IN` or
+      `package.module.function`; the keys are its keyword-only arguments.
+    within: seconds that one call may take; None for no limit.
 
   Raises:
-    UserError: there is none of that name, its module does not import, the
-      arguments are not its own, its `prepare` found something missing, it does
-      not fit into its seconds, or it cannot be called as a reward.
+    UserError: no reward has that name, its module does not import, it does not
+      take those arguments, its `prepare` or `fits` failed, or it cannot be
+      called as a reward.
   """
   name, colon, text = spec.partition(":")
-  function = _found(name)
+  function = _import(name)
   arguments = _arguments(name, function, text) if colon else {}
   prepare = getattr(function, "prepare", None)
   if prepare:
@@ -61,19 +77,20 @@ def named(spec: str, within: float | None = None) -> Callable[..., float]:
   return reward
 
 
-def given(function: functools.partial) -> frozenset[str]:
-  """Which of `MEASURES` a reward of `named` is to be called with."""
-  return (_keywords(function.func) & set(MEASURES)) - function.keywords.keys()
+def length_arguments(reward: functools.partial) -> frozenset[str]:
+  """The `LENGTH_ARGUMENTS` that a reward of `named` must be called with."""
+  takes = _keywords(reward.func) & set(LENGTH_ARGUMENTS)
+  return takes - reward.keywords.keys()
 
 
-def _found(name: str) -> Callable[..., float]:
+def _import(name: str) -> Callable[..., float]:
   path, _, attribute = BUILT_IN.get(name, name).rpartition(".")
   if not path:
     hint = errors.nearest(name, BUILT_IN)
     raise errors.UserError(f"unknown reward {name!r}: {hint}")
   try:
     module = importlib.import_module(path)
-  # Whatever it raises, SystemExit too: it is the user's own code.
+  # The module is the user's code: it may raise anything, SystemExit too.
   except BaseException as e:
     if isinstance(e, KeyboardInterrupt):
       raise
@@ -92,22 +109,22 @@ def _found(name: str) -> Callable[..., float]:
     inspect.signature(function)
   except ValueError as e:
     raise errors.UserError(
-      f"reward {name!r}: {e}: expected a Python function (prompt, answer, "
+      f"reward {name!r}: {e}: expected a Python function (prompt, response, "
       "reference) around it"
     ) from e
   return function
 
 
 def _require_call(name: str, reward: functools.partial) -> None:
-  """UserError unless a reward takes the arguments that it is given."""
-  signature, measures = inspect.signature(reward), given(reward)
+  """UserError unless the pool's call fits the signature of the reward."""
+  keywords = dict.fromkeys(length_arguments(reward), 0)
   try:
-    signature.bind("", "", "", **dict.fromkeys(measures, 0))
+    inspect.signature(reward).bind("", "", "", **keywords)
   except TypeError as e:
     raise errors.UserError(
       f"reward {name!r} takes {inspect.signature(reward.func)}: expected "
-      "(prompt, answer, reference) and, by keyword only, tokens, limit or what "
-      f"'{name}:key=value' sets: {e}"
+      "(prompt, response, reference) and, by keyword only, tokens, limit or "
+      f"what '{name}:key=value' sets: {e}"
     ) from e
 
 
@@ -117,8 +134,8 @@ def _keywords(function: Callable[..., float]) -> frozenset[str]:
 
 
 def _arguments(name: str, function, text: str) -> dict[str, float | str]:
-  """`key=value,key=value` as keyword arguments; a value is a number or text."""
-  known = _keywords(function)
+  """`key=value,key=value` as a dict; each value is a Python literal or text."""
+  keywords = _keywords(function)
   arguments = {}
   for part in text.split(","):
     key, equals, value = (s.strip() for s in part.partition("="))
@@ -126,8 +143,8 @@ def _arguments(name: str, function, text: str) -> dict[str, float | str]:
       raise errors.UserError(
         f"reward {name!r}: expected key=value once each, got {part!r}"
       )
-    if key not in known:
-      hint = errors.nearest(key, known) if known else "it takes none"
+    if key not in keywords:
+      hint = errors.nearest(key, keywords) if keywords else "it takes none"
       raise errors.UserError(f"reward {name!r} has no argument {key!r}: {hint}")
     try:
       arguments[key] = ast.literal_eval(value)

@@ -1,104 +1,114 @@
-"""Programs as answers: right if they print what each test expects."""
+"""Programs as responses: correct if every test prints the expected output."""
 
 import json
 import re
 import time
+from typing import NamedTuple
 
 from gspo_jax.rewards import sandbox
 from gspo_jax.runtime import errors
 
-# Bytes of output read beyond twice what a test expects.
+# Bytes of output that are read beyond twice the expected output.
 SLACK = 1 << 16
 PYTHON = ("python", "py", "python3")
 _FENCE = re.compile("```([^`]*)")
 
 
+class _Test(NamedTuple):
+  """One test of a program: text for stdin, expected text of stdout."""
+
+  stdin: str
+  stdout: str
+
+
 def passes(
   prompt: str,
-  answer: str,
+  response: str,
   reference: str,
   *,
   seconds: float = 5.0,
   total: float = 30.0,
   memory: int = 512,
 ) -> float:
-  """1.0 iff the answer's last fenced block passes every test.
+  """1.0 iff the last fenced code block of the response passes every test.
 
-  Its fence says python, py or python3; where none does, the last that says
-  nothing counts.
-  A test is passed by ending in time, with exit code 0, having printed the
-  expected text; white space at the end of a line and of the whole is ignored.
-  Each runs in a sandbox of its own, and the first that fails is the last.
+  The fence must name python, py or python3; without any such block, the last
+  block that names no language is taken. A program passes a test if it ends in
+  time with exit code 0 and printed the expected text; white space at the end of
+  a line and of the whole output is ignored. Each test runs in a sandbox of its
+  own, in order, up to the first failure.
 
   Args:
     prompt: not used.
-    answer: what the policy wrote.
+    response: what the policy wrote.
     reference: JSON, `{"inputs": [...], "outputs": [...]}` or a list of
-      `{"input": ..., "output": ...}`: texts for stdin and of stdout.
-    seconds: time for one test, by the clock.
-    total: time for all tests, below the pool's time for an answer.
+      `{"input": ..., "output": ...}`: text for stdin and of stdout.
+    seconds: wall-clock time for one test.
+    total: wall-clock time for all tests; must be below the pool's time for one
+      call.
     memory: address space of the program, MiB.
 
   Raises:
-    ValueError: the reference is not as above.
+    ValueError: the reference is not of that form.
   """
   tests = _tests(reference)
-  program = _block(answer)
+  program = _program(response)
   if program is None:
     return 0.0
   end = time.monotonic() + total
-  for given, expected in tests:
+  for test in tests:
     output = sandbox.run(
       program,
-      given,
+      test.stdin,
       seconds=min(seconds, max(0.0, end - time.monotonic())),
       memory=memory,
-      most=2 * len(expected.encode("utf-8", "replace")) + SLACK,
+      max_output=2 * len(test.stdout.encode("utf-8", "replace")) + SLACK,
     )
-    if output is None or _lines(output) != _lines(expected):
+    if output is None or _lines(output) != _lines(test.stdout):
       return 0.0
   return 1.0
 
 
-def _block(answer: str) -> str | None:
-  """The last closed block of Python; with none, the last of no language."""
-  found, lines, language = {}, None, ""
-  for line in answer.split("\n"):
+def _program(response: str) -> str | None:
+  """The last closed Python block, else the last that names no language."""
+  last_of, lines, language = {}, None, ""
+  for line in response.split("\n"):
     fence = _FENCE.fullmatch(line.strip())
     if fence and (fence[1].strip() or lines is None):
       lines, language = [], fence[1].strip().lower()
       language = "python" if language in PYTHON else language
-      found[language] = None
+      last_of[language] = None
     elif fence:
-      found[language], lines = "\n".join(lines), None
+      last_of[language], lines = "\n".join(lines), None
     elif lines is not None:
       lines.append(line)
-  return found.get("python", found.get(""))
+  return last_of.get("python", last_of.get(""))
 
 
-def _tests(reference: str) -> list[tuple[str, str]]:
-  """(stdin, expected stdout), one or more, not all without output."""
+def _tests(reference: str) -> list[_Test]:
+  """The tests of a reference: at least one, and one must print something."""
   try:
     tests = json.loads(reference)
     if isinstance(tests, dict):
-      tests = list(zip(tests["inputs"], tests["outputs"], strict=True))
+      pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+      tests = list(map(_Test._make, pairs))
     else:
-      tests = [(test["input"], test["output"]) for test in tests]
+      tests = [_Test(test["input"], test["output"]) for test in tests]
   except (KeyError, TypeError, ValueError) as e:
     raise ValueError(f"{_EXPECTED}, got {reference[:80]!r}") from e
   if not tests or not all(isinstance(s, str) for test in tests for s in test):
     raise ValueError(f"{_EXPECTED}, got {reference[:80]!r}")
-  if not any(output.strip() for _, output in tests):
+  if not any(test.stdout.strip() for test in tests):
     raise ValueError(
-      "expected tests of which one or more print something: these are passed "
-      f"by doing nothing: {reference[:80]!r}"
+      "expected at least one test that prints something: these are passed by "
+      f"doing nothing: {reference[:80]!r}"
     )
   return tests
 
 
 _EXPECTED = (
   'expected tests as JSON, {"inputs": [...], "outputs": [...]} or '
-  '[{"input": ..., "output": ...}, ...] of texts, one or more'
+  '[{"input": ..., "output": ...}, ...] of strings, one or more'
 )
 
 
@@ -116,14 +126,14 @@ def _prepare(*, seconds=5.0, total=30.0, memory=512) -> None:
     raise errors.UserError(
       f"reward 'code': expected memory of 32 MiB or more, got {memory!r}"
     )
-  sandbox.found()
+  sandbox.bwrap_path()
 
 
 def _fits(within: float, *, total=30.0, **_) -> None:
   if total >= within:
     raise errors.UserError(
       f"reward 'code': its {total=} seconds of tests must end before the "
-      f"{within:g} seconds of an answer (reward.seconds), or right programs "
+      f"{within:g} seconds of a call (reward.seconds), or correct programs "
       f"fail: set those above {total:g}, or 'code:total={within / 2:g}'"
     )
 

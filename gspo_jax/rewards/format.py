@@ -1,24 +1,24 @@
-"""The form of an answer: thinking first, between tags."""
+"""The format of a response: reasoning between tags first, then more text."""
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
-def thinks(prompt: str, answer: str, reference: str) -> float:
-  """1.0 iff the answer is `<think>thoughts</think>`, once, and then more text.
+def thinks(prompt: str, response: str, reference: str) -> float:
+  """1.0 iff the response is `<think>thoughts</think>`, once, then more text.
 
-  White space may stand before and between, and is neither. Where the prompt
-  already ends in the opening tag, as some chat templates do, the answer must
-  not repeat it.
+  Both the thoughts and the text after them must hold more than white space.
+  White space may stand at the start. Where the prompt already ends in the
+  opening tag, as some chat templates do, the response must not repeat it.
 
   Args:
-    prompt: looked at for its end only.
-    answer: what the policy wrote.
+    prompt: what the policy read; only its end matters.
+    response: what the policy wrote.
     reference: not used.
   """
   if prompt.rstrip().endswith(OPEN):
-    answer = OPEN + answer
-  answer = answer.strip()
-  once = answer.count(OPEN) == answer.count(CLOSE) == 1
-  thoughts, _, rest = answer.removeprefix(OPEN).partition(CLOSE)
-  said = thoughts.strip() != "" != rest.strip()
-  return float(once and answer.startswith(OPEN) and said)
+    response = OPEN + response
+  response = response.strip()
+  once = response.count(OPEN) == response.count(CLOSE) == 1
+  thoughts, _, rest = response.removeprefix(OPEN).partition(CLOSE)
+  both_filled = thoughts.strip() != "" != rest.strip()
+  return float(once and response.startswith(OPEN) and both_filled)

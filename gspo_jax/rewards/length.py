@@ -1,11 +1,11 @@
-"""Rewards of an answer's length in tokens; the text does not matter."""
+"""Rewards of the length of a response in tokens; the text does not matter."""
 
 from gspo_jax.runtime import errors
 
 
 def overlong(
   prompt: str,
-  answer: str,
+  response: str,
   reference: str,
   *,
   tokens: int,
@@ -14,37 +14,52 @@ def overlong(
 ) -> float:
   """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in [-1, 0].
 
-  0 up to `limit - buffer` tokens, then falling by a line to -1 at `limit`.
+  0 up to `limit - buffer` tokens, then linear down to -1 at `limit` tokens.
 
   Args:
-    tokens: length of the answer, stop token included.
-    limit: L_max, the most tokens allowed; 20,480 in the paper.
-    buffer: L_cache, over how many tokens it falls; 4,096 in the paper.
+    prompt: not used.
+    response: not used.
+    reference: not used.
+    tokens: length of the response, stop token included.
+    limit: L_max, the largest length allowed; 20,480 in the paper.
+    buffer: L_cache, the tokens over which it falls; 4,096 in the paper.
 
   Raises:
-    ValueError: the buffer is above the limit: every answer would be punished.
+    ValueError: the buffer is larger than the limit, which would punish every
+      response.
   """
   if buffer > limit:
     raise ValueError(
-      f"reward 'overlong': expected a buffer up to the {limit} tokens that an "
-      f"answer may have, got {buffer}"
+      f"reward 'overlong': expected a buffer up to the {limit} tokens that a "
+      f"response may have, got {buffer}"
     )
   return min(0.0, max(-1.0, (limit - buffer - tokens) / buffer))
 
 
 def short(
-  prompt: str, answer: str, reference: str, *, tokens: int, limit: int
+  prompt: str, response: str, reference: str, *, tokens: int, limit: int
 ) -> float:
   """`1 - tokens / limit`, in [0, 1]: the share of the allowed length not used.
 
-  An empty answer gets the most: weigh it below the reward for being right.
+  An empty response gets the most, so give it less weight than the reward for a
+  correct response.
+
+  Args:
+    prompt: not used.
+    response: not used.
+    reference: not used.
+    tokens: length of the response, stop token included.
+    limit: the largest length allowed.
   """
   return max(0.0, 1 - tokens / limit)
 
 
 def _prepare(*, buffer=None, limit=None, tokens=None) -> None:
   if tokens is not None:
-    raise errors.UserError("reward 'overlong': tokens are each answer's own")
+    raise errors.UserError(
+      f"reward 'overlong': expected no tokens={tokens!r}: they are the length "
+      "of each response"
+    )
   if not isinstance(buffer, int) or buffer < 1:
     raise errors.UserError(
       "reward 'overlong': expected a buffer of 1 token or more, as in "

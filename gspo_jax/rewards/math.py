@@ -1,7 +1,7 @@
 r"""Equivalence of mathematical results, MATH style: text first, then algebra.
 
-Algebra may take forever or all memory: run it in `rewards.pool`, which ends
-what does.
+Algebra may take unbounded time and memory: call it through `rewards.pool`,
+whose worker processes have limits of both.
 """
 
 import logging
@@ -10,31 +10,33 @@ import re
 from gspo_jax.rewards import numbers
 from gspo_jax.runtime import errors
 
-# Longer results are compared as text only. References of MATH stay below 200.
-LONGEST = 500
-# Relative. math-verify rounds to 6 decimals, which makes all small numbers 0;
-# 0.333333 remains 1/3.
-NEAR = 1.01e-6
+# Characters. Longer results are compared as text only; the references of MATH
+# have fewer than 200.
+MAX_LENGTH = 500
+# Relative tolerance of numbers. math-verify rounds to 6 decimals, which makes
+# all small numbers equal to 0; with this one 0.333333 still equals 1/3.
+TOLERANCE = 1.01e-6
 
 _DROPPED = re.compile(
   r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:> ]|\\displaystyle|\\\(|\\\)"
   r"|\\\[|\\\]|\^\{?\\circ\}?|\\?[$%]|~"
 )
-# Not between digits: "1 2" is not 12.
+# White space, but not between digits: "1 2" is not 12.
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\frac\s*([0-9])\s*([0-9])")
 _ROOT = re.compile(r"\\sqrt([0-9a-zA-Z])")
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _THIN = re.compile(r"[+-]?[0-9]{1,3}(?:\\,[0-9]{3})+(?:\.[0-9]+)?")
-# What may stand between two numbers without making them one.
+# Separators that keep two numbers apart.
 _GAP = re.compile(r"(?<=[0-9])(?:\s|~|\\[!,;:> ])+(?=[0-9])")
-# 6e13. math-verify reads the e as Euler's.
+# As in 6e13. math-verify reads the e as Euler's number.
 _EXPONENT = re.compile(
   r"(?<![\w\\.])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]{1,3})(?!\w|\.[0-9])"
 )
 _PERCENT = re.compile(r"\\?%")
-# What math-verify would do for the answer: the question may hold it.
+# Operators that math-verify would evaluate: the response may then repeat the
+# problem instead of solving it.
 _OPERATOR = re.compile(
   r"\\(?:sum|prod|i*int|oint|lim|gcd|lcm|[bp]?mod|max|min|[lr]?floor|[lr]?ceil"
   r"|[dt]?binom|choose|det)(?![a-zA-Z])|(?<!\\)!"
@@ -52,45 +54,46 @@ _WORK = re.compile(
 _QUOTIENT = re.compile(r"[+-]?(?:\\frac\{-?[0-9]+\}\{-?[0-9]+\}|[0-9]+/[0-9]+)")
 
 
-def equivalent(prompt: str, answer: str, reference: str) -> float:
-  r"""1.0 iff the answer's last result means the same as the reference.
+def equivalent(prompt: str, response: str, reference: str) -> float:
+  r"""1.0 iff the last result of the response means the same as the reference.
 
-  The result is what stands in the last `\boxed{}` or behind the last `####`,
-  whichever comes later. Both are normalised and compared as text, then given
-  to math-verify as LaTeX. A percent sign is a unit and dropped: `50\%` is 50,
-  not 0.5. `6e13` is a power of ten. Numbers agree if six digits do; decimals in
-  what has letters, if six places do.
+  The result is the content of the last `\boxed{}` or the rest of the line after
+  the last `####`, whichever comes later. Both sides are normalised and compared
+  as text, then compared as LaTeX by math-verify. A percent sign is a unit and
+  dropped: `50\%` is 50, not 0.5. `6e13` is a power of ten. Numbers are equal if
+  they agree in six digits, decimals in expressions with letters in six places.
 
-  What the verifier would have to work out is refused: sums, integrals and other
-  operators that the reference does not show; and, where the reference is a
-  number, all arithmetic but a quotient, a root and a power of ten. What is left
-  are other forms of the same, `x^2-1` for `(x-1)(x+1)`, in either direction.
+  The response must do the work itself. Sums, integrals and other operators are
+  wrong unless the reference has them too. Where the reference is a number, all
+  arithmetic is wrong but a quotient, a root and a power of ten. Other forms of
+  the same expression are correct, such as `x^2-1` for `(x-1)(x+1)` and the
+  reverse.
 
   Args:
     prompt: not used.
-    answer: what the policy wrote.
-    reference: a result, or a solution with one in the same places.
+    response: what the policy wrote.
+    reference: a result, or a solution with a result in the same places.
   """
-  given = numbers.result(answer)
+  result = numbers.result(response)
   expected = numbers.result(reference) or reference
-  if not given or not expected.strip():
+  if not result or not expected.strip():
     return 0.0
-  if normalised(given) == normalised(expected):
+  if normalised(result) == normalised(expected):
     return 1.0
-  if max(len(given), len(expected)) > LONGEST:
+  if max(len(result), len(expected)) > MAX_LENGTH:
     return 0.0
-  given, expected = _plain(given), _plain(expected)
+  result, expected = _plain(result), _plain(expected)
   return float(
-    _balanced(given)
-    and not _GAP.search(given)
+    _balanced(result)
+    and not _GAP.search(result)
     and not _GAP.search(expected)
-    and not _unfinished(given, expected)
-    and _verified(given, expected)
+    and not _leaves_work(result, expected)
+    and _verified(result, expected)
   )
 
 
 def normalised(text: str) -> str:
-  """One spelling for what means the same in every reading."""
+  """The text in a normal form, which never changes its meaning."""
   text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
   text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
   text = _FRACTION.sub(r"\\frac{\1}{\2}", _TEXT.sub(r"\1", text))
@@ -108,7 +111,7 @@ def normalised(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-  """Without what math-verify reads in another way."""
+  """The text without the notations that math-verify misreads."""
   text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
   if _THIN.fullmatch(text.strip()):
     text = text.replace("\\,", "")
@@ -117,7 +120,7 @@ def _plain(text: str) -> str:
 
 
 def _balanced(text: str) -> bool:
-  """Whether braces end nothing that is around the text."""
+  """Whether no brace of the text closes one around it, and none stays open."""
   depth = 0
   for brace in re.findall(r"[{}]", text):
     depth += 1 if brace == "{" else -1
@@ -126,47 +129,49 @@ def _balanced(text: str) -> bool:
   return not depth
 
 
-def _unfinished(given: str, expected: str) -> bool:
-  """Whether the result leaves the work to who compares it."""
-  sides = (given, expected)
-  used, shown = (set(_OPERATOR.findall(_NAMED.sub(r"\\\1", s))) for s in sides)
-  if not used <= shown:
+def _leaves_work(result: str, expected: str) -> bool:
+  """Whether the verifier would have to evaluate the result (`equivalent`)."""
+  used, allowed = (
+    set(_OPERATOR.findall(_NAMED.sub(r"\\\1", side)))
+    for side in (result, expected)
+  )
+  if not used <= allowed:
     return True
   text = normalised(expected)
   if numbers.number(text) is None and not _QUOTIENT.fullmatch(text):
     return False
-  # Of an equation the last side counts.
-  last = _UNIT.sub("", given.rpartition("=")[2])
+  # The result of an equation is its last side.
+  last = _UNIT.sub("", result.rpartition("=")[2])
   return bool(_WORK.search(_SCALE.sub("", last)))
 
 
-def _verified(given: str, expected: str) -> bool:
+def _verified(result: str, expected: str) -> bool:
   import math_verify
 
-  # Only LaTeX: the reader of plain expressions evaluates them as Python. No
-  # time limits of its own: they are alarms, which C code does not hear.
+  # Only LaTeX: the parser of plain expressions evaluates them as Python. No
+  # time limits of math-verify: they are alarms, which do not interrupt C.
   latex = [math_verify.LatexExtractionConfig()]
   parsed = [
     math_verify.parse(f"\\boxed{{{s}}}", latex, parsing_timeout=None)
-    for s in (expected, given)
+    for s in (expected, result)
   ]
   if not math_verify.verify(*parsed, timeout_seconds=None):
     return False
   return _near(*(_values(sides[0]) for sides in parsed))
 
 
-def _near(expected: list, given: list) -> bool:
-  """Whether numbers agree in six digits, as far as they can be told apart."""
-  close = lambda a, b: a == b or abs(a - b) <= NEAR * max(abs(a), abs(b))
-  if len(expected) == len(given):
-    return all(map(close, expected, given))
-  # A chain of equations is told in no order: one of its sides.
-  one = len(expected) == 1 and given
-  return not one or any(close(expected[0], value) for value in given)
+def _near(expected: list, result: list) -> bool:
+  """Whether two lists of numbers agree in six digits, pair by pair."""
+  close = lambda a, b: a == b or abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
+  if len(expected) == len(result):
+    return all(map(close, expected, result))
+  # The sides of a chain of equations come in no order: one of them must agree.
+  one = len(expected) == 1 and result
+  return not one or any(close(expected[0], value) for value in result)
 
 
 def _values(parsed) -> list:
-  """The numbers that a result consists of, in order; none if it has letters."""
+  """The numbers of a parsed result, sorted; [] if it has letters."""
   import sympy
 
   if isinstance(parsed, sympy.Equality):
@@ -176,7 +181,8 @@ def _values(parsed) -> list:
     return []
   matrix = isinstance(parsed, sympy.MatrixBase)
   if not matrix and parsed.is_number:
-    return [sympy.N(parsed.doit())]  # nested as it stands, N takes forever
+    # Without doit, N of a nested expression may never end.
+    return [sympy.N(parsed.doit())]
   parts = parsed if matrix else parsed.args
   values = [value for part in parts for value in _values(part)]
   return sorted(values, key=lambda v: tuple(map(float, v.as_real_imag())))
@@ -190,7 +196,7 @@ def _prepare() -> None:
       f"reward 'math' needs math-verify ({e}): pip install 'gspo_jax[math]', "
       "or name another reward"
     ) from e
-  # It warns that its time limits are off.
+  # math-verify warns that its time limits are off.
   logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 

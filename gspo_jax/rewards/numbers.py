@@ -1,4 +1,4 @@
-"""Numbers as results: exact, anchored to a mark, and ASCII only."""
+"""Numbers as results: exact decimals after a marker or in a box, ASCII only."""
 
 import decimal
 import re
@@ -13,36 +13,36 @@ _NUMBER = re.compile(
 _BRACE = re.compile(r"[{}]")
 
 
-def final_answer(prompt: str, answer: str, reference: str) -> float:
-  """1.0 iff the answer ends in `# result` (or `#### result`), the reference.
+def final_answer(prompt: str, response: str, reference: str) -> float:
+  """1.0 iff the response ends in `# result` or `#### result`, the reference.
 
-  Only the very end counts: an answer that goes on after its result, or shows
-  several, scores by what stands last. Thousands separators are ignored.
+  Only the very end counts: text after the result makes it wrong, and of several
+  results the last one counts. Thousands separators are ignored.
 
   Args:
     prompt: not used.
-    answer: what the policy wrote, without its stop token.
-    reference: the result expected.
+    response: what the policy wrote, without its stop token.
+    reference: the expected result.
   """
   # Not a regular expression: on "####..." they take cubic time.
-  _, mark, last = answer.rpartition("#")
+  _, marker, last = response.rpartition("#")
   plain = lambda s: s.strip().replace(",", "")
-  return float(bool(mark) and plain(last) == plain(reference) != "")
+  return float(bool(marker) and plain(last) == plain(reference) != "")
 
 
-def gsm8k(prompt: str, answer: str, reference: str) -> float:
-  r"""1.0 iff the answer's last result equals the reference, as exact decimals.
+def gsm8k(prompt: str, response: str, reference: str) -> float:
+  r"""1.0 iff the last result of the response equals the reference exactly.
 
-  The result is what stands on the line after the last `####`, or in the last
-  `\boxed{}`, whichever comes later; it must be one number and nothing else.
-  `18.00`, `$18`, `18%` and `18.` are 18, `1,234` is 1234. Words are refused,
-  units too ("18 million" is not 18), and so are exponents, NaN, and digits
-  other than 0 to 9.
+  The result is the rest of the line after the last `####`, or the content of
+  the last `\boxed{}`, whichever comes later. It must be one number and nothing
+  else, and is compared as an exact decimal. `18.00`, `$18`, `18%` and `18.` are
+  18, `1,234` is 1234. Refused are words and units ("18 million" is not 18),
+  exponents, NaN, and digits other than 0 to 9.
 
   Args:
     prompt: not used.
-    answer: what the policy wrote.
-    reference: a number, or a solution that ends in one behind `####`.
+    response: what the policy wrote.
+    reference: a number, or a solution that ends in one after `####`.
 
   Raises:
     ValueError: the reference is not a number.
@@ -50,12 +50,18 @@ def gsm8k(prompt: str, answer: str, reference: str) -> float:
   expected = number(reference.rpartition("####")[2])
   if expected is None:
     raise ValueError(f"expected a number as reference, got {reference[:80]!r}")
-  return float(number(result(answer) or "") == expected)
+  return float(number(result(response) or "") == expected)
 
 
-def numbered(prompt: str, answer: str, reference: str) -> float:
-  """1.0 iff the answer has a result, right or wrong, that `gsm8k` can read."""
-  return float(number(result(answer) or "") is not None)
+def numbered(prompt: str, response: str, reference: str) -> float:
+  """1.0 iff `gsm8k` can read a result in the response, correct or not.
+
+  Args:
+    prompt: not used.
+    response: what the policy wrote.
+    reference: not used.
+  """
+  return float(number(result(response) or "") is not None)
 
 
 def number(text: str) -> decimal.Decimal | None:
@@ -63,22 +69,22 @@ def number(text: str) -> decimal.Decimal | None:
   text = (
     text.strip().strip("$").replace("{,}", ",").replace("\N{MINUS SIGN}", "-")
   )
-  found = _NUMBER.fullmatch(text)
-  if not found or (found[1] and found[2]):
+  match = _NUMBER.fullmatch(text)
+  if not match or (match[1] and match[2]):
     return None
-  return decimal.Decimal(found[1] + found[2] + found[3].replace(",", ""))
+  return decimal.Decimal(match[1] + match[2] + match[3].replace(",", ""))
 
 
-def result(answer: str) -> str | None:
-  r"""What stands behind the last `####` or in the last `\boxed{}`, if any."""
-  mark, box = answer.rfind("####"), answer.rfind("\\boxed{")
-  if mark > box:
-    return answer[mark + 4 :].partition("\n")[0].strip()
-  return _braced(answer[box + 7 :]) if box >= 0 else None
+def result(response: str) -> str | None:
+  r"""The text after the last `####` or in the last `\boxed{}`; None if none."""
+  marker, box = response.rfind("####"), response.rfind("\\boxed{")
+  if marker > box:
+    return response[marker + 4 :].partition("\n")[0].strip()
+  return _braced(response[box + 7 :]) if box >= 0 else None
 
 
 def _braced(text: str) -> str | None:
-  """Up to the brace that closes one already open; None where none does."""
+  """The text up to the brace that closes one already open; None without it."""
   depth = 1
   for brace in _BRACE.finditer(text):
     depth += 1 if brace[0] == "{" else -1

@@ -1,10 +1,10 @@
-"""Scores answers in processes of their own, beside whatever else goes on.
+"""A pool of worker processes that compute rewards while the caller goes on.
 
-The caller may have threads and devices: it never forks, it starts programs,
-each a `rewards.worker`. A reward that raises, hangs, dies, eats memory or
-returns no finite number costs that answer only: it is `failed`, its total is
-what the other rewards make it, and never above 0. Where too many failed, the
-caller is to stop: `too_many`.
+The caller may have threads and devices, so it never forks: it starts programs,
+each a `rewards.worker`. A reward that raises, hangs, dies, runs out of memory
+or returns no finite number affects that response only: the response is marked
+as failed, and its total is the weighted sum of its other rewards, at most 0.
+`too_many` decides whether so many failed that the caller should stop.
 """
 
 import math
@@ -15,23 +15,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gspo_jax.rewards.process import Process
+from gspo_jax.rewards.process import Call, Process, Setup
 from gspo_jax.rewards.worker import NO_NUMBER
 from gspo_jax.runtime import errors
 
-# Answers to a fork, which takes 1-3 ms.
+# Responses per fork of a worker; a fork takes 1-3 ms.
 CHUNK = 128
 
 
 class Response(NamedTuple):
-  """What a reward may look at.
+  """A response of the policy with what its rewards need.
 
   Attributes:
-    prompt: the question.
+    prompt: what the policy read.
     text: what the policy wrote, without its stop token.
-    reference: the answer expected, in the form its rewards read.
-    tokens: length of the answer, stop token included.
-    limit: the most tokens that were allowed.
+    reference: the target, in the form that the rewards read.
+    tokens: length of the response, stop token included.
+    limit: the largest length allowed, in tokens.
   """
 
   prompt: str
@@ -41,20 +41,20 @@ class Response(NamedTuple):
   limit: int = 0
 
 
-# Made up, to call each reward once before there are any.
-_TRIAL = Response("What is 1+2?", "1+2=3\n#### 3", "3", tokens=8, limit=64)
+# Each reward is called on this one at the start.
+_EXAMPLE = Response("What is 1+2?", "1+2=3\n#### 3", "3", tokens=8, limit=64)
 
 
 class Scores(NamedTuple):
-  """Of N answers, in the order submitted.
+  """The rewards of N responses, in the order of submission.
 
   Attributes:
-    total: [N] float32, the weighted sum of `parts`; of one that failed, the
-      same if below 0, else 0: failing must not pay better than being wrong.
+    total: [N] float32, the weighted sum of `parts`. Where `failed`, the smaller
+      of that sum and 0: a failure must not pay better than a wrong response.
     parts: name of a reward (without arguments) -> [N] float32; 0 where it could
       not be computed.
-    failed: [N] bool; where true, a part of the answer could not be computed.
-    reasons: what went wrong with the first few that failed.
+    failed: [N] bool, true where some reward could not be computed.
+    reasons: up to three different reasons of failures.
   """
 
   total: np.ndarray
@@ -64,44 +64,52 @@ class Scores(NamedTuple):
 
 
 class Pending(NamedTuple):
-  """Answers being scored."""
+  """Responses whose rewards are being computed.
+
+  Attributes:
+    names: of the rewards, without arguments.
+    weights: of each reward in the total.
+    chunks: [responses][rewards] calls each; response i is in chunk i modulo the
+      number of chunks.
+  """
 
   names: tuple[str, ...]
   weights: tuple[float, ...]
   chunks: list[futures.Future]
 
   def result(self) -> Scores:
-    """Waits for all of them."""
+    """Waits for all rewards."""
     chunks = [chunk.result() for chunk in self.chunks]
-    rows = [None] * sum(map(len, chunks))
+    responses = [None] * sum(map(len, chunks))
     for i, chunk in enumerate(chunks):
-      rows[i :: len(chunks)] = chunk
-    calls = [call for row in rows for call in row]
+      responses[i :: len(chunks)] = chunk
+    calls = [call for response in responses for call in response]
     parts = np.array([value or 0.0 for value, _ in calls], np.float64)
     parts = parts.reshape(-1, len(self.names)).astype(np.float32)
-    failed = np.array([bool(reason) for _, reason in calls], bool)
+    failed = np.array([bool(failure) for _, failure in calls], bool)
     failed = failed.reshape(parts.shape).any(1)
     total = parts.astype(np.float64) @ np.float64(self.weights)
     total = np.float32(np.where(failed, np.minimum(total, 0), total))
-    reasons = tuple(dict.fromkeys(reason for _, reason in calls if reason))
+    reasons = tuple(dict.fromkeys(why for _, why in calls if why))
     by_name = dict(zip(self.names, parts.T, strict=True))
     return Scores(total, by_name, failed, reasons[:3])
 
 
 def too_many(failed: np.ndarray, most: float, *, of: str) -> str:
-  """What to stop with where a reward fails on so many answers; else "".
+  """The error message if more rewards failed than are allowed; else "".
 
   Args:
-    failed: [...] bool, of all answers, one or more.
-    most: `reward.max_failed`, the share that may fail. All may never.
-    of: what the answers are of, for the error.
+    failed: [...] bool, one for each response, one or more.
+    most: `reward.max_failed`, the share of responses that may fail. At least
+      one must succeed whatever the share.
+    of: where the responses come from, for the message.
   """
   count, size = int(failed.sum()), failed.size
   allowed = min(int(most * size + 1e-6), size - 1)
   if count <= allowed:
     return ""
   return (
-    f"{of}: {count} of {size} answers could not be scored, expected at most "
+    f"{of}: {count} of {size} responses could not be scored, expected at most "
     f"{allowed} (reward.max_failed={most:g})"
   )
 
@@ -109,20 +117,20 @@ def too_many(failed: np.ndarray, most: float, *, of: str) -> str:
 class RewardPool:
   """A pool of worker processes that call rewards; a context manager.
 
-  Each reward is called once at the start, on a made-up answer, to see that it
-  returns a number. An exception there is no mistake: the reward may expect
-  another form of answer or reference.
+  Each reward is called once at the start, on an example, to check that it
+  returns a number. It may raise there: the example may not have the form of
+  response or reference that the reward expects.
 
   Args:
-    names: rewards, as `rewards.named` reads them.
-    weights: of each in an answer's total.
-    workers: processes; each scores one answer at a time.
-    seconds: for one reward of one answer, by the clock. One that fails by
-      taking too long takes all of it.
-    memory: GiB that rewards may add to a worker; Linux alone bounds them.
+    names: specs of the rewards, as `rewards.named` reads them.
+    weights: of each reward in the total.
+    workers: processes; each handles one response at a time.
+    seconds: wall-clock time for one reward of one response. A call that times
+      out takes all of it.
+    memory: GiB that rewards may add to a worker process; enforced on Linux.
 
   Raises:
-    UserError: a reward is not there, does not import, misses something, takes
+    UserError: a reward is unknown, does not import, lacks a package, takes
       other arguments or returns no number.
   """
 
@@ -138,7 +146,7 @@ class RewardPool:
     self._names = tuple(name.partition(":")[0] for name in names)
     self._weights = tuple(weights)
     _check(self._names, self._weights, workers, seconds, memory)
-    setup = (tuple(names), seconds, memory)
+    setup = Setup(tuple(names), seconds, memory)
     self._workers = [Process(setup) for _ in range(workers)]
     self._idle = queue.SimpleQueue()
     self._threads = futures.ThreadPoolExecutor(workers, "rewards")
@@ -151,19 +159,19 @@ class RewardPool:
       self.close()
       raise
 
-  def submit(self, answers: Sequence[Response]) -> Pending:
-    """Starts to score the answers and returns at once."""
-    most = math.ceil(len(answers) / CHUNK)
-    count = min(len(answers), max(most, len(self._workers)))
-    # Every count-th, not neighbours: answers to a problem are alike in cost.
+  def submit(self, responses: Sequence[Response]) -> Pending:
+    """Starts to compute the rewards and returns at once."""
+    least = math.ceil(len(responses) / CHUNK)
+    count = min(len(responses), max(least, len(self._workers)))
+    # Every count-th, not neighbours: responses to one problem cost the same.
     chunks = [
-      self._threads.submit(self._score, list(answers[i::count]))
+      self._threads.submit(self._score, list(responses[i::count]))
       for i in range(count)
     ]
     return Pending(self._names, self._weights, chunks)
 
   def close(self) -> None:
-    """Ends the workers; what is not scored yet raises CancelledError."""
+    """Ends the workers; pending rewards raise CancelledError."""
     self._threads.shutdown(wait=False, cancel_futures=True)
     for worker in self._workers:
       worker.close()
@@ -176,16 +184,18 @@ class RewardPool:
     self.close()
 
   def _require_numbers(self) -> None:
-    (calls,) = self._workers[0].score([_TRIAL])
-    for name, (_, reason) in zip(self._names, calls, strict=True):
-      if reason and reason.startswith(f"{name}: {NO_NUMBER}"):
-        what = reason.removeprefix(f"{name}: ")
-        raise errors.UserError(f"reward {name!r}: {what} for a made-up answer")
+    (calls,) = self._workers[0].score([_EXAMPLE])
+    for name, (_, failure) in zip(self._names, calls, strict=True):
+      if failure and failure.startswith(f"{name}: {NO_NUMBER}"):
+        mistake = failure.removeprefix(f"{name}: ")
+        raise errors.UserError(
+          f"reward {name!r}: {mistake} for an example response"
+        )
 
-  def _score(self, answers: list[Response]) -> list[list[list]]:
+  def _score(self, responses: list[Response]) -> list[list[Call]]:
     worker = self._idle.get()
     try:
-      return worker.score(answers)
+      return worker.score(responses)
     finally:
       self._idle.put(worker)
 

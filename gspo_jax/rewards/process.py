@@ -1,4 +1,4 @@
-"""The caller's side of a `rewards.worker`: starts it, asks it, replaces it."""
+"""A worker process as the pool sees it: started, sent requests, replaced."""
 
 import itertools
 import json
@@ -9,20 +9,43 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent import futures
+from typing import NamedTuple
 
 from gspo_jax.runtime import errors
 
-# Seconds for a worker's imports, and of its silence beyond an answer's time.
+# Seconds for the imports of a worker, and for its silence beyond one call.
 START, GRACE = 120.0, 30.0
 
 
-class Process:
-  """One process, started again when it dies."""
+class Setup(NamedTuple):
+  """The first message to a worker.
 
-  def __init__(self, setup: tuple):
+  Attributes:
+    names: specs of the rewards, as `rewards.named` reads them.
+    seconds: wall-clock time for one call.
+    memory: GiB that rewards may add to the process.
+  """
+
+  names: tuple[str, ...]
+  seconds: float
+  memory: float
+
+
+class Call(NamedTuple):
+  """One call of a reward: its value, or why it failed (then None)."""
+
+  value: float | None
+  failure: str | None
+
+
+class Process:
+  """One worker process, replaced when it dies."""
+
+  def __init__(self, setup: Setup):
     self._setup, self._closed = setup, False
-    # Held where stdin is written to or closed, and where a process starts.
+    # Held while stdin is written to or closed, and while a process starts.
     self._lock = threading.RLock()
     self._start()
 
@@ -30,12 +53,13 @@ class Process:
     path = [os.path.abspath(folder) for folder in sys.path]
     env = os.environ | {
       "PYTHONPATH": os.pathsep.join(path),
-      # Not the devices of the run, and no more threads than rewards.
+      # Rewards must not take the accelerators, and get one thread each.
       "JAX_PLATFORMS": "cpu",
       "OMP_NUM_THREADS": "1",
       "OPENBLAS_NUM_THREADS": "1",
     }
-    # A session of its own: Ctrl-C and SIGTERM reach the run, which ends it.
+    # A session of its own: Ctrl-C and SIGTERM reach only the run, which then
+    # ends its workers.
     self._process = subprocess.Popen(
       [sys.executable, "-P", "-m", "gspo_jax.rewards.worker"],
       stdin=subprocess.PIPE,
@@ -45,53 +69,55 @@ class Process:
       bufsize=0,
     )
     os.set_blocking(self._process.stdin.fileno(), False)
-    self._room = select.poll()
-    self._room.register(self._process.stdin, select.POLLOUT)
-    self._wait = select.poll()
-    self._wait.register(self._process.stdout, select.POLLIN)
-    self._rest = b""
-    self._ask(self._setup)
+    self._writable = select.poll()
+    self._writable.register(self._process.stdin, select.POLLOUT)
+    self._readable = select.poll()
+    self._readable.register(self._process.stdout, select.POLLIN)
+    self._unread = b""
+    self._send(self._setup)
 
   def wait_ready(self) -> None:
-    answer = self._line(START)
-    if answer is None:
+    """Waits for the imports of the worker; UserError if they failed."""
+    ready = self._receive(START)
+    if ready is None:
       raise errors.UserError(
-        f"rewards {', '.join(self._setup[0])}: importing them ended or blocked "
-        "the process that scores; its output is above"
+        f"rewards {', '.join(self._setup.names)}: importing them ended or "
+        "blocked the worker process; its output is above"
       )
-    if answer[1]:
-      raise errors.UserError(answer[1])
+    if ready.failure:
+      raise errors.UserError(ready.failure)
 
-  def score(self, answers: list[tuple]) -> list[list[list]]:
-    """Of each answer, for each reward: [value, None] or [None, reason]."""
-    rows, size = [], len(answers)
-    while len(rows) < len(answers):
-      asked = answers[len(rows) : len(rows) + size]
-      got, begun = self._asked(asked)
-      rows += got
-      if len(got) == len(asked):
+  def score(self, responses: Sequence) -> list[list[Call]]:
+    """Calls every reward on every response: [responses][rewards] calls."""
+    rows, size = [], len(responses)
+    while len(rows) < len(responses):
+      chunk = responses[len(rows) : len(rows) + size]
+      complete, partial = self._request(chunk)
+      rows += complete
+      if len(complete) == len(chunk):
         continue
-      # What it died of may be one it had not yet told of, or no answer at
-      # all: from now on one at a time.
+      # The worker may have died of a response that it had not reported yet, or
+      # of none: from now on it gets one response at a time.
       if size == 1:
-        rows.append(self._filled(begun, "the process that scores ended"))
+        rows.append(self._pad(partial, "the worker process ended"))
       size = 1
       try:
         self._restart()
       except errors.UserError as e:
         if self._closed:
           raise futures.CancelledError from e
-        rows += [self._filled([], str(e)) for _ in answers[len(rows) :]]
+        rows += [self._pad([], str(e)) for _ in responses[len(rows) :]]
     return rows
 
-  def _filled(self, begun: list[list], reason: str) -> list[list]:
-    missing = len(self._setup[0]) - len(begun)
-    return begun + [[None, reason]] * missing
+  def _pad(self, calls: list[Call], failure: str) -> list[Call]:
+    missing = len(self._setup.names) - len(calls)
+    return calls + [Call(None, failure)] * missing
 
   def close(self) -> None:
+    """Ends the worker: by closing its stdin, after 2 seconds by SIGKILL."""
     with self._lock:
       self._closed = True
-      self._process.stdin.close()  # it takes that as its end
+      self._process.stdin.close()
     try:
       self._process.wait(2)
     except subprocess.TimeoutExpired:
@@ -109,26 +135,30 @@ class Process:
       self._start()
     self.wait_ready()
 
-  def _asked(self, answers: list[tuple]) -> tuple[list[list], list]:
-    """Rows, fewer if the process dies or stands still, and a part of one."""
-    if not self._ask(answers):
-      return [], []
-    width = len(self._setup[0])
-    lines = (
-      self._line(self._setup[1] + GRACE) for _ in range(width * len(answers))
-    )
-    lines = list(itertools.takewhile(lambda line: line is not None, lines))
-    whole = len(lines) // width * width
-    rows = [lines[i : i + width] for i in range(0, whole, width)]
-    return rows, lines[whole:]
+  def _request(self, responses) -> tuple[list[list[Call]], list[Call]]:
+    """The calls of complete responses, and those of one that is incomplete.
 
-  def _ask(self, request) -> bool:
-    """Writes a request; whether all of it was taken, never waiting forever."""
+    Fewer than the responses if the worker dies or hangs.
+    """
+    if not self._send(responses):
+      return [], []
+    width = len(self._setup.names)
+    lines = (
+      self._receive(self._setup.seconds + GRACE)
+      for _ in range(width * len(responses))
+    )
+    calls = list(itertools.takewhile(lambda call: call is not None, lines))
+    whole = len(calls) // width * width
+    rows = [calls[i : i + width] for i in range(0, whole, width)]
+    return rows, calls[whole:]
+
+  def _send(self, request) -> bool:
+    """Writes a request to the worker; False if it did not take all of it."""
     body = pickle.dumps(request)
     rest = memoryview(len(body).to_bytes(8, "big") + body)
     while rest:
-      # A process that stands still takes no more than the pipe holds.
-      if not self._room.poll(1000 * GRACE):
+      # A process that hangs takes no more than the pipe holds.
+      if not self._writable.poll(1000 * GRACE):
         return False
       with self._lock:
         if self._closed:
@@ -139,15 +169,15 @@ class Process:
           return False
     return True
 
-  def _line(self, seconds: float) -> list | None:
-    """The next line, read as JSON; None if none comes."""
+  def _receive(self, seconds: float) -> Call | None:
+    """The next line of the worker; None if none comes in time."""
     end = time.monotonic() + seconds
-    while b"\n" not in self._rest:
-      if not self._wait.poll(max(0, 1000 * (end - time.monotonic()))):
+    while b"\n" not in self._unread:
+      if not self._readable.poll(max(0, 1000 * (end - time.monotonic()))):
         return None
       data = os.read(self._process.stdout.fileno(), 1 << 16)
       if not data:
         return None
-      self._rest += data
-    line, _, self._rest = self._rest.partition(b"\n")
-    return json.loads(line)
+      self._unread += data
+    line, _, self._unread = self._unread.partition(b"\n")
+    return Call(*json.loads(line))

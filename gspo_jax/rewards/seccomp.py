@@ -1,10 +1,10 @@
-"""The system calls refused to programs: a filter for the kernel to check.
+"""The seccomp filter of the sandbox: system calls that programs may not make.
 
 Classic BPF, as `bwrap --seccomp` takes it (Linux,
-Documentation/userspace-api/seccomp_filter.rst). What is refused is what opens
-a way to new privileges (namespaces, mounts, BPF, keys), what holds memory that
-no limit bounds (System V), and a second process: the limits of one are then
-those of the whole program.
+Documentation/userspace-api/seccomp_filter.rst). The filter refuses calls that
+could gain privileges (namespaces, mounts, BPF, keys), calls that allocate
+memory outside of any limit (System V), and the start of a second process, so
+that the limits of one process are those of the whole program.
 """
 
 import platform
@@ -12,8 +12,8 @@ import struct
 
 from gspo_jax.runtime import errors
 
-# Numbers: asm/unistd_64.h of x86 and asm-generic/unistd.h. The first of a row
-# is x86_64's, the second aarch64's; None where it has none.
+# Call numbers on x86_64 (asm/unistd_64.h) and aarch64 (asm-generic/unistd.h);
+# None where the call does not exist.
 REFUSED = {
   "fork": (57, None),
   "vfork": (58, None),
@@ -63,10 +63,10 @@ _NUMBER, _MACHINE, _FIRST = 0, 4, 16
 
 
 def program(machine: str | None = None) -> bytes:
-  """The filter for a machine, by default this one.
+  """The BPF program of the filter for a machine, by default this one.
 
   Raises:
-    UserError: there is none for it.
+    UserError: no filter exists for that machine.
   """
   machine = machine or platform.machine()
   if machine not in _MACHINES:
@@ -74,7 +74,7 @@ def program(machine: str | None = None) -> bytes:
       "reward 'code' can confine programs on "
       f"{' and '.join(_MACHINES)} only, and this machine is {machine!r}"
     )
-  row = list(_MACHINES).index(machine)
+  column = list(_MACHINES).index(machine)
   steps = [
     (_LOAD, 0, 0, _MACHINE),
     (_EQUAL, 1, 0, _MACHINES[machine]),
@@ -84,13 +84,13 @@ def program(machine: str | None = None) -> bytes:
   if machine == "x86_64":
     steps += [(_ABOVE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
   for numbers in REFUSED.values():
-    if numbers[row] is not None:
-      steps += [(_EQUAL, 0, 1, numbers[row]), (_RETURN, 0, 0, _EPERM)]
-  # Its flags are in memory, where a filter cannot look; the C library then
-  # takes clone.
+    if numbers[column] is not None:
+      steps += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _EPERM)]
+  # The flags of clone3 are in memory, which a filter cannot read. With ENOSYS
+  # the C library falls back to clone.
   steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ENOSYS)]
   steps += [
-    (_EQUAL, 0, 4, _CLONE[row]),
+    (_EQUAL, 0, 4, _CLONE[column]),
     (_LOAD, 0, 0, _FIRST),
     (_AND, 0, 0, _THREAD | _NEW),
     (_EQUAL, 1, 0, _THREAD),

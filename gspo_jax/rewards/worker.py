@@ -1,12 +1,13 @@
-"""The process that scores: one a worker of `rewards.pool`, which starts it.
+"""The program of a worker process of `rewards.pool`, which starts it.
 
-It imports the rewards once and never calls one. Each chunk of answers is scored
-by a child forked for it, which reports call by call; what hangs is killed, with
-all it started, and what dies is replaced, behind the call it was on.
+The worker imports the rewards once and never calls one itself. For each chunk
+of responses it forks a child, which makes the calls one by one and reports each
+result. If a call hangs, the child is killed together with all processes that it
+started. If a child dies, a new one goes on after the call that ended it.
 
-In: pickles, each behind 8 bytes of length; first (names, seconds, memory), then
-lists of answers. Out: a line of JSON when ready, and one for each call of a
-reward, answer by answer: [value, null] or [null, reason].
+stdin: pickles, each after 8 bytes with its length; first a `process.Setup`,
+then lists of `pool.Response`. stdout: a line of JSON when ready, and one for
+each call of a reward, response by response: [value, null] or [null, failure].
 """
 
 import contextlib
@@ -20,47 +21,67 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from gspo_jax import rewards
 from gspo_jax.runtime import errors
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
-# How the reason begins where a reward returned something else.
+# Begins the failure of a reward that returned something else.
 NO_NUMBER = "expected a number, got"
-# Of a reward: its square, summed over a group, is finite in float32.
+# Largest size of a reward: the sum of squares over a group stays finite in
+# float32.
 _LARGEST = 1e9
 
 
 def main() -> None:
-  # Rewards print. What they print must not pass for a result.
+  # Rewards may print, and what they print must not be read as a result.
   requests, results = os.dup(0), os.dup(1)
   os.dup2(2, 1)
-  with open(os.devnull) as nothing:
-    os.dup2(nothing.fileno(), 0)
-  names, seconds, memory = receive(requests)
+  with open(os.devnull) as empty:
+    os.dup2(empty.fileno(), 0)
+  names, seconds, memory = _receive(requests)
   try:
-    functions = [(name, rewards.named(name, seconds)) for name in names]
+    functions = [rewards.named(name, seconds) for name in names]
   except errors.UserError as e:
     _send(results, [None, str(e)])
     return
-  functions = [(n, f, sorted(rewards.given(f))) for n, f in functions]
+  lengths = [sorted(rewards.length_arguments(f)) for f in functions]
+  to_call = list(zip(names, functions, lengths, strict=True))
   _prctl(_SET_CHILD_SUBREAPER, 1)
   _send(results, [None, None])
-  while (answers := receive(requests)) is not None:
-    calls = [(*f, answer) for answer in answers for f in functions]
+  while (responses := _receive(requests)) is not None:
+    calls = [_Call(*reward, r) for r in responses for reward in to_call]
     while calls:
-      calls = calls[_settle(calls, requests, results, seconds, memory) :]
+      calls = calls[_run_child(calls, requests, results, seconds, memory) :]
 
 
-def receive(source: int):
+class _Call(NamedTuple):
+  """A reward to call on a response.
+
+  Attributes:
+    name: spec of the reward.
+    reward: the function.
+    length_arguments: which of `tokens` and `limit` it takes.
+    response: a `pool.Response`.
+  """
+
+  name: str
+  reward: Callable[..., float]
+  length_arguments: Sequence[str]
+  response: Any
+
+
+def _receive(source: int):
   """The next request; None once the other end is closed."""
-  size = int.from_bytes(_exactly(source, 8), "big")
-  return pickle.loads(_exactly(source, size)) if size else None
+  size = int.from_bytes(_read_exactly(source, 8), "big")
+  return pickle.loads(_read_exactly(source, size)) if size else None
 
 
-def _exactly(source: int, size: int) -> bytes:
+def _read_exactly(source: int, size: int) -> bytes:
   parts = []
   while size and (part := os.read(source, min(size, 1 << 20))):
     parts.append(part)
@@ -72,65 +93,72 @@ def _send(results: int, message) -> None:
   os.write(results, json.dumps(message).encode() + b"\n")
 
 
-def _settle(calls, requests, results, seconds, memory) -> int:
-  """Makes calls in a new child; how many are done with, 1 or more."""
+def _run_child(calls, requests, results, seconds, memory) -> int:
+  """Makes calls in a new child; returns how many are finished, 1 or more."""
   source, sink = os.pipe()
   child = os.fork()
   if not child:
     try:
       for fd in (requests, results, source):
         os.close(fd)
-      _score_all(calls, sink, memory)
+      _make_calls(calls, sink, memory)
     finally:
       os._exit(0)
   os.close(sink)
   try:
-    settled, reason = _watch(source, requests, results, len(calls), seconds)
+    finished, failure = _forward(source, requests, results, len(calls), seconds)
   finally:
     os.close(source)
-    _clear(child)
-  # A child that died on its first call died of it. Later, it may have been of
-  # what an earlier one left behind: the rest gets another child.
-  if reason and (settled == 0 or reason != _DIED):
-    _send(results, [None, reason])
-    settled += 1
-  return settled
+    _kill_all(child)
+  # A child that died on its first call died of that call. Later it may have
+  # died of what an earlier call left behind, so the rest gets a new child.
+  if failure and (finished == 0 or failure != _DIED):
+    _send(results, [None, failure])
+    finished += 1
+  return finished
 
 
 _DIED = "its process ended"
 
 
-def _watch(source, requests, results, count, seconds) -> tuple[int, str | None]:
-  """Passes lines on as they come: how many, and why not all."""
+class _Forwarded(NamedTuple):
+  """How many results a child sent, and why not all (None if all)."""
+
+  finished: int
+  failure: str | None
+
+
+def _forward(source, requests, results, count, seconds) -> _Forwarded:
+  """Forwards the results of a child to the pool as they come."""
   wait = select.poll()
   wait.register(source, select.POLLIN)
   wait.register(requests, select.POLLIN)
-  settled, rest = 0, b""
+  finished, rest = 0, b""
   end = time.monotonic() + seconds
-  while settled < count:
+  while finished < count:
     ready = {fd for fd, _ in wait.poll(max(0, 1000 * (end - time.monotonic())))}
     if not ready:
-      return settled, f"took over {seconds:g} s"
-    if requests in ready:  # nothing is asked while this runs: it was closed
+      return _Forwarded(finished, f"took over {seconds:g} s")
+    if requests in ready:  # the pool sends nothing meanwhile: it was closed
       sys.exit()
     data = os.read(source, 1 << 16)
     if not data:
-      return settled, _DIED
+      return _Forwarded(finished, _DIED)
     lines, newline, rest = (rest + data).rpartition(b"\n")
     if newline:
       os.write(results, lines + newline)
-      settled += lines.count(b"\n") + 1
+      finished += lines.count(b"\n") + 1
       end = time.monotonic() + seconds
-  return settled, None
+  return _Forwarded(finished, None)
 
 
-def _clear(child: int) -> None:
-  """Ends a child and all that descends from it, in its session or not."""
+def _kill_all(child: int) -> None:
+  """Kills a child and all its descendants, in its session or not."""
   with contextlib.suppress(ProcessLookupError):
     os.killpg(child, signal.SIGKILL)
   with contextlib.suppress(ProcessLookupError):
     os.kill(child, signal.SIGKILL)
-  # What it left becomes a child of this process, the subreaper.
+  # Orphans of the child become children of this process, the subreaper.
   while True:
     for pid in _children():
       with contextlib.suppress(ProcessLookupError):
@@ -142,65 +170,68 @@ def _clear(child: int) -> None:
 
 
 def _children() -> list[int]:
-  me = os.getpid()
+  pid = os.getpid()
   with contextlib.suppress(OSError):
-    return [
-      int(p) for p in Path(f"/proc/{me}/task/{me}/children").read_text().split()
-    ]
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return list(map(int, pids.split()))
   return []
 
 
-def _score_all(calls, sink: int, memory: float) -> None:
-  """In the child: a line for each call."""
+def _make_calls(calls: list[_Call], sink: int, memory: float) -> None:
+  """In the child: makes the calls and writes a line for each."""
   os.setsid()
   _prctl(_SET_PDEATHSIG, signal.SIGKILL)
-  nothing = os.open(os.devnull, os.O_RDWR)
+  null = os.open(os.devnull, os.O_RDWR)
   for fd in (0, 1, 2):
-    os.dup2(nothing, fd)
-  _limit(memory)
-  me = os.getpid()
+    os.dup2(null, fd)
+  _limit_memory(memory)
+  pid = os.getpid()
   for call in calls:
-    message = _scored(*call)
-    for timer in _TIMERS:  # set by a reward, they would end the next
+    message = _make_call(call)
+    for timer in _TIMERS:  # one set by a reward would end the next reward
       signal.setitimer(timer, 0)
-    if os.getpid() != me:  # a reward forked, and both came back
+    if os.getpid() != pid:  # a reward forked, and both processes returned
       return
     _send(sink, message)
 
 
-def _limit(memory: float) -> None:
-  """Bounds what is added to the present address space, in GiB, on Linux.
+def _limit_memory(memory: float) -> None:
+  """Limits the growth of the address space, in GiB; on Linux only.
 
-  Other systems do not tell it here, and macOS bounds no address space at all.
+  /proc has its present size on Linux alone, and macOS has no such limit.
   """
   if sys.platform != "linux":
     return
   pages = int(Path("/proc/self/statm").read_text().split()[0])
-  most = pages * resource.getpagesize() + int(memory * 2**30)
+  limit = pages * resource.getpagesize() + int(memory * 2**30)
   hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-  most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-  resource.setrlimit(resource.RLIMIT_AS, (most, most))
+  limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+  resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _scored(name: str, function, measures, answer) -> list:
+def _make_call(call: _Call) -> list:
+  """[value, None] or [None, failure]."""
+  name, reward, length_arguments, response = call
   try:
-    more = {measure: getattr(answer, measure) for measure in measures}
-    value = function(answer.prompt, answer.text, answer.reference, **more)
+    lengths = {key: getattr(response, key) for key in length_arguments}
+    value = reward(
+      response.prompt, response.text, response.reference, **lengths
+    )
     if inspect.iscoroutine(value):
-      import asyncio  # here, for few rewards need it
+      import asyncio  # not above: few rewards need it
 
       value = asyncio.run(value)
-    if not hasattr(value, "__float__"):  # float() reads texts too
+    if not hasattr(value, "__float__"):  # float() also takes strings
       return [None, f"{name}: {NO_NUMBER} {type(value).__name__}"]
     if not abs(value := float(value)) <= _LARGEST:  # NaN too
       raise ValueError(f"expected a number up to 1e9, got {value}")
   except BaseException as e:
-    return [None, f"{name}: {_said(e)}"]
+    return [None, f"{name}: {_describe(e)}"]
   return [value, None]
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
   try:
     return ascii(f"{type(error).__name__}: {error}"[:200])[1:-1]
   except BaseException:

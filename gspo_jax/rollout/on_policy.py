@@ -64,7 +64,7 @@ class OnPolicy:
       context.reward_pool,
       ResponseDecoder(batch, context.tokenizer, context.group_size),
     )
-    samples = context.generate(params, prompts, key, tell=scorer.add)
+    samples = context.generate(params, prompts, key, on_finished=scorer.add)
     rewards = scorer.rewards(context.group_size, samples.lengths)
     return ScoredSamples(batch, samples, scorer.responses, rewards)
 

@@ -132,7 +132,7 @@ class PartialRollouts:
     prompts = prompts_on_device(batch, context.batch_sharding)
     key, limit = context.keys(step).sample, self.pending.tokens.shape[1]
     sample = lambda samples, stop_at: context.generate(
-      params, prompts, key, begun=samples, until=stop_at
+      params, prompts, key, resume_from=samples, stop_at=stop_at
     )
     stop_at = np.minimum(lengths + self._max_tokens, limit)
     samples = sample(self.pending, stop_at)

@@ -33,7 +33,7 @@ def make_source(
     sampler = context.generate
     source = PartialRollouts(
       context,
-      sampler.devices.fresh,
+      sampler.jitted.empty_samples,
       functions,
       max_tokens=rollout.max_tokens_per_iteration,
       shards=sampler.shards,

@@ -1,1 +1,25 @@
-"""Processes, devices and files; it knows nothing of RL."""
+"""Processes, devices and files of a run. Nothing here is specific to RL.
+
+Other wings take these modules:
+  errors         UserError, and the hint to the nearest valid choice
+  multihost      one program on many processes: start, gather, agree, barrier
+  sharding       the device mesh, and the table of parameter shardings
+  checkpoint     Checkpoints: save, verify and restore the training state
+  identity       whether a checkpoint belongs to the same run; `flatten`
+  preemption     Preemption: SIGTERM as a flag that all processes agree on
+  metric_writer  MetricWriter and to_scalars: stdout, JSON lines, TensorBoard
+  run_files      the files of a workdir, as they are written and read
+  json_lines     reads JSON-lines files
+"""
+
+__all__ = (
+  "checkpoint",
+  "errors",
+  "identity",
+  "json_lines",
+  "metric_writer",
+  "multihost",
+  "preemption",
+  "run_files",
+  "sharding",
+)

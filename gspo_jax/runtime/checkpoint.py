@@ -1,10 +1,10 @@
-"""Checkpoints: saved behind the training step, trusted only when verified.
+"""Checkpoints: saved in the background, and verified when they are restored.
 
 Orbax (its v1 API) writes and reads the arrays, on any number of devices. It
-does not notice flipped bits, casts a dtype that differs without a word, and
-counts an empty folder as the latest checkpoint. So each checkpoint carries the
-shape, dtype and checksum of every leaf, and `restore` walks from the newest to
-the oldest until one of them is whole.
+does not detect flipped bits, silently casts a dtype that differs, and takes an
+empty folder for the latest checkpoint. Therefore each checkpoint stores the
+shape, dtype and checksum of every leaf, and `restore` tries the checkpoints
+from the newest to the oldest until one passes all checks.
 """
 
 import dataclasses
@@ -21,11 +21,18 @@ from orbax.checkpoint import v1 as ocp
 
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.sharding import leaves_by_path
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-  """A checkpoint that passed every check, and the step it was saved at."""
+  """A checkpoint that passed all checks.
+
+  Attributes:
+    step: the step at which it was saved.
+    state: the pytree of arrays.
+    metadata: the JSON object that was saved with it.
+  """
 
   step: int
   state: Any
@@ -33,22 +40,23 @@ class Restored:
 
 
 class Checkpoints:
-  """The checkpoints of one run, a numbered folder each: a context manager.
+  """A context manager for the checkpoints of one run, one folder per step.
+
+  Call every method on every process. A checkpoint that one process cannot read
+  is skipped by all. The temporary folder of an interrupted save is removed by
+  the next run.
 
   Args:
     directory: a path or a `gs://` address; created if it is missing.
     every: `due` is true at multiples of this many steps.
-    keep: how many checkpoints stay on disk, the latest ones; None only reads,
-      and leaves a run that is still going on alone.
+    keep: the number of latest checkpoints to keep on disk. None opens the
+      folder for reading only: nothing in it is created or removed, so a run may
+      be writing to it.
 
   Raises:
-    UserError: `every` or `keep` is below 1, or the directory is none.
-    RuntimeError: from `save`, `wait` and the end of the `with` block, once, if
-      the save before it failed in the background.
-
-  All methods are to be called on every process, and a checkpoint that one of
-  them cannot read is none to the others. What a killed save left behind is
-  removed by the next run.
+    UserError: `every` or `keep` is below 1, or there is no such directory.
+    RuntimeError: raised once, by `save`, `wait` or the end of the `with` block,
+      if the previous save failed in the background.
   """
 
   def __init__(
@@ -64,9 +72,11 @@ class Checkpoints:
     if "://" not in str(directory):
       directory = os.path.abspath(directory)  # Orbax refuses a relative path
     self._every = every
-    self._bad: set[int] = set()
+    self._skipped: set[int] = set()
     self._last_save: int | None = None
-    multihost.run_on_all(lambda: (_make if writes else _require)(directory))
+    multihost.run_on_all(
+      lambda: (_make_folder if writes else _require_folder)(directory)
+    )
     self._orbax = ocp.training.Checkpointer(
       directory,
       preservation_policy=ocp.training.preservation_policies.LatestN(keep),
@@ -82,33 +92,33 @@ class Checkpoints:
     except RuntimeError as failed_save:
       if error is None:
         raise
-      logging.error("%s", failed_save)  # the error on its way out came first
+      logging.error("%s", failed_save)  # the first error propagates
     finally:
       self._orbax.close()
 
   def due(self, step: int) -> bool:
-    """Whether the loop should save after this step."""
+    """Whether to save after this step."""
     return step % self._every == 0
 
   def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
-    """Copies `state` to the host and returns; the writing goes on behind.
+    """Copies `state` to the host, then writes it in the background.
 
-    The buffers of `state` may be donated as soon as this returns. A readable
-    checkpoint of the same step is left as it is, an unreadable one replaced.
-    The folders that `restore` had to skip are deleted here, not before: the run
-    goes on from an older step, and they would count among the `keep` latest.
+    The buffers of `state` may be donated as soon as this returns. An existing
+    checkpoint of the same step is kept if it is readable, else replaced.
+    Folders that `restore` skipped are deleted here and not earlier: they would
+    count among the `keep` latest checkpoints.
 
     Args:
       step: the number of finished steps.
-      state: any pytree of arrays, typed PRNG keys among them.
-      metadata: JSON; `restore` gives it back.
+      state: a pytree of arrays, which may be typed PRNG keys.
+      metadata: a JSON object, returned by `restore`.
     """
     self.wait()
     if self._has(step):
       return
-    for bad in sorted(self._bad):
-      self._orbax.delete(bad)
-    self._bad.clear()
+    for skipped in sorted(self._skipped):
+      self._orbax.delete(skipped)
+    self._skipped.clear()
     self._last_save = step
     record = {"specs": _specs(state), "checksums": checksums(state)}
     self._orbax.save_checkpointables_async(
@@ -119,7 +129,7 @@ class Checkpoints:
     )
 
   def wait(self) -> None:
-    """Returns when the last save is on disk; raises if it never will be."""
+    """Waits until the last save is on disk; RuntimeError if it failed."""
     try:
       self._orbax.wait()
     except Exception as error:
@@ -136,22 +146,22 @@ class Checkpoints:
     only: int | None = None,
     part: bool = False,
   ) -> Restored | None:
-    """The newest checkpoint that is whole, or None if there are no folders.
+    """The newest checkpoint that passes all checks; None if there is none.
 
-    A step that cannot be read, or whose checksums differ, costs one warning
-    and the next older one is tried.
+    A checkpoint that cannot be read, or whose checksums differ, is skipped with
+    one warning, and the next older one is tried.
 
     Args:
-      abstract_state: `jax.ShapeDtypeStruct`s that carry the shardings wanted
-        now; those at the time of the save do not matter.
-      accept: called with step and metadata before the arrays are read; what it
-        raises ends the search.
-      only: this step and no other.
-      part: `abstract_state` is a dict of some parts of what was saved.
+      abstract_state: a pytree of `jax.ShapeDtypeStruct` with the shardings of
+        the result. They may differ from the shardings at the time of the save.
+      accept: called with step and metadata before the arrays are read. An
+        exception that it raises ends the search.
+      only: the one step to try.
+      part: `abstract_state` is a dict with some of the saved entries only.
 
     Raises:
-      UserError: step `only` is not there, a leaf has another shape or dtype
-        than was saved, or there are folders and none of them is whole.
+      UserError: there is no step `only`, a leaf has another shape or dtype than
+        the saved one, or checkpoints exist but none passes the checks.
     """
     self.wait()
     steps = self._steps()
@@ -167,19 +177,24 @@ class Checkpoints:
       if (saved := self._try(step, self._read)) is None:
         continue
       multihost.run_on_all(functools.partial(accept, step, saved["user"]))
-      specs = saved["specs"], _specs(abstract_state)
+      saved_specs = saved["specs"]
       if part:
-        wanted = tuple(f"{name}/" for name in abstract_state)
-        kept = {k: v for k, v in specs[0].items() if k.startswith(wanted)}
-        specs = kept, specs[1]
+        prefixes = tuple(f"{name}/" for name in abstract_state)
+        saved_specs = {
+          path: spec
+          for path, spec in saved_specs.items()
+          if path.startswith(prefixes)
+        }
       multihost.run_on_all(
-        functools.partial(_require_same_leaves, step, *specs)
+        functools.partial(
+          _require_same_leaves, step, saved_specs, _specs(abstract_state)
+        )
       )
-      if (state := self._try(step, self._load, abstract_state)) is None:
+      if (state := self._try(step, self._load, abstract_state, part)) is None:
         continue
-      if self._try(step, _require_sums, state, saved["checksums"]):
+      if self._try(step, _require_checksums, state, saved["checksums"]):
         return Restored(step, state, saved["user"])
-      del state  # else it stays on the device during the next load
+      del state  # frees its device memory before the next one is loaded
     if steps:
       raise multihost.AgreedError(
         f"none of the checkpoints {steps} in {self._orbax.directory} could be "
@@ -191,21 +206,21 @@ class Checkpoints:
     return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
   def _has(self, step: int) -> bool:
-    if step not in self._steps() or step in self._bad:
+    if step not in self._steps() or step in self._skipped:
       return False
     return self._try(step, self._read) is not None
 
   def _try(self, step: int, read: Callable, *args) -> Any:
-    """What `read` returns; None if it fails on any process."""
+    """The result of `read(step, *args)`; None if it fails on any process."""
     try:
-      found, wrong = read(step, *args), ""
+      result, cause = read(step, *args), ""
     except Exception as error:
-      found, wrong = None, _cause(error)
-    if not (causes := list(filter(None, multihost.allgather_text(wrong)))):
-      return found
+      result, cause = None, _cause(error)
+    if not (causes := list(filter(None, multihost.allgather_text(cause)))):
+      return result
     if multihost.is_primary():
       logging.warning("checkpoint %d skipped: %s", step, causes[0])
-    self._bad.add(step)
+    self._skipped.add(step)
     return None
 
   def _read(self, step: int) -> dict[str, Any]:
@@ -214,16 +229,14 @@ class Checkpoints:
       raise ValueError(f"its metadata lacks {sorted(missing)}")
     return saved
 
-  def _load(self, step: int, abstract_state: Any) -> Any:
-    # Each process by itself: one that fails would leave the others waiting at
-    # Orbax's barrier after a load, for five minutes.
-    alone = ocp.Context()
-    # A state of an earlier version lacks the fields that are None; which leaves
-    # must be there is asked before.
-    alone.pytree.loading.partial_load = True
-    alone.multiprocessing.primary_host = jax.process_index()
-    alone.multiprocessing.active_processes = {jax.process_index()}
-    with alone:
+  def _load(self, step: int, abstract_state: Any, part: bool) -> Any:
+    # Each process loads by itself: Orbax has a barrier after a load, at which
+    # the others would wait five minutes for a process that failed.
+    local = ocp.Context()
+    local.pytree.loading.partial_load = part
+    local.multiprocessing.primary_host = jax.process_index()
+    local.multiprocessing.active_processes = {jax.process_index()}
+    with local:
       return ocp.load(
         self._orbax.directory / str(step),
         abstract_state,
@@ -231,35 +244,37 @@ class Checkpoints:
       )
 
 
-def _require(directory: str | os.PathLike) -> None:
+def _require_folder(directory: str | os.PathLike) -> None:
   if not epath.Path(directory).is_dir():
     raise UserError(f"checkpoints in {str(directory)!r}: no such folder")
 
 
-def _make(directory: str | os.PathLike) -> None:
+def _make_folder(directory: str | os.PathLike) -> None:
   try:
     epath.Path(directory).mkdir(parents=True, exist_ok=True)
   except OSError as error:
     raise UserError(f"checkpoints in {str(directory)!r}: {error}") from error
 
 
-def _require_sums(step: int, state: Any, wanted: dict[str, int]) -> bool:
-  """True; ValueError naming a leaf of another checksum than `wanted`."""
-  found = checksums(state)
-  if wrong := [path for path in found if found[path] != wanted[path]]:
-    raise ValueError(f"the checksum of {wrong[0]!r} differs, {len(wrong)=}")
+def _require_checksums(step: int, state: Any, saved: dict[str, int]) -> bool:
+  """True; ValueError if the checksum of a leaf is not the saved one."""
+  computed = checksums(state)
+  if wrong := [path for path in computed if computed[path] != saved[path]]:
+    raise ValueError(
+      f"the checksum of {wrong[0]!r} differs, as do {len(wrong) - 1} others"
+    )
   return True
 
 
 def checksums(tree: Any) -> dict[str, int]:
-  """One number below 2^32 for each leaf, the same under every sharding.
+  """One number below 2^32 for each leaf, independent of its sharding.
 
-  sum_i m(w_i xor p_i) mod 2^32 over the words w_i of a leaf, where p_i is the
-  position times an odd constant and m a bijection of 32 bits. Hence a change
-  within one word is always seen, and one of several words, such as a swap,
-  is missed once in 2^32.
+  The checksum of a leaf with words w_i is sum_i m(w_i xor p_i) mod 2^32, where
+  p_i is the position i times an odd constant and m a bijection of 32 bits. A
+  change within one word is always detected. A change of several words, such as
+  a swap, is missed with probability 2^-32.
   """
-  sums = jax.device_get(_checksums(_leaves(tree)))
+  sums = jax.device_get(_checksums(leaves_by_path(tree)))
   return {path: int(value) for path, value in sums.items()}
 
 
@@ -275,8 +290,8 @@ def _checksum(leaf: jax.Array) -> jax.Array:
     index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
     position = position * jnp.uint32(size) + index
   mixed = words ^ (position * jnp.uint32(0x9E3779B1))
-  # The finaliser of MurmurHash3. A plain weighted sum will not do: with odd
-  # weights it cannot see x and -x trade places, 2^31 times an even number.
+  # The finaliser of MurmurHash3. A plain weighted sum with odd weights would
+  # miss a swap of x and -x, which changes it by 2^31 times an even number.
   mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
   mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
   return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
@@ -292,27 +307,20 @@ def _words(leaf: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(leaf, word).astype(jnp.uint32)
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-    for path, leaf in jax.tree.leaves_with_path(tree)
-  }
-
-
 def _specs(tree: Any) -> dict[str, str]:
   return {
     path: f"{leaf.dtype}{list(leaf.shape)}"
-    for path, leaf in _leaves(tree).items()
+    for path, leaf in leaves_by_path(tree).items()
   }
 
 
-def _require_same_leaves(step: int, found: dict, expected: dict) -> None:
-  for path in sorted(found.keys() | expected.keys()):
-    is_, should = found.get(path, "absent"), expected.get(path, "absent")
-    if is_ != should:
+def _require_same_leaves(step: int, saved: dict, expected: dict) -> None:
+  for path in sorted(saved.keys() | expected.keys()):
+    actual, wanted = saved.get(path, "absent"), expected.get(path, "absent")
+    if actual != wanted:
       raise UserError(
-        f"checkpoint {step} is of another model: leaf {path!r} is {is_}, "
-        f"expected {should}"
+        f"checkpoint {step} is of another model: leaf {path!r} is {actual}, "
+        f"expected {wanted}"
       )
 
 

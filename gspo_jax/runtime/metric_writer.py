@@ -1,13 +1,15 @@
-"""How numbers leave the program: stdout, JSON lines, TensorBoard, samples.
+"""Metrics of a run: to stdout, JSON lines, TensorBoard and sample files.
 
-Inside jit a metric is a sum and a count. `finish` fetches a step's worth of
-them and divides; `Writer` puts the quotients where people and programs look:
+Inside jit a metric is a sum and a count. `to_scalars` fetches the metrics of a
+step and divides; `MetricWriter` writes the results:
 
   metrics.jsonl             {"step": 12, "reward/mean": 0.53, ...}
-  distributions.jsonl       {"edges": [...]}, then as many counts less one, or
-                            a number a layer where the name begins with
-                            layer_: {"step": 12, "moe/layer_x": [...], ...}
-  samples/step_000012.txt   what the policy was asked, answered, and earned
+  distributions.jsonl       first {"edges": [...]}, N + 1 histogram edges; then
+                            one line a step: {"step": 12, "ratio/x": [...]}. A
+                            distribution has N counts, or one number for each
+                            layer if its name begins with layer_
+  samples/step_000012.jsonl one sample a line: {"step", "problem", "response",
+                            "reference", "reward"}
   tensorboard/              the same numbers and texts as events
 """
 
@@ -28,18 +30,18 @@ from etils import epath
 from tensorboardX import record_writer, summary
 from tensorboardX.proto import event_pb2
 
-from gspo_jax.losses import EDGES
 from gspo_jax.runtime import run_files
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.run_files import (
   RunFile,
+  Sample,
   counts_over_edges,
   line,
   open_run_files,
   short_number,
 )
 
-# The scalars of a stdout line: name, label, width and format.
+# The columns of a stdout line: metric, label, width and format.
 _COLUMNS = (
   ("reward/mean", "reward", 6, ".3f"),
   ("eval/pass@1", "pass@1", 5, ".3f"),
@@ -53,21 +55,24 @@ _COLUMNS = (
 def to_scalars(
   *metrics: Mapping[str, Any],
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-  """One transfer for all of a step's metrics, then each one's `.value()`.
+  """Fetches the metrics of a step in one transfer, and takes their values.
 
-  Those of one name are added up first.
+  Args:
+    *metrics: name -> metric, an object with a method `value` and with fields
+      that are sums. Metrics of the same name are added up first.
 
   Returns:
-    Scalars, and distributions: a histogram's counts, or a number a layer.
+    Scalars, and distributions: the counts of a histogram or one number for each
+    layer.
   """
-  scalars, distributions = {}, {}
-  sums = {}
+  totals = {}
   for part in jax.device_get([dict(m) for m in metrics]):
     for name, metric in part.items():
-      known = sums.get(name)
-      add = lambda: jax.tree.map(np.add, known, metric)  # noqa: B023
-      sums[name] = metric if known is None else add()
-  for name, metric in sums.items():
+      if name in totals:
+        metric = jax.tree.map(np.add, totals[name], metric)
+      totals[name] = metric
+  scalars, distributions = {}, {}
+  for name, metric in totals.items():
     value = np.asarray(metric.value())
     kind = distributions if value.ndim else scalars
     kind[name] = value.astype(float).tolist()
@@ -75,20 +80,23 @@ def to_scalars(
 
 
 class MetricWriter:
-  """Writes a run's numbers under `workdir`; a context manager.
+  """A context manager that writes the metrics of a run under `workdir`.
 
   Args:
-    workdir: a folder, made if missing, or a bucket (gs://..., with gcsfs).
-    total_steps: steps of the whole run, for the progress bar and the ETA.
-    resume_step: the restored step k, or 0 for a fresh start. A resumed run
-      writes its steps k+1, k+2, ... again, so their rows and samples go, and
-      TensorBoard hides their events. A fresh start moves an earlier run's rows
-      and samples to metrics.jsonl.N and samples.N, N the next free number.
-    active: False makes every method a no-op: `jax.process_index() == 0`.
+    workdir: a folder, created if missing, or a bucket (gs://..., with gcsfs).
+    total_steps: the steps of the whole run, for the progress bar and the ETA.
+    resume_step: the restored step k, or 0 for a new run. A resumed run writes
+      the steps after k again: their lines and samples are deleted, and
+      TensorBoard hides their events. A new run moves the files of an earlier
+      run to metrics.jsonl.N, distributions.jsonl.N and samples.N, where N is
+      the next free number.
+    edges: the edges of all histograms, ascending, from -inf to inf.
+    active: False makes every method a no-op, for all processes but the first.
 
   Raises:
-    UserError: workdir cannot be written, or a row of a log but the last (a
-      crash may have cut that one short: it is dropped) is not JSON.
+    UserError: workdir cannot be written, or a line of a JSON-lines file is not
+      JSON. The last line is an exception: a crash may have cut it short, and it
+      is dropped.
   """
 
   def __init__(
@@ -97,22 +105,26 @@ class MetricWriter:
     *,
     total_steps: int,
     resume_step: int,
+    edges: Sequence[float],
     active: bool = True,
   ):
     self._active, self._total_steps = active, total_steps
-    self._began, self._recent = time.monotonic(), collections.deque(maxlen=20)
-    self._logs: list[RunFile] = []
+    self._start, self._recent = time.monotonic(), collections.deque(maxlen=20)
+    self._edges = np.asarray(edges)
+    self._files: list[RunFile] = []
     if not active:
       return
     workdir = epath.Path(workdir)
     self._samples = workdir / "samples"
     try:
-      self._rows, self._distributions = open_run_files(workdir, resume_step)
+      self._metrics, self._distributions = open_run_files(
+        workdir, resume_step, self._edges
+      )
       self._events = _open_events(workdir / "tensorboard", resume_step)
-      self._logs = [self._rows, self._distributions, self._events]
+      self._files = [self._metrics, self._distributions, self._events]
     except UserError:
       raise
-    except Exception as e:  # gcsfs has an HttpError that is no OSError
+    except Exception as e:  # the HttpError of gcsfs is not an OSError
       cause = " ".join(f"{type(e).__name__}: {e}".split())
       raise UserError(f"cannot write to {str(workdir)!r}: {cause}") from e
 
@@ -120,9 +132,9 @@ class MetricWriter:
     return self
 
   def __exit__(self, *exception) -> None:
-    with contextlib.ExitStack() as closing:  # each, whatever another raises
-      for log in self._logs:
-        closing.callback(log.close)
+    with contextlib.ExitStack() as closing:  # close all, even if one fails
+      for file in self._files:
+        closing.callback(file.close)
 
   def write(
     self,
@@ -130,22 +142,26 @@ class MetricWriter:
     scalars: Mapping[str, float],
     distributions: Mapping[str, Sequence[float]] | None = None,
   ) -> None:
-    """JSON lines (NaN and infinities as null), an event, a stdout line."""
+    """Writes a step: JSON lines, a TensorBoard event and a stdout line.
+
+    In JSON, NaN and infinities are null.
+    """
     if not self._active:
       return
     step, scalars = int(step), {k: float(v) for k, v in scalars.items()}
-    row = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
-    self._rows.append(line({"step": step, **row}))
+    finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
+    self._metrics.append(line({"step": step, **finite}))
+    distributions = distributions or {}
     if distributions:
-      row = {k: [short_number(v) for v in d] for k, d in distributions.items()}
-      self._distributions.append(line({"step": step, **row}))
+      short = {k: list(map(short_number, d)) for k, d in distributions.items()}
+      self._distributions.append(line({"step": step, **short}))
     value = [{"tag": k, "simple_value": v} for k, v in scalars.items()]
-    value += [_histogram(k, d) for k, d in (distributions or {}).items()]
+    value += [_histogram(k, d, self._edges) for k, d in distributions.items()]
     self._events.append(_event(step=step, summary={"value": value}))
     self._recent.append((time.monotonic(), step))
-    elapsed = self._recent[-1][0] - self._began
+    elapsed = self._recent[-1][0] - self._start
     left = _seconds_left(self._recent, self._total_steps)
-    _say(
+    _print(
       f"{_progress(step, self._total_steps)} {_columns(scalars)} "
       f"{_clock(elapsed):>7} eta {_clock(left):>8}"
     )
@@ -153,34 +169,50 @@ class MetricWriter:
   def samples(
     self, step: int, rows: Sequence[tuple[str, str, str, float]]
   ) -> None:
-    """Rows of question, answer, reference, reward: a file, 3 of them to stdout.
+    """Writes samples to a file and to TensorBoard, and prints three of them.
 
-    What was written before comes to a bucket with them.
+    Also uploads everything written before, if the workdir is in a bucket.
+
+    Args:
+      step: of the samples.
+      rows: problem, response, reference and reward of each, one or more.
     """
     if not self._active:
       return
-    for question, answer, reference, reward in rows[:3]:
-      _say(
-        f"  reward {reward:g} | {_short(question, 32)} -> "
-        f"{_short(answer, 44)} | want {_short(reference, 12)}"
+    samples = [Sample(int(step), *row[:3], float(row[3])) for row in rows]
+    for sample in samples[:3]:
+      _print(
+        f"  reward {sample.reward:g} | {_short(sample.problem, 32)} -> "
+        f"{_short(sample.response, 44)} | want {_short(sample.reference, 12)}"
       )
-    text = run_files.format_samples(step, rows)
-    self._samples.mkdir(parents=True, exist_ok=True)
-    (self._samples / f"step_{step:06d}.txt").write_bytes(text.encode())
-    # TensorBoard reads Markdown: four spaces make it show the text as it is.
-    code = summary.text("samples", textwrap.indent(text, "    "))
+    run_files.write_samples(self._samples, int(step), samples)
+    code = summary.text("samples", _as_markdown(samples))
     self._events.append(_event(step=int(step), summary=code))
-    for log in self._logs:
-      log.send()
+    for file in self._files:
+      file.flush_to_bucket()
 
 
-def _histogram(name: str, values: Sequence[float]) -> dict[str, Any]:
-  """Counts over EDGES, or a profile: the number of layer l from l to l + 1."""
-  edges = np.arange(len(values) + 1.0)
-  if counts_over_edges(name, values, EDGES):
-    edges = np.clip(EDGES, 2 * EDGES[1], 2 * EDGES[-2])
+def _as_markdown(samples: Sequence[Sample]) -> str:
+  fields = [field for s in samples for field in s._asdict().items()]
+  text = "\n".join(f"{name}: {value}" for name, value in fields)
+  # Four spaces make Markdown show a text as it is.
+  return textwrap.indent(run_files.printable(text, keep="\n\t"), "    ")
+
+
+def _histogram(
+  name: str, values: Sequence[float], edges: np.ndarray
+) -> dict[str, Any]:
+  """A TensorBoard histogram of counts, or of one number for each layer.
+
+  The bar of layer l reaches from l to l + 1.
+  """
+  if counts_over_edges(name, values, edges):
+    edges = np.clip(edges, 2 * edges[1], 2 * edges[-2])
+  else:
+    edges = np.arange(len(values) + 1.0)
   counts = np.nan_to_num(np.asarray(values, float), posinf=0.0, neginf=0.0)
-  # TensorBoard takes them for the outer edges of the outermost filled bins.
+  # TensorBoard draws min and max as the outer edges of the outermost bins that
+  # are not empty.
   filled = np.flatnonzero(counts) if counts.any() else np.arange(len(counts))
   middles = (edges[1:] + edges[:-1]) / 2
   histogram = {
@@ -196,20 +228,21 @@ def _histogram(name: str, values: Sequence[float]) -> dict[str, Any]:
 
 
 def _open_events(folder: epath.Path, resume_step: int) -> RunFile:
-  # Not tensorboardX.SummaryWriter: when its thread fails to write once, it dies
-  # and a later add_scalar blocks forever; and it names files by the second, so
-  # that a quick restart overwrites its predecessor's.
+  # tensorboardX.SummaryWriter is not used: after one failed write its thread
+  # ends and a later add_scalar blocks forever, and it names files by the
+  # second, so a quick restart overwrites the previous file.
   folder.mkdir(parents=True, exist_ok=True)
   name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
   events = RunFile(folder / name, _event(file_version="brain.Event:2"))
-  # TensorBoard hides earlier files' events from the step of a START on.
+  # After a START event, TensorBoard hides the events of earlier files from its
+  # step on.
   step = resume_step + 1 if resume_step else 0
   events.append(_event(step=step, session_log={"status": "START"}))
   return events
 
 
 def _event(**fields) -> bytes:
-  """An event as a TFRecord: length, its CRC, data, its CRC."""
+  """An event as a TFRecord: length, its CRC, data, the CRC of the data."""
   event = event_pb2.Event(wall_time=time.time(), **fields)
   data = event.SerializeToString()
   length = struct.pack("<Q", len(data))
@@ -230,11 +263,12 @@ def _columns(scalars: Mapping[str, float]) -> str:
 
 
 def _seconds_left(recent: Sequence[tuple[float, int]], total: int) -> float:
-  """Seconds to the end at the pace of the recent steps; NaN before any."""
-  (then, first), (now, last) = recent[0], recent[-1]
-  if first == last:
+  """Seconds to the end at the pace of the recent steps; NaN with one step."""
+  (first_time, first_step), (last_time, last_step) = recent[0], recent[-1]
+  if first_step == last_step:
     return math.nan
-  return (total - last) * (now - then) / (last - first)
+  pace = (last_time - first_time) / (last_step - first_step)
+  return (total - last_step) * pace
 
 
 def _clock(seconds: float) -> str:
@@ -250,8 +284,8 @@ def _short(text: str, width: int) -> str:
   return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
 
 
-def _say(text: str) -> None:
-  # On an ASCII stdout an answer in Chinese would end the run.
+def _print(text: str) -> None:
+  # On an ASCII stdout a response in Chinese would raise and end the run.
   encoding = sys.stdout.encoding or "utf-8"
   text = text.encode(encoding, "backslashreplace").decode(encoding)
   print(text, flush=True)

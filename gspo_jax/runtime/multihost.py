@@ -1,8 +1,9 @@
-"""Many hosts as one: the start, arrays laid over all, rows read by each.
+"""One program on many processes: start, global arrays, and agreement.
 
-Every process runs the same program on its own devices. It may not raise, wait
-or branch on what it alone knows: the others would wait for it in a collective.
-With one process the functions here do nothing, or copy an array.
+Every process runs the same program on its local devices. A process must not
+raise, wait or branch on a value that only it has: the other processes would
+wait for it in the next collective. With one process the functions here do
+nothing, or copy an array.
 """
 
 import contextlib
@@ -20,13 +21,13 @@ from gspo_jax.runtime.errors import UserError
 
 T = TypeVar("T")
 
-# Seconds after which a silent process counts as dead, and for which one that
-# ends waits for the others. Then the job ends everywhere. JAX's own are 100 and
-# 300: minutes of a pod that waits for nothing.
-PATIENCE = 30
-_LONGEST = 1000  # bytes of what a process can tell the others
-# Where libtpu is installed and no TPU is: no question to a metadata server,
-# whose silence costs five lines of errors as JAX looks for its devices.
+# After this many seconds without a heartbeat a process counts as dead, and a
+# process that ends waits this long for the others. Then all processes end.
+# JAX's defaults are 100 and 300, minutes in which a pod does nothing.
+TIMEOUT_SECONDS = 30
+_MAX_TEXT_BYTES = 1000  # of `allgather_text`, for each process
+# Set where libtpu is installed but there is no TPU. Without them libtpu queries
+# a metadata server that does not answer, and prints five lines of errors.
 NO_TPU = {
   "TPU_ACCELERATOR_TYPE": "v5p-8",
   "TPU_SKIP_MDS_QUERY": "1",
@@ -36,7 +37,7 @@ NO_TPU = {
 
 
 class AgreedError(UserError):
-  """One that is raised alike on every process: for one of them to tell."""
+  """A UserError that every process raises alike; only one prints it."""
 
 
 def start(
@@ -44,62 +45,64 @@ def start(
   num_processes: int | None = None,
   process_id: int | None = None,
 ) -> None:
-  """Joins the other processes; before any use of a device.
+  """Joins the other processes of the job. Call it before any use of a device.
 
-  Without arguments it does so on a Cloud TPU slice of several hosts, and
-  nothing elsewhere.
+  Without arguments it joins the hosts of a Cloud TPU slice, and does nothing on
+  a single machine.
 
   Args:
     coordinator: HOST:PORT at which process 0 listens.
-    num_processes: of the job.
-    process_id: of this one, from 0.
+    num_processes: how many processes the job has.
+    process_id: the index of this process, from 0.
 
   Raises:
-    UserError: process 0 cannot listen there, or the hosts of a slice do not
-      find one another. JAX itself ends the process when it finds no
-      coordinator within five minutes.
+    UserError: process 0 cannot listen at that address, or the hosts of a slice
+      do not find one another. If the coordinator does not answer within five
+      minutes, JAX itself ends the process.
   """
   if not _expects_tpu():
     for name, value in NO_TPU.items():
       os.environ.setdefault(name, value)
   if coordinator is None and tpu_hosts() == 1:
     return
-  # It would swallow SIGTERM, which preemption.py listens to.
+  # This service would catch the SIGTERM that preemption.py handles.
   jax.config.update("jax_enable_preemption_service", False)
   try:
     jax.distributed.initialize(
       coordinator,
       num_processes,
       process_id,
-      # What was said is not to be mixed with what Slurm or Kubernetes say.
+      # The flags alone count, not the variables of Slurm or Kubernetes.
       cluster_detection_method="deactivate" if coordinator else None,
-      heartbeat_timeout_seconds=PATIENCE,
-      shutdown_timeout_seconds=PATIENCE,
+      heartbeat_timeout_seconds=TIMEOUT_SECONDS,
+      shutdown_timeout_seconds=TIMEOUT_SECONDS,
     )
   except RuntimeError as error:
     where = f"--coordinator={coordinator}" if coordinator else "TPU slice"
     raise UserError(f"{where}: {error}") from error
-  except ValueError:  # JAX knows of no cluster: `require_joined` has the rest
+  except ValueError:  # JAX detects no cluster; see `require_joined`
     if coordinator:
       raise
 
 
 def require_joined() -> None:
-  """UserError where JAX knows of processes that were not joined by `start`."""
+  """UserError if JAX has several processes that `start` did not join."""
   if jax.process_count() > 1 and not jax.distributed.is_initialized():
     raise UserError(
       f"{jax.process_count()} processes, but jax.distributed.initialize() was "
-      "not called before the first use of a device: it is what saves "
-      "checkpoints of several hosts, and stops them together"
+      "not called before the first use of a device: it is needed to save "
+      "checkpoints of several hosts and to stop them together"
     )
 
 
 def tpu_hosts() -> int:
-  """Hosts of the Cloud TPU slices that this process is on; 1 elsewhere.
+  """The number of hosts of this Cloud TPU slice; 1 on any other machine.
 
-  It asks what `jax.distributed.initialize` would ask, but first: that would
-  wait five minutes for a coordinator named "local" on a notebook's TPU. 0 where
-  only that can say.
+  It repeats the detection of `jax.distributed.initialize`, which on a
+  notebook's TPU would wait five minutes for a coordinator named "local".
+
+  Returns:
+    The number of hosts, or 0 if only `jax.distributed.initialize` can find it.
   """
   if not _expects_tpu():
     return 1
@@ -107,10 +110,10 @@ def tpu_hosts() -> int:
     if name in os.environ:  # Kubernetes, notebooks
       slices = int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
       return slices * len(os.environ[name].split(","))
-  # A TPU VM learns it from Google's metadata server; only JAX knows how.
+  # On a TPU VM the number comes from Google's metadata server, through JAX.
   try:
     from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
-  except ImportError:  # no public name, so another JAX may have another
+  except ImportError:  # a private name, which another JAX version may not have
     return 0
   if GceTpuCluster.is_env_present():
     return GceTpuCluster.get_process_count()
@@ -118,24 +121,24 @@ def tpu_hosts() -> int:
 
 
 def _expects_tpu() -> bool:
-  # `import jax` puts "tpu" there where it sees chips, unless told otherwise.
+  # `import jax` adds "tpu" where it finds chips, unless JAX_PLATFORMS is set.
   return "tpu" in (jax.config.jax_platforms or "")
 
 
 def is_primary() -> bool:
-  """Whether this is the process that prints and writes."""
+  """Whether this is process 0, the only one that prints and writes files."""
   return jax.process_index() == 0
 
 
 def print_once(*text) -> None:
-  """Prints, once for all processes."""
+  """Prints on process 0 only."""
   if is_primary():
     print(*text, flush=True)
 
 
 def barrier() -> None:
-  """Waits for all the processes."""
-  multihost_utils.sync_global_devices("meet")
+  """Waits until every process has called it."""
+  multihost_utils.sync_global_devices("barrier")
 
 
 def any_process(flag: bool) -> bool:
@@ -146,59 +149,73 @@ def any_process(flag: bool) -> bool:
 
 
 def allgather_text(text: str) -> list[str]:
-  """What each process has to tell, cut to 1000 bytes."""
-  mine = text.encode()[:_LONGEST].ljust(_LONGEST, b"\0")
-  everyones = multihost_utils.process_allgather(np.frombuffer(mine, np.uint8))
-  return [bytes(b).rstrip(b"\0").decode(errors="ignore") for b in everyones]
+  """The text of each process, in process order, cut to 1000 bytes each."""
+  local = text.encode()[:_MAX_TEXT_BYTES].ljust(_MAX_TEXT_BYTES, b"\0")
+  gathered = multihost_utils.process_allgather(np.frombuffer(local, np.uint8))
+  return [bytes(b).rstrip(b"\0").decode(errors="ignore") for b in gathered]
 
 
 def run_on_all(work: Callable[[], T]) -> T:
-  """`work()`; a UserError on one process is `Agreed` on all.
+  """Calls `work()` on every process, and raises on all if it fails on one.
 
-  Nothing in `work` may wait for the other processes.
+  `work` must not wait for the other processes.
+
+  Raises:
+    AgreedError: `work` raised a UserError on some process.
   """
   try:
-    result, wrong = work(), ""
+    result, message = work(), ""
   except UserError as error:
-    result, wrong = None, str(error) or "UserError"
-  for number, text in enumerate(allgather_text(wrong)):
+    result, message = None, str(error) or "UserError"
+  for process, text in enumerate(allgather_text(message)):
     if text:
-      raise AgreedError(text if text == wrong else f"process {number}: {text}")
+      raise AgreedError(
+        text if text == message else f"process {process}: {text}"
+      )
   return result
 
 
 def require_same(settings: Mapping[str, Any]) -> None:
-  """`Agreed` naming the first setting that differs between processes."""
-  if (
-    len(set(allgather_text(str(zlib.crc32(repr(list(settings)).encode()))))) > 1
-  ):
+  """Checks that all processes have the same settings.
+
+  Raises:
+    AgreedError: with the name of the first setting that differs.
+  """
+  names = str(zlib.crc32(repr(list(settings)).encode()))
+  if len(set(allgather_text(names))) > 1:
     raise AgreedError("the processes were started with different config files")
-  mine = [zlib.crc32(repr(value).encode()) for value in settings.values()]
-  theirs = multihost_utils.process_allgather(np.array(mine, np.uint32))
-  for name, column in zip(settings, theirs.T, strict=True):
+  local = [zlib.crc32(repr(value).encode()) for value in settings.values()]
+  gathered = multihost_utils.process_allgather(np.array(local, np.uint32))
+  for name, column in zip(settings, gathered.T, strict=True):
     if other := np.flatnonzero(column != column[0]).tolist():
       raise AgreedError(
         f"{name} is not the same everywhere: process {other[0]} has another "
-        "than process 0"
+        "value than process 0"
       )
 
 
 def require_shared(workdir: epath.Path) -> None:
-  """`Agreed` unless every process can write there, and sees the others."""
+  """Checks that all processes can write to `workdir`, and share it.
+
+  Each process writes a probe file and removes it again.
+
+  Raises:
+    AgreedError: a process cannot write, or does not see the others' files.
+  """
   probe = lambda process: workdir / f".writable.{process}"
-  local_rows = probe(jax.process_index())
+  local_probe = probe(jax.process_index())
 
   def write():
     try:
       workdir.mkdir(parents=True, exist_ok=True)
-      local_rows.write_text(".")  # a full disk takes an empty file
+      local_probe.write_text(".")  # not empty: a full disk takes an empty file
     except Exception as error:
       raise UserError(
         f"--workdir={str(workdir)!r} cannot be written: "
         f"{type(error).__name__}: {error}"
       ) from error
 
-  def look():
+  def see_all():
     if not all(probe(i).exists() for i in range(jax.process_count())):
       raise UserError(
         f"--workdir={str(workdir)!r} is not one folder for all hosts: expected "
@@ -207,15 +224,15 @@ def require_shared(workdir: epath.Path) -> None:
 
   try:
     run_on_all(write)
-    run_on_all(look)
+    run_on_all(see_all)
   finally:
-    # It may be missing, and no process may raise on what it alone knows.
+    # The file may be missing, and a process must not raise alone.
     with contextlib.suppress(Exception):
-      local_rows.unlink()
+      local_probe.unlink()
 
 
 def to_global(tree, sharding: jax.sharding.Sharding):
-  """Global arrays, from numpy ones that every process has whole."""
+  """Global arrays from numpy arrays that every process holds whole."""
 
   def put(x):
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
@@ -224,13 +241,16 @@ def to_global(tree, sharding: jax.sharding.Sharding):
 
 
 def local_rows(array: jax.Array) -> dict[int, np.ndarray]:
-  """The rows of a global array that are this process's, by their number.
+  """The rows of a global [B, ...] array that this process owns.
 
-  Along `tensor` a row lies on several devices, and perhaps on several hosts:
-  one of them has it for its own.
+  Along the `tensor` axis several devices, perhaps of several hosts, hold the
+  same row. Exactly one process owns it: the one with its first replica.
+
+  Returns:
+    Row number in [0, B) -> row, in ascending order.
   """
-  is_primary = [s for s in array.addressable_shards if s.replica_id == 0]
-  shards = {s.index[0].start or 0: s.data for s in is_primary}
+  first_replicas = [s for s in array.addressable_shards if s.replica_id == 0]
+  shards = {s.index[0].start or 0: s.data for s in first_replicas}
   return {
     begin + i: row
     for begin, rows in sorted(jax.device_get(shards).items())
@@ -239,23 +259,23 @@ def local_rows(array: jax.Array) -> dict[int, np.ndarray]:
 
 
 def allgather_rows(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
-  """All rows' values, on every process, from the own ones of each.
+  """Joins one value for each row from all processes.
 
   Args:
-    values: one for each row of `own(like)`.
+    values: row number -> value, for each row of `local_rows(like)`.
     like: [B].
 
   Returns:
-    [B] float32.
+    [B] float32, the same on every process.
   """
-  mine = np.zeros(like.shape[0], np.float32)
+  local = np.zeros(like.shape[0], np.float32)
   for i, value in values.items():
-    mine[i] = value
-  # Every row has one owner, whose value no other may recompute: a verdict can
-  # depend on the clock.
-  return multihost_utils.process_allgather(mine[None], tiled=True).sum(0)
+    local[i] = value
+  # A row's value comes from its owner alone: a reward with a time limit may
+  # differ if another process computes it again.
+  return multihost_utils.process_allgather(local[None], tiled=True).sum(0)
 
 
 def to_host(tree):
-  """Global arrays whole, as numpy, on every process."""
+  """Global arrays as whole numpy arrays, on every process."""
   return multihost_utils.process_allgather(tree, tiled=True)

@@ -1,4 +1,4 @@
-"""Preemption: a SIGTERM is a request for one last checkpoint, not the end."""
+"""Preemption: SIGTERM asks the training loop to save and stop."""
 
 import signal
 import threading
@@ -7,26 +7,26 @@ from gspo_jax.runtime import multihost
 
 
 class Preemption:
-  """Turns SIGTERM into a flag for the loop: a context manager.
+  """A context manager that turns SIGTERM into a flag for the training loop.
 
-  A signal handler sets `requested`, of this process, and the handler before it
-  is put back at the end. Python allows that in the main thread only: entered in
-  another one, this process hears of no SIGTERM of its own. SIGINT stays
-  KeyboardInterrupt.
+  A signal handler sets `requested` in this process. At the end of the context
+  the previous handler is restored. Python allows signal handlers in the main
+  thread only: in any other thread this process ignores its own SIGTERM. SIGINT
+  still raises KeyboardInterrupt.
 
-  Not JAX's preemption service: it compares step numbers, Orbax asks it too at
-  each save, and where the two count differently (a cold start and then RL, a
-  resumed run) a SIGTERM is lost.
+  JAX's preemption service is not used. It compares step numbers, and Orbax
+  queries it at each save: where the two count steps differently (a cold start
+  followed by RL, a resumed run), it loses a SIGTERM.
   """
 
   requested: bool = False
-  _agreed: bool = False  # what `reached` said, on every process
+  _agreed: bool = False  # the result of `reached`, equal on every process
 
   def __enter__(self) -> "Preemption":
     self._handles = threading.current_thread() is threading.main_thread()
     if self._handles:
       previous = signal.signal(signal.SIGTERM, self._request)
-      # None: a handler that Python does not know, such as that service's.
+      # None: the previous handler was not set from Python (JAX's service).
       self._previous = signal.SIG_DFL if previous is None else previous
     return self
 
@@ -35,12 +35,12 @@ class Preemption:
       signal.signal(signal.SIGTERM, self._previous)
 
   def reached(self) -> bool:
-    """Whether to save and stop now; to be asked at once by every process.
+    """Whether any process got a SIGTERM. Every process must call this together.
 
-    A SIGTERM to one is a request to all. One that comes while they ask is for
-    the next time.
+    A SIGTERM that arrives during the call counts at the next call. After the
+    first True the result stays True.
     """
-    # Only the handler writes `requested`, which may come true at any moment.
+    # Only the handler writes `requested`, and it can run at any moment.
     self._agreed = self._agreed or multihost.any_process(self.requested)
     return self._agreed
 

@@ -1,7 +1,8 @@
-"""The files of rows that a run writes, and what of them a start keeps.
+"""The JSON-lines and sample files of a run, and how a start treats them.
 
-A start after step k keeps the rows up to k; a fresh one moves an earlier run's
-files to NAME.N, N the next number that is free for all of them.
+A run that resumes after step k keeps the lines and samples up to k. A new run
+moves the files of an earlier run to NAME.N, where N is the next number that is
+free for all of them.
 """
 
 import io
@@ -15,85 +16,104 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from gspo_jax.losses import EDGES
+from gspo_jax.runtime import json_lines
 from gspo_jax.runtime.errors import UserError
 
-SEND_EVERY = 30.0  # seconds
+UPLOAD_SECONDS = 30.0  # between two uploads of a file to a bucket
 
 
 class RunFile:
-  """A file that grows, whole lines (or events) at a time.
+  """A file that grows by whole lines or events.
 
-  In a folder each of them is there at once. gcsfs opens "ab" as "wb"
-  (fsspec/gcsfs#533), so for a bucket the whole is held here and put again, MBs
-  late in a run: at an append `SEND_EVERY` after the last time, by `send` and by
-  `close`. A SIGKILL, or a host that vanishes, loses what came since; an
-  exception and a SIGTERM, which end in `close`, lose nothing.
+  In a folder, each append is on disk at once. In a bucket, gcsfs opens "ab" as
+  "wb" (fsspec/gcsfs#533), so the whole content (MBs late in a run) is kept in
+  memory and uploaded again: by the first append at least `UPLOAD_SECONDS` after
+  the last upload, by `flush_to_bucket` and by `close`. Exceptions and SIGTERM
+  end in `close` and lose nothing; a SIGKILL or a lost host loses the data since
+  the last upload.
   """
 
-  def __init__(self, path: epath.Path, kept: bytes):
+  def __init__(self, path: epath.Path, content: bytes):
     self._bucket = path if "://" in str(path) else None
     if self._bucket:
       self._file = io.BytesIO()
-      self._file.write(kept)
-      self._waits = True
-      self.send()
+      self._file.write(content)
+      self._pending = True
+      self.flush_to_bucket()
     else:
       temporary = path.with_name(path.name + ".tmp")
-      temporary.write_bytes(kept)
+      temporary.write_bytes(content)
       self._file = temporary.replace(path).open("ab")
 
   def append(self, data: bytes) -> None:
     self._file.write(data)
     self._file.flush()
     if self._bucket:
-      self._waits = True
-      if time.monotonic() - self._sent >= SEND_EVERY:
-        self.send()
+      self._pending = True
+      if time.monotonic() - self._uploaded_at >= UPLOAD_SECONDS:
+        self.flush_to_bucket()
 
-  def send(self) -> None:
-    """Puts what waits into the bucket."""
-    if self._bucket and self._waits:
+  def flush_to_bucket(self) -> None:
+    """Uploads appended data to the bucket; does nothing for a local file."""
+    if self._bucket and self._pending:
       self._bucket.write_bytes(self._file.getvalue())
-      self._sent, self._waits = time.monotonic(), False
+      self._uploaded_at, self._pending = time.monotonic(), False
 
   def close(self) -> None:
-    self.send()
+    self.flush_to_bucket()
     self._file.close()
 
 
-def open_run_files(workdir: epath.Path, resume_step: int) -> list[RunFile]:
-  """Clears what the run will write again, and opens what it writes rows to."""
+class RunFiles(NamedTuple):
+  """The JSON-lines files of a run."""
+
+  metrics: RunFile
+  distributions: RunFile
+
+
+def open_run_files(
+  workdir: epath.Path, resume_step: int, edges: Sequence[float]
+) -> RunFiles:
+  """Opens the JSON-lines files, without what the run will write again.
+
+  Args:
+    workdir: a folder or bucket; created if missing.
+    resume_step: the last step to keep; 0 moves the old files aside.
+    edges: of all histograms; the first line of distributions.jsonl.
+
+  Raises:
+    UserError: a line is not JSON, or the file has other histogram edges.
+  """
   workdir.mkdir(parents=True, exist_ok=True)
-  edges = line({"edges": [short_number(edge) for edge in EDGES.tolist()]})
-  heads = {"metrics.jsonl": b"", "distributions.jsonl": edges}
-  paths = {name: workdir / name for name in heads}
+  first_line = line({"edges": [short_number(float(edge)) for edge in edges]})
+  headers = {"metrics.jsonl": b"", "distributions.jsonl": first_line}
+  paths = {name: workdir / name for name in headers}
   samples = workdir / "samples"
-  texts = {
-    name: path.read_bytes() if path.exists() else heads[name]
+  contents = {
+    name: path.read_bytes() if path.exists() else headers[name]
     for name, path in paths.items()
   }
   if resume_step:
-    texts = {
-      name: _rows_until(resume_step, texts[name], paths[name], head)
-      for name, head in heads.items()
+    contents = {
+      name: _lines_until(resume_step, contents[name], paths[name], header)
+      for name, header in headers.items()
     }
     _drop_samples_after(resume_step, samples)
   else:
-    written = [paths[name] for name in heads if texts[name] != heads[name]]
-    _set_aside(written + ([samples] if samples.exists() else []))
-    texts = heads
-  return [RunFile(path, texts[name]) for name, path in paths.items()]
+    old = [paths[name] for name in headers if contents[name] != headers[name]]
+    _move_aside(old + ([samples] if samples.exists() else []))
+    contents = headers
+  return RunFiles(*(RunFile(paths[name], contents[name]) for name in paths))
 
 
 def _drop_samples_after(step: int, folder: epath.Path) -> None:
   for file in folder.iterdir() if folder.exists() else ():
-    name = re.fullmatch(r"step_(\d+)\.txt", file.name)
+    name = _SAMPLE_FILE.fullmatch(file.name)
     if name and int(name[1]) > step:
       file.unlink()
 
 
-def _set_aside(paths: Sequence[epath.Path]) -> None:
+def _move_aside(paths: Sequence[epath.Path]) -> None:
   for n in itertools.count(1):
     targets = [p.with_name(f"{p.name}.{n}") for p in paths]
     if not any(target.exists() for target in targets):
@@ -102,94 +122,98 @@ def _set_aside(paths: Sequence[epath.Path]) -> None:
     path.rename(target)
 
 
-def _rows_until(step: int, text: bytes, path: epath.Path, head: bytes) -> bytes:
-  """`head`, and the rows up to `step` of a log that began with it."""
-  if text and not text.startswith(head):
+def _lines_until(
+  step: int, content: bytes, path: epath.Path, header: bytes
+) -> bytes:
+  """`header` and the lines up to `step` of a file that began with `header`."""
+  if content and not content.startswith(header):
     raise UserError(
-      f"{path}, line 1: {text[:60]=}, expected the edges that gspo_jax.losses "
-      "has now; move the file away"
+      f"{path}, line 1: {content[:60]=}, expected the histogram edges of this "
+      "version; move the file away"
     )
-  lines, kept = text.removeprefix(head).splitlines(), [head]
-  for n, row in enumerate(lines, 1):
-    try:
-      if json.loads(row)["step"] <= step:
-        kept.append(row + b"\n")
-    except (ValueError, KeyError, TypeError) as e:
-      if n < len(lines):
-        raise UserError(
-          f"{path}, line {n + bool(head)}: {row[:60]=}, expected a JSON "
-          "object with a step; mend the line or move the file away"
-        ) from e
+  lines = json_lines.parse(content.splitlines(), path, drop_partial=True)
+  kept = [header]
+  for where, record in itertools.islice(lines, bool(header), None):
+    if step_of(record, where) <= step:
+      kept.append(line(record))
   return b"".join(kept)
 
 
+def step_of(record: Mapping[str, Any], where: str) -> int:
+  """The step of a record; UserError if it has none."""
+  if not isinstance(record.get("step"), int):
+    raise UserError(
+      f"{where}: {str(record)[:60]}: expected a step; correct the line or move "
+      "the file away"
+    )
+  return record["step"]
+
+
 def counts_over_edges(name: str, values: Sequence, edges: Sequence) -> bool:
-  """Whether it is a histogram's counts; else `layer_*`, a number a layer.
+  """Whether a distribution is histogram counts, not one number for each layer.
 
-  A model may have as many layers as a histogram has bins.
+  The name decides, too: a model may have as many layers as there are bins.
   """
-  profile = name.rpartition("/")[2].startswith("layer_")
-  return len(values) == len(edges) - 1 and not profile
+  by_layer = name.rpartition("/")[2].startswith("layer_")
+  return len(values) == len(edges) - 1 and not by_layer
 
 
-def line(row: Mapping[str, Any]) -> bytes:
-  return json.dumps(row).encode() + b"\n"
+def line(record: Mapping[str, Any]) -> bytes:
+  """One line of a JSON-lines file."""
+  return json.dumps(record).encode() + b"\n"
 
 
 def short_number(value: float) -> float | None:
-  """Counts as they are, else 6 digits: a line has hundreds of them."""
+  """An integer as it is, else 6 digits to save space. None if not finite."""
   if not math.isfinite(value):
     return None
   return int(value) if value == int(value) else float(f"{value:.6g}")
 
 
-_MARK = "(?=---- |question:|answer:|reference:)"
-
-
-_LIKE_A_MARK = re.compile(f"^(?= *{_MARK})", re.M)
-
-
-_INDENTED = re.compile(f"^ (?= *{_MARK})", re.M)
-
-
-_HEAD = re.compile(r"^---- \d+ of \d+, step \d+, reward (\S+)\n", re.M)
-
-
-_BODY = re.compile(r"question:\n(.*?)\nanswer:\n(.*)\nreference: (.*)", re.S)
-
-
 class Sample(NamedTuple):
-  """An answer as a file shows it: control characters are escaped."""
+  """One line of a sample file: what the policy wrote, and its reward."""
 
-  question: str
-  answer: str
+  step: int
+  problem: str
+  response: str
   reference: str
-  reward: str
+  reward: float
 
 
-def format_samples(
-  step: int, rows: Sequence[tuple[str, str, str, float]]
-) -> str:
-  """A file's text, of rows of question, answer, reference, reward."""
-  text = ""
-  for i, (question, answer, reference, reward) in enumerate(rows, 1):
-    text += f"---- {i} of {len(rows)}, step {step}, reward {reward:g}\n"
-    for label, part in (("question", question), ("answer", answer)):
-      part = _LIKE_A_MARK.sub(" ", printable(part, keep="\n\t"))
-      text += f"{label}:\n{part}\n"
-    text += f"reference: {printable(reference)}\n\n"
-  return text
+_SAMPLE_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
-def parse_samples(text: str) -> list[Sample]:
-  """What `write` wrote; [] of other text. What is cut short is an answer."""
-  pieces, found = _HEAD.split(text)[1:], []
-  for reward, body in zip(pieces[::2], pieces[1::2], strict=True):
-    whole = _BODY.match(body)
-    *parts, reference = whole.groups() if whole else ("", body, "")
-    parts = (_INDENTED.sub("", part).strip("\n") for part in parts)
-    found.append(Sample(*parts, reference.strip("\n"), reward))
-  return found
+def write_samples(
+  folder: epath.Path, step: int, samples: Sequence[Sample]
+) -> None:
+  """Writes the samples of one step to `folder`/step_000012.jsonl."""
+  folder.mkdir(parents=True, exist_ok=True)
+  lines = b"".join(line(sample._asdict()) for sample in samples)
+  (folder / f"step_{step:06d}.jsonl").write_bytes(lines)
+
+
+def read_samples(folder: epath.Path) -> dict[int, list[Sample]]:
+  """The samples of a run by step; {} if the folder does not exist.
+
+  Raises:
+    UserError: a line is not a sample; only the last one may be cut short.
+  """
+  samples = {}
+  for file in sorted(folder.iterdir()) if folder.exists() else ():
+    if name := _SAMPLE_FILE.fullmatch(file.name):
+      lines = json_lines.read(file, drop_partial=True)
+      samples[int(name[1])] = [_sample(*line) for line in lines]
+  return samples
+
+
+def _sample(where: str, record: Mapping[str, Any]) -> Sample:
+  try:
+    sample = Sample(**record)
+    return sample._replace(reward=float(sample.reward))
+  except (TypeError, ValueError) as error:
+    raise UserError(
+      f"{where}: expected a sample with {', '.join(Sample._fields)}: {error}"
+    ) from error
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -1,15 +1,17 @@
-"""How everything is laid over the devices: one mesh, one table.
+"""How all arrays are sharded: one device mesh, and one table of rules.
 
-A parameter's path gives logical axes, and a logical axis gives mesh axes. Rows
-of a batch lie over `data`, `fsdp` and `expert` together. Axis types are Auto:
-XLA partitions what is simple, and what it partitions badly (experts, attention
-kernels, the vocabulary) is an `island`: a shard_map with collectives by hand.
+`TABLE` maps the path of a parameter to logical axes, and `LOGICAL` maps each
+logical axis to mesh axes. The rows of a batch are sharded over `data`, `fsdp`
+and `expert` together. The mesh axes have type Auto: XLA partitions most of the
+program. What XLA partitions badly (experts, attention kernels, the vocabulary)
+is a `shard_map` with explicit collectives.
 """
 
 import dataclasses
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,21 +23,21 @@ from gspo_jax.runtime.errors import UserError
 AXES = ("data", "fsdp", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 
-# logical axis -> mesh axes, the slowest first
+# logical axis -> mesh axes, the slowest-varying first
 LOGICAL = {
   "whole": (),
   "vocab": ("tensor",),
-  "table": ("fsdp", "expert"),  # the model's width in embedding and head
+  "table": ("fsdp", "expert"),  # the embedding dimension of embed and head
   "embed": ("fsdp",),
   "heads": ("tensor",),
   "head_dim": ("fsdp",),
   "mlp": ("tensor",),
-  # Whole experts on each device: `fsdp` gathers them along their first axis.
+  # Whole experts on each device: `fsdp` is gathered along the expert axis.
   "expert": ("expert", "tensor", "fsdp"),
 }
 
-# end of the parameter's path -> logical axes; a stack of layers has one more,
-# whole, in front
+# regular expression for the end of a parameter's path -> its logical axes.
+# Stacked layers have one more axis in front, which is not sharded.
 TABLE = (
   (r"embed", ("vocab", "table")),
   (r"head", ("table", "vocab")),
@@ -53,24 +55,25 @@ TABLE = (
 
 
 def make_mesh(devices=None, **sizes: int) -> Mesh:
-  """A mesh with the axes `AXES`; an absent size is 1, and one may be -1.
+  """A mesh with the axes `AXES`.
 
-  TPU devices are put where neighbours in the mesh are neighbours in the torus;
-  of several slices, each holds a contiguous part of `data`.
+  TPU devices are ordered so that neighbours in the mesh are neighbours in the
+  torus. With several slices, each slice holds a contiguous part of `data`.
 
   Args:
-    devices: those to use; all by default.
-    **sizes: devices along each axis; -1 takes what the others leave.
+    devices: the devices of the mesh; all devices by default.
+    **sizes: the number of devices along each axis, 1 if absent. One axis may
+      be -1: it takes the devices that the other axes leave.
 
   Raises:
-    UserError: the sizes do not multiply to the number of devices, or `data`
-      is not a multiple of the slices.
+    UserError: the product of the sizes is not the number of devices, or `data`
+      is not a multiple of the number of slices.
   """
   devices = jax.devices() if devices is None else devices
   shape = [sizes.get(axis, 1) for axis in AXES]
-  known = math.prod(n for n in shape if n != -1)
-  if shape.count(-1) == 1 and known > 0 and len(devices) % known == 0:
-    shape[shape.index(-1)] = len(devices) // known
+  given = math.prod(n for n in shape if n != -1)
+  if shape.count(-1) == 1 and given > 0 and len(devices) % given == 0:
+    shape[shape.index(-1)] = len(devices) // given
   if min(shape) < 1 or math.prod(shape) != len(devices):
     raise UserError(
       f"mesh={dict(zip(AXES, shape, strict=True))} does not multiply to the "
@@ -89,21 +92,21 @@ def _arrange(devices, shape) -> np.ndarray:
   slices = len({getattr(d, "slice_index", 0) for d in devices})
   if shape[0] % slices:
     raise UserError(
-      f"mesh.data={shape[0]} is not a multiple of the {slices} slices; the "
-      "other axes need the links inside a slice"
+      f"mesh.data={shape[0]} is not a multiple of the {slices} slices; only "
+      "`data` may cross slices, the other axes need the links inside one"
     )
-  within = (shape[0] // slices, *shape[1:])
+  slice_shape = (shape[0] // slices, *shape[1:])
   if slices == 1:
     return mesh_utils.create_device_mesh(
-      within, devices, allow_split_physical_axes=True
+      slice_shape, devices, allow_split_physical_axes=True
     )
   return mesh_utils.create_hybrid_device_mesh(
-    within, (slices, 1, 1, 1), devices, allow_split_physical_axes=True
+    slice_shape, (slices, 1, 1, 1), devices, allow_split_physical_axes=True
   )
 
 
 def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
-  """The same devices in the same order, none on `fsdp`: for decoding.
+  """The same devices in the same order, with `fsdp` of size 1: for decoding.
 
   Raises:
     UserError: `expert` times `tensor` does not divide the devices.
@@ -117,17 +120,18 @@ def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-  """Where one array of the training state lives.
+  """The PartitionSpec of one array of the training state.
 
   Args:
-    path: slash-joined; moments of the optimizer end in their parameter's path.
-    shape: of the array; scalars are replicated.
-    mesh: from `make_mesh`.
+    path: slash-joined. The path of an optimizer moment ends in the path of its
+      parameter.
+    shape: the shape of the array; scalars are replicated.
+    mesh: a mesh of `make_mesh`.
 
   Raises:
-    ValueError: no rule matches the path, or more than one, or the rule gives
-      one mesh axis to two dimensions.
-    UserError: a dimension is not divisible by its mesh axes.
+    ValueError: no rule of `TABLE` or more than one matches the path, or the
+      rule uses one mesh axis for two dimensions.
+    UserError: a dimension is not divisible by the size of its mesh axes.
   """
   if not shape:
     return PartitionSpec()
@@ -162,22 +166,32 @@ def _require_disjoint(path, names, axes):
 
 
 def state_shardings(shapes, mesh: Mesh):
-  """The tree of shardings for a tree of shapes: a state, or parameters."""
+  """The shardings of a training state or of parameters, from their shapes."""
+  return jax.tree.map_with_path(
+    lambda keys, leaf: NamedSharding(
+      mesh, spec(path_name(keys), leaf.shape, mesh)
+    ),
+    shapes,
+  )
 
-  def place(path, leaf):
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return NamedSharding(mesh, spec(name, leaf.shape, mesh))
 
-  return jax.tree.map_with_path(place, shapes)
+def path_name(keys) -> str:
+  """The slash-joined path of a leaf, from JAX's key path."""
+  return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def leaves_by_path(tree) -> dict[str, Any]:
+  """The leaves of a pytree by their slash-joined paths, as in `TABLE`."""
+  return {path_name(keys): x for keys, x in jax.tree.leaves_with_path(tree)}
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Batches: the first axis over all of `BATCH_AXES`."""
+  """The sharding of a batch: its first axis over all of `BATCH_AXES`."""
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def batch_shards(mesh: Mesh) -> int:
-  """D, parts of a mesh's devices that have rows of their own."""
+  """D, the number of parts into which `batch_sharding` splits a batch."""
   return mesh.size // mesh.shape["tensor"]
 
 
@@ -186,57 +200,62 @@ def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
-# What follows works inside jit, on the mesh of `jax.set_mesh`; with none, or
-# one device, it does nothing.
+# The functions below are for code inside jit. They use the mesh of
+# `jax.set_mesh`, and do nothing without a mesh or with one device.
 
 
 def ambient():
-  """The mesh of the context, abstract; None without one."""
+  """The abstract mesh of the context, or None."""
   mesh = jax.sharding.get_abstract_mesh()
   return None if mesh.empty else mesh
 
 
 def platform() -> str:
-  """That of the mesh, which may be one to compile for; else of the backend."""
+  """The platform of the mesh's devices, else of the default backend.
+
+  The mesh may be of devices that are compiled for but not present.
+  """
   mesh = ambient()
   device = mesh.abstract_device if mesh else None
   return device.platform if device else jax.default_backend()
 
 
 def size(*axes: str) -> int:
-  """Devices along these axes together."""
+  """The number of devices along these mesh axes together."""
   mesh = ambient()
   return math.prod(mesh.shape[axis] for axis in axes) if mesh else 1
 
 
-def constrain(tree, *over):
-  """Lays the axes of each leaf over mesh axes, as in a PartitionSpec."""
+def constrain(tree, *axes):
+  """Constrains the sharding of each leaf to `PartitionSpec(*axes)`."""
   if not ambient():
     return tree
-  lay = PartitionSpec(*over)
-  return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, lay), tree)
+  wanted = PartitionSpec(*axes)
+  return jax.tree.map(
+    lambda x: jax.lax.with_sharding_constraint(x, wanted), tree
+  )
 
 
 def constrain_batch(tree, axis: int):
-  """Lays axis `axis` of each leaf over rows."""
+  """Constrains axis `axis` of each leaf to the batch axes of the mesh."""
   return constrain(tree, *[None] * axis, BATCH_AXES)
 
 
 def constrain_state(tree):
-  """Lays parameters, or what has their paths, as the table says."""
+  """Constrains parameters, or a tree with their paths, to `TABLE`."""
   mesh = ambient()
   if not mesh:
     return tree
-
-  def place(path, leaf):
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return jax.lax.with_sharding_constraint(leaf, spec(name, leaf.shape, mesh))
-
-  return jax.tree.map_with_path(place, tree)
+  return jax.tree.map_with_path(
+    lambda keys, leaf: jax.lax.with_sharding_constraint(
+      leaf, spec(path_name(keys), leaf.shape, mesh)
+    ),
+    tree,
+  )
 
 
 def shard_map(body: Callable, in_specs, out_specs) -> Callable:
-  """`body` on each device's own part of the arrays: a shard_map."""
+  """`jax.shard_map` on the mesh of the context; `body` itself on one device."""
   if size(*AXES) == 1:
     return body
   return jax.shard_map(
@@ -245,62 +264,66 @@ def shard_map(body: Callable, in_specs, out_specs) -> Callable:
 
 
 def param_spec(path: str) -> PartitionSpec:
-  """Where the array at the end of this path lives, of one layer."""
+  """The PartitionSpec of one layer's array, for the specs of a `shard_map`."""
   (names,) = [names for end, names in TABLE if re.fullmatch(end, path)]
   return PartitionSpec(*[_entry(LOGICAL[name]) for name in names])
 
 
-# Inside an island; an axis of one device, or none, costs nothing. The sum that
-# undoes a `gather` in the backward pass is in the type of what was gathered: of
-# weights, the model's, so gradients are summed over `fsdp` in 16 bits where the
-# model computes in them, and over the other axes, too.
+# Collectives for the body of a `shard_map`. An axis of one device is left out.
+# The backward pass of `gather` sums gradients in the dtype of the gathered
+# array: a model in bfloat16 sums gradients over the mesh axes in bfloat16.
 
 
-def gather(x, *over: str, dim: int):
-  """The parts of `x` on all devices of these axes, joined along `dim`."""
-  over = _shared(over)
-  return jax.lax.all_gather(x, over, axis=dim, tiled=True) if over else x
+def gather(x, *axes: str, dim: int):
+  """Joins the shards of `x` along dimension `dim` (all-gather)."""
+  axes = _larger_than_one(axes)
+  return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
-def scatter(x, *over: str, dim: int):
-  """The sum of `x` over these axes, of which each device keeps its part."""
-  over = _shared(over)
-  if not over:
+def scatter(x, *axes: str, dim: int):
+  """Sums `x` over the axes; each device keeps one part of dimension `dim`."""
+  axes = _larger_than_one(axes)
+  if not axes:
     return x
-  return jax.lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
+  return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
-def all_to_all(x, *over: str, split: int, join: int):
-  """Each device gives away parts of `split` and joins parts along `join`."""
-  over = _shared(over)
-  return jax.lax.all_to_all(x, over, split, join, tiled=True) if over else x
+def all_to_all(x, *axes: str, split: int, join: int):
+  """Splits dimension `split` among the devices, and joins along `join`."""
+  axes = _larger_than_one(axes)
+  return jax.lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
 
 
-def psum(x, *over: str):
-  """The sum over these axes."""
-  over = _shared(over)
-  return jax.lax.psum(x, over) if over else x
+def psum(x, *axes: str):
+  """The sum of `x` over the axes."""
+  axes = _larger_than_one(axes)
+  return jax.lax.psum(x, axes) if axes else x
 
 
-def pmax(x, *over: str):
-  """The maximum over these axes."""
-  over = _shared(over)
-  return jax.lax.pmax(x, over) if over else x
+def pmax(x, *axes: str):
+  """The maximum of `x` over the axes."""
+  axes = _larger_than_one(axes)
+  return jax.lax.pmax(x, axes) if axes else x
 
 
-def index(*over: str):
-  """This device's place among those of these axes."""
-  over = _shared(over)
-  return jax.lax.axis_index(over) if over else 0
+def index(*axes: str):
+  """The index of this device along the axes, the slowest-varying first."""
+  axes = _larger_than_one(axes)
+  return jax.lax.axis_index(axes) if axes else 0
 
 
-def _shared(axes):
+def _larger_than_one(axes):
   return tuple(axis for axis in axes if size(axis) > 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshJit:
-  """A jitted function that is traced and called in the context of a mesh."""
+  """A jitted function that is traced and called in the context of a mesh.
+
+  Attributes:
+    jitted: a function made by `jax.jit`.
+    mesh: the mesh that is set while it is traced, lowered or called.
+  """
 
   jitted: Callable
   mesh: jax.sharding.Mesh
@@ -310,6 +333,6 @@ class MeshJit:
       return self.jitted(*args)
 
   def lower(self, *args):
-    """For ahead-of-time compilation; arguments may be shapes."""
+    """Lowers for ahead-of-time compilation; arguments may be shapes."""
     with jax.set_mesh(self.mesh):
       return self.jitted.lower(*args)

@@ -1,4 +1,14 @@
-"""Prompts become samples."""
+"""Prompts become samples, by static or by continuous batching.
+
+Other wings take from here `generate`, its arguments and its result, and from
+its modules:
+  samples: the operations on Samples, and FinishedResponse.
+  continuous: ContinuousSampler and `build_continuous_sampler`.
+  many_prompts: `sample_many`, any number of prompts in equal batches.
+  paging: ContinuousBatchingConfig.
+  paged_decode, decode_params: SegmentPlan and `decode_params_sharding`, for
+    `plan`.
+"""
 
 from gspo_jax.sampler.samples import (
   STOPPED,
@@ -17,5 +27,11 @@ __all__ = [
   "Prompts",
   "SamplerConfig",
   "Samples",
+  "continuous",
+  "decode_params",
   "generate",
+  "many_prompts",
+  "paged_decode",
+  "paging",
+  "samples",
 ]

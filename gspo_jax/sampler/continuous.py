@@ -1,15 +1,17 @@
-"""Rollouts by continuous refill: a slot whose answer ends gets the next one.
+"""Continuous batching: a finished response's slot gets the next response.
 
-The host gives slots and pages (`schedule`), the devices decode a segment of a
-few dozen steps (`slots`), and so on until all answers have ended, or have as
-many tokens as they may have for now.
+The host assigns slots and pages (`scheduler`), the devices decode a segment of
+a few dozen steps (`paged_decode`), and so on until all responses have finished
+or reached the length at which they pause.
 
-Dimension key: P prompts, G answers a prompt, A = P * G answers, B slots, D
-shards, N texts of a shard, T tokens of a prefill, R most new tokens.
+Dimension key: P prompts, G responses a prompt, A = P * G responses, B slots, D
+shards, N prefixes of one prefill, T their tokens, C their pages, R most new
+tokens.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,270 +29,390 @@ from gspo_jax.sampler.samples import (
   SamplerConfig,
   Samples,
 )
-from gspo_jax.sampler.scheduler import Requests, Scheduler, pending_requests
+from gspo_jax.sampler.scheduler import (
+  Admission,
+  Requests,
+  Scheduler,
+  pending_requests,
+)
 
-_IDLE = 8  # a segment ends when 1 of so many slots is idle and answers wait
-_FEW = 4  # where 1 of so many slots will do, no more are computed
-ROWS = 8  # most texts of a prefill on each shard
+_IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
+_SUBSET = 4  # 1 of 4 slots is computed if no more are active
+_MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
+
+# Gets the finished responses on this host's devices, by their numbers 0..A-1.
+OnFinished = Callable[[dict[int, FinishedResponse]], None]
 
 
-# Told of this host's answers, by number, while others are still being drawn.
-Told = Callable[[dict[int, FinishedResponse]], None]
+class _PrefillBatch(NamedTuple):
+  """One call of the jitted prefill, for all shards; N is a multiple of D.
+
+  Attributes:
+    tokens: [N, T] int32, padded on the right.
+    lengths: [N] int32, their tokens; 0 for a row of padding.
+    pages: [N, C] int32, where to store them; n for nowhere.
+    first_response: [N] int32, the first response to the prompt, counted from
+      the shard's first; -1 for a row of padding.
+  """
+
+  tokens: np.ndarray
+  lengths: np.ndarray
+  pages: np.ndarray
+  first_response: np.ndarray
+
+
+class _SegmentResults(NamedTuple):
+  """What the host reads after a segment, of each slot.
+
+  Attributes:
+    num_tokens: [B] int32, tokens of its response.
+    active: [B] bool, whether the response goes on.
+    response: [B] int32, the number of the response.
+  """
+
+  num_tokens: np.ndarray
+  active: np.ndarray
+  response: np.ndarray
+
+
+class _FinishedSlots(NamedTuple):
+  """Slots whose responses left them in a segment.
+
+  Attributes:
+    slots: their numbers.
+    results: those of the segment.
+    tokens: [B, R] int32 on the devices, the tokens of every slot's response.
+  """
+
+  slots: list[int]
+  results: _SegmentResults
+  tokens: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousSampler:
-  """Draws answers to prompts: (params, prompts, key) -> Samples.
+  """Generates responses to prompts: (params, prompts, key) -> Samples.
 
   Attributes:
-    draw: how.
-    paging: in what memory.
-    sizes: of each shard.
+    config: the sampling parameters.
+    paging: sizes of all devices together.
+    sizes: sizes of each shard.
     shards: D, parts of the devices that have rows of their own.
-    rows: where arrays of rows lie.
-    devices: what they do.
+    batch_sharding: the sharding of arrays of rows.
+    jitted: the functions that run on the devices.
   """
 
-  draw: SamplerConfig
+  config: SamplerConfig
   paging: ContinuousBatchingConfig
   sizes: ShardSizes
   shards: int
-  rows: jax.sharding.Sharding
-  devices: JittedSampler
+  batch_sharding: jax.sharding.Sharding
+  jitted: JittedSampler
 
   def __call__(
     self,
-    params,
+    params: model.Params,
     prompts: Prompts,
     key: jax.Array,
     *,
-    begun: Samples | None = None,
-    until: np.ndarray | None = None,
-    tell: Told | None = None,
+    resume_from: Samples | None = None,
+    stop_at: np.ndarray | None = None,
+    on_finished: OnFinished | None = None,
   ) -> Samples:
-    """All G answers to each of P prompts; P is a multiple of D.
+    """Generates all G responses to each of P prompts.
 
-    Answer a draws its token t with a key made of (key, a, t), whatever came
-    before: one that is continued with the same key and weights is the one that
-    would have been drawn at once.
+    Token t of response a is sampled with a key made of (key, a, t), whatever
+    happened before: a response that is paused and resumed with the same key
+    and weights is the one that would have been generated without a pause.
 
     Args:
-      params: as `model.init` makes them.
-      prompts: P of them.
+      params: as `model.init` returns them.
+      prompts: P of them, a multiple of D.
       key: a typed PRNG key.
-      begun: answers to continue, those that are UNFINISHED; donated. Without
-        it, all are drawn from their first token on.
-      until: [P * G] int, tokens at which an answer pauses, UNFINISHED; without
-        it none does.
-      tell: called between segments with what ended in the last one.
+      resume_from: samples whose UNFINISHED responses are continued; donated.
+        Without them, all responses start from their first token.
+      stop_at: [A] int, tokens at which a response pauses and stays UNFINISHED;
+        without it no response pauses.
+      on_finished: called between segments with the responses that finished in
+        the last one.
+
+    Raises:
+      UserError: the prompts have another shape, or routing is recorded over
+        several calls.
     """
-    asked, lengths = multihost.to_host((prompts.tokens, prompts.lengths))
-    if asked.shape[1] != self.sizes.prompt or len(asked) % self.shards:
+    tokens, lengths = multihost.to_host((prompts.tokens, prompts.lengths))
+    self._check_prompts(tokens.shape)
+    samples = resume_from
+    if samples is None:
+      samples = self.jitted.empty_samples(len(tokens))
+    several_calls = resume_from is not None or stop_at is not None
+    if several_calls and samples.experts is not None:
       raise UserError(
-        f"prompts {asked.shape}: expected [P, {self.sizes.prompt}], with P a "
-        f"multiple of the {self.shards} shards"
+        "resume_from, stop_at: expected neither with record_routing=True, "
+        "because the routing of a response's earlier tokens is not kept"
       )
-    goes_on = begun is not None or until is not None
-    begun = self.devices.fresh(len(asked)) if begun is None else begun
-    if goes_on and begun.experts is not None:
-      raise UserError(
-        "begun or until: expected neither where routing is recorded, for that "
-        "of the tokens before is not kept"
+    requests = self._shard_requests(tokens, lengths, samples, stop_at)
+    schedulers = [
+      Scheduler(
+        self.sizes,
+        [len(prefix) for prefix in shard.prefixes],
+        shard.prefix_index,
+        shard.stop_at - shard.num_tokens,
       )
-    work = self._divide(asked, lengths, begun, until)
-    known = _columns(work)
-    schedules = [
-      Scheduler(self.sizes, [*map(len, w.tokens)], w.owner, w.until - w.drawn)
-      for w in work
+      for shard in requests
     ]
-    devices = self.devices
-    params = devices.lay_out(params)
-    state, samples = devices.begin(begun)
-    ended = None
-    while not all(scheduler.done for scheduler in schedules):
-      admitted = [scheduler.admit() for scheduler in schedules]
-      for *batch, first in self._prefills(admitted, work):
-        tokens, fed, numbers = multihost.to_global(batch, self.rows)
-        state, noted = devices.prefill(params, state, tokens, fed, numbers)
-        if noted is not None:
-          first = multihost.to_global(first, self.rows)
-          samples = devices.note(samples, noted, fed, first)
-      orders, floor = self._orders(schedules, admitted, known)
-      laid = multihost.to_global((orders, self._few(orders)), self.rows)
-      state, samples = devices.decode(params, state, samples, *laid, floor, key)
-      if ended:  # in the segment before; the devices decode this one meanwhile
-        tell(self._read(*ended))
-      told = self._settle(schedules, work, state)
-      if tell:
-        ended = self._look(state, samples, orders.active, *told)
-    if ended:
-      tell(self._read(*ended))
-    return devices.finish(samples)
+    fields = _fields_by_response(requests)
+    params = self.jitted.decode_params(params)
+    state, samples = self.jitted.begin(samples)
+    finished = None
+    while not all(scheduler.done for scheduler in schedulers):
+      admissions = [scheduler.admit() for scheduler in schedulers]
+      for batch in self._prefill_batches(admissions, requests):
+        state, samples = self._prefill(params, state, samples, batch)
+      plan = self._segment_plan(schedulers, admissions, fields)
+      min_active = self._min_active(schedulers, plan)
+      plan_and_slots = multihost.to_global(
+        (plan, self._active_subset(plan)), self.batch_sharding
+      )
+      state, samples = self.jitted.decode(
+        params, state, samples, *plan_and_slots, min_active, key
+      )
+      # The devices decode this segment while the host handles the last one's
+      # responses.
+      if finished:
+        on_finished(self._read_finished(finished))
+      results = self._apply_results(schedulers, requests, state)
+      if on_finished:
+        finished = self._finished_slots(state, samples, plan, results)
+    if finished:
+      on_finished(self._read_finished(finished))
+    return self.jitted.finalize(samples)
 
   def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
-    """T, tokens of the prefills that can be compiled.
+    """The padded lengths T that prefills can be compiled for.
 
     Args:
-      continues: whether answers that have begun go on.
+      continues: whether unfinished responses are continued.
     """
-    longest = self.sizes.prompt + continues * self.sizes.most
+    longest = self.sizes.max_prompt_length
+    if continues:
+      longest += self.sizes.max_new_tokens
     return self.paging.buckets(longest)
 
-  def at_once(self, T: int) -> int:
-    """Prompts of a prefill of that length on each shard; or one.
+  def prefill_batch(self, T: int) -> int:
+    """Prefixes of T tokens in one prefill on each shard; 1 is also compiled.
 
-    They have a cache of their own meanwhile, of an eighth of all pages at most.
+    Their temporary cache takes at most an eighth of the memory of all pages.
     """
-    return max(1, min(ROWS, self.sizes.pages * self.sizes.page // (8 * T)))
+    tokens = self.sizes.num_pages * self.sizes.page_size
+    return max(1, min(_MAX_PREFILL_BATCH, tokens // (8 * T)))
 
   def compilations(self) -> dict[str, int]:
-    """How often each function is compiled at most, over all calls."""
-    most = dict.fromkeys(("lay_out", "begin", "peek", "finish"), 1)
-    most["decode"] = len(self._widths)
-    return most | dict.fromkeys(("prefill", "note"), 2 * len(self.buckets()))
+    """Most programs that each function of `jitted` is compiled to."""
+    once = "decode_params", "begin", "read_tokens", "finalize"
+    prefills = 2 * len(self.buckets())
+    return dict.fromkeys(once, 1) | {
+      "decode": len(self._compute_sizes),
+      "prefill": prefills,
+      "write_prompt_routing": prefills,
+    }
 
   def describe(self, *, continues: bool) -> str:
-    """What is compiled, in what memory: a line for a person."""
+    """One line for the log: the programs to compile and the cache's size."""
+    slots = " or ".join(map(str, self._compute_sizes))
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
-      f"refill: {' or '.join(map(str, self._widths))} slots, "
-      f"{self.sizes.pages * self.shards} pages of {self.paging.page_size} tokens; "
-      f"prefills of up to {buckets} tokens"
+      f"continuous batching: {slots} slots, "
+      f"{self.sizes.num_pages * self.shards} pages of {self.sizes.page_size} "
+      f"tokens; prefills of up to {buckets} tokens"
     )
 
-  def _divide(self, asked, lengths, begun, until) -> list[Requests]:
-    """What each shard has to draw."""
-    A, R = begun.tokens.shape
-    until = np.full(A, R) if until is None else np.minimum(until, R)
-    known = dataclasses.replace(
-      begun, logps=None, slot_steps=None, experts=None
+  def _check_prompts(self, shape):
+    width = self.sizes.max_prompt_length
+    if shape[1] != width or shape[0] % self.shards:
+      raise UserError(
+        f"prompts {shape}: expected [P, {width}], with P a multiple of the "
+        f"{self.shards} shards"
+      )
+
+  def _shard_requests(
+    self, tokens, lengths, samples: Samples, stop_at
+  ) -> list[Requests]:
+    """The responses that each shard has to generate."""
+    A, R = samples.tokens.shape
+    stop_at = np.full(A, R) if stop_at is None else np.minimum(stop_at, R)
+    needed = dataclasses.replace(
+      samples, logps=None, slot_steps=None, experts=None
     )
-    whole = asked, lengths, multihost.to_host(known), until
+    whole = tokens, lengths, multihost.to_host(needed), stop_at
     leaves, tree = jax.tree.flatten(whole)
     parts = zip(*(np.split(x, self.shards) for x in leaves), strict=True)
     return [pending_requests(*tree.unflatten(part)) for part in parts]
 
-  def _prefills(self, admitted, work):
-    """Tokens, lengths, pages, first answers of each call, in few shapes."""
-    left = {T: [[] for _ in work] for T in self.buckets()}
-    for shard, found in enumerate(admitted):
-      for text, pages in found.prefill:
-        tokens = work[shard].tokens[text][:-1]
-        T = next(T for T in left if len(tokens) <= T)
-        answer = int(np.searchsorted(work[shard].owner, text))
-        left[T][shard].append((tokens, pages, answer))
-    for T, queues in left.items():
-      while most := max(map(len, queues)):
-        # A few one by one: rows of padding cost as much as others.
-        count = self.at_once(T)
-        count = count if most > count // 2 else 1
-        tokens = np.zeros((self.shards, count, T), np.int32)
-        fed = np.zeros((self.shards, count), np.int32)
-        first = np.full_like(fed, -1)
-        numbers = np.full(
-          (*fed.shape, T // self.sizes.page), self.sizes.pages, np.int32
-        )
-        for shard, queue in enumerate(queues):
-          for row, (text, pages, answer) in enumerate(queue[:count]):
-            fed[shard, row], first[shard, row] = len(text), answer
-            tokens[shard, row, : len(text)] = text
-            numbers[shard, row, : len(pages)] = pages
+  def _prefill_batches(
+    self, admissions: list[Admission], requests: list[Requests]
+  ) -> Iterator[_PrefillBatch]:
+    """The prefills of all shards' admissions, in few different shapes."""
+    queues = {T: [[] for _ in requests] for T in self.buckets()}
+    for shard, (admission, request) in enumerate(
+      zip(admissions, requests, strict=True)
+    ):
+      for prefix, pages in admission.prefill:
+        tokens = request.prefixes[prefix][:-1]
+        T = next(T for T in queues if len(tokens) <= T)
+        response = int(np.searchsorted(request.prefix_index, prefix))
+        queues[T][shard].append((tokens, pages, response))
+    for T, by_shard in queues.items():
+      while longest := max(map(len, by_shard)):
+        # Padding costs as much as a prefix, so a few are prefilled one by one.
+        count = self.prefill_batch(T)
+        count = count if longest > count // 2 else 1
+        batch = self._empty_prefill(count, T)
+        for shard, queue in enumerate(by_shard):
+          for row, (tokens, pages, response) in enumerate(
+            queue[:count], shard * count
+          ):
+            batch.tokens[row, : len(tokens)] = tokens
+            batch.lengths[row] = len(tokens)
+            batch.pages[row, : len(pages)] = pages
+            batch.first_response[row] = response
           del queue[:count]
-        join = lambda x: x.reshape(-1, *x.shape[2:])
-        yield join(tokens), join(fed), join(numbers), join(first)
+        yield batch
 
-  def _orders(
-    self, schedules, admitted, known
-  ) -> tuple[SegmentPlan, np.ndarray]:
-    """What the next segment is to do, and when it is to end early."""
-    segments = [scheduler.grow() for scheduler in schedules]
+  def _empty_prefill(self, count, T) -> _PrefillBatch:
+    """A prefill of padding, `count` rows a shard."""
+    N, C = self.shards * count, T // self.sizes.page_size
+    return _PrefillBatch(
+      tokens=np.zeros((N, T), np.int32),
+      lengths=np.zeros(N, np.int32),
+      pages=np.full((N, C), self.sizes.num_pages, np.int32),
+      first_response=np.full(N, -1, np.int32),
+    )
+
+  def _prefill(self, params, state, samples, batch: _PrefillBatch):
+    """The state and the samples after a prefill."""
+    *arrays, first_response = batch
+    tokens, lengths, pages = multihost.to_global(arrays, self.batch_sharding)
+    state, experts = self.jitted.prefill(params, state, tokens, lengths, pages)
+    if experts is not None:
+      first_response = multihost.to_global(first_response, self.batch_sharding)
+      samples = self.jitted.write_prompt_routing(
+        samples, experts, lengths, first_response
+      )
+    return state, samples
+
+  def _segment_plan(
+    self, schedulers, admissions: list[Admission], fields
+  ) -> SegmentPlan:
+    """The plan of the next segment, for all shards; allocates its pages."""
+    segments = [scheduler.allocate_pages() for scheduler in schedulers]
     join = lambda parts, name: np.concatenate([getattr(p, name) for p in parts])
-    told = {name: join(segments, name) for name in ("table", "active")}
-    for name in ("new", "answer", "length", "source", "target"):
-      told[name] = join(admitted, name)
-    # A shard counts answers from the first of its own.
-    own = len(known["drawn"]) // self.shards
-    shard_B = np.repeat(np.arange(self.shards), self.sizes.slots)
-    told["answer"] += shard_B.astype(np.int32) * np.int32(own)
-    told["new"] &= told["active"]  # one may have been preempted at once
-    for name, value_A in known.items():
-      told[name] = value_A[told["answer"]]
-    count = told["active"].sum()
-    if any(scheduler.waiting for scheduler in schedules):
-      floor = count - max(1, count // _IDLE)
-    else:
-      few = self._widths[-1]
-      floor = few if count > few else 0
-    return SegmentPlan(**told), np.int32(floor)
+    active = join(segments, "active")
+    # A shard counts responses from its first one.
+    first = np.arange(self.shards) * (len(fields["stop_at"]) // self.shards)
+    response = join(admissions, "response")
+    response += np.repeat(first, self.sizes.slots).astype(np.int32)
+    return SegmentPlan(
+      table=join(segments, "table"),
+      active=active,
+      # A new response may have been preempted at once.
+      new=join(admissions, "new") & active,
+      response=response,
+      num_cached=join(admissions, "num_cached"),
+      copy_source=join(admissions, "copy_source"),
+      copy_target=join(admissions, "copy_target"),
+      **{name: value_A[response] for name, value_A in fields.items()},
+    )
+
+  def _min_active(self, schedulers, plan: SegmentPlan) -> np.int32:
+    """The number of active slots at which the segment ends early."""
+    count = plan.active.sum()
+    if any(scheduler.num_waiting for scheduler in schedulers):
+      return np.int32(count - max(1, count // _IDLE))
+    subset = self._compute_sizes[-1]
+    return np.int32(subset if count > subset else 0)
 
   @property
-  def _widths(self) -> tuple[int, ...]:
-    """Slots that a segment can compute: all, or where few will do, those."""
-    few = self.sizes.slots // _FEW * self.shards
-    return (self.paging.slots, few) if few else (self.paging.slots,)
+  def _compute_sizes(self) -> tuple[int, ...]:
+    """Numbers of slots that a segment can compute: all, or a subset."""
+    subset = self.sizes.slots // _SUBSET * self.shards
+    return (self.paging.slots, subset) if subset else (self.paging.slots,)
 
-  def _few(self, orders) -> np.ndarray | None:
-    """Numbers of the slots to compute; None for all.
+  def _active_subset(self, plan: SegmentPlan) -> np.ndarray | None:
+    """The slots to compute, equally many of each shard; None for all.
 
-    A part of each shard's, those that are active first: most of a batch's
-    answers may have ended long before its longest. Not where one is new, whose
-    prompt's partial page is still to be copied.
+    Most responses finish long before the longest one, so few slots may be
+    active at the end. None also if a slot is new, because its prefix's partial
+    page must be copied.
     """
-    active = orders.active.reshape(self.shards, -1)
-    own = active.shape[1]
-    if active.sum(1).max() > own // _FEW or orders.new.any():
+    active = plan.active.reshape(self.shards, -1)
+    slots = active.shape[1]
+    if active.sum(1).max() > slots // _SUBSET or plan.new.any():
       return None
-    first = np.argsort(~active, axis=1, kind="stable")[:, : own // _FEW]
-    numbers = first + own * np.arange(self.shards)[:, None]
-    return numbers.ravel().astype(np.int32)
+    active_first = np.argsort(~active, axis=1, kind="stable")
+    subset = active_first[:, : slots // _SUBSET]
+    subset = subset + slots * np.arange(self.shards)[:, None]
+    return subset.ravel().astype(np.int32)
 
-  def _settle(self, schedules, work, state):
-    """Tells the schedules what a segment has done.
-
-    Returns:
-      Of each slot, tokens drawn, whether it is still active, and the answer.
-    """
-    told = multihost.to_host((state.drawn, state.pages.active, state.answer))
-    parts = zip(*(np.split(x, self.shards) for x in told), strict=True)
-    for scheduler, part, (drawn, active, answer) in zip(
-      schedules, work, parts, strict=True
+  def _apply_results(self, schedulers, requests, state) -> _SegmentResults:
+    """Reads what a segment did, and applies it to the schedulers."""
+    results = _SegmentResults(
+      *multihost.to_host((state.num_tokens, state.pages.active, state.response))
+    )
+    parts = zip(*(np.split(x, self.shards) for x in results), strict=True)
+    for scheduler, request, part in zip(
+      schedulers, requests, parts, strict=True
     ):
-      before = part.drawn[answer % len(part.drawn)]
-      scheduler.settle(drawn - before, active)
-    return told
+      num_tokens, active, response = part
+      before = request.num_tokens[response % len(request.num_tokens)]
+      scheduler.apply_results(num_tokens - before, active)
+    return results
 
-  def _look(self, state, samples, were_active, drawn, active, answer):
-    """What `_read` takes: slots in which an answer ended, and their tokens."""
-    slots_ = np.flatnonzero(were_active & ~active)
-    if not slots_.size:
+  def _finished_slots(
+    self, state, samples, plan: SegmentPlan, results: _SegmentResults
+  ) -> _FinishedSlots | None:
+    """The slots whose responses finished or paused in a segment, if any."""
+    slots = np.flatnonzero(plan.active & ~results.active).tolist()
+    if not slots:
       return None
-    which = [(int(b), int(answer[b]), int(drawn[b])) for b in slots_]
-    return which, self.devices.peek(state, samples)
+    tokens = self.jitted.read_tokens(state, samples)
+    return _FinishedSlots(slots, results, tokens)
 
-  def _read(self, which, tokens) -> dict[int, FinishedResponse]:
-    """The answers in this host's slots, but for those that only pause."""
-    tokens, found = multihost.local_rows(tokens), {}
-    for slot, answer, length in which:
-      if slot in tokens:
-        stopped = tokens[slot][length - 1] in self.draw.stop_ids
-        if stopped or length == self.draw.max_new_tokens:
-          found[answer] = FinishedResponse(tokens[slot], length, bool(stopped))
-    return found
+  def _read_finished(
+    self, finished: _FinishedSlots
+  ) -> dict[int, FinishedResponse]:
+    """The finished responses in this host's slots; paused ones are left out."""
+    responses, results = {}, finished.results
+    tokens_of = multihost.local_rows(finished.tokens)
+    for slot in finished.slots:
+      if slot not in tokens_of:
+        continue
+      tokens, length = tokens_of[slot], int(results.num_tokens[slot])
+      stopped = bool(tokens[length - 1] in self.config.stop_ids)
+      if stopped or length == self.config.max_new_tokens:
+        response = FinishedResponse(tokens, length, stopped)
+        responses[int(results.response[slot])] = response
+    return responses
 
 
-def _columns(work: list[Requests]) -> dict[str, np.ndarray]:
-  """Of all answers, [A] int32: what a slot that gets one has to know."""
-  last = [
-    w.tokens[text][-1] if w.tokens else 0 for w in work for text in w.owner
+def _fields_by_response(requests: list[Requests]) -> dict[str, np.ndarray]:
+  """Fields of a SegmentPlan that depend on the response alone, [A] int32."""
+  join = lambda name: np.concatenate([getattr(r, name) for r in requests])
+  last_token = [
+    r.prefixes[prefix][-1] if r.prefixes else 0
+    for r in requests
+    for prefix in r.prefix_index
   ]
-  join = lambda name: np.concatenate([getattr(w, name) for w in work])
-  columns = {"drawn": join("drawn"), "until": join("until")}
-  return columns | {"last": np.array(last, np.int32)}
+  return {
+    "num_tokens": join("num_tokens"),
+    "stop_at": join("stop_at"),
+    "last_token": np.array(last_token, np.int32),
+  }
 
 
-def build(
+def build_continuous_sampler(
   cfg: model.ModelConfig,
-  draw: SamplerConfig,
+  sampler: SamplerConfig,
   *,
   paging: ContinuousBatchingConfig,
   prompt: int,
@@ -298,30 +420,32 @@ def build(
   mesh: jax.sharding.Mesh,
   decoding: jax.sharding.Mesh,
 ) -> ContinuousSampler:
-  """A sampler of jitted functions; compiles nothing yet.
+  """Builds a ContinuousSampler; compiles nothing yet.
 
   Args:
     cfg: the model.
-    draw: how answers are drawn.
-    paging: in what memory.
-    prompt: tokens of the longest prompt.
+    sampler: the sampling parameters.
+    paging: sizes of all devices together.
+    prompt: S, the width of the prompts.
     params: shardings of the parameters, on `mesh`.
-    mesh: where parameters, keys and samples lie.
-    decoding: the same devices as they decode.
+    mesh: the training mesh, of parameters, keys and samples.
+    decoding: the decoding mesh: the same devices, as they decode.
 
   Raises:
     UserError: the sizes do not fit.
   """
   shards = sharding.batch_shards(decoding)
-  sizes = paging.sizes(draw, prompt, shards)
-  jitted = continuous_jit.functions(
+  sizes = paging.shard_sizes(sampler, prompt, shards)
+  jitted = continuous_jit.jit_sampler(
     cfg,
-    draw,
-    chunk=paging.prefill_chunk,
+    sampler,
+    prefill_chunk=paging.prefill_chunk,
     sizes=sizes,
-    params=params,
+    params_sharding=params,
     mesh=mesh,
-    decoding=decoding,
+    decode_mesh=decoding,
   )
-  rows = sharding.batch_sharding(decoding)
-  return ContinuousSampler(draw, paging, sizes, shards, rows, jitted)
+  batch_sharding = sharding.batch_sharding(decoding)
+  return ContinuousSampler(
+    sampler, paging, sizes, shards, batch_sharding, jitted
+  )

@@ -1,20 +1,22 @@
-"""What devices do for refill, jitted: where arrays lie, which are donated."""
+"""The jitted functions of continuous batching: shardings and donations.
+
+Dimension key: B slots, b of them, A responses, R most new tokens, W pages of a
+slot, N prefixes of one prefill, T their tokens, C their pages, P prompts.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import model
-from gspo_jax.model import rounding
-from gspo_jax.model.paged_cache import Pages
+from gspo_jax.model import paged_cache, rounding
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler import paged_decode
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
-from gspo_jax.sampler.paged_decode import DecodeState
+from gspo_jax.sampler.paged_decode import DecodeState, SegmentLimits
 from gspo_jax.sampler.paging import ShardSizes
 from gspo_jax.sampler.samples import (
   SamplerConfig,
@@ -25,143 +27,196 @@ from gspo_jax.sampler.samples import (
 
 @dataclasses.dataclass(frozen=True)
 class JittedSampler:
-  """The jitted functions of a `PagedSampler`.
+  """The jitted functions of a `ContinuousSampler`.
+
+  All arguments are positional. `params` below are those that `decode_params`
+  returns; integers are int32.
 
   Attributes:
-    lay_out: params -> params as decoding wants them.
-    fresh: P -> samples, of which nothing is drawn.
-    begin: samples -> (slots, samples), as decoding wants them; donates.
-    prefill: `slots.prefill`, from params to numbers.
-    note: `slots.note`.
-    decode: `slots.decode`, from params to key.
-    peek: `slots.peek`.
-    finish: samples -> samples, as a rollout wants them.
+    decode_params: (params of `model.init`) -> params for decoding.
+    empty_samples: (P: int) -> Samples of P * G unfinished, empty responses.
+    begin: (samples) -> (DecodeState without responses, samples), on the
+      decoding mesh, with `slot_steps` 0; donates the samples.
+    prefill: (params, state, tokens [N, T], lengths [N], pages [N, C]) ->
+      (state, experts [N, L, T, k] or None); stores the keys and values of
+      `paged_decode.prefill` in these pages; donates the state.
+    write_prompt_routing: (samples, experts [N, L, T, k], lengths [N],
+      first_response [N]) -> samples; `paged_decode.write_prompt_routing`.
+      Donates the samples.
+    decode: (params, state, samples, SegmentPlan, compute_slots [b] or None,
+      min_active [], key) -> (state, samples); a segment of the slots
+      `compute_slots`, or of all. `compute_slots` are equally many of each
+      shard, all active ones among them and none of them new. Donates state and
+      samples.
+    read_tokens: (state, samples) -> tokens [B, R] of the slots' responses.
+    finalize: (samples) -> samples on the training mesh, with `pad_id` and 0
+      after the end of each response.
   """
 
-  lay_out: Callable
-  fresh: Callable
-  begin: Callable
-  prefill: Callable
-  note: Callable
-  decode: Callable
-  peek: Callable
-  finish: Callable
+  decode_params: MeshJit
+  empty_samples: MeshJit
+  begin: MeshJit
+  prefill: MeshJit
+  write_prompt_routing: MeshJit
+  decode: MeshJit
+  read_tokens: MeshJit
+  finalize: MeshJit
 
 
-def functions(
+def jit_sampler(
   cfg: model.ModelConfig,
-  draw: SamplerConfig,
+  sampler: SamplerConfig,
   *,
-  chunk: int,
+  prefill_chunk: int,
   sizes: ShardSizes,
-  params,
+  params_sharding,
   mesh: jax.sharding.Mesh,
-  decoding: jax.sharding.Mesh,
+  decode_mesh: jax.sharding.Mesh,
 ) -> JittedSampler:
-  """Jitted for their shardings; compiles nothing yet.
+  """Jits the functions for their shardings; compiles nothing yet.
 
   Args:
     cfg: the model.
-    draw: how answers are drawn.
-    chunk: tokens of one forward pass of a prefill.
-    sizes: of each shard.
-    params: shardings of the parameters, on `mesh`.
-    mesh: where parameters, keys and samples lie.
-    decoding: the same devices as they decode.
+    sampler: the sampling parameters.
+    prefill_chunk: tokens of one forward pass of a prefill.
+    sizes: those of each shard.
+    params_sharding: shardings of the parameters, on `mesh`.
+    mesh: the training mesh, of parameters, keys and samples.
+    decode_mesh: the same devices, as they decode.
   """
-  state, rows = _layout(cfg, decoding), sharding.batch_sharding(decoding)
-  drawn, kept = samples_sharding(draw, decoding), samples_sharding(draw, mesh)
-  record = draw.record_routing and cfg.num_experts > 0
-  # Uses of one function share what jit has compiled; not of partial ones.
-  jit = lambda f, **how: MeshJit(jax.jit(functools.partial(f), **how), decoding)
+  batch, state = (
+    sharding.batch_sharding(decode_mesh),
+    _sharding(cfg, decode_mesh),
+  )
+  decode_samples = samples_sharding(sampler, decode_mesh)
+  train_samples = samples_sharding(sampler, mesh)
+  record_routing = sampler.record_routing and cfg.num_experts > 0
+
+  def jit(f, *, static=None, **options):
+    # jax.jit shares its cache between uses of one function; a new partial gets
+    # a cache of its own, so that `_cache_size` counts this sampler's programs.
+    f = functools.partial(f, **(static or {}))
+    return MeshJit(jax.jit(f, **options), decode_mesh)
+
   return JittedSampler(
-    lay_out=jit(
-      lambda params: model.unstack_layers(decode_params(params, cfg), cfg),
-      in_shardings=(params,),
-      out_shardings=decode_params_sharding(cfg, decoding),
+    decode_params=jit(
+      _decode_params,
+      static={"cfg": cfg},
+      in_shardings=(params_sharding,),
+      out_shardings=decode_params_sharding(cfg, decode_mesh),
     ),
-    fresh=jit(
-      lambda P: empty_samples(P, sizes.prompt, cfg, draw),
+    empty_samples=jit(
+      lambda P: empty_samples(P, sizes.max_prompt_length, cfg, sampler),
       static_argnums=0,
-      out_shardings=kept,
+      out_shardings=train_samples,
     ),
     begin=jit(
-      _begin(cfg, sizes, sharding.batch_shards(decoding)),
-      in_shardings=(kept,),
-      out_shardings=(state, drawn),
+      _begin,
+      static={
+        "cfg": cfg,
+        "sizes": sizes,
+        "shards": sharding.batch_shards(decode_mesh),
+      },
+      in_shardings=(train_samples,),
+      out_shardings=(state, decode_samples),
       donate_argnums=0,
     ),
     prefill=jit(
-      _prefill(cfg, chunk, record),
+      _prefill(cfg, prefill_chunk, record_routing),
       donate_argnums=1,
-      out_shardings=(state, rows if record else None),
+      out_shardings=(state, batch if record_routing else None),
       compiler_options=rounding.OPTIONS,
     ),
-    note=jit(
-      functools.partial(paged_decode.note, group=draw.group_size),
+    write_prompt_routing=jit(
+      paged_decode.write_prompt_routing,
+      static={"group_size": sampler.group_size},
       donate_argnums=0,
-      out_shardings=drawn,
+      out_shardings=decode_samples,
     ),
     decode=jit(
-      _decode(cfg, draw, sizes.steps),
+      _decode_segment(cfg, sampler, sizes.segment_steps),
       in_shardings=(None,) * 6 + (sharding.replicated(mesh),),
-      out_shardings=(state, drawn),
+      out_shardings=(state, decode_samples),
       donate_argnums=(1, 2),
       compiler_options=rounding.OPTIONS,
     ),
-    peek=jit(paged_decode.peek, out_shardings=rows),
-    finish=jit(_finish(draw), out_shardings=kept),
+    read_tokens=jit(paged_decode.read_tokens, out_shardings=batch),
+    finalize=jit(
+      _finalize, static={"sampler": sampler}, out_shardings=train_samples
+    ),
   )
 
 
-def _begin(cfg, sizes, shards):
-  def begin(samples):
-    empty = paged_decode.empty(
+def _decode_params(params, cfg):
+  return model.unstack_layers(decode_params(params, cfg), cfg)
+
+
+def _begin(samples, cfg, sizes, shards):
+  state = paged_decode.empty(
+    cfg,
+    rows=sizes.slots * shards,
+    pages=sizes.num_pages * shards,
+    page=sizes.page_size,
+    most=sizes.pages_per_slot,
+  )
+  # The steps of one call are counted.
+  return state, dataclasses.replace(samples, slot_steps=jnp.int32(0))
+
+
+def _prefill(cfg, chunk, record_routing):
+  def prefill(params, state, tokens, lengths, pages):
+    cache, experts = paged_decode.prefill(
+      params,
       cfg,
-      rows=sizes.slots * shards,
-      pages=sizes.pages * shards,
-      page=sizes.page,
-      most=sizes.width,
+      tokens,
+      lengths,
+      chunk=chunk,
+      record_routing=record_routing,
     )
-    # It counts the steps of a call.
-    return empty, dataclasses.replace(samples, slot_steps=jnp.int32(0))
-
-  return begin
-
-
-def _prefill(cfg, chunk, record):
-  def prefill(params, state, *prompts):
-    how = {"chunk": chunk, "record": record}
-    return paged_decode.prefill(params, cfg, state, *prompts, **how)
+    stored = paged_cache.store(state.pages, cache.k, cache.v, pages)
+    return dataclasses.replace(state, pages=stored), experts
 
   return prefill
 
 
-def _decode(cfg, draw, steps):
-  def decode(params, state, samples, orders, few, floor, key):
-    rest = state, samples, orders, few, floor, sharding.constrain(key)
-    how = {"sampler": draw, "steps": steps}
-    return paged_decode.decode(params, cfg, *rest, **how)
-
-  return decode
-
-
-def _finish(draw):
-  def finish(samples):
-    # An answer that started again may have left more than it drew then.
-    real = jnp.arange(draw.max_new_tokens) < samples.lengths[:, None]
-    return dataclasses.replace(
+def _decode_segment(cfg, sampler, steps):
+  def segment(params, state, samples, plan, compute_slots, min_active, key):
+    # No slot is new where a subset is computed.
+    everything = compute_slots is None
+    state = paged_decode.apply_plan(state, plan, copy_pages=everything)
+    computed, samples = paged_decode.decode(
+      params,
+      cfg,
+      state if everything else paged_decode.select_slots(state, compute_slots),
       samples,
-      tokens=jnp.where(real, samples.tokens, draw.pad_id),
-      logps=jnp.where(real, samples.logps, 0),
+      sharding.constrain(key),
+      sampler=sampler,
+      limits=SegmentLimits(steps, min_active),
     )
+    if not everything:
+      computed = paged_decode.scatter_slots(state, computed, compute_slots)
+    return computed, samples
 
-  return finish
+  return segment
 
 
-def _layout(cfg, mesh) -> DecodeState:
-  """Where the state of decoding lies."""
-  rows, lay = sharding.batch_sharding(mesh), jax.sharding.PartitionSpec
-  kept = jax.NamedSharding(mesh, lay("tensor", sharding.BATCH_AXES))
-  of_layers = (kept,) * cfg.num_layers
-  return DecodeState(Pages(of_layers, of_layers, rows, rows, rows), *[rows] * 4)
+def _finalize(samples, sampler):
+  # A response that was preempted may have left more tokens than it now has.
+  column = jnp.arange(sampler.max_new_tokens)
+  real = column < samples.lengths[:, None]
+  return dataclasses.replace(
+    samples,
+    tokens=jnp.where(real, samples.tokens, sampler.pad_id),
+    logps=jnp.where(real, samples.logps, 0),
+  )
+
+
+def _sharding(cfg, mesh) -> DecodeState:
+  """The sharding of each array of the decode state."""
+  batch = sharding.batch_sharding(mesh)
+  spec = jax.sharding.PartitionSpec("tensor", sharding.BATCH_AXES)
+  keys_and_values = (jax.NamedSharding(mesh, spec),) * cfg.num_layers
+  pages = paged_cache.Pages(
+    keys_and_values, keys_and_values, batch, batch, batch
+  )
+  return DecodeState(pages, batch, batch, batch, batch)

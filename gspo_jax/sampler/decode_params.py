@@ -1,4 +1,4 @@
-"""The weights as decoding reads them."""
+"""The weights in the dtype, the mesh and the memory layout of decoding."""
 
 import math
 import re
@@ -9,35 +9,35 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax import model
 from gspo_jax.runtime.sharding import constrain, constrain_state, spec
-from gspo_jax.sampler.next_token import VOCAB
+from gspo_jax.sampler.next_token import VOCAB_AXES
 
 
-def decode_params(params, cfg):
-  """The weights in `cfg.dtype`, on the mesh that decodes.
+def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:
+  """The weights in `cfg.dtype` on the decoding mesh, with an untied `head`.
 
-  A layer at a time: on its way from one mesh to the other a weight may stand
-  whole on a device.
+  The layers are moved one at a time, because a weight on its way between two
+  meshes may be whole on one device.
   """
-  # Without the barrier XLA moves them first, and then makes them smaller.
+  # Without the barrier XLA moves the weights before it casts them.
   cast = lambda x: jax.lax.optimization_barrier(x.astype(cfg.dtype))
-  lay = lambda tree: constrain_state(jax.tree.map(cast, tree))
-  layers = {"layers": jax.lax.map(lay, params["layers"])}
-  rest = lay({k: x for k, x in params.items() if k != "layers"})
-  # In two steps: XLA knows no short way from split rows to split columns.
+  place = lambda tree: constrain_state(jax.tree.map(cast, tree))
+  layers = {"layers": jax.lax.map(place, params["layers"])}
+  rest = place({k: x for k, x in params.items() if k != "layers"})
+  # Two steps, because XLA has no direct path from split rows to split columns.
   head = constrain(model.output_matrix(rest, cfg), None, "tensor")
-  head = constrain(head, None, VOCAB)
+  head = constrain(head, None, VOCAB_AXES)
   return rest | constrain_state(layers) | {"head": head}
 
 
 def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh):
-  """Where the weights of `lay_out` lie once they are unstacked.
+  """The shardings of `decode_params` with the layers unstacked.
 
-  A step on a TPU multiplies by the queries', keys' and values' weights with the
-  heads before the model's width. Where they come otherwise, a program whose
-  arguments they are copies them all before its first step.
+  On a TPU a decode step multiplies by the query, key and value weights with the
+  heads before the model's width. If a program's arguments have another layout,
+  XLA copies all these weights before the first step.
 
   Returns:
-    A tree of shardings, of Formats where XLA's own layout is not wanted.
+    A tree of shardings, or of Formats where XLA's default layout is wrong.
   """
 
   def unstacked(key):
@@ -46,18 +46,20 @@ def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh):
       params | {"head": model.output_matrix(params, cfg)}, cfg
     )
 
-  turned = mesh.devices.flat[0].platform == "tpu" and cfg.head_dim % 128 == 0
+  is_tpu = mesh.devices.flat[0].platform == "tpu"
+  heads_first = is_tpu and cfg.head_dim % 128 == 0
 
   def place(path, leaf):
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     if name == "head":
-      even = leaf.shape[1] % math.prod(mesh.shape[axis] for axis in VOCAB) == 0
-      over = VOCAB if even else "tensor"  # an array in memory has even parts
-      return NamedSharding(mesh, PartitionSpec(None, over))
-    lay = NamedSharding(mesh, spec(name, leaf.shape, mesh))
-    if turned and re.search(r"attention/[qkv]$", name):
-      return Format(Layout((1, 0, 2)), lay)
-    return lay
+      # The parts of an array in memory must be equal.
+      parts = math.prod(mesh.shape[axis] for axis in VOCAB_AXES)
+      vocab = "tensor" if leaf.shape[1] % parts else VOCAB_AXES
+      return NamedSharding(mesh, PartitionSpec(None, vocab))
+    sharding = NamedSharding(mesh, spec(name, leaf.shape, mesh))
+    if heads_first and re.search(r"attention/[qkv]$", name):
+      return Format(Layout((1, 0, 2)), sharding)
+    return sharding
 
   shapes = jax.eval_shape(unstacked, jax.random.key(0))
   return jax.tree.map_with_path(place, shapes)

@@ -12,12 +12,12 @@ from gspo_jax.sampler.samples import Prompts, Samples
 
 
 class PromptBatch(NamedTuple):
-  """Some of the prompts, and their samples.
+  """A batch of prompts, and their samples.
 
   Attributes:
     index: [batch_size] int, the numbers of the prompts.
-    new: how many of them come for the first time; the others fill the batch up.
-    samples: of all of them.
+    new: the first `new` of them were in no batch before; the others are padding.
+    samples: the responses to all of them.
   """
 
   index: np.ndarray
@@ -36,16 +36,16 @@ def sample_many(
 ) -> Iterator[PromptBatch]:
   """Samples responses to N prompts, `batch_size` at a time.
 
-  The last batch is filled up with the first prompts, so that one compiled
-  function serves all batches.
+  The last batch is padded with the first prompts, so that all batches run the
+  same compiled function.
 
   Args:
     generate: (params, prompts, key) -> Samples.
-    params: of the policy.
-    prompts: N of them, numpy arrays, the same on every process.
-    key: batch i has a key made of (key, i).
-    batch_size: prompts of a batch.
-    batch_sharding: of arrays with an axis of rows.
+    params: those of the policy.
+    prompts: N prompts, numpy arrays, the same on every process.
+    key: batch i is sampled with `fold_in(key, i)`.
+    batch_size: prompts a batch.
+    batch_sharding: the sharding of arrays of rows.
   """
   count = len(prompts.lengths)
   for i, start in enumerate(range(0, count, batch_size)):

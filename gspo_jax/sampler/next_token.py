@@ -1,6 +1,6 @@
-"""One token of each row: laid-out weights, logits, truncation, the draw.
+"""One decode step's next token: logits, truncation and sampling.
 
-Dimension key: B rows, D model width, V vocabulary.
+Dimension key: B responses, D model width, V vocabulary.
 """
 
 import jax
@@ -8,28 +8,36 @@ import jax.numpy as jnp
 
 from gspo_jax import model
 from gspo_jax.runtime.sharding import constrain
+from gspo_jax.sampler.samples import SamplerConfig
 
-GROUPS, VOCAB = ("data", "fsdp"), ("expert", "tensor")
+# Mesh axes of the rows and of the vocabulary of decode logits: the devices that
+# share experts and heads each read their part of the head, for the same rows.
+ROW_AXES, VOCAB_AXES = ("data", "fsdp"), ("expert", "tensor")
 
 
-def logits(params, cfg, hidden_BD):
-  """Float32 [B, V], the vocabulary split over the devices that share experts.
-
-  So each reads its part of the head only, for the rows of all of them.
-  """
-  hidden_BD = constrain(hidden_BD, GROUPS)
+def logits(params, cfg: model.ModelConfig, hidden_BD: jax.Array) -> jax.Array:
+  """Logits [B, V] in float32, split over both `ROW_AXES` and `VOCAB_AXES`."""
+  hidden_BD = constrain(hidden_BD, ROW_AXES)
   logits_BV = model.project_logits(hidden_BD, params["head"], cfg)
-  return constrain(logits_BV, GROUPS, VOCAB)
+  return constrain(logits_BV, ROW_AXES, VOCAB_AXES)
 
 
-def sample_token(logits_BV, row_keys, step_B, sampler):
-  """One token [B] of each row, and its log-prob before truncation.
+def sample_token(
+  logits_BV: jax.Array,
+  row_keys: jax.Array,
+  step_B: jax.Array,
+  sampler: SamplerConfig,
+) -> tuple[jax.Array, jax.Array]:
+  """Samples the next token of each response.
 
   Args:
     logits_BV: float32.
-    row_keys: [B]; a row draws its token t with a key made of (key, t).
-    step_B: t, the tokens drawn before.
-    sampler: `sampler.SamplerConfig`.
+    row_keys: [B] PRNG keys; token t is sampled with `fold_in(row_key, t)`.
+    step_B: t, the tokens that each response has.
+    sampler: the sampling parameters.
+
+  Returns:
+    The tokens [B] int32, and their log-probs [B] before truncation.
   """
   greedy = sampler.temperature == 0
   logps = jax.nn.log_softmax(
@@ -37,16 +45,19 @@ def sample_token(logits_BV, row_keys, step_B, sampler):
   )
   allowed = truncate(logps, step_B, sampler)
   if greedy:
-    drawn = allowed.argmax(-1)
+    token = allowed.argmax(-1)
   else:
     keys = jax.vmap(jax.random.fold_in)(row_keys, step_B)
-    drawn = jax.vmap(jax.random.categorical)(keys, allowed)
-  logp = jnp.take_along_axis(logps, drawn[:, None], axis=1)[:, 0]
-  return drawn.astype(jnp.int32), logp
+    token = jax.vmap(jax.random.categorical)(keys, allowed)
+  logp = jnp.take_along_axis(logps, token[:, None], axis=1)[:, 0]
+  return token.astype(jnp.int32), logp
 
 
-def truncate(logps, step_B, sampler):
-  """Log-probs with -inf where min length, top-k or top-p forbids a token."""
+def truncate(
+  logps_BV: jax.Array, step_B: jax.Array, sampler: SamplerConfig
+) -> jax.Array:
+  """Sets log-probs to -inf where min length, top-k or top-p forbids a token."""
+  logps = logps_BV
   if sampler.min_new_tokens > 1:
     stops = jnp.isin(jnp.arange(logps.shape[-1]), jnp.array(sampler.stop_ids))
     early_B = step_B + 1 < sampler.min_new_tokens
@@ -57,8 +68,8 @@ def truncate(logps, step_B, sampler):
   if sampler.top_p < 1:
     logps = jax.nn.log_softmax(logps)
     best = jnp.sort(logps, axis=-1, descending=True)
-    # A token stays while those before it have not reached top_p: the first
-    # always does.
+    # A token stays if the likelier ones together have less than top_p; so the
+    # likeliest one always stays.
     before = jnp.cumsum(jnp.exp(best), -1) - jnp.exp(best)
     worst = jnp.where(before < sampler.top_p, best, jnp.inf).min(-1)
     logps = jnp.where(logps < worst[:, None], -jnp.inf, logps)

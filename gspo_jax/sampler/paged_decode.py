@@ -1,22 +1,23 @@
-"""Decode slots: the few answers of a batch that are being drawn at one time.
+"""The devices' half of continuous batching: prefill and a segment of decoding.
 
-What a slot is to do the host says between segments (`schedule`); here are the
-functions of a segment, over explicit state.
+Functions over explicit state; `continuous_jit` compiles them. The host decides
+between segments what each slot does (`scheduler`, SegmentPlan).
 
-Dimension key: B slots, b of them, A answers, R most new tokens, W pages of a
-row at most, P texts of one prefill, T their tokens, C = T / S their pages of S
-tokens.
+Dimension key: B slots, b of them, A responses, R most new tokens, W pages of a
+slot, N prefixes of one prefill, T their tokens, L layers, k experts a token, P
+prompts, G responses a prompt.
 """
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import model
 from gspo_jax.model import cache as kv
-from gspo_jax.model import paged_cache as paged
+from gspo_jax.model import paged_cache
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import next_token
@@ -28,60 +29,63 @@ from gspo_jax.sampler.samples import (
   Samples,
 )
 
+_BATCH = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-  """State of decoding; the tokens already fed are in `pages`.
+  """State of the decode slots; `pages` holds the tokens already fed.
 
   Attributes:
-    pages: of B rows.
-    answer: [B] int32, which of the A answers the slot draws.
-    last: [B] int32, the newest token, not fed yet.
-    drawn: [B] int32, tokens of the answer so far.
-    until: [B] int32, the number of them at which it leaves the slot.
+    pages: the paged cache of B slots.
+    response: [B] int32, which of the A responses the slot decodes.
+    last_token: [B] int32, the newest token, not fed yet.
+    num_tokens: [B] int32, tokens of the response so far.
+    stop_at: [B] int32, tokens at which the response leaves the slot.
   """
 
-  pages: paged.Pages
-  answer: jax.Array
-  last: jax.Array
-  drawn: jax.Array
-  until: jax.Array
+  pages: paged_cache.Pages
+  response: jax.Array
+  last_token: jax.Array
+  num_tokens: jax.Array
+  stop_at: jax.Array
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SegmentPlan:
-  """What the host wants of a segment.
+  """What each slot does in the next segment; made by the host.
 
   Attributes:
-    table: [B, W] int32, as in `Pages`.
-    active: [B] bool, slots that decode; what another one had begun is void.
-    new: [B] bool, those of them that get an answer.
-    answer: [B] int32, for new slots which; and so on.
-    drawn: [B] int32, tokens that it has.
-    until: [B] int32, those at which it leaves the slot.
-    length: [B] int32, tokens of its text that are in the pages.
-    last: [B] int32, the token to feed first: the text's last.
-    source: [B] int32, the page to copy ...
-    target: [B] int32, ... to this one; none where there is no such page.
+    table: [B, W] int32, the pages of each slot, as in `Pages`.
+    active: [B] bool, slots that decode. What an inactive slot held is dropped.
+    new: [B] bool, active slots that start a response. The fields below hold
+      only for these.
+    response: [B] int32, which of the A responses.
+    num_tokens: [B] int32, tokens that the response already has.
+    stop_at: [B] int32, tokens at which it leaves the slot.
+    num_cached: [B] int32, tokens of its prefix that are in the pages.
+    last_token: [B] int32, the last token of its prefix, to be fed first.
+    copy_source: [B] int32, the page to copy ...
+    copy_target: [B] int32, ... to this page; n or more: none is copied.
   """
 
   table: jax.Array
   active: jax.Array
   new: jax.Array
-  answer: jax.Array
-  drawn: jax.Array
-  until: jax.Array
-  length: jax.Array
-  last: jax.Array
-  source: jax.Array
-  target: jax.Array
+  response: jax.Array
+  num_tokens: jax.Array
+  stop_at: jax.Array
+  num_cached: jax.Array
+  last_token: jax.Array
+  copy_source: jax.Array
+  copy_target: jax.Array
 
 
 def empty(cfg: model.ModelConfig, **sizes: int) -> DecodeState:
-  """No slot has an answer; `sizes` as in `pages.empty`."""
-  pages = paged.empty(cfg, **sizes)
+  """A state without responses; `sizes` as in `paged_cache.empty`."""
+  pages = paged_cache.empty(cfg, **sizes)
   zeros = jnp.zeros_like(pages.lengths)
   return DecodeState(pages, zeros, zeros, zeros, zeros)
 
@@ -89,275 +93,300 @@ def empty(cfg: model.ModelConfig, **sizes: int) -> DecodeState:
 def prefill(
   params: model.Params,
   cfg: model.ModelConfig,
-  slots: DecodeState,
   tokens: jax.Array,
   lengths: jax.Array,
-  numbers: jax.Array,
   *,
   chunk: int,
-  record: bool = False,
-) -> tuple[DecodeState, jax.Array | None]:
-  """Stores keys and values of texts, computed `chunk` tokens at a time.
+  record_routing: bool = False,
+) -> tuple[kv.Cache, jax.Array | None]:
+  """Keys and values of prefixes, computed `chunk` tokens at a time.
 
-  The cost follows the longest of them, not T.
+  The cost follows the longest prefix, not T.
 
   Args:
-    params: laid out and unstacked.
+    params: those of `decode_params`, unstacked.
     cfg: the model; static.
-    slots: whose pages are written.
-    tokens: [P, T] int32, padded on the RIGHT; T is a multiple of `chunk`.
-    lengths: [P] int32, real tokens; 0 where a row is padding.
-    numbers: [P, C] int32, the pages of the tokens; none where there are none.
+    tokens: [N, T] int32, padded on the RIGHT; T is a multiple of `chunk`.
+    lengths: [N] int32, real tokens; 0 for a row of padding.
     chunk: tokens of one forward pass; static.
-    record: whether to note the routing; static.
+    record_routing: whether to return the experts; static.
 
   Returns:
-    The slots, and the experts [P, L, T, k] of the tokens, or None.
+    The cache of T slots, and the experts [N, L, T, k] of the tokens, or None.
   """
-  P, T = tokens.shape
-  real_PT = jnp.arange(T) < lengths[:, None]
+  N, T = tokens.shape
+  real_NT = jnp.arange(T) < lengths[:, None]
   experts = None
-  if record:
-    shape = cfg.num_layers, P, T, cfg.experts_per_token
+  if record_routing:
+    shape = cfg.num_layers, N, T, cfg.experts_per_token
     experts = jnp.zeros(shape, number_type(cfg.num_experts))
     experts = sharding.constrain(experts, None, sharding.BATCH_AXES)
 
-  def forward(i, state):
-    cache, experts = state
+  def forward(i, carry):
+    cache, experts = carry
     start = i * chunk
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
-    positions = jnp.broadcast_to(start + jnp.arange(chunk), (P, chunk))
+    positions = jnp.broadcast_to(start + jnp.arange(chunk), (N, chunk))
     out = model.hidden_states(
-      params, cfg, cut(tokens), positions, cut(real_PT), cache
+      params, cfg, cut(tokens), positions, cut(real_NT), cache
     )
-    if record:
+    if record_routing:
       experts = jax.lax.dynamic_update_slice_in_dim(
         experts, out.routing.experts, start, axis=2
       )
     return out.cache, experts
 
-  chunks = -(-lengths.max() // chunk)
-  begin = kv.empty(cfg, P, T), experts
-  cache, experts = jax.lax.fori_loop(0, chunks, forward, begin)
-  pages = paged.store(slots.pages, cache.k, cache.v, numbers)
-  slots = dataclasses.replace(slots, pages=pages)
-  return slots, experts.swapaxes(0, 1) if record else None
+  num_chunks = -(-lengths.max() // chunk)
+  init = kv.empty(cfg, N, T), experts
+  cache, experts = jax.lax.fori_loop(0, num_chunks, forward, init)
+  return cache, experts.swapaxes(0, 1) if record_routing else None
 
 
-def note(
+def write_prompt_routing(
   samples: Samples,
   experts: jax.Array,
   lengths: jax.Array,
-  first: jax.Array,
+  first_response: jax.Array,
   *,
-  group: int,
+  group_size: int,
 ) -> Samples:
-  """Writes down where the tokens of prompts went, for all answers to them.
+  """Writes the experts of prompts' tokens into all G responses to each.
 
   Args:
-    samples: on the same device as the texts of their prompts.
-    experts: [P, L, T, k], of `prefill`.
-    lengths: [P] int32, tokens of each text: all of a prompt but its last.
-    first: [P] int32, the first of the answers to it; less than 0: none.
-    group: G, answers a prompt; static.
+    samples: each row on the device of its prompt's prefill.
+    experts: [N, L, T, k], of `prefill`.
+    lengths: [N] int32, tokens of each prefix: all of a prompt but its last.
+    first_response: [N] int32, the first response to the prompt; -1 for none.
+    group_size: G; static.
   """
+  # The column of a prompt's last token; it is fed by the first decode step.
   last = samples.experts.shape[2] - samples.tokens.shape[1] - 1
 
-  def local(kept, experts, lengths, first_P):
-    rows, T = len(kept), experts.shape[2]
-    row_PG = first_P[:, None] % rows + jnp.arange(group)
-    row_PG = jnp.where(first_P[:, None] < 0, rows, row_PG)
+  def local(old, experts, lengths, first_N):
+    rows, T = len(old), experts.shape[2]
+    row_NG = first_N[:, None] % rows + jnp.arange(group_size)
+    row_NG = jnp.where(first_N[:, None] < 0, rows, row_NG)
     token_T = jnp.arange(T)
-    slot_PT = last - lengths[:, None] + token_T
-    slot_PT = jnp.where(token_T < lengths[:, None], slot_PT, kept.shape[2])
-    at = row_PG[:, :, None], slice(None), slot_PT[:, None, :]
-    new_PTLk = experts.swapaxes(1, 2)
-    return kept.at[at].set(new_PTLk[:, None], mode="drop")
+    column_NT = last - lengths[:, None] + token_T
+    column_NT = jnp.where(token_T < lengths[:, None], column_NT, old.shape[2])
+    index = row_NG[:, :, None], slice(None), column_NT[:, None, :]
+    new_NTLk = experts.swapaxes(1, 2)
+    return old.at[index].set(new_NTLk[:, None], mode="drop")
 
-  of_rows = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
-  write = sharding.shard_map(local, (of_rows,) * 4, of_rows)
+  write = sharding.shard_map(local, (_BATCH,) * 4, _BATCH)
   return dataclasses.replace(
-    samples, experts=write(samples.experts, experts, lengths, first)
+    samples, experts=write(samples.experts, experts, lengths, first_response)
   )
+
+
+def apply_plan(
+  state: DecodeState, plan: SegmentPlan, *, copy_pages: bool
+) -> DecodeState:
+  """The state at the start of a segment.
+
+  Args:
+    state: that at the end of the last segment; best donated.
+    plan: the host's plan of the segment.
+    copy_pages: whether to copy the prefixes' partial pages; static. False
+      spares the work if no slot is new.
+  """
+  pages = state.pages
+  if copy_pages:
+    pages = paged_cache.copy(pages, plan.copy_source, plan.copy_target)
+  select = lambda new, old: jnp.where(plan.new, new, old)
+  pages = dataclasses.replace(
+    pages,
+    table=plan.table,
+    lengths=select(plan.num_cached, pages.lengths),
+    active=plan.active,
+  )
+  return DecodeState(
+    pages=pages,
+    response=select(plan.response, state.response),
+    last_token=select(plan.last_token, state.last_token),
+    num_tokens=select(plan.num_tokens, state.num_tokens),
+    stop_at=select(plan.stop_at, state.stop_at),
+  )
+
+
+class SegmentLimits(NamedTuple):
+  """When a segment ends.
+
+  Attributes:
+    steps: most decode steps.
+    min_active: [] int32; it also ends when no more slots than these decode.
+  """
+
+  steps: int
+  min_active: jax.Array
 
 
 def decode(
   params: model.Params,
   cfg: model.ModelConfig,
-  slots: DecodeState,
+  state: DecodeState,
   samples: Samples,
-  orders: SegmentPlan,
-  few: jax.Array | None,
-  floor: jax.Array,
   key: jax.Array,
   *,
   sampler: SamplerConfig,
-  steps: int,
+  limits: SegmentLimits,
 ) -> tuple[DecodeState, Samples]:
-  """A segment: a token for each active slot, `steps` times at most.
+  """A segment: one token for each active slot, up to `limits.steps` times.
 
-  It ends early when no more than `floor` slots are active. Answer a
-  draws its token t with a key made of (key, a, t), whatever slot it is in and
-  whoever is beside it.
+  Token t of response a is sampled with a key made of (key, a, t), whatever its
+  slot and its neighbours are.
 
   Args:
-    params: laid out and unstacked.
+    params: those of `decode_params`, unstacked.
     cfg: the model; static.
-    slots: best donated, as is the next.
-    samples: of A answers, what is drawn is written there.
-    orders: carried out first.
-    few: [b] int32, the slots to compute, equally many of each shard, all that
-      are active among them and none of them new; None for all.
-    floor: [] int32.
-    key: of all answers.
-    sampler: how to draw; static.
-    steps: static.
+    state: of `apply_plan`, of all slots or of a subset.
+    samples: A responses; the tokens are written there.
+    key: the same for all responses.
+    sampler: the sampling parameters; static.
+    limits: when the segment ends.
   """
-  if few is None:  # else there is nothing to copy
-    pages = paged.copy(slots.pages, orders.source, orders.target)
-    slots = dataclasses.replace(slots, pages=pages)
-  whole = _apply_plan(slots, orders)
-  slots = whole if few is None else _select(whole, few)
-  fold = functools.partial(jax.random.fold_in, key)
+  response_key = functools.partial(jax.random.fold_in, key)
 
-  def body(state):
-    taken, slots, samples = state
+  def body(carry):
+    step, state, samples = carry
     out = model.hidden_states(
       params,
       cfg,
-      slots.last[:, None],
-      slots.pages.lengths[:, None],
-      slots.pages.active[:, None],
-      slots.pages,
+      state.last_token[:, None],
+      state.pages.lengths[:, None],
+      state.pages.active[:, None],
+      state.pages,
     )
     logits = next_token.logits(params, cfg, out.hidden[:, 0])
-    row_keys = jax.vmap(fold)(slots.answer)
+    row_keys = jax.vmap(response_key)(state.response)
     token, logp = next_token.sample_token(
-      logits, row_keys, slots.drawn, sampler
+      logits, row_keys, state.num_tokens, sampler
     )
-    slots = dataclasses.replace(slots, pages=out.cache)
-    noted = None
+    state = dataclasses.replace(state, pages=out.cache)
+    experts = None
     if samples.experts is not None:
-      noted = out.routing.experts[:, :, 0]
-    return taken + 1, *_record(slots, samples, token, logp, noted, sampler)
+      experts = out.routing.experts[:, :, 0]
+    samples = _write_token(state, samples, token, logp, experts, sampler)
+    return step + 1, _advance(state, token, sampler), samples
 
-  def going(state):
-    taken, slots, _ = state
-    return (taken < steps) & (slots.pages.active.sum() > floor)
+  def proceed(carry):
+    step, state, _ = carry
+    num_active = state.pages.active.sum()
+    return (step < limits.steps) & (num_active > limits.min_active)
 
-  taken, slots, samples = jax.lax.while_loop(
-    going, body, (jnp.int32(0), slots, samples)
+  steps, state, samples = jax.lax.while_loop(
+    proceed, body, (jnp.int32(0), state, samples)
   )
-  B = slots.drawn.size
-  total = samples.slot_steps + B * taken
-  samples = dataclasses.replace(samples, slot_steps=total)
-  return slots if few is None else _scatter_back(whole, slots, few), samples
+  slot_steps = samples.slot_steps + steps * state.num_tokens.size
+  return state, dataclasses.replace(samples, slot_steps=slot_steps)
 
 
-def _apply_plan(slots: DecodeState, orders: SegmentPlan) -> DecodeState:
-  pick = lambda a, b: jnp.where(orders.new, a, b)
-  pages = dataclasses.replace(
-    slots.pages,
-    table=orders.table,
-    lengths=pick(orders.length, slots.pages.lengths),
-    active=orders.active,
-  )
-  return DecodeState(
-    pages=pages,
-    answer=pick(orders.answer, slots.answer),
-    last=pick(orders.last, slots.last),
-    drawn=pick(orders.drawn, slots.drawn),
-    until=pick(orders.until, slots.until),
-  )
+def select_slots(state: DecodeState, slots: jax.Array) -> DecodeState:
+  """The state of some slots over the same pages.
 
-
-_NO_KEYS = paged.Pages(None, None, None, None, None)
-
-
-def _select(slots: DecodeState, few) -> DecodeState:
-  """These slots alone, over the same pages."""
-
-  def local(kept, row_b):
-    return jax.tree.map(lambda x: x[row_b % len(x)], kept)
-
-  of_rows = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
-  read = sharding.shard_map(local, (of_rows,) * 2, of_rows)
-  return _over(slots.pages, read(_over(_NO_KEYS, slots), few))
-
-
-def _scatter_back(slots: DecodeState, new: DecodeState, few) -> DecodeState:
-  """All slots, after a segment of these few, `new`."""
-
-  def local(kept, new, row_b):
-    place = lambda old, new: old.at[row_b % len(old)].set(new)
-    return jax.tree.map(place, kept, new)
-
-  of_rows = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
-  write = sharding.shard_map(local, (of_rows,) * 3, of_rows)
-  kept, changed = (_over(_NO_KEYS, x) for x in (slots, new))
-  return _over(new.pages, write(kept, changed, few))
-
-
-def _over(pages, slots: DecodeState) -> DecodeState:
-  """The rows of `slots` over the keys and values of `pages`."""
-  own = dataclasses.replace(slots.pages, k=pages.k, v=pages.v)
-  return dataclasses.replace(slots, pages=own)
-
-
-def _record(
-  slots: DecodeState, samples: Samples, token, logp, experts, sampler
-):
-  """Writes a token of each active slot down, and notes whose was the last.
-
-  `experts`, [L, B, k], are those of the token before it, which was fed.
+  Args:
+    state: of all B slots.
+    slots: [b] int32, equally many of each shard.
   """
-  active, t = slots.pages.active, slots.drawn
-  stop = jnp.isin(token, jnp.array(sampler.stop_ids))
-  cut = jnp.where(t + 1 == sampler.max_new_tokens, TRUNCATED, UNFINISHED)
+
+  def local(arrays, slot_b):
+    return jax.tree.map(lambda x: x[slot_b % len(x)], arrays)
+
+  read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
+  return _with_pages_of(state.pages, read(_without_pages(state), slots))
+
+
+def scatter_slots(
+  state: DecodeState, subset: DecodeState, slots: jax.Array
+) -> DecodeState:
+  """The state of all slots after a segment of a subset; see `select_slots`."""
+
+  def local(arrays, new, slot_b):
+    write = lambda old, new: old.at[slot_b % len(old)].set(new)
+    return jax.tree.map(write, arrays, new)
+
+  write = sharding.shard_map(local, (_BATCH,) * 3, _BATCH)
+  arrays = write(_without_pages(state), _without_pages(subset), slots)
+  return _with_pages_of(subset.pages, arrays)
+
+
+def read_tokens(state: DecodeState, samples: Samples) -> jax.Array:
+  """The tokens [B, R] int32 of the response in each slot."""
+
+  def local(tokens, response_B):
+    return tokens[response_B % len(tokens)]
+
+  read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
+  return read(samples.tokens, state.response)
+
+
+def _without_pages(state: DecodeState) -> DecodeState:
+  """The arrays of slots alone, without keys and values."""
+  pages = dataclasses.replace(state.pages, k=None, v=None)
+  return dataclasses.replace(state, pages=pages)
+
+
+def _with_pages_of(pages, state: DecodeState) -> DecodeState:
+  """The state with the keys and values of `pages`."""
+  pages = dataclasses.replace(state.pages, k=pages.k, v=pages.v)
+  return dataclasses.replace(state, pages=pages)
+
+
+def _is_stop(token, sampler):
+  return jnp.isin(token, jnp.array(sampler.stop_ids))
+
+
+def _advance(state: DecodeState, token, sampler) -> DecodeState:
+  """The state after each active slot sampled a token."""
+  active = state.pages.active
+  num_tokens = state.num_tokens + active
+  done = _is_stop(token, sampler) | (state.num_tokens + 1 == state.stop_at)
+  pages = dataclasses.replace(state.pages, active=active & ~done)
+  return dataclasses.replace(
+    state, pages=pages, last_token=token, num_tokens=num_tokens
+  )
+
+
+def _write_token(
+  state: DecodeState, samples: Samples, token, logp, experts, sampler
+) -> Samples:
+  """Writes the token of each active slot into its response.
+
+  Args:
+    state: before `_advance`.
+    samples: A responses, each on the device of its slot.
+    token: [B] int32.
+    logp: [B] float32.
+    experts: [L, B, k], those of the token before, which was fed; or None.
+    sampler: the sampling parameters.
+  """
+  length = state.num_tokens + 1
+  finish = jnp.where(length == sampler.max_new_tokens, TRUNCATED, UNFINISHED)
+  finish = jnp.where(_is_stop(token, sampler), STOPPED, finish)
   new = {
     "tokens": token,
     "logps": logp,
-    "lengths": t + 1,
-    "finish": jnp.where(stop, STOPPED, cut).astype(jnp.int8),
+    "lengths": length,
+    "finish": finish.astype(jnp.int8),
   }
   if experts is not None:
     new["experts"] = experts.swapaxes(0, 1)
-  kept = {name: getattr(samples, name) for name in new}
-  written = _write(kept, new, (slots.answer, t, active))
-  samples = dataclasses.replace(samples, **written)
-  done = stop | (t + 1 == slots.until)
-  pages = dataclasses.replace(slots.pages, active=active & ~done)
-  slots = dataclasses.replace(slots, pages=pages, last=token, drawn=t + active)
-  return slots, samples
 
-
-def _write(kept: dict, new: dict, where) -> dict:
-  """Each slot's values into its answer's row, which is on the same device."""
-
-  def local(kept, new, where):
-    answer_B, t_B, active_B = where
-    rows, R = kept["tokens"].shape
-    row_B = jnp.where(active_B, answer_B % rows, rows)  # else none
+  def local(old, new, slots):
+    response_B, column_B, active_B = slots
+    rows, R = old["tokens"].shape
+    row_B = jnp.where(active_B, response_B % rows, rows)  # `rows`: nowhere
 
     def write(old, value_B):
-      at = (row_B, t_B)[: old.ndim]
-      # Routing: where the token before it is, of a prompt and an answer.
+      index = (row_B, column_B)[: old.ndim]
+      # Routing has the prompt's columns first, and the token before is meant.
       if old.ndim == 4:
-        at = row_B, slice(None), old.shape[2] - R - 1 + t_B
-      return old.at[at].set(value_B, mode="drop")
+        index = row_B, slice(None), old.shape[2] - R - 1 + column_B
+      return old.at[index].set(value_B, mode="drop")
 
-    return jax.tree.map(write, kept, new)
+    return jax.tree.map(write, old, new)
 
-  of_rows = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
-  return sharding.shard_map(local, (of_rows,) * 3, of_rows)(kept, new, where)
-
-
-def peek(slots: DecodeState, samples: Samples) -> jax.Array:
-  """[B, R] int32, the tokens of the answers that are in the slots."""
-
-  def local(tokens, answer_B):
-    return tokens[answer_B % len(tokens)]
-
-  of_rows = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
-  read = sharding.shard_map(local, (of_rows,) * 2, of_rows)
-  return read(samples.tokens, slots.answer)
+  old = {name: getattr(samples, name) for name in new}
+  slots = state.response, state.num_tokens, state.pages.active
+  write = sharding.shard_map(local, (_BATCH,) * 3, _BATCH)
+  return dataclasses.replace(samples, **write(old, new, slots))

@@ -1,4 +1,4 @@
-"""Sizes of refill: slots, pages, segments, the lengths of prefills."""
+"""Sizes of continuous batching: slots, pages, segments, prefill lengths."""
 
 import dataclasses
 
@@ -6,58 +6,65 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import SamplerConfig
 
 
-def width(prompt: int, most: int, page: int) -> int:
-  """Pages of a row whose prompt and answer have so many tokens at most."""
-  return -(-(prompt - 1 + most) // page)
+def pages_per_slot(
+  max_prompt_length: int, max_new_tokens: int, page_size: int
+) -> int:
+  """W, pages of the longest prompt and response; the last token is not fed."""
+  return -(-(max_prompt_length - 1 + max_new_tokens) // page_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardSizes:
-  """What a shard of the devices has room for.
+  """Sizes of continuous batching on one shard of the devices.
 
   Attributes:
-    slots: B, answers that decode together.
-    pages: n, of the pool.
-    page: S, tokens of a page.
-    steps: most decode steps of a segment.
-    most: R, most new tokens of an answer.
-    prompt: tokens of the longest prompt.
+    slots: B, responses that decode at the same time.
+    num_pages: n, pages in the pool.
+    page_size: S, tokens a page.
+    segment_steps: most decode steps of a segment.
+    max_new_tokens: R, most tokens of a response.
+    max_prompt_length: most tokens of a prompt.
   """
 
   slots: int
-  pages: int
-  page: int
-  steps: int
-  most: int
-  prompt: int
+  num_pages: int
+  page_size: int
+  segment_steps: int
+  max_new_tokens: int
+  max_prompt_length: int
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self).items():
       if value < 1:
         raise UserError(f"{name}={value}: expected at least 1")
-    if self.pages <= self.width:
+    # One page more than a slot can use, for a prompt's own partial page.
+    least = self.pages_per_slot + 1
+    if self.num_pages < least:
       raise UserError(
-        f"continuous_batching.num_pages={self.pages} a shard: expected at "
-        f"least {self.width + 1}, what one response and its prompt can take"
+        f"continuous_batching.num_pages={self.num_pages} a shard: expected at "
+        f"least {least}, what the longest prompt and its response can take"
       )
 
   @property
-  def width(self) -> int:
-    """W, pages of the longest row; its text may hold one more, partial."""
-    return width(self.prompt, self.most, self.page)
+  def pages_per_slot(self) -> int:
+    """W, most pages of one slot; a prompt may hold one more, a partial one."""
+    return pages_per_slot(
+      self.max_prompt_length, self.max_new_tokens, self.page_size
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousBatchingConfig:
-  """Sizes of continuous batching, of all devices together.
+  """Sizes of continuous batching on all devices together.
 
   Attributes:
-    slots: B, responses that decode together.
-    page_size: S, tokens of a page.
-    segment_steps: decode steps of a segment at most.
+    slots: B, responses that decode at the same time.
+    page_size: S, tokens a page.
+    segment_steps: most decode steps of a segment.
     prefill_chunk: tokens of one forward pass of a prefill; a multiple of
       `page_size`.
-    num_pages: in all; 0 for as many as B of the longest responses take.
+    num_pages: pages in the pool; 0 for as many as B of the longest prompts and
+      responses take.
   """
 
   slots: int
@@ -73,10 +80,9 @@ class ContinuousBatchingConfig:
       ("segment_steps", 1),
       ("num_pages", 0),
     ):
-      if getattr(self, name) < least:
+      if (value := getattr(self, name)) < least:
         raise UserError(
-          f"continuous_batching.{name}={getattr(self, name)}: expected at "
-          f"least {least}"
+          f"continuous_batching.{name}={value}: expected at least {least}"
         )
     if self.prefill_chunk < 1 or self.prefill_chunk % self.page_size:
       raise UserError(
@@ -84,11 +90,13 @@ class ContinuousBatchingConfig:
         f"multiple of continuous_batching.page_size={self.page_size}"
       )
 
-  def sizes(self, draw: SamplerConfig, prompt: int, shards: int) -> ShardSizes:
-    """What each of `shards` has, for prompts of at most `prompt` tokens.
+  def shard_sizes(
+    self, sampler: SamplerConfig, max_prompt_length: int, shards: int
+  ) -> ShardSizes:
+    """The sizes of each of `shards` equal shards.
 
     Raises:
-      UserError: slots or pages cannot be split, or are too few.
+      UserError: slots or pages do not divide by the shards, or are too few.
     """
     for name in ("slots", "num_pages"):
       if (value := getattr(self, name)) % shards:
@@ -96,24 +104,32 @@ class ContinuousBatchingConfig:
           f"continuous_batching.{name}={value}: expected a multiple of the "
           f"{shards} shards of sampler_mesh"
         )
-    slots = self.slots // shards
-    most = draw.max_new_tokens
-    # Besides, the partial last page of each prompt: at most one a slot.
-    longest = width(prompt, most, self.page_size) + 1
-    pages = self.num_pages // shards or slots * longest
+    slots, max_new_tokens = self.slots // shards, sampler.max_new_tokens
+    # Also the partial last page of each prompt: at most one a slot.
+    longest = (
+      pages_per_slot(max_prompt_length, max_new_tokens, self.page_size) + 1
+    )
     return ShardSizes(
-      slots, pages, self.page_size, self.segment_steps, most, prompt
+      slots=slots,
+      num_pages=self.num_pages // shards or slots * longest,
+      page_size=self.page_size,
+      segment_steps=self.segment_steps,
+      max_new_tokens=max_new_tokens,
+      max_prompt_length=max_prompt_length,
     )
 
   def buckets(self, longest: int) -> tuple[int, ...]:
-    """T, the lengths that prefills are compiled for.
+    """The padded lengths T that prefills are compiled for.
+
+    They double from `prefill_chunk` on. A prefill leaves out the last token of
+    a prompt, which the first decode step feeds.
 
     Args:
       longest: tokens of the longest prompt.
     """
     chunk = self.prefill_chunk
-    most = max(-(-(longest - 1) // chunk), 1) * chunk
-    found = [chunk]
-    while found[-1] < most:
-      found.append(min(2 * found[-1], most))
-    return tuple(found)
+    last = max(-(-(longest - 1) // chunk), 1) * chunk
+    lengths = [chunk]
+    while lengths[-1] < last:
+      lengths.append(min(2 * lengths[-1], last))
+    return tuple(lengths)

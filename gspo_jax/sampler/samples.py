@@ -1,4 +1,8 @@
-"""Prompts and samples: what goes into a sampler, and what comes out."""
+"""The input and the output of a sampler: Prompts and Samples.
+
+Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
+length, R most new tokens, L layers, k experts a token.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,25 +16,25 @@ from gspo_jax.model.moe import number_type
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import batch_sharding, replicated
 
-# Samples.finish; what is unfinished may be continued, by `paged_sampler` alone.
+# Values of Samples.finish. Only `ContinuousSampler` continues the unfinished.
 UNFINISHED, STOPPED, TRUNCATED = 2, 1, 0
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-  """How answers are drawn; hashable, so that it is static under jit.
+  """Sampling parameters; hashable, so they are static under jit.
 
   Attributes:
-    group_size: G, answers a prompt.
-    max_new_tokens: R; a row that reaches it is cut there.
-    stop_ids: tokens that end an answer; the one drawn is part of it.
-    temperature: divides the logits; 0 takes the likeliest token.
-    top_k: draw among the k likeliest tokens, and those that tie with the k-th;
-      0 for all.
-    top_p: draw among the fewest likeliest tokens of this total probability.
-    min_new_tokens: no stop token before this many tokens.
-    pad_id: fills a row after its end.
-    record_routing: report which experts each token went to.
+    group_size: G, responses a prompt.
+    max_new_tokens: R; a response of this length is truncated.
+    stop_ids: tokens that end a response; the stop token is part of it.
+    temperature: divides the logits; 0 decodes greedily.
+    top_k: sample among the k likeliest tokens, and those that tie with the
+      k-th; 0 for all.
+    top_p: sample among the fewest likeliest tokens of this total probability.
+    min_new_tokens: the shortest length at which a stop token is allowed.
+    pad_id: fills the tokens after the end of a response.
+    record_routing: whether Samples hold the experts of each token.
   """
 
   group_size: int
@@ -44,37 +48,37 @@ class SamplerConfig:
   record_routing: bool = False
 
   def __post_init__(self):
-    for name, good, expected in (
-      ("group_size", self.group_size >= 1, "at least 1"),
-      ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-      ("stop_ids", len(self.stop_ids) >= 1, "at least one token"),
-      ("temperature", self.temperature >= 0, "0 or more"),
-      ("top_k", self.top_k >= 0, "0 (all) or more"),
-      ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+    for key, good, expected in (
+      ("rollout.group_size", self.group_size >= 1, "at least 1"),
+      ("sampler.max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+      ("sampler.stop_ids", len(self.stop_ids) >= 1, "at least one token"),
+      ("sampler.temperature", self.temperature >= 0, "0 or more"),
+      ("sampler.top_k", self.top_k >= 0, "0 (all) or more"),
+      ("sampler.top_p", 0 < self.top_p <= 1, "in (0, 1]"),
       (
-        "min_new_tokens",
+        "sampler.min_new_tokens",
         0 <= self.min_new_tokens <= self.max_new_tokens,
-        f"0 to max_new_tokens={self.max_new_tokens}",
+        f"0 to sampler.max_new_tokens={self.max_new_tokens}",
       ),
     ):
       if not good:
-        value = getattr(self, name)
-        raise UserError(f"sampler.{name}={value!r}: expected {expected}")
+        value = getattr(self, key.split(".")[1])
+        raise UserError(f"{key}={value!r}: expected {expected}")
 
   @property
   def truncates(self) -> bool:
-    """Whether some tokens cannot be drawn (the run logs that it is so)."""
+    """Whether some tokens have probability 0; a run logs this."""
     return self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 1
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-  """A batch of prompts, padded on the LEFT, so that answers start in line.
+  """A batch of prompts, padded on the LEFT: all responses start at column S.
 
   Attributes:
     tokens: [P, S] int32.
-    lengths: [P] int32, real tokens, at least 1.
+    lengths: [P] int32, real tokens of each, at least 1.
   """
 
   tokens: jax.Array
@@ -96,20 +100,21 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Samples:
-  """Answers; row p * G + g is answer g to prompt p.
+  """Responses to a batch of prompts; row p * G + g is response g to prompt p.
 
   Attributes:
     tokens: [B, R] int32, `pad_id` after the end.
-    logps: [B, R] float32 log-probs of the UNTRUNCATED tempered distribution
-      (of the plain one at temperature 0), 0 after the end. The stop token has
-      one, too.
-    lengths: [B] int32, tokens drawn, the stop token included.
-    finish: [B] int8, why the row ended: STOPPED or TRUNCATED; or UNFINISHED.
-    slot_steps: [] int32, decode steps times the rows that took them; those that
-      drew a token of an answer were useful.
-    experts: [B, L, S + R, k] unsigned, those of the prompt's tokens and of the
-      answer's; any k, where no token was fed: the last one of a row never is.
-      None unless recorded, and for a dense model.
+    logps: [B, R] float32 log-probs, 0 after the end. They are those of the
+      UNTRUNCATED distribution at the sampler's temperature, at temperature 0
+      those of temperature 1. The stop token has one, too.
+    lengths: [B] int32, tokens of each response, the stop token included.
+    finish: [B] int8, STOPPED, TRUNCATED or UNFINISHED.
+    slot_steps: [] int32, decode steps times the slots computed in each. The
+      share that sampled a token of a response was useful.
+    experts: [B, L, S + R, k] unsigned integers, the experts of the prompt's
+      and the response's tokens. Columns of tokens that were not fed (padding,
+      and the last token of a response) hold any k experts. None for a dense
+      model, or unless `record_routing`.
   """
 
   tokens: jax.Array
@@ -121,15 +126,25 @@ class Samples:
 
 
 def empty_samples(
-  prompts: int, slots: int, cfg: model.ModelConfig, sampler: SamplerConfig
+  num_prompts: int,
+  prompt_length: int,
+  cfg: model.ModelConfig,
+  sampler: SamplerConfig,
 ) -> Samples:
-  """All answers to so many prompts of S slots, of which none has a token."""
-  B, R = prompts * sampler.group_size, sampler.max_new_tokens
+  """Samples in which all P * G responses are UNFINISHED and have no token.
+
+  Args:
+    num_prompts: P.
+    prompt_length: S, the width of the prompts.
+    cfg: the model.
+    sampler: the sampling parameters.
+  """
+  B, R = num_prompts * sampler.group_size, sampler.max_new_tokens
   experts = None
   if sampler.record_routing and cfg.num_experts:
-    numbers = number_type(cfg.num_experts)
-    first_k = jnp.arange(cfg.experts_per_token, dtype=numbers)
-    shape = B, cfg.num_layers, slots + R, cfg.experts_per_token
+    dtype = number_type(cfg.num_experts)
+    first_k = jnp.arange(cfg.experts_per_token, dtype=dtype)
+    shape = B, cfg.num_layers, prompt_length + R, cfg.experts_per_token
     experts = jnp.broadcast_to(first_k, shape)
   return Samples(
     tokens=jnp.full((B, R), sampler.pad_id, jnp.int32),
@@ -142,12 +157,12 @@ def empty_samples(
 
 
 class FinishedResponse(NamedTuple):
-  """An answer that has ended.
+  """A response that stopped or was truncated.
 
   Attributes:
-    tokens: [R] int32; what comes after its end is no part of it.
-    length: tokens, the stop token included.
-    stopped: whether the last one is a stop token.
+    tokens: [R] int32; ignore the values from `length` on.
+    length: tokens of the response, the stop token included.
+    stopped: whether its last token is a stop token.
   """
 
   tokens: np.ndarray
@@ -158,52 +173,52 @@ class FinishedResponse(NamedTuple):
 def samples_sharding(
   sampler: SamplerConfig, mesh: jax.sharding.Mesh
 ) -> Samples:
-  """Where samples lie."""
-  of_rows = batch_sharding(mesh)
+  """The sharding of each field of Samples on a mesh."""
+  batch = batch_sharding(mesh)
   return Samples(
-    *[of_rows] * 4,
+    *[batch] * 4,
     slot_steps=replicated(mesh),
-    experts=of_rows if sampler.record_routing else None,
+    experts=batch if sampler.record_routing else None,
   )
 
 
 def merge_groups(kept, new, index: jax.Array):
-  """Groups `index` of the 2 P groups that `kept` and `new` have end to end.
+  """Selects P of the 2 P groups of two batches.
 
   Args:
-    kept: a pytree of [P * G, ...], the rows of a group side by side. A scalar,
-      such as a count of steps, is added to that of `new`.
-    new: the same.
-    index: [P] integers below 2 P.
+    kept: a pytree of arrays [P * G, ...] whose groups 0 to P - 1 are blocks of
+      G rows. A scalar, such as `slot_steps`, is added to that of `new`.
+    new: the same; its groups have the numbers P to 2 P - 1.
+    index: [P] integers below 2 P, the groups to select.
 
   Returns:
-    The same pytree of P groups in the order of `index`.
+    The same pytree with P groups in the order of `index`.
   """
-  count = len(index)
-  old = index < count
-  from_kept, from_new = (
-    jnp.where(old, index, 0),
-    jnp.where(old, 0, index - count),
-  )
+  P = len(index)
+  is_kept = index < P
+  kept_index = jnp.where(is_kept, index, 0)
+  new_index = jnp.where(is_kept, 0, index - P)
 
-  def pick(a, b):
-    cut = lambda x: x.reshape(count, -1, *x.shape[1:])
-    first = old.reshape(count, *[1] * a.ndim)
-    # Not of the two joined: XLA would pass them between devices three times.
-    both = jnp.where(first, cut(a)[from_kept], cut(b)[from_new])
-    return both.reshape(a.shape)
+  def select(a, b):
+    groups = lambda x: x.reshape(P, -1, *x.shape[1:])
+    condition = is_kept.reshape(P, *[1] * a.ndim)
+    # Indexing their concatenation would pass it between devices three times.
+    selected = jnp.where(condition, groups(a)[kept_index], groups(b)[new_index])
+    return selected.reshape(a.shape)
 
-  def join(a, b):
+  def merge(a, b):
     if a.ndim == 0:
       return a + b
     if a.ndim < 3:
-      return pick(a, b)
-    # By its second axis, the layers of routing: whole arrays pass between
-    # devices, and these are the largest of all.
-    swap = lambda x: x.swapaxes(0, 1)
-    return swap(jax.lax.map(lambda ab: pick(*ab), (swap(a), swap(b))))
+      return select(a, b)
+    # Routing, the largest array, crosses devices whole: a layer at a time.
+    layers_first = lambda x: x.swapaxes(0, 1)
+    merged = jax.lax.map(
+      lambda ab: select(*ab), (layers_first(a), layers_first(b))
+    )
+    return layers_first(merged)
 
-  return jax.tree.map(join, kept, new)
+  return jax.tree.map(merge, kept, new)
 
 
 def take_groups(
@@ -213,25 +228,25 @@ def take_groups(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Groups `index` of samples, and a group of which nothing is drawn for -1.
-
-  The count of slot-steps is that of all.
+  """Selects groups of samples; an index of -1 gives an empty group.
 
   Args:
-    samples: of Q groups, without routing.
-    index: [N] integers from -1 on, below Q.
+    samples: Q groups, without routing.
+    index: [N] integers from -1 to Q - 1, the groups to select.
     cfg: the model; static.
-    sampler: how they are drawn; static.
+    sampler: the sampling parameters; static.
+
+  Returns:
+    N groups; `slot_steps` is that of all Q.
   """
-  group, steps = sampler.group_size, samples.slot_steps
   empty = empty_samples(len(index), 0, cfg, sampler)
-  cut = lambda x: x.reshape(-1, group, *x.shape[1:])
+  groups = lambda x: x.reshape(-1, sampler.group_size, *x.shape[1:])
 
-  def pick(x, empty):
-    there = (index >= 0).reshape(-1, *[1] * x.ndim)
-    found = cut(x)[jnp.maximum(index, 0)]
-    return jnp.where(there, found, cut(empty)).reshape(empty.shape)
+  def select(x, empty):
+    is_taken = (index >= 0).reshape(-1, *[1] * x.ndim)
+    taken = groups(x)[jnp.maximum(index, 0)]
+    return jnp.where(is_taken, taken, groups(empty)).reshape(empty.shape)
 
-  bare = lambda s: dataclasses.replace(s, slot_steps=None)
-  picked = jax.tree.map(pick, bare(samples), bare(empty))
-  return dataclasses.replace(picked, slot_steps=steps)
+  arrays = lambda s: dataclasses.replace(s, slot_steps=None)
+  selected = jax.tree.map(select, arrays(samples), arrays(empty))
+  return dataclasses.replace(selected, slot_steps=samples.slot_steps)

@@ -1,17 +1,18 @@
-"""Which answer has which slot and which pages, settled between two segments.
+"""The host's half of continuous batching: which response has which slot, pages.
 
-Dimension key: N texts, A answers, B slots, n pages in the pool, S tokens of a
-page, W pages of the longest row, m cached tokens of a text: all but its last,
-which an answer's first step feeds.
+Dimension key: N prefixes, A responses, B slots, n pages in the pool, S tokens a
+page, W pages of the longest slot, P prompts, R most new tokens.
 
-A text is what answers continue: a prompt, for all answers to it, or a prompt
-and the beginning of one answer, for the rest of that.
+A prefix is the tokens that a response continues: a prompt, shared by all new
+responses to it, or a prompt and the beginning of one response. All tokens of a
+prefix but the last are prefilled; the first decode step feeds the last one.
 
-This is the host's half of paged decoding. A round goes `admit`, `grow`, a
-segment on the device, `settle`. A text's m // S full pages are shared by the
-rows of its answers; of the partial one each row gets a copy. A text stays in
-the pool until all its answers have ended; when pages run out, the texts that
-no row reads go first (they are prefilled again later), then the newest rows.
+Each round calls `admit`, `allocate_pages`, then decodes a segment on the
+devices, then calls `apply_results`. The full pages of a prefix are shared by
+the slots of its responses; each slot gets a copy of its partial last page. A
+prefix stays in the pool until all its responses have finished. When pages run
+out, first the prefixes that no slot reads are evicted (and prefilled again
+later), then the newest responses are preempted.
 """
 
 import collections
@@ -26,36 +27,42 @@ from gspo_jax.sampler.paging import ShardSizes
 from gspo_jax.sampler.samples import UNFINISHED, Samples
 
 
+class PrefixPages(NamedTuple):
+  """A prefix to prefill, and the pages for all its tokens but the last."""
+
+  prefix: int
+  pages: list[int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Admission:
-  """Answers that got a slot: prefill, then copy pages, then grow.
+  """Responses that got a slot: prefill, then copy pages, then allocate pages.
 
   Attributes:
-    prefill: (text, the pages of its m tokens) of texts to store first; one
-      with m = 0 is never among them.
-    new: [B] bool, slots that got an answer; the others hold 0 below.
-    answer: [B] int32, its number.
-    length: [B] int32, m, the tokens of its row that are cached.
-    source: [B] int32, the page to copy; n where there is none.
-    target: [B] int32, the page to copy it to; n where there is none.
+    prefill: the prefixes to store first; none has a single token.
+    new: [B] bool, slots that got a response. The others hold 0 below.
+    response: [B] int32, the number of the response.
+    num_cached: [B] int32, tokens of its prefix that the pages hold.
+    copy_source: [B] int32, the page to copy; n for none.
+    copy_target: [B] int32, the page to copy it to; n for none.
   """
 
-  prefill: list[tuple[int, list[int]]]
+  prefill: list[PrefixPages]
   new: np.ndarray
-  answer: np.ndarray
-  length: np.ndarray
-  source: np.ndarray
-  target: np.ndarray
+  response: np.ndarray
+  num_cached: np.ndarray
+  copy_source: np.ndarray
+  copy_target: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class SegmentPages:
-  """What the next segment decodes.
+  """The pages and the slots of the next segment.
 
   Attributes:
-    table: [B, W] int32, the pages of each row, in order; 0 where it has none.
-    active: [B] bool, slots to decode. Those that have been preempted are not
-      among them: they get their answer again in a later admission.
+    table: [B, W] int32, the pages of each slot, in order; 0 where it has none.
+    active: [B] bool, slots to decode. A preempted slot is not active; a later
+      admission starts its response again.
   """
 
   table: np.ndarray
@@ -63,242 +70,268 @@ class SegmentPages:
 
 
 class Scheduler:
-  """The slots and pages of one shard; all numbers are the shard's own."""
+  """Assigns the slots and pages of one shard; numbers count from its first."""
 
   def __init__(
     self,
     sizes: ShardSizes,
-    lengths: Sequence[int],
-    owner: Sequence[int],
-    most: Sequence[int],
+    prefix_lengths: Sequence[int],
+    prefix_index: Sequence[int],
+    max_tokens: Sequence[int],
   ):
-    """All answers wait, in order.
+    """All responses wait, in order.
 
     Args:
-      sizes: of the shard.
-      lengths: [N], tokens of each text.
-      owner: [A], the text that each answer continues; never falling.
-      most: [A], tokens that each may draw; one of 0 is not to be drawn.
+      sizes: those of the shard.
+      prefix_lengths: [N], tokens of each prefix.
+      prefix_index: [A], the prefix of each response; sorted.
+      max_tokens: [A], most tokens to generate for each; 0 to leave it out.
 
     Raises:
-      UserError: a text is empty, or it and an answer are longer than a row.
+      UserError: a prefix is empty, or it and a response do not fit a slot.
     """
     self._sizes = sizes
-    lengths = np.asarray(lengths, np.int64)
-    self._owner_A = np.asarray(owner, np.int64)
-    self._most_A = np.asarray(most, np.int64)
-    self._require_rows(lengths)
+    lengths_N = np.asarray(prefix_lengths, np.int64)
+    self._prefix_A = np.asarray(prefix_index, np.int64)
+    self._max_tokens_A = np.asarray(max_tokens, np.int64)
+    self._check_lengths(lengths_N)
     B = sizes.slots
-    self._cached_N = lengths - 1
-    drawn = np.flatnonzero(self._most_A)
-    # Answers that have not ended.
-    self._left_N = np.bincount(self._owner_A[drawn], minlength=len(lengths))
-    # Every waiting answer has a greater number than every active one, so the
+    self._num_cached_N = lengths_N - 1
+    requested = np.flatnonzero(self._max_tokens_A)
+    self._num_unfinished_N = np.bincount(
+      self._prefix_A[requested], minlength=len(lengths_N)
+    )
+    # Every waiting response has a greater number than every active one, so the
     # greatest active one is the newest.
-    self._queue = collections.deque(drawn.tolist())
-    self._free = list(range(sizes.pages))
-    self._texts = {}  # text -> its pages, of those in the pool
-    self._answer_B = np.full(B, -1)
-    self._cached_B = np.zeros(B, np.int64)
-    self._drawn_B = np.zeros(B, np.int64)
-    self._held_B = np.zeros(B, np.int64)  # pages in the row, shared ones too
-    self._table = np.zeros((B, sizes.width), np.int32)
+    self._queue = collections.deque(requested.tolist())
+    self._free_pages = list(range(sizes.num_pages))
+    self._prefix_pages = {}  # prefix -> its pages, if it is in the pool
+    self._response_B = np.full(B, -1)
+    self._num_cached_B = np.zeros(B, np.int64)
+    self._num_generated_B = np.zeros(B, np.int64)
+    self._num_pages_B = np.zeros(B, np.int64)  # shared pages included
+    self._table = np.zeros((B, sizes.pages_per_slot), np.int32)
 
   @property
-  def waiting(self) -> int:
-    """Answers without a slot that have not ended."""
+  def num_waiting(self) -> int:
+    """Unfinished responses without a slot."""
     return len(self._queue)
 
   @property
-  def active(self) -> int:
-    """Slots with an answer."""
-    return int((self._answer_B >= 0).sum())
+  def num_active(self) -> int:
+    """Slots with a response."""
+    return int((self._response_B >= 0).sum())
 
   @property
-  def free(self) -> int:
-    """Pages that nobody holds."""
-    return len(self._free)
+  def num_free_pages(self) -> int:
+    """Pages that hold nothing."""
+    return len(self._free_pages)
 
   @property
   def done(self) -> bool:
-    """Whether all answers have ended."""
-    return not self.waiting and not self.active
+    """Whether all responses have finished."""
+    return not self.num_waiting and not self.num_active
 
   def admit(self) -> Admission:
-    """Gives idle slots to waiting answers, as far as pages go.
+    """Gives idle slots to waiting responses, as far as pages go.
 
-    An answer is let in if its first segment fits beside the next one of all
-    rows before it: so it is not preempted in the same round.
+    A response is admitted if its first segment fits in the pool beside the
+    next segment of all active ones; so it is not preempted in the same round.
     """
-    B, n = self._sizes.slots, self._sizes.pages
-    fill = lambda value: np.full(B, value, np.int32)
+    B, n = self._sizes.slots, self._sizes.num_pages
+    full = lambda value: np.full(B, value, np.int32)
     new = np.zeros(B, bool)
-    found = Admission([], new, fill(0), fill(0), fill(n), fill(n))
-    for slot in np.flatnonzero(self._answer_B < 0).tolist():
+    admission = Admission([], new, full(0), full(0), full(n), full(n))
+    for slot in np.flatnonzero(self._response_B < 0).tolist():
       if not self._queue or not self._fits(self._queue[0]):
         break
-      self._place(slot, self._queue.popleft(), found)
-    return found
+      self._start(slot, self._queue.popleft(), admission)
+    return admission
 
-  def grow(self) -> SegmentPages:
-    """Gives each row the pages that the next segment can fill.
+  def allocate_pages(self) -> SegmentPages:
+    """Gives each slot the pages that the next segment can fill.
 
-    That is min(steps, what the answer may still draw) tokens more. Where pages
-    run out the newest rows give all theirs back and wait again, in front; the
-    oldest always stays.
+    A slot can fill min(segment_steps, the tokens it may still generate) more
+    positions. If pages run out, the newest responses are preempted: they give
+    all their pages back and wait at the front of the queue. The oldest one is
+    never preempted.
     """
-    while (need_B := self._need()).sum() > self.free:
-      self._give_way()
-    column_W = np.arange(self._sizes.width)
-    to_B = self._held_B + need_B
-    fresh_BW = column_W >= self._held_B[:, None]
-    fresh_BW &= column_W < to_B[:, None]
-    self._table[fresh_BW] = self._take(int(need_B.sum()))
-    self._held_B = to_B
-    return SegmentPages(self._table.copy(), self._answer_B >= 0)
+    while (missing_B := self._missing_pages()).sum() > self.num_free_pages:
+      self._evict_or_preempt()
+    column_W = np.arange(self._sizes.pages_per_slot)
+    num_pages_B = self._num_pages_B + missing_B
+    allocated_BW = column_W >= self._num_pages_B[:, None]
+    allocated_BW &= column_W < num_pages_B[:, None]
+    self._table[allocated_BW] = self._pop_pages(int(missing_B.sum()))
+    self._num_pages_B = num_pages_B
+    return SegmentPages(self._table.copy(), self._response_B >= 0)
 
-  def settle(self, drawn: np.ndarray, active: np.ndarray) -> list[int]:
-    """Frees what the answers that ended in a segment held.
+  def apply_results(
+    self, num_generated: np.ndarray, active: np.ndarray
+  ) -> list[int]:
+    """Frees the slots and pages of the responses that finished in a segment.
 
     Args:
-      drawn: [B] tokens that each slot's answer has drawn here.
-      active: [B] bool, false where the answer has ended.
+      num_generated: [B] tokens of each response that its prefix does not hold.
+      active: [B] bool, false where the response has finished.
 
     Returns:
-      The answers that ended.
+      The responses that finished.
     """
-    self._drawn_B[:] = drawn
-    ended = np.flatnonzero((self._answer_B >= 0) & ~np.asarray(active))
-    answers = self._answer_B[ended].tolist()
-    for slot, answer in zip(ended.tolist(), answers, strict=True):
-      self._clear(slot)
-      text = self._owner_A[answer]
-      self._left_N[text] -= 1
-      if not self._left_N[text]:
-        self._free += self._texts.pop(text)
-    return answers
+    self._num_generated_B[:] = num_generated
+    slots = np.flatnonzero((self._response_B >= 0) & ~np.asarray(active))
+    responses = self._response_B[slots].tolist()
+    for slot, response in zip(slots.tolist(), responses, strict=True):
+      self._release_slot(slot)
+      prefix = self._prefix_A[response]
+      self._num_unfinished_N[prefix] -= 1
+      if not self._num_unfinished_N[prefix]:
+        self._free_pages += self._prefix_pages.pop(prefix)
+    return responses
 
-  def _require_rows(self, lengths_N):
+  def _check_lengths(self, lengths_N):
     if empty := np.flatnonzero(lengths_N < 1).tolist():
-      raise UserError(f"text {empty[0]}: it has no token, expected at least 1")
-    room = self._sizes.prompt + self._sizes.most
-    for answer in np.flatnonzero(self._most_A):
-      row = lengths_N[self._owner_A[answer]] + self._most_A[answer]
-      if row > room:
+      raise UserError(
+        f"prefix {empty[0]}: it has no tokens, expected at least 1"
+      )
+    prompt, new = self._sizes.max_prompt_length, self._sizes.max_new_tokens
+    for response in np.flatnonzero(self._max_tokens_A):
+      prefix = lengths_N[self._prefix_A[response]]
+      total = prefix + self._max_tokens_A[response]
+      if total > prompt + new:
         raise UserError(
-          f"answer {answer}: it and its text can have {row} tokens, expected "
-          f"at most prompt={self._sizes.prompt} and most={self._sizes.most}"
+          f"response {response}: its prefix and new tokens can be {total} "
+          f"tokens, expected at most max_prompt_length={prompt} plus "
+          f"max_new_tokens={new}"
         )
 
-  def _fits(self, answer):
-    """Whether it may start.
+  def _fits(self, response):
+    """Whether the pool has room for the first segment of a waiting response.
 
-    Where none is active it does: at most one text is in the pool without a
-    row, and that is the next answer's, since `_give_way` takes it first.
+    It has whenever no slot is active: then at most one prefix without a slot
+    is in the pool, and that one is this response's own, because
+    `_evict_or_preempt` evicts it before it preempts the response.
     """
-    text, S = self._owner_A[answer], self._sizes.page
-    m = self._cached_N[text]
-    cost = self._pages(m, 0, self._most_A[answer]) - m // S
-    if text not in self._texts:
-      cost += -(-m // S)
-    cost += int(self._need().sum())
-    return cost <= self.free
+    prefix, S = self._prefix_A[response], self._sizes.page_size
+    m = self._num_cached_N[prefix]
+    pages = self._pages_after_segment(m, 0, self._max_tokens_A[response])
+    needed = pages - m // S
+    if prefix not in self._prefix_pages:
+      needed += -(-m // S)
+    needed += int(self._missing_pages().sum())
+    return needed <= self.num_free_pages
 
-  def _place(self, slot, answer, found):
-    """Starts an answer, and notes it in `found`."""
-    text, S = int(self._owner_A[answer]), self._sizes.page
-    m = int(self._cached_N[text])
-    if text not in self._texts:
-      self._texts[text] = self._take(-(-m // S))
+  def _start(self, slot, response, admission):
+    """Puts a response into a slot, and records that in `admission`."""
+    prefix, S = int(self._prefix_A[response]), self._sizes.page_size
+    m = int(self._num_cached_N[prefix])
+    if prefix not in self._prefix_pages:
+      self._prefix_pages[prefix] = self._pop_pages(-(-m // S))
       if m:
-        found.prefill.append((text, self._texts[text]))
-    row = self._texts[text][: m // S]
-    row = row + self._take(self._pages(m, 0, self._most_A[answer]) - len(row))
+        pages = PrefixPages(prefix, self._prefix_pages[prefix])
+        admission.prefill.append(pages)
+    count = self._pages_after_segment(m, 0, self._max_tokens_A[response])
+    pages = self._prefix_pages[prefix][: m // S]
+    pages = pages + self._pop_pages(count - len(pages))
     if m % S:
-      found.source[slot] = self._texts[text][-1]
-      found.target[slot] = row[m // S]
-    found.new[slot], found.answer[slot], found.length[slot] = True, answer, m
-    self._answer_B[slot], self._cached_B[slot] = answer, m
-    self._drawn_B[slot], self._held_B[slot] = 0, len(row)
-    self._table[slot, : len(row)] = row
+      admission.copy_source[slot] = self._prefix_pages[prefix][-1]
+      admission.copy_target[slot] = pages[m // S]
+    admission.new[slot] = True
+    admission.response[slot] = response
+    admission.num_cached[slot] = m
+    self._response_B[slot], self._num_cached_B[slot] = response, m
+    self._num_generated_B[slot], self._num_pages_B[slot] = 0, len(pages)
+    self._table[slot, : len(pages)] = pages
 
-  def _pages(self, m, drawn, most):
-    """Pages of a row when the next segment has ended."""
-    tokens = m + np.minimum(drawn + self._sizes.steps, most)
-    return -(-tokens // self._sizes.page)
+  def _pages_after_segment(self, num_cached, num_generated, max_tokens):
+    """Pages that a slot needs until the end of the next segment."""
+    steps = self._sizes.segment_steps
+    tokens = num_cached + np.minimum(num_generated + steps, max_tokens)
+    return -(-tokens // self._sizes.page_size)
 
-  def _need(self):
-    """[B] pages that rows lack for the next segment."""
-    most_B = self._most_A[self._answer_B] if self._most_A.size else 0
-    pages_B = self._pages(self._cached_B, self._drawn_B, most_B)
-    return np.where(self._answer_B >= 0, pages_B - self._held_B, 0)
+  def _missing_pages(self):
+    """[B] pages that the slots lack for the next segment."""
+    max_tokens_B = 0
+    if self._max_tokens_A.size:
+      max_tokens_B = self._max_tokens_A[self._response_B]
+    pages_B = self._pages_after_segment(
+      self._num_cached_B, self._num_generated_B, max_tokens_B
+    )
+    return np.where(self._response_B >= 0, pages_B - self._num_pages_B, 0)
 
-  def _take(self, count):
-    cut = len(self._free) - count
-    pages = self._free[cut:]
-    del self._free[cut:]
+  def _pop_pages(self, count):
+    cut = len(self._free_pages) - count
+    pages = self._free_pages[cut:]
+    del self._free_pages[cut:]
     return pages
 
-  def _give_way(self):
-    """Frees the pages of a text that no row reads, or of the newest row."""
-    newest, last = int(self._answer_B.argmax()), max(self._texts)
-    answer = int(self._answer_B[newest])
-    if last > self._owner_A[answer]:
-      self._free += self._texts.pop(last)
+  def _evict_or_preempt(self):
+    """Evicts a prefix that no slot reads, else preempts the newest response."""
+    slot, last = int(self._response_B.argmax()), max(self._prefix_pages)
+    response = int(self._response_B[slot])
+    if last > self._prefix_A[response]:
+      self._free_pages += self._prefix_pages.pop(last)
     else:
-      self._queue.appendleft(answer)
-      self._clear(newest)
+      self._queue.appendleft(response)
+      self._release_slot(slot)
 
-  def _clear(self, slot):
-    """Frees the row's own pages and its slot."""
-    shared, held = self._cached_B[slot] // self._sizes.page, self._held_B[slot]
-    self._free += self._table[slot, shared:held].tolist()
-    self._table[slot], self._held_B[slot], self._answer_B[slot] = 0, 0, -1
+  def _release_slot(self, slot):
+    """Frees a slot and the pages that it does not share."""
+    num_shared = self._num_cached_B[slot] // self._sizes.page_size
+    pages = self._table[slot, num_shared : self._num_pages_B[slot]]
+    self._free_pages += pages.tolist()
+    self._table[slot] = 0
+    self._num_pages_B[slot], self._response_B[slot] = 0, -1
 
 
 class Requests(NamedTuple):
-  """Of N texts, each the start of one answer's row or of several.
+  """The responses that one shard has to generate.
 
   Attributes:
-    tokens: N arrays of int32, no padding.
-    owner: [A] int, the text that each answer continues; never falling.
-    drawn: [A] int32, tokens of the answer that its text holds.
-    until: [A] int32, those that it is to have in the end; of an answer that is
-      not to be drawn, `drawn`.
+    prefixes: N arrays of int32, the tokens of each prefix without padding.
+    prefix_index: [A] int, the prefix that each response continues; sorted.
+    num_tokens: [A] int32, tokens of the response that its prefix holds.
+    stop_at: [A] int32, tokens at which the response stops or pauses;
+      `num_tokens` for a response that is not to be generated.
   """
 
-  tokens: Sequence[np.ndarray]
-  owner: np.ndarray
-  drawn: np.ndarray
-  until: np.ndarray
+  prefixes: Sequence[np.ndarray]
+  prefix_index: np.ndarray
+  num_tokens: np.ndarray
+  stop_at: np.ndarray
 
 
 def pending_requests(
-  prompts: np.ndarray, lengths: np.ndarray, begun: Samples, until: np.ndarray
+  prompts: np.ndarray,
+  prompt_lengths: np.ndarray,
+  samples: Samples,
+  stop_at: np.ndarray,
 ) -> Requests:
-  """The answers that have not ended, and where each goes on.
+  """The unfinished responses of samples, with the prefix of each.
 
-  Neighbours to a prompt that have no token yet share one text, the prompt. The
-  others have one each, prompt and all, for what they drew differs: their prompt
-  is prefilled and stored for each.
+  Neighbours that have the same prompt and no token yet share one prefix, the
+  prompt. Every other response has a prefix of its own, its prompt and its
+  tokens; its prompt is prefilled and stored again.
 
   Args:
-    prompts: [P, S] int32, padded on the left.
-    lengths: [P] int, their tokens.
-    begun: numpy arrays of A answers.
-    until: [A] int, tokens at which an answer is to pause.
+    prompts: [P, prompt width] int32, padded on the left.
+    prompt_lengths: [P] int, their tokens.
+    samples: A responses, as numpy arrays.
+    stop_at: [A] int, tokens at which a response pauses.
   """
-  group = len(begun.lengths) // max(len(prompts), 1)
-  waits = (begun.finish == UNFINISHED) & (begun.lengths < until)
-  tokens, owner, shared = [], [], None
-  for answer, drawn in enumerate(begun.lengths.tolist()):
-    p = answer // group
-    if waits[answer] and (drawn or shared != p):
-      prompt = prompts[p, prompts.shape[1] - lengths[p] :]
-      tokens.append(np.concatenate([prompt, begun.tokens[answer, :drawn]]))
-      shared = None if drawn else p
-    owner.append(max(len(tokens) - 1, 0))
-  until = np.where(waits, until, begun.lengths)
+  group_size = len(samples.lengths) // max(len(prompts), 1)
+  pending = (samples.finish == UNFINISHED) & (samples.lengths < stop_at)
+  prefixes, prefix_index, shared_prompt = [], [], None
+  for response, length in enumerate(samples.lengths.tolist()):
+    p = response // group_size
+    if pending[response] and (length or shared_prompt != p):
+      prompt = prompts[p, prompts.shape[1] - prompt_lengths[p] :]
+      prefixes.append(
+        np.concatenate([prompt, samples.tokens[response, :length]])
+      )
+      shared_prompt = None if length else p
+    prefix_index.append(max(len(prefixes) - 1, 0))
+  stop_at = np.where(pending, stop_at, samples.lengths).astype(np.int32)
   return Requests(
-    tokens, np.array(owner, int), begun.lengths, until.astype(np.int32)
+    prefixes, np.array(prefix_index, int), samples.lengths, stop_at
   )

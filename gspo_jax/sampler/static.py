@@ -1,7 +1,9 @@
-"""Group rollouts: each prompt is prefilled once, its G answers decode together.
+"""Static batching: all responses decode together until the longest ends.
 
-Dimension key: P prompts, G answers a prompt, B = P * G rows, S prompt slots,
-R most new tokens, V vocabulary, L layers, k experts a token.
+Each prompt is prefilled once; its G responses share its keys and values.
+
+Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
+length, R most new tokens, V vocabulary, L layers, k experts a token.
 """
 
 import dataclasses
@@ -23,20 +25,28 @@ from gspo_jax.sampler.samples import (
   Samples,
 )
 
-_FIRST_SLOTS = 64  # the answers' cache starts this long or longer, and doubles
-_BLOCKS = 100  # decoder blocks to compile, over all lengths of the cache
+_FIRST_SLOTS = 64  # least length of the responses' first cache; it doubles
+_BLOCKS = 100  # most decoder blocks to compile, over all lengths of the cache
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
-  """Decoding after `step` tokens; `last` is the newest of each row.
+  """Decoding after `step` tokens of each response.
 
-  `experts`, [L, B, R, k], are those of the tokens fed so far; or None.
+  Attributes:
+    step: [] int32.
+    last_token: [B] int32, the newest token, not fed yet.
+    done: [B] bool, whether the response has stopped.
+    tokens: [B, R] int32, as in Samples.
+    logps: [B, R] float32, as in Samples.
+    lengths: [B] int32, as in Samples.
+    cache: keys and values of the tokens fed so far.
+    experts: [L, B, R, k], those of the tokens fed so far; or None.
   """
 
   step: jax.Array
-  last: jax.Array
+  last_token: jax.Array
   done: jax.Array
   tokens: jax.Array
   logps: jax.Array
@@ -53,19 +63,23 @@ def generate(
   *,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Draws `group_size` answers to each prompt.
+  """Generates `group_size` responses to each prompt.
 
-  Decoding is a `while_loop` that ends with the longest answer; the cache it
-  reads doubles as answers grow, so the cost follows the tokens really drawn and
-  not `max_new_tokens`. Row b draws its token t with a key made of (key, b, t):
-  the same key repeats exactly, two answers of a group differ.
+  Decoding is a `while_loop` that ends with the longest response, over a cache
+  that doubles as responses grow: the cost follows the tokens generated, not
+  `max_new_tokens`. Token t of response b is sampled with a key made of
+  (key, b, t): the same key gives the same samples, and the responses of a
+  group differ.
 
   Args:
-    params: as `model.init` makes them.
+    params: as `model.init` returns them.
     cfg: the model; static.
     prompts: P prompts.
     key: a typed PRNG key.
-    sampler: how to draw; static.
+    sampler: the sampling parameters; static.
+
+  Returns:
+    Samples of B = P * G responses, STOPPED or TRUNCATED.
   """
   params = decode_params(params, cfg)
   logits, cache, prompt_experts = _prefill(params, cfg, prompts, sampler)
@@ -74,29 +88,30 @@ def generate(
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B))
   state = _State(
     step=jnp.int32(0),
-    last=jnp.zeros(B, jnp.int32),
+    last_token=jnp.zeros(B, jnp.int32),
     done=jnp.zeros(B, bool),
     tokens=jnp.full((B, R), sampler.pad_id, jnp.int32),
     logps=jnp.zeros((B, R)),
     lengths=jnp.zeros(B, jnp.int32),
     cache=cache,
-    experts=_room(prompt_experts, B, R),
+    experts=_empty_routing(prompt_experts, B, R),
   )
-  state = _record(state, logits, row_keys, sampler)
+  state = _sample_token(state, logits, row_keys, sampler)
   starts = jnp.repeat(prompts.lengths, sampler.group_size)
   state = _decode(state, params, cfg, starts, row_keys, sampler)
   finish = jnp.where(state.done, STOPPED, TRUNCATED).astype(jnp.int8)
-  experts = _join(prompt_experts, state.experts)
+  experts = _join_routing(prompt_experts, state.experts)
   return Samples(
     state.tokens, state.logps, state.lengths, finish, B * state.step, experts
   )
 
 
 def _prefill(params, cfg, prompts, sampler):
-  """What the answers to each prompt share, and where its tokens went.
+  """Prefills the prompts and shares their keys and values among responses.
 
   Returns:
-    The logits after it [B, V], the cache, and the experts [L, P, S, k] or None.
+    The logits of the first token [B, V], the cache, and the experts of the
+    prompts [L, P, S, k], or None.
   """
   out = model.prefill(
     params, cfg, prompts.tokens, prompts.positions, prompts.mask
@@ -106,96 +121,108 @@ def _prefill(params, cfg, prompts, sampler):
     out.cache, cfg, sampler.group_size, cache_slots(0, cfg, sampler)
   )
   logits = jnp.repeat(logits, sampler.group_size, axis=0)
-  recorded = sampler.record_routing and cfg.num_experts
-  experts = out.routing.experts if recorded else None
-  return constrain(logits, next_token.GROUPS, next_token.VOCAB), cache, experts
+  records = sampler.record_routing and cfg.num_experts
+  experts = out.routing.experts if records else None
+  logits = constrain(logits, next_token.ROW_AXES, next_token.VOCAB_AXES)
+  return logits, cache, experts
 
 
-def _room(prompts_LPSk, answers, slots):
-  """For the experts of the answers, [L, B, R, k]; None where none are noted.
+def _empty_routing(prompts_LPSk, B, R):
+  """The experts of the responses [L, B, R, k] at the start; None if unrecorded.
 
-  What is never written are k experts, too, each once.
+  Tokens that are never fed keep these k different experts.
   """
   if prompts_LPSk is None:
     return None
   L, _, _, k = prompts_LPSk.shape
   first_k = jnp.arange(k, dtype=prompts_LPSk.dtype)
-  return constrain(
-    jnp.broadcast_to(first_k, (L, answers, slots, k)), None, BATCH_AXES
-  )
+  return constrain(jnp.broadcast_to(first_k, (L, B, R, k)), None, BATCH_AXES)
 
 
-def _join(prompts_LPSk, answers_LBRk):
-  """The experts of the whole texts, [B, L, S + R, k]."""
-  if answers_LBRk is None:
+def _join_routing(prompts_LPSk, responses_LBRk):
+  """The experts of prompts and responses [B, L, S + R, k]; or None."""
+  if responses_LBRk is None:
     return None
-  group = answers_LBRk.shape[1] // prompts_LPSk.shape[1]
-  shared_LBSk = jnp.repeat(prompts_LPSk, group, axis=1)
-  joined_LBTk = jnp.concatenate([shared_LBSk, answers_LBRk], axis=2)
+  group_size = responses_LBRk.shape[1] // prompts_LPSk.shape[1]
+  prompts_LBSk = jnp.repeat(prompts_LPSk, group_size, axis=1)
+  joined_LBTk = jnp.concatenate([prompts_LBSk, responses_LBRk], axis=2)
   return constrain(joined_LBTk.swapaxes(0, 1), BATCH_AXES)
 
 
 def cache_slots(
-  full: int, cfg: model.ModelConfig, sampler: SamplerConfig
+  slots: int, cfg: model.ModelConfig, sampler: SamplerConfig
 ) -> int:
-  """Slots of the answers' cache that follows one of `full` slots, or the first.
+  """The length of the responses' next cache.
 
-  The last token drawn is never fed back. Every length has all blocks compiled
-  once more (seconds each, on a TPU), so a deep model starts with a longer one.
+  All blocks are compiled again for each length (seconds each, on a TPU), so a
+  deep model starts with a longer cache and has fewer of them.
+
+  Args:
+    slots: the length of the cache that is full; 0 for the first cache.
+    cfg: the model.
+    sampler: the sampling parameters.
   """
-  most = max(sampler.max_new_tokens - 1, 1)
-  lengths = max(_BLOCKS // cfg.num_layers, 1)
-  first = max(_FIRST_SLOTS, -(-most // 2 ** (lengths - 1)))
-  return min(max(first, 2 * full), most)
+  most = max(sampler.max_new_tokens - 1, 1)  # the last token is not fed
+  num_lengths = max(_BLOCKS // cfg.num_layers, 1)
+  first = max(_FIRST_SLOTS, -(-most // 2 ** (num_lengths - 1)))
+  return min(max(first, 2 * slots), most)
 
 
 def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
-  """Decodes until all are done; a full cache is doubled and decoding goes on.
+  """Decodes until all responses are done, and doubles the cache when full.
 
-  Each doubling stands in the taken branch of a `cond`, so that short answers
-  never touch the longer cache; it also compiles the step once more. The
-  result's cache is dropped: None.
+  Each doubling is in a branch of a `cond`, so that short responses never touch
+  the longer cache; it also compiles the step once more. The cache of the
+  returned state is None.
+
+  Args:
+    state: after the first token.
+    params: those of `decode_params`, unstacked.
+    cfg: the model.
+    starts: [B] int32, the position of each response's first token.
+    row_keys: [B] PRNG keys.
+    sampler: the sampling parameters.
   """
   slots = state.cache.valid.shape[1]
   limit = min(slots + 1, sampler.max_new_tokens)
-  going = lambda s: (s.step < limit) & ~s.done.all()
+  proceed = lambda s: (s.step < limit) & ~s.done.all()
 
   def body(s):
     positions = (starts + s.step - 1)[:, None]
     real = jnp.ones_like(positions)
     out = model.hidden_states(
-      params, cfg, s.last[:, None], positions, real, s.cache
+      params, cfg, s.last_token[:, None], positions, real, s.cache
     )
-    experts = _note(s.experts, out.routing, s.step - 1)
+    experts = _write_routing(s.experts, out.routing, s.step - 1)
     s = dataclasses.replace(s, cache=out.cache, experts=experts)
     logits = next_token.logits(params, cfg, out.hidden[:, 0])
-    return _record(s, logits, row_keys, sampler)
+    return _sample_token(s, logits, row_keys, sampler)
 
-  state = jax.lax.while_loop(going, body, state)
-  drop = lambda s: dataclasses.replace(s, cache=None)
+  state = jax.lax.while_loop(proceed, body, state)
+  drop_cache = lambda s: dataclasses.replace(s, cache=None)
   if limit == sampler.max_new_tokens:
-    return drop(state)
+    return drop_cache(state)
 
-  def longer(s):
+  def double_cache(s):
     s = dataclasses.replace(
       s, cache=kv.grow(s.cache, cache_slots(slots, cfg, sampler))
     )
     return _decode(s, params, cfg, starts, row_keys, sampler)
 
-  return jax.lax.cond(state.done.all(), drop, longer, state)
+  return jax.lax.cond(state.done.all(), drop_cache, double_cache, state)
 
 
-def _note(experts_LBRk, routing, slot):
-  """Writes down where the tokens of one slot went, if that is asked for."""
+def _write_routing(experts_LBRk, routing, column):
+  """Writes the experts of the tokens of one column; None if unrecorded."""
   if experts_LBRk is None:
     return None
-  at = (0, 0, slot, 0)
-  return jax.lax.dynamic_update_slice(experts_LBRk, routing.experts, at)
+  start = (0, 0, column, 0)
+  return jax.lax.dynamic_update_slice(experts_LBRk, routing.experts, start)
 
 
-def _record(s: _State, logits, row_keys, sampler) -> _State:
-  """Draws one token a row and writes it down, except where a row is done."""
-  steps_B = jnp.full(s.last.shape, s.step)
+def _sample_token(s: _State, logits, row_keys, sampler) -> _State:
+  """Samples and writes one token of each response that is not done."""
+  steps_B = jnp.full(s.last_token.shape, s.step)
   token, logp = next_token.sample_token(logits, row_keys, steps_B, sampler)
   token = jnp.where(s.done, sampler.pad_id, token)
   logp = jnp.where(s.done, 0.0, logp)
@@ -204,7 +231,7 @@ def _record(s: _State, logits, row_keys, sampler) -> _State:
   return dataclasses.replace(
     s,
     step=s.step + 1,
-    last=token,
+    last_token=token,
     done=s.done | stop,
     tokens=write(s.tokens, token[:, None], (0, s.step)),
     logps=write(s.logps, logp[:, None], (0, s.step)),

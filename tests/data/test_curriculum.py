@@ -1,16 +1,17 @@
-"""Stages and history resampling, against a simulation in plain Python."""
+"""Stages and solved problems, against a simulation in plain Python."""
 
 import functools
 import hashlib
 import json
 import logging
+from typing import NamedTuple
 
 import grain
 import numpy as np
 import pytest
 
 from gspo_jax.data import pipeline, prompt_batch, sources, tokenizers
-from gspo_jax.data.curriculum import Curriculum
+from gspo_jax.data.curriculum import Curriculum, SolvedProblems
 from gspo_jax.data.datasets import Stage
 from gspo_jax.data.tasks import Chain, Problem
 from gspo_jax.runtime.errors import UserError
@@ -29,21 +30,24 @@ BOTH, MIX = sources.mix([MATH, CODE], (2, 1)), sources.mix([TINY, CODE])
 SMALL = Chain((3,), size=13)
 
 
-def start(*stages, batch=4, width=16, seed=0, history=True):
+def start(*stages, batch=4, width=16, seed=0, drop_solved=True):
   drop = "drop" if width < 16 else "error"
   cfg = prompt_batch.PromptConfig(BYTES, width, too_long=drop)
   stages = [Stage(*stage) for stage in stages]
-  return Curriculum(stages, cfg, batch=batch, seed=seed, history=history)
+  return Curriculum(
+    stages, cfg, batch=batch, seed=seed, drop_solved=drop_solved
+  )
 
 
-def correct(texts, iteration):
-  """[P, G] verdicts, by chance of a question and an iteration."""
+def correct(problem_texts, iteration):
+  """[P, G], 1 for a correct response: a hash of problem, iteration and g."""
 
-  def verdict(text, g):
+  def is_correct(text, g):
     digest = hashlib.sha256(f"{text} {iteration} {g}".encode()).digest()
-    return digest[0] < 180  # about a third of the groups are all right
+    return digest[0] < 180  # about a third of the groups are all correct
 
-  return np.array([[verdict(t, g) for g in range(G)] for t in texts], float)
+  rows = [[is_correct(t, g) for g in range(G)] for t in problem_texts]
+  return np.array(rows, float)
 
 
 def texts(batch):
@@ -51,7 +55,7 @@ def texts(batch):
 
 
 def run(curriculum, iterations, rounds=1):
-  """What is drawn in each iteration, its verdicts recorded at its end."""
+  """The problems of each iteration; its rewards are recorded at its end."""
   for iteration in iterations:
     batches = [curriculum.draw(iteration) for _ in range(rounds)]
     for batch in batches:
@@ -59,7 +63,7 @@ def run(curriculum, iterations, rounds=1):
     yield [texts(batch) for batch in batches]
 
 
-# The oracle: an endless order, walked with a set in hand.
+# The oracle: an endless order of problems, and a set of the solved ones.
 
 
 def whole(part):
@@ -67,7 +71,7 @@ def whole(part):
 
 
 def order(source, seed):
-  """Questions of one source or a mixture, each epoch shuffled anew."""
+  """Problems of one source or a mixture, each epoch shuffled anew."""
   parts = source.sources if isinstance(source, sources.Mixture) else [source]
   shuffled = [
     grain.MapDataset.source(whole(part)).seed(seed + i).shuffle().repeat()
@@ -78,37 +82,44 @@ def order(source, seed):
   return grain.MapDataset.mix(shuffled, weights=source.weights)
 
 
+class Simulation(NamedTuple):
+  """Problems by iteration and round, and how often all came back."""
+
+  batches: list[list[list[str]]]
+  resets: int
+
+
 def simulate(stages, iterations, batch, rounds=1, width=16, seed=0):
-  """As `run`, and how often all came back."""
-  known, back, walks, out = set(), 0, [], []
+  """As `run`."""
+  solved, resets, orders, positions, fitting = set(), 0, [], [], []
   for _, source in stages:
     parts = source.sources if isinstance(source, sources.Mixture) else [source]
     every = {p.text for part in parts for p in whole(part)}
-    walks.append(
-      [order(source, seed), 0, {q for q in every if len(q) <= width}]
-    )
+    orders.append(order(source, seed))
+    positions.append(0)
+    fitting.append({text for text in every if len(text) <= width})
     seed += len(parts)
+  batches_of_iterations = []
   for iteration in iterations:
-    walk = [w for w, s in zip(walks, stages, strict=True) if s[0] <= iteration][
-      -1
-    ]
+    stage = sum(begin <= iteration for begin, _ in stages) - 1
     batches = []
     for _ in range(rounds):
-      if len(walk[2] - known) < batch:
-        known -= walk[2]
-        back += 1
-      drawn = []
-      while len(drawn) < batch:
-        question = walk[0][walk[1]].text
-        walk[1] += 1
-        if question in walk[2] - known:
-          drawn.append(question)
-      batches.append(drawn)
-    for drawn in batches:
-      all_right = correct(drawn, iteration).all(1)
-      known |= {q for q, right in zip(drawn, all_right, strict=True) if right}
-    out.append(batches)
-  return out, back, known
+      if len(fitting[stage] - solved) < batch:
+        solved -= fitting[stage]
+        resets += 1
+      batches.append([])
+      while len(batches[-1]) < batch:
+        text = orders[stage][positions[stage]].text
+        positions[stage] += 1
+        if text in fitting[stage] - solved:
+          batches[-1].append(text)
+    for problem_texts in batches:
+      all_correct = correct(problem_texts, iteration).all(1)
+      solved |= {
+        t for t, c in zip(problem_texts, all_correct, strict=True) if c
+      }
+    batches_of_iterations.append(batches)
+  return Simulation(batches_of_iterations, resets)
 
 
 CASES = {
@@ -146,87 +157,83 @@ def make(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_draws_what_the_simulation_draws(case, caplog):
+def test_batches_are_those_of_the_simulation(case, caplog):
   with caplog.at_level(logging.WARNING):
     curriculum = make(case)
-    drawn = list(run(curriculum, STEPS, CASES[case].get("rounds", 1)))
-  expected, back, _ = simulated(case)
-  assert drawn == expected
-  assert caplog.text.count("all questions come back") == back
+    batches = list(run(curriculum, STEPS, CASES[case].get("rounds", 1)))
+  assert batches == simulated(case).batches
+  assert caplog.text.count("all problems come back") == simulated(case).resets
 
 
-def test_in_every_case_everything_comes_back():
-  """Else they would test less than it seems."""
-  back = [simulated(case)[1] for case in CASES]
-  assert min(back) > 0
-  assert max(back) > 3
+def test_in_every_case_all_problems_come_back():
+  """Else the cases would test less than it seems."""
+  resets = [simulated(case).resets for case in CASES]
+  assert min(resets) > 0
+  assert max(resets) > 3
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+  "case", ["embedded", "too long", "rounds", "stages", "many stages"]
+)
 def test_resumed_is_uninterrupted(case):
-  """From every position, in a fresh process that knows of nothing."""
+  """In a fresh curriculum, and in one that has gone on elsewhere."""
   rounds, states = CASES[case].get("rounds", 1), []
-  curriculum = make(case)
-  whole = []
+  curriculum, expected = make(case), simulated(case).batches
   for step in STEPS:
     states.append(json.dumps(curriculum.get_state()))
-    whole += run(curriculum, [step], rounds)
-  assert whole == simulated(case)[0]
-  resumed = make(case)
-  for done, state in enumerate(states):
-    if done % 5 == 0:
-      resumed = make(case)
-    # Else what it drew and learnt before is forgotten.
-    resumed.set_state(json.loads(state))
-    assert resumed.get_state() == json.loads(state)
-    some = STEPS[done : done + 3]
-    assert list(run(resumed, some, rounds)) == whole[done : done + 3]
+    list(run(curriculum, [step], rounds))
+  for done in range(0, len(STEPS), 5):
+    for resumed in (make(case), curriculum):
+      resumed.set_state(json.loads(states[done]))
+      assert resumed.get_state() == json.loads(states[done])
+      after = slice(done, done + 3)
+      assert list(run(resumed, STEPS[after], rounds)) == expected[after]
 
 
-def test_no_question_that_was_all_right_comes_again_before_all_do(caplog):
-  curriculum, known = start((1, MATH)), set()
+def test_no_solved_problem_comes_again_before_all_do(caplog):
+  curriculum, solved = start((1, MATH)), set()
   with caplog.at_level(logging.WARNING):
     for iteration in STEPS:
       batch = curriculum.draw(iteration)
       if caplog.records:
         break
-      assert not known & set(texts(batch))
+      assert not solved & set(texts(batch))
       right = correct(texts(batch), iteration)
       curriculum.record(batch, right)
-      known |= {t for t, r in zip(texts(batch), right, strict=True) if r.all()}
-      assert curriculum.left_out == len(known)
-  assert len(known) > len(MATH) - 4
+      solved |= {t for t, r in zip(texts(batch), right, strict=True) if r.all()}
+      assert curriculum.num_solved == len(solved)
+  assert len(solved) > len(MATH) - 4
   (record,) = caplog.records
-  left = len(MATH) - len(known)
-  assert f"{left} questions are left" in record.getMessage()
+  left = len(MATH) - len(solved)
+  assert f"{left} problems are unsolved" in record.getMessage()
   assert "fewer than a batch of 4" in record.getMessage()
-  assert curriculum.left_out == 0
+  assert curriculum.num_solved == 0
 
 
-def test_mixed_and_all_wrong_questions_stay():
+def test_problems_with_some_or_no_correct_responses_stay():
   curriculum = start((1, TINY), batch=5)
   batch = curriculum.draw(1)
-  verdicts = np.zeros((5, G))
-  verdicts[0], verdicts[1] = [0, 1, 1], [1, 1, 0.9]
-  curriculum.record(batch, verdicts)
-  assert curriculum.left_out == 0
+  scores = np.zeros((5, G))
+  scores[0], scores[1] = [0, 1, 1], [1, 1, 0.9]
+  curriculum.record(batch, scores)
+  assert curriculum.num_solved == 0
   assert sorted(texts(curriculum.draw(2))) == sorted(texts(batch))
 
 
-def test_what_one_stage_learnt_the_next_one_knows():
+def test_a_problem_solved_in_one_stage_is_solved_in_the_next():
   curriculum = start((1, MATH), (4, BOTH))
-  known = set()
+  solved = set()
   for iteration in (1, 2, 3):
     batch = curriculum.draw(iteration)
     curriculum.record(batch, np.ones((4, G)))
-    known |= set(texts(batch))
-  assert len(known) == 12
+    solved |= set(texts(batch))
+  assert len(solved) == 12
   later = {t for i in range(4, 14) for t in texts(curriculum.draw(i))}
-  assert later == {p.text for p in [*MATH, *CODE]} - known
+  assert later == {p.text for p in [*MATH, *CODE]} - solved
 
 
 def test_a_stage_is_not_shuffled_as_the_one_before():
-  again = start((1, MATH), (6, MATH), history=False)
+  again = start((1, MATH), (6, MATH), drop_solved=False)
   first, second = (
     [t for (b,) in run(again, s) for t in b]
     for s in (range(1, 6), range(6, 11))
@@ -235,11 +242,11 @@ def test_a_stage_is_not_shuffled_as_the_one_before():
   assert first != second
 
 
-def test_without_history_it_is_the_plain_pipeline():
-  """Questions, order and position; of both, either can resume the other."""
+def test_without_drop_solved_it_is_the_plain_pipeline():
+  """The same problems, order and position."""
   cfg = prompt_batch.PromptConfig(BYTES, 16)
   plain = pipeline.prompts(BOTH, cfg, batch=4, seed=3)
-  curriculum = start((1, BOTH), seed=3, history=False)
+  curriculum = start((1, BOTH), seed=3, drop_solved=False)
   for step in range(1, 12):
     batch = curriculum.draw(step)
     curriculum.record(batch, np.ones((4, G)))
@@ -249,16 +256,16 @@ def test_without_history_it_is_the_plain_pipeline():
       "stage": 0,
     }
     assert curriculum.epochs == pipeline.epochs(BOTH, plain.get_state())
-  assert curriculum.left_out == 0
-  for history in (True, False):
-    resumed = start((1, BOTH), seed=3, history=history)
-    resumed.set_state(plain.get_state())
-    assert texts(resumed.draw(12)) == texts(curriculum.draw(12))
-    curriculum.set_state(plain.get_state())
+  assert curriculum.num_solved == 0
+  # A run that turns drop_solved on later begins with nothing solved.
+  resumed = start((1, BOTH), seed=3)
+  resumed.set_state(curriculum.get_state())
+  assert resumed.num_solved == 0
+  assert texts(resumed.draw(12)) == texts(curriculum.draw(12))
 
 
 def test_epochs_are_those_of_the_stage():
-  curriculum = start((1, TINY), (3, MATH), batch=5, history=False)
+  curriculum = start((1, TINY), (3, MATH), batch=5, drop_solved=False)
   curriculum.draw(1)
   curriculum.draw(2)
   assert curriculum.epochs == 2
@@ -274,47 +281,92 @@ def test_stages_out_of_order(begins):
     start(*((begin, MATH) for begin in begins))
 
 
-def test_a_later_stage_is_looked_at_now():
-  with pytest.raises(UserError, match=r"5 questions.* batch of 6"):
+def test_a_later_stage_is_checked_at_the_start():
+  with pytest.raises(UserError, match=r"5 problems.* batch of 6"):
     start((1, MATH), (100, TINY), batch=6)
 
 
-def test_any_number_of_questions_and_again_by_their_places():
-  """As one stream, however it is cut; two stages in one batch, too."""
-  of = lambda: start((1, MIX), (3, MATH), history=False)
-  curriculum, whole = of(), of()
-  drawn = [curriculum.draw(*args) for args in ((1, 3), (1, 1), (2,), (3, 2))]
-  wanted = [whole.draw(1), whole.draw(2), whole.draw(3)]
-  asked = [q for batch in drawn for q in texts(batch)]
-  assert asked == [q for batch in wanted for q in texts(batch)][:10]
-  joined = prompt_batch.pick(prompt_batch.join(drawn), np.array([9, 0, 4]))
+def test_any_number_of_prompts_and_recall_by_their_places():
+  """One stream, however it is cut; also two stages in one batch."""
+  begin = lambda: start((1, MIX), (3, MATH), drop_solved=False)
+  curriculum, by_batch = begin(), begin()
+  batches = [curriculum.draw(*args) for args in ((1, 3), (1, 1), (2,), (3, 2))]
+  expected = [by_batch.draw(step) for step in (1, 2, 3)]
+  problem_texts = [text for batch in batches for text in texts(batch)]
+  assert problem_texts == [t for batch in expected for t in texts(batch)][:10]
+  joined = prompt_batch.pick(prompt_batch.join(batches), np.array([9, 0, 4]))
   assert joined["stage"].tolist() == [1, 0, 0]
   names = "stage", "part", "index"
   places = np.stack([joined[name] for name in names], axis=1).tolist()
-  again = of().recall(json.loads(json.dumps(places)))
-  assert again.keys() == joined.keys()
+  recalled = begin().recall(json.loads(json.dumps(places)))
+  assert recalled.keys() == joined.keys()
   for name, column in joined.items():
-    assert list(map(str, again[name])) == list(map(str, column))
+    assert list(map(str, recalled[name])) == list(map(str, column))
     if name != "problems":
-      assert again[name].dtype == column.dtype
+      assert recalled[name].dtype == column.dtype
 
 
-def test_a_state_knows_its_stage():
-  """A run that draws no more tells of the stage that it is in."""
+def test_a_state_includes_the_present_stage():
+  """A resumed run reports its stage before its next batch."""
   first, again = start((1, MATH), (2, CODE)), start((1, MATH), (2, CODE))
   first.record(first.draw(2), np.ones((4, G)))
   again.set_state(json.loads(json.dumps(first.get_state())))
-  assert again.left_out == first.left_out == 4
+  assert again.num_solved == first.num_solved == 4
   assert again.epochs == first.epochs > 0
 
 
-def test_what_is_known_is_known_of_the_stage_that_asked():
-  """Also where the next stage has begun meanwhile."""
+def test_rewards_count_for_the_stage_of_their_prompts():
+  """Also if the next stage has begun meanwhile."""
   curriculum = start((1, MATH), (2, CODE))
   first, second = curriculum.draw(1), curriculum.draw(2)
   curriculum.record(first, np.ones((4, G)))
-  assert curriculum.left_out == 0  # of the second stage
+  assert curriculum.num_solved == 0  # of the second stage
   curriculum.draw(1, 1)
-  assert curriculum.left_out == 4
+  assert curriculum.num_solved == 4
   curriculum.record(second, np.ones((4, G)))
-  assert curriculum.left_out == 4
+  assert curriculum.num_solved == 4
+
+
+# SolvedProblems.
+
+
+def test_no_problem_is_solved_at_first():
+  solved = SolvedProblems().of(MATH)
+  assert solved.shape == (23,)
+  assert solved.dtype == bool
+  assert not solved.any()
+
+
+def test_a_source_is_identified_by_its_content():
+  record = SolvedProblems()
+  record.of(MATH)[3] = True
+  assert np.flatnonzero(record.of(list(MATH))).tolist() == [3]
+  assert not record.of(CODE).any()
+  assert not record.of([*MATH[:-1], CODE[0]]).any()
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 100])
+def test_solved_problems_are_restored_from_json(count):
+  rng = np.random.default_rng(count)
+  for share in (0.0, 0.5, 1.0):
+    saved, restored = SolvedProblems(), SolvedProblems()
+    source = problems("q", count)
+    solved = rng.random(count) < share
+    saved.of(source)[:] = solved
+    saved.of(MATH)[5] = True
+    state = json.loads(json.dumps(saved.get_state()))
+    # An array that a pipeline holds already changes with the state.
+    of_source, of_code = restored.of(source), restored.of(CODE)
+    of_source[0] = of_code[2] = True
+    restored.set_state(state)
+    np.testing.assert_array_equal(of_source, solved)
+    assert not of_code.any()  # a source that the state lacks
+
+
+def test_the_state_of_a_million_problems_is_small():
+  record = SolvedProblems()
+  solved = record.of(Chain((8,)))
+  assert len(json.dumps(record.get_state())) < 1000
+  # The worst case.
+  solved[:] = np.random.default_rng(0).random(len(solved)) < 0.5
+  assert len(json.dumps(record.get_state())) < 170_000

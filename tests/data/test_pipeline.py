@@ -1,4 +1,4 @@
-"""The pipeline: rows of tokens, and batches that a resumed run repeats."""
+"""The pipeline: tokens of prompts, and batches that a resumed run repeats."""
 
 import itertools
 import json
@@ -24,30 +24,30 @@ def batches(source=SMALL, batch=4, seed=0, **changes):
   return pipeline.prompts(source, config(**changes), batch=batch, seed=seed)
 
 
-def imitated(source, batch=8, width=24, **changes):
+def demonstrations(source, batch=8, width=24, **changes):
   cfg = config(**changes)
   return pipeline.demonstrations(source, cfg, batch=batch, width=width, seed=0)
 
 
-def questions(iterator, count):
-  drawn = [next(iterator)["problems"] for _ in range(count)]
-  return [[p.text for p in problems] for problems in drawn]
+def texts(iterator, count):
+  batches = [next(iterator)["problems"] for _ in range(count)]
+  return [[p.text for p in problems] for problems in batches]
 
 
-def problems(*texts, answer="1"):
-  return [Problem(text, answer, answer) for text in texts]
+def problems(*problem_texts):
+  return [Problem(text, "1", "1") for text in problem_texts]
 
 
 LONG = problems(*(f"{'x' * (n % 7)}{n}" for n in range(23)))
 
 
-def write(path, *texts):
-  rows = [{"question": text, "answer": "7"} for text in texts]
-  path.write_text("\n".join(map(json.dumps, rows)))
+def write(path, *problem_texts):
+  records = [{"question": text, "answer": "7"} for text in problem_texts]
+  path.write_text("\n".join(map(json.dumps, records)))
   return sources.load(f"jsonl:{path}")
 
 
-def test_a_prompt_is_its_question_padded_on_the_left():
+def test_a_prompt_is_its_problem_padded_on_the_left():
   batch = next(batches(Chain((1, 5, 9)), batch=8))
   assert batch["tokens"].shape == (8, 32)
   assert batch["length"].shape == (8,)
@@ -71,7 +71,7 @@ def test_system_prompt_and_instruction():
 
 
 def test_a_demonstration_ends_in_a_stop():
-  batch = next(imitated(Chain((1, 3)), width=24))
+  batch = next(demonstrations(Chain((1, 3)), width=24))
   assert batch.keys() == {
     *("problems", "tokens", "length", "response", "response_length")
   }
@@ -89,26 +89,26 @@ def test_a_demonstration_ends_in_a_stop():
 
 
 def test_the_same_seed_gives_the_same_batches():
-  assert questions(batches(), 7) == questions(batches(), 7)
+  assert texts(batches(), 7) == texts(batches(), 7)
 
 
 def test_other_seeds_give_other_batches():
-  assert questions(batches(seed=1), 3) != questions(batches(), 3)
+  assert texts(batches(seed=1), 3) != texts(batches(), 3)
 
 
 def test_an_epoch_is_a_permutation_and_no_two_are_the_same():
   everything = Counter(SMALL[i].text for i in range(len(SMALL)))
   iterator = batches()
-  epochs = [list(itertools.chain(*questions(iterator, 3))) for _ in range(4)]
+  epochs = [list(itertools.chain(*texts(iterator, 3))) for _ in range(4)]
   assert all(Counter(epoch) == everything for epoch in epochs)
   assert len(set(map(tuple, epochs))) == 4
 
 
-# What is left out between batches.
+# Solved problems.
 
 
-def test_the_order_is_that_of_a_bare_pipeline():
-  """A run that began before batches were cut here resumes all the same."""
+def test_the_order_is_that_of_a_bare_grain_pipeline():
+  """The position in a bare Grain pipeline is the state."""
   parts = [
     grain.MapDataset.source([part[i] for i in range(len(part))])
     for part in (LONG, SMALL)
@@ -116,13 +116,13 @@ def test_the_order_is_that_of_a_bare_pipeline():
   shuffled = [p.seed(7 + i).shuffle().repeat() for i, p in enumerate(parts)]
   bare = grain.MapDataset.mix(shuffled, weights=(3, 1))
   iterator = batches(sources.mix([LONG, SMALL], (3, 1)), batch=5, seed=7)
-  drawn = list(itertools.chain(*questions(iterator, 20)))
-  assert drawn == [bare[i].text for i in range(100)]
+  sampled = list(itertools.chain(*texts(iterator, 20)))
+  assert sampled == [bare[i].text for i in range(100)]
   assert iterator.get_state() == {"next_index": 100}
 
 
 @pytest.mark.parametrize("source", [SMALL, sources.mix([problems("z"), SMALL])])
-def test_a_batch_says_where_its_questions_stand(source):
+def test_a_batch_has_the_places_of_its_problems(source):
   parts = pipeline.parts(source)
   batch = next(batches(source, batch=6))
   assert batch["part"].shape == batch["index"].shape == (6,)
@@ -131,29 +131,29 @@ def test_a_batch_says_where_its_questions_stand(source):
   assert [parts[part][index] for part, index in places] == batch["problems"]
 
 
-def test_what_is_left_out_may_change_after_every_batch():
+def test_solved_problems_may_change_after_every_batch():
   """However far the threads have read ahead."""
   source = problems(*"abcdefghij")
-  out = np.zeros(10, bool)
-  iterator = pipeline.prompts(source, config(), batch=1, seed=0, left_out=[out])
-  everything = list(itertools.chain(*questions(batches(source, batch=1), 60)))
+  solved = np.zeros(10, bool)
+  iterator = pipeline.prompts(
+    source, config(), batch=1, seed=0, solved=[solved]
+  )
+  everything = list(itertools.chain(*texts(batches(source, batch=1), 60)))
   rng, position = np.random.default_rng(0), 0
   for _ in range(20):
-    out[:] = rng.random(10) < 0.5
-    out[rng.integers(10)] = False
-    while out["abcdefghij".index(everything[position])]:
+    solved[:] = rng.random(10) < 0.5
+    solved[rng.integers(10)] = False
+    while solved["abcdefghij".index(everything[position])]:
       position += 1
-    assert questions(iterator, 1) == [[everything[position]]]
+    assert texts(iterator, 1) == [[everything[position]]]
     position += 1
     assert iterator.get_state() == {"next_index": position}
 
 
-def test_what_fits_is_counted():
+def test_num_fitting():
   fit = sum(len(p.text) <= 5 for p in LONG)
-  assert pipeline.fitting(LONG, config(5, too_long="drop")) == fit
-  assert pipeline.fitting(LONG, config(5)) == len(
-    LONG
-  )  # else an error would come
+  assert pipeline.num_fitting(LONG, config(5, too_long="drop")) == fit
+  assert pipeline.num_fitting(LONG, config(5)) == len(LONG)
 
 
 # Dropping, mixing, resuming.
@@ -184,76 +184,76 @@ def test_resumed_is_uninterrupted(case):
   iterator, states, whole = make(), [], []
   for _ in range(12):
     states.append(json.dumps(iterator.get_state()))
-    whole += questions(iterator, 1)
+    whole += texts(iterator, 1)
   assert max(map(len, states)) < 100
-  for start, state in enumerate(states):
+  for start in (0, 4, 8, 11):
     resumed = make()
-    questions(resumed, start % 3)  # what was read before is forgotten
-    resumed.set_state(json.loads(state))
-    assert questions(resumed, 12 - start) == whole[start:]
+    texts(resumed, start % 3)  # batches before the state have no effect
+    resumed.set_state(json.loads(states[start]))
+    assert texts(resumed, min(4, 12 - start)) == whole[start : start + 4]
 
 
-def test_what_is_too_long_is_left_out_and_nothing_else():
+def test_prompts_that_are_too_long_are_dropped_and_nothing_else():
   fit = [p.text for p in LONG if len(p.text) <= 5]
   assert 5 < len(fit) < len(LONG)
   iterator = batches(LONG, batch=1, width=5, too_long="drop")
-  drawn = list(itertools.chain(*questions(iterator, 2 * len(fit))))
-  assert Counter(drawn) == Counter(fit * 2)
+  sampled = list(itertools.chain(*texts(iterator, 2 * len(fit))))
+  assert Counter(sampled) == Counter(fit * 2)
   kept = pipeline.take(LONG, config(5, too_long="drop"), len(fit))
   assert [p.text for p in kept["problems"]] == fit
-  with pytest.raises(UserError, match=f"only {len(fit)} questions .* and fit"):
+  with pytest.raises(UserError, match=f"only {len(fit)} problems .* and fit"):
     pipeline.take(LONG, config(5, too_long="drop"), len(fit) + 1)
 
 
-def test_demonstrations_that_are_too_long_are_left_out():
+def test_demonstrations_that_are_too_long_are_dropped():
   rows = [Problem(f"q{n}", "7", "z" * n) for n in range(1, 20)]
   rows[2] = Problem("long question", "7", "zz")
   cfg = config(10, too_long="drop")
   iterator = pipeline.demonstrations(rows, cfg, batch=4, width=10, seed=0)
-  drawn = Counter(itertools.chain(*questions(iterator, 4)))
-  assert drawn == Counter([f"q{n}" for n in (1, 2, 4, 5, 6, 7, 8, 9)] * 2)
+  sampled = Counter(itertools.chain(*texts(iterator, 4)))
+  assert sampled == Counter([f"q{n}" for n in (1, 2, 4, 5, 6, 7, 8, 9)] * 2)
 
 
 def test_a_mixture_keeps_to_its_weights():
   parts = [problems(*(f"{c}{i}" for i in range(50))) for c in "ab"]
   source = sources.mix(parts, (3, 1))
-  drawn = list(itertools.chain(*questions(batches(source, batch=8), 100)))
-  assert Counter(q[0] for q in drawn) == {"a": 600, "b": 200}
-  counts = Counter(drawn)
+  sampled = list(itertools.chain(*texts(batches(source, batch=8), 100)))
+  assert Counter(q[0] for q in sampled) == {"a": 600, "b": 200}
+  counts = Counter(sampled)
   assert {counts[p.text] for p in parts[0]} == {12}
   assert {counts[p.text] for p in parts[1]} == {4}
 
 
-def test_of_a_mixture_each_source_is_asked_in_turn():
+def test_take_of_a_mixture_takes_from_each_source_in_turn():
   sizes = {"a": 9, "b": 3}.items()
   parts = [problems(*(f"{c}{i}" for i in range(n))) for c, n in sizes]
   taken = pipeline.take(sources.mix(parts, (3, 1)), config(), 12)["problems"]
-  asked = [p.text for p in taken]
-  assert asked[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
-  assert asked[6:] == [f"a{i}" for i in range(3, 9)]  # all there are
-  with pytest.raises(UserError, match="only 12 questions"):
+  names = [p.text for p in taken]
+  assert names[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
+  assert names[6:] == [f"a{i}" for i in range(3, 9)]  # the rest
+  with pytest.raises(UserError, match="only 12 problems"):
     pipeline.take(sources.mix(parts), config(), 13)
 
 
 def test_sources_of_one_size_are_not_shuffled_alike():
   parts = [problems(*(f"{c}{i}" for i in range(30))) for c in "ab"]
-  drawn = itertools.chain(*questions(batches(sources.mix(parts)), 15))
+  sampled = itertools.chain(*texts(batches(sources.mix(parts)), 15))
   by_source = {"a": [], "b": []}
-  for question in drawn:
-    by_source[question[0]].append(question[1:])
+  for text in sampled:
+    by_source[text[0]].append(text[1:])
   assert by_source["a"] != by_source["b"]
 
 
-def test_epochs_count_what_was_left_out_too():
+def test_epochs_include_dropped_problems():
   iterator = batches(SMALL, batch=4)
   assert pipeline.epochs(SMALL, iterator.get_state()) == 0
-  questions(iterator, 3)
+  texts(iterator, 3)
   assert pipeline.epochs(SMALL, iterator.get_state()) == 1
   fit = sum(len(p.text) <= 5 for p in LONG)
   iterator = batches(LONG, batch=1, width=5, too_long="drop")
-  questions(iterator, fit)
+  texts(iterator, fit)
   assert 0.8 < pipeline.epochs(LONG, iterator.get_state()) <= 1
-  questions(iterator, 1)
+  texts(iterator, 1)
   assert pipeline.epochs(LONG, iterator.get_state()) > 1
 
 
@@ -262,14 +262,14 @@ def test_the_epoch_of_a_mixture_is_that_of_its_most_repeated_source():
     [problems(*"ab"), problems(*map(str, range(99)))], (1, 3)
   )
   iterator = batches(source, batch=8)
-  questions(iterator, 1)  # 2 of "ab" and 6 of the other
+  texts(iterator, 1)  # 2 of "ab" and 6 of the other
   assert pipeline.epochs(source, iterator.get_state()) == 1
 
 
 # Mistakes.
 
 
-def test_a_question_that_is_too_long():
+def test_a_problem_that_is_too_long():
   source = Chain((8,))
   tokens = len(source[0].text)
   assert next(batches(source, width=tokens))["length"].max() == tokens
@@ -278,9 +278,9 @@ def test_a_question_that_is_too_long():
     next(batches(source, width=tokens - 1))
 
 
-def test_a_file_is_searched_for_long_questions_at_once(tmp_path):
-  texts = [f"question {i}?" for i in range(500)]
-  source = write(tmp_path / "a", *texts, "long" * 9)
+def test_a_file_is_searched_for_long_problems_at_once(tmp_path):
+  short = [f"question {i}?" for i in range(500)]
+  source = write(tmp_path / "a", *short, "long" * 9)
   with pytest.raises(UserError, match="has 36 tokens"):
     batches(source)
   with pytest.raises(UserError, match="has 36 tokens"):
@@ -290,21 +290,21 @@ def test_a_file_is_searched_for_long_questions_at_once(tmp_path):
 
 def test_a_demonstration_that_is_too_long():
   with pytest.raises(UserError, match=r"more than sampler.max_new_tokens=20"):
-    next(imitated(Chain((8,)), batch=2, width=20))
+    next(demonstrations(Chain((8,)), batch=2, width=20))
 
 
-def test_a_question_without_a_demonstration():
+def test_a_problem_without_a_demonstration():
   with pytest.raises(UserError, match="demonstration_field"):
-    next(imitated([Problem("a", "b", "")] * 3, batch=2))
+    next(demonstrations([Problem("a", "b", "")] * 3, batch=2))
 
 
-def test_fewer_questions_than_a_batch():
+def test_fewer_problems_than_a_batch():
   assert next(batches(batch=12))["tokens"].shape == (12, 32)
-  with pytest.raises(UserError, match=r"12 questions.* batch of 13"):
+  with pytest.raises(UserError, match=r"12 problems.* batch of 13"):
     batches(batch=13)
 
 
-def test_fewer_questions_that_fit_than_a_batch():
+def test_fewer_problems_that_fit_than_a_batch():
   """Else the pipeline would look for one forever."""
   for source, width in (
     (SMALL, 3),
@@ -315,7 +315,7 @@ def test_fewer_questions_that_fit_than_a_batch():
       batches(source, batch=4, width=width, too_long="drop")
 
 
-def test_take_is_the_first_few_in_order():
+def test_take_is_the_first_problems_in_order():
   taken = pipeline.take(SMALL, config(), 5)
   assert taken["problems"] == [SMALL[i] for i in range(5)]
   assert taken["tokens"].shape == (5, 32)
@@ -323,7 +323,7 @@ def test_take_is_the_first_few_in_order():
     pipeline.take(SMALL, config(), 13)
 
 
-def test_options_that_there_are_not():
+def test_bad_options_of_prompts():
   with pytest.raises(UserError, match="too_long='dropp': did you mean 'drop'"):
     config(too_long="dropp")
   with pytest.raises(UserError, match=r"data.instruction='Solve: ': expected"):

@@ -46,15 +46,15 @@ def test_a_set_is_read_by_name_and_in_order(tmp_path):
   assert "tensorflow" not in sys.modules
 
 
-def test_a_set_of_ones_own(tmp_path):
+def test_a_set_with_another_name(tmp_path):
   tests = [{"input": "1\n", "output": "2\n"}]
   path = write(tmp_path / "a", 4, tests=tests)
   folder = str(tmp_path / "sets")
   assert prepare_tfds.prepare("my_set", {"train": path}, folder) == {"train": 4}
   fields = sources.Fields(reference="tests", demonstration="answer")
-  found = sources.load("tfds:my_set", data_dir=folder, fields=fields)
-  assert json.loads(found[3].reference) == tests
-  assert found[3].demonstration == "so\n#### 3"
+  source = sources.load("tfds:my_set", data_dir=folder, fields=fields)
+  assert json.loads(source[3].reference) == tests
+  assert source[3].demonstration == "so\n#### 3"
 
 
 def test_a_set_that_is_not_prepared_names_the_command(tmp_path):
@@ -63,7 +63,7 @@ def test_a_set_that_is_not_prepared_names_the_command(tmp_path):
     sources.load("tfds:gsm8k", data_dir=str(tmp_path))
 
 
-def test_a_split_that_there_is_not(tmp_path):
+def test_a_split_that_does_not_exist(tmp_path):
   files = {"train": write(tmp_path / "a", 2)}
   prepare_tfds.prepare("my_set", files, str(tmp_path / "sets"))
   with pytest.raises(UserError, match="Unknown split 'tset'"):
@@ -85,8 +85,8 @@ def test_mistakes(tmp_path):
   ):
     with pytest.raises(UserError, match=words):
       prepare_tfds.prepare(name, {"train": path}, folder)
-  found = {p.name for p in (tmp_path / "sets").iterdir()} - {"downloads"}
-  assert found == {"there"}
+  names = {p.name for p in (tmp_path / "sets").iterdir()} - {"downloads"}
+  assert names == {"there"}
 
 
 def test_the_command(tmp_path):
@@ -109,11 +109,12 @@ def test_the_command(tmp_path):
   assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @needs_gsm8k
 def test_gsm8k(tmp_path):
   files = {part: str(GSM8K / f"{part}.jsonl") for part in ("train", "test")}
   sizes = prepare_tfds.prepare("gsm8k", files, str(tmp_path))
   assert sizes == {"train": 7473, "test": 1319}
   for part, path in files.items():
-    found = sources.load(f"tfds:gsm8k:{part}", data_dir=str(tmp_path))
-    assert list(found) == list(sources.load(f"jsonl:{path}"))
+    source = sources.load(f"tfds:gsm8k:{part}", data_dir=str(tmp_path))
+    assert list(source) == list(sources.load(f"jsonl:{path}"))

@@ -1,4 +1,4 @@
-"""Rows as they lie in files."""
+"""Records of files: JSON lines of problems, and their fields."""
 
 import json
 
@@ -8,17 +8,17 @@ from gspo_jax.data import readers
 from gspo_jax.runtime.errors import UserError
 
 
-def test_lines_are_told_by_file_and_number(tmp_path):
+def test_lines_have_file_and_number(tmp_path):
   path = tmp_path / "a"
   path.write_text('{"a": 1}\n\n  \n{"a": 2}')
-  found = list(readers.json_lines(str(path)))
-  assert found == [(f"{path}:1", {"a": 1}), (f"{path}:4", {"a": 2})]
+  lines = list(readers.json_lines(str(path)))
+  assert lines == [(f"{path}:1", {"a": 1}), (f"{path}:4", {"a": 2})]
 
 
 def test_windows_files(tmp_path):
   path = tmp_path / "a"
   path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\r\n')
-  assert [row for _, row in readers.json_lines(str(path))] == [
+  assert [record for _, record in readers.json_lines(str(path))] == [
     {"a": 1},
     {"a": 2},
   ]

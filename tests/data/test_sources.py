@@ -1,4 +1,4 @@
-"""Questions of any source: fields, references, splits and fingerprints."""
+"""Problems of any source: fields, references, splits and fingerprints."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def one(tmp_path, values, **options):
   return sources.load(write(tmp_path / "a.jsonl", values), **options)[0]
 
 
-def test_the_reference_follows_the_last_mark(tmp_path):
+def test_the_reference_follows_the_last_hashes(tmp_path):
   spec = write(
     tmp_path / "a.jsonl",
     row(1, "#### 3, no\n####  1,000 "),
@@ -43,11 +43,11 @@ def test_the_reference_follows_the_last_mark(tmp_path):
     row("é中", "\N{LINE SEPARATOR} #### ü"),
     row(3, "#### C#"),
   )
-  found = sources.load(spec)
-  assert [p.reference for p in found] == ["1,000", "Paris", "ü", "C#"]
-  assert found[0].demonstration == "#### 3, no\n####  1,000 "
-  assert found[1].demonstration == "#### Paris"
-  assert found[2].text == "question é中?"
+  source = sources.load(spec)
+  assert [p.reference for p in source] == ["1,000", "Paris", "ü", "C#"]
+  assert source[0].demonstration == "#### 3, no\n####  1,000 "
+  assert source[1].demonstration == "#### Paris"
+  assert source[2].text == "question é中?"
 
 
 @pytest.mark.parametrize(
@@ -62,15 +62,15 @@ def test_the_reference_follows_the_last_mark(tmp_path):
 def test_references_that_are_no_text(
   tmp_path, answer, reference, demonstration
 ):
-  found = one(tmp_path, row(1, answer))
-  assert found.reference == (reference or json.dumps(answer))
-  assert json.loads(found.reference) == answer
-  assert found.demonstration == demonstration
+  source = one(tmp_path, row(1, answer))
+  assert source.reference == (reference or json.dumps(answer))
+  assert json.loads(source.reference) == answer
+  assert source.demonstration == demonstration
 
 
-def test_what_goes_before_a_bare_answer(tmp_path):
-  assert one(tmp_path, row(1, " 7 "), mark="").demonstration == "7"
-  assert one(tmp_path, row(1), mark="").demonstration == "x #### 7"
+def test_the_prefix_of_a_bare_reference(tmp_path):
+  assert one(tmp_path, row(1, " 7 "), prefix="").demonstration == "7"
+  assert one(tmp_path, row(1), prefix="").demonstration == "x #### 7"
 
 
 def test_fields_by_name(tmp_path):
@@ -131,19 +131,19 @@ def test_the_split_of_a_question_does_not_depend_on_the_others(tmp_path):
   assert list(half) == list(whole)[: len(half)]
 
 
-def test_a_file_without_a_question(tmp_path):
-  with pytest.raises(UserError, match="no question"):
+def test_a_file_without_a_problem(tmp_path):
+  with pytest.raises(UserError, match="no problem"):
     sources.load(write(tmp_path / "a", "", " "))
-  with pytest.raises(UserError, match="no question"):
+  with pytest.raises(UserError, match="no problem"):
     sources.load(write(tmp_path / "a", row(1)), evaluation=True)
 
 
 @needs_gsm8k
 @pytest.mark.parametrize(("part", "count"), [("train", 7473), ("test", 1319)])
 def test_gsm8k(part, count):
-  found = sources.load(f"jsonl:{GSM8K / part}.jsonl")
-  assert len(found) == count
-  for problem in found:
+  source = sources.load(f"jsonl:{GSM8K / part}.jsonl")
+  assert len(source) == count
+  for problem in source:
     assert problem.reference.replace(",", "").lstrip("-").isdecimal()
     assert problem.demonstration.endswith(f"#### {problem.reference}")
 
@@ -171,8 +171,8 @@ def module(tmp_path, monkeypatch):
 
 
 def test_any_source_by_dotted_name(module):
-  found = sources.load(f"{module}.dicts")
-  assert [tuple(p) for p in found][:2] == [
+  source = sources.load(f"{module}.dicts")
+  assert [tuple(p) for p in source][:2] == [
     ("q0", "0", "#### 0"),
     ("q1", "1", "#### 1"),
   ]
@@ -184,7 +184,7 @@ def test_any_source_by_dotted_name(module):
   halves = [
     list(sources.load(f"{module}.dicts", evaluation=e)) for e in (True, False)
   ]
-  assert sorted([*halves[0], *halves[1]]) == sorted(found)
+  assert sorted([*halves[0], *halves[1]]) == sorted(source)
 
 
 def test_mistakes_in_a_dotted_name(module):
@@ -199,10 +199,10 @@ def test_mistakes_in_a_dotted_name(module):
   ):
     with pytest.raises(UserError, match=words):
       sources.load(spec)
-  found = sources.load(f"{module}.odd")
+  source = sources.load(f"{module}.odd")
   for i in range(2):
     with pytest.raises(UserError, match=rf"{module}.odd\[{i}\]: "):
-      found[i]
+      source[i]
 
 
 def test_a_module_that_misses_another_keeps_its_traceback(module, tmp_path):
@@ -254,35 +254,35 @@ def test_every_row_of_a_file_counts(tmp_path, i):
 @pytest.mark.parametrize("size", [1, 2, 999, 1000, 1001, 5000])
 def test_other_sources_are_sampled_evenly(size):
   class Counted(list):
-    asked = 0
+    reads = 0
 
     def __getitem__(self, i):
-      self.asked += 1
+      self.reads += 1
       return super().__getitem__(i)
 
-  def made(changed=None, size=size):
-    rows = [{"question": f"q{i}", "answer": "1"} for i in range(size)]
+  def make(changed=None, size=size):
+    records = [{"question": f"q{i}", "answer": "1"} for i in range(size)]
     if changed is not None:
-      rows[changed]["answer"] = "2"
-    return sources.ProblemSource(Counted(rows), str)
+      records[changed]["answer"] = "2"
+    return sources.ProblemSource(Counted(records), str)
 
-  source = made()
+  source = make()
   before = sources.fingerprint(source)
-  assert source.rows.asked <= 1000
-  assert sources.fingerprint(made()) == before
-  assert sources.fingerprint(made(size=size + 1)) != before
+  assert source.records.reads <= 1000
+  assert sources.fingerprint(make()) == before
+  assert sources.fingerprint(make(size=size + 1)) != before
   for i in range(size) if size <= 1000 else (0, size - 1):
     if size < 999 or i % 100 in (0, 99):
-      assert sources.fingerprint(made(i)) != before
+      assert sources.fingerprint(make(i)) != before
 
 
 def test_every_option_counts(tmp_path):
   spec = write(tmp_path / "a.jsonl", *map(row, range(30)))
   chain = Chain((2, 4))
   changes = ({"steps": (4, 2)}, {"noise": 0.1}, {"evaluation": True})
-  found = [
+  different = [
     *(sources.load(spec, evaluation=e) for e in (None, True, False)),
-    sources.load(spec, mark=""),
+    sources.load(spec, prefix=""),
     sources.load(spec, fields=Fields(demonstration="answer")),
     chain,
     *(
@@ -290,11 +290,11 @@ def test_every_option_counts(tmp_path):
       for change in (*changes, {"size": 5}, {"seed": 1})
     ),
   ]
-  found += [
-    sources.mix(found[:2]),
-    sources.mix(found[:2], (1, 2)),
-    sources.mix(found[1::-1]),
-    sources.mix(found[:3]),
+  different += [
+    sources.mix(different[:2]),
+    sources.mix(different[:2], (1, 2)),
+    sources.mix(different[1::-1]),
+    sources.mix(different[:3]),
   ]
-  assert len({sources.fingerprint(s) for s in found}) == len(found)
+  assert len({sources.fingerprint(s) for s in different}) == len(different)
   assert sources.fingerprint(Chain((2, 4))) == sources.fingerprint(chain)

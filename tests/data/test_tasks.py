@@ -1,4 +1,4 @@
-"""The chains: right, hidden where they must be, and wrong where asked to be."""
+"""The embedded task: references, the held-out split, noise."""
 
 import re
 
@@ -40,13 +40,13 @@ def steps_of(problem):
   return re.findall(pattern, text), end
 
 
-def test_the_answer_is_the_chains_value():
+def test_the_reference_is_the_value_of_the_chain():
   assert evaluate("8a+3b-5c+4?") == "0"
   for problem in problems():
     assert problem.reference == evaluate(problem.text)
 
 
-def test_lengths_and_labels_are_those_asked_for():
+def test_lengths_and_labels():
   lengths = set()
   for problem in problems():
     labels = re.sub("[^a-z]", "", problem.text)
@@ -64,23 +64,23 @@ def test_without_noise_a_demonstration_is_right_and_verifies():
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.12, 1.0])
-def test_a_demonstration_carries_what_it_shows_on(noise):
+def test_a_demonstration_goes_on_with_its_own_results(noise):
   for problem in problems(noise=noise):
     steps, end = steps_of(problem)
-    asked = [tuple(s) for s in re.findall("([a-z])(.)(.)", problem.text)]
-    assert [(s[0], s[2], s[3]) for s in steps] == asked
+    operations = [tuple(s) for s in re.findall("([a-z])(.)(.)", problem.text)]
+    assert [(s[0], s[2], s[3]) for s in steps] == operations
     lefts = [s[1] for s in steps] + [end]
     assert lefts == [problem.text[0]] + [s[4] for s in steps]
 
 
 @pytest.mark.parametrize("noise", [0.12, 0.5, 1.0])
-def test_noise_corrupts_its_share_and_never_the_answer(noise):
-  drawn = problems(steps=(8,), noise=noise)
-  wrong = [int(s[4]) != apply(*s[1:4]) for p in drawn for s in steps_of(p)[0]]
+def test_noise_corrupts_its_share_and_never_the_reference(noise):
+  sampled = problems(steps=(8,), noise=noise)
+  wrong = [int(s[4]) != apply(*s[1:4]) for p in sampled for s in steps_of(p)[0]]
   share = noise * 0.9  # a random digit is right one time in ten
   deviation = (share * (1 - share) / len(wrong)) ** 0.5
   assert abs(sum(wrong) / len(wrong) - share) < 4 * deviation
-  assert all(p.reference == evaluate(p.text) for p in drawn)
+  assert all(p.reference == evaluate(p.text) for p in sampled)
 
 
 def test_an_index_is_a_problem_for_ever():
@@ -96,7 +96,7 @@ def test_the_problems_of_a_seed_never_change():
   assert Chain((8,))[0].text == "9a*9b+4c-9d+9e+5f*3g+3h-8?"
 
 
-def test_training_never_sees_a_held_out_question():
+def test_training_never_sees_a_held_out_problem():
   # Short chains: few enough that two independent draws would overlap.
   train = {p.text for p in problems(6000, steps=(1, 2))}
   tested = {p.text for p in problems(6000, steps=(1, 2), evaluation=True)}
@@ -106,7 +106,7 @@ def test_training_never_sees_a_held_out_question():
   assert not (train | noisy) & tested
 
 
-def test_one_question_in_eight_is_held_out():
+def test_one_problem_in_eight_is_held_out():
   share = sum(held_out(f"question {i}") for i in range(8000)) / 8000
   assert abs(share - 1 / 8) < 4 * (7 / 64 / 8000) ** 0.5
 

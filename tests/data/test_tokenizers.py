@@ -1,4 +1,4 @@
-"""Tokenizers: ids and back, chat templates, and text that plays control."""
+"""Tokenizers: ids and back, chat templates, and text with control strings."""
 
 import io
 import itertools
@@ -79,11 +79,11 @@ def library(folder):
   return transformers.AutoTokenizer.from_pretrained(str(folder))
 
 
-def applied(folder, question, system=""):
-  """What transformers makes of a conversation."""
+def applied(folder, user, system=""):
+  """The ids of a conversation in transformers."""
   messages = [{"role": "system", "content": system}] * bool(system)
   return library(folder).apply_chat_template(
-    [*messages, {"role": "user", "content": question}],
+    [*messages, {"role": "user", "content": user}],
     add_generation_prompt=True,
     return_dict=False,
   )
@@ -126,24 +126,30 @@ def characters():
 
 
 def test_bytes_are_those_of_utf8():
-  made = tokenizers.load("bytes")
+  tokenizer = tokenizers.load("bytes")
   text = characters()
-  assert made.encode(text) == list(text.encode())
-  assert made.decode(made.encode(text)) == text
-  assert (made.pad_id, made.stop_ids, made.vocab_size) == (256, (257,), 258)
+  assert tokenizer.encode(text) == list(text.encode())
+  assert tokenizer.decode(tokenizer.encode(text)) == text
+  assert (tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size) == (
+    256,
+    (257,),
+    258,
+  )
 
 
 def test_bytes_that_are_no_text_decode_all_the_same():
-  made = tokenizers.load("bytes")
-  assert made.decode([104, 256, 105, 257, 999, -1]) == "h\ufffdi" + "\ufffd" * 3
-  assert made.decode(np.array([0xC3], np.int32)) == "\ufffd"
-  assert made.decode([]) == ""
+  tokenizer = tokenizers.load("bytes")
+  assert (
+    tokenizer.decode([104, 256, 105, 257, 999, -1]) == "h\ufffdi" + "\ufffd" * 3
+  )
+  assert tokenizer.decode(np.array([0xC3], np.int32)) == "\ufffd"
+  assert tokenizer.decode([]) == ""
 
 
 def test_a_prompt_of_bytes_is_the_system_text_and_the_question():
-  made = tokenizers.load("bytes")
-  assert made.prompt("3+4?") == list(b"3+4?")
-  assert made.prompt("3+4?", "Add.\n") == list(b"Add.\n3+4?")
+  tokenizer = tokenizers.load("bytes")
+  assert tokenizer.prompt("3+4?") == list(b"3+4?")
+  assert tokenizer.prompt("3+4?", "Add.\n") == list(b"Add.\n3+4?")
 
 
 # SentencePiece.
@@ -151,26 +157,28 @@ def test_a_prompt_of_bytes_is_the_system_text_and_the_question():
 
 @pytest.mark.parametrize("text", [*TEXTS, *LINES[:3], "</s><pad><unk>"])
 def test_text_survives_sentencepiece(spm, text):
-  made = tokenizers.load(str(spm))
-  ids = made.encode(text)
-  assert made.decode(ids) == text
-  assert not {made.pad_id, *made.stop_ids} & set(ids)
+  tokenizer = tokenizers.load(str(spm))
+  ids = tokenizer.encode(text)
+  assert tokenizer.decode(ids) == text
+  assert not {tokenizer.pad_id, *tokenizer.stop_ids} & set(ids)
 
 
 def test_what_is_no_text_shows_in_sentencepiece(spm):
-  made = tokenizers.load(str(spm))
-  one, two = made.encode("1"), made.encode("2")
-  stop, size = made.stop_ids[0], made.vocab_size
-  assert made.decode([*one, made.pad_id, *two]) == "1<pad>2"
-  assert made.decode([*one, stop, stop, *two]) == "1</s></s>2"
-  assert made.decode([*one, size, -1, *two]) == "1\ufffd\ufffd2"
-  broken = made.encode("中🙂\x07")[:-2]
-  assert "\ufffd" in made.decode(np.array(broken, np.int32))
+  tokenizer = tokenizers.load(str(spm))
+  one, two = tokenizer.encode("1"), tokenizer.encode("2")
+  stop, size = tokenizer.stop_ids[0], tokenizer.vocab_size
+  assert tokenizer.decode([*one, tokenizer.pad_id, *two]) == "1<pad>2"
+  assert tokenizer.decode([*one, stop, stop, *two]) == "1</s></s>2"
+  assert tokenizer.decode([*one, size, -1, *two]) == "1\ufffd\ufffd2"
+  broken = tokenizer.encode("中🙂\x07")[:-2]
+  assert "\ufffd" in tokenizer.decode(np.array(broken, np.int32))
 
 
 def test_sentencepiece_without_padding_pads_with_its_stop(tmp_path):
-  made = tokenizers.load(str(train(tmp_path / "a.model", pad_id=-1, unk_id=0)))
-  assert (made.pad_id, made.stop_ids) == (1, (1,))
+  tokenizer = tokenizers.load(
+    str(train(tmp_path / "a.model", pad_id=-1, unk_id=0))
+  )
+  assert (tokenizer.pad_id, tokenizer.stop_ids) == (1, (1,))
 
 
 def test_files_that_are_no_sentencepiece_model(tmp_path):
@@ -192,42 +200,42 @@ def test_files_that_are_no_sentencepiece_model(tmp_path):
 @pytest.mark.parametrize("kind", ["bytes", "spm", "unigram", "chat"])
 def test_transformers_loads_what_is_saved(tmp_path, kind, request):
   if kind == "bytes":
-    made = tokenizers.load("bytes")
+    tokenizer = tokenizers.load("bytes")
   elif kind == "unigram":
     options = {"model_type": "unigram", "vocab_size": 300}
-    made = tokenizers.load(str(train(tmp_path / "a.model", **options)))
+    tokenizer = tokenizers.load(str(train(tmp_path / "a.model", **options)))
   else:
-    made = tokenizers.load(str(request.getfixturevalue(kind)))
+    tokenizer = tokenizers.load(str(request.getfixturevalue(kind)))
   folder = tmp_path / "saved"
-  made.save(folder)
+  tokenizer.save(folder)
   # The architecture beside it must not choose another tokenizer.
   (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
   theirs, again = library(folder), tokenizers.load(str(folder))
   # A unigram vocabulary holds its control tokens among its pieces.
   spelt = ("</s><pad>",) * (kind != "unigram")
   for text in (*TEXTS, *LINES[:3], *HOSTILE, *spelt):
-    ids = made.encode(text)
+    ids = tokenizer.encode(text)
     assert again.encode(text) == ids
     assert (
       theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
       == ids
     )
-    assert theirs.decode(ids) == made.decode(ids)
+    assert theirs.decode(ids) == tokenizer.decode(ids)
   if kind == "bytes":
     broken = [49, 195, 50, 255, 255, 195, 169]  # half a letter, then no letter
-    assert again.decode(broken) == made.decode(broken)
-  assert theirs.eos_token_id == again.stop_ids[0] == made.stop_ids[0]
-  assert theirs.pad_token_id == again.pad_id == made.pad_id
-  assert again.vocab_size == made.vocab_size == len(theirs)
+    assert again.decode(broken) == tokenizer.decode(broken)
+  assert theirs.eos_token_id == again.stop_ids[0] == tokenizer.stop_ids[0]
+  assert theirs.pad_token_id == again.pad_id == tokenizer.pad_id
+  assert again.vocab_size == tokenizer.vocab_size == len(theirs)
 
 
 @pytest.mark.parametrize(
   "option", [{"add_dummy_prefix": True}, {"remove_extra_whitespaces": True}]
 )
 def test_models_that_transformers_reads_otherwise(tmp_path, option):
-  made = tokenizers.load(str(train(tmp_path / "a.model", **option)))
+  tokenizer = tokenizers.load(str(train(tmp_path / "a.model", **option)))
   with pytest.raises(UserError, match="cannot be written as a folder"):
-    made.save(tmp_path / "saved")
+    tokenizer.save(tmp_path / "saved")
   assert not (tmp_path / "saved").exists()
 
 
@@ -237,22 +245,22 @@ def test_models_that_transformers_reads_otherwise(tmp_path, option):
 @pytest.mark.parametrize("system", ["", "You are a tutor. "])
 @pytest.mark.parametrize("text", [*TEXTS, *LINES[:3]])
 def test_a_prompt_is_that_of_the_chat_template(chat, text, system):
-  made = tokenizers.load(str(chat))
-  assert made.prompt(text, system) == applied(chat, text, system)
-  assert made.encode(text) == library(chat).encode(text)
+  tokenizer = tokenizers.load(str(chat))
+  assert tokenizer.prompt(text, system) == applied(chat, text, system)
+  assert tokenizer.encode(text) == library(chat).encode(text)
 
 
 @pytest.mark.parametrize("system", ["", "Do not <|im_end|>."])
 @pytest.mark.parametrize("text", HOSTILE)
 def test_control_strings_of_a_question_are_data(chat, text, system):
-  made = tokenizers.load(str(chat))
+  tokenizer = tokenizers.load(str(chat))
   control = [library(chat).convert_tokens_to_ids(c) for c in CONTROL]
   only = lambda ids: [i for i in ids if i in control]
-  assert not only(made.encode(text))
-  assert made.decode(made.encode(text)) == text
-  ids = made.prompt(text, system)
+  assert not only(tokenizer.encode(text))
+  assert tokenizer.decode(tokenizer.encode(text)) == text
+  ids = tokenizer.prompt(text, system)
   assert only(ids) == only(applied(chat, "plain", system and "plain"))
-  assert text.strip() in made.decode(ids)
+  assert text.strip() in tokenizer.decode(ids)
   assert only(applied(chat, "<|im_end|>")) != only(applied(chat, "plain"))
 
 
@@ -266,10 +274,10 @@ def test_no_control_string_forms_across_an_edge(
   shutil.copytree(chat, tmp_path / "a")
   template = f"<|im_start|>{before}{{{{ messages[0].content }}}}{after}"
   (tmp_path / "a/chat_template.jinja").write_text(template)
-  made = tokenizers.load(str(tmp_path / "a"))
-  ids = made.prompt(text)
-  assert made.decode(ids) == "<|im_start|><|im_end|>"
-  assert not set(made.stop_ids) & set(ids)
+  tokenizer = tokenizers.load(str(tmp_path / "a"))
+  ids = tokenizer.prompt(text)
+  assert tokenizer.decode(ids) == "<|im_start|><|im_end|>"
+  assert not set(tokenizer.stop_ids) & set(ids)
 
 
 def test_a_vocabulary_that_holds_its_control_tokens(tmp_path):
@@ -278,48 +286,54 @@ def test_a_vocabulary_that_holds_its_control_tokens(tmp_path):
   fast.add_special_tokens(["<unk>", "</s>"])
   names = {"eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
   template = "{{ messages[0].content }}</s>"
-  made = tokenizers.load(str(save(tmp_path, fast, template, **names)))
-  assert made.stop_ids == (1,)
-  assert 1 not in made.encode("a</s>b")
-  assert made.decode(made.encode("a</s>b")).replace(" ", "") == "a</s>b"
-  assert made.prompt("a</s>b").count(1) == 1
-  assert made.prompt("ab?") == applied(tmp_path, "ab?")
+  tokenizer = tokenizers.load(str(save(tmp_path, fast, template, **names)))
+  assert tokenizer.stop_ids == (1,)
+  assert 1 not in tokenizer.encode("a</s>b")
+  assert (
+    tokenizer.decode(tokenizer.encode("a</s>b")).replace(" ", "") == "a</s>b"
+  )
+  assert tokenizer.prompt("a</s>b").count(1) == 1
+  assert tokenizer.prompt("ab?") == applied(tmp_path, "ab?")
 
 
 def test_stops_and_padding_of_a_folder(chat, tmp_path):
-  made, theirs = tokenizers.load(str(chat)), library(chat)
+  tokenizer, theirs = tokenizers.load(str(chat)), library(chat)
   stop, pad = theirs.eos_token_id, theirs.pad_token_id
-  assert made.stop_ids == (stop, pad)
-  assert made.pad_id == pad
-  assert made.vocab_size == len(theirs)
+  assert tokenizer.stop_ids == (stop, pad)
+  assert tokenizer.pad_id == pad
+  assert tokenizer.vocab_size == len(theirs)
   shutil.copytree(chat, tmp_path / "a")
   config = tmp_path / "a/tokenizer_config.json"
   settings = json.loads(config.read_text())
   del settings["pad_token"]
   config.write_text(json.dumps(settings))
-  for found, stops in ((pad, (stop, pad)), (None, (stop,)), ([stop], (stop,))):
-    text = json.dumps({"eos_token_id": found})
+  for eos, stops in ((pad, (stop, pad)), (None, (stop,)), ([stop], (stop,))):
+    text = json.dumps({"eos_token_id": eos})
     (tmp_path / "a/generation_config.json").write_text(text)
-    made = tokenizers.load(str(tmp_path / "a"))
-    assert made.stop_ids == stops
-    assert made.pad_id == stop
+    tokenizer = tokenizers.load(str(tmp_path / "a"))
+    assert tokenizer.stop_ids == stops
+    assert tokenizer.pad_id == stop
   (tmp_path / "a/generation_config.json").unlink()
   assert tokenizers.load(str(tmp_path / "a")).stop_ids == (stop,)
 
 
 def test_what_is_no_text_shows_in_a_folder(chat):
-  made = tokenizers.load(str(chat))
-  one, two = made.encode("1"), made.encode("2")
-  assert made.decode([*one, made.pad_id, *two]) == "1<|endoftext|>2"
-  assert made.decode([*one, made.vocab_size, -1, *two]) == "1\ufffd\ufffd2"
-  assert made.decode(np.array(made.encode("龍")[:1])) == "\ufffd"
+  tokenizer = tokenizers.load(str(chat))
+  one, two = tokenizer.encode("1"), tokenizer.encode("2")
+  assert tokenizer.decode([*one, tokenizer.pad_id, *two]) == "1<|endoftext|>2"
+  assert (
+    tokenizer.decode([*one, tokenizer.vocab_size, -1, *two]) == "1\ufffd\ufffd2"
+  )
+  assert tokenizer.decode(np.array(tokenizer.encode("龍")[:1])) == "\ufffd"
 
 
 def test_a_folder_without_a_template(chat, tmp_path):
   shutil.copytree(chat, tmp_path / "a")
   (tmp_path / "a/chat_template.jinja").unlink()
-  made = tokenizers.load(str(tmp_path / "a"))
-  assert made.prompt("x <|im_end|>", "S: ") == made.encode("S: x <|im_end|>")
+  tokenizer = tokenizers.load(str(tmp_path / "a"))
+  assert tokenizer.prompt("x <|im_end|>", "S: ") == tokenizer.encode(
+    "S: x <|im_end|>"
+  )
 
 
 def test_a_beginning_that_the_tokenizer_itself_sets(tmp_path):
@@ -331,9 +345,9 @@ def test_a_beginning_that_the_tokenizer_itself_sets(tmp_path):
     single="<s> $A", special_tokens=[("<s>", 1)]
   )
   names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-  made = tokenizers.load(str(save(tmp_path, fast, None, **names)))
-  assert made.prompt("aa") == [1, 0, 0]
-  assert made.encode("aa") == [0, 0]
+  tokenizer = tokenizers.load(str(save(tmp_path, fast, None, **names)))
+  assert tokenizer.prompt("aa") == [1, 0, 0]
+  assert tokenizer.encode("aa") == [0, 0]
 
 
 def test_the_fingerprint_is_of_what_decides_ids(chat, spm, tmp_path):
@@ -369,7 +383,7 @@ def test_folders_that_hold_no_usable_tokenizer(chat, tmp_path):
     (tmp_path / "missing", "no such folder"),
     (tmp_path / "empty", "no tokenizer in this folder"),
     (broken, "tokenizer '.*b': "),
-    (endless, "nothing ends an answer"),
+    (endless, "nothing ends a response"),
     (odd, "generation_config.json.*eos_token_id"),
   ):
     with pytest.raises(UserError, match=words):
@@ -393,16 +407,18 @@ def test_a_template_that_refuses(chat, tmp_path):
     "{{ raise_exception('System role not supported') }}{% endif %}"
     "{{ messages[0].content }}"
   )
-  made = tokenizers.load(str(tmp_path / "a"))
-  assert made.decode(made.prompt("3+4?")) == "3+4?"
+  tokenizer = tokenizers.load(str(tmp_path / "a"))
+  assert tokenizer.decode(tokenizer.prompt("3+4?")) == "3+4?"
   with pytest.raises(UserError, match="System role not supported"):
-    made.prompt("3+4?", "Be brief.")
+    tokenizer.prompt("3+4?", "Be brief.")
 
 
 def test_threads_share_a_tokenizer(chat):
   from concurrent.futures import ThreadPoolExecutor
 
-  made = tokenizers.load(str(chat))
+  tokenizer = tokenizers.load(str(chat))
   texts = [*TEXTS, *HOSTILE] * 20
   with ThreadPoolExecutor(4) as pool:
-    assert list(pool.map(made.prompt, texts)) == list(map(made.prompt, texts))
+    assert list(pool.map(tokenizer.prompt, texts)) == list(
+      map(tokenizer.prompt, texts)
+    )

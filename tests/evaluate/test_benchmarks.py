@@ -181,7 +181,7 @@ def test_a_set_of_ones_own(read):
 def test_mistakes(read, tmp_path):
   with pytest.raises(UserError, match=r"--set=AMIE24: .*mean 'AIME24'.*--rew"):
     read("AMIE24", {})
-  with pytest.raises(UserError, match=r"data file .*nope.*: No such file"):
+  with pytest.raises(UserError, match=r"cannot read .*nope.*: No such file"):
     benchmarks.read("AIME24", str(tmp_path / "nope"))
   with pytest.raises(UserError, match=r"data file .*: Is a directory"):
     benchmarks.read("AIME24", str(tmp_path))

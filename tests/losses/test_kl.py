@@ -1,4 +1,4 @@
-"""KL penalties: what they are, and which way they pull."""
+"""KL penalties: their values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,10 @@ MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
 X, F = x.astype(np.float32), f.astype(np.float32)
 
 
-def value_and_slope(estimator, x, f):
+def expected_value_and_slope(estimator, x, f):
   gap = f - x
-  if abs(gap) > 20:
-    gap, sign = 20 * np.sign(gap), 0
-  else:
-    sign = 1
+  sign = int(abs(gap) <= 20)  # no gradient beyond the clamp
+  gap = min(max(gap, -20), 20)
   if estimator == "k2":
     return gap**2 / 2, -sign * gap
   return np.exp(gap) - gap - 1, sign * (1 - np.exp(gap))
@@ -34,22 +32,22 @@ def test_value_and_gradient(estimator):
     grad, penalty = jax.grad(total, has_aux=True)(X)
   expected = np.zeros((2, *X.shape))
   for i, t in zip(*np.nonzero(MASK), strict=True):
-    expected[:, i, t] = value_and_slope(estimator, x[i, t], f[i, t])
+    expected[:, i, t] = expected_value_and_slope(estimator, x[i, t], f[i, t])
   np.testing.assert_allclose(penalty, expected[0], rtol=1e-5)
   np.testing.assert_allclose(grad, expected[1], rtol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_expected_gradient_is_that_of_a_divergence(estimator):
-  """Over a whole vocabulary: k2 of KL(p || f), k3 of KL(f || p)."""
+  """Summed over a vocabulary: KL(p || f) for k2, KL(f || p) for k3."""
   logits, other = np.random.default_rng(0).normal(size=(2, 1, 7))
   log_f = jax.nn.log_softmax(jnp.array(other, jnp.float32))
   mask = jnp.ones_like(log_f)
 
   def expectation(logits):
     log_p = jax.nn.log_softmax(logits)
-    sampled = jax.lax.stop_gradient(jnp.exp(log_p))
-    return (sampled * kl_penalty(log_p, log_f, mask, estimator=estimator)).sum()
+    probs = jax.lax.stop_gradient(jnp.exp(log_p))
+    return (probs * kl_penalty(log_p, log_f, mask, estimator=estimator)).sum()
 
   def divergence(logits):
     log_p = jax.nn.log_softmax(logits)

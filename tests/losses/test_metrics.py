@@ -1,4 +1,4 @@
-"""Metrics add, and say NaN where there is nothing to say."""
+"""Metrics: they add, and the value of an empty one is NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,11 @@ def test_mean_of_vectors(count):
   assert isinstance(mean, np.ndarray)
 
 
-def test_nothing_of_vectors_is_nan():
+def test_an_empty_mean_of_vectors_is_nan():
   assert np.isnan(Mean(jnp.zeros(3), jnp.float32(0)).value()).all()
 
 
-def test_std_is_the_one_of_the_masked_values():
+def test_std_is_that_of_the_values_under_the_mask():
   rng = np.random.default_rng(0)
   values, mask = rng.normal(size=(4, 9)), rng.random((4, 9)) < 0.6
   dirty = jnp.where(mask, values, jnp.nan)
@@ -61,7 +61,7 @@ def test_histogram_is_that_of_numpy():
   assert counts.dtype == np.float32
 
 
-def test_histogram_reads_nothing_under_the_mask_and_counts_no_nan():
+def test_histogram_leaves_out_masked_values_and_nan():
   values = jnp.array([[np.nan, 0.5, 1e-7, np.nan]])
   counts = Histogram.of(values, jnp.array([[1, 1, 1, 0]])).value()
   assert counts[29] == 1
@@ -77,10 +77,10 @@ def test_histograms_add():
   np.testing.assert_array_equal(added.value(), whole.value())
 
 
-def test_a_shift_that_all_share_is_no_spread_but_no_zero():
-  """Nor is one value alone, which has no spread."""
+def test_a_common_shift_counts_in_the_std_about_zero_only():
+  """As does a single value."""
   values, mask = jnp.full((4, 1), 3e-3), jnp.ones((4, 1), bool)
   assert Std.of(values, mask).value() < 1e-6
   for n in (1, 4):
-    found = Std.about_zero(values[:n], mask[:n]).value()
-    assert found == pytest.approx(3e-3, rel=1e-5)
+    value = Std.about_zero(values[:n], mask[:n]).value()
+    assert value == pytest.approx(3e-3, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Weights between sampler and trainer against loops in float64."""
+"""Importance weights from sampler to trainer against loops in float64."""
 
 import jax
 import numpy as np
@@ -10,8 +10,8 @@ from gspo_jax import mismatch_weights
 B, T = 4, 7
 
 
-def draw():
-  """o, q and a ragged mask with an empty row; some ratios beyond any bound."""
+def random_case():
+  """o, q and a ragged mask with an empty row; some ratios far out of bounds."""
   rng = np.random.default_rng(0)
   old = rng.uniform(-4, -0.1, (B, T)).astype(np.float32)
   gap = 0.8 * rng.standard_normal((B, T))
@@ -24,22 +24,26 @@ def draw():
 @pytest.mark.parametrize("method", ["tis", "mis"])
 @pytest.mark.parametrize("unit", ["token", "sequence"])
 @pytest.mark.parametrize("bounds", [(2.0, 0.5), (1.2, 0.9)])
-def test_is_the_oracle(method, unit, bounds):
+def test_weights_and_metrics_equal_the_oracle(method, unit, bounds):
   cap, floor = bounds
   keywords = {"method": method, "unit": unit, "cap": cap, "floor": floor}
-  weights, metrics = mismatch_weights(*draw(), **keywords)
-  expected, cut, mean = oracles.mismatch_weights(*draw(), **keywords)
+  weights, metrics = mismatch_weights(*random_case(), **keywords)
+  expected, fraction, mean = oracles.mismatch_weights(
+    *random_case(), **keywords
+  )
   np.testing.assert_allclose(weights, expected, rtol=1e-5)
-  np.testing.assert_allclose(metrics["mismatch/cut"].value(), cut, rtol=1e-6)
+  np.testing.assert_allclose(
+    metrics["mismatch/cut"].value(), fraction, rtol=1e-6
+  )
   np.testing.assert_allclose(
     metrics["mismatch/weight"].value(), mean, rtol=1e-5
   )
-  assert 0 < cut < 1
+  assert 0 < fraction < 1
   assert weights.dtype == np.float32
 
 
-def test_packed_sequences_are_apart():
-  old, sampled, mask = draw()
+def test_packed_rows_equal_unpacked_rows():
+  old, sampled, mask = random_case()
   expected, _ = mismatch_weights(old, sampled, mask, unit="sequence")
   ids = np.repeat([[0] * T + [1] * T], 2, axis=0)
   arrays = [v.reshape(2, 2 * T) for v in (old, sampled, mask)]
@@ -47,8 +51,8 @@ def test_packed_sequences_are_apart():
   np.testing.assert_allclose(packed.reshape(B, T), expected, rtol=1e-5)
 
 
-def test_a_sampler_that_agrees_weighs_nothing():
-  old, _, mask = draw()
+def test_equal_log_probs_give_weights_of_one():
+  old, _, mask = random_case()
   for method in ("tis", "mis"):
     weights, metrics = mismatch_weights(old, old, mask, method=method)
     np.testing.assert_array_equal(weights, mask)
@@ -63,9 +67,11 @@ def test_the_weight_of_a_sequence_does_not_grow_with_its_length():
 
 
 def test_garbage_under_the_mask_is_never_read():
-  old, sampled, mask = draw()
-  junk = np.resize([np.nan, np.inf, -np.inf], mask.shape)
-  dirty = [np.where(mask, v, junk).astype(np.float32) for v in (old, sampled)]
+  old, sampled, mask = random_case()
+  garbage = np.resize([np.nan, np.inf, -np.inf], mask.shape)
+  dirty = [
+    np.where(mask, v, garbage).astype(np.float32) for v in (old, sampled)
+  ]
   for unit in ("token", "sequence"):
     expected = mismatch_weights(old, sampled, mask, unit=unit)
     with jax.debug_nans(True):
@@ -74,7 +80,7 @@ def test_garbage_under_the_mask_is_never_read():
 
 
 def test_there_is_no_gradient():
-  old, sampled, mask = draw()
+  old, sampled, mask = random_case()
   f = lambda o, q: mismatch_weights(o, q, mask)[0].sum()
   assert not any(g.any() for g in jax.grad(f, (0, 1))(old, sampled))
 
@@ -90,11 +96,11 @@ def test_there_is_no_gradient():
 )
 def test_wrong_settings_are_refused(keywords, message):
   with pytest.raises(ValueError, match=message):
-    mismatch_weights(*draw(), **keywords)
+    mismatch_weights(*random_case(), **keywords)
 
 
 def test_wrong_arrays_are_refused():
-  old, sampled, mask = draw()
+  old, sampled, mask = random_case()
   with pytest.raises(TypeError, match="sampler_logps must be float32"):
     mismatch_weights(old, sampled.astype(np.float16), mask)
   with pytest.raises(ValueError, match="sampler_logps"):

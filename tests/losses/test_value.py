@@ -12,7 +12,7 @@ from gspo_jax import value_loss
 B, T = 5, 8
 
 
-def draw(seed=0):
+def random_case(seed=0):
   """v, v_old, R and a ragged mask with an empty row."""
   rng = np.random.default_rng(seed)
   values, old, returns = rng.normal(size=(3, B, T)).astype(np.float32)
@@ -21,16 +21,21 @@ def draw(seed=0):
   return old + 0.3 * values, old, returns, mask
 
 
+@functools.cache
+def compiled(**static):
+  f = functools.partial(value_loss, **static)
+  return jax.jit(jax.value_and_grad(f, has_aux=True))
+
+
 def run(data, **keywords):
-  f = functools.partial(value_loss, **keywords)
-  (loss, metrics), grad = jax.jit(jax.value_and_grad(f, has_aux=True))(*data)
+  (loss, metrics), grad = compiled(**keywords)(*data)
   return np.asarray(loss), jax.device_get(metrics), np.asarray(grad)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("clip", [0.2, 0.05])
-def test_value_gradient_metrics_are_the_oracles(seed, clip):
-  data = draw(seed)
+def test_value_gradient_and_metrics_equal_the_oracle(seed, clip):
+  data = random_case(seed)
   values, _, returns, mask = data
   loss, metrics, grad = run(data, clip=clip)
   losses, cuts, slopes = oracles.value_loss(*data, clip)
@@ -49,31 +54,33 @@ def test_value_gradient_metrics_are_the_oracles(seed, clip):
 
 
 def test_first_update_is_least_squares():
-  """At v = v_old the two squares are equal: no half gradients."""
-  _, old, returns, mask = draw()
+  """At v = v_old both errors are equal, and the gradient is not halved."""
+  _, old, returns, mask = random_case()
   _, _, grad = run((old, old, returns, mask))
   expected = np.where(mask, old - returns, 0) / mask.sum()
   np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_microbatches_and_packed_rows():
-  data = draw()
+def test_micro_batches_add_and_packed_rows_change_nothing():
+  data = random_case()
   loss, metrics, grad = run(data)
   parts = [run([x[i : i + 1] for x in data], normalizer=1.0) for i in range(B)]
   count = metrics["loss/value"].count
   np.testing.assert_allclose(sum(p[0] for p in parts) / count, loss, rtol=1e-6)
   rows = np.concatenate([p[2] for p in parts]) / count
   np.testing.assert_allclose(rows, grad, rtol=1e-6)
-  packed = run([x.reshape(1, -1) for x in data], segment_ids=np.zeros((1, 40)))
-  np.testing.assert_allclose(packed[0], loss, rtol=1e-6)
+  packed, _ = value_loss(
+    *(x.reshape(1, -1) for x in data), segment_ids=np.zeros((1, 40))
+  )
+  np.testing.assert_allclose(packed, loss, rtol=1e-6)
 
 
 def test_garbage_under_the_mask_is_never_read():
-  data = draw()
+  data = random_case()
   mask = data[3]
   clean = run(data)
-  junk = np.resize([np.nan, np.inf, -np.inf], mask.shape)
-  dirty = [np.where(mask, x, junk).astype(np.float32) for x in data[:3]]
+  garbage = np.resize([np.nan, np.inf, -np.inf], mask.shape)
+  dirty = [np.where(mask, x, garbage).astype(np.float32) for x in data[:3]]
   with jax.debug_nans(True):
     jax.grad(value_loss, has_aux=True)(*dirty, mask)
     result = run((*dirty, mask))
@@ -85,7 +92,7 @@ def test_garbage_under_the_mask_is_never_read():
 
 
 def test_only_the_values_have_a_gradient():
-  data = draw()
+  data = random_case()
   f = jax.grad(lambda *x: value_loss(*x, data[3])[0], (0, 1, 2))
   assert [bool(g.any()) for g in f(*data[:3])] == [True, False, False]
 
@@ -94,7 +101,7 @@ def test_only_the_values_have_a_gradient():
 def test_wrong_arrays_are_refused(which):
   name = ["values", "old_values", "returns"][which]
   for bad, error in ((np.float16, TypeError), (np.float32, ValueError)):
-    data = list(draw())
+    data = list(random_case())
     data[which] = data[which].astype(bad)
     if error is ValueError:
       data[which] = data[which][:, 1:]

@@ -1,4 +1,4 @@
-"""Attention by kernel: the same numbers as the plain formula."""
+"""The attention kernels against the formula, in float64."""
 
 import functools
 
@@ -13,8 +13,8 @@ from gspo_jax.runtime import sharding
 B, T, N, K, H = 2, 256, 4, 2, 128
 
 
-def draw(T=T, H=H):
-  """Left padding in the first row, two texts in the second."""
+def random_inputs(T=T, H=H):
+  """Left padding in the first row, two segments in the second."""
   rng = np.random.default_rng(0)
   normal = lambda heads: rng.normal(size=(B, T, heads, H)).astype(np.float32)
   segments = np.ones((B, T), np.int32)
@@ -24,80 +24,80 @@ def draw(T=T, H=H):
 
 
 def plain(q, k, v, segments):
-  """A token at a time, float64."""
+  """One token and head at a time, in float64."""
   out = np.zeros(q.shape)
   for b, t, n in np.ndindex(q.shape[:3]):
-    seen = np.flatnonzero(segments[b, : t + 1] == segments[b, t])
-    scores = np.float64(k[b, seen, n // (N // K)]) @ q[b, t, n]
-    odds = np.exp((scores - scores.max()) / np.sqrt(q.shape[-1]))
-    out[b, t, n] = odds @ v[b, seen, n // (N // K)] / odds.sum()
+    keys = np.flatnonzero(segments[b, : t + 1] == segments[b, t])
+    scores = np.float64(k[b, keys, n // (N // K)]) @ q[b, t, n]
+    weights = np.exp((scores - scores.max()) / np.sqrt(q.shape[-1]))
+    out[b, t, n] = weights @ v[b, keys, n // (N // K)] / weights.sum()
   return out
 
 
 @pytest.fixture(scope="module")
 def expected():
-  return plain(*draw())
+  return plain(*random_inputs())
 
 
 KERNELS = {
-  "here": attention.attend,
+  "plain": attention.attend,
   "splash": functools.partial(attention.splash, interpret=True),
 }
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_gives_the_plain_sum(name, expected):
-  out = jax.jit(KERNELS[name])(*draw())
+def test_each_kernel_equals_the_formula(name, expected):
+  out = jax.jit(KERNELS[name])(*random_inputs())
   np.testing.assert_allclose(out, expected, atol=5e-6)
 
 
 def test_gradients_of_splash_and_xla_agree():
-  *qkv, segments = draw()
-  target = np.random.default_rng(1).normal(size=qkv[0].shape)
+  *qkv, segments = random_inputs()
+  cotangent = np.random.default_rng(1).normal(size=qkv[0].shape)
 
   def gradients(kernel):
-    loss = lambda qkv: (kernel(*qkv, segments) * target).sum()
+    loss = lambda qkv: (kernel(*qkv, segments) * cotangent).sum()
     return jax.jit(jax.grad(loss))(qkv)
 
   for a, b in zip(*map(gradients, KERNELS.values()), strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def text(platform, monkeypatch, T=T, H=H, dtype=jnp.bfloat16):
-  """What is traced for a platform."""
+def jaxpr(platform, monkeypatch, T=T, H=H, dtype=jnp.bfloat16):
+  """The program traced for a platform, as text."""
   monkeypatch.setattr(sharding, "platform", lambda: platform)
-  q, k, v, segments = draw(T, H)
+  q, k, v, segments = random_inputs(T, H)
   q, k, v = (x.astype(dtype) for x in (q, k, v))
-  # A new function each time: JAX remembers what it traced.
+  # A new function each time: JAX caches its traces.
   attend = lambda *args: attention.attend(*args)
   return str(jax.make_jaxpr(attend)(q, k, v, segments))
 
 
-def test_a_tpu_holds_no_square_of_scores(monkeypatch):
-  traced = text("tpu", monkeypatch)
+def test_a_tpu_never_holds_all_scores(monkeypatch):
+  traced = jaxpr("tpu", monkeypatch)
   assert "splash" in traced
   assert f"{N},{T},{T}]" not in traced
-  assert f"{K},{N // K},{T},{T}]" in text("cpu", monkeypatch)
+  assert f"{K},{N // K},{T},{T}]" in jaxpr("cpu", monkeypatch)
 
 
-def test_narrow_heads_fall_to_xla(monkeypatch):
-  assert "splash" not in text("tpu", monkeypatch, H=64)
+def test_narrow_heads_use_xla(monkeypatch):
+  assert "splash" not in jaxpr("tpu", monkeypatch, H=64)
 
 
-def test_splash_pads_what_is_no_multiple_of_its_block():
-  given = draw(T=200)
-  out = jax.jit(KERNELS["splash"])(*given)
-  np.testing.assert_allclose(out, plain(*given), atol=5e-6)
+def test_splash_pads_to_a_multiple_of_its_block():
+  inputs = random_inputs(T=200)
+  out = jax.jit(KERNELS["splash"])(*inputs)
+  np.testing.assert_allclose(out, plain(*inputs), atol=5e-6)
 
 
-def test_a_gpu_is_given_cudnn(monkeypatch):
-  """Which is not here: JAX looks for it when it traces."""
+def test_a_gpu_uses_cudnn(monkeypatch):
+  """JAX requires cuDNN while tracing, and it is not installed."""
   with pytest.raises(RuntimeError, match="cuDNN"):
-    text("gpu", monkeypatch)
-  assert "cudnn" not in text("gpu", monkeypatch, dtype=jnp.float32)
+    jaxpr("gpu", monkeypatch)
+  assert "cudnn" not in jaxpr("gpu", monkeypatch, dtype=jnp.float32)
 
 
-def test_the_platform_is_that_of_the_mesh_to_compile_for():
+def test_the_platform_is_that_of_the_mesh():
   tpu = jax.sharding.AbstractDevice("TPU v5", 1, "tpu")
   mesh = jax.sharding.AbstractMesh((2,), ("data",), abstract_device=tpu)
   with jax.sharding.use_abstract_mesh(mesh):

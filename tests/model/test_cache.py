@@ -1,4 +1,4 @@
-"""Tokens that come piece by piece through the cache against all at once."""
+"""The cache: tokens in several passes against all tokens in one."""
 
 import dataclasses
 import functools
@@ -7,14 +7,13 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from gspo_jax import model
 from gspo_jax.model import cache as kv
 
 P, G, S, R = 3, 2, 6, 5
 B = P * G
-LENGTHS = np.array([6, 4, 1])  # of the prompts, padded on the left
+PROMPT_LENGTHS = np.array([6, 4, 1])  # padded on the left
 DENSE = model.variant(
   "tiny",
   vocab_size=23,
@@ -32,17 +31,15 @@ DENSE = model.variant(
 )
 MOE = dataclasses.replace(DENSE, num_experts=5, experts_per_token=2)
 LOW = dataclasses.replace(DENSE, dtype="bfloat16")
-CONFIGS = {"dense": DENSE, "moe": MOE}
-every_model = pytest.mark.parametrize("name", CONFIGS)
 forward = jax.jit(model.forward, static_argnums=1)
 unstack = jax.jit(model.unstack_layers, static_argnums=1)
-fork = jax.jit(kv.share_prefix, static_argnums=(1, 2, 3))
+share_prefix = jax.jit(kv.share_prefix, static_argnums=(1, 2, 3))
 grow = jax.jit(kv.grow, static_argnums=1)
 
 
 @functools.cache
 def weights(cfg):
-  """Every array random, norm scales around one."""
+  """Random parameters; the norm scales are around one."""
   rng = np.random.default_rng(0)
   shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
 
@@ -54,20 +51,21 @@ def weights(cfg):
 
 
 def rows():
-  """Tokens, positions, mask [B, S + R]: G different answers a prompt."""
+  """Tokens, positions, mask [B, S + R]; the G responses of a prompt differ."""
   rng = np.random.default_rng(1)
   prompts = np.repeat(rng.integers(0, 23, (P, S)), G, axis=0)
   tokens = np.concatenate([prompts, rng.integers(0, 23, (B, R))], 1)
-  first = np.repeat(S - LENGTHS, G)[:, None]
+  first = np.repeat(S - PROMPT_LENGTHS, G)[:, None]
   slot = np.arange(S + R)
   positions = np.maximum(slot - first, 0)
   return tokens.astype(np.int32), positions.astype(np.int32), slot >= first
 
 
-def piecewise(cfg, ends=(S + 1, S + 2, S + R)):
-  """Prefill once a prompt, fork, extend to each end; grow before the last.
+def in_passes(cfg, ends=(S + 1, S + 2, S + R)):
+  """Prefills each prompt once, then decodes up to each of `ends`.
 
-  Returns logits [B, S + R, V] and experts [L, B, S + R, k].
+  The cache grows before the last pass. Returns logits [B, S + R, V] and
+  experts [L, B, S + R, k].
   """
   params = unstack(weights(cfg), cfg)
   part = lambda a, b, every=1: (x[::every, a:b] for x in rows())
@@ -75,7 +73,7 @@ def piecewise(cfg, ends=(S + 1, S + 2, S + R)):
   repeat = lambda x, axis: np.repeat(x, G, axis=axis)
   logits = [repeat(out.logits, 0)]
   experts = [repeat(out.experts, 1)] if cfg.num_experts else []
-  cache = fork(out.cache, cfg, G, 2)
+  cache = share_prefix(out.cache, cfg, G, 2)
   for a, b in itertools.pairwise((S, *ends)):
     if b == S + R:
       cache = grow(cache, R + 1)
@@ -84,20 +82,18 @@ def piecewise(cfg, ends=(S + 1, S + 2, S + R)):
     logits.append(out.logits)
     experts.append(out.experts)
   assert cache.length == R
-  together = np.concatenate(experts, 2) if cfg.num_experts else None
-  return np.concatenate(logits, 1), together
+  experts = np.concatenate(experts, 2) if cfg.num_experts else None
+  return np.concatenate(logits, 1), experts
 
 
-@every_model
-def test_prefill_and_decode_equal_the_full_forward(name):
-  cfg = CONFIGS[name]
+def test_prefill_and_decode_equal_the_full_forward():
+  cfg = MOE
   *_, mask = inputs = rows()
   full = jax.device_get(forward(weights(cfg), cfg, *inputs))
-  logits, experts = piecewise(cfg)
+  logits, experts = in_passes(cfg)
   assert np.isfinite(logits).all()
   np.testing.assert_allclose(logits[mask], full.logits[mask], atol=2e-5)
-  if cfg.num_experts:
-    np.testing.assert_array_equal(experts[:, mask], full.experts[:, mask])
+  np.testing.assert_array_equal(experts[:, mask], full.experts[:, mask])
 
 
 def test_bf16_stays_close_to_float32_as_the_full_forward_does():
@@ -106,20 +102,20 @@ def test_bf16_stays_close_to_float32_as_the_full_forward_does():
     np.asarray(forward(weights(cfg), cfg, *inputs).logits)[mask]
     for cfg in (DENSE, LOW)
   )
-  pieces = piecewise(LOW, ends=(S + R,))[0][mask]
-  assert pieces.dtype == np.float32
-  assert np.isfinite(pieces).all()
+  cached = in_passes(LOW, ends=(S + R,))[0][mask]
+  assert cached.dtype == np.float32
+  assert np.isfinite(cached).all()
   noise = np.abs(full - exact).mean()
   assert 0 < noise < 0.05
-  assert np.abs(pieces - exact).mean() < 2 * noise
-  assert np.abs(pieces - full).mean() < 2 * noise
+  assert np.abs(cached - exact).mean() < 2 * noise
+  assert np.abs(cached - full).mean() < 2 * noise
 
 
-def test_scores_far_apart_make_one_softmax_of_both_stretches():
-  """Scores differ by hundreds, now in favour of the prompt, now of the answer.
+def test_softmax_over_prefix_and_response_with_scores_far_apart():
+  """Scores differ by hundreds, in favour of the prompt or of the response.
 
-  Were each stretch not shifted by the larger of the two maxima, `exp` would
-  overflow, or both sums would be zero.
+  If both parts were not shifted by the larger maximum, `exp` would overflow, or
+  both sums would be zero.
   """
   rng = np.random.default_rng(3)
   K, N, H = DENSE.num_kv_heads, DENSE.num_heads, DENSE.head_dim
@@ -128,7 +124,7 @@ def test_scores_far_apart_make_one_softmax_of_both_stretches():
   q, k, v = 20 * normal(B, 2, N, H), 20 * normal(B, 2, K, H), normal(B, 2, K, H)
   prefix = kv.Prefix((prompt_k,), (prompt_v,), np.ones((P, S), bool))
   cache = dataclasses.replace(kv.empty(DENSE, B, 2), prefix=prefix)
-  cache = cache.mark(jnp.ones((B, 2)))
+  cache = cache.mark_valid(jnp.ones((B, 2)))
   out, _ = jax.jit(kv.Cache.attend, static_argnums=1)(cache, 0, q, k, v)
   out = np.asarray(out)
   for b, t, n in np.ndindex(B, 2, N):
@@ -136,19 +132,19 @@ def test_scores_far_apart_make_one_softmax_of_both_stretches():
     keys = np.concatenate([prompt_k[p, g], k[b, : t + 1, g]])
     values = np.concatenate([prompt_v[p, g], v[b, : t + 1, g]])
     scores = np.float64(keys) @ q[b, t, n] / np.sqrt(H)
-    odds = np.exp(scores - scores.max())
-    expected = odds @ values / odds.sum()
+    weights = np.exp(scores - scores.max())
+    expected = weights @ values / weights.sum()
     np.testing.assert_allclose(out[b, t, n], expected, atol=1e-3)
 
 
-def test_one_cache_extends_in_two_parts_without_a_fork():
+def test_a_cache_without_a_prefix_in_two_passes():
+  """With stacked parameters, which every pass unstacks."""
   tokens, positions, mask = (x[::G] for x in rows())
-  params = unstack(weights(DENSE), DENSE)
   cache = kv.empty(DENSE, P, S + R)
   parts = []
   for part in (slice(0, S), slice(S, None)):
     inputs = tokens[:, part], positions[:, part], mask[:, part]
-    out = forward(params, DENSE, *inputs, cache)
+    out = forward(weights(DENSE), DENSE, *inputs, cache)
     cache = out.cache
     parts.append(out.logits)
   full = np.asarray(forward(weights(DENSE), DENSE, *rows()).logits)[::G]
@@ -156,32 +152,21 @@ def test_one_cache_extends_in_two_parts_without_a_fork():
   np.testing.assert_allclose(logits[mask], full[mask], atol=2e-5)
 
 
-def test_a_fork_keeps_one_copy_of_each_prompt():
+def test_share_prefix_keeps_one_copy_of_each_prompt():
   cache = kv.share_prefix(kv.empty(LOW, P, S), LOW, G, 7)
   prompt = (P, LOW.num_kv_heads, S, LOW.head_dim)
-  answer = (B, LOW.num_kv_heads, 7, LOW.head_dim)
+  response = (B, LOW.num_kv_heads, 7, LOW.head_dim)
   assert [x.shape for x in cache.prefix.k] == [prompt] * LOW.num_layers
-  assert [x.shape for x in cache.k] == [answer] * LOW.num_layers
+  assert [x.shape for x in cache.k] == [response] * LOW.num_layers
   assert all(x.dtype == jnp.bfloat16 for x in (*cache.k, *cache.v))
   assert cache.length == 0
   assert not cache.valid.any()
 
 
-def test_parameters_as_init_makes_them_serve_with_a_cache():
-  cfg = CONFIGS["dense"]
-  params = weights(cfg)
-  tokens = np.ones((1, 2), np.int32)
-  call = lambda params: model.forward(
-    params, cfg, tokens, np.arange(2)[None], tokens, kv.empty(cfg, 1, 2)
-  )
-  stacked, unstacked = call(params), call(model.unstack_layers(params, cfg))
-  np.testing.assert_array_equal(stacked.logits, unstacked.logits)
-
-
-def test_growing_keeps_what_was_written():
+def test_grow_keeps_the_cache():
   rng = np.random.default_rng(0)
-  full = lambda x: rng.normal(size=x.shape).astype(x.dtype)
-  cache = jax.tree.map(full, kv.empty(DENSE, B, 4))
+  random = lambda x: rng.normal(size=x.shape).astype(x.dtype)
+  cache = jax.tree.map(random, kv.empty(DENSE, B, 4))
   cache = dataclasses.replace(cache, length=np.int32(4))
   grown = jax.device_get(grow(cache, 9))
   assert grown.length == 4

@@ -1,4 +1,4 @@
-"""The variants against the published checkpoints, by arithmetic alone."""
+"""The variants against the published checkpoints, without weights."""
 
 import math
 
@@ -26,7 +26,7 @@ PUBLISHED = {
     235_093_634_560,
   ),
 }
-# Here the vocabulary comes first.
+# The same with the vocabulary first.
 OTHERS = {
   "qwen2.5-0.5b": (
     *(151_936, 24, 896, 14, 2, 64, 4864, 0, 0, True),
@@ -53,12 +53,12 @@ ACTIVE = {"qwen3-30b-a3b": 3.3e9, "qwen3-235b-a22b": 22e9}
 
 
 def count(layers, width, heads, kv_heads, head, mlp, experts, used, tied):
-  """Parameters of a Qwen3, when `used` experts of a block count."""
+  """Parameters of a Qwen3, counting `used` experts of a block."""
   attention = width * head * (2 * heads + 2 * kv_heads) + 2 * head
-  feed = 3 * width * mlp
+  mlp = 3 * width * mlp
   if experts:
-    feed = used * feed + width * experts
-  block = attention + feed + 2 * width
+    mlp = used * mlp + width * experts
+  block = attention + mlp + 2 * width
   return layers * block + width + V * width * (1 if tied else 2)
 
 
@@ -98,7 +98,7 @@ def test_variant_has_the_published_sizes(name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_family_has_the_published_sizes(name):
+def test_qwen2_and_llama_have_the_published_sizes(name):
   *sizes, total = OTHERS[name]
   cfg, qwen2 = model.variant(name), name.startswith("qwen2")
   assert parameters(name) == total
@@ -134,7 +134,7 @@ def test_changes_apply_and_leave_the_table_alone():
 
 
 @pytest.mark.parametrize(
-  ("name", "changes", "said"),
+  ("name", "changes", "words"),
   [
     ("qwen3-30b-a3", {}, ["'qwen3-30b-a3'", "mean 'qwen3-30b-a3b'?"]),
     ("zzz", {}, ["'zzz'", "choose one of", "qwen3-0.6b", "tiny"]),
@@ -149,9 +149,9 @@ def test_changes_apply_and_leave_the_table_alone():
     ("tiny", {"experts_per_token": 9}, ["per_token=9", "num_experts=8"]),
   ],
 )
-def test_a_mistake_is_a_user_error_that_names_it(name, changes, said):
+def test_a_user_error_names_the_mistake(name, changes, words):
   with pytest.raises(UserError) as error:
     model.variant(name, **changes)
   message = str(error.value)
-  assert all(part in message for part in said), message
+  assert all(part in message for part in words), message
   assert "\n" not in message

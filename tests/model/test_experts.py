@@ -1,4 +1,4 @@
-"""Experts in chunks: exact whatever the load, on one device's part and on all.
+"""Experts in chunks: exact for any load, on one shard and on a mesh.
 
 Dimension key: as in gspo_jax/model/experts.py.
 """
@@ -17,7 +17,7 @@ from gspo_jax.model.moe import MoE
 from gspo_jax.runtime import sharding
 
 M, D, E, F, k = 64, 8, 8, 6, 2
-# Where the router sends a token's two choices.
+# The two experts of token i.
 LOADS = {
   "even": lambda i: np.stack([i % E, (i + 3) % E], 1),
   "all to two experts": lambda i: np.stack([0 * i, 0 * i + 1], 1),
@@ -31,16 +31,16 @@ def small_tiles(monkeypatch):
   monkeypatch.setattr(ep, "_TILE", 8)
 
 
-def draw(load):
+def random_layer(load):
   rng = np.random.default_rng(0)
   normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
   weights = rng.uniform(0.1, 1, (M, k)).astype(np.float32)
-  chosen = LOADS[load](np.arange(M)).astype(np.int32)
-  return normal(M, D), weights, chosen, normal(E, D, 2 * F), normal(E, F, D)
+  experts = LOADS[load](np.arange(M)).astype(np.int32)
+  return normal(M, D), weights, experts, normal(E, D, 2 * F), normal(E, F, D)
 
 
 def dense(x, weights, chosen, gate_up, down):
-  """Every expert on every token, float64, as one einsum each."""
+  """Every expert on every token, in float64."""
   gate, up = np.split(np.einsum("md,edf->mef", x, gate_up), 2, -1)
   each = np.einsum("mef,efd->med", gate / (1 + np.exp(-gate)) * up, down)
   share = np.zeros((M, len(gate_up)))
@@ -48,51 +48,57 @@ def dense(x, weights, chosen, gate_up, down):
   return np.einsum("med,me->md", each, share)
 
 
+apply = jax.jit(functools.partial(ep.apply, num_shards=4))
+
+
 @every_load
 @pytest.mark.parametrize("first", [0, 2, 6])
-def test_a_device_adds_what_its_experts_say(load, first):
+def test_a_shard_equals_the_dense_sum(load, first):
   """Two experts of eight: one chunk, several, or no row at all."""
-  x, weights, chosen, gate_up, down = draw(load)
+  x, weights, chosen, gate_up, down = random_layer(load)
   here = slice(first, first + 2)
-  apply = jax.jit(functools.partial(ep.apply, share=4))
-  y, done = apply(x, weights, chosen - first, gate_up[here], down[here])
+  y, num_rows = apply(x, weights, chosen - first, gate_up[here], down[here])
   local = (chosen >= first) & (chosen < first + 2)
   f64 = [np.float64(a) for a in (x, weights * local, gate_up, down)]
   expected = dense(f64[0], f64[1], chosen, *f64[2:])
   np.testing.assert_allclose(y, expected, atol=2e-5)
-  assert done == local.sum()
+  assert num_rows == local.sum()
 
 
-@every_load
-def test_the_gradient_by_hand_is_that_of_the_plain_sum(load):
-  x, weights, chosen, gate_up, down = draw(load)
-  target = np.random.default_rng(1).normal(size=(M, D)).astype(np.float32)
+@functools.cache
+def gradients():
+  """Of the chunks, and of the dense sum, as functions of the experts, too."""
+  cotangent = np.random.default_rng(1).normal(size=(M, D)).astype(np.float32)
 
-  def chunked(x, weights, gate_up, down):
-    y, _ = ep.apply(x, weights, chosen, gate_up, down, share=4)
-    return (y * target).sum()
+  def chunked(x, weights, gate_up, down, chosen):
+    y, _ = ep.apply(x, weights, chosen, gate_up, down, num_shards=4)
+    return (y * cotangent).sum()
 
-  def plain(x, weights, gate_up, down):
+  def plain(x, weights, gate_up, down, chosen):
     gate, up = jnp.split(jnp.einsum("md,edf->mef", x, gate_up), 2, -1)
     each = jnp.einsum("mef,efd->med", jax.nn.silu(gate) * up, down)
     share = jnp.zeros((M, 2)).at[jnp.arange(M)[:, None], chosen]
     each *= share.add(weights, mode="drop")[..., None]
-    return (each.sum(1) * target).sum()
+    return (each.sum(1) * cotangent).sum()
 
-  given = x, weights, gate_up[:2], down[:2]
-  found = jax.jit(jax.grad(chunked, argnums=range(4)))(*given)
-  expected = jax.jit(jax.grad(plain, argnums=range(4)))(*given)
-  for a, b in zip(found, expected, strict=True):
+  return [jax.jit(jax.grad(f, argnums=range(4))) for f in (chunked, plain)]
+
+
+@every_load
+def test_the_gradient_by_hand_equals_that_of_the_dense_sum(load):
+  x, weights, chosen, gate_up, down = random_layer(load)
+  given = x, weights, gate_up[:2], down[:2], chosen
+  actual, expected = (gradient(*given) for gradient in gradients())
+  for a, b in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1))
 
 
 def test_total_skew_takes_several_chunks(monkeypatch):
-  """What the tests above mean to test; the mean of 64 * 2 / 4 is 32 rows."""
-  monkeypatch.setattr(
-    grouped_matmul, "matmul", jax.lax.ragged_dot
-  )  # adds no rows
-  x, weights, chosen, gate_up, down = draw("all to two experts")
-  apply = functools.partial(ep.apply, share=4)
+  """The mean load is 64 * 2 / 4 = 32 rows."""
+  # Does not pad rows.
+  monkeypatch.setattr(grouped_matmul, "matmul", jax.lax.ragged_dot)
+  x, weights, chosen, gate_up, down = random_layer("all to two experts")
+  apply = functools.partial(ep.apply, num_shards=4)
   text = str(jax.make_jaxpr(apply)(x, weights, chosen, gate_up[:2], down[:2]))
   assert f"f32[40,{2 * F}]" in text  # 1.25 * 32 rows of gates and ups
   assert "f32[128," not in text  # never the worst case
@@ -102,7 +108,6 @@ CFG = model.variant(
   "tiny", embed_dim=D, mlp_dim=F, num_experts=E, dtype="float32"
 )
 MESHES = {
-  "expert 8": {"expert": 8},
   "expert 2, tensor 2, fsdp 2": {"expert": 2, "tensor": 2, "fsdp": 2},
   "data 2, expert 4": {"data": 2, "expert": 4},
   "fsdp 8": {"fsdp": 8},
@@ -113,9 +118,9 @@ MESHES = {
 def compiled(mesh):
   """Output, routing and gradients of the layer, on a mesh or on one device."""
 
-  def loss(params, x, target, real):
+  def loss(params, x, cotangent, real):
     y, routing = MoE(CFG).apply({"params": params}, x, real)
-    return (y * target).sum(), (y, routing)
+    return (y * cotangent).sum(), (y, routing)
 
   run = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
   if mesh is None:
@@ -132,13 +137,13 @@ def compiled(mesh):
 @pytest.mark.parametrize("skew", [0, 30], ids=["even", "all to expert 5"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, skew):
-  x_MD, _, _, gate_up, down = draw("even")
+  x_MD, _, _, gate_up, down = random_layer("even")
   rng = np.random.default_rng(2)
   router = rng.normal(size=(D, E)).astype(np.float32)
   x_MD[:, 0], router[0, 5] = 1, skew
   params = {"router": router, "gate_up": gate_up, "down": down}
-  target, real = rng.normal(size=(16, 4, D)), rng.random((16, 4)) < 0.8
-  given = params, x_MD.reshape(16, 4, D), target, real
+  cotangent, real = rng.normal(size=(16, 4, D)), rng.random((16, 4)) < 0.8
+  given = params, x_MD.reshape(16, 4, D), cotangent, real
   grads, (y, routing) = jax.device_get(compiled(None)(*given))
   grads8, (y8, routing8) = jax.device_get(compiled(mesh)(*given))
   np.testing.assert_array_equal(routing.experts, routing8.experts)
@@ -150,32 +155,35 @@ def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, skew):
   jax.tree.map(close, grads, grads8)
 
 
-@every_load
-def test_what_a_kernel_leaves_beyond_its_groups_goes_nowhere(load, monkeypatch):
-  """A CPU leaves zeros there, a TPU what it likes."""
+def test_rows_beyond_the_groups_are_never_used(monkeypatch):
+  """They are zeros on a CPU and undefined on a TPU."""
   plain = grouped_matmul.matmul
 
-  def littering(rows, weights, sizes):
+  def with_garbage(rows, weights, sizes):
     beyond = jnp.arange(len(rows))[:, None] >= sizes.sum()
     return jnp.where(beyond, 1e4, plain(rows, weights, sizes))
 
-  x, weights, chosen, gate_up, down = draw(load)
+  def compiled():
+    loss = lambda *a: ep.apply(*a[:2], a[4], *a[2:4], num_shards=4).y_MD.sum()
+    return jax.jit(jax.value_and_grad(loss, argnums=range(4)))
 
-  def gradients():
-    loss = lambda *a: ep.apply(*a[:2], chosen - 2, *a[2:], share=4)[0].sum()
-    given = x, weights, gate_up[2:4], down[2:4]
-    return jax.jit(jax.value_and_grad(loss, argnums=range(4)))(*given)
+  def results(run):
+    inputs = map(random_layer, LOADS)
+    return [
+      run(x, weights, gate_up[2:4], down[2:4], chosen - 2)
+      for x, weights, chosen, gate_up, down in inputs
+    ]
 
-  clean = gradients()
-  monkeypatch.setattr(grouped_matmul, "matmul", littering)
-  jax.tree.map(np.testing.assert_array_equal, gradients(), clean)
+  clean = results(compiled())
+  monkeypatch.setattr(grouped_matmul, "matmul", with_garbage)
+  jax.tree.map(np.testing.assert_array_equal, results(compiled()), clean)
 
 
-def test_what_is_dropped_is_counted(monkeypatch):
-  """A loop that stops after its first chunk: the metric must tell."""
+def test_dropped_rows_are_counted(monkeypatch):
+  """With a loop that stops after its first chunk."""
   once = lambda more, body, state: body(state)
   monkeypatch.setattr(jax.lax, "while_loop", once)
-  x_MD, _, _, gate_up, down = draw("even")
+  x_MD, _, _, gate_up, down = random_layer("even")
   router = np.zeros((D, E), np.float32)
   router[0, :2] = x_MD[:, 0] = 5  # all to the first two experts
   params = {"router": router, "gate_up": gate_up, "down": down}
@@ -187,15 +195,19 @@ def test_what_is_dropped_is_counted(monkeypatch):
   assert routing.dropped == 2 * (64 - 24)
 
 
-def test_padding_goes_to_no_expert(monkeypatch):
-  """It all looks alike: the same experts would get all of it."""
+def test_padding_is_sent_to_no_expert(monkeypatch):
   plain, sizes = jnp.bincount, []
   monkeypatch.setattr(
     jnp, "bincount", lambda *a, **b: sizes.append(plain(*a, **b)) or sizes[-1]
   )
-  x_MD, _, _, gate_up, down = draw("even")
+  x_MD, _, _, gate_up, down = random_layer("even")
   real = np.arange(M).reshape(16, 4) % 4 > 1
   params = {"router": np.ones((D, E), np.float32)}
   params |= {"gate_up": gate_up, "down": down}
-  MoE(CFG).apply({"params": params}, x_MD.reshape(16, 4, D), real)
-  assert sizes[0].sum() == real.sum() * k
+
+  @jax.jit
+  def group_sizes(x):
+    MoE(CFG).apply({"params": params}, x, real)
+    return sizes.pop()
+
+  assert group_sizes(x_MD.reshape(16, 4, D)).sum() == real.sum() * k

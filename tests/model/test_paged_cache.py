@@ -1,4 +1,4 @@
-"""The paged cache against a plain list of each row's keys, in float64."""
+"""The paged cache against plain lists of each row's keys, in float64."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from paged_oracle import HUGE, attention, beside, count_trips, draw
+from paged_oracle import (
+  HUGE,
+  attention,
+  count_iterations,
+  random_bf16,
+  side_by_side,
+)
 
 from gspo_jax import model
 from gspo_jax.model import paged_attention
@@ -30,211 +36,213 @@ CFG = model.variant(
 )
 
 
-class Book:
-  """The tokens of each row as a list, and where in the pages they must lie.
+class Oracle:
+  """The tokens of each row as a list, and their places in the pages.
 
-  Of the rows in `shared`, all but the first begin with the first one's pages.
+  The rows in `shared` begin with the pages of the first of them.
   """
 
   def __init__(self, rng, lengths, shared=()):
     B = len(lengths)
     self.rng, self.n = rng, B * W + 3
     self.free = list(rng.permutation(self.n))
-    self.kept = np.full((2, L, K, self.n, S, H), HUGE, np.float32)
+    self.expected = np.full((2, L, K, self.n, S, H), HUGE, np.float32)
     self.rows = [[] for _ in range(B)]  # tokens, [2, L, K, H]
     self.used = [[] for _ in range(B)]  # pages
-    # Where a row has no page, the table says anything.
+    # Unused entries of the table are random.
     self.table = rng.integers(0, self.n, (B, W)).astype(np.int32)
     for row, length in enumerate(lengths):
       if row in shared[1:]:
         self.rows[row] = list(self.rows[shared[0]])
         for page in self.used[shared[0]]:
-          self.give(row, page)
+          self.add_page(row, page)
       while len(self.rows[row]) < length:
-        self.append(row, draw(rng, 2, L, K, H))
+        self.append(row, random_bf16(rng, 2, L, K, H))
 
-  def give(self, row, page):
+  def add_page(self, row, page):
     self.table[row, len(self.used[row])] = page
     self.used[row].append(page)
 
   def make_room(self, row):
     if len(self.rows[row]) == S * len(self.used[row]):
-      self.give(row, self.free.pop())
+      self.add_page(row, self.free.pop())
 
   def append(self, row, token):
     self.make_room(row)
-    nth, slot = divmod(len(self.rows[row]), S)
-    self.kept[:, :, :, self.used[row][nth], slot] = token
+    index, slot = divmod(len(self.rows[row]), S)
+    self.expected[:, :, :, self.used[row][index], slot] = token
     self.rows[row].append(token)
 
   def lengths(self):
     return np.array([len(tokens) for tokens in self.rows], np.int32)
 
   def pages(self):
-    k, v = self.kept.copy()
-    off = np.zeros(len(self.rows), bool)
-    return paged.Pages(tuple(k), tuple(v), self.table, self.lengths(), off)
+    k, v = self.expected.copy()
+    active = np.zeros(len(self.rows), bool)
+    return paged.Pages(tuple(k), tuple(v), self.table, self.lengths(), active)
 
   def decode(self, pages, steps, activity=0.7, scale=1.0):
-    """Feeds random rows and compares everything after each step."""
+    """Feeds tokens to random rows and compares everything after each step."""
     B = len(self.rows)
     for _ in range(steps):
       mask = self.rng.random(B) < activity
       for row in np.flatnonzero(mask):
         self.make_room(row)
       pages = dataclasses.replace(pages, table=self.table.copy())
-      q = scale * draw(self.rng, L, B, N, H)
-      new = draw(self.rng, B, 2, L, K, H)
+      q = scale * random_bf16(self.rng, L, B, N, H)
+      new = random_bf16(self.rng, B, 2, L, K, H)
       out, pages = jax.device_get(step(pages, q, new, mask))
       assert np.isfinite(out).all()
       for row in np.flatnonzero(mask):
         self.append(row, new[row])
         k, v = np.stack(self.rows[row], 2)
         for i in range(L):
-          wanted = attention(q[i, row], k[i], v[i])
-          np.testing.assert_allclose(out[i, row], wanted, atol=5e-6 * scale)
-      # To the bit: new tokens are where they belong, and nothing else moved.
-      np.testing.assert_array_equal([pages.k, pages.v], self.kept)
+          expected = attention(q[i, row], k[i], v[i])
+          np.testing.assert_allclose(out[i, row], expected, atol=5e-6 * scale)
+      # Bit for bit: the new tokens are in place, and nothing else changed.
+      np.testing.assert_array_equal([pages.k, pages.v], self.expected)
       np.testing.assert_array_equal(pages.lengths, self.lengths())
 
 
 @jax.jit
 def step(pages, q, new, mask):
-  """All layers of one token; `q` [L, B, N, H], `new` [B, 2, L, K, H]."""
-  pages = pages.mark(mask[:, None])
-  outs, kept = [], []
+  """One token through all layers; `q` [L, B, N, H], `new` [B, 2, L, K, H]."""
+  pages = pages.mark_valid(mask[:, None])
+  outs, layers = [], []
   for i in range(L):
     q_BTNH, k_BTKH, v_BTKH = (
       x[:, None] for x in (q[i], *new[:, :, i].swapaxes(0, 1))
     )
     out_BTNH, pair = pages.attend(i, q_BTNH, k_BTKH, v_BTKH)
     outs.append(out_BTNH[:, 0])
-    kept.append(pair)
-  return jnp.stack(outs), pages.extend(*zip(*kept, strict=True), mask[:, None])
+    layers.append(pair)
+  return jnp.stack(outs), pages.append(
+    *zip(*layers, strict=True), mask[:, None]
+  )
 
 
 @pytest.mark.parametrize(
-  ("lengths", "shared", "more"),
+  ("lengths", "shared", "options"),
   [
     ((0, 3, S, 7, 2 * S), (), {}),
     ((0, 3, S, 7, 2 * S), (), {"activity": 0.0}),
-    ((0, 3, S, 7, 2 * S), (), {"scale": 100.0}),  # sums far apart are rescaled
+    ((0, 3, S, 7, 2 * S), (), {"scale": 100.0}),  # sums are rescaled
     ((0, 2 * S, 2 * S, 2 * S, 2 * S + 1), (1, 2, 4), {}),
     ((3,), (), {}),
   ],
 )
-def test_decoding_equals_attention_over_plain_lists(lengths, shared, more):
-  book = Book(np.random.default_rng(0), lengths, shared)
-  book.decode(book.pages(), 12, **more)
+def test_decoding_equals_attention_over_plain_lists(lengths, shared, options):
+  oracle = Oracle(np.random.default_rng(0), lengths, shared)
+  oracle.decode(oracle.pages(), 12, **options)
 
 
 def test_inactive_rows_cost_nothing(monkeypatch):
-  trips = count_trips(monkeypatch)
-  monkeypatch.setattr(paged_attention, "_pairs", lambda *_: 2)
+  iterations = count_iterations(monkeypatch)
+  monkeypatch.setattr(paged_attention, "_block_pairs", lambda *_: 2)
   rng = np.random.default_rng(4)
-  pages = jax.tree.map(jnp.asarray, Book(rng, (2 * S,) * 4).pages())
-  q, k, v = (draw(rng, 4, 1, heads, H) for heads in (N, K, K))
+  pages = jax.tree.map(jnp.asarray, Oracle(rng, (2 * S,) * 4).pages())
+  q, k, v = (random_bf16(rng, 4, 1, heads, H) for heads in (N, K, K))
   for rows, blocks in ((4, 6), (2, 3), (0, 0)):  # 3 pages a row, 2 a block
-    pages.mark(np.arange(4)[:, None] < rows).attend(0, q, k, v)
-    assert trips.pop() == blocks
+    pages.mark_valid(np.arange(4)[:, None] < rows).attend(0, q, k, v)
+    assert iterations.pop() == blocks
 
 
-def test_stored_and_copied_pages_are_where_they_were_sent():
+def test_store_and_copy_write_the_given_pages():
   rng = np.random.default_rng(2)
-  book = Book(rng, (0,) * 4)
-  C, n = 2, book.n
-  kv = draw(rng, 2, L, 3, K, C * S, H)
+  oracle = Oracle(rng, (0,) * 4)
+  C, n = 2, oracle.n
+  kv = random_bf16(rng, 2, L, 3, K, C * S, H)
   numbers = np.array([[5, 2], [n, 7], [0, n + 9]], np.int32)
-  stored = jax.jit(paged.store)(book.pages(), *map(tuple, kv), numbers)
+  stored = jax.jit(paged.store)(oracle.pages(), *map(tuple, kv), numbers)
   for p, c in np.argwhere(numbers < n):
     part = kv[:, :, p, :, c * S : (c + 1) * S]
-    book.kept[:, :, :, numbers[p, c]] = part
-  np.testing.assert_array_equal([stored.k, stored.v], book.kept)
+    oracle.expected[:, :, :, numbers[p, c]] = part
+  np.testing.assert_array_equal([stored.k, stored.v], oracle.expected)
   source, target = np.array([2, 5, 5, 7]), np.array([3, n, 1, n + 1])
   copied = jax.jit(paged.copy)(stored, source, target)
-  book.kept[:, :, :, [3, 1]] = book.kept[:, :, :, [2, 5]]
-  np.testing.assert_array_equal([copied.k, copied.v], book.kept)
+  oracle.expected[:, :, :, [3, 1]] = oracle.expected[:, :, :, [2, 5]]
+  np.testing.assert_array_equal([copied.k, copied.v], oracle.expected)
 
 
-def test_answers_decode_from_one_prefilled_prompt():
-  """Two a prompt: full pages are shared, of the partial one each has a copy."""
+def test_responses_decode_from_one_prefilled_prompt():
+  """Two per prompt share the full pages; each has a copy of the partial one."""
   rng = np.random.default_rng(3)
   C, lengths = 3, (9, 2 * S, 3)
-  book = Book(rng, (0,) * 6)
-  kv = draw(rng, 2, L, 3, K, C * S, H)
-  numbers = np.full((3, C), book.n, np.int32)
-  source, target = np.full((2, 6), book.n, np.int32)
+  oracle = Oracle(rng, (0,) * 6)
+  kv = random_bf16(rng, 2, L, 3, K, C * S, H)
+  numbers = np.full((3, C), oracle.n, np.int32)
+  source, target = np.full((2, 6), oracle.n, np.int32)
   for row in range(6):
     p = row // 2
     full, part = divmod(lengths[p], S)
     if row % 2 == 0:
       for c in range(full + (part > 0)):
-        numbers[p, c] = book.free.pop()
+        numbers[p, c] = oracle.free.pop()
     for page in numbers[p, :full]:
-      book.give(row, page)
+      oracle.add_page(row, page)
     if part:
-      source[row], target[row] = numbers[p, full], book.free.pop()
-      book.give(row, target[row])
-    book.rows[row] = [kv[:, :, p, :, t] for t in range(lengths[p])]
-  pages = jax.jit(paged.store)(book.pages(), *map(tuple, kv), numbers)
+      source[row], target[row] = numbers[p, full], oracle.free.pop()
+      oracle.add_page(row, target[row])
+    oracle.rows[row] = [kv[:, :, p, :, t] for t in range(lengths[p])]
+  pages = jax.jit(paged.store)(oracle.pages(), *map(tuple, kv), numbers)
   pages = jax.jit(paged.copy)(pages, source, target)
-  book.kept = np.array([pages.k, pages.v])
-  book.decode(pages, 6)
+  oracle.expected = np.array([pages.k, pages.v])
+  oracle.decode(pages, 6)
 
 
-D = 4  # parts of rows and pages; the heads are in two
-OF_PAGES = paged.Pages((1,) * L, (1,) * L, 0, 0, 0)  # the axis in parts
+D = 4  # shards of rows and pages; the heads have two
+SHARDED_AXES = paged.Pages((1,) * L, (1,) * L, 0, 0, 0)
 
 
-def everything(pages, prompts, numbers, source, target, q, new, mask):
+def store_copy_and_step(pages, prompts, numbers, source, target, q, new, mask):
   pages = paged.store(pages, *prompts, numbers)
   return step(paged.copy(pages, source, target), q, new, mask)
 
 
-def one_part(seed, n=6):
-  """Two rows over one prompt in pages 0 and 1; 1 is copied to 2."""
+def one_shard(seed, n=6):
+  """Two rows of one prompt in pages 0 and 1; page 1 is copied to 2."""
   rng = np.random.default_rng(seed)
   ints = lambda *x: np.array(x, np.int32)
-  k, v = draw(rng, 2, L, K, n, S, H)
+  k, v = random_bf16(rng, 2, L, K, n, S, H)
   table = ints([0, 1, 4], [0, 2, 5])
   lengths = rng.integers(S, 3 * S, 2).astype(np.int32)
   pages = paged.Pages(tuple(k), tuple(v), table, lengths, np.zeros(2, bool))
-  prompts = tuple(map(tuple, draw(rng, 2, L, 1, K, 2 * S, H)))
+  prompts = tuple(map(tuple, random_bf16(rng, 2, L, 1, K, 2 * S, H)))
   numbers, source, target = ints([seed % 2 * n, 1]), ints(1, 0), ints(2, n)
-  q, new = draw(rng, L, 2, N, H), draw(rng, 2, 2, L, K, H)
+  q, new = random_bf16(rng, L, 2, N, H), random_bf16(rng, 2, 2, L, K, H)
   return pages, prompts, numbers, source, target, q, new, rng.random(2) < 0.7
 
 
-def test_heads_side_by_side_are_written_where_they_belong():
-  pages, *rest = one_part(1)
-  wanted_out, wanted = jax.jit(everything)(pages, *rest)
-  both = lambda x: tuple(beside(np.asarray(layer), 2) for layer in x)
-  pages = dataclasses.replace(pages, k=both(pages.k), v=both(pages.v))
-  out, found = jax.jit(everything)(pages, *rest)
-  np.testing.assert_allclose(out, wanted_out, atol=1e-6)
-  np.testing.assert_array_equal(found.k, both(wanted.k))
-  np.testing.assert_array_equal(found.v, both(wanted.v))
+def test_heads_side_by_side_are_written_side_by_side():
+  pages, *rest = one_shard(1)
+  expected_out, expected = jax.jit(store_copy_and_step)(pages, *rest)
+  pair = lambda x: tuple(side_by_side(np.asarray(layer), 2) for layer in x)
+  pages = dataclasses.replace(pages, k=pair(pages.k), v=pair(pages.v))
+  out, actual = jax.jit(store_copy_and_step)(pages, *rest)
+  np.testing.assert_allclose(out, expected_out, atol=1e-6)
+  np.testing.assert_array_equal(actual.k, pair(expected.k))
+  np.testing.assert_array_equal(actual.v, pair(expected.v))
 
 
-def test_a_device_serves_its_own_rows_from_its_own_pages():
+def test_a_device_uses_only_its_own_pages():
   join = lambda axis, *parts: np.concatenate(parts, axis)
-  parts = [one_part(seed) for seed in range(D)]
-  axes = (OF_PAGES, ((0,) * L,) * 2, 0, 0, 0, 1, 0, 0)
-  given = jax.tree.map(join, axes, *parts)
-  alone = [jax.jit(everything)(*part) for part in parts]
-  wanted_out, wanted = jax.tree.map(join, (1, OF_PAGES), *alone)
+  shards = [one_shard(seed) for seed in range(D)]
+  axes = (SHARDED_AXES, ((0,) * L,) * 2, 0, 0, 0, 1, 0, 0)
+  given = jax.tree.map(join, axes, *shards)
+  alone = [jax.jit(store_copy_and_step)(*shard) for shard in shards]
+  expected_out, expected = jax.tree.map(join, (1, SHARDED_AXES), *alone)
   with jax.set_mesh(sharding.make_mesh(data=2, expert=2, tensor=2)):
-    compiled = jax.jit(everything).lower(*given).compile()
+    compiled = jax.jit(store_copy_and_step).lower(*given).compile()
     out, pages = compiled(*given)
-  np.testing.assert_allclose(out, wanted_out, atol=2e-6)
-  jax.tree.map(np.testing.assert_array_equal, pages, wanted)
+  np.testing.assert_allclose(out, expected_out, atol=2e-6)
+  jax.tree.map(np.testing.assert_array_equal, pages, expected)
   for x in (*pages.k, *pages.v):
     assert x.sharding.shard_shape(x.shape) == (K // 2, 6, S, H)
   for name in ("all-gather", "all-reduce", "all-to-all", "collective"):
     assert name not in compiled.as_text()
 
 
-def test_an_empty_state_is_laid_out_from_its_creation():
+def test_an_empty_cache_is_created_sharded():
   make = lambda: paged.empty(CFG, rows=8, pages=20, page=S, most=W)
   with jax.set_mesh(sharding.make_mesh(data=2, expert=2, tensor=2)):
     pages = jax.jit(make)()
@@ -252,7 +260,7 @@ def test_narrow_heads_lie_side_by_side_on_a_tpu(monkeypatch):
   assert {x.shape for x in (*pages.k, *pages.v)} == {(K // 2, 5, S, 128)}
 
 
-def test_an_empty_state_is_in_the_models_dtype():
+def test_an_empty_cache_has_the_dtype_of_the_model():
   low = dataclasses.replace(CFG, dtype="bfloat16")
   pages = paged.empty(low, rows=3, pages=5, page=S, most=W)
   assert {x.dtype for x in (*pages.k, *pages.v)} == {jnp.dtype("bfloat16")}
@@ -269,22 +277,22 @@ def several_steps(pages, q, new):
 
 
 def temporaries(name, dtype, H, n, B=8, C=2):
-  """Bytes that a function of donated pages needs, to a layer's keys."""
+  """Temporary bytes of a function of donated pages / those of a layer's k."""
   cfg = dataclasses.replace(CFG, dtype=dtype, head_dim=H)
   mesh = jax.sharding.get_mesh()
-  lay = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
-  shape = functools.partial(jax.ShapeDtypeStruct, sharding=lay)
+  replicated = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+  shape = functools.partial(jax.ShapeDtypeStruct, sharding=replicated)
   make = lambda: paged.empty(cfg, rows=B, pages=n, page=16, most=32)
   pages = jax.tree.map(lambda x: shape(x.shape, x.dtype), jax.eval_shape(make))
-  real = lambda *x: shape(x, dtype)
-  whole = lambda *x: shape(x, jnp.int32)
-  prompts = (real(B, K, C * 16, H),) * L
-  function, *given = {
-    "steps": (several_steps, real(L, B, N, H), real(B, 2, L, K, H)),
-    "store": (paged.store, prompts, prompts, whole(B, C)),
-    "copy": (paged.copy, whole(B), whole(B)),
+  floats = lambda *x: shape(x, dtype)
+  ints = lambda *x: shape(x, jnp.int32)
+  prompts = (floats(B, K, C * 16, H),) * L
+  function, *inputs = {
+    "steps": (several_steps, floats(L, B, N, H), floats(B, 2, L, K, H)),
+    "store": (paged.store, prompts, prompts, ints(B, C)),
+    "copy": (paged.copy, ints(B), ints(B)),
   }[name]
-  compiled = jax.jit(function, donate_argnums=0).lower(pages, *given).compile()
+  compiled = jax.jit(function, donate_argnums=0).lower(pages, *inputs).compile()
   keys = pages.k[0].size * pages.k[0].dtype.itemsize
   return compiled.memory_analysis().temp_size_in_bytes / keys
 
@@ -298,19 +306,19 @@ def test_donated_pages_are_written_in_place(name):
   importlib.util.find_spec("libtpu") is None, reason="no libtpu"
 )
 @pytest.mark.parametrize(
-  ("name", "dtype", "H", "most"),
+  ("name", "dtype", "H"),
   [
-    ("steps", "bfloat16", 128, 0.25),
-    ("store", "bfloat16", 128, 0.25),
-    ("copy", "bfloat16", 128, 0.25),
-    ("steps", "float32", 128, 0.25),
-    ("steps", "bfloat16", 64, 0.25),
-    ("store", "bfloat16", 64, 0.25),
-    ("steps", "float32", 64, 0.25),
+    ("steps", "bfloat16", 128),
+    ("store", "bfloat16", 128),
+    ("copy", "bfloat16", 128),
+    ("steps", "bfloat16", 64),
+    pytest.param("store", "bfloat16", 64, marks=pytest.mark.slow),
+    pytest.param("steps", "float32", 128, marks=pytest.mark.slow),
+    pytest.param("steps", "float32", 64, marks=pytest.mark.slow),
   ],
 )
-def test_a_tpu_writes_in_place_too(name, dtype, H, most):
-  """And does not lay all pages out anew between the writes and the kernel."""
+def test_a_tpu_writes_in_place_too(name, dtype, H):
+  """It does not copy all pages between the writes and the kernel either."""
   plan_compile.prepare()
   device = plan_compile.devices(chips.parse("v5e:2x2"), 1)[0]
   exact = jax.default_matmul_precision("highest")
@@ -318,4 +326,4 @@ def test_a_tpu_writes_in_place_too(name, dtype, H, most):
     jax.set_mesh(sharding.make_mesh([device])),
     exact if dtype == "float32" else contextlib.nullcontext(),
   ):
-    assert temporaries(name, dtype, H, 2**14) < most
+    assert temporaries(name, dtype, H, 2**14) < 0.25

@@ -10,7 +10,7 @@ import pytest
 from gspo_jax.plan import analysis, chips
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo.collectives import Collective
-from gspo_jax.plan.hlo.cost import HloCost, Open
+from gspo_jax.plan.hlo.cost import DataDependent, HloCost
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 
@@ -109,18 +109,20 @@ def test_links_follow_where_the_mesh_puts_devices():
   assert bandwidth(ragged) == link
 
 
-STEP = HloCost(seconds=2, flops=3, hbm=4)
-DECODING = Open("decoding", 99, 1, STEP)
+STEP = HloCost(roofline_seconds=2, flops=3, hbm_bytes=4)
+DECODING = DataDependent("decoding", 99, 1, STEP)
 
 
 def total(*, branch):
   """A prefill of 10 seconds; then decoding, perhaps in a branch not taken."""
-  cost = HloCost(seconds=10, flops=100, hbm=1000)
-  cost.loops.append(Open("experts", 5, 1, HloCost(seconds=1)))
-  cost.branches.append(Open("overflow", 5, 1, HloCost(seconds=1)))
+  cost = HloCost(roofline_seconds=10, flops=100, hbm_bytes=1000)
+  cost.loops.append(DataDependent("experts", 5, 1, HloCost(roofline_seconds=1)))
+  cost.branches.append(
+    DataDependent("overflow", 5, 1, HloCost(roofline_seconds=1))
+  )
   if branch:
-    inner = HloCost(seconds=2, loops=[DECODING])
-    cost.branches.append(Open("longer", 9, 1, inner))
+    inner = HloCost(roofline_seconds=2, loops=[DECODING])
+    cost.branches.append(DataDependent("longer", 9, 1, inner))
   else:
     cost.add(STEP)
     cost.loops.append(DECODING)
@@ -133,23 +135,23 @@ def test_every_decode_step_is_in_the_sum_once(branch, steps):
   """And what is counted is not listed as uncounted."""
   cost = total(branch=branch)
   assert analysis._unroll(cost, steps) is STEP
-  assert cost.seconds == 10 + steps * STEP.seconds
+  assert cost.roofline_seconds == 10 + steps * STEP.roofline_seconds
   assert cost.flops == 100 + steps * STEP.flops
-  assert cost.hbm == 1000 + steps * STEP.hbm
+  assert cost.hbm_bytes == 1000 + steps * STEP.hbm_bytes
   assert [o.source for o in cost.loops] == ["experts"]
   assert [o.source for o in cost.branches] == ["overflow"]
 
 
 def test_without_a_loop_there_is_no_decoding():
-  cost = HloCost(seconds=10)
+  cost = HloCost(roofline_seconds=10)
   assert analysis._unroll(cost, 7) is None
-  assert cost.seconds == 10
+  assert cost.roofline_seconds == 10
 
 
 def test_what_data_decides_is_told_once_a_source():
-  cost = lambda seconds: HloCost(seconds=seconds)
+  cost = lambda seconds: HloCost(roofline_seconds=seconds)
   opened = [
-    Open("layers/cond", 1.0, times, cost(seconds))
+    DataDependent("layers/cond", 1.0, times, cost(seconds))
     for times, seconds in ((48, 2.0), (2, 3.0))
   ]
   assert analysis._open(opened) == [

@@ -1,4 +1,4 @@
-"""Chips and slices: what is accepted, and how fast groups can talk."""
+"""Topologies that are accepted, and the bandwidth of groups of devices."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def box(*ranges, of_slice=0):
     ("tpu7x:2x2x1", "tpu7x", (2, 2, 1)),
   ],
 )
-def test_a_slice_is_read(topology, kind, shape):
+def test_parse(topology, kind, shape):
   assert parse(topology) == chips.Slice(kind, shape)
 
 
@@ -38,55 +38,55 @@ def test_a_slice_is_read(topology, kind, shape):
     ("v5e:4x4x4", "expected 2 sizes, as in v5e:4x4"),
     ("v5e", "expected 2 sizes"),
     ("v5e:4x", "expected 2 sizes"),
-    ("v5e:0x2", "expected 2 sizes"),  # libtpu dies of this one
+    ("v5e:0x2", "expected 2 sizes"),  # libtpu crashes on it
     ("v5e:-2x2", "expected 2 sizes"),
     ("v5e:32x16", "512 chips, but a slice of v5e has at most 256"),
   ],
 )
-def test_a_wrong_slice_is_named(topology, words):
+def test_an_invalid_topology_is_an_error(topology, words):
   with pytest.raises(UserError, match=words):
     parse(topology)
 
 
-def test_rings_are_where_a_slice_closes():
+def test_which_axes_close_to_rings():
   assert chips.CHIPS["v5p"].rings((4, 4, 8)) == (True, True, True)
   assert chips.CHIPS["v5p"].rings((2, 4, 4)) == (False, False, False)
   assert chips.CHIPS["v5e"].rings((8, 16)) == (False, True)
 
 
 def test_a_ring_is_twice_as_fast_as_a_line():
-  where, link = parse("v5e:8x16"), chips.CHIPS["v5e"].link
+  tpu_slice, link = parse("v5e:8x16"), chips.CHIPS["v5e"].link
   line = box(range(8), [0])
   ring = box([0], range(16))
   part = box([0], range(8))
-  assert bandwidth(where, line, to_all=False) == link
-  assert bandwidth(where, ring, to_all=False) == 2 * link
-  assert bandwidth(where, part, to_all=False) == link
-  assert bandwidth(where, box(range(8), range(16)), False) == 3 * link
+  assert bandwidth(tpu_slice, line, to_all=False) == link
+  assert bandwidth(tpu_slice, ring, to_all=False) == 2 * link
+  assert bandwidth(tpu_slice, part, to_all=False) == link
+  assert bandwidth(tpu_slice, box(range(8), range(16)), False) == 3 * link
 
 
 @pytest.mark.parametrize(
-  ("topology", "links_in_each_cut"), [("v5p:8x8x8", 2), ("v5e:8x8", 1)]
+  ("topology", "cut_links"), [("v5p:8x8x8", 2), ("v5e:8x8", 1)]
 )
-def test_to_all_is_bound_by_the_narrowest_cut(topology, links_in_each_cut):
-  where = parse(topology)
-  n = where.shape[0]
-  everyone = box(*(range(n) for n in where.shape))
-  # Half the devices send half their bytes over the cut, `links_in_each_cut`
+def test_all_to_all_is_limited_by_the_smallest_cut(topology, cut_links):
+  tpu_slice = parse(topology)
+  n = tpu_slice.shape[0]
+  everyone = box(*(range(n) for n in tpu_slice.shape))
+  # Half the devices send half their bytes over the cut, `cut_links`
   # links in each line of n devices.
-  seconds_a_byte = n / 2 / 2 / (links_in_each_cut * where.chip.link)
-  assert bandwidth(where, everyone, to_all=True) == pytest.approx(
+  seconds_a_byte = n / 2 / 2 / (cut_links * tpu_slice.chip.link)
+  assert bandwidth(tpu_slice, everyone, to_all=True) == pytest.approx(
     1 / seconds_a_byte
   )
 
 
-def test_between_slices_the_network_is_the_bound():
-  where = parse("v5e:2x2")
+def test_between_slices_the_network_is_the_limit():
+  tpu_slice = parse("v5e:2x2")
   both = [DeviceCoordinates(0, (0, 0)), DeviceCoordinates(1, (0, 0))]
-  assert bandwidth(where, both, to_all=False) == where.chip.network
+  assert bandwidth(tpu_slice, both, to_all=False) == tpu_slice.chip.network
 
 
-def test_devices_of_one_chip_still_have_a_link():
-  where = parse("tpu7x:2x2x1")
+def test_two_devices_of_one_chip_have_a_link():
+  tpu_slice = parse("tpu7x:2x2x1")
   same = [DeviceCoordinates(0, (0, 0, 0)), DeviceCoordinates(0, (0, 0, 0))]
-  assert bandwidth(where, same, to_all=False) == where.chip.link
+  assert bandwidth(tpu_slice, same, to_all=False) == tpu_slice.chip.link

@@ -1,4 +1,4 @@
-"""Compiling without a TPU: sizes, refusals, and what is read from them."""
+"""Compiling without a TPU: memory sizes, refusals and dumps."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ needs_libtpu = pytest.mark.skipif(
 
 
 def compiled(topology, function, shape, dtype=jnp.float32):
-  """The function on the slice's first device, its argument donated."""
+  """The function compiled for one device, with its argument donated."""
   plan_compile.prepare()
   device = plan_compile.devices(chips.parse(topology), 1)[0]
   argument = jax.ShapeDtypeStruct(
@@ -34,7 +34,7 @@ def test_without_libtpu_it_names_the_extra(monkeypatch):
     plan_compile.prepare()
 
 
-def test_the_larger_account_is_needed():
+def test_needed_memory_is_the_larger_estimate():
   sizes = {"arguments": 10, "outputs": 6, "aliased": 4, "code": 1}
   assert plan_compile.Memory(**sizes, temporaries=20, peak=5).needed == 33
   assert plan_compile.Memory(**sizes, temporaries=20, peak=50).needed == 50
@@ -54,7 +54,7 @@ def test_memory_of_a_donated_argument():
 @pytest.mark.parametrize(
   "topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 )
-def test_the_compiler_refuses_at_the_tables_size(topology):
+def test_the_compilers_hbm_limit_is_that_of_the_chip(topology):
   done = compiled(topology, lambda x: jnp.sort(x, 0), (400, 2**20, 128))
   assert done.memory is None
   assert done.module is None
@@ -68,17 +68,17 @@ def test_the_compiler_refuses_at_the_tables_size(topology):
 @needs_libtpu
 def test_devices_of_two_slices():
   plan_compile.prepare()
-  found = plan_compile.devices(chips.parse("v5e:2x2"), 2)
-  assert len(found) == 8
-  assert {d.slice_index for d in found} == {0, 1}
+  devices = plan_compile.devices(chips.parse("v5e:2x2"), 2)
+  assert len(devices) == 8
+  assert {d.slice_index for d in devices} == {0, 1}
 
 
-def test_a_libtpu_that_dumps_nothing_is_named(monkeypatch, tmp_path):
+def test_a_libtpu_without_dumps_is_an_error(monkeypatch, tmp_path):
   (tmp_path / "x.before_codegen.txt").write_text("HloModule x")
   monkeypatch.setattr(
     plan_compile.importlib.metadata, "version", lambda name: "9.9.9"
   )
-  with pytest.raises(UserError, match=r"libtpu 9\.9\.9 dumps no \*after_codeg"):
+  with pytest.raises(UserError, match=r"libtpu 9\.9\.9 does not dump \*after"):
     plan_compile._module(tmp_path)
 
 
@@ -102,7 +102,7 @@ Total bytes: 3145728 (3.00MiB)
 """
 
 
-def test_buffers_are_those_in_hbm_the_largest_first(tmp_path):
+def test_buffers_in_hbm_the_largest_first(tmp_path):
   (tmp_path / "x.memory-usage-report.txt").write_text(REPORT)
   assert plan_compile._buffers(tmp_path) == [
     (2**20, "f32[1024,256]"),

@@ -1,4 +1,4 @@
-"""The parser: names, types and attributes of hand-written HLO."""
+"""The parser: names, types and attributes of handwritten HLO."""
 
 import pytest
 
@@ -51,16 +51,16 @@ def test_operands_and_uses(module):
   assert "nobody" not in module.entry.uses
 
 
-def test_raw_line_breaks_in_attributes_belong_to_their_line(module):
+def test_line_breaks_in_attributes_belong_to_the_instruction(module):
   assert module.entry.get("kernel.2").source == "jit(f)/kernel"
   assert module.entry.get("y").source == "y"
 
 
-def test_only_arrays_in_hbm_count_as_hbm(module):
+def test_only_arrays_in_hbm_count_as_hbm_bytes(module):
   kernel = module.entry.get("kernel.2")
   assert kernel.bytes == 8 * 128 * 2 + 3 * 4
-  assert kernel.hbm == 8 * 128 * 2
-  assert module["inner"].get("a").hbm == 0
+  assert kernel.hbm_bytes == 8 * 128 * 2
+  assert module["inner"].get("a").hbm_bytes == 0
   assert module["inner"].root.bytes == 8 * 128 * 2 + 4
 
 
@@ -97,6 +97,6 @@ def test_called_computations(module):
     ("ENTRY %m () -> s32[] {\n  %x = nonsense\n}", "not an HLO instruction"),
   ],
 )
-def test_what_is_no_hlo(text, words):
+def test_text_that_is_not_hlo_is_an_error(text, words):
   with pytest.raises(ValueError, match=words):
     hlo_module.parse(text)

@@ -1,4 +1,4 @@
-"""Groups and bytes of collectives; where asynchronous ones begin and end."""
+"""Groups and bytes of collectives; start and end of asynchronous ones."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_the_first_group(text, members):
   ("shape", "order", "size"),
   [((4, 2), (1, 0), 4), ((2, 3, 4), (2, 0, 1), 6), ((2, 3, 4), (1, 2, 0), 2)],
 )
-def test_groups_by_iota_against_numpy(shape, order, size):
+def test_iota_groups_against_numpy(shape, order, size):
   devices = np.prod(shape)
   whole = np.arange(devices).reshape(shape).transpose(order).reshape(-1, size)
   text = (
@@ -44,14 +44,14 @@ def test_groups_by_iota_against_numpy(shape, order, size):
     ("'a':(1)2,'b'", np.s_[0:16:8, :]),
   ],
 )
-def test_groups_by_mesh_against_numpy(axes, taken):
+def test_mesh_groups_against_numpy(axes, taken):
   text = f"replica_groups=mesh['a'=16,'b'=4] {{{axes}}}, use_global=true"
   whole = np.arange(64).reshape(16, 4)
   assert group(text, 64) == tuple(whole[taken].flatten())
 
 
 def simulated_ring(kind, n, size):
-  """Bytes that each of n devices sends to its neighbour, by doing it."""
+  """Bytes that each of n devices sends to its neighbour, hop by hop."""
   hops = {"all-gather": n - 1, "reduce-scatter": n - 1, "all-reduce": 2 * n - 2}
   return hops[kind] * size / n
 
@@ -66,7 +66,7 @@ def test_wire_bytes(n):
     ("reduce-scatter", size / n),
   ):
     assert wire(kind, result) == simulated_ring(kind, n, size)
-  # Everything but its own share goes elsewhere.
+  # A device keeps its own share and sends the rest.
   assert wire("all-to-all", size) == size - size / n
   assert wire("collective-permute", size) == size
 
@@ -137,7 +137,7 @@ FOUR = (0, 1, 2, 3)
     ("out", []),
   ],
 )
-def test_what_an_instruction_starts(name, expected):
+def test_the_collectives_of_an_instruction(name, expected):
   module = hlo_module.parse(TEXT)
   assert started(module, module.entry.get(name), 8) == expected
 
@@ -152,6 +152,6 @@ def test_what_an_instruction_starts(name, expected):
     ("scatter", None),
   ],
 )
-def test_what_an_instruction_waits_for(name, key):
+def test_the_collective_that_an_instruction_waits_for(name, key):
   module = hlo_module.parse(TEXT)
   assert awaited(module, module.entry.get(name)) == key

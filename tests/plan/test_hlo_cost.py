@@ -2,49 +2,72 @@
 
 import pytest
 
-from gspo_jax.plan.hlo.cost import HloCost, Open, Traffic, longest_loop
+from gspo_jax.plan.hlo.cost import (
+  CollectiveKind,
+  DataDependent,
+  HloCost,
+  OperationCost,
+  Traffic,
+  longest_loop,
+)
 
 
 def some_cost():
-  cost = HloCost(flops=6, hbm=4, seconds=3, stalled=2)
-  cost.collectives["all-gather", 4, False] = Traffic(2, 100, 5)
-  cost.credit("dot", 3, 6, 4)
-  cost.unknown["kernel"] = 1
-  cost.loops.append(Open("loop", 8, 1, HloCost(seconds=7)))
-  cost.branches.append(Open("branch", 8, 2, HloCost(seconds=1)))
+  cost = HloCost(
+    flops=6,
+    attention_flops=1,
+    hbm_bytes=4,
+    roofline_seconds=3,
+    stalled_seconds=2,
+  )
+  cost.collectives[CollectiveKind("all-gather", 4, False)] = Traffic(2, 100, 5)
+  cost.add_operation("dot", OperationCost(3, 6, 4))
+  cost.unknown_kernels["kernel"] = 1
+  cost.loops.append(DataDependent("loop", 8, 1, HloCost(roofline_seconds=7)))
+  cost.branches.append(
+    DataDependent("branch", 8, 2, HloCost(roofline_seconds=1))
+  )
   return cost
 
 
-def test_ten_times_is_ten_times_each():
+def test_adding_ten_times_equals_adding_once_ten_times():
   once, ten = HloCost(), HloCost()
   ten.add(some_cost(), 10)
   for _ in range(10):
     once.add(some_cost())
-  for name in ("flops", "hbm", "seconds", "stalled", "collectives", "unknown"):
-    assert getattr(ten, name) == getattr(once, name)
+  for name in (
+    "flops",
+    "attention_flops",
+    "hbm_bytes",
+    "roofline_seconds",
+    "stalled_seconds",
+    "collectives",
+    "unknown_kernels",
+  ):
+    assert getattr(ten, name) == getattr(once, name) != getattr(HloCost(), name)
   assert ten.by_source == once.by_source == {"dot": (30, 60, 40)}
   assert ten.loops[0].times == sum(o.times for o in once.loops) == 10
   assert ten.branches[0].times == sum(o.times for o in once.branches) == 20
 
 
 @pytest.mark.parametrize("stalled", [0, 2, 4])
-def test_bounds_are_in_order(stalled):
+def test_perfect_overlap_scheduled_and_no_overlap_are_in_order(stalled):
   cost = some_cost()
-  cost.stalled = stalled
-  assert cost.perfect == 5
-  assert cost.serial == 8
-  assert cost.perfect <= cost.scheduled <= cost.serial
+  cost.stalled_seconds = stalled
+  assert cost.perfect_overlap == 5
+  assert cost.scheduled == max(5, 3 + stalled)
+  assert cost.no_overlap == 8
 
 
-def test_the_longest_loop_may_stand_in_a_branch_of_a_branch():
+def test_longest_loop_searches_branches_of_branches():
   inner, outer = HloCost(), some_cost()
   assert longest_loop(inner) == (None, None)
   assert longest_loop(outer) == (outer.loops[0], outer.loops[0])
-  longer = Open("longer", 99, 1, HloCost())
+  longer = DataDependent("longer", 99, 1, HloCost())
   inner.loops.append(longer)
-  middle = HloCost(branches=[Open("b", 0, 1, inner)])
-  branch = Open("b", 0, 1, middle)
+  middle = HloCost(branches=[DataDependent("b", 0, 1, inner)])
+  branch = DataDependent("b", 0, 1, middle)
   outer.branches.append(branch)
-  loop, listed = longest_loop(outer)
-  assert loop is longer
-  assert listed is branch
+  longest = longest_loop(outer)
+  assert longest.loop is longer
+  assert longest.listed is branch

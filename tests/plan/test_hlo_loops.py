@@ -1,4 +1,4 @@
-"""Trip counts: what a loop of the same bounds does in Python."""
+"""Trip counts, compared with `range` in Python."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def trips(**changes):
 @pytest.mark.parametrize(
   ("start", "bound", "step"), [(0, 7, 1), (3, 7, 1), (0, 7, 2), (9, 7, 1)]
 )
-def test_a_counting_loop(start, bound, step):
+def test_a_loop_with_a_counter(start, bound, step):
   expected = len(range(start, bound, step))
   assert trips(start=start, bound=bound, step=step) == expected
 
@@ -66,7 +66,7 @@ def test_a_counting_loop(start, bound, step):
     {"advance": "s32[] add(%s, %i)"},
   ],
 )
-def test_other_ways_to_write_it(changes):
+def test_other_forms_of_the_same_loop(changes):
   assert trips(**changes) == 7
 
 
@@ -79,9 +79,9 @@ def test_other_ways_to_write_it(changes):
     {"advance": "s32[] multiply(%i, %s)"},
     {"advance": "s32[] add(%i, %n)"},
     {"step": 0},
-    # The bound changes on the way.
+    # The bound changes.
     {"test": "pred[] compare(%k, %m), direction=LT", "passed": "%i"},
   ],
 )
-def test_what_data_decides_has_no_count(changes):
+def test_a_data_dependent_loop_has_no_trip_count(changes):
   assert trips(**changes) is None

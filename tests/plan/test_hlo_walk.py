@@ -1,4 +1,4 @@
-"""Costs with loops multiplied out: by hand, and of what libtpu compiles."""
+"""Costs of modules, against arithmetic by hand and known JAX programs."""
 
 import importlib.util
 
@@ -67,26 +67,26 @@ ENTRY %main (x: f32[500]) -> (s32[], f32[500]) {
 """
 
 
-def test_a_scan_counts_as_often_as_it_runs():
+def test_a_scan_counts_its_trips():
   cost = cost_of(BODY + TEST + LOOP)
   # two reads and a write of 2000 bytes, at 1000 a second
-  assert cost.hbm == 5 * 6000
-  assert cost.seconds == pytest.approx(5 * 6)
+  assert cost.hbm_bytes == 5 * 6000
+  assert cost.roofline_seconds == pytest.approx(5 * 6)
   # 2 * 3/4 of 2000 bytes, at 100 a second
   ((kind, traffic),) = cost.collectives.items()
   assert kind == ("all-reduce", 4, False)
   assert (traffic.count, traffic.wire, traffic.seconds) == (5, 15000, 150)
   assert cost.by_source["twice"] == (30, 0, 30000)
-  assert cost.perfect == 150
-  assert cost.scheduled == cost.serial == 180
+  assert cost.perfect_overlap == 150
+  assert cost.scheduled == cost.no_overlap == 180
 
 
-def test_a_loop_that_data_decides_counts_once_and_is_listed():
+def test_a_data_dependent_loop_counts_once_and_is_listed():
   cost = cost_of(BODY + BY_DATA + LOOP)
-  assert cost.serial == 36
+  assert cost.no_overlap == 36
   (loop,) = cost.loops
-  assert loop.cost.serial == 36
-  assert loop.state == 2004
+  assert loop.cost.no_overlap == 36
+  assert loop.state_bytes == 2004
   assert hlo_cost.longest_loop(cost) == (loop, loop)
 
 
@@ -95,7 +95,7 @@ BRANCHES = """
   ROOT %p = f32[500]{0} parameter(0)
 }
 
-%dear (q: f32[500]) -> f32[500] {
+%costly (q: f32[500]) -> f32[500] {
   %q = f32[500]{0} parameter(0)
   %zero = s32[] constant(0)
   %in = (s32[], f32[500]{0}) tuple(%zero, %q)
@@ -107,33 +107,37 @@ BRANCHES = """
 ENTRY %main (x: f32[500], n: pred[]) -> f32[500] {
   %x0 = f32[500]{0} parameter(0)
   %n = pred[] parameter(1)
-  ROOT %c = f32[500]{0} conditional(%n, %x0, %x0), branch_computations={%dear, %cheap}
+  ROOT %c = f32[500]{0} conditional(%n, %x0, %x0), branch_computations={%costly, %cheap}
 }
 """  # noqa: E501
 
 
 def test_a_conditional_counts_its_cheapest_branch_and_lists_the_other():
   cost = cost_of(BODY + BY_DATA + BRANCHES)
-  assert cost.serial == 0
+  assert cost.no_overlap == 0
   (branch,) = cost.branches
-  assert branch.cost.serial == 6 + 36  # with one trip of the loop in it
+  assert branch.cost.no_overlap == 6 + 36  # with one trip of the loop in it
   loop, listed = hlo_cost.longest_loop(cost)
-  assert loop.cost.serial == 36
+  assert loop.cost.no_overlap == 36
   assert listed is branch
 
 
-@pytest.mark.parametrize(("dearest", "serial"), [(True, 42), (False, 0)])
-def test_the_caller_may_know_which_branch_is_taken(dearest, serial):
+@pytest.mark.parametrize(("costly", "seconds"), [(True, 42), (False, 0)])
+def test_the_caller_can_choose_the_branch(costly, seconds):
   named = BRANCHES.replace(
-    "{%dear, %cheap}",
-    '{%dear, %cheap}, metadata={op_name="jit(f)/while/body/known/cond"}',
+    "{%costly, %cheap}",
+    '{%costly, %cheap}, metadata={op_name="jit(f)/while/body/chosen/cond"}',
   )
   module = hlo_module.parse(BODY + BY_DATA + named)
   walk = lambda scope: hlo_walk.walk(
-    module, CHIP, lambda c: CHIP.link, devices=4, branches={scope: dearest}
+    module,
+    CHIP,
+    lambda c: CHIP.link,
+    devices=4,
+    branches={scope: costly},
   )
-  cost = walk("known")
-  assert cost.serial == serial
+  cost = walk("chosen")
+  assert cost.no_overlap == seconds
   assert not cost.branches
   assert len(walk("other").branches) == 1
 
@@ -153,11 +157,11 @@ ENTRY %main (x: f32[500]) -> f32[500] {{
   ("between", "stalled"),
   [("%n = s32[] constant(0)", 60), ("%a = f32[500]{0} add(%x, %x)", 54)],
 )
-def test_what_the_schedule_does_meanwhile_covers_a_collective(between, stalled):
+def test_operations_before_done_overlap_a_collective(between, stalled):
   cost = cost_of(COVERED.format(between=between))
-  assert cost.wire_seconds == 60  # 3/4 of 8000 bytes, at 100 a second
-  assert cost.stalled == stalled
-  assert cost.scheduled == cost.seconds + stalled
+  assert cost.collective_seconds == 60  # 3/4 of 8000 bytes, at 100 a second
+  assert cost.stalled_seconds == stalled
+  assert cost.scheduled == cost.roofline_seconds + stalled
 
 
 def test_two_collectives_share_the_links():
@@ -167,8 +171,8 @@ def test_two_collectives_share_the_links():
     "  %h-done = f32[2000]{0} all-gather-done(%h-start)"
   )
   cost = cost_of(COVERED.format(between=second))
-  assert cost.stalled == 60 + 60 - 6
-  assert cost.perfect <= cost.scheduled <= cost.serial
+  assert cost.stalled_seconds == 60 + 60 - 6
+  assert cost.perfect_overlap <= cost.scheduled <= cost.no_overlap
 
 
 WAITING = """
@@ -181,11 +185,11 @@ ENTRY %main (x: f32[500]) -> f32[500] {{
 
 
 @pytest.mark.parametrize(("start", "stalled"), [("", 75), ("-start", 54)])
-def test_nothing_covers_a_synchronous_one_and_all_end_with_their_computation(
+def test_a_synchronous_collective_stalls_and_all_end_with_the_computation(
   start, stalled
 ):
-  """75: the tuple of 10,000 bytes is the result; else 8,000 of them are."""
-  assert cost_of(WAITING.format(start=start)).stalled == stalled
+  """The result is a tuple of 10,000 bytes (75 s), else 8,000 bytes of it."""
+  assert cost_of(WAITING.format(start=start)).stalled_seconds == stalled
 
 
 OFFLOADED = """
@@ -211,16 +215,16 @@ ENTRY %main (x: f32[500]) -> f32[500] {
 """  # noqa: E501
 
 
-def test_a_collective_of_another_core_runs_beside():
+def test_a_collective_of_another_core_overlaps():
   cost = cost_of(OFFLOADED)
   ((kind, traffic),) = cost.collectives.items()
   assert kind == ("all-gather", 4, True)
   assert traffic.seconds == 60
-  assert cost.seconds == 12  # two additions, the first of them meanwhile
-  assert cost.stalled == 54
+  assert cost.roofline_seconds == 12  # two additions; the first overlaps
+  assert cost.stalled_seconds == 54
 
 
-# What libtpu makes of JAX programs whose cost is known.
+# JAX programs of known cost, compiled by libtpu.
 
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="no libtpu"
@@ -262,7 +266,7 @@ def test_flops_of_a_scan_of_products(mesh):
   cost = compiled(mesh, function, shapes, [P("x"), P()])
   assert cost.flops == 7 * 2 * 128 * 256 * 256
   weights = 7 * 256 * 256 * 2
-  assert weights <= cost.hbm < 1.3 * weights  # each once; the rest in VMEM
+  assert weights <= cost.hbm_bytes < 1.3 * weights  # each once
 
 
 @needs_libtpu
@@ -274,7 +278,7 @@ def test_flops_of_a_gradient_through_a_batched_product(mesh):
 
   shapes = [((6, 256, 128), jnp.bfloat16), ((6, 512, 128), jnp.bfloat16)]
   cost = compiled(mesh, function, shapes, [P(), P()])
-  # forward, and one product for each gradient
+  # the forward pass, and one product for each gradient
   assert cost.flops == 3 * 2 * 6 * 256 * 512 * 128
 
 
@@ -292,7 +296,7 @@ def test_collectives_in_a_scan(mesh):
 
 
 @needs_libtpu
-def test_loops_in_loops_and_loops_of_data(mesh):
+def test_nested_and_data_dependent_loops(mesh):
   def function(x, w):
     inner = lambda c, _: (c @ w, None)
     outer = lambda c, _: (jax.lax.scan(inner, c, None, length=3)[0] + 1, None)

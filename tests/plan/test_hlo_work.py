@@ -1,4 +1,4 @@
-"""FLOPs and bytes of single instructions, against counting by hand."""
+"""FLOPs and bytes of single instructions, counted by hand."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ HEAD = "ENTRY %main (a: f32[4]) -> f32[4] {\n"
 
 
 def first_of(body, *, computations=""):
-  """The module of some instructions, and the one called %it."""
+  """The module, the computation and the instruction named %it."""
   module = hlo_module.parse(f"{computations}\n{HEAD}{body}\n}}")
   return module, module.entry, module.entry.get("it")
 
@@ -31,7 +31,7 @@ def test_a_matrix_product():
 
 
 def test_a_batched_product_written_as_a_convolution():
-  """As TPUs write it: 8 pairs of [32, 64] x [64, 16], mostly in padding."""
+  """As on TPUs: 8 products [32, 64] x [64, 16], mostly padding."""
   work = first_of(
     "  %a = bf16[8,32,64]{2,1,0} parameter(0)\n"
     "  %b = bf16[8,64,16]{2,1,0} parameter(1)\n"
@@ -42,7 +42,7 @@ def test_a_batched_product_written_as_a_convolution():
 
 
 def test_a_full_convolution_of_one_element():
-  """[5, 64] x [4, 64, 128], the 4 as outputs of a padded window."""
+  """[5, 64] x [4, 64, 128]; the 4 are outputs of a padded window."""
   work = first_of(
     "  %a = bf16[5,64,1]{2,1,0} parameter(0)\n"
     "  %b = bf16[4,128,64]{2,1,0} parameter(1)\n"
@@ -52,7 +52,7 @@ def test_a_full_convolution_of_one_element():
   assert hlo_work.flops(*work) == 2 * 5 * 4 * 64 * 128
 
 
-def test_overlaps_against_trying_all():
+def test_overlaps_against_brute_force():
   choices = (1, 4, 9), (1, 3), (1, 2, 3), (0, 2), (0, 1), (1, 2, 6), (1, 2)
   tried = 0
   for left, right, stride, low, high, spread, apart in product(*choices):
@@ -64,13 +64,14 @@ def test_overlaps_against_trying_all():
     met = sum(
       o * stride + k * apart in real for o in range(out) for k in range(right)
     )
-    window = {"stride": stride, "low": low, "spread": spread, "apart": apart}
+    window = {"stride": stride, "low": low}
+    window |= {"lhs_dilate": spread, "rhs_dilate": apart}
     assert hlo_work._overlaps(left, right, out, **window) == met
     tried += 1
   assert tried > 300
 
 
-def test_a_kernel_tells_its_own_flops():
+def test_a_kernel_reports_its_flops():
   work = first_of(
     "  %a = f32[4]{0} parameter(0)\n"
     '  ROOT %it = f32[4]{0} custom-call(%a), custom_call_target="tpu_custom_'
@@ -81,7 +82,7 @@ def test_a_kernel_tells_its_own_flops():
 
 
 def scores(T):
-  """That splash computes: of every block with one that is not masked."""
+  """The scores that splash computes: blocks with an unmasked score."""
   kernel = attention._kernel(1, T, True)
   block = kernel.kwargs["block_sizes"].block_q
   blocks = np.tri(T, dtype=bool).reshape(T // block, block, -1, block)
@@ -113,7 +114,7 @@ def test_attention_kernels_by_counting_blocks(name, results, products, T):
   assert not hlo_work.is_unknown_kernel(module.entry, kernel)
 
 
-def test_a_kernel_that_tells_nothing_is_named():
+def test_a_kernel_that_reports_no_flops_is_unknown():
   _, entry, kernel = first_of(
     "  %a = f32[4]{0} parameter(0)\n"
     '  ROOT %it = f32[4]{0} custom-call(%a), custom_call_target="tpu_custom_'
@@ -197,7 +198,7 @@ def test_a_prefetch_reads_hbm_once():
     'f32[9]{0} custom-call(), custom_call_target="AllocateBuffer"',
   ],
 )
-def test_names_and_aliases_are_free(line):
+def test_names_and_aliases_move_no_bytes(line):
   work = first_of(f"{PARAMETERS}  ROOT %it = {line}")
   assert hlo_work.hbm_bytes(*work) == 0
 

@@ -45,9 +45,9 @@ def test_a_run_with_pages(debug_config):
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]
   paged = made.sampler.generate
-  assert analysis.decoding(made) == paged.devices.decode.mesh
+  assert analysis.decoding(made) == paged.jitted.decode.mesh
   longest = paged.paging.buckets(debug_config.data.max_prompt_length)[-1]
-  assert tokens.shape == (paged.at_once(longest) * paged.shards, longest)
+  assert tokens.shape == (paged.prefill_batch(longest) * paged.shards, longest)
   (_, state, samples, orders, *_), _ = lowered["generate"].in_avals
   out_state, out_samples = lowered["generate"].out_info
   shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -59,7 +59,7 @@ def test_a_run_with_pages(debug_config):
 def test_orders_are_those_of_a_run(debug_config, monkeypatch):
   """Of the shapes and types that `decode` is called with."""
   made, given = refill(debug_config), []
-  functions = made.sampler.generate.devices
+  functions = made.sampler.generate.jitted
   lowered = lower.functions(debug_config, made)
   planned = lowered["generate"].in_avals[0][3]
 
@@ -68,7 +68,7 @@ def test_orders_are_those_of_a_run(debug_config, monkeypatch):
     return functions.decode(params, state, samples, orders, *rest)
 
   watched = dataclasses.replace(functions, decode=decode)
-  spied = dataclasses.replace(made.sampler.generate, devices=watched)
+  spied = dataclasses.replace(made.sampler.generate, jitted=watched)
   P, S = debug_config.data.prompts, debug_config.data.max_prompt_length
   ones = jax.numpy.ones((P, S), jax.numpy.int32)
   prompts = Prompts(ones, ones.sum(1))
@@ -85,7 +85,10 @@ def test_a_run_whose_answers_go_on(debug_config):
   made = refill(debug_config)
   lowered = lower.functions(debug_config, made)
   tokens = lowered["prefill"].in_avals[0][2]
-  room = made.sampler.generate.sizes.prompt + made.sampler.generate.sizes.most
+  room = (
+    made.sampler.generate.sizes.max_prompt_length
+    + made.sampler.generate.sizes.max_new_tokens
+  )
   assert (
     room - 1
     <= tokens.shape[1]

@@ -1,4 +1,4 @@
-"""What a model needs at least, against its own parameters and cache."""
+"""Lower bounds, against the parameters and the cache of real models."""
 
 import jax
 import pytest
@@ -6,6 +6,7 @@ import pytest
 from gspo_jax import model
 from gspo_jax.model import cache as kv
 from gspo_jax.plan import lower_bounds
+from gspo_jax.runtime.sharding import leaves_by_path
 
 VARIANTS = ["tiny", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"]
 
@@ -13,9 +14,8 @@ VARIANTS = ["tiny", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"]
 def matrices(cfg):
   """Sizes of the parameters that multiply something, by path."""
   shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
-  flat, _ = jax.tree.flatten_with_path(shapes)
-  name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-  return {name(p): x.size for p, x in flat if "scale" not in name(p)}
+  leaves = leaves_by_path(shapes)
+  return {path: x.size for path, x in leaves.items() if "scale" not in path}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -30,25 +30,23 @@ def test_active_parameters(name):
   assert lower_bounds.active_parameters(cfg) == expected
 
 
-def test_the_30b_model_has_3b_active():
+def test_the_30b_model_has_3b_active_parameters():
   cfg = model.variant("qwen3-30b-a3b")
   head = cfg.embed_dim * cfg.vocab_size
   assert 3.0e9 < lower_bounds.active_parameters(cfg) + head < 3.4e9
 
 
-def test_tokens_in_steps_cost_what_they_cost_at_once():
+def test_cached_steps_cost_as_much_as_one_pass():
   cfg = model.variant("tiny")
-  at_once = lower_bounds.forward_flops(cfg, rows=3, tokens=64, has_old_logps=64)
+  at_once = lower_bounds.forward_flops(cfg, batch=3, tokens=64, head_tokens=64)
   steps = sum(
-    lower_bounds.forward_flops(
-      cfg, rows=3, tokens=8, has_old_logps=8, past=past
-    )
+    lower_bounds.forward_flops(cfg, batch=3, tokens=8, head_tokens=8, past=past)
     for past in range(0, 64, 8)
   )
   assert steps == pytest.approx(at_once)
 
 
-def test_the_square_of_attention():
+def test_attention_is_quadratic_in_the_length():
   cfg = model.variant("qwen3-0.6b")
   flops = lambda tokens: lower_bounds.forward_flops(cfg, 1, tokens, 0)
   linear = 2 * lower_bounds.active_parameters(cfg) * 1000
@@ -57,7 +55,7 @@ def test_the_square_of_attention():
   assert flops(1000) - linear == pytest.approx(products * pairs)
 
 
-def test_a_dense_model_reads_its_weights_and_its_cache():
+def test_a_dense_model_reads_its_weights_and_cache_once():
   cfg = model.variant("qwen3-0.6b", dtype="float32")
   sizes = matrices(cfg)
   weights = 4 * sum(sizes.values())  # tied: the embedding is the head
@@ -76,7 +74,7 @@ def test_a_dense_model_reads_its_weights_and_its_cache():
   assert least == pytest.approx(weights + cache)
 
 
-def test_experts_are_read_when_tokens_choose_them():
+def test_experts_are_read_if_tokens_are_routed_to_them():
   cfg = model.variant("qwen3-30b-a3b")
 
   def least(rows, **split):
@@ -91,7 +89,7 @@ def test_experts_are_read_when_tokens_choose_them():
     if path.endswith(("moe/gate_up", "moe/down"))
   )
   one, many = least(16), least(16 * 1000)
-  # One token for each device meets 8 of 128 experts, 1000 meet all.
+  # One token on each device uses 8 of 128 experts, 1000 tokens use all.
   assert many - one == pytest.approx(experts * 120 / 128)
-  # Where 16 devices share them, each holds a sixteenth.
+  # Sharded over 16 devices, each holds a sixteenth.
   assert least(16 * 1000, expert=16) < many / 10

@@ -1,4 +1,4 @@
-"""The table: every number of a made-up report, on a narrow screen."""
+"""Every number of a synthetic report is in the table, which is narrow."""
 
 import copy
 
@@ -75,7 +75,7 @@ REPORT = {
   "line",
   [
     "configs/some.py on 2 x v5p:4x4x4, 128 devices",
-    "mesh: data 2, fsdp 16, expert 4; to sample: data 32, expert 4",
+    "mesh: data 2, fsdp 16, expert 4; sampler mesh: data 32, expert 4",
     "jax 0.10.2, libtpu 0.0.51; compiler roofline, nothing ran on a chip",
     "peak, by the compiler 9.00 9.00 9.00",
     "free of 40.00 75% 75% 75%",
@@ -119,7 +119,7 @@ def test_the_fullest_function_decides_what_is_free():
     (0.09, "verdict: fits, 9% of the HBM free at least"),
   ],
 )
-def test_a_tight_fit_is_no_plain_yes(share, verdict):
+def test_a_tight_fit_has_a_warning(share, verdict):
   report = copy.deepcopy(REPORT)
   report["functions"]["update"]["memory"]["free"] = share * report["hbm"]
   text = render(report)
@@ -148,7 +148,7 @@ PAGES = {"pages_bytes": 8e9, "pages_seconds": 3e-3}
 
 
 @pytest.mark.parametrize(
-  ("more", "told"),
+  ("more", "expected"),
   [
     (
       {},
@@ -158,26 +158,26 @@ PAGES = {"pages_bytes": 8e9, "pages_seconds": 3e-3}
       PAGES | {"kernel": True},
       [
         "step with every page full",
-        "8 GB, 3 ms of it to read all pages; less where fewer are full",
+        "8 GB, 3 ms of it to read all pages; less if fewer are full",
         "above: a segment of 32 such steps",
       ],
     ),
     (
       PAGES | {"kernel": False},
-      ["not counted: 8 GB, 3 ms to read all pages, by blocks"],
+      ["not counted: 8 GB, 3 ms to read all pages in blocks"],
     ),
   ],
 )
-def test_what_a_decode_step_is_of(more, told):
+def test_the_decode_step(more, expected):
   report = copy.deepcopy(REPORT)
   report["functions"]["generate"]["decode"] = DECODE | more
   text = render(report)
-  for words in ("12 GB, 1.20 times the least, 10 GB", *told):
+  for words in ("12 GB, 1.20 times the lower bound, 10 GB", *expected):
     assert words in text
   assert max(map(len, text.splitlines())) <= 100
 
 
-def test_what_does_not_fit_is_named_last_with_its_buffers():
+def test_a_misfit_is_named_last_with_its_buffers():
   report = copy.deepcopy(REPORT)
   report["functions"]["old_logprobs"] = {
     "compile_seconds": 3.0,

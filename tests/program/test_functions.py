@@ -140,9 +140,9 @@ def test_a_function_that_compiles_again_is_an_error(debug_config):
   for name, most in generate.compilations().items():
     jitted = types.SimpleNamespace(_cache_size=lambda most=most: most + 1)
     functions = dataclasses.replace(
-      generate.devices, **{name: sharding.MeshJit(jitted, mesh)}
+      generate.jitted, **{name: sharding.MeshJit(jitted, mesh)}
     )
-    again = dataclasses.replace(generate, devices=functions)
+    again = dataclasses.replace(generate, jitted=functions)
     sampler = dataclasses.replace(program.sampler, generate=again)
     with pytest.raises(RuntimeError, match=rf"generate\.{name} was compiled"):
       dataclasses.replace(program, sampler=sampler).check_compiled_once()

@@ -153,7 +153,14 @@ def entropy(x):
 
 
 def table(
-  params, cfg, rows, *, temperature, routes=None, replay=False, own=None
+  params,
+  cfg,
+  rows,
+  *,
+  temperature,
+  routes=None,
+  replay=False,
+  use_own_experts=None,
 ):
   """Stands for `train_batch.logprobs`."""
   i = rows.tokens[:, 0]
@@ -161,8 +168,8 @@ def table(
   chosen = jnp.broadcast_to(CHOSEN, (L, len(i), 1 + R, K))
   if routes is None:
     routes = chosen
-  if own is not None:
-    routes = jnp.where(own, chosen, routes)
+  if use_own_experts is not None:
+    routes = jnp.where(use_own_experts, chosen, routes)
   if replay:
     logps = logps + sent(routes[0])
   router = params["router"][i].swapaxes(0, 1)

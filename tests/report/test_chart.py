@@ -1,10 +1,10 @@
-"""Lines lie where their numbers are, and labels beside them, apart."""
+"""Lines at the place of their numbers, with labels that do not overlap."""
 
 import re
 
 import numpy as np
 
-from gspo_jax.report.chart import Line, line_chart, spaced
+from gspo_jax.report.chart import Axis, Line, line_chart, spaced
 from gspo_jax.report.curve import thin
 from gspo_jax.report.workdir import Series
 
@@ -48,9 +48,9 @@ def test_a_thinned_line_has_a_band_around_it():
   assert (band[30:][::-1, 1] >= points[:, 1]).all()
 
 
-def test_labels_say_the_last_value_and_do_not_touch():
+def test_labels_have_the_last_value_and_do_not_overlap():
   lines = [line([0, v], f"l{i}", i) for i, v in enumerate((0.5, 0.5, 0.51))]
-  html = line_chart("t", lines, unit="%").html
+  html = line_chart("t", lines, Axis("%")).html
   found = re.findall(
     r'y="([\d.]+)" text-anchor="start" class="label">(\w+)', html
   )
@@ -71,7 +71,9 @@ def test_spaced_moves_only_what_is_too_near():
 
 
 def test_marks_are_on_the_page_and_on_the_axis():
-  figure = line_chart("t", [line([1e-7, 2e-7])], log=True, marks={"clip": 3e-4})
+  figure = line_chart(
+    "t", [line([1e-7, 2e-7])], Axis(log=True), marks={"clip": 3e-4}
+  )
   assert "clip 3e-4" in figure.html
   low, high = figure.data["y"][:2]
   assert low < 1e-7
@@ -81,7 +83,7 @@ def test_marks_are_on_the_page_and_on_the_axis():
 def test_the_first_step_may_be_cut_off():
   lines = [line([100, 1, 1.2, 0.9])]
   assert line_chart("t", lines).data["y"][1] > 100
-  assert line_chart("t", lines, first_is_odd=True).data["y"][1] < 2
+  assert line_chart("t", lines, Axis(skip_first=True)).data["y"][1] < 2
 
 
 def labels(html):
@@ -91,9 +93,9 @@ def labels(html):
 
 
 def test_the_axis_of_a_constant_0_percent_has_no_negative_shares():
-  html = line_chart("t", [line([0, 0])], unit="%").html
+  html = line_chart("t", [line([0, 0])], Axis("%")).html
   assert labels(html) == (["0%", "50%", "100%"], ["0", "1"])
-  html = line_chart("t", [line([1, 1])], unit="%").html
+  html = line_chart("t", [line([1, 1])], Axis("%")).html
   assert labels(html)[0] == ["60%", "80%", "100%"]
 
 
@@ -102,7 +104,7 @@ def test_close_numbers_have_labels_of_their_own():
   assert labels(html)[0] == ["10", "10.05", "10.1"]
 
 
-def test_a_lone_step_is_the_only_one_on_the_axis():
+def test_a_single_step_is_the_only_one_on_the_axis():
   lone = line([np.nan, np.nan, 0.5])
   lone = lone._replace(curve=thin(Series(np.array([3]), np.array([0.5])), 9))
   html = line_chart("t", [lone]).html
@@ -111,11 +113,11 @@ def test_a_lone_step_is_the_only_one_on_the_axis():
   assert "nan" not in html
 
 
-def test_the_pointer_gets_what_is_drawn():
+def test_the_pointer_gets_the_points_of_the_line():
   (series,) = line_chart("t", [line([1, np.nan, 0.123456])]).data["s"]
   assert series == {"n": "x", "c": 0, "x": [0, 1, 2], "v": [1, None, 0.1235]}
 
 
-def test_a_picture_is_told_in_words():
-  html = line_chart("Loss", [line([0.5, np.nan, 0.25])], unit="%").html
+def test_a_picture_has_a_description():
+  html = line_chart("Loss", [line([0.5, np.nan, 0.25])], Axis("%")).html
   assert 'aria-label="Loss. x 50% to 25%"' in html

@@ -1,4 +1,4 @@
-"""A subject's charts hold what moved, and say what stood still."""
+"""The charts of a subject show what changed, and list what did not."""
 
 import re
 
@@ -29,13 +29,13 @@ def written(folder, *rows):
   return folder
 
 
-def test_what_stands_still_is_said_in_words(tmp_path):
+def test_a_constant_scalar_is_listed_without_a_chart(tmp_path):
   workdir = written(tmp_path / "a", *[{"a": 0.25}] * 5)
   figures, still, scalars = of_subject(SHARES, runs(workdir), set())
   assert (figures, still, scalars) == ([], ["x/a 25%"], ["x/a"])
 
 
-def test_beside_one_that_moves_it_is_drawn(tmp_path):
+def test_beside_one_that_changes_it_is_drawn(tmp_path):
   workdir = written(tmp_path / "a", *[{"a": 0.25, "b": i} for i in range(5)])
   figures, still, _ = of_subject(SHARES, runs(workdir), set())
   assert still == []
@@ -54,7 +54,7 @@ def test_of_several_runs_each_metric_has_a_chart(tmp_path):
   ]
 
 
-def test_what_is_taken_is_not_shown_again(tmp_path):
+def test_a_metric_of_an_earlier_subject_is_not_shown_again(tmp_path):
   workdir, taken = written(tmp_path / "a", {"a": 1}), {"x/a"}
   assert of_subject(SHARES, runs(workdir), taken) == ([], [], [])
 
@@ -91,12 +91,12 @@ def test_no_signal_is_a_warning_first_in_its_subject(tmp_path):
 
 
 SUBJECT_OF = {
-  "ratio/token_log": "How far",
-  "ratio/sequence_log": "How far",
-  "mismatch/token_gap": "Do sampler",
-  "mismatch/sequence_gap": "Do sampler",
-  "mismatch/token_abs_mean": "Do sampler",
-  "mismatch/sequence_abs_mean": "Do sampler",
+  "ratio/token_log": "Size of",
+  "ratio/sequence_log": "Size of",
+  "mismatch/token_gap": "Sampler and",
+  "mismatch/sequence_gap": "Sampler and",
+  "mismatch/token_abs_mean": "Sampler and",
+  "mismatch/sequence_abs_mean": "Sampler and",
 }
 
 
@@ -120,8 +120,8 @@ def marked(*folders):
   [("gspo", "sequence"), ("grpo", "token"), ("gmpo", "token"), ("sapo", "no")],
 )
 def test_a_clip_range_lies_beside_what_it_clips(tmp_path, method, unit):
-  asked = {"name": method, "clip_low": 2e-3, "clip_high": 3e-3}
-  config = {**CONFIG, "objective": asked}
+  objective = {"name": method, "clip_low": 2e-3, "clip_high": 3e-3}
+  config = {**CONFIG, "objective": objective}
   folder = make_run(tmp_path / "a", 12, config=config)
   expected = {name for name in SUBJECT_OF if f"/{unit}_" in name}
   assert marked(folder) == expected
@@ -144,7 +144,7 @@ def test_a_mark_is_where_the_log_ratio_is_clipped(tmp_path):
 
 def test_maps_and_outlines_of_one_run_outlines_of_several(tmp_path):
   folders = [make_run(tmp_path / n, 30) for n in "ab"]
-  subject = next(s for s in SUBJECTS if "experts" in s.title)
+  subject = next(s for s in SUBJECTS if "Experts" in s.title)
   for these, maps in ((folders[:1], 1), (folders, 0)):
     figures, _, _ = of_subject(subject, runs(*these), set())
     html = "".join(f.html for f in figures)

@@ -1,4 +1,4 @@
-"""The top of a page says what the run is, and what went wrong."""
+"""The head of a page: what the run is, its results and its warnings."""
 
 from make_run import CONFIG, make_run
 
@@ -35,22 +35,22 @@ def test_time_and_rewards_are_those_of_the_rows(tmp_path):
   assert "0.25 → </span>0.25" in html
 
 
-def test_no_signal_is_the_first_thing_said(tmp_path):
+def test_no_signal_is_the_first_warning(tmp_path):
   folder = make_run(tmp_path / "a", 3, scalars={"reward/mixed_groups": 0.0})
   text = (folder / "metrics.jsonl").read_text()
   text = text.replace('"step": 3', '"step": 3, "grad/odd": null')
   (folder / "metrics.jsonl").write_text(text)
   html = head.head(runs(folder))
-  said = "No signal at 3 of 3 steps, first at step 1: "
-  assert html.index("<h1>") < html.index(f'<ul class="warnings"><li>{said}')
-  assert html.index(said) < html.index("grad/odd was not finite")
+  warning = "No signal at 3 of 3 steps, first at step 1: "
+  assert html.index("<h1>") < html.index(f'<ul class="warnings"><li>{warning}')
+  assert html.index(warning) < html.index("grad/odd was not finite")
   assert html.index("grad/odd was not finite") < html.index('class="tiles"')
   healthy = make_run(tmp_path / "b", 3)
   assert "No signal" not in head.head(runs(healthy))
-  assert f"<li>a: {said}" in head.head(runs(folder, healthy))
+  assert f"<li>a: {warning}" in head.head(runs(folder, healthy))
 
 
-def test_configs_that_are_the_same_are_said_to_be(tmp_path):
+def test_equal_configs(tmp_path):
   pair = [make_run(tmp_path / name, 1) for name in "ab"]
   assert "All the same." in head.config(runs(*pair))
   without = make_run(tmp_path / "c", 1, config=None)

@@ -1,4 +1,4 @@
-"""A map's pixels are its numbers: the picture is decoded here."""
+"""The pixels of a heat map are its numbers: the picture is decoded here."""
 
 import base64
 import io
@@ -88,12 +88,17 @@ def test_a_long_map_ends_at_its_last_step():
 
 
 def test_a_model_of_one_layer_has_no_second_one():
-  html = heat.profiles("t", [("a", 0, np.array([0.5]))], "%", "").html
+  html = heat.profiles(
+    "t", [heat.Outline("a", 0, np.array([0.5]))], "%", ""
+  ).html
   assert re.findall(r'text-anchor="middle">([^<]*)<', html) == ["layer 0"]
 
 
 def test_outlines_are_shares():
-  rows = [("a", 0, counts_at(0.02, 5)), ("b", 1, counts_at(0.02, 500))]
+  rows = [
+    heat.Outline("a", 0, counts_at(0.02, 5)),
+    heat.Outline("b", 1, counts_at(0.02, 500)),
+  ]
   html = heat.outlines("t", rows, EDGES, "").html
   first, second = re.findall(r'class="line" d="([^"]+)"', html)
   assert first == second
@@ -103,6 +108,8 @@ def test_nothing_counted_is_still_a_picture():
   spread = Spread(np.array([1]), np.zeros((1, BINS)), EDGES)
   html = heat.histogram_map("t", spread, "", {"clip": 3e-4}).html
   assert "nan" not in html
-  html = heat.outlines("t", [("a", 0, np.zeros(BINS))], EDGES, "").html
+  html = heat.outlines(
+    "t", [heat.Outline("a", 0, np.zeros(BINS))], EDGES, ""
+  ).html
   assert ">100%<" in html
-  heat.profiles("t", [("a", 0, np.full(3, np.nan))], "%", "")
+  heat.profiles("t", [heat.Outline("a", 0, np.full(3, np.nan))], "%", "")

@@ -1,4 +1,4 @@
-"""A page can be trusted to open: whole, alone, harmless, and small."""
+"""The page and the command: complete, self-contained, harmless and small."""
 
 import functools
 import http.server
@@ -15,6 +15,7 @@ import pytest
 from make_run import CONFIG, add_sample, make_run
 from repository import ROOT
 
+from gspo_jax.report import __main__ as report_main
 from gspo_jax.report.page import page
 from gspo_jax.report.workdir import read
 from gspo_jax.runtime.errors import UserError
@@ -95,10 +96,10 @@ def test_a_page_is_whole_and_loads_nothing(run):
   assert not any(k.startswith("on") for _, a in page.elements for k in a)
 
 
-def test_a_page_says_what_matters(run):
+def test_a_page_has_the_main_results(run):
   text = Page(html_of(run)).text()
-  for said in ("tiny · gspo", "20 of 20 steps, finished", "20% →", "80%"):
-    assert said in text, said
+  for result in ("tiny · gspo", "20 of 20 steps, finished", "20% →", "80%"):
+    assert result in text, result
   for title in ("Held-out accuracy", "Tokens clipped", "Flips by layer"):
     assert title in text, title
   assert "it is 20" in text
@@ -114,7 +115,7 @@ def test_every_scalar_stands_in_a_table_once(run):
     assert page.count(f"<th scope=row>{name}</th>") == 1, name
 
 
-def test_every_picture_says_what_it_shows(run):
+def test_every_picture_has_a_description(run):
   pictures = Page(html_of(run)).all("svg")
   assert len(pictures) > 20
   assert all(p["role"] == "img" and p["aria-label"] for p in pictures)
@@ -123,10 +124,9 @@ def test_every_picture_says_what_it_shows(run):
 def test_hostile_text_stays_text(tmp_path):
   config = {**CONFIG, "note": HOSTILE, HOSTILE: 1}
   run = make_run(tmp_path / "a<b>&", 2, config=config, scalars={HOSTILE: 1.5})
-  parts = dict.fromkeys(("question", "answer", "reference"), HOSTILE)
+  parts = dict.fromkeys(("problem", "response", "reference"), HOSTILE)
   add_sample(run, 3, **parts)
-  add_sample(run, 2, answer=f"{HOSTILE}\n---- 2 of 2, step 2, reward {HOSTILE}")
-  (run / "samples" / "step_000001.txt").write_bytes(b"\xff" + HOSTILE.encode())
+  add_sample(run, 2, response=f"{HOSTILE}\x00\ud800\u2028")
   for folders in ([run], [run, make_run(tmp_path / "</script>", 3)]):
     page = Page(html_of(*folders))
     assert len(page.all("script")) == 2
@@ -151,7 +151,7 @@ def test_short_runs(tmp_path, steps, moe):
   assert ("Experts that flip" in page.text()) == (moe and steps > 0)
 
 
-def test_a_run_without_anything_but_rows(tmp_path):
+def test_a_run_with_metrics_only(tmp_path):
   (tmp_path / "metrics.jsonl").write_text("")
   assert "No step is done yet" in Page(html_of(tmp_path)).text()
   (tmp_path / "metrics.jsonl").write_text('{"step": 1, "odd": null}\n')
@@ -159,7 +159,7 @@ def test_a_run_without_anything_but_rows(tmp_path):
   assert "odd was not finite at step 1" in text
 
 
-def test_numbers_that_are_not_finite_leave_gaps_and_are_told(tmp_path):
+def test_numbers_that_are_not_finite_leave_gaps_and_a_warning(tmp_path):
   run = make_run(tmp_path / "x", 12)
   rows = [
     json.loads(r) for r in (run / "metrics.jsonl").read_text().splitlines()
@@ -175,7 +175,7 @@ def test_numbers_that_are_not_finite_leave_gaps_and_are_told(tmp_path):
 
 
 def test_long_runs_are_small_and_quick(tmp_path):
-  run = make_run(tmp_path / "x", 5000)
+  run = make_run(tmp_path / "x", 2000)
   begin = time.monotonic()
   html = html_of(run)
   assert time.monotonic() - begin < 10
@@ -198,39 +198,35 @@ def test_several_runs_lie_over_one_another(tmp_path):
   assert alone(page)
   assert "2 runs compared" in page.text()
   assert "7 of 20 steps, running or stopped" in page.text()
-  differ = html.split('id="the-config"')[1].split("<details>")[0]
+  differ = html.split('id="config"')[1].split("<details>")[0]
   assert "<th scope=row>objective.name</th><td>gspo</td><td>grpo</td>" in differ
   assert "learning_rate" not in differ
   (chart,) = re.findall(r"<svg[^>]*Gradient norm\..*?</svg>", html)
   assert re.findall(r'<g class="(c\d)">', chart) == ["c0", "c1"]
 
 
-def command(*flags):
-  return subprocess.run(
-    [sys.executable, "-m", "gspo_jax.report", *map(str, flags)],
+def test_the_command_writes_beside_the_run_or_to_a_file(
+  run, tmp_path, monkeypatch, capsys
+):
+  done = subprocess.run(
+    [sys.executable, "-m", "gspo_jax.report", str(run)],
     cwd=ROOT,
     capture_output=True,
     text=True,
     timeout=120,
   )
-
-
-def test_the_command_writes_beside_the_run_or_where_it_is_told(run, tmp_path):
-  done = command(run)
   assert (done.returncode, done.stderr) == (0, "")
   assert done.stdout == f"{run / 'report.html'}\n"
-  again = command(run, f"--to={tmp_path}/new/x.html")
-  assert again.returncode == 0
-  texts = (
-    (run / "report.html").read_text(),
-    (tmp_path / "new/x.html").read_text(),
-  )
-  assert texts[0] == texts[1]
+  path = tmp_path / "new/x.html"
+  monkeypatch.setattr(sys, "argv", ["report", str(run), f"--to={path}"])
+  report_main.command()
+  assert capsys.readouterr().out == f"{path}\n"
+  assert path.read_text() == (run / "report.html").read_text()
 
 
-def test_mistakes_are_one_line(run, tmp_path):
+def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
   (tmp_path / "file").write_text("")
-  for flags, said in (
+  for flags, message in (
     ([], "the following arguments are required: workdir"),
     ([tmp_path / "none"], "no such folder"),
     ([run.parent], f"such as '{run}'"),
@@ -239,21 +235,24 @@ def test_mistakes_are_one_line(run, tmp_path):
     ([*[run] * 9, "--to=x"], "at most 8"),
     ([run, f"--to={tmp_path}/file/x.html"], "cannot write"),
   ):
-    done = command(*flags)
-    assert done.returncode == 2, flags
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert said in done.stderr
+    monkeypatch.setattr(sys, "argv", ["report", *map(str, flags)])
+    with pytest.raises(SystemExit) as end:
+      report_main.command()
+    stderr = capsys.readouterr().err
+    assert end.value.code == 2, flags
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    assert message in stderr
 
 
-def test_a_row_that_is_no_row_is_named(tmp_path):
+def test_a_bad_line_is_named(tmp_path):
   run = make_run(tmp_path / "x", 3)
   with (run / "metrics.jsonl").open("a") as file:
     file.write('{"step": 4, "gr')  # a run that is writing
   html_of(run)
   with (run / "metrics.jsonl").open("a") as file:
     file.write("\n{}\n")
-  with pytest.raises(UserError, match=r"metrics\.jsonl, line 5"):
+  with pytest.raises(UserError, match=r"metrics\.jsonl:5: "):
     html_of(run)
 
 
@@ -312,17 +311,17 @@ svg.dispatchEvent(new PointerEvent("pointermove",
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 def test_a_browser_complains_of_nothing_and_fetches_nothing(tmp_path):
   run = make_run(tmp_path / "run", 300)
-  add_sample(run, 300, answer=HOSTILE)
+  add_sample(run, 300, response=HOSTILE)
   html = html_of(run)
   (tmp_path / "page.html").write_text(html)
   dom, console, requests = browse(tmp_path, "--dump-dom")
   assert console == []
   assert requests == ["/page.html"]
-  # The script has run: one step's answers are left, and a slider.
+  # The script has run: it shows one step and a slider.
   shown = re.findall(r'<section data-step="(\d+)"( hidden="")?', dom)
   assert [step for step, hidden in shown if not hidden] == ["300"]
   assert '<p class="picker"><label>' in dom
-  # That the two checks can see: a script and a picture that must not be there.
+  # The two checks see a forbidden script and a forbidden picture.
   bad = html.replace("<main>", "<main><img src=/x.png><script>oops()</script>")
   (tmp_path / "page.html").write_text(bad)
   _, console, requests = browse(tmp_path, "--dump-dom")
@@ -347,7 +346,7 @@ def test_a_pointer_reads_numbers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
-def test_it_is_drawn_on_light_and_on_dark_paper(tmp_path):
+def test_light_and_dark_pages(tmp_path):
   (tmp_path / "page.html").write_text(html_of(make_run(tmp_path / "run", 60)))
   size = "--window-size=1280,2000"
   shots = []

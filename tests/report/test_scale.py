@@ -1,4 +1,4 @@
-"""Numbers read as people write them, and lie where their axis says."""
+"""Numbers as text, and the ranges and ticks of axes."""
 
 import numpy as np
 import pytest
@@ -100,7 +100,7 @@ def test_labels_of_an_axis_are_its_ticks_and_no_two_are_alike(low, high, unit):
   [(0, 0, 1), (1, 0.5, 1), (0.9, 0.45, 1), (0.5, 0.25, 0.75)],
 )
 def test_a_constant_share_lies_on_an_axis_of_shares(value, low, high):
-  scale = span([value, value], 200, 10, log=False, most=1.0)
+  scale = span([value, value], 200, 10, log=False, maximum=1.0)
   room = 0.06 * (high - low)
   assert scale.low == pytest.approx(low - room if low else 0)
   assert scale.high == pytest.approx(high + room)

@@ -1,4 +1,4 @@
-"""Programs: which block is run, how tests are read, when output is right."""
+"""Programs: which block runs, how tests are read, when output is correct."""
 
 import json
 
@@ -27,7 +27,7 @@ def fenced(*programs):
 
 
 @pytest.mark.parametrize(
-  ("answer", "reference"),
+  ("response", "reference"),
   [
     (fenced(ADD), PAIRS),
     (fenced(ADD), ROWS),
@@ -54,12 +54,12 @@ def fenced(*programs):
     (fenced("print(3)\nraise SystemExit"), ROWS),
   ],
 )
-def test_right(passes, answer, reference):
-  assert passes("", answer, reference) == 1.0
+def test_right(passes, response, reference):
+  assert passes("", response, reference) == 1.0
 
 
 @pytest.mark.parametrize(
-  ("answer", "reference"),
+  ("response", "reference"),
   [
     ("", PAIRS),
     (ADD, PAIRS),
@@ -76,8 +76,8 @@ def test_right(passes, answer, reference):
     (fenced("print(user, memory, lower)"), ROWS),
   ],
 )
-def test_wrong(passes, answer, reference):
-  assert passes("", answer, reference) == 0.0
+def test_wrong(passes, response, reference):
+  assert passes("", response, reference) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_tests_that_doing_nothing_passes_are_an_error():
     code.passes("", fenced("pass"), reference)
 
 
-def test_tests_that_take_longer_than_an_answer_may_are_the_users_mistake(
+def test_more_time_for_tests_than_for_a_call_is_a_user_error(
   passes,
 ):
   for spec, seconds, total in (
@@ -122,6 +122,6 @@ def test_tests_that_take_longer_than_an_answer_may_are_the_users_mistake(
 
 def test_time_for_all_tests_ends_a_series(passes):
   reference = json.dumps([{"input": "", "output": "1"}] * 50)
-  answer = fenced("import time; time.sleep(.2); print(1)")
-  assert code.passes("", answer, reference, total=1.0) == 0.0
-  assert code.passes("", answer, json.dumps(json.loads(reference)[:2])) == 1.0
+  response = fenced("import time; time.sleep(.2); print(1)")
+  assert code.passes("", response, reference, total=1.0) == 0.0
+  assert code.passes("", response, json.dumps(json.loads(reference)[:2])) == 1.0

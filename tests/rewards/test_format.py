@@ -1,4 +1,4 @@
-"""Thinking tags: once, at the start, and an answer after them."""
+"""Thinking tags: once, at the start, and a response after them."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from gspo_jax.rewards.format import thinks
 
 
 @pytest.mark.parametrize(
-  ("prompt", "answer"),
+  ("prompt", "response"),
   [
     ("", "<think>2 + 3</think>5"),
     ("", " \n<think>\n2 + 3\n</think>\n\n5\n"),
@@ -16,12 +16,12 @@ from gspo_jax.rewards.format import thinks
     ("Q<think> mid", "<think>2 + 3</think>5"),
   ],
 )
-def test_right(prompt, answer):
-  assert thinks(prompt, answer, "") == 1.0
+def test_right(prompt, response):
+  assert thinks(prompt, response, "") == 1.0
 
 
 @pytest.mark.parametrize(
-  ("prompt", "answer"),
+  ("prompt", "response"),
   [
     ("", ""),
     ("", "5"),
@@ -42,5 +42,5 @@ def test_right(prompt, answer):
     ("Q<think>\n", "5"),
   ],
 )
-def test_wrong(prompt, answer):
-  assert thinks(prompt, answer, "") == 0.0
+def test_wrong(prompt, response):
+  assert thinks(prompt, response, "") == 0.0

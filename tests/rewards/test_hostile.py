@@ -1,7 +1,7 @@
-"""Hostile answers, with the outcome of each: a table a reward, and no more.
+"""Hostile responses and the reward of each: one table for each reward.
 
-Each table is scored by one pool, as in a run: an answer's outcome holds beside
-all the others. `FAILED` is score 0 and counted as failed; 0 and 1 are scores.
+One pool scores a whole table, as in a run, so that every outcome also holds
+beside all others. `FAILED` is reward 0 and counted as failed.
 """
 
 import json
@@ -19,7 +19,7 @@ from gspo_jax.runtime.errors import UserError
 
 FAILED = "failed"
 MEGABYTE = 1 << 20
-# MiB of a program, and by which to know its processes.
+# MiB of a program; an odd number, by which the test finds its processes.
 MEMORY = 257
 
 
@@ -29,7 +29,7 @@ def box(text):
 
 # To the reference 18.
 GSM8K = {
-  "an honest answer": ("#### 18", 1),
+  "an honest response": ("#### 18", 1),
   "empty": ("", 0),
   "a forged result in the middle": ("#### 18\nSo no.\n#### 17", 0),
   "all results at once": ("\n".join(f"#### {i}" for i in range(100)), 0),
@@ -66,7 +66,7 @@ GSM8K = {
 
 # To the reference 18 as well.
 MATH = {
-  "an honest answer": (box("18"), 1),
+  "an honest response": (box("18"), 1),
   "by algebra": (box("\\frac{36}{2}"), 1),
   "a tower of powers": (box("9^{9^{9^{9}}}"), 0),
   "a tower that stands": (box("2^{2^{2^{2^{2^{2}}}}}"), 0),
@@ -185,10 +185,10 @@ at = ctypes.addressof(ctypes.c_char.from_buffer(page))
 ctypes.CFUNCTYPE(ctypes.c_int)(at)()
 print("refused")"""
 
-# To one test: nothing in, "refused" out. Programs score 1 where what they try
-# is refused and they live to tell; those that are ended score 0.
+# One test each: no input, "refused" expected. Programs get 1 if the attempt is
+# refused and they go on; those that are killed get 0.
 CODE = {
-  "an honest answer": ("print('refused')", 1),
+  "an honest response": ("print('refused')", 1),
   "no output, exit code 0": ("pass", 0),
   "exit code 0 at once": ("import os; os._exit(0)", 0),
   "the right output, exit code 1": ("print('refused'); exit(1)", 0),
@@ -265,7 +265,7 @@ CODE = {
     "print('refused' if os.getppid() == 1 and os.getpid() < 10 else 1)",
     1,
   ),
-  "open files of the scorer": (
+  "open files of the worker": (
     "import os\nopened = []\nfor fd in range(3, 1000):\n"
     "  try: os.fstat(fd); opened.append(fd)\n  except OSError: pass\n"
     "print('refused' if not opened else opened)",
@@ -334,11 +334,11 @@ CODE = {
     1,
   ),
   "processes: a few threads are allowed": (
-    "import threading\nsaid = []\n"
-    "threads = [threading.Thread(target=said.append, args=(i,))"
+    "import threading\nends = []\n"
+    "threads = [threading.Thread(target=ends.append, args=(i,))"
     " for i in range(8)]\n"
     "for t in threads: t.start()\nfor t in threads: t.join()\n"
-    "print('refused' if len(said) == 8 else said)",
+    "print('refused' if len(ends) == 8 else ends)",
     1,
   ),
   "processes: itself again, with more memory": (
@@ -380,10 +380,6 @@ CODE = {
     " pass\nwhile True: pass",
     0,
   ),
-  "time: a regular expression": (
-    "import re; re.match('(a+)+$', 'a' * 40 + 'b')",
-    0,
-  ),
 }
 
 
@@ -408,7 +404,6 @@ NUMERIC = {
   "a percentage for a share": ("0.5", "50\\%", 0),
   "an honest percentage": ("50\\%", "50", 1),
   "a tower of powers": ("\\sqrt{2}", "9^{9^{9^{9}}}", FAILED),
-  "a tower that stands": ("\\sqrt{2}", "2^{2^{2^{2^{2^{2}}}}}", FAILED),
   "a tower that equals it": ("18", "9^{9^{9^{9}}} = 18", 1),
   "a power of a sum": ("x+1", "(a+b+c+d+e+f+g)^{400}", FAILED),
   "an integral that is asked for": (
@@ -417,7 +412,6 @@ NUMERIC = {
     FAILED,
   ),
   "a factorial that is asked for": ("5!", "(10^9)!", FAILED),
-  "factorials of factorials": ("5!", "9!!!!!!!", FAILED),
   "the integral itself": ("\\frac13", "\\int_0^1 x^2 dx", 0),
 }
 
@@ -428,7 +422,7 @@ def fenced(program):
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-  """What the programs are after: a port, a socket, a file, a variable."""
+  """Targets of the programs: a port, a socket, a file, a variable."""
   secret = tmp_path_factory.mktemp("host") / "secret"
   secret.write_text("secret")
   name = f"gspo-{os.getpid()}"
@@ -449,19 +443,19 @@ def host(tmp_path_factory):
     }
 
 
-def outcomes(spec, answers, reference, seconds):
-  """Name -> 0, 1 or FAILED, of a table scored in one go."""
-  answers = {k: Response("", text, reference) for k, text in answers.items()}
-  return scored(spec, answers, seconds)
+def outcomes(spec, responses, reference, seconds):
+  """Name -> 0, 1 or FAILED; one pool for all."""
+  responses = {
+    k: Response("", text, reference) for k, text in responses.items()
+  }
+  return scored(spec, responses, seconds)
 
 
-def scored(spec, answers, seconds):
-  with RewardPool(
-    [spec], [1.0], workers=2, seconds=seconds, memory=1
-  ) as scorer:
-    scores = scorer.submit(list(answers.values())).result()
-  marks = zip(answers, scores.total, scores.failed, strict=True)
-  return {k: FAILED if failed else int(total) for k, total, failed in marks}
+def scored(spec, responses, seconds):
+  with RewardPool([spec], [1.0], workers=2, seconds=seconds, memory=1) as pool:
+    scores = pool.submit(list(responses.values())).result()
+  outcomes = zip(responses, scores.total, scores.failed, strict=True)
+  return {k: FAILED if failed else int(total) for k, total, failed in outcomes}
 
 
 def of_table(spec, table, seconds):
@@ -482,8 +476,8 @@ def math():
 @pytest.fixture(scope="module")
 def numeric():
   pytest.importorskip("math_verify")
-  answers = {k: Response("", box(a), r) for k, (r, a, _) in NUMERIC.items()}
-  return scored("math", answers, 3)
+  responses = {k: Response("", box(a), r) for k, (r, a, _) in NUMERIC.items()}
+  return scored("math", responses, 3)
 
 
 @pytest.fixture(scope="module")
@@ -492,13 +486,13 @@ def code(host):
     rewards.named("code")
   except UserError as e:
     pytest.skip(str(e))
-  answers = {}
+  responses = {}
   for name, (program, _) in CODE.items():
     for word, value in host.items():
       program = program.replace(word, value)
-    answers[name] = fenced(program)
+    responses[name] = fenced(program)
   reference = json.dumps([{"input": "", "output": "refused\n"}])
-  return outcomes(f"code:seconds=2,memory={MEMORY}", answers, reference, 40)
+  return outcomes(f"code:seconds=2,memory={MEMORY}", responses, reference, 40)
 
 
 @pytest.mark.parametrize("name", GSM8K)

@@ -26,18 +26,18 @@ def test_overlong_at_the_numbers_of_the_paper(tokens, expected):
 def test_overlong_takes_its_limit_from_the_sampler_or_the_name():
   reward = rewards.named("overlong:buffer=4")
   assert reward("", "", "", tokens=8, limit=10) == -0.5
-  assert rewards.given(reward) == {"tokens", "limit"}
+  assert rewards.length_arguments(reward) == {"tokens", "limit"}
   fixed = rewards.named("overlong:buffer=4,limit=8")
   assert fixed("", "", "", tokens=8) == -1.0
-  assert rewards.given(fixed) == {"tokens"}
+  assert rewards.length_arguments(fixed) == {"tokens"}
 
 
-def test_a_buffer_that_punishes_every_answer_is_an_error():
+def test_a_buffer_that_punishes_every_response_is_an_error():
   assert overlong("", "", "", tokens=4, limit=8, buffer=8) == -0.5
   with pytest.raises(ValueError, match=r"buffer up to the 8 tokens.*got 9"):
     overlong("", "", "", tokens=0, limit=8, buffer=9)
 
 
 def test_short_is_the_share_not_used():
-  given = [short("", "", "", tokens=n, limit=8) for n in (0, 2, 8, 9)]
-  assert given == [1.0, 0.75, 0.0, 0.0]
+  shares = [short("", "", "", tokens=n, limit=8) for n in (0, 2, 8, 9)]
+  assert shares == [1.0, 0.75, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""Equivalence: spelling first, then algebra, of the last result only."""
+"""Equivalence of the last results: as text first, then by algebra."""
 
 import time
 
@@ -70,7 +70,7 @@ def equivalent():
 
 
 @pytest.mark.parametrize(
-  ("answer", "reference"),
+  ("response", "reference"),
   [
     ("\\boxed{18}", "18"),
     ("So $\\boxed{\\frac12}$.", "0.5"),
@@ -110,12 +110,12 @@ def equivalent():
     ("\\boxed{x^2-1}", "(x-1)(x+1)"),
   ],
 )
-def test_right(equivalent, answer, reference):
-  assert equivalent("", answer, reference) == 1.0
+def test_right(equivalent, response, reference):
+  assert equivalent("", response, reference) == 1.0
 
 
 @pytest.mark.parametrize(
-  ("answer", "reference"),
+  ("response", "reference"),
   [
     ("18", "18"),
     ("", ""),
@@ -157,7 +157,7 @@ def test_right(equivalent, answer, reference):
     # Braces that leave the box.
     ("#### 17} final answer is $18$. I hope it is correct. {", "18"),
     ("#### 18}", "18"),
-    # The question, not its answer.
+    # The problem again, not its result.
     ("\\boxed{\\sum_{i=1}^{100} i}", "5050"),
     ("\\boxed{\\sum \\limits_{i=1}^{100} i}", "5050"),
     ("\\boxed{\\prod_{i=1}^{5} i}", "120"),
@@ -181,8 +181,8 @@ def test_right(equivalent, answer, reference):
     ("\\boxed{18=17+1}", "18"),
   ],
 )
-def test_wrong(equivalent, answer, reference):
-  assert equivalent("", answer, reference) == 0.0
+def test_wrong(equivalent, response, reference):
+  assert equivalent("", response, reference) == 0.0
 
 
 def test_what_is_long_is_compared_as_text_only(equivalent):
@@ -193,7 +193,7 @@ def test_what_is_long_is_compared_as_text_only(equivalent):
   assert time.perf_counter() - began < 2
 
 
-def test_no_answer_is_evaluated_as_python(equivalent, tmp_path):
+def test_no_response_is_evaluated_as_python(equivalent, tmp_path):
   path = tmp_path / "written"
   for text in (
     f"__import__('os').system('touch {path}')",

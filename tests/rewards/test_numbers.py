@@ -81,7 +81,7 @@ def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time(text):
 
 
 @pytest.mark.parametrize(
-  ("answer", "reference"),
+  ("response", "reference"),
   [
     ("so\n#### 18", "18"),
     ("#### 18\n", "18"),
@@ -120,12 +120,12 @@ def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time(text):
     ("#### " + "9" * 5000 + ".0", "9" * 5000),
   ],
 )
-def test_gsm8k_right(answer, reference):
-  assert gsm8k("", answer, reference) == 1.0
+def test_gsm8k_right(response, reference):
+  assert gsm8k("", response, reference) == 1.0
 
 
 @pytest.mark.parametrize(
-  "answer",
+  "response",
   [
     "",
     "18",
@@ -175,8 +175,8 @@ def test_gsm8k_right(answer, reference):
     "\\boxed{18}}{" + "\\boxed{",
   ],
 )
-def test_gsm8k_wrong(answer):
-  assert gsm8k("", answer, "18") == 0.0
+def test_gsm8k_wrong(response):
+  assert gsm8k("", response, "18") == 0.0
 
 
 def test_gsm8k_has_no_rounding():
@@ -191,7 +191,7 @@ def test_gsm8k_reference_that_is_no_number_is_an_error(reference):
 
 
 @pytest.mark.parametrize(
-  "answer",
+  "response",
   [
     "#" * 1_000_000,
     "#### " + "1," * 500_000,
@@ -203,9 +203,9 @@ def test_gsm8k_reference_that_is_no_number_is_an_error(reference):
     "#### " + " " * 1_000_000 + "x",
   ],
 )
-def test_gsm8k_of_megabytes_takes_no_time(answer):
+def test_gsm8k_of_megabytes_takes_no_time(response):
   began = time.perf_counter()
-  assert gsm8k("", answer, "18") == 0.0
+  assert gsm8k("", response, "18") == 0.0
   assert time.perf_counter() - began < 1.0
 
 

@@ -1,4 +1,4 @@
-"""The pool: what a reward breaks costs the answer it was given, no other."""
+"""The pool and its workers: a failing reward affects its response only."""
 
 import contextlib
 import os
@@ -16,45 +16,47 @@ from gspo_jax.rewards import process, worker
 from gspo_jax.rewards.pool import Response, RewardPool, too_many
 from gspo_jax.runtime.errors import UserError
 
-# Rewards of the user's: `act` does what the answer says, and then returns 1.
+# Rewards of a user: `act` does what the response names, and then returns 1.
 MODULE = """
 import ctypes, json, os, random, signal, subprocess, sys, threading, time
 
-def act(prompt, answer, reference):
-  if answer in ACTS:
-    value = ACTS[answer](reference)
+def act(prompt, response, reference):
+  if response in ACTS:
+    value = ACTS[response](reference)
     return 1.0 if value is None else value
   return 1.0
 
-def same(prompt, answer, reference):
-  return float(answer == reference)
+def same(prompt, response, reference):
+  return float(response == reference)
 
-def measured(prompt, answer, reference, *, tokens, limit, scale=1.0):
+def measured(prompt, response, reference, *, tokens, limit, scale=1.0):
   return scale * tokens / limit
 
-def has_jax(prompt, answer, reference):
+def has_jax(prompt, response, reference):
   return float("jax" in sys.modules)
 
-async def waits(prompt, answer, reference):
+async def waits(prompt, response, reference):
   import asyncio
-  await asyncio.sleep(60 if answer == "long" else 0.01)
-  return 1 / len(answer)
+  await asyncio.sleep(60 if response == "long" else 0.01)
+  return 1 / len(response)
 
-def told(value):
-  return lambda prompt, answer, reference: value
+def returning(value):
+  return lambda prompt, response, reference: value
 
-returns_text, returns_nothing, returns_list = map(told, ("1.0", None, [1.0]))
+returns_text, returns_nothing, returns_list = map(
+  returning, ("1.0", None, [1.0])
+)
 
-def decodes(prompt, answer, reference):
+def decodes(prompt, response, reference):
   return json.loads(reference)["score"]
 
-def dies(prompt, answer, reference):
-  if answer != "own":
+def dies(prompt, response, reference):
+  if response != "kind":
     os._exit(1)
   return 1.0
 
-def hangs(prompt, answer, reference):
-  if answer != "own":
+def hangs(prompt, response, reference):
+  if response != "kind":
     time.sleep(60)
   return 1.0
 
@@ -116,7 +118,7 @@ def forks_and_raises(_):
 def forks_and_stays(_):
   if not os.fork():
     time.sleep(60)
-def demon(path):
+def daemon(path):
   if os.fork():
     return
   os.setsid()
@@ -135,13 +137,13 @@ ACTS = {k: v for k, v in list(globals().items()) if callable(v)}
 """
 
 FAILS = {
-  "raises": r"own_rewards.act: ValueError: this \n one \ud800",
-  "exits": "own_rewards.act: SystemExit: 1",
-  "interrupts": "own_rewards.act: KeyboardInterrupt",
+  "raises": r"user_rewards.act: ValueError: this \n one \ud800",
+  "exits": "user_rewards.act: SystemExit: 1",
+  "interrupts": "user_rewards.act: KeyboardInterrupt",
   "ends": "its process ended",
   "crashes": "its process ended",
   "kills_itself": "its process ended",
-  "kills_its_worker": "the process that scores ended",
+  "kills_its_worker": "the worker process ended",
   "nan": "expected a number up to 1e9, got nan",
   "infinite": "expected a number up to 1e9, got -inf",
   "enormous": "OverflowError",
@@ -173,18 +175,18 @@ HARMLESS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("own")
-  (folder / "own_rewards.py").write_text(MODULE)
+  folder = tmp_path_factory.mktemp("user")
+  (folder / "user_rewards.py").write_text(MODULE)
   sys.path.insert(0, str(folder))
   yield folder
   sys.path.remove(str(folder))
 
 
 @pytest.fixture(scope="module")
-def scorer(folder):
-  names = ["own_rewards.act"]
-  with RewardPool(names, [1.0], workers=1, seconds=2.0, memory=0.1) as scorer:
-    yield scorer
+def pool(folder):
+  names = ["user_rewards.act"]
+  with RewardPool(names, [1.0], workers=1, seconds=2.0, memory=0.1) as pool:
+    yield pool
 
 
 def act(*kinds, reference=""):
@@ -192,8 +194,8 @@ def act(*kinds, reference=""):
 
 
 @pytest.mark.parametrize("kind", FAILS)
-def test_a_failing_answer_costs_itself_only(scorer, kind):
-  scores = scorer.submit(act("good", "good", kind, "good")).result()
+def test_a_failing_response_affects_no_other(pool, kind):
+  scores = pool.submit(act("good", "good", kind, "good")).result()
   np.testing.assert_array_equal(scores.failed, [False, False, True, False])
   np.testing.assert_array_equal(scores.total, [1, 1, 0, 1])
   assert len(scores.reasons) == 1
@@ -201,9 +203,9 @@ def test_a_failing_answer_costs_itself_only(scorer, kind):
 
 
 @pytest.mark.parametrize("kind", HARMLESS)
-def test_what_a_reward_leaves_behind_costs_nothing(scorer, kind):
+def test_side_effects_of_a_reward_affect_no_response(pool, kind):
   kinds = ["good", kind, "naps", kind, "good", "raises"]
-  scores = scorer.submit(act(*kinds)).result()
+  scores = pool.submit(act(*kinds)).result()
   np.testing.assert_array_equal(scores.failed, [k == "raises" for k in kinds])
   np.testing.assert_array_equal(scores.total, [k != "raises" for k in kinds])
 
@@ -217,26 +219,26 @@ def test_what_a_reward_leaves_behind_costs_nothing(scorer, kind):
   ],
 )
 def test_a_wrong_return_type_is_refused_at_the_start(folder, name, got):
-  names = ["final_answer", f"own_rewards.{name}"]
-  message = f"reward 'own_rewards.{name}': expected a number, got {got} for a"
+  names = ["final_answer", f"user_rewards.{name}"]
+  message = f"reward 'user_rewards.{name}': expected a number, got {got} for an"
   with pytest.raises(UserError, match=message):
     RewardPool(names, [1.0, 1.0], workers=1)
 
 
 @pytest.mark.parametrize("name", ["decodes", "dies", "hangs"])
-def test_a_made_up_answer_may_fail(folder, name):
-  answers = [Response("", "own", '{"score": 1}')]
+def test_the_example_response_may_fail(folder, name):
+  responses = [Response("", "kind", '{"score": 1}')]
   with RewardPool(
-    [f"own_rewards.{name}"], [1.0], workers=1, seconds=0.5
-  ) as scorer:
-    scores = scorer.submit(answers).result()
+    [f"user_rewards.{name}"], [1.0], workers=1, seconds=0.5
+  ) as pool:
+    scores = pool.submit(responses).result()
   np.testing.assert_array_equal(scores.total, [1])
 
 
 def test_async_rewards_are_run(folder):
-  answers = [Response("", text, "") for text in ("12", "", "long", "1234")]
-  with RewardPool(["own_rewards.waits"], [1.0], workers=1, seconds=1) as scorer:
-    scores = scorer.submit(answers).result()
+  responses = [Response("", text, "") for text in ("12", "", "long", "1234")]
+  with RewardPool(["user_rewards.waits"], [1.0], workers=1, seconds=1) as pool:
+    scores = pool.submit(responses).result()
   np.testing.assert_array_equal(scores.total, [0.5, 0, 0, 0.25])
   np.testing.assert_array_equal(scores.failed, [False, True, True, False])
   assert "ZeroDivisionError" in scores.reasons[0]
@@ -258,20 +260,20 @@ def test_async_rewards_are_run(folder):
     (30, 100, 0.29, 29),
   ],
 )
-def test_how_many_answers_may_fail(failed, size, most, allowed):
-  told = too_many(np.arange(size) < failed, most, of="it")
+def test_how_many_responses_may_fail(failed, size, most, allowed):
+  message = too_many(np.arange(size) < failed, most, of="it")
   if allowed is None:
-    assert told == ""
+    assert message == ""
   else:
-    assert told == (
-      f"it: {failed} of {size} answers could not be scored, expected at most "
+    assert message == (
+      f"it: {failed} of {size} responses could not be scored, expected at most "
       f"{allowed} (reward.max_failed={most:g})"
     )
 
 
-def test_a_long_series_of_failures_ends(scorer):
+def test_many_failures_in_a_row(pool):
   kinds = ["ends", "raises", "crashes", "good"] * 20
-  scores = scorer.submit(act(*kinds)).result()
+  scores = pool.submit(act(*kinds)).result()
   np.testing.assert_array_equal(scores.failed, [k != "good" for k in kinds])
   assert len(scores.reasons) == 2  # each kind once, at most three
 
@@ -289,65 +291,65 @@ def gone(pid, seconds=5.0):
   return False
 
 
-def test_a_demon_does_not_outlive_its_chunk(scorer, tmp_path):
+def test_a_daemon_does_not_outlive_its_chunk(pool, tmp_path):
   path = tmp_path / "pid"
-  answers = act("demon", "naps", reference=str(path))
-  assert not scorer.submit(answers).result().failed.any()
+  responses = act("daemon", "naps", reference=str(path))
+  assert not pool.submit(responses).result().failed.any()
   assert gone(int(path.read_text()))
 
 
-def test_a_worker_that_stands_still_is_replaced(scorer, folder, monkeypatch):
+def test_a_worker_that_hangs_is_replaced(pool, folder, monkeypatch):
   monkeypatch.setattr(process, "GRACE", 0.5)
-  os.kill(scorer._workers[0]._process.pid, signal.SIGSTOP)
-  scores = scorer.submit(act("good", "good")).result()
+  os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
+  scores = pool.submit(act("good", "good")).result()
   np.testing.assert_array_equal(scores.total, [1, 1])
 
 
-def test_one_that_stands_still_before_a_large_request_is_replaced(
-  scorer, monkeypatch
+def test_a_worker_that_hangs_before_a_large_request_is_replaced(
+  pool, monkeypatch
 ):
   monkeypatch.setattr(process, "GRACE", 0.5)
-  os.kill(scorer._workers[0]._process.pid, signal.SIGSTOP)
-  answers = [Response("", "good", "x" * 1_000_000)] * 2
-  pending = scorer.submit(answers)
+  os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
+  responses = [Response("", "good", "x" * 1_000_000)] * 2
+  pending = pool.submit(responses)
   np.testing.assert_array_equal(pending.chunks[0].result(30), [[[1, None]]] * 2)
 
 
 def test_close_ends_a_worker_that_takes_no_request(folder):
-  with RewardPool(["own_rewards.act"], [1.0], workers=1) as scorer:
-    os.kill(scorer._workers[0]._process.pid, signal.SIGSTOP)
-    pending = scorer.submit([Response("", "good", "x" * 1_000_000)])
+  with RewardPool(["user_rewards.act"], [1.0], workers=1) as pool:
+    os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
+    pending = pool.submit([Response("", "good", "x" * 1_000_000)])
     time.sleep(0.5)
-    closing = threading.Thread(target=scorer.close, daemon=True)
+    closing = threading.Thread(target=pool.close, daemon=True)
     closing.start()
     closing.join(10)
     stuck = closing.is_alive()
-    scorer._workers[0]._process.kill()  # or the test would never end
+    pool._workers[0]._process.kill()  # else the test would never end
     assert not stuck
   assert pending.chunks[0].exception(timeout=5) is not None
 
 
-def test_a_restart_that_fails_costs_the_answers_and_ends_nothing(
+def test_a_restart_that_fails_fails_its_responses_and_ends_nothing(
   folder, tmp_path
 ):
   path = folder / "once.py"
   path.write_text(
     "import os, signal, time\n"
-    "def f(prompt, answer, reference):\n"
-    "  if answer: os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)\n"
+    "def f(prompt, response, reference):\n"
+    "  if response: os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)\n"
     "  return 1.0\n"
   )
-  with RewardPool(["once.f"], [1.0], workers=1) as scorer:
+  with RewardPool(["once.f"], [1.0], workers=1) as pool:
     path.write_text("1 / 0")
-    answers = [Response("", text, "") for text in ("", "x", "")]
-    scores = scorer.submit(answers).result()
+    responses = [Response("", text, "") for text in ("", "x", "")]
+    scores = pool.submit(responses).result()
     assert scores.failed[1:].all()
     assert "ZeroDivisionError" in scores.reasons[-1]
 
 
 def test_a_process_started_during_close_is_ended(folder, monkeypatch):
-  scorer = RewardPool(["own_rewards.act"], [1.0], workers=1)
-  one, closing = scorer._workers[0], threading.Thread(target=scorer.close)
+  pool = RewardPool(["user_rewards.act"], [1.0], workers=1)
+  one, closing = pool._workers[0], threading.Thread(target=pool.close)
   start = one._start
 
   def closes_and_starts():
@@ -362,21 +364,21 @@ def test_a_process_started_during_close_is_ended(folder, monkeypatch):
   assert one._process.poll() is not None
 
 
-def test_order_and_scores_do_not_depend_on_the_workers(folder):
+def test_order_and_rewards_do_not_depend_on_the_workers(folder):
   rng = np.random.default_rng(0)
-  answers = [
+  responses = [
     Response("", "", "", int(n), 1000) for n in rng.integers(0, 1000, 700)
   ]
-  expected = np.float32([answer.tokens / 1000 for answer in answers])
+  expected = np.float32([response.tokens / 1000 for response in responses])
   for workers in (1, 3):
-    with RewardPool(["own_rewards.measured"], [1.0], workers=workers) as scorer:
-      pending = [scorer.submit(answers), scorer.submit(answers[:5])]
+    with RewardPool(["user_rewards.measured"], [1.0], workers=workers) as pool:
+      pending = [pool.submit(responses), pool.submit(responses[:5])]
       np.testing.assert_array_equal(pending[1].result().total, expected[:5])
       np.testing.assert_array_equal(pending[0].result().total, expected)
-      assert scorer.submit([]).result().total.shape == (0,)
+      assert pool.submit([]).result().total.shape == (0,)
 
 
-def test_any_text_arrives_as_it_was(folder):
+def test_text_reaches_a_reward_unchanged(folder):
   texts = [
     "",
     "\0",
@@ -387,26 +389,26 @@ def test_any_text_arrives_as_it_was(folder):
     "x" * 3_000_000,
   ]
   texts.append("".join(map(chr, range(0x11000))))
-  with RewardPool(["own_rewards.same"], [1.0], workers=1) as scorer:
-    same = scorer.submit([Response("", t, t) for t in texts]).result()
+  with RewardPool(["user_rewards.same"], [1.0], workers=1) as pool:
+    same = pool.submit([Response("", t, t) for t in texts]).result()
     assert same.total.sum() == len(texts)
     other = [Response("", "\ud83d\ude00", "\U0001f600")]
-    assert scorer.submit(other).result().total.sum() == 0
+    assert pool.submit(other).result().total.sum() == 0
 
 
-def test_total_is_the_weighted_sum_of_what_could_be_computed(folder):
-  names = ["final_answer", "own_rewards.measured:scale=-1", "own_rewards.act"]
-  answers = [
+def test_total_is_the_weighted_sum_of_the_rewards_that_worked(folder):
+  names = ["final_answer", "user_rewards.measured:scale=-1", "user_rewards.act"]
+  responses = [
     Response("", "#5", "5", 2, 8),
     Response("", "#5", "6", 4, 8),
     Response("", "raises", "5", 8, 8),
   ]
-  with RewardPool(names, [1.0, 0.5, 0.25], workers=1) as scorer:
-    scores = scorer.submit(answers).result()
+  with RewardPool(names, [1.0, 0.5, 0.25], workers=1) as pool:
+    scores = pool.submit(responses).result()
   assert list(scores.parts) == [
     "final_answer",
-    "own_rewards.measured",
-    "own_rewards.act",
+    "user_rewards.measured",
+    "user_rewards.act",
   ]
   np.testing.assert_array_equal(
     np.stack(list(scores.parts.values()), 1),
@@ -418,22 +420,22 @@ def test_total_is_the_weighted_sum_of_what_could_be_computed(folder):
 
 
 @pytest.mark.parametrize("kind", ["raises", "sleeps", "ends"])
-def test_failing_pays_no_better_than_being_wrong(folder, kind):
-  names = ["own_rewards.act", "own_rewards.measured:scale=-1"]
-  answers = [
+def test_a_failure_gets_no_more_than_a_wrong_response(folder, kind):
+  names = ["user_rewards.act", "user_rewards.measured:scale=-1"]
+  responses = [
     Response("", text, "", tokens, 8)
     for text in ("good", kind)
     for tokens in (8, -8)
   ]
-  with RewardPool(names, [0.0, 1.0], workers=1, seconds=1.0) as scorer:
-    scores = scorer.submit(answers).result()
+  with RewardPool(names, [0.0, 1.0], workers=1, seconds=1.0) as pool:
+    scores = pool.submit(responses).result()
   np.testing.assert_array_equal(scores.failed, [False, False, True, True])
   np.testing.assert_array_equal(scores.total, [-1, 1, -1, 0])
 
 
-def test_submit_does_not_wait(scorer):
+def test_submit_does_not_wait(pool):
   began = time.monotonic()
-  pending = scorer.submit(act("naps"))
+  pending = pool.submit(act("naps"))
   assert time.monotonic() - began < 0.2
   assert pending.result().total == 1
   assert time.monotonic() - began > 0.4
@@ -446,8 +448,8 @@ def test_the_caller_never_forks_and_the_workers_need_no_jax(
     raise AssertionError("forked")
 
   monkeypatch.setattr(os, "fork", refuse)
-  with RewardPool(["own_rewards.has_jax"], [1.0], workers=1) as scorer:
-    assert scorer.submit(act("")).result().total == 0
+  with RewardPool(["user_rewards.has_jax"], [1.0], workers=1) as pool:
+    assert pool.submit(act("")).result().total == 0
 
 
 @pytest.mark.parametrize(
@@ -455,13 +457,13 @@ def test_the_caller_never_forks_and_the_workers_need_no_jax(
   [
     ("1 / 0", "ZeroDivisionError"),
     ("import sys; sys.exit(0)", "SystemExit: 0"),
-    ("import os; os._exit(0)", "ended or blocked the process that scores"),
-    ("import ctypes; ctypes.string_at(0)", "ended or blocked the process"),
-    ("import time; time.sleep(60)", "ended or blocked the process"),
+    ("import os; os._exit(0)", "ended or blocked the worker process"),
+    ("import ctypes; ctypes.string_at(0)", "ended or blocked the worker"),
+    ("import time; time.sleep(60)", "ended or blocked the worker"),
     ("print('[[], null]')", "has no function 'f'"),
   ],
 )
-def test_misbehaving_at_import_is_the_users_mistake(
+def test_a_module_that_fails_at_import_is_a_user_error(
   tmp_path, monkeypatch, text, message
 ):
   monkeypatch.setattr(process, "START", 2.0)
@@ -484,28 +486,30 @@ def test_misbehaving_at_import_is_the_users_mistake(
     (["gms8k"], [1.0], {}, "did you mean 'gsm8k'"),
   ],
 )
-def test_mistakes_are_named_at_the_start(names, weights, more, message):
+def test_mistakes_of_the_config_are_errors_at_the_start(
+  names, weights, more, message
+):
   with pytest.raises(UserError, match=message):
     RewardPool(names, weights, **more)
 
 
-def test_no_bound_is_set_where_the_system_has_none(monkeypatch):
+def test_no_memory_limit_is_set_off_linux(monkeypatch):
   limits = []
   monkeypatch.setattr(
     worker.resource, "setrlimit", lambda *limit: limits.append(limit)
   )
   monkeypatch.setattr(worker, "Path", None)  # no /proc
   monkeypatch.setattr(worker.sys, "platform", "darwin")
-  worker._limit(1.0)
+  worker._limit_memory(1.0)
   assert not limits
 
 
 RUN = """
 import os, signal, sys
-from gspo_jax.rewards.pool import Answer, Scorer
+from gspo_jax.rewards.pool import Response, RewardPool
 signal.signal(signal.SIGTERM, lambda *_: None)
 signal.signal(signal.SIGINT, lambda *_: None)
-scorer = Scorer(["own_rewards.act"], [1.0], workers=1, seconds=60)
+pool = RewardPool(["user_rewards.act"], [1.0], workers=1, seconds=60)
 """
 
 
@@ -525,19 +529,19 @@ def test_signals_to_the_run_do_not_end_its_workers(folder):
   done = run(
     folder,
     "for s in (signal.SIGTERM, signal.SIGINT): os.killpg(0, s)\n"
-    "scores = scorer.submit([Answer('', 'naps', '')]).result()\n"
-    "scorer.close()\n"
+    "scores = pool.submit([Response('', 'naps', '')]).result()\n"
+    "pool.close()\n"
     "print(scores.total, scores.failed)\n",
   )
   assert done.stdout == "[1.] [False]\n", done.stderr
 
 
-def test_all_end_with_the_run_however_it_ends(folder, tmp_path):
+def test_workers_end_with_the_run_however_it_ends(folder, tmp_path):
   path = tmp_path / "pids"
   run(
     folder,
     "import time\n"
-    f"scorer.submit([Answer('', 'remember', {str(path)!r})])\n"
+    f"pool.submit([Response('', 'remember', {str(path)!r})])\n"
     f"while not os.path.exists({str(path)!r}): time.sleep(.05)\n"
     "time.sleep(.2)\n"
     "os.kill(os.getpid(), signal.SIGKILL)\n",
@@ -546,9 +550,9 @@ def test_all_end_with_the_run_however_it_ends(folder, tmp_path):
     assert gone(int(pid))
 
 
-def test_close_does_not_wait_for_what_hangs(folder):
-  with RewardPool(["own_rewards.act"], [1.0], workers=1, seconds=60) as scorer:
-    pending = scorer.submit(act("sleeps"))
+def test_close_does_not_wait_for_a_call_that_hangs(folder):
+  with RewardPool(["user_rewards.act"], [1.0], workers=1, seconds=60) as pool:
+    pending = pool.submit(act("sleeps"))
     time.sleep(0.3)
     began = time.monotonic()
   assert time.monotonic() - began < 5

@@ -1,4 +1,4 @@
-"""Naming a reward: what is found, with which arguments, and what is refused."""
+"""Rewards by name: which function, with which arguments, and the errors."""
 
 import functools
 import inspect
@@ -34,24 +34,28 @@ def test_every_built_in_is_a_reward(name):
   positional = [
     n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
   ]
-  assert positional == ["prompt", "answer", "reference"]
+  assert positional == ["prompt", "response", "reference"]
 
 
 def test_built_in_by_name():
   assert rewards.named("final_answer")("2+3?", "#5", "5") == 1.0
 
 
-def test_own_by_dotted_name_with_arguments(module):
+def test_a_users_reward_by_dotted_name_with_arguments(module):
   module(
-    "own_reward",
-    "def f(prompt, answer, reference, *, scale=1, word='a', tokens, limit=9):\n"
-    "  return scale * (answer == word) + tokens / limit\n",
+    "user_reward",
+    "def f(prompt, response, reference, *,\n"
+    "      scale=1, word='a', tokens, limit=9):\n"
+    "  return scale * (response == word) + tokens / limit\n",
   )
-  reward = rewards.named("own_reward.f:scale=-2.5,word=yes,limit=10")
+  reward = rewards.named("user_reward.f:scale=-2.5,word=yes,limit=10")
   assert reward("", "yes", "", tokens=5) == -2.0
-  # What the name fixes is not given again.
-  assert rewards.given(reward) == {"tokens"}
-  assert rewards.given(rewards.named("own_reward.f")) == {"tokens", "limit"}
+  # An argument set by the spec is not passed again.
+  assert rewards.length_arguments(reward) == {"tokens"}
+  assert rewards.length_arguments(rewards.named("user_reward.f")) == {
+    "tokens",
+    "limit",
+  }
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_own_by_dotted_name_with_arguments(module):
     ("code:memory=1", "memory of 32 MiB or more, got 1"),
   ],
 )
-def test_mistakes_are_named(spec, message):
+def test_mistakes_in_a_spec_are_errors(spec, message):
   with pytest.raises(UserError, match=message):
     rewards.named(spec)
 
@@ -90,7 +94,7 @@ def test_mistakes_are_named(spec, message):
     ("def f(:", "SyntaxError"),
   ],
 )
-def test_a_module_that_fails_is_the_users_mistake(module, text, message):
+def test_a_module_that_fails_is_a_user_error(module, text, message):
   module("broken_reward", text)
   with pytest.raises(UserError, match=message):
     rewards.named("broken_reward.f")
@@ -99,12 +103,12 @@ def test_a_module_that_fails_is_the_users_mistake(module, text, message):
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("def f(prompt, answer): return 1.0",
-     r"takes \(prompt, answer\): expected \(prompt, answer, reference\).*too "
-     "many positional arguments"),
-    ("def f(prompt, answer, reference, more): return 1.0", "'more'"),
-    ("def f(prompt, answer, *, reference): return 1.0", "too many positional"),
-    ("def f(prompt, answer, reference, *, scale): return 1.0",
+    ("def f(prompt, response): return 1.0",
+     r"takes \(prompt, response\): expected \(prompt, response, reference\).*"
+     "too many positional arguments"),
+    ("def f(prompt, response, reference, more): return 1.0", "'more'"),
+    ("def f(p, r, *, reference): return 1.0", "too many positional"),
+    ("def f(prompt, response, reference, *, scale): return 1.0",
      "'odd_reward.f:key=value' sets: missing a required argument: 'scale'"),
     ("async def f(prompt): return 1.0", "too many positional"),
     ("class f:\n  def __init__(self, prompt): pass", "too many positional"),
@@ -130,7 +134,7 @@ def test_a_wrong_signature_is_refused(module, text, message):
 def test_a_signature_that_takes_the_arguments(module, text):
   module("fine_reward", text)
   reward = rewards.named("fine_reward.f")
-  measures = dict.fromkeys(rewards.given(reward), 1)
+  measures = dict.fromkeys(rewards.length_arguments(reward), 1)
   assert reward("", "", "", **measures) == 1.0
 
 

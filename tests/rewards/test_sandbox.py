@@ -1,4 +1,4 @@
-"""The sandbox: what comes out of it, and that without it nothing runs."""
+"""The sandbox: the output of a program, and no program without a sandbox."""
 
 import os
 
@@ -11,13 +11,15 @@ from gspo_jax.runtime.errors import UserError
 @pytest.fixture
 def bwrap():
   try:
-    return sandbox.found()
+    return sandbox.bwrap_path()
   except UserError as e:
     pytest.skip(str(e))
 
 
-def run(program, given="", *, seconds=10, memory=256, most=100):
-  return sandbox.run(program, given, seconds=seconds, memory=memory, most=most)
+def run(program, stdin="", *, seconds=10):
+  return sandbox.run(
+    program, stdin, seconds=seconds, memory=256, max_output=100
+  )
 
 
 def test_output_of_a_program(bwrap):
@@ -54,13 +56,13 @@ def test_a_bwrap_that_is_not_permitted_is_an_error(tmp_path, monkeypatch):
   candidates = [str(tmp_path / "bwrap")]
   monkeypatch.setattr(sandbox, "_candidates", lambda: candidates)
   with pytest.raises(UserError, match=r"bubblewrap.*No permissions to create"):
-    sandbox.found.__wrapped__()
+    sandbox.bwrap_path.__wrapped__()
 
 
 def test_none_at_all_is_an_error(monkeypatch):
   monkeypatch.setattr(sandbox, "_candidates", lambda: [])
   with pytest.raises(UserError, match=r"no bwrap found.*apt install"):
-    sandbox.found.__wrapped__()
+    sandbox.bwrap_path.__wrapped__()
 
 
 def test_the_first_that_works_is_taken(bwrap, tmp_path, monkeypatch):
@@ -69,16 +71,16 @@ def test_the_first_that_works_is_taken(bwrap, tmp_path, monkeypatch):
   assert next(sandbox._candidates()) == str(tmp_path / "bwrap")
   candidates = [str(tmp_path / "bwrap"), bwrap]
   monkeypatch.setattr(sandbox, "_candidates", lambda: candidates)
-  assert sandbox.found.__wrapped__() == bwrap
+  assert sandbox.bwrap_path.__wrapped__() == bwrap
 
 
 def test_a_bwrap_that_cannot_start_is_an_error(tmp_path, monkeypatch):
   monkeypatch.setattr(sandbox, "_candidates", lambda: [str(tmp_path)])
   with pytest.raises(UserError, match="Permission denied"):
-    sandbox.found.__wrapped__()
+    sandbox.bwrap_path.__wrapped__()
 
 
 def test_a_machine_without_a_filter_is_an_error_at_the_start(monkeypatch):
   monkeypatch.setattr(sandbox.seccomp.platform, "machine", lambda: "riscv64")
   with pytest.raises(UserError, match="machine is 'riscv64'"):
-    sandbox.found.__wrapped__()
+    sandbox.bwrap_path.__wrapped__()

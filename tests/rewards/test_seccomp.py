@@ -1,4 +1,4 @@
-"""The filter, run here instead of in the kernel: what it says of which call."""
+"""The seccomp filter, interpreted in Python: which calls it allows."""
 
 import struct
 
@@ -26,8 +26,8 @@ CLONE = {"x86_64": 56, "aarch64": 220}
 THREAD, FORK = 0x003D0F00, 0x01200011
 
 
-def verdict(machine, number, first=0, arch=None):
-  """What the filter returns, by the rules of classic BPF."""
+def filtered(machine, number, first=0, arch=None):
+  """The result of the filter for a call, by the rules of classic BPF."""
   arch = MACHINES[machine] if arch is None else arch
   data = struct.pack("<IIQ6Q", number, arch, 0, first, *[0] * 5)
   steps = list(struct.iter_unpack("<HBBI", seccomp.program(machine)))
@@ -54,27 +54,27 @@ def test_calls_are_refused_by_name_and_others_allowed(machine):
   refused = {numbers[row] for numbers in seccomp.REFUSED.values()} - {None}
   for number in set(range(600)) - {CLONE[machine], 435}:
     expected = NO_PERMISSION if number in refused else ALLOWED
-    assert verdict(machine, number) == expected
+    assert filtered(machine, number) == expected
   assert not refused & set(HARMLESS[machine])
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_threads_start_and_processes_do_not(machine):
   clone = CLONE[machine]
-  assert verdict(machine, clone, THREAD) == ALLOWED
-  assert verdict(machine, clone, FORK) == NO_PERMISSION
-  assert verdict(machine, clone, 0x4111) == NO_PERMISSION  # vfork
+  assert filtered(machine, clone, THREAD) == ALLOWED
+  assert filtered(machine, clone, FORK) == NO_PERMISSION
+  assert filtered(machine, clone, 0x4111) == NO_PERMISSION  # vfork
   for bit in (17, *range(25, 31)):
-    assert verdict(machine, clone, THREAD | 1 << bit) == NO_PERMISSION
-  assert verdict(machine, 435) == UNKNOWN  # clone3
+    assert filtered(machine, clone, THREAD | 1 << bit) == NO_PERMISSION
+  assert filtered(machine, 435) == UNKNOWN  # clone3
 
 
 def test_calls_of_other_machines_end_the_program():
   for number in (0, 20, 57):
-    assert verdict("x86_64", number, arch=I386) == KILLED
-    assert verdict("aarch64", number, arch=MACHINES["x86_64"]) == KILLED
-    assert verdict("x86_64", 0x40000000 + number) == KILLED  # x32
-  assert verdict("x86_64", 0xFFFFFFFF) == KILLED
+    assert filtered("x86_64", number, arch=I386) == KILLED
+    assert filtered("aarch64", number, arch=MACHINES["x86_64"]) == KILLED
+    assert filtered("x86_64", 0x40000000 + number) == KILLED  # x32
+  assert filtered("x86_64", 0xFFFFFFFF) == KILLED
 
 
 def test_no_filter_is_an_error():

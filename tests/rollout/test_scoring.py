@@ -196,7 +196,7 @@ def test_answer_all_stops_where_too_many_fail(rows, max_failed):
     assert call().shape == (10, 2)
   else:
     with pytest.raises(
-      multihost.AgreedError, match=r"12 of 24 answers .* reason: why$"
+      multihost.AgreedError, match=r"12 of 24 responses .* reason: why$"
     ):
       call()
 

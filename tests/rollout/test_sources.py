@@ -64,16 +64,16 @@ class Policy:
   def fresh(self, count):
     return empty_samples(count, 6, DENSE, DRAW)
 
-  def __call__(self, params, prompts, key, begun=None, until=None):
+  def __call__(self, params, prompts, key, resume_from=None, stop_at=None):
     self.keys.append(tuple(jax.random.key_data(key).tolist()))
-    drawn = jax.device_get(begun or self.fresh(len(prompts.tokens)))
+    drawn = jax.device_get(resume_from or self.fresh(len(prompts.tokens)))
     drawn = jax.tree.map(np.array, drawn)
-    until = np.full(len(drawn.lengths), R) if until is None else until
+    stop_at = np.full(len(drawn.lengths), R) if stop_at is None else stop_at
     questions = [BYTES.decode(row[-3:]) for row in np.asarray(prompts.tokens)]
     slot_steps = 0
     for a in np.flatnonzero(drawn.finish == UNFINISHED):
       most = length(questions[a // G], a % G)
-      stop = min(most, max(until[a], drawn.lengths[a]))
+      stop = min(most, max(stop_at[a], drawn.lengths[a]))
       drawn.tokens[a, drawn.lengths[a] : stop] = params
       slot_steps += stop - drawn.lengths[a]
       drawn.lengths[a] = stop
@@ -270,14 +270,14 @@ def test_answers_are_verified_while_others_are_drawn(scorer):
       submitted.append(len(answers))
       return scorer.submit(answers)
 
-  def generate(params, prompts, key, *, tell):
+  def generate(params, prompts, key, *, on_finished):
     samples = Policy()(params, prompts, key)
     ended = [
       FinishedResponse(row, int(n), stopped=True)
       for row, n in zip(samples.tokens, samples.lengths, strict=True)
     ]
     for some in (range(5), range(5, P * G)):
-      tell({i: ended[i] for i in some})
+      on_finished({i: ended[i] for i in some})
       assert submitted[-1] == len(some)
     return jax.device_put(samples)
 

@@ -1,4 +1,4 @@
-"""A hint names what was meant, and never what merely looks alike."""
+"""A hint names the choice for a typo, and lists all choices otherwise."""
 
 import pytest
 
@@ -18,7 +18,7 @@ METHODS = ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "ppo", "gmpo")
     ("drgrpo", "dr_grpo"),
   ],
 )
-def test_a_typo_is_seen(name, choice):
+def test_a_typo_names_the_choice(name, choice):
   assert nearest(name, METHODS) == f"did you mean {choice!r}?"
 
 
@@ -32,12 +32,12 @@ def test_a_typo_is_seen(name, choice):
     ("AIME26", ("AIME24", "AIME25")),
   ],
 )
-def test_what_looks_alike_was_not_meant(name, choices):
+def test_a_similar_name_is_not_a_typo(name, choices):
   assert mistyped(name, choices) == []
   assert nearest(name, choices) == f"choose one of {', '.join(sorted(choices))}"
 
 
-def test_of_equally_near_ones_all_are_named():
+def test_equally_close_choices_are_all_named():
   assert nearest("v5x", ("v6e", "v5p", "v5e")) == "did you mean 'v5e' or 'v5p'?"
   expected = "did you mean 'gmpo', 'grpo', 'gspo' or 'ppo'?"
   assert nearest("gppo", METHODS) == expected

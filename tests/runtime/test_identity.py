@@ -1,8 +1,9 @@
-"""Two runs are the same, or the entry that differs is named."""
+"""A checkpoint of another run is refused with the key that differs."""
 
 import json
 
 import pytest
+from ml_collections import ConfigDict
 
 from gspo_jax.runtime import identity
 from gspo_jax.runtime.errors import UserError
@@ -10,7 +11,7 @@ from gspo_jax.runtime.errors import UserError
 RUN = {"seed": 0, "model": {"width": 64, "eps": 1e-6, "dtype": "float32"}}
 
 
-def test_what_json_gives_back_is_the_same():
+def test_an_identity_survives_json():
   saved = json.loads(json.dumps({"identity": RUN}))
   identity.match(RUN, saved, "checkpoint")
 
@@ -24,7 +25,7 @@ def test_what_json_gives_back_is_the_same():
     ({}, "it has seed=None, this run seed=0"),
   ],
 )
-def test_a_difference_is_named(saved, words):
+def test_the_first_difference_is_named(saved, words):
   with pytest.raises(UserError, match=words):
     identity.match(RUN, {"identity": saved}, "checkpoint")
 
@@ -34,9 +35,15 @@ def test_metadata_without_an_identity_is_another_run():
     identity.match(RUN, {}, "checkpoint")
 
 
-def test_changes_are_told_by_their_dotted_names():
+def test_changes_are_listed_by_dotted_name():
   now = RUN | {"model": RUN["model"] | {"eps": 1e-5}}
   assert identity.changes(RUN, RUN) == []
   assert identity.changes(RUN, now) == [
     "changed since: model.eps=1e-06 is now 1e-05"
   ]
+
+
+@pytest.mark.parametrize("kind", [dict, ConfigDict])
+def test_flatten_joins_the_keys_with_dots(kind):
+  tree = kind({"a": {"b": {"c": 1}, "d": (2, 3)}, "e": None})
+  assert identity.flatten(tree) == {"a.b.c": 1, "a.d": (2, 3), "e": None}

@@ -1,4 +1,4 @@
-"""What is written can be read back, once, after any crash, by anybody."""
+"""Files of metrics are complete and readable, also after a crash."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from gspo_jax.losses import EDGES, Histogram
 from gspo_jax.runtime import metric_writer, run_files
 from gspo_jax.runtime.errors import UserError
 
-FULL_ROW = {
+SCALARS = {
   "reward/mean": -0.5312,
   "eval/pass@1": 0.412,
   "response/length": 12345.6,
@@ -34,7 +34,7 @@ FULL_ROW = {
 
 def open_writer(folder, *, resume=0, total=100, active=True):
   return metric_writer.MetricWriter(
-    folder, total_steps=total, resume_step=resume, active=active
+    folder, total_steps=total, resume_step=resume, edges=EDGES, active=active
   )
 
 
@@ -47,14 +47,14 @@ def run_steps(folder, steps, *, resume=0, tag="x"):
       writer.samples(step, [("q", f"{tag}{step}", "r", 1.0)])
 
 
-def rows_of(folder, name="metrics.jsonl"):
+def records_of(folder, name="metrics.jsonl"):
   text = (folder / name).read_text()
   assert text == "" or text.endswith("\n")
   return [json.loads(line) for line in text.splitlines()]
 
 
 def steps_of(folder, name):
-  return [row["step"] for row in rows_of(folder, name) if "edges" not in row]
+  return [row["step"] for row in records_of(folder, name) if "edges" not in row]
 
 
 def crc32c(data):
@@ -72,7 +72,7 @@ def masked(data):
 
 
 def events_of(data):
-  """TFRecords as the format's description has them, checksums included."""
+  """Parses TFRecords by the definition of the format, with checksums."""
   events = []
   while data:
     length, length_crc = struct.unpack("<QI", data[:12])
@@ -85,8 +85,8 @@ def events_of(data):
   return events
 
 
-def shown_by_tensorboard(folder):
-  """{(tag, step): what is shown} after the purges that STARTs ask for."""
+def tensorboard_values(folder):
+  """(tag, step) -> value, without events that a later START hides."""
   shown = {}
   for file in sorted((folder / "tensorboard").iterdir()):
     assert "tfevents" in file.name
@@ -97,13 +97,13 @@ def shown_by_tensorboard(folder):
         shown = {k: v for k, v in shown.items() if k[1] < event.step}
       for value in event.summary.value:
         kind = value.WhichOneof("value")
-        found = getattr(value, kind)
-        found = found.string_val[0] if kind == "tensor" else found
-        shown[value.tag, event.step] = found
+        content = getattr(value, kind)
+        content = content.string_val[0] if kind == "tensor" else content
+        shown[value.tag, event.step] = content
   return shown
 
 
-def test_crc_oracle_knows_the_check_value():
+def test_the_crc_oracle_has_the_check_value():
   assert crc32c(b"123456789") == 0xE3069283
 
 
@@ -115,7 +115,7 @@ class Mean(NamedTuple):
     return self.total / self.count if self.count else math.nan
 
 
-def test_finish_divides_after_a_single_fetch(monkeypatch):
+def test_to_scalars_divides_after_a_single_fetch(monkeypatch):
   calls, fetch = [], jax.device_get
   monkeypatch.setattr(
     jax, "device_get", lambda tree: calls.append(tree) or fetch(tree)
@@ -131,7 +131,7 @@ def test_finish_divides_after_a_single_fetch(monkeypatch):
   assert spread == {}
 
 
-def test_finish_tells_counts_and_layers_from_scalars():
+def test_to_scalars_separates_distributions_from_scalars():
   layers = Mean(jnp.arange(3.0), jnp.float32(2))
   counts = Histogram(jnp.arange(len(EDGES) - 1.0))
   got, spread = metric_writer.to_scalars({"layers": layers, "counts": counts})
@@ -140,12 +140,12 @@ def test_finish_tells_counts_and_layers_from_scalars():
   assert spread["counts"] == list(range(len(EDGES) - 1))
 
 
-def test_each_row_is_one_exact_complete_line_at_once(tmp_path):
+def test_each_step_is_one_complete_line_at_once(tmp_path):
   values = {"reward/mean": 0.1 + 0.2, "b": np.float32(0.1), "c": jnp.int32(7)}
   with open_writer(tmp_path) as writer:
     for step in range(3):
       writer.write(step, values)
-      rows = rows_of(tmp_path)  # before close
+      rows = records_of(tmp_path)  # before close
       assert [row["step"] for row in rows] == list(range(step + 1))
   assert list(rows[-1]) == ["step", "reward/mean", "b", "c"]
   assert rows[-1]["reward/mean"] == 0.1 + 0.2
@@ -153,10 +153,12 @@ def test_each_row_is_one_exact_complete_line_at_once(tmp_path):
   assert rows[-1]["c"] == 7
 
 
-def test_rows_survive_a_process_that_never_closes(tmp_path):
+def test_a_process_that_never_closes_loses_nothing(tmp_path):
   code = (
-    "import os, sys; from gspo_jax.runtime.metric_writer import Writer\n"
-    "w = Writer(sys.argv[1], total_steps=9, resume_step=0)\n"
+    "import os, sys; from gspo_jax.losses import EDGES\n"
+    "from gspo_jax.runtime.metric_writer import MetricWriter\n"
+    "w = MetricWriter(sys.argv[1], total_steps=9, resume_step=0, edges=EDGES)"
+    "\n"
     "w.samples(1, [('q', '\\u4e2d', 'r', 1.0)])\n"
     "w.write(1, {'x': 1.0}); os._exit(0)"
   )
@@ -167,19 +169,19 @@ def test_rows_survive_a_process_that_never_closes(tmp_path):
     capture_output=True,
     timeout=60,
   )
-  assert rows_of(tmp_path) == [{"step": 1, "x": 1.0}]
-  assert shown_by_tensorboard(tmp_path)["x", 1] == 1.0
-  # Nor is a line of stdout lost, and ASCII there does not end the run.
+  assert records_of(tmp_path) == [{"step": 1, "x": 1.0}]
+  assert tensorboard_values(tmp_path)["x", 1] == 1.0
+  # Neither is a line of stdout lost; an ASCII stdout does not end the run.
   assert b"\\u4e2d" in done.stdout
 
 
-def test_a_row_is_a_single_write(tmp_path, monkeypatch):
+def test_a_line_is_a_single_write(tmp_path, monkeypatch):
   with open_writer(tmp_path) as writer:
-    size, write = [], writer._rows._file.write
+    size, write = [], writer._metrics._file.write
     proxy = type("File", (), {})()
     proxy.write = lambda data: size.append(len(data)) or write(data)
-    proxy.flush, proxy.close = writer._rows._file.flush, lambda: None
-    file, writer._rows._file = writer._rows._file, proxy
+    proxy.flush, proxy.close = writer._metrics._file.flush, lambda: None
+    file, writer._metrics._file = writer._metrics._file, proxy
     writer.write(1, {f"metric/{i}": i for i in range(1000)})
     file.close()
   assert size == [(tmp_path / "metrics.jsonl").stat().st_size]
@@ -189,18 +191,16 @@ def test_a_row_is_a_single_write(tmp_path, monkeypatch):
 def test_non_finite_is_null(tmp_path, value, capsys):
   with open_writer(tmp_path) as writer:
     writer.write(1, {"reward/mean": value, "ok": 1.0})
-  assert rows_of(tmp_path) == [{"step": 1, "reward/mean": None, "ok": 1.0}]
+  assert records_of(tmp_path) == [{"step": 1, "reward/mean": None, "ok": 1.0}]
   assert f"reward {value:6.3f}" in capsys.readouterr().out
-  np.testing.assert_equal(
-    shown_by_tensorboard(tmp_path)["reward/mean", 1], value
-  )
+  np.testing.assert_equal(tensorboard_values(tmp_path)["reward/mean", 1], value)
 
 
-def test_distributions_are_lines_below_their_edges(tmp_path):
+def test_distributions_follow_a_line_with_the_edges(tmp_path):
   with open_writer(tmp_path) as writer:
-    writer.write(0, {"x": 1.0})  # an evaluation has none
+    writer.write(0, {"x": 1.0})  # an evaluation has no distributions
     writer.write(1, {}, {"counts": np.float32([3, 0.5]), "b": [math.inf]})
-    head, row = rows_of(tmp_path, "distributions.jsonl")  # before close
+    head, row = records_of(tmp_path, "distributions.jsonl")  # before close
   edges = [math.nan if edge is None else edge for edge in head["edges"]]
   np.testing.assert_allclose(edges[1:-1], EDGES[1:-1], rtol=1e-5)
   assert head["edges"][0] is None
@@ -208,43 +208,43 @@ def test_distributions_are_lines_below_their_edges(tmp_path):
   assert row == {"step": 1, "counts": [3, 0.5], "b": [None]}
 
 
-def test_tensorboard_draws_counts_over_edges_and_layers_side_by_side(tmp_path):
+def test_tensorboard_has_counts_over_edges_and_a_bar_for_each_layer(tmp_path):
   counts = np.zeros(len(EDGES) - 1)
   counts[[0, 5, -1]] = 2, 3, 4
   spread = {"ratio/x": counts, "moe/x": [math.nan, 0.25, 0.5]}
   with open_writer(tmp_path) as writer:
     writer.write(1, {"x": 0.375}, spread)
-  shown = shown_by_tensorboard(tmp_path)
+  shown = tensorboard_values(tmp_path)
   histogram, layers = shown["ratio/x", 1], shown["moe/x", 1]
   np.testing.assert_array_equal(histogram.bucket, counts)
   np.testing.assert_allclose(histogram.bucket_limit[:-1], EDGES[1:-1])
   assert histogram.num == 9
-  # Finite outer edges, beyond the last finite one.
+  # The outer edges are finite: twice the last finite one.
   assert (histogram.min, histogram.max) == (2 * EDGES[1], 2 * EDGES[-2])
   assert list(layers.bucket) == [0, 0.25, 0.5]
   assert list(layers.bucket_limit) == [1, 2, 3]
-  assert (layers.min, layers.max) == (1, 3)  # what is filled
+  assert (layers.min, layers.max) == (1, 3)  # the bins that are not empty
 
 
-def test_tensorboard_shows_as_many_layers_as_bins_as_layers(tmp_path):
+def test_as_many_layers_as_bins_are_still_layers(tmp_path):
   layers = np.full(len(EDGES) - 1, 0.5)
   with open_writer(tmp_path) as writer:
     writer.write(1, {}, {"moe/layer_x": layers})
-  shown = shown_by_tensorboard(tmp_path)["moe/layer_x", 1]
+  shown = tensorboard_values(tmp_path)["moe/layer_x", 1]
   assert list(shown.bucket_limit) == list(range(1, len(EDGES)))
 
 
-def test_resume_equals_uninterrupted(tmp_path):
+def test_a_resumed_run_writes_what_an_uninterrupted_one_does(tmp_path):
   run_steps(tmp_path / "a", range(13))
   run_steps(tmp_path / "b", range(11))
   run_steps(tmp_path / "b", range(8, 13), resume=7)
   for name in ("metrics.jsonl", "distributions.jsonl"):
-    assert rows_of(tmp_path / "b", name) == rows_of(tmp_path / "a", name)
-  a, b = map(shown_by_tensorboard, (tmp_path / "a", tmp_path / "b"))
+    assert records_of(tmp_path / "b", name) == records_of(tmp_path / "a", name)
+  a, b = map(tensorboard_values, (tmp_path / "a", tmp_path / "b"))
   assert b == a
 
 
-def test_resume_drops_what_comes_after_the_restored_step(tmp_path):
+def test_resume_drops_lines_and_samples_after_the_restored_step(tmp_path):
   run_steps(tmp_path, [1, 7, 8, 9, 1000000])
   kept = (tmp_path / "metrics.jsonl").read_bytes().splitlines(True)[:2]
   (tmp_path / "samples" / "notes.txt").write_text("mine")
@@ -253,11 +253,11 @@ def test_resume_drops_what_comes_after_the_restored_step(tmp_path):
   assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(kept)
   assert steps_of(tmp_path, "distributions.jsonl") == [1, 7]
   assert {p.name for p in (tmp_path / "samples").iterdir()} == {
-    "step_000001.txt",
-    "step_000007.txt",
+    "step_000001.jsonl",
+    "step_000007.jsonl",
     "notes.txt",
   }
-  assert {step for _, step in shown_by_tensorboard(tmp_path)} == {1, 7}
+  assert {step for _, step in tensorboard_values(tmp_path)} == {1, 7}
   assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -277,27 +277,25 @@ def test_a_partial_last_line_is_dropped(tmp_path, name, cut):
 def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
   (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}')
   run_steps(tmp_path, [3], resume=2)
-  assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3]
+  assert [row["step"] for row in records_of(tmp_path)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
   "line", ["garbage", "[1]", '{"x": 1}', '{"step": "1"}']
 )
-def test_a_bad_line_in_the_middle_is_named_and_nothing_lost(tmp_path, line):
+def test_an_invalid_line_is_an_error_and_nothing_is_lost(tmp_path, line):
   file = tmp_path / "metrics.jsonl"
   run_steps(tmp_path, [9])
   text = f'{{"step": 1}}\n{line}\n{{"step": 2}}\n'
   file.write_text(text)
-  with pytest.raises(
-    UserError, match=r"^\S+metrics\.jsonl, line 2: .*expected"
-  ):
+  with pytest.raises(UserError, match=r"^\S+metrics\.jsonl:2: .*expected"):
     open_writer(tmp_path, resume=2)
   assert file.read_text() == text
-  assert (tmp_path / "samples" / "step_000009.txt").exists()
+  assert (tmp_path / "samples" / "step_000009.jsonl").exists()
 
 
 @pytest.mark.parametrize("resume", [0, 2])
-def test_rows_under_other_edges_are_not_mixed_with_new_ones(tmp_path, resume):
+def test_counts_over_other_edges_are_not_mixed(tmp_path, resume):
   file = tmp_path / "distributions.jsonl"
   run_steps(tmp_path, [1, 2])
   text = '{"edges": [null, 0, null]}\n{"step": 1, "ratio/x": [1, 2]}\n'
@@ -313,7 +311,7 @@ def test_rows_under_other_edges_are_not_mixed_with_new_ones(tmp_path, resume):
   assert steps_of(tmp_path, "distributions.jsonl") == [3]
 
 
-def test_resume_swaps_the_file_in_whole(tmp_path, monkeypatch):
+def test_resume_replaces_the_file_atomically(tmp_path, monkeypatch):
   run_steps(tmp_path, [1, 2, 3])
   before = (tmp_path / "metrics.jsonl").read_bytes()
 
@@ -326,16 +324,16 @@ def test_resume_swaps_the_file_in_whole(tmp_path, monkeypatch):
   assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_fresh_start_sets_earlier_runs_aside(tmp_path):
+def test_a_new_run_moves_earlier_runs_aside(tmp_path):
   for tag in "abc":
     run_steps(tmp_path, [0, 1], tag=tag)
   for name, tag in ((".1", "a"), (".2", "b"), ("", "c")):
     rows = (tmp_path / f"metrics.jsonl{name}").read_text()
     assert [list(json.loads(r))[1] for r in rows.splitlines()] == [tag, tag]
     assert steps_of(tmp_path, f"distributions.jsonl{name}") == [0, 1]
-    sample = tmp_path / f"samples{name}" / "step_000001.txt"
+    sample = tmp_path / f"samples{name}" / "step_000001.jsonl"
     assert f"{tag}1" in sample.read_text()
-  assert {tag for tag, _ in shown_by_tensorboard(tmp_path)} == {
+  assert {tag for tag, _ in tensorboard_values(tmp_path)} == {
     "c",
     "ratio/x",
     "moe/x",
@@ -343,7 +341,7 @@ def test_a_fresh_start_sets_earlier_runs_aside(tmp_path):
   }
 
 
-def test_rows_and_samples_of_a_run_get_the_same_number(tmp_path):
+def test_lines_and_samples_of_a_run_get_the_same_number(tmp_path):
   with open_writer(tmp_path) as writer:
     writer.write(0, {})  # no samples
   run_steps(tmp_path, [0])
@@ -354,7 +352,7 @@ def test_rows_and_samples_of_a_run_get_the_same_number(tmp_path):
   assert not (tmp_path / "samples.1").exists()
 
 
-def test_starts_that_wrote_no_row_leave_nothing_behind(tmp_path):
+def test_runs_that_wrote_nothing_leave_no_files(tmp_path):
   for _ in range(3):
     with open_writer(tmp_path):
       pass
@@ -365,15 +363,13 @@ def last_line(capsys):
   return capsys.readouterr().out.splitlines()[-1]
 
 
-def test_stdout_line_says_what_matters_in_fixed_columns(
-  tmp_path, capsys, monkeypatch
-):
+def test_the_stdout_line_has_fixed_columns(tmp_path, capsys, monkeypatch):
   clock = iter([0.0, 60.0, 3600.0 * 30 + 61])
   monkeypatch.setattr(metric_writer.time, "monotonic", lambda: next(clock))
   with open_writer(tmp_path, total=20000) as writer:
     writer.write(0, {"eval/pass@1": 0.25, "eval/avg@8": 0.5})
     first = last_line(capsys)
-    writer.write(10000, FULL_ROW)
+    writer.write(10000, SCALARS)
     second = last_line(capsys)
   assert first == (
     "    0/20000 ........ reward      - pass@1 0.250 len     - ratio       -"
@@ -387,7 +383,7 @@ def test_stdout_line_says_what_matters_in_fixed_columns(
   assert (first + second).isprintable()
 
 
-def test_eta_follows_the_recent_pace(tmp_path, capsys, monkeypatch):
+def test_the_eta_follows_the_recent_pace(tmp_path, capsys, monkeypatch):
   now = 0.0
   monkeypatch.setattr(metric_writer.time, "monotonic", lambda: now)
   with open_writer(tmp_path, total=160) as writer:
@@ -419,24 +415,21 @@ def test_samples_are_readable_and_harmless(tmp_path, capsys):
   rows = [("2+2?", answer, "4", 1.0)] + [("q", f"a{i}", "r", 0) for i in "123"]
   with open_writer(tmp_path) as writer:
     writer.samples(10, rows)
-  text = (tmp_path / "samples" / "step_000010.txt").read_text()
-  assert "line 1\nline 2\\x1b[2J\\r\\ud800 中文 long" in text
-  assert "\\boxed{4}" in text
-  assert len(re.findall("^---- ", text, re.M)) == 4
-  assert "reference: 4\n" in text
+  samples = run_files.read_samples(tmp_path / "samples")[10]
+  assert samples == [(10, *row) for row in rows]
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 3
   assert all(len(line) <= 120 and line.isprintable() for line in lines)
   assert "2+2?" in lines[0]
   assert "\\boxed{4} | want 4" in lines[0]
-  shown = shown_by_tensorboard(tmp_path)["samples/text_summary", 10].decode()
+  shown = tensorboard_values(tmp_path)["samples/text_summary", 10].decode()
   assert "\n    line 2\\x1b[2J\\r" in shown
 
 
 def test_inactive_writes_nothing(tmp_path, capsys):
   folder = tmp_path / "run"
   with open_writer(folder, active=False) as writer:
-    writer.write(1, FULL_ROW, {"x": [1.0]})
+    writer.write(1, SCALARS, {"x": [1.0]})
     writer.samples(1, [("q", "a", "r", 1.0)])
   assert not folder.exists()
   assert capsys.readouterr().out == ""
@@ -455,7 +448,7 @@ def test_an_unwritable_workdir_is_a_user_error(tmp_path, taken):
 
 
 class Bucket(MemoryFileSystem):
-  """A bucket of the kind that gcsfs gives: opening to append overwrites."""
+  """A bucket like that of gcsfs: opening a file to append overwrites it."""
 
   protocol = ("gs", "gcs")
   store, pseudo_dirs = {}, [""]
@@ -470,7 +463,7 @@ class Bucket(MemoryFileSystem):
 
 
 def contents(files):
-  """The names of the plain files, what is in them, and the event counts."""
+  """Names and contents of the plain files, and the numbers of events."""
   plain = {k: v for k, v in files.items() if "tfevents" not in k}
   events = [len(events_of(files[k])) for k in sorted(files.keys() - plain)]
   return plain.keys(), plain, events
@@ -496,13 +489,13 @@ def test_a_bucket_holds_the_same_as_a_folder(tmp_path, monkeypatch):
   assert {
     "metrics.jsonl.1",
     "distributions.jsonl.1",
-    "samples.1/step_000003.txt",
+    "samples.1/step_000003.jsonl",
   } < contents(local)[0]
 
 
 @pytest.fixture
 def bucket(monkeypatch):
-  """What is in an empty bucket, and a clock that stands until it is set."""
+  """An empty bucket, and a clock that stands still until it is set."""
   now = [1000.0]
   Bucket.store.clear()
   monkeypatch.setattr(type(backend.fsspec_backend), "fs", lambda *_: Bucket())
@@ -516,23 +509,23 @@ def steps_in_bucket(name="metrics.jsonl"):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "distributions.jsonl"])
-def test_a_bucket_gets_rows_now_and_then(bucket, name):
+def test_a_bucket_gets_lines_at_intervals(bucket, name):
   with open_writer("gs://bucket/run") as writer:
-    for step, (seconds, seen) in enumerate(
+    for step, (seconds, uploaded) in enumerate(
       ((0, []), (29, []), (1, [1, 2, 3]), (29, [1, 2, 3]), (40, [*range(1, 6)]))
     ):
       bucket[0] += seconds
       writer.write(step + 1, {"x": 1.0}, {"x": [1.0]})
-      assert steps_in_bucket(name) == seen
+      assert steps_in_bucket(name) == uploaded
     writer.write(6, {"x": 1.0}, {"x": [1.0]})
-    writer.samples(6, [("q", "a", "r", 1.0)])  # and all that came before it
+    writer.samples(6, [("q", "a", "r", 1.0)])  # uploads all earlier lines, too
     assert steps_in_bucket(name) == [*range(1, 7)]
     writer.write(7, {"x": 1.0}, {"x": [1.0]})
     assert steps_in_bucket(name) == [*range(1, 7)]
   assert steps_in_bucket(name) == [*range(1, 8)]
 
 
-def test_a_bucket_gets_the_last_rows_of_a_run_that_fails(bucket):
+def test_a_bucket_gets_the_last_lines_of_a_run_that_fails(bucket):
   def fail():
     with open_writer("gs://bucket/run") as writer:
       writer.write(1, {"x": 1.0})
@@ -544,22 +537,22 @@ def test_a_bucket_gets_the_last_rows_of_a_run_that_fails(bucket):
 
 
 class Remote(str):
-  """The path of a file in a bucket; `sent` is how many bytes, each time."""
+  """The path of a file in a bucket; `uploads` has the bytes of each upload."""
 
   def write_bytes(self, data):
-    self.__dict__.setdefault("sent", []).append(len(data))
+    self.__dict__.setdefault("uploads", []).append(len(data))
 
 
-def test_a_long_run_puts_little_into_a_bucket(bucket):
+def test_a_long_run_uploads_seldom(bucket):
   path = Remote("gs://bucket/run/log")
   log = run_files.RunFile(path, b"")
   for _ in range(5000):
     bucket[0] += 4.0  # seconds an iteration
     log.append(b"x" * 2000)
   log.close()
-  assert path.sent[-1] == 5000 * 2000
-  assert len(path.sent) < 1.1 * 5000 * 4 / 30
-  assert max(np.diff(path.sent)) <= 2000 * (30 / 4 + 1)
+  assert path.uploads[-1] == 5000 * 2000
+  assert len(path.uploads) < 1.1 * 5000 * 4 / 30
+  assert max(np.diff(path.uploads)) <= 2000 * (30 / 4 + 1)
 
 
 def test_a_bucket_without_its_package_is_a_user_error(monkeypatch):

@@ -1,4 +1,4 @@
-"""Rows that are laid out, read where they lie, and joined again."""
+"""Global arrays and back, agreement of processes, and the start."""
 
 import http.server
 import os
@@ -26,17 +26,17 @@ def rows(request):
   return sharding.batch_sharding(sharding.make_mesh(**request.param))
 
 
-def test_rows_are_read_where_they_lie(rows):
+def test_local_rows_and_to_host_invert_to_global(rows):
   tree = {"x": ARRAY, "n": np.arange(16)}
-  laid = multihost.to_global(tree, rows)
-  assert laid["x"].sharding == rows
-  own = multihost.local_rows(laid["x"])
-  assert list(own) == list(range(16))
-  np.testing.assert_array_equal(np.stack(list(own.values())), ARRAY)
-  jax.tree.map(np.testing.assert_array_equal, multihost.to_host(laid), tree)
+  arrays = multihost.to_global(tree, rows)
+  assert arrays["x"].sharding == rows
+  local = multihost.local_rows(arrays["x"])
+  assert list(local) == list(range(16))
+  np.testing.assert_array_equal(np.stack(list(local.values())), ARRAY)
+  jax.tree.map(np.testing.assert_array_equal, multihost.to_host(arrays), tree)
 
 
-def test_values_of_rows_are_joined(rows):
+def test_allgather_rows_joins_one_value_per_row(rows):
   like = multihost.to_global(np.zeros(16), rows)
   values = {i: i / 2 for i in reversed(range(16))}
   joined = multihost.allgather_rows(values, like)
@@ -44,7 +44,7 @@ def test_values_of_rows_are_joined(rows):
   np.testing.assert_array_equal(joined, np.arange(16) / 2)
 
 
-def test_together_gives_the_result_or_raises():
+def test_run_on_all_returns_the_result_or_raises():
   assert multihost.run_on_all(lambda: 3) == 3
 
   def fail():
@@ -55,22 +55,22 @@ def test_together_gives_the_result_or_raises():
 
 
 @pytest.mark.parametrize("text", ["", "é", "é" * 3000])
-def test_what_is_told_is_heard_up_to_a_length(text):
-  (heard,) = multihost.allgather_text(text)
-  assert text.startswith(heard)
-  assert len(heard) >= min(len(text), 499)
+def test_allgather_text_cuts_long_texts(text):
+  (gathered,) = multihost.allgather_text(text)
+  assert text.startswith(gathered)
+  assert len(gathered) >= min(len(text), 499)
 
 
-# One folder for all.
+# One workdir for all processes.
 
 
-def test_a_folder_that_is_shared_is_left_as_it_was(tmp_path):
+def test_the_probe_files_are_removed(tmp_path):
   multihost.require_shared(epath.Path(tmp_path / "new"))
   assert list(tmp_path.rglob("*")) == [tmp_path / "new"]
 
 
-def test_a_full_disk_is_told_and_nothing_is_left(tmp_path, monkeypatch):
-  """On it a file can be made, but not one byte be put into it."""
+def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path, monkeypatch):
+  """A full disk creates an empty file, and fails at the first byte."""
   workdir = epath.Path(tmp_path)
 
   def write(path, text):
@@ -86,7 +86,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path, monkeypatch):
   assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_shared_is_told(tmp_path, monkeypatch):
+def test_a_folder_that_is_not_shared_is_an_error(tmp_path, monkeypatch):
   workdir = epath.Path(tmp_path)
   monkeypatch.setattr(type(workdir), "exists", lambda _: False)
   with pytest.raises(
@@ -96,7 +96,7 @@ def test_a_folder_that_is_not_shared_is_told(tmp_path, monkeypatch):
   assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_of_processes_that_did_not_join(
+def test_processes_that_did_not_join_are_refused(
   tmp_path, monkeypatch, debug_config
 ):
   monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -105,12 +105,12 @@ def test_a_run_of_processes_that_did_not_join(
   assert list(tmp_path.iterdir()) == []
 
 
-# Where to find one another.
+# The hosts of a TPU slice.
 
 
 @pytest.fixture
 def environment(monkeypatch):
-  """Sets variables on a machine that has chips, and no other hint."""
+  """A function that sets variables, on a machine that seems to have chips."""
   monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
   for name in (
     *("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY"),
@@ -131,7 +131,7 @@ def environment(monkeypatch):
     ({"TPU_WORKER_HOSTNAMES": "a,b,c,d"}, 4),
     ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, 2),
     ({"TPU_PROCESS_ADDRESSES": "a:1,b:1", "TPU_WORKER_HOSTNAMES": "a"}, 2),
-    # One host: a notebook, whose name resolves to nothing.
+    # One host: a notebook, whose name does not resolve.
     ({"TPU_PROCESS_ADDRESSES": "local"}, 1),
     ({"TPU_SKIP_MDS_QUERY": "1"}, 1),
   ],
@@ -150,8 +150,8 @@ def test_a_machine_without_chips_is_one_host(environment):
 
 @pytest.mark.parametrize(("workers", "count"), [("a", 1), ("a,b,c", 3)])
 def test_tpu_hosts_of_virtual_machines(environment, workers, count):
-  """They ask a metadata server."""
-  said = {
+  """On a TPU VM the number comes from the metadata server."""
+  answers = {
     "agent-worker-number": "0",
     "worker-network-endpoints": workers,
     "tpu-env": "ACCELERATOR_TYPE: 'v5p'",
@@ -161,7 +161,7 @@ def test_tpu_hosts_of_virtual_machines(environment, workers, count):
     def do_GET(self):
       self.send_response(200)
       self.end_headers()
-      self.wfile.write(said[self.path.rpartition("/")[2]].encode())
+      self.wfile.write(answers[self.path.rpartition("/")[2]].encode())
 
     def log_message(self, *_):
       pass
@@ -173,15 +173,15 @@ def test_tpu_hosts_of_virtual_machines(environment, workers, count):
     server.shutdown()
 
 
-def test_the_installed_jax_has_what_tpu_hosts_asks():
-  """Without it a TPU VM would be 0 hosts, and JAX would have to say."""
+def test_the_installed_jax_has_the_names_that_tpu_hosts_uses():
+  """Else `tpu_hosts` would return 0 on a TPU VM."""
   assert callable(cloud_tpu_cluster.GceTpuCluster.is_env_present)
   assert callable(cloud_tpu_cluster.GceTpuCluster.get_process_count)
 
 
 @pytest.fixture
 def initialize(environment, monkeypatch):
-  """Stands in for JAX's: a list of calls, and the error it is to raise."""
+  """Replaces `jax.distributed.initialize`: its calls, and errors to raise."""
   calls, errors = [], []
 
   def initialize(*args, **_):
@@ -195,7 +195,9 @@ def initialize(environment, monkeypatch):
   jax.config.update("jax_enable_preemption_service", before)
 
 
-def test_another_jax_is_asked_itself(environment, initialize, monkeypatch):
+def test_without_those_names_jax_detects_the_hosts(
+  environment, initialize, monkeypatch
+):
   calls, errors = initialize
   monkeypatch.setitem(sys.modules, cloud_tpu_cluster.__name__, None)
   environment()
@@ -203,12 +205,12 @@ def test_another_jax_is_asked_itself(environment, initialize, monkeypatch):
   multihost.start()
   assert calls == [(None, None, None)]
   errors.append(ValueError("coordinator_address should be defined."))
-  multihost.start()  # it is no cluster
+  multihost.start()  # JAX finds no cluster
   with pytest.raises(ValueError, match="should be defined"):
     multihost.start("host:1", 2, 0)
 
 
-def test_a_failed_start_names_the_flag_that_was_given(environment, initialize):
+def test_a_failed_start_names_the_given_flag(environment, initialize):
   _, errors = initialize
   errors.append(RuntimeError("no port"))
   environment(TPU_WORKER_HOSTNAMES="a,b")
@@ -218,7 +220,7 @@ def test_a_failed_start_names_the_flag_that_was_given(environment, initialize):
     multihost.start("h:1", 2, 0)
 
 
-def test_start_is_nothing_on_one_machine(monkeypatch):
+def test_start_does_nothing_on_a_single_machine(monkeypatch):
   given = {"TPU_WORKER_ID": "7"}
   monkeypatch.setattr(os, "environ", given)
   multihost.start()

@@ -1,4 +1,4 @@
-"""A SIGTERM becomes one flag, on every process at the same step."""
+"""SIGTERM sets a flag that every process sees at the same step."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def terminate():
   os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_sigterm_is_a_request_and_the_old_handler_returns():
+def test_sigterm_sets_a_flag_and_the_previous_handler_returns():
   seen = []
   before = signal.signal(signal.SIGTERM, lambda *_: seen.append("old"))
   try:
@@ -35,35 +35,35 @@ def test_sigterm_is_a_request_and_the_old_handler_returns():
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_sigterm_while_they_ask_one_another_is_not_lost(monkeypatch):
-  def anywhere(flag):
+def test_a_sigterm_during_the_exchange_is_not_lost(monkeypatch):
+  def any_process(flag):
     terminate()
     return flag
 
   with Preemption() as preemption:
     with monkeypatch.context() as during:
-      during.setattr(multihost, "anywhere", anywhere)
-      assert not preemption.reached()  # the others did not hear of it
+      during.setattr(multihost, "any_process", any_process)
+      assert not preemption.reached()  # the exchange used the old flag
     assert preemption.reached()
 
 
-def test_the_request_of_another_stops_this_one(monkeypatch):
+def test_a_sigterm_to_another_process_stops_this_one(monkeypatch):
   with Preemption() as preemption:
     with monkeypatch.context() as once:
-      once.setattr(multihost, "anywhere", lambda flag: True)
+      once.setattr(multihost, "any_process", lambda flag: True)
       assert preemption.reached()
     assert preemption.reached()
     assert not preemption.requested
 
 
-def test_the_old_handler_returns_after_an_error():
+def test_the_previous_handler_returns_after_an_error():
   before = signal.getsignal(signal.SIGTERM)
   with pytest.raises(ZeroDivisionError), Preemption():
     raise ZeroDivisionError
   assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_requests_do_not_leak_into_the_next_run():
+def test_a_request_does_not_carry_over_to_the_next_run():
   with Preemption() as first:
     terminate()
     assert first.requested
@@ -71,7 +71,7 @@ def test_requests_do_not_leak_into_the_next_run():
     assert not second.reached()
 
 
-def test_a_handler_that_python_does_not_know_is_not_put_back(monkeypatch):
+def test_a_handler_set_outside_python_is_replaced_by_the_default(monkeypatch):
   before = signal.getsignal(signal.SIGTERM)
   actual = signal.signal
   monkeypatch.setattr(signal, "signal", lambda *a: actual(*a) and None)
@@ -83,8 +83,8 @@ def test_a_handler_that_python_does_not_know_is_not_put_back(monkeypatch):
     actual(signal.SIGTERM, before)
 
 
-def test_ctrl_c_stays_keyboard_interrupt():
-  # A shell that starts the tests in the background has it ignored.
+def test_ctrl_c_still_raises_keyboard_interrupt():
+  # SIGINT is ignored if a shell started the tests in the background.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   try:
     with pytest.raises(KeyboardInterrupt), Preemption():
@@ -93,7 +93,7 @@ def test_ctrl_c_stays_keyboard_interrupt():
     signal.signal(signal.SIGINT, before)
 
 
-def test_does_nothing_off_the_main_thread():
+def test_outside_the_main_thread_no_handler_is_set():
   before = signal.getsignal(signal.SIGTERM)
   results = []
 
@@ -109,10 +109,10 @@ def test_does_nothing_off_the_main_thread():
 
 CHILD = """
 import os, signal, sys
-from gspo_jax import hosts
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.preemption import Preemption
 rank, count, port = map(int, sys.argv[1:])
-hosts.start(f"127.0.0.1:{port}", count, rank)
+multihost.start(f"127.0.0.1:{port}", count, rank)
 with Preemption() as preemption:
   for step in range(1, 9):
     if rank == count - 1 and step == 3:
@@ -124,7 +124,7 @@ print("stopped", step, preemption.reached(), flush=True)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_sigterm_to_one_process_stops_all_at_one_step(count, tmp_path):
+def test_a_sigterm_to_one_process_stops_all_at_the_same_step(count, tmp_path):
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]

@@ -1,8 +1,9 @@
-"""Several processes do what one does, and end together.
+"""Several processes give the results of one, and end together.
 
-Real ones, each with virtual CPU devices of its own. XLA optimises little here:
-compiling is most of the time, and process 1 always compiles, since only process
-0 writes JAX's cache and on CPUs the two look for different entries.
+The tests start real processes, each with its own virtual CPU devices. XLA
+optimises little here, because compiling takes most of the time. Process 1
+always compiles: only process 0 writes JAX's compilation cache, and on CPUs the
+cache keys of the two differ.
 """
 
 import contextlib
@@ -27,6 +28,11 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 
 STEPS = 4
+CONTINUOUS_BATCHING = {
+  "continuous_batching__slots": 16,
+  "continuous_batching__page_size": 4,
+  "continuous_batching__prefill_chunk": 8,
+}
 MAIN = (*("-u", "-m", "gspo_jax.main"), "--config=configs/tiny_cpu.py:debug")
 
 
@@ -40,7 +46,7 @@ def environment(tmp_path_factory):
 
 
 class Job:
-  """Processes, each with its log; `commands` holds the arguments of each."""
+  """Processes with a log file each; `commands` are their arguments."""
 
   def __init__(self, commands, logs, environment, devices):
     flags = f"--xla_force_host_platform_device_count={devices}"
@@ -59,21 +65,21 @@ class Job:
           )
         )
 
-  def texts(self):
+  def outputs(self):
     return [log.read_text() for log in self.logs]
 
   def wait_for(self, text, seconds=120):
-    """Until process 0 has printed `text`."""
+    """Waits until process 0 has printed `text`."""
     end = time.monotonic() + seconds
     while text not in self.logs[0].read_text():
-      assert time.monotonic() < end, self.texts()
-      assert self.processes[0].poll() is None, self.texts()
+      assert time.monotonic() < end, self.outputs()
+      assert self.processes[0].poll() is None, self.outputs()
       time.sleep(0.05)
 
   def finish(self, code=0, seconds=240):
     codes = [process.wait(seconds) for process in self.processes]
-    assert codes == [code] * len(codes), "\n".join(self.texts())
-    return self.texts()
+    assert codes == [code] * len(codes), "\n".join(self.outputs())
+    return self.outputs()
 
 
 def free_port():
@@ -84,9 +90,10 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def launch(environment, tmp_path_factory):
-  """Starts the command as `count` processes; all are dead at the end.
+  """Starts `gspo_jax.main` as `count` processes; kills them at the end.
 
-  `only` holds flags for one process; keywords are overrides, __ for a dot.
+  `only` has flags for single processes. Keywords are overrides of config keys,
+  with __ for a dot.
   """
   with contextlib.ExitStack() as stack:
 
@@ -119,7 +126,7 @@ def reference(launch, tmp_path_factory):
 
 
 def rows(workdir):
-  """The rows of metrics.jsonl, without what depends on the clock."""
+  """The records of metrics.jsonl, without those that depend on the clock."""
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   timed = ("time/", "throughput/")
   return [
@@ -140,14 +147,14 @@ def final_params(workdir):
 
 
 def assert_same_run(workdir, reference, atol=1e-5):
-  """The same tokens, hence the same answers; else equal up to rounding.
+  """The same tokens, hence the same rewards; all else up to rounding.
 
-  Parameters were seen to differ by up to 4e-6 after RL alone.
+  After RL alone, parameters were observed to differ by up to 4e-6.
   """
-  found, expected = rows(workdir), rows(reference)
-  assert [row["step"] for row in found] == list(range(STEPS + 1))
+  actual, expected = rows(workdir), rows(reference)
+  assert [row["step"] for row in actual] == list(range(STEPS + 1))
   assert any(row.get("grad/norm", 0) > 0 for row in expected)
-  for row, should in zip(found, expected, strict=True):
+  for row, should in zip(actual, expected, strict=True):
     row.pop("ratio/moved", None)  # counts ratios that are not exactly 1
     should.pop("ratio/moved", None)
     assert row == pytest.approx(should, rel=0, abs=5e-6)
@@ -159,29 +166,25 @@ def assert_same_run(workdir, reference, atol=1e-5):
 
 
 def assert_same_samples(workdir, reference):
-  """Of process 0's rows: as many as it is to show, or all it holds."""
+  """Both show the first responses of process 0."""
   for step in (2, STEPS):
-    name = f"samples/step_{step:06d}.txt"
+    name = f"samples/step_{step:06d}.jsonl"
     assert (workdir / name).read_text() == (reference / name).read_text()
 
 
+@pytest.mark.slow  # a run that stops and resumes is compared in the default run
 @pytest.mark.parametrize(
-  ("count", "devices", "mesh"),
+  ("devices", "mesh"),
   [
-    (2, 1, {}),
-    pytest.param(2, 2, {"mesh__fsdp": 2}, marks=pytest.mark.slow),
-    pytest.param(2, 2, {"mesh__expert": 4}, marks=pytest.mark.slow),
-    # Both processes hold all the rows.
-    pytest.param(2, 1, {"mesh__tensor": 2}, marks=pytest.mark.slow),
+    (1, {}),
+    (2, {"mesh__fsdp": 2}),
+    (2, {"mesh__expert": 4}),
+    (1, {"mesh__tensor": 2}),  # both processes hold the whole batch
   ],
 )
-def test_processes_do_what_one_does(
-  launch, reference, tmp_path, count, devices, mesh
-):
+def test_two_processes_equal_one(launch, reference, tmp_path, devices, mesh):
   cold = {"cold_start__dir": reference / "cold_start"}
-  first, second = launch(
-    count, tmp_path, devices=devices, **cold, **mesh
-  ).finish()
+  first, second = launch(2, tmp_path, devices=devices, **cold, **mesh).finish()
   assert "4/4" in first
   assert "/4 " not in second
   assert_same_run(tmp_path, reference)
@@ -190,14 +193,16 @@ def test_processes_do_what_one_does(
 
 
 @pytest.mark.slow
-def test_all_that_can_be_added_on_two_processes(launch, reference, tmp_path):
+def test_dynamic_sampling_and_a_reference_on_two_processes(
+  launch, reference, tmp_path
+):
   added = {
     "cold_start__dir": reference / "cold_start",
     "objective__kl_coef": 0.1,
     "objective__reference_every": 2,
     "objective__replay": "r3",
-    "data__refill_rounds": 3,
-    "data__history": True,
+    "rollout__dynamic_sampling_rounds": 3,
+    "data__drop_solved": True,
   }
   launch(1, tmp_path / "one", **added).finish()
   launch(2, tmp_path / "two", **added).finish()
@@ -207,12 +212,16 @@ def test_all_that_can_be_added_on_two_processes(launch, reference, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"mesh__tensor": 2}])
-def test_answers_that_wait_on_two_processes(launch, reference, tmp_path, mesh):
-  """Refill, verification while others decode, cut answers, a batch ahead."""
+def test_partial_rollouts_one_step_off_policy_on_two_processes(
+  launch, reference, tmp_path, mesh
+):
+  """Continuous batching, cut responses and rewards while others decode."""
   added = {
     "cold_start__dir": reference / "cold_start",
-    **{"paging__slots": 16, "paging__page": 4, "paging__chunk": 8},
-    **{"rollout__budget": 6, "rollout__spare": 2, "rollout__ahead": True},
+    **CONTINUOUS_BATCHING,
+    "rollout__max_tokens_per_iteration": 6,
+    "rollout__extra_prompts_in_flight": 2,
+    "rollout__one_step_off_policy": True,
   }
   launch(1, tmp_path / "one", devices=2, **added, **mesh).finish()
   launch(2, tmp_path / "two", **added, **mesh).finish()
@@ -221,11 +230,11 @@ def test_answers_that_wait_on_two_processes(launch, reference, tmp_path, mesh):
 
 
 @pytest.mark.slow
-def test_refill_on_two_processes(launch, reference, tmp_path):
+def test_continuous_batching_on_two_processes(launch, reference, tmp_path):
   added = {
     "cold_start__dir": reference / "cold_start",
-    **{"paging__slots": 16, "paging__page": 4, "paging__chunk": 8},
-    "data__refill_rounds": 2,
+    **CONTINUOUS_BATCHING,
+    "rollout__dynamic_sampling_rounds": 2,
   }
   launch(1, tmp_path / "one", devices=2, **added).finish()
   launch(2, tmp_path / "two", **added).finish()
@@ -233,8 +242,10 @@ def test_refill_on_two_processes(launch, reference, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_cold_start_of_two_processes(launch, reference, tmp_path):
-  """Stopped in the middle by a SIGTERM, which must not wait for RL."""
+def test_a_cold_start_of_two_processes_stops_and_resumes(
+  launch, reference, tmp_path
+):
+  """A SIGTERM stops the cold start itself, before RL."""
   job = launch(2, tmp_path)
   job.wait_for("cold start   50/100")
   job.processes[1].send_signal(signal.SIGTERM)
@@ -246,45 +257,51 @@ def test_the_cold_start_of_two_processes(launch, reference, tmp_path):
 
 @pytest.fixture(scope="module")
 def stopped(launch, reference, tmp_path_factory):
-  """The workdir of two processes, one of which was sent a SIGTERM."""
+  """The workdir of two processes, of which one got a SIGTERM."""
   workdir = tmp_path_factory.mktemp("stopped")
   cold = {"cold_start__dir": reference / "cold_start"}
   job = launch(2, workdir, checkpoint__every=100, **cold)
   job.wait_for("0/4")
   job.processes[1].send_signal(signal.SIGTERM)
-  first, _ = job.finish(code=75)
+  first, second = job.finish(code=75)
   assert "SIGTERM: saved after step" in first
+  assert "/4 " not in second
   return workdir
 
 
 @pytest.mark.parametrize(
-  "count", [1, 2, pytest.param(4, marks=pytest.mark.slow)]
+  "count", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
 )
-def test_a_sigterm_to_one_stops_all_and_any_number_resume(
+def test_a_sigterm_to_one_stops_all_and_any_number_resumes(
   launch, reference, stopped, tmp_path, count
 ):
   shutil.copytree(stopped, tmp_path / "run")
   cold = {"cold_start__dir": reference / "cold_start"}
-  out = launch(count, tmp_path / "run", **cold).finish()[0]
-  assert "resumed after step" in out
+  first, *others = launch(count, tmp_path / "run", **cold).finish()
+  assert "resumed after step" in first
+  assert "4/4" in first
+  assert all("/4 " not in text for text in others)
   assert_same_run(tmp_path / "run", reference)
+  assert_same_samples(tmp_path / "run", reference)
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
 def test_the_death_of_one_ends_the_others(launch, tmp_path, victim):
   job = launch(2, tmp_path)
-  job.wait_for("Gloo")  # then they have met
+  job.wait_for("Gloo")  # then they have joined
   job.processes[victim].kill()
   began = time.monotonic()
   assert job.processes[1 - victim].wait(120) != 0
   assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow  # test_agreement has the cheap version
 @pytest.mark.parametrize(
   ("only", "words"),
   [
     (["--config.seed=1"],
-     "config.seed is not the same everywhere: process 1 has another than "
+     "config.seed is not the same everywhere: process 1 has another value "
      "process 0"),
     (["--config.data.source=jsonl:no.jsonl"],
      "process 1: data file 'no.jsonl': No such file or directory"),
@@ -292,7 +309,9 @@ def test_the_death_of_one_ends_the_others(launch, tmp_path, victim):
   ],
   ids=["seed", "data", "workdir"],
 )  # fmt: skip
-def test_a_mistake_on_one_is_told_once(launch, tmp_path, only, words):
+def test_a_mistake_on_one_process_is_printed_once(
+  launch, tmp_path, only, words
+):
   flags = [flag.format(tmp=tmp_path) for flag in only]
   first, second = launch(2, tmp_path / "run", only={1: flags}).finish(code=2)
   line = first.strip().splitlines()[-1]
@@ -302,9 +321,9 @@ def test_a_mistake_on_one_is_told_once(launch, tmp_path, only, words):
 
 
 @pytest.mark.slow
-def test_a_reward_that_fails_stops_all(launch, reference, tmp_path):
+def test_a_reward_function_that_fails_stops_all(launch, reference, tmp_path):
   flags = {"cold_start__dir": reference / "cold_start"}
-  flags["reward__names"] = "('operator.setitem',)"  # texts do not take it
+  flags["reward__names"] = "('operator.setitem',)"  # fails on strings
   first, second = launch(2, tmp_path, **flags).finish(code=2)
   line = first.strip().splitlines()[-1]
   assert line.startswith("error: the held-out questions: 32 of 32 answers")
@@ -314,55 +333,124 @@ def test_a_reward_that_fails_stops_all(launch, reference, tmp_path):
 
 DAMAGE = """
 import pathlib, sys, time, jax, numpy as np
-from gspo_jax import hosts
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.checkpoint import Checkpoints
 from jax.sharding import NamedSharding, PartitionSpec as P
-hosts.start(sys.argv[1], 2, int(sys.argv[2]))
+multihost.start(sys.argv[1], 2, int(sys.argv[2]))
 mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
 rows = NamedSharding(mesh, P("x"))
-make = lambda step: hosts.lay(
+make = lambda step: multihost.to_global(
   {"w": np.arange(2 ** 16, dtype=np.float32).reshape(2, -1) + step}, rows)
 like = jax.tree.map(
   lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), make(0))
 with Checkpoints(sys.argv[3], every=1, keep=9) as checkpoints:
   for step in (1, 2):
     checkpoints.save(step, make(step), {})
-hosts.meet()
+multihost.barrier()
 folder = pathlib.Path(sys.argv[3]) / "2/state/ocdbt.process_1/d"
-if hosts.first():
+if multihost.is_primary():
   for file in folder.iterdir():
     file.write_bytes(file.read_bytes()[:100])
-hosts.meet()
+multihost.barrier()
 with Checkpoints(sys.argv[3], every=1, keep=9) as checkpoints:
   began = time.monotonic()
-  found = checkpoints.restore(like, lambda *_: None)
-  print("restored", found.step, time.monotonic() - began < 30)
-  assert (hosts.fetch(found.state["w"]) == hosts.fetch(make(1)["w"])).all()
+  restored = checkpoints.restore(like, lambda *_: None)
+  print("restored", restored.step, time.monotonic() - began < 30)
+  same = jax.tree.map(
+    np.array_equal, *multihost.to_host((restored.state, make(1))))
+  assert same == {"w": True}
   checkpoints.save(2, make(20), {})
-  found = checkpoints.restore(like, lambda *_: None)
-  print("again", found.step, hosts.fetch(found.state["w"])[0, 0])
+  restored = checkpoints.restore(like, lambda *_: None)
+  print("again", restored.step, multihost.to_host(restored.state["w"])[0, 0])
 """
 
 
-def test_what_one_cannot_read_is_skipped_by_all(environment, tmp_path):
-  at = f"127.0.0.1:{free_port()}"
-  commands = [["-c", DAMAGE, at, i, tmp_path / "saved"] for i in (0, 1)]
-  job = Job(commands, tmp_path / "logs", environment, devices=1)
+def run_two(script, environment, folder):
+  """The outputs of two processes; arguments: address, index and a folder."""
+  address = f"127.0.0.1:{free_port()}"
+  commands = [["-c", script, address, i, folder / "work"] for i in (0, 1)]
+  job = Job(commands, folder / "logs", environment, devices=1)
   try:
-    texts = job.finish(seconds=120)
+    return job.finish(seconds=120)
   finally:
     for process in job.processes:
       process.kill()
-  for text in texts:
+
+
+def test_a_checkpoint_that_one_cannot_read_is_skipped_by_all(
+  environment, tmp_path
+):
+  outputs = run_two(DAMAGE, environment, tmp_path)
+  for text in outputs:
     assert "restored 1 True" in text
     assert "again 2 20.0" in text
-  assert texts[0].count("checkpoint 2 skipped") == 1
-  assert "skipped" not in texts[1]
+  assert outputs[0].count("checkpoint 2 skipped") == 1
+  assert "skipped" not in outputs[1]
 
 
-@pytest.mark.slow  # a run of its own
+AGREEMENT = """
+import os, pathlib, sys
+from etils import epath
+from gspo_jax.runtime import multihost
+from gspo_jax.runtime.errors import UserError
+index, folder = int(sys.argv[2]), pathlib.Path(sys.argv[3])
+multihost.start(sys.argv[1], 2, index)
+def attempt(check):
+  try:
+    print("passed", check())
+  except multihost.AgreedError as error:
+    print("agreed:", error)
+def fail():
+  if index == 1:
+    raise UserError("no such file")
+  return index
+attempt(lambda: multihost.allgather_text(f"text {index}"))
+attempt(lambda: multihost.any_process(index == 1))
+attempt(lambda: multihost.run_on_all(lambda: "ran"))
+attempt(lambda: multihost.run_on_all(fail))
+attempt(lambda: multihost.require_same({"steps": 3, "seed": 5}))
+attempt(lambda: multihost.require_same({"steps": 3, "seed": index}))
+attempt(lambda: multihost.require_same({str(index): 3}))
+attempt(lambda: multihost.require_shared(epath.Path(folder)))
+attempt(lambda: multihost.require_shared(epath.Path(folder / str(index))))
+multihost.barrier()
+print(sorted(str(p.relative_to(folder)) for p in folder.rglob("*")))
+multihost.print_once("once")
+"""
+
+
+def test_agreement(environment, tmp_path):
+  """What one process finds wrong, both raise, and only process 0 prints."""
+  first, second = (
+    [line for line in text.splitlines() if not line.startswith("[Gloo]")]
+    for text in run_two(AGREEMENT, environment, tmp_path)
+  )
+  work = str(tmp_path / "work")
+  apart = "is not one folder for all hosts: expected a bucket or a network disk"
+  expected = [
+    "passed ['text 0', 'text 1']",
+    "passed True",
+    "passed ran",
+    "agreed: process 1: no such file",
+    "passed None",
+    "agreed: seed is not the same everywhere: process 1 has another value than "
+    "process 0",
+    "agreed: the processes were started with different config files",
+    "passed None",
+    f"agreed: --workdir='{work}/0' {apart}",
+    "['0', '1']",
+    "once",
+  ]
+  assert first == expected
+  # A process raises its own message, else that of the first other process.
+  expected[3] = "agreed: no such file"
+  expected[8] = f"agreed: process 0: --workdir='{work}/0' {apart}"
+  assert second == expected[:-1]
+
+
+@pytest.mark.slow
 def test_an_unmoved_policy_has_ratio_one_on_two(launch, tmp_path):
-  """In bfloat16, between real responses; see test_ratio_one."""
+  """In bfloat16, with the responses of a run; see test_ratio_one."""
   overrides = {
     "model__dtype": "bfloat16",
     "mesh__data": 1,

@@ -1,67 +1,50 @@
-"""What is written is read again, and an answer cannot pass for another one."""
+"""Sample files: what is written is read again, whatever the text."""
 
-import itertools
-import random
+import json
 
 import pytest
 
 from gspo_jax.runtime import run_files
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.run_files import Sample
 
-FORGED = (
-  "I give up\nreference: 7\n\n---- 2 of 2, step 3, reward 1\n"
-  "question:\n3+4?\nanswer:\n7\nreference: 7\n"
+HOSTILE = (
+  '7\n{"step": 3, "problem": "p", "response": "7", "reward": 1}\n\r\x00\x1b[2J'
+  "\u2028\x85\ud800 中\\n"
 )
 
 
-@pytest.mark.parametrize("indent", ["", " ", "    "])
-def test_a_forged_answer_stays_the_one_it_is(indent):
-  forged = FORGED.replace("\n", f"\n{indent}")
-  rows = [(forged, forged, forged, 0.0), ("q", "right", "r", 1.0)]
-  found = run_files.parse_samples(run_files.format_samples(3, rows))
-  assert [sample.reward for sample in found] == ["0", "1"]
-  assert found[0].text == found[0].reference == forged.strip("\n")
-  assert found[1] == ("q", "right", "r", "1")
+def test_what_is_written_is_read_again(tmp_path):
+  samples = [Sample(3, HOSTILE, HOSTILE, HOSTILE, 0.5), Sample(3, *"qar", 1.0)]
+  run_files.write_samples(tmp_path / "new", 3, samples)
+  assert run_files.read_samples(tmp_path / "new") == {3: samples}
+  text = (tmp_path / "new/step_000003.jsonl").read_text()
+  assert [json.loads(line) for line in text.splitlines()] == [
+    sample._asdict() for sample in samples
+  ]
+  assert text.isascii()  # nothing that a terminal acts upon
 
 
-def test_whatever_an_answer_is_made_of():
-  rng = random.Random(0)
-  pieces = ("----", "---- 1 of 1, step 1, reward 1", "question:", "answer:")
-  pieces += ("reference: 4", "\n", "\n", " ", "\t", "\r\n", "\u2028", "x")
-  text = lambda: "".join(rng.choices(pieces, k=rng.randrange(9))) + "x"
-  for step in range(500):
-    rows = [(text(), text(), text(), i / 2) for i in range(rng.randrange(4))]
-    found = run_files.parse_samples(run_files.format_samples(step, rows))
-    shown = lambda part: run_files.printable(part, keep="\n\t").strip("\n")
-    assert found == [
-      (shown(q), shown(a), run_files.printable(r).strip("\n"), f"{reward:g}")
-      for q, a, r, reward in rows
-    ]
+def test_steps_are_those_of_the_file_names(tmp_path):
+  for step in (7, 1_000_000, 12):
+    run_files.write_samples(tmp_path, step, [Sample(step, *"qar", 1.0)])
+  (tmp_path / "notes.txt").write_text("mine")
+  assert list(run_files.read_samples(tmp_path)) == [7, 12, 1_000_000]
+  assert run_files.read_samples(tmp_path / "missing") == {}
 
 
-def test_only_what_looks_like_a_mark_is_indented():
-  lines = ["---", "a ---- b", "----x", "Answer: 4", "the answer: 4", "  x"]
-  text = run_files.format_samples(1, [("q", "\n".join(lines), "r", 1.0)])
-  assert "\n".join(["answer:", *lines, "reference: r"]) in text
+def test_a_partial_last_sample_is_dropped_and_other_errors_are_named(tmp_path):
+  run_files.write_samples(tmp_path, 1, [Sample(1, *"qar", 1.0)] * 2)
+  file = tmp_path / "step_000001.jsonl"
+  file.write_bytes(file.read_bytes()[:-5])
+  assert len(run_files.read_samples(tmp_path)[1]) == 1
+  file.write_text('{"step": 1, "problem": "q", "reference": "r", "reward": 0}')
+  with pytest.raises(UserError, match=r"000001\.jsonl:1: .*'response'"):
+    run_files.read_samples(tmp_path)
 
 
-def test_a_file_cut_short_shows_what_there_is():
-  text = run_files.format_samples(
-    1, [("q", "a", "r", 1.0), ("q2", "a2", "r2", 2.0)]
-  )
-  first, *_ = run_files.parse_samples(text)
-  for end in range(len(text)):
-    found = run_files.parse_samples(text[:end])
-    assert len(found) <= 2
-    if len(found) == 2:
-      assert found[0] == first
-
-
-def test_other_text_has_no_samples():
-  for text in ("", "free", "---- 1 of 2\nquestion:"):
-    assert run_files.parse_samples(text) == []
-
-
-def test_what_a_terminal_acts_upon_is_escaped():
-  every = "".join(map(chr, itertools.chain(range(256), (0x2028, 0xD800))))
-  text = run_files.format_samples(1, [(every, every, every, 1.0)])
+def test_printable_escapes_what_a_terminal_acts_upon():
+  every = "".join(map(chr, (*range(256), 0x2028, 0xD800)))
+  text = run_files.printable(every, keep="\n\t")
   assert all(c.isprintable() or c in "\n\t" for c in text)
+  assert run_files.printable("é中\x00\n") == "é中\\x00\\n"

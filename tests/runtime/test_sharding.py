@@ -1,5 +1,6 @@
-"""One rule for every array of every variant, and meshes that add up."""
+"""Each parameter matches one sharding rule; meshes fit their devices."""
 
+import functools
 import re
 
 import jax
@@ -15,22 +16,18 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
 ONE = sharding.make_mesh(jax.devices()[:1])
-BOTH = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+CUBE = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
 OPTIMIZER = optimizer.optimizer(
   optimizer.OptimConfig(learning_rate=1e-3, warmup_steps=2, total_steps=9)
 )
 
 
+@functools.cache
 def shapes_of(name):
   """Shapes of the parameters and of the optimizer's state; makes no array."""
   cfg = model.variant(name)
   params = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
   return params, jax.eval_shape(OPTIMIZER.init, params)
-
-
-def named_leaves(tree):
-  name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-  return {name(path): x for path, x in jax.tree.leaves_with_path(tree)}
 
 
 def specs(tree, mesh):
@@ -40,7 +37,7 @@ def specs(tree, mesh):
 @pytest.mark.parametrize("name", model.VARIANTS)
 def test_every_array_of_every_variant_has_one_rule(name):
   params, opt_state = shapes_of(name)
-  for path, leaf in named_leaves((params, opt_state)).items():
+  for path, leaf in sharding.leaves_by_path((params, opt_state)).items():
     rules = [
       axes
       for pattern, axes in sharding.TABLE
@@ -49,18 +46,25 @@ def test_every_array_of_every_variant_has_one_rule(name):
     stacked = "layers/" in path
     ranks = [len(axes) + stacked for axes in rules]
     assert ranks == [leaf.ndim] * bool(leaf.ndim), path
-  # And the function reads the table the same way.
-  layout = specs(params, ONE)
+  # `spec` applies the same rules to parameters and moments.
+  shardings = specs(params, ONE)
   for moment in ("mu", "nu"):
     moments = optax.tree.get(opt_state, moment)
-    assert specs(moments, ONE) == layout
-  assert len(named_leaves(opt_state)) == 2 * len(named_leaves(params)) + 2
+    assert specs(moments, ONE) == shardings
+  assert (
+    len(sharding.leaves_by_path(opt_state))
+    == 2 * len(sharding.leaves_by_path(params)) + 2
+  )
 
 
-def test_every_rule_has_a_user():
-  paths = {p for name in model.VARIANTS for p in named_leaves(shapes_of(name))}
+def test_every_rule_matches_an_array():
+  paths = {
+    p
+    for name in model.VARIANTS
+    for p in sharding.leaves_by_path(shapes_of(name))
+  }
   policy, _ = shapes_of("tiny")
-  paths |= named_leaves(jax.eval_shape(critic.init, policy)).keys()
+  paths |= sharding.leaves_by_path(jax.eval_shape(critic.init, policy)).keys()
   for pattern, _ in sharding.TABLE:
     assert any(re.search(f"(^|/){pattern}$", path) for path in paths), pattern
 
@@ -72,27 +76,27 @@ def test_the_table_never_uses_a_mesh_axis_twice():
     assert set(used) <= set(sharding.AXES)
 
 
-def test_the_moments_live_where_their_parameters_do():
+def test_the_moments_are_sharded_like_their_parameters():
   params, opt_state = shapes_of("tiny")
-  layout = specs(params, BOTH)
-  assert layout["embed"] == PartitionSpec("tensor", ("fsdp", "expert"))
-  assert layout["layers"]["moe"]["down"] == PartitionSpec(
+  shardings = specs(params, CUBE)
+  assert shardings["embed"] == PartitionSpec("tensor", ("fsdp", "expert"))
+  assert shardings["layers"]["moe"]["down"] == PartitionSpec(
     None, ("expert", "tensor", "fsdp"), None, None
   )
   for moment in ("mu", "nu"):
     moments = optax.tree.get(opt_state, moment)
-    assert specs(moments, BOTH) == layout
+    assert specs(moments, CUBE) == shardings
 
 
-# Four experts cannot be split among eight devices, and that is told.
+# Four experts do not divide among eight devices, which is an error.
 DIVISIBLE = [n for n, c in model.VARIANTS.items() if c.num_experts % 8 == 0]
 
 
 @pytest.mark.parametrize("name", DIVISIBLE)
-def test_no_large_array_is_whole_on_a_device(name):
+def test_no_large_array_is_replicated(name):
   params, _ = shapes_of(name)
-  shardings = named_leaves(sharding.state_shardings(params, BOTH))
-  for path, leaf in named_leaves(params).items():
+  shardings = sharding.leaves_by_path(sharding.state_shardings(params, CUBE))
+  for path, leaf in sharding.leaves_by_path(params).items():
     held = np.prod(shardings[path].shard_shape(leaf.shape)) / leaf.size
     small = "norm" in path or "router" in path
     assert held <= (1 if small else 1 / 4), path
@@ -112,7 +116,7 @@ def test_no_large_array_is_whole_on_a_device(name):
 def test_an_array_without_a_rule(path, shape):
   with pytest.raises(ValueError, match=re.escape(f"{path} {shape}")) as error:
     sharding.spec(path, shape, ONE)
-  assert not isinstance(error.value, UserError)  # ours to mend, not the user's
+  assert not isinstance(error.value, UserError)  # a fault of the code
 
 
 def test_two_rules_for_one_array(monkeypatch):
@@ -132,9 +136,9 @@ def test_one_mesh_axis_for_two_dimensions(monkeypatch):
   assert "heads -> ('tensor', 'fsdp')" in str(error.value)
 
 
-def test_the_layout_of_one_layer_is_that_of_a_stack_without_its_axis():
-  stacked = sharding.spec("layers/attention/q", (2, 4, 4, 4), BOTH)
-  alone = sharding.spec("layers/0/attention/q", (4, 4, 4), BOTH)
+def test_one_layer_is_sharded_like_a_stack_without_its_first_axis():
+  stacked = sharding.spec("layers/attention/q", (2, 4, 4, 4), CUBE)
+  alone = sharding.spec("layers/0/attention/q", (4, 4, 4), CUBE)
   assert (
     alone == sharding.param_spec("attention/q") == PartitionSpec(*stacked[1:])
   )
@@ -151,12 +155,12 @@ def test_the_layout_of_one_layer_is_that_of_a_stack_without_its_axis():
 )  # fmt: skip
 def test_sizes_that_do_not_divide(path, shape, words):
   with pytest.raises(UserError, match=re.escape(words)):
-    sharding.spec(path, shape, BOTH)
+    sharding.spec(path, shape, CUBE)
   sharding.spec(path, shape, ONE)
 
 
 def test_scalars_are_replicated():
-  assert sharding.spec("step", (), BOTH) == PartitionSpec()
+  assert sharding.spec("step", (), CUBE) == PartitionSpec()
 
 
 # Meshes.
@@ -172,7 +176,7 @@ def test_scalars_are_replicated():
     ({"data": 1, "fsdp": 1, "expert": -1, "tensor": 1}, (1, 1, 8, 1)),
   ],
 )
-def test_a_mesh(sizes, shape):
+def test_sizes_of_a_mesh(sizes, shape):
   mesh = sharding.make_mesh(**sizes)
   assert mesh.axis_names == sharding.AXES
   assert mesh.devices.shape == shape
@@ -204,15 +208,15 @@ def test_a_mesh_of_some_devices():
 
 
 def test_a_decoding_mesh_keeps_the_order_of_the_devices():
-  mesh = sharding.reshape_mesh(BOTH, expert=4, tensor=1)
+  mesh = sharding.reshape_mesh(CUBE, expert=4, tensor=1)
   assert mesh.devices.shape == (2, 1, 4, 1)
-  assert list(mesh.devices.flat) == list(BOTH.devices.flat)
+  assert list(mesh.devices.flat) == list(CUBE.devices.flat)
   with pytest.raises(UserError, match="expert=3 times tensor=1"):
-    sharding.reshape_mesh(BOTH, expert=3, tensor=1)
+    sharding.reshape_mesh(CUBE, expert=3, tensor=1)
 
 
 class Tpu:
-  """Enough of a TPU device for `make_mesh`."""
+  """The attributes of a TPU device that `make_mesh` reads."""
 
   platform, device_kind = "tpu", "TPU v5 lite"
 
@@ -232,50 +236,50 @@ def test_slices_need_the_data_axis(monkeypatch):
   assert [{d.slice_index for d in part.flat} for part in grid] == [{0}, {1}]
 
 
-# Rows.
+# Batches.
 
 
 @pytest.mark.parametrize(
   ("sizes", "held"),
   [({"data": 2, "fsdp": 2, "expert": 2}, 1), ({"fsdp": 4, "tensor": 2}, 2)],
 )
-def test_rows_lie_over_all_axes_but_tensor(sizes, held):
+def test_a_batch_is_sharded_over_all_axes_but_tensor(sizes, held):
   mesh = sharding.make_mesh(**sizes)
-  rows = jax.device_put(np.arange(8), sharding.batch_sharding(mesh))
-  pieces = [tuple(s.data.tolist()) for s in rows.addressable_shards]
+  batch = jax.device_put(np.arange(8), sharding.batch_sharding(mesh))
+  pieces = [tuple(s.data.tolist()) for s in batch.addressable_shards]
   assert {len(piece) for piece in pieces} == {held}
   assert sorted(sum(set(pieces), ())) == list(range(8))
 
 
-def test_constrain_rows():
-  laid = jax.jit(lambda x: sharding.constrain_batch(x, axis=1))
+def test_constrain_batch():
+  constrain = jax.jit(lambda x: sharding.constrain_batch(x, axis=1))
   tree = {"a": np.ones((3, 8)), "b": np.ones((2, 16, 5))}
-  with jax.set_mesh(BOTH):
-    out = laid(tree)
+  with jax.set_mesh(CUBE):
+    out = constrain(tree)
   assert out["a"].sharding.shard_shape((3, 8)) == (3, 2)
   assert out["b"].sharding.shard_shape((2, 16, 5)) == (2, 4, 5)
   assert sharding.constrain_batch(tree, axis=1) is tree
 
 
-# Islands.
+# Shard maps.
 
 
-def test_an_island_sees_its_part_and_its_place():
+def test_a_shard_map_has_its_shard_and_its_index():
   def local(x):
     assert x.shape == (1, 4)
     assert sharding.size("fsdp", "expert") == 4
-    where = sharding.index("fsdp", "expert") * jnp.ones((1, 1))
-    return sharding.gather(x, "fsdp", "expert", dim=0)[:1], where
+    index = sharding.index("fsdp", "expert") * jnp.ones((1, 1))
+    return sharding.gather(x, "fsdp", "expert", dim=0)[:1], index
 
-  rows = PartitionSpec(("fsdp", "expert"))
-  with jax.set_mesh(BOTH):
-    run = jax.jit(sharding.shard_map(local, in_specs=rows, out_specs=rows))
-    first, where = run(np.arange(16.0).reshape(4, 4))
+  batch = PartitionSpec(("fsdp", "expert"))
+  with jax.set_mesh(CUBE):
+    run = jax.jit(sharding.shard_map(local, in_specs=batch, out_specs=batch))
+    first, index = run(np.arange(16.0).reshape(4, 4))
   np.testing.assert_array_equal(first, [[0, 1, 2, 3]] * 4)
-  np.testing.assert_array_equal(where[:, 0], range(4))
+  np.testing.assert_array_equal(index[:, 0], range(4))
 
 
-def test_without_a_mesh_an_island_is_the_function():
+def test_without_a_mesh_shard_map_and_collectives_do_nothing():
   local = lambda x: sharding.scatter(
     sharding.psum(sharding.gather(x, "fsdp", dim=0), "tensor"), "data", dim=0
   )

@@ -1,70 +1,132 @@
-"""Where the weights that decode are to lie."""
+"""The next token: sampling, and truncation by top-k, top-p and min length."""
+
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.layout import Format
 
-from gspo_jax import model
-from gspo_jax.plan import chips
-from gspo_jax.plan import compile as plan_compile
-from gspo_jax.runtime import sharding
-from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
+from gspo_jax.sampler import next_token
+from gspo_jax.sampler.samples import SamplerConfig
 
-CFG = model.variant("tiny", dtype="float32", vocab_size=260)
+V, STOPS = 11, (4, 1)
 
 
-def laid_out(params):
-  return model.unstack_layers(decode_params(params, CFG), CFG)
+def nucleus(probs, top_p):
+  """The fewest likeliest tokens of total probability `top_p`, as a mask."""
+  keep, total = np.zeros(len(probs), bool), 0.0
+  for token in np.argsort(-probs):
+    if total < top_p:
+      keep[token] = True
+    total += probs[token]
+  return keep
+
+
+def kept_tokens(probs, step=0, **config):
+  sampler = SamplerConfig(1, 8, STOPS, **config)
+  steps = jnp.full(len(probs), step)
+  logps = next_token.truncate(jnp.log(jnp.asarray(probs)), steps, sampler)
+  return np.isfinite(logps)
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.2, 0.5, 0.8, 0.99])
+def test_top_p_keeps_the_nucleus(top_p):
+  probs = np.random.default_rng(0).dirichlet(np.full(V, 0.5), 20)
+  expected = np.stack([nucleus(p, top_p) for p in probs])
+  np.testing.assert_array_equal(kept_tokens(probs, top_p=top_p), expected)
+
+
+def test_top_p_is_of_what_top_k_left():
+  probs = np.array([[0.4, 0.2, 0.1, 0.1, 0.1, 0.1]])
+  # Two thirds and one third are left, and the first alone reaches 0.6.
+  kept = kept_tokens(probs, top_k=2, top_p=0.6)
+  assert kept.tolist() == [[True, False, False, False, False, False]]
+
+
+def test_top_k_keeps_all_that_tie_with_the_kth():
+  probs = np.array([[0.1, 0.3, 0.2, 0.2, 0.2], [0.4, 0.1, 0.1, 0.2, 0.2]])
+  assert kept_tokens(probs, top_k=2).tolist() == [
+    [False, *[True] * 4],
+    [True, False, False, True, True],
+  ]
+  one = kept_tokens(probs, top_k=1)
+  assert one.argmax(1).tolist() == [1, 0]
+  assert (one.sum(1) == 1).all()
+  assert kept_tokens(probs, top_k=5).all()
+  assert kept_tokens(probs, top_k=99).all()
+
+
+def test_min_new_tokens_counts_the_stop_token():
+  probs = np.full((1, V), 1 / V)
+  stops = np.isin(np.arange(V), STOPS)
+  for step, early in ((0, True), (1, True), (2, False)):
+    kept = kept_tokens(probs, step, min_new_tokens=3)
+    np.testing.assert_array_equal(kept[0], ~(stops & early))
+
+
+def test_truncates_is_whether_some_tokens_have_no_probability():
+  config = functools.partial(SamplerConfig, 2, 8, STOPS)
+  assert not config(temperature=0.7).truncates
+  assert not config(temperature=0).truncates
+  assert config(min_new_tokens=4).truncates
+  assert config(top_k=3).truncates
+  assert config(top_p=0.6).truncates
+
+
+def sampled_tokens(logits, count, **config):
+  """`count` samples of the next token, each with its own key."""
+  sampler = SamplerConfig(1, 8, STOPS, **config)
+  keys = jax.vmap(jax.random.fold_in, (None, 0))(
+    jax.random.key(0), jnp.arange(count)
+  )
+  rows = jnp.broadcast_to(logits, (count, len(logits)))
+  steps = jnp.zeros(count, jnp.int32)
+  return jax.device_get(next_token.sample_token(rows, keys, steps, sampler))
 
 
 @pytest.mark.parametrize(
-  "sizes", [{"expert": 4}, {"data": 2, "tensor": 2}, {"tensor": 4}]
+  ("config", "kept"),
+  [
+    ({"temperature": 0.7}, lambda p: p > 0),
+    ({"temperature": 1.5, "top_p": 0.6}, lambda p: nucleus(p, 0.6)),
+  ],
+  ids=["temperature", "top_p"],
 )
-def test_weights_lie_as_the_layouts_say(sizes):
-  """And are those of one device, whatever mesh they come from."""
-  params = model.init(jax.random.key(0), CFG)
-  wanted = jax.jit(laid_out)(params)
-  mesh = sharding.make_mesh(jax.devices()[:4], fsdp=2, expert=2)
-  decoding = sharding.reshape_mesh(
-    mesh,
-    **{"expert": 1, "tensor": 1}
-    | {k: n for k, n in sizes.items() if k != "data"},
-  )
-  params = jax.device_put(params, sharding.state_shardings(params, mesh))
-  told = decode_params_sharding(CFG, decoding)
-  found = MeshJit(jax.jit(laid_out, out_shardings=told), decoding)(params)
-  jax.tree.map(np.testing.assert_array_equal, found, wanted)
-  place = lambda x, lay: x.sharding.is_equivalent_to(lay, x.ndim)
-  assert all(jax.tree.leaves(jax.tree.map(place, found, told)))
-  of_vocabulary = found["head"].sharding.shard_shape(found["head"].shape)
-  share = decoding.shape["expert"] * decoding.shape["tensor"]
-  assert of_vocabulary == (CFG.embed_dim, CFG.vocab_size // share)
+def test_frequencies_and_log_probs_are_those_of_the_logits(config, kept):
+  """Log-probs are before truncation, frequencies after it."""
+  count = 4096
+  logits = np.random.default_rng(1).normal(size=V).astype(np.float32)
+  tokens, logps = sampled_tokens(logits, count, **config)
+  probs = np.exp(np.float64(logits) / config["temperature"])
+  probs /= probs.sum()
+  np.testing.assert_allclose(logps, np.log(probs)[tokens], 1e-4)
+  counts = np.bincount(tokens, minlength=V)
+  keep = kept(probs)
+  assert 1 < keep.sum() < V or "top_p" not in config
+  assert (counts[~keep] == 0).all()
+  expected = count * probs[keep] / probs[keep].sum()
+  chi_square = ((counts[keep] - expected) ** 2 / expected).sum()
+  # One in 10,000 for ten degrees of freedom. The seed is fixed.
+  assert chi_square < 36
 
 
-def test_a_head_of_uneven_parts_is_split_with_the_heads_alone():
-  mesh = sharding.make_mesh(jax.devices()[:4], expert=2, tensor=2)
-  odd = model.variant("tiny", vocab_size=258)
-  assert decode_params_sharding(odd, mesh)["head"].spec[1] == "tensor"
-  assert decode_params_sharding(CFG, mesh)["head"].spec[1] == (
-    "expert",
-    "tensor",
-  )
+def test_top_k_of_one_and_temperature_zero_take_the_likeliest_token():
+  logits = np.random.default_rng(2).normal(size=V).astype(np.float32)
+  for config in ({"temperature": 2.0, "top_k": 1}, {"temperature": 0.0}):
+    tokens, logps = sampled_tokens(logits, 8, **config)
+    assert (tokens == logits.argmax()).all()
+    scaled = jax.nn.log_softmax(logits / (config["temperature"] or 1.0))
+    np.testing.assert_allclose(logps, scaled[logits.argmax()], 1e-5)
 
 
-def test_heads_come_first_where_a_tpu_multiplies_by_them():
-  pytest.importorskip("libtpu")
-  plan_compile.prepare()
-  mesh = sharding.make_mesh(
-    plan_compile.devices(chips.parse("v5e:2x2"), 1), tensor=4
-  )
-  turned = lambda cfg: {
-    jax.tree_util.keystr(path[-1:], simple=True)
-    for path, lay in jax.tree.leaves_with_path(
-      decode_params_sharding(cfg, mesh)
-    )
-    if isinstance(lay, Format)
-  }
-  assert turned(model.variant("qwen3-0.6b")) == {"q", "k", "v"}
-  assert not turned(model.variant("llama3.2-1b"))  # of 64, which XLA may pad
+def test_each_row_and_each_step_has_its_own_key():
+  logits = jnp.zeros((2, 1000))
+  keys = jax.random.split(jax.random.key(0), 2)
+  sample = lambda keys, step: next_token.sample_token(
+    logits, keys, jnp.full(2, step), SamplerConfig(1, 8, STOPS)
+  )[0].tolist()
+  first = sample(keys, 0)
+  assert first == sample(keys, 0)
+  assert len({*first, *sample(keys, 1)}) == 4
+  assert first == sample(keys[::-1], 0)[::-1]

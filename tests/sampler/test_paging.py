@@ -1,55 +1,78 @@
-"""The sizes of refill: what is refused, and the prefills that are compiled."""
+"""The sizes of continuous batching: errors, and the prefills to compile."""
 
 import dataclasses
 
 import pytest
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.paging import ContinuousBatchingConfig
+from gspo_jax.sampler.paging import ContinuousBatchingConfig, ShardSizes
 from gspo_jax.sampler.samples import SamplerConfig
 
-DRAW = SamplerConfig(3, 24, stop_ids=(3, 5))
+SAMPLER = SamplerConfig(3, 24, stop_ids=(3, 5))
 SMALL = ContinuousBatchingConfig(
   slots=4, page_size=4, segment_steps=6, prefill_chunk=8
+)
+SHARD = ShardSizes(
+  slots=2,
+  num_pages=9,
+  page_size=4,
+  segment_steps=3,
+  max_new_tokens=8,
+  max_prompt_length=5,
 )
 
 
 @pytest.mark.parametrize(
   ("change", "words"),
   [
-    ({"slots": 0}, "continuous_batching.slots=0: expected at least 1"),
-    ({"page": 0}, "continuous_batching.page_size=0: expected at least 1"),
+    ({"slots": 0}, "slots=0: expected at least 1"),
+    ({"page_size": 0}, "page_size=0: expected at least 1"),
+    ({"segment_steps": 0}, "segment_steps=0: expected at least 1"),
+    ({"num_pages": -1}, "num_pages=-1: expected at least 0"),
     (
-      {"chunk": 6},
-      "continuous_batching.prefill_chunk=6: expected a multiple of continuous_batching.page_size=4",
+      {"prefill_chunk": 6},
+      "prefill_chunk=6: expected a multiple of continuous_batching.page_size=4",
     ),
-    (
-      {"pages": 3},
-      "continuous_batching.num_pages=3 a shard: expected at least",
-    ),
+    ({"num_pages": 3}, "num_pages=3 a shard: expected at least"),
   ],
 )
-def test_bad_sizes_are_named(change, words):
-  with pytest.raises(UserError, match=words):
-    dataclasses.replace(SMALL, **change).sizes(DRAW, 14, 1)
+def test_an_error_names_the_key_and_the_value(change, words):
+  with pytest.raises(UserError, match=f"^continuous_batching.{words}"):
+    dataclasses.replace(SMALL, **change).shard_sizes(SAMPLER, 14, 1)
 
 
-@pytest.mark.parametrize("name", ["slots", "pages"])
-def test_what_cannot_be_split_over_the_shards(name):
-  """Each shard has slots and pages of its own, alike."""
+@pytest.mark.parametrize("name", ["slots", "num_pages"])
+def test_slots_and_pages_divide_by_the_shards(name):
   odd = dataclasses.replace(SMALL, **{"slots": 8, "num_pages": 400, name: 404})
   with pytest.raises(UserError, match=rf"{name}=404: .* multiple of the 8"):
-    odd.sizes(DRAW, 14, 8)
+    odd.shard_sizes(SAMPLER, 14, 8)
 
 
-def test_the_default_pool_holds_the_longest_answers_in_all_slots():
-  """14 + 24 tokens lie in 10 pages; one more for a prompt's partial page."""
-  sizes = dataclasses.replace(SMALL, slots=8).sizes(DRAW, 14, 4)
-  assert (sizes.slots, sizes.pages) == (2, 2 * 11)
+def test_the_default_pool_holds_the_longest_responses_in_all_slots():
+  """14 + 24 tokens fill 10 pages; one more for a prompt's partial page."""
+  sizes = dataclasses.replace(SMALL, slots=8).shard_sizes(SAMPLER, 14, 4)
+  assert (sizes.slots, sizes.num_pages) == (2, 2 * 11)
 
 
-def test_buckets_double_up_to_what_is_there():
-  """The last token of a text is fed by the first step of decoding."""
+def test_a_shard_holds_one_response_and_its_prompt():
+  """4 + 8 cached tokens, and a copy of a shorter prompt's partial page."""
+  assert dataclasses.replace(SHARD, num_pages=4).pages_per_slot == 3
+  with pytest.raises(
+    UserError, match=r"batching\.num_pages=3 a shard: expected at least 4"
+  ):
+    dataclasses.replace(SHARD, num_pages=3)
+
+
+@pytest.mark.parametrize(
+  "name", [field.name for field in dataclasses.fields(ShardSizes)]
+)
+def test_the_sizes_of_a_shard_are_positive(name):
+  with pytest.raises(UserError, match=f"^{name}=0: expected at least 1"):
+    dataclasses.replace(SHARD, **{name: 0})
+
+
+def test_buckets_double_up_to_the_longest_prefix():
+  """The first decode step feeds the last token of a prefix."""
   assert SMALL.buckets(3) == (8,)
   assert SMALL.buckets(9) == (8,)
   assert SMALL.buckets(10) == (8, 16)

@@ -1,4 +1,4 @@
-"""The schedule against a device that notes what each page really holds."""
+"""The scheduler against simulated devices that record what each page holds."""
 
 import dataclasses
 import functools
@@ -8,380 +8,515 @@ import pytest
 
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.paging import ShardSizes
-from gspo_jax.sampler.scheduler import Scheduler
+from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
+from gspo_jax.sampler.scheduler import Scheduler, pending_requests
 
 EMPTY = -1
-SMALL = ShardSizes(slots=2, pages=9, page=4, steps=3, most=8, prompt=5)
+SMALL = ShardSizes(
+  slots=2,
+  num_pages=9,
+  page_size=4,
+  segment_steps=3,
+  max_new_tokens=8,
+  max_prompt_length=5,
+)
 
 
-def tags(text, count):
-  """What a text's first tokens leave in its pages."""
-  return text * 1_000_000 + np.arange(count)
+def tags(sequence, count):
+  """The tags of a sequence's first tokens, as the pages record them."""
+  return sequence * 1_000_000 + np.arange(count)
 
 
-class Device:
-  """Decodes answers of known lengths, and checks every round.
+class SimulatedDevices:
+  """Decodes responses of given lengths, and checks every round.
 
-  Each place of a page holds a tag of the token last stored there: text p has
-  number p, answer b has N + b. An answer that ends at 0 is not to be drawn.
+  Each position of a page records the tag of the token last stored there: prefix
+  p is sequence p, response a is sequence N + a. A response of length 0 is not
+  requested.
   """
 
-  def __init__(self, sizes, lengths, owner, ends, *, most=None, idle=1.0):
-    self.ends, self.owner = np.asarray(ends), np.asarray(owner)
-    most = np.full(len(ends), sizes.most) if most is None else most
-    self.most = np.where(self.ends, most, 0)
-    self.schedule = Scheduler(sizes, lengths, owner, self.most)
+  def __init__(
+    self,
+    sizes,
+    prefix_lengths,
+    prefix_index,
+    lengths,
+    *,
+    max_tokens=None,
+    idle=1.0,
+  ):
+    self.lengths, self.prefix = np.asarray(lengths), np.asarray(prefix_index)
+    if max_tokens is None:
+      max_tokens = np.full(len(lengths), sizes.max_new_tokens)
+    self.max_tokens = np.where(self.lengths, max_tokens, 0)
+    self.scheduler = Scheduler(
+      sizes, prefix_lengths, prefix_index, self.max_tokens
+    )
     self.sizes = sizes
-    self.lengths = np.asarray(lengths)
-    self.idle = idle  # a segment ends early when this share of slots has ended
+    self.prefix_lengths = np.asarray(prefix_lengths)
+    self.idle = idle  # a segment ends early when this share of slots is idle
     B = sizes.slots
-    self.pool = np.full((sizes.pages, sizes.page), EMPTY)
-    self.answer = np.full(B, EMPTY)
+    self.pool = np.full((sizes.num_pages, sizes.page_size), EMPTY)
+    self.response = np.full(B, EMPTY)
     self.cached = np.zeros(B, int)
-    self.drawn = np.zeros(B, int)
-    self.table = np.zeros((B, sizes.width), np.int32)
-    self.owned = {}  # slot -> pages that no other row may hold
-    self.prompts = {}  # those that were stored, and have answers to come
-    self.ages = {}  # of the active answers: when each was admitted
-    self.ended, self.starts, self.prefilled = [], [], []
+    self.generated = np.zeros(B, int)
+    self.table = np.zeros((B, sizes.pages_per_slot), np.int32)
+    self.unshared = {}  # slot -> pages that no other slot may hold
+    self.stored = {}  # prefix -> its pages, while responses to it are to come
+    self.ages = {}  # active response -> when it was admitted
+    self.finished, self.starts, self.prefilled = [], [], []
     self.preempted, self.left_idle = [], 0
-    self.useful = self.offered = 0  # slot-steps while answers wait
+    self.useful = self.offered = 0  # slot-steps while responses wait
 
   def run(self):
-    most = self.ends.sum() + 1  # the oldest draws at least one a segment
-    for _ in range(most):
-      if self.schedule.done:
+    for _ in range(self.lengths.sum() + 1):  # a segment gives at least a token
+      if self.scheduler.done:
         break
       self.round()
-    assert self.schedule.done
-    assert self.schedule.free == self.sizes.pages
-    assert sorted(self.ended) == np.flatnonzero(self.ends).tolist()
+    assert self.scheduler.done
+    assert self.scheduler.num_free_pages == self.sizes.num_pages
+    assert sorted(self.finished) == np.flatnonzero(self.lengths).tolist()
     return self
 
   def round(self):
-    queue = self.schedule.waiting
-    idle = int((self.answer == EMPTY).sum())
-    admission = self.schedule.admit()
-    new = self.admitted(admission)
-    if self.schedule.waiting:
+    waiting = self.scheduler.num_waiting
+    idle = int((self.response == EMPTY).sum())
+    admission = self.scheduler.admit()
+    new = self.apply_admission(admission)
+    if self.scheduler.num_waiting:
       self.left_idle = max(self.left_idle, idle - len(new))
-    assert self.schedule.waiting == queue - len(new)
+    assert self.scheduler.num_waiting == waiting - len(new)
     assert len(new) <= idle
-    self.grown(self.schedule.grow(), new)
+    self.apply_pages(self.scheduler.allocate_pages(), new)
     self.decode()
-    self.settle()
+    self.apply_results()
 
-  def admitted(self, admission):
-    n, S = self.sizes.pages, self.sizes.page
-    for prompt, pages in admission.prefill:
-      m = self.lengths[prompt] - 1
+  def apply_admission(self, admission):
+    n, S = self.sizes.num_pages, self.sizes.page_size
+    for prefix, pages in admission.prefill:
+      m = self.prefix_lengths[prefix] - 1
       assert len(pages) == -(-m // S) > 0
-      self.prefilled.append(prompt)
-      self.prompts[prompt] = pages
+      self.prefilled.append(prefix)
+      self.stored[prefix] = pages
       self.pool[pages] = EMPTY
-      self.pool[np.array(pages).repeat(S)[:m], np.arange(m) % S] = tags(
-        prompt, m
-      )
+      page = np.array(pages).repeat(S)[:m]
+      self.pool[page, np.arange(m) % S] = tags(prefix, m)
     new = admission.new
-    assert (self.answer[new] == EMPTY).all()
-    assert not admission.answer[~new].any()
-    copies = admission.target < n
-    np.testing.assert_array_equal(copies, new & (admission.length % S > 0))
-    np.testing.assert_array_equal(admission.source < n, copies)
-    self.pool[admission.target[copies]] = self.pool[admission.source[copies]]
-    self.answer[new], self.drawn[new] = admission.answer[new], 0
-    self.cached[new] = self.lengths[self.owner[self.answer[new]]] - 1
-    np.testing.assert_array_equal(admission.length[new], self.cached[new])
-    started = self.answer[new].tolist()
-    for answer in started:
-      self.ages[answer] = len(self.starts)
-      self.starts.append(answer)
+    assert (self.response[new] == EMPTY).all()
+    assert not admission.response[~new].any()
+    copies = admission.copy_target < n
+    np.testing.assert_array_equal(copies, new & (admission.num_cached % S > 0))
+    np.testing.assert_array_equal(admission.copy_source < n, copies)
+    source, target = admission.copy_source, admission.copy_target
+    self.pool[target[copies]] = self.pool[source[copies]]
+    self.response[new], self.generated[new] = admission.response[new], 0
+    prefix = self.prefix[self.response[new]]
+    self.cached[new] = self.prefix_lengths[prefix] - 1
+    np.testing.assert_array_equal(admission.num_cached[new], self.cached[new])
+    started = self.response[new].tolist()
+    for response in started:
+      self.ages[response] = len(self.starts)
+      self.starts.append(response)
     return started
 
-  def grown(self, segment, new):
-    gone = (self.answer != EMPTY) & ~segment.active
-    assert not (segment.active & (self.answer == EMPTY)).any()
-    if gone.any():
-      lost, kept = self.answer[gone].tolist(), self.answer[segment.active]
+  def apply_pages(self, segment, new):
+    preempted = (self.response != EMPTY) & ~segment.active
+    assert not (segment.active & (self.response == EMPTY)).any()
+    if preempted.any():
+      lost = self.response[preempted].tolist()
+      kept = self.response[segment.active].tolist()
       assert not set(lost) & set(new)
-      # The newest go, never all.
-      oldest_lost = min(self.ages[answer] for answer in lost)
-      assert max(self.ages[answer] for answer in kept.tolist()) < oldest_lost
-      self.preempted += [self.ages.pop(answer) for answer in sorted(lost)]
-      for slot in np.flatnonzero(gone):
-        self.wipe(slot)
+      # The newest are preempted, and never all.
+      oldest_lost = min(self.ages[response] for response in lost)
+      assert max(self.ages[response] for response in kept) < oldest_lost
+      self.preempted += [self.ages.pop(response) for response in sorted(lost)]
+      for slot in np.flatnonzero(preempted):
+        self.clear(slot)
     self.table = segment.table
     self.check_pages()
 
-  def own(self, slot):
-    """The row's pages after those it shares."""
-    shared = self.cached[slot] // self.sizes.page
-    return self.table[slot, shared : self.held(slot)].tolist()
+  def pages_needed(self, slot):
+    """Pages of a slot that the next segment can fill."""
+    most = self.max_tokens[self.response[slot]]
+    more = min(self.generated[slot] + self.sizes.segment_steps, most)
+    return -(-(self.cached[slot] + more) // self.sizes.page_size)
 
-  def held(self, slot):
-    """Pages of a row that the next segment can fill."""
-    most = self.most[self.answer[slot]]
-    more = min(self.drawn[slot] + self.sizes.steps, most)
-    return -(-(self.cached[slot] + more) // self.sizes.page)
+  def unshared_pages(self, slot):
+    shared = self.cached[slot] // self.sizes.page_size
+    return self.table[slot, shared : self.pages_needed(slot)].tolist()
 
   def check_pages(self):
-    """Each page has one holder, and each row the pages it needs."""
+    """Each page has one holder, and each slot the pages it needs."""
     assert self.table.dtype == np.int32
-    active = np.flatnonzero(self.answer != EMPTY).tolist()
-    self.owned = {slot: self.own(slot) for slot in active}
-    owned = [page for pages in self.owned.values() for page in pages]
-    needed = set(self.owner[self.answer[active]].tolist())
-    pages = [page for p in needed for page in self.prompts.get(p, [])]
-    used = owned + pages
+    active = np.flatnonzero(self.response != EMPTY).tolist()
+    self.unshared = {slot: self.unshared_pages(slot) for slot in active}
+    used = [page for pages in self.unshared.values() for page in pages]
+    read = set(self.prefix[self.response[active]].tolist())
+    used += [page for p in read for page in self.stored.get(p, [])]
     assert len(set(used)) == len(used)
-    assert 0 <= self.table.min() <= self.table.max() < self.sizes.pages
-    # Of the prompts without a row one may be there still, the next to be read.
-    idle = [len(self.prompts[p]) for p in self.prompts.keys() - needed]
-    taken = self.sizes.pages - self.schedule.free
-    assert taken - len(used) in [0, *idle]
+    assert 0 <= self.table.min() <= self.table.max() < self.sizes.num_pages
+    # One prefix without a slot may still be stored, the next to be read.
+    unread = [len(self.stored[p]) for p in self.stored.keys() - read]
+    taken = self.sizes.num_pages - self.scheduler.num_free_pages
+    assert taken - len(used) in [0, *unread]
     for slot in range(self.sizes.slots):
-      held = self.held(slot) if slot in active else 0
-      assert not self.table[slot, held:].any()
+      needed = self.pages_needed(slot) if slot in active else 0
+      assert not self.table[slot, needed:].any()
 
   def decode(self):
-    S, waiting = self.sizes.page, self.schedule.waiting
-    decoding = self.answer != EMPTY
-    # Of those that end now: slots may be idle for want of pages.
-    left = 0
-    if waiting:
-      left = max(decoding.sum() - self.idle * len(decoding), 0)
-    texts = len(self.lengths) + self.answer
-    for _ in range(self.sizes.steps):
-      rows = np.flatnonzero(decoding)
-      at = self.cached[rows] + self.drawn[rows]
-      tag = texts[rows] * 1_000_000 + self.drawn[rows]
-      self.pool[self.table[rows, at // S], at % S] = tag
-      self.drawn[rows] += 1
+    S, waiting = self.sizes.page_size, self.scheduler.num_waiting
+    decoding = self.response != EMPTY
+    min_active = 0
+    if waiting:  # slots may also be idle because no page is free
+      min_active = max(decoding.sum() - self.idle * len(decoding), 0)
+    sequences = len(self.prefix_lengths) + self.response
+    for _ in range(self.sizes.segment_steps):
+      slots = np.flatnonzero(decoding)
+      at = self.cached[slots] + self.generated[slots]
+      tag = sequences[slots] * 1_000_000 + self.generated[slots]
+      self.pool[self.table[slots, at // S], at % S] = tag
+      self.generated[slots] += 1
       if waiting:
-        self.useful += len(rows)
+        self.useful += len(slots)
         self.offered += len(decoding)
-      decoding = decoding & (self.drawn < self.ends[self.answer])
-      if decoding.sum() <= left:
+      decoding = decoding & (self.generated < self.lengths[self.response])
+      if decoding.sum() <= min_active:
         break
     self.decoding = decoding
 
-  def settle(self):
-    for slot in np.flatnonzero(self.answer != EMPTY):
-      self.check_text(slot)
-    stopped = (self.answer != EMPTY) & ~self.decoding
-    expected = self.answer[stopped].tolist()
+  def apply_results(self):
+    for slot in np.flatnonzero(self.response != EMPTY):
+      self.check_sequence(slot)
+    done = (self.response != EMPTY) & ~self.decoding
+    expected = self.response[done].tolist()
     table = self.table.copy()
-    # It keeps no array of the caller's: this one is overwritten.
-    drawn = self.drawn.copy()
-    ended = self.schedule.settle(drawn, self.decoding)
-    drawn[:] = 0
-    assert sorted(ended) == sorted(expected)
-    assert self.schedule.active == self.decoding.sum()
+    # The scheduler keeps no array of the caller's: this one is overwritten.
+    generated = self.generated.copy()
+    finished = self.scheduler.apply_results(generated, self.decoding)
+    generated[:] = 0
+    assert sorted(finished) == sorted(expected)
+    assert self.scheduler.num_active == self.decoding.sum()
     np.testing.assert_array_equal(self.table, table)
-    self.ended += ended
-    for slot in np.flatnonzero(stopped):
-      assert self.drawn[slot] == self.ends[self.answer[slot]]
-      del self.ages[self.answer[slot]]
-      self.wipe(slot)
-    for text in set(self.owner[ended].tolist()):
-      of_text = np.flatnonzero((self.owner == text) & (self.ends > 0))
-      if set(of_text.tolist()) <= set(self.ended):
-        self.pool[self.prompts.pop(text, [])] = EMPTY
+    self.finished += finished
+    for slot in np.flatnonzero(done):
+      assert self.generated[slot] == self.lengths[self.response[slot]]
+      del self.ages[self.response[slot]]
+      self.clear(slot)
+    for prefix in set(self.prefix[finished].tolist()):
+      responses = np.flatnonzero((self.prefix == prefix) & (self.lengths > 0))
+      if set(responses.tolist()) <= set(self.finished):
+        self.pool[self.stored.pop(prefix, [])] = EMPTY
 
-  def wipe(self, slot):
-    self.pool[self.owned[slot]] = EMPTY
-    self.answer[slot] = EMPTY
+  def clear(self, slot):
+    self.pool[self.unshared[slot]] = EMPTY
+    self.response[slot] = EMPTY
 
-  def check_text(self, slot):
-    """The row reads its prompt, and then what it drew, and nothing else's."""
-    answer, m, drawn = self.answer[slot], self.cached[slot], self.drawn[slot]
-    text = np.concatenate(
+  def check_sequence(self, slot):
+    """The slot's pages hold its prefix and its response, and nothing else."""
+    response, m = self.response[slot], self.cached[slot]
+    sequence = np.concatenate(
       [
-        tags(self.owner[answer], m),
-        tags(len(self.lengths) + answer, drawn),
+        tags(self.prefix[response], m),
+        tags(len(self.prefix_lengths) + response, self.generated[slot]),
       ]
     )
-    at = np.arange(m + drawn)
-    S = self.sizes.page
-    np.testing.assert_array_equal(
-      self.pool[self.table[slot, at // S], at % S], text
-    )
+    at = np.arange(len(sequence))
+    S = self.sizes.page_size
+    stored = self.pool[self.table[slot, at // S], at % S]
+    np.testing.assert_array_equal(stored, sequence)
 
 
-def drawn_at_random(rng, *, most, count):
-  """Lengths with a median of a tenth of `most`, and 5 % at it."""
-  spread = np.log(10) / 1.645
-  ends = np.exp(rng.normal(np.log(most / 10), spread, count))
-  return np.clip(ends.round().astype(int), 1, most)
+def random_lengths(rng, *, most, count):
+  """Lengths with a median of a tenth of `most`, and 5 % of them at `most`."""
+  sigma = np.log(10) / 1.645
+  lengths = np.exp(rng.normal(np.log(most / 10), sigma, count))
+  return np.clip(lengths.round().astype(int), 1, most)
 
 
-def some(seed, *, ample):
+def random_run(seed, *, ample):
   """A run of random sizes.
 
-  The pool is ample, for the longest row and prompt of each slot, or little more
-  than the least.
+  An ample pool holds the longest response and prompt in each slot; else it has
+  little more than the fewest pages allowed.
   """
   rng = np.random.default_rng(seed)
   size = lambda low, high: int(rng.integers(low, high + 1))
-  prompts, group = size(1, 12), size(1, 6)
-  rest = {"page": size(1, 9), "steps": size(1, 12), "most": size(1, 40)}
-  sizes = ShardSizes(slots=size(1, 9), pages=10**6, prompt=size(1, 30), **rest)
-  least = sizes.width + 1
+  prompts, group_size = size(1, 12), size(1, 6)
+  sizes = ShardSizes(
+    page_size=size(1, 9),
+    segment_steps=size(1, 12),
+    max_new_tokens=size(1, 40),
+    slots=size(1, 9),
+    num_pages=10**6,
+    max_prompt_length=size(1, 30),
+  )
+  least = sizes.pages_per_slot + 1
   pages = sizes.slots * least if ample else least
   pages += 0 if ample else size(0, least * sizes.slots // 3)
-  sizes = dataclasses.replace(sizes, pages=pages)
-  lengths = rng.integers(1, sizes.prompt + 1, prompts)
-  owner = np.repeat(np.arange(prompts), group)
-  ends = rng.integers(1, sizes.most + 1, prompts * group)
-  return Device(sizes, lengths, owner, ends, idle=rng.random())
-
-
-def mixed(seed):
-  """Whole groups, answers that go on from their own texts, and ended ones."""
-  rng = np.random.default_rng(seed)
-  sizes = ShardSizes(slots=4, pages=20, page=3, steps=4, most=12, prompt=9)
-  counts = rng.integers(1, 4, 12)
-  lengths = rng.integers(1, sizes.prompt + 1, 12)
-  lengths += (counts == 1) * rng.integers(0, sizes.most, 12)
-  owner = np.repeat(np.arange(12), counts)
-  room = np.minimum(sizes.most, sizes.prompt + sizes.most - lengths)[owner]
-  most = rng.integers(1, room + 1)
-  ends = rng.integers(1, most + 1)
-  ends[rng.integers(0, len(ends), 4)] = 0
-  return Device(sizes, lengths, owner, ends, most=most, idle=rng.random())
+  sizes = dataclasses.replace(sizes, num_pages=pages)
+  prefix_lengths = rng.integers(1, sizes.max_prompt_length + 1, prompts)
+  prefix_index = np.repeat(np.arange(prompts), group_size)
+  lengths = rng.integers(1, sizes.max_new_tokens + 1, prompts * group_size)
+  return SimulatedDevices(
+    sizes, prefix_lengths, prefix_index, lengths, idle=rng.random()
+  ).run()
 
 
 @functools.cache
-def tight(seed):
-  return some(seed, ample=False).run()
+def run_with_few_pages(seed):
+  return random_run(seed, ample=False)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_answer_ends_once_and_in_whole(seed):
-  """From any pool that the guard lets through; `Device` checks each round."""
-  tight(seed)
+def test_every_response_finishes_once_with_few_pages(seed):
+  """With any pool that ShardSizes allows; each round is checked."""
+  run_with_few_pages(seed)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_answers_that_go_on_beside_new_ones(seed):
-  device = mixed(seed).run()
-  assert (device.ends == 0).any()
-  assert (np.bincount(device.owner) > 1).any()
+def test_resumed_responses_beside_new_ones(seed):
+  """Groups that share a prefix, prefixes of one response, finished ones."""
+  rng = np.random.default_rng(seed)
+  sizes = ShardSizes(
+    slots=4,
+    num_pages=20,
+    page_size=3,
+    segment_steps=4,
+    max_new_tokens=12,
+    max_prompt_length=9,
+  )
+  prompt, new = sizes.max_prompt_length, sizes.max_new_tokens
+  counts = rng.integers(1, 4, 12)
+  prefix_lengths = rng.integers(1, prompt + 1, 12)
+  prefix_lengths += (counts == 1) * rng.integers(0, new, 12)
+  prefix_index = np.repeat(np.arange(12), counts)
+  room = np.minimum(new, prompt + new - prefix_lengths)[prefix_index]
+  max_tokens = rng.integers(1, room + 1)
+  lengths = rng.integers(1, max_tokens + 1)
+  lengths[rng.integers(0, len(lengths), 4)] = 0
+  SimulatedDevices(
+    sizes,
+    prefix_lengths,
+    prefix_index,
+    lengths,
+    max_tokens=max_tokens,
+    idle=rng.random(),
+  ).run()
+  assert (lengths == 0).any()
+  assert (counts > 1).any()
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_an_ample_pool_fills_every_slot_and_prefills_once(seed):
-  device = some(seed, ample=True).run()
-  assert device.left_idle == 0
-  assert device.preempted == []
-  assert device.starts == list(range(len(device.ends)))
-  assert device.prefilled == np.flatnonzero(device.lengths > 1).tolist()
+  run = random_run(seed, ample=True)
+  assert run.left_idle == 0
+  assert run.preempted == []
+  assert run.starts == list(range(len(run.lengths)))
+  assert run.prefilled == np.flatnonzero(run.prefix_lengths > 1).tolist()
 
 
 @pytest.mark.parametrize("prompt", [1, 8, 9, 12])
-@pytest.mark.parametrize("most", [1, 4, 21])
-def test_the_least_pool_decodes_the_longest_answers(prompt, most):
-  """One at a time where it must be, and every prompt gets its turn."""
+@pytest.mark.parametrize("new", [1, 4, 21])
+def test_the_smallest_pool_decodes_the_longest_responses(prompt, new):
+  """One at a time where it must be; all finish."""
   sizes = ShardSizes(
-    slots=4, pages=10**6, page=4, steps=3, most=most, prompt=prompt
+    slots=4,
+    num_pages=10**6,
+    page_size=4,
+    segment_steps=3,
+    max_new_tokens=new,
+    max_prompt_length=prompt,
   )
-  sizes = dataclasses.replace(sizes, pages=sizes.width + 1)
-  lengths, ends = [prompt] * 5, [most] * 15
-  Device(sizes, lengths, np.repeat(range(5), 3), ends).run()
+  sizes = dataclasses.replace(sizes, num_pages=sizes.pages_per_slot + 1)
+  prefix_index = np.repeat(range(5), 3)
+  SimulatedDevices(sizes, [prompt] * 5, prefix_index, [new] * 15).run()
 
 
-def test_a_group_pays_for_its_prompt_once():
-  P, G, T = 8, 16, 512
+def test_a_prompt_is_prefilled_once_for_its_group():
+  P, G, S = 8, 16, 512
   sizes = ShardSizes(
-    slots=24, pages=2000, page=64, steps=32, most=256, prompt=T
+    slots=24,
+    num_pages=2000,
+    page_size=64,
+    segment_steps=32,
+    max_new_tokens=256,
+    max_prompt_length=S,
   )
-  ends = drawn_at_random(np.random.default_rng(0), most=256, count=P * G)
-  device = Device(sizes, [T] * P, np.repeat(range(P), G), ends).run()
-  tokens = sum(device.lengths[prompt] - 1 for prompt in device.prefilled)
-  assert tokens * 16 == P * G * (T - 1)
+  rng = np.random.default_rng(0)
+  lengths = random_lengths(rng, most=256, count=P * G)
+  prefix_index = np.repeat(range(P), G)
+  run = SimulatedDevices(sizes, [S] * P, prefix_index, lengths).run()
+  assert sorted(run.prefilled) == list(range(P))
 
 
-def test_preemption_takes_the_newest_and_they_are_next():
-  """Three rows outgrow a pool, one after the other."""
-  sizes = ShardSizes(slots=3, pages=9, page=2, steps=2, most=16, prompt=1)
-  schedule = Scheduler(sizes, [1], [0] * 4, [sizes.most] * 4)
-  first = schedule.admit()
-  assert first.answer.tolist() == [0, 1, 2]
-  seen = []
-  for drawn in range(2, 18, 2):
-    active = schedule.grow().active
-    seen.append(active.sum())
-    # Answer 0 draws its 16 tokens; the others would, too.
-    ended = schedule.settle(np.where(active, drawn, 0), active & (drawn < 16))
-    assert ended == [0] * (drawn == 16) or active[1:].any()
-  assert seen == [3, 3, 3, 2, 1, 1, 1, 1]
-  assert schedule.waiting == 3
-  again = schedule.admit()
-  assert again.answer[again.new].tolist() == [1, 2, 3]
+def test_the_newest_are_preempted_and_are_next():
+  """Three responses outgrow the pool, one after the other."""
+  sizes = ShardSizes(
+    slots=3,
+    num_pages=9,
+    page_size=2,
+    segment_steps=2,
+    max_new_tokens=16,
+    max_prompt_length=1,
+  )
+  scheduler = Scheduler(sizes, [1], [0] * 4, [16] * 4)
+  assert scheduler.admit().response.tolist() == [0, 1, 2]
+  num_active = []
+  for tokens in range(2, 18, 2):
+    active = scheduler.allocate_pages().active
+    num_active.append(active.sum())
+    # Response 0 generates its 16 tokens; the others would, too.
+    finished = scheduler.apply_results(
+      np.where(active, tokens, 0), active & (tokens < 16)
+    )
+    assert finished == [0] * (tokens == 16) or active[1:].any()
+  assert num_active == [3, 3, 3, 2, 1, 1, 1, 1]
+  assert scheduler.num_waiting == 3
+  admission = scheduler.admit()
+  assert admission.response[admission.new].tolist() == [1, 2, 3]
 
 
-def test_preemption_and_a_second_prefill_do_happen():
-  """What `Device` says of them is not said of nothing."""
-  runs = [tight(seed) for seed in range(20)]
+def test_few_pages_cause_preemptions_and_second_prefills():
+  """So the checks of SimulatedDevices cover both."""
+  runs = [run_with_few_pages(seed) for seed in range(20)]
   assert sum(len(run.preempted) for run in runs) > 20
   again = [len(run.prefilled) - len(set(run.prefilled)) for run in runs]
   assert sum(again) > 5
 
 
-def run_at_scale(share, B=64, P=32):
-  """Answers of up to 1024 tokens, `share` of the most pages of B rows."""
-  G, most = 16, 1024
-  sizes = ShardSizes(B, 10**6, page=32, steps=64, most=most, prompt=128)
-  sizes = dataclasses.replace(sizes, pages=int(share * B * sizes.width))
+def test_slots_are_busy_while_responses_wait():
+  """Lengths of up to 1024 tokens, with half the pages of 64 longest slots."""
+  B, P, G, most = 64, 32, 16, 1024
+  sizes = ShardSizes(
+    slots=B,
+    num_pages=10**6,
+    page_size=32,
+    segment_steps=64,
+    max_new_tokens=most,
+    max_prompt_length=128,
+  )
+  pages = B * sizes.pages_per_slot // 2
+  sizes = dataclasses.replace(sizes, num_pages=pages)
   rng = np.random.default_rng(0)
-  ends = drawn_at_random(rng, most=most, count=P * G)
-  lengths = rng.integers(16, 129, P)
-  owner = np.repeat(range(P), G)
-  return Device(sizes, lengths, owner, ends, idle=1 / 8).run()
-
-
-def test_slots_are_busy_while_answers_wait():
-  device = run_at_scale(share=0.5)
-  assert device.useful >= 0.9 * device.offered
-  assert device.preempted == []
-
-
-@pytest.mark.parametrize("name", ["slots", "page", "steps", "most", "prompt"])
-def test_sizes_are_checked(name):
-  with pytest.raises(UserError, match=f"^{name}=0: expected at least 1"):
-    dataclasses.replace(SMALL, **{name: 0})
-
-
-def test_the_pool_holds_an_answer_and_its_prompt():
-  # 4 + 8 cached tokens, and a copy of a partial page of a shorter prompt.
-  assert dataclasses.replace(SMALL, pages=4).width == 3
-  with pytest.raises(
-    UserError, match=r"paging\.pages=3 a shard: expected at least 4"
-  ):
-    dataclasses.replace(SMALL, pages=3)
+  lengths = random_lengths(rng, most=most, count=P * G)
+  prefix_lengths = rng.integers(16, 129, P)
+  prefix_index = np.repeat(range(P), G)
+  run = SimulatedDevices(
+    sizes, prefix_lengths, prefix_index, lengths, idle=1 / 8
+  ).run()
+  assert run.useful >= 0.9 * run.offered
+  assert run.preempted == []
 
 
 @pytest.mark.parametrize(
-  ("lengths", "most", "message"),
+  ("prefix_lengths", "max_tokens", "message"),
   [
-    ([5, 0], 8, "text 1: it has no token, expected at least 1"),
-    ([5, 6], 8, "answer 1: it and its text can have 14 tokens, expected at"),
-    ([6, 5], 9, "answer 0: .* 15 tokens, .* at most prompt=5 and most=8"),
+    ([5, 0], 8, "prefix 1: it has no tokens, expected at least 1"),
+    ([5, 6], 8, "response 1: its prefix and new tokens can be 14 tokens, "),
+    (
+      [6, 5],
+      9,
+      "response 0: .* 15 tokens, .* max_prompt_length=5 plus max_new_tokens=8",
+    ),
   ],
 )
-def test_texts_are_checked(lengths, most, message):
+def test_prefixes_that_do_not_fit_are_errors(
+  prefix_lengths, max_tokens, message
+):
   with pytest.raises(UserError, match=message):
-    Scheduler(SMALL, lengths, [0, 1], [most] * 2)
+    Scheduler(SMALL, prefix_lengths, [0, 1], [max_tokens] * 2)
 
 
-def test_a_text_may_be_longer_than_a_prompt():
+def test_a_prefix_may_be_longer_than_a_prompt():
   Scheduler(SMALL, [7, 5], [0, 1], [6, 8])
 
 
-def test_a_shard_without_work_goes_along():
-  schedule = Scheduler(SMALL, [], [0] * 4, [0] * 4)
-  assert schedule.done
-  assert not schedule.admit().new.any()
-  segment = schedule.grow()
+def test_a_shard_without_requests_takes_part_in_each_round():
+  scheduler = Scheduler(SMALL, [], [0] * 4, [0] * 4)
+  assert scheduler.done
+  assert not scheduler.admit().new.any()
+  segment = scheduler.allocate_pages()
   assert not segment.active.any()
-  schedule.settle(np.zeros(2), segment.active)
+  scheduler.apply_results(np.zeros(2), segment.active)
+
+
+# pending_requests, against plain Python.
+
+P, S, G, R = 3, 4, 4, 6
+PROMPTS = np.arange(P * S, dtype=np.int32).reshape(P, S)
+PROMPT_LENGTHS = np.array([4, 1, 2])
+
+
+def samples_of(lengths, finish):
+  tokens = 100 + np.arange(P * G * R, dtype=np.int32).reshape(-1, R)
+  lengths, finish = np.array(lengths, np.int32), np.array(finish, np.int8)
+  return Samples(tokens, None, lengths, finish, None)
+
+
+def requested(requests):
+  """Response -> its prefix and the tokens to generate, of those requested."""
+  return {
+    a: (requests.prefixes[prefix].tolist(), int(stop_at - num_tokens))
+    for a, (prefix, num_tokens, stop_at) in enumerate(
+      zip(
+        requests.prefix_index,
+        requests.num_tokens,
+        requests.stop_at,
+        strict=True,
+      )
+    )
+    if stop_at > num_tokens
+  }
+
+
+def expected_requests(samples, stop_at):
+  expected = {}
+  for a in range(P * G):
+    p, length = a // G, samples.lengths[a]
+    if samples.finish[a] == UNFINISHED and length < stop_at[a]:
+      prompt = PROMPTS[p].tolist()[S - PROMPT_LENGTHS[p] :]
+      response = samples.tokens[a].tolist()[:length]
+      expected[a] = prompt + response, stop_at[a] - length
+  return expected
+
+
+def test_new_responses_share_their_prompt():
+  samples = samples_of([0] * P * G, [UNFINISHED] * P * G)
+  stop_at = np.full(P * G, R)
+  requests = pending_requests(PROMPTS, PROMPT_LENGTHS, samples, stop_at)
+  assert requests.prefix_index.tolist() == np.repeat(np.arange(P), G).tolist()
+  assert len(requests.prefixes) == P
+  assert requested(requests) == expected_requests(samples, stop_at)
+
+
+def test_any_mixture_of_new_resumed_and_finished_responses():
+  rng = np.random.default_rng(0)
+  for _ in range(50):
+    lengths = rng.integers(0, R + 1, P * G) * (rng.random(P * G) < 0.6)
+    finished = (lengths > 0) & (rng.random(P * G) < 0.5)
+    samples = samples_of(lengths, np.where(finished, STOPPED, UNFINISHED))
+    stop_at = rng.integers(0, R + 1, P * G)
+    requests = pending_requests(PROMPTS, PROMPT_LENGTHS, samples, stop_at)
+    assert requested(requests) == expected_requests(samples, stop_at)
+    assert (np.diff(requests.prefix_index) >= 0).all()
+    # Each prefix is that of a requested response.
+    used = requests.prefix_index[requests.stop_at > requests.num_tokens]
+    assert set(used.tolist()) == set(range(len(requests.prefixes)))
+
+
+def test_finished_responses_and_no_prompts_need_no_prefix():
+  samples = samples_of([3] * P * G, [STOPPED] * P * G)
+  stop_at = np.full(P * G, R)
+  requests = pending_requests(PROMPTS, PROMPT_LENGTHS, samples, stop_at)
+  assert requests.prefixes == []
+  assert requested(requests) == {}
+  none = dataclasses.replace(
+    samples,
+    tokens=samples.tokens[:0],
+    lengths=samples.lengths[:0],
+    finish=samples.finish[:0],
+  )
+  requests = pending_requests(
+    PROMPTS[:0], PROMPT_LENGTHS[:0], none, stop_at[:0]
+  )
+  assert requests.prefixes == []

@@ -47,15 +47,15 @@ def hidden_states(
   *,
   routes=None,
   replay=False,
-  own=None,
+  use_own_experts=None,
 ) -> HiddenStates:
   """As `model.hidden_states`: what follows a token depends on that token alone."""
   embedded_BTD = params["embed"][tokens]
   scores_LBTE = jnp.einsum("btd,lde->lbte", embedded_BTD, params["router"])
   scores_LBTE = jax.nn.log_softmax(scores_LBTE)
   own_LBTk = jax.lax.top_k(scores_LBTE, K)[1].astype(jnp.uint8)
-  if routes is not None and own is not None:
-    routes = jnp.where(own, own_LBTk, routes)
+  if routes is not None and use_own_experts is not None:
+    routes = jnp.where(use_own_experts, own_LBTk, routes)
   experts_LBTk = routes if replay else own_LBTk
   layers = jnp.arange(L)[:, None, None, None]
   hidden = embedded_BTD + params["experts"][layers, experts_LBTk].sum((0, 3))

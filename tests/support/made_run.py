@@ -107,7 +107,9 @@ class _Worker:
     return [[self._one(r, x) for r in self._rewards] for x in responses]
 
   def _one(self, reward, response):
-    lengths = {name: getattr(response, name) for name in rewards.given(reward)}
+    lengths = {
+      name: getattr(response, name) for name in rewards.length_arguments(reward)
+    }
     texts = response.prompt, response.text, response.reference
     try:
       return reward(*texts, **lengths), None
@@ -150,12 +152,16 @@ def _recording(built, config, notes):
     )
 
   def generate(name, group_size):
-    def sample(params, prompts, key, *, begun=None, until=None, tell=None):
+    def sample(
+      params, prompts, key, *, resume_from=None, stop_at=None, on_finished=None
+    ):
       texts = problems(prompts)
       note(name, texts, key)
-      if until is not None:
-        note("stop_at", np.asarray(until).tolist())
-      return responses(len(texts), group_size, 99 if until is None else until)
+      if stop_at is not None:
+        note("stop_at", np.asarray(stop_at).tolist())
+      return responses(
+        len(texts), group_size, 99 if stop_at is None else stop_at
+      )
 
     return sample
 
@@ -233,7 +239,7 @@ class _Continuous:
 
   def __init__(self, generate, fresh):
     self._generate = generate
-    self.devices = types.SimpleNamespace(fresh=fresh)
+    self.jitted = types.SimpleNamespace(empty_samples=fresh)
 
   def __call__(self, *args, **options):
     return self._generate(*args, **options)

@@ -1,10 +1,11 @@
-"""Folders as a run leaves them, of any length, written in no time."""
+"""Workdirs like those of a run, of any length, written at once."""
 
 import json
 
 import numpy as np
 
 from gspo_jax.losses import EDGES
+from gspo_jax.runtime.run_files import Sample, write_samples
 
 CONFIG = {
   "num_steps": 20,
@@ -12,14 +13,10 @@ CONFIG = {
   "objective": {"name": "gspo", "clip_low": -1.0, "clip_high": -1.0},
   "optim": {"learning_rate": 1e-6},
 }
-ANSWER = (
-  "---- 1 of 1, step {step}, reward 0.5\nquestion:\n{question}\n"
-  "answer:\n{answer}\nreference: {reference}\n\n"
-)
 
 
 def make_run(folder, steps, *, moe=True, config=CONFIG, seed=0, scalars=None):
-  """A run of that many steps under `folder`: `folder`."""
+  """Writes a run of that many steps under `folder`; returns `folder`."""
   rng = np.random.default_rng(seed)
   (folder / "samples").mkdir(parents=True)
   rows, spreads = [], [{"edges": numbers(EDGES)}]
@@ -32,7 +29,7 @@ def make_run(folder, steps, *, moe=True, config=CONFIG, seed=0, scalars=None):
       row |= {"eval/pass@1": 0.2 + 0.6 * step / max(steps, 1)}
       row |= {"eval/greedy": 0.3, "eval/pass@4": 0.5}
     if step and (step % 10 == 0 or step == steps):
-      add_sample(folder, step, answer=f"it is {step}")
+      add_sample(folder, step, response=f"it is {step}")
     rows.append(row)
   _write(folder / "metrics.jsonl", rows)
   _write(folder / "distributions.jsonl", spreads)
@@ -41,11 +38,9 @@ def make_run(folder, steps, *, moe=True, config=CONFIG, seed=0, scalars=None):
   return folder
 
 
-def add_sample(folder, step, *, text="q?", answer="a", reference="r"):
-  text = ANSWER.format(
-    step=step, question=text, answer=answer, reference=reference
-  )
-  (folder / "samples" / f"step_{step:06d}.txt").write_text(text)
+def add_sample(folder, step, *, problem="q?", response="a", reference="r"):
+  sample = Sample(step, problem, response, reference, 0.5)
+  write_samples(folder / "samples", step, [sample])
 
 
 def numbers(values):

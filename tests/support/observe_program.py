@@ -278,17 +278,17 @@ def pool(config):
   if not isinstance(made, ContinuousSampler):
     return None
   with bigram.by_the_operation():
-    state, _ = made.devices.begin(made.devices.fresh(P))
-  return len(state.drawn), *state.pages.k[0].shape[1:3]
+    state, _ = made.jitted.begin(made.jitted.empty_samples(P))
+  return len(state.num_tokens), *state.pages.k[0].shape[1:3]
 
 
 def segment(config):
   """Decode steps of a segment, and tokens of a forward pass of prefill."""
-  devices, params = built(config).sampler.generate.devices, bigram.params()
+  devices, params = built(config).sampler.generate.jitted, bigram.params()
   state, samples = jax.eval_shape(
-    lambda: devices.begin.jitted(devices.fresh.jitted(P))
+    lambda: devices.begin.jitted(devices.empty_samples.jitted(P))
   )
-  like = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.drawn)
+  like = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.num_tokens)
   like["active"] = like["new"] = state.pages.active
   orders = SegmentPlan(**like | {"table": state.pages.table})
   with bigram.in_place():
@@ -512,7 +512,7 @@ def shifted(floor):
     found = routing(rows, routes=rows.experts.swapaxes(0, 1))
     new = found.log_probs[:, :, S - 1 : -1].swapaxes(0, 1)
     moved = jnp.abs(new - rows.router_logps).mean((1, 3))
-    return {"shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
+    return {"log_ratio_shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
 
   return terms
 

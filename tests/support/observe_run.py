@@ -205,5 +205,6 @@ def sample_files(config):
 
 
 def samples_shown(config):
-  (path,) = (run_of(config).folder / "samples").iterdir()
-  return len(run_files.parse_samples(path.read_text()))
+  folder = run_of(config).folder / "samples"
+  (samples,) = run_files.read_samples(folder).values()
+  return len(samples)

@@ -1,4 +1,4 @@
-"""Losses and advantages as their papers write them: loops over float64."""
+"""Losses and advantages as in their papers: loops over float64 numbers."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ B, T = 6, 9
 
 
 class Case(NamedTuple):
-  """What a loss is called with; [B, T], but `a` may be [B]."""
+  """The arguments of a loss; each [B, T], but `a` may be [B]."""
 
   x: np.ndarray
   o: np.ndarray
@@ -23,7 +23,7 @@ class Case(NamedTuple):
   penalty: Callable | None = None  # or this function of x, row and token
 
 
-# Name: (what the paper clips with, a spread of x - o that clips some tokens).
+# Name: (the paper's clip bounds, a std of x - o that clips some tokens).
 SETTINGS = {
   "gspo": ((3e-4, 4e-4), 1e-3),
   "gspo_token": ((3e-4, 4e-4), 1e-3),
@@ -41,8 +41,11 @@ OVER_TOKENS = ("dapo", "ppo", "cispo")
 UNCLIPPED = ("gmpo", "rspo", "cispo", "sapo")  # refuse a dual clip
 
 
-def draw(name, seed=0, per_token=False, extreme=False) -> Case:
-  """Ragged, with holes, an empty row and a row of one token."""
+def random_case(name, seed=0, per_token=False, extreme=False) -> Case:
+  """A ragged mask with holes, an empty row and a row of one token.
+
+  `extreme` adds log-ratios of ±50, beyond the clamp.
+  """
   rng = np.random.default_rng(seed)
   mask = (np.arange(T) < rng.integers(4, T + 1, B)[:, None]) & (
     rng.random((B, T)) < 0.8
@@ -65,8 +68,8 @@ def draw(name, seed=0, per_token=False, extreme=False) -> Case:
 
 
 class Token(NamedTuple):
-  log: float  # x - o with every shift, clamped
-  fixed: float  # the same where the gradient stops
+  log: float  # x - o with all shifts, clamped
+  fixed: float  # the same, for what stands in a stop_gradient
   x: float
   a: float
 
@@ -147,7 +150,10 @@ def clamp(gap):
 
 
 def rows_of(name, case: Case, x_fixed, dual_clip=None, bounds=None, floor=0.8):
-  """A dict of lists a non-empty row; `x_fixed` stands in stop-gradients."""
+  """A dict of lists for each non-empty row.
+
+  `x_fixed` takes the place of x inside stop_gradient.
+  """
   bounds = bounds or SETTINGS[name][0]
   x, o, a, x_fixed = (
     np.asarray(v, float) for v in (case.x, case.o, case.a, x_fixed)
@@ -209,9 +215,9 @@ def aggregated(name, rows, key, max_length):
   return mean_over_rows(rows, key)
 
 
-def loss(name, case: Case, dual_clip=None, **how):
-  """(the loss, its metrics by name); `how` as of `rows_of`."""
-  rows = rows_of(name, case, case.x, dual_clip, **how)
+def loss(name, case: Case, dual_clip=None, **options):
+  """(the loss, its metrics by name); `options` as of `rows_of`."""
+  rows = rows_of(name, case, case.x, dual_clip, **options)
   low, high = over_tokens(rows, "low"), over_tokens(rows, "high")
   rows_low, rows_high = (mean_over_rows(rows, k) for k in ("low", "high"))
   gap = over_tokens(rows, "gap")
@@ -239,14 +245,17 @@ def loss(name, case: Case, dual_clip=None, **how):
   return policy + penalty, metrics
 
 
-def gradient(name, case: Case, dual_clip=None, step=1e-6, **how):
-  """Central differences, of the terms: a sum would round off the small ones."""
+def gradient(name, case: Case, dual_clip=None, step=1e-6, **options):
+  """Central differences of each token's loss, then summed.
+
+  A difference of sums would lose the small ones to rounding.
+  """
   grad = np.zeros(case.x.shape)
   for index in zip(*np.nonzero(case.m), strict=True):
     nudge = np.zeros(case.x.shape)
     nudge[index] = step
     above, below = (
-      rows_of(name, case._replace(x=case.x + d), case.x, dual_clip, **how)
+      rows_of(name, case._replace(x=case.x + d), case.x, dual_clip, **options)
       for d in (nudge, -nudge)
     )
     change = [
@@ -262,7 +271,7 @@ def gradient(name, case: Case, dual_clip=None, step=1e-6, **how):
 
 
 def mismatch_weights(old, sampled, mask, method, unit, cap, floor):
-  """(weights, the share that is cut, the mean weight)."""
+  """(weights, the fraction out of bounds, the mean weight)."""
   weights, cuts = np.zeros(mask.shape), []
   for i in range(len(mask)):
     steps = np.flatnonzero(mask[i])
@@ -292,7 +301,7 @@ def value_loss(values, old, returns, mask, clip=0.2):
     free, bound = (v - r) ** 2, (near - r) ** 2
     losses[i, t] = max(free, bound) / 2
     cuts[i, t] = bound > free
-    # Farther off though clipped: the error does not move with v.
+    # The clipped error is larger and does not change with v.
     grad[i, t] = 0 if bound > free else v - r
   return losses, cuts, grad
 

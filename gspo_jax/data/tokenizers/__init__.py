@@ -1,6 +1,7 @@
 """Text to token ids and back: bytes, SentencePiece, or a transformers folder.
 
-Others take `load` from here, and from `base` the protocol `Tokenizer`.
+Other modules take `load` and the protocol `Tokenizer` from here. `train` is a
+command.
 """
 
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.data.tokenizers.plain import Bytes, SentencePiece
 from gspo_jax.runtime.errors import UserError
+
+__all__ = ("Tokenizer", "load", "train")
 
 
 def load(spec: str) -> Tokenizer:
@@ -18,18 +21,18 @@ def load(spec: str) -> Tokenizer:
       a fast tokenizer of transformers.
 
   Raises:
-    UserError: there is none, or none that can be used.
+    UserError: there is no such tokenizer, or it cannot be used.
   """
   if spec == "bytes":
     return Bytes()
   path = Path(spec).expanduser()
   if path.suffix == ".model":
     return SentencePiece(path)
-  from gspo_jax.data.tokenizers.hf import Folder
+  from gspo_jax.data.tokenizers.hf import HFTokenizer
 
   if not path.is_dir():
     raise UserError(
       f"tokenizer {spec!r}: no such folder; expected 'bytes', a .model file "
       "of SentencePiece, or a folder (nothing is downloaded)"
     )
-  return Folder(path)
+  return HFTokenizer(path)

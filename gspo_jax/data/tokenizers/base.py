@@ -1,7 +1,7 @@
-"""What every tokenizer can do, and what they share.
+"""The protocol of all tokenizers, and functions that they share.
 
-Problems are data: no text of theirs becomes a control token, even if it spells
-one. Control tokens come only from a chat template and from `stop_ids`.
+The text of a problem never becomes a control token, even if it spells one:
+control tokens come only from a chat template and from `stop_ids`.
 """
 
 import hashlib
@@ -15,13 +15,13 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
-  """What every tokenizer here can do.
+  """A tokenizer.
 
   Attributes:
     vocab_size: one more than the largest id.
-    pad_id: of the padding; may be a stop id.
-    stop_ids: what ends an answer; the first ends demonstrations.
-    fingerprint: a hash of what decides the ids.
+    pad_id: id of the padding; may be a stop id.
+    stop_ids: ids that end a response; the first one ends demonstrations.
+    fingerprint: a hash of everything that decides the ids.
   """
 
   vocab_size: int
@@ -33,31 +33,36 @@ class Tokenizer(Protocol):
     """The ids of plain text, none of them a control token."""
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of any ids; control tokens show, "1<pad>2" is not "12"."""
+    """The text of any ids; control tokens are visible: "1<pad>2"."""
 
-  def prompt(self, question: str, system: str = "") -> list[int]:
-    """The ids after which the answer begins: the chat template's, if any."""
+  def prompt(self, user: str, system: str = "") -> list[int]:
+    """The ids of a prompt, up to the first token of the response.
+
+    Args:
+      user: the message of the user.
+      system: the system prompt; "" for none.
+    """
 
   def save(self, folder: str | Path) -> None:
-    """Writes files that transformers' AutoTokenizer loads."""
+    """Writes a folder that AutoTokenizer of transformers loads."""
 
 
 def decode_runs(
   ids: Iterable[int],
   decode: Callable[[list[int]], str],
-  shown: Callable[[int], str | None],
+  control: Callable[[int], str | None],
   size: int,
 ) -> str:
-  """The text of ids, some of which are no text.
+  """Decodes ids, some of which may be control tokens or no tokens at all.
 
   Args:
-    ids: any; one outside 0..size-1 shows as U+FFFD.
-    decode: of a run of ids that are text.
-    shown: what stands for an id; None if it is text.
+    ids: any; those outside 0..size-1 become U+FFFD.
+    decode: the text of consecutive ids that are text.
+    control: the visible form of an id; None if the id is text.
     size: of the vocabulary.
   """
-  known = lambda i: shown(i) if 0 <= i < size else _UNKNOWN
-  runs = itertools.groupby(map(int, ids), key=known)
+  visible = lambda i: control(i) if 0 <= i < size else _UNKNOWN
+  runs = itertools.groupby(map(int, ids), key=visible)
   return "".join(
     decode(list(run)) if text is None else text * len(list(run))
     for text, run in runs
@@ -65,15 +70,15 @@ def decode_runs(
 
 
 def digest(parts: Iterable[bytes]) -> str:
-  """A short hash of several byte strings, each told from the next."""
+  """A short hash of several byte strings and of their lengths."""
   sizes = ((len(part).to_bytes(8), part) for part in parts)
   whole = b"".join(itertools.chain.from_iterable(sizes))
   return hashlib.sha256(whole).hexdigest()[:16]
 
 
 def import_transformers():
-  """The library; here, and not above, for it takes more than a second."""
-  # Else it says that it misses PyTorch.
+  """The package transformers, imported late: it takes more than a second."""
+  # Else it warns that PyTorch is missing.
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
   import transformers
 

@@ -1,8 +1,8 @@
-"""A tokenizer folder of transformers: its ids, chat template and stops.
+"""A tokenizer folder of transformers: its ids, chat template and stop ids.
 
-To `apply_chat_template` a question that spells `<|im_end|>` ends its turn. Here
-control tokens come from the template alone; any other question gets the very
-ids of `apply_chat_template`.
+With `apply_chat_template` a message that contains `<|im_end|>` ends its turn.
+Here control tokens come from the template alone. A message without such strings
+gets exactly the ids of `apply_chat_template`.
 """
 
 import json
@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 
@@ -20,9 +21,9 @@ from gspo_jax.data.tokenizers.base import (
 )
 from gspo_jax.runtime.errors import UserError
 
-_PRIVATE = range(0xF0000, 0xFFFFE)  # characters that mean nothing to anybody
+_PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-# What a folder may hold to tell its ids, and what more decides on a prompt.
+# Files that may decide the ids, and files that may also decide a prompt.
 _VOCABULARIES = (
   "merges.txt",
   "sentencepiece.bpe.model",
@@ -43,18 +44,19 @@ _SETTINGS = (
 )
 
 
-class Folder:
-  """A fast tokenizer; see `gspo_jax.data.tokenizers.plain.Tokenizer`.
+class HFTokenizer:
+  """A fast tokenizer of transformers; see `tokenizers.base.Tokenizer`.
 
   Raises:
-    UserError: the folder holds no fast tokenizer, or none with a stop token.
+    UserError: the folder has no fast tokenizer, or the tokenizer has no stop
+      token.
   """
 
   def __init__(self, path: Path):
     self._path = path
     self._library = _open(path)
-    # Two, since what is control is a switch of the tokenizer's own, and the
-    # threads of the pipeline share it.
+    # Two copies: whether control strings are parsed is a mutable option, and
+    # the threads of the pipeline share the tokenizer.
     self._parsing = self._library.backend_tokenizer
     self._plain = type(self._parsing).from_str(self._parsing.to_str())
     for fast, as_data in ((self._parsing, False), (self._plain, True)):
@@ -63,14 +65,16 @@ class Folder:
       fast.encode_special_tokens = as_data
     added = self._parsing.get_added_tokens_decoder()
     self._control = {t.content: i for i, t in added.items() if t.special}
-    texts = sorted(self._control, key=len, reverse=True)
-    self._any_control = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+    longest_first = sorted(self._control, key=len, reverse=True)
+    self._any_control = re.compile(
+      "|".join(map(re.escape, longest_first)) or r"(?!)"
+    )
     self._forbidden = {*self._control.values()} - {self._library.unk_token_id}
     self.stop_ids = self._stops()
     pad = self._library.pad_token_id
     self.pad_id = self.stop_ids[0] if pad is None else pad
-    known = self._parsing.get_vocab().values()
-    self.vocab_size = 1 + max(*known, *self.stop_ids, self.pad_id)
+    ids = self._parsing.get_vocab().values()
+    self.vocab_size = 1 + max(*ids, *self.stop_ids, self.pad_id)
     self.fingerprint = digest(
       part
       for file in _files(path)
@@ -81,8 +85,8 @@ class Folder:
     ids = self._plain.encode(text, add_special_tokens=False).ids
     if self._forbidden.isdisjoint(ids):
       return ids
-    # A vocabulary that holds control tokens among its pieces finds them even
-    # so; letter by letter it cannot.
+    # A vocabulary with control tokens among its pieces still finds them in a
+    # text; letter by letter it cannot.
     return [
       i
       for letter in text
@@ -96,22 +100,24 @@ class Folder:
     decode = lambda run: fast.decode(run, skip_special_tokens=False)
     return decode_runs(ids, decode, missing, self.vocab_size)
 
-  def prompt(self, question: str, system: str = "") -> list[int]:
+  def prompt(self, user: str, system: str = "") -> list[int]:
     if not self._library.chat_template:
-      return self._begin() + self.encode(system + question)
-    guarded, restore = self._guard(system, question)
-    pieces = list(self._split(self._render(*guarded)))
-    rendered = self._render(system, question)
+      return self._begin() + self.encode(system + user)
+    guarded = self._guard(system, user)
+    pieces = list(self._split(self._render(*guarded.texts)))
+    rendered = self._render(system, user)
     ids = self._parsing.encode(rendered, add_special_tokens=False).ids
-    wanted = [self._control[text] for text, control in pieces if control]
-    only = lambda ids: [i for i in ids if i in self._forbidden]
-    if only(ids) == only(wanted):
+    of_template = [self._control[p.text] for p in pieces if p.control]
+    only_control = lambda ids: [i for i in ids if i in self._forbidden]
+    if only_control(ids) == only_control(of_template):
       return ids
     return [
       i
       for text, control in pieces
       for i in (
-        [self._control[text]] if control else self.encode(restore(text))
+        [self._control[text]]
+        if control
+        else self.encode(text.translate(guarded.restore))
       )
     ]
 
@@ -121,40 +127,39 @@ class Folder:
       shutil.copyfile(file, Path(folder) / file.name)
 
   def _begin(self) -> list[int]:
-    """What the tokenizer itself puts before a text."""
+    """The ids that the tokenizer puts before every text."""
     begin = self._library.bos_token_id
     ids = self._parsing.encode("", add_special_tokens=True).ids
     return [begin] if ids[:1] == [begin] else []
 
-  def _guard(self, *texts: str):
-    """Texts in which nothing is control, and the way back.
+  def _guard(self, *texts: str) -> "_Guarded":
+    """Replaces control strings by characters that occur nowhere else.
 
-    Each control string becomes a character that occurs nowhere, and another
-    one stands at both ends: no control string forms with what comes next.
+    Another such character goes to both ends of each text, so that no control
+    string forms together with the text of the template beside it.
     """
-    taken = {*"".join(texts), *str(self._library.chat_template)}
-    free = (chr(i) for i in _PRIVATE if chr(i) not in taken)
+    used = {*"".join(texts), *str(self._library.chat_template)}
+    free = (chr(i) for i in _PRIVATE if chr(i) not in used)
     edge = next(free)
-    found = {c for text in texts for c in self._any_control.findall(text)}
-    signs = dict(zip(sorted(found), free, strict=False))
+    strings = {c for text in texts for c in self._any_control.findall(text)}
+    signs = dict(zip(sorted(strings), free, strict=False))
     guarded = [
       text and edge + self._any_control.sub(lambda m: signs[m[0]], text) + edge
       for text in texts
     ]
-    back = {ord(edge): ""} | {ord(c): text for text, c in signs.items()}
-    return guarded, lambda text: text.translate(back)
+    restore = {ord(edge): ""} | {ord(c): text for text, c in signs.items()}
+    return _Guarded(guarded, restore)
 
-  def _split(self, text: str) -> Iterator[tuple[str, bool]]:
-    """Its stretches, and whether each is a control string."""
+  def _split(self, text: str) -> Iterator["_Piece"]:
     end = 0
     for match in self._any_control.finditer(text):
-      yield text[end : match.start()], False
-      yield match[0], True
+      yield _Piece(text[end : match.start()], False)
+      yield _Piece(match[0], True)
       end = match.end()
-    yield text[end:], False
+    yield _Piece(text[end:], False)
 
-  def _render(self, system: str, question: str) -> str:
-    messages = [{"role": "user", "content": question}]
+  def _render(self, system: str, user: str) -> str:
+    messages = [{"role": "user", "content": user}]
     if system:
       messages.insert(0, {"role": "system", "content": system})
     try:
@@ -163,15 +168,15 @@ class Folder:
       )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
       raise UserError(
-        f"tokenizer {str(self._path)!r}: its chat template says {error}"
+        f"tokenizer {str(self._path)!r}: its chat template raised: {error}"
       ) from error
 
   def _stops(self) -> tuple[int, ...]:
-    """The end-of-text token, then those of the generation config."""
+    """The end-of-text token, then the stops of generation_config.json."""
     file = self._path / "generation_config.json"
     try:
-      found = json.loads(file.read_bytes()) if file.exists() else {}
-      more = found.get("eos_token_id")
+      config = json.loads(file.read_bytes()) if file.exists() else {}
+      more = config.get("eos_token_id")
       more = more if isinstance(more, list) else [more]
       stops = [i for i in (self._library.eos_token_id, *more) if i is not None]
       if not all(isinstance(i, int) and i >= 0 for i in stops):
@@ -181,34 +186,48 @@ class Folder:
     if not stops:
       raise UserError(
         f"tokenizer {str(self._path)!r}: no eos_token in it and no "
-        "eos_token_id in generation_config.json: nothing ends an answer"
+        "eos_token_id in generation_config.json: nothing ends a response"
       )
     return tuple(dict.fromkeys(stops))
 
 
+class _Guarded(NamedTuple):
+  """Texts without control strings, and the table that restores them."""
+
+  texts: list[str]
+  restore: dict[int, str]
+
+
+class _Piece(NamedTuple):
+  """A part of a text, and whether it is a control string."""
+
+  text: str
+  control: bool
+
+
 def _files(path: Path) -> list[Path]:
-  """The files of a folder that decide on ids, prompts and stops."""
+  """The files of a folder that decide ids, prompts and stops."""
   names = sorted((*_VOCABULARIES, *_SETTINGS))
   return [path / name for name in names if (path / name).is_file()]
 
 
 def _open(path: Path):
-  """The library's fast tokenizer."""
+  """The fast tokenizer in a folder."""
   if not any((path / name).is_file() for name in _VOCABULARIES):
     raise UserError(
       f"tokenizer {str(path)!r}: no tokenizer in this folder; expected "
       "tokenizer.json or tokenizer.model"
     )
   try:
-    found = import_transformers().AutoTokenizer.from_pretrained(
+    tokenizer = import_transformers().AutoTokenizer.from_pretrained(
       str(path), local_files_only=True, trust_remote_code=False
     )
-  except Exception as error:  # of any kind: what the files hold decides
+  except Exception as error:  # the type depends on the files
     reason = " ".join(str(error).split())[:200]
     raise UserError(f"tokenizer {str(path)!r}: {reason}") from error
-  if not found.is_fast:
+  if not tokenizer.is_fast:
     raise UserError(
-      f"tokenizer {str(path)!r}: {type(found).__name__} is a slow tokenizer; "
-      "expected a fast one (tokenizer.json)"
+      f"tokenizer {str(path)!r}: {type(tokenizer).__name__} is a slow "
+      "tokenizer; expected a fast one (tokenizer.json)"
     )
-  return found
+  return tokenizer

@@ -17,7 +17,7 @@ from gspo_jax.runtime.errors import UserError
 
 
 class Bytes:
-  """UTF-8 bytes; padding and stop lie outside what text can hold."""
+  """UTF-8 bytes; the ids of padding and stop are no bytes."""
 
   vocab_size, pad_id, stop_ids = 258, 256, (257,)
   fingerprint = "bytes"
@@ -26,12 +26,12 @@ class Bytes:
     return list(text.encode())
 
   def decode(self, ids: Iterable[int]) -> str:
-    # No byte of UTF-8 is 0xFF: it shows as U+FFFD.
-    known = [i if 0 <= i < 256 else 0xFF for i in ids]
-    return bytes(known).decode(errors="replace")
+    # 0xFF is never valid UTF-8: it becomes U+FFFD.
+    values = [i if 0 <= i < 256 else 0xFF for i in ids]
+    return bytes(values).decode(errors="replace")
 
-  def prompt(self, question: str, system: str = "") -> list[int]:
-    return self.encode(system + question)
+  def prompt(self, user: str, system: str = "") -> list[int]:
+    return self.encode(system + user)
 
   def save(self, folder: str | Path) -> None:
     from tokenizers import Tokenizer as Fast
@@ -54,10 +54,10 @@ class Bytes:
 
 
 def _byte_letters() -> list[str]:
-  """The letter that stands for each byte in byte-level vocabularies.
+  """The letter of each byte in byte-level vocabularies, as in GPT-2.
 
-  Visible Latin-1 characters stand for themselves, the others for those from
-  U+0100 on: the table of GPT-2's tokenizer.
+  Visible Latin-1 characters are their own letters; the other bytes get the
+  letters from U+0100 on.
   """
   visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
   rest = itertools.count(256)
@@ -65,7 +65,11 @@ def _byte_letters() -> list[str]:
 
 
 class SentencePiece:
-  """A SentencePiece model; it has no chat template."""
+  """A SentencePiece model; it has no chat template.
+
+  Raises:
+    UserError: the file is no SentencePiece model, or has no end-of-text piece.
+  """
 
   def __init__(self, path: Path):
     try:
@@ -92,11 +96,11 @@ class SentencePiece:
     control = lambda i: model.id_to_piece(i) if model.is_control(i) else None
     return decode_runs(ids, model.decode, control, self.vocab_size)
 
-  def prompt(self, question: str, system: str = "") -> list[int]:
-    return self.encode(system + question)
+  def prompt(self, user: str, system: str = "") -> list[int]:
+    return self.encode(system + user)
 
   def save(self, folder: str | Path) -> None:
-    """As in `Tokenizer`; UserError where transformers gives other ids."""
+    """As `Tokenizer.save`; UserError if transformers gives other ids."""
     transformers = import_transformers()
     piece = self._model.id_to_piece
     with tempfile.TemporaryDirectory() as scratch:

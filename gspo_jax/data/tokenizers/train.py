@@ -3,13 +3,13 @@
   python -m gspo_jax.data.tokenizers.train --input=train.jsonl \\
     --vocab_size=2048 --fields=question,answer --output=runs/tokenizer.model
 
-Byte-pair encoding without normalisation or a prefix space: every text comes
-back as it was (but U+2581, which SentencePiece writes for a space). Digits
-stand alone, characters that are rare are bytes, a new line is one. The same
-text gives the same file. With an `--output` that does not end in .model, a
-folder that transformers' AutoTokenizer loads.
+Byte-pair encoding without normalisation and without a prefix space, so that
+decoding restores every text, but for U+2581, which SentencePiece uses for a
+space. Each digit is a token; a newline and rare characters are bytes. The same
+text gives the same file. If `--output` does not end in .model, it becomes a
+folder that AutoTokenizer of transformers loads.
 
-Exit codes: 0 done; 2 a mistake of the caller's, in one line.
+Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
 
 import io
@@ -25,18 +25,18 @@ from gspo_jax.runtime.errors import UserError
 
 _INPUT = flags.DEFINE_list("input", [], "Files of JSON lines.")
 _FIELDS = flags.DEFINE_list(
-  "fields", ["question", "answer"], "Those of a line that hold text."
+  "fields", ["question", "answer"], "Fields of a line, each with text."
 )
 _VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 2048, "Pieces, 260 or more.")
 _OUTPUT = flags.DEFINE_string("output", None, "A .model file, or a folder.")
 
 # Padding, stop, unknown, and the bytes.
 _SMALLEST = 3 + 256 + 1
-_LONGEST = 1 << 20  # bytes; a longer line is not learnt from
+_MAX_LINE = 1 << 20  # bytes; SentencePiece ignores longer lines
 
 
 def command() -> None:
-  """The console's entry."""
+  """Entry point of the command."""
   try:
     app.run(_command, flags_parser=_parse)
   except UserError as error:
@@ -61,31 +61,31 @@ def _parse(argv):
 
 
 def _command(argv) -> None:
-  proto = train(texts(_INPUT.value, _FIELDS.value), _VOCAB_SIZE.value)
+  proto = train(read_texts(_INPUT.value, _FIELDS.value), _VOCAB_SIZE.value)
   write(proto, Path(_OUTPUT.value))
   print(f"{_OUTPUT.value}: {_VOCAB_SIZE.value} pieces")
 
 
-def texts(paths: Sequence[str], fields: Sequence[str]) -> Iterator[str]:
-  """The text of those fields of every line of every file."""
+def read_texts(paths: Sequence[str], fields: Sequence[str]) -> Iterator[str]:
+  """The text of these fields, for every line of every file."""
   for path in paths:
-    for where, row in readers.json_lines(path):
+    for where, record in readers.json_lines(path):
       for field in fields:
-        value = readers.field(row, field, where)
+        value = readers.field(record, field, where)
         if not isinstance(value, str):
           raise UserError(f"{where}: {field!r} is not text")
         yield value
 
 
 def train(source: Iterator[str], vocab_size: int) -> bytes:
-  """A serialized SentencePiece model of texts.
+  """Trains a SentencePiece model; returns it serialized.
 
   Args:
     source: texts; each of their lines is a sentence.
-    vocab_size: of padding 0, stop 1, unknown 2, 256 bytes, and pieces.
+    vocab_size: number of ids: padding 0, stop 1, unknown 2, 256 bytes, pieces.
 
   Raises:
-    UserError: a size that is too small for any text or too large for this one.
+    UserError: the size is too small for any text or too large for this one.
   """
   if vocab_size < _SMALLEST:
     raise UserError(f"{vocab_size=}: expected at least {_SMALLEST}")
@@ -106,7 +106,7 @@ def train(source: Iterator[str], vocab_size: int) -> bytes:
       eos_id=1,
       unk_id=2,
       bos_id=-1,
-      max_sentence_length=_LONGEST,
+      max_sentence_length=_MAX_LINE,
       num_threads=1,
       minloglevel=2,
     )
@@ -119,7 +119,7 @@ def train(source: Iterator[str], vocab_size: int) -> bytes:
 
 
 def write(proto: bytes, out: Path) -> None:
-  """A model as a file, or as a folder for transformers, with the file in it."""
+  """Writes a model as a file, or as a folder for transformers."""
   try:
     if out.suffix == ".model":
       out.parent.mkdir(parents=True, exist_ok=True)

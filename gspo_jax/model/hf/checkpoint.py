@@ -1,8 +1,8 @@
-"""Hugging Face checkpoints in and out, a layer at a time.
+"""Loads and saves Hugging Face checkpoints, one layer at a time.
 
-The arrays are made where they will live and filled layer by layer, so that the
-host holds one layer of the file beside them, or the embedding, never the model.
-Of a file, each process reads what its own devices need.
+The parameters are created on their devices and filled layer by layer. The host
+holds one layer of the file, or the embedding, never the whole model. Each
+process reads only the parts of a file that its own devices need.
 """
 
 import functools
@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from gspo_jax.model.config import DTYPES, ModelConfig
-from gspo_jax.model.hf.config import config_from_hf, config_to_hf
+from gspo_jax.model.hf.config import config_to_hf
 from gspo_jax.model.hf.tensors import (
   INDEX,
   HFCheckpoint,
@@ -30,10 +30,8 @@ from gspo_jax.model.transformer import Params
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError, nearest
 
-__all__ = ["config_from_hf", "load_hf", "save_hf"]
-
-# What goes along from `like`: a tokenizer, and how to draw answers.
-_ALONG = (
+# Files copied from `like`: tokenizer and generation config.
+_COPIED_FILES = (
   *("added_tokens.json", "chat_template.jinja", "chat_template.json"),
   *("generation_config.json", "merges.txt", "special_tokens_map.json"),
   *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
@@ -41,95 +39,105 @@ _ALONG = (
 
 
 def load_hf(folder: str | Path, cfg: ModelConfig, *, shardings=None) -> Params:
-  """The float32 parameters of the checkpoint in `folder`.
+  """Loads the float32 parameters of the checkpoint in `folder`.
+
+  With several processes, all of them call this.
 
   Args:
-    folder: with safetensors files, bfloat16, float16 or float32.
+    folder: with safetensors files in bfloat16, float16 or float32.
     cfg: from `config_from_hf`.
-    shardings: of the parameters, as `sharding.state_shardings` makes them; by
-      default, and outside of `jax.set_mesh`, all on the first device. With
-      several processes all call this.
+    shardings: of the parameters, from `sharding.state_shardings`. None, which
+      is for use outside of `jax.set_mesh`: all on the first device.
 
   Raises:
-    UserError: no such files, or their tensors are not exactly the model's:
-      those missing, superfluous or misshapen are named, 16 of a kind.
+    UserError: no such files, or their tensors are not exactly the model's. The
+      error names missing, unknown and misshapen tensors, up to 16 of each.
   """
-  source = multihost.run_on_all(lambda: _opened(folder, cfg))
-  lays, found, params = _by_path(shardings), tensor_maps(cfg), {}
-  one = SingleDeviceSharding(jax.local_devices()[0])
-  lays = {place: lays.get(place.path, one) for place in found}
-  for place, lay in lays.items():
-    if place.stacked:
-      shape = (cfg.num_layers, *place.shape)
-      zeros = jax.jit(jnp.zeros, static_argnums=0, out_shardings=lay)
-      params[place.path] = zeros(shape)
+  source = multihost.run_on_all(lambda: _open_checked(folder, cfg))
+  by_path, params = _by_path(shardings), {}
+  one_device = SingleDeviceSharding(jax.local_devices()[0])
+  shardings = {
+    tensor: by_path.get(tensor.path, one_device) for tensor in tensor_maps(cfg)
+  }
+  for tensor, sharding in shardings.items():
+    if tensor.stacked:
+      shape = (cfg.num_layers, *tensor.shape)
+      zeros = jax.jit(jnp.zeros, static_argnums=0, out_shardings=sharding)
+      params[tensor.path] = zeros(shape)
     else:
-      part = _part(source, place, 0, lay)
-      params[place.path] = _turn_back(part, place=place, lay=lay)
+      array = _read(source, tensor, 0, sharding)
+      params[tensor.path] = _from_hf(array, tensor=tensor, sharding=sharding)
   for i in range(cfg.num_layers):
-    for place, lay in lays.items():
-      if place.stacked:
-        part, stack = _part(source, place, i, lay), params[place.path]
-        params[place.path] = _fill(stack, part, i, place=place, lay=lay)
-    jax.block_until_ready(params)  # the host would read ahead: all layers
+    for tensor, sharding in shardings.items():
+      if tensor.stacked:
+        array, stack = _read(source, tensor, i, sharding), params[tensor.path]
+        params[tensor.path] = _set_layer(
+          stack, array, i, tensor=tensor, sharding=sharding
+        )
+    # Otherwise the host would read all layers before the first is copied.
+    jax.block_until_ready(params)
   return _nested(params)
 
 
-def _opened(folder, cfg) -> HFCheckpoint:
+def _open_checked(folder, cfg) -> HFCheckpoint:
   source = HFCheckpoint(folder)
   source.require(cfg)
   return source
 
 
 def _by_path(tree) -> dict:
-  """Leaves by slash-joined path."""
+  """The leaves of a tree by slash-joined path."""
   name = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/")
   return {name(keys): x for keys, x in jax.tree.leaves_with_path(tree)}
 
 
 def _nested(leaves: dict) -> Params:
+  """The tree of leaves by slash-joined path."""
   tree = {}
   for path, leaf in leaves.items():
-    *above, last = path.split("/")
-    at = tree
-    for name in above:
-      at = at.setdefault(name, {})
-    at[last] = leaf
+    *parents, name = path.split("/")
+    subtree = tree
+    for parent in parents:
+      subtree = subtree.setdefault(parent, {})
+    subtree[name] = leaf
   return tree
 
 
-def _part(source: HFCheckpoint, place: TensorMap, layer: int, lay) -> jax.Array:
-  """One layer of one of ours, turned, in the file's type, where it belongs."""
-  if isinstance(lay, NamedSharding):
-    spec = (*lay.spec, *[None] * len(place.shape))[place.stacked :]
-    spec = PartitionSpec(*[spec[a] for a in place.order])
-    lay = NamedSharding(lay.mesh, spec)
-  read = {}  # several devices may want the same
+def _read(
+  source: HFCheckpoint, tensor: TensorMap, layer: int, sharding
+) -> jax.Array:
+  """One layer of a parameter in HF order and the file's dtype, sharded."""
+  if isinstance(sharding, NamedSharding):
+    spec = (*sharding.spec, *[None] * len(tensor.shape))[tensor.stacked :]
+    spec = PartitionSpec(*[spec[a] for a in tensor.order])
+    sharding = NamedSharding(sharding.mesh, spec)
+  parts = {}  # several devices may hold the same part
 
   def get(index):
-    ends = zip(index, place.turned, strict=True)
-    spans = tuple(one.indices(size)[:2] for one, size in ends)
-    if spans not in read:
-      read[spans] = source.read(place, layer, spans)
-    return read[spans]
+    axes = zip(index, tensor.hf_shape, strict=True)
+    spans = tuple(part.indices(size)[:2] for part, size in axes)
+    if spans not in parts:
+      parts[spans] = source.read(tensor, layer, spans)
+    return parts[spans]
 
-  return jax.make_array_from_callback(place.turned, lay, get)
+  return jax.make_array_from_callback(tensor.hf_shape, sharding, get)
 
 
-@functools.partial(jax.jit, static_argnames=("place", "lay"))
-def _turn_back(turned, *, place: TensorMap, lay):
-  x = turned.astype(jnp.float32).transpose(np.argsort(place.order))
-  return jax.lax.with_sharding_constraint(x, lay)
+@functools.partial(jax.jit, static_argnames=("tensor", "sharding"))
+def _from_hf(array, *, tensor: TensorMap, sharding):
+  """A parameter from its HF order, in float32."""
+  x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
+  return jax.lax.with_sharding_constraint(x, sharding)
 
 
 @functools.partial(
-  jax.jit, static_argnames=("place", "lay"), donate_argnames="stack"
+  jax.jit, static_argnames=("tensor", "sharding"), donate_argnames="stack"
 )
-def _fill(stack, turned, i, *, place: TensorMap, lay):
-  """Writes a layer into the stack, in place."""
-  x = turned.astype(jnp.float32).transpose(np.argsort(place.order))
+def _set_layer(stack, array, i, *, tensor: TensorMap, sharding):
+  """Writes layer i into the stacked parameter, in place."""
+  x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
   x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
-  return jax.lax.with_sharding_constraint(x, lay)
+  return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def save_hf(
@@ -141,69 +149,72 @@ def save_hf(
   like: str | Path | None = None,
   beside: Callable[[Path], None] | None = None,
 ) -> None:
-  """Writes a checkpoint that transformers loads: a file a layer, and the rest.
+  """Writes a checkpoint that transformers loads: one file per layer, one more.
 
-  `folder` appears when all is written; until then it is `folder`.partial. With
-  several processes all call this with global arrays, and the first one writes.
+  Files are written to `folder`.partial, which is renamed at the end. With
+  several processes all of them call this with global arrays; the primary one
+  writes.
 
   Args:
     params: as `load_hf` returns them.
     cfg: the model.
     folder: must not exist, or be empty.
-    dtype: of the tensors, of `config.DTYPES`.
-    like: a checkpoint of the same model whose config.json is taken over and
-      whose tokenizer and generation config are copied.
-    beside: writes other files into a folder, instead of that copying.
+    dtype: of the tensors, one of `config.DTYPES`.
+    like: a checkpoint of the same model, whose config.json is copied with
+      `dtype` changed, and whose tokenizer and generation config are copied.
+    beside: writes other files into a folder, in place of copying them.
 
   Raises:
-    UserError: the folder holds something or cannot be written, or `like` is
+    UserError: the folder is not empty or cannot be written, or `like` is
       another model.
   """
   target, folder = folder, Path(folder).absolute()
   partial = folder.with_name(folder.name + ".partial")
-  first = lambda work: multihost.run_on_all(
-    lambda: _written(work, folder) if multihost.is_primary() else None
+  on_primary = lambda write: multihost.run_on_all(
+    lambda: _with_user_error(write, folder) if multihost.is_primary() else None
   )
-  first(lambda: require_new(target, dtype))
-  first(lambda: _begin(partial, cfg, dtype, like, beside))
-  found, leaves = tensor_maps(cfg), _by_path(params)
+  on_primary(lambda: require_new(target, dtype))
+  on_primary(lambda: _create(partial, cfg, dtype, like, beside))
+  parameters, leaves = tensor_maps(cfg), _by_path(params)
   index, total = {}, 0
   for number, i in enumerate([*range(cfg.num_layers), None], start=1):
-    name = f"model-{number:05d}-of-{cfg.num_layers + 1:05d}.safetensors"
-    tensors = {}
-    for place in found:
-      if place.stacked == (i is not None):
-        x = _turn(leaves[place.path], i or 0, place=place, dtype=dtype)
-        tensors |= _tensors(place, multihost.to_host(x), i or 0)
-    index |= dict.fromkeys(tensors, name)
-    total += sum(x.nbytes for x in tensors.values())
-    first(lambda n=name, t=tensors: save_file(t, partial / n, {"format": "pt"}))
-  first(lambda: _end(folder, partial, index, total))
+    file = f"model-{number:05d}-of-{cfg.num_layers + 1:05d}.safetensors"
+    arrays = {}
+    for tensor in parameters:
+      if tensor.stacked == (i is not None):
+        x = _to_hf(leaves[tensor.path], i or 0, tensor=tensor, dtype=dtype)
+        arrays |= _split(tensor, multihost.to_host(x), i or 0)
+    index |= dict.fromkeys(arrays, file)
+    total += sum(x.nbytes for x in arrays.values())
+    on_primary(
+      lambda path=partial / file, x=arrays: save_file(x, path, {"format": "pt"})
+    )
+  on_primary(lambda: _finish(folder, partial, index, total))
 
 
-@functools.partial(jax.jit, static_argnames=("place", "dtype"))
-def _turn(x, i, *, place: TensorMap, dtype: str):
-  """One layer of one of ours, turned, in the type of the file."""
-  layer = x[i] if place.stacked else x
-  return layer.astype(dtype).transpose(place.order)
+@functools.partial(jax.jit, static_argnames=("tensor", "dtype"))
+def _to_hf(x, i, *, tensor: TensorMap, dtype: str):
+  """One layer of a parameter in HF order, in the dtype of the file."""
+  layer = x[i] if tensor.stacked else x
+  return layer.astype(dtype).transpose(tensor.order)
 
 
-def _tensors(place: TensorMap, turned: np.ndarray, layer: int) -> dict:
-  """Views of `turned`, by name."""
-  shape = (place.experts or 1, len(place.names), *place.tensor)
-  grid = np.ascontiguousarray(turned).reshape(shape)
-  return {name: grid[at] for name, at in place.tensors(layer)}
+def _split(tensor: TensorMap, array: np.ndarray, layer: int) -> dict:
+  """The HF tensors of one layer of a parameter, as views by name."""
+  shape = (tensor.experts or 1, len(tensor.names), *tensor.tensor_shape)
+  grid = np.ascontiguousarray(array).reshape(shape)
+  return {name: grid[index] for name, index in tensor.tensors(layer)}
 
 
-def _written(work, folder: Path):
+def _with_user_error(write, folder: Path):
   try:
-    return work()
+    return write()
   except (OSError, SafetensorError) as error:
     raise UserError(f"{str(folder)!r} cannot be written: {error}") from error
 
 
 def require_new(folder: str | Path, dtype: str) -> None:
-  """UserError unless `save_hf` can write there, and in that type."""
+  """Raises UserError unless `save_hf` can write to `folder` in `dtype`."""
   if dtype not in DTYPES:
     raise UserError(f"{dtype=}: {nearest(dtype, DTYPES)}")
   if "://" in str(folder):
@@ -213,20 +224,21 @@ def require_new(folder: str | Path, dtype: str) -> None:
     raise UserError(f"{str(folder)!r} exists: expected a new or empty folder")
 
 
-def _begin(partial: Path, cfg, dtype, like, beside) -> None:
-  """Makes the partial folder, with all but the tensors."""
+def _create(partial: Path, cfg, dtype, like, beside) -> None:
+  """Makes the partial folder, with all files but the tensors."""
   config = config_to_hf(cfg, dtype, like)
-  shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+  shutil.rmtree(partial, ignore_errors=True)  # of a killed export
   partial.mkdir(parents=True)
   (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
   if beside:
     beside(partial)
-  for name in _ALONG if like and not beside else ():
+  for name in _COPIED_FILES if like and not beside else ():
     if (Path(like) / name).is_file():
       shutil.copy(Path(like) / name, partial)
 
 
-def _end(folder: Path, partial: Path, names: dict, total: int) -> None:
+def _finish(folder: Path, partial: Path, names: dict, total: int) -> None:
+  """Writes the index and renames the folder."""
   index = {"metadata": {"total_size": total}, "weight_map": names}
   (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
   partial.replace(folder)

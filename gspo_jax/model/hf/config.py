@@ -1,9 +1,9 @@
 """config.json of a Hugging Face checkpoint: to a ModelConfig, and back.
 
-The same number has had several names there: `num_experts` and
-`num_local_experts`, `rope_theta` with `rope_scaling` and `rope_parameters`,
-`torch_dtype` and `dtype`. All are read; the older are written, which releases 4
-and 5 of transformers load alike.
+Some keys have changed their names: `num_local_experts` and `num_experts`,
+`rope_theta` with `rope_scaling` and `rope_parameters`, `torch_dtype` and
+`dtype`. All of them are read. The older ones are written, because releases 4
+and 5 of transformers both load them.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from pathlib import Path
 from gspo_jax.model.config import ModelConfig, changed
 from gspo_jax.runtime.errors import UserError
 
-# model_type -> what it implies
+# By model_type: the fields of ModelConfig that it implies.
 FAMILIES = {
   "qwen3": {},
   "qwen3_moe": {},
@@ -26,8 +26,8 @@ _CLASSES = {
   "qwen2": "Qwen2ForCausalLM",
   "llama": "LlamaForCausalLM",
 }
-# Keys with the values that the model here can stand for; absent is one, too.
-_ONLY = {
+# By key: the values that ModelConfig supports. A missing key is supported.
+_SUPPORTED = {
   "attention_bias": (False,),  # on the output projection, too
   "hidden_act": ("silu",),
   "mlp_bias": (False,),
@@ -38,37 +38,37 @@ _ONLY = {
   "shared_expert_intermediate_size": (0,),
   "use_sliding_window": (False,),
 }
-_ONLY_MOE = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+_SUPPORTED_MOE = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 _SCALING = (
   "factor",
   "low_freq_factor",
   "high_freq_factor",
   "original_max_position_embeddings",
 )
-# How it is computed here, which a checkpoint does not say.
-_OURS = ("dtype", "remat", "keep", "unroll")
+# Fields that a config.json does not have: how we run the model.
+_RUNTIME_FIELDS = ("dtype", "remat", "keep", "unroll")
 
 
 def config_from_hf(folder: str | Path, **changes) -> ModelConfig:
-  """What the checkpoint in `folder` is, with some fields changed.
+  """The `ModelConfig` of the checkpoint in `folder`, with some fields changed.
 
   Args:
     folder: with a config.json of Qwen3, Qwen3-MoE, Qwen2 or Llama.
     **changes: fields of `ModelConfig`, such as `dtype` or `remat`.
 
   Raises:
-    UserError: no such file, or a value that a `ModelConfig` cannot stand for.
+    UserError: no such file, or a value that `ModelConfig` does not support.
   """
   path = Path(folder) / "config.json"
   raw = read(path)
   family = raw.get("model_type")
   if family not in FAMILIES:
     raise _unsupported(path, "model_type", family, sorted(FAMILIES))
-  _require_known(path, raw, family)
-  get = lambda *names, **rest: _number(path, raw, names, **rest)
+  _require_supported(path, raw, family)
+  get = lambda *names, **options: _number(path, raw, names, **options)
   moe = family == "qwen3_moe"
   heads, width = get("num_attention_heads"), get("hidden_size")
-  # Qwen3's own class has 128, whatever the width.
+  # The default of Qwen3's class in transformers is 128 for any width.
   head_dim = 128 if family == "qwen3" else width // heads
   theta, scaling = _rope(path, raw)
   cfg = ModelConfig(
@@ -93,7 +93,7 @@ def config_from_hf(folder: str | Path, **changes) -> ModelConfig:
 
 
 def read(path: Path) -> dict:
-  """A JSON object; UserError where it is none."""
+  """Reads a JSON object; raises UserError if the file holds none."""
   if not path.parent.is_dir():
     raise UserError(f"{str(path.parent)!r}: expected a checkpoint's folder")
   try:
@@ -112,20 +112,20 @@ def _dtype(raw):
 
 
 def _unsupported(path, key, value, supported) -> UserError:
-  """Names no nearest: another architecture is not what was meant."""
+  """Without a nearest choice: another architecture is no typing mistake."""
   return UserError(
     f"{path}: {key}={value!r}: not supported; supported are: "
     f"{', '.join(supported)}"
   )
 
 
-def _require_known(path, raw, family):
-  only = dict(_ONLY)
+def _require_supported(path, raw, family):
+  supported = dict(_SUPPORTED)
   if family == "qwen3_moe":
-    only |= _ONLY_MOE
+    supported |= _SUPPORTED_MOE
   if family == "qwen2":
-    del only["attention_bias"]  # it has one by name, and none on the output
-  for key, values in only.items():
+    del supported["attention_bias"]  # Qwen2 never has one on the output
+  for key, values in supported.items():
     if raw.get(key) is not None and raw[key] not in values:
       expected = f"expected {values[0]!r}" if values else "not supported"
       raise UserError(f"{path}: {key}={str(raw[key])[:80]}: {expected}")
@@ -149,7 +149,7 @@ def _number(path, raw, names, *, default=None, kind=int):
 
 
 def _rope(path, raw):
-  """The base, and Llama 3's scaling or None."""
+  """(rope_theta, rope_scaling) of a ModelConfig."""
   rope = dict(raw.get("rope_scaling") or {})
   rope |= raw.get("rope_parameters") or {}
   theta = rope.get("rope_theta") or raw.get("rope_theta") or 1e4
@@ -171,18 +171,20 @@ def config_to_hf(cfg: ModelConfig, dtype: str, like: str | Path | None) -> dict:
 
   Args:
     cfg: the model.
-    dtype: of the tensors written.
-    like: a folder whose config.json is taken over; None writes one anew.
+    dtype: of the tensors.
+    like: a folder whose config.json is copied with `dtype` changed. None: a new
+      one from `cfg`.
 
   Raises:
-    UserError: no family of transformers is this model, or `like` is another.
+    UserError: no family of transformers has this architecture, or `like` is
+      another model.
   """
   if like is None:
-    return _anew(cfg) | {"torch_dtype": dtype}
-  theirs = config_from_hf(like)
+    return _new_config(cfg) | {"torch_dtype": dtype}
+  like_cfg = config_from_hf(like)
   for field in dataclasses.fields(cfg):
-    a, b = getattr(theirs, field.name), getattr(cfg, field.name)
-    if field.name not in _OURS and a != b:
+    a, b = getattr(like_cfg, field.name), getattr(cfg, field.name)
+    if field.name not in _RUNTIME_FIELDS and a != b:
       raise UserError(
         f"like={str(like)!r} has {field.name}={a}, the model to save has {b}"
       )
@@ -191,8 +193,8 @@ def config_to_hf(cfg: ModelConfig, dtype: str, like: str | Path | None) -> dict:
   return raw | {key: dtype}
 
 
-def _anew(cfg):
-  """No more than the loading classes need; special tokens are left open."""
+def _new_config(cfg):
+  """Only the keys that the loading classes need, without special tokens."""
   family = _family(cfg)
   raw = {
     "architectures": [_CLASSES[family]],
@@ -205,12 +207,12 @@ def _anew(cfg):
     "head_dim": cfg.head_dim,
     "intermediate_size": cfg.mlp_dim,
     "hidden_act": "silu",
-    "max_position_embeddings": 32768,  # Qwen3's default: nothing here bounds it
+    "max_position_embeddings": 32768,  # Qwen3's default; we have no limit
     "rope_theta": cfg.rope_theta,
     "rope_scaling": None,
     "rms_norm_eps": cfg.norm_eps,
     "tie_word_embeddings": cfg.tie_embeddings,
-    # Llama's defaults are 1 and 2, which are any tokens here.
+    # Llama's defaults are 1 and 2, which may be any tokens here.
     "bos_token_id": None,
     "eos_token_id": None,
   }
@@ -233,16 +235,16 @@ def _anew(cfg):
 
 
 def _family(cfg) -> str:
-  known = {
+  families = {
     (True, False, True): "qwen3_moe",
     (False, False, True): "qwen3",
     (False, True, False): "qwen2",
     (False, False, False): "llama",
   }
   key = (bool(cfg.num_experts), cfg.attention_bias, cfg.qk_norm)
-  if key not in known:
+  if key not in families:
     raise UserError(
       f"no family of transformers has {cfg.num_experts=}, "
       f"{cfg.attention_bias=} and {cfg.qk_norm=}"
     )
-  return known[key]
+  return families[key]

@@ -1,10 +1,10 @@
-"""The tensors of a Hugging Face checkpoint, and which of ours each is part of.
+"""The map between our parameters and the tensors of a Hugging Face checkpoint.
 
-A tensor there is a vector, or a matrix of [outputs, inputs]; ours have their
-inputs first, heads on an axis of their own, and experts together. Turned, one
-of ours has the expert first where it has one, then the axes of the tensor's
-rows, then those of its columns: what is turned is cut into tensors, or joined
-of them, without moving a number.
+An HF tensor is a vector or a matrix [outputs, inputs]. Our parameters have the
+inputs first, a separate axis of heads, and all experts in one array. In "HF
+order" a parameter has the experts first, if any, then the axes of the tensor's
+rows, then those of its columns. An array in HF order can be split into tensors,
+or joined from them, without a transpose.
 """
 
 import difflib
@@ -24,11 +24,12 @@ from gspo_jax.runtime.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("BF16", "F16", "F32")
-_SHOWN = 16  # names in one error; a wrong folder has thousands
+_MAX_NAMES = 16  # in one error; a wrong folder has thousands
 _INPUTS_LAST = ((1,), (0,))
 
-# end of our path -> tensors, without "model.layers.i." where there are layers,
-# whose rows follow one another; our axes that are their rows and columns
+# From the end of a parameter's path to (tensor names, axes). The rows of these
+# tensors are concatenated; names in layers lack their "model.layers.{i}.".
+# `axes` are the axes of the parameter that form the rows, then the columns.
 TABLE = {
   "embed": (["model.embed_tokens.weight"], ((0,), (1,))),
   "head": (["lm_head.weight"], _INPUTS_LAST),
@@ -57,13 +58,13 @@ TABLE = {
 
 
 class TensorMap(NamedTuple):
-  """One array of ours, of one layer.
+  """One of our parameters and its HF tensors.
 
   Attributes:
     path: slash-joined, in the tree of parameters.
-    shape: of ours, without the axis of layers.
+    shape: of the parameter, without the axis of layers.
     names: of the tensors, for `.format(i=layer, e=expert)`.
-    axes: those of ours that a tensor has as rows, and as columns.
+    axes: axes of the parameter that are a tensor's rows, and its columns.
   """
 
   path: str
@@ -73,25 +74,27 @@ class TensorMap(NamedTuple):
 
   @property
   def stacked(self) -> bool:
+    """Whether the parameter has an axis of layers."""
     return self.path.startswith("layers/")
 
   @property
   def experts(self) -> int | None:
-    """How many, where each has tensors of its own."""
+    """The number of experts, if each has its own tensors."""
     return self.shape[0] if "{e}" in self.names[0] else None
 
   @property
   def order(self) -> tuple[int, ...]:
-    """Ours transposed by these axes is turned."""
+    """The transpose from the parameter to HF order."""
     first = () if self.experts is None else (0,)
     return first + tuple(a for group in self.axes for a in group)
 
   @property
-  def turned(self) -> tuple[int, ...]:
+  def hf_shape(self) -> tuple[int, ...]:
+    """The shape of the parameter in HF order."""
     return tuple(self.shape[a] for a in self.order)
 
   @property
-  def tensor(self) -> tuple[int, ...]:
+  def tensor_shape(self) -> tuple[int, ...]:
     """The shape of one tensor."""
     rows, *columns = (
       math.prod(self.shape[a] for a in group) for group in self.axes
@@ -99,117 +102,137 @@ class TensorMap(NamedTuple):
     return rows // len(self.names), *columns
 
   def tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Each tensor's name, and the expert and the part of rows that it is."""
+    """Each tensor's name, and its (expert, position in `names`)."""
     for e in range(self.experts or 1):
       for part, name in enumerate(self.names):
         yield name.format(i=layer, e=e), (e, part)
 
 
 def tensor_maps(cfg: ModelConfig) -> list[TensorMap]:
-  """All arrays of the model."""
+  """The maps of all parameters of a model."""
   tree = jax.eval_shape(lambda key: init(key, cfg), jax.random.key(0))
-  found = []
+  maps = []
   for keys, leaf in jax.tree.leaves_with_path(tree):
     path = jax.tree_util.keystr(keys, simple=True, separator="/")
-    ours, shape, prefix = path, leaf.shape, ""
+    key, shape, prefix = path, leaf.shape, ""
     if path.startswith("layers/"):
-      ours, shape = path.removeprefix("layers/"), leaf.shape[1:]
+      key, shape = path.removeprefix("layers/"), leaf.shape[1:]
       prefix = "model.layers.{i}."
-    names, axes = TABLE[ours]
-    found.append(TensorMap(path, shape, tuple(prefix + n for n in names), axes))
-  return found
+    names, axes = TABLE[key]
+    maps.append(TensorMap(path, shape, tuple(prefix + n for n in names), axes))
+  return maps
 
 
 def expected(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-  """The shape of every tensor of a checkpoint, by name."""
+  """The shape of every HF tensor of a model, by name."""
   return {
-    name: place.tensor
-    for place in tensor_maps(cfg)
-    for layer in range(cfg.num_layers if place.stacked else 1)
-    for name, _ in place.tensors(layer)
+    name: tensor.tensor_shape
+    for tensor in tensor_maps(cfg)
+    for layer in range(cfg.num_layers if tensor.stacked else 1)
+    for name, _ in tensor.tensors(layer)
   }
 
 
+class _Stored(NamedTuple):
+  """Where a tensor is stored, its shape, and its safetensors dtype."""
+
+  file: Path
+  shape: tuple[int, ...]
+  dtype: str
+
+
 class HFCheckpoint:
-  """The safetensors files of a folder; reads parts of their tensors.
+  """Reads parts of the tensors in the safetensors files of a folder.
 
   Args:
     folder: with model.safetensors, or an index of several files.
 
   Raises:
-    UserError: no such files, or one that is damaged.
+    UserError: no such files, or a damaged one.
   """
 
   def __init__(self, folder: str | Path):
     self.folder = Path(folder)
-    self._found = {}  # name -> file, shape, type
-    self._open = None, None  # tensors lie in files in the order of layers
+    self._tensors: dict[str, _Stored] = {}
+    # Only the last file stays open: layers are read in the order of files.
+    self._open_path, self._open_file = None, None
     for path in _files(self.folder):
-      file = _opened(path)
-      for name in file.keys():  # noqa: SIM118, it is no dict
+      file = _open(path)
+      for name in file.keys():  # noqa: SIM118, not a dict
         part = file.get_slice(name)
-        self._found[name] = path, tuple(part.get_shape()), part.get_dtype()
+        shape = tuple(part.get_shape())
+        self._tensors[name] = _Stored(path, shape, part.get_dtype())
 
   def require(self, cfg: ModelConfig) -> None:
-    """UserError naming what is not there, is too much or has another shape."""
-    want = expected(cfg)
-    have = {name for name in self._found if not _harmless(name, cfg)}
-    missing, extra = sorted(want.keys() - have), sorted(have - want.keys())
-    wrong = [_listed("missing", missing)]
-    wrong.append(_listed("not of this model", extra, missing))
-    shapes, types = [], []
-    for name in sorted(want.keys() & have):
-      _, shape, kind = self._found[name]
-      if shape != want[name]:
-        shapes.append(f"{name} {shape}, expected {want[name]}")
-      if kind not in _FLOATS:
-        types.append(f"{name} {kind}, expected one of {', '.join(_FLOATS)}")
-    wrong += [_listed("misshapen", shapes), _listed("type", types)]
-    if any(wrong):
-      raise UserError(f"{self.folder}: " + "; ".join(filter(None, wrong)))
+    """Raises UserError unless the tensors are exactly those of the model."""
+    shapes = expected(cfg)
+    names = {name for name in self._tensors if not _is_ignored(name, cfg)}
+    missing = sorted(shapes.keys() - names)
+    unknown = sorted(names - shapes.keys())
+    misshapen, dtypes = [], []
+    for name in sorted(shapes.keys() & names):
+      _, shape, dtype = self._tensors[name]
+      if shape != shapes[name]:
+        misshapen.append(f"{name} {shape}, expected {shapes[name]}")
+      if dtype not in _FLOATS:
+        dtypes.append(f"{name} {dtype}, expected one of {', '.join(_FLOATS)}")
+    problems = [
+      _listed("missing", missing),
+      _listed("not of this model", unknown, missing),
+      _listed("misshapen", misshapen),
+      _listed("dtype", dtypes),
+    ]
+    if any(problems):
+      raise UserError(f"{self.folder}: " + "; ".join(filter(None, problems)))
 
-  def read(self, place: TensorMap, layer: int, spans) -> np.ndarray:
-    """A part of one of ours, turned, as it is stored.
+  def read(self, tensor: TensorMap, layer: int, spans) -> np.ndarray:
+    """Reads a part of a parameter, in HF order and the file's dtype.
 
     Args:
-      place: which.
+      tensor: of which parameter.
       layer: of which layer.
-      spans: (from, to) along each axis of `place.turned`.
+      spans: (start, end) along each axis of `tensor.hf_shape`.
     """
-    names = [n.format(i=layer, e="{e}") for n in place.names]
-    if place.experts is None:
-      return self._join(place, names, spans)
+    names = [name.format(i=layer, e="{e}") for name in tensor.names]
+    if tensor.experts is None:
+      return self._join(tensor, names, spans)
     (first, end), *spans = spans
-    # Filled, not joined, which would take the memory twice.
+    # Preallocated: np.stack would need the memory twice.
     out = None
     for e in range(first, end):
-      part = self._join(place, [n.format(e=e) for n in names], spans)
+      part = self._join(tensor, [name.format(e=e) for name in names], spans)
       if out is None:
         out = np.empty((end - first, *part.shape), part.dtype)
       out[e - first] = part
     return out
 
-  def _join(self, place, names, spans):
-    """Rows and columns are cut by file along the first axis of each only."""
-    cuts, shape, rest, at = [], [], [], 0
-    for group in place.axes:
-      sizes = [place.shape[a] for a in group]
-      (first, end), *inner = spans[at : at + len(group)]
-      at += len(group)
-      each = math.prod(sizes[1:])
-      cuts.append(slice(first * each, end * each))
-      shape += [end - first, *sizes[1:]]
-      rest += [slice(None), *(slice(*span) for span in inner)]
-    if len(names) == 1:
-      return self._tensor(names[0], cuts).reshape(shape)[tuple(rest)]
-    whole = [slice(None), *cuts[1:]]
-    return np.concatenate([self._tensor(n, whole) for n in names])[cuts[0]]
+  def _join(self, tensor, names, spans):
+    """Reads one expert's part, or that of a parameter without experts.
 
-  def _tensor(self, name, cuts):
-    path = self._found[name][0]
-    if self._open[0] != path:
-      self._open = path, _opened(path)
-    return self._open[1].get_slice(name)[tuple(cuts)]
+    Of several axes that form a tensor's rows or columns, the file is sliced
+    along the first one; the others are sliced in memory.
+    """
+    in_file, shape, in_memory, axis = [], [], [], 0
+    for group in tensor.axes:
+      sizes = [tensor.shape[a] for a in group]
+      (first, end), *inner = spans[axis : axis + len(group)]
+      axis += len(group)
+      stride = math.prod(sizes[1:])
+      in_file.append(slice(first * stride, end * stride))
+      shape += [end - first, *sizes[1:]]
+      in_memory += [slice(None), *(slice(*span) for span in inner)]
+    if len(names) == 1:
+      array = self._slice(names[0], in_file)
+      return array.reshape(shape)[tuple(in_memory)]
+    all_rows = [slice(None), *in_file[1:]]
+    arrays = [self._slice(name, all_rows) for name in names]
+    return np.concatenate(arrays)[in_file[0]]
+
+  def _slice(self, name, slices):
+    path = self._tensors[name].file
+    if self._open_path != path:
+      self._open_path, self._open_file = path, _open(path)
+    return self._open_file.get_slice(name)[tuple(slices)]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -223,32 +246,33 @@ def _files(folder: Path) -> list[Path]:
     names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
   except (ValueError, LookupError, TypeError, AttributeError) as error:
     raise UserError(f"{folder / INDEX}: not an index: {error!r}") from None
-  absent = sorted(n for n in names if not (folder / n).is_file())
-  if absent:
-    raise UserError(f"{folder}: {_listed('files absent', absent)}")
+  missing = sorted(name for name in names if not (folder / name).is_file())
+  if missing:
+    raise UserError(f"{folder}: {_listed('missing files', missing)}")
   return [folder / name for name in sorted(names)]
 
 
-def _opened(path):
+def _open(path):
   try:
     return safe_open(path, framework="np")
   except (SafetensorError, OSError) as error:
-    raise UserError(f"{path}: damaged or cut short: {error}") from None
+    raise UserError(f"{path}: damaged or truncated: {error}") from None
 
 
-def _harmless(name: str, cfg: ModelConfig) -> bool:
-  """Tables of frequencies, and the second copy of a tied embedding."""
+def _is_ignored(name: str, cfg: ModelConfig) -> bool:
+  """Whether a tensor is not needed: a frequency table, or a tied head."""
   tied = cfg.tie_embeddings and name == "lm_head.weight"
   return tied or name.endswith("rotary_emb.inv_freq")
 
 
-def _listed(what: str, names: list[str], choices=()) -> str:
-  """`what (count): names`, the first ones, each with the nearest choice."""
+def _listed(problem: str, names: list[str], choices=()) -> str:
+  """`problem (count): names`: the first 16, each with its nearest choice."""
   if not names:
     return ""
-  shown = []
-  for name in names[:_SHOWN]:
+  first = []
+  for name in names[:_MAX_NAMES]:
     close = difflib.get_close_matches(name, choices, n=1)
-    shown.append(f"{name} (did you mean {close[0]}?)" if close else name)
-  more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-  return f"{what} ({len(names)}): {', '.join(shown)}{more}"
+    first.append(f"{name} (did you mean {close[0]}?)" if close else name)
+  others = len(names) - len(first)
+  more = f", and {others} more" if others else ""
+  return f"{problem} ({len(names)}): {', '.join(first)}{more}"

@@ -1,4 +1,4 @@
-"""Collectives of a compiled module: their kind, their group, their bytes."""
+"""The collectives of a compiled module: kind, group of devices and bytes."""
 
 import dataclasses
 import itertools
@@ -20,14 +20,15 @@ _KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One of them, as one device sees it.
+  """A collective, on one device.
 
   Attributes:
-    kind: the HLO opcode, "-start" removed; "network" between slices.
-    members: positions in the device order of the first group; of a permute, of
-      the first pair.
-    result: bytes.
-    key: of an asynchronous one, what `awaited` gives where it ends.
+    kind: the HLO opcode without "-start"; "network" between slices.
+    members: the first group of devices, as indices into the device order. For
+      a permute, the first pair.
+    result: bytes of the result.
+    key: None for a synchronous collective. For an asynchronous one, the value
+      that `awaited` returns for the instruction that waits for it.
   """
 
   kind: str
@@ -37,7 +38,7 @@ class Collective:
 
   @property
   def wire(self) -> float:
-    """Bytes that a device sends, by the ring algorithms."""
+    """Bytes that a device sends, with ring algorithms."""
     n = len(self.members)
     if self.kind in ("collective-permute", "network"):
       return self.result
@@ -52,12 +53,12 @@ def is_collective(i: Instruction) -> bool:
 
 
 def started(module: Module, i: Instruction, devices: int) -> list[Collective]:
-  """The collectives that an instruction is, starts, or has fused into it."""
+  """The collectives that an instruction is, starts, or contains (a fusion)."""
   if is_collective(i):
     key = i.name if i.op.endswith("-start") else None
     return [_collective(i, devices, key)]
   if i.op == "send" and "_xla_megascale_transfer_type" in i.attributes:
-    # The first and the last device are of different slices.
+    # The first and the last device are in different slices.
     return [Collective("network", (0, devices - 1), i.arrays[0].bytes, i.name)]
   if i.op != "fusion":
     return []
@@ -65,13 +66,13 @@ def started(module: Module, i: Instruction, devices: int) -> list[Collective]:
   inner = [x for x in callee if is_collective(x)]
   if any(_CHAIN in x.attributes for x in inner):
     if not _calls(callee, "AsyncCollectiveStart"):
-      return []  # a later link of the chain
+      return []  # a later fusion of the chain
     return [_collective(x, devices, _channel(x)) for x in inner]
-  return [_scattered(_collective(x, devices, None), i) for x in inner]
+  return [_as_reduce_scatter(_collective(x, devices, None), i) for x in inner]
 
 
 def awaited(module: Module, i: Instruction) -> str | None:
-  """The key of the asynchronous collective that ends here."""
+  """The key of the asynchronous collective that the instruction waits for."""
   if i.op.endswith("-done"):
     return i.operands[0]
   if i.op == "fusion":
@@ -81,7 +82,8 @@ def awaited(module: Module, i: Instruction) -> str | None:
   return None
 
 
-# A chain of fusions computes while the collective in all of them proceeds.
+# In the attributes of a collective that is spread over a chain of fusions: they
+# compute while it proceeds.
 _CHAIN = "chain_id="
 
 
@@ -93,8 +95,8 @@ def _channel(i):
   return f"channel {i.find(r'channel_id=([0-9]+)')}"
 
 
-def _scattered(c, fusion):
-  """A sum of which the fusion keeps a slice: the others need not come here."""
+def _as_reduce_scatter(c, fusion):
+  """A reduce-scatter, if the fusion keeps one slice of the all-reduce's sum."""
   if c.kind != "all-reduce" or 2 * fusion.bytes > c.result:
     return c
   part = c.result / len(c.members)
@@ -104,7 +106,7 @@ def _scattered(c, fusion):
 def _collective(i, devices, key) -> Collective:
   result = i.bytes
   if i.op in ("all-gather-start", "collective-permute-start"):
-    # (operands..., as many results..., context...)
+    # The result is (operands..., results..., context...).
     n = len(i.operands)
     result = sum(a.bytes for a in i.arrays[n : 2 * n])
   members = group(i.attributes, devices)
@@ -112,7 +114,7 @@ def _collective(i, devices, key) -> Collective:
 
 
 def group(attributes: str, devices: int) -> tuple[int, ...]:
-  """The first group of devices that an instruction's attributes name."""
+  """The first group of devices in the attributes of an instruction."""
   pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
   if pairs:
     return int(pairs[1]), int(pairs[2])
@@ -135,7 +137,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(size, dims, order) -> tuple[int, ...]:
-  """The first `size` of 0, 1, 2, ... in shape `dims`, axes in `order`."""
+  """The first `size` elements of arange in shape `dims`, transposed."""
   strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
   order = order or range(len(dims))
   grid = itertools.product(
@@ -145,7 +147,11 @@ def _iota(size, dims, order) -> tuple[int, ...]:
 
 
 def _mesh(mesh, axes) -> tuple[int, ...]:
-  """`'a'=16,'b'=4` and `'a':(2)4,'b'`: axis a in parts 2, 4, 2, the middle."""
+  """The group along mesh axes, as in `'a'=16,'b'=4` and `'a':(2)4,'b'`.
+
+  `'a':(2)4` means: axis a, of 16 devices, is split into 2 x 4 x 2, and the
+  group extends along the 4.
+  """
   sizes = [(n, int(s)) for n, s in re.findall(r"'([^']+)'=(\d+)", mesh)]
   strides, after = {}, 1
   for name, size in reversed(sizes):

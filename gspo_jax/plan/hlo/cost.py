@@ -1,20 +1,35 @@
-"""Costs of compiled computations: what they add up, and how they add up.
+"""The cost of a compiled computation on one device, and how costs add up.
 
-Of one device, in FLOPs, bytes and seconds at best; `walk` finds them.
+FLOPs, bytes and the seconds they take at best; `walk` computes them.
 """
 
 import collections
 import dataclasses
+from typing import NamedTuple
+
+
+class CollectiveKind(NamedTuple):
+  """Collectives that are added up together.
+
+  Attributes:
+    kind: the HLO opcode, or "network" between slices.
+    group_size: how many devices take part.
+    asynchronous: whether other operations can run at the same time.
+  """
+
+  kind: str
+  group_size: int
+  asynchronous: bool
 
 
 @dataclasses.dataclass
 class Traffic:
-  """Collectives of one kind and group size, added up.
+  """The sum over collectives of one `CollectiveKind`.
 
   Attributes:
-    count: how many.
+    count: how many there are.
     wire: bytes that each device sends.
-    seconds: that takes.
+    seconds: the time to send them.
   """
 
   count: float = 0
@@ -22,109 +37,144 @@ class Traffic:
   seconds: float = 0.0
 
 
+class OperationCost(NamedTuple):
+  """The sum over the instructions of one JAX operation."""
+
+  seconds: float
+  flops: float
+  hbm_bytes: float
+
+
 @dataclasses.dataclass
-class Open:
-  """A loop or a branch that data decides; `cost` is of one trip, or of it.
+class DataDependent:
+  """A loop whose trip count, or a branch that, depends on the data.
 
   Attributes:
     source: the JAX operation.
-    state: bytes of what it carries.
-    times: how often the program comes to it.
-    cost: of one iteration, or of the heaviest branch.
+    state_bytes: bytes of its loop state or result.
+    times: how often the program executes it.
+    cost: of one iteration of the loop, or of the most expensive branch.
   """
 
   source: str
-  state: float
+  state_bytes: float
   times: float
   cost: "HloCost"
 
 
 @dataclasses.dataclass
 class HloCost:
-  """Of a computation, per device.
+  """The cost of a computation on one device.
 
   Attributes:
     flops: of matrix products.
-    attention: the part of it that was added by hand, for splash.
-    hbm: bytes.
-    seconds: the roofline of its operations, collectives apart.
-    stalled: seconds that it waits for collectives, as the compiler ordered it.
-    collectives: (kind, group size, whether asynchronous) -> Traffic.
-    by_source: JAX operation -> (seconds, flops, hbm).
-    unknown: kernels of unknown FLOPs and how many.
-    loops: those that data decides.
-    branches: likewise.
+    attention_flops: the part of `flops` in attention kernels, which report no
+      FLOPs themselves.
+    hbm_bytes: bytes read from and written to HBM.
+    roofline_seconds: the time of all operations except collectives.
+    stalled_seconds: the time spent waiting for collectives, in the order of
+      the compiler's schedule.
+    collectives: the sum for each kind of collective.
+    by_source: the name of a JAX operation -> its cost.
+    unknown_kernels: kernels of unknown FLOPs -> how often they run.
+    loops: those with a trip count that depends on the data.
+    branches: those that the data selects.
   """
 
   flops: float = 0.0
-  attention: float = 0.0
-  hbm: float = 0.0
-  seconds: float = 0.0
-  stalled: float = 0.0
-  collectives: dict = dataclasses.field(
+  attention_flops: float = 0.0
+  hbm_bytes: float = 0.0
+  roofline_seconds: float = 0.0
+  stalled_seconds: float = 0.0
+  collectives: dict[CollectiveKind, Traffic] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(Traffic)
   )
-  by_source: dict = dataclasses.field(default_factory=dict)
-  unknown: collections.Counter = dataclasses.field(
+  by_source: dict[str, OperationCost] = dataclasses.field(default_factory=dict)
+  unknown_kernels: collections.Counter = dataclasses.field(
     default_factory=collections.Counter
   )
-  loops: list[Open] = dataclasses.field(default_factory=list)
-  branches: list[Open] = dataclasses.field(default_factory=list)
+  loops: list[DataDependent] = dataclasses.field(default_factory=list)
+  branches: list[DataDependent] = dataclasses.field(default_factory=list)
 
   @property
-  def wire_seconds(self) -> float:
-    """Of all collectives, one after the other."""
+  def collective_seconds(self) -> float:
+    """The time of all collectives, one after the other."""
     return sum(traffic.seconds for traffic in self.collectives.values())
 
   @property
-  def perfect(self) -> float:
-    """Seconds if all communication hides behind computation, or the reverse."""
-    return max(self.seconds, self.wire_seconds)
+  def perfect_overlap(self) -> float:
+    """Seconds if collectives and computation overlap completely."""
+    return max(self.roofline_seconds, self.collective_seconds)
 
   @property
   def scheduled(self) -> float:
-    """Seconds as the compiler ordered it."""
-    return max(self.seconds + self.stalled, self.perfect)
+    """Seconds in the order of the compiler's schedule."""
+    return max(
+      self.roofline_seconds + self.stalled_seconds, self.perfect_overlap
+    )
 
   @property
-  def serial(self) -> float:
-    """Seconds if nothing overlaps."""
-    return self.seconds + self.wire_seconds
+  def no_overlap(self) -> float:
+    """Seconds if collectives and computation do not overlap."""
+    return self.roofline_seconds + self.collective_seconds
 
   def add(self, other: "HloCost", times: float = 1) -> None:
-    """What `times` runs of another computation cost."""
-    for name in ("flops", "attention", "hbm", "seconds", "stalled"):
+    """Adds the cost of `times` runs of another computation."""
+    for name in (
+      "flops",
+      "attention_flops",
+      "hbm_bytes",
+      "roofline_seconds",
+      "stalled_seconds",
+    ):
       value = getattr(self, name) + times * getattr(other, name)
       setattr(self, name, value)
-    for key, traffic in other.collectives.items():
-      mine = self.collectives[key]
-      mine.count += times * traffic.count
-      mine.wire += times * traffic.wire
-      mine.seconds += times * traffic.seconds
-    for source, values in other.by_source.items():
-      self.credit(source, *(times * v for v in values))
-    for kernel, count in other.unknown.items():
-      self.unknown[kernel] += times * count
-    again = lambda o: dataclasses.replace(o, times=o.times * times)
-    self.loops += map(again, other.loops)
-    self.branches += map(again, other.branches)
+    for kind, traffic in other.collectives.items():
+      total = self.collectives[kind]
+      total.count += times * traffic.count
+      total.wire += times * traffic.wire
+      total.seconds += times * traffic.seconds
+    for source, cost in other.by_source.items():
+      self.add_operation(source, OperationCost(*(times * x for x in cost)))
+    for kernel, count in other.unknown_kernels.items():
+      self.unknown_kernels[kernel] += times * count
+    repeat = lambda d: dataclasses.replace(d, times=d.times * times)
+    self.loops += map(repeat, other.loops)
+    self.branches += map(repeat, other.branches)
 
-  def credit(
-    self, source: str, seconds: float, flops: float, hbm: float
-  ) -> None:
-    old = self.by_source.get(source, (0.0, 0.0, 0.0))
-    self.by_source[source] = (old[0] + seconds, old[1] + flops, old[2] + hbm)
+  def add_operation(self, source: str, cost: OperationCost) -> None:
+    """Adds a cost to that of the JAX operation `source` in `by_source`."""
+    old = self.by_source.get(source, OperationCost(0.0, 0.0, 0.0))
+    self.by_source[source] = OperationCost(
+      *(a + b for a, b in zip(old, cost, strict=True))
+    )
 
 
-def longest_loop(cost: HloCost) -> tuple[Open, Open] | tuple[None, None]:
-  """(loop, listed): of the loops that data decides, the one that carries most.
+class LongestLoop(NamedTuple):
+  """A data-dependent loop, and the entry of the cost that lists it.
 
-  In a sampler that is decoding with the longest cache, in a branch of a branch.
-  `listed` is where `cost` lists it: the loop itself, of which one trip is in
-  the sum, or else the branch that holds it, of which nothing is.
+  Attributes:
+    loop: the loop.
+    listed: the loop itself if one trip of it is in the cost; else the branch
+      that contains it, of which nothing is in the cost.
   """
-  found = [(loop, loop) for loop in cost.loops]
+
+  loop: DataDependent | None
+  listed: DataDependent | None
+
+
+def longest_loop(cost: HloCost) -> LongestLoop:
+  """The data-dependent loop with the largest state, also within branches.
+
+  In a sampler this is the loop that decodes with the longest cache, in a branch
+  of a branch. Both fields are None if there is no loop.
+  """
+  candidates = [LongestLoop(loop, loop) for loop in cost.loops]
   for branch in cost.branches:
-    inner, _ = longest_loop(branch.cost)
-    found += [(inner, branch)] if inner else []
-  return max(found, key=lambda pair: pair[0].state, default=(None, None))
+    inner = longest_loop(branch.cost).loop
+    candidates += [LongestLoop(inner, branch)] if inner else []
+  return max(
+    candidates,
+    key=lambda c: c.loop.state_bytes,
+    default=LongestLoop(None, None),
+  )

@@ -1,6 +1,6 @@
-"""Reads the text of a compiled HLO module: what is computed, and how often.
+"""Parses the text of a compiled HLO module into computations.
 
-Written for what libtpu dumps as `*after_codegen.txt`. Text in, values out.
+The format is that of libtpu's dumps `*after_codegen.txt`.
 """
 
 import dataclasses
@@ -20,12 +20,13 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """One array of an instruction's result, without the padding of its tiles.
+  """One array of an instruction's result. The padding of tiles is ignored.
 
   Attributes:
-    dtype: as HLO writes it.
-    dims: its sizes.
-    space: where it lives; 0 is HBM, 1 VMEM, others scratch or the host.
+    dtype: the name in HLO, such as bf16.
+    dims: the shape.
+    space: the memory space: 0 is HBM, 1 is VMEM, others are scratch memory or
+      the host's.
   """
 
   dtype: str
@@ -47,12 +48,12 @@ class Instruction:
   Attributes:
     name: unique in the module.
     op: the HLO opcode.
-    arrays: of the result, tuples flattened.
-    operands: names.
-    literal: what stands in the parentheses: a constant's value, a parameter's
-      number.
+    arrays: the arrays of the result; tuples are flattened.
+    operands: the names of its operands.
+    literal: the text in the parentheses: the value of a constant, or the number
+      of a parameter.
     attributes: the rest of the line.
-    root: whether it is the computation's result.
+    root: whether it is the result of the computation.
   """
 
   name: str
@@ -68,27 +69,27 @@ class Instruction:
     return sum(a.bytes for a in self.arrays)
 
   @property
-  def hbm(self) -> float:
-    """Bytes of the result that live in HBM."""
+  def hbm_bytes(self) -> float:
+    """Bytes of the result that are in HBM."""
     return sum(a.bytes for a in self.arrays if a.space == 0)
 
   @property
   def index(self) -> int:
-    """Which element a get-tuple-element takes."""
+    """The element that a get-tuple-element takes."""
     return int(self.find(r"index=(\d+)"))
 
   @functools.cached_property
   def source(self) -> str:
-    """The JAX operation it came from, else its own name."""
+    """The JAX operation that it was compiled from, else its own name."""
     return self.find(r'op_name="([^"]*)"') or self.name
 
   def find(self, pattern: str) -> str | None:
-    """The first group of a pattern in the attributes."""
+    """The first group of a regular expression in the attributes, or None."""
     match = re.search(pattern, self.attributes)
     return match and match[1]
 
   def called(self, attribute: str) -> tuple[str, ...]:
-    """The computations that an attribute names."""
+    """The names of the computations in an attribute."""
     match = re.search(
       rf"\b{attribute}=(?:%([\w.\-]+)|\{{([^}}]*)\}})", self.attributes
     )
@@ -119,7 +120,7 @@ class Computation:
 
   @functools.cached_property
   def uses(self) -> dict[str, list[tuple[Instruction, int]]]:
-    """Per name, the instructions that take it and as which operand."""
+    """Name -> the instructions that use it, each with the operand's number."""
     uses = {}
     for i in self:
       for position, name in enumerate(i.operands):
@@ -132,7 +133,7 @@ class Module:
 
   Attributes:
     computations: by name.
-    entry: the one that runs.
+    entry: the computation that runs.
   """
 
   def __init__(self, computations: dict[str, Computation], entry: str):
@@ -144,10 +145,10 @@ class Module:
 
 
 def parse(text: str) -> Module:
-  """Parses a dump.
+  """Parses the text of a module.
 
   Raises:
-    ValueError: no entry computation in it.
+    ValueError: the text is not HLO, or has no entry computation.
   """
   computations, name, entry, lines = {}, None, None, []
   for line in text.splitlines():
@@ -162,7 +163,7 @@ def parse(text: str) -> Module:
     elif line.startswith(("  %", "  ROOT %")):
       lines.append(line)
     else:
-      lines[-1] += line  # metadata of kernels has raw line breaks
+      lines[-1] += line  # the metadata of kernels contains line breaks
   if entry is None:
     raise ValueError("no ENTRY computation in the HLO text")
   return Module(computations, entry)
@@ -185,10 +186,10 @@ def _instruction(line: str) -> Instruction:
 
 @functools.lru_cache(maxsize=2**14)
 def arrays(text: str) -> tuple[Array, ...]:
-  """The arrays of a type, tuples flattened."""
-  found = []
+  """The arrays of an HLO type; tuples are flattened."""
+  result = []
   for dtype, dims, layout in _ARRAY.findall(text):
     space = re.search(r"S\((\d+)\)", layout)
     sizes = tuple(int(d) for d in dims.split(",") if d)
-    found.append(Array(dtype, sizes, int(space[1]) if space else 0))
-  return tuple(found)
+    result.append(Array(dtype, sizes, int(space[1]) if space else 0))
+  return tuple(result)

@@ -1,18 +1,20 @@
-"""What a compiled module costs on a TPU at best, its loops multiplied out.
+"""The cost of a compiled module on a TPU at best, with all trips of its loops.
 
-An operation takes the longer of its FLOPs at the peak and its HBM bytes at the
-bandwidth; one after the other, they make the roofline. Collectives are apart:
-their time is the bytes on the wire over the links that their group can use.
+An operation takes the longer of its FLOPs at the peak rate and its HBM bytes at
+the peak bandwidth. Their sum is the roofline. Collectives are counted
+separately: a collective takes the bytes that a device sends, divided by the
+bandwidth of the links between the devices of its group.
 
-Where data decides, the balanced case is summed, and the rest is listed:
-- a loop that does not just count runs once: the rows of an even load, one step
-  of decoding;
-- a `conditional` takes its cheapest branch: no overflow, decoding is over;
-  unless the caller knows, by the JAX scope that it stands in.
+Where control flow depends on the data, the balanced case is added up and the
+rest is listed:
+- A loop without a constant trip count runs once: the rows of an even expert
+  load, or one decode step.
+- A `conditional` takes its cheapest branch: no overflow, decoding is done. The
+  caller can choose the branch, by the JAX scope of the conditional.
 
-Not modelled: the HBM bytes of collectives (what they read, write and, in a sum,
-read again are charged to nobody, nor do they slow the operations beside them),
-the latency of a collective or a kernel's start, and the padding of tiles.
+Not modelled: the HBM traffic of collectives (it is not in `hbm_bytes`, and does
+not slow down operations that run at the same time), the latency of a collective
+or of the start of a kernel, and the padding of tiles.
 """
 
 import collections
@@ -27,7 +29,13 @@ from gspo_jax.plan.hlo.collectives import (
   is_collective,
   started,
 )
-from gspo_jax.plan.hlo.cost import HloCost, Open, Traffic
+from gspo_jax.plan.hlo.cost import (
+  CollectiveKind,
+  DataDependent,
+  HloCost,
+  OperationCost,
+  Traffic,
+)
 from gspo_jax.plan.hlo.loops import trip_count
 from gspo_jax.plan.hlo.module import Computation, Module
 
@@ -41,71 +49,78 @@ def walk(
   devices: int,
   branches: Mapping[str, bool] | None = None,
 ) -> HloCost:
-  """The cost of a module's entry.
+  """The cost of a module's entry computation on one device.
 
   Args:
-    module: compiled for one of `devices` devices.
-    chip: its peaks.
-    bandwidth: bytes a second at which a device sends for a collective.
-    devices: how many run it.
-    branches: scope of a conditional -> whether it takes its dearest branch,
-      or else its cheapest; neither is listed.
+    module: compiled for `devices` devices.
+    chip: its peak rates.
+    bandwidth: the bytes a second at which a device sends for a collective.
+    devices: how many devices run the module.
+    branches: the scope of a conditional -> True to take its most expensive
+      branch, False to take its cheapest. These conditionals are not listed.
   """
-  walk = _Walk(module, chip, bandwidth, devices, branches or {})
-  return walk.of(module.entry)
+  return _Walk(module, chip, bandwidth, devices, branches or {}).cost_of(
+    module.entry
+  )
 
 
 class _Links:
-  """The links of a device, which carry one collective after the other."""
+  """The links of a device, which carry one collective after the other.
+
+  Times are seconds since the start of the computation.
+  """
 
   def __init__(self):
-    self.free, self.ends = 0.0, {}
+    self.free_at, self.ends_at = 0.0, {}
 
   def start(self, key, now, seconds) -> None:
-    self.free = max(self.free, now) + seconds
-    self.ends[key] = self.free
+    self.free_at = max(self.free_at, now) + seconds
+    self.ends_at[key] = self.free_at
 
   def wait(self, key, now) -> float:
-    """Seconds until the collective is there."""
-    return max(self.ends.pop(key, now) - now, 0.0)
+    """Seconds until the collective has ended."""
+    return max(self.ends_at.pop(key, now) - now, 0.0)
 
 
 class _Walk:
-  """Goes through computations in the order of the schedule, each once."""
+  """Visits computations in the order of the schedule, each one once."""
 
   def __init__(self, module, chip, bandwidth, devices, branches):
     self.module, self.chip = module, chip
     self.bandwidth, self.devices = bandwidth, devices
     self.branches = branches
-    self.known = {}
+    self.costs = {}
 
-  def of(self, computation: Computation) -> HloCost:
-    if id(computation) not in self.known:
+  def cost_of(self, computation: Computation) -> HloCost:
+    if id(computation) not in self.costs:
       total, links = HloCost(), _Links()
       for i in computation:
         self._wait(total, links, awaited(self.module, i))
-        self._step(total, links, computation, i)
-      for key in list(links.ends):
+        self._visit(total, links, computation, i)
+      for key in list(links.ends_at):
         self._wait(total, links, key)
-      self.known[id(computation)] = total
-    return self.known[id(computation)]
+      self.costs[id(computation)] = total
+    return self.costs[id(computation)]
+
+  def _now(self, total):
+    return total.roofline_seconds + total.stalled_seconds
 
   def _wait(self, total, links, key):
-    total.stalled += links.wait(key, total.seconds + total.stalled)
+    total.stalled_seconds += links.wait(key, self._now(total))
 
-  def _step(self, total, links, computation, i):
+  def _visit(self, total, links, computation, i):
     if i.op == "while":
       self._loop(total, computation, i)
     elif i.op == "conditional":
-      self._branch(total, i)
+      self._conditional(total, i)
     elif i.op == "async-start":
-      self._start(total, links, i)
+      self._async_start(total, links, i)
     elif i.op == "async-update":
-      if i.operands[0] in links.ends:
-        links.ends[i.name] = links.ends.pop(i.operands[0])
+      if i.operands[0] in links.ends_at:
+        links.ends_at[i.name] = links.ends_at.pop(i.operands[0])
     elif self._callees(i):
       for callee in self._callees(i):
-        total.add(self.of(self.module[callee]))
+        total.add(self.cost_of(self.module[callee]))
     else:
       self._operation(total, links, computation, i)
 
@@ -115,48 +130,50 @@ class _Walk:
     return i.called("called_computations") if i.op == "custom-call" else ()
 
   def _loop(self, total, computation, i):
-    body = self.of(self.module[i.called("body")[0]])
+    body = self.cost_of(self.module[i.called("body")[0]])
     trips = trip_count(self.module, computation, i)
     if trips is None:
-      total.loops.append(Open(i.source, i.bytes, 1, body))
+      total.loops.append(DataDependent(i.source, i.bytes, 1, body))
     total.add(body, 1 if trips is None else trips)
 
-  def _branch(self, total, i):
+  def _conditional(self, total, i):
     names = i.called("branch_computations") or (
       *i.called("true_computation"),
       *i.called("false_computation"),
     )
     costs = sorted(
-      (self.of(self.module[name]) for name in names), key=lambda c: c.serial
+      (self.cost_of(self.module[name]) for name in names),
+      key=lambda cost: cost.no_overlap,
     )
-    for scope, dearest in self.branches.items():
+    for scope, most_expensive in self.branches.items():
       if i.source.endswith(f"/{scope}/cond"):
-        total.add(costs[-1] if dearest else costs[0])
+        total.add(costs[-1] if most_expensive else costs[0])
         return
     total.add(costs[0])
-    total.branches.append(Open(i.source, i.bytes, 1, costs[-1]))
+    total.branches.append(DataDependent(i.source, i.bytes, 1, costs[-1]))
 
-  def _start(self, total, links, i):
-    """Another core begins a computation; its collectives run beside us."""
-    inner = self.of(self.module[i.called("calls")[0]])
-    beside = collections.defaultdict(Traffic)
-    for (kind, size, _), traffic in inner.collectives.items():
-      beside[kind, size, True] = traffic
-    total.add(dataclasses.replace(inner, stalled=0.0, collectives=beside))
-    if beside:
-      now = total.seconds + total.stalled
-      links.start(i.name, now, inner.wire_seconds)
+  def _async_start(self, total, links, i):
+    """Another core starts a computation; its collectives overlap with ours."""
+    inner = self.cost_of(self.module[i.called("calls")[0]])
+    overlapping = collections.defaultdict(Traffic)
+    for kind, traffic in inner.collectives.items():
+      overlapping[kind._replace(asynchronous=True)] = traffic
+    total.add(
+      dataclasses.replace(inner, stalled_seconds=0.0, collectives=overlapping)
+    )
+    if overlapping:
+      links.start(i.name, self._now(total), inner.collective_seconds)
 
   def _operation(self, total, links, computation, i):
     for c in started(self.module, i, self.devices):
       seconds = c.wire / self.bandwidth(c)
-      kind = c.kind, len(c.members), c.key is not None
+      kind = CollectiveKind(c.kind, len(c.members), c.key is not None)
       traffic = total.collectives[kind]
       traffic.count += 1
       traffic.wire += c.wire
       traffic.seconds += seconds
       key = c.key or i.name
-      links.start(key, total.seconds + total.stalled, seconds)
+      links.start(key, self._now(total), seconds)
       if c.key is None:
         self._wait(total, links, key)
     if not is_collective(i):
@@ -164,13 +181,13 @@ class _Walk:
 
   def _compute(self, total, computation, i):
     flops = work.flops(self.module, computation, i)
-    hbm = work.hbm_bytes(self.module, computation, i)
-    seconds = max(flops / self.chip.flops, hbm / self.chip.hbm_bandwidth)
+    hbm_bytes = work.hbm_bytes(self.module, computation, i)
+    seconds = max(flops / self.chip.flops, hbm_bytes / self.chip.hbm_bandwidth)
     total.flops += flops
-    total.attention += work.attention_flops(computation, i)
-    total.hbm += hbm
-    total.seconds += seconds
+    total.attention_flops += work.attention_flops(computation, i)
+    total.hbm_bytes += hbm_bytes
+    total.roofline_seconds += seconds
     if work.is_unknown_kernel(computation, i):
-      total.unknown[i.name.rpartition(".")[0] or i.name] += 1
+      total.unknown_kernels[i.name.rpartition(".")[0] or i.name] += 1
     if seconds:
-      total.credit(i.source, seconds, flops, hbm)
+      total.add_operation(i.source, OperationCost(seconds, flops, hbm_bytes))

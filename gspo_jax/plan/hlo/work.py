@@ -1,8 +1,8 @@
-"""FLOPs of one HLO instruction, and the HBM bytes it has to move.
+"""The FLOPs of one HLO instruction, and the HBM bytes that it moves.
 
-Bytes are counted at the boundary of a fusion or kernel, once per operand and
-result in HBM, without the padding of tiles. Slices, gathers and updates in
-place count only what they touch.
+Bytes are counted at the boundary of a fusion or kernel, once for each operand
+and result in HBM, without the padding of tiles. A slice, a gather or an update
+in place counts only the elements that it reads or writes.
 """
 
 import math
@@ -11,7 +11,8 @@ import re
 from gspo_jax.plan.hlo.collectives import is_collective
 from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
-# These move nothing: names, aliases, and halves of what was already counted.
+# These move no bytes: names, aliases, and the second half of an asynchronous
+# operation, whose bytes count at its start.
 _FREE = frozenset(
   (
     "after-all", "async-update", "bitcast", "constant", "get-tuple-element",
@@ -24,10 +25,10 @@ _SLICES = ("dynamic-slice", "gather", "slice")
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 
 # Matrix products in each kernel of splash attention, which reports no FLOPs:
-# scores and output; scores, dV, dP, dK (and dQ where fused); scores, dP, dQ.
+# scores and output; scores, dV, dP, dK (and dQ if fused); scores, dP, dQ.
 _SPLASH = {"_fwd": 2, "_dkv": 4, "_dq": 3}
-# Its blocks: 512 rows and columns, or 256 or 128 where those do not divide the
-# tokens. The same number as in gspo_jax/model/attention.py, `_BLOCK`.
+# Its block size: 512 rows and columns, or 256 or 128 where 512 does not divide
+# the number of tokens. The same as `_BLOCK` in gspo_jax/model/attention.py.
 _SPLASH_BLOCK = 512
 
 
@@ -41,7 +42,7 @@ def is_free(i: Instruction) -> bool:
 
 
 def hbm_bytes(module: Module, computation: Computation, i: Instruction):
-  """What an instruction reads from HBM and writes to it."""
+  """The bytes that an instruction reads from HBM and writes to it."""
   if is_free(i):
     return 0.0
   if i.op == "copy-start":  # (destination, source, context)
@@ -49,18 +50,18 @@ def hbm_bytes(module: Module, computation: Computation, i: Instruction):
   read = 0.0
   for position, name in enumerate(i.operands):
     operand = computation.get(name)
-    if operand is not None and operand.hbm:
-      read += _read(module, computation, i, position, operand.hbm)
+    if operand is not None and operand.hbm_bytes:
+      read += _read(module, computation, i, position, operand.hbm_bytes)
   return read + _written(module, computation, i)
 
 
 def _read(module, computation, i, position, size) -> float:
-  """Bytes of an operand of `size` bytes that an instruction looks at."""
+  """The bytes that an instruction reads of an operand of `size` bytes."""
   if position == 0 and i.op in _SLICES:
     return min(size, i.bytes)
   if position == 0 and i.op in _IN_PLACE:
     return 0.0
-  if i.op == "tuple" or is_collective(i):  # passed on
+  if i.op == "tuple" or is_collective(i):  # passed on, not read
     return 0.0
   if i.op == "fusion":
     callee = module[i.called("calls")[0]]
@@ -72,7 +73,7 @@ def _read(module, computation, i, position, size) -> float:
 
 
 def _read_by_all(module, computation, name, size) -> float:
-  if name == computation.root.name:  # a fusion of bitcasts: all of it goes on
+  if name == computation.root.name:  # a fusion of bitcasts passes on all of it
     return size
   total = sum(
     _read(module, computation, user, position, size)
@@ -82,12 +83,12 @@ def _read_by_all(module, computation, name, size) -> float:
 
 
 def _written(module, computation, i) -> float:
-  """Bytes of a result that go to HBM."""
+  """The bytes of a result that are written to HBM."""
   if i.op != "fusion":
-    return min(i.hbm, _changed(module, computation, i))
+    return min(i.hbm_bytes, _changed(module, computation, i))
   callee = module[i.called("calls")[0]]
   if callee.root.op != "tuple" or len(i.arrays) != len(callee.root.operands):
-    return min(i.hbm, _changed(module, callee, callee.root))
+    return min(i.hbm_bytes, _changed(module, callee, callee.root))
   return sum(
     min(array.bytes, _changed(module, callee, callee.get(name)))
     for array, name in zip(i.arrays, callee.root.operands, strict=True)
@@ -96,12 +97,12 @@ def _written(module, computation, i) -> float:
 
 
 def _changed(module, computation, i) -> float:
-  """Bytes of a value that are new, where the rest was there before."""
+  """The bytes of a value that are new; the rest aliases an operand."""
   if i.op == "parameter" or is_collective(i):
     return 0.0
   if i.op == "dynamic-update-slice":
     return computation.get(i.operands[1]).bytes
-  if i.op == "scatter":  # reads the rows it adds to
+  if i.op == "scatter":  # also reads the rows that it adds to
     return 2 * computation.get(i.operands[-1]).bytes
   if i.op == "bitcast":
     return _changed(module, computation, computation.get(i.operands[0]))
@@ -115,7 +116,7 @@ def _changed(module, computation, i) -> float:
 
 
 def flops(module: Module, computation: Computation, i: Instruction) -> float:
-  """Multiplications and additions of matrix products; of nothing else."""
+  """The multiplications and additions of matrix products alone."""
   if i.op == "fusion":
     callee = module[i.called("calls")[0]]
     return sum(flops(module, callee, inner) for inner in callee)
@@ -132,21 +133,21 @@ def flops(module: Module, computation: Computation, i: Instruction) -> float:
 
 
 def is_unknown_kernel(computation: Computation, i: Instruction) -> bool:
-  """Whether an instruction is a kernel whose FLOPs nobody tells."""
+  """Whether an instruction is a kernel that reports no FLOPs."""
   return (
     i.op == "custom-call"
     and 'custom_call_target="tpu_custom_call"' in i.attributes
     and '"cost_estimate"' not in i.attributes
     and not attention_flops(computation, i)
-    and not i.name.startswith("ragged-dot-metadata")  # adds up group sizes
+    and not i.name.startswith("ragged-dot-metadata")  # no matrix product
   )
 
 
 def attention_flops(computation: Computation, i: Instruction) -> float:
-  """Of one kernel of splash attention; 0 of anything else.
+  """The FLOPs of a kernel of splash attention; 0 for any other instruction.
 
-  Of the n x n blocks of scores it computes those that are not all masked: the
-  n (n + 1) / 2 on the diagonal and below it.
+  The kernel computes the blocks of scores that are not entirely masked: of
+  n x n blocks, the n (n + 1) / 2 on and below the diagonal.
   """
   kernel = re.match(r"splash_m[hq]a(_fwd|_dkv|_dq)", i.name)
   if not kernel or i.op != "custom-call":
@@ -159,7 +160,7 @@ def attention_flops(computation: Computation, i: Instruction) -> float:
   ]
   query, key = floats[:2]
   products = _SPLASH[kernel[1]]
-  # A fused backward pass gives dQ, too, in parts: one axis more.
+  # A fused backward pass also returns dQ, in parts along one more axis.
   if kernel[1] == "_dkv":
     products += any(len(a.dims) > len(query.dims) for a in i.arrays)
   tokens = key.dims[-2]
@@ -175,9 +176,10 @@ def _dot(i, left, right) -> int:
 
 
 def _convolution(i, left, right) -> int:
-  """Products of a convolution; TPUs write batched matrix products as one.
+  """The multiplications of a convolution, without those of padding.
 
-  Only those with a real element count: with padding and dilation most are not.
+  On TPUs a batched matrix product is compiled to a convolution in which most
+  positions are padding or dilation.
   """
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
   left_labels, right_labels, out_labels = labels.groups()
@@ -196,32 +198,42 @@ def _convolution(i, left, right) -> int:
 
 
 def _window(i, axis) -> dict[str, int]:
-  """One axis of `window={size=3x1 pad=1_1x0_0}`, as `_overlaps` takes it."""
+  """The arguments of `_overlaps` for one axis of `window={...}`."""
   fields = (i.find(r"window=\{([^}]*)\}") or "").split()
   given = {k: v.split("x")[axis] for k, v in (f.split("=") for f in fields)}
   return {
     "stride": int(given.get("stride", 1)),
     "low": int(given.get("pad", "0_0").split("_")[0]),
-    "spread": int(given.get("lhs_dilate", 1)),
-    "apart": int(given.get("rhs_dilate", 1)),
+    "lhs_dilate": int(given.get("lhs_dilate", 1)),
+    "rhs_dilate": int(given.get("rhs_dilate", 1)),
   }
 
 
-def _overlaps(left, right, out, *, stride, low, spread, apart) -> int:
-  """Pairs of an output and a tap of the kernel that meet a real element.
+def _overlaps(left, right, out, *, stride, low, lhs_dilate, rhs_dilate) -> int:
+  """The pairs of an output o and a kernel tap k that use an input element.
 
-  Output o and tap k meet element (o * stride - low + k * apart) / spread.
+  They use element (o * stride - low + k * rhs_dilate) / lhs_dilate, if that is
+  an integer in [0, left). All others are padding or dilation.
+
+  Args:
+    left: the elements of the input.
+    right: the taps of the kernel.
+    out: the elements of the output.
+    stride: of the window.
+    low: the padding before the first element.
+    lhs_dilate: the distance of the input's elements.
+    rhs_dilate: the distance of the kernel's taps.
   """
-  shared = math.gcd(stride, spread)
-  period = spread // shared
+  shared = math.gcd(stride, lhs_dilate)
+  period = lhs_dilate // shared
   inverse = pow(stride // shared, -1, period) if period > 1 else 0
   total = 0
   for tap in range(right):
-    shift = low - tap * apart  # o * stride - shift is where it looks
+    shift = low - tap * rhs_dilate  # the position is o * stride - shift
     if shift % shared:
       continue
     first = max(math.ceil(shift / stride), 0)
-    last = min((shift + (left - 1) * spread) // stride, out - 1)
+    last = min((shift + (left - 1) * lhs_dilate) // stride, out - 1)
     phase = shift // shared * inverse % period
     count = lambda n, phase=phase: (n - phase) // period + 1
     total += max(count(last) - count(first - 1), 0)

@@ -1,0 +1,66 @@
+"""Reads JSON-lines files: one JSON object a line, in UTF-8."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from gspo_jax.runtime.errors import UserError
+
+
+class Line(NamedTuple):
+  """One line of a file.
+
+  Attributes:
+    where: "FILE:NUMBER", for errors; the first line is number 1.
+    record: its object.
+  """
+
+  where: str
+  record: dict[str, Any]
+
+
+def read(path: epath.PathLike, *, drop_partial: bool = False) -> Iterator[Line]:
+  """The lines of a file in a folder or bucket; see `parse`.
+
+  Raises:
+    UserError: the file cannot be read, or as `parse`.
+  """
+  try:
+    with epath.Path(path).open("rb") as file:
+      yield from parse(file, path, drop_partial=drop_partial)
+  except OSError as error:
+    raise UserError(f"cannot read {str(path)!r}: {error.strerror}") from error
+
+
+def parse(
+  lines: Iterable[bytes], path: epath.PathLike, *, drop_partial: bool = False
+) -> Iterator[Line]:
+  """Parses the lines of a file; blank lines are skipped.
+
+  Args:
+    lines: of the file, from its first line on.
+    path: of the file, for errors.
+    drop_partial: whether to skip a last line that is not JSON: a program is
+      writing it, or was ended while it did.
+
+  Raises:
+    UserError: a line is not a JSON object in UTF-8.
+  """
+  lines = iter(lines)
+  for number, text in enumerate(lines, 1):
+    if not text.strip():
+      continue
+    try:
+      record = json.loads(text)
+    except (ValueError, RecursionError):
+      if drop_partial and next(lines, None) is None:
+        return
+      record = None
+    if not isinstance(record, dict):
+      start = text.decode(errors="replace").strip()[:60]
+      raise UserError(
+        f"{path}:{number}: expected a JSON object in UTF-8, got {start!r}"
+      )
+    yield Line(f"{path}:{number}", record)

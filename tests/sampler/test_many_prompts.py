@@ -1,0 +1,36 @@
+"""Any number of prompts, in batches of one size."""
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax.runtime import sharding
+from gspo_jax.sampler.many_prompts import sample_many
+from gspo_jax.sampler.samples import Prompts
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 7, 8])
+def test_each_prompt_is_sampled_once_and_padding_is_not_new(count):
+  """The `generate` here returns its arguments."""
+  tokens = np.arange(2 * count, dtype=np.int32).reshape(count, 2)
+  prompts = Prompts(tokens, np.full(count, 2, np.int32))
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  key = jax.random.key(0)
+  batches = list(
+    sample_many(
+      lambda params, batch, key: (params, batch, key),
+      "params",
+      prompts,
+      key,
+      batch_size=4,
+      batch_sharding=sharding.batch_sharding(mesh),
+    )
+  )
+  new = [batch.index[: batch.new].tolist() for batch in batches]
+  assert sum(new, []) == list(range(count))
+  for i, batch in enumerate(batches):
+    params, sampled, batch_key = batch.samples
+    assert params == "params"
+    assert batch_key == jax.random.fold_in(key, i)
+    assert sampled.tokens.shape == (4, 2)
+    np.testing.assert_array_equal(sampled.tokens, tokens[batch.index])
