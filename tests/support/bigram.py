@@ -49,7 +49,7 @@ def hidden_states(
   replay=False,
   use_own_experts=None,
 ) -> HiddenStates:
-  """As `model.hidden_states`: what follows a token depends on that token alone."""
+  """As `model.hidden_states`: the next token depends on this one alone."""
   embedded_BTD = params["embed"][tokens]
   scores_LBTE = jnp.einsum("btd,lde->lbte", embedded_BTD, params["router"])
   scores_LBTE = jax.nn.log_softmax(scores_LBTE)
@@ -105,6 +105,6 @@ def by_the_operation():
 
 
 def logits(params: model.Params, tokens, **how) -> jax.Array:
-  """Float32 [B, T, V] of what follows each token; `how` as of `hidden_states`."""
+  """Float32 [B, T, V]; `how`: keywords of `hidden_states`."""
   hidden = hidden_states(params, None, tokens, None, None, **how).hidden
   return hidden @ params["head"]
