@@ -65,7 +65,7 @@ def test_versus_transformers():
 
 def test_iteration():
   seconds = quick("iteration")["seconds"]
-  assert set(seconds) == {"static", "refill"}
+  assert set(seconds) == {"static", "continuous"}
   for found in seconds.values():
     whole = found.pop("iteration")
     assert set(found) == {"generate", "score", "logps", "update", "write"}

@@ -183,7 +183,7 @@ def test_mistakes(read, tmp_path):
     read("AMIE24", {})
   with pytest.raises(UserError, match=r"cannot read .*nope.*: No such file"):
     benchmarks.read("AIME24", str(tmp_path / "nope"))
-  with pytest.raises(UserError, match=r"data file .*: Is a directory"):
+  with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
     benchmarks.read("AIME24", str(tmp_path))
   with pytest.raises(UserError, match="no usable row; left out: 0"):
     read("AIME24")

@@ -197,7 +197,7 @@ def test_other_settings_are_not_mixed_in(whole, workdir, files, change, words):
       "--set=a: no such benchmark; .*needs --reward",
     ),
     (["a=FILE"], {"reward": "final"}, "unknown reward 'final': .*final_answer"),
-    (["a=nope"], {}, "data file 'nope': No such file"),
+    (["a=nope"], {}, "cannot read 'nope': No such file"),
   ],
 )
 def test_mistakes(workdir, files, tmp_path, sets, options, words):

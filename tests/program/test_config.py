@@ -84,7 +84,7 @@ def refused(keys, overrides, words):
     ("checkpoint.every=0", "checkpoint.every=0"),
     ("objective.clip_low=-0.5", "clip_low=-0.5: expected .* -1 for the method"),
     ("sampler.temperature=inf", "sampler.temperature=inf"),
-    ("sampler.min_new_tokens=99", "min_new_tokens=99: expected 0 to max_new"),
+    ("sampler.min_new_tokens=99", "min_new_tokens=99: expected 0 to sampler.m"),
     ("data.prompts=0", "data.prompts = 0: expected at least 1"),
     ("num_steps=-3", "num_steps=-3"),
     ("log.samples=-1", "log.samples=-1"),

@@ -326,7 +326,7 @@ ROWS = (
   Row(
     "data.too_long",
     seen.too_long,
-    {"error": "question", "drop": ""},
+    {"error": "problem", "drop": ""},
     OF_A | {"data.source": "jsonl:{files}/long.jsonl"},
   ),
   # sampler: of generate, generate_eval and generate_greedy

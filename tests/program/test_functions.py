@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.logprobs import token_logprobs
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -96,6 +95,11 @@ def test_iterations_of_ppo_with_a_reference_that_follows(debug_config):
     state, _, metrics = learner.update(state, batch, key)
     policies.append(jax.device_get(state.params))
     metrics = jax.tree.map(jnp.add, old_metrics, metrics)
+    # The second minibatch has old log-probs. Two weight trees are equal: the
+    # policy's, and the reference's where it has followed.
+    old = kept.old_logps != 0
+    gap = np.abs(kept.reference_logps - kept.old_logps)[old].max()
+    assert gap < 1e-5 if step in (1, 3) else gap > 1e-4
     # Both at the sampler's temperature, else they would be far apart.
     assert metrics["mismatch/token_abs_mean"].value() < 1e-5
     assert metrics["mismatch/sequence_abs_mean"].count == len(rewards)
@@ -103,21 +107,6 @@ def test_iterations_of_ppo_with_a_reference_that_follows(debug_config):
     for name in ("grad/norm", "critic/grad_norm"):
       assert metrics[name].value() > 0
     assert kept.advantages.shape == kept.old_logps.shape
-  # The third iteration has the policy after the second as its reference.
-  R = kept.response_mask.shape[1]
-  expected = token_logprobs(
-    policies[2],
-    program.cfg,
-    kept.tokens,
-    kept.positions,
-    kept.mask,
-    response_length=R,
-    temperature=0.7,
-  ).logps
-  mask = kept.response_mask
-  np.testing.assert_allclose(
-    kept.reference_logps[mask], expected[mask], atol=1e-5
-  )
   jax.tree.map(np.testing.assert_array_equal, state.reference, policies[2])
   change = lambda a, b: max(
     float(np.abs(x - y).max())
