@@ -3,14 +3,14 @@
   python -m benchmarks.iteration [--quick] [--out=FILE.json]
     [--workdir=runs/tiny] [--slots=64]
 
-With the static sampler, and with refill over so many slots; iterations of both
-alternate, and the median of each phase counts. The phases, each waited for:
-generate; score, the verification by the reward pool; logps, the old log-probs
-and the advantages; update; and write, from the device into the files of a run.
-In a run verification goes on beside the log-probs, and so costs less than here.
+With the static sampler, and with continuous batching over --slots slots;
+iterations of both alternate, and the median of each phase counts. Each phase is
+waited for: generate; score, the rewards; logps, the old log-probs and the
+advantages; update; and write, from the device into the files of a run. In a run
+the rewards are computed beside the log-probs, and so cost less than here.
 
-The weights are random, and nearly all their answers as long as they may be; or
-those of a run of the same config, --workdir.
+The program is what `train` builds. The weights are random, so that nearly all
+responses have the most tokens; or those of a run of the same config, --workdir.
 """
 
 import argparse
@@ -19,109 +19,105 @@ import io
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
 from benchmarks import record
 from configs import tiny_cpu
-from gspo_jax.data import datasets, pipeline
+from gspo_jax.data import pipeline
 from gspo_jax.losses import EDGES
-from gspo_jax.program import load_params
+from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
-from gspo_jax.program.functions import build_program
-from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout import scoring
+from gspo_jax.rollout.batch import prompts_on_device
 from gspo_jax.runtime import metric_writer, multihost, sharding
-from gspo_jax.sampler.samples import Prompts
 
 
 def timed(function, *args):
-  """What it returns, and the seconds until that is there."""
-  began = time.monotonic()
+  """The result of a call, and the seconds until it is there."""
+  start = time.monotonic()
   result = jax.block_until_ready(function(*args))
-  return result, time.monotonic() - began
+  return result, time.monotonic() - start
 
 
-def pool(config) -> RewardPool:
-  """The processes that reward answers; a context manager."""
-  c = config.reward
-  return RewardPool(c.names, c.weights, workers=c.workers, seconds=c.seconds)
+class Iterations:
+  """Iterations of a config, phase by phase.
 
-
-def prepare(
-  config, folder: str, scorer: RewardPool, workdir: str = ""
-) -> Callable[[int], dict[str, float]]:
-  """A function that goes through an iteration and gives seconds by phase.
+  Attributes:
+    reward_pool: to be entered before the first call.
 
   Args:
     config: all the keys of configs/common.py.
     folder: for the files of a run.
-    scorer: a `pool` of the config.
     workdir: of a run, for its weights; without it they are random.
   """
-  mesh = sharding.make_mesh(jax.devices()[:1])
-  run, rows = (
-    build_program(parse(config), mesh),
-    sharding.batch_sharding(mesh),
-  )
-  questions = datasets.load(config).held_out
-  batch = pipeline.take(questions, run.prompt_config, config.data.prompts)
-  prompts = multihost.to_global(Prompts(batch["tokens"], batch["length"]), rows)
-  writer = metric_writer.MetricWriter(
-    folder, total_steps=1, resume_step=0, edges=EDGES
-  )
-  with jax.set_mesh(mesh):
-    fresh = run.init_params(jax.random.key(0))
-    params = load_params.load(config, run, workdir) if workdir else fresh
-    state = run.learner.init_state(params)
 
-  def verify(samples):
-    answers = scoring.decode_responses(samples, batch, run.tokenizer)
-    group = config.rollout.group_size
-    return scoring.score_responses(scorer, answers, group, samples.lengths)()
-
-  def score(samples, marks, key):
-    nonlocal state
-    rollout, scored = run.learner.make_train_batch(prompts, samples), {}
-    if run.learner.needs_old_logprobs:
-      state, rollout, scored = run.learner.compute_old_logprobs(
-        state, rollout, key
-      )
-    rewards = multihost.to_global(marks.total.reshape(-1), rows)
-    return run.learner.assign_advantages(
-      rollout, rewards, samples.finish
-    ), scored
-
-  def iterate(step: int) -> dict[str, float]:
-    nonlocal state
-    key, seconds = jax.random.key(step), {}
+  def __init__(self, config, folder: str, workdir: str = ""):
+    parsed, mesh = parse(config), sharding.make_mesh(jax.devices()[:1])
+    self._mesh, self._rows = mesh, sharding.batch_sharding(mesh)
+    run = experiment.prepare(parsed, folder, mesh)
+    self._program, self.reward_pool = run.program, run.reward_pool
+    self._group_size = parsed.rollout.group_size
+    self._batch = pipeline.take(
+      run.datasets.held_out, run.program.prompt_config, parsed.data.prompts
+    )
+    self._prompts = prompts_on_device(self._batch, self._rows)
+    self._writer = metric_writer.MetricWriter(
+      folder, total_steps=1, resume_step=0, edges=EDGES
+    )
     with jax.set_mesh(mesh):
+      if workdir:
+        params = load_params.load(parsed, run.program, workdir)
+      else:
+        params = run.program.init_params(run.keys.init)
+      self._state = run.program.learner.init_state(params)
+
+  def __call__(self, step: int) -> dict[str, float]:
+    """Seconds by phase of one iteration."""
+    key, seconds = jax.random.key(step), {}
+    with jax.set_mesh(self._mesh):
       samples, seconds["generate"] = timed(
-        run.sampler.generate, state.params, prompts, key
+        self._program.sampler.generate, self._state.params, self._prompts, key
       )
-      marks, seconds["score"] = timed(verify, samples)
-      (rollout, scored), seconds["logps"] = timed(score, samples, marks, key)
-      (state, _, learnt), seconds["update"] = timed(
-        run.learner.update, state, rollout, key
+      rewards, seconds["score"] = timed(self._rewards, samples)
+      (batch, old), seconds["logps"] = timed(
+        self._train_batch, samples, rewards, key
       )
-    _, seconds["write"] = timed(_write, writer, step, scored, learnt)
+      (self._state, _, metrics), seconds["update"] = timed(
+        self._program.learner.update, self._state, batch, key
+      )
+    _, seconds["write"] = timed(_write, self._writer, step, old, metrics)
     return seconds
 
-  return iterate
+  def _rewards(self, samples):
+    tokenizer = self._program.tokenizer
+    responses = scoring.decode_responses(samples, self._batch, tokenizer)
+    return scoring.score_responses(
+      self.reward_pool, responses, self._group_size, samples.lengths
+    ).result()
+
+  def _train_batch(self, samples, rewards, key):
+    learner, metrics = self._program.learner, {}
+    batch = learner.make_train_batch(self._prompts, samples)
+    if learner.needs_old_logprobs:
+      self._state, batch, metrics = learner.compute_old_logprobs(
+        self._state, batch, key
+      )
+    total = multihost.to_global(rewards.total.reshape(-1), self._rows)
+    return learner.assign_advantages(batch, total, samples.finish), metrics
 
 
 def _write(
   writer: metric_writer.MetricWriter, step: int, *measured: dict
 ) -> None:
-  """From the device into the files of a run; its stdout is kept back."""
+  """From the device into the files of a run; prints nothing."""
   with contextlib.redirect_stdout(io.StringIO()):
     writer.write(step, *metric_writer.to_scalars(*measured))
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
-  """Of each phase and of the whole."""
+  """The median of each phase, and of the whole iteration."""
   whole = [row | {"iteration": sum(row.values())} for row in rows]
   return {k: statistics.median(row[k] for row in whole) for k in whole[0]}
 
@@ -134,14 +130,14 @@ def alternate(
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     iterate = {}
     for name, config in configs.items():
-      scorer = stack.enter_context(pool(config))
-      iterate[name] = prepare(config, f"{folder}/{name}", scorer, workdir)
+      iterate[name] = Iterations(config, f"{folder}/{name}", workdir)
+      stack.enter_context(iterate[name].reward_pool)
       iterate[name](0)  # compiles
-    rows = {name: [] for name in configs}
+    seconds = {name: [] for name in configs}
     for step in range(1, repeats + 1):
       for name, once in iterate.items():
-        rows[name].append(once(step))
-  return {name: medians(every) for name, every in rows.items()}
+        seconds[name].append(once(step))
+  return {name: medians(every) for name, every in seconds.items()}
 
 
 def main() -> None:
@@ -154,16 +150,18 @@ def main() -> None:
   args = parser.parse_args()
   configs = {
     name: tiny_cpu.get_config("debug" if args.quick else "")
-    for name in ("static", "refill")
+    for name in ("static", "continuous")
   }
-  configs["refill"].continuous_batching.slots = 8 if args.quick else args.slots
+  configs["continuous"].continuous_batching.slots = (
+    8 if args.quick else args.slots
+  )
   repeats = 1 if args.quick else args.repeats
   seconds = alternate(configs, repeats, args.workdir)
-  print("phase | static, s | share | refill, s | share")
+  print("phase | static, s | share | continuous, s | share")
   for phase in seconds["static"]:
     cells = [
-      f"{found[phase]:.3f} | {found[phase] / found['iteration']:.0%}"
-      for found in seconds.values()
+      f"{times[phase]:.3f} | {times[phase] / times['iteration']:.0%}"
+      for times in seconds.values()
     ]
     print(" | ".join([phase, *cells]))
   record.finish("iteration", {"seconds": seconds}, args.out)

@@ -1,12 +1,13 @@
-"""What is gained by sampling while answers are verified.
+"""What is gained by sampling while rewards are computed.
 
   python -m benchmarks.overlap [--quick] [--out=FILE.json]
 
-Short runs of the embedded default from random weights, whose answers take a
-verifier 20 ms each: all decoding together and verified then; with refill, which
-verifies what has ended while the rest decodes; and with the next batch drawn
-meanwhile, one step off-policy. Of each, the median iteration of metrics.jsonl:
-without the first two, which compile, and the last, which draws no next batch.
+Short runs of the embedded default from random weights, with a reward that takes
+20 ms a response: static sampling, then rewards; continuous batching, where a
+response is scored while others decode; and with the next batch sampled
+meanwhile, one step off-policy. Reported is the median iteration of
+metrics.jsonl, without the first two, which compile, and the last, which samples
+no next batch.
 """
 
 import argparse
@@ -23,12 +24,12 @@ from gspo_jax import train
 
 REWARD = "benchmarks.slow_reward.final:milliseconds={}"
 PHASES = ("generate", "score", "update", "iteration")
-_REFILL = {"continuous_batching.slots": 64}
+_CONTINUOUS = {"continuous_batching.slots": 64}
 WAYS = {
-  "verify, then learn": {},
-  "verify while others decode": _REFILL,
-  "sample while verifying": {"rollout.one_step_off_policy": True},
-  "both": _REFILL | {"rollout.one_step_off_policy": True},
+  "score, then learn": {},
+  "score while others decode": _CONTINUOUS,
+  "sample while scoring": {"rollout.one_step_off_policy": True},
+  "both": _CONTINUOUS | {"rollout.one_step_off_policy": True},
 }
 
 

@@ -3,9 +3,9 @@
 #
 # A run leaves its numbers in `metrics.jsonl`, its histograms in
 # `distributions.jsonl` and what it said now and then in `samples/`;
-# `python -m gspo_jax.evaluate` adds every answer to a question set. Name your
+# `python -m gspo_jax.evaluate` adds every response to a benchmark. Name your
 # run's folder below and see its curves, its lengths, what was clipped, which
-# questions it solves, and its best and worst answers. Without one, a small run
+# problems it solves, and its best and worst responses. Without one, a small run
 # is made first, in three minutes on two CPU cores. Curves, histograms and
 # samples without a notebook, as one page: `python -m gspo_jax.report WORKDIR`.
 
@@ -47,7 +47,7 @@ SET = ""  # of several evaluated sets the one to look at; "": the first
 # %% [markdown]
 # The small run: chains of two and three sums modulo 10, imitated from faulty
 # demonstrations and then practised with GSPO. The same two commands, with your
-# config and your questions, make a real one.
+# config and your problems, make a real one.
 
 # %%
 SMALL = (
@@ -84,12 +84,13 @@ def make_run(workdir):
   config = "--config=configs/tiny_cpu.py:debug"
   train = ("-m", "gspo_jax.main", config, f"--workdir={workdir}")
   python(*train, *SMALL, *LONGER)
-  chain, questions = Chain((2, 3), evaluation=True, seed=1), Path(workdir, "q")
-  asked = [chain[i]._asdict() for i in range(48)]
-  questions.write_text("\n".join(map(json.dumps, asked)))
-  ask = ("-m", "gspo_jax.evaluate", config, f"--checkpoint={workdir}")
-  exam = (f"--set=chains={questions}", "--reward=final_answer", "--samples=8")
-  python(*ask, *exam, *SMALL)
+  chain, file = Chain((2, 3), evaluation=True, seed=1), Path(workdir, "chains")
+  problems = [chain[i] for i in range(48)]
+  rows = [{"question": p.text, "answer": p.reference} for p in problems]
+  file.write_text("\n".join(map(json.dumps, rows)))
+  evaluate = ("-m", "gspo_jax.evaluate", config, f"--checkpoint={workdir}")
+  benchmark = (f"--set=chains={file}", "--reward=final_answer", "--samples=8")
+  python(*evaluate, *benchmark, *SMALL)
 
 
 if not WORKDIR:
@@ -99,8 +100,8 @@ if not WORKDIR:
 # %% [markdown]
 # ## The run
 #
-# One JSON object a step. Means are over the answers of an iteration; `eval/*`
-# is on held-out questions.
+# One JSON object a step. Means are over the responses of an iteration; `eval/*`
+# is on held-out problems.
 
 # %%
 lines = Path(WORKDIR, "metrics.jsonl").read_text().splitlines()
@@ -123,11 +124,11 @@ plot(reward, "reward/mean", "reward, training", color="C0", alpha=0.6)
 plot(reward, "eval/pass@1", "pass@1, held out", color="C3", marker="o")
 plot(reward, "eval/greedy", "greedy, held out", color="C1", marker="s", ms=4)
 plot(reward, "reward/mixed_groups", "groups that teach", color="0.6", ls=":")
-reward.set(title="Does it learn?", ylabel="share of answers (of groups)")
+reward.set(title="Does it learn?", ylabel="share of responses (of groups)")
 reward.set_ylim(-0.02, 1.02)
 
 plot(length, "response/length", color="C0")
-length.set(title="How long does it talk?", ylabel="tokens an answer")
+length.set(title="How long does it talk?", ylabel="tokens a response")
 length.set_ylim(bottom=0)
 cut = length.twinx()
 plot(cut, "response/truncated", color="C3", ls=":")
@@ -142,8 +143,8 @@ clip.stackplot(step, low, high, labels=names, colors=["C3", "C2"], alpha=0.6)
 clip.set(title="What is clipped?", ylabel="share of tokens")
 
 plot(ratio, "ratio/token_std", "of tokens", color="C1")
-plot(ratio, "ratio/sequence_std", "of answers", color="C0")
-noise = "of answers, by rounding alone"
+plot(ratio, "ratio/sequence_std", "of responses", color="C0")
+noise = "of responses, by rounding alone"
 plot(ratio, "mismatch/sequence_abs_mean", noise, color="0.5", ls="--")
 ratio.set(title="How far does an iteration go?", ylabel="std of the ratio")
 ratio.set(yscale="log", xlabel="iteration")
@@ -166,10 +167,10 @@ plt.show()
 # %% [markdown]
 # Behind the spread of the ratios: `distributions.jsonl` counts log-ratios in
 # bins of a quarter of a decade, from 1e-6 to 10 on either side of 0. Over the
-# last tenth of the run, how far an update moved tokens and answers, and the gap
-# between trainer and sampler, who are the same policy: where the two are alike,
-# rounding is as large as what is learnt. Names that begin with `layer_` have a
-# number a layer instead.
+# last tenth of the run, how far an update moved tokens and responses, and the
+# gap between trainer and sampler, who are the same policy: where the two are
+# alike, rounding is as large as what is learnt. Names that begin with `layer_`
+# have a number a layer instead.
 
 # %%
 lines = Path(WORKDIR, "distributions.jsonl").read_text().splitlines()
@@ -191,7 +192,7 @@ names = [f"{edges[i]:.0e}" for i in decades]
 names = [*names, "0", *(name[1:] for name in reversed(names))]
 for axis, unit, of in (
   (axes[0], "token", "tokens"),
-  (axes[1], "sequence", "answers"),
+  (axes[1], "sequence", "responses"),
 ):
   for key, label, colour in (
     (f"mismatch/{unit}_gap", "trainer less sampler", "0.5"),
@@ -214,39 +215,39 @@ for file in {files[0]: 0, files[-1]: 0}:
   print(*(f"{name}: {value}" for name, value in sample.items()), sep="\n")
 
 # %% [markdown]
-# ## The answers
+# ## The responses
 #
-# A line of `answers.jsonl` is an answer: its question, text, reference, score,
+# A line of `answers.jsonl` is a response: its problem, text, reference, score,
 # length and how it ended.
 
 # %%
 folder = Path(EVALUATION or Path(WORKDIR, "evaluation"))
 if not (folder / "answers.jsonl").exists():
   raise FileNotFoundError(
-    f"no answers in {folder}: python -m gspo_jax.evaluate --config=... "
+    f"no responses in {folder}: python -m gspo_jax.evaluate --config=... "
     f"--checkpoint={WORKDIR} --set=NAME=FILE writes them"
   )
-answers = [
+responses = [
   json.loads(line)
   for line in (folder / "answers.jsonl").read_text().splitlines()
 ]
-chosen = SET or answers[0]["set"]
-answers = [a for a in answers if a["set"] == chosen]
-by_question = collections.defaultdict(list)
-for a in answers:
-  by_question[a["id"]].append(a)
-scores = np.array([[a["score"] for a in g] for g in by_question.values()])
+chosen = SET or responses[0]["set"]
+responses = [a for a in responses if a["set"] == chosen]
+by_problem = collections.defaultdict(list)
+for a in responses:
+  by_problem[a["id"]].append(a)
+scores = np.array([[a["score"] for a in g] for g in by_problem.values()])
 order = np.argsort(-scores.mean(1), kind="stable")
 solved = (scores > 0.5).any(1).mean()
 print(
-  f"{chosen}: {len(scores)} questions, {scores.shape[1]} answers each, "
+  f"{chosen}: {len(scores)} problems, {scores.shape[1]} responses each, "
   f"average score {scores.mean():.3f}, solved at least once {solved:.3f}"
 )
 
 # %% [markdown]
-# Left: every answer, its question on the horizontal axis, the easiest first. RL
-# feeds on the middle, where right and wrong stand side by side. Middle: how
-# often one of $k$ answers is right. Right: whether length tells right from
+# Left: every response, its problem on the horizontal axis, the easiest first.
+# RL feeds on the middle, where right and wrong stand side by side. Middle: how
+# often one of $k$ responses is right. Right: whether length tells right from
 # wrong.
 
 # %%
@@ -255,8 +256,10 @@ ranked = -np.sort(-scores[order], axis=1)
 limits = {"vmin": min(0, scores.min()), "vmax": max(1, scores.max())}
 style = {"aspect": "auto", "cmap": "RdYlGn", "interpolation": "none"}
 image = axes[0].imshow(ranked.T, **style, **limits)
-axes[0].set(xlabel="question, by average score", ylabel="its answers, by score")
-axes[0].set(title="Reward by question")
+axes[0].set(
+  xlabel="problem, by average score", ylabel="its responses, by score"
+)
+axes[0].set(title="Reward by problem")
 axes[0].grid(visible=False)
 figure.colorbar(image, ax=axes[0], label="score")
 
@@ -267,45 +270,45 @@ for key, label in (("pass", "one of k is right"), ("majority", "the vote is")):
     k = [int(k) for k in summary[key]]
     axes[1].plot(k, summary[key].values(), "o-", label=label)
     axes[1].set_xticks(k, k)
-axes[1].set(xlabel="k answers", ylabel="share of questions", ylim=(0, 1.02))
+axes[1].set(xlabel="k responses", ylabel="share of problems", ylim=(0, 1.02))
 axes[1].set(title="pass@k")
 axes[1].legend()
 
-tokens = np.array([a["tokens"] for a in answers])
-right = np.array([a["score"] > 0.5 for a in answers])
+tokens = np.array([a["tokens"] for a in responses])
+right = np.array([a["score"] > 0.5 for a in responses])
 width = max(1, tokens.max() // 30)
 bins = np.arange(-0.5, tokens.max() + width + 0.5, width)
 groups, colours = [tokens[right], tokens[~right]], ["C2", "C3"]
 names = ["right", "wrong"]
 axes[2].hist(groups, bins, stacked=True, color=colours, label=names)
-cut_short = np.mean([a["finish"] == "truncated" for a in answers])
-axes[2].set(xlabel="tokens", ylabel="answers")
+cut_short = np.mean([a["finish"] == "truncated" for a in responses])
+axes[2].set(xlabel="tokens", ylabel="responses")
 axes[2].set(title=f"Length ({cut_short:.1%} cut at the limit)")
 axes[2].legend()
 plt.show()
 
 # %% [markdown]
-# The best: right on the questions that are hardest. The worst: wrong where
-# nearly every other answer is right.
+# The best: right on the problems that are hardest. The worst: wrong where
+# nearly every other response is right.
 
 
 # %%
-def show(answer, peers, width=300):
-  text = answer["text"]
+def show(response, peers, width=300):
+  text = response["response"]
   if len(text) > width:
     text = f"{text[: width // 2]} ... {text[-width // 2 :]}"
-  print(f"question   {answer['question'][-width:]}")
-  print(f"answer     {text}")
-  end = "" if answer["finish"] == "stopped" else ", cut at the limit"
-  print(f"expected   {answer['reference'][:width]}")
-  print(f"           {answer['tokens']} tokens{end}")
-  print(f"           {peers:.0%} of the answers to this question are right\n")
+  print(f"problem   {response['problem'][-width:]}")
+  print(f"response     {text}")
+  end = "" if response["finish"] == "stopped" else ", cut at the limit"
+  print(f"expected   {response['reference'][:width]}")
+  print(f"           {response['tokens']} tokens{end}")
+  print(f"           {peers:.0%} of the responses to this problem are right\n")
 
 
 def extremes(right):
-  """Answers that are right (wrong) where most are not, and that share."""
+  """Responses that are right (wrong) where most are not, and that share."""
   found = []
-  for group in by_question.values():
+  for group in by_problem.values():
     share = float(np.mean([a["score"] > 0.5 for a in group]))
     hits = [a for a in group if (a["score"] > 0.5) == right]
     if hits:
@@ -315,5 +318,5 @@ def extremes(right):
 
 for title, right in (("BEST", True), ("WORST", False)):
   print(f"---- {title}\n")
-  for share, answer in extremes(right):
-    show(answer, share)
+  for share, response in extremes(right):
+    show(response, share)

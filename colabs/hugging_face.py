@@ -2,7 +2,7 @@
 # # From a Hugging Face folder, and back
 #
 # Take a checkpoint folder (Qwen3, Qwen3-MoE, Qwen2 or Llama), look at what is
-# in it, draw a group of answers, evaluate it, train it for two RL steps, and
+# in it, draw a group of responses, evaluate it, train it for two RL steps, and
 # export a folder that `transformers` loads. Name yours below. Without one, a
 # tiny Qwen3-MoE with random weights and a tokenizer of its own is made on the
 # spot: it babbles, but it takes the same path, in a minute.
@@ -41,7 +41,8 @@ sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
 from configs import common
 from gspo_jax import model
 from gspo_jax.data.tokenizers import load as load_tokenizer
-from gspo_jax.evaluate import evaluate, summary
+from gspo_jax.evaluate import summary
+from gspo_jax.evaluate.evaluator import evaluate
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.export import export
 from gspo_jax.model import hf
@@ -122,10 +123,10 @@ for file in sorted(Path(folder).iterdir()):
 # %%
 cfg = hf.config_from_hf(folder, dtype="float32")
 params = hf.load_hf(folder, cfg)
-texts = load_tokenizer(folder)
+tokenizer = load_tokenizer(folder)
 print(cfg)
-print("prompt:", texts.decode(texts.prompt("What is 2 + 3?")))
-print("tokens:", texts.prompt("What is 2 + 3?"))
+print("prompt:", tokenizer.decode(tokenizer.prompt("What is 2 + 3?")))
+print("tokens:", tokenizer.prompt("What is 2 + 3?"))
 
 
 def sizes(tree):
@@ -144,20 +145,20 @@ axis.grid(visible=False, axis="y")
 plt.show()
 
 # %% [markdown]
-# ## A group of answers
+# ## A group of responses
 #
-# A config names the folder, and how questions are put. `Pupil` is the policy as
-# one who is asked: texts in, texts out.
+# A config names the folder, and how problems become prompts. `PolicySampler`
+# samples the responses of the policy: texts in, texts out.
 
 # %%
-questions = [
+rows = [
   {"question": f"What is {a} + {b}?", "answer": str(a + b)}
   for a in range(2, 10)
   for b in range(2, 10)
 ]
-files = {"train": questions[8:], "test": questions[:8]}
-for name, rows in files.items():
-  (scratch / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+files = {"train": rows[8:], "test": rows[:8]}
+for name, part in files.items():
+  (scratch / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
 
 config = common.get_config()
 config.model.checkpoint = folder  # --config.model.checkpoint=FOLDER
@@ -178,24 +179,25 @@ config.eval.prompts = 8
 
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
-size = batch_shape(parse(config), mesh, samples=8, questions=len(files["test"]))
-pupil = PolicySampler(parse(config), mesh, size)
-asked = [row["question"] for row in files["test"]]
-replies = pupil.reply(params, asked, jax.random.key(0))
-print(f"{asked[0]}\n")
-for text, tokens in zip(replies.texts[:8], replies.tokens, strict=False):
+parsed, count = parse(config), len(files["test"])
+shape = batch_shape(parsed, mesh, samples=8, problems=count)
+sampler = PolicySampler(parsed, mesh, shape)
+problems = [row["question"] for row in files["test"]]
+responses = sampler.sample(params, problems, jax.random.key(0))
+print(f"{problems[0]}\n")
+for text, tokens in zip(responses.texts[:8], responses.tokens, strict=False):
   print(f"{tokens:3} tokens  {text[:70]!r}")
 
 # %% [markdown]
 # ## Evaluation
 #
-# What `python -m gspo_jax.evaluate` does: eight answers a question, each judged
-# in a process of its own and kept in `answers.jsonl`.
+# What `python -m gspo_jax.evaluate` does: eight responses a problem, each
+# scored in a separate process and written to `answers.jsonl`.
 
 # %%
-exam = [f"sums={scratch}/test.jsonl"]
+sets = [f"sums={scratch}/test.jsonl"]
 settings = {"samples": 8, "reward": "gsm8k"}
-before = evaluate(config, folder, exam, out=f"{scratch}/before", **settings)
+before = evaluate(config, folder, sets, out=f"{scratch}/before", **settings)
 print(summary.render(before))
 
 # %% [markdown]
@@ -209,8 +211,8 @@ print(summary.render(before))
 state = train_and_evaluate(config, f"{scratch}/run")
 
 # %%
-replies_after = pupil.reply(state.params, asked, jax.random.key(0))
-assert CHECKPOINT or np.mean(replies_after.tokens) < np.mean(replies.tokens)
+after = sampler.sample(state.params, problems, jax.random.key(0))
+assert CHECKPOINT or np.mean(after.tokens) < np.mean(responses.tokens)
 shift = jax.tree.map(
   lambda new, old: np.linalg.norm(new - old) / np.linalg.norm(old),
   jax.device_get(state.params),
@@ -225,9 +227,9 @@ left.invert_yaxis()
 left.set(xlabel="norm of the change / norm", title="How far the weights went")
 left.grid(visible=False, axis="y")
 bins = np.arange(0, config.sampler.max_new_tokens + 4, 3)
-right.hist(replies.tokens, bins, alpha=0.5, label="before")
-right.hist(replies_after.tokens, bins, alpha=0.5, label="after")
-right.set(xlabel="tokens an answer", ylabel="answers", title="Lengths")
+right.hist(responses.tokens, bins, alpha=0.5, label="before")
+right.hist(after.tokens, bins, alpha=0.5, label="after")
+right.set(xlabel="tokens a response", ylabel="responses", title="Lengths")
 right.legend()
 plt.show()
 
@@ -251,6 +253,6 @@ message = [{"role": "user", "content": "What is 2 + 3?"}]
 ids = theirs.apply_chat_template(
   message, add_generation_prompt=True, return_dict=False
 )
-assert ids == texts.prompt("What is 2 + 3?")
+assert ids == tokenizer.prompt("What is 2 + 3?")
 assert any(np.any(v > 0) for v in shifts.values())
 print(transformers.AutoConfig.from_pretrained(exported))

@@ -2,7 +2,7 @@
 # # GSPO's loss, from scratch
 #
 # GRPO puts an importance ratio on every token. GSPO puts one on the whole
-# answer, the geometric mean of the token ratios, and clips there ([arXiv
+# response, the geometric mean of the token ratios, and clips there ([arXiv
 # 2507.18071](https://arxiv.org/abs/2507.18071)). Below: both losses in a few
 # lines, what the length normalisation does to a ratio, what each token of a
 # batch is told, and `gspo_loss` in a training loop that uses nothing else of
@@ -40,8 +40,8 @@ GSPO, GRPO, PRODUCT = "C0", "C1", "C3"
 # %% [markdown]
 # ## Both losses in a few lines
 #
-# `logps` and `old_logps` are log-probs of the tokens of `B` answers under the
-# new and the old policy, `[B, T]`; the mask says where an answer has tokens.
+# `logps` and `old_logps` are log-probs of the tokens of `B` responses under the
+# new and the old policy, `[B, T]`; the mask says where a response has tokens.
 
 
 # %%
@@ -55,7 +55,7 @@ def token_means(x, mask):
 
 
 def my_gspo(logps, old_logps, advantages, mask, low=3e-4, high=4e-4):
-  ratio = jnp.exp(token_means(logps - old_logps, mask))  # [B]: one an answer
+  ratio = jnp.exp(token_means(logps - old_logps, mask))  # [B]: one a response
   return clipped(ratio, advantages, low, high).mean()
 
 
@@ -67,13 +67,13 @@ def my_grpo(logps, old_logps, advantages, mask, low=0.2, high=0.27):
 
 # %% [markdown]
 # They are the package's, in value and in gradient, on a batch of made-up
-# answers. (The package also survives NaN under the mask, empty and packed rows,
-# and a batch that comes in pieces.)
+# responses. (The package also survives NaN under the mask, empty and packed
+# rows, and a batch that comes in pieces.)
 
 
 # %%
 def made_up(lengths, spread, seed=0):
-  """Answers whose tokens' log-probs moved by `spread` since they were drawn."""
+  """Responses whose log-probs moved by `spread` since they were sampled."""
   rng = np.random.default_rng(seed)
   shape = len(lengths), max(lengths)
   old = -rng.exponential(0.5, shape)
@@ -84,7 +84,7 @@ def made_up(lengths, spread, seed=0):
 
 
 logps, old_logps, mask = made_up(lengths=[40, 24, 64, 12] * 8, spread=2e-3)
-rewards = jnp.array([[1, 0, 0, 1, 1, 0, 1, 0]] * 4)  # 4 questions, 8 answers
+rewards = jnp.array([[1, 0, 0, 1, 1, 0, 1, 0]] * 4)  # 4 problems, 8 responses
 advantages = group_relative_advantages(rewards).reshape(-1)
 
 print("        value      package    largest gap of the gradients")
@@ -105,19 +105,20 @@ for name, mine, theirs in (
 # ## What the length does to a ratio
 #
 # Let every token's log-prob move a little, by 0.02 in standard deviation and
-# independently. The product of an answer's token ratios, which importance
-# sampling would ask for, runs away as the answer grows. Token ratios stay as
+# independently. The product of a response's token ratios, which importance
+# sampling would ask for, runs away as the response grows. Token ratios stay as
 # they are. The geometric mean closes in on 1 like $1/\sqrt n$: it is tens of
 # times nearer to 1 than a token's ratio, so a clip range made for tokens would
 # never touch it. Hence 3e-4 and 4e-4 where GRPO takes 0.2 and 0.27. (In a real
-# run the tokens of an answer move together to some extent: `tiny.ipynb` looks.)
+# run the tokens of a response move together to some extent: `tiny.ipynb`
+# looks.)
 
 # %%
 lengths = 2 ** np.arange(4, 13)
-answers, spread = 400, 0.02
+responses, spread = 400, 0.02
 token, product, geometric = [], [], []
 for n in lengths:
-  new, old, _ = made_up([n] * answers, spread, seed=int(n))
+  new, old, _ = made_up([n] * responses, spread, seed=int(n))
   moved = np.asarray(new - old)
   token.append(moved.ravel())
   product.append(moved.sum(1))
@@ -132,7 +133,7 @@ for n, alpha in ((64, 0.3), (512, 0.6), (4096, 1.0)):
   values = geometric[int(np.log2(n)) - 4]
   left.hist(values, color=GSPO, alpha=alpha, label=label, **style)
 left.set(xlabel="log ratio", ylabel="density", yscale="log", xlim=(-0.08, 0.08))
-left.set(title="Ratios of tokens and of answers", ylim=(0.05, None))
+left.set(title="Ratios of tokens and of responses", ylim=(0.05, None))
 left.legend()
 
 for values, colour, label in (
@@ -144,7 +145,7 @@ for values, colour, label in (
   right.plot(lengths, spreads, "o-", color=colour, label=label)
 right.axhline(0.2, color=GRPO, ls="--", label="GRPO clips at 0.2")
 right.axhline(3e-4, color=GSPO, ls="--", label="GSPO clips at 0.0003")
-right.set(xscale="log", yscale="log", xlabel="answer length (tokens)")
+right.set(xscale="log", yscale="log", xlabel="response length (tokens)")
 right.set(ylabel="std of the log ratio", title="The spread, by length")
 right.set_xticks(lengths[::2], lengths[::2])
 right.set_ylim(1e-4, 20)
@@ -162,7 +163,7 @@ plt.show()
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), sharey=True)
 for axis, name, low, high in (
-  (axes[0], "GSPO: ratio of the answer", 3e-4, 4e-4),
+  (axes[0], "GSPO: ratio of the response", 3e-4, 4e-4),
   (axes[1], "GRPO: ratio of a token", 0.2, 0.27),
 ):
   offset = np.linspace(-2.2 * high, 2.2 * high, 400)
@@ -185,18 +186,18 @@ plt.show()
 # %% [markdown]
 # ## What each token is told
 #
-# The gradient of both losses on one batch, a row an answer, the good answers
-# above the line. GSPO tells all tokens of an answer the same, or nothing: it
-# clips whole answers. GRPO weighs each token by its own noisy ratio, and clips
-# the few that moved far. So GSPO clips far more tokens: the paper has 15 %
-# against 0.13 % in its runs, and GSPO ahead all the same.
+# The gradient of both losses on one batch, a row a response, the good responses
+# above the line. GSPO tells all tokens of a response the same, or nothing: it
+# clips whole responses. GRPO weighs each token by its own noisy ratio, and
+# clips the few that moved far. So GSPO clips far more tokens: the paper has 15
+# % against 0.13 % in its runs, and GSPO ahead all the same.
 
 # %%
 lengths = np.random.default_rng(1).integers(40, 121, 32)
 logps, old_logps, mask = made_up(lengths, spread=0.06, seed=3)
 rows = jnp.arange(32)
 advantages = jnp.where(rows < 16, 1.0, -1.0)
-# Every answer has drifted, too: by -0.3 to 0.4 % a token.
+# Every response has drifted, too: by -0.3 to 0.4 % a token.
 logps = jnp.where(mask, logps + 1e-3 * (rows % 8 - 3)[:, None], 0.0)
 
 figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
@@ -215,8 +216,8 @@ for axis, name, loss in (
   share = metrics["clip_frac/token"].value()
   axis.set(title=f"{name}: {share:.1%} of the tokens clipped", xlabel="token")
   axis.grid(visible=False)
-axes[0].set_ylabel("answer")
-label = "push on the log-prob,\nin units of 1 / (answers × tokens)"
+axes[0].set_ylabel("response")
+label = "push on the log-prob,\nin units of 1 / (responses × tokens)"
 figure.colorbar(image, ax=axes, label=label)
 plt.show()
 
@@ -225,8 +226,8 @@ plt.show()
 #
 # No model of ours, no config, no Flax: a table of logits, `optax`, and a game.
 # Asked with a digit, the policy has to count down from it to 0 and stop. Only a
-# perfect answer is rewarded, so that a random policy solves `1` once in 121
-# answers and `9` once in 11¹⁰. The policy is a table of 11 x 11 logits: what
+# perfect response is rewarded, so that a random policy solves `1` once in 121
+# responses and `9` once in 11¹⁰. The policy is a table of 11 x 11 logits: what
 # follows what.
 
 # %%
@@ -234,7 +235,7 @@ DIGITS, STOP, LENGTH, GROUP = 10, 10, 12, 32
 
 
 def sample(table, key):
-  """Answers to each digit, [DIGITS * GROUP, LENGTH], and who is right."""
+  """Responses to each digit, [DIGITS * GROUP, LENGTH], and who is right."""
   first = jnp.repeat(jnp.arange(DIGITS), GROUP)
 
   def step(last, key):
@@ -244,9 +245,9 @@ def sample(table, key):
   _, tokens = jax.lax.scan(step, first, jax.random.split(key, LENGTH))
   right = first - 1 - jnp.arange(LENGTH)[:, None]
   right = jnp.where(right < 0, STOP, right)
-  is_answer = jnp.cumsum(tokens == STOP, axis=0) - (tokens == STOP) == 0
-  correct = jnp.where(is_answer, tokens == right, True).all(0)
-  return first, tokens.T, is_answer.T, correct
+  is_response = jnp.cumsum(tokens == STOP, axis=0) - (tokens == STOP) == 0
+  correct = jnp.where(is_response, tokens == right, True).all(0)
+  return first, tokens.T, is_response.T, correct
 
 
 def log_probs(table, first, tokens):
@@ -259,7 +260,7 @@ def train(loss, seed, steps=300, updates=4, **clips):
   optimizer = optax.adam(0.03)
 
   def iterate(carry, key):
-    table = carry[0]  # the policy that draws the answers
+    table = carry[0]  # the policy that draws the responses
     first, tokens, mask, correct = sample(table, key)
     rewards = correct.reshape(DIGITS, GROUP)
     advantages = group_relative_advantages(rewards).reshape(-1)
@@ -286,11 +287,11 @@ def train(loss, seed, steps=300, updates=4, **clips):
 
 # %% [markdown]
 # GSPO at the paper's clip range, GSPO at a hundred times that, and GRPO, three
-# seeds each. The paper's range was tuned for long answers and small learning
-# rates; this table of logits moves by 0.03 a step, and most answers leave the
+# seeds each. The paper's range was tuned for long responses and small learning
+# rates; this table of logits moves by 0.03 a step, and most responses leave the
 # range with the first of four updates. It learns all the same, only slower:
-# **the clip range limits how far a batch may move an answer**, and belongs to
-# the learning rate and to the length of the answers.
+# **the clip range limits how far a batch may move a response**, and belongs to
+# the learning rate and to the length of the responses.
 
 # %%
 wide = {"clip_low": 0.03, "clip_high": 0.04}
@@ -313,7 +314,7 @@ for name, loss, clips, colour in cases:
   assert curves[:, -30:].mean() > 0.9, name
   if loss is gspo_loss and not clips:
     by_digit, table = solved[0], tables[0]
-left.set(xlabel="iteration", ylabel="share of right answers", ylim=(0, 1.02))
+left.set(xlabel="iteration", ylabel="share of right responses", ylim=(0, 1.02))
 left.set_title("Counting down, mean of all digits and three seeds")
 left.legend(loc="lower right")
 
@@ -321,13 +322,13 @@ image = right.imshow(by_digit.T, aspect="auto", origin="lower", cmap="viridis")
 right.set(xlabel="iteration", ylabel="digit to count down from")
 right.set(title="GSPO, 3e-4 and 4e-4, seed 0", yticks=range(10))
 right.grid(visible=False)
-figure.colorbar(image, ax=right, label="share of right answers")
+figure.colorbar(image, ax=right, label="share of right responses")
 plt.show()
 
 # %% [markdown]
 # Nobody made this curriculum. A digit is hopeless until the one below it is
-# known; then a right answer turns up in its group now and then, and the group's
-# advantages, zero so far, begin to teach. What the policy says now:
+# known; then a right response turns up in its group now and then, and the
+# group's advantages, zero so far, begin to teach. What the policy says now:
 
 # %%
 first, tokens, mask, correct = sample(table, jax.random.key(7))

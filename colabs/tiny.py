@@ -60,7 +60,7 @@ FULL = False  # True: chains of eight steps, five minutes
 # %% [markdown]
 # ## The task
 #
-# `8a+3b-5?` asks for ((8 + 3) - 5) modulo 10. A worked answer names each step
+# `8a+3b-5?` asks for ((8 + 3) - 5) modulo 10. A worked response names each step
 # by its letter. In the demonstrations one step in nine is wrong, so that the
 # policy learns the method and not the precision. A verifier reads what follows
 # the last `#`.
@@ -70,8 +70,8 @@ config = tiny_cpu.get_config("" if FULL else "debug")
 if not FULL:
   config.num_steps = 40
   config.data.chain_steps = (2, 3)
-  config.data.prompts = 32  # questions an iteration,
-  config.rollout.group_size = 8  # and answers to each
+  config.data.prompts = 32  # problems an iteration,
+  config.rollout.group_size = 8  # and responses to each
   config.data.max_prompt_length = 12
   config.sampler.max_new_tokens = 24
   config.learner.micro_batch_size = 64
@@ -91,9 +91,9 @@ for i in range(3):
 # %% [markdown]
 # ## The run
 #
-# The straight line of `gspo_jax/train.py`: draw answers, verify them, compare
-# within each group, update, and again. `workdir` holds all there is to keep;
-# `python -m gspo_jax.report WORKDIR` makes a page of it.
+# The straight line of `gspo_jax/train.py`: sample responses, score them,
+# compare within each group, update, and again. `workdir` holds all there is to
+# keep; `python -m gspo_jax.report WORKDIR` makes a page of it.
 
 # %%
 workdir = tempfile.mkdtemp()
@@ -113,7 +113,7 @@ figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
 left.plot(*curve("reward/mean"), alpha=0.6, label="training, sampled")
 left.plot(*curve("eval/pass@1"), "o-", color="C3", label="held out, sampled")
 left.plot(*curve("eval/greedy"), "s-", color="C1", label="held out, greedy")
-left.set(xlabel="iteration", ylabel="share of right answers", ylim=(0, 1.02))
+left.set(xlabel="iteration", ylabel="share of right responses", ylim=(0, 1.02))
 left.set_title("Precision comes from RL")
 first, *_, last = curve("eval/pass@1")[1]
 assert first < last
@@ -124,7 +124,7 @@ middle.set(xlabel="iteration", ylabel="entropy (nats a token)")
 middle.set(title="It makes up its mind", ylim=(0, None))
 
 for unit, colour in (("token", "C1"), ("sequence", "C0")):
-  label = f"of {'tokens' if unit == 'token' else 'answers'}"
+  label = f"of {'tokens' if unit == 'token' else 'responses'}"
   right.plot(*curve(f"ratio/{unit}_std"), color=colour, label=label)
 right.axhspan(1e-5, 4e-4, color="C0", alpha=0.1)
 right.text(1, 2e-4, "GSPO does not clip here", color="C0", va="center")
@@ -136,8 +136,8 @@ plt.show()
 # %% [markdown]
 # ## Before and after
 #
-# The cold start lies in a checkpoint of its own. `program.build` makes the
-# run's own jitted functions: here they answer held-out questions with the
+# The cold start lies in a checkpoint of its own. `build_program` makes the
+# run's own jitted functions: here they response held-out problems with the
 # policy from before RL and with the one after it.
 
 # %%
@@ -154,7 +154,7 @@ prompts, problems = Prompts(batch["tokens"], batch["length"]), batch["problems"]
 
 
 def ask(params):
-  """Samples, their texts, and who is right, [questions, answers]."""
+  """Samples, their texts, and who is right, [problems, responses]."""
   samples = functions.sampler.generate(params, prompts, jax.random.key(1))
   read = scoring.decode_responses(samples, batch, functions.tokenizer)
   texts = [read[i].text for i in range(count * group)]
@@ -173,8 +173,8 @@ for i in range(8):
   print(f"{problems[i].text:22} {a:{width}} {ok} {b:{width}} {ok_after}")
 
 # %% [markdown]
-# Left: each question's share of right answers, before and after; above the
-# diagonal it has become better. Right: answers from before RL, and what the
+# Left: each problem's share of right responses, before and after; above the
+# diagonal it has become better. Right: responses from before RL, and what the
 # policy from after RL thinks of each character. Green has become likelier, red
 # less likely. A slip shows as one red character; what follows from it is copied
 # faithfully, and stays.
@@ -183,7 +183,7 @@ for i in range(8):
 # %%
 @jax.jit
 def log_probs(params, rollout):
-  """Of the answers' tokens, [B, R]."""
+  """Of the responses' tokens, [B, R]."""
   scored = token_logprobs(
     params,
     functions.cfg,
@@ -210,9 +210,9 @@ left.scatter(
 )
 left.plot([0, 1], [0, 1], color="0.5", lw=0.8)
 left.set(xlabel="share right before", ylabel="share right after")
-left.set(title="Questions", aspect="equal")
+left.set(title="Problems", aspect="equal")
 
-# One answer each to six questions that it got wrong and six it got right.
+# One response each to six problems that it got wrong and six it got right.
 chosen = [
   next(i * group + g for g in range(group) if right[i, g] == wanted)
   for wanted in (0, 1)
@@ -226,7 +226,9 @@ for y, row in enumerate(chosen):
   for x, character in enumerate(texts[row]):
     image.text(x, y, character, ha="center", va="center", size=size)
 image.set_yticks(range(len(chosen)), [mark(right.ravel()[i]) for i in chosen])
-image.set(xlabel="character of the answer", title="What RL thinks of them now")
+image.set(
+  xlabel="character of the response", title="What RL thinks of them now"
+)
 image.grid(visible=False)
 figure.colorbar(shown, ax=image, label="change of the log-prob (nats)")
 plt.show()
@@ -234,9 +236,9 @@ plt.show()
 # %% [markdown]
 # ## The ratios of one iteration
 #
-# An update of the policy from before RL: four optimizer steps on the answers
-# above. Left the ratios of all their tokens, right those of the answers. Most
-# answers end beyond the clip range, on the side their reward asked for, and
+# An update of the policy from before RL: four optimizer steps on the responses
+# above. Left the ratios of all their tokens, right those of the responses. Most
+# responses end beyond the clip range, on the side their reward asked for, and
 # stop pulling; of the tokens few have moved as far as GRPO's range.
 
 # %%
@@ -256,8 +258,8 @@ of_answer = np.where(mask, moved, 0).sum(1) / mask.sum(1)
 figure, (left, right) = plt.subplots(1, 2, figsize=(13, 3.8))
 bins, style = np.linspace(-1, 1, 81), {"alpha": 0.55}
 for sign, colour, name in (
-  (1, "C2", "good answers"),
-  (-1, "C3", "bad answers"),
+  (1, "C2", "good responses"),
+  (-1, "C3", "bad responses"),
 ):
   chosen = np.sign(advantages) == sign
   tokens = np.clip(moved[chosen][mask[chosen]], -1, 1)
@@ -271,8 +273,8 @@ for bound in np.log((1 - 3e-4, 1 + 4e-4)):
   right.axvline(bound, color="C0", ls="--", lw=1)
 left.set(xlabel="log ratio of a token", ylabel="tokens", yscale="log")
 left.set_title("Tokens; GRPO would clip beyond the dashed lines")
-right.set(xlabel="log ratio of an answer", ylabel="answers")
-right.set_title("Answers; GSPO clips beyond the dashed lines")
+right.set(xlabel="log ratio of a response", ylabel="responses")
+right.set_title("Responses; GSPO clips beyond the dashed lines")
 left.legend()
 plt.show()
 
@@ -282,4 +284,4 @@ print(
   f"clipped in the update: {metrics['clip_frac/token'].value():.1%} of tokens"
 )
 print(f"std of the log ratio: {token_std:.4f} of tokens, {answer_std:.4f} of")
-print(f"answers; {alone:.4f} if the tokens of an answer moved independently")
+print(f"responses; {alone:.4f} if the tokens of a response moved independently")

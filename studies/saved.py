@@ -15,6 +15,7 @@ from gspo_jax.learner import train_batch
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.model import rounding
 from gspo_jax.program import load_params
+from gspo_jax.program.config import parse
 from gspo_jax.program.functions import Program
 from gspo_jax.sampler.samples import Prompts, Samples
 
@@ -23,9 +24,8 @@ def weights(
   config: ConfigDict, program: Program, folder: Path, step: int
 ) -> model.Params:
   """Those after iteration `step` of the run in `folder`."""
-  return load_params.load(
-    config, program, str(folder / "checkpoints" / str(step))
-  )
+  checkpoint = str(folder / "checkpoints" / str(step))
+  return load_params.load(parse(config), program, checkpoint)
 
 
 def questions(config: ConfigDict, program: Program) -> Iterator[Prompts]:

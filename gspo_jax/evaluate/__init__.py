@@ -1,5 +1,8 @@
-"""Benchmarks: problems are put to a policy, and its responses are judged."""
+"""Evaluation of a policy, on the held-out problems of a run and on benchmarks.
 
-from gspo_jax.evaluate.evaluator import evaluate
+Other wings take `held_out`: accuracy on a run's held-out problems. Users take
+`evaluator.evaluate`, which `python -m gspo_jax.evaluate` calls, and
+`benchmarks`, `policy_sampler` and `summary`, its parts.
+"""
 
-__all__ = ["evaluate"]
+__all__ = ("benchmarks", "evaluator", "held_out", "policy_sampler", "summary")

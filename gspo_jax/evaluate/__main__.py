@@ -1,19 +1,20 @@
-"""The command that puts sets of questions to a policy, as the papers do.
+"""The command that evaluates a policy on benchmarks.
 
   python -m gspo_jax.evaluate --config=configs/tiny_cpu.py --checkpoint=DIR \\
     --set=AIME24=aime24.jsonl --set=MATH500=math500.jsonl
 
-DIR is a Hugging Face folder, a workdir of a run (its newest checkpoint), or one
-step of it, WORKDIR/checkpoints/STEP. gspo_jax/evaluate/benchmarks.py lists the
-benchmarks and the columns of their files. Model, prompt, lengths and
+DIR is a Hugging Face folder, the workdir of a run (its newest checkpoint), or
+one step of it, WORKDIR/checkpoints/STEP. gspo_jax/evaluate/benchmarks.py lists
+the benchmarks and the columns of their files. Model, prompt, lengths and
 temperature come from the config (`--config.sampler.temperature=0.6
 --config.sampler.top_p=0.95`); keys that only training uses are not checked. A
-batch holds the problems of a benchmark, or as many of them as give
-`data.prompts * sampler.group_size` responses, as in training; it is filled up
-to a multiple of the devices.
+batch holds all problems of a benchmark, or as many as give `data.prompts *
+rollout.group_size` responses, as in training, rounded up to a multiple of the
+devices.
 
-Prints a table; --out (by default DIR/evaluation) gets results.json, and
-answers.jsonl as the answers come: the same command again goes on from there.
+Prints a table. --out (by default DIR/evaluation) gets results.json, and
+answers.jsonl while the responses are scored; the same command again continues
+an interrupted evaluation.
 
 Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else is a
 fault, with its traceback.
@@ -23,30 +24,29 @@ import sys
 
 from absl import app, flags
 
-from gspo_jax.evaluate import summary
-from gspo_jax.evaluate.evaluator import evaluate
 from gspo_jax.program import command
-from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint", None, "A Hugging Face folder, a workdir, or a step of it."
 )
-_SETS = flags.DEFINE_multi_string("set", [], "NAME=FILE; may be repeated.")
+_SETS = flags.DEFINE_multi_string(
+  "set", [], "NAME=FILE: a benchmark and its problems; may be repeated."
+)
 _SAMPLES = flags.DEFINE_integer(
   "samples",
   None,
-  "Answers a question; else the set's own.",
+  "Responses to each problem; by default the number usual for the benchmark.",
   lower_bound=1,
-  upper_bound=1000,  # estimates hold binomials in floats
+  upper_bound=1000,  # the estimators compute binomials in floats
 )
 _LIMIT = flags.DEFINE_integer(
-  "limit", None, "Only the first so many questions of a set.", lower_bound=1
+  "limit", None, "Only the first problems of each benchmark.", lower_bound=1
 )
 _REWARD = flags.DEFINE_string(
-  "reward", "", "Judges, not the sets' own; as in code:total=20."
+  "reward", "", "Scores all benchmarks, as in code:total=20."
 )
-_OUT = flags.DEFINE_string("out", None, "A folder for answers and results.")
+_OUT = flags.DEFINE_string("out", None, "A folder for responses and results.")
 
 
 def main() -> None:
@@ -67,6 +67,10 @@ def _parse(argv):
 
 def _command(argv) -> int:
   def work():
+    from gspo_jax.evaluate import summary
+    from gspo_jax.evaluate.evaluator import evaluate
+    from gspo_jax.runtime import multihost
+
     summaries = evaluate(
       flags.FLAGS.config,
       _CHECKPOINT.value,

@@ -1,52 +1,68 @@
-"""Answers of an evaluation, kept as they come, so that it can be gone on with.
+"""The responses of an evaluation, written batch by batch.
 
-settings.json   what was evaluated, and how
-answers.jsonl   an object for each answer, batch after batch
+settings.json   what is evaluated, and how
+answers.jsonl   a JSON object for each response, in the order of the batches
+
+An interrupted evaluation continues after the last whole batch.
 """
 
 import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspo_jax.runtime import json_lines
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import match
 
 
-class AnswersFile:
-  """The answers of one evaluation, in a folder: a context manager.
-
-  What an interruption left of a batch is removed: the batch is drawn again, and
-  the file ends as if nothing had happened.
-
-  Args:
-    folder: made if missing; on this machine, for buckets cannot append.
-    settings: JSON; a folder with other ones is not gone on with.
-    batches: the set and the number of answers of each batch, in order.
-    brief: what to remember of an answer; the texts of all may fill the memory.
+class Batch(NamedTuple):
+  """A batch of an evaluation.
 
   Attributes:
-    rows: answers by set, in brief, those of earlier calls first.
+    benchmark: its name.
+    size: responses.
+  """
+
+  benchmark: str
+  size: int
+
+
+class AnswersFile:
+  """The files of one evaluation in a folder; a context manager.
+
+  Opening it removes a batch that an interruption left incomplete: that batch is
+  sampled again, and the file ends as if there had been no interruption.
+
+  Args:
+    folder: created if missing; on this machine, since files in buckets cannot
+      be appended to.
+    settings: JSON; must equal the settings that the folder already has.
+    batches: all batches of the evaluation, in order.
+    shorten: the fields of a record to keep in memory, where the texts of all
+      responses may not fit.
+
+  Attributes:
+    records: shortened records by benchmark, in the order of the batches.
 
   Raises:
-    UserError: the folder cannot be written, or is of other settings.
+    UserError: the folder cannot be written, or has other settings.
   """
 
   def __init__(
     self,
     folder: str,
     settings: dict[str, Any],
-    batches: Sequence[tuple[str, int]],
-    brief: Callable[[dict], dict],
+    batches: Sequence[Batch],
+    shorten: Callable[[dict], dict],
   ):
     if "://" in folder:
       raise UserError(f"--out={folder}: expected a folder of this machine")
     path = Path(folder)
     self._path = path / "answers.jsonl"
-    self._batches, self._brief, self._done = batches, brief, 0
-    self.rows: dict[str, list[dict]] = {name: [] for name, _ in batches}
+    self._batches, self._shorten, self._done = batches, shorten, 0
+    self.records: dict[str, list[dict]] = {b.benchmark: [] for b in batches}
     try:
       path.mkdir(parents=True, exist_ok=True)
       _require_same(path / "settings.json", settings)
@@ -61,21 +77,24 @@ class AnswersFile:
   def __exit__(self, *_) -> None:
     self._file.close()
 
-  def begun(self, name: str) -> int:
-    """How many batches of a set are here."""
-    return sum(batch == name for batch, _ in self._batches[: self._done])
+  def batches_done(self, benchmark: str) -> int:
+    """The number of a benchmark's batches that are in the file."""
+    done = self._batches[: self._done]
+    return sum(batch.benchmark == benchmark for batch in done)
 
-  def append(self, rows: Sequence[dict]) -> None:
-    """Writes the next batch."""
+  def append(self, records: Sequence[dict]) -> None:
+    """Writes the next batch; ValueError if these are not its responses."""
     name, size = self._batches[self._done]
-    if {row["set"] for row in rows} != {name} or len(rows) != size:
-      raise ValueError(f"{len(rows)=}, expected {size} of {name}")
-    self._file.write("".join(json.dumps(r) + "\n" for r in rows).encode())
+    if {r["set"] for r in records} != {name} or len(records) != size:
+      raise ValueError(f"{len(records)=}, expected {size} of {name}")
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    self._file.write(lines.encode())
     self._file.flush()
-    self._take(rows)
+    self._add(records)
 
-  def _take(self, rows):
-    self.rows[self._batches[self._done][0]] += map(self._brief, rows)
+  def _add(self, records):
+    name = self._batches[self._done].benchmark
+    self.records[name] += map(self._shorten, records)
     self._done += 1
 
   def _keep_whole_batches(self):
@@ -84,19 +103,19 @@ class AnswersFile:
     whole = (line for line in self._file if line.endswith(b"\n"))
     lines, end = json_lines.parse(whole, self._path), 0
     for name, size in self._batches:
-      rows = [line.record for line in itertools.islice(lines, size)]
-      if len(rows) < size:
+      records = [line.record for line in itertools.islice(lines, size)]
+      if len(records) < size:
         break
-      if any(row.get("set") != name for row in rows):
-        raise UserError(f"{self._path}: expected answers to {name}")
-      self._take(rows)
+      if any(record.get("set") != name for record in records):
+        raise UserError(f"{self._path}: expected responses to {name}")
+      self._add(records)
       end = self._file.tell()
     self._file.truncate(end)
 
 
 def _require_same(path: Path, settings: dict[str, Any]) -> None:
-  """Writes the settings, or compares them with what stands there."""
-  settings = json.loads(json.dumps(settings))  # tuples are lists there
+  """Writes the settings, or compares them with those in the file."""
+  settings = json.loads(json.dumps(settings))  # tuples become lists
   if path.exists():
     try:
       saved = {"identity": json.loads(path.read_text())}

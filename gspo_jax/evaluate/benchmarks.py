@@ -1,24 +1,25 @@
-"""Question sets by name: which columns a user's file has, and who judges.
+"""Benchmarks by name: the columns of their files, and who scores responses.
 
   AIME24, AIME25  problem | Problem | question; answer | Answer
   AMC23           question | problem; answer
   MATH500         problem; answer
   Minerva         question | problem; answer
-  OlympiadBench   question; final_answer (a text, or a list of texts)
+  OlympiadBench   question; final_answer (text, or a list of texts)
   GSM8K           question; answer (the reference follows its last ####)
   LiveCodeBench   question_content; public_test_cases, private_test_cases
   CodeForces      description; rating (may be null); official_tests | tests |
-                  test_cases, the first that has any; the question also tells
-                  input_format, output_format, note and examples, where they
-                  are there
+                  test_cases, the first that has any; input_format,
+                  output_format, note and examples are added to the problem
+                  where the row has them
 
-The files are JSON lines, and `a | b` is one column under either name. Tests are
-objects of `input` and `output`. The published private_test_cases are pickles in
-disguise, which are never loaded here: they have to be made JSON first, where
-that is safe. Rows that standard input and output cannot judge (functions to
-call, checkers, interaction, files) are left out, and counted, as are those of
-CodeForces that have no tests but the examples, which their question prints, or
-only some of them (official_tests_complete is false).
+The files are JSON lines; `a | b` is one column that has either name. Tests are
+objects of `input` and `output`. The published private_test_cases are pickles,
+which are never loaded here: convert them to JSON where that is safe.
+
+Rows that tests of standard input and output cannot score are left out and
+counted: functions to call, checkers, interaction, files. So are rows of
+CodeForces whose only tests are the examples, which the problem shows, or whose
+tests are not all there (official_tests_complete is false).
 """
 
 import dataclasses
@@ -38,16 +39,16 @@ _IDS = ("id", "ID", "unique_id", "question_id", "url")
 
 
 class Benchmark(NamedTuple):
-  """A set, as read from a file.
+  """A benchmark, as read from a file.
 
   Attributes:
-    name: of the set.
-    reward: the name of the one that judges.
-    samples: answers a question, where nothing else is asked for.
-    problems: N of them.
-    ids: N names; the line's number where a row has none.
+    name: as the papers spell it.
+    reward: the name of the reward that scores responses.
+    samples: responses to each problem, by default.
+    problems: N problems.
+    ids: N names of problems; the number of the line where a row has no id.
     ratings: N difficulties; None where a row has none.
-    skipped: {reason: rows left out}.
+    skipped: rows that are left out, by reason.
     sha256: of the file.
   """
 
@@ -62,16 +63,16 @@ class Benchmark(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Set:
-  """How the rows of a set become questions.
+class _Format:
+  """How the rows of a benchmark become problems.
 
   Attributes:
     name: as the papers spell it.
-    parse: row -> (question, reference).
+    parse: row -> (text of the problem, reference).
     reward: a name in gspo_jax/rewards/.
-    samples: 32 for AIME and 8 for LiveCodeBench as in GSPO, section 5.1; AMC is
-      as small as AIME, CodeForces judged as LiveCodeBench; 1 for the others,
-      which are large.
+    samples: 32 for AIME and 8 for LiveCodeBench as in GSPO, section 5.1; also
+      32 for AMC, which is as small as AIME, and 8 for CodeForces; 1 for the
+      others, which are large.
   """
 
   name: str
@@ -83,68 +84,74 @@ class _Set:
 def read(
   name: str, path: str, *, reward: str = "", limit: int | None = None
 ) -> Benchmark:
-  """Reads a set of the user's.
+  """Reads the file of a benchmark.
 
   Args:
-    name: one of those above, in any case; or any other for a file of `question`
-      and `answer`, which then needs a reward.
+    name: one of those above, in any case; or another one for a file with the
+      columns `question` and `answer`, which then needs a reward.
     path: the file.
-    reward: judges instead of the set's own.
-    limit: the first so many questions, not all.
+    reward: the name of a reward, in place of the benchmark's.
+    limit: only so many problems from the start of the file.
 
   Raises:
-    UserError: no such set or file, or a row lacks what the set needs.
+    UserError: no such benchmark or file, or a row lacks a column.
   """
-  named = _SETS.get(name.lower())
-  if named is None and not reward:
-    names = [s.name for s in _SETS.values()]
+  known = _FORMATS.get(name.lower())
+  if known is None and not reward:
+    names = [f.name for f in _FORMATS.values()]
     raise UserError(
-      f"--set={name}: no such set; {nearest(name, names)} (one of another name "
-      "has the columns 'question' and 'answer', and needs --reward)"
+      f"--set={name}: no such benchmark; {nearest(name, names)} (another name "
+      "needs --reward, and a file with the columns 'question' and 'answer')"
     )
-  named = named or _Set(name, _plain("question"))
-  found, skipped = [], Counter()
+  form = known or _Format(name, _columns("question"))
+  rows, skipped = [], Counter()
   for where, values in json_lines(path):
-    if len(found) == limit:
+    if len(rows) == limit:
       break
     row = Row(where, values)
     try:
-      found.append((*named.parse(row), *_extras(named, row)))
+      problem = Problem(*form.parse(row), "")
+      rows.append((problem, _id(row), _rating(row, form)))
     except Skipped as reason:
       skipped[str(reason)] += 1
-  if not found:
+  if not rows:
     raise UserError(f"{path}: no usable row; left out: {dict(skipped) or 0}")
+  problems, ids, ratings = map(list, zip(*rows, strict=True))
   with open(path, "rb") as file:
     sha256 = hashlib.file_digest(file, "sha256").hexdigest()
   return Benchmark(
-    name=named.name,
-    reward=reward or named.reward,
-    samples=named.samples,
-    problems=[Problem(question, answer, "") for question, answer, *_ in found],
-    ids=[name for *_, name, _ in found],
-    ratings=[rating for *_, rating in found],
+    name=form.name,
+    reward=reward or form.reward,
+    samples=form.samples,
+    problems=problems,
+    ids=ids,
+    ratings=ratings,
     skipped=dict(skipped),
     sha256=sha256,
   )
 
 
-def _extras(named: _Set, row: Row) -> tuple[str, float | None]:
+def _id(row: Row) -> str:
   ids = [row.values[k] for k in _IDS if row.values.get(k) not in (None, "")]
-  name = str(ids[0]) if ids else row.where.rpartition(":")[2]
-  rating = row.column("rating")[1] if named.name == "CodeForces" else None
+  return str(ids[0]) if ids else row.where.rpartition(":")[2]
+
+
+def _rating(row: Row, form: _Format) -> float | None:
+  rating = row.column("rating")[1] if form.name == "CodeForces" else None
   number = type(rating) in (int, float) and math.isfinite(rating)
   if not (rating is None or number):
-    row.refuse("rating", "a number", rating)
-  return name, rating
+    row.fail("rating", "a number", rating)
+  return rating
 
 
-def _plain(*question: str, answer: tuple[str, ...] = ("answer",)):
-  return lambda row: (row.text(*question), row.text(*answer))
+def _columns(*problem: str, reference: tuple[str, ...] = ("answer",)):
+  """A parser of two columns, each under the first of its names."""
+  return lambda row: (row.text(*problem), row.text(*reference))
 
 
 def _gsm8k(row: Row) -> tuple[str, str]:
-  answer = row.text("answer").rpartition("####")[2].strip()
-  return row.text("question"), answer
+  reference = row.text("answer").rpartition("####")[2].strip()
+  return row.text("question"), reference
 
 
 def _livecodebench(row: Row) -> tuple[str, str]:
@@ -176,34 +183,36 @@ def _codeforces(row: Row) -> tuple[str, str]:
 
 def _codeforces_tests(row: Row) -> list[dict[str, str]]:
   columns = ("official_tests", "tests", "test_cases")
-  found = filter(None, (row.tests(c) for c in columns if c in row.values))
-  if tests := next(found, None):
-    return tests
-  row.column(*columns, "examples")  # one has to be there, if empty
+  for column in columns:
+    if column in row.values and (tests := row.tests(column)):
+      return tests
+  row.column(*columns, "examples")  # one of them must exist, even if empty
   if row.values.get("examples"):
     raise Skipped("no tests but the examples")
   return []
 
 
 def _reference(tests: list[dict[str, str]]) -> str:
-  """As the reward `code` takes them."""
+  """Tests as the reward `code` reads them."""
   if not tests:
     raise Skipped("no tests")
   return json.dumps(tests)
 
 
-_AIME = _plain("problem", "Problem", "question", answer=("answer", "Answer"))
-_SETS = {
-  s.name.lower(): s
-  for s in (
-    _Set("AIME24", _AIME, samples=32),
-    _Set("AIME25", _AIME, samples=32),
-    _Set("AMC23", _plain("question", "problem"), samples=32),
-    _Set("MATH500", _plain("problem")),
-    _Set("Minerva", _plain("question", "problem")),
-    _Set("OlympiadBench", _plain("question", answer=("final_answer",))),
-    _Set("GSM8K", _gsm8k, "gsm8k"),
-    _Set("LiveCodeBench", _livecodebench, "code", samples=8),
-    _Set("CodeForces", _codeforces, "code", samples=8),
+_AIME = _columns(
+  "problem", "Problem", "question", reference=("answer", "Answer")
+)
+_FORMATS = {
+  f.name.lower(): f
+  for f in (
+    _Format("AIME24", _AIME, samples=32),
+    _Format("AIME25", _AIME, samples=32),
+    _Format("AMC23", _columns("question", "problem"), samples=32),
+    _Format("MATH500", _columns("problem")),
+    _Format("Minerva", _columns("question", "problem")),
+    _Format("OlympiadBench", _columns("question", reference=("final_answer",))),
+    _Format("GSM8K", _gsm8k, "gsm8k"),
+    _Format("LiveCodeBench", _livecodebench, "code", samples=8),
+    _Format("CodeForces", _codeforces, "code", samples=8),
   )
 }

@@ -1,7 +1,7 @@
-"""Estimates from n sampled answers a question: avg@n, pass@k, maj@k, Elo.
+"""Estimates from n responses to each of N problems: avg@n, pass@k, maj@k, Elo.
 
-Averages are over questions, and so are their errors: answers to one question
-are alike, and N questions stand for all that might have been asked.
+Standard errors are over problems: the responses to one problem are correlated,
+and the N problems are a sample of all that the benchmark could have.
 """
 
 import functools
@@ -16,14 +16,14 @@ _DECADE = 400  # rating points at which the odds are 10 to 1
 
 
 def ladder(n: int) -> list[int]:
-  """The k to report of n answers: 1, 2, 4, ... and n."""
+  """The values of k to report for n responses: 1, 2, 4, ... and n."""
   return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
 def avg(scores: np.ndarray) -> tuple[float, float]:
-  """The mean of scores [N, n], and its standard error over the N questions.
+  """The mean of scores [N, n], and its standard error over the N problems.
 
-  The error is NaN for one question.
+  The error is NaN for one problem.
   """
   means = scores.mean(1, dtype=np.float64)
   spread = means.std(ddof=1) if len(means) > 1 else math.nan
@@ -31,17 +31,17 @@ def avg(scores: np.ndarray) -> tuple[float, float]:
 
 
 def pass_at_k(correct: np.ndarray, k: int) -> float:
-  """Chance that one of k answers is right, without bias.
+  """Unbiased estimate of the probability that one of k responses is correct.
 
-  Mean over problems of `1 - C(n - c, k) / C(n, k)`, with c of n answers right:
-  Chen et al. 2021, arXiv 2107.03374, eq. 1.
+  Mean over problems of `1 - C(n - c, k) / C(n, k)`, with c of n responses
+  correct: Chen et al. 2021, arXiv 2107.03374, eq. 1.
 
   Args:
-    correct: [N, n] bool, n answers to N problems.
+    correct: [N, n] bool, n responses to N problems.
     k: 1 to n.
   """
   n = correct.shape[1]
-  _require_answers(k, n)
+  _require_responses(k, n)
   wrong = n - correct.sum(1)
   return float(np.mean([1 - math.comb(w, k) / math.comb(n, k) for w in wrong]))
 
@@ -49,70 +49,73 @@ def pass_at_k(correct: np.ndarray, k: int) -> float:
 def majority_at_k(
   votes: Sequence[Sequence[Hashable | None]], correct: np.ndarray, k: int
 ) -> float:
-  """Chance that the most frequent of k final answers is right, without bias.
+  """Unbiased estimate of the accuracy of a majority vote among k responses.
 
-  Exact to 12 digits: the mean over all C(n, k) subsets of a question's answers,
-  of which none is drawn. Where several answers tie for the most votes, each
-  wins with the same chance. One without a final answer has no vote, and where
-  nobody votes, nothing is right.
+  The mean over all C(n, k) subsets of a problem's responses, computed exactly
+  (to 12 digits) without enumerating them. If several results have the most
+  votes, each wins with equal probability. A response without a result has no
+  vote; a subset without votes counts as wrong.
 
   Args:
-    votes: [N][n] final answers, alike where they are equal; None: there is
-      none.
-    correct: [N, n] bool. Of answers that vote alike some may be right and
-      others not (two rewards may read a text differently): then a vote is worth
-      the share that is.
+    votes: [N][n] results of the responses, equal where they vote for the same;
+      None: no result.
+    correct: [N, n] bool. If only some responses with one vote are correct (a
+      vote and a reward may read a text differently), that vote is worth their
+      share.
     k: 1 to n.
   """
   n = correct.shape[1]
-  _require_answers(k, n)
-  rows = zip(votes, correct, strict=True)
-  return float(np.mean([_majority(row, right, k) for row, right in rows]))
+  _require_responses(k, n)
+  each = [_majority(*row, k) for row in zip(votes, correct, strict=True)]
+  return float(np.mean(each))
 
 
 def _majority(votes, correct, k) -> float:
-  """Draws each answer alone, with chance k/n, and asks for k in all.
+  """The expected worth of the winner of a vote among k of n responses.
 
-  So the counts of the votes are independent: the chance that one wins with
-  `top`, all others having fewer or losing the toss, is a product over votes, as
-  a polynomial in the number drawn; of that, term k is wanted. It is read off
-  values on the unit circle. Votes of as many answers win alike.
+  The subset is sampled by including each response independently with
+  probability k/n, given that k are included. The counts of the results are then
+  independent. The probability that one result wins with `top` votes is a
+  product over results, as a polynomial in z whose term t belongs to subsets of
+  t responses. The product is evaluated on the unit circle, and term k is read
+  with an inverse FFT. Results with equally many responses share their factors.
   """
-  marks = {}
+  by_result = {}
   for vote, right in zip(votes, correct, strict=True):
-    marks.setdefault(vote, []).append(float(right))
-  marks.pop(None, None)
-  worths = {}  # by the answers a vote has, what each such vote is worth
-  for mine in marks.values():
-    worths.setdefault(len(mine), []).append(sum(mine) / len(mine))
+    by_result.setdefault(vote, []).append(float(right))
+  by_result.pop(None, None)
+  worths = {}  # by the number of responses: the worths of such results
+  for rights in by_result.values():
+    worths.setdefault(len(rights), []).append(sum(rights) / len(rights))
   n = len(votes)
   z = np.exp(-2j * np.pi * np.arange(n // 2 + 1) / n)
-  drawn = {c: _drawn(c, k / n, z) for c in worths}
-  rest = 1 - k / n + k / n * z  # of an answer whose vote cannot have `top`
+  included = {c: _included(c, k / n, z) for c in worths}
+  rest = 1 - k / n + k / n * z  # of a response whose result cannot have `top`
   won = np.zeros_like(z)
   for top in range(1, min(k, max(worths, default=0)) + 1):
     able = [
-      (worth, *drawn[c][:, top]) for c, worth in worths.items() if c >= top
+      (worth, *included[c][:, top]) for c, worth in worths.items() if c >= top
     ]
     left = n - sum(c * len(worth) for c, worth in worths.items() if c >= top)
     won += _won(able, rest**left, k // top)
   chance = math.comb(n, k) * (k / n) ** k * (1 - k / n) ** (n - k)
-  # Where all are drawn, term n falls on term 0, which is empty.
+  # For k = n the FFT puts term n in the place of term 0, which is empty.
   share = float(np.fft.irfft(won, n)[k % n] / chance)
   return abs(round(share, 12))  # rounding errors stay below 1e-12
 
 
 def _won(able, rest, most) -> np.ndarray:
-  """Chance that one of those able to wins, times its worth, as values at z.
+  """Probability that a result with `top` votes wins, times its worth, at z.
 
-  Of several with `top` the highest of uniform draws wins: the integral over
-  the draw u, by Gauss and Legendre, exact for a polynomial of this degree.
+  A tie goes to the highest of uniform random numbers u: the integral over u,
+  with Gauss-Legendre nodes that are exact for a polynomial of this degree.
 
   Args:
-    able: by answers a vote has: worths of such votes, and the chances of one to
-      have `top` and to have fewer, as values at z.
-    rest: the chance of everything else.
-    most: votes that can have `top` at once.
+    able: for each number of responses that a result can have: the worths of
+      such results, and the probabilities that one has `top` votes and that it
+      has fewer, as values at z.
+    rest: the probability of everything else.
+    most: results that can have `top` votes at once.
   """
   most = min(most, sum(len(worth) for worth, *_ in able))
   u, weights = _nodes((most + 1) // 2)
@@ -126,10 +129,10 @@ def _won(able, rest, most) -> np.ndarray:
   return weights @ won
 
 
-def _drawn(count, p, z) -> np.ndarray:
-  """[2, count + 1, len(z)]: of `count` answers exactly t, and fewer, are drawn.
+def _included(count, p, z) -> np.ndarray:
+  """[2, count + 1, len(z)]: exactly t of `count` responses are included; fewer.
 
-  Each with chance p, as values of the polynomial at z.
+  Each is included with probability p; the values of the polynomials at z.
   """
   t = np.arange(count + 1)
   chance = [math.comb(count, i) * p**i * (1 - p) ** (count - i) for i in t]
@@ -143,9 +146,9 @@ def _nodes(count: int) -> tuple[np.ndarray, np.ndarray]:
   return (x + 1) / 2, weights / 2
 
 
-def _require_answers(k: int, n: int) -> None:
+def _require_responses(k: int, n: int) -> None:
   if not 1 <= k <= n:
-    raise ValueError(f"{k=} must lie in 1..{n}, the answers a problem has")
+    raise ValueError(f"{k=}: expected 1..{n}, the responses to a problem")
 
 
 class Elo(NamedTuple):
@@ -153,10 +156,10 @@ class Elo(NamedTuple):
 
   Attributes:
     rating: the estimate.
-    low: of the 95 % interval; -inf where nothing is solved.
-    high: of the 95 % interval; inf where all is.
-    bounded: the likelihood has no maximum, or one beyond half a problem of
-      none or all: `rating` is what half a problem would give.
+    low: end of the 95 % interval; -inf if nothing is solved.
+    high: end of the 95 % interval; inf if all is solved.
+    bounded: less than half a problem is solved, or all but less than half of
+      one: `rating` is computed as if it were half a problem.
   """
 
   rating: float
@@ -168,18 +171,19 @@ class Elo(NamedTuple):
 def elo(solved: np.ndarray, ratings: np.ndarray) -> Elo:
   """The rating R at which the expected number of solved problems is that seen.
 
-  `P(solve) = 1 / (1 + 10^((problem - R) / 400))`, as Codeforces has it of two
-  contestants (codeforces.com/blog/entry/20762), and of a problem and the one
-  who solves it with even chance. `sum P(R) = sum solved` is where the
-  likelihood of R has its maximum. This is no contest: there is no clock, no
-  penalty and no other contestant, so it is not what a site would award.
+  `P(solve) = 1 / (1 + 10^((rating of the problem - R) / 400))`, the formula of
+  Codeforces for two contestants (codeforces.com/blog/entry/20762); a problem's
+  rating is that of a contestant who solves it with probability 1/2. The
+  likelihood of R has its maximum where `sum P(R) = sum solved`. There is no
+  clock, no penalty and no other contestant, so this is not the rating that a
+  site would award.
 
-  The interval is made of the R with `|sum P - sum solved| < 1.96 sd`, where
-  `sd^2 = sum P (1 - P)`: problems count once, however many answers they got.
+  The interval contains every R with `|sum P - sum solved| < 1.96 sd`, where
+  `sd^2 = sum P (1 - P)`: a problem counts once, however many responses it has.
 
   Args:
-    solved: [N] shares of the answers to a problem that solve it, 0 to 1.
-    ratings: [N] of the problems, finite.
+    solved: [N] the share of the responses to each problem that solve it.
+    ratings: [N] the ratings of the problems, finite.
   """
   if not (len(solved) == len(ratings) > 0 and np.isfinite(ratings).all()):
     raise ValueError(
@@ -197,7 +201,7 @@ def elo(solved: np.ndarray, ratings: np.ndarray) -> Elo:
 
 
 def _rating_of(ratings, above) -> float:
-  """By bisection, the R from which on `above(mean, sd)` of solved holds."""
+  """The smallest R where `above(mean, sd)` of solved holds, by bisection."""
   margin = 20 * _DECADE  # odds of 10^20: past the last digit of a count
   low, high = float(np.min(ratings)) - margin, float(np.max(ratings)) + margin
   while high - low > 1e-6:

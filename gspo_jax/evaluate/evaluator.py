@@ -1,4 +1,4 @@
-"""Puts benchmarks to a policy, and keeps every response and result."""
+"""Evaluates a policy on benchmarks, and writes every response and result."""
 
 import dataclasses
 import functools
@@ -17,9 +17,9 @@ from absl import logging
 
 from gspo_jax import rewards
 from gspo_jax.evaluate import benchmarks, summary
-from gspo_jax.evaluate.answers_file import AnswersFile
+from gspo_jax.evaluate.answers_file import AnswersFile, Batch
 from gspo_jax.evaluate.benchmarks import Benchmark
-from gspo_jax.evaluate.judge import evaluate_benchmark
+from gspo_jax.evaluate.judge import run_benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
 from gspo_jax.program.config import ConfigDict, parse
@@ -28,7 +28,7 @@ from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import flatten
 
-# Seconds that an answer gets beyond those of all the tests of its program.
+# Seconds that scoring a program may take beyond the time limit of its tests.
 _SPARE = 10.0
 
 
@@ -42,27 +42,27 @@ def evaluate(
   limit: int | None = None,
   reward: str = "",
 ) -> list[dict]:
-  """Asks, judges and writes; to be called on every process.
+  """Samples, scores and writes; call it on every process.
 
   Args:
     config: all the keys of configs/common.py.
-    folder: of the weights.
-    sets: NAME=FILE each.
-    out: a folder.
-    samples: answers a question; else each set's own.
-    limit: the first so many questions of a set.
-    reward: judges instead of the sets' own.
+    folder: of the weights; see `load_params.load`.
+    sets: NAME=FILE for each benchmark.
+    out: a folder for the results; see `answers_file`.
+    samples: responses to each problem; by default the benchmark's number.
+    limit: only so many problems from the start of a benchmark.
+    reward: a reward in place of the benchmarks' own.
 
   Returns:
-    `scoreboard.summarize` of each set, on the first process.
+    `summary.summarize` of each benchmark, on the first process.
 
   Raises:
-    UserError: a set, the weights, the config or `out` cannot be used, or
-      answers of a set could not be judged: more than `reward.max_failed` of
-      those so far, or all. The batch that shows it is not kept.
+    UserError: a benchmark, the weights, the config or `out` cannot be used; or
+      too many responses of a benchmark so far could not be scored
+      (`reward.max_failed`). The batch that exceeds the limit is not written.
   """
   multihost.require_joined()
-  asked = multihost.run_on_all(lambda: _read(sets, samples, limit, reward))
+  chosen = multihost.run_on_all(lambda: _read(sets, samples, limit, reward))
   config = multihost.run_on_all(
     lambda: load_params.with_checkpoint(parse(config), folder)
   )
@@ -70,22 +70,23 @@ def evaluate(
     lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
   )
   with jax.set_mesh(mesh):
-    pupils = multihost.run_on_all(lambda: _policy_samplers(config, mesh, asked))
-    params = load_params.load(config, pupils[0].program, folder)
-    settings = _settings(config, asked, params)
+    samplers = multihost.run_on_all(lambda: _samplers(config, mesh, chosen))
+    params = load_params.load(config, samplers[0].program, folder)
+    settings = _settings(config, chosen, params)
     multihost.require_same(flatten(settings))
-    first, batches = multihost.is_primary(), _batches(asked, pupils)
-    judges = {q.name: q.reward for q in asked}
-    brief = lambda row: summary.brief(judges[row["set"]], row)
-    kept = multihost.run_on_all(
-      lambda: AnswersFile(out, settings, batches, brief) if first else None
+    file = multihost.run_on_all(
+      lambda: (
+        _open(out, settings, chosen, samplers)
+        if multihost.is_primary()
+        else None
+      )
     )
-    with kept or nullcontext():
-      for questions, pupil in zip(asked, pupils, strict=True):
-        _run_benchmark(config, questions, pupil, params, kept)
-  if not first:
+    with file or nullcontext():
+      for benchmark, sampler in zip(chosen, samplers, strict=True):
+        _run(config, benchmark, sampler, params, file)
+  if file is None:
     return []
-  summaries = [summary.summarize(q, kept.rows[q.name]) for q in asked]
+  summaries = [summary.summarize(b, file.records[b.name]) for b in chosen]
   results = {"command": shlex.join(sys.argv), "checkpoint": folder}
   results |= {"sets": summaries, "settings": settings}
   (Path(out) / "results.json").write_text(json.dumps(results, indent=1))
@@ -93,41 +94,48 @@ def evaluate(
 
 
 def _read(sets, samples, limit, reward) -> list[Benchmark]:
-  asked = []
+  chosen = []
   for pair in sets:
     name, _, path = pair.partition("=")
     if not (name and path):
       raise UserError(f"--set={pair}: expected NAME=FILE")
-    questions = benchmarks.read(name, path, reward=reward, limit=limit)
-    if questions.name in [q.name for q in asked]:
-      raise UserError(f"--set={pair}: {questions.name} is there twice")
-    rewards.named(questions.reward)  # an unknown one is told now
-    asked.append(questions._replace(samples=samples or questions.samples))
-  return asked
+    benchmark = benchmarks.read(name, path, reward=reward, limit=limit)
+    if benchmark.name in [b.name for b in chosen]:
+      raise UserError(f"--set={pair}: {benchmark.name} is there twice")
+    rewards.named(benchmark.reward)  # UserError here if it does not exist
+    chosen.append(benchmark._replace(samples=samples or benchmark.samples))
+  return chosen
 
 
-def _policy_samplers(config, mesh, asked) -> list[PolicySampler]:
-  """One for each set; those of as many samples and rows are the same."""
-  pupil = functools.cache(lambda size: PolicySampler(config, mesh, size))
-  pupils = [
-    pupil(batch_shape(config, mesh, q.samples, len(q.problems))) for q in asked
+def _samplers(config, mesh, chosen) -> list[PolicySampler]:
+  """One for each benchmark; those with one batch shape share one."""
+  sampler = functools.cache(lambda shape: PolicySampler(config, mesh, shape))
+  samplers = [
+    sampler(batch_shape(config, mesh, b.samples, len(b.problems)))
+    for b in chosen
   ]
-  for questions, its in zip(asked, pupils, strict=True):
-    its.read([p.text for p in questions.problems])
-  return pupils
+  for benchmark, each in zip(chosen, samplers, strict=True):
+    each.prompts([p.text for p in benchmark.problems])  # checks their lengths
+  return samplers
 
 
-def _batches(asked, pupils) -> list[tuple[str, int]]:
-  """The set, and the number of answers, of each batch."""
+def _open(out, settings, chosen, samplers) -> AnswersFile:
+  names = {b.name: b.reward for b in chosen}
+  shorten = lambda record: summary.shorten(names[record["set"]], record)
+  return AnswersFile(out, settings, _batches(chosen, samplers), shorten)
+
+
+def _batches(chosen, samplers) -> list[Batch]:
+  """All batches of the evaluation, in order."""
   return [
-    (q.name, min(pupil.at_once, len(q.problems) - start) * q.samples)
-    for q, pupil in zip(asked, pupils, strict=True)
-    for start in range(0, len(q.problems), pupil.at_once)
+    Batch(b.name, min(s.batch_size, len(b.problems) - start) * b.samples)
+    for b, s in zip(chosen, samplers, strict=True)
+    for start in range(0, len(b.problems), s.batch_size)
   ]
 
 
-def _settings(config, asked, params) -> dict:
-  """What has to be the same for answers to stand in one file."""
+def _settings(config, chosen, params) -> dict:
+  """What must be the same for two evaluations to share a file."""
   keys = config.as_json()
   sums = json.dumps(checkpoint.checksums(params), sort_keys=True)
   return {
@@ -137,73 +145,72 @@ def _settings(config, asked, params) -> dict:
       "rollout": {"group_size": config.rollout.group_size},
     },
     "sets": {
-      q.name: {
-        "sha256": q.sha256,
-        "questions": len(q.problems),
-        "samples": q.samples,
-        "reward": q.reward,
-        "seconds": _seconds(config, q.reward),
+      b.name: {
+        "sha256": b.sha256,
+        "problems": len(b.problems),
+        "samples": b.samples,
+        "reward": b.reward,
+        "seconds": _seconds(config, b.reward),
       }
-      for q in asked
+      for b in chosen
     },
   }
 
 
-def _run_benchmark(config, questions, pupil, params, kept) -> None:
-  """Puts a set to the policy, from the first batch that is not kept."""
-  first, name = kept is not None, questions.name
-  # The first process knows where to begin.
-  begin = int(
-    multihost.allgather_text(str(kept.begun(name)) if first else "")[0]
-  )
+def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
+  """Runs a benchmark from its first batch that is not in the file."""
+  name = benchmark.name
+  # The first process has the file.
+  done = "" if file is None else str(file.batches_done(name))
+  first_batch = int(multihost.allgather_text(done)[0])
   key = jax.random.key(config.seed)
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
 
-  def respond(asked, samples, number):
-    return pupil.reply(params, asked, jax.random.fold_in(key, number))
+  def sample(problems, samples, batch):
+    return sampler.sample(params, problems, jax.random.fold_in(key, batch))
 
-  def keep(rows, reasons):
+  def save(records, reasons):
     for reason in reasons:
       logging.warning("%s: a reward failed: %s", name, reason)
-    failed = [row["failed"] for row in (*kept.rows[name], *rows)]
+    failed = [r["failed"] for r in (*file.records[name], *records)]
     most = config.reward.max_failed
-    if wrong := too_many(np.array(failed), most, of=f"--set={name}"):
+    if error := too_many(np.array(failed), most, of=f"--set={name}"):
       reason = next(iter(reasons), "of an earlier batch")
-      raise UserError(f"{wrong}; the first reason: {reason}")
-    kept.append(rows)
-    scores = [row["score"] for row in kept.rows[name]]
+      raise UserError(f"{error}; the first reason: {reason}")
+    file.append(records)
+    scores = [r["score"] for r in file.records[name]]
     print(
-      f"{name}: {len(scores) // questions.samples} of "
-      f"{len(questions.problems)} questions, average {np.mean(scores):.3f}",
+      f"{name}: {len(scores) // benchmark.samples} of "
+      f"{len(benchmark.problems)} problems, average {np.mean(scores):.3f}",
       file=sys.stderr,
     )
 
-  scorer = multihost.run_on_all(
-    lambda: _scorer(config, questions) if first else None
+  reward_pool = multihost.run_on_all(
+    lambda: None if file is None else _reward_pool(config, benchmark)
   )
-  with scorer or nullcontext():
-    evaluate_benchmark(
-      respond,
-      questions,
-      at_once=pupil.at_once,
-      scorer=scorer,
-      keep=keep,
-      begin=begin,
-      together=multihost.run_on_all,
+  with reward_pool or nullcontext():
+    run_benchmark(
+      sample,
+      benchmark,
+      batch_size=sampler.batch_size,
+      reward_pool=reward_pool,
+      save=save,
+      first_batch=first_batch,
+      run_on_all=multihost.run_on_all,
     )
 
 
-def _scorer(config, questions) -> RewardPool:
+def _reward_pool(config, benchmark) -> RewardPool:
   return RewardPool(
-    (questions.reward,),
+    (benchmark.reward,),
     (1.0,),
     workers=config.reward.workers,
-    seconds=_seconds(config, questions.reward),
+    seconds=_seconds(config, benchmark.reward),
   )
 
 
 def _seconds(config, reward) -> float:
-  """For an answer: enough for a program's tests, which end by themselves."""
+  """For one response; enough for a program's tests to reach their own limit."""
   seconds = float(config.reward.seconds)
   if reward.partition(":")[0] != "code":
     return seconds

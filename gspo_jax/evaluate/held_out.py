@@ -1,4 +1,4 @@
-"""`eval/*`: accuracy on the held-out problems of a run."""
+"""Accuracy on the held-out problems of a run: the metrics `eval/*`."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from gspo_jax.sampler.samples import Prompts
 
 
 def evaluate(experiment: Experiment, params: model.Params) -> dict[str, float]:
-  """Accuracy of sampled and of greedy responses; the same key every time."""
+  """`eval/*` of sampled and of greedy responses; always with the same key."""
   sampler, key = experiment.program.sampler, experiment.keys.evaluate
   sampled = correct(experiment, sampler.generate_eval, params, key)
   return summarize(sampled, greedy(experiment, params, key))

@@ -1,26 +1,26 @@
-"""An exam: a set's questions are put to somebody, and the answers judged."""
+"""Runs a benchmark: responses to its problems are sampled and scored."""
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.rewards.pool import Response, RewardPool
 
-# Characters of a reference that are written beside each answer. The tests of a
-# program may have millions: they stand in the file of the questions, by `id`.
+# Longest reference, in characters, that is written beside each response. The
+# tests of a program can have millions; they are in the benchmark's file.
 _LONGEST = 2000
 
 
 class Responses(NamedTuple):
-  """Answers to some questions, n each, those to a question side by side.
+  """Responses to some problems, n each; those to a problem are side by side.
 
   Attributes:
-    prompts: what was read, of each question.
-    texts: without stop tokens.
-    tokens: how many each has, the stop token included.
-    truncated: whether each was cut at `limit`.
-    limit: tokens an answer may have.
+    prompts: the prompt of each problem, as the policy reads it.
+    texts: the text of each response, without its stop token.
+    tokens: the length of each response, its stop token included.
+    truncated: whether each response was cut at `limit`.
+    limit: most tokens of a response.
   """
 
   prompts: list[str]
@@ -30,90 +30,122 @@ class Responses(NamedTuple):
   limit: int
 
 
-# (questions, answers to each, a number of this batch's own) -> Replies.
-Respond = Callable[[list[str], int, int], Responses]
+class SampleFn(Protocol):
+  """Samples responses, as `PolicySampler.sample` does."""
+
+  def __call__(
+    self, problems: list[str], samples: int, batch: int
+  ) -> Responses:
+    """`samples` responses to each problem.
+
+    Args:
+      problems: texts.
+      samples: responses to each problem.
+      batch: the number of the batch, which makes its random key.
+    """
 
 
-def evaluate_benchmark(
-  respond: Respond,
-  questions: Benchmark,
+class SaveFn(Protocol):
+  """Stores the scored responses of a batch."""
+
+  def __call__(self, records: list[dict], reasons: tuple[str, ...]) -> None:
+    """Stores a batch.
+
+    Args:
+      records: for answers.jsonl.
+      reasons: why rewards failed, a few of them.
+    """
+
+
+def run_benchmark(
+  sample: SampleFn,
+  benchmark: Benchmark,
   *,
-  at_once: int,
-  scorer: RewardPool | None,
-  keep: Callable[[list[dict], tuple[str, ...]], None],
-  begin: int = 0,
-  together: Callable[[Callable[[], None]], None] = lambda work: work(),
+  batch_size: int,
+  reward_pool: RewardPool | None,
+  save: SaveFn,
+  first_batch: int = 0,
+  run_on_all: Callable[[Callable[[], None]], None] = lambda work: work(),
 ) -> None:
-  """Puts a set's questions, `at_once` in a batch, and judges the answers.
+  """Samples `benchmark.samples` responses to each problem, and scores them.
 
-  Those of a batch are judged while the next one is answered.
+  The responses of a batch are scored while the next batch is sampled.
 
   Args:
-    respond: answers.
-    questions: of one set; each gets `questions.samples` answers.
-    at_once: questions in a batch; the last one may have fewer.
-    scorer: judges; None on processes that only help to draw.
-    keep: is given each batch: rows for answers.jsonl, and why a few rewards
-      failed.
-    begin: batches that are done already.
-    together: calls what keeps a batch, on every process: where there are
-      several, `run_on_all`, so that all of them stop at an error of one.
+    sample: samples a batch.
+    benchmark: the problems.
+    batch_size: problems of a batch; the last batch may have fewer.
+    reward_pool: scores; None on processes that only help to sample.
+    save: stores each batch.
+    first_batch: the first batch that is not done yet.
+    run_on_all: `multihost.run_on_all` where there are several processes, so
+      that an error in `save` on one of them stops all.
   """
-  count = len(questions.problems)
-  judged = None
+  count = len(benchmark.problems)
+  pending = None
 
-  def settle():
-    if judged is not None:
-      keep(*judged())
+  def save_pending():
+    if pending is not None:
+      save(*pending())
 
-  for number in range(begin, -(-count // at_once)):
-    index = range(number * at_once, min((number + 1) * at_once, count))
-    asked = [questions.problems[i].text for i in index]
-    replies = respond(asked, questions.samples, number)
-    together(settle)
-    if scorer is not None:
-      judged = _judge(scorer, questions, index, replies)
-  together(settle)
+  for batch in range(first_batch, -(-count // batch_size)):
+    indices = range(batch * batch_size, min((batch + 1) * batch_size, count))
+    texts = [benchmark.problems[i].text for i in indices]
+    responses = sample(texts, benchmark.samples, batch)
+    run_on_all(save_pending)
+    if reward_pool is not None:
+      pending = _start_scoring(reward_pool, benchmark, indices, responses)
+  run_on_all(save_pending)
 
 
-def _judge(scorer, questions, index, replies) -> Callable[[], tuple]:
-  """Begins to judge; call the result for what `keep` is given."""
-  read = dict(zip(index, replies.prompts, strict=True))
-  whose = [(i, sample) for i in index for sample in range(questions.samples)]
-  drawn = zip(whose, replies.texts, replies.tokens, strict=True)
-  answers = [
+def _start_scoring(reward_pool, benchmark, indices, responses):
+  """Begins to score a batch.
+
+  Returns:
+    A function without arguments that waits, and returns what `save` takes.
+  """
+  prompts = dict(zip(indices, responses.prompts, strict=True))
+  places = [(i, n) for i in indices for n in range(benchmark.samples)]
+  scored = [
     Response(
-      read[i], text, questions.problems[i].reference, tokens, replies.limit
+      prompts[i],
+      text,
+      benchmark.problems[i].reference,
+      tokens,
+      responses.limit,
     )
-    for (i, _), text, tokens in drawn
+    for (i, _), text, tokens in zip(
+      places, responses.texts, responses.tokens, strict=True
+    )
   ]
-  pending = scorer.submit(answers)
+  scores = reward_pool.submit(scored)
   return functools.partial(
-    _rows, pending, questions, whose, answers, replies.truncated
+    _records, scores, benchmark, places, scored, responses.truncated
   )
 
 
-def _rows(pending, questions, whose, answers, cut):
+def _records(pending, benchmark, places, responses, truncated):
+  """Waits for the scores: the records of answers.jsonl, and reasons."""
   scores = pending.result()
-  rows = [
+  records = [
     {
-      "set": questions.name,
-      "id": questions.ids[i],
-      "sample": sample,
-      "question": questions.problems[i].text,
-      "text": answer.text,
-      "reference": _told(answer.reference),
+      "set": benchmark.name,
+      "id": benchmark.ids[i],
+      "sample": n,
+      "problem": benchmark.problems[i].text,
+      "response": response.text,
+      "reference": _unless_long(response.reference),
       "score": float(score),
       "failed": bool(failed),
-      "tokens": int(answer.tokens),
-      "finish": "truncated" if truncated else "stopped",
+      "tokens": int(response.tokens),
+      "finish": "truncated" if cut else "stopped",
     }
-    for (i, sample), answer, score, failed, truncated in zip(
-      whose, answers, scores.total, scores.failed, cut, strict=True
+    for (i, n), response, score, failed, cut in zip(
+      places, responses, scores.total, scores.failed, truncated, strict=True
     )
   ]
-  return rows, scores.reasons
+  return records, scores.reasons
 
 
-def _told(reference: str) -> str | None:
+def _unless_long(reference: str) -> str | None:
   return reference if len(reference) <= _LONGEST else None

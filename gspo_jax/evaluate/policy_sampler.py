@@ -1,4 +1,4 @@
-"""The policy as one who is asked: texts in, texts out."""
+"""Samples a policy's responses to problems: texts in, texts out."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,33 +20,34 @@ from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts
 
 
 class BatchShape(NamedTuple):
-  """How answers to a set of questions are drawn.
+  """The shape of a batch of prompts, for a number of responses to a problem.
 
   Attributes:
-    group: answers that a question gets where it stands in a batch.
-    times: how often a question stands in a batch, or in consecutive ones.
-    rows: prompts of a batch.
+    group_size: responses that a prompt of a batch gets.
+    repeats: prompts of each problem, side by side, perhaps in several batches.
+      A problem gets `group_size * repeats` responses.
+    prompts: of a batch.
   """
 
-  group: int
-  times: int
-  rows: int
+  group_size: int
+  repeats: int
+  prompts: int
 
 
 def batch_shape(
-  config: Config, mesh: jax.sharding.Mesh, samples: int, questions: int
+  config: Config, mesh: jax.sharding.Mesh, samples: int, problems: int
 ) -> BatchShape:
-  """A batch for so many questions, of no more rows than they need.
+  """The smallest batch for a benchmark.
 
-  It holds all of them, or as many as give `data.prompts * sampler.group_size`
-  answers, as in training; then there are several batches. Its rows are rounded
-  up to a multiple of the devices, so that every mesh of them can split it.
+  It holds all problems, or as many as give `data.prompts * rollout.group_size`
+  responses, as in training; then there are several batches. Its prompts are
+  rounded up to a multiple of the devices, so that every mesh can split it.
 
   Args:
     config: from `config.parse`.
     mesh: of all devices.
-    samples: answers a question.
-    questions: of a set.
+    samples: responses to each problem.
+    problems: of the benchmark.
 
   Raises:
     UserError: a batch would be empty.
@@ -55,91 +56,93 @@ def batch_shape(
   for name, value in ("rollout.group_size", most), ("data.prompts", prompts):
     if value < 1:
       raise UserError(f"{name}={value}: expected at least 1")
-  group = max(g for g in range(1, most + 1) if samples % g == 0)
-  times = samples // group
-  rows = min(prompts * (most // group), questions * times)
-  return BatchShape(group, times, -(-rows // mesh.size) * mesh.size)
+  group_size = max(g for g in range(1, most + 1) if samples % g == 0)
+  repeats = samples // group_size
+  size = min(prompts * (most // group_size), problems * repeats)
+  return BatchShape(group_size, repeats, -(-size // mesh.size) * mesh.size)
 
 
 class PolicySampler:
-  """Draws answers as a config says.
+  """Samples responses as a config says, in batches of one shape.
 
-  One compiled function draws a batch. A question that gets more than
-  `rollout.group_size` answers stands several times in it. At
-  `sampler.temperature=0` the one answer is the likeliest.
+  One compiled function samples all batches. A problem that gets more than
+  `rollout.group_size` responses has several prompts. At
+  `sampler.temperature=0` the response is greedy.
 
-  What only training uses is not checked, for its sizes may not fit to the
-  devices at hand, nor its objective to another model.
+  Keys that only training uses are not checked: their sizes may not fit the
+  devices at hand, nor the objective another model.
 
   Args:
     config: from `config.parse`.
     mesh: of all devices.
-    size: from `fit`.
+    shape: from `batch_shape`.
 
   Attributes:
-    program: the functions of the config, of which those that learn are not to
-      be used.
-    at_once: questions that fill a batch.
+    program: of the config, without what learns.
+    batch_size: problems that fill a batch.
   """
 
-  def __init__(self, config: Config, mesh: jax.sharding.Mesh, size: BatchShape):
-    self._greedy = config.sampler.temperature == 0
-    self._group, self._times, self._batch = size
-    samples = self._group * self._times
+  def __init__(
+    self, config: Config, mesh: jax.sharding.Mesh, shape: BatchShape
+  ):
+    samples = shape.group_size * shape.repeats
+    self._shape, self._greedy = shape, config.sampler.temperature == 0
     if self._greedy and samples > 1:
       raise UserError(
-        f"sampler.temperature=0 gives {samples} times the same answer to a "
-        "question: expected --samples=1"
+        f"sampler.temperature=0 gives {samples} equal responses to a problem: "
+        "expected --samples=1"
       )
     self._limit = config.sampler.max_new_tokens
-    self.at_once = max(self._batch // self._times, 1)
+    self.batch_size = max(shape.prompts // shape.repeats, 1)
     config = config.replace(
-      data={"prompts": self._batch},
-      eval={"samples": self._group},
+      data={"prompts": shape.prompts},
+      eval={"samples": shape.group_size},
       rollout={"extra_prompts_in_flight": 0},
     )
     self.program = build_program(config, mesh, training=False)
-    # A set is asked whole, or not at all.
-    self._cfg = dataclasses.replace(
+    # A benchmark is sampled whole, or not at all.
+    self._prompt_config = dataclasses.replace(
       self.program.prompt_config, too_long="error"
     )
 
-  def read(self, questions: Sequence[str]) -> Prompts:
-    """Questions as the policy reads them; UserError for a long one."""
-    problems = [Problem(question, "", "") for question in questions]
-    rows = pipeline.take(problems, self._cfg, len(problems))
-    return Prompts(rows["tokens"], rows["length"])
+  def prompts(self, problems: Sequence[str]) -> Prompts:
+    """The prompts of some problems; UserError if one is too long."""
+    problems = [Problem(text, "", "") for text in problems]
+    batch = pipeline.take(problems, self._prompt_config, len(problems))
+    return Prompts(batch["tokens"], batch["length"])
 
-  def reply(
-    self, params: model.Params, questions: Sequence[str], key: jax.Array
+  def sample(
+    self, params: model.Params, problems: Sequence[str], key: jax.Array
   ) -> Responses:
     """Responses to some problems; the same on every process.
 
     Args:
       params: of the model.
-      questions: any number of problems.
+      problems: any number of texts.
       key: of these responses alone.
     """
-    prompts, decode = self.read(questions), self.program.tokenizer.decode
+    prompts, decode = self.prompts(problems), self.program.tokenizer.decode
     rows = zip(prompts.tokens, prompts.lengths, strict=True)
     texts = [decode(row[len(row) - n :].tolist()) for row, n in rows]
     responses = Responses(texts, [], [], [], self._limit)
     functions = self.program.sampler
-    repeat = lambda x: np.repeat(x, self._times, axis=0)
+    repeat = lambda x: np.repeat(x, self._shape.repeats, axis=0)
     for batch in sample_many(
       functions.generate_greedy if self._greedy else functions.generate_eval,
       params,
       Prompts(repeat(prompts.tokens), repeat(prompts.lengths)),
       key,
-      batch_size=self._batch,
+      batch_size=self._shape.prompts,
       batch_sharding=sharding.batch_sharding(self.program.mesh),
     ):
-      samples, new = batch.samples, batch.new * self._group
+      samples, count = batch.samples, batch.new * self._shape.group_size
       columns = multihost.to_host(
         (samples.tokens, samples.lengths, samples.finish)
       )
-      for row, length, finish in zip(*(x[:new] for x in columns), strict=True):
-        text = row[: length - (finish == STOPPED)].tolist()
+      for tokens, length, finish in zip(
+        *(x[:count] for x in columns), strict=True
+      ):
+        text = tokens[: length - (finish == STOPPED)].tolist()
         responses.texts.append(decode(text))
         responses.tokens.append(int(length))
         responses.truncated.append(bool(finish == TRUNCATED))

@@ -1,4 +1,4 @@
-"""What the answers to a set come to, and the table of all sets."""
+"""The numbers of a benchmark, and a table of several benchmarks."""
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -10,43 +10,43 @@ from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.rewards import math as latex
 from gspo_jax.rewards import numbers
 
-# What is said with more characters is compared as it stands: results are short,
-# and what reads them takes time that grows with the square.
+# Longer results are compared as text: real results are short, and the time to
+# normalise one grows with the square of its length.
 _LONGEST = 500
 
 
-def summarize(questions: Benchmark, rows: Sequence[Mapping]) -> dict:
-  """The numbers of a set, as JSON; infinite ones are None.
+def summarize(benchmark: Benchmark, records: Sequence[Mapping]) -> dict:
+  """The numbers of a benchmark, as JSON; infinite numbers are None.
 
   Args:
-    questions: N of them.
-    rows: N * n answers in `brief`, those to a question side by side.
+    benchmark: N problems.
+    records: N * n responses from `shorten`, those to a problem side by side.
 
   Returns:
-    `avg` of n scores and its standard error; `pass` and `majority` by k, where
-    an answer is right if its score is over 0.5 (no majority where a vote makes
-    no sense, as among programs); `elo` over the `rated` questions; shares of
-    answers `truncated` and `failed` (they score 0: a reward could not be
-    computed).
+    `avg`, the mean score, and its standard error; `pass` and `majority` by k,
+    where a response is correct if its score is over 0.5 (no majority where
+    responses cannot vote, as programs cannot); `elo` over the `rated` problems;
+    the shares of responses that were `truncated`, and that `failed`: their
+    reward could not be computed, and they score 0.
   """
-  count = len(questions.problems)
-  table = lambda key: np.array([r[key] for r in rows]).reshape(count, -1)
+  count = len(benchmark.problems)
+  table = lambda key: np.array([r[key] for r in records]).reshape(count, -1)
   scores = table("score").astype(np.float64)
   correct, n = scores > 0.5, scores.shape[1]
   ks = estimators.ladder(n)
   avg, error = estimators.avg(scores)
-  rated = [i for i, r in enumerate(questions.ratings) if r is not None]
+  rated = [i for i, r in enumerate(benchmark.ratings) if r is not None]
   return {
-    "set": questions.name,
-    "reward": questions.reward,
-    "questions": count,
-    "skipped": questions.skipped,
+    "set": benchmark.name,
+    "reward": benchmark.reward,
+    "problems": count,
+    "skipped": benchmark.skipped,
     "samples": n,
     "avg": avg,
     "avg_error": _finite(error),
     "pass": {str(k): estimators.pass_at_k(correct, k) for k in ks},
-    "majority": _majority(questions.reward, rows, correct, ks),
-    "elo": _elo(correct[rated], [questions.ratings[i] for i in rated]),
+    "majority": _majority(benchmark.reward, records, correct, ks),
+    "elo": _elo(correct[rated], [benchmark.ratings[i] for i in rated]),
     "rated": len(rated),
     "truncated": float((table("finish") == "truncated").mean()),
     "failed": float(table("failed").mean()),
@@ -54,55 +54,55 @@ def summarize(questions: Benchmark, rows: Sequence[Mapping]) -> dict:
   }
 
 
-def brief(reward: str, row: Mapping) -> dict:
-  """What `summarize` needs of an answer: its `vote`, but not its text.
+def shorten(reward: str, record: Mapping) -> dict:
+  """The fields of a response that `summarize` reads: a `vote`, no text.
 
   Args:
-    reward: that judged it.
-    row: of answers.jsonl.
+    reward: the name of the reward that scored it.
+    record: of answers.jsonl.
   """
-  kept = {k: row[k] for k in ("score", "failed", "tokens", "finish")}
-  return kept | {"vote": vote(reward, row["text"])}
+  kept = {k: record[k] for k in ("score", "failed", "tokens", "finish")}
+  return kept | {"vote": vote(reward, record["response"])}
 
 
-def _majority(reward, rows, correct, ks):
+def _majority(reward, records, correct, ks):
   if _name(reward) not in _READERS:
     return None
   n = correct.shape[1]
   votes = [
-    _merged([row["vote"] for row in rows[i * n : (i + 1) * n]], right)
+    _merged([r["vote"] for r in records[i * n : (i + 1) * n]], right)
     for i, right in enumerate(correct)
   ]
   return {str(k): estimators.majority_at_k(votes, correct, k) for k in ks}
 
 
 def _merged(votes, correct):
-  """Votes to a question, those that were judged correct made one."""
-  good = {v for v, right in zip(votes, correct, strict=True) if right} - {None}
+  """The votes on a problem, with one vote for all correct results."""
+  right = {v for v, is_right in zip(votes, correct, strict=True) if is_right}
   one = object()
-  return [one if v in good else v for v in votes]
+  return [one if v in right - {None} else v for v in votes]
 
 
 def vote(reward: str, text: str) -> Hashable | None:
-  r"""What an answer says in the end; None: nothing that can be compared.
+  r"""The result of a response, for a majority vote; None: it has none.
 
-  Alike for results that are written alike, and for equal numbers. `math` knows
-  more results as equal (`\frac{1}{2}` and 0.5). So `summarize` takes all votes
-  that were judged correct for one; wrong ones are not compared with each other,
-  and those written in several ways are divided.
+  Two votes are equal if the results are written alike, or are equal numbers.
+  The reward `math` takes more results as equal (`\frac{1}{2}` and 0.5), so
+  `summarize` counts all correct votes as one. Wrong results that are equal but
+  written differently are separate votes.
 
   Args:
-    reward: whose reading of results it is: math, gsm8k or final_answer, with
-      its arguments or without.
-    text: of the answer.
+    reward: math, gsm8k or final_answer, with or without arguments; how to find
+      the result.
+    text: of the response.
   """
   if _name(reward) not in _READERS:
     return None
-  find, read = _READERS[_name(reward)]
-  found = find(text)
-  if not found:
+  find, normalise = _READERS[_name(reward)]
+  result = find(text)
+  if not result:
     return None
-  return read(found) if len(found) <= _LONGEST else hash(found)
+  return normalise(result) if len(result) <= _LONGEST else hash(result)
 
 
 def _name(reward: str) -> str:
@@ -115,7 +115,7 @@ def _behind_mark(text: str) -> str:
 
 
 _READERS = {
-  "final_answer": (_behind_mark, lambda found: found.replace(",", "")),
+  "final_answer": (_behind_mark, lambda result: result.replace(",", "")),
   "gsm8k": (numbers.result, numbers.number),
   "math": (numbers.result, latex.normalised),
 }
@@ -124,8 +124,8 @@ _READERS = {
 def _elo(correct, ratings):
   if not ratings:
     return None
-  found = estimators.elo(correct.mean(1), np.array(ratings, float))
-  return {k: _finite(v) for k, v in found._asdict().items()}
+  elo = estimators.elo(correct.mean(1), np.array(ratings, float))
+  return {k: _finite(v) for k, v in elo._asdict().items()}
 
 
 def _finite(value):
@@ -133,8 +133,8 @@ def _finite(value):
 
 
 def render(summaries: Sequence[Mapping]) -> str:
-  """A table, a line a set, and what has to be said beside it."""
-  head = ("set", "questions", "samples", "avg@n", "pass@n", "maj@n",
+  """A table with a line for each benchmark, and notes under it."""
+  head = ("set", "problems", "samples", "avg@n", "pass@n", "maj@n",
           "Elo (95 %)", "truncated", "failed")  # fmt: skip
   cells = [head, *map(_cells, summaries)]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -152,7 +152,7 @@ def _cells(s):
   error = s["avg_error"]
   return (
     s["set"],
-    str(s["questions"]),
+    str(s["problems"]),
     n,
     share(s["avg"]) + (f" ± {error:.3f}" if error is not None else ""),
     share(s["pass"][n]),
@@ -173,7 +173,7 @@ def _elo_cell(elo):
 def _notes(s) -> Iterator[str]:
   for reason, count in s["skipped"].items():
     yield f"{s['set']}: {count} rows left out: {reason}"
-  if s["elo"] and s["rated"] < s["questions"]:
-    yield f"{s['set']}: Elo over the {s['rated']} questions that have a rating"
+  if s["elo"] and s["rated"] < s["problems"]:
+    yield f"{s['set']}: Elo over the {s['rated']} problems that have a rating"
   if s["elo"] and s["elo"]["bounded"]:
-    yield f"{s['set']}: * nearly all or none solved: at half a problem from it"
+    yield f"{s['set']}: * nearly all or none solved: rated at half a problem"

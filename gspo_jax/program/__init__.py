@@ -1,1 +1,19 @@
-"""A config and a mesh become frozen settings and jitted functions."""
+"""A config and a mesh become frozen settings and jitted functions.
+
+Other wings take these modules:
+  command      the flags and exit codes of the commands; imports no JAX
+  config       Config, and `parse`, the only reader of a ConfigDict
+  experiment   Experiment, what a run consists of, and `prepare`
+  functions    Program, its groups of functions, and `build_program`
+  load_params  the weights of a checkpoint or Hugging Face folder
+  settings     the frozen settings that a config gives each wing
+"""
+
+__all__ = (
+  "command",
+  "config",
+  "experiment",
+  "functions",
+  "load_params",
+  "settings",
+)

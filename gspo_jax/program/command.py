@@ -5,10 +5,11 @@ import sys
 from collections.abc import Callable
 
 from absl import flags, logging
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from gspo_jax.program import config_keys
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.identity import flatten
 
 START = (
   "python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny"
@@ -34,7 +35,7 @@ _PROCESS_ID = flags.DEFINE_integer(
 
 
 def on_hosts(work: Callable[[], int]) -> int:
-  """Joins the other processes, if any, and works.
+  """Joins the other processes, if there are any, and calls `work`.
 
   Args:
     work: returns an exit code, the same on every process.
@@ -42,17 +43,17 @@ def on_hosts(work: Callable[[], int]) -> int:
   Returns:
     That exit code, or 2 after a UserError.
   """
-  # Here, and not above, so that a mistaken flag is told at once.
+  # Not at the top: JAX takes seconds, and a mistaken flag needs none of it.
   from gspo_jax.runtime import multihost
 
   if not flags.FLAGS["verbosity"].present:
-    logging.set_verbosity(logging.WARNING)  # Orbax tells its life at INFO
+    logging.set_verbosity(logging.WARNING)  # Orbax logs a lot at INFO
   multihost.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   try:
     code = work()
   except multihost.AgreedError as error:
     return complain(error) if multihost.is_primary() else 2
-  except UserError as error:  # of this process, for all that is known
+  except UserError as error:  # perhaps of this process alone
     return complain(error)
   # Without it, a process that ends early waits only 30 s for the last save.
   multihost.barrier()
@@ -60,7 +61,7 @@ def on_hosts(work: Callable[[], int]) -> int:
 
 
 def complain(error: Exception) -> int:
-  """Says in one line what the caller did wrong: the exit code."""
+  """Prints an error of the caller in one line; returns the exit code."""
   print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
   return 2
 
@@ -70,10 +71,10 @@ def parse(argv: list[str], start: str = START) -> list[str]:
 
   Args:
     argv: the command line.
-    start: one that works, with the flags that the command cannot do without.
+    start: an example of the command, with all flags that it requires.
 
   Raises:
-    UserError: a flag is mistaken or missing; it names that, and the command.
+    UserError: a flag is mistaken or missing; the error names it and `start`.
   """
   usage = f"see {start.partition(' --')[0]} --help"
   try:
@@ -97,7 +98,7 @@ def parse(argv: list[str], start: str = START) -> list[str]:
 
 
 def _check_processes() -> None:
-  """UserError unless the flags of a multi-process job are all there and fit."""
+  """UserError unless all flags of a multi-process job are there, and agree."""
   together = (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
   missing = [flag.name for flag in together if flag.value is None]
   if len(missing) == len(together):
@@ -117,8 +118,8 @@ def _check_processes() -> None:
 
 
 def _check_keys(argv: list[str]) -> None:
-  """UserError for an override of a key that the config file has not."""
-  # Flags of its own: absl defines those of the overrides once a process.
+  """UserError for an override of a key that the config file does not have."""
+  # A separate FlagValues: absl defines the flags of overrides only once.
   first = flags.FlagValues()
   config = config_flags.DEFINE_config_file(
     "config", flag_values=first, sys_argv=[]
@@ -126,17 +127,9 @@ def _check_keys(argv: list[str]) -> None:
   first(argv, known_only=True)
   if config.value is None:
     return
-  known = set(_flatten(config.value))
+  keys = flatten(config.value.to_dict()).keys()
   for flag in argv:
     override = re.match(r"--?(?:no)?config\.([^=]*)", flag)
-    if override and override[1] not in known:
-      hint = config_keys.hint(override[1], known)
+    if override and override[1] not in keys:
+      hint = config_keys.hint(override[1], keys)
       raise UserError(f"{flag[:80]}: no such key; {hint}")
-
-
-def _flatten(config: ConfigDict, prefix: str = ""):
-  for key, value in config.items():
-    if isinstance(value, ConfigDict):
-      yield from _flatten(value, f"{prefix}{key}.")
-    else:
-      yield prefix + key

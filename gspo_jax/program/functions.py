@@ -250,11 +250,11 @@ def build_program(
     config.check_training(sharding.batch_shards(mesh))
   cfg = settings.model_config(config)
   tokenizer = settings.load_tokenizer(config, cfg)
+  params = jitted.abstract_params(cfg, mesh)
   learner = cold_start = None
   if training:
     settings.require_experts(config, cfg)
-    learner, cold_start = _learners(config, cfg, mesh)
-  params = jitted.abstract_params(cfg, mesh)
+    learner, cold_start = _learners(config, cfg, params, mesh)
   return Program(
     cfg=cfg,
     mesh=mesh,
@@ -324,12 +324,14 @@ def _sampler_mesh(config, mesh, params):
   return sampler_mesh
 
 
-def _learners(config, cfg, mesh) -> tuple[LearnerFunctions, ColdStartFunctions]:
+def _learners(
+  config, cfg, params, mesh
+) -> tuple[LearnerFunctions, ColdStartFunctions]:
   learners = settings.learners(config, cfg)
   new_state = functools.partial(
     jitted.new_state, learners=learners, config=config, cfg=cfg
   )
-  abstract = jitted.abstract_state(new_state, cfg, mesh)
+  abstract = jitted.abstract_state(new_state, params, mesh)
   learner = LearnerFunctions(
     abstract=abstract,
     init_state=jitted.init_state(new_state, abstract, mesh),
@@ -347,7 +349,7 @@ def _learners(config, cfg, mesh) -> tuple[LearnerFunctions, ColdStartFunctions]:
     ),
   )
   new_state = functools.partial(jitted.new_cold_start_state, learners=learners)
-  abstract = jitted.abstract_state(new_state, cfg, mesh)
+  abstract = jitted.abstract_state(new_state, params, mesh)
   cold_start = ColdStartFunctions(
     abstract=abstract,
     init_state=jitted.init_state(new_state, abstract, mesh),

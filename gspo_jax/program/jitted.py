@@ -51,9 +51,8 @@ def shardings(abstract):
   return jax.tree.map(lambda x: x.sharding, abstract)
 
 
-def _abstract(make, mesh):
-  """Shapes and shardings of what `make` gives for a key."""
-  shapes = jax.eval_shape(make, jax.random.key(0))
+def _sharded(shapes, mesh):
+  """A tree of shapes with the sharding of each."""
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     shapes,
@@ -61,14 +60,17 @@ def _abstract(make, mesh):
   )
 
 
+@functools.cache
 def abstract_params(cfg, mesh):
   """Shapes and shardings of the weights."""
-  return _abstract(lambda key: model.init(key, cfg), mesh)
+  init = functools.partial(model.init, cfg=cfg)
+  return _sharded(jax.eval_shape(init, jax.random.key(0)), mesh)
 
 
-def abstract_state(new_state, cfg, mesh) -> TrainState:
-  """Shapes and shardings of a state; `new_state`: params -> state."""
-  return _abstract(lambda key: new_state(model.init(key, cfg)), mesh)
+def abstract_state(new_state, params, mesh) -> TrainState:
+  """Shapes and shardings of a state; `new_state`: abstract params -> state."""
+  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return _sharded(jax.eval_shape(new_state, jax.tree.map(shape, params)), mesh)
 
 
 def init_params(folder: str, cfg, abstract, mesh):

@@ -1,4 +1,4 @@
-"""A mistake in a row is named by file, line, column and value."""
+"""An error about a row names the file, line, column and value."""
 
 import base64
 import json
@@ -15,14 +15,14 @@ def row(**values):
   return Row("file:7", values)
 
 
-def test_a_missing_column_is_named_with_those_found():
+def test_an_error_about_a_missing_column_lists_the_others():
   with pytest.raises(UserError) as error:
     row(Problems="x", answer=1).column("Problem", "problem")
   assert str(error.value) == (
-    "file:7: expected a column 'Problem' or 'problem', found 'Problems', "
+    "file:7: expected a column 'Problem' or 'problem', got 'Problems', "
     "'answer'; did you mean 'Problems'?"
   )
-  with pytest.raises(UserError, match=r"found an empty object$"):
+  with pytest.raises(UserError, match=r"got an empty object$"):
     row().column("a")
 
 
@@ -36,13 +36,13 @@ def test_a_missing_column_is_named_with_those_found():
     (["1", 2], "1, 2"),
   ],
 )
-def test_text_spells_numbers_and_lists(value, text):
+def test_text_of_numbers_and_lists(value, text):
   assert row(a=value).text("b", "a") == text
 
 
 @pytest.mark.parametrize("value", ["", None, True, {}, [], [None], " ", [[1]]])
-def test_text_of_anything_else_is_refused(value):
-  with pytest.raises(UserError, match="file:7: column 'a': expected a text"):
+def test_text_of_anything_else_is_an_error(value):
+  with pytest.raises(UserError, match="file:7: column 'a': expected text"):
     row(a=value).text("a")
 
 
@@ -67,10 +67,10 @@ def test_functions_to_call_are_skipped():
     ({"input": "1", "output": "2"}, "expected a list of {'input', 'output'}"),
     (["1"], "expected a list of {'input', 'output'}"),
     ("3", "expected a list of {'input', 'output'}, got 3"),
-    ([{"input": 1, "output": "2"}], "expected texts as 'input' and 'output'"),
+    ([{"input": 1, "output": "2"}], "expected text as 'input' and 'output'"),
   ],
 )
-def test_other_tests_are_refused(value, words):
+def test_other_tests_are_an_error(value, words):
   with pytest.raises(UserError, match=f"file:7: column 't': {words}"):
     row(t=value).tests("t")
 

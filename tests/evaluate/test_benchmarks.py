@@ -1,4 +1,4 @@
-"""Each named set reads rows as they are published; nothing is lost silently."""
+"""Each benchmark reads rows as published, and counts those it leaves out."""
 
 import hashlib
 import json
@@ -60,7 +60,9 @@ def read(tmp_path):
     ("gsm8k", {"question": "q", "answer": "3 + 4 #### 7"}, "gsm8k", 1, "1"),
   ],
 )  # fmt: skip
-def test_sets_of_a_short_answer(read, name, row, reward, samples, identity):
+def test_benchmarks_with_a_short_reference(
+  read, name, row, reward, samples, identity
+):
   found = read(name, row)
   assert found.name.lower() == name.lower()
   assert found.problems == [Problem("q", "7", "")]
@@ -70,9 +72,9 @@ def test_sets_of_a_short_answer(read, name, row, reward, samples, identity):
   assert found.skipped == {}
 
 
-def test_several_final_answers_are_one():
+def test_several_final_answers_are_one_reference():
   row = {"question": "q", "final_answer": ["1", "2"]}
-  assert benchmarks._SETS["olympiadbench"].parse(
+  assert benchmarks._FORMATS["olympiadbench"].parse(
     benchmarks.Row("f:1", row)
   ) == ("q", "1, 2")
 
@@ -88,7 +90,7 @@ def test_livecodebench_has_all_tests(read):
   ]
 
 
-def test_what_cannot_be_judged_is_counted(read):
+def test_rows_that_cannot_be_scored_are_counted(read):
   functional = json.dumps([TEST | {"testtype": "functional"}])
   found = read(
     "livecodebench",
@@ -103,7 +105,7 @@ def test_what_cannot_be_judged_is_counted(read):
     read("livecodebench", CODE | {"public_test_cases": functional})
 
 
-def test_codeforces_tells_the_formats_and_has_a_rating(read):
+def test_codeforces_has_formats_and_a_rating(read):
   found = read("CodeForces", CODEFORCES, CODEFORCES | {"rating": None})
   assert found.ratings == [800.0, None]
   assert found.ids == ["1/A", "1/A"]
@@ -126,7 +128,7 @@ def test_codeforces_tells_the_formats_and_has_a_rating(read):
     ({"official_tests": [], "examples": None}, "no tests"),
   ],
 )
-def test_codeforces_that_tests_cannot_judge(read, change, reason):
+def test_codeforces_rows_that_tests_cannot_score(read, change, reason):
   found = read("codeforces", CODEFORCES, CODEFORCES | change)
   assert len(found.problems) == 1
   assert found.skipped == {reason: 1}
@@ -160,19 +162,17 @@ def test_codeforces_by_its_other_columns(read):
   for rating in ("hard", True, float("nan")):
     with pytest.raises(UserError, match=r":1: column 'rating': expected a num"):
       read("codeforces", CODEFORCES | {"rating": rating})
-  with pytest.raises(UserError, match="expected a column 'rating', found"):
+  with pytest.raises(UserError, match="expected a column 'rating', got"):
     read("codeforces", {"description": "d", "tests": [TEST]})
-  with pytest.raises(
-    UserError, match=r"'official_tests' or 'tests' or .*found"
-  ):
+  with pytest.raises(UserError, match=r"'official_tests' or 'tests' or .*got"):
     read("codeforces", {"description": "d", "rating": 800})
 
 
-def test_a_set_of_ones_own(read):
+def test_a_benchmark_of_another_name(read):
   row = {"question": "q", "answer": "a #### b"}
-  found = read("mine", row, reward="package.module.judge")
+  found = read("mine", row, reward="package.module.reward")
   assert (found.name, found.reward, found.samples) == (
-    "mine", "package.module.judge", 1
+    "mine", "package.module.reward", 1
   )  # fmt: skip
   assert found.problems == [Problem("q", "a #### b", "")]
   assert read("AIME24", row, reward="gsm8k").reward == "gsm8k"
@@ -183,7 +183,7 @@ def test_mistakes(read, tmp_path):
     read("AMIE24", {})
   with pytest.raises(UserError, match=r"cannot read .*nope.*: No such file"):
     benchmarks.read("AIME24", str(tmp_path / "nope"))
-  with pytest.raises(UserError, match=r"data file .*: Is a directory"):
+  with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
     benchmarks.read("AIME24", str(tmp_path))
   with pytest.raises(UserError, match="no usable row; left out: 0"):
     read("AIME24")
@@ -191,7 +191,7 @@ def test_mistakes(read, tmp_path):
   with pytest.raises(
     UserError,
     match=r"set.jsonl:2: expected a column 'answer' or 'Answer', "
-    r"found 'problem', 'ansewr'; did you mean 'ansewr'\?",
+    r"got 'problem', 'ansewr'; did you mean 'ansewr'\?",
   ):
     read("AIME24", good, {"problem": "q", "ansewr": 7})
 

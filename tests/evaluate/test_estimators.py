@@ -16,7 +16,7 @@ def subsets(n, k):
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 6])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(n):
   correct = np.array(list(itertools.product([False, True], repeat=n)))
   for k in range(1, n + 1):
     share = np.mean([[r[s].any() for s in subsets(n, k)] for r in correct])
@@ -24,16 +24,16 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
 
 
 @pytest.mark.parametrize("k", [-1, 0, 4])
-def test_k_of_n_needs_n_answers(k):
-  with pytest.raises(ValueError, match=rf"k={k} .*1\.\.3"):
+def test_k_of_n_needs_n_responses(k):
+  with pytest.raises(ValueError, match=rf"k={k}: .*1\.\.3"):
     estimators.pass_at_k(np.ones((2, 3), bool), k)
-  with pytest.raises(ValueError, match=rf"k={k} .*1\.\.3"):
+  with pytest.raises(ValueError, match=rf"k={k}: .*1\.\.3"):
     estimators.majority_at_k(["abc"] * 2, np.ones((2, 3), bool), k)
 
 
-def vote(answers, worth):
-  """Right or not, of one subset: the share of the winners that are right."""
-  counts = collections.Counter(a for a in answers if a is not None)
+def vote(results, worth):
+  """The share of one subset's winners that are correct."""
+  counts = collections.Counter(r for r in results if r is not None)
   if not counts:
     return 0.0
   top = max(counts.values())
@@ -60,7 +60,7 @@ def test_majority_at_k_is_the_mean_over_subsets(n):
       assert found == pytest.approx(expected, abs=1e-12), (keys, k)
 
 
-def test_majority_of_ties_the_silent_and_the_divided():
+def test_majority_with_ties_missing_and_divided_votes():
   majority = lambda votes, right, k: estimators.majority_at_k(
     [votes], np.array([right], bool), k
   )
@@ -73,7 +73,7 @@ def test_majority_of_ties_the_silent_and_the_divided():
   assert majority("aab", [1, 0, 0], 3) == 0.5
 
 
-def test_majority_of_many_answers_is_fast_and_close_to_a_drawn_one():
+def test_majority_of_many_responses_is_close_to_a_sampled_one():
   rng = np.random.default_rng(0)
   votes = rng.choice(5, size=64, p=[0.3, 0.25, 0.2, 0.15, 0.1])
   exact = estimators.majority_at_k([votes.tolist()], votes[None] == 0, 16)
@@ -84,7 +84,7 @@ def test_majority_of_many_answers_is_fast_and_close_to_a_drawn_one():
   assert exact == pytest.approx(np.mean(drawn), abs=4 * 0.5 / 141)
 
 
-def test_majority_of_a_thousand_answers():
+def test_majority_of_a_thousand_responses_is_fast():
   # Each right with chance 1/4 where all differ, whatever k. It took 15 s.
   votes, right = [list(range(1000))], np.arange(1000)[None] % 4 == 0
   start = time.process_time()
@@ -110,9 +110,9 @@ def test_a_majority_of_one_or_two_is_the_average():
     assert found == pytest.approx(right.mean())
 
 
-def test_the_error_of_an_average_is_over_questions():
+def test_the_error_of_an_average_is_over_problems():
   rng = np.random.default_rng(2)
-  share = rng.random((4000, 5))  # 4000 sets of 5 questions
+  share = rng.random((4000, 5))  # 4000 benchmarks of 5 problems
   scores = (rng.random((4000, 5, 4)) < share[..., None]).astype(np.float32)
   found = [estimators.avg(s) for s in scores]
   means, errors = map(np.array, zip(*found, strict=True))

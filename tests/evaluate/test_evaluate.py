@@ -1,4 +1,4 @@
-"""The command on a checkpoint: what it writes, resumes and complains about."""
+"""The command on a checkpoint: its files, how it continues, its errors."""
 
 import json
 import os
@@ -15,7 +15,6 @@ from absl.testing import flagsaver
 from repository import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import evaluate
 from gspo_jax.data.tasks import Chain
 from gspo_jax.evaluate import __main__, evaluator
 from gspo_jax.evaluate.judge import Responses
@@ -43,20 +42,21 @@ def workdir(tmp_path_factory):
   c = config()
   mesh = sharding.make_mesh(**c.mesh)
   with jax.set_mesh(mesh):
-    made = build_program(parse(c), mesh)
-    saved = {"identity": load_params.identity(made)}
+    program = build_program(parse(c), mesh, training=False)
+    saved = {"identity": load_params.identity(program)}
     with Checkpoints(folder / "checkpoints", every=1, keep=2) as checkpoints:
       for step in (1, 2):
-        state = made.learner.init_state(made.init_params(jax.random.key(step)))
-        checkpoints.save(step, state, saved)
+        params = program.init_params(jax.random.key(step))
+        checkpoints.save(step, {"params": params}, saved)
   return folder
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-  """Eleven questions of the embedded task, and two rated ones for programs."""
+  """Eleven problems of the embedded task, and two rated ones for programs."""
   folder = tmp_path_factory.mktemp("sets")
-  rows = [p._asdict() for p in map(Chain((1,)).__getitem__, range(11))]
+  problems = map(Chain((1,)).__getitem__, range(11))
+  rows = [{"question": p.text, "answer": p.reference} for p in problems]
   rows[4] = rows[0]  # the first of the second batch
   (folder / "chain.jsonl").write_text("\n".join(map(json.dumps, rows)))
   row = {"rating": 900, "tests": [{"input": "1", "output": "1"}]}
@@ -69,7 +69,7 @@ def run(workdir, files, out, **options):
   options = {"samples": 6, "reward": "final_answer"} | options
   c = config()
   c.reward.seconds = options.pop("seconds", 10.0)
-  return evaluate.evaluate(c, str(workdir), files, out=str(out), **options)
+  return evaluator.evaluate(c, str(workdir), files, out=str(out), **options)
 
 
 def read(out):
@@ -82,21 +82,21 @@ def whole(workdir, files, tmp_path_factory):
   return out, run(workdir, files, out)
 
 
-def test_each_answer_is_kept(whole):
+def test_each_response_is_written(whole):
   out, summaries = whole
   rows = read(out)
   assert len(rows) == 6 * (11 + 2)
   assert [r["set"] for r in rows] == ["chain"] * 66 + ["CodeForces"] * 12
   assert set(rows[0]) == {
-    "set", "id", "question", "sample", "text", "reference", "score", "failed",
-    "tokens", "finish",
+    "set", "id", "problem", "sample", "response", "reference", "score",
+    "failed", "tokens", "finish",
   }  # fmt: skip
   problem = Chain((1,))[10]
-  assert (rows[65]["question"], rows[65]["reference"]) == problem[:2]
+  assert (rows[65]["problem"], rows[65]["reference"]) == problem[:2]
   assert (rows[65]["id"], rows[65]["sample"]) == ("11", 5)
-  said = [r["text"] for r in rows]
-  assert rows[0]["question"] == rows[24]["question"]
-  assert said[:6] != said[24:30]
+  responses = [r["response"] for r in rows]
+  assert rows[0]["problem"] == rows[24]["problem"]
+  assert responses[:6] != responses[24:30]
   for r in rows:
     assert r["tokens"] <= 12
     assert r["finish"] == "stopped" or r["tokens"] == 12
@@ -106,32 +106,32 @@ def test_each_answer_is_kept(whole):
   assert results["settings"]["config"]["sampler"]["max_new_tokens"] == 12
 
 
-def test_the_numbers_are_those_of_the_answers(whole):
+def test_the_numbers_are_those_of_the_responses(whole):
   out, (chain, code) = whole
   rows = [r for r in read(out) if r["set"] == "chain"]
   assert chain["avg"] == pytest.approx(sum(r["score"] for r in rows) / 66)
   truncated = sum(r["finish"] == "truncated" for r in rows) / 66
   assert chain["truncated"] == pytest.approx(truncated)
-  assert (chain["questions"], chain["samples"]) == (11, 6)
+  assert (chain["problems"], chain["samples"]) == (11, 6)
   assert set(chain["pass"]) == set(chain["majority"]) == {"1", "2", "4", "6"}
   assert chain["elo"] is None
   assert code["elo"]["bounded"]
 
 
-def test_a_judge_with_arguments(workdir, files, tmp_path):
+def test_a_reward_with_arguments(workdir, files, tmp_path):
   run(workdir, files[1:], tmp_path, reward="code:total=60,seconds=2")
   settings = json.loads((tmp_path / "settings.json").read_text())
-  own = settings["sets"]["CodeForces"]
-  assert own["reward"] == "code:total=60,seconds=2"
-  assert own["seconds"] == 70
+  found = settings["sets"]["CodeForces"]
+  assert found["reward"] == "code:total=60,seconds=2"
+  assert found["seconds"] == 70
   with pytest.raises(UserError, match=r"CodeForces.reward='code:total=60"):
     run(workdir, files[1:], tmp_path, reward="code:total=5")
 
 
-def test_seconds_of_a_judge():
+def test_seconds_of_a_reward():
   c = config()
   c.reward.seconds = 7.0
-  of = lambda reward: evaluator._seconds(c, reward)
+  of = lambda reward: evaluator._seconds(parse(c), reward)
   assert of("final_answer") == of("length:limit=50") == 7
   assert of("code") == 40
   assert of("code:total=9") == 19
@@ -139,18 +139,18 @@ def test_seconds_of_a_judge():
   assert of("code:total=9") == 90
 
 
-def test_an_interrupted_command_goes_on(
+def test_an_interrupted_command_continues(
   whole, workdir, files, tmp_path, monkeypatch
 ):
-  keep, calls = evaluator.AnswerFile.append, []
+  append, calls = evaluator.AnswersFile.append, []
 
-  def fails_third(self, rows):
-    calls.append(rows[0]["set"])
+  def fails_third(self, records):
+    calls.append(records[0]["set"])
     if len(calls) == 3:
       raise KeyboardInterrupt
-    keep(self, rows)
+    append(self, records)
 
-  monkeypatch.setattr(evaluator.AnswerFile, "append", fails_third)
+  monkeypatch.setattr(evaluator.AnswersFile, "append", fails_third)
   with pytest.raises(KeyboardInterrupt):
     run(workdir, files, tmp_path)
   assert 0 < len(read(tmp_path)) < 66
@@ -163,7 +163,7 @@ def test_an_interrupted_command_goes_on(
 
 
 def test_a_step_of_the_run(whole, workdir, files):
-  # Step 2 is the newest: all of its answers are there.
+  # Step 2 is the newest: all of its responses are there.
   assert run(workdir / "checkpoints/2", files, whole[0]) == whole[1]
   with pytest.raises(UserError, match=r"weights=.*use another folder"):
     run(workdir / "checkpoints/1", files, whole[0])
@@ -175,7 +175,7 @@ def test_a_step_of_the_run(whole, workdir, files):
   ("change", "words"),
   [
     ({"samples": 5}, r"sets.chain.samples=6, this run .*=5"),
-    ({"limit": 3}, r"sets.chain.questions=11, this run .*=3"),
+    ({"limit": 3}, r"sets.chain.problems=11, this run .*=3"),
     ({"reward": "gsm8k"}, r"sets.chain.reward='final_answer'"),
     ({"seconds": 3.0}, r"sets.chain.seconds=10.0, this run .*=3.0"),
   ],
@@ -191,9 +191,13 @@ def test_other_settings_are_not_mixed_in(whole, workdir, files, change, words):
     (["AIME24"], {}, "--set=AIME24: expected NAME=FILE"),
     (["=x"], {}, "--set==x: expected NAME=FILE"),
     (["a=FILE", "A=FILE", "a=FILE"], {}, "--set=a=.*: a is there twice"),
-    (["a=FILE"], {"reward": ""}, "--set=a: no such set; .*needs --reward"),
+    (
+      ["a=FILE"],
+      {"reward": ""},
+      "--set=a: no such benchmark; .*needs --reward",
+    ),
     (["a=FILE"], {"reward": "final"}, "unknown reward 'final': .*final_answer"),
-    (["a=nope"], {}, "data file 'nope': No such file"),
+    (["a=nope"], {}, "cannot read 'nope': No such file"),
   ],
 )
 def test_mistakes(workdir, files, tmp_path, sets, options, words):
@@ -211,18 +215,18 @@ def test_folders_without_weights(files, tmp_path):
   assert not (tmp_path / "nothing").exists()
 
 
-def test_a_question_that_is_too_long(workdir, tmp_path):
+def test_a_problem_that_is_too_long(workdir, tmp_path):
   row = {"question": "1" * 9, "answer": "1"}
   (tmp_path / "long").write_text(json.dumps(row))
   with pytest.raises(UserError, match=r"9 tokens, more than data.max_prompt"):
     run(workdir, [f"a={tmp_path}/long"], tmp_path / "out")
 
 
-class Judge:
-  """A scorer whose reward fails on some answers."""
+class FailingPool:
+  """A reward pool whose reward fails on some responses."""
 
-  def submit(self, answers):
-    failed = np.array([a.text == "fail" for a in answers])
+  def submit(self, responses):
+    failed = np.array([r.text == "fail" for r in responses])
     scores = Scores(0.0 * failed, {}, failed, ("why",) * any(failed))
     return SimpleNamespace(result=lambda: scores)
 
@@ -245,25 +249,25 @@ class Judge:
     ("nnynyy", 6, ""),  # of all so far, not of the last batch
   ],
 )
-def test_a_judge_that_fails_too_often_stops_it(
+def test_a_reward_that_fails_too_often_stops_it(
   files, tmp_path, monkeypatch, fails, kept, words
 ):
   (chain,) = evaluator._read(files[:1], 1, len(fails), "final_answer")
-  said = iter("fail" if f == "y" else "2" for f in fails)
+  responses = iter("fail" if f == "y" else "2" for f in fails)
 
-  def reply(params, asked, key):
-    texts = [next(said) for _ in asked]
-    count = [1] * len(texts)
-    return Responses(list(asked), texts, count, [False] * len(texts), 9)
+  def sample(params, problems, key):
+    texts = [next(responses) for _ in problems]
+    count = len(texts)
+    return Responses(list(problems), texts, [1] * count, [False] * count, 9)
 
-  pupil = SimpleNamespace(at_once=2, reply=reply)
-  batches = evaluator._batches([chain], [pupil])
-  monkeypatch.setattr(evaluator, "_scorer", lambda *_: Judge())
+  sampler = SimpleNamespace(batch_size=2, sample=sample)
+  batches = evaluator._batches([chain], [sampler])
+  monkeypatch.setattr(evaluator, "_reward_pool", lambda *_: FailingPool())
   stops = nullcontext()
   if words:  # on every process
     stops = pytest.raises(multihost.AgreedError, match=words)
-  with evaluator.AnswerFile(str(tmp_path), {}, batches, dict) as answers, stops:
-    evaluator._run_benchmark(config(), chain, pupil, None, answers)
+  with evaluator.AnswersFile(str(tmp_path), {}, batches, dict) as file, stops:
+    evaluator._run(parse(config()), chain, sampler, None, file)
   assert len(read(tmp_path)) == kept
 
 
@@ -295,9 +299,9 @@ def test_the_command(workdir, files, tmp_path):
   )
   assert done.returncode == 0, done.stderr
   head, row = done.stdout.splitlines()
-  assert head.split()[:4] == ["set", "questions", "samples", "avg@n"]
+  assert head.split()[:4] == ["set", "problems", "samples", "avg@n"]
   assert row.split()[:3] == ["chain", "5", "2"]
-  assert "5 of 5 questions" in done.stderr
+  assert "5 of 5 problems" in done.stderr
   settings = json.loads((tmp_path / "settings.json").read_text())
   assert settings["config"]["sampler"]["temperature"] == 0.5
 
@@ -324,17 +328,17 @@ def test_the_command(workdir, files, tmp_path):
 )
 def test_flags(arguments, words, monkeypatch, capsys):
   monkeypatch.setattr(sys, "argv", ["gspo", *arguments])
-  monkeypatch.setattr(evaluator.main, "on_hosts", lambda work: work())
+  monkeypatch.setattr(__main__.command, "on_hosts", lambda work: work())
   with flagsaver.flagsaver(), pytest.raises(UserError) as error:
     __main__._command(__main__._parse(sys.argv))
   assert words in str(error.value)
 
 
-# Of many processes.
+# Several processes.
 
 
 @pytest.mark.slow
-def test_two_processes_answer_as_one(workdir, files, tmp_path):
+def test_two_processes_respond_as_one(workdir, files, tmp_path):
   def start(out, devices, *more):
     flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
@@ -357,12 +361,12 @@ def test_two_processes_answer_as_one(workdir, files, tmp_path):
   jobs = [start("one", 2), *(start("two", 1, *pair, f"--process_id={i}")
           for i in range(2))]  # fmt: skip
   try:
-    told = [(*job.communicate(timeout=240), job.returncode) for job in jobs]
+    results = [(*job.communicate(timeout=240), job.returncode) for job in jobs]
   finally:
     for job in jobs:
       job.kill()
-  assert [code for *_, code in told] == [0, 0, 0], told
-  assert told[1][0].endswith(told[0][0])  # behind what Gloo says
-  assert "chain" in told[0][0]
-  assert "chain" not in told[2][0] + told[2][1]
+  assert [code for *_, code in results] == [0, 0, 0], results
+  assert results[1][0].endswith(results[0][0])  # after what Gloo prints
+  assert "chain" in results[0][0]
+  assert "chain" not in results[2][0] + results[2][1]
   assert read(tmp_path / "two") == read(tmp_path / "one")

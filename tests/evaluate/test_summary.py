@@ -1,4 +1,4 @@
-"""A set's numbers against counts by hand, and the table that shows them."""
+"""The numbers of a benchmark against counts by hand, and the table."""
 
 import json
 
@@ -9,7 +9,7 @@ from gspo_jax.evaluate import summary
 from gspo_jax.evaluate.benchmarks import Benchmark
 
 
-def questions(count=2, reward="math", ratings=None, **changes):
+def benchmark(count=2, reward="math", ratings=None, **changes):
   return Benchmark(
     name="Mine",
     reward=reward,
@@ -22,40 +22,42 @@ def questions(count=2, reward="math", ratings=None, **changes):
   )._replace(**changes)
 
 
-def row(text, score, finish="stopped", failed=False, tokens=3, reward="math"):
+def record(
+  text, score, finish="stopped", failed=False, tokens=3, reward="math"
+):
   whole = {
-    "text": text,
+    "response": text,
     "reference": "1",
     "score": score,
     "finish": finish,
     "failed": failed,
     "tokens": tokens,
   }
-  kept = summary.brief(reward, whole)
-  assert set(whole) - set(kept) == {"text", "reference"}
+  kept = summary.shorten(reward, whole)
+  assert set(whole) - set(kept) == {"response", "reference"}
   return kept
 
 
-ROWS = [
-  row(r"\boxed{1}", 1.0),
-  row(r"\boxed{2}", 0.0, "truncated"),
-  row("none", 0.0, failed=True, tokens=5),
-  row(r"\boxed{1.0}", 1.0),
+RECORDS = [
+  record(r"\boxed{1}", 1.0),
+  record(r"\boxed{2}", 0.0, "truncated"),
+  record("none", 0.0, failed=True, tokens=5),
+  record(r"\boxed{1.0}", 1.0),
 ]
 
 
-def test_the_numbers_of_a_set():
-  found = summary.summarize(questions(), ROWS)
+def test_the_numbers_of_a_benchmark():
+  found = summary.summarize(benchmark(), RECORDS)
   assert found == {
     "set": "Mine",
     "reward": "math",
-    "questions": 2,
+    "problems": 2,
     "skipped": {},
     "samples": 2,
     "avg": 0.5,
     "avg_error": 0.0,
     "pass": {"1": 0.5, "2": 1.0},
-    # A tie, and a question where one of two answers has no vote.
+    # A tie, and a problem where one of two responses has no vote.
     "majority": {"1": 0.5, "2": 0.75},
     "elo": None,
     "rated": 0,
@@ -65,18 +67,18 @@ def test_the_numbers_of_a_set():
   }
 
 
-def test_programs_have_no_majority_and_rated_ones_an_elo():
-  many = questions(3, "code", [1000, None, 1000.0])
-  rows = ROWS + ROWS[1:3]  # of the third, none is right
+def test_programs_have_no_majority_but_an_elo():
+  many = benchmark(3, "code", [1000, None, 1000.0])
+  rows = RECORDS + RECORDS[1:3]  # of the third, none is right
   found = summary.summarize(many, rows)
   assert found["majority"] is None
   assert found["rated"] == 2
-  # One answer in four of those to the two with a rating.
+  # One response in four, of those to the two problems with a rating.
   assert found["elo"]["bounded"] is False
   assert found["elo"]["rating"] == pytest.approx(1000 - 400 * 0.4771, abs=0.1)
-  none = summary.summarize(questions(1, "code", [1000]), ROWS[1:3])
+  none = summary.summarize(benchmark(1, "code", [1000]), RECORDS[1:3])
   assert (none["elo"]["low"], none["elo"]["bounded"]) == (None, True)
-  assert none["avg_error"] is None  # one question has no spread
+  assert none["avg_error"] is None  # one problem has no spread
   json.dumps([found, none], allow_nan=False)
 
 
@@ -103,7 +105,7 @@ def test_no_result_no_vote(reward):
   assert summary.vote(reward, "#### ") is None
 
 
-def test_long_results_vote_but_are_not_remembered():
+def test_long_results_vote_as_a_hash():
   long = "####" + "9" * 1_000_000
   vote = summary.vote("math", long)
   assert vote == summary.vote("math", f"so\n{long}") is not None
@@ -115,36 +117,36 @@ def test_words_are_no_vote_for_a_number():
   assert summary.vote("gsm8k", "#### many") is None
 
 
-def test_correct_answers_are_one_vote_however_they_are_written():
-  rows = [row(rf"\boxed{{{text}}}", right) for text, right in
+def test_correct_results_are_one_vote_however_they_are_written():
+  rows = [record(rf"\boxed{{{text}}}", right) for text, right in
           [(r"\frac{1}{2}", 1.0), ("0.5", 1.0), ("2^{-1}", 1.0), ("3", 0.0),
            ("3", 0.0)]]  # fmt: skip
-  found = summary.summarize(questions(1), rows)
+  found = summary.summarize(benchmark(1), rows)
   assert found["majority"]["5"] == 1.0
-  # One of three equal texts could not be judged: their vote is worth less.
-  rows = [row(r"\boxed{1}", 1.0), row(r"\boxed{1}", 0.0, failed=True)]
-  found = summary.summarize(questions(1), rows)
+  # One of two equal texts could not be scored: their vote is worth half.
+  rows = [record(r"\boxed{1}", 1.0), record(r"\boxed{1}", 0.0, failed=True)]
+  found = summary.summarize(benchmark(1), rows)
   assert found["majority"]["2"] == 0.5
 
 
 def test_rewards_with_arguments():
-  many = questions(reward="math:strict=1")
-  assert summary.summarize(many, ROWS)["majority"] is not None
-  rows = [row("", 1.0, reward="code:total=20")] * 4
-  code = questions(reward="code:total=20")
+  many = benchmark(reward="math:strict=1")
+  assert summary.summarize(many, RECORDS)["majority"] is not None
+  rows = [record("", 1.0, reward="code:total=20")] * 4
+  code = benchmark(reward="code:total=20")
   assert summary.summarize(code, rows)["majority"] is None
 
 
 def test_the_table():
-  rated = questions(3, "code", [1000, None, 1000], skipped={"no tests": 4})
+  rated = benchmark(3, "code", [1000, None, 1000], skipped={"no tests": 4})
   text = summary.render(
     [
-      summary.summarize(questions(), ROWS),
-      summary.summarize(rated, ROWS[1:3] * 3),
+      summary.summarize(benchmark(), RECORDS),
+      summary.summarize(rated, RECORDS[1:3] * 3),
     ]
   )
   lines = [line.split() for line in text.splitlines()]
-  assert lines[0][:5] == ["set", "questions", "samples", "avg@n", "pass@n"]
+  assert lines[0][:5] == ["set", "problems", "samples", "avg@n", "pass@n"]
   assert lines[1] == [
     "Mine", "2", "2", "0.500", "±", "0.000", "1.000", "0.750", "-", "25.0%",
     "25.0%",
@@ -152,8 +154,8 @@ def test_the_table():
   assert lines[2][6:11] == ["0.000", "-", "809*", "(-inf", "to"]
   assert text.splitlines()[3:] == [
     "Mine: 4 rows left out: no tests",
-    "Mine: Elo over the 2 questions that have a rating",
-    "Mine: * nearly all or none solved: at half a problem from it",
+    "Mine: Elo over the 2 problems that have a rating",
+    "Mine: * nearly all or none solved: rated at half a problem",
   ]
   widths = {len(line) for line in text.splitlines()[:3]}
   assert len(widths) == 1

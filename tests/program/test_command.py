@@ -1,22 +1,18 @@
-"""What a user can get wrong: one line that begins `error:`, exit code 2."""
+"""Flags of the command: mistakes are one line, and the exit code is 2."""
 
 import os
 import signal
 import subprocess
 import sys
 
-import jax
 import pytest
 from absl import flags
 from absl.testing import flagsaver
-from gspo_jax.program.checks import divides
 from repository import ROOT
 
 from gspo_jax import main, train
-from gspo_jax.program import command
-from gspo_jax.program.config import parse
-from gspo_jax.program.functions import build_program
-from gspo_jax.runtime import multihost, sharding
+from gspo_jax.program import command, config
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
@@ -26,7 +22,7 @@ PROCESSES = ("--coordinator=host:1234", "--num_processes=2")
 
 @pytest.fixture
 def parse(monkeypatch):
-  """`main.parse` on a command line, the process's flags as they were after."""
+  """Parses a command line, and restores the flags of the process."""
 
   def call(*arguments):
     # ml_collections reads sys.argv itself.
@@ -36,12 +32,6 @@ def parse(monkeypatch):
       return flags.FLAGS.config, flags.FLAGS.workdir
 
   return call
-
-
-def check(config):
-  """What `train` does with a config before any work, on one device."""
-  mesh = sharding.make_mesh(jax.devices()[:1], **config.mesh)
-  build_program(parse(config), mesh)
 
 
 def assert_one_line(text):
@@ -54,7 +44,7 @@ def assert_one_line(text):
 
 
 def test_overrides_reach_the_config(parse):
-  config, workdir = parse(
+  typed, workdir = parse(
     TINY,
     "--config.seed=3",
     "--config.optim.learning_rate",
@@ -65,13 +55,13 @@ def test_overrides_reach_the_config(parse):
     "--config.objective.name=grpo",
     "--workdir=there",
   )
-  assert config.seed == 3
-  assert config.optim.learning_rate == 2e-4
-  assert config.model.remat is False
-  assert config.data.chain_steps == (1, 3)
-  assert config.objective.name == "grpo"
+  parsed = config.parse(typed)
+  assert parsed.seed == 3
+  assert parsed.optim.learning_rate == 2e-4
+  assert parsed.model.remat is False
+  assert parsed.data.chain_steps == (1, 3)
+  assert parsed.objective.name == "grpo"
   assert workdir == "there"
-  check(config)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +76,11 @@ def test_overrides_reach_the_config(parse):
      "did you mean 'optim.learning_rate'?"),
     ([TINY, WORKDIR, "--config.data.batch_size=8"],
      "--config.data.batch_size=8: no such key; did you mean 'data.prompts'"),
+    ([TINY, WORKDIR, "--config.paging.slots=8"],
+     "--config.paging.slots=8: no such key; did you mean "
+     "'continuous_batching.slots'"),
+    ([TINY, WORKDIR, "--config.sampler.group_size", "4"],
+     "did you mean 'rollout.group_size'?"),
     ([TINY, WORKDIR, "-config.sed=1"], "did you mean 'seed'?"),
     ([TINY, WORKDIR, "--noconfig.model.remats"], "mean 'model.remat'?"),
     ([TINY, WORKDIR, "--config.sed", "1"], "did you mean 'seed'?"),
@@ -119,132 +114,50 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
   assert_one_line(str(error.value))
 
 
-# Values that the flags' types allow.
+# Several processes.
+
+
+@pytest.fixture
+def run_main(monkeypatch):
+  """Runs `main` without other processes, with `train` replaced: its code."""
+
+  def call(train_and_evaluate):
+    monkeypatch.setattr(multihost, "start", lambda *_: None)
+    monkeypatch.setattr(train, "train_and_evaluate", train_and_evaluate)
+    monkeypatch.setattr(command.logging, "set_verbosity", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["gspo", TINY, WORKDIR])
+    with flagsaver.flagsaver():
+      command.parse(sys.argv)
+      return main._main([])
+
+  return call
 
 
 @pytest.mark.parametrize(
-  ("override", "words"),
-  [
-    ("objective.name=gpso", "objective.name='gpso': did you mean 'gspo'"),
-    ("objective.name=x", "choose one of cispo, dapo, dr_grpo, gmpo, grpo"),
-    ("objective.old_logps=sampled", "did you mean 'sampler'"),
-    ("model.variant=qwen3-8", "model.variant='qwen3-8': did you mean 'qwen3-"),
-    ("model.variant=qwen3-14b", "'qwen3-14b': choose one of llama3.1-8b, "),
-    ("model.dtype=float16", "did you mean 'bfloat16'"),
-    ("rollout.group_size=1", "rollout.group_size=1: expected at least 2"),
-    ("rollout.group_size=0", "rollout.group_size=0: expected at least 2"),
-    ("sampler.temperature=0", "sampler.temperature=0.0: expected more than 0"),
-    ("sampler.top_p=1.5", "sampler.top_p=1.5"),
-    ("sampler.max_new_tokens=0", "sampler.max_new_tokens=0"),
-    ("data.prompts=6", "data.prompts = 6 is not divisible by learner.minib"),
-    ("learner.minibatches=3", "= 4 is not divisible by .*nearest divisor is 2"),
-    ("learner.minibatches=0", "divisible by learner.minibatches = 0"),
-    (
-      "learner.micro_batch_size=3",
-      "= 4 is not divisible by learner.micro_batch_size = 3",
-    ),
-    (
-      "learner.micro_batch_size=64",
-      "learner.micro_batch_size = 64; the nearest divisor",
-    ),
-    ("cold_start.batch=6", "cold_start.batch = 6 is not divisible by learner"),
-    ("eval.samples=0", "eval.samples=0: expected at least 1"),
-    ("eval.every=0", "eval.every=0"),
-    ("log.samples_every=0", "log.samples_every=0"),
-    ("optim.learning_rate=-1", "optim.learning_rate=-1.0: expected 0 or more"),
-    ("optim.learning_rate=nan", "optim.learning_rate=nan"),
-    ("optim.clip_norm=0", "optim.clip_norm=0.0"),
-    ("optim.warmup_steps=-3", "optim.warmup_steps=-3: expected 0 or more"),
-    ("optim.b2=1.5", "optim.b2=1.5: expected 0 or more, under 1"),
-    ("cold_start.learning_rate=0", "cold_start.learning_rate=0.0: expected"),
-    ("cold_start.check_every=0", "cold_start.check_every=0"),
-    ("cold_start.gate=7", "cold_start.gate=7.0: expected 0 to 1"),
-    ("checkpoint.every=0", "checkpoint.every=0"),
-    ("objective.clip_low=-0.5", "clip_low=-0.5: expected .* -1 for the method"),
-    ("sampler.temperature=inf", "sampler.temperature=inf"),
-    ("sampler.min_new_tokens=99", "min_new_tokens=99: expected 0 to max_new"),
-    ("data.prompts=0", "data.prompts = 0: expected at least 1"),
-    ("num_steps=-3", "num_steps=-3"),
-    ("log.samples=-1", "log.samples=-1"),
-    ("seed=-1", "seed=-1: expected 0 or more, under"),
-    ("seed=99999999999999999999", "seed=9+: expected 0 or more, under"),
-    ("data.too_long=cut", "data.too_long='cut': choose one of drop, error"),
-    ("data.instruction=Go", "data.instruction='Go': expected {problem} in it"),
-    ("data.tokenizer=nope", "tokenizer 'nope': no such folder"),
-    ("reward.seconds=0", "reward.seconds=0.0: expected more than 0"),
-    ("reward.max_failed=1.5", "reward.max_failed=1.5: expected 0 to 1"),
-    ("reward.workers=0", "reward.workers=0: expected at least 1"),
-    ("model.checkpoint=nope", "nope"),
-    ("mesh.data=3", "does not multiply to the 1 devices here"),
-    ("mesh.fsdp=2", "does not multiply to the 1 devices here"),
-    ("mesh.tensor=-1", "does not multiply to the 1 devices here"),
-  ],
-)
-def test_a_value_that_cannot_work_is_named(parse, override, words):
-  config, _ = parse(TINY, WORKDIR, f"--config.{override}")
-  with pytest.raises(UserError, match=words) as error:
-    check(config)
-  assert_one_line(str(error.value))
-
-
-def test_more_devices_than_rows(debug_config):
-  mesh = sharding.make_mesh(data=8)
-  with pytest.raises(UserError, match=r"prompts = 4 .*share rows = 8"):
-    build_program(parse(debug_config), mesh)
-  debug_config.data.prompts = 8
-  with pytest.raises(UserError, match=r"micro_batch_size = 4 .*share rows = 8"):
-    build_program(parse(debug_config), mesh)
-
-
-@pytest.mark.parametrize(
-  ("size", "divisor", "nearest"), [(4, 3, 2), (12, 5, 4), (7, 3, 1), (4, 0, 1)]
-)
-def test_divides_tells_the_nearest_divisor(size, divisor, nearest):
-  with pytest.raises(
-    UserError, match=f"a = {size} .* b = {divisor};.* {nearest}$"
-  ):
-    divides("a", size, "b", divisor)
-  divides("a", size, "b", nearest)
-
-
-# Of many processes.
-
-
-@pytest.mark.parametrize(
-  ("kind", "first", "told"),
+  ("kind", "is_primary", "prints"),
   [
     (multihost.AgreedError, True, True),
     (multihost.AgreedError, False, False),
     (UserError, True, True),
-    (UserError, False, True),  # the others may know nothing of it
+    (UserError, False, True),  # other processes may not have raised it
   ],
 )
-def test_who_tells_a_mistake(monkeypatch, capsys, kind, first, told):
+def test_which_process_prints_an_error(
+  monkeypatch, capsys, run_main, kind, is_primary, prints
+):
   def fail(*_):
     raise kind("a\nmistake")
 
-  monkeypatch.setattr(multihost, "start", lambda *_: None)
-  monkeypatch.setattr(multihost, "first", lambda: first)
-  monkeypatch.setattr(train, "train_and_evaluate", fail)
-  monkeypatch.setattr(main.logging, "set_verbosity", lambda _: None)
-  monkeypatch.setattr(sys, "argv", ["gspo", TINY, WORKDIR])
-  with flagsaver.flagsaver():
-    command.parse(sys.argv)
-    assert main._main([]) == 2
-  assert capsys.readouterr() == ("", "error: a mistake\n" if told else "")
+  monkeypatch.setattr(multihost, "is_primary", lambda: is_primary)
+  assert run_main(fail) == 2
+  assert capsys.readouterr() == ("", "error: a mistake\n" if prints else "")
 
 
 @pytest.mark.parametrize(("state", "code"), [("trained", 0), (None, 75)])
-def test_a_run_that_sigterm_stopped_has_its_own_code(monkeypatch, state, code):
-  monkeypatch.setattr(multihost, "start", lambda *_: None)
-  monkeypatch.setattr(train, "train_and_evaluate", lambda *_: state)
-  monkeypatch.setattr(main.logging, "set_verbosity", lambda _: None)
-  monkeypatch.setattr(sys, "argv", ["gspo", TINY, WORKDIR])
+def test_a_run_that_sigterm_stopped_exits_with_75(run_main, state, code):
   before = signal.getsignal(signal.SIGTERM)
   try:
-    with flagsaver.flagsaver():
-      command.parse(sys.argv)
-      assert main._main([]) == code
+    assert run_main(lambda *_: state) == code
     signal.raise_signal(signal.SIGTERM)  # one that comes too late
   finally:
     signal.signal(signal.SIGTERM, before)
@@ -265,7 +178,9 @@ def test_a_run_that_sigterm_stopped_has_its_own_code(monkeypatch, state, code):
     ("file/below", ["--config.seed=1"], "cannot be written: NotADirectory"),
   ],
 )  # fmt: skip
-def test_the_command_complains_in_one_line(tmp_path, workdir, arguments, words):
+def test_the_command_prints_one_line_and_exits_with_2(
+  tmp_path, workdir, arguments, words
+):
   (tmp_path / "file").write_text("")
   done = subprocess.run(
     [

@@ -1,258 +1,268 @@
-"""Settings: every name has its loss, and what cannot be is refused."""
+"""What a config refuses: each error names the key, the value and a remedy."""
 
-import dataclasses
-import inspect
+import math
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 
-from gspo_jax import losses
-from gspo_jax.learner.objective import METHODS
-from gspo_jax.program import settings
+from gspo_jax.program import config
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
 
-def build(config):
-  return build_program(parse(config), sharding.make_mesh(jax.devices()[:1]))
+def build(keys):
+  """What `train` does with a config before any work, on one device."""
+  parsed = parse(keys)
+  sizes = keys.mesh.to_dict()
+  build_program(parsed, sharding.make_mesh(jax.devices()[:1], **sizes))
 
 
-def test_every_public_policy_loss_has_a_name():
-  public = {n for n in losses.__all__ if n.endswith("_loss")}
-  assert {f"{n}_loss" for n in METHODS} == public - {"value_loss"}
+def set_keys(keys, overrides):
+  """Sets each `section.key=value`, with the value typed as on a command."""
+  for override in overrides:
+    key, _, text = override.partition("=")
+    value = keys
+    for part in key.split("."):
+      value = value[part]
+    kinds = {bool: lambda text: text == "True", tuple: lambda text: (text,)}
+    value = kinds.get(type(value), type(value))(text)
+    keys.update_from_flattened_dict({key: value})
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_name_is_that_of_its_own_loss(debug_config, name):
-  """GSPO-token is GSPO where all tokens of an answer have one advantage."""
-  debug_config.objective.name = name
-  # RSPO is GMPO with the router's shift, which any loss can take.
-  loss = losses.gmpo_loss if name == "rspo" else getattr(losses, f"{name}_loss")
-  assert settings.objective(parse(debug_config)).method.func is loss
+def refused(keys, overrides, words):
+  set_keys(keys, overrides.split())
+  with pytest.raises(UserError, match=words) as error:
+    build(keys)
+  text = str(error.value)
+  assert "\n" not in text
+  assert len(text) < 400
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_has_its_own_numbers(debug_config, name):
-  debug_config.objective.name = name
-  loss = getattr(losses, f"{name}_loss")
-  own = inspect.signature(loss).parameters
-  found = parse(debug_config).objective.method_settings()
-  assert found == {k: own[k].default for k in found}
-  for key in found:
-    debug_config.objective[key] = 0.125
-  assert set(parse(debug_config).objective.method_settings().values()) == {
-    0.125
-  }
-
-
-def test_a_number_of_another_method_is_refused(debug_config):
-  debug_config.objective.name = "sapo"
-  debug_config.objective.clip_high = 0.2
-  with pytest.raises(UserError, match=r"clip_high=0.2.* only tau_positive"):
-    parse(debug_config).objective.method_settings()
-
-
-def test_rspo_weighs_by_the_router_and_others_when_asked(debug_config):
-  floor = lambda: settings.objective(parse(debug_config)).shift_floor
-  assert floor() is None
-  debug_config.objective.router_shift_floor = 0.7
-  assert floor() == 0.7
-  debug_config.objective.name = "rspo"
-  debug_config.objective.router_shift_floor = -1
-  signature = inspect.signature(losses.rspo_loss)
-  assert floor() == signature.parameters["floor"].default
-
-
-def test_k1_goes_into_the_reward_and_not_into_the_loss(debug_config):
-  debug_config.objective.kl_coef = 0.1
-  in_loss = lambda: settings.objective(parse(debug_config)).kl_coef
-  in_reward = lambda: settings.credit(parse(debug_config)).kl_coef
-  assert (in_loss(), in_reward()) == (0.1, 0.0)
-  debug_config.objective.kl_estimator = "k1"
-  assert (in_loss(), in_reward()) == (0.0, 0.1)
+# The range of one key.
 
 
 @pytest.mark.parametrize(
-  ("minibatches", "objective", "needed"),
+  ("override", "words"),
   [
-    (1, {}, False),
-    (2, {}, True),
-    (1, {"kl_coef": 0.1, "kl_estimator": "k3"}, False),
-    (1, {"kl_coef": 0.1, "kl_estimator": "k1"}, True),
-    (1, {"kl_coef": 0.0, "kl_estimator": "k1"}, False),
-    (2, {"old_logps": "sampler"}, True),  # for the routing
-    (2, {"old_logps": "sampler", "replay": "r2"}, True),
-    (2, {"old_logps": "sampler", "kl_estimator": "k1", "kl_coef": 0.1}, True),
-    (1, {"old_logps": "sampler", "kl_estimator": "k1", "kl_coef": 0.1}, False),
+    ("objective.name=gpso", "objective.name='gpso': did you mean 'gspo'"),
+    ("objective.name=x", "choose one of cispo, dapo, dr_grpo, gmpo, grpo"),
+    ("objective.old_logps=sampled", "did you mean 'sampler'"),
+    ("model.variant=qwen3-8", "model.variant='qwen3-8': did you mean 'qwen3-"),
+    ("model.variant=qwen3-14b", "'qwen3-14b': choose one of llama3.1-8b, "),
+    ("model.dtype=float16", "did you mean 'bfloat16'"),
+    ("rollout.group_size=1", "rollout.group_size=1: expected at least 2"),
+    ("rollout.group_size=0", "rollout.group_size=0: expected at least 2"),
+    ("sampler.temperature=0", "sampler.temperature=0: expected more than 0"),
+    ("sampler.top_p=1.5", "sampler.top_p=1.5"),
+    ("sampler.max_new_tokens=0", "sampler.max_new_tokens=0"),
+    ("data.prompts=6", "data.prompts = 6 is not divisible by learner.minib"),
+    ("learner.minibatches=3", "= 4 is not divisible by .*nearest divisor is 2"),
+    ("learner.minibatches=0", "divisible by learner.minibatches = 0"),
+    (
+      "learner.micro_batch_size=3",
+      "= 4 is not divisible by learner.micro_batch_size = 3",
+    ),
+    (
+      "learner.micro_batch_size=64",
+      "learner.micro_batch_size = 64; the nearest divisor",
+    ),
+    ("cold_start.batch=6", "cold_start.batch = 6 is not divisible by learner"),
+    ("eval.samples=0", "eval.samples=0: expected at least 1"),
+    ("eval.every=0", "eval.every=0"),
+    ("log.samples_every=0", "log.samples_every=0"),
+    ("optim.learning_rate=-1", "optim.learning_rate=-1.0: expected 0 or more"),
+    ("optim.learning_rate=nan", "optim.learning_rate=nan"),
+    ("optim.clip_norm=0", "optim.clip_norm=0.0"),
+    ("optim.warmup_steps=-3", "optim.warmup_steps=-3: expected 0 or more"),
+    ("optim.b2=1.5", "optim.b2=1.5: expected 0 or more, under 1"),
+    ("cold_start.learning_rate=0", "cold_start.learning_rate=0.0: expected"),
+    ("cold_start.check_every=0", "cold_start.check_every=0"),
+    ("cold_start.gate=7", "cold_start.gate=7.0: expected 0 to 1"),
+    ("checkpoint.every=0", "checkpoint.every=0"),
+    ("objective.clip_low=-0.5", "clip_low=-0.5: expected .* -1 for the method"),
+    ("sampler.temperature=inf", "sampler.temperature=inf"),
+    ("sampler.min_new_tokens=99", "min_new_tokens=99: expected 0 to sampler.m"),
+    ("data.prompts=0", "data.prompts = 0: expected at least 1"),
+    ("num_steps=-3", "num_steps=-3"),
+    ("log.samples=-1", "log.samples=-1"),
+    ("seed=-1", "seed=-1: expected 0 or more, under"),
+    ("seed=99999999999999999999", "seed=9+: expected 0 or more, under"),
+    ("data.too_long=cut", "data.too_long='cut': choose one of drop, error"),
+    ("data.instruction=Go", "data.instruction='Go': expected {problem} in it"),
+    ("data.tokenizer=nope", "tokenizer 'nope': no such folder"),
+    ("reward.seconds=0", "reward.seconds=0.0: expected more than 0"),
+    ("reward.max_failed=1.5", "reward.max_failed=1.5: expected 0 to 1"),
+    ("reward.workers=0", "reward.workers=0: expected at least 1"),
+    ("model.checkpoint=nope", "nope"),
+    ("mesh.data=3", "does not multiply to the 1 devices here"),
+    ("mesh.fsdp=2", "does not multiply to the 1 devices here"),
+    ("mesh.tensor=-1", "does not multiply to the 1 devices here"),
   ],
 )
-def test_it_is_scored_where_an_update_cannot_know(
-  debug_config, minibatches, objective, needed
-):
-  debug_config.learner.minibatches = minibatches
-  debug_config.objective.update(objective)
-  cfg = settings.model_config(parse(debug_config))
-  assert settings.needs_old_logprobs(parse(debug_config), cfg) == needed
-  in_reward = needed and minibatches == 1
-  learner, *_ = settings.learners(parse(debug_config), cfg)
-  assert learner.score_every_minibatch == in_reward
-  debug_config.log.instruments = False  # then no routing is read
-  dense = dataclasses.replace(cfg, num_experts=0, experts_per_token=0)
-  trusted = objective.get("old_logps") == "sampler"
-  assert settings.needs_old_logprobs(parse(debug_config), dense) == (
-    needed and not trusted
-  )
-
-
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_a_program_says_whether_it_scores(debug_config, minibatches):
-  debug_config.learner.minibatches = minibatches
-  assert build(debug_config).scores == (minibatches == 2)
-
-
-def test_answers_are_drawn_as_the_config_says(debug_config):
-  sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2}
-  debug_config.sampler.update(sampler)
-  texts = settings.load_tokenizer(parse(debug_config))
-  found = lambda: settings.sampler_config(parse(debug_config), texts)
-  for key, value in debug_config.sampler.items():
-    assert getattr(found(), key) == value, key
-  assert found().stop_ids == texts.stop_ids
-  # r2 replays the old policy's experts: nothing is recorded for it.
-  for replay in ("none", "r2", "r3"):
-    debug_config.objective.replay = replay
-    assert found().record_routing == (replay == "r3")
+def test_a_value_outside_its_range(debug_config, override, words):
+  refused(debug_config, override, words)
 
 
 @pytest.mark.parametrize(
-  ("changes", "words"),
+  ("override", "words"),
   [
-    ({"name": "gsop"}, "objective.name='gsop': did you mean 'gspo'"),
-    ({"kl_estimator": "k4"}, "objective.kl_estimator='k4': choose one of k1"),
-    ({"replay": "r1"}, "objective.replay='r1': choose one of none, r2"),
-    ({"mismatch": "tis"}, "objective.mismatch='tis': choose .* tis_token"),
+    ("objective.kl_estimator=k4", "objective.kl_estimator='k4': .* one of k1"),
+    ("objective.replay=r1", "objective.replay='r1': choose one of none, r2"),
+    ("objective.mismatch=tis", "objective.mismatch='tis': .* tis_token"),
+    ("objective.dual_clip=0.5", "dual_clip=0.5: expected 0 for none"),
+    ("objective.kl_coef=-1", "objective.kl_coef=-1.0: expected 0 or more"),
+    ("objective.router_shift_floor=1.5", "_floor=1.5: expected 0 for none"),
+    ("objective.mismatch_cap=0.5", "mismatch_cap=0.5: expected 1 or more"),
+    ("objective.mismatch_floor=1", "mismatch_floor=1.0: expected 0 or more, u"),
+    ("objective.cap=0", "objective.cap=0.0: expected more than 0"),
+    ("rollout.max_tokens_per_iteration=-1", "iteration=-1: expected 0 or more"),
+  ],
+)
+def test_a_number_of_the_objective_outside_its_range(
+  debug_config, override, words
+):
+  refused(debug_config, override, words)
+
+
+@pytest.mark.parametrize("field", ["cap", "learning_rate"])
+def test_no_number_may_be_infinite_or_nan(debug_config, field):
+  section = "objective" if field == "cap" else "optim"
+  for value in (math.inf, math.nan):
+    debug_config[section][field] = value
+    with pytest.raises(UserError, match=f"{section}.{field}={value}"):
+      parse(debug_config)
+
+
+# Keys that do not go together.
+
+
+LIMIT = "rollout.max_tokens_per_iteration=4"
+EXTRA = "rollout.extra_prompts_in_flight=4"
+SLOTS = "continuous_batching.slots=4"
+ROUNDS = "rollout.dynamic_sampling_rounds=2"
+
+
+@pytest.mark.parametrize(
+  ("overrides", "words"),
+  [
     (
-      {"mismatch": "tis_token", "old_logps": "sampler"},
+      "objective.mismatch=tis_token objective.old_logps=sampler",
       "objective.mismatch='tis_token': expected 'none' with",
     ),
-    ({"reference_every": 5}, "reference_every=5: expected 0 with .*kl_coef=0"),
-    ({"dual_clip": 0.5}, "objective.dual_clip=0.5: expected 0 for none"),
-    ({"name": "gmpo", "dual_clip": 3.0}, "dual_clip=3.0: expected 0 with"),
-    ({"kl_coef": -1.0}, "objective.kl_coef=-1.0: expected 0 or more"),
-    ({"router_shift_floor": 1.5}, "router_shift_floor=1.5: expected 0 for"),
-    ({"mismatch_cap": 0.5}, "mismatch_cap=0.5: expected 1 or more"),
-    ({"mismatch_floor": 1.0}, "mismatch_floor=1.0: expected 0 or more, under"),
-    ({"cap": 0.0}, "objective.cap=0.0: expected more than 0"),
     (
-      {"name": "rspo", "router_shift_floor": 0.0},
-      "router_shift_floor=0.0: expected more than 0 with .*'rspo'",
+      "objective.reference_every=5",
+      "objective.reference_every=5: expected 0 with .*kl_coef=0",
     ),
+    (
+      "objective.name=gmpo objective.dual_clip=3",
+      "objective.dual_clip=3.0: expected 0 with",
+    ),
+    (
+      "objective.name=rspo objective.router_shift_floor=0",
+      "objective.router_shift_floor=0.0: expected more than 0 with .*'rspo'",
+    ),
+    (
+      "objective.name=sapo objective.clip_high=0.2",
+      "objective.clip_high=0.2: expected -1, .*'sapo' has only tau_positive",
+    ),
+    (
+      f"objective.name=ppo {ROUNDS}",
+      f"{ROUNDS}: expected 1 with objective.name='ppo'",
+    ),
+    (f"{LIMIT} {EXTRA}", f"{LIMIT}: expected 0 with continuous_batching.slots"),
+    (f"{LIMIT} {SLOTS}", f"{LIMIT} and rollout.extra_.*=0: expected both"),
+    (EXTRA, f"iteration=0 and {EXTRA}: expected both"),
+    (
+      f"{LIMIT} {EXTRA} {SLOTS} objective.replay=r3",
+      f"{LIMIT}: expected 0 with objective.replay='r3'",
+    ),
+    (
+      f"rollout.one_step_off_policy=True {ROUNDS}",
+      f"rollout.one_step_off_policy=True: expected False with {ROUNDS}",
+    ),
+    (f"{LIMIT} {EXTRA} {ROUNDS}", f"{LIMIT}: expected 0 with {ROUNDS}"),
   ],
 )
-def test_what_makes_no_sense_is_told_at_the_start(debug_config, changes, words):
-  debug_config.objective.update(changes)
-  with pytest.raises(UserError, match=words):
-    build(debug_config)
-
-
-def test_a_critic_has_no_use_for_refill(debug_config):
-  debug_config.objective.name = "ppo"
-  debug_config.rollout.dynamic_sampling_rounds = 2
-  with pytest.raises(UserError, match="refill_rounds=2: expected 1 with"):
-    build(debug_config)
+def test_keys_that_do_not_go_together(debug_config, overrides, words):
+  refused(debug_config, overrides, words)
 
 
 @pytest.mark.parametrize(
-  ("changes", "words"),
-  [
-    (
-      {
-        "rollout.max_tokens_per_iteration": 4,
-        "rollout.extra_prompts_in_flight": 2,
-      },
-      "budget=4: .* continuous_batching.slots=0",
-    ),
-    (
-      {"rollout.max_tokens_per_iteration": 4, "continuous_batching.slots": 4},
-      "budget=4 and .*spare=0: .*both",
-    ),
-    (
-      {"rollout.extra_prompts_in_flight": 4},
-      "budget=0 and rollout.extra_prompts_in_flight=4: expected both",
-    ),
-    (
-      {
-        **{
-          "rollout.max_tokens_per_iteration": 4,
-          "rollout.extra_prompts_in_flight": 2,
-          "continuous_batching.slots": 4,
-        },
-        "objective.replay": "r3",
-      },
-      "rollout.max_tokens_per_iteration=4: expected 0 with objective.replay='r3'",
-    ),
-    (
-      {"rollout.max_tokens_per_iteration": -1},
-      "rollout.max_tokens_per_iteration=-1: expected 0 or more",
-    ),
-    (
-      {
-        "rollout.one_step_off_policy": True,
-        "rollout.dynamic_sampling_rounds": 2,
-      },
-      "rollout.one_step_off_policy=True: expected False with rollout.dynamic_sampling_rounds=2",
-    ),
-    (
-      {
-        "rollout.max_tokens_per_iteration": 4,
-        "rollout.dynamic_sampling_rounds": 2,
-      },
-      "rollout.max_tokens_per_iteration=4: expected 0 with rollout.dynamic_sampling_rounds=2",
-    ),
-  ],
-)
-def test_what_waits_has_to_fit_the_rest(debug_config, changes, words):
-  debug_config.update_from_flattened_dict(changes)
-  with pytest.raises(UserError, match=words):
-    build(debug_config)
-
-
-def test_what_a_config_says_of_credit_arrives(debug_config):
-  debug_config.objective.update({"name": "ppo", "zero_truncated": True})
-  debug_config.critic.update({"discount": 0.5, "trace_decay": 0.25})
-  credit = settings.credit(parse(debug_config))
-  assert credit.zero_truncated
-  assert (credit.discount, credit.trace_decay) == (0.5, 0.25)
-
-
-@pytest.mark.parametrize(
-  "changes", [{"replay": "r3"}, {"router_shift_floor": 0.8}, {"name": "rspo"}]
-)
-def test_a_dense_model_has_no_routing(debug_config, changes):
+  "override",
+  ["objective.replay=r3", "objective.router_shift_floor=0.8",
+   "objective.name=rspo"],
+)  # fmt: skip
+def test_a_dense_model_has_no_routing(debug_config, override):
   debug_config.model.variant = "qwen3-0.6b"
-  debug_config.objective.update(changes)
-  with pytest.raises(UserError, match="the model is dense"):
-    build(debug_config)
+  refused(debug_config, override, "the model is dense")
 
 
 def test_only_ppo_does_without_a_group(debug_config):
-  debug_config.rollout.group_size = 1
   debug_config.learner.micro_batch_size = 1
+  debug_config.rollout.group_size = 1
   with pytest.raises(UserError, match="group_size=1: expected at least 2"):
-    build(debug_config)
+    parse(debug_config).check_training(1)
   debug_config.objective.name = "ppo"
-  assert build(debug_config).abstract.critic is not None
+  parse(debug_config).check_training(1)
 
 
-def test_a_state_holds_no_weights_that_nothing_reads(debug_config):
-  state = build(debug_config).abstract
-  assert state.reference is None
-  assert state.critic is None
-  debug_config.objective.kl_coef = 0.1
-  debug_config.model.dtype = "bfloat16"
-  for estimator in ("k1", "k2", "k3"):
-    debug_config.objective.kl_estimator = estimator
-    reference = build(debug_config).abstract.reference
-    assert {x.dtype.name for x in jax.tree.leaves(reference)} == {"bfloat16"}
+def test_more_devices_than_rows(debug_config):
+  check = lambda: parse(debug_config).check_training(8)
+  with pytest.raises(UserError, match=r"prompts = 4 .*share rows = 8"):
+    check()
+  debug_config.data.prompts = 8
+  with pytest.raises(UserError, match=r"micro_batch_size = 4 .*share rows = 8"):
+    check()
+
+
+@pytest.mark.parametrize(
+  ("size", "divisor", "nearest"), [(4, 3, 2), (12, 5, 4), (7, 3, 1), (4, 0, 1)]
+)
+def test_divides_names_the_nearest_divisor(size, divisor, nearest):
+  with pytest.raises(
+    UserError, match=f"a = {size} .* b = {divisor};.* {nearest}$"
+  ):
+    config.divides("a", size, "b", divisor)
+  config.divides("a", size, "b", nearest)
+
+
+# The tree.
+
+
+def test_a_key_that_is_missing_or_unknown(debug_config):
+  keys = ConfigDict(debug_config.to_dict())
+  del keys.sampler["top_k"]
+  with pytest.raises(UserError, match=r"sampler.top_k is missing: expected al"):
+    parse(keys)
+  for section, key, meant in (
+    ("sampler", "group_size", "rollout.group_size"),
+    ("rollout", "ahead", "rollout.one_step_off_policy"),
+    ("optim", "lr", "optim.learning_rate"),
+  ):
+    keys = ConfigDict(debug_config.to_dict())
+    keys[section][key] = 1
+    with pytest.raises(UserError, match=f"{section}.{key}: no .* '{meant}'"):
+      parse(keys)
+
+
+def test_a_parsed_config_has_the_values_of_its_keys(debug_config):
+  debug_config.data.chain_steps = [1, 3]
+  parsed = parse(debug_config)
+  assert parsed.data.chain_steps == (1, 3)
+  assert hash(parsed) == hash(parse(debug_config))
+  expected = debug_config.to_dict()
+  found = parsed.as_json()
+  for section, values in expected.items():
+    for key, value in values.items() if isinstance(values, dict) else ():
+      same = list(value) if isinstance(value, tuple) else value
+      assert found[section][key] == same, f"{section}.{key}"
+
+
+def test_replace_changes_keys_and_no_others(debug_config):
+  parsed = parse(debug_config)
+  other = parsed.replace(seed=9, data={"prompts": 2})
+  assert (other.seed, other.data.prompts) == (9, 2)
+  assert other.replace(seed=parsed.seed, data=parsed.data) == parsed

@@ -3,10 +3,10 @@
 import pytest
 
 from configs import common
-from gspo_jax.program.command import _flatten
 from gspo_jax.program.config_keys import _COUNTS, OTHER_NAMES, hint
+from gspo_jax.runtime.identity import flatten
 
-KEYS = set(_flatten(common.get_config()))
+KEYS = set(flatten(common.get_config().to_dict()))
 
 
 def test_the_table_is_of_keys_that_exist_and_of_names_that_do_not():
@@ -67,6 +67,30 @@ def test_a_number_that_counts_otherwise_is_told_so():
 
 
 @pytest.mark.parametrize(
+  ("typed", "key"),
+  [
+    ("sampler.group_size", "rollout.group_size"),
+    ("paging.slots", "continuous_batching.slots"),
+    ("paging.page", "continuous_batching.page_size"),
+    ("paging.pages", "continuous_batching.num_pages"),
+    ("paging.steps", "continuous_batching.segment_steps"),
+    ("paging.chunk", "continuous_batching.prefill_chunk"),
+    ("rollout.ahead", "rollout.one_step_off_policy"),
+    ("rollout.budget", "rollout.max_tokens_per_iteration"),
+    ("rollout.spare", "rollout.extra_prompts_in_flight"),
+    ("learner.micro_rows", "learner.micro_batch_size"),
+    ("data.refill_rounds", "rollout.dynamic_sampling_rounds"),
+    ("data.history", "data.drop_solved"),
+    ("data.stages", "data.curriculum"),
+    ("data.question_field", "data.problem_field"),
+    ("data.answer_field", "data.reference_field"),
+  ],
+)
+def test_names_of_earlier_versions(typed, key):
+  assert meant(hint(typed, KEYS)) == repr(key)
+
+
+@pytest.mark.parametrize(
   ("typed", "keys"),
   [
     ("optim.temperature", "'sampler.temperature'"),
@@ -95,7 +119,10 @@ OPTIM = "b1, b2, clip_norm, learning_rate, warmup_steps, weight_decay"
     # A last part that means another thing in each section.
     ("checkpoint.dir", "checkpoint has every, keep"),
     ("data.name", "data has "),
-    ("lora.rank", "sections are checkpoint, cold_start, critic, data, eval, "),
+    (
+      "lora.rank",
+      "sections are checkpoint, cold_start, continuous_batching, critic, ",
+    ),
     ("lora", "; without one: num_steps, seed"),
   ],
 )

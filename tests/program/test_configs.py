@@ -7,17 +7,15 @@ import re
 
 import jax
 import pytest
-from gspo_jax.program.checks import check
-from ml_collections import ConfigDict
 from repository import ROOT
 
 from configs import common
 from gspo_jax import model
-from gspo_jax.learner.objective import METHODS
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
+from gspo_jax.runtime.identity import flatten
 
 FOLDER = ROOT / "configs"
 NAMES = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem != "common")
@@ -31,28 +29,22 @@ def load(name, mode):
   return importlib.import_module(f"configs.{name}").get_config(mode)
 
 
-def flat(config, prefix=""):
-  """Types by key."""
-  types = {}
-  for key, value in config.items():
-    if isinstance(value, ConfigDict):
-      types |= flat(value, f"{prefix}{key}.")
-    else:
-      types[prefix + key] = type(value)
-  return types
+def types_of(config):
+  """The type of each key's value."""
+  return {k: type(v) for k, v in flatten(config.to_dict()).items()}
 
 
 @each_mode
 @each_config
 def test_no_config_adds_a_key_or_changes_a_type(name, mode):
-  assert flat(load(name, mode)) == flat(common.get_config())
+  assert types_of(load(name, mode)) == types_of(common.get_config())
 
 
 @each_config
 def test_debug_builds_a_program_for_one_device(name):
   mesh = sharding.make_mesh(jax.devices()[:1])
-  built = build_program(parse(load(name, "debug")), mesh)
-  assert built.cfg.vocab_size >= 258
+  program = build_program(parse(load(name, "debug")), mesh)
+  assert program.cfg.vocab_size >= 258
 
 
 @each_config
@@ -90,9 +82,9 @@ def test_every_key_of_common_is_explained():
       # Behind it, or above it; a comment of the group is none of the key.
       here = "  # " in line or before.startswith("  # ")
       explained.setdefault(key[1], here)  # `shrink` sets some once more
-  assert explained.keys() >= flat(common.get_config()).keys()
+  assert explained.keys() >= types_of(common.get_config()).keys()
   groups = set(common.get_config()) & explained.keys()
-  leaves = explained.keys() & flat(common.get_config()).keys()
+  leaves = explained.keys() & types_of(common.get_config()).keys()
   assert groups
   assert [key for key in leaves if not explained[key]] == []
 
@@ -112,20 +104,20 @@ def topologies():
 
 @pytest.mark.parametrize(("name", "mode", "shape"), list(topologies()))
 def test_a_pods_config_divides_on_its_slice(name, mode, shape):
-  """As `program.build` checks, without that many devices."""
-  config = load(name, mode)
-  asked = tuple(config.mesh[axis] for axis in sharding.AXES)
-  assert asked[1:] == shape[1:]
-  assert asked[0] in (-1, shape[0])
-  cfg = settings.model_config(parse(config))
+  """As `build_program` checks, without that many devices."""
+  keys = load(name, mode)
+  sizes = tuple(keys.mesh[axis] for axis in sharding.AXES)
+  assert sizes[1:] == shape[1:]
+  assert sizes[0] in (-1, shape[0])
+  config = parse(keys)
+  cfg = settings.model_config(config)
   params = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
   decoding = config.sampler_mesh
   groups = math.prod(shape) // (decoding.expert * decoding.tensor)
   for sizes in (shape, (groups, 1, decoding.expert, decoding.tensor)):
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
     sharding.state_shardings(params, mesh)
-    shards = mesh.size // mesh.shape["tensor"]
-    check(config, METHODS, shards=shards)
+    config.check_training(mesh.size // mesh.shape["tensor"])
 
 
 def test_an_unknown_slice_is_refused_with_those_there_are():

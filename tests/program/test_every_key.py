@@ -14,7 +14,6 @@ import numpy as np
 import observe_program as built
 import observe_run as seen
 import pytest
-from gspo_jax.program.checks import check
 from ml_collections import ConfigDict
 from observe_program import B, G, P
 
@@ -23,6 +22,7 @@ from gspo_jax import losses, model
 from gspo_jax.data.tokenizers import plain
 from gspo_jax.learner.objective import METHODS
 from gspo_jax.model import hf
+from gspo_jax.program.config import parse
 from gspo_jax.runtime import sharding
 
 
@@ -326,7 +326,7 @@ ROWS = (
   Row(
     "data.too_long",
     seen.too_long,
-    {"error": "question", "drop": ""},
+    {"error": "problem", "drop": ""},
     OF_A | {"data.source": "jsonl:{files}/long.jsonl"},
   ),
   # sampler: of generate, generate_eval and generate_greedy
@@ -375,7 +375,7 @@ ROWS = (
   Row(
     "sampler.temperature",
     built.draws_the_likeliest,
-    {1.0: [False, False], 0.01: [True, True]},
+    {1.0: [False, False, True], 0.01: [True] * 3},
     SHORT,
   ),
   Row(
@@ -398,13 +398,13 @@ ROWS = (
   Row(
     "sampler.top_k",
     built.draws_the_likeliest,
-    {0: [False, False], 1: [True, True]},
+    {0: [False, False, True], 1: [True] * 3},
     SHORT,
   ),
   Row(
     "sampler.top_p",
     built.draws_the_likeliest,
-    {1.0: [False, False], 1e-6: [True, True]},
+    {1.0: [False, False, True], 1e-6: [True] * 3},
     SHORT,
   ),
   Row(
@@ -478,7 +478,7 @@ ROWS = (
   Row(
     "reward.max_failed",
     seen.stopped_by_failures,
-    {0.25: ("the held-out questions", 8), 1.0: None},
+    {0.25: ("the held-out problems", 8), 1.0: None},
     OF_A | {"reward.names": ("made_run.broken:of=B",)},
   ),
   # objective
@@ -568,7 +568,7 @@ ROWS = (
   ),
   Row(
     "objective.old_logps",
-    built.learner.needs_old_logprobs,
+    built.scores,
     {"recompute": True, "sampler": False},
     TWO,
   ),
@@ -627,7 +627,7 @@ ROWS = (
   ),
   Row(
     "objective.kl_estimator",
-    built.learner.needs_old_logprobs,
+    built.scores,
     {"k1": True, "k3": False},
     KL,
   ),
@@ -785,7 +785,7 @@ ROWS = (
   ),
   Row(
     "learner.minibatches",
-    built.learner.needs_old_logprobs,
+    built.scores,
     {1: False, 4: True},
     MICRO,
   ),
@@ -964,7 +964,7 @@ def test_a_key_does_what_its_row_says(row, files):
     config = small()
     changes = {k: fill(v, files) for k, v in row.given.items()}
     config.update_from_flattened_dict(changes | {row.key: fill(value, files)})
-    check(config, METHODS, shards=1)
+    parse(config).check_training(1)
     found = row.observe(config)
     if expected is not DIFFERS:
       same(found, expected() if callable(expected) else expected)

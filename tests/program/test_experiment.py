@@ -1,4 +1,4 @@
-"""What a run must agree with, and its keys."""
+"""What identifies a run, and how it names a mistaken reward."""
 
 from types import SimpleNamespace
 
@@ -6,41 +6,50 @@ import jax
 import pytest
 
 from gspo_jax.program import experiment
+from gspo_jax.program.config import parse
+from gspo_jax.rollout.batch import iteration_keys
 from gspo_jax.runtime.errors import UserError
 
 
-def run(config, *, reference=None, critic=None):
+def identity(keys, *, reference=None, critic=None):
   abstract = SimpleNamespace(reference=reference, critic=critic)
-  program = SimpleNamespace(abstract=abstract)
-  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
-  cold = {"seed": 3}
-  return experiment.Experiment(
-    config, None, program, None, None, None, cold, keys
+  program = SimpleNamespace(learner=SimpleNamespace(abstract=abstract))
+  return experiment.checkpoint_identity(
+    experiment.Experiment(
+      config=parse(keys),
+      workdir=None,
+      program=program,
+      reward_pool=None,
+      datasets=None,
+      held_out=None,
+      identity={"seed": 3},
+      keys=experiment.Keys(*jax.random.split(jax.random.key(0), 4)),
+    )
   )
 
 
-def test_a_state_of_rl_agrees_with_more_than_a_cold_start(debug_config):
-  plain = run(debug_config)
-  assert experiment.checkpoint_identity(plain) == plain.identity == {"seed": 3}
-  judged = experiment.checkpoint_identity(
-    run(debug_config, reference={}, critic={})
-  )
-  assert set(judged) - {"seed"} == {
+def test_a_checkpoint_of_rl_agrees_with_more_than_a_cold_start(debug_config):
+  assert identity(debug_config) == {"seed": 3}
+  both = identity(debug_config, reference={}, critic={})
+  assert set(both) - {"seed"} == {
     "a reference (objective.kl_coef)",
     "a critic (objective.name='ppo')",
   }
 
 
 @pytest.mark.parametrize(
-  ("rollout", "word"),
-  [({"ahead": True}, True), ({"budget": 6, "spare": 2}, 2)],
+  ("rollout", "value"),
+  [
+    ({"one_step_off_policy": True}, True),
+    ({"max_tokens_per_iteration": 6, "extra_prompts_in_flight": 2}, 2),
+  ],
 )
-def test_answers_that_wait_are_for_the_same_prompts(
-  debug_config, rollout, word
+def test_pending_responses_belong_to_the_same_prompts(
+  debug_config, rollout, value
 ):
-  before = experiment.checkpoint_identity(run(debug_config))
+  before = identity(debug_config)
   debug_config.rollout.update(rollout)
-  found = experiment.checkpoint_identity(run(debug_config))
+  found = identity(debug_config)
   shapes = {
     "data.prompts": debug_config.data.prompts,
     "data.max_prompt_length": debug_config.data.max_prompt_length,
@@ -51,22 +60,19 @@ def test_answers_that_wait_are_for_the_same_prompts(
   }
   rest = {k: v for k, v in found.items() if k not in before | shapes}
   assert found == before | shapes | rest
-  assert list(rest.values()) == [word]
+  assert list(rest.values()) == [value]
 
 
-def test_a_steps_keys_are_its_own(debug_config):
-  keys = [
-    k
-    for step in (1, 2)
-    for k in experiment.iteration_keys(run(debug_config), step)
-  ]
+def test_every_iteration_has_its_keys():
+  rng = jax.random.key(0)
+  keys = [k for step in (1, 2) for k in iteration_keys(rng, step)]
   assert len({tuple(jax.random.key_data(k).tolist()) for k in keys}) == 4
 
 
-def test_a_reward_is_named_with_its_key(debug_config):
+def test_a_mistaken_reward_is_named_with_its_key(debug_config):
   debug_config.reward.names = ("operator.neg",)
   message = (
     r"reward.names=\('operator.neg',\): reward 'operator.neg' takes \(a, /\)"
   )
   with pytest.raises(UserError, match=message):
-    experiment._scorer(debug_config.reward)
+    experiment._reward_pool(parse(debug_config).reward)

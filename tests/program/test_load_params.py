@@ -1,9 +1,12 @@
-"""Which weights a command means, and whose it refuses."""
+"""Which weights a command loads, and which it refuses."""
+
+import dataclasses
 
 import jax
 import numpy as np
 import pytest
 
+from configs import tiny_cpu
 from gspo_jax.model import hf
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
@@ -13,83 +16,94 @@ from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
 
 
-@pytest.fixture
-def made(debug_config):
-  debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
-  return build_program(parse(debug_config), sharding.make_mesh(data=8))
+def program_of(keys):
+  keys.data.prompts = 8  # eight devices
+  mesh = sharding.make_mesh(data=8)
+  return build_program(parse(keys), mesh, training=False)
 
 
-def fresh(made, seed):
-  with jax.set_mesh(made.mesh):
-    return made.learner.init_state(made.init_params(jax.random.key(seed)))
+@pytest.fixture(scope="module")
+def program():
+  return program_of(tiny_cpu.get_config("debug"))
 
 
-@pytest.fixture
-def run(made, tmp_path):
+@pytest.fixture(scope="module")
+def params(program):
+  """Weights of the two steps that the run saved."""
+  with jax.set_mesh(program.mesh):
+    return {n: program.init_params(jax.random.key(n)) for n in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def run(program, params, tmp_path_factory):
   """A workdir with steps 1 and 2."""
-  with Checkpoints(tmp_path / "checkpoints", every=1, keep=2) as checkpoints:
-    for step in (1, 2):
-      saved = {"identity": load_params.identity(made) | {"seed": 7}}
-      checkpoints.save(step, fresh(made, step), saved)
-  return tmp_path
+  folder = tmp_path_factory.mktemp("run")
+  saved = {"identity": load_params.identity(program) | {"seed": 7}}
+  with (
+    jax.set_mesh(program.mesh),
+    Checkpoints(folder / "checkpoints", every=1, keep=2) as checkpoints,
+  ):
+    for step, weights in params.items():
+      checkpoints.save(step, {"params": weights, "moments": weights}, saved)
+  return folder
 
 
-def load(config, made, checkpoint):
-  load_params.adopt(config, str(checkpoint))
-  with jax.set_mesh(made.mesh):
-    return load_params.load(config, made, str(checkpoint))
+def load(keys, program, checkpoint):
+  config = load_params.with_checkpoint(parse(keys), str(checkpoint))
+  with jax.set_mesh(program.mesh):
+    return load_params.load(config, program, str(checkpoint))
 
 
 def require_equal(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_of_a_workdir_the_newest_and_of_a_step_that_one(
-  debug_config, made, run
+def test_a_workdir_gives_its_newest_step_and_a_step_itself(
+  debug_config, program, params, run
 ):
-  newest = load(debug_config, made, run)
-  require_equal(newest, fresh(made, 2).params)
-  first = load(debug_config, made, run / "checkpoints/1")
-  require_equal(first, fresh(made, 1).params)
+  require_equal(load(debug_config, program, run), params[2])
+  require_equal(load(debug_config, program, run / "checkpoints/1"), params[1])
   with pytest.raises(UserError, match="checkpoint 5: not in"):
-    load(debug_config, made, run / "checkpoints/5")
+    load(debug_config, program, run / "checkpoints/5")
 
 
-def test_a_hugging_face_folder(debug_config, made, tmp_path):
-  wanted = fresh(made, 3).params
-  hf.save_hf(wanted, made.cfg, tmp_path / "hf")
-  load_params.adopt(debug_config, str(tmp_path / "hf"))
-  assert debug_config.model.checkpoint == str(tmp_path / "hf")
+def test_a_hugging_face_folder(debug_config, program, params, tmp_path):
+  folder = str(tmp_path / "hf")
+  hf.save_hf(params[1], program.cfg, folder)
+  config = load_params.with_checkpoint(parse(debug_config), folder)
+  assert config.model.checkpoint == folder
+  debug_config.model.checkpoint = folder
   debug_config.data.tokenizer = "bytes"
-  again = build_program(parse(debug_config), made.mesh)
-  require_equal(load(debug_config, again, tmp_path / "hf"), wanted)
+  again = program_of(debug_config)
+  require_equal(load(debug_config, again, folder), params[1])
 
 
 @pytest.mark.parametrize(
-  ("section", "changes", "words"),
+  ("changes", "words"),
   [
-    ("model", {"norm_eps": 1e-5}, "model.norm_eps=1e-06"),
-    ("model", {"variant": "small"}, "model.vocab_size=258"),
+    ({"norm_eps": 1e-5}, "model.norm_eps=1e-06"),
+    ({"vocab_size": 2048}, "model.vocab_size=258"),
   ],
 )
-def test_another_model(debug_config, made, run, section, changes, words):
-  debug_config[section].update(changes)
-  other = build_program(parse(debug_config), made.mesh)
+def test_weights_of_another_model_are_refused(
+  debug_config, program, run, changes, words
+):
+  cfg = dataclasses.replace(program.cfg, **changes)
   with pytest.raises(UserError, match=words):
-    load(debug_config, other, run)
+    load(debug_config, dataclasses.replace(program, cfg=cfg), run)
 
 
-def test_other_settings_of_the_same_model(debug_config, made, run):
+def test_other_settings_of_the_same_model(debug_config, params, run):
   debug_config.model.remat = True
   debug_config.model.dtype = "bfloat16"
   debug_config.sampler.max_new_tokens = 9
-  other = build_program(parse(debug_config), made.mesh)
-  require_equal(load(debug_config, other, run), fresh(made, 2).params)
+  other = program_of(debug_config)
+  require_equal(load(debug_config, other, run), params[2])
 
 
-def test_nothing_there(debug_config, made, tmp_path):
+def test_a_folder_without_weights(debug_config, program, tmp_path):
   with pytest.raises(UserError, match="no such folder"):
-    load(debug_config, made, tmp_path)
+    load(debug_config, program, tmp_path)
   (tmp_path / "checkpoints").mkdir()
   with pytest.raises(UserError, match=r"no config.json .* no checkpoints"):
-    load(debug_config, made, tmp_path)
+    load(debug_config, program, tmp_path)

@@ -19,7 +19,7 @@ import pytest
 
 from configs import tiny_cpu
 from gspo_jax import model
-from gspo_jax.learner import credit, critic, experience, train_step
+from gspo_jax.learner import credit, critic, train_batch, train_step
 from gspo_jax.learner.objective import METHODS
 from gspo_jax.learner.train_batch import MinibatchSplit, TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
@@ -78,11 +78,13 @@ TERMS = {
     **{"router_shift_floor": 0.95, "replay": "r3", "zero_truncated": True},
   },
 }
+# Each method by itself, with its numbers and with all terms; each term with a
+# method that clips sequences and with one that clips tokens.
 CASES = [
   (name, term)
   for name in NAMES
   for term in TERMS
-  if term != "dual clip" or name not in oracles.UNCLIPPED
+  if term in ("nothing", "numbers", "everything") or name in ("gspo", "grpo")
 ]
 
 
@@ -160,7 +162,7 @@ def table(
   replay=False,
   use_own_experts=None,
 ):
-  """Stands for `rollout.logprobs`."""
+  """Stands for `train_batch.logprobs`."""
   i = rows.tokens[:, 0]
   logps = params["logps"][i] / temperature
   chosen = jnp.broadcast_to(CHOSEN, (L, len(i), 1 + R, K))
@@ -184,7 +186,7 @@ def table(
 @pytest.fixture
 def policy(monkeypatch):
   """The table in the place of the model, and of the critic."""
-  monkeypatch.setattr(experience, "logprobs", table)
+  monkeypatch.setattr(train_batch, "logprobs", table)
   values = lambda params, cfg, rows: params["values"][rows.tokens[:, 0]]
   monkeypatch.setattr(critic, "values", values)
 
@@ -302,7 +304,7 @@ def slope_of(loss, params, rows):
   """The loss of whole rows, and its gradient."""
 
   def mean(params):
-    found = loss(params, rows, own=False)
+    found = loss(params, rows, is_old_policy=False)
     return found.loss.total / found.loss.count
 
   return jax.value_and_grad(mean)(jax.tree.map(jnp.asarray, params))
@@ -350,7 +352,13 @@ def halves(rows):
 
 @pytest.mark.parametrize(
   ("name", "term"),
-  [("gspo", "nothing"), *((name, "everything") for name in NAMES)],
+  # One of each mean: over sequences, over tokens, with a critic.
+  [
+    ("gspo", "nothing"),
+    ("gspo", "everything"),
+    ("dapo", "everything"),
+    ("ppo", "everything"),
+  ],
 )
 def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
   """Of the second minibatch, whose ratios are not 1, in two micro-batches."""

@@ -19,7 +19,7 @@ from gspo_jax import model
 from gspo_jax.model import cache
 from gspo_jax.model.moe import Routing
 from gspo_jax.model.transformer import HiddenStates
-from gspo_jax.sampler import next_token
+from gspo_jax.sampler import continuous_jit, static
 
 V, D, L, E, K = 258, 4, 2, 8, 2  # V, L, E and k are those of the tiny variant
 
@@ -37,7 +37,7 @@ def params(seed: int = 0) -> model.Params:
   }
 
 
-def encode(
+def hidden_states(
   params,
   cfg,
   tokens,
@@ -49,7 +49,7 @@ def encode(
   replay=False,
   use_own_experts=None,
 ) -> HiddenStates:
-  """As `model.encode`: what follows a token depends on that token alone."""
+  """As `model.hidden_states`: the next token depends on this one alone."""
   embedded_BTD = params["embed"][tokens]
   scores_LBTE = jnp.einsum("btd,lde->lbte", embedded_BTD, params["router"])
   scores_LBTE = jax.nn.log_softmax(scores_LBTE)
@@ -82,9 +82,17 @@ def in_place():
   nowhere = lambda mesh: contextlib.nullcontext()
   with (
     mock.patch.object(jax, "set_mesh", nowhere),
-    mock.patch.multiple(model, encode=encode, prefill=encode, unstack=same),
-    mock.patch.object(next_token, "lay_out", same),
-    mock.patch.object(cache, "fork", return_value=_Room(np.zeros((1, 99)))),
+    mock.patch.multiple(
+      model,
+      hidden_states=hidden_states,
+      prefill=hidden_states,
+      unstack_layers=same,
+    ),
+    mock.patch.object(static, "decode_params", same),
+    mock.patch.object(continuous_jit, "decode_params", same),
+    mock.patch.object(
+      cache, "share_prefix", return_value=_Room(np.zeros((1, 99)))
+    ),
   ):
     yield
 
@@ -97,6 +105,6 @@ def by_the_operation():
 
 
 def logits(params: model.Params, tokens, **how) -> jax.Array:
-  """Float32 [B, T, V] of what follows each token; `how` as of `encode`."""
-  hidden = encode(params, None, tokens, None, None, **how).hidden
+  """Float32 [B, T, V]; `how`: keywords of `hidden_states`."""
+  hidden = hidden_states(params, None, tokens, None, None, **how).hidden
   return hidden @ params["head"]

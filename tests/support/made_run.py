@@ -1,7 +1,7 @@
-"""A whole run on one process, whose devices and rewards only take notes.
+"""A whole run in one process, whose jitted functions only note their arguments.
 
-`train.train_and_evaluate` is real, as are data, checkpoints and files. The
-policy answers "#7" to every question.
+`train.train_and_evaluate` is real, as are data, checkpoints and files. Each
+response is "#7".
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from gspo_jax.rewards import pool
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
 
-ANSWER = (ord("#"), ord("7"))
-WATCHED = (  # numbers of a step that a run reads
+RESPONSE = (ord("#"), ord("7"))
+HEALTH = (  # metrics that `HealthChecks` reads
   "grad/norm",
   "mismatch/sequence_abs_mean",
   "ratio/first_minibatch_std",
@@ -37,37 +37,37 @@ WATCHED = (  # numbers of a step that a run reads
 
 
 class MadeRun:
-  """What a run did.
+  """A run, and a record of the calls to its program.
 
   Attributes:
     folder: its workdir.
-    run: the `runs.Run`.
-    events: in their order: the name of a function of its program, and what it
-      was given: texts of questions, rewards, arrays of demonstrations.
-    keys: by the name of a function, the keys it was given.
-    widths: tokens of the prompts that it was given.
-    pools: what each process that scores was set up with.
-    error: the text of the error that ended it, or "".
+    experiment: the `Experiment` that it prepared.
+    events: (name of a function, argument) for each call in order; arguments are
+      texts of problems, rewards, or arrays of demonstrations.
+    keys: the random keys of a function's calls, by its name.
+    widths: the widths of the prompts, in tokens.
+    pools: the set-up of each process that scores.
+    error: the text of the error that ended the run, or "".
   """
 
   def __init__(self, config, folder: Path):
-    self.folder, self.run = folder, None
+    self.folder, self.experiment = folder, None
     self.events, self.keys, self.widths, self.pools = [], {}, set(), []
     self.error = ""
-    build, prepare = experiment.build_program, experiment.prepare
+    build, prepare = experiment.build_program, training.prepare
 
     def made(config, mesh):
-      return _devices(build(config, mesh), config, self)
+      return _recording(build(config, mesh), config, self)
 
     def keep(*args):
-      self.run = prepare(*args)
-      return self.run
+      self.experiment = prepare(*args)
+      return self.experiment
 
-    desk = lambda setup: _Desk(setup, self.pools)
+    worker = lambda setup: _Worker(setup, self.pools)
     with (
       mock.patch.object(experiment, "build_program", made),
-      mock.patch.object(experiment, "prepare", keep),
-      mock.patch.object(pool, "Process", desk),
+      mock.patch.object(training, "prepare", keep),
+      mock.patch.object(pool, "Process", worker),
       contextlib.redirect_stdout(io.StringIO()),
     ):
       try:
@@ -76,23 +76,23 @@ class MadeRun:
         self.error = str(error)
 
   def given(self, name: str) -> list:
-    """What each call of a function was given."""
+    """The noted argument of each call of a function."""
     return [what for event, what in self.events if event == name]
 
   def rows(self, name: str = "step") -> list:
-    """A column of metrics.jsonl; None where a row has no such number."""
+    """A column of metrics.jsonl; None where a record lacks it."""
     lines = (self.folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line).get(name) for line in lines]
 
 
-def broken(prompt, answer, reference, *, of):
-  """A reward that fails on the odd questions of a file."""
+def broken(prompt, response, reference, *, of):
+  """A reward that fails on the odd problems of a file."""
   if re.fullmatch(f"{of}\\d*[13579]\\?", prompt):
     raise LookupError(prompt)
   return 1.0
 
 
-class _Desk:
+class _Worker:
   """In the place of `rewards.process.Process`: scores in this process."""
 
   def __init__(self, setup, pools):
@@ -103,15 +103,16 @@ class _Desk:
   def wait_ready(self):
     pass
 
-  def score(self, answers):
-    return [[self._one(r, a) for r in self._rewards] for a in answers]
+  def score(self, responses):
+    return [[self._one(r, x) for r in self._rewards] for x in responses]
 
-  def _one(self, reward, answer):
-    names = rewards.length_arguments(reward)
-    how = {name: getattr(answer, name) for name in names}
-    given = answer.prompt, answer.text, answer.reference
+  def _one(self, reward, response):
+    lengths = {
+      name: getattr(response, name) for name in rewards.length_arguments(reward)
+    }
+    texts = response.prompt, response.text, response.reference
     try:
-      return reward(*given, **how), None
+      return reward(*texts, **lengths), None
     except LookupError as error:  # of `broken`
       return None, str(error)
 
@@ -119,108 +120,120 @@ class _Desk:
     pass
 
 
-def _devices(built, config, notes):
-  """The program with functions that take notes."""
-  mesh, texts = built.mesh, built.prompt_config.tokenizer
+def _recording(built, config, notes):
+  """The program with functions that only note their arguments."""
+  mesh, tokenizer = built.mesh, built.tokenizer
   rows, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
 
   def note(name, what, key=None):
     notes.events.append((name, what))
     notes.keys.setdefault(name, []).append(key)
 
-  def questions(prompts):
+  def problems(prompts):
     tokens, lengths = multihost.to_host((prompts.tokens, prompts.lengths))
     notes.widths.add(tokens.shape[1])
     return [
-      texts.decode(row[len(row) - n :])
+      tokenizer.decode(row[len(row) - n :])
       for row, n in zip(tokens, lengths, strict=True)
     ]
 
-  def answers(count, group, until):
-    """Answers of up to `until` tokens."""
+  def responses(count, group_size, stop_at):
+    """Responses of up to `stop_at` tokens."""
     R = config.sampler.max_new_tokens
-    tokens = np.full((count * group, R), texts.pad_id, np.int32)
-    whole_answer = [*ANSWER, texts.stop_ids[0]]
-    tokens[:, :3] = whole_answer
-    lengths = np.minimum(until, 3).astype(np.int32) * np.ones(
-      count * group, np.int32
-    )
-    finish = np.where(lengths == 3, STOPPED, UNFINISHED)
-    logps, finish = np.zeros(tokens.shape, np.float32), finish.astype(np.int8)
+    tokens = np.full((count * group_size, R), tokenizer.pad_id, np.int32)
+    tokens[:, :3] = [*RESPONSE, tokenizer.stop_ids[0]]
+    lengths = np.minimum(stop_at, 3).astype(np.int32)
+    lengths = np.broadcast_to(lengths, len(tokens))
+    finish = np.where(lengths == 3, STOPPED, UNFINISHED).astype(np.int8)
+    logps = np.zeros(tokens.shape, np.float32)
     return Samples(
       *multihost.to_global((tokens, logps, lengths, finish), rows),
       slot_steps=multihost.to_global(np.int32(tokens.size), whole),
     )
 
-  def generate(name, group):
-    def draw(
+  def generate(name, group_size):
+    def sample(
       params, prompts, key, *, resume_from=None, stop_at=None, on_finished=None
     ):
-      asked = questions(prompts)
-      note(name, asked, key)
+      texts = problems(prompts)
+      note(name, texts, key)
       if stop_at is not None:
-        note("until", np.asarray(stop_at).tolist())
-      return answers(len(asked), group, 99 if stop_at is None else stop_at)
+        note("stop_at", np.asarray(stop_at).tolist())
+      return responses(
+        len(texts), group_size, 99 if stop_at is None else stop_at
+      )
 
-    return draw
+    return sample
 
   G = config.rollout.group_size
-  draw = _Paged(generate("generate", G), lambda count: answers(count, G, 0))
+  sample = _Continuous(
+    generate("generate", G), lambda count: responses(count, G, 0)
+  )
 
-  def fresh(key):
+  def init_params(key):
     note("init", None, key)
     return {"weight": multihost.to_global(np.zeros(1, np.float32), whole)}
 
-  def begin(params):
+  def init_state(params):
     return TrainState(multihost.to_global(np.int32(0), whole), params, ())
 
-  def assemble(prompts, samples):
+  def make_train_batch(prompts, samples):
     return train_batch.make_train_batch(
       prompts, samples.tokens, samples.lengths
     )
 
-  def assign(batch, rewards, finish):
-    note("assign", np.asarray(rewards).tolist())
+  def assign_advantages(batch, rewards, finish):
+    note("rewards", np.asarray(rewards).tolist())
     return batch
 
   def step(state, batch, key, apply_updates):
-    note("update" if apply_updates else "score", None, key)
-    numbers = dict.fromkeys(WATCHED, _number(float(apply_updates)))
+    note("update" if apply_updates else "old_logprobs", None, key)
+    numbers = dict.fromkeys(HEALTH, _number(float(apply_updates)))
     state = dataclasses.replace(state, step=state.step + int(apply_updates))
     return state, batch, numbers
 
-  def imitate(state, batch, key):
-    note("imitate", jax.device_get(batch), key)
+  def cold_start_update(state, batch, key):
+    note("cold_start", jax.device_get(batch), key)
     numbers = {"loss/imitation": _number(1)}
     return dataclasses.replace(state, step=state.step + 1), numbers
 
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-  abstract = jax.tree.map(
-    shape,
-    begin({"weight": multihost.to_global(np.zeros(1, np.float32), whole)}),
+  weights = {"weight": multihost.to_global(np.zeros(1, np.float32), whole)}
+  abstract = jax.tree.map(shape, init_state(weights))
+  sampler = dataclasses.replace(
+    built.sampler,
+    generate=sample,
+    generate_eval=generate("generate_eval", config.eval.samples),
+    generate_greedy=generate("generate_greedy", 1),
+    merge_groups=lambda kept, new, index: kept,
+    empty_samples=lambda: responses(config.data.prompts, G, 0),
+  )
+  learner = dataclasses.replace(
+    built.learner,
+    abstract=abstract,
+    init_state=init_state,
+    make_train_batch=make_train_batch,
+    add_reference_and_values=None,
+    assign_advantages=assign_advantages,
+    step=step,
+  )
+  cold_start = dataclasses.replace(
+    built.cold_start,
+    abstract=abstract,
+    init_state=init_state,
+    update=cold_start_update,
   )
   return dataclasses.replace(
     built,
-    abstract=abstract,
-    init=fresh,
-    begin=begin,
-    generate=draw,
-    generate_eval=generate("generate_eval", config.eval.samples),
-    generate_greedy=generate("generate_greedy", 1),
-    merge=lambda kept, new, index: kept,
-    nothing=lambda: answers(config.data.prompts, G, 0),
-    assemble=assemble,
-    appraise=None,
-    assign=assign,
-    step=step,
-    abstract_imitation=abstract,
-    begin_imitation=begin,
-    imitate=imitate,
+    init_params=init_params,
+    sampler=sampler,
+    learner=learner,
+    cold_start=cold_start,
   )
 
 
-class _Paged:
-  """As a `PagedSampler` is called."""
+class _Continuous:
+  """Is called as a `ContinuousSampler`."""
 
   shards = 1
 
@@ -228,8 +241,8 @@ class _Paged:
     self._generate = generate
     self.jitted = types.SimpleNamespace(empty_samples=fresh)
 
-  def __call__(self, *args, **how):
-    return self._generate(*args, **how)
+  def __call__(self, *args, **options):
+    return self._generate(*args, **options)
 
   def describe(self, *, continues):
     return ""

@@ -18,7 +18,7 @@ import optax
 from observe_run import run_of
 
 from gspo_jax import losses, model
-from gspo_jax.learner import objective, train_batch, train_step
+from gspo_jax.learner import train_batch, train_step
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.losses import Terms
 from gspo_jax.program import settings
@@ -40,7 +40,7 @@ def one_device():
 
 
 def mesh_of_run(config):
-  mesh = run_of(config).run.program.mesh
+  mesh = run_of(config).experiment.program.mesh
   queries, experts = weight_shards(config, mesh)
   return dict(mesh.shape), queries, experts
 
@@ -53,13 +53,16 @@ def tokens_of_seven(config):
 
 def weight_shards(config, mesh):
   """What one device holds of the queries' weights, and of the experts'."""
-  layers = build_program(parse(config), mesh).abstract.params["layers"]
+  program = build_program(parse(config), mesh, training=False)
+  layers = program.abstract_params["layers"]
   shard = lambda x: x.sharding.shard_shape(x.shape)
   return shard(layers["attention"]["q"]), shard(layers["moe"]["gate_up"])
 
 
 def decoding_mesh(config):
-  made = build_program(parse(config), sharding.make_mesh(data=8))
+  made = build_program(
+    parse(config), sharding.make_mesh(data=8), training=False
+  )
   each = (
     made.sampler.generate,
     made.sampler.generate_eval,
@@ -71,7 +74,7 @@ def decoding_mesh(config):
 
 def embedding(config):
   made = built(config)
-  return *made.learner.abstract.params["embed"].shape, made.cfg.num_layers
+  return *made.abstract_params["embed"].shape, made.cfg.num_layers
 
 
 def first_weights(config):
@@ -113,7 +116,7 @@ def step_traced(config) -> list:
 def generate_traced(config) -> list:
   made = built(config)
   traced = made.sampler.generate.jitted.trace(
-    made.learner.abstract.params, PROMPTS, KEY
+    made.abstract_params, PROMPTS, KEY
   )
   return list(operations(traced.jaxpr.jaxpr))
 
@@ -249,10 +252,10 @@ def _temperature_of(samples):
 
 
 def draws_the_likeliest(config):
-  """Whether generate and generate_eval draw no other first tokens."""
+  """Whether generate, generate_eval and generate_greedy sample nothing else."""
   best = bigram.logits(bigram.params(), PROMPTS.tokens)[:, -1].argmax(-1)
   likeliest = lambda s: s.tokens[:, 0] == best.repeat(G)
-  return [bool(likeliest(samples).all()) for samples in drawn(config)[:2]]
+  return [bool(likeliest(samples).all()) for samples in drawn(config)]
 
 
 def lengths_of_stoppers(config):
@@ -311,13 +314,13 @@ def segment(config):
 @contextlib.contextmanager
 def _passes():
   """Notes [rows, tokens] of each forward pass."""
-  found, plain = [], bigram.encode
+  found, plain = [], bigram.hidden_states
 
-  def encode(params, cfg, tokens, *rest, **how):
+  def hidden_states(params, cfg, tokens, *rest, **how):
     found.append(tokens.shape)
     return plain(params, cfg, tokens, *rest, **how)
 
-  with mock.patch.object(bigram, "encode", encode):
+  with mock.patch.object(bigram, "hidden_states", hidden_states):
     yield found
 
 
@@ -338,7 +341,7 @@ def fields_kept(config):
 
 def score(config) -> TrainBatch:
   """The rollout of made-up answers once the old policy has scored it."""
-  return step(built(config), assembled(config), "score")[1]
+  return step(built(config), assembled(config), "compute_old_logprobs")[1]
 
 
 def scores(config):
@@ -408,7 +411,7 @@ def step(made, rows, name):
   """What a program's score or update, by its name, makes of the rows."""
   with bigram.by_the_operation():
     state = made.learner.init_state(bigram.params())
-    return getattr(made, name)(state, rows, KEY)
+    return getattr(made.learner, name)(state, rows, KEY)
 
 
 @each_once
@@ -424,14 +427,16 @@ def first_gradient(config):
 
 
 def _gradient(config, first):
-  made = built(config)
-  learner, *_ = settings.learners(parse(config), made.cfg)
-  batches = jax.tree.map(lambda x: x[None], made_rollout())
+  learner = settings.learners(parse(config), built(config).cfg).policy
+  rows, is_old_policy = made_rollout(), jnp.asarray(first)
+
+  def mean(head):
+    params = bigram.params() | {"head": head}
+    loss = learner.loss(params, rows, is_old_policy).loss
+    return loss.total / loss.count
+
   with bigram.by_the_operation():
-    found, *_ = train_step.gradient(
-      bigram.params(), batches, learner, first=first
-    )
-  return np.asarray(found["head"])
+    return np.asarray(jax.grad(mean)(bigram.params()["head"]))
 
 
 def slope(
@@ -592,7 +597,7 @@ def passes(config, name="update"):
   """The rows of each pass of an update or of scores, and optimizer steps."""
   found = []
 
-  def note(params, rows, own, **_):
+  def note(params, rows, is_old_policy, **_):
     if not isinstance(rows.advantages, jax.core.Tracer):  # of eval_shape
       found.append(rows.advantages.astype(int).tolist())
     nothing = losses.Mean(0 * params["head"].sum(), jnp.float32(1))
@@ -601,14 +606,14 @@ def passes(config, name="update"):
   ids = jnp.arange(B) + 0.0
   rows = train_batch.make_train_batch(PROMPTS, made_samples().tokens, LENGTHS)
   rows = dataclasses.replace(rows, advantages=ids)
-  with mock.patch.object(objective, "policy_loss", note):
+  with mock.patch.object(settings, "policy_loss", note):
     made = build_program(parse(config), one_device())  # not one that is kept
     after, _, _ = step(made, rows, name)
   return found, int(after.opt_state[1][0].count)
 
 
 def rows_scored(config):
-  return sum(map(len, passes(config, "score")[0]))
+  return sum(map(len, passes(config, "compute_old_logprobs")[0]))
 
 
 def shuffled_together(config):

@@ -39,8 +39,8 @@ def update_key(config):
 
 
 def chain_seed(config):
-  made = run_of(config).run.material
-  return made.stages[0].source.seed, made.held_out.seed
+  problems = run_of(config).experiment.datasets
+  return problems.stages[0].source.seed, problems.held_out.seed
 
 
 def questions(config):
@@ -48,7 +48,7 @@ def questions(config):
 
 
 def imitated(config):
-  return run_of(config).given("imitate")[0]
+  return run_of(config).given("cold_start")[0]
 
 
 def imitated_questions(config):
@@ -87,11 +87,11 @@ def question_lengths(config):
 
 
 def rewards_given(config):
-  return float(np.mean(run_of(config).given("assign")))
+  return float(np.mean(run_of(config).given("rewards")))
 
 
 def demonstrations(config):
-  batch, texts = imitated(config), run_of(config).run.program.tokenizer
+  batch, texts = imitated(config), run_of(config).experiment.program.tokenizer
   ids = zip(batch["response"], batch["response_length"], strict=True)
   return [texts.decode(row[: n - 1]) for row, n in ids]
 
@@ -139,12 +139,12 @@ def too_long(config):
 
 
 def order_of_phases(config):
-  first = {"generate": "g", "score": "s", "update": "u"}
+  first = {"generate": "g", "old_logprobs": "s", "update": "u"}
   return "".join(first.get(name, "") for name, _ in run_of(config).events)
 
 
 def budget(config):
-  return set(run_of(config).given("until")[0])
+  return set(run_of(config).given("stop_at")[0])
 
 
 def processes(config):
@@ -162,7 +162,7 @@ def stopped_by_failures(config):
 
 
 def imitations(config):
-  return len(run_of(config).given("imitate"))
+  return len(run_of(config).given("cold_start"))
 
 
 def looks(config):
