@@ -23,6 +23,7 @@ from repository import ROOT
 
 from configs import tiny_cpu
 from gspo_jax import model, train
+from gspo_jax.evaluate import held_out
 from gspo_jax.program import experiment
 from gspo_jax.program.config import parse
 from gspo_jax.runtime import sharding
@@ -48,7 +49,7 @@ def program_key(config):
     del keys[name]
   for name in ("source", "chain_steps", "drop_solved"):
     del keys["data"][name]
-  del keys["cold_start"]["dir"]
+  del keys["cold_start"]["dir"], keys["eval"]["every"]
   return repr(keys)
 
 
@@ -326,6 +327,13 @@ def resume(run, whole, parts, **overrides):
   return out
 
 
+@pytest.fixture
+def no_evaluation(monkeypatch):
+  """Spares the programs of an evaluation."""
+  monkeypatch.setattr(held_out, "evaluate", lambda *_: {})
+
+
+@pytest.mark.usefixtures("no_evaluation")
 def test_every_added_part_resumes(run, reference, tmp_path, assert_same_run):
   """A reference that is synced, R3, weights, dynamic sampling, drop_solved."""
   flags = {
@@ -368,6 +376,7 @@ def test_continuous_batching_is_the_same_run(run, reference, tmp_path):
       assert 0 < continuous["response/useful_steps"] <= 1
 
 
+@pytest.mark.usefixtures("no_evaluation")
 def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
   """Partial rollouts, one step off-policy, from the step that was saved."""
   flags = {
@@ -461,7 +470,6 @@ def test_json_lines(run, reference, tmp_path):
     tmp_path / "run",
     num_steps=1,
     data__source=f"jsonl:{path}",
-    cold_start__steps=2,
   )
   assert "1/1" in out
 
