@@ -89,7 +89,9 @@ def test_a_batch_must_be_the_next_one_and_whole(tmp_path, bad):
 def test_other_settings_are_named(tmp_path):
   write(tmp_path, 1)
   other = SETTINGS | {"seed": 1}
-  with pytest.raises(UserError, match=r"evaluation in this folder.*seed=0.*seed=1"):
+  with pytest.raises(
+    UserError, match=r"evaluation in this folder.*seed=0.*seed=1"
+  ):
     open_file(tmp_path, other)
   assert (tmp_path / "answers.jsonl").read_text().count("\n") == 2
 
