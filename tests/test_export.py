@@ -1,4 +1,4 @@
-"""From a checkpoint of transformers through RL to one that it loads again."""
+"""A policy that began as a Hugging Face folder is exported as one."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from absl.testing import flagsaver
 from repository import ROOT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from configs import hugging_face
 from gspo_jax import export, model
 from gspo_jax.model import hf
 from gspo_jax.program import load_params
@@ -29,12 +30,11 @@ TEMPLATE = (
 )
 CONTROL = ("<pad>", "<end>", "<user>", "<answer>")
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
-CONFIG = f"{ROOT}/configs/hugging_face.py"
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-  """A random Qwen3-MoE that transformers made, with a tokenizer of its size."""
+  """A random Qwen3-MoE from transformers, with a tokenizer of its size."""
   folder = tmp_path_factory.mktemp("hf") / "base"
   golden = ROOT / "tests/support/goldens/qwen3_moe"
   shutil.copytree(golden, folder, ignore=shutil.ignore_patterns("g*"))
@@ -54,48 +54,35 @@ def base(tmp_path_factory):
   return folder
 
 
+def config_of(base):
+  keys = hugging_face.get_config(str(base))
+  keys.mesh.update({"data": -1, "fsdp": 1})  # its sizes are not all even
+  keys.data.prompts = 8  # eight devices
+  keys.data.max_prompt_length = keys.sampler.max_new_tokens = 12
+  return keys
+
+
+def save_run(keys, workdir, step=2):
+  """Saves weights that all differ from the first ones: these weights."""
+  config, mesh = parse(keys), sharding.make_mesh(**keys.mesh)
+  with jax.set_mesh(mesh):
+    program = build_program(config, mesh, training=False)
+    params = program.init_params(jax.random.key(0))
+    params = jax.tree.map(lambda x: x + 0.01, params)
+    with Checkpoints(workdir / "checkpoints", every=1, keep=1) as checkpoints:
+      identity = {"identity": load_params.identity(program)}
+      checkpoints.save(step, {"params": params}, identity)
+  return jax.device_get(params)
+
+
 @pytest.fixture(scope="module")
-def run(base, tmp_path_factory):
-  """The overrides of a run of two steps, its workdir, and what it said."""
+def exported(base, tmp_path_factory):
+  """The weights of a run that began from the base, and its export."""
   folder = tmp_path_factory.mktemp("run")
-  sums = [
-    {"question": f"{a}+{b}?", "answer": f"#### {a + b}"}
-    for a in range(10)
-    for b in range(10)
-  ]
-  (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
-  flags = {
-    "data.source": f"jsonl:{folder}/sums.jsonl",
-    "data.eval_source": "",
-    "data.instruction": "{question}",
-    "data.prompts": 8,
-    "data.max_prompt_length": 12,
-    "sampler.max_new_tokens": 12,
-    "rollout.group_size": 4,
-    "learner.micro_batch_size": 8,
-    "reward.names": "('gsm8k','length')",
-    "eval.prompts": 8,
-    "optim.learning_rate": 1e-2,
-    "num_steps": 2,
-  }
-  flags = [f"--config.{key}={value}" for key, value in flags.items()]
-  said = command("main", base, *flags, f"--workdir={folder}/run")
-  return flags, folder / "run", said
-
-
-def command(module, base, *flags, code=0):
-  done = subprocess.run(
-    [
-      *(sys.executable, "-m", f"gspo_jax.{module}"),
-      *(f"--config={CONFIG}:{base}", *flags),
-    ],
-    cwd=ROOT,
-    env=os.environ | {"XLA_FLAGS": ""},
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == code, done.stderr
-  return done.stdout + done.stderr
+  params = save_run(config_of(base), folder)
+  out = folder / "out"
+  export.export(config_of(base), str(folder), str(out), dtype="float32")
+  return params, out
 
 
 @pytest.mark.parametrize(
@@ -113,54 +100,34 @@ def test_a_missing_flag_names_the_command(monkeypatch, arguments, missing):
     export._parse(sys.argv)
 
 
-def test_a_run_begins_from_the_folder_and_learns(run):
-  _, workdir, said = run
-  assert "2/2" in said
-  lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  rows = [json.loads(line) for line in lines]
-  assert max(row["grad/norm"] for row in rows[1:]) > 0
-  assert rows[-1]["reward/length"] > 0
-  assert rows[-1]["reward/failed"] == 0
-
-
-def test_an_export_is_a_checkpoint_of_the_trained_policy(base, run, tmp_path):
-  flags, workdir, _ = run
-  out = tmp_path / "out"
-  to = [f"--workdir={workdir}", f"--to={out}"]
-  command("export", base, *flags, *to, "--dtype=float32")
+def test_an_export_is_a_checkpoint_of_the_trained_policy(base, exported):
+  params, out = exported
   # The same model, configured as its base was.
   cfg = hf.config_from_hf(base)
   assert hf.config_from_hf(out, dtype=cfg.dtype) == cfg
-  first, last = hf.load_hf(base, cfg), hf.load_hf(out, cfg)
-  moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), first, last)
-  assert min(jax.tree.leaves(moved)) > 0  # every array was trained
-  assert max(jax.tree.leaves(moved)) < 0.1
+  jax.tree.map(np.testing.assert_array_equal, hf.load_hf(out, cfg), params)
   # Its tokenizer is the base's, file by file.
   theirs = transformers.AutoTokenizer.from_pretrained(str(out))
-  asked = [{"role": "user", "content": "1+2?"}]
+  messages = [{"role": "user", "content": "1+2?"}]
   ids = theirs.apply_chat_template(
-    asked, add_generation_prompt=True, return_dict=False
+    messages, add_generation_prompt=True, return_dict=False
   )
   assert theirs.decode(ids) == "<user>1+2?<end><answer>"
   config = transformers.AutoConfig.from_pretrained(str(out))
   assert config.model_type == "qwen3_moe"
   # A second export into it would mix two.
-  said = command("export", base, *flags, *to, code=2)
-  assert "new or empty folder" in said
+  with pytest.raises(UserError, match="new or empty folder"):
+    export.export(config_of(base), "run", str(out), dtype="float32")
 
 
-def test_transformers_computes_what_we_do_with_an_export(base, run, tmp_path):
+def test_transformers_computes_the_same_logits(exported):
   torch = pytest.importorskip("torch")
-  flags, workdir, _ = run
-  out = tmp_path / "out"
-  to = [f"--workdir={workdir}/checkpoints/2", f"--to={out}"]
-  command("export", base, *flags, *to, "--dtype=float32")
+  params, out = exported
   cfg = hf.config_from_hf(out, dtype="float32")
   tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
-  ours = model.forward(
-    hf.load_hf(out, cfg), cfg, tokens, np.arange(12)[None].repeat(2, 0),
-    np.ones_like(tokens),
-  ).logits  # fmt: skip
+  ours = jax.jit(model.forward, static_argnums=1)(
+    params, cfg, tokens, np.arange(12)[None].repeat(2, 0), np.ones_like(tokens)
+  ).logits
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     str(out), dtype=torch.float32
   )
@@ -170,35 +137,80 @@ def test_transformers_computes_what_we_do_with_an_export(base, run, tmp_path):
 
 
 def test_a_run_of_bytes_is_exported_with_its_tokenizer(debug_config, tmp_path):
-  """No folder to take anything over from."""
-  debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
-  mesh = sharding.make_mesh(**debug_config.mesh)
-  with jax.set_mesh(mesh):
-    made = build_program(parse(debug_config), mesh)
-    state = made.learner.init_state(made.init_params(jax.random.key(0)))
-    with Checkpoints(tmp_path / "checkpoints", every=1, keep=1) as checkpoints:
-      saved = {"identity": load_params.identity(made)}
-      checkpoints.save(1, state, saved)
+  """There is no Hugging Face folder to copy files from."""
+  debug_config.data.prompts = 8
+  params = save_run(debug_config, tmp_path)
   out = str(tmp_path / "out")
-  export.export(debug_config, str(tmp_path), out, dtype="float32")
-  jax.tree.map(
-    np.testing.assert_array_equal, hf.load_hf(out, made.cfg), state.params
-  )
+  step = str(tmp_path / "checkpoints/2")
+  export.export(debug_config, step, out, dtype="float32")
+  cfg = hf.config_from_hf(out)
+  jax.tree.map(np.testing.assert_array_equal, hf.load_hf(out, cfg), params)
   theirs = transformers.AutoTokenizer.from_pretrained(out)
   assert theirs.encode("8a+3?", add_special_tokens=False) == [*b"8a+3?"]
   assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == [
     257
   ]
-
-
-def test_another_model_is_told(debug_config, tmp_path):
-  test_a_run_of_bytes_is_exported_with_its_tokenizer(debug_config, tmp_path)
   debug_config.model.variant = "small"
   with pytest.raises(UserError, match=r"model.vocab_size=258, this run .*2048"):
     export.export(debug_config, str(tmp_path), "to", dtype="float32")
 
 
-def test_a_workdir_that_is_none(debug_config, tmp_path):
-  debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
+def test_a_folder_that_is_no_workdir(debug_config, tmp_path):
+  debug_config.data.prompts = 8
   with pytest.raises(UserError, match="no such folder"):
     export.export(debug_config, str(tmp_path), "to", dtype="float32")
+
+
+@pytest.mark.slow
+def test_the_commands_train_and_export(base, tmp_path):
+  """`main` from the folder, then `export`: every array has been trained."""
+  sums = [
+    {"question": f"{a}+{b}?", "answer": f"#### {a + b}"}
+    for a in range(10)
+    for b in range(10)
+  ]
+  (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
+  keys = {
+    "data.source": f"jsonl:{tmp_path}/sums.jsonl",
+    "data.eval_source": "",
+    "data.instruction": "{problem}",
+    "data.prompts": 8,
+    "data.max_prompt_length": 12,
+    "sampler.max_new_tokens": 12,
+    "rollout.group_size": 4,
+    "learner.micro_batch_size": 8,
+    "reward.names": "('gsm8k','length')",
+    "eval.prompts": 8,
+    "optim.learning_rate": 1e-2,
+    "num_steps": 2,
+  }
+  flags = [f"--config.{key}={value}" for key, value in keys.items()]
+  flags.append(f"--workdir={tmp_path}/run")
+  assert "2/2" in command("main", base, *flags)
+  lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  assert max(row["grad/norm"] for row in rows[1:]) > 0
+  assert rows[-1]["reward/length"] > 0
+  assert rows[-1]["reward/failed"] == 0
+  command("export", base, *flags, f"--to={tmp_path}/out", "--dtype=float32")
+  cfg = hf.config_from_hf(base)
+  first, last = hf.load_hf(base, cfg), hf.load_hf(tmp_path / "out", cfg)
+  moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), first, last)
+  assert min(jax.tree.leaves(moved)) > 0
+  assert max(jax.tree.leaves(moved)) < 0.1
+
+
+def command(module, base, *flags):
+  """What a command prints."""
+  done = subprocess.run(
+    [
+      *(sys.executable, "-m", f"gspo_jax.{module}"),
+      *(f"--config={ROOT}/configs/hugging_face.py:{base}", *flags),
+    ],
+    cwd=ROOT,
+    env=os.environ | {"XLA_FLAGS": ""},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""A key that does not exist is answered with the one that was meant."""
+"""The error for a key that does not exist suggests the right one."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_names_of_other_trainers(typed, key):
   assert meant(hint(typed, KEYS)) == repr(key)
 
 
-def test_a_number_that_counts_otherwise_is_told_so():
+def test_a_suggestion_says_what_its_number_counts():
   expected = "'learner.minibatches' (optimizer steps an iteration)?"
   assert hint("ppo_mini_batch_size", KEYS) == f"did you mean {expected}"
 

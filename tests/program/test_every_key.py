@@ -1,7 +1,7 @@
-"""For every key of a config: what changing it changes.
+"""Every key of a config has an effect, and the expected one.
 
-`ROWS` is the table: a key, what is observed, and what that is at two values or
-more. A key without a row fails, and so does a row without a key.
+`ROWS` is a table of keys: what is observed, and what is expected at two values
+or more. A key without a row fails, and so does a row without a key.
 """
 
 import functools
@@ -34,7 +34,7 @@ def caches():
 
 
 def small() -> ConfigDict:
-  """What all rows start from: two iterations of one optimizer step."""
+  """The config that rows change: two iterations of one optimizer step."""
   c = tiny_cpu.get_config("debug")
   c.num_steps = 2
   c.data.prompts, c.rollout.group_size = P, G
@@ -49,16 +49,16 @@ def small() -> ConfigDict:
 
 
 def apart(tree_a, tree_b) -> bool:
-  """Whether two observations differ, by more than rounding."""
+  """Whether two observations differ by more than rounding."""
   try:
     same(tree_a, tree_b)
-  except (AssertionError, TypeError):  # one may be no number
+  except (AssertionError, TypeError):  # their types may differ
     return True
   return False
 
 
 def same(found, expected):
-  """Asserts that they are equal, floats and arrays but for rounding."""
+  """Asserts that two observations are equal; numbers, up to rounding."""
   whole = expected if isinstance(expected, tuple) else (expected,)
   if all(isinstance(x, float | np.ndarray) for x in whole):
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-6)
@@ -66,16 +66,16 @@ def same(found, expected):
     assert found == expected
 
 
-DIFFERS = object()  # another one at each value, and no more is known of it
+DIFFERS = object()  # expected: another one at each value
 
 
 class Row(NamedTuple):
-  """What a key does.
+  """The effect of a key.
 
   Attributes:
     key: of configs/common.py.
-    observe: config -> what is seen.
-    expected: by the key's value, what is seen then, or a function that makes
+    observe: config -> an observation.
+    expected: by the key's value, the observation, or a function that returns
       it; or DIFFERS.
     given: other keys, beside those of `small`.
   """
@@ -87,7 +87,7 @@ class Row(NamedTuple):
 
 
 def key_of(seed, use):
-  """The raw key that a run derives from its seed."""
+  """The random key that a run derives from its seed."""
   keys = jax.random.split(jax.random.key(seed), 4)
   if use == "init":
     return np.asarray(jax.random.key_data(keys[0]))
@@ -95,7 +95,7 @@ def key_of(seed, use):
   return np.asarray(jax.random.key_data(update))
 
 
-# Of the files of `files`: questions "A12?" and so on, of which "7" is right.
+# Files of `files`: problems "A12?" and so on, whose reference is "7".
 FILE_A, FILE_B = "jsonl:{files}/A.jsonl", "jsonl:{files}/B.jsonl"
 OF_A = {"data.source": FILE_A, "data.eval_source": FILE_B}
 COLD = {
@@ -123,8 +123,8 @@ MICRO = {"learner.micro_batch_size": 4}
 TWO = MICRO | {"learner.minibatches": 2}
 KEPT = {"sampler_logps"}  # of a rollout, by every objective
 ROUTED = KEPT | {"experts", "router_logps"}
-PLAIN = functools.cache(lambda: built.slope(losses.grpo_loss))
-FIRST = functools.cache(lambda: built.first_slope(losses.grpo_loss))
+PLAIN = functools.cache(lambda: built.expected_gradient(losses.grpo_loss))
+FIRST = functools.cache(lambda: built.first_expected_gradient(losses.grpo_loss))
 over = lambda **sizes: dict.fromkeys(sharding.AXES, 1) | sizes
 QUERIES, GATE_UP = (2, 64, 4, 16), (2, 8, 64, 128)
 
@@ -140,8 +140,8 @@ ROWS = (
     {n: functools.partial(key_of, n, "update") for n in (0, 1)},
   ),
   Row("seed", seen.chain_seed, {0: (0, 0), 1: (1, 1)}),
-  Row("seed", seen.questions, {0: DIFFERS, 1: DIFFERS}, OF_A),
-  Row("seed", seen.imitated_questions, {0: DIFFERS, 1: DIFFERS}, COLD_A),
+  Row("seed", seen.problems, {0: DIFFERS, 1: DIFFERS}, OF_A),
+  Row("seed", seen.cold_start_tokens, {0: DIFFERS, 1: DIFFERS}, COLD_A),
   Row("num_steps", seen.steps_run, {1: [0, 1], 2: [0, 1, 2]}),
   # model
   Row(
@@ -152,7 +152,7 @@ ROWS = (
   Row(
     "model.checkpoint",
     built.first_weights,
-    {"": "drawn", "{files}/hf": 0.125},
+    {"": "random", "{files}/hf": 0.125},
   ),
   Row(
     "model.checkpoint",
@@ -236,7 +236,7 @@ ROWS = (
   # data
   Row(
     "data.source",
-    seen.learnt_kinds,
+    seen.trained_kinds,
     {
       "chain": {"0": 8},
       FILE_A: {"A": 8},
@@ -245,7 +245,7 @@ ROWS = (
   ),
   Row(
     "data.weights",
-    seen.learnt_kinds,
+    seen.trained_kinds,
     {(): {"A": 4, "B": 4}, (3.0, 1.0): {"A": 6, "B": 2}},
     {"data.source": f"{FILE_A},{FILE_B}"},
   ),
@@ -257,13 +257,13 @@ ROWS = (
   ),
   Row(
     "data.problem_field",
-    seen.learnt_kinds,
+    seen.trained_kinds,
     {"question": {"A": 8}, "other": {"O": 8}},
     {"data.source": FILE_A},
   ),
   Row(
     "data.reference_field",
-    seen.rewards_given,
+    seen.mean_reward,
     {"answer": 1.0, "result": 0.0},
     OF_A,
   ),
@@ -275,7 +275,7 @@ ROWS = (
   ),
   Row(
     "data.tfds_dir",
-    seen.tfds_folder,
+    seen.tfds_error,
     {"": "sums in ", "folder": "sums in folder"},
     {"data.source": "tfds:sums"},
   ),
@@ -292,27 +292,27 @@ ROWS = (
   ),
   Row(
     "data.system_prompt",
-    seen.question_forms,
+    seen.problem_forms,
     {"": {"AN?"}, "Add: ": {"Add: AN?"}},
     OF_A | {"data.max_prompt_length": 10},
   ),
   Row(
     "data.instruction",
-    seen.question_forms,
+    seen.problem_forms,
     {"{problem}": {"AN?"}, "Q: {problem}!": {"Q: AN?!"}},
     OF_A | {"data.max_prompt_length": 10},
   ),
-  Row("data.chain_steps", seen.question_lengths, {(1,): {5}, (2,): {8}}),
-  Row("data.prompts", seen.asked_at_once, {8: (8, {8}), 16: (16, {8})}),
+  Row("data.chain_steps", seen.problem_lengths, {(1,): {5}, (2,): {8}}),
+  Row("data.prompts", seen.prompts_of_a_call, {8: (8, {8}), 16: (16, {8})}),
   Row(
     "rollout.dynamic_sampling_rounds",
-    seen.drawn_for_a_step,
-    {1: 1, 3: 3},  # all answers of a group are alike
+    seen.rollouts_of_a_step,
+    {1: 1, 3: 3},  # all responses of a group are alike
     {"num_steps": 1},
   ),
   Row(
     "data.drop_solved",
-    seen.known_again,
+    seen.repeats_of_solved,
     {False: 2, True: 1},
     OF_A | {"data.source": "jsonl:{files}/half.jsonl", "num_steps": 4},
   ),
@@ -322,7 +322,9 @@ ROWS = (
     {(): {"A": 8}, ((2, FILE_B),): {"B": 8}},
     OF_A,
   ),
-  Row("data.max_prompt_length", seen.asked_at_once, {8: (8, {8}), 9: (8, {9})}),
+  Row(
+    "data.max_prompt_length", seen.prompts_of_a_call, {8: (8, {8}), 9: (8, {9})}
+  ),
   Row(
     "data.too_long",
     seen.too_long,
@@ -332,7 +334,7 @@ ROWS = (
   # sampler: of generate, generate_eval and generate_greedy
   Row(
     "rollout.group_size",
-    built.answers_drawn,
+    built.sample_shapes,
     {
       2: [(16, 12), (32, 12), (8, 12)],
       8: [(64, 12), (32, 12), (8, 12)],
@@ -354,7 +356,7 @@ ROWS = (
   ),
   Row(
     "sampler.max_new_tokens",
-    built.answers_drawn,
+    built.sample_shapes,
     {
       12: [(16, 12), (32, 12), (8, 12)],
       8: [(16, 8), (32, 8), (8, 8)],
@@ -362,58 +364,61 @@ ROWS = (
   ),
   Row(
     "sampler.max_new_tokens",
-    lambda config: seen.imitated(config)["response"].shape,
+    lambda config: seen.cold_start_batch(config)["response"].shape,
     {12: (8, 12), 9: (8, 9)},
     COLD_A,
   ),
   Row(
     "sampler.temperature",
-    built.temperature_of_draws,
+    built.sampling_temperatures,
     {1.0: [1.0, 1.0], 0.5: [0.5, 0.5]},
     SHORT,
   ),
   Row(
     "sampler.temperature",
-    built.draws_the_likeliest,
+    built.all_likeliest,
     {1.0: [False, False, True], 0.01: [True] * 3},
     SHORT,
   ),
   Row(
     "sampler.temperature",
-    built.temperature_of_score,
+    built.old_logprobs_temperature,
     {1.0: 1.0, 0.5: 0.5},
   ),
   Row(
     "sampler.temperature",
-    built.temperature_of_reference,
+    built.reference_temperature,
     {1.0: 1.0, 0.5: 0.5},
     KL,
   ),
   Row(
     "sampler.temperature",
     built.gradient,
-    {1.0: PLAIN, 0.5: lambda: built.slope(losses.grpo_loss, temperature=0.5)},
+    {
+      1.0: PLAIN,
+      0.5: lambda: built.expected_gradient(losses.grpo_loss, temperature=0.5),
+    },
     GRPO,
   ),
   Row(
     "sampler.top_k",
-    built.draws_the_likeliest,
+    built.all_likeliest,
     {0: [False, False, True], 1: [True] * 3},
     SHORT,
   ),
   Row(
     "sampler.top_p",
-    built.draws_the_likeliest,
+    built.all_likeliest,
     {1.0: [False, False, True], 1e-6: [True] * 3},
     SHORT,
   ),
   Row(
     "sampler.min_new_tokens",
-    built.lengths_of_stoppers,
+    built.stopped_lengths,
     {1: [{1}] * 3, 3: [{3}] * 3},
     SHORT,
   ),
-  # paging: slots, pages, tokens of a page; segments, tokens of a prefill's pass
+  # continuous batching: slots, pages, tokens of a page; segments, prefill
   Row(
     "continuous_batching.slots",
     built.pool,
@@ -451,24 +456,27 @@ ROWS = (
     {False: "gugu", True: "gguu"},
   ),
   Row(
-    "rollout.max_tokens_per_iteration", seen.budget, {2: {2}, 3: {3}}, CONTINUED
+    "rollout.max_tokens_per_iteration",
+    seen.token_limits,
+    {2: {2}, 3: {3}},
+    CONTINUED,
   ),
   Row(
     "rollout.extra_prompts_in_flight",
-    seen.asked_at_once,
+    seen.prompts_of_a_call,
     {8: (16, {8}), 16: (24, {8})},
     CONTINUED,
   ),
-  # reward: the answers are "#7", and that is right
+  # reward: the responses are "#7", which is correct
   Row(
     "reward.names",
-    seen.rewards_given,
+    seen.mean_reward,
     {("final_answer",): 1.0, ("number",): 0.0},
     OF_A,
   ),
-  Row("reward.weights", seen.rewards_given, {(1.0,): 1.0, (0.25,): 0.25}, OF_A),
+  Row("reward.weights", seen.mean_reward, {(1.0,): 1.0, (0.25,): 0.25}, OF_A),
   Row("reward.workers", seen.processes, {1: 1, 3: 3}),
-  Row("reward.seconds", seen.seconds_given, {5.0: 5.0, 9.0: 9.0}),
+  Row("reward.seconds", seen.reward_seconds, {5.0: 5.0, 9.0: 9.0}),
   Row(
     "reward.max_failed",
     seen.stopped_by_failures,
@@ -486,11 +494,17 @@ ROWS = (
     "objective.name",
     built.gradient,
     {
-      name: functools.partial(built.slope, getattr(losses, f"{name}_loss"))
+      name: functools.partial(
+        built.expected_gradient, getattr(losses, f"{name}_loss")
+      )
       for name in METHODS
       if name != "rspo"
     }
-    | {"rspo": lambda: built.slope(losses.gmpo_loss, terms=built.shifted(0.8))},
+    | {
+      "rspo": lambda: built.expected_gradient(
+        losses.gmpo_loss, terms=built.shift_terms(0.8)
+      )
+    },
   ),
   Row(
     "objective.name",
@@ -502,33 +516,39 @@ ROWS = (
   ),
   Row(
     "objective.name",
-    built.fields_kept,
+    built.batch_fields,
     {"gspo": KEPT, "ppo": KEPT | {"values", "returns"}, "rspo": ROUTED},
   ),
   Row(
     "objective.clip_low",
     built.gradient,
     {
-      low: functools.partial(built.slope, losses.gspo_loss, clip_low=low)
+      low: functools.partial(
+        built.expected_gradient, losses.gspo_loss, clip_low=low
+      )
       for low in (0.05, 0.2)
     }
-    | {-1.0: functools.partial(built.slope, losses.gspo_loss)},
+    | {-1.0: functools.partial(built.expected_gradient, losses.gspo_loss)},
   ),
   Row(
     "objective.clip_high",
     built.gradient,
     {
-      high: functools.partial(built.slope, losses.gspo_loss, clip_high=high)
+      high: functools.partial(
+        built.expected_gradient, losses.gspo_loss, clip_high=high
+      )
       for high in (0.05, 0.2)
     }
-    | {-1.0: functools.partial(built.slope, losses.gspo_loss)},
+    | {-1.0: functools.partial(built.expected_gradient, losses.gspo_loss)},
   ),
   Row(
     "objective.cap",
     built.gradient,
     {
-      -1.0: functools.partial(built.slope, losses.cispo_loss),
-      0.9: functools.partial(built.slope, losses.cispo_loss, cap=0.9),
+      -1.0: functools.partial(built.expected_gradient, losses.cispo_loss),
+      0.9: functools.partial(
+        built.expected_gradient, losses.cispo_loss, cap=0.9
+      ),
     },
     {"objective.name": "cispo"},
   ),
@@ -537,8 +557,10 @@ ROWS = (
       f"objective.{tau}",
       built.gradient,
       {
-        -1.0: functools.partial(built.slope, losses.sapo_loss),
-        4.0: functools.partial(built.slope, losses.sapo_loss, **{tau: 4.0}),
+        -1.0: functools.partial(built.expected_gradient, losses.sapo_loss),
+        4.0: functools.partial(
+          built.expected_gradient, losses.sapo_loss, **{tau: 4.0}
+        ),
       },
       {"objective.name": "sapo"},
     )
@@ -549,7 +571,7 @@ ROWS = (
     built.gradient,
     {
       0.0: PLAIN,
-      1.1: lambda: built.slope(
+      1.1: lambda: built.expected_gradient(
         losses.grpo_loss, terms=lambda *_: {"dual_clip": 1.1}
       ),
     },
@@ -557,7 +579,7 @@ ROWS = (
   ),
   Row(
     "objective.old_logps",
-    built.old_logps_are,
+    built.old_logps_source,
     {"recompute": "policy's", "sampler": "sampler's"},
   ),
   Row(
@@ -568,7 +590,7 @@ ROWS = (
   ),
   Row(
     "objective.old_logps",
-    built.scores,
+    built.needs_old_logprobs,
     {"recompute": True, "sampler": False},
     TWO,
   ),
@@ -577,7 +599,9 @@ ROWS = (
     built.gradient,
     {
       coef: functools.partial(
-        built.slope, losses.grpo_loss, terms=built.kl(coef, "k3")
+        built.expected_gradient,
+        losses.grpo_loss,
+        terms=built.kl_terms(coef, "k3"),
       )
       for coef in (0.0, 0.3, 0.6)
     },
@@ -588,7 +612,7 @@ ROWS = (
   ),
   Row(
     "objective.kl_coef",
-    built.fields_kept,
+    built.batch_fields,
     {0.0: KEPT, 0.3: KEPT | {"reference_logps"}},
   ),
   Row(
@@ -605,8 +629,12 @@ ROWS = (
     built.gradient,
     {
       "k1": PLAIN,
-      "k2": lambda: built.slope(losses.grpo_loss, terms=built.kl(0.3, "k2")),
-      "k3": lambda: built.slope(losses.grpo_loss, terms=built.kl(0.3, "k3")),
+      "k2": lambda: built.expected_gradient(
+        losses.grpo_loss, terms=built.kl_terms(0.3, "k2")
+      ),
+      "k3": lambda: built.expected_gradient(
+        losses.grpo_loss, terms=built.kl_terms(0.3, "k3")
+      ),
     },
     KL,
   ),
@@ -621,13 +649,13 @@ ROWS = (
   ),
   Row(
     "objective.kl_estimator",
-    built.rows_scored,
+    built.rows_with_old_logprobs,
     {"k1": B, "k3": B - 4},
     KL | TWO,
   ),
   Row(
     "objective.kl_estimator",
-    built.scores,
+    built.needs_old_logprobs,
     {"k1": True, "k3": False},
     KL,
   ),
@@ -642,7 +670,7 @@ ROWS = (
     built.gradient,
     {
       0.0: PLAIN,
-      0.2: lambda: built.slope(
+      0.2: lambda: built.expected_gradient(
         losses.grpo_loss,
         terms=lambda _, __, entropy: {"penalty": -0.2 * entropy},
       ),
@@ -654,9 +682,9 @@ ROWS = (
     built.gradient,
     {
       f"{method}_{unit}": functools.partial(
-        built.slope,
+        built.expected_gradient,
         losses.grpo_loss,
-        terms=built.weights(method, unit, 1.1, 0.9),
+        terms=built.mismatch_terms(method, unit, 1.1, 0.9),
       )
       for method in ("tis", "mis")
       for unit in ("token", "sequence")
@@ -669,9 +697,9 @@ ROWS = (
     built.gradient,
     {
       cap: functools.partial(
-        built.slope,
+        built.expected_gradient,
         losses.grpo_loss,
-        terms=built.weights("tis", "token", cap),
+        terms=built.mismatch_terms("tis", "token", cap),
       )
       for cap in (1.0, 1.2)
     },
@@ -682,9 +710,9 @@ ROWS = (
     built.gradient,
     {
       floor: functools.partial(
-        built.slope,
+        built.expected_gradient,
         losses.grpo_loss,
-        terms=built.weights("mis", "token", 2.0, floor),
+        terms=built.mismatch_terms("mis", "token", 2.0, floor),
       )
       for floor in (0.5, 0.9)
     },
@@ -695,14 +723,18 @@ ROWS = (
     built.gradient,
     {
       -1.0: PLAIN,
-      0.1: lambda: built.slope(losses.grpo_loss, terms=built.shifted(0.1)),
-      0.7: lambda: built.slope(losses.grpo_loss, terms=built.shifted(0.7)),
+      0.1: lambda: built.expected_gradient(
+        losses.grpo_loss, terms=built.shift_terms(0.1)
+      ),
+      0.7: lambda: built.expected_gradient(
+        losses.grpo_loss, terms=built.shift_terms(0.7)
+      ),
     },
     GRPO,
   ),
   Row(
     "objective.router_shift_floor",
-    built.fields_kept,
+    built.batch_fields,
     {-1.0: KEPT, 0.1: ROUTED},
   ),
   Row(
@@ -710,8 +742,8 @@ ROWS = (
     built.gradient,
     {
       "none": PLAIN,
-      "r2": lambda: built.slope(losses.grpo_loss, replay=True),
-      "r3": lambda: built.slope(losses.grpo_loss, replay=True),
+      "r2": lambda: built.expected_gradient(losses.grpo_loss, replay=True),
+      "r3": lambda: built.expected_gradient(losses.grpo_loss, replay=True),
     },
     GRPO,
   ),
@@ -720,13 +752,15 @@ ROWS = (
     built.first_gradient,
     {
       "r2": FIRST,  # the old policy's experts are the policy's
-      "r3": lambda: built.first_slope(losses.grpo_loss, replay=True),
+      "r3": lambda: built.first_expected_gradient(
+        losses.grpo_loss, replay=True
+      ),
     },
     GRPO,
   ),
   Row(
     "objective.replay",
-    built.scored_experts,
+    built.replayed_experts,
     {"none": None, "r2": "policy's", "r3": "sampler's"},
   ),
   Row(
@@ -785,7 +819,7 @@ ROWS = (
   ),
   Row(
     "learner.minibatches",
-    built.scores,
+    built.needs_old_logprobs,
     {1: False, 4: True},
     MICRO,
   ),
@@ -802,7 +836,7 @@ ROWS = (
   ),
   Row(
     "learner.micro_batch_size",
-    built.rows_at_once,
+    built.rows_per_pass,
     {16: [{16}, {16}, {8}], 4: [{4}, {4}, {4}]},
     KL,
   ),
@@ -823,29 +857,29 @@ ROWS = (
   ),
   Row("optim.clip_norm", built.norm_of_step, {1e-3: 1e-3, 2e-3: 2e-3}),
   # cold_start
-  Row("cold_start.steps", seen.imitations, {0: 0, 1: 1, 3: 3}, COLD),
+  Row("cold_start.steps", seen.cold_start_updates, {0: 0, 1: 1, 3: 3}, COLD),
   Row(
     "cold_start.batch",
-    lambda config: seen.imitated(config)["tokens"].shape,
+    lambda config: seen.cold_start_batch(config)["tokens"].shape,
     {8: (8, 8), 16: (16, 8)},
     COLD,
   ),
   Row(
     "cold_start.learning_rate",
-    built.imitation_step,
+    built.cold_start_step,
     {1e-3: 1e-3, 5e-3: 5e-3},
     {"cold_start.batch": B},
   ),
   Row(
     "cold_start.warmup_steps",
-    built.imitation_step,
+    built.cold_start_step,
     {0: 1e-3, 4: 2.5e-4},
     {"cold_start.learning_rate": 1e-3, "cold_start.batch": B},
   ),
   Row(
-    "cold_start.gate", seen.imitations, {0.0: 2, 0.5: 1}, COLD_A
+    "cold_start.gate", seen.cold_start_updates, {0.0: 2, 0.5: 1}, COLD_A
   ),  # greedy is 1.0
-  Row("cold_start.check_every", seen.looks, {1: 2, 2: 1}, COLD),
+  Row("cold_start.check_every", seen.accuracy_checks, {1: 2, 2: 1}, COLD),
   Row(
     "cold_start.chain_steps",
     seen.demonstrated_steps,
@@ -866,10 +900,10 @@ ROWS = (
   ),
   # eval
   Row("eval.every", seen.evaluated_at, {1: [0, 1, 2], 10: [0, 2]}),
-  Row("eval.prompts", seen.questions_tested, {8: (8, 8), 16: (16, 16)}),
+  Row("eval.prompts", seen.problems_evaluated, {8: (8, 8), 16: (16, 16)}),
   Row(
     "eval.samples",
-    built.answers_drawn,
+    built.sample_shapes,
     {
       4: [(16, 12), (32, 12), (8, 12)],
       3: [(16, 12), (24, 12), (8, 12)],
@@ -878,13 +912,13 @@ ROWS = (
   # checkpoint
   Row(
     "checkpoint.every",
-    seen.steps_kept,
+    seen.saved_steps,
     {1: [1, 2, 3], 2: [2, 3]},
     {"num_steps": 3, "checkpoint.keep": 9},
   ),
   Row(
     "checkpoint.keep",
-    seen.steps_kept,
+    seen.saved_steps,
     {1: [3], 2: [2, 3]},
     {"num_steps": 3, "checkpoint.every": 1},
   ),
@@ -894,15 +928,15 @@ ROWS = (
     built.instruments,
     {True: [True] * 3, False: [False] * 3},
   ),
-  Row("log.instruments", built.fields_kept, {True: ROUTED, False: KEPT}),
+  Row("log.instruments", built.batch_fields, {True: ROUTED, False: KEPT}),
   Row("log.samples_every", seen.sample_files, {1: [1, 2], 10: [2]}),
-  Row("log.samples", seen.samples_shown, {2: 2, 4: 4}),
+  Row("log.samples", seen.samples_written, {2: 2, 4: 4}),
 )
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-  """Questions in files, and a checkpoint with a tokenizer, in a folder."""
+  """A folder with files of problems, and a checkpoint with a tokenizer."""
   folder = tmp_path_factory.mktemp("files")
   right = {"answer": "#### 7", "result": "3", "worked": "so #### 7"}
   wrong = right | {"answer": "#### 8"}
@@ -925,7 +959,7 @@ def files(tmp_path_factory):
 
 
 def _write_checkpoint(folder):
-  """A model of one layer whose first number is 0.125; bytes are its tokens."""
+  """A model of one layer whose weights are 0.125; its tokens are bytes."""
   cfg = model.variant("tiny", num_layers=1, dtype="float32")
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
   weights = jax.tree.map(lambda x: np.full(x.shape, 0.125, x.dtype), shapes)
@@ -958,7 +992,7 @@ def test_every_key_has_a_row_and_every_row_a_key():
 @pytest.mark.parametrize(
   "row", ROWS, ids=[f"{row.key} {row.observe.__name__}" for row in ROWS]
 )
-def test_a_key_does_what_its_row_says(row, files):
+def test_a_key_has_the_effect_of_its_row(row, files):
   every = []
   for value, expected in row.expected.items():
     config = small()

@@ -1,9 +1,9 @@
-"""From a config to the gradient: each objective by name, each term on and off.
+"""From a config to the gradient: each method, and each term of its loss.
 
-The policy is a table: its parameters are log-probs, one row for each answer.
-So no model is compiled, and a gradient with respect to the parameters is one
-with respect to the log-probs. What is expected are the loops of `oracles` in
-float64, put together here from the config's numbers.
+The policy is a table whose parameters are log-probs, a row for each response.
+So no model is compiled, and the gradient is with respect to the log-probs. The
+expected one comes from the float64 loops of `oracles`, with the config's
+numbers.
 """
 
 import dataclasses
@@ -37,14 +37,14 @@ def caches():
 
 P, G, R, L, K = 4, 2, 5, 2, 2
 B = P * G
-CFG = model.variant("tiny")  # of its experts alone
+CFG = model.variant("tiny")  # only its experts matter
 TEMPERATURE = 0.5  # a power of two, so that dividing by it does not round
 REWARDS = np.array([1.0, 0.0, 0.5, 2.0, 0.25, 0.75, 0.5, 0.5])
 CUT = np.array([0, 0, 1, 0, 0, 1, 0, 0], bool)
 MASK = np.arange(R) < np.array([5, 1, 3, 4, 5, 2, 4, 5])[:, None]
 
 NAMES = list(METHODS)
-# Numbers that are no method's own, where they change what is clipped.
+# Numbers that differ from the methods' defaults and change what is clipped.
 NUMBERS = {
   "gspo": {"clip_low": 2e-4, "clip_high": 8e-4},
   "gspo_token": {"clip_low": 2e-4, "clip_high": 8e-4},
@@ -109,8 +109,8 @@ def make_config(name, term):
 
 
 @functools.cache
-def drawn(name):
-  """Parameters, and a rollout of an older policy: some ratios are clipped."""
+def params_and_batch(name):
+  """Parameters, and a batch of an older policy: some ratios are clipped."""
   rng = np.random.default_rng(3)
   normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
   old = rng.uniform(-4, -0.1, (B, R)).astype(np.float32)
@@ -122,7 +122,7 @@ def drawn(name):
     "values": values + np.float32(0.2) * normal(B, R),
   }
   tokens = np.zeros((B, 1 + R), np.int32)
-  tokens[:, 0] = np.arange(B)  # which row of the table it is
+  tokens[:, 0] = np.arange(B)  # the row of the table
   rows = TrainBatch(
     tokens,
     positions=tokens,
@@ -142,8 +142,8 @@ def drawn(name):
 CHOSEN = np.array([3, 5], np.uint8)  # the experts that the router chooses
 
 
-def sent(experts_BTk):
-  """What replay adds to a log-prob: where its token was sent."""
+def replay_shift(experts_BTk):
+  """What replay adds to a log-prob, by the expert of its token."""
   far = experts_BTk[:, 1:, 0].astype(np.float32) - np.float32(CHOSEN[0])
   return np.float32(0.002) * far
 
@@ -171,7 +171,7 @@ def table(
   if use_own_experts is not None:
     routes = jnp.where(use_own_experts, chosen, routes)
   if replay:
-    logps = logps + sent(routes[0])
+    logps = logps + replay_shift(routes[0])
   router = params["router"][i].swapaxes(0, 1)
   return TokenLogprobs(
     logps,
@@ -185,7 +185,7 @@ def table(
 
 @pytest.fixture
 def policy(monkeypatch):
-  """The table in the place of the model, and of the critic."""
+  """The table, in place of the model and of the critic."""
   monkeypatch.setattr(train_batch, "logprobs", table)
   values = lambda params, cfg, rows: params["values"][rows.tokens[:, 0]]
   monkeypatch.setattr(critic, "values", values)
@@ -194,19 +194,19 @@ def policy(monkeypatch):
 def assign(config, rows):
   finish = jnp.where(CUT, TRUNCATED, STOPPED).astype(jnp.int8)
   rewards = jnp.asarray(REWARDS, jnp.float32)
-  how = settings.credit(parse(config))
-  return credit.assign_advantages(rows, rewards, finish, credit=how)
+  credit_config = settings.credit(parse(config))
+  return credit.assign_advantages(rows, rewards, finish, credit=credit_config)
 
 
 class Expected(NamedTuple):
   advantages: np.ndarray
   returns: np.ndarray | None
   case: oracles.Case
-  how: dict
+  options: dict
 
 
 def expect(config, params, rows) -> Expected:
-  """What the oracles make of a config, in float64."""
+  """The arguments of the oracles for a config, in float64."""
   c = config.objective
   advantages, returns = expected_advantages(config, rows)
   weights = shift = penalty = None
@@ -222,7 +222,7 @@ def expect(config, params, rows) -> Expected:
     moved = np.abs(params["router"].astype(float) - rows.router_logps)
     shift = moved.mean((1, 3))
   estimators = {
-    "k1": lambda gap: 0.0,  # it is in the advantages
+    "k1": lambda gap: 0.0,  # the advantages have it
     "k2": lambda gap: gap**2 / 2,
     "k3": lambda gap: np.exp(gap) - 1 - gap,
   }
@@ -235,7 +235,7 @@ def expect(config, params, rows) -> Expected:
 
   x = params["logps"] / TEMPERATURE
   if c.replay != "none":
-    x = x + sent(rows.experts[:, 0])
+    x = x + replay_shift(rows.experts[:, 0])
   case = oracles.Case(
     x,
     rows.old_logps,
@@ -266,10 +266,10 @@ def expected_advantages(config, rows):
     fee = np.where(MASK, c.kl_coef * gap, 0)
   returns = None
   if name == "ppo":
-    earned = -fee
-    earned[np.arange(B), MASK.sum(1) - 1] += REWARDS
+    token_rewards = -fee
+    token_rewards[np.arange(B), MASK.sum(1) - 1] += REWARDS
     advantages = oracles.generalized_advantages(
-      earned, rows.values, MASK, 0.9, 0.8
+      token_rewards, rows.values, MASK, 0.9, 0.8
     )
     returns = np.where(MASK, advantages + rows.values, 0)
     real = advantages[MASK]
@@ -289,9 +289,9 @@ def expected_advantages(config, rows):
 @functools.cache
 def oracle(name, term):
   """The loss, and its gradient with respect to the parameters."""
-  expected = expect(make_config(name, term), *drawn(name))
-  loss, _ = oracles.loss(name, expected.case, **expected.how)
-  slope = oracles.gradient(name, expected.case, **expected.how)
+  expected = expect(make_config(name, term), *params_and_batch(name))
+  loss, _ = oracles.loss(name, expected.case, **expected.options)
+  slope = oracles.gradient(name, expected.case, **expected.options)
   return loss, slope / TEMPERATURE
 
 
@@ -300,8 +300,8 @@ def assert_close(found, expected):
   np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
-def slope_of(loss, params, rows):
-  """The loss of whole rows, and its gradient."""
+def loss_and_gradient(loss, params, rows):
+  """The loss of all rows, and its gradient."""
 
   def mean(params):
     found = loss(params, rows, is_old_policy=False)
@@ -313,38 +313,38 @@ def slope_of(loss, params, rows):
 @pytest.mark.parametrize(("name", "term"), CASES)
 def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
   config = make_config(name, term)
-  params, rows = drawn(name)
+  params, rows = params_and_batch(name)
   rows = assign(config, rows)
-  wanted = expect(config, params, rows)
-  assert_close(rows.advantages, wanted.advantages)
+  expected = expect(config, params, rows)
+  assert_close(rows.advantages, expected.advantages)
   learner, *_ = settings.learners(parse(config), CFG)
-  value, grads = slope_of(learner.loss, params, rows)
+  value, grads = loss_and_gradient(learner.loss, params, rows)
   loss, slope = oracle(name, term)
   assert_close(value, loss)
   assert_close(grads["logps"], slope)
-  if term != "nothing":  # or the term would be seen to do nothing
+  if term != "nothing":  # the term must have an effect
     _, plain = oracle(name, "nothing")
     assert np.abs(slope - plain).max() > 3e-4 * np.abs(plain).max()
 
 
-def begin(config, params):
-  """A state, and an update by plain descent."""
+def start(config, params):
+  """A state, and an update by plain gradient descent."""
   learner, *_ = settings.learners(parse(config), CFG)
   learner = learner._replace(optimizer=optax.sgd(1.0))
   state = train_step.init_state(
     jax.tree.map(jnp.asarray, params), optimizer=learner.optimizer
   )
 
-  def update(state, rows, **how):
+  def update(state, rows, **options):
     rows, key = jax.tree.map(jnp.asarray, rows), jax.random.key(1)
     with jax.disable_jit():
-      return train_step.update(state, rows, key, learner=learner, **how)
+      return train_step.update(state, rows, key, learner=learner, **options)
 
   return state, update
 
 
-def halves(rows):
-  """Which rows are in the first minibatch, and in the second."""
+def minibatch_rows(rows):
+  """The rows of the first minibatch, and of the second."""
   order = jax.random.permutation(jax.random.key(1), P)
   cut = MinibatchSplit(order, minibatches=2, micro_batch_size=2).split(rows)
   return np.asarray(cut.tokens[..., 0]).reshape(2, -1)
@@ -361,18 +361,18 @@ def halves(rows):
   ],
 )
 def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
-  """Of the second minibatch, whose ratios are not 1, in two micro-batches."""
+  """The second minibatch, whose ratios are not 1, in two micro-batches."""
   config = make_config(name, term)
-  params, rows = drawn(name)
+  params, rows = params_and_batch(name)
   rows = assign(config, rows)
-  state, update = begin(config, params)
+  state, update = start(config, params)
   new, *_ = update(state, rows)
-  _, second = halves(rows)
-  wanted = expect(config, params, rows)
-  part = wanted.case._replace(
+  _, second = minibatch_rows(rows)
+  expected = expect(config, params, rows)
+  part = expected.case._replace(
     m=MASK & np.isin(np.arange(B), second)[:, None],
   )
-  slope = oracles.gradient(name, part, **wanted.how) / TEMPERATURE
+  slope = oracles.gradient(name, part, **expected.options) / TEMPERATURE
   change = params["logps"] - new.params["logps"]
   assert_close(change[second], slope[second])
   assert np.abs(slope[second]).max() > 1e-3
@@ -385,17 +385,17 @@ def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
     *((2, term) for term in ("nothing", "k1", "r2", "everything")),
   ],
 )
-def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
-  """No row is moved before its turn here: all ratios are 1."""
+def test_an_update_after_old_logprobs_is_on_policy(policy, minibatches, term):
+  """The rows of a minibatch move only in its step, so all ratios are 1."""
   config = make_config("gspo", term)
   config.learner.minibatches = minibatches
-  params, rows = drawn("gspo")
+  params, rows = params_and_batch("gspo")
   recorded = config.objective.replay == "r3"
-  # What an old policy with these very parameters would say.
+  # The fields of an old policy with these parameters.
   at_once = params["logps"] / np.float32(TEMPERATURE)
   experts = np.broadcast_to(CHOSEN, rows.experts.shape)
   if recorded:
-    experts, at_once = rows.experts, at_once + sent(rows.experts[:, 0])
+    experts, at_once = rows.experts, at_once + replay_shift(rows.experts[:, 0])
   known = dataclasses.replace(
     rows, old_logps=at_once, experts=experts, router_logps=params["router"]
   )
@@ -405,7 +405,7 @@ def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
     experts=rows.experts if recorded else np.zeros_like(rows.experts),
     router_logps=np.zeros_like(rows.router_logps),
   )
-  state, update = begin(config, params)
+  state, update = start(config, params)
   scored, sums = blank, []
   asked = settings.needs_old_logprobs(parse(config), CFG)
   assert asked == (minibatches == 2 or term == "k1")
@@ -413,15 +413,15 @@ def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
     state, scored, metrics = update(state, blank, apply_updates=np.False_)
     assert int(state.step) == 0
     jax.tree.map(np.testing.assert_array_equal, state.params, params)
-    # The first minibatch is measured in the update, the rest before it moves.
+    # The update measures the first minibatch, this pass the others.
     later = B - B // minibatches
     assert metrics["mismatch/sequence_abs_mean"].count == later
     if minibatches == 2:
-      _, second = halves(rows)
+      _, second = minibatch_rows(rows)
       for name in ("old_logps", "experts", "router_logps"):
-        found, wanted = (getattr(x, name)[second] for x in (scored, known))
-        np.testing.assert_array_equal(found, wanted)
-    # Of the first, one micro-batch says enough, unless rewards need them all.
+        found, expected = (getattr(x, name)[second] for x in (scored, known))
+        np.testing.assert_array_equal(found, expected)
+    # One micro-batch of the first is enough, unless rewards need them all.
     rows_known = (np.asarray(scored.old_logps) != 0).any(1).sum()
     assert rows_known == (B if term == "k1" else later + 2)
     sums.append(metrics)
@@ -433,11 +433,11 @@ def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
     functools.partial(jax.tree.map, jnp.add), sums, metrics
   )
 
-  wanted = expect(config, params, known)
+  expected = expect(config, params, known)
   slope = 0
-  for part in halves(rows) if minibatches == 2 else [np.arange(B)]:
-    case = wanted.case._replace(m=MASK & np.isin(np.arange(B), part)[:, None])
-    slope += oracles.gradient("gspo", case, **wanted.how) / TEMPERATURE
+  for part in minibatch_rows(rows) if minibatches == 2 else [np.arange(B)]:
+    case = expected.case._replace(m=MASK & np.isin(np.arange(B), part)[:, None])
+    slope += oracles.gradient("gspo", case, **expected.options) / TEMPERATURE
   assert_close(params["logps"] - new.params["logps"], slope)
   # Every row, and every token, is counted once.
   assert metrics["mismatch/sequence_abs_mean"].count == B
@@ -453,14 +453,14 @@ def test_what_is_learnt_after_scoring_is_on_policy(policy, minibatches, term):
     assert metrics["moe/expert_flip_rate"].value() == 0
 
 
-def test_the_critic_is_that_of_the_config(policy):
+def test_the_critics_loss_has_the_numbers_of_the_config(policy):
   config = make_config("ppo", "nothing")
-  params, rows = drawn("ppo")
+  params, rows = params_and_batch("ppo")
   rows = assign(config, rows)
   _, returns = expected_advantages(config, rows)
   np.testing.assert_allclose(rows.returns, returns, atol=1e-5)
-  _, judge, _ = settings.learners(parse(config), CFG)
-  value, grads = slope_of(judge.loss, params, rows)
+  _, critic_learner, _ = settings.learners(parse(config), CFG)
+  value, grads = loss_and_gradient(critic_learner.loss, params, rows)
   losses, cuts, slopes = oracles.value_loss(
     params["values"], rows.values, returns, MASK, clip=0.1
   )
@@ -473,12 +473,12 @@ def test_without_routing_the_loss_is_the_same(policy):
   """Without instruments and replay an update gets no routing."""
   config = make_config("gspo", "nothing")
   config.log.instruments = False
-  params, rows = drawn("gspo")
+  params, rows = params_and_batch("gspo")
   rows = dataclasses.replace(
     assign(config, rows), experts=None, router_logps=None
   )
   learner, *_ = settings.learners(parse(config), CFG)
-  value, grads = slope_of(learner.loss, params, rows)
+  value, grads = loss_and_gradient(learner.loss, params, rows)
   loss, slope = oracle("gspo", "nothing")
   assert_close(value, loss)
   assert_close(grads["logps"], slope)

@@ -70,7 +70,7 @@ def hidden_states(
 
 
 class _Room(NamedTuple):
-  """In the place of the answers' cache: none is needed; it is never full."""
+  """In place of the cache of the responses, which is never full."""
 
   valid: np.ndarray
 

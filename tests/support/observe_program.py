@@ -1,7 +1,8 @@
-"""What a test can see of a built program: each takes a config.
+"""Functions of a config that observe the program built from it.
 
-First of the real model: shapes, shardings, jaxprs. Then its functions run, on a
-policy of two tables (`bigram`), and on answers and rewards that are made up.
+Some look at the real model: shapes, shardings, jaxprs. The others call the
+program's functions on a policy of two tables (`bigram`), with made-up samples
+and rewards.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from gspo_jax.sampler.paged_decode import SegmentPlan
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, Samples
 
 KEY = jax.random.key(0)  # of an update's shuffle, above all
-P, G, S, R = 8, 2, 3, 4  # questions, answers to each, prompt and answer slots
+P, G, S, R = 8, 2, 3, 4  # prompts, responses to each, tokens of both
 B = P * G
 
 
@@ -46,13 +47,13 @@ def mesh_of_run(config):
 
 
 def tokens_of_seven(config):
-  """The ids of "7" for what reads answers, and the fingerprint's part."""
+  """The ids of "7", and whether the tokenizer is that of bytes."""
   made = built(config).tokenizer
   return made.encode("7"), made.fingerprint == "bytes"
 
 
 def weight_shards(config, mesh):
-  """What one device holds of the queries' weights, and of the experts'."""
+  """The shard of a query weight on one device, and of an expert weight."""
   program = build_program(parse(config), mesh, training=False)
   layers = program.abstract_params["layers"]
   shard = lambda x: x.sharding.shard_shape(x.shape)
@@ -78,15 +79,15 @@ def embedding(config):
 
 
 def first_weights(config):
-  """A number of the weights a run begins with; "drawn" where none are read."""
+  """A number of the first weights; "random" if no file is read."""
   init = built(config).init_params
   if isinstance(init, MeshJit):
-    return "drawn"
+    return "random"
   return float(init(jax.random.key(0))["embed"][0, 0])
 
 
 def each_once(observe):
-  """A function of a config that is called once for each."""
+  """Calls a function of a config once for each config."""
   made = {}
 
   @functools.wraps(observe)
@@ -106,9 +107,9 @@ def built(config):
 
 @each_once
 def step_traced(config) -> list:
-  """The operations of a step, which scores or updates."""
+  """The operations of a step."""
   made, apply_updates = built(config), np.bool_(True)
-  given = made.learner.abstract, made_rollout(), KEY, apply_updates
+  given = made.learner.abstract, made_batch(), KEY, apply_updates
   return list(operations(made.learner.step.jitted.trace(*given).jaxpr.jaxpr))
 
 
@@ -122,7 +123,7 @@ def generate_traced(config) -> list:
 
 
 def operations(jaxpr):
-  """All of them, those inside others included."""
+  """All operations of a jaxpr, with those of nested ones."""
   for op in jaxpr.eqns:
     yield op
     for value in jax.tree.leaves(list(op.params.values())):
@@ -132,16 +133,16 @@ def operations(jaxpr):
 
 
 def types_of_products(config):
-  """Whether matrix products are of bfloat16: of a step, and of generate."""
-  found = []
+  """Whether a step, and generate, have matrix products of bfloat16."""
+  result = []
   for traced in step_traced(config), generate_traced(config):
     products = (o for o in traced if o.primitive.name == "dot_general")
-    found.append("bfloat16" in {str(o.invars[0].aval.dtype) for o in products})
-  return found
+    result.append("bfloat16" in {str(o.invars[0].aval.dtype) for o in products})
+  return result
 
 
 def kept_names(config):
-  """What an update's backward pass finds stored; None where it all is."""
+  """The values that an update stores for its backward pass; None: all."""
   policies = [o.params.get("policy") for o in step_traced(config)]
   kept = [p.saveable_names for p in policies if p is not None]
   return set.union(*map(set, kept)) if kept else None
@@ -163,7 +164,7 @@ EXPERTS = np.random.default_rng(2).permuted(
 
 
 def made_samples(experts=None) -> Samples:
-  """Answers that no sampler drew."""
+  """Samples of random tokens."""
   tokens = np.random.default_rng(3).integers(0, 256, (B, R)).astype(np.int32)
   finish = np.where(np.arange(B) % 4, STOPPED, TRUNCATED)
   steps = np.int32(B * R)
@@ -173,10 +174,10 @@ def made_samples(experts=None) -> Samples:
 
 
 @functools.cache
-def made_rollout() -> TrainBatch:
-  """Of those answers, all fields filled; the old policy is another one."""
+def made_batch() -> TrainBatch:
+  """A batch of those samples with all fields; the old policy is another."""
   rows = train_batch.make_train_batch(PROMPTS, made_samples().tokens, LENGTHS)
-  own, _ = scored(bigram.params(), rows)
+  own, _ = logps_and_entropy(bigram.params(), rows)
   old = own + numbers(B, R, seed=4)
   return dataclasses.replace(
     rows,
@@ -191,21 +192,21 @@ def made_rollout() -> TrainBatch:
   )
 
 
-def scored(params, rows, temperature=1.0, **how):
-  """Log-probs of the answers and entropies [B, R], by the textbook."""
-  logits = bigram.logits(params, rows.tokens, **how)[:, S - 1 : -1]
+def logps_and_entropy(params, rows, temperature=1.0, **options):
+  """Log-probs of the responses and entropies [B, R], by the textbook."""
+  logits = bigram.logits(params, rows.tokens, **options)[:, S - 1 : -1]
   logps = jax.nn.log_softmax(logits / temperature)
   picked = jnp.take_along_axis(logps, rows.tokens[:, S:, None], 2)[..., 0]
   return picked, -(jnp.exp(logps) * logps).sum(-1)
 
 
 @each_once
-def drawn(config) -> list[Samples]:
-  """B answers of generate, generate_eval and generate_greedy each."""
-  return drawn_by(bigram.params(), config)
+def samples_of(config) -> list[Samples]:
+  """B responses of generate, generate_eval and generate_greedy each."""
+  return sample_with(bigram.params(), config)
 
 
-def drawn_by(params, config) -> list[Samples]:
+def sample_with(params, config) -> list[Samples]:
   made, key = built(config), jax.random.key(1)
   once = dataclasses.replace(
     PROMPTS,
@@ -220,8 +221,8 @@ def drawn_by(params, config) -> list[Samples]:
     ]
 
 
-def answers_drawn(config):
-  """[answers, slots] of generate, generate_eval and generate_greedy."""
+def sample_shapes(config):
+  """[B, R] of generate, generate_eval and generate_greedy."""
   made, key = built(config), jax.random.key(1)
   each = (
     made.sampler.generate,
@@ -233,13 +234,13 @@ def answers_drawn(config):
     return [shapes(f).tokens.shape for f in each]
 
 
-def temperature_of_draws(config):
-  """Of generate and generate_eval, by the log-probs that they report."""
-  return [_temperature_of(samples) for samples in drawn(config)[:2]]
+def sampling_temperatures(config):
+  """The temperatures of generate and generate_eval, by their log-probs."""
+  return [_temperature_of(samples) for samples in samples_of(config)[:2]]
 
 
 def _temperature_of(samples):
-  """That at which the first token's log-prob is the one reported."""
+  """The temperature at which the first tokens have these log-probs."""
   logits = bigram.logits(bigram.params(), PROMPTS.tokens)[:, -1]
   first = np.asarray(samples.tokens)[:, 0]
   for temperature in (1.0, 0.5, 0.01):
@@ -251,29 +252,29 @@ def _temperature_of(samples):
   raise AssertionError("no temperature fits the log-probs")
 
 
-def draws_the_likeliest(config):
-  """Whether generate, generate_eval and generate_greedy sample nothing else."""
+def all_likeliest(config):
+  """Whether each generate function samples only the likeliest tokens."""
   best = bigram.logits(bigram.params(), PROMPTS.tokens)[:, -1].argmax(-1)
   likeliest = lambda s: s.tokens[:, 0] == best.repeat(G)
-  return [bool(likeliest(samples).all()) for samples in drawn(config)]
+  return [bool(likeliest(samples).all()) for samples in samples_of(config)]
 
 
-def lengths_of_stoppers(config):
-  """Lengths of answers by a policy that wants to stop at once, of each."""
+def stopped_lengths(config):
+  """Lengths of responses by a policy that stops as early as it may."""
   params = bigram.params()
   params["embed"] = params["embed"].at[:, 0].set(1.0)
   params["experts"] = params["experts"].at[..., 0].set(0.0)
   params["head"] = params["head"].at[0, 257].set(99.0)
-  return [set(s.lengths.tolist()) for s in drawn_by(params, config)]
+  return [set(s.lengths.tolist()) for s in sample_with(params, config)]
 
 
 def records_routing(config):
-  """Of generate, generate_eval and generate_greedy."""
-  return [samples.experts is not None for samples in drawn(config)]
+  """Whether generate, generate_eval and generate_greedy record routing."""
+  return [samples.experts is not None for samples in samples_of(config)]
 
 
 def pool(config):
-  """Slots, pages and tokens of a page; None where all decode together."""
+  """Slots, pages and tokens of a page; None for the static sampler."""
   made = built(config).sampler.generate
   if not isinstance(made, ContinuousSampler):
     return None
@@ -295,7 +296,7 @@ def segment(config):
     decode = devices.decode.jitted.trace(
       params, state, samples, orders, None, np.int32(0), jax.random.key(0)
     )
-  with _passes() as passes, bigram.in_place():
+  with record_passes() as passes, bigram.in_place():
     tokens, pages = np.zeros((P, 16), np.int32), np.zeros((P, 4), np.int32)
     devices.prefill.jitted.trace(params, state, tokens, tokens[:, 0], pages)
   loops = [
@@ -312,48 +313,48 @@ def segment(config):
 
 
 @contextlib.contextmanager
-def _passes():
-  """Notes [rows, tokens] of each forward pass."""
-  found, plain = [], bigram.hidden_states
+def record_passes():
+  """Records the shape [rows, tokens] of each forward pass."""
+  result, plain = [], bigram.hidden_states
 
-  def hidden_states(params, cfg, tokens, *rest, **how):
-    found.append(tokens.shape)
-    return plain(params, cfg, tokens, *rest, **how)
+  def hidden_states(params, cfg, tokens, *rest, **options):
+    result.append(tokens.shape)
+    return plain(params, cfg, tokens, *rest, **options)
 
   with mock.patch.object(bigram, "hidden_states", hidden_states):
-    yield found
+    yield result
 
 
-def assembled(config) -> TrainBatch:
-  """The rollout of made-up answers, before anything is known of it."""
+def new_batch(config) -> TrainBatch:
+  """The batch of made-up samples, as `make_train_batch` returns it."""
   recorded = config.objective.replay == "r3"
   with bigram.by_the_operation():
     samples = made_samples(EXPERTS if recorded else None)
     return built(config).learner.make_train_batch(PROMPTS, samples)
 
 
-def fields_kept(config):
-  """What a rollout has room for, of what not every objective reads."""
+def batch_fields(config):
+  """The optional fields of `TrainBatch` that a batch has."""
   optional = [f for f in dataclasses.fields(TrainBatch) if f.default is None]
-  rows = assembled(config)
+  rows = new_batch(config)
   return {f.name for f in optional if getattr(rows, f.name) is not None}
 
 
-def score(config) -> TrainBatch:
-  """The rollout of made-up answers once the old policy has scored it."""
-  return step(built(config), assembled(config), "compute_old_logprobs")[1]
+def with_old_logprobs(config) -> TrainBatch:
+  """The batch of made-up samples after `compute_old_logprobs`."""
+  return step(built(config), new_batch(config), "compute_old_logprobs")[1]
 
 
-def scores(config):
+def needs_old_logprobs(config):
   return built(config).learner.needs_old_logprobs
 
 
-def temperature_of_score(config):
-  return _fits(score(config).old_logps, bigram.params())
+def temperature_of_with_old_logprobs(config):
+  return _fits(with_old_logprobs(config).old_logps, bigram.params())
 
 
-def temperature_of_reference(config):
-  made, rows = built(config), made_rollout()
+def reference_temperature(config):
+  made, rows = built(config), made_batch()
   with bigram.by_the_operation():
     state = made.learner.init_state(bigram.params(7))
     rows = made.learner.add_reference_and_values(state, rows)
@@ -361,54 +362,54 @@ def temperature_of_reference(config):
 
 
 def _fits(logps, params):
-  mask, rows = made_rollout().response_mask, made_rollout()
+  mask, rows = made_batch().response_mask, made_batch()
   for temperature in (1.0, 0.5):
-    expected, _ = scored(params, rows, temperature)
+    expected, _ = logps_and_entropy(params, rows, temperature)
     if np.allclose(logps[mask], expected[mask], atol=1e-4):
       return temperature
   raise AssertionError("no temperature fits the log-probs")
 
 
-def old_logps_are(config):
-  """Whose they are after scoring."""
-  old = score(config).old_logps
+def old_logps_source(config):
+  """Whose log-probs are the old ones."""
+  old = with_old_logprobs(config).old_logps
   if np.array_equal(old, made_samples().logps):
     return "sampler's"
   return "policy's" if _fits(old, bigram.params()) == 1 else None
 
 
-def scored_experts(config):
-  """Which experts a scored rollout holds: none, the policy's, the sampler's."""
-  experts = score(config).experts
+def replayed_experts(config):
+  """Whose experts a batch has for an update: none, policy's, sampler's."""
+  experts = with_old_logprobs(config).experts
   if experts is None:
     return None
   if np.array_equal(experts, EXPERTS):
     return "sampler's"
-  own = routing(made_rollout()).experts.swapaxes(0, 1)
+  own = routing(made_batch()).experts.swapaxes(0, 1)
   return "policy's" if np.array_equal(experts, own) else "other"
 
 
 def instruments(config):
   """Whether an update measures routers, and histograms of ratios."""
-  told = learn(config).metrics
+  metrics = updated(config).metrics
   names = "moe/router_entropy", "moe/router_shift_ratio", "ratio/sequence_log"
-  return [name in told for name in names]
+  return [name in metrics for name in names]
 
 
-class Learnt(NamedTuple):
+class Updated(NamedTuple):
   metrics: dict
   after: Any
 
 
 @each_once
-def learn(config) -> Learnt:
-  """One update on the made-up rollout."""
-  after, _, metrics = step(built(config), made_rollout(), "update")
-  return Learnt(metrics, after)
+def updated(config) -> Updated:
+  """One update on the made-up batch."""
+  after, _, metrics = step(built(config), made_batch(), "update")
+  return Updated(metrics, after)
 
 
 def step(made, rows, name):
-  """What a program's score or update, by its name, makes of the rows."""
+  """Calls a function of the learner, by its name, on a fresh state."""
   with bigram.by_the_operation():
     state = made.learner.init_state(bigram.params())
     return getattr(made.learner, name)(state, rows, KEY)
@@ -416,19 +417,19 @@ def step(made, rows, name):
 
 @each_once
 def gradient(config):
-  """Of the unembedding, once the policy is no longer the old one."""
+  """The loss's gradient in the unembedding, off the old policy."""
   return _gradient(config, first=False)
 
 
 @each_once
 def first_gradient(config):
-  """As `gradient`, of a first minibatch: the policy still is the old one."""
+  """As `gradient`, in a first minibatch: the policy is the old one."""
   return _gradient(config, first=True)
 
 
 def _gradient(config, first):
   learner = settings.learners(parse(config), built(config).cfg).policy
-  rows, is_old_policy = made_rollout(), jnp.asarray(first)
+  rows, is_old_policy = made_batch(), jnp.asarray(first)
 
   def mean(head):
     params = bigram.params() | {"head": head}
@@ -439,16 +440,18 @@ def _gradient(config, first):
     return np.asarray(jax.grad(mean)(bigram.params()["head"]))
 
 
-def slope(
-  method, rows=None, *, temperature=1.0, replay=False, terms=None, **how
+def expected_gradient(
+  method, rows=None, *, temperature=1.0, replay=False, terms=None, **options
 ):
-  """What `gradient` should be: of a public loss, put together by hand."""
-  rows = made_rollout() if rows is None else rows
+  """The gradient of a public loss, put together by hand."""
+  rows = made_batch() if rows is None else rows
   routes = {"routes": rows.experts.swapaxes(0, 1)} if replay else {}
 
   def total(head):
     own = bigram.params() | {"head": head}
-    logps, entropy = scored(own, rows, temperature, **routes, replay=replay)
+    logps, entropy = logps_and_entropy(
+      own, rows, temperature, **routes, replay=replay
+    )
     extra = Terms(**terms(rows, logps, entropy)) if terms else Terms()
     return method(
       logps,
@@ -456,31 +459,31 @@ def slope(
       rows.advantages,
       rows.response_mask,
       terms=extra,
-      **how,
+      **options,
     )[0]
 
   with bigram.by_the_operation():
     return np.asarray(jax.grad(total)(bigram.params()["head"]))
 
 
-def first_slope(method, *, replay=False):
-  """What `first_gradient` should be, where the policy says what the old is."""
-  rows = made_rollout()
+def first_expected_gradient(method, *, replay=False):
+  """As `expected_gradient`, where the old log-probs are the policy's."""
+  rows = made_batch()
   routes = {"routes": rows.experts.swapaxes(0, 1)} if replay else {}
-  old, _ = scored(bigram.params(), rows, **routes, replay=replay)
+  old, _ = logps_and_entropy(bigram.params(), rows, **routes, replay=replay)
   rows = dataclasses.replace(rows, old_logps=old)
-  return slope(method, rows, replay=replay)
+  return expected_gradient(method, rows, replay=replay)
 
 
-def routing(rows, **how):
+def routing(rows, **options):
   with bigram.by_the_operation():
     out = model.hidden_states(
-      bigram.params(), None, rows.tokens, None, None, **how
+      bigram.params(), None, rows.tokens, None, None, **options
     )
   return out.routing
 
 
-def kl(coef, estimator):
+def kl_terms(coef, estimator):
   return lambda rows, logps, _: {
     "penalty": coef
     * losses.kl_penalty(
@@ -489,7 +492,7 @@ def kl(coef, estimator):
   }
 
 
-def weights(method, unit, cap=2.0, floor=0.5):
+def mismatch_terms(method, unit, cap=2.0, floor=0.5):
   """Weights of the mismatch, by the textbook."""
 
   def terms(rows, *_):
@@ -507,10 +510,10 @@ def weights(method, unit, cap=2.0, floor=0.5):
   return terms
 
 
-def shifted(floor):
+def shift_terms(floor):
   def terms(rows, *_):
-    found = routing(rows, routes=rows.experts.swapaxes(0, 1))
-    new = found.log_probs[:, :, S - 1 : -1].swapaxes(0, 1)
+    result = routing(rows, routes=rows.experts.swapaxes(0, 1))
+    new = result.log_probs[:, :, S - 1 : -1].swapaxes(0, 1)
     moved = jnp.abs(new - rows.router_logps).mean((1, 3))
     return {"log_ratio_shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
 
@@ -518,22 +521,22 @@ def shifted(floor):
 
 
 def reference_after(config):
-  """The reference's place after an update: none, the old policy, the new."""
-  learnt = learn(config)
+  """What the reference is after an update: none, the old policy, the new."""
+  update = updated(config)
   head = lambda state: np.asarray(state["head"])
-  if learnt.after.reference is None:
+  if update.after.reference is None:
     return None
-  old = np.array_equal(head(learnt.after.reference), head(bigram.params()))
-  new = np.array_equal(head(learnt.after.reference), head(learnt.after.params))
+  old = np.array_equal(head(update.after.reference), head(bigram.params()))
+  new = np.array_equal(head(update.after.reference), head(update.after.params))
   return {(True, False): "old", (False, True): "new"}[old, new]
 
 
 REWARDS = np.float32(np.resize([1, 0, 3, 0, 2, 2, 0.5], B))
 
 
-def assign(config) -> TrainBatch:
-  """The made-up rollout with its advantages and returns."""
-  rows = made_rollout()
+def assigned(config) -> TrainBatch:
+  """The made-up batch with its advantages and returns."""
+  rows = made_batch()
   with bigram.by_the_operation():
     return built(config).learner.assign_advantages(
       rows, REWARDS, made_samples().finish
@@ -541,51 +544,51 @@ def assign(config) -> TrainBatch:
 
 
 def advantages(config):
-  return np.asarray(assign(config).advantages)
+  return np.asarray(assigned(config).advantages)
 
 
 def returns(config):
-  return np.asarray(assign(config).returns)
+  return np.asarray(assigned(config).returns)
 
 
 def group_advantages(group=G, *, std=True, kl_coef=0.0, whole=False):
-  """What `advantages` should be."""
-  rows, rewards = made_rollout(), REWARDS.reshape(-1, group)
-  found = rewards - rewards.mean(1, keepdims=True)
+  """Advantages within groups, by the textbook."""
+  rows, rewards = made_batch(), REWARDS.reshape(-1, group)
+  result = rewards - rewards.mean(1, keepdims=True)
   if std:
-    found = found / (rewards.std(1, keepdims=True) + 1e-6)
+    result = result / (rewards.std(1, keepdims=True) + 1e-6)
   gap = np.where(rows.response_mask, rows.old_logps - rows.reference_logps, 0)
   fee = kl_coef * gap.sum(1).reshape(-1, group)
-  found = (found - fee + fee.mean(1, keepdims=True)).ravel()
-  return np.where(made_samples().finish, found, 0) if whole else found
+  result = (result - fee + fee.mean(1, keepdims=True)).ravel()
+  return np.where(made_samples().finish, result, 0) if whole else result
 
 
 def gae_returns(discount, trace_decay):
-  """Of rewards at the last token, by the textbook."""
-  values, found = np.asarray(made_rollout().values), np.zeros((B, R))
+  """Returns of rewards at the last token, by the textbook."""
+  values, result = np.asarray(made_batch().values), np.zeros((B, R))
   for i, last in enumerate(LENGTHS - 1):
     advantage, following = 0.0, 0.0
     for t in range(last, -1, -1):
       reward = REWARDS[i] if t == last else 0.0
       delta = reward + discount * following - values[i, t]
       advantage = delta + discount * trace_decay * advantage
-      following, found[i, t] = values[i, t], advantage + values[i, t]
-  return found
+      following, result[i, t] = values[i, t], advantage + values[i, t]
+  return result
 
 
 def value_step(config):
-  """How far the value head moves in the first step, at most."""
-  learnt = learn(config)
-  return float(jnp.abs(learnt.after.critic.params["value_head"]).max())
+  """The largest change of the value head in the first step."""
+  update = updated(config)
+  return float(jnp.abs(update.after.critic.params["value_head"]).max())
 
 
 def value_loss(config):
-  return float(learn(config).metrics["loss/value"].value())
+  return float(updated(config).metrics["loss/value"].value())
 
 
 def clipped_values(clip):
-  """What `value_loss` should be: a fresh critic says 0."""
-  rows = made_rollout()
+  """The loss of a fresh critic, whose values are 0, by the textbook."""
+  rows = made_batch()
   mask, old, target = map(
     np.asarray, (rows.response_mask, rows.values, rows.returns)
   )
@@ -593,13 +596,13 @@ def clipped_values(clip):
   return float(np.maximum(target**2, (near - target) ** 2)[mask].mean() / 2)
 
 
-def passes(config, name="update"):
-  """The rows of each pass of an update or of scores, and optimizer steps."""
-  found = []
+def forward_passes(config, name="update"):
+  """The rows of each forward pass, and the optimizer steps."""
+  result = []
 
   def note(params, rows, is_old_policy, **_):
     if not isinstance(rows.advantages, jax.core.Tracer):  # of eval_shape
-      found.append(rows.advantages.astype(int).tolist())
+      result.append(rows.advantages.astype(int).tolist())
     nothing = losses.Mean(0 * params["head"].sum(), jnp.float32(1))
     return train_step.LossOutput(nothing, {})
 
@@ -609,41 +612,41 @@ def passes(config, name="update"):
   with mock.patch.object(settings, "policy_loss", note):
     made = build_program(parse(config), one_device())  # not one that is kept
     after, _, _ = step(made, rows, name)
-  return found, int(after.opt_state[1][0].count)
+  return result, int(after.opt_state[1][0].count)
 
 
-def rows_scored(config):
-  return sum(map(len, passes(config, "compute_old_logprobs")[0]))
+def rows_with_old_logprobs(config):
+  return sum(map(len, forward_passes(config, "compute_old_logprobs")[0]))
 
 
 def shuffled_together(config):
-  """The smallest run of neighbours in the order in which rows are learnt."""
-  order = np.concatenate(passes(config)[0])
+  """The shortest run of neighbours in the order of a shuffled batch."""
+  order = np.concatenate(forward_passes(config)[0])
   ends = np.flatnonzero(np.diff(order) != 1)
   return int(np.diff([-1, *ends, B - 1]).min())
 
 
 def steps_and_rows(config):
   """Optimizer steps of an update, and rows of a micro-batch."""
-  found, steps = passes(config)
-  return steps, {len(rows) for rows in found}
+  result, steps = forward_passes(config)
+  return steps, {len(rows) for rows in result}
 
 
-def rows_at_once(config):
-  """Rows of a forward pass: of appraise, update and imitation."""
+def rows_per_pass(config):
+  """Rows of a forward pass: reference, update and cold start."""
   made, params = built(config), bigram.params()
   with bigram.by_the_operation():
     state = jax.eval_shape(made.learner.init_state, params)
     cold = jax.eval_shape(made.cold_start.init_state, params)
 
   def rows(f, *args):
-    with _passes() as passes, bigram.by_the_operation():
+    with record_passes() as passes, bigram.by_the_operation():
       jax.eval_shape(lambda *args: f(*args), *args)
     return {rows for rows, _ in passes}
 
   return [
-    rows(made.learner.add_reference_and_values, state, made_rollout()),
-    rows(made.learner.update, state, made_rollout(), KEY),
+    rows(made.learner.add_reference_and_values, state, made_batch()),
+    rows(made.learner.update, state, made_batch(), KEY),
     rows(made.cold_start.update, cold, DEMONSTRATED, KEY),
   ]
 
@@ -657,29 +660,29 @@ DEMONSTRATED = {
 
 
 def step_size(config):
-  """How far a weight moves in the first step, at most."""
-  after = learn(config).after.params["head"]
+  """The largest change of a weight in the first step."""
+  after = updated(config).after.params["head"]
   return float(jnp.abs(after - bigram.params()["head"]).max())
 
 
 def moments(config):
   """Both moments after a step, over the gradient and its square."""
-  found = learn(config).after.opt_state[1][0]
+  result = updated(config).after.opt_state[1][0]
   g = reference_gradient()
   at = np.unravel_index(np.abs(g).argmax(), g.shape)
-  return float(found.mu["head"][at] / g[at]), float(
-    found.nu["head"][at] / g[at] ** 2
+  return float(result.mu["head"][at] / g[at]), float(
+    result.nu["head"][at] / g[at] ** 2
   )
 
 
 @functools.cache
 def reference_gradient():
-  return first_slope(losses.gspo_loss)
+  return first_expected_gradient(losses.gspo_loss)
 
 
 def shrinkage(config):
-  """What no gradient reaches: by how much matrices and scales shrink."""
-  rows = dataclasses.replace(made_rollout(), advantages=jnp.zeros(B))
+  """By how much matrices and scales shrink without a gradient."""
+  rows = dataclasses.replace(made_batch(), advantages=jnp.zeros(B))
   before, after = bigram.params(), step(built(config), rows, "update")[0].params
   share = lambda a, b: float(1 - (b / a).mean())
   scale = lambda params: params["final_norm"]["scale"]
@@ -690,12 +693,12 @@ def shrinkage(config):
 
 def norm_of_step(config):
   """The global norm of the first step's gradient, once it is clipped."""
-  found = learn(config).after.opt_state[1][0]
-  return float(optax.tree.norm(found.mu) / (1 - config.optim.b1))
+  result = updated(config).after.opt_state[1][0]
+  return float(optax.tree.norm(result.mu) / (1 - config.optim.b1))
 
 
-def imitation_step(config):
-  """How far a weight moves in the first step, to two digits."""
+def cold_start_step(config):
+  """The usual change of a weight in the first step, to two digits."""
   made, params = built(config), bigram.params()
   with bigram.by_the_operation():
     state = made.cold_start.init_state(params)

@@ -1,4 +1,4 @@
-"""What a test can see of a run: each takes a config; see `made_run`."""
+"""Functions of a config that observe a run of it; see `made_run`."""
 
 import atexit
 import collections
@@ -21,7 +21,7 @@ RUNS: dict[str, MadeRun] = {}
 
 
 def run_of(config) -> MadeRun:
-  """Its run: one for all the rows that look at it."""
+  """The run of a config; equal configs share one."""
   key = config.to_json_best_effort()
   if key not in RUNS:
     RUNS[key] = MadeRun(config, FOLDER / str(len(RUNS)))
@@ -43,30 +43,30 @@ def chain_seed(config):
   return problems.stages[0].source.seed, problems.held_out.seed
 
 
-def questions(config):
+def problems(config):
   return run_of(config).given("generate")[0]
 
 
-def imitated(config):
+def cold_start_batch(config):
   return run_of(config).given("cold_start")[0]
 
 
-def imitated_questions(config):
-  return imitated(config)["tokens"]
+def cold_start_tokens(config):
+  return cold_start_batch(config)["tokens"]
 
 
 def steps_run(config):
   return run_of(config).rows()
 
 
-def kinds(asked: list[str]) -> dict[str, int]:
-  """Questions by the file they are from; those of the chain begin with "0"."""
-  letters = ("0" if q[0].isdigit() else q[0] for q in asked)
+def kinds(texts: list[str]) -> dict[str, int]:
+  """The number of problems by their file's letter; "0" for the chain."""
+  letters = ("0" if text[0].isdigit() else text[0] for text in texts)
   return dict(collections.Counter(letters))
 
 
-def learnt_kinds(config):
-  return kinds(questions(config))
+def trained_kinds(config):
+  return kinds(problems(config))
 
 
 def second_kinds(config):
@@ -74,26 +74,27 @@ def second_kinds(config):
 
 
 def held_out_kinds(config):
-  (asked,) = run_of(config).given("generate_eval")[:1]
-  return set(kinds(asked))
+  (texts,) = run_of(config).given("generate_eval")[:1]
+  return set(kinds(texts))
 
 
-def question_forms(config):
-  return {re.sub(r"\d+", "N", question) for question in questions(config)}
+def problem_forms(config):
+  return {re.sub(r"\d+", "N", text) for text in problems(config)}
 
 
-def question_lengths(config):
-  return {len(question) for question in questions(config)}
+def problem_lengths(config):
+  return {len(text) for text in problems(config)}
 
 
-def rewards_given(config):
+def mean_reward(config):
   return float(np.mean(run_of(config).given("rewards")))
 
 
 def demonstrations(config):
-  batch, texts = imitated(config), run_of(config).experiment.program.tokenizer
+  batch = cold_start_batch(config)
+  tokenizer = run_of(config).experiment.program.tokenizer
   ids = zip(batch["response"], batch["response_length"], strict=True)
-  return [texts.decode(row[: n - 1]) for row, n in ids]
+  return [tokenizer.decode(row[: n - 1]) for row, n in ids]
 
 
 def demonstration_starts(config):
@@ -111,7 +112,7 @@ def wrong_demonstrations(config):
   return any(map(wrong, demonstrations(config)))
 
 
-def tfds_folder(config):
+def tfds_error(config):
   def read(name, data_dir):
     raise ValueError(f"{name} in {data_dir}")
 
@@ -119,19 +120,19 @@ def tfds_folder(config):
     return run_of(config).error
 
 
-def asked_at_once(config):
-  return len(questions(config)), run_of(config).widths
+def prompts_of_a_call(config):
+  return len(problems(config)), run_of(config).widths
 
 
-def drawn_for_a_step(config):
+def rollouts_of_a_step(config):
   return len(run_of(config).given("generate"))
 
 
-def known_again(config):
-  """How often a question that is answered right is asked, at most."""
-  asked = [q for batch in run_of(config).given("generate") for q in batch]
-  known = [q for q in asked if int(q[1:4]) < 8]
-  return max(collections.Counter(known).values())
+def repeats_of_solved(config):
+  """The largest number of times that a solved problem is sampled."""
+  calls = run_of(config).given("generate")
+  solved = [text for batch in calls for text in batch if int(text[1:4]) < 8]
+  return max(collections.Counter(solved).values())
 
 
 def too_long(config):
@@ -143,7 +144,7 @@ def order_of_phases(config):
   return "".join(first.get(name, "") for name, _ in run_of(config).events)
 
 
-def budget(config):
+def token_limits(config):
   return set(run_of(config).given("stop_at")[0])
 
 
@@ -151,40 +152,40 @@ def processes(config):
   return len(run_of(config).pools)
 
 
-def seconds_given(config):
+def reward_seconds(config):
   return run_of(config).pools[0]["seconds"]
 
 
 def stopped_by_failures(config):
-  """Of what too many rewards failed, and how many may; None: none did."""
-  found = re.match(r"(.*): .* expected at most (\d+)", run_of(config).error)
-  return found and (found[1], int(found[2]))
+  """Where too many rewards failed, and how many may; None: nowhere."""
+  error = re.match(r"(.*): .* expected at most (\d+)", run_of(config).error)
+  return error and (error[1], int(error[2]))
 
 
-def imitations(config):
+def cold_start_updates(config):
   return len(run_of(config).given("cold_start"))
 
 
-def looks(config):
-  """Questions of which greedy accuracy was taken, before the first rollout."""
+def accuracy_checks(config):
+  """Measurements of greedy accuracy in the cold start."""
   names = [name for name, _ in run_of(config).events]
   return names[: names.index("generate_eval")].count("generate_greedy")
 
 
 def cold_start_at(config):
-  """Whether it is in the workdir, and whether it is in the folder named."""
+  """Whether it is in the workdir, and whether in `cold_start.dir`."""
   inside = (run_of(config).folder / "cold_start").is_dir()
-  named = config.cold_start.dir
-  return inside, bool(named) and Path(named).is_dir()
+  folder = config.cold_start.dir
+  return inside, bool(folder) and Path(folder).is_dir()
 
 
 def evaluated_at(config):
   run = run_of(config)
-  told = zip(run.rows(), run.rows("eval/greedy"), strict=True)
-  return [step for step, greedy in told if greedy is not None]
+  pairs = zip(run.rows(), run.rows("eval/greedy"), strict=True)
+  return [step for step, greedy in pairs if greedy is not None]
 
 
-def questions_tested(config):
+def problems_evaluated(config):
   run = run_of(config)
   first, then = (run.given(f"generate_{n}") for n in ("eval", "greedy"))
   half = len(first) // 2  # of the first evaluation; then comes the last
@@ -192,7 +193,7 @@ def questions_tested(config):
   return count(first), count(then)
 
 
-def steps_kept(config):
+def saved_steps(config):
   folder = run_of(config).folder / "checkpoints"
   return sorted(int(path.name) for path in folder.iterdir())
 
@@ -204,7 +205,7 @@ def sample_files(config):
   )
 
 
-def samples_shown(config):
+def samples_written(config):
   folder = run_of(config).folder / "samples"
   (samples,) = run_files.read_samples(folder).values()
   return len(samples)
