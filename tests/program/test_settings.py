@@ -12,6 +12,7 @@ from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 
 
 def test_every_public_policy_loss_has_a_name():
@@ -133,3 +134,12 @@ def test_a_state_holds_only_weights_that_an_update_reads(debug_config):
     assert {x.dtype.name for x in jax.tree.leaves(reference)} == {"bfloat16"}
   debug_config.objective.name = "ppo"
   assert abstract().critic is not None
+
+
+def test_a_config_file_may_set_other_sizes_of_the_model(debug_config):
+  debug_config.model.num_experts = debug_config.model.experts_per_token = 0
+  cfg = settings.model_config(parse(debug_config))
+  assert (cfg.num_experts, cfg.experts_per_token) == (0, 0)
+  debug_config.model.num_expert = 4
+  with pytest.raises(UserError, match="did you mean 'num_experts'"):
+    settings.model_config(parse(debug_config))
