@@ -1,4 +1,4 @@
-"""Answers of known lengths: weights that count down, and realistic lengths."""
+"""Responses of known lengths: weights that count down; realistic lengths."""
 
 import math
 import statistics
@@ -9,17 +9,18 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.sampler.samples import Prompts
 
-STOP = 0  # the token that all count down to
-_CERTAIN = 2.0  # scales logits so that no other token is ever drawn
+STOP = 0  # the token that every response counts down to
+_CERTAIN = 2.0  # scales logits so that no other token is ever sampled
 
 
 def countdown(params: model.Params) -> model.Params:
-  """The same weights, but after token t comes t - 1 for certain.
+  """The same weights, except that token t - 1 always follows token t.
 
-  Layers are computed as ever and add nothing to the stream: what is to come is
-  in a token's own embedding, a random code of -1 and 1. So a router sees the
-  token alone: rows that are as far from their end meet the same experts, and a
-  step of answers of one length needs fewer of them than real ones would.
+  The layers are computed but add nothing to the residual stream: the next token
+  depends on the embedding of the last one alone, a random code of -1 and 1. So
+  a router sees the token alone: responses that are equally far from their end
+  meet the same experts, and a step of responses of one length needs fewer
+  experts than a real one.
   """
   rng = np.random.default_rng(0)
   codes = rng.choice([-1.0, 1.0], params["embed"].shape).astype(np.float32)
@@ -30,14 +31,15 @@ def countdown(params: model.Params) -> model.Params:
     return np.zeros_like(leaf) if last in ("o", "down") else leaf
 
   layers = jax.tree.map_with_path(silence, params["layers"])
-  made = params | {"embed": codes, "head": head, "layers": layers}
-  return jax.device_put(made)
+  return jax.device_put(
+    params | {"embed": codes, "head": head, "layers": layers}
+  )
 
 
 def long_tailed(count: int, most: int, seed: int = 0) -> np.ndarray:
-  """[count] lengths: the median 10 % of `most`, 5 % of them at it.
+  """[count] lengths with a median of 10 % of `most`, and 5 % of them at `most`.
 
-  A log-normal distribution, cut; its quantiles evenly, in random order.
+  Even quantiles of a clipped log-normal distribution, in random order.
   """
   rng = np.random.default_rng(seed)
   quantiles = (np.arange(count) + 0.5) / count
@@ -49,7 +51,7 @@ def long_tailed(count: int, most: int, seed: int = 0) -> np.ndarray:
 
 
 def prompts(lengths: np.ndarray, slots: int) -> Prompts:
-  """Prompts of `slots` tokens whose answers have these lengths."""
+  """Prompts of `slots` tokens whose responses have these lengths."""
   tokens = np.ones((len(lengths), slots), np.int32)
   tokens[:, -1] = lengths
   return Prompts(tokens, np.full(len(lengths), slots, np.int32))

@@ -129,7 +129,7 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
 def _alone(run, state, batch):
   score = functools.partial(train_batch.logprobs, cfg=run.cfg)
   jitted = jax.jit(
-    lambda params, rows: score(params, rows=rows).logps,
+    lambda params, batch: score(params, batch=batch).logps,
     out_shardings=sharding.batch_sharding(run.mesh),
   )
   return jitted(state.params, dataclasses.replace(batch, experts=None))

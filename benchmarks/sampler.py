@@ -1,20 +1,20 @@
-"""Tokens per second of both samplers, and what of their work was of use.
+"""Tokens per second and useful work of static and continuous batching.
 
   python -m benchmarks.sampler [--quick] [--out=FILE.json]
 
-256 answers of the embedded default's policy, by the static sampler and by
-refill, over a grid: group size, prompt length, and lengths of answers (all of
-one length, that being the most allowed or a tenth of it; or a median of a tenth
-of the most, 5 % of them at it: see benchmarks/lengths.py for how a policy is
-made to give such answers). Both draw the same tokens, which is checked; they
-take turns, and the least time of each counts.
+256 responses of the embedded default's policy, over a grid: group size, prompt
+length, and lengths of responses (all equal, to the most allowed or to a tenth
+of it; or with a median of a tenth of the most and 5 % at the most: see
+benchmarks/lengths.py for the weights that give such responses). Both samplers
+give the same tokens, which is checked; the calls alternate, and the least time
+of each counts.
 
-useful: decode steps of a slot that drew a token of an answer, of all that were
-  computed; and of those while answers wait, the steady state of many.
-bytes a token: what the decode steps must read, by the tokens drawn. Of weights
-  all but the embedding, once a step. Of keys and values, static: in every row
-  the cache as long as it then is (it doubles), and the prompts once a group;
-  refill: the pages of each row that decodes, the prompt's in each of its rows.
+useful: the share of slot-steps that sampled a token of a response: of all, and
+  of those while responses wait, the steady state of many.
+bytes a token: what the decode steps must read, per token sampled. Weights: all
+  but the embedding, once a step. Keys and values, static: the whole cache of
+  each response, which doubles, and each prompt once a group; continuous: the
+  pages of each slot that decodes, the prompt's in each slot.
 """
 
 import argparse
@@ -39,21 +39,25 @@ from gspo_jax.sampler.paging import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 
-def static(cfg, params, draw):
-  """Prompts -> their answers, each drawn to its end beside the longest."""
-  jitted = jax.jit(functools.partial(sampler.generate, cfg=cfg, sampler=draw))
+def static(cfg, params, config: SamplerConfig):
+  """Prompts -> samples, by static batching."""
+  jitted = jax.jit(functools.partial(sampler.generate, cfg=cfg, sampler=config))
   key = jax.random.key(0)
   return lambda prompts: jitted(params, prompts=prompts, key=key)
 
 
 def build(
-  cfg, params, draw, paging: ContinuousBatchingConfig, prompt: int
+  cfg,
+  params,
+  config: SamplerConfig,
+  paging: ContinuousBatchingConfig,
+  prompt: int,
 ) -> ContinuousSampler:
-  """Refill on one device."""
+  """A continuous sampler on one device, for prompts of `prompt` tokens."""
   mesh = sharding.make_mesh(jax.devices()[:1])
-  return continuous.build(
+  return continuous.build_continuous_sampler(
     cfg,
-    draw,
+    config,
     paging=paging,
     prompt=prompt,
     params=sharding.state_shardings(params, mesh),
@@ -62,140 +66,161 @@ def build(
   )
 
 
-def refill(cfg, params, draw, paging: ContinuousBatchingConfig, prompt: int):
-  """Prompts of `prompt` tokens -> answers, `paging.slots` at a time."""
-  paged = build(cfg, params, draw, paging, prompt)
-  return lambda prompts: paged(params, prompts, jax.random.key(0))
-
-
-def watch(
-  paged: ContinuousSampler, params, prompts
+def count_steps(
+  generate: ContinuousSampler, params, prompts
 ) -> tuple[int, float | None]:
-  """Decode steps; and the useful slot-steps, as long as answers wait."""
-  steps, begun, shares = [], [], [None]
+  """Decode steps, and the useful share of slot-steps while responses wait."""
+  steps, started, shares = [], [], [None]
 
-  def decode(params, state, samples, orders, few, floor, key):
+  def decode(params, state, samples, plan, compute_slots, *rest):
     before = int(samples.slot_steps)
-    state, samples = paged.devices.decode(
-      params, state, samples, orders, few, floor, key
+    state, samples = generate.jitted.decode(
+      params, state, samples, plan, compute_slots, *rest
     )
     after = int(samples.slot_steps)
-    begun.append(int(np.asarray(orders.new).sum()))
-    steps.append(
-      (after - before) // (orders.active if few is None else few).size
-    )
-    if sum(begun) < samples.lengths.size:
+    started.append(int(np.asarray(plan.new).sum()))
+    computed = plan.active if compute_slots is None else compute_slots
+    steps.append((after - before) // computed.size)
+    if sum(started) < samples.lengths.size:
       shares.append(int(samples.lengths.sum()) / after)
     return state, samples
 
-  watched = dataclasses.replace(paged.devices, decode=decode)
-  spied = dataclasses.replace(paged, devices=watched)
+  jitted = dataclasses.replace(generate.jitted, decode=decode)
+  spied = dataclasses.replace(generate, jitted=jitted)
   jax.block_until_ready(spied(params, prompts, jax.random.key(0)))
   return sum(steps), shares[-1]
 
 
-def in_turns(calls: dict, repeats: int) -> tuple[dict, dict]:
-  """Least seconds of each call, and what it returned."""
-  found = {}
+class Timed(NamedTuple):
+  """By name of a call, its least seconds and its last result."""
 
-  def keep(name, call):
-    found[name] = call()
-    return found[name]
+  seconds: dict[str, float]
+  results: dict
 
-  kept = {n: functools.partial(keep, n, call) for n, call in calls.items()}
-  return least_seconds(kept, repeats), found
+
+def time_in_turns(calls: dict, repeats: int) -> Timed:
+  """Times calls that alternate."""
+  results = {}
+
+  def run(name, call):
+    results[name] = call()
+    return results[name]
+
+  runs = {n: functools.partial(run, n, call) for n, call in calls.items()}
+  return Timed(least_seconds(runs, repeats), results)
 
 
 def weight_bytes(params) -> int:
-  """What a decode step reads of the weights."""
+  """Bytes of the weights that a decode step reads."""
   read = {name: x for name, x in params.items() if name != "embed"}
   return sum(x.nbytes for x in jax.tree.leaves(read))
 
 
-def static_tokens(cfg, draw, prompts, longest: int) -> int:
-  """Keys that a static batch reads until its longest answer has ended."""
+def static_tokens(cfg, config, prompts, longest: int) -> int:
+  """Cached tokens that a static batch reads until its longest response ends."""
   P, S = prompts.tokens.shape
   read = slots = 0
-  for step in range(1, longest):  # the prefill draws the first token
+  for step in range(1, longest):  # the prefill gives the first token
     if step > slots:
-      slots = static_sampler.cache_slots(slots, cfg, draw)
-    read += P * draw.group_size * slots + P * S
+      slots = static_sampler.cache_slots(slots, cfg, config)
+    read += P * config.group_size * slots + P * S
   return read
 
 
-def paged_tokens(page: int, prompt: int, each: np.ndarray) -> int:
-  """Keys that answers of these lengths read in pages."""
-  seen = [prompt - 1 + np.arange(1, length + 1) for length in each]
-  return sum(int((-(-x // page)).sum()) * page for x in seen)
+def paged_tokens(page_size: int, prompt: int, response_lengths) -> int:
+  """Cached tokens, in whole pages, that responses of these lengths read."""
+  cached = [prompt - 1 + np.arange(1, n + 1) for n in response_lengths]
+  return sum(int((-(-x // page_size)).sum()) * page_size for x in cached)
 
 
 def key_bytes(cfg) -> int:
-  """Of the keys and values of one token, in all layers."""
+  """Bytes of the keys and values of one token, in all layers."""
   size = np.dtype(cfg.dtype).itemsize
   return 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * size
 
 
 class Bench(NamedTuple):
-  """Both samplers, to be called with prompts of `prompt` tokens."""
+  """Both samplers, for prompts of `prompt` tokens.
+
+  Attributes:
+    cfg: the model.
+    params: its weights.
+    config: the sampling parameters.
+    prompt: tokens of each prompt.
+    static: prompts -> samples.
+    continuous: the continuous sampler.
+  """
 
   cfg: model.ModelConfig
   params: model.Params
-  draw: SamplerConfig
-  paging: ContinuousBatchingConfig
+  config: SamplerConfig
   prompt: int
   static: Callable
-  paged: ContinuousSampler
+  continuous: ContinuousSampler
 
-  def measure(self, each: np.ndarray, repeats: int) -> dict:
-    """By sampler, of answers of these lengths, one for each prompt."""
-    G, given = self.draw.group_size, lengths.prompts(each, self.prompt)
-    rest = self.params, given, jax.random.key(0)
+  def measure(self, response_lengths: np.ndarray, repeats: int) -> dict:
+    """The numbers of each sampler, for responses of these lengths.
+
+    Args:
+      response_lengths: [P], the length of the responses to each prompt.
+      repeats: how often each call is timed.
+    """
+    batch = lengths.prompts(response_lengths, self.prompt)
+    args = self.params, batch, jax.random.key(0)
     calls = {
-      "static": functools.partial(self.static, given),
-      "refill": functools.partial(self.paged, *rest),
+      "static": functools.partial(self.static, batch),
+      "continuous": functools.partial(self.continuous, *args),
     }
-    seconds, drawn = in_turns(calls, repeats)
-    answers = np.repeat(each, G)
-    left = answers[:, None] - 1 - np.arange(self.draw.max_new_tokens)
-    for name, samples in drawn.items():
-      np.testing.assert_array_equal(samples.lengths, answers, err_msg=name)
-      wanted = np.maximum(left, 0)
-      np.testing.assert_array_equal(samples.tokens, wanted, err_msg=name)
-    keys = {
-      "static": static_tokens(self.cfg, self.draw, given, each.max()),
-      "refill": paged_tokens(self.paging.page_size, self.prompt, answers),
+    seconds, results = time_in_turns(calls, repeats)
+    expected = np.repeat(response_lengths, self.config.group_size)
+    countdown = expected[:, None] - 1 - np.arange(self.config.max_new_tokens)
+    countdown = np.maximum(countdown, 0)
+    for name, samples in results.items():
+      np.testing.assert_array_equal(samples.lengths, expected, err_msg=name)
+      np.testing.assert_array_equal(samples.tokens, countdown, err_msg=name)
+    longest, page_size = response_lengths.max(), self.continuous.sizes.page_size
+    cached = {
+      "static": static_tokens(self.cfg, self.config, batch, longest),
+      "continuous": paged_tokens(page_size, self.prompt, expected),
     }
-    # The prefill of the static one draws the first token.
-    steps = {"static": int(drawn["static"].slot_steps) // len(answers) - 1}
-    steps["refill"], share = watch(self.paged, self.params, given)
-    tokens, found = int(answers.sum()), {}
-    for name, samples in drawn.items():
+    # The prefill of the static sampler gives the first token.
+    steps = {"static": int(results["static"].slot_steps) // len(expected) - 1}
+    steps["continuous"], share = count_steps(
+      self.continuous, self.params, batch
+    )
+    tokens, numbers = int(expected.sum()), {}
+    for name, samples in results.items():
       read = weight_bytes(self.params) * steps[name]
-      read += key_bytes(self.cfg) * keys[name]
-      found[name] = {
+      read += key_bytes(self.cfg) * cached[name]
+      numbers[name] = {
         "tokens_per_second": round(tokens / seconds[name], 1),
         "useful": round(tokens / int(samples.slot_steps), 4),
         "bytes_per_token": round(read / tokens),
       }
-    found["refill"]["useful_steady"] = share and round(share, 4)
-    return found
+    numbers["continuous"]["useful_steady"] = share and round(share, 4)
+    return numbers
 
 
 def make(cfg, params, group: int, most: int, paging, prompt: int) -> Bench:
-  draw = SamplerConfig(group, most, stop_ids=(lengths.STOP,))
-  paged = build(cfg, params, draw, paging, prompt)
-  drawn = static(cfg, params, draw)
-  return Bench(cfg, params, draw, paging, prompt, drawn, paged)
+  config = SamplerConfig(group, most, stop_ids=(lengths.STOP,))
+  return Bench(
+    cfg,
+    params,
+    config,
+    prompt,
+    static=static(cfg, params, config),
+    continuous=build(cfg, params, config, paging, prompt),
+  )
 
 
-def cell(bench: Bench, kind: str, each, repeats: int) -> list[dict]:
-  """Rows of the table, printed."""
-  found, rows = bench.measure(each, repeats), []
-  for name, numbers in found.items():
+def cell(bench: Bench, kind: str, response_lengths, repeats: int) -> list[dict]:
+  """Measures and prints the rows of one cell of the grid."""
+  measured, rows = bench.measure(response_lengths, repeats), []
+  for name, numbers in measured.items():
     rate = numbers["tokens_per_second"]
-    times = rate / found["static"]["tokens_per_second"]
-    row = {"group": bench.draw.group_size, "prompt": bench.prompt}
-    row |= {"answers": kind, "sampler": name}
+    times = rate / measured["static"]["tokens_per_second"]
+    row = {"group": bench.config.group_size, "prompt": bench.prompt}
+    row |= {"responses": kind, "sampler": name}
     rows.append(row | numbers | {"times_static": round(times, 3)})
     steady = numbers.get("useful_steady")
     cells = [*row.values(), f"{rate:,.0f}", f"{numbers['useful']:.1%}"]
@@ -210,7 +235,7 @@ def main() -> None:
   parser.add_argument("--quick", action="store_true", help="tiny sizes")
   parser.add_argument("--out", type=Path)
   args = parser.parse_args()
-  answers, most, repeats = (16, 80, 1) if args.quick else (256, 960, 3)
+  responses, most, repeats = (16, 80, 1) if args.quick else (256, 960, 3)
   groups, prompts = ((2,), (8,)) if args.quick else ((4, 16), (32, 512))
   paging = ContinuousBatchingConfig(
     slots=4 if args.quick else 64,
@@ -223,12 +248,12 @@ def main() -> None:
   # Neither 96 nor 960 is where the static cache ends a doubling.
   short, rows = most // 10, []
   print(
-    "group | prompt | answers of | sampler | tokens/s | useful | so in steady "
-    "state | MB a token | times static"
+    "group | prompt | responses of | sampler | tokens/s | useful | useful in "
+    "steady state | MB a token | times static"
   )
   for G, S in itertools.product(groups, prompts):
-    fixed = np.full(answers // G, short, np.int32)
-    tailed = lengths.long_tailed(answers // G, most)
+    fixed = np.full(responses // G, short, np.int32)
+    tailed = lengths.long_tailed(responses // G, most)
     exact = make(cfg, params, G, short, paging, S)
     roomy = make(cfg, params, G, most, paging, S)
     rows += cell(exact, f"{short} of {short}", fixed, repeats)

@@ -1,17 +1,18 @@
-"""Our samplers against `transformers`' generate: same weights, same answers.
+"""Our samplers against the `generate` of `transformers`, on equal weights.
 
   python -m benchmarks.versus_transformers [--quick] [--out=FILE.json]
     [--models NAME ...] [--dtype=float32]
 
 Qwen3 and Qwen3-MoE, written to a folder that transformers loads. Each has
-weights that count down (see benchmarks/lengths.py), so that both sides draw the
-very same tokens, which is checked: answers of one length, or of long-tailed
-ones. Both sample from the whole vocabulary at temperature 1; ours returns the
-log-probs of the tokens, too. All take turns in one process, each with as many
-threads as this process may use cores, and the least time of each counts.
+weights that count down (see benchmarks/lengths.py), so that both sides sample
+the same tokens, which is checked: responses of one length, or of long-tailed
+lengths. Both sample from the whole vocabulary at temperature 1; ours also
+return the log-probs of the tokens. The calls alternate in one process, each
+with as many threads as this process may use cores, and the least time of each
+counts.
 
-transformers has all answers in one batch, in inference mode: with its dynamic
-cache, or its static one; experts one after the other ("eager") or by grouped
+transformers decodes all responses in one batch, in inference mode: with its
+dynamic or its static cache; experts one after the other ("eager") or by grouped
 products. ("batched_mm" copies the weights of each token's experts: 12 GB here.)
 The best of these counts. Needs `pip install 'gspo_jax[parity]'`.
 """
@@ -30,7 +31,7 @@ import torch
 import transformers
 
 from benchmarks import lengths, record
-from benchmarks.sampler import in_turns, refill, static
+from benchmarks.sampler import build, static, time_in_turns
 from gspo_jax import model
 from gspo_jax.model import hf
 from gspo_jax.sampler.paging import ContinuousBatchingConfig
@@ -56,7 +57,7 @@ MODELS = {
 
 
 class Size(NamedTuple):
-  """How much to draw: G answers each to P prompts of S tokens."""
+  """G responses of at most `most` tokens to each of P prompts of S tokens."""
 
   P: int
   G: int
@@ -73,22 +74,25 @@ def size(name: str, quick: bool) -> Size:
   return Size(16, 4, 32, 128, 16)
 
 
-def ours(cfg, params, draw, sizes: Size) -> dict[str, Callable]:
-  """By name, prompts -> tokens of the answers [B, R]."""
+def ours(cfg, params, config, sizes: Size) -> dict[str, Callable]:
+  """Our samplers by name: prompts -> tokens of the responses [B, R]."""
   paging = ContinuousBatchingConfig(
     slots=sizes.slots, page_size=16, segment_steps=32, prefill_chunk=32
   )
-  found = {
-    "our static": static(cfg, params, draw),
-    "our refill": refill(cfg, params, draw, paging, sizes.S),
+  continuous = build(cfg, params, config, paging, sizes.S)
+  samplers = {
+    "our static": static(cfg, params, config),
+    "our continuous": lambda prompts: continuous(
+      params, prompts, jax.random.key(0)
+    ),
   }
   tokens = lambda f: lambda prompts: np.asarray(f(prompts).tokens)
-  return {name: tokens(f) for name, f in found.items()}
+  return {name: tokens(f) for name, f in samplers.items()}
 
 
-def theirs(folder, cfg, draw) -> dict[str, Callable]:
-  """As `ours`, by setting."""
-  found = {}
+def theirs(folder, cfg, config) -> dict[str, Callable]:
+  """The same of transformers, by the name of its setting."""
+  samplers = {}
   for experts in ("eager", "grouped_mm") if cfg.num_experts else (None,):
     kind = {"experts_implementation": experts} if experts else {}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
@@ -96,14 +100,14 @@ def theirs(folder, cfg, draw) -> dict[str, Callable]:
     )
     for cache in ("dynamic", "static"):
       name = f"{cache} {experts}" if experts else cache
-      found[name] = _generate(loaded.eval(), draw, cache)
-  return found
+      samplers[name] = _generate(loaded.eval(), config, cache)
+  return samplers
 
 
-def _generate(loaded, draw, cache):
+def _generate(loaded, config, cache):
   def call(prompts):
     tokens = torch.tensor(prompts.tokens.astype(np.int64))
-    tokens = tokens.repeat_interleave(draw.group_size, 0)
+    tokens = tokens.repeat_interleave(config.group_size, 0)
     with torch.inference_mode():
       out = loaded.generate(
         tokens,
@@ -112,36 +116,39 @@ def _generate(loaded, draw, cache):
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=draw.max_new_tokens,
-        eos_token_id=list(draw.stop_ids),
-        pad_token_id=draw.pad_id,
+        max_new_tokens=config.max_new_tokens,
+        eos_token_id=list(config.stop_ids),
+        pad_token_id=config.pad_id,
         cache_implementation=cache,
       )
-    answers = out[:, tokens.shape[1] :].numpy()
-    missing = draw.max_new_tokens - answers.shape[1]
-    return np.pad(answers, ((0, 0), (0, missing)))
+    responses = out[:, tokens.shape[1] :].numpy()
+    missing = config.max_new_tokens - responses.shape[1]
+    return np.pad(responses, ((0, 0), (0, missing)))
 
   return call
 
 
-def measure(ways, sizes: Size, each, repeats: int) -> dict[str, float]:
-  """Tokens a second of every way, for answers of these lengths."""
-  given = lengths.prompts(each, sizes.S)
-  calls = {name: functools.partial(f, given) for name, f in ways.items()}
-  seconds, drawn = in_turns(calls, repeats)
-  left = np.repeat(each, sizes.G)[:, None] - 1 - np.arange(sizes.most)
-  for name, tokens in drawn.items():
-    np.testing.assert_array_equal(tokens, np.maximum(left, 0), err_msg=name)
-  tokens = sizes.G * int(each.sum())
-  return {name: round(tokens / seconds[name], 1) for name in ways}
+def measure(
+  samplers, sizes: Size, response_lengths, repeats: int
+) -> dict[str, float]:
+  """Tokens a second of each sampler, for responses of these lengths."""
+  batch = lengths.prompts(response_lengths, sizes.S)
+  calls = {name: functools.partial(f, batch) for name, f in samplers.items()}
+  seconds, results = time_in_turns(calls, repeats)
+  expected = np.repeat(response_lengths, sizes.G)
+  countdown = np.maximum(expected[:, None] - 1 - np.arange(sizes.most), 0)
+  for name, tokens in results.items():
+    np.testing.assert_array_equal(tokens, countdown, err_msg=name)
+  tokens = int(expected.sum())
+  return {name: round(tokens / seconds[name], 1) for name in samplers}
 
 
 def compare(name: str, dtype: str, quick: bool) -> list[dict]:
-  """The rows of a model, printed."""
+  """Measures and prints the rows of one model."""
   cfg = model.variant("tiny", dtype=dtype, **MODELS[name])
   params = lengths.countdown(model.init(jax.random.key(0), cfg))
   sizes = size(name, quick)
-  draw = SamplerConfig(sizes.G, sizes.most, stop_ids=(lengths.STOP,))
+  config = SamplerConfig(sizes.G, sizes.most, stop_ids=(lengths.STOP,))
   kinds = {
     "fixed": np.full(sizes.P, sizes.most // 4, np.int32),
     "long tail": lengths.long_tailed(sizes.P, sizes.most),
@@ -149,15 +156,16 @@ def compare(name: str, dtype: str, quick: bool) -> list[dict]:
   rows = []
   with tempfile.TemporaryDirectory() as folder:
     hf.save_hf(params, cfg, f"{folder}/hf", dtype=dtype)
-    ways = ours(cfg, params, draw, sizes) | theirs(f"{folder}/hf", cfg, draw)
-    for kind, each in kinds.items():
-      rates = measure(ways, sizes, each, repeats=1 if quick else 3)
+    samplers = ours(cfg, params, config, sizes)
+    samplers |= theirs(f"{folder}/hf", cfg, config)
+    for kind, response_lengths in kinds.items():
+      rates = measure(samplers, sizes, response_lengths, 1 if quick else 3)
       best = max([n for n in rates if not n.startswith("our")], key=rates.get)
-      of_ours = [rates["our static"], rates["our refill"]]
-      times = max(of_ours) / rates[best]
-      cells = " | ".join(f"{x:,.0f}" for x in (*of_ours, rates[best]))
+      our_rates = [rates["our static"], rates["our continuous"]]
+      times = max(our_rates) / rates[best]
+      cells = " | ".join(f"{x:,.0f}" for x in (*our_rates, rates[best]))
       print(f"{name} | {kind} | {cells} | {best} | {times:.2f}", flush=True)
-      row = {"model": name, "answers": kind, "tokens_per_second": rates}
+      row = {"model": name, "responses": kind, "tokens_per_second": rates}
       rows.append(row | {"best": best, "times": round(times, 3)})
   return rows
 
@@ -175,10 +183,13 @@ def main() -> None:
   torch.set_num_threads(threads)
   names = ["tiny-dense", "tiny-moe"] if args.quick else args.models
   print(f"tokens/s; {args.dtype}, threads of each: {threads}")
-  print("model | answers | our static | our refill | transformers | by | times")
+  print(
+    "model | responses | our static | our continuous | transformers | by | "
+    "times"
+  )
   rows = [r for name in names for r in compare(name, args.dtype, args.quick)]
-  found = {"dtype": args.dtype, "threads": threads, "rows": rows}
-  record.finish("versus_transformers", found, args.out)
+  results = {"dtype": args.dtype, "threads": threads, "rows": rows}
+  record.finish("versus_transformers", results, args.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The run, from a config to a trained policy: read it top to bottom."""
+"""The run, from a config to a trained policy; it reads from top to bottom."""
 
 import dataclasses
 import json
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from absl import logging
+from clu import parameter_overview
 
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
@@ -26,6 +27,7 @@ from gspo_jax.program.experiment import (
 )
 from gspo_jax.rollout.batch import (
   RolloutContext,
+  ScoredSamples,
   iteration_keys,
   prompts_on_device,
 )
@@ -41,7 +43,15 @@ from gspo_jax.sampler.continuous import ContinuousSampler
 
 
 class Run(NamedTuple):
-  """A run with what changes beside the state of training."""
+  """An experiment, with the parts of a run that have a state of their own.
+
+  Attributes:
+    experiment: what stays the same.
+    curriculum: the order of the prompts.
+    source: the rollouts.
+    checkpoints: of RL.
+    preemption: whether a SIGTERM came.
+  """
 
   experiment: Experiment
   curriculum: Curriculum
@@ -58,11 +68,11 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     workdir: a folder for checkpoints, metrics and samples.
 
   Returns:
-    The final state; None where a SIGTERM ended the run, its state saved.
+    The final state; None if a SIGTERM ended the run, with its state saved.
 
   Raises:
-    UserError: the config, the data or the workdir cannot work as they are, or
-      the rewards failed on too many responses (`reward.max_failed`).
+    UserError: the config, the data or the workdir has a mistake, or the
+      rewards failed on too many responses (`reward.max_failed`).
     FloatingPointError: a metric is not finite; that step is not saved.
   """
   multihost.require_joined()
@@ -85,6 +95,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       curriculum = _curriculum(experiment)
       source = _source(experiment, curriculum)
       run = Run(experiment, curriculum, source, checkpoints, preemption)
+      _print_parameters(experiment)
       state = _start(run)
       if state is None:
         return None
@@ -133,26 +144,38 @@ def _train(run: Run, state: TrainState) -> TrainState | None:
   return state
 
 
-def iterate(run: Run, state: TrainState, step: int):
-  """One iteration of RL. It waits for each phase, so that the times are true.
+class Iteration(NamedTuple):
+  """The result of an iteration.
 
-  Returns:
-    The new state, the step's scalars and distributions, and samples of this
-    host: (problem, response, reference, reward).
+  Attributes:
+    state: after the update.
+    metrics: scalars.
+    distributions: histograms, and numbers for each layer.
+    samples: (problem, response, reference, reward) of this host.
+  """
+
+  state: TrainState
+  metrics: dict[str, float]
+  distributions: dict[str, list[float]]
+  samples: list[tuple[str, str, str, float]]
+
+
+def iterate(run: Run, state: TrainState, step: int) -> Iteration:
+  """One iteration of RL. It waits for each phase, so that the times are true.
 
   Raises:
     FloatingPointError: a scalar is not finite.
     multihost.AgreedError: too many responses could not be scored.
   """
   config, learner = run.experiment.config, run.experiment.program.learner
-  rows = sharding.batch_sharding(run.experiment.program.mesh)
+  batch_sharding = sharding.batch_sharding(run.experiment.program.mesh)
   key = iteration_keys(run.experiment.keys.steps, step).shuffle
   clock = [time.monotonic()]
 
   # Prompts and rollout: G responses to each prompt; scoring begins.
   batch = run.source(state.params, step)
   scored = batch.samples
-  prompts = prompts_on_device(scored.prompts, rows)
+  prompts = prompts_on_device(scored.prompts, batch_sharding)
   clock.append(time.monotonic())
 
   # Old log-probs, the reference's and the critic's, meanwhile.
@@ -180,7 +203,7 @@ def iterate(run: Run, state: TrainState, step: int):
   # Advantages, of whole groups, before any shuffle.
   train_batch = learner.assign_advantages(
     train_batch,
-    multihost.to_global(rewards.total.reshape(-1), rows),
+    multihost.to_global(rewards.total.reshape(-1), batch_sharding),
     scored.samples.finish,
   )
   jax.block_until_ready(train_batch)
@@ -201,7 +224,8 @@ def iterate(run: Run, state: TrainState, step: int):
   updates = step * config.learner.minibatches
   metrics["optim/learning_rate"] = float(learner.learning_rate(updates - 1))
   require_finite(metrics, step)
-  return state, metrics, distributions, _one_of_each_group(scored)
+  samples = _one_of_each_group(scored)
+  return Iteration(state, metrics, distributions, samples)
 
 
 def _time_metrics(clock, tokens: int) -> dict[str, float]:
@@ -217,8 +241,10 @@ def _time_metrics(clock, tokens: int) -> dict[str, float]:
   }
 
 
-def _one_of_each_group(scored) -> list[tuple[str, str, str, float]]:
-  """The first response of each group, of those that this host has."""
+def _one_of_each_group(
+  scored: ScoredSamples,
+) -> list[tuple[str, str, str, float]]:
+  """The first response of each group, of those on this host."""
   total = scored.rewards.result().total
   rows = range(0, total.size, total.shape[1])
   return [
@@ -262,8 +288,17 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
   )
 
 
+def _print_parameters(experiment: Experiment) -> None:
+  """Prints a table of the weights; the layers of a stack share a row."""
+  multihost.print_once(
+    parameter_overview.get_parameter_overview(
+      experiment.program.abstract_params, include_stats="sharding"
+    )
+  )
+
+
 def _start(run: Run) -> TrainState | None:
-  """The last whole checkpoint, else a new policy after its cold start."""
+  """The last complete checkpoint, else a new policy after its cold start."""
   experiment, learner = run.experiment, run.experiment.program.learner
   identity = checkpoint_identity(experiment)
   accept = lambda _, saved: match(identity, saved, "checkpoint")
@@ -294,7 +329,7 @@ def _shapes(arrays):
 
 
 def _restore_data(run: Run, restored) -> None:
-  """The place in the data, and responses for the next iteration."""
+  """Restores the position in the data, and the pending responses."""
   run.curriculum.set_state(restored.metadata["data"])
   run.source.set_state(
     restored.state.pending_rollouts, restored.metadata["rollouts"]
@@ -313,7 +348,7 @@ def _save(run: Run, step: int, state: TrainState) -> None:
 
 
 def _write_config(experiment: Experiment) -> None:
-  """run_config.json: the config of the run from here on."""
+  """Writes run_config.json, the config of the run from here on."""
   if multihost.is_primary():
     path = experiment.workdir / "run_config.json"
     temporary = path.with_name(path.name + ".tmp")
@@ -363,10 +398,10 @@ def _health_checks(experiment: Experiment) -> HealthChecks:
   method = {} if off_policy else c.method_settings()
   sampling = settings.sampler_config(config, experiment.program.tokenizer)
   return HealthChecks(
-    updates=config.learner.minibatches,
+    minibatches=config.learner.minibatches,
     clip_low=method.get("clip_low", math.inf),
-    recomputed=c.old_logps == "recompute",
+    recomputed_old_logps=c.old_logps == "recompute",
     # A critic, and a KL in the reward, also teach with equal rewards.
-    compares=not c.has_critic and not c.has_kl_in_reward,
-    truncates=sampling.truncates,
+    compares_groups=not c.has_critic and not c.has_kl_in_reward,
+    truncated_sampling=sampling.truncates,
   )

@@ -73,7 +73,7 @@ def cold_start(config: ConfigDict) -> str:
   """
   c = _plain(config)
   rest = c["sampler"]["max_new_tokens"], c["data"]["max_prompt_length"]
-  micro = c["learner"]["micro_rows"]
+  micro = c["learner"]["micro_batch_size"]
   parts = [c["model"], c["cold_start"] | {"dir": ""}, rest, micro]
   return f"{_hash(parts)} seed={config.seed}"
 

@@ -1,5 +1,6 @@
-"""The benchmarks run, and print what they promise."""
+"""The benchmarks import, run, and print the documented numbers."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -9,9 +10,18 @@ from repository import ROOT
 
 from benchmarks import lengths
 
+NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imports(name):
+  if name == "versus_transformers":
+    pytest.importorskip("torch")
+  importlib.import_module(f"benchmarks.{name}")
+
 
 def quick(name):
-  """The record that a benchmark prints last."""
+  """The JSON record that a benchmark prints last."""
   out = subprocess.run(
     [sys.executable, "-m", f"benchmarks.{name}", "--quick"],
     cwd=ROOT,
@@ -22,47 +32,51 @@ def quick(name):
   return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_sampler():
   rows = quick("sampler")["rows"]
-  found = {(row["answers"], row["sampler"]): row for row in rows}
-  useful = lambda *at: found[at]["useful"]
+  by_case = {(row["answers"], row["sampler"]): row for row in rows}
+  useful = lambda *case: by_case[case]["useful"]
   assert useful("8 of 8", "static") == useful("8 of 8", "refill") == 1
   tail = "long tail of 80"
   assert useful(tail, "refill") > 2 * useful(tail, "static")
-  steady = found[tail, "refill"]["useful_steady"]
+  steady = by_case[tail, "refill"]["useful_steady"]
   assert useful(tail, "refill") < steady <= 1
-  read = lambda *at: found[at]["bytes_per_token"]
-  # 4 slots draw 16 answers in 32 steps, 128 tokens; each sees 8 to 15 tokens,
-  # a page of 16, of 2 layers' 4 heads of 16 keys and values. Weights: 296,320.
+  read = lambda *case: by_case[case]["bytes_per_token"]
+  # 4 slots sample 16 responses in 32 steps, 128 tokens. Each attends to 8 to 15
+  # tokens, one page of 16, of 2 layers' 4 heads of 16 keys and values. There
+  # are 296,320 weights.
   page = 16 * 2 * 2 * 4 * 16 * 4
-  assert read("8 of 8", "refill") == 296_320 * 4 * 32 / 128 + page
-  assert read("8 of 80", "refill") == read("8 of 8", "refill")
+  assert read("8 of 8", "continuous") == 296_320 * 4 * 32 / 128 + page
+  assert read("8 of 80", "continuous") == read("8 of 8", "continuous")
   # With 4 slots or with 1, a step reads the weights once.
   each = lengths.long_tailed(8, 80).repeat(2)
-  steps = read(tail, "refill") * each.sum()
+  steps = read(tail, "continuous") * each.sum()
   steps -= sum(-(-(8 + t) // 16) * page for n in each for t in range(n))
   steps /= 296_320 * 4
   assert steps > each.sum() / 4
   assert steps == pytest.approx(round(steps), abs=1e-2)
-  # 7 steps of 16 rows, for the last token is not fed: a cache of 7, or of 64.
-  own = 7 * 16 * (64 - 7) * page / 16 / 128
-  assert read("8 of 80", "static") - read("8 of 8", "static") == own
+  # 7 steps of 16 responses (the last token is not fed), a cache of 7 or 64.
+  difference = 7 * 16 * (64 - 7) * page / 16 / 128
+  assert read("8 of 80", "static") - read("8 of 8", "static") == difference
 
 
+@pytest.mark.slow
 def test_versus_transformers():
   pytest.importorskip("torch")
   rows = quick("versus_transformers")["rows"]
-  kinds = [(row["model"], row["answers"]) for row in rows]
+  kinds = [(row["model"], row["responses"]) for row in rows]
   models, answers = ("tiny-dense", "tiny-moe"), ("fixed", "long tail")
   assert kinds == [(m, a) for m in models for a in answers]
   for row in rows:
     rates = row["tokens_per_second"]
-    ours = max(rates["our static"], rates["our refill"])
+    ours = max(rates["our static"], rates["our continuous"])
     theirs = [x for name, x in rates.items() if not name.startswith("our")]
     assert rates[row["best"]] == max(theirs) > 0
     assert row["times"] == pytest.approx(ours / max(theirs), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_iteration():
   seconds = quick("iteration")["seconds"]
   assert set(seconds) == {"static", "continuous"}
@@ -75,17 +89,19 @@ def test_iteration():
 
 def test_load_hf():
   record = quick("load_hf")
-  # Twice the bytes of bfloat16, but for the names in the files.
+  # float32 has twice the bytes of bfloat16; the files also contain names.
   assert 0 < 2 * record["files"] - record["params"] < 100_000
   assert 0 < record["beside"] < 200e6  # mostly compiled code, at this size
 
 
+@pytest.mark.slow
 def test_replay():
   record = quick("replay")
   assert record["choices"] == 4 * 24 * 4 * 2
   assert record["bytes"]["draw, recorded"] > record["bytes"]["draw"]
 
 
+@pytest.mark.slow
 def test_instruments():
   record = quick("instruments")
   assert set(record) == {"with", "without"}
@@ -95,11 +111,12 @@ def test_instruments():
     assert sum(phases) <= 1.001 * seconds["iteration"]
 
 
+@pytest.mark.slow
 def test_decode():
   record = quick("decode")
   assert min(record["seconds"].values()) > 0
-  own = 1 / record["group"]
-  assert record["shares"] == {"prefilled": own, "pages": own}
+  one_of_group = 1 / record["group"]
+  assert record["shares"] == {"prefilled": one_of_group, "pages": one_of_group}
 
 
 @pytest.mark.slow
@@ -108,4 +125,4 @@ def test_overlap():
   assert len(seconds) == 4
   for phases in seconds.values():
     parts = sum(phases[k] for k in ("generate", "score", "update"))
-    assert 0 < parts <= 1.5 * phases["iteration"]  # each a median of its own
+    assert 0 < parts <= 1.5 * phases["iteration"]  # each is a median by itself

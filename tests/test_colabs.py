@@ -1,4 +1,4 @@
-"""The notebooks are their scripts, hold no outputs, and run from anywhere."""
+"""Each notebook equals its script, has no outputs, and runs anywhere."""
 
 import json
 import os
@@ -27,14 +27,14 @@ def test_every_script_has_its_notebook():
 @each
 def test_notebook_is_its_script(script):
   notebook = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
-  # Mended with `jupytext --update --to ipynb colabs/*.py`.
+  # To repair it: `jupytext --update --to ipynb colabs/*.py`.
   assert cells(notebook) == cells(jupytext.read(script, fmt="py:percent"))
   assert jupytext.writes(notebook, fmt="py:percent") == script.read_text()
 
 
 @each
 def test_notebook_holds_source_alone(script):
-  # Not by nbformat, which mends what it reads.
+  # Not with nbformat, which repairs what it reads.
   notebook = json.loads(script.with_suffix(".ipynb").read_text())
   assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
   ids = [cell.get("id") for cell in notebook["cells"]]
@@ -47,7 +47,7 @@ def test_notebook_holds_source_alone(script):
 
 
 @each
-def test_begins_with_a_title_and_the_installation(script):
+def test_starts_with_a_title_and_the_installation(script):
   found = cells(jupytext.read(script, fmt="py:percent"))
   first = cells(jupytext.read(SCRIPTS[0], fmt="py:percent"))
   assert found[0][0] == "markdown"

@@ -1,5 +1,6 @@
-"""One iteration, with a program that only notes what it is given."""
+"""One iteration, with a small program in which every value can be traced."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -8,333 +9,329 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gspo_jax.iteration import iterate
 
 from gspo_jax import model, train
 from gspo_jax.data import tokenizers
 from gspo_jax.data.tasks import Problem
-from gspo_jax.learner import credit, experience, train_batch, train_step
+from gspo_jax.learner import credit, train_batch, train_step
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.logprobs import TokenLogprobs
-from gspo_jax.program import experiment, settings
+from gspo_jax.program import settings
 from gspo_jax.program.config import parse
+from gspo_jax.program.experiment import Experiment, Keys
+from gspo_jax.program.functions import LearnerFunctions
 from gspo_jax.rewards.pool import RewardPool, Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Samples
 
+KEYS = Keys(*jax.random.split(jax.random.key(0), 4))
+BYTES = tokenizers.load("bytes")
 
-class Spy:
-  """A program, and a curriculum, that notes the keys it is given."""
 
-  mesh = sharding.make_mesh(jax.devices()[:1])
-  plain = tokenizers.load("bytes")
-  scores, appraise = True, None
+class Curriculum:
+  """Gives the same prompts again and again; notes what is recorded."""
 
-  def __init__(self):
-    self.keys, self.cuts = [], []
+  epochs = num_solved = 0
 
-  def generate(self, params, prompts, key):
-    self.keys.append(key)
-    tokens = jnp.full((4, 3), ord("#"), jnp.int32)
-    ones = jnp.ones(4, jnp.int32)
-    return Samples(tokens, jnp.zeros((4, 3)), ones, ones * 0, jnp.int32(1))
-
-  def assemble(self, prompts, samples):
-    return train_batch.make_train_batch(
-      prompts, samples.tokens, samples.lengths
-    )
-
-  def score(self, state, batch, key):
-    self.cuts.append(key)
-    return state, batch, {}
-
-  def merge(self, kept, new, index):
-    return kept
-
-  def assign(self, batch, rewards, finish):
-    return batch
-
-  def update(self, state, batch, key):
-    self.keys.append(key)
-    return state, batch, {}
+  def __init__(self, count):
+    self.count, self.recorded = count, []
 
   def draw(self, step):
+    problems = [Problem(f"{p + 1}", f"{p + 1}", "") for p in range(self.count)]
+    ids = [[0, ord("1") + p] for p in range(self.count)]
     return {
-      "tokens": np.zeros((2, 3), np.int32),
-      "length": np.ones(2, np.int32),
-      "problems": [Problem("1?", "1", "#1")] * 2,
+      "tokens": np.array(ids, np.int32),
+      "length": np.ones(self.count, np.int32),
+      "problems": problems,
     }
 
-  def record(self, batch, correct):
-    pass
-
-  def check_compiled_once(self):
-    pass
-
-  def schedule(self, step):
-    return 1.0
+  def record(self, prompts, correct):
+    self.recorded.append(correct)
 
 
-class Broken:
-  """A scorer that fails, from some answer on."""
+def make_run(config, pool, generate, learner, prompts):
+  """A run of these functions, with rewards of `pool`."""
+  program = SimpleNamespace(
+    mesh=sharding.make_mesh(jax.devices()[:1]),
+    tokenizer=BYTES,
+    sampler=SimpleNamespace(
+      generate=generate, merge_groups=lambda kept, new, index: kept
+    ),
+    learner=learner,
+    check_compiled_once=lambda: None,
+  )
+  experiment = Experiment(parse(config), None, program, pool, *[None] * 3, KEYS)
+  curriculum = Curriculum(prompts)
+  source = train._source(experiment, curriculum)
+  return train.Run(experiment, curriculum, source, None, None)
 
-  def __init__(self, after=0):
-    self.after = after
 
-  def submit(self, answers):
-    zeros = np.zeros(len(answers), np.float32)
-    failed = np.arange(len(answers)) >= self.after
+class FailingPool:
+  """A reward pool that fails, from some response on."""
+
+  def __init__(self, first=0):
+    self.first = first
+
+  def submit(self, responses):
+    zeros = np.zeros(len(responses), np.float32)
+    failed = np.arange(len(responses)) >= self.first
     scores = Scores(zeros, {"broken": zeros}, failed, ("why",))
     return SimpleNamespace(result=lambda: scores)
 
 
-def test_a_reward_that_always_fails_stops_it(debug_config):
-  """All that was drawn counts, whatever dynamic sampling keeps of it."""
-  spy = Spy()
-  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
-  run = experiment.Experiment(
-    debug_config, None, spy, Broken(), None, None, None, keys
-  )
+class Recorder:
+  """Functions that note their keys and do nothing; 2 responses to 2 prompts."""
+
+  def __init__(self, needs_old_logprobs=True):
+    self.sample_keys, self.step_keys = [], []
+    self.learner = LearnerFunctions(
+      abstract=None,
+      init_state=None,
+      learning_rate=lambda step: 1.0,
+      make_train_batch=lambda prompts, samples: train_batch.make_train_batch(
+        prompts, samples.tokens, samples.lengths
+      ),
+      needs_old_logprobs=needs_old_logprobs,
+      add_reference_and_values=None,
+      assign_advantages=lambda batch, rewards, finish: batch,
+      step=self.step,
+    )
+
+  def generate(self, params, prompts, key):
+    self.sample_keys.append(as_tuple(key))
+    tokens = jnp.full((4, 3), ord("#"), jnp.int32)
+    ones = jnp.ones(4, jnp.int32)
+    return Samples(tokens, jnp.zeros((4, 3)), ones, ones * 0, jnp.int32(1))
+
+  def step(self, state, batch, key, apply_updates):
+    self.step_keys.append((as_tuple(key), bool(apply_updates)))
+    return state, batch, {}
+
+
+def as_tuple(key):
+  return tuple(jax.random.key_data(key).tolist())
+
+
+@pytest.fixture
+def config(debug_config):
   debug_config.rollout.group_size = 2
-  debug_config.rollout.dynamic_sampling_rounds = 3
-  debug_config.reward.max_failed = 1.0
-  source = train._rollouts(run, spy)
+  return debug_config
+
+
+@pytest.fixture(scope="module")
+def pool():
+  with RewardPool(("final_answer",), (1.0,), workers=1) as pool:
+    yield pool
+
+
+STATE = TrainState(0, None, None)
+
+
+def test_rewards_that_always_fail_stop_the_run(config):
+  """All sampled responses count, also those that are discarded."""
+  config.rollout.dynamic_sampling_rounds = 3
+  config.reward.max_failed = 1.0
+  functions = Recorder()
+  run = make_run(
+    config, FailingPool(), functions.generate, functions.learner, 2
+  )
   with pytest.raises(
     multihost.AgreedError, match=r"iteration 7: 12 of 12 .* why$"
   ):
-    iterate(run, TrainState(0, None, None), spy, source, 7)
+    train.iterate(run, STATE, 7)
 
 
-@pytest.mark.parametrize("most", [0.25, 0.5])
-def test_as_many_rewards_may_fail_as_the_config_says(debug_config, most):
-  spy = Spy()
-  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
-  scorer = Broken(after=2)
-  run = experiment.Experiment(
-    debug_config, None, spy, scorer, None, None, None, keys
+def test_as_many_rewards_may_fail_as_the_config_allows(config):
+  config.reward.max_failed = 0.5
+  functions = Recorder()
+  run = lambda: make_run(
+    config, FailingPool(2), functions.generate, functions.learner, 2
   )
-  debug_config.rollout.group_size = 2
-  debug_config.reward.max_failed = most
-  source, state = train._rollouts(run, spy), TrainState(0, None, None)
-  if most < 0.5:
-    with pytest.raises(multihost.AgreedError, match=r"iteration 7: 2 of 4 "):
-      iterate(run, state, spy, source, 7)
-  else:
-    _, row, *_ = iterate(run, state, spy, source, 7)
-    assert row["reward/failed"] == 0.5
+  _, metrics, *_ = train.iterate(run(), STATE, 7)
+  assert metrics["reward/failed"] == 0.5
+  assert metrics["reward/mean"] == 0
+  config.reward.max_failed = 0.25
+  with pytest.raises(multihost.AgreedError, match=r"iteration 7: 2 of 4 "):
+    train.iterate(run(), STATE, 7)
 
 
-def test_every_step_and_use_has_its_own_key(debug_config):
-  spy = Spy()
-  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
-  scorer = RewardPool(("final_answer",), (1.0,), workers=1)
-  run = experiment.Experiment(
-    debug_config, None, spy, scorer, None, None, None, keys
-  )
-  debug_config.rollout.group_size = 2
-  debug_config.rollout.dynamic_sampling_rounds = (
-    2  # both are drawn: no group is mixed
-  )
-  state = TrainState(0, None, None)
-  with scorer:
-    source = train._rollouts(run, spy)
-    for step in (1, 2, 1):
-      iterate(run, state, spy, source, step)
-  drawn, cuts = (
-    [tuple(jax.random.key_data(k).tolist()) for k in keys]
-    for keys in (spy.keys, spy.cuts)
-  )
-  assert len(set(drawn[:6])) == 6
-  assert drawn[:3] == drawn[6:]  # the same step repeats
-  assert cuts == drawn[2::3]  # scores are cut as the update is
+def test_every_step_and_use_has_its_own_key(config, pool):
+  config.rollout.dynamic_sampling_rounds = 2  # no group is mixed: both rounds
+  functions = Recorder()
+  run = make_run(config, pool, functions.generate, functions.learner, 2)
+  for step in (1, 2, 1):
+    train.iterate(run, STATE, step)
+  samples, shuffles = functions.sample_keys, functions.step_keys
+  assert len({*samples[:4], *[key for key, _ in shuffles[:4]]}) == 6
+  # The same step has the same keys again.
+  assert samples[:2] == samples[4:]
+  assert shuffles[:2] == shuffles[4:]
+  # Old log-probs come first, shuffled as the update is.
+  assert [applied for _, applied in shuffles] == [False, True] * 3
+  assert [key for key, _ in shuffles[::2]] == [key for key, _ in shuffles[1::2]]
 
 
-def test_where_no_score_is_needed_none_is_made(debug_config):
-  spy = Spy()
-  spy.scores = False
-  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
-  scorer = RewardPool(("final_answer",), (1.0,), workers=1)
-  run = experiment.Experiment(
-    debug_config, None, spy, scorer, None, None, None, keys
-  )
-  debug_config.rollout.group_size = 2
-  with scorer:
-    iterate(run, TrainState(0, None, None), spy, train._rollouts(run, spy), 1)
-  assert (len(spy.cuts), len(spy.keys)) == (0, 2)
+def test_no_old_logprobs_are_computed_where_none_are_needed(config, pool):
+  functions = Recorder(needs_old_logprobs=False)
+  run = make_run(config, pool, functions.generate, functions.learner, 2)
+  train.iterate(run, STATE, 1)
+  assert [applied for _, applied in functions.step_keys] == [True]
 
 
-# What each answer earns: in no order, and no group like another.
-EARNED = np.array([[5.0, 1.0], [2.0, 9.0], [3.0, 3.5]], np.float32)
+# The reward of each response: in no order, and no group like another.
+REWARDS = np.array([[5.0, 1.0], [2.0, 9.0], [3.0, 3.5]], np.float32)
 P, G, R = 3, 2, 3
 LENGTHS = np.array([1, 3, 2, 2, 3, 1], np.int32)
-FIRST = ord("a")  # answer 0 begins with it, answer 1 with the next letter
-
-
+FIRST = ord("a")  # response 0 begins with it, response 1 with the next letter
 CFG = model.variant("tiny", num_experts=0, experts_per_token=0)
 
 
-def table(params, cfg, rows, **how):
-  """A policy whose parameters are log-probs, found by the answer's letter."""
-  logps = params["logps"][rows.tokens[:, -R] - FIRST]
+def tabular_logprobs(params, cfg, batch, **options):
+  """A policy whose parameters are log-probs, by the response's first letter."""
+  logps = params["logps"][batch.tokens[:, -R] - FIRST]
   return TokenLogprobs(logps, jnp.zeros_like(logps))
 
 
-class Tabular(Spy):
-  """A program of that policy: it draws six answers that can be told apart."""
+class TabularPolicy:
+  """That policy samples six responses that can be told apart, and learns."""
 
   def __init__(self, config):
-    super().__init__()
-    learner, *_ = settings.learners(parse(config), CFG)
-    self.learner = learner._replace(optimizer=optax.sgd(1.0))
-    update = functools.partial(train_step.update, learner=self.learner)
-    self.step = jax.jit(
-      lambda *given, apply_updates: update(*given, apply_updates=apply_updates)
+    config = parse(config)
+    learner = settings.learners(config, CFG).policy
+    self.optimizer = optax.sgd(1.0)
+    self.jitted = jax.jit(
+      functools.partial(
+        train_step.update, learner=learner._replace(optimizer=self.optimizer)
+      )
     )
-    self.scores = settings.needs_old_logprobs(parse(config), CFG)
-    self.fields = settings.train_batch_fields(parse(config), CFG)
-    self.credit = settings.credit(parse(config))
-    self.used, self.recorded = [], []
+    self.credit = settings.credit(config)
+    self.params_used, self.batch = [], None
+    self.learner = LearnerFunctions(
+      abstract=None,
+      init_state=None,
+      learning_rate=lambda step: 1.0,
+      make_train_batch=functools.partial(
+        train_batch.train_batch_from_samples,
+        cfg=CFG,
+        fields=settings.train_batch_fields(config, CFG),
+      ),
+      needs_old_logprobs=settings.needs_old_logprobs(config, CFG),
+      add_reference_and_values=None,
+      assign_advantages=self.assign_advantages,
+      step=self.step,
+    )
 
   def generate(self, params, prompts, key):
-    self.used.append(params)
+    self.params_used.append(params)
     tokens = FIRST + jnp.arange(P * G)[:, None] + 10 * jnp.arange(R)
-    cut = jnp.zeros(P * G, jnp.int8)
-    logps = jnp.zeros((P * G, R))
-    return Samples(tokens, logps, jnp.asarray(LENGTHS), cut, jnp.int32(1))
+    truncated = jnp.zeros(P * G, jnp.int8)
+    logps, lengths = jnp.zeros((P * G, R)), jnp.asarray(LENGTHS)
+    return Samples(tokens, logps, lengths, truncated, jnp.int32(1))
 
-  def assemble(self, prompts, samples):
-    return train_batch.train_batch_from_samples(
-      prompts, samples, CFG, self.fields
-    )
-
-  def score(self, state, batch, key):
-    self.used.append(state.params)
-    return self.step(state, batch, key, apply_updates=False)
-
-  def assign(self, batch, rewards, finish):
-    self.assigned = credit.assign_advantages(
+  def assign_advantages(self, batch, rewards, finish):
+    self.batch = credit.assign_advantages(
       batch, rewards, finish, credit=self.credit
     )
-    return self.assigned
+    return self.batch
 
-  def update(self, state, batch, key):
-    return self.step(state, batch, key, apply_updates=True)
-
-  def draw(self, step):
-    tokens = np.array([[0, ord("1") + p] for p in range(P)], np.int32)
-    return {
-      "tokens": tokens,
-      "length": np.ones(P, np.int32),
-      "problems": [Problem(f"{p + 1}", f"{p + 1}", "") for p in range(P)],
-    }
-
-  def record(self, batch, correct):
-    self.recorded.append(correct)
+  def step(self, state, batch, key, apply_updates):
+    if not apply_updates:
+      self.params_used.append(state.params)
+    return self.jitted(state, batch, key, apply_updates=apply_updates)
 
 
-class Judge:
-  """Scores answers, each only beside its own question."""
+class ScriptedPool:
+  """Scores responses by `REWARDS`, and checks that their problem is theirs."""
 
-  def submit(self, answers):
+  def submit(self, responses):
     total = []
-    for answer in answers:
-      p, row = int(answer.prompt) - 1, ord(answer.text[0]) - FIRST
-      assert (row // G, len(answer.text)) == (p, LENGTHS[row])
-      assert answer.reference == answer.prompt
-      total.append(EARNED[p, row % G])
+    for response in responses:
+      p, row = int(response.prompt) - 1, ord(response.text[0]) - FIRST
+      assert (row // G, len(response.text)) == (p, LENGTHS[row])
+      assert response.reference == response.prompt
+      total.append(REWARDS[p, row % G])
     total = np.array(total, np.float32)
-    failed = np.zeros(len(total), bool)
-    # Two rewards: what is paid is their sum, and not the first of them.
+    # Two rewards: the total is their sum, and not the first of them.
     parts = {"right": total * 0, "length": total}
-    scores = Scores(total, parts, failed, ())
+    scores = Scores(total, parts, np.zeros(len(total), bool), ())
     return SimpleNamespace(result=lambda: scores)
 
 
 @pytest.fixture
-def tabular(debug_config, monkeypatch):
-  """A run of that program, and its state."""
-  monkeypatch.setattr(experience, "logprobs", table)
-  debug_config.objective.name = "dr_grpo"
-  debug_config.rollout.group_size = G
-  debug_config.learner.minibatches = P  # one of them begins unscored
-  debug_config.learner.micro_batch_size = G // 2
-  program = Tabular(debug_config)
-  keys = experiment.Keys(*jax.random.split(jax.random.key(0), 4))
-  run = experiment.Experiment(
-    debug_config, None, program, Judge(), None, None, None, keys
-  )
+def tabular(config, monkeypatch):
+  """A run of that policy, its functions, and its state."""
+  monkeypatch.setattr(train_batch, "logprobs", tabular_logprobs)
+  config.objective.name = "dr_grpo"
+  config.learner.minibatches = P  # the update computes old log-probs of one
+  config.learner.micro_batch_size = G // 2
+  config.data.prompts = P
+  policy = TabularPolicy(config)
+  run = make_run(config, ScriptedPool(), policy.generate, policy.learner, P)
   logps = -np.random.default_rng(0).random((P * G, R), np.float32)
   params = {"logps": jnp.asarray(logps)}
-  optimizer = program.learner.optimizer
-  return run, train_step.init_state(params, optimizer=optimizer)
+  return run, policy, train_step.init_state(params, optimizer=policy.optimizer)
 
 
-def test_a_reward_meets_the_gradient_of_its_own_answer(tabular):
-  run, state = tabular
-  program = run.program
-  source = train._rollouts(run, program)
-  new, row, _, shown = iterate(run, state, program, source, 1)
-  advantages = EARNED - EARNED.mean(1, keepdims=True)
-  assigned = program.assigned
-  letters = np.asarray(assigned.tokens[:, -R]) - FIRST
+def test_a_reward_reaches_the_gradient_of_its_own_response(tabular):
+  run, policy, state = tabular
+  new, metrics, _, shown = train.iterate(run, state, 1)
+  advantages = REWARDS - REWARDS.mean(1, keepdims=True)
+  letters = np.asarray(policy.batch.tokens[:, -R]) - FIRST
   np.testing.assert_array_equal(letters, np.arange(P * G))
-  np.testing.assert_allclose(assigned.advantages, advantages.ravel())
+  np.testing.assert_allclose(policy.batch.advantages, advantages.ravel())
   # On-policy the loss of Dr. GRPO falls by A / (G R) for each token.
   mask = np.arange(R) < LENGTHS[:, None]
   expected = np.where(mask, advantages.reshape(-1, 1), 0) / (G * R)
   change = new.params["logps"] - state.params["logps"]
   np.testing.assert_allclose(change, expected, atol=1e-6)
   assert int(new.step) == 1
-  assert row["ratio/moved"] == 0
-  # Of all answers, scored before the update or in it; the sampler said 0.
+  assert metrics["ratio/moved"] == 0
+  # Of all responses, in the pass before the update or in the update itself;
+  # the sampler's log-probs are 0.
   gap = np.abs(state.params["logps"])[mask].mean()
-  assert row["mismatch/token_abs_mean"] == pytest.approx(gap)
-  assert row["ratio/first_minibatch_std"] == 0
-  assert row["reward/mean"] == pytest.approx(EARNED.mean())
-  assert row["reward/length"] == pytest.approx(EARNED.mean())
-  assert row["reward/right"] == 0
-  assert row["response/length"] == LENGTHS.mean()
-  assert [s[0] for s in shown] == ["1", "2", "3"]
-  assert [s[1][0] for s in shown] == ["a", "c", "e"]
-  assert [s[3] for s in shown] == EARNED[:, 0].tolist()
+  assert metrics["mismatch/token_abs_mean"] == pytest.approx(gap)
+  assert metrics["ratio/first_minibatch_std"] == 0
+  assert metrics["reward/mean"] == pytest.approx(REWARDS.mean())
+  assert metrics["reward/length"] == pytest.approx(REWARDS.mean())
+  assert metrics["reward/right"] == 0
+  assert metrics["response/length"] == LENGTHS.mean()
+  assert [sample[0] for sample in shown] == ["1", "2", "3"]
+  assert [sample[1][0] for sample in shown] == ["a", "c", "e"]
+  assert [sample[3] for sample in shown] == REWARDS[:, 0].tolist()
 
 
-def test_the_policy_that_draws_and_scores_is_the_newest(tabular):
-  run, state = tabular
-  program = run.program
-  source = train._rollouts(run, program)
+def test_the_newest_policy_samples_and_computes_old_logprobs(tabular):
+  run, policy, state = tabular
   for step in (1, 2, 3):
     before = state.params
-    state, *_ = iterate(run, state, program, source, step)
-    assert all(params is before for params in program.used)
-    assert len(program.used) == 2
-    program.used.clear()
+    state, *_ = train.iterate(run, state, step)
+    assert len(policy.params_used) == 2
+    assert all(params is before for params in policy.params_used)
+    policy.params_used.clear()
 
 
-def test_it_is_told_how_old_the_answers_are(tabular):
-  run, state = tabular
-  program = run.program
-  fresh = train._rollouts(run, program)
-  run.config.rollout.one_step_off_policy = True
-
-  def source(params, step):
-    ready = fresh(params, step)
-    return ready._replace(drawn_at=step - 1.25, continued=0.5)
-
-  _, row, *_ = iterate(run, state, program, source, 4)
-  assert row["rollout/staleness"] == 1.25
-  assert row["rollout/continued"] == 0.5
-
-
-def test_all_that_was_drawn_is_recorded(tabular):
-  """What refill discards is known to the curriculum, too."""
-  run, state = tabular
-  program = run.program
-  fresh = train._rollouts(run, program)
+def test_staleness_is_a_metric_off_policy(tabular):
+  run, _, state = tabular
+  config = run.experiment.config.replace(rollout={"one_step_off_policy": True})
+  experiment = dataclasses.replace(run.experiment, config=config)
 
   def source(params, step):
-    first, second = (fresh(params, step) for _ in range(2))
+    batch = run.source(params, step)
+    return batch._replace(policy_step=step - 1.25, resumed_fraction=0.5)
+
+  stale = run._replace(experiment=experiment, source=source)
+  _, metrics, *_ = train.iterate(stale, state, 4)
+  assert metrics["rollout/staleness"] == 1.25
+  assert metrics["rollout/resumed_fraction"] == 0.5
+
+
+def test_discarded_batches_are_recorded(tabular):
+  """The curriculum is given the rewards of all sampled responses."""
+  run, _, state = tabular
+
+  def source(params, step):
+    first, second = (run.source(params, step) for _ in range(2))
     return second._replace(costs=[*first.costs, *second.costs])
 
-  iterate(run, state, program, source, 1)
-  assert [correct.shape for correct in program.recorded] == [(P, G)] * 2
+  train.iterate(run._replace(source=source), state, 1)
+  assert [x.shape for x in run.curriculum.recorded] == [(P, G)] * 2

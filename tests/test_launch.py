@@ -1,4 +1,4 @@
-"""launch/: read, linted and run dry, and what a worker is sent is run here."""
+"""launch/: scripts and manifests are linted, run dry and run on a worker."""
 
 import configparser
 import json
@@ -46,7 +46,7 @@ XPK_RUN = XPK | {
 }
 
 
-# A stand-in for gcloud and xpk: notes its arguments and is, if asked, a worker.
+# Replaces gcloud and xpk: records its arguments, and acts as worker $WORKER.
 TOOL = """#!{python}
 import json, os, subprocess, sys
 with open({calls!r}, "a") as file:
@@ -58,7 +58,7 @@ if worker and command:
   sys.exit(subprocess.run(["bash", "-c", *command], cwd=worker).returncode)
 """
 
-# A stand-in for the training process: notes its arguments, waits for SIGTERM.
+# Replaces the training process: records its arguments and waits for SIGTERM.
 PYTHON = """#!{python}
 import json, os, signal, sys
 with open("argv.part", "w") as file:
@@ -75,9 +75,9 @@ while True:
 
 @pytest.fixture
 def shell(tmp_path):
-  """Runs a script with stand-ins for gcloud and xpk first in PATH.
+  """Runs a script with replacements of gcloud and xpk first in PATH.
 
-  `shell.calls()` is what these were called with, a list of words each.
+  `shell.calls()` returns the arguments of each of their calls.
   """
   calls = tmp_path / "calls"
   tools = tmp_path / "bin"
@@ -120,7 +120,7 @@ def printed(done):
   return [shlex.split(line) for line in lines if not line.startswith("#")]
 
 
-def assert_told(done, *words):
+def assert_error(done, *words):
   assert done.returncode == 2
   assert done.stderr.startswith("error: ")
   assert done.stderr.count("\n") == 1
@@ -188,7 +188,7 @@ def test_the_jobset_fills_its_slices_exactly():
   assert pool == "cloud.google.com/gke-nodepool"
 
 
-def test_the_jobset_restarts_what_is_worth_it():
+def test_the_jobset_restarts_all_but_user_errors():
   jobset = yaml.safe_load(JOBSET)
   _, spec, pod, container = slice_of(jobset)
   assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it
@@ -236,7 +236,7 @@ def test_the_readme_fills_in_every_placeholder(shell):
 def test_the_metrics_that_the_readme_names_are_written():
   named = set(re.findall(r"`((?:time|throughput)/\w+)`", README))
   assert "time/iteration" in named
-  written = (ROOT / "gspo_jax/iteration.py").read_text()
+  written = (ROOT / "gspo_jax/train.py").read_text()
   assert [name for name in named if f'"{name}"' not in written] == []
 
 
@@ -263,7 +263,7 @@ def test_the_image_holds_what_the_command_needs():
 # The table and the sizes.
 
 
-def test_the_table_is_arithmetic():
+def test_the_table_of_slices_is_consistent():
   rows = table()
   assert len(rows) == README.count("\n| v5")
   assert {family for family, *_ in rows.values()} == {"v5p", "v5e"}
@@ -278,7 +278,7 @@ def test_the_table_is_arithmetic():
 
 
 @pytest.mark.parametrize("kind", table())
-def test_the_script_knows_the_table(shell, kind):
+def test_the_script_has_the_slices_of_the_table(shell, kind):
   family, _, chips, hosts = table()[kind]
   settings = HOME | {"accelerator-type": kind}
   done = shell("tpu_vm.sh", "create", "--dry-run", *flags(settings))
@@ -302,7 +302,7 @@ def test_the_script_knows_the_table(shell, kind):
 @pytest.mark.parametrize("verb", ["create", "queue"])
 def test_impossible_slices_are_refused(shell, verb, kind, expected):
   settings = HOME | {"accelerator-type": kind}
-  assert_told(shell("tpu_vm.sh", verb, *flags(settings)), expected)
+  assert_error(shell("tpu_vm.sh", verb, *flags(settings)), expected)
   assert shell.calls() == []
 
 
@@ -400,7 +400,7 @@ def test_what_a_dry_run_prints_is_what_runs(shell, script, verb, settings):
   assert shell.calls() == dry
 
 
-def test_variables_do_for_flags(shell):
+def test_variables_replace_flags(shell):
   settings = HOME | TPU_VM_VERBS["run"]
   env = {f"GSPO_{key.upper()}": value for key, value in settings.items()}
   done = shell("tpu_vm.sh", "run", "--dry-run", env=env)
@@ -442,7 +442,7 @@ def test_missing_settings_are_named(shell, script, verb, missing, more):
   if script == "tpu_vm.sh":
     given = {k: v for k, v in given.items() if k not in ("cluster", "image")}
   done = shell(script, verb, *flags(given), *more)
-  assert_told(done, *(f"--{key}=" for key in missing))
+  assert_error(done, *(f"--{key}=" for key in missing))
   variable = f"$GSPO_{missing[0].upper().replace('-', '_')}"
   assert variable in done.stderr
   assert done.stderr.count("$GSPO_") == len(missing)
@@ -462,8 +462,8 @@ def test_missing_settings_are_named(shell, script, verb, missing, more):
     ("xpk.sh", ["run", *flags(XPK_RUN), "--accelerator-type=v5p-9"], "v5p-9"),
   ],
 )
-def test_wrong_words_are_named(shell, script, words, named):
-  assert_told(shell(script, *words), named)
+def test_invalid_words_are_named(shell, script, words, named):
+  assert_error(shell(script, *words), named)
   assert shell.calls() == []
 
 
@@ -495,7 +495,7 @@ def cmdline(pid):
 
 @pytest.fixture
 def worker(tmp_path):
-  """A home directory as `setup` leaves it, with a stand-in for Python."""
+  """A home directory as after `setup`, with a replacement of Python."""
   home = tmp_path / "a home"
   (home / "gspo_jax/src").mkdir(parents=True)
   (home / "gspo_jax/.venv/bin").mkdir(parents=True)
@@ -536,7 +536,7 @@ def test_run_and_stop_on_a_worker(shell, worker):
   assert (done.returncode, done.stdout) == (0, "stopped\n")
   assert (home / "train.log").read_text() == "saved\n"
 
-  # The same command again goes on in the same log.
+  # The same command again appends to the same log.
   (home / "src/argv.json").unlink()
   assert tpu_vm("run").returncode == 0
   await_file(home / "src/argv.json")
@@ -547,7 +547,7 @@ def test_run_and_stop_on_a_worker(shell, worker):
 @pytest.mark.skipif(
   not Path("/proc/self").exists(), reason="as a worker, Linux"
 )
-def test_stop_says_when_the_grace_was_too_short(shell, worker):
+def test_stop_reports_that_the_grace_was_too_short(shell, worker):
   deaf = PYTHON.replace(
     "signal.SIGTERM, save", "signal.SIGTERM, signal.SIG_IGN"
   )

@@ -1,4 +1,4 @@
-"""The studies: their configs build, their numbers are right, they run."""
+"""The studies: their configs build, their runs are identified, they run."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ def module(name, part):
 
 
 @of_each
-def test_has_a_config_a_section_and_a_command_that_is_so(name):
+def test_has_a_config_and_a_section_with_its_command(name):
   text = (FOLDER / "README.md").read_text()
   assert (FOLDER / name / "config.py").exists()
   assert f"`python -m studies.{name}.run`" in text
@@ -60,7 +60,7 @@ def test_first_seed_comes_first(name):
 def test_planned_configs_build(name):
   mesh = sharding.make_mesh(jax.devices()[:1])
   make = module(name, "config").get_config
-  # Of all learning rates and seeds, one.
+  # Only one of the learning rates and seeds.
   of_shape = lambda one: {k: v for k, v in one.items() if k != "rate"}
   planned = [p for p in module(name, "run").plan(quick=False) if not p["seed"]]
   for text in {arguments.write(**of_shape(one)) for one in planned}:
@@ -125,7 +125,7 @@ def test_a_finished_run_is_not_repeated_and_another_is_refused(tmp_path):
   workdir = tmp_path / "run"
   workdir.mkdir()
   saved = json.loads(config.to_json_best_effort())
-  saved["cold_start"]["dir"] = "elsewhere"  # where it lies is no difference
+  saved["cold_start"]["dir"] = "elsewhere"  # the location makes no difference
   (workdir / "run_config.json").write_text(json.dumps(saved))
   rows = [{"step": 0}, {"step": 1, "x": 2.0}, {"step": 2, "x": None}]
   lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -144,7 +144,9 @@ def test_a_finished_run_is_not_repeated_and_another_is_refused(tmp_path):
     runs.finish(config, workdir)
 
 
-def test_a_broken_number_ends_the_run_and_not_the_study(tmp_path, monkeypatch):
+def test_a_non_finite_number_ends_the_run_and_not_the_study(
+  tmp_path, monkeypatch
+):
   config = module("clip_fraction", "config").get_config("quick=1")
 
   def breaks(config, workdir):
@@ -154,7 +156,7 @@ def test_a_broken_number_ends_the_run_and_not_the_study(tmp_path, monkeypatch):
 
   monkeypatch.setattr(runs.train, "train_and_evaluate", breaks)
   assert runs.finish(config, tmp_path).failure == "grad/norm is nan at step 1"
-  monkeypatch.undo()  # finished: it would train now, if it tried
+  monkeypatch.undo()  # it is finished; otherwise it would train now
   assert runs.finish(config, tmp_path).failure
 
 
@@ -170,7 +172,7 @@ def test_a_sigterm_stops_the_study_and_its_seconds_count(tmp_path, monkeypatch):
   assert record["seconds"] >= 40
 
 
-def test_json_has_null_for_what_is_no_number(tmp_path):
+def test_json_has_null_for_nan_and_infinity(tmp_path):
   path = tmp_path / "a" / "b.json"
   runs.write(path, {"x": [math.nan, math.inf, 1.5], "y": {"z": (1, "w")}})
   wanted = {"x": [None, None, 1.5], "y": {"z": [1, "w"]}}
@@ -182,7 +184,7 @@ def git(folder, *words):
   subprocess.run(["git", *who, *words], cwd=folder, check=True)
 
 
-def test_what_a_study_leaves_is_no_change_and_all_else_is(tmp_path):
+def test_results_are_no_change_of_the_commit_and_all_else_is(tmp_path):
   left = tmp_path / "studies" / "one"
   left.mkdir(parents=True)
   (left / "result.json").write_text("1")
@@ -213,8 +215,8 @@ KEPT = {
 
 
 @of_each
-def test_the_runs_of_a_result_are_still_known(name):
-  """Else a change of the configs would have them all made again."""
+def test_the_runs_of_a_result_are_still_planned(name):
+  """Else a change of the configs would repeat all of them."""
   path = FOLDER / name / "result.json"
   if not path.exists():
     pytest.skip("no result yet")
@@ -227,17 +229,17 @@ def test_the_runs_of_a_result_are_still_known(name):
   assert {row["run"] for row in rows} <= names
 
 
-def test_a_run_is_known_by_what_was_chosen(monkeypatch):
+def test_a_run_is_identified_by_its_config(monkeypatch):
   config = module("clip_fraction", "config").get_config()
   before = runs.digest(config)
   config.cold_start.dir = "elsewhere"
   assert runs.digest(config) == before
   fewer = common.get_config()
-  del fewer["paging"]  # a key of that time, with the default of today
+  del fewer["continuous_batching"]  # keys whose values are the defaults
   monkeypatch.setattr(runs.common, "get_config", lambda: fewer)
   assert runs.digest(config) != before
   monkeypatch.undo()
-  del config["paging"]
+  del config["continuous_batching"]
   assert runs.digest(config) == before
   assert runs.digest(config, {"n": 1}) != before
   config.optim.learning_rate = 1.0

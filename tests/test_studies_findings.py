@@ -1,4 +1,4 @@
-"""What the studies find in runs that were made up, so that it is known."""
+"""The studies' findings in synthetic runs with a given outcome."""
 
 import importlib
 import json
@@ -22,10 +22,12 @@ from studies.stability import run as stability
 STEPS = 10
 
 
-def made_up(*, score=(0.4, 0.8), until=STEPS, layers=(0.01, 0.03), **columns):
-  """A run of ten iterations that scores `score`, before and after.
+def synthetic_run(
+  *, score=(0.4, 0.8), until=STEPS, layers=(0.01, 0.03), **columns
+):
+  """A run of ten iterations with pass@1 of `score` before and after.
 
-  It breaks off after iteration `until`; columns with a / for a _.
+  It ends early after iteration `until`. Columns have __ for a /.
   """
   constant = {
     "reward/mean": 0.5,
@@ -53,14 +55,14 @@ def made_up(*, score=(0.4, 0.8), until=STEPS, layers=(0.01, 0.03), **columns):
   return Run(config, None, rows, spreads, 2.0, "abc", failure)
 
 
-def test_a_run_that_broke_off_is_carried_on_at_0():
-  run = made_up(until=3)
+def test_a_run_that_ended_early_continues_at_0():
+  run = synthetic_run(until=3)
   assert run.carried("eval/pass@1") == [[0, 0.4], [5, 0.0], [10, 0.0]]
   rewards = run.carried("reward/mean")
   assert [step for step, _ in rewards] == list(range(1, 11))
   assert [value for _, value in rewards] == [0.5] * 3 + [0.0] * 7
   assert run.mean("clip_frac/token") == pytest.approx(0.1)  # of what it had
-  whole = made_up()
+  whole = synthetic_run()
   assert whole.carried("eval/pass@1") == whole.curve("eval/pass@1")
 
 
@@ -78,7 +80,9 @@ def clipping(gspo, grpo):
   """Shares and final scores of two methods, as a row of the table."""
   setting = lambda method: (("method", method), ("rate", "3e-4"))
   make = lambda share, score: (
-    lambda w: made_up(clip_frac__token=share * (1 + w), score=(0.4, score + w))
+    lambda w: synthetic_run(
+      clip_frac__token=share * (1 + w), score=(0.4, score + w)
+    )
   )
   settings = {setting("gspo"): make(*gspo), setting("grpo"): make(*grpo)}
   (row,) = clip_fraction.summarize(of_seeds(clip_fraction, settings))["table"]
@@ -99,15 +103,15 @@ def test_clip_fraction_compares_gspo_with_grpo():
   assert row["pass@1, gspo less grpo"]["verdict"] == "lower"
 
 
-def test_clip_fraction_of_nothing_clipped_is_a_token():
+def test_clip_fraction_of_nothing_clipped_counts_one_token():
   row = clipping(gspo=(0.1, 0.8), grpo=(0.0, 0.8))
   assert row["clipped, gspo over grpo"]["mean"] == pytest.approx(1e4, rel=0.01)
 
 
-def test_clip_fraction_leaves_out_what_had_no_iteration():
+def test_clip_fraction_leaves_out_runs_without_an_iteration():
   results = [
     {"method": m, "rate": "3e-4", "seed": seed}
-    | clip_fraction.measure(made_up(until=0 if seed == 1 else STEPS))
+    | clip_fraction.measure(synthetic_run(until=0 if seed == 1 else STEPS))
     for seed in range(3)
     for m in clip_fraction.METHODS
   ]
@@ -124,7 +128,7 @@ def flipping(rate_of):
     setting
     | {"seed": seed}
     | expert_flips.measure(
-      made_up(moe__expert_flip_rate=rate_of(setting) * (1 + seed / 100))
+      synthetic_run(moe__expert_flip_rate=rate_of(setting) * (1 + seed / 100))
     )
     for seed in range(3)
     for setting in expert_flips.SETTINGS
@@ -133,7 +137,7 @@ def flipping(rate_of):
 
 
 def test_expert_flips_are_of_one_update_of_two():
-  found = expert_flips.measure(made_up(moe__expert_flip_rate=0.02))
+  found = expert_flips.measure(synthetic_run(moe__expert_flip_rate=0.02))
   assert found["flips"] == pytest.approx(0.04)
   assert found["by layer"] == pytest.approx([0.02, 0.06])
   assert found["curve"][0] == [1, 0.04]
@@ -151,9 +155,9 @@ def test_expert_flips_are_judged_by_a_tenth_and_by_depth():
 
 
 def test_expert_flips_of_a_run_without_an_iteration():
-  run = expert_flips.measure(made_up(until=0))
+  run = expert_flips.measure(synthetic_run(until=0))
   assert math.isnan(run["flips"])
-  good = expert_flips.measure(made_up())
+  good = expert_flips.measure(synthetic_run())
   results = [
     expert_flips.BASE | {"seed": 0} | run,
     expert_flips.BASE | {"seed": 1} | good,
@@ -188,7 +192,7 @@ def stable(finals, seeds=5, until=None):
   results = [
     {"regime": "long", "method": method, "seed": seed}
     | stability.measure(
-      made_up(
+      synthetic_run(
         score=(0.4, final + 0.01 * seed + 0.003 * (seed * i % 3)),
         until=(until or {}).get(method, STEPS),
       )
@@ -212,7 +216,7 @@ def test_stability_compares_each_method_with_grpo():
   assert rows["gspo"]["token ratio std"]["mean"] == pytest.approx(0.05)
 
 
-def test_only_five_collapses_against_none_are_told_apart():
+def test_only_five_collapses_against_none_are_significant():
   methods = {"grpo": 0.6, "grpo+r2": 0.6, "gspo": 0.6, "gmpo": 0.6, "rspo": 0.1}
   rows, _ = stable(methods, until={"grpo": 3})
   assert rows["grpo"]["collapses"] == 5
@@ -225,7 +229,7 @@ def test_only_five_collapses_against_none_are_told_apart():
   assert rows["grpo+r2"]["collapses p of all"] > 0.05
 
 
-def test_curves_count_the_runs_that_broke_off():
+def test_curves_count_the_runs_that_ended_early():
   _, curves = stable({"grpo": 0.6, "gspo": 0.6}, until={"grpo": 3})
   found = {c["method"]: dict(c["points"]) for c in curves}
   assert found["grpo"][3]["mean"] == 0.5
@@ -239,7 +243,7 @@ def harmed(gspo, grpo):
   results = [
     {"method": method, "old": old, "seed": seed}
     | old_logps.measure(
-      made_up(
+      synthetic_run(
         score=(
           0.4,
           0.8
@@ -311,8 +315,8 @@ def grams_of(parts):
   return np.einsum("nakd,nbld->nakbl", parts, parts)
 
 
-def test_noise_of_what_is_dropped_at_random_is_1():
-  """By the share that is kept: a method that drops is not less noisy for it."""
+def test_noise_of_random_dropping_is_1():
+  """Relative to the kept share: dropping terms does not reduce the noise."""
   rng = np.random.default_rng(0)
   answers = rng.standard_normal((200, 2, 8, 300))
   kept = rng.permuted(np.tile(np.arange(8) < 2, (200, 2, 1)), axis=-1)
@@ -389,20 +393,30 @@ def measured_spread(run, first, bins):
   return spread(-0.4, int(run.folder.name))
 
 
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize(
-  "module",
-  [
-    clip_fraction,
-    expert_flips,
-    gradient_noise,
-    old_logps,
-    ratio_spread,
-    stability,
-  ],
-  ids=lambda module: module.__name__.split(".")[1],
+STUDIES = (
+  clip_fraction,
+  expert_flips,
+  gradient_noise,
+  old_logps,
+  ratio_spread,
+  stability,
 )
-def test_the_whole_study_and_its_figure_again(
+
+
+@pytest.mark.parametrize(
+  ("module", "quick"),
+  [
+    *((study, True) for study in STUDIES),
+    (ratio_spread, False),
+    *(
+      pytest.param(study, False, marks=pytest.mark.slow)
+      for study in STUDIES
+      if study is not ratio_spread
+    ),
+  ],
+  ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_study_writes_its_result_and_its_figure(
   module, quick, tmp_path, monkeypatch
 ):
   name = module.__name__.split(".")[1]
@@ -415,7 +429,7 @@ def test_the_whole_study_and_its_figure_again(
     trained.append(name)
     folder = tmp_path / str(len(trained))
     broken = len(trained) % 7 == 5
-    return made_up(until=0 if broken else STEPS)._replace(folder=folder)
+    return synthetic_run(until=0 if broken else STEPS)._replace(folder=folder)
 
   monkeypatch.setattr(study.Study, "train", train)
   flags = [f"--workdir={tmp_path}", *(["--quick"] if quick else [])]
@@ -430,17 +444,17 @@ def test_the_whole_study_and_its_figure_again(
   figure.unlink()
   module.main([*flags, "--plot"])
   assert figure.read_bytes() == before
-  module.main(flags)  # all is in result.json
+  module.main(flags)  # trains nothing: result.json has all runs
   assert json.loads((out / "result.json").read_text()) == record
   assert len(trained) == len(planned)
 
 
-def test_a_run_is_made_unless_the_result_has_it(tmp_path, monkeypatch):
-  """And its seconds are those of training and of measuring."""
+def test_a_run_is_trained_unless_the_result_has_it(tmp_path, monkeypatch):
+  """The seconds are those of training and measuring."""
   clock = iter(range(0, 10_000, 30))
   monkeypatch.setattr(study, "FOLDER", tmp_path)
   monkeypatch.setattr(study.time, "monotonic", lambda: next(clock))
-  monkeypatch.setattr(study.Study, "train", lambda *_: made_up())
+  monkeypatch.setattr(study.Study, "train", lambda *_: synthetic_run())
   drawn = SimpleNamespace(draw=lambda record, path: None)
   config = lambda text: ConfigDict({"text": text, "cold_start": {"dir": "x"}})
   drawn.get_config = config
@@ -461,10 +475,10 @@ def test_a_run_is_made_unless_the_result_has_it(tmp_path, monkeypatch):
   assert grown["runs"][:2] == first["runs"]
   assert len(measured) == grown["runs finished"] == 3
   monkeypatch.setattr(study.Study, "train", stop)
-  with pytest.raises(KeyboardInterrupt):  # in the second of five
+  with pytest.raises(KeyboardInterrupt):  # in the second of five runs
     sweep(0, 7, 1, 2, 8)
-  assert len(sweep(0, 1, 2)["runs"]) == 3  # none that was there is lost
-  monkeypatch.setattr(study.Study, "train", lambda *_: made_up())
+  assert len(sweep(0, 1, 2)["runs"]) == 3  # no earlier run is lost
+  monkeypatch.setattr(study.Study, "train", lambda *_: synthetic_run())
   sweep(0, kept={"n": (1, 2)})  # measured otherwise: another run
   sweep(0, kept={"n": (1, 2)})
   assert len(measured) == 4

@@ -1,4 +1,4 @@
-"""What the studies of ratios and gradients compute, by its definitions."""
+"""The measures of the studies of ratios and gradients, by definition."""
 
 import functools
 import math
@@ -35,28 +35,28 @@ def test_power_finds_the_exponent(exponent):
   )
 
 
-def test_power_of_what_has_no_logarithm():
+def test_power_of_zero_or_of_one_point_is_nan():
   assert math.isnan(measures.power([1, 2], [0.0, 1.0]))
   assert math.isnan(measures.power([5], [1.0]))
 
 
 def answers(lengths, width, rng):
   mask = np.arange(width) < np.array(lengths)[:, None]
-  # NaN under the mask is never read.
+  # Values outside the mask are NaN, and must not be read.
   return np.where(mask, rng.standard_normal(mask.shape), np.nan), mask
 
 
-def test_spread_looks_at_its_lengths_only():
+def test_spread_is_of_responses_in_the_range_of_lengths():
   gaps, mask = answers([2, 5, 5, 9], 12, np.random.default_rng(0))
-  found = measures.spread(gaps, mask, (3, 6), *EVERY)
+  result = measures.spread(gaps, mask, (3, 6), *EVERY)
   tokens = np.concatenate([gaps[1, :5], gaps[2, :5]])
   means = [gaps[1, :5].mean(), gaps[2, :5].mean()]
-  assert (found["answers"], found["tokens"], found["length"]) == (2, 10, 5.0)
-  np.testing.assert_allclose(found["token_variance"], np.var(tokens, ddof=1))
-  np.testing.assert_allclose(found["sequence_variance"], np.var(means, ddof=1))
+  assert (result["answers"], result["tokens"], result["length"]) == (2, 10, 5.0)
+  np.testing.assert_allclose(result["token_variance"], np.var(tokens, ddof=1))
+  np.testing.assert_allclose(result["sequence_variance"], np.var(means, ddof=1))
 
 
-def test_spread_needs_two_answers():
+def test_spread_needs_two_responses():
   gaps, mask = answers([2, 5], 6, np.random.default_rng(0))
   assert measures.spread(gaps, mask, (1, 4), *EVERY) is None
   assert measures.spread(gaps, mask, (7, 9), *EVERY) is None
@@ -65,22 +65,22 @@ def test_spread_needs_two_answers():
 def test_shares_outside():
   ratios = np.array([[0.79, 0.81, 1.26, 1.28], [1.0, 1.0, 1.0, 1.0]])
   mask = np.ones(ratios.shape, bool)
-  found = measures.spread(np.log(ratios), mask, (4, 4), *EVERY)
-  assert found["token_outside"] == 2 / 8
-  assert found["sequence_outside"] == 1 / 2
+  result = measures.spread(np.log(ratios), mask, (4, 4), *EVERY)
+  assert result["token_outside"] == 2 / 8
+  assert result["sequence_outside"] == 1 / 2
 
 
 def test_independent_tokens_average_out_by_the_root_of_length():
-  rng, lengths, found = np.random.default_rng(1), (8, 32, 128), []
+  rng, lengths, stds = np.random.default_rng(1), (8, 32, 128), []
   for n in lengths:
     gaps, mask = answers([n] * 4000, n, rng)
     pooled = measures.pooled([measures.spread(gaps, mask, (n, n), *EVERY)])
     assert abs(pooled["token_std"] - 1) < 0.02
-    found.append(pooled["sequence_std"])
-  assert abs(measures.power(lengths, found) + 0.5) < 0.02
+    stds.append(pooled["sequence_std"])
+  assert abs(measures.power(lengths, stds) + 0.5) < 0.02
 
 
-def test_pooled_forgets_how_the_means_differ():
+def test_pooled_ignores_differences_of_the_means():
   rng = np.random.default_rng(2)
   gaps, mask = answers([4] * 50, 4, rng)
   once = measures.spread(gaps, mask, (4, 4), *EVERY)
@@ -92,7 +92,7 @@ def test_pooled_forgets_how_the_means_differ():
 
 
 def test_noise_is_unbiased():
-  """Of vectors with a known mean and covariance."""
+  """For vectors of a given mean and covariance."""
   rng = np.random.default_rng(3)
   mean, scales = np.array([1.0, -2.0, 0.5]), np.array([1.0, 0.3, 2.0])
   parts = rng.standard_normal((20_000, 2, 1, 3)) * scales + mean
@@ -115,7 +115,7 @@ def test_parts_of_a_gradient_are_summed():
 
 
 def pairs(moved, *, N=2, G=4, S=3, R=6):
-  """A policy, and answers whose old log-probs lie `moved` from its own."""
+  """A policy, and responses with old log-probs at a distance of `moved`."""
   keys = jax.random.split(jax.random.key(0), 3)
   shape = (N, 2, G)
   tokens = jax.random.randint(keys[0], (*shape, S + R), 0, CFG.vocab_size)
@@ -128,12 +128,12 @@ def pairs(moved, *, N=2, G=4, S=3, R=6):
     advantages=np.broadcast_to(np.float32([1, -1, 1, -1]), shape),
   )
   params = model.init(keys[1], CFG)
-  own = np.stack(
+  logps = np.stack(
     [[score(params, group(rows, n, a)) for a in (0, 1)] for n in range(N)]
   )
-  noise = jax.random.normal(keys[2], own.shape)
+  noise = jax.random.normal(keys[2], logps.shape)
   return params, rows.__class__(
-    **{**vars(rows), "old_logps": own + moved * noise}
+    **{**vars(rows), "old_logps": logps + moved * noise}
   )
 
 
@@ -170,26 +170,36 @@ def direct(loss, params, rows, old=None):
   return jnp.concatenate([jnp.ravel(x) for x in leaves])
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "grpo unclipped"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "gspo",
+    pytest.param("grpo", marks=pytest.mark.slow),
+    pytest.param("grpo unclipped", marks=pytest.mark.slow),
+  ],
+)
 def test_grams_are_those_of_the_losses(name):
   params, rows = pairs(moved=0.3)
   grams, _ = grams_of(params, rows)
   loss = gradients.METHODS[name]
   for n in range(2):
     each = [group(rows, n, a) for a in (0, 1)]
-    own = [direct(loss, params, g, g.old_logps) for g in each]
-    one = [direct(losses.grpo_loss, params, g) for g in each]
+    method = [direct(loss, params, g, g.old_logps) for g in each]
+    on_policy = [direct(losses.grpo_loss, params, g) for g in each]
     added, noise = quantities.added(grams, name), quantities.noise(grams, name)
-    # [of the method, of ratio 1]
+    # [of the method, at ratio 1]
     squares = lambda x: (np.sum(x[0] ** 2) + np.sum(x[1] ** 2)) / 2
     np.testing.assert_allclose(
       added[n],
-      [squares([a - b for a, b in zip(own, one, strict=True)]), squares(one)],
+      [
+        squares([a - b for a, b in zip(method, on_policy, strict=True)]),
+        squares(on_policy),
+      ],
       rtol=1e-4,
     )
     np.testing.assert_allclose(
       noise[n],
-      [np.sum((x[0] - x[1]) ** 2) / 2 for x in (own, one)],
+      [np.sum((x[0] - x[1]) ** 2) / 2 for x in (method, on_policy)],
       rtol=1e-4,
     )
 

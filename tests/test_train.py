@@ -1,9 +1,12 @@
-"""The whole run, as users start it: resumed, stopped, killed, misused.
+"""The whole run: resumed, stopped, killed, misused.
 
-Each run is a process of its own on one device. A compilation cache shared by
-the session keeps the later ones short.
+Most runs happen in this process, on one of its devices, and those of equal
+programs compile them once. What needs a process of its own starts the command.
 """
 
+import contextlib
+import dataclasses
+import io
 import json
 import os
 import random
@@ -12,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import jax
 import numpy as np
@@ -20,39 +22,118 @@ import pytest
 from repository import ROOT
 
 from configs import tiny_cpu
-from gspo_jax import train
+from gspo_jax import model, train
+from gspo_jax.evaluate import held_out
+from gspo_jax.program import experiment
 from gspo_jax.program.config import parse
-from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.runtime.errors import UserError
 
 STEPS = 4  # of the debug config, which saves every 2
 
 
-@pytest.fixture(scope="session")
-def environment(tmp_path_factory):
-  env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  env["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+def config_of(**overrides):
+  """The debug config; __ in a keyword stands for a dot."""
+  config = tiny_cpu.get_config("debug")
+  config.update_from_flattened_dict(
+    {key.replace("__", "."): value for key, value in overrides.items()}
+  )
+  return config
+
+
+def program_key(config):
+  """The keys of a config that make its program."""
+  keys = dataclasses.asdict(config)
+  for name in ("num_steps", "seed", "checkpoint", "reward"):
+    del keys[name]
+  for name in ("source", "chain_steps", "drop_solved"):
+    del keys["data"][name]
+  del keys["cold_start"]["dir"], keys["eval"]["every"]
+  return repr(keys)
+
+
+@pytest.fixture(scope="module")
+def build_once():
+  """Runs get one device, and equal configs one program."""
+  programs = {}
+  make_mesh, build = sharding.make_mesh, experiment.build_program
+
+  def build_once(config, mesh):
+    key = program_key(config)
+    if key not in programs:
+      programs[key] = build(config, mesh)
+    return programs[key]
+
+  with pytest.MonkeyPatch.context() as patch:
+    one_device = lambda **axes: make_mesh(jax.devices()[:1], **axes)
+    patch.setattr(sharding, "make_mesh", one_device)
+    patch.setattr(experiment, "build_program", build_once)
+    yield build_once
+
+
+class Stdout(io.StringIO):
+  """Collects what is printed; raises SIGTERM at a line that begins so."""
+
+  sigterm_at = None
+
+  def write(self, text):
+    if self.sigterm_at and text.startswith(self.sigterm_at):
+      signal.raise_signal(signal.SIGTERM)
+    return super().write(text)
+
+
+@pytest.fixture(scope="module")
+def run(build_once):
+  """Runs a config in this process: the state, None after SIGTERM; stdout."""
+
+  def run(workdir, *, sigterm_at=None, **overrides):
+    stdout = Stdout()
+    stdout.sigterm_at = sigterm_at
+    with contextlib.redirect_stdout(stdout):
+      state = train.train_and_evaluate(config_of(**overrides), str(workdir))
+    return state, stdout.getvalue()
+
+  return run
+
+
+@pytest.fixture(scope="module")
+def reference(run, tmp_path_factory):
+  """An uninterrupted run: its workdir and what it printed."""
+  workdir = tmp_path_factory.mktemp("reference")
+  return workdir, run(workdir)[1]
+
+
+@pytest.fixture
+def workdir(reference, tmp_path):
+  """A copy of the uninterrupted run."""
+  return shutil.copytree(reference[0], tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+  """Starts the command in the background, on one device."""
+  env = dict(os.environ)
+  flag = "--xla_force_host_platform_device_count"
+  flags = env["XLA_FLAGS"].split()
+  env["XLA_FLAGS"] = " ".join(f for f in flags if not f.startswith(flag))
+  env.setdefault("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("c")))
   env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   env["PYTHONUNBUFFERED"] = "1"
-  return env
 
-
-@pytest.fixture(scope="session")
-def start(environment):
-  """Starts a run in the background; keywords are overrides, __ for a dot."""
-
-  def start(workdir, **overrides):
+  def start(workdir, *, devices=1, config="debug", **overrides):
+    mode = f":{config}" if config else ""
     flags = [
       f"--config.{k.replace('__', '.')}={v}" for k, v in overrides.items()
     ]
     return subprocess.Popen(
       [
         *(sys.executable, "-m", "gspo_jax.main"),
-        *("--config=configs/tiny_cpu.py:debug", f"--workdir={workdir}", *flags),
+        *(f"--config=configs/tiny_cpu.py{mode}", f"--workdir={workdir}"),
+        *flags,
       ],
       cwd=ROOT,
-      env=environment,
+      env=env | {"XLA_FLAGS": f"{env['XLA_FLAGS']} {flag}={devices}"},
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
@@ -62,20 +143,13 @@ def start(environment):
 
 
 def finish(process, code=0):
-  out = process.communicate(timeout=300)[0]
+  out = process.communicate(timeout=600)[0]
   assert process.returncode == code, out
   return out
 
 
-@pytest.fixture(scope="session")
-def reference(start, tmp_path_factory):
-  """An uninterrupted run: its workdir and output."""
-  workdir = tmp_path_factory.mktemp("reference")
-  return workdir, finish(start(workdir))
-
-
-def rows(workdir):
-  """The rows of metrics.jsonl, without what depends on the clock."""
+def metrics_of(workdir):
+  """The lines of metrics.jsonl, without what depends on the clock."""
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   timed = ("time/", "throughput/")
   return [
@@ -84,29 +158,35 @@ def rows(workdir):
   ]
 
 
-def final_state(workdir, kl_coef=0.0):
-  """The arrays of the last checkpoint, verified as a resume would."""
-  mesh = sharding.make_mesh(jax.devices()[:1])
-  config = tiny_cpu.get_config("debug")
-  config.objective.kl_coef = kl_coef
-  abstract = vars(build_program(parse(config), mesh).abstract)
-  trained = {k: x for k, x in abstract.items() if x is not None and k != "step"}
+def final_state(build_once, workdir, **overrides):
+  """The step and the arrays of the last checkpoint, as a resume reads them."""
+  mesh = sharding.make_mesh()
+  learner = build_once(parse(config_of(**overrides)), mesh).learner
+  fields = vars(learner.abstract).items()
+  trained = {k: x for k, x in fields if x is not None and k != "step"}
   with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
     restored = checkpoints.restore(trained, lambda *_: None, part=True)
   return restored.step, jax.tree.leaves(restored.state)
 
 
-def assert_same_run(workdir, reference, kl_coef=0.0):
-  assert rows(workdir) == rows(reference)
-  (step, state), (last, expected) = (
-    final_state(folder, kl_coef) for folder in (workdir, reference)
-  )
-  assert step == last == STEPS
-  for a, b in zip(state, expected, strict=True):
-    np.testing.assert_array_equal(a, b)  # bit for bit
+@pytest.fixture
+def assert_same_run(build_once):
+  """Whether two workdirs have equal metrics, and states equal bit for bit."""
+
+  def assert_same_run(workdir, reference, **overrides):
+    assert metrics_of(workdir) == metrics_of(reference)
+    (step, state), (last, expected) = (
+      final_state(build_once, folder, **overrides)
+      for folder in (workdir, reference)
+    )
+    assert step == last == STEPS
+    for a, b in zip(state, expected, strict=True):
+      np.testing.assert_array_equal(a, b)
+
+  return assert_same_run
 
 
-def test_the_promised_numbers_are_written(reference):
+def test_the_promised_metrics_are_written(reference):
   workdir, out = reference
   names = {
     *("reward/mean", "eval/pass@1", "eval/avg@4", "eval/pass@4", "eval/greedy"),
@@ -116,128 +196,102 @@ def test_the_promised_numbers_are_written(reference):
     *("time/generate", "time/update", "throughput/tokens_per_second"),
   }
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  written = [json.loads(line) for line in lines]
-  assert [row["step"] for row in written] == [0, 1, 2, 3, 4]
-  assert names <= written[-1].keys()
-  assert "eval/pass@1" in written[0]  # before, during, after
-  assert "eval/pass@1" in written[2]
-  assert "eval/pass@1" not in written[1]
+  metrics = [json.loads(line) for line in lines]
+  assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4]
+  assert names <= metrics[-1].keys()
+  # Before the first step, every second step, and after the last one.
+  evaluated = ["eval/pass@1" in row for row in metrics]
+  assert evaluated == [True, False, True, False, True]
   assert "4/4" in out
-  sample = (workdir / "samples" / "step_000004.jsonl").read_text()
-  assert '"reward": ' in sample
+  (samples,) = (workdir / "samples").glob("step_000004.*")
+  assert "reward" in samples.read_text()
   assert list((workdir / "tensorboard").iterdir())
-
-
-def test_nothing_is_left_of_the_look_at_the_workdir(reference):
-  workdir, _ = reference
+  # The check that the workdir is shared leaves nothing behind.
   assert list(workdir.glob(".*")) == []
 
 
+def test_the_weights_are_printed_at_the_start(reference, build_once):
+  _, out = reference
+  cfg = build_once(parse(config_of()), sharding.make_mesh()).cfg
+  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
+  count = sum(x.size for x in jax.tree.leaves(shapes))
+  table, total, _ = out.partition(f"Total: {count:,} -- {4 * count:,} bytes")
+  assert total
+  # A row for each array; all layers share one.
+  rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+  assert len(rows) == len(jax.tree.leaves(shapes)) < 25
+  (row,) = [row for row in rows if "layers/moe/gate_up" in row]
+  stacked = shapes["layers"]["moe"]["gate_up"]
+  assert str(stacked.shape) in row
+  assert stacked.shape[0] == cfg.num_layers
+
+
+def test_no_tensorflow_is_imported():
+  code = "import sys, gspo_jax.train; sys.exit('tensorflow' in sys.modules)"
+  subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_learning_moves_the_policy(reference):
-  """Else everything below would hold of a program that does nothing."""
-  moved = [row for row in rows(reference[0])[1:] if row["grad/norm"] > 0]
+  """Else the tests below would pass with a program that does nothing."""
+  moved = [row for row in metrics_of(reference[0])[1:] if row["grad/norm"] > 0]
   assert len(moved) >= 2
   assert any(row["ratio/sequence_std"] > 0 for row in moved)
-  assert all(0 < r["mismatch/sequence_abs_mean"] < 1e-5 for r in moved)
+  assert all(0 < row["mismatch/sequence_abs_mean"] < 1e-5 for row in moved)
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one(
-  start, reference, tmp_path
+def test_sigterm_saves_and_the_same_command_resumes(
+  run, reference, tmp_path, assert_same_run
 ):
-  process = start(tmp_path, num_steps=2)
-  for line in process.stdout:
-    if line.startswith("1/2 "):
-      process.send_signal(signal.SIGTERM)  # in the last step: it is done
-      break
-  finish(process, code=0)
-  out = finish(start(tmp_path))
+  """Also where `checkpoint.every` does not save that step."""
+  state, out = run(tmp_path, sigterm_at="1/4 ", checkpoint__every=100)
+  assert state is None
+  assert "SIGTERM: saved after step 2" in out
+  _, out = run(tmp_path)
   assert "resumed after step 2" in out
   assert "cold start" not in out
   assert_same_run(tmp_path, reference[0])
 
 
-def test_all_that_can_be_added_resumes_too(start, tmp_path):
-  """A synced reference, replay, weights, refill and history, in two parts."""
-  flags = {
-    "objective__name": "grpo",
-    "objective__kl_coef": 0.1,
-    "objective__reference_every": 2,
-    "objective__mismatch": "tis_token",
-    "objective__replay": "r3",
-    "data__refill_rounds": 2,
-    "data__history": True,
-    "cold_start__steps": 50,
-  }
-  finish(start(tmp_path / "whole", **flags))
-  finish(start(tmp_path / "parts", **flags | {"num_steps": 2}))
-  out = finish(start(tmp_path / "parts", **flags))
-  assert "resumed after step 2" in out
-  assert_same_run(tmp_path / "parts", tmp_path / "whole", kl_coef=0.1)
-  config = json.loads((tmp_path / "parts/run_config.json").read_text())
-  assert config["num_steps"] == STEPS
+def test_a_longer_run_resumes_a_shorter_one(run, reference, tmp_path):
+  """SIGTERM in the last step changes nothing: the run is done."""
+  state, _ = run(tmp_path, num_steps=1, sigterm_at="0/1 ")
+  assert int(state.step) == 1
+  _, out = run(tmp_path, checkpoint__every=1)
+  assert "resumed after step 1" in out
+  # It was evaluated after its last step, and the uninterrupted one was not.
+  assert metrics_of(tmp_path)[2:] == metrics_of(reference[0])[2:]
 
 
-def test_with_refill_it_is_the_same_run(start, reference, tmp_path):
-  """The same answers; a sixth of the slots, in pages of their own."""
-  finish(start(tmp_path, paging__slots=5, paging__page=4, paging__chunk=8))
-  both = rows(reference[0]), rows(tmp_path)
-  for without, refilled in zip(*both, strict=True):
-    for key in ("reward/mean", "response/length", "eval/pass@1"):
-      assert refilled.get(key) == without.get(key), (key, without["step"])
-    gap, useful = "mismatch/token_abs_mean", "response/useful_steps"
-    if without["step"]:
-      assert refilled[gap] < 1e-5
-      assert 0 < refilled[useful] <= 1
+def test_a_killed_cold_start_or_run_without_checkpoints_resumes(
+  run, reference, workdir, assert_same_run
+):
+  """The cold start is in its own folder: it is not repeated."""
+  shutil.rmtree(workdir / "checkpoints")
+  _, out = run(workdir)
+  assert "cold start" not in out
+  assert_same_run(workdir, reference[0])
 
 
-def test_answers_that_wait_resume_too(start, tmp_path):
-  """Cut answers, a batch ahead and history, from the step that was saved."""
-  flags = {
-    **{"paging__slots": 5, "paging__page": 4, "paging__chunk": 8},
-    **{"rollout__budget": 6, "rollout__spare": 2, "rollout__ahead": True},
-    **{"data__history": True, "objective__mismatch": "tis_sequence"},
-    "cold_start__steps": 50,
-  }
-  whole, parts = tmp_path / "whole", tmp_path / "parts"
-  out = finish(start(whole, **flags))
-  assert "sampler and trainer differ" not in out  # stale is not inexact
-  shutil.copytree(whole, parts)
-  shutil.rmtree(parts / f"checkpoints/{STEPS}")
-  assert "resumed after step 2" in finish(start(parts, **flags))
-  assert_same_run(parts, whole)
-  for row in rows(whole)[2:]:
-    assert 1 <= row["rollout/staleness"] < 3
-  assert any(row["rollout/continued"] for row in rows(whole)[1:])
-  said = finish(start(parts, **flags | {"rollout__ahead": False}), code=2)
-  assert "rollout.one_step_off_policy" in said
-
-
-def test_a_refused_start_leaves_the_config_alone(start, reference, tmp_path):
-  shutil.copytree(reference[0], tmp_path / "run")
-  finish(start(tmp_path / "run", seed=7), code=2)
-  config = json.loads((tmp_path / "run/run_config.json").read_text())
-  assert config["seed"] == 0
-
-
-def kill_at(process, text):
-  """kill -9 as soon as a line of output contains `text`."""
+def test_kill_9_loses_only_the_steps_after_the_last_checkpoint(
+  start, reference, workdir, assert_same_run
+):
+  """The command, in two processes of its own."""
+  shutil.rmtree(workdir / "checkpoints")
+  process = start(workdir)
   for line in process.stdout:
-    if text in line:
+    if "3/4" in line:
       break
   process.kill()
   process.wait()
   process.stdout.close()
+  assert "resumed after step 2" in finish(start(workdir))
+  assert_same_run(workdir, reference[0])
 
 
-def test_kill_9_loses_only_what_was_not_saved(start, reference, tmp_path):
-  kill_at(start(tmp_path), "cold start  100/100")
-  kill_at(start(tmp_path), "3/4")
-  assert "cold start" not in finish(start(tmp_path))  # that was saved
-  assert_same_run(tmp_path, reference[0])
-
-
-@pytest.mark.slow
-def test_killed_at_ten_random_moments(start, reference, tmp_path):
+@pytest.mark.slow  # minutes
+def test_killed_at_ten_random_moments(
+  start, reference, tmp_path, assert_same_run
+):
   """The moments: uniform over what a start and four steps take."""
   seed = int.from_bytes(os.urandom(4), "big")
   print(f"{seed=}")
@@ -254,146 +308,191 @@ def test_killed_at_ten_random_moments(start, reference, tmp_path):
   assert_same_run(tmp_path / "run", reference[0])
 
 
-def test_sigterm_saves_and_exits_75(start, reference, tmp_path):
+@pytest.mark.slow  # in default runs, SIGTERM is raised in this process
+def test_the_command_exits_with_75_after_sigterm(start, tmp_path):
   process = start(tmp_path, checkpoint__every=100)
   for line in process.stdout:
     if line.startswith("1/4 "):
       process.send_signal(signal.SIGTERM)
       break
   assert "SIGTERM: saved after step" in finish(process, code=75)
-  stopped, _ = final_state(tmp_path)
-  assert stopped < STEPS
-  assert f"resumed after step {stopped}" in finish(start(tmp_path))
-  assert_same_run(tmp_path, reference[0])
 
 
-def test_a_reward_that_fails_stops_the_run(start, reference, tmp_path):
-  shutil.copytree(reference[0], tmp_path / "run")
-  shutil.rmtree(tmp_path / f"run/checkpoints/{STEPS}")
-  # It takes three arguments, and raises: texts take no assignment.
-  names = "('operator.setitem',)"
-  out = finish(start(tmp_path / "run", reward__names=names), code=2)
-  assert out.strip().splitlines()[-1] == (
-    "error: iteration 3: 16 of 16 responses could not be scored, expected at "
-    "most 8 (reward.max_failed=0.5); the first reason: operator.setitem: "
-    "TypeError: 'str' object does not support item assignment"
+def resume(run, whole, parts, **overrides):
+  """Runs again from step 2 of a finished run; what it prints."""
+  shutil.copytree(whole, parts)
+  shutil.rmtree(parts / f"checkpoints/{STEPS}")
+  _, out = run(parts, **overrides)
+  assert "resumed after step 2" in out
+  return out
+
+
+@pytest.fixture
+def no_evaluation(monkeypatch):
+  """Spares the programs of an evaluation."""
+  monkeypatch.setattr(held_out, "evaluate", lambda *_: {})
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_every_added_part_resumes(run, reference, tmp_path, assert_same_run):
+  """A reference that is synced, R3, weights, dynamic sampling, drop_solved."""
+  flags = {
+    "objective__name": "grpo",
+    "objective__kl_coef": 0.1,
+    "objective__reference_every": 2,
+    "objective__mismatch": "tis_token",
+    "objective__replay": "r3",
+    "rollout__dynamic_sampling_rounds": 2,
+    "data__drop_solved": True,
+    "cold_start__dir": str(reference[0] / "cold_start"),
+  }
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  run(whole, **flags)
+  resume(run, whole, parts, **flags)
+  assert_same_run(parts, whole, **flags)
+
+
+CONTINUOUS = {
+  "continuous_batching__slots": 5,
+  "continuous_batching__page_size": 4,
+  "continuous_batching__prefill_chunk": 8,
+}
+
+
+def test_continuous_batching_is_the_same_run(run, reference, tmp_path):
+  """The same responses, with a third of the slots."""
+  run(
+    tmp_path,
+    **CONTINUOUS,
+    num_steps=2,
+    cold_start__dir=str(reference[0] / "cold_start"),
   )
-  assert final_state(tmp_path / "run")[0] == 2
+  both = metrics_of(reference[0])[:3], metrics_of(tmp_path)
+  for static, continuous in zip(*both, strict=True):
+    for key in ("reward/mean", "response/length", "eval/pass@1"):
+      assert continuous.get(key) == static.get(key), (key, static["step"])
+    if static["step"]:
+      assert continuous["mismatch/token_abs_mean"] < 1e-5
+      assert 0 < continuous["response/useful_steps"] <= 1
 
 
-def test_a_changed_setting_is_told_and_taken(start, reference, tmp_path):
-  shutil.copytree(reference[0], tmp_path / "run")
-  flags = {"num_steps": 5, "optim__b2": 0.9, "model__remat": True}
-  out = finish(start(tmp_path / "run", **flags))
-  assert "changed since: optim.b2=0.95 is now 0.9" in out
-  assert "changed since: model.remat=False is now True" in out
+@pytest.mark.usefixtures("no_evaluation")
+def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
+  """Partial rollouts, one step off-policy, from the step that was saved."""
+  flags = {
+    **CONTINUOUS,
+    "rollout__max_tokens_per_iteration": 6,
+    "rollout__extra_prompts_in_flight": 2,
+    "rollout__one_step_off_policy": True,
+    "data__drop_solved": True,
+    "objective__mismatch": "tis_sequence",
+    "cold_start__dir": str(reference[0] / "cold_start"),
+  }
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  _, out = run(whole, **flags)
+  assert "sampler and trainer differ" not in out  # stale is no fault
+  resume(run, whole, parts, **flags)
+  assert_same_run(parts, whole, **flags)
+  metrics = metrics_of(whole)
+  assert all(1 <= row["rollout/staleness"] < 3 for row in metrics[2:])
+  assert any(row["rollout/resumed_fraction"] for row in metrics[1:])
+  with pytest.raises(UserError, match=r"rollout\.one_step_off_policy"):
+    run(parts, **flags | {"rollout__one_step_off_policy": False})
+
+
+def test_rewards_that_fail_stop_the_run(run, build_once, workdir):
+  shutil.rmtree(workdir / f"checkpoints/{STEPS}")
+  # It takes three arguments, and raises: a string takes no assignment.
+  with pytest.raises(UserError) as error:
+    run(workdir, reward__names=("operator.setitem",))
+  assert str(error.value).startswith("iteration 3: 16 of 16 ")
+  assert str(error.value).endswith(
+    "could not be scored, expected at most 8 (reward.max_failed=0.5); the "
+    "first reason: operator.setitem: TypeError: 'str' object does not support "
+    "item assignment"
+  )
+  assert final_state(build_once, workdir)[0] == 2
+
+
+def test_a_changed_setting_is_printed_and_taken(run, workdir):
+  _, out = run(workdir, num_steps=5, reward__seconds=4.0, eval__every=5)
+  assert "changed since: reward.seconds=5.0 is now 4.0" in out
+  assert "changed since: eval.every=2 is now 5" in out
   assert "5/5" in out
-
-
-def test_a_cold_start_is_reused(start, reference, tmp_path):
-  workdir, first = reference
-  assert "cold start" in first
-  again = finish(
-    start(
-      tmp_path, num_steps=1, cold_start__dir=workdir / "cold_start"
-    )
-  )  # fmt: skip
-  assert "cold start" not in again
-  assert rows(tmp_path)[0] == rows(workdir)[0]
+  config = json.loads((workdir / "run_config.json").read_text())
+  assert config["num_steps"] == 5
 
 
 @pytest.mark.parametrize(
-  ("overrides", "named"),
+  ("overrides", "words"),
   [
     ({"model__dtype": "bfloat16"}, "has model.dtype='float32', this run"),
     ({"seed": 1}, "has seed=0, this run seed=1"),
-    ({"data__chain_steps": "(2,)"}, "data.fingerprint="),
+    ({"data__chain_steps": (2,)}, "data.fingerprint="),
   ],
 )
-def test_a_workdir_of_another_run_is_refused(
-  start, reference, overrides, named
-):
-  out = finish(start(reference[0], **overrides), code=2)
-  line = out.strip().splitlines()[-1]
-  assert len(line) < 200
-  assert line.startswith("error: ")
-  assert named in line
-  assert "Traceback" not in out
+def test_a_workdir_of_another_run_is_refused(run, reference, overrides, words):
+  with pytest.raises(UserError) as error:
+    run(reference[0], **overrides)
+  assert len(str(error.value)) < 200
+  assert words in str(error.value)
+  # The config of the run stays as it was.
+  config = json.loads((reference[0] / "run_config.json").read_text())
+  assert config["seed"] == 0
 
 
-def test_an_evaluation_tells_sampled_answers_from_greedy_ones(
-  debug_config, monkeypatch
-):
-  answers = lambda generate, params, questions, **how: generate
-  monkeypatch.setattr(train.reference, "answer_all", answers)
-  functions = types.SimpleNamespace(
-    generate_eval=np.array([[1, 0], [0, 0]]),
-    generate_greedy=np.array([[1], [1]]),
-    mesh=sharding.make_mesh(jax.devices()[:1]),
-    tokenizer=None,
+def test_a_cold_start_is_reused(run, reference, tmp_path):
+  workdir, first = reference
+  assert "cold start" in first
+  _, again = run(
+    tmp_path, num_steps=1, cold_start__dir=str(workdir / "cold_start")
   )
-  run = types.SimpleNamespace(
-    program=functions,
-    config=debug_config,
-    keys=types.SimpleNamespace(evaluate=None),
-    held_out=None,
-    scorer=None,
-  )
-  row = train._evaluate(run, None)
-  assert row["eval/pass@1"] == 0.25
-  assert row["eval/greedy"] == 1
+  assert "cold start" not in again
+  assert metrics_of(tmp_path)[0] == metrics_of(workdir)[0]
 
 
-@pytest.mark.slow
-def test_eight_devices_train_and_resume(environment, tmp_path):
-  """The whole command on a mesh, cold start and all."""
-  flags = ["data.prompts=8", "learner.micro_batch_size=8", "cold_start.steps=2"]
-  flags += ["mesh.fsdp=2", "mesh.expert=2"]
-  command = [sys.executable, "-m", "gspo_jax.main", f"--workdir={tmp_path}"]
-  command += ["--config=configs/tiny_cpu.py:debug"]
-  command += [f"--config.{flag}" for flag in flags]
-  env = environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-  for steps, said in ((1, "1/1"), (2, "resumed after step 1")):
-    done = subprocess.run(
-      [*command, f"--config.num_steps={steps}"],
-      cwd=ROOT,
-      env=env,
-      capture_output=True,
-      text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+def test_a_cold_start_folder_that_is_a_file(run, tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(UserError, match="checkpoints in"):
+    run(tmp_path / "run", cold_start__dir=str(tmp_path / "file" / "x"))
 
 
-@pytest.mark.slow
-def test_the_embedded_default_learns(environment, tmp_path):
-  """Minutes: held-out pass@1 gains at least 0.2 over its cold start."""
-  command = [sys.executable, "-m", "gspo_jax.main", f"--workdir={tmp_path}"]
-  command += ["--config=configs/tiny_cpu.py"]
-  subprocess.run(command, cwd=ROOT, env=environment, check=True)
-  before, *_, after = rows(tmp_path)
-  assert 0.3 <= before["eval/pass@1"] <= 0.55
-  assert after["eval/pass@1"] >= before["eval/pass@1"] + 0.2
-
-
-def test_json_lines(start, tmp_path):
-  """A file of one's own, held-out questions set aside by hash."""
-  questions = [
+def test_json_lines(run, reference, tmp_path):
+  """A file with problems, of which some are held out by their hash."""
+  problems = [
     {"question": f"{a}+{b}?", "answer": f"so #### {a + b}"}
     for a in range(10)
     for b in range(10)
   ]
   path = tmp_path / "sums.jsonl"
-  path.write_text("\n".join(map(json.dumps, questions)))
-  flags = {"data__source": f"jsonl:{path}", "num_steps": 1}
-  out = finish(start(tmp_path / "run", **flags))
+  path.write_text("\n".join(map(json.dumps, problems)))
+  _, out = run(
+    tmp_path / "run",
+    num_steps=1,
+    data__source=f"jsonl:{path}",
+  )
   assert "1/1" in out
 
 
-def test_a_cold_start_folder_that_is_a_file(start, tmp_path):
-  (tmp_path / "file").write_text("")
-  out = finish(
-    start(tmp_path / "run", cold_start__dir=tmp_path / "file" / "x"), code=2
-  )
-  assert "error: checkpoints in" in out
-  assert "Traceback" not in out
+@pytest.mark.slow
+def test_eight_devices_train_and_resume(start, tmp_path):
+  """The whole command on a mesh, cold start and all."""
+  flags = {
+    "data__prompts": 8,
+    "learner__micro_batch_size": 8,
+    "cold_start__steps": 2,
+    "mesh__fsdp": 2,
+    "mesh__expert": 2,
+  }
+  for steps, words in ((1, "1/1"), (2, "resumed after step 1")):
+    out = finish(start(tmp_path, devices=8, num_steps=steps, **flags))
+    assert words in out
+
+
+@pytest.mark.slow
+def test_the_embedded_default_learns(start, tmp_path):
+  """Minutes: held-out pass@1 gains at least 0.2 over its cold start."""
+  finish(start(tmp_path, config=""))
+  before, *_, after = metrics_of(tmp_path)
+  assert 0.3 <= before["eval/pass@1"] <= 0.55
+  assert after["eval/pass@1"] >= before["eval/pass@1"] + 0.2

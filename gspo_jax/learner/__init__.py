@@ -1,1 +1,18 @@
-"""Scored responses become a better policy."""
+"""Scored responses become a better policy: the objective and its update.
+
+Others take `train_step` (`TrainState`, `Learner`, `update`), `train_batch`
+(`TrainBatch` and how samples become one), `credit` (rewards become advantages),
+`objective`, `optimizer`, `critic`, `experience`, `cold_start` and `health`.
+"""
+
+__all__ = [
+  "cold_start",
+  "credit",
+  "critic",
+  "experience",
+  "health",
+  "objective",
+  "optimizer",
+  "train_batch",
+  "train_step",
+]

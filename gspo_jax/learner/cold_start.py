@@ -1,10 +1,10 @@
 """Cold start: supervised fine-tuning until greedy decoding is accurate.
 
-The demonstrations are noisy on purpose. With clean ones, stopped early, the
-policy lacks the skill itself and RL does not climb. With noisy ones, trained
-until GREEDY accuracy is high, the policy has the method, its samples still have
-errors, and RL removes the errors. Sampled accuracy is a bad criterion: it
-failed for one seed of three.
+The demonstrations are noisy on purpose. A policy trained on clean ones and
+stopped early lacks the skill itself, and RL does not climb. A policy trained on
+noisy ones until its GREEDY accuracy is high has the method, its samples still
+have errors, and RL removes them. Sampled accuracy is a bad criterion: it failed
+for one seed of three.
 """
 
 import dataclasses
@@ -44,17 +44,17 @@ class ColdStartConfig:
 
 def cross_entropy(
   params: model.Params,
-  rows: TrainBatch,
+  batch: TrainBatch,
   is_old_policy: jax.Array | None = None,
   *,
   cfg: model.ModelConfig,
 ) -> train_step.LossOutput:
-  """Mean over tokens of `-log p`, as `train_step.update` takes a loss.
+  """Mean over response tokens of `-log p`, a `train_step.Loss`.
 
   `is_old_policy` is not used: there is no ratio.
   """
-  mask = rows.response_mask
-  logps = train_batch.logprobs(params, cfg, rows).logps
+  mask = batch.response_mask
+  logps = train_batch.logprobs(params, cfg, batch).logps
   total = -jnp.where(mask, logps, 0.0).sum()
   loss = Mean(total, mask.sum(dtype=jnp.float32))
   return train_step.LossOutput(
@@ -108,11 +108,11 @@ class ColdStart:
   Attributes:
     functions: jitted.
     batches: of `pipeline.demonstrations`.
-    batch_sharding: of arrays with an axis of rows.
+    batch_sharding: of arrays whose first axis is the batch.
     key: of all updates.
-    accuracy: decides when to stop.
+    accuracy: greedy accuracy, which decides when to stop.
     checkpoints: a folder of its own, so that a later run reuses the result.
-    identity: what two cold starts with the same result agree on.
+    identity: two cold starts with the same identity have the same result.
     cfg: when to stop.
   """
 
@@ -174,7 +174,7 @@ class ColdStart:
         f"cold_start.steps={cfg.steps} ended at greedy accuracy "
         f"{accuracy:.3f}, under cold_start.gate={cfg.gate}: RL does not climb "
         "from there; raise the steps (in a new workdir), or set the gate to 0 "
-        "to go on regardless"
+        "to continue regardless"
       )
     return state
 

@@ -1,6 +1,7 @@
-"""Credit: from what answers earned to the advantages an update learns from.
+"""Credit: the rewards of responses become advantages.
 
-Dimension key: P prompts, G answers a prompt, B = P * G rows, R response slots.
+Dimension key: P prompts, G responses a prompt, B = P * G rows, R response
+tokens.
 """
 
 import dataclasses
@@ -23,12 +24,13 @@ class CreditConfig:
 
   Attributes:
     group_size: G.
-    normalize_std: divide by the group's standard deviation.
-    kl_coef: of k1, `old - reference`: with a critic taken off the reward at
-      each token, else off the advantage, its sum against the group's mean. It
-      is not divided by the rewards' spread, so that in a group of equal rewards
-      it does not become as loud as a reward.
-    zero_truncated: an answer cut at the limit teaches nothing.
+    normalize_std: whether to divide by the group's standard deviation.
+    kl_coef: of the KL penalty k1, `old - reference` log-probs. With a critic
+      it is subtracted from the reward of each token. Without one its sum over
+      the response, less the group's mean, is subtracted from the advantage; it
+      is not divided by the std of the rewards, so that in a group of equal
+      rewards it does not grow as large as a reward.
+    zero_truncated: whether truncated responses have advantage 0.
     discount: of a critic's returns, per token.
     trace_decay: GAE's lambda; None without a critic.
   """
@@ -42,40 +44,40 @@ class CreditConfig:
 
 
 def assign_advantages(
-  rollout: TrainBatch,
+  batch: TrainBatch,
   rewards: jax.Array,
   finish: jax.Array,
   *,
   credit: CreditConfig,
 ) -> TrainBatch:
-  """The rollout with its advantages, and returns where there is a critic.
+  """The batch with its advantages, and with returns where there is a critic.
 
-  Whole groups are compared, so it comes before any shuffle.
+  Call it before any shuffle: it compares the responses of whole groups.
 
   Args:
-    rollout: B rows, their log-probs and values known.
-    rewards: [B] float32, of whole answers.
+    batch: B rows, with the log-probs and values that the credit needs.
+    rewards: [B] float32, of whole responses.
     finish: [B], `Samples.finish`.
-    credit: how; static.
+    credit: how rewards become advantages; static.
   """
-  mask = rollout.response_mask
-  fee = jnp.zeros_like(rollout.old_logps)
+  mask = batch.response_mask
+  penalty = jnp.zeros_like(batch.old_logps)
   if credit.kl_coef:
-    gap = rollout.old_logps - rollout.reference_logps
-    fee = jnp.where(mask, credit.kl_coef * gap, 0.0)
+    gap = batch.old_logps - batch.reference_logps
+    penalty = jnp.where(mask, credit.kl_coef * gap, 0.0)
   if credit.trace_decay is None:
     groups = lambda x: x.reshape(-1, credit.group_size)
     advantages = group_relative_advantages(
       groups(rewards), normalize_std=credit.normalize_std
     )
-    fees = groups(fee.sum(1))
-    advantages -= fees - fees.mean(1, keepdims=True)
+    penalties = groups(penalty.sum(1))
+    advantages -= penalties - penalties.mean(1, keepdims=True)
     advantages, returns = advantages.reshape(-1), None
   else:
     last = jnp.arange(mask.shape[1]) == mask.sum(1, keepdims=True) - 1
     advantages, returns = generalized_advantages(
-      jnp.where(last, rewards[:, None], 0.0) - fee,
-      rollout.values,
+      jnp.where(last, rewards[:, None], 0.0) - penalty,
+      batch.values,
       mask,
       discount=credit.discount,
       trace_decay=credit.trace_decay,
@@ -84,4 +86,4 @@ def assign_advantages(
   if credit.zero_truncated:
     whole = (finish != TRUNCATED).reshape(-1, *[1] * (advantages.ndim - 1))
     advantages = jnp.where(whole, advantages, 0.0)
-  return dataclasses.replace(rollout, advantages=advantages, returns=returns)
+  return dataclasses.replace(batch, advantages=advantages, returns=returns)

@@ -1,6 +1,6 @@
 """The critic of PPO: the policy's architecture with a scalar head.
 
-Dimension key: B rows, T tokens, R response slots, D model width.
+Dimension key: B rows, T tokens, R response tokens, D model width.
 """
 
 import jax
@@ -13,41 +13,45 @@ from gspo_jax.losses import Mean, value_loss
 
 
 def init(policy: model.Params) -> model.Params:
-  """A critic with the policy's blocks and a head of zeros: it expects nothing.
+  """A critic with the policy's blocks and a head of zeros: all values are 0.
 
-  Schulman et al. 2017, arXiv 1707.06347, leave the start open; that of the
-  policy's weights is usual where the policy has been pretrained.
+  Schulman et al. 2017, arXiv 1707.06347, do not say where a critic starts; the
+  policy's weights are usual where the policy has been pretrained.
   """
   blocks = {name: x for name, x in policy.items() if name != "head"}
   width = policy["final_norm"]["scale"].shape
   return blocks | {"value_head": jnp.zeros(width)}
 
 
-def values(params: model.Params, cfg: model.ModelConfig, rows: TrainBatch):
-  """[B, R] float32: what is still to come before each response token."""
-  out = model.hidden_states(params, cfg, rows.tokens, rows.positions, rows.mask)
-  R = rows.response_mask.shape[1]
+def values(
+  params: model.Params, cfg: model.ModelConfig, batch: TrainBatch
+) -> jax.Array:
+  """[B, R] float32, the expected return before each response token."""
+  out = model.hidden_states(
+    params, cfg, batch.tokens, batch.positions, batch.mask
+  )
+  R = batch.response_mask.shape[1]
   before = out.hidden[:, -R - 1 : -1].astype(jnp.float32)
   return jnp.einsum("brd,d->br", before, params["value_head"])
 
 
 def loss(
   params: model.Params,
-  rows: TrainBatch,
+  batch: TrainBatch,
   is_old_policy: jax.Array | None = None,
   *,
   cfg: model.ModelConfig,
   clip: float,
 ) -> LossOutput:
-  """`losses.value_loss` of some rows, as `train_step.update` takes it.
+  """`losses.value_loss` of a micro-batch, a `train_step.Loss`.
 
   `is_old_policy` is not used: there is no ratio.
   """
   total, metrics = value_loss(
-    values(params, cfg, rows),
-    rows.values,
-    rows.returns,
-    rows.response_mask,
+    values(params, cfg, batch),
+    batch.values,
+    batch.returns,
+    batch.response_mask,
     clip=clip,
     normalizer=1.0,
   )

@@ -1,6 +1,6 @@
-"""What is computed of a batch besides the update: metrics, reference, values.
+"""Forward passes over a batch before its update, and metrics of them.
 
-Dimension key: B rows, R response slots.
+Dimension key: B rows, R response tokens.
 """
 
 import dataclasses
@@ -17,26 +17,26 @@ from gspo_jax.runtime.sharding import constrain_batch
 
 
 def old_policy_metrics(
-  scored: TokenLogprobs, rows: TrainBatch, cfg: model.ModelConfig
+  out: TokenLogprobs, batch: TrainBatch, cfg: model.ModelConfig
 ) -> Metrics:
   """Metrics of the old policy on its own samples.
 
-  `mismatch/*` is the recomputed less the sampler's log-prob: rounding, and what
-  else differs in the sampler. In bfloat16 it can exceed GSPO's clip range, so
-  it is measured whichever of the two are the old log-probs. `moe/dropped` is a
-  mean over micro-batches.
+  `mismatch/*` is the recomputed less the sampler's log-prob: the rounding, and
+  any other difference of the sampler. In bfloat16 it can exceed GSPO's clip
+  range, so it is measured whichever of the two are the old log-probs.
+  `moe/dropped` is a mean over micro-batches.
 
   Args:
-    scored: the old policy's pass over these rows.
-    rows: with the sampler's log-probs.
+    out: the old policy's forward pass over the batch.
+    batch: with the sampler's log-probs.
     cfg: the model; static.
   """
-  mask = rows.response_mask
-  metrics = _mismatch(scored.logps, rows.sampler_logps, mask)
-  metrics["policy/entropy"] = _mean(scored.entropy, mask)
+  mask = batch.response_mask
+  metrics = _mismatch(out.logps, batch.sampler_logps, mask)
+  metrics["policy/entropy"] = _mean(out.entropy, mask)
   if cfg.num_experts:
-    metrics |= _routing_metrics(scored, mask, cfg)
-    dropped = scored.dropped.sum(dtype=jnp.float32)
+    metrics |= _routing_metrics(out, mask, cfg)
+    dropped = out.dropped.sum(dtype=jnp.float32)
     metrics["moe/dropped"] = Mean(dropped, jnp.float32(1))
   return jax.lax.stop_gradient(metrics)
 
@@ -55,18 +55,18 @@ def _mismatch(recomputed_BR, sampled_BR, mask_BR) -> Metrics:
   """Recomputed less sampled log-probs, per token and per sequence."""
   gap_BR = jnp.where(mask_BR, recomputed_BR - sampled_BR, 0.0)
   gap_B = sequence_log_ratio(recomputed_BR, sampled_BR, mask_BR)
-  answered_B = mask_BR.any(1)
+  nonempty_B = mask_BR.any(1)
   return {
     "mismatch/token_abs_mean": _mean(jnp.abs(gap_BR), mask_BR),
     "mismatch/token_gap": Histogram.of(gap_BR, mask_BR),
-    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_B), answered_B),
-    "mismatch/sequence_gap": Histogram.of(gap_B, answered_B),
+    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_B), nonempty_B),
+    "mismatch/sequence_gap": Histogram.of(gap_B, nonempty_B),
   }
 
 
-def _routing_metrics(scored: TokenLogprobs, mask_BR, cfg) -> Metrics:
+def _routing_metrics(out: TokenLogprobs, mask_BR, cfg) -> Metrics:
   experts, router_entropy = (
-    x.swapaxes(0, 1) for x in (scored.experts, scored.router_entropy)
+    x.swapaxes(0, 1) for x in (out.experts, out.router_entropy)
   )
   tokens = routing.tokens(experts, mask_BR, cfg.num_experts)
   entropy = routing.entropy(router_entropy, mask_BR)
@@ -98,15 +98,14 @@ def add_reference_and_values(
     temperature: the sampler's; static.
   """
 
-  def forward(rows: TrainBatch):
+  def forward(micro_batch: TrainBatch):
     fields = {}
     if reference is not None:
-      scored = train_batch.logprobs(
-        reference, cfg, rows, temperature=temperature
-      )
-      fields["reference_logps"] = scored.logps
+      fields["reference_logps"] = train_batch.logprobs(
+        reference, cfg, micro_batch, temperature=temperature
+      ).logps
     if critic_params is not None:
-      fields["values"] = critic.values(critic_params, cfg, rows)
+      fields["values"] = critic.values(critic_params, cfg, micro_batch)
     return fields
 
   B = batch.tokens.shape[0]

@@ -1,4 +1,4 @@
-"""The optimizer: a schedule and an optax chain."""
+"""The optimizer, AdamW, and its learning rate schedule."""
 
 import dataclasses
 
@@ -15,9 +15,9 @@ class OptimConfig:
   """AdamW with warm-up and clipping by global norm.
 
   Attributes:
-    learning_rate: its peak.
+    learning_rate: the peak of the schedule.
     warmup_steps: optimizer steps of linear warm-up from 0.
-    total_steps: optimizer steps in all; where `decay` ends.
+    total_steps: optimizer steps in all; `decay` ends there.
     decay: "constant", or "cosine" down to a tenth of the peak.
     b1: decay of the first moment.
     b2: decay of the second moment.
@@ -49,9 +49,9 @@ def schedule(cfg: OptimConfig) -> optax.Schedule:
     then = optax.constant_schedule(peak)
   if not cfg.warmup_steps:
     return then
-  # One step beyond 0, so that the first update already moves.
-  rise = lambda t: peak * (t + 1) / cfg.warmup_steps
-  return optax.join_schedules([rise, then], [cfg.warmup_steps])
+  # It starts above 0, so that the first update moves the policy.
+  warmup = lambda t: peak * (t + 1) / cfg.warmup_steps
+  return optax.join_schedules([warmup, then], [cfg.warmup_steps])
 
 
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
@@ -69,6 +69,6 @@ def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
 
 
 def _is_matrix(params):
-  """Every parameter but scales of norms and biases: no decay shrinks those."""
-  vector = lambda path: path[-1].key.endswith(("scale", "bias"))
-  return jax.tree.map_with_path(lambda path, _: not vector(path), params)
+  """True but for the scales of norms and biases, which do not decay."""
+  is_vector = lambda path: path[-1].key.endswith(("scale", "bias"))
+  return jax.tree.map_with_path(lambda path, _: not is_vector(path), params)

@@ -1,9 +1,10 @@
-"""Where the routers sent the tokens, and how far that moved: by the layer.
+"""Metrics of the routing, for each layer: expert load, entropy, and changes.
 
-Dimension key: B rows, T tokens, R response slots (the last of each row), L
+Dimension key: B rows, T tokens, R response tokens (the last of each row), L
 layers, k experts a token, E experts.
 
-All is measured at the tokens that PREDICT the response, one slot before it.
+All are measured at the tokens that predict the response, each one place before
+its response token.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from gspo_jax.losses import Mean
 
 
 def predicting(x: jax.Array, length: int) -> jax.Array:
-  """Of [B, L, T, ...] the slots that predict the last `length` ones."""
+  """The places of [B, L, T, ...] that predict the last `length` tokens."""
   return x[:, :, -length - 1 : -1]
 
 
@@ -29,7 +30,7 @@ def flips(new: jax.Array, old: jax.Array, mask: jax.Array) -> Mean:
     mask: [B, R].
 
   Returns:
-    A mean of each layer, [L].
+    A mean for each layer, [L].
   """
   new, old = (predicting(x, mask.shape[1]) for x in (new, old))
   kept_BLRk = (old[..., :, None] == new[..., None, :]).any(-1)
@@ -41,8 +42,8 @@ def flips(new: jax.Array, old: jax.Array, mask: jax.Array) -> Mean:
 def shift(new: jax.Array, old: jax.Array) -> jax.Array:
   """RSPO's router shift d (arXiv 2510.23027v2): [B, R], without gradient.
 
-  The mean over layers and over the OLD policy's experts of `|log p_new(e) - log
-  p_old(e)|`; 0 where no router moved.
+  The mean over layers and over the OLD policy's experts e of `|log p_new(e) -
+  log p_old(e)|`; 0 where no router moved.
 
   Args:
     new: [B, L, R, k] float32, the new router's log-probs of the old experts.
@@ -52,10 +53,10 @@ def shift(new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 class Load(NamedTuple):
-  """Tokens of the busiest expert over the mean, of each layer.
+  """Tokens of the busiest expert over the mean of all experts, for each layer.
 
   Attributes:
-    tokens: [L, E] float32, tokens that each expert was given.
+    tokens: [L, E] float32, tokens of each expert.
   """
 
   tokens: jax.Array
@@ -73,7 +74,7 @@ class MeanLoad(Load):
 
 
 def tokens(experts: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
-  """How many tokens each expert was given: [L, E] float32.
+  """The number of tokens of each expert: [L, E] float32.
 
   Args:
     experts: [B, L, T, k].
@@ -81,16 +82,16 @@ def tokens(experts: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
     num_experts: E.
   """
   # Compared and summed: a TPU would scatter one number at a time.
-  here_BLRk = predicting(experts, mask.shape[1])
-  # In the experts' own small type: this is the largest array of a pass.
-  every = jnp.arange(num_experts, dtype=experts.dtype)
-  here_BLRkE = here_BLRk[..., None] == every
-  here_BLRkE &= mask[:, None, :, None, None]
-  return here_BLRkE.sum((0, 2, 3), dtype=jnp.float32)
+  chosen_BLRk = predicting(experts, mask.shape[1])
+  # In the experts' small integer type: this is the largest array of a pass.
+  numbers_E = jnp.arange(num_experts, dtype=experts.dtype)
+  chosen_BLRkE = chosen_BLRk[..., None] == numbers_E
+  chosen_BLRkE &= mask[:, None, :, None, None]
+  return chosen_BLRkE.sum((0, 2, 3), dtype=jnp.float32)
 
 
 def entropy(entropies: jax.Array, mask: jax.Array) -> Mean:
-  """The routers' mean entropy, nats: of each layer, [L].
+  """The routers' mean entropy in nats, for each layer, [L].
 
   Args:
     entropies: [B, L, R] float32.
@@ -101,5 +102,5 @@ def entropy(entropies: jax.Array, mask: jax.Array) -> Mean:
 
 
 def over_layers(metric: Mean) -> Mean:
-  """One number of a mean of each layer."""
+  """The mean over the layers of a mean for each layer."""
   return Mean(metric.total.mean(), metric.count)

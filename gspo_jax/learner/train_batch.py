@@ -1,4 +1,4 @@
-"""The arrays that an update reads."""
+"""The batch that an update learns from, and its minibatches."""
 
 import dataclasses
 from typing import NamedTuple
@@ -16,25 +16,29 @@ from gspo_jax.sampler.samples import Prompts, Samples
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
-  """What an update learns from. The response is the last R slots of a row.
+  """Prompts, responses and what the objective reads of them.
+
+  The response is in the last R places of a row of T tokens.
 
   Attributes:
     tokens: [B, T] int32.
     positions: [B, T] int32.
     mask: [B, T] bool, false at padding.
-    response_mask: [B, R] bool, the tokens that the policy chose.
-    old_logps: [B, R] float32, under the policy that is improved upon.
-    advantages: [B] float32, or [B, R] where each token has its own.
-    experts: [B, L, T, k] unsigned, the routing that an update may replay: the
-      sampler's where it was recorded, else the old policy's. None for a dense
-      model.
-    router_logps: [B, L, R, k] float32, what the old policy's routers gave those
-      experts at the tokens that predict the response; None as `experts`.
-    sampler_logps: [B, R] float32, as the sampler reported them; None for
-      demonstrations, as what follows unless the objective reads it.
-    reference_logps: [B, R] float32, under the reference policy.
+    response_mask: [B, R] bool, the tokens of the response, its stop token
+      included.
+    old_logps: [B, R] float32, log-probs under the old policy.
+    advantages: [B] float32; with a critic [B, R].
+    experts: [B, L, T, k] unsigned, the experts that an update may replay: the
+      sampler's where they were recorded, else the old policy's. None for a
+      dense model.
+    router_logps: [B, L, R, k] float32, the old routers' log-probs of these
+      experts at the tokens that predict the response. None for a dense model.
+    sampler_logps: [B, R] float32, the sampler's log-probs. None for
+      demonstrations. Each field below is None if the objective does not read
+      it.
+    reference_logps: [B, R] float32, log-probs under the reference policy.
     values: [B, R] float32, of the old critic.
-    returns: [B, R] float32, what the critic should have said.
+    returns: [B, R] float32, the targets of the critic.
   """
 
   tokens: jax.Array
@@ -54,9 +58,9 @@ class TrainBatch:
 def make_train_batch(
   prompts: Prompts, responses: jax.Array, lengths: jax.Array
 ) -> TrainBatch:
-  """Puts responses [B, R] after their prompts [P, S]; B is a multiple of P.
+  """Puts responses [B, R] behind their prompts [P, S]; B is a multiple of P.
 
-  Log-probs and advantages are zeros until they are known.
+  Log-probs and advantages are zeros, to be filled in later.
   """
   B, R = responses.shape
   group = B // prompts.tokens.shape[0]
@@ -75,87 +79,97 @@ def make_train_batch(
 
 
 class MinibatchSplit(NamedTuple):
-  """How a rollout is shuffled and cut into minibatches and micro-batches.
+  """How a batch is shuffled and cut into minibatches and micro-batches.
 
   Whole groups are shuffled, so that the advantages of a group cancel inside a
   minibatch.
 
   Attributes:
     order: [P], the groups in their new order.
-    count: M, minibatches; divides P; static.
-    micro: rows of one forward pass; divides B / M; static.
+    minibatches: M; divides P; static.
+    micro_batch_size: rows of one forward pass; divides B / M; static.
   """
 
   order: jax.Array
-  count: int
-  micro: int
+  minibatches: int
+  micro_batch_size: int
 
-  def split(self, rollout: TrainBatch) -> TrainBatch:
-    """Leaves [B, ...] become [M, B/M/micro, micro, ...]."""
+  def split(self, batch: TrainBatch) -> TrainBatch:
+    """Leaves [B, ...] become [M, A, micro_batch_size, ...].
+
+    A is the number of micro-batches of a minibatch.
+    """
 
     def cut(x):
       groups = x.reshape(len(self.order), -1, *x.shape[1:])[self.order]
-      cuts = groups.reshape(self.count, -1, self.micro, *x.shape[1:])
+      shape = self.minibatches, -1, self.micro_batch_size, *x.shape[1:]
+      cuts = groups.reshape(shape)
       return constrain_batch(cuts, axis=2)
 
-    return _by_layer(cut, rollout, layers=1, cut_layers=3)
+    return TrainBatch(**_by_layer(cut, vars(batch), layers=1, out_layers=3))
 
   def join(self, fields: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The inverse of `split`, for some fields by their names."""
+    """The inverse of `split`, for fields by their names."""
     back = jnp.argsort(self.order)
 
     def uncut(x):
       groups = x.reshape(len(back), -1, *x.shape[3:])[back]
       return constrain_batch(groups.reshape(-1, *x.shape[3:]), axis=0)
 
-    return _by_layer(uncut, fields, layers=3, cut_layers=1)
+    return _by_layer(uncut, fields, layers=3, out_layers=1)
 
 
-# The largest arrays of a rollout, which have an axis of layers. A shuffle
-# passes whole arrays between devices, so these are shuffled layer by layer.
+# The largest fields; they have an axis of layers. A shuffle passes whole arrays
+# between devices, so these are shuffled layer by layer.
 _LARGE = ("experts", "router_logps")
 
 
-def _by_layer(function, fields, *, layers, cut_layers):
-  """Maps `function`; where there is an axis of layers, one layer at a time."""
-  whole = isinstance(fields, TrainBatch)
-  given = vars(fields) if whole else fields
+def _by_layer(function, fields: dict, *, layers: int, out_layers: int) -> dict:
+  """`function` of each field; of the large ones, one layer at a time.
+
+  Args:
+    function: of an array.
+    fields: by their names; None stays None.
+    layers: the axis of layers in a large field.
+    out_layers: that axis in its result.
+  """
 
   def apply(name, x):
+    if x is None:
+      return None
     if name not in _LARGE:
-      return jax.tree.map(function, x)
-    one_by_one = jax.lax.map(function, jnp.moveaxis(x, layers, 0))
-    return jnp.moveaxis(one_by_one, 0, cut_layers)
+      return function(x)
+    result = jax.lax.map(function, jnp.moveaxis(x, layers, 0))
+    return jnp.moveaxis(result, 0, out_layers)
 
-  made = {k: None if x is None else apply(k, x) for k, x in given.items()}
-  return TrainBatch(**made) if whole else made
+  return {name: apply(name, x) for name, x in fields.items()}
 
 
 def logprobs(
-  params: model.Params, cfg: model.ModelConfig, rows: TrainBatch, **how
+  params: model.Params, cfg: model.ModelConfig, batch: TrainBatch, **options
 ) -> TokenLogprobs:
-  """`token_logprobs` of the responses of these rows; `how`: its keywords."""
+  """Log-probs of the responses; `options` are those of `token_logprobs`."""
   return token_logprobs(
     params,
     cfg,
-    rows.tokens,
-    rows.positions,
-    rows.mask,
-    response_length=rows.response_mask.shape[1],
-    **how,
+    batch.tokens,
+    batch.positions,
+    batch.mask,
+    response_length=batch.response_mask.shape[1],
+    **options,
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainBatchFields:
-  """Which fields a `TrainBatch` has beyond those of any; static under jit.
+  """The optional fields of a `TrainBatch`; static under jit.
 
   Attributes:
-    sampler_logps: `old_logps` are the sampler's, not recomputed.
-    experts: the old policy's experts, unless the sampler recorded its own.
-    router_logps: what the old routers gave them.
-    reference: the log-probs of a reference policy.
-    critic: values and returns, and an advantage for each token.
+    sampler_logps: whether `old_logps` are the sampler's, not recomputed.
+    experts: whether there are experts even if the sampler recorded none.
+    router_logps: whether there are the old routers' log-probs of them.
+    reference: whether there are log-probs of a reference policy.
+    critic: whether there are values, returns, and an advantage for each token.
   """
 
   sampler_logps: bool = False
@@ -171,16 +185,16 @@ def train_batch_from_samples(
   cfg: model.ModelConfig,
   fields: TrainBatchFields,
 ) -> TrainBatch:
-  """The rollout of some samples, with zeros for what is not known yet.
+  """The train batch of samples, with zeros where values are filled in later.
 
-  All fields that will be known are there from the start, so that one compiled
-  program takes the rollout before and after it is scored.
+  It has all its fields from the start, so that one compiled program takes it
+  for old log-probs and for an update.
 
   Args:
     prompts: P prompts.
-    samples: their G responses each.
+    samples: G responses to each.
     cfg: the model; static.
-    fields: what the update reads; static.
+    fields: the optional fields; static.
   """
   batch = make_train_batch(prompts, samples.tokens, samples.lengths)
   (B, T), R = batch.tokens.shape, samples.tokens.shape[1]

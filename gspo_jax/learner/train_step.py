@@ -1,13 +1,13 @@
-"""One compiled program for old log-probs and for updates; pure.
+"""The update, and the old log-probs by the same compiled program.
 
 Dimension key: P prompts, B rows, M minibatches, A micro-batches a minibatch.
 
-Old log-probs must come from the update's own forward pass. In bfloat16 two
-programs round differently, and the difference exceeds GSPO's clip range. So one
-compiled program, `update`, does both. With `apply_updates` false it runs the
-forward passes and keeps their log-probs; with `apply_updates` true it also
-takes the gradients. As long as the policy has not moved, the ratio is exactly
-1, except where the sampler's log-probs are the old ones.
+Old log-probs must come from the forward pass of the update. In bfloat16 two
+programs round differently, and the difference exceeds GSPO's clip range. So
+`update`, compiled once, does both. With `apply_updates` false it runs the
+forward passes and returns their log-probs; with `apply_updates` true it also
+computes gradients. As long as the policy has not moved, the ratio is exactly 1,
+except where the sampler's log-probs are the old ones.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from gspo_jax.learner.train_batch import MinibatchSplit, TrainBatch
 from gspo_jax.losses import Mean, Metrics, Std
 from gspo_jax.sampler.samples import Samples
 
-# Scopes of the conditionals around what only an update needs, and around what
-# only a pass for old log-probs needs; `plan` counts by them.
+# Named scopes of two conditionals: of what only an update computes, and of what
+# only a pass for old log-probs computes. `plan` counts the work by them.
 BACKWARD, SCORES = "backward", "scores"
 
 
 class LossOutput(NamedTuple):
-  """The result of a forward pass over some rows.
+  """The result of a forward pass over a micro-batch.
 
   Attributes:
-    loss: as a sum, and what divides it.
+    loss: its sum, and the count that divides it.
     metrics: of the update.
     old_policy_fields: fields of `TrainBatch`, [rows, ...], of this pass. They
       are the old policy's as long as the policy has not moved.
-    old_policy_metrics: metrics of the old policy, if this pass is its pass.
-    first_minibatch_gap: root mean square over sequences of exp(mean(x - o)) - 1
-      with x of this pass and o of the rows, even if this pass is the old
-      policy's.
+    old_policy_metrics: metrics of the old policy, if this is its pass.
+    first_minibatch_gap: root mean square over responses of exp(mean(x - o)) - 1
+      with log-probs x of this pass and `old_logps` o of the batch, even if this
+      pass is the old policy's.
   """
 
   loss: Mean
@@ -51,33 +51,32 @@ class LossOutput(NamedTuple):
 
 
 class Loss(Protocol):
-  """What `update` minimises."""
+  """The function that `update` minimises."""
 
   def __call__(
-    self, params: model.Params, rows: TrainBatch, is_old_policy: jax.Array
+    self, params: model.Params, batch: TrainBatch, is_old_policy: jax.Array
   ) -> LossOutput:
-    """The loss of some rows.
+    """The loss of a micro-batch.
 
     Args:
       params: weights.
-      rows: leaves [rows, ...].
-      is_old_policy: [] bool. True where the policy has not moved since it
-        became the old policy: the fields of the old policy then come from this
-        pass.
+      batch: leaves [rows, ...].
+      is_old_policy: [] bool, whether the policy has not moved since it became
+        the old policy. Then the fields of the old policy come from this pass.
     """
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """All that training changes.
+  """The state of training.
 
   Attributes:
     step: [] int32, updates so far.
-    params: the policy, float32.
-    opt_state: of the optax chain.
-    reference: weights the policy is held to, in the model's dtype, or None.
-    critic: of PPO, with an optimizer of its own, or None.
+    params: the policy's weights, float32.
+    opt_state: of the optimizer.
+    reference: the reference policy's weights, in the model's dtype, or None.
+    critic: the state of PPO's critic, which has its own optimizer, or None.
     pending_rollouts: responses for the next iteration; only in a checkpoint.
   """
 
@@ -90,10 +89,10 @@ class TrainState:
 
 
 class Learner(NamedTuple):
-  """What an update needs besides arrays; all of it static under jit.
+  """The settings of an update; static under jit.
 
   Attributes:
-    loss: what is minimised.
+    loss: the function to minimise.
     optimizer: an optax transformation.
     minibatches: M, optimizer steps a batch.
     micro_batch_size: rows of one forward and backward pass.
@@ -142,17 +141,18 @@ def update(
   in every bit.
 
   Args:
-    state: the policy.
-    batch: B rows; groups side by side.
+    state: of training.
+    batch: B rows; the rows of a group are neighbours.
     key: of the shuffle; the same for the old log-probs and for the update.
-    learner: how to learn; static.
-    apply_updates: [] bool: whether to learn. A Python True leaves the choice
-      out of the program.
+    learner: the settings; static.
+    apply_updates: [] bool, whether to update. With a Python True the program
+      has no conditional.
 
   Returns:
-    The new state, or the same one; the batch, with the old policy's fields of
-    all minibatches but the first, or unchanged; and metrics, as sums over the
-    minibatches. The sums of both calls add up.
+    The new state, or the same one without an update; the batch, unchanged, or
+    without an update with the old policy's fields of all minibatches but the
+    first; and metrics, as sums over the minibatches. The sums of both calls
+    add up.
   """
   groups = batch.tokens.shape[0] // learner.group_size
   order = jax.random.permutation(key, groups)
@@ -161,36 +161,36 @@ def update(
 
   def minibatch(i, carry):
     params, opt_state, old, sums = carry
-    rows = jax.tree.map(lambda x: x[i], batches)
-    grads, found, metrics = gradient(
-      params, rows, learner, apply_updates=apply_updates, first=i == 0
+    micro_batches = jax.tree.map(lambda x: x[i], batches)
+    grads, new, metrics = gradient(
+      params, micro_batches, learner, apply_updates=apply_updates, first=i == 0
     )
     keep = lambda all_, one: all_.at[i].set(
       jnp.where(apply_updates, all_[i], one)
     )
-    old = jax.tree.map(keep, old, found)
-    step = lambda: _descend(learner, grads, params, opt_state)
+    old = jax.tree.map(keep, old, new)
+    step = lambda: _optimizer_step(learner, grads, params, opt_state)
     params, opt_state = run_if(apply_updates, step, (params, opt_state))
     return params, opt_state, old, jax.tree.map(jnp.add, sums, metrics)
 
   first = jax.tree.map(lambda x: x[0], batches)
-  _, found, metrics = jax.eval_shape(
-    lambda p, r: gradient(p, r, learner), state.params, first
+  _, old_shapes, metrics = jax.eval_shape(
+    lambda params, rows: gradient(params, rows, learner), state.params, first
   )
   start = (
     state.params,
     state.opt_state,
-    {name: getattr(batches, name) for name in found},
+    {name: getattr(batches, name) for name in old_shapes},
     _zeros(metrics),
   )
   params, opt_state, old, metrics = jax.lax.fori_loop(
     0, learner.minibatches, minibatch, start
   )
-  as_before = {name: getattr(batch, name) for name in old}
+  unchanged = {name: getattr(batch, name) for name in old}
   if apply_updates is not True:
     with jax.named_scope(SCORES):
       old = jax.lax.cond(
-        apply_updates, lambda: as_before, lambda: cut.join(old)
+        apply_updates, lambda: unchanged, lambda: cut.join(old)
       )
     batch = dataclasses.replace(batch, **old)
   state = dataclasses.replace(
@@ -202,13 +202,13 @@ def update(
   return state, batch, metrics
 
 
-def _descend(learner, grads, params, opt_state):
+def _optimizer_step(learner, grads, params, opt_state):
   updates, opt_state = learner.optimizer.update(grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state
 
 
 def run_if(apply_updates, function, otherwise):
-  """`function()` if `apply_updates`, else `otherwise` without its cost."""
+  """`function()` if `apply_updates`, else `otherwise`, at no cost."""
   if apply_updates is True:
     return function()
   with jax.named_scope(BACKWARD):
@@ -230,8 +230,8 @@ def gradient(
 
   Args:
     params: of the policy.
-    micro_batches: the rows.
-    learner: how to learn; static.
+    micro_batches: of the minibatch.
+    learner: the settings; static.
     apply_updates: as in `update`; if false, the gradient is zero.
     first: [] bool, whether this is the first minibatch of the batch.
 
@@ -244,10 +244,10 @@ def gradient(
 
   def add(j, carry):
     grads, count, old, sums = carry
-    rows = jax.tree.map(lambda x: x[j], micro_batches)
+    micro_batch = jax.tree.map(lambda x: x[j], micro_batches)
 
     def total(params):
-      out = learner.loss(params, rows, is_old_policy)
+      out = learner.loss(params, micro_batch, is_old_policy)
       return out.loss.total, out
 
     _, pull, out = jax.vjp(total, params, has_aux=True)
@@ -261,54 +261,51 @@ def gradient(
     old = jax.tree.map(
       lambda all_, one: all_.at[j].set(one), old, out.old_policy_fields
     )
-    counted = _counted(out, learner, applying, first, j == A - 1)
-    return (
-      grads,
-      count + out.loss.count,
-      old,
-      jax.tree.map(jnp.add, sums, counted),
-    )
+    metrics = _counted_once(out, learner, applying, first, j == A - 1)
+    sums = jax.tree.map(jnp.add, sums, metrics)
+    return grads, count + out.loss.count, old, sums
 
   one = jax.tree.map(lambda x: x[0], micro_batches)
   out = jax.eval_shape(learner.loss, params, one, is_old_policy)
-  counted = jax.eval_shape(
-    lambda out: _counted(out, learner, applying, first, first), out
+  metrics = jax.eval_shape(
+    lambda out: _counted_once(out, learner, applying, first, first), out
   )
   stack = lambda s: jnp.zeros((A, *s.shape), s.dtype)
   start = (
     _zeros(params),
     _zeros(out.loss.count),
     jax.tree.map(stack, out.old_policy_fields),
-    _zeros(counted),
+    _zeros(metrics),
   )
-  init_state = 0
-  if (
-    not learner.score_every_minibatch
-  ):  # of the first minibatch one micro-batch will do
-    init_state = jnp.where(first & ~applying, A - 1, 0)
-  grads, count, old, metrics = jax.lax.fori_loop(init_state, A, add, start)
+  begin = 0
+  if not learner.score_every_minibatch:
+    # Of the first minibatch one micro-batch is enough to compare two passes.
+    begin = jnp.where(first & ~applying, A - 1, 0)
+  grads, count, old, metrics = jax.lax.fori_loop(begin, A, add, start)
   grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads)
   norm = Mean(optax.tree.norm(grads), jnp.float32(1))
   metrics["grad/norm"] = _only(applying, norm)
   return grads, old, metrics
 
 
-def _counted(out: LossOutput, learner, apply_updates, first, last) -> Metrics:
-  """The metrics to add up: those of each row once in both calls."""
+def _counted_once(
+  out: LossOutput, learner, apply_updates, first, last
+) -> Metrics:
+  """The metrics to add up, so that both calls together count each row once."""
   metrics = _only(apply_updates, out.metrics)
   metrics |= _only(apply_updates == first, out.old_policy_metrics)
   if out.first_minibatch_gap is not None:
     gap = out.first_minibatch_gap
-    if not learner.has_old_logps:  # there is nothing to compare with
+    if not learner.has_old_logps:  # the batch has none to compare with
       gap = Std(*[jnp.zeros_like(x) for x in gap[:2]], gap.count)
-    checked = _only(apply_updates & first & last, gap)
-    metrics["ratio/first_minibatch_std"] = checked
+    gap = _only(apply_updates & first & last, gap)
+    metrics["ratio/first_minibatch_std"] = gap
   return metrics
 
 
-def _only(wanted, tree):
-  """The tree where `wanted`, else zeros."""
-  return jax.tree.map(lambda x: jnp.where(wanted, x, 0), tree)
+def _only(condition, tree):
+  """The tree where `condition`, else zeros."""
+  return jax.tree.map(lambda x: jnp.where(condition, x, 0), tree)
 
 
 def _zeros(tree):

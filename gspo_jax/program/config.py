@@ -81,13 +81,17 @@ def checked(rule: Range | Choice):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """The policy; `model.ModelConfig` checks these values."""
+  """The policy; `model.ModelConfig` checks these values.
+
+  `sizes` has its other fields that a config file sets, with their names.
+  """
 
   checkpoint: str
   variant: str
   dtype: str
   remat: bool
   keep: tuple[str, ...]
+  sizes: tuple[tuple[str, object], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -478,6 +482,8 @@ def parse(config: ConfigDict) -> Config:
 
 
 def _section(kind, values, prefix: str):
+  if kind is Model:
+    values = _with_sizes(values)
   fields = {field.name: field for field in dataclasses.fields(kind)}
   _require_keys(fields, values, prefix)
   parsed = {}
@@ -490,6 +496,13 @@ def _section(kind, values, prefix: str):
       rule.check(f"{prefix}{name}", value)
     parsed[name] = _frozen(value)
   return kind(**parsed)
+
+
+def _with_sizes(values) -> dict:
+  """The section `model`, with the keys that `Model` lacks in `sizes`."""
+  names = {field.name for field in dataclasses.fields(Model)}
+  sizes = sorted((k, v) for k, v in values.items() if k not in names)
+  return {k: v for k, v in values.items() if k in names} | {"sizes": sizes}
 
 
 def _require_keys(fields, values, prefix):

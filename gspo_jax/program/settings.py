@@ -31,6 +31,7 @@ def model_config(config: Config) -> model.ModelConfig:
   """The policy's sizes: of `model.checkpoint`, else of `model.variant`."""
   changes = dataclasses.asdict(config.model)
   name, folder = changes.pop("variant"), changes.pop("checkpoint")
+  changes |= dict(changes.pop("sizes"))
   if folder:
     return hf.config_from_hf(folder, **changes)
   return model.variant(name, **changes)

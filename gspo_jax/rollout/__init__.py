@@ -1,7 +1,8 @@
 """Prompts become scored responses.
 
-Others take `source.make_source`, `batch` (its containers and `iteration_keys`),
-`scoring` and `dynamic_sampling.metrics`.
+Others take `source.make_source`, `batch` (the containers and `iteration_keys`),
+`scoring` (samples become responses with rewards) and
+`metrics.rollout_metrics`.
 """
 
-__all__ = ["batch", "dynamic_sampling", "scoring", "source"]
+__all__ = ["batch", "metrics", "scoring", "source"]

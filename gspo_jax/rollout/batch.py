@@ -1,4 +1,4 @@
-"""What a rollout takes, and what it gives: scored samples and their cost."""
+"""The containers of a rollout: its context, scored samples, and their cost."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class ScoredSamples(NamedTuple):
   Attributes:
     prompts: from `Curriculum.draw`.
     samples: the responses of all hosts, on the devices.
-    responses: those of this host, by their row of the P * G.
+    responses: those of this host, by their row, 0 to P * G - 1.
     rewards: of all hosts; call `result` on every host.
   """
 
@@ -32,13 +32,13 @@ class ScoredSamples(NamedTuple):
 
 
 class RolloutCost(NamedTuple):
-  """What sampling a batch took.
+  """The cost of sampling a batch.
 
   Attributes:
     prompts: from `Curriculum.draw`.
     rewards: of all its responses, also of those that are discarded.
     tokens: sampled.
-    slot_steps: decode steps times the rows that took them.
+    slot_steps: decode steps, each times the rows that were decoded.
   """
 
   prompts: dict
@@ -48,15 +48,17 @@ class RolloutCost(NamedTuple):
 
 
 class RolloutBatch(NamedTuple):
-  """What an iteration learns from.
+  """The batch that an iteration learns from.
 
   Attributes:
     samples: P groups of finished responses.
     costs: of the batches that were sampled for it. With partial rollouts, the
       cost of all prompts in flight.
-    sampled_tokens: sampled in this iteration, for whatever iteration.
-    policy_step: the iteration whose policy sampled a token, the mean over them.
-    resumed_fraction: the share of responses that took several iterations.
+    sampled_tokens: tokens that were sampled in this iteration, also for later
+      ones.
+    policy_step: the mean over tokens of the iteration whose policy sampled
+      them.
+    resumed_fraction: share of responses that took several iterations.
   """
 
   samples: ScoredSamples
@@ -79,17 +81,17 @@ def iteration_keys(rng: jax.Array, step: int) -> IterationKeys:
 
 
 class RolloutContext(NamedTuple):
-  """What sampling and scoring take.
+  """What sampling and scoring need.
 
   Attributes:
     curriculum: gives the prompts.
-    generate: `functions.Generate`; a `ContinuousSampler` also continues
-      responses and gives them as they finish.
+    generate: `program.functions.Generate`; a `ContinuousSampler` also resumes
+      responses, and reports them as they finish.
     tokenizer: of the policy.
     reward_pool: scores responses.
-    batch_sharding: of arrays with an axis of rows.
+    batch_sharding: of arrays whose first axis is the batch.
     rng: the key of all iterations; see `iteration_keys`.
-    prompts: P, groups of a batch.
+    prompts: P, prompts of a batch.
     group_size: G, responses a prompt.
   """
 
@@ -107,7 +109,7 @@ class RolloutContext(NamedTuple):
     return iteration_keys(self.rng, step)
 
   def start_scoring(self, batch: dict, samples: Samples) -> ScoredSamples:
-    """Begins to score finished responses, each host its own."""
+    """Begins to score finished responses, each host those of its rows."""
     responses = scoring.decode_responses(samples, batch, self.tokenizer)
     rewards = scoring.score_responses(
       self.reward_pool, responses, self.group_size, samples.lengths
@@ -129,12 +131,12 @@ def sampled_tokens(costs: Sequence[RolloutCost]) -> int:
 
 
 def group_rows(groups: np.ndarray, group_size: int) -> np.ndarray:
-  """The numbers of the rows of these groups."""
+  """The row numbers of these groups."""
   return (groups[:, None] * group_size + np.arange(group_size)).ravel()
 
 
 def places(batch: dict | None) -> list[list[int]]:
-  """The places of a batch's problems, for `Curriculum.recall`."""
+  """Where a batch's problems stand in the data, for `Curriculum.recall`."""
   if not batch:
     return []
   names = "stage", "part", "index"

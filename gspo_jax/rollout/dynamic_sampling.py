@@ -1,12 +1,12 @@
-"""Dynamic sampling: groups of equal rewards are replaced by other groups.
+"""Dynamic sampling: groups of equal rewards are replaced by sampled ones.
 
 DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2). A group whose responses all
 have the same reward has no advantage and teaches nothing. So further batches
 are sampled until one batch is full of groups whose rewards differ. Departures:
   1. The number of batches is limited. Groups of equal rewards then fill the
      batch up, without advantage, and it keeps its shape.
-  2. The rewards decide, not only correctness: with overlong shaping, all
-     responses of a group may be correct and still differ; it is kept.
+  2. A group is kept if its rewards differ, even if all its responses are
+     correct, as with overlong shaping.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,24 +21,25 @@ from gspo_jax.rollout.batch import (
   group_rows,
   sampled_tokens,
 )
-from gspo_jax.rollout.scoring import KnownRewards, Rewards
+from gspo_jax.rollout.scoring import ComputedRewards, Rewards
 
 
 def sample_until_mixed(
   sample: Callable[[int], ScoredSamples], merge_groups, *, rounds: int
 ) -> tuple[ScoredSamples, list[RolloutCost]]:
-  """Samples until P groups have mixed rewards, or `rounds` batches are there.
+  """Samples batches until P groups have mixed rewards, at most `rounds`.
 
   With one round nothing waits for the rewards.
 
   Args:
-    sample: gives the batch of a round, from 0; the same P and G every time.
-    merge_groups: `functions.MergeGroups`.
-    rounds: most batches, at least 1.
+    sample: samples the batch of a round, counted from 0; P and G are the same
+      in every round.
+    merge_groups: `program.functions.MergeGroups`.
+    rounds: the maximum number of batches, at least 1.
 
   Returns:
-    P groups: the first with mixed rewards, then the first others; and the cost
-    of each batch.
+    P groups, the first ones with mixed rewards and then the first others; and
+    the cost of each batch.
   """
   kept, costs = None, []
   for i in range(rounds):
@@ -60,11 +61,11 @@ def sample_until_mixed(
 def metrics(
   kept: ScoredSamples, costs: Sequence[RolloutCost]
 ) -> dict[str, float]:
-  """`dynamic_sampling/*`: what a batch cost.
+  """`dynamic_sampling/*`: the cost of a batch, and its first round.
 
-  `reward` and `mixed_groups` are of the first batch, from which no group was
-  left out. They are the policy's own, as `reward/mean` and
-  `reward/mixed_groups` are without dynamic sampling.
+  `reward` and `mixed_groups` are of the first round, before any group is
+  replaced. They compare with `reward/mean` and `reward/mixed_groups` of a run
+  without dynamic sampling.
   """
   first, groups = costs[0].rewards.result(), len(kept.rewards.result().total)
   tokens = sampled_tokens(costs)
@@ -85,9 +86,9 @@ def _merge(
   kept: ScoredSamples, new: ScoredSamples, merge_groups
 ) -> ScoredSamples:
   """The first P groups of both with mixed rewards, then the first others."""
-  rewards = kept.rewards.result(), new.rewards.result()
-  mixed = np.concatenate([each.mixed_groups for each in rewards])
-  P, G = rewards[0].total.shape
+  kept_rewards, new_rewards = kept.rewards.result(), new.rewards.result()
+  mixed = np.concatenate([kept_rewards.mixed_groups, new_rewards.mixed_groups])
+  P, G = kept_rewards.total.shape
   index = np.argsort(~mixed, kind="stable")[:P].astype(np.int32)
   responses = dict(kept.responses)
   responses |= {P * G + row: x for row, x in new.responses.items()}
@@ -98,7 +99,7 @@ def _merge(
     ),
     samples=merge_groups(kept.samples, new.samples, index),
     responses={i: responses[row] for i, row in rows if row in responses},
-    rewards=KnownRewards(_merge_rewards(*rewards, index)),
+    rewards=ComputedRewards(_merge_rewards(kept_rewards, new_rewards, index)),
   )
 
 

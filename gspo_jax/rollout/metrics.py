@@ -1,4 +1,4 @@
-"""Scalars of a rollout: rewards, lengths, cost, and how old the samples are."""
+"""Metrics of a rollout: rewards, lengths, cost and staleness."""
 
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import RolloutBatch, sampled_tokens
@@ -10,10 +10,10 @@ from gspo_jax.sampler.samples import TRUNCATED, Samples
 def rollout_metrics(
   batch: RolloutBatch, rollout, step: int
 ) -> dict[str, float]:
-  """`reward/*`, `response/*`, and more as the config's rollout asks for.
+  """`reward/*`, `response/*`, and `dynamic_sampling/*`, `rollout/*` if on.
 
   Args:
-    batch: whose rewards are computed.
+    batch: that an iteration learns from; waits for its rewards.
     rollout: the section `rollout` of a config.
     step: the iteration that learns from the batch.
   """
@@ -33,7 +33,7 @@ def _reward_metrics(rewards: Rewards) -> dict[str, float]:
   return {
     "reward/mean": float(rewards.total.mean()),
     **{f"reward/{name}": float(part.mean()) for name, part in parts.items()},
-    # Groups of equal rewards have no advantage: only a penalty moves them.
+    # Groups of equal rewards have no advantage; only a penalty is learnt from.
     "reward/mixed_groups": float(rewards.mixed_groups.mean()),
     "reward/failed": float(rewards.failed.mean()),
   }
@@ -45,7 +45,7 @@ def _response_metrics(samples: Samples, costs) -> dict[str, float]:
   return {
     "response/length": float(lengths.mean()),
     "response/truncated": float((finish == TRUNCATED).mean()),
-    # The rest up to 1: decode steps of rows that had finished, of empty slots,
-    # and of tokens that were sampled twice.
+    # The others are steps of rows that had finished, of empty slots, and of
+    # tokens that were sampled twice.
     "response/useful_steps": sampled_tokens(costs) / slot_steps,
   }

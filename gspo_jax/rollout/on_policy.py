@@ -1,4 +1,4 @@
-"""On-policy rollouts: all responses are of the policy that learns from them."""
+"""On-policy rollouts: the policy that learns samples all responses."""
 
 import jax
 
@@ -15,11 +15,11 @@ from gspo_jax.sampler.continuous import ContinuousSampler
 
 
 class OnPolicy:
-  """Samples responses to new prompts; repeats for dynamic sampling.
+  """Samples responses to new prompts, with dynamic sampling if asked for.
 
   Args:
-    context: what sampling takes.
-    merge_groups: `functions.MergeGroups`, for dynamic sampling.
+    context: what sampling needs.
+    merge_groups: `program.functions.MergeGroups`, for dynamic sampling.
     rounds: `rollout.dynamic_sampling_rounds`; 1: no dynamic sampling.
   """
 
@@ -53,7 +53,7 @@ class OnPolicy:
     )
 
   def _sample(self, params, step, key) -> ScoredSamples:
-    """Responses to new prompts; a continuous sampler's are scored meanwhile."""
+    """Responses to new prompts; `ContinuousSampler` streams them to scoring."""
     context = self._context
     batch = context.curriculum.draw(step)
     prompts = prompts_on_device(batch, context.batch_sharding)

@@ -10,16 +10,16 @@ from gspo_jax.sampler.samples import Samples
 
 
 class OneStepOffPolicy:
-  """Gives the batch of the last iteration, and samples the next one.
+  """Returns the batch sampled one iteration before, and samples the next one.
 
-  The rewards of a batch are computed while the next update runs. After the last
-  iteration nothing is sampled: if the run is then made longer, the policy that
+  The rewards of a batch are computed while an update runs. In the last
+  iteration nothing is sampled: if the run is made longer later, the policy that
   learns from the next batch samples it.
 
   Args:
-    source: samples.
+    source: samples the batches.
     context: of `source`.
-    empty: samples of a batch, for a checkpoint in which none are pending.
+    empty: empty samples of a batch, for a checkpoint without pending ones.
     last_step: the last iteration.
   """
 
@@ -48,7 +48,7 @@ class OneStepOffPolicy:
     return {"next": samples, "source": self._source.pending}
 
   def get_state(self) -> dict:
-    """JSON: where the pending problems stand, and what their samples took."""
+    """JSON: where the pending problems stand in the data, and their cost."""
     state = {"source": self._source.get_state(), "places": []}
     if self._next:
       state["places"] = places(self._next.samples.prompts)

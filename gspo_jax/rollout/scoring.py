@@ -1,4 +1,4 @@
-"""Sampled tokens become responses, and responses get their rewards."""
+"""Samples become responses, and responses get rewards."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from gspo_jax.rewards.pool import Response, RewardPool, too_many
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import STOPPED, FinishedResponse, Samples
 
-_REASONS = 3  # reasons for failures that a host reports
+_MAX_REASONS = 3  # for failures, of this host
 
 
 class Rewards(NamedTuple):
@@ -21,8 +21,8 @@ class Rewards(NamedTuple):
   Attributes:
     total: [P, G] float32, the weighted sum of the parts; 0 where one failed.
     parts: {name of a reward: [P, G] float32}, unweighted.
-    failed: [P, G] bool, a reward could not be computed.
-    reasons: why not, of a few on this host.
+    failed: [P, G] bool, whether a reward could not be computed.
+    reasons: why, for a few responses of this host.
   """
 
   total: np.ndarray
@@ -32,7 +32,7 @@ class Rewards(NamedTuple):
 
   @property
   def correct(self) -> np.ndarray:
-    """[P, G], the first reward, which accuracy is measured by."""
+    """[P, G], the first reward, which is the accuracy."""
     return next(iter(self.parts.values()))
 
   @property
@@ -42,13 +42,13 @@ class Rewards(NamedTuple):
 
 
 class PendingRewards:
-  """Rewards that the pools of all hosts are computing.
+  """Rewards that the reward pools of all hosts are computing.
 
   Args:
     rows: this host's rows, in the order of the scores.
     scores: `rewards.pool.Pending`, the scores of these rows in parts.
     group_size: G.
-    like: [P * G], any array that has a row for each response.
+    like: [P * G], any array with the sharding of the responses.
   """
 
   def __init__(self, rows, scores, group_size: int, like: jax.Array):
@@ -73,7 +73,7 @@ class PendingRewards:
       total=self._gather([each.total for each in scores]),
       parts={name: self._gather(part) for name, part in parts.items()},
       failed=self._gather([each.failed for each in scores]) > 0,
-      reasons=tuple(dict.fromkeys(reasons))[:_REASONS],
+      reasons=tuple(dict.fromkeys(reasons))[:_MAX_REASONS],
     )
 
   def _gather(self, values) -> np.ndarray:
@@ -83,8 +83,8 @@ class PendingRewards:
     return every.reshape(-1, self._group_size)
 
 
-class KnownRewards(NamedTuple):
-  """Rewards that are there, in place of `PendingRewards`."""
+class ComputedRewards(NamedTuple):
+  """Computed rewards, with the interface of `PendingRewards`."""
 
   rewards: Rewards
 
@@ -94,12 +94,12 @@ class KnownRewards(NamedTuple):
 
 
 class ResponseDecoder:
-  """Turns tokens into what rewards read: G responses to each of P prompts.
+  """Decodes responses and their prompts into the text that rewards read.
 
-  The prompt is what the policy reads, with all tokens of a chat template.
+  A prompt is decoded as the policy reads it, with its chat template.
 
   Args:
-    batch: P prompts, of `pipeline.prompts` or `pipeline.take`.
+    batch: P prompts, of a `Curriculum` or of `pipeline.take`.
     tokenizer: of the policy.
     group_size: G.
   """
@@ -152,26 +152,26 @@ class StreamingScorer:
   """Scores responses as they finish, while others are being sampled.
 
   Attributes:
-    responses: those that were added, by their row.
+    responses: those that were added, by row.
 
   Args:
     pool: computes rewards.
-    decode: turns tokens into responses.
+    decode: decodes the tokens of a response.
   """
 
   def __init__(self, pool: RewardPool, decode: ResponseDecoder):
     self._pool, self._decode = pool, decode
-    # Without responses, too, a host must have the names of the rewards.
+    # A host without responses must have the names of the rewards, too.
     self.responses, self._scores = {}, [pool.submit([])]
 
   def add(self, finished: Mapping[int, FinishedResponse]) -> None:
-    """Begins to score these responses, by row; each row comes once."""
-    new = {row: self._decode(row, one) for row, one in finished.items()}
+    """Begins to score these responses, by row; adds each row once."""
+    new = {row: self._decode(row, x) for row, x in finished.items()}
     self.responses |= new
     self._scores.append(self._pool.submit(list(new.values())))
 
   def rewards(self, group_size: int, like: jax.Array) -> PendingRewards:
-    """Those of all responses, when all were added; see `PendingRewards`."""
+    """The rewards of all responses; call it when all were added."""
     return PendingRewards(list(self.responses), self._scores, group_size, like)
 
 
@@ -191,8 +191,8 @@ def require_scored(rewards: Sequence[Rewards], most: float, *, of: str) -> None:
 
   Args:
     rewards: of all responses.
-    most: `reward.max_failed`.
-    of: what the responses are of, for the error.
+    most: `reward.max_failed`, the share that may fail.
+    of: what was sampled, for the error.
 
   Raises:
     multihost.AgreedError: more than that share of them failed, or all.

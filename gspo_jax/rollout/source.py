@@ -1,13 +1,12 @@
 """The source of rollouts that a config asks for.
 
-  On-policy: new prompts, sampled by the policy that learns from them; with
-    dynamic sampling (DAPO), until a batch is full of groups whose rewards
-    differ.
+  On-policy: the policy that learns samples responses to new prompts; with
+    dynamic sampling (DAPO), until the rewards of enough groups differ.
   Partial rollouts: a response is sampled over several iterations.
   One step off-policy: the next batch is sampled before the update.
 
-A source is called with the policy and the iteration that learns from the batch.
-Its pending responses are in `pending` and `get_state`, for a checkpoint.
+A source is called with the policy's weights and the iteration that learns from
+the batch. A checkpoint has its pending responses, in `pending` and `get_state`.
 """
 
 from gspo_jax.rollout.batch import RolloutContext
@@ -25,7 +24,7 @@ def make_source(
 
   Args:
     rollout: the section `rollout` of a config.
-    context: what sampling takes.
+    context: what sampling needs.
     functions: the sampler's functions of a program.
     last_step: the last iteration.
   """

@@ -16,7 +16,7 @@ class PromptBatch(NamedTuple):
 
   Attributes:
     index: [batch_size] int, the numbers of the prompts.
-    new: the first `new` of them were in no batch before; the others are padding.
+    new: how many of them, the first, are new; the others are padding.
     samples: the responses to all of them.
   """
 

@@ -294,8 +294,11 @@ def test_any_number_of_prompts_and_recall_by_their_places():
   expected = [by_batch.draw(step) for step in (1, 2, 3)]
   problem_texts = [text for batch in batches for text in texts(batch)]
   assert problem_texts == [t for batch in expected for t in texts(batch)][:10]
-  joined = prompt_batch.pick(prompt_batch.join(batches), np.array([9, 0, 4]))
-  assert joined["stage"].tolist() == [1, 0, 0]
+  joined = prompt_batch.pick(
+    prompt_batch.join(batches), np.array([9, *range(8)])
+  )
+  assert joined["stage"].tolist() == [1, *[0] * 8]
+  assert set(joined["part"].tolist()) == {0, 1}
   names = "stage", "part", "index"
   places = np.stack([joined[name] for name in names], axis=1).tolist()
   recalled = begin().recall(json.loads(json.dumps(places)))

@@ -1,4 +1,4 @@
-"""The critic: it starts at nothing, and learns what answers will earn."""
+"""The critic: its values are 0 at first, and become the returns."""
 
 import dataclasses
 
@@ -10,71 +10,82 @@ import pytest
 
 from gspo_jax import model
 from gspo_jax.learner import critic, train_step
-from gspo_jax.learner.cold_start import as_rollout
+from gspo_jax.learner.cold_start import demonstration_batch
+
+CFG = model.variant(
+  "tiny", dtype="float32", num_layers=1, num_experts=0, experts_per_token=0
+)
+S, R = 3, 4
 
 
 @pytest.fixture(scope="module")
-def cfg():
-  return dataclasses.replace(model.variant("tiny"), dtype="float32")
+def params():
+  policy = jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
+  return critic.init(policy)
 
 
 @pytest.fixture(scope="module")
-def rows():
+def batch():
   rng = np.random.default_rng(0)
-  draw = lambda width: rng.integers(0, 256, (8, width)).astype(np.int32)
-  batch = {
-    "tokens": draw(3),
-    "length": np.full(8, 3, np.int32),
-    "response": draw(4),
-    "response_length": np.array([4, 1, 2, 3, 4, 4, 4, 1], np.int32),
-  }
-  returns = jnp.repeat(jnp.arange(8.0)[:, None] / 8, 4, axis=1)
-  rollout = as_rollout(batch)
-  return dataclasses.replace(rollout, values=jnp.zeros((8, 4)), returns=returns)
+  ids = lambda width: rng.integers(0, 256, (8, width)).astype(np.int32)
+  batch = demonstration_batch(
+    {
+      "tokens": ids(S),
+      "length": np.full(8, S, np.int32),
+      "response": ids(R),
+      "response_length": np.array([4, 1, 2, 3, 4, 4, 4, 1], np.int32),
+    }
+  )
+  returns = jnp.repeat(jnp.arange(8.0)[:, None] / 8, R, axis=1)
+  return dataclasses.replace(batch, values=jnp.zeros((8, R)), returns=returns)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_starts_from_the_policy_and_expects_nothing(cfg, rows, tied):
-  cfg = dataclasses.replace(cfg, tie_embeddings=tied)
-  policy = model.init(jax.random.key(0), cfg)
+def test_starts_from_the_policys_blocks_with_a_head_of_zeros(tied):
+  cfg = dataclasses.replace(CFG, tie_embeddings=tied)
+  shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
+  policy = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
   params = critic.init(policy)
-  assert "head" not in params
-  np.testing.assert_array_equal(params["embed"], policy["embed"])
-  assert not critic.values(params, cfg, rows).any()
+  head = params.pop("value_head")
+  assert head.shape == (CFG.embed_dim,)
+  assert not head.any()
+  policy.pop("head", None)
+  assert jax.tree.structure(params) == jax.tree.structure(policy)
+  assert params["embed"] is policy["embed"]
 
 
-def test_a_value_is_of_the_state_before_its_token(cfg, rows):
-  """Token t and what follows it cannot move the value of token t."""
-  params = critic.init(model.init(jax.random.key(0), cfg))
-  params["value_head"] = jax.random.normal(jax.random.key(1), (cfg.embed_dim,))
-  before = critic.values(params, cfg, rows)
-  S = rows.tokens.shape[1] - 4
-  other = rows.tokens.at[:, S + 1 :].add(1)
-  after = critic.values(params, cfg, dataclasses.replace(rows, tokens=other))
+def test_a_value_is_of_the_state_before_its_token(params, batch):
+  """Token t and those behind it cannot move the value of token t."""
+  head = jax.random.normal(jax.random.key(1), (CFG.embed_dim,))
+  params = params | {"value_head": head}
+  values = jax.jit(lambda batch: critic.values(params, CFG, batch))
+  before = values(batch)
+  other = batch.tokens.at[:, S + 1 :].add(1)
+  after = values(dataclasses.replace(batch, tokens=other))
   np.testing.assert_array_equal(before[:, :2], after[:, :2])
   assert np.all(before[0, 2:] != after[0, 2:])
 
 
-def test_learns_what_is_to_come(cfg, rows):
+def test_values_become_the_returns(params, batch):
   optimizer = optax.adam(3e-3)
   learner = train_step.Learner(
-    loss=lambda p, r, own: critic.loss(p, r, cfg=cfg, clip=10.0),
+    loss=lambda params, rows, _: critic.loss(params, rows, cfg=CFG, clip=10.0),
     optimizer=optimizer,
     minibatches=1,
     micro_batch_size=4,
-    group=1,
+    group_size=1,
   )
-  state = train_step.init_state(
-    critic.init(model.init(jax.random.key(0), cfg)), optimizer=optimizer
-  )
+  state = train_step.init_state(params, optimizer=optimizer)
   step = jax.jit(
-    lambda s: train_step.update(s, rows, jax.random.key(0), learner=learner)
+    lambda state: train_step.update(
+      state, batch, jax.random.key(0), learner=learner
+    )
   )
   losses = []
   for _ in range(30):
     state, _, metrics = step(state)
     losses.append(metrics["loss/value"].value())
-  mask = np.asarray(rows.response_mask)
-  first = 0.5 * np.square(np.asarray(rows.returns))[mask].mean()
+  mask = np.asarray(batch.response_mask)
+  first = 0.5 * np.square(np.asarray(batch.returns))[mask].mean()
   assert losses[0] == pytest.approx(first, rel=1e-5)
   assert losses[-1] < losses[0] / 20

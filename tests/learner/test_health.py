@@ -1,6 +1,6 @@
-"""Warnings: given when they are due, once, with the numbers."""
+"""Warnings: each where it is due, once, with the numbers."""
 
-import types
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,21 +19,21 @@ HEALTHY = {
   "reward/mixed_groups": 0.1,
 }
 GSPO = {
-  "updates": 4,
+  "minibatches": 4,
   "clip_low": 3e-4,
-  "recomputed": True,
-  "compares": True,
-  "truncates": False,
+  "recomputed_old_logps": True,
+  "compares_groups": True,
+  "truncated_sampling": False,
 }
 
 
-def test_warnings_are_given_once_and_name_the_numbers(capsys):
-  watch = HealthChecks(**GSPO)
-  watch(HEALTHY)
+def test_warnings_are_printed_once_with_the_numbers(capsys):
+  check = HealthChecks(**GSPO)
+  check(HEALTHY)
   assert capsys.readouterr().out == ""
   for _ in range(2):
-    watch(HEALTHY | {"ratio/moved": 0.0})
-    watch(HEALTHY | {"mismatch/sequence_abs_mean": 5e-4})
+    check(HEALTHY | {"ratio/moved": 0.0})
+    check(HEALTHY | {"mismatch/sequence_abs_mean": 5e-4})
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 2
   assert "exactly 1 over 4 updates" in lines[0]
@@ -41,88 +41,78 @@ def test_warnings_are_given_once_and_name_the_numbers(capsys):
   assert "clip_low=3.0e-04" in lines[1]
 
 
-def test_a_policy_whose_passes_differ(capsys):
+def test_two_passes_over_the_same_weights_that_differ(capsys):
   noisy = HEALTHY | {"ratio/first_minibatch_std": 2e-5}
   HealthChecks(**GSPO)(noisy)
   line = capsys.readouterr().out
   assert "ratio/first_minibatch_std=2.0e-05" in line
   assert "--xla_gpu_deterministic_ops=true" in line
-  HealthChecks(**GSPO | {"recomputed": False})(noisy)  # the sampler's own gap
+  # With the sampler's log-probs it is the gap between sampler and trainer.
+  HealthChecks(**GSPO | {"recomputed_old_logps": False})(noisy)
   assert capsys.readouterr().out == ""
 
 
-def test_one_update_a_rollout_may_have_a_ratio_of_one(capsys):
-  HealthChecks(**GSPO | {"updates": 1})(HEALTHY | {"ratio/moved": 0.0})
-  HealthChecks(**GSPO)(HEALTHY | {"ratio/moved": 0.0, "grad/norm": 0.0})
-  HealthChecks(**GSPO)(
-    HEALTHY | {"ratio/moved": 0.0, "optim/learning_rate": 0.0}
-  )
+def test_a_ratio_of_one_is_right_where_no_update_has_moved_the_policy(capsys):
+  unmoved = HEALTHY | {"ratio/moved": 0.0}
+  HealthChecks(**GSPO | {"minibatches": 1})(unmoved)
+  HealthChecks(**GSPO)(unmoved | {"grad/norm": 0.0})
+  HealthChecks(**GSPO)(unmoved | {"optim/learning_rate": 0.0})
   assert capsys.readouterr().out == ""
 
 
-def test_a_gap_inside_the_clip_range_is_no_news(capsys):
+def test_a_gap_inside_the_clip_range_is_no_fault(capsys):
   HealthChecks(**GSPO | {"clip_low": 0.2})(
     HEALTHY | {"mismatch/sequence_abs_mean": 0.1}
   )
   assert capsys.readouterr().out == ""
 
 
-def test_an_iteration_without_a_mixed_group_is_told_once(capsys):
-  watch, row = HealthChecks(**GSPO), HEALTHY | {"reward/mixed_groups": 0.0}
+def test_an_iteration_without_mixed_groups_has_no_signal(capsys):
+  check, equal = HealthChecks(**GSPO), HEALTHY | {"reward/mixed_groups": 0.0}
   for _ in range(2):
-    watch(row)
+    check(equal)
   (line,) = capsys.readouterr().out.splitlines()
   assert line.startswith("warning: no signal: ")
   assert "reward/mixed_groups is 0, reward/mean 0.25" in line
-  HealthChecks(**GSPO | {"compares": False})(
-    row
-  )  # a critic learns from these, too
+  HealthChecks(**GSPO | {"compares_groups": False})(equal)
   assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
-  ("changes", "told"),
+  ("changes", "warnings"),
   [
     ({}, ["exactly 1 over 2 updates", "no signal", "clip_low=3.0e-04"]),
     ({"objective.name": "ppo"}, ["exactly 1 over 2 updates"]),
     ({"objective.kl_coef": 0.1, "objective.kl_estimator": "k1"},
      ["exactly 1 over 2 updates", "clip_low=3.0e-04"]),
-    ({"rollout.one_step_off_policy": True}, ["exactly 1 over 2 updates", "no signal"]),
+    ({"rollout.one_step_off_policy": True},
+     ["exactly 1 over 2 updates", "no signal"]),
     ({"sampler.top_k": 3, "learner.minibatches": 1},
      ["top-k, top-p", "no signal", "clip_low=3.0e-04"]),
   ],
 )  # fmt: skip
-def test_what_a_run_watches_for(debug_config, capsys, changes, told):
+def test_a_run_checks_what_its_config_calls_for(
+  debug_config, capsys, changes, warnings
+):
   debug_config.learner.minibatches = 2
   debug_config.update_from_flattened_dict(changes)
-  program = types.SimpleNamespace(tokenizer=tokenizers.load("bytes"))
-  run = types.SimpleNamespace(config=debug_config, program=program)
-  sick = {"ratio/moved": 0.0, "mismatch/sequence_abs_mean": 0.01}
-  train._watch(run)(HEALTHY | sick | {"reward/mixed_groups": 0.0})
+  program = SimpleNamespace(tokenizer=tokenizers.load("bytes"))
+  experiment = SimpleNamespace(config=parse(debug_config), program=program)
+  faults = {"ratio/moved": 0.0, "mismatch/sequence_abs_mean": 0.01}
+  check = train._health_checks(experiment)
+  check(HEALTHY | faults | {"reward/mixed_groups": 0.0})
   lines = capsys.readouterr().out.splitlines()
-  assert len(lines) == len(told)
-  assert all(part in line for part, line in zip(told, lines, strict=True))
+  assert len(lines) == len(warnings)
+  for part, line in zip(warnings, lines, strict=True):
+    assert part in line
 
 
-def test_the_clip_range_is_the_methods_own_unless_asked(debug_config):
-  assert parse(debug_config).objective.method_settings() == {
-    "clip_low": 3e-4,
-    "clip_high": 4e-4,
-  }
-  debug_config.objective.name = "grpo"
-  debug_config.objective.clip_high = 0.5
-  assert parse(debug_config).objective.method_settings() == {
-    "clip_low": 0.2,
-    "clip_high": 0.5,
-  }
-
-
-def test_truncated_sampling_is_announced(capsys):
-  HealthChecks(**GSPO | {"truncates": True})
+def test_truncated_sampling_is_printed_at_the_start(capsys):
+  HealthChecks(**GSPO | {"truncated_sampling": True})
   assert "truncated distribution" in capsys.readouterr().out
 
 
 def test_a_number_that_is_not_finite_stops_the_run():
-  row = {"reward/mean": 0.5, "grad/norm": float("nan")}
+  metrics = {"reward/mean": 0.5, "grad/norm": float("nan")}
   with pytest.raises(FloatingPointError, match="grad/norm is nan at step 7"):
-    require_finite(row, 7)
+    require_finite(metrics, 7)

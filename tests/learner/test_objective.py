@@ -9,48 +9,42 @@ import numpy as np
 import pytest
 
 from gspo_jax import losses, model
-from gspo_jax.learner import objective, routing
-from gspo_jax.learner.cold_start import as_rollout
+from gspo_jax.learner import routing, train_batch
+from gspo_jax.learner.cold_start import demonstration_batch
 from gspo_jax.learner.objective import (
+  INSTRUMENTS,
   MismatchCorrection,
   Objective,
   policy_loss,
 )
-from gspo_jax.logprobs import token_logprobs
+from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.losses import Mean
+
+CFG = model.variant("tiny", dtype="float32")
+B, S, R, L, K = 6, 3, 4, CFG.num_layers, CFG.experts_per_token
+GRPO = Objective(losses.grpo_loss)
+GSPO = Objective(losses.gspo_loss)
 
 
-@pytest.fixture(scope="module")
-def cfg():
-  return dataclasses.replace(model.variant("tiny"), dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def params(cfg):
-  return model.init(jax.random.key(0), cfg)
-
-
-@pytest.fixture(scope="module")
-def rows(cfg, params):
-  """Six answers, whose old policy is not quite the present one."""
-  rng = np.random.default_rng(0)
-  draw = lambda width: rng.integers(0, 256, (6, width)).astype(np.int32)
-  batch = {
-    "tokens": draw(3),
-    "length": np.full(6, 3, np.int32),
-    "response": draw(4),
-    "response_length": np.array([4, 1, 2, 3, 4, 4], np.int32),
-  }
-  rollout = as_rollout(batch)
-  other = jax.tree.map(
-    lambda x: x + 0.05 * rng.standard_normal(x.shape).astype(np.float32),
-    params,
+def demonstrations(rng):
+  ids = lambda width: rng.integers(0, 256, (B, width)).astype(np.int32)
+  return demonstration_batch(
+    {
+      "tokens": ids(S),
+      "length": np.full(B, S, np.int32),
+      "response": ids(R),
+      "response_length": np.array([4, 1, 2, 3, 4, 4], np.int32),
+    }
   )
-  old = score(other, cfg, rollout)
-  noise = lambda: rng.normal(0, 0.3, (6, 4)).astype(np.float32)
+
+
+def with_old_policy(batch, old, rng):
+  """The batch, with the fields of an old policy and random advantages."""
+  noise = lambda: rng.normal(0, 0.3, (B, R)).astype(np.float32)
   return dataclasses.replace(
-    rollout,
+    batch,
     old_logps=old.logps,
-    advantages=jnp.asarray(rng.standard_normal(6), jnp.float32),
+    advantages=jnp.asarray(rng.standard_normal(B), jnp.float32),
     experts=old.experts.swapaxes(0, 1),
     router_logps=old.router_logps.swapaxes(0, 1),
     sampler_logps=old.logps + noise(),
@@ -58,23 +52,34 @@ def rows(cfg, params):
   )
 
 
-def score(params, cfg, rows, **how):
-  return token_logprobs(
-    params,
-    cfg,
-    rows.tokens,
-    rows.positions,
-    rows.mask,
-    response_length=rows.response_mask.shape[1],
-    **how,
+def tabular(params, cfg, batch, **options):
+  """In the place of a model: its outputs are its parameters."""
+  zeros = jnp.zeros((L, B, R))
+  experts = jnp.zeros((L, B, S + R, K), jnp.uint8)
+  return TokenLogprobs(
+    params["logps"],
+    params["entropy"],
+    experts,
+    params["router_logps"],
+    zeros,
+    jnp.zeros(L, jnp.int32),
   )
 
 
-def evaluate(params, rows, cfg, chosen, temperature=1.0):
-  found = policy_loss(
-    params, rows, cfg=cfg, objective=chosen, temperature=temperature
+def tabular_params(rng):
+  uniform = lambda *shape: rng.random(shape, np.float32)
+  return {
+    "logps": -uniform(B, R),
+    "entropy": uniform(B, R),
+    "router_logps": -uniform(L, B, R, K),
+  }
+
+
+def evaluate(params, batch, objective):
+  out = policy_loss(
+    params, batch, cfg=CFG, objective=objective, temperature=1.0
   )
-  return found.loss, found.metrics
+  return out.loss.total / out.loss.count, out.metrics
 
 
 TERMS = {
@@ -91,96 +96,196 @@ TERMS = {
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_every_term_reaches_value_and_gradient(cfg, params, rows, name):
+def test_every_term_reaches_the_loss_and_its_gradient(name, monkeypatch):
   """Against the public losses, put together by hand."""
-  how = TERMS[name]
-  chosen = Objective(losses.grpo_loss, **how)
-  mask = rows.response_mask
+  monkeypatch.setattr(train_batch, "logprobs", tabular)
+  rng, terms = np.random.default_rng(0), TERMS[name]
+  old, params = tabular_params(rng), tabular_params(rng)
+  batch = with_old_policy(demonstrations(rng), tabular(old, CFG, None), rng)
+  mask = batch.response_mask
 
   def by_hand(params):
-    routes = rows.experts.swapaxes(0, 1)
-    scored = score(params, cfg, rows, routes=routes)
-    penalty = jnp.zeros((6, 4))
-    if "kl_coef" in how:
-      gap = rows.reference_logps - scored.logps
+    out = tabular(params, CFG, batch)
+    penalty = jnp.zeros((B, R))
+    if "kl_coef" in terms:
+      gap = batch.reference_logps - out.logps
       k3 = jnp.exp(gap) - gap - 1
-      penalty += 0.3 * (gap**2 / 2 if "kl_estimator" in how else k3)
-    if "entropy_coef" in how:
-      penalty -= 0.1 * scored.entropy
+      penalty += 0.3 * (gap**2 / 2 if "kl_estimator" in terms else k3)
+    if "entropy_coef" in terms:
+      penalty -= 0.1 * out.entropy
     weights = shift = None
-    if "mismatch" in how:
+    if "mismatch" in terms:
       weights, _ = losses.mismatch_weights(
-        rows.old_logps, rows.sampler_logps, mask, **how["mismatch"]._asdict()
+        batch.old_logps,
+        batch.sampler_logps,
+        mask,
+        **terms["mismatch"]._asdict(),
       )
-    if "shift_floor" in how:
-      new = scored.router_logps.swapaxes(0, 1)
-      moved = routing.shift(new, rows.router_logps)
+    if "shift_floor" in terms:
+      new = out.router_logps.swapaxes(0, 1)
+      moved = routing.shift(new, batch.router_logps)
       shift = jnp.maximum(-moved, jnp.log(0.9))
-    terms = losses.Terms(shift, weights, penalty, how.get("dual_clip"))
+    added = losses.Terms(shift, weights, penalty, terms.get("dual_clip"))
     return losses.grpo_loss(
-      scored.logps, rows.old_logps, rows.advantages, mask, terms=terms
+      out.logps, batch.old_logps, batch.advantages, mask, terms=added
     )[0]
 
-  def ours(params):
-    loss, metrics = evaluate(params, rows, cfg, chosen)
-    return loss.total / loss.count, metrics
-
-  expected, slope = jax.jit(jax.value_and_grad(by_hand))(params)
-  (found, metrics), own = jax.jit(jax.value_and_grad(ours, has_aux=True))(
-    params
-  )
-  assert float(found) == pytest.approx(float(expected), abs=1e-6)
-  for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(slope), strict=True):
-    np.testing.assert_allclose(a, b, atol=1e-6)
+  objective = dataclasses.replace(GRPO, **terms)
+  expected, slope = jax.value_and_grad(by_hand)(params)
+  (loss, metrics), grads = jax.value_and_grad(
+    lambda params: evaluate(params, batch, objective), has_aux=True
+  )(params)
+  assert float(loss) == pytest.approx(float(expected), abs=1e-6)
+  for key in slope:
+    np.testing.assert_allclose(grads[key], slope[key], atol=1e-6)
   if name != "nothing":
-    plain, _ = ours_without(params, rows, cfg)
-    assert abs(plain - found) > 1e-4  # or the term is none
+    plain, _ = evaluate(params, batch, GRPO)
+    assert abs(plain - loss) > 1e-4  # or the term is none
   assert metrics["kl/reference"].value() > 0
 
 
-def ours_without(params, rows, cfg):
-  loss, metrics = evaluate(params, rows, cfg, Objective(losses.grpo_loss))
-  return loss.total / loss.count, metrics
+@pytest.fixture(scope="module")
+def params():
+  return jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
 
 
-def test_replay_goes_where_the_old_policy_went(cfg, params, rows):
-  plain = functools.partial(evaluate, params, rows, cfg)
-  _, free = plain(Objective(losses.grpo_loss))
-  _, bound = plain(Objective(losses.grpo_loss, replay="r2"))
-  assert free["moe/expert_flip_rate"].value() > 0
+@functools.cache
+def jitted_logprobs():
+  return jax.jit(
+    functools.partial(train_batch.logprobs, cfg=CFG),
+    static_argnames=("temperature", "replay"),
+  )
+
+
+@pytest.fixture(scope="module")
+def batch(params):
+  """Six responses, whose old policy is not quite the present one."""
+  rng = np.random.default_rng(0)
+  batch = demonstrations(rng)
+  other = jax.tree.map(
+    lambda x: x + 0.05 * rng.standard_normal(x.shape).astype(np.float32),
+    params,
+  )
+  old = jitted_logprobs()(other, batch=batch, temperature=0.7)
+  return with_old_policy(batch, old, rng)
+
+
+@pytest.fixture(scope="module")
+def jitted_loss(params):
+  """(batch, is_old_policy, objective=, temperature=) -> `LossOutput`."""
+  jitted = jax.jit(
+    functools.partial(policy_loss, cfg=CFG),
+    static_argnames=("objective", "temperature"),
+  )
+  return functools.partial(jitted, params, temperature=0.7)
+
+
+def test_replay_sends_tokens_to_the_experts_of_the_old_policy(
+  jitted_loss, batch
+):
+  r2 = dataclasses.replace(GRPO, replay="r2")
+  free = jitted_loss(batch, False, objective=GRPO).metrics
+  replayed = jitted_loss(batch, False, objective=r2).metrics
+  flips = free["moe/expert_flip_rate"].value()
+  assert flips > 0
+  assert flips == pytest.approx(free["moe/layer_flip_rate"].value().mean())
+  assert free["moe/layer_flip_rate"].value().shape == (L,)
   # The experts are the old ones then, so flips would say nothing.
-  assert "moe/expert_flip_rate" not in bound
-  assert "moe/layer_flip_rate" not in bound
-  shifted = bound["moe/router_shift_ratio"].value()
-  assert 0 < shifted < 1
-  assert bound["kl/old_new"].value() != free["kl/old_new"].value()
+  assert "moe/expert_flip_rate" not in replayed
+  assert "moe/layer_flip_rate" not in replayed
+  assert 0 < free["moe/router_shift_ratio"].value() < 1
+  assert 0 < replayed["moe/router_shift_ratio"].value() < 1
+  assert replayed["kl/old_new"].value() != free["kl/old_new"].value()
 
 
-def test_log_probs_are_of_the_tempered_distribution(cfg, params, rows):
+def random_routes():
+  """Experts [B, L, S + R, K] that no router chose."""
+  rng = np.random.default_rng(1)
+  shape = B, L, S + R, CFG.num_experts
+  order = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
+  return jnp.asarray(order[..., :K].astype(np.uint8))
+
+
+@pytest.mark.parametrize("replay", ["none", "r3"])
+def test_the_old_policy_has_the_routing_of_its_own_pass(
+  params, jitted_loss, batch, replay
+):
+  """R3: the sampler's experts, whatever they are; else the router's own."""
+  objective, routes = dataclasses.replace(GRPO, replay=replay), {}
+  if replay == "r3":
+    batch = dataclasses.replace(batch, experts=random_routes())
+    routes = {"routes": random_routes().swapaxes(0, 1), "replay": True}
+  out = jitted_loss(batch, True, objective=objective)
+  fields = out.old_policy_fields
+  forward = functools.partial(
+    jitted_logprobs(), params, batch=batch, temperature=0.7
+  )
+  expected = forward(**routes)
+  close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+  mask = np.asarray(batch.response_mask)
+  close(fields["old_logps"][mask], expected.logps[mask])
+  close(fields["router_logps"], expected.router_logps.swapaxes(0, 1))
+  if replay == "r3":  # they are in the batch already
+    assert "experts" not in fields
+    free = forward().logps
+    assert np.abs(fields["old_logps"] - free)[mask].mean() > 0.01
+  else:
+    experts = expected.experts.swapaxes(0, 1)
+    np.testing.assert_array_equal(fields["experts"], experts)
+    assert fields["experts"].dtype == np.uint8
+  # The ratio to itself is 1, whatever the batch had before.
+  assert out.metrics["ratio/token_std"].value() < 1e-6
+
+
+def test_log_probs_are_of_the_tempered_distribution(jitted_loss, batch, params):
   """At the sampler's temperature a policy's own log-probs give ratio 1."""
-  own = score(params, cfg, rows, temperature=0.7).logps
-  rows = dataclasses.replace(rows, old_logps=own)
-  chosen = Objective(losses.grpo_loss)
-  _, metrics = evaluate(params, rows, cfg, chosen, temperature=0.7)
+  own = jitted_logprobs()(params, batch=batch, temperature=0.7).logps
+  batch = dataclasses.replace(batch, old_logps=own)
+  metrics = jitted_loss(batch, False, objective=GRPO).metrics
   assert metrics["ratio/token_std"].value() < 1e-5
-  _, metrics = evaluate(params, rows, cfg, chosen)
-  assert metrics["ratio/token_std"].value() > 0.1
+  out = jitted_loss(batch, False, objective=GRPO, temperature=1.0)
+  assert out.metrics["ratio/token_std"].value() > 0.1
 
 
-def test_instruments_agree_with_one_another(cfg, params, rows):
-  _, metrics = evaluate(params, rows, cfg, Objective(losses.gspo_loss))
-  layers = metrics["moe/layer_flip_rate"].value()
-  assert layers.shape == (cfg.num_layers,)
-  flips = metrics["moe/expert_flip_rate"].value()
-  assert flips == pytest.approx(layers.mean())
-  assert 0 < metrics["moe/router_shift_ratio"].value() < 1
-  off = Objective(losses.gspo_loss, instruments=False)
-  bare = dataclasses.replace(rows, experts=None, router_logps=None)
-  loss, without = evaluate(params, bare, cfg, off)
-  assert not [key for key in without if key.startswith("moe/")]
-  on, _ = evaluate(params, rows, cfg, Objective(losses.gspo_loss))
-  assert float(loss.total) == pytest.approx(float(on.total), abs=1e-6)
+def test_instruments_change_no_loss(monkeypatch):
+  monkeypatch.setattr(train_batch, "logprobs", tabular)
+  rng = np.random.default_rng(0)
+  old, params = tabular_params(rng), tabular_params(rng)
+  batch = with_old_policy(demonstrations(rng), tabular(old, CFG, None), rng)
+  loss, metrics = evaluate(params, batch, GSPO)
+  bare = dataclasses.replace(batch, experts=None, router_logps=None)
+  off = dataclasses.replace(GSPO, instruments=False)
+  without, scalars = evaluate(params, bare, off)
+  assert float(loss) == pytest.approx(float(without), abs=1e-6)
+  assert "moe/router_shift_ratio" in metrics
+  assert not [key for key in scalars if key.startswith("moe/")]
+  # Of the metrics of the old policy, only instruments are left out.
+  loss = functools.partial(policy_loss, params, cfg=CFG, temperature=1.0)
+  every = loss(batch, objective=GSPO).old_policy_metrics
+  rest = loss(batch, objective=off).old_policy_metrics
+  assert set(rest) < set(every)
+  assert set(every) - set(rest) < set(INSTRUMENTS)
+  assert all(np.ndim(metric.value()) == 0 for metric in rest.values())
+  assert isinstance(rest["moe/dropped"], Mean)
+
+
+def test_a_dense_model_has_no_metrics_of_its_routing():
+  dense = model.variant(
+    "tiny", dtype="float32", num_experts=0, experts_per_token=0
+  )
+  batch = dataclasses.replace(
+    demonstrations(np.random.default_rng(0)), sampler_logps=jnp.zeros((B, R))
+  )
+  params = jax.eval_shape(lambda key: model.init(key, dense), jax.random.key(0))
+  out = jax.eval_shape(
+    functools.partial(policy_loss, cfg=dense, objective=GSPO, temperature=1.0),
+    params,
+    batch,
+  )
+  assert list(out.old_policy_fields) == ["old_logps"]
+  names = [*out.metrics, *out.old_policy_metrics]
+  assert not [name for name in names if name.startswith("moe/")]
 
 
 def test_an_objective_can_be_a_static_argument():
-  assert hash(objective.Objective(losses.gspo_loss)) is not None
+  assert hash(GSPO) is not None

@@ -9,48 +9,51 @@ from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 
 
-def measure(mesh="1", apart=False, **asked):
+def measure(mesh="1", apart=False, **options):
   devices = jax.devices()[: int(mesh.split()[0])]
-  made = sharding.make_mesh(devices, **ratio_one.MESHES[mesh])
-  config = ratio_one.config_of(**asked)
-  return ratio_one.measure(config, made, apart=apart)
+  config = ratio_one.config_of(**options)
+  mesh = sharding.make_mesh(devices, **ratio_one.MESHES[mesh])
+  return ratio_one.measure(config, mesh, apart=apart)
 
 
-# One of each kind; `benchmarks.ratio_one` has the whole table.
+# A mesh with experts, and a dense model; the slow ones are the whole table of
+# `benchmarks.ratio_one`.
 @pytest.mark.parametrize(
-  "asked",
+  "options",
   [
     {"mesh": "8 fsdp, expert, tensor"},
     {"experts": False, "remat": False, "micro": 8, "objective": "ppo"},
-    {"remat": False, "replay": "r3", "objective": "rspo"},
     *[
-      pytest.param(asked, marks=pytest.mark.slow)
-      for asked in ratio_one.table(quick=False)
+      pytest.param(options, marks=pytest.mark.slow)
+      for options in (
+        {"remat": False, "replay": "r3", "objective": "rspo"},
+        *ratio_one.table(quick=False),
+      )
     ],
   ],
   ids=str,
 )
-def test_an_unmoved_policy_has_ratio_one(asked):
-  row = measure(**asked)
+def test_an_unmoved_policy_has_ratio_one(options):
+  metrics = measure(**options)
   for unit in ("sequence", "token"):
-    assert row[f"ratio/{unit}_std"] == 0
+    assert metrics[f"ratio/{unit}_std"] == 0
   # SAPO and CISPO clip at other numbers, and nothing at 1 either.
   for unit in ("sequence", "token"):
-    assert row[f"clip_frac/{unit}"] == 0
-  assert row["ratio/moved"] == row["ratio/first_minibatch_std"] == 0
-  assert row["grad/norm"] > 0
+    assert metrics[f"clip_frac/{unit}"] == 0
+  assert metrics["ratio/moved"] == metrics["ratio/first_minibatch_std"] == 0
+  assert metrics["grad/norm"] > 0
 
 
 def test_log_probs_of_another_program_have_another_ratio():
-  """Or the test above would say nothing; the metric sees it, too."""
-  row = measure(apart=True)
-  assert row["ratio/sequence_std"] > 1e-4
-  assert row["ratio/first_minibatch_std"] > 1e-4
-  assert row["clip_frac/sequence"] > 0.1
+  """Else the test above would always pass; the metric shows it, too."""
+  metrics = measure(apart=True)
+  assert metrics["ratio/sequence_std"] > 1e-4
+  assert metrics["ratio/first_minibatch_std"] > 1e-4
+  assert metrics["clip_frac/sequence"] > 0.1
 
 
 @pytest.mark.parametrize(
-  ("minibatches", "asked", "scores"),
+  ("minibatches", "options", "needs_old_logprobs"),
   [
     (1, {}, False),  # the only pass is that of the old policy
     (1, {"kl_coef": 0.1, "kl_estimator": "k1"}, True),  # a reward needs them
@@ -59,17 +62,19 @@ def test_log_probs_of_another_program_have_another_ratio():
     (4, {"old_logps": "sampler"}, True),  # for the old policy's routing
   ],
 )
-def test_who_is_scored(minibatches, asked, scores):
-  config = ratio_one.config_of(**asked)
+def test_which_configs_need_old_log_probs(
+  minibatches, options, needs_old_logprobs
+):
+  config = ratio_one.config_of(**options)
   config.learner.minibatches = minibatches
-  made = build_program(parse(config), sharding.make_mesh(jax.devices()[:1]))
-  assert made.learner.needs_old_logprobs == scores
+  program = build_program(parse(config), sharding.make_mesh(jax.devices()[:1]))
+  assert program.learner.needs_old_logprobs == needs_old_logprobs
 
 
-def test_one_minibatch_is_not_scored_and_has_ratio_one():
+def test_one_minibatch_needs_no_old_log_probs_and_has_ratio_one():
   config = ratio_one.config_of(experts=False)
   config.learner.minibatches, config.learner.micro_batch_size = 1, 32
   mesh = sharding.make_mesh(jax.devices()[:1])
-  row = ratio_one.measure(config, mesh)
-  assert row["ratio/token_std"] == row["ratio/first_minibatch_std"] == 0
-  assert row["mismatch/token_abs_mean"] > 0  # measured in the update
+  metrics = ratio_one.measure(config, mesh)
+  assert metrics["ratio/token_std"] == metrics["ratio/first_minibatch_std"] == 0
+  assert metrics["mismatch/token_abs_mean"] > 0  # measured in the update

@@ -1,4 +1,4 @@
-"""What is measured of the routers, against a walk over every choice."""
+"""Metrics of the routing, against loops over every token and expert."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ B, L, S, R, k, E = 3, 2, 4, 5, 2, 6
 T = S + R
 
 
-def drawn(seed):
-  """Experts [B, L, T, k], those of a token differing."""
+def random_experts(seed):
+  """[B, L, T, k]; the experts of a token differ."""
   rng = np.random.default_rng(seed)
   order = rng.permuted(np.broadcast_to(np.arange(E), (B, L, T, E)), axis=-1)
   return order[..., :k].astype(np.uint8)
@@ -23,23 +23,25 @@ def mask():
   return np.arange(R) < np.array([R, 2, 0])[:, None]
 
 
-def scored():
-  """Every (row, token) whose successor is in the response."""
+def predicting():
+  """Every (row, place) whose next token is in the response."""
   return [(b, S - 1 + r) for b, r in np.argwhere(mask())]
 
 
-def test_flips_are_the_old_experts_that_are_gone():
-  old, new = drawn(0), drawn(1)
+def test_flips_are_old_experts_that_are_not_chosen():
+  old, new = random_experts(0), random_experts(1)
   new[0, 0] = old[0, 0]
   flips = jax.jit(routing.flips)(new, old, mask())
   for layer in range(L):
-    gone = [len({*old[b, layer, t]} - {*new[b, layer, t]}) for b, t in scored()]
+    gone = [
+      len({*old[b, layer, t]} - {*new[b, layer, t]}) for b, t in predicting()
+    ]
     assert flips.value()[layer] == pytest.approx(np.mean(gone) / k)
   assert 0 < flips.value()[0] < flips.value()[1] < 1
 
 
-def test_the_order_of_experts_is_no_flip():
-  old = drawn(0)
+def test_the_order_of_experts_does_not_matter():
+  old = random_experts(0)
   assert not routing.flips(old[..., ::-1], old, mask()).value().any()
 
 
@@ -48,7 +50,7 @@ def test_flips_by_hand():
   new = old.copy()
   old[0, :, 0] = [[0, 1], [2, 3]]
   new[0, :, 0] = [[1, 0], [2, 5]]
-  new[0, :, 1] = 4  # not scored
+  new[0, :, 1] = 4  # predicts no response token
   flips = routing.flips(new, old, np.ones((1, 1), bool))
   assert flips.value().tolist() == [0, 0.5]
   assert routing.over_layers(flips).value() == 0.25
@@ -70,11 +72,11 @@ def test_the_shift_is_a_mean_over_layers_and_experts():
 
 
 def test_the_busiest_expert_of_each_layer():
-  experts = drawn(3)
+  experts = random_experts(3)
   experts[:, 1] = [0, 1]  # two experts do all the work of six
   tokens = routing.tokens(experts, mask(), E)
   counts = np.bincount(
-    np.ravel([experts[b, 0, t] for b, t in scored()]), minlength=E
+    np.ravel([experts[b, 0, t] for b, t in predicting()]), minlength=E
   )
   expected = [counts.max() / counts.mean(), E / k]
   np.testing.assert_allclose(routing.Load(tokens).value(), expected, rtol=1e-6)
@@ -85,13 +87,13 @@ def test_the_busiest_expert_of_each_layer():
 def test_the_entropy_of_each_layer():
   entropies = np.random.default_rng(4).random((B, L, R)).astype(np.float32)
   entropies[~mask()[:, None].repeat(L, 1)] = np.nan  # never read
-  found = routing.entropy(entropies, mask()).value()
+  means = routing.entropy(entropies, mask()).value()
   expected = [entropies[:, i][mask()].mean() for i in range(L)]
-  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  np.testing.assert_allclose(means, expected, rtol=1e-5)
 
 
 def test_means_of_layers_add_up_over_micro_batches():
-  old, new = drawn(0), drawn(1)
+  old, new = random_experts(0), random_experts(1)
   whole = routing.flips(new, old, mask())
   parts = [routing.flips(new[i], old[i], mask()[i]) for i in ([0], [1, 2])]
   both = jax.tree.map(lambda a, b: a + b, *parts)

@@ -126,7 +126,7 @@ def step(pages, q, new, mask):
   [
     ((0, 3, S, 7, 2 * S), (), {}),
     ((0, 3, S, 7, 2 * S), (), {"activity": 0.0}),
-    ((0, 3, S, 7, 2 * S), (), {"scale": 100.0}),  # sums are rescaled
+    ((0, 3, S, 7, 2 * S), (), {"scale": 100.0}),  # scores far apart
     ((0, 2 * S, 2 * S, 2 * S, 2 * S + 1), (1, 2, 4), {}),
     ((3,), (), {}),
   ],

@@ -346,7 +346,7 @@ def start(config, params):
 def minibatch_rows(rows):
   """The rows of the first minibatch, and of the second."""
   order = jax.random.permutation(jax.random.key(1), P)
-  cut = MinibatchSplit(order, count=2, micro=2).split(rows)
+  cut = MinibatchSplit(order, minibatches=2, micro_batch_size=2).split(rows)
   return np.asarray(cut.tokens[..., 0]).reshape(2, -1)
 
 

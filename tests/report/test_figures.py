@@ -2,10 +2,11 @@
 
 import re
 
+import numpy as np
 import pytest
 from make_run import CONFIG, make_run
 
-from gspo_jax.report import workdir
+from gspo_jax.report import figures, workdir
 from gspo_jax.report.figures import of_subject, table
 from gspo_jax.report.subjects import SUBJECTS, Chart, Subject
 
@@ -140,6 +141,16 @@ def test_a_mark_is_where_the_log_ratio_is_clipped(tmp_path):
   ((chart,), *_) = of_subject(Subject("s", (curve,)), runs(folder), set())
   assert "clip low 0.223" in chart.html
   assert "clip high 0.239" in chart.html
+
+
+def test_the_parts_of_a_run_are_tenths_of_its_steps():
+  steps = np.arange(20)
+  parts = {
+    part.label: steps[part.steps].tolist() for part in figures._parts(20)
+  }
+  assert parts == {"first": [0, 1], "middle": [9, 10], "last": [18, 19]}
+  spread = workdir.Spread(steps, steps[:, None], None)
+  assert figures._last_tenth(spread).tolist() == [[18], [19]]
 
 
 def test_maps_and_outlines_of_one_run_outlines_of_several(tmp_path):

@@ -202,6 +202,12 @@ def test_a_failing_response_affects_no_other(pool, kind):
   assert FAILS[kind] in scores.reasons[0]
 
 
+def test_a_first_call_that_hangs_is_ended_in_time(pool):
+  scores = pool.submit(act("sleeps", "good")).result()
+  np.testing.assert_array_equal(scores.failed, [True, False])
+  assert "took over 2 s" in scores.reasons[0]
+
+
 @pytest.mark.parametrize("kind", HARMLESS)
 def test_side_effects_of_a_reward_affect_no_response(pool, kind):
   kinds = ["good", kind, "naps", kind, "good", "raises"]

@@ -67,6 +67,9 @@ def test_threads_start_and_processes_do_not(machine):
   for bit in (17, *range(25, 31)):
     assert filtered(machine, clone, THREAD | 1 << bit) == NO_PERMISSION
   assert filtered(machine, 435) == UNKNOWN  # clone3
+  if machine == "x86_64":
+    for number in (57, 58):  # fork and vfork
+      assert filtered(machine, number) == NO_PERMISSION
 
 
 def test_calls_of_other_machines_end_the_program():

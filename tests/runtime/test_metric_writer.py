@@ -131,6 +131,12 @@ def test_to_scalars_divides_after_a_single_fetch(monkeypatch):
   assert spread == {}
 
 
+def test_metrics_of_one_name_are_added_before_the_division():
+  one = jnp.float32(1)
+  first, second = {"a": Mean(one, 3 * one)}, {"a": Mean(2 * one, 3 * one)}
+  assert metric_writer.to_scalars(first, second) == ({"a": 0.5}, {})
+
+
 def test_to_scalars_separates_distributions_from_scalars():
   layers = Mean(jnp.arange(3.0), jnp.float32(2))
   counts = Histogram(jnp.arange(len(EDGES) - 1.0))

@@ -128,12 +128,12 @@ def assert_same_routing(samples, expected):
 
 
 @pytest.mark.parametrize(
-  "build",
+  "make",
   [one_device, few_pages, one_slot, eight_devices, eight_devices_routing],
 )
-def test_samples_are_those_of_the_static_sampler(build):
+def test_samples_are_those_of_the_static_sampler(make):
   """With the same key, whatever the slots, the pages and the neighbours."""
-  generate = build()
+  generate = make()
   expected, samples = static(generate.config), run(generate)
   assert (expected.lengths == R).any() != (expected.lengths == R).all()
   assert_same(samples, expected)
@@ -172,10 +172,10 @@ def spied(generate, **functions):
   return dataclasses.replace(generate, jitted=jitted)
 
 
-@pytest.mark.parametrize("build", [one_device, eight_devices])
-def test_a_subset_of_the_slots_is_computed_for_the_last_responses(build):
+@pytest.mark.parametrize("make", [one_device, eight_devices])
+def test_a_subset_of_the_slots_is_computed_for_the_last_responses(make):
   """A quarter of each shard's 8 or 4, where no more are active, none new."""
-  generate, segments = build(), []
+  generate, segments = make(), []
   slots, shards = generate.paging.slots, generate.shards
 
   def decode(params, state, samples, plan, compute_slots, *rest):
@@ -307,8 +307,8 @@ def test_finished_responses_and_earlier_tokens_stay_as_they_are():
   assert (after.tokens != static().tokens)[~finished].any()
 
 
-@pytest.mark.parametrize("build", [one_device, eight_devices])
-def test_each_finished_response_is_reported_once(build):
+@pytest.mark.parametrize("make", [one_device, eight_devices])
+def test_each_finished_response_is_reported_once(make):
   reported, calls = {}, []
 
   def on_finished(responses):
@@ -316,7 +316,7 @@ def test_each_finished_response_is_reported_once(build):
     reported.update(responses)
     calls.append(len(responses))
 
-  samples = run(build(), on_finished=on_finished)
+  samples = run(make(), on_finished=on_finished)
   assert sorted(reported) == list(range(A))
   assert len(calls) > 2
   for a, response in reported.items():

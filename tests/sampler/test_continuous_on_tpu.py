@@ -1,6 +1,7 @@
-"""Segments of decoding over pages, as the TPU's compiler makes them.
+"""Segments of continuous batching, compiled for TPUs: copies, bytes, memory.
 
-Of Qwen3-30B-A3B in full. Nothing runs: bytes are counted in the compiled text.
+The model is Qwen3-30B-A3B at full size. Nothing runs: bytes are counted in the
+compiled program.
 """
 
 import importlib.util
@@ -26,9 +27,9 @@ pytestmark = [
 ]
 
 PAGE = 128
-BLOCK = 512  # tokens of a row that the kernel reads at one time
-SLOTS = {"v5p:2x2x2": 64, "v5e:4x4": 20}  # a device
-LARGE = 2**18  # elements; less is no matrix of weights
+BLOCK = 512  # tokens of a slot that the kernel reads at one time
+SLOTS = {"v5p:2x2x2": 64, "v5e:4x4": 20}  # slots a device
+LARGE = 2**18  # elements; weights have more
 
 
 def configured(devices, slots):
@@ -45,40 +46,52 @@ def configured(devices, slots):
 
 
 class Segment:
-  """What was compiled, `last` of a quarter of the slots; bytes of a device."""
+  """A compiled segment; bytes are those of one device.
+
+  Attributes:
+    whole: the program of all slots.
+    subset: the program of a quarter of the slots.
+    step: the plan's report of a decode step of `whole`.
+    longest: tokens of the longest slot.
+    pool: tokens of all pages.
+  """
 
   def __init__(self, topology):
     plan_compile.prepare()
     where, self.slots = chips.parse(topology), SLOTS[topology]
     devices = plan_compile.devices(where, 1)
-    config = configured(len(devices), self.slots)
-    made = build_program(parse(config), sh.make_mesh(devices, **config.mesh))
+    keys = configured(len(devices), self.slots)
+    config = parse(keys)
+    program = build_program(config, sh.make_mesh(devices, **keys.mesh))
+    generate = program.sampler.generate
     key = jax.eval_shape(lambda: jax.random.key(0))
-    lowered, _ = lower._lower_continuous_sampler(config, made, key)
-    self.done = plan_compile.compile_one(lowered["generate"])
-    few = jax.ShapeDtypeStruct(
+    lowered, _ = lower._lower_continuous_sampler(config, program, key)
+    self.whole = plan_compile.compile_one(lowered["generate"])
+    compute_slots = jax.ShapeDtypeStruct(
       (self.slots // 4 * len(devices),),
       np.int32,
-      sharding=made.generate.rows,
+      sharding=generate.batch_sharding,
     )
-    last, _ = lower._lower_continuous_sampler(config, made, key, few)
-    self.last = plan_compile.compile_one(last["generate"])
-    report = analysis.analyze("generate", self.done, config, made, where)
-    self.step, sizes = report["decode"], made.generate.sizes
-    # A prompt's own partial page is in the pool, too.
-    self.longest, self.pool = sizes.width * PAGE, sizes.pages * PAGE
-    cfg = made.cfg
-    self.router = real((cfg.embed_dim, cfg.num_experts))
-    self.cache_shape = (cfg.num_kv_heads, sizes.pages, PAGE, cfg.head_dim)
-    laid_out = zip(
-      jax.tree.leaves(lowered["lay_out"].out_info),
-      jax.tree.leaves(
-        decode_params_sharding(cfg, made.generate.devices.decode.mesh)
-      ),
+    subset, _ = lower._lower_continuous_sampler(
+      config, program, key, compute_slots
+    )
+    self.subset = plan_compile.compile_one(subset["generate"])
+    report = analysis.analyze("generate", self.whole, config, program, where)
+    self.step, sizes = report["decode"], generate.sizes
+    # The pool has a partial page of each prompt, too.
+    self.longest = sizes.pages_per_slot * PAGE
+    self.pool = sizes.num_pages * PAGE
+    cfg = program.cfg
+    self.router = dims((cfg.embed_dim, cfg.num_experts))
+    self.cache_shape = cfg.num_kv_heads, sizes.num_pages, PAGE, cfg.head_dim
+    weights = zip(
+      jax.tree.leaves(lowered["decode_params"].out_info),
+      jax.tree.leaves(decode_params_sharding(cfg, generate.jitted.decode.mesh)),
       strict=True,
     )
     self.weight_shapes = {
-      getattr(lay, "sharding", lay).shard_shape(x.shape) for x, lay in laid_out
+      getattr(place, "sharding", place).shard_shape(x.shape)
+      for x, place in weights
     }
 
 
@@ -87,19 +100,19 @@ def segment(request):
   return Segment(request.param)
 
 
-@pytest.mark.parametrize("which", ["done", "last"])
-def test_it_fits_and_needs_little_beside_the_cache(segment, which):
-  done = getattr(segment, which)
-  assert done.memory is not None, done.reason
-  assert done.memory.temporaries < 0.02 * segment.step["pages_bytes"]
+@pytest.mark.parametrize("which", ["whole", "subset"])
+def test_it_fits_and_its_temporaries_are_small(segment, which):
+  compiled = getattr(segment, which)
+  assert compiled.memory is not None, compiled.reason
+  assert compiled.memory.temporaries < 0.02 * segment.step["pages_bytes"]
 
 
 @pytest.mark.parametrize("mean", [1.0, 0.5, 0.25])
-def test_a_step_reads_little_beside_weights_and_pages(segment, mean):
-  """With rows of `mean` times the longest, and the kernel's last half block.
+def test_a_step_moves_little_more_than_weights_and_cached_tokens(segment, mean):
+  """With slots of `mean` times the longest, and the kernel's last half block.
 
-  Least are the weights and the tokens there, once each; what a step moves with
-  them, as compiled, must not be more than 1.3 times that.
+  The least is to read the weights and the cached tokens once; the compiled step
+  may move 1.3 times as many bytes.
   """
   step = segment.step
   assert step["kernel"]
@@ -113,25 +126,25 @@ def test_a_step_reads_little_beside_weights_and_pages(segment, mean):
   assert weights <= moved < 1.3 * least
 
 
-def real(shape):
+def dims(shape):
   return tuple(sorted(n for n in shape if n > 1))
 
 
-@pytest.mark.parametrize("which", ["done", "last"])
+@pytest.mark.parametrize("which", ["whole", "subset"])
 def test_nothing_copies_pages_or_weights(segment, which):
-  """Anywhere in the program, its loop or not, in whatever order of the axes.
+  """Nowhere in the program, inside its loop or outside, in any axis order.
 
-  But for a router, a thousandth of its layer, where few slots are computed.
+  An exception is a router, a thousandth of its layer, with a subset of slots.
   """
-  kept = {real(segment.cache_shape)}
-  kept |= {real(shape) for shape in segment.weight_shapes}
-  kept -= {segment.router} if which == "last" else set()
+  large = {dims(segment.cache_shape)}
+  large |= {dims(shape) for shape in segment.weight_shapes}
+  large -= {segment.router} if which == "subset" else set()
   copies = [
     (i.op, array.dims)
     for computation in getattr(segment, which).module.computations.values()
     for i in computation
     if i.op in ("copy", "transpose")
     for array in i.arrays
-    if math.prod(array.dims) >= LARGE and real(array.dims) in kept
+    if math.prod(array.dims) >= LARGE and dims(array.dims) in large
   ]
   assert not copies

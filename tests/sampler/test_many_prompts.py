@@ -26,8 +26,8 @@ def test_each_prompt_is_sampled_once_and_padding_is_not_new(count):
       batch_sharding=sharding.batch_sharding(mesh),
     )
   )
-  new = [batch.index[: batch.new].tolist() for batch in batches]
-  assert sum(new, []) == list(range(count))
+  new = np.concatenate([batch.index[: batch.new] for batch in batches])
+  np.testing.assert_array_equal(new, np.arange(count))
   for i, batch in enumerate(batches):
     params, sampled, batch_key = batch.samples
     assert params == "params"

@@ -1,0 +1,90 @@
+"""Metrics of the old policy on its own samples, from arrays made by hand."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import model
+from gspo_jax.learner import experience
+from gspo_jax.learner.cold_start import demonstration_batch
+from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.losses import EDGES
+
+CFG = model.variant("tiny")
+B, S, R, L, E, K = 6, 3, 4, 2, CFG.num_experts, CFG.experts_per_token
+
+
+@pytest.fixture(scope="module")
+def inputs():
+  """A batch, and the old policy's pass over it."""
+  rng = np.random.default_rng(0)
+  uniform = lambda *shape: rng.random(shape, np.float32)
+  batch = demonstration_batch(
+    {
+      "tokens": np.zeros((B, S), np.int32),
+      "length": np.full(B, S, np.int32),
+      "response": np.zeros((B, R), np.int32),
+      "response_length": np.array([4, 1, 2, 0, 4, 4], np.int32),
+    }
+  )
+  batch = dataclasses.replace(batch, sampler_logps=jnp.asarray(-uniform(B, R)))
+  experts = rng.integers(0, E // 2, (L, B, S + R, K)).astype(np.uint8)
+  out = TokenLogprobs(
+    logps=-uniform(B, R),
+    entropy=uniform(B, R),
+    experts=experts,
+    router_entropy=uniform(L, B, R),
+    dropped=np.array([2, 3], np.int32),
+  )
+  return batch, out
+
+
+@pytest.fixture(scope="module")
+def metrics(inputs):
+  batch, out = inputs
+  return experience.old_policy_metrics(out, batch, CFG)
+
+
+def test_metrics_of_the_routing(inputs, metrics):
+  batch, out = inputs
+  mask = np.asarray(batch.response_mask)
+  expected = [layer[mask].mean() for layer in out.router_entropy]
+  entropy = metrics["moe/layer_router_entropy"].value()
+  np.testing.assert_allclose(entropy, expected, rtol=1e-5)
+  # The tokens that predict the response, each before its response token.
+  predicting = out.experts[:, :, S - 1 : -1]
+  counts = [
+    np.bincount(layer[mask].ravel(), minlength=E) for layer in predicting
+  ]
+  load = [count.max() / count.mean() for count in counts]
+  np.testing.assert_allclose(
+    metrics["moe/layer_load_max"].value(), load, rtol=1e-5
+  )
+  for name in ("router_entropy", "load_max"):
+    layers = metrics[f"moe/layer_{name}"].value()
+    mean = metrics[f"moe/{name}"].value()
+    assert mean == pytest.approx(layers.mean(), rel=1e-5)
+
+
+def test_the_mismatch_is_recomputed_less_sampled(inputs, metrics):
+  batch, out = inputs
+  mask = np.asarray(batch.response_mask)
+  gap = out.logps - np.asarray(batch.sampler_logps)
+  means = [row[m].mean() for row, m in zip(gap, mask, strict=True) if m.any()]
+  for unit, values in (("token", gap[mask]), ("sequence", means)):
+    counts = metrics[f"mismatch/{unit}_gap"].value()
+    np.testing.assert_array_equal(counts, np.histogram(values, EDGES)[0])
+    mean = metrics[f"mismatch/{unit}_abs_mean"].value()
+    assert mean == pytest.approx(np.abs(values).mean(), rel=1e-5)
+
+
+def test_the_entropy_is_of_response_tokens(inputs, metrics):
+  batch, out = inputs
+  mean = out.entropy[np.asarray(batch.response_mask)].mean()
+  assert metrics["policy/entropy"].value() == pytest.approx(mean, rel=1e-5)
+
+
+def test_dropped_choices_are_added_over_layers(metrics):
+  assert metrics["moe/dropped"].value() == 2 + 3

@@ -1,0 +1,336 @@
+"""Sources of rollouts, over a policy whose tokens are iteration numbers."""
+
+import dataclasses
+import functools
+import itertools
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax import model
+from gspo_jax.data import prompt_batch, tokenizers
+from gspo_jax.data.curriculum import Curriculum
+from gspo_jax.data.datasets import Stage
+from gspo_jax.data.tasks import Problem
+from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rollout.batch import RolloutContext, sampled_tokens
+from gspo_jax.rollout.on_policy import OnPolicy
+from gspo_jax.rollout.one_step_off import OneStepOffPolicy
+from gspo_jax.rollout.partial import PartialRollouts
+from gspo_jax.runtime import sharding
+from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.samples import (
+  STOPPED,
+  TRUNCATED,
+  UNFINISHED,
+  FinishedResponse,
+  SamplerConfig,
+  empty_samples,
+  take_groups,
+)
+
+BYTES = tokenizers.load("bytes")
+P, G, R, MAX_TOKENS, EXTRA = 4, 3, 20, 6, 2
+SAMPLING = SamplerConfig(G, R, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id)
+DENSE = model.variant("qwen3-0.6b")
+PROBLEMS = [Problem(f"q{i:02d}", str(i), "") for i in range(61)]
+STEPS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+  with jax.set_mesh(sharding.make_mesh(jax.devices()[:1])):
+    yield
+
+
+@pytest.fixture(scope="module")
+def pool():
+  with RewardPool(("final_answer",), (1.0,), workers=1) as pool:
+    yield pool
+
+
+def response_length(problem, g):
+  """In tokens; a third of the responses need more than two iterations."""
+  return 1 + (int(problem[1:]) * 7 + g * 5) % R
+
+
+def empty(count):
+  return empty_samples(count, 6, DENSE, SAMPLING)
+
+
+class ScriptedPolicy:
+  """Each of its tokens is `params`: the iteration that sampled it."""
+
+  def __init__(self):
+    self.keys = []
+
+  def __call__(self, params, prompts, key, resume_from=None, stop_at=None):
+    self.keys.append(tuple(jax.random.key_data(key).tolist()))
+    samples = resume_from or empty(len(prompts.tokens))
+    samples = jax.tree.map(np.array, jax.device_get(samples))
+    if stop_at is None:
+      stop_at = np.full(len(samples.lengths), R)
+    problems = [BYTES.decode(row[-3:]) for row in np.asarray(prompts.tokens)]
+    slot_steps = 0
+    for i in np.flatnonzero(samples.finish == UNFINISHED):
+      whole = response_length(problems[i // G], i % G)
+      stop = min(whole, max(stop_at[i], samples.lengths[i]))
+      samples.tokens[i, samples.lengths[i] : stop] = params
+      slot_steps += stop - samples.lengths[i]
+      samples.lengths[i] = stop
+      if stop == whole:
+        samples.finish[i] = TRUNCATED if whole == R else STOPPED
+    samples = dataclasses.replace(samples, slot_steps=np.int32(slot_steps))
+    return jax.device_put(samples)
+
+
+def make_context(pool, generate, P=P):
+  curriculum = Curriculum(
+    [Stage(1, PROBLEMS[:40]), Stage(5, PROBLEMS[40:])],
+    prompt_batch.PromptConfig(BYTES, 6),
+    batch=P,
+    seed=0,
+  )
+  return RolloutContext(
+    curriculum=curriculum,
+    generate=generate,
+    tokenizer=BYTES,
+    reward_pool=pool,
+    batch_sharding=sharding.batch_sharding(
+      sharding.make_mesh(jax.devices()[:1])
+    ),
+    rng=jax.random.key(0),
+    prompts=P,
+    group_size=G,
+  )
+
+
+@functools.cache
+def take():
+  """One compiled function for the whole file."""
+  return jax.jit(functools.partial(take_groups, cfg=DENSE, sampler=SAMPLING))
+
+
+def start(pool, kind, *, policy=None, last=STEPS, P=P, extra=EXTRA, shards=2):
+  """The source of a kind, and its curriculum."""
+  context = make_context(pool, policy or ScriptedPolicy(), P)
+  if kind.endswith("partial"):
+    source = PartialRollouts(
+      context,
+      empty,
+      SimpleNamespace(take_batch=take(), take_pending=take()),
+      max_tokens=MAX_TOKENS,
+      shards=shards,
+      extra_prompts=extra,
+    )
+  else:
+    source = OnPolicy(context, None, rounds=1)
+  if kind.startswith("one step off"):
+    source = OneStepOffPolicy(source, context, empty(P), last_step=last)
+  return source, context.curriculum
+
+
+def as_plain(batch):
+  """All that an iteration is given, as plain values."""
+  samples = jax.device_get(batch.samples.samples)
+  in_response = np.arange(R) < samples.lengths[:, None]
+  return {
+    "problems": [p.text for p in batch.samples.prompts["problems"]],
+    "prompts": batch.samples.prompts["tokens"].tolist(),
+    "stages": batch.samples.prompts["stage"].tolist(),
+    "tokens": np.where(in_response, samples.tokens, -1).tolist(),
+    "finish": samples.finish.tolist(),
+    "rewards": batch.samples.rewards.result().total.tolist(),
+    "policy_step": batch.policy_step,
+    "resumed_fraction": batch.resumed_fraction,
+    "cost": sampled_tokens(batch.costs),
+    "slot_steps": int(batch.costs[0].slot_steps),
+  }
+
+
+def iterate(source, first=1, last=STEPS):
+  return [as_plain(source(step, step)) for step in range(first, last + 1)]
+
+
+@pytest.fixture(scope="module")
+def run(pool):
+  """The batches of all iterations, by the kind of source."""
+  return functools.cache(lambda kind: iterate(start(pool, kind)[0]))
+
+
+def policies(row):
+  """The iterations that sampled the tokens of a response."""
+  return [token for token in row if token >= 0]
+
+
+KINDS = ["on-policy", "partial", "one step off", "one step off partial"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_responses_are_complete_and_problems_come_once(run, kind):
+  batches = run(kind)
+  problems = [text for batch in batches for text in batch["problems"]]
+  assert len(problems) == len(set(problems)) == STEPS * P
+  for batch in batches:
+    for i, row in enumerate(batch["tokens"]):
+      length = response_length(batch["problems"][i // G], i % G)
+      assert len(policies(row)) == length
+      assert policies(row) == sorted(policies(row))
+      finish = TRUNCATED if length == R else STOPPED
+      assert batch["finish"][i] == finish
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_batch_has_the_step_of_the_policy_that_sampled_it(run, kind):
+  for step, batch in enumerate(run(kind), 1):
+    rows = [policies(row) for row in batch["tokens"]]
+    tokens = [token for row in rows for token in row]
+    np.testing.assert_allclose(batch["policy_step"], np.mean(tokens))
+    # With both, the first policy samples for two iterations.
+    if kind != "one step off partial":
+      resumed = np.mean([len(set(row)) > 1 for row in rows])
+      np.testing.assert_allclose(batch["resumed_fraction"], resumed)
+    newest = step - 1 if kind.startswith("one step") and step > 1 else step
+    assert max(tokens) == newest
+
+
+def test_an_iteration_adds_at_most_max_tokens_unless_groups_are_missing(run):
+  batches = run("partial")
+  assert any(batch["resumed_fraction"] for batch in batches)
+  sampled_to_the_end = 0
+  for batch in batches:
+    for row in batch["tokens"]:
+      steps = policies(row)
+      parts = [steps.count(step) for step in sorted(set(steps))]
+      assert set(parts[:-1]) <= {MAX_TOKENS}
+      sampled_to_the_end += parts[-1] > MAX_TOKENS
+  assert sampled_to_the_end
+  # Oldest first: problems are given in the order of the data.
+  order = [text for batch in run("on-policy") for text in batch["problems"]]
+  position = {text: i for i, text in enumerate(order)}
+  for batch in batches[:4]:  # of the first stage, which has one order
+    given = [position.get(text, len(order)) for text in batch["problems"]]
+    assert given == sorted(given)
+
+
+def test_the_oldest_are_sampled_to_their_end_where_groups_are_missing(run):
+  order = [text for batch in run("on-policy") for text in batch["problems"]]
+  age = lambda text: order.index(text) if text in order else len(order)
+  steps = {  # of each problem, the iterations that sampled each response
+    text: [policies(row) for row in batch["tokens"][i * G :][:G]]
+    for batch in run("partial")
+    for i, text in enumerate(batch["problems"])
+  }
+  compared = 0
+  for step in (1, 2, 3, 4):  # of the first stage, which has one order
+    ended = [
+      text
+      for text, rows in steps.items()
+      if max(row.count(step) for row in rows) > MAX_TOKENS
+    ]
+    paused = [
+      text
+      for text, rows in steps.items()
+      if any({step, step + 1} <= {*row} for row in rows)
+    ]
+    for old, new in itertools.product(ended, paused):
+      assert age(old) < age(new)
+      compared += 1
+  assert compared
+
+
+def test_a_long_response_takes_as_many_iterations_as_it_needs(pool):
+  source, _ = start(pool, "partial", P=1, extra=11)
+  rows = [row for batch in iterate(source) for row in batch["tokens"]]
+  assert max(len({*policies(row)}) for row in rows) == -(-R // MAX_TOKENS)
+
+
+def test_every_sampled_token_is_counted_once(pool):
+  source, _ = start(pool, "partial")
+  batches = iterate(source)
+  learnt = sum(len(policies(row)) for b in batches for row in b["tokens"])
+  pending = int(source.pending.lengths.sum())
+  assert sum(batch["cost"] for batch in batches) == learnt + pending
+  assert sum(batch["slot_steps"] for batch in batches) == learnt + pending
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pending_responses_go_through_a_checkpoint(pool, run, kind):
+  source, curriculum = start(pool, kind)
+  before = iterate(source, last=3)
+  pending = jax.device_put(jax.device_get(source.pending))
+  saved = json.loads(json.dumps([source.get_state(), curriculum.get_state()]))
+  resumed, curriculum = start(pool, kind)
+  curriculum.set_state(saved[1])
+  resumed.set_state(pending, saved[0])
+  assert before + iterate(resumed, first=4) == run(kind)
+
+
+def test_pending_responses_resume_on_another_number_of_shards(pool, run):
+  """The same responses to the same problems, the oldest first."""
+  source, curriculum = start(pool, "partial")
+  before = iterate(source, last=3)
+  saved = source.get_state(), curriculum.get_state()
+  resumed, curriculum = start(pool, "partial", shards=1)
+  curriculum.set_state(saved[1])
+  resumed.set_state(source.pending, saved[0])
+  assert before + iterate(resumed, first=4) == run("partial")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_iteration_samples_with_its_own_key(pool, kind):
+  policy = ScriptedPolicy()
+  source, _ = start(pool, kind, policy=policy)
+  iterate(source)
+  # What is sampled to its end goes on with the key of its iteration.
+  keys = [key for key, _ in itertools.groupby(policy.keys)]
+  assert len(keys) == len(set(keys)) == STEPS
+
+
+class ScriptedContinuousSampler(ContinuousSampler):
+  """Gives its responses in two parts, and checks that both are scored."""
+
+  def __init__(self, submitted):
+    object.__setattr__(self, "submitted", submitted)
+
+  def __call__(self, params, prompts, key, *, on_finished):
+    samples = ScriptedPolicy()(params, prompts, key)
+    finished = [
+      FinishedResponse(row, int(n), stopped=True)
+      for row, n in zip(jax.device_get(samples.tokens), samples.lengths,
+                        strict=True)
+    ]  # fmt: skip
+    for rows in (range(5), range(5, P * G)):
+      on_finished({row: finished[row] for row in rows})
+      assert self.submitted[-1] == len(rows)
+    return samples
+
+
+def test_responses_are_scored_while_others_are_sampled(pool):
+  submitted = []
+
+  def submit(responses):
+    submitted.append(len(responses))
+    return pool.submit(responses)
+
+  context = make_context(
+    SimpleNamespace(submit=submit), ScriptedContinuousSampler(submitted)
+  )
+  batch = OnPolicy(context, None, rounds=1)(1, 1)
+  assert sorted(batch.samples.responses) == list(range(P * G))
+  assert batch.samples.rewards.result().total.shape == (P, G)
+
+
+def test_one_step_off_policy_learns_from_the_batch_sampled_before(pool, run):
+  """And nothing is sampled after the last iteration."""
+  ahead, on_policy = run("one step off"), run("on-policy")
+  assert [b["problems"] for b in ahead] == [b["problems"] for b in on_policy]
+  assert [b["policy_step"] for b in ahead] == [1, *range(1, STEPS)]
+  source, _ = start(pool, "one step off", last=2)
+  tokens = [source(step, step).sampled_tokens for step in (1, 2)]
+  assert tokens == [on_policy[0]["cost"] + on_policy[1]["cost"], 0]
+  assert source.get_state()["places"] == []
+  assert not source.pending["next"].lengths.any()
