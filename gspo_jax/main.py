@@ -3,7 +3,7 @@
   python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny
 
 On several hosts the same command on each, and the same workdir for all. On a
-Cloud TPU slice they find one another; elsewhere each is told
+Cloud TPU slice they find one another; elsewhere each needs
 `--coordinator=HOST:PORT --num_processes=N --process_id=I`.
 
 Exit codes, the same on every host: 0 done; 75 (EX_TEMPFAIL of sysexits.h)

@@ -1,4 +1,4 @@
-"""Policies that a run saved on its way, and their answers to new questions."""
+"""Policies that a run saved, and their responses to held-out problems."""
 
 import dataclasses
 import functools
@@ -23,13 +23,13 @@ from gspo_jax.sampler.samples import Prompts, Samples
 def weights(
   config: ConfigDict, program: Program, folder: Path, step: int
 ) -> model.Params:
-  """Those after iteration `step` of the run in `folder`."""
+  """The weights after iteration `step` of the run in `folder`."""
   checkpoint = str(folder / "checkpoints" / str(step))
   return load_params.load(parse(config), program, checkpoint)
 
 
-def questions(config: ConfigDict, program: Program) -> Iterator[Prompts]:
-  """Endless batches of held-out chains, `data.prompts` in one."""
+def prompts(config: ConfigDict, program: Program) -> Iterator[Prompts]:
+  """Endless batches of `data.prompts` held-out chains."""
   chain = Chain(config.data.chain_steps, evaluation=True, seed=config.seed)
   batches = pipeline.prompts(
     chain, program.prompt_config, batch=config.data.prompts, seed=config.seed
@@ -37,13 +37,13 @@ def questions(config: ConfigDict, program: Program) -> Iterator[Prompts]:
   return (Prompts(batch["tokens"], batch["length"]) for batch in batches)
 
 
-def answers(
+def responses(
   program: Program, params: model.Params, prompts: Prompts, key: jax.Array
 ) -> tuple[Samples, TrainBatch]:
-  """Answers of a policy, and the rollout with its own log-probs as the old."""
+  """Responses of a policy, and a batch whose old log-probs are its own."""
   samples = program.sampler.generate(params, prompts, key)
   batch = program.learner.make_train_batch(prompts, samples)
-  # The routing is large, and studied elsewhere.
+  # The routing is large, and is studied elsewhere.
   batch = dataclasses.replace(batch, experts=None, router_logps=None)
   old_logps = log_probs(params, program.cfg, batch)
   return samples, dataclasses.replace(batch, old_logps=old_logps)
@@ -55,5 +55,5 @@ def answers(
 def log_probs(
   params: model.Params, cfg: model.ModelConfig, batch: TrainBatch
 ) -> jax.Array:
-  """Of the answers' tokens at temperature 1, [B, R] float32."""
+  """Log-probs of the responses at temperature 1, [B, R] float32."""
   return train_batch.logprobs(params, cfg, batch).logps

@@ -12,6 +12,7 @@ import pytest
 import transformers
 from absl.testing import flagsaver
 from repository import ROOT
+from safetensors import numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from configs import hugging_face
@@ -106,6 +107,17 @@ def test_an_export_is_a_checkpoint_of_the_trained_policy(base, exported):
   cfg = hf.config_from_hf(base)
   assert hf.config_from_hf(out, dtype=cfg.dtype) == cfg
   jax.tree.map(np.testing.assert_array_equal, hf.load_hf(out, cfg), params)
+  # Tensors as transformers lays them out, and constants of the base.
+  tensors = {}
+  for file in out.glob("*.safetensors"):
+    tensors |= numpy.load_file(file)
+  o = params["layers"]["attention"]["o"][1]
+  np.testing.assert_array_equal(
+    tensors["model.layers.1.self_attn.o_proj.weight"],
+    o.reshape(-1, o.shape[-1]).T,
+  )
+  np.testing.assert_array_equal(tensors["lm_head.weight"], params["head"].T)
+  assert (cfg.rope_theta, cfg.tie_embeddings) == (1000.0, False)
   # Its tokenizer is the base's, file by file.
   theirs = transformers.AutoTokenizer.from_pretrained(str(out))
   messages = [{"role": "user", "content": "1+2?"}]

@@ -486,16 +486,16 @@ def _section(kind, values, prefix: str):
     values = _with_sizes(values)
   fields = {field.name: field for field in dataclasses.fields(kind)}
   _require_keys(fields, values, prefix)
-  found = {}
+  parsed = {}
   for name, field in fields.items():
     value = values[name]
     if dataclasses.is_dataclass(field.type):
-      found[name] = _section(field.type, value, f"{prefix}{name}.")
+      parsed[name] = _section(field.type, value, f"{prefix}{name}.")
       continue
     if rule := field.metadata.get("rule"):
       rule.check(f"{prefix}{name}", value)
-    found[name] = _frozen(value)
-  return kind(**found)
+    parsed[name] = _frozen(value)
+  return kind(**parsed)
 
 
 def _with_sizes(values) -> dict:

@@ -1,13 +1,14 @@
-"""Keys of a config: which one was meant by a key that does not exist."""
+"""Suggestions for a key that a config does not have."""
 
 from collections.abc import Collection
 
 from gspo_jax.runtime.errors import either, mistyped
 
-# Our keys, and what TRL, verl, OpenRLHF, NeMo RL, MaxText and Tunix call the
-# same thing, or what they have in its place. A name may belong to several keys:
-# the section that was typed decides, else the first. One with a dot is the end
-# of a longer name, such as verl's actor_rollout_ref.model.path.
+# By key: its names in TRL, verl, OpenRLHF, NeMo RL, MaxText and Tunix, names of
+# what they have in its place, and its names in earlier versions. A name may
+# belong to several keys: the section that was typed decides, else the first. A
+# name with a dot is the end of a longer one, such as verl's
+# actor_rollout_ref.model.path.
 OTHER_NAMES = {
   "seed": "random_seed data_seed init_weights_seed",
   "num_steps": "num_steps max_steps steps total_steps train_steps "
@@ -117,11 +118,11 @@ OTHER_NAMES = {
   "log.samples": "log_completions num_completions_to_print",
 }
 
-# What a number of ours counts, where a number of that name counts otherwise.
+# What a number counts, where the number of the other name counts another thing.
 _COUNTS = {
   "num_steps": "iterations, each a rollout and its updates",
   "data.prompts": "prompts an iteration",
-  "rollout.dynamic_sampling_rounds": "batches drawn at most",
+  "rollout.dynamic_sampling_rounds": "batches sampled at most",
   "sampler.max_new_tokens": "tokens of a response, without its prompt",
   "continuous_batching.slots": "responses that decode together",
   "objective.kl_coef": "0: no reference",
@@ -134,26 +135,26 @@ _COUNTS = {
 }
 
 
-# Last parts of keys that mean another thing in each section.
+# Last parts of keys, with another meaning in each section.
 _GENERIC = ("name", "dir", "steps", "batch", "clip")
 
 
 def hint(key: str, keys: Collection[str]) -> str:
-  """What ends an error about a key that does not exist.
+  """The end of the error for a key that does not exist.
 
-  First comes the key that other trainers give this name, then those that differ
-  by a typo, or by the section alone. A key that only looks alike was not meant:
-  then the keys of the section are listed, or the sections.
+  Suggests the key that has this name in other trainers, else keys that differ
+  by a typo or only by their section. Without any, it lists the keys of the
+  section, or the sections.
 
   Args:
     key: as it was typed, with dots between its parts.
-    keys: all that there are.
+    keys: all keys of the config.
   """
-  found = _of_other_trainers(key, keys)
-  found = found or _typo(key, keys) + _in_another_section(key, keys)
-  if found:
-    counts = _COUNTS.get(found[0], "") if len(found) == 1 else ""
-    return f"did you mean {either(found)}{counts and f' ({counts})'}?"
+  near = _of_other_trainers(key, keys)
+  near = near or _typo(key, keys) + _in_another_section(key, keys)
+  if near:
+    counts = _COUNTS.get(near[0], "") if len(near) == 1 else ""
+    return f"did you mean {either(near)}{counts and f' ({counts})'}?"
   section = key.partition(".")[0]
   inside = sorted(k for k in keys if k.startswith(f"{section}."))
   if inside:
@@ -171,10 +172,10 @@ def _of_other_trainers(key, keys):
         names.setdefault(_plain(other), []).append(ours)
   parts = key.split(".")
   for i in range(len(parts)):
-    found = names.get(_plain(".".join(parts[i:])))
-    if found:
-      in_section = [k for p in parts for k in found if k.startswith(f"{p}.")]
-      return (in_section or found)[:1]
+    ours = names.get(_plain(".".join(parts[i:])))
+    if ours:
+      in_section = [k for p in parts for k in ours if k.startswith(f"{p}.")]
+      return (in_section or ours)[:1]
   return []
 
 
@@ -198,5 +199,5 @@ def _leaf(key: str) -> str:
 
 
 def _plain(name: str) -> str:
-  """learningRate and learning-rate are spelled as learning_rate is."""
+  """The name without case, _ and -: learningRate equals learning-rate."""
   return name.replace("_", "").replace("-", "").lower()

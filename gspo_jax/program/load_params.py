@@ -1,4 +1,4 @@
-"""The weights that a command is given, and what identifies them."""
+"""The weights of a checkpoint, and what identifies them."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from gspo_jax.runtime.identity import match
 
 
 def identity(program: Program) -> dict:
-  """What weights must agree with to belong to this model and tokenizer."""
+  """What weights must agree with to fit this model and tokenizer."""
   cfg = dataclasses.asdict(program.cfg)
   # The same model may recompute more or less, and run unrolled.
   free = ("remat", "keep", "unroll")
@@ -24,7 +24,7 @@ def identity(program: Program) -> dict:
 
 
 def with_checkpoint(config: Config, checkpoint: str) -> Config:
-  """The config, with `checkpoint` if that is a Hugging Face folder."""
+  """The config, with `model.checkpoint` if this is a Hugging Face folder."""
   if (epath.Path(checkpoint) / "config.json").exists():
     return config.replace(model={"checkpoint": checkpoint})
   return config
@@ -51,11 +51,11 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   wanted["model"].pop("dtype")  # of activations: the weights are float32
 
   def accept(_, saved):
-    found = {k: saved["identity"].get(k) for k in wanted}
-    found["model"].pop("dtype")
-    match(wanted, {"identity": found}, "checkpoint")
+    part = {k: saved["identity"].get(k) for k in wanted}
+    part["model"].pop("dtype")
+    match(wanted, {"identity": part}, "checkpoint")
 
-  # The weights alone: with the optimizer's moments they are three times that.
+  # Without the optimizer's moments, which are twice as large.
   params = {"params": program.abstract_params}
   with Checkpoints(folder / "checkpoints") as checkpoints:
     restored = checkpoints.restore(params, accept, only=step, part=True)

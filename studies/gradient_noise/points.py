@@ -1,6 +1,6 @@
-"""Where gradients are taken: answers of an old policy, and a new policy.
+"""Where gradients are taken: responses of an old policy, and a new policy.
 
-Dimension key: N pairs of groups, G answers a group, B rows, R response slots.
+Dimension key: N pairs of groups, G responses a group, B rows, R response slots.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from studies import saved
 from studies.gradient_noise import gradients
 
 
-class Drawn(NamedTuple):
-  """Prompts, their answers, and the rollout to learn from."""
+class Sampled(NamedTuple):
+  """Prompts, their responses, and the batch to learn from."""
 
   prompts: Prompts
   samples: Samples
@@ -32,11 +32,11 @@ class Drawn(NamedTuple):
 
 
 class Point(NamedTuple):
-  """Gradients of some answers under a new policy.
+  """Gradients of some responses under a new policy.
 
   Attributes:
     grams: [N, 2, K, 2, K], of `gradients.grams`.
-    facts: what the answers and their ratios are like.
+    facts: measures of the responses and their ratios.
   """
 
   grams: np.ndarray
@@ -45,10 +45,10 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-  """The functions of one length of answers.
+  """The functions of one length of responses.
 
   Attributes:
-    config: every answer has `sampler.max_new_tokens`.
+    config: every response has `sampler.max_new_tokens`.
     functions: its program.
     gradient: (params, pairs of groups) -> as `gradients.grams`.
     load: iteration -> the weights after it.
@@ -59,28 +59,28 @@ class Bench:
   gradient: Callable
   load: Callable[[int], model.Params]
 
-  def draw(self, old: int, pairs: int) -> Iterator[Drawn]:
-    """Answers of the policy after iteration `old`, half of each group right."""
+  def sample(self, old: int, pairs: int) -> Iterator[Sampled]:
+    """Responses after iteration `old`; half of each group is right."""
     config, params = self.config, self.load(old)
-    questions = saved.questions(config, self.functions)
+    batches = saved.prompts(config, self.functions)
     groups, size = config.data.prompts, config.rollout.group_size
     for i in range(-(-2 * pairs // groups)):
       key = jax.random.fold_in(jax.random.key(config.seed), i)
-      prompts = next(questions)
-      samples, rollout = saved.answers(self.functions, params, prompts, key)
+      prompts = next(batches)
+      samples, rollout = saved.responses(self.functions, params, prompts, key)
       right = np.random.default_rng((config.seed, i)).permuted(
         np.tile(np.arange(size) % 2, (groups, 1)), axis=1
       )
       lots = advantages.group_relative_advantages(right).reshape(-1)
       rollout = dataclasses.replace(rollout, advantages=lots)
-      yield Drawn(prompts, samples, rollout)
+      yield Sampled(prompts, samples, rollout)
 
-  def point(self, drawn: list[Drawn], new: int) -> Point:
+  def point(self, sampled: list[Sampled], new: int) -> Point:
     """Their gradients under the policy after iteration `new`."""
     params, size = self.load(new), self.config.rollout.group_size
     paired = lambda x: np.asarray(x).reshape(-1, 2, size, *x.shape[1:])
     each = [
-      self.gradient(params, jax.tree.map(paired, d.rollout)) for d in drawn
+      self.gradient(params, jax.tree.map(paired, d.rollout)) for d in sampled
     ]
     clipped = {
       name: float(np.mean([c[name] for _, c in each]))
@@ -88,15 +88,15 @@ class Bench:
     }
     return Point(
       np.concatenate([np.asarray(g) for g, _ in each]),
-      self._facts(drawn, params) | {"clipped tokens": clipped},
+      self._facts(sampled, params) | {"clipped tokens": clipped},
     )
 
-  def _facts(self, drawn, params) -> dict[str, float]:
+  def _facts(self, sampled, params) -> dict[str, float]:
     join = lambda arrays: np.concatenate([np.asarray(a) for a in arrays])
     score = lambda d: saved.log_probs(params, self.functions.cfg, d.rollout)
-    old = join(d.rollout.old_logps for d in drawn)
-    gaps = join(score(d) for d in drawn) - old
-    mask = join(d.rollout.response_mask for d in drawn)
+    old = join(d.rollout.old_logps for d in sampled)
+    gaps = join(score(d) for d in sampled) - old
+    mask = join(d.rollout.response_mask for d in sampled)
     return {
       "mean log-prob of a token": float(old[mask].mean()),
       "token_std": float(gaps[mask].std()),
@@ -109,7 +109,7 @@ def bench(run_config: ConfigDict, folder: Path, mesh, length: int) -> Bench:
   config = run_config.copy_and_resolve_references()
   config.log.instruments = False
   config.sampler.min_new_tokens = config.sampler.max_new_tokens = length
-  # Half a batch at a time: answers are long, and windows need no more.
+  # Half a batch at a time: responses are long, and windows need no more.
   config.data.prompts //= 2
   config.learner.micro_batch_size //= 2
   functions = build_program(parse(config), mesh)
@@ -122,15 +122,15 @@ def bench(run_config: ConfigDict, folder: Path, mesh, length: int) -> Bench:
   return Bench(config, functions, jax.jit(gradient), load)
 
 
-def windows(drawn: list[Drawn], length: int) -> list[Drawn]:
-  """Of each answer only `length` tokens in a row count, from a random one on.
+def windows(sampled: list[Sampled], length: int) -> list[Sampled]:
+  """Masks all but `length` tokens in a row of each response, at random.
 
-  Windows of any length are of the same text: where an answer of n tokens is
-  the first n of a longer one, most of a short answer is what the policy would
-  write, and most of a long one is what comes of keeping it from stopping.
+  Windows of any length are of the same text. The first n tokens of a longer
+  response differ: a short one is mostly what the policy would write, and a long
+  one is mostly what it writes when it is kept from stopping.
   """
   rng, found = np.random.default_rng(length), []
-  for d in drawn:
+  for d in sampled:
     B, R = d.rollout.response_mask.shape
     start = rng.integers(R - length + 1, size=(B, 1))
     slot = np.arange(R)

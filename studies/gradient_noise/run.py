@@ -6,7 +6,7 @@ An old policy, saved by a run of GSPO, answers held-out questions; the new one,
 4 updates on in the same run, is differentiated. Half of a group's answers are
 right, by lot, so that advantages are +1 and -1, none is deserved, and the
 expected gradient at ratio 1 is 0. Answers have one length each time:
-- whole: no stop token is drawn before they are n tokens long;
+- whole: no stop token is sampled before they are n tokens long;
 - windows: all have 512 tokens, and only n in a row, at random, count.
 
 With g a group's gradient of a loss and g1 that with all ratios set to 1:
@@ -89,13 +89,13 @@ def gradients_of(run: Run, how: Plan):
   with jax.set_mesh(mesh):
     for n in how.lengths:
       bench = points.bench(run.config, run.folder, mesh, n)
-      drawn = list(bench.draw(how.old, how.pairs))
-      control = control or bench.point(drawn[:1], how.old)
-      whole[n] = bench.point(drawn, how.new)
+      sampled = list(bench.sample(how.old, how.pairs))
+      control = control or bench.point(sampled[:1], how.old)
+      whole[n] = bench.point(sampled, how.new)
     # The last bench is that of the longest answers, all of whose windows cost
     # what they do; the longest window is the answer.
     windows = {
-      n: bench.point(points.windows(drawn[:1], n), how.new)
+      n: bench.point(points.windows(sampled[:1], n), how.new)
       for n in how.lengths[:-1]
     }
   return whole, windows | {n: whole[n]}, control

@@ -54,16 +54,16 @@ def measure(run: Run, first: int, bins) -> dict:
 
 
 def spreads(run: Run, first: int, bins) -> list[dict]:
-  """Of each bin that has answers, the spread over all iterations."""
+  """The spread over all iterations, of each bin that has responses."""
   config, mesh = run.config, sharding.make_mesh(**run.config.mesh)
   with jax.set_mesh(mesh):
     functions = build_program(parse(config), mesh)
-    questions = saved.questions(config, functions)
+    batches = saved.prompts(config, functions)
     weights = functools.partial(saved.weights, config, functions, run.folder)
     found, old = [], weights(first - 1)
     for step in range(first, config.num_steps + 1):
       new = weights(step)
-      gaps, mask = _gaps(functions, old, new, questions, step)
+      gaps, mask = _gaps(functions, old, new, batches, step)
       clips = CLIPS["token"], CLIPS["sequence"]
       found.append([measures.spread(gaps, mask, b, *clips) for b in bins])
       old = new
@@ -75,12 +75,12 @@ def spreads(run: Run, first: int, bins) -> list[dict]:
   ]
 
 
-def _gaps(functions, old, new, questions, step):
-  """x - o of the old policy's answers under the new one, and their mask."""
+def _gaps(functions, old, new, batches, step):
+  """x - o of the old policy's responses under the new one, and their mask."""
   gaps, masks = [], []
   for i in range(BATCHES):
-    prompts, key = next(questions), jax.random.key(step * BATCHES + i)
-    _, before = saved.answers(functions, old, prompts, key)
+    prompts, key = next(batches), jax.random.key(step * BATCHES + i)
+    _, before = saved.responses(functions, old, prompts, key)
     after = saved.log_probs(new, functions.cfg, before)
     gaps.append(np.asarray(after - before.old_logps))
     masks.append(np.asarray(before.response_mask))

@@ -349,7 +349,7 @@ def needs_old_logprobs(config):
   return built(config).learner.needs_old_logprobs
 
 
-def temperature_of_with_old_logprobs(config):
+def old_logprobs_temperature(config):
   return _fits(with_old_logprobs(config).old_logps, bigram.params())
 
 
