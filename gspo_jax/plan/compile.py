@@ -92,6 +92,8 @@ def prepare() -> str:
     )
   os.environ.update(_ENVIRONMENT)
   jax.config.update("jax_platforms", "cpu")  # do not open a local TPU
+  # Programs for absent devices cannot be cached; JAX would warn about each.
+  jax.config.update("jax_enable_compilation_cache", False)
   return importlib.metadata.version("libtpu")
 
 

@@ -2,6 +2,12 @@
 
 _GIB = 2**30
 _WIDTH = 100
+# Names of functions that are wider than a column.
+_HEADS = {
+  "old_logprobs": "old logps",
+  "reference_and_values": "ref+values",
+  "decode_params": "weights",
+}
 _MIN_FREE = 0.08  # share of the HBM; with less, a plan that fits may not run
 
 
@@ -50,7 +56,7 @@ def _table(title, functions, rows):
   line = lambda label, cells: (
     f"{label:30}" + "".join(f"{cell:>{width}}" for cell in cells)
   )
-  lines = [line(title, functions)]
+  lines = [line(title, [_HEADS.get(name, name) for name in functions])]
   for label, value in rows:
     lines.append(line(f"  {label}", [value(f) for f in functions.values()]))
   return "\n".join(lines)

@@ -1,6 +1,5 @@
 """A function's report: what else is in memory, and what its numbers mean."""
 
-import functools
 from types import SimpleNamespace
 
 import jax
@@ -41,8 +40,16 @@ def made():
   bare = SimpleNamespace(
     params=[split], opt_state=[split, count], reference=None, critic=None
   )
-  of = functools.partial(SimpleNamespace, generate=None)
-  return of(abstract=bare), of(abstract=state)
+  return program(bare), program(state)
+
+
+def program(state, generate=None):
+  """A program with the state of its learner alone."""
+  return SimpleNamespace(
+    abstract_params=state.params,
+    learner=SimpleNamespace(abstract=state),
+    sampler=SimpleNamespace(generate=generate),
+  )
 
 
 def memory(name, made, temporaries):
@@ -71,9 +78,7 @@ def test_moments_stay_while_other_functions_run(made):
 
 def test_with_pages_the_parameters_stay_while_others_decode(made):
   bare, _ = made
-  paged = SimpleNamespace(
-    abstract=bare.abstract, generate=object.__new__(ContinuousSampler)
-  )
+  paged = program(bare.learner.abstract, object.__new__(ContinuousSampler))
   resident = lambda name, of: memory(name, of, 0)["memory"]["resident"]
   parameters = GIB // 2
   for name, more in (("decode_params", 0), ("prefill", parameters)):

@@ -83,7 +83,7 @@ def test_a_kernel_reports_its_flops():
 
 def scores(T):
   """The scores that splash computes: blocks with an unmasked score."""
-  kernel = attention._kernel(1, T, True)
+  kernel = attention._splash_kernel(1, T, True)
   block = kernel.kwargs["block_sizes"].block_q
   blocks = np.tri(T, dtype=bool).reshape(T // block, block, -1, block)
   return blocks.any((1, 3)).sum() * block**2

@@ -45,7 +45,7 @@ def test_a_run_with_pages(debug_config):
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]
   paged = made.sampler.generate
-  assert analysis.decoding(made) == paged.jitted.decode.mesh
+  assert analysis.sampler_mesh(made) == paged.jitted.decode.mesh
   longest = paged.paging.buckets(debug_config.data.max_prompt_length)[-1]
   assert tokens.shape == (paged.prefill_batch(longest) * paged.shards, longest)
   (_, state, samples, orders, *_), _ = lowered["generate"].in_avals
@@ -79,9 +79,11 @@ def test_orders_are_those_of_a_run(debug_config, monkeypatch):
     assert shape(called) == shape(getattr(planned, field.name)), field.name
 
 
-def test_a_run_whose_answers_go_on(debug_config):
-  """All in flight decode; the longest text is a prompt and an answer."""
-  debug_config.rollout.update({"budget": 4, "spare": 8})
+def test_a_run_with_partial_rollouts(debug_config):
+  """All responses in flight decode; a prefill has a prompt and a response."""
+  debug_config.rollout.update(
+    {"max_tokens_per_iteration": 4, "extra_prompts_in_flight": 8}
+  )
   made = refill(debug_config)
   lowered = lower.functions(debug_config, made)
   tokens = lowered["prefill"].in_avals[0][2]

@@ -150,12 +150,12 @@ def test_with_pages_a_segment_is_planned(fitting):
 def test_the_table_is_narrow_and_the_compiler_quiet():
   done = run(*TINY, SLICE, "--functions=old_logprobs", "--top=3")
   assert done.returncode == 0
-  assert done.stderr == "compiling score ...\n"
+  assert done.stderr == "compiling old_logprobs ...\n"
   assert max(map(len, done.stdout.splitlines())) <= 100
   for words in (
     "compiler roofline, nothing ran on a chip",
     "libtpu ",
-    "score: most expensive operations",
+    "old_logprobs: most expensive operations",
     "verdict: fits",
   ):
     assert words in done.stdout
@@ -214,7 +214,7 @@ def assert_a_mistake(done, words):
     ([*TINY, SLICE, "--config.sed=1"], "did you mean 'seed'?"),
     (
       [*TINY, SLICE, "--functions="],
-      "choose one of appraise, generate, lay_out, prefill, score, update",
+      "choose one of decode_params, generate, old_logprobs, prefill, ",
     ),
   ],
 )
@@ -249,12 +249,12 @@ def test_without_libtpu_it_names_the_extra():
   ("changes", "words"),
   [
     (
-      {"functions": ["scores"]},
-      "--functions=old_logprobss: did you mean 'score'",
+      {"functions": ["old_logprobss"]},
+      "--functions=old_logprobss: did you mean 'old_logprobs'",
     ),
     (
       {"functions": []},
-      "--functions=: choose one of appraise, generate, lay_out, prefill, ",
+      "--functions=: choose one of decode_params, generate, old_logprobs, ",
     ),
     ({"slices": 0}, "--slices=0: expected at least 1"),
   ],
@@ -278,17 +278,19 @@ def test_a_config_that_cannot_work_there(debug_config, topology, words):
 
 
 def options_of_update(config, mesh, monkeypatch):
-  """The compiler options that `program.build` gives to its update."""
+  """The compiler options that `build_program` gives to its update."""
   given, jit = {}, jax.jit
 
   def spy(function, **keywords):
-    name = getattr(function, "__name__", None)  # a partial has none
-    given[name] = keywords.get("compiler_options")
+    function_ = getattr(function, "func", function)  # of a partial
+    given[getattr(function_, "__name__", None)] = keywords.get(
+      "compiler_options"
+    )
     return jit(function, **keywords)
 
   monkeypatch.setattr(jax, "jit", spy)
   build_program(parse(config), mesh)
-  return given["step"]
+  return given["_step"]
 
 
 @needs_libtpu

@@ -186,7 +186,7 @@ def test_a_misfit_is_named_last_with_its_buffers():
     "buffers": [(50 * GIB, "f32[64,4096,151936]" + "x" * 200)],
   }
   text = render(report)
-  assert text.endswith("verdict: does NOT fit: score")
-  assert "score does not fit: RESOURCE_EXHAUSTED: too much" in text
+  assert text.endswith("verdict: does NOT fit: old_logprobs")
+  assert "old_logprobs does not fit: RESOURCE_EXHAUSTED: too much" in text
   assert "50.00  f32[64,4096,151936]" in text
   assert max(map(len, text.splitlines())) <= 100
