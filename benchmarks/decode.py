@@ -24,7 +24,7 @@ from benchmarks.replay import least_seconds
 from gspo_jax import model
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import continuous, paged_decode
-from gspo_jax.sampler.paging import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig, empty_samples
 
 _PAGE = 16

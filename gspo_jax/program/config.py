@@ -153,7 +153,7 @@ class Sampler:
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousBatching:
-  """Sizes; `sampler.paging.ContinuousBatchingConfig` checks these values."""
+  """Sizes, which `ContinuousBatchingConfig` of the sampler checks."""
 
   slots: int
   page_size: int

@@ -23,7 +23,7 @@ from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import hf
 from gspo_jax.program.config import Config
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.paging import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 

@@ -5,7 +5,7 @@ its modules:
   samples: the operations on Samples, and FinishedResponse.
   continuous: ContinuousSampler and `build_continuous_sampler`.
   many_prompts: `sample_many`, any number of prompts in equal batches.
-  paging: ContinuousBatchingConfig.
+  continuous_config: ContinuousBatchingConfig.
   paged_decode, decode_params: SegmentPlan and `decode_params_sharding`, for
     `plan`.
 """
@@ -28,10 +28,10 @@ __all__ = [
   "SamplerConfig",
   "Samples",
   "continuous",
+  "continuous_config",
   "decode_params",
   "generate",
   "many_prompts",
   "paged_decode",
-  "paging",
   "samples",
 ]

@@ -20,9 +20,12 @@ from gspo_jax import model
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous_jit
+from gspo_jax.sampler.continuous_config import (
+  ContinuousBatchingConfig,
+  ShardSizes,
+)
 from gspo_jax.sampler.continuous_jit import JittedSampler
 from gspo_jax.sampler.paged_decode import SegmentPlan
-from gspo_jax.sampler.paging import ContinuousBatchingConfig, ShardSizes
 from gspo_jax.sampler.samples import (
   FinishedResponse,
   Prompts,

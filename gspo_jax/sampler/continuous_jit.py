@@ -15,9 +15,9 @@ from gspo_jax.model import paged_cache, rounding
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler import paged_decode
+from gspo_jax.sampler.continuous_config import ShardSizes
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
 from gspo_jax.sampler.paged_decode import DecodeState, SegmentLimits
-from gspo_jax.sampler.paging import ShardSizes
 from gspo_jax.sampler.samples import (
   SamplerConfig,
   empty_samples,

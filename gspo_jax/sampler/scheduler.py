@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.paging import ShardSizes
+from gspo_jax.sampler.continuous_config import ShardSizes
 from gspo_jax.sampler.samples import UNFINISHED, Samples
 
 

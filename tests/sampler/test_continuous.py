@@ -12,7 +12,7 @@ from gspo_jax import model, sampler
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous
-from gspo_jax.sampler.paging import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, SamplerConfig
 
 P, S, G, R = 8, 14, 3, 24

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.paging import ShardSizes
+from gspo_jax.sampler.continuous_config import ShardSizes
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
 from gspo_jax.sampler.scheduler import Scheduler, pending_requests
 

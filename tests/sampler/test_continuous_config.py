@@ -5,7 +5,10 @@ import dataclasses
 import pytest
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.paging import ContinuousBatchingConfig, ShardSizes
+from gspo_jax.sampler.continuous_config import (
+  ContinuousBatchingConfig,
+  ShardSizes,
+)
 from gspo_jax.sampler.samples import SamplerConfig
 
 SAMPLER = SamplerConfig(3, 24, stop_ids=(3, 5))
