@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from configs import common
 from gspo_jax import train
+from gspo_jax.program.config import parse
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import changes, flatten
 
@@ -115,7 +116,7 @@ def finish(config: ConfigDict, folder: Path) -> Run:
   folder.mkdir(parents=True, exist_ok=True)
   saved, record = folder / "run_config.json", folder / "study.json"
   if saved.exists():
-    was, now = json.loads(saved.read_text()), _plain(config)
+    was, now = json.loads(saved.read_text()), parse(config).as_json()
     if _chosen(was) != _chosen(now):
       raise UserError(
         f"{folder} holds a run of another config: "

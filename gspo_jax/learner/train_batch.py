@@ -18,7 +18,8 @@ from gspo_jax.sampler.samples import Prompts, Samples
 class TrainBatch:
   """Prompts, responses and what the objective reads of them.
 
-  The response is in the last R places of a row of T tokens.
+  The response is in the last R places of a row of T tokens. `reference_logps`,
+  `values` and `returns` are None unless the objective reads them.
 
   Attributes:
     tokens: [B, T] int32.
@@ -34,8 +35,7 @@ class TrainBatch:
     router_logps: [B, L, R, k] float32, the old routers' log-probs of these
       experts at the tokens that predict the response. None for a dense model.
     sampler_logps: [B, R] float32, the sampler's log-probs. None for
-      demonstrations. Each field below is None if the objective does not read
-      it.
+      demonstrations.
     reference_logps: [B, R] float32, log-probs under the reference policy.
     values: [B, R] float32, of the old critic.
     returns: [B, R] float32, the targets of the critic.

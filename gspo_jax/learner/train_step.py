@@ -26,7 +26,7 @@ from gspo_jax.sampler.samples import Samples
 
 # Named scopes of two conditionals: of what only an update computes, and of what
 # only a pass for old log-probs computes. `plan` counts the work by them.
-BACKWARD, SCORES = "backward", "scores"
+BACKWARD, OLD_LOGPROBS = "backward", "old_logprobs"
 
 
 class LossOutput(NamedTuple):
@@ -98,8 +98,8 @@ class Learner(NamedTuple):
     micro_batch_size: rows of one forward and backward pass.
     group_size: rows that are shuffled together.
     has_old_logps: whether the batch has old log-probs before an update.
-    score_every_minibatch: whether a pass for old log-probs includes the first
-      minibatch.
+    old_logps_of_every_minibatch: whether a pass for old log-probs includes the
+      first minibatch.
   """
 
   loss: Loss
@@ -108,7 +108,7 @@ class Learner(NamedTuple):
   micro_batch_size: int
   group_size: int
   has_old_logps: bool = False
-  score_every_minibatch: bool = False
+  old_logps_of_every_minibatch: bool = False
 
 
 class InitState(Protocol):
@@ -188,7 +188,7 @@ def update(
   )
   unchanged = {name: getattr(batch, name) for name in old}
   if apply_updates is not True:
-    with jax.named_scope(SCORES):
+    with jax.named_scope(OLD_LOGPROBS):
       old = jax.lax.cond(
         apply_updates, lambda: unchanged, lambda: cut.join(old)
       )
@@ -278,7 +278,7 @@ def gradient(
     _zeros(metrics),
   )
   begin = 0
-  if not learner.score_every_minibatch:
+  if not learner.old_logps_of_every_minibatch:
     # Of the first minibatch one micro-batch is enough to compare two passes.
     begin = jnp.where(first & ~applying, A - 1, 0)
   grads, count, old, metrics = jax.lax.fori_loop(begin, A, add, start)

@@ -108,7 +108,7 @@ def _work(name, module, config, program, where) -> dict:
     program.mesh.size,
     branches={
       train_step.BACKWARD: name == "update",
-      train_step.SCORES: name == "old_logprobs",
+      train_step.OLD_LOGPROBS: name == "old_logprobs",
     },
   )
   report = {}

@@ -82,6 +82,8 @@ def parse(argv: list[str], start: str = START) -> list[str]:
     rest = flags.FLAGS(argv)
   except UserError:
     raise
+  except (AttributeError, KeyError) as error:
+    raise _unknown_key(error) from error
   except (flags.Error, OSError, ValueError, TypeError) as error:
     # ml_collections puts a traceback into its message; the cause comes last.
     cause = str(error).strip().splitlines()[-1]
@@ -95,6 +97,20 @@ def parse(argv: list[str], start: str = START) -> list[str]:
       raise UserError(f"--{name} is missing; for a start: {start}")
   _check_processes()
   return rest
+
+
+def _unknown_key(error: Exception) -> Exception:
+  """A UserError if a config file sets a key that does not exist."""
+  from gspo_jax.program.config import all_keys
+
+  # ml_collections says 'paging', or 'Key "ahead" does not exist and ...'.
+  key = re.match(
+    r"""['"]*(?:Key ")?(\w+)(?:['"]+$|" does not exist)""", str(error)
+  )
+  if not key:
+    return error
+  hint = config_keys.hint(key[1], all_keys())
+  return UserError(f"the config file sets {key[1]}: no such key; {hint}")
 
 
 def _check_processes() -> None:

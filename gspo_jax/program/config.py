@@ -1,4 +1,4 @@
-"""A config as a tree of frozen dataclasses, checked where it is made.
+"""A config as a tree of frozen dataclasses, checked by `parse`.
 
 `parse` is the only function that reads a ConfigDict. A field has its range
 beside it, a section the checks that need several of its fields. What only
@@ -69,6 +69,9 @@ METHOD_FLOOR = Range(
   "0 for none, under 1, or -1 for the method's own",
   lambda x: x == -1 or 0 <= x < 1,
 )
+TEMPERATURE = Range(
+  "more than 0, or 0 for a greedy evaluation", lambda x: 0 <= x < math.inf
+)
 DUAL_CLIP = Range(
   "0 for none, or more than 1", lambda x: x == 0 or 1 < x < math.inf
 )
@@ -114,7 +117,7 @@ class SamplerMesh:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-  """Problems, and how they become prompts."""
+  """Problems, and how they become prompts; `PromptConfig` checks the rest."""
 
   source: str
   weights: tuple[float, ...]
@@ -131,13 +134,7 @@ class Data:
   drop_solved: bool
   curriculum: tuple[tuple[int, str], ...]
   max_prompt_length: int = checked(AT_LEAST_1)
-  too_long: str = checked(Choice(("error", "drop")))
-
-  def __post_init__(self):
-    if "{problem}" not in self.instruction:
-      raise UserError(
-        f"data.instruction={self.instruction!r}: expected {{problem}} in it"
-      )
+  too_long: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +142,7 @@ class Sampler:
   """How responses are sampled; `sampler.SamplerConfig` checks the rest."""
 
   max_new_tokens: int
-  temperature: float = checked(ZERO_OR_MORE)
+  temperature: float = checked(TEMPERATURE)
   top_k: int
   top_p: float
   min_new_tokens: int
@@ -393,8 +390,10 @@ class Config:
   log: Log
 
   def as_json(self) -> dict:
-    """Nested dicts as JSON gives them back, for a checkpoint."""
-    return json.loads(json.dumps(dataclasses.asdict(self)))
+    """The keys as nested dicts, as JSON gives them back, for a checkpoint."""
+    tree = dataclasses.asdict(self)
+    tree["model"] |= dict(tree["model"].pop("sizes"))
+    return json.loads(json.dumps(tree))
 
   def replace(self, **keys) -> "Config":
     """A copy with other values; a section takes a dict of its keys.
@@ -500,7 +499,7 @@ def _section(kind, values, prefix: str):
 
 def _with_sizes(values) -> dict:
   """The section `model`, with the keys that `Model` lacks in `sizes`."""
-  names = {field.name for field in dataclasses.fields(Model)}
+  names = {field.name for field in dataclasses.fields(Model)} - {"sizes"}
   sizes = sorted((k, v) for k, v in values.items() if k not in names)
   return {k: v for k, v in values.items() if k in names} | {"sizes": sizes}
 
@@ -508,7 +507,7 @@ def _with_sizes(values) -> dict:
 def _require_keys(fields, values, prefix):
   for name in values:
     if name not in fields:
-      hint = config_keys.hint(f"{prefix}{name}", _keys(Config))
+      hint = config_keys.hint(f"{prefix}{name}", all_keys())
       raise UserError(f"{prefix}{name}: no such key; {hint}")
   for name in fields:
     if name not in values:
@@ -517,13 +516,15 @@ def _require_keys(fields, values, prefix):
       )
 
 
-def _keys(kind, prefix: str = "") -> list[str]:
-  """The dotted names of all keys."""
+def all_keys(kind=Config, prefix: str = "") -> list[str]:
+  """The dotted names of all keys of a config file."""
   keys = []
   for field in dataclasses.fields(kind):
     name = f"{prefix}{field.name}"
-    section = dataclasses.is_dataclass(field.type)
-    keys += _keys(field.type, f"{name}.") if section else [name]
+    if dataclasses.is_dataclass(field.type):
+      keys += all_keys(field.type, f"{name}.")
+    elif name != "model.sizes":  # holds keys, and is none
+      keys.append(name)
   return keys
 
 

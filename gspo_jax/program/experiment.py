@@ -14,6 +14,10 @@ from gspo_jax.program.functions import Program, build_program
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.runtime.errors import UserError
 
+# Of the metadata and arrays of a checkpoint of RL. A run does not resume from
+# another format.
+CHECKPOINT_FORMAT = 2
+
 
 class Keys(NamedTuple):
   """One random key for each use; an iteration folds its number into `steps`."""
@@ -88,7 +92,7 @@ def _reward_pool(c) -> RewardPool:
 def checkpoint_identity(experiment: Experiment) -> dict:
   """What a checkpoint of RL must agree with, besides `identity`."""
   config, state = experiment.config, experiment.program.learner.abstract
-  identity = dict(experiment.identity)
+  identity = experiment.identity | {"checkpoint format": CHECKPOINT_FORMAT}
   if state.reference is not None:
     identity["a reference (objective.kl_coef)"] = True
   if state.critic is not None:

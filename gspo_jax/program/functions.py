@@ -153,10 +153,11 @@ class LearnerFunctions:
   def compute_old_logprobs(
     self, state: TrainState, batch: TrainBatch, key: jax.Array
   ) -> tuple[TrainState, TrainBatch, Metrics]:
-    """The batch with the fields of the old policy, but for one minibatch.
+    """The batch with the fields of the old policy.
 
-    The first minibatch is left out, for `update` fills it in; one of its
-    micro-batches runs all the same, to compare the two passes.
+    `update` fills in those of the first minibatch itself. So only one of its
+    micro-batches runs here, to compare the two passes, unless the rewards need
+    the old log-probs of every response (k1).
 
     Returns:
       The same state, which is donated; the batch, donated; and metrics.
@@ -215,7 +216,7 @@ class Program:
     The parts of a continuous sampler may be compiled as often as it printed
     at the start.
     """
-    for group in (self.sampler, self.learner, self.cold_start):
+    for group in (self, self.sampler, self.learner, self.cold_start):
       for name, function in vars(group).items() if group else ():
         if isinstance(function, MeshJit):
           _require_compilations(name, function, 1)

@@ -126,7 +126,7 @@ def train_batch_fields(
 def needs_old_logprobs(config: Config, cfg: model.ModelConfig) -> bool:
   """Whether a forward pass of the old policy comes before an update.
 
-  It does not where there is one minibatch, whose own forward pass has them, or
+  It does not with one minibatch, for which the update computes them itself, nor
   where the sampler's log-probs are the old ones. Then the metrics of the old
   policy (`mismatch/*`, `policy/entropy`, `moe/*`) are of the first minibatch.
   """
@@ -203,7 +203,7 @@ def learners(config: Config, cfg: model.ModelConfig) -> Learners:
     micro_batch_size=config.learner.micro_batch_size,
     group_size=config.rollout.group_size,
     has_old_logps=in_advance or config.objective.old_logps == "sampler",
-    score_every_minibatch=_rewards_need_old_logprobs(config),
+    old_logps_of_every_minibatch=_rewards_need_old_logprobs(config),
   )
   return Learners(
     policy, _critic_learner(config, cfg, policy), _cold_start(config, cfg)

@@ -43,6 +43,27 @@ def assert_one_line(text):
 # Flags.
 
 
+@pytest.mark.parametrize(
+  ("line", "words"),
+  [
+    ("c.paging.slots = 8", "paging: no .* 'continuous_batching.slots'"),
+    (
+      "c.learner.micro_rows = 2",
+      "micro_rows: no .* 'learner.micro_batch_size'",
+    ),
+  ],
+)
+def test_a_key_that_a_config_file_may_not_set_is_named(
+  parse, tmp_path, line, words
+):
+  (tmp_path / "old.py").write_text(
+    "from configs import tiny_cpu\n\n\ndef get_config():\n"
+    f"  c = tiny_cpu.get_config().lock()\n  {line}\n  return c\n"
+  )
+  with pytest.raises(UserError, match=words):
+    parse(f"--config={tmp_path}/old.py", WORKDIR)
+
+
 def test_overrides_reach_the_config(parse):
   typed, workdir = parse(
     TINY,

@@ -1,5 +1,6 @@
 """What a config refuses: each error names the key, the value and a remedy."""
 
+import json
 import math
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from gspo_jax.program import config
-from gspo_jax.program.config import parse
+from gspo_jax.program.config import all_keys, parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -253,12 +254,23 @@ def test_a_parsed_config_has_the_values_of_its_keys(debug_config):
   parsed = parse(debug_config)
   assert parsed.data.chain_steps == (1, 3)
   assert hash(parsed) == hash(parse(debug_config))
-  expected = debug_config.to_dict()
-  found = parsed.as_json()
-  for section, values in expected.items():
-    for key, value in values.items() if isinstance(values, dict) else ():
-      same = list(value) if isinstance(value, tuple) else value
-      assert found[section][key] == same, f"{section}.{key}"
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_layers": 3, "num_experts": 4}])
+def test_a_parsed_config_in_json_is_the_config_file(debug_config, sizes):
+  """Users read it in run_config.json, and a resumed run compares it."""
+  with debug_config.unlocked():
+    debug_config.model.update(sizes)
+  written = parse(debug_config).as_json()
+  assert written == json.loads(debug_config.to_json_best_effort())
+
+
+def test_the_name_of_the_field_for_sizes_is_no_key(debug_config):
+  assert "model.sizes" not in all_keys()
+  with debug_config.unlocked():
+    debug_config.model.sizes = (("num_layers", 3),)
+  with pytest.raises(UserError, match=r"model\.sizes"):
+    build(debug_config)
 
 
 def test_replace_changes_keys_and_no_others(debug_config):

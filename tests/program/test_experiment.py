@@ -9,6 +9,7 @@ from gspo_jax.program import experiment
 from gspo_jax.program.config import parse
 from gspo_jax.rollout.batch import iteration_keys
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.identity import match as require_match
 
 
 def identity(keys, *, reference=None, critic=None):
@@ -29,9 +30,10 @@ def identity(keys, *, reference=None, critic=None):
 
 
 def test_a_checkpoint_of_rl_agrees_with_more_than_a_cold_start(debug_config):
-  assert identity(debug_config) == {"seed": 3}
+  plain = {"seed": 3, "checkpoint format": experiment.CHECKPOINT_FORMAT}
+  assert identity(debug_config) == plain
   both = identity(debug_config, reference={}, critic={})
-  assert set(both) - {"seed"} == {
+  assert set(both) - set(plain) == {
     "a reference (objective.kl_coef)",
     "a critic (objective.name='ppo')",
   }
@@ -61,6 +63,15 @@ def test_pending_responses_belong_to_the_same_prompts(
   rest = {k: v for k, v in found.items() if k not in before | shapes}
   assert found == before | shapes | rest
   assert list(rest.values()) == [value]
+
+
+def test_a_checkpoint_of_another_format_is_another_run(
+  debug_config, monkeypatch
+):
+  before = identity(debug_config)
+  monkeypatch.setattr(experiment, "CHECKPOINT_FORMAT", 1)
+  with pytest.raises(UserError, match="checkpoint format=1"):
+    require_match(before, {"identity": identity(debug_config)}, "checkpoint")
 
 
 def test_every_iteration_has_its_keys():

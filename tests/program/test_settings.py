@@ -87,7 +87,7 @@ def test_old_logprobs_are_computed_where_an_update_lacks_them(
   assert settings.needs_old_logprobs(parse(debug_config), cfg) == needed
   in_reward = needed and minibatches == 1
   learners = settings.learners(parse(debug_config), cfg)
-  assert learners.policy.score_every_minibatch == in_reward
+  assert learners.policy.old_logps_of_every_minibatch == in_reward
   debug_config.log.instruments = False  # then no routing is read
   dense = dataclasses.replace(cfg, num_experts=0, experts_per_token=0)
   trusted = objective.get("old_logps") == "sampler"

@@ -137,7 +137,9 @@ def rows(workdir):
 
 def final_params(workdir):
   mesh = sharding.make_mesh(jax.devices()[:1])
-  abstract = build_program(parse(tiny_cpu.get_config("debug")), mesh).abstract
+  abstract = build_program(
+    parse(tiny_cpu.get_config("debug")), mesh
+  ).learner.abstract
   with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
     restored = checkpoints.restore(
       {"params": abstract.params}, lambda *_: None, part=True
