@@ -19,7 +19,7 @@ def built(config, **sizes):
   )
 
 
-def refill(config):
+def with_continuous_batching(config):
   (
     config.continuous_batching.slots,
     config.continuous_batching.page_size,
@@ -38,7 +38,7 @@ def test_a_run_without_pages(debug_config):
 
 
 def test_a_run_with_pages(debug_config):
-  made = refill(debug_config)
+  made = with_continuous_batching(debug_config)
   lowered = lower.functions(debug_config, made)
   names = ["decode_params", "prefill", "generate", "update", "old_logprobs"]
   assert list(lowered) == names
@@ -61,7 +61,7 @@ def test_a_run_with_pages(debug_config):
 
 def test_the_segment_plan_is_that_of_a_run(debug_config, monkeypatch):
   """Of the shapes and types that `decode` is called with."""
-  made, given = refill(debug_config), []
+  made, given = with_continuous_batching(debug_config), []
   functions = made.sampler.generate.jitted
   lowered = lower.functions(debug_config, made)
   planned = lowered["generate"].in_avals[0][3]
@@ -87,7 +87,7 @@ def test_a_run_with_partial_rollouts(debug_config):
   debug_config.rollout.update(
     {"max_tokens_per_iteration": 4, "extra_prompts_in_flight": 8}
   )
-  made = refill(debug_config)
+  made = with_continuous_batching(debug_config)
   lowered = lower.functions(debug_config, made)
   tokens = lowered["prefill"].in_avals[0][2]
   room = (
