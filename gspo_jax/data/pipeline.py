@@ -204,8 +204,8 @@ def _demonstration(
   return prompt | {"response": tokens, "response_length": np.int32(len(ids))}
 
 
-class _Placed(Sequence):
-  """A source of (problem, place): `part` and `index` of the problem."""
+class _Positioned(Sequence):
+  """A source of (problem, position): `part` and `index` of the problem."""
 
   def __init__(self, part: int, source: Sequence[Problem]):
     self._part, self._source = part, source
@@ -214,24 +214,24 @@ class _Placed(Sequence):
     return len(self._source)
 
   def __getitem__(self, i: int) -> tuple[Problem, dict]:
-    place = {"part": np.int32(self._part), "index": np.int32(i)}
-    return self._source[i], place
+    position = {"part": np.int32(self._part), "index": np.int32(i)}
+    return self._source[i], position
 
 
 def _with_positions(source: Source):
-  placed = tuple(itertools.starmap(_Placed, enumerate(parts(source))))
+  positioned = tuple(itertools.starmap(_Positioned, enumerate(parts(source))))
   if isinstance(source, Mixture):
-    return Mixture(placed, source.weights)
-  return placed[0]
+    return Mixture(positioned, source.weights)
+  return positioned[0]
 
 
 def _keep_position(make_prompt: Callable) -> Callable:
-  """`make_prompt` for a pair of `_Placed`; the place goes into the prompt."""
+  """`make_prompt` for a pair of `_Positioned`; the prompt gets the position."""
 
   def make(pair):
-    problem, place = pair
+    problem, position = pair
     prompt = make_prompt(problem)
-    return prompt and prompt | place
+    return prompt and prompt | position
 
   return make
 

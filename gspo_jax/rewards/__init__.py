@@ -12,9 +12,9 @@ A reward may carry two functions as attributes:
                               cannot run (a missing package, a bad argument)
   fits(seconds, **arguments)  as `prepare`, with the time limit of one call
 
-Other wings take `named`, `final_answer`, `gsm8k` and `BUILT_IN` from here,
-`pool` (runs rewards in worker processes), `math` and `numbers` (results in a
-normal form).
+Other wings take `named`, `length_arguments`, `final_answer`, `gsm8k` and
+`BUILT_IN` from here, `pool` (runs rewards in worker processes), `math` and
+`numbers` (results in a normal form).
 """
 
 import ast

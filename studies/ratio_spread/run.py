@@ -31,7 +31,7 @@ from studies.runs import Run
 from studies.study import Study, command
 
 FIRST = 3  # iteration; the learning rate is below its peak in the first two
-BATCHES = 2  # of 256 answers, an iteration
+BATCHES = 2  # of 256 responses, an iteration
 BINS = ((1, 24), (25, 45), (46, 73), (74, 96))  # tokens
 QUICK_BINS = ((1, 11), (12, 12))
 QUANTITIES = ("token_std", "sequence_std", "token_outside", "sequence_outside")
