@@ -70,7 +70,7 @@ def segment(cfg, params, cached: np.ndarray, room: int, steps: int):
 
   jitted = jax.jit(decode, donate_argnums=(1, 2))
   empty = lambda: paged_decode.empty(
-    cfg, rows=B, pages=B * W, page=_PAGE, most=W
+    cfg, num_slots=B, num_pages=B * W, page_size=_PAGE, pages_per_slot=W
   )
   # Jitted, so that no two arrays share a buffer.
   donated = [jax.jit(empty)(), empty_samples(B, 0, cfg, sampler)]
@@ -103,13 +103,13 @@ def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
   generate = continuous.build_continuous_sampler(
     cfg,
     sampler,
-    paging=ContinuousBatchingConfig(
+    batching=ContinuousBatchingConfig(
       slots=prompts * group, page_size=_PAGE, segment_steps=8, prefill_chunk=128
     ),
-    prompt=length,
-    params=sharding.state_shardings(params, mesh),
+    max_prompt_length=length,
+    params_sharding=sharding.state_shardings(params, mesh),
     mesh=mesh,
-    decoding=mesh,
+    sampler_mesh=mesh,
   )
   prefilled, stored_pages, read_pages = [], [], []
 

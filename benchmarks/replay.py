@@ -21,26 +21,26 @@ from gspo_jax.sampler.samples import Prompts, SamplerConfig
 
 
 def sampling(cfg, params, prompts, most: int, group: int) -> dict:
-  """Compiled calls that draw answers of `most` tokens."""
+  """Compiled calls that sample responses of `most` tokens."""
 
   def make(record: bool):
-    draw = SamplerConfig(
+    sampling_config = SamplerConfig(
       group_size=group,
       max_new_tokens=most,
       min_new_tokens=most,
       stop_ids=(1,),
       record_routing=record,
     )
-    call = functools.partial(sampler.generate, cfg=cfg, sampler=draw)
+    call = functools.partial(sampler.generate, cfg=cfg, sampler=sampling_config)
     key = jax.random.key(0)
     given = {"prompts": prompts, "key": key}
     return bound(jax.jit(call), params, **given)
 
-  return {"draw": make(False), "draw, recorded": make(True)}
+  return {"sample": make(False), "sample, recorded": make(True)}
 
 
-def learning(cfg, params, rows: int, length: int, answer: int) -> dict:
-  """Compiled gradients of the log-probs of `answer` tokens a row."""
+def learning(cfg, params, rows: int, length: int, response: int) -> dict:
+  """Compiled gradients of the log-probs of `response` tokens a row."""
   rng = np.random.default_rng(0)
   shape = (cfg.num_layers, rows, length, cfg.num_experts)
   order = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
@@ -56,7 +56,7 @@ def learning(cfg, params, rows: int, length: int, answer: int) -> dict:
         tokens,
         positions,
         np.ones_like(tokens),
-        response_length=answer,
+        response_length=response,
         routes=routes,
         replay=replay,
       )
@@ -96,16 +96,16 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--quick", action="store_true", help="tiny sizes")
   quick = parser.parse_args().quick
-  questions, group, prompt, answer = (2, 2, 8, 16) if quick else (4, 4, 16, 48)
+  problems, group, prompt, response = (2, 2, 8, 16) if quick else (4, 4, 16, 48)
   cfg = model.variant("tiny", num_layers=4, dtype="float32")
   params = model.init(jax.random.key(0), cfg)
   prompts = Prompts(
-    np.zeros((questions, prompt), np.int32),
-    np.full(questions, prompt, np.int32),
+    np.zeros((problems, prompt), np.int32),
+    np.full(problems, prompt, np.int32),
   )
-  rows, length = questions * group, prompt + answer
-  made = sampling(cfg, params, prompts, answer, group)
-  made |= learning(cfg, params, rows, length, answer)
+  rows, length = problems * group, prompt + response
+  made = sampling(cfg, params, prompts, response, group)
+  made |= learning(cfg, params, rows, length, response)
   calls = {name: call for name, (call, _) in made.items()}
   seconds = least_seconds(calls, repeats=1 if quick else 8)
   size = {name: size for name, (_, size) in made.items()}

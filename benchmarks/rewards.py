@@ -1,12 +1,12 @@
-"""Answers per second of the reward pool, and what a small batch costs.
+"""Responses per second of the reward pool, and what a small batch costs.
 
   python -m benchmarks.rewards [--quick]
 
-GSM8K and MATH answers of about 100 tokens, and programs with two tests each, by
-1 and 2 workers, the answers given at once; MATH again with 3 % towers of
+GSM8K and MATH responses of about 100 tokens, and programs with two tests each,
+by 1 and 2 workers, the responses given at once; MATH again with 3 % towers of
 powers, each of which holds a worker until its time is up; and the time of 256
-answers of the embedded task, which every iteration of the default config waits
-for. A reward that this machine cannot run is left out.
+responses of the embedded task, which every iteration of the default config
+waits for. A reward that this machine cannot run is left out.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from gspo_jax.runtime import errors
 THOUGHT = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs a day. " * 8
 
 
-def answers(name: str, count: int) -> list[Response]:
-  """`count` answers, half of them right, no two alike."""
+def responses(name: str, count: int) -> list[Response]:
+  """`count` responses, half of them right, no two alike."""
   if name == "code":
     tests = {"inputs": ["1 2", "5 6"], "outputs": ["3", "11"]}
     programs = [
@@ -46,8 +46,8 @@ def answers(name: str, count: int) -> list[Response]:
 
 
 def rate(name: str, workers: int, count: int) -> float:
-  """Answers per second, all of them submitted together."""
-  given = answers(name, count)
+  """Responses per second, all of them submitted together."""
+  given = responses(name, count)
   with RewardPool([name], [1.0], workers=workers, seconds=60) as scorer:
     scorer.submit(given[:2]).result()
     began = time.monotonic()
@@ -59,8 +59,8 @@ def rate(name: str, workers: int, count: int) -> float:
 
 
 def rate_with_failures(workers: int, count: int, seconds: float) -> float:
-  """Answers per second, every 32nd of which takes all its time and fails."""
-  given = answers("math", count)
+  """Responses per second, every 32nd of which takes all its time and fails."""
+  given = responses("math", count)
   tower = Response("", "$\\boxed{9^{9^{9^{9}}}}$", "\\sqrt{2}")
   given[::32] = [tower] * len(given[::32])
   with RewardPool(["math"], [1.0], workers=workers, seconds=seconds) as scorer:
@@ -74,8 +74,8 @@ def rate_with_failures(workers: int, count: int, seconds: float) -> float:
 
 
 def batch(workers: int, repeats: int) -> float:
-  """Median seconds of 256 answers of the embedded task."""
-  given, seconds = answers("final_answer", 256), []
+  """Median seconds of 256 responses of the embedded task."""
+  given, seconds = responses("final_answer", 256), []
   with RewardPool(["final_answer"], [1.0], workers=workers) as scorer:
     for _ in range(repeats + 1):
       began = time.monotonic()
@@ -86,11 +86,11 @@ def batch(workers: int, repeats: int) -> float:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--quick", action="store_true", help="a few answers")
+  parser.add_argument("--quick", action="store_true", help="a few responses")
   quick = parser.parse_args().quick
   counts = {"final_answer": 8192, "gsm8k": 8192, "math": 1024, "code": 128}
   record = {}
-  print("reward | workers | answers per second")
+  print("reward | workers | responses per second")
   for name, count in counts.items():
     for workers in (1, 2):
       try:
@@ -111,7 +111,7 @@ def main() -> None:
   for workers in (1, 2):
     seconds = batch(workers, 3 if quick else 50)
     record[f"seconds of 256 by {workers}"] = round(seconds, 4)
-    print(f"256 answers by {workers} | {1e3 * seconds:.1f} ms")
+    print(f"256 responses by {workers} | {1e3 * seconds:.1f} ms")
   print(json.dumps(record))
 
 

@@ -50,7 +50,7 @@ def build(
   cfg,
   params,
   config: SamplerConfig,
-  paging: ContinuousBatchingConfig,
+  batching: ContinuousBatchingConfig,
   prompt: int,
 ) -> ContinuousSampler:
   """A continuous sampler on one device, for prompts of `prompt` tokens."""
@@ -58,11 +58,11 @@ def build(
   return continuous.build_continuous_sampler(
     cfg,
     config,
-    paging=paging,
-    prompt=prompt,
-    params=sharding.state_shardings(params, mesh),
+    batching=batching,
+    max_prompt_length=prompt,
+    params_sharding=sharding.state_shardings(params, mesh),
     mesh=mesh,
-    decoding=mesh,
+    sampler_mesh=mesh,
   )
 
 
@@ -201,7 +201,7 @@ class Bench(NamedTuple):
     return numbers
 
 
-def make(cfg, params, group: int, most: int, paging, prompt: int) -> Bench:
+def make(cfg, params, group: int, most: int, batching, prompt: int) -> Bench:
   config = SamplerConfig(group, most, stop_ids=(lengths.STOP,))
   return Bench(
     cfg,
@@ -209,7 +209,7 @@ def make(cfg, params, group: int, most: int, paging, prompt: int) -> Bench:
     config,
     prompt,
     static=static(cfg, params, config),
-    continuous=build(cfg, params, config, paging, prompt),
+    continuous=build(cfg, params, config, batching, prompt),
   )
 
 
@@ -237,7 +237,7 @@ def main() -> None:
   args = parser.parse_args()
   responses, most, repeats = (16, 80, 1) if args.quick else (256, 960, 3)
   groups, prompts = ((2,), (8,)) if args.quick else ((4, 16), (32, 512))
-  paging = ContinuousBatchingConfig(
+  batching = ContinuousBatchingConfig(
     slots=4 if args.quick else 64,
     page_size=16,
     segment_steps=32,
@@ -254,12 +254,12 @@ def main() -> None:
   for G, S in itertools.product(groups, prompts):
     fixed = np.full(responses // G, short, np.int32)
     tailed = lengths.long_tailed(responses // G, most)
-    exact = make(cfg, params, G, short, paging, S)
-    roomy = make(cfg, params, G, most, paging, S)
+    exact = make(cfg, params, G, short, batching, S)
+    roomy = make(cfg, params, G, most, batching, S)
     rows += cell(exact, f"{short} of {short}", fixed, repeats)
     rows += cell(roomy, f"{short} of {most}", fixed, repeats)
     rows += cell(roomy, f"long tail of {most}", tailed, repeats)
-  record.finish("sampler", {"slots": paging.slots, "rows": rows}, args.out)
+  record.finish("sampler", {"slots": batching.slots, "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

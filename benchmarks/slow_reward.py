@@ -6,8 +6,8 @@ from gspo_jax.rewards import final_answer
 
 
 def final(
-  prompt: str, answer: str, reference: str, *, milliseconds: float = 10.0
+  prompt: str, response: str, reference: str, *, milliseconds: float = 10.0
 ) -> float:
   """`final_answer`, and as long a wait, in which no processor is in use."""
   time.sleep(milliseconds / 1000)
-  return final_answer(prompt, answer, reference)
+  return final_answer(prompt, response, reference)

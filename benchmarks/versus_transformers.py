@@ -76,10 +76,10 @@ def size(name: str, quick: bool) -> Size:
 
 def ours(cfg, params, config, sizes: Size) -> dict[str, Callable]:
   """Our samplers by name: prompts -> tokens of the responses [B, R]."""
-  paging = ContinuousBatchingConfig(
+  batching = ContinuousBatchingConfig(
     slots=sizes.slots, page_size=16, segment_steps=32, prefill_chunk=32
   )
-  continuous = build(cfg, params, config, paging, sizes.S)
+  continuous = build(cfg, params, config, batching, sizes.S)
   samplers = {
     "our static": static(cfg, params, config),
     "our continuous": lambda prompts: continuous(

@@ -185,7 +185,9 @@ sampler = PolicySampler(parsed, mesh, shape)
 problems = [row["question"] for row in files["test"]]
 responses = sampler.sample(params, problems, jax.random.key(0))
 print(f"{problems[0]}\n")
-for text, tokens in zip(responses.texts[:8], responses.tokens, strict=False):
+for text, tokens in zip(
+  responses.responses[:8], responses.tokens, strict=False
+):
   print(f"{tokens:3} tokens  {text[:70]!r}")
 
 # %% [markdown]

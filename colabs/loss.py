@@ -4,8 +4,8 @@
 # GRPO puts an importance ratio on every token. GSPO puts one on the whole
 # response, the geometric mean of the token ratios, and clips there ([arXiv
 # 2507.18071](https://arxiv.org/abs/2507.18071)). Below: both losses in a few
-# lines, what the length normalisation does to a ratio, what each token of a
-# batch is told, and `gspo_loss` in a training loop that uses nothing else of
+# lines, what the length normalisation does to a ratio, what gradient each token
+# of a batch gets, and `gspo_loss` in a training loop that uses nothing else of
 # this package. Half a minute on a CPU.
 
 # %%
@@ -184,10 +184,10 @@ axes[0].legend(loc="lower center")
 plt.show()
 
 # %% [markdown]
-# ## What each token is told
+# ## The gradient of each token
 #
 # The gradient of both losses on one batch, a row a response, the good responses
-# above the line. GSPO tells all tokens of a response the same, or nothing: it
+# above the line. GSPO gives all tokens of a response one gradient, or none: it
 # clips whole responses. GRPO weighs each token by its own noisy ratio, and
 # clips the few that moved far. So GSPO clips far more tokens: the paper has 15
 # % against 0.13 % in its runs, and GSPO ahead all the same.
@@ -225,10 +225,10 @@ plt.show()
 # ## In somebody else's loop
 #
 # No model of ours, no config, no Flax: a table of logits, `optax`, and a game.
-# Asked with a digit, the policy has to count down from it to 0 and stop. Only a
-# perfect response is rewarded, so that a random policy solves `1` once in 121
-# responses and `9` once in 11¹⁰. The policy is a table of 11 x 11 logits: what
-# follows what.
+# Prompted with a digit, the policy has to count down from it to 0 and stop.
+# Only a perfect response is rewarded, so that a random policy solves `1` once
+# in 121 responses and `9` once in 11¹⁰. The policy is a table of 11 x 11
+# logits: what follows what.
 
 # %%
 DIGITS, STOP, LENGTH, GROUP = 10, 10, 12, 32
@@ -260,7 +260,7 @@ def train(loss, seed, steps=300, updates=4, **clips):
   optimizer = optax.adam(0.03)
 
   def iterate(carry, key):
-    table = carry[0]  # the policy that draws the responses
+    table = carry[0]  # the policy that samples the responses
     first, tokens, mask, correct = sample(table, key)
     rewards = correct.reshape(DIGITS, GROUP)
     advantages = group_relative_advantages(rewards).reshape(-1)

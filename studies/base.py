@@ -18,13 +18,13 @@ def config(asked: SimpleNamespace) -> ConfigDict:
   c.cold_start.steps = 450
   c.cold_start.check_every = 150
   c.cold_start.gate = 0.0
-  c.eval.samples = 4  # half the time; questions are what pass@1 varies with
+  c.eval.samples = 4  # half the time; problems are what pass@1 varies with
   c.checkpoint.keep = 1
   return c
 
 
 def long_chains(c: ConfigDict) -> None:
-  """Answers of 17 to 87 tokens, all demonstrated."""
+  """Responses of 17 to 87 tokens, all demonstrated."""
   c.data.max_prompt_length = 40
   c.sampler.max_new_tokens = 96
   c.learner.micro_batch_size = 32
@@ -39,7 +39,7 @@ def shrink(c: ConfigDict) -> ConfigDict:
   variant, dtype = c.model.variant, c.model.dtype
   common.shrink(c)
   c.model.variant, c.model.dtype = variant, dtype
-  c.cold_start.steps = 100  # just enough for a right answer now and then
+  c.cold_start.steps = 100  # just enough for a right response now and then
   c.cold_start.check_every = 50
   c.cold_start.learning_rate = 4e-3
   c.cold_start.warmup_steps = 10

@@ -1,6 +1,6 @@
 """What the studies of ratios and gradients compute: arrays in, numbers out.
 
-Dimension key: B answers, T tokens, N pairs of groups, K parts of a gradient.
+Dimension key: B responses, T tokens, N pairs of groups, K parts of a gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,19 +27,19 @@ def spread(
   token_clip: tuple[float, float],
   sequence_clip: tuple[float, float],
 ) -> dict[str, float] | None:
-  """How far ratios lie from each other, and from 1, in answers of some lengths.
+  """How far ratios lie from each other, and from 1, at some response lengths.
 
   Args:
     gaps_BT: x - o, new less old log-probs; not read under the mask.
-    mask_BT: bool, the tokens of the answers.
-    lengths: the shortest and the longest answer to look at, in tokens.
+    mask_BT: bool, the tokens of the responses.
+    lengths: the shortest and the longest response to look at, in tokens.
     token_clip: l and h: a ratio in 1 - l..1 + h is inside.
-    sequence_clip: the same for exp(mean_t(x - o)) of an answer.
+    sequence_clip: the same for exp(mean_t(x - o)) of a response.
 
   Returns:
-    None for fewer than two such answers, else {"answers", "tokens": how many,
+    None for fewer than two such responses, else {"answers", "tokens": how many,
     "length": their mean, "token_variance", "sequence_variance": of x - o and of
-    its mean over an answer, unbiased, "token_outside", "sequence_outside":
+    its mean over a response, unbiased, "token_outside", "sequence_outside":
     shares of ratios outside, whatever the sign of an advantage}.
   """
   lengths_B = mask_BT.sum(1)
@@ -69,7 +69,7 @@ def pooled(spreads: Iterable[dict | None]) -> dict[str, float] | None:
   """One `spread` of several rollouts, each about its own mean; None for none.
 
   "token_std" and "sequence_std" stand in place of the variances. What is of
-  tokens is weighed by the tokens, the rest by the answers.
+  tokens is weighed by the tokens, the rest by the responses.
   """
   found = [s for s in spreads if s]
   if not found:

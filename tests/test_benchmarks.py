@@ -98,7 +98,7 @@ def test_load_hf():
 def test_replay():
   record = quick("replay")
   assert record["choices"] == 4 * 24 * 4 * 2
-  assert record["bytes"]["draw, recorded"] > record["bytes"]["draw"]
+  assert record["bytes"]["sample, recorded"] > record["bytes"]["sample"]
 
 
 @pytest.mark.slow

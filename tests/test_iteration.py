@@ -36,7 +36,7 @@ class Curriculum:
   def __init__(self, count):
     self.count, self.recorded = count, []
 
-  def draw(self, step):
+  def next_batch(self, step):
     problems = [Problem(f"{p + 1}", f"{p + 1}", "") for p in range(self.count)]
     ids = [[0, ord("1") + p] for p in range(self.count)]
     return {

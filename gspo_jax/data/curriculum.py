@@ -74,7 +74,7 @@ class Curriculum:
       # Every source has a seed of its own, in every stage.
       seed += len(pipeline.parts(source))
 
-  def draw(self, iteration: int, count: int | None = None) -> dict:
+  def next_batch(self, iteration: int, count: int | None = None) -> dict:
     """The next prompts of the stage of that iteration.
 
     Args:
@@ -99,16 +99,17 @@ class Curriculum:
     batch = self._streams[self._stage].take(count)
     return batch | {"stage": np.full(count, self._stage, np.int32)}
 
-  def recall(self, places: Sequence[Sequence[int]]) -> dict:
-    """The prompts at these places, as a batch of `draw`.
+  def prompts_at(self, positions: Sequence[Sequence[int]]) -> dict:
+    """The prompts at these positions, as a batch of `next_batch`.
 
     Args:
-      places: `stage`, `part` and `index` of each prompt, as `draw` gave them.
+      positions: `stage`, `part` and `index` of each prompt, as `next_batch`
+        gave them.
     """
     batches = []
-    for stage, part, index in places:
-      place = np.array([[part, index]], np.int32)
-      prompt = pipeline.at_places(self._sources[stage], self._cfg, place)
+    for stage, part, index in positions:
+      position = np.array([[part, index]], np.int32)
+      prompt = pipeline.at_positions(self._sources[stage], self._cfg, position)
       batches.append(prompt | {"stage": np.array([stage], np.int32)})
     return prompt_batch.join(batches)
 
@@ -116,13 +117,15 @@ class Curriculum:
     """Records which problems are solved: all their responses are correct.
 
     Args:
-      batch: P prompts of `draw`, in one call or several.
+      batch: P prompts of `next_batch`, in one call or several.
       correct: [P, G], 1 for a correct response; the same in all processes.
     """
     if self._history:
       all_correct = (correct >= 1).all(axis=1)
-      places = (batch[name][all_correct] for name in ("stage", "part", "index"))
-      for stage, part, index in zip(*places, strict=True):
+      positions = (
+        batch[name][all_correct] for name in ("stage", "part", "index")
+      )
+      for stage, part, index in zip(*positions, strict=True):
         self._solved[stage][part][index] = True
 
   @property

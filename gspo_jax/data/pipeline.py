@@ -71,7 +71,7 @@ def prompts(
   """Endless batches of prompts, shuffled anew each epoch.
 
   Each batch is a dict: `problems` (a list), `tokens` [batch, width] int32,
-  padded on the left, `length` [batch] int32, and the places of the problems:
+  padded on the left, `length` [batch] int32, and the positions of the problems:
   `part` [batch] int32, the number of the source in a mixture (else 0), and
   `index` [batch] int32 in that source.
 
@@ -89,7 +89,7 @@ def prompts(
   """
   make_prompt = functools.partial(_prompt, cfg=cfg)
   _check(source, make_prompt, cfg, batch)
-  stream = _stream(_with_places(source), _keep_place(make_prompt), seed)
+  stream = _stream(_with_positions(source), _keep_position(make_prompt), seed)
   return Batches(stream, batch, solved)
 
 
@@ -98,8 +98,8 @@ def demonstrations(
 ) -> Batches:
   """Endless batches of prompts with demonstrated responses.
 
-  As `prompts`, without places, with `response` [batch, width] int32, padded on
-  the right, and `response_length` [batch] int32, stop token included.
+  As `prompts`, without positions, with `response` [batch, width] int32, padded
+  on the right, and `response_length` [batch] int32, stop token included.
   """
   make = functools.partial(_demonstration, cfg=cfg, width=width)
   _check(source, make, cfg, batch)
@@ -138,19 +138,21 @@ def take(source: Source, cfg: PromptConfig, count: int) -> dict:
   return stack(first)
 
 
-def at_places(source: Source, cfg: PromptConfig, places: np.ndarray) -> dict:
-  """The prompts at these places, as a batch of `prompts`.
+def at_positions(
+  source: Source, cfg: PromptConfig, positions: np.ndarray
+) -> dict:
+  """The prompts at these positions, as a batch of `prompts`.
 
   Args:
     source: of problems.
     cfg: how a problem becomes tokens.
-    places: [N, 2] int32, `part` and `index` of each prompt.
+    positions: [N, 2] int32, `part` and `index` of each prompt.
   """
   each = parts(source)
   return stack(
     [
       _prompt(each[part][index], cfg) | {"part": part, "index": index}
-      for part, index in places
+      for part, index in positions
     ]
   )
 
@@ -202,8 +204,8 @@ def _demonstration(
   return prompt | {"response": tokens, "response_length": np.int32(len(ids))}
 
 
-class _Placed(Sequence):
-  """A source of (problem, place): `part` and `index` of the problem."""
+class _Positioned(Sequence):
+  """A source of (problem, position): `part` and `index` of the problem."""
 
   def __init__(self, part: int, source: Sequence[Problem]):
     self._part, self._source = part, source
@@ -212,24 +214,24 @@ class _Placed(Sequence):
     return len(self._source)
 
   def __getitem__(self, i: int) -> tuple[Problem, dict]:
-    place = {"part": np.int32(self._part), "index": np.int32(i)}
-    return self._source[i], place
+    position = {"part": np.int32(self._part), "index": np.int32(i)}
+    return self._source[i], position
 
 
-def _with_places(source: Source):
-  placed = tuple(itertools.starmap(_Placed, enumerate(parts(source))))
+def _with_positions(source: Source):
+  positioned = tuple(itertools.starmap(_Positioned, enumerate(parts(source))))
   if isinstance(source, Mixture):
-    return Mixture(placed, source.weights)
-  return placed[0]
+    return Mixture(positioned, source.weights)
+  return positioned[0]
 
 
-def _keep_place(make_prompt: Callable) -> Callable:
-  """`make_prompt` for a pair of `_Placed`; the place goes into the prompt."""
+def _keep_position(make_prompt: Callable) -> Callable:
+  """`make_prompt` for a pair of `_Positioned`; the prompt gets the position."""
 
   def make(pair):
-    problem, place = pair
+    problem, position = pair
     prompt = make_prompt(problem)
-    return prompt and prompt | place
+    return prompt and prompt | position
 
   return make
 

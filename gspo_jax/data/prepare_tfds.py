@@ -28,10 +28,10 @@ _TEST = flags.DEFINE_string("test", "", "JSON lines of split 'test', if any.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder of TFDS sets.")
 
 
-def command() -> None:
+def main() -> None:
   """Entry point of the command."""
   try:
-    app.run(_command, flags_parser=_parse)
+    app.run(_main, flags_parser=_parse)
   except UserError as error:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)
@@ -53,7 +53,7 @@ def _parse(argv):
   return rest
 
 
-def _command(argv) -> None:
+def _main(argv) -> None:
   files = {"train": _TRAIN.value, "test": _TEST.value}
   sizes = prepare(
     _NAME.value, {k: v for k, v in files.items() if v}, _DATA_DIR.value
@@ -140,4 +140,4 @@ def _builder_class(name: str, records: dict[str, list[dict]]) -> type:
 
 
 if __name__ == "__main__":
-  command()
+  main()

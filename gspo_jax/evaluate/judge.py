@@ -17,14 +17,14 @@ class Responses(NamedTuple):
 
   Attributes:
     prompts: the prompt of each problem, as the policy reads it.
-    texts: the text of each response, without its stop token.
+    responses: the text of each response, without its stop token.
     tokens: the length of each response, its stop token included.
     truncated: whether each response was cut at `limit`.
     limit: most tokens of a response.
   """
 
   prompts: list[str]
-  texts: list[str]
+  responses: list[str]
   tokens: list[int]
   truncated: list[bool]
   limit: int
@@ -90,8 +90,8 @@ def run_benchmark(
 
   for batch in range(first_batch, -(-count // batch_size)):
     indices = range(batch * batch_size, min((batch + 1) * batch_size, count))
-    texts = [benchmark.problems[i].text for i in indices]
-    responses = sample(texts, benchmark.samples, batch)
+    problems = [benchmark.problems[i].text for i in indices]
+    responses = sample(problems, benchmark.samples, batch)
     run_on_all(save_pending)
     if reward_pool is not None:
       pending = _start_scoring(reward_pool, benchmark, indices, responses)
@@ -115,7 +115,7 @@ def _start_scoring(reward_pool, benchmark, indices, responses):
       responses.limit,
     )
     for (i, _), text, tokens in zip(
-      places, responses.texts, responses.tokens, strict=True
+      places, responses.responses, responses.tokens, strict=True
     )
   ]
   scores = reward_pool.submit(scored)

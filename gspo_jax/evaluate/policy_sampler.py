@@ -123,8 +123,8 @@ class PolicySampler:
     """
     prompts, decode = self.prompts(problems), self.program.tokenizer.decode
     rows = zip(prompts.tokens, prompts.lengths, strict=True)
-    texts = [decode(row[len(row) - n :].tolist()) for row, n in rows]
-    responses = Responses(texts, [], [], [], self._limit)
+    prompt_texts = [decode(row[len(row) - n :].tolist()) for row, n in rows]
+    responses = Responses(prompt_texts, [], [], [], self._limit)
     functions = self.program.sampler
     repeat = lambda x: np.repeat(x, self._shape.repeats, axis=0)
     for batch in sample_many(
@@ -143,7 +143,7 @@ class PolicySampler:
         *(x[:count] for x in columns), strict=True
       ):
         text = tokens[: length - (finish == STOPPED)].tolist()
-        responses.texts.append(decode(text))
+        responses.responses.append(decode(text))
         responses.tokens.append(int(length))
         responses.truncated.append(bool(finish == TRUNCATED))
     return responses

@@ -74,27 +74,34 @@ class Pages:
 
 
 def empty(
-  cfg: ModelConfig, *, rows: int, pages: int, page: int, most: int
+  cfg: ModelConfig,
+  *,
+  num_slots: int,
+  num_pages: int,
+  page_size: int,
+  pages_per_slot: int,
 ) -> Pages:
   """An empty cache of zeros in `cfg.dtype`; no row is active.
 
   Args:
     cfg: the model.
-    rows: B, over all devices.
-    pages: n, over all devices.
-    page: S, tokens of a page.
-    most: W, the maximum number of pages of a row.
+    num_slots: B, over all devices.
+    num_pages: n, over all devices.
+    page_size: S, tokens of a page.
+    pages_per_slot: W, the maximum number of pages of a row.
   """
   K, H = cfg.num_kv_heads, cfg.head_dim
   j = paged_attention.side_by_side(K, H)
-  shape = K // j, pages, page, j * H
+  shape = K // j, num_pages, page_size, j * H
   zeros = lambda: tuple(
     constrain(jnp.zeros(shape, cfg.dtype), "tensor", BATCH_AXES)
     for _ in range(cfg.num_layers)
   )
-  table = constrain(jnp.zeros((rows, most), jnp.int32), BATCH_AXES)
-  lengths = constrain(jnp.zeros(rows, jnp.int32), BATCH_AXES)
-  active = constrain(jnp.zeros(rows, bool), BATCH_AXES)
+  table = constrain(
+    jnp.zeros((num_slots, pages_per_slot), jnp.int32), BATCH_AXES
+  )
+  lengths = constrain(jnp.zeros(num_slots, jnp.int32), BATCH_AXES)
+  active = constrain(jnp.zeros(num_slots, bool), BATCH_AXES)
   return Pages(zeros(), zeros(), table, lengths, active)
 
 

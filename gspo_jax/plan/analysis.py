@@ -216,10 +216,10 @@ def _continuous_flops(name, config, program) -> float:
     return lower_bounds.forward_flops(
       cfg, paged.prefill_batch(T) * paged.shards, T, 0
     )
-  rows = paged.paging.slots
+  rows = paged.batching.slots
   past = _tokens(paged) / rows
   one = lower_bounds.forward_flops(cfg, rows, 1, 1, past=past)
-  return paged.paging.segment_steps * one
+  return paged.batching.segment_steps * one
 
 
 def _model_flops(name, config, program) -> float:

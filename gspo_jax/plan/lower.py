@@ -40,14 +40,14 @@ def functions(
     config: from `config.parse`.
     program: its program.
   """
-  rows = functools.partial(_lay_rows, program.mesh)
+  rows = functools.partial(_with_batch_sharding, program.mesh)
   P, S = config.data.prompts, config.data.max_prompt_length
   shape = jax.ShapeDtypeStruct
   prompts = rows(Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32)))
   key = jax.eval_shape(lambda: jax.random.key(0))
   params = program.learner.abstract.params
   if isinstance(program.sampler.generate, ContinuousSampler):
-    lowered, samples = _lower_continuous_sampler(config, program, key)
+    lowered, samples = lower_continuous_sampler(config, program, key)
   else:
     lowered = {"generate": program.sampler.generate.lower(params, prompts, key)}
     samples = lowered["generate"].out_info
@@ -69,63 +69,65 @@ def functions(
   return lowered
 
 
-def _lower_continuous_sampler(config, program, key, few=None):
+def lower_continuous_sampler(config, program, key, compute_slots=None):
   """The parts of a continuous sampler, and the shapes of its samples.
 
-  With `few`, a segment computes only so many slots.
+  With `compute_slots`, int32 [b], a segment computes only those slots.
   """
-  paged = program.sampler.generate
-  decode_params = paged.jitted.decode_params.lower(
+  sampler = program.sampler.generate
+  decode_params = sampler.jitted.decode_params.lower(
     program.learner.abstract.params
   )
   params = jax.tree.map(
-    lambda x, lay: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lay),
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     decode_params.out_info,
-    decode_params_sharding(program.cfg, paged.jitted.decode.mesh),
+    decode_params_sharding(program.cfg, sampler.jitted.decode.mesh),
   )
-  prompts_of_update = config.data.prompts
+  batch_prompts = config.data.prompts
   extra = config.rollout.extra_prompts_in_flight
-  fresh = paged.jitted.empty_samples.lower(prompts_of_update + extra).out_info
-  state, samples = paged.jitted.begin.lower(fresh).out_info
-  prompts = _prompts(config, paged)
-  floor = jax.ShapeDtypeStruct((), jnp.int32)
-  orders = _orders(state)
+  empty = sampler.jitted.empty_samples.lower(batch_prompts + extra).out_info
+  state, samples = sampler.jitted.begin.lower(empty).out_info
+  prompts = _prompts(config, sampler)
+  min_active = jax.ShapeDtypeStruct((), jnp.int32)
+  segment_plan = _segment_plan_shapes(state)
   lowered = {
     "decode_params": decode_params,
-    "prefill": paged.jitted.prefill.lower(params, state, *prompts),
-    "generate": paged.jitted.decode.lower(
-      params, state, samples, orders, few, floor, key
+    "prefill": sampler.jitted.prefill.lower(params, state, *prompts),
+    "generate": sampler.jitted.decode.lower(
+      params, state, samples, segment_plan, compute_slots, min_active, key
     ),
   }
-  return lowered, paged.jitted.empty_samples.lower(prompts_of_update).out_info
+  return lowered, sampler.jitted.empty_samples.lower(batch_prompts).out_info
 
 
-def _prompts(config, paged):
+def _prompts(config, sampler):
   """Tokens, lengths and pages of a prefill of the longest prompts."""
-  T = longest(config, paged)
-  N = paged.prefill_batch(T) * paged.shards
+  T = longest(config, sampler)
+  N = sampler.prefill_batch(T) * sampler.shards
   whole = lambda *dims: jax.ShapeDtypeStruct(
-    dims, jnp.int32, sharding=paged.batch_sharding
+    dims, jnp.int32, sharding=sampler.batch_sharding
   )
-  return whole(N, T), whole(N), whole(N, T // paged.sizes.page_size)
+  return whole(N, T), whole(N), whole(N, T // sampler.sizes.page_size)
 
 
-def longest(config, paged: ContinuousSampler) -> int:
+def longest(config, sampler: ContinuousSampler) -> int:
   """T of the longest prompts, or of responses that continue."""
-  return paged.buckets(continues=config.rollout.max_tokens_per_iteration > 0)[
+  return sampler.buckets(continues=config.rollout.max_tokens_per_iteration > 0)[
     -1
   ]
 
 
-def _orders(state):
-  """Shapes of the orders of a segment: all are of rows."""
+def _segment_plan_shapes(state):
+  """Shapes of a SegmentPlan; every field has one row a slot."""
   pages = state.pages
-  own = {"table": pages.table, "active": pages.active, "new": pages.active}
+  per_slot = {"table": pages.table, "active": pages.active, "new": pages.active}
   names = SegmentPlan.__dataclass_fields__
-  return SegmentPlan(**{name: own.get(name, pages.lengths) for name in names})
+  return SegmentPlan(
+    **{name: per_slot.get(name, pages.lengths) for name in names}
+  )
 
 
-def _lay_rows(mesh, tree):
+def _with_batch_sharding(mesh, tree):
   """Shapes of a batch, with shardings."""
   batch, single = sharding.batch_sharding(mesh), sharding.replicated(mesh)
   return jax.tree.map(

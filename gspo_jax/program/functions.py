@@ -278,15 +278,15 @@ def _sampler(config, cfg, tokenizer, params, mesh) -> SamplerFunctions:
   make = functools.partial(
     jitted.generate, cfg, params=params, mesh=mesh, sampler_mesh=sampler_mesh
   )
-  if paging := settings.continuous_batching(config):
+  if batching := settings.continuous_batching(config):
     make = functools.partial(
       continuous.build_continuous_sampler,
       cfg,
-      paging=paging,
-      prompt=config.data.max_prompt_length,
-      params=jitted.shardings(params),
+      batching=batching,
+      max_prompt_length=config.data.max_prompt_length,
+      params_sharding=jitted.shardings(params),
       mesh=mesh,
-      decoding=sampler_mesh,
+      sampler_mesh=sampler_mesh,
     )
   generate = make(sampling)
   # With extra prompts in flight, a batch of an iteration has another size.

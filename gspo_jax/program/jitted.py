@@ -19,8 +19,10 @@ from gspo_jax.learner.train_step import TrainState
 from gspo_jax.model import hf, rounding
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler import samples as groups
+from gspo_jax.sampler.samples import empty_samples as make_empty_samples
+from gspo_jax.sampler.samples import merge_groups as merge_sample_groups
 from gspo_jax.sampler.samples import samples_sharding
+from gspo_jax.sampler.samples import take_groups as take_sample_groups
 
 # Collectives that run beside the matrix units on chips with SparseCores.
 _SPARSE_CORES = ("TPU v5", "TPU v5p")
@@ -75,11 +77,11 @@ def abstract_state(new_state, params, mesh) -> TrainState:
 
 def init_params(folder: str, cfg, abstract, mesh):
   """key -> params: those of a Hugging Face folder, else random ones."""
-  lay = shardings(abstract)
+  param_shardings = shardings(abstract)
   if folder:
-    return lambda key: hf.load_hf(folder, cfg, shardings=lay)
+    return lambda key: hf.load_hf(folder, cfg, shardings=param_shardings)
   init = functools.partial(model.init, cfg=cfg)
-  return MeshJit(jax.jit(init, out_shardings=lay), mesh)
+  return MeshJit(jax.jit(init, out_shardings=param_shardings), mesh)
 
 
 def new_state(params, *, learners, config, cfg) -> TrainState:
@@ -133,31 +135,35 @@ def generate(cfg, sampling, *, params, mesh, sampler_mesh) -> MeshJit:
 
 def merge_groups(sampling, mesh) -> MeshJit:
   """(samples, samples, index) -> samples."""
-  lay = samples_sharding(sampling, mesh)
+  samples_sharding_ = samples_sharding(sampling, mesh)
   jitted = jax.jit(
-    groups.merge_groups,
-    in_shardings=(lay, lay, sharding.replicated(mesh)),
-    out_shardings=lay,
+    merge_sample_groups,
+    in_shardings=(
+      samples_sharding_,
+      samples_sharding_,
+      sharding.replicated(mesh),
+    ),
+    out_shardings=samples_sharding_,
   )
   return MeshJit(jitted, mesh)
 
 
 def take_groups(cfg, sampling, mesh) -> MeshJit:
   """(samples, index) -> samples."""
-  lay = samples_sharding(sampling, mesh)
+  samples_sharding_ = samples_sharding(sampling, mesh)
   jitted = jax.jit(
-    functools.partial(groups.take_groups, cfg=cfg, sampler=sampling),
-    in_shardings=(lay, sharding.replicated(mesh)),
-    out_shardings=lay,
+    functools.partial(take_sample_groups, cfg=cfg, sampler=sampling),
+    in_shardings=(samples_sharding_, sharding.replicated(mesh)),
+    out_shardings=samples_sharding_,
   )
   return MeshJit(jitted, mesh)
 
 
 def empty_samples(prompts, width, cfg, sampling, mesh) -> MeshJit:
   """() -> samples without tokens, to as many prompts of that width."""
-  make = functools.partial(groups.empty_samples, prompts, width, cfg, sampling)
-  lay = samples_sharding(sampling, mesh)
-  return MeshJit(jax.jit(make, out_shardings=lay), mesh)
+  make = functools.partial(make_empty_samples, prompts, width, cfg, sampling)
+  samples_sharding_ = samples_sharding(sampling, mesh)
+  return MeshJit(jax.jit(make, out_shardings=samples_sharding_), mesh)
 
 
 def make_train_batch(cfg, fields, mesh) -> MeshJit:

@@ -26,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
     )
 
 
-def command() -> None:
+def main() -> None:
   """Entry point of the command."""
   parser = _Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
   parser.add_argument(
@@ -44,4 +44,4 @@ def command() -> None:
 
 
 if __name__ == "__main__":
-  command()
+  main()

@@ -12,9 +12,9 @@ A reward may carry two functions as attributes:
                               cannot run (a missing package, a bad argument)
   fits(seconds, **arguments)  as `prepare`, with the time limit of one call
 
-Other wings take `named`, `final_answer`, `gsm8k` and `BUILT_IN` from here,
-`pool` (runs rewards in worker processes), `math` and `numbers` (results in a
-normal form).
+Other wings take `named`, `length_arguments`, `final_answer`, `gsm8k` and
+`BUILT_IN` from here, `pool` (runs rewards in worker processes), `math` and
+`numbers` (results in a normal form).
 """
 
 import ast
@@ -47,7 +47,7 @@ BUILT_IN = {
   "number": "gspo_jax.rewards.numbers.numbered",
   "overlong": "gspo_jax.rewards.length.overlong",
 }
-LENGTH_ARGUMENTS = ("tokens", "limit")
+_LENGTH_ARGUMENTS = ("tokens", "limit")
 
 
 def named(spec: str, within: float | None = None) -> Callable[..., float]:
@@ -78,8 +78,8 @@ def named(spec: str, within: float | None = None) -> Callable[..., float]:
 
 
 def length_arguments(reward: functools.partial) -> frozenset[str]:
-  """The `LENGTH_ARGUMENTS` that a reward of `named` must be called with."""
-  takes = _keywords(reward.func) & set(LENGTH_ARGUMENTS)
+  """Those of `tokens` and `limit` that a reward of `named` must be given."""
+  takes = _keywords(reward.func) & set(_LENGTH_ARGUMENTS)
   return takes - reward.keywords.keys()
 
 

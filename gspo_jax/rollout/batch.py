@@ -19,7 +19,7 @@ class ScoredSamples(NamedTuple):
   """The responses to a batch of P prompts, G each, and their rewards.
 
   Attributes:
-    prompts: from `Curriculum.draw`.
+    prompts: from `Curriculum.next_batch`.
     samples: the responses of all hosts, on the devices.
     responses: those of this host, by their row, 0 to P * G - 1.
     rewards: of all hosts; call `result` on every host.
@@ -35,7 +35,7 @@ class RolloutCost(NamedTuple):
   """The cost of sampling a batch.
 
   Attributes:
-    prompts: from `Curriculum.draw`.
+    prompts: from `Curriculum.next_batch`.
     rewards: of all its responses, also of those that are discarded.
     tokens: sampled.
     slot_steps: decode steps, each times the rows that were decoded.
@@ -135,8 +135,8 @@ def group_rows(groups: np.ndarray, group_size: int) -> np.ndarray:
   return (groups[:, None] * group_size + np.arange(group_size)).ravel()
 
 
-def places(batch: dict | None) -> list[list[int]]:
-  """Where a batch's problems stand in the data, for `Curriculum.recall`."""
+def positions(batch: dict | None) -> list[list[int]]:
+  """Where a batch's problems stand in the data, for `Curriculum.prompts_at`."""
   if not batch:
     return []
   names = "stage", "part", "index"

@@ -55,7 +55,7 @@ class OnPolicy:
   def _sample(self, params, step, key) -> ScoredSamples:
     """Responses to new prompts; `ContinuousSampler` streams them to scoring."""
     context = self._context
-    batch = context.curriculum.draw(step)
+    batch = context.curriculum.next_batch(step)
     prompts = prompts_on_device(batch, context.batch_sharding)
     if not isinstance(context.generate, ContinuousSampler):
       samples = context.generate(params, prompts, key)

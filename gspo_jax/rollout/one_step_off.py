@@ -4,7 +4,7 @@ from gspo_jax.rollout.batch import (
   RolloutBatch,
   RolloutContext,
   RolloutCost,
-  places,
+  positions,
 )
 from gspo_jax.sampler.samples import Samples
 
@@ -49,9 +49,9 @@ class OneStepOffPolicy:
 
   def get_state(self) -> dict:
     """JSON: where the pending problems stand in the data, and their cost."""
-    state = {"source": self._source.get_state(), "places": []}
+    state = {"source": self._source.get_state(), "positions": []}
     if self._next:
-      state["places"] = places(self._next.samples.prompts)
+      state["positions"] = positions(self._next.samples.prompts)
       state["tokens"] = int(self._next.costs[0].tokens)
       state["slot_steps"] = int(self._next.costs[0].slot_steps)
       state["policy_step"] = self._next.policy_step
@@ -62,8 +62,8 @@ class OneStepOffPolicy:
     """Restores `pending` and `get_state`; scores the responses again."""
     self._source.set_state(pending["source"], state["source"])
     self._next = None
-    if state["places"]:
-      batch = self._context.curriculum.recall(state["places"])
+    if state["positions"]:
+      batch = self._context.curriculum.prompts_at(state["positions"])
       scored = self._context.start_scoring(batch, pending["next"])
       cost = RolloutCost(
         batch, scored.rewards, state["tokens"], state["slot_steps"]

@@ -15,7 +15,7 @@ from gspo_jax.rollout.batch import (
   RolloutContext,
   RolloutCost,
   group_rows,
-  places,
+  positions,
   prompts_on_device,
 )
 from gspo_jax.runtime import multihost
@@ -112,7 +112,7 @@ class PartialRollouts:
   def get_state(self) -> dict:
     """JSON: the problems in flight, and which policies sampled their tokens."""
     return {
-      "places": places(self._batch),
+      "positions": positions(self._batch),
       "order": self._by_age.tolist(),
       "step_sums": self._step_sums.tolist(),
       "iterations": self._iterations.tolist(),
@@ -120,8 +120,8 @@ class PartialRollouts:
 
   def set_state(self, pending: Samples, state: dict) -> None:
     """Restores `pending` and `get_state`, on any number of shards."""
-    at, curriculum = state["places"], self._context.curriculum
-    self._batch = curriculum.recall(at) if at else None
+    at, curriculum = state["positions"], self._context.curriculum
+    self._batch = curriculum.prompts_at(at) if at else None
     index = np.zeros(self._in_flight, np.int32)
     index[self._by_age] = state["order"]
     self.pending = self._functions.take_pending(pending, index)
@@ -133,7 +133,7 @@ class PartialRollouts:
     """The prompts in flight, as a batch; new ones are the youngest."""
     old = [self._batch] if self._batch else []
     count = self._in_flight - sum(len(b["problems"]) for b in old)
-    new = self._context.curriculum.draw(step, count)
+    new = self._context.curriculum.next_batch(step, count)
     by_age = prompt_batch.join([*old, new])
     return prompt_batch.pick(by_age, np.argsort(self._by_age))
 

@@ -98,7 +98,7 @@ class ContinuousSampler:
 
   Attributes:
     config: the sampling parameters.
-    paging: sizes of all devices together.
+    batching: sizes of all devices together.
     sizes: sizes of each shard.
     shards: D, parts of the devices that have rows of their own.
     batch_sharding: the sharding of arrays of rows.
@@ -106,7 +106,7 @@ class ContinuousSampler:
   """
 
   config: SamplerConfig
-  paging: ContinuousBatchingConfig
+  batching: ContinuousBatchingConfig
   sizes: ShardSizes
   shards: int
   batch_sharding: jax.sharding.Sharding
@@ -200,7 +200,7 @@ class ContinuousSampler:
     longest = self.sizes.max_prompt_length
     if continues:
       longest += self.sizes.max_new_tokens
-    return self.paging.buckets(longest)
+    return self.batching.buckets(longest)
 
   def prefill_batch(self, T: int) -> int:
     """Prefixes of T tokens in one prefill on each shard; 1 is also compiled.
@@ -339,7 +339,7 @@ class ContinuousSampler:
   def _compute_sizes(self) -> tuple[int, ...]:
     """Numbers of slots that a segment can compute: all, or a subset."""
     subset = self.sizes.slots // _SUBSET * self.shards
-    return (self.paging.slots, subset) if subset else (self.paging.slots,)
+    return (self.batching.slots, subset) if subset else (self.batching.slots,)
 
   def _active_subset(self, plan: SegmentPlan) -> np.ndarray | None:
     """The slots to compute, equally many of each shard; None for all.
@@ -417,38 +417,38 @@ def build_continuous_sampler(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
   *,
-  paging: ContinuousBatchingConfig,
-  prompt: int,
-  params,
+  batching: ContinuousBatchingConfig,
+  max_prompt_length: int,
+  params_sharding,
   mesh: jax.sharding.Mesh,
-  decoding: jax.sharding.Mesh,
+  sampler_mesh: jax.sharding.Mesh,
 ) -> ContinuousSampler:
   """Builds a ContinuousSampler; compiles nothing yet.
 
   Args:
     cfg: the model.
     sampler: the sampling parameters.
-    paging: sizes of all devices together.
-    prompt: S, the width of the prompts.
-    params: shardings of the parameters, on `mesh`.
+    batching: sizes of all devices together.
+    max_prompt_length: S, the width of the prompts.
+    params_sharding: shardings of the parameters, on `mesh`.
     mesh: the training mesh, of parameters, keys and samples.
-    decoding: the decoding mesh: the same devices, as they decode.
+    sampler_mesh: the decoding mesh: the same devices, as they decode.
 
   Raises:
     UserError: the sizes do not fit.
   """
-  shards = sharding.batch_shards(decoding)
-  sizes = paging.shard_sizes(sampler, prompt, shards)
+  shards = sharding.batch_shards(sampler_mesh)
+  sizes = batching.shard_sizes(sampler, max_prompt_length, shards)
   jitted = continuous_jit.jit_sampler(
     cfg,
     sampler,
-    prefill_chunk=paging.prefill_chunk,
+    prefill_chunk=batching.prefill_chunk,
     sizes=sizes,
-    params_sharding=params,
+    params_sharding=params_sharding,
     mesh=mesh,
-    decode_mesh=decoding,
+    sampler_mesh=sampler_mesh,
   )
-  batch_sharding = sharding.batch_sharding(decoding)
+  batch_sharding = sharding.batch_sharding(sampler_mesh)
   return ContinuousSampler(
-    sampler, paging, sizes, shards, batch_sharding, jitted
+    sampler, batching, sizes, shards, batch_sharding, jitted
   )

@@ -71,7 +71,7 @@ def jit_sampler(
   sizes: ShardSizes,
   params_sharding,
   mesh: jax.sharding.Mesh,
-  decode_mesh: jax.sharding.Mesh,
+  sampler_mesh: jax.sharding.Mesh,
 ) -> JittedSampler:
   """Jits the functions for their shardings; compiles nothing yet.
 
@@ -82,13 +82,13 @@ def jit_sampler(
     sizes: those of each shard.
     params_sharding: shardings of the parameters, on `mesh`.
     mesh: the training mesh, of parameters, keys and samples.
-    decode_mesh: the same devices, as they decode.
+    sampler_mesh: the same devices, as they decode.
   """
   batch, state = (
-    sharding.batch_sharding(decode_mesh),
-    _sharding(cfg, decode_mesh),
+    sharding.batch_sharding(sampler_mesh),
+    _sharding(cfg, sampler_mesh),
   )
-  decode_samples = samples_sharding(sampler, decode_mesh)
+  decode_samples = samples_sharding(sampler, sampler_mesh)
   train_samples = samples_sharding(sampler, mesh)
   record_routing = sampler.record_routing and cfg.num_experts > 0
 
@@ -96,14 +96,14 @@ def jit_sampler(
     # jax.jit shares its cache between uses of one function; a new partial gets
     # a cache of its own, so that `_cache_size` counts this sampler's programs.
     f = functools.partial(f, **(static or {}))
-    return MeshJit(jax.jit(f, **options), decode_mesh)
+    return MeshJit(jax.jit(f, **options), sampler_mesh)
 
   return JittedSampler(
     decode_params=jit(
       _decode_params,
       static={"cfg": cfg},
       in_shardings=(params_sharding,),
-      out_shardings=decode_params_sharding(cfg, decode_mesh),
+      out_shardings=decode_params_sharding(cfg, sampler_mesh),
     ),
     empty_samples=jit(
       lambda P: empty_samples(P, sizes.max_prompt_length, cfg, sampler),
@@ -115,7 +115,7 @@ def jit_sampler(
       static={
         "cfg": cfg,
         "sizes": sizes,
-        "shards": sharding.batch_shards(decode_mesh),
+        "shards": sharding.batch_shards(sampler_mesh),
       },
       in_shardings=(train_samples,),
       out_shardings=(state, decode_samples),
@@ -154,10 +154,10 @@ def _decode_params(params, cfg):
 def _begin(samples, cfg, sizes, shards):
   state = paged_decode.empty(
     cfg,
-    rows=sizes.slots * shards,
-    pages=sizes.num_pages * shards,
-    page=sizes.page_size,
-    most=sizes.pages_per_slot,
+    num_slots=sizes.slots * shards,
+    num_pages=sizes.num_pages * shards,
+    page_size=sizes.page_size,
+    pages_per_slot=sizes.pages_per_slot,
   )
   # The steps of one call are counted.
   return state, dataclasses.replace(samples, slot_steps=jnp.int32(0))

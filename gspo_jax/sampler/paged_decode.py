@@ -83,9 +83,22 @@ class SegmentPlan:
   copy_target: jax.Array
 
 
-def empty(cfg: model.ModelConfig, **sizes: int) -> DecodeState:
-  """A state without responses; `sizes` as in `paged_cache.empty`."""
-  pages = paged_cache.empty(cfg, **sizes)
+def empty(
+  cfg: model.ModelConfig,
+  *,
+  num_slots: int,
+  num_pages: int,
+  page_size: int,
+  pages_per_slot: int,
+) -> DecodeState:
+  """A state without responses; the sizes are those of `paged_cache.empty`."""
+  pages = paged_cache.empty(
+    cfg,
+    num_slots=num_slots,
+    num_pages=num_pages,
+    page_size=page_size,
+    pages_per_slot=pages_per_slot,
+  )
   zeros = jnp.zeros_like(pages.lengths)
   return DecodeState(pages, zeros, zeros, zeros, zeros)
 

@@ -3,7 +3,7 @@
   python -m gspo_jax.main --workdir=runs/flips \
     --config=studies/expert_flips/config.py:experts=32,top=1,rate=1e-3,seed=1
 
-The cold start is short: routers have to be trained, answers need not be good.
+The cold start is short: routers have to be trained, responses need not be good.
 The experts of a layer have 512 hidden columns together, however many there are.
 
 Two updates an iteration. In the first nothing has flipped, in the second one

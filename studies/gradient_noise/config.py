@@ -19,5 +19,5 @@ def get_config(argument: str = "") -> ConfigDict:
   c.checkpoint.keep = 5
   if asked.quick:
     base.shrink(c)
-    c.objective.entropy_coef = 0.01  # it moves, even if no answer is right
+    c.objective.entropy_coef = 0.01  # it moves, even if no response is right
   return c

@@ -16,11 +16,11 @@ ROWS = {
   "added": "|g − g1| / |g1|, rms",
   "noise": "noise of g / noise of g1\n/ share of tokens not clipped",
 }
-TITLES = {"whole": "whole answers", "windows": "windows of one text"}
+TITLES = {"whole": "whole responses", "windows": "windows of one text"}
 
 
 def draw(record: dict, path: Path) -> None:
-  """Rows: what is added, and the noise; columns: whole answers and windows.
+  """Rows: what is added, and the noise; columns: whole responses and windows.
 
   A dot is a seed with its bootstrap interval, a line the mean over seeds.
   """

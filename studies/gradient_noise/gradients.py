@@ -1,6 +1,7 @@
-"""Gradients of groups of answers, under several losses and at ratio 1.
+"""Gradients of groups of responses, under several losses and at ratio 1.
 
-Dimension key: N pairs of groups, G answers a group, R response slots, K parts.
+Dimension key: N pairs of groups, G responses a group, R response slots, K
+parts.
 """
 
 import functools
@@ -13,7 +14,7 @@ from gspo_jax import losses, model
 from gspo_jax.learner.train_batch import TrainBatch, logprobs
 
 _NO_CLIP = {"clip_low": math.inf, "clip_high": math.inf}
-# GSPO-token is GSPO here: an answer has one advantage.
+# GSPO-token is GSPO here: a response has one advantage.
 METHODS = {
   "grpo": losses.grpo_loss,
   "gspo": losses.gspo_loss,

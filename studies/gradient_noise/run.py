@@ -1,11 +1,11 @@
-"""How noisy a group's gradient is, by the length of its answers.
+"""How noisy a group's gradient is, by the length of its responses.
 
   python -m studies.gradient_noise.run
 
-An old policy, saved by a run of GSPO, answers held-out questions; the new one,
-4 updates on in the same run, is differentiated. Half of a group's answers are
-right, by lot, so that advantages are +1 and -1, none is deserved, and the
-expected gradient at ratio 1 is 0. Answers have one length each time:
+An old policy, saved by a run of GSPO, responds to held-out problems; the new
+one, 4 updates on in the same run, is differentiated. Half of a group's
+responses are right, by lot, so that advantages are +1 and -1, none is deserved,
+and the expected gradient at ratio 1 is 0. Responses have one length each time:
 - whole: no stop token is sampled before they are n tokens long;
 - windows: all have 512 tokens, and only n in a row, at random, count.
 
@@ -18,8 +18,8 @@ With g a group's gradient of a loss and g1 that with all ratios set to 1:
 Fixed before the runs: what is tested is `added` without a clip range, by its
 exponent in the length, with intervals over seeds of 95 % for three tests
 together (Bonferroni). GRPO's grows, GSPO's grows, GRPO's grows faster: each
-holds where the interval lies above 0 for whole answers and for windows, and is
-not shown otherwise. All else is there to be looked at.
+holds where the interval lies above 0 for whole responses and for windows, and
+is not shown otherwise. All else is there to be looked at.
 """
 
 import functools
@@ -42,8 +42,8 @@ class Plan(NamedTuple):
   """How much is measured.
 
   Attributes:
-    lengths: of the answers, in tokens.
-    old: the iteration after which the policy answers.
+    lengths: of the responses, in tokens.
+    old: the iteration after which the policy responds.
     new: that after which it is differentiated.
     pairs: of groups, for each length; of windows half as many.
   """
@@ -83,7 +83,7 @@ def measure(run: Run, how: Plan) -> dict:
 
 
 def gradients_of(run: Run, how: Plan):
-  """Points by length: whole answers, windows; and one of the old policy."""
+  """Points by length: whole responses, windows; and one of the old policy."""
   whole, control = {}, None
   mesh = sharding.make_mesh(**run.config.mesh)
   with jax.set_mesh(mesh):
@@ -92,8 +92,8 @@ def gradients_of(run: Run, how: Plan):
       sampled = list(bench.sample(how.old, how.pairs))
       control = control or bench.point(sampled[:1], how.old)
       whole[n] = bench.point(sampled, how.new)
-    # The last bench is that of the longest answers, all of whose windows cost
-    # what they do; the longest window is the answer.
+    # The last bench is that of the longest responses, all of whose windows cost
+    # what they do; the longest window is the response.
     windows = {
       n: bench.point(points.windows(sampled[:1], n), how.new)
       for n in how.lengths[:-1]

@@ -3,7 +3,7 @@
   python -m gspo_jax.main --workdir=runs/spread \
     --config=studies/ratio_spread/config.py:seed=1
 
-The embedded default but for the chains: answers of 17, 31, 59 and 87
+The embedded default but for the chains: responses of 17, 31, 59 and 87
 tokens, all of them demonstrated in the cold start.
 """
 
@@ -25,5 +25,5 @@ def get_config(argument: str = "") -> ConfigDict:
   c.checkpoint.keep = 10
   if asked.quick:
     base.shrink(c)
-    c.objective.entropy_coef = 0.01  # it moves, even if no answer is right
+    c.objective.entropy_coef = 0.01  # it moves, even if no response is right
   return c

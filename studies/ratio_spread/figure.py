@@ -43,7 +43,7 @@ def draw(record: dict, path: Path) -> None:
     drawing.whiskers(right, lengths, column(key), colour=colour, label=label)
   right.set(ylim=(-0.02, 1), ylabel="share")
   for ax in (left, right):
-    ax.set(xscale="log", xlabel="length of the answers, tokens")
+    ax.set(xscale="log", xlabel="length of the responses, tokens")
     ax.set_xticks(lengths, [f"{n:.0f}" for n in lengths], minor=False)
     ax.minorticks_off()
   drawing.save(figure, path)

@@ -1,14 +1,14 @@
-"""How far token and sequence ratios spread, by the answers' length.
+"""How far token and sequence ratios spread, by the responses' length.
 
   python -m studies.ratio_spread.run
 
-Each policy that a run of GSPO saved after an iteration answers held-out
-questions, and the next one, four updates on, scores the answers: x - o of each
-token, and its mean over an answer. None of these answers was learnt from, as
+Each policy that a run of GSPO saved after an iteration responds to held-out
+problems, and the next one, four updates on, scores the responses: x - o of each
+token, and its mean over a response. None of these responses was learnt from, as
 none is that a minibatch still holds when ratios are clipped there; that sees
 the policy after three updates at most.
 
-Length goes with the task here: longer answers are of longer chains.
+Length goes with the task here: longer responses are of longer chains.
 
 Fixed before the runs, of exponents in the length, with 95 % intervals over
 seeds:
@@ -31,7 +31,7 @@ from studies.runs import Run
 from studies.study import Study, command
 
 FIRST = 3  # iteration; the learning rate is below its peak in the first two
-BATCHES = 2  # of 256 answers, an iteration
+BATCHES = 2  # of 256 responses, an iteration
 BINS = ((1, 24), (25, 45), (46, 73), (74, 96))  # tokens
 QUICK_BINS = ((1, 11), (12, 12))
 QUANTITIES = ("token_std", "sequence_std", "token_outside", "sequence_outside")

@@ -6,9 +6,10 @@
 `routing`: one expert of 32 a token, in four layers; the experts have a quarter
 of the embedded default's width, so that a layer has as many weights. `long`:
 chains of 12 steps, 87 tokens. `off_policy`: 16 updates an iteration instead of
-4, of a quarter of the answers each, at the same learning rate; how far that is
-from the rollout's policy is measured. Everywhere the first two iterations are
-warm-up. The methods keep the clip ranges of their papers, all else is alike.
+4, of a quarter of the responses each, at the same learning rate; how far that
+is from the rollout's policy is measured. Everywhere the first two iterations
+are warm-up. The methods keep the clip ranges of their papers, all else is
+alike.
 """
 
 from ml_collections import ConfigDict
@@ -55,7 +56,7 @@ def _routing(c):
 
 def _long(c):
   base.long_chains(c)
-  c.data.prompts = 16  # for longer answers
+  c.data.prompts = 16  # for longer responses
   c.data.chain_steps = (12,)
 
 

@@ -7,7 +7,7 @@ from studies import drawing
 TITLES = {
   "routing": "top-1 of 32 experts, 4 layers",
   "off_policy": "16 updates a rollout",
-  "long": "answers of 87 tokens",
+  "long": "responses of 87 tokens",
 }
 
 

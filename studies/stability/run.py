@@ -15,7 +15,7 @@ A method differs from GRPO in a regime
   adjusted likewise. With five seeds only five against none can: the claim, GRPO
   collapses and the others do not, is a strong one.
 
-All methods of a seed start from one policy and are asked the same questions,
+All methods of a seed start from one policy and are given the same problems,
 and the first seed is run in full before the second.
 """
 

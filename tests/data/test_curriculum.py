@@ -57,7 +57,7 @@ def texts(batch):
 def run(curriculum, iterations, rounds=1):
   """The problems of each iteration; its rewards are recorded at its end."""
   for iteration in iterations:
-    batches = [curriculum.draw(iteration) for _ in range(rounds)]
+    batches = [curriculum.next_batch(iteration) for _ in range(rounds)]
     for batch in batches:
       curriculum.record(batch, correct(texts(batch), iteration))
     yield [texts(batch) for batch in batches]
@@ -194,7 +194,7 @@ def test_no_solved_problem_comes_again_before_all_do(caplog):
   curriculum, solved = start((1, MATH)), set()
   with caplog.at_level(logging.WARNING):
     for iteration in STEPS:
-      batch = curriculum.draw(iteration)
+      batch = curriculum.next_batch(iteration)
       if caplog.records:
         break
       assert not solved & set(texts(batch))
@@ -212,23 +212,23 @@ def test_no_solved_problem_comes_again_before_all_do(caplog):
 
 def test_problems_with_some_or_no_correct_responses_stay():
   curriculum = start((1, TINY), batch=5)
-  batch = curriculum.draw(1)
+  batch = curriculum.next_batch(1)
   scores = np.zeros((5, G))
   scores[0], scores[1] = [0, 1, 1], [1, 1, 0.9]
   curriculum.record(batch, scores)
   assert curriculum.num_solved == 0
-  assert sorted(texts(curriculum.draw(2))) == sorted(texts(batch))
+  assert sorted(texts(curriculum.next_batch(2))) == sorted(texts(batch))
 
 
 def test_a_problem_solved_in_one_stage_is_solved_in_the_next():
   curriculum = start((1, MATH), (4, BOTH))
   solved = set()
   for iteration in (1, 2, 3):
-    batch = curriculum.draw(iteration)
+    batch = curriculum.next_batch(iteration)
     curriculum.record(batch, np.ones((4, G)))
     solved |= set(texts(batch))
   assert len(solved) == 12
-  later = {t for i in range(4, 14) for t in texts(curriculum.draw(i))}
+  later = {t for i in range(4, 14) for t in texts(curriculum.next_batch(i))}
   assert later == {p.text for p in [*MATH, *CODE]} - solved
 
 
@@ -248,7 +248,7 @@ def test_without_drop_solved_it_is_the_plain_pipeline():
   plain = pipeline.prompts(BOTH, cfg, batch=4, seed=3)
   curriculum = start((1, BOTH), seed=3, drop_solved=False)
   for step in range(1, 12):
-    batch = curriculum.draw(step)
+    batch = curriculum.next_batch(step)
     curriculum.record(batch, np.ones((4, G)))
     assert texts(batch) == texts(next(plain))
     assert curriculum.get_state() == {
@@ -261,15 +261,15 @@ def test_without_drop_solved_it_is_the_plain_pipeline():
   resumed = start((1, BOTH), seed=3)
   resumed.set_state(curriculum.get_state())
   assert resumed.num_solved == 0
-  assert texts(resumed.draw(12)) == texts(curriculum.draw(12))
+  assert texts(resumed.next_batch(12)) == texts(curriculum.next_batch(12))
 
 
 def test_epochs_are_those_of_the_stage():
   curriculum = start((1, TINY), (3, MATH), batch=5, drop_solved=False)
-  curriculum.draw(1)
-  curriculum.draw(2)
+  curriculum.next_batch(1)
+  curriculum.next_batch(2)
   assert curriculum.epochs == 2
-  curriculum.draw(3)
+  curriculum.next_batch(3)
   assert curriculum.epochs == 5 / 23
 
 
@@ -286,12 +286,14 @@ def test_a_later_stage_is_checked_at_the_start():
     start((1, MATH), (100, TINY), batch=6)
 
 
-def test_any_number_of_prompts_and_recall_by_their_places():
+def test_any_number_of_prompts_and_recall_by_their_positions():
   """One stream, however it is cut; also two stages in one batch."""
   begin = lambda: start((1, MIX), (3, MATH), drop_solved=False)
   curriculum, by_batch = begin(), begin()
-  batches = [curriculum.draw(*args) for args in ((1, 3), (1, 1), (2,), (3, 2))]
-  expected = [by_batch.draw(step) for step in (1, 2, 3)]
+  batches = [
+    curriculum.next_batch(*args) for args in ((1, 3), (1, 1), (2,), (3, 2))
+  ]
+  expected = [by_batch.next_batch(step) for step in (1, 2, 3)]
   problem_texts = [text for batch in batches for text in texts(batch)]
   assert problem_texts == [t for batch in expected for t in texts(batch)][:10]
   joined = prompt_batch.pick(
@@ -300,19 +302,19 @@ def test_any_number_of_prompts_and_recall_by_their_places():
   assert joined["stage"].tolist() == [1, *[0] * 8]
   assert set(joined["part"].tolist()) == {0, 1}
   names = "stage", "part", "index"
-  places = np.stack([joined[name] for name in names], axis=1).tolist()
-  recalled = begin().recall(json.loads(json.dumps(places)))
-  assert recalled.keys() == joined.keys()
+  positions = np.stack([joined[name] for name in names], axis=1).tolist()
+  found = begin().prompts_at(json.loads(json.dumps(positions)))
+  assert found.keys() == joined.keys()
   for name, column in joined.items():
-    assert list(map(str, recalled[name])) == list(map(str, column))
+    assert list(map(str, found[name])) == list(map(str, column))
     if name != "problems":
-      assert recalled[name].dtype == column.dtype
+      assert found[name].dtype == column.dtype
 
 
 def test_a_state_includes_the_present_stage():
   """A resumed run reports its stage before its next batch."""
   first, again = start((1, MATH), (2, CODE)), start((1, MATH), (2, CODE))
-  first.record(first.draw(2), np.ones((4, G)))
+  first.record(first.next_batch(2), np.ones((4, G)))
   again.set_state(json.loads(json.dumps(first.get_state())))
   assert again.num_solved == first.num_solved == 4
   assert again.epochs == first.epochs > 0
@@ -321,10 +323,10 @@ def test_a_state_includes_the_present_stage():
 def test_rewards_count_for_the_stage_of_their_prompts():
   """Also if the next stage has begun meanwhile."""
   curriculum = start((1, MATH), (2, CODE))
-  first, second = curriculum.draw(1), curriculum.draw(2)
+  first, second = curriculum.next_batch(1), curriculum.next_batch(2)
   curriculum.record(first, np.ones((4, G)))
   assert curriculum.num_solved == 0  # of the second stage
-  curriculum.draw(1, 1)
+  curriculum.next_batch(1, 1)
   assert curriculum.num_solved == 4
   curriculum.record(second, np.ones((4, G)))
   assert curriculum.num_solved == 4

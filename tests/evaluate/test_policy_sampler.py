@@ -94,7 +94,7 @@ def test_each_problem_gets_its_responses(
     f"{p}{g}" for p in PROBLEMS for _ in range(samples // group_size)
     for g in range(group_size)
   ]  # fmt: skip
-  assert responses.texts == expected
+  assert responses.responses == expected
   assert responses.prompts == PROBLEMS
   cut = [text.startswith("3?") for text in expected]
   assert responses.truncated == cut
@@ -206,9 +206,9 @@ def test_responses_of_a_model_differ_and_repeat(debug_config):
   sample = lambda k: sampler.sample(params, PROBLEMS, jax.random.key(k))
   responses = sample(1)
   assert responses == sample(1)
-  assert responses.texts != sample(2).texts
+  assert responses.responses != sample(2).responses
   # A problem with two prompts in a batch gets different responses.
-  assert len(set(responses.texts)) > 36
+  assert len(set(responses.responses)) > 36
   assert max(responses.tokens) <= 12
 
 
@@ -218,6 +218,6 @@ def test_at_temperature_zero_responses_are_greedy(debug_config, echoing):
   echo = Echo(sampler.program.tokenizer, 1)
   replace_functions(sampler, generate_greedy=echo, generate_eval=None)
   responses = sampler.sample(None, PROBLEMS, jax.random.key(0))
-  assert responses.texts == [f"{problem}0" for problem in PROBLEMS]
+  assert responses.responses == [f"{problem}0" for problem in PROBLEMS]
   with pytest.raises(UserError, match="--samples=1"):
     new_sampler(debug_config, 2)

@@ -243,7 +243,9 @@ def test_a_device_uses_only_its_own_pages():
 
 
 def test_an_empty_cache_is_created_sharded():
-  make = lambda: paged.empty(CFG, rows=8, pages=20, page=S, most=W)
+  make = lambda: paged.empty(
+    CFG, num_slots=8, num_pages=20, page_size=S, pages_per_slot=W
+  )
   with jax.set_mesh(sharding.make_mesh(data=2, expert=2, tensor=2)):
     pages = jax.jit(make)()
   local = lambda x: x.sharding.shard_shape(x.shape)
@@ -256,13 +258,17 @@ def test_an_empty_cache_is_created_sharded():
 def test_narrow_heads_lie_side_by_side_on_a_tpu(monkeypatch):
   monkeypatch.setattr(sharding, "platform", lambda: "tpu")
   narrow = dataclasses.replace(CFG, head_dim=64)
-  pages = paged.empty(narrow, rows=3, pages=5, page=S, most=W)
+  pages = paged.empty(
+    narrow, num_slots=3, num_pages=5, page_size=S, pages_per_slot=W
+  )
   assert {x.shape for x in (*pages.k, *pages.v)} == {(K // 2, 5, S, 128)}
 
 
 def test_an_empty_cache_has_the_dtype_of_the_model():
   low = dataclasses.replace(CFG, dtype="bfloat16")
-  pages = paged.empty(low, rows=3, pages=5, page=S, most=W)
+  pages = paged.empty(
+    low, num_slots=3, num_pages=5, page_size=S, pages_per_slot=W
+  )
   assert {x.dtype for x in (*pages.k, *pages.v)} == {jnp.dtype("bfloat16")}
   assert (len(pages.k), len(pages.v)) == (L, L)
 
@@ -282,7 +288,9 @@ def temporaries(name, dtype, H, n, B=8, C=2):
   mesh = jax.sharding.get_mesh()
   replicated = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
   shape = functools.partial(jax.ShapeDtypeStruct, sharding=replicated)
-  make = lambda: paged.empty(cfg, rows=B, pages=n, page=16, most=32)
+  make = lambda: paged.empty(
+    cfg, num_slots=B, num_pages=n, page_size=16, pages_per_slot=32
+  )
   pages = jax.tree.map(lambda x: shape(x.shape, x.dtype), jax.eval_shape(make))
   floats = lambda *x: shape(x, dtype)
   ints = lambda *x: shape(x, jnp.int32)

@@ -19,7 +19,7 @@ def built(config, **sizes):
   )
 
 
-def refill(config):
+def with_continuous_batching(config):
   (
     config.continuous_batching.slots,
     config.continuous_batching.page_size,
@@ -38,34 +38,37 @@ def test_a_run_without_pages(debug_config):
 
 
 def test_a_run_with_pages(debug_config):
-  made = refill(debug_config)
+  made = with_continuous_batching(debug_config)
   lowered = lower.functions(debug_config, made)
   names = ["decode_params", "prefill", "generate", "update", "old_logprobs"]
   assert list(lowered) == names
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]
-  paged = made.sampler.generate
-  assert analysis.sampler_mesh(made) == paged.jitted.decode.mesh
-  longest = paged.paging.buckets(debug_config.data.max_prompt_length)[-1]
-  assert tokens.shape == (paged.prefill_batch(longest) * paged.shards, longest)
-  (_, state, samples, orders, *_), _ = lowered["generate"].in_avals
+  sampler = made.sampler.generate
+  assert analysis.sampler_mesh(made) == sampler.jitted.decode.mesh
+  longest = sampler.batching.buckets(debug_config.data.max_prompt_length)[-1]
+  assert tokens.shape == (
+    sampler.prefill_batch(longest) * sampler.shards,
+    longest,
+  )
+  (_, state, samples, plan, *_), _ = lowered["generate"].in_avals
   out_state, out_samples = lowered["generate"].out_info
   shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
   assert shapes(state) == shapes(out_state)
   assert shapes(samples) == shapes(out_samples)
-  assert {x.shape[0] for x in jax.tree.leaves(orders)} == {8}
+  assert {x.shape[0] for x in jax.tree.leaves(plan)} == {8}
 
 
-def test_orders_are_those_of_a_run(debug_config, monkeypatch):
+def test_the_segment_plan_is_that_of_a_run(debug_config, monkeypatch):
   """Of the shapes and types that `decode` is called with."""
-  made, given = refill(debug_config), []
+  made, given = with_continuous_batching(debug_config), []
   functions = made.sampler.generate.jitted
   lowered = lower.functions(debug_config, made)
   planned = lowered["generate"].in_avals[0][3]
 
-  def decode(params, state, samples, orders, *rest):
-    given.append(orders)
-    return functions.decode(params, state, samples, orders, *rest)
+  def decode(params, state, samples, plan, *rest):
+    given.append(plan)
+    return functions.decode(params, state, samples, plan, *rest)
 
   watched = dataclasses.replace(functions, decode=decode)
   spied = dataclasses.replace(made.sampler.generate, jitted=watched)
@@ -84,7 +87,7 @@ def test_a_run_with_partial_rollouts(debug_config):
   debug_config.rollout.update(
     {"max_tokens_per_iteration": 4, "extra_prompts_in_flight": 8}
   )
-  made = refill(debug_config)
+  made = with_continuous_batching(debug_config)
   lowered = lower.functions(debug_config, made)
   tokens = lowered["prefill"].in_avals[0][2]
   room = (

@@ -219,7 +219,7 @@ def test_the_command_writes_beside_the_run_or_to_a_file(
   assert done.stdout == f"{run / 'report.html'}\n"
   path = tmp_path / "new/x.html"
   monkeypatch.setattr(sys, "argv", ["report", str(run), f"--to={path}"])
-  report_main.command()
+  report_main.main()
   assert capsys.readouterr().out == f"{path}\n"
   assert path.read_text() == (run / "report.html").read_text()
 
@@ -237,7 +237,7 @@ def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
   ):
     monkeypatch.setattr(sys, "argv", ["report", *map(str, flags)])
     with pytest.raises(SystemExit) as end:
-      report_main.command()
+      report_main.main()
     stderr = capsys.readouterr().err
     assert end.value.code == 2, flags
     assert stderr.startswith("error: ")

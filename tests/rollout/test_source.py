@@ -332,5 +332,5 @@ def test_one_step_off_policy_learns_from_the_batch_sampled_before(pool, run):
   source, _ = start(pool, "one step off", last=2)
   tokens = [source(step, step).sampled_tokens for step in (1, 2)]
   assert tokens == [on_policy[0]["cost"] + on_policy[1]["cost"], 0]
-  assert source.get_state()["places"] == []
+  assert source.get_state()["positions"] == []
   assert not source.pending["next"].lengths.any()

@@ -42,17 +42,17 @@ def prompts():
   return Prompts(tokens, np.array([1, 2, 4, 5, 8, 9, 13, S], np.int32))
 
 
-def build(paging=SMALL, config=SAMPLED, prompt=S, **axes):
+def build(batching=SMALL, config=SAMPLED, prompt=S, **axes):
   mesh = sharding.make_mesh(jax.devices()[: 8 if axes else 1], **axes)
   abstract = jax.eval_shape(lambda: model.init(jax.random.key(0), CFG))
   return continuous.build_continuous_sampler(
     CFG,
     config,
-    paging=paging,
-    prompt=prompt,
-    params=sharding.state_shardings(abstract, mesh),
+    batching=batching,
+    max_prompt_length=prompt,
+    params_sharding=sharding.state_shardings(abstract, mesh),
     mesh=mesh,
-    decoding=mesh,
+    sampler_mesh=mesh,
   )
 
 
@@ -65,17 +65,17 @@ def one_device():
 @functools.cache
 def few_pages():
   """So few that responses start again; routing is recorded."""
-  paging = dataclasses.replace(SMALL, slots=6, num_pages=13)
-  return build(paging, dataclasses.replace(SAMPLED, record_routing=True))
+  batching = dataclasses.replace(SMALL, slots=6, num_pages=13)
+  return build(batching, dataclasses.replace(SAMPLED, record_routing=True))
 
 
 @functools.cache
 def one_slot():
   """Long segments, prefills of one chunk, one greedy response a prompt."""
-  paging = dataclasses.replace(
+  batching = dataclasses.replace(
     SMALL, slots=1, segment_steps=99, prefill_chunk=16
   )
-  return build(paging, GREEDY)
+  return build(batching, GREEDY)
 
 
 @functools.cache
@@ -176,7 +176,7 @@ def spied(generate, **functions):
 def test_a_subset_of_the_slots_is_computed_for_the_last_responses(make):
   """A quarter of each shard's 8 or 4, where no more are active, none new."""
   generate, segments = make(), []
-  slots, shards = generate.paging.slots, generate.shards
+  slots, shards = generate.batching.slots, generate.shards
 
   def decode(params, state, samples, plan, compute_slots, *rest):
     before = int(samples.slot_steps)
@@ -185,7 +185,7 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(make):
     )
     computed = slots if compute_slots is None else compute_slots.size
     steps, remainder = divmod(int(samples.slot_steps) - before, computed)
-    assert 0 < steps <= generate.paging.segment_steps
+    assert 0 < steps <= generate.batching.segment_steps
     assert not remainder
     active = np.asarray(plan.active)
     few = active.reshape(shards, -1).sum(1).max() <= slots // shards // 4

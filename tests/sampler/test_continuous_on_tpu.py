@@ -65,14 +65,14 @@ class Segment:
     program = build_program(config, sh.make_mesh(devices, **keys.mesh))
     generate = program.sampler.generate
     key = jax.eval_shape(lambda: jax.random.key(0))
-    lowered, _ = lower._lower_continuous_sampler(config, program, key)
+    lowered, _ = lower.lower_continuous_sampler(config, program, key)
     self.whole = plan_compile.compile_one(lowered["generate"])
     compute_slots = jax.ShapeDtypeStruct(
       (self.slots // 4 * len(devices),),
       np.int32,
       sharding=generate.batch_sharding,
     )
-    subset, _ = lower._lower_continuous_sampler(
+    subset, _ = lower.lower_continuous_sampler(
       config, program, key, compute_slots
     )
     self.subset = plan_compile.compile_one(subset["generate"])

@@ -37,10 +37,10 @@ def test_weights_have_these_shardings_and_the_values_of_one_device(
   """Moved to the decoding mesh from a training mesh of other axes."""
   params, expected = on_one_device()
   mesh = sharding.make_mesh(jax.devices()[:4], fsdp=2, expert=2)
-  decode_mesh = sharding.reshape_mesh(mesh, expert=expert, tensor=tensor)
+  sampler_mesh = sharding.reshape_mesh(mesh, expert=expert, tensor=tensor)
   params = jax.device_put(params, sharding.state_shardings(params, mesh))
-  shardings = decode_params_sharding(CFG, decode_mesh)
-  moved = MeshJit(jax.jit(unstacked, out_shardings=shardings), decode_mesh)(
+  shardings = decode_params_sharding(CFG, sampler_mesh)
+  moved = MeshJit(jax.jit(unstacked, out_shardings=shardings), sampler_mesh)(
     params
   )
   jax.tree.map(np.testing.assert_array_equal, moved, expected)

@@ -35,10 +35,10 @@ _SMALLEST = 3 + 256 + 1
 _MAX_LINE = 1 << 20  # bytes; SentencePiece ignores longer lines
 
 
-def command() -> None:
+def main() -> None:
   """Entry point of the command."""
   try:
-    app.run(_command, flags_parser=_parse)
+    app.run(_main, flags_parser=_parse)
   except UserError as error:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)
@@ -60,7 +60,7 @@ def _parse(argv):
   return rest
 
 
-def _command(argv) -> None:
+def _main(argv) -> None:
   proto = train(read_texts(_INPUT.value, _FIELDS.value), _VOCAB_SIZE.value)
   write(proto, Path(_OUTPUT.value))
   print(f"{_OUTPUT.value}: {_VOCAB_SIZE.value} pieces")
@@ -133,4 +133,4 @@ def write(proto: bytes, out: Path) -> None:
 
 
 if __name__ == "__main__":
-  command()
+  main()
