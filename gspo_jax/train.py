@@ -1,6 +1,7 @@
 """The run, from a config to a trained policy; it reads from top to bottom."""
 
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -382,13 +383,15 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
       ),
       batch_sharding=sharding.batch_sharding(program.mesh),
       key=k_update,
-      accuracy=lambda params: float(
-        held_out.greedy(experiment, params, k_check).mean()
-      ),
+      accuracy=functools.partial(_greedy_accuracy, experiment, k_check),
       checkpoints=checkpoints,
       identity=identity,
       cfg=ColdStartConfig(cold.steps, cold.check_every, cold.gate),
     ).run(lambda: program.init_params(k_init), preemption)
+
+
+def _greedy_accuracy(experiment: Experiment, key, params) -> float:
+  return float(held_out.greedy(experiment, params, key).mean())
 
 
 def _health_checks(experiment: Experiment) -> HealthChecks:

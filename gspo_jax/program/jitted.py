@@ -79,9 +79,14 @@ def init_params(folder: str, cfg, abstract, mesh):
   """key -> params: those of a Hugging Face folder, else random ones."""
   param_shardings = shardings(abstract)
   if folder:
-    return lambda key: hf.load_hf(folder, cfg, shardings=param_shardings)
+    return functools.partial(_load_params, folder, cfg, param_shardings)
   init = functools.partial(model.init, cfg=cfg)
   return MeshJit(jax.jit(init, out_shardings=param_shardings), mesh)
+
+
+def _load_params(folder, cfg, param_shardings, key):
+  """The weights of a Hugging Face folder; the key is not used."""
+  return hf.load_hf(folder, cfg, shardings=param_shardings)
 
 
 def new_state(params, *, learners, config, cfg) -> TrainState:

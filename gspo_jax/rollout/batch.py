@@ -12,6 +12,8 @@ from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.scoring import PendingRewards
 from gspo_jax.runtime import multihost
+from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.functions import Generate
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
@@ -85,7 +87,7 @@ class RolloutContext(NamedTuple):
 
   Attributes:
     curriculum: gives the prompts.
-    generate: `program.functions.Generate`; a `ContinuousSampler` also resumes
+    generate: `sampler.functions.Generate`; a `ContinuousSampler` also resumes
       responses, and reports them as they finish.
     tokenizer: of the policy.
     reward_pool: scores responses.
@@ -96,7 +98,7 @@ class RolloutContext(NamedTuple):
   """
 
   curriculum: Curriculum
-  generate: object
+  generate: Generate | ContinuousSampler
   tokenizer: Tokenizer
   reward_pool: RewardPool
   batch_sharding: jax.sharding.Sharding

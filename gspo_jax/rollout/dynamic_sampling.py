@@ -22,10 +22,14 @@ from gspo_jax.rollout.batch import (
   sampled_tokens,
 )
 from gspo_jax.rollout.scoring import ComputedRewards, Rewards
+from gspo_jax.sampler.functions import MergeGroups
 
 
 def sample_until_mixed(
-  sample: Callable[[int], ScoredSamples], merge_groups, *, rounds: int
+  sample: Callable[[int], ScoredSamples],
+  merge_groups: MergeGroups,
+  *,
+  rounds: int,
 ) -> tuple[ScoredSamples, list[RolloutCost]]:
   """Samples batches until P groups have mixed rewards, at most `rounds`.
 
@@ -34,7 +38,7 @@ def sample_until_mixed(
   Args:
     sample: samples the batch of a round, counted from 0; P and G are the same
       in every round.
-    merge_groups: `program.functions.MergeGroups`.
+    merge_groups: jitted.
     rounds: the maximum number of batches, at least 1.
 
   Returns:
@@ -83,7 +87,7 @@ def metrics(
 
 
 def _merge(
-  kept: ScoredSamples, new: ScoredSamples, merge_groups
+  kept: ScoredSamples, new: ScoredSamples, merge_groups: MergeGroups
 ) -> ScoredSamples:
   """The first P groups of both with mixed rewards, then the first others."""
   kept_rewards, new_rewards = kept.rewards.result(), new.rewards.result()

@@ -12,6 +12,7 @@ from gspo_jax.rollout.batch import (
 )
 from gspo_jax.rollout.scoring import ResponseDecoder, StreamingScorer
 from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.functions import MergeGroups
 
 
 class OnPolicy:
@@ -19,13 +20,15 @@ class OnPolicy:
 
   Args:
     context: what sampling needs.
-    merge_groups: `program.functions.MergeGroups`, for dynamic sampling.
+    merge_groups: jitted, for dynamic sampling.
     rounds: `rollout.dynamic_sampling_rounds`; 1: no dynamic sampling.
   """
 
   pending = None
 
-  def __init__(self, context: RolloutContext, merge_groups, *, rounds: int):
+  def __init__(
+    self, context: RolloutContext, merge_groups: MergeGroups, *, rounds: int
+  ):
     self._context, self._rounds = context, rounds
     self._merge_groups = merge_groups
 

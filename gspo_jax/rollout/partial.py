@@ -5,7 +5,7 @@ tokens in an iteration, and continues in the next one. More prompts are in
 flight than an update takes, so that long responses do not hold up a batch.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from gspo_jax.rollout.batch import (
   prompts_on_device,
 )
 from gspo_jax.runtime import multihost
+from gspo_jax.sampler.functions import SamplerFunctions
 from gspo_jax.sampler.samples import UNFINISHED, Samples
 
 
@@ -27,6 +28,13 @@ class _Resumed(NamedTuple):
 
   samples: Samples
   slot_steps: int
+
+
+class EmptySlots(Protocol):
+  """Makes samples without tokens."""
+
+  def __call__(self, prompts: int) -> Samples:
+    """Samples of as many prompts, G rows each."""
 
 
 class PartialRollouts:
@@ -43,7 +51,7 @@ class PartialRollouts:
 
   Args:
     context: what sampling needs; `generate` is a `ContinuousSampler`.
-    empty_samples: number of prompts -> samples without tokens.
+    empty_samples: of the continuous sampler.
     functions: the sampler's, of which it uses `take_batch` and `take_pending`.
     max_tokens: the most tokens that an iteration adds to a response.
     shards: parts of the devices, each with prompts of its own.
@@ -53,8 +61,8 @@ class PartialRollouts:
   def __init__(
     self,
     context: RolloutContext,
-    empty_samples,
-    functions,
+    empty_samples: EmptySlots,
+    functions: SamplerFunctions,
     *,
     max_tokens: int,
     shards: int,

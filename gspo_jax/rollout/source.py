@@ -13,12 +13,17 @@ from gspo_jax.rollout.batch import RolloutContext
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.one_step_off import OneStepOffPolicy
 from gspo_jax.rollout.partial import PartialRollouts
+from gspo_jax.sampler.functions import SamplerFunctions
 
 Source = OnPolicy | PartialRollouts | OneStepOffPolicy
 
 
 def make_source(
-  rollout, context: RolloutContext, functions, *, last_step: int
+  rollout,
+  context: RolloutContext,
+  functions: SamplerFunctions,
+  *,
+  last_step: int,
 ) -> Source:
   """The source of a config.
 

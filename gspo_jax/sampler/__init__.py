@@ -6,6 +6,7 @@ its modules:
   continuous: ContinuousSampler and `build_continuous_sampler`.
   many_prompts: `sample_many`, any number of prompts in equal batches.
   continuous_config: ContinuousBatchingConfig.
+  functions: SamplerFunctions, the jitted functions, and their Protocols.
   paged_decode, decode_params: SegmentPlan and `decode_params_sharding`, for
     `plan`.
 """
@@ -30,6 +31,7 @@ __all__ = [
   "continuous",
   "continuous_config",
   "decode_params",
+  "functions",
   "generate",
   "many_prompts",
   "paged_decode",

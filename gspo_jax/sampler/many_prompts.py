@@ -8,6 +8,7 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.runtime import multihost
+from gspo_jax.sampler.functions import Generate
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
@@ -26,7 +27,7 @@ class PromptBatch(NamedTuple):
 
 
 def sample_many(
-  generate,
+  generate: Generate,
   params: model.Params,
   prompts: Prompts,
   key: jax.Array,

@@ -1,0 +1,65 @@
+"""What samples responses, as the other wings call it.
+
+Dimension key: P prompts, G responses a prompt.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+
+from gspo_jax import model
+from gspo_jax.sampler.samples import Prompts, Samples
+
+
+class Generate(Protocol):
+  """Samples responses: a jitted function, or a `ContinuousSampler`."""
+
+  def __call__(
+    self, params: model.Params, prompts: Prompts, key: jax.Array
+  ) -> Samples:
+    """Responses to P prompts, G each: P * G rows, a group side by side."""
+
+
+class MergeGroups(Protocol):
+  """Picks whole groups from two batches."""
+
+  def __call__(self, a: Samples, b: Samples, index: jax.Array) -> Samples:
+    """Groups `index`, [P] integers below 2 P, of the 2 P groups of both."""
+
+
+class TakeGroups(Protocol):
+  """Picks whole groups from a batch."""
+
+  def __call__(self, samples: Samples, index: jax.Array) -> Samples:
+    """Groups `index`, [N] integers; an empty group for -1."""
+
+
+class EmptySamples(Protocol):
+  """Makes a batch of samples without tokens."""
+
+  def __call__(self) -> Samples:
+    """Samples of the shape that `generate` gives."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerFunctions:
+  """What samples responses.
+
+  Attributes:
+    generate: `rollout.group_size` responses a prompt, as the config samples.
+    generate_eval: `eval.samples` responses a prompt.
+    generate_greedy: one greedy response a prompt.
+    merge_groups: the groups of two batches that dynamic sampling keeps.
+    take_batch: the groups of an update, from those in flight.
+    take_pending: the groups that stay in flight.
+    empty_samples: a batch without tokens.
+  """
+
+  generate: Generate
+  generate_eval: Generate
+  generate_greedy: Generate
+  merge_groups: MergeGroups
+  take_batch: TakeGroups
+  take_pending: TakeGroups
+  empty_samples: EmptySamples
