@@ -208,7 +208,7 @@ def test_dynamic_sampling_and_a_reference_on_two_processes(
   }
   launch(1, tmp_path / "one", **added).finish()
   launch(2, tmp_path / "two", **added).finish()
-  assert rows(tmp_path / "one")[1]["refill/rounds"] > 1
+  assert rows(tmp_path / "one")[1]["dynamic_sampling/rounds"] > 1
   assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
@@ -227,7 +227,7 @@ def test_partial_rollouts_one_step_off_policy_on_two_processes(
   }
   launch(1, tmp_path / "one", devices=2, **added, **mesh).finish()
   launch(2, tmp_path / "two", **added, **mesh).finish()
-  assert any(row["rollout/continued"] for row in rows(tmp_path / "one")[1:])
+  assert any(row["rollout/resumed_fraction"] for row in rows(tmp_path / "one")[1:])
   assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
