@@ -227,7 +227,9 @@ def test_partial_rollouts_one_step_off_policy_on_two_processes(
   }
   launch(1, tmp_path / "one", devices=2, **added, **mesh).finish()
   launch(2, tmp_path / "two", **added, **mesh).finish()
-  assert any(row["rollout/resumed_fraction"] for row in rows(tmp_path / "one")[1:])
+  assert any(
+    row["rollout/resumed_fraction"] for row in rows(tmp_path / "one")[1:]
+  )
   assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
