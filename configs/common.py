@@ -136,7 +136,7 @@ def get_config() -> ConfigDict:
 
   c.learner = ConfigDict()
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)
-  c.learner.micro_batch_size = 64  # responses in a forward and backward pass
+  c.learner.micro_batch_size = 64  # packed rows of a forward and backward pass
 
   c.optim = ConfigDict()  # AdamW
   c.optim.learning_rate = 1e-6  # its peak

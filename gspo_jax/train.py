@@ -180,11 +180,14 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   clock.append(time.monotonic())
 
   # Old log-probs, the reference's and the critic's, meanwhile.
-  train_batch = learner.make_train_batch(prompts, scored.samples)
+  packing = learner.pack(
+    scored.prompts["length"], multihost.to_host(scored.samples.lengths), key
+  )
+  train_batch = learner.make_train_batch(prompts, scored.samples, packing)
   old_metrics = {}
   if learner.needs_old_logprobs:
     state, train_batch, old_metrics = learner.compute_old_logprobs(
-      state, train_batch, key
+      state, train_batch
     )
   if learner.add_reference_and_values:
     train_batch = learner.add_reference_and_values(state, train_batch)
@@ -211,7 +214,7 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   clock.append(time.monotonic())
 
   # Update: an optimizer step a minibatch.
-  state, _, update_metrics = learner.update(state, train_batch, key)
+  state, _, update_metrics = learner.update(state, train_batch)
   metrics, distributions = metric_writer.to_scalars(old_metrics, update_metrics)
   clock.append(time.monotonic())
   run.experiment.program.check_compiled_once()
@@ -362,7 +365,7 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
   """Supervised fine-tuning, or the result of an earlier one."""
   config, program = experiment.config, experiment.program
   cold, problems = config.cold_start, experiment.datasets.demonstrations
-  k_init, k_update, k_check = jax.random.split(experiment.keys.cold_start, 3)
+  k_init, k_check = jax.random.split(experiment.keys.cold_start)
   chosen = {
     k: v for k, v in config.as_json()["cold_start"].items() if k != "dir"
   }
@@ -382,7 +385,6 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
         seed=config.seed,
       ),
       batch_sharding=sharding.batch_sharding(program.mesh),
-      key=k_update,
       accuracy=functools.partial(_greedy_accuracy, experiment, k_check),
       checkpoints=checkpoints,
       identity=identity,

@@ -13,11 +13,13 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data.pipeline import Batches
 from gspo_jax.learner import train_batch, train_step
-from gspo_jax.learner.train_batch import TrainBatch
+from gspo_jax.learner.packing import Packing, PackingConfig, pack
+from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean, Metrics
 from gspo_jax.runtime import multihost
@@ -62,11 +64,22 @@ def cross_entropy(
   )
 
 
-def demonstration_batch(arrays: dict[str, jax.Array]) -> TrainBatch:
-  """The batch of an update, from the arrays of `pipeline.demonstrations`."""
-  prompts = Prompts(arrays["tokens"], arrays["length"])
-  return train_batch.make_train_batch(
-    prompts, arrays["response"], arrays["response_length"]
+def demonstration_batch(
+  arrays: dict[str, jax.Array], packing: Packing, cfg: PackingConfig
+) -> PackedBatch:
+  """The batch of an update, from the arrays of `pipeline.demonstrations`.
+
+  Args:
+    arrays: by name.
+    packing: where each demonstration goes.
+    cfg: the rows, of one minibatch; static.
+  """
+  return train_batch.pack_responses(
+    Prompts(arrays["tokens"], arrays["length"]),
+    arrays["response"],
+    arrays["response_length"],
+    packing,
+    cfg,
   )
 
 
@@ -81,7 +94,7 @@ class ColdStartUpdate(Protocol):
   """One step of supervised fine-tuning."""
 
   def __call__(
-    self, state: TrainState, arrays: dict, key: jax.Array
+    self, state: TrainState, arrays: dict, packing: Packing
   ) -> tuple[TrainState, Metrics]:
     """The state, donated, after the arrays of `pipeline.demonstrations`."""
 
@@ -93,11 +106,13 @@ class ColdStartFunctions:
   Attributes:
     abstract: shapes and shardings of its state.
     init_state: params, donated -> the first state.
+    packing: the rows of a step.
     update: one step.
   """
 
   abstract: TrainState
   init_state: train_step.InitState
+  packing: PackingConfig
   update: ColdStartUpdate
 
 
@@ -109,7 +124,6 @@ class ColdStart:
     functions: jitted.
     batches: of `pipeline.demonstrations`.
     batch_sharding: of arrays whose first axis is the batch.
-    key: of all updates.
     accuracy: greedy accuracy, which decides when to stop.
     checkpoints: a folder of its own, so that a later run reuses the result.
     identity: two cold starts with the same identity have the same result.
@@ -119,7 +133,6 @@ class ColdStart:
   functions: ColdStartFunctions
   batches: Batches
   batch_sharding: jax.sharding.Sharding
-  key: jax.Array
   accuracy: Accuracy
   checkpoints: Checkpoints
   identity: dict
@@ -181,8 +194,11 @@ class ColdStart:
   def _update(self, state):
     batch = next(self.batches)
     arrays = {k: v for k, v in batch.items() if k != "problems"}
+    lengths = batch["length"] + batch["response_length"]
+    order = np.arange(len(lengths))
+    packing = pack(lengths, order, self.functions.packing)
     arrays = multihost.to_global(arrays, self.batch_sharding)
-    return self.functions.update(state, arrays, self.key)
+    return self.functions.update(state, arrays, packing)
 
   def _save(self, step, state, accuracy):
     metadata = {

@@ -1,7 +1,6 @@
 """Credit: the rewards of responses become advantages.
 
-Dimension key: P prompts, G responses a prompt, B = P * G rows, R response
-tokens.
+Dimension key: B responses, R response columns of a packed row.
 """
 
 import dataclasses
@@ -9,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.learner.train_batch import TrainBatch
+from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.losses.advantages import (
   generalized_advantages,
   group_relative_advantages,
@@ -44,46 +43,64 @@ class CreditConfig:
 
 
 def assign_advantages(
-  batch: TrainBatch,
+  batch: PackedBatch,
   rewards: jax.Array,
   finish: jax.Array,
   *,
   credit: CreditConfig,
-) -> TrainBatch:
+) -> PackedBatch:
   """The batch with its advantages, and with returns where there is a critic.
 
-  Call it before any shuffle: it compares the responses of whole groups.
+  It compares the responses of whole groups, wherever they were packed.
 
   Args:
-    batch: B rows, with the log-probs and values that the credit needs.
+    batch: of B responses, with the log-probs and values that the credit needs.
     rewards: [B] float32, of whole responses.
     finish: [B], `Samples.finish`.
     credit: how rewards become advantages; static.
   """
-  mask = batch.response_mask
-  penalty = jnp.zeros_like(batch.old_logps)
+  # [M, A, rows, W] -> [rows, W]: what follows is the same for all rows.
+  flat = lambda x: x.reshape(-1, x.shape[-1])
+  rows = batch.rows
+  mask, response = flat(rows.response_mask), flat(rows.response_index)
+  penalty = jnp.zeros(mask.shape)
   if credit.kl_coef:
-    gap = batch.old_logps - batch.reference_logps
+    gap = flat(rows.old_logps) - flat(rows.reference_logps)
     penalty = jnp.where(mask, credit.kl_coef * gap, 0.0)
+  returns = None
   if credit.trace_decay is None:
     groups = lambda x: x.reshape(-1, credit.group_size)
     advantages = group_relative_advantages(
       groups(rewards), normalize_std=credit.normalize_std
     )
-    penalties = groups(penalty.sum(1))
+    penalties = jax.ops.segment_sum(
+      penalty.reshape(-1), response.reshape(-1), len(rewards)
+    )
+    penalties = groups(penalties)
     advantages -= penalties - penalties.mean(1, keepdims=True)
-    advantages, returns = advantages.reshape(-1), None
+    advantages = jnp.where(mask, advantages.reshape(-1)[response], 0.0)
   else:
-    last = jnp.arange(mask.shape[1]) == mask.sum(1, keepdims=True) - 1
+    segments = flat(rows.response_segments)
     advantages, returns = generalized_advantages(
-      jnp.where(last, rewards[:, None], 0.0) - penalty,
-      batch.values,
+      jnp.where(_is_last(mask, segments), rewards[response], 0.0) - penalty,
+      flat(rows.values),
       mask,
       discount=credit.discount,
       trace_decay=credit.trace_decay,
+      segment_ids=segments,
     )
     advantages = whiten(advantages, mask)
+    returns = returns.reshape(rows.returns.shape)
   if credit.zero_truncated:
-    whole = (finish != TRUNCATED).reshape(-1, *[1] * (advantages.ndim - 1))
-    advantages = jnp.where(whole, advantages, 0.0)
-  return dataclasses.replace(batch, advantages=advantages, returns=returns)
+    advantages = jnp.where(finish[response] != TRUNCATED, advantages, 0.0)
+  rows = dataclasses.replace(
+    rows, advantages=advantages.reshape(rows.advantages.shape), returns=returns
+  )
+  return batch._replace(rows=rows)
+
+
+def _is_last(mask_BR, segments_BR):
+  """Whether a token is the last one of its response."""
+  ids = jnp.where(mask_BR, segments_BR, 0)
+  following = jnp.pad(ids[:, 1:], ((0, 0), (0, 1)))
+  return mask_BR & (ids != following)

@@ -28,7 +28,7 @@ def values(
 ) -> jax.Array:
   """[B, R] float32, the expected return before each response token."""
   out = model.hidden_states(
-    params, cfg, batch.tokens, batch.positions, batch.mask
+    params, cfg, batch.tokens, batch.positions, batch.segment_ids
   )
   R = batch.response_mask.shape[1]
   before = out.hidden[:, -R - 1 : -1].astype(jnp.float32)

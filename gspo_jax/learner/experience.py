@@ -1,6 +1,6 @@
 """Forward passes over a batch before its update, and metrics of them.
 
-Dimension key: B rows, R response tokens.
+Dimension key: B rows, R response columns, S sequences of a row.
 """
 
 import dataclasses
@@ -8,12 +8,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import model
+from gspo_jax import losses, model
 from gspo_jax.learner import critic, routing, train_batch
-from gspo_jax.learner.train_batch import TrainBatch
+from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import Histogram, Mean, Metrics
-from gspo_jax.runtime.sharding import constrain_batch
 
 
 def old_policy_metrics(
@@ -32,7 +31,7 @@ def old_policy_metrics(
     cfg: the model; static.
   """
   mask = batch.response_mask
-  metrics = _mismatch(out.logps, batch.sampler_logps, mask)
+  metrics = _mismatch(out.logps, batch)
   metrics["policy/entropy"] = _mean(out.entropy, mask)
   if cfg.num_experts:
     metrics |= _routing_metrics(out, mask, cfg)
@@ -45,22 +44,35 @@ def _mean(x, mask) -> Mean:
   return Mean(jnp.where(mask, x, 0.0).sum(), mask.sum(dtype=jnp.float32))
 
 
-def sequence_log_ratio(new_BR, old_BR, mask_BR):
-  """Mean over a response's tokens of new less old log-probs, [B]."""
-  gap_BR = jnp.where(mask_BR, new_BR - old_BR, 0.0)
-  return gap_BR.sum(1) / jnp.maximum(mask_BR.sum(1), 1)
+def sequence_log_ratio(
+  new_BR: jax.Array, old_BR: jax.Array, batch: TrainBatch
+) -> tuple[jax.Array, jax.Array]:
+  """Mean over a response's tokens of new less old log-probs.
+
+  Returns:
+    The means of the S responses of each row, [B, S], and whether there is such
+    a response, [B, S] bool.
+  """
+  sums = lambda x_BR: losses.sequence_sums(
+    x_BR, batch.response_mask, batch.response_segments
+  )
+  lengths_BS = sums(jnp.ones_like(new_BR))
+  gaps_BS = sums(new_BR - old_BR) / jnp.maximum(lengths_BS, 1)
+  return gaps_BS, lengths_BS > 0
 
 
-def _mismatch(recomputed_BR, sampled_BR, mask_BR) -> Metrics:
+def _mismatch(recomputed_BR, batch: TrainBatch) -> Metrics:
   """Recomputed less sampled log-probs, per token and per sequence."""
-  gap_BR = jnp.where(mask_BR, recomputed_BR - sampled_BR, 0.0)
-  gap_B = sequence_log_ratio(recomputed_BR, sampled_BR, mask_BR)
-  nonempty_B = mask_BR.any(1)
+  mask_BR = batch.response_mask
+  gap_BR = jnp.where(mask_BR, recomputed_BR - batch.sampler_logps, 0.0)
+  gap_BS, has_tokens_BS = sequence_log_ratio(
+    recomputed_BR, batch.sampler_logps, batch
+  )
   return {
     "mismatch/token_abs_mean": _mean(jnp.abs(gap_BR), mask_BR),
     "mismatch/token_gap": Histogram.of(gap_BR, mask_BR),
-    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_B), nonempty_B),
-    "mismatch/sequence_gap": Histogram.of(gap_B, nonempty_B),
+    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_BS), has_tokens_BS),
+    "mismatch/sequence_gap": Histogram.of(gap_BS, has_tokens_BS),
   }
 
 
@@ -79,22 +91,20 @@ def _routing_metrics(out: TokenLogprobs, mask_BR, cfg) -> Metrics:
 
 
 def add_reference_and_values(
-  batch: TrainBatch,
+  batch: PackedBatch,
   cfg: model.ModelConfig,
   *,
   reference: model.Params | None,
   critic_params: model.Params | None,
-  micro_batch_size: int,
   temperature: float,
-) -> TrainBatch:
+) -> PackedBatch:
   """The batch with the reference's log-probs and the critic's values.
 
   Args:
-    batch: B rows.
+    batch: M minibatches.
     cfg: the model; static.
     reference: weights of the reference policy, or None.
     critic_params: weights of the critic, or None.
-    micro_batch_size: rows of one forward pass; divides B; static.
     temperature: the sampler's; static.
   """
 
@@ -108,11 +118,10 @@ def add_reference_and_values(
       fields["values"] = critic.values(critic_params, cfg, micro_batch)
     return fields
 
-  B = batch.tokens.shape[0]
-  split = lambda x: x.reshape(
-    B // micro_batch_size, micro_batch_size, *x.shape[1:]
-  )
-  micro_batches = constrain_batch(jax.tree.map(split, batch), axis=1)
-  fields = jax.lax.map(forward, micro_batches)
-  join = lambda x: x.reshape(-1, *x.shape[2:])
-  return dataclasses.replace(batch, **jax.tree.map(join, fields))
+  names = []
+  if reference is not None:
+    names.append("reference_logps")
+  if critic_params is not None:
+    names.append("values")
+  fields = batch.map(forward, *names)
+  return batch._replace(rows=dataclasses.replace(batch.rows, **fields))

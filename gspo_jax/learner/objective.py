@@ -129,10 +129,10 @@ def policy_loss(
   old_metrics = {}
   if batch.sampler_logps is not None:
     old_metrics = experience.old_policy_metrics(out, batch, cfg)
-  gap = experience.sequence_log_ratio(
-    out.logps, batch.old_logps, batch.response_mask
+  gap, has_tokens = experience.sequence_log_ratio(
+    out.logps, batch.old_logps, batch
   )
-  first_gap = Std.about_zero(jnp.expm1(gap), batch.response_mask.any(1))
+  first_gap = Std.about_zero(jnp.expm1(gap), has_tokens)
   total, metrics = _objective(out, dataclasses.replace(batch, **old), objective)
   if not objective.instruments:
     metrics = _scalars(metrics)
@@ -175,6 +175,7 @@ def _objective(
     batch.advantages,
     batch.response_mask,
     normalizer=1.0,
+    segment_ids=batch.response_segments,
     terms=terms,
   )
   metrics |= method_metrics
@@ -202,7 +203,11 @@ def _penalties_and_weights(out: TokenLogprobs, batch: TrainBatch, objective):
     penalty = -bonus if penalty is None else penalty - bonus
   if objective.mismatch:
     weights, metrics = losses.mismatch_weights(
-      batch.old_logps, batch.sampler_logps, mask, **objective.mismatch._asdict()
+      batch.old_logps,
+      batch.sampler_logps,
+      mask,
+      segment_ids=batch.response_segments,
+      **objective.mismatch._asdict(),
     )
   if objective.shift_floor is not None:
     moved = routing.shift(_rows_first(out.router_logps), batch.router_logps)

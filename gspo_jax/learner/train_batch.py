@@ -1,34 +1,46 @@
-"""The batch that an update learns from, and its minibatches."""
+"""The batch that an update learns from: packed rows, cut into micro-batches.
+
+Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
+columns, R most response tokens, M minibatches, A most micro-batches of one, L
+layers, k experts a token, W = S + R columns of a row.
+"""
 
 import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from gspo_jax import model
+from gspo_jax.learner.packing import Packing, PackingConfig
 from gspo_jax.logprobs import TokenLogprobs, token_logprobs
 from gspo_jax.model.moe import number_type
-from gspo_jax.runtime.sharding import constrain_batch
+from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
-  """Prompts, responses and what the objective reads of them.
+  """Rows of prompts with their responses, and what the objective reads of them.
 
-  The response is in the last R places of a row of T tokens. `reference_logps`,
-  `values` and `returns` are None unless the objective reads them.
+  Several sequences, each a prompt and its response, may share a row. The fields
+  of tokens have T columns; those of response tokens have the last R of them, in
+  a packed row all but the first. `reference_logps`, `values` and `returns` are
+  None unless the objective reads them.
 
   Attributes:
     tokens: [B, T] int32.
-    positions: [B, T] int32.
-    mask: [B, T] bool, false at padding.
-    response_mask: [B, R] bool, the tokens of the response, its stop token
+    positions: [B, T] int32, from 0 in each sequence.
+    segment_ids: [B, T] int32, the sequence of each token in its row, from 1; 0
+      at padding.
+    response_mask: [B, R] bool, the tokens of responses, their stop tokens
       included.
     old_logps: [B, R] float32, log-probs under the old policy.
-    advantages: [B] float32; with a critic [B, R].
+    advantages: [B, R] float32, equal within a response without a critic.
+    response_index: [B, R] int32, the response that a token belongs to, in the
+      order of the samples. None where all advantages are given.
     experts: [B, L, T, k] unsigned, the experts that an update may replay: the
       sampler's where they were recorded, else the old policy's. None for a
       dense model.
@@ -43,10 +55,11 @@ class TrainBatch:
 
   tokens: jax.Array
   positions: jax.Array
-  mask: jax.Array
+  segment_ids: jax.Array
   response_mask: jax.Array
   old_logps: jax.Array
   advantages: jax.Array
+  response_index: jax.Array | None = None
   experts: jax.Array | None = None
   router_logps: jax.Array | None = None
   sampler_logps: jax.Array | None = None
@@ -54,95 +67,178 @@ class TrainBatch:
   values: jax.Array | None = None
   returns: jax.Array | None = None
 
-
-def make_train_batch(
-  prompts: Prompts, responses: jax.Array, lengths: jax.Array
-) -> TrainBatch:
-  """Puts responses [B, R] behind their prompts [P, S]; B is a multiple of P.
-
-  Log-probs and advantages are zeros, to be filled in later.
-  """
-  B, R = responses.shape
-  group = B // prompts.tokens.shape[0]
-  repeat = lambda x: jnp.repeat(x, group, axis=0)
-  response_mask = jnp.arange(R) < lengths[:, None]
-  after = repeat(prompts.lengths)[:, None] + jnp.arange(R)
-  join = lambda a, b: jnp.concatenate([repeat(a), b], axis=1)
-  return TrainBatch(
-    tokens=join(prompts.tokens, responses),
-    positions=join(prompts.positions, after),
-    mask=join(prompts.mask, response_mask),
-    response_mask=response_mask,
-    old_logps=jnp.zeros((B, R)),
-    advantages=jnp.zeros(B),
-  )
+  @property
+  def response_segments(self) -> jax.Array:
+    """[B, R] int32, the `segment_ids` of the response columns."""
+    return self.segment_ids[..., -self.response_mask.shape[-1] :]
 
 
-class MinibatchSplit(NamedTuple):
-  """How a batch is shuffled and cut into minibatches and micro-batches.
-
-  Whole groups are shuffled, so that the advantages of a group cancel inside a
-  minibatch.
+class PackedBatch(NamedTuple):
+  """A batch in minibatches of micro-batches.
 
   Attributes:
-    order: [P], the groups in their new order.
-    minibatches: M; divides P; static.
-    micro_batch_size: rows of one forward pass; divides B / M; static.
+    rows: leaves [M, A, micro_batch_size, ...].
+    num_micro_batches: [M] int32, the micro-batches of each minibatch that hold
+      responses: its first ones. The others are empty, and are not computed.
   """
 
-  order: jax.Array
-  minibatches: int
-  micro_batch_size: int
+  rows: TrainBatch
+  num_micro_batches: jax.Array
 
-  def split(self, batch: TrainBatch) -> TrainBatch:
-    """Leaves [B, ...] become [M, A, micro_batch_size, ...].
+  def map(self, function, *fields: str) -> dict[str, jax.Array]:
+    """`function` of each micro-batch that holds responses.
 
-    A is the number of micro-batches of a minibatch.
+    Args:
+      function: of a micro-batch; returns a dict of arrays [rows, ...] of the
+        shapes that those fields have.
+      *fields: of `TrainBatch`; they start from what the batch has.
     """
+    rows = self.rows
 
-    def cut(x):
-      groups = x.reshape(len(self.order), -1, *x.shape[1:])[self.order]
-      shape = self.minibatches, -1, self.micro_batch_size, *x.shape[1:]
-      cuts = groups.reshape(shape)
-      return constrain_batch(cuts, axis=2)
+    def minibatch(m, result):
+      def micro_batch(a, result):
+        one = function(jax.tree.map(lambda x: x[m, a], rows))
+        return {k: x.at[m, a].set(one[k]) for k, x in result.items()}
 
-    return TrainBatch(**_by_layer(cut, vars(batch), layers=1, out_layers=3))
+      return jax.lax.fori_loop(
+        0, self.num_micro_batches[m], micro_batch, result
+      )
 
-  def join(self, fields: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The inverse of `split`, for fields by their names."""
-    back = jnp.argsort(self.order)
-
-    def uncut(x):
-      groups = x.reshape(len(back), -1, *x.shape[3:])[back]
-      return constrain_batch(groups.reshape(-1, *x.shape[3:]), axis=0)
-
-    return _by_layer(uncut, fields, layers=3, out_layers=1)
+    start = {name: getattr(rows, name) for name in fields}
+    return jax.lax.fori_loop(0, len(self.num_micro_batches), minibatch, start)
 
 
-# The largest fields; they have an axis of layers. A shuffle passes whole arrays
-# between devices, so these are shuffled layer by layer.
-_LARGE = ("experts", "router_logps")
+class _Slots(NamedTuple):
+  """What stands in each column of packed rows, [rows, W].
+
+  Attributes:
+    response: int32, the index of the response of the sequence; any number at
+      padding.
+    place: int32, the place in the sequence, from 0; any number at padding.
+    prompt_length: int32, of that sequence.
+    segment_ids: int32, from 1 in each row; 0 at padding.
+  """
+
+  response: jax.Array
+  place: jax.Array
+  prompt_length: jax.Array
+  segment_ids: jax.Array
+
+  @property
+  def is_response(self):
+    return (self.segment_ids > 0) & (self.place >= self.prompt_length)
+
+  @property
+  def response_column(self):
+    return self.place - self.prompt_length
 
 
-def _by_layer(function, fields: dict, *, layers: int, out_layers: int) -> dict:
-  """`function` of each field; of the large ones, one layer at a time.
+def pack_responses(
+  prompts: Prompts,
+  responses: jax.Array,
+  lengths: jax.Array,
+  packing: Packing,
+  cfg: PackingConfig,
+  *,
+  logps: jax.Array | None = None,
+  experts: jax.Array | None = None,
+) -> PackedBatch:
+  """Packs responses [B, R] behind their prompts [P, S]; B = P * G.
 
   Args:
-    function: of an array.
-    fields: by their names; None stays None.
-    layers: the axis of layers in a large field.
-    out_layers: that axis in its result.
+    prompts: P prompts.
+    responses: [B, R] int32; those of a prompt are neighbours.
+    lengths: [B] int32, their tokens.
+    packing: where each response goes, from `packing.pack`.
+    cfg: the rows; static.
+    logps: [B, R] float32, for `sampler_logps`.
+    experts: [B, L, S + R, k], for `experts`, with the columns of the left-
+      padded prompt and its response.
+
+  Returns:
+    Leaves [M, A, micro_batch_size, ...], with zeros for log-probs and
+    advantages that are filled in later.
   """
+  B, R = responses.shape
+  P, S = prompts.tokens.shape
+  batch_axes = PartitionSpec(sharding.BATCH_AXES)
 
-  def apply(name, x):
-    if x is None:
-      return None
-    if name not in _LARGE:
-      return function(x)
-    result = jax.lax.map(function, jnp.moveaxis(x, layers, 0))
-    return jnp.moveaxis(result, 0, out_layers)
+  def local(prompts, responses, lengths, packing, logps, experts):
+    whole = lambda x: sharding.gather(x, *sharding.BATCH_AXES, dim=0)
+    prompt_lengths = jnp.repeat(whole(prompts.lengths), B // P)
+    slots = _slots(packing, prompt_lengths, whole(lengths), S + R, cfg)
+    b, i = slots.response, slots.response_column
+    at_response = lambda x: x[b, jnp.clip(i, 0, R - 1)]
+    prompt_column = jnp.clip(S + i, 0, S - 1)
+    tokens = jnp.where(
+      slots.is_response,
+      at_response(whole(responses)),
+      whole(prompts.tokens)[b // (B // P), prompt_column],
+    )
+    real = slots.segment_ids > 0
+    mask = slots.is_response[:, 1:]
+    zeros = jnp.zeros(mask.shape)
+    if logps is not None:
+      logps = jnp.where(mask, at_response(whole(logps))[:, 1:], 0.0)
+    if experts is not None:
+      column = jnp.clip(S + i, 0, S + R - 1)
+      # Layer by layer: this is the largest field, and all devices gather it.
+      layers = jax.lax.map(
+        lambda x: whole(x)[b, column], jnp.moveaxis(experts, 1, 0)
+      )
+      experts = jnp.moveaxis(layers, 0, 1)
+    rows = TrainBatch(
+      tokens=jnp.where(real, tokens, 0),
+      positions=jnp.where(real, slots.place, 0),
+      segment_ids=slots.segment_ids,
+      response_mask=mask,
+      old_logps=zeros,
+      advantages=zeros,
+      response_index=jnp.where(mask, b[:, 1:], 0),
+      experts=experts,
+      sampler_logps=logps,
+    )
+    cut = lambda x: x.reshape(
+      cfg.minibatches, -1, cfg.micro_batch_size // _shards(), *x.shape[1:]
+    )
+    return jax.tree.map(cut, rows)
 
-  return {name: apply(name, x) for name, x in fields.items()}
+  pack = sharding.shard_map(
+    local,
+    in_specs=(*[batch_axes] * 3, PartitionSpec(), batch_axes, batch_axes),
+    out_specs=PartitionSpec(None, None, sharding.BATCH_AXES),
+  )
+  rows = pack(prompts, responses, lengths, packing, logps, experts)
+  return PackedBatch(rows, jnp.asarray(packing.num_micro_batches))
+
+
+def _shards() -> int:
+  return sharding.size(*sharding.BATCH_AXES)
+
+
+def _slots(packing, prompt_lengths, lengths, width, cfg) -> _Slots:
+  """What stands in the rows of this device."""
+  B, size = len(lengths), cfg.micro_batch_size
+  size_here = size // _shards()
+  first = sharding.index(*sharding.BATCH_AXES) * size_here
+  micro_batch, row = packing.row // size, packing.row % size - first
+  # Rows of other devices, and of empty sequences, are out of range.
+  here = (row >= 0) & (row < size_here) & (packing.row < B)
+  rows = B // _shards()
+  row = jnp.where(here, micro_batch * size_here + row, rows)
+  starts = jnp.full((rows, width), -1, jnp.int32)
+  starts = starts.at[row, packing.offset].set(
+    jnp.arange(B, dtype=jnp.int32), mode="drop"
+  )
+  columns = jnp.arange(width, dtype=jnp.int32)
+  first_column = jax.lax.cummax(jnp.where(starts >= 0, columns, -1), axis=1)
+  response = jnp.take_along_axis(starts, jnp.maximum(first_column, 0), axis=1)
+  response = jnp.maximum(response, 0)
+  place = columns - first_column
+  prompt_length = prompt_lengths[response]
+  real = (first_column >= 0) & (place < prompt_length + lengths[response])
+  ids = jnp.cumsum(starts >= 0, axis=1, dtype=jnp.int32)
+  return _Slots(response, place, prompt_length, jnp.where(real, ids, 0))
 
 
 def logprobs(
@@ -154,7 +250,7 @@ def logprobs(
     cfg,
     batch.tokens,
     batch.positions,
-    batch.mask,
+    batch.segment_ids,
     response_length=batch.response_mask.shape[1],
     **options,
   )
@@ -169,7 +265,7 @@ class TrainBatchFields:
     experts: whether there are experts even if the sampler recorded none.
     router_logps: whether there are the old routers' log-probs of them.
     reference: whether there are log-probs of a reference policy.
-    critic: whether there are values, returns, and an advantage for each token.
+    critic: whether there are values and returns.
   """
 
   sampler_logps: bool = False
@@ -182,10 +278,12 @@ class TrainBatchFields:
 def train_batch_from_samples(
   prompts: Prompts,
   samples: Samples,
+  packing: Packing,
   cfg: model.ModelConfig,
   fields: TrainBatchFields,
-) -> TrainBatch:
-  """The train batch of samples, with zeros where values are filled in later.
+  packing_config: PackingConfig,
+) -> PackedBatch:
+  """The packed batch of samples, with zeros where values are filled in later.
 
   It has all its fields from the start, so that one compiled program takes it
   for old log-probs and for an update.
@@ -193,26 +291,36 @@ def train_batch_from_samples(
   Args:
     prompts: P prompts.
     samples: G responses to each.
+    packing: where each response goes, from `packing.pack`.
     cfg: the model; static.
     fields: the optional fields; static.
+    packing_config: the rows; static.
   """
-  batch = make_train_batch(prompts, samples.tokens, samples.lengths)
-  (B, T), R = batch.tokens.shape, samples.tokens.shape[1]
-  zeros = lambda wanted: jnp.zeros((B, R)) if wanted else None
+  batch = pack_responses(
+    prompts,
+    samples.tokens,
+    samples.lengths,
+    packing,
+    packing_config,
+    logps=samples.logps,
+    experts=samples.experts,
+  )
+  rows = batch.rows
+  lead, T = rows.tokens.shape[:-1], rows.tokens.shape[-1]
+  zeros = lambda wanted: jnp.zeros_like(rows.old_logps) if wanted else None
   L, k = cfg.num_layers, cfg.experts_per_token
-  experts = samples.experts
+  experts = rows.experts
   if experts is None and fields.experts and cfg.num_experts:
-    experts = jnp.zeros((B, L, T, k), number_type(cfg.num_experts))
-  return dataclasses.replace(
-    batch,
-    old_logps=samples.logps if fields.sampler_logps else batch.old_logps,
-    advantages=jnp.zeros((B, R) if fields.critic else B),
+    experts = jnp.zeros((*lead, L, T, k), number_type(cfg.num_experts))
+  rows = dataclasses.replace(
+    rows,
+    old_logps=rows.sampler_logps if fields.sampler_logps else rows.old_logps,
     experts=experts,
-    router_logps=jnp.zeros((B, L, R, k))
+    router_logps=jnp.zeros((*lead, L, T - 1, k))
     if fields.router_logps and cfg.num_experts
     else None,
-    sampler_logps=samples.logps,
     reference_logps=zeros(fields.reference),
     values=zeros(fields.critic),
     returns=zeros(fields.critic),
   )
+  return batch._replace(rows=sharding.constrain_batch(rows, axis=2))

@@ -1,6 +1,6 @@
 """The update, and the old log-probs by the same compiled program.
 
-Dimension key: P prompts, B rows, M minibatches, A micro-batches a minibatch.
+Dimension key: M minibatches, A most micro-batches of a minibatch.
 
 Old log-probs must come from the forward pass of the update. In bfloat16 two
 programs round differently, and the difference exceeds GSPO's clip range. So
@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import optax
 
 from gspo_jax import model
-from gspo_jax.learner.train_batch import MinibatchSplit, TrainBatch
+from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.losses import Mean, Metrics, Std
 from gspo_jax.sampler.samples import Samples
 
-# Named scopes of two conditionals: of what only an update computes, and of what
-# only a pass for old log-probs computes. `plan` counts the work by them.
-BACKWARD, OLD_LOGPROBS = "backward", "old_logprobs"
+# The named scope of conditionals that only an update computes; `plan` counts
+# the work by it.
+BACKWARD = "backward"
 
 
 class LossOutput(NamedTuple):
@@ -94,9 +94,6 @@ class Learner(NamedTuple):
   Attributes:
     loss: the function to minimise.
     optimizer: an optax transformation.
-    minibatches: M, optimizer steps a batch.
-    micro_batch_size: rows of one forward and backward pass.
-    group_size: rows that are shuffled together.
     has_old_logps: whether the batch has old log-probs before an update.
     old_logps_of_every_minibatch: whether a pass for old log-probs includes the
       first minibatch.
@@ -104,9 +101,6 @@ class Learner(NamedTuple):
 
   loss: Loss
   optimizer: optax.GradientTransformation
-  minibatches: int
-  micro_batch_size: int
-  group_size: int
   has_old_logps: bool = False
   old_logps_of_every_minibatch: bool = False
 
@@ -127,13 +121,12 @@ def init_state(
 
 def update(
   state: TrainState,
-  batch: TrainBatch,
-  key: jax.Array,
+  batch: PackedBatch,
   *,
   learner: Learner,
   apply_updates: jax.Array | bool = True,
-) -> tuple[TrainState, TrainBatch, Metrics]:
-  """M optimizer steps over a batch of B rows; or only its old log-probs.
+) -> tuple[TrainState, PackedBatch, Metrics]:
+  """M optimizer steps over a batch; or only its old log-probs.
 
   The first minibatch needs no old log-probs: its own forward pass has them. A
   pass for old log-probs still runs one of its micro-batches, and the update
@@ -142,8 +135,7 @@ def update(
 
   Args:
     state: of training.
-    batch: B rows; the rows of a group are neighbours.
-    key: of the shuffle; the same for the old log-probs and for the update.
+    batch: M minibatches.
     learner: the settings; static.
     apply_updates: [] bool, whether to update. With a Python True the program
       has no conditional.
@@ -154,45 +146,42 @@ def update(
     first; and metrics, as sums over the minibatches. The sums of both calls
     add up.
   """
-  groups = batch.tokens.shape[0] // learner.group_size
-  order = jax.random.permutation(key, groups)
-  cut = MinibatchSplit(order, learner.minibatches, learner.micro_batch_size)
-  batches = cut.split(batch)
+  rows, counts = batch
 
-  def minibatch(i, carry):
+  def minibatch(m, carry):
     params, opt_state, old, sums = carry
-    micro_batches = jax.tree.map(lambda x: x[i], batches)
+    micro_batches = jax.tree.map(lambda x: x[m], rows)
     grads, new, metrics = gradient(
-      params, micro_batches, learner, apply_updates=apply_updates, first=i == 0
+      params,
+      micro_batches,
+      learner,
+      count=counts[m],
+      apply_updates=apply_updates,
+      first=m == 0,
     )
-    keep = lambda all_, one: all_.at[i].set(
-      jnp.where(apply_updates, all_[i], one)
+    keep = lambda all_, one: all_.at[m].set(
+      jnp.where(apply_updates, all_[m], one)
     )
     old = jax.tree.map(keep, old, new)
     step = lambda: _optimizer_step(learner, grads, params, opt_state)
     params, opt_state = run_if(apply_updates, step, (params, opt_state))
     return params, opt_state, old, jax.tree.map(jnp.add, sums, metrics)
 
-  first = jax.tree.map(lambda x: x[0], batches)
+  first = jax.tree.map(lambda x: x[0], rows)
   _, old_shapes, metrics = jax.eval_shape(
     lambda params, rows: gradient(params, rows, learner), state.params, first
   )
   start = (
     state.params,
     state.opt_state,
-    {name: getattr(batches, name) for name in old_shapes},
+    {name: getattr(rows, name) for name in old_shapes},
     _zeros(metrics),
   )
   params, opt_state, old, metrics = jax.lax.fori_loop(
-    0, learner.minibatches, minibatch, start
+    0, len(counts), minibatch, start
   )
-  unchanged = {name: getattr(batch, name) for name in old}
   if apply_updates is not True:
-    with jax.named_scope(OLD_LOGPROBS):
-      old = jax.lax.cond(
-        apply_updates, lambda: unchanged, lambda: cut.join(old)
-      )
-    batch = dataclasses.replace(batch, **old)
+    batch = batch._replace(rows=dataclasses.replace(rows, **old))
   state = dataclasses.replace(
     state,
     step=state.step + jnp.int32(apply_updates),
@@ -220,6 +209,7 @@ def gradient(
   micro_batches: TrainBatch,
   learner: Learner,
   *,
+  count: jax.Array | None = None,
   apply_updates: jax.Array | bool = True,
   first: jax.Array | bool = False,
 ) -> tuple[model.Params, dict[str, jax.Array], Metrics]:
@@ -232,6 +222,8 @@ def gradient(
     params: of the policy.
     micro_batches: of the minibatch.
     learner: the settings; static.
+    count: [] int32, how many of the micro-batches to process: the first ones.
+      None: all.
     apply_updates: as in `update`; if false, the gradient is zero.
     first: [] bool, whether this is the first minibatch of the batch.
 
@@ -239,11 +231,12 @@ def gradient(
     The gradient, `LossOutput.old_policy_fields` of all rows, and metrics.
   """
   A = micro_batches.tokens.shape[0]
+  count = A if count is None else count
   applying, first = jnp.asarray(apply_updates), jnp.asarray(first)
   is_old_policy = first | ~applying
 
   def add(j, carry):
-    grads, count, old, sums = carry
+    grads, divisor, old, sums = carry
     micro_batch = jax.tree.map(lambda x: x[j], micro_batches)
 
     def total(params):
@@ -261,9 +254,9 @@ def gradient(
     old = jax.tree.map(
       lambda all_, one: all_.at[j].set(one), old, out.old_policy_fields
     )
-    metrics = _counted_once(out, learner, applying, first, j == A - 1)
+    metrics = _counted_once(out, learner, applying, first, j == count - 1)
     sums = jax.tree.map(jnp.add, sums, metrics)
-    return grads, count + out.loss.count, old, sums
+    return grads, divisor + out.loss.count, old, sums
 
   one = jax.tree.map(lambda x: x[0], micro_batches)
   out = jax.eval_shape(learner.loss, params, one, is_old_policy)
@@ -280,9 +273,9 @@ def gradient(
   begin = 0
   if not learner.old_logps_of_every_minibatch:
     # Of the first minibatch one micro-batch is enough to compare two passes.
-    begin = jnp.where(first & ~applying, A - 1, 0)
-  grads, count, old, metrics = jax.lax.fori_loop(begin, A, add, start)
-  grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads)
+    begin = jnp.where(first & ~applying, jnp.maximum(count - 1, 0), 0)
+  grads, divisor, old, metrics = jax.lax.fori_loop(begin, count, add, start)
+  grads = jax.tree.map(lambda g: g / jnp.maximum(divisor, 1), grads)
   norm = Mean(optax.tree.norm(grads), jnp.float32(1))
   metrics["grad/norm"] = _only(applying, norm)
   return grads, old, metrics

@@ -16,6 +16,7 @@ which it has no gradient; (2) sequences without a response token are not
 counted.
 """
 
+from gspo_jax.losses.batch import sequence_sums
 from gspo_jax.losses.kl import kl_penalty
 from gspo_jax.losses.metrics import EDGES, Histogram, Mean, Metrics, Std
 from gspo_jax.losses.mismatch import mismatch_weights
@@ -57,5 +58,6 @@ __all__ = [
   "router_log_weight",
   "rspo_loss",
   "sapo_loss",
+  "sequence_sums",
   "value_loss",
 ]

@@ -57,6 +57,7 @@ def generalized_advantages(
   *,
   discount: float = 1.0,
   trace_decay: float = 0.95,
+  segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """GAE: A_t = d_t + g l A_t+1, with d_t = r_t + g V_t+1 - V_t.
 
@@ -70,10 +71,11 @@ def generalized_advantages(
   Args:
     rewards: [B, T], of any real dtype: the reward of each token.
     values: [B, T] V_t, the critic's estimate before token t is sampled.
-    mask: [B, T], bool or 0/1; each of the B rows is one sequence. Values under
-      a 0 are never read.
+    mask: [B, T], bool or 0/1. Values under a 0 are never read.
     discount: g, in [0, 1].
     trace_decay: l, in [0, 1].
+    segment_ids: [B, T] int, the sequence of each token in packed rows; None:
+      each row is one sequence.
 
   Returns:
     (advantages, returns): [B, T] float32, 0 under the mask, without gradient.
@@ -84,28 +86,33 @@ def generalized_advantages(
   """
   rewards, values = (jnp.asarray(x, jnp.float32) for x in (rewards, values))
   mask = jnp.asarray(mask, bool)
-  if mask.ndim != 2 or not rewards.shape == values.shape == mask.shape:
+  if segment_ids is None:
+    segment_ids = jnp.zeros(mask.shape, jnp.int32)
+  shapes = {x.shape for x in (rewards, values, mask, segment_ids)}
+  if mask.ndim != 2 or len(shapes) > 1:
     raise ValueError(
       f"expected one shape [B, T], got {rewards.shape=}, {values.shape=},"
-      f" {mask.shape=}"
+      f" {mask.shape=}, {segment_ids.shape=}"
     )
   rewards, values = (jnp.where(mask, x, 0.0) for x in (rewards, values))
 
-  def step(following, token):
-    reward, value, is_response = token
+  def step(carry, token):
+    reward, value, is_response, segment = token
+    next_segment, following = carry
+    following = jnp.where(segment == next_segment, following, 0.0)
     next_advantage, next_value = following
     delta = reward + discount * next_value - value
     advantage = delta + discount * trace_decay * next_advantage
     current = jnp.stack([advantage, value])
     return (
-      jnp.where(is_response, current, following),
+      (segment, jnp.where(is_response, current, following)),
       jnp.where(is_response, advantage, 0.0),
     )
 
   _, advantages = jax.lax.scan(
     step,
-    jnp.zeros((2, len(mask)), jnp.float32),
-    (rewards.T, values.T, mask.T),
+    (segment_ids[:, -1], jnp.zeros((2, len(mask)), jnp.float32)),
+    (rewards.T, values.T, mask.T, segment_ids.T),
     reverse=True,
   )
   advantages = advantages.T

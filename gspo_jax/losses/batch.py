@@ -34,12 +34,7 @@ class TokenBatch(NamedTuple):
 
   def sums(self, values: jax.Array) -> jax.Array:
     """[B, T] -> [B, S]: the sum over the response tokens of each sequence."""
-    values = jnp.where(self.mask, values, 0.0)
-    if self.segment_ids is None:
-      return values.sum(axis=1, keepdims=True)
-    # By rows: over flat ids a sharded batch would all-reduce all of [B * T].
-    by_row = jax.vmap(jax.ops.segment_sum, in_axes=(0, 0, None))
-    return by_row(values, self.segment_ids, values.shape[1])
+    return sequence_sums(values, self.mask, self.segment_ids)
 
   def lengths(self) -> jax.Array:
     """[B, S]: the number of response tokens of each sequence."""
@@ -54,6 +49,25 @@ class TokenBatch(NamedTuple):
     if self.segment_ids is None:
       return jnp.broadcast_to(values, self.mask.shape)
     return jnp.take_along_axis(values, self.segment_ids, axis=1)
+
+
+def sequence_sums(
+  values: jax.Array, mask: jax.Array, segment_ids: jax.Array | None
+) -> jax.Array:
+  """The sum over the tokens of each sequence: [B, T] -> [B, S].
+
+  Args:
+    values: [B, T].
+    mask: [B, T] bool. Values under a 0 are not counted.
+    segment_ids: [B, T] int in 0..T-1, the sequence of each token, S = T; None:
+      each row is one sequence, S = 1.
+  """
+  values = jnp.where(mask, values, 0.0)
+  if segment_ids is None:
+    return values.sum(axis=1, keepdims=True)
+  # By rows: over flat ids a sharded batch would all-reduce all of [B * T].
+  by_row = jax.vmap(jax.ops.segment_sum, in_axes=(0, 0, None))
+  return by_row(values, segment_ids, values.shape[1])
 
 
 def sequence_mean(batch: TokenBatch, values: jax.Array) -> Mean:

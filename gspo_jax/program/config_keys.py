@@ -128,7 +128,7 @@ _COUNTS = {
   "objective.kl_coef": "0: no reference",
   "objective.reference_every": "iterations",
   "learner.minibatches": "optimizer steps an iteration",
-  "learner.micro_batch_size": "responses in one pass, over all devices",
+  "learner.micro_batch_size": "packed rows of one pass, over all devices",
   "optim.warmup_steps": "optimizer steps",
   "eval.every": "iterations",
   "checkpoint.every": "iterations",

@@ -15,9 +15,10 @@ import optax
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import Tokenizer
-from gspo_jax.learner import optimizer
+from gspo_jax.learner import optimizer, packing
 from gspo_jax.learner.cold_start import ColdStartFunctions
-from gspo_jax.learner.train_batch import TrainBatch
+from gspo_jax.learner.packing import Packing, PackingConfig
+from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.learner.train_step import InitState, TrainState
 from gspo_jax.losses import Metrics
 from gspo_jax.program import jitted, settings
@@ -39,16 +40,18 @@ class InitParams(Protocol):
 
 
 class MakeTrainBatch(Protocol):
-  """Puts responses behind their prompts."""
+  """Packs responses behind their prompts."""
 
-  def __call__(self, prompts: Prompts, samples: Samples) -> TrainBatch:
-    """B = P * G rows; zeros in the fields that are filled in later."""
+  def __call__(
+    self, prompts: Prompts, samples: Samples, packing: Packing
+  ) -> PackedBatch:
+    """The batch, with zeros in the fields that are filled in later."""
 
 
 class AddReferenceAndValues(Protocol):
   """Runs the reference policy and the critic over a batch."""
 
-  def __call__(self, state: TrainState, batch: TrainBatch) -> TrainBatch:
+  def __call__(self, state: TrainState, batch: PackedBatch) -> PackedBatch:
     """The batch, donated, with `reference_logps` and `values`."""
 
 
@@ -56,8 +59,8 @@ class AssignAdvantages(Protocol):
   """Turns rewards into advantages."""
 
   def __call__(
-    self, batch: TrainBatch, rewards: jax.Array, finish: jax.Array
-  ) -> TrainBatch:
+    self, batch: PackedBatch, rewards: jax.Array, finish: jax.Array
+  ) -> PackedBatch:
     """The batch, donated, with advantages of rewards [B] and `finish` [B]."""
 
 
@@ -67,10 +70,9 @@ class Step(Protocol):
   def __call__(
     self,
     state: TrainState,
-    batch: TrainBatch,
-    key: jax.Array,
+    batch: PackedBatch,
     apply_updates: np.bool_,
-  ) -> tuple[TrainState, TrainBatch, Metrics]:
+  ) -> tuple[TrainState, PackedBatch, Metrics]:
     """Donates the state and the batch."""
 
 
@@ -82,6 +84,7 @@ class LearnerFunctions:
     abstract: shapes and shardings of the state, for a restore.
     init_state: the first state.
     learning_rate: the schedule, at an optimizer step from 0.
+    packing: the rows of a batch.
     make_train_batch: samples become a batch.
     needs_old_logprobs: whether `compute_old_logprobs` comes before `update`.
     add_reference_and_values: None if the objective has neither.
@@ -92,15 +95,34 @@ class LearnerFunctions:
   abstract: TrainState
   init_state: InitState
   learning_rate: optax.Schedule
+  packing: PackingConfig
   make_train_batch: MakeTrainBatch
   needs_old_logprobs: bool
   add_reference_and_values: AddReferenceAndValues | None
   assign_advantages: AssignAdvantages
   step: Step
 
+  def pack(
+    self, prompt_lengths: np.ndarray, lengths: np.ndarray, key: jax.Array
+  ) -> Packing:
+    """Where each response goes, with whole groups shuffled.
+
+    Args:
+      prompt_lengths: [P].
+      lengths: [B] of the responses; an empty one has no place.
+      key: of the shuffle.
+    """
+    P, B = len(prompt_lengths), len(lengths)
+    whole = np.repeat(prompt_lengths, B // P) + lengths
+    return packing.pack(
+      np.where(lengths > 0, whole, 0),
+      packing.shuffled_groups(key, P, B // P),
+      self.packing,
+    )
+
   def compute_old_logprobs(
-    self, state: TrainState, batch: TrainBatch, key: jax.Array
-  ) -> tuple[TrainState, TrainBatch, Metrics]:
+    self, state: TrainState, batch: PackedBatch
+  ) -> tuple[TrainState, PackedBatch, Metrics]:
     """The batch with the fields of the old policy.
 
     `update` fills in those of the first minibatch itself. So only one of its
@@ -110,23 +132,22 @@ class LearnerFunctions:
     Returns:
       The same state, which is donated; the batch, donated; and metrics.
     """
-    return self.step(state, batch, key, np.bool_(False))
+    return self.step(state, batch, np.bool_(False))
 
   def update(
-    self, state: TrainState, batch: TrainBatch, key: jax.Array
-  ) -> tuple[TrainState, TrainBatch, Metrics]:
+    self, state: TrainState, batch: PackedBatch
+  ) -> tuple[TrainState, PackedBatch, Metrics]:
     """The policy after `learner.minibatches` optimizer steps.
 
     Args:
       state: donated.
       batch: donated.
-      key: of the shuffle, as `compute_old_logprobs` had it.
 
     Returns:
       The new state, the batch, and metrics, which add to those of
       `compute_old_logprobs`.
     """
-    return self.step(state, batch, key, np.bool_(True))
+    return self.step(state, batch, np.bool_(True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,6 +298,8 @@ def _learners(
   config, cfg, params, mesh
 ) -> tuple[LearnerFunctions, ColdStartFunctions]:
   learners = settings.learners(config, cfg)
+  shards = sharding.batch_shards(mesh)
+  rows = settings.packing(config, shards)
   new_state = functools.partial(
     jitted.new_state, learners=learners, config=config, cfg=cfg
   )
@@ -285,8 +308,9 @@ def _learners(
     abstract=abstract,
     init_state=jitted.init_state(new_state, abstract, mesh),
     learning_rate=optimizer.schedule(settings.optim_config(config)),
+    packing=rows,
     make_train_batch=jitted.make_train_batch(
-      cfg, settings.train_batch_fields(config, cfg), mesh
+      cfg, settings.train_batch_fields(config, cfg), rows, mesh
     ),
     needs_old_logprobs=settings.needs_old_logprobs(config, cfg),
     add_reference_and_values=jitted.add_reference_and_values(
@@ -297,11 +321,13 @@ def _learners(
       learners, config.objective.reference_every, abstract, mesh
     ),
   )
+  rows = settings.cold_start_packing(config, shards)
   new_state = functools.partial(jitted.new_cold_start_state, learners=learners)
   abstract = jitted.abstract_state(new_state, params, mesh)
   cold_start = ColdStartFunctions(
     abstract=abstract,
     init_state=jitted.init_state(new_state, abstract, mesh),
-    update=jitted.cold_start_update(learners.cold_start, abstract, mesh),
+    packing=rows,
+    update=jitted.cold_start_update(learners.cold_start, rows, abstract, mesh),
   )
   return learner, cold_start

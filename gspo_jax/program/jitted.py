@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax import model, sampler
 from gspo_jax.learner import (
@@ -15,6 +16,7 @@ from gspo_jax.learner import (
   train_batch,
   train_step,
 )
+from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.model import hf, rounding
 from gspo_jax.runtime import sharding
@@ -171,13 +173,29 @@ def empty_samples(prompts, width, cfg, sampling, mesh) -> MeshJit:
   return MeshJit(jax.jit(make, out_shardings=samples_sharding_), mesh)
 
 
-def make_train_batch(cfg, fields, mesh) -> MeshJit:
-  """(prompts, samples) -> batch."""
-  batch = sharding.batch_sharding(mesh)
+def packed_sharding(mesh) -> PackedBatch:
+  """The shardings of a packed batch: the rows of a micro-batch are split."""
+  rows = PartitionSpec(None, None, sharding.BATCH_AXES)
+  return PackedBatch(NamedSharding(mesh, rows), sharding.replicated(mesh))
+
+
+def make_train_batch(cfg, fields, packing_config, mesh) -> MeshJit:
+  """(prompts, samples, packing) -> batch."""
   make = functools.partial(
-    train_batch.train_batch_from_samples, cfg=cfg, fields=fields
+    train_batch.train_batch_from_samples,
+    cfg=cfg,
+    fields=fields,
+    packing_config=packing_config,
   )
-  jitted = jax.jit(make, in_shardings=(batch, None), out_shardings=batch)
+  jitted = jax.jit(
+    make,
+    in_shardings=(
+      sharding.batch_sharding(mesh),
+      None,
+      sharding.replicated(mesh),
+    ),
+    out_shardings=packed_sharding(mesh),
+  )
   return MeshJit(jitted, mesh)
 
 
@@ -185,7 +203,7 @@ def add_reference_and_values(config, cfg, abstract, mesh) -> MeshJit | None:
   """(state, batch) -> batch; None without a reference and a critic."""
   if abstract.reference is None and abstract.critic is None:
     return None
-  batch_sharding = sharding.batch_sharding(mesh)
+  packed = packed_sharding(mesh)
 
   def add(state, batch):
     return experience.add_reference_and_values(
@@ -193,14 +211,13 @@ def add_reference_and_values(config, cfg, abstract, mesh) -> MeshJit | None:
       cfg,
       reference=state.reference,
       critic_params=state.critic and state.critic.params,
-      micro_batch_size=config.learner.micro_batch_size,
       temperature=config.sampler.temperature,
     )
 
   jitted = jax.jit(
     add,
-    in_shardings=(shardings(abstract), batch_sharding),
-    out_shardings=batch_sharding,
+    in_shardings=(shardings(abstract), packed),
+    out_shardings=packed,
     donate_argnums=1,
     compiler_options=_training_options(mesh),
   )
@@ -210,19 +227,21 @@ def add_reference_and_values(config, cfg, abstract, mesh) -> MeshJit | None:
 def assign_advantages(credit_config, mesh) -> MeshJit:
   """(batch, rewards [B], finish [B]) -> batch."""
   assign = functools.partial(credit.assign_advantages, credit=credit_config)
-  batch = sharding.batch_sharding(mesh)
-  return MeshJit(jax.jit(assign, out_shardings=batch, donate_argnums=0), mesh)
+  jitted = jax.jit(
+    assign, out_shardings=packed_sharding(mesh), donate_argnums=0
+  )
+  return MeshJit(jitted, mesh)
 
 
 def step(learners, reference_every: int, abstract, mesh) -> MeshJit:
-  """(state, batch, key, apply_updates) -> (state, batch, metrics)."""
-  state_sharding, batch = shardings(abstract), sharding.batch_sharding(mesh)
+  """(state, batch, apply_updates) -> (state, batch, metrics)."""
+  state_sharding, batch = shardings(abstract), packed_sharding(mesh)
   replicated = sharding.replicated(mesh)
   jitted = jax.jit(
     functools.partial(
       _step, learners=learners, reference_every=reference_every
     ),
-    in_shardings=(state_sharding, batch, replicated, replicated),
+    in_shardings=(state_sharding, batch, replicated),
     out_shardings=(state_sharding, batch, replicated),
     donate_argnums=(0, 1),
     compiler_options=_training_options(mesh),
@@ -230,14 +249,14 @@ def step(learners, reference_every: int, abstract, mesh) -> MeshJit:
   return MeshJit(jitted, mesh)
 
 
-def _step(state, batch, key, apply_updates, *, learners, reference_every):
+def _step(state, batch, apply_updates, *, learners, reference_every):
   """Computes old log-probs, or updates policy, critic and reference."""
   new, batch, metrics = train_step.update(
-    state, batch, key, learner=learners.policy, apply_updates=apply_updates
+    state, batch, learner=learners.policy, apply_updates=apply_updates
   )
   if learners.critic:
     learn = functools.partial(
-      _update_critic, state.critic, batch, key, learners.critic
+      _update_critic, state.critic, batch, learners.critic
     )
     shapes = jax.eval_shape(learn)[1]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -254,21 +273,21 @@ def _step(state, batch, key, apply_updates, *, learners, reference_every):
   return new, batch, metrics
 
 
-def _update_critic(state, batch, key, learner):
+def _update_critic(state, batch, learner):
   """The critic after an update, and its metrics."""
-  value, _, metrics = train_step.update(state, batch, key, learner=learner)
+  value, _, metrics = train_step.update(state, batch, learner=learner)
   metrics["critic/grad_norm"] = metrics.pop("grad/norm")
   return value, metrics
 
 
-def cold_start_update(learner, abstract, mesh) -> MeshJit:
-  """(state, arrays of demonstrations, key) -> (state, metrics)."""
+def cold_start_update(learner, packing_config, abstract, mesh) -> MeshJit:
+  """(state, arrays of demonstrations, packing) -> (state, metrics)."""
   state_sharding = shardings(abstract)
   replicated = sharding.replicated(mesh)
 
-  def update(state, arrays, key):
-    batch = cold_start.demonstration_batch(arrays)
-    state, _, metrics = train_step.update(state, batch, key, learner=learner)
+  def update(state, arrays, packing):
+    batch = cold_start.demonstration_batch(arrays, packing, packing_config)
+    state, _, metrics = train_step.update(state, batch, learner=learner)
     return state, metrics
 
   jitted = jax.jit(

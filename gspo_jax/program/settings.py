@@ -18,6 +18,7 @@ from gspo_jax.learner.objective import (
   policy_loss,
 )
 from gspo_jax.learner.optimizer import OptimConfig
+from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_batch import TrainBatchFields
 from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import hf
@@ -155,6 +156,27 @@ def credit(config: Config) -> CreditConfig:
   )
 
 
+def packing(config: Config, shards: int) -> PackingConfig:
+  """The rows of an update: each has room for the longest response."""
+  return PackingConfig(
+    width=config.data.max_prompt_length + config.sampler.max_new_tokens,
+    minibatches=config.learner.minibatches,
+    micro_batch_size=config.learner.micro_batch_size,
+    shards=shards,
+  )
+
+
+def cold_start_packing(config: Config, shards: int) -> PackingConfig:
+  """The rows of a step of supervised fine-tuning."""
+  return dataclasses.replace(
+    packing(config, shards),
+    minibatches=1,
+    micro_batch_size=min(
+      config.learner.micro_batch_size, config.cold_start.batch
+    ),
+  )
+
+
 def require_experts(config: Config, cfg: model.ModelConfig) -> None:
   """UserError where a dense model is to do what only experts can."""
   if cfg.num_experts:
@@ -199,9 +221,6 @@ def learners(config: Config, cfg: model.ModelConfig) -> Learners:
       temperature=config.sampler.temperature,
     ),
     optimizer=optimizer.optimizer(optim_config(config)),
-    minibatches=config.learner.minibatches,
-    micro_batch_size=config.learner.micro_batch_size,
-    group_size=config.rollout.group_size,
     has_old_logps=in_advance or config.objective.old_logps == "sampler",
     old_logps_of_every_minibatch=_rewards_need_old_logprobs(config),
   )
@@ -238,7 +257,4 @@ def _cold_start(config, cfg) -> Learner:
   return Learner(
     loss=functools.partial(cross_entropy, cfg=cfg),
     optimizer=optimizer.optimizer(optim),
-    minibatches=1,
-    micro_batch_size=min(config.learner.micro_batch_size, c.batch),
-    group_size=1,
   )
