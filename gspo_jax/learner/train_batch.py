@@ -252,6 +252,7 @@ def logprobs(
     batch.positions,
     batch.segment_ids,
     response_length=batch.response_mask.shape[1],
+    wanted=batch.response_mask,
     **options,
   )
 
