@@ -166,7 +166,7 @@ def pack_responses(
   def local(prompts, responses, lengths, packing, logps, experts):
     whole = lambda x: sharding.gather(x, *sharding.BATCH_AXES, dim=0)
     prompt_lengths = jnp.repeat(whole(prompts.lengths), B // P)
-    slots = _slots(packing, prompt_lengths, whole(lengths), S + R, cfg)
+    slots = _slots(packing, prompt_lengths, whole(lengths), cfg)
     b, i = slots.response, slots.response_column
     at_response = lambda x: x[b, jnp.clip(i, 0, R - 1)]
     prompt_column = jnp.clip(S + i, 0, S - 1)
@@ -216,7 +216,7 @@ def _shards() -> int:
   return sharding.size(*sharding.BATCH_AXES)
 
 
-def _slots(packing, prompt_lengths, lengths, width, cfg) -> _Slots:
+def _slots(packing, prompt_lengths, lengths, cfg) -> _Slots:
   """What stands in the rows of this device."""
   B, size = len(lengths), cfg.micro_batch_size
   size_here = size // _shards()
@@ -226,11 +226,11 @@ def _slots(packing, prompt_lengths, lengths, width, cfg) -> _Slots:
   here = (row >= 0) & (row < size_here) & (packing.row < B)
   rows = B // _shards()
   row = jnp.where(here, micro_batch * size_here + row, rows)
-  starts = jnp.full((rows, width), -1, jnp.int32)
+  starts = jnp.full((rows, cfg.width), -1, jnp.int32)
   starts = starts.at[row, packing.offset].set(
     jnp.arange(B, dtype=jnp.int32), mode="drop"
   )
-  columns = jnp.arange(width, dtype=jnp.int32)
+  columns = jnp.arange(cfg.width, dtype=jnp.int32)
   first_column = jax.lax.cummax(jnp.where(starts >= 0, columns, -1), axis=1)
   response = jnp.take_along_axis(starts, jnp.maximum(first_column, 0), axis=1)
   response = jnp.maximum(response, 0)
