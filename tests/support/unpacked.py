@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
@@ -24,7 +25,7 @@ def cut(
   shape = minibatches, B // minibatches // size, size
   order = np.arange(B) if order is None else np.asarray(order)
   lead = lambda x: x[order].reshape(*shape, *x.shape[1:])
-  used = np.full(minibatches, shape[1], np.int32)
+  used = jnp.full(minibatches, shape[1], jnp.int32)
   return PackedBatch(jax.tree.map(lead, rows), used)
 
 
