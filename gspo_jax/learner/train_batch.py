@@ -2,7 +2,7 @@
 
 Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
 columns, R most response tokens, M minibatches, A most micro-batches of one, L
-layers, k experts a token, W = S + R columns of a row.
+layers, k experts a token, W columns of a row.
 """
 
 import dataclasses
@@ -106,6 +106,41 @@ class PackedBatch(NamedTuple):
 
     start = {name: getattr(rows, name) for name in fields}
     return jax.lax.fori_loop(0, len(self.num_micro_batches), minibatch, start)
+
+
+def unpacked(
+  prompts: Prompts, responses: jax.Array, lengths: jax.Array
+) -> TrainBatch:
+  """Responses [B, R] behind their prompts [P, S], one a row; B = P * G.
+
+  Its fields have the rows and columns of samples. An update takes packed rows;
+  this is for what compares its results with the samples.
+
+  Args:
+    prompts: P prompts, with their padding on the left.
+    responses: [B, R] int32; those of a prompt are neighbours.
+    lengths: [B] int32, their tokens.
+
+  Returns:
+    T = S + R columns; zeros for log-probs and advantages.
+  """
+  B, R = responses.shape
+  group = B // prompts.tokens.shape[0]
+  repeat = lambda x: jnp.repeat(x, group, axis=0)
+  join = lambda a, b: jnp.concatenate([repeat(a), b], axis=1)
+  response_mask = jnp.arange(R) < lengths[:, None]
+  after = repeat(prompts.lengths)[:, None] + jnp.arange(R)
+  return TrainBatch(
+    tokens=join(prompts.tokens, responses),
+    positions=join(prompts.positions, after),
+    segment_ids=join(prompts.mask, response_mask).astype(jnp.int32),
+    response_mask=response_mask,
+    old_logps=jnp.zeros((B, R)),
+    advantages=jnp.zeros((B, R)),
+    response_index=jnp.broadcast_to(
+      jnp.arange(B, dtype=jnp.int32)[:, None], (B, R)
+    ),
+  )
 
 
 class _Slots(NamedTuple):
@@ -218,7 +253,7 @@ def _shards() -> int:
 
 def _slots(packing, prompt_lengths, lengths, cfg) -> _Slots:
   """What stands in the rows of this device."""
-  B, size = len(lengths), cfg.micro_batch_size
+  B, size, width = len(lengths), cfg.micro_batch_size, cfg.width
   size_here = size // _shards()
   first = sharding.index(*sharding.BATCH_AXES) * size_here
   micro_batch, row = packing.row // size, packing.row % size - first
