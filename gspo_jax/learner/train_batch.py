@@ -253,7 +253,7 @@ def _shards() -> int:
 
 def _slots(packing, prompt_lengths, lengths, cfg) -> _Slots:
   """What stands in the rows of this device."""
-  B, size, width = len(lengths), cfg.micro_batch_size, cfg.width
+  B, size = len(lengths), cfg.micro_batch_size
   size_here = size // _shards()
   first = sharding.index(*sharding.BATCH_AXES) * size_here
   micro_batch, row = packing.row // size, packing.row % size - first
