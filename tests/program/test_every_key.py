@@ -91,8 +91,8 @@ def key_of(seed, use):
   keys = jax.random.split(jax.random.key(seed), 4)
   if use == "init":
     return np.asarray(jax.random.key_data(keys[0]))
-  _, update = jax.random.split(jax.random.fold_in(keys[3], 1))
-  return np.asarray(jax.random.key_data(update))
+  _, shuffle = jax.random.split(jax.random.fold_in(keys[3], 1))
+  return np.asarray(jax.random.key_data(shuffle))
 
 
 # Files of `files`: problems "A12?" and so on, whose reference is "7".
@@ -136,8 +136,8 @@ ROWS = (
   ),
   Row(
     "seed",
-    seen.update_key,
-    {n: functools.partial(key_of, n, "update") for n in (0, 1)},
+    seen.shuffle_key,
+    {n: functools.partial(key_of, n, "shuffle") for n in (0, 1)},
   ),
   Row("seed", seen.chain_seed, {0: (0, 0), 1: (1, 1)}),
   Row("seed", seen.problems, {0: DIFFERS, 1: DIFFERS}, OF_A),
@@ -349,12 +349,6 @@ ROWS = (
     },
   ),
   Row(
-    "rollout.group_size",
-    built.shuffled_together,
-    {2: 2, 4: 4},
-    {"learner.minibatches": 2, "learner.micro_batch_size": 8},
-  ),
-  Row(
     "sampler.max_new_tokens",
     built.sample_shapes,
     {
@@ -362,6 +356,7 @@ ROWS = (
       8: [(16, 8), (32, 8), (8, 8)],
     },
   ),
+  Row("sampler.max_new_tokens", built.row_widths, {12: {20}, 8: {16}}),
   Row(
     "sampler.max_new_tokens",
     lambda config: seen.cold_start_batch(config)["response"].shape,
