@@ -325,6 +325,7 @@ ROWS = (
   Row(
     "data.max_prompt_length", seen.prompts_of_a_call, {8: (8, {8}), 9: (8, {9})}
   ),
+  Row("data.max_prompt_length", built.row_widths, {8: {20}, 9: {21}}),
   Row(
     "data.too_long",
     seen.too_long,
@@ -357,6 +358,17 @@ ROWS = (
     },
   ),
   Row("sampler.max_new_tokens", built.row_widths, {12: {20}, 8: {16}}),
+  Row(
+    "sampler.max_new_tokens",
+    built.gradient,
+    {
+      n: functools.partial(
+        built.expected_gradient, losses.dr_grpo_loss, max_length=n
+      )
+      for n in (12, 8)
+    },
+    {"objective.name": "dr_grpo"},
+  ),
   Row(
     "sampler.max_new_tokens",
     lambda config: seen.cold_start_batch(config)["response"].shape,
@@ -498,7 +510,10 @@ ROWS = (
     | {
       "rspo": lambda: built.expected_gradient(
         losses.gmpo_loss, terms=built.shift_terms(0.8)
-      )
+      ),
+      "dr_grpo": lambda: built.expected_gradient(
+        losses.dr_grpo_loss, max_length=12
+      ),
     },
   ),
   Row(
