@@ -94,6 +94,7 @@ def make_config(name, term):
   """Two minibatches of two groups, of two micro-batches each."""
   config = tiny_cpu.get_config("debug")
   config.rollout.group_size, config.sampler.temperature = G, TEMPERATURE
+  config.sampler.max_new_tokens = R
   config.learner.minibatches = config.learner.micro_batch_size = 2
   config.critic.update({"discount": 0.9, "trace_decay": 0.8, "clip": 0.1})
   c = config.objective
