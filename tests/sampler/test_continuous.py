@@ -180,7 +180,7 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(make):
 
   def decode(params, state, samples, plan, compute_slots, *rest):
     before = int(samples.slot_steps)
-    state, samples = generate.jitted.decode(
+    state, samples, results = generate.jitted.decode(
       params, state, samples, plan, compute_slots, *rest
     )
     computed = slots if compute_slots is None else compute_slots.size
@@ -198,7 +198,7 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(make):
       assert (subset // (slots // shards) == shard).all()
       assert active[subset].sum() == active.sum()
     segments.append(computed)
-    return state, samples
+    return state, samples, results
 
   assert_same(run(spied(generate, decode=decode)), static())
   assert set(segments) == {slots, slots // 4}

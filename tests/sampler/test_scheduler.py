@@ -469,6 +469,14 @@ def requested(requests):
   }
 
 
+def pending(samples, stop_at):
+  so_far = samples.tokens, samples.lengths, samples.finish
+  prompts = len(samples.lengths) // G
+  return pending_requests(
+    PROMPTS[:prompts], PROMPT_LENGTHS[:prompts], *so_far, stop_at
+  )
+
+
 def expected_requests(samples, stop_at):
   expected = {}
   for a in range(P * G):
@@ -483,7 +491,7 @@ def expected_requests(samples, stop_at):
 def test_new_responses_share_their_prompt():
   samples = samples_of([0] * P * G, [UNFINISHED] * P * G)
   stop_at = np.full(P * G, R)
-  requests = pending_requests(PROMPTS, PROMPT_LENGTHS, samples, stop_at)
+  requests = pending(samples, stop_at)
   assert requests.prefix_index.tolist() == np.repeat(np.arange(P), G).tolist()
   assert len(requests.prefixes) == P
   assert requested(requests) == expected_requests(samples, stop_at)
@@ -496,7 +504,7 @@ def test_any_mixture_of_new_resumed_and_finished_responses():
     finished = (lengths > 0) & (rng.random(P * G) < 0.5)
     samples = samples_of(lengths, np.where(finished, STOPPED, UNFINISHED))
     stop_at = rng.integers(0, R + 1, P * G)
-    requests = pending_requests(PROMPTS, PROMPT_LENGTHS, samples, stop_at)
+    requests = pending(samples, stop_at)
     assert requested(requests) == expected_requests(samples, stop_at)
     assert (np.diff(requests.prefix_index) >= 0).all()
     # Each prefix is that of a requested response.
@@ -507,7 +515,7 @@ def test_any_mixture_of_new_resumed_and_finished_responses():
 def test_finished_responses_and_no_prompts_need_no_prefix():
   samples = samples_of([3] * P * G, [STOPPED] * P * G)
   stop_at = np.full(P * G, R)
-  requests = pending_requests(PROMPTS, PROMPT_LENGTHS, samples, stop_at)
+  requests = pending(samples, stop_at)
   assert requests.prefixes == []
   assert requested(requests) == {}
   none = dataclasses.replace(
@@ -516,7 +524,5 @@ def test_finished_responses_and_no_prompts_need_no_prefix():
     lengths=samples.lengths[:0],
     finish=samples.finish[:0],
   )
-  requests = pending_requests(
-    PROMPTS[:0], PROMPT_LENGTHS[:0], none, stop_at[:0]
-  )
+  requests = pending(none, stop_at[:0])
   assert requests.prefixes == []
