@@ -57,6 +57,7 @@ def token_logprobs(
   routes: jax.Array | None = None,
   replay: bool = False,
   use_own_experts: jax.Array | None = None,
+  wanted: jax.Array | None = None,
 ) -> TokenLogprobs:
   """Log-probs and entropies of the last `response_length` tokens of each row.
 
@@ -78,6 +79,10 @@ def token_logprobs(
     replay: whether to send the tokens to `routes`, with the routing weights of
       these parameters; static.
     use_own_experts: [] bool; if true the experts of this pass replace `routes`.
+    wanted: [B, R] bool, the tokens whose log-probs and entropies are computed;
+      the others get 0. Logits are computed in chunks of 1,024 tokens of the
+      devices that share the vocabulary, and only in chunks with a wanted token.
+      None: all.
 
   Raises:
     ValueError: a response length outside 1..T-1, or `replay` without routes.
@@ -105,6 +110,7 @@ def token_logprobs(
     tokens[:, -R:],
     cfg,
     temperature or 1.0,
+    wanted,
   )
   if out.routing is None:
     return TokenLogprobs(logps, entropy)
@@ -119,33 +125,41 @@ def token_logprobs(
   )
 
 
-def logprobs_and_entropy(hidden_BRD, head_DV, targets_BR, cfg, temperature):
+def logprobs_and_entropy(
+  hidden_BRD, head_DV, targets_BR, cfg, temperature, wanted_BR=None
+):
   """Log-probs of the targets and entropies, [B, R] each, from hidden states.
 
-  A shard_map: the devices along `tensor` and `expert` share the vocabulary.
+  Both are 0 where `wanted_BR` is given and false. A shard_map: the devices
+  along `tensor` and `expert` share the vocabulary.
   """
 
-  def local(hidden_BRD, head, targets_BR):
+  def local(hidden_BRD, head, targets_BR, wanted_BR):
     head_Dv, column_v = _vocabulary_shard(head.astype(hidden_BRD.dtype))
     # Float32, so that its gradient is summed over the chunks in float32.
     head_Dv = head_Dv.astype(jnp.float32)
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     gather = lambda x: sharding.gather(flat(x), "expert", dim=0)
 
-    @jax.checkpoint
     def of_chunk(chunk):
       hidden_CD, targets_C = chunk
       logits_Cv = model.project_logits(hidden_CD, head_Dv, cfg) / temperature
       return _log_softmax(logits_Cv, targets_C, column_v)
 
-    gathered = _map_chunks(of_chunk, gather(hidden_BRD), gather(targets_BR))
+    operands = gather(hidden_BRD), gather(targets_BR)
+    if wanted_BR is None:
+      gathered = _map_chunks(jax.checkpoint(of_chunk), *operands)
+    else:
+      gathered = _map_wanted(of_chunk, *operands, gather(wanted_BR))
     return jax.tree.map(lambda x: _local_rows(x, targets_BR.shape), gathered)
 
   rows = PartitionSpec(sharding.BATCH_AXES)
   sharded = sharding.shard_map(
-    local, in_specs=(rows, sharding.param_spec("head"), rows), out_specs=rows
+    local,
+    in_specs=(rows, sharding.param_spec("head"), rows, rows),
+    out_specs=rows,
   )
-  return sharded(hidden_BRD, head_DV, targets_BR)
+  return sharded(hidden_BRD, head_DV, targets_BR, wanted_BR)
 
 
 def _vocabulary_shard(head):
@@ -185,15 +199,38 @@ def _local_rows(x_M, shape):
   return local.reshape(shape)
 
 
-def _map_chunks(of_chunk, hidden_MD, targets_M):
+def _map_wanted(of_chunk, hidden_MD, targets_M, wanted_M):
+  """`_map_chunks` of the wanted tokens, which are sorted first; 0 elsewhere."""
+  wanted_M = jnp.asarray(wanted_M, bool)
+  order = jnp.argsort(~wanted_M, stable=True)
+  # The same on all devices: a chunk has collectives.
+  count = sharding.pmax(wanted_M.sum(), *sharding.BATCH_AXES)
+
+  def of_chunk_if_wanted(chunk):
+    *operands, place_C = chunk
+    zeros = (jnp.zeros(place_C.shape, jnp.float32),) * 2
+    run = lambda: of_chunk(operands)
+    return jax.lax.cond(place_C[0] < count, run, lambda: zeros)
+
+  sorted_ = _map_chunks(
+    jax.checkpoint(of_chunk_if_wanted),
+    jnp.take(hidden_MD, order, axis=0),
+    jnp.take(targets_M, order),
+    jnp.arange(len(order)),
+  )
+  back = jnp.argsort(order)
+  return jax.tree.map(lambda x: jnp.where(wanted_M, x[back], 0), sorted_)
+
+
+def _map_chunks(of_chunk, *operands):
   """Maps `of_chunk` over chunks of the tokens; the last one is padded."""
-  M = len(targets_M)
+  M = len(operands[0])
   if M <= _CHUNK:
-    return of_chunk((hidden_MD, targets_M))
+    return of_chunk(operands)
 
   def chunks(x):
     x = jnp.pad(x, [(0, -M % _CHUNK), *[(0, 0)] * (x.ndim - 1)])
     return x.reshape(-1, _CHUNK, *x.shape[1:])
 
-  mapped = jax.lax.map(of_chunk, (chunks(hidden_MD), chunks(targets_M)))
+  mapped = jax.lax.map(of_chunk, jax.tree.map(chunks, operands))
   return jax.tree.map(lambda x: x.reshape(-1)[:M], mapped)

@@ -189,6 +189,62 @@ def test_chunks_change_neither_value_nor_gradient():
   jax.tree.map(close, in_chunks, whole)
 
 
+def wanted_tokens():
+  """[B, R] bool: 8 of the 26 tokens, in both rows."""
+  wanted = np.zeros((B, R), bool)
+  wanted[0, 2:8], wanted[1, [0, 5]] = True, True
+  return wanted
+
+
+@pytest.mark.parametrize("chunk", [256, 2])
+def test_wanted_tokens_get_what_all_tokens_get_and_the_others_0(chunk):
+  """Values and gradients, in one chunk and in chunks of 4 tokens."""
+  wanted = wanted_tokens()
+  a, b = np.random.default_rng(2).normal(size=(2, B, R)).astype(np.float32)
+
+  def loss(params, options, keep):
+    run = score(DENSE, chunk, response_length=R, temperature=0.7, **options)
+    out = run(params)
+    return ((out.logps * a + out.entropy * b) * keep).sum(), out[:2]
+
+  run = lambda *args: jax.jit(
+    jax.grad(lambda params: loss(params, *args), has_aux=True)
+  )(weights(DENSE))
+  grads, outs = run({"wanted": wanted}, 1)
+  all_grads, all_outs = run({}, wanted)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+  jax.tree.map(close, grads, all_grads)
+  for out, all_out in zip(outs, all_outs, strict=True):
+    close(out[wanted], all_out[wanted])
+    assert (out[~wanted] == 0).all()
+
+
+def test_a_chunk_without_wanted_tokens_computes_no_logits(monkeypatch):
+  """8 wanted tokens of 26 are 2 chunks of 4, forward and backward."""
+  chunks, project = [], model.project_logits
+
+  def counted(*args):
+    jax.debug.callback(lambda: chunks.append(1))
+    return project(*args)
+
+  monkeypatch.setattr(model, "project_logits", counted)
+
+  def loss(params, wanted):
+    run = score(DENSE, 2, response_length=R, wanted=wanted)
+    return run(params).logps.sum()
+
+  run = jax.jit(loss)
+  for wanted, expected in (
+    (wanted_tokens(), 2),
+    (np.zeros((B, R), bool), 0),
+    (np.ones((B, R), bool), 7),
+  ):
+    chunks.clear()
+    jax.block_until_ready(run(weights(DENSE), wanted))
+    jax.effects_barrier()
+    assert len(chunks) == expected
+
+
 def shapes_in(jaxpr):
   """The shapes of all values of a jaxpr and of the jaxprs inside it."""
   for eqn in jaxpr.eqns:
@@ -230,8 +286,11 @@ def test_a_response_length_out_of_range_is_refused(response_length):
     score(DENSE, response_length=response_length)(weights(DENSE))
 
 
-def test_a_dense_tied_model_on_a_mesh_equals_one_device():
+@pytest.mark.parametrize("some", [False, True], ids=["all", "wanted"])
+def test_a_dense_tied_model_on_a_mesh_equals_one_device(some, monkeypatch):
   """Log-probs, entropies and every gradient; 74 columns need padding."""
+  # Tokens of devices that share the vocabulary, of which some are wanted.
+  monkeypatch.setattr(logprobs, "_CHUNK", 4 if some else 1024)
   cfg = dataclasses.replace(
     DENSE, vocab_size=74, embed_dim=16, mlp_dim=8, num_kv_heads=2, remat=True
   )
@@ -245,10 +304,11 @@ def test_a_dense_tied_model_on_a_mesh_equals_one_device():
     lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes
   )
   cotangent = rng.normal(size=(8, 6)).astype(np.float32)
+  wanted = rng.random(cotangent.shape) < 0.3 if some else None
 
   def loss(params):
     out = logprobs.token_logprobs(
-      params, cfg, tokens, positions, mask, response_length=6
+      params, cfg, tokens, positions, mask, response_length=6, wanted=wanted
     )
     both = out.logps, out.entropy
     return sum((x * cotangent).sum() for x in both), both
