@@ -23,7 +23,7 @@ from gspo_jax.model import attention
 from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.moe import MoE, Routing
-from gspo_jax.model.rounding import rounded, wide
+from gspo_jax.model.rounding import recomputed, rounded, wide
 from gspo_jax.runtime import sharding
 
 Params = dict
@@ -86,12 +86,18 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x, scale, eps):
+  return _rms_norm(x, scale, jnp.float32(eps))
+
+
+@recomputed
+def _rms_norm(x, scale, eps):
   h = wide(x)
   h *= jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
   h = wide(rounded(h, x.dtype)) * wide(scale.astype(x.dtype))
   return rounded(h, x.dtype)
 
 
+@recomputed
 def rotate(x_BTNH, sin_BTH, cos_BTH):
   """Rotary embedding, half-split (arXiv 2104.09864), in float32."""
   a, b = jnp.split(wide(x_BTNH), 2, axis=-1)
@@ -213,6 +219,12 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
   return attend(x_BTD, weights, angles, segments_BT)
 
 
+@recomputed
+def swiglu(gate, up):
+  """`silu(gate) * up`, rounded once."""
+  return rounded(nn.silu(wide(gate)) * wide(up), gate.dtype)
+
+
 class MLP(nn.Module):
   """SwiGLU: `down(silu(gate x) * up x)`."""
 
@@ -231,7 +243,7 @@ class MLP(nn.Module):
         weights[name].astype(x_BTD.dtype), "fsdp", dim=dim
       )
       gate, up = (matmul(x_BTD, gather(name, 0)) for name in ("gate", "up"))
-      hidden = rounded(nn.silu(wide(gate)) * wide(up), x_BTD.dtype)
+      hidden = swiglu(gate, up)
       return sharding.psum(matmul(hidden, gather("down", 1)), "tensor")
 
     rows = PartitionSpec(sharding.BATCH_AXES)
@@ -441,10 +453,8 @@ def _scan_layers(
   steps = _layers_per_step(cfg)
   if cfg.remat:
     keep = jax.checkpoint_policies.save_only_these_names(*cfg.keep)
-  else:
-    keep = _all_but_elementwise
-  # Inside a loop nothing can be merged with the forward pass anyway.
-  body = jax.checkpoint(body, prevent_cse=steps > 1, policy=keep)
+    # Inside a loop nothing can be merged with the forward pass anyway.
+    body = jax.checkpoint(body, prevent_cse=steps > 1, policy=keep)
   layers = params["layers"], routes.experts
   if steps < cfg.num_layers:
     x_BTD, stacked = jax.lax.scan(body, x_BTD, layers, unroll=steps)
@@ -469,23 +479,6 @@ def _layers_per_step(cfg):
     return cfg.unroll
   small = cfg.num_layers <= _SMALL_DEPTH
   return cfg.num_layers if small and sharding.platform() == "cpu" else 1
-
-
-# Primitives of norms, rotary embeddings and gates. Their results are computed
-# again in the backward pass from those of products, which takes less time than
-# storing and reading them.
-_ELEMENTWISE = frozenset(
-  (
-    *("add", "add_any", "sub", "mul", "div", "neg", "exp", "logistic", "rsqrt"),
-    *("square", "select_n", "reduce_precision", "convert_element_type", "copy"),
-    *("broadcast_in_dim", "reshape", "transpose", "squeeze", "split", "slice"),
-    *("concatenate", "integer_pow", "max", "log"),
-  )
-)
-
-
-def _all_but_elementwise(primitive, *_, **__):
-  return primitive.name not in _ELEMENTWISE
 
 
 def _loop_over_layers(params, cfg, x_BTD, angles, mask_BT, cache):
