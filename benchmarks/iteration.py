@@ -85,7 +85,7 @@ class Iterations:
         self._train_batch, samples, rewards, key
       )
       (self._state, _, metrics), seconds["update"] = timed(
-        self._program.learner.update, self._state, batch, key
+        self._program.learner.update, self._state, batch
       )
     _, seconds["write"] = timed(_write, self._writer, step, old, metrics)
     return seconds
@@ -99,10 +99,12 @@ class Iterations:
 
   def _train_batch(self, samples, rewards, key):
     learner, metrics = self._program.learner, {}
-    batch = learner.make_train_batch(self._prompts, samples)
+    lengths = multihost.to_host(samples.lengths)
+    packing = learner.pack(self._batch["length"], lengths, key)
+    batch = learner.make_train_batch(self._prompts, samples, packing)
     if learner.needs_old_logprobs:
       self._state, batch, metrics = learner.compute_old_logprobs(
-        self._state, batch, key
+        self._state, batch
       )
     total = multihost.to_global(rewards.total.reshape(-1), self._rows)
     return learner.assign_advantages(batch, total, samples.finish), metrics
