@@ -24,7 +24,6 @@ if subprocess.run(
   sys.path.insert(0, checkout)
 
 # %%
-import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -40,7 +39,7 @@ sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
 from configs import tiny_cpu
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Chain
-from gspo_jax.logprobs import token_logprobs
+from gspo_jax.learner import train_batch
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -184,19 +183,14 @@ for i in range(8):
 @jax.jit
 def log_probs(params, rollout):
   """Of the responses' tokens, [B, R]."""
-  scored = token_logprobs(
-    params,
-    functions.cfg,
-    rollout.tokens,
-    rollout.positions,
-    rollout.mask,
-    response_length=rollout.response_mask.shape[1],
-    temperature=config.sampler.temperature,
+  temperature = config.sampler.temperature
+  scored = train_batch.logprobs(
+    params, functions.cfg, rollout, temperature=temperature
   )
   return scored.logps
 
 
-rollout = functions.learner.make_train_batch(prompts, samples)
+rollout = train_batch.unpacked(prompts, samples.tokens, samples.lengths)
 mask = np.asarray(rollout.response_mask)
 change = np.asarray(log_probs(after, rollout) - log_probs(before, rollout))
 change = np.where(mask, change, np.nan)
@@ -246,10 +240,13 @@ advantages = group_relative_advantages(right).reshape(-1)
 start = functions.learner.init_state(
   jax.tree.map(jnp.copy, before)
 )  # which it donates
-key = jax.random.key(2)
-start, rollout, _ = functions.learner.compute_old_logprobs(start, rollout, key)
-rollout = dataclasses.replace(rollout, advantages=advantages)
-updated, rollout, metrics = functions.learner.update(start, rollout, key)
+learner, lengths = functions.learner, np.asarray(samples.lengths)
+packing = learner.pack(prompts.lengths, lengths, jax.random.key(2))
+packed = learner.make_train_batch(prompts, samples, packing)
+start, packed, _ = learner.compute_old_logprobs(start, packed)
+rewards = jnp.float32(right.reshape(-1))
+packed = learner.assign_advantages(packed, rewards, samples.finish)
+updated, _, metrics = learner.update(start, packed)
 old = log_probs(before, rollout)
 moved = np.asarray(log_probs(updated.params, rollout) - old)
 advantages = np.asarray(advantages)

@@ -17,6 +17,7 @@ from gspo_jax.model import rounding
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import Program
+from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
@@ -40,13 +41,17 @@ def prompts(config: ConfigDict, program: Program) -> Iterator[Prompts]:
 def responses(
   program: Program, params: model.Params, prompts: Prompts, key: jax.Array
 ) -> tuple[Samples, TrainBatch]:
-  """Responses of a policy, and a batch whose old log-probs are its own."""
+  """Responses of a policy, and rows of one each with its own log-probs."""
   samples = program.sampler.generate(params, prompts, key)
-  batch = program.learner.make_train_batch(prompts, samples)
-  # The routing is large, and is studied elsewhere.
-  batch = dataclasses.replace(batch, experts=None, router_logps=None)
+  batch = _one_a_row(prompts, samples.tokens, samples.lengths)
   old_logps = log_probs(params, program.cfg, batch)
   return samples, dataclasses.replace(batch, old_logps=old_logps)
+
+
+@jax.jit
+def _one_a_row(prompts, responses, lengths):
+  rows = train_batch.unpacked(prompts, responses, lengths)
+  return sharding.constrain_batch(rows, axis=0)
 
 
 @functools.partial(

@@ -122,10 +122,12 @@ def pairs(moved, *, N=2, G=4, S=3, R=6):
   rows = TrainBatch(
     tokens=tokens,
     positions=np.broadcast_to(np.arange(S + R), tokens.shape),
-    mask=np.ones(tokens.shape, bool),
+    segment_ids=np.ones(tokens.shape, np.int32),
     response_mask=np.broadcast_to(np.arange(R) < R - 1, (*shape, R)),
     old_logps=np.zeros((*shape, R), np.float32),
-    advantages=np.broadcast_to(np.float32([1, -1, 1, -1]), shape),
+    advantages=np.broadcast_to(
+      np.float32([1, -1, 1, -1])[:, None], (*shape, R)
+    ),
   )
   params = model.init(keys[1], CFG)
   logps = np.stack(
@@ -148,7 +150,7 @@ def score(params, rows):
     CFG,
     rows.tokens,
     rows.positions,
-    rows.mask,
+    rows.segment_ids,
     response_length=rows.response_mask.shape[1],
   ).logps
 
@@ -164,7 +166,7 @@ def direct(loss, params, rows, old=None):
   def total(params):
     x = score(params, rows)
     o = jax.lax.stop_gradient(x) if old is None else old
-    return loss(x, o, rows.advantages, rows.response_mask)[0]
+    return loss(x, o, rows.advantages[:, 0], rows.response_mask)[0]
 
   leaves = jax.tree.leaves(jax.grad(total)(params))
   return jnp.concatenate([jnp.ravel(x) for x in leaves])

@@ -76,8 +76,9 @@ def _slopes(x, rows: TrainBatch):
   """[K, G, R]: d loss / d x at ratio 1, and what each method adds; clipping."""
 
   def slope(loss, old):
+    advantages = rows.advantages[:, 0]  # one a response
     return jax.grad(
-      lambda x: loss(x, old, rows.advantages, rows.response_mask), has_aux=True
+      lambda x: loss(x, old, advantages, rows.response_mask), has_aux=True
     )(x)
 
   at_one, _ = slope(losses.grpo_loss, jax.lax.stop_gradient(x))

@@ -72,6 +72,7 @@ class Bench:
         np.tile(np.arange(size) % 2, (groups, 1)), axis=1
       )
       lots = advantages.group_relative_advantages(right).reshape(-1)
+      lots = np.repeat(lots[:, None], rollout.response_mask.shape[1], axis=1)
       rollout = dataclasses.replace(rollout, advantages=lots)
       yield Sampled(prompts, samples, rollout)
 

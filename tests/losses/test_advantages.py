@@ -113,6 +113,21 @@ def test_one_step_advantages_are_the_critics_errors():
   )
 
 
+def test_generalized_advantages_of_packed_rows_are_those_of_each_sequence():
+  """The last token of a sequence is followed by none of the next one."""
+  rewards, values, mask, keywords = random_steps()
+  alone = generalized_advantages(rewards, values, mask, **keywords)
+  B, T = mask.shape
+  ids = np.arange(1, B + 1).repeat(T)[None]  # all sequences in one row
+  packed = generalized_advantages(
+    *(x.reshape(1, -1) for x in (rewards, values, mask)),
+    segment_ids=ids,
+    **keywords,
+  )
+  for x, y in zip(packed, alone, strict=True):
+    np.testing.assert_allclose(x.reshape(B, T), y, rtol=1e-6, atol=1e-6)
+
+
 def test_generalized_advantages_never_read_masked_values():
   rewards, values, mask, keywords = random_steps()
   expected = generalized_advantages(rewards, values, mask, **keywords)
@@ -141,6 +156,8 @@ def test_other_shapes_of_generalized_advantages_are_refused():
   ):
     with pytest.raises(ValueError, match=r"one shape \[B, T\]"):
       generalized_advantages(*bad)
+  with pytest.raises(ValueError, match=r"segment_ids\.shape"):
+    generalized_advantages(rewards, values, mask, segment_ids=mask[:1])
   with pytest.raises(ValueError, match=r"mask\.shape"):
     whiten(rewards[1:], mask)
 
