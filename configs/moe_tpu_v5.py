@@ -91,7 +91,7 @@ _SLICES = {
     pages=384_000,  # of 392,640 that the plan allows
     rows=1,
     keep=_KEEP_MOST,
-    # The experts of every token, and their log-probs, would take 96 GiB.
+    # The experts of every token and their log-probs take 79 GiB more.
     instruments=False,
   ),
   ("qwen3-30b-a3b", "v5e:8x16"): _Slice(
