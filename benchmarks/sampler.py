@@ -15,15 +15,23 @@ bytes a token: what the decode steps must read, per token sampled. Weights: all
   but the embedding, once a step. Keys and values, static: the whole cache of
   each response, which doubles, and each prompt once a group; continuous: the
   pages of each slot that decodes, the prompt's in each slot.
+uncovered: milliseconds of a call in which the devices have no segment to
+  decode, because the host reads the results of one and plans the next.
+
+"in turn" is continuous batching that plans no segment before the results of the
+last one: what looking ahead changes. There are as many slots as the grid says,
+or as many as responses.
 """
 
 import argparse
 import dataclasses
 import functools
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -89,6 +97,38 @@ def count_steps(
   spied = dataclasses.replace(generate, jitted=jitted)
   jax.block_until_ready(spied(params, prompts, jax.random.key(0)))
   return sum(steps), shares[-1]
+
+
+def in_turn(call: Callable):
+  """The result of a call that plans no segment before the last results."""
+  with mock.patch.object(continuous, "_can_look_ahead", return_value=False):
+    return jax.block_until_ready(call())
+
+
+def uncovered_seconds(generate: ContinuousSampler, *args) -> float:
+  """Time of a call in which every started segment has been read."""
+  unread, since, total = 0, None, 0.0
+  apply_results = ContinuousSampler._apply_results
+
+  def decode(*arguments):
+    nonlocal unread, total
+    result = generate.jitted.decode(*arguments)
+    if not unread and since is not None:
+      total += time.monotonic() - since
+    unread += 1
+    return result
+
+  def read(sampler, *arguments):
+    nonlocal unread, since
+    left = apply_results(sampler, *arguments)
+    unread, since = unread - 1, time.monotonic()
+    return left
+
+  jitted = dataclasses.replace(generate.jitted, decode=decode)
+  spied = dataclasses.replace(generate, jitted=jitted)
+  with mock.patch.object(ContinuousSampler, "_apply_results", read):
+    jax.block_until_ready(spied(*args))
+  return total
 
 
 class Timed(NamedTuple):
@@ -171,6 +211,7 @@ class Bench(NamedTuple):
       "static": functools.partial(self.static, batch),
       "continuous": functools.partial(self.continuous, *args),
     }
+    calls["in turn"] = functools.partial(in_turn, calls["continuous"])
     seconds, results = time_in_turns(calls, repeats)
     expected = np.repeat(response_lengths, self.config.group_size)
     countdown = expected[:, None] - 1 - np.arange(self.config.max_new_tokens)
@@ -183,11 +224,13 @@ class Bench(NamedTuple):
       "static": static_tokens(self.cfg, self.config, batch, longest),
       "continuous": paged_tokens(page_size, self.prompt, expected),
     }
+    cached["in turn"] = cached["continuous"]
     # The prefill of the static sampler gives the first token.
     steps = {"static": int(results["static"].slot_steps) // len(expected) - 1}
     steps["continuous"], share = count_steps(
       self.continuous, self.params, batch
     )
+    steps["in turn"] = steps["continuous"]
     tokens, numbers = int(expected.sum()), {}
     for name, samples in results.items():
       read = weight_bytes(self.params) * steps[name]
@@ -198,6 +241,13 @@ class Bench(NamedTuple):
         "bytes_per_token": round(read / tokens),
       }
     numbers["continuous"]["useful_steady"] = share and round(share, 4)
+    uncovered = functools.partial(uncovered_seconds, self.continuous, *args)
+    for name, run in (
+      ("continuous", uncovered),
+      ("in turn", functools.partial(in_turn, uncovered)),
+    ):
+      least = min(run() for _ in range(repeats))
+      numbers[name]["uncovered_ms"] = round(1e3 * least, 2)
     return numbers
 
 
@@ -225,6 +275,7 @@ def cell(bench: Bench, kind: str, response_lengths, repeats: int) -> list[dict]:
     steady = numbers.get("useful_steady")
     cells = [*row.values(), f"{rate:,.0f}", f"{numbers['useful']:.1%}"]
     cells += [f"{steady:.1%}" if steady else "-"]
+    cells += [numbers.get("uncovered_ms", "-")]
     cells += [f"{numbers['bytes_per_token'] / 1e6:.3f}", f"{times:.2f}"]
     print(" | ".join(map(str, cells)), flush=True)
   return rows
@@ -249,7 +300,7 @@ def main() -> None:
   short, rows = most // 10, []
   print(
     "group | prompt | responses of | sampler | tokens/s | useful | useful in "
-    "steady state | MB a token | times static"
+    "steady state | uncovered | MB a token | times static"
   )
   for G, S in itertools.product(groups, prompts):
     fixed = np.full(responses // G, short, np.int32)
@@ -259,6 +310,9 @@ def main() -> None:
     rows += cell(exact, f"{short} of {short}", fixed, repeats)
     rows += cell(roomy, f"{short} of {most}", fixed, repeats)
     rows += cell(roomy, f"long tail of {most}", tailed, repeats)
+    every = dataclasses.replace(batching, slots=responses)
+    at_once = make(cfg, params, G, most, every, S)
+    rows += cell(at_once, f"long tail of {most}, all at once", tailed, repeats)
   record.finish("sampler", {"slots": batching.slots, "rows": rows}, args.out)
 
 

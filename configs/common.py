@@ -69,6 +69,7 @@ def get_config() -> ConfigDict:
   c.continuous_batching.slots = 0
   c.continuous_batching.page_size = 16  # tokens of a page
   # Pages of the pool; 0: as many as `slots` of the longest responses take.
+  # `gspo_jax.plan` prints the most that the HBM holds.
   c.continuous_batching.num_pages = 0
   c.continuous_batching.segment_steps = 32  # decode steps between host checks
   c.continuous_batching.prefill_chunk = 128  # prompt tokens a forward pass

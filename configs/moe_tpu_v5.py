@@ -9,22 +9,34 @@ starts from random weights on the embedded task, to try a pod; add
 `--config.model.checkpoint=DIR` (a folder that every host sees) and the keys
 `data` and `reward` of configs/hugging_face.py for a real one.
 
+By default 512 prompts x 16 responses of at most 16,384 tokens an iteration, by
+continuous batching; the other slices take 4,096 tokens a response, its prompt
+included.
+
 What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
 chip); HBM is needed of 95.73 GiB, MFU is of update, with perfect overlap, as
 scheduled and with none:
 
-  30B-A3B, v5p:4x4x4: update and old log-probs, one program, 76.3 GiB, generate
-    22.6; MFU 59, 51, 47 %; an update 6.3 s, a decode step at most 6.0 ms, 1.12
-    times the least bytes.
-  By an earlier commit, where old log-probs had a program of their own:
+  30B-A3B, v5p:4x4x4: update and old log-probs, one program, 82.3 GiB, weights
+    for decoding 24.0, prefill 86.5, generate 86.0; MFU 65, 60, 56 %, with
+    attention counted as the causal half; an update 313 s if every response has
+    full length. A decode step of 8,192 slots takes 34.0 ms with every page
+    full, 1.04 times the least bytes; 392,640 pages are the most that leave 8 %
+    of the HBM free: 6,135 tokens a slot.
+  235B-A22B, v5p:4x8x8: weights for decoding 77.8 GiB, prefill 68.7, generate
+    60.7; a decode step of 4,096 slots 18.0 ms with every page full, 1.07 times
+    the least bytes. Over 16 chips, not 32, a step took 22.1 ms, and the weights
+    did not fit on their way (104.4).
+  30B-A3B, v5e:8x16: prefill 14.2, generate 12.8 of 15.75 GiB; a decode step of
+    2,048 slots 14.5 ms with every page full, 1.00 times the least bytes.
+  By an earlier commit, with rows of 4,096 tokens:
   30B-A3B, v5p:4x4x4, with the least kept: update 31.4 GiB; MFU 57, 48, 44 %.
   235B-A22B, v5p:4x8x8: update 75.7, old log-probs 29.5 GiB; MFU 60, 47, 42 %;
     an update 45 s. One row a chip gave 34 % without overlap: weights are
     gathered for too few tokens. Over `data`, gradients are summed once a
     micro-batch.
   30B-A3B, v5e:8x16: update 10.8, old log-probs 4.4 of 15.75 GiB; MFU 51, 32,
-    30 %, with attention counted as the causal half. Its generate was not
-    compiled.
+    30 %, with attention counted as the causal half.
 """
 
 from typing import NamedTuple
@@ -76,10 +88,10 @@ _SLICES = {
     prompts=512,
     group_size=16,
     new_tokens=16384,
-    pages=384_000,  # PAGES_30B
+    pages=384_000,  # of 392,640 that the plan allows
     rows=1,
     keep=_KEEP_MOST,
-    # The experts of every token, and their log-probs, would take 96 GiB.
+    # The experts of every token and their log-probs take 79 GiB more.
     instruments=False,
   ),
   ("qwen3-30b-a3b", "v5e:8x16"): _Slice(
@@ -90,7 +102,7 @@ _SLICES = {
     prompts=256,
     group_size=8,
     new_tokens=3072,
-    pages=50_688,  # PAGES_V5E
+    pages=50_688,  # of 53,760 that the plan allows
     rows=1,
     keep=_KEEP_LITTLE,
     instruments=True,
@@ -99,11 +111,11 @@ _SLICES = {
     chips=256,
     fsdp=32,
     expert=4,
-    decoding=16,
+    decoding=32,
     prompts=512,
     group_size=8,
     new_tokens=3072,
-    pages=0,  # as many as all slots can need; PAGES_235B
+    pages=0,  # as many as all slots can need: 135,168 of 351,232
     rows=2,
     keep=_KEEP_LITTLE,
     instruments=True,

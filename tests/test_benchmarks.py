@@ -35,13 +35,19 @@ def quick(name):
 @pytest.mark.slow
 def test_sampler():
   rows = quick("sampler")["rows"]
-  by_case = {(row["answers"], row["sampler"]): row for row in rows}
+  by_case = {(row["responses"], row["sampler"]): row for row in rows}
   useful = lambda *case: by_case[case]["useful"]
-  assert useful("8 of 8", "static") == useful("8 of 8", "refill") == 1
+  assert useful("8 of 8", "static") == useful("8 of 8", "continuous") == 1
   tail = "long tail of 80"
-  assert useful(tail, "refill") > 2 * useful(tail, "static")
-  steady = by_case[tail, "refill"]["useful_steady"]
-  assert useful(tail, "refill") < steady <= 1
+  assert useful(tail, "continuous") > 2 * useful(tail, "static")
+  steady = by_case[tail, "continuous"]["useful_steady"]
+  assert useful(tail, "continuous") < steady <= 1
+  for row in rows:
+    case = row["responses"]
+    assert useful(case, "in turn") == useful(case, "continuous")
+  at_once = f"{tail}, all at once"
+  uncovered = lambda name: by_case[at_once, name]["uncovered_ms"]
+  assert 0 <= uncovered("continuous") < uncovered("in turn")
   read = lambda *case: by_case[case]["bytes_per_token"]
   # 4 slots sample 16 responses in 32 steps, 128 tokens. Each attends to 8 to 15
   # tokens, one page of 16, of 2 layers' 4 heads of 16 keys and values. There

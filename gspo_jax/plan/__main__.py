@@ -10,9 +10,10 @@ decode step at the longest cache, and the whole as if every response had full
 length and every step took as long as that one. With
 `continuous_batching.slots`, `generate` is a segment of decode steps with every
 page full, `prefill` stores the longest prompts, and `decode_params` prepares
-the weights once a batch. `old_logprobs` and `update` are one program and take
-the same memory; the time of `old_logprobs` is that of all minibatches, although
-a run needs only one micro-batch of the first.
+the weights once a batch; beside `generate` it prints the largest
+`continuous_batching.num_pages` that the HBM left over holds. `old_logprobs` and
+`update` are one program and take the same memory; the time of `old_logprobs` is
+that of all minibatches, although a run needs only one micro-batch of the first.
 
 Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line;
 3 a fault, with its traceback.

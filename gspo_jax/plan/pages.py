@@ -1,11 +1,12 @@
 """How many pages of continuous batching fit into the HBM left over."""
 
+import functools
 import math
 from collections.abc import Iterator
 
 import jax
 
-from gspo_jax.model import ModelConfig, paged_attention
+from gspo_jax.model import ModelConfig, paged_cache
 from gspo_jax.program.config import Config
 from gspo_jax.sampler.continuous import ContinuousSampler
 
@@ -16,14 +17,28 @@ _LANES = 128  # a TPU pads the last dimension of an array to as many
 
 
 def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
-  """Bytes of one page on one device: keys and values of all layers."""
-  mesh, K, H = sampler.jitted.decode.mesh, cfg.num_kv_heads, cfg.head_dim
+  """Bytes of one page on one device: keys and values of all layers.
+
+  It is a bound for narrow heads that do not fill the lanes: XLA may choose
+  another layout for them, without padding.
+  """
+  mesh, sizes = sampler.jitted.decode.mesh, sampler.sizes
+  one_a_shard = functools.partial(
+    paged_cache.empty,
+    cfg,
+    num_slots=sampler.shards,
+    num_pages=sampler.shards,
+    page_size=sizes.page_size,
+    pages_per_slot=sizes.pages_per_slot,
+  )
   with jax.set_mesh(mesh):
-    j = paged_attention.side_by_side(K, H)
-  heads = K // j // mesh.shape["tensor"]
-  width = -(-j * H // _LANES) * _LANES
-  size = 2 if cfg.dtype == "bfloat16" else 4
-  return 2 * cfg.num_layers * heads * sampler.sizes.page_size * width * size
+    arrays = jax.eval_shape(one_a_shard)
+  size = 0
+  for x in (*arrays.k, *arrays.v):
+    heads, _, tokens, width = x.shape
+    width = -(-width // _LANES) * _LANES
+    size += heads * tokens * width * x.dtype.itemsize
+  return size // mesh.shape["tensor"]
 
 
 def room(

@@ -52,10 +52,11 @@ def test_a_run_with_pages(debug_config):
     longest,
   )
   (_, state, samples, plan, *_), _ = lowered["generate"].in_avals
-  out_state, out_samples = lowered["generate"].out_info
+  out_state, out_samples, results = lowered["generate"].out_info
   shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
   assert shapes(state) == shapes(out_state)
   assert shapes(samples) == shapes(out_samples)
+  assert {x.shape for x in results} == {(8,)}
   assert {x.shape[0] for x in jax.tree.leaves(plan)} == {8}
 
 

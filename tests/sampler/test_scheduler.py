@@ -342,6 +342,31 @@ def test_no_segment_is_planned_ahead_where_pages_or_tokens_run_out():
   assert may_go_on == [True, True, False]
 
 
+def test_pages_of_a_segment_planned_ahead_are_kept_if_it_ends_early():
+  """Two slots hold 6 pages each for two segments, and then need 5."""
+  sizes = ShardSizes(
+    slots=2,
+    num_pages=12,
+    page_size=1,
+    segment_steps=3,
+    max_new_tokens=8,
+    max_prompt_length=1,
+  )
+  scheduler = Scheduler(sizes, [1], [0] * 2, [8] * 2)
+  scheduler.admit()
+  active = scheduler.allocate_pages().active
+  assert scheduler.can_look_ahead
+  table = scheduler.allocate_pages().table[:, :6]
+  assert len(np.unique(table)) == 12
+  scheduler.apply_results([1, 1], active)
+  assert not scheduler.can_look_ahead
+  scheduler.apply_results([2, 2], active)
+  np.testing.assert_array_equal(scheduler.allocate_pages().table[:, :6], table)
+  assert scheduler.num_free_pages == 0
+  scheduler.apply_results([3, 3], ~active)
+  assert scheduler.num_free_pages == 12
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_resumed_responses_beside_new_ones(seed):
   """Groups that share a prefix, prefixes of one response, finished ones."""
