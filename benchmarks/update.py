@@ -11,9 +11,10 @@ program is what `train` builds, `learner.update` with the sizes given as keys of
 a variant that leaves the rest at its default, and no rematerialisation. All
 responses have the most tokens, which are random.
 
-With --before, this file runs in a process of each checkout. Both compile first;
-then they take turns, one update each, so that what else the machine does slows
-both down. `ratio` is that of the minima, this checkout's over the other's.
+Seconds are those in which the process computed (CPU time), which other
+processes on the core change little. With --before, this file runs in a process
+of each checkout. Both compile first; then they take turns, one update each.
+`ratio` is that of the minima, this checkout's over the other's.
 """
 
 import argparse
@@ -86,15 +87,15 @@ class Update:
       self._batch = _train_batch(self._learner, config)
 
   def __call__(self) -> float:
-    """Seconds of an update; the first call compiles."""
+    """CPU seconds of an update; the first call compiles."""
     import jax
 
-    start = time.monotonic()
+    start = time.process_time()
     with jax.set_mesh(self._mesh):
       self._state, self._batch, _ = jax.block_until_ready(
         self._learner.update(self._state, self._batch, jax.random.key(0))
       )
-    return time.monotonic() - start
+    return time.process_time() - start
 
 
 def _train_batch(learner, config):

@@ -50,9 +50,9 @@ class ModelConfig:
       vocabulary logits are always float32.
     remat: recompute each block in the backward pass instead of storing it.
     keep: the values stored even so, of `KEPT`.
-    unroll: layers in one step of the scan over layers. 1 compiles fastest; on a
-      CPU `num_layers` avoids stacking what the backward pass needs, which takes
-      half of the tiny model's step.
+    unroll: layers in one step of the scan over layers; `num_layers`: no scan,
+      and nothing that the backward pass needs is stacked. None: `num_layers` on
+      a CPU with at most 8 layers, else 1, which compiles fastest.
   """
 
   vocab_size: int

@@ -1,16 +1,20 @@
 """Grouped matmul, in the form that is fast on the platform.
 
-Dimension key: R rows, e groups, D and F widths, n blocks, b rows of a block.
+Dimension key: R rows, e groups, D and F widths, n blocks, b rows of a block,
+M tokens, k experts a token, P = M * k pairs of a token and an expert.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
 _MIN_BLOCK, _MAX_BLOCK = 8, 64  # rows of a block
+_MAX_EXPERT_BLOCK = 128  # rows of a block that passes both products
 
 
 def matmul(x_RD, weights_eDF, sizes_e):
@@ -79,6 +83,154 @@ def _backward(residuals, dy_RF):
 in_blocks.defvjp(_forward, _backward)
 
 
+@jax.custom_vjp
+def swiglu_in_blocks(x_MD, weights_Mk, experts_Mk, gate_up, down):
+  """The experts of each token on one CPU: `w * down(silu(gate x) * up x)`.
+
+  A loop over blocks, each with tokens of one expert. It gathers the tokens of a
+  block and runs both products while they are in the cache. All data moves by
+  gathers, in the backward pass, too.
+
+  Args:
+    x_MD: tokens.
+    weights_Mk: routing weights.
+    experts_Mk: int; the number of experts means none.
+    gate_up: [e, D, 2F].
+    down: [e, F, D].
+
+  Returns:
+    The weighted sum over the experts of each token, [M, D], and the number of
+    pairs of a token and an expert.
+  """
+  y_MD, num_rows, _ = _experts(x_MD, weights_Mk, experts_Mk, gate_up, down)
+  return y_MD, num_rows
+
+
+def _gate(h_bF, weights_b, dtype):
+  gate, up = jnp.split(wide(h_bF), 2, axis=-1)
+  return rounded(jax.nn.silu(gate) * up * weights_b[:, None], dtype)
+
+
+def _experts(x_MD, weights_Mk, experts_Mk, gate_up, down, *, store=False):
+  gate_up, down = jnp.asarray(gate_up), jnp.asarray(down)
+  k, dtype = experts_Mk.shape[1], x_MD.dtype
+  places = _places(experts_Mk, len(gate_up))
+  n, b = places.pair_nb.shape
+  weights_nb = _weights(weights_Mk, places, dtype)
+
+  def body(i, state):
+    y_nbD, *h_nbF = state
+    group = places.group_n[i]
+    x_bD = jnp.take(x_MD, places.pair_nb[i] // k, axis=0, mode="clip")
+    h_bF = x_bD @ gate_up[group].astype(dtype)
+    y_bD = _gate(h_bF, weights_nb[i], dtype) @ down[group].astype(dtype)
+    return y_nbD.at[i].set(y_bD), *(h.at[i].set(h_bF) for h in h_nbF)
+
+  state = [jnp.zeros((n, b, down.shape[2]), dtype)]
+  if store:
+    state.append(jnp.zeros((n, b, gate_up.shape[2]), dtype))
+  y_nbD, *h_nbF = jax.lax.fori_loop(0, places.count, body, tuple(state))
+  y_MkD = _take(y_nbD.reshape(n * b, -1), places.slot_Mk)
+  y_MD = rounded(y_MkD.sum(1, dtype=jnp.float32), dtype)
+  return y_MD, places.num_pairs, (places, *h_nbF)
+
+
+def _experts_forward(*operands):
+  y_MD, num_pairs, residuals = _experts(*operands, store=True)
+  return (y_MD, num_pairs), (operands, residuals)
+
+
+def _experts_backward(residuals, cotangents):
+  (x_MD, weights_Mk, _, gate_up, down), (places, h_nbF) = residuals
+  gate_up, down = jnp.asarray(gate_up), jnp.asarray(down)
+  dy_MD, dtype = cotangents[0], x_MD.dtype
+  k, (n, b) = weights_Mk.shape[1], places.pair_nb.shape
+  weights_nb = _weights(weights_Mk, places, dtype)
+  product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+
+  def body(i, state):
+    dx_nbD, dweights_nb, dgate_up, ddown = state
+    group, token_b = places.group_n[i], places.pair_nb[i] // k
+    x_bD, dy_bD = (
+      jnp.take(x, token_b, axis=0, mode="clip") for x in (x_MD, dy_MD)
+    )
+    gated_bF, pull = jax.vjp(
+      lambda h, w: _gate(h, w, dtype), h_nbF[i], weights_nb[i]
+    )
+    dh_bF, dweights_b = pull(dy_bD @ down[group].T.astype(dtype))
+    dx_bD = dh_bF @ gate_up[group].T.astype(dtype)
+    return (
+      dx_nbD.at[i].set(dx_bD),
+      dweights_nb.at[i].set(dweights_b),
+      dgate_up.at[group].add(product(x_bD.T, dh_bF)),
+      ddown.at[group].add(product(gated_bF.T, dy_bD)),
+    )
+
+  # In a narrower dtype the sum over many blocks would stop growing.
+  state = (
+    jnp.zeros((n, b, x_MD.shape[1]), dtype),
+    jnp.zeros((n, b)),
+    jnp.zeros(gate_up.shape),
+    jnp.zeros(down.shape),
+  )
+  dx_nbD, dweights_nb, dgate_up, ddown = jax.lax.fori_loop(
+    0, places.count, body, state
+  )
+  dx_MkD = _take(dx_nbD.reshape(n * b, -1), places.slot_Mk)
+  dx_MD = rounded(dx_MkD.sum(1, dtype=jnp.float32), dtype)
+  dweights_Mk = _take(dweights_nb.reshape(-1), places.slot_Mk)
+  return (
+    dx_MD,
+    dweights_Mk.astype(weights_Mk.dtype),
+    None,
+    dgate_up.astype(gate_up.dtype),
+    ddown.astype(down.dtype),
+  )
+
+
+swiglu_in_blocks.defvjp(_experts_forward, _experts_backward)
+
+
+class _Places(NamedTuple):
+  """The assignment of pairs of a token and an expert to blocks.
+
+  Attributes:
+    pair_nb: the pair m * k + j at each place; M * k where there is none.
+    slot_Mk: the place of each pair; n * b or more if it has no expert.
+    group_n: the expert of each block.
+    count: [] the number of blocks in use.
+    num_pairs: [] int32, the pairs that have an expert.
+  """
+
+  pair_nb: jax.Array
+  slot_Mk: jax.Array
+  group_n: jax.Array
+  count: jax.Array
+  num_pairs: jax.Array
+
+
+def _places(experts_Mk, num_experts) -> _Places:
+  P = experts_Mk.size
+  order_P = jnp.argsort(experts_Mk.reshape(-1), stable=True)
+  sizes_e = jnp.bincount(experts_Mk.reshape(-1), length=num_experts)
+  blocks = _blocks(P, sizes_e, _MAX_EXPERT_BLOCK)
+  n, b = len(blocks.group_n), blocks.size
+  pair_S = jnp.full(n * b, P).at[blocks.slot_R].set(order_P, mode="drop")
+  slot_P = jnp.zeros(P, jnp.int32).at[order_P].set(blocks.slot_R)
+  return _Places(
+    pair_S.reshape(n, b),
+    slot_P.reshape(experts_Mk.shape),
+    blocks.group_n,
+    blocks.count,
+    sizes_e.sum(dtype=jnp.int32),
+  )
+
+
+def _weights(weights_Mk, places, dtype):
+  """Routing weights by place, rounded as activations; 0 where none is."""
+  return wide(_take(weights_Mk.reshape(-1).astype(dtype), places.pair_nb))
+
+
 class _Blocks(NamedTuple):
   """The assignment of rows to blocks.
 
@@ -96,10 +248,10 @@ class _Blocks(NamedTuple):
   size: int
 
 
-def _blocks(R, sizes_e) -> _Blocks:
+def _blocks(R, sizes_e, most=_MAX_BLOCK) -> _Blocks:
   e = len(sizes_e)
   # About twice the mean size: most groups fit in one block with little padding.
-  b = min(_MAX_BLOCK, max(_MIN_BLOCK, 2 * R // e))
+  b = min(most, max(_MIN_BLOCK, 2 * R // e))
   n = -(-R // b) + min(e, R)
   ends_e, blocks_e = jnp.cumsum(sizes_e), -(-sizes_e // b)
   last_e = jnp.cumsum(blocks_e)

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from gspo_jax.model import experts as ep
+from gspo_jax.model import grouped_matmul
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.rounding import rounded
 from gspo_jax.runtime import sharding
@@ -131,7 +132,10 @@ def _run_experts(
   """
   ranks = ("expert", "tensor")
   if sharding.size(*ranks) == 1:
-    return dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down)
+    operands = x_MD, weights_Mk, experts_Mk, gate_up, down
+    if sharding.platform() == "cpu":
+      return ep.ExpertOutput(*grouped_matmul.swiglu_in_blocks(*operands))
+    return dispatch(*operands)
   join = lambda x: sharding.gather(x, "expert", dim=0)
   y, num_rows = ep.apply(
     checkpoint_name(join(x_MD), "tokens"),

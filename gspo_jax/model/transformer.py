@@ -28,6 +28,8 @@ from gspo_jax.runtime import sharding
 
 Params = dict
 
+_SMALL_DEPTH = 8  # layers that a CPU compiles unrolled
+
 
 class HiddenStates(NamedTuple):
   """The output of the blocks.
@@ -471,10 +473,8 @@ def _scan_layers(
   return x_BTD, routing, cache
 
 
-_SMALL_DEPTH = 8  # layers that a CPU compiles unrolled
-
-
 def _layers_per_step(cfg):
+  """Layers of one step of the scan: `ModelConfig.unroll`, or its default."""
   if cfg.unroll is not None:
     return cfg.unroll
   small = cfg.num_layers <= _SMALL_DEPTH

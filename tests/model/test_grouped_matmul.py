@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.model import grouped_matmul
+from gspo_jax.model import grouped_matmul, moe
 
 R, D, F = 300, 8, 6
 LOADS = {
@@ -102,3 +102,38 @@ def test_bfloat16_gradients_are_summed_over_blocks_in_float32():
   dw = jax.jit(jax.grad(loss))(jnp.ones((1, 1, 1), jnp.bfloat16))
   assert dw.dtype == jnp.bfloat16
   assert dw.item() == len(ones)  # 2**16 in steps of 64 stops at 2**14
+
+
+@pytest.mark.parametrize("experts", [3, 32])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loop_of_a_cpu_equals_the_dispatch_of_other_platforms(
+  experts, dtype, monkeypatch
+):
+  """Values and gradients, with tokens of no expert; several blocks each."""
+  monkeypatch.setattr(grouped_matmul, "_MAX_EXPERT_BLOCK", 32)
+  M, k = 100, 2
+  rng = np.random.default_rng(experts)
+  normal = lambda *shape: np.float32(rng.normal(size=shape))
+  chosen = rng.permuted(np.tile(np.arange(experts), (M, 1)), axis=1)[:, :k]
+  chosen[::7] = experts
+  weights = np.where(chosen < experts, np.abs(normal(M, k)), 0)
+  shapes = (M, D), (experts, D, 2 * F), (experts, F, D)
+  x, gate_up, down = (jnp.asarray(normal(*s), dtype) for s in shapes)
+  cotangent = normal(M, D)
+
+  def run(function):
+    def loss(x, weights, gate_up, down):
+      y, num_rows = function(x, weights, chosen, gate_up, down)
+      return (y * cotangent).sum(), (y, num_rows)
+
+    grad = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+    return jax.jit(grad)(x, weights, gate_up, down)
+
+  actual = run(lambda *operands: grouped_matmul.swiglu_in_blocks(*operands))
+  expected = run(lambda *operands: tuple(moe.dispatch(*operands)))
+  assert actual[1][1] == expected[1][1] == (chosen < experts).sum()
+  for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+    assert a.dtype == b.dtype
+    a, b = (np.asarray(x, np.float32) for x in (a, b))
+    close = {"float32": 2e-6, "bfloat16": 2e-2}[dtype]
+    np.testing.assert_allclose(a, b, atol=close * max(np.abs(b).max(), 1))

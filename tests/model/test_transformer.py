@@ -433,6 +433,26 @@ def test_bf16_is_close_and_its_logits_are_float32():
   assert (rough != rough.astype(jnp.bfloat16)).any()
 
 
+@pytest.mark.parametrize(
+  ("platform", "layers", "unroll", "scans"),
+  [
+    ("cpu", 2, None, 0),
+    ("cpu", 9, None, 1),
+    ("tpu", 2, None, 1),
+    ("cpu", 2, 1, 1),
+    ("tpu", 2, 2, 0),
+  ],
+)
+def test_a_small_model_on_a_cpu_has_no_scan_over_layers(
+  platform, layers, unroll, scans, monkeypatch
+):
+  cfg = dataclasses.replace(DENSE, num_layers=layers, unroll=unroll)
+  params = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
+  monkeypatch.setattr(sharding, "platform", lambda: platform)
+  run = lambda params: model.hidden_states(params, cfg, *batch()).hidden
+  assert str(jax.make_jaxpr(run)(params)).count(" scan[") == scans
+
+
 def test_init_scales_by_the_inputs_that_are_summed():
   cfg = model.variant("tiny", num_kv_heads=2, num_layers=3)
   key = jax.random.key(0, impl="rbg")  # compiles in half the time
