@@ -2,7 +2,7 @@
 
 Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
 columns, R most response tokens, M minibatches, A most micro-batches of one, L
-layers, k experts a token, W = S + R columns of a row.
+layers, k experts a token, W columns of a row.
 """
 
 import dataclasses
@@ -108,6 +108,41 @@ class PackedBatch(NamedTuple):
     return jax.lax.fori_loop(0, len(self.num_micro_batches), minibatch, start)
 
 
+def unpacked(
+  prompts: Prompts, responses: jax.Array, lengths: jax.Array
+) -> TrainBatch:
+  """Responses [B, R] behind their prompts [P, S], one a row; B = P * G.
+
+  Its fields have the rows and columns of samples. An update takes packed rows;
+  this is for what compares its results with the samples.
+
+  Args:
+    prompts: P prompts, with their padding on the left.
+    responses: [B, R] int32; those of a prompt are neighbours.
+    lengths: [B] int32, their tokens.
+
+  Returns:
+    T = S + R columns; zeros for log-probs and advantages.
+  """
+  B, R = responses.shape
+  group = B // prompts.tokens.shape[0]
+  repeat = lambda x: jnp.repeat(x, group, axis=0)
+  join = lambda a, b: jnp.concatenate([repeat(a), b], axis=1)
+  response_mask = jnp.arange(R) < lengths[:, None]
+  after = repeat(prompts.lengths)[:, None] + jnp.arange(R)
+  return TrainBatch(
+    tokens=join(prompts.tokens, responses),
+    positions=join(prompts.positions, after),
+    segment_ids=join(prompts.mask, response_mask).astype(jnp.int32),
+    response_mask=response_mask,
+    old_logps=jnp.zeros((B, R)),
+    advantages=jnp.zeros((B, R)),
+    response_index=jnp.broadcast_to(
+      jnp.arange(B, dtype=jnp.int32)[:, None], (B, R)
+    ),
+  )
+
+
 class _Slots(NamedTuple):
   """What stands in each column of packed rows, [rows, W].
 
@@ -166,7 +201,7 @@ def pack_responses(
   def local(prompts, responses, lengths, packing, logps, experts):
     whole = lambda x: sharding.gather(x, *sharding.BATCH_AXES, dim=0)
     prompt_lengths = jnp.repeat(whole(prompts.lengths), B // P)
-    slots = _slots(packing, prompt_lengths, whole(lengths), S + R, cfg)
+    slots = _slots(packing, prompt_lengths, whole(lengths), cfg)
     b, i = slots.response, slots.response_column
     at_response = lambda x: x[b, jnp.clip(i, 0, R - 1)]
     prompt_column = jnp.clip(S + i, 0, S - 1)
@@ -216,9 +251,9 @@ def _shards() -> int:
   return sharding.size(*sharding.BATCH_AXES)
 
 
-def _slots(packing, prompt_lengths, lengths, width, cfg) -> _Slots:
+def _slots(packing, prompt_lengths, lengths, cfg) -> _Slots:
   """What stands in the rows of this device."""
-  B, size = len(lengths), cfg.micro_batch_size
+  B, size, width = len(lengths), cfg.micro_batch_size, cfg.width
   size_here = size // _shards()
   first = sharding.index(*sharding.BATCH_AXES) * size_here
   micro_batch, row = packing.row // size, packing.row % size - first

@@ -1,5 +1,6 @@
-"""Train batches: responses behind prompts, whole groups in minibatches."""
+"""Train batches: each token of a response is where the packing says."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,171 +9,203 @@ import numpy as np
 import pytest
 
 from gspo_jax import model
-from gspo_jax.learner import train_batch
-from gspo_jax.learner.train_batch import (
-  MinibatchSplit,
-  TrainBatch,
-  TrainBatchFields,
-)
+from gspo_jax.learner import packing, train_batch
+from gspo_jax.learner.packing import PackingConfig
+from gspo_jax.learner.train_batch import TrainBatch, TrainBatchFields
+from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts, Samples
 
-P, G, S, R = 3, 4, 5, 6
-B = P * G
-PROMPT_LENGTHS = jnp.array([5, 1, 3])
-RESPONSE_LENGTHS = np.arange(B) % (R + 1)
+P, G, S, R, L, K = 8, 8, 5, 6, 2, 2
+B, W = P * G, S + R
+PROMPT_LENGTHS = np.array([5, 1, 3, 2, 5, 4, 1, 2], np.int32)
+LENGTHS = (np.arange(B) % (R + 1)).astype(np.int32)  # of responses; some empty
+# Numbered: the tokens of prompts from 100, of responses from 1000.
+PROMPTS = Prompts(
+  (100 + np.arange(P * S)).reshape(P, S).astype(np.int32), PROMPT_LENGTHS
+)
+TOKENS = (1000 + np.arange(B * R)).reshape(B, R).astype(np.int32)
+LOGPS = -np.random.default_rng(0).random((B, R), np.float32)
+EXPERTS = np.random.default_rng(1).integers(0, 8, (B, L, W, K), np.uint8)
+CFG = PackingConfig(W, minibatches=2, micro_batch_size=8, shards=8)
 
 
-@pytest.fixture(scope="module")
-def batch():
-  """Numbered tokens: those of prompts from 100, of responses from 1000."""
-  prompts = Prompts(100 + jnp.arange(P * S).reshape(P, S), PROMPT_LENGTHS)
-  responses = 1000 + jnp.arange(B * R).reshape(B, R)
-  return train_batch.make_train_batch(
-    prompts, responses, jnp.asarray(RESPONSE_LENGTHS)
+def packed_lengths():
+  return np.where(LENGTHS > 0, PROMPT_LENGTHS.repeat(G) + LENGTHS, 0)
+
+
+@functools.cache
+def placed(width):
+  order = packing.shuffled_groups(jax.random.key(0), P, G)
+  cfg = dataclasses.replace(CFG, width=width)
+  return packing.pack(packed_lengths(), order, cfg), cfg
+
+
+def pack(width=W, devices=1, experts=EXPERTS, **mesh):
+  """The batch on the host, of a mesh of these devices."""
+  where, cfg = placed(width)
+  mesh = sharding.make_mesh(jax.devices()[:devices], **mesh)
+  with jax.set_mesh(mesh):
+    rows = sharding.batch_sharding(mesh)
+    put = lambda x: jax.device_put(x, rows)
+    batch = jax.jit(train_batch.pack_responses, static_argnames="cfg")(
+      *map(put, (PROMPTS, TOKENS, LENGTHS)),
+      where,
+      cfg=cfg,
+      logps=put(LOGPS),
+      experts=None if experts is None else put(experts),
+    )
+  return where, jax.device_get(batch)
+
+
+@pytest.fixture(scope="module", params=[W, 2 * W])
+def batch(request):
+  """(packing, its batch on one device), of narrow rows and of wide ones."""
+  return pack(request.param)
+
+
+def each_row(batch):
+  """[B, ...] leaves: rows through all minibatches."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), batch.rows)
+
+
+def sequences(where):
+  """(response, row, columns of its prompt, columns of its response)."""
+  for b in np.flatnonzero(LENGTHS):
+    n, first = PROMPT_LENGTHS[b // G], where.offset[b]
+    middle = first + n
+    prompt, response = range(first, middle), range(middle, middle + LENGTHS[b])
+    yield b, where.row[b], list(prompt), list(response)
+
+
+def test_a_prompt_and_its_response_stand_where_they_were_packed(batch):
+  where, packed = batch
+  rows = each_row(packed)
+  expected = np.zeros_like(rows.tokens)
+  positions, segments = np.zeros_like(expected), np.zeros_like(expected)
+  for b, row, prompt, response in sequences(where):
+    n, both = len(prompt), prompt + response
+    expected[row, prompt] = PROMPTS.tokens[b // G, S - n :]
+    expected[row, response] = TOKENS[b, : LENGTHS[b]]
+    positions[row, both] = range(len(both))
+    earlier = (where.row == row) & (where.offset <= where.offset[b])
+    segments[row, both] = earlier.sum()
+  np.testing.assert_array_equal(rows.tokens, expected)
+  np.testing.assert_array_equal(rows.positions, positions)
+  np.testing.assert_array_equal(rows.segment_ids, segments)
+  assert rows.segment_ids.max() > 1  # several share a row
+
+
+def test_response_fields_are_at_the_tokens_of_responses(batch):
+  where, packed = batch
+  rows = each_row(packed)
+  mask = np.zeros(rows.tokens.shape, bool)
+  index, logps = np.zeros(mask.shape, int), np.zeros(mask.shape, np.float32)
+  for b, row, _, response in sequences(where):
+    mask[row, response] = True
+    index[row, response] = b
+    logps[row, response] = LOGPS[b, : LENGTHS[b]]
+  # The first token of a row is never of a response: the columns leave it out.
+  assert not mask[:, 0].any()
+  np.testing.assert_array_equal(rows.response_mask, mask[:, 1:])
+  np.testing.assert_array_equal(rows.response_index, index[:, 1:])
+  np.testing.assert_array_equal(rows.sampler_logps, logps[:, 1:])
+  segments = rows.segment_ids[:, 1:]
+  np.testing.assert_array_equal(rows.response_segments, segments)
+  for zeros in (rows.old_logps, rows.advantages):
+    assert zeros.shape == rows.response_mask.shape
+    assert zeros.dtype == np.float32
+    assert not zeros.any()
+
+
+def test_recorded_experts_are_those_of_their_tokens(batch):
+  where, packed = batch
+  rows = each_row(packed)
+  assert rows.experts.shape == (B, L, rows.tokens.shape[1], K)
+  assert rows.experts.dtype == np.uint8
+  for b, row, prompt, response in sequences(where):
+    own = EXPERTS[b, :, S - len(prompt) : S + len(response)]
+    np.testing.assert_array_equal(rows.experts[row][:, prompt + response], own)
+
+
+def test_rows_are_cut_into_minibatches_and_micro_batches(batch):
+  where, packed = batch
+  assert packed.rows.tokens.shape[:3] == (2, B // 2 // 8, 8)
+  np.testing.assert_array_equal(
+    packed.num_micro_batches, where.num_micro_batches
   )
-
-
-def test_a_response_stands_behind_its_own_prompt(batch):
-  tokens = np.asarray(batch.tokens)
-  assert tokens.shape == (B, S + R)
-  for row in range(B):
-    first = 100 + row // G * S
-    assert tokens[row, :S].tolist() == list(range(first, first + S))
-    first = 1000 + row * R
-    assert tokens[row, S:].tolist() == list(range(first, first + R))
-
-
-def test_positions_count_the_tokens_of_prompt_and_response(batch):
-  for row in range(B):
-    n = int(PROMPT_LENGTHS[row // G])
-    positions = batch.positions[row].tolist()
-    assert positions[S - n :] == list(range(n + R))
-    assert positions[: S - n] == [0] * (S - n)
-
-
-def test_masks_agree_with_the_lengths(batch):
-  for row in range(B):
-    n, length = int(PROMPT_LENGTHS[row // G]), RESPONSE_LENGTHS[row]
-    response = [True] * length + [False] * (R - length)
-    assert batch.response_mask[row].tolist() == response
-    mask = [False] * (S - n) + [True] * n + response
-    assert batch.mask[row].tolist() == mask
-
-
-def test_fields_that_are_filled_in_later_are_zeros(batch):
-  assert batch.old_logps.shape == (B, R)
-  assert batch.advantages.shape == (B,)
-  assert batch.old_logps.dtype == batch.advantages.dtype == jnp.float32
-  assert not batch.old_logps.any()
-  assert not batch.advantages.any()
-  assert batch.experts is None
-
-
-def numbered(groups, group_size):
-  """A batch in which every element of row i is i."""
-  rows = groups * group_size
-  fill = lambda *shape: np.broadcast_to(
-    np.arange(rows).reshape(rows, *[1] * len(shape)), (rows, *shape)
-  )
-  return TrainBatch(
-    tokens=fill(7),
-    positions=fill(7),
-    mask=fill(7),
-    response_mask=fill(3),
-    old_logps=fill(3),
-    advantages=fill(),
-    experts=fill(2, 7, 2),
-    router_logps=fill(2, 3, 2),
-    sampler_logps=fill(3),
-    reference_logps=fill(3),
-    values=fill(3),
-    returns=fill(3),
-  )
-
-
-def split(batch, key, minibatches, group_size, micro_batch_size):
-  groups = batch.tokens.shape[0] // group_size
-  order = jax.random.permutation(key, groups)
-  return MinibatchSplit(order, minibatches, micro_batch_size).split(batch)
+  there = packed.rows.segment_ids.any((2, 3))
+  np.testing.assert_array_equal(there.sum(1), packed.num_micro_batches)
 
 
 @pytest.mark.parametrize(
-  ("groups", "group_size", "minibatches", "micro"),
-  [(6, 4, 3, 2), (6, 4, 6, 1), (5, 2, 1, 5)],
+  "mesh", [{"data": 8}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}]
 )
-def test_minibatches_have_every_row_once_and_whole_groups(
-  groups, group_size, minibatches, micro
-):
-  whole = numbered(groups, group_size)
-  order = jax.random.permutation(jax.random.key(1), groups)
-  cut = MinibatchSplit(order, minibatches, micro)
-  batches = cut.split(whole)
-  size = groups * group_size // minibatches
-  rows = np.asarray(batches.advantages)
-  assert rows.shape == (minibatches, size // micro, micro)
-  assert sorted(rows.flat) == list(range(groups * group_size))
-  for minibatch in rows.reshape(minibatches, size):
-    group = minibatch.reshape(-1, group_size)
-    assert (group // group_size == group[:, :1] // group_size).all()
-    assert (group % group_size == np.arange(group_size)).all()
-  for leaf in jax.tree.leaves(batches):  # all fields of a row move together
-    index = rows.reshape(*rows.shape, *[1] * (leaf.ndim - 3))
-    assert (leaf == index).all()
-  # `join` is the inverse of `split`.
-  joined = cut.join({k: x for k, x in vars(batches).items() if x is not None})
-  assert {"experts", "old_logps"} <= set(joined)
-  for name, x in joined.items():
-    np.testing.assert_array_equal(x, getattr(whole, name))
+def test_on_eight_devices_the_batch_is_the_same(mesh):
+  """Each packs its own rows; experts at padding are any of the model's."""
+  _, one = pack()
+  _, eight = pack(devices=8, **mesh)
+  same = np.testing.assert_array_equal
+  real = np.moveaxis(one.rows.segment_ids > 0, -1, 0)
+  experts = lambda x: np.moveaxis(x.rows.experts, 4, 0)[real]
+  same(experts(one), experts(eight))
+  bare = lambda x: x._replace(rows=dataclasses.replace(x.rows, experts=None))
+  jax.tree.map(same, bare(one), bare(eight))
 
 
-def test_the_key_shuffles_the_groups():
-  groups = jnp.arange(8)
-  orders = [
-    MinibatchSplit(jax.random.permutation(jax.random.key(seed), groups), 4, 4)
-    for seed in (0, 0, 1, 2, 3)
-  ]
-  whole = numbered(8, 2)
-  bare = dict.fromkeys(("experts", "router_logps"))
-  whole = TrainBatch(**(vars(whole) | bare))
-  cut = [tuple(np.asarray(x.split(whole).advantages).flat) for x in orders]
-  assert cut[0] == cut[1]
-  assert len(set(cut)) == 4
-  assert tuple(range(16)) not in cut
+def test_a_function_is_mapped_over_the_micro_batches_that_hold_responses():
+  _, packed = pack(experts=None)
+  packed = packed._replace(num_micro_batches=np.array([1, 4], np.int32))
+  packed = jax.tree.map(jnp.asarray, packed)
+  double = lambda batch: {"values": 2.0 * batch.tokens[:, 1:]}
+  rows = dataclasses.replace(packed.rows, values=packed.rows.old_logps - 1)
+  found = jax.jit(lambda x: x.map(double, "values"))(packed._replace(rows=rows))
+  expected = 2.0 * packed.rows.tokens[..., 1:]
+  expected = expected.at[0, 1:].set(-1)  # not computed: what the batch has
+  np.testing.assert_array_equal(found["values"], expected)
 
 
-def test_absent_fields_stay_absent(batch):
-  cut = split(batch, jax.random.key(0), 3, G, 2)
-  assert cut.experts is None
-  assert cut.tokens.shape == (3, 2, 2, S + R)
+def test_unpacked_responses_have_a_row_each():
+  rows = train_batch.unpacked(PROMPTS, TOKENS, LENGTHS)
+  for b in range(B):
+    n, m = PROMPT_LENGTHS[b // G], LENGTHS[b]
+    prompt, response = PROMPTS.tokens[b // G], TOKENS[b]
+    assert rows.tokens[b].tolist() == [*prompt, *response]
+    assert rows.positions[b].tolist() == [0] * (S - n) + [*range(n + R)]
+    mask = [0] * (S - n) + [1] * (n + m) + [0] * (R - m)
+    assert rows.segment_ids[b].tolist() == mask
+    assert rows.response_mask[b].tolist() == [True] * m + [False] * (R - m)
+    assert set(rows.response_index[b].tolist()) == {b}
+  assert rows.old_logps.shape == rows.advantages.shape == (B, R)
 
 
 def test_a_train_batch_has_the_fields_that_the_update_reads():
-  cfg = model.variant("tiny")
-  rng = np.random.default_rng(0)
-  ids = lambda *shape: rng.integers(0, 256, shape).astype(np.int32)
-  logps = -rng.random((B, R), np.float32)
-  lengths = jnp.asarray(RESPONSE_LENGTHS)
-  samples = Samples(ids(B, R), logps, lengths, None, None)
+  where, packing_config = placed(W)
   make = functools.partial(
     train_batch.train_batch_from_samples,
-    Prompts(ids(P, S), PROMPT_LENGTHS),
-    samples,
-    cfg,
+    PROMPTS,
+    Samples(TOKENS, LOGPS, LENGTHS, None, None),
+    where,
+    model.variant("tiny"),
+    packing_config=packing_config,
   )
-  plain = make(TrainBatchFields())
-  np.testing.assert_array_equal(plain.sampler_logps, samples.logps)
+  plain = make(fields=TrainBatchFields()).rows
+  assert isinstance(plain, TrainBatch)
+  mask = np.asarray(plain.response_mask)
+  logps = LOGPS[np.arange(R) < LENGTHS[:, None]]
+  assert sorted(plain.sampler_logps[mask].tolist()) == sorted(logps.tolist())
   assert not plain.old_logps.any()
   assert plain.reference_logps is plain.values is plain.returns is None
   assert plain.experts is plain.router_logps is None
-  trusting = make(TrainBatchFields(sampler_logps=True))
-  np.testing.assert_array_equal(trusting.old_logps, samples.logps)
+  trusting = make(fields=TrainBatchFields(sampler_logps=True)).rows
+  np.testing.assert_array_equal(trusting.old_logps, plain.sampler_logps)
   whole = make(
-    TrainBatchFields(
+    fields=TrainBatchFields(
       experts=True, router_logps=True, reference=True, critic=True
     )
-  )
-  assert whole.experts.shape == (B, 2, S + R, 2)
+  ).rows
+  lead = (2, 4, 8)
+  assert whole.experts.shape == (*lead, L, W, K)
   assert whole.experts.dtype == np.uint8
-  assert whole.router_logps.shape == (B, 2, R, 2)
-  for x in (whole.reference_logps, whole.values, whole.advantages):
-    assert x.shape == (B, R)
+  assert whole.router_logps.shape == (*lead, L, W - 1, K)
+  for x in (whole.reference_logps, whole.values, whole.returns):
+    assert x.shape == (*lead, W - 1)

@@ -1,0 +1,154 @@
+"""Packing: where each response stands, and how few tokens are padding."""
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.lengths import long_tailed
+from gspo_jax.learner import packing
+from gspo_jax.learner.packing import PackingConfig, pack
+
+SMALL = PackingConfig(width=16, minibatches=2, micro_batch_size=4, shards=2)
+
+
+def random_lengths(count=64, most=16, seed=0, empty=5):
+  rng = np.random.default_rng(seed)
+  lengths = rng.integers(1, most + 1, count)
+  lengths[rng.permutation(count)[:empty]] = 0
+  return lengths
+
+
+def shuffled(count, seed=0, group_size=4):
+  key = jax.random.key(seed)
+  return packing.shuffled_groups(key, count // group_size, group_size)
+
+
+def occupied(packed, lengths, cfg):
+  """[B, W], how many sequences cover each column of each row."""
+  covered = np.zeros((len(lengths), cfg.width + 1), int)
+  there = lengths > 0
+  row, start = packed.row[there], packed.offset[there]
+  np.add.at(covered, (row, start), 1)
+  np.add.at(covered, (row, start + lengths[there]), -1)
+  return covered.cumsum(axis=1)[:, :-1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("most", [4, 16])
+def test_every_sequence_has_a_place_of_its_own(seed, most):
+  lengths = random_lengths(most=most, seed=seed)
+  packed = pack(lengths, shuffled(64), SMALL)
+  there = lengths > 0
+  assert (packed.row[~there] == 64).all()  # out of range: no place
+  assert (packed.row[there] < 64).all()
+  assert (packed.offset[there] >= 0).all()
+  assert (packed.offset + lengths)[there].max() <= SMALL.width
+  covered = occupied(packed, lengths, SMALL)
+  assert covered.max() == 1  # no two overlap
+  assert covered.sum() == lengths.sum()
+  # Without a gap, so that each row is padded at its end alone.
+  assert (np.diff(covered, axis=1) <= 0).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_minibatch_has_its_part_of_the_order(seed):
+  lengths, order = random_lengths(seed=seed), shuffled(64, seed)
+  packed = pack(lengths, order, SMALL)
+  for m, members in enumerate(np.split(order, SMALL.minibatches)):
+    members = members[lengths[members] > 0]
+    assert (packed.row[members] // 32 == m).all()
+
+
+def test_only_micro_batches_that_are_used_have_sequences():
+  lengths = random_lengths(most=8)
+  packed = pack(lengths, shuffled(64), SMALL)
+  assert packed.num_micro_batches.shape == (SMALL.minibatches,)
+  rows = occupied(packed, lengths, SMALL).sum(1).reshape(2, 8, 4)
+  for minibatch, used in zip(rows, packed.num_micro_batches, strict=True):
+    assert minibatch[:used].any(axis=1).all()
+    assert not minibatch[used:].any()
+    assert 0 < used < 8
+
+
+def test_whole_groups_are_shuffled_by_the_key():
+  one, again, other = (shuffled(64, seed) for seed in (0, 0, 1))
+  np.testing.assert_array_equal(one, again)
+  assert (one != other).any()
+  assert sorted(one) == list(range(64))
+  groups = one.reshape(16, 4)
+  np.testing.assert_array_equal(groups, groups[:, :1] + np.arange(4))
+  assert (groups[:, 0] % 4 == 0).all()
+  assert (np.diff(groups[:, 0]) != 4).any()
+
+
+def test_sequences_at_the_limit_have_a_row_each():
+  packed = pack(np.full(64, SMALL.width), np.arange(64), SMALL)
+  assert sorted(packed.row) == list(range(64))
+  assert (packed.offset == 0).all()
+  assert packed.num_micro_batches.tolist() == [8, 8]
+
+
+def test_one_token_among_empty_sequences():
+  packed = pack(np.eye(64, dtype=int)[40], np.arange(64), SMALL)
+  assert packed.num_micro_batches.tolist() == [0, 1]
+  assert packed.row[40] // 4 == 8  # the first micro-batch of the second half
+  assert (np.delete(packed.row, 40) == 64).all()
+
+
+def test_single_tokens_fill_one_micro_batch_evenly():
+  """Rows of one micro-batch cost the same, full or not."""
+  packed = pack(np.ones(64, int), np.arange(64), SMALL)
+  assert packed.num_micro_batches.tolist() == [1, 1]
+  counts = np.bincount(packed.row, minlength=64).reshape(2, 8, 4)
+  assert (counts[:, 0] == 8).all()
+
+
+def test_a_sequence_longer_than_a_row_is_an_error():
+  lengths = np.ones(64, int)
+  lengths[7] = 17
+  with pytest.raises(ValueError, match=r"17 tokens, cfg\.width=16"):
+    pack(lengths, np.arange(64), SMALL)
+
+
+def lognormal(count, most, mean):
+  """Lengths of a clipped log-normal distribution, scaled to their mean."""
+  draws = np.exp(np.random.default_rng(0).standard_normal(count))
+  low, high = 0.0, 1.0
+  for _ in range(50):
+    middle = (low + high) / 2
+    below = np.minimum(middle * draws, 1).mean() < mean
+    low, high = (middle, high) if below else (low, middle)
+  return np.clip(np.rint(most * low * draws), 1, most).astype(int)
+
+
+DISTRIBUTIONS = {
+  "long-tailed": lambda: long_tailed(8192, 2048),
+  "log-normal of mean a quarter": lambda: lognormal(8192, 2048, 0.25),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_few_tokens_are_padding_and_no_shard_waits(name):
+  """For 8,192 responses on 64 shards, a row each in a micro-batch."""
+  prompts = np.random.default_rng(1).integers(16, 129, 512)
+  lengths = DISTRIBUTIONS[name]() + prompts.repeat(16)
+  cfg = PackingConfig(2048 + 128, 4, micro_batch_size=64, shards=64)
+  packed = pack(lengths, shuffled(8192, group_size=16), cfg)
+  tokens = np.bincount(packed.row, lengths, minlength=8192).reshape(4, -1, 64)
+  used = np.arange(tokens.shape[1]) < packed.num_micro_batches[:, None]
+  computed = tokens[used]  # [micro-batches, shards]
+  assert computed.sum() == lengths.sum()
+  assert computed.mean() / cfg.width >= 0.85
+  wait = computed.max(axis=1).sum() / computed.mean(axis=1).sum()
+  assert wait <= 1.05
+
+
+def test_shards_of_several_rows_have_as_many_tokens():
+  """The fullest rows are dealt to the shards there and back."""
+  lengths = long_tailed(1024, 256)
+  cfg = PackingConfig(256, 1, micro_batch_size=64, shards=8)
+  packed = pack(lengths, np.arange(1024), cfg)
+  tokens = np.bincount(packed.row, lengths, minlength=1024).reshape(-1, 8, 8)
+  by_shard = tokens[: packed.num_micro_batches[0]].sum(axis=2)
+  wait = by_shard.max(axis=1).sum() / by_shard.mean(axis=1).sum()
+  assert wait <= 1.05
