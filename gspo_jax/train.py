@@ -226,7 +226,7 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   metrics |= rollout_metrics(batch, config.rollout, step)
   metrics |= _time_metrics(clock, batch.sampled_tokens)
   if "dynamic_sampling/tokens_discarded_share" in metrics:
-    metrics["dynamic_sampling/seconds_discarded"] = (
+    metrics["time/generate_discarded"] = (
       metrics["dynamic_sampling/tokens_discarded_share"]
       * metrics["time/generate"]
     )
