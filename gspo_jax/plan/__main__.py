@@ -37,6 +37,12 @@ _SLICES = flags.DEFINE_integer("slices", 1, "How many of them.")
 _FUNCTIONS = flags.DEFINE_list(
   "functions", [*lower.FUNCTIONS], "Those to compile; each takes up to minutes."
 )
+_LENGTHS = flags.DEFINE_string(
+  "lengths",
+  "",
+  "Also cost an iteration: lognormal:mean=.25,sigma=1, shares of "
+  "sampler.max_new_tokens; or a file with a length a line.",
+)
 _TOP = flags.DEFINE_integer("top", 0, "Show the N most expensive operations.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead.")
 
@@ -65,6 +71,7 @@ def _command(argv) -> int:
     chips.parse(_TOPOLOGY.value),
     slices=_SLICES.value,
     functions=_FUNCTIONS.value,
+    lengths=_LENGTHS.value,
   )
   report["config"] = flags.FLAGS["config"].config_filename
   if _JSON.value:
