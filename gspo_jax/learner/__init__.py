@@ -2,7 +2,8 @@
 
 Others take `train_step` (`TrainState`, `Learner`, `update`), `train_batch`
 (`TrainBatch` and how samples become one), `credit` (rewards become advantages),
-`objective`, `optimizer`, `critic`, `experience`, `cold_start` and `health`.
+`packing` (responses share rows), `objective`, `optimizer`, `critic`,
+`experience`, `cold_start` and `health`.
 """
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
   "health",
   "objective",
   "optimizer",
+  "packing",
   "train_batch",
   "train_step",
 ]

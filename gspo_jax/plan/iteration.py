@@ -517,14 +517,14 @@ def _alternatives(
     tokens = other.learner.row_tokens(*lengths, _pack(config, other, lengths))
     at_best = _rows_seconds(functions, tokens, share=0.5)
     add(f"learner.micro_batch_size={half}, at best", generate + at_best)
-  for slots in _other_slots(config, len(lengths.responses)):
-    batching = {"slots": slots}
+  for batching in _other_batching(program, len(lengths.responses)):
     other = _other_program(config, program, continuous_batching=batching)
     if other:
       changed = config.replace(continuous_batching=batching)
       cost = sampler.with_cache(_cache_bytes(changed, other))
       seconds = cost.weights + cost.seconds(_decoding(other, changed, lengths))
-      add(f"continuous_batching.slots={slots}", rows + seconds, cost.free >= 0)
+      keys = ", ".join(f"{key}={value}" for key, value in batching.items())
+      add(f"continuous_batching: {keys}", rows + seconds, cost.free >= 0)
   return found
 
 
@@ -537,10 +537,14 @@ def _one_a_row(program, lengths: Lengths) -> Packing:
   )
 
 
-def _other_slots(config, responses) -> list[int]:
-  if slots := config.continuous_batching.slots:
-    return [0, 2 * slots, slots // 2]
-  return [responses // 2, responses // 4]
+def _other_batching(program, responses) -> list[dict]:
+  """Keys of `continuous_batching`; twice the slots share the same pages."""
+  generate = program.sampler.generate
+  if not isinstance(generate, ContinuousSampler):
+    return [{"slots": responses // 2}, {"slots": responses // 4}]
+  slots, pages = generate.batching.slots, generate.sizes.num_pages
+  twice = {"slots": 2 * slots, "num_pages": pages * generate.shards}
+  return [{"slots": 0}, twice, {"slots": slots // 2}]
 
 
 def _other_program(config, program, **keys) -> Program | None:
