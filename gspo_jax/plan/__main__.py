@@ -14,6 +14,12 @@ the weights once a batch. `old_logprobs` and `update` are one program and take
 the same memory; the time of `old_logprobs` is that of all minibatches, although
 a run needs only one micro-batch of the first.
 
+With `--lengths` it also prints what an iteration costs whose responses have
+these lengths, and what other keys would gain. gspo_jax/plan/lengths.py says how
+lengths are given, gspo_jax/plan/iteration.py what is counted:
+
+  --lengths=lognormal:mean=.25,sigma=1    --lengths=runs/tiny/lengths.txt
+
 Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line;
 3 a fault, with its traceback.
 """

@@ -23,8 +23,6 @@ _BUFFERS = 8
 # The functions of a continuous sampler; the last two read weights of their own.
 _DECODING = ("prefill", "generate")
 _CONTINUOUS = ("decode_params", *_DECODING)
-# The functions that run a micro-batch of packed rows as often as the data asks.
-_OVER_ROWS = ("update", "old_logprobs", "reference_and_values")
 
 
 def analyze(
@@ -110,11 +108,10 @@ def _work(name, module, config, program, where) -> dict:
     program.mesh.size,
     branches={
       train_step.BACKWARD: name == "update",
+      train_step.OLD_LOGPROBS: name == "old_logprobs",
     },
   )
   report = {}
-  if name in _OVER_ROWS:
-    report["micro_batch"] = _micro_batch(cost)
   steps = _steps(name, config, program)
   step = _unroll(cost, steps) if steps else None
   if step is not None and name == "generate":
@@ -147,22 +144,6 @@ def _unroll(cost, steps) -> hlo_cost.HloCost | None:
   summed = 1 if loop is listed else 0
   cost.add(loop.cost, steps - summed)
   return loop.cost
-
-
-def _micro_batch(cost) -> dict:
-  """Seconds of a micro-batch as scheduled, and of all else in a call.
-
-  The loops over micro-batches are the outermost ones whose length depends on
-  the data; the policy has one, and the critic another.
-  """
-  inner = {id(loop.cost) for outer in cost.loops for loop in outer.cost.loops}
-  outer = [loop for loop in cost.loops if id(loop.cost) not in inner]
-  whole = sum(loop.times * loop.cost.scheduled for loop in outer)
-  return {
-    "seconds": sum(loop.cost.scheduled for loop in outer),
-    "stalled_seconds": sum(loop.cost.stalled_seconds for loop in outer),
-    "rest_seconds": max(cost.scheduled - whole, 0.0),
-  }
 
 
 def _bandwidth(mesh, where) -> hlo_walk.Bandwidth:

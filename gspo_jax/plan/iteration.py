@@ -289,7 +289,7 @@ def cost(
   decoding = _decoding(program, config, lengths)
   tokens = program.learner.row_tokens(*lengths, _pack(config, program, lengths))
   score = {k: of for k, of in tokens.items() if k != "update"}
-  update = functions["update"]["micro_batch"]
+  update = functions["update"]["parts"]
   flops = _flops(program, lengths)
   peak = where.chip.flops * program.mesh.size
   parts = {
@@ -300,8 +300,8 @@ def cost(
     "update": _rows(functions, {"update": tokens["update"]})
     | {
       "model_flops": 3 * (flops.whole + flops.critic),
-      "micro_batch_seconds": update["seconds"],
-      "optimizer_step_seconds": update["rest_seconds"]
+      "micro_batch_seconds": update["micro_batch"]["seconds"]["scheduled"],
+      "optimizer_step_seconds": update["rest"]["seconds"]["scheduled"]
       / config.learner.minibatches,
     },
   }
@@ -408,10 +408,10 @@ def _rows_seconds(functions, tokens, share=1.0) -> float:
   """
   total = 0.0
   for name, of in tokens.items():
-    one = functions[name]["micro_batch"]
-    stalled = one["stalled_seconds"]
-    seconds = stalled + share * (one["seconds"] - stalled)
-    total += one["rest_seconds"] + of.micro_batches * seconds
+    parts = functions[name]["parts"]
+    one, rest = parts["micro_batch"]["seconds"], parts["rest"]["seconds"]
+    seconds = one["stalled"] + share * (one["scheduled"] - one["stalled"])
+    total += rest["scheduled"] + of.micro_batches * seconds
   return total
 
 

@@ -162,23 +162,3 @@ def test_what_data_decides_is_told_once_a_source():
   assert analysis._open(opened) == [
     {"source": "layers/cond", "times": 50, "seconds": 3.0}
   ]
-
-
-def test_a_micro_batch_is_the_outermost_loops_of_unknown_length():
-  """Of the policy and of the critic, in each of 3 minibatches."""
-  experts = HloCost(roofline_seconds=1)
-  policy = HloCost(roofline_seconds=10, stalled_seconds=2)
-  policy.loops.append(DataDependent("experts", 5, 1, experts))
-  critic = HloCost(roofline_seconds=5)
-  minibatch = HloCost(roofline_seconds=7)
-  for body in (policy, critic):
-    minibatch.loops.append(DataDependent("micro-batches", 9, 1, body))
-    minibatch.add(body)
-  whole = HloCost(roofline_seconds=4)
-  whole.add(minibatch, 3)
-  assert len(whole.loops) == 3
-  assert analysis._micro_batch(whole) == {
-    "seconds": 12 + 5,
-    "stalled_seconds": 2,
-    "rest_seconds": 4 + 3 * 7,
-  }

@@ -14,16 +14,19 @@ from gspo_jax.runtime.errors import UserError
 WHERE = chips.parse("v5e:2x2")
 P, G, S, R = 8, 4, 8, 12
 STEP = 1e-3  # seconds of a decode step
+
+
+def parts(micro_batch, stalled, rest):
+  """The report of a function by micro-batch, in seconds."""
+  one = {"seconds": {"scheduled": micro_batch, "stalled": stalled}}
+  rest = {"seconds": {"scheduled": rest}}
+  return {"parts": {"micro_batch": one, "rest": rest}}
+
+
 FUNCTIONS = {
-  "update": {
-    "micro_batch": {"seconds": 3.0, "stalled_seconds": 1.0, "rest_seconds": 4.0}
-  },
-  "old_logprobs": {
-    "micro_batch": {"seconds": 1.0, "stalled_seconds": 0.0, "rest_seconds": 0.5}
-  },
-  "reference_and_values": {
-    "micro_batch": {"seconds": 2.0, "stalled_seconds": 0.0, "rest_seconds": 0.0}
-  },
+  "update": parts(3.0, 1.0, 4.0),
+  "old_logprobs": parts(1.0, 0.0, 0.5),
+  "reference_and_values": parts(2.0, 0.0, 0.0),
   "decode_params": {"seconds": {"scheduled": 0.25}},
   "prefill": {"seconds": {"scheduled": 0.125}},
   "generate": {
@@ -57,8 +60,8 @@ def cost(config, lengths, functions=FUNCTIONS):
 
 def test_full_lengths_cost_what_was_compiled(config):
   found, _ = cost(config, LONGEST)
-  parts = found["parts"]
-  update, score = parts["update"], parts["score"]
+  of = found["parts"]
+  update, score = of["update"], of["score"]
   assert update["micro_batches"] == P * G // 4
   assert update["seconds"] == 4.0 + 8 * 3.0
   assert update["optimizer_step_seconds"] == 2.0
@@ -67,12 +70,12 @@ def test_full_lengths_cost_what_was_compiled(config):
   assert score["seconds"] == 0.5 + 5 * 1.0
   whole = FUNCTIONS["generate"]["seconds"]["scheduled"]
   # The mean cache is half the longest.
-  assert parts["generate"]["seconds"] == pytest.approx(whole, rel=0.01)
-  assert parts["generate"]["slots_in_use"] == [1.0] * 10
+  assert of["generate"]["seconds"] == pytest.approx(whole, rel=0.01)
+  assert of["generate"]["slots_in_use"] == [1.0] * 10
   assert found["useful_fraction"] == 1
   for part in ("generate", "score", "update"):
-    assert parts[part]["useful_fraction"] == 1
-  assert found["seconds"] == sum(part["seconds"] for part in parts.values())
+    assert of[part]["useful_fraction"] == 1
+  assert found["seconds"] == sum(part["seconds"] for part in of.values())
 
 
 def test_short_responses_share_rows_and_end_early(config):

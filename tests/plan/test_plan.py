@@ -121,13 +121,15 @@ def test_an_iteration_is_the_parts_that_its_lengths_need(fitting):
   assert fitting["lengths"] == "lognormal:mean=.4,sigma=1"
   assert iteration["responses"]["count"] == 8 * 4
   assert iteration["responses"]["mean"] == pytest.approx(0.4 * 12, rel=0.05)
-  parts, one = iteration["parts"], functions["update"]["micro_batch"]
-  assert 0 < one["seconds"] < functions["update"]["seconds"]["scheduled"]
+  seconds = lambda name, part: functions[name]["parts"][part]["seconds"][
+    "scheduled"
+  ]
+  parts, one = iteration["parts"], seconds("update", "micro_batch")
   assert parts["update"]["seconds"] == pytest.approx(
-    one["rest_seconds"] + parts["update"]["micro_batches"] * one["seconds"]
+    seconds("update", "rest") + parts["update"]["micro_batches"] * one
   )
   # Forward alone is less than forward and backward.
-  assert functions["old_logprobs"]["micro_batch"]["seconds"] < one["seconds"]
+  assert 0 < seconds("old_logprobs", "micro_batch") < one
   assert parts["generate"]["steps"] <= functions["generate"]["decode"]["steps"]
   assert iteration["seconds"] == sum(part["seconds"] for part in parts.values())
 
