@@ -2,8 +2,7 @@
 
 Others take `train_step` (`TrainState`, `Learner`, `update`), `train_batch`
 (`TrainBatch` and how samples become one), `credit` (rewards become advantages),
-`packing` (responses share rows), `objective`, `optimizer`, `critic`,
-`experience`, `cold_start` and `health`.
+`objective`, `optimizer`, `critic`, `experience`, `cold_start` and `health`.
 """
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
   "health",
   "objective",
   "optimizer",
-  "packing",
   "train_batch",
   "train_step",
 ]
