@@ -21,7 +21,6 @@ if __name__ == "__main__":  # before jax starts
   )
 
 import dataclasses
-import functools
 from pathlib import Path
 
 import jax
@@ -98,41 +97,51 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
     mesh: the devices.
     apart: take the old log-probs from a program of its own.
   """
-  run, key = build_program(parse(config), mesh), jax.random.key(2)
+  run = build_program(parse(config), mesh)
   rows = sharding.batch_sharding(mesh)
   with jax.set_mesh(mesh):
     state = run.learner.init_state(run.init_params(jax.random.key(0)))
     prompts, samples = responses(config)
+    lengths = samples.lengths
     samples = dataclasses.replace(
       multihost.to_global(dataclasses.replace(samples, slot_steps=None), rows),
       slot_steps=multihost.to_global(
         samples.slot_steps, sharding.replicated(mesh)
       ),
     )
+    packing = run.learner.pack(prompts.lengths, lengths, jax.random.key(2))
     batch, scored = (
-      run.learner.make_train_batch(multihost.to_global(prompts, rows), samples),
+      run.learner.make_train_batch(
+        multihost.to_global(prompts, rows), samples, packing
+      ),
       {},
     )
     if run.learner.needs_old_logprobs:
-      state, batch, scored = run.learner.compute_old_logprobs(state, batch, key)
+      state, batch, scored = run.learner.compute_old_logprobs(state, batch)
     if apart:
-      batch = dataclasses.replace(batch, old_logps=_alone(run, state, batch))
+      batch = _with_old_logps_alone(run, state, batch)
     if run.learner.add_reference_and_values:
       batch = run.learner.add_reference_and_values(state, batch)
-    rewards = np.random.default_rng(1).standard_normal(len(samples.lengths))
+    rewards = np.random.default_rng(1).standard_normal(len(lengths))
     rewards = multihost.to_global(rewards.astype(np.float32), rows)
     batch = run.learner.assign_advantages(batch, rewards, samples.finish)
-    _, _, learnt = run.learner.update(state, batch, key)
+    _, _, learnt = run.learner.update(state, batch)
   return metric_writer.to_scalars(scored, learnt)[0]
 
 
-def _alone(run, state, batch):
-  score = functools.partial(train_batch.logprobs, cfg=run.cfg)
-  jitted = jax.jit(
-    lambda params, batch: score(params, batch=batch).logps,
-    out_shardings=sharding.batch_sharding(run.mesh),
+def _with_old_logps_alone(run, state, batch):
+  """The batch with old log-probs of a program of their own."""
+
+  def score(params, rows):
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), rows)
+    flat = sharding.constrain_batch(flat, axis=0)
+    return train_batch.logprobs(params, run.cfg, flat).logps
+
+  rows = dataclasses.replace(batch.rows, experts=None)
+  old_logps = jax.jit(score)(state.params, rows).reshape(rows.old_logps.shape)
+  return batch._replace(
+    rows=dataclasses.replace(batch.rows, old_logps=old_logps)
   )
-  return jitted(state.params, dataclasses.replace(batch, experts=None))
 
 
 def table(quick: bool) -> list[dict]:

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import unpacked
 
 from gspo_jax import model, train
 from gspo_jax.data import tokenizers
 from gspo_jax.data.tasks import Problem
-from gspo_jax.learner import credit, train_batch, train_step
+from gspo_jax.learner import credit, packing, train_batch, train_step
+from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.program import settings
@@ -80,17 +82,19 @@ class FailingPool:
 
 
 class Recorder:
-  """Functions that note their keys and do nothing; 2 responses to 2 prompts."""
+  """Functions that note their calls and do nothing; 2 responses to 2 prompts.
+
+  The batch of a step is its packing.
+  """
 
   def __init__(self, needs_old_logprobs=True):
-    self.sample_keys, self.step_keys = [], []
+    self.sample_keys, self.steps = [], []
     self.learner = LearnerFunctions(
       abstract=None,
       init_state=None,
       learning_rate=lambda step: 1.0,
-      make_train_batch=lambda prompts, samples: train_batch.make_train_batch(
-        prompts, samples.tokens, samples.lengths
-      ),
+      packing=PackingConfig(width=5, minibatches=1, micro_batch_size=4),
+      make_train_batch=lambda prompts, samples, packing: packing,
       needs_old_logprobs=needs_old_logprobs,
       add_reference_and_values=None,
       assign_advantages=lambda batch, rewards, finish: batch,
@@ -103,8 +107,8 @@ class Recorder:
     ones = jnp.ones(4, jnp.int32)
     return Samples(tokens, jnp.zeros((4, 3)), ones, ones * 0, jnp.int32(1))
 
-  def step(self, state, batch, key, apply_updates):
-    self.step_keys.append((as_tuple(key), bool(apply_updates)))
+  def step(self, state, batch, apply_updates):
+    self.steps.append(bool(apply_updates))
     return state, batch, {}
 
 
@@ -155,27 +159,32 @@ def test_as_many_rewards_may_fail_as_the_config_allows(config):
     train.iterate(run(), STATE, 7)
 
 
-def test_every_step_and_use_has_its_own_key(config, pool):
+def test_every_step_and_use_has_its_own_key(config, pool, monkeypatch):
   config.rollout.dynamic_sampling_rounds = 2  # no group is mixed: both rounds
-  functions = Recorder()
+  functions, shuffles = Recorder(), []
+
+  def shuffled_groups(key, groups, group_size):
+    shuffles.append(as_tuple(key))
+    return np.arange(groups * group_size)
+
+  monkeypatch.setattr(packing, "shuffled_groups", shuffled_groups)
   run = make_run(config, pool, functions.generate, functions.learner, 2)
   for step in (1, 2, 1):
     train.iterate(run, STATE, step)
-  samples, shuffles = functions.sample_keys, functions.step_keys
-  assert len({*samples[:4], *[key for key, _ in shuffles[:4]]}) == 6
+  samples = functions.sample_keys
+  assert len({*samples[:4], *shuffles[:2]}) == 6
   # The same step has the same keys again.
   assert samples[:2] == samples[4:]
-  assert shuffles[:2] == shuffles[4:]
-  # Old log-probs come first, shuffled as the update is.
-  assert [applied for _, applied in shuffles] == [False, True] * 3
-  assert [key for key, _ in shuffles[::2]] == [key for key, _ in shuffles[1::2]]
+  assert shuffles[:1] == shuffles[2:]
+  # Old log-probs come first.
+  assert functions.steps == [False, True] * 3
 
 
 def test_no_old_logprobs_are_computed_where_none_are_needed(config, pool):
   functions = Recorder(needs_old_logprobs=False)
   run = make_run(config, pool, functions.generate, functions.learner, 2)
   train.iterate(run, STATE, 1)
-  assert [applied for _, applied in functions.step_keys] == [True]
+  assert functions.steps == [True]
 
 
 # The reward of each response: in no order, and no group like another.
@@ -183,12 +192,15 @@ REWARDS = np.array([[5.0, 1.0], [2.0, 9.0], [3.0, 3.5]], np.float32)
 P, G, R = 3, 2, 3
 LENGTHS = np.array([1, 3, 2, 2, 3, 1], np.int32)
 FIRST = ord("a")  # response 0 begins with it, response 1 with the next letter
+LETTERS = FIRST + np.arange(P * G)[:, None] + 10 * np.arange(R)
 CFG = model.variant("tiny", num_experts=0, experts_per_token=0)
 
 
 def tabular_logprobs(params, cfg, batch, **options):
-  """A policy whose parameters are log-probs, by the response's first letter."""
-  logps = params["logps"][batch.tokens[:, -R] - FIRST]
+  """A policy whose parameters are log-probs, of each letter of `generate`."""
+  letters = batch.tokens[:, 1:] - FIRST
+  row, place = letters % 10, letters // 10
+  logps = params["logps"][row, jnp.clip(place, 0, R - 1)]
   return TokenLogprobs(logps, jnp.zeros_like(logps))
 
 
@@ -214,7 +226,9 @@ class TabularPolicy:
         train_batch.train_batch_from_samples,
         cfg=CFG,
         fields=settings.train_batch_fields(config, CFG),
+        packing_config=settings.packing(config, 1),
       ),
+      packing=settings.packing(config, 1),
       needs_old_logprobs=settings.needs_old_logprobs(config, CFG),
       add_reference_and_values=None,
       assign_advantages=self.assign_advantages,
@@ -223,7 +237,7 @@ class TabularPolicy:
 
   def generate(self, params, prompts, key):
     self.params_used.append(params)
-    tokens = FIRST + jnp.arange(P * G)[:, None] + 10 * jnp.arange(R)
+    tokens = jnp.asarray(LETTERS)
     truncated = jnp.zeros(P * G, jnp.int8)
     logps, lengths = jnp.zeros((P * G, R)), jnp.asarray(LENGTHS)
     return Samples(tokens, logps, lengths, truncated, jnp.int32(1))
@@ -234,10 +248,10 @@ class TabularPolicy:
     )
     return self.batch
 
-  def step(self, state, batch, key, apply_updates):
+  def step(self, state, batch, apply_updates):
     if not apply_updates:
       self.params_used.append(state.params)
-    return self.jitted(state, batch, key, apply_updates=apply_updates)
+    return self.jitted(state, batch, apply_updates=apply_updates)
 
 
 class ScriptedPool:
@@ -264,7 +278,7 @@ def tabular(config, monkeypatch):
   config.objective.name = "dr_grpo"
   config.learner.minibatches = P  # the update computes old log-probs of one
   config.learner.micro_batch_size = G // 2
-  config.data.prompts = P
+  config.data.prompts, config.sampler.max_new_tokens = P, R
   policy = TabularPolicy(config)
   run = make_run(config, ScriptedPool(), policy.generate, policy.learner, P)
   logps = -np.random.default_rng(0).random((P * G, R), np.float32)
@@ -276,11 +290,15 @@ def test_a_reward_reaches_the_gradient_of_its_own_response(tabular):
   run, policy, state = tabular
   new, metrics, _, shown = train.iterate(run, state, 1)
   advantages = REWARDS - REWARDS.mean(1, keepdims=True)
-  letters = np.asarray(policy.batch.tokens[:, -R]) - FIRST
-  np.testing.assert_array_equal(letters, np.arange(P * G))
-  np.testing.assert_allclose(policy.batch.advantages, advantages.ravel())
-  # On-policy the loss of Dr. GRPO falls by A / (G R) for each token.
   mask = np.arange(R) < LENGTHS[:, None]
+  packed = policy.batch.rows
+  letters = np.asarray(packed.tokens)[..., 1:][np.asarray(packed.response_mask)]
+  assert sorted(letters) == sorted(LETTERS[mask])
+  found = unpacked.by_response(policy.batch, LENGTHS, R)["advantages"]
+  np.testing.assert_allclose(
+    found, np.where(mask, advantages.reshape(-1, 1), 0), atol=1e-6
+  )
+  # On-policy the loss of Dr. GRPO falls by A / (G R) for each token.
   expected = np.where(mask, advantages.reshape(-1, 1), 0) / (G * R)
   change = new.params["logps"] - state.params["logps"]
   np.testing.assert_allclose(change, expected, atol=1e-6)

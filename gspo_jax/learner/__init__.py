@@ -1,8 +1,9 @@
 """Scored responses become a better policy: the objective and its update.
 
 Others take `train_step` (`TrainState`, `Learner`, `update`), `train_batch`
-(`TrainBatch` and how samples become one), `credit` (rewards become advantages),
-`objective`, `optimizer`, `critic`, `experience`, `cold_start` and `health`.
+(`TrainBatch` and how samples become one), `packing` (which rows they share),
+`credit` (rewards become advantages), `objective`, `optimizer`, `critic`,
+`experience`, `cold_start` and `health`.
 """
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
   "health",
   "objective",
   "optimizer",
+  "packing",
   "train_batch",
   "train_step",
 ]

@@ -90,11 +90,13 @@ def assign_advantages(
       segment_ids=segments,
     )
     advantages = whiten(advantages, mask)
-    returns = returns.reshape(rows.returns.shape)
+    returns = returns.reshape(rows.response_mask.shape)
   if credit.zero_truncated:
     advantages = jnp.where(finish[response] != TRUNCATED, advantages, 0.0)
   rows = dataclasses.replace(
-    rows, advantages=advantages.reshape(rows.advantages.shape), returns=returns
+    rows,
+    advantages=advantages.reshape(rows.response_mask.shape),
+    returns=returns,
   )
   return batch._replace(rows=rows)
 

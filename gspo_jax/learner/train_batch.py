@@ -19,6 +19,10 @@ from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts, Samples
 
+# The named scope of loops over the micro-batches that hold responses; `plan`
+# counts their trips by it.
+MICRO_BATCHES = "micro_batches"
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +104,10 @@ class PackedBatch(NamedTuple):
         one = function(jax.tree.map(lambda x: x[m, a], rows))
         return {k: x.at[m, a].set(one[k]) for k, x in result.items()}
 
-      return jax.lax.fori_loop(
-        0, self.num_micro_batches[m], micro_batch, result
-      )
+      with jax.named_scope(MICRO_BATCHES):
+        return jax.lax.fori_loop(
+          0, self.num_micro_batches[m], micro_batch, result
+        )
 
     start = {name: getattr(rows, name) for name in fields}
     return jax.lax.fori_loop(0, len(self.num_micro_batches), minibatch, start)

@@ -20,7 +20,11 @@ import jax.numpy as jnp
 import optax
 
 from gspo_jax import model
-from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
+from gspo_jax.learner.train_batch import (
+  MICRO_BATCHES,
+  PackedBatch,
+  TrainBatch,
+)
 from gspo_jax.losses import Mean, Metrics, Std
 from gspo_jax.sampler.samples import Samples
 
@@ -274,7 +278,8 @@ def gradient(
   if not learner.old_logps_of_every_minibatch:
     # Of the first minibatch one micro-batch is enough to compare two passes.
     begin = jnp.where(first & ~applying, jnp.maximum(count - 1, 0), 0)
-  grads, divisor, old, metrics = jax.lax.fori_loop(begin, count, add, start)
+  with jax.named_scope(MICRO_BATCHES):
+    grads, divisor, old, metrics = jax.lax.fori_loop(begin, count, add, start)
   grads = jax.tree.map(lambda g: g / jnp.maximum(divisor, 1), grads)
   norm = Mean(optax.tree.norm(grads), jnp.float32(1))
   metrics["grad/norm"] = _only(applying, norm)

@@ -6,18 +6,22 @@ Bytes, FLOPs and seconds are of one device and one call.
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 
-from gspo_jax.learner import train_step
+from gspo_jax.learner import train_batch, train_step
 from gspo_jax.plan import chips, lower, lower_bounds
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo import cost as hlo_cost
+from gspo_jax.plan.hlo import module as hlo_module
 from gspo_jax.plan.hlo import walk as hlo_walk
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.sampler.continuous import ContinuousSampler
 
+# The functions that loop over the micro-batches of packed rows.
+LEARNING = ("update", "old_logprobs", "reference_and_values")
 _KEPT = 40  # operations
 _BUFFERS = 8
 # The functions of a continuous sampler; the last two read weights of their own.
@@ -101,23 +105,88 @@ def _bytes(tree) -> int:
 
 
 def _work(name, module, config, program, where) -> dict:
-  cost = hlo_walk.walk(
-    module,
-    where.chip,
-    _bandwidth(program.mesh, where),
-    program.mesh.size,
-    branches={
-      train_step.BACKWARD: name == "update",
-      train_step.OLD_LOGPROBS: name == "old_logprobs",
-    },
-  )
   report = {}
+  if name in LEARNING:
+    cost, report["parts"] = _learning(name, module, config, program, where)
+  else:
+    cost = _walk(name, module, program, where)
   steps = _steps(name, config, program)
   step = _unroll(cost, steps) if steps else None
   if step is not None and name == "generate":
     report["decode"] = _decode(step, steps, config, program, where)
   model_flops = _model_flops(name, config, program) / program.mesh.size
   return report | _summary(cost, model_flops, where)
+
+
+def _walk(name, module, program, where, micro_batches=0) -> hlo_cost.HloCost:
+  """The cost of a call, with that many micro-batches in each minibatch."""
+  return hlo_walk.walk(
+    module,
+    where.chip,
+    _bandwidth(program.mesh, where),
+    program.mesh.size,
+    branches={train_step.BACKWARD: name == "update"},
+    trips={train_batch.MICRO_BATCHES: micro_batches},
+  )
+
+
+class Parts(NamedTuple):
+  """What a call of a function of `LEARNING` costs a device, in parts.
+
+  A call costs `rest`, and `micro_batch` for each micro-batch that holds
+  responses, of all minibatches. Old log-probs leave out the first minibatch
+  but for one micro-batch.
+
+  Attributes:
+    micro_batch: of an update, forward and backward; of the other functions,
+      forward. It does not list what depends on data.
+    rest: of an update, all its optimizer steps.
+  """
+
+  micro_batch: hlo_cost.HloCost
+  rest: hlo_cost.HloCost
+
+
+def parts(
+  name: str, module: hlo_module.Module, program: Program, where: chips.Slice
+) -> Parts:
+  """The cost of a function of `LEARNING`, by micro-batch.
+
+  Args:
+    name: of the function.
+    module: compiled.
+    program: with the function.
+    where: what it was compiled for.
+  """
+  M = program.learner.packing.minibatches
+  rest = _walk(name, module, program, where)
+  one = _walk(name, module, program, where, micro_batches=1)
+  micro_batch = hlo_cost.HloCost()
+  micro_batch.add(one, 1 / M)
+  micro_batch.add(rest, -1 / M)
+  micro_batch.loops, micro_batch.branches = [], []
+  return Parts(micro_batch, rest)
+
+
+def _learning(name, module, config, program, where):
+  """The cost with one response a row, and the report of its parts.
+
+  Of old log-probs, with those of the first minibatch, as rewards may need them.
+  """
+  rows, found = program.learner.packing, parts(name, module, program, where)
+  most = config.data.prompts * config.rollout.group_size
+  most //= rows.micro_batch_size
+  whole = _walk(name, module, program, where, most // rows.minibatches)
+  part = lambda cost: {
+    "flops": cost.flops,
+    "hbm_bytes": cost.hbm_bytes,
+    "seconds": _seconds(cost),
+  }
+  return whole, {
+    "micro_batch": part(found.micro_batch),
+    "rest": part(found.rest),
+    "most_micro_batches": most,
+  }
 
 
 def _steps(name, config, program) -> int:

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from gspo_jax.learner.packing import Packing
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime import sharding
@@ -51,8 +52,12 @@ def functions(
   else:
     lowered = {"generate": program.sampler.generate.lower(params, prompts, key)}
     samples = lowered["generate"].out_info
-  batch = rows(
-    program.learner.make_train_batch.lower(prompts, rows(samples)).out_info
+  packing = _packing_shapes(config, program)
+  batch = jax.tree.map(
+    lambda x: shape(x.shape, x.dtype),
+    program.learner.make_train_batch.lower(
+      prompts, rows(samples), packing
+    ).out_info,
   )
   if program.learner.add_reference_and_values:
     lowered["reference_and_values"] = (
@@ -62,11 +67,17 @@ def functions(
     )
   apply_updates = shape((), jnp.bool_)
   lowered["update"] = program.learner.step.lower(
-    program.learner.abstract, batch, key, apply_updates
+    program.learner.abstract, batch, apply_updates
   )
   if program.learner.needs_old_logprobs:
     lowered["old_logprobs"] = lowered["update"]  # the same program
   return lowered
+
+
+def _packing_shapes(config, program) -> Packing:
+  B = config.data.prompts * config.rollout.group_size
+  ints = lambda size: jax.ShapeDtypeStruct((size,), jnp.int32)
+  return Packing(ints(B), ints(B), ints(program.learner.packing.minibatches))
 
 
 def lower_continuous_sampler(config, program, key, compute_slots=None):

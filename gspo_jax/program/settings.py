@@ -95,8 +95,11 @@ def objective(config: Config) -> Objective:
   floor = c.router_shift_floor
   if floor == -1:
     floor = 0.8 if c.name == "rspo" else 0.0  # arXiv 2510.23027v2
+  numbers = c.method_settings()
+  if c.name == "dr_grpo":  # a packed row is longer than a response
+    numbers["max_length"] = config.sampler.max_new_tokens
   return Objective(
-    method=functools.partial(METHODS[c.name], **c.method_settings()),
+    method=functools.partial(METHODS[c.name], **numbers),
     dual_clip=c.dual_clip or None,
     kl_coef=0.0 if c.has_kl_in_reward else c.kl_coef,
     kl_estimator=c.kl_estimator,

@@ -14,6 +14,7 @@ from gspo_jax.learner.cold_start import (
   ColdStartConfig,
   ColdStartFunctions,
 )
+from gspo_jax.learner.packing import PackingConfig, pack
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.runtime import sharding
@@ -51,13 +52,16 @@ class Functions:
   Attributes:
     checked: the weight at each measurement of the accuracy.
     batches: which batch each update got.
+    packings: where its demonstrations go.
   """
 
   def __init__(self, accuracies):
     self.accuracies, self.checked, self.batches = accuracies, [], []
+    self.packings = []
 
-  def update(self, state, arrays, key):
+  def update(self, state, arrays, packing):
     self.batches.append(int(arrays["response"][0, 0]))
+    self.packings.append(packing)
     params = {"w": state.params["w"] + 1}
     loss = {"loss/imitation": Mean(np.float32(1), np.float32(1))}
     return TrainState(state.step + 1, params, ()), loss
@@ -78,13 +82,13 @@ def run(folder, accuracies, *, seed=0, gate=0.9, stop=None):
       functions=ColdStartFunctions(
         abstract=first,
         init_state=lambda params: TrainState(jnp.int32(0), params, ()),
+        packing=PackingConfig(width=7, minibatches=1, micro_batch_size=1),
         update=functions.update,
       ),
       batches=Batches(),
       batch_sharding=sharding.batch_sharding(
         sharding.make_mesh(jax.devices()[:1])
       ),
-      key=None,
       accuracy=functions.accuracy,
       checkpoints=checkpoints,
       identity={"seed": seed},
@@ -97,6 +101,10 @@ def test_it_stops_at_the_gate_and_is_reused(tmp_path):
   state, functions = run(tmp_path, [0.1, 0.95])
   assert int(state.step) == 4
   assert functions.checked == [2, 4]
+  # Two demonstrations of a prompt and a response token share a row.
+  for packing in functions.packings:
+    assert packing.row.tolist() == [0, 0]
+    assert packing.offset.tolist() == [0, 2]
   again, functions = run(tmp_path, [])
   assert functions.checked == functions.batches == []
   np.testing.assert_array_equal(again.params["w"], state.params["w"])
@@ -139,19 +147,22 @@ def test_cross_entropy():
     "response": ids(4),
     "response_length": np.array([4, 1], np.int32),
   }
-  batch = cold_start.demonstration_batch(arrays)
+  rows = PackingConfig(width=9, minibatches=1, micro_batch_size=2)
+  packing = pack(np.array([7, 3]), np.arange(2), rows)
+  packed = cold_start.demonstration_batch(arrays, packing, rows)
+  batch = jax.tree.map(lambda x: x[0, 0], packed.rows)
 
   @jax.jit
   def both(params):
     logits = model.forward(
-      params, cfg, batch.tokens, batch.positions, batch.mask
+      params, cfg, batch.tokens, batch.positions, batch.segment_ids
     ).logits
     return cold_start.cross_entropy(params, batch, cfg=cfg), logits
 
   out, logits = both(params)
   logps = jax.nn.log_softmax(logits)
   response = [logps[0, 2 + t, arrays["response"][0, t]] for t in range(4)]
-  response += [logps[1, 2, arrays["response"][1, 0]]]
+  response += [logps[1, 1, arrays["response"][1, 0]]]  # behind its prompt
   assert out.loss.value() == pytest.approx(-np.mean(response), rel=1e-5)
   assert out.loss.count == 5
   assert out.metrics["loss/imitation"].value() == out.loss.value()

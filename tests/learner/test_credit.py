@@ -5,36 +5,71 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import unpacked
 
 from gspo_jax.learner import credit
 from gspo_jax.learner.credit import CreditConfig
-from gspo_jax.learner.train_batch import TrainBatch
+from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.losses.advantages import (
   generalized_advantages,
   group_relative_advantages,
 )
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 
+# Four responses of up to three tokens.
+MASK = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]], bool)
+OLD, REFERENCE, VALUES = np.random.default_rng(0).normal(size=(3, 4, 3))
+GAP = np.where(MASK, OLD - REFERENCE, 0)
+# In each row the response of every column, or -1 at prompts and padding.
+ROWS = {
+  "one a row": [[0, 0, 0, -1], [1, 1, -1, -1], [2, -1, -1, -1], [3, 3, 3, -1]],
+  "shared rows": [
+    [3, 3, 3, -1, 1, 1, -1],
+    [2, -1, 0, 0, 0, -1, -1],
+    *[[-1] * 7] * 2,  # not used
+  ],
+}
 
-@pytest.fixture
-def batch():
-  """Four responses of up to three tokens; NaN behind their ends."""
-  rng = np.random.default_rng(0)
-  mask = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]], bool)
-  floats = lambda: jnp.where(
-    mask, rng.normal(size=(4, 3)).astype(np.float32), jnp.nan
+
+@pytest.fixture(params=ROWS)
+def batch(request):
+  """A minibatch of two micro-batches; NaN where there is no response."""
+  response = np.array(ROWS[request.param])
+  mask = response >= 0
+
+  def put(x):
+    rows = np.full(response.shape, np.nan, np.float32)
+    for b in range(4):
+      rows[response == b] = x[b][MASK[b]]
+    return rows
+
+  segments = np.where(mask, response + 1, 0).astype(np.int32)
+  rows = TrainBatch(
+    tokens=segments,
+    positions=segments,
+    segment_ids=segments,
+    response_mask=mask,
+    old_logps=put(OLD),
+    advantages=np.zeros(response.shape, np.float32),
+    response_index=np.where(mask, response, 0).astype(np.int32),
+    reference_logps=put(REFERENCE),
+    values=put(VALUES),
   )
-  unused = np.zeros((4, 5), np.int32)
-  return TrainBatch(
-    unused,
-    unused,
-    unused,
-    jnp.asarray(mask),
-    old_logps=floats(),
-    advantages=jnp.zeros(4),
-    reference_logps=floats(),
-    values=floats(),
-  )
+  return unpacked.cut(rows, micro_batch_size=2)
+
+
+def assign(batch: PackedBatch, rewards, config) -> dict[str, np.ndarray]:
+  """[4, 3] advantages, and returns if there are any."""
+  out = credit.assign_advantages(batch, rewards, FINISH, credit=config)
+  rows = out.rows
+  assert rows.advantages.shape == rows.response_mask.shape
+  assert not np.asarray(rows.advantages)[~rows.response_mask].any()
+  return unpacked.by_response(out, MASK.sum(1), 3)
+
+
+def of_response(x):
+  """[4] -> [4, 3]: the same at each token."""
+  return np.where(MASK, np.reshape(x, (4, 1)), 0)
 
 
 REWARDS = jnp.array([1.0, 0.0, 0.5, 0.5])
@@ -42,35 +77,34 @@ FINISH = jnp.array([STOPPED, STOPPED, STOPPED, TRUNCATED], jnp.int8)
 
 
 def test_responses_are_compared_with_their_group(batch):
-  out = credit.assign_advantages(batch, REWARDS, FINISH, credit=CreditConfig(2))
-  np.testing.assert_allclose(out.advantages, [1, -1, 0, 0], atol=1e-5)
-  assert out.returns is None
-  raw = CreditConfig(2, normalize_std=False)
-  out = credit.assign_advantages(batch, REWARDS, FINISH, credit=raw)
-  np.testing.assert_allclose(out.advantages, [0.5, -0.5, 0, 0], atol=1e-6)
+  out = assign(batch, REWARDS, CreditConfig(2))
+  expected = of_response([1, -1, 0, 0])
+  np.testing.assert_allclose(out["advantages"], expected, atol=1e-5)
+  assert "returns" not in out
+  out = assign(batch, REWARDS, CreditConfig(2, normalize_std=False))
+  expected = of_response([0.5, -0.5, 0, 0])
+  np.testing.assert_allclose(out["advantages"], expected, atol=1e-6)
 
 
 def test_k1_is_subtracted_from_the_reward(batch):
-  raw = CreditConfig(2, normalize_std=False, kl_coef=0.1)
-  out = credit.assign_advantages(batch, REWARDS, FINISH, credit=raw)
-  gap = np.nansum(batch.old_logps - batch.reference_logps, axis=1)
-  rewards = (np.asarray(REWARDS) - 0.1 * gap).reshape(2, 2)
+  config = CreditConfig(2, normalize_std=False, kl_coef=0.1)
+  out = assign(batch, REWARDS, config)["advantages"]
+  rewards = (np.asarray(REWARDS) - 0.1 * GAP.sum(1)).reshape(2, 2)
   expected = group_relative_advantages(rewards, normalize_std=False)
-  np.testing.assert_allclose(out.advantages, expected.ravel(), atol=1e-6)
-  assert np.all(out.advantages != 0)  # the second group's rewards are equal
+  np.testing.assert_allclose(out, of_response(expected), atol=1e-6)
+  assert np.all(out[MASK] != 0)  # the second group's rewards are equal
 
 
 def test_k1_is_not_divided_by_the_std_of_the_rewards(batch):
   """Else in a group of equal rewards it would become advantages of 1."""
-  with_kl = CreditConfig(2, kl_coef=1e-3)
-  out = credit.assign_advantages(batch, REWARDS, FINISH, credit=with_kl)
-  plain = credit.assign_advantages(
-    batch, REWARDS, FINISH, credit=CreditConfig(2)
-  )
-  gap = np.nansum(batch.old_logps - batch.reference_logps, axis=1)
-  gap = gap.reshape(2, 2) - gap.reshape(2, 2).mean(1, keepdims=True)
+  with_kl = assign(batch, REWARDS, CreditConfig(2, kl_coef=1e-3))
+  plain = assign(batch, REWARDS, CreditConfig(2))
+  gap = GAP.sum(1).reshape(2, 2)
+  gap -= gap.mean(1, keepdims=True)
   np.testing.assert_allclose(
-    plain.advantages - out.advantages, 1e-3 * gap.ravel(), atol=1e-6
+    plain["advantages"] - with_kl["advantages"],
+    of_response(1e-3 * gap),
+    atol=1e-6,
   )
 
 
@@ -78,31 +112,28 @@ def test_k1_is_not_divided_by_the_std_of_the_rewards(batch):
 def test_truncated_responses_have_no_advantage(batch, trace_decay):
   config = CreditConfig(2, zero_truncated=True, trace_decay=trace_decay)
   rewards = REWARDS.at[3].set(2.0)
-  out = credit.assign_advantages(batch, rewards, FINISH, credit=config)
+  out = assign(batch, rewards, config)["advantages"]
   kept = dataclasses.replace(config, zero_truncated=False)
-  whole = credit.assign_advantages(batch, rewards, FINISH, credit=kept)
-  np.testing.assert_array_equal(out.advantages[:3], whole.advantages[:3])
-  assert not out.advantages[3].any()
-  assert np.any(whole.advantages[3] != 0)
+  whole = assign(batch, rewards, kept)["advantages"]
+  np.testing.assert_array_equal(out[:3], whole[:3])
+  assert not out[3].any()
+  assert np.any(whole[3] != 0)
 
 
 def test_with_a_critic_the_reward_is_of_the_last_token_and_k1_of_each(batch):
   config = CreditConfig(2, kl_coef=0.1, discount=0.9, trace_decay=0.8)
-  out = credit.assign_advantages(batch, REWARDS, FINISH, credit=config)
-  mask = np.asarray(batch.response_mask)
-  gap = np.asarray(batch.old_logps - batch.reference_logps)
-  tokens = np.where(mask, -0.1 * gap, 0)
+  out = assign(batch, REWARDS, config)
+  tokens = -0.1 * GAP
   for row, last in enumerate((2, 1, 0, 2)):
     tokens[row, last] += REWARDS[row]
   advantages, returns = generalized_advantages(
     tokens.astype(np.float32),
-    batch.values,
-    mask,
+    VALUES.astype(np.float32),
+    MASK,
     discount=0.9,
     trace_decay=0.8,
   )
-  np.testing.assert_allclose(out.returns[mask], returns[mask], atol=1e-5)
-  real = np.asarray(advantages)[mask]
+  np.testing.assert_allclose(out["returns"][MASK], returns[MASK], atol=1e-5)
+  real = np.asarray(advantages)[MASK]
   expected = (real - real.mean()) / real.std()
-  np.testing.assert_allclose(out.advantages[mask], expected, atol=1e-3)
-  assert not out.advantages[~mask].any()
+  np.testing.assert_allclose(out["advantages"][MASK], expected, atol=1e-3)

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import unpacked
 
 from gspo_jax import model
-from gspo_jax.learner import critic, train_step
-from gspo_jax.learner.cold_start import demonstration_batch
+from gspo_jax.learner import critic, train_batch, train_step
+from gspo_jax.sampler.samples import Prompts
 
 CFG = model.variant(
   "tiny", dtype="float32", num_layers=1, num_experts=0, experts_per_token=0
@@ -28,13 +29,10 @@ def params():
 def batch():
   rng = np.random.default_rng(0)
   ids = lambda width: rng.integers(0, 256, (8, width)).astype(np.int32)
-  batch = demonstration_batch(
-    {
-      "tokens": ids(S),
-      "length": np.full(8, S, np.int32),
-      "response": ids(R),
-      "response_length": np.array([4, 1, 2, 3, 4, 4, 4, 1], np.int32),
-    }
+  batch = train_batch.unpacked(
+    Prompts(ids(S), np.full(8, S, np.int32)),
+    ids(R),
+    np.array([4, 1, 2, 3, 4, 4, 4, 1], np.int32),
   )
   returns = jnp.repeat(jnp.arange(8.0)[:, None] / 8, R, axis=1)
   return dataclasses.replace(batch, values=jnp.zeros((8, R)), returns=returns)
@@ -71,16 +69,10 @@ def test_values_become_the_returns(params, batch):
   learner = train_step.Learner(
     loss=lambda params, rows, _: critic.loss(params, rows, cfg=CFG, clip=10.0),
     optimizer=optimizer,
-    minibatches=1,
-    micro_batch_size=4,
-    group_size=1,
   )
   state = train_step.init_state(params, optimizer=optimizer)
-  step = jax.jit(
-    lambda state: train_step.update(
-      state, batch, jax.random.key(0), learner=learner
-    )
-  )
+  rows = unpacked.cut(batch, micro_batch_size=4)
+  step = jax.jit(lambda state: train_step.update(state, rows, learner=learner))
   losses = []
   for _ in range(30):
     state, _, metrics = step(state)

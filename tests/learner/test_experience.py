@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from gspo_jax import model
-from gspo_jax.learner import experience
-from gspo_jax.learner.cold_start import demonstration_batch
+from gspo_jax.learner import experience, train_batch
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import EDGES
+from gspo_jax.sampler.samples import Prompts
 
 CFG = model.variant("tiny")
 B, S, R, L, E, K = 6, 3, 4, 2, CFG.num_experts, CFG.experts_per_token
@@ -21,13 +21,10 @@ def inputs():
   """A batch, and the old policy's pass over it."""
   rng = np.random.default_rng(0)
   uniform = lambda *shape: rng.random(shape, np.float32)
-  batch = demonstration_batch(
-    {
-      "tokens": np.zeros((B, S), np.int32),
-      "length": np.full(B, S, np.int32),
-      "response": np.zeros((B, R), np.int32),
-      "response_length": np.array([4, 1, 2, 0, 4, 4], np.int32),
-    }
+  batch = train_batch.unpacked(
+    Prompts(np.zeros((B, S), np.int32), np.full(B, S, np.int32)),
+    np.zeros((B, R), np.int32),
+    np.array([4, 1, 2, 0, 4, 4], np.int32),
   )
   batch = dataclasses.replace(batch, sampler_logps=jnp.asarray(-uniform(B, R)))
   experts = rng.integers(0, E // 2, (L, B, S + R, K)).astype(np.uint8)

@@ -10,7 +10,6 @@ import pytest
 
 from gspo_jax import losses, model
 from gspo_jax.learner import routing, train_batch
-from gspo_jax.learner.cold_start import demonstration_batch
 from gspo_jax.learner.objective import (
   INSTRUMENTS,
   MismatchCorrection,
@@ -19,6 +18,7 @@ from gspo_jax.learner.objective import (
 )
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import Mean
+from gspo_jax.sampler.samples import Prompts
 
 CFG = model.variant("tiny", dtype="float32")
 B, S, R, L, K = 6, 3, 4, CFG.num_layers, CFG.experts_per_token
@@ -28,13 +28,10 @@ GSPO = Objective(losses.gspo_loss)
 
 def demonstrations(rng):
   ids = lambda width: rng.integers(0, 256, (B, width)).astype(np.int32)
-  return demonstration_batch(
-    {
-      "tokens": ids(S),
-      "length": np.full(B, S, np.int32),
-      "response": ids(R),
-      "response_length": np.array([4, 1, 2, 3, 4, 4], np.int32),
-    }
+  return train_batch.unpacked(
+    Prompts(ids(S), np.full(B, S, np.int32)),
+    ids(R),
+    np.array([4, 1, 2, 3, 4, 4], np.int32),
   )
 
 
@@ -44,7 +41,9 @@ def with_old_policy(batch, old, rng):
   return dataclasses.replace(
     batch,
     old_logps=old.logps,
-    advantages=jnp.asarray(rng.standard_normal(B), jnp.float32),
+    advantages=jnp.asarray(
+      np.repeat(rng.standard_normal((B, 1)), R, axis=1), jnp.float32
+    ),
     experts=old.experts.swapaxes(0, 1),
     router_logps=old.router_logps.swapaxes(0, 1),
     sampler_logps=old.logps + noise(),

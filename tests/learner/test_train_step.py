@@ -8,22 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import unpacked
 
 from configs import tiny_cpu
 from gspo_jax import model
 from gspo_jax.learner import train_batch, train_step
 from gspo_jax.learner.objective import METHODS
-from gspo_jax.learner.train_batch import TrainBatchFields
-from gspo_jax.logprobs import TokenLogprobs, token_logprobs
+from gspo_jax.learner.packing import Packing
+from gspo_jax.learner.train_batch import PackedBatch
+from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler.samples import STOPPED, Prompts, Samples
+from gspo_jax.sampler.samples import Prompts, Samples
 
 
 def shrink(config):
-  """Two minibatches of two micro-batches of eight rows."""
+  """Two minibatches of up to two micro-batches of eight rows."""
   config.data.prompts = 8
   config.learner.micro_batch_size = 8
   config.learner.minibatches = 2
@@ -62,24 +64,31 @@ def unigram(config, monkeypatch):
 
 
 def unigram_batch(sampler_logps=False):
-  """Random responses of all lengths, of a policy not quite the present one."""
+  """Random responses of all lengths, of a policy not quite the present one.
+
+  One a row; `unpacked.cut` makes minibatches of them.
+  """
   rng = np.random.default_rng(1)
   ids = lambda *shape: rng.integers(0, V, shape).astype(np.int32)
-  samples = Samples(
-    ids(B, R),
-    rng.normal(-2.8, 0.2, (B, R)).astype(np.float32),
-    jnp.asarray(rng.integers(1, R + 1, B), jnp.int32),
-    np.full(B, STOPPED, np.int8),
-    jnp.int32(R),
+  prompts = Prompts(ids(P, S), np.full(P, S, np.int32))
+  responses, logps = ids(B, R), rng.normal(-2.8, 0.2, (B, R))
+  batch = train_batch.unpacked(prompts, responses, rng.integers(1, R + 1, B))
+  logps = jnp.asarray(logps, jnp.float32)
+  advantages = np.repeat(rng.standard_normal((B, 1)), R, axis=1)
+  return dataclasses.replace(
+    batch,
+    old_logps=logps if sampler_logps else batch.old_logps,
+    advantages=jnp.asarray(advantages, jnp.float32),
+    sampler_logps=logps,
   )
-  batch = train_batch.train_batch_from_samples(
-    Prompts(ids(P, S), np.full(P, S, np.int32)),
-    samples,
-    DENSE,
-    TrainBatchFields(sampler_logps=sampler_logps),
-  )
-  advantages = rng.standard_normal(B).astype(np.float32)
-  return dataclasses.replace(batch, advantages=jnp.asarray(advantages))
+
+
+# The rows of the minibatches.
+ORDER = np.random.default_rng(2).permutation(B)
+
+
+def cut(batch):
+  return unpacked.cut(batch, 2, 8, ORDER)
 
 
 @pytest.mark.parametrize("method", ["gspo", "dapo", "dr_grpo"])
@@ -88,16 +97,16 @@ def test_micro_batches_leave_the_gradient_alone(unigram, method):
   learner, params = unigram
   # The old policy is such that some ratios are clipped and some are not.
   batch = unigram_batch(sampler_logps=True)
-  cut = jax.tree.map(lambda x: x.reshape(8, 4, *x.shape[1:]), batch)
+  rows = jax.tree.map(lambda x: x.reshape(8, 4, *x.shape[1:]), batch)
   grads, _, metrics = jax.jit(
-    lambda params, cut: train_step.gradient(params, cut, learner(method))
-  )(params, cut)
+    lambda params, rows: train_step.gradient(params, rows, learner(method))
+  )(params, rows)
 
   def loss(params):
     return METHODS[method](
       unigram_logprobs(params, DENSE, batch).logps,
       batch.old_logps,
-      batch.advantages,
+      batch.advantages[:, 0],
       batch.response_mask,
     )
 
@@ -116,14 +125,15 @@ def test_the_samplers_log_probs_can_be_the_old_ones(unigram):
   learner, params = unigram
   learner = learner(old_logps="sampler")
   state = train_step.init_state(params, optimizer=learner.optimizer)
-  batch, key = unigram_batch(sampler_logps=True), jax.random.key(2)
+  batch = unigram_batch(sampler_logps=True)
   step = jax.jit(functools.partial(train_step.update, learner=learner))
-  same, scored, first = step(state, batch, key, apply_updates=False)
+  same, packed, first = step(state, cut(batch), apply_updates=False)
   assert int(same.step) == 0
   np.testing.assert_array_equal(same.params["logits"], params["logits"])
+  scored = unpacked.join(packed, ORDER)
   for name in ("old_logps", "tokens", "sampler_logps"):
     np.testing.assert_array_equal(getattr(scored, name), getattr(batch, name))
-  _, _, second = step(same, scored, key, apply_updates=True)
+  _, _, second = step(same, packed, apply_updates=True)
   metrics = jax.tree.map(jnp.add, first, second)
   # The gap is measured all the same, and of every response once.
   assert metrics["mismatch/sequence_abs_mean"].count == B
@@ -141,9 +151,10 @@ def test_old_log_probs_are_of_the_policy_before_the_update(unigram):
   learner, params = unigram
   learner = learner()
   state = train_step.init_state(params, optimizer=learner.optimizer)
-  batch, key = unigram_batch(), jax.random.key(2)
+  batch = unigram_batch()
   step = jax.jit(functools.partial(train_step.update, learner=learner))
-  state, scored, first = step(state, batch, key, apply_updates=False)
+  state, packed, first = step(state, cut(batch), apply_updates=False)
+  scored = unpacked.join(packed, ORDER)
   expected = unigram_logprobs(params, DENSE, batch).logps
   computed = np.asarray(scored.old_logps) != 0
   # All but the first minibatch, of which the update computes them.
@@ -151,7 +162,7 @@ def test_old_log_probs_are_of_the_policy_before_the_update(unigram):
   np.testing.assert_allclose(
     scored.old_logps[computed], expected[computed], rtol=1e-6
   )
-  _, _, second = step(state, scored, key, apply_updates=True)
+  _, _, second = step(state, packed, apply_updates=True)
   metrics = jax.tree.map(jnp.add, first, second)
   assert metrics["ratio/first_minibatch_std"].value() == 0
   assert metrics["ratio/moved"].value() > 0
@@ -159,12 +170,19 @@ def test_old_log_probs_are_of_the_policy_before_the_update(unigram):
 
 
 class Iteration(NamedTuple):
-  """All that an iteration makes; arrays are numpy's but for the states'."""
+  """All that an iteration makes; arrays are numpy's but for the states'.
+
+  `batch` is the packed batch; `old_logps` are of the responses, [B, R], the
+  sampler's where they were not computed.
+  """
 
   program: Program
   params: model.Params
+  prompts: Prompts
   samples: Samples
-  batch: train_batch.TrainBatch
+  packing: Packing
+  batch: PackedBatch
+  old_logps: np.ndarray
   state: train_step.TrainState
   new: train_step.TrainState
   metrics: dict
@@ -175,40 +193,56 @@ def build(config, devices=1, **mesh):
   return build_program(parse(config), mesh)
 
 
-def iterate(program, advantages):
+def pack(learner, prompts, samples):
+  lengths = multihost.to_host(samples.lengths)
+  return learner.pack(prompts.lengths, lengths, jax.random.key(2))
+
+
+def iterate(program, rewards):
   """One iteration on random prompts."""
   rng, learner = np.random.default_rng(0), program.learner
   tokens = rng.integers(0, 256, (8, 8)).astype(np.int32)
   prompts = Prompts(tokens, rng.integers(3, 9, 8).astype(np.int32))
-  key = jax.random.key(2)
   with jax.set_mesh(program.mesh):
     state = learner.init_state(program.init_params(jax.random.key(0)))
     # Copies: a NumPy view of a buffer would forbid its donation.
     params = jax.tree.map(np.array, state.params)
     samples = program.sampler.generate(state.params, prompts, jax.random.key(1))
-    batch = learner.make_train_batch(prompts, samples)
-    state, batch, _ = learner.compute_old_logprobs(state, batch, key)
-    advantages = multihost.to_global(
-      np.float32(advantages), sharding.batch_sharding(program.mesh)
+    packing = pack(learner, prompts, samples)
+    batch = learner.make_train_batch(prompts, samples, packing)
+    state, batch, _ = learner.compute_old_logprobs(state, batch)
+    rewards = multihost.to_global(
+      np.float32(rewards), sharding.batch_sharding(program.mesh)
     )
-    batch = dataclasses.replace(batch, advantages=advantages)
+    batch = learner.assign_advantages(batch, rewards, samples.finish)
     kept = jax.device_get(batch)
-    new, _, metrics = learner.update(state, batch, key)
-  # Of the first minibatch only one micro-batch has old log-probs.
-  computed = kept.old_logps != 0
-  old_logps = np.where(computed, kept.old_logps, samples.logps)
-  kept = dataclasses.replace(kept, old_logps=old_logps)
+    new, _, metrics = learner.update(state, batch)
   samples = jax.device_get(samples)
-  return Iteration(program, params, samples, kept, state, new, metrics)
+  # Of the first minibatch only one micro-batch has old log-probs.
+  found = unpacked.by_response(kept, samples.lengths, samples.logps.shape[1])
+  found = found["old_logps"]
+  old_logps = np.where(found != 0, found, samples.logps)
+  return Iteration(
+    program,
+    params,
+    prompts,
+    samples,
+    packing,
+    kept,
+    old_logps,
+    state,
+    new,
+    metrics,
+  )
 
 
-ADVANTAGES = np.where(np.arange(32) % 2, 1.0, -1.0)
+REWARDS = np.where(np.arange(32) % 2, 1.0, -1.0)
 
 
 @pytest.fixture(scope="module")
 def one():
   """An iteration on one device."""
-  return iterate(build(shrink(tiny_cpu.get_config("debug"))), ADVANTAGES)
+  return iterate(build(shrink(tiny_cpu.get_config("debug"))), REWARDS)
 
 
 MESHES = {
@@ -238,11 +272,11 @@ DEFAULT = "8 fsdp, expert, tensor, decoding otherwise"
 def test_many_devices_do_as_one(one, config, name):
   devices, mesh, sampler_mesh = MESHES[name]
   config.sampler_mesh.update(sampler_mesh)
-  many = iterate(build(config, devices, **mesh), ADVANTAGES)
+  many = iterate(build(config, devices, **mesh), REWARDS)
   np.testing.assert_array_equal(one.samples.tokens, many.samples.tokens)
   close = np.testing.assert_allclose
   close(one.samples.logps, many.samples.logps, atol=1e-5)
-  close(one.batch.old_logps, many.batch.old_logps, atol=1e-5)
+  close(one.old_logps, many.old_logps, atol=1e-5)
   # The first moment is linear in the gradients; the parameters are not: Adam
   # divides by a gradient's size, and so blows up the rounding of a small one.
   moments = one.new.opt_state[1][0].mu, many.new.opt_state[1][0].mu
@@ -261,24 +295,15 @@ def test_many_devices_do_as_one(one, config, name):
 
 
 def test_good_responses_become_likelier_and_the_state_is_donated(one):
-  batch = one.batch
-  R = batch.response_mask.shape[1]
+  samples = one.samples
+  batch = train_batch.unpacked(one.prompts, samples.tokens, samples.lengths)
   logprobs = jax.jit(
-    lambda params: (
-      token_logprobs(
-        params,
-        one.program.cfg,
-        batch.tokens,
-        batch.positions,
-        batch.mask,
-        response_length=R,
-      ).logps
-    )
+    lambda params: train_batch.logprobs(params, one.program.cfg, batch).logps
   )
   gain = logprobs(one.new.params) - logprobs(one.params)
   gain = np.where(batch.response_mask, gain, 0)
   per_response = gain.sum(1) / batch.response_mask.sum(1)
-  good = batch.advantages > 0
+  good = REWARDS > 0
   assert per_response[good].mean() > per_response[~good].mean() + 1e-4
   # The second minibatch is off-policy.
   assert one.metrics["ratio/moved"].value() > 0
@@ -288,9 +313,7 @@ def test_good_responses_become_likelier_and_the_state_is_donated(one):
 
 def test_an_update_starts_at_ratio_one(one):
   """Its forward pass is that of the old log-probs; the sampler's is another."""
-  gap = np.where(
-    one.batch.response_mask, one.batch.old_logps - one.samples.logps, 0
-  )
+  gap = one.old_logps - one.samples.logps
   assert 0 < np.abs(gap).max() < 1e-5
   assert one.metrics["ratio/first_minibatch_std"].value() == 0
 
@@ -299,7 +322,7 @@ def test_a_second_compilation_is_an_error(one):
   one.program.check_compiled_once()
   longer = Prompts(np.zeros((8, 9), np.int32), np.ones(8, np.int32))
   with jax.set_mesh(one.program.mesh):
-    one.program.learner.make_train_batch(longer, one.samples)
+    one.program.learner.make_train_batch(longer, one.samples, one.packing)
   with pytest.raises(RuntimeError, match="make_train_batch was compiled 2 "):
     one.program.check_compiled_once()
 
@@ -321,23 +344,22 @@ def test_critic_reference_and_replay_on_many_devices_do_as_one(config):
       samples = program.sampler.generate(
         state.params, prompts, jax.random.key(1)
       )
-      batch = learner.make_train_batch(prompts, samples)
-      state, batch, _ = learner.compute_old_logprobs(
-        state, batch, jax.random.key(2)
-      )
+      packing = pack(learner, prompts, samples)
+      batch = learner.make_train_batch(prompts, samples, packing)
+      state, batch, _ = learner.compute_old_logprobs(state, batch)
       batch = learner.add_reference_and_values(state, batch)
       batch = learner.assign_advantages(batch, rewards, samples.finish)
       kept = jax.device_get(batch)
-      new, _, _ = learner.update(state, batch, jax.random.key(2))
+      new, _, _ = learner.update(state, batch)
+    lengths = jax.device_get(samples.lengths)
+    kept = unpacked.by_response(kept, lengths, samples.logps.shape[1])
     return kept, jax.device_get(new)
 
   kept, new = whole(1)
   config.sampler_mesh.update({"expert": 4, "tensor": 1})
   kept8, new8 = whole(8, data=1, fsdp=2, expert=2, tensor=2)
-  for name in ("experts", "advantages", "returns", "reference_logps"):
-    np.testing.assert_allclose(
-      getattr(kept, name), getattr(kept8, name), atol=1e-5
-    )
+  for name in ("advantages", "returns", "reference_logps"):
+    np.testing.assert_allclose(kept[name], kept8[name], atol=1e-5)
   same = functools.partial(np.testing.assert_allclose, atol=1e-5)
   jax.tree.map(same, new.params, new8.params)
   jax.tree.map(same, new.critic.params, new8.critic.params)

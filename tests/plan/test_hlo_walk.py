@@ -90,6 +90,22 @@ def test_a_data_dependent_loop_counts_once_and_is_listed():
   assert hlo_cost.longest_loop(cost) == (loop, loop)
 
 
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_the_caller_can_give_the_trips_of_a_loop(count):
+  named = LOOP.replace(
+    "body=%body",
+    'body=%body, metadata={op_name="jit(f)/while/body/mine/while"}',
+  )
+  module = hlo_module.parse(BODY + BY_DATA + named)
+  walk = lambda scope: hlo_walk.walk(
+    module, CHIP, lambda c: CHIP.link, devices=4, trips={scope: count}
+  )
+  cost = walk("mine")
+  assert cost.no_overlap == 36 * count
+  assert not cost.loops
+  assert len(walk("other").loops) == 1
+
+
 BRANCHES = """
 %cheap (p: f32[500]) -> f32[500] {
   ROOT %p = f32[500]{0} parameter(0)

@@ -23,6 +23,7 @@ TINY = (
   f"--config={ROOT}/configs/tiny_cpu.py:debug",
   "--config.data.prompts=8",
   "--config.learner.micro_batch_size=8",
+  "--config.learner.minibatches=2",
   "--config.model.dtype=bfloat16",
 )
 SLICE = "--topology=v5e:2x4"
@@ -83,6 +84,32 @@ def test_the_update_does_the_models_flops(fitting):
   assert 0.95 < update["flops"] / update["model_flops"] < 1.3
   score = fitting["functions"]["old_logprobs"]
   assert 2.5 < update["flops"] / score["flops"] < 3.5
+
+
+@needs_libtpu
+def test_the_update_is_its_micro_batches_and_its_optimizer_steps(fitting):
+  """Of 32 responses, one a row and 8 rows at a time, in two minibatches."""
+  for name in ("update", "old_logprobs"):
+    whole = fitting["functions"][name]
+    parts = whole["parts"]
+    assert parts["most_micro_batches"] == 4
+    one, rest = parts["micro_batch"], parts["rest"]
+    for measure in ("flops", "hbm_bytes"):
+      total = rest[measure] + 4 * one[measure]
+      assert whole[measure] == pytest.approx(total)
+      assert one[measure] > 0
+    for kind in ("roofline", "collectives", "serial"):
+      total = rest["seconds"][kind] + 4 * one["seconds"][kind]
+      assert whole["seconds"][kind] == pytest.approx(total)
+    # Nothing is left that data decides.
+    assert whole["loops"] == whole["branches"] == []
+  update, score = (
+    fitting["functions"][name]["parts"] for name in ("update", "old_logprobs")
+  )
+  ratio = update["micro_batch"]["flops"] / score["micro_batch"]["flops"]
+  assert 2.5 < ratio < 3.5  # forward and backward, against forward
+  # Moments are read and written by an update alone.
+  assert update["rest"]["hbm_bytes"] > score["rest"]["hbm_bytes"]
 
 
 @needs_libtpu

@@ -91,8 +91,8 @@ def key_of(seed, use):
   keys = jax.random.split(jax.random.key(seed), 4)
   if use == "init":
     return np.asarray(jax.random.key_data(keys[0]))
-  _, update = jax.random.split(jax.random.fold_in(keys[3], 1))
-  return np.asarray(jax.random.key_data(update))
+  _, shuffle = jax.random.split(jax.random.fold_in(keys[3], 1))
+  return np.asarray(jax.random.key_data(shuffle))
 
 
 # Files of `files`: problems "A12?" and so on, whose reference is "7".
@@ -136,8 +136,8 @@ ROWS = (
   ),
   Row(
     "seed",
-    seen.update_key,
-    {n: functools.partial(key_of, n, "update") for n in (0, 1)},
+    seen.shuffle_key,
+    {n: functools.partial(key_of, n, "shuffle") for n in (0, 1)},
   ),
   Row("seed", seen.chain_seed, {0: (0, 0), 1: (1, 1)}),
   Row("seed", seen.problems, {0: DIFFERS, 1: DIFFERS}, OF_A),
@@ -325,6 +325,7 @@ ROWS = (
   Row(
     "data.max_prompt_length", seen.prompts_of_a_call, {8: (8, {8}), 9: (8, {9})}
   ),
+  Row("data.max_prompt_length", built.row_widths, {8: {20}, 9: {21}}),
   Row(
     "data.too_long",
     seen.too_long,
@@ -349,18 +350,24 @@ ROWS = (
     },
   ),
   Row(
-    "rollout.group_size",
-    built.shuffled_together,
-    {2: 2, 4: 4},
-    {"learner.minibatches": 2, "learner.micro_batch_size": 8},
-  ),
-  Row(
     "sampler.max_new_tokens",
     built.sample_shapes,
     {
       12: [(16, 12), (32, 12), (8, 12)],
       8: [(16, 8), (32, 8), (8, 8)],
     },
+  ),
+  Row("sampler.max_new_tokens", built.row_widths, {12: {20}, 8: {16}}),
+  Row(
+    "sampler.max_new_tokens",
+    built.gradient,
+    {
+      n: functools.partial(
+        built.expected_gradient, losses.dr_grpo_loss, max_length=n
+      )
+      for n in (12, 8)
+    },
+    {"objective.name": "dr_grpo"},
   ),
   Row(
     "sampler.max_new_tokens",
@@ -503,7 +510,10 @@ ROWS = (
     | {
       "rspo": lambda: built.expected_gradient(
         losses.gmpo_loss, terms=built.shift_terms(0.8)
-      )
+      ),
+      "dr_grpo": lambda: built.expected_gradient(
+        losses.dr_grpo_loss, max_length=12
+      ),
     },
   ),
   Row(

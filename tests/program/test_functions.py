@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import unpacked
 
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -83,22 +84,24 @@ def test_iterations_of_ppo_with_a_reference_that_follows(debug_config):
     tokens = rng.integers(0, 256, (4, 8)).astype(np.int32)
     prompts = Prompts(tokens, np.full(4, 8, np.int32))
     samples = program.sampler.generate(state.params, prompts, key)
-    batch = learner.make_train_batch(prompts, samples)
+    lengths = jax.device_get(samples.lengths)
+    packing = learner.pack(prompts.lengths, lengths, key)
+    batch = learner.make_train_batch(prompts, samples, packing)
     # Copies: a NumPy view of a buffer would forbid its donation.
     before = jax.tree.map(np.array, state)
-    state, batch, old_metrics = learner.compute_old_logprobs(state, batch, key)
+    state, batch, old_metrics = learner.compute_old_logprobs(state, batch)
     jax.tree.map(np.testing.assert_array_equal, before, state)
     batch = learner.add_reference_and_values(state, batch)
     rewards = rng.standard_normal(16).astype(np.float32)
     batch = learner.assign_advantages(batch, rewards, samples.finish)
-    kept = jax.device_get(batch)
-    state, _, metrics = learner.update(state, batch, key)
+    kept = unpacked.by_response(batch, lengths, 5)
+    state, _, metrics = learner.update(state, batch)
     policies.append(jax.device_get(state.params))
     metrics = jax.tree.map(jnp.add, old_metrics, metrics)
     # The second minibatch has old log-probs. Two weight trees are equal: the
     # policy's, and the reference's where it has followed.
-    old = kept.old_logps != 0
-    gap = np.abs(kept.reference_logps - kept.old_logps)[old].max()
+    old = kept["old_logps"] != 0
+    gap = np.abs(kept["reference_logps"] - kept["old_logps"])[old].max()
     assert gap < 1e-5 if step in (1, 3) else gap > 1e-4
     # Both at the sampler's temperature, else they would be far apart.
     assert metrics["mismatch/token_abs_mean"].value() < 1e-5
@@ -106,7 +109,7 @@ def test_iterations_of_ppo_with_a_reference_that_follows(debug_config):
     assert metrics["kl/reference"].value() > 0
     for name in ("grad/norm", "critic/grad_norm"):
       assert metrics[name].value() > 0
-    assert kept.advantages.shape == kept.old_logps.shape
+    assert (kept["advantages"] != 0).sum() == lengths.sum()
   jax.tree.map(np.testing.assert_array_equal, state.reference, policies[2])
   change = lambda a, b: max(
     float(np.abs(x - y).max())

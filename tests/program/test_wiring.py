@@ -16,12 +16,14 @@ import numpy as np
 import optax
 import oracles
 import pytest
+import unpacked
 
 from configs import tiny_cpu
 from gspo_jax import model
 from gspo_jax.learner import credit, critic, train_batch, train_step
 from gspo_jax.learner.objective import METHODS
-from gspo_jax.learner.train_batch import MinibatchSplit, TrainBatch
+from gspo_jax.learner.packing import shuffled_groups
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
@@ -92,6 +94,7 @@ def make_config(name, term):
   """Two minibatches of two groups, of two micro-batches each."""
   config = tiny_cpu.get_config("debug")
   config.rollout.group_size, config.sampler.temperature = G, TEMPERATURE
+  config.sampler.max_new_tokens = R
   config.learner.minibatches = config.learner.micro_batch_size = 2
   config.critic.update({"discount": 0.9, "trace_decay": 0.8, "clip": 0.1})
   c = config.objective
@@ -126,10 +129,11 @@ def params_and_batch(name):
   rows = TrainBatch(
     tokens,
     positions=tokens,
-    mask=np.concatenate([np.ones((B, 1), bool), MASK], axis=1),
+    segment_ids=np.pad(MASK, ((0, 0), (1, 0)), constant_values=1).astype(int),
     response_mask=MASK,
     old_logps=old,
-    advantages=np.zeros(B, np.float32),
+    advantages=np.zeros((B, R), np.float32),
+    response_index=np.arange(B)[:, None].repeat(R, axis=1),
     experts=rng.integers(0, 8, (B, L, 1 + R, K)).astype(np.uint8),
     router_logps=router,
     sampler_logps=old + np.float32(0.3) * normal(B, R),
@@ -194,8 +198,17 @@ def policy(monkeypatch):
 def assign(config, rows):
   finish = jnp.where(CUT, TRUNCATED, STOPPED).astype(jnp.int8)
   rewards = jnp.asarray(REWARDS, jnp.float32)
-  credit_config = settings.credit(parse(config))
-  return credit.assign_advantages(rows, rewards, finish, credit=credit_config)
+  batch = credit.assign_advantages(
+    unpacked.cut(rows), rewards, finish, credit=settings.credit(parse(config))
+  )
+  return unpacked.join(batch)
+
+
+def of_tokens(advantages):
+  """[B, R], from those of responses or of tokens."""
+  if advantages.ndim == 1:
+    advantages = advantages[:, None]
+  return np.where(MASK, advantages, 0)
 
 
 class Expected(NamedTuple):
@@ -316,7 +329,7 @@ def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
   params, rows = params_and_batch(name)
   rows = assign(config, rows)
   expected = expect(config, params, rows)
-  assert_close(rows.advantages, expected.advantages)
+  assert_close(rows.advantages, of_tokens(expected.advantages))
   learner, *_ = settings.learners(parse(config), CFG)
   value, grads = loss_and_gradient(learner.loss, params, rows)
   loss, slope = oracle(name, term)
@@ -336,18 +349,19 @@ def start(config, params):
   )
 
   def update(state, rows, **options):
-    rows, key = jax.tree.map(jnp.asarray, rows), jax.random.key(1)
+    rows = jax.tree.map(jnp.asarray, rows)
+    batch = unpacked.cut(rows, config.learner.minibatches, 2, ORDER)
     with jax.disable_jit():
-      return train_step.update(state, rows, key, learner=learner, **options)
+      state, batch, metrics = train_step.update(
+        state, batch, learner=learner, **options
+      )
+    return state, unpacked.join(batch, ORDER), metrics
 
   return state, update
 
 
-def minibatch_rows(rows):
-  """The rows of the first minibatch, and of the second."""
-  order = jax.random.permutation(jax.random.key(1), P)
-  cut = MinibatchSplit(order, minibatches=2, micro_batch_size=2).split(rows)
-  return np.asarray(cut.tokens[..., 0]).reshape(2, -1)
+ORDER = shuffled_groups(jax.random.key(1), P, G)
+FIRST, SECOND = ORDER.reshape(2, -1)  # the rows of two minibatches
 
 
 @pytest.mark.parametrize(
@@ -367,15 +381,14 @@ def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
   rows = assign(config, rows)
   state, update = start(config, params)
   new, *_ = update(state, rows)
-  _, second = minibatch_rows(rows)
   expected = expect(config, params, rows)
   part = expected.case._replace(
-    m=MASK & np.isin(np.arange(B), second)[:, None],
+    m=MASK & np.isin(np.arange(B), SECOND)[:, None],
   )
   slope = oracles.gradient(name, part, **expected.options) / TEMPERATURE
   change = params["logps"] - new.params["logps"]
-  assert_close(change[second], slope[second])
-  assert np.abs(slope[second]).max() > 1e-3
+  assert_close(change[SECOND], slope[SECOND])
+  assert np.abs(slope[SECOND]).max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -417,9 +430,8 @@ def test_an_update_after_old_logprobs_is_on_policy(policy, minibatches, term):
     later = B - B // minibatches
     assert metrics["mismatch/sequence_abs_mean"].count == later
     if minibatches == 2:
-      _, second = minibatch_rows(rows)
       for name in ("old_logps", "experts", "router_logps"):
-        found, expected = (getattr(x, name)[second] for x in (scored, known))
+        found, expected = (getattr(x, name)[SECOND] for x in (scored, known))
         np.testing.assert_array_equal(found, expected)
     # One micro-batch of the first is enough, unless rewards need them all.
     rows_known = (np.asarray(scored.old_logps) != 0).any(1).sum()
@@ -435,7 +447,7 @@ def test_an_update_after_old_logprobs_is_on_policy(policy, minibatches, term):
 
   expected = expect(config, params, known)
   slope = 0
-  for part in minibatch_rows(rows) if minibatches == 2 else [np.arange(B)]:
+  for part in (FIRST, SECOND) if minibatches == 2 else [ORDER]:
     case = expected.case._replace(m=MASK & np.isin(np.arange(B), part)[:, None])
     slope += oracles.gradient("gspo", case, **expected.options) / TEMPERATURE
   assert_close(params["logps"] - new.params["logps"], slope)

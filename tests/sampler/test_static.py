@@ -35,7 +35,7 @@ SAMPLED = SamplerConfig(
   G, R, STOPS, temperature=0.7, pad_id=PAD, record_routing=True
 )
 GREEDY = SamplerConfig(2, R, STOPS, temperature=0, min_new_tokens=3, pad_id=PAD)
-make_train_batch = jax.jit(train_batch.make_train_batch)
+unpacked = jax.jit(train_batch.unpacked)
 forward = jax.jit(model.forward, static_argnums=1)
 
 
@@ -112,9 +112,9 @@ def teacher_forced(params, samples, *, routes=None, cfg=CFG):
 
   The experts are replayed if there are `routes`.
   """
-  batch = make_train_batch(prompts(), samples.tokens, samples.lengths)
+  batch = unpacked(prompts(), samples.tokens, samples.lengths)
   scored = scorer(cfg, routes is not None)(
-    params, batch.tokens, batch.positions, batch.mask, routes
+    params, batch.tokens, batch.positions, batch.segment_ids, routes
   )
   return jax.device_get((scored, batch))
 
@@ -183,8 +183,10 @@ def test_responses_that_never_stop_are_truncated():
 def test_temperature_zero_takes_the_best_allowed_token(stop):
   """And its log-prob is that of temperature 1, before truncation."""
   samples = generate(GREEDY, stop=stop)
-  batch = make_train_batch(prompts(), samples.tokens, samples.lengths)
-  out = forward(weights(stop), CFG, batch.tokens, batch.positions, batch.mask)
+  batch = unpacked(prompts(), samples.tokens, samples.lengths)
+  out = forward(
+    weights(stop), CFG, batch.tokens, batch.positions, batch.segment_ids
+  )
   logits = np.array(out.logits[:, S - 1 : -1])
   logps = np.take_along_axis(
     np.asarray(jax.nn.log_softmax(logits)), samples.tokens[..., None], 2
@@ -274,7 +276,7 @@ def test_short_responses_never_touch_the_longer_caches(monkeypatch):
 def fed_tokens(samples, batch):
   """[B, S + R] bool: real tokens but the last of each response."""
   last = S + samples.lengths[:, None] - 1
-  return batch.mask.astype(bool) & (np.arange(S + R) != last)
+  return (batch.segment_ids > 0) & (np.arange(S + R) != last)
 
 
 def test_recorded_experts_are_those_of_the_full_forward():

@@ -19,7 +19,7 @@ import numpy as np
 
 from gspo_jax import rewards
 from gspo_jax import train as training
-from gspo_jax.learner import train_batch
+from gspo_jax.learner import packing
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.program import experiment
@@ -44,7 +44,8 @@ class MadeRun:
     experiment: the `Experiment` that it prepared.
     events: (name of a function, argument) for each call in order; arguments are
       texts of problems, rewards, or arrays of demonstrations.
-    keys: the random keys of a function's calls, by its name.
+    keys: the random keys of a function's calls, by its name; those of
+      `packing.shuffled_groups` are "shuffle".
     widths: the widths of the prompts, in tokens.
     pools: the set-up of each process that scores.
     error: the text of the error that ended the run, or "".
@@ -63,11 +64,18 @@ class MadeRun:
       self.experiment = prepare(*args)
       return self.experiment
 
+    shuffled_groups = packing.shuffled_groups
+
+    def shuffle(key, *sizes):
+      self.keys.setdefault("shuffle", []).append(key)
+      return shuffled_groups(key, *sizes)
+
     worker = lambda setup: _Worker(setup, self.pools)
     with (
       mock.patch.object(experiment, "build_program", made),
       mock.patch.object(training, "prepare", keep),
       mock.patch.object(pool, "Process", worker),
+      mock.patch.object(packing, "shuffled_groups", shuffle),
       contextlib.redirect_stdout(io.StringIO()),
     ):
       try:
@@ -177,23 +185,18 @@ def _recording(built, config, notes):
   def init_state(params):
     return TrainState(multihost.to_global(np.int32(0), whole), params, ())
 
-  def make_train_batch(prompts, samples):
-    return train_batch.make_train_batch(
-      prompts, samples.tokens, samples.lengths
-    )
-
   def assign_advantages(batch, rewards, finish):
     note("rewards", np.asarray(rewards).tolist())
     return batch
 
-  def step(state, batch, key, apply_updates):
-    note("update" if apply_updates else "old_logprobs", None, key)
+  def step(state, batch, apply_updates):
+    note("update" if apply_updates else "old_logprobs", None)
     numbers = dict.fromkeys(HEALTH, _number(float(apply_updates)))
     state = dataclasses.replace(state, step=state.step + int(apply_updates))
     return state, batch, numbers
 
-  def cold_start_update(state, batch, key):
-    note("cold_start", jax.device_get(batch), key)
+  def cold_start_update(state, batch, packing):
+    note("cold_start", jax.device_get(batch))
     numbers = {"loss/imitation": _number(1)}
     return dataclasses.replace(state, step=state.step + 1), numbers
 
@@ -212,7 +215,7 @@ def _recording(built, config, notes):
     built.learner,
     abstract=abstract,
     init_state=init_state,
-    make_train_batch=make_train_batch,
+    make_train_batch=lambda prompts, samples, packing: packing,
     add_reference_and_values=None,
     assign_advantages=assign_advantages,
     step=step,

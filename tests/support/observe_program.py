@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import unpacked
 from observe_run import run_of
 
 from gspo_jax import losses, model
-from gspo_jax.learner import train_batch, train_step
-from gspo_jax.learner.train_batch import TrainBatch
+from gspo_jax.learner import packing, train_batch, train_step
+from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.losses import Terms
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
@@ -31,7 +32,7 @@ from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.paged_decode import SegmentPlan
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, Samples
 
-KEY = jax.random.key(0)  # of an update's shuffle, above all
+KEY = jax.random.key(0)
 P, G, S, R = 8, 2, 3, 4  # prompts, responses to each, tokens of both
 B = P * G
 
@@ -109,7 +110,7 @@ def built(config):
 def step_traced(config) -> list:
   """The operations of a step."""
   made, apply_updates = built(config), np.bool_(True)
-  given = made.learner.abstract, made_batch(), KEY, apply_updates
+  given = made.learner.abstract, cut(made), apply_updates
   return list(operations(made.learner.step.jitted.trace(*given).jaxpr.jaxpr))
 
 
@@ -175,14 +176,14 @@ def made_samples(experts=None) -> Samples:
 
 @functools.cache
 def made_batch() -> TrainBatch:
-  """A batch of those samples with all fields; the old policy is another."""
-  rows = train_batch.make_train_batch(PROMPTS, made_samples().tokens, LENGTHS)
+  """Those samples, one a row, with all fields; the old policy is another."""
+  rows = train_batch.unpacked(PROMPTS, made_samples().tokens, LENGTHS)
   own, _ = logps_and_entropy(bigram.params(), rows)
   old = own + numbers(B, R, seed=4)
   return dataclasses.replace(
     rows,
     old_logps=old,
-    advantages=jnp.asarray(numbers(B, seed=5, scale=1)),
+    advantages=of_tokens(numbers(B, seed=5, scale=1)),
     experts=EXPERTS,
     router_logps=-jnp.abs(numbers(B, 2, R, bigram.K, seed=6)),
     sampler_logps=old + numbers(B, R, seed=7),
@@ -190,6 +191,17 @@ def made_batch() -> TrainBatch:
     values=jnp.asarray(numbers(B, R, seed=9, scale=1)),
     returns=jnp.asarray(numbers(B, R, seed=10, scale=1)),
   )
+
+
+def of_tokens(advantages):
+  """[B] -> [B, R]."""
+  return jnp.repeat(jnp.asarray(advantages)[:, None], R, axis=1)
+
+
+def cut(made, rows=None) -> PackedBatch:
+  """Rows with one response each, in the minibatches of a program."""
+  rows, cfg = made_batch() if rows is None else rows, made.learner.packing
+  return unpacked.cut(rows, cfg.minibatches, cfg.micro_batch_size)
 
 
 def logps_and_entropy(params, rows, temperature=1.0, **options):
@@ -325,24 +337,34 @@ def record_passes():
     yield result
 
 
-def new_batch(config) -> TrainBatch:
+def new_batch(config) -> PackedBatch:
   """The batch of made-up samples, as `make_train_batch` returns it."""
-  recorded = config.objective.replay == "r3"
+  recorded, learner = config.objective.replay == "r3", built(config).learner
   with bigram.by_the_operation():
     samples = made_samples(EXPERTS if recorded else None)
-    return built(config).learner.make_train_batch(PROMPTS, samples)
+    where = learner.pack(PROMPTS.lengths, LENGTHS, KEY)
+    return learner.make_train_batch(PROMPTS, samples, where)
+
+
+def row_widths(config):
+  """Columns of a row, in an update and in a cold start."""
+  made = built(config)
+  return {made.learner.packing.width, made.cold_start.packing.width}
 
 
 def batch_fields(config):
   """The optional fields of `TrainBatch` that a batch has."""
-  optional = [f for f in dataclasses.fields(TrainBatch) if f.default is None]
-  rows = new_batch(config)
+  fields = dataclasses.fields(TrainBatch)
+  always = "response_index"
+  optional = [f for f in fields if f.default is None and f.name != always]
+  rows = new_batch(config).rows
   return {f.name for f in optional if getattr(rows, f.name) is not None}
 
 
-def with_old_logprobs(config) -> TrainBatch:
-  """The batch of made-up samples after `compute_old_logprobs`."""
-  return step(built(config), new_batch(config), "compute_old_logprobs")[1]
+def with_old_logprobs(config) -> dict[str, np.ndarray]:
+  """Fields of the responses [B, R, ...] after `compute_old_logprobs`."""
+  batch = step(built(config), new_batch(config), "compute_old_logprobs")[1]
+  return unpacked.by_response(batch, LENGTHS, R)
 
 
 def needs_old_logprobs(config):
@@ -350,14 +372,15 @@ def needs_old_logprobs(config):
 
 
 def old_logprobs_temperature(config):
-  return _fits(with_old_logprobs(config).old_logps, bigram.params())
+  return _fits(with_old_logprobs(config)["old_logps"], bigram.params())
 
 
 def reference_temperature(config):
-  made, rows = built(config), made_batch()
+  made = built(config)
   with bigram.by_the_operation():
     state = made.learner.init_state(bigram.params(7))
-    rows = made.learner.add_reference_and_values(state, rows)
+    batch = made.learner.add_reference_and_values(state, cut(made))
+  rows = unpacked.join(batch)
   return _fits(rows.reference_logps, bigram.params(7))
 
 
@@ -372,21 +395,23 @@ def _fits(logps, params):
 
 def old_logps_source(config):
   """Whose log-probs are the old ones."""
-  old = with_old_logprobs(config).old_logps
-  if np.array_equal(old, made_samples().logps):
+  old, mask = with_old_logprobs(config)["old_logps"], made_batch().response_mask
+  if np.array_equal(old[mask], made_samples().logps[mask]):
     return "sampler's"
   return "policy's" if _fits(old, bigram.params()) == 1 else None
 
 
 def replayed_experts(config):
   """Whose experts a batch has for an update: none, policy's, sampler's."""
-  experts = with_old_logprobs(config).experts
+  experts = with_old_logprobs(config).get("experts")
   if experts is None:
     return None
-  if np.array_equal(experts, EXPERTS):
+  mask = made_batch().response_mask
+  of_responses = lambda x: np.moveaxis(x[:, :, S:], 1, 2)[mask]
+  if np.array_equal(experts[mask], of_responses(EXPERTS)):
     return "sampler's"
-  own = routing(made_batch()).experts.swapaxes(0, 1)
-  return "policy's" if np.array_equal(experts, own) else "other"
+  own = of_responses(routing(made_batch()).experts.swapaxes(0, 1))
+  return "policy's" if np.array_equal(experts[mask], own) else "other"
 
 
 def instruments(config):
@@ -404,15 +429,16 @@ class Updated(NamedTuple):
 @each_once
 def updated(config) -> Updated:
   """One update on the made-up batch."""
-  after, _, metrics = step(built(config), made_batch(), "update")
+  made = built(config)
+  after, _, metrics = step(made, cut(made), "update")
   return Updated(metrics, after)
 
 
-def step(made, rows, name):
+def step(made, batch, name):
   """Calls a function of the learner, by its name, on a fresh state."""
   with bigram.by_the_operation():
     state = made.learner.init_state(bigram.params())
-    return getattr(made.learner, name)(state, rows, KEY)
+    return getattr(made.learner, name)(state, batch)
 
 
 @each_once
@@ -456,7 +482,7 @@ def expected_gradient(
     return method(
       logps,
       rows.old_logps,
-      rows.advantages,
+      rows.advantages[:, 0],
       rows.response_mask,
       terms=extra,
       **options,
@@ -536,15 +562,21 @@ REWARDS = np.float32(np.resize([1, 0, 3, 0, 2, 2, 0.5], B))
 
 def assigned(config) -> TrainBatch:
   """The made-up batch with its advantages and returns."""
-  rows = made_batch()
+  made = built(config)
   with bigram.by_the_operation():
-    return built(config).learner.assign_advantages(
-      rows, REWARDS, made_samples().finish
+    batch = made.learner.assign_advantages(
+      cut(made), REWARDS, made_samples().finish
     )
+  return unpacked.join(batch)
 
 
 def advantages(config):
-  return np.asarray(assigned(config).advantages)
+  """Of each response; its tokens have the same."""
+  rows = assigned(config)
+  first = np.asarray(rows.advantages[:, 0])
+  expected = np.where(rows.response_mask, first[:, None], 0)
+  np.testing.assert_array_equal(rows.advantages, expected)
+  return first
 
 
 def returns(config):
@@ -601,29 +633,19 @@ def forward_passes(config, name="update"):
   result = []
 
   def note(params, rows, is_old_policy, **_):
-    if not isinstance(rows.advantages, jax.core.Tracer):  # of eval_shape
-      result.append(rows.advantages.astype(int).tolist())
+    if not isinstance(rows.tokens, jax.core.Tracer):  # of eval_shape
+      result.append(rows.response_index[:, 0].tolist())
     nothing = losses.Mean(0 * params["head"].sum(), jnp.float32(1))
     return train_step.LossOutput(nothing, {})
 
-  ids = jnp.arange(B) + 0.0
-  rows = train_batch.make_train_batch(PROMPTS, made_samples().tokens, LENGTHS)
-  rows = dataclasses.replace(rows, advantages=ids)
   with mock.patch.object(settings, "policy_loss", note):
     made = build_program(parse(config), one_device())  # not one that is kept
-    after, _, _ = step(made, rows, name)
+    after, _, _ = step(made, cut(made), name)
   return result, int(after.opt_state[1][0].count)
 
 
 def rows_with_old_logprobs(config):
   return sum(map(len, forward_passes(config, "compute_old_logprobs")[0]))
-
-
-def shuffled_together(config):
-  """The shortest run of neighbours in the order of a shuffled batch."""
-  order = np.concatenate(forward_passes(config)[0])
-  ends = np.flatnonzero(np.diff(order) != 1)
-  return int(np.diff([-1, *ends, B - 1]).min())
 
 
 def steps_and_rows(config):
@@ -645,9 +667,9 @@ def rows_per_pass(config):
     return {rows for rows, _ in passes}
 
   return [
-    rows(made.learner.add_reference_and_values, state, made_batch()),
-    rows(made.learner.update, state, made_batch(), KEY),
-    rows(made.cold_start.update, cold, DEMONSTRATED, KEY),
+    rows(made.learner.add_reference_and_values, state, cut(made)),
+    rows(made.learner.update, state, cut(made)),
+    rows(made.cold_start.update, cold, DEMONSTRATED, demonstrated(made)),
   ]
 
 
@@ -657,6 +679,11 @@ DEMONSTRATED = {
   "response": made_samples().tokens,
   "response_length": LENGTHS,
 }
+
+
+def demonstrated(made) -> packing.Packing:
+  """Where those demonstrations go."""
+  return packing.pack(S + LENGTHS, np.arange(B), made.cold_start.packing)
 
 
 def step_size(config):
@@ -682,8 +709,9 @@ def reference_gradient():
 
 def shrinkage(config):
   """By how much matrices and scales shrink without a gradient."""
-  rows = dataclasses.replace(made_batch(), advantages=jnp.zeros(B))
-  before, after = bigram.params(), step(built(config), rows, "update")[0].params
+  made, before = built(config), bigram.params()
+  rows = dataclasses.replace(made_batch(), advantages=jnp.zeros((B, R)))
+  after = step(made, cut(made, rows), "update")[0].params
   share = lambda a, b: float(1 - (b / a).mean())
   scale = lambda params: params["final_norm"]["scale"]
   return share(before["head"], after["head"]), share(
@@ -702,6 +730,6 @@ def cold_start_step(config):
   made, params = built(config), bigram.params()
   with bigram.by_the_operation():
     state = made.cold_start.init_state(params)
-    after, _ = made.cold_start.update(state, DEMONSTRATED, KEY)
+    after, _ = made.cold_start.update(state, DEMONSTRATED, demonstrated(made))
   moved = np.abs(after.params["head"] - params["head"])
   return float(f"{np.median(moved[moved > 0.5 * moved.max()]):.1e}")

@@ -33,8 +33,8 @@ def initial_key(config):
   return np.asarray(jax.random.key_data(key))
 
 
-def update_key(config):
-  (key, *_) = run_of(config).keys["update"]
+def shuffle_key(config):
+  (key, *_) = run_of(config).keys["shuffle"]
   return np.asarray(jax.random.key_data(key))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
@@ -23,8 +24,8 @@ def cut(
   size = B // minibatches if micro_batch_size is None else micro_batch_size
   shape = minibatches, B // minibatches // size, size
   order = np.arange(B) if order is None else np.asarray(order)
-  lead = lambda x: x[order].reshape(*shape, *x.shape[1:])
-  used = np.full(minibatches, shape[1], np.int32)
+  lead = lambda x: jnp.asarray(x)[order].reshape(*shape, *x.shape[1:])
+  used = jnp.full(minibatches, shape[1], jnp.int32)
   return PackedBatch(jax.tree.map(lead, rows), used)
 
 
@@ -44,11 +45,12 @@ def by_response(
 ) -> dict[str, np.ndarray]:
   """The fields of response tokens as [B, width], from rows packed in any way.
 
-  Zeros behind a response, and where it was not packed.
+  `experts` and `router_logps` become [B, width, L, k]. Zeros behind a response,
+  and where it was not packed.
   """
   rows = jax.device_get(batch.rows)
-  flat = lambda x: x.reshape(-1, x.shape[-1])
-  index = flat(rows.response_index)[flat(rows.response_mask)]
+  mask, columns = rows.response_mask, rows.response_mask.shape[-1]
+  index = rows.response_index[mask]
   # The tokens of a response are in one row, in their order.
   order = np.argsort(index, kind="stable")
   lengths = np.where(np.isin(np.arange(len(lengths)), index), lengths, 0)
@@ -56,8 +58,12 @@ def by_response(
   found = {}
   for field in dataclasses.fields(TrainBatch):
     x = getattr(rows, field.name)
-    if x is None or x.shape != rows.response_mask.shape:
+    if x is None:
       continue
-    found[field.name] = np.zeros(place.shape, x.dtype)
-    found[field.name][place] = flat(x)[flat(rows.response_mask)][order]
+    if field.name in ("experts", "router_logps"):
+      x = np.moveaxis(x, -3, -2)[..., -columns:, :, :]
+    if x.shape[: mask.ndim] == mask.shape:
+      tokens = x[mask][order]
+      found[field.name] = np.zeros(place.shape + tokens.shape[1:], x.dtype)
+      found[field.name][place] = tokens
   return found

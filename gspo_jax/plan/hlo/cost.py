@@ -120,6 +120,8 @@ class HloCost:
 
   def add(self, other: "HloCost", times: float = 1) -> None:
     """Adds the cost of `times` runs of another computation."""
+    if not times:
+      return
     for name in (
       "flops",
       "attention_flops",

@@ -8,7 +8,8 @@ bandwidth of the links between the devices of its group.
 Where control flow depends on the data, the balanced case is added up and the
 rest is listed:
 - A loop without a constant trip count runs once: the rows of an even expert
-  load, or one decode step.
+  load, or one decode step. The caller can give the count, by the JAX scope of
+  the loop.
 - A `conditional` takes its cheapest branch: no overflow, decoding is done. The
   caller can choose the branch, by the JAX scope of the conditional.
 
@@ -48,6 +49,7 @@ def walk(
   bandwidth: Bandwidth,
   devices: int,
   branches: Mapping[str, bool] | None = None,
+  trips: Mapping[str, int] | None = None,
 ) -> HloCost:
   """The cost of a module's entry computation on one device.
 
@@ -58,10 +60,11 @@ def walk(
     devices: how many devices run the module.
     branches: the scope of a conditional -> True to take its most expensive
       branch, False to take its cheapest. These conditionals are not listed.
+    trips: the scope of a loop -> its trip count. These loops are not listed.
   """
-  return _Walk(module, chip, bandwidth, devices, branches or {}).cost_of(
-    module.entry
-  )
+  return _Walk(
+    module, chip, bandwidth, devices, branches or {}, trips or {}
+  ).cost_of(module.entry)
 
 
 class _Links:
@@ -85,10 +88,10 @@ class _Links:
 class _Walk:
   """Visits computations in the order of the schedule, each one once."""
 
-  def __init__(self, module, chip, bandwidth, devices, branches):
+  def __init__(self, module, chip, bandwidth, devices, branches, trips):
     self.module, self.chip = module, chip
     self.bandwidth, self.devices = bandwidth, devices
-    self.branches = branches
+    self.branches, self.trips = branches, trips
     self.costs = {}
 
   def cost_of(self, computation: Computation) -> HloCost:
@@ -132,6 +135,9 @@ class _Walk:
   def _loop(self, total, computation, i):
     body = self.cost_of(self.module[i.called("body")[0]])
     trips = trip_count(self.module, computation, i)
+    for scope, count in self.trips.items():
+      if i.source.endswith(f"/{scope}/while"):
+        trips = count
     if trips is None:
       total.loops.append(DataDependent(i.source, i.bytes, 1, body))
     total.add(body, 1 if trips is None else trips)
