@@ -8,7 +8,8 @@ sampler schedules, with functions that only count.
 A decode step takes what the compiled one does, but reads only the cached tokens
 that there are. A prefill takes its share of tokens of the compiled one. Not
 counted: rewards, packing, advantages, and the host between segments. So
-`rollout.one_step_off_policy`, which hides the rewards, gains nothing here.
+`rollout.one_step_off_policy`, which hides the rewards, gains nothing here. With
+dynamic sampling it is an iteration of one round.
 """
 
 import dataclasses

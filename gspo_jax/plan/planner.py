@@ -65,7 +65,7 @@ def plan(
     )
   fits = all(result["fits"] for result in results.values())
   iteration = None
-  if drawn and fits:
+  if drawn and all("seconds" in result for result in results.values()):
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
     iteration = plan_iteration.cost(results, config, program, where, drawn)
   return {

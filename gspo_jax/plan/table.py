@@ -150,7 +150,9 @@ def _decode(d):
 def _iteration(report):
   i = report["iteration"]
   if i is None:
-    return f"iteration, {report['lengths']}: not costed, as not all of it fits"
+    return (
+      f"iteration, {report['lengths']}: not costed, as not all of it compiles"
+    )
   lines = [f"iteration, {report['lengths']}"]
   for kind in ("prompts", "responses"):
     n = i[kind]

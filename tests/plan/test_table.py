@@ -257,6 +257,6 @@ def test_an_iteration(line):
   assert max(map(len, text.splitlines())) <= 100
 
 
-def test_an_iteration_of_what_does_not_fit():
+def test_an_iteration_of_what_does_not_compile():
   text = render(REPORT | {"lengths": "some.txt", "iteration": None})
-  assert "iteration, some.txt: not costed, as not all of it fits" in text
+  assert "iteration, some.txt: not costed, as not all of it compiles" in text
