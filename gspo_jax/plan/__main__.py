@@ -15,8 +15,8 @@ the same memory; the time of `old_logprobs` is that of all minibatches, although
 a run needs only one micro-batch of the first.
 
 With `--lengths` it also prints what an iteration costs whose responses have
-these lengths, and what other keys would gain. gspo_jax/plan/lengths.py says how
-lengths are given, gspo_jax/plan/iteration.py what is counted:
+these lengths, and what other keys would gain. gspo_jax/plan/iteration/ says how
+lengths are given (lengths.py) and what is counted (cost.py):
 
   --lengths=lognormal:mean=.25,sigma=1    --lengths=runs/tiny/lengths.txt
 

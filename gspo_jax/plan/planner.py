@@ -8,7 +8,8 @@ import jax
 
 from gspo_jax.plan import analysis, chips, lower
 from gspo_jax.plan import compile as plan_compile
-from gspo_jax.plan import iteration as plan_iteration
+from gspo_jax.plan.iteration import cost as iteration_cost
+from gspo_jax.plan.iteration import lengths as plan_lengths
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -28,7 +29,7 @@ def plan(
 ) -> dict:
   """Compiles and costs `functions`; what `--json` prints.
 
-  With `lengths`, a spec of `plan.lengths`, also the iteration that they make.
+  With `lengths`, a spec of `plan.iteration.lengths`, also an iteration of them.
 
   Raises:
     UserError: no libtpu, no such slice or function, a config that cannot work
@@ -50,7 +51,7 @@ def plan(
     plan_compile.devices(where, slices), **dataclasses.asdict(config.mesh)
   )
   program = build_program(config, mesh)
-  drawn = plan_iteration.draw(lengths, config, program) if lengths else None
+  drawn = plan_lengths.draw(lengths, config, program) if lengths else None
   lowered = lower.functions(config, program)
   results, done = {}, {}
   for name in functions:
@@ -67,7 +68,7 @@ def plan(
   iteration = None
   if drawn and all("seconds" in result for result in results.values()):
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
-    iteration = plan_iteration.cost(results, config, program, where, drawn)
+    iteration = iteration_cost.cost(results, config, program, where, drawn)
   return {
     "topology": str(where),
     "slices": slices,

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import lengths as known_lengths
 from gspo_jax import model, sampler
-from gspo_jax.plan.iteration import replay
-from gspo_jax.plan.lengths import Lengths
+from gspo_jax.plan.iteration.decoding import replay
+from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous
@@ -244,7 +244,7 @@ def test_slot_steps_follow_the_lengths_of_the_responses():
 
 @pytest.mark.parametrize("make", [one_device, few_pages, eight_devices])
 def test_a_plan_replays_the_same_steps(make):
-  """`plan.iteration` runs the host's half of this sampler without a device."""
+  """`plan.iteration.decoding` runs the host's half of the sampler alone."""
   samples = run(make())
   assert len(np.unique(samples.lengths)) > 3
   lengths = Lengths(prompts().lengths, samples.lengths)

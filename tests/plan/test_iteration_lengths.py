@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.data import tokenizers
-from gspo_jax.plan import lengths
+from gspo_jax.plan.iteration import lengths
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.run_files import Sample, write_samples
 

@@ -33,6 +33,8 @@ import numpy as np
 from etils import epath
 
 from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.program.config import Config
+from gspo_jax.program.functions import Program
 from gspo_jax.runtime.errors import UserError, nearest
 
 _LOGNORMAL = "lognormal"
@@ -114,6 +116,34 @@ def parse(spec: str, limits: Limits, tokenizer: Tokenizer) -> Lengths:
   prompts = _shuffled(prompts * limits.max_prompt_length, seed=1)
   cut = lambda x, most: np.clip(np.rint(x), 1, most).astype(int)
   return Lengths(cut(prompts, limits.max_prompt_length), cut(responses, most))
+
+
+def draw(spec: str, config: Config, program: Program) -> Lengths:
+  """The lengths of an iteration of this config.
+
+  Args:
+    spec: the value of `--lengths`.
+    config: from `config.parse`.
+    program: its program.
+
+  Raises:
+    UserError: the spec is mistaken, or rollouts are partial.
+  """
+  if limit := config.rollout.max_tokens_per_iteration:
+    raise UserError(
+      f"--lengths={spec}: expected rollout.max_tokens_per_iteration=0, whole "
+      f"responses in an iteration, got {limit}"
+    )
+  return parse(
+    spec,
+    Limits(
+      prompts=config.data.prompts,
+      group_size=config.rollout.group_size,
+      max_prompt_length=config.data.max_prompt_length,
+      max_new_tokens=config.sampler.max_new_tokens,
+    ),
+    program.tokenizer,
+  )
 
 
 def _split(spec):

@@ -4,8 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from gspo_jax.plan import chips, iteration, lower_bounds
-from gspo_jax.plan.lengths import Lengths
+from gspo_jax.plan import chips, lower_bounds
+from gspo_jax.plan.iteration import cost as iteration_cost
+from gspo_jax.plan.iteration import lengths as iteration_lengths
+from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -55,7 +57,9 @@ def cost(config, lengths, functions=FUNCTIONS):
   config = parse(config)
   mesh = sharding.make_mesh(jax.devices()[:2], data=2)
   program = build_program(config, mesh)
-  return iteration.cost(functions, config, program, WHERE, lengths), program
+  return iteration_cost.cost(
+    functions, config, program, WHERE, lengths
+  ), program
 
 
 def test_full_lengths_cost_what_was_compiled(config):
@@ -205,4 +209,4 @@ def test_partial_rollouts_are_not_costed(continuous):
   continuous.rollout.max_tokens_per_iteration = 4
   config = parse(continuous)
   with pytest.raises(UserError, match=r"max_tokens_per_iteration=0, .*got 4"):
-    iteration.draw("lognormal:mean=.5,sigma=1", config, None)
+    iteration_lengths.draw("lognormal:mean=.5,sigma=1", config, None)

@@ -1,0 +1,1 @@
+"""The cost of an iteration whose responses have given lengths."""
