@@ -1,7 +1,7 @@
 """Where an RL iteration of the embedded default spends its time on a CPU.
 
   python -m benchmarks.iteration [--quick] [--out=FILE.json]
-    [--workdir=runs/tiny] [--slots=64]
+    [--workdir=runs/tiny] [--slots=64] [--long_tails]
 
 With the static sampler, and with continuous batching over --slots slots;
 iterations of both alternate, and the median of each phase counts. Each phase is
@@ -11,6 +11,11 @@ the rewards are computed beside the log-probs, and so cost less than here.
 
 The program is what `train` builds. The weights are random, so that nearly all
 responses have the most tokens; or those of a run of the same config, --workdir.
+
+With --long_tails the responses have 1 to 240 tokens: their median is a tenth of
+that, and 5 % have all. The static sampler then stands for everything off, with
+one response a row of the update, in micro-batches of 64 rows; continuous
+batching for everything on, with packed rows in micro-batches of 4.
 """
 
 import argparse
@@ -22,10 +27,12 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 
-from benchmarks import record
+from benchmarks import lengths, record
 from configs import tiny_cpu
 from gspo_jax.data import pipeline
+from gspo_jax.learner import packing
 from gspo_jax.losses import EDGES
 from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
@@ -51,9 +58,19 @@ class Iterations:
     config: all the keys of configs/common.py.
     folder: for the files of a run.
     workdir: of a run, for its weights; without it they are random.
+    long_tails: whether the lengths of responses have a long tail.
+    packed: whether responses share rows.
   """
 
-  def __init__(self, config, folder: str, workdir: str = ""):
+  def __init__(
+    self,
+    config,
+    folder: str,
+    workdir: str = "",
+    *,
+    long_tails: bool = False,
+    packed: bool = True,
+  ):
     parsed, mesh = parse(config), sharding.make_mesh(jax.devices()[:1])
     self._mesh, self._rows = mesh, sharding.batch_sharding(mesh)
     run = experiment.prepare(parsed, folder, mesh)
@@ -62,6 +79,9 @@ class Iterations:
     self._batch = pipeline.take(
       run.datasets.held_out, run.program.prompt_config, parsed.data.prompts
     )
+    self._packed = packed
+    if long_tails:
+      _set_lengths(self._batch, parsed.sampler.max_new_tokens)
     self._prompts = prompts_on_device(self._batch, self._rows)
     self._writer = metric_writer.MetricWriter(
       folder, total_steps=1, resume_step=0, edges=EDGES
@@ -71,6 +91,8 @@ class Iterations:
         params = load_params.load(parsed, run.program, workdir)
       else:
         params = run.program.init_params(run.keys.init)
+      if long_tails:
+        params = lengths.countdown(params)
       self._state = run.program.learner.init_state(params)
 
   def __call__(self, step: int) -> dict[str, float]:
@@ -85,7 +107,7 @@ class Iterations:
         self._train_batch, samples, rewards, key
       )
       (self._state, _, metrics), seconds["update"] = timed(
-        self._program.learner.update, self._state, batch, key
+        self._program.learner.update, self._state, batch
       )
     _, seconds["write"] = timed(_write, self._writer, step, old, metrics)
     return seconds
@@ -99,13 +121,35 @@ class Iterations:
 
   def _train_batch(self, samples, rewards, key):
     learner, metrics = self._program.learner, {}
-    batch = learner.make_train_batch(self._prompts, samples)
+    batch = learner.make_train_batch(
+      self._prompts, samples, self._placement(samples, key)
+    )
     if learner.needs_old_logprobs:
       self._state, batch, metrics = learner.compute_old_logprobs(
-        self._state, batch, key
+        self._state, batch
       )
     total = multihost.to_global(rewards.total.reshape(-1), self._rows)
     return learner.assign_advantages(batch, total, samples.finish), metrics
+
+  def _placement(self, samples, key) -> packing.Packing:
+    """Packed rows, or one response a row."""
+    learner, prompt_lengths = self._program.learner, self._batch["length"]
+    if self._packed:
+      return learner.pack(prompt_lengths, np.asarray(samples.lengths), key)
+    groups = len(prompt_lengths)
+    order = packing.shuffled_groups(key, groups, self._group_size)
+    return lengths.padded(order, learner.packing)
+
+
+def _set_lengths(batch: dict, longest: int) -> None:
+  """Ends each prompt in the token that `lengths.countdown` counts from.
+
+  The last token of a response, after token 0, is the stop token: that of bytes
+  is the last one of the vocabulary.
+  """
+  tails = lengths.long_tailed(len(batch["tokens"]), longest)
+  batch["tokens"] = np.array(batch["tokens"])
+  batch["tokens"][:, -1] = tails - 1
 
 
 def _write(
@@ -123,14 +167,23 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def alternate(
-  configs: dict, repeats: int, workdir: str = ""
+  configs: dict, repeats: int, workdir: str = "", long_tails: bool = False
 ) -> dict[str, dict[str, float]]:
-  """Median seconds by phase of an iteration of each of these configs."""
+  """Median seconds by phase of an iteration of each of these configs.
+
+  With `long_tails`, only those with continuous batching have packed rows.
+  """
   with contextlib.ExitStack() as stack:
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     iterate = {}
     for name, config in configs.items():
-      iterate[name] = Iterations(config, f"{folder}/{name}", workdir)
+      iterate[name] = Iterations(
+        config,
+        f"{folder}/{name}",
+        workdir,
+        long_tails=long_tails,
+        packed=not long_tails or config.continuous_batching.slots > 0,
+      )
       stack.enter_context(iterate[name].reward_pool)
       iterate[name](0)  # compiles
     seconds = {name: [] for name in configs}
@@ -146,6 +199,9 @@ def main() -> None:
   parser.add_argument("--out", type=Path)
   parser.add_argument("--workdir", default="", help="of a run, for its weights")
   parser.add_argument("--slots", type=int, default=64)
+  parser.add_argument(
+    "--long_tails", action="store_true", help="everything off, against all on"
+  )
   parser.add_argument("--repeats", type=int, default=10)
   args = parser.parse_args()
   configs = {
@@ -155,8 +211,12 @@ def main() -> None:
   configs["continuous"].continuous_batching.slots = (
     8 if args.quick else args.slots
   )
+  if args.long_tails:
+    for config in configs.values():
+      config.sampler.max_new_tokens = 24 if args.quick else 240
+    configs["continuous"].learner.micro_batch_size = 4
   repeats = 1 if args.quick else args.repeats
-  seconds = alternate(configs, repeats, args.workdir)
+  seconds = alternate(configs, repeats, args.workdir, args.long_tails)
   print("phase | static, s | share | continuous, s | share")
   for phase in seconds["static"]:
     cells = [
@@ -164,6 +224,8 @@ def main() -> None:
       for times in seconds.values()
     ]
     print(" | ".join([phase, *cells]))
+  ratio = seconds["static"]["iteration"] / seconds["continuous"]["iteration"]
+  print(f"an iteration: {ratio:.2f} times as fast with continuous batching")
   record.finish("iteration", {"seconds": seconds}, args.out)
 
 

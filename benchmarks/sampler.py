@@ -74,7 +74,7 @@ def count_steps(
 
   def decode(params, state, samples, plan, compute_slots, *rest):
     before = int(samples.slot_steps)
-    state, samples = generate.jitted.decode(
+    state, samples, results = generate.jitted.decode(
       params, state, samples, plan, compute_slots, *rest
     )
     after = int(samples.slot_steps)
@@ -83,7 +83,7 @@ def count_steps(
     steps.append((after - before) // computed.size)
     if sum(started) < samples.lengths.size:
       shares.append(int(samples.lengths.sum()) / after)
-    return state, samples
+    return state, samples, results
 
   jitted = dataclasses.replace(generate.jitted, decode=decode)
   spied = dataclasses.replace(generate, jitted=jitted)

@@ -44,6 +44,11 @@ def get_config(mode: str = "") -> ConfigDict:
   c.learner.minibatches = 4
   c.learner.micro_batch_size = 64
 
+  # All responses decode at once, with the pages that all of them can need.
+  c.continuous_batching.slots = 512
+  c.continuous_batching.page_size = 128  # a TPU's lanes
+  c.continuous_batching.num_pages = 0
+
   c.optim.learning_rate = 1e-6
   c.optim.warmup_steps = 20
   c.eval.prompts = 512

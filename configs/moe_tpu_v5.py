@@ -45,22 +45,69 @@ class _Slice(NamedTuple):
     fsdp: `mesh.fsdp`; what is left goes to `data`.
     expert: `mesh.expert`.
     decoding: `sampler_mesh.expert`.
+    prompts: of an iteration.
+    group_size: responses a prompt.
+    new_tokens: most tokens of a response.
+    pages: `continuous_batching.num_pages`.
     rows: responses a chip in one forward and backward pass.
     keep: what blocks do not compute again.
+    instruments: `log.instruments`.
   """
 
   chips: int
   fsdp: int
   expert: int
   decoding: int
+  prompts: int
+  group_size: int
+  new_tokens: int
+  pages: int
   rows: int
   keep: tuple[str, ...]
+  instruments: bool
 
 
 _SLICES = {
-  ("qwen3-30b-a3b", "v5p:4x4x4"): _Slice(64, 16, 4, 8, 4, _KEEP_MOST),
-  ("qwen3-30b-a3b", "v5e:8x16"): _Slice(128, 32, 4, 16, 1, _KEEP_LITTLE),
-  ("qwen3-235b-a22b", "v5p:4x8x8"): _Slice(256, 32, 4, 16, 2, _KEEP_LITTLE),
+  ("qwen3-30b-a3b", "v5p:4x4x4"): _Slice(
+    chips=64,
+    fsdp=16,
+    expert=4,
+    decoding=8,
+    prompts=512,
+    group_size=16,
+    new_tokens=16384,
+    pages=384_000,  # PAGES_30B
+    rows=1,
+    keep=_KEEP_MOST,
+    # The experts of every token, and their log-probs, would take 96 GiB.
+    instruments=False,
+  ),
+  ("qwen3-30b-a3b", "v5e:8x16"): _Slice(
+    chips=128,
+    fsdp=32,
+    expert=4,
+    decoding=16,
+    prompts=256,
+    group_size=8,
+    new_tokens=3072,
+    pages=50_688,  # PAGES_V5E
+    rows=1,
+    keep=_KEEP_LITTLE,
+    instruments=True,
+  ),
+  ("qwen3-235b-a22b", "v5p:4x8x8"): _Slice(
+    chips=256,
+    fsdp=32,
+    expert=4,
+    decoding=16,
+    prompts=512,
+    group_size=8,
+    new_tokens=3072,
+    pages=0,  # as many as all slots can need; PAGES_235B
+    rows=2,
+    keep=_KEEP_LITTLE,
+    instruments=True,
+  ),
 }
 
 
@@ -91,13 +138,18 @@ def _sized(variant: str, where: _Slice) -> ConfigDict:
   c.sampler_mesh.expert = where.decoding
   c.sampler_mesh.tensor = 1
 
-  # 16 responses of 4,096 tokens a chip, in four minibatches (GSPO, sec. 5.1).
-  c.data.prompts = 2 * where.chips
+  c.data.prompts = where.prompts
   c.data.max_prompt_length = 1024
-  c.rollout.group_size = 8
-  c.sampler.max_new_tokens = 3072
-  c.learner.minibatches = 4
+  c.rollout.group_size = where.group_size
+  c.sampler.max_new_tokens = where.new_tokens
+  c.learner.minibatches = 4  # GSPO, sec. 5.1
   c.learner.micro_batch_size = where.rows * where.chips
+  c.log.instruments = where.instruments
+
+  # All responses decode at once: most end soon, and make room in the pool.
+  c.continuous_batching.slots = where.prompts * where.group_size
+  c.continuous_batching.page_size = 128  # a TPU's lanes
+  c.continuous_batching.num_pages = where.pages
 
   c.optim.learning_rate = 1e-6
   c.optim.warmup_steps = 20

@@ -258,7 +258,7 @@ def _shards() -> int:
 
 def _slots(packing, prompt_lengths, lengths, cfg) -> _Slots:
   """What stands in the rows of this device."""
-  B, size, width = len(lengths), cfg.micro_batch_size, cfg.width
+  B, size = len(lengths), cfg.micro_batch_size
   size_here = size // _shards()
   first = sharding.index(*sharding.BATCH_AXES) * size_here
   micro_batch, row = packing.row // size, packing.row % size - first
@@ -266,11 +266,11 @@ def _slots(packing, prompt_lengths, lengths, cfg) -> _Slots:
   here = (row >= 0) & (row < size_here) & (packing.row < B)
   rows = B // _shards()
   row = jnp.where(here, micro_batch * size_here + row, rows)
-  starts = jnp.full((rows, width), -1, jnp.int32)
+  starts = jnp.full((rows, cfg.width), -1, jnp.int32)
   starts = starts.at[row, packing.offset].set(
     jnp.arange(B, dtype=jnp.int32), mode="drop"
   )
-  columns = jnp.arange(width, dtype=jnp.int32)
+  columns = jnp.arange(cfg.width, dtype=jnp.int32)
   first_column = jax.lax.cummax(jnp.where(starts >= 0, columns, -1), axis=1)
   response = jnp.take_along_axis(starts, jnp.maximum(first_column, 0), axis=1)
   response = jnp.maximum(response, 0)
@@ -292,6 +292,7 @@ def logprobs(
     batch.positions,
     batch.segment_ids,
     response_length=batch.response_mask.shape[1],
+    wanted=batch.response_mask,
     **options,
   )
 

@@ -1,9 +1,10 @@
 """The policy: a Qwen3 decoder as functions over a plain dict of arrays.
 
 Other wings use the names in `__all__`, and these modules: `cache` and
-`paged_cache` (the two KV caches), `hf` (Hugging Face checkpoints), `rounding`
-(the compiler options of every program that runs a policy) and
-`moe.number_type` (the integer type of recorded experts).
+`paged_cache` (the two KV caches), `paged_attention` (the layout of pages), `hf`
+(Hugging Face checkpoints), `rounding` (the compiler options of every program
+that runs a policy) and `moe.number_type` (the integer type of recorded
+experts).
 """
 
 from gspo_jax.model.config import KEPT, VARIANTS, ModelConfig, variant
@@ -35,6 +36,7 @@ __all__ = [
   "init",
   "moe",
   "output_matrix",
+  "paged_attention",
   "paged_cache",
   "prefill",
   "project_logits",

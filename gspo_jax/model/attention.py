@@ -1,16 +1,20 @@
 """Causal attention within segments, with the kernel of the platform.
 
-Dimension key: B rows, T tokens, N query heads, K key-value heads, H head width.
+Dimension key: B rows, T tokens, N query heads, K key-value heads, G = N / K
+query heads of one key-value head, H head width; in a block of queries, Q
+queries and the S keys up to the last of them.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspo_jax.model.rounding import rounded
+from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
 _BLOCK = 512  # queries and keys of a tile of scores in VMEM
+_CPU_BLOCK = 64  # queries of a block on a CPU
+_CACHED_SCORES = 2**18  # float32 scores that stay in the cache of a core
 _LANES = 128
 MASKED = -1e30  # finite: a query without any key gives a finite output
 
@@ -18,11 +22,11 @@ MASKED = -1e30  # finite: a query without any key gives a finite output
 def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT):
   """Each token attends to itself and to the earlier tokens of its segment.
 
-  It runs splash attention on a TPU, cuDNN's attention on a GPU, and XLA's
-  operations elsewhere. Only the last hold scores of [B, N, T, T]; cuDNN takes
-  the segments as a mask of [B, 1, T, T]. XLA is also used where a kernel's
-  conditions are not met: splash needs H to be a multiple of 128, cuDNN needs
-  16-bit numbers and H to be a multiple of 8.
+  It runs splash attention on a TPU, cuDNN's attention on a GPU, and `in_blocks`
+  elsewhere. None holds scores of [B, N, T, T]; cuDNN takes the segments as a
+  mask of [B, 1, T, T]. `in_blocks` is also used where a kernel's conditions are
+  not met: splash needs H to be a multiple of 128, cuDNN needs 16-bit numbers
+  and H to be a multiple of 8.
 
   Args:
     q_BTNH: queries.
@@ -37,43 +41,178 @@ def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT):
   if platform == "tpu" and H % _LANES == 0:
     return splash(q_BTNH, k_BTKH, v_BTKH, segments_BT)
   cudnn = platform in ("gpu", "cuda") and q_BTNH.dtype != jnp.float32
-  same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
-  visible_BTS = same_BTS & jnp.tri(T, dtype=bool)
   if cudnn and H % 8 == 0:
+    visible_BTS = _visible(segments_BT, 0, T)
     out_BTNH = jax.nn.dot_product_attention(
       q_BTNH, k_BTKH, v_BTKH, mask=visible_BTS[:, None], implementation="cudnn"
     )
-  else:
-    out_BTNH = plain(q_BTNH, k_BTKH, v_BTKH, visible_BTS)
-  return checkpoint_name(out_BTNH, "attention")
+    return checkpoint_name(out_BTNH, "attention")
+  return in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT)
 
 
-def plain(q_BTNH, k_BTKH, v_BTKH, visible_BTS):
-  """Attention in plain operations, which hold scores of [B, N, T, T].
+@jax.custom_vjp
+def in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+  """`attend` in XLA's operations, over blocks of queries.
+
+  A block reads the keys up to its last query, which leaves out most of the
+  masked scores. On a CPU a loop takes a few rows at a time, so that the scores
+  stay in the cache of a core. The backward pass computes the scores again
+  (arXiv 2205.14135, algorithm 4).
 
   Scores and softmax are float32 and the output is rounded once, as in the
   caches of the sampler.
-
-  Args:
-    q_BTNH: queries.
-    k_BTKH: keys.
-    v_BTKH: values.
-    visible_BTS: bool, whether a query may attend to a key.
   """
-  B, T, N, H = q_BTNH.shape
-  K = k_BTKH.shape[2]
-  q_BTKRH = q_BTNH.reshape(B, T, K, N // K, H)
-  scores_BKRTS = jnp.einsum(
-    "btkrh,bskh->bkrts",
-    q_BTKRH,
-    k_BTKH,
+  return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT)[0]
+
+
+def _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+  out_BTNH, lse_BTN = _map_rows(
+    _forward_rows, (q_BTNH, k_BTKH, v_BTKH, _biases(segments_BT))
+  )
+  # Both, so that a rematerialised block does not compute the scores a third
+  # time.
+  out_BTNH = checkpoint_name(out_BTNH, "attention")
+  lse_BTN = checkpoint_name(lse_BTN, "attention")
+  return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BTN)
+
+
+def _backward(residuals, dout_BTNH):
+  q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BTN = residuals
+  # sum_s w_s dw_s = sum_s w_s (v_s . dout) = out . dout
+  delta_BTN = (wide(out_BTNH) * wide(dout_BTNH)).sum(-1)
+  operands = q_BTNH, k_BTKH, v_BTKH, lse_BTN, delta_BTN, dout_BTNH
+  biases = _biases(segments_BT)
+  return *_map_rows(_backward_rows, (*operands, biases)), None
+
+
+in_blocks.defvjp(_forward, _backward)
+
+
+def _map_rows(function, operands):
+  """`function` of the operands, on a CPU of a few rows at a time."""
+  B, T, N, _ = operands[0].shape
+  if sharding.platform() != "cpu":
+    return function(*operands)
+  most = max(1, _CACHED_SCORES // (N * min(T, _CPU_BLOCK) * T))
+  rows = max(n for n in range(1, min(most, B) + 1) if B % n == 0)
+  if rows == B:
+    return function(*operands)
+  cut = lambda x: x.reshape(-1, rows, *x.shape[1:])
+  outs = jax.lax.map(lambda x: function(*x), jax.tree.map(cut, operands))
+  return jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), outs)
+
+
+def _blocks(T):
+  """The first query of each block, and the first one after it."""
+  size = _CPU_BLOCK if sharding.platform() == "cpu" else _BLOCK
+  return [(start, min(start + size, T)) for start in range(0, T, size)]
+
+
+def _biases(segments_BT):
+  """For each block [B, Q, S] float32, 0 at the keys that a query attends to.
+
+  They are computed ahead of the loop over rows, for all heads.
+  """
+  return [
+    jnp.where(_visible(segments_BT, *block), 0.0, MASKED)
+    for block in _blocks(segments_BT.shape[1])
+  ]
+
+
+def _visible(segments_BT, start, end):
+  """Whether the queries start..end attend to the keys 0..end, [B, Q, S]."""
+  q_BQ, k_BS = segments_BT[:, start:end], segments_BT[:, :end]
+  return (q_BQ[:, :, None] == k_BS[:, None]) & (
+    jnp.arange(start, end)[:, None] >= jnp.arange(end)
+  )
+
+
+def _by_kv_head(x_BTN, K):
+  """[B, T, N, ...] -> [B, K, T, G, ...]."""
+  B, T, N, *rest = x_BTN.shape
+  return jnp.moveaxis(x_BTN.reshape(B, T, K, N // K, *rest), 2, 1)
+
+
+def _by_token(x_BKTG):
+  """The inverse of `_by_kv_head`."""
+  B, K, T, G, *rest = x_BKTG.shape
+  return jnp.moveaxis(x_BKTG, 1, 2).reshape(B, T, K * G, *rest)
+
+
+def _scores(q_BKQGH, k_BKSH, bias_BQS):
+  """Float32 scores [B, K, Q, G, S]; queries and heads are the rows of one
+  product."""
+  B, K, Q, G, H = q_BKQGH.shape
+  scores = jnp.einsum(
+    "bkqh,bksh->bkqs",
+    q_BKQGH.reshape(B, K, Q * G, H),
+    k_BKSH,
     preferred_element_type=jnp.float32,
   )
-  scores_BKRTS *= H**-0.5
-  scores_BKRTS = jnp.where(visible_BTS[:, None, None], scores_BKRTS, MASKED)
-  weights_BKRTS = jax.nn.softmax(scores_BKRTS)
-  out_BTKRH = weigh("bkrts,bskh->btkrh", weights_BKRTS, v_BTKH)
-  return rounded(out_BTKRH, q_BTNH.dtype).reshape(B, T, N, H)
+  scores_BKQGS = scores.reshape(B, K, Q, G, -1) * H**-0.5
+  return scores_BKQGS + bias_BQS[:, None, :, None]
+
+
+def _forward_rows(q_BTNH, k_BTKH, v_BTKH, biases):
+  """The output [B, T, N, H] and the log-sum-exp of the scores [B, T, N]."""
+  q_BKTGH = _by_kv_head(q_BTNH, k_BTKH.shape[2])
+  k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+  outs, lses = [], []
+  for (start, end), bias in zip(_blocks(q_BTNH.shape[1]), biases, strict=True):
+    q_BKQGH = q_BKTGH[:, :, start:end]
+    scores_BKQGS = _scores(q_BKQGH, k_BKTH[:, :, :end], bias)
+    maximum = scores_BKQGS.max(-1, keepdims=True)
+    weights_BKQGS = jnp.exp(scores_BKQGS - maximum)
+    total = weights_BKQGS.sum(-1, keepdims=True)
+    weights = _merge(weights_BKQGS)
+    out = weigh("bkqs,bksh->bkqh", weights, v_BKTH[:, :, :end])
+    out_BKQGH = rounded(out.reshape(q_BKQGH.shape) / total, q_BTNH.dtype)
+    outs.append(_by_token(out_BKQGH))
+    lses.append(_by_token((maximum + jnp.log(total))[..., 0]))
+  return jnp.concatenate(outs, 1), jnp.concatenate(lses, 1)
+
+
+def _merge(x_BKQGX):
+  """[B, K, Q, G, X] -> [B, K, Q * G, X]."""
+  B, K, Q, G, X = x_BKQGX.shape
+  return x_BKQGX.reshape(B, K, Q * G, X)
+
+
+def _backward_rows(
+  q_BTNH, k_BTKH, v_BTKH, lse_BTN, delta_BTN, dout_BTNH, biases
+):
+  """The gradients of queries, keys and values, in their dtypes."""
+  (B, T, _, H), K = q_BTNH.shape, k_BTKH.shape[2]
+  queries = q_BTNH, lse_BTN, delta_BTN, dout_BTNH
+  queries = [_by_kv_head(x, K) for x in queries]
+  k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+  dq_blocks = []
+  # Keys last: the scores are then not transposed to sum over the queries.
+  dk_BKHT = dv_BKHT = jnp.zeros((B, K, H, T))
+  for (start, end), bias in zip(_blocks(T), biases, strict=True):
+    q, lse, delta, dout = (x[:, :, start:end] for x in queries)
+    k_BKSH, v_BKSH = k_BKTH[:, :, :end], v_BKTH[:, :, :end]
+    weights = jnp.exp(_scores(q, k_BKSH, bias) - lse[..., None])
+    q_BKHQ, dout_BKHQ = (_merge(x).swapaxes(2, 3) for x in (q, dout))
+    dweights = jnp.einsum(
+      "bkqh,bksh->bkqs",
+      _merge(dout),
+      v_BKSH,
+      preferred_element_type=jnp.float32,
+    ).reshape(weights.shape)
+    dscores = _merge(weights * (dweights - delta[..., None]) * H**-0.5)
+    dq = weigh("bkqs,bksh->bkqh", dscores, k_BKSH).reshape(q.shape)
+    dq_blocks.append(_by_token(dq))
+    add = lambda total, x: total.at[..., :end].add(x)  # noqa: B023
+    dk_BKHT = add(dk_BKHT, weigh("bkqs,bkhq->bkhs", dscores, q_BKHQ))
+    dv_BKHT = add(dv_BKHT, weigh("bkqs,bkhq->bkhs", _merge(weights), dout_BKHQ))
+  tokens_first = lambda x_BKHT: jnp.moveaxis(x_BKHT, 3, 1)
+  gradients = (
+    (jnp.concatenate(dq_blocks, 1), q_BTNH),
+    (tokens_first(dk_BKHT), k_BTKH),
+    (tokens_first(dv_BKHT), v_BTKH),
+  )
+  return tuple(rounded(x, like.dtype) for x, like in gradients)
 
 
 def weigh(subscripts: str, weights, values):

@@ -74,7 +74,7 @@ class ModelConfig:
   dtype: str = "bfloat16"
   remat: bool = True
   keep: tuple[str, ...] = ("attention", "stream")
-  unroll: int = 1
+  unroll: int | None = None
 
   def __post_init__(self):
     heads, kv_heads = self.num_heads, self.num_kv_heads
@@ -131,7 +131,6 @@ _TINY = ModelConfig(
   experts_per_token=2,
   rope_theta=1e4,
   remat=False,
-  unroll=2,
 )
 
 # For text on two cores: configs/gsm8k_small.py.
@@ -145,7 +144,6 @@ _SMALL = dataclasses.replace(
   mlp_dim=128,
   num_experts=4,
   tie_embeddings=True,
-  unroll=4,
 )
 
 

@@ -7,11 +7,32 @@ two elementwise operations, where LLVM drops a rounding even so (seen with
 jaxlib 0.10.2 on x86-64).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 # Compiler options of every program that runs a policy.
 OPTIONS = {"xla_allow_excess_precision": False}
+
+
+def recomputed(function):
+  """`function`, whose backward pass starts from its arguments alone.
+
+  For elementwise arithmetic: computing its intermediate results again takes
+  less time than storing and reading them. Unlike `jax.checkpoint` it leaves no
+  trace inside a block that is rematerialised itself.
+  """
+
+  @jax.custom_vjp
+  def call(*args):
+    return function(*args)
+
+  def backward(args, cotangent):
+    return jax.vjp(function, *args)[1](cotangent)
+
+  call.defvjp(lambda *args: (function(*args), args), backward)
+  return functools.wraps(function)(call)
 
 
 def rounded(x: jax.Array, dtype) -> jax.Array:

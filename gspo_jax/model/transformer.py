@@ -9,6 +9,8 @@ key-value heads, H head width, F hidden width, V vocabulary, k experts a token.
 
 import contextlib
 import functools
+import math
+import operator
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -21,7 +23,7 @@ from gspo_jax.model import attention
 from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.moe import MoE, Routing
-from gspo_jax.model.rounding import rounded, wide
+from gspo_jax.model.rounding import recomputed, rounded, wide
 from gspo_jax.runtime import sharding
 
 Params = dict
@@ -84,12 +86,18 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x, scale, eps):
+  return _rms_norm(x, scale, jnp.float32(eps))
+
+
+@recomputed
+def _rms_norm(x, scale, eps):
   h = wide(x)
   h *= jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
   h = wide(rounded(h, x.dtype)) * wide(scale.astype(x.dtype))
   return rounded(h, x.dtype)
 
 
+@recomputed
 def rotate(x_BTNH, sin_BTH, cos_BTH):
   """Rotary embedding, half-split (arXiv 2104.09864), in float32."""
   a, b = jnp.split(wide(x_BTNH), 2, axis=-1)
@@ -101,6 +109,20 @@ def rotate(x_BTNH, sin_BTH, cos_BTH):
 def add(x_BTD, y_BTD):
   """Adds two activations in float32 and rounds once."""
   return rounded(wide(x_BTD) + wide(y_BTD), x_BTD.dtype)
+
+
+def matmul(x, weights, axes: int = 1):
+  """Sums over the last `axes` axes of `x` and the first ones of `weights`.
+
+  A CPU multiplies matrices. With more dimensions, the gradient of the weights
+  would copy and transpose its operands: a fifth of a dense model's update.
+  """
+  if sharding.platform() != "cpu":
+    return jnp.tensordot(x, weights, axes)
+  rows, columns = x.shape[:-axes], weights.shape[axes:]
+  summed = math.prod(weights.shape[:axes])
+  y = x.reshape(-1, summed) @ weights.reshape(summed, -1)
+  return y.reshape(*rows, *columns)
 
 
 class Scale(nn.Module):
@@ -143,7 +165,7 @@ class Attention(nn.Module):
     q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
     out_BTNH, updated = cache.attend(layer, q_BTNH, k_BTKH, v_BTKH)
     o = weights["o"].astype(x_BTD.dtype)
-    return jnp.einsum("btnh,nhd->btd", out_BTNH, o), updated
+    return matmul(out_BTNH, o, axes=2), updated
 
 
 def _project(x_BTD, weights, angles, cfg):
@@ -151,7 +173,7 @@ def _project(x_BTD, weights, angles, cfg):
 
   def heads(name):
     w = weights[name].astype(x_BTD.dtype)
-    y_BTNH = jnp.einsum("btd,dnh->btnh", x_BTD, w)
+    y_BTNH = matmul(x_BTD, w)
     if cfg.attention_bias:
       y_BTNH = add(y_BTNH, weights[f"{name}_bias"].astype(x_BTD.dtype))
     return checkpoint_name(y_BTNH, "heads")
@@ -185,7 +207,7 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
     gathered |= {name: gather(name, 1) for name in biases}
     q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, gathered, angles, cfg)
     out_BTNH = attention.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
-    y_BTD = jnp.einsum("btnh,nhd->btd", out_BTNH, gather("o", 1))
+    y_BTD = matmul(out_BTNH, gather("o", 1), axes=2)
     y_BTD = sharding.psum(y_BTD, "tensor")
     return y_BTD, (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
 
@@ -195,6 +217,12 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
     out_specs=(rows, rows_and_heads),
   )
   return attend(x_BTD, weights, angles, segments_BT)
+
+
+@recomputed
+def swiglu(gate, up):
+  """`silu(gate) * up`, rounded once."""
+  return rounded(nn.silu(wide(gate)) * wide(up), gate.dtype)
 
 
 class MLP(nn.Module):
@@ -214,9 +242,9 @@ class MLP(nn.Module):
       gather = lambda name, dim: sharding.gather(
         weights[name].astype(x_BTD.dtype), "fsdp", dim=dim
       )
-      gate, up = x_BTD @ gather("gate", 0), x_BTD @ gather("up", 0)
-      hidden = rounded(nn.silu(wide(gate)) * wide(up), x_BTD.dtype)
-      return sharding.psum(hidden @ gather("down", 1), "tensor")
+      gate, up = (matmul(x_BTD, gather(name, 0)) for name in ("gate", "up"))
+      hidden = swiglu(gate, up)
+      return sharding.psum(matmul(hidden, gather("down", 1)), "tensor")
 
     rows = PartitionSpec(sharding.BATCH_AXES)
     mlp = sharding.shard_map(local, in_specs=(rows, specs), out_specs=rows)
@@ -422,15 +450,35 @@ def _scan_layers(
     )
     return x_BTD, (routing, keys_values if store else None)
 
+  steps = _layers_per_step(cfg)
   if cfg.remat:
     keep = jax.checkpoint_policies.save_only_these_names(*cfg.keep)
     # Inside a loop nothing can be merged with the forward pass anyway.
-    body = jax.checkpoint(body, prevent_cse=cfg.unroll > 1, policy=keep)
-  x_BTD, (routing, keys_values) = jax.lax.scan(
-    body, x_BTD, (params["layers"], routes.experts), unroll=cfg.unroll
-  )
+    body = jax.checkpoint(body, prevent_cse=steps > 1, policy=keep)
+  layers = params["layers"], routes.experts
+  if steps < cfg.num_layers:
+    x_BTD, stacked = jax.lax.scan(body, x_BTD, layers, unroll=steps)
+  else:
+    # A scan would stack what the backward pass needs, even if unrolled.
+    outs = []
+    for i in range(cfg.num_layers):
+      layer = jax.tree.map(operator.itemgetter(i), layers)
+      x_BTD, out = body(x_BTD, layer)
+      outs.append(out)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *outs)
+  routing, keys_values = stacked
   cache = kv.from_prefill(*keys_values, mask_BT) if store else None
   return x_BTD, routing, cache
+
+
+_SMALL_DEPTH = 8  # layers that a CPU compiles unrolled
+
+
+def _layers_per_step(cfg):
+  if cfg.unroll is not None:
+    return cfg.unroll
+  small = cfg.num_layers <= _SMALL_DEPTH
+  return cfg.num_layers if small and sharding.platform() == "cpu" else 1
 
 
 def _loop_over_layers(params, cfg, x_BTD, angles, mask_BT, cache):

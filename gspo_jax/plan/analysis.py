@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from gspo_jax.learner import train_batch, train_step
-from gspo_jax.plan import chips, lower, lower_bounds
+from gspo_jax.plan import chips, lower, lower_bounds, pages
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo import cost as hlo_cost
 from gspo_jax.plan.hlo import module as hlo_module
@@ -52,7 +52,14 @@ def analyze(
     "buffers": done.buffers[:_BUFFERS],
   }
   if done.memory is not None:
-    report |= _memory(name, done.memory, program, where)
+    report |= memory(name, done.memory, program, where)
+    if has_pages(name, program):
+      report["pages"] = pages.room(
+        report["memory"]["needed"],
+        where.chip.hbm,
+        program.cfg,
+        program.sampler.generate,
+      )
     report |= _work(name, done.module, config, program, where)
   return report
 
@@ -67,16 +74,25 @@ def sampler_mesh(program: Program) -> jax.sharding.Mesh:
   ).mesh
 
 
-def _memory(name, memory, program, where) -> dict:
+def has_pages(name: str, program: Program) -> bool:
+  """Whether a function reads or writes the pages of a continuous sampler."""
+  continuous = isinstance(program.sampler.generate, ContinuousSampler)
+  return continuous and name in _DECODING
+
+
+def memory(
+  name: str,
+  compiled: plan_compile.Memory,
+  program: Program,
+  where: chips.Slice,
+) -> dict:
+  """The part of a report that is about memory, and whether it is enough."""
   resident = _bytes(_unread(name, program.learner.abstract))
-  if (
-    isinstance(program.sampler.generate, ContinuousSampler)
-    and name in _DECODING
-  ):
+  if has_pages(name, program):
     resident += _bytes(program.learner.abstract.params)
-  needed, hbm = memory.needed + resident, where.chip.hbm
+  needed, hbm = compiled.needed + resident, where.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
-  report = {"memory": dataclasses.asdict(memory) | sizes}
+  report = {"memory": dataclasses.asdict(compiled) | sizes}
   if needed > hbm:
     report["fits"] = False
     report["reason"] = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from gspo_jax.plan import analysis, chips, lower
+from gspo_jax.plan import analysis, chips, lower, pages
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.iteration import cost as iteration_cost
 from gspo_jax.plan.iteration import lengths as plan_lengths
@@ -64,6 +64,10 @@ def plan(
     results[name] = analysis.analyze(
       name, done[program_id], config, program, where
     )
+    if "pages" in results[name] or not analysis.has_pages(name, program):
+      continue
+    results[name] |= _room_by_a_smaller_pool(name, config, program, where)
+  _add_advice(results)
   fits = all(result["fits"] for result in results.values())
   iteration = None
   if drawn and all("seconds" in result for result in results.values()):
@@ -83,3 +87,32 @@ def plan(
     "fits": fits,
     **({"lengths": lengths, "iteration": iteration} if lengths else {}),
   }
+
+
+def _room_by_a_smaller_pool(name, config, program, where) -> dict:
+  """The room for pages of a function that does not compile; {} if unknown."""
+  generate, hbm = program.sampler.generate, where.chip.hbm
+  asked = {"num_pages": generate.sizes.num_pages * generate.shards}
+  for less in pages.smaller(config, program.cfg, generate, hbm):
+    program_of_less = build_program(less, program.mesh)
+    lowered = lower.functions(less, program_of_less)[name]
+    print(f"compiling {name}, fewer pages ...", file=sys.stderr, flush=True)
+    done = plan_compile.compile_one(lowered)
+    report = analysis.analyze(name, done, less, program_of_less, where)
+    if "pages" in report:
+      return {"pages": report["pages"] | asked}
+  return {}
+
+
+def _add_advice(results: dict) -> None:
+  """One room for all functions; what does not fit gets the largest pool."""
+  with_pages = [result for result in results.values() if "pages" in result]
+  least = min(
+    (result["pages"] for result in with_pages),
+    key=lambda room: room["largest"],
+    default=None,
+  )
+  for result in with_pages:
+    result["pages"] = least
+    if not result["fits"]:
+      result["reason"] += f"; {pages.advice(least)}"

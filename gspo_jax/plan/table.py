@@ -1,5 +1,7 @@
 """Renders the report of a plan as text of at most 100 columns."""
 
+from gspo_jax.plan import pages
+
 _GIB = 2**30
 _WIDTH = 100
 # Names of functions that are wider than a column.
@@ -8,7 +10,6 @@ _HEADS = {
   "reference_and_values": "ref+values",
   "decode_params": "weights",
 }
-_MIN_FREE = 0.08  # share of the HBM; with less, a plan that fits may not run
 
 
 def render(report: dict, *, top: int = 0) -> str:
@@ -31,6 +32,8 @@ def render(report: dict, *, top: int = 0) -> str:
       parts.append(_top(f"{name}: most expensive operations", f["top"][:top]))
     if f["loops"] or f["branches"] or f["unknown_kernels"]:
       parts.append(_data_dependent(name, f))
+  if room := functions.get("generate", {}).get("pages"):
+    parts.append(_room(room))
   if "lengths" in report:
     parts.append(_iteration(report))
   parts += [_unfit(k, f) for k, f in functions.items() if not f["fits"]]
@@ -147,6 +150,18 @@ def _decode(d):
   return "\n".join([*lines, reads, above])
 
 
+def _room(room):
+  return "\n".join(
+    (
+      f"generate: the HBM holds {pages.KEY}={room['largest']}, with "
+      f"{room['margin']:.0%} of it left free",
+      f"  {room['num_pages']} are asked for; the most are "
+      f"{room['tokens_a_slot']} tokens a slot, or the longest responses of",
+      f"  continuous_batching.slots={room['slots_of_longest']}",
+    )
+  )
+
+
 def _iteration(report):
   i = report["iteration"]
   if i is None:
@@ -230,7 +245,7 @@ def _verdict(report):
     return f"verdict: does NOT fit: {', '.join(bad)}"
   free = min(f["memory"]["free"] for f in report["functions"].values())
   share = free / report["hbm"]
-  if share < _MIN_FREE:
+  if share < pages.MARGIN:  # it may not run, although it fits
     return (
       f"verdict: fits, but only {share:.0%} of the HBM free: executables and "
       "fragmentation need some"

@@ -258,6 +258,19 @@ def local_rows(array: jax.Array) -> dict[int, np.ndarray]:
   }
 
 
+def addressable_rows(array: jax.Array) -> dict[int, np.ndarray]:
+  """The rows of a global [B, ...] array on the devices of this process.
+
+  Unlike with `local_rows`, several processes may have the same row.
+  """
+  shards = {s.index[0].start or 0: s.data for s in array.addressable_shards}
+  return {
+    begin + i: row
+    for begin, rows in jax.device_get(shards).items()
+    for i, row in enumerate(rows)
+  }
+
+
 def allgather_rows(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
   """Joins one value for each row from all processes.
 

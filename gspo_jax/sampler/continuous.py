@@ -4,9 +4,12 @@ The host assigns slots and pages (`scheduler`), the devices decode a segment of
 a few dozen steps (`paged_decode`), and so on until all responses have finished
 or reached the length at which they pause.
 
+While no response waits for a slot, the next segment is planned and started
+before the results of the last one are read; so the devices need not wait.
+
 Dimension key: P prompts, G responses a prompt, A = P * G responses, B slots, D
-shards, N prefixes of one prefill, T their tokens, C their pages, R most new
-tokens.
+shards, N prefixes of one prefill or responses that finished, T tokens of a
+prefix, C its pages, R most new tokens.
 """
 
 import dataclasses
@@ -24,7 +27,7 @@ from gspo_jax.sampler.continuous_config import (
   ContinuousBatchingConfig,
   ShardSizes,
 )
-from gspo_jax.sampler.continuous_jit import JittedSampler
+from gspo_jax.sampler.continuous_jit import JittedSampler, SegmentResults
 from gspo_jax.sampler.paged_decode import SegmentPlan
 from gspo_jax.sampler.samples import (
   FinishedResponse,
@@ -64,31 +67,17 @@ class _PrefillBatch(NamedTuple):
   first_response: np.ndarray
 
 
-class _SegmentResults(NamedTuple):
-  """What the host reads after a segment, of each slot.
+class _Finished(NamedTuple):
+  """N responses that left their slots, and rows of padding.
 
   Attributes:
-    num_tokens: [B] int32, tokens of its response.
-    active: [B] bool, whether the response goes on.
-    response: [B] int32, the number of the response.
+    responses: [N] int32, their numbers; -1 for padding.
+    lengths: [N] int32, their tokens.
+    tokens: [N, R] int32 on the devices.
   """
 
-  num_tokens: np.ndarray
-  active: np.ndarray
-  response: np.ndarray
-
-
-class _FinishedSlots(NamedTuple):
-  """Slots whose responses left them in a segment.
-
-  Attributes:
-    slots: their numbers.
-    results: those of the segment.
-    tokens: [B, R] int32 on the devices, the tokens of every slot's response.
-  """
-
-  slots: list[int]
-  results: _SegmentResults
+  responses: np.ndarray
+  lengths: np.ndarray
   tokens: jax.Array
 
 
@@ -154,7 +143,9 @@ class ContinuousSampler:
         "resume_from, stop_at: expected neither with record_routing=True, "
         "because the routing of a response's earlier tokens is not kept"
       )
-    requests = self._shard_requests(tokens, lengths, samples, stop_at)
+    so_far = multihost.to_host((samples.lengths, samples.finish))
+    state, samples = self.jitted.begin(samples)
+    requests = self._shard_requests(tokens, lengths, samples, so_far, stop_at)
     schedulers = [
       Scheduler(
         self.sizes,
@@ -166,9 +157,18 @@ class ContinuousSampler:
     ]
     fields = _fields_by_response(requests)
     params = self.jitted.decode_params(params)
-    state, samples = self.jitted.begin(samples)
-    finished = None
-    while not all(scheduler.done for scheduler in schedulers):
+
+    def finished_in(results, samples) -> list[_Finished]:
+      left = self._apply_results(schedulers, requests, results)
+      return list(self._finished(left, samples)) if on_finished else []
+
+    results, finished = None, []  # of the last segment; not reported so far
+    while True:
+      if results and not _can_look_ahead(schedulers):
+        finished += finished_in(results, samples)
+        results = None
+      if not results and all(scheduler.done for scheduler in schedulers):
+        break
       admissions = [scheduler.admit() for scheduler in schedulers]
       for batch in self._prefill_batches(admissions, requests):
         state, samples = self._prefill(params, state, samples, batch)
@@ -177,16 +177,15 @@ class ContinuousSampler:
       plan_and_slots = multihost.to_global(
         (plan, self._active_subset(plan)), self.batch_sharding
       )
-      state, samples = self.jitted.decode(
+      unread = results
+      state, samples, results = self.jitted.decode(
         params, state, samples, *plan_and_slots, min_active, key
       )
       # The devices decode this segment while the host handles the last one's
       # responses.
       if finished:
         on_finished(self._read_finished(finished))
-      results = self._apply_results(schedulers, requests, state)
-      if on_finished:
-        finished = self._finished_slots(state, samples, plan, results)
+      finished = finished_in(unread, samples) if unread else []
     if finished:
       on_finished(self._read_finished(finished))
     return self.jitted.finalize(samples)
@@ -239,18 +238,27 @@ class ContinuousSampler:
       )
 
   def _shard_requests(
-    self, tokens, lengths, samples: Samples, stop_at
+    self, prompts, prompt_lengths, samples: Samples, so_far, stop_at
   ) -> list[Requests]:
-    """The responses that each shard has to generate."""
+    """The responses that each shard has to generate.
+
+    Args:
+      prompts: [P, S] tokens, on the host.
+      prompt_lengths: [P], on the host.
+      samples: on the decoding mesh.
+      so_far: their lengths [A] and their finish [A], on the host.
+      stop_at: as in a call.
+    """
     A, R = samples.tokens.shape
     stop_at = np.full(A, R) if stop_at is None else np.minimum(stop_at, R)
-    needed = dataclasses.replace(
-      samples, logps=None, slot_steps=None, experts=None
-    )
-    whole = tokens, lengths, multihost.to_host(needed), stop_at
-    leaves, tree = jax.tree.flatten(whole)
-    parts = zip(*(np.split(x, self.shards) for x in leaves), strict=True)
-    return [pending_requests(*tree.unflatten(part)) for part in parts]
+    tokens = np.zeros((A, R), np.int32)
+    if so_far[0].any():
+      # A host needs only the tokens that its own devices prefill.
+      for row, values in multihost.addressable_rows(samples.tokens).items():
+        tokens[row] = values
+    whole = prompts, prompt_lengths, tokens, *so_far, stop_at
+    parts = zip(*(np.split(x, self.shards) for x in whole), strict=True)
+    return [pending_requests(*part) for part in parts]
 
   def _prefill_batches(
     self, admissions: list[Admission], requests: list[Requests]
@@ -357,45 +365,68 @@ class ContinuousSampler:
     subset = subset + slots * np.arange(self.shards)[:, None]
     return subset.ravel().astype(np.int32)
 
-  def _apply_results(self, schedulers, requests, state) -> _SegmentResults:
-    """Reads what a segment did, and applies it to the schedulers."""
-    results = _SegmentResults(
-      *multihost.to_host((state.num_tokens, state.pages.active, state.response))
-    )
-    parts = zip(*(np.split(x, self.shards) for x in results), strict=True)
-    for scheduler, request, part in zip(
-      schedulers, requests, parts, strict=True
-    ):
-      num_tokens, active, response = part
-      before = request.num_tokens[response % len(request.num_tokens)]
-      scheduler.apply_results(num_tokens - before, active)
-    return results
+  def _apply_results(
+    self, schedulers, requests, results: SegmentResults
+  ) -> list[list[tuple[int, int]]]:
+    """Reads what a segment did, and applies it to the schedulers.
 
-  def _finished_slots(
-    self, state, samples, plan: SegmentPlan, results: _SegmentResults
-  ) -> _FinishedSlots | None:
-    """The slots whose responses finished or paused in a segment, if any."""
-    slots = np.flatnonzero(plan.active & ~results.active).tolist()
-    if not slots:
-      return None
-    tokens = self.jitted.read_tokens(state, samples)
-    return _FinishedSlots(slots, results, tokens)
+    Returns:
+      For each shard, the responses that left their slots: number and tokens.
+    """
+    num_tokens, active = (
+      np.split(x, self.shards) for x in jax.device_get(results)
+    )
+    left = []
+    for shard, (scheduler, request) in enumerate(
+      zip(schedulers, requests, strict=True)
+    ):
+      response, first = scheduler.response, shard * len(request.num_tokens)
+      scheduler.apply_results(
+        num_tokens[shard] - request.num_tokens[response], active[shard]
+      )
+      slots = np.flatnonzero((response >= 0) & ~active[shard])
+      lengths = num_tokens[shard][slots].tolist()
+      numbers = (first + response[slots]).tolist()
+      left.append(list(zip(numbers, lengths, strict=True)))
+    return left
+
+  def _finished(self, left, samples) -> Iterator[_Finished]:
+    """The tokens of the responses that left their slots, on the devices."""
+    count = max(1, self.sizes.slots // _IDLE)  # rows of a shard
+    while any(left):
+      responses = np.full((self.shards, count), -1, np.int32)
+      lengths = np.zeros_like(responses)
+      for shard, pairs in enumerate(left):
+        for i, pair in enumerate(pairs[:count]):
+          responses[shard, i], lengths[shard, i] = pair
+        del pairs[:count]
+      responses, lengths = responses.ravel(), lengths.ravel()
+      rows = multihost.to_global(responses, self.batch_sharding)
+      yield _Finished(
+        responses, lengths, self.jitted.read_tokens(samples, rows)
+      )
 
   def _read_finished(
-    self, finished: _FinishedSlots
+    self, finished: list[_Finished]
   ) -> dict[int, FinishedResponse]:
-    """The finished responses in this host's slots; paused ones are left out."""
-    responses, results = {}, finished.results
-    tokens_of = multihost.local_rows(finished.tokens)
-    for slot in finished.slots:
-      if slot not in tokens_of:
-        continue
-      tokens, length = tokens_of[slot], int(results.num_tokens[slot])
-      stopped = bool(tokens[length - 1] in self.config.stop_ids)
-      if stopped or length == self.config.max_new_tokens:
-        response = FinishedResponse(tokens, length, stopped)
-        responses[int(results.response[slot])] = response
+    """The finished responses on this host; paused ones are left out."""
+    responses = {}
+    for each in finished:
+      for i, tokens in multihost.local_rows(each.tokens).items():
+        number, length = int(each.responses[i]), int(each.lengths[i])
+        if number < 0:
+          continue
+        stopped = bool(tokens[length - 1] in self.config.stop_ids)
+        if stopped or length == self.config.max_new_tokens:
+          responses[number] = FinishedResponse(tokens, length, stopped)
     return responses
+
+
+def _can_look_ahead(schedulers: list[Scheduler]) -> bool:
+  """Whether to start a segment before the results of the last one are read."""
+  if not all(scheduler.can_look_ahead for scheduler in schedulers):
+    return False
+  return any(scheduler.may_go_on for scheduler in schedulers)
 
 
 def _fields_by_response(requests: list[Requests]) -> dict[str, np.ndarray]:

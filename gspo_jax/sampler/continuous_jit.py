@@ -1,11 +1,13 @@
 """The jitted functions of continuous batching: shardings and donations.
 
 Dimension key: B slots, b of them, A responses, R most new tokens, W pages of a
-slot, N prefixes of one prefill, T their tokens, C their pages, P prompts.
+slot, N prefixes of one prefill or finished responses, T tokens of a prefix, C
+its pages, P prompts.
 """
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,18 @@ from gspo_jax.sampler.samples import (
   empty_samples,
   samples_sharding,
 )
+
+
+class SegmentResults(NamedTuple):
+  """What the host reads after a segment; whole on every device.
+
+  Attributes:
+    num_tokens: [B] int32, tokens of the response in each slot.
+    active: [B] bool, whether it goes on.
+  """
+
+  num_tokens: jax.Array
+  active: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +58,11 @@ class JittedSampler:
       first_response [N]) -> samples; `paged_decode.write_prompt_routing`.
       Donates the samples.
     decode: (params, state, samples, SegmentPlan, compute_slots [b] or None,
-      min_active [], key) -> (state, samples); a segment of the slots
-      `compute_slots`, or of all. `compute_slots` are equally many of each
+      min_active [], key) -> (state, samples, SegmentResults); a segment of the
+      slots `compute_slots`, or of all. `compute_slots` are equally many of each
       shard, all active ones among them and none of them new. Donates state and
       samples.
-    read_tokens: (state, samples) -> tokens [B, R] of the slots' responses.
+    read_tokens: (samples, responses [N]) -> their tokens [N, R].
     finalize: (samples) -> samples on the training mesh, with `pad_id` and 0
       after the end of each response.
   """
@@ -136,7 +150,7 @@ def jit_sampler(
     decode=jit(
       _decode_segment(cfg, sampler, sizes.segment_steps),
       in_shardings=(None,) * 6 + (sharding.replicated(mesh),),
-      out_shardings=(state, decode_samples),
+      out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
       donate_argnums=(1, 2),
       compiler_options=rounding.OPTIONS,
     ),
@@ -195,7 +209,8 @@ def _decode_segment(cfg, sampler, steps):
     )
     if not everything:
       computed = paged_decode.scatter_slots(state, computed, compute_slots)
-    return computed, samples
+    results = SegmentResults(computed.num_tokens, computed.pages.active)
+    return computed, samples, results
 
   return segment
 

@@ -59,7 +59,8 @@ class SegmentPlan:
 
   Attributes:
     table: [B, W] int32, the pages of each slot, as in `Pages`.
-    active: [B] bool, slots that decode. What an inactive slot held is dropped.
+    active: [B] bool, slots that decode, unless their response has finished.
+      What an inactive slot held is dropped.
     new: [B] bool, active slots that start a response. The fields below hold
       only for these.
     response: [B] int32, which of the A responses.
@@ -211,7 +212,8 @@ def apply_plan(
     pages,
     table=plan.table,
     lengths=select(plan.num_cached, pages.lengths),
-    active=plan.active,
+    # The host may have planned before it knew which responses had finished.
+    active=plan.active & (plan.new | pages.active),
   )
   return DecodeState(
     pages=pages,
@@ -323,14 +325,19 @@ def scatter_slots(
   return _with_pages_of(subset.pages, arrays)
 
 
-def read_tokens(state: DecodeState, samples: Samples) -> jax.Array:
-  """The tokens [B, R] int32 of the response in each slot."""
+def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
+  """The tokens [N, R] int32 of some responses.
 
-  def local(tokens, response_B):
-    return tokens[response_B % len(tokens)]
+  Args:
+    samples: A responses.
+    responses: [N] int32, each on the device of its response; -1 for any.
+  """
+
+  def local(tokens, response_N):
+    return tokens[response_N % len(tokens)]
 
   read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
-  return read(samples.tokens, state.response)
+  return read(samples.tokens, responses)
 
 
 def _without_pages(state: DecodeState) -> DecodeState:

@@ -8,11 +8,12 @@ responses to it, or a prompt and the beginning of one response. All tokens of a
 prefix but the last are prefilled; the first decode step feeds the last one.
 
 Each round calls `admit`, `allocate_pages`, then decodes a segment on the
-devices, then calls `apply_results`. The full pages of a prefix are shared by
-the slots of its responses; each slot gets a copy of its partial last page. A
-prefix stays in the pool until all its responses have finished. When pages run
-out, first the prefixes that no slot reads are evicted (and prefilled again
-later), then the newest responses are preempted.
+devices, then calls `apply_results`. While `can_look_ahead`, the next round may
+begin before the results of the last one are applied. The full pages of a prefix
+are shared by the slots of its responses; each slot gets a copy of its partial
+last page. A prefix stays in the pool until all its responses have finished.
+When pages run out, first the prefixes that no slot reads are evicted (and
+prefilled again later), then the newest responses are preempted.
 """
 
 import collections
@@ -24,7 +25,7 @@ import numpy as np
 
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous_config import ShardSizes
-from gspo_jax.sampler.samples import UNFINISHED, Samples
+from gspo_jax.sampler.samples import UNFINISHED
 
 
 class PrefixPages(NamedTuple):
@@ -104,6 +105,7 @@ class Scheduler:
     # Every waiting response has a greater number than every active one, so the
     # greatest active one is the newest.
     self._queue = collections.deque(requested.tolist())
+    self._unknown_segments = 0  # planned, without results so far
     self._free_pages = list(range(sizes.num_pages))
     self._prefix_pages = {}  # prefix -> its pages, if it is in the pool
     self._response_B = np.full(B, -1)
@@ -132,6 +134,30 @@ class Scheduler:
     """Whether all responses have finished."""
     return not self.num_waiting and not self.num_active
 
+  @property
+  def response(self) -> np.ndarray:
+    """[B] the response in each slot; -1 for none."""
+    return self._response_B.copy()
+
+  @property
+  def can_look_ahead(self) -> bool:
+    """Whether to plan a segment before the results of the last one are known.
+
+    Not while responses wait: the slots of responses that just finished would
+    stay empty for a segment. And not if pages might run out, so that responses
+    are preempted that need not be.
+    """
+    fits = self._missing_pages().sum() <= self.num_free_pages
+    return not self._queue and bool(fits)
+
+  @property
+  def may_go_on(self) -> bool:
+    """Whether some response can have tokens left after all planned segments."""
+    active = self._response_B >= 0
+    planned = self._unknown_segments * self._sizes.segment_steps
+    most_B = self._most_tokens()
+    return bool((active & (self._num_generated_B + planned < most_B)).any())
+
   def admit(self) -> Admission:
     """Gives idle slots to waiting responses, as far as pages go.
 
@@ -152,9 +178,9 @@ class Scheduler:
     """Gives each slot the pages that the next segment can fill.
 
     A slot can fill min(segment_steps, the tokens it may still generate) more
-    positions. If pages run out, the newest responses are preempted: they give
-    all their pages back and wait at the front of the queue. The oldest one is
-    never preempted.
+    positions, of each segment whose results are unknown. If pages run out, the
+    newest responses are preempted: they give all their pages back and wait at
+    the front of the queue. The oldest one is never preempted.
     """
     while (missing_B := self._missing_pages()).sum() > self.num_free_pages:
       self._evict_or_preempt()
@@ -164,12 +190,15 @@ class Scheduler:
     allocated_BW &= column_W < num_pages_B[:, None]
     self._table[allocated_BW] = self._pop_pages(int(missing_B.sum()))
     self._num_pages_B = num_pages_B
+    self._unknown_segments += 1
     return SegmentPages(self._table.copy(), self._response_B >= 0)
 
   def apply_results(
     self, num_generated: np.ndarray, active: np.ndarray
   ) -> list[int]:
     """Frees the slots and pages of the responses that finished in a segment.
+
+    That is the oldest one without results.
 
     Args:
       num_generated: [B] tokens of each response that its prefix does not hold.
@@ -178,6 +207,7 @@ class Scheduler:
     Returns:
       The responses that finished.
     """
+    self._unknown_segments -= 1
     self._num_generated_B[:] = num_generated
     slots = np.flatnonzero((self._response_B >= 0) & ~np.asarray(active))
     responses = self._response_B[slots].tolist()
@@ -245,19 +275,24 @@ class Scheduler:
 
   def _pages_after_segment(self, num_cached, num_generated, max_tokens):
     """Pages that a slot needs until the end of the next segment."""
-    steps = self._sizes.segment_steps
+    steps = self._sizes.segment_steps * (self._unknown_segments + 1)
     tokens = num_cached + np.minimum(num_generated + steps, max_tokens)
     return -(-tokens // self._sizes.page_size)
 
   def _missing_pages(self):
     """[B] pages that the slots lack for the next segment."""
-    max_tokens_B = 0
-    if self._max_tokens_A.size:
-      max_tokens_B = self._max_tokens_A[self._response_B]
     pages_B = self._pages_after_segment(
-      self._num_cached_B, self._num_generated_B, max_tokens_B
+      self._num_cached_B, self._num_generated_B, self._most_tokens()
     )
-    return np.where(self._response_B >= 0, pages_B - self._num_pages_B, 0)
+    # After early ends of segments a slot may have more than it needs.
+    missing_B = np.maximum(pages_B - self._num_pages_B, 0)
+    return np.where(self._response_B >= 0, missing_B, 0)
+
+  def _most_tokens(self):
+    """[B] most tokens to generate in each slot; any without a response."""
+    if not self._max_tokens_A.size:
+      return np.zeros_like(self._response_B)
+    return self._max_tokens_A[self._response_B]
 
   def _pop_pages(self, count):
     cut = len(self._free_pages) - count
@@ -304,7 +339,9 @@ class Requests(NamedTuple):
 def pending_requests(
   prompts: np.ndarray,
   prompt_lengths: np.ndarray,
-  samples: Samples,
+  tokens: np.ndarray,
+  lengths: np.ndarray,
+  finish: np.ndarray,
   stop_at: np.ndarray,
 ) -> Requests:
   """The unfinished responses of samples, with the prefix of each.
@@ -316,22 +353,21 @@ def pending_requests(
   Args:
     prompts: [P, prompt width] int32, padded on the left.
     prompt_lengths: [P] int, their tokens.
-    samples: A responses, as numpy arrays.
+    tokens: [A, R] int32, of the responses so far; where another host has the
+      response, only the number of its tokens counts.
+    lengths: [A] int32, their number.
+    finish: [A] int8, as in Samples.
     stop_at: [A] int, tokens at which a response pauses.
   """
-  group_size = len(samples.lengths) // max(len(prompts), 1)
-  pending = (samples.finish == UNFINISHED) & (samples.lengths < stop_at)
+  group_size = len(lengths) // max(len(prompts), 1)
+  pending = (finish == UNFINISHED) & (lengths < stop_at)
   prefixes, prefix_index, shared_prompt = [], [], None
-  for response, length in enumerate(samples.lengths.tolist()):
+  for response, length in enumerate(lengths.tolist()):
     p = response // group_size
     if pending[response] and (length or shared_prompt != p):
       prompt = prompts[p, prompts.shape[1] - prompt_lengths[p] :]
-      prefixes.append(
-        np.concatenate([prompt, samples.tokens[response, :length]])
-      )
+      prefixes.append(np.concatenate([prompt, tokens[response, :length]]))
       shared_prompt = None if length else p
     prefix_index.append(max(len(prefixes) - 1, 0))
-  stop_at = np.where(pending, stop_at, samples.lengths).astype(np.int32)
-  return Requests(
-    prefixes, np.array(prefix_index, int), samples.lengths, stop_at
-  )
+  stop_at = np.where(pending, stop_at, lengths).astype(np.int32)
+  return Requests(prefixes, np.array(prefix_index, int), lengths, stop_at)

@@ -57,6 +57,7 @@ def unigram(config, monkeypatch):
 
   def learner(method="gspo", old_logps="recompute"):
     config.objective.name, config.objective.old_logps = method, old_logps
+    config.sampler.max_new_tokens = R
     return settings.learners(parse(config), DENSE).policy
 
   rng = np.random.default_rng(0)

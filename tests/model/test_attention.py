@@ -73,11 +73,59 @@ def jaxpr(platform, monkeypatch, T=T, H=H, dtype=jnp.bfloat16):
   return str(jax.make_jaxpr(attend)(q, k, v, segments))
 
 
-def test_a_tpu_never_holds_all_scores(monkeypatch):
+def test_no_platform_holds_all_scores(monkeypatch):
   traced = jaxpr("tpu", monkeypatch)
   assert "splash" in traced
   assert f"{N},{T},{T}]" not in traced
-  assert f"{K},{N // K},{T},{T}]" in jaxpr("cpu", monkeypatch)
+  traced = jaxpr("cpu", monkeypatch)
+  assert f"f32[{B},{K},{64 * N // K},{T}]" in traced
+  assert f"f32[{B},{K},{T * N // K},{T}]" not in traced
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "cached"), [(100, 2**18), (200, 1)])
+def test_gradients_in_blocks_equal_those_of_the_formula(
+  tokens, cached, dtype, monkeypatch
+):
+  """All rows at once, and one at a time; the last block is shorter."""
+  monkeypatch.setattr(attention, "_CACHED_SCORES", cached)
+  *qkv, segments = random_inputs(T=tokens, H=8)
+  qkv = [jnp.asarray(x, dtype) for x in qkv]
+  cotangent = np.random.default_rng(1).normal(size=qkv[0].shape)
+
+  def formula(q, k, v, segments):
+    k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
+    same = segments[:, :, None] == segments[:, None]
+    visible = (same & np.tri(tokens, dtype=bool))[:, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, -1e30))
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+  def gradients(function, qkv):
+    loss = lambda qkv: (function(*qkv, segments) * cotangent).sum()
+    return jax.jit(jax.grad(loss))(qkv)
+
+  actual = gradients(lambda *x: attention.in_blocks(*x), qkv)
+  expected = gradients(formula, [x.astype(jnp.float32) for x in qkv])
+  for x, a, b in zip(qkv, actual, expected, strict=True):
+    assert a.dtype == x.dtype
+    close = 1e-5 if dtype == "float32" else 0.01 * np.abs(b).max()
+    np.testing.assert_allclose(a.astype(jnp.float32), b, atol=close)
+
+
+def test_a_rematerialised_block_computes_the_scores_twice():
+  """Forward, and backward from the kept log-sum-exp, not forward again."""
+  *qkv, segments = random_inputs(T=64, H=8)
+  keep = jax.checkpoint_policies.save_only_these_names("attention")
+
+  def exponentials(function):
+    loss = lambda qkv: (function(*qkv, segments) ** 2).sum()
+    return str(jax.make_jaxpr(jax.grad(loss))(qkv)).count(" exp ")
+
+  attend = lambda *x: attention.in_blocks(*x)
+  once = exponentials(attend)
+  assert exponentials(jax.checkpoint(attend, policy=keep)) == once
+  assert exponentials(jax.checkpoint(attend)) > once
 
 
 def test_narrow_heads_use_xla(monkeypatch):

@@ -54,7 +54,7 @@ def program(state, generate=None):
 
 def memory(name, made, temporaries):
   sizes = plan_compile.Memory(GIB, 0, 0, temporaries, 0, 0)
-  return analysis._memory(name, sizes, made, WHERE)
+  return analysis.memory(name, sizes, made, WHERE)
 
 
 def test_what_a_function_does_not_read_stays(made):

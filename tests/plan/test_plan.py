@@ -193,6 +193,29 @@ def test_with_pages_a_segment_is_planned(fitting):
 
 
 @needs_libtpu
+def test_a_pool_that_is_too_large_is_refused_with_the_largest(fitting):
+  """Measured with a smaller pool, where the compiler refuses this one."""
+  pool = "--config.continuous_batching.num_pages="
+  segment = (*TINY, SLICE, *REFILL[:2], "--functions=generate", "--json")
+  refused = run(*segment, f"{pool}80000000")
+  assert refused.returncode == 1, refused.stderr
+  generate = json.loads(refused.stdout)["functions"]["generate"]
+  largest = generate["pages"]["largest"]
+  assert generate["reason"].endswith(
+    f"; continuous_batching.num_pages=80000000: expected at most {largest}, "
+    "which leave 8% of the HBM free"
+  )
+  done = run(*segment, f"{pool}{largest}")
+  assert done.returncode == 0, done.stderr
+  planned = json.loads(done.stdout)
+  generate = planned["functions"]["generate"]
+  assert generate["memory"]["free"] == pytest.approx(
+    0.08 * fitting["hbm"], rel=0.05
+  )
+  assert generate["pages"]["largest"] == pytest.approx(largest, rel=0.01)
+
+
+@needs_libtpu
 def test_the_table_is_narrow_and_the_compiler_quiet():
   done = run(*TINY, SLICE, "--functions=old_logprobs", "--top=3")
   assert done.returncode == 0

@@ -177,6 +177,25 @@ def test_the_decode_step(more, expected):
   assert max(map(len, text.splitlines())) <= 100
 
 
+def test_the_largest_pool_can_be_pasted():
+  report = copy.deepcopy(REPORT)
+  report["functions"]["generate"]["pages"] = {
+    "num_pages": 384000,
+    "largest": 391680,
+    "slots_of_longest": 2816,
+    "tokens_a_slot": 6120,
+    "margin": 0.08,
+  }
+  text = render(report)
+  for words in (
+    "generate: the HBM holds continuous_batching.num_pages=391680, with 8% of",
+    "384000 are asked for; the most are 6120 tokens a slot",
+    "continuous_batching.slots=2816",
+  ):
+    assert words in text
+  assert max(map(len, text.splitlines())) <= 100
+
+
 def test_a_misfit_is_named_last_with_its_buffers():
   report = copy.deepcopy(REPORT)
   report["functions"]["old_logprobs"] = {

@@ -16,6 +16,7 @@ from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.identity import flatten
+from gspo_jax.sampler.samples import SamplerConfig
 
 FOLDER = ROOT / "configs"
 NAMES = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem != "common")
@@ -118,6 +119,18 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
     sharding.state_shardings(params, mesh)
     config.check_training(mesh.size // mesh.shape["tensor"])
+  batching = settings.continuous_batching(config)
+  shards = math.prod(shape) // decoding.tensor
+  sizes = batching.shard_sizes(
+    SamplerConfig(
+      config.rollout.group_size, config.sampler.max_new_tokens, (0,)
+    ),
+    config.data.max_prompt_length,
+    shards,
+  )
+  # No response waits for a slot, and the pool holds a quarter of the longest.
+  assert batching.slots == config.data.prompts * config.rollout.group_size
+  assert sizes.num_pages * 4 >= sizes.slots * sizes.pages_per_slot
 
 
 def test_an_unknown_slice_is_refused_with_those_there_are():

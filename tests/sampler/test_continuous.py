@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from benchmarks import lengths as known_lengths
 from gspo_jax import model, sampler
@@ -177,17 +178,18 @@ def spied(generate, **functions):
 @pytest.mark.parametrize("make", [one_device, eight_devices])
 def test_a_subset_of_the_slots_is_computed_for_the_last_responses(make):
   """A quarter of each shard's 8 or 4, where no more are active, none new."""
-  generate, segments = make(), []
+  generate, segments, steps_of_segments = make(), [], []
   slots, shards = generate.batching.slots, generate.shards
 
   def decode(params, state, samples, plan, compute_slots, *rest):
     before = int(samples.slot_steps)
-    state, samples = generate.jitted.decode(
+    state, samples, results = generate.jitted.decode(
       params, state, samples, plan, compute_slots, *rest
     )
     computed = slots if compute_slots is None else compute_slots.size
     steps, remainder = divmod(int(samples.slot_steps) - before, computed)
-    assert 0 < steps <= generate.batching.segment_steps
+    assert 0 <= steps <= generate.batching.segment_steps
+    steps_of_segments.append(steps)
     assert not remainder
     active = np.asarray(plan.active)
     few = active.reshape(shards, -1).sum(1).max() <= slots // shards // 4
@@ -200,10 +202,13 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(make):
       assert (subset // (slots // shards) == shard).all()
       assert active[subset].sum() == active.sum()
     segments.append(computed)
-    return state, samples
+    return state, samples, results
 
   assert_same(run(spied(generate, decode=decode)), static())
   assert set(segments) == {slots, slots // 4}
+  # Two were planned ahead for nothing: all of the last slots had finished, or
+  # few enough were left for a subset.
+  assert steps_of_segments.count(0) <= 2
 
 
 def slot_steps_of(lengths, slots, segment_steps):
@@ -355,10 +360,67 @@ def test_responses_are_reported_while_the_next_segment_decodes():
   functions = {name: spy(name) for name in ("decode", "read_tokens")}
   on_finished = lambda responses: events.append("report")
   run(spied(generate, **functions), on_finished=on_finished)
-  assert events.count("report") == events.count("read_tokens") > 2
-  for i in np.flatnonzero(np.array(events[:-2]) == "read_tokens").tolist():
-    assert events[i + 1 : i + 3] == ["decode", "report"]
-  assert events[-2:] == ["read_tokens", "report"]  # nothing is left to decode
+  assert events.count("read_tokens") >= events.count("report") > 2
+  reports = np.flatnonzero(np.array(events) == "report").tolist()
+  for i in reports[:-1]:
+    assert events[i - 1] == "decode"
+  assert reports[-1] == len(events) - 1  # nothing is left to decode
+
+
+@pytest.mark.parametrize("make", [one_device, eight_devices])
+def test_the_last_segments_are_planned_before_results_are_read(
+  make, monkeypatch
+):
+  """At most one is unknown, and none while responses wait for a slot."""
+  generate, unread = make(), [0]
+  started, at_start = [], []
+
+  def decode(params, state, samples, plan, *rest):
+    waiting = sum(started) < A
+    started.append(int(np.asarray(plan.new).sum()))
+    at_start.append((waiting, unread[0]))
+    unread[0] += 1
+    return generate.jitted.decode(params, state, samples, plan, *rest)
+
+  def read(results):
+    unread[0] -= 1
+    return device_get(results)
+
+  device_get = jax.device_get
+  spy = spied(generate, decode=decode)
+  monkeypatch.setattr(jax, "device_get", read)
+  samples = spy(weights(), prompts(), jax.random.key(KEY))
+  monkeypatch.undo()
+  assert_same(jax.device_get(samples), static())
+  assert unread == [0]
+  assert set(at_start) == {(True, 0), (False, 0), (False, 1)}
+
+
+def test_hosts_exchange_the_lengths_and_no_token(monkeypatch):
+  """In a call the prompts, and 5 bytes a response: its length and finish."""
+  gathered, gather = [], multihost_utils.process_allgather
+
+  def spy(tree, **options):
+    gathered.append(sum(x.nbytes for x in jax.tree.leaves(tree)))
+    return gather(tree, **options)
+
+  monkeypatch.setattr(multihost_utils, "process_allgather", spy)
+  batch, key = prompts(), jax.random.key(KEY)
+  samples, reported = None, {}
+  for length in (7, R):
+    samples = eight_devices()(
+      weights(),
+      batch,
+      key,
+      resume_from=samples,
+      stop_at=np.full(A, length),
+      on_finished=reported.update,
+    )
+  size_of_prompts = batch.tokens.nbytes + batch.lengths.nbytes
+  assert sum(gathered) == 2 * (size_of_prompts + 5 * A)
+  monkeypatch.undo()
+  assert_same(jax.device_get(samples), static())
+  assert sorted(reported) == list(range(A))
 
 
 def test_a_paused_response_is_not_reported():

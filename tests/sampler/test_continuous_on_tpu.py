@@ -36,12 +36,12 @@ def configured(devices, slots):
   config = moe_tpu_v5.get_config()
   config.mesh.fsdp, config.mesh.expert = devices // 4, 4
   config.sampler_mesh.expert = devices
-  config.data.prompts = 2 * devices
+  config.data.prompts, config.rollout.group_size = 2 * devices, 8
+  config.sampler.max_new_tokens = 3072
   config.learner.micro_batch_size = devices
-  config.continuous_batching.slots, config.continuous_batching.page_size = (
-    slots * devices,
-    PAGE,
-  )
+  config.continuous_batching.slots = slots * devices
+  config.continuous_batching.page_size = PAGE
+  config.continuous_batching.num_pages = 0
   return config
 
 

@@ -44,6 +44,7 @@ class SimulatedDevices:
     *,
     max_tokens=None,
     idle=1.0,
+    look_ahead=False,
   ):
     self.lengths, self.prefix = np.asarray(lengths), np.asarray(prefix_index)
     if max_tokens is None:
@@ -55,11 +56,14 @@ class SimulatedDevices:
     self.sizes = sizes
     self.prefix_lengths = np.asarray(prefix_lengths)
     self.idle = idle  # a segment ends early when this share of slots is idle
+    self.look_ahead = look_ahead  # plans before results, where it may
+    self.planned_ahead = 0
     B = sizes.slots
     self.pool = np.full((sizes.num_pages, sizes.page_size), EMPTY)
     self.response = np.full(B, EMPTY)
     self.cached = np.zeros(B, int)
     self.generated = np.zeros(B, int)
+    self.held = np.zeros(B, int)  # pages of each slot, shared ones included
     self.table = np.zeros((B, sizes.pages_per_slot), np.int32)
     self.unshared = {}  # slot -> pages that no other slot may hold
     self.stored = {}  # prefix -> its pages, while responses to it are to come
@@ -89,7 +93,24 @@ class SimulatedDevices:
     assert len(new) <= idle
     self.apply_pages(self.scheduler.allocate_pages(), new)
     self.decode()
+    while self.look_ahead and self.plan_ahead():
+      self.decode()
     self.apply_results()
+
+  def plan_ahead(self):
+    """Plans the next segment, then applies the last one's results."""
+    if not self.scheduler.can_look_ahead or not self.scheduler.may_go_on:
+      return False
+    self.planned_ahead += 1
+    planned, before = self.scheduler.allocate_pages(), self.response.copy()
+    np.testing.assert_array_equal(planned.active, before != EMPTY)
+    for slot in np.flatnonzero(planned.active):
+      self.hold(slot, start=self.begun[slot], segments=2)
+    self.apply_results()
+    # A slot that has just finished decodes nothing, whatever its pages are.
+    self.table = np.where((self.response == EMPTY)[:, None], 0, planned.table)
+    self.check_pages()
+    return True
 
   def apply_admission(self, admission):
     n, S = self.sizes.num_pages, self.sizes.page_size
@@ -133,17 +154,20 @@ class SimulatedDevices:
       for slot in np.flatnonzero(preempted):
         self.clear(slot)
     self.table = segment.table
+    for slot in np.flatnonzero(self.response != EMPTY):
+      self.hold(slot, start=self.generated[slot], segments=1)
     self.check_pages()
 
-  def pages_needed(self, slot):
-    """Pages of a slot that the next segment can fill."""
+  def hold(self, slot, *, start, segments):
+    """A slot holds what `segments` segments from `start` tokens on can fill."""
     most = self.max_tokens[self.response[slot]]
-    more = min(self.generated[slot] + self.sizes.segment_steps, most)
-    return -(-(self.cached[slot] + more) // self.sizes.page_size)
+    more = min(start + segments * self.sizes.segment_steps, most)
+    pages = -(-(self.cached[slot] + more) // self.sizes.page_size)
+    self.held[slot] = max(self.held[slot], pages)
 
   def unshared_pages(self, slot):
     shared = self.cached[slot] // self.sizes.page_size
-    return self.table[slot, shared : self.pages_needed(slot)].tolist()
+    return self.table[slot, shared : self.held[slot]].tolist()
 
   def check_pages(self):
     """Each page has one holder, and each slot the pages it needs."""
@@ -160,14 +184,15 @@ class SimulatedDevices:
     taken = self.sizes.num_pages - self.scheduler.num_free_pages
     assert taken - len(used) in [0, *unread]
     for slot in range(self.sizes.slots):
-      needed = self.pages_needed(slot) if slot in active else 0
-      assert not self.table[slot, needed:].any()
+      assert not self.table[slot, self.held[slot] :].any()
 
   def decode(self):
     S, waiting = self.sizes.page_size, self.scheduler.num_waiting
+    self.begun = self.generated.copy()
     decoding = self.response != EMPTY
     min_active = 0
-    if waiting:  # slots may also be idle because no page is free
+    # Slots may also be idle because no page is free.
+    if waiting or self.look_ahead:
       min_active = max(decoding.sum() - self.idle * len(decoding), 0)
     sequences = len(self.prefix_lengths) + self.response
     for _ in range(self.sizes.segment_steps):
@@ -209,7 +234,7 @@ class SimulatedDevices:
 
   def clear(self, slot):
     self.pool[self.unshared[slot]] = EMPTY
-    self.response[slot] = EMPTY
+    self.response[slot], self.held[slot] = EMPTY, 0
 
   def check_sequence(self, slot):
     """The slot's pages hold its prefix and its response, and nothing else."""
@@ -233,7 +258,7 @@ def random_lengths(rng, *, most, count):
   return np.clip(lengths.round().astype(int), 1, most)
 
 
-def random_run(seed, *, ample):
+def random_run(seed, *, ample, look_ahead=False):
   """A run of random sizes.
 
   An ample pool holds the longest response and prompt in each slot; else it has
@@ -258,7 +283,12 @@ def random_run(seed, *, ample):
   prefix_index = np.repeat(np.arange(prompts), group_size)
   lengths = rng.integers(1, sizes.max_new_tokens + 1, prompts * group_size)
   return SimulatedDevices(
-    sizes, prefix_lengths, prefix_index, lengths, idle=rng.random()
+    sizes,
+    prefix_lengths,
+    prefix_index,
+    lengths,
+    idle=rng.random(),
+    look_ahead=look_ahead,
   ).run()
 
 
@@ -271,6 +301,45 @@ def run_with_few_pages(seed):
 def test_every_response_finishes_once_with_few_pages(seed):
   """With any pool that ShardSizes allows; each round is checked."""
   run_with_few_pages(seed)
+
+
+@pytest.mark.parametrize("ample", [True, False])
+def test_segments_planned_before_the_last_results(ample):
+  """Each has the pages that it can fill, and preempts no response."""
+  planned = 0
+  for seed in range(40):
+    run = random_run(seed, ample=ample, look_ahead=True)
+    planned += run.planned_ahead
+  assert planned > 100
+
+
+def test_no_segment_is_planned_ahead_while_responses_wait():
+  scheduler = Scheduler(SMALL, [1], [0] * 3, [8] * 3)
+  for waiting in (1, 0):
+    scheduler.admit()
+    active = scheduler.allocate_pages().active
+    assert scheduler.num_waiting == waiting
+    assert scheduler.can_look_ahead == (not waiting)
+    assert scheduler.may_go_on
+    scheduler.apply_results([3, 3], active & [waiting == 0, True])
+
+
+def test_no_segment_is_planned_ahead_where_pages_or_tokens_run_out():
+  """8 tokens fill two pages, in three segments of 3."""
+  for num_pages in (3, 4):
+    sizes = dataclasses.replace(SMALL, max_prompt_length=1, num_pages=num_pages)
+    scheduler = Scheduler(sizes, [1], [0] * 2, [8] * 2)
+    scheduler.admit()
+    scheduler.allocate_pages()
+    assert scheduler.can_look_ahead == (num_pages == 4)
+  sizes = dataclasses.replace(SMALL, max_prompt_length=1)
+  scheduler = Scheduler(sizes, [1], [0] * 2, [8] * 2)
+  scheduler.admit()
+  may_go_on = []
+  for _ in range(3):
+    scheduler.allocate_pages()
+    may_go_on.append(scheduler.may_go_on)
+  assert may_go_on == [True, True, False]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -469,6 +538,14 @@ def requested(requests):
   }
 
 
+def pending(samples, stop_at):
+  so_far = samples.tokens, samples.lengths, samples.finish
+  prompts = len(samples.lengths) // G
+  return pending_requests(
+    PROMPTS[:prompts], PROMPT_LENGTHS[:prompts], *so_far, stop_at
+  )
+
+
 def expected_requests(samples, stop_at):
   expected = {}
   for a in range(P * G):
@@ -483,7 +560,7 @@ def expected_requests(samples, stop_at):
 def test_new_responses_share_their_prompt():
   samples = samples_of([0] * P * G, [UNFINISHED] * P * G)
   stop_at = np.full(P * G, R)
-  requests = pending_requests(PROMPTS, PROMPT_LENGTHS, samples, stop_at)
+  requests = pending(samples, stop_at)
   assert requests.prefix_index.tolist() == np.repeat(np.arange(P), G).tolist()
   assert len(requests.prefixes) == P
   assert requested(requests) == expected_requests(samples, stop_at)
@@ -496,7 +573,7 @@ def test_any_mixture_of_new_resumed_and_finished_responses():
     finished = (lengths > 0) & (rng.random(P * G) < 0.5)
     samples = samples_of(lengths, np.where(finished, STOPPED, UNFINISHED))
     stop_at = rng.integers(0, R + 1, P * G)
-    requests = pending_requests(PROMPTS, PROMPT_LENGTHS, samples, stop_at)
+    requests = pending(samples, stop_at)
     assert requested(requests) == expected_requests(samples, stop_at)
     assert (np.diff(requests.prefix_index) >= 0).all()
     # Each prefix is that of a requested response.
@@ -507,7 +584,7 @@ def test_any_mixture_of_new_resumed_and_finished_responses():
 def test_finished_responses_and_no_prompts_need_no_prefix():
   samples = samples_of([3] * P * G, [STOPPED] * P * G)
   stop_at = np.full(P * G, R)
-  requests = pending_requests(PROMPTS, PROMPT_LENGTHS, samples, stop_at)
+  requests = pending(samples, stop_at)
   assert requests.prefixes == []
   assert requested(requests) == {}
   none = dataclasses.replace(
@@ -516,7 +593,5 @@ def test_finished_responses_and_no_prompts_need_no_prefix():
     lengths=samples.lengths[:0],
     finish=samples.finish[:0],
   )
-  requests = pending_requests(
-    PROMPTS[:0], PROMPT_LENGTHS[:0], none, stop_at[:0]
-  )
+  requests = pending(none, stop_at[:0])
   assert requests.prefixes == []

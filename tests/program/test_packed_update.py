@@ -1,0 +1,223 @@
+"""An update of packed rows is the update of one response a row.
+
+The rows of both have the same shapes, so one compiled program takes both.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import lengths as made_lengths
+from configs import tiny_cpu
+from gspo_jax.learner import optimizer, packing, train_batch, train_step
+from gspo_jax.learner.objective import METHODS
+from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.program import settings
+from gspo_jax.program.config import parse
+from gspo_jax.program.functions import build_program
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, Samples
+
+P, G, S, R, V = 8, 4, 6, 10, 16
+B = P * G
+# Two of each: one token, as many as there is room for, none; and others.
+LENGTHS = np.array([1, R, 0, *range(1, R + 1), 2, 3, 0])[:16].repeat(2)
+
+
+def config_of(name="gspo", **options):
+  """Two minibatches of 16 responses; micro-batches of 8 rows."""
+  c = tiny_cpu.get_config("debug")
+  c.data.prompts, c.rollout.group_size = P, G
+  c.data.max_prompt_length, c.sampler.max_new_tokens = S, R
+  c.learner.minibatches, c.learner.micro_batch_size = 2, 8
+  c.objective.name, c.model.num_layers = name, 1
+  for key, value in options.items():
+    c.objective[key] = value
+  return c
+
+
+def made_samples(vocabulary, layers=0, experts=0, k=0):
+  rng = np.random.default_rng(1)
+  ids = lambda *shape: rng.integers(1, vocabulary, shape).astype(np.int32)
+  lengths = rng.permutation(LENGTHS).astype(np.int32)
+  finish = np.where(np.arange(B) % 3, STOPPED, TRUNCATED).astype(np.int8)
+  routes = rng.random((B, layers, S + R, max(experts, 1)))
+  routes = np.argsort(routes, axis=-1)[..., :k].astype(np.uint8)
+  samples = Samples(
+    ids(B, R),
+    rng.normal(-2.8, 0.3, (B, R)).astype(np.float32),
+    lengths,
+    finish,
+    np.int32(R),
+    experts=routes if experts else None,
+  )
+  return Prompts(ids(P, S), rng.integers(1, S + 1, P).astype(np.int32)), samples
+
+
+def placements(learner, prompts, samples):
+  """Packed rows, and one response a row."""
+  key = jax.random.key(3)
+  packed = learner.pack(prompts.lengths, samples.lengths, key)
+  order = packing.shuffled_groups(key, P, G)
+  alone = made_lengths.padded(order, learner.packing)
+  assert packed.num_micro_batches.sum() < alone.num_micro_batches.sum()
+  return packed, alone
+
+
+def iteration(program, prompts, samples, placement):
+  """How far the weights move in an iteration, and its metrics."""
+  learner, rows = program.learner, sharding.batch_sharding(program.mesh)
+  to_device = functools.partial(multihost.to_global, sharding=rows)
+  # The number of steps is no array of rows.
+  steps = samples.slot_steps
+  samples = to_device(dataclasses.replace(samples, slot_steps=None))
+  samples = dataclasses.replace(samples, slot_steps=steps)
+  prompts = to_device(prompts)
+  state = learner.init_state(program.init_params(jax.random.key(0)))
+  batch = learner.make_train_batch(prompts, samples, placement)
+  metrics = {}
+  if learner.needs_old_logprobs:
+    state, batch, metrics = learner.compute_old_logprobs(state, batch)
+  if learner.add_reference_and_values:
+    batch = learner.add_reference_and_values(state, batch)
+  rewards = np.random.default_rng(2).random(B).astype(np.float32)
+  batch = learner.assign_advantages(
+    batch, multihost.to_global(rewards, rows), samples.finish
+  )
+  before = jax.device_get(state.params)
+  state, _, update = learner.update(state, batch)
+  moved = jax.tree.map(lambda a, b: a - b, jax.device_get(state.params), before)
+  return moved, jax.device_get(metrics), jax.device_get(update)
+
+
+def assert_same_metrics(one, other):
+  assert one.keys() == other.keys()
+  for name, metric in one.items():
+    a, b = np.asarray(metric.value()), np.asarray(other[name].value())
+    if name == "moe/dropped":
+      continue  # a mean over micro-batches, of which there are fewer
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.fixture
+def table_policy(monkeypatch):
+  """A policy that is a table of log-probs: nothing but the losses compiles."""
+
+  def logprobs(params, cfg, batch, **options):
+    logps = jax.nn.log_softmax(params["logits"])
+    responses = batch.tokens[:, -batch.response_mask.shape[1] :]
+    entropy = -(jnp.exp(logps) * logps).sum()
+    return TokenLogprobs(logps[responses], jnp.full(responses.shape, entropy))
+
+  monkeypatch.setattr(train_batch, "logprobs", logprobs)
+
+
+TERMS = (
+  {"kl_coef": 0.1, "entropy_coef": 0.01, "mismatch": "tis_sequence"},
+  {"zero_truncated": True, "dual_clip": 3.0},
+)
+
+
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [(name, {}) for name in METHODS if name not in ("ppo", "rspo")]
+  + [("gspo", options) for options in TERMS]
+  + [("grpo", {"kl_coef": 0.3, "kl_estimator": "k2"})],
+  ids=str,
+)
+def test_every_objective_has_the_gradient_of_unpacked_rows(
+  table_policy, name, options
+):
+  config = config_of(name, **options)
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  program = build_program(parse(config), mesh)
+  prompts, samples = made_samples(V)
+  cfg = dataclasses.replace(program.cfg, num_experts=0, experts_per_token=0)
+  learner = settings.learners(parse(config), cfg).policy
+  fields = settings.train_batch_fields(parse(config), cfg)
+  rng = np.random.default_rng(0)
+  params = {"logits": jnp.asarray(rng.normal(size=V), jnp.float32)}
+
+  @jax.jit
+  def gradients(placement):
+    batch = train_batch.train_batch_from_samples(
+      *jax.tree.map(jnp.asarray, (prompts, samples)),
+      placement,
+      cfg,
+      fields,
+      program.learner.packing,
+    )
+    advantages = jnp.asarray(rng_advantages)[batch.rows.response_index]
+    rows = dataclasses.replace(
+      batch.rows,
+      advantages=jnp.where(batch.rows.response_mask, advantages, 0.0),
+      old_logps=batch.rows.sampler_logps,
+    )
+    if fields.reference:
+      rows = dataclasses.replace(rows, reference_logps=rows.sampler_logps - 0.1)
+    return [
+      train_step.gradient(
+        params,
+        jax.tree.map(lambda x, m=m: x[m], rows),
+        learner,
+        count=batch.num_micro_batches[m],
+      )
+      for m in range(2)
+    ]
+
+  rng_advantages = rng.standard_normal(B).astype(np.float32)
+  packed, alone = placements(program.learner, prompts, samples)
+  for one, other in zip(gradients(packed), gradients(alone), strict=True):
+    norm = np.abs(other[0]["logits"]).max()
+    assert norm > 1e-4
+    np.testing.assert_allclose(
+      one[0]["logits"], other[0]["logits"], atol=1e-6 * max(norm, 1)
+    )
+    assert_same_metrics(one[2], other[2])
+
+
+def whole_iterations(config, devices, **mesh):
+  mesh = sharding.make_mesh(jax.devices()[:devices], **mesh)
+  with jax.set_mesh(mesh):
+    program = build_program(parse(config), mesh)
+    cfg = program.cfg
+    prompts, samples = made_samples(
+      cfg.vocab_size,
+      cfg.num_layers,
+      cfg.num_experts if config.objective.replay == "r3" else 0,
+      cfg.experts_per_token,
+    )
+    return [
+      iteration(program, prompts, samples, placement)
+      for placement in placements(program.learner, prompts, samples)
+    ]
+
+
+@pytest.mark.parametrize(
+  ("config", "devices", "mesh"),
+  [
+    (config_of(replay="r3"), 1, {}),
+    (config_of("ppo", kl_coef=0.1, kl_estimator="k1"), 1, {}),
+    (config_of("rspo", replay="r2"), 8, {"fsdp": 2, "expert": 2, "data": 2}),
+  ],
+  ids=["r3", "ppo, k1", "rspo, r2, 8 devices"],
+)
+def test_an_iteration_of_a_model_is_that_of_unpacked_rows(
+  monkeypatch, config, devices, mesh
+):
+  # With plain gradient descent the weights move by the gradients.
+  sgd = lambda cfg: optax.sgd(1.0)
+  monkeypatch.setattr(optimizer, "optimizer", sgd)
+  (moved, old, update), (expected, old_alone, update_alone) = whole_iterations(
+    config, devices, **mesh
+  )
+  assert_same_metrics(old, old_alone)
+  assert_same_metrics(update, update_alone)
+  for one, other in zip(*map(jax.tree.leaves, (moved, expected)), strict=True):
+    assert np.abs(other).max() > 1e-6
+    np.testing.assert_allclose(one, other, atol=1e-6)
