@@ -15,7 +15,6 @@ from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.sampler.continuous import ContinuousSampler
-from gspo_jax.sampler.continuous_jit import SegmentResults
 from gspo_jax.sampler.paged_decode import SegmentPlan
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
 
@@ -121,7 +120,7 @@ class _CountingSampler:
       pages=pages,
       response=state.response,
     )
-    results = SegmentResults(state.num_tokens, state.pages.active)
+    results = state.num_tokens, state.pages.active
     return state, samples, results
 
   def finalize(self, samples):
