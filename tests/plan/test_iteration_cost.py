@@ -174,6 +174,14 @@ def test_slots_are_filled_again(continuous):
   assert all(o["fits"] for o in found["alternatives"])
 
 
+def test_no_more_slots_than_responses(continuous):
+  continuous.continuous_batching.slots = P * G
+  found, _ = cost(continuous, uneven())
+  changes = [o["change"] for o in found["alternatives"]]
+  slots = [change for change in changes if "slots" in change]
+  assert slots == [f"continuous_batching: slots={n}" for n in (0, P * G // 2)]
+
+
 def test_a_step_reads_the_weights_and_the_tokens_that_there_are(continuous):
   """At least the weights' bytes; for each row what else it took."""
   functions = FUNCTIONS | {

@@ -338,7 +338,8 @@ def _other_batching(program, responses) -> list[dict]:
     return [{"slots": responses // 2}, {"slots": responses // 4}]
   slots, pages = generate.batching.slots, generate.sizes.num_pages
   twice = {"slots": 2 * slots, "num_pages": pages * generate.shards}
-  return [{"slots": 0}, twice, {"slots": slots // 2}]
+  more = [twice] if 2 * slots <= responses else []
+  return [{"slots": 0}, *more, {"slots": slots // 2}]
 
 
 def _other_program(config, program, **keys) -> Program | None:
