@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.evaluate import held_out
 from gspo_jax.learner.cold_start import ColdStart, ColdStartConfig
 from gspo_jax.learner.health import HealthChecks, require_finite
+from gspo_jax.learner.packing import RowTokens
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import EDGES
 from gspo_jax.program import settings
@@ -31,6 +33,8 @@ from gspo_jax.rollout.batch import (
   ScoredSamples,
   iteration_keys,
   prompts_on_device,
+  sampled_tokens,
+  slot_steps,
 )
 from gspo_jax.rollout.metrics import rollout_metrics
 from gspo_jax.rollout.scoring import require_scored
@@ -180,9 +184,8 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   clock.append(time.monotonic())
 
   # Old log-probs, the reference's and the critic's, meanwhile.
-  packing = learner.pack(
-    scored.prompts["length"], multihost.to_host(scored.samples.lengths), key
-  )
+  lengths = multihost.to_host(scored.samples.lengths)
+  packing = learner.pack(scored.prompts["length"], lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
   old_metrics = {}
   if learner.needs_old_logprobs:
@@ -222,6 +225,16 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   # Metrics.
   metrics |= rollout_metrics(batch, config.rollout, step)
   metrics |= _time_metrics(clock, batch.sampled_tokens)
+  if "dynamic_sampling/tokens_discarded_share" in metrics:
+    metrics["time/generate_discarded"] = (
+      metrics["dynamic_sampling/tokens_discarded_share"]
+      * metrics["time/generate"]
+    )
+  metrics |= useful_fractions(
+    learner.row_tokens(scored.prompts["length"], lengths, packing),
+    sampled_tokens(batch.costs),
+    slot_steps(batch.costs),
+  )
   metrics["data/epochs"] = run.curriculum.epochs
   if config.data.drop_solved:
     metrics["data/solved"] = run.curriculum.num_solved
@@ -242,6 +255,35 @@ def _time_metrics(clock, tokens: int) -> dict[str, float]:
     "time/iteration": total,
     "throughput/sampler_tokens_per_second": tokens / generate,
     "throughput/tokens_per_second": tokens / total,
+  }
+
+
+def useful_fractions(
+  row_tokens: Mapping[str, RowTokens], sampled: int, slot_steps: int
+) -> dict[str, float]:
+  """`throughput/useful_fraction*`: real tokens over computed ones.
+
+  Of the update; of the score, if something runs before the update; of decoding;
+  and of all three together, where each computed token has the same weight.
+
+  Args:
+    row_tokens: by the name of the function, `update` and those of the score.
+    sampled: tokens that were sampled.
+    slot_steps: decode steps, each times the rows that were decoded.
+  """
+  parts = {"update": [], "score": [], "decode": [(sampled, slot_steps)]}
+  for name, tokens in row_tokens.items():
+    part = "update" if name == "update" else "score"
+    parts[part].append((tokens.real, tokens.computed))
+  sums = {name: np.sum(of, axis=0) for name, of in parts.items() if of}
+  real, computed = sum(sums.values())
+  fractions = {
+    f"throughput/useful_fraction_{name}": real / max(computed, 1)
+    for name, (real, computed) in sums.items()
+  }
+  return {
+    "throughput/useful_fraction": real / max(computed, 1),
+    **fractions,
   }
 
 

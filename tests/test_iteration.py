@@ -351,5 +351,13 @@ def test_discarded_batches_are_recorded(tabular):
     first, second = (run.source(params, step) for _ in range(2))
     return second._replace(costs=[*first.costs, *second.costs])
 
-  train.iterate(run._replace(source=source), state, 1)
+  rollout = {"dynamic_sampling_rounds": 2}
+  config = run.experiment.config.replace(rollout=rollout)
+  experiment = dataclasses.replace(run.experiment, config=config)
+  twice = run._replace(experiment=experiment, source=source)
+  _, metrics, *_ = train.iterate(twice, state, 1)
   assert [x.shape for x in run.curriculum.recorded] == [(P, G)] * 2
+  # Half of the tokens, and so half of the time that sampling took.
+  assert metrics["dynamic_sampling/tokens_discarded"] == LENGTHS.sum()
+  share = metrics["time/generate_discarded"] / metrics["time/generate"]
+  assert share == 0.5

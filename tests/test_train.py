@@ -24,6 +24,7 @@ from repository import ROOT
 from configs import tiny_cpu
 from gspo_jax import model, train
 from gspo_jax.evaluate import held_out
+from gspo_jax.learner.packing import RowTokens
 from gspo_jax.program import experiment
 from gspo_jax.program.config import parse
 from gspo_jax.runtime import sharding
@@ -194,6 +195,7 @@ def test_the_promised_metrics_are_written(reference):
     *("ratio/token_std", "clip_frac/sequence", "clip_frac/token", "kl/old_new"),
     *("mismatch/sequence_abs_mean", "moe/expert_flip_rate", "moe/load_max"),
     *("time/generate", "time/update", "throughput/tokens_per_second"),
+    *("throughput/useful_fraction", "throughput/useful_fraction_update"),
   }
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   metrics = [json.loads(line) for line in lines]
@@ -208,6 +210,36 @@ def test_the_promised_metrics_are_written(reference):
   assert list((workdir / "tensorboard").iterdir())
   # The check that the workdir is shared leaves nothing behind.
   assert list(workdir.glob(".*")) == []
+
+
+def test_useful_fractions_are_real_tokens_over_computed_ones(reference):
+  """The embedded task has short responses, of which several share a row."""
+  lines = (reference[0] / "metrics.jsonl").read_text().splitlines()
+  for row in map(json.loads, lines[1:]):
+    fraction = {
+      part: row[f"throughput/useful_fraction_{part}"]
+      for part in ("update", "score", "decode")
+    }
+    assert all(0 < x <= 1 for x in fraction.values())
+    assert fraction["decode"] == row["response/useful_steps"]
+    whole = row["throughput/useful_fraction"]
+    assert min(fraction.values()) < whole < max(fraction.values())
+
+
+def test_each_computed_token_has_the_same_weight():
+  rows = {
+    "update": RowTokens(3, 50, 100),
+    "old_logprobs": RowTokens(1, 10, 20),
+    "reference_and_values": RowTokens(3, 50, 100),
+  }
+  assert train.useful_fractions(rows, 9, 10) == {
+    "throughput/useful_fraction": 119 / 230,
+    "throughput/useful_fraction_update": 0.5,
+    "throughput/useful_fraction_score": 60 / 120,
+    "throughput/useful_fraction_decode": 0.9,
+  }
+  without = train.useful_fractions({"update": rows["update"]}, 9, 10)
+  assert "throughput/useful_fraction_score" not in without
 
 
 def test_the_weights_are_printed_at_the_start(reference, build_once):

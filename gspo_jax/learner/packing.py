@@ -51,6 +51,20 @@ class Packing(NamedTuple):
   num_micro_batches: np.ndarray
 
 
+class RowTokens(NamedTuple):
+  """Tokens of the micro-batches that passes over a batch run.
+
+  Attributes:
+    micro_batches: how many run.
+    real: tokens of prompts and responses in their rows.
+    computed: columns of all their rows, padding included.
+  """
+
+  micro_batches: int
+  real: int
+  computed: int
+
+
 def shuffled_groups(key: jax.Array, groups: int, group_size: int) -> np.ndarray:
   """The sequences of whole groups in random order, [groups * group_size].
 
@@ -96,6 +110,34 @@ def pack(lengths: np.ndarray, order: np.ndarray, cfg: PackingConfig) -> Packing:
       ends = np.cumsum(lengths[sequences])
       offset[sequences] = ends - lengths[sequences]
   return Packing(row, offset, used)
+
+
+def row_tokens(
+  lengths: np.ndarray,
+  packing: Packing,
+  cfg: PackingConfig,
+  first: np.ndarray | int = 0,
+) -> RowTokens:
+  """The tokens of a pass over a packed batch.
+
+  Args:
+    lengths: [B], those that `pack` was given.
+    packing: its result.
+    cfg: the rows.
+    first: [M] or one for all, the first micro-batch of each minibatch that the
+      pass runs; it runs all further ones that hold sequences.
+  """
+  size, (M,) = cfg.micro_batch_size, packing.num_micro_batches.shape
+  placed = packing.row < len(lengths)
+  tokens = np.bincount(
+    packing.row[placed] // size,
+    np.asarray(lengths)[placed],
+    len(lengths) // size,
+  ).reshape(M, -1)
+  first = np.broadcast_to(first, M)
+  runs = np.arange(tokens.shape[1]) >= first[:, None]
+  count = int(np.maximum(packing.num_micro_batches - first, 0).sum())
+  return RowTokens(count, int(tokens[runs].sum()), count * size * cfg.width)
 
 
 def _rows(lengths, width, multiple) -> list[tuple[int, list[int]]]:

@@ -15,6 +15,12 @@ the weights once a batch; beside `generate` it prints the largest
 `update` are one program and take the same memory; the time of `old_logprobs` is
 that of all minibatches, although a run needs only one micro-batch of the first.
 
+With `--lengths` it also prints what an iteration costs whose responses have
+these lengths, and what other keys would gain. gspo_jax/plan/iteration/ says how
+lengths are given (lengths.py) and what is counted (cost.py):
+
+  --lengths=lognormal:mean=.25,sigma=1    --lengths=runs/tiny/lengths.txt
+
 Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line;
 3 a fault, with its traceback.
 """
@@ -37,6 +43,12 @@ _TOPOLOGY = flags.DEFINE_string(
 _SLICES = flags.DEFINE_integer("slices", 1, "How many of them.")
 _FUNCTIONS = flags.DEFINE_list(
   "functions", [*lower.FUNCTIONS], "Those to compile; each takes up to minutes."
+)
+_LENGTHS = flags.DEFINE_string(
+  "lengths",
+  "",
+  "Also cost an iteration: lognormal:mean=.25,sigma=1, shares of "
+  "sampler.max_new_tokens; or a file with a length a line.",
 )
 _TOP = flags.DEFINE_integer("top", 0, "Show the N most expensive operations.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead.")
@@ -66,6 +78,7 @@ def _command(argv) -> int:
     chips.parse(_TOPOLOGY.value),
     slices=_SLICES.value,
     functions=_FUNCTIONS.value,
+    lengths=_LENGTHS.value,
   )
   report["config"] = flags.FLAGS["config"].config_filename
   if _JSON.value:

@@ -2,11 +2,14 @@
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 
 import jax
 
 from gspo_jax.plan import analysis, chips, lower, pages
 from gspo_jax.plan import compile as plan_compile
+from gspo_jax.plan.iteration import cost as iteration_cost
+from gspo_jax.plan.iteration import lengths as plan_lengths
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -17,17 +20,29 @@ FUNCTIONS = lower.FUNCTIONS
 
 
 def plan(
-  config: ConfigDict, where: chips.Slice, *, slices=1, functions=FUNCTIONS
+  config: ConfigDict,
+  where: chips.Slice,
+  *,
+  slices: int = 1,
+  functions: Sequence[str] = FUNCTIONS,
+  lengths: str = "",
 ) -> dict:
   """Compiles and costs `functions`; what `--json` prints.
 
+  With `lengths`, a spec of `plan.iteration.lengths`, also an iteration of them.
+
   Raises:
-    UserError: no libtpu, no such slice or function, or a config that cannot
-      work there.
+    UserError: no libtpu, no such slice or function, a config that cannot work
+      there, or mistaken lengths.
   """
   for name in functions or [""]:
     if name not in FUNCTIONS:
       raise UserError(f"--functions={name}: {nearest(name, FUNCTIONS)}")
+  if lengths and set(functions) != set(FUNCTIONS):
+    raise UserError(
+      f"--functions={','.join(functions)}: expected all of them, the default, "
+      "with --lengths"
+    )
   if slices < 1:
     raise UserError(f"--slices={slices}: expected at least 1")
   libtpu = plan_compile.prepare()
@@ -36,6 +51,7 @@ def plan(
     plan_compile.devices(where, slices), **dataclasses.asdict(config.mesh)
   )
   program = build_program(config, mesh)
+  drawn = plan_lengths.draw(lengths, config, program) if lengths else None
   lowered = lower.functions(config, program)
   results, done = {}, {}
   for name in functions:
@@ -52,6 +68,11 @@ def plan(
       continue
     results[name] |= _room_by_a_smaller_pool(name, config, program, where)
   _add_advice(results)
+  fits = all(result["fits"] for result in results.values())
+  iteration = None
+  if drawn and all("seconds" in result for result in results.values()):
+    print("scheduling an iteration ...", file=sys.stderr, flush=True)
+    iteration = iteration_cost.cost(results, config, program, where, drawn)
   return {
     "topology": str(where),
     "slices": slices,
@@ -63,7 +84,8 @@ def plan(
     "note": NOTE,
     "hbm": where.chip.hbm,
     "functions": results,
-    "fits": all(result["fits"] for result in results.values()),
+    "fits": fits,
+    **({"lengths": lengths, "iteration": iteration} if lengths else {}),
   }
 
 

@@ -34,6 +34,8 @@ def render(report: dict, *, top: int = 0) -> str:
       parts.append(_data_dependent(name, f))
   if room := functions.get("generate", {}).get("pages"):
     parts.append(_room(room))
+  if "lengths" in report:
+    parts.append(_iteration(report))
   parts += [_unfit(k, f) for k, f in functions.items() if not f["fits"]]
   parts.append(_verdict(report))
   return "\n\n".join(parts)
@@ -158,6 +160,52 @@ def _room(room):
       f"  continuous_batching.slots={room['slots_of_longest']}",
     )
   )
+
+
+def _iteration(report):
+  i = report["iteration"]
+  if i is None:
+    return (
+      f"iteration, {report['lengths']}: not costed, as not all of it compiles"
+    )
+  lines = [f"iteration, {report['lengths']}"]
+  for kind in ("prompts", "responses"):
+    n = i[kind]
+    lines.append(
+      f"  {n['count']} {kind}: {n['tokens']} tokens, mean {n['mean']:.0f}, "
+      f"median {n['median']:.0f}, longest {n['longest']}"
+    )
+  lines.append(
+    f"  {'':12}{'time':>12}{'real tokens':>14}{'computed':>14}{'useful':>9}"
+    f"{'useful MFU':>12}"
+  )
+  for name, part in i["parts"].items():
+    lines.append(_iteration_part(name, part))
+  lines.append(_iteration_part("all", i))
+  generate, update = i["parts"]["generate"], i["parts"]["update"]
+  in_use = " ".join(f"{x:.0%}" for x in generate["slots_in_use"])
+  lines += [
+    f"  {generate['steps']} decode steps in {generate['segments']} segments; "
+    f"of {generate['slots']} slots in use, by tenths:",
+    f"    {in_use}",
+    f"  {update['micro_batches']} micro-batches of "
+    f"{_time(update['micro_batch_seconds'])} in the update, and "
+    f"{_time(update['optimizer_step_seconds'])} an optimizer step",
+    "  with other keys, an estimate:",
+  ]
+  for other in i["alternatives"]:
+    fits = "" if other["fits"] else ", does not fit"
+    lines.append(f"    {other['change']:48}{_time(other['seconds']):>12}{fits}")
+  return "\n".join(lines)
+
+
+def _iteration_part(name, part):
+  cells = f"  {name:12}{_time(part['seconds']):>12}"
+  if "real_tokens" in part:
+    cells += f"{part['real_tokens']:>14}{part['computed_tokens']:>14}"
+    cells += f"{part['useful_fraction']:>9.1%}"
+    cells += f"{part['mfu']:>12.1%}"
+  return cells
 
 
 def _top(title, operations):

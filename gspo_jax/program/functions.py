@@ -17,7 +17,7 @@ from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner import optimizer, packing
 from gspo_jax.learner.cold_start import ColdStartFunctions
-from gspo_jax.learner.packing import Packing, PackingConfig
+from gspo_jax.learner.packing import Packing, PackingConfig, RowTokens
 from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.learner.train_step import InitState, TrainState
 from gspo_jax.losses import Metrics
@@ -90,6 +90,8 @@ class LearnerFunctions:
     add_reference_and_values: None if the objective has neither.
     assign_advantages: rewards become advantages.
     step: for `compute_old_logprobs` and `update`.
+    old_logps_of_every_minibatch: whether `compute_old_logprobs` includes the
+      first minibatch.
   """
 
   abstract: TrainState
@@ -101,6 +103,7 @@ class LearnerFunctions:
   add_reference_and_values: AddReferenceAndValues | None
   assign_advantages: AssignAdvantages
   step: Step
+  old_logps_of_every_minibatch: bool = False
 
   def pack(
     self, prompt_lengths: np.ndarray, lengths: np.ndarray, key: jax.Array
@@ -113,12 +116,38 @@ class LearnerFunctions:
       key: of the shuffle.
     """
     P, B = len(prompt_lengths), len(lengths)
-    whole = np.repeat(prompt_lengths, B // P) + lengths
     return packing.pack(
-      np.where(lengths > 0, whole, 0),
+      _sequence_lengths(prompt_lengths, lengths),
       packing.shuffled_groups(key, P, B // P),
       self.packing,
     )
+
+  def row_tokens(
+    self, prompt_lengths: np.ndarray, lengths: np.ndarray, packed: Packing
+  ) -> dict[str, RowTokens]:
+    """The tokens of the functions that run over a packed batch, by their names.
+
+    A function counts once, with one model or several: `update`, and where there
+    are such, `old_logprobs` and `reference_and_values`.
+
+    Args:
+      prompt_lengths: [P].
+      lengths: [B] of the responses.
+      packed: of these lengths, from `pack`.
+    """
+    whole = _sequence_lengths(prompt_lengths, lengths)
+    every = packing.row_tokens(whole, packed, self.packing)
+    found = {"update": every}
+    if self.needs_old_logprobs:
+      first = np.zeros(self.packing.minibatches, int)
+      if not self.old_logps_of_every_minibatch:
+        first[0] = max(packed.num_micro_batches[0] - 1, 0)
+      found["old_logprobs"] = packing.row_tokens(
+        whole, packed, self.packing, first
+      )
+    if self.add_reference_and_values:
+      found["reference_and_values"] = every
+    return found
 
   def compute_old_logprobs(
     self, state: TrainState, batch: PackedBatch
@@ -148,6 +177,12 @@ class LearnerFunctions:
       `compute_old_logprobs`.
     """
     return self.step(state, batch, np.bool_(True))
+
+
+def _sequence_lengths(prompt_lengths, lengths) -> np.ndarray:
+  """[B], tokens of each prompt with its response; 0 for an empty response."""
+  whole = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
+  return np.where(lengths > 0, whole + lengths, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,6 +348,7 @@ def _learners(
       cfg, settings.train_batch_fields(config, cfg), rows, mesh
     ),
     needs_old_logprobs=settings.needs_old_logprobs(config, cfg),
+    old_logps_of_every_minibatch=learners.policy.old_logps_of_every_minibatch,
     add_reference_and_values=jitted.add_reference_and_values(
       config, cfg, abstract, mesh
     ),

@@ -255,6 +255,17 @@ SUBJECTS = (
         },
         note="Sampled: while generating. Trained on: over the whole iteration.",
       ),
+      Chart(
+        "Useful tokens of those computed",
+        {
+          "throughput/useful_fraction": "all",
+          "throughput/useful_fraction_update": "update",
+          "throughput/useful_fraction_score": "score",
+          "throughput/useful_fraction_decode": "decode",
+        },
+        "%",
+        "The others are padding, and decode steps of responses that had ended.",
+      ),
       Chart("Passes over the problems", {"data/epochs": "epochs"}),
       Chart("Times", {"time/*": ""}, "s", skip_first=True, each=True),
     ),

@@ -132,6 +132,11 @@ def sampled_tokens(costs: Sequence[RolloutCost]) -> int:
   return sum(int(cost.tokens) for cost in costs)
 
 
+def slot_steps(costs: Sequence[RolloutCost]) -> int:
+  """Decode steps, each times the rows that were decoded."""
+  return sum(int(cost.slot_steps) for cost in costs)
+
+
 def group_rows(groups: np.ndarray, group_size: int) -> np.ndarray:
   """The row numbers of these groups."""
   return (groups[:, None] * group_size + np.arange(group_size)).ravel()

@@ -69,17 +69,19 @@ def metrics(
 
   `reward` and `mixed_groups` are of the first round, before any group is
   replaced. They compare with `reward/mean` and `reward/mixed_groups` of a run
-  without dynamic sampling.
+  without dynamic sampling. Discarded tokens are those of groups that the
+  iteration does not learn from.
   """
   first, groups = costs[0].rewards.result(), len(kept.rewards.result().total)
   tokens = sampled_tokens(costs)
-  discarded = 1 - int(kept.samples.lengths.sum()) / tokens
+  discarded = tokens - int(kept.samples.lengths.sum())
   scalars = {
     "rounds": len(costs),
     "groups_sampled": len(costs) * groups,
     "groups_discarded": (len(costs) - 1) * groups,
     "tokens_sampled": tokens,
-    "tokens_discarded_share": discarded,
+    "tokens_discarded": discarded,
+    "tokens_discarded_share": discarded / tokens,
     "reward": float(first.total.mean()),
     "mixed_groups": float(first.mixed_groups.mean()),
   }

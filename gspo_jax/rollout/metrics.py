@@ -1,7 +1,7 @@
 """Metrics of a rollout: rewards, lengths, cost and staleness."""
 
 from gspo_jax.rollout import dynamic_sampling
-from gspo_jax.rollout.batch import RolloutBatch, sampled_tokens
+from gspo_jax.rollout.batch import RolloutBatch, sampled_tokens, slot_steps
 from gspo_jax.rollout.scoring import Rewards
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import TRUNCATED, Samples
@@ -41,11 +41,10 @@ def _reward_metrics(rewards: Rewards) -> dict[str, float]:
 
 def _response_metrics(samples: Samples, costs) -> dict[str, float]:
   lengths, finish = multihost.to_host((samples.lengths, samples.finish))
-  slot_steps = sum(int(cost.slot_steps) for cost in costs)
   return {
     "response/length": float(lengths.mean()),
     "response/truncated": float((finish == TRUNCATED).mean()),
     # The others are steps of rows that had finished, of empty slots, and of
     # tokens that were sampled twice.
-    "response/useful_steps": sampled_tokens(costs) / slot_steps,
+    "response/useful_steps": sampled_tokens(costs) / slot_steps(costs),
   }

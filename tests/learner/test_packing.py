@@ -152,3 +152,24 @@ def test_rows_are_dealt_to_the_shards_there_and_back():
   assert (tokens > 128).all()
   by_shard = tokens.sum(axis=1)
   assert by_shard.max() <= 1.01 * by_shard.mean()
+
+
+def test_row_tokens_are_those_of_the_micro_batches_that_run():
+  lengths = random_lengths()
+  packed = pack(lengths, shuffled(64), SMALL)
+  rows = occupied(packed, lengths, SMALL).sum(1).reshape(2, 8, 4)
+  used = packed.num_micro_batches
+  every = packing.row_tokens(lengths, packed, SMALL)
+  assert every == (used.sum(), lengths.sum(), used.sum() * 4 * 16)
+  # The last micro-batch of the first minibatch, and all of the second.
+  first = np.array([used[0] - 1, 0])
+  some = packing.row_tokens(lengths, packed, SMALL, first)
+  assert some.micro_batches == 1 + used[1]
+  assert some.real == rows[0, used[0] - 1].sum() + rows[1].sum()
+  assert some.computed == some.micro_batches * 4 * 16
+
+
+def test_rows_of_empty_sequences_have_no_tokens():
+  lengths = np.zeros(64, int)
+  packed = pack(lengths, shuffled(64), SMALL)
+  assert packing.row_tokens(lengths, packed, SMALL) == (0, 0, 0)

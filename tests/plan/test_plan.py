@@ -47,7 +47,7 @@ def run(*arguments, command=("-m", "gspo_jax.plan")):
 @pytest.fixture(scope="module")
 def fitting():
   """The report of a plan that fits."""
-  done = run(*TINY, SLICE, "--json")
+  done = run(*TINY, SLICE, "--lengths=lognormal:mean=.4,sigma=1", "--json")
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout)
 
@@ -140,6 +140,25 @@ def test_drawing_is_the_prefill_and_all_decode_steps(fitting):
   for key in ("roofline", "serial"):
     whole, step = generate["seconds"][key], decode["seconds"][key]
     assert whole > decode["steps"] * step
+
+
+@needs_libtpu
+def test_an_iteration_is_the_parts_that_its_lengths_need(fitting):
+  iteration, functions = fitting["iteration"], fitting["functions"]
+  assert fitting["lengths"] == "lognormal:mean=.4,sigma=1"
+  assert iteration["responses"]["count"] == 8 * 4
+  assert iteration["responses"]["mean"] == pytest.approx(0.4 * 12, rel=0.05)
+  seconds = lambda name, part: functions[name]["parts"][part]["seconds"][
+    "scheduled"
+  ]
+  parts, one = iteration["parts"], seconds("update", "micro_batch")
+  assert parts["update"]["seconds"] == pytest.approx(
+    seconds("update", "rest") + parts["update"]["micro_batches"] * one
+  )
+  # Forward alone is less than forward and backward.
+  assert 0 < seconds("old_logprobs", "micro_batch") < one
+  assert parts["generate"]["steps"] <= functions["generate"]["decode"]["steps"]
+  assert iteration["seconds"] == sum(part["seconds"] for part in parts.values())
 
 
 REFILL = (
@@ -275,6 +294,11 @@ def assert_a_mistake(done, words):
     (
       [*TINY, SLICE, "--functions="],
       "choose one of decode_params, generate, old_logprobs, prefill, ",
+    ),
+    ([*TINY, SLICE, "--lengths=nowhere"], "--lengths=nowhere: cannot read "),
+    (
+      [*TINY, SLICE, "--lengths=lognormal", "--functions=update"],
+      "--functions=update: expected all of them, the default, with --lengths",
     ),
   ],
 )

@@ -209,3 +209,73 @@ def test_a_misfit_is_named_last_with_its_buffers():
   assert "old_logprobs does not fit: RESOURCE_EXHAUSTED: too much" in text
   assert "50.00  f32[64,4096,151936]" in text
   assert max(map(len, text.splitlines())) <= 100
+
+
+ITERATION = {
+  "prompts": {
+    "count": 512, "tokens": 262144, "mean": 512.0, "median": 512.0,
+    "longest": 1023,
+  },
+  "responses": {
+    "count": 8192, "tokens": 31457280, "mean": 3840.25, "median": 2400.0,
+    "longest": 15360,
+  },
+  "parts": {
+    "generate": {
+      "seconds": 185.0, "real_tokens": 31457280, "computed_tokens": 62914560,
+      "useful_fraction": 0.5, "mfu": 0.0125, "steps": 20480, "segments": 640,
+      "slots": 2048, "slots_in_use": [1.0] * 9 + [0.125],
+    },
+    "weights": {"seconds": 0.056},
+    "score": {
+      "seconds": 86.0, "real_tokens": 8, "computed_tokens": 10,
+      "useful_fraction": 0.8, "mfu": 0.375,
+    },
+    "update": {
+      "seconds": 227.0, "real_tokens": 9, "computed_tokens": 10,
+      "useful_fraction": 0.9, "mfu": 0.4375, "micro_batches": 43,
+      "micro_batch_seconds": 5.25, "optimizer_step_seconds": 0.035,
+    },
+  },
+  "seconds": 498.0,
+  "real_tokens": 31457297,
+  "computed_tokens": 62914580,
+  "useful_fraction": 0.5,
+  "mfu": 0.28125,
+  "alternatives": [
+    {"change": "continuous_batching.slots=4096", "seconds": 450.0,
+     "fits": False},
+    {"change": "one response a row", "seconds": 700.0, "fits": True},
+  ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    "iteration, lognormal:mean=.25,sigma=1",
+    "512 prompts: 262144 tokens, mean 512, median 512, longest 1023",
+    "8192 responses: 31457280 tokens, mean 3840, median 2400, longest 15360",
+    "time real tokens computed useful useful MFU",
+    "generate 185 s 31457280 62914560 50.0% 1.2%",
+    "weights 56 ms",
+    "score 86 s 8 10 80.0% 37.5%",
+    "update 227 s 9 10 90.0% 43.8%",
+    "all 498 s 31457297 62914580 50.0% 28.1%",
+    "20480 decode steps in 640 segments; of 2048 slots in use, by tenths:",
+    "100% 100% 100% 100% 100% 100% 100% 100% 100% 12%",
+    "43 micro-batches of 5.25 s in the update, and 35 ms an optimizer step",
+    "continuous_batching.slots=4096 450 s, does not fit",
+    "one response a row 700 s",
+  ],
+)
+def test_an_iteration(line):
+  report = REPORT | {"lengths": "lognormal:mean=.25,sigma=1"}
+  text = render(report | {"iteration": ITERATION})
+  assert line in [" ".join(each.split()) for each in text.splitlines()]
+  assert max(map(len, text.splitlines())) <= 100
+
+
+def test_an_iteration_of_what_does_not_compile():
+  text = render(REPORT | {"lengths": "some.txt", "iteration": None})
+  assert "iteration, some.txt: not costed, as not all of it compiles" in text

@@ -150,3 +150,28 @@ def test_without_training_there_is_no_learner_and_no_check(debug_config):
   program.check_compiled_once()
   with pytest.raises(UserError, match="temperature"):
     build_program(parse(debug_config), mesh)
+
+
+@pytest.mark.parametrize("every_minibatch", [False, True])
+def test_tokens_of_the_functions_that_run(debug_config, every_minibatch):
+  """Old log-probs of the first minibatch are of one micro-batch alone."""
+  if every_minibatch:  # for the reward
+    debug_config.objective.update({"kl_coef": 0.1, "kl_estimator": "k1"})
+  debug_config.learner.update({"minibatches": 2, "micro_batch_size": 2})
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  learner = build_program(parse(debug_config), mesh).learner
+  width = learner.packing.width
+  lengths = np.full(16, width - 8)  # a row each
+  lengths[3] = 0  # and one of nothing
+  prompt_lengths = np.full(4, 8)
+  packed = learner.pack(prompt_lengths, lengths, jax.random.key(0))
+  tokens = learner.row_tokens(prompt_lengths, lengths, packed)
+  whole = 8, 15 * width, 16 * width
+  assert tokens.pop("update") == whole
+  if every_minibatch:
+    assert tokens == {"old_logprobs": whole, "reference_and_values": whole}
+  else:
+    (old,) = tokens.values()
+    assert old.micro_batches == 1 + 4
+    assert old.computed == 10 * width
+    assert 9 * width <= old.real <= 10 * width

@@ -176,7 +176,10 @@ def test_costs_include_discarded_batches():
     "dynamic_sampling/groups_sampled": 12,
     "dynamic_sampling/groups_discarded": 8,
     "dynamic_sampling/tokens_sampled": tokens,
-    "dynamic_sampling/tokens_discarded_share": 1 - kept_tokens / tokens,
+    "dynamic_sampling/tokens_discarded": tokens - kept_tokens,
+    "dynamic_sampling/tokens_discarded_share": pytest.approx(
+      1 - kept_tokens / tokens
+    ),
     # Of the first batch: 2 of 3 in one group, and all in one of the others.
     "dynamic_sampling/mixed_groups": 0.25,
     "dynamic_sampling/reward": pytest.approx((2 + 0 + 0 + 3) / 12),

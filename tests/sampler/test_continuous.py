@@ -10,6 +10,8 @@ from jax.experimental import multihost_utils
 
 from benchmarks import lengths as known_lengths
 from gspo_jax import model, sampler
+from gspo_jax.plan.iteration.decoding import replay
+from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous
@@ -243,6 +245,19 @@ def test_slot_steps_follow_the_lengths_of_the_responses():
   np.testing.assert_array_equal(samples.tokens, padded)
   assert samples.slot_steps == slot_steps_of(expected, 8, SMALL.segment_steps)
   assert samples.slot_steps < A * lengths.max() / 2  # those of static batching
+
+
+@pytest.mark.parametrize("make", [one_device, few_pages, eight_devices])
+def test_a_plan_replays_the_same_steps(make):
+  """`plan.iteration.decoding` runs the host's half of the sampler alone."""
+  samples = run(make())
+  assert len(np.unique(samples.lengths)) > 3
+  lengths = Lengths(prompts().lengths, samples.lengths)
+  decoding = replay(make(), lengths)
+  assert decoding.slot_steps == samples.slot_steps
+  assert decoding.rows * decoding.steps == pytest.approx(decoding.slot_steps)
+  assert decoding.slots_in_use[-1] < decoding.slots_in_use[0] <= 1
+  assert decoding.prefilled % 8 == 0
 
 
 def test_prompts_of_another_width_are_an_error():

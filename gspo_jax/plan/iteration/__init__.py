@@ -1,0 +1,9 @@
+"""The cost of an iteration whose responses have given lengths.
+
+The other modules of `plan` take these:
+  lengths   draw: the lengths that `--lengths` describes
+  decoding  Decoding, decode: the decode steps that they take
+  cost      cost: the seconds of an iteration, and with other keys
+"""
+
+__all__ = ("cost", "decoding", "lengths")

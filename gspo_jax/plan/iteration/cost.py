@@ -1,0 +1,350 @@
+"""What an iteration costs with responses of given lengths.
+
+The time of a function is that of its compiled program, as scheduled; how often
+its parts run comes from the lengths. The rows of the update and of the score
+are packed as a run packs them, and its sampler schedules the decode steps.
+
+A decode step takes what the compiled one does, but reads only the cached tokens
+that there are. A prefill takes its share of tokens of the compiled one. Not
+counted: rewards, packing, advantages, and the host between segments. So
+`rollout.one_step_off_policy`, which hides the rewards, gains nothing here. With
+dynamic sampling it is an iteration of one round.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from gspo_jax.learner.packing import Packing, RowTokens
+from gspo_jax.plan import lower, lower_bounds
+from gspo_jax.plan.chips import Slice
+from gspo_jax.plan.iteration.decoding import Decoding, decode
+from gspo_jax.plan.iteration.lengths import Lengths
+from gspo_jax.program.config import Config
+from gspo_jax.program.functions import Program, build_program
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler.continuous import ContinuousSampler
+
+
+class _SamplerCost(NamedTuple):
+  """Seconds of the parts of a sampler, on all devices together.
+
+  Attributes:
+    weights: to prepare the weights, once an iteration.
+    prefill: of a token.
+    weights_read: of a decode step, the least to read the weights.
+    row: of a decode step, all else but the cache, for each row.
+    cached: to read a cached token.
+    cache: bytes of the cache on each device.
+    free: bytes of HBM on each device that the sampler leaves free.
+  """
+
+  weights: float
+  prefill: float
+  weights_read: float
+  row: float
+  cached: float
+  cache: float
+  free: float
+
+  def with_cache(self, size: float) -> "_SamplerCost":
+    """With a cache of this many bytes on each device."""
+    return self._replace(cache=size, free=self.free + self.cache - size)
+
+  def seconds(self, decoding: Decoding) -> float:
+    """Of the prefills and the decode steps.
+
+    The weights are read in every step; all else but the cache grows with the
+    rows.
+    """
+    step = self.weights_read + self.row * decoding.rows
+    return (
+      decoding.prefilled * self.prefill
+      + decoding.steps * step
+      + decoding.cached * self.cached
+    )
+
+
+def cost(
+  functions: Mapping[str, dict],
+  config: Config,
+  program: Program,
+  where: Slice,
+  lengths: Lengths,
+) -> dict:
+  """The cost of an iteration, for JSON.
+
+  Seconds are of the whole iteration, MFU of the model FLOPs of real tokens
+  alone, each response with its own causal attention.
+
+  Args:
+    functions: the report of each function that the program has.
+    config: from `config.parse`.
+    program: its program.
+    where: what it was compiled for.
+    lengths: of its prompts and responses.
+  """
+  sampler = _sampler_cost(functions, config, program, where)
+  decoding = decode(program, config, lengths)
+  tokens = program.learner.row_tokens(*lengths, _pack(config, program, lengths))
+  score = {k: of for k, of in tokens.items() if k != "update"}
+  update = functions["update"]["parts"]
+  flops = _flops(program, lengths)
+  peak = where.chip.flops * program.mesh.size
+  parts = {
+    "generate": _generate(sampler, decoding, lengths, flops),
+    "weights": {"seconds": sampler.weights},
+    "score": _rows(functions, score)
+    | {"model_flops": _score_flops(tokens, flops, program)},
+    "update": _rows(functions, {"update": tokens["update"]})
+    | {
+      "model_flops": 3 * (flops.whole + flops.critic),
+      "micro_batch_seconds": update["micro_batch"]["seconds"]["scheduled"],
+      "optimizer_step_seconds": update["rest"]["seconds"]["scheduled"]
+      / config.learner.minibatches,
+    },
+  }
+  for part in parts.values():
+    if "model_flops" in part:
+      part["mfu"] = _ratio(part["model_flops"], part["seconds"] * peak)
+  total = sum(part["seconds"] for part in parts.values())
+  model_flops = sum(part.get("model_flops", 0.0) for part in parts.values())
+  real, computed = (
+    sum(part.get(key, 0) for part in parts.values())
+    for key in ("real_tokens", "computed_tokens")
+  )
+  return {
+    "prompts": _summary(lengths.prompts),
+    "responses": _summary(lengths.responses),
+    "parts": parts,
+    "seconds": total,
+    "real_tokens": real,
+    "computed_tokens": computed,
+    "useful_fraction": _ratio(real, computed),
+    "mfu": _ratio(model_flops, total * peak),
+    "tokens_per_second": int(lengths.responses.sum()) / total,
+    "alternatives": _alternatives(
+      functions, config, program, lengths, sampler, parts
+    ),
+  }
+
+
+def _ratio(a, b):
+  return a / b if b else 0.0
+
+
+def _summary(lengths) -> dict:
+  return {
+    "count": len(lengths),
+    "tokens": int(lengths.sum()),
+    "mean": float(lengths.mean()),
+    "median": float(np.median(lengths)),
+    "longest": int(lengths.max()),
+  }
+
+
+class _Flops(NamedTuple):
+  """Model FLOPs of all sequences.
+
+  Attributes:
+    prompts: of the prompts' forward pass, with one token's logits.
+    decode: of the forward pass of the responses' tokens.
+    whole: of one forward pass of prompts with their responses.
+    critic: of the same without the output head; 0 without a critic.
+  """
+
+  prompts: float
+  decode: float
+  whole: float
+  critic: float
+
+
+def _flops(program, lengths: Lengths) -> _Flops:
+  cfg, forward = program.cfg, lower_bounds.forward_flops
+  responses = lengths.responses
+  prompts = np.repeat(lengths.prompts, len(responses) // len(lengths.prompts))
+  whole = prompts + responses
+  critic = program.learner.abstract.critic is not None
+  return _Flops(
+    prompts=float(forward(cfg, 1, lengths.prompts, 1).sum()),
+    decode=float(forward(cfg, 1, responses, responses, past=prompts).sum()),
+    whole=float(forward(cfg, 1, whole, responses).sum()),
+    critic=float(forward(cfg, 1, whole, 0).sum()) if critic else 0.0,
+  )
+
+
+def _pack(config, program, lengths: Lengths) -> Packing:
+  return program.learner.pack(*lengths, jax.random.key(config.seed))
+
+
+def _generate(sampler, decoding, lengths, flops) -> dict:
+  sampled = int(lengths.responses.sum())
+  return {
+    "seconds": sampler.seconds(decoding),
+    "real_tokens": sampled,
+    "computed_tokens": decoding.slot_steps,
+    "useful_fraction": sampled / decoding.slot_steps,
+    "model_flops": flops.prompts + flops.decode,
+    **decoding._asdict(),
+  }
+
+
+def _rows_seconds(functions, tokens, share=1.0) -> float:
+  """Of calls that run this many micro-batches.
+
+  Args:
+    functions: the report of each.
+    tokens: by the name of the function.
+    share: of the rows of a compiled micro-batch. Waiting for collectives, many
+      of which are of weights or gradients, takes as long with fewer rows.
+  """
+  total = 0.0
+  for name, of in tokens.items():
+    parts = functions[name]["parts"]
+    one, rest = parts["micro_batch"]["seconds"], parts["rest"]["seconds"]
+    seconds = one["stalled"] + share * (one["scheduled"] - one["stalled"])
+    total += rest["scheduled"] + of.micro_batches * seconds
+  return total
+
+
+def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
+  """The part of functions that run over packed rows."""
+  total = lambda key: sum(getattr(of, key) for of in tokens.values())
+  return {
+    "seconds": _rows_seconds(functions, tokens),
+    "micro_batches": total("micro_batches"),
+    "real_tokens": total("real"),
+    "computed_tokens": total("computed"),
+    "useful_fraction": _ratio(total("real"), total("computed")),
+  }
+
+
+def _score_flops(tokens, flops, program) -> float:
+  """Model FLOPs of all passes over the rows before the update."""
+  found = 0.0
+  if old := tokens.get("old_logprobs"):
+    found += flops.whole * _ratio(old.real, tokens["update"].real)
+  if "reference_and_values" in tokens:
+    has_reference = program.learner.abstract.reference is not None
+    found += flops.whole * has_reference + flops.critic
+  return found
+
+
+def _cache_bytes(config, program) -> float:
+  """The bytes of all cached tokens that there is room for, on each device."""
+  generate = program.sampler.generate
+  if isinstance(generate, ContinuousSampler):
+    sizes = generate.sizes
+    tokens = sizes.num_pages * sizes.page_size * generate.shards
+  else:
+    P, R = config.data.prompts, config.sampler.max_new_tokens
+    tokens = P * config.data.max_prompt_length
+    tokens += P * config.rollout.group_size * (R - 1)
+  return lower_bounds.cache_bytes(program.cfg, tokens) / program.mesh.size
+
+
+def _sampler_cost(functions, config, program, where) -> _SamplerCost:
+  generate, sampler = functions["generate"], program.sampler.generate
+  decode, bandwidth = generate["decode"], where.chip.hbm_bandwidth
+  step, cache = decode["seconds"]["scheduled"], _cache_bytes(config, program)
+  # Without a kernel, the compiled step does not count the pages.
+  step_counts_cache = decode.get("kernel", True)
+  without_cache = step - (cache / bandwidth if step_counts_cache else 0.0)
+  weights = 0.0
+  if isinstance(sampler, ContinuousSampler):
+    slots, T = sampler.batching.slots, lower.longest(config, sampler)
+    prefilled = sampler.prefill_batch(T) * sampler.shards * T
+    prefill = functions["prefill"]["seconds"]["scheduled"]
+    weights = functions["decode_params"]["seconds"]["scheduled"]
+  else:
+    slots = config.data.prompts * config.rollout.group_size
+    prefilled = config.data.prompts * config.data.max_prompt_length
+    prefill = generate["seconds"]["scheduled"] - decode["steps"] * step
+  least = _least_weight_bytes(program, slots) / bandwidth
+  one = lower_bounds.cache_bytes(program.cfg, 1) / program.mesh.size
+  return _SamplerCost(
+    weights=weights,
+    prefill=prefill / prefilled,
+    weights_read=min(least, without_cache),
+    row=max(without_cache - least, 0.0) / slots,
+    cached=one / bandwidth,
+    cache=cache,
+    free=generate["memory"]["free"],
+  )
+
+
+def _least_weight_bytes(program, rows) -> float:
+  """The bytes of weights that a device reads at least in a decode step."""
+  generate = program.sampler.generate
+  continuous = isinstance(generate, ContinuousSampler)
+  mesh = (generate.jitted.decode if continuous else generate).mesh
+  return lower_bounds.decode_bytes(
+    program.cfg,
+    prompts=0,
+    rows=rows,
+    slots=0,
+    prompt_slots=0,
+    devices=program.mesh.size,
+    expert=mesh.shape["expert"],
+    tensor=mesh.shape["tensor"],
+  )
+
+
+def _alternatives(
+  functions, config, program, lengths, sampler, parts
+) -> list[dict]:
+  """The seconds of an iteration with other keys: estimates, not compiled."""
+  generate = parts["generate"]["seconds"] + parts["weights"]["seconds"]
+  rows = parts["score"]["seconds"] + parts["update"]["seconds"]
+  found = []
+
+  def add(change, seconds, fits=True):
+    found.append({"change": change, "seconds": seconds, "fits": fits})
+
+  padded = program.learner.row_tokens(*lengths, _one_a_row(program, lengths))
+  add("one response a row", generate + _rows_seconds(functions, padded))
+  half = config.learner.micro_batch_size // 2
+  other = _other_program(config, program, learner={"micro_batch_size": half})
+  if other:
+    tokens = other.learner.row_tokens(*lengths, _pack(config, other, lengths))
+    at_best = _rows_seconds(functions, tokens, share=0.5)
+    add(f"learner.micro_batch_size={half}, at best", generate + at_best)
+  for batching in _other_batching(program, len(lengths.responses)):
+    other = _other_program(config, program, continuous_batching=batching)
+    if other:
+      changed = config.replace(continuous_batching=batching)
+      cost = sampler.with_cache(_cache_bytes(changed, other))
+      seconds = cost.weights + cost.seconds(decode(other, changed, lengths))
+      keys = ", ".join(f"{key}={value}" for key, value in batching.items())
+      add(f"continuous_batching: {keys}", rows + seconds, cost.free >= 0)
+  return found
+
+
+def _one_a_row(program, lengths: Lengths) -> Packing:
+  """Padded rows, as without packing."""
+  B, packing = len(lengths.responses), program.learner.packing
+  count = B // packing.minibatches // packing.micro_batch_size
+  return Packing(
+    np.arange(B), np.zeros(B, int), np.full(packing.minibatches, count)
+  )
+
+
+def _other_batching(program, responses) -> list[dict]:
+  """Keys of `continuous_batching`; twice the slots share the same pages."""
+  generate = program.sampler.generate
+  if not isinstance(generate, ContinuousSampler):
+    return [{"slots": responses // 2}, {"slots": responses // 4}]
+  slots, pages = generate.batching.slots, generate.sizes.num_pages
+  twice = {"slots": 2 * slots, "num_pages": pages * generate.shards}
+  more = [twice] if 2 * slots <= responses else []
+  return [{"slots": 0}, *more, {"slots": slots // 2}]
+
+
+def _other_program(config, program, **keys) -> Program | None:
+  """The program with other keys; None if they do not go together."""
+  try:
+    return build_program(config.replace(**keys), program.mesh)
+  except UserError:
+    return None

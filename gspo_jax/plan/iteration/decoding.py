@@ -1,0 +1,195 @@
+"""The decode steps that responses of given lengths take, without a device.
+
+Continuous batching is replayed: the real sampler schedules, with functions that
+only count.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from gspo_jax.plan.iteration.lengths import Lengths
+from gspo_jax.program.config import Config
+from gspo_jax.program.functions import Program
+from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.paged_decode import SegmentPlan
+from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
+
+_PARTS = 10  # of the decode steps, for the slots in use
+
+
+class Decoding(NamedTuple):
+  """The decode steps of a batch, and the prefills before them.
+
+  Attributes:
+    steps: decode steps.
+    segments: calls of the decoding program.
+    slots: rows of a step, if all are computed.
+    rows: mean rows that a step computes.
+    slot_steps: the sum over steps of the rows that are computed.
+    cached: the sum over steps of the cached tokens of the active rows.
+    prefilled: tokens of all prefills, padding included.
+    slots_in_use: mean share of the slots that sample a token, in each tenth of
+      the steps.
+  """
+
+  steps: int
+  segments: int
+  slots: int
+  rows: float
+  slot_steps: int
+  cached: float
+  prefilled: int
+  slots_in_use: list[float]
+
+
+class _Segment(NamedTuple):
+  """What a segment did.
+
+  Attributes:
+    steps: decode steps.
+    computed: slots of a step.
+    sampled: tokens.
+    cached: the sum over steps of the cached tokens of the active slots.
+  """
+
+  steps: int
+  computed: int
+  sampled: int
+  cached: float
+
+
+class _CountingSampler:
+  """The functions of `JittedSampler`, without weights: they only count.
+
+  Args:
+    sampler: the real one.
+    lengths: [A] int, the tokens at which each response stops.
+  """
+
+  def __init__(self, sampler: ContinuousSampler, lengths: np.ndarray):
+    self._steps, self._lengths = sampler.sizes.segment_steps, lengths
+    self._max_new_tokens = sampler.config.max_new_tokens
+    self._slots = sampler.batching.slots
+    self.segments: list[_Segment] = []
+    self.prefilled = 0
+
+  def decode_params(self, params):
+    return params
+
+  def empty_samples(self, prompts):
+    A = len(self._lengths)
+    tokens = np.broadcast_to(np.int32(0), (A, self._max_new_tokens))
+    zeros = np.zeros(A, np.int32)
+    return Samples(tokens, None, zeros, np.full(A, UNFINISHED, np.int8), None)
+
+  def begin(self, samples):
+    B = self._slots
+    zeros, inactive = np.zeros(B, np.int32), np.zeros(B, bool)
+    pages = SimpleNamespace(active=inactive)
+    state = SimpleNamespace(num_tokens=zeros, pages=pages, response=zeros)
+    return state, samples
+
+  def prefill(self, params, state, tokens, lengths, pages):
+    self.prefilled += tokens.size
+    return state, None
+
+  def decode(
+    self, params, state, samples, plan, compute_slots, min_active, key
+  ):
+    plan = jax.tree.map(np.asarray, plan)
+    state = self._begin_new(state, plan)
+    active = plan.active
+    left = np.where(active, self._lengths[state.response] - state.num_tokens, 0)
+    # After s steps those with more than s tokens left are active.
+    descending = np.sort(left)[::-1]
+    until = int(descending[int(min_active)])
+    steps = min(self._steps, until)
+    sampled = np.minimum(left, steps)
+    cached = (self._prefixes + state.num_tokens) * sampled + sampled**2 / 2
+    computed = self._slots if compute_slots is None else compute_slots.size
+    self.segments.append(
+      _Segment(steps, computed, int(sampled.sum()), float(cached.sum()))
+    )
+    pages = SimpleNamespace(active=active & (left > steps))
+    state = SimpleNamespace(
+      num_tokens=state.num_tokens + sampled.astype(np.int32),
+      pages=pages,
+      response=state.response,
+    )
+    results = state.num_tokens, state.pages.active
+    return state, samples, results
+
+  def finalize(self, samples):
+    return samples
+
+  def _begin_new(self, state, plan: SegmentPlan):
+    if not self.segments:
+      self._prefixes = np.zeros(self._slots)
+    self._prefixes = np.where(plan.new, plan.num_cached, self._prefixes)
+    pick = lambda new, old: np.where(plan.new, new, old)
+    return SimpleNamespace(
+      num_tokens=pick(plan.num_tokens, state.num_tokens),
+      response=pick(plan.response, state.response),
+    )
+
+
+def decode(program: Program, config: Config, lengths: Lengths) -> Decoding:
+  """The decoding of an iteration, by the sampler of its program."""
+  generate = program.sampler.generate
+  if isinstance(generate, ContinuousSampler):
+    return replay(generate, lengths)
+  return _decode_together(lengths, config)
+
+
+def replay(sampler: ContinuousSampler, lengths: Lengths) -> Decoding:
+  """The decoding of responses that stop at these lengths, without a device."""
+  counting = _CountingSampler(sampler, lengths.responses)
+  cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+  dry = dataclasses.replace(sampler, jitted=counting, batch_sharding=cpu)
+  P = len(lengths.prompts)
+  tokens = np.zeros((P, sampler.sizes.max_prompt_length), np.int32)
+  dry(None, Prompts(tokens, lengths.prompts.astype(np.int32)), None)
+  steps, computed, sampled, cached = np.array(counting.segments).T
+  slots = sampler.batching.slots
+  return Decoding(
+    steps=int(steps.sum()),
+    segments=len(steps),
+    slots=slots,
+    rows=float(steps @ computed / steps.sum()),
+    slot_steps=int(steps @ computed),
+    cached=float(cached.sum()),
+    prefilled=counting.prefilled,
+    slots_in_use=_over_time(steps, sampled, slots),
+  )
+
+
+def _decode_together(lengths: Lengths, config: Config) -> Decoding:
+  """The decoding of the static sampler: all rows, until the longest ends."""
+  responses = lengths.responses
+  B, longest = len(responses), int(responses.max())
+  active = (responses[:, None] > np.arange(longest)).sum(0)
+  P, S = config.data.prompts, config.data.max_prompt_length
+  return Decoding(
+    steps=longest - 1,  # the first token comes with the prefill
+    segments=1,
+    slots=B,
+    rows=B,
+    slot_steps=B * longest,
+    # Those of responses that ended are read, too.
+    cached=(longest - 1) * (P * S + B * longest / 2),
+    prefilled=P * S,
+    slots_in_use=_over_time(np.ones(longest), active, B),
+  )
+
+
+def _over_time(steps, sampled, slots) -> list[float]:
+  """Means over equal parts of the steps, of segments that sample evenly."""
+  ends = np.concatenate([[0], np.cumsum(steps)])
+  total = np.concatenate([[0], np.cumsum(sampled)])
+  at = np.linspace(0, ends[-1], _PARTS + 1)
+  rates = np.diff(np.interp(at, ends, total)) / np.diff(at)
+  return [round(float(rate / slots), 4) for rate in rates]

@@ -1,0 +1,232 @@
+"""The lengths of responses and prompts that `--lengths` asks for.
+
+  --lengths=lognormal:mean=.25,sigma=1
+  --lengths=FILE
+  --lengths=FILE:prompt_mean=.3
+
+`lognormal`: a log-normal distribution, cut at `sampler.max_new_tokens`. `mean`
+is its mean after the cut, as a share of `max_new_tokens`: what a run writes as
+`response/length`, over that limit. `sigma` is the standard deviation of the
+logarithm before the cut.
+
+FILE has a line for each response, all of one kind: a number, its tokens; or a
+JSON object with the number in `length`, or with the text in `response`, as the
+files samples/*.jsonl of a run have it. A text has as many tokens as the
+tokenizer of the config makes of it, and a stop token. An iteration has as many
+responses as its config says: those of FILE in their order if it has exactly as
+many, else even quantiles of them.
+
+`prompt_mean` is the mean length of prompts as a share of
+`data.max_prompt_length`, .5 unless given. Prompts are evenly distributed around
+it, as widely as they can be.
+
+All is deterministic: quantiles, in random order with a fixed seed.
+"""
+
+import json
+import math
+import re
+import statistics
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.program.config import Config
+from gspo_jax.program.functions import Program
+from gspo_jax.runtime.errors import UserError, nearest
+
+_LOGNORMAL = "lognormal"
+_PROMPT_MEAN = 0.5
+_EXPECTED = "expected a file, or lognormal:mean=.25,sigma=1"
+_ITERATIONS = 60  # of a bisection; each halves the error
+
+
+class Lengths(NamedTuple):
+  """The tokens of an iteration's prompts and responses.
+
+  Attributes:
+    prompts: [P] int.
+    responses: [P * G] int, those of a prompt are neighbours.
+  """
+
+  prompts: np.ndarray
+  responses: np.ndarray
+
+
+class Limits(NamedTuple):
+  """The sizes of an iteration.
+
+  Attributes:
+    prompts: P.
+    group_size: G.
+    max_prompt_length: most tokens of a prompt.
+    max_new_tokens: most tokens of a response.
+  """
+
+  prompts: int
+  group_size: int
+  max_prompt_length: int
+  max_new_tokens: int
+
+
+def parse(spec: str, limits: Limits, tokenizer: Tokenizer) -> Lengths:
+  """The lengths of an iteration that a spec describes.
+
+  Args:
+    spec: the value of `--lengths`.
+    limits: the sizes of the iteration. Longer responses are cut.
+    tokenizer: for responses in text.
+
+  Raises:
+    UserError: the spec or its file is mistaken.
+  """
+  name, options = _split(spec)
+  known = ["mean", "sigma"] if name == _LOGNORMAL else []
+  values = _numbers(spec, options, [*known, "prompt_mean"])
+  most, count = limits.max_new_tokens, limits.prompts * limits.group_size
+  if name == _LOGNORMAL:
+    for key in known:
+      if key not in values:
+        raise UserError(f"--lengths={spec}: {key} is missing; {_EXPECTED}")
+    if not 1 / most < values["mean"] < 1:
+      raise UserError(
+        f"--lengths={spec}: mean={values['mean']:g}: expected a share of "
+        f"sampler.max_new_tokens={most}, above 1/{most} and below 1"
+      )
+    if not 0 < values["sigma"] <= 5:
+      raise UserError(
+        f"--lengths={spec}: sigma={values['sigma']:g}: expected a number above "
+        "0, at most 5"
+      )
+    responses = _lognormal(count, most, values["mean"], values["sigma"])
+  else:
+    responses = _of_file(spec, name, tokenizer)
+    if len(responses) != count:
+      responses = _shuffled(np.quantile(responses, _quantiles(count)))
+  mean = values.get("prompt_mean", _PROMPT_MEAN)
+  if not 0 < mean <= 1:
+    raise UserError(
+      f"--lengths={spec}: prompt_mean={mean:g}: expected a share of "
+      f"data.max_prompt_length, above 0 and at most 1"
+    )
+  spread = min(mean, 1 - mean)
+  prompts = mean + spread * (2 * _quantiles(limits.prompts) - 1)
+  prompts = _shuffled(prompts * limits.max_prompt_length, seed=1)
+  cut = lambda x, most: np.clip(np.rint(x), 1, most).astype(int)
+  return Lengths(cut(prompts, limits.max_prompt_length), cut(responses, most))
+
+
+def draw(spec: str, config: Config, program: Program) -> Lengths:
+  """The lengths of an iteration of this config.
+
+  Args:
+    spec: the value of `--lengths`.
+    config: from `config.parse`.
+    program: its program.
+
+  Raises:
+    UserError: the spec is mistaken, or rollouts are partial.
+  """
+  if limit := config.rollout.max_tokens_per_iteration:
+    raise UserError(
+      f"--lengths={spec}: expected rollout.max_tokens_per_iteration=0, whole "
+      f"responses in an iteration, got {limit}"
+    )
+  return parse(
+    spec,
+    Limits(
+      prompts=config.data.prompts,
+      group_size=config.rollout.group_size,
+      max_prompt_length=config.data.max_prompt_length,
+      max_new_tokens=config.sampler.max_new_tokens,
+    ),
+    program.tokenizer,
+  )
+
+
+def _split(spec):
+  """The name of the distribution or file, and the text of its options."""
+  if spec == _LOGNORMAL:
+    return spec, ""
+  match = re.fullmatch(r"(.+?):(\w+=[^/]*)", spec)
+  return match.groups() if match else (spec, "")
+
+
+def _numbers(spec, options, known) -> dict[str, float]:
+  values = {}
+  for option in filter(None, options.split(",")):
+    key, _, value = option.partition("=")
+    if key not in known:
+      raise UserError(f"--lengths={spec}: {key}: {nearest(key, known)}")
+    try:
+      values[key] = float(value)
+    except ValueError:
+      raise UserError(
+        f"--lengths={spec}: {key}={value}: expected a number"
+      ) from None
+  return values
+
+
+def _quantiles(count):
+  return (np.arange(count) + 0.5) / count
+
+
+def _shuffled(values, seed=0):
+  return np.random.default_rng(seed).permutation(values)
+
+
+def _lognormal(count, most, mean, sigma) -> np.ndarray:
+  """[count] lengths whose mean is that share of `most`, by bisection."""
+  standard = statistics.NormalDist()
+  normal = np.array([standard.inv_cdf(q) for q in _quantiles(count)])
+  spread = most * np.exp(sigma * normal)
+  lengths = lambda median: np.clip(median * spread, 1, most)
+  # All lengths are 1 at the one end, and `most` at the other.
+  low, high = -math.log(most) - 5 * sigma, 5 * sigma
+  for _ in range(_ITERATIONS):
+    middle = (low + high) / 2
+    if lengths(math.exp(middle)).mean() < mean * most:
+      low = middle
+    else:
+      high = middle
+  return _shuffled(lengths(math.exp(high)))
+
+
+def _of_file(spec, path, tokenizer) -> np.ndarray:
+  try:
+    lines = epath.Path(path).read_text().splitlines()
+  except (OSError, UnicodeDecodeError) as error:
+    reason = getattr(error, "strerror", None) or "it is not text"
+    raise UserError(
+      f"--lengths={spec}: cannot read {path!r}: {reason}; {_EXPECTED}"
+    ) from error
+  found = [
+    _length(f"--lengths={spec}: {path}:{number}", text, tokenizer)
+    for number, text in enumerate(lines, 1)
+    if text.strip()
+  ]
+  if not found:
+    raise UserError(f"--lengths={spec}: {path} has no line with a length")
+  return np.array(found)
+
+
+def _length(where, text, tokenizer) -> float:
+  """The tokens of the response that a line is about."""
+  try:
+    line = json.loads(text)
+  except ValueError:
+    line = None
+  if isinstance(line, dict):
+    if "length" not in line and isinstance(line.get("response"), str):
+      return len(tokenizer.encode(line["response"])) + 1  # its stop token
+    line = line.get("length")
+  if isinstance(line, bool) or not isinstance(line, int | float):
+    line = math.nan
+  if not 1 <= line < math.inf:
+    raise UserError(
+      f"{where}: expected a number of tokens, at least 1, or a JSON object "
+      f"with a `length` or a `response`, got {text.strip()[:60]!r}"
+    )
+  return line

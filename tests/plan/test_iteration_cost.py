@@ -1,0 +1,220 @@
+"""The cost of an iteration, from scripted costs of its functions."""
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax.plan import chips, lower_bounds
+from gspo_jax.plan.iteration import cost as iteration_cost
+from gspo_jax.plan.iteration import lengths as iteration_lengths
+from gspo_jax.plan.iteration.lengths import Lengths
+from gspo_jax.program.config import parse
+from gspo_jax.program.functions import build_program
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
+
+WHERE = chips.parse("v5e:2x2")
+P, G, S, R = 8, 4, 8, 12
+STEP = 1e-3  # seconds of a decode step
+
+
+def parts(micro_batch, stalled, rest):
+  """The report of a function by micro-batch, in seconds."""
+  one = {"seconds": {"scheduled": micro_batch, "stalled": stalled}}
+  rest = {"seconds": {"scheduled": rest}}
+  return {"parts": {"micro_batch": one, "rest": rest}}
+
+
+FUNCTIONS = {
+  "update": parts(3.0, 1.0, 4.0),
+  "old_logprobs": parts(1.0, 0.0, 0.5),
+  "reference_and_values": parts(2.0, 0.0, 0.0),
+  "decode_params": {"seconds": {"scheduled": 0.25}},
+  "prefill": {"seconds": {"scheduled": 0.125}},
+  "generate": {
+    "seconds": {"scheduled": 0.5 + (R - 1) * STEP},
+    "decode": {"steps": R - 1, "seconds": {"scheduled": STEP}},
+    "memory": {"free": 1 << 30},
+  },
+}
+LONGEST = Lengths(np.full(P, S), np.full(P * G, R))
+
+
+def uneven():
+  responses = np.ones(P * G, int)
+  responses[::8] = R
+  return Lengths(np.arange(1, P + 1), responses)
+
+
+@pytest.fixture
+def config(debug_config):
+  debug_config.data.prompts = P
+  debug_config.learner.update({"minibatches": 2, "micro_batch_size": 4})
+  return debug_config
+
+
+def cost(config, lengths, functions=FUNCTIONS):
+  config = parse(config)
+  mesh = sharding.make_mesh(jax.devices()[:2], data=2)
+  program = build_program(config, mesh)
+  return iteration_cost.cost(
+    functions, config, program, WHERE, lengths
+  ), program
+
+
+def test_full_lengths_cost_what_was_compiled(config):
+  found, _ = cost(config, LONGEST)
+  of = found["parts"]
+  update, score = of["update"], of["score"]
+  assert update["micro_batches"] == P * G // 4
+  assert update["seconds"] == 4.0 + 8 * 3.0
+  assert update["optimizer_step_seconds"] == 2.0
+  # One micro-batch of the first minibatch, and all of the second.
+  assert score["micro_batches"] == 1 + 4
+  assert score["seconds"] == 0.5 + 5 * 1.0
+  whole = FUNCTIONS["generate"]["seconds"]["scheduled"]
+  # The mean cache is half the longest.
+  assert of["generate"]["seconds"] == pytest.approx(whole, rel=0.01)
+  assert of["generate"]["slots_in_use"] == [1.0] * 10
+  assert found["useful_fraction"] == 1
+  for part in ("generate", "score", "update"):
+    assert of[part]["useful_fraction"] == 1
+  assert found["seconds"] == sum(part["seconds"] for part in of.values())
+
+
+def test_short_responses_share_rows_and_end_early(config):
+  found, program = cost(config, uneven())
+  update, generate = found["parts"]["update"], found["parts"]["generate"]
+  packed = program.learner.pack(*uneven(), jax.random.key(0))
+  count = int(packed.num_micro_batches.sum())
+  assert count < P * G // 4
+  assert update["micro_batches"] == count
+  assert update["seconds"] == 4.0 + count * 3.0
+  assert update["computed_tokens"] == count * 4 * (S + R)
+  assert update["real_tokens"] == sum(
+    whole.sum() for whole in (uneven().prompts * G, uneven().responses)
+  )
+  assert generate["steps"] == R - 1  # all wait for the longest
+  assert generate["slots_in_use"][-1] == 1 / 8
+  assert generate["useful_fraction"] == uneven().responses.mean() / R
+  padded = found["alternatives"][0]
+  assert padded["change"] == "one response a row"
+  full, _ = cost(config, LONGEST)
+  rows = lambda of: (
+    of["parts"]["score"]["seconds"] + (of["parts"]["update"]["seconds"])
+  )
+  saved = rows(full) - rows(found)
+  assert padded["seconds"] == pytest.approx(found["seconds"] + saved)
+
+
+def test_useful_flops_are_those_of_each_response_alone(config):
+  found, program = cost(config, uneven())
+  forward = lower_bounds.forward_flops
+  prompts = np.repeat(uneven().prompts, G)
+  pairs = list(zip(prompts.tolist(), uneven().responses.tolist(), strict=True))
+  whole = sum(forward(program.cfg, 1, p + r, r) for p, r in pairs)
+  update, score = (found["parts"][name] for name in ("update", "score"))
+  assert update["model_flops"] == pytest.approx(3 * whole)
+  assert 0 < score["model_flops"] < whole
+  peak = WHERE.chip.flops * program.mesh.size
+  assert update["mfu"] == pytest.approx(3 * whole / update["seconds"] / peak)
+  decoded = sum(forward(program.cfg, 1, r, r, past=p) for p, r in pairs)
+  prefilled = sum(forward(program.cfg, 1, p, 1) for p in range(1, P + 1))
+  flops = found["parts"]["generate"]["model_flops"]
+  assert flops == pytest.approx(decoded + prefilled)
+
+
+def test_one_minibatch_has_nothing_to_score(config):
+  config.learner.minibatches = 1
+  score = cost(config, LONGEST)[0]["parts"]["score"]
+  assert score["seconds"] == score["micro_batches"] == score["mfu"] == 0
+
+
+def test_a_reference_and_a_critic_are_scored_and_updated(config):
+  plain, _ = cost(config, LONGEST)
+  config.objective.update({"name": "ppo", "kl_coef": 0.1})
+  found, _ = cost(config, LONGEST)
+  before, after = plain["parts"], found["parts"]
+  assert after["score"]["seconds"] == before["score"]["seconds"] + 8 * 2.0
+  ratio = after["update"]["model_flops"] / before["update"]["model_flops"]
+  assert 1.5 < ratio < 2
+
+
+def test_fewer_rows_wait_as_long_for_collectives(config):
+  found, _ = cost(config, LONGEST)
+  (half,) = [
+    other for other in found["alternatives"] if "micro_batch" in other["change"]
+  ]
+  assert half["change"] == "learner.micro_batch_size=2, at best"
+  generate = found["parts"]["generate"]["seconds"]
+  update = 4.0 + 16 * (1.0 + 2.0 / 2)
+  score = 0.5 + 9 * 1.0 / 2
+  assert half["seconds"] == pytest.approx(generate + update + score)
+
+
+@pytest.fixture
+def continuous(config):
+  config.continuous_batching.update(
+    {"slots": 8, "page_size": 4, "prefill_chunk": 8, "segment_steps": 4}
+  )
+  return config
+
+
+def test_slots_are_filled_again(continuous):
+  found, _ = cost(continuous, uneven())
+  generate = found["parts"]["generate"]
+  sampled = uneven().responses.sum()
+  assert generate["steps"] < R * P * G / 8
+  assert generate["steps"] * 8 * max(generate["slots_in_use"]) >= sampled
+  assert generate["useful_fraction"] == sampled / generate["slot_steps"]
+  assert found["parts"]["weights"]["seconds"] == 0.25
+  changes = {o["change"]: o for o in found["alternatives"]}
+  slots = "continuous_batching: slots="
+  assert {f"{slots}0", f"{slots}16, num_pages=48", f"{slots}4"} < changes.keys()
+  assert all(o["fits"] for o in found["alternatives"])
+
+
+def test_no_more_slots_than_responses(continuous):
+  continuous.continuous_batching.slots = P * G
+  found, _ = cost(continuous, uneven())
+  changes = [o["change"] for o in found["alternatives"]]
+  slots = [change for change in changes if "slots" in change]
+  assert slots == [f"continuous_batching: slots={n}" for n in (0, P * G // 2)]
+
+
+def test_a_step_reads_the_weights_and_the_tokens_that_there_are(continuous):
+  """At least the weights' bytes; for each row what else it took."""
+  functions = FUNCTIONS | {
+    "generate": FUNCTIONS["generate"]
+    | {"decode": {"seconds": {"scheduled": STEP}, "kernel": False}}
+  }
+  with_pages, _ = cost(continuous, uneven())
+  without, program = cost(continuous, uneven(), functions)
+  seconds = lambda found: found["parts"]["generate"]["seconds"]
+  sizes = program.sampler.generate.sizes
+  tokens = sizes.num_pages * sizes.page_size * 2
+  read = lower_bounds.cache_bytes(program.cfg, tokens) / 2
+  read /= WHERE.chip.hbm_bandwidth
+  # Where the compiled step has the full pages, they are taken off.
+  rows = with_pages["parts"]["generate"]["rows"] / 8
+  steps = with_pages["parts"]["generate"]["steps"]
+  assert seconds(without) - seconds(with_pages) == pytest.approx(
+    steps * rows * read, rel=1e-3
+  )
+
+
+def test_what_has_no_room_does_not_fit(continuous):
+  generate = FUNCTIONS["generate"] | {"memory": {"free": 0}}
+  found, _ = cost(continuous, uneven(), FUNCTIONS | {"generate": generate})
+  fits = {o["change"]: o["fits"] for o in found["alternatives"]}
+  assert fits["continuous_batching: slots=0"] is False
+  assert fits["continuous_batching: slots=16, num_pages=48"] is True
+  assert fits["continuous_batching: slots=4"] is True
+  assert fits["one response a row"] is True
+
+
+def test_partial_rollouts_are_not_costed(continuous):
+  continuous.rollout.max_tokens_per_iteration = 4
+  config = parse(continuous)
+  with pytest.raises(UserError, match=r"max_tokens_per_iteration=0, .*got 4"):
+    iteration_lengths.draw("lognormal:mean=.5,sigma=1", config, None)
