@@ -81,6 +81,8 @@ class Update:
     self._mesh = sharding.make_mesh(jax.devices()[:1])
     program = build_program(parse(config), self._mesh)
     self._learner = program.learner
+    # The update of a checkout from before packed rows shuffled its batch.
+    self._key = () if _packs(program.learner) else (jax.random.key(0),)
     with jax.set_mesh(self._mesh):
       params = program.init_params(jax.random.key(0))
       self._state = self._learner.init_state(params)
@@ -93,9 +95,13 @@ class Update:
     start = time.process_time()
     with jax.set_mesh(self._mesh):
       self._state, self._batch, _ = jax.block_until_ready(
-        self._learner.update(self._state, self._batch, jax.random.key(0))
+        self._learner.update(self._state, self._batch, *self._key)
       )
     return time.process_time() - start
+
+
+def _packs(learner) -> bool:
+  return hasattr(learner, "packing")
 
 
 def _train_batch(learner, config):
@@ -118,7 +124,11 @@ def _train_batch(learner, config):
     finish=jnp.full(B, TRUNCATED, jnp.int8),
     slot_steps=jnp.int32(0),
   )
-  batch = learner.make_train_batch(prompts, samples)
+  args = (prompts, samples)
+  if _packs(learner):
+    lengths = np.full(P, S), np.full(B, R)
+    args += (learner.pack(*lengths, jax.random.key(0)),)
+  batch = learner.make_train_batch(*args)
   rewards = jnp.asarray(rng.integers(0, 2, B), jnp.float32)
   batch = learner.assign_advantages(batch, rewards, samples.finish)
   return jax.block_until_ready(batch)
