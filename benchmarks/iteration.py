@@ -14,8 +14,8 @@ responses have the most tokens; or those of a run of the same config, --workdir.
 
 With --long_tails the responses have 1 to 240 tokens: their median is a tenth of
 that, and 5 % have all. The static sampler then stands for everything off, with
-one response a row of the update, in micro-batches of 64 rows; continuous
-batching for everything on, with packed rows in micro-batches of 4.
+one response a row of the update; continuous batching for everything on, with
+packed rows in micro-batches of 4.
 """
 
 import argparse
