@@ -12,10 +12,10 @@ What was seen, on two slow x86-64 cores that other jobs shared: a cold start of
 401 steps (stopped there; its schedule was for 600) at 7 to 8 s a step took the
 loss to 2.08 and greedy accuracy to .016; then 12 of the 30 iterations, 24 to 37
 s each (update takes over half; before rows were packed), from that checkpoint
-as a Hugging Face folder. Responses took the form asked for (`reward/number` .945 -> 1.000) and
-grew short (114 -> 56 tokens, none truncated); they did not become correct:
-`reward/gsm8k` .023 -> .016, held-out pass@1 .016 -> .008, 64 problems, 4
-responses each, both within chance. With every response well formed, 88 % of the
+as a Hugging Face folder. Responses took the form asked for (`reward/number`
+.945 -> 1.000) and grew short (114 -> 56 tokens, none truncated); they did not
+become correct: `reward/gsm8k` .023 -> .016, held-out pass@1 .016 -> .008, 64
+problems, 4 responses each, both within chance. With every response well formed, 88 % of the
 groups are equal and teach nothing. 1,100 tokens/s are sampled, 300 learnt from.
 """
 
