@@ -15,8 +15,9 @@ s each (update takes over half; before rows were packed), from that checkpoint
 as a Hugging Face folder. Responses took the form asked for (`reward/number`
 .945 -> 1.000) and grew short (114 -> 56 tokens, none truncated); they did not
 become correct: `reward/gsm8k` .023 -> .016, held-out pass@1 .016 -> .008, 64
-problems, 4 responses each, both within chance. With every response well formed, 88 % of the
-groups are equal and teach nothing. 1,100 tokens/s are sampled, 300 learnt from.
+problems, 4 responses each, both within chance. With every response well formed,
+88 % of the groups are equal and teach nothing. 1,100 tokens/s are sampled, 300
+learnt from.
 """
 
 from ml_collections import ConfigDict
