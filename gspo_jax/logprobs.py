@@ -16,6 +16,9 @@ from gspo_jax import model
 from gspo_jax.runtime import sharding
 
 _CHUNK = 1024  # tokens whose logits exist at the same time
+# The named scope of conditionals that compute logits of a chunk, or none;
+# `plan` counts all of them by it.
+WANTED_TOKENS = "wanted_tokens"
 _VOCABULARY_AXES = ("tensor", "expert")  # the vocabulary is sharded over these
 
 
@@ -210,7 +213,8 @@ def _map_wanted(of_chunk, hidden_MD, targets_M, wanted_M):
     *operands, place_C = chunk
     zeros = (jnp.zeros(place_C.shape, jnp.float32),) * 2
     run = lambda: of_chunk(operands)
-    return jax.lax.cond(place_C[0] < count, run, lambda: zeros)
+    with jax.named_scope(WANTED_TOKENS):
+      return jax.lax.cond(place_C[0] < count, run, lambda: zeros)
 
   sorted_ = _map_chunks(
     jax.checkpoint(of_chunk_if_wanted),

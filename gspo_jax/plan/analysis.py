@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 from gspo_jax.learner import train_batch, train_step
+from gspo_jax.logprobs import WANTED_TOKENS
 from gspo_jax.plan import chips, lower, lower_bounds, pages
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo import cost as hlo_cost
@@ -141,7 +142,7 @@ def _walk(name, module, program, where, micro_batches=0) -> hlo_cost.HloCost:
     where.chip,
     _bandwidth(program.mesh, where),
     program.mesh.size,
-    branches={train_step.BACKWARD: name == "update"},
+    branches={train_step.BACKWARD: name == "update", WANTED_TOKENS: True},
     trips={train_batch.MICRO_BATCHES: micro_batches},
   )
 

@@ -30,14 +30,14 @@ def cut(
 
 
 def join(batch: PackedBatch, order=None) -> TrainBatch:
-  """The rows of `cut`, in the order that they had before."""
+  """The rows of `cut`, in the order that they had before, as numpy arrays."""
   back = None if order is None else np.argsort(order)
 
   def flat(x):
     x = x.reshape(-1, *x.shape[3:])
     return x if back is None else x[back]
 
-  return jax.tree.map(flat, batch.rows)
+  return jax.tree.map(flat, jax.device_get(batch.rows))
 
 
 def by_response(
