@@ -17,10 +17,11 @@ What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
 chip); HBM is needed of 95.73 GiB, MFU is of update, with perfect overlap, as
 scheduled and with none:
 
-  30B-A3B, v5p:4x4x4: update and old log-probs, one program, 82.3 GiB, weights
-    for decoding 24.0, prefill 86.5, generate 86.0; MFU 65, 60, 56 %, with
-    attention counted as the causal half; an update 313 s if every response has
-    full length. A decode step of 8,192 slots takes 34.0 ms with every page
+  30B-A3B, v5p:4x4x4: update and old log-probs, one program, 82.1 GiB, weights
+    for decoding 23.9, prefill 86.5, generate 85.9; MFU 64, 59, 55 %, with
+    attention counted as the causal half; an update 319 s if every response has
+    full length, 90 s with `--lengths=lognormal:mean=.25,sigma=1`, an iteration
+    281 s. A decode step of 8,192 slots takes 34.0 ms with every page
     full, 1.04 times the least bytes; 392,640 pages are the most that leave 8 %
     of the HBM free: 6,135 tokens a slot.
   235B-A22B, v5p:4x8x8: weights for decoding 77.8 GiB, prefill 68.7, generate
