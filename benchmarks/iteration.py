@@ -138,7 +138,7 @@ class Iterations:
       return learner.pack(prompt_lengths, np.asarray(samples.lengths), key)
     groups = len(prompt_lengths)
     order = packing.shuffled_groups(key, groups, self._group_size)
-    return lengths.padded(order, learner.packing)
+    return packing.one_a_row(order, learner.packing)
 
 
 def _set_lengths(batch: dict, longest: int) -> None:

@@ -1,4 +1,4 @@
-"""Responses of known lengths: weights, distributions of lengths, no packing."""
+"""Responses of known lengths: weights that count down; realistic lengths."""
 
 import math
 import statistics
@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from gspo_jax import model
-from gspo_jax.learner.packing import Packing, PackingConfig
 from gspo_jax.sampler.samples import Prompts
 
 STOP = 0  # the token that every response counts down to
@@ -54,10 +53,10 @@ def long_tailed(count: int, most: int, seed: int = 0) -> np.ndarray:
 def lognormal(
   count: int, most: int, mean: float = 0.25, seed: int = 0
 ) -> np.ndarray:
-  """[count] lengths of that mean share of `most`, with sigma 1.
+  """[count] lengths whose mean is that share of `most` before they are cut.
 
-  Even quantiles of a log-normal distribution, which is clipped at `most` after
-  its mean was chosen, in random order.
+  Even quantiles of a log-normal distribution with sigma 1, cut at `most`, in
+  random order.
   """
   rng = np.random.default_rng(seed)
   standard = statistics.NormalDist()
@@ -65,17 +64,6 @@ def lognormal(
   normal = np.array([standard.inv_cdf(q) for q in quantiles])
   lengths = mean * most * np.exp(normal - 0.5)
   return rng.permutation(np.clip(np.rint(lengths), 1, most).astype(np.int32))
-
-
-def padded(order: np.ndarray, cfg: PackingConfig) -> Packing:
-  """One sequence a row, as without packing; `order` as in `packing.pack`."""
-  B = len(order)
-  micro_batches = B // cfg.minibatches // cfg.micro_batch_size
-  return Packing(
-    row=np.argsort(order).astype(np.int32),
-    offset=np.zeros(B, np.int32),
-    num_micro_batches=np.full(cfg.minibatches, micro_batches, np.int32),
-  )
 
 
 def prompts(lengths: np.ndarray, slots: int) -> Prompts:

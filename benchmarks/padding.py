@@ -5,7 +5,8 @@
 Update and score (the old log-probs) of the embedded model on one core, with
 responses of two distributions of lengths: `long_tailed` (their median is a
 tenth of the maximum, and 5 % are that long) and `lognormal` (their mean is a
-quarter of it). The padded and the packed rows run in turns through the same
+quarter of it before they are cut). A minibatch has 64 responses, a micro-batch
+two rows. The padded and the packed rows run in turns through the same
 compiled program, and the median counts. `buckets` is the alternative that was
 not built: one response a row, but each row has the narrowest of the widths T,
 T/2, T/4 and T/8 that holds it, a program for each width.
@@ -167,7 +168,7 @@ def measure(learning: Learning, config, name: str, repeats: int) -> dict:
     key, config.data.prompts, config.rollout.group_size
   )
   placements = {
-    "padded": lengths.padded(order, cfg),
+    "padded": packing.one_a_row(order, cfg),
     "packed": learner.pack(np.asarray(prompts.lengths), new_tokens, key),
   }
   times = {k: {"score": [], "update": []} for k in placements}

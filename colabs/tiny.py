@@ -73,7 +73,7 @@ if not FULL:
   config.rollout.group_size = 8  # and responses to each
   config.data.max_prompt_length = 12
   config.sampler.max_new_tokens = 24
-  config.learner.micro_batch_size = 64
+  config.learner.micro_batch_size = 16
   config.cold_start.steps = 400
   config.cold_start.batch = 64
   config.cold_start.chain_steps = (2, 3)

@@ -62,7 +62,7 @@ class _Slice(NamedTuple):
     group_size: responses a prompt.
     new_tokens: most tokens of a response.
     pages: `continuous_batching.num_pages`.
-    rows: responses a chip in one forward and backward pass.
+    rows: packed rows a chip in one forward and backward pass.
     keep: what blocks do not compute again.
     instruments: `log.instruments`.
   """

@@ -74,7 +74,8 @@ def token_logprobs(
     cfg: the model; static.
     tokens: [B, T] int32, prompts then responses.
     positions: [B, T] int32.
-    mask: [B, T], 0 at padding.
+    mask: [B, T], 0 at padding; integers pack several sequences in a row, as in
+      `model.hidden_states`.
     response_length: R < T; static.
     temperature: the sampler's; 0 (greedy) gives the log-probs at 1.
     routes: [L, B, T, k], experts of an earlier pass, at which `router_logps`
@@ -216,14 +217,20 @@ def _map_wanted(of_chunk, hidden_MD, targets_M, wanted_M):
     with jax.named_scope(WANTED_TOKENS):
       return jax.lax.cond(place_C[0] < count, run, lambda: zeros)
 
+  # A permutation: its gradient is one, too, not a sum.
+  permute = lambda x, order: (
+    jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
+  )
   sorted_ = _map_chunks(
     jax.checkpoint(of_chunk_if_wanted),
-    jnp.take(hidden_MD, order, axis=0),
-    jnp.take(targets_M, order),
+    permute(hidden_MD, order),
+    permute(targets_M, order),
     jnp.arange(len(order)),
   )
   back = jnp.argsort(order)
-  return jax.tree.map(lambda x: jnp.where(wanted_M, x[back], 0), sorted_)
+  return jax.tree.map(
+    lambda x: jnp.where(wanted_M, permute(x, back), 0), sorted_
+  )
 
 
 def _map_chunks(of_chunk, *operands):

@@ -90,6 +90,7 @@ class Recorder:
   def __init__(self, needs_old_logprobs=True):
     self.sample_keys, self.steps = [], []
     self.learner = LearnerFunctions(
+      old_logps_of_every_minibatch=False,
       abstract=None,
       init_state=None,
       learning_rate=lambda step: 1.0,
@@ -219,6 +220,7 @@ class TabularPolicy:
     self.credit = settings.credit(config)
     self.params_used, self.batch = [], None
     self.learner = LearnerFunctions(
+      old_logps_of_every_minibatch=False,
       abstract=None,
       init_state=None,
       learning_rate=lambda step: 1.0,

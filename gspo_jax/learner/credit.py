@@ -59,13 +59,11 @@ def assign_advantages(
     finish: [B], `Samples.finish`.
     credit: how rewards become advantages; static.
   """
-  # [M, A, rows, W] -> [rows, W]: what follows is the same for all rows.
-  flat = lambda x: x.reshape(-1, x.shape[-1])
   rows = batch.rows
-  mask, response = flat(rows.response_mask), flat(rows.response_index)
+  mask, response = rows.response_mask, rows.response_index
   penalty = jnp.zeros(mask.shape)
   if credit.kl_coef:
-    gap = flat(rows.old_logps) - flat(rows.reference_logps)
+    gap = rows.old_logps - rows.reference_logps
     penalty = jnp.where(mask, credit.kl_coef * gap, 0.0)
   returns = None
   if credit.trace_decay is None:
@@ -73,31 +71,30 @@ def assign_advantages(
     advantages = group_relative_advantages(
       groups(rewards), normalize_std=credit.normalize_std
     )
-    penalties = jax.ops.segment_sum(
-      penalty.reshape(-1), response.reshape(-1), len(rewards)
-    )
-    penalties = groups(penalties)
-    advantages -= penalties - penalties.mean(1, keepdims=True)
+    if credit.kl_coef:
+      penalties = groups(
+        jnp.zeros_like(rewards).at[response].add(penalty, mode="drop")
+      )
+      advantages -= penalties - penalties.mean(1, keepdims=True)
     advantages = jnp.where(mask, advantages.reshape(-1)[response], 0.0)
   else:
-    segments = flat(rows.response_segments)
+    # [M, A, rows, W] -> [all rows, W]
+    flat = lambda x: x.reshape(-1, x.shape[-1])
+    mask_BR, segments_BR = flat(mask), flat(rows.response_segments)
+    last_BR = _is_last(mask_BR, segments_BR)
     advantages, returns = generalized_advantages(
-      jnp.where(_is_last(mask, segments), rewards[response], 0.0) - penalty,
+      jnp.where(last_BR, rewards[flat(response)], 0.0) - flat(penalty),
       flat(rows.values),
-      mask,
+      mask_BR,
       discount=credit.discount,
       trace_decay=credit.trace_decay,
-      segment_ids=segments,
+      segment_ids=segments_BR,
     )
-    advantages = whiten(advantages, mask)
-    returns = returns.reshape(rows.response_mask.shape)
+    advantages = whiten(advantages, mask_BR).reshape(mask.shape)
+    returns = returns.reshape(mask.shape)
   if credit.zero_truncated:
     advantages = jnp.where(finish[response] != TRUNCATED, advantages, 0.0)
-  rows = dataclasses.replace(
-    rows,
-    advantages=advantages.reshape(rows.response_mask.shape),
-    returns=returns,
-  )
+  rows = dataclasses.replace(rows, advantages=advantages, returns=returns)
   return batch._replace(rows=rows)
 
 

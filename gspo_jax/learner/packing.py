@@ -2,8 +2,9 @@
 
 Padded to one width each, responses of several lengths cost what the longest
 costs. Here several share a row, one after the other, and attention stays within
-each. The packing is computed on the host from the lengths, the same on every
-host; `train_batch` moves the tokens.
+each. The kernels still compute the scores between sequences of a row, and mask
+them: a token costs the attention of a whole row. The packing is computed on the
+host from the lengths, the same on every host; `train_batch` moves the tokens.
 """
 
 import bisect
@@ -110,6 +111,17 @@ def pack(lengths: np.ndarray, order: np.ndarray, cfg: PackingConfig) -> Packing:
       ends = np.cumsum(lengths[sequences])
       offset[sequences] = ends - lengths[sequences]
   return Packing(row, offset, used)
+
+
+def one_a_row(order: np.ndarray, cfg: PackingConfig) -> Packing:
+  """One sequence a row, as without packing; `order` as in `pack`."""
+  B = len(order)
+  micro_batches = B // cfg.minibatches // cfg.micro_batch_size
+  return Packing(
+    row=np.argsort(order).astype(np.int32),
+    offset=np.zeros(B, np.int32),
+    num_micro_batches=np.full(cfg.minibatches, micro_batches, np.int32),
+  )
 
 
 def row_tokens(

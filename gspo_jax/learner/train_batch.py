@@ -195,6 +195,9 @@ def pack_responses(
     experts: [B, L, S + R, k], for `experts`, with the columns of the left-
       padded prompt and its response.
 
+  Each device gathers the tokens and log-probs of all responses, 8 B R bytes,
+  and of the experts one layer at a time, to pick those of its rows.
+
   Returns:
     Leaves [M, A, micro_batch_size, ...], with zeros for log-probs and
     advantages that are filled in later.

@@ -103,7 +103,7 @@ class LearnerFunctions:
   add_reference_and_values: AddReferenceAndValues | None
   assign_advantages: AssignAdvantages
   step: Step
-  old_logps_of_every_minibatch: bool = False
+  old_logps_of_every_minibatch: bool
 
   def pack(
     self, prompt_lengths: np.ndarray, lengths: np.ndarray, key: jax.Array

@@ -125,8 +125,8 @@ class ContinuousSampler:
         Without them, all responses start from their first token.
       stop_at: [A] int, tokens at which a response pauses and stays UNFINISHED;
         without it no response pauses.
-      on_finished: called between segments with the responses that finished in
-        the last one.
+      on_finished: called with the responses that finished in an earlier
+        segment while a later one decodes.
 
     Raises:
       UserError: the prompts have another shape, or routing is recorded over

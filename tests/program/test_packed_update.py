@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import lengths as made_lengths
 from configs import tiny_cpu
 from gspo_jax.learner import optimizer, packing, train_batch, train_step
 from gspo_jax.learner.objective import METHODS
@@ -64,7 +63,7 @@ def placements(learner, prompts, samples):
   key = jax.random.key(3)
   packed = learner.pack(prompts.lengths, samples.lengths, key)
   order = packing.shuffled_groups(key, P, G)
-  alone = made_lengths.padded(order, learner.packing)
+  alone = packing.one_a_row(order, learner.packing)
   assert packed.num_micro_batches.sum() < alone.num_micro_batches.sum()
   return packed, alone
 

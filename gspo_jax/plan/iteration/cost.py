@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from gspo_jax.learner import packing
 from gspo_jax.learner.packing import Packing, RowTokens
 from gspo_jax.plan import lower, lower_bounds
 from gspo_jax.plan.chips import Slice
@@ -303,7 +304,10 @@ def _alternatives(
   def add(change, seconds, fits=True):
     found.append({"change": change, "seconds": seconds, "fits": fits})
 
-  padded = program.learner.row_tokens(*lengths, _one_a_row(program, lengths))
+  order = np.arange(len(lengths.responses))
+  padded = program.learner.row_tokens(
+    *lengths, packing.one_a_row(order, program.learner.packing)
+  )
   add("one response a row", generate + _rows_seconds(functions, padded))
   half = config.learner.micro_batch_size // 2
   other = _other_program(config, program, learner={"micro_batch_size": half})
@@ -320,15 +324,6 @@ def _alternatives(
       keys = ", ".join(f"{key}={value}" for key, value in batching.items())
       add(f"continuous_batching: {keys}", rows + seconds, cost.free >= 0)
   return found
-
-
-def _one_a_row(program, lengths: Lengths) -> Packing:
-  """Padded rows, as without packing."""
-  B, packing = len(lengths.responses), program.learner.packing
-  count = B // packing.minibatches // packing.micro_batch_size
-  return Packing(
-    np.arange(B), np.zeros(B, int), np.full(packing.minibatches, count)
-  )
 
 
 def _other_batching(program, responses) -> list[dict]:
