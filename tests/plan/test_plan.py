@@ -192,6 +192,7 @@ def test_with_pages_a_segment_is_planned(fitting):
   assert decode["kernel"] is False  # 4 heads of 16 fill no lanes
 
 
+@pytest.mark.slow  # several compilations; test_pages.py has the sizes
 @needs_libtpu
 def test_a_pool_that_is_too_large_is_refused_with_the_largest(tmp_path):
   """Measured with a smaller pool, where the compiler refuses this one."""
