@@ -54,7 +54,7 @@ plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
 plt.rcParams.update({"grid.alpha": 0.25, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "figure.dpi": 100})
 
-FULL = False  # True: chains of eight steps, five minutes
+FULL = False  # True: chains of eight steps, two minutes
 
 # %% [markdown]
 # ## The task
