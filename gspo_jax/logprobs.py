@@ -1,9 +1,9 @@
 """Teacher-forced log-probs of given tokens, without logits of all tokens.
 
-Dimension key: B rows, T tokens, R response tokens (the last of each row), M = B
-* R tokens of the devices that share the vocabulary, C tokens a chunk, D model
-width, V vocabulary, v vocabulary shard of one device, L layers, k experts a
-token.
+Dimension key: B rows, T columns, R response columns (the last of each row; of a
+packed row all but the first), M = B * R tokens of the devices that share the
+vocabulary, C tokens a chunk, D model width, V vocabulary, v vocabulary shard of
+one device, L layers, k experts a token.
 """
 
 from typing import NamedTuple

@@ -23,7 +23,7 @@ def old_policy_metrics(
   `mismatch/*` is the recomputed less the sampler's log-prob: the rounding, and
   any other difference of the sampler. In bfloat16 it can exceed GSPO's clip
   range, so it is measured whichever of the two are the old log-probs.
-  `moe/dropped` is a mean over micro-batches.
+  `moe/dropped` is a mean over the micro-batches that hold responses.
 
   Args:
     out: the old policy's forward pass over the batch.

@@ -1,7 +1,7 @@
 """Metrics of the routing, for each layer: expert load, entropy, and changes.
 
-Dimension key: B rows, T tokens, R response tokens (the last of each row), L
-layers, k experts a token, E experts.
+Dimension key: B rows, T columns, R response columns (the last of each row; of a
+packed row all but the first), L layers, k experts a token, E experts.
 
 All are measured at the tokens that predict the response, each one place before
 its response token.
