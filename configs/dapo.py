@@ -11,7 +11,7 @@ reward.* and model.* as configs/hugging_face.py does. `:debug` shrinks all.
 
 from ml_collections import ConfigDict
 
-from configs import tiny_cpu
+from gspo_jax.configs import tiny_cpu
 
 
 def get_config(mode: str = "") -> ConfigDict:

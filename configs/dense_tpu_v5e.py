@@ -23,7 +23,7 @@ none.
 
 from ml_collections import ConfigDict
 
-from configs import common
+from gspo_jax.configs import common
 
 
 def get_config(mode: str = "") -> ConfigDict:

@@ -22,7 +22,7 @@ learnt from.
 
 from ml_collections import ConfigDict
 
-from configs import common
+from gspo_jax.configs import common
 
 
 def get_config(arg: str = "") -> ConfigDict:

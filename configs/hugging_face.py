@@ -16,7 +16,7 @@ guess for eight devices of 16 GiB or more and a model of up to 2B parameters.
 
 from ml_collections import ConfigDict
 
-from configs import common
+from gspo_jax.configs import common
 
 
 def get_config(arg: str = "") -> ConfigDict:

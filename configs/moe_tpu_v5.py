@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from configs import common
+from gspo_jax.configs import common
 
 _KEEP_MOST = ("attention", "stream", "heads", "tokens", "hidden")
 _KEEP_LITTLE = ("attention", "stream")

@@ -15,7 +15,7 @@ never repeats a problem, so none is left out there.
 
 from ml_collections import ConfigDict
 
-from configs import hugging_face
+from gspo_jax.configs import hugging_face
 
 
 def get_config(arg: str = "") -> ConfigDict:

@@ -13,7 +13,7 @@ by an earlier commit, 0.2 % to 0.6 % of the experts flip in an iteration.
 
 from ml_collections import ConfigDict
 
-from configs import common
+from gspo_jax.configs import common
 
 
 def get_config(mode: str = "") -> ConfigDict:

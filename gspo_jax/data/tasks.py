@@ -10,7 +10,8 @@ import dataclasses
 import hashlib
 import random
 import string
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from gspo_jax.runtime.errors import UserError
 
@@ -28,11 +29,14 @@ class Problem(NamedTuple):
     text: of the problem, before the instruction and the chat template.
     reference: the target, with which the reward compares the response.
     demonstration: a worked response to imitate in the cold start; "" for none.
+    columns: the other columns of the record, for rewards: names with values
+      that JSON has.
   """
 
   text: str
   reference: str
   demonstration: str
+  columns: Mapping[str, Any] = {}
 
 
 def held_out(text: str) -> bool:

@@ -1,0 +1,1 @@
+"""One file a run: `get_config()` returns every key of common.py."""
