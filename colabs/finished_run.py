@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Reading a finished run
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/gspo-jax/gspo_jax/blob/main/colabs/finished_run.ipynb)
+#
 # A run leaves its numbers in `metrics.jsonl`, its histograms in
 # `distributions.jsonl` and what it said now and then in `samples/`;
 # `python -m gspo_jax.evaluate` adds every response to a benchmark. Name your
@@ -10,19 +12,18 @@
 # samples without a notebook, as one page: `python -m gspo_jax.report WORKDIR`.
 
 # %%
-# In Colab: upload a checkout, or mount a Drive that holds one, and name its
-# folder here. Anywhere else `pip install -e '.[colab]'` has done this before.
+# Colab has to install the package first. GSPO_JAX names another source of it.
+import importlib.util
+import os
 import subprocess
 import sys
 
-if subprocess.run(
-  [sys.executable, "-c", "import gspo_jax.train, matplotlib"],
-  capture_output=True,
-).returncode:
-  checkout = "."
-  pip = [sys.executable, "-m", "pip", "install", "-q", "-e"]
-  subprocess.run([*pip, f"{checkout}[colab]"], check=True)
-  sys.path.insert(0, checkout)
+if not importlib.util.find_spec("gspo_jax"):
+  repository = "git+https://github.com/gspo-jax/gspo_jax"
+  package = f"gspo_jax[colab] @ {os.environ.get('GSPO_JAX', repository)}"
+  command = [sys.executable, "-m", "pip", "install", "-q", package]
+  subprocess.run(command, check=True)
+  importlib.invalidate_caches()
 
 # %%
 import collections
@@ -33,7 +34,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-import gspo_jax
 from gspo_jax.data.tasks import Chain
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
@@ -72,10 +72,8 @@ LONGER = (
 
 def python(*command):
   """Runs a command of the package, and shows the end of what it printed."""
-  checkout = Path(gspo_jax.__file__).parent.parent
-  run = subprocess.run(
-    [sys.executable, *command], cwd=checkout, capture_output=True, text=True
-  )
+  command = [sys.executable, *command]
+  run = subprocess.run(command, capture_output=True, text=True)
   assert run.returncode == 0, run.stderr[-2000:]
   print(*run.stdout.splitlines()[-6:], sep="\n")
 

@@ -1,26 +1,27 @@
 # %% [markdown]
 # # From a Hugging Face folder, and back
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/gspo-jax/gspo_jax/blob/main/colabs/hugging_face.ipynb)
+#
 # Take a checkpoint folder (Qwen3, Qwen3-MoE, Qwen2 or Llama), look at what is
-# in it, draw a group of responses, evaluate it, train it for two RL steps, and
+# in it, sample a group of responses, evaluate it, train it for two RL steps, and
 # export a folder that `transformers` loads. Name yours below. Without one, a
 # tiny Qwen3-MoE with random weights and a tokenizer of its own is made on the
 # spot: it babbles, but it takes the same path, in a minute.
 
 # %%
-# In Colab: upload a checkout, or mount a Drive that holds one, and name its
-# folder here. Anywhere else `pip install -e '.[colab]'` has done this before.
+# Colab has to install the package first. GSPO_JAX names another source of it.
+import importlib.util
+import os
 import subprocess
 import sys
 
-if subprocess.run(
-  [sys.executable, "-c", "import gspo_jax.train, matplotlib"],
-  capture_output=True,
-).returncode:
-  checkout = "."
-  pip = [sys.executable, "-m", "pip", "install", "-q", "-e"]
-  subprocess.run([*pip, f"{checkout}[colab]"], check=True)
-  sys.path.insert(0, checkout)
+if not importlib.util.find_spec("gspo_jax"):
+  repository = "git+https://github.com/gspo-jax/gspo_jax"
+  package = f"gspo_jax[colab] @ {os.environ.get('GSPO_JAX', repository)}"
+  command = [sys.executable, "-m", "pip", "install", "-q", package]
+  subprocess.run(command, check=True)
+  importlib.invalidate_caches()
 
 # %%
 import json
@@ -35,11 +36,8 @@ import numpy as np
 import tokenizers
 import transformers
 
-import gspo_jax
-
-sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
-from configs import common
 from gspo_jax import model
+from gspo_jax.configs import common
 from gspo_jax.data.tokenizers import load as load_tokenizer
 from gspo_jax.evaluate import summary
 from gspo_jax.evaluate.evaluator import evaluate

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # GSPO's loss, from scratch
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/gspo-jax/gspo_jax/blob/main/colabs/loss.ipynb)
+#
 # GRPO puts an importance ratio on every token. GSPO puts one on the whole
 # response, the geometric mean of the token ratios, and clips there ([arXiv
 # 2507.18071](https://arxiv.org/abs/2507.18071)). Below: both losses in a few
@@ -9,19 +11,18 @@
 # this package. Half a minute on a CPU.
 
 # %%
-# In Colab: upload a checkout, or mount a Drive that holds one, and name its
-# folder here. Anywhere else `pip install -e '.[colab]'` has done this before.
+# Colab has to install the package first. GSPO_JAX names another source of it.
+import importlib.util
+import os
 import subprocess
 import sys
 
-if subprocess.run(
-  [sys.executable, "-c", "import gspo_jax.train, matplotlib"],
-  capture_output=True,
-).returncode:
-  checkout = "."
-  pip = [sys.executable, "-m", "pip", "install", "-q", "-e"]
-  subprocess.run([*pip, f"{checkout}[colab]"], check=True)
-  sys.path.insert(0, checkout)
+if not importlib.util.find_spec("gspo_jax"):
+  repository = "git+https://github.com/gspo-jax/gspo_jax"
+  package = f"gspo_jax[colab] @ {os.environ.get('GSPO_JAX', repository)}"
+  command = [sys.executable, "-m", "pip", "install", "-q", package]
+  subprocess.run(command, check=True)
+  importlib.invalidate_caches()
 
 # %%
 import jax

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Training the tiny default, and looking at it
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/gspo-jax/gspo_jax/blob/main/colabs/tiny.ipynb)
+#
 # A Mixture-of-Experts of 0.26M parameters learns chains of arithmetic: it first
 # imitates faulty demonstrations, then GSPO takes the faults out. Below: the
 # run, its curves, what it says before and after, which characters it changed
@@ -9,19 +11,18 @@
 # it is, in five.
 
 # %%
-# In Colab: upload a checkout, or mount a Drive that holds one, and name its
-# folder here. Anywhere else `pip install -e '.[colab]'` has done this before.
+# Colab has to install the package first. GSPO_JAX names another source of it.
+import importlib.util
+import os
 import subprocess
 import sys
 
-if subprocess.run(
-  [sys.executable, "-c", "import gspo_jax.train, matplotlib"],
-  capture_output=True,
-).returncode:
-  checkout = "."
-  pip = [sys.executable, "-m", "pip", "install", "-q", "-e"]
-  subprocess.run([*pip, f"{checkout}[colab]"], check=True)
-  sys.path.insert(0, checkout)
+if not importlib.util.find_spec("gspo_jax"):
+  repository = "git+https://github.com/gspo-jax/gspo_jax"
+  package = f"gspo_jax[colab] @ {os.environ.get('GSPO_JAX', repository)}"
+  command = [sys.executable, "-m", "pip", "install", "-q", package]
+  subprocess.run(command, check=True)
+  importlib.invalidate_caches()
 
 # %%
 import json
@@ -33,10 +34,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-import gspo_jax
-
-sys.path.insert(0, str(Path(gspo_jax.__file__).parent.parent))  # has configs/
-from configs import tiny_cpu
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Chain
 from gspo_jax.learner import train_batch

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+import venv
 
 import pytest
 from repository import ROOT
@@ -52,6 +55,7 @@ def test_starts_with_a_title_and_the_installation(script):
   first = cells(jupytext.read(SCRIPTS[0], fmt="py:percent"))
   assert found[0][0] == "markdown"
   assert found[0][1].startswith("# ")
+  assert f"/colabs/{script.stem}.ipynb)" in found[0][1]  # the badge
   assert found[1] == first[1]  # one installation for all
   assert "pip" in found[1][1]
 
@@ -61,21 +65,35 @@ def test_code_compiles(script):
   compile(script.read_text(), script.name, "exec")
 
 
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+  """A new environment with a kernel alone, and the wheel of this checkout."""
+  folder = tmp_path_factory.mktemp("kernel")
+  pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps")
+  subprocess.run([*pip, f"--wheel-dir={folder}", str(ROOT)], check=True)
+  venv.create(folder / "venv", with_pip=True)
+  python = folder / "venv/bin/python"
+  install = (python, "-m", "pip", "install", "-q", "ipykernel", "nbclient")
+  subprocess.run(install, check=True)
+  (wheel,) = folder.glob("*.whl")
+  return python, wheel
+
+
 @pytest.mark.slow
 @each
-def test_runs(script, tmp_path):
+def test_installs_itself_and_runs(script, kernel, tmp_path):
   """In an empty folder, on one device; the asserts are in the notebooks."""
-  nbclient = pytest.importorskip("nbclient")
-  pytest.importorskip("ipykernel")
-  notebook = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
-  environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  environment["TMPDIR"] = str(tmp_path)
-  nbclient.NotebookClient(
-    notebook,
-    timeout=1200,  # seconds a cell
-    kernel_name="python3",
-    resources={"metadata": {"path": tmp_path}},
-  ).execute(env=environment)
+  python, wheel = kernel
+  drop = ("XLA_FLAGS", "PYTHONPATH")
+  environment = {k: v for k, v in os.environ.items() if k not in drop}
+  environment |= {"TMPDIR": str(tmp_path), "GSPO_JAX": wheel.as_uri()}
+  ran = tmp_path / "ran.ipynb"
+  source = script.with_suffix(".ipynb")
+  execute = (python.with_name("jupyter-execute"), source, f"--output={ran}")
+  subprocess.run(
+    [*execute, "--timeout=1200"], cwd=tmp_path, env=environment, check=True
+  )
+  notebook = nbformat.read(ran, as_version=4)
   shown = {key for data in outputs(notebook) for key in data}
   assert "image/png" in shown
   errors = [text for text in streams(notebook, "stderr") if "Error" in text]
