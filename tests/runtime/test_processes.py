@@ -50,6 +50,7 @@ class Job:
 
   def __init__(self, commands, logs, environment, devices):
     flags = f"--xla_force_host_platform_device_count={devices}"
+    flags += " --xla_cpu_use_fusion_emitters=false"  # compiles faster
     logs.mkdir(parents=True)
     self.logs = [logs / str(i) for i in range(len(commands))]
     self.processes = []
