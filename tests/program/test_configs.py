@@ -19,7 +19,9 @@ from gspo_jax.runtime.identity import flatten
 from gspo_jax.sampler.samples import SamplerConfig
 
 FOLDER = ROOT / "configs"
-NAMES = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem != "common")
+NAMES = sorted(
+  p.stem for p in FOLDER.glob("*.py") if p.stem not in ("__init__", "common")
+)
 each_config = pytest.mark.parametrize("name", NAMES)
 each_mode = pytest.mark.parametrize("mode", ["", "debug"])
 
