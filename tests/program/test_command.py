@@ -196,7 +196,7 @@ def test_help_lists_every_key_with_the_values_of_the_config(parse, capsys):
   assert max(map(len, text.splitlines())) <= 80
   for key in config.all_keys():
     assert f"--config.{key}=" in text
-  assert "--config.num_steps=4 " in text  # of :debug
+  assert "--config.num_steps=4\n" in text  # of :debug
   assert "--config.model.keep=attention,stream\n" in text
   assert "decay of the second moment [0 or more, under 1]" in text
   assert "--workdir=" in text
