@@ -12,7 +12,7 @@ def get_config() -> ConfigDict:
   c.seed = 0  # of weights, data order, sampling and shuffles
   c.num_steps = 30  # RL iterations: rollout, then `minibatches` updates
 
-  c.model = ConfigDict()
+  c.model = ConfigDict()  # the policy
   # A Hugging Face folder: the first weights, the sizes and the tokenizer.
   c.model.checkpoint = ""
   c.model.variant = "tiny"  # without one: a name in gspo_jax/model/config.py
@@ -31,7 +31,7 @@ def get_config() -> ConfigDict:
   c.sampler_mesh.expert = 0  # devices among which experts and vocabulary split
   c.sampler_mesh.tensor = 0  # devices among which heads are split, too
 
-  c.data = ConfigDict()
+  c.data = ConfigDict()  # problems, and the prompts made of them
   # "chain" (the embedded task), jsonl:FILE, tfds:NAME[:SPLIT] or
   # package.module.factory of any Grain source; several with commas between.
   c.data.source = "chain"
@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
   c.data.max_prompt_length = 32  # tokens, the chat template's included
   c.data.too_long = "error"  # "drop": leave out problems longer than that
 
-  c.sampler = ConfigDict()
+  c.sampler = ConfigDict()  # how responses are sampled
   c.sampler.max_new_tokens = 64  # tokens of a response, the stop token included
   c.sampler.temperature = 1.0  # divides the logits
   c.sampler.top_k = 0  # 0: all; otherwise samples are off-policy
@@ -74,7 +74,7 @@ def get_config() -> ConfigDict:
   c.continuous_batching.segment_steps = 32  # decode steps between host checks
   c.continuous_batching.prefill_chunk = 128  # prompt tokens a forward pass
 
-  c.rollout = ConfigDict()
+  c.rollout = ConfigDict()  # where the responses of an iteration come from
   c.rollout.group_size = 8  # responses a prompt
   # DAPO: batches to sample at most, until one is full of groups whose rewards
   # differ; 1: no dynamic sampling.
@@ -82,11 +82,12 @@ def get_config() -> ConfigDict:
   # Sample the next batch before the update, while its rewards are computed.
   c.rollout.one_step_off_policy = False
   # Partial rollouts: tokens a response may add in an iteration; it continues in
-  # the next one. 0: all. Needs continuous_batching.slots, and:
+  # the next one. 0: all. Needs continuous_batching.slots and
+  # rollout.extra_prompts_in_flight.
   c.rollout.max_tokens_per_iteration = 0
   c.rollout.extra_prompts_in_flight = 0  # prompts in flight beside data.prompts
 
-  c.reward = ConfigDict()
+  c.reward = ConfigDict()  # what responses are rewarded for
   # Of gspo_jax/rewards/, or package.module.function; accuracy is the first one,
   # and the reward is the weighted sum of all.
   c.reward.names = ("final_answer",)
@@ -99,7 +100,7 @@ def get_config() -> ConfigDict:
   # which take too long; a reward that fails on half of them is broken.
   c.reward.max_failed = 0.5
 
-  c.objective = ConfigDict()
+  c.objective = ConfigDict()  # the method, and what is added to its loss
   # gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo, sapo
   c.objective.name = "gspo"
   c.objective.clip_low = -1.0  # -1: the method's own, see gspo_jax/losses/
@@ -135,7 +136,7 @@ def get_config() -> ConfigDict:
   c.critic.discount = 1.0  # of the reward, per token
   c.critic.trace_decay = 0.95  # lambda of GAE
 
-  c.learner = ConfigDict()
+  c.learner = ConfigDict()  # how a batch is cut into updates
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)
   c.learner.micro_batch_size = 64  # packed rows of a forward and backward pass
 
@@ -158,16 +159,17 @@ def get_config() -> ConfigDict:
   c.cold_start.chain_noise = 0.12  # chain: share of random results
   c.cold_start.dir = ""  # its folder; "": <workdir>/cold_start
 
+  # Held-out problems: before the first iteration, during the run, at its end.
   c.eval = ConfigDict()
   c.eval.every = 10  # iterations; also before the first and after the last
   c.eval.prompts = 256  # held-out problems
   c.eval.samples = 8  # responses to each: the n of avg@n and pass@n
 
-  c.checkpoint = ConfigDict()
+  c.checkpoint = ConfigDict()  # when a run is saved
   c.checkpoint.every = 10  # iterations; also after the last, and on SIGTERM
   c.checkpoint.keep = 3  # newest checkpoints to keep
 
-  c.log = ConfigDict()
+  c.log = ConfigDict()  # what a run writes besides its scalars
   # How far the routing moved, and histograms of ratios; False saves memory.
   c.log.instruments = True
   c.log.samples_every = 10  # iterations between sample responses

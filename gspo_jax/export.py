@@ -46,6 +46,7 @@ def _parse(argv):
     argv,
     "python -m gspo_jax.export --config=configs/tiny_cpu.py "
     "--workdir=runs/tiny --to=exported",
+    __doc__,
   )
 
 

@@ -19,6 +19,7 @@ from absl import app
 
 from gspo_jax.program.command import (
   CONFIG,
+  START,
   WORKDIR,
   complain,
   on_hosts,
@@ -32,9 +33,13 @@ INTERRUPTED = 75
 def main() -> None:
   """The console's entry."""
   try:
-    app.run(_main, flags_parser=parse)
+    app.run(_main, flags_parser=_parse)
   except UserError as error:
     sys.exit(complain(error))
+
+
+def _parse(argv):
+  return parse(argv, START, __doc__)
 
 
 def _main(argv) -> int:

@@ -12,7 +12,11 @@ import pytest
 from repository import ROOT
 
 PACKAGE = ROOT / "gspo_jax"
-WINGS = sorted(p.parent.name for p in PACKAGE.glob("*/__init__.py"))
+# Files that users copy and change, not a wing.
+CONFIGS = PACKAGE / "configs"
+WINGS = sorted(
+  p.parent.name for p in PACKAGE.glob("*/__init__.py") if p.parent != CONFIGS
+)
 
 
 def module_name(path: Path) -> str:
@@ -20,7 +24,11 @@ def module_name(path: Path) -> str:
   return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+MODULES = {
+  module_name(path): path
+  for path in PACKAGE.rglob("*.py")
+  if CONFIGS not in path.parents
+}
 
 
 def imported(path: Path) -> set[tuple[str, str]]:
@@ -71,9 +79,7 @@ def test_import_linter_finds_a_wrong_import(tmp_path):
 
 def test_sizes_of_the_house():
   entries = [
-    p
-    for p in PACKAGE.iterdir()
-    if p.suffix == ".py" or (p / "__init__.py").exists()
+    p for p in PACKAGE.iterdir() if p.suffix == ".py" or p.name in WINGS
   ]
   assert len({p.stem for p in entries} - {"__init__"}) <= 16
   for folder in [PACKAGE, *(p.parent for p in PACKAGE.glob("**/__init__.py"))]:
@@ -167,10 +173,12 @@ def test_losses_need_jax_and_one_another(path):
 
 
 @pytest.mark.parametrize(
-  "path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem
+  "path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem
 )
 def test_configs_know_nothing_of_the_program(path):
-  assert external(path) <= {"ml_collections", "configs"}
+  assert external(path) <= {"ml_collections", "gspo_jax"}
+  own = {m for m, _ in imported(path) if m.startswith("gspo_jax")}
+  assert own <= {"gspo_jax.configs"}
 
 
 def test_only_two_modules_read_a_config_dict():

@@ -20,7 +20,7 @@ from absl import app, flags
 
 from gspo_jax.data import readers
 from gspo_jax.runtime import json_lines
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, missing_package
 
 _NAME = flags.DEFINE_string("name", None, "Of the set: gsm8k, or another name.")
 _TRAIN = flags.DEFINE_string("train", None, "JSON lines of split 'train'.")
@@ -111,9 +111,13 @@ def _builder_class(name: str, records: dict[str, list[dict]]) -> type:
 
   Not `store_as_tfds_dataset` of TFDS, which needs TensorFlow.
   """
-  import tensorflow_datasets as tfds
-  from tensorflow_datasets.core import registered
-
+  try:
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core import registered
+  except ImportError as error:
+    raise missing_package(
+      error, "tfds", "gspo_jax.data.prepare_tfds"
+    ) from error
   first = next(iter(records.values()))[0]
   text = {field: tfds.features.Text() for field in first}
   with registered.skip_registration():

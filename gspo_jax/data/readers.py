@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from gspo_jax.runtime import json_lines as json_lines_file
-from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError, missing_package, nearest
 
 SPECS = "chain, jsonl:FILE, tfds:NAME[:SPLIT] or package.module.factory"
 
@@ -70,8 +70,10 @@ def tfds(spec: str, data_dir: str) -> Sequence:
   if not parts:
     raise UserError(f"tfds:{spec}: expected tfds:NAME[:SPLIT]")
   name, split = parts[1], parts[2] or "train"
-  import tensorflow_datasets  # takes a second, and few runs need it
-
+  try:
+    import tensorflow_datasets  # takes a second, and few runs need it
+  except ImportError as error:
+    raise missing_package(error, "tfds", f"tfds:{spec}") from error
   try:
     return tensorflow_datasets.data_source(
       name, split=split, data_dir=data_dir or None, download=False

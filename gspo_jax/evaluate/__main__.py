@@ -62,6 +62,7 @@ def _parse(argv):
     argv,
     "python -m gspo_jax.evaluate --config=configs/tiny_cpu.py "
     "--checkpoint=runs/tiny --set=GSM8K=test.jsonl",
+    __doc__,
   )
 
 

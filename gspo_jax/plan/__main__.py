@@ -69,6 +69,7 @@ def _parse(argv):
   return command.parse(
     argv,
     "python -m gspo_jax.plan --config=configs/tiny_cpu.py --topology=v5e:4x4",
+    __doc__,
   )
 
 

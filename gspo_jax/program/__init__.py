@@ -3,6 +3,7 @@
 Other wings take these modules:
   command      the flags and exit codes of the commands; imports no JAX
   config       Config, and `parse`, the only reader of a ConfigDict
+  config_reference  what each key means, from the comments of common.py
   experiment   Experiment, what a run consists of, and `prepare`
   functions    Program, its groups of functions, and `build_program`
   load_params  the weights of a checkpoint or Hugging Face folder
@@ -12,6 +13,7 @@ Other wings take these modules:
 __all__ = (
   "command",
   "config",
+  "config_reference",
   "experiment",
   "functions",
   "load_params",

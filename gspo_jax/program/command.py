@@ -1,14 +1,18 @@
 """The flags of a command, and its exit codes."""
 
+import ast
 import re
 import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 from absl import flags, logging
 from ml_collections import config_flags
 
+from gspo_jax import configs
 from gspo_jax.program import config_keys
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, nearest
 from gspo_jax.runtime.identity import flatten
 
 START = (
@@ -17,7 +21,7 @@ START = (
 CONFIG = config_flags.DEFINE_config_file(
   "config",
   None,
-  "A file of configs/, perhaps with :argument.",
+  "A file of configs/ or your own, perhaps with :argument.",
   lock_config=True,
 )
 WORKDIR = flags.DEFINE_string(
@@ -43,7 +47,8 @@ def on_hosts(work: Callable[[], int]) -> int:
   Returns:
     That exit code, or 2 after a UserError.
   """
-  # Not at the top: JAX takes seconds, and a mistaken flag needs none of it.
+  # JAX takes seconds, and a mistaken flag needs none of it.
+  print("loading jax", flush=True)
   from gspo_jax.runtime import multihost
 
   if not flags.FLAGS["verbosity"].present:
@@ -66,19 +71,31 @@ def complain(error: Exception) -> int:
   return 2
 
 
-def parse(argv: list[str], start: str = START) -> list[str]:
+def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
   """Parses the flags of a command.
+
+  `--config=tiny_cpu`, `--config=tiny_cpu.py` and `--config=configs/tiny_cpu.py`
+  name a file of the package where no such file is in the current folder. The
+  value of a key that is a tuple may be typed without quotes: `=gsm8k,format`.
+  With --help it prints all flags and all keys of the config, and exits.
 
   Args:
     argv: the command line.
     start: an example of the command, with all flags that it requires.
+    doc: what the command does, for --help.
 
   Raises:
     UserError: a flag is mistaken or missing; the error names it and `start`.
   """
   usage = f"see {start.partition(' --')[0]} --help"
   try:
-    _check_keys(argv)
+    argv = _with_config_path(argv)
+    config = _config_file(argv)
+    if {"--help", "-help", "-h"} & {*argv}:
+      print(_help(config, doc))
+      sys.exit(0)
+    if config is not None:
+      argv = _checked_overrides(argv, flatten(config.to_dict()))
     rest = flags.FLAGS(argv)
   except UserError:
     raise
@@ -97,6 +114,133 @@ def parse(argv: list[str], start: str = START) -> list[str]:
       raise UserError(f"--{name} is missing; for a start: {start}")
   _check_processes()
   return rest
+
+
+def _with_config_path(argv: list[str]) -> list[str]:
+  """The command line, with the path of a config that the package has."""
+  argv = list(argv)
+  for i, flag in enumerate(argv):
+    match = re.fullmatch(r"(--?config)(?:=(.*))?", flag, re.DOTALL)
+    if not match:
+      continue
+    if match[2] is not None:
+      argv[i] = f"{match[1]}={_config_path(match[2])}"
+    elif i + 1 < len(argv):
+      argv[i + 1] = _config_path(argv[i + 1])
+  return argv
+
+
+def _config_path(name: str) -> str:
+  """`FILE[:ARGUMENT]` of a file that exists, here or in the package.
+
+  Raises:
+    UserError: there is no such file.
+  """
+  file, colon, argument = name.partition(":")
+  path = Path(file)
+  if path.exists() and not path.is_dir():
+    return name
+  folder = Path(configs.__file__).parent
+  if path.parent in (Path("."), Path("configs")):
+    packaged = folder / f"{path.name.removesuffix('.py')}.py"
+    if packaged.exists():
+      return f"{packaged}{colon}{argument}"
+  names = {f"configs/{p.name}" for p in folder.glob("[!_]*.py")}
+  near = nearest(f"configs/{path.stem}.py", names - {"configs/common.py"})
+  raise UserError(f"--config={name}: no such file; {near}")
+
+
+def _config_file(argv: list[str]):
+  """The config that a command line names, without its overrides, or None."""
+  # A separate FlagValues: absl defines the flags of overrides only once.
+  first = flags.FlagValues()
+  config = config_flags.DEFINE_config_file(
+    "config", flag_values=first, sys_argv=[]
+  )
+  first(argv, known_only=True)
+  return config.value
+
+
+def _checked_overrides(argv: list[str], keys: dict) -> list[str]:
+  """The command line, with tuples as Python writes them.
+
+  Args:
+    argv: the command line.
+    keys: of the config, with their defaults.
+
+  Raises:
+    UserError: it overrides a key that the config does not have.
+  """
+  argv = list(argv)
+  for i, flag in enumerate(argv):
+    override = re.match(r"--?(?:no)?config\.([^=]*)(=?)", flag)
+    if not override:
+      continue
+    key, equals = override.groups()
+    if key not in keys:
+      hint = config_keys.hint(key, keys)
+      raise UserError(f"{flag[:80]}: no such key; {hint}")
+    if not isinstance(keys[key], tuple):
+      continue
+    if equals:
+      argv[i] = override[0] + _as_tuple(flag[override.end() :])
+    elif i + 1 < len(argv):
+      argv[i + 1] = _as_tuple(argv[i + 1])
+  return argv
+
+
+def _as_tuple(text: str) -> str:
+  """A tuple in Python's notation, from it or from words between commas.
+
+  A part that starts with `name=` belongs to the one before it, as in
+  `overlong:buffer=8,scale=2,format`.
+  """
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    if text.startswith(("(", "[")):
+      return text  # its error names the flag
+    parts = re.split(r",(?!\s*\w+=)", text)
+    value = tuple(part.strip() for part in parts if part.strip())
+  return repr(tuple(value) if isinstance(value, tuple | list) else (value,))
+
+
+def _help(config, doc: str) -> str:
+  """The text of --help: what the command does, its flags, all keys."""
+  # It imports JAX.
+  from gspo_jax.program.config_reference import describe
+
+  lines = [doc.strip(), "", "Flags:"]
+  modules = flags.FLAGS.flags_by_module_dict()
+  own = [
+    m for m in modules if m in (sys.argv[0], "__main__") or "gspo_jax" in m
+  ]
+  for flag in (flag for module in own for flag in modules[module]):
+    unset = flag.default in (None, [])
+    value = "" if unset else flag.default_as_str.strip("'")
+    lines += _entry(f"--{flag.name}={value}", flag.help)
+  lines += ["", "Keys of the config, with their values by default:"]
+  for key, default, comment in describe(config):
+    if default is None:
+      lines += ["", *textwrap.wrap(f"{key}: {comment}", 80)]
+    else:
+      lines += _entry(f"--config.{key}={_typed(default)}", comment)
+  return "\n".join(lines)
+
+
+def _entry(flag: str, comment: str) -> list[str]:
+  """Lines of 80 columns, the comment beside the flag if it fits."""
+  beside = f"  {flag:<40}  {comment}"
+  if len(beside) <= 80:
+    return [beside]
+  return [f"  {flag}", *(" " * 6 + line for line in textwrap.wrap(comment, 74))]
+
+
+def _typed(value) -> str:
+  """A value as it is typed after `--config.key=`."""
+  if isinstance(value, tuple) and not any(isinstance(v, tuple) for v in value):
+    return ",".join(map(str, value))
+  return str(value)
 
 
 def _unknown_key(error: Exception) -> Exception:
@@ -131,21 +275,3 @@ def _check_processes() -> None:
       f"--process_id={_PROCESS_ID.value}: expected 0 to "
       f"{_NUM_PROCESSES.value - 1}, under --num_processes"
     )
-
-
-def _check_keys(argv: list[str]) -> None:
-  """UserError for an override of a key that the config file does not have."""
-  # A separate FlagValues: absl defines the flags of overrides only once.
-  first = flags.FlagValues()
-  config = config_flags.DEFINE_config_file(
-    "config", flag_values=first, sys_argv=[]
-  )
-  first(argv, known_only=True)
-  if config.value is None:
-    return
-  keys = flatten(config.value.to_dict()).keys()
-  for flag in argv:
-    override = re.match(r"--?(?:no)?config\.([^=]*)", flag)
-    if override and override[1] not in keys:
-      hint = config_keys.hint(override[1], keys)
-      raise UserError(f"{flag[:80]}: no such key; {hint}")

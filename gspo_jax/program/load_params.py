@@ -8,7 +8,7 @@ from gspo_jax import model
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime.checkpoint import Checkpoints
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, how_to_download
 from gspo_jax.runtime.identity import match
 
 
@@ -62,6 +62,6 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   if restored is None:
     raise UserError(
       f"--checkpoint={checkpoint}: no config.json of a Hugging Face folder, "
-      "and no checkpoints of a run"
+      f"and no checkpoints of a run{how_to_download(checkpoint)}"
     )
   return restored.state["params"]

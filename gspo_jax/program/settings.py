@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import NamedTuple
 
 from gspo_jax import model
@@ -23,7 +24,7 @@ from gspo_jax.learner.train_batch import TrainBatchFields
 from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import hf
 from gspo_jax.program.config import Config
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, how_to_download
 from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
@@ -34,6 +35,10 @@ def model_config(config: Config) -> model.ModelConfig:
   name, folder = changes.pop("variant"), changes.pop("checkpoint")
   changes |= dict(changes.pop("sizes"))
   if folder:
+    if not Path(folder).is_dir():
+      raise UserError(
+        f"model.checkpoint={folder!r}: no such folder{how_to_download(folder)}"
+      )
     return hf.config_from_hf(folder, **changes)
   return model.variant(name, **changes)
 

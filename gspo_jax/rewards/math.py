@@ -192,10 +192,7 @@ def _prepare() -> None:
   try:
     import math_verify  # noqa: F401
   except ImportError as e:
-    raise errors.UserError(
-      f"reward 'math' needs math-verify ({e}): pip install 'gspo_jax[math]', "
-      "or name another reward"
-    ) from e
+    raise errors.missing_package(e, "math", "reward 'math'") from e
   # math-verify warns that its time limits are off.
   logging.getLogger("math_verify").setLevel(logging.ERROR)
 

@@ -1,4 +1,4 @@
-"""UserError, and the hint that names the nearest valid choice."""
+"""UserError, and texts that errors share: install this, did you mean that."""
 
 import re
 from collections.abc import Iterable
@@ -9,6 +9,38 @@ class UserError(ValueError):
 
   Its message is one line. The commands print it and exit with code 2.
   """
+
+
+def missing_package(
+  error: ImportError, extra: str, what: str = "this"
+) -> UserError:
+  """The error to raise where an optional package cannot be imported.
+
+  Args:
+    error: of the import.
+    extra: of setup.cfg, which has the package.
+    what: needs the package, as the user typed it: "reward 'math'".
+  """
+  return UserError(
+    f"{what} needs a package that is not installed ({error}): "
+    f"pip install 'gspo_jax[{extra}]'"
+  )
+
+
+def how_to_download(folder: str) -> str:
+  """The end of the error for a folder that does not exist.
+
+  Returns:
+    How to download it, if it looks like the id of a model on the Hugging Face
+    Hub, OWNER/NAME; else "".
+  """
+  model = re.fullmatch(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)", str(folder))
+  if not model:
+    return ""
+  return (
+    "; nothing is downloaded here: for a model of the Hugging Face Hub, "
+    f"`hf download {folder} --local-dir {model[1]}`, then ./{model[1]}"
+  )
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

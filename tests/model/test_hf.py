@@ -540,7 +540,7 @@ def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
     save_file(tensors, path, metadata)
 
   with monkeypatch.context() as patched:
-    patched.setattr(hf_checkpoint, "save_file", save_two)
+    patched.setattr("safetensors.numpy.save_file", save_two)
     message = error_message(lambda: hf.save_hf(params, cfg, out))
   assert message == f"{str(out)!r} cannot be written: No space left on device"
   assert not out.exists()

@@ -1,6 +1,7 @@
 """Flags of the command: mistakes are one line, and the exit code is 2."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def test_a_key_that_a_config_file_may_not_set_is_named(
   parse, tmp_path, line, words
 ):
   (tmp_path / "old.py").write_text(
-    "from configs import tiny_cpu\n\n\ndef get_config():\n"
+    "from gspo_jax.configs import tiny_cpu\n\n\ndef get_config():\n"
     f"  c = tiny_cpu.get_config().lock()\n  {line}\n  return c\n"
   )
   with pytest.raises(UserError, match=words):
@@ -123,8 +124,12 @@ def test_overrides_reach_the_config(parse):
     ([TINY, WORKDIR, *PROCESSES, "--process_id=one"], "process_id=one"),
     ([TINY, WORKDIR, *PROCESSES, "--process_id=0", "--coordinator=h"],
      "--coordinator=h: expected HOST:PORT"),
-    (["--config=configs/nope.py", WORKDIR], "No such file.*configs/nope.py"),
-    (["--config=/", WORKDIR], "Is a directory: '/'"),
+    (["--config=configs/nope.py", WORKDIR],
+     "--config=configs/nope.py: no such file; choose one of configs/dapo.py"),
+    (["--config", "elsewhere/dapo.py"], "elsewhere/dapo.py: no such file"),
+    (["--config=/", WORKDIR], "--config=/: no such file"),
+    (["--config=configs/tiny_cp.py:debug", WORKDIR],
+     "tiny_cp.py:debug: no such file; did you mean 'configs/tiny_cpu.py'?"),
     ([TINY.replace("debug", "fast"), WORKDIR],
      "tiny_cpu.py:fast: expected 'debug' or nothing"),
   ],
@@ -133,6 +138,80 @@ def test_a_mistaken_flag_is_named(parse, arguments, words):
   with pytest.raises(UserError, match=words.replace("?", r"\?")) as error:
     parse(*arguments)
   assert_one_line(str(error.value))
+
+
+@pytest.mark.parametrize(
+  "name", ["configs/tiny_cpu.py:debug", "tiny_cpu.py:debug", "tiny_cpu:debug"]
+)
+@pytest.mark.parametrize("flag", ["--config={}", "-config {}"])
+def test_a_config_of_the_package_is_found_where_no_such_file_is(
+  parse, monkeypatch, tmp_path, name, flag
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "tiny_cpu").mkdir()  # a workdir, say
+  typed, _ = parse(*flag.format(name).split(), WORKDIR, "--config.seed=3")
+  assert (typed.num_steps, typed.seed) == (4, 3)
+
+
+def test_a_file_here_goes_before_that_of_the_package(
+  parse, monkeypatch, tmp_path
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "configs").mkdir()
+  (tmp_path / "configs/tiny_cpu.py").write_text(
+    "from gspo_jax.configs import common\n\n\ndef get_config():\n"
+    "  c = common.get_config()\n  c.num_steps = 7\n  return c\n"
+  )
+  assert parse("--config=configs/tiny_cpu.py", WORKDIR)[0].num_steps == 7
+
+
+@pytest.mark.parametrize(
+  ("typed", "value"),
+  [
+    ("reward.names=gsm8k,format", ("gsm8k", "format")),
+    ("reward.names gsm8k,format", ("gsm8k", "format")),
+    ("reward.names=gsm8k", ("gsm8k",)),
+    ("reward.names=my.rewards.a,length:scale=.1,unit=8,format",
+     ("my.rewards.a", "length:scale=.1,unit=8", "format")),
+    ("reward.names=('gsm8k','format')", ("gsm8k", "format")),
+    ("reward.names=['gsm8k']", ("gsm8k",)),
+    ("reward.weights=1,.5", (1, 0.5)),
+    ("data.chain_steps=2,4", (2, 4)),
+    ("data.chain_steps=2", (2,)),
+    ("data.weights=", ()),
+    ("data.curriculum=((3,'chain'),)", ((3, "chain"),)),
+  ],
+)  # fmt: skip
+def test_a_tuple_needs_no_quotes(parse, typed, value):
+  key, _, _ = typed.replace(" ", "=").partition("=")
+  config_, _ = parse(TINY, WORKDIR, *f"--config.{typed}".split())
+  assert config_[key] == value
+
+
+def test_help_lists_every_key_with_the_values_of_the_config(parse, capsys):
+  with pytest.raises(SystemExit) as end:
+    parse(TINY, "--help")
+  assert end.value.code == 0
+  text = capsys.readouterr().out
+  assert max(map(len, text.splitlines())) <= 80
+  for key in config.all_keys():
+    assert f"--config.{key}=" in text
+  assert "--config.num_steps=4\n" in text  # of :debug
+  assert "--config.model.keep=attention,stream\n" in text
+  assert "decay of the second moment [0 or more, under 1]" in text
+  assert "--workdir=" in text
+  assert "logtostderr" not in text  # absl's own
+
+
+def test_what_help_prints_can_be_typed(parse, capsys):
+  with pytest.raises(SystemExit):
+    parse(TINY, "--help")
+  text = capsys.readouterr().out
+  typed = re.findall(
+    r"^  (--config\.[^=]+=(?:\S+|(?= |$)))", text, re.MULTILINE
+  )
+  assert len(typed) == len(config.all_keys())
+  assert parse(TINY, WORKDIR, *typed)[0] == parse(TINY, WORKDIR)[0]
 
 
 # Several processes.
@@ -171,7 +250,7 @@ def test_which_process_prints_an_error(
 
   monkeypatch.setattr(multihost, "is_primary", lambda: is_primary)
   assert run_main(fail) == 2
-  assert capsys.readouterr() == ("", "error: a mistake\n" if prints else "")
+  assert capsys.readouterr().err == ("error: a mistake\n" if prints else "")
 
 
 @pytest.mark.parametrize(("state", "code"), [("trained", 0), (None, 75)])
@@ -219,7 +298,7 @@ def test_the_command_prints_one_line_and_exits_with_2(
     timeout=120,
   )
   assert done.returncode == 2
-  assert done.stdout == ""
+  assert done.stdout in ("", "loading jax\n")
   assert done.stderr.startswith("error: ")
   assert words in done.stderr
   assert_one_line(done.stderr)

@@ -61,7 +61,7 @@ def test_a_bwrap_that_is_not_permitted_is_an_error(tmp_path, monkeypatch):
 
 def test_none_at_all_is_an_error(monkeypatch):
   monkeypatch.setattr(sandbox, "_candidates", lambda: [])
-  with pytest.raises(UserError, match=r"no bwrap found.*apt install"):
+  with pytest.raises(UserError, match=r"no bwrap found.*pip install"):
     sandbox.bwrap_path.__wrapped__()
 
 

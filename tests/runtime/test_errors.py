@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo_jax.runtime.errors import mistyped, nearest
+from gspo_jax.runtime.errors import how_to_download, mistyped, nearest
 
 METHODS = ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "ppo", "gmpo")
 
@@ -41,3 +41,15 @@ def test_equally_close_choices_are_all_named():
   assert nearest("v5x", ("v6e", "v5p", "v5e")) == "did you mean 'v5e' or 'v5p'?"
   expected = "did you mean 'gmpo', 'grpo', 'gspo' or 'ppo'?"
   assert nearest("gppo", METHODS) == expected
+
+
+def test_an_id_of_the_hub_gets_the_line_that_downloads_it():
+  hint = how_to_download("Qwen/Qwen3-0.6B")
+  assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`" in hint
+
+
+@pytest.mark.parametrize(
+  "folder", ["./Qwen3-0.6B", "/Qwen3", "~/Qwen3", "gs://bucket/a", "a/b/c", "a"]
+)
+def test_another_folder_is_no_id_of_the_hub(folder):
+  assert how_to_download(folder) == ""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+from gspo_jax.runtime.errors import missing_package
+
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -77,9 +79,15 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def import_transformers():
-  """The package transformers, imported late: it takes more than a second."""
+  """The package transformers, imported late: it takes more than a second.
+
+  Raises:
+    UserError: it is not installed; the extra hf has it.
+  """
   # Else it warns that PyTorch is missing.
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-  import transformers
-
+  try:
+    import transformers
+  except ImportError as error:
+    raise missing_package(error, "hf", "a tokenizer's folder") from error
   return transformers

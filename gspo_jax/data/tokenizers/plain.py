@@ -34,10 +34,10 @@ class Bytes:
     return self.encode(system + user)
 
   def save(self, folder: str | Path) -> None:
+    transformers = import_transformers()
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers
 
-    transformers = import_transformers()
     vocab = {letter: i for i, letter in enumerate(_byte_letters())}
     fast = Fast(models.BPE(vocab=vocab, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(

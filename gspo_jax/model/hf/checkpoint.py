@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from gspo_jax.model.config import DTYPES, ModelConfig
 from gspo_jax.model.hf.config import config_to_hf
@@ -24,6 +22,7 @@ from gspo_jax.model.hf.tensors import (
   INDEX,
   HFCheckpoint,
   TensorMap,
+  import_safetensors,
   tensor_maps,
 )
 from gspo_jax.model.transformer import Params
@@ -186,10 +185,12 @@ def save_hf(
         arrays |= _split(tensor, multihost.to_host(x), i or 0)
     index |= dict.fromkeys(arrays, file)
     total += sum(x.nbytes for x in arrays.values())
-    on_primary(
-      lambda path=partial / file, x=arrays: save_file(x, path, {"format": "pt"})
-    )
+    on_primary(lambda path=partial / file, x=arrays: _save(x, path))
   on_primary(lambda: _finish(folder, partial, index, total))
+
+
+def _save(arrays, path):
+  import_safetensors().numpy.save_file(arrays, path, {"format": "pt"})
 
 
 @functools.partial(jax.jit, static_argnames=("tensor", "dtype"))
@@ -209,12 +210,13 @@ def _split(tensor: TensorMap, array: np.ndarray, layer: int) -> dict:
 def _with_user_error(write, folder: Path):
   try:
     return write()
-  except (OSError, SafetensorError) as error:
+  except (OSError, import_safetensors().SafetensorError) as error:
     raise UserError(f"{str(folder)!r} cannot be written: {error}") from error
 
 
 def require_new(folder: str | Path, dtype: str) -> None:
   """Raises UserError unless `save_hf` can write to `folder` in `dtype`."""
+  import_safetensors()
   if dtype not in DTYPES:
     raise UserError(f"{dtype=}: {nearest(dtype, DTYPES)}")
   if "://" in str(folder):

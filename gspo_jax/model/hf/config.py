@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from gspo_jax.model.config import ModelConfig, changed
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, how_to_download
 
 # By model_type: the fields of ModelConfig that it implies.
 FAMILIES = {
@@ -95,7 +95,10 @@ def config_from_hf(folder: str | Path, **changes) -> ModelConfig:
 def read(path: Path) -> dict:
   """Reads a JSON object; raises UserError if the file holds none."""
   if not path.parent.is_dir():
-    raise UserError(f"{str(path.parent)!r}: expected a checkpoint's folder")
+    raise UserError(
+      f"{str(path.parent)!r}: expected a checkpoint's folder"
+      + how_to_download(path.parent)
+    )
   try:
     raw = json.loads(path.read_text())
   except FileNotFoundError:

@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.transformer import init
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, how_to_download, missing_package
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("BF16", "F16", "F32")
@@ -133,6 +132,15 @@ def expected(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
   }
 
 
+def import_safetensors():
+  """The package safetensors, of the extra hf; UserError without it."""
+  try:
+    import safetensors.numpy
+  except ImportError as error:
+    raise missing_package(error, "hf", "a Hugging Face checkpoint") from error
+  return safetensors
+
+
 class _Stored(NamedTuple):
   """Where a tensor is stored, its shape, and its safetensors dtype."""
 
@@ -237,7 +245,10 @@ class HFCheckpoint:
 
 def _files(folder: Path) -> list[Path]:
   if not folder.is_dir():
-    raise UserError(f"{str(folder)!r}: expected a checkpoint's folder")
+    raise UserError(
+      f"{str(folder)!r}: expected a checkpoint's folder"
+      + how_to_download(folder)
+    )
   if (folder / SINGLE).exists():
     return [folder / SINGLE]
   if not (folder / INDEX).exists():
@@ -253,9 +264,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _open(path):
+  safetensors = import_safetensors()
   try:
-    return safe_open(path, framework="np")
-  except (SafetensorError, OSError) as error:
+    return safetensors.safe_open(path, framework="np")
+  except (safetensors.SafetensorError, OSError) as error:
     raise UserError(f"{path}: damaged or truncated: {error}") from None
 
 
