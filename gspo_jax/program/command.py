@@ -47,8 +47,9 @@ def on_hosts(work: Callable[[], int]) -> int:
   Returns:
     That exit code, or 2 after a UserError.
   """
-  # JAX takes seconds, and a mistaken flag needs none of it.
-  print("loading jax", flush=True)
+  # Not at the top: JAX takes seconds, and a mistaken flag needs none of it.
+  if "jax" not in sys.modules:
+    print("loading jax", flush=True)
   from gspo_jax.runtime import multihost
 
   if not flags.FLAGS["verbosity"].present:

@@ -266,6 +266,11 @@ def test_a_run_that_sigterm_stopped_exits_with_75(run_main, state, code):
 # The command itself.
 
 
+def test_the_first_line_comes_before_jax_is_imported():
+  code = "import sys, gspo_jax.main; sys.exit('jax' in sys.modules)"
+  assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.parametrize(
   ("workdir", "arguments", "words"),
   [
