@@ -60,7 +60,12 @@ def get_config() -> ConfigDict:
   c.sampler.temperature = 1.0  # divides the logits
   c.sampler.top_k = 0  # 0: all; otherwise samples are off-policy
   c.sampler.top_p = 1.0  # 1: all; otherwise samples are off-policy
+  # Least probability, times that of the likeliest token; 0: all, otherwise
+  # samples are off-policy.
+  c.sampler.min_p = 0.0
   c.sampler.min_new_tokens = 1  # tokens before a stop token is allowed
+  # Strings that also end a response, such as ("</answer>",); they stay in it.
+  c.sampler.stop = ()
 
   # Continuous batching over a paged KV cache: a response that ends makes room
   # for the next one.

@@ -325,6 +325,7 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     rng=experiment.keys.steps,
     prompts=config.data.prompts,
     group_size=config.rollout.group_size,
+    stop=program.sampler.stop,
   )
   if isinstance(context.generate, ContinuousSampler):
     continues = config.rollout.max_tokens_per_iteration > 0

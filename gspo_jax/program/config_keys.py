@@ -49,6 +49,7 @@ OTHER_NAMES = {
   "total_generation_steps max_length max_total_sequence_length "
   "max_target_length",
   "sampler.min_new_tokens": "min_tokens min_length",
+  "sampler.stop": "stop_strings stop_sequences stop_words",
   "continuous_batching.slots": "paging paging.slots use_vllm max_num_seqs",
   "continuous_batching.page_size": "paging.page block_size",
   "continuous_batching.num_pages": "paging.pages num_gpu_blocks "

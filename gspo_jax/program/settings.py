@@ -24,6 +24,7 @@ from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import hf
 from gspo_jax.program.config import Config
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
@@ -57,12 +58,15 @@ def load_tokenizer(config: Config, cfg: model.ModelConfig) -> Tokenizer:
 
 def sampler_config(config: Config, tokenizer: Tokenizer) -> SamplerConfig:
   """How the responses of an iteration are sampled."""
+  keys = dataclasses.asdict(config.sampler)
+  strings = keys.pop("stop")
   return SamplerConfig(
     group_size=config.rollout.group_size,
+    stop=stop_strings.build(strings, tokenizer) if strings else None,
     stop_ids=tokenizer.stop_ids,
     pad_id=tokenizer.pad_id,
     record_routing=config.objective.replay == "r3",
-    **dataclasses.asdict(config.sampler),
+    **keys,
   )
 
 

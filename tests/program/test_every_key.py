@@ -420,6 +420,18 @@ ROWS = (
     SHORT,
   ),
   Row(
+    "sampler.min_p",
+    built.all_likeliest,
+    {0.0: [False, False, True], 1.0: [True] * 3},
+    SHORT,
+  ),
+  Row(
+    "sampler.stop",
+    built.end_at_letters,
+    {(): [False] * 3, tuple(map(chr, range(128))): [True] * 3},
+    SHORT,
+  ),
+  Row(
     "sampler.min_new_tokens",
     built.stopped_lengths,
     {1: [{1}] * 3, 3: [{3}] * 3},

@@ -280,6 +280,18 @@ def stopped_lengths(config):
   return [set(s.lengths.tolist()) for s in sample_with(params, config)]
 
 
+def end_at_letters(config):
+  """Whether each response ends with its first ASCII letter, if it has any."""
+  return [_end_at_letters(samples) for samples in samples_of(config)]
+
+
+def _end_at_letters(samples):
+  is_end = (samples.tokens < 128) | (samples.tokens == 257)
+  first = jnp.where(is_end.any(1), is_end.argmax(1) + 1, R)
+  stopped = (samples.finish == STOPPED) == is_end.any(1)
+  return bool((samples.lengths == first).all() & stopped.all())
+
+
 def records_routing(config):
   """Whether generate, generate_eval and generate_greedy record routing."""
   return [samples.experts is not None for samples in samples_of(config)]
