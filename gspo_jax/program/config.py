@@ -321,10 +321,13 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-  """AdamW."""
+  """The optimizer; `learner.OptimConfig` checks the rest."""
 
+  name: str
   learning_rate: float = checked(ZERO_OR_MORE)
   warmup_steps: int = checked(ZERO_OR_MORE)
+  decay: str
+  min_lr_ratio: float = checked(SHARE)
   b1: float = checked(UNDER_1)
   b2: float = checked(UNDER_1)
   weight_decay: float = checked(ZERO_OR_MORE)
@@ -350,7 +353,7 @@ class ColdStart:
 class Eval:
   """The held-out problems."""
 
-  every: int = checked(AT_LEAST_1)
+  every: int = checked(ZERO_OR_MORE)
   prompts: int = checked(AT_LEAST_1)
   samples: int = checked(AT_LEAST_1)
 

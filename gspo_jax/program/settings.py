@@ -209,6 +209,31 @@ def optim_config(config: Config) -> OptimConfig:
   )
 
 
+def changed_decay(config: Config, saved: dict, step: int) -> str | None:
+  """How another `num_steps` moves the learning rate of a run that is resumed.
+
+  Args:
+    config: of this run.
+    saved: `Config.as_json` of the run before.
+    step: the last iteration before.
+
+  Returns:
+    A line for the log; None if the decay still ends at the same step.
+  """
+  end = saved["num_steps"]
+  if config.optim.decay == "constant" or end == config.num_steps:
+    return None
+  before, now = (
+    optimizer.schedule(optim_config(c))(step * config.learner.minibatches)
+    for c in (config.replace(num_steps=end), config)
+  )
+  return (
+    f"optim.decay={config.optim.decay!r} now ends at num_steps="
+    f"{config.num_steps}, not {end}: the learning rate goes on at "
+    f"{float(now):.3g}, not {float(before):.3g}"
+  )
+
+
 class Learners(NamedTuple):
   """What an update needs: for the policy, the critic, and the cold start."""
 
@@ -242,6 +267,7 @@ def _critic_learner(config, cfg, policy) -> Learner | None:
   c = config.critic
   optim = dataclasses.replace(
     optim_config(config),
+    name="adamw",
     learning_rate=c.learning_rate,
     warmup_steps=c.warmup_steps,
   )
@@ -258,6 +284,7 @@ def _cold_start(config, cfg) -> Learner:
     warmup_steps=c.warmup_steps,
     total_steps=max(c.steps, 1),
     decay="cosine",
+    min_lr_ratio=0.1,
     b2=0.98,
     weight_decay=0.01,
   )

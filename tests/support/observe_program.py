@@ -731,6 +731,18 @@ def shrinkage(config):
   )
 
 
+def second_moments(config):
+  """Of the embedding and of an expert's weights, those that have one."""
+  state = sharding.leaves_by_path(built(config).learner.abstract.opt_state)
+  ends = {path.rpartition("/")[2] for path in state if "/nu/" in path}
+  return ends & {"embed", "gate_up"}
+
+
+def second_rate(config):
+  """The learning rate of the second optimizer step."""
+  return float(built(config).learner.learning_rate(1))
+
+
 def norm_of_step(config):
   """The global norm of the first step's gradient, once it is clipped."""
   result = updated(config).after.opt_state[1][0]
