@@ -51,6 +51,7 @@ def segment(cfg, params, cached: np.ndarray, room: int, steps: int):
     response=np.arange(B, dtype=np.int32),
     num_tokens=full(0),
     stop_at=full(steps),
+    stop_state=full(0),
     num_cached=cached.astype(np.int32),
     last_token=full(0),
     copy_source=full(B * W),

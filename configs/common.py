@@ -60,7 +60,12 @@ def get_config() -> ConfigDict:
   c.sampler.temperature = 1.0  # divides the logits
   c.sampler.top_k = 0  # 0: all; otherwise samples are off-policy
   c.sampler.top_p = 1.0  # 1: all; otherwise samples are off-policy
+  # Least probability, times that of the likeliest token; 0: all, otherwise
+  # samples are off-policy.
+  c.sampler.min_p = 0.0
   c.sampler.min_new_tokens = 1  # tokens before a stop token is allowed
+  # Strings that also end a response, such as ("</answer>",); they stay in it.
+  c.sampler.stop = ()
 
   # Continuous batching over a paged KV cache: a response that ends makes room
   # for the next one.
@@ -129,7 +134,7 @@ def get_config() -> ConfigDict:
   c.objective.replay = "none"
   c.objective.zero_truncated = False  # no advantage for truncated responses
 
-  c.critic = ConfigDict()  # of ppo; AdamW as in `optim`
+  c.critic = ConfigDict()  # of ppo; AdamW, the rest of it as in `optim`
   c.critic.learning_rate = 1e-5  # its peak
   c.critic.warmup_steps = 0  # optimizer steps
   c.critic.clip = 0.2  # largest change of a value in an iteration
@@ -140,11 +145,16 @@ def get_config() -> ConfigDict:
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)
   c.learner.micro_batch_size = 64  # packed rows of a forward and backward pass
 
-  c.optim = ConfigDict()  # AdamW
+  c.optim = ConfigDict()
+  # "adamw", or "muon": Muon for the matrices of the blocks, AdamW for the rest.
+  c.optim.name = "adamw"
   c.optim.learning_rate = 1e-6  # its peak
   c.optim.warmup_steps = 0  # optimizer steps
-  c.optim.b1 = 0.9  # decay of the first moment
-  c.optim.b2 = 0.95  # decay of the second moment
+  # "constant", "linear", "cosine": after the warm-up, until `num_steps`.
+  c.optim.decay = "constant"
+  c.optim.min_lr_ratio = 0.0  # where `decay` ends, as a share of the peak
+  c.optim.b1 = 0.9  # decay of AdamW's first moment
+  c.optim.b2 = 0.95  # decay of AdamW's second moment
   c.optim.weight_decay = 0.0  # on matrices only
   c.optim.clip_norm = 1.0  # largest global norm of the gradient
 
@@ -161,7 +171,8 @@ def get_config() -> ConfigDict:
 
   # Held-out problems: before the first iteration, during the run, at its end.
   c.eval = ConfigDict()
-  c.eval.every = 10  # iterations; also before the first and after the last
+  # Iterations; also before the first and after the last. 0: no evaluation.
+  c.eval.every = 10
   c.eval.prompts = 256  # held-out problems
   c.eval.samples = 8  # responses to each: the n of avg@n and pass@n
 

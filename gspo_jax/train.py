@@ -125,18 +125,18 @@ def _train(run: Run, state: TrainState) -> TrainState | None:
   )
   with writer:
     health = _health_checks(experiment)
-    if first == 1:
+    if first == 1 and config.eval.every:
       writer.write(0, held_out.evaluate(experiment, state.params))
     for step in range(first, last + 1):
       state, metrics, distributions, samples = iterate(run, state, step)
       stop = run.preemption.reached()
       if stop:  # before an evaluation, in which a SIGKILL may come
         _save(run, step, state)
-      if step == last or step % config.eval.every == 0:
+      if _due(config.eval.every, step, last):
         metrics |= held_out.evaluate(experiment, state.params)
       writer.write(step, metrics, distributions)
       health(metrics)
-      if step == last or step % config.log.samples_every == 0:
+      if _due(config.log.samples_every, step, last):
         writer.samples(step, samples[: config.log.samples])
       if step == last or run.checkpoints.due(step):
         _save(run, step, state)
@@ -147,6 +147,11 @@ def _train(run: Run, state: TrainState) -> TrainState | None:
         )
         return None
   return state
+
+
+def _due(every: int, step: int, last: int) -> bool:
+  """Whether it is time for what is done at every so many steps; 0: never."""
+  return every > 0 and (step == last or step % every == 0)
 
 
 class Iteration(NamedTuple):
@@ -325,6 +330,7 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     rng=experiment.keys.steps,
     prompts=config.data.prompts,
     group_size=config.rollout.group_size,
+    stop=program.sampler.stop,
   )
   if isinstance(context.generate, ContinuousSampler):
     continues = config.rollout.max_tokens_per_iteration > 0
@@ -356,7 +362,10 @@ def _start(run: Run) -> TrainState | None:
     _restore_data(run, restored)
     multihost.print_once(f"resumed after step {restored.step}")
     config = experiment.config.as_json()
-    for line in changes(restored.metadata["config"], config):
+    saved = restored.metadata["config"]
+    for line in changes(saved, config):
+      multihost.print_once(line)
+    if line := settings.changed_decay(experiment.config, saved, restored.step):
       multihost.print_once(line)
     return dataclasses.replace(restored.state, pending_rollouts=None)
   if not experiment.config.cold_start.steps:

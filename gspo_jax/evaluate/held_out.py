@@ -55,6 +55,7 @@ def correct(
       batch.samples,
       prompt_batch.pick(problems, batch.index),
       program.tokenizer,
+      program.sampler.stop,
     )
     lengths = batch.samples.lengths
     group_size = len(lengths) // len(batch.index)

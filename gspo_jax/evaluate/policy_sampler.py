@@ -17,6 +17,7 @@ from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.many_prompts import sample_many
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts
+from gspo_jax.sampler.stop_strings import response_text
 
 
 class BatchShape(NamedTuple):
@@ -142,8 +143,13 @@ class PolicySampler:
       for tokens, length, finish in zip(
         *(x[:count] for x in columns), strict=True
       ):
-        text = tokens[: length - (finish == STOPPED)].tolist()
-        responses.responses.append(decode(text))
+        text = response_text(
+          tokens[:length].tolist(),
+          bool(finish == STOPPED),
+          self.program.tokenizer,
+          functions.stop,
+        )
+        responses.responses.append(text)
         responses.tokens.append(int(length))
         responses.truncated.append(bool(finish == TRUNCATED))
     return responses

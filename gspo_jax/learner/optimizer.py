@@ -1,26 +1,45 @@
-"""The optimizer, AdamW, and its learning rate schedule."""
+"""The optimizer, AdamW or Muon, and its learning rate schedule."""
 
 import dataclasses
+import re
 
 import jax
 import optax
+from optax.contrib import MuonDimensionNumbers
 
+from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, nearest
 
-DECAYS = ("constant", "cosine")
+NAMES = ("adamw", "muon")
+DECAYS = ("constant", "linear", "cosine")
+
+# Regular expression for the end of a parameter's path -> the axes that it sums
+# over, and those of its output. Axes before these are layers and experts, each
+# with a matrix of its own. Muon takes these parameters, AdamW all others:
+# embeddings, head, norms, biases, and the router, whose output is a choice.
+_MATRICES = (
+  (r"attention/[qkv]", MuonDimensionNumbers((-3,), (-2, -1))),
+  (r"attention/o", MuonDimensionNumbers((-3, -2), (-1,))),
+  (r"mlp/(gate|up|down)", MuonDimensionNumbers((-2,), (-1,))),
+  (r"moe/(gate_up|down)", MuonDimensionNumbers((-2,), (-1,))),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-  """AdamW with warm-up and clipping by global norm.
+  """AdamW or Muon, with warm-up, decay and clipping by global norm.
 
   Attributes:
     learning_rate: the peak of the schedule.
     warmup_steps: optimizer steps of linear warm-up from 0.
-    total_steps: optimizer steps in all; `decay` ends there.
-    decay: "constant", or "cosine" down to a tenth of the peak.
-    b1: decay of the first moment.
-    b2: decay of the second moment.
+    total_steps: optimizer steps in all; `decay` ends with them.
+    name: "adamw", or "muon": Muon (Jordan et al. 2024) for the matrices of the
+      blocks, and AdamW for all other parameters. An expert's gate and up
+      projection are stored side by side, and are one matrix.
+    decay: from the peak, after the warm-up: "constant", "linear" or "cosine".
+    min_lr_ratio: the end of `decay`, as a share of the peak.
+    b1: decay of AdamW's first moment.
+    b2: decay of AdamW's second moment.
     weight_decay: decoupled, on matrices only.
     clip_norm: largest global norm of the gradient.
   """
@@ -28,23 +47,37 @@ class OptimConfig:
   learning_rate: float
   warmup_steps: int
   total_steps: int
+  name: str = "adamw"
   decay: str = "constant"
+  min_lr_ratio: float = 0.0
   b1: float = 0.9
   b2: float = 0.95
   weight_decay: float = 0.0
   clip_norm: float = 1.0
 
   def __post_init__(self):
-    if self.decay not in DECAYS:
-      raise UserError(f"decay={self.decay!r}: {nearest(self.decay, DECAYS)}")
+    for key, names in (("name", NAMES), ("decay", DECAYS)):
+      if (value := getattr(self, key)) not in names:
+        raise UserError(f"optim.{key}={value!r}: {nearest(value, names)}")
+    if self.decay == "constant" and self.min_lr_ratio:
+      raise UserError(
+        f"optim.min_lr_ratio={self.min_lr_ratio}: expected 0 with "
+        "optim.decay='constant', which does not decay"
+      )
 
 
 def schedule(cfg: OptimConfig) -> optax.Schedule:
-  """The learning rate at optimizer step t, counted from 0."""
+  """The learning rate at optimizer step t, counted from 0.
+
+  A decay takes `total_steps - warmup_steps` steps; it would reach its end value
+  at step `total_steps`, the first one that is not taken.
+  """
   peak = cfg.learning_rate
+  after = max(cfg.total_steps - cfg.warmup_steps, 1)
   if cfg.decay == "cosine":
-    after = max(cfg.total_steps - cfg.warmup_steps, 1)
-    then = optax.cosine_decay_schedule(peak, after, alpha=0.1)
+    then = optax.cosine_decay_schedule(peak, after, alpha=cfg.min_lr_ratio)
+  elif cfg.decay == "linear":
+    then = optax.linear_schedule(peak, peak * cfg.min_lr_ratio, after)
   else:
     then = optax.constant_schedule(peak)
   if not cfg.warmup_steps:
@@ -55,17 +88,68 @@ def schedule(cfg: OptimConfig) -> optax.Schedule:
 
 
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
-  """Clip by global norm, then AdamW."""
-  return optax.chain(
-    optax.clip_by_global_norm(cfg.clip_norm),
-    optax.adamw(
-      schedule(cfg),
-      b1=cfg.b1,
-      b2=cfg.b2,
-      weight_decay=cfg.weight_decay,
-      mask=_is_matrix,
-    ),
+  """Clip by global norm, then AdamW or Muon."""
+  rate = schedule(cfg)
+  adamw = optax.adamw(
+    rate,
+    b1=cfg.b1,
+    b2=cfg.b2,
+    weight_decay=cfg.weight_decay,
+    mask=_is_matrix,
   )
+  clip = optax.clip_by_global_norm(cfg.clip_norm)
+  if cfg.name == "adamw":
+    return optax.chain(clip, adamw)
+  # Updates as large as AdamW's, for the same learning rate: arXiv 2502.16982,
+  # sec. 2.2. The AdamW inside of `optax.contrib.muon` is not used: it has
+  # Nesterov momentum, and decays norms.
+  muon = optax.contrib.muon(
+    rate,
+    weight_decay=cfg.weight_decay,
+    consistent_rms=0.2,
+    muon_weight_dimension_numbers=_dimension_numbers,
+  )
+  parts = {"adamw": adamw, "muon": muon, "experts": _each_expert(muon)}
+  return optax.chain(clip, optax.partition(parts, _labels))
+
+
+def _labels(params):
+  """The part of Muon that takes each parameter."""
+
+  def label(keys, _):
+    if _numbers(keys) is None:
+      return "adamw"
+    return "experts" if "/moe/" in sharding.path_name(keys) else "muon"
+
+  return jax.tree.map_with_path(label, params)
+
+
+def _each_expert(muon) -> optax.GradientTransformation:
+  """Muon for arrays [L, E, D, F], each expert by itself.
+
+  By itself it would join the axes of layers and experts, for which XLA gathers
+  all experts on every device.
+  """
+  experts = lambda tree: jax.tree.map(lambda x: 1 if x.ndim > 3 else None, tree)
+
+  def update(updates, state, params):
+    if not jax.tree.leaves(updates):  # a dense model
+      return updates, state
+    given = experts(updates), experts(state), experts(params)
+    return jax.vmap(muon.update, given, given[:2])(updates, state, params)
+
+  return optax.GradientTransformation(muon.init, update)
+
+
+def _dimension_numbers(params):
+  """The axes of each matrix that Muon takes; None for other parameters."""
+  return jax.tree.map_with_path(lambda keys, _: _numbers(keys), params)
+
+
+def _numbers(keys) -> MuonDimensionNumbers | None:
+  path = sharding.path_name(keys)
+  found = (n for end, n in _MATRICES if re.search(f"(^|/){end}$", path))
+  return next(found, None)
 
 
 def _is_matrix(params):

@@ -69,6 +69,10 @@ METHOD_FLOOR = Range(
   "0 for none, under 1, or -1 for the method's own",
   lambda x: x == -1 or 0 <= x < 1,
 )
+STRINGS = Range(
+  "strings that are not empty, as in ('</answer>',)",
+  lambda x: not isinstance(x, str) and all(isinstance(s, str) and s for s in x),
+)
 TEMPERATURE = Range(
   "more than 0, or 0 for a greedy evaluation", lambda x: 0 <= x < math.inf
 )
@@ -145,7 +149,9 @@ class Sampler:
   temperature: float = checked(TEMPERATURE)
   top_k: int
   top_p: float
+  min_p: float
   min_new_tokens: int
+  stop: tuple[str, ...] = checked(STRINGS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,10 +321,13 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-  """AdamW."""
+  """The optimizer; `learner.OptimConfig` checks the rest."""
 
+  name: str
   learning_rate: float = checked(ZERO_OR_MORE)
   warmup_steps: int = checked(ZERO_OR_MORE)
+  decay: str
+  min_lr_ratio: float = checked(SHARE)
   b1: float = checked(UNDER_1)
   b2: float = checked(UNDER_1)
   weight_decay: float = checked(ZERO_OR_MORE)
@@ -344,7 +353,7 @@ class ColdStart:
 class Eval:
   """The held-out problems."""
 
-  every: int = checked(AT_LEAST_1)
+  every: int = checked(ZERO_OR_MORE)
   prompts: int = checked(AT_LEAST_1)
   samples: int = checked(AT_LEAST_1)
 

@@ -49,6 +49,7 @@ OTHER_NAMES = {
   "total_generation_steps max_length max_total_sequence_length "
   "max_target_length",
   "sampler.min_new_tokens": "min_tokens min_length",
+  "sampler.stop": "stop_strings stop_sequences stop_words",
   "continuous_batching.slots": "paging paging.slots use_vllm max_num_seqs",
   "continuous_batching.page_size": "paging.page block_size",
   "continuous_batching.num_pages": "paging.pages num_gpu_blocks "
@@ -90,7 +91,12 @@ OTHER_NAMES = {
   "per_device_train_batch_size per_device_batch_size ppo_micro_batch_size "
   "ppo_micro_batch_size_per_gpu micro_train_batch_size train_micro_batch_size "
   "micro_batch_size gradient_accumulation_steps",
+  "optim.name": "optim optimizer optimizer_name opt_type",
   "optim.learning_rate": "learning_rate lr actor_learning_rate",
+  "optim.decay": "lr_scheduler_type lr_scheduler lr_decay_style warmup_style "
+  "lr_schedule",
+  "optim.min_lr_ratio": "min_lr_rate min_lr lr_end eta_min end_value "
+  "cosine_learning_rate_final_fraction",
   "optim.warmup_steps": "warmup_steps warmup warmup_ratio lr_warmup_steps "
   "lr_warmup_ratio lr_warmup_steps_ratio warmup_steps_fraction",
   "optim.b1": "beta1 adam_b1 adam_beta1 betas adam_betas",

@@ -38,7 +38,8 @@ class Experiment:
     program: the jitted functions.
     reward_pool: the processes that compute rewards.
     datasets: problems to learn from, to be evaluated on, and to imitate.
-    held_out: `eval.prompts` of the held-out problems, as one batch.
+    held_out: `eval.prompts` of the held-out problems, as one batch; empty with
+      `eval.every=0` and without a cold start, where nothing reads them.
     identity: what a checkpoint and a cold start must agree with to belong to
       this run.
     keys: the random keys.
@@ -76,7 +77,9 @@ def prepare(
     datasets=problems,
     held_out=pipeline.take(
       problems.held_out, program.prompt_config, config.eval.prompts
-    ),
+    )
+    if config.eval.every or config.cold_start.steps
+    else {},
     identity=identity,
     keys=Keys(*jax.random.split(jax.random.key(config.seed), 4)),
   )
@@ -97,6 +100,8 @@ def checkpoint_identity(experiment: Experiment) -> dict:
     identity["a reference (objective.kl_coef)"] = True
   if state.critic is not None:
     identity["a critic (objective.name='ppo')"] = True
+  if config.optim.name != "adamw":
+    identity["optim.name"] = config.optim.name
   rollout = config.rollout
   if rollout.one_step_off_policy:
     identity["pending samples (rollout.one_step_off_policy)"] = True

@@ -305,6 +305,7 @@ def _sampler(config, cfg, tokenizer, params, mesh) -> SamplerFunctions:
     empty_samples=jitted.empty_samples(
       config.data.prompts, config.data.max_prompt_length, cfg, sampling, mesh
     ),
+    stop=sampling.stop,
   )
 
 

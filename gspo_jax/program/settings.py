@@ -25,6 +25,7 @@ from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import hf
 from gspo_jax.program.config import Config
 from gspo_jax.runtime.errors import UserError, how_to_download
+from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
@@ -62,12 +63,15 @@ def load_tokenizer(config: Config, cfg: model.ModelConfig) -> Tokenizer:
 
 def sampler_config(config: Config, tokenizer: Tokenizer) -> SamplerConfig:
   """How the responses of an iteration are sampled."""
+  keys = dataclasses.asdict(config.sampler)
+  strings = keys.pop("stop")
   return SamplerConfig(
     group_size=config.rollout.group_size,
+    stop=stop_strings.build(strings, tokenizer) if strings else None,
     stop_ids=tokenizer.stop_ids,
     pad_id=tokenizer.pad_id,
     record_routing=config.objective.replay == "r3",
-    **dataclasses.asdict(config.sampler),
+    **keys,
   )
 
 
@@ -210,6 +214,31 @@ def optim_config(config: Config) -> OptimConfig:
   )
 
 
+def changed_decay(config: Config, saved: dict, step: int) -> str | None:
+  """How another `num_steps` moves the learning rate of a run that is resumed.
+
+  Args:
+    config: of this run.
+    saved: `Config.as_json` of the run before.
+    step: the last iteration before.
+
+  Returns:
+    A line for the log; None if the decay still ends at the same step.
+  """
+  end = saved["num_steps"]
+  if config.optim.decay == "constant" or end == config.num_steps:
+    return None
+  before, now = (
+    optimizer.schedule(optim_config(c))(step * config.learner.minibatches)
+    for c in (config.replace(num_steps=end), config)
+  )
+  return (
+    f"optim.decay={config.optim.decay!r} now ends at num_steps="
+    f"{config.num_steps}, not {end}: the learning rate goes on at "
+    f"{float(now):.3g}, not {float(before):.3g}"
+  )
+
+
 class Learners(NamedTuple):
   """What an update needs: for the policy, the critic, and the cold start."""
 
@@ -243,6 +272,7 @@ def _critic_learner(config, cfg, policy) -> Learner | None:
   c = config.critic
   optim = dataclasses.replace(
     optim_config(config),
+    name="adamw",
     learning_rate=c.learning_rate,
     warmup_steps=c.warmup_steps,
   )
@@ -259,6 +289,7 @@ def _cold_start(config, cfg) -> Learner:
     warmup_steps=c.warmup_steps,
     total_steps=max(c.steps, 1),
     decay="cosine",
+    min_lr_ratio=0.1,
     b2=0.98,
     weight_decay=0.01,
   )

@@ -15,6 +15,7 @@ from gspo_jax.runtime import multihost
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import Generate
 from gspo_jax.sampler.samples import Prompts, Samples
+from gspo_jax.sampler.stop_strings import StopStrings
 
 
 class ScoredSamples(NamedTuple):
@@ -95,6 +96,7 @@ class RolloutContext(NamedTuple):
     rng: the key of all iterations; see `iteration_keys`.
     prompts: P, prompts of a batch.
     group_size: G, responses a prompt.
+    stop: the stop strings of the sampler; None: there are none.
   """
 
   curriculum: Curriculum
@@ -105,6 +107,7 @@ class RolloutContext(NamedTuple):
   rng: jax.Array
   prompts: int
   group_size: int
+  stop: StopStrings | None
 
   def keys(self, step: int) -> IterationKeys:
     """The random keys of iteration `step`."""
@@ -112,7 +115,9 @@ class RolloutContext(NamedTuple):
 
   def start_scoring(self, batch: dict, samples: Samples) -> ScoredSamples:
     """Begins to score finished responses, each host those of its rows."""
-    responses = scoring.decode_responses(samples, batch, self.tokenizer)
+    responses = scoring.decode_responses(
+      samples, batch, self.tokenizer, self.stop
+    )
     rewards = scoring.score_responses(
       self.reward_pool, responses, self.group_size, samples.lengths
     )

@@ -65,7 +65,9 @@ class OnPolicy:
       return context.start_scoring(batch, samples)
     scorer = StreamingScorer(
       context.reward_pool,
-      ResponseDecoder(batch, context.tokenizer, context.group_size),
+      ResponseDecoder(
+        batch, context.tokenizer, context.group_size, context.stop
+      ),
     )
     samples = context.generate(params, prompts, key, on_finished=scorer.add)
     rewards = scorer.rewards(context.group_size, samples.lengths)

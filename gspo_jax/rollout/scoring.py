@@ -11,6 +11,7 @@ from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import Response, RewardPool, too_many
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import STOPPED, FinishedResponse, Samples
+from gspo_jax.sampler.stop_strings import StopStrings, response_text
 
 _MAX_REASONS = 3  # for failures, of this host
 
@@ -102,23 +103,30 @@ class ResponseDecoder:
     batch: P prompts, of a `Curriculum` or of `pipeline.take`.
     tokenizer: of the policy.
     group_size: G.
+    stop: the stop strings of the sampler; None: there are none.
   """
 
-  def __init__(self, batch: dict, tokenizer: Tokenizer, group_size: int):
-    self._batch, self._tokenizer = batch, tokenizer
+  def __init__(
+    self,
+    batch: dict,
+    tokenizer: Tokenizer,
+    group_size: int,
+    stop: StopStrings | None = None,
+  ):
+    self._batch, self._tokenizer, self._stop = batch, tokenizer, stop
     self._group_size, self._prompts = group_size, {}
 
   def __call__(self, row: int, finished: FinishedResponse) -> Response:
-    """The response of row p * G + g, without its stop token."""
+    """The response of row p * G + g; see `response_text`."""
     p = row // self._group_size
     if p not in self._prompts:
       tokens, length = self._batch["tokens"][p], self._batch["length"][p]
       prompt = tokens[len(tokens) - length :].tolist()
       self._prompts[p] = self._tokenizer.decode(prompt)
-    length = finished.length - finished.stopped
+    tokens = finished.tokens[: finished.length].tolist()
     return Response(
       self._prompts[p],
-      self._tokenizer.decode(finished.tokens[:length].tolist()),
+      response_text(tokens, finished.stopped, self._tokenizer, self._stop),
       self._batch["problems"][p].reference,
       finished.length,
       len(finished.tokens),
@@ -126,7 +134,10 @@ class ResponseDecoder:
 
 
 def decode_responses(
-  samples: Samples, batch: dict, tokenizer: Tokenizer
+  samples: Samples,
+  batch: dict,
+  tokenizer: Tokenizer,
+  stop: StopStrings | None = None,
 ) -> dict[int, Response]:
   """The responses of this host's rows, by row.
 
@@ -134,9 +145,10 @@ def decode_responses(
     samples: P * G rows, a group side by side.
     batch: P prompts, as for `ResponseDecoder`.
     tokenizer: of the policy.
+    stop: the stop strings of the sampler; None: there are none.
   """
   group_size = len(samples.tokens) // len(batch["problems"])
-  decode = ResponseDecoder(batch, tokenizer, group_size)
+  decode = ResponseDecoder(batch, tokenizer, group_size, stop)
   lengths = multihost.local_rows(samples.lengths)
   finish = multihost.local_rows(samples.finish)
   return {

@@ -51,6 +51,7 @@ TABLE = (
   (r"moe/router", ("embed", "whole")),
   (r"moe/gate_up", ("expert", "whole", "whole")),
   (r"moe/down", ("expert", "whole", "whole")),
+  (r"ns_coeffs", ("whole",)),  # three numbers in the state of Muon
 )
 
 

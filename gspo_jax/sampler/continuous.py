@@ -41,6 +41,7 @@ from gspo_jax.sampler.scheduler import (
   Scheduler,
   pending_requests,
 )
+from gspo_jax.sampler.stop_strings import StopStrings
 
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
 _SUBSET = 4  # 1 of 4 slots is computed if no more are active
@@ -155,7 +156,7 @@ class ContinuousSampler:
       )
       for shard in requests
     ]
-    fields = _fields_by_response(requests)
+    fields = _fields_by_response(requests, self.config.stop)
     params = self.jitted.decode_params(params)
 
     def finished_in(results, samples) -> list[_Finished]:
@@ -416,10 +417,18 @@ class ContinuousSampler:
         number, length = int(each.responses[i]), int(each.lengths[i])
         if number < 0:
           continue
-        stopped = bool(tokens[length - 1] in self.config.stop_ids)
+        stopped = self._stopped(tokens[:length])
         if stopped or length == self.config.max_new_tokens:
           responses[number] = FinishedResponse(tokens, length, stopped)
     return responses
+
+  def _stopped(self, tokens) -> bool:
+    """Whether the last token of a response ended it."""
+    config = self.config
+    if tokens[-1] in config.stop_ids:
+      return True
+    long_enough = len(tokens) >= config.min_new_tokens
+    return bool(config.stop and long_enough and config.stop.ended(tokens))
 
 
 def _can_look_ahead(schedulers: list[Scheduler]) -> bool:
@@ -429,7 +438,9 @@ def _can_look_ahead(schedulers: list[Scheduler]) -> bool:
   return any(scheduler.may_go_on for scheduler in schedulers)
 
 
-def _fields_by_response(requests: list[Requests]) -> dict[str, np.ndarray]:
+def _fields_by_response(
+  requests: list[Requests], stop: StopStrings | None
+) -> dict[str, np.ndarray]:
   """Fields of a SegmentPlan that depend on the response alone, [A] int32."""
   join = lambda name: np.concatenate([getattr(r, name) for r in requests])
   last_token = [
@@ -437,9 +448,17 @@ def _fields_by_response(requests: list[Requests]) -> dict[str, np.ndarray]:
     for r in requests
     for prefix in r.prefix_index
   ]
+  stop_state = [
+    stop.state(r.prefixes[prefix][-count:])
+    if stop and count and r.prefixes
+    else 0
+    for r in requests
+    for prefix, count in zip(r.prefix_index, r.num_tokens, strict=True)
+  ]
   return {
     "num_tokens": join("num_tokens"),
     "stop_at": join("stop_at"),
+    "stop_state": np.array(stop_state, np.int32),
     "last_token": np.array(last_token, np.int32),
   }
 

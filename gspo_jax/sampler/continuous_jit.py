@@ -234,4 +234,4 @@ def _sharding(cfg, mesh) -> DecodeState:
   pages = paged_cache.Pages(
     keys_and_values, keys_and_values, batch, batch, batch
   )
-  return DecodeState(pages, batch, batch, batch, batch)
+  return DecodeState(pages, batch, batch, batch, batch, batch)

@@ -10,6 +10,7 @@ import jax
 
 from gspo_jax import model
 from gspo_jax.sampler.samples import Prompts, Samples
+from gspo_jax.sampler.stop_strings import StopStrings
 
 
 class Generate(Protocol):
@@ -54,6 +55,7 @@ class SamplerFunctions:
     take_batch: the groups of an update, from those in flight.
     take_pending: the groups that stay in flight.
     empty_samples: a batch without tokens.
+    stop: the stop strings of all samplers; None: there are none.
   """
 
   generate: Generate
@@ -63,3 +65,4 @@ class SamplerFunctions:
   take_batch: TakeGroups
   take_pending: TakeGroups
   empty_samples: EmptySamples
+  stop: StopStrings | None = None

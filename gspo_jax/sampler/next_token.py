@@ -3,6 +3,8 @@
 Dimension key: B responses, D model width, V vocabulary.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -56,12 +58,18 @@ def sample_token(
 def truncate(
   logps_BV: jax.Array, step_B: jax.Array, sampler: SamplerConfig
 ) -> jax.Array:
-  """Sets log-probs to -inf where min length, top-k or top-p forbids a token."""
+  """Sets log-probs to -inf where a token is not allowed.
+
+  Min length, min-p, top-k and top-p forbid tokens, in this order, as in vLLM.
+  """
   logps = logps_BV
   if sampler.min_new_tokens > 1:
     stops = jnp.isin(jnp.arange(logps.shape[-1]), jnp.array(sampler.stop_ids))
     early_B = step_B + 1 < sampler.min_new_tokens
     logps = jnp.where(early_B[:, None] & stops, -jnp.inf, logps)
+  if sampler.min_p > 0:
+    least = logps.max(-1, keepdims=True) + math.log(sampler.min_p)
+    logps = jnp.where(logps < least, -jnp.inf, logps)
   if 0 < sampler.top_k < logps.shape[-1]:
     worst = jax.lax.top_k(logps, sampler.top_k)[0][:, -1:]
     logps = jnp.where(logps < worst, -jnp.inf, logps)
@@ -74,3 +82,28 @@ def truncate(
     worst = jnp.where(before < sampler.top_p, best, jnp.inf).min(-1)
     logps = jnp.where(logps < worst[:, None], -jnp.inf, logps)
   return logps
+
+
+def stop(
+  token_B: jax.Array,
+  length_B: jax.Array,
+  stop_state_B: jax.Array,
+  sampler: SamplerConfig,
+) -> tuple[jax.Array, jax.Array]:
+  """Whether a token ends its response, by a stop token or a stop string.
+
+  Args:
+    token_B: int32, the newest token.
+    length_B: int32, tokens of the response, this one included.
+    stop_state_B: int32, of `StopStrings` before this token.
+    sampler: the sampling parameters.
+
+  Returns:
+    The state after this token [B], and whether the response ends [B].
+  """
+  stopped_B = jnp.isin(token_B, jnp.array(sampler.stop_ids))
+  if sampler.stop is None:
+    return stop_state_B, stopped_B
+  stop_state_B, ended_B = sampler.stop.advance(stop_state_B, token_B)
+  ended_B &= length_B >= sampler.min_new_tokens
+  return stop_state_B, stopped_B | ended_B

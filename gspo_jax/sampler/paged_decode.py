@@ -43,6 +43,7 @@ class DecodeState:
     last_token: [B] int32, the newest token, not fed yet.
     num_tokens: [B] int32, tokens of the response so far.
     stop_at: [B] int32, tokens at which the response leaves the slot.
+    stop_state: [B] int32, of `StopStrings` after the newest token.
   """
 
   pages: paged_cache.Pages
@@ -50,6 +51,7 @@ class DecodeState:
   last_token: jax.Array
   num_tokens: jax.Array
   stop_at: jax.Array
+  stop_state: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +68,7 @@ class SegmentPlan:
     response: [B] int32, which of the A responses.
     num_tokens: [B] int32, tokens that the response already has.
     stop_at: [B] int32, tokens at which it leaves the slot.
+    stop_state: [B] int32, of `StopStrings` after the tokens that it has.
     num_cached: [B] int32, tokens of its prefix that are in the pages.
     last_token: [B] int32, the last token of its prefix, to be fed first.
     copy_source: [B] int32, the page to copy ...
@@ -78,6 +81,7 @@ class SegmentPlan:
   response: jax.Array
   num_tokens: jax.Array
   stop_at: jax.Array
+  stop_state: jax.Array
   num_cached: jax.Array
   last_token: jax.Array
   copy_source: jax.Array
@@ -101,7 +105,7 @@ def empty(
     pages_per_slot=pages_per_slot,
   )
   zeros = jnp.zeros_like(pages.lengths)
-  return DecodeState(pages, zeros, zeros, zeros, zeros)
+  return DecodeState(pages, zeros, zeros, zeros, zeros, zeros)
 
 
 def prefill(
@@ -221,6 +225,7 @@ def apply_plan(
     last_token=select(plan.last_token, state.last_token),
     num_tokens=select(plan.num_tokens, state.num_tokens),
     stop_at=select(plan.stop_at, state.stop_at),
+    stop_state=select(plan.stop_state, state.stop_state),
   )
 
 
@@ -281,8 +286,16 @@ def decode(
     experts = None
     if samples.experts is not None:
       experts = out.routing.experts[:, :, 0]
-    samples = _write_token(state, samples, token, logp, experts, sampler)
-    return step + 1, _advance(state, token, sampler), samples
+    stop_state, stopped = next_token.stop(
+      token, state.num_tokens + 1, state.stop_state, sampler
+    )
+    finish = jnp.where(
+      state.num_tokens + 1 == sampler.max_new_tokens, TRUNCATED, UNFINISHED
+    )
+    finish = jnp.where(stopped, STOPPED, finish)
+    samples = _write_token(state, samples, token, logp, finish, experts)
+    state = dataclasses.replace(state, stop_state=stop_state)
+    return step + 1, _advance(state, token, stopped), samples
 
   def proceed(carry):
     step, state, _ = carry
@@ -352,15 +365,11 @@ def _with_pages_of(pages, state: DecodeState) -> DecodeState:
   return dataclasses.replace(state, pages=pages)
 
 
-def _is_stop(token, sampler):
-  return jnp.isin(token, jnp.array(sampler.stop_ids))
-
-
-def _advance(state: DecodeState, token, sampler) -> DecodeState:
+def _advance(state: DecodeState, token, stopped) -> DecodeState:
   """The state after each active slot sampled a token."""
   active = state.pages.active
   num_tokens = state.num_tokens + active
-  done = _is_stop(token, sampler) | (state.num_tokens + 1 == state.stop_at)
+  done = stopped | (state.num_tokens + 1 == state.stop_at)
   pages = dataclasses.replace(state.pages, active=active & ~done)
   return dataclasses.replace(
     state, pages=pages, last_token=token, num_tokens=num_tokens
@@ -368,7 +377,7 @@ def _advance(state: DecodeState, token, sampler) -> DecodeState:
 
 
 def _write_token(
-  state: DecodeState, samples: Samples, token, logp, experts, sampler
+  state: DecodeState, samples: Samples, token, logp, finish, experts
 ) -> Samples:
   """Writes the token of each active slot into its response.
 
@@ -377,16 +386,13 @@ def _write_token(
     samples: A responses, each on the device of its slot.
     token: [B] int32.
     logp: [B] float32.
+    finish: [B], as in Samples, with this token.
     experts: [L, B, k], those of the token before, which was fed; or None.
-    sampler: the sampling parameters.
   """
-  length = state.num_tokens + 1
-  finish = jnp.where(length == sampler.max_new_tokens, TRUNCATED, UNFINISHED)
-  finish = jnp.where(_is_stop(token, sampler), STOPPED, finish)
   new = {
     "tokens": token,
     "logps": logp,
-    "lengths": length,
+    "lengths": state.num_tokens + 1,
     "finish": finish.astype(jnp.int8),
   }
   if experts is not None:

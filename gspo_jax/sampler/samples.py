@@ -15,6 +15,7 @@ from gspo_jax import model
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import batch_sharding, replicated
+from gspo_jax.sampler.stop_strings import StopStrings
 
 # Values of Samples.finish. Only `ContinuousSampler` continues the unfinished.
 UNFINISHED, STOPPED, TRUNCATED = 2, 1, 0
@@ -32,7 +33,12 @@ class SamplerConfig:
     top_k: sample among the k likeliest tokens, and those that tie with the
       k-th; 0 for all.
     top_p: sample among the fewest likeliest tokens of this total probability.
-    min_new_tokens: the shortest length at which a stop token is allowed.
+    min_p: sample among the tokens at least this many times as likely as the
+      likeliest one (arXiv 2407.01082); 0 for all.
+    min_new_tokens: the shortest length at which a stop token is allowed, and
+      at which a stop string ends a response.
+    stop: strings that end a response; the token that completes one is part of
+      it. None for none.
     pad_id: fills the tokens after the end of a response.
     record_routing: whether Samples hold the experts of each token.
   """
@@ -43,7 +49,9 @@ class SamplerConfig:
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  min_p: float = 0.0
   min_new_tokens: int = 1
+  stop: StopStrings | None = None
   pad_id: int = 0
   record_routing: bool = False
 
@@ -55,6 +63,7 @@ class SamplerConfig:
       ("sampler.temperature", self.temperature >= 0, "0 or more"),
       ("sampler.top_k", self.top_k >= 0, "0 (all) or more"),
       ("sampler.top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+      ("sampler.min_p", 0 <= self.min_p <= 1, "0 (all) to 1"),
       (
         "sampler.min_new_tokens",
         0 <= self.min_new_tokens <= self.max_new_tokens,
@@ -68,7 +77,12 @@ class SamplerConfig:
   @property
   def truncates(self) -> bool:
     """Whether some tokens have probability 0; a run logs this."""
-    return self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 1
+    return (
+      self.top_k > 0
+      or self.top_p < 1
+      or self.min_p > 0
+      or self.min_new_tokens > 1
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -107,7 +121,8 @@ class Samples:
     logps: [B, R] float32 log-probs, 0 after the end. They are those of the
       UNTRUNCATED distribution at the sampler's temperature, at temperature 0
       those of temperature 1. The stop token has one, too.
-    lengths: [B] int32, tokens of each response, the stop token included.
+    lengths: [B] int32, tokens of each response, the stop token included, or the
+      token that completes a stop string.
     finish: [B] int8, STOPPED, TRUNCATED or UNFINISHED.
     slot_steps: [] int32, decode steps times the slots computed in each. The
       share that sampled a token of a response was useful.
@@ -162,7 +177,7 @@ class FinishedResponse(NamedTuple):
   Attributes:
     tokens: [R] int32; ignore the values from `length` on.
     length: tokens of the response, the stop token included.
-    stopped: whether its last token is a stop token.
+    stopped: whether a stop token or a stop string ended it.
   """
 
   tokens: np.ndarray

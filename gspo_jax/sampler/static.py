@@ -38,6 +38,7 @@ class _State:
     step: [] int32.
     last_token: [B] int32, the newest token, not fed yet.
     done: [B] bool, whether the response has stopped.
+    stop_state: [B] int32, of `StopStrings` after the newest token.
     tokens: [B, R] int32, as in Samples.
     logps: [B, R] float32, as in Samples.
     lengths: [B] int32, as in Samples.
@@ -48,6 +49,7 @@ class _State:
   step: jax.Array
   last_token: jax.Array
   done: jax.Array
+  stop_state: jax.Array
   tokens: jax.Array
   logps: jax.Array
   lengths: jax.Array
@@ -90,6 +92,7 @@ def generate(
     step=jnp.int32(0),
     last_token=jnp.zeros(B, jnp.int32),
     done=jnp.zeros(B, bool),
+    stop_state=jnp.zeros(B, jnp.int32),
     tokens=jnp.full((B, R), sampler.pad_id, jnp.int32),
     logps=jnp.zeros((B, R)),
     lengths=jnp.zeros(B, jnp.int32),
@@ -227,12 +230,13 @@ def _sample_token(s: _State, logits, row_keys, sampler) -> _State:
   token = jnp.where(s.done, sampler.pad_id, token)
   logp = jnp.where(s.done, 0.0, logp)
   write = jax.lax.dynamic_update_slice
-  stop = jnp.isin(token, jnp.array(sampler.stop_ids)) & ~s.done
+  stop_state, stop = next_token.stop(token, steps_B + 1, s.stop_state, sampler)
   return dataclasses.replace(
     s,
     step=s.step + 1,
     last_token=token,
     done=s.done | stop,
+    stop_state=stop_state,
     tokens=write(s.tokens, token[:, None], (0, s.step)),
     logps=write(s.logps, logp[:, None], (0, s.step)),
     lengths=s.lengths + ~s.done,

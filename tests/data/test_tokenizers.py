@@ -327,6 +327,46 @@ def test_what_is_no_text_shows_in_a_folder(chat):
   assert tokenizer.decode(np.array(tokenizer.encode("龍")[:1])) == "\ufffd"
 
 
+@pytest.mark.parametrize("kind", ["bytes", "spm", "chat", "saved", "prefix"])
+def test_the_bytes_of_tokens_are_those_of_their_text(tmp_path, kind, request):
+  """Of any ids, but for a space before the text that some leave out."""
+  spec = kind
+  if kind in ("spm", "chat"):
+    spec = request.getfixturevalue(kind)
+  elif kind == "saved":  # Replace, ByteFallback, Fuse
+    spec = tmp_path
+    tokenizers.load(str(request.getfixturevalue("spm"))).save(spec)
+  elif kind == "prefix":
+    spec = train(tmp_path / "a.model", add_dummy_prefix=True)
+  tokenizer = tokenizers.load(str(spec))
+  token_bytes = tokenizer.token_bytes()
+  assert len(token_bytes) == tokenizer.vocab_size
+  # Libraries differ in the signs that stand for bytes of no letter.
+  letters = [
+    i
+    for i, b in enumerate(token_bytes)
+    if b.decode(errors="ignore").encode() == b
+  ]
+  rng = np.random.default_rng(0)
+  some = [rng.choice(letters, 9).tolist() for _ in range(50)]
+  for ids in [*some, *map(tokenizer.encode, (*TEXTS, *LINES[:3], *HOSTILE))]:
+    text = b"".join(token_bytes[i] for i in ids).decode()
+    expected = tokenizer.decode(ids)
+    if kind == "prefix":
+      text, expected = text.replace(" ", ""), expected.replace(" ", "")
+    assert text == expected
+
+
+def test_a_decoder_that_joins_tokens_has_no_bytes(tmp_path):
+  fast = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}))
+  fast.decoder = decoders.WordPiece()
+  fast.add_special_tokens(["</s>"])
+  names = {"eos_token": "</s>", "pad_token": "</s>"}
+  tokenizer = tokenizers.load(str(save(tmp_path, fast, None, **names)))
+  with pytest.raises(UserError, match="by WordPiece: expected byte-level"):
+    tokenizer.token_bytes()
+
+
 def test_a_folder_without_a_template(chat, tmp_path):
   shutil.copytree(chat, tmp_path / "a")
   (tmp_path / "a/chat_template.jinja").unlink()

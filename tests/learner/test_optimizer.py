@@ -1,6 +1,7 @@
 """The schedule's values, and AdamW against a loop in float64."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from gspo_jax import model
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.optimizer import OptimConfig
+from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
 PLAIN = OptimConfig(learning_rate=0.1, warmup_steps=0, total_steps=100)
@@ -39,14 +41,22 @@ def test_warmup_is_a_line_that_starts_above_zero():
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 20])
-def test_cosine_goes_from_the_peak_to_a_tenth(warmup):
-  rate = rates(130, decay="cosine", warmup_steps=warmup)
-  t = np.clip((np.arange(130) - warmup) / (100 - warmup), 0, 1)
-  expected = 0.1 * (0.1 + 0.9 * (1 + np.cos(np.pi * t)) / 2)
-  expected[:warmup] = 0.1 * np.arange(1, warmup + 1) / max(warmup, 1)
-  np.testing.assert_allclose(rate, expected, rtol=1e-5)
-  assert rate.max() == pytest.approx(0.1)
-  np.testing.assert_allclose(rate[100:], 0.01, rtol=1e-5)
+@pytest.mark.parametrize(
+  ("decay", "left"),
+  [
+    ("cosine", lambda t: (1 + np.cos(np.pi * t)) / 2),
+    ("linear", lambda t: 1 - t),
+  ],
+)
+def test_a_decay_goes_from_the_peak_to_its_end(decay, left, warmup):
+  for end in (0.0, 0.1):
+    rate = rates(130, decay=decay, warmup_steps=warmup, min_lr_ratio=end)
+    t = np.clip((np.arange(130) - warmup) / (100 - warmup), 0, 1)
+    expected = 0.1 * (end + (1 - end) * left(t))
+    expected[:warmup] = 0.1 * np.arange(1, warmup + 1) / max(warmup, 1)
+    np.testing.assert_allclose(rate, expected, rtol=1e-4, atol=1e-8)
+    assert rate.max() == pytest.approx(0.1)
+    assert (rate[:100] > 0).all()  # every step of the run learns
 
 
 def test_two_steps_of_adamw():
@@ -86,6 +96,70 @@ def test_the_norm_is_clipped_and_never_scaled_up(factor):
   np.testing.assert_allclose(direction(moment), direction(grads), rtol=1e-5)
 
 
+MATRIX = "(attention/[qkvo]|mlp/(gate|up|down)|moe/(gate_up|down))$"
+SMALL = {"num_layers": 2, "embed_dim": 8, "head_dim": 4, "mlp_dim": 6}
+
+
+def newton_schulz(g):
+  """Five steps towards the nearest orthogonal matrix, in float64."""
+  x = np.float64(g) / np.linalg.norm(g)
+  for _ in range(5):
+    a = x @ x.T
+    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+  return x
+
+
+def orthogonal(path, g_L):
+  """`newton_schulz` of each matrix of an array [L, ...], as large as AdamW's.
+
+  A layer has one, or one for each expert; the heads of a layer are joined.
+  """
+  matrices = g_L.reshape(-1, *g_L.shape[-2:])
+  if path.endswith("attention/o"):
+    matrices = g_L.reshape(len(g_L), -1, g_L.shape[-1])
+  elif "attention" in path:
+    matrices = g_L.reshape(*g_L.shape[:2], -1)
+  whole = np.stack([newton_schulz(g) for g in matrices])
+  return 0.2 * max(whole.shape[1:]) ** 0.5 * whole.reshape(g_L.shape)
+
+
+@pytest.mark.parametrize(("name", "axis"), [("tiny", 2), ("qwen3-0.6b", 1)])
+def test_a_step_of_muon(name, axis):
+  """It makes each matrix orthogonal; all other parameters have AdamW's step."""
+  cfg = model.variant(name, vocab_size=16, **SMALL)
+  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
+  rng = np.random.default_rng(0)
+  params, grads = (
+    jax.tree.map(lambda s: rng.normal(size=s.shape).astype("f4"), shapes)
+    for _ in range(2)
+  )
+  adamw = dataclasses.replace(PLAIN, weight_decay=0.5, clip_norm=1e9)
+  muon = optimizer.optimizer(dataclasses.replace(adamw, name="muon"))
+  adamw = optimizer.optimizer(adamw)
+  step = lambda g, p: adamw.update(g, adamw.init(p), p)[0]
+  expected = jax.jit(step)(grads, params)
+  axes = dict.fromkeys(("fsdp", "expert", "tensor"), axis)
+  mesh = sharding.make_mesh(jax.devices()[: axis**3], **axes)
+  given = grads, jax.jit(muon.init)(params), params
+  given = jax.device_put(given, sharding.state_shardings(given, mesh))
+  step = jax.jit(muon.update).lower(*given).compile()
+  found = sharding.leaves_by_path(step(*given)[0])
+  others = sharding.leaves_by_path(expected)
+  grads, params = map(sharding.leaves_by_path, (grads, params))
+  matrices = {p for p in found if re.search(MATRIX, p)}
+  assert len(matrices) == (6 if cfg.num_experts else 7)
+  for path, update in found.items():
+    if path not in matrices:
+      np.testing.assert_allclose(update, others[path], rtol=1e-4, atol=1e-7)
+      continue
+    expected = orthogonal(path, grads[path]) + 0.5 * params[path]
+    np.testing.assert_allclose(update, -0.1 * expected, rtol=0.02, atol=1e-4)
+  # No device holds the experts of another one.
+  E = cfg.num_experts
+  gathers = re.findall(r"f32\[2,(\d+),\d+,\d+\]\S* all-gather", step.as_text())
+  assert not E or str(E) not in gathers
+
+
 @pytest.mark.parametrize("name", ["tiny", "qwen3-0.6b"])
 def test_matrices_decay_and_norms_do_not(name):
   cfg = model.variant(
@@ -110,7 +184,9 @@ def test_matrices_decay_and_norms_do_not(name):
   ("option", "value", "words"),
   [
     ("decay", "cosinus", "did you mean 'cosine'"),
-    ("decay", "x", "constant, cosine"),
+    ("decay", "x", "constant, cosine, linear"),
+    ("name", "adam", "did you mean 'adamw'"),
+    ("min_lr_ratio", 0.1, "min_lr_ratio=0.1: expected 0 with optim.decay='con"),
   ],
 )
 def test_bad_settings(option, value, words):

@@ -420,6 +420,18 @@ ROWS = (
     SHORT,
   ),
   Row(
+    "sampler.min_p",
+    built.all_likeliest,
+    {0.0: [False, False, True], 1.0: [True] * 3},
+    SHORT,
+  ),
+  Row(
+    "sampler.stop",
+    built.end_at_letters,
+    {(): [False] * 3, tuple(map(chr, range(128))): [True] * 3},
+    SHORT,
+  ),
+  Row(
     "sampler.min_new_tokens",
     built.stopped_lengths,
     {1: [{1}] * 3, 3: [{3}] * 3},
@@ -857,6 +869,23 @@ ROWS = (
     built.step_size,
     {0: 1e-3, 4: 2.5e-4},
   ),
+  Row(
+    "optim.name",
+    built.second_moments,
+    {"adamw": {"embed", "gate_up"}, "muon": {"embed"}},
+  ),
+  Row(
+    "optim.decay",
+    built.second_rate,
+    {"constant": 1e-3, "linear": 7.5e-4, "cosine": 8.536e-4},
+    {"num_steps": 4},
+  ),
+  Row(
+    "optim.min_lr_ratio",
+    built.second_rate,
+    {0.0: 5e-4, 0.5: 7.5e-4},
+    {"optim.decay": "linear"},
+  ),
   Row("optim.b1", built.moments, {0.9: (0.1, 0.05), 0.8: (0.2, 0.05)}),
   Row("optim.b2", built.moments, {0.95: (0.1, 0.05), 0.9: (0.1, 0.1)}),
   Row(
@@ -909,7 +938,7 @@ ROWS = (
     COLD,
   ),
   # eval
-  Row("eval.every", seen.evaluated_at, {1: [0, 1, 2], 10: [0, 2]}),
+  Row("eval.every", seen.evaluated_at, {1: [0, 1, 2], 10: [0, 2], 0: []}),
   Row("eval.prompts", seen.problems_evaluated, {8: (8, 8), 16: (16, 16)}),
   Row(
     "eval.samples",

@@ -11,7 +11,13 @@ from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.scoring import ResponseDecoder, Rewards, StreamingScorer
 from gspo_jax.runtime import multihost
-from gspo_jax.sampler.samples import TRUNCATED, FinishedResponse, Samples
+from gspo_jax.sampler import stop_strings
+from gspo_jax.sampler.samples import (
+  STOPPED,
+  TRUNCATED,
+  FinishedResponse,
+  Samples,
+)
 
 BYTES = tokenizers.load("bytes")
 PROBLEMS = [Problem("6+1=?", "7", ""), Problem("3+5=?", "8", "")]
@@ -60,6 +66,16 @@ def test_the_text_of_a_truncated_response_has_all_its_tokens():
   samples = Samples(tokens, tokens, jnp.array([3]), finish, jnp.int32(8))
   responses = scoring.decode_responses(samples, batch_of(PROBLEMS[:1]), BYTES)
   assert responses[0].text == "777"
+
+
+def test_the_text_of_a_response_keeps_its_stop_string():
+  tokens = jnp.full((2, 8), ord("7"), jnp.int32)
+  finish = jnp.array([STOPPED, TRUNCATED])
+  samples = Samples(tokens, tokens, jnp.array([3, 8]), finish, jnp.int32(8))
+  stop = stop_strings.build(("777",), BYTES)
+  batch = batch_of(PROBLEMS[:1])
+  responses = scoring.decode_responses(samples, batch, BYTES, stop)
+  assert [r.text for r in responses.values()] == ["777", "77777777"]
 
 
 def test_a_reward_reads_the_prompt_that_the_policy_reads():

@@ -105,6 +105,7 @@ def make_context(pool, generate, P=P):
     rng=jax.random.key(0),
     prompts=P,
     group_size=G,
+    stop=None,
   )
 
 

@@ -17,8 +17,9 @@ from gspo_jax.runtime.errors import UserError
 
 ONE = sharding.make_mesh(jax.devices()[:1])
 CUBE = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-OPTIMIZER = optimizer.optimizer(
-  optimizer.OptimConfig(learning_rate=1e-3, warmup_steps=2, total_steps=9)
+OPTIMIZER, MUON = (
+  optimizer.optimizer(optimizer.OptimConfig(1e-3, 2, 9, name=name))
+  for name in optimizer.NAMES
 )
 
 
@@ -64,7 +65,8 @@ def test_every_rule_matches_an_array():
     for p in sharding.leaves_by_path(shapes_of(name))
   }
   policy, _ = shapes_of("tiny")
-  paths |= sharding.leaves_by_path(jax.eval_shape(critic.init, policy)).keys()
+  for more in critic.init, MUON.init:
+    paths |= sharding.leaves_by_path(jax.eval_shape(more, policy)).keys()
   for pattern, _ in sharding.TABLE:
     assert any(re.search(f"(^|/){pattern}$", path) for path in paths), pattern
 
@@ -86,6 +88,26 @@ def test_the_moments_are_sharded_like_their_parameters():
   for moment in ("mu", "nu"):
     moments = optax.tree.get(opt_state, moment)
     assert specs(moments, CUBE) == shardings
+
+
+@pytest.mark.parametrize("name", model.VARIANTS)
+def test_muon_has_a_moment_for_each_matrix_and_adamw_two_for_the_rest(name):
+  params, _ = shapes_of(name)
+  state = jax.eval_shape(MUON.init, params)
+  shardings = sharding.leaves_by_path(specs(state, ONE))
+  moments = {"mu": set(), "nu": set()}
+  for path in shardings:
+    if found := re.search("/(mu|nu)/(.*)", path):
+      assert found[2] not in moments[found[1]]
+      moments[found[1]].add(found[2])
+  of_muon = moments["mu"] - moments["nu"]
+  assert moments["mu"] == sharding.leaves_by_path(params).keys()
+  assert {path.split("/", 1)[1] for path in of_muon if "norm" not in path} == {
+    path.split("/", 1)[1]
+    for path in moments["mu"]
+    if re.search("(attention|mlp|moe)/[a-z_]*$", path)
+    and not path.endswith(("router", "bias"))
+  }
 
 
 # Four experts do not divide among eight devices, which is an error.

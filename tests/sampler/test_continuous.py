@@ -14,7 +14,7 @@ from gspo_jax.plan.iteration.decoding import replay
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import continuous
+from gspo_jax.sampler import continuous, stop_strings
 from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, SamplerConfig
 
@@ -305,6 +305,39 @@ def test_a_resumed_response_is_the_one_without_a_pause():
     unfinished = samples.finish == UNFINISHED
     np.testing.assert_array_equal(unfinished, whole > length)
   assert_same(samples, static())
+
+
+class Letters:
+  """A tokenizer of one letter a token; its first tokens have two."""
+
+  fingerprint = "letters"
+
+  def token_bytes(self):
+    letters = [bytes([ord("a") + i]) for i in range(26)]
+    return [b"ab", b"cd", b"ef", b"gh", b"ij", b"kl", *letters]
+
+
+def test_a_stop_string_ends_a_response_in_both_samplers():
+  """Also in one that pauses within a string, or in the middle of a batch."""
+  pairs = tuple(x + y for x in "hlmnopqrstuvwxyz" for y in "acegik")
+  stop = stop_strings.build(("b", *pairs), Letters())
+  config = dataclasses.replace(SAMPLED, stop=stop)
+  expected, generate, reported = static(config), build(config=config), {}
+  first = run(generate, stop_at=np.full(A, 4), on_finished=reported.update)
+  pauses = first.finish == UNFINISHED
+  states = [stop.state(ids[:4]) for ids in first.tokens]
+  assert np.count_nonzero(pauses & (np.array(states) > 0)) > 3
+  samples = run(generate, resume_from=first, on_finished=reported.update)
+  assert_same(samples, expected)
+  # Without stop strings the tokens are the same, and go on behind a string.
+  longer, early = static(), 0
+  for a, ids in enumerate(longer.tokens.tolist()):
+    length = longer.lengths[a]
+    ends = [n for n in range(1, length + 1) if stop.ended(ids[:n])]
+    assert expected.lengths[a] == min([*ends, length])
+    assert reported[a].stopped == (expected.finish[a] == STOPPED)
+    early += bool(ends)
+  assert early > 5
 
 
 def test_finished_responses_and_earlier_tokens_stay_as_they_are():

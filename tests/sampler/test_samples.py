@@ -34,6 +34,8 @@ DENSE = model.variant("qwen3-0.6b")
     ("sampler.top_k", -1),
     ("sampler.top_p", 0.0),
     ("sampler.top_p", 1.1),
+    ("sampler.min_p", -0.1),
+    ("sampler.min_p", 1.1),
     ("sampler.min_new_tokens", -1),
     ("sampler.min_new_tokens", 5),
   ],

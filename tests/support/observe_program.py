@@ -280,6 +280,18 @@ def stopped_lengths(config):
   return [set(s.lengths.tolist()) for s in sample_with(params, config)]
 
 
+def end_at_letters(config):
+  """Whether each response ends with its first ASCII letter, if it has any."""
+  return [_end_at_letters(samples) for samples in samples_of(config)]
+
+
+def _end_at_letters(samples):
+  is_end = (samples.tokens < 128) | (samples.tokens == 257)
+  first = jnp.where(is_end.any(1), is_end.argmax(1) + 1, R)
+  stopped = (samples.finish == STOPPED) == is_end.any(1)
+  return bool((samples.lengths == first).all() & stopped.all())
+
+
 def records_routing(config):
   """Whether generate, generate_eval and generate_greedy record routing."""
   return [samples.experts is not None for samples in samples_of(config)]
@@ -717,6 +729,18 @@ def shrinkage(config):
   return share(before["head"], after["head"]), share(
     scale(before), scale(after)
   )
+
+
+def second_moments(config):
+  """Of the embedding and of an expert's weights, those that have one."""
+  state = sharding.leaves_by_path(built(config).learner.abstract.opt_state)
+  ends = {path.rpartition("/")[2] for path in state if "/nu/" in path}
+  return ends & {"embed", "gate_up"}
+
+
+def second_rate(config):
+  """The learning rate of the second optimizer step."""
+  return float(built(config).learner.learning_rate(1))
 
 
 def norm_of_step(config):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from gspo_jax.runtime.errors import missing_package
 
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # the text of an id without any
 
 
 class Tokenizer(Protocol):
@@ -36,6 +36,16 @@ class Tokenizer(Protocol):
 
   def decode(self, ids: Iterable[int]) -> str:
     """The text of any ids; control tokens are visible: "1<pad>2"."""
+
+  def token_bytes(self) -> list[bytes]:
+    """What each of the `vocab_size` ids adds to a text.
+
+    Joined, they are the bytes of `decode`, but for a space before the text that
+    some tokenizers leave out.
+
+    Raises:
+      UserError: that depends on the other ids of the text.
+    """
 
   def prompt(self, user: str, system: str = "") -> list[int]:
     """The ids of a prompt, up to the first token of the response.
@@ -63,7 +73,7 @@ def decode_runs(
     control: the visible form of an id; None if the id is text.
     size: of the vocabulary.
   """
-  visible = lambda i: control(i) if 0 <= i < size else _UNKNOWN
+  visible = lambda i: control(i) if 0 <= i < size else UNKNOWN
   runs = itertools.groupby(map(int, ids), key=visible)
   return "".join(
     decode(list(run)) if text is None else text * len(list(run))

@@ -8,21 +8,23 @@ gets exactly the ids of `apply_chat_template`.
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jinja2
 
 from gspo_jax.data.tokenizers.base import (
+  UNKNOWN,
   decode_runs,
   digest,
   import_transformers,
 )
+from gspo_jax.data.tokenizers.plain import SPACE, byte_letters
 from gspo_jax.runtime.errors import UserError
 
+_LLAMA_STEPS = ("ByteFallback", "Fuse", "Strip")  # of a decoder
 _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # Files that may decide the ids, and files that may also decide a prompt.
 _VOCABULARIES = (
   "merges.txt",
@@ -96,9 +98,45 @@ class HFTokenizer:
 
   def decode(self, ids: Iterable[int]) -> str:
     fast = self._parsing
-    missing = lambda i: _UNKNOWN if fast.id_to_token(i) is None else None
+    missing = lambda i: UNKNOWN if fast.id_to_token(i) is None else None
     decode = lambda run: fast.decode(run, skip_special_tokens=False)
     return decode_runs(ids, decode, missing, self.vocab_size)
+
+  def token_bytes(self) -> list[bytes]:
+    of_piece = self._bytes_of_pieces()
+    pieces = map(self._parsing.id_to_token, range(self.vocab_size))
+    return [UNKNOWN.encode() if p is None else of_piece(p) for p in pieces]
+
+  def _bytes_of_pieces(self) -> Callable[[str], bytes]:
+    """piece -> its bytes in a text, as the decoder of the tokenizer has it."""
+    decoder = self._parsing.decoder
+    whole = json.loads(decoder.__getstate__()) if decoder else {"type": "none"}
+    steps = whole.get("decoders", [whole])
+    kinds = tuple(step["type"] for step in steps)
+    if kinds == ("ByteLevel",):
+      letters = {letter: i for i, letter in enumerate(byte_letters())}
+      return lambda piece: (
+        bytes(letters[letter] for letter in piece)
+        if letters.keys() >= {*piece}
+        else piece.encode()
+      )
+    spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    if kinds == ("Metaspace",) or (
+      # The last one strips the text, not each piece.
+      steps[0] == spaces
+      and kinds[1:] in (("ByteFallback", "Fuse"), _LLAMA_STEPS)
+    ):
+      byte = re.compile("<0x([0-9A-F]{2})>").fullmatch
+      return lambda piece: (
+        bytes.fromhex(byte(piece)[1])
+        if "ByteFallback" in kinds and byte(piece)
+        else piece.replace(SPACE, " ").encode()
+      )
+    raise UserError(
+      f"tokenizer {str(self._path)!r} decodes by {', '.join(kinds)}: expected "
+      "byte-level BPE or the pieces of SentencePiece, in which the text of a "
+      "token does not depend on its neighbours"
+    )
 
   def prompt(self, user: str, system: str = "") -> list[int]:
     if not self._library.chat_template:

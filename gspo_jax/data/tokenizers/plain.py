@@ -9,11 +9,14 @@ from pathlib import Path
 import sentencepiece
 
 from gspo_jax.data.tokenizers.base import (
+  UNKNOWN,
   decode_runs,
   digest,
   import_transformers,
 )
 from gspo_jax.runtime.errors import UserError
+
+SPACE = "\u2581"  # of SentencePiece's pieces
 
 
 class Bytes:
@@ -30,6 +33,9 @@ class Bytes:
     values = [i if 0 <= i < 256 else 0xFF for i in ids]
     return bytes(values).decode(errors="replace")
 
+  def token_bytes(self) -> list[bytes]:
+    return [bytes([i]) for i in range(256)] + [UNKNOWN.encode()] * 2
+
   def prompt(self, user: str, system: str = "") -> list[int]:
     return self.encode(system + user)
 
@@ -38,7 +44,7 @@ class Bytes:
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers
 
-    vocab = {letter: i for i, letter in enumerate(_byte_letters())}
+    vocab = {letter: i for i, letter in enumerate(byte_letters())}
     fast = Fast(models.BPE(vocab=vocab, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(
       add_prefix_space=False, use_regex=False
@@ -53,7 +59,7 @@ class Bytes:
     ).save_pretrained(folder)
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
   """The letter of each byte in byte-level vocabularies, as in GPT-2.
 
   Visible Latin-1 characters are their own letters; the other bytes get the
@@ -95,6 +101,17 @@ class SentencePiece:
     model = self._model
     control = lambda i: model.id_to_piece(i) if model.is_control(i) else None
     return decode_runs(ids, model.decode, control, self.vocab_size)
+
+  def token_bytes(self) -> list[bytes]:
+    return [self._bytes_of(i) for i in range(self.vocab_size)]
+
+  def _bytes_of(self, i: int) -> bytes:
+    model, piece = self._model, self._model.id_to_piece(i)
+    if model.is_byte(i):
+      return bytes([int(piece[1:-1], 16)])  # <0x0A>
+    if model.is_unknown(i):
+      return model.decode([i]).encode()
+    return piece.replace(SPACE, " ").encode()
 
   def prompt(self, user: str, system: str = "") -> list[int]:
     return self.encode(system + user)

@@ -1,0 +1,191 @@
+"""Strings that end a response, found while tokens are sampled.
+
+An Aho-Corasick automaton reads the bytes of the text and is in one of K states:
+the longest end of the text that begins a stop string. Its transitions over all
+bytes of a token are one entry of a table, so that a decode step reads one
+number for each response. A stop string may begin and end inside tokens.
+
+Dimension key: B responses, K states, V ids of the tokenizer.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
+from gspo_jax.runtime.errors import UserError
+
+_MAX_TABLE = 32 << 20  # bytes; a constant of the compiled samplers
+
+
+@dataclasses.dataclass(frozen=True)
+class StopStrings:
+  """The stop strings of a sampler, for one tokenizer; made by `build`.
+
+  Two are equal if their strings and their tokenizers are.
+
+  Attributes:
+    strings: that end a response.
+    fingerprint: of the tokenizer.
+    table: [K, V + 1] unsigned integers, the state after a token, by the state
+      before it and the id; K more if a stop string ended inside the token. The
+      last column is for all ids from V on.
+    token_bytes: [V + 1], what each id adds to a text.
+  """
+
+  strings: tuple[str, ...]
+  fingerprint: str
+  table: np.ndarray = dataclasses.field(compare=False, repr=False)
+  token_bytes: Sequence[bytes] = dataclasses.field(compare=False, repr=False)
+
+  def advance(
+    self, state: jax.Array, token: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """The state [B] int32 after a token [B], and whether a string ended in it.
+
+    Args:
+      state: [B] int32, 0 for a response without tokens.
+      token: [B] int32.
+    """
+    token = jnp.minimum(token, self.table.shape[1] - 1)
+    entry = jnp.asarray(self.table)[state, token].astype(jnp.int32)
+    return entry % len(self.table), entry >= len(self.table)
+
+  def state(self, ids: Sequence[int]) -> int:
+    """The state after these tokens of a response, on the host."""
+    # The state depends on as many bytes as the longest string has.
+    longest = max(len(string.encode()) for string in self.strings)
+    start, known = len(ids), 0
+    while start and known < longest:
+      start -= 1
+      known += len(self.token_bytes[self._column(ids[start])])
+    state = 0
+    for i in ids[start:]:
+      state = int(self.table[state, self._column(i)]) % len(self.table)
+    return state
+
+  def ended(self, ids: Sequence[int]) -> bool:
+    """Whether a stop string ends in the last of these tokens of a response."""
+    entry = self.table[self.state(ids[:-1]), self._column(ids[-1])]
+    return bool(entry >= len(self.table))
+
+  def behind(self, ids: Sequence[int]) -> str:
+    """The text behind the first stop string that ends in the last token.
+
+    Args:
+      ids: the tokens of a response that a stop string ended.
+    """
+    last = self.token_bytes[self._column(ids[-1])]
+    step, ends = _automaton(self.strings)
+    state = self.state(ids[:-1])
+    for i, byte in enumerate(last):
+      state = step[state, byte]
+      if ends[state]:
+        return last[i + 1 :].decode(errors="replace")
+    return ""
+
+  def _column(self, token: int) -> int:
+    return min(int(token), len(self.token_bytes) - 1)
+
+
+@functools.lru_cache(maxsize=4)
+def build(strings: tuple[str, ...], tokenizer: Tokenizer) -> StopStrings:
+  """The stop strings for a tokenizer.
+
+  Args:
+    strings: at least one; none is empty.
+    tokenizer: of the policy.
+
+  Raises:
+    UserError: the bytes of the tokenizer's ids are not known, or the table
+      would be too large.
+  """
+  try:
+    token_bytes = [*tokenizer.token_bytes(), UNKNOWN.encode()]
+  except UserError as error:
+    raise UserError(f"sampler.stop={strings!r}: {error}") from error
+  step, ends = _automaton(strings)
+  K = len(step)
+  dtype = np.min_scalar_type(2 * K - 1)
+  if (size := K * len(token_bytes) * dtype.itemsize) > _MAX_TABLE:
+    raise UserError(
+      f"sampler.stop: {len(strings)} strings of {K - 1} different beginnings "
+      f"and {len(token_bytes)} tokens make a table of {size >> 20} MiB: "
+      f"expected at most {_MAX_TABLE >> 20} MiB; use fewer or shorter strings"
+    )
+  return StopStrings(
+    strings,
+    tokenizer.fingerprint,
+    _table(step, ends, token_bytes).astype(dtype),
+    token_bytes,
+  )
+
+
+def response_text(
+  ids: Sequence[int],
+  stopped: bool,
+  tokenizer: Tokenizer,
+  stop: StopStrings | None,
+) -> str:
+  """The text of a response, up to its stop token or to its stop string's end.
+
+  Args:
+    ids: the tokens of the response, the one that ended it included.
+    stopped: whether a stop token or a stop string ended it.
+    tokenizer: of the policy.
+    stop: the stop strings; None: there are none.
+  """
+  if stopped and ids[-1] in tokenizer.stop_ids:
+    return tokenizer.decode(ids[:-1])
+  text = tokenizer.decode(ids)
+  if not (stopped and stop):
+    return text
+  return text[: len(text) - len(stop.behind(ids))]
+
+
+@functools.lru_cache(maxsize=4)
+def _automaton(strings: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+  """The next state [K, 256] for each byte, and whether a string ends [K]."""
+  children, ends = [{}], [False]
+  for string in strings:
+    state = 0
+    for byte in string.encode():
+      if byte not in children[state]:
+        children[state][byte] = len(children)
+        children.append({})
+        ends.append(False)
+      state = children[state][byte]
+    ends[state] = True
+  # Breadth first, so that the row of a state's longest proper end is complete.
+  step, shorter = np.zeros((len(children), 256), np.int64), [0] * len(children)
+  queue = collections.deque([0])
+  while queue:
+    state = queue.popleft()
+    if state:
+      step[state] = step[shorter[state]]
+      ends[state] |= ends[shorter[state]]
+    for byte, child in children[state].items():
+      shorter[child] = int(step[state, byte])
+      step[state, byte] = child
+      queue.append(child)
+  return step, np.array(ends)
+
+
+def _table(step, ends, token_bytes) -> np.ndarray:
+  """[K, V + 1], `StopStrings.table`."""
+  K = len(step)
+  lengths = np.array([len(token) for token in token_bytes])
+  longest_first = np.argsort(-lengths, kind="stable")
+  state = np.repeat(np.arange(K)[:, None], len(token_bytes), axis=1)
+  ended = np.zeros(state.shape, bool)
+  for i in range(lengths.max()):
+    longer = longest_first[: (lengths > i).sum()]
+    bytes_ = np.array([token_bytes[token][i] for token in longer])
+    state[:, longer] = step[state[:, longer], bytes_]
+    ended[:, longer] |= ends[state[:, longer]]
+  return state + K * ended
