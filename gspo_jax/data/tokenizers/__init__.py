@@ -13,21 +13,26 @@ from gspo_jax.runtime.errors import UserError
 __all__ = ("Tokenizer", "load", "train")
 
 
-def load(spec: str) -> Tokenizer:
+def load(spec: str, template_args: str = "") -> Tokenizer:
   """The tokenizer that a config names.
 
   Args:
     spec: "bytes", a SentencePiece file that ends in ".model", or a folder with
       a fast tokenizer of transformers.
+    template_args: arguments of the chat template; see `hf.HFTokenizer`.
 
   Raises:
-    UserError: there is no such tokenizer, or it cannot be used.
+    UserError: there is no such tokenizer, or it cannot be used, or takes no
+      such arguments.
   """
-  if spec == "bytes":
-    return Bytes()
   path = Path(spec).expanduser()
-  if path.suffix == ".model":
-    return SentencePiece(path)
+  if spec == "bytes" or path.suffix == ".model":
+    if template_args:
+      raise UserError(
+        f"data.template_args={template_args!r}: expected '', since tokenizer "
+        f"{spec!r} has no chat template"
+      )
+    return Bytes() if spec == "bytes" else SentencePiece(path)
   from gspo_jax.data.tokenizers.hf import HFTokenizer
 
   if not path.is_dir():
@@ -35,4 +40,4 @@ def load(spec: str) -> Tokenizer:
       f"tokenizer {spec!r}: no such folder; expected 'bytes', a .model file "
       "of SentencePiece, or a folder (nothing is downloaded)"
     )
-  return HFTokenizer(path)
+  return HFTokenizer(path, template_args)

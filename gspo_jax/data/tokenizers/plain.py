@@ -3,15 +3,17 @@
 import itertools
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import sentencepiece
 
 from gspo_jax.data.tokenizers.base import (
+  Turn,
   decode_runs,
   digest,
   import_transformers,
+  join_messages,
 )
 from gspo_jax.runtime.errors import UserError
 
@@ -30,8 +32,10 @@ class Bytes:
     values = [i if 0 <= i < 256 else 0xFF for i in ids]
     return bytes(values).decode(errors="replace")
 
-  def prompt(self, user: str, system: str = "") -> list[int]:
-    return self.encode(system + user)
+  def prompt(
+    self, user: str, system: str = "", history: Sequence[Turn] = ()
+  ) -> list[int]:
+    return self.encode(join_messages(user, system, history))
 
   def save(self, folder: str | Path) -> None:
     from tokenizers import Tokenizer as Fast
@@ -96,8 +100,10 @@ class SentencePiece:
     control = lambda i: model.id_to_piece(i) if model.is_control(i) else None
     return decode_runs(ids, model.decode, control, self.vocab_size)
 
-  def prompt(self, user: str, system: str = "") -> list[int]:
-    return self.encode(system + user)
+  def prompt(
+    self, user: str, system: str = "", history: Sequence[Turn] = ()
+  ) -> list[int]:
+    return self.encode(join_messages(user, system, history))
 
   def save(self, folder: str | Path) -> None:
     """As `Tokenizer.save`; UserError if transformers gives other ids."""
