@@ -32,20 +32,33 @@ def get_config() -> ConfigDict:
   c.sampler_mesh.tensor = 0  # devices among which heads are split, too
 
   c.data = ConfigDict()  # problems, and the prompts made of them
-  # "chain" (the embedded task), jsonl:FILE, tfds:NAME[:SPLIT] or
+  # "chain" (the embedded task), jsonl:FILE, parquet:FILE, hf:NAME[:SPLIT] (of
+  # the Hugging Face Hub, a folder or a file), tfds:NAME[:SPLIT] or
   # package.module.factory of any Grain source; several with commas between.
   c.data.source = "chain"
   c.data.weights = ()  # shares of several sources; (): equal shares
   c.data.eval_source = ""  # held-out problems; "": 1/8 of `source`, by hash
-  c.data.problem_field = "question"  # the column with the problem's text
+  # The column with the text of the problem, or with a conversation: a list of
+  # {role, content}. "": question, problem, prompt or messages, the first found.
+  c.data.problem_field = ""
   # The column with the reference: the text after its last ####, or all of it.
-  c.data.reference_field = "answer"
-  # The column with responses to imitate; "": that of the reference.
+  # "": answer, solution, ground_truth or reward_model.ground_truth; a dot names
+  # a value inside an object.
+  c.data.reference_field = ""
+  # The column with responses to imitate; "": the assistant's message that ends
+  # a conversation, else that of the reference.
   c.data.demonstration_field = ""
   c.data.tfds_dir = ""  # the folder of TFDS data sets; "": TFDS's default
   c.data.tokenizer = ""  # a folder, a *.model, "bytes"; "": of model.checkpoint
-  c.data.system_prompt = ""  # goes before the problem
+  # Goes before the problem: the system message of the chat template; without a
+  # template, text with a blank line after it. A conversation's own replaces it.
+  c.data.system_prompt = ""
+  # Arguments of the chat template: "enable_thinking=False,effort=high".
+  c.data.template_args = ""
   c.data.instruction = "{problem}"  # the prompt, {problem} in it
+  # Problems of the training part that every prompt shows first, each with its
+  # demonstration. They are not trained on.
+  c.data.few_shot = 0
   c.data.chain_steps = (8,)  # chain: lengths to sample from
   c.data.prompts = 32  # prompts an RL iteration, over all hosts
   # SRPO: leave out the problems whose responses were all correct.

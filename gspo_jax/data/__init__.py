@@ -7,12 +7,14 @@ Other wings take these modules:
   prompt_batch  PromptConfig, and `join` and `pick` of batches
   sources       `load` and `mix` problems; `fingerprint` of a source
   tasks         Problem, and Chain, the embedded task
-  readers       records of JSON lines and TFDS
+  readers       records of files and data sets
+  command       flags of the commands
   tokenizers    `load` a tokenizer
 Commands: prepare_tfds, tokenizers.train.
 """
 
 __all__ = (
+  "command",
   "curriculum",
   "datasets",
   "pipeline",

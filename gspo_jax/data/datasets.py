@@ -1,6 +1,7 @@
 """The problems of a run: to learn from, to be evaluated on, to imitate."""
 
 import dataclasses
+import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,11 +18,15 @@ class Stage(NamedTuple):
 
 
 class Datasets(NamedTuple):
-  """Problems to learn from, to be evaluated on, and to imitate."""
+  """Problems to learn from, to be evaluated on, and to imitate.
+
+  `notes` are lines that say which columns of the sources were found.
+  """
 
   stages: Sequence[Stage]
   held_out: Sequence[Problem]
   demonstrations: Sequence[Problem]
+  notes: Sequence[str] = ()
 
 
 def load(config) -> Datasets:
@@ -54,9 +59,13 @@ def load(config) -> Datasets:
     c.problem_field, c.reference_field, c.demonstration_field
   )
 
+  notes = {}
+
   def read(specs):
     names = [name.strip() for name in specs.split(",")]
-    return [sources.load(s, fields=fields, data_dir=c.tfds_dir) for s in names]
+    every = [sources.load(s, fields=fields, data_dir=c.tfds_dir) for s in names]
+    notes.update((source.note, None) for source in every if source.note)
+    return every
 
   def side(every, evaluation):
     return [dataclasses.replace(s, evaluation=evaluation) for s in every]
@@ -73,7 +82,40 @@ def load(config) -> Datasets:
     stages.append(
       Stage(begin, sources.mix(later if c.eval_source else side(later, False)))
     )
-  return Datasets(stages, sources.mix(held_out), train)
+  return Datasets(stages, sources.mix(held_out), train, tuple(notes))
+
+
+def examples(stages: Sequence[Stage], count: int, seed: int) -> list[Problem]:
+  """Problems of the first stage, for `PromptConfig.examples`.
+
+  Args:
+    stages: of training, with nothing held out.
+    count: `data.few_shot`.
+    seed: decides which.
+
+  Raises:
+    UserError: there are fewer, or one has no demonstration.
+  """
+  parts = pipeline.parts(stages[0].source)
+  total = sum(map(len, parts))
+  if count > total:
+    raise UserError(
+      f"data.few_shot={count}: expected at most {total}, the problems of the "
+      "training part"
+    )
+  chosen = []
+  for index in random.Random(f"few_shot/{seed}").sample(range(total), count):
+    part = iter(parts)
+    while index >= len(source := next(part)):
+      index -= len(source)
+    chosen.append(source[index])
+    if not chosen[-1].demonstration:
+      raise UserError(
+        f"data.few_shot={count}: problem {chosen[-1].text[:40]!r} has no "
+        "demonstration to show; set data.demonstration_field to the field that "
+        "has one"
+      )
+  return chosen
 
 
 def fingerprint(stages: Sequence[Stage]) -> str:

@@ -1,59 +1,45 @@
-"""Writes a TFDS set from local JSON lines, without network and TensorFlow.
+"""Writes a TFDS set from local files, without network and TensorFlow.
 
   python -m gspo_jax.data.prepare_tfds --name=gsm8k --train=train.jsonl \\
     --test=test.jsonl --data_dir=runs/tfds
 
 Then `data.source=tfds:gsm8k` with `data.tfds_dir=runs/tfds` reads the set, and
-so does `tfds.data_source("gsm8k", data_dir=...)` in any program. gsm8k has the
+so does `tfds.data_source("gsm8k", data_dir=...)` in any program. In place of a
+file of JSON lines, parquet:FILE and other sources will do. gsm8k has the
 features that TFDS gives it. A set of any other name has the fields of its first
-line: text stays text, every other value is written as JSON.
+record: text stays text, every other value is written as JSON.
 
 Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
-from gspo_jax.data import readers
+from gspo_jax.data import command, readers
 from gspo_jax.runtime import json_lines
 from gspo_jax.runtime.errors import UserError, missing_package
 
 _NAME = flags.DEFINE_string("name", None, "Of the set: gsm8k, or another name.")
-_TRAIN = flags.DEFINE_string("train", None, "JSON lines of split 'train'.")
-_TEST = flags.DEFINE_string("test", "", "JSON lines of split 'test', if any.")
+_TRAIN = flags.DEFINE_string("train", None, "Split 'train', JSON lines.")
+_TEST = flags.DEFINE_string("test", "", "Split 'test', if any.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder of TFDS sets.")
 
 
 def main() -> None:
   """Entry point of the command."""
-  try:
-    app.run(_main, flags_parser=_parse)
-  except UserError as error:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.exit(2)
+  command.run(
+    _main,
+    required=(_NAME, _TRAIN, _DATA_DIR),
+    start=(
+      "--name=gsm8k --train=train.jsonl --test=test.jsonl --data_dir=runs/tfds"
+    ),
+  )
 
 
-def _parse(argv):
-  try:
-    rest = flags.FLAGS(argv)
-  except flags.Error as error:
-    raise UserError(str(error)) from error
-  if len(rest) > 1:
-    raise UserError(f"unexpected argument {rest[1]!r}: flags are --name=value")
-  for flag in (_NAME, _TRAIN, _DATA_DIR):
-    if not flag.value:
-      raise UserError(
-        f"--{flag.name} is missing; for a start: --name=gsm8k "
-        "--train=train.jsonl --test=test.jsonl --data_dir=runs/tfds"
-      )
-  return rest
-
-
-def _main(argv) -> None:
+def _main() -> None:
   files = {"train": _TRAIN.value, "test": _TEST.value}
   sizes = prepare(
     _NAME.value, {k: v for k, v in files.items() if v}, _DATA_DIR.value
@@ -66,7 +52,7 @@ def prepare(name: str, files: dict[str, str], data_dir: str) -> dict[str, int]:
 
   Args:
     name: "gsm8k", or lower case letters, digits and underscores.
-    files: JSON lines by split.
+    files: by split; see `readers.lines`.
     data_dir: a folder without that set.
 
   Raises:
@@ -76,10 +62,10 @@ def prepare(name: str, files: dict[str, str], data_dir: str) -> dict[str, int]:
     raise UserError(f"--name={name}: expected letters a-z, digits and _")
   if (Path(data_dir).expanduser() / name).exists():
     raise UserError(f"--data_dir={data_dir} holds {name!r} already")
-  lines = {k: list(readers.json_lines(path)) for k, path in files.items()}
+  lines = {k: list(readers.lines(path)) for k, path in files.items()}
   for split, split_lines in lines.items():
     if not split_lines:
-      raise UserError(f"--{split}={files[split]}: no line in it")
+      raise UserError(f"--{split}={files[split]}: no record in it")
   first = next(iter(lines.values()))[0].record
   fields = ("question", "answer") if name == "gsm8k" else tuple(first)
   records = {
@@ -98,7 +84,10 @@ def prepare(name: str, files: dict[str, str], data_dir: str) -> dict[str, int]:
 
 def _as_text(line: json_lines.Line, fields: tuple[str, ...]) -> dict[str, str]:
   where, record = line
-  values = {name: readers.field(record, name, where) for name in fields}
+  values = {
+    name: readers.plain(readers.field(record, name, where), where)
+    for name in fields
+  }
   if nulls := [name for name, value in values.items() if value is None]:
     raise UserError(f"{where}: {nulls[0]!r} is null")
   return {

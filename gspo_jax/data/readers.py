@@ -1,14 +1,72 @@
-"""Records of JSON lines, of TFDS, and of factories by dotted name."""
+"""Records of files, data sets, and factories by dotted name."""
 
+import contextlib
+import functools
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from gspo_jax.runtime import json_lines as json_lines_file
 from gspo_jax.runtime.errors import UserError, missing_package, nearest
 
-SPECS = "chain, jsonl:FILE, tfds:NAME[:SPLIT] or package.module.factory"
+SPECS = (
+  "chain, jsonl:FILE, parquet:FILE, hf:NAME[:SPLIT], tfds:NAME[:SPLIT] or "
+  "package.module.factory"
+)
+
+
+class Records(NamedTuple):
+  """The records of a source; pickled, they are read again where they lie.
+
+  Attributes:
+    rows: random access; each a dict, or what a factory of the user returns.
+    where: the name of a record by its index, for errors.
+  """
+
+  rows: Sequence
+  where: Callable[[int], str]
+
+
+def read(spec: str, data_dir: str = "") -> Records:
+  """The records that a spec names.
+
+  Args:
+    spec: of `SPECS`, but `chain`; see the functions below.
+    data_dir: the folder of TFDS sets; "" for the default of TFDS.
+
+  Raises:
+    UserError: there is no such source, or it cannot be read.
+  """
+  kind, _, rest = spec.partition(":")
+  if kind == "jsonl":
+    lines = list(json_lines(rest))
+    names = [line.where for line in lines]
+    return Records([line.record for line in lines], names.__getitem__)
+  if kind == "parquet":
+    rows = parquet(rest)
+  elif kind == "hf":
+    rows = hugging_face(rest)
+  elif kind == "tfds":
+    rows = tfds(rest, data_dir)
+  else:
+    rows = from_factory(spec)
+  return Records(rows, functools.partial(_name, spec))
+
+
+def lines(file: str) -> Iterator[json_lines_file.Line]:
+  """The records of a file of JSON lines, or of a spec such as parquet:FILE."""
+  if not file.startswith(("jsonl:", "parquet:", "hf:", "tfds:")):
+    file = f"jsonl:{file}"
+  rows, where = read(file)
+  for i in range(len(rows)):
+    yield json_lines_file.Line(where(i), rows[i])
+
+
+def _name(spec: str, i: int) -> str:
+  return f"{spec}[{i}]"
 
 
 def json_lines(path: str) -> Iterator[json_lines_file.Line]:
@@ -31,29 +89,172 @@ def json_lines(path: str) -> Iterator[json_lines_file.Line]:
 
 
 def field(record: Mapping, name: str, where: str):
-  """The value of a field; UserError with the nearest name if it is missing."""
+  """The value of a column; `a.b` is the value of b in the column a.
+
+  Raises:
+    UserError: there is none; with the nearest name and all names.
+  """
+  if isinstance(record, Mapping) and name in record:
+    return record[name]
+  every = fields(record, where)
+  if name in every:
+    return every[name]
+  hint = nearest(name, every) if every else "it is empty"
+  if hint.startswith("did you"):
+    hint += f" It has {', '.join(sorted(every))}"
+  raise UserError(f"{where}: no field {name!r}; {hint}"[:250])
+
+
+def fields(record: Mapping, where: str) -> dict:
+  """The columns of a record, and those inside an object as `a.b`.
+
+  Raises:
+    UserError: it is no object.
+  """
   if not isinstance(record, Mapping):
     raise UserError(f"{where}: expected an object, got {str(record)[:60]!r}")
-  if name not in record:
-    hint = nearest(name, record) if record else "it is empty"
-    raise UserError(f"{where}: no field {name!r}; {hint}"[:250])
-  return record[name]
+  inner = {
+    f"{outer}.{name}": value
+    for outer, inside in record.items()
+    if isinstance(inside, Mapping)
+    for name, value in fields(inside, where).items()
+  }
+  return inner | dict(record)
 
 
 def plain(value, where: str):
-  """A value as JSON would give it; TFDS has bytes and arrays."""
+  """A value as JSON would give it; data sets have bytes, arrays and dates.
+
+  Raises:
+    UserError: JSON has no such value.
+  """
   if hasattr(value, "tolist"):
     value = value.tolist()
-  if isinstance(value, list):
+  if isinstance(value, list | tuple):
     return [plain(v, where) for v in value]
   if isinstance(value, Mapping):
-    return {k: plain(v, where) for k, v in value.items()}
-  if not isinstance(value, bytes):
+    return {str(k): plain(v, where) for k, v in value.items()}
+  if hasattr(value, "isoformat"):
+    return value.isoformat()
+  if value is None or isinstance(value, str | int | float):
     return value
+  if not isinstance(value, bytes):
+    raise UserError(f"{where}: JSON has no {type(value).__name__}")
   try:
     return value.decode()
   except ValueError as error:
     raise UserError(f"{where}: not in UTF-8: {value[:60]!r}") from error
+
+
+def plain_columns(record: Mapping, without: Sequence[str]) -> dict:
+  """The columns of a record as JSON would give them.
+
+  Args:
+    record: of a source.
+    without: names to leave out; a column that JSON cannot hold, such as an
+      image, is left out too.
+  """
+  columns = {}
+  for name in record:
+    if name not in without:
+      try:
+        columns[name] = plain(record[name], name)
+      except UserError:
+        continue
+  return columns
+
+
+def parquet(path: str) -> Sequence:
+  """The rows of a Parquet file, memory-mapped.
+
+  Args:
+    path: of a file, or a pattern such as `data/train-*.parquet`.
+
+  Raises:
+    UserError: the file cannot be read, or the package `datasets` is missing.
+  """
+  if not path:
+    raise UserError("parquet: expected parquet:FILE")
+  file = path if "://" in path else str(Path(path).expanduser())
+  with _datasets(f"parquet:{path}") as datasets:
+    return _of_text(
+      datasets.load_dataset("parquet", data_files=file, split="train")
+    )
+
+
+def hugging_face(spec: str) -> Sequence:
+  """A split of a data set that the package `datasets` reads, memory-mapped.
+
+  Args:
+    spec: `NAME[:SPLIT]`. The split is "train" if not given, and may be a slice
+      such as `train[:1000]`. The name is that of a data set of the Hugging Face
+      Hub, `ORGANISATION/NAME[/CONFIG]`, or a folder or file in a format of
+      `datasets` (parquet, csv, json, ..., or what `save_to_disk` wrote).
+
+  Raises:
+    UserError: there is no such set or split, the Hub cannot be reached, or the
+      package `datasets` is missing.
+  """
+  parts = re.fullmatch(r"((?:\w+://)?[^:]+)(?::(.+))?", spec)
+  if not parts:
+    raise UserError(f"hf:{spec}: expected hf:NAME[:SPLIT]")
+  name, split = parts[1], parts[2] or "train"
+  path = Path(name).expanduser()
+  with _datasets(f"hf:{spec}") as datasets:
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+      return _of_text(_saved(datasets.load_from_disk(str(path)), split))
+    options = {"split": split}
+    if path.is_file():
+      name, options["data_files"] = str(path.parent), path.name
+    elif path.is_dir() or "://" in name:
+      name = str(path) if path.is_dir() else name
+    else:
+      on_hub = re.fullmatch(r"([\w-][\w.-]*(?:/[\w.-]+)?)(?:/([\w.-]+))?", name)
+      if not on_hub:
+        raise UserError(f"hf:{spec}: no such file or folder")
+      name, options["name"] = on_hub.groups()
+    return _of_text(datasets.load_dataset(name, **options))
+
+
+@contextlib.contextmanager
+def _datasets(spec: str):
+  """Gives the package `datasets`; its errors become a UserError."""
+  try:
+    import datasets  # takes a second, and few runs need it
+  except ImportError as error:
+    raise missing_package(error, "datasets", spec) from error
+  try:
+    yield datasets
+  except UserError:
+    raise
+  except ConnectionError as error:
+    name = spec.split(":")[1]
+    raise UserError(
+      f"{spec}: no such file or folder, and the Hugging Face Hub cannot be "
+      f"reached; where it can, `hf download {name} --repo-type=dataset "
+      "--local-dir=DIR`, then use hf:DIR"
+    ) from error
+  except Exception as error:  # the type depends on the format
+    cause = error.__cause__ or error
+    reason = " ".join(str(cause).split())[:300]
+    raise UserError(f"{spec}: {reason}") from error
+
+
+def _saved(loaded, split: str):
+  """A split of what `save_to_disk` wrote: a Dataset, or a dict of them."""
+  splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+  if split not in splits:
+    raise UserError(f"no split {split!r}; {nearest(split, splits)}")
+  return splits[split]
+
+
+def _of_text(dataset):
+  """Without columns of images, sound and video, which need more packages."""
+  is_media = lambda feature: hasattr(
+    getattr(feature, "feature", feature), "embed_storage"
+  )
+  media = [name for name, f in dataset.features.items() if is_media(f)]
+  return dataset.remove_columns(media)
 
 
 def tfds(spec: str, data_dir: str) -> Sequence:

@@ -1,4 +1,4 @@
-"""Sources of problems: JSON lines, TFDS, or any factory by dotted name.
+"""Sources of problems: files, data sets, or any factory by dotted name.
 
 A source is a random-access sequence of `tasks.Problem`. `tasks.Chain`, the
 embedded task, is one too.
@@ -21,24 +21,60 @@ _FINGERPRINTED = 1000
 
 
 class Fields(NamedTuple):
-  """The names of the fields of a record.
+  """The names of the columns of a record; `a.b` is b in the column a.
 
   Attributes:
-    problem: text.
+    problem: text, or a conversation: a list of messages, each with a `role` and
+      a text `content`. Its last message of the user is the problem, those
+      before it are the history, and a message of the assistant after it is the
+      demonstration. "" for the first of question, problem, prompt and messages
+      that the records have.
     reference: the reference is the text after the last `####` (as in GSM8K), or
       all of it. A value that is not text, such as the tests of a program, is
-      written as JSON.
-    demonstration: a worked response to imitate. "" for the field of the
-      reference: its text if that holds `####`, else the prefix and the
-      reference; none if it is a list or an object.
+      written as JSON. "" for the first of answer, solution, ground_truth and
+      reward_model.ground_truth that the records have, else the demonstration of
+      the conversation.
+    demonstration: a worked response to imitate. "" for that of the
+      conversation; without one, the text of the reference if that holds `####`,
+      else the prefix and the reference; none if it is a list or an object.
   """
 
-  problem: str = "question"
-  reference: str = "answer"
+  problem: str = ""
+  reference: str = ""
   demonstration: str = ""
 
+  def found_in(self, record, where: str) -> "Fields":
+    """These names, with the columns of a record for those that are "".
 
-_FIELDS = Fields()
+    Raises:
+      UserError: the record has no such column.
+    """
+    if isinstance(record, Problem):  # has none; a fingerprint holds these names
+      return _GSM8K._replace(**{k: v for k, v in self._asdict().items() if v})
+    every = readers.fields(record, where)
+    first = lambda names: next((name for name in names if name in every), "")
+    problem = self.problem or first(_PROBLEM)
+    reference = self.reference or first(_REFERENCE)
+    for use, names, found in (
+      ("problem", _PROBLEM, problem),
+      (
+        "reference",
+        _REFERENCE,
+        reference or (problem and _asked(record, problem, where).response),
+      ),
+    ):
+      if not found:
+        raise UserError(
+          f"{where}: no column for the {use}: none of {', '.join(names)}; set "
+          f"data.{use}_field to one of {', '.join(sorted(every))}"[:250]
+        )
+    return Fields(problem, reference, self.demonstration)
+
+
+# Columns of GSM8K, MATH, TRL and verl, in the order in which they are tried.
+_PROBLEM = ("question", "problem", "prompt", "messages")
+_REFERENCE = ("answer", "solution", "ground_truth", "reward_model.ground_truth")
+_GSM8K, _TO_BE_FOUND = Fields("question", "answer"), Fields()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +84,21 @@ class ProblemSource(Sequence):
   Attributes:
     records: dicts with `fields`, or problems; random access.
     where: the name of a record by its index, for errors.
-    fields: names in a dict.
+    fields: names in a dict, none of them to be found.
     evaluation: True for the held-out problems only, False for the others, None
       for all.
     prefix: goes before a reference that is imitated alone.
     content: a hash of all records; "" if unknown.
+    note: a line that says which columns `load` found; "" for none.
   """
 
   records: Sequence
   where: Callable[[int], str]
-  fields: Fields = _FIELDS
+  fields: Fields = _GSM8K
   evaluation: bool | None = None
   prefix: str = "#### "
   content: str = ""
+  note: str = ""
 
   @functools.cached_property
   def _indices(self) -> Sequence[int]:
@@ -82,33 +120,31 @@ class ProblemSource(Sequence):
     record, where = self.records[i], self.where(i)
     if isinstance(record, Problem):
       return record
-    text = self._field(record, self.fields.problem, where)
-    solution = self._field(record, self.fields.reference, where)
-    if not isinstance(text, str):
-      raise UserError(f"{where}: {self.fields.problem!r} must be text")
+    names = self.fields
+    history, text, response = _asked(record, names.problem, where)
+    solution = response
+    if names.reference:
+      solution = _value(record, names.reference, where)
     if solution is None:
-      raise UserError(f"{where}: {self.fields.reference!r} is null")
+      raise UserError(f"{where}: {names.reference!r} is null")
     reference = _reference(solution)
     if not (text and reference):
       raise UserError(f"{where}: an empty problem or reference")
-    return Problem(
-      text, reference, self._demonstration(record, solution, where)
-    )
+    if names.demonstration:
+      response = _value(record, names.demonstration, where)
+      if not isinstance(response, str):
+        raise UserError(f"{where}: {names.demonstration!r} must be text")
+    elif not response:
+      response = self._demonstration(solution)
+    columns = readers.plain_columns(record, without=names)
+    return Problem(text, reference, response, columns, history)
 
-  def _demonstration(self, record, solution, where: str) -> str:
-    if self.fields.demonstration:
-      text = self._field(record, self.fields.demonstration, where)
-      if not isinstance(text, str):
-        raise UserError(f"{where}: {self.fields.demonstration!r} must be text")
-      return text
+  def _demonstration(self, solution) -> str:
     if isinstance(solution, str) and "####" in solution:
       return solution
     if isinstance(solution, list | dict):
       return ""
     return self.prefix + _reference(solution)
-
-  def _field(self, record, name: str, where: str):
-    return readers.plain(readers.field(record, name, where), where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +163,7 @@ class Mixture:
 def load(
   spec: str,
   *,
-  fields: Fields = _FIELDS,
+  fields: Fields = _TO_BE_FOUND,
   data_dir: str = "",
   evaluation: bool | None = None,
   prefix: str = "#### ",
@@ -135,11 +171,11 @@ def load(
   """The source that a config names; see `ProblemSource` for the options.
 
   Args:
-    spec: `jsonl:FILE`, `tfds:NAME[:SPLIT]` (split "train" if not given), or
-      `package.module.factory`. The factory is called without arguments and
-      returns anything with a length and records by index, each a dict or a
-      `tasks.Problem`.
-    fields: names in a dict.
+    spec: `jsonl:FILE`, `parquet:FILE`, `hf:NAME[:SPLIT]`, `tfds:NAME[:SPLIT]`
+      (split "train" if not given), or `package.module.factory`. The factory is
+      called without arguments and returns anything with a length and records by
+      index, each a dict or a `tasks.Problem`.
+    fields: names in a dict; those that are "" are found in the first record.
     data_dir: the folder of TFDS sets; "" for the default of TFDS.
     evaluation: the side of the split, None for both.
     prefix: goes before a reference that is imitated alone.
@@ -148,24 +184,38 @@ def load(
     UserError: there is no such source, it is empty, or a record of it is bad.
       Of JSON lines every record is checked now.
   """
-  kind, _, rest = spec.partition(":")
-  content = ""
-  if kind == "jsonl":
-    lines = list(readers.json_lines(rest))
-    records = [line.record for line in lines]
-    where = lambda i: lines[i].where
-    content = _file_hash(rest)
-  elif kind == "tfds":
-    records, where = readers.tfds(rest, data_dir), lambda i: f"{spec}[{i}]"
-  else:
-    records, where = readers.from_factory(spec), lambda i: f"{spec}[{i}]"
-  source = ProblemSource(records, where, fields, evaluation, prefix, content)
-  if kind == "jsonl":
+  records, where = readers.read(spec, data_dir)
+  if not len(records):
+    raise UserError(f"{spec}: no problem in it")
+  found = fields.found_in(records[0], where(0))
+  is_file = spec.startswith("jsonl:")
+  source = ProblemSource(
+    records,
+    where,
+    found,
+    evaluation,
+    prefix,
+    content=_file_hash(spec.partition(":")[2]) if is_file else "",
+    note=_note(spec, fields, found, records[0]),
+  )
+  if is_file:
     for i in range(len(records)):
       source.parse(i)
   if not len(source):
     raise UserError(f"{spec}: no problem in it")
   return source
+
+
+def _note(spec: str, given: Fields, found: Fields, record) -> str:
+  """The line that says which columns were found; "" if none were."""
+  if isinstance(record, Problem) or (given.problem and given.reference):
+    return ""
+  reference = "is the last message of the assistant"
+  if found.reference:
+    reference = f"in {found.reference!r}"
+  return (
+    f"{spec}: the problem is in {found.problem!r}, the reference {reference}"
+  )
 
 
 def mix(
@@ -212,7 +262,60 @@ def _sample(source: Sequence[Problem]) -> list:
   last = len(source) - 1
   steps = min(_FINGERPRINTED - 1, last)
   indices = [i * last // steps for i in range(steps + 1)] if last > 0 else [0]
-  return [len(source), [list(source[i]) for i in indices]]
+  return [len(source), [_identity(source[i]) for i in indices]]
+
+
+def _identity(problem: Problem) -> list:
+  """What a fingerprint holds of a problem; its other columns may change."""
+  identity = [problem.text, problem.reference, problem.demonstration]
+  return [*identity, problem.history] if problem.history else identity
+
+
+class _Asked(NamedTuple):
+  """What a problem asks.
+
+  Attributes:
+    history: as in `Problem`.
+    text: the message of the user.
+    response: the message of the assistant that follows; "" for none.
+  """
+
+  history: tuple[tuple[str, str], ...]
+  text: str
+  response: str
+
+
+def _asked(record, name: str, where: str) -> _Asked:
+  """The text or the conversation in a column of a record."""
+  value = _value(record, name, where)
+  if isinstance(value, str):
+    return _Asked((), value, "")
+  if not isinstance(value, list):
+    raise UserError(f"{where}: {name!r} must be text or a list of messages")
+  turns = []
+  for message in value:
+    turn = ()
+    if isinstance(message, dict):
+      turn = (message.get("role"), message.get("content"))
+    if not (turn and all(isinstance(part, str) for part in turn)):
+      raise UserError(
+        f"{where}: {name!r} must be text or a list of messages, each with a "
+        f"'role' and a text 'content', got {str(message)[:60]!r}"
+      )
+    turns.append(turn)
+  response = ""
+  if turns and turns[-1][0] == "assistant":
+    response = turns.pop()[1]
+  if not turns or turns[-1][0] != "user":
+    raise UserError(
+      f"{where}: {name!r} must end with a message of the user, or with one of "
+      f"the assistant after it, got roles {[m.get('role') for m in value]}"
+    )
+  return _Asked(tuple(turns[:-1]), turns[-1][1], response)
+
+
+def _value(record, name: str, where: str):
+  return readers.plain(readers.field(record, name, where), where)
 
 
 def _reference(solution) -> str:

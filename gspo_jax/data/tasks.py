@@ -31,12 +31,15 @@ class Problem(NamedTuple):
     demonstration: a worked response to imitate in the cold start; "" for none.
     columns: the other columns of the record, for rewards: names with values
       that JSON has.
+    history: the messages before `text`, which is the last one of the user: each
+      (role, content), the first one perhaps of the role "system".
   """
 
   text: str
   reference: str
   demonstration: str
   columns: Mapping[str, Any] = {}
+  history: tuple[tuple[str, str], ...] = ()
 
 
 def held_out(text: str) -> bool:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from gspo_jax import model
-from gspo_jax.data import pipeline
+from gspo_jax.data import datasets, pipeline
 from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate.judge import Responses
 from gspo_jax.program.config import Config
@@ -101,6 +101,11 @@ class PolicySampler:
       rollout={"extra_prompts_in_flight": 0},
     )
     self.program = build_program(config, mesh, training=False)
+    if count := config.data.few_shot:
+      stages = datasets.load(config).stages
+      self.program = self.program.with_examples(
+        datasets.examples(stages, count, config.seed)
+      )
     # A benchmark is sampled whole, or not at all.
     self._prompt_config = dataclasses.replace(
       self.program.prompt_config, too_long="error"

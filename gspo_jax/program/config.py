@@ -132,7 +132,9 @@ class Data:
   tfds_dir: str
   tokenizer: str
   system_prompt: str
+  template_args: str
   instruction: str
+  few_shot: int = checked(ZERO_OR_MORE)
   chain_steps: tuple[int, ...]
   prompts: int
   drop_solved: bool

@@ -12,6 +12,7 @@ from gspo_jax.program import load_params
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 
 # Of the metadata and arrays of a checkpoint of RL. A run does not resume from
@@ -65,6 +66,11 @@ def prepare(
   """
   program = build_program(config, mesh)
   problems = datasets.load(config)
+  for note in problems.notes:
+    multihost.print_once(note)
+  program = program.with_examples(
+    datasets.examples(problems.stages, config.data.few_shot, config.seed)
+  )
   identity = load_params.identity(program) | {
     "seed": config.seed,
     "data": {"fingerprint": datasets.fingerprint(problems.stages)},
@@ -113,6 +119,9 @@ def checkpoint_identity(experiment: Experiment) -> dict:
     # Pending responses belong to these prompts, and have this shape.
     for key in ("prompts", "max_prompt_length", "system_prompt", "instruction"):
       identity[f"data.{key}"] = getattr(config.data, key)
+    for key in ("template_args", "few_shot"):
+      if value := getattr(config.data, key):  # older checkpoints lack the keys
+        identity[f"data.{key}"] = value
     identity["rollout.group_size"] = rollout.group_size
     identity["sampler.max_new_tokens"] = config.sampler.max_new_tokens
   return identity

@@ -6,6 +6,7 @@ is planned or timed is what runs.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -14,6 +15,7 @@ import optax
 
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptConfig
+from gspo_jax.data.tasks import Problem
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner import optimizer, packing
 from gspo_jax.learner.cold_start import ColdStartFunctions
@@ -208,6 +210,11 @@ class Program:
   sampler: SamplerFunctions
   learner: LearnerFunctions | None
   cold_start: ColdStartFunctions | None
+
+  def with_examples(self, examples: Sequence[Problem]) -> "Program":
+    """The same functions, with problems that every prompt shows first."""
+    prompts = dataclasses.replace(self.prompt_config, examples=tuple(examples))
+    return dataclasses.replace(self, prompt_config=prompts)
 
   @property
   def tokenizer(self) -> Tokenizer:

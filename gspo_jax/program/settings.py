@@ -51,7 +51,8 @@ def load_tokenizer(config: Config, cfg: model.ModelConfig) -> Tokenizer:
     UserError: there is none, or it has more tokens than the model.
   """
   tokenizer = tokenizers.load(
-    config.data.tokenizer or config.model.checkpoint or "bytes"
+    config.data.tokenizer or config.model.checkpoint or "bytes",
+    config.data.template_args,
   )
   if tokenizer.vocab_size > cfg.vocab_size:
     raise UserError(

@@ -66,7 +66,7 @@ def test_system_prompt_and_instruction():
   cfg = config(64, system="Add. ", instruction="Q: {problem} {A}: ")
   batch = pipeline.take(brace, cfg, 1)
   text = BYTES.decode(batch["tokens"][0][-batch["length"][0] :])
-  assert text == "Add. Q: What is {x} {problem}? {A}: "
+  assert text == "Add. \n\nQ: What is {x} {problem}? {A}: "
   assert batch["problems"] == brace
 
 

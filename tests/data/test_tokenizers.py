@@ -149,7 +149,7 @@ def test_bytes_that_are_no_text_decode_all_the_same():
 def test_a_prompt_of_bytes_is_the_system_text_and_the_question():
   tokenizer = tokenizers.load("bytes")
   assert tokenizer.prompt("3+4?") == list(b"3+4?")
-  assert tokenizer.prompt("3+4?", "Add.\n") == list(b"Add.\n3+4?")
+  assert tokenizer.prompt("3+4?", "Add.") == list(b"Add.\n\n3+4?")
 
 
 # SentencePiece.
@@ -371,8 +371,8 @@ def test_a_folder_without_a_template(chat, tmp_path):
   shutil.copytree(chat, tmp_path / "a")
   (tmp_path / "a/chat_template.jinja").unlink()
   tokenizer = tokenizers.load(str(tmp_path / "a"))
-  assert tokenizer.prompt("x <|im_end|>", "S: ") == tokenizer.encode(
-    "S: x <|im_end|>"
+  assert tokenizer.prompt("x <|im_end|>", "S:") == tokenizer.encode(
+    "S:\n\nx <|im_end|>"
   )
 
 

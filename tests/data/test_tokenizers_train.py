@@ -124,9 +124,15 @@ def test_the_command(tmp_path):
     ("x", "unexpected argument 'x'"),
   ],
 )
-def test_bad_flags(flag, message):
-  with flagsaver.flagsaver(), pytest.raises(UserError, match=message):
-    train._parse(["train", "--input=a", "--output=b", flag])
+def test_bad_flags(flag, message, monkeypatch, capsys):
+  argv = ["train", "--input=a", "--output=b", flag]
+  monkeypatch.setattr(sys, "argv", argv)
+  with flagsaver.flagsaver(), pytest.raises(SystemExit, match="2"):
+    train.main()
+  error = capsys.readouterr().err
+  assert error.startswith("error: ")
+  assert error.count("\n") == 1
+  assert message in error
 
 
 @pytest.mark.slow

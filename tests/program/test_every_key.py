@@ -258,13 +258,13 @@ ROWS = (
   Row(
     "data.problem_field",
     seen.trained_kinds,
-    {"question": {"A": 8}, "other": {"O": 8}},
+    {"": {"A": 8}, "other": {"O": 8}},
     {"data.source": FILE_A},
   ),
   Row(
     "data.reference_field",
     seen.mean_reward,
-    {"answer": 1.0, "result": 0.0},
+    {"": 1.0, "result": 0.0},
     OF_A,
   ),
   Row(
@@ -293,8 +293,20 @@ ROWS = (
   Row(
     "data.system_prompt",
     seen.problem_forms,
-    {"": {"AN?"}, "Add: ": {"Add: AN?"}},
-    OF_A | {"data.max_prompt_length": 10},
+    {"": {"AN?"}, "Add:": {"Add:\n\nAN?"}},
+    OF_A | {"data.max_prompt_length": 11},
+  ),
+  Row(
+    "data.template_args",
+    built.prompt_of_seven,
+    {"": "7!", "aloud=False": "7."},
+    {"model.checkpoint": "{files}/hf", "data.tokenizer": "{files}/chat"},
+  ),
+  Row(
+    "data.few_shot",
+    seen.problem_forms,
+    {0: {"AN?"}, 1: {"AN?#### N\n\nAN?"}},
+    OF_A | {"data.max_prompt_length": 18},
   ),
   Row(
     "data.instruction",
@@ -994,6 +1006,10 @@ def files(tmp_path_factory):
     [ask("A", n) | right for n in range(2 * P)] + [ask("A", 10**9) | right],
   )
   _write_checkpoint(folder / "hf")
+  plain.Bytes().save(folder / "chat")
+  (folder / "chat/chat_template.jinja").write_text(
+    "{{ messages[0].content }}{{ '.' if aloud is false else '!' }}"
+  )
   return folder
 
 

@@ -51,12 +51,18 @@ def test_pending_responses_belong_to_the_same_prompts(
 ):
   before = identity(debug_config)
   debug_config.rollout.update(rollout)
+  assert not {"data.few_shot", "data.template_args"} & set(
+    identity(debug_config)
+  )
+  debug_config.data.update(few_shot=2, template_args="a=1")
   found = identity(debug_config)
   shapes = {
     "data.prompts": debug_config.data.prompts,
     "data.max_prompt_length": debug_config.data.max_prompt_length,
     "data.system_prompt": debug_config.data.system_prompt,
     "data.instruction": debug_config.data.instruction,
+    "data.few_shot": 2,
+    "data.template_args": "a=1",
     "rollout.group_size": debug_config.rollout.group_size,
     "sampler.max_new_tokens": debug_config.sampler.max_new_tokens,
   }

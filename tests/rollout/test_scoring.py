@@ -79,10 +79,10 @@ def test_the_text_of_a_response_keeps_its_stop_string():
 
 
 def test_a_reward_reads_the_prompt_that_the_policy_reads():
-  cfg = prompt_batch.PromptConfig(BYTES, 16, "Sum. ", "{problem}<think>")
+  cfg = prompt_batch.PromptConfig(BYTES, 17, "Sum.", "{problem}<think>")
   batch = pipeline.take([Problem("1+1?", "2", "")], cfg, 1)
   responses = scoring.decode_responses(samples_of(["#2"]), batch, BYTES)
-  assert responses[0].prompt == "Sum. 1+1?<think>"[-16:]
+  assert responses[0].prompt == "Sum.\n\n1+1?<think>"
 
 
 def test_responses_are_scored_against_their_own_problem(pool):

@@ -53,6 +53,11 @@ def tokens_of_seven(config):
   return made.encode("7"), made.fingerprint == "bytes"
 
 
+def prompt_of_seven(config):
+  tokenizer = built(config).tokenizer
+  return tokenizer.decode(tokenizer.prompt("7"))
+
+
 def weight_shards(config, mesh):
   """The shard of a query weight on one device, and of an expert weight."""
   program = build_program(parse(config), mesh, training=False)

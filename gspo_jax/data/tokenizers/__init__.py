@@ -13,21 +13,26 @@ from gspo_jax.runtime.errors import UserError, how_to_download, missing_package
 __all__ = ("Tokenizer", "load", "train")
 
 
-def load(spec: str) -> Tokenizer:
+def load(spec: str, template_args: str = "") -> Tokenizer:
   """The tokenizer that a config names.
 
   Args:
     spec: "bytes", a SentencePiece file that ends in ".model", or a folder with
       a fast tokenizer of transformers.
+    template_args: arguments of the chat template; see `hf.HFTokenizer`.
 
   Raises:
-    UserError: there is no such tokenizer, or it cannot be used.
+    UserError: there is no such tokenizer, or it cannot be used, or takes no
+      such arguments.
   """
-  if spec == "bytes":
-    return Bytes()
   path = Path(spec).expanduser()
-  if path.suffix == ".model":
-    return SentencePiece(path)
+  if spec == "bytes" or path.suffix == ".model":
+    if template_args:
+      raise UserError(
+        f"data.template_args={template_args!r}: expected '', since tokenizer "
+        f"{spec!r} has no chat template"
+      )
+    return Bytes() if spec == "bytes" else SentencePiece(path)
   if not path.is_dir():
     raise UserError(
       f"tokenizer {spec!r}: no such folder; expected 'bytes', a .model file "
@@ -37,4 +42,4 @@ def load(spec: str) -> Tokenizer:
     from gspo_jax.data.tokenizers.hf import HFTokenizer
   except ImportError as error:
     raise missing_package(error, "hf", f"tokenizer {spec!r}") from error
-  return HFTokenizer(path)
+  return HFTokenizer(path, template_args)

@@ -7,13 +7,15 @@ control tokens come only from a chat template and from `stop_ids`.
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from gspo_jax.runtime.errors import missing_package
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # the text of an id without any
+
+Turn = tuple[str, str]  # the role and the content of a message
 
 
 class Tokenizer(Protocol):
@@ -47,16 +49,35 @@ class Tokenizer(Protocol):
       UserError: that depends on the other ids of the text.
     """
 
-  def prompt(self, user: str, system: str = "") -> list[int]:
+  def prompt(
+    self, user: str, system: str = "", history: Sequence[Turn] = ()
+  ) -> list[int]:
     """The ids of a prompt, up to the first token of the response.
 
+    They are those of the chat template, or of `join_messages` without one.
+
     Args:
-      user: the message of the user.
+      user: the last message of the user.
       system: the system prompt; "" for none.
+      history: the messages between them, each (role, content).
     """
 
   def save(self, folder: str | Path) -> None:
     """Writes a folder that AutoTokenizer of transformers loads."""
+
+
+def join_messages(user: str, system: str, history: Sequence[Turn]) -> str:
+  """The text of a prompt without a chat template; see `Tokenizer.prompt`.
+
+  A blank line stands between messages, but for one of the assistant, which
+  follows that of the user at once, as the response follows the prompt.
+  """
+  text = before = ""
+  for role, content in [("system", system), *history, ("user", user)]:
+    if text and (before, role) != ("user", "assistant"):
+      text += "\n\n"
+    text, before = text + content, role
+  return text
 
 
 def decode_runs(

@@ -5,26 +5,35 @@ Here control tokens come from the template alone. A message without such strings
 gets exactly the ids of `apply_chat_template`.
 """
 
+import ast
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
+import jinja2.meta
 
 from gspo_jax.data.tokenizers.base import (
   UNKNOWN,
+  Turn,
   decode_runs,
   digest,
   import_transformers,
+  join_messages,
 )
 from gspo_jax.data.tokenizers.plain import SPACE, byte_letters
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, nearest
 
 _LLAMA_STEPS = ("ByteFallback", "Fuse", "Strip")  # of a decoder
 _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
+# What transformers gives every chat template.
+_OF_EVERY_TEMPLATE = {
+  *("add_generation_prompt", "bos_token", "eos_token", "messages"),
+  *("pad_token", "raise_exception", "strftime_now", "unk_token"),
+}
 # Files that may decide the ids, and files that may also decide a prompt.
 _VOCABULARIES = (
   "merges.txt",
@@ -49,14 +58,23 @@ _SETTINGS = (
 class HFTokenizer:
   """A fast tokenizer of transformers; see `tokenizers.base.Tokenizer`.
 
+  Args:
+    path: a folder.
+    template_args: `data.template_args`, arguments of the chat template:
+      "NAME=VALUE,NAME=VALUE", each value a literal of Python or JSON, or a
+      word.
+
   Raises:
-    UserError: the folder has no fast tokenizer, or the tokenizer has no stop
-      token.
+    UserError: the folder has no fast tokenizer, the tokenizer has no stop
+      token, or the template does not read one of the arguments.
   """
 
-  def __init__(self, path: Path):
+  def __init__(self, path: Path, template_args: str = ""):
     self._path = path
     self._library = _open(path)
+    self._template_args = _parse_template_args(template_args)
+    if template_args:
+      self._check_template_args(template_args)
     # Two copies: whether control strings are parsed is a mutable option, and
     # the threads of the pipeline share the tokenizer.
     self._parsing = self._library.backend_tokenizer
@@ -138,12 +156,18 @@ class HFTokenizer:
       "token does not depend on its neighbours"
     )
 
-  def prompt(self, user: str, system: str = "") -> list[int]:
+  def prompt(
+    self, user: str, system: str = "", history: Sequence[Turn] = ()
+  ) -> list[int]:
     if not self._library.chat_template:
-      return self._begin() + self.encode(system + user)
-    guarded = self._guard(system, user)
-    pieces = list(self._split(self._render(*guarded.texts)))
-    rendered = self._render(system, user)
+      text = join_messages(user, system, history)
+      return self._begin() + self.encode(text)
+    turns = [("system", system)] if system else []
+    turns += [*history, ("user", user)]
+    roles, texts = zip(*turns, strict=True)
+    guarded = self._guard(*texts)
+    pieces = list(self._split(self._render(roles, guarded.texts)))
+    rendered = self._render(roles, texts)
     ids = self._parsing.encode(rendered, add_special_tokens=False).ids
     of_template = [self._control[p.text] for p in pieces if p.control]
     only_control = lambda ids: [i for i in ids if i in self._forbidden]
@@ -196,18 +220,42 @@ class HFTokenizer:
       end = match.end()
     yield _Piece(text[end:], False)
 
-  def _render(self, system: str, user: str) -> str:
-    messages = [{"role": "user", "content": user}]
-    if system:
-      messages.insert(0, {"role": "system", "content": system})
+  def _render(self, roles: Sequence[str], texts: Sequence[str]) -> str:
+    messages = [
+      {"role": role, "content": text}
+      for role, text in zip(roles, texts, strict=True)
+    ]
     try:
       return self._library.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
+        messages,
+        tokenize=False,
+        add_generation_prompt=True,
+        **self._template_args,
       )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
       raise UserError(
         f"tokenizer {str(self._path)!r}: its chat template raised: {error}"
       ) from error
+
+  def _check_template_args(self, text: str) -> None:
+    """UserError for an argument that the chat template does not read."""
+    if not self._library.chat_template:
+      raise UserError(
+        f"data.template_args={text!r}: expected '', since tokenizer "
+        f"{str(self._path)!r} has no chat template"
+      )
+    known = _template_variables(self._library.get_chat_template())
+    for name in self._template_args:
+      if name in _OF_EVERY_TEMPLATE or (
+        known is not None and name not in known
+      ):
+        hint = "it reads none"
+        if known:
+          hint = nearest(name, known)
+        raise UserError(
+          f"data.template_args={text!r}: the chat template takes no argument "
+          f"{name!r}; {hint}"
+        )
 
   def _stops(self) -> tuple[int, ...]:
     """The end-of-text token, then the stops of generation_config.json."""
@@ -241,6 +289,39 @@ class _Piece(NamedTuple):
 
   text: str
   control: bool
+
+
+def _parse_template_args(text: str) -> dict[str, Any]:
+  """The arguments in "enable_thinking=False,effort=high"."""
+  words = {"true": True, "false": False, "null": None}
+
+  def value_of(node):
+    if isinstance(node, ast.Name):
+      return words.get(node.id, node.id)
+    return ast.literal_eval(node)
+
+  try:
+    call = ast.parse(f"f({text})", mode="eval").body
+    if call.args or not all(argument.arg for argument in call.keywords):
+      raise ValueError
+    return {
+      argument.arg: value_of(argument.value) for argument in call.keywords
+    }
+  except (SyntaxError, ValueError, AttributeError) as error:
+    raise UserError(
+      f"data.template_args={text!r}: expected NAME=VALUE,NAME=VALUE, such as "
+      "enable_thinking=False; a text with other signs than a word in quotes"
+    ) from error
+
+
+def _template_variables(template: str) -> set[str] | None:
+  """What a chat template reads of its arguments; None if it does not say."""
+  try:
+    syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    names = jinja2.meta.find_undeclared_variables(syntax.parse(template))
+  except jinja2.TemplateSyntaxError:  # tags of transformers
+    return None
+  return names - _OF_EVERY_TEMPLATE
 
 
 def _files(path: Path) -> list[Path]:

@@ -3,16 +3,18 @@
 import itertools
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import sentencepiece
 
 from gspo_jax.data.tokenizers.base import (
   UNKNOWN,
+  Turn,
   decode_runs,
   digest,
   import_transformers,
+  join_messages,
 )
 from gspo_jax.runtime.errors import UserError
 
@@ -36,8 +38,10 @@ class Bytes:
   def token_bytes(self) -> list[bytes]:
     return [bytes([i]) for i in range(256)] + [UNKNOWN.encode()] * 2
 
-  def prompt(self, user: str, system: str = "") -> list[int]:
-    return self.encode(system + user)
+  def prompt(
+    self, user: str, system: str = "", history: Sequence[Turn] = ()
+  ) -> list[int]:
+    return self.encode(join_messages(user, system, history))
 
   def save(self, folder: str | Path) -> None:
     transformers = import_transformers()
@@ -113,8 +117,10 @@ class SentencePiece:
       return model.decode([i]).encode()
     return piece.replace(SPACE, " ").encode()
 
-  def prompt(self, user: str, system: str = "") -> list[int]:
-    return self.encode(system + user)
+  def prompt(
+    self, user: str, system: str = "", history: Sequence[Turn] = ()
+  ) -> list[int]:
+    return self.encode(join_messages(user, system, history))
 
   def save(self, folder: str | Path) -> None:
     """As `Tokenizer.save`; UserError if transformers gives other ids."""

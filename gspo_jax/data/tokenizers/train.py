@@ -1,7 +1,9 @@
-"""Trains a SentencePiece tokenizer on the text of JSON lines.
+"""Trains a SentencePiece tokenizer on the text of JSON lines or a data set.
 
   python -m gspo_jax.data.tokenizers.train --input=train.jsonl \\
     --vocab_size=2048 --fields=question,answer --output=runs/tokenizer.model
+
+An input may also be a source such as parquet:train.parquet or hf:NAME.
 
 Byte-pair encoding without normalisation and without a prefix space, so that
 decoding restores every text, but for U+2581, which SentencePiece uses for a
@@ -13,17 +15,18 @@ Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
 
 import io
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import sentencepiece
-from absl import app, flags
+from absl import flags
 
-from gspo_jax.data import readers, tokenizers
+from gspo_jax.data import command, readers, tokenizers
 from gspo_jax.runtime.errors import UserError
 
-_INPUT = flags.DEFINE_list("input", [], "Files of JSON lines.")
+_INPUT = flags.DEFINE_list(
+  "input", [], "Files of JSON lines, or parquet:FILE and so on."
+)
 _FIELDS = flags.DEFINE_list(
   "fields", ["question", "answer"], "Fields of a line, each with text."
 )
@@ -37,41 +40,25 @@ _MAX_LINE = 1 << 20  # bytes; SentencePiece ignores longer lines
 
 def main() -> None:
   """Entry point of the command."""
-  try:
-    app.run(_main, flags_parser=_parse)
-  except UserError as error:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.exit(2)
+  command.run(
+    _main,
+    required=(_INPUT, _FIELDS, _OUTPUT),
+    start="--input=train.jsonl --output=tokenizer.model",
+  )
 
 
-def _parse(argv):
-  try:
-    rest = flags.FLAGS(argv)
-  except flags.Error as error:
-    raise UserError(str(error)) from error
-  if len(rest) > 1:
-    raise UserError(f"unexpected argument {rest[1]!r}: flags are --name=value")
-  for flag in (_INPUT, _FIELDS, _OUTPUT):
-    if not flag.value:
-      raise UserError(
-        f"--{flag.name} is missing; for a start: --input=train.jsonl "
-        "--output=tokenizer.model"
-      )
-  return rest
-
-
-def _main(argv) -> None:
+def _main() -> None:
   proto = train(read_texts(_INPUT.value, _FIELDS.value), _VOCAB_SIZE.value)
   write(proto, Path(_OUTPUT.value))
   print(f"{_OUTPUT.value}: {_VOCAB_SIZE.value} pieces")
 
 
-def read_texts(paths: Sequence[str], fields: Sequence[str]) -> Iterator[str]:
-  """The text of these fields, for every line of every file."""
-  for path in paths:
-    for where, record in readers.json_lines(path):
+def read_texts(files: Sequence[str], fields: Sequence[str]) -> Iterator[str]:
+  """The text of these fields, for every record of every file."""
+  for file in files:
+    for where, record in readers.lines(file):
       for field in fields:
-        value = readers.field(record, field, where)
+        value = readers.plain(readers.field(record, field, where), where)
         if not isinstance(value, str):
           raise UserError(f"{where}: {field!r} is not text")
         yield value
