@@ -10,6 +10,7 @@ Other wings take these modules:
   metric_writer  MetricWriter and to_scalars: stdout, JSON lines, TensorBoard
   run_files      the files of a workdir, as they are written and read
   json_lines     reads JSON-lines files
+  progress       Progress: how far a slow piece of work is, every 10 seconds
 """
 
 __all__ = (
@@ -20,6 +21,7 @@ __all__ = (
   "metric_writer",
   "multihost",
   "preemption",
+  "progress",
   "run_files",
   "sharding",
 )
