@@ -1,4 +1,4 @@
-"""UserError, and the hint that names the nearest valid choice."""
+"""UserError, and texts that errors share: install this, did you mean that."""
 
 import re
 from collections.abc import Iterable
@@ -9,6 +9,22 @@ class UserError(ValueError):
 
   Its message is one line. The commands print it and exit with code 2.
   """
+
+
+def missing_package(
+  error: ImportError, extra: str, what: str = "this"
+) -> UserError:
+  """The error to raise where an optional package cannot be imported.
+
+  Args:
+    error: of the import.
+    extra: of setup.cfg, which has the package.
+    what: needs the package, as the user typed it: "reward 'math'".
+  """
+  return UserError(
+    f"{what} needs a package that is not installed ({error}): "
+    f"pip install 'gspo_jax[{extra}]'"
+  )
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -40,6 +40,17 @@ def test_a_line_says_how_much_is_done_and_how_long_the_rest_takes(clock):
   assert work.line() == "cold start: 800/800 steps in 3 min"
 
 
+def test_what_was_done_before_does_not_count_as_fast(clock):
+  work = Progress("cold start", 800, "steps", done=400)
+  clock.now = 10.0
+  work.advance()
+  work.advance(0)
+  assert work.line() == "cold start: 401/800 steps in 10 s"
+  clock.now = 20.0
+  work.advance(10)
+  assert work.line() == "cold start: 411/800 steps in 20 s, 6 min left"
+
+
 def test_tokens_per_second_and_work_without_a_total_or_a_count(clock):
   work = Progress("rollout", 256, "responses")
   unknown, single = Progress("load", unit="tensors"), Progress("compile update")
@@ -75,6 +86,32 @@ def test_lines_come_while_a_single_call_runs_and_a_last_one_after(fast):
   assert last == "compile: 0 s"
   time.sleep(0.05)
   assert out.getvalue().splitlines() == [*during, last]
+
+
+def test_only_the_inner_one_of_two_prints(fast):
+  outer_out, inner_out = io.StringIO(), io.StringIO()
+  with Progress("outer", file=outer_out):
+    with Progress("inner", after=0.01, file=inner_out) as inner:
+      wait_for_lines(inner_out, 3)
+      inner.note = ", from the cache"
+    assert not outer_out.getvalue()
+    wait_for_lines(outer_out, 1)
+  assert inner_out.getvalue().endswith("\ninner: 0 s, from the cache\n")
+
+
+def test_lines_become_rarer_to_one_a_minute(clock, monkeypatch):
+  work, waits = Progress("compile", file=io.StringIO()), []
+
+  def wait(seconds):
+    waits.append(seconds)
+    clock.now += seconds
+    return clock.now > 600
+
+  work._stop = SimpleNamespace(wait=wait)
+  work._print_lines()
+  assert waits[:5] == [10, 10, 10, 10, 10]
+  assert waits[5] == pytest.approx(12.5)
+  assert waits[-1] == 60
 
 
 def test_short_work_prints_nothing(capsys):

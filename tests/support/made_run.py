@@ -160,9 +160,7 @@ def _recording(built, config, notes):
     )
 
   def generate(name, group_size):
-    def sample(
-      params, prompts, key, *, resume_from=None, stop_at=None, on_finished=None
-    ):
+    def sample(params, prompts, key, *, stop_at=None, **_):
       texts = problems(prompts)
       note(name, texts, key)
       if stop_at is not None:
