@@ -79,14 +79,10 @@ def test_a_run_and_its_resumption_are_one_run_in_wandb(tmp_path, monkeypatch):
   wandb_run.require_login("reasoning")
   write(range(4), 0, 0.5)
   write(range(3, 5), 2, 0.25)
-  write(range(1), 0, 0.5)  # a new run: the files of the earlier one move aside
-  folders = sorted((workdir / "wandb").glob("offline-run-*"))
-  runs = sorted(
-    map(logged, folders), key=lambda run: [r["_step"] for r in run[1]]
-  )
-  (new, first, resumed) = runs
-  assert first[0][0] == resumed[0][0] != new[0][0]
-  assert (workdir / "wandb_id").read_text() == new[0][0]
+  folders = (workdir / "wandb").glob("offline-run-*")
+  by_step = lambda run: [row["_step"] for row in run[1]]
+  first, resumed = sorted(map(logged, folders), key=by_step)
+  assert first[0][0] == resumed[0][0] == (workdir / "wandb_id").read_text()
   assert first[0][1:3] == ("gsm8k", "reasoning")
   assert first[0][3]["optim"] == {"learning_rate": 0.5}
   assert resumed[0][3]["optim"] == {"learning_rate": 0.25}
@@ -148,6 +144,14 @@ def test_a_server_that_cannot_be_reached_is_an_error(fake, tmp_path):
   fake.init = fail
   with pytest.raises(UserError, match=r"^log\.wandb='p': no such host; .*off"):
     wandb_run.WandbRun("p", epath.Path(tmp_path), {}, resumes=False)
+
+
+def test_a_run_that_begins_again_is_another_one_in_wandb(fake, tmp_path):
+  ids = []
+  fake.init = lambda **options: ids.append(options["id"])
+  for resumes in (True, True, False):
+    wandb_run.WandbRun("p", epath.Path(tmp_path), {}, resumes=resumes)
+  assert ids[0] == ids[1] != ids[2]
 
 
 def test_a_step_that_is_not_logged_does_not_end_the_run(fake, tmp_path, caplog):
