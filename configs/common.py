@@ -198,6 +198,9 @@ def get_config() -> ConfigDict:
   c.log.instruments = True
   c.log.samples_every = 10  # iterations between sample responses
   c.log.samples = 4  # how many to write
+  c.log.wandb = ""  # a project in Weights & Biases; "": none
+  # (first, last) iteration of a trace in <workdir>/profile; (): none
+  c.log.profile = ()
   return c
 
 

@@ -39,11 +39,13 @@ from gspo_jax.rollout.batch import (
 from gspo_jax.rollout.metrics import rollout_metrics
 from gspo_jax.rollout.scoring import require_scored
 from gspo_jax.rollout.source import Source, make_source
-from gspo_jax.runtime import metric_writer, multihost, sharding
+from gspo_jax.runtime import metric_writer, multihost, sharding, wandb_run
 from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.runtime.compilations import Compilations
 from gspo_jax.runtime.identity import changes, flatten, match
 from gspo_jax.runtime.metric_writer import MetricWriter
 from gspo_jax.runtime.preemption import Preemption
+from gspo_jax.runtime.profile import Profile
 from gspo_jax.sampler.continuous import ContinuousSampler
 
 
@@ -85,7 +87,14 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
   mesh = multihost.run_on_all(
     lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
   )
-  with jax.set_mesh(mesh), Preemption() as preemption:
+  multihost.print_once(_devices(mesh))
+  multihost.run_on_all(lambda: _require_wandb(config))
+  with (
+    jax.set_mesh(mesh),
+    Preemption() as preemption,
+    Compilations() as compilations,
+  ):
+    multihost.print_once("loading the data and the tokenizer")
     experiment = multihost.run_on_all(lambda: prepare(config, workdir, mesh))
     multihost.require_same(
       flatten({"config": config.as_json()} | experiment.identity)
@@ -105,10 +114,12 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       if state is None:
         return None
       multihost.run_on_all(lambda: _write_config(experiment))
-      return _train(run, state)
+      return _train(run, state, compilations)
 
 
-def _train(run: Run, state: TrainState) -> TrainState | None:
+def _train(
+  run: Run, state: TrainState, compilations: Compilations
+) -> TrainState | None:
   """RL from `state` to the last step, or to a SIGTERM."""
   experiment, config = run.experiment, run.experiment.config
   first, last = int(state.step) + 1, config.num_steps
@@ -121,14 +132,19 @@ def _train(run: Run, state: TrainState) -> TrainState | None:
       resume_step=first - 1,
       edges=EDGES,
       active=multihost.is_primary(),
+      wandb=config.log.wandb,
+      config=config.as_json(),
+      compile_seconds=lambda: compilations.seconds,
     )
   )
-  with writer:
+  profile = Profile(config.log.profile, experiment.workdir / "profile")
+  with writer, profile:
     health = _health_checks(experiment)
     if first == 1 and config.eval.every:
       writer.write(0, held_out.evaluate(experiment, state.params))
     for step in range(first, last + 1):
-      state, metrics, distributions, samples = iterate(run, state, step)
+      with profile.iteration(step):
+        state, metrics, distributions, samples = iterate(run, state, step)
       stop = run.preemption.reached()
       if stop:  # before an evaluation, in which a SIGKILL may come
         _save(run, step, state)
@@ -338,6 +354,20 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
   return make_source(
     config.rollout, context, program.sampler, last_step=config.num_steps
   )
+
+
+def _devices(mesh: jax.sharding.Mesh) -> str:
+  """One line for the log: "8 x TPU v5p on 2 processes, mesh fsdp=8"."""
+  kind = mesh.devices.flat[0].device_kind
+  axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
+  hosts = f" on {count} processes" if (count := jax.process_count()) > 1 else ""
+  split = f", mesh {', '.join(axes)}" if axes else ""
+  return f"{mesh.size} x {kind}{hosts}{split}"
+
+
+def _require_wandb(config) -> None:
+  if config.log.wandb and multihost.is_primary():
+    wandb_run.require_login(config.log.wandb)
 
 
 def _print_parameters(experiment: Experiment) -> None:

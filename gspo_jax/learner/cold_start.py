@@ -26,6 +26,7 @@ from gspo_jax.runtime import multihost
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.identity import match
 from gspo_jax.runtime.preemption import Preemption
+from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.samples import Prompts
 
 
@@ -164,24 +165,27 @@ class ColdStart:
       state, step = restored.state, restored.step
       accuracy = restored.metadata["greedy"]
       self.batches.set_state(restored.metadata["data"])
-    while step < cfg.steps and (not cfg.gate or accuracy < cfg.gate):
-      state, metrics = self._update(state)
-      step += 1
-      stop = preemption.reached()
-      # Only at these steps: an additional check could end a resumed run where
-      # an uninterrupted one goes on.
-      check = step % cfg.check_every == 0 or step == cfg.steps
-      if check:
-        accuracy = self.accuracy(state.params)
-        loss = metrics["loss/imitation"].value()
-        multihost.print_once(
-          f"cold start {step:4d}/{cfg.steps}  loss {loss:.3f}  "
-          f"greedy accuracy {accuracy:.3f} (gate {cfg.gate})"
-        )
-      if check or stop:
-        self._save(step, state, accuracy)
-      if stop:
-        return None
+    progress = Progress("cold start", cfg.steps, "steps", done=step)
+    with progress:
+      while step < cfg.steps and (not cfg.gate or accuracy < cfg.gate):
+        state, metrics = self._update(state)
+        step += 1
+        stop = preemption.reached()
+        # Only at these steps: an additional check could end a resumed run where
+        # an uninterrupted one goes on.
+        check = step % cfg.check_every == 0 or step == cfg.steps
+        if check:
+          accuracy = self.accuracy(state.params)
+          loss = metrics["loss/imitation"].value()
+          multihost.print_once(
+            f"cold start {step:4d}/{cfg.steps}  loss {loss:.3f}  "
+            f"greedy accuracy {accuracy:.3f} (gate {cfg.gate})"
+          )
+        if check or stop:
+          self._save(step, state, accuracy)
+        if stop:
+          return None
+        progress.advance()
     if accuracy < cfg.gate:
       raise multihost.AgreedError(
         f"cold_start.steps={cfg.steps} ended at greedy accuracy "

@@ -14,6 +14,7 @@ from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.progress import Progress
 
 NOTE = "compiler roofline, nothing ran on a chip"
 FUNCTIONS = lower.FUNCTIONS
@@ -59,8 +60,7 @@ def plan(
       continue
     program_id = id(lowered[name])
     if program_id not in done:
-      print(f"compiling {name} ...", file=sys.stderr, flush=True)
-      done[program_id] = plan_compile.compile_one(lowered[name])
+      done[program_id] = _compile(name, lowered[name])
     results[name] = analysis.analyze(
       name, done[program_id], config, program, where
     )
@@ -72,7 +72,8 @@ def plan(
   iteration = None
   if drawn and all("seconds" in result for result in results.values()):
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
-    iteration = iteration_cost.cost(results, config, program, where, drawn)
+    with Progress("scheduling", file=sys.stderr):
+      iteration = iteration_cost.cost(results, config, program, where, drawn)
   return {
     "topology": str(where),
     "slices": slices,
@@ -89,6 +90,13 @@ def plan(
   }
 
 
+def _compile(what: str, lowered) -> plan_compile.Compiled:
+  """Compiles, and says so on stderr."""
+  print(f"compiling {what} ...", file=sys.stderr, flush=True)
+  with Progress(f"compiling {what}", file=sys.stderr):
+    return plan_compile.compile_one(lowered)
+
+
 def _room_by_a_smaller_pool(name, config, program, where) -> dict:
   """The room for pages of a function that does not compile; {} if unknown."""
   generate, hbm = program.sampler.generate, where.chip.hbm
@@ -96,8 +104,7 @@ def _room_by_a_smaller_pool(name, config, program, where) -> dict:
   for less in pages.smaller(config, program.cfg, generate, hbm):
     program_of_less = build_program(less, program.mesh)
     lowered = lower.functions(less, program_of_less)[name]
-    print(f"compiling {name}, fewer pages ...", file=sys.stderr, flush=True)
-    done = plan_compile.compile_one(lowered)
+    done = _compile(f"{name}, fewer pages", lowered)
     report = analysis.analyze(name, done, less, program_of_less, where)
     if "pages" in report:
       return {"pages": report["pages"] | asked}

@@ -76,6 +76,14 @@ STRINGS = Range(
 TEMPERATURE = Range(
   "more than 0, or 0 for a greedy evaluation", lambda x: 0 <= x < math.inf
 )
+ITERATIONS = Range(
+  "() for none, or the first and the last iteration, such as (10, 12)",
+  lambda x: (
+    len(x) in (0, 2)
+    and all(type(i) is int and i >= 1 for i in x)
+    and list(x) == sorted(x)
+  ),
+)
 DUAL_CLIP = Range(
   "0 for none, or more than 1", lambda x: x == 0 or 1 < x < math.inf
 )
@@ -375,6 +383,8 @@ class Log:
   instruments: bool
   samples_every: int = checked(AT_LEAST_1)
   samples: int = checked(ZERO_OR_MORE)
+  wandb: str
+  profile: tuple[int, ...] = checked(ITERATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -454,6 +464,11 @@ class Config:
       raise UserError(
         f"rollout.group_size={self.rollout.group_size}: expected at least 2, "
         "since an advantage compares a response with the others of its group"
+      )
+    if self.log.profile and self.log.profile[1] > self.num_steps:
+      raise UserError(
+        f"log.profile={self.log.profile}: expected iterations up to "
+        f"num_steps={self.num_steps}"
       )
     self._check_sizes(shards)
 

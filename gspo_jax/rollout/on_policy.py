@@ -11,6 +11,7 @@ from gspo_jax.rollout.batch import (
   sampled_tokens,
 )
 from gspo_jax.rollout.scoring import ResponseDecoder, StreamingScorer
+from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import MergeGroups
 
@@ -60,16 +61,22 @@ class OnPolicy:
     context = self._context
     batch = context.curriculum.next_batch(step)
     prompts = prompts_on_device(batch, context.batch_sharding)
+    what = f"rollout of iteration {step}"
     if not isinstance(context.generate, ContinuousSampler):
-      samples = context.generate(params, prompts, key)
-      return context.start_scoring(batch, samples)
+      with Progress(what):
+        samples = context.generate(params, prompts, key)
+        return context.start_scoring(batch, samples)
     scorer = StreamingScorer(
       context.reward_pool,
       ResponseDecoder(
         batch, context.tokenizer, context.group_size, context.stop
       ),
     )
-    samples = context.generate(params, prompts, key, on_finished=scorer.add)
+    count = context.prompts * context.group_size
+    with Progress(what, count, "responses") as progress:
+      samples = context.generate(
+        params, prompts, key, on_finished=scorer.add, progress=progress
+      )
     rewards = scorer.rewards(context.group_size, samples.lengths)
     return ScoredSamples(batch, samples, scorer.responses, rewards)
 

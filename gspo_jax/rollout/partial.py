@@ -19,6 +19,7 @@ from gspo_jax.rollout.batch import (
   prompts_on_device,
 )
 from gspo_jax.runtime import multihost
+from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.functions import SamplerFunctions
 from gspo_jax.sampler.samples import UNFINISHED, Samples
 
@@ -150,9 +151,21 @@ class PartialRollouts:
     context, G = self._context, self._context.group_size
     prompts = prompts_on_device(batch, context.batch_sharding)
     key, limit = context.keys(step).sample, self.pending.tokens.shape[1]
-    sample = lambda samples, stop_at: context.generate(
-      params, prompts, key, resume_from=samples, stop_at=stop_at
-    )
+
+    def sample(samples, stop_at):
+      waits = multihost.to_host(samples.lengths) < stop_at
+      count = int((waits & ~_finished(samples)).sum())
+      what = f"rollout of iteration {step}"
+      with Progress(what, count, "responses") as progress:
+        return context.generate(
+          params,
+          prompts,
+          key,
+          resume_from=samples,
+          stop_at=stop_at,
+          progress=progress,
+        )
+
     stop_at = np.minimum(lengths + self._max_tokens, limit)
     samples = sample(self.pending, stop_at)
     slot_steps = int(samples.slot_steps)

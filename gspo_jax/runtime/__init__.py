@@ -8,18 +8,26 @@ Other wings take these modules:
   identity       whether a checkpoint belongs to the same run; `flatten`
   preemption     Preemption: SIGTERM as a flag that all processes agree on
   metric_writer  MetricWriter and to_scalars: stdout, JSON lines, TensorBoard
+  wandb_run      WandbRun: the metrics in Weights & Biases
+  compilations   Compilations: says what JAX compiles, and how long it took
+  profile        Profile: a trace of some iterations
   run_files      the files of a workdir, as they are written and read
   json_lines     reads JSON-lines files
+  progress       Progress: how far a slow piece of work is, every 10 seconds
 """
 
 __all__ = (
   "checkpoint",
+  "compilations",
   "errors",
   "identity",
   "json_lines",
   "metric_writer",
   "multihost",
   "preemption",
+  "profile",
+  "progress",
   "run_files",
   "sharding",
+  "wandb_run",
 )

@@ -21,6 +21,7 @@ from orbax.checkpoint import v1 as ocp
 
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.progress import Progress
 from gspo_jax.runtime.sharding import leaves_by_path
 
 
@@ -131,7 +132,8 @@ class Checkpoints:
   def wait(self) -> None:
     """Waits until the last save is on disk; RuntimeError if it failed."""
     try:
-      self._orbax.wait()
+      with Progress(f"saving checkpoint {self._last_save}"):
+        self._orbax.wait()
     except Exception as error:
       raise RuntimeError(
         f"the checkpoint of step {self._last_save} was not saved in "
@@ -236,12 +238,23 @@ class Checkpoints:
     local.pytree.loading.partial_load = part
     local.multiprocessing.primary_host = jax.process_index()
     local.multiprocessing.active_processes = {jax.process_index()}
-    with local:
+    with (
+      local,
+      Progress(f"loading checkpoint {step} ({_size(abstract_state)})"),
+    ):
       return ocp.load(
         self._orbax.directory / str(step),
         abstract_state,
         checkpointable_name="state",
       )
+
+
+def _size(tree: Any) -> str:
+  """Of its arrays: "1.5 GB"."""
+  leaves = jax.tree.leaves(tree)
+  return (
+    f"{sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 1e9:.1f} GB"
+  )
 
 
 def _require_folder(directory: str | os.PathLike) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of a run: to stdout, JSON lines, TensorBoard and sample files.
+"""Metrics of a run: stdout, JSON lines, TensorBoard, W&B and sample files.
 
 Inside jit a metric is a sum and a count. `to_scalars` fetches the metrics of a
 step and divides; `MetricWriter` writes the results:
@@ -11,6 +11,7 @@ step and divides; `MetricWriter` writes the results:
   samples/step_000012.jsonl one sample a line: {"step", "problem", "response",
                             "reference", "reward"}
   tensorboard/              the same numbers and texts as events
+  wandb/, wandb_id          of W&B, if it is asked for; see `wandb_run`
 """
 
 import collections
@@ -21,7 +22,7 @@ import struct
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ from gspo_jax.runtime.run_files import (
   open_run_files,
   short_number,
 )
+from gspo_jax.runtime.wandb_run import WandbRun
 
 # The columns of a stdout line: metric, label, width and format.
 _COLUMNS = (
@@ -47,8 +49,8 @@ _COLUMNS = (
   ("eval/pass@1", "pass@1", 5, ".3f"),
   ("response/length", "len", 5, ".0f"),
   ("ratio/sequence_std", "ratio", 7, ".1e"),
-  ("clip_frac/token", "clip", 7, ".2%"),
-  ("time/iteration", "s/it", 6, ".1f"),
+  ("clip_frac/token", "clip", 5, ".1%"),
+  ("throughput/tokens_per_second", "tok/s", 6, ".0f"),
 )
 
 
@@ -84,7 +86,7 @@ class MetricWriter:
 
   Args:
     workdir: a folder, created if missing, or a bucket (gs://..., with gcsfs).
-    total_steps: the steps of the whole run, for the progress bar and the ETA.
+    total_steps: the steps of the whole run, for the ETA.
     resume_step: the restored step k, or 0 for a new run. A resumed run writes
       the steps after k again: their lines and samples are deleted, and
       TensorBoard hides their events. A new run moves the files of an earlier
@@ -92,11 +94,15 @@ class MetricWriter:
       the next free number.
     edges: the edges of all histograms, ascending, from -inf to inf.
     active: False makes every method a no-op, for all processes but the first.
+    wandb: the project in W&B; "" for none.
+    config: all keys of the run, for W&B.
+    compile_seconds: the time that JAX has compiled so far, which the ETA leaves
+      out.
 
   Raises:
-    UserError: workdir cannot be written, or a line of a JSON-lines file is not
-      JSON. The last line is an exception: a crash may have cut it short, and it
-      is dropped.
+    UserError: workdir cannot be written, W&B cannot be reached, or a line of a
+      JSON-lines file is not JSON. The last line is an exception: a crash may
+      have cut it short, and it is dropped.
   """
 
   def __init__(
@@ -107,11 +113,16 @@ class MetricWriter:
     resume_step: int,
     edges: Sequence[float],
     active: bool = True,
+    wandb: str = "",
+    config: Mapping[str, Any] | None = None,
+    compile_seconds: Callable[[], float] = lambda: 0.0,
   ):
     self._active, self._total_steps = active, total_steps
-    self._start, self._recent = time.monotonic(), collections.deque(maxlen=20)
+    self._compile_seconds = compile_seconds
+    self._recent = collections.deque([(self._now(), resume_step)], maxlen=20)
     self._edges = np.asarray(edges)
     self._files: list[RunFile] = []
+    self._wandb = None
     if not active:
       return
     workdir = epath.Path(workdir)
@@ -122,6 +133,10 @@ class MetricWriter:
       )
       self._events = _open_events(workdir / "tensorboard", resume_step)
       self._files = [self._metrics, self._distributions, self._events]
+      if wandb:
+        self._wandb = WandbRun(
+          wandb, workdir, config or {}, resumes=resume_step > 0
+        )
     except UserError:
       raise
     except Exception as e:  # the HttpError of gcsfs is not an OSError
@@ -135,6 +150,8 @@ class MetricWriter:
     with contextlib.ExitStack() as closing:  # close all, even if one fails
       for file in self._files:
         closing.callback(file.close)
+      if self._wandb:
+        closing.callback(self._wandb.close)
 
   def write(
     self,
@@ -142,7 +159,7 @@ class MetricWriter:
     scalars: Mapping[str, float],
     distributions: Mapping[str, Sequence[float]] | None = None,
   ) -> None:
-    """Writes a step: JSON lines, a TensorBoard event and a stdout line.
+    """Writes a step: JSON lines, TensorBoard, W&B and a stdout line.
 
     In JSON, NaN and infinities are null.
     """
@@ -155,16 +172,27 @@ class MetricWriter:
     if distributions:
       short = {k: list(map(short_number, d)) for k, d in distributions.items()}
       self._distributions.append(line({"step": step, **short}))
+    histograms = {
+      k: _counts_and_edges(k, d, self._edges) for k, d in distributions.items()
+    }
     value = [{"tag": k, "simple_value": v} for k, v in scalars.items()]
-    value += [_histogram(k, d, self._edges) for k, d in distributions.items()]
+    value += [_histogram(k, *bins) for k, bins in histograms.items()]
     self._events.append(_event(step=step, summary={"value": value}))
-    self._recent.append((time.monotonic(), step))
-    elapsed = self._recent[-1][0] - self._start
+    if self._wandb:
+      self._wandb.write(step, scalars, histograms)
+    if self._recent[-1][1] == step:  # an evaluation before the first step
+      self._recent.pop()
+    self._recent.append((self._now(), step))
     left = _seconds_left(self._recent, self._total_steps)
+    total = self._total_steps
     _print(
-      f"{_progress(step, self._total_steps)} {_columns(scalars)} "
-      f"{_clock(elapsed):>7} eta {_clock(left):>8}"
+      f"{step:{len(str(total))}}/{total} {_columns(scalars)} "
+      f"eta {_clock(left):>8}"
     )
+
+  def _now(self) -> float:
+    """Seconds, on a clock that stands still while JAX compiles."""
+    return time.monotonic() - self._compile_seconds()
 
   def samples(
     self, step: int, rows: Sequence[tuple[str, str, str, float]]
@@ -199,10 +227,10 @@ def _as_markdown(samples: Sequence[Sample]) -> str:
   return textwrap.indent(run_files.printable(text, keep="\n\t"), "    ")
 
 
-def _histogram(
+def _counts_and_edges(
   name: str, values: Sequence[float], edges: np.ndarray
-) -> dict[str, Any]:
-  """A TensorBoard histogram of counts, or of one number for each layer.
+) -> tuple[np.ndarray, np.ndarray]:
+  """A histogram of counts, or of one number for each layer; its edges.
 
   The bar of layer l reaches from l to l + 1.
   """
@@ -211,6 +239,13 @@ def _histogram(
   else:
     edges = np.arange(len(values) + 1.0)
   counts = np.nan_to_num(np.asarray(values, float), posinf=0.0, neginf=0.0)
+  return counts, edges
+
+
+def _histogram(
+  name: str, counts: np.ndarray, edges: np.ndarray
+) -> dict[str, Any]:
+  """A TensorBoard histogram."""
   # TensorBoard draws min and max as the outer edges of the outermost bins that
   # are not empty.
   filled = np.flatnonzero(counts) if counts.any() else np.arange(len(counts))
@@ -250,11 +285,6 @@ def _event(**fields) -> bytes:
   return length + struct.pack("<I", crcs[0]) + data + struct.pack("<I", crcs[1])
 
 
-def _progress(step: int, total: int) -> str:
-  done = min(8 * step // max(total, 1), 8)
-  return f"{step:{len(str(total))}}/{total} {'#' * done:.<8}"
-
-
 def _columns(scalars: Mapping[str, float]) -> str:
   return " ".join(
     f"{label} {format(scalars[k], spec) if k in scalars else '-':>{width}}"
@@ -263,7 +293,7 @@ def _columns(scalars: Mapping[str, float]) -> str:
 
 
 def _seconds_left(recent: Sequence[tuple[float, int]], total: int) -> float:
-  """Seconds to the end at the pace of the recent steps; NaN with one step."""
+  """Seconds to the end at the pace of the recent steps; NaN before a step."""
   (first_time, first_step), (last_time, last_step) = recent[0], recent[-1]
   if first_step == last_step:
     return math.nan

@@ -22,6 +22,7 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler import continuous_jit
 from gspo_jax.sampler.continuous_config import (
   ContinuousBatchingConfig,
@@ -111,6 +112,7 @@ class ContinuousSampler:
     resume_from: Samples | None = None,
     stop_at: np.ndarray | None = None,
     on_finished: OnFinished | None = None,
+    progress: Progress | None = None,
   ) -> Samples:
     """Generates all G responses to each of P prompts.
 
@@ -128,6 +130,7 @@ class ContinuousSampler:
         without it no response pauses.
       on_finished: called with the responses that finished in an earlier
         segment while a later one decodes.
+      progress: counts the responses that finish or pause.
 
     Raises:
       UserError: the prompts have another shape, or routing is recorded over
@@ -160,7 +163,11 @@ class ContinuousSampler:
     params = self.jitted.decode_params(params)
 
     def finished_in(results, samples) -> list[_Finished]:
+      before = sum(scheduler.num_sampled for scheduler in schedulers)
       left = self._apply_results(schedulers, requests, results)
+      if progress:
+        tokens = sum(scheduler.num_sampled for scheduler in schedulers)
+        progress.advance(sum(map(len, left)), tokens=tokens - before)
       return list(self._finished(left, samples)) if on_finished else []
 
     results, finished = None, []  # of the last segment; not reported so far

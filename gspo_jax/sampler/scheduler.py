@@ -71,7 +71,11 @@ class SegmentPages:
 
 
 class Scheduler:
-  """Assigns the slots and pages of one shard; numbers count from its first."""
+  """Assigns the slots and pages of one shard; numbers count from its first.
+
+  Attributes:
+    num_sampled: tokens sampled so far, also of preempted responses.
+  """
 
   def __init__(
     self,
@@ -91,7 +95,7 @@ class Scheduler:
     Raises:
       UserError: a prefix is empty, or it and a response do not fit a slot.
     """
-    self._sizes = sizes
+    self._sizes, self.num_sampled = sizes, 0
     lengths_N = np.asarray(prefix_lengths, np.int64)
     self._prefix_A = np.asarray(prefix_index, np.int64)
     self._max_tokens_A = np.asarray(max_tokens, np.int64)
@@ -208,6 +212,8 @@ class Scheduler:
       The responses that finished.
     """
     self._unknown_segments -= 1
+    new_B = np.asarray(num_generated) - self._num_generated_B
+    self.num_sampled += int(new_B[self._response_B >= 0].sum())
     self._num_generated_B[:] = num_generated
     slots = np.flatnonzero((self._response_B >= 0) & ~np.asarray(active))
     responses = self._response_B[slots].tolist()

@@ -982,6 +982,20 @@ ROWS = (
   Row("log.instruments", built.batch_fields, {True: ROUTED, False: KEPT}),
   Row("log.samples_every", seen.sample_files, {1: [1, 2], 10: [2]}),
   Row("log.samples", seen.samples_written, {2: 2, 4: 4}),
+  Row(
+    "log.wandb",
+    seen.wandb_projects,
+    {"": ([], []), "reasoning": (["reasoning"], [0, 1, 2])},
+  ),
+  Row(
+    "log.profile",
+    seen.traced_iterations,
+    {
+      (): ([], set()),
+      (1, 2): ([1, 2], {"profile"}),
+      (2, 2): ([2], {"profile"}),
+    },
+  ),
 )
 
 

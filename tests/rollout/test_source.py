@@ -67,22 +67,28 @@ class ScriptedPolicy:
   def __init__(self):
     self.keys = []
 
-  def __call__(self, params, prompts, key, resume_from=None, stop_at=None):
+  def __call__(
+    self, params, prompts, key, resume_from=None, stop_at=None, progress=None
+  ):
     self.keys.append(tuple(jax.random.key_data(key).tolist()))
     samples = resume_from or empty(len(prompts.tokens))
     samples = jax.tree.map(np.array, jax.device_get(samples))
     if stop_at is None:
       stop_at = np.full(len(samples.lengths), R)
     problems = [BYTES.decode(row[-3:]) for row in np.asarray(prompts.tokens)]
-    slot_steps = 0
+    slot_steps = responses = 0
     for i in np.flatnonzero(samples.finish == UNFINISHED):
       whole = response_length(problems[i // G], i % G)
       stop = min(whole, max(stop_at[i], samples.lengths[i]))
       samples.tokens[i, samples.lengths[i] : stop] = params
       slot_steps += stop - samples.lengths[i]
+      responses += stop > samples.lengths[i]
       samples.lengths[i] = stop
       if stop == whole:
         samples.finish[i] = TRUNCATED if whole == R else STOPPED
+    if progress:  # it expects as many responses as get tokens
+      progress.advance(responses)
+      assert f": {responses}/{responses} responses" in progress.line()
     samples = dataclasses.replace(samples, slot_steps=np.int32(slot_steps))
     return jax.device_put(samples)
 
@@ -297,8 +303,8 @@ class ScriptedContinuousSampler(ContinuousSampler):
   def __init__(self, submitted):
     object.__setattr__(self, "submitted", submitted)
 
-  def __call__(self, params, prompts, key, *, on_finished):
-    samples = ScriptedPolicy()(params, prompts, key)
+  def __call__(self, params, prompts, key, *, on_finished, progress):
+    samples = ScriptedPolicy()(params, prompts, key, progress=progress)
     finished = [
       FinishedResponse(row, int(n), stopped=True)
       for row, n in zip(jax.device_get(samples.tokens), samples.lengths,

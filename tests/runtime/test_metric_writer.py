@@ -27,7 +27,7 @@ SCALARS = {
   "response/length": 12345.6,
   "ratio/sequence_std": 2.14e-4,
   "clip_frac/token": 0.0013,
-  "time/iteration": 1234.56,
+  "throughput/tokens_per_second": 123456.7,
   "grad/norm": 3.0,
 }
 
@@ -370,7 +370,7 @@ def last_line(capsys):
 
 
 def test_the_stdout_line_has_fixed_columns(tmp_path, capsys, monkeypatch):
-  clock = iter([0.0, 60.0, 3600.0 * 30 + 61])
+  clock = iter([0.0, 60.0, 3600.0 * 30 + 60])
   monkeypatch.setattr(metric_writer.time, "monotonic", lambda: next(clock))
   with open_writer(tmp_path, total=20000) as writer:
     writer.write(0, {"eval/pass@1": 0.25, "eval/avg@8": 0.5})
@@ -378,14 +378,14 @@ def test_the_stdout_line_has_fixed_columns(tmp_path, capsys, monkeypatch):
     writer.write(10000, SCALARS)
     second = last_line(capsys)
   assert first == (
-    "    0/20000 ........ reward      - pass@1 0.250 len     - ratio       -"
-    " clip       - s/it      -   01:00 eta        -"
+    "    0/20000 reward      - pass@1 0.250 len     - ratio       -"
+    " clip     - tok/s      - eta        -"
   )
   assert second == (
-    "10000/20000 ####.... reward -0.531 pass@1 0.412 len 12346 ratio 2.1e-04"
-    " clip   0.13% s/it 1234.6 30:01:01 eta 30:00:01"
+    "10000/20000 reward -0.531 pass@1 0.412 len 12346 ratio 2.1e-04"
+    " clip  0.1% tok/s 123457 eta 30:00:00"
   )
-  assert max(len(first), len(second)) <= 120
+  assert max(len(first), len(second)) < 100
   assert (first + second).isprintable()
 
 
@@ -398,6 +398,28 @@ def test_the_eta_follows_the_recent_pace(tmp_path, capsys, monkeypatch):
       writer.write(step, {})
       now += 500.0 if step < 10 else 2.0
   assert last_line(capsys).endswith("eta    02:00")
+
+
+@pytest.mark.parametrize("resume", [0, 7])
+def test_the_first_eta_comes_after_one_step_without_what_jax_compiled(
+  tmp_path, capsys, monkeypatch, resume
+):
+  now, compiled = 0.0, 0.0
+  monkeypatch.setattr(metric_writer.time, "monotonic", lambda: now)
+  with metric_writer.MetricWriter(
+    tmp_path,
+    total_steps=resume + 4,
+    resume_step=resume,
+    edges=EDGES,
+    compile_seconds=lambda: compiled,
+  ) as writer:
+    if not resume:
+      now, compiled = 90.0, 80.0
+      writer.write(0, {})  # an evaluation
+      assert last_line(capsys).endswith("eta        -")
+    now, compiled = now + 100.0, compiled + 95.0
+    writer.write(resume + 1, {})
+  assert last_line(capsys).endswith("eta    00:15")
 
 
 @pytest.mark.parametrize(

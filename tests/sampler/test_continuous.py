@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -136,14 +137,22 @@ def assert_same_routing(samples, expected):
 )
 def test_samples_are_those_of_the_static_sampler(make):
   """With the same key, whatever the slots, the pages and the neighbours."""
-  generate = make()
-  expected, samples = static(generate.config), run(generate)
+  generate, counts = make(), []
+  count = lambda n, tokens: counts.append((n, tokens))
+  expected = static(generate.config)
+  samples = run(generate, progress=SimpleNamespace(advance=count))
   assert (expected.lengths == R).any() != (expected.lengths == R).all()
   assert_same(samples, expected)
   if generate.config.record_routing:
     assert_same_routing(samples, expected)
   else:
     assert samples.experts is None
+  finished, tokens = np.sum(counts, axis=0)
+  assert finished == len(samples.lengths)
+  if make is few_pages:  # some were preempted
+    assert tokens > samples.lengths.sum()
+  else:
+    assert tokens == samples.lengths.sum()
 
 
 def test_another_call_another_key_and_other_weights():

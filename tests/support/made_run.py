@@ -24,7 +24,7 @@ from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.program import experiment
 from gspo_jax.rewards import pool
-from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime import metric_writer, multihost, sharding, wandb_run
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
 
 RESPONSE = (ord("#"), ord("7"))
@@ -48,13 +48,14 @@ class MadeRun:
       `packing.shuffled_groups` are "shuffle".
     widths: the widths of the prompts, in tokens.
     pools: the set-up of each process that scores.
+    wandb: in the place of `WandbRun`.
     error: the text of the error that ended the run, or "".
   """
 
   def __init__(self, config, folder: Path):
     self.folder, self.experiment = folder, None
     self.events, self.keys, self.widths, self.pools = [], {}, set(), []
-    self.error = ""
+    self.error, self.wandb = "", mock.MagicMock()
     build, prepare = experiment.build_program, training.prepare
 
     def made(config, mesh):
@@ -70,8 +71,18 @@ class MadeRun:
       self.keys.setdefault("shuffle", []).append(key)
       return shuffled_groups(key, *sizes)
 
+    def start_trace(folder, profiler_options):
+      self.events.append(("start_trace", folder))
+
+    def stop_trace():
+      self.events.append(("stop_trace", None))
+
     worker = lambda setup: _Worker(setup, self.pools)
     with (
+      mock.patch.object(jax.profiler, "start_trace", start_trace),
+      mock.patch.object(jax.profiler, "stop_trace", stop_trace),
+      mock.patch.object(wandb_run, "require_login"),
+      mock.patch.object(metric_writer, "WandbRun", self.wandb),
       mock.patch.object(experiment, "build_program", made),
       mock.patch.object(training, "prepare", keep),
       mock.patch.object(pool, "Process", worker),
@@ -160,9 +171,7 @@ def _recording(built, config, notes):
     )
 
   def generate(name, group_size):
-    def sample(
-      params, prompts, key, *, resume_from=None, stop_at=None, on_finished=None
-    ):
+    def sample(params, prompts, key, *, stop_at=None, **_):
       texts = problems(prompts)
       note(name, texts, key)
       if stop_at is not None:

@@ -209,3 +209,24 @@ def samples_written(config):
   folder = run_of(config).folder / "samples"
   (samples,) = run_files.read_samples(folder).values()
   return len(samples)
+
+
+def wandb_projects(config):
+  """The project of each W&B run, and the steps logged there."""
+  wandb = run_of(config).wandb
+  projects = [call.args[0] for call in wandb.call_args_list]
+  return projects, [call.args[0] for call in wandb().write.call_args_list]
+
+
+def traced_iterations(config):
+  """The updates while a trace was on, counted from 1; and its folder's name."""
+  names, traced, updates, on = set(), [], 0, False
+  for name, argument in run_of(config).events:
+    if name == "start_trace":
+      on = True
+      names.add(argument.name)
+    on = on and name != "stop_trace"
+    updates += name == "update"
+    if on and name == "update":
+      traced.append(updates)
+  return traced, names

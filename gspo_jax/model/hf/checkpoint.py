@@ -28,6 +28,7 @@ from gspo_jax.model.hf.tensors import (
 from gspo_jax.model.transformer import Params
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.progress import Progress
 
 # Files copied from `like`: tokenizer and generation config.
 _COPIED_FILES = (
@@ -66,15 +67,18 @@ def load_hf(folder: str | Path, cfg: ModelConfig, *, shardings=None) -> Params:
     else:
       array = _read(source, tensor, 0, sharding)
       params[tensor.path] = _from_hf(array, tensor=tensor, sharding=sharding)
-  for i in range(cfg.num_layers):
-    for tensor, sharding in shardings.items():
-      if tensor.stacked:
-        array, stack = _read(source, tensor, i, sharding), params[tensor.path]
-        params[tensor.path] = _set_layer(
-          stack, array, i, tensor=tensor, sharding=sharding
-        )
-    # Otherwise the host would read all layers before the first is copied.
-    jax.block_until_ready(params)
+  progress = Progress(f"loading {folder}", cfg.num_layers, "layers")
+  with progress:
+    for i in range(cfg.num_layers):
+      for tensor, sharding in shardings.items():
+        if tensor.stacked:
+          array, stack = _read(source, tensor, i, sharding), params[tensor.path]
+          params[tensor.path] = _set_layer(
+            stack, array, i, tensor=tensor, sharding=sharding
+          )
+      # Otherwise the host would read all layers before the first is copied.
+      jax.block_until_ready(params)
+      progress.advance()
   return _nested(params)
 
 
@@ -176,16 +180,20 @@ def save_hf(
   on_primary(lambda: _create(partial, cfg, dtype, like, beside))
   parameters, leaves = tensor_maps(cfg), _by_path(params)
   index, total = {}, 0
-  for number, i in enumerate([*range(cfg.num_layers), None], start=1):
-    file = f"model-{number:05d}-of-{cfg.num_layers + 1:05d}.safetensors"
-    arrays = {}
-    for tensor in parameters:
-      if tensor.stacked == (i is not None):
-        x = _to_hf(leaves[tensor.path], i or 0, tensor=tensor, dtype=dtype)
-        arrays |= _split(tensor, multihost.to_host(x), i or 0)
-    index |= dict.fromkeys(arrays, file)
-    total += sum(x.nbytes for x in arrays.values())
-    on_primary(lambda path=partial / file, x=arrays: _save(x, path))
+  layers = [*range(cfg.num_layers), None]
+  progress = Progress(f"writing {target}", len(layers), "files")
+  with progress:
+    for number, i in enumerate(layers, start=1):
+      file = f"model-{number:05d}-of-{cfg.num_layers + 1:05d}.safetensors"
+      arrays = {}
+      for tensor in parameters:
+        if tensor.stacked == (i is not None):
+          x = _to_hf(leaves[tensor.path], i or 0, tensor=tensor, dtype=dtype)
+          arrays |= _split(tensor, multihost.to_host(x), i or 0)
+      index |= dict.fromkeys(arrays, file)
+      total += sum(x.nbytes for x in arrays.values())
+      on_primary(lambda path=partial / file, x=arrays: _save(x, path))
+      progress.advance()
   on_primary(lambda: _finish(folder, partial, index, total))
 
 

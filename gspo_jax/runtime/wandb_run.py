@@ -1,0 +1,110 @@
+"""The metrics of a run in Weights & Biases (the extra `wandb`)."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from absl import logging
+from etils import epath
+
+from gspo_jax.runtime.errors import UserError, missing_package
+
+
+def require_login(project: str) -> None:
+  """Checks that `WandbRun` will work, before a run spends hours on other work.
+
+  On a terminal wandb may ask for a key; elsewhere it does not wait.
+
+  Raises:
+    UserError: the package is missing, or nobody is logged in.
+  """
+  try:
+    import wandb
+  except ImportError as error:
+    what = f"log.wandb={project!r}"
+    raise missing_package(error, "wandb", what) from error
+  try:
+    if wandb.setup().settings.mode in ("online", "shared"):
+      wandb.login()
+  except Exception as error:  # also of its settings, which are no wandb.Error
+    raise _unusable(project, error) from error
+
+
+class WandbRun:
+  """A W&B run; a resumed one goes on in the same W&B run.
+
+  W&B does not take back a step. After a resume, the steps that were logged
+  before the interruption keep their first values.
+
+  Args:
+    project: W&B's name for a group of runs; created if it does not exist.
+    workdir: its last part becomes the run's name; the file wandb_id in it has
+      the run's id. If it is no bucket, wandb writes its own files there, too.
+    config: all keys of the run.
+    resumes: whether to go on in the W&B run of wandb_id.
+
+  Raises:
+    UserError: W&B cannot be reached.
+  """
+
+  def __init__(
+    self,
+    project: str,
+    workdir: epath.Path,
+    config: Mapping[str, Any],
+    *,
+    resumes: bool,
+  ):
+    import wandb
+
+    self._histogram = wandb.Histogram
+    id_file = workdir / "wandb_id"
+    if not (resumes and id_file.exists()):
+      id_file.write_text(secrets.token_hex(4))
+    try:
+      self._run = wandb.init(
+        project=project,
+        name=workdir.name,
+        id=id_file.read_text().strip(),
+        resume="allow",
+        config=dict(config),
+        allow_val_change=True,  # a resumed run may have other values
+        dir=None if "://" in str(workdir) else str(workdir),
+      )
+    except Exception as error:
+      raise _unusable(project, error) from error
+
+  def write(
+    self,
+    step: int,
+    scalars: Mapping[str, float],
+    histograms: Mapping[str, tuple[np.ndarray, np.ndarray]],
+  ) -> None:
+    """Logs a step. If W&B fails, a warning comes and the run goes on.
+
+    Args:
+      step: the iteration.
+      scalars: by name.
+      histograms: [N] counts and [N + 1] finite edges by name.
+    """
+    try:
+      if step >= self._run.step:
+        histograms = {
+          name: self._histogram(np_histogram=bins)
+          for name, bins in histograms.items()
+        }
+        self._run.log({**scalars, **histograms}, step=step, commit=True)
+    except Exception as error:
+      logging.warning("step %d is not in W&B: %s", step, error)
+
+  def close(self) -> None:
+    """Waits until everything is uploaded."""
+    self._run.finish()
+
+
+def _unusable(project: str, error: Exception) -> UserError:
+  return UserError(
+    f"log.wandb={project!r}: {error}; run `wandb login`, or set "
+    "WANDB_MODE=offline to write files that `wandb sync` uploads"
+  )

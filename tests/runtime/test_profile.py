@@ -1,0 +1,74 @@
+"""A profile has the iterations that were asked for, and is written once."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gspo_jax.runtime import profile
+from gspo_jax.runtime.profile import Profile
+
+
+@pytest.fixture
+def calls(monkeypatch):
+  """The calls of jax.profiler, by name."""
+  calls = []
+
+  def start(folder, profiler_options):
+    assert profiler_options.python_tracer_level == 0
+    calls.append(f"start {folder}")
+
+  monkeypatch.setattr(jax.profiler, "start_trace", start)
+  monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+  return calls
+
+
+def iterate(iterations, steps, calls, *, fail_at=0):
+  with Profile(iterations, "there") as traced:
+    for step in steps:
+      with traced.iteration(step):
+        calls.append(step)
+        if step == fail_at:
+          raise ArithmeticError
+      calls.append("evaluate")
+
+
+@pytest.mark.parametrize(
+  ("iterations", "expected"),
+  [
+    ((), [3, "evaluate", 4, "evaluate"]),
+    ((4, 4), [3, "evaluate", "start there", 4, "stop", "evaluate"]),
+    ((1, 3), ["start there", 3, "stop", "evaluate", 4, "evaluate"]),
+    # A SIGTERM ended the run before iteration 9.
+    ((4, 9), [3, "evaluate", "start there", 4, "evaluate", "stop"]),
+    ((1, 2), [3, "evaluate", 4, "evaluate"]),  # it was resumed later
+  ],
+)
+def test_a_trace_begins_before_the_first_and_ends_after_the_last(
+  iterations, expected, calls
+):
+  iterate(iterations, (3, 4), calls)
+  assert calls == expected
+
+
+def test_a_run_that_fails_leaves_its_trace(calls):
+  with pytest.raises(ArithmeticError):
+    iterate((3, 9), (3, 4), calls, fail_at=3)
+  assert calls == ["start there", 3, "stop"]
+
+
+def test_other_processes_write_none(calls, monkeypatch):
+  monkeypatch.setattr(profile.multihost, "is_primary", lambda: False)
+  iterate((3, 4), (3, 4), calls)
+  assert calls == [3, "evaluate", 4, "evaluate"]
+
+
+def test_the_trace_has_the_calls_of_an_iteration(tmp_path, capsys):
+  with Profile((2, 2), tmp_path / "profile") as traced:
+    for step in (1, 2):
+      with traced.iteration(step):
+        jax.jit(jnp.sin)(1.0).block_until_ready()
+  (file,) = (tmp_path / "profile").rglob("*.xplane.pb")
+  trace = file.read_bytes()
+  assert b"PjitFunction(sin)" in trace
+  assert b"iteration" in trace
+  assert capsys.readouterr().out == f"profile: {tmp_path}/profile\n"
