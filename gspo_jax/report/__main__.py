@@ -15,7 +15,6 @@ Exit codes: 0 done; 2 a mistake of the user, in one line.
 import argparse
 import sys
 
-from gspo_jax.report.page import write
 from gspo_jax.runtime.errors import UserError
 
 
@@ -24,6 +23,20 @@ class _Parser(argparse.ArgumentParser):
     raise UserError(
       f"{message}; for a start: python -m gspo_jax.report runs/tiny"
     )
+
+
+def _page():
+  """The module that writes the page: it needs the extra `report`."""
+  try:
+    from gspo_jax.report import page
+  except ModuleNotFoundError as error:
+    if error.name.partition(".")[0] != "plotly":
+      raise
+    raise UserError(
+      "the report needs plotly, which is not installed: "
+      "pip install 'gspo_jax[report]'"
+    ) from error
+  return page
 
 
 def main() -> None:
@@ -37,7 +50,7 @@ def main() -> None:
   )
   try:
     arguments = parser.parse_args()
-    print(write(arguments.workdir, arguments.to))
+    print(_page().write(arguments.workdir, arguments.to))
   except UserError as error:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import itertools
 import json
 from collections.abc import Sequence
 from html import escape
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from etils import epath
+from plotly.offline import get_plotlyjs
 
-from gspo_jax.report import head, samples
-from gspo_jax.report.chart import COLOURS
-from gspo_jax.report.figures import of_subject, table
+from gspo_jax.report import samples, tables
+from gspo_jax.report.charts import COLOURS, Plot, of_subject, template
 from gspo_jax.report.subjects import SUBJECTS
 from gspo_jax.report.workdir import RunRecord, read
 from gspo_jax.runtime.errors import UserError
@@ -21,6 +20,11 @@ from gspo_jax.runtime.errors import UserError
 STYLE, SCRIPT = (
   Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js")
 )
+# The colours of figures are those of page.css.
+_THEMES = {
+  "light": template("plotly_white", "#ffffff", "#444649", "Blues"),
+  "dark": template("plotly_dark", "#1d2025", "#c5c7ca", "Blues_r"),
+}
 
 
 def write(workdirs: Sequence[str], to: str | None = None) -> epath.Path:
@@ -33,9 +37,9 @@ def write(workdirs: Sequence[str], to: str | None = None) -> epath.Path:
   Raises:
     UserError: a folder has no run, or the page cannot be written.
   """
-  if len(workdirs) > COLOURS:
+  if len(workdirs) > len(COLOURS):
     raise UserError(
-      f"{len(workdirs)} runs: expected at most {COLOURS}, the number of "
+      f"{len(workdirs)} runs: expected at most {len(COLOURS)}, the number of "
       "different colours"
     )
   if to is None and len(workdirs) > 1:
@@ -52,26 +56,35 @@ def write(workdirs: Sequence[str], to: str | None = None) -> epath.Path:
 
 def page(runs: Sequence[RunRecord]) -> str:
   """The HTML of a page."""
-  data, sections, taken = {}, [], set()
-  count = itertools.count()
+  figures, sections, taken = {}, [], set()
   for subject in SUBJECTS:
-    figures, constant, scalars = of_subject(subject, runs, taken)
+    plots, constant, scalars = of_subject(subject, runs, taken)
     html = ""
-    for figure in figures:
-      name = f"chart-{next(count)}"
-      html += f'<div id="{name}">{figure.html}</div>'
-      if figure.data:
-        data[name] = figure.data
+    for plot in plots:
+      name = f"chart-{len(figures)}"
+      html += _figure(name, plot)
+      figures[name] = json.loads(plot.figure.to_json())
+      figures[name]["title"] = plot.title
     if html:
       html = f'<div class="grid-of">{html}</div>'
     if constant:
       html += f"<p class=still>Constant: {escape(', '.join(constant))}.</p>"
     if scalars:
-      html += table(scalars, runs)
+      html += tables.numbers(scalars, runs)
     sections.append(_Section(subject.title, html))
   sections.append(_Section("Sample responses", samples.of_runs(runs)))
-  sections.append(_Section("Config", head.config(runs)))
-  return _document(runs, [s for s in sections if s.html], data)
+  sections.append(_Section("Config", tables.config(runs)))
+  return _document(runs, [s for s in sections if s.html], figures)
+
+
+def _figure(name: str, plot: Plot) -> str:
+  """The place of a plot, with its text."""
+  kind = ' class="warning"' if plot.warning else ""
+  note = f"<figcaption>{escape(plot.note)}</figcaption>" if plot.note else ""
+  return (
+    f'<figure{kind} aria-label="{escape(plot.title)}. {escape(plot.summary)}">'
+    f'<div class="chart" id="{name}"></div>{note}</figure>'
+  )
 
 
 class _Section(NamedTuple):
@@ -84,32 +97,39 @@ class _Section(NamedTuple):
 
 
 def _document(
-  runs: Sequence[RunRecord], sections: Sequence[_Section], data: dict
+  runs: Sequence[RunRecord], sections: Sequence[_Section], figures: dict
 ) -> str:
-  title = escape(head.title(runs))
+  title = escape(tables.title(runs))
   links = "".join(f'<a href="#{s.id}">{escape(s.title)}</a>' for s in sections)
   body = "".join(
     f'<section id="{s.id}"><h2>{escape(s.title)}</h2>{s.html}</section>'
     for s in sections
   )
+  templates = {name: t.to_plotly_json() for name, t in _THEMES.items()}
+  data = _json({"figures": figures, "templates": templates})
+  plotly = get_plotlyjs()
   return (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-    f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">'
+    '<meta http-equiv="Content-Security-Policy" '
+    f'content="{_policy(plotly, SCRIPT)}">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
     f'<link rel="icon" href="data:,"><title>{title}</title>'
-    f"<style>{STYLE}</style></head><body>{head.head(runs)}"
-    f"<nav>{links}</nav>{head.legend(runs)}<main>{body}</main>"
-    '<div id="read"></div><script type="application/json" id="data">'
-    f"{_json(data)}</script><script>{SCRIPT}</script></body></html>\n"
+    f"<style>{STYLE}</style></head><body>{tables.head(runs)}"
+    "<noscript>The charts need JavaScript.</noscript>"
+    f"<nav>{links}</nav>{tables.legend(runs)}<main>{body}</main>"
+    f'<script type="application/json" id="data">{data}</script>'
+    f"<script>{plotly}</script><script>{SCRIPT}</script></body></html>\n"
   )
 
 
-def _policy() -> str:
-  """The content security policy: load nothing, run only the page's script."""
-  script = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+def _policy(*scripts: str) -> str:
+  """The content security policy: load nothing, run only these scripts."""
+  hashes = (hashlib.sha256(script.encode()).digest() for script in scripts)
+  allowed = " ".join(f"'sha256-{base64.b64encode(h).decode()}'" for h in hashes)
+  # blob: is a chart on its way to a PNG file.
   return (
-    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-    f"script-src 'sha256-{script}'"
+    "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; "
+    f"script-src {allowed}"
   )
 
 

@@ -1,5 +1,6 @@
-"""The head of a page with the results of a run, and its end, the config."""
+"""The head of a page with the results, its numbers, and its end, the config."""
 
+import datetime
 import json
 from collections.abc import Sequence
 from html import escape
@@ -7,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gspo_jax.report.chart import COLOURS
-from gspo_jax.report.scale import duration, number
+from gspo_jax.report.charts import COLOURS, number
 from gspo_jax.report.workdir import RunRecord
 from gspo_jax.runtime.identity import flatten
 
@@ -74,9 +74,9 @@ def _results(run: RunRecord) -> list[_Result]:
       last = number(run.last(metric), unit)
       results.append(_Result(label, last, first if many else ""))
   if "time/iteration" in run.scalars:
-    total = duration(run.seconds())
+    total = datetime.timedelta(seconds=round(run.seconds()))
     median = float(np.nanmedian(run.scalars["time/iteration"].values))
-    results.append(_Result("time in iterations", total, ""))
+    results.append(_Result("time in iterations", str(total), ""))
     results.append(_Result("an iteration", f"{number(median)} s", ""))
   return results
 
@@ -106,8 +106,7 @@ def _compared(runs: Sequence[RunRecord]) -> str:
       _, value, first = of.get(label, _Result(label, "-", ""))
       cells.append(f"{first} → {value}" if first else value)
     body += (
-      f'<tr><th scope=row><i class="swatch c{i % COLOURS}"></i>'
-      f"{escape(run.name)}</th>"
+      f"<tr><th scope=row>{_swatch(i)}{escape(run.name)}</th>"
       + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
       + "</tr>"
     )
@@ -118,13 +117,17 @@ def _compared(runs: Sequence[RunRecord]) -> str:
   )
 
 
+def _swatch(i: int) -> str:
+  """The colour of a run."""
+  return f'<i class="swatch" style="background:{COLOURS[i]}"></i>'
+
+
 def legend(runs: Sequence[RunRecord]) -> str:
-  """The colours of several runs; "" for one run, whose lines have labels."""
+  """The colours of several runs; "" for one run, whose charts have legends."""
   if len(runs) == 1:
     return ""
   items = "".join(
-    f'<span><i class="swatch c{i % COLOURS}"></i>{escape(run.name)}</span>'
-    for i, run in enumerate(runs)
+    f"<span>{_swatch(i)}{escape(run.name)}</span>" for i, run in enumerate(runs)
   )
   return f'<div class="legend">{items}</div>'
 
@@ -148,6 +151,38 @@ def _warnings(run: RunRecord, named: bool) -> list[str]:
         f"{of}{name} was not finite at step {missing[0]:,}{times}"
       )
   return warnings
+
+
+def numbers(scalars: Sequence[str], runs: Sequence[RunRecord]) -> str:
+  """First, last, smallest and largest value of each scalar in each run."""
+  rows = []
+  for name in sorted(set(scalars)):
+    for run in runs:
+      if name not in run.scalars:
+        continue
+      values = run.scalars[name].values
+      finite = values[~np.isnan(values)]
+      cells = [number(run.first(name)), number(run.last(name))]
+      cells += [
+        number(v) for v in ((finite.min(), finite.max()) if len(finite) else ())
+      ] or ["-", "-"]
+      cells += [f"{len(values):,}"]
+      of = f"<td>{escape(run.name)}</td>" if len(runs) > 1 else ""
+      rows.append(
+        f"<tr><th scope=row>{escape(name)}</th>{of}"
+        + "".join(f"<td class=n>{c}</td>" for c in cells)
+        + "</tr>"
+      )
+  of = "<th scope=col>run</th>" if len(runs) > 1 else ""
+  heads = "".join(
+    f"<th scope=col class=n>{h}</th>"
+    for h in ("first", "last", "smallest", "largest", "steps")
+  )
+  return (
+    "<details><summary>Numbers</summary><div class=scroll><table><thead><tr>"
+    f"<th scope=col>metric</th>{of}{heads}</tr></thead><tbody>{''.join(rows)}"
+    "</tbody></table></div></details>"
+  )
 
 
 def config(runs: Sequence[RunRecord]) -> str:
