@@ -49,7 +49,7 @@ def on_hosts(work: Callable[[], int]) -> int:
   """
   # Not at the top: JAX takes seconds, and a mistaken flag needs none of it.
   if "jax" not in sys.modules:
-    print("loading jax", flush=True)
+    print("loading jax", file=sys.stderr, flush=True)
   from gspo_jax.runtime import multihost
 
   if not flags.FLAGS["verbosity"].present:
