@@ -1,6 +1,7 @@
 """What a run consists of before its first step, and what identifies it."""
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from gspo_jax.data.datasets import Datasets
 from gspo_jax.program import load_params
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
-from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.pool import EXAMPLE, RewardPool
 from gspo_jax.runtime.errors import UserError
 
 # Of the metadata and arrays of a checkpoint of RL. A run does not resume from
@@ -72,7 +73,7 @@ def prepare(
     config=config,
     workdir=epath.Path(workdir),
     program=program,
-    reward_pool=_reward_pool(config.reward),
+    reward_pool=_reward_pool(config.reward, problems),
     datasets=problems,
     held_out=pipeline.take(
       problems.held_out, program.prompt_config, config.eval.prompts
@@ -82,9 +83,20 @@ def prepare(
   )
 
 
-def _reward_pool(c) -> RewardPool:
+def _reward_pool(c, problems: Datasets) -> RewardPool:
+  """The pool; the first problems of the data are its examples."""
+  sources = [*(stage.source for stage in problems.stages), problems.held_out]
+  sources = itertools.chain(*(getattr(s, "sources", [s]) for s in sources))
+  examples = [EXAMPLE.to(source[0]) for source in sources if len(source)]
   try:
-    return RewardPool(c.names, c.weights, workers=c.workers, seconds=c.seconds)
+    return RewardPool(
+      c.names,
+      c.weights,
+      workers=c.workers,
+      seconds=c.seconds,
+      concurrency=c.concurrency,
+      examples=examples,
+    )
   except UserError as error:
     raise UserError(f"reward.names={c.names}: {error}") from error
 

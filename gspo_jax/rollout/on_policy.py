@@ -68,7 +68,7 @@ class OnPolicy:
       ResponseDecoder(batch, context.tokenizer, context.group_size),
     )
     samples = context.generate(params, prompts, key, on_finished=scorer.add)
-    rewards = scorer.rewards(context.group_size, samples.lengths)
+    rewards = scorer.rewards(samples.lengths)
     return ScoredSamples(batch, samples, scorer.responses, rewards)
 
   def get_state(self) -> dict:

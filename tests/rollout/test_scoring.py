@@ -91,7 +91,7 @@ def test_streamed_responses_have_the_same_rewards(pool):
     scorer.add({row: finished(row) for row in rows})
   responses = scoring.decode_responses(samples, batch, BYTES)
   assert dict(sorted(scorer.responses.items())) == responses
-  rewards = scorer.rewards(3, samples.lengths).result()
+  rewards = scorer.rewards(samples.lengths).result()
   assert list(rewards.parts) == ["final_answer"]
   np.testing.assert_array_equal(rewards.correct, CORRECT)
   np.testing.assert_array_equal(rewards.total, CORRECT)
@@ -100,7 +100,7 @@ def test_streamed_responses_have_the_same_rewards(pool):
 def test_a_host_without_responses_has_the_names_of_the_rewards(pool):
   """The hosts gather each reward in turn: none may leave one out."""
   scorer = StreamingScorer(pool, ResponseDecoder({}, BYTES, 3))
-  rewards = scorer.rewards(3, jnp.zeros(0)).result()
+  rewards = scorer.rewards(jnp.zeros(0)).result()
   assert list(rewards.parts) == ["final_answer"]
   assert rewards.total.shape == (0, 3)
 
