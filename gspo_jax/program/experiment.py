@@ -1,7 +1,6 @@
 """What a run consists of before its first step, and what identifies it."""
 
 import dataclasses
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -84,9 +83,9 @@ def prepare(
 
 
 def _reward_pool(c, problems: Datasets) -> RewardPool:
-  """The pool; the first problems of the data are its examples."""
-  sources = [*(stage.source for stage in problems.stages), problems.held_out]
-  sources = itertools.chain(*(getattr(s, "sources", [s]) for s in sources))
+  """The pool, with the first problem of every source as an example."""
+  mixtures = [*(stage.source for stage in problems.stages), problems.held_out]
+  sources = [s for m in mixtures for s in getattr(m, "sources", (m,))]
   examples = [EXAMPLE.to(source[0]) for source in sources if len(source)]
   try:
     return RewardPool(

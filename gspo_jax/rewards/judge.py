@@ -114,7 +114,7 @@ async def score(
   for tries in itertools.count(1):
     left = end - time.monotonic()
     try:
-      reply = await asyncio.to_thread(_ask, url, body, key_variable, left)
+      choice = await asyncio.to_thread(_ask, url, body, key_variable, left)
       break
     except JudgeError as e:
       pause = wait * random.uniform(0.5, 1)
@@ -122,7 +122,9 @@ async def score(
         raise JudgeError(f"{e} (try {tries})") from e
     await asyncio.sleep(pause)
     wait = min(2 * wait, LONGEST_WAIT)
-  return _read_score(url, reply, scale)
+  if choice.get("finish_reason") == "length":
+    raise JudgeError(f"{url}: the reply is longer than {max_tokens=}")
+  return _read_score(url, choice["message"]["content"] or "", scale)
 
 
 def _fill(template: str, values: dict) -> str:
@@ -165,8 +167,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
-def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> str:
-  """The text that the server replies."""
+def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
+  """The server's choice: the `message` with the reply, `finish_reason`, ..."""
   headers = {"Content-Type": "application/json"}
   if key_variable:
     headers["Authorization"] = f"Bearer {os.environ[key_variable]}"
@@ -184,11 +186,12 @@ def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> str:
   except (OSError, http.client.HTTPException) as e:
     raise JudgeError(f"{url}: {_why(e, seconds)}", again=True) from e
   try:
-    reply = json.loads(data)["choices"][0]["message"]["content"]
+    choice = json.loads(data)["choices"][0]
+    choice["message"]["content"]
   except (ValueError, LookupError, TypeError) as e:
     start = data[:100].decode("utf-8", "replace")
     raise JudgeError(f"{url}: expected a chat completion, got {start!r}") from e
-  return reply or ""
+  return choice
 
 
 def _why(error: Exception, seconds: float) -> str:
