@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gspo_jax.rewards import missing_column
-from gspo_jax.rewards.process import Process, Setup
+from gspo_jax.rewards.process import Call, Process, Setup
 from gspo_jax.rewards.worker import NO_LIST, NO_NUMBER
 from gspo_jax.runtime import errors
 
@@ -79,18 +79,17 @@ class Pending(NamedTuple):
   Attributes:
     names: of the rewards, without arguments.
     weights: of each reward in the total.
-    units: the [responses][rewards] calls of each unit, in the order of the
-      responses: of one response, or of a group.
+    calls: of [units][responses][rewards] calls; a unit is one response, or a
+      group of them.
   """
 
   names: tuple[str, ...]
   weights: tuple[float, ...]
-  units: list[futures.Future]
+  calls: futures.Future
 
   def result(self) -> Scores:
     """Waits for all rewards."""
-    responses = itertools.chain(*(unit.result() for unit in self.units))
-    calls = [call for response in responses for call in response]
+    calls = [c for unit in self.calls.result() for row in unit for c in row]
     parts = np.array([value or 0.0 for value, _ in calls], np.float64)
     parts = parts.reshape(-1, len(self.names)).astype(np.float32)
     failed = np.array([bool(failure) for _, failure in calls], bool)
@@ -119,6 +118,33 @@ def too_many(failed: np.ndarray, most: float, *, of: str) -> str:
     f"{of}: {count} of {size} responses could not be scored, expected at most "
     f"{allowed} (reward.max_failed={most:g})"
   )
+
+
+class _Submission:
+  """The units of one `submit`, and their calls as they come.
+
+  Attributes:
+    units: a response, or a group of them, each.
+    future: of their calls, [units][responses][rewards].
+  """
+
+  def __init__(self, units: Sequence[Sequence[Response]]):
+    self.units, self.future = units, futures.Future()
+    self._calls, self._missing = [None] * len(units), len(units)
+    if not units:
+      self.future.set_result([])
+
+  def finish(self, i: int, calls: list[list[Call]]) -> None:
+    """Sets the calls of unit i."""
+    self._calls[i] = calls
+    self._missing -= 1
+    if not self._missing and not self.future.done():
+      self.future.set_result(self._calls)
+
+  def fail(self, error: BaseException) -> None:
+    """Ends it: a unit has no calls."""
+    if not self.future.done():
+      self.future.set_exception(error)
 
 
 class RewardPool:
@@ -166,7 +192,7 @@ class RewardPool:
     _check(self._names, self._weights, limits)
     setup = Setup(tuple(names), seconds, memory, concurrency)
     self._changed = threading.Condition()  # of the next three
-    self._waiting: list[tuple[Sequence[Response], futures.Future]] = []
+    self._waiting: list[tuple[_Submission, int]] = []
     self._idle, self._closed = 0, False
     self._threads: list[threading.Thread] = []
     self._workers = [Process(setup) for _ in range(workers)]
@@ -197,22 +223,20 @@ class RewardPool:
     units = [responses[i : i + size] for i in range(0, len(responses), size)]
     if units and len(units[-1]) < size:
       raise ValueError(f"{len(responses)} responses in groups of {group_size}")
-    waiting = [(unit, futures.Future()) for unit in units]
+    submission = _Submission(units)
     with self._changed:
       if self._closed:
         raise futures.CancelledError
-      self._waiting += waiting
+      self._waiting += [(submission, i) for i in range(len(units))]
       self._changed.notify_all()
-    return Pending(
-      self._names, self._weights, [future for _, future in waiting]
-    )
+    return Pending(self._names, self._weights, submission.future)
 
   def close(self) -> None:
     """Ends the workers; pending rewards raise CancelledError."""
     with self._changed:
       self._closed = True
-      for _, future in self._waiting:
-        future.cancel()
+      for submission, _ in self._waiting:
+        submission.future.cancel()
       self._waiting.clear()
       self._changed.notify_all()
     for worker in self._workers:
@@ -249,17 +273,18 @@ class RewardPool:
   def _serve(self, worker: Process) -> None:
     """In a thread: gives a worker what waits, until the pool is closed."""
     while taken := self._take():
-      units, results = zip(*taken, strict=True)
       try:
-        scored = worker.score(units)
+        scored = worker.score([each.units[i] for each, i in taken])
       except BaseException as e:
-        for result in results:
-          result.set_exception(e)
+        with self._changed:
+          for submission, _ in taken:
+            submission.fail(e)
       else:
-        for result, calls in zip(results, scored, strict=True):
-          result.set_result(calls)
+        with self._changed:
+          for (submission, i), calls in zip(taken, scored, strict=True):
+            submission.finish(i, calls)
 
-  def _take(self) -> list[tuple[Sequence[Response], futures.Future]]:
+  def _take(self) -> list[tuple[_Submission, int]]:
     """Waits for units, and takes its share of them; none: it is closed.
 
     What came while the workers were busy goes into one request: calls of
