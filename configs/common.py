@@ -111,7 +111,9 @@ def get_config() -> ConfigDict:
   c.reward.names = ("final_answer",)
   c.reward.weights = (1.0,)  # one each
   c.reward.workers = 2  # processes that compute rewards, on each host
-  # Time for one response; after it the reward is 0. "code" needs 35.
+  c.reward.concurrency = 32  # calls of async rewards, at once in a process
+  # Time for one call of a reward, on one response or on a group; after it the
+  # reward is 0. "code" and "judge" need 35.
   c.reward.seconds = 5.0
   # The run stops if a larger share of the responses of an iteration or of an
   # evaluation could not be scored, or all. "math" fails on a few in a hundred,

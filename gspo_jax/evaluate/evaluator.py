@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import json
 import shlex
 import sys
@@ -23,12 +22,12 @@ from gspo_jax.evaluate.judge import run_benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
 from gspo_jax.program.config import ConfigDict, parse
-from gspo_jax.rewards.pool import RewardPool, too_many
+from gspo_jax.rewards.pool import EXAMPLE, RewardPool, too_many
 from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import flatten
 
-# Seconds that scoring a program may take beyond the time limit of its tests.
+# Seconds of a call beyond the time limit that its reward keeps itself.
 _SPARE = 10.0
 
 
@@ -205,14 +204,15 @@ def _reward_pool(config, benchmark) -> RewardPool:
     (benchmark.reward,),
     (1.0,),
     workers=config.reward.workers,
+    concurrency=config.reward.concurrency,
     seconds=_seconds(config, benchmark.reward),
+    examples=[EXAMPLE.to(benchmark.problems[0])],
   )
 
 
 def _seconds(config, reward) -> float:
-  """For one response; enough for a program's tests to reach their own limit."""
+  """For one call; enough for "code" and "judge" to reach their own limit."""
   seconds = float(config.reward.seconds)
-  if reward.partition(":")[0] != "code":
+  if reward.partition(":")[0] not in ("code", "judge"):
     return seconds
-  arguments = inspect.signature(rewards.named(reward)).parameters
-  return max(seconds, arguments["total"].default + _SPARE)
+  return max(seconds, rewards.named(reward).keywords["total"] + _SPARE)

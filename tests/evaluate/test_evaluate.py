@@ -225,7 +225,7 @@ def test_a_problem_that_is_too_long(workdir, tmp_path):
 class FailingPool:
   """A reward pool whose reward fails on some responses."""
 
-  def submit(self, responses):
+  def submit(self, responses, group_size):
     failed = np.array([r.text == "fail" for r in responses])
     scores = Scores(0.0 * failed, {}, failed, ("why",) * any(failed))
     return SimpleNamespace(result=lambda: scores)

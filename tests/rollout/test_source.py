@@ -319,12 +319,13 @@ class ScriptedContinuousSampler(ContinuousSampler):
 def test_responses_are_scored_while_others_are_sampled(pool):
   submitted = []
 
-  def submit(responses):
+  def submit(responses, *group_size):
     submitted.append(len(responses))
-    return pool.submit(responses)
+    return pool.submit(responses, *group_size)
 
   context = make_context(
-    SimpleNamespace(submit=submit), ScriptedContinuousSampler(submitted)
+    SimpleNamespace(submit=submit, takes_groups=False),
+    ScriptedContinuousSampler(submitted),
   )
   batch = OnPolicy(context, None, rounds=1)(1, 1)
   assert sorted(batch.samples.responses) == list(range(P * G))
