@@ -27,6 +27,22 @@ def missing_package(
   )
 
 
+def how_to_download(folder: str) -> str:
+  """The end of the error for a folder that does not exist.
+
+  Returns:
+    How to download it, if it looks like the id of a model on the Hugging Face
+    Hub, OWNER/NAME; else "".
+  """
+  model = re.fullmatch(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)", str(folder))
+  if not model:
+    return ""
+  return (
+    "; nothing is downloaded here: for a model of the Hugging Face Hub, "
+    f"`hf download {folder} --local-dir {model[1]}`, then ./{model[1]}"
+  )
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
   """The hint that ends an error message about an invalid `name`.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.data.tokenizers.plain import Bytes, SentencePiece
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, how_to_download, missing_package
 
 __all__ = ("Tokenizer", "load", "train")
 
@@ -33,11 +33,13 @@ def load(spec: str, template_args: str = "") -> Tokenizer:
         f"{spec!r} has no chat template"
       )
     return Bytes() if spec == "bytes" else SentencePiece(path)
-  from gspo_jax.data.tokenizers.hf import HFTokenizer
-
   if not path.is_dir():
     raise UserError(
       f"tokenizer {spec!r}: no such folder; expected 'bytes', a .model file "
-      "of SentencePiece, or a folder (nothing is downloaded)"
+      f"of SentencePiece, or a folder{how_to_download(spec)}"
     )
+  try:
+    from gspo_jax.data.tokenizers.hf import HFTokenizer
+  except ImportError as error:
+    raise missing_package(error, "hf", f"tokenizer {spec!r}") from error
   return HFTokenizer(path, template_args)
