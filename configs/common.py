@@ -31,7 +31,7 @@ def get_config() -> ConfigDict:
   c.sampler_mesh.expert = 0  # devices among which experts and vocabulary split
   c.sampler_mesh.tensor = 0  # devices among which heads are split, too
 
-  c.data = ConfigDict()
+  c.data = ConfigDict()  # problems, and the prompts made of them
   # "chain" (the embedded task), jsonl:FILE, parquet:FILE, hf:NAME[:SPLIT] (of
   # the Hugging Face Hub, a folder or a file), tfds:NAME[:SPLIT] or
   # package.module.factory of any Grain source; several with commas between.
