@@ -27,6 +27,7 @@ from gspo_jax.rewards.pool import RewardPool, too_many
 from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import flatten
+from gspo_jax.runtime.progress import Progress
 
 # Seconds that scoring a program may take beyond the time limit of its tests.
 _SPARE = 10.0
@@ -167,7 +168,8 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
 
   def sample(problems, samples, batch):
-    return sampler.sample(params, problems, jax.random.fold_in(key, batch))
+    key_of_batch = jax.random.fold_in(key, batch)
+    return sampler.sample(params, problems, key_of_batch, progress)
 
   def save(records, reasons):
     for reason in reasons:
@@ -188,7 +190,14 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   reward_pool = multihost.run_on_all(
     lambda: None if file is None else _reward_pool(config, benchmark)
   )
-  with reward_pool or nullcontext():
+  progress = Progress(
+    name,
+    len(benchmark.problems) * benchmark.samples,
+    "responses",
+    done=first_batch * sampler.batch_size * benchmark.samples,
+    file=sys.stderr,
+  )
+  with reward_pool or nullcontext(), progress:
     run_benchmark(
       sample,
       benchmark,

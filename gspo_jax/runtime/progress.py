@@ -1,0 +1,142 @@
+"""Lines that say how far a slow piece of work is."""
+
+import sys
+import threading
+import time
+from typing import ClassVar, TextIO
+
+from gspo_jax.runtime import multihost
+
+SECONDS = 10.0  # before the first line, and between the lines of a minute
+
+
+class Progress:
+  """A context manager that prints a line every 10 seconds while work goes on.
+
+  Work of less than 10 seconds prints nothing; the lines of long work become
+  rarer, to one a minute. Only process 0 prints, and only whole lines, so that a
+  log file reads like a terminal:
+
+    with Progress("cold start", 800, "steps") as progress:
+      for batch in batches:
+        ...
+        progress.advance()
+
+    cold start: 150/800 steps in 20 s, 85 s left
+    ...
+    cold start: 800 steps in 105 s
+
+  A thread prints, so that the lines also come while a single call is compiled
+  or runs on the device. Where one Progress is inside of another, only the inner
+  one prints. The remaining time leaves out everything up to the first
+  `advance`, and what JAX compiles.
+
+  Args:
+    what: the work, the beginning of each line.
+    total: how many units there are to do; None if that is not known.
+    unit: a plural, such as "steps"; "" for work that is not counted, whose
+      lines show the seconds so far.
+    done: how many units were done before, by work that is resumed.
+    after: seconds before the first line; None is 10.
+    file: where to print; None is stdout.
+
+  Attributes:
+    note: ends the last line; "" at first.
+  """
+
+  compile_seconds: ClassVar[float] = 0.0  # that `Compilations` has measured
+  _open: ClassVar[list["Progress"]] = []  # the innermost one is the last
+
+  def __init__(
+    self,
+    what: str,
+    total: int | None = None,
+    unit: str = "",
+    *,
+    done: int = 0,
+    after: float | None = None,
+    file: TextIO | None = None,
+  ):
+    self._what, self._total, self._unit, self._file = what, total, unit, file
+    self._after = SECONDS if after is None else after
+    self._start, self._done, self._tokens = time.monotonic(), done, 0
+    self._first = self._last = None  # (clock, done) of an `advance`
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self._print_lines, daemon=True)
+    self.note = ""
+
+  def __enter__(self) -> "Progress":
+    self._start = time.monotonic()
+    self._open.append(self)
+    if multihost.is_primary():
+      self._thread.start()
+    return self
+
+  def __exit__(self, kind, error, traceback) -> None:
+    self._open.remove(self)
+    self._stop.set()
+    if not self._thread.ident:
+      return
+    self._thread.join()
+    seconds = time.monotonic() - self._start
+    if kind is None and seconds >= self._after:
+      done = f"{self._done:,} {self._unit} in " if self._unit else ""
+      rate = self._tokens_per_second(seconds)
+      self._print(f"{self._what}: {done}{duration(seconds)}{rate}{self.note}")
+
+  @classmethod
+  def clock(cls) -> float:
+    """Seconds, on a clock that stands still while JAX compiles."""
+    return time.monotonic() - cls.compile_seconds
+
+  def advance(self, n: int = 1, *, tokens: int = 0) -> None:
+    """Counts `n` more units as done, and `tokens` sampled on the way."""
+    self._done += n
+    self._tokens += tokens
+    self._last = self.clock(), self._done
+    self._first = self._first or self._last
+
+  def line(self) -> str:
+    """What there is to say now."""
+    now, seconds = self.clock(), time.monotonic() - self._start
+    if not self._unit:
+      return f"{self._what}: {duration(seconds)} so far"
+    total = f"/{self._total:,}" if self._total else ""
+    line = f"{self._what}: {self._done:,}{total} {self._unit} in "
+    line += duration(seconds) + self._tokens_per_second(seconds)
+    first_time, first_done = self._first or (now, self._done)
+    last_time, done = self._last or (now, self._done)
+    if not self._total or done >= self._total or done == first_done:
+      return line
+    pace = (last_time - first_time) / (done - first_done)
+    left = (self._total - done) * pace - (now - last_time)
+    return f"{line}, {duration(max(left, 0))} left"
+
+  def _tokens_per_second(self, seconds: float) -> str:
+    if not self._tokens:
+      return ""
+    return f", {self._tokens / max(seconds, 1e-9):,.0f} tokens/s"
+
+  def _print_lines(self) -> None:
+    wait = self._after
+    while not self._stop.wait(wait):
+      if self._open[-1:] == [self]:
+        self._print(self.line())
+      elapsed = time.monotonic() - self._start
+      wait = min(max(SECONDS, elapsed / 4), 6 * SECONDS)
+
+  def _print(self, line: str) -> None:
+    # In one write, so that lines of other threads do not get in between.
+    file = self._file or sys.stdout
+    file.write(line + "\n")
+    file.flush()
+
+
+def duration(seconds: float) -> str:
+  """Seconds in words: "85 s", "12 min", "3 h 20 min"."""
+  minutes = round(seconds / 60)
+  if seconds < 120:
+    return f"{seconds:.0f} s"
+  if minutes < 120:
+    return f"{minutes} min"
+  return f"{minutes // 60} h {minutes % 60:02} min"

@@ -1,0 +1,150 @@
+"""Lines of progress: what they say, when they come, and who prints them."""
+
+import io
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from gspo_jax.runtime import progress
+from gspo_jax.runtime.progress import Progress, duration
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """A clock that the test sets."""
+  clock = SimpleNamespace(now=0.0)
+  fake = SimpleNamespace(monotonic=lambda: clock.now)
+  monkeypatch.setattr(Progress, "compile_seconds", 0.0)
+  monkeypatch.setattr(progress, "time", fake)
+  return clock
+
+
+@pytest.fixture
+def fast(monkeypatch):
+  monkeypatch.setattr(progress, "SECONDS", 0.02)
+
+
+def test_a_line_says_how_much_is_done_and_how_long_the_rest_takes(clock):
+  work = Progress("cold start", 800, "steps")
+  clock.now = 30.0  # the first step compiled
+  work.advance()
+  assert work.line() == "cold start: 1/800 steps in 30 s"
+  clock.now = 60.0
+  work.advance(300)
+  assert work.line() == "cold start: 301/800 steps in 60 s, 50 s left"
+  clock.now = 80.0  # nothing was done meanwhile
+  assert work.line() == "cold start: 301/800 steps in 80 s, 30 s left"
+  clock.now = 200.0
+  assert work.line().endswith(", 0 s left")
+  work.advance(499)
+  assert work.line() == "cold start: 800/800 steps in 3 min"
+
+
+def test_what_was_done_before_does_not_count_as_fast(clock):
+  work = Progress("cold start", 800, "steps", done=400)
+  clock.now = 10.0
+  work.advance()
+  work.advance(0)
+  assert work.line() == "cold start: 401/800 steps in 10 s"
+  clock.now = 20.0
+  work.advance(10)
+  assert work.line() == "cold start: 411/800 steps in 20 s, 6 min left"
+
+
+def test_the_estimate_leaves_out_what_is_compiled_on_the_way(clock):
+  work = Progress("cold start", 800, "steps")
+  work.advance()
+  clock.now, Progress.compile_seconds = 110.0, 100.0
+  work.advance(99)
+  clock.now = 115.0
+  assert work.line() == "cold start: 100/800 steps in 115 s, 66 s left"
+
+
+def test_tokens_per_second_and_work_without_a_total_or_a_count(clock):
+  work = Progress("rollout", 256, "responses")
+  unknown, single = Progress("load", unit="tensors"), Progress("compile update")
+  clock.now = 20.0
+  work.advance(96, tokens=41000)
+  unknown.advance(1200)
+  assert work.line() == "rollout: 96/256 responses in 20 s, 2,050 tokens/s"
+  assert unknown.line() == "load: 1,200 tensors in 20 s"
+  assert single.line() == "compile update: 20 s so far"
+
+
+@pytest.mark.parametrize(
+  ("seconds", "text"),
+  [(0.4, "0 s"), (119, "119 s"), (150, "2 min"), (7199, "2 h 00 min")],
+)
+def test_durations(seconds, text):
+  assert duration(seconds) == text
+
+
+def wait_for_lines(out, count):
+  deadline = time.monotonic() + 10
+  while out.getvalue().count("\n") < count:
+    assert time.monotonic() < deadline, "no line came"
+    time.sleep(0.005)
+
+
+def test_lines_come_while_a_single_call_runs_and_a_last_one_after(fast):
+  out = io.StringIO()
+  with Progress("compile", file=out):
+    wait_for_lines(out, 2)
+  *during, last = out.getvalue().splitlines()
+  assert set(during) == {"compile: 0 s so far"}
+  assert last == "compile: 0 s"
+  time.sleep(0.05)
+  assert out.getvalue().splitlines() == [*during, last]
+
+
+def test_only_the_inner_one_of_two_prints(fast):
+  outer_out, inner_out = io.StringIO(), io.StringIO()
+  with Progress("outer", file=outer_out):
+    with Progress("inner", after=0.01, file=inner_out) as inner:
+      wait_for_lines(inner_out, 3)
+      inner.note = ", from the cache"
+    assert not outer_out.getvalue()
+    wait_for_lines(outer_out, 1)
+  assert inner_out.getvalue().endswith("\ninner: 0 s, from the cache\n")
+
+
+def test_lines_become_rarer_to_one_a_minute(clock, monkeypatch):
+  work, waits = Progress("compile", file=io.StringIO()), []
+
+  def wait(seconds):
+    waits.append(seconds)
+    clock.now += seconds
+    return clock.now > 600
+
+  work._stop = SimpleNamespace(wait=wait)
+  work._print_lines()
+  assert waits[:5] == [10, 10, 10, 10, 10]
+  assert waits[5] == pytest.approx(12.5)
+  assert waits[-1] == 60
+
+
+def test_short_work_prints_nothing(capsys):
+  with Progress("short", 3, "steps") as work:
+    work.advance()
+  assert capsys.readouterr().out == ""
+
+
+def test_other_processes_print_nothing(fast, monkeypatch, capsys):
+  monkeypatch.setattr(progress.multihost, "is_primary", lambda: False)
+  with Progress("long", 3, "steps"):
+    time.sleep(0.05)
+  assert capsys.readouterr().out == ""
+
+
+def test_work_that_fails_has_no_last_line(fast):
+  out = io.StringIO()
+
+  def fail():
+    with Progress("compile", file=out):
+      wait_for_lines(out, 1)
+      raise ArithmeticError
+
+  with pytest.raises(ArithmeticError):
+    fail()
+  assert set(out.getvalue().splitlines()) == {"compile: 0 s so far"}
