@@ -8,9 +8,8 @@ one step of it, WORKDIR/checkpoints/STEP. gspo_jax/evaluate/benchmarks.py lists
 the benchmarks and the columns of their files. Model, prompt, lengths and
 temperature come from the config (`--config.sampler.temperature=0.6
 --config.sampler.top_p=0.95`); keys that only training uses are not checked. A
-batch holds all problems of a benchmark, or as many as give `data.prompts *
-rollout.group_size` responses, as in training, rounded up to a multiple of the
-devices.
+benchmark is sampled in one batch, or in a few of equal size with at most
+`data.prompts * rollout.group_size` responses, as in training.
 
 Prints a table. --out (by default DIR/evaluation) gets results.json, and
 answers.jsonl while the responses are scored; the same command again continues

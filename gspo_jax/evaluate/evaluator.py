@@ -26,6 +26,7 @@ from gspo_jax.rewards.pool import EXAMPLE, RewardPool, too_many
 from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import flatten
+from gspo_jax.runtime.progress import Progress
 
 # Seconds of a call beyond the time limit that its reward keeps itself.
 _SPARE = 10.0
@@ -166,7 +167,8 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
 
   def sample(problems, samples, batch):
-    return sampler.sample(params, problems, jax.random.fold_in(key, batch))
+    key_of_batch = jax.random.fold_in(key, batch)
+    return sampler.sample(params, problems, key_of_batch, progress)
 
   def save(records, reasons):
     for reason in reasons:
@@ -187,7 +189,14 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   reward_pool = multihost.run_on_all(
     lambda: None if file is None else _reward_pool(config, benchmark)
   )
-  with reward_pool or nullcontext():
+  progress = Progress(
+    name,
+    len(benchmark.problems) * benchmark.samples,
+    "responses",
+    done=first_batch * sampler.batch_size * benchmark.samples,
+    file=sys.stderr,
+  )
+  with reward_pool or nullcontext(), progress:
     run_benchmark(
       sample,
       benchmark,

@@ -42,6 +42,13 @@ def test_a_checkpoint_of_rl_agrees_with_more_than_a_cold_start(debug_config):
   }
 
 
+def test_a_checkpoint_belongs_to_its_optimizer(debug_config):
+  adamw = identity(debug_config)
+  debug_config.optim.name = "muon"
+  with pytest.raises(UserError, match=r"has optim\.name=None, this"):
+    require_match(identity(debug_config), {"identity": adamw}, "checkpoint")
+
+
 @pytest.mark.parametrize(
   ("rollout", "value"),
   [

@@ -36,7 +36,7 @@ def make_state(seed, shape=(64, 16)):
   return {
     "step": jnp.int32(seed),
     "params": params,
-    "opt": optax.adamw(1e-3).init(params),
+    "opt": optax.contrib.muon(1e-3).init(params),  # with parts of AdamW
     "key": jax.random.key(seed + 2),
     "running": Running(jnp.float32(0.5), jnp.arange(5) % 2 == 0),
   }
