@@ -1,4 +1,4 @@
-"""What JAX compiles: lines of progress, and the seconds that it takes."""
+"""What JAX compiles: lines of progress, and the time that it takes."""
 
 import threading
 
@@ -12,26 +12,25 @@ _STAGES = {
   "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
   "/jax/core/compile/backend_compile_duration": "compiling",
 }
-AFTER = 1.0  # seconds before the first line of a stage
+AFTER = 1.0  # seconds before the first line of a compilation
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 class Compilations:
   """A context manager that says what JAX compiles.
 
-  What takes over a second prints a line, and further ones as `Progress` does:
+  What is compiled for over a second has lines, and what is traced or lowered
+  for over ten:
 
     compiling update: 1 s so far
-    compiling update: 10 s so far
+    compiling update: 11 s so far
     compiling update: 34 s
 
-  Attributes:
-    seconds: the time spent in tracing, lowering and compiling so far, or in
-      reading JAX's compilation cache.
+  The time, also that of reading JAX's compilation cache, is added to
+  `Progress.compile_seconds`.
   """
 
   def __init__(self):
-    self.seconds = 0.0
     self._local = threading.local()  # .stages: those that this thread is in
 
   def __enter__(self) -> "Compilations":
@@ -47,8 +46,12 @@ class Compilations:
 
   def _begin(self, event: str, _, fun_name: str = "", **more) -> None:
     if event in _STAGES:
-      what = f"{_STAGES[event]} {_plain(fun_name)}"
-      self._stages.append(Progress(what, after=AFTER).__enter__())
+      stage = _STAGES[event]
+      stage = Progress(
+        f"{stage} {_plain(fun_name)}",
+        after=AFTER if stage == "compiling" else None,
+      )
+      self._stages.append(stage.__enter__())
 
   def _event(self, event: str, **more) -> None:
     if event == _CACHE_HIT and self._stages:
@@ -58,7 +61,7 @@ class Compilations:
     if event in _STAGES and self._stages:
       self._stages.pop().__exit__(None, None, None)
       if not self._stages:  # an outer stage includes the inner ones
-        self.seconds += seconds
+        Progress.compile_seconds += seconds
 
   @property
   def _stages(self) -> list[Progress]:

@@ -29,7 +29,7 @@ class Progress:
   A thread prints, so that the lines also come while a single call is compiled
   or runs on the device. Where one Progress is inside of another, only the inner
   one prints. The remaining time leaves out everything up to the first
-  `advance`, which is where JAX compiles.
+  `advance`, and what JAX compiles.
 
   Args:
     what: the work, the beginning of each line.
@@ -44,6 +44,7 @@ class Progress:
     note: ends the last line; "" at first.
   """
 
+  compile_seconds: ClassVar[float] = 0.0  # that `Compilations` has measured
   _open: ClassVar[list["Progress"]] = []  # the innermost one is the last
 
   def __init__(
@@ -59,7 +60,7 @@ class Progress:
     self._what, self._total, self._unit, self._file = what, total, unit, file
     self._after = SECONDS if after is None else after
     self._start, self._done, self._tokens = time.monotonic(), done, 0
-    self._first = self._last = None  # (time, done) of an `advance`
+    self._first = self._last = None  # (clock, done) of an `advance`
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._print_lines, daemon=True)
     self.note = ""
@@ -83,17 +84,21 @@ class Progress:
       rate = self._tokens_per_second(seconds)
       self._print(f"{self._what}: {done}{duration(seconds)}{rate}{self.note}")
 
+  @classmethod
+  def clock(cls) -> float:
+    """Seconds, on a clock that stands still while JAX compiles."""
+    return time.monotonic() - cls.compile_seconds
+
   def advance(self, n: int = 1, *, tokens: int = 0) -> None:
     """Counts `n` more units as done, and `tokens` sampled on the way."""
     self._done += n
     self._tokens += tokens
-    self._last = time.monotonic(), self._done
+    self._last = self.clock(), self._done
     self._first = self._first or self._last
 
   def line(self) -> str:
     """What there is to say now."""
-    now = time.monotonic()
-    seconds = now - self._start
+    now, seconds = self.clock(), time.monotonic() - self._start
     if not self._unit:
       return f"{self._what}: {duration(seconds)} so far"
     total = f"/{self._total:,}" if self._total else ""

@@ -15,6 +15,7 @@ def clock(monkeypatch):
   """A clock that the test sets."""
   clock = SimpleNamespace(now=0.0)
   fake = SimpleNamespace(monotonic=lambda: clock.now)
+  monkeypatch.setattr(Progress, "compile_seconds", 0.0)
   monkeypatch.setattr(progress, "time", fake)
   return clock
 
@@ -49,6 +50,15 @@ def test_what_was_done_before_does_not_count_as_fast(clock):
   clock.now = 20.0
   work.advance(10)
   assert work.line() == "cold start: 411/800 steps in 20 s, 6 min left"
+
+
+def test_the_estimate_leaves_out_what_is_compiled_on_the_way(clock):
+  work = Progress("cold start", 800, "steps")
+  work.advance()
+  clock.now, Progress.compile_seconds = 110.0, 100.0
+  work.advance(99)
+  clock.now = 115.0
+  assert work.line() == "cold start: 100/800 steps in 115 s, 66 s left"
 
 
 def test_tokens_per_second_and_work_without_a_total_or_a_count(clock):
