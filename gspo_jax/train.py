@@ -47,10 +47,10 @@ from gspo_jax.runtime import (
   wandb_run,
 )
 from gspo_jax.runtime.checkpoint import Checkpoints
-from gspo_jax.runtime.compilations import Compilations
 from gspo_jax.runtime.identity import changes, flatten, match
 from gspo_jax.runtime.metric_writer import MetricWriter
 from gspo_jax.runtime.preemption import Preemption
+from gspo_jax.runtime.progress import Compilations
 from gspo_jax.sampler.continuous import ContinuousSampler
 
 

@@ -218,7 +218,7 @@ def test_only_ppo_does_without_a_group(debug_config):
 
 
 def test_a_profile_is_within_the_run(debug_config):
-  debug_config.log.profile = (2, 3)
+  debug_config.num_steps, debug_config.log.profile = 2, (2, 3)
   with pytest.raises(UserError, match=r"\(2, 3\): .* num_steps=2"):
     build(debug_config)
 
