@@ -231,4 +231,5 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.cold_start.steps = 0
   c.eval.prompts = 8
   c.eval.samples = 4
+  c.log.profile = ()
   return c

@@ -144,6 +144,13 @@ def test_no_number_may_be_infinite_or_nan(debug_config, field):
       parse(debug_config)
 
 
+@pytest.mark.parametrize("value", [(3,), (12, 10), (0, 1), (1.0, 2.0)])
+def test_a_profile_is_of_a_first_and_a_last_iteration(debug_config, value):
+  debug_config.log.profile = value
+  with pytest.raises(UserError, match=r"log\.profile=.* such as \(10, 12\)"):
+    parse(debug_config)
+
+
 # Keys that do not go together.
 
 
@@ -215,6 +222,12 @@ def test_only_ppo_does_without_a_group(debug_config):
     parse(debug_config).check_training(1)
   debug_config.objective.name = "ppo"
   parse(debug_config).check_training(1)
+
+
+def test_a_profile_is_within_the_run(debug_config):
+  debug_config.num_steps, debug_config.log.profile = 2, (2, 3)
+  with pytest.raises(UserError, match=r"\(2, 3\): .* num_steps=2"):
+    build(debug_config)
 
 
 def test_more_devices_than_rows(debug_config):
