@@ -30,9 +30,11 @@ for name in {OPTIONAL}:
 import gspo_jax
 from gspo_jax.configs import tiny_cpu
 
-# tokenizers.hf is imported where a config names a folder of transformers.
+# tokenizers.hf is imported where a config names a folder of transformers, and
+# the pages of a report by its command.
+late = ("gspo_jax.data.tokenizers.hf", "gspo_jax.report.")
 for module in pkgutil.walk_packages(gspo_jax.__path__, "gspo_jax."):
-  if module.name not in ("gspo_jax.data.tokenizers.hf",):
+  if not module.name.startswith(late):
     importlib.import_module(module.name)
 import jax
 from gspo_jax.data import datasets

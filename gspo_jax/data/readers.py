@@ -64,11 +64,12 @@ def read(spec: str, data_dir: str = "") -> Records:
   return Records(rows, functools.partial(_name, spec))
 
 
-def lines(file: str) -> Iterator[json_lines_file.Line]:
+def lines(file: str | Path) -> Iterator[json_lines_file.Line]:
   """The records of a file of JSON lines, or of a spec such as parquet:FILE."""
-  if not file.startswith(("jsonl:", "parquet:", "hf:", "tfds:")):
-    file = f"jsonl:{file}"
-  rows, where = read(file)
+  spec = str(file)
+  if not spec.startswith(("jsonl:", "parquet:", "hf:", "tfds:")):
+    spec = f"jsonl:{spec}"
+  rows, where = read(spec)
   for i in range(len(rows)):
     yield json_lines_file.Line(where(i), rows[i])
 

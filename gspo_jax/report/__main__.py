@@ -15,7 +15,7 @@ Exit codes: 0 done; 2 a mistake of the user, in one line.
 import argparse
 import sys
 
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, missing_package
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,13 +29,8 @@ def _page():
   """The module that writes the page: it needs the extra `report`."""
   try:
     from gspo_jax.report import page
-  except ModuleNotFoundError as error:
-    if error.name.partition(".")[0] != "plotly":
-      raise
-    raise UserError(
-      "the report needs plotly, which is not installed: "
-      "pip install 'gspo_jax[report]'"
-    ) from error
+  except ImportError as error:
+    raise missing_package(error, "report", "the report") from error
   return page
 
 

@@ -37,4 +37,5 @@ __all__ = [
   "many_prompts",
   "paged_decode",
   "samples",
+  "stop_strings",
 ]
