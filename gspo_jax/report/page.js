@@ -18,7 +18,7 @@ function draw(chart) {
     showSendToCloud: false,
     showEditInChartStudio: false,
     modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
-    toImageButtonOptions: { filename: title, scale: 2 },
+    toImageButtonOptions: { filename: title, width: 800, height: 480, scale: 2 },
   });
 }
 
