@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax.data import datasets
 from gspo_jax.evaluate.policy_sampler import (
   BatchShape,
   PolicySampler,
@@ -182,6 +183,19 @@ def test_instruction_and_system_prompt_reach_the_policy(debug_config):
   text = sampler.program.tokenizer.decode(tokens)
   assert text.startswith("S")
   assert text.endswith("{x}? \\box{}")
+
+
+def test_the_examples_of_training_reach_the_policy(debug_config):
+  debug_config.data.few_shot = 1
+  debug_config.data.max_prompt_length = 40
+  config = parse(debug_config)
+  sampler = PolicySampler(config, one_device(), BatchShape(1, 1, 1))
+  stages = datasets.load(config).stages
+  (example,) = datasets.examples(stages, 1, config.seed)
+  prompts = sampler.prompts(["x?"])
+  tokens = prompts.tokens[0][-prompts.lengths[0] :]
+  text = sampler.program.tokenizer.decode(tokens)
+  assert text == f"{example.text}{example.demonstration}\n\nx?"
 
 
 def test_responses_hold_the_whole_prompt(debug_config, echoing):
