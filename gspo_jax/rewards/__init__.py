@@ -34,8 +34,12 @@ has as many threads. Other rewards are called one at a time. `reward.seconds` is
 the time for one call, of a response or of a group.
 
 Rewards run in processes of their own, of which memory and time are limited;
-files and network are not. A call that raises, takes too long or returns no
-finite number costs its response, or its group: `reward/failed` counts it.
+files and network are not. A process forks for each batch of calls, so that
+global variables start anew, and connections are not kept. A call that raises,
+takes too long or returns no finite number costs its response, or its group:
+`reward/failed` counts it. Before training each reward is called on an example
+with the columns of the data, and a mistaken signature, a missing column or a
+wrong type of result ends the command.
 
 A reward may carry two functions as attributes:
 

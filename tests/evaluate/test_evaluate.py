@@ -21,6 +21,7 @@ from gspo_jax.evaluate.judge import Responses
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.rewards import judge
 from gspo_jax.rewards.pool import Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
@@ -128,13 +129,15 @@ def test_a_reward_with_arguments(workdir, files, tmp_path):
     run(workdir, files[1:], tmp_path, reward="code:total=5")
 
 
-def test_seconds_of_a_reward():
+def test_seconds_of_a_reward(monkeypatch):
+  monkeypatch.setattr(judge, "_require_server", lambda *_: None)
   c = config()
   c.reward.seconds = 7.0
   of = lambda reward: evaluator._seconds(parse(c), reward)
   assert of("final_answer") == of("length:limit=50") == 7
   assert of("code") == 40
   assert of("code:total=9") == 19
+  assert of("judge:url=http://host:1/v1,model=m") == 40
   c.reward.seconds = 90
   assert of("code:total=9") == 90
 

@@ -90,7 +90,7 @@ def test_each_problem_is_evaluated_once(batch, pool):
 class FailingPool:
   """A reward pool that fails on the responses with "wrong"."""
 
-  def submit(self, responses):
+  def submit(self, responses, group_size):
     failed = np.array(["wrong" in response.text for response in responses])
     zeros = np.zeros(len(failed), np.float32)
     scores = Scores(zeros, {"broken": zeros}, failed, ("why", "and why"))

@@ -35,11 +35,6 @@ def measured(prompt, response, reference, *, tokens, limit, scale=1.0):
 def has_jax(prompt, response, reference):
   return float("jax" in sys.modules)
 
-async def waits(prompt, response, reference):
-  import asyncio
-  await asyncio.sleep(60 if response == "long" else 0.01)
-  return 1 / len(response)
-
 def returning(value):
   return lambda prompt, response, reference: value
 
@@ -239,16 +234,6 @@ def test_the_example_response_may_fail(folder, name):
   ) as pool:
     scores = pool.submit(responses).result()
   np.testing.assert_array_equal(scores.total, [1])
-
-
-def test_async_rewards_are_run(folder):
-  responses = [Response("", text, "") for text in ("12", "", "long", "1234")]
-  with RewardPool(["user_rewards.waits"], [1.0], workers=1, seconds=1) as pool:
-    scores = pool.submit(responses).result()
-  np.testing.assert_array_equal(scores.total, [0.5, 0, 0, 0.25])
-  np.testing.assert_array_equal(scores.failed, [False, True, True, False])
-  assert "ZeroDivisionError" in scores.reasons[0]
-  assert "took over 1 s" in scores.reasons[1]
 
 
 @pytest.mark.parametrize(
