@@ -129,7 +129,7 @@ class PolicySampler:
     params: model.Params,
     problems: Sequence[str],
     key: jax.Array,
-    progress: Progress,
+    progress: Progress | None = None,
   ) -> Responses:
     """Responses to some problems; the same on every process.
 

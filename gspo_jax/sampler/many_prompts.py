@@ -49,7 +49,7 @@ def sample_many(
   *,
   batch_size: int,
   batch_sharding: jax.sharding.Sharding,
-  progress: Progress,
+  progress: Progress | None = None,
 ) -> Iterator[PromptBatch]:
   """Samples responses to N prompts, `batch_size` at a time.
 
@@ -63,7 +63,7 @@ def sample_many(
     key: batch i is sampled with `fold_in(key, i)`.
     batch_size: prompts a batch.
     batch_sharding: the sharding of arrays of rows.
-    progress: counts the responses of the batches that were read.
+    progress: counts the responses of a batch once the next one is asked for.
   """
   count = len(prompts.lengths)
   for i, start in enumerate(range(0, count, batch_size)):
@@ -73,4 +73,5 @@ def sample_many(
     samples = generate(params, batch, jax.random.fold_in(key, i))
     new = min(batch_size, count - start)
     yield PromptBatch(index, new, samples)
-    progress.advance(new * len(samples.lengths) // batch_size)
+    if progress:
+      progress.advance(new * len(samples.lengths) // batch_size)

@@ -258,7 +258,7 @@ def test_a_reward_that_fails_too_often_stops_it(
   (chain,) = evaluator._read(files[:1], 1, len(fails), "final_answer")
   responses = iter("fail" if f == "y" else "2" for f in fails)
 
-  def sample(params, problems, key):
+  def sample(params, problems, key, progress):
     texts = [next(responses) for _ in problems]
     count = len(texts)
     return Responses(list(problems), texts, [1] * count, [False] * count, 9)

@@ -83,7 +83,7 @@ def echoing(debug_config):
 
 @pytest.mark.parametrize(
   ("samples", "group_size", "prompts", "batch_size"),
-  [(1, 1, 5, 5), (3, 3, 4, 4), (4, 4, 4, 4), (6, 3, 4, 2), (32, 4, 4, 1)],
+  [(1, 1, 5, 5), (3, 3, 3, 3), (4, 4, 3, 3), (6, 3, 4, 2), (32, 4, 4, 1)],
 )  # fmt: skip
 def test_each_problem_gets_its_responses(
   echoing, samples, group_size, prompts, batch_size
@@ -120,6 +120,8 @@ def test_each_problem_gets_its_responses(
     (32, 3, (4, 8, 24)),
     (32, 1, (4, 8, 8)),
     (6, 30, (3, 2, 32)),
+    (4, 33, (4, 1, 24)),  # two batches of 17
+    (1, 130, (1, 1, 72)),
   ],
 )
 def test_a_batch_has_no_more_prompts_than_the_problems_need(
