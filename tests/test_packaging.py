@@ -51,7 +51,7 @@ def test_the_embedded_task_needs_no_extra():
   done = subprocess.run(
     [sys.executable, "-c", WITHOUT],
     cwd=ROOT,
-    env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
     capture_output=True,
     text=True,
     timeout=120,
@@ -96,7 +96,7 @@ def test_a_wheel_runs_in_an_empty_folder(tmp_path):
     shutil.copytree(ROOT / name, source / name, symlinks=True)
   for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
     shutil.copy(ROOT / name, source)
-  environment = os.environ | {"PYTHONPATH": "", "XLA_FLAGS": ""}
+  environment = os.environ | {"PYTHONPATH": ""}
   run = lambda *command: (
     subprocess.run(
       list(map(str, command)),

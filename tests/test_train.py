@@ -19,7 +19,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from repository import ROOT
+from repository import ROOT, xla_flags
 
 from configs import tiny_cpu
 from gspo_jax import model, train
@@ -115,9 +115,6 @@ def workdir(reference, tmp_path):
 def start(tmp_path_factory):
   """Starts the command in the background, on one device."""
   env = dict(os.environ)
-  flag = "--xla_force_host_platform_device_count"
-  flags = env["XLA_FLAGS"].split()
-  env["XLA_FLAGS"] = " ".join(f for f in flags if not f.startswith(flag))
   env.setdefault("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("c")))
   env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   env["PYTHONUNBUFFERED"] = "1"
@@ -134,7 +131,7 @@ def start(tmp_path_factory):
         *flags,
       ],
       cwd=ROOT,
-      env=env | {"XLA_FLAGS": f"{env['XLA_FLAGS']} {flag}={devices}"},
+      env=env | {"XLA_FLAGS": xla_flags(devices)},
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from absl.testing import flagsaver
-from repository import ROOT
+from repository import ROOT, xla_flags
 
 from configs import tiny_cpu
 from gspo_jax.data.tasks import Chain
@@ -281,7 +281,7 @@ def command(*arguments):
   return subprocess.run(
     [sys.executable, "-m", "gspo_jax.evaluate", *arguments],
     cwd=ROOT,
-    env=os.environ | {"XLA_FLAGS": ""},
+    env=os.environ | {"XLA_FLAGS": xla_flags(1)},
     capture_output=True,
     text=True,
     timeout=300,
@@ -343,7 +343,6 @@ def test_flags(arguments, words, monkeypatch, capsys):
 @pytest.mark.slow
 def test_two_processes_respond_as_one(workdir, files, tmp_path):
   def start(out, devices, *more):
-    flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
       [
         *(sys.executable, "-m", "gspo_jax.evaluate", TINY, "--samples=2"),
@@ -351,7 +350,7 @@ def test_two_processes_respond_as_one(workdir, files, tmp_path):
         *("--reward=final_answer", f"--out={tmp_path}/{out}"),
       ],
       cwd=ROOT,
-      env=os.environ | {"XLA_FLAGS": flags},
+      env=os.environ | {"XLA_FLAGS": xla_flags(devices)},
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,

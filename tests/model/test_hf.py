@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from repository import ROOT
+from repository import ROOT, xla_flags
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import model, sampler
@@ -309,12 +309,11 @@ def test_two_processes_read_half_each_and_one_writes(tmp_path):
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
   folders = (GOLDENS / "qwen3", tmp_path / "out")
-  flags = "--xla_force_host_platform_device_count=2"
   jobs = [
     subprocess.Popen(
       [sys.executable, "-c", TWO, *map(str, (port, i, *folders))],
       cwd=ROOT,
-      env=os.environ | {"XLA_FLAGS": flags},
+      env=os.environ | {"XLA_FLAGS": xla_flags(2)},
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,

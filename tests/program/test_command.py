@@ -1,6 +1,5 @@
 """Flags of the command: mistakes are one line, and the exit code is 2."""
 
-import os
 import re
 import signal
 import subprocess
@@ -299,7 +298,6 @@ def test_the_command_prints_one_line_and_exits_with_2(
       *arguments,
     ],
     cwd=ROOT,
-    env=os.environ | {"XLA_FLAGS": ""},
     capture_output=True,
     text=True,
     timeout=120,
