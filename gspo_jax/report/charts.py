@@ -178,15 +178,12 @@ def _curve(
       showlegend=True,
       hoverinfo="skip",
     )
+  skip = [int(chart.skip_first and len(s.steps) > 2) for _, _, s in found]
+  values = [s.values[n:] for n, (_, _, s) in zip(skip, found, strict=True)]
   figure.update_xaxes(**_whole("step", min(ends), max(ends)))
-  values = [series.values for _, _, series in found] + [list(marks.values())]
-  values = np.concatenate(values)
-  figure.update_yaxes(**_vertical(chart, values[~np.isnan(values)]))
-  if chart.skip_first:
-    later = [s.values[1 if len(s.steps) > 2 else 0 :] for _, _, s in found]
-    low, high = _extent(np.concatenate(later))
-    room = 0.06 * (high - low)
-    figure.update_yaxes(range=[max(low - room, 0), high + room])
+  figure.update_yaxes(
+    **_vertical(chart, np.concatenate([*values, list(marks.values())]))
+  )
   summary = "; ".join(
     f"{label} {number(first, chart.unit)} to {number(last, chart.unit)}"
     for label, first, last in (
@@ -202,16 +199,13 @@ def _ends(values: np.ndarray) -> tuple[float, float]:
   return (finite[0], finite[-1]) if len(finite) else (np.nan, np.nan)
 
 
-def _extent(values: np.ndarray) -> tuple[float, float]:
-  """The smallest and the largest value; 0 and 1 if there are none."""
-  finite = values[~np.isnan(values)]
-  low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
-  return (low, high) if low < high else (low / 2, high * 1.5 or 1.0)
-
-
 def _vertical(chart: Chart, values: np.ndarray) -> dict:
   """The vertical axis: logarithmic, or with 0 if that is near."""
+  values = values[~np.isnan(values)]
   low, high = (values.min(), values.max()) if len(values) else (0.0, 0.0)
+  if chart.skip_first:  # plotly would show all values
+    room = 0.06 * (high - low) or 0.5 * high or 1.0
+    return {"range": [max(low - room, 0), high + room]}
   least = min(values[values > 0], default=high)
   # Within a factor of 2 a logarithmic axis may have no tick.
   if chart.log and high > 2 * least:

@@ -6,7 +6,7 @@ const template = () => templates[dark.matches ? "dark" : "light"];
 // Without a mouse, a drag scrolls the page and the buttons, which then are
 // always visible, zoom.
 const touch = matchMedia("(hover: none)").matches
-  ? { dragmode: false, modebar: { orientation: "v" }, }
+  ? { dragmode: false, modebar: { orientation: "v" } }
   : {};
 
 function draw(chart) {
@@ -22,7 +22,7 @@ function draw(chart) {
   });
 }
 
-// A chart takes about 0.1 s: it is drawn when it is near the screen.
+// A chart takes up to 0.1 s: it is drawn when it is near the screen.
 const near = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) {
     if (!isIntersecting) continue;

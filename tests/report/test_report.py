@@ -1,6 +1,8 @@
 """The page and the command: complete, self-contained, harmless and small."""
 
+import base64
 import functools
+import hashlib
 import http.server
 import json
 import re
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -101,6 +104,15 @@ def test_a_page_is_whole_and_loads_nothing(run):
   links = [a["href"][1:] for a in page.all("a")]
   assert set(links) <= set(ids)
   assert not any(k.startswith("on") for _, a in page.elements for k in a)
+  # The policy allows the two scripts of the page, and no address.
+  scripts = [t for tag, t in page.texts if tag == "script" and t[0] != "{"]
+  digests = [hashlib.sha256(t.encode()).digest() for t in scripts]
+  (policy,) = (a["content"] for a in page.all("meta") if "http-equiv" in a)
+  assert policy.startswith("default-src 'none'; ")
+  assert [base64.b64decode(h) for h in re.findall("sha256-(.*?)'", policy)] == (
+    digests
+  )
+  assert not re.search(r"https?:|\*", policy)
 
 
 def test_a_page_has_the_main_results(run):
@@ -314,14 +326,6 @@ def browse(folder, *flags):
   return done.stdout, console, seen
 
 
-HOVER = """<script>
-const svg = document.querySelector("figure svg");
-const box = svg.getBoundingClientRect();
-svg.dispatchEvent(new PointerEvent("pointermove",
-  {clientX: box.left + box.width * 46 / 400, clientY: box.top + 20}));
-</script></body>"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 def test_a_browser_complains_of_nothing_and_fetches_nothing(tmp_path):
@@ -332,10 +336,18 @@ def test_a_browser_complains_of_nothing_and_fetches_nothing(tmp_path):
   dom, console, requests = browse(tmp_path, "--dump-dom")
   assert console == []
   assert requests == ["/page.html"]
-  # The script has run: it shows one step and a slider.
+  # The script has run: it shows one step, a slider, and the charts in sight.
   shown = re.findall(r'<section data-step="(\d+)"( hidden="")?', dom)
   assert [step for step, hidden in shown if not hidden] == ["300"]
   assert '<p class="picker"><label>' in dom
+  drawn = dom.count('class="chart js-plotly-plot"')
+  assert 0 < drawn < dom.count('class="chart')
+  # plotly's logo and its links to elsewhere are off.
+  body = re.sub("(?s)<script.*?</script>", "", dom)
+  assert "Download plot as a PNG" in body
+  links = [a.get("href") for a in Page(body).all("a")]
+  assert all(link is None or link.startswith("#") for link in links)
+  assert not re.search("(?i)chart studio|produced with|cloud", body)
   # The two checks see a forbidden script and a forbidden picture.
   bad = html.replace("<main>", "<main><img src=/x.png><script>oops()</script>")
   (tmp_path / "page.html").write_text(bad)
@@ -344,19 +356,30 @@ def test_a_browser_complains_of_nothing_and_fetches_nothing(tmp_path):
   assert requests == ["/page.html"]
 
 
+HOVER = """<script>
+setTimeout(() => Plotly.Fx.hover(document.querySelector(".chart"),
+  {xval: 0, yval: 0.2}, "xy"), 1000);
+</script></body>"""
+TAGS = "<b>a<img src=x onerror=oops()>"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
-def test_a_pointer_reads_numbers(tmp_path):
-  html = html_of(make_run(tmp_path / "run", 20))
-  html = re.sub(r"<meta http-equiv[^>]*>", "", html).replace("</body>", HOVER)
-  (tmp_path / "page.html").write_text(html)
-  dom, console, _ = browse(tmp_path, "--dump-dom")
-  assert console == []
-  read = re.search(r'<div id="read"[^>]*>(.*?)</div><script', dom)[1]
-  assert read.startswith("step 0<")
-  assert ">sampled</b> 20%" in read
-  assert ">greedy</b> 30%" in read
-  assert 'class="cursor-of"' in dom
+def test_a_pointer_reads_numbers_and_names_stay_text(tmp_path):
+  runs = [make_run(tmp_path / name, 20) for name in ("run", TAGS)]
+  for folders, texts in (
+    (runs[:1], ["step 0", "sampled : 20%", "greedy : 30%"]),
+    (runs, ["step 0", "run : 20%", f"{TAGS} : 20%"]),
+  ):
+    html = re.sub(r"<meta http-equiv[^>]*>", "", html_of(*folders))
+    (tmp_path / "page.html").write_text(html.replace("</body>", HOVER))
+    dom, console, requests = browse(tmp_path, "--dump-dom")
+    assert (console, requests) == ([], ["/page.html"])
+    hover = dom[dom.index('class="hoverlayer"') :]
+    hover = hover[: hover.index("</svg>")]
+    found = re.findall("<text[^>]*>(.*?)</text>", hover)
+    found = [unescape(re.sub("<[^>]*>", "", text)) for text in found]
+    assert [t.replace("\u200b", "") for t in found if t] == texts
 
 
 @pytest.mark.slow
