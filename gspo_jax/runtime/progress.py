@@ -1,5 +1,7 @@
 """Lines that say how far slow work is, and what JAX compiles."""
 
+import contextlib
+import functools
 import sys
 import threading
 import time
@@ -11,6 +13,7 @@ from gspo_jax.runtime import multihost
 
 SECONDS = 10.0  # before the first line, and between the lines of a minute
 COMPILE_SECONDS = 1.0  # before the first line of a compilation
+_TICK = 0.25  # seconds between two looks at what is open
 # JAX reports the start of a stage as a scalar, and its end as a duration.
 _STAGES = {
   "/jax/core/compile/jaxpr_trace_duration": "tracing",
@@ -36,10 +39,10 @@ class Progress:
     ...
     cold start: 800 steps in 105 s
 
-  A thread prints, so that the lines also come while a single call is compiled
-  or runs on the device. Where one Progress is inside of another, only the inner
-  one prints. The remaining time leaves out everything up to the first
-  `advance`, and what JAX compiles.
+  One thread prints the lines of all, so that they also come while a single call
+  is compiled or runs on the device. Where one Progress is inside of another,
+  only the inner one prints. The remaining time leaves out everything up to the
+  first `advance`, and what JAX compiles.
 
   Args:
     what: the work, the beginning of each line.
@@ -56,6 +59,7 @@ class Progress:
 
   compile_seconds: ClassVar[float] = 0.0  # that `Compilations` has measured
   _open: ClassVar[list["Progress"]] = []  # the innermost one is the last
+  _lock: ClassVar[threading.Lock] = threading.Lock()  # of `_open`, and of lines
 
   def __init__(
     self,
@@ -71,23 +75,19 @@ class Progress:
     self._after = SECONDS if after is None else after
     self._start, self._done, self._tokens = time.monotonic(), done, 0
     self._first = self._last = None  # (clock, done) of an `advance`
-    self._stop = threading.Event()
-    self._thread = threading.Thread(target=self._print_lines, daemon=True)
-    self.note = ""
+    self._next, self._prints, self.note = 0.0, multihost.is_primary(), ""
 
   def __enter__(self) -> "Progress":
     self._start = time.monotonic()
-    self._open.append(self)
-    if multihost.is_primary():
-      self._thread.start()
+    self._next = self._start + self._after
+    with self._lock:
+      self._open.append(self)
+    _start_printer()
     return self
 
   def __exit__(self, kind, error, traceback) -> None:
-    self._open.remove(self)
-    self._stop.set()
-    if not self._thread.ident:
-      return
-    self._thread.join()
+    with self._lock:
+      self._open.remove(self)
     seconds = time.monotonic() - self._start
     if kind is None and seconds >= self._after:
       done = f"{self._done:,} {self._unit} in " if self._unit else ""
@@ -127,19 +127,34 @@ class Progress:
       return ""
     return f", {self._tokens / max(seconds, 1e-9):,.0f} tokens/s"
 
-  def _print_lines(self) -> None:
-    wait = self._after
-    while not self._stop.wait(wait):
-      if self._open[-1:] == [self]:
-        self._print(self.line())
-      elapsed = time.monotonic() - self._start
-      wait = min(max(SECONDS, elapsed / 4), 6 * SECONDS)
+  @classmethod
+  def print_due(cls) -> None:
+    """Prints the line of the innermost one, if its time has come."""
+    with cls._lock:
+      for self in cls._open[-1:]:
+        now = time.monotonic()
+        if now >= self._next:
+          self._print(self.line())
+          wait = max(SECONDS, (now - self._start) / 4)
+          self._next = now + min(wait, 6 * SECONDS)
 
   def _print(self, line: str) -> None:
-    # In one write, so that lines of other threads do not get in between.
-    file = self._file or sys.stdout
-    file.write(line + "\n")
-    file.flush()
+    if self._prints:
+      # In one write, so that lines of other threads do not get in between.
+      file = self._file or sys.stdout
+      file.write(line + "\n")
+      file.flush()
+
+
+@functools.cache
+def _start_printer() -> None:
+  def print_lines():
+    while True:
+      threading.Event().wait(_TICK)
+      with contextlib.suppress(OSError, ValueError):  # stdout may be closed
+        Progress.print_due()
+
+  threading.Thread(target=print_lines, daemon=True).start()
 
 
 def duration(seconds: float) -> str:
