@@ -28,11 +28,13 @@ extensions = [
   "sphinx.ext.napoleon",
 ]
 default_role = "code"  # single backticks in docstrings
-smartquotes = False  # keys and values are copied from the pages
+smartquotes_action = "D"  # dashes alone: values are copied from the pages
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # fields of a class stay out of the contents
+napoleon_use_rtype = False
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
@@ -76,5 +78,13 @@ def _complete(app, page: str, source: list[str]) -> None:
   source[0] = re.sub(r"\]\(\.\./", rf"]({URL}/blob/main/", source[0])
 
 
+def _escape(app, what, name, obj, options, lines: list[str]) -> None:
+  """A * or | in a formula of a docstring is no markup, and "l." no list."""
+  markup = r"`[^`]*`|[*|]|(?<=: )\w(?=\. )"
+  escaped = lambda match: match[0] if match[0][0] == "`" else rf"\{match[0]}"
+  lines[:] = [re.sub(markup, escaped, line) for line in lines]
+
+
 def setup(app) -> None:
   app.connect("source-read", _complete)
+  app.connect("autodoc-process-docstring", _escape, priority=400)

@@ -19,6 +19,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from metrics_page import undocumented
 from repository import ROOT, xla_flags
 
 from configs import tiny_cpu
@@ -198,6 +199,7 @@ def test_the_promised_metrics_are_written(reference):
   metrics = [json.loads(line) for line in lines]
   assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4]
   assert names <= metrics[-1].keys()
+  assert undocumented(workdir) == []
   # Before the first step, every second step, and after the last one.
   evaluated = ["eval/pass@1" in row for row in metrics]
   assert evaluated == [True, False, True, False, True]
@@ -381,6 +383,7 @@ def test_every_added_part_resumes(run, reference, tmp_path, assert_same_run):
   run(whole, **flags)
   resume(run, whole, parts, **flags)
   assert_same_run(parts, whole, **flags)
+  assert undocumented(whole) == []
 
 
 CONTINUOUS = {
@@ -427,6 +430,7 @@ def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
   metrics = metrics_of(whole)
   assert all(1 <= row["rollout/staleness"] < 3 for row in metrics[2:])
   assert any(row["rollout/resumed_fraction"] for row in metrics[1:])
+  assert undocumented(whole) == []
   with pytest.raises(UserError, match=r"rollout\.one_step_off_policy"):
     run(parts, **flags | {"rollout__one_step_off_policy": False})
 
