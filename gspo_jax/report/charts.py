@@ -22,7 +22,7 @@ COLOURS = colors.qualitative.D3  # of lines; legible on the light and dark page
 _MARK = {"color": "crimson", "width": 1, "dash": "dot"}  # of a clip range
 _POINTS = 1000  # of a line
 _COLUMNS = 160  # of a heat map
-_DOTS = 40  # a line with at most so many points shows them as dots
+_DOTS = 40  # lines with at most so many points show them as dots
 
 
 class Plot(NamedTuple):
@@ -152,9 +152,9 @@ def _curve(
     if name in run.scalars
   ]
   figure = _figure(title, chart.unit)
+  few = all(len(series.steps) <= _DOTS for _, _, series in found)
   for label, colour, series in found:
     steps, values = thin(series)
-    few = len(steps) <= _DOTS
     figure.add_scatter(
       x=steps,
       y=values.astype(np.float32),
@@ -498,6 +498,7 @@ def template(base: str, ink: str, scale: Sequence[str]) -> go.layout.Template:
       "nticks": 6,
       "showgrid": False,
       "zeroline": False,
+      "ticklabelstandoff": 5,
     },
     yaxis={"nticks": 6, "automargin": True},
   )

@@ -5,13 +5,11 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const template = () => templates[dark.matches ? "dark" : "light"];
 // Without a mouse, a drag scrolls the page and the buttons, which then are
 // always visible, zoom.
-const touch = matchMedia("(hover: none)").matches
-  ? { dragmode: false, modebar: { orientation: "v" } }
-  : {};
+const dragmode = matchMedia("(hover: none)").matches ? false : "zoom";
 
 function draw(chart) {
   const { data, layout, title } = figures[chart.id];
-  Plotly.newPlot(chart, data, { ...layout, ...touch, template: template() }, {
+  Plotly.newPlot(chart, data, { ...layout, dragmode, template: template() }, {
     responsive: true,
     displaylogo: false,
     showLink: false,
