@@ -130,8 +130,8 @@ def test_a_preempted_cold_start_is_saved_and_resumed(
   assert functions.checked == [4, 6]
   assert functions.batches == [4, 5, 6]
   out = capsys.readouterr().out
-  assert "\nloading checkpoint 3 (0.0 GB): 0 s\n" in out
-  assert "\ncold start: 6 steps in 0 s\n" in out
+  assert "\nloading checkpoint 3 (0.0 GB): " in out
+  assert "\ncold start: 6 steps in " in out
 
 
 def test_another_cold_start_is_refused(tmp_path):

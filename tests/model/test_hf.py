@@ -178,8 +178,8 @@ def test_save_and_load_is_the_identity(
   )
   layers = cfg.num_layers
   out = capsys.readouterr().out
-  assert f"writing {tmp_path}/out: {layers + 1} files in 0 s\n" in out
-  assert f"loading {tmp_path}/out: {layers} layers in 0 s\n" in out
+  assert f"writing {tmp_path}/out: {layers + 1} files in " in out
+  assert f"loading {tmp_path}/out: {layers} layers in " in out
 
 
 @every_model
