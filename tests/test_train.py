@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -248,6 +249,9 @@ def test_the_weights_are_printed_at_the_start(reference, build_once):
   count = sum(x.size for x in jax.tree.leaves(shapes))
   table, total, _ = out.partition(f"Total: {count:,} -- {4 * count:,} bytes")
   assert total
+  devices, loading, *_ = table.splitlines()
+  assert re.match(r"\d x cpu", devices)
+  assert loading == "loading the data and the tokenizer"
   # A row for each array; all layers share one.
   rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
   assert len(rows) == len(jax.tree.leaves(shapes)) < 25

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from gspo_jax import model, sampler
 from gspo_jax.model import hf
 from gspo_jax.model.hf import checkpoint as hf_checkpoint
-from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime import multihost, progress, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Prompts, SamplerConfig
 
@@ -163,7 +163,10 @@ def test_transformers_generates_the_same_from_an_export(
 @pytest.mark.parametrize(
   ("name", "dtype"), [("qwen3_moe", "float32"), ("qwen2", "bfloat16")]
 )
-def test_save_and_load_is_the_identity(name, dtype, tmp_path):
+def test_save_and_load_is_the_identity(
+  name, dtype, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(progress, "SECONDS", 0.0)
   cfg = config(name)
   params = random_params(cfg, jnp.dtype(dtype))
   hf.save_hf(params, cfg, tmp_path / "out", dtype=dtype)
@@ -173,6 +176,10 @@ def test_save_and_load_is_the_identity(name, dtype, tmp_path):
   assert hf.config_from_hf(tmp_path / "out", remat=False) == (
     dataclasses.replace(cfg, dtype=dtype)
   )
+  layers = cfg.num_layers
+  out = capsys.readouterr().out
+  assert f"writing {tmp_path}/out: {layers + 1} files in " in out
+  assert f"loading {tmp_path}/out: {layers} layers in " in out
 
 
 @every_model
