@@ -2,6 +2,7 @@
 
 import ast
 import re
+import warnings
 
 import pytest
 from metrics_page import NAMES, PAGE, ROWS, is_documented
@@ -21,7 +22,8 @@ KEYS = {*all_keys()} | {f"model.{name}" for name in vars(ModelConfig)}
 def site(tmp_path_factory):
   folder = tmp_path_factory.mktemp("site")
   options = ("-q", "-W", "--keep-going", "-d", str(folder / "doctrees"))
-  assert sphinx_build([*options, str(ROOT / "docs"), str(folder)]) == 0
+  with warnings.catch_warnings(action="ignore"):  # of Sphinx's own API
+    assert sphinx_build([*options, str(ROOT / "docs"), str(folder)]) == 0
   return folder
 
 
