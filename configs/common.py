@@ -158,7 +158,7 @@ def get_config() -> ConfigDict:
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)
   c.learner.micro_batch_size = 64  # packed rows of a forward and backward pass
 
-  c.optim = ConfigDict()  # how gradients become updates
+  c.optim = ConfigDict()
   # "adamw", or "muon": Muon for the matrices of the blocks, AdamW for the rest.
   c.optim.name = "adamw"
   c.optim.learning_rate = 1e-6  # its peak
