@@ -75,7 +75,8 @@ def _complete(app, page: str, source: list[str]) -> None:
   """Fills in the tables, and directs links to the repository to the forge."""
   if page == "config":
     source[0] = source[0].replace(CONFIG_TABLES, config_tables())
-  source[0] = re.sub(r"\]\(\.\./", rf"]({URL}/blob/main/", source[0])
+  link = r"(?<!!)(\[[^\]]*\]\()\.\./"  # images are copied into the site
+  source[0] = re.sub(link, rf"\1{URL}/blob/main/", source[0])
 
 
 def _escape(app, what, name, obj, options, lines: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import warnings
 
 import pytest
 from metrics_page import NAMES, PAGE, ROWS, is_documented
@@ -21,7 +22,8 @@ KEYS = {*all_keys()} | {f"model.{name}" for name in vars(ModelConfig)}
 def site(tmp_path_factory):
   folder = tmp_path_factory.mktemp("site")
   options = ("-q", "-W", "--keep-going", "-d", str(folder / "doctrees"))
-  assert sphinx_build([*options, str(ROOT / "docs"), str(folder)]) == 0
+  with warnings.catch_warnings(action="ignore"):  # of Sphinx's own API
+    assert sphinx_build([*options, str(ROOT / "docs"), str(folder)]) == 0
   return folder
 
 
@@ -45,6 +47,13 @@ def test_equations_are_for_mathjax(site):
   html = (site / "objectives.html").read_text()
   assert html.count('class="math notranslate') > 20
   assert "$$" not in html
+
+
+def test_images_are_in_the_site(site):
+  html = (site / "results.html").read_text()
+  images = re.findall(r'<img[^>]* src="([^"]+)"', html)
+  assert images
+  assert [image for image in images if not (site / image).exists()] == []
 
 
 def test_every_page_is_in_the_index():
