@@ -1,10 +1,12 @@
 """A profile has the iterations that were asked for, and is written once."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import pytest
+from repository import ROOT
 
 from gspo_jax.runtime import profile
 from gspo_jax.runtime.errors import UserError
@@ -85,13 +87,29 @@ def test_libtpu_without_a_tpu_is_an_error(
     profile.require_profiler((10, 12))
 
 
-def test_the_trace_has_the_calls_of_an_iteration(tmp_path, capsys):
-  with Profile((2, 2), tmp_path / "profile") as traced:
-    for step in (1, 2):
-      with traced.iteration(step):
-        jax.jit(jnp.sin)(1.0).block_until_ready()
-  (file,) = (tmp_path / "profile").rglob("*.xplane.pb")
+TRACED = """
+import sys
+import jax, jax.numpy as jnp
+from gspo_jax.runtime.profile import Profile
+
+with Profile((2, 2), sys.argv[1]) as traced:
+  for step in (1, 2):
+    with traced.iteration(step):
+      jax.jit(jnp.sin)(1.0).block_until_ready()
+"""
+
+
+def test_the_trace_has_the_calls_of_an_iteration(tmp_path):
+  """In a process of its own: other tests load libtpu, which would crash."""
+  done = subprocess.run(
+    [sys.executable, "-c", TRACED, str(tmp_path)],
+    cwd=ROOT,
+    check=True,
+    capture_output=True,
+    text=True,
+  )
+  (file,) = tmp_path.rglob("*.xplane.pb")
   trace = file.read_bytes()
   assert b"PjitFunction(sin)" in trace
   assert b"iteration" in trace
-  assert capsys.readouterr().out == f"profile: {tmp_path}/profile\n"
+  assert done.stdout == f"profile: {tmp_path}\n"
