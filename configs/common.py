@@ -111,7 +111,9 @@ def get_config() -> ConfigDict:
   c.reward.names = ("final_answer",)
   c.reward.weights = (1.0,)  # one each
   c.reward.workers = 2  # processes that compute rewards, on each host
-  # Time for one response; after it the reward is 0. "code" needs 35.
+  c.reward.concurrency = 32  # calls of async rewards, at once in a process
+  # Time for one call of a reward, on one response or on a group; after it the
+  # reward is 0. "code" and "judge" need 35.
   c.reward.seconds = 5.0
   # The run stops if a larger share of the responses of an iteration or of an
   # evaluation could not be scored, or all. "math" fails on a few in a hundred,
@@ -158,7 +160,7 @@ def get_config() -> ConfigDict:
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)
   c.learner.micro_batch_size = 64  # packed rows of a forward and backward pass
 
-  c.optim = ConfigDict()
+  c.optim = ConfigDict()  # the optimizer
   # "adamw", or "muon": Muon for the matrices of the blocks, AdamW for the rest.
   c.optim.name = "adamw"
   c.optim.learning_rate = 1e-6  # its peak
@@ -229,4 +231,5 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.cold_start.steps = 0
   c.eval.prompts = 8
   c.eval.samples = 4
+  c.log.profile = ()
   return c

@@ -1,6 +1,8 @@
-"""The command: flags in, an exit code out.
+"""Trains a policy: flags in, an exit code out.
 
   python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny
+
+The console command gspo-jax is the same. `--help` lists every key of a config.
 
 On several hosts the same command on each, and the same workdir for all. On a
 Cloud TPU slice they find one another; elsewhere each needs

@@ -39,13 +39,18 @@ from gspo_jax.rollout.batch import (
 from gspo_jax.rollout.metrics import rollout_metrics
 from gspo_jax.rollout.scoring import require_scored
 from gspo_jax.rollout.source import Source, make_source
-from gspo_jax.runtime import metric_writer, multihost, sharding, wandb_run
+from gspo_jax.runtime import (
+  metric_writer,
+  multihost,
+  profile,
+  sharding,
+  wandb_run,
+)
 from gspo_jax.runtime.checkpoint import Checkpoints
-from gspo_jax.runtime.compilations import Compilations
 from gspo_jax.runtime.identity import changes, flatten, match
 from gspo_jax.runtime.metric_writer import MetricWriter
 from gspo_jax.runtime.preemption import Preemption
-from gspo_jax.runtime.profile import Profile
+from gspo_jax.runtime.progress import Compilations
 from gspo_jax.sampler.continuous import ContinuousSampler
 
 
@@ -88,12 +93,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
   )
   multihost.print_once(_devices(mesh))
-  multihost.run_on_all(lambda: _require_wandb(config))
-  with (
-    jax.set_mesh(mesh),
-    Preemption() as preemption,
-    Compilations() as compilations,
-  ):
+  multihost.run_on_all(lambda: _check_log(config))
+  with jax.set_mesh(mesh), Preemption() as preemption, Compilations():
     multihost.print_once("loading the data and the tokenizer")
     experiment = multihost.run_on_all(lambda: prepare(config, workdir, mesh))
     multihost.require_same(
@@ -114,12 +115,10 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       if state is None:
         return None
       multihost.run_on_all(lambda: _write_config(experiment))
-      return _train(run, state, compilations)
+      return _train(run, state)
 
 
-def _train(
-  run: Run, state: TrainState, compilations: Compilations
-) -> TrainState | None:
+def _train(run: Run, state: TrainState) -> TrainState | None:
   """RL from `state` to the last step, or to a SIGTERM."""
   experiment, config = run.experiment, run.experiment.config
   first, last = int(state.step) + 1, config.num_steps
@@ -134,16 +133,15 @@ def _train(
       active=multihost.is_primary(),
       wandb=config.log.wandb,
       config=config.as_json(),
-      compile_seconds=lambda: compilations.seconds,
     )
   )
-  profile = Profile(config.log.profile, experiment.workdir / "profile")
-  with writer, profile:
+  traced = profile.Profile(config.log.profile, experiment.workdir / "profile")
+  with writer, traced:
     health = _health_checks(experiment)
     if first == 1 and config.eval.every:
       writer.write(0, held_out.evaluate(experiment, state.params))
     for step in range(first, last + 1):
-      with profile.iteration(step):
+      with traced.iteration(step):
         state, metrics, distributions, samples = iterate(run, state, step)
       stop = run.preemption.reached()
       if stop:  # before an evaluation, in which a SIGKILL may come
@@ -365,9 +363,12 @@ def _devices(mesh: jax.sharding.Mesh) -> str:
   return f"{mesh.size} x {kind}{hosts}{split}"
 
 
-def _require_wandb(config) -> None:
+def _check_log(config) -> None:
+  """Raises UserError now where it would come after hours."""
   if config.log.wandb and multihost.is_primary():
     wandb_run.require_login(config.log.wandb)
+  if config.log.profile:
+    profile.require_profiler(config.log.profile)
 
 
 def _print_parameters(experiment: Experiment) -> None:

@@ -3,20 +3,22 @@
 import os
 
 import pytest
-from repository import ROOT
+from repository import ROOT, xla_flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-  "--xla_force_host_platform_device_count=8"
-  # Most of the tests' time is compilation; this spares more than half of it.
-  " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-  " --xla_cpu_use_fusion_emitters=false"
-)
+os.environ["XLA_FLAGS"] = xla_flags(devices=8)
 # Compiled programs are shared by both workers, the processes that they start,
 # and later runs, which take a quarter of the time.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+
+# It reads the variables above.
+import jax
+
+jax.devices()  # and this XLA_FLAGS
+# libtpu, which compiles in some tests, ends a process whose flags it lacks.
+del os.environ["XLA_FLAGS"]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import transformers
 from absl.testing import flagsaver
-from repository import ROOT
+from repository import ROOT, xla_flags
 from safetensors import numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -220,7 +220,7 @@ def command(module, base, *flags):
       *(f"--config={ROOT}/configs/hugging_face.py:{base}", *flags),
     ],
     cwd=ROOT,
-    env=os.environ | {"XLA_FLAGS": ""},
+    env=os.environ | {"XLA_FLAGS": xla_flags(1)},
     capture_output=True,
     text=True,
   )

@@ -74,7 +74,7 @@ class FailingPool:
   def __init__(self, first=0):
     self.first = first
 
-  def submit(self, responses):
+  def submit(self, responses, group_size=1):
     zeros = np.zeros(len(responses), np.float32)
     failed = np.arange(len(responses)) >= self.first
     scores = Scores(zeros, {"broken": zeros}, failed, ("why",))
@@ -259,7 +259,7 @@ class TabularPolicy:
 class ScriptedPool:
   """Scores responses by `REWARDS`, and checks that their problem is theirs."""
 
-  def submit(self, responses):
+  def submit(self, responses, group_size=1):
     total = []
     for response in responses:
       p, row = int(response.prompt) - 1, ord(response.text[0]) - FIRST

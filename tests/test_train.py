@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 from metrics_page import undocumented
-from repository import ROOT
+from repository import ROOT, xla_flags
 
 from configs import tiny_cpu
 from gspo_jax import model, train
@@ -116,9 +117,6 @@ def workdir(reference, tmp_path):
 def start(tmp_path_factory):
   """Starts the command in the background, on one device."""
   env = dict(os.environ)
-  flag = "--xla_force_host_platform_device_count"
-  flags = env["XLA_FLAGS"].split()
-  env["XLA_FLAGS"] = " ".join(f for f in flags if not f.startswith(flag))
   env.setdefault("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("c")))
   env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   env["PYTHONUNBUFFERED"] = "1"
@@ -135,7 +133,7 @@ def start(tmp_path_factory):
         *flags,
       ],
       cwd=ROOT,
-      env=env | {"XLA_FLAGS": f"{env['XLA_FLAGS']} {flag}={devices}"},
+      env=env | {"XLA_FLAGS": xla_flags(devices)},
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
@@ -251,6 +249,9 @@ def test_the_weights_are_printed_at_the_start(reference, build_once):
   count = sum(x.size for x in jax.tree.leaves(shapes))
   table, total, _ = out.partition(f"Total: {count:,} -- {4 * count:,} bytes")
   assert total
+  devices, loading, *_ = table.splitlines()
+  assert re.match(r"\d x cpu", devices)
+  assert loading == "loading the data and the tokenizer"
   # A row for each array; all layers share one.
   rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
   assert len(rows) == len(jax.tree.leaves(shapes)) < 25

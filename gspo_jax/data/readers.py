@@ -17,6 +17,14 @@ SPECS = (
   "package.module.factory"
 )
 
+# By the end of a file's name, what goes before the file in a spec.
+_KINDS = {
+  ".csv": "hf",
+  ".json": "hf",
+  ".jsonl": "jsonl",
+  ".parquet": "parquet",
+}
+
 
 class Records(NamedTuple):
   """The records of a source; pickled, they are read again where they lie.
@@ -56,11 +64,12 @@ def read(spec: str, data_dir: str = "") -> Records:
   return Records(rows, functools.partial(_name, spec))
 
 
-def lines(file: str) -> Iterator[json_lines_file.Line]:
+def lines(file: str | Path) -> Iterator[json_lines_file.Line]:
   """The records of a file of JSON lines, or of a spec such as parquet:FILE."""
-  if not file.startswith(("jsonl:", "parquet:", "hf:", "tfds:")):
-    file = f"jsonl:{file}"
-  rows, where = read(file)
+  spec = str(file)
+  if not spec.startswith(("jsonl:", "parquet:", "hf:", "tfds:")):
+    spec = f"jsonl:{spec}"
+  rows, where = read(spec)
   for i in range(len(rows)):
     yield json_lines_file.Line(where(i), rows[i])
 
@@ -199,16 +208,22 @@ def hugging_face(spec: str) -> Sequence:
   if not parts:
     raise UserError(f"hf:{spec}: expected hf:NAME[:SPLIT]")
   name, split = parts[1], parts[2] or "train"
-  path = Path(name).expanduser()
+  path = Path(name).expanduser().absolute()
   with _datasets(f"hf:{spec}") as datasets:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-      return _of_text(_saved(datasets.load_from_disk(str(path)), split))
+      loaded = datasets.load_from_disk(str(path))
+      splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+      if split not in splits:
+        raise UserError(
+          f"hf:{spec}: no split {split!r}; {nearest(split, splits)}"
+        )
+      return _of_text(splits[split])
     options = {"split": split}
     if path.is_file():
       name, options["data_files"] = str(path.parent), path.name
-    elif path.is_dir() or "://" in name:
-      name = str(path) if path.is_dir() else name
-    else:
+    elif path.is_dir():
+      name = str(path)
+    elif "://" not in name:
       on_hub = re.fullmatch(r"([\w-][\w.-]*(?:/[\w.-]+)?)(?:/([\w.-]+))?", name)
       if not on_hub:
         raise UserError(f"hf:{spec}: no such file or folder")
@@ -228,7 +243,7 @@ def _datasets(spec: str):
   except UserError:
     raise
   except ConnectionError as error:
-    name = spec.split(":")[1]
+    name = "/".join(spec.split(":")[1].split("/")[:2])  # without a config
     raise UserError(
       f"{spec}: no such file or folder, and the Hugging Face Hub cannot be "
       f"reached; where it can, `hf download {name} --repo-type=dataset "
@@ -238,14 +253,6 @@ def _datasets(spec: str):
     cause = error.__cause__ or error
     reason = " ".join(str(cause).split())[:300]
     raise UserError(f"{spec}: {reason}") from error
-
-
-def _saved(loaded, split: str):
-  """A split of what `save_to_disk` wrote: a Dataset, or a dict of them."""
-  splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-  if split not in splits:
-    raise UserError(f"no split {split!r}; {nearest(split, splits)}")
-  return splits[split]
 
 
 def _of_text(dataset):
@@ -303,8 +310,10 @@ def from_factory(spec: str) -> Sequence:
     UserError: there is no such factory, or its result has no length or index.
   """
   parts = re.fullmatch(r"([\w.]+)[.:](\w+)", spec)
-  if not parts or spec.endswith((".json", ".jsonl")):
-    raise UserError(f"data source {spec!r}: expected {SPECS}")
+  kind = _KINDS.get(Path(spec).suffix)
+  if kind or not parts:
+    hint = f"did you mean '{kind}:{spec}'? " if kind else ""
+    raise UserError(f"data source {spec!r}: {hint}expected {SPECS}")
   path, name = parts[1], parts[2]
   try:
     module = importlib.import_module(path)

@@ -8,9 +8,10 @@ one step of it, WORKDIR/checkpoints/STEP. gspo_jax/evaluate/benchmarks.py lists
 the benchmarks and the columns of their files. Model, prompt, lengths and
 temperature come from the config (`--config.sampler.temperature=0.6
 --config.sampler.top_p=0.95`); keys that only training uses are not checked. A
-batch holds all problems of a benchmark, or as many as give `data.prompts *
-rollout.group_size` responses, as in training, rounded up to a multiple of the
-devices.
+benchmark is sampled in one batch, or in a few of equal size with at most
+`data.prompts * rollout.group_size` responses, as in training.
+`--reward` names another reward, as `reward.names` does: it gets the columns of
+the file, and one that takes groups gets all samples of a problem.
 
 Prints a table. --out (by default DIR/evaluation) gets results.json, and
 answers.jsonl while the responses are scored; the same command again continues
@@ -44,7 +45,9 @@ _LIMIT = flags.DEFINE_integer(
   "limit", None, "Only the first problems of each benchmark.", lower_bound=1
 )
 _REWARD = flags.DEFINE_string(
-  "reward", "", "Scores all benchmarks, as in code:total=20."
+  "reward",
+  "",
+  "Scores all benchmarks, as in code:total=20 or my_module.reward.",
 )
 _OUT = flags.DEFINE_string("out", None, "A folder for responses and results.")
 

@@ -110,7 +110,9 @@ def read(
       break
     row = Row(where, values)
     try:
-      problem = Problem(*form.parse(row), "")
+      # Only a reward of the user's reads columns, and tests can be large.
+      columns = values if reward else {}
+      problem = Problem(*form.parse(row), "", columns)
       rows.append((problem, _id(row), _rating(row, form)))
     except Skipped as reason:
       skipped[str(reason)] += 1

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import json
 import shlex
 import sys
@@ -23,12 +22,13 @@ from gspo_jax.evaluate.judge import run_benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
 from gspo_jax.program.config import ConfigDict, parse
-from gspo_jax.rewards.pool import RewardPool, too_many
+from gspo_jax.rewards.pool import EXAMPLE, RewardPool, too_many
 from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import flatten
+from gspo_jax.runtime.progress import Progress
 
-# Seconds that scoring a program may take beyond the time limit of its tests.
+# Seconds of a call beyond the time limit that its reward keeps itself.
 _SPARE = 10.0
 
 
@@ -167,7 +167,8 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
 
   def sample(problems, samples, batch):
-    return sampler.sample(params, problems, jax.random.fold_in(key, batch))
+    key_of_batch = jax.random.fold_in(key, batch)
+    return sampler.sample(params, problems, key_of_batch, progress)
 
   def save(records, reasons):
     for reason in reasons:
@@ -188,7 +189,14 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   reward_pool = multihost.run_on_all(
     lambda: None if file is None else _reward_pool(config, benchmark)
   )
-  with reward_pool or nullcontext():
+  progress = Progress(
+    name,
+    len(benchmark.problems) * benchmark.samples,
+    "responses",
+    done=first_batch * sampler.batch_size * benchmark.samples,
+    file=sys.stderr,
+  )
+  with reward_pool or nullcontext(), progress:
     run_benchmark(
       sample,
       benchmark,
@@ -205,14 +213,15 @@ def _reward_pool(config, benchmark) -> RewardPool:
     (benchmark.reward,),
     (1.0,),
     workers=config.reward.workers,
+    concurrency=config.reward.concurrency,
     seconds=_seconds(config, benchmark.reward),
+    examples=[EXAMPLE.to(benchmark.problems[0])],
   )
 
 
 def _seconds(config, reward) -> float:
-  """For one response; enough for a program's tests to reach their own limit."""
+  """For one call; enough for "code" and "judge" to reach their own limit."""
   seconds = float(config.reward.seconds)
-  if reward.partition(":")[0] != "code":
+  if reward.partition(":")[0] not in ("code", "judge"):
     return seconds
-  arguments = inspect.signature(rewards.named(reward)).parameters
-  return max(seconds, arguments["total"].default + _SPARE)
+  return max(seconds, rewards.named(reward).keywords["total"] + _SPARE)

@@ -13,6 +13,8 @@ from gspo_jax.rollout.scoring import (
   score_responses,
 )
 from gspo_jax.runtime import sharding
+from gspo_jax.runtime.progress import Progress
+from gspo_jax.sampler.functions import Generate
 from gspo_jax.sampler.many_prompts import sample_many
 from gspo_jax.sampler.samples import Prompts
 
@@ -20,7 +22,8 @@ from gspo_jax.sampler.samples import Prompts
 def evaluate(experiment: Experiment, params: model.Params) -> dict[str, float]:
   """`eval/*` of sampled and of greedy responses; always with the same key."""
   sampler, key = experiment.program.sampler, experiment.keys.evaluate
-  sampled = correct(experiment, sampler.generate_eval, params, key)
+  samples = experiment.config.eval.samples
+  sampled = correct(experiment, sampler.generate_eval, params, key, samples)
   return summarize(sampled, greedy(experiment, params, key))
 
 
@@ -29,13 +32,24 @@ def greedy(
 ) -> np.ndarray:
   """[N, 1], whether the greedy responses are correct."""
   generate = experiment.program.sampler.generate_greedy
-  return correct(experiment, generate, params, key)
+  return correct(experiment, generate, params, key, 1)
 
 
 def correct(
-  experiment: Experiment, generate, params: model.Params, key: jax.Array
+  experiment: Experiment,
+  generate: Generate,
+  params: model.Params,
+  key: jax.Array,
+  group_size: int,
 ) -> np.ndarray:
   """Whether responses to the N held-out problems are correct, [N, G].
+
+  Args:
+    experiment: of the run.
+    generate: G responses to each of `eval_prompts` prompts.
+    params: of the policy.
+    key: of the samples.
+    group_size: G.
 
   Raises:
     multihost.AgreedError: more than `reward.max_failed` of the responses could
@@ -43,25 +57,26 @@ def correct(
   """
   problems, program = experiment.held_out, experiment.program
   count, pending = len(problems["problems"]), []
-  for batch in sample_many(
-    generate,
-    params,
-    Prompts(problems["tokens"], problems["length"]),
-    key,
-    batch_size=experiment.config.data.prompts,
-    batch_sharding=sharding.batch_sharding(program.mesh),
-  ):
-    responses = decode_responses(
-      batch.samples,
-      prompt_batch.pick(problems, batch.index),
-      program.tokenizer,
-      program.sampler.stop,
-    )
-    lengths = batch.samples.lengths
-    group_size = len(lengths) // len(batch.index)
-    pending.append(
-      score_responses(experiment.reward_pool, responses, group_size, lengths)
-    )
+  with Progress("evaluation", count * group_size, "responses") as progress:
+    for batch in sample_many(
+      generate,
+      params,
+      Prompts(problems["tokens"], problems["length"]),
+      key,
+      batch_size=program.sampler.eval_prompts,
+      batch_sharding=sharding.batch_sharding(program.mesh),
+      progress=progress,
+    ):
+      responses = decode_responses(
+        batch.samples,
+        prompt_batch.pick(problems, batch.index),
+        program.tokenizer,
+        program.sampler.stop,
+      )
+      lengths = batch.samples.lengths
+      pending.append(
+        score_responses(experiment.reward_pool, responses, group_size, lengths)
+      )
   rewards = [each.result() for each in pending]
   most = experiment.config.reward.max_failed
   require_scored(rewards, most, of="the held-out problems")

@@ -113,12 +113,13 @@ def _start_scoring(reward_pool, benchmark, indices, responses):
       benchmark.problems[i].reference,
       tokens,
       responses.limit,
+      benchmark.problems[i].columns,
     )
     for (i, _), text, tokens in zip(
       places, responses.responses, responses.tokens, strict=True
     )
   ]
-  scores = reward_pool.submit(scored)
+  scores = reward_pool.submit(scored, benchmark.samples)
   return functools.partial(
     _records, scores, benchmark, places, scored, responses.truncated
   )

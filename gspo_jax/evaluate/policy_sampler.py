@@ -12,10 +12,11 @@ from gspo_jax.data import datasets, pipeline
 from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate.judge import Responses
 from gspo_jax.program.config import Config
-from gspo_jax.program.functions import build_program
+from gspo_jax.program.functions import build_program, shards_of_rows
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.many_prompts import sample_many
+from gspo_jax.runtime.progress import Progress
+from gspo_jax.sampler.many_prompts import equal_batches, sample_many
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts
 from gspo_jax.sampler.stop_strings import response_text
 
@@ -40,9 +41,10 @@ def batch_shape(
 ) -> BatchShape:
   """The smallest batch for a benchmark.
 
-  It holds all problems, or as many as give `data.prompts * rollout.group_size`
-  responses, as in training; then there are several batches. Its prompts are
-  rounded up to a multiple of the devices, so that every mesh can split it.
+  It holds all problems; or there are as few batches as can be, about equally
+  large, of at most `data.prompts * rollout.group_size` responses, as in
+  training. Its prompts are rounded up to a multiple of the devices that share
+  rows.
 
   Args:
     config: from `config.parse`.
@@ -59,8 +61,13 @@ def batch_shape(
       raise UserError(f"{name}={value}: expected at least 1")
   group_size = max(g for g in range(1, most + 1) if samples % g == 0)
   repeats = samples // group_size
-  size = min(prompts * (most // group_size), problems * repeats)
-  return BatchShape(group_size, repeats, -(-size // mesh.size) * mesh.size)
+  most_prompts = prompts * (most // group_size)
+  if repeats > most_prompts:  # several batches for a problem
+    size = equal_batches(repeats, most_prompts)
+  else:
+    size = repeats * equal_batches(problems, most_prompts // repeats)
+  shards = shards_of_rows(config, mesh)
+  return BatchShape(group_size, repeats, -(-size // shards) * shards)
 
 
 class PolicySampler:
@@ -97,7 +104,7 @@ class PolicySampler:
     self.batch_size = max(shape.prompts // shape.repeats, 1)
     config = config.replace(
       data={"prompts": shape.prompts},
-      eval={"samples": shape.group_size},
+      eval={"prompts": shape.prompts, "samples": shape.group_size},
       rollout={"extra_prompts_in_flight": 0},
     )
     self.program = build_program(config, mesh, training=False)
@@ -118,7 +125,11 @@ class PolicySampler:
     return Prompts(batch["tokens"], batch["length"])
 
   def sample(
-    self, params: model.Params, problems: Sequence[str], key: jax.Array
+    self,
+    params: model.Params,
+    problems: Sequence[str],
+    key: jax.Array,
+    progress: Progress | None = None,
   ) -> Responses:
     """Responses to some problems; the same on every process.
 
@@ -126,6 +137,7 @@ class PolicySampler:
       params: of the model.
       problems: any number of texts.
       key: of these responses alone.
+      progress: counts the responses.
     """
     prompts, decode = self.prompts(problems), self.program.tokenizer.decode
     rows = zip(prompts.tokens, prompts.lengths, strict=True)
@@ -140,6 +152,7 @@ class PolicySampler:
       key,
       batch_size=self._shape.prompts,
       batch_sharding=sharding.batch_sharding(self.program.mesh),
+      progress=progress,
     ):
       samples, count = batch.samples, batch.new * self._shape.group_size
       columns = multihost.to_host(

@@ -49,7 +49,7 @@ def on_hosts(work: Callable[[], int]) -> int:
   """
   # Not at the top: JAX takes seconds, and a mistaken flag needs none of it.
   if "jax" not in sys.modules:
-    print("loading jax", flush=True)
+    print("loading jax", file=sys.stderr, flush=True)
   from gspo_jax.runtime import multihost
 
   if not flags.FLAGS["verbosity"].present:
@@ -184,26 +184,35 @@ def _checked_overrides(argv: list[str], keys: dict) -> list[str]:
     if not isinstance(keys[key], tuple):
       continue
     if equals:
-      argv[i] = override[0] + _as_tuple(flag[override.end() :])
+      argv[i] = override[0] + _as_tuple(key, flag[override.end() :], keys[key])
     elif i + 1 < len(argv):
-      argv[i + 1] = _as_tuple(argv[i + 1])
+      argv[i + 1] = _as_tuple(key, argv[i + 1], keys[key])
   return argv
 
 
-def _as_tuple(text: str) -> str:
+def _as_tuple(key: str, text: str, default: tuple) -> str:
   """A tuple in Python's notation, from it or from words between commas.
 
   A part that starts with `name=` belongs to the one before it, as in
   `overlong:buffer=8,scale=2,format`.
+
+  Raises:
+    UserError: it has a word where `default` has numbers, or a number where that
+      has words.
   """
   try:
     value = ast.literal_eval(text)
   except (ValueError, SyntaxError):
-    if text.startswith(("(", "[")):
-      return text  # its error names the flag
-    parts = re.split(r",(?!\s*\w+=)", text)
+    parts = re.split(r",(?!\s*\w+=)", text.strip("()[] "))
     value = tuple(part.strip() for part in parts if part.strip())
-  return repr(tuple(value) if isinstance(value, tuple | list) else (value,))
+  value = tuple(value) if isinstance(value, tuple | list) else (value,)
+  of_words = [isinstance(x, str) for x in (*default, *value)]
+  if default and len({*of_words}) > 1:
+    kind = "names" if of_words[0] else "numbers"
+    raise UserError(
+      f"--config.{key}={text}: expected {kind} with commas between"
+    )
+  return repr(value)
 
 
 def _help(config, doc: str) -> str:

@@ -218,6 +218,7 @@ class Reward:
   names: tuple[str, ...]
   weights: tuple[float, ...]
   workers: int = checked(AT_LEAST_1)
+  concurrency: int = checked(AT_LEAST_1)
   seconds: float = checked(POSITIVE)
   max_failed: float = checked(SHARE)
 

@@ -33,6 +33,9 @@ OTHER_NAMES = {
   "data.problem_field": "question_field data.question_field prompt_key "
   "input_key",
   "data.reference_field": "answer_field data.answer_field label_key answer_key",
+  "data.template_args": "chat_template_kwargs apply_chat_template_kwargs "
+  "tokenizer_chat_template_kwargs",
+  "data.few_shot": "num_fewshot fewshot num_few_shot n_shots",
   "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_name_or_path",
   "data.prompts": "batch_size train_batch_size rollout_batch_size "
   "gen_batch_size generation_batch_size global_batch_size "

@@ -11,7 +11,7 @@ from gspo_jax.data.datasets import Datasets
 from gspo_jax.program import load_params
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
-from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.pool import EXAMPLE, RewardPool
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 
@@ -79,7 +79,7 @@ def prepare(
     config=config,
     workdir=epath.Path(workdir),
     program=program,
-    reward_pool=_reward_pool(config.reward),
+    reward_pool=_reward_pool(config.reward, problems),
     datasets=problems,
     held_out=pipeline.take(
       problems.held_out, program.prompt_config, config.eval.prompts
@@ -91,9 +91,20 @@ def prepare(
   )
 
 
-def _reward_pool(c) -> RewardPool:
+def _reward_pool(c, problems: Datasets) -> RewardPool:
+  """The pool, with the first problem of every source as an example."""
+  mixtures = [*(stage.source for stage in problems.stages), problems.held_out]
+  sources = [s for m in mixtures for s in getattr(m, "sources", (m,))]
+  examples = [EXAMPLE.to(source[0]) for source in sources if len(source)]
   try:
-    return RewardPool(c.names, c.weights, workers=c.workers, seconds=c.seconds)
+    return RewardPool(
+      c.names,
+      c.weights,
+      workers=c.workers,
+      seconds=c.seconds,
+      concurrency=c.concurrency,
+      examples=examples,
+    )
   except UserError as error:
     raise UserError(f"reward.names={c.names}: {error}") from error
 

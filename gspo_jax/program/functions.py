@@ -6,6 +6,7 @@ is planned or timed is what runs.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,6 +32,7 @@ from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler import continuous
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import SamplerFunctions
+from gspo_jax.sampler.many_prompts import equal_batches
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
@@ -286,26 +288,39 @@ def _sampler(config, cfg, tokenizer, params, mesh) -> SamplerFunctions:
   )
   greedy = dataclasses.replace(evaluation, group_size=1, temperature=0.0)
   sampler_mesh = _sampler_mesh(config, mesh, params)
-  make = functools.partial(
-    jitted.generate, cfg, params=params, mesh=mesh, sampler_mesh=sampler_mesh
+  eval_prompts = equal_batches(
+    config.eval.prompts, config.data.prompts, shards_of_rows(config, mesh)
   )
-  if batching := settings.continuous_batching(config):
-    make = functools.partial(
-      continuous.build_continuous_sampler,
+  batching = settings.continuous_batching(config)
+
+  def make(sampling, batching=batching):
+    if not batching:
+      return jitted.generate(
+        cfg, sampling, params=params, mesh=mesh, sampler_mesh=sampler_mesh
+      )
+    return continuous.build_continuous_sampler(
       cfg,
+      sampling,
       batching=batching,
       max_prompt_length=config.data.max_prompt_length,
       params_sharding=jitted.shardings(params),
       mesh=mesh,
       sampler_mesh=sampler_mesh,
     )
+
+  def make_eval(sampling):
+    responses = eval_prompts * sampling.group_size
+    return make(sampling, batching and batching.with_slots_for(responses))
+
   generate = make(sampling)
   # With extra prompts in flight, a batch of an iteration has another size.
-  same = evaluation == sampling and not config.rollout.extra_prompts_in_flight
+  same = evaluation == sampling and eval_prompts == config.data.prompts
+  same &= not config.rollout.extra_prompts_in_flight
   return SamplerFunctions(
     generate=generate,
-    generate_eval=generate if same else make(evaluation),
-    generate_greedy=make(greedy),
+    generate_eval=generate if same else make_eval(evaluation),
+    generate_greedy=make_eval(greedy),
+    eval_prompts=eval_prompts,
     merge_groups=jitted.merge_groups(sampling, mesh),
     take_batch=jitted.take_groups(cfg, sampling, mesh),
     take_pending=jitted.take_groups(cfg, sampling, mesh),
@@ -316,16 +331,26 @@ def _sampler(config, cfg, tokenizer, params, mesh) -> SamplerFunctions:
   )
 
 
+def shards_of_rows(config: Config, mesh: jax.sharding.Mesh) -> int:
+  """The least number of rows that training and decoding can split."""
+  meshes = mesh, _decoding_mesh(config, mesh)
+  return math.lcm(*map(sharding.batch_shards, meshes))
+
+
+def _decoding_mesh(config, mesh):
+  sizes = dataclasses.asdict(config.sampler_mesh)
+  return sharding.reshape_mesh(
+    mesh, **{axis: size or mesh.shape[axis] for axis, size in sizes.items()}
+  )
+
+
 def _sampler_mesh(config, mesh, params):
   """The mesh of decoding, on which no weight is gathered at every token.
 
   Raises:
     UserError: the devices, the weights or the prompts cannot be split so.
   """
-  sizes = dataclasses.asdict(config.sampler_mesh)
-  sampler_mesh = sharding.reshape_mesh(
-    mesh, **{axis: size or mesh.shape[axis] for axis, size in sizes.items()}
-  )
+  sampler_mesh = _decoding_mesh(config, mesh)
   try:
     sharding.state_shardings(params, sampler_mesh)
   except UserError as error:

@@ -125,14 +125,14 @@ def generate(cfg, sampling, *, params, mesh, sampler_mesh) -> MeshJit:
   """(params, prompts, key) -> samples, by the static sampler."""
   batch, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)
 
-  def sample(params, prompts, key):
+  def generate(params, prompts, key):
     # Arrays of another mesh must be moved to this one before they are used.
     prompts = sharding.constrain_batch(prompts, axis=0)
     key = sharding.constrain(key)
     return sampler.generate(params, cfg, prompts, key, sampler=sampling)
 
   jitted = jax.jit(
-    sample,
+    generate,
     in_shardings=(shardings(params), batch, replicated),
     out_shardings=samples_sharding(sampling, mesh),
     compiler_options=rounding.OPTIONS,
@@ -205,7 +205,7 @@ def add_reference_and_values(config, cfg, abstract, mesh) -> MeshJit | None:
     return None
   packed = packed_sharding(mesh)
 
-  def add(state, batch):
+  def reference_and_values(state, batch):
     return experience.add_reference_and_values(
       batch,
       cfg,
@@ -215,7 +215,7 @@ def add_reference_and_values(config, cfg, abstract, mesh) -> MeshJit | None:
     )
 
   jitted = jax.jit(
-    add,
+    reference_and_values,
     in_shardings=(shardings(abstract), packed),
     out_shardings=packed,
     donate_argnums=1,
@@ -239,7 +239,7 @@ def step(learners, reference_every: int, abstract, mesh) -> MeshJit:
   replicated = sharding.replicated(mesh)
   jitted = jax.jit(
     functools.partial(
-      _step, learners=learners, reference_every=reference_every
+      _update, learners=learners, reference_every=reference_every
     ),
     in_shardings=(state_sharding, batch, replicated),
     out_shardings=(state_sharding, batch, replicated),
@@ -249,7 +249,7 @@ def step(learners, reference_every: int, abstract, mesh) -> MeshJit:
   return MeshJit(jitted, mesh)
 
 
-def _step(state, batch, apply_updates, *, learners, reference_every):
+def _update(state, batch, apply_updates, *, learners, reference_every):
   """Computes old log-probs, or updates policy, critic and reference."""
   new, batch, metrics = train_step.update(
     state, batch, learner=learners.policy, apply_updates=apply_updates
@@ -285,13 +285,13 @@ def cold_start_update(learner, packing_config, abstract, mesh) -> MeshJit:
   state_sharding = shardings(abstract)
   replicated = sharding.replicated(mesh)
 
-  def update(state, arrays, packing):
+  def cold_start_update(state, arrays, packing):
     batch = cold_start.demonstration_batch(arrays, packing, packing_config)
     state, _, metrics = train_step.update(state, batch, learner=learner)
     return state, metrics
 
   jitted = jax.jit(
-    update,
+    cold_start_update,
     in_shardings=(
       state_sharding,
       sharding.batch_sharding(mesh),

@@ -230,14 +230,14 @@ def changed_decay(config: Config, saved: dict, step: int) -> str | None:
   if config.optim.decay == "constant" or end == config.num_steps:
     return None
   before, now = (
-    optimizer.schedule(optim_config(c))(step * config.learner.minibatches)
+    float(optimizer.schedule(optim_config(c))(step * c.learner.minibatches))
     for c in (config.replace(num_steps=end), config)
   )
-  return (
-    f"optim.decay={config.optim.decay!r} now ends at num_steps="
-    f"{config.num_steps}, not {end}: the learning rate goes on at "
-    f"{float(now):.3g}, not {float(before):.3g}"
-  )
+  line = f"optim.decay={config.optim.decay!r} now ends at num_steps="
+  line += f"{config.num_steps}, not {end}"
+  if now == before:  # in the warm-up
+    return line
+  return f"{line}: the learning rate goes on at {now:.3g}, not {before:.3g}"
 
 
 class Learners(NamedTuple):

@@ -6,8 +6,13 @@
 The page has charts of all metrics by subject, histograms, sample responses and
 the config. For several runs it overlays their curves and lists the differences
 of their configs. The runs need not be finished. The page is WORKDIR/report.html
-or the file of --to. It loads nothing from anywhere, and its content security
-policy forbids the browser to do so.
+or the file of --to.
+
+plotly draws the charts: drag to zoom, double-click to go back, click the camera
+for a PNG file. Of more than 1,000 steps a curve shows the smallest and the
+largest value in each of 500 stretches. The page has plotly.js inside (about
+5 MB), loads nothing from anywhere, and its content security policy forbids the
+browser to do so. Needs `pip install 'gspo_jax[report]'`.
 
 Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
@@ -15,7 +20,7 @@ Exit codes: 0 done; 2 a mistake of the user, in one line.
 import argparse
 import sys
 
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, missing_package
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,13 +34,8 @@ def _page():
   """The module that writes the page: it needs the extra `report`."""
   try:
     from gspo_jax.report import page
-  except ModuleNotFoundError as error:
-    if error.name.partition(".")[0] != "plotly":
-      raise
-    raise UserError(
-      "the report needs plotly, which is not installed: "
-      "pip install 'gspo_jax[report]'"
-    ) from error
+  except ImportError as error:
+    raise missing_package(error, "report", "the report") from error
   return page
 
 

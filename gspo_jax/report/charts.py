@@ -1,9 +1,8 @@
 """The charts of a subject as plotly figures, for one run or for several."""
 
 import itertools
-import textwrap
 from collections.abc import Sequence
-from html import escape
+from html import escape, unescape
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +19,10 @@ from gspo_jax.report.subjects import (
 from gspo_jax.report.workdir import RunRecord, Series, Spread
 
 COLOURS = colors.qualitative.D3  # of lines; legible on the light and dark page
+_MARK = {"color": "crimson", "width": 1, "dash": "dot"}  # of a clip range
 _POINTS = 1000  # of a line
 _COLUMNS = 160  # of a heat map
-_DOTS = 40  # a line with at most so many points shows them as dots
-_TITLE = 46  # characters of a title in one line of a narrow screen
+_DOTS = 40  # lines with at most so many points show them as dots
 
 
 class Plot(NamedTuple):
@@ -31,17 +30,20 @@ class Plot(NamedTuple):
 
   Attributes:
     figure: without a template; the page sets that of its colour scheme.
-    title: of the figure.
     note: text below the figure.
     summary: what the figure shows, for screen readers.
     warning: whether the note is a warning.
   """
 
   figure: go.Figure
-  title: str
   note: str
   summary: str
   warning: bool = False
+
+  @property
+  def title(self) -> str:
+    """Of the figure, as plain text."""
+    return unescape(self.figure.layout.title.text)
 
 
 class SubjectPlots(NamedTuple):
@@ -150,9 +152,9 @@ def _curve(
     if name in run.scalars
   ]
   figure = _figure(title, chart.unit)
+  few = all(len(series.steps) <= _DOTS for _, _, series in found)
   for label, colour, series in found:
     steps, values = thin(series)
-    few = len(steps) <= _DOTS
     figure.add_scatter(
       x=steps,
       y=values.astype(np.float32),
@@ -165,31 +167,30 @@ def _curve(
     )
   ends = [int(series.steps[i]) for _, _, series in found for i in (0, -1)]
   # The chart shows absolute values.
-  for name, at in _marks(runs, chart.clips).items():
+  marks = {name: abs(at) for name, at in _marks(runs, chart.clips).items()}
+  for name, at in marks.items():
     figure.add_scatter(
       x=[min(ends), max(ends)],
-      y=[abs(at)] * 2,
-      name=f"{name} {number(abs(at))}",
+      y=[at, at],
+      name=f"{name} {number(at)}",
       mode="lines",
-      line={"color": "gray", "width": 1, "dash": "dot"},
+      line=_MARK,
       showlegend=True,
       hoverinfo="skip",
     )
+  skip = [int(chart.skip_first and len(s.steps) > 2) for _, _, s in found]
+  values = [s.values[n:] for n, (_, _, s) in zip(skip, found, strict=True)]
   figure.update_xaxes(**_whole("step", min(ends), max(ends)))
-  values = np.concatenate([series.values for _, _, series in found])
-  figure.update_yaxes(**_vertical(chart, values[~np.isnan(values)]))
-  if chart.skip_first:
-    later = [s.values[1 if len(s.steps) > 2 else 0 :] for _, _, s in found]
-    low, high = _extent(np.concatenate(later))
-    room = 0.06 * (high - low)
-    figure.update_yaxes(range=[max(low - room, 0), high + room])
+  figure.update_yaxes(
+    **_vertical(chart, np.concatenate([*values, list(marks.values())]))
+  )
   summary = "; ".join(
     f"{label} {number(first, chart.unit)} to {number(last, chart.unit)}"
     for label, first, last in (
       (label, *_ends(series.values)) for label, _, series in found
     )
   )
-  return Plot(figure, title, chart.note, summary)
+  return Plot(figure, chart.note, summary)
 
 
 def _ends(values: np.ndarray) -> tuple[float, float]:
@@ -198,20 +199,20 @@ def _ends(values: np.ndarray) -> tuple[float, float]:
   return (finite[0], finite[-1]) if len(finite) else (np.nan, np.nan)
 
 
-def _extent(values: np.ndarray) -> tuple[float, float]:
-  """The smallest and the largest value; 0 and 1 if there are none."""
-  finite = values[~np.isnan(values)]
-  low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
-  return (low, high) if low < high else (low / 2, high * 1.5 or 1.0)
-
-
 def _vertical(chart: Chart, values: np.ndarray) -> dict:
   """The vertical axis: logarithmic, or with 0 if that is near."""
+  values = values[~np.isnan(values)]
   low, high = (values.min(), values.max()) if len(values) else (0.0, 0.0)
+  if chart.skip_first:  # plotly would show all values
+    room = 0.06 * (high - low) or 0.5 * high or 1.0
+    return {"range": [max(low - room, 0), high + room]}
+  least = min(values[values > 0], default=high)
   # Within a factor of 2 a logarithmic axis may have no tick.
-  if chart.log and high > 2 * min(values[values > 0], default=high):
-    return {"type": "log", "tickformat": "~g", "dtick": 1}
-  return {"rangemode": "tozero" if 0 <= low <= high / 2 else "normal"}
+  if chart.log and high > 2 * least:
+    ticks = "D2" if high < 50 * least else None
+    return {"type": "log", "tickformat": "~g", "dtick": ticks}
+  near = low >= 0 and (low <= high / 2 or low == high)
+  return {"rangemode": "tozero" if near else "normal"}
 
 
 def thin(series: Series) -> Series:
@@ -300,16 +301,17 @@ def _heat_map(
 ) -> Plot:
   """Steps to the right; upwards the bins of a histogram, or the layers."""
   n = len(spread.steps)
-  parts = np.array_split(np.arange(n), min(n, _COLUMNS))
+  width = -(-n // _COLUMNS)  # steps in a column
+  parts = np.split(np.arange(n), range(width, n, width))
   values = np.stack([_mean(spread.values[part]) for part in parts])
   if spread.edges is None:
-    ys, what, unit = np.arange(values.shape[1]), "layer %{y}", chart.unit
+    ys, unit = np.arange(values.shape[1]), chart.unit
     axis = _whole("layer", 0, len(ys) - 1)
     note = f"{chart.note} Layer 0 at the bottom.".lstrip()
     z, bar = values, {"tickformat": "~%" if unit == "%" else ",~g"}
   else:
     used = _used(values, spread.edges)
-    ys, what, unit = _bins(spread.edges)[used], "%{y}", "%"
+    ys, unit = _bins(spread.edges)[used], "%"
     axis, note = _decades(spread.edges, used), chart.note
     values = values / np.maximum(values.sum(axis=1, keepdims=True), 1)
     values = values[:, used]
@@ -327,19 +329,22 @@ def _heat_map(
     zmax=float(z.max()) or 1,
     colorbar=bar,
     hovertemplate="step %{x:,.0f}, "
-    f"{what}: %{{customdata:{_format(unit)}}}<extra></extra>",
+    f"%{{y}}: %{{customdata:{_format(unit)}}}<extra></extra>",
   )
   for name, value in marks.items():
+    at = _place(value, spread.edges, used)
+    if not 0 <= at < len(ys):
+      continue
     figure.add_hline(
-      _place(value, spread.edges, used),
-      line={"width": 1, "dash": "dot"},
+      at,
+      line=_MARK,
       annotation={"text": f"{name} {number(value)}", "showarrow": False},
       annotation_position="top right" if value > 0 else "bottom right",
     )
   figure.update_layout(hovermode="closest")
   figure.update_xaxes(**_whole("step", spread.steps[0], spread.steps[-1]))
   figure.update_yaxes(tickformat="", hoverformat="", **axis)
-  return Plot(figure, title, note, f"0 to {number(values.max(), unit)}")
+  return Plot(figure, note, f"0 to {number(values.max(), unit)}")
 
 
 def _outlines(
@@ -375,13 +380,13 @@ def _outlines(
       line={"color": COLOURS[colour % len(COLOURS)], "shape": shape},
     )
   for value in marks.values() if edges is not None else ():
-    figure.add_vline(
-      _place(value, edges, used), line={"width": 1, "dash": "dot"}
-    )
+    at = _place(value, edges, used)
+    if 0 <= at < len(xs):
+      figure.add_vline(at, line=_MARK)
   figure.update_layout(showlegend=False)
   figure.update_xaxes(**axis)
   figure.update_yaxes(rangemode="tozero")
-  return Plot(figure, title, note, ", ".join(line.label for line in lines))
+  return Plot(figure, note, ", ".join(line.label for line in lines))
 
 
 def _used(counts: np.ndarray, edges: np.ndarray) -> slice:
@@ -428,8 +433,12 @@ def _decades(edges: np.ndarray, used: slice) -> dict:
 
 def _whole(name: str, first: int, last: int) -> dict:
   """An axis of whole numbers, the first of them with the name."""
-  ticks = list(range(first, last + 1)) if last - first < 6 else None
-  return {"tickprefix": f"{name} ".lstrip(), "tickvals": ticks}
+  axis = {"tickprefix": f"{name} "}
+  if last - first < 6:  # no fractions
+    axis["dtick"] = 1
+  if first == last:  # no other numbers
+    axis["range"] = [first - 0.9, first + 0.9]
+  return axis
 
 
 def _format(unit: str) -> str:
@@ -446,12 +455,10 @@ def _figure(title: str, unit: str) -> go.Figure:
   """An empty figure."""
   if unit not in ("", "%"):
     title = f"{title} ({unit})"
-  lines = [_plain(line) for line in textwrap.wrap(title, _TITLE)]
   return go.Figure(
     layout={
       "template": "none",
-      "title": {"text": "<br>".join(lines)},
-      "margin": {"t": 20 + 18 * len(lines)},
+      "title": {"text": _plain(title)},
       "yaxis": {
         "tickformat": "~%" if unit == "%" else ",~g",
         "hoverformat": _format(unit),
@@ -460,15 +467,15 @@ def _figure(title: str, unit: str) -> go.Figure:
   )
 
 
-def template(base: str, paper: str, ink: str, scale: str) -> go.layout.Template:
+def template(base: str, ink: str, scale: Sequence[str]) -> go.layout.Template:
   """What all figures of a colour scheme share.
 
   Args:
     base: name of a template of plotly.
-    paper: colour of the background.
     ink: colour of text.
-    scale: name of the colour scale of heat maps.
+    scale: colours of heat maps, from 0, which is the background, upwards.
   """
+  paper = scale[0]
   result = go.layout.Template(io.templates[base])
   result.layout.update(
     height=270,
@@ -478,14 +485,11 @@ def template(base: str, paper: str, ink: str, scale: str) -> go.layout.Template:
     title={
       "font": {"size": 13, "weight": 600},
       "x": 0,
-      "y": 1,
-      "yanchor": "top",
-      "pad": {"t": 12, "l": 12},
+      "pad": {"l": 12},
     },
-    margin={"l": 12, "r": 14, "b": 12},
+    margin={"l": 12, "r": 14, "t": 40, "b": 12},
     hovermode="x unified",
     hoverlabel={"namelength": -1},
-    shapedefaults={"line": {"color": ink}},
     annotationdefaults={"bgcolor": paper, "font": {"size": 10}},
     legend={"orientation": "h", "yref": "container", "y": 0, "x": 0},
     xaxis={
@@ -494,13 +498,14 @@ def template(base: str, paper: str, ink: str, scale: str) -> go.layout.Template:
       "nticks": 6,
       "showgrid": False,
       "zeroline": False,
+      "ticklabelstandoff": 5,
     },
     yaxis={"nticks": 6, "automargin": True},
   )
-  result.data.scatter = [go.Scatter(line_width=1.6)]
+  result.data.scatter = [go.Scatter(line_width=1.6, cliponaxis=False)]
   result.data.heatmap = [
     go.Heatmap(
-      colorscale=scale,
+      colorscale=list(scale),
       colorbar={"thickness": 8, "outlinewidth": 0, "nticks": 5},
     )
   ]

@@ -5,24 +5,22 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const template = () => templates[dark.matches ? "dark" : "light"];
 // Without a mouse, a drag scrolls the page and the buttons, which then are
 // always visible, zoom.
-const touch = matchMedia("(hover: none)").matches
-  ? { dragmode: false, modebar: { orientation: "v" }, }
-  : {};
+const dragmode = matchMedia("(hover: none)").matches ? false : "zoom";
 
 function draw(chart) {
   const { data, layout, title } = figures[chart.id];
-  Plotly.newPlot(chart, data, { ...layout, ...touch, template: template() }, {
+  Plotly.newPlot(chart, data, { ...layout, dragmode, template: template() }, {
     responsive: true,
     displaylogo: false,
     showLink: false,
     showSendToCloud: false,
     showEditInChartStudio: false,
     modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
-    toImageButtonOptions: { filename: title, scale: 2 },
+    toImageButtonOptions: { filename: title, width: 800, height: 480, scale: 2 },
   });
 }
 
-// A chart takes about 0.1 s: it is drawn when it is near the screen.
+// A chart takes up to 0.1 s: it is drawn when it is near the screen.
 const near = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) {
     if (!isIntersecting) continue;

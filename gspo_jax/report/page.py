@@ -22,8 +22,10 @@ STYLE, SCRIPT = (
 )
 # The colours of figures are those of page.css.
 _THEMES = {
-  "light": template("plotly_white", "#ffffff", "#444649", "Blues"),
-  "dark": template("plotly_dark", "#1d2025", "#c5c7ca", "Blues_r"),
+  "light": template(
+    "plotly_white", "#444649", ("#ffffff", "#6baed6", "#08306b")
+  ),
+  "dark": template("plotly_dark", "#c5c7ca", ("#1d2025", "#3d84c6", "#e8f3ff")),
 }
 
 
@@ -80,10 +82,13 @@ def page(runs: Sequence[RunRecord]) -> str:
 def _figure(name: str, plot: Plot) -> str:
   """The place of a plot, with its text."""
   kind = ' class="warning"' if plot.warning else ""
-  note = f"<figcaption>{escape(plot.note)}</figcaption>" if plot.note else ""
+  title, note = escape(plot.title), ""
+  if plot.note:
+    note = f"<p>{escape(plot.note)}</p>"
   return (
-    f'<figure{kind} aria-label="{escape(plot.title)}. {escape(plot.summary)}">'
-    f'<div class="chart" id="{name}"></div>{note}</figure>'
+    f'<figure{kind} aria-label="{title}. {escape(plot.summary)}">'
+    f'<figcaption>{title}</figcaption><div class="chart" id="{name}"></div>'
+    f"{note}</figure>"
   )
 
 

@@ -236,7 +236,7 @@ SUBJECTS = (
     "Time",
     (
       Chart(
-        "Seconds an iteration",
+        "Time of an iteration",
         {
           "time/generate": "generate",
           "time/score": "score",

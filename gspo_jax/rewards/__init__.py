@@ -1,9 +1,45 @@
 """Rewards: a prompt, a response and its reference in, a float out.
 
-A reward is any `f(prompt, response, reference) -> float`. It may be an `async
-def`: each call is then awaited before the next one starts. A reward with the
-keyword-only arguments `tokens` or `limit` also receives the length of the
-response in tokens, stop token included, and the largest length allowed.
+A reward is any function of these three. Name it in `reward.names` as
+`package.module.function`, or `package.module.function:key=value,key=value` to
+set its keyword-only arguments:
+
+  def reward(prompt, response, reference) -> float
+
+  prompt     what the policy read, with its chat template
+  response   what the policy wrote, without its stop token
+  reference  the target, from the column `data.reference_field`
+
+By keyword only (after a `*`) a reward asks for more:
+
+  def reward(prompt, response, reference, *, difficulty, tokens, limit)
+
+  difficulty  any other column of the problem's record, by its name. One with a
+              default value is optional. `**columns` gets all other columns.
+              What the reward's spec sets ('name:difficulty=3') is not a column.
+  tokens      length of the response in tokens, stop token included
+  limit       the largest length allowed, in tokens
+
+A reward whose second parameter is named `responses` gets all responses to a
+problem (the group; in an evaluation, the samples), and returns a list with one
+float for each, in their order. `tokens` is then a list, too. A group may have
+one response: greedy evaluation samples one.
+
+  def reward(prompt, responses, reference) -> list[float]
+
+Any of these may be an `async def`: a worker process then runs up to
+`reward.concurrency` calls at once, so that they wait for a server together. An
+`async` reward must not block; wrap what blocks in `asyncio.to_thread`, which
+has as many threads. Other rewards are called one at a time. `reward.seconds` is
+the time for one call, of a response or of a group.
+
+Rewards run in processes of their own, of which memory and time are limited;
+files and network are not. A process forks for each batch of calls, so that
+global variables start anew, and connections are not kept. A call that raises,
+takes too long or returns no finite number costs its response, or its group:
+`reward/failed` counts it. Before training each reward is called on an example
+with the columns of the data, and a mistaken signature, a missing column or a
+wrong type of result ends the command.
 
 A reward may carry two functions as attributes:
 
@@ -12,16 +48,17 @@ A reward may carry two functions as attributes:
                               cannot run (a missing package, a bad argument)
   fits(seconds, **arguments)  as `prepare`, with the time limit of one call
 
-Other wings take `named`, `length_arguments`, `final_answer`, `gsm8k` and
-`BUILT_IN` from here, `pool` (runs rewards in worker processes), `math` and
-`numbers` (results in a normal form).
+Other wings take `named`, `inputs`, `final_answer`, `gsm8k` and `BUILT_IN` from
+here, `pool` (runs rewards in worker processes), `math` and `numbers` (results
+in a normal form).
 """
 
 import ast
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from gspo_jax.rewards.numbers import final_answer, gsm8k
 from gspo_jax.runtime import errors
@@ -30,7 +67,7 @@ __all__ = (
   "BUILT_IN",
   "final_answer",
   "gsm8k",
-  "length_arguments",
+  "inputs",
   "math",
   "named",
   "numbers",
@@ -42,15 +79,16 @@ BUILT_IN = {
   "final_answer": "gspo_jax.rewards.numbers.final_answer",
   "format": "gspo_jax.rewards.format.thinks",
   "gsm8k": "gspo_jax.rewards.numbers.gsm8k",
+  "judge": "gspo_jax.rewards.judge.score",
   "length": "gspo_jax.rewards.length.short",
   "math": "gspo_jax.rewards.math.equivalent",
   "number": "gspo_jax.rewards.numbers.numbered",
   "overlong": "gspo_jax.rewards.length.overlong",
 }
-_LENGTH_ARGUMENTS = ("tokens", "limit")
+_LENGTHS = ("tokens", "limit")
 
 
-def named(spec: str, within: float | None = None) -> Callable[..., float]:
+def named(spec: str, within: float | None = None) -> functools.partial:
   """The reward that a config names, ready to be called.
 
   Args:
@@ -72,15 +110,94 @@ def named(spec: str, within: float | None = None) -> Callable[..., float]:
   fits = getattr(function, "fits", None)
   if fits and within is not None:
     fits(within, **arguments)
+  if name in BUILT_IN:
+    # Set, so that no column that happens to have such a name replaces them.
+    arguments = _defaults(function) | arguments
   reward = functools.partial(function, **arguments)
   _require_call(name, reward)
   return reward
 
 
-def length_arguments(reward: functools.partial) -> frozenset[str]:
-  """Those of `tokens` and `limit` that a reward of `named` must be given."""
-  takes = _keywords(reward.func) & set(_LENGTH_ARGUMENTS)
-  return takes - reward.keywords.keys()
+class Inputs(NamedTuple):
+  """What a reward takes beside the prompt, the response and the reference.
+
+  Attributes:
+    group: whether it takes all responses to a problem at once.
+    required: its keywords without a default that its spec does not set: columns
+      of the problem's record, `tokens` and `limit`.
+    optional: its keywords with a default that its spec does not set.
+    rest: whether it takes all other columns, as `**columns`.
+    taken: names that a column cannot be passed by: those of the positional
+      arguments, and what the spec sets.
+  """
+
+  group: bool
+  required: tuple[str, ...]
+  optional: tuple[str, ...]
+  rest: bool
+  taken: frozenset[str]
+
+  @property
+  def columns(self) -> tuple[str, ...]:
+    """The columns that every problem must have."""
+    return tuple(name for name in self.required if name not in _LENGTHS)
+
+  def keywords(self, responses: Sequence) -> dict[str, Any]:
+    """The keyword arguments of a call.
+
+    Args:
+      responses: `pool.Response`s to one problem: all of them for a reward that
+        takes a group, else one.
+
+    Raises:
+      LookupError: the problem lacks a column.
+    """
+    if not (self.required or self.optional or self.rest):
+      return {}  # most rewards, and 20,000 times a second
+    columns = responses[0].columns
+    if missing := missing_column(self.columns, columns):
+      raise LookupError(missing)
+    tokens = [response.tokens for response in responses]
+    lengths = {
+      "tokens": tokens if self.group else tokens[0],
+      "limit": responses[0].limit,
+    }
+    named = (*self.required, *self.optional)
+    if self.rest:
+      named += tuple(columns.keys() - self.taken - lengths.keys())
+    available = {**columns, **lengths}
+    return {name: available[name] for name in named if name in available}
+
+
+def inputs(reward: functools.partial) -> Inputs:
+  """What a reward of `named` takes."""
+  parameters = inspect.signature(reward.func).parameters.values()
+  positional = [
+    p.name
+    for p in parameters
+    if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+  ]
+  free = [
+    p
+    for p in parameters
+    if p.kind is p.KEYWORD_ONLY and p.name not in reward.keywords
+  ]
+  return Inputs(
+    group=positional[1:2] == ["responses"],
+    required=tuple(p.name for p in free if p.default is p.empty),
+    optional=tuple(p.name for p in free if p.default is not p.empty),
+    rest=any(p.kind is p.VAR_KEYWORD for p in parameters),
+    taken=frozenset(positional) | reward.keywords.keys(),
+  )
+
+
+def missing_column(needed: Iterable[str], columns: Mapping[str, Any]) -> str:
+  """The error message if a problem lacks one of these columns; else ""."""
+  for name in needed:
+    if name not in columns:
+      hint = errors.nearest(name, columns) if columns else "it has none"
+      return f"the problem has no column {name!r}: {hint}"
+  return ""
 
 
 def _import(name: str) -> Callable[..., float]:
@@ -117,20 +234,27 @@ def _import(name: str) -> Callable[..., float]:
 
 def _require_call(name: str, reward: functools.partial) -> None:
   """UserError unless the pool's call fits the signature of the reward."""
-  keywords = dict.fromkeys(length_arguments(reward), 0)
+  keywords = dict.fromkeys(inputs(reward).required, 0)
   try:
     inspect.signature(reward).bind("", "", "", **keywords)
   except TypeError as e:
     raise errors.UserError(
       f"reward {name!r} takes {inspect.signature(reward.func)}: expected "
-      "(prompt, response, reference) and, by keyword only, tokens, limit or "
-      f"what '{name}:key=value' sets: {e}"
+      "(prompt, response, reference) or (prompt, responses, reference), and "
+      "behind a *, by keyword only, columns of the data, tokens, limit or what "
+      f"'{name}:key=value' sets: {e}"
     ) from e
 
 
-def _keywords(function: Callable[..., float]) -> frozenset[str]:
-  kinds = inspect.signature(function).parameters.items()
-  return frozenset(n for n, p in kinds if p.kind is p.KEYWORD_ONLY)
+def _keywords(function: Callable[..., float]) -> dict[str, inspect.Parameter]:
+  parameters = inspect.signature(function).parameters.items()
+  return {n: p for n, p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _defaults(function: Callable[..., float]) -> dict[str, Any]:
+  """The keyword-only arguments that have a default, with it."""
+  keywords = _keywords(function).items()
+  return {n: p.default for n, p in keywords if p.default is not p.empty}
 
 
 def _arguments(name: str, function, text: str) -> dict[str, float | str]:

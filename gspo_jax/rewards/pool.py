@@ -3,23 +3,26 @@
 The caller may have threads and devices, so it never forks: it starts programs,
 each a `rewards.worker`. A reward that raises, hangs, dies, runs out of memory
 or returns no finite number affects that response only: the response is marked
-as failed, and its total is the weighted sum of its other rewards, at most 0.
-`too_many` decides whether so many failed that the caller should stop.
+as failed, and its total is the weighted sum of its other rewards, at most 0. If
+it fails on a group, it affects the responses of that group. `too_many` decides
+whether so many failed that the caller should stop.
 """
 
+import itertools
 import math
-import queue
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent import futures
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from gspo_jax.rewards import missing_column
 from gspo_jax.rewards.process import Call, Process, Setup
-from gspo_jax.rewards.worker import NO_NUMBER
+from gspo_jax.rewards.worker import NO_LIST, NO_NUMBER
 from gspo_jax.runtime import errors
 
-# Responses per fork of a worker; a fork takes 1-3 ms.
+# Responses or groups per request to a worker, which forks; that takes 1-3 ms.
 CHUNK = 128
 
 
@@ -32,6 +35,7 @@ class Response(NamedTuple):
     reference: the target, in the form that the rewards read.
     tokens: length of the response, stop token included.
     limit: the largest length allowed, in tokens.
+    columns: the other columns of the problem's record.
   """
 
   prompt: str
@@ -39,10 +43,16 @@ class Response(NamedTuple):
   reference: str
   tokens: int = 0
   limit: int = 0
+  columns: Mapping[str, Any] = {}
+
+  def to(self, problem) -> "Response":
+    """This response to another problem, a `data.tasks.Problem`."""
+    return self._replace(
+      prompt=problem.text, reference=problem.reference, columns=problem.columns
+    )
 
 
-# Each reward is called on this one at the start.
-_EXAMPLE = Response("What is 1+2?", "1+2=3\n#### 3", "3", tokens=8, limit=64)
+EXAMPLE = Response("What is 1+2?", "1+2=3\n#### 3", "3", tokens=8, limit=64)
 
 
 class Scores(NamedTuple):
@@ -69,21 +79,17 @@ class Pending(NamedTuple):
   Attributes:
     names: of the rewards, without arguments.
     weights: of each reward in the total.
-    chunks: [responses][rewards] calls each; response i is in chunk i modulo the
-      number of chunks.
+    calls: of [units][responses][rewards] calls; a unit is one response, or a
+      group of them.
   """
 
   names: tuple[str, ...]
   weights: tuple[float, ...]
-  chunks: list[futures.Future]
+  calls: futures.Future
 
   def result(self) -> Scores:
     """Waits for all rewards."""
-    chunks = [chunk.result() for chunk in self.chunks]
-    responses = [None] * sum(map(len, chunks))
-    for i, chunk in enumerate(chunks):
-      responses[i :: len(chunks)] = chunk
-    calls = [call for response in responses for call in response]
+    calls = [c for unit in self.calls.result() for row in unit for c in row]
     parts = np.array([value or 0.0 for value, _ in calls], np.float64)
     parts = parts.reshape(-1, len(self.names)).astype(np.float32)
     failed = np.array([bool(failure) for _, failure in calls], bool)
@@ -114,24 +120,58 @@ def too_many(failed: np.ndarray, most: float, *, of: str) -> str:
   )
 
 
+class _Submission:
+  """The units of one `submit`, and their calls as they come.
+
+  Attributes:
+    units: a response, or a group of them, each.
+    future: of their calls, [units][responses][rewards].
+  """
+
+  def __init__(self, units: Sequence[Sequence[Response]]):
+    self.units, self.future = units, futures.Future()
+    self._calls, self._missing = [None] * len(units), len(units)
+    if not units:
+      self.future.set_result([])
+
+  def finish(self, i: int, calls: list[list[Call]]) -> None:
+    """Sets the calls of unit i."""
+    self._calls[i] = calls
+    self._missing -= 1
+    if not self._missing and not self.future.done():
+      self.future.set_result(self._calls)
+
+  def fail(self, error: BaseException) -> None:
+    """Ends it: a unit has no calls."""
+    if not self.future.done():
+      self.future.set_exception(error)
+
+
 class RewardPool:
   """A pool of worker processes that call rewards; a context manager.
 
-  Each reward is called once at the start, on an example, to check that it
-  returns a number. It may raise there: the example may not have the form of
-  response or reference that the reward expects.
+  Each reward is called on the examples at the start, to check that it returns a
+  number. It may raise there: the text of an example may not have the form that
+  the reward expects of a response.
+
+  Attributes:
+    takes_groups: whether some reward takes all responses to a problem at once.
 
   Args:
     names: specs of the rewards, as `rewards.named` reads them.
     weights: of each reward in the total.
-    workers: processes; each handles one response at a time.
-    seconds: wall-clock time for one reward of one response. A call that times
-      out takes all of it.
+    workers: processes; each makes one call at a time, or `concurrency` calls
+      of `async` rewards.
+    seconds: wall-clock time for one call: of one reward, on one response or on
+      one group. A call that times out takes all of it.
     memory: GiB that rewards may add to a worker process; enforced on Linux.
+    concurrency: calls of `async` rewards that a worker makes at once.
+    examples: responses whose problems have the columns of all others.
 
   Raises:
     UserError: a reward is unknown, does not import, lacks a package, takes
-      other arguments or returns no number.
+      other arguments, needs a column that an example lacks, or returns no
+      number.
   """
 
   def __init__(
@@ -142,40 +182,67 @@ class RewardPool:
     workers: int = 2,
     seconds: float = 10.0,
     memory: float = 4.0,
+    concurrency: int = 32,
+    examples: Sequence[Response] = (EXAMPLE,),
   ):
     self._names = tuple(name.partition(":")[0] for name in names)
     self._weights = tuple(weights)
-    _check(self._names, self._weights, workers, seconds, memory)
-    setup = Setup(tuple(names), seconds, memory)
+    limits = {"workers": workers, "seconds": seconds, "memory": memory}
+    limits["concurrency"] = concurrency
+    _check(self._names, self._weights, limits)
+    setup = Setup(tuple(names), seconds, memory, concurrency)
+    self._changed = threading.Condition()  # of the next three
+    self._waiting: list[tuple[_Submission, int]] = []
+    self._idle, self._closed = 0, False
+    self._threads: list[threading.Thread] = []
     self._workers = [Process(setup) for _ in range(workers)]
-    self._idle = queue.SimpleQueue()
-    self._threads = futures.ThreadPoolExecutor(workers, "rewards")
     try:
       for worker in self._workers:
-        worker.wait_ready()
-        self._idle.put(worker)
-      self._require_numbers()
+        needs = worker.wait_ready()
+      self.takes_groups = any(need.group for need in needs)
+      self._require_columns(needs, examples)
+      self._require_numbers(examples)
     except BaseException:
       self.close()
       raise
+    for worker in self._workers:
+      thread = threading.Thread(target=self._serve, args=(worker,), daemon=True)
+      self._threads.append(thread)
+      thread.start()
 
-  def submit(self, responses: Sequence[Response]) -> Pending:
-    """Starts to compute the rewards and returns at once."""
-    least = math.ceil(len(responses) / CHUNK)
-    count = min(len(responses), max(least, len(self._workers)))
-    # Every count-th, not neighbours: responses to one problem cost the same.
-    chunks = [
-      self._threads.submit(self._score, list(responses[i::count]))
-      for i in range(count)
-    ]
-    return Pending(self._names, self._weights, chunks)
+  def submit(
+    self, responses: Sequence[Response], group_size: int = 1
+  ) -> Pending:
+    """Starts to compute the rewards and returns at once.
+
+    Args:
+      responses: whole groups, one after the other.
+      group_size: responses of a group.
+    """
+    size = group_size if self.takes_groups else 1
+    units = [responses[i : i + size] for i in range(0, len(responses), size)]
+    if units and len(units[-1]) < size:
+      raise ValueError(f"{len(responses)} responses in groups of {group_size}")
+    submission = _Submission(units)
+    with self._changed:
+      if self._closed:
+        raise futures.CancelledError
+      self._waiting += [(submission, i) for i in range(len(units))]
+      self._changed.notify_all()
+    return Pending(self._names, self._weights, submission.future)
 
   def close(self) -> None:
     """Ends the workers; pending rewards raise CancelledError."""
-    self._threads.shutdown(wait=False, cancel_futures=True)
+    with self._changed:
+      self._closed = True
+      for submission, _ in self._waiting:
+        submission.future.cancel()
+      self._waiting.clear()
+      self._changed.notify_all()
     for worker in self._workers:
       worker.close()
-    self._threads.shutdown()
+    for thread in self._threads:
+      thread.join()
 
   def __enter__(self) -> "RewardPool":
     return self
@@ -183,24 +250,58 @@ class RewardPool:
   def __exit__(self, *_) -> None:
     self.close()
 
-  def _require_numbers(self) -> None:
-    (calls,) = self._workers[0].score([_EXAMPLE])
-    for name, (_, failure) in zip(self._names, calls, strict=True):
-      if failure and failure.startswith(f"{name}: {NO_NUMBER}"):
-        mistake = failure.removeprefix(f"{name}: ")
+  def _require_columns(self, needs, examples) -> None:
+    for name, need in zip(self._names, needs, strict=True):
+      for example in examples:
+        if missing := missing_column(need.columns, example.columns):
+          raise errors.UserError(
+            f"reward {name!r}: {missing} (the problem {example.prompt[:40]!r}; "
+            f"or set it, '{name}:{need.columns[0]}=VALUE')"
+          )
+
+  def _require_numbers(self, examples) -> None:
+    size = 2 if self.takes_groups else 1
+    scored = self._workers[0].score([[example] * size for example in examples])
+    calls = itertools.chain(*(table[0] for table in scored))
+    for name, (_, failure) in zip(itertools.cycle(self._names), calls):
+      mistake = (failure or "").removeprefix(f"{name}: ")
+      if mistake.startswith((NO_NUMBER, NO_LIST)):
         raise errors.UserError(
           f"reward {name!r}: {mistake} for an example response"
         )
 
-  def _score(self, responses: list[Response]) -> list[list[Call]]:
-    worker = self._idle.get()
-    try:
-      return worker.score(responses)
-    finally:
-      self._idle.put(worker)
+  def _serve(self, worker: Process) -> None:
+    """In a thread: gives a worker what waits, until the pool is closed."""
+    while taken := self._take():
+      try:
+        scored = worker.score([each.units[i] for each, i in taken])
+      except BaseException as e:
+        with self._changed:
+          for submission, _ in taken:
+            submission.fail(e)
+      else:
+        with self._changed:
+          for (submission, i), calls in zip(taken, scored, strict=True):
+            submission.finish(i, calls)
+
+  def _take(self) -> list[tuple[_Submission, int]]:
+    """Waits for units, and takes its share of them; none: it is closed.
+
+    What came while the workers were busy goes into one request: calls of
+    `async` rewards run together only within a request.
+    """
+    with self._changed:
+      self._idle += 1
+      self._changed.wait_for(lambda: self._waiting or self._closed)
+      # Every n-th, not neighbours: responses to one problem cost the same.
+      n = max(self._idle, math.ceil(len(self._waiting) / CHUNK))
+      self._idle -= 1
+      taken = self._waiting[::n]
+      del self._waiting[::n]
+      return taken
 
 
-def _check(names, weights, workers, seconds, memory) -> None:
+def _check(names, weights, limits) -> None:
   if not names or len(names) != len(weights):
     raise errors.UserError(
       f"expected a weight for each of one or more rewards, got {names=} and "
@@ -210,7 +311,6 @@ def _check(names, weights, workers, seconds, memory) -> None:
     raise errors.UserError(f"expected each reward once, got {names=}")
   if not all(math.isfinite(weight) for weight in weights):
     raise errors.UserError(f"expected finite weights, got {weights=}")
-  limits = {"workers": workers, "seconds": seconds, "memory": memory}
   for name, value in limits.items():
     if not value > 0:
       raise errors.UserError(f"rewards: expected {name} above 0, got {value}")

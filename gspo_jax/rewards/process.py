@@ -26,11 +26,20 @@ class Setup(NamedTuple):
     names: specs of the rewards, as `rewards.named` reads them.
     seconds: wall-clock time for one call.
     memory: GiB that rewards may add to the process.
+    concurrency: calls of `async` rewards that run at once.
   """
 
   names: tuple[str, ...]
   seconds: float
   memory: float
+  concurrency: int
+
+
+class Needs(NamedTuple):
+  """What a reward needs: whole groups or not, and these columns."""
+
+  group: bool
+  columns: tuple[str, ...]
 
 
 class Call(NamedTuple):
@@ -57,6 +66,8 @@ class Process:
       "JAX_PLATFORMS": "cpu",
       "OMP_NUM_THREADS": "1",
       "OPENBLAS_NUM_THREADS": "1",
+      # Else each thread of an async reward takes 64 MiB of address space.
+      "MALLOC_ARENA_MAX": "2",
     }
     # A session of its own: Ctrl-C and SIGTERM reach only the run, which then
     # ends its workers.
@@ -76,42 +87,50 @@ class Process:
     self._unread = b""
     self._send(self._setup)
 
-  def wait_ready(self) -> None:
-    """Waits for the imports of the worker; UserError if they failed."""
-    ready = self._receive(START)
-    if ready is None:
+  def wait_ready(self) -> list[Needs]:
+    """Waits for the imports of the worker, and returns what rewards need.
+
+    Raises:
+      UserError: the imports failed.
+    """
+    line = self._receive(START)
+    if line is None:
       raise errors.UserError(
         f"rewards {', '.join(self._setup.names)}: importing them ended or "
         "blocked the worker process; its output is above"
       )
-    if ready.failure:
-      raise errors.UserError(ready.failure)
+    needs, failure = line
+    if failure:
+      raise errors.UserError(failure)
+    return [Needs(*each) for each in needs]
 
-  def score(self, responses: Sequence) -> list[list[Call]]:
-    """Calls every reward on every response: [responses][rewards] calls."""
-    rows, size = [], len(responses)
-    while len(rows) < len(responses):
-      chunk = responses[len(rows) : len(rows) + size]
-      complete, partial = self._request(chunk)
-      rows += complete
-      if len(complete) == len(chunk):
+  def score(self, units: Sequence) -> list[list[list[Call]]]:
+    """Calls every reward: [units][responses][rewards] calls."""
+    scored, size = [], len(units)
+    while len(scored) < len(units):
+      chunk = units[len(scored) : len(scored) + size]
+      tables = self._request(chunk)
+      whole = list(itertools.takewhile(_is_whole, tables))
+      scored += whole
+      if len(whole) == len(chunk):
         continue
       # The worker may have died of a response that it had not reported yet, or
-      # of none: from now on it gets one response at a time.
+      # of none: from now on it gets one unit at a time.
       if size == 1:
-        rows.append(self._pad(partial, "the worker process ended"))
+        scored.append(_fill(tables[0], "the worker process ended"))
       size = 1
       try:
         self._restart()
       except errors.UserError as e:
         if self._closed:
           raise futures.CancelledError from e
-        rows += [self._pad([], str(e)) for _ in responses[len(rows) :]]
-    return rows
+        rest = self._empty(units[len(scored) :])
+        scored += [_fill(table, str(e)) for table in rest]
+    return scored
 
-  def _pad(self, calls: list[Call], failure: str) -> list[Call]:
-    missing = len(self._setup.names) - len(calls)
-    return calls + [Call(None, failure)] * missing
+  def _empty(self, units) -> list[list[list[Call | None]]]:
+    width = len(self._setup.names)
+    return [[[None] * width for _ in unit] for unit in units]
 
   def close(self) -> None:
     """Ends the worker: by closing its stdin, after 2 seconds by SIGKILL."""
@@ -135,22 +154,22 @@ class Process:
       self._start()
     self.wait_ready()
 
-  def _request(self, responses) -> tuple[list[list[Call]], list[Call]]:
-    """The calls of complete responses, and those of one that is incomplete.
-
-    Fewer than the responses if the worker dies or hangs.
-    """
-    if not self._send(responses):
-      return [], []
-    width = len(self._setup.names)
-    lines = (
-      self._receive(self._setup.seconds + GRACE)
-      for _ in range(width * len(responses))
-    )
-    calls = list(itertools.takewhile(lambda call: call is not None, lines))
-    whole = len(calls) // width * width
-    rows = [calls[i : i + width] for i in range(0, whole, width)]
-    return rows, calls[whole:]
+  def _request(self, units) -> list[list[list[Call | None]]]:
+    """The calls of all units; None where the worker died or hung before."""
+    tables = self._empty(units)
+    rows = list(itertools.chain(*tables))
+    missing = len(rows) * len(self._setup.names)
+    if not self._send(units):
+      return tables
+    while missing:
+      line = self._receive(self._setup.seconds + GRACE)
+      if line is None:
+        break
+      response, reward, results = line
+      for i, result in enumerate(results, response):
+        rows[i][reward] = Call(*result)
+      missing -= len(results)
+    return tables
 
   def _send(self, request) -> bool:
     """Writes a request to the worker; False if it did not take all of it."""
@@ -169,7 +188,7 @@ class Process:
           return False
     return True
 
-  def _receive(self, seconds: float) -> Call | None:
+  def _receive(self, seconds: float) -> list | None:
     """The next line of the worker; None if none comes in time."""
     end = time.monotonic() + seconds
     while b"\n" not in self._unread:
@@ -180,4 +199,13 @@ class Process:
         return None
       self._unread += data
     line, _, self._unread = self._unread.partition(b"\n")
-    return Call(*json.loads(line))
+    return json.loads(line)
+
+
+def _is_whole(table: list[list[Call | None]]) -> bool:
+  return all(call is not None for row in table for call in row)
+
+
+def _fill(table: list[list[Call | None]], failure: str) -> list[list[Call]]:
+  """The table with a failure for each call that is missing."""
+  return [[call or Call(None, failure) for call in row] for row in table]

@@ -1,15 +1,23 @@
 """The program of a worker process of `rewards.pool`, which starts it.
 
-The worker imports the rewards once and never calls one itself. For each chunk
-of responses it forks a child, which makes the calls one by one and reports each
-result. If a call hangs, the child is killed together with all processes that it
-started. If a child dies, a new one goes on after the call that ended it.
+The worker imports the rewards once and never calls one itself. For each request
+it forks a child, which makes the calls and reports each result; `async` rewards
+get a child of their own, which makes up to `concurrency` calls at once. If a
+call hangs, the child is killed together with all processes that it started. If
+a child dies, a new one goes on after the call that ended it. Concurrent calls
+that were not finished by then are made again, one by one.
 
 stdin: pickles, each after 8 bytes with its length; first a `process.Setup`,
-then lists of `pool.Response`. stdout: a line of JSON when ready, and one for
-each call of a reward, response by response: [value, null] or [null, failure].
+then lists of units, which are lists of `pool.Response`s to one problem: a whole
+group if any reward takes groups, else one. stdout: a line of JSON when ready,
+[inputs, null] or [null, failure], where `inputs` has for each reward whether it
+takes groups, and the columns that it needs; and a line for each call, in any
+order: [response, reward, [[value, null] or [null, failure], ...]], with the
+number of the first response in the request, the number of the reward, and a
+result for each response of the call.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import inspect
@@ -21,17 +29,23 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gspo_jax import rewards
+from gspo_jax.rewards.process import Setup
 from gspo_jax.runtime import errors
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
-# Begins the failure of a reward that returned something else.
+# Begin the failure of a reward that returned something else.
 NO_NUMBER = "expected a number, got"
+NO_LIST = "expected a list of floats"
+# Seconds that a child may be silent beyond the time limit of its calls, which
+# it keeps itself where they run at once.
+_SLACK = 1.0
 # Largest size of a reward: the sum of squares over a group stays finite in
 # float32.
 _LARGEST = 1e9
@@ -43,36 +57,99 @@ def main() -> None:
   os.dup2(2, 1)
   with open(os.devnull) as empty:
     os.dup2(empty.fileno(), 0)
-  names, seconds, memory = _receive(requests)
+  setup = _receive(requests)
   try:
-    functions = [rewards.named(name, seconds) for name in names]
+    to_call = [_reward(spec, setup.seconds) for spec in setup.names]
   except errors.UserError as e:
     _send(results, [None, str(e)])
     return
-  lengths = [sorted(rewards.length_arguments(f)) for f in functions]
-  to_call = list(zip(names, functions, lengths, strict=True))
   _prctl(_SET_CHILD_SUBREAPER, 1)
-  _send(results, [None, None])
-  while (responses := _receive(requests)) is not None:
-    calls = [_Call(*reward, r) for r in responses for reward in to_call]
+  inputs = [[r.inputs.group, r.inputs.columns] for r in to_call]
+  _send(results, [inputs, None])
+  child = _Child(setup, requests, results)
+  while (units := _receive(requests)) is not None:
+    calls = list(_calls(to_call, units))
+    if together := [call for call in calls if call.reward.is_async]:
+      calls = [call for call in calls if not call.reward.is_async]
+      calls += child.make_together(together)
     while calls:
-      calls = calls[_run_child(calls, requests, results, seconds, memory) :]
+      calls = child.make_one_by_one(calls)
 
 
-class _Call(NamedTuple):
-  """A reward to call on a response.
+class _Reward(NamedTuple):
+  """A reward.
 
   Attributes:
-    name: spec of the reward.
-    reward: the function.
-    length_arguments: which of `tokens` and `limit` it takes.
-    response: a `pool.Response`.
+    name: without its arguments.
+    function: with its arguments.
+    inputs: what it takes.
+    is_async: whether its calls may run at once.
   """
 
   name: str
-  reward: Callable[..., float]
-  length_arguments: Sequence[str]
-  response: Any
+  function: Callable[..., Any]
+  inputs: rewards.Inputs
+  is_async: bool
+
+
+class _Call(NamedTuple):
+  """A call of a reward.
+
+  Attributes:
+    key: the numbers of the first response and of the reward.
+    reward: the reward.
+    responses: one `pool.Response`, or a group of them.
+  """
+
+  key: tuple[int, int]
+  reward: _Reward
+  responses: Sequence[Any]
+
+  def begin(self):
+    """Calls the reward: the value, or a coroutine."""
+    prompt, text, reference, *_ = self.responses[0]
+    if self.reward.inputs.group:
+      text = [response.text for response in self.responses]
+    keywords = self.reward.inputs.keywords(self.responses)
+    return self.reward.function(prompt, text, reference, **keywords)
+
+  def succeeded(self, value) -> list:
+    """The line of a call that returned this value."""
+    name, count = self.reward.name, len(self.responses)
+    if not self.reward.inputs.group:
+      return [*self.key, [_number(name, value)]]
+    is_list = hasattr(value, "__len__") and not isinstance(value, str | dict)
+    if not is_list or len(value) != count:
+      got = f"{len(value)} of them" if is_list else type(value).__name__
+      return self.failed(f"{NO_LIST}, {count} for as many responses, got {got}")
+    return [*self.key, [_number(name, each) for each in value]]
+
+  def failed(self, reason: str) -> list:
+    """The line of a call that failed."""
+    failure = f"{self.reward.name}: {reason}"
+    return [*self.key, [[None, failure]] * len(self.responses)]
+
+
+def _reward(spec: str, seconds: float) -> _Reward:
+  function = rewards.named(spec, seconds)
+  is_async = any(
+    map(inspect.iscoroutinefunction, (function, type(function.func).__call__))
+  )
+  name = spec.partition(":")[0]
+  return _Reward(name, function, rewards.inputs(function), is_async)
+
+
+def _calls(to_call, units) -> Iterator[_Call]:
+  """The calls of a request, unit by unit."""
+  first = 0
+  for unit in units:
+    for i, reward in enumerate(to_call):
+      if reward.inputs.group:
+        yield _Call((first, i), reward, unit)
+      else:
+        for n, response in enumerate(unit, first):
+          yield _Call((n, i), reward, [response])
+    first += len(unit)
 
 
 def _receive(source: int):
@@ -93,63 +170,96 @@ def _send(results: int, message) -> None:
   os.write(results, json.dumps(message).encode() + b"\n")
 
 
-def _run_child(calls, requests, results, seconds, memory) -> int:
-  """Makes calls in a new child; returns how many are finished, 1 or more."""
-  source, sink = os.pipe()
-  child = os.fork()
-  if not child:
+class _Child(NamedTuple):
+  """Makes calls in new child processes, and sends the pool their results.
+
+  Attributes:
+    setup: the limits.
+    requests: a file descriptor, from the pool.
+    results: a file descriptor, to the pool.
+  """
+
+  setup: Setup
+  requests: int
+  results: int
+
+  def make_together(self, calls: list[_Call]) -> list[_Call]:
+    """Makes `async` calls at once; returns those that are left over.
+
+    None are, unless one of them ended the child or blocked its event loop: it
+    is not known which.
+    """
+    end = self._run(_make_together, calls, self.setup.seconds + _SLACK)
+    if not end.failure:
+      return []
+    done = {tuple(json.loads(line)[:2]) for line in end.lines}
+    return [call for call in calls if call.key not in done]
+
+  def make_one_by_one(self, calls: list[_Call]) -> list[_Call]:
+    """Makes calls in order; returns those that are left over.
+
+    At least the first is finished.
+    """
+    end = self._run(_make_one_by_one, calls, self.setup.seconds)
+    finished = len(end.lines)
+    # A child that died on its first call died of that call. Later it may have
+    # died of what an earlier call left behind, so the rest gets a new child.
+    if end.failure and (finished == 0 or end.failure != _DIED):
+      _send(self.results, calls[finished].failed(end.failure))
+      finished += 1
+    return calls[finished:]
+
+  def _run(self, make, calls, silence: float) -> "_End":
+    source, sink = os.pipe()
+    child = os.fork()
+    if not child:
+      try:
+        for fd in (self.requests, self.results, source):
+          os.close(fd)
+        _confine(self.setup.memory)
+        make(calls, sink, self.setup)
+      finally:
+        os._exit(0)
+    os.close(sink)
     try:
-      for fd in (requests, results, source):
-        os.close(fd)
-      _make_calls(calls, sink, memory)
+      return self._forward(source, len(calls), silence)
     finally:
-      os._exit(0)
-  os.close(sink)
-  try:
-    finished, failure = _forward(source, requests, results, len(calls), seconds)
-  finally:
-    os.close(source)
-    _kill_all(child)
-  # A child that died on its first call died of that call. Later it may have
-  # died of what an earlier call left behind, so the rest gets a new child.
-  if failure and (finished == 0 or failure != _DIED):
-    _send(results, [None, failure])
-    finished += 1
-  return finished
+      os.close(source)
+      _kill_all(child)
+
+  def _forward(self, source: int, count: int, silence: float) -> "_End":
+    """Forwards the lines of a child to the pool as they come."""
+    wait = select.poll()
+    wait.register(source, select.POLLIN)
+    wait.register(self.requests, select.POLLIN)
+    lines, rest = [], b""
+    end = time.monotonic() + silence
+    while len(lines) < count:
+      left = max(0, end - time.monotonic())
+      ready = {fd for fd, _ in wait.poll(1000 * left)}
+      if not ready:
+        return _End(lines, f"took over {self.setup.seconds:g} s")
+      if self.requests in ready:  # nothing is sent meanwhile: it was closed
+        sys.exit()
+      data = os.read(source, 1 << 16)
+      if not data:
+        return _End(lines, _DIED)
+      *new, rest = (rest + data).split(b"\n")
+      if new:
+        os.write(self.results, b"".join(line + b"\n" for line in new))
+        lines += new
+        end = time.monotonic() + silence
+    return _End(lines, None)
 
 
 _DIED = "its process ended"
 
 
-class _Forwarded(NamedTuple):
-  """How many results a child sent, and why not all (None if all)."""
+class _End(NamedTuple):
+  """The lines that a child sent, and why not all (None if all)."""
 
-  finished: int
+  lines: list[bytes]
   failure: str | None
-
-
-def _forward(source, requests, results, count, seconds) -> _Forwarded:
-  """Forwards the results of a child to the pool as they come."""
-  wait = select.poll()
-  wait.register(source, select.POLLIN)
-  wait.register(requests, select.POLLIN)
-  finished, rest = 0, b""
-  end = time.monotonic() + seconds
-  while finished < count:
-    ready = {fd for fd, _ in wait.poll(max(0, 1000 * (end - time.monotonic())))}
-    if not ready:
-      return _Forwarded(finished, f"took over {seconds:g} s")
-    if requests in ready:  # the pool sends nothing meanwhile: it was closed
-      sys.exit()
-    data = os.read(source, 1 << 16)
-    if not data:
-      return _Forwarded(finished, _DIED)
-    lines, newline, rest = (rest + data).rpartition(b"\n")
-    if newline:
-      os.write(results, lines + newline)
-      finished += lines.count(b"\n") + 1
-      end = time.monotonic() + seconds
-  return _Forwarded(finished, None)
 
 
 def _kill_all(child: int) -> None:
@@ -177,22 +287,68 @@ def _children() -> list[int]:
   return []
 
 
-def _make_calls(calls: list[_Call], sink: int, memory: float) -> None:
-  """In the child: makes the calls and writes a line for each."""
+def _confine(memory: float) -> None:
+  """In the child: a session, streams and a limit of memory of its own."""
   os.setsid()
   _prctl(_SET_PDEATHSIG, signal.SIGKILL)
   null = os.open(os.devnull, os.O_RDWR)
   for fd in (0, 1, 2):
     os.dup2(null, fd)
   _limit_memory(memory)
+
+
+def _make_one_by_one(calls: list[_Call], sink: int, _: Setup) -> None:
   pid = os.getpid()
   for call in calls:
-    message = _make_call(call)
+    line = _make(call)
     for timer in _TIMERS:  # one set by a reward would end the next reward
       signal.setitimer(timer, 0)
     if os.getpid() != pid:  # a reward forked, and both processes returned
       return
-    _send(sink, message)
+    _send(sink, line)
+
+
+def _make(call: _Call) -> list:
+  try:
+    value = call.begin()
+    if inspect.iscoroutine(value):
+      value = asyncio.run(value)
+    return call.succeeded(value)
+  except BaseException as e:
+    return call.failed(_describe(e))
+
+
+def _make_together(calls: list[_Call], sink: int, setup: Setup) -> None:
+  waiting = iter(calls)
+
+  async def make_each():
+    for call in waiting:
+      _send(sink, await _make_in_time(call, setup.seconds))
+
+  async def make_all():
+    threads = futures.ThreadPoolExecutor(setup.concurrency)
+    asyncio.get_running_loop().set_default_executor(threads)
+    await asyncio.gather(*(make_each() for _ in range(setup.concurrency)))
+
+  # Not closed: a call whose time is up may still have a thread. The process
+  # ends without it.
+  asyncio.new_event_loop().run_until_complete(make_all())
+
+
+async def _make_in_time(call: _Call, seconds: float) -> list:
+  task = asyncio.ensure_future(_make_async(call))
+  await asyncio.wait({task}, timeout=seconds)
+  if task.done():
+    return task.result()
+  task.cancel()  # and go on, for it may go on as well
+  return call.failed(f"took over {seconds:g} s")
+
+
+async def _make_async(call: _Call) -> list:
+  try:
+    return call.succeeded(await call.begin())
+  except BaseException as e:
+    return call.failed(_describe(e))
 
 
 def _limit_memory(memory: float) -> None:
@@ -210,30 +366,22 @@ def _limit_memory(memory: float) -> None:
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _make_call(call: _Call) -> list:
-  """[value, None] or [None, failure]."""
-  name, reward, length_arguments, response = call
+def _number(name: str, value) -> list:
+  """[value, None], or [None, failure] for what is no finite number."""
+  if not hasattr(value, "__float__"):  # float() also takes strings
+    return [None, f"{name}: {NO_NUMBER} {type(value).__name__}"]
   try:
-    lengths = {key: getattr(response, key) for key in length_arguments}
-    value = reward(
-      response.prompt, response.text, response.reference, **lengths
-    )
-    if inspect.iscoroutine(value):
-      import asyncio  # not above: few rewards need it
-
-      value = asyncio.run(value)
-    if not hasattr(value, "__float__"):  # float() also takes strings
-      return [None, f"{name}: {NO_NUMBER} {type(value).__name__}"]
-    if not abs(value := float(value)) <= _LARGEST:  # NaN too
-      raise ValueError(f"expected a number up to 1e9, got {value}")
-  except BaseException as e:
+    number = float(value)
+  except Exception as e:
     return [None, f"{name}: {_describe(e)}"]
-  return [value, None]
+  if not abs(number) <= _LARGEST:  # NaN too
+    return [None, f"{name}: expected a number up to 1e9, got {number}"]
+  return [number, None]
 
 
 def _describe(error: BaseException) -> str:
   try:
-    return ascii(f"{type(error).__name__}: {error}"[:200])[1:-1]
+    return ascii(f"{type(error).__name__}: {error}"[:300])[1:-1]
   except BaseException:
     return "an error that cannot be shown"
 

@@ -77,7 +77,7 @@ class OnPolicy:
       samples = context.generate(
         params, prompts, key, on_finished=scorer.add, progress=progress
       )
-    rewards = scorer.rewards(context.group_size, samples.lengths)
+    rewards = scorer.rewards(samples.lengths)
     return ScoredSamples(batch, samples, scorer.responses, rewards)
 
   def get_state(self) -> dict:

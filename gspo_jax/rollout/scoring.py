@@ -99,6 +99,9 @@ class ResponseDecoder:
 
   A prompt is decoded as the policy reads it, with its chat template.
 
+  Attributes:
+    group_size: G.
+
   Args:
     batch: P prompts, of a `Curriculum` or of `pipeline.take`.
     tokenizer: of the policy.
@@ -114,22 +117,24 @@ class ResponseDecoder:
     stop: StopStrings | None = None,
   ):
     self._batch, self._tokenizer, self._stop = batch, tokenizer, stop
-    self._group_size, self._prompts = group_size, {}
+    self.group_size, self._prompts = group_size, {}
 
   def __call__(self, row: int, finished: FinishedResponse) -> Response:
     """The response of row p * G + g; see `response_text`."""
-    p = row // self._group_size
+    p = row // self.group_size
     if p not in self._prompts:
       tokens, length = self._batch["tokens"][p], self._batch["length"][p]
       prompt = tokens[len(tokens) - length :].tolist()
       self._prompts[p] = self._tokenizer.decode(prompt)
     tokens = finished.tokens[: finished.length].tolist()
+    problem = self._batch["problems"][p]
     return Response(
       self._prompts[p],
       response_text(tokens, finished.stopped, self._tokenizer, self._stop),
-      self._batch["problems"][p].reference,
+      problem.reference,
       finished.length,
       len(finished.tokens),
+      problem.columns,
     )
 
 
@@ -163,6 +168,8 @@ def decode_responses(
 class StreamingScorer:
   """Scores responses as they finish, while others are being sampled.
 
+  With a reward that takes groups, a response waits for the rest of its group.
+
   Attributes:
     responses: those that were added, by row.
 
@@ -175,16 +182,32 @@ class StreamingScorer:
     self._pool, self._decode = pool, decode
     # A host without responses must have the names of the rewards, too.
     self.responses, self._scores = {}, [pool.submit([])]
+    self._rows, self._incomplete = [], {}
 
   def add(self, finished: Mapping[int, FinishedResponse]) -> None:
     """Begins to score these responses, by row; adds each row once."""
-    new = {row: self._decode(row, x) for row, x in finished.items()}
-    self.responses |= new
-    self._scores.append(self._pool.submit(list(new.values())))
+    self.responses |= {row: self._decode(row, x) for row, x in finished.items()}
+    rows, size = list(finished), self._decode.group_size
+    if self._pool.takes_groups:
+      rows = self._complete(rows)
+    self._rows += rows
+    responses = [self.responses[row] for row in rows]
+    self._scores.append(self._pool.submit(responses, size))
 
-  def rewards(self, group_size: int, like: jax.Array) -> PendingRewards:
+  def _complete(self, rows: list[int]) -> list[int]:
+    """The rows of the groups that are complete with these rows."""
+    complete, size = [], self._decode.group_size
+    for row in rows:
+      group = self._incomplete.setdefault(row // size, [])
+      group.append(row)
+      if len(group) == size:
+        complete += sorted(self._incomplete.pop(row // size))
+    return complete
+
+  def rewards(self, like: jax.Array) -> PendingRewards:
     """The rewards of all responses; call it when all were added."""
-    return PendingRewards(list(self.responses), self._scores, group_size, like)
+    size = self._decode.group_size
+    return PendingRewards(self._rows, self._scores, size, like)
 
 
 def score_responses(
@@ -193,8 +216,15 @@ def score_responses(
   group_size: int,
   like: jax.Array,
 ) -> PendingRewards:
-  """Begins to score this host's responses, by row; see `PendingRewards`."""
-  scores = [pool.submit(list(responses.values()))]
+  """Begins to score this host's responses, by row; see `PendingRewards`.
+
+  Args:
+    pool: computes rewards.
+    responses: whole groups, in ascending order of their rows.
+    group_size: G.
+    like: [P * G], any array with the sharding of the responses.
+  """
+  scores = [pool.submit(list(responses.values()), group_size)]
   return PendingRewards(list(responses), scores, group_size, like)
 
 

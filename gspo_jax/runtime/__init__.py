@@ -9,16 +9,14 @@ Other wings take these modules:
   preemption     Preemption: SIGTERM as a flag that all processes agree on
   metric_writer  MetricWriter and to_scalars: stdout, JSON lines, TensorBoard
   wandb_run      WandbRun: the metrics in Weights & Biases
-  compilations   Compilations: says what JAX compiles, and how long it took
   profile        Profile: a trace of some iterations
   run_files      the files of a workdir, as they are written and read
   json_lines     reads JSON-lines files
-  progress       Progress: how far a slow piece of work is, every 10 seconds
+  progress       Progress: how far slow work is; Compilations: what JAX compiles
 """
 
 __all__ = (
   "checkpoint",
-  "compilations",
   "errors",
   "identity",
   "json_lines",

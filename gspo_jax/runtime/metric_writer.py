@@ -22,7 +22,7 @@ import struct
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from tensorboardX.proto import event_pb2
 
 from gspo_jax.runtime import run_files
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.progress import Progress
 from gspo_jax.runtime.run_files import (
   RunFile,
   Sample,
@@ -96,8 +97,6 @@ class MetricWriter:
     active: False makes every method a no-op, for all processes but the first.
     wandb: the project in W&B; "" for none.
     config: all keys of the run, for W&B.
-    compile_seconds: the time that JAX has compiled so far, which the ETA leaves
-      out.
 
   Raises:
     UserError: workdir cannot be written, W&B cannot be reached, or a line of a
@@ -115,11 +114,10 @@ class MetricWriter:
     active: bool = True,
     wandb: str = "",
     config: Mapping[str, Any] | None = None,
-    compile_seconds: Callable[[], float] = lambda: 0.0,
   ):
     self._active, self._total_steps = active, total_steps
-    self._compile_seconds = compile_seconds
-    self._recent = collections.deque([(self._now(), resume_step)], maxlen=20)
+    start = Progress.clock(), resume_step
+    self._recent = collections.deque([start], maxlen=20)
     self._edges = np.asarray(edges)
     self._files: list[RunFile] = []
     self._wandb = None
@@ -182,17 +180,13 @@ class MetricWriter:
       self._wandb.write(step, scalars, histograms)
     if self._recent[-1][1] == step:  # an evaluation before the first step
       self._recent.pop()
-    self._recent.append((self._now(), step))
+    self._recent.append((Progress.clock(), step))
     left = _seconds_left(self._recent, self._total_steps)
     total = self._total_steps
     _print(
       f"{step:{len(str(total))}}/{total} {_columns(scalars)} "
       f"eta {_clock(left):>8}"
     )
-
-  def _now(self) -> float:
-    """Seconds, on a clock that stands still while JAX compiles."""
-    return time.monotonic() - self._compile_seconds()
 
   def samples(
     self, step: int, rows: Sequence[tuple[str, str, str, float]]

@@ -1,12 +1,33 @@
 """A profile of some iterations, for TensorBoard, XProf or Perfetto."""
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 
 import jax
 from etils import epath
 
 from gspo_jax.runtime import multihost
+from gspo_jax.runtime.errors import UserError
+
+
+def require_profiler(iterations: tuple[int, ...]) -> None:
+  """UserError where `jax.profiler` would crash the process.
+
+  JAX loads libtpu wherever it is installed, and libtpu 0.0.51, which
+  `gspo_jax.plan` needs, is too new for the profiler of JAX 0.10.2: it ends in a
+  segmentation fault. On a TPU, JAX has a libtpu of its own choice.
+  """
+  if (
+    importlib.util.find_spec("libtpu")
+    and not jax.config.jax_platforms
+    and jax.default_backend() != "tpu"
+  ):
+    backend = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    raise UserError(
+      f"log.profile={iterations}: the package libtpu without a TPU crashes "
+      f"jax.profiler; set JAX_PLATFORMS={backend} in the environment"
+    )
 
 
 class Profile:

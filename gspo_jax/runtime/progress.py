@@ -1,13 +1,26 @@
-"""Lines that say how far a slow piece of work is."""
+"""Lines that say how far slow work is, and what JAX compiles."""
 
+import contextlib
+import functools
 import sys
 import threading
 import time
 from typing import ClassVar, TextIO
 
+from jax import monitoring
+
 from gspo_jax.runtime import multihost
 
 SECONDS = 10.0  # before the first line, and between the lines of a minute
+COMPILE_SECONDS = 1.0  # before the first line of a compilation
+_TICK = 0.25  # seconds between two looks at what is open
+# JAX reports the start of a stage as a scalar, and its end as a duration.
+_STAGES = {
+  "/jax/core/compile/jaxpr_trace_duration": "tracing",
+  "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
+  "/jax/core/compile/backend_compile_duration": "compiling",
+}
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 class Progress:
@@ -26,10 +39,10 @@ class Progress:
     ...
     cold start: 800 steps in 105 s
 
-  A thread prints, so that the lines also come while a single call is compiled
-  or runs on the device. Where one Progress is inside of another, only the inner
-  one prints. The remaining time leaves out everything up to the first
-  `advance`, which is where JAX compiles.
+  One thread prints the lines of all, so that they also come while a single call
+  is compiled or runs on the device. Where one Progress is inside of another,
+  only the inner one prints. The remaining time leaves out everything up to the
+  first `advance`, and what JAX compiles.
 
   Args:
     what: the work, the beginning of each line.
@@ -44,7 +57,9 @@ class Progress:
     note: ends the last line; "" at first.
   """
 
+  compile_seconds: ClassVar[float] = 0.0  # that `Compilations` has measured
   _open: ClassVar[list["Progress"]] = []  # the innermost one is the last
+  _lock: ClassVar[threading.Lock] = threading.Lock()  # of `_open`, and of lines
 
   def __init__(
     self,
@@ -59,41 +74,41 @@ class Progress:
     self._what, self._total, self._unit, self._file = what, total, unit, file
     self._after = SECONDS if after is None else after
     self._start, self._done, self._tokens = time.monotonic(), done, 0
-    self._first = self._last = None  # (time, done) of an `advance`
-    self._stop = threading.Event()
-    self._thread = threading.Thread(target=self._print_lines, daemon=True)
-    self.note = ""
+    self._first = self._last = None  # (clock, done) of an `advance`
+    self._next, self._prints, self.note = 0.0, multihost.is_primary(), ""
 
   def __enter__(self) -> "Progress":
     self._start = time.monotonic()
-    self._open.append(self)
-    if multihost.is_primary():
-      self._thread.start()
+    self._next = self._start + self._after
+    with self._lock:
+      self._open.append(self)
+    _start_printer()
     return self
 
   def __exit__(self, kind, error, traceback) -> None:
-    self._open.remove(self)
-    self._stop.set()
-    if not self._thread.ident:
-      return
-    self._thread.join()
+    with self._lock:
+      self._open.remove(self)
     seconds = time.monotonic() - self._start
     if kind is None and seconds >= self._after:
       done = f"{self._done:,} {self._unit} in " if self._unit else ""
       rate = self._tokens_per_second(seconds)
       self._print(f"{self._what}: {done}{duration(seconds)}{rate}{self.note}")
 
+  @classmethod
+  def clock(cls) -> float:
+    """Seconds, on a clock that stands still while JAX compiles."""
+    return time.monotonic() - cls.compile_seconds
+
   def advance(self, n: int = 1, *, tokens: int = 0) -> None:
     """Counts `n` more units as done, and `tokens` sampled on the way."""
     self._done += n
     self._tokens += tokens
-    self._last = time.monotonic(), self._done
+    self._last = self.clock(), self._done
     self._first = self._first or self._last
 
   def line(self) -> str:
     """What there is to say now."""
-    now = time.monotonic()
-    seconds = now - self._start
+    now, seconds = self.clock(), time.monotonic() - self._start
     if not self._unit:
       return f"{self._what}: {duration(seconds)} so far"
     total = f"/{self._total:,}" if self._total else ""
@@ -112,19 +127,34 @@ class Progress:
       return ""
     return f", {self._tokens / max(seconds, 1e-9):,.0f} tokens/s"
 
-  def _print_lines(self) -> None:
-    wait = self._after
-    while not self._stop.wait(wait):
-      if self._open[-1:] == [self]:
-        self._print(self.line())
-      elapsed = time.monotonic() - self._start
-      wait = min(max(SECONDS, elapsed / 4), 6 * SECONDS)
+  @classmethod
+  def print_due(cls) -> None:
+    """Prints the line of the innermost one, if its time has come."""
+    with cls._lock:
+      for self in cls._open[-1:]:
+        now = time.monotonic()
+        if now >= self._next:
+          self._print(self.line())
+          wait = max(SECONDS, (now - self._start) / 4)
+          self._next = now + min(wait, 6 * SECONDS)
 
   def _print(self, line: str) -> None:
-    # In one write, so that lines of other threads do not get in between.
-    file = self._file or sys.stdout
-    file.write(line + "\n")
-    file.flush()
+    if self._prints:
+      # In one write, so that lines of other threads do not get in between.
+      file = self._file or sys.stdout
+      file.write(line + "\n")
+      file.flush()
+
+
+@functools.cache
+def _start_printer() -> None:
+  def print_lines():
+    while True:
+      threading.Event().wait(_TICK)
+      with contextlib.suppress(OSError, ValueError):  # stdout may be closed
+        Progress.print_due()
+
+  threading.Thread(target=print_lines, daemon=True).start()
 
 
 def duration(seconds: float) -> str:
@@ -135,3 +165,60 @@ def duration(seconds: float) -> str:
   if minutes < 120:
     return f"{minutes} min"
   return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+class Compilations:
+  """A context manager that says what JAX compiles.
+
+  What is compiled for over a second has lines, and what is traced or lowered
+  for over ten:
+
+    compiling update: 1 s so far
+    compiling update: 11 s so far
+    compiling update: 34 s
+
+  The time, also that of reading JAX's compilation cache, is added to
+  `Progress.compile_seconds`.
+  """
+
+  def __init__(self):
+    self._local = threading.local()  # .stages: those that this thread is in
+
+  def __enter__(self) -> "Compilations":
+    monitoring.register_scalar_listener(self._begin)
+    monitoring.register_event_listener(self._event)
+    monitoring.register_event_duration_secs_listener(self._end)
+    return self
+
+  def __exit__(self, *exception) -> None:
+    monitoring.unregister_scalar_listener(self._begin)
+    monitoring.unregister_event_listener(self._event)
+    monitoring.unregister_event_duration_listener(self._end)
+
+  def _begin(self, event: str, _, fun_name: str = "", **more) -> None:
+    if event in _STAGES:
+      stage = _STAGES[event]
+      stage = Progress(
+        f"{stage} {_plain(fun_name)}",
+        after=COMPILE_SECONDS if stage == "compiling" else None,
+      )
+      self._stages.append(stage.__enter__())
+
+  def _event(self, event: str, **more) -> None:
+    if event == _CACHE_HIT and self._stages:
+      self._stages[-1].note = ", from the compilation cache"
+
+  def _end(self, event: str, seconds: float, **more) -> None:
+    if event in _STAGES and self._stages:
+      self._stages.pop().__exit__(None, None, None)
+      if not self._stages:  # an outer stage includes the inner ones
+        Progress.compile_seconds += seconds
+
+  @property
+  def _stages(self) -> list[Progress]:
+    return self._local.__dict__.setdefault("stages", [])
+
+
+def _plain(fun_name: str) -> str:
+  """The name of a function: `update` of "jit(_update)"."""
+  return fun_name.removeprefix("jit(").removesuffix(")").strip("_")

@@ -4,7 +4,8 @@ Other wings take from here `generate`, its arguments and its result, and from
 its modules:
   samples: the operations on Samples, and FinishedResponse.
   continuous: ContinuousSampler and `build_continuous_sampler`.
-  many_prompts: `sample_many`, any number of prompts in equal batches.
+  many_prompts: `sample_many`, any number of prompts in batches of one size,
+    and `equal_batches`, that size.
   continuous_config: ContinuousBatchingConfig.
   functions: SamplerFunctions, the jitted functions, and their Protocols.
   paged_decode, decode_params: SegmentPlan and `decode_params_sharding`, for
@@ -36,4 +37,5 @@ __all__ = [
   "many_prompts",
   "paged_decode",
   "samples",
+  "stop_strings",
 ]

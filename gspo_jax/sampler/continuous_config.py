@@ -90,6 +90,10 @@ class ContinuousBatchingConfig:
         f"multiple of continuous_batching.page_size={self.page_size}"
       )
 
+  def with_slots_for(self, responses: int) -> "ContinuousBatchingConfig":
+    """No more slots than responses: an idle slot costs as much as another."""
+    return dataclasses.replace(self, slots=min(self.slots, responses))
+
   def shard_sizes(
     self, sampler: SamplerConfig, max_prompt_length: int, shards: int
   ) -> ShardSizes:

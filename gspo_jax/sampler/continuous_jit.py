@@ -194,7 +194,7 @@ def _prefill(cfg, chunk, record_routing):
 
 
 def _decode_segment(cfg, sampler, steps):
-  def segment(params, state, samples, plan, compute_slots, min_active, key):
+  def decode(params, state, samples, plan, compute_slots, min_active, key):
     # No slot is new where a subset is computed.
     everything = compute_slots is None
     state = paged_decode.apply_plan(state, plan, copy_pages=everything)
@@ -212,7 +212,7 @@ def _decode_segment(cfg, sampler, steps):
     results = SegmentResults(computed.num_tokens, computed.pages.active)
     return computed, samples, results
 
-  return segment
+  return decode
 
 
 def _finalize(samples, sampler):

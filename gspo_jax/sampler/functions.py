@@ -49,8 +49,9 @@ class SamplerFunctions:
 
   Attributes:
     generate: `rollout.group_size` responses a prompt, as the config samples.
-    generate_eval: `eval.samples` responses a prompt.
-    generate_greedy: one greedy response a prompt.
+    generate_eval: `eval.samples` responses to each of `eval_prompts`.
+    generate_greedy: one greedy response to each of `eval_prompts`.
+    eval_prompts: prompts of a batch of the held-out problems.
     merge_groups: the groups of two batches that dynamic sampling keeps.
     take_batch: the groups of an update, from those in flight.
     take_pending: the groups that stay in flight.
@@ -61,6 +62,7 @@ class SamplerFunctions:
   generate: Generate
   generate_eval: Generate
   generate_greedy: Generate
+  eval_prompts: int
   merge_groups: MergeGroups
   take_batch: TakeGroups
   take_pending: TakeGroups

@@ -1,4 +1,4 @@
-"""Any number of prompts through a function that takes a fixed number."""
+"""Any number of prompts, in batches of one size."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,6 +8,7 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.runtime import multihost
+from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.functions import Generate
 from gspo_jax.sampler.samples import Prompts, Samples
 
@@ -26,6 +27,20 @@ class PromptBatch(NamedTuple):
   samples: Samples
 
 
+def equal_batches(count: int, most: int, multiple: int = 1) -> int:
+  """The size of the fewest batches for `count` rows, about equally large.
+
+  Each has less than `multiple` rows of padding, but for rounding.
+
+  Args:
+    count: rows in all, 1 or more.
+    most: rows of a batch, before the next argument.
+    multiple: to which the size is rounded up.
+  """
+  batches = -(-count // most)
+  return -(-count // (batches * multiple)) * multiple
+
+
 def sample_many(
   generate: Generate,
   params: model.Params,
@@ -34,6 +49,7 @@ def sample_many(
   *,
   batch_size: int,
   batch_sharding: jax.sharding.Sharding,
+  progress: Progress | None = None,
 ) -> Iterator[PromptBatch]:
   """Samples responses to N prompts, `batch_size` at a time.
 
@@ -47,6 +63,7 @@ def sample_many(
     key: batch i is sampled with `fold_in(key, i)`.
     batch_size: prompts a batch.
     batch_sharding: the sharding of arrays of rows.
+    progress: counts the responses of a batch once the next one is asked for.
   """
   count = len(prompts.lengths)
   for i, start in enumerate(range(0, count, batch_size)):
@@ -54,4 +71,7 @@ def sample_many(
     batch = Prompts(prompts.tokens[index], prompts.lengths[index])
     batch = multihost.to_global(batch, batch_sharding)
     samples = generate(params, batch, jax.random.fold_in(key, i))
-    yield PromptBatch(index, min(batch_size, count - start), samples)
+    new = min(batch_size, count - start)
+    yield PromptBatch(index, new, samples)
+    if progress:
+      progress.advance(new * len(samples.lengths) // batch_size)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from gspo_jax.data import datasets
+from gspo_jax.data.tasks import Problem
 from gspo_jax.runtime.errors import UserError
 
 
@@ -57,6 +58,38 @@ def test_a_fingerprint_is_of_beginnings_and_questions(config):
     config.data.curriculum = stages
     prints.add(datasets.fingerprint(datasets.load(config).stages))
   assert len(prints) == 4
+
+
+def test_examples_are_of_the_training_part_and_of_the_seed(config):
+  found = datasets.load(config)
+  chosen = datasets.examples(found.stages, 5, seed=1)
+  assert len({p.text for p in chosen}) == 5
+  assert {p.text for p in chosen} <= questions(found.stages[0].source)
+  assert chosen == datasets.examples(found.stages, 5, seed=1)
+  assert chosen != datasets.examples(found.stages, 5, seed=2)
+  both = found.stages[1:]
+  every = datasets.examples(both, len(questions(both[0].source)), seed=1)
+  assert {p.text for p in every} == questions(both[0].source)
+  assert datasets.examples(both, 0, seed=1) == []
+
+
+def test_examples_that_do_not_exist(config):
+  stages = [datasets.Stage(1, [Problem("a", "1", "")])]
+  with pytest.raises(UserError, match=r"few_shot=2: expected at most 1, "):
+    datasets.examples(stages, 2, seed=0)
+  with pytest.raises(UserError, match=r"'a' has no demonstration .*_field"):
+    datasets.examples(stages, 1, seed=0)
+
+
+def test_the_columns_that_were_found_are_said_once(config):
+  first, second = config.data.source, config.data.curriculum[0][1].split(",")[1]
+  said = "the problem is in 'question', the reference in 'answer'"
+  assert datasets.load(config).notes == (
+    f"{first}: {said}",
+    f"{second}: {said}",
+  )
+  config.data.problem_field, config.data.reference_field = "question", "answer"
+  assert datasets.load(config).notes == ()
 
 
 def test_the_embedded_task_has_one_stage(debug_config):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import datasets
 import pytest
 import tensorflow_datasets as tfds
 from repository import ROOT
@@ -58,6 +59,17 @@ def test_a_set_with_another_name(tmp_path):
   source = sources.load("tfds:my_set", data_dir=folder, fields=fields)
   assert json.loads(source[3].reference) == tests
   assert source[3].demonstration == "so\n#### 3"
+
+
+def test_a_set_of_a_parquet_file(tmp_path, monkeypatch):
+  monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+  rows = {"question": ["1+1?"], "answer": ["so #### 2"], "info": [{"n": 1}]}
+  file, folder = tmp_path / "a.parquet", str(tmp_path / "sets")
+  datasets.Dataset.from_dict(rows).to_parquet(file)
+  files = {"train": f"parquet:{file}"}
+  assert prepare_tfds.prepare("sums", files, folder) == {"train": 1}
+  problem = sources.load("tfds:sums", data_dir=folder)[0]
+  assert problem == ("1+1?", "2", "so #### 2", {"info": '{"n": 1}'}, ())
 
 
 def test_a_set_that_is_not_prepared_names_the_command(tmp_path):

@@ -1,8 +1,15 @@
-"""Records of files: JSON lines of problems, and their fields."""
+"""Records of files and data sets, and their fields."""
 
+import builtins
 import json
+import pickle
+import re
 
+import datasets
+import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from gspo_jax.data import readers
 from gspo_jax.runtime.errors import UserError
@@ -45,3 +52,185 @@ def test_a_field_that_is_not_there():
     readers.field({"question": 1}, "qestion", "a:1")
   with pytest.raises(UserError, match=r"a:1: expected an object, got '3'"):
     readers.field(3, "question", "a:1")
+
+
+def test_a_field_inside_another_one():
+  record = {"reward_model": {"ground_truth": 7}, "a.b": 1, "a": {"b": 2}}
+  assert readers.field(record, "reward_model.ground_truth", "") == 7
+  assert readers.field(record, "a.b", "") == 1
+  with pytest.raises(
+    UserError,
+    match=r"no field 'reward_model.truth'; choose one of a, a.b, reward_model, "
+    "reward_model.ground_truth",
+  ):
+    readers.field(record, "reward_model.truth", "a:1")
+  with pytest.raises(UserError, match=r"mean 'gold'\? It has gold, level$"):
+    readers.field({"gold": 1, "level": 2}, "glod", "a:1")
+
+
+def test_columns_are_what_json_holds():
+  record = {
+    "level": np.int64(3),
+    "tags": np.array([b"a", b"b"], object),
+    "info": {"scores": (np.float32(0.5), None)},
+    "day": np.datetime64("2025-01-02").item(),
+    "image": b"\xff\xd8",
+    "object": object(),
+    "answer": "7",
+  }
+  columns = readers.plain_columns(record, without=["answer"])
+  assert columns == {
+    "level": 3,
+    "tags": ["a", "b"],
+    "info": {"scores": [0.5, None]},
+    "day": "2025-01-02",
+  }
+  assert json.loads(json.dumps(columns)) == columns
+
+
+# The package `datasets`.
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  """A folder of Parquet files; the package writes its cache beside it."""
+  monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "sums").mkdir()
+  for name, first in (("train-0", 0), ("train-1", 3), ("test", 10)):
+    rows = [
+      {"question": f"{n}+1?", "answer": str(n + 1)}
+      for n in range(first, first + 3)
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / f"sums/{name}.parquet")
+  return tmp_path / "sums"
+
+
+def answers(spec):
+  rows, _ = readers.read(spec)
+  return [int(rows[i]["answer"]) for i in range(len(rows))]
+
+
+def test_parquet_files(folder):
+  assert answers(f"parquet:{folder}/test.parquet") == [11, 12, 13]
+  assert answers("parquet:sums/train-*.parquet") == [1, 2, 3, 4, 5, 6]
+  records = readers.read("parquet:sums/test.parquet")
+  assert records.where(2) == "parquet:sums/test.parquet[2]"
+  again = pickle.loads(pickle.dumps(records))
+  assert (
+    again.rows[2] == records.rows[2] == {"question": "12+1?", "answer": "13"}
+  )
+  assert again.where(2) == records.where(2)
+
+
+def test_the_commands_read_files_and_sources(folder, tmp_path):
+  path = str(tmp_path / "a.jsonl")
+  (tmp_path / "a.jsonl").write_text('{"answer": 1}\n')
+  assert list(readers.lines(path)) == [(f"{path}:1", {"answer": 1})]
+  assert list(readers.lines("parquet:sums/test.parquet"))[1] == (
+    "parquet:sums/test.parquet[1]",
+    {"question": "11+1?", "answer": "12"},
+  )
+
+
+def test_folders_and_files_of_datasets(folder, tmp_path):
+  assert answers(f"hf:{folder}") == [1, 2, 3, 4, 5, 6]
+  assert answers("hf:sums:test") == [11, 12, 13]
+  assert answers("hf:sums:train[1:3]") == [2, 3]
+  assert answers("hf:sums/test.parquet") == [11, 12, 13]
+  (tmp_path / "a.csv").write_text("question,answer\n0+1?,1\n")
+  assert answers("hf:a.csv") == [1]
+  saved = datasets.DatasetDict(test=datasets.Dataset.from_dict({"answer": [5]}))
+  saved.save_to_disk("saved")
+  assert answers("hf:saved:test") == [5]
+  saved["test"].save_to_disk("one")
+  assert answers("hf:one") == [5]
+  with pytest.raises(UserError, match=r"hf:saved: no split 'train'; .*test"):
+    readers.read("hf:saved")
+
+
+def test_a_file_that_is_written_again_is_read_again(folder):
+  before = answers("parquet:sums/test.parquet")
+  rows = [{"question": "?", "answer": "7"}]
+  parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "test.parquet")
+  assert before != answers("parquet:sums/test.parquet") == [7]
+
+
+def test_images_are_left_out(tmp_path, folder):
+  rows = {"answer": ["1"], "image": [b"no image"], "images": [[b"none"]]}
+  image = datasets.Image()
+  features = datasets.Features(
+    {
+      "answer": datasets.Value("string"),
+      "image": image,
+      "images": datasets.List(image),
+    }
+  )
+  made = datasets.Dataset.from_dict(rows, features=features)
+  made.to_parquet(tmp_path / "a.parquet")
+  assert readers.read("parquet:a.parquet").rows[0] == {"answer": "1"}
+
+
+@pytest.mark.parametrize(
+  ("spec", "words"),
+  [
+    ("parquet:", "expected parquet:FILE"),
+    ("hf:", r"expected hf:NAME\[:SPLIT\]"),
+    ("parquet:none.parquet", "parquet:none.parquet: Unable to find .*none"),
+    ("parquet:text.parquet", "parquet:text.parquet: Parquet file size is 4"),
+    ("hf:sums:tset", "hf:sums:tset: Unknown split .tset.*'train', 'test'"),
+    ("hf:empty", "hf:empty: .*empty doesn't contain any data files"),
+    ("hf:./none", "hf:./none: no such file or folder"),
+    ("hf:a/b/c/d", "hf:a/b/c/d: no such file or folder"),
+  ],
+)
+def test_data_sets_that_cannot_be_read(folder, tmp_path, spec, words):
+  (tmp_path / "text.parquet").write_text("text")
+  (tmp_path / "empty").mkdir()
+  with pytest.raises(UserError, match=words) as error:
+    readers.read(spec)
+  assert "\n" not in str(error.value)
+
+
+def test_a_set_of_the_hub_by_its_name(folder, monkeypatch):
+  given = []
+
+  def load(*names, **options):
+    given.append((*names, *options.values()))
+    raise ConnectionError("a long story\nof retries")
+
+  monkeypatch.setattr(datasets, "load_dataset", load)
+  for spec, name in (
+    ("openai/gsm8k/main:test", "openai/gsm8k"),
+    ("squad", "squad"),
+    ("a/b:train[:5%]", "a/b"),
+  ):
+    with pytest.raises(
+      UserError,
+      match=rf"hf:{re.escape(spec)}: .* Hub cannot be reached; .* `hf download "
+      rf"{name} --repo-type=dataset --local-dir=DIR`",
+    ) as error:
+      readers.read(f"hf:{spec}")
+    assert "\n" not in str(error.value)
+  assert given == [
+    ("openai/gsm8k", "test", "main"),
+    ("squad", "train", None),
+    ("a/b", "train[:5%]", None),
+  ]
+
+
+def test_without_the_package_datasets(monkeypatch, tmp_path):
+  real = builtins.__import__
+
+  def missing(name, *rest):
+    if name == "datasets":
+      raise ModuleNotFoundError("No module named 'datasets'")
+    return real(name, *rest)
+
+  monkeypatch.setattr(builtins, "__import__", missing)
+  for spec in ("hf:squad", "parquet:a.parquet"):
+    with pytest.raises(
+      UserError, match=rf"{spec} .*pip install 'gspo_jax\[datasets\]'"
+    ):
+      readers.read(spec)

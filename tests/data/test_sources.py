@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import shutil
 import sys
 
@@ -112,6 +113,132 @@ def test_a_bad_line_is_named(tmp_path, bad):
   assert len(str(error.value)) < 300
 
 
+ASK = [{"role": "user", "content": "1+1?"}]
+ANSWER = [{"role": "assistant", "content": "so #### 2"}]
+BRIEF = [{"role": "system", "content": "Be brief."}]
+
+
+@pytest.mark.parametrize(
+  ("record", "problem", "names"),
+  [
+    # GSM8K, MATH
+    (
+      {"question": "1+1?", "answer": "so #### 2"},
+      Problem("1+1?", "2", "so #### 2"),
+      ("question", "answer"),
+    ),
+    (
+      {"problem": "1+1?", "solution": "so", "answer": "2", "level": "1"},
+      Problem("1+1?", "2", "#### 2", {"solution": "so", "level": "1"}),
+      ("problem", "answer"),
+    ),
+    # TRL
+    (
+      {"prompt": "1+1?", "solution": "2"},
+      Problem("1+1?", "2", "#### 2"),
+      ("prompt", "solution"),
+    ),
+    (
+      {"prompt": BRIEF + ASK, "solution": "2"},
+      Problem("1+1?", "2", "#### 2", {}, (("system", "Be brief."),)),
+      ("prompt", "solution"),
+    ),
+    # verl
+    (
+      {
+        "data_source": "sums",
+        "prompt": ASK,
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"index": 0},
+      },
+      Problem(
+        "1+1?",
+        "2",
+        "#### 2",
+        {
+          "data_source": "sums",
+          "reward_model": {"style": "rule", "ground_truth": "2"},
+          "extra_info": {"index": 0},
+        },
+      ),
+      ("prompt", "reward_model.ground_truth"),
+    ),
+    # Supervised fine-tuning
+    (
+      {"messages": ASK + ANSWER, "prompt_id": "x"},
+      Problem("1+1?", "2", "so #### 2", {"prompt_id": "x"}),
+      ("messages", ""),
+    ),
+    (
+      {"messages": BRIEF + ASK + ANSWER + ASK + ANSWER, "answer": 3},
+      Problem(
+        "1+1?",
+        "3",
+        "so #### 2",
+        {},
+        (
+          ("system", "Be brief."),
+          ("user", "1+1?"),
+          ("assistant", "so #### 2"),
+        ),
+      ),
+      ("messages", "answer"),
+    ),
+  ],
+)
+def test_columns_of_other_trainers(tmp_path, record, problem, names):
+  source = sources.load(write(tmp_path / "a.jsonl", record))
+  assert list(source) == [problem]
+  assert source.fields == Fields(*names)
+  assert f"the problem is in {names[0]!r}" in source.note
+  assert (names[1] or "the last message of the assistant") in source.note
+  given = one(tmp_path, record, fields=Fields(*names))
+  assert given == problem
+
+
+def test_a_name_that_is_given_is_not_looked_for(tmp_path):
+  record = {"question": "a?", "other": "b?", "answer": "1", "gold": "2"}
+  fields = Fields("other", "gold")
+  source = sources.load(write(tmp_path / "a.jsonl", record), fields=fields)
+  assert list(source) == [
+    Problem("b?", "2", "#### 2", {"question": "a?", "answer": "1"})
+  ]
+  assert not source.note
+  half = one(tmp_path, record, fields=Fields("other"))
+  assert (half.text, half.reference) == ("b?", "1")
+
+
+@pytest.mark.parametrize(
+  ("record", "words"),
+  [
+    (
+      {"query": "a?", "info": {"gold": 1}},
+      "no column for the problem: none of question, problem, prompt, messages; "
+      "set data.problem_field to one of info, info.gold, query$",
+    ),
+    (
+      {"prompt": ASK, "gold": "2"},
+      "no column for the reference: none of answer, .*; set "
+      "data.reference_field to one of gold, prompt$",
+    ),
+    ({"prompt": [], "answer": "2"}, r"'prompt' must end .*, got roles \[\]"),
+    (
+      {"prompt": BRIEF, "answer": "2"},
+      r"must end with a message of the user, .* got roles \['system'\]",
+    ),
+    (
+      {"prompt": [{"role": "user", "content": [1]}], "answer": "2"},
+      r"each with a 'role' and a text 'content', got .*'role': 'user'",
+    ),
+    ({"prompt": ["Hi"], "answer": "2"}, "each with a 'role' .*, got 'Hi'"),
+    ({"prompt": {}, "answer": "2"}, "must be text or a list of messages"),
+  ],
+)
+def test_columns_that_hold_no_problem(tmp_path, record, words):
+  with pytest.raises(UserError, match=rf"a.jsonl:1: .*{words}"):
+    one(tmp_path, record)
+
+
 def test_the_held_out_split_is_disjoint_and_complete(tmp_path):
   spec = write(tmp_path / "a", *map(row, range(800)))
   kept, tested, everything = (
@@ -161,7 +288,9 @@ def module(tmp_path, monkeypatch):
     "def dicts():\n"
     "  return [{'question': f'q{i}'.encode(), 'answer': np.int64(i),"
     " 'tests': np.array([[i, 2]])} for i in range(9)]\n"
-    "def problems(): return [Problem('a', 'b', 'c'), Problem('d', 'e', 'f')]\n"
+    "def problems(): return [Problem('a', 'b', 'c')] * 3\n"
+    "def levels(): return [{'question': f'question {i}?',"
+    " 'answer': 'x #### 7', 'level': i} for i in range(30)]\n"
     "def endless(): return iter([])\n"
     "def odd(): return [{'question': b'\\xff', 'answer': 1}, 3]\n"
   )
@@ -180,7 +309,10 @@ def test_any_source_by_dotted_name(module):
   assert (
     sources.load(f"{module}:dicts", fields=fields)[3].reference == "[[3, 2]]"
   )
-  assert sources.load(f"{module}.problems")[1] == Problem("d", "e", "f")
+  assert source[3].columns == {"tests": [[3, 2]]}
+  problems = sources.load(f"{module}.problems")
+  assert problems[1] == Problem("a", "b", "c")
+  assert not problems.note
   halves = [
     list(sources.load(f"{module}.dicts", evaluation=e)) for e in (True, False)
   ]
@@ -230,6 +362,36 @@ def test_a_mixture_and_its_weights():
 def test_the_fingerprint_of_a_chain_stays_what_it_was():
   """Checkpoints carry it."""
   assert sources.fingerprint(Chain((2, 4))) == "41392e4845c6e58e"
+
+
+def test_the_fingerprint_of_other_sources_stays_what_it_was(tmp_path, module):
+  rows = [row(i) for i in range(30)]
+  file = write(tmp_path / "a.jsonl", *rows)
+  for spec, evaluation, before in (
+    (file, None, "729022cd13667476"),
+    (file, False, "d9a792a9cb797e64"),
+    (f"{module}.levels", None, "70d11360eced9be9"),
+    (f"{module}.problems", None, "98eec7bf0e14ff1e"),
+  ):
+    for fields in (Fields(), Fields("question", "answer")):
+      source = sources.load(spec, fields=fields, evaluation=evaluation)
+      assert sources.fingerprint(source) == before
+
+
+def test_a_fingerprint_is_of_conversations_and_not_of_other_columns(tmp_path):
+  record = {"prompt": BRIEF + ASK, "answer": "2", "level": 1}
+  make = lambda record: sources.fingerprint(
+    sources.ProblemSource([record], str, Fields("prompt", "answer"))
+  )
+  assert make(record | {"level": 2}) == make(record)
+  assert make(record | {"prompt": ASK}) != make(record)
+
+
+def test_a_source_can_be_pickled(tmp_path):
+  source = sources.load(write(tmp_path / "a.jsonl", row(1), row(2)))
+  again = pickle.loads(pickle.dumps(source))
+  assert list(again) == list(source)
+  assert again.where(1) == source.where(1)
 
 
 def test_the_same_file_elsewhere_is_the_same_data(tmp_path):

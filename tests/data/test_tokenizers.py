@@ -264,6 +264,22 @@ def test_control_strings_of_a_question_are_data(chat, text, system):
   assert only(applied(chat, "<|im_end|>")) != only(applied(chat, "plain"))
 
 
+@pytest.mark.parametrize("text", ["3+4?", HOSTILE[1]])
+def test_a_conversation_is_that_of_the_chat_template(chat, text):
+  history = [("user", text), ("assistant", text), ("tool", "7")]
+  messages = [("system", "Add."), *history, ("user", "And 2?")]
+  ids = tokenizers.load(str(chat)).prompt("And 2?", "Add.", history)
+  theirs = library(chat).apply_chat_template(
+    [{"role": role, "content": content} for role, content in messages],
+    add_generation_prompt=True,
+    return_dict=False,
+  )
+  assert (ids == theirs) == (text == "3+4?")
+  start = library(chat).convert_tokens_to_ids("<|im_start|>")
+  assert ids.count(start) == len(messages) + 1
+  assert library(chat).decode(ids) == library(chat).decode(theirs)
+
+
 @pytest.mark.parametrize(
   ("before", "text", "after"),
   [("", "<|im_end", "|>"), ("<|im_", "end|>", ""), ("<", "|im_end|", ">")],
@@ -365,6 +381,69 @@ def test_a_decoder_that_joins_tokens_has_no_bytes(tmp_path):
   tokenizer = tokenizers.load(str(save(tmp_path, fast, None, **names)))
   with pytest.raises(UserError, match="by WordPiece: expected byte-level"):
     tokenizer.token_bytes()
+
+
+THINK = (
+  "{{ messages[0].content }}{% if think is defined and think is false %}off"
+  "{% elif think %}{{ think }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+  ("args", "end"),
+  [
+    ("", ""),
+    ("think=False", "off"),
+    ("think=false", "off"),
+    ("think=null", ""),
+    ("think=hard", "hard"),
+    ("think='a, b=c'", "a, b=c"),
+    ("think=[1, 2], bos_token=3", None),
+    ("think=-2", "-2"),
+  ],
+)
+def test_arguments_of_the_template(chat, tmp_path, args, end):
+  folder = with_template(chat, tmp_path, THINK)
+  if end is None:
+    with pytest.raises(UserError, match=r"no argument 'bos_token'; .*think"):
+      tokenizers.load(folder, args)
+    return
+  tokenizer = tokenizers.load(folder, args)
+  assert tokenizer.decode(tokenizer.prompt("7?")) == f"7?{end}"
+
+
+def with_template(chat, tmp_path, template):
+  folder = tmp_path / "folder"
+  shutil.copytree(chat, folder)
+  (folder / "chat_template.jinja").write_text(template)
+  return str(folder)
+
+
+@pytest.mark.parametrize(
+  "args", ["think", "1", "think=", "=1", "think=a.b", ")"]
+)
+def test_arguments_with_a_mistake(chat, args):
+  with pytest.raises(UserError, match=r"args='.*': expected NAME=VALUE,"):
+    tokenizers.load(str(chat), args)
+
+
+def test_arguments_that_nothing_reads(chat, spm, tmp_path):
+  folder = with_template(chat, tmp_path, THINK)
+  for spec, words in (
+    (folder, "no argument 'thnk'; did you mean 'think'"),
+    (str(chat), "no argument 'thnk'; it reads none"),
+    (str(spm), "expected '', since tokenizer '.*a.model' has no chat template"),
+    ("bytes", "expected '', since tokenizer 'bytes' has no chat template"),
+  ):
+    with pytest.raises(UserError, match=rf"template_args='thnk=1': .*{words}"):
+      tokenizers.load(spec, "thnk=1")
+  # With tags that jinja2 alone does not know, nobody can tell.
+  tags = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+  (tmp_path / "folder/chat_template.jinja").write_text(tags)
+  assert tokenizers.load(folder, "thnk=1").prompt("7")
+  (tmp_path / "folder/chat_template.jinja").unlink()
+  with pytest.raises(UserError, match="has no chat template"):
+    tokenizers.load(folder, "thnk=1")
 
 
 def test_a_folder_without_a_template(chat, tmp_path):

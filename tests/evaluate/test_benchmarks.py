@@ -174,7 +174,7 @@ def test_a_benchmark_of_another_name(read):
   assert (found.name, found.reward, found.samples) == (
     "mine", "package.module.reward", 1
   )  # fmt: skip
-  assert found.problems == [Problem("q", "a #### b", "")]
+  assert found.problems == [Problem("q", "a #### b", "", row)]
   assert read("AIME24", row, reward="gsm8k").reward == "gsm8k"
 
 

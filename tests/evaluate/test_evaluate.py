@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from absl.testing import flagsaver
-from repository import ROOT
+from repository import ROOT, xla_flags
 
 from configs import tiny_cpu
 from gspo_jax.data.tasks import Chain
@@ -21,6 +21,7 @@ from gspo_jax.evaluate.judge import Responses
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.rewards import judge
 from gspo_jax.rewards.pool import Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
@@ -128,13 +129,15 @@ def test_a_reward_with_arguments(workdir, files, tmp_path):
     run(workdir, files[1:], tmp_path, reward="code:total=5")
 
 
-def test_seconds_of_a_reward():
+def test_seconds_of_a_reward(monkeypatch):
+  monkeypatch.setattr(judge, "_require_server", lambda *_: None)
   c = config()
   c.reward.seconds = 7.0
   of = lambda reward: evaluator._seconds(parse(c), reward)
   assert of("final_answer") == of("length:limit=50") == 7
   assert of("code") == 40
   assert of("code:total=9") == 19
+  assert of("judge:url=http://host:1/v1,model=m") == 40
   c.reward.seconds = 90
   assert of("code:total=9") == 90
 
@@ -225,7 +228,7 @@ def test_a_problem_that_is_too_long(workdir, tmp_path):
 class FailingPool:
   """A reward pool whose reward fails on some responses."""
 
-  def submit(self, responses):
+  def submit(self, responses, group_size):
     failed = np.array([r.text == "fail" for r in responses])
     scores = Scores(0.0 * failed, {}, failed, ("why",) * any(failed))
     return SimpleNamespace(result=lambda: scores)
@@ -255,7 +258,7 @@ def test_a_reward_that_fails_too_often_stops_it(
   (chain,) = evaluator._read(files[:1], 1, len(fails), "final_answer")
   responses = iter("fail" if f == "y" else "2" for f in fails)
 
-  def sample(params, problems, key):
+  def sample(params, problems, key, progress):
     texts = [next(responses) for _ in problems]
     count = len(texts)
     return Responses(list(problems), texts, [1] * count, [False] * count, 9)
@@ -278,7 +281,7 @@ def command(*arguments):
   return subprocess.run(
     [sys.executable, "-m", "gspo_jax.evaluate", *arguments],
     cwd=ROOT,
-    env=os.environ | {"XLA_FLAGS": ""},
+    env=os.environ | {"XLA_FLAGS": xla_flags(1)},
     capture_output=True,
     text=True,
     timeout=300,
@@ -340,7 +343,6 @@ def test_flags(arguments, words, monkeypatch, capsys):
 @pytest.mark.slow
 def test_two_processes_respond_as_one(workdir, files, tmp_path):
   def start(out, devices, *more):
-    flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
       [
         *(sys.executable, "-m", "gspo_jax.evaluate", TINY, "--samples=2"),
@@ -348,7 +350,7 @@ def test_two_processes_respond_as_one(workdir, files, tmp_path):
         *("--reward=final_answer", f"--out={tmp_path}/{out}"),
       ],
       cwd=ROOT,
-      env=os.environ | {"XLA_FLAGS": flags},
+      env=os.environ | {"XLA_FLAGS": xla_flags(devices)},
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,

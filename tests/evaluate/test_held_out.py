@@ -31,10 +31,10 @@ def experiment(pool, batch, max_failed=0.5, **functions):
   program = SimpleNamespace(
     mesh=sharding.make_mesh(jax.devices()[:1]),
     tokenizer=BYTES,
-    sampler=SimpleNamespace(**functions),
+    sampler=SimpleNamespace(eval_prompts=batch, stop=None, **functions),
   )
   config = SimpleNamespace(
-    data=SimpleNamespace(prompts=batch),
+    eval=SimpleNamespace(samples=2),
     reward=SimpleNamespace(max_failed=max_failed),
   )
   return SimpleNamespace(
@@ -78,7 +78,7 @@ def samples_of(responses, width=8):
 def test_each_problem_is_evaluated_once(batch, pool):
   solved = [p for i, p in enumerate(PROBLEMS["problems"]) if i in (2, 8, 9)]
   sampler = ScriptedSampler(solved)
-  correct = held_out.correct(experiment(pool, batch), sampler, "params", KEY)
+  correct = held_out.correct(experiment(pool, batch), sampler, "params", KEY, 2)
   right = np.isin(np.arange(10), (2, 8, 9))
   np.testing.assert_array_equal(correct, np.stack([right, 0 * right], 1))
   # One compiled function serves, and no two of its calls share a key.
@@ -90,7 +90,7 @@ def test_each_problem_is_evaluated_once(batch, pool):
 class FailingPool:
   """A reward pool that fails on the responses with "wrong"."""
 
-  def submit(self, responses):
+  def submit(self, responses, group_size):
     failed = np.array(["wrong" in response.text for response in responses])
     zeros = np.zeros(len(failed), np.float32)
     scores = Scores(zeros, {"broken": zeros}, failed, ("why", "and why"))
@@ -100,7 +100,7 @@ class FailingPool:
 def test_it_stops_where_too_many_responses_fail():
   """One of two to each of ten; two more problems fill up the last batch."""
   call = lambda most: held_out.correct(
-    experiment(FailingPool(), 4, most), ScriptedSampler([]), "params", KEY
+    experiment(FailingPool(), 4, most), ScriptedSampler([]), "params", KEY, 2
   )
   assert call(0.5).shape == (10, 2)
   with pytest.raises(multihost.AgreedError, match=r"12 of 24 .* reason: why$"):
@@ -109,7 +109,7 @@ def test_it_stops_where_too_many_responses_fail():
 
 def test_sampled_and_greedy_responses_have_scalars_of_their_own(monkeypatch):
   monkeypatch.setattr(
-    held_out, "correct", lambda experiment, generate, params, key: generate
+    held_out, "correct", lambda experiment, generate, *rest: generate
   )
   run = experiment(
     None,

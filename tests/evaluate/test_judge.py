@@ -21,10 +21,11 @@ class ExactPool:
   """A reward pool: is the response the reference? Some rewards fail."""
 
   def __init__(self):
-    self.responses, self.events = [], []
+    self.responses, self.events, self.group_sizes = [], [], set()
 
-  def submit(self, responses):
+  def submit(self, responses, group_size):
     self.responses += responses
+    self.group_sizes.add(group_size)
     self.events.append("submit")
     right = np.float32([r.text == r.reference for r in responses])
     failed = np.array(["fail" in r.text for r in responses])
@@ -64,7 +65,10 @@ class Echo:
 def five(tmp_path):
   """A benchmark of five problems, three responses each."""
   path = tmp_path / "five.jsonl"
-  rows = [{"question": i, "answer": i, "id": f"no {i}"} for i in range(1, 6)]
+  rows = [
+    {"question": i, "answer": i, "id": f"no {i}", "level": -i}
+    for i in range(1, 6)
+  ]
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
   benchmark = benchmarks.read("mine", str(path), reward="exact")
   return benchmark._replace(samples=3)
@@ -101,6 +105,8 @@ def test_each_response_keeps_to_its_problem(five, batch_size):
     assert r["failed"] == (r["sample"] == 1)
     assert r["finish"] == ("truncated" if r["sample"] == 1 else "stopped")
     assert r["set"] == "mine"
+    assert text.columns["level"] == -number
+  assert pool.group_sizes == {3}  # of a problem, side by side
   assert pool.responses[-1].limit == 99
   json.dumps(records)
   # The reward reads the whole prompt; the file has the problem.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax.data import datasets
 from gspo_jax.evaluate.policy_sampler import (
   BatchShape,
   PolicySampler,
@@ -82,7 +83,7 @@ def echoing(debug_config):
 
 @pytest.mark.parametrize(
   ("samples", "group_size", "prompts", "batch_size"),
-  [(1, 1, 5, 5), (3, 3, 4, 4), (4, 4, 4, 4), (6, 3, 4, 2), (32, 4, 4, 1)],
+  [(1, 1, 5, 5), (3, 3, 3, 3), (4, 4, 3, 3), (6, 3, 4, 2), (32, 4, 4, 1)],
 )  # fmt: skip
 def test_each_problem_gets_its_responses(
   echoing, samples, group_size, prompts, batch_size
@@ -119,6 +120,8 @@ def test_each_problem_gets_its_responses(
     (32, 3, (4, 8, 24)),
     (32, 1, (4, 8, 8)),
     (6, 30, (3, 2, 32)),
+    (4, 33, (4, 1, 24)),  # two batches of 17
+    (1, 130, (1, 1, 72)),
   ],
 )
 def test_a_batch_has_no_more_prompts_than_the_problems_need(
@@ -182,6 +185,19 @@ def test_instruction_and_system_prompt_reach_the_policy(debug_config):
   text = sampler.program.tokenizer.decode(tokens)
   assert text.startswith("S")
   assert text.endswith("{x}? \\box{}")
+
+
+def test_the_examples_of_training_reach_the_policy(debug_config):
+  debug_config.data.few_shot = 1
+  debug_config.data.max_prompt_length = 40
+  config = parse(debug_config)
+  sampler = PolicySampler(config, one_device(), BatchShape(1, 1, 1))
+  stages = datasets.load(config).stages
+  (example,) = datasets.examples(stages, 1, config.seed)
+  prompts = sampler.prompts(["x?"])
+  tokens = prompts.tokens[0][-prompts.lengths[0] :]
+  text = sampler.program.tokenizer.decode(tokens)
+  assert text == f"{example.text}{example.demonstration}\n\nx?"
 
 
 def test_responses_hold_the_whole_prompt(debug_config, echoing):

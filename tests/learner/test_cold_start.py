@@ -17,7 +17,7 @@ from gspo_jax.learner.cold_start import (
 from gspo_jax.learner.packing import PackingConfig, pack
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
-from gspo_jax.runtime import sharding
+from gspo_jax.runtime import progress, sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.preemption import Preemption
@@ -117,7 +117,10 @@ def test_a_missed_gate_is_an_error(tmp_path):
   assert int(state.step) == 10
 
 
-def test_a_preempted_cold_start_is_saved_and_resumed(tmp_path):
+def test_a_preempted_cold_start_is_saved_and_resumed(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(progress, "SECONDS", 0.0)
   state, functions = run(tmp_path, [0.1], stop=3)
   assert state is None
   # Not after step 3, where an uninterrupted run does not measure it either.
@@ -126,6 +129,9 @@ def test_a_preempted_cold_start_is_saved_and_resumed(tmp_path):
   state, functions = run(tmp_path, [0.5, 0.95])
   assert functions.checked == [4, 6]
   assert functions.batches == [4, 5, 6]
+  out = capsys.readouterr().out
+  assert "\nloading checkpoint 3 (0.0 GB): " in out
+  assert "\ncold start: 6 steps in " in out
 
 
 def test_another_cold_start_is_refused(tmp_path):

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from repository import ROOT
+from repository import ROOT, xla_flags
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import model, sampler
 from gspo_jax.model import hf
 from gspo_jax.model.hf import checkpoint as hf_checkpoint
-from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime import multihost, progress, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Prompts, SamplerConfig
 
@@ -163,7 +163,10 @@ def test_transformers_generates_the_same_from_an_export(
 @pytest.mark.parametrize(
   ("name", "dtype"), [("qwen3_moe", "float32"), ("qwen2", "bfloat16")]
 )
-def test_save_and_load_is_the_identity(name, dtype, tmp_path):
+def test_save_and_load_is_the_identity(
+  name, dtype, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(progress, "SECONDS", 0.0)
   cfg = config(name)
   params = random_params(cfg, jnp.dtype(dtype))
   hf.save_hf(params, cfg, tmp_path / "out", dtype=dtype)
@@ -173,6 +176,10 @@ def test_save_and_load_is_the_identity(name, dtype, tmp_path):
   assert hf.config_from_hf(tmp_path / "out", remat=False) == (
     dataclasses.replace(cfg, dtype=dtype)
   )
+  layers = cfg.num_layers
+  out = capsys.readouterr().out
+  assert f"writing {tmp_path}/out: {layers + 1} files in " in out
+  assert f"loading {tmp_path}/out: {layers} layers in " in out
 
 
 @every_model
@@ -309,12 +316,11 @@ def test_two_processes_read_half_each_and_one_writes(tmp_path):
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
   folders = (GOLDENS / "qwen3", tmp_path / "out")
-  flags = "--xla_force_host_platform_device_count=2"
   jobs = [
     subprocess.Popen(
       [sys.executable, "-c", TWO, *map(str, (port, i, *folders))],
       cwd=ROOT,
-      env=os.environ | {"XLA_FLAGS": flags},
+      env=os.environ | {"XLA_FLAGS": xla_flags(2)},
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,

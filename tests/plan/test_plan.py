@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
@@ -37,7 +36,6 @@ def run(*arguments, command=("-m", "gspo_jax.plan")):
   return subprocess.run(
     [sys.executable, *command, *arguments],
     cwd=ROOT,
-    env=os.environ | {"XLA_FLAGS": ""},
     capture_output=True,
     text=True,
     timeout=300,

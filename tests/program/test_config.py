@@ -58,6 +58,8 @@ def refused(keys, overrides, words):
     ("rollout.group_size=0", "rollout.group_size=0: expected at least 2"),
     ("sampler.temperature=0", "sampler.temperature=0: expected more than 0"),
     ("sampler.top_p=1.5", "sampler.top_p=1.5"),
+    ("sampler.min_p=1.5", "sampler.min_p=1.5: expected 0 .all. to 1"),
+    ("sampler.stop=", "sampler.stop=.*expected strings that are not"),
     ("sampler.max_new_tokens=0", "sampler.max_new_tokens=0"),
     ("data.prompts=6", "data.prompts = 6 is not divisible by learner.minib"),
     ("learner.minibatches=3", "= 4 is not divisible by .*nearest divisor is 2"),
@@ -72,11 +74,14 @@ def refused(keys, overrides, words):
     ),
     ("cold_start.batch=6", "cold_start.batch = 6 is not divisible by learner"),
     ("eval.samples=0", "eval.samples=0: expected at least 1"),
-    ("eval.every=0", "eval.every=0"),
+    ("eval.every=-1", "eval.every=-1: expected 0 or more"),
     ("log.samples_every=0", "log.samples_every=0"),
     ("optim.learning_rate=-1", "optim.learning_rate=-1.0: expected 0 or more"),
     ("optim.learning_rate=nan", "optim.learning_rate=nan"),
     ("optim.clip_norm=0", "optim.clip_norm=0.0"),
+    ("optim.name=adam", "optim.name='adam': did you mean 'adamw'"),
+    ("optim.decay=cosin", "optim.decay='cosin': did you mean 'cosine'"),
+    ("optim.min_lr_ratio=2", "optim.min_lr_ratio=2.0: expected 0 to 1"),
     ("optim.warmup_steps=-3", "optim.warmup_steps=-3: expected 0 or more"),
     ("optim.b2=1.5", "optim.b2=1.5: expected 0 or more, under 1"),
     ("cold_start.learning_rate=0", "cold_start.learning_rate=0.0: expected"),
@@ -137,6 +142,13 @@ def test_no_number_may_be_infinite_or_nan(debug_config, field):
     debug_config[section][field] = value
     with pytest.raises(UserError, match=f"{section}.{field}={value}"):
       parse(debug_config)
+
+
+@pytest.mark.parametrize("value", [(3,), (12, 10), (0, 1), (1.0, 2.0)])
+def test_a_profile_is_of_a_first_and_a_last_iteration(debug_config, value):
+  debug_config.log.profile = value
+  with pytest.raises(UserError, match=r"log\.profile=.* such as \(10, 12\)"):
+    parse(debug_config)
 
 
 # Keys that do not go together.
@@ -210,6 +222,12 @@ def test_only_ppo_does_without_a_group(debug_config):
     parse(debug_config).check_training(1)
   debug_config.objective.name = "ppo"
   parse(debug_config).check_training(1)
+
+
+def test_a_profile_is_within_the_run(debug_config):
+  debug_config.num_steps, debug_config.log.profile = 2, (2, 3)
+  with pytest.raises(UserError, match=r"\(2, 3\): .* num_steps=2"):
+    build(debug_config)
 
 
 def test_more_devices_than_rows(debug_config):

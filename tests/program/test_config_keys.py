@@ -34,6 +34,8 @@ def meant(text):
     ("optim.max_grad_norm", "optim.clip_norm"),
     # verl
     ("optim.lr", "optim.learning_rate"),
+    ("optim.lr_scheduler_type", "optim.decay"),
+    ("optim", "optim.name"),
     ("model.name", "model.checkpoint"),
     ("learner.epochs", "learner.minibatches"),
     ("actor_rollout_ref.actor.optim.lr", "optim.learning_rate"),
@@ -106,7 +108,7 @@ def test_another_section_and_a_typo(typed, keys):
   assert meant(hint(typed, KEYS)) == keys
 
 
-OPTIM = "b1, b2, clip_norm, learning_rate, warmup_steps, weight_decay"
+OPTIM = "b1, b2, clip_norm, decay, learning_rate, min_lr_ratio, name, warm"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,6 @@ OPTIM = "b1, b2, clip_norm, learning_rate, warmup_steps, weight_decay"
   [
     ("optim.momentum", f"optim has {OPTIM}"),
     ("optim.b3", f"optim has {OPTIM}"),
-    ("optim", f"optim has {OPTIM}"),
     ("optim.b1.x", f"optim has {OPTIM}"),
     # A last part that means another thing in each section.
     ("checkpoint.dir", "checkpoint has every, keep"),

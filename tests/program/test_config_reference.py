@@ -44,7 +44,7 @@ def test_a_description_has_the_default_and_the_values_allowed():
   assert ROWS["objective.replay"].comment.endswith("[none | r2 | r3]")
   # The comment names them all.
   assert "[" not in ROWS["objective.name"].comment
-  assert ROWS["optim"][1:] == (None, "AdamW")
+  assert ROWS["optim"][1:] == (None, "the optimizer")
 
 
 def test_defaults_are_those_of_the_config_that_is_given():

@@ -507,6 +507,7 @@ ROWS = (
   ),
   Row("reward.weights", seen.mean_reward, {(1.0,): 1.0, (0.25,): 0.25}, OF_A),
   Row("reward.workers", seen.processes, {1: 1, 3: 3}),
+  Row("reward.concurrency", seen.reward_concurrency, {32: 32, 4: 4}),
   Row("reward.seconds", seen.reward_seconds, {5.0: 5.0, 9.0: 9.0}),
   Row(
     "reward.max_failed",

@@ -5,6 +5,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from gspo_jax.data import sources
+from gspo_jax.data.datasets import Datasets, Stage
+from gspo_jax.data.tasks import Problem
 from gspo_jax.program import experiment
 from gspo_jax.program.config import parse
 from gspo_jax.rollout.batch import iteration_keys
@@ -37,6 +40,13 @@ def test_a_checkpoint_of_rl_agrees_with_more_than_a_cold_start(debug_config):
     "a reference (objective.kl_coef)",
     "a critic (objective.name='ppo')",
   }
+
+
+def test_a_checkpoint_belongs_to_its_optimizer(debug_config):
+  adamw = identity(debug_config)
+  debug_config.optim.name = "muon"
+  with pytest.raises(UserError, match=r"has optim\.name=None, this"):
+    require_match(identity(debug_config), {"identity": adamw}, "checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -92,4 +102,33 @@ def test_a_mistaken_reward_is_named_with_its_key(debug_config):
     r"reward.names=\('operator.neg',\): reward 'operator.neg' takes \(a, /\)"
   )
   with pytest.raises(UserError, match=message):
-    experiment._reward_pool(parse(debug_config).reward)
+    experiment._reward_pool(parse(debug_config).reward, datasets_of({}, {}))
+
+
+@pytest.mark.parametrize("lacks", [1, 2])
+def test_every_source_has_the_columns_of_a_reward(
+  debug_config, lacks, tmp_path, monkeypatch
+):
+  monkeypatch.syspath_prepend(tmp_path)
+  text = "def reward(prompt, response, reference, *, level): return level\n"
+  (tmp_path / "by_level.py").write_text(text)
+  debug_config.reward.names = ("by_level.reward",)
+  debug_config.reward.workers = 1
+  columns = [{"level": 1}, {"level": 2}, {"level": 3}]
+  columns[lacks] = {"lvl": 1}
+  message = (
+    r"reward.names=\('by_level.reward',\): reward .* no column 'level': choose "
+    rf"one of lvl \(the problem 'Problem {lacks}'"
+  )
+  with pytest.raises(UserError, match=message):
+    experiment._reward_pool(parse(debug_config).reward, datasets_of(*columns))
+
+
+def datasets_of(*columns):
+  """One problem with each of these columns; the last is held out."""
+  problems = [
+    Problem(f"Problem {i}", "1", "", each) for i, each in enumerate(columns)
+  ]
+  *trained, held_out = ([problem] for problem in problems)
+  source = sources.mix(trained, ())
+  return Datasets([Stage(1, source)], held_out, source)

@@ -97,18 +97,36 @@ def test_old_logprobs_are_computed_where_an_update_lacks_them(
 
 
 def test_responses_are_sampled_as_the_config_says(debug_config):
-  sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2}
+  sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
   debug_config.sampler.update(sampler)
   config = parse(debug_config)
   tokenizer = settings.load_tokenizer(config, settings.model_config(config))
   found = lambda: settings.sampler_config(parse(debug_config), tokenizer)
   for key, value in debug_config.sampler.items():
-    assert getattr(found(), key) == value, key
+    assert getattr(found(), key) == (value or None if key == "stop" else value)
+  debug_config.sampler.stop = ("</a>",)
+  assert found().stop.strings == ("</a>",)
   assert found().stop_ids == tokenizer.stop_ids
   # r2 replays the old policy's experts: nothing is recorded for it.
   for replay in ("none", "r2", "r3"):
     debug_config.objective.replay = replay
     assert found().record_routing == (replay == "r3")
+
+
+def test_another_num_steps_moves_a_decay_that_is_resumed(debug_config):
+  """Of 4 updates an iteration, after 5 iterations of 10, which are now 20."""
+  debug_config.num_steps, debug_config.learner.minibatches = 20, 4
+  debug_config.optim.update({"learning_rate": 1.0, "warmup_steps": 0})
+  changed = lambda end: settings.changed_decay(
+    parse(debug_config), {"num_steps": end}, 5
+  )
+  assert changed(10) is None  # it is constant
+  debug_config.optim.decay = "linear"
+  assert changed(20) is None
+  assert changed(10) == (
+    "optim.decay='linear' now ends at num_steps=20, not 10: the learning rate "
+    "goes on at 0.75, not 0.5"
+  )
 
 
 def test_credit_has_the_numbers_of_the_config(debug_config):

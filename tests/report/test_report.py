@@ -1,6 +1,8 @@
 """The page and the command: complete, self-contained, harmless and small."""
 
+import base64
 import functools
+import hashlib
 import http.server
 import json
 import re
@@ -9,10 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
 from make_run import CONFIG, add_sample, make_run
+from plotly.offline import get_plotlyjs
 from repository import ROOT
 
 from gspo_jax.report import __main__ as report_main
@@ -66,6 +70,12 @@ def html_of(*folders):
   return page(read([str(folder) for folder in folders]))
 
 
+def charts_of(page):
+  """{title: figure} of the data of a page."""
+  (text,) = (t for tag, t in page.texts if tag == "script" and t[0] == "{")
+  return {f["title"]: f for f in json.loads(text)["figures"].values()}
+
+
 def alone(page):
   """Whether a page loads nothing, whatever it is made of."""
   loading = [
@@ -94,6 +104,15 @@ def test_a_page_is_whole_and_loads_nothing(run):
   links = [a["href"][1:] for a in page.all("a")]
   assert set(links) <= set(ids)
   assert not any(k.startswith("on") for _, a in page.elements for k in a)
+  # The policy allows the two scripts of the page, and no address.
+  scripts = [t for tag, t in page.texts if tag == "script" and t[0] != "{"]
+  digests = [hashlib.sha256(t.encode()).digest() for t in scripts]
+  (policy,) = (a["content"] for a in page.all("meta") if "http-equiv" in a)
+  assert policy.startswith("default-src 'none'; ")
+  assert [base64.b64decode(h) for h in re.findall("sha256-(.*?)'", policy)] == (
+    digests
+  )
+  assert not re.search(r"https?:|\*", policy)
 
 
 def test_a_page_has_the_main_results(run):
@@ -115,10 +134,15 @@ def test_every_scalar_stands_in_a_table_once(run):
     assert page.count(f"<th scope=row>{name}</th>") == 1, name
 
 
-def test_every_picture_has_a_description(run):
-  pictures = Page(html_of(run)).all("svg")
+def test_every_picture_has_a_description_a_place_and_a_title(run):
+  page = Page(html_of(run))
+  pictures = page.all("figure")
   assert len(pictures) > 20
-  assert all(p["role"] == "img" and p["aria-label"] for p in pictures)
+  assert all(p["aria-label"] for p in pictures)
+  titles = [t for tag, t in page.texts if tag == "figcaption"]
+  assert titles == list(charts_of(page))
+  places = [a for a in page.all("div") if a.get("class") == "chart"]
+  assert len(places) == len({a["id"] for a in places}) == len(pictures)
 
 
 def test_hostile_text_stays_text(tmp_path):
@@ -129,17 +153,10 @@ def test_hostile_text_stays_text(tmp_path):
   add_sample(run, 2, response=f"{HOSTILE}\x00\ud800\u2028")
   for folders in ([run], [run, make_run(tmp_path / "</script>", 3)]):
     page = Page(html_of(*folders))
-    assert len(page.all("script")) == 2
+    assert len(page.all("script")) == 3
     assert not page.all("img")
     assert alone(page)
     assert page.text().count("onerror=alert(2)") >= 6
-
-
-def test_data_for_the_pointer_is_json_and_of_charts_that_exist(run):
-  page = Page(html_of(run))
-  (text,) = (t for tag, t in page.texts if tag == "script" and t[0] == "{")
-  ids = {a["id"] for a in page.all("div") if "id" in a}
-  assert set(json.loads(text)) <= ids
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
@@ -147,7 +164,6 @@ def test_data_for_the_pointer_is_json_and_of_charts_that_exist(run):
 def test_short_runs(tmp_path, steps, moe):
   page = Page(html_of(make_run(tmp_path / "x", steps, moe=moe)))
   assert alone(page)
-  assert "nan" not in " ".join(str(a.get("d")) for a in page.all("path"))
   assert ("Experts that flip" in page.text()) == (moe and steps > 0)
 
 
@@ -167,11 +183,9 @@ def test_numbers_that_are_not_finite_leave_gaps_and_a_warning(tmp_path):
   for step in (5, 6):
     rows[step]["grad/norm"] = None
   (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-  html = html_of(run)
-  assert "grad/norm was not finite at step 5, 2 times" in Page(html).text()
-  (chart,) = re.findall(r"<svg[^>]*Gradient norm\..*?</svg>", html)
-  assert chart.count('class="line"') == 2
-  assert "nan" not in chart
+  page = Page(html_of(run))
+  assert "grad/norm was not finite at step 5, 2 times" in page.text()
+  assert "Gradient norm" in charts_of(page)
 
 
 def test_long_runs_are_small_and_quick(tmp_path):
@@ -179,8 +193,7 @@ def test_long_runs_are_small_and_quick(tmp_path):
   begin = time.monotonic()
   html = html_of(run)
   assert time.monotonic() - begin < 10
-  assert len(html) < 1.5e6
-  Page(html)
+  assert len(html) - len(get_plotlyjs()) < 1e6
 
 
 def test_several_runs_lie_over_one_another(tmp_path):
@@ -201,8 +214,10 @@ def test_several_runs_lie_over_one_another(tmp_path):
   differ = html.split('id="config"')[1].split("<details>")[0]
   assert "<th scope=row>objective.name</th><td>gspo</td><td>grpo</td>" in differ
   assert "learning_rate" not in differ
-  (chart,) = re.findall(r"<svg[^>]*Gradient norm\..*?</svg>", html)
-  assert re.findall(r'<g class="(c\d)">', chart) == ["c0", "c1"]
+  lines = charts_of(page)["Gradient norm"]["data"]
+  assert [line["name"] for line in lines] == ["gspo", "grpo"]
+  colours = re.findall('class="swatch" style="background:(#.{6})"', html)
+  assert [line["line"]["color"] for line in lines] == colours[:2] == colours[2:]
 
 
 def test_the_command_writes_beside_the_run_or_to_a_file(
@@ -232,7 +247,7 @@ def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
     ([run.parent], f"such as '{run}'"),
     ([run, run], "--to is missing"),
     ([run, "--too=x"], "--too=x"),
-    ([*[run] * 9, "--to=x"], "at most 8"),
+    ([*[run] * 11, "--to=x"], "at most 10"),
     ([run, f"--to={tmp_path}/file/x.html"], "cannot write"),
   ):
     monkeypatch.setattr(sys, "argv", ["report", *map(str, flags)])
@@ -243,6 +258,18 @@ def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
     assert stderr.startswith("error: ")
     assert stderr.count("\n") == 1
     assert message in stderr
+
+
+def test_without_plotly_it_says_what_to_install(run, monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, "plotly", None)
+  for name in [n for n in sys.modules if n.startswith("gspo_jax.report.")]:
+    monkeypatch.delitem(sys.modules, name)
+  monkeypatch.delattr("gspo_jax.report.page")
+  monkeypatch.setattr(sys, "argv", ["report", str(run)])
+  with pytest.raises(SystemExit) as end:
+    report_main.main()
+  assert end.value.code == 2
+  assert "pip install 'gspo_jax[report]'" in capsys.readouterr().err
 
 
 def test_a_bad_line_is_named(tmp_path):
@@ -299,14 +326,6 @@ def browse(folder, *flags):
   return done.stdout, console, seen
 
 
-HOVER = """<script>
-const svg = document.querySelector("figure svg");
-const box = svg.getBoundingClientRect();
-svg.dispatchEvent(new PointerEvent("pointermove",
-  {clientX: box.left + box.width * 46 / 400, clientY: box.top + 20}));
-</script></body>"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 def test_a_browser_complains_of_nothing_and_fetches_nothing(tmp_path):
@@ -317,10 +336,18 @@ def test_a_browser_complains_of_nothing_and_fetches_nothing(tmp_path):
   dom, console, requests = browse(tmp_path, "--dump-dom")
   assert console == []
   assert requests == ["/page.html"]
-  # The script has run: it shows one step and a slider.
+  # The script has run: it shows one step, a slider, and the charts in sight.
   shown = re.findall(r'<section data-step="(\d+)"( hidden="")?', dom)
   assert [step for step, hidden in shown if not hidden] == ["300"]
   assert '<p class="picker"><label>' in dom
+  drawn = dom.count('class="chart js-plotly-plot"')
+  assert 0 < drawn < dom.count('class="chart')
+  # plotly's logo and its links to elsewhere are off.
+  body = re.sub("(?s)<script.*?</script>", "", dom)
+  assert "download plot as a png" in body.lower()
+  links = [a.get("href") for a in Page(body).all("a")]
+  assert all(link is None or link.startswith("#") for link in links)
+  assert not re.search("(?i)chart studio|produced with|cloud", body)
   # The two checks see a forbidden script and a forbidden picture.
   bad = html.replace("<main>", "<main><img src=/x.png><script>oops()</script>")
   (tmp_path / "page.html").write_text(bad)
@@ -329,19 +356,30 @@ def test_a_browser_complains_of_nothing_and_fetches_nothing(tmp_path):
   assert requests == ["/page.html"]
 
 
+HOVER = """<script>
+setTimeout(() => Plotly.Fx.hover(document.querySelector(".chart"),
+  {xval: 0, yval: 0.2}, "xy"), 1000);
+</script></body>"""
+TAGS = "<b>a<img src=x onerror=oops()>"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
-def test_a_pointer_reads_numbers(tmp_path):
-  html = html_of(make_run(tmp_path / "run", 20))
-  html = re.sub(r"<meta http-equiv[^>]*>", "", html).replace("</body>", HOVER)
-  (tmp_path / "page.html").write_text(html)
-  dom, console, _ = browse(tmp_path, "--dump-dom")
-  assert console == []
-  read = re.search(r'<div id="read"[^>]*>(.*?)</div><script', dom)[1]
-  assert read.startswith("step 0<")
-  assert ">sampled</b> 20%" in read
-  assert ">greedy</b> 30%" in read
-  assert 'class="cursor-of"' in dom
+def test_a_pointer_reads_numbers_and_names_stay_text(tmp_path):
+  runs = [make_run(tmp_path / name, 20) for name in ("run", TAGS)]
+  for folders, texts in (
+    (runs[:1], ["step 0", "sampled : 20%", "greedy : 30%"]),
+    (runs, ["step 0", "run : 20%", f"{TAGS} : 20%"]),
+  ):
+    html = re.sub(r"<meta http-equiv[^>]*>", "", html_of(*folders))
+    (tmp_path / "page.html").write_text(html.replace("</body>", HOVER))
+    dom, console, requests = browse(tmp_path, "--dump-dom")
+    assert (console, requests) == ([], ["/page.html"])
+    hover = dom[dom.index('class="hoverlayer"') :]
+    hover = hover[: hover.index("</svg>")]
+    found = re.findall("<text[^>]*>(.*?)</text>", hover)
+    found = [unescape(re.sub("<[^>]*>", "", text)) for text in found]
+    assert [t.replace("\u200b", "") for t in found if t] == texts
 
 
 @pytest.mark.slow

@@ -26,10 +26,10 @@ def test_overlong_at_the_numbers_of_the_paper(tokens, expected):
 def test_overlong_takes_its_limit_from_the_sampler_or_the_name():
   reward = rewards.named("overlong:buffer=4")
   assert reward("", "", "", tokens=8, limit=10) == -0.5
-  assert rewards.length_arguments(reward) == {"tokens", "limit"}
+  assert rewards.inputs(reward).required == ("tokens", "limit")
   fixed = rewards.named("overlong:buffer=4,limit=8")
   assert fixed("", "", "", tokens=8) == -1.0
-  assert rewards.length_arguments(fixed) == {"tokens"}
+  assert rewards.inputs(fixed).required == ("tokens",)
 
 
 def test_a_buffer_that_punishes_every_response_is_an_error():

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from gspo_jax import rewards
+from gspo_jax.rewards.pool import Response
 from gspo_jax.runtime.errors import UserError
 
 
@@ -50,11 +51,14 @@ def test_a_users_reward_by_dotted_name_with_arguments(module):
   )
   reward = rewards.named("user_reward.f:scale=-2.5,word=yes,limit=10")
   assert reward("", "yes", "", tokens=5) == -2.0
-  # An argument set by the spec is not passed again.
-  assert rewards.length_arguments(reward) == {"tokens"}
-  assert rewards.length_arguments(rewards.named("user_reward.f")) == {
-    "tokens",
-    "limit",
+  # An argument set by the spec is not passed again, nor replaced by a column.
+  columns = {"scale": 0, "word": "b", "limit": 0, "tokens": 0}
+  given = Response("", "yes", "", tokens=5, limit=7, columns=columns)
+  assert rewards.inputs(reward).keywords([given]) == {"tokens": 5}
+  free = rewards.named("user_reward.f")
+  assert rewards.inputs(free).keywords([given]) == columns | {
+    "tokens": 5,
+    "limit": 7,
   }
 
 
@@ -108,8 +112,9 @@ def test_a_module_that_fails_is_a_user_error(module, text, message):
      "too many positional arguments"),
     ("def f(prompt, response, reference, more): return 1.0", "'more'"),
     ("def f(p, r, *, reference): return 1.0", "too many positional"),
-    ("def f(prompt, response, reference, *, scale): return 1.0",
-     "'odd_reward.f:key=value' sets: missing a required argument: 'scale'"),
+    ("def f(prompt, responses): return [1.0]", r"or \(prompt, responses, ref"),
+    ("def f(prompt, response, reference, level): return 1.0",
+     r"behind a \*, by keyword only, columns.*argument: 'level'"),
     ("async def f(prompt): return 1.0", "too many positional"),
     ("class f:\n  def __init__(self, prompt): pass", "too many positional"),
     ("f = max", "no signature found.*: expected a Python function"),
@@ -134,8 +139,57 @@ def test_a_wrong_signature_is_refused(module, text, message):
 def test_a_signature_that_takes_the_arguments(module, text):
   module("fine_reward", text)
   reward = rewards.named("fine_reward.f")
-  measures = dict.fromkeys(rewards.length_arguments(reward), 1)
-  assert reward("", "", "", **measures) == 1.0
+  keywords = rewards.inputs(reward).keywords([Response("", "", "")])
+  assert reward("", "", "", **keywords) == 1.0
+
+
+@pytest.mark.parametrize(
+  ("signature", "expected"),
+  [
+    ("p, a, r", {}),
+    ("p, a, r, *, level", {"level": 3}),
+    ("p, a, r, *, level, missing=1", {"level": 3}),
+    ("p, a, r, *, limit, **columns", {"limit": 8, "level": 3, "url": "u"}),
+    ("p, level, r, **columns", {"url": "u"}),  # cannot be passed twice
+    ("p, responses, r, *, tokens", {"tokens": [4, 5]}),
+    ("p, responses, *, reference, tokens", None),
+  ],
+)
+def test_a_reward_gets_the_columns_that_it_names(module, signature, expected):
+  module("column_reward", f"def f({signature}): return 1.0")
+  if expected is None:
+    with pytest.raises(UserError, match="too many positional"):
+      rewards.named("column_reward.f")
+    return
+  takes = rewards.inputs(rewards.named("column_reward.f"))
+  columns = {"level": 3, "url": "u", "tokens": "not these", "limit": "nor this"}
+  group = [Response("", "", "", n, 8, columns) for n in (4, 5)]
+  assert takes.group == ("responses" in signature)
+  assert takes.keywords(group if takes.group else group[:1]) == expected
+
+
+def test_a_column_does_not_replace_a_setting_of_a_built_in():
+  columns = dict.fromkeys(("seconds", "total", "memory"), 1)
+  takes = rewards.inputs(rewards.named("code"))
+  assert takes.keywords([Response("", "", "", 1, 1, columns)]) == {}
+
+
+@pytest.mark.parametrize(
+  ("columns", "message"),
+  [
+    ({}, "no column 'level': it has none"),
+    ({"levle": 1, "x": 2}, "no column 'level': did you mean 'levle'"),
+    ({"x": 1, "y": 2}, "no column 'level': choose one of x, y"),
+  ],
+)
+def test_a_missing_column_is_named_beside_those_there_are(
+  module, columns, message
+):
+  module("column_reward", "def f(p, a, r, *, level): return 1.0")
+  takes = rewards.inputs(rewards.named("column_reward.f"))
+  assert takes.columns == ("level",)
+  with pytest.raises(LookupError, match=message):
+    takes.keywords([Response("", "", "", columns=columns)])
 
 
 def test_prepare_is_called_with_the_arguments(module):

@@ -1,5 +1,7 @@
 """Samples become responses with rewards, each beside its own problem."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.tasks import Problem
-from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.pool import RewardPool, Scores
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.scoring import ResponseDecoder, Rewards, StreamingScorer
 from gspo_jax.runtime import multihost
@@ -107,16 +109,56 @@ def test_streamed_responses_have_the_same_rewards(pool):
     scorer.add({row: finished(row) for row in rows})
   responses = scoring.decode_responses(samples, batch, BYTES)
   assert dict(sorted(scorer.responses.items())) == responses
-  rewards = scorer.rewards(3, samples.lengths).result()
+  rewards = scorer.rewards(samples.lengths).result()
   assert list(rewards.parts) == ["final_answer"]
   np.testing.assert_array_equal(rewards.correct, CORRECT)
   np.testing.assert_array_equal(rewards.total, CORRECT)
 
 
+class GroupPool:
+  """A reward pool that notes the groups that it is given."""
+
+  takes_groups = True
+
+  def __init__(self):
+    self.groups = []
+
+  def submit(self, responses, group_size=1):
+    texts = [response.text for response in responses]
+    groups = range(0, len(texts), group_size)
+    self.groups += [texts[i : i + group_size] for i in groups]
+    total = np.float32([response.columns["level"] for response in responses])
+    scores = Scores(total, {"level": total}, total < 0, ())
+    return SimpleNamespace(result=lambda: scores)
+
+
+def test_a_group_is_scored_when_its_last_response_finished():
+  problems = [
+    problem._replace(columns={"level": level})
+    for level, problem in enumerate(PROBLEMS, 1)
+  ]
+  samples, batch, pool = samples_of(RESPONSES), batch_of(problems), GroupPool()
+  scorer = StreamingScorer(pool, ResponseDecoder(batch, BYTES, 3))
+  tokens, lengths = np.asarray(samples.tokens), samples.lengths.tolist()
+  first, second = RESPONSES[:3], RESPONSES[3:]
+  for rows, complete in (
+    ([4, 1, 3], []),
+    ([5], [second]),
+    ([2, 0], [second, first]),
+  ):
+    scorer.add(
+      {row: FinishedResponse(tokens[row], lengths[row], True) for row in rows}
+    )
+    assert pool.groups == complete
+  rewards = scorer.rewards(samples.lengths).result()
+  # Each response has the columns of its own problem.
+  np.testing.assert_array_equal(rewards.total, [[1] * 3, [2] * 3])
+
+
 def test_a_host_without_responses_has_the_names_of_the_rewards(pool):
   """The hosts gather each reward in turn: none may leave one out."""
   scorer = StreamingScorer(pool, ResponseDecoder({}, BYTES, 3))
-  rewards = scorer.rewards(3, jnp.zeros(0)).result()
+  rewards = scorer.rewards(jnp.zeros(0)).result()
   assert list(rewards.parts) == ["final_answer"]
   assert rewards.total.shape == (0, 3)
 

@@ -20,7 +20,7 @@ from gspo_jax.rollout.batch import RolloutContext, sampled_tokens
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.one_step_off import OneStepOffPolicy
 from gspo_jax.rollout.partial import PartialRollouts
-from gspo_jax.runtime import sharding
+from gspo_jax.runtime import progress, sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import (
   STOPPED,
@@ -316,19 +316,25 @@ class ScriptedContinuousSampler(ContinuousSampler):
     return samples
 
 
-def test_responses_are_scored_while_others_are_sampled(pool):
+def test_responses_are_scored_while_others_are_sampled(
+  pool, monkeypatch, capsys
+):
+  monkeypatch.setattr(progress, "SECONDS", 0.0)
   submitted = []
 
-  def submit(responses):
+  def submit(responses, *group_size):
     submitted.append(len(responses))
-    return pool.submit(responses)
+    return pool.submit(responses, *group_size)
 
   context = make_context(
-    SimpleNamespace(submit=submit), ScriptedContinuousSampler(submitted)
+    SimpleNamespace(submit=submit, takes_groups=False),
+    ScriptedContinuousSampler(submitted),
   )
   batch = OnPolicy(context, None, rounds=1)(1, 1)
   assert sorted(batch.samples.responses) == list(range(P * G))
   assert batch.samples.rewards.result().total.shape == (P, G)
+  line = f"rollout of iteration 1: {P * G} responses in "
+  assert line in capsys.readouterr().out
 
 
 def test_one_step_off_policy_learns_from_the_batch_sampled_before(pool, run):

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from repository import ROOT, xla_flags
 
 from gspo_jax.runtime.checkpoint import Checkpoints, checksums
 from gspo_jax.runtime.errors import UserError
@@ -36,7 +37,7 @@ def make_state(seed, shape=(64, 16)):
   return {
     "step": jnp.int32(seed),
     "params": params,
-    "opt": optax.adamw(1e-3).init(params),
+    "opt": optax.contrib.muon(1e-3).init(params),  # with parts of AdamW
     "key": jax.random.key(seed + 2),
     "running": Running(jnp.float32(0.5), jnp.arange(5) % 2 == 0),
   }
@@ -311,18 +312,15 @@ def test_an_exception_of_accept_ends_the_search(tmp_path):
 
 
 def run_child(code, directory, devices):
-  # The last device count wins. The other flags stay, for equal numerics.
-  flags = os.environ["XLA_FLAGS"]
-  flags += f" --xla_force_host_platform_device_count={devices}"
-  env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+  env = os.environ | {"XLA_FLAGS": xla_flags(devices)}
   head = (
     "import os, pathlib, resource, signal, sys\n"
     "import jax, jax.numpy as jnp, numpy as np\n"
-    "sys.path.insert(0, sys.argv[2])\n"
+    "sys.path += sys.argv[2:]\n"
     "from test_checkpoint import Checkpoints, make_state, put\n"
   )
-  here = os.path.dirname(__file__)
-  args = [sys.executable, "-c", head + code, str(directory), here]
+  folders = (ROOT / "tests/runtime", ROOT / "tests/support")
+  args = [sys.executable, "-c", head + code, *map(str, (directory, *folders))]
   return subprocess.run(
     args, env=env, capture_output=True, text=True, timeout=60
   )

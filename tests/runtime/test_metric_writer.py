@@ -20,6 +20,7 @@ from tensorboardX.proto import event_pb2
 from gspo_jax.losses import EDGES, Histogram
 from gspo_jax.runtime import metric_writer, run_files
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.progress import Progress
 
 SCALARS = {
   "reward/mean": -0.5312,
@@ -404,20 +405,16 @@ def test_the_eta_follows_the_recent_pace(tmp_path, capsys, monkeypatch):
 def test_the_first_eta_comes_after_one_step_without_what_jax_compiled(
   tmp_path, capsys, monkeypatch, resume
 ):
-  now, compiled = 0.0, 0.0
+  now = 0.0
   monkeypatch.setattr(metric_writer.time, "monotonic", lambda: now)
-  with metric_writer.MetricWriter(
-    tmp_path,
-    total_steps=resume + 4,
-    resume_step=resume,
-    edges=EDGES,
-    compile_seconds=lambda: compiled,
-  ) as writer:
+  monkeypatch.setattr(Progress, "compile_seconds", 0.0)
+  with open_writer(tmp_path, resume=resume, total=resume + 4) as writer:
     if not resume:
-      now, compiled = 90.0, 80.0
+      now, Progress.compile_seconds = 90.0, 80.0
       writer.write(0, {})  # an evaluation
       assert last_line(capsys).endswith("eta        -")
-    now, compiled = now + 100.0, compiled + 95.0
+    now += 100.0
+    Progress.compile_seconds += 95.0
     writer.write(resume + 1, {})
   assert last_line(capsys).endswith("eta    00:15")
 

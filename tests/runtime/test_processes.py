@@ -19,7 +19,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from repository import ROOT
+from repository import ROOT, xla_flags
 
 from configs import tiny_cpu
 from gspo_jax.program.config import parse
@@ -41,7 +41,6 @@ def environment(tmp_path_factory):
   return os.environ | {
     "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
   }
 
 
@@ -49,8 +48,6 @@ class Job:
   """Processes with a log file each; `commands` are their arguments."""
 
   def __init__(self, commands, logs, environment, devices):
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    flags += " --xla_cpu_use_fusion_emitters=false"  # compiles faster
     logs.mkdir(parents=True)
     self.logs = [logs / str(i) for i in range(len(commands))]
     self.processes = []
@@ -60,7 +57,7 @@ class Job:
           subprocess.Popen(
             [sys.executable, *map(str, command)],
             cwd=ROOT,
-            env=environment | {"XLA_FLAGS": flags},
+            env=environment | {"XLA_FLAGS": xla_flags(devices)},
             stdout=file,
             stderr=subprocess.STDOUT,
           )

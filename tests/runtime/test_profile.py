@@ -1,10 +1,13 @@
 """A profile has the iterations that were asked for, and is written once."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from gspo_jax.runtime import profile
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.profile import Profile
 
 
@@ -60,6 +63,26 @@ def test_other_processes_write_none(calls, monkeypatch):
   monkeypatch.setattr(profile.multihost, "is_primary", lambda: False)
   iterate((3, 4), (3, 4), calls)
   assert calls == [3, "evaluate", 4, "evaluate"]
+
+
+@pytest.mark.parametrize(
+  ("libtpu", "platforms", "crashes"),
+  [(True, None, True), (True, "cpu", False), (False, None, False)],
+)
+def test_libtpu_without_a_tpu_is_an_error(
+  monkeypatch, libtpu, platforms, crashes
+):
+  monkeypatch.setattr(profile.importlib.util, "find_spec", lambda _: libtpu)
+  monkeypatch.setattr(
+    profile.jax, "config", SimpleNamespace(jax_platforms=platforms)
+  )
+  monkeypatch.setattr(profile.jax, "default_backend", lambda: "cpu")
+  if not crashes:
+    profile.require_profiler((10, 12))
+    return
+  words = r"^log\.profile=\(10, 12\): .*libtpu.* set JAX_PLATFORMS=cpu"
+  with pytest.raises(UserError, match=words):
+    profile.require_profiler((10, 12))
 
 
 def test_the_trace_has_the_calls_of_an_iteration(tmp_path, capsys):

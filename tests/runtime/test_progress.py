@@ -1,13 +1,17 @@
 """Lines of progress: what they say, when they come, and who prints them."""
 
 import io
+import re
 import time
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import monitoring
 
 from gspo_jax.runtime import progress
-from gspo_jax.runtime.progress import Progress, duration
+from gspo_jax.runtime.progress import Compilations, Progress, duration
 
 
 @pytest.fixture
@@ -15,6 +19,7 @@ def clock(monkeypatch):
   """A clock that the test sets."""
   clock = SimpleNamespace(now=0.0)
   fake = SimpleNamespace(monotonic=lambda: clock.now)
+  monkeypatch.setattr(Progress, "compile_seconds", 0.0)
   monkeypatch.setattr(progress, "time", fake)
   return clock
 
@@ -22,6 +27,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def fast(monkeypatch):
   monkeypatch.setattr(progress, "SECONDS", 0.02)
+  monkeypatch.setattr(progress, "_TICK", 0.005)
 
 
 def test_a_line_says_how_much_is_done_and_how_long_the_rest_takes(clock):
@@ -49,6 +55,15 @@ def test_what_was_done_before_does_not_count_as_fast(clock):
   clock.now = 20.0
   work.advance(10)
   assert work.line() == "cold start: 411/800 steps in 20 s, 6 min left"
+
+
+def test_the_estimate_leaves_out_what_is_compiled_on_the_way(clock):
+  work = Progress("cold start", 800, "steps")
+  work.advance()
+  clock.now, Progress.compile_seconds = 110.0, 100.0
+  work.advance(99)
+  clock.now = 115.0
+  assert work.line() == "cold start: 100/800 steps in 115 s, 66 s left"
 
 
 def test_tokens_per_second_and_work_without_a_total_or_a_count(clock):
@@ -82,8 +97,9 @@ def test_lines_come_while_a_single_call_runs_and_a_last_one_after(fast):
   with Progress("compile", file=out):
     wait_for_lines(out, 2)
   *during, last = out.getvalue().splitlines()
-  assert set(during) == {"compile: 0 s so far"}
-  assert last == "compile: 0 s"
+  for line in during:
+    assert re.fullmatch(r"compile: \d+ s so far", line)
+  assert re.fullmatch(r"compile: \d+ s", last)
   time.sleep(0.05)
   assert out.getvalue().splitlines() == [*during, last]
 
@@ -96,22 +112,19 @@ def test_only_the_inner_one_of_two_prints(fast):
       inner.note = ", from the cache"
     assert not outer_out.getvalue()
     wait_for_lines(outer_out, 1)
-  assert inner_out.getvalue().endswith("\ninner: 0 s, from the cache\n")
+  assert inner_out.getvalue().endswith(" s, from the cache\n")
 
 
-def test_lines_become_rarer_to_one_a_minute(clock, monkeypatch):
-  work, waits = Progress("compile", file=io.StringIO()), []
-
-  def wait(seconds):
-    waits.append(seconds)
-    clock.now += seconds
-    return clock.now > 600
-
-  work._stop = SimpleNamespace(wait=wait)
-  work._print_lines()
-  assert waits[:5] == [10, 10, 10, 10, 10]
-  assert waits[5] == pytest.approx(12.5)
-  assert waits[-1] == 60
+def test_lines_become_rarer_to_one_a_minute(clock):
+  out, times = io.StringIO(), []
+  with Progress("compile", file=out):
+    for clock.now in range(600):
+      before = len(out.getvalue())
+      Progress.print_due()
+      times += [clock.now] if len(out.getvalue()) > before else []
+  assert times[:5] == [10, 20, 30, 40, 50]
+  assert times[5] == 63  # a quarter of the time so far
+  assert times[-1] - times[-2] == 60
 
 
 def test_short_work_prints_nothing(capsys):
@@ -137,4 +150,80 @@ def test_work_that_fails_has_no_last_line(fast):
 
   with pytest.raises(ArithmeticError):
     fail()
-  assert set(out.getvalue().splitlines()) == {"compile: 0 s so far"}
+  assert all(line.endswith("so far") for line in out.getvalue().splitlines())
+
+
+# What JAX compiles.
+
+
+COMPILE = "/jax/core/compile/backend_compile_duration"
+TRACE = "/jax/core/compile/jaxpr_trace_duration"
+
+
+def begin(event, name):
+  monitoring.record_scalar(event, time.time(), fun_name=name)
+
+
+def end(event, seconds, name):
+  monitoring.record_event_duration_secs(event, seconds, fun_name=name)
+
+
+def test_a_slow_compilation_has_a_line_when_it_begins_and_one_after(
+  monkeypatch, capsys
+):
+  monkeypatch.setattr(progress, "COMPILE_SECONDS", 0.0)
+  with Compilations():
+    begin(COMPILE, "jit(_update)")
+    Progress.print_due()
+    first = capsys.readouterr().out
+    monitoring.record_event("/jax/compilation_cache/cache_hits")
+    end(COMPILE, 0.05, "jit(_update)")
+  assert first == "compiling update: 0 s so far\n"
+  last = "compiling update: 0 s, from the compilation cache\n"
+  assert capsys.readouterr().out == last
+
+
+def test_what_is_compiled_while_another_is_traced_counts_once(monkeypatch):
+  monkeypatch.setattr(Progress, "compile_seconds", 0.0)
+  with Compilations():
+    begin(TRACE, "update")
+    begin(COMPILE, "jit(add)")
+    end(COMPILE, 2.0, "jit(add)")
+    end(TRACE, 5.0, "update")
+    begin(COMPILE, "jit(update)")
+    end(COMPILE, 7.0, "jit(update)")
+  begin(COMPILE, "jit(later)")
+  end(COMPILE, 100.0, "jit(later)")
+  assert Progress.compile_seconds == 12.0
+
+
+def test_jax_reports_the_stages_of_a_function(monkeypatch):
+  """The names of its events, and that a start comes before an end."""
+  seen = []
+
+  class Seen:
+    compile_seconds = 0.0
+
+    def __init__(self, what, after):
+      self.what = what
+
+    def __enter__(self):
+      seen.append(self.what)
+      return self
+
+    def __exit__(self, *exception):
+      seen.append(f"{self.what}: done")
+
+  def _update(x):
+    return jnp.sin(x) * 3
+
+  monkeypatch.setattr(progress, "Progress", Seen)
+  with Compilations():
+    update = jax.jit(_update)
+    update(1.0)
+    first = Seen.compile_seconds
+    update(2.0)
+  stages = [f"{stage} update" for stage in ("tracing", "lowering", "compiling")]
+  expected = [line for what in stages for line in (what, f"{what}: done")]
+  assert [line for line in seen if "update" in line] == expected
+  assert Seen.compile_seconds == first > 0

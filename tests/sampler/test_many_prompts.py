@@ -5,8 +5,22 @@ import numpy as np
 import pytest
 
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.many_prompts import sample_many
+from gspo_jax.sampler.many_prompts import equal_batches, sample_many
 from gspo_jax.sampler.samples import Prompts
+
+
+def test_batches_are_few_and_about_equally_large():
+  for count in range(1, 60):
+    for most in range(1, 20):
+      for multiple in (1, 2, 4):
+        size = equal_batches(count, most, multiple)
+        batches = -(-count // size)
+        assert size % multiple == 0
+        assert size < most + multiple
+        assert batches <= -(-count // most)
+        # Less padding than one row of each device in every batch.
+        assert 0 <= size * batches - count < batches * multiple
+  assert [equal_batches(24, 512), equal_batches(65, 64)] == [24, 33]
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 7, 8])

@@ -24,6 +24,7 @@ from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.program import experiment
 from gspo_jax.rewards import pool
+from gspo_jax.rewards.process import Needs
 from gspo_jax.runtime import metric_writer, multihost, sharding, wandb_run
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
 
@@ -115,23 +116,20 @@ class _Worker:
   """In the place of `rewards.process.Process`: scores in this process."""
 
   def __init__(self, setup, pools):
-    names, seconds, _ = setup
-    pools.append({"names": names, "seconds": seconds})
-    self._rewards = [rewards.named(name, seconds) for name in names]
+    pools.append(setup._asdict())
+    self._rewards = [rewards.named(x, setup.seconds) for x in setup.names]
 
   def wait_ready(self):
-    pass
+    return [Needs(False, ()) for _ in self._rewards]
 
-  def score(self, responses):
-    return [[self._one(r, x) for r in self._rewards] for x in responses]
+  def score(self, units):
+    one = lambda x: [self._one(reward, x) for reward in self._rewards]
+    return [[one(response) for response in unit] for unit in units]
 
   def _one(self, reward, response):
-    lengths = {
-      name: getattr(response, name) for name in rewards.length_arguments(reward)
-    }
     texts = response.prompt, response.text, response.reference
     try:
-      return reward(*texts, **lengths), None
+      return reward(*texts, **rewards.inputs(reward).keywords([response])), None
     except LookupError as error:  # of `broken`
       return None, str(error)
 

@@ -156,6 +156,10 @@ def reward_seconds(config):
   return run_of(config).pools[0]["seconds"]
 
 
+def reward_concurrency(config):
+  return run_of(config).pools[0]["concurrency"]
+
+
 def stopped_by_failures(config):
   """Where too many rewards failed, and how many may; None: nowhere."""
   error = re.match(r"(.*): .* expected at most (\d+)", run_of(config).error)

@@ -1,8 +1,10 @@
-"""The head of a page: what the run is, its results and its warnings."""
+"""The head of a page, the numbers of its metrics, and the config."""
+
+import re
 
 from make_run import CONFIG, make_run
 
-from gspo_jax.report import head, workdir
+from gspo_jax.report import tables, workdir
 
 
 def runs(*folders):
@@ -13,7 +15,7 @@ def test_a_run_that_goes_on_is_not_called_finished(tmp_path):
   going = make_run(tmp_path / "a", 7)
   done = make_run(tmp_path / "b", 20)
   unknown = make_run(tmp_path / "c", 5, config=None)
-  assert [head.steps(workdir) for workdir in runs(going, done, unknown)] == [
+  assert [tables.steps(workdir) for workdir in runs(going, done, unknown)] == [
     "7 of 20 steps, running or stopped",
     "20 of 20 steps, finished",
     "5 steps",
@@ -23,14 +25,14 @@ def test_a_run_that_goes_on_is_not_called_finished(tmp_path):
 def test_a_checkpoint_names_the_model_before_a_variant_does(tmp_path):
   model = {"checkpoint": "/models/Qwen3-8B/", "variant": "tiny"}
   workdir = make_run(tmp_path / "a", 1, config={**CONFIG, "model": model})
-  assert head.title(runs(workdir)) == "a · gspo · Qwen3-8B"
+  assert tables.title(runs(workdir)) == "a · gspo · Qwen3-8B"
 
 
 def test_time_and_rewards_are_those_of_the_rows(tmp_path):
   scalars = {"time/iteration": 60.0, "reward/mean": 0.25}
   workdir = make_run(tmp_path / "a", 12, scalars=scalars)
-  html = head.head(runs(workdir))
-  assert "<dt>time in iterations</dt><dd>12 min</dd>" in html
+  html = tables.head(runs(workdir))
+  assert "<dt>time in iterations</dt><dd>0:12:00</dd>" in html
   assert "<dt>an iteration</dt><dd>60 s</dd>" in html
   assert "0.25 → </span>0.25" in html
 
@@ -40,18 +42,27 @@ def test_no_signal_is_the_first_warning(tmp_path):
   text = (folder / "metrics.jsonl").read_text()
   text = text.replace('"step": 3', '"step": 3, "grad/odd": null')
   (folder / "metrics.jsonl").write_text(text)
-  html = head.head(runs(folder))
+  html = tables.head(runs(folder))
   warning = "No signal at 3 of 3 steps, first at step 1: "
   assert html.index("<h1>") < html.index(f'<ul class="warnings"><li>{warning}')
   assert html.index(warning) < html.index("grad/odd was not finite")
   assert html.index("grad/odd was not finite") < html.index('class="tiles"')
   healthy = make_run(tmp_path / "b", 3)
-  assert "No signal" not in head.head(runs(healthy))
-  assert f"<li>a: {warning}" in head.head(runs(folder, healthy))
+  assert "No signal" not in tables.head(runs(healthy))
+  assert f"<li>a: {warning}" in tables.head(runs(folder, healthy))
 
 
 def test_equal_configs(tmp_path):
   pair = [make_run(tmp_path / name, 1) for name in "ab"]
-  assert "All the same." in head.config(runs(*pair))
+  assert "All the same." in tables.config(runs(*pair))
   without = make_run(tmp_path / "c", 1, config=None)
-  assert head.config(runs(without)) == ""
+  assert tables.config(runs(without)) == ""
+
+
+def test_the_numbers_are_the_ends_and_the_extremes(tmp_path):
+  values = enumerate(["3", "-7", "20", "5", "null"])
+  rows = [f'{{"step": {step}, "x": {x}}}' for step, x in values]
+  (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+  html = tables.numbers(["x"], runs(tmp_path))
+  cells = re.findall("<td class=n>(.*?)</td>", html)
+  assert cells == ["3", "5", "-7", "20", "5"]
