@@ -6,9 +6,9 @@
 # A Mixture-of-Experts of 0.26M parameters learns chains of arithmetic: it first
 # imitates faulty demonstrations, then GSPO takes the faults out. Below: the
 # run, its curves, what it says before and after, which characters it changed
-# its mind about, and the importance ratios that GSPO clips. Three minutes on
-# two CPU cores with short chains; `FULL = True` runs `configs/tiny_cpu.py` as
-# it is, in five.
+# its mind about, and the importance ratios that GSPO clips. It takes 80 s on a
+# CPU core, with short chains; `FULL = True` runs `configs/tiny_cpu.py` as it is,
+# and takes longer.
 
 # %%
 # Colab has to install the package first. GSPO_JAX names another source of it.
@@ -52,7 +52,7 @@ plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
 plt.rcParams.update({"grid.alpha": 0.25, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "figure.dpi": 100})
 
-FULL = False  # True: chains of eight steps, two minutes
+FULL = False  # True: chains of eight steps
 
 # %% [markdown]
 # ## The task

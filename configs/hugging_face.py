@@ -31,7 +31,6 @@ def get_config(arg: str = "") -> ConfigDict:
   c.mesh.fsdp = -1
 
   c.data.source = "jsonl:data/gsm8k/train.jsonl"
-  c.data.eval_source = "jsonl:data/gsm8k/test.jsonl"
   c.data.instruction = (
     "{problem}\nReason step by step, and put the final answer in \\boxed{}."
   )
