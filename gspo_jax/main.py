@@ -34,6 +34,7 @@ INTERRUPTED = 75
 
 def main() -> None:
   """The console's entry."""
+  sys.path.append("")  # rewards and data of the user's, as with `python -m`
   try:
     app.run(_main, flags_parser=_parse)
   except UserError as error:

@@ -219,7 +219,7 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   for cost in batch.costs:
     run.curriculum.record(cost.prompts, cost.rewards.result().correct)
   for reason in rewards.reasons:
-    logging.warning("step %d: a response has reward 0: %s", step, reason)
+    logging.warning("step %d: no reward for a response: %s", step, reason)
   require_scored(
     [cost.rewards.result() for cost in batch.costs],
     config.reward.max_failed,

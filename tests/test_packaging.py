@@ -119,6 +119,8 @@ def test_a_wheel_runs_in_an_empty_folder(tmp_path):
   tiny = "--config=configs/tiny_cpu.py:debug"
   output = run(installed / "python", "-m", "gspo_jax.main", tiny, "--workdir=a")
   assert "4/4" in output
-  run(installed / "gspo-jax", "--config=tiny_cpu:debug", "--workdir=b")
+  (empty / "mine.py").write_text("def f(prompt, response, reference): return 1")
+  mine = "--config.reward.names=mine.f"
+  run(installed / "gspo-jax", "--config=tiny_cpu:debug", "--workdir=b", mine)
   assert "--config.seed=" in run(installed / "gspo-jax", "--help")
-  assert {path.name for path in empty.iterdir()} == {"a", "b"}
+  assert {path.name for path in empty.iterdir()} == {"a", "b", "mine.py"}

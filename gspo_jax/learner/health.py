@@ -48,8 +48,8 @@ class HealthChecks:
     if truncated_sampling:
       self._warn(
         "truncated sampling",
-        "top-k, top-p or a minimum length is on: responses are sampled from a "
-        "truncated distribution, and log-probs are of the whole one",
+        "top-k, top-p, min-p or a minimum length is on: responses are sampled "
+        "from a truncated distribution, and log-probs are of the whole one",
       )
 
   def __call__(self, metrics: Mapping[str, float]) -> None:

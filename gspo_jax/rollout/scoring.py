@@ -20,7 +20,8 @@ class Rewards(NamedTuple):
   """The rewards of P * G responses.
 
   Attributes:
-    total: [P, G] float32, the weighted sum of the parts; 0 where one failed.
+    total: [P, G] float32, the weighted sum of the parts; at most 0 where one
+      failed.
     parts: {name of a reward: [P, G] float32}, unweighted.
     failed: [P, G] bool, whether a reward could not be computed.
     reasons: why, for a few responses of this host.
