@@ -96,7 +96,7 @@ def test_a_wheel_runs_in_an_empty_folder(tmp_path):
     shutil.copytree(ROOT / name, source / name, symlinks=True)
   for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
     shutil.copy(ROOT / name, source)
-  environment = os.environ | {"PYTHONPATH": ""}
+  environment = os.environ | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
   run = lambda *command: (
     subprocess.run(
       list(map(str, command)),
