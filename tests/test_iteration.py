@@ -57,7 +57,9 @@ def make_run(config, pool, generate, learner, prompts):
     mesh=sharding.make_mesh(jax.devices()[:1]),
     tokenizer=BYTES,
     sampler=SimpleNamespace(
-      generate=generate, merge_groups=lambda kept, new, index: kept
+      generate=generate,
+      merge_groups=lambda kept, new, index: kept,
+      stop=None,
     ),
     learner=learner,
     check_compiled_once=lambda: None,

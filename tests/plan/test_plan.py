@@ -373,7 +373,7 @@ def options_of_update(config, mesh, monkeypatch):
 
   monkeypatch.setattr(jax, "jit", spy)
   build_program(parse(config), mesh)
-  return given["_step"]
+  return given["_update"]
 
 
 @needs_libtpu
