@@ -113,8 +113,8 @@ def parts(source: Source) -> tuple[Sequence[Problem], ...]:
 
 def num_fitting(part: Sequence[Problem], cfg: PromptConfig) -> int:
   """How many problems of a source are not dropped."""
-  if cfg.too_long == "error" and not cfg.examples:
-    return len(part)
+  if cfg.too_long == "error":
+    return len(part) - sum(map(cfg.is_example, part) if cfg.examples else ())
   return _count(part, functools.partial(_training_prompt, cfg=cfg), len(part))
 
 
@@ -128,7 +128,9 @@ def take(source: Source, cfg: PromptConfig, count: int) -> dict:
   """
   columns = [map(p.__getitem__, range(len(p))) for p in parts(source)]
   every = itertools.chain.from_iterable(itertools.zip_longest(*columns))
-  fitting = filter(None, (_prompt(p, cfg) for p in every if p is not None))
+  # An example of the prompts is not evaluated either, if it is held out, too.
+  made = (_training_prompt(p, cfg) for p in every if p is not None)
+  fitting = filter(None, made)
   first = list(itertools.islice(fitting, count))
   if len(first) < count:
     raise UserError(

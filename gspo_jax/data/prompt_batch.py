@@ -69,7 +69,8 @@ class PromptConfig:
 
   def is_example(self, problem: Problem) -> bool:
     """Whether every prompt has the problem and its demonstration."""
-    return any(problem.text == example.text for example in self.examples)
+    asked = problem.history, problem.text
+    return any(asked == (e.history, e.text) for e in self.examples)
 
   def fits(self, ids: Sequence[int], width: int, name: str, key: str) -> bool:
     """Whether ids fit; if not and `too_long` is "error", raises UserError.

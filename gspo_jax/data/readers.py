@@ -174,7 +174,7 @@ def plain_columns(record: Mapping, without: Sequence[str]) -> dict:
 
 
 def parquet(path: str) -> Sequence:
-  """The rows of a Parquet file, memory-mapped.
+  """The rows of a Parquet file, memory-mapped from a copy of `datasets`.
 
   Args:
     path: of a file, or a pattern such as `data/train-*.parquet`.
@@ -238,6 +238,7 @@ def _datasets(spec: str):
     import datasets  # takes a second, and few runs need it
   except ImportError as error:
     raise missing_package(error, "datasets", spec) from error
+  datasets.disable_progress_bars()
   try:
     yield datasets
   except UserError:

@@ -6,9 +6,11 @@ embedded task, is one too.
 
 import dataclasses
 import functools
+import glob
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -106,8 +108,12 @@ class ProblemSource(Sequence):
     every = range(len(self.records))
     if self.evaluation is None:
       return every
-    belongs = lambda i: held_out(self.parse(i).text) == self.evaluation
-    return list(filter(belongs, every))
+    return [i for i in every if self._is_held_out(i) == self.evaluation]
+
+  def _is_held_out(self, i: int) -> bool:
+    problem = self.parse(i)
+    turns = [content for _, content in problem.history]
+    return held_out("\n".join([*turns, problem.text]))
 
   def __len__(self) -> int:
     return len(self._indices)
@@ -188,21 +194,22 @@ def load(
   if not len(records):
     raise UserError(f"{spec}: no problem in it")
   found = fields.found_in(records[0], where(0))
-  is_file = spec.startswith("jsonl:")
+  kind, _, path = spec.partition(":")
   source = ProblemSource(
     records,
     where,
     found,
     evaluation,
     prefix,
-    content=_file_hash(spec.partition(":")[2]) if is_file else "",
+    content=_content(kind, path),
     note=_note(spec, fields, found, records[0]),
   )
-  if is_file:
+  if kind == "jsonl":
     for i in range(len(records)):
       source.parse(i)
   if not len(source):
-    raise UserError(f"{spec}: no problem in it")
+    part = "held-out" if evaluation else "training"
+    raise UserError(f"{spec}: of its {len(records)} problems none is {part}")
   return source
 
 
@@ -241,8 +248,9 @@ def mix(
 def fingerprint(source) -> str:
   """A hash of the content and options of a source, wherever it is stored.
 
-  A checkpoint holds it, so that a run never resumes on other data. Of a source
-  without a file it covers the length and up to 1000 problems.
+  A checkpoint holds it, so that a run does not resume on other data. Of JSON
+  lines and Parquet it covers all bytes; of other sources the length, and up to
+  1000 problems without the columns that only rewards read.
   """
   if isinstance(source, Mixture):
     options = [*map(fingerprint, source.sources), *source.weights]
@@ -266,7 +274,7 @@ def _sample(source: Sequence[Problem]) -> list:
 
 
 def _identity(problem: Problem) -> list:
-  """What a fingerprint holds of a problem; its other columns may change."""
+  """What a fingerprint holds of a sampled problem."""
   identity = [problem.text, problem.reference, problem.demonstration]
   return [*identity, problem.history] if problem.history else identity
 
@@ -296,11 +304,11 @@ def _asked(record, name: str, where: str) -> _Asked:
   for message in value:
     turn = ()
     if isinstance(message, dict):
-      turn = (message.get("role"), message.get("content"))
+      turn = (message.get("role"), _text_of(message.get("content")))
     if not (turn and all(isinstance(part, str) for part in turn)):
       raise UserError(
         f"{where}: {name!r} must be text or a list of messages, each with a "
-        f"'role' and a text 'content', got {str(message)[:60]!r}"
+        f"'role' and a 'content' of text, got {str(message)[:150]!r}"
       )
     turns.append(turn)
   response = ""
@@ -314,6 +322,16 @@ def _asked(record, name: str, where: str) -> _Asked:
   return _Asked(tuple(turns[:-1]), turns[-1][1], response)
 
 
+def _text_of(content):
+  """The text of a content in parts, if all of them are text."""
+  parts = content if isinstance(content, list) else []
+  texts = [p.get("text") for p in parts if isinstance(p, dict)]
+  is_text = parts and len(texts) == len(parts)
+  if is_text and all(isinstance(text, str) for text in texts):
+    return "".join(texts)
+  return content
+
+
 def _value(record, name: str, where: str):
   return readers.plain(readers.field(record, name, where), where)
 
@@ -324,6 +342,13 @@ def _reference(solution) -> str:
   return solution.rsplit("####", 1)[-1].strip()
 
 
-def _file_hash(path: str) -> str:
-  with open(path, "rb") as file:
-    return hashlib.file_digest(file, "sha256").hexdigest()
+def _content(kind: str, path: str) -> str:
+  """A hash of the files of a source; "" if they are not known."""
+  files = [path] if kind == "jsonl" else []
+  if kind == "parquet":
+    files = sorted(glob.glob(os.path.expanduser(path)))
+  hashes = []
+  for name in files:
+    with open(name, "rb") as file:
+      hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+  return " ".join(hashes)

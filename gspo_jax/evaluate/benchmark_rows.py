@@ -1,7 +1,8 @@
 """A row of a benchmark's file, checked column by column."""
 
+import dataclasses
 import json
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from gspo_jax.runtime.errors import UserError, nearest
 
@@ -10,21 +11,25 @@ class Skipped(Exception):
   """A row whose responses cannot be scored here; the text is the reason."""
 
 
-class Row(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Row:
   """A row of a file; the methods raise UserError for a mistaken column.
 
   Attributes:
     where: "FILE:LINE", for errors.
     values: by column.
+    read: the columns that were asked for.
   """
 
   where: str
   values: dict[str, Any]
+  read: set[str] = dataclasses.field(default_factory=set)
 
   def column(self, *names: str) -> tuple[str, Any]:
     """The first of `names` that the row has, and its value."""
     for name in names:
       if name in self.values:
+        self.read.add(name)
         return name, self.values[name]
     columns = ", ".join(map(repr, self.values)) or "an empty object"
     hint = nearest(names[0], self.values) if self.values else ""

@@ -110,9 +110,11 @@ def read(
       break
     row = Row(where, values)
     try:
+      problem, reference = form.parse(row)
       # Only a reward of the user's reads columns, and tests can be large.
-      columns = values if reward else {}
-      problem = Problem(*form.parse(row), "", columns)
+      others = values.keys() - row.read if reward else ()
+      columns = {name: values[name] for name in others}
+      problem = Problem(problem, reference, "", columns)
       rows.append((problem, _id(row), _rating(row, form)))
     except Skipped as reason:
       skipped[str(reason)] += 1

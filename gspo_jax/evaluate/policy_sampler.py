@@ -119,8 +119,13 @@ class PolicySampler:
     )
 
   def prompts(self, problems: Sequence[str]) -> Prompts:
-    """The prompts of some problems; UserError if one is too long."""
+    """The prompts of problems; UserError if one is long or an example."""
     problems = [Problem(text, "", "") for text in problems]
+    for problem in filter(self._prompt_config.is_example, problems):
+      raise UserError(
+        f"data.few_shot: the problem {problem.text[:40]!r} is an example of "
+        "data.source, which every prompt shows with its answer"
+      )
     batch = pipeline.take(problems, self._prompt_config, len(problems))
     return Prompts(batch["tokens"], batch["length"])
 

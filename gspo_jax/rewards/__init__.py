@@ -41,12 +41,14 @@ takes too long or returns no finite number costs its response, or its group:
 with the columns of the data, and a mistaken signature, a missing column or a
 wrong type of result ends the command.
 
-A reward may carry two functions as attributes:
+A reward may carry functions as attributes:
 
   prepare(**arguments)        called once at the start with the arguments of the
                               reward's spec; raises UserError if the reward
                               cannot run (a missing package, a bad argument)
   fits(seconds, **arguments)  as `prepare`, with the time limit of one call
+  columns(**arguments)        the names of columns that it reads out of
+                              `**columns`; they must be there
 
 Other wings take `named`, `inputs`, `final_answer`, `gsm8k` and `BUILT_IN` from
 here, `pool` (runs rewards in worker processes), `math` and `numbers` (results
@@ -182,9 +184,12 @@ def inputs(reward: functools.partial) -> Inputs:
     for p in parameters
     if p.kind is p.KEYWORD_ONLY and p.name not in reward.keywords
   ]
+  required = [p.name for p in free if p.default is p.empty]
+  if columns := getattr(reward.func, "columns", None):
+    required += columns(**reward.keywords)
   return Inputs(
     group=positional[1:2] == ["responses"],
-    required=tuple(p.name for p in free if p.default is p.empty),
+    required=tuple(required),
     optional=tuple(p.name for p in free if p.default is not p.empty),
     rest=any(p.kind is p.VAR_KEYWORD for p in parameters),
     taken=frozenset(positional) | reward.keywords.keys(),

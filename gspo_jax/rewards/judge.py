@@ -47,8 +47,13 @@ _BUSY = (408, 409, 425, 429)
 _START = 30.0  # seconds for the first answer
 _MOST_BYTES = 1 << 22  # of an answer
 _NAME = re.compile(r"\{(\w+)\}")
-_NUMBER = r"(-?\d+(?:\.\d+)?)"
-_MARKED = re.compile(rf"score\W{{0,9}}?(?:(?:is|of)\W{{1,9}}?)?{_NUMBER}", re.I)
+# Not a part of 3,5 or 1e1 or .5, which are no scores.
+_NUMBER = r"(?<![\w.,])(-?\d+(?:\.\d+)?)(?![.,]?\d|e\d)"
+# "Score: 7" goes before "a score of 7".
+_MARKED = (
+  re.compile(rf"score\W{{0,9}}?:\W{{0,9}}?{_NUMBER}", re.I),
+  re.compile(rf"score\W{{0,9}}?(?:(?:is|of)\W{{1,9}}?)?{_NUMBER}", re.I),
+)
 _ANY = re.compile(rf"{_NUMBER}(?:\s*/\s*\d+)?")
 _THOUGHTS = "</think>"
 
@@ -203,7 +208,8 @@ def _why(error: Exception, seconds: float) -> str:
 
 def _read_score(url: str, reply: str, scale: float) -> float:
   answer = reply.rpartition(_THOUGHTS)[2]
-  numbers = _MARKED.findall(answer)[-1:] or _ANY.findall(answer)
+  found = (marked.findall(answer)[-1:] for marked in _MARKED)
+  numbers = next(filter(None, found), None) or _ANY.findall(answer)
   if len(numbers) != 1:
     raise JudgeError(
       f"{url}: expected 'Score: NUMBER' at the end of the reply, got "
@@ -282,4 +288,9 @@ def _fits(within: float, *, total=30.0, **_) -> None:
     )
 
 
-score.prepare, score.fits = _prepare, _fits
+def _columns(*, template="", **_) -> list[str]:
+  own = ("prompt", "response", "reference", "scale")
+  return [n for n in _NAME.findall(_template(template)) if n not in own]
+
+
+score.prepare, score.fits, score.columns = _prepare, _fits, _columns

@@ -193,7 +193,7 @@ class RewardPool:
     setup = Setup(tuple(names), seconds, memory, concurrency)
     self._changed = threading.Condition()  # of the next three
     self._waiting: list[tuple[_Submission, int]] = []
-    self._idle, self._closed = 0, False
+    self._closed = False
     self._threads: list[threading.Thread] = []
     self._workers = [Process(setup) for _ in range(workers)]
     try:
@@ -291,11 +291,10 @@ class RewardPool:
     `async` rewards run together only within a request.
     """
     with self._changed:
-      self._idle += 1
       self._changed.wait_for(lambda: self._waiting or self._closed)
       # Every n-th, not neighbours: responses to one problem cost the same.
-      n = max(self._idle, math.ceil(len(self._waiting) / CHUNK))
-      self._idle -= 1
+      # The other workers take as many, those that are busy now a little later.
+      n = max(len(self._workers), math.ceil(len(self._waiting) / CHUNK))
       taken = self._waiting[::n]
       del self._waiting[::n]
       return taken

@@ -162,7 +162,8 @@ class Process:
     if not self._send(units):
       return tables
     while missing:
-      line = self._receive(self._setup.seconds + GRACE)
+      # Twice: calls that did not end together are made again, one by one.
+      line = self._receive(2 * self._setup.seconds + GRACE)
       if line is None:
         break
       response, reward, results = line

@@ -323,11 +323,10 @@ def _make_together(calls: list[_Call], sink: int, setup: Setup) -> None:
 
   async def make_each():
     for call in waiting:
-      _send(sink, await _make_in_time(call, setup.seconds))
+      _send(sink, await _make_in_time(call, setup))
 
   async def make_all():
-    threads = futures.ThreadPoolExecutor(setup.concurrency)
-    asyncio.get_running_loop().set_default_executor(threads)
+    _renew_threads(setup)
     await asyncio.gather(*(make_each() for _ in range(setup.concurrency)))
 
   # Not closed: a call whose time is up may still have a thread. The process
@@ -335,13 +334,20 @@ def _make_together(calls: list[_Call], sink: int, setup: Setup) -> None:
   asyncio.new_event_loop().run_until_complete(make_all())
 
 
-async def _make_in_time(call: _Call, seconds: float) -> list:
+def _renew_threads(setup: Setup) -> None:
+  """Gives `asyncio.to_thread` as many threads as there are calls at once."""
+  threads = futures.ThreadPoolExecutor(setup.concurrency)
+  asyncio.get_running_loop().set_default_executor(threads)
+
+
+async def _make_in_time(call: _Call, setup: Setup) -> list:
   task = asyncio.ensure_future(_make_async(call))
-  await asyncio.wait({task}, timeout=seconds)
+  await asyncio.wait({task}, timeout=setup.seconds)
   if task.done():
     return task.result()
-  task.cancel()  # and go on, for it may go on as well
-  return call.failed(f"took over {seconds:g} s")
+  task.cancel()  # and go on, for it may go on as well, and keep its thread
+  _renew_threads(setup)
+  return call.failed(f"took over {setup.seconds:g} s")
 
 
 async def _make_async(call: _Call) -> list:

@@ -119,7 +119,10 @@ def test_an_example_is_not_trained_on(too_long):
   assert pipeline.num_fitting(LONG, cfg) == len(every)
   with pytest.raises(UserError, match=r"only \[21\] fit .*data.few_shot=2 ex"):
     pipeline.prompts(LONG, cfg, batch=22, seed=0)
-  assert pipeline.take(LONG, cfg, 4)["problems"] == LONG[:4]
+  # Nor is it evaluated.
+  assert pipeline.take(LONG, cfg, 4)["problems"] == [*LONG[:3], LONG[4]]
+  other = LONG[3]._replace(history=(("user", "before"),))
+  assert not cfg.is_example(other)
 
 
 def test_examples_that_leave_no_room_are_named(tmp_path):

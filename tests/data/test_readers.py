@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from gspo_jax.data import readers
+from gspo_jax.data import readers, sources
 from gspo_jax.runtime.errors import UserError
 
 
@@ -110,6 +110,16 @@ def folder(tmp_path, monkeypatch):
 def answers(spec):
   rows, _ = readers.read(spec)
   return [int(rows[i]["answer"]) for i in range(len(rows))]
+
+
+def test_the_fingerprint_of_parquet_is_of_all_bytes(folder):
+  prints = []
+  for answer in (1, 2):
+    rows = {"question": ["a", "b"], "answer": ["1", "1"], "hint": [0, answer]}
+    parquet.write_table(pyarrow.table(rows), folder / "hints.parquet")
+    source = sources.load(f"parquet:{folder}/hints.parquet")
+    prints.append(sources.fingerprint(source))
+  assert prints[0] != prints[1]
 
 
 def test_parquet_files(folder):

@@ -228,7 +228,7 @@ def test_a_name_that_is_given_is_not_looked_for(tmp_path):
     ),
     (
       {"prompt": [{"role": "user", "content": [1]}], "answer": "2"},
-      r"each with a 'role' and a text 'content', got .*'role': 'user'",
+      r"each with a 'role' and a 'content' of text, got .*'role': 'user'",
     ),
     ({"prompt": ["Hi"], "answer": "2"}, "each with a 'role' .*, got 'Hi'"),
     ({"prompt": {}, "answer": "2"}, "must be text or a list of messages"),
@@ -261,8 +261,24 @@ def test_the_split_of_a_question_does_not_depend_on_the_others(tmp_path):
 def test_a_file_without_a_problem(tmp_path):
   with pytest.raises(UserError, match="no problem"):
     sources.load(write(tmp_path / "a", "", " "))
-  with pytest.raises(UserError, match="no problem"):
+  with pytest.raises(UserError, match="of its 1 problems none is held-out"):
     sources.load(write(tmp_path / "a", row(1)), evaluation=True)
+
+
+def test_conversations_that_end_alike_are_on_both_sides(tmp_path):
+  last = [{"role": "user", "content": "Double it."}]
+  turns = [[{"role": "user", "content": f"{i}?"}, *last] for i in range(60)]
+  rows = [{"messages": each, "answer": 1} for each in turns]
+  spec = write(tmp_path / "a.jsonl", *rows)
+  held_out = len(sources.load(spec, evaluation=True))
+  assert 2 <= held_out <= 20
+  assert len(sources.load(spec, evaluation=False)) == 60 - held_out
+
+
+def test_the_parts_of_a_text_are_joined(tmp_path):
+  parts = [{"type": "text", "text": text} for text in ("1+", "1?")]
+  record = {"prompt": [{"role": "user", "content": parts}], "answer": "2"}
+  assert one(tmp_path, record).text == "1+1?"
 
 
 @needs_gsm8k

@@ -420,7 +420,8 @@ def with_template(chat, tmp_path, template):
 
 
 @pytest.mark.parametrize(
-  "args", ["think", "1", "think=", "=1", "think=a.b", ")"]
+  "args",
+  ["think", "1", "think=", "=1", "think=a.b", ")", "a={[]:1}", "a=1)(b=2"],
 )
 def test_arguments_with_a_mistake(chat, args):
   with pytest.raises(UserError, match=r"args='.*': expected NAME=VALUE,"):

@@ -169,12 +169,12 @@ def test_codeforces_by_its_other_columns(read):
 
 
 def test_a_benchmark_of_another_name(read):
-  row = {"question": "q", "answer": "a #### b"}
+  row = {"question": "q", "answer": "a #### b", "level": 2}
   found = read("mine", row, reward="package.module.reward")
   assert (found.name, found.reward, found.samples) == (
     "mine", "package.module.reward", 1
   )  # fmt: skip
-  assert found.problems == [Problem("q", "a #### b", "", row)]
+  assert found.problems == [Problem("q", "a #### b", "", {"level": 2})]
   assert read("AIME24", row, reward="gsm8k").reward == "gsm8k"
 
 

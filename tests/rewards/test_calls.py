@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from gspo_jax.rewards import process
 from gspo_jax.rewards.pool import EXAMPLE, Response, RewardPool
 from gspo_jax.runtime.errors import UserError
 
@@ -49,8 +50,10 @@ async def deaf():
 async def threads():
   ready = threading.Barrier(4)
   await asyncio.gather(*(asyncio.to_thread(ready.wait, 1) for _ in range(4)))
+async def hangs(): await asyncio.to_thread(time.sleep, 60)
+async def sleeps(): await asyncio.to_thread(time.sleep, 0.01)
 acts = {f.__name__: f for f in (raises, exits, dies, blocks, waits, deaf,
-                                threads)}
+                                threads, hangs, sleeps)}
 
 class Counts:
   calls = 0
@@ -58,6 +61,10 @@ class Counts:
     self.calls += 1
     return [self.calls] * len(responses)
 count = Counts()
+
+def parent(prompt, response, reference):
+  time.sleep(0.4 if response == "slow" else 0.05)
+  return os.getppid()
 
 def one_float(prompt, responses, reference): return 1.0
 def too_few(prompt, responses, reference): return [1.0]
@@ -152,6 +159,31 @@ def test_a_failing_call_affects_none_that_runs_beside_it(pool, text, reason):
   np.testing.assert_array_equal(scores.failed, failed)
   np.testing.assert_array_equal(parts["together"] > 0, ~failed)
   assert f"call_rewards.together: {reason}" in scores.reasons[0]
+
+
+def test_threads_that_hang_are_replaced(pool):
+  scores, _ = score(pool, *["hangs"] * 4, *["sleeps"] * 4)
+  np.testing.assert_array_equal(scores.failed, [True] * 4 + [False] * 4)
+
+
+def test_a_call_that_blocks_and_is_made_again_fails_alone(folder, monkeypatch):
+  """The pool waits for both tries, at a limit longer than its grace."""
+  monkeypatch.setattr(process, "GRACE", 1.5)
+  with make_pool("together", seconds=1.0, concurrency=4) as pool:
+    scores = pool.submit(
+      [EXAMPLE._replace(text=t) for t in ("x", "blocks", "x", "x")]
+    ).result()
+  np.testing.assert_array_equal(scores.failed, [False, True, False, False])
+  assert "took over 1 s" in scores.reasons[0]
+
+
+def test_workers_share_what_came_while_all_were_busy(folder):
+  with RewardPool(["call_rewards.parent"], [1.0], workers=2, seconds=5) as pool:
+    busy = [pool.submit([EXAMPLE._replace(text="slow")]) for _ in range(2)]
+    time.sleep(0.1)
+    later = [pool.submit([EXAMPLE]) for _ in range(8)]
+    workers = [each.result().total[0] for each in [*busy, *later]]
+  assert len({*workers[2:]}) == 2
 
 
 def test_an_async_reward_has_as_many_threads_as_calls(pool):

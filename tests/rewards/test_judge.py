@@ -109,6 +109,7 @@ def ask(server, template, response, *, level=3, **options):
     ("7", 0.7),
     ("7/10", 0.7),
     ("Score: 7/10", 0.7),
+    ("Score: 7. A score of 10 was possible.", 0.7),
     ("Step 3 has score 2, step 4 none. Score: 0", 0.0),
     ("<think>A score of 3? Score: 3</think> Score: 10", 1.0),
     ("<think>2 or 3</think>8", 0.8),
@@ -125,6 +126,9 @@ def test_the_score_of_a_reply(server, template, reply, expected):
       "say good",
       "expected 'Score: NUMBER' at the end of the reply, got 'good'",
     ),
+    ("say Score: .5", r"expected 'Score: NUMBER'.*got 'Score: \.5'"),
+    ("say Score: 3,5", "expected 'Score: NUMBER'.*got 'Score: 3,5'"),
+    ("say Score: 1e1", "expected 'Score: NUMBER'.*got 'Score: 1e1'"),
     ("say 7 or 8", "expected 'Score: NUMBER'.*got '7 or 8'"),
     ("say null", "expected 'Score: NUMBER' at the end of the reply, got ''"),
     ("cut Score: 7", "the reply is longer than max_tokens=1024"),
@@ -210,7 +214,10 @@ def test_a_pool_asks_several_times_at_once(server, template):
   ]
   responses.append(responses[0]._replace(text="status 404 9"))
   spec = f"judge:url={server.url},model=a/b-1.5,template={template},total=4"
-  with RewardPool([spec], [1.0], workers=1, seconds=5, concurrency=4) as pool:
+  options = {"workers": 1, "seconds": 5, "concurrency": 4}
+  with pytest.raises(UserError, match="the problem has no column 'level'"):
+    RewardPool([spec], [1.0], **options)
+  with RewardPool([spec], [1.0], **options, examples=responses[:1]) as pool:
     scores = pool.submit(responses).result()
   assert scores.total.tolist() == pytest.approx(
     [i / 10 for i in range(8)] + [0]

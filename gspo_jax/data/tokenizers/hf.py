@@ -302,12 +302,13 @@ def _parse_template_args(text: str) -> dict[str, Any]:
 
   try:
     call = ast.parse(f"f({text})", mode="eval").body
-    if call.args or not all(argument.arg for argument in call.keywords):
+    is_call = isinstance(call.func, ast.Name) and not call.args
+    if not is_call or not all(argument.arg for argument in call.keywords):
       raise ValueError
     return {
       argument.arg: value_of(argument.value) for argument in call.keywords
     }
-  except (SyntaxError, ValueError, AttributeError) as error:
+  except (SyntaxError, ValueError, TypeError, AttributeError) as error:
     raise UserError(
       f"data.template_args={text!r}: expected NAME=VALUE,NAME=VALUE, such as "
       "enable_thinking=False; a text with other signs than a word in quotes"
