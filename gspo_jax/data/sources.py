@@ -37,7 +37,8 @@ class Fields(NamedTuple):
       reward_model.ground_truth that the records have, else the demonstration of
       the conversation.
     demonstration: a worked response to imitate. "" for that of the
-      conversation; without one, the text of the reference if that holds `####`,
+      conversation; without one, the solution if the reference is in another
+      column, else the text of the reference if that holds `####`,
       else the prefix and the reference; none if it is a list or an object.
   """
 
@@ -70,6 +71,10 @@ class Fields(NamedTuple):
           f"{where}: no column for the {use}: none of {', '.join(names)}; set "
           f"data.{use}_field to one of {', '.join(sorted(every))}"[:250]
         )
+    # Of MATH: the answer is the reference, and the solution leads to it.
+    worked = isinstance(every.get(problem), str) and reference != "solution"
+    if worked and not self.demonstration and "solution" in every:
+      return Fields(problem, reference, "solution")
     return Fields(problem, reference, self.demonstration)
 
 

@@ -194,7 +194,8 @@ def _as_tuple(key: str, text: str, default: tuple) -> str:
   """A tuple in Python's notation, from it or from words between commas.
 
   A part that starts with `name=` belongs to the one before it, as in
-  `overlong:buffer=8,scale=2,format`.
+  `overlong:buffer=8,scale=2,format`. Stop strings are taken as they are typed:
+  `[END]` has its brackets, and `4` is a string.
 
   Raises:
     UserError: it has a word where `default` has numbers, or a number where that
@@ -203,6 +204,13 @@ def _as_tuple(key: str, text: str, default: tuple) -> str:
   try:
     value = ast.literal_eval(text)
   except (ValueError, SyntaxError):
+    value = None
+  if key == "sampler.stop":
+    strings = value if isinstance(value, tuple | list) else (value,)
+    if not all(isinstance(string, str) for string in strings):
+      strings = filter(None, text.split(","))
+    return repr(tuple(strings))
+  if value is None:
     parts = re.split(r",(?!\s*\w+=)", text.strip("()[] "))
     value = tuple(part.strip() for part in parts if part.strip())
   value = tuple(value) if isinstance(value, tuple | list) else (value,)

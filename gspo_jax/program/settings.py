@@ -216,7 +216,7 @@ def optim_config(config: Config) -> OptimConfig:
 
 
 def changed_decay(config: Config, saved: dict, step: int) -> str | None:
-  """How another `num_steps` moves the learning rate of a run that is resumed.
+  """How other keys move the learning rate of a run that is resumed.
 
   Args:
     config: of this run.
@@ -224,20 +224,27 @@ def changed_decay(config: Config, saved: dict, step: int) -> str | None:
     step: the last iteration before.
 
   Returns:
-    A line for the log; None if the decay still ends at the same step.
+    A line for the log; None if nothing changes.
   """
+  keys = ("learning_rate", "warmup_steps", "decay", "min_lr_ratio")
+  optim = saved.get("optim", {})
   end = saved["num_steps"]
-  if config.optim.decay == "constant" or end == config.num_steps:
-    return None
+  old = config.replace(
+    num_steps=end, optim={key: optim[key] for key in keys if key in optim}
+  )
   before, now = (
     float(optimizer.schedule(optim_config(c))(step * c.learner.minibatches))
-    for c in (config.replace(num_steps=end), config)
+    for c in (old, config)
   )
-  line = f"optim.decay={config.optim.decay!r} now ends at num_steps="
-  line += f"{config.num_steps}, not {end}"
+  line = ""
+  decays = "constant" not in (old.optim.decay, config.optim.decay)
+  if decays and end != config.num_steps:
+    line = f"optim.decay={config.optim.decay!r} now ends at num_steps="
+    line += f"{config.num_steps}, not {end}"
   if now == before:  # in the warm-up
-    return line
-  return f"{line}: the learning rate goes on at {now:.3g}, not {before:.3g}"
+    return line or None
+  line += ": " if line else ""
+  return f"{line}the learning rate goes on at {now:.3g}, not {before:.3g}"
 
 
 class Learners(NamedTuple):

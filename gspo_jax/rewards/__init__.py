@@ -144,6 +144,11 @@ class Inputs(NamedTuple):
     """The columns that every problem must have."""
     return tuple(name for name in self.required if name not in _LENGTHS)
 
+  @property
+  def reads_columns(self) -> bool:
+    """Whether it may read a column."""
+    return self.rest or not {*self.required, *self.optional} <= {*_LENGTHS}
+
   def keywords(self, responses: Sequence) -> dict[str, Any]:
     """The keyword arguments of a call.
 

@@ -200,6 +200,7 @@ class RewardPool:
       for worker in self._workers:
         needs = worker.wait_ready()
       self.takes_groups = any(need.group for need in needs)
+      self._reads_columns = any(need.reads_columns for need in needs)
       self._require_columns(needs, examples)
       self._require_numbers(examples)
     except BaseException:
@@ -220,6 +221,8 @@ class RewardPool:
       group_size: responses of a group.
     """
     size = group_size if self.takes_groups else 1
+    if not self._reads_columns:  # they may be large, as tests of programs are
+      responses = [response._replace(columns={}) for response in responses]
     units = [responses[i : i + size] for i in range(0, len(responses), size)]
     if units and len(units[-1]) < size:
       raise ValueError(f"{len(responses)} responses in groups of {group_size}")

@@ -36,10 +36,11 @@ class Setup(NamedTuple):
 
 
 class Needs(NamedTuple):
-  """What a reward needs: whole groups or not, and these columns."""
+  """What a reward needs: whole groups, these columns, or any column at all."""
 
   group: bool
   columns: tuple[str, ...]
+  reads_columns: bool
 
 
 class Call(NamedTuple):

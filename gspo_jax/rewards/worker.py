@@ -11,10 +11,10 @@ stdin: pickles, each after 8 bytes with its length; first a `process.Setup`,
 then lists of units, which are lists of `pool.Response`s to one problem: a whole
 group if any reward takes groups, else one. stdout: a line of JSON when ready,
 [inputs, null] or [null, failure], where `inputs` has for each reward whether it
-takes groups, and the columns that it needs; and a line for each call, in any
-order: [response, reward, [[value, null] or [null, failure], ...]], with the
-number of the first response in the request, the number of the reward, and a
-result for each response of the call.
+takes groups, the columns that it needs, and whether it reads any; and a line
+for each call, in any order: [response, reward, [[value, null] or [null,
+failure], ...]], with the number of the first response in the request, the
+number of the reward, and a result for each response of the call.
 """
 
 import asyncio
@@ -64,14 +64,20 @@ def main() -> None:
     _send(results, [None, str(e)])
     return
   _prctl(_SET_CHILD_SUBREAPER, 1)
-  inputs = [[r.inputs.group, r.inputs.columns] for r in to_call]
+  inputs = [
+    [r.inputs.group, r.inputs.columns, r.inputs.reads_columns] for r in to_call
+  ]
   _send(results, [inputs, None])
   child = _Child(setup, requests, results)
   while (units := _receive(requests)) is not None:
     calls = list(_calls(to_call, units))
-    if together := [call for call in calls if call.reward.is_async]:
-      calls = [call for call in calls if not call.reward.is_async]
-      calls += child.make_together(together)
+    together = [call for call in calls if call.reward.is_async]
+    calls = [call for call in calls if not call.reward.is_async]
+    while together:
+      left = child.make_together(together)
+      # One of those that ran is at fault; the others have not begun.
+      calls += left[: setup.concurrency]
+      together = left[setup.concurrency :]
     while calls:
       calls = child.make_one_by_one(calls)
 

@@ -144,12 +144,12 @@ class MetricWriter:
   def __enter__(self) -> "MetricWriter":
     return self
 
-  def __exit__(self, *exception) -> None:
+  def __exit__(self, kind, error, traceback) -> None:
     with contextlib.ExitStack() as closing:  # close all, even if one fails
       for file in self._files:
         closing.callback(file.close)
       if self._wandb:
-        closing.callback(self._wandb.close)
+        closing.callback(self._wandb.close, failed=kind is not None)
 
   def write(
     self,

@@ -51,9 +51,12 @@ class Profile:
     return self
 
   def __exit__(self, *exception) -> None:
+    self._stop()
+
+  def _stop(self) -> None:
     if self._runs:
-      jax.profiler.stop_trace()
       self._runs = False
+      jax.profiler.stop_trace()
       print(f"profile: {self._folder}", flush=True)
 
   @contextlib.contextmanager
@@ -70,4 +73,4 @@ class Profile:
     with jax.profiler.StepTraceAnnotation("iteration", step_num=step):
       yield
     if step == self._last:
-      self.__exit__()
+      self._stop()

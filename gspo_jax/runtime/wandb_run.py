@@ -98,9 +98,12 @@ class WandbRun:
     except Exception as error:
       logging.warning("step %d is not in W&B: %s", step, error)
 
-  def close(self) -> None:
-    """Waits until everything is uploaded."""
-    self._run.finish()
+  def close(self, *, failed: bool = False) -> None:
+    """Waits until everything is uploaded; W&B shows whether the run failed."""
+    try:
+      self._run.finish(exit_code=int(failed))
+    except Exception as error:
+      logging.warning("the end of the run is not in W&B: %s", error)
 
 
 def _unusable(project: str, error: Exception) -> UserError:

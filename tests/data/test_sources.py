@@ -129,8 +129,8 @@ BRIEF = [{"role": "system", "content": "Be brief."}]
     ),
     (
       {"problem": "1+1?", "solution": "so", "answer": "2", "level": "1"},
-      Problem("1+1?", "2", "#### 2", {"solution": "so", "level": "1"}),
-      ("problem", "answer"),
+      Problem("1+1?", "2", "so", {"level": "1"}),
+      ("problem", "answer", "solution"),
     ),
     # TRL
     (

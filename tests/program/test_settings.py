@@ -127,6 +127,10 @@ def test_another_num_steps_moves_a_decay_that_is_resumed(debug_config):
     "optim.decay='linear' now ends at num_steps=20, not 10: the learning rate "
     "goes on at 0.75, not 0.5"
   )
+  constant = {"num_steps": 10, "optim": {"decay": "constant"}}
+  assert settings.changed_decay(parse(debug_config), constant, 5) == (
+    "the learning rate goes on at 0.75, not 1"
+  )
 
 
 def test_credit_has_the_numbers_of_the_config(debug_config):

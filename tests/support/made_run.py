@@ -120,7 +120,7 @@ class _Worker:
     self._rewards = [rewards.named(x, setup.seconds) for x in setup.names]
 
   def wait_ready(self):
-    return [Needs(False, ()) for _ in self._rewards]
+    return [Needs(False, (), False) for _ in self._rewards]
 
   def score(self, units):
     one = lambda x: [self._one(reward, x) for reward in self._rewards]
