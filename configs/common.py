@@ -77,7 +77,8 @@ def get_config() -> ConfigDict:
   # samples are off-policy.
   c.sampler.min_p = 0.0
   c.sampler.min_new_tokens = 1  # tokens before a stop token is allowed
-  # Strings that also end a response, such as ("</answer>",); they stay in it.
+  # Strings that also end a response, such as ("</answer>",); they stay in it. A
+  # newline or a comma in one needs Python's notation: "('\n\n',)" in a shell.
   c.sampler.stop = ()
 
   # Continuous batching over a paged KV cache: a response that ends makes room
