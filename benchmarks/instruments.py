@@ -11,7 +11,7 @@ import argparse
 import json
 
 from benchmarks.iteration import alternate
-from configs import tiny_cpu
+from gspo_jax.configs import tiny_cpu
 
 
 def main() -> None:

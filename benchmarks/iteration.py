@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from benchmarks import lengths, record
-from configs import tiny_cpu
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.data import pipeline
 from gspo_jax.learner import packing
 from gspo_jax.losses import EDGES

@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import record
-from configs import tiny_cpu
 from gspo_jax import train
+from gspo_jax.configs import tiny_cpu
 
 REWARD = "benchmarks.slow_reward.final:milliseconds={}"
 PHASES = ("generate", "score", "update", "iteration")

@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks import lengths, record
 from benchmarks.iteration import timed
-from configs import tiny_cpu
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import packing, train_batch, train_step
 from gspo_jax.model.moe import number_type
 from gspo_jax.program import settings

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from benchmarks import record
-from configs import tiny_cpu
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import train_batch
 from gspo_jax.learner.objective import METHODS
 from gspo_jax.program.config import parse

@@ -47,7 +47,7 @@ CASES = [f"{model} {shape}" for model in MODELS for shape in SHAPES]
 
 def config_of(case: str, quick: bool):
   """All the keys of configs/common.py for a case."""
-  from configs import tiny_cpu
+  from gspo_jax.configs import tiny_cpu
 
   kind, shape = case.split()
   prompts, group, width, tokens = (QUICK if quick else SHAPES)[shape]

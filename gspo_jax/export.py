@@ -25,7 +25,7 @@ from gspo_jax.program import command, load_params
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, complain
 
 _TO = flags.DEFINE_string("to", None, "The folder; new or empty.")
 _DTYPE = flags.DEFINE_string(
@@ -38,7 +38,7 @@ def main() -> None:
   try:
     app.run(_command, flags_parser=_parse)
   except UserError as error:
-    sys.exit(command.complain(error))
+    sys.exit(complain(error))
 
 
 def _parse(argv):

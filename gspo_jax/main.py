@@ -23,11 +23,10 @@ from gspo_jax.program.command import (
   CONFIG,
   START,
   WORKDIR,
-  complain,
   on_hosts,
   parse,
 )
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, complain
 
 INTERRUPTED = 75
 

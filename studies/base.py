@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from ml_collections import ConfigDict
 
-from configs import common, tiny_cpu
+from gspo_jax.configs import common, tiny_cpu
 
 
 def config(asked: SimpleNamespace) -> ConfigDict:

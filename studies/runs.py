@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from configs import common
 from gspo_jax import train
+from gspo_jax.configs import common
 from gspo_jax.program.config import parse
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import changes, flatten

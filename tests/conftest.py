@@ -24,6 +24,6 @@ del os.environ["XLA_FLAGS"]
 @pytest.fixture
 def debug_config():
   """The tiny config with every size shrunk: seconds, and nothing is learnt."""
-  from configs import tiny_cpu
+  from gspo_jax.configs import tiny_cpu
 
   return tiny_cpu.get_config("debug")

@@ -15,8 +15,8 @@ from repository import ROOT, xla_flags
 from safetensors import numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from configs import hugging_face
 from gspo_jax import export, model
+from gspo_jax.configs import hugging_face
 from gspo_jax.model import hf
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse

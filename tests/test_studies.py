@@ -11,7 +11,7 @@ import jax
 import pytest
 from repository import ROOT
 
-from configs import common
+from gspo_jax.configs import common
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding

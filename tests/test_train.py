@@ -23,8 +23,8 @@ import pytest
 from metrics_page import undocumented
 from repository import ROOT, xla_flags
 
-from configs import tiny_cpu
 from gspo_jax import model, train
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.evaluate import held_out
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.program import experiment

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from absl import app, flags
 
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, complain
 
 
 def run(
@@ -36,5 +36,4 @@ def run(
   try:
     app.run(lambda argv: work(), flags_parser=parse)
   except UserError as error:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(complain(error))

@@ -26,7 +26,7 @@ import sys
 from absl import app, flags
 
 from gspo_jax.program import command
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, complain
 
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint", None, "A Hugging Face folder, a workdir, or a step of it."
@@ -57,7 +57,7 @@ def main() -> None:
   try:
     app.run(_command, flags_parser=_parse)
   except UserError as error:
-    sys.exit(command.complain(error))
+    sys.exit(complain(error))
 
 
 def _parse(argv):

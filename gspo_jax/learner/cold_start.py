@@ -165,8 +165,7 @@ class ColdStart:
       state, step = restored.state, restored.step
       accuracy = restored.metadata["greedy"]
       self.batches.set_state(restored.metadata["data"])
-    progress = Progress("cold start", cfg.steps, "steps", done=step)
-    with progress:
+    with Progress("cold start", cfg.steps, "steps", done=step) as progress:
       while step < cfg.steps and (not cfg.gate or accuracy < cfg.gate):
         state, metrics = self._update(state)
         step += 1

@@ -35,7 +35,7 @@ from gspo_jax.plan import chips, lower
 from gspo_jax.plan import table as plan_table
 from gspo_jax.plan.planner import plan
 from gspo_jax.program import command
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, complain
 
 _TOPOLOGY = flags.DEFINE_string(
   "topology", None, "A TPU slice: v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:2x2x1."
@@ -59,7 +59,7 @@ def main() -> None:
   try:
     app.run(_command, flags_parser=_parse)
   except UserError as error:
-    sys.exit(command.complain(error))
+    sys.exit(complain(error))
   except Exception:  # Python's own exit code is 1, which says "does not fit"
     traceback.print_exc()
     sys.exit(3)

@@ -12,7 +12,7 @@ from ml_collections import config_flags
 
 from gspo_jax import configs
 from gspo_jax.program import config_keys
-from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError, complain, nearest
 from gspo_jax.runtime.identity import flatten
 
 START = (
@@ -64,12 +64,6 @@ def on_hosts(work: Callable[[], int]) -> int:
   # Without it, a process that ends early waits only 30 s for the last save.
   multihost.barrier()
   return code
-
-
-def complain(error: Exception) -> int:
-  """Prints an error of the caller in one line; returns the exit code."""
-  print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-  return 2
 
 
 def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:

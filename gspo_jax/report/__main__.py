@@ -20,7 +20,7 @@ Exit codes: 0 done; 2 a mistake of the user, in one line.
 import argparse
 import sys
 
-from gspo_jax.runtime.errors import UserError, missing_package
+from gspo_jax.runtime.errors import UserError, complain, missing_package
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,8 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(_page().write(arguments.workdir, arguments.to))
   except UserError as error:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(complain(error))
 
 
 if __name__ == "__main__":

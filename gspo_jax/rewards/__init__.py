@@ -44,7 +44,8 @@ wrong type of result ends the command.
 A reward may carry functions as attributes:
 
   prepare(**arguments)        called once at the start with the arguments of the
-                              reward's spec; raises UserError if the reward
+                              reward's spec (of a built-in reward, with all that
+                              have a default); raises UserError if the reward
                               cannot run (a missing package, a bad argument)
   fits(seconds, **arguments)  as `prepare`, with the time limit of one call
   columns(**arguments)        the names of columns that it reads out of
@@ -106,15 +107,15 @@ def named(spec: str, within: float | None = None) -> functools.partial:
   name, colon, text = spec.partition(":")
   function = _import(name)
   arguments = _arguments(name, function, text) if colon else {}
+  if name in BUILT_IN:
+    # Set, so that no column that happens to have such a name replaces them.
+    arguments = _defaults(function) | arguments
   prepare = getattr(function, "prepare", None)
   if prepare:
     prepare(**arguments)
   fits = getattr(function, "fits", None)
   if fits and within is not None:
     fits(within, **arguments)
-  if name in BUILT_IN:
-    # Set, so that no column that happens to have such a name replaces them.
-    arguments = _defaults(function) | arguments
   reward = functools.partial(function, **arguments)
   _require_call(name, reward)
   return reward

@@ -116,7 +116,7 @@ def _lines(text: str) -> list[str]:
   return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _prepare(*, seconds=5.0, total=30.0, memory=512) -> None:
+def _prepare(*, seconds, total, memory) -> None:
   for name, value in (("seconds", seconds), ("total", total)):
     if not isinstance(value, int | float) or not value > 0:
       raise errors.UserError(
@@ -129,7 +129,7 @@ def _prepare(*, seconds=5.0, total=30.0, memory=512) -> None:
   sandbox.bwrap_path()
 
 
-def _fits(within: float, *, total=30.0, **_) -> None:
+def _fits(within: float, *, total, **_) -> None:
   if total >= within:
     raise errors.UserError(
       f"reward 'code': its {total=} seconds of tests must end before the "

@@ -225,12 +225,12 @@ def _prepare(
   *,
   url=None,
   model=None,
-  template="",
-  scale=10.0,
-  total=30.0,
-  temperature=0.0,
-  max_tokens=1024,
-  key_variable="",
+  template,
+  scale,
+  total,
+  temperature,
+  max_tokens,
+  key_variable,
 ) -> None:
   parts = urllib.parse.urlsplit(str(url or ""))
   if parts.scheme not in ("http", "https") or not parts.hostname or not model:
@@ -279,7 +279,7 @@ def _require_server(url: str, body: bytes, key_variable: str) -> None:
     ) from e
 
 
-def _fits(within: float, *, total=30.0, **_) -> None:
+def _fits(within: float, *, total, **_) -> None:
   if total >= within:
     raise errors.UserError(
       f"reward 'judge': its {total=} seconds of tries must end before the "
@@ -288,7 +288,7 @@ def _fits(within: float, *, total=30.0, **_) -> None:
     )
 
 
-def _columns(*, template="", **_) -> list[str]:
+def _columns(*, template, **_) -> list[str]:
   own = ("prompt", "response", "reference", "scale")
   return [n for n in _NAME.findall(_template(template)) if n not in own]
 

@@ -152,11 +152,9 @@ class PartialRollouts:
     prompts = prompts_on_device(batch, context.batch_sharding)
     key, limit = context.keys(step).sample, self.pending.tokens.shape[1]
 
-    def sample(samples, stop_at):
-      waits = multihost.to_host(samples.lengths) < stop_at
-      count = int((waits & ~_finished(samples)).sum())
+    def sample(samples, stop_at, waits):
       what = f"rollout of iteration {step}"
-      with Progress(what, count, "responses") as progress:
+      with Progress(what, int(waits.sum()), "responses") as progress:
         return context.generate(
           params,
           prompts,
@@ -167,14 +165,17 @@ class PartialRollouts:
         )
 
     stop_at = np.minimum(lengths + self._max_tokens, limit)
-    samples = sample(self.pending, stop_at)
+    waits = ~_finished(self.pending) & (lengths < stop_at)
+    samples = sample(self.pending, stop_at, waits)
     slot_steps = int(samples.slot_steps)
-    finished = _finished(samples).reshape(self._in_flight, -1).all(1)
+    ended = _finished(samples)
+    finished = ended.reshape(self._in_flight, -1).all(1)
     missing = context.prompts - finished.sum()
     if missing > 0:
       oldest = self._oldest(~finished)[:missing]
       to_the_end = np.isin(np.arange(self._in_flight), oldest).repeat(G)
-      samples = sample(samples, np.where(to_the_end, limit, 0))
+      stop_at = np.where(to_the_end, limit, 0)
+      samples = sample(samples, stop_at, to_the_end & ~ended)
       slot_steps += int(samples.slot_steps)
     return _Resumed(samples, slot_steps)
 

@@ -1,6 +1,7 @@
 """UserError, and texts that errors share: install this, did you mean that."""
 
 import re
+import sys
 from collections.abc import Iterable
 
 
@@ -9,6 +10,12 @@ class UserError(ValueError):
 
   Its message is one line. The commands print it and exit with code 2.
   """
+
+
+def complain(error: Exception) -> int:
+  """Prints an error of the caller in one line; returns the exit code."""
+  print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+  return 2
 
 
 def missing_package(

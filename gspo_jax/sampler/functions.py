@@ -67,4 +67,4 @@ class SamplerFunctions:
   take_batch: TakeGroups
   take_pending: TakeGroups
   empty_samples: EmptySamples
-  stop: StopStrings | None = None
+  stop: StopStrings | None

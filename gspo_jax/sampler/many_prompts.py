@@ -28,14 +28,12 @@ class PromptBatch(NamedTuple):
 
 
 def equal_batches(count: int, most: int, multiple: int = 1) -> int:
-  """The size of the fewest batches for `count` rows, about equally large.
-
-  Each has less than `multiple` rows of padding, but for rounding.
+  """The size of a batch: as few batches as can be, equally large.
 
   Args:
     count: rows in all, 1 or more.
-    most: rows of a batch, before the next argument.
-    multiple: to which the size is rounded up.
+    most: the most rows of a batch, before the size is rounded up.
+    multiple: the size is rounded up to a multiple of this.
   """
   batches = -(-count // most)
   return -(-count // (batches * multiple)) * multiple

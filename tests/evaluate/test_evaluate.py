@@ -14,7 +14,7 @@ import pytest
 from absl.testing import flagsaver
 from repository import ROOT, xla_flags
 
-from configs import tiny_cpu
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.data.tasks import Chain
 from gspo_jax.evaluate import __main__, evaluator
 from gspo_jax.evaluate.judge import Responses

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import unpacked
 
-from configs import tiny_cpu
 from gspo_jax import model
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import train_batch, train_step
 from gspo_jax.learner.objective import METHODS
 from gspo_jax.learner.packing import Packing

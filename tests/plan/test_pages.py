@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from configs import tiny_cpu
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.plan import pages
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program

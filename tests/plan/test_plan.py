@@ -196,7 +196,7 @@ def test_a_pool_that_is_too_large_is_refused_with_the_largest(tmp_path):
   """Measured with a smaller pool, where the compiler refuses this one."""
   config = tmp_path / "wide_heads.py"
   config.write_text(
-    "from configs import tiny_cpu\n"
+    "from gspo_jax.configs import tiny_cpu\n"
     "def get_config():\n"
     "  config = tiny_cpu.get_config('debug')\n"
     "  config.model.head_dim = 128\n"

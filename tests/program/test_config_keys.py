@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs import common
+from gspo_jax.configs import common
 from gspo_jax.program.config_keys import _COUNTS, OTHER_NAMES, hint
 from gspo_jax.runtime.identity import flatten
 

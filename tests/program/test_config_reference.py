@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 
-from configs import common, tiny_cpu
+from gspo_jax.configs import common, tiny_cpu
 from gspo_jax.program.config import Config, all_keys
 from gspo_jax.program.config_reference import _comments, describe
 

@@ -7,8 +7,8 @@ import jax
 import pytest
 from repository import ROOT
 
-from configs import common
 from gspo_jax import model
+from gspo_jax.configs import common
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -27,7 +27,7 @@ each_mode = pytest.mark.parametrize("mode", ["", "debug"])
 def load(name, mode):
   if name in ("hugging_face", "srpo"):
     mode = mode or "./folder"  # they have no default
-  return importlib.import_module(f"configs.{name}").get_config(mode)
+  return importlib.import_module(f"gspo_jax.configs.{name}").get_config(mode)
 
 
 def types_of(config):
@@ -64,7 +64,7 @@ def test_other_modes_are_refused(name):
 
 @each_config
 def test_a_config_opens_with_its_own_command(name):
-  module = importlib.import_module(f"configs.{name}")
+  module = importlib.import_module(f"gspo_jax.configs.{name}")
   assert f"--config=configs/{name}.py" in module.__doc__
 
 
@@ -77,7 +77,7 @@ def test_configs_share_no_state():
 def topologies():
   """The slices that the TPU configs name: config, argument and mesh shape."""
   yield "dense_tpu_v5e", "", (1, 32, 2, 1)
-  from configs import moe_tpu_v5
+  from gspo_jax.configs import moe_tpu_v5
 
   for (variant, topology), where in moe_tpu_v5._SLICES.items():
     argument = f"variant={variant},topology={topology}"

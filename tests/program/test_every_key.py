@@ -17,8 +17,8 @@ import pytest
 from ml_collections import ConfigDict
 from observe_program import B, G, P
 
-from configs import common, tiny_cpu
 from gspo_jax import losses, model
+from gspo_jax.configs import common, tiny_cpu
 from gspo_jax.data.tokenizers import plain
 from gspo_jax.learner.objective import METHODS
 from gspo_jax.model import hf

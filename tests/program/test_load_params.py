@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import tiny_cpu
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.model import hf
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from configs import tiny_cpu
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import optimizer, packing, train_batch, train_step
 from gspo_jax.learner.objective import METHODS
 from gspo_jax.logprobs import TokenLogprobs

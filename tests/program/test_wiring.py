@@ -18,8 +18,8 @@ import oracles
 import pytest
 import unpacked
 
-from configs import tiny_cpu
 from gspo_jax import model
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import credit, critic, train_batch, train_step
 from gspo_jax.learner.objective import METHODS
 from gspo_jax.learner.packing import shuffled_groups

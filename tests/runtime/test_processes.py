@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from repository import ROOT, xla_flags
 
-from configs import tiny_cpu
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding

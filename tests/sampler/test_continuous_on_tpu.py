@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import moe_tpu_v5
+from gspo_jax.configs import moe_tpu_v5
 from gspo_jax.plan import analysis, chips, lower
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.program.config import parse

@@ -67,8 +67,7 @@ def load_hf(folder: str | Path, cfg: ModelConfig, *, shardings=None) -> Params:
     else:
       array = _read(source, tensor, 0, sharding)
       params[tensor.path] = _from_hf(array, tensor=tensor, sharding=sharding)
-  progress = Progress(f"loading {folder}", cfg.num_layers, "layers")
-  with progress:
+  with Progress(f"loading {folder}", cfg.num_layers, "layers") as progress:
     for i in range(cfg.num_layers):
       for tensor, sharding in shardings.items():
         if tensor.stacked:
@@ -181,8 +180,7 @@ def save_hf(
   parameters, leaves = tensor_maps(cfg), _by_path(params)
   index, total = {}, 0
   layers = [*range(cfg.num_layers), None]
-  progress = Progress(f"writing {target}", len(layers), "files")
-  with progress:
+  with Progress(f"writing {target}", len(layers), "files") as progress:
     for number, i in enumerate(layers, start=1):
       file = f"model-{number:05d}-of-{cfg.num_layers + 1:05d}.safetensors"
       arrays = {}
