@@ -198,6 +198,10 @@ def test_the_examples_of_training_reach_the_policy(debug_config):
   tokens = prompts.tokens[0][-prompts.lengths[0] :]
   text = sampler.program.tokenizer.decode(tokens)
   assert text == f"{example.text}{example.demonstration}\n\nx?"
+  with pytest.raises(
+    UserError, match=r"^data.few_shot: the problem .* is an ex"
+  ):
+    sampler.prompts(["x?", example.text])
 
 
 def test_responses_hold_the_whole_prompt(debug_config, echoing):

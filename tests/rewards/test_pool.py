@@ -385,6 +385,10 @@ def test_text_reaches_a_reward_unchanged(folder):
     assert same.total.sum() == len(texts)
     other = [Response("", "\ud83d\ude00", "\U0001f600")]
     assert pool.submit(other).result().total.sum() == 0
+    # Columns that no reward reads stay here: this one cannot be pickled.
+    column = {"tests": lambda: None}
+    apart = [Response("", "same", "same", columns=column)]
+    assert pool.submit(apart).result().total.sum() == 1
 
 
 def test_total_is_the_weighted_sum_of_the_rewards_that_worked(folder):

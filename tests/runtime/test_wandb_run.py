@@ -138,7 +138,7 @@ def fake(monkeypatch):
   """A package whose run fails as the test says."""
   fake = types.ModuleType("wandb")
   fake.Histogram = lambda np_histogram: np_histogram
-  fake.run = types.SimpleNamespace(step=0, finish=lambda: None)
+  fake.run = types.SimpleNamespace(step=0, finish=lambda exit_code: None)
   fake.init = lambda **options: fake.run
   monkeypatch.setitem(sys.modules, "wandb", fake)
   return fake
@@ -177,3 +177,20 @@ def test_a_step_that_is_not_logged_does_not_end_the_run(fake, tmp_path, caplog):
   run = wandb_run.WandbRun("p", epath.Path(tmp_path), {}, resumes=False)
   run.write(3, {"x": 1.0}, {})
   assert "step 3 is not in W&B: no such host" in caplog.text
+
+
+def test_a_run_that_fails_has_failed_in_wandb(fake, tmp_path, caplog):
+  codes = []
+  fake.run.finish = lambda exit_code: codes.append(exit_code)
+  writer = lambda: MetricWriter(
+    tmp_path, total_steps=1, resume_step=0, edges=EDGES, wandb="p"
+  )
+  with writer():
+    pass
+  with pytest.raises(ArithmeticError), writer():
+    raise ArithmeticError
+  assert codes == [0, 1]
+  fake.run.finish = fail
+  with writer():
+    pass
+  assert "the end of the run is not in W&B: no such host" in caplog.text
