@@ -9,7 +9,6 @@ key-value heads, H head width, F hidden width, V vocabulary, k experts a token.
 
 import contextlib
 import functools
-import math
 import operator
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec
 from gspo_jax.model import attention
 from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.matmul import matmul, matmul_float32
 from gspo_jax.model.moe import MoE, Routing
 from gspo_jax.model.rounding import recomputed, rounded, wide
 from gspo_jax.runtime import sharding
@@ -111,20 +111,6 @@ def rotate(x_BTNH, sin_BTH, cos_BTH):
 def add(x_BTD, y_BTD):
   """Adds two activations in float32 and rounds once."""
   return rounded(wide(x_BTD) + wide(y_BTD), x_BTD.dtype)
-
-
-def matmul(x, weights, axes: int = 1):
-  """Sums over the last `axes` axes of `x` and the first ones of `weights`.
-
-  A CPU multiplies matrices. With more dimensions, the gradient of the weights
-  would copy and transpose its operands: a fifth of a dense model's update.
-  """
-  if sharding.platform() != "cpu":
-    return jnp.tensordot(x, weights, axes)
-  rows, columns = x.shape[:-axes], weights.shape[axes:]
-  summed = math.prod(weights.shape[:axes])
-  y = x.reshape(-1, summed) @ weights.reshape(summed, -1)
-  return y.reshape(*rows, *columns)
 
 
 class Scale(nn.Module):
@@ -508,9 +494,7 @@ def project_logits(
 ) -> jax.Array:
   """Float32 logits [..., V] of operands in `cfg.dtype`, summed in float32."""
   with _precision(cfg):
-    return jnp.matmul(
-      hidden, head_DV.astype(cfg.dtype), preferred_element_type=jnp.float32
-    )
+    return matmul_float32(hidden, head_DV.astype(cfg.dtype))
 
 
 def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:

@@ -1,0 +1,37 @@
+"""GSPO of SmolLM2-135M-Instruct on instructions that a program checks."""
+
+from ml_collections import ConfigDict
+
+from gspo_jax.configs import common
+
+
+def get_config(mode: str = "") -> ConfigDict:
+  """mode: "" or "debug"."""
+  if mode not in ("", "debug"):
+    raise ValueError(
+      f"configs/smollm2_cpu.py:{mode}: expected 'debug' or nothing"
+    )
+  c = common.get_config()
+  c.num_steps = 40
+  c.model.checkpoint = "models/smollm2"
+  c.model.remat = True
+
+  c.data.source = "gspo_jax.data.instructions.training"
+  c.data.eval_source = "gspo_jax.data.instructions.new_subjects"
+  c.data.system_prompt = "Answer briefly."
+  c.data.prompts = 16
+  c.data.max_prompt_length = 96
+  c.rollout.group_size = 8
+  c.sampler.max_new_tokens = 80
+  c.sampler.temperature = 0.7
+  c.reward.names = ("instructions",)
+  c.learner.minibatches = 2
+  c.learner.micro_batch_size = 8
+
+  c.optim.learning_rate = 1e-5
+  c.optim.warmup_steps = 4
+  c.eval.every = 20
+  c.eval.prompts = 64
+  c.eval.samples = 4
+  c.log.instruments = True
+  return common.shrink(c) if mode else c

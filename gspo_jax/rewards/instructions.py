@@ -1,0 +1,126 @@
+"""Instructions that a program can check, in the kind of IFEval.
+
+IFEval: arXiv 2311.07911. The rules here are our own. Each is a function of the
+text of a response and of the rule's value, by its name in `RULES`.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from gspo_jax.runtime import errors
+
+_WORD = re.compile(r"[^\W_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}-][^\W_]+)*")
+_BULLET = re.compile(r"[-*] +\S")
+_NUMBERED = re.compile(r"([0-9]+)[.)] +\S")
+# An answer of fewer words says nothing about its subject.
+LEAST_WORDS = 4
+
+
+def words(text: str) -> list[str]:
+  """The words of a text in lower case; "don't" and "well-known" are one."""
+  return [word.lower() for word in _WORD.findall(text)]
+
+
+def _lines(text: str) -> list[str]:
+  return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _sentences(text: str) -> int:
+  return len(re.findall(r"[.!?]+(?=[\s\"')*]|$)", text))
+
+
+def _paragraphs(text: str) -> int:
+  return sum(bool(part.strip()) for part in re.split(r"\n\s*\n", text))
+
+
+def _bullets(text: str, count: int) -> bool:
+  lines = _lines(text)
+  return len(lines) == count and all(map(_BULLET.match, lines))
+
+
+def _numbered(text: str, count: int) -> bool:
+  found = [_NUMBERED.match(line) for line in _lines(text)]
+  return all(found) and [int(m[1]) for m in found] == [*range(1, count + 1)]
+
+
+def _has(text: str, phrase: str) -> bool:
+  """Whether the words of `phrase` are in the text, one after the other."""
+  return f" {' '.join(words(phrase))} " in f" {' '.join(words(text))} "
+
+
+RULES: dict[str, Callable[[str, Any], bool]] = {
+  "avoid": lambda text, phrase: not _has(text, phrase),
+  "bullets": _bullets,
+  "characters_at_most": lambda text, n: len(text) <= n,
+  "exclamation": lambda text, _: text.endswith("!"),
+  "include": _has,
+  "lower_case": lambda text, _: text == text.lower(),
+  "no_commas": lambda text, _: "," not in text,
+  "no_digits": lambda text, _: not any(c.isdigit() for c in text),
+  "no_first_person": lambda text, _: not {"i", "my", "me"} & {*words(text)},
+  "numbered": _numbered,
+  "paragraphs": lambda text, n: _paragraphs(text) == n,
+  "question": lambda text, _: text.endswith("?"),
+  "sentences": lambda text, n: _sentences(text) == n,
+  "start": lambda text, phrase: re.match(re.escape(phrase) + r"(?!\w)", text),
+  "twice": lambda text, word: words(text).count(word) >= 2,
+  "without_letter": lambda text, letter: letter not in text.lower(),
+  "words_at_least": lambda text, n: len(words(text)) >= n,
+  "words_at_most": lambda text, n: len(words(text)) <= n,
+}
+
+
+def follows(
+  prompt: str, response: str, reference: str, *, tokens: int, limit: int
+) -> float:
+  """1.0 iff the response keeps all rules and is about its subject, else 0.0.
+
+  White space around the response does not count. About its subject is a text of
+  at least `LEAST_WORDS` words that names the subject, in the singular or the
+  plural of its last word. A response that was cut off at `limit` tokens keeps
+  no rule. Nothing judges whether the text is true or well written.
+
+  Args:
+    prompt: not used.
+    response: what the policy wrote.
+    reference: JSON: {"subject": text, "rules": {name: value}}, the names of
+      `RULES`; the value is true for rules without a parameter.
+    tokens: length of the response, its stop token included.
+    limit: largest length.
+
+  Raises:
+    UserError: the reference is none of these.
+  """
+  target = _parse(reference)
+  text = response.strip()
+  if tokens >= limit or len(words(text)) < LEAST_WORDS:
+    return 0.0
+  if not _names(text, target["subject"]):
+    return 0.0
+  rules = target["rules"].items()
+  return float(all(RULES[name](text, value) for name, value in rules))
+
+
+def _names(text: str, subject: str) -> bool:
+  stem = " ".join(words(subject)).removesuffix("s")
+  return f" {stem}" in f" {' '.join(words(text))}"
+
+
+def _parse(reference: str) -> dict:
+  try:
+    target = json.loads(reference)
+    names, _ = target["rules"].keys(), target["subject"].lower()
+  except (ValueError, TypeError, KeyError, AttributeError):
+    raise errors.UserError(
+      f"reward 'instructions': reference {reference[:80]!r}: expected JSON "
+      '{"subject": text, "rules": {name: value}}'
+    ) from None
+  for name in names:
+    if name not in RULES:
+      raise errors.UserError(
+        f"reward 'instructions': unknown rule {name!r}: "
+        f"{errors.nearest(name, RULES)}"
+      )
+  return target
