@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from gspo_jax.model import attention
 from gspo_jax.model.config import ModelConfig
-from gspo_jax.model.rounding import rounded
+from gspo_jax.model.rounding import rounded, stored
 from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 
 
@@ -69,12 +69,13 @@ class Cache:
     """
     start = (0, 0, self.length, 0)
     write = lambda old, new_BTKH: jax.lax.dynamic_update_slice(
-      old, new_BTKH.swapaxes(1, 2), start
+      old, new_BTKH.swapaxes(1, 2).astype(old.dtype), start
     )
     k_BKSH, v_BKSH = write(self.k[layer], k_BTKH), write(self.v[layer], v_BTKH)
     B, T, N, H = q_BTNH.shape
     K = k_BKSH.shape[1]
     q_BKRTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    q_BKRTH = q_BKRTH.astype(k_BKSH.dtype)
 
     slot_S = jnp.arange(k_BKSH.shape[2])
     causal_TS = slot_S <= self.length + jnp.arange(T)[:, None]
@@ -88,7 +89,7 @@ class Cache:
       visible_PTS = prefix.valid[:, None, :]
       scores = _scores(q_PKRTH, prefix.k[layer], visible_PTS)
       parts.insert(0, (scores, prefix.v[layer]))
-    out_BKRTH = _combine(parts, B, T)
+    out_BKRTH = rounded(_combine(parts, B, T), q_BTNH.dtype)
     out_BTNH = out_BKRTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
     return out_BTNH, (k_BKSH, v_BKSH)
 
@@ -99,10 +100,10 @@ class Cache:
 
 
 def empty(cfg: ModelConfig, batch: int, slots: int) -> Cache:
-  """A cache of `batch` rows with `slots` free slots, in `cfg.dtype`."""
+  """A cache of `batch` rows with `slots` slots for values in `cfg.dtype`."""
   shape = (batch, cfg.num_kv_heads, slots, cfg.head_dim)
   zeros = lambda: tuple(
-    constrain(jnp.zeros(shape, cfg.dtype), BATCH_AXES, "tensor")
+    constrain(jnp.zeros(shape, stored(cfg.dtype)), BATCH_AXES, "tensor")
     for _ in range(cfg.num_layers)
   )
   valid = constrain(jnp.zeros((batch, slots), bool), BATCH_AXES)
@@ -176,7 +177,7 @@ def _combine(parts, B, T):
     T: new tokens.
 
   Returns:
-    [B, K, R, T, H].
+    [B, K, R, T, H] float32.
   """
   to_rows = lambda x: _split_groups(x, B, T)
   maxima = [to_rows(scores.max(-1, keepdims=True)) for scores, _ in parts]
@@ -188,4 +189,4 @@ def _combine(parts, B, T):
     weights = jnp.exp(scores - shift)
     total += to_rows(weights.sum(-1, keepdims=True))
     out += to_rows(attention.weigh("bkrts,bksh->bkrth", weights, v_BKSH))
-  return rounded(out / total, parts[0][1].dtype)
+  return out / total

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from gspo_jax.model import paged_attention
 from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.rounding import stored
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 
@@ -81,7 +82,7 @@ def empty(
   page_size: int,
   pages_per_slot: int,
 ) -> Pages:
-  """An empty cache of zeros in `cfg.dtype`; no row is active.
+  """An empty cache for values in `cfg.dtype`; no row is active.
 
   Args:
     cfg: the model.
@@ -94,7 +95,7 @@ def empty(
   j = paged_attention.side_by_side(K, H)
   shape = K // j, num_pages, page_size, j * H
   zeros = lambda: tuple(
-    constrain(jnp.zeros(shape, cfg.dtype), "tensor", BATCH_AXES)
+    constrain(jnp.zeros(shape, stored(cfg.dtype)), "tensor", BATCH_AXES)
     for _ in range(cfg.num_layers)
   )
   table = constrain(
@@ -121,7 +122,7 @@ def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
       (P, C), H = numbers_PC.shape, new_PKTH.shape[-1]
       parts = new_PKTH.reshape(P, K, -1, C, S, H).transpose(1, 0, 3, 4, 2, 5)
       parts = parts.reshape(K, P, C, S, width)
-      return old_KnSH.at[:, numbers_PC].set(parts, mode="drop")
+      return _write(old_KnSH, (slice(None), numbers_PC), parts)
 
     return jax.tree.map(write, old, new)
 
@@ -150,6 +151,10 @@ def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
   return dataclasses.replace(pages, k=k, v=v)
 
 
+def _write(old, index, new):
+  return old.at[index].set(new.astype(old.dtype), mode="drop")
+
+
 def _attend(heads, pages, rows):
   """`Pages.attend` on one device; the arguments are grouped by sharding."""
   q_BTNH, *new = heads
@@ -160,7 +165,7 @@ def _attend(heads, pages, rows):
   page_B = jnp.where(active_B, page_B, n)
   index = (paged_attention.every_head(K), page_B, lengths_B % S)
   k_KnSH, v_KnSH = (
-    old.at[index].set(x.reshape(B, K, width).swapaxes(0, 1), mode="drop")
+    _write(old, index, x.reshape(B, K, width).swapaxes(0, 1))
     for old, x in zip(pages, new, strict=True)
   )
   visible_B = jnp.where(active_B, lengths_B + 1, 0)

@@ -12,6 +12,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from gspo_jax.runtime import sharding
+
 # Compiler options of every program that runs a policy.
 OPTIONS = {"xla_allow_excess_precision": False}
 
@@ -41,6 +43,15 @@ def rounded(x: jax.Array, dtype) -> jax.Array:
     return x
   info = jnp.finfo(dtype)
   return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
+def stored(dtype):
+  """The dtype of arrays of `dtype` values that are written slice by slice.
+
+  On a CPU, XLA writes a slice of a 16-bit array by converting the whole array
+  to float32 and back. There the values are stored in float32.
+  """
+  return jnp.dtype("float32" if sharding.platform() == "cpu" else dtype)
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.matmul import matmul, matmul_float32
 from gspo_jax.model.moe import MoE, Routing
-from gspo_jax.model.rounding import recomputed, rounded, wide
+from gspo_jax.model.rounding import recomputed, rounded, stored, wide
 from gspo_jax.runtime import sharding
 
 Params = dict
@@ -197,7 +197,8 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
     out_BTNH = attention.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
     y_BTD = matmul(out_BTNH, gather("o", 1), axes=2)
     y_BTD = sharding.psum(y_BTD, "tensor")
-    return y_BTD, (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
+    to_cache = lambda x: x.swapaxes(1, 2).astype(stored(x.dtype))
+    return y_BTD, (to_cache(k_BTKH), to_cache(v_BTKH))
 
   attend = sharding.shard_map(
     local,
@@ -426,17 +427,18 @@ def _scan_layers(
 ):
   """A scan over the layers: stream, routing and, if `store`, the cache."""
   segments_BT = mask_BT.astype(jnp.int32)
+  dtype = stored(cfg.dtype)  # of the streams that the backward pass stacks
 
   def body(x_BTD, layer):
     layer_params, routes_BTk = layer
     x_BTD, routing, keys_values = Block(cfg).apply(
       {"params": layer_params},
-      x_BTD,
+      x_BTD.astype(cfg.dtype),
       angles,
       segments_BT,
       routes=routes._replace(experts=routes_BTk),
     )
-    return x_BTD, (routing, keys_values if store else None)
+    return x_BTD.astype(dtype), (routing, keys_values if store else None)
 
   steps = _layers_per_step(cfg)
   if cfg.remat:
@@ -445,6 +447,7 @@ def _scan_layers(
     body = jax.checkpoint(body, prevent_cse=steps > 1, policy=keep)
   layers = params["layers"], routes.experts
   if steps < cfg.num_layers:
+    x_BTD = x_BTD.astype(dtype)
     x_BTD, stacked = jax.lax.scan(body, x_BTD, layers, unroll=steps)
   else:
     # A scan would stack what the backward pass needs, even if unrolled.
@@ -456,7 +459,7 @@ def _scan_layers(
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *outs)
   routing, keys_values = stacked
   cache = kv.from_prefill(*keys_values, mask_BT) if store else None
-  return x_BTD, routing, cache
+  return x_BTD.astype(cfg.dtype), routing, cache
 
 
 def _layers_per_step(cfg):

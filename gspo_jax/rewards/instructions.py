@@ -78,8 +78,8 @@ def follows(
   """1.0 iff the response keeps all rules and is about its subject, else 0.0.
 
   White space around the response does not count. About its subject is a text of
-  at least `LEAST_WORDS` words that names the subject, in the singular or the
-  plural of its last word. A response that was cut off at `limit` tokens keeps
+  at least `LEAST_WORDS` words that names the subject, with or without a final
+  "s". A response that was cut off at `limit` tokens keeps
   no rule. Nothing judges whether the text is true or well written.
 
   Args:
@@ -104,8 +104,8 @@ def follows(
 
 
 def _names(text: str, subject: str) -> bool:
-  stem = " ".join(words(subject)).removesuffix("s")
-  return f" {stem}" in f" {' '.join(words(text))}"
+  stem = re.escape(subject.removesuffix("s"))
+  return re.search(rf"\b{stem}s?\b", text, re.IGNORECASE) is not None
 
 
 def _parse(reference: str) -> dict:
