@@ -90,7 +90,7 @@ def memory(
   """The part of a report that is about memory, and whether it is enough."""
   resident = _bytes(_unread(name, program.learner.abstract))
   if has_pages(name, program):
-    resident += _bytes(program.learner.abstract.params)
+    resident += _bytes(program.learner.abstract.policy)
   needed, hbm = compiled.needed + resident, where.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
   report = {"memory": dataclasses.asdict(compiled) | sizes}

@@ -15,9 +15,12 @@ from gspo_jax.sampler.next_token import VOCAB_AXES
 def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:
   """The weights in `cfg.dtype` on the decoding mesh, with an untied `head`.
 
+  Adapters are merged into the weights.
+
   The layers are moved one at a time, because a weight on its way between two
   meshes may be whole on one device.
   """
+  params = model.lora.merge(params, cfg.lora)
   # Without the barrier XLA moves the weights before it casts them.
   cast = lambda x: jax.lax.optimization_barrier(x.astype(cfg.dtype))
   place = lambda tree: constrain_state(jax.tree.map(cast, tree))
