@@ -23,7 +23,7 @@ from absl import app, flags
 
 from gspo_jax import model
 from gspo_jax.model import hf
-from gspo_jax.program import command, jitted, load_params
+from gspo_jax.program import command, load_params
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
@@ -106,7 +106,7 @@ def export(
     )
     params = load_params.load(config, program, workdir)
     if not peft:
-      params = _merged(params, program)
+      params = load_params.merged(program, params)
   base = config.model.checkpoint or None
   if peft:
     _, adapters = model.lora.split(params)
@@ -125,16 +125,6 @@ def export(
     beside=add_tokenizer,
   )
   multihost.print_once(f"exported to {folder}")
-
-
-def _merged(params, program):
-  """The weights with their adapters merged, in float32."""
-  lora = program.cfg.lora
-  if lora is None:
-    return params
-  place = jitted.shardings(program.abstract_params)
-  merge = functools.partial(model.lora.merge, lora=lora, dtype="float32")
-  return jax.jit(merge, out_shardings=place)(params)
 
 
 def _add_tokenizer(tokenizer, folder):

@@ -375,7 +375,7 @@ def _print_parameters(experiment: Experiment) -> None:
   """Prints a table of the weights; the layers of a stack share a row."""
   multihost.print_once(
     parameter_overview.get_parameter_overview(
-      experiment.program.abstract_params, include_stats="sharding"
+      experiment.program.abstract_policy, include_stats="sharding"
     )
   )
 

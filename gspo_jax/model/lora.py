@@ -197,16 +197,18 @@ def _merge_one(path, leaves, scale, dtype):
   return whole.astype(dtype or weight.dtype)
 
 
-def of_module(module, names, lora: LoraConfig | None) -> dict:
+def of_module(module, names, cfg) -> dict:
   """The adapters of these weights that a Flax module was given, by name.
 
-  B is multiplied by alpha / rank, so that what follows needs no factor.
+  B is multiplied by alpha / rank, so that what follows needs no factor. It is
+  rounded to `cfg.dtype` before, as in the weights for decoding.
   """
   found = {}
   for name in names:
     if module.has_variable("params", name + A):
       found[name + A] = module.get_variable("params", name + A)
-      found[name + B] = lora.scale * module.get_variable("params", name + B)
+      b = wide(module.get_variable("params", name + B).astype(cfg.dtype))
+      found[name + B] = rounded(cfg.lora.scale * b, jnp.dtype(cfg.dtype))
   return found
 
 

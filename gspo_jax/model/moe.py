@@ -82,7 +82,7 @@ class MoE(nn.Module):
       "gate_up": self.param("gate_up", stacked, (E, D, 2 * F)),
       "down": self.param("down", stacked, (E, F, D)),
     }
-    weights |= lora.of_module(self, ("gate_up", "down"), cfg.lora)
+    weights |= lora.of_module(self, ("gate_up", "down"), cfg)
     specs = {name: sharding.param_spec(f"moe/{name}") for name in weights}
     rows = PartitionSpec(sharding.BATCH_AXES)
     layer = sharding.shard_map(

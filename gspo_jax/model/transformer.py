@@ -180,7 +180,7 @@ class Attention(nn.Module):
       "v": self.param("v", to_heads, (D, K, H)),
       "o": self.param("o", from_heads, (N, H, D)),
     }
-    weights |= lora.of_module(self, list(weights), cfg.lora)
+    weights |= lora.of_module(self, list(weights), cfg)
     if cfg.qk_norm:
       weights |= {name: Scale(name=name)(H) for name in ("q_norm", "k_norm")}
     if cfg.attention_bias:
@@ -257,7 +257,7 @@ class MLP(nn.Module):
     init = nn.initializers.lecun_normal()
     shapes = {"gate": (D, F), "up": (D, F), "down": (F, D)}
     weights = {n: self.param(n, init, shape) for n, shape in shapes.items()}
-    weights |= lora.of_module(self, shapes, self.cfg.lora)
+    weights |= lora.of_module(self, shapes, self.cfg)
     specs = {name: sharding.param_spec(f"mlp/{name}") for name in weights}
 
     def local(x_BTD, weights):

@@ -1,8 +1,10 @@
 """The weights of a checkpoint, and what identifies them."""
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 from etils import epath
 
 from gspo_jax import model
@@ -109,6 +111,16 @@ def load_base(
       f"{str(workdir)!r}, as they were at its start"
     )
   return base
+
+
+def merged(program: Program, policy: model.Params) -> model.Params:
+  """The float32 weights of a policy, with its adapters merged if it has any."""
+  lora = program.cfg.lora
+  if lora is None:
+    return policy
+  merge = functools.partial(model.lora.merge, lora=lora, dtype="float32")
+  place = shardings(program.abstract_params)
+  return jax.jit(merge, out_shardings=place)(policy)
 
 
 def load(config: Config, program: Program, checkpoint: str) -> model.Params:
