@@ -53,9 +53,9 @@ def first_policy(
   policy = program.new_policy(params)
   if folder := config.model.lora.checkpoint:
     _, adapters = model.lora.split(program.abstract_policy)
-    policy = model.lora.join(
-      policy, hf.load_peft(folder, program.cfg, shardings(adapters))
-    )
+    base, _ = model.lora.split(policy)
+    read = hf.load_peft(folder, program.cfg, shardings(adapters))
+    return model.lora.join(base, read)
   return policy
 
 
