@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import transformers
 from absl.testing import flagsaver
+from etils import epath
 from repository import ROOT, xla_flags
 from safetensors import numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,7 +23,7 @@ from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.runtime.checkpoint import Checkpoints, checksums
 from gspo_jax.runtime.errors import UserError
 
 TEMPLATE = (
@@ -121,7 +122,9 @@ def test_adapters_are_merged_or_written_for_peft(base, tmp_path):
   config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
   assert config["base_model_name_or_path"] == str(base)
   keys.model.lora.rank = 0
-  with pytest.raises(UserError, match="--peft: expected model.lora.rank above"):
+  with pytest.raises(
+    UserError, match=r"--peft: expected model\.lora\.rank above"
+  ):
     write("none", peft=True)
 
 

@@ -320,8 +320,7 @@ def test_adapters_resume_beside_the_weights_of_a_cold_start(
   }
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   state, _ = run(whole, **shared)
-  stopped, _ = run(parts, sigterm_at="1/2 ", **shared)
-  assert stopped is None
+  run(parts, **shared | {"num_steps": 1})
   again, out = run(parts, **shared)
   assert "resumed after step 1" in out
   assert metrics_of(parts) == metrics_of(whole)
