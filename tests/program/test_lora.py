@@ -1,6 +1,7 @@
 """Updates of adapters: what moves, what is saved, one device and eight."""
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,7 @@ def test_the_reference_is_the_policy_without_adapters(on_one_device):
   assert metrics["kl/reference"].value() < 1e-10
 
 
+@pytest.mark.slow  # tests/model/test_lora.py has a gradient on a mesh
 def test_a_mesh_updates_as_one_device_does(on_one_device):
   _, after, reference, metrics, _ = on_one_device
   program = program_of(config_of(), fsdp=2, expert=2, tensor=2)
@@ -171,10 +173,10 @@ def test_a_run_begins_with_the_adapters_of_a_folder(tmp_path):
   )
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
   """A workdir with a checkpoint; its config, program and policy."""
-  config = config_of()
+  tmp_path, config = tmp_path_factory.mktemp("run"), config_of()
   program = program_of(config)
   state = first_state(program)
   identity = load_params.identity(program) | load_params.lora_identity(program)
@@ -190,7 +192,7 @@ def run(tmp_path):
 def load(run, **keys):
   folder, config, program, _ = run
   if keys:
-    config.update_from_flattened_dict(keys)
+    config = config_of(**keys)
     program = program_of(config)
   with jax.set_mesh(program.mesh):
     return program, load_params.load(parse(config), program, str(folder))
@@ -219,17 +221,19 @@ def test_adapters_of_another_kind_are_refused(run, keys, words):
     load(run, **keys)
 
 
-def test_other_weights_below_are_refused(run):
+def test_other_weights_below_are_refused(run, tmp_path):
   folder, config, program, policy = run
+  folder = shutil.copytree(folder, tmp_path / "run")
   base, _ = lora.split(policy)
   with jax.set_mesh(program.mesh):
     moved = jax.tree.map(lambda x: x + 1, base)
     load_params.save_base(moved, parse(config), epath.Path(folder))
+    changed = folder, config, program, policy
     with pytest.raises(UserError, match=r"/base: expected the weights below"):
-      load(run)
+      load(changed)
     epath.Path(folder / "base").rmtree()
     with pytest.raises(UserError, match=r"model.checkpoint='': expected"):
-      load(run)
+      load(changed)
 
 
 @pytest.mark.parametrize(
