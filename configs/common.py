@@ -21,6 +21,18 @@ def get_config() -> ConfigDict:
   # What is stored all the same, of KEPT in gspo_jax/model/config.py.
   c.model.keep = ("attention", "stream")
 
+  # Low-rank adapters: the weights stay as they are, in `model.dtype`, and only
+  # the adapters are trained, in float32. The reference policy is the weights
+  # without adapters.
+  c.model.lora = ConfigDict()
+  c.model.lora.rank = 0  # of each adapter; 0: none, all weights are trained
+  c.model.lora.alpha = 32.0  # alpha / rank multiplies what an adapter adds
+  # "attention", "mlp" (the MLP, or every expert), "all-linear": both.
+  c.model.lora.targets = "all-linear"
+  # A folder of PEFT's with the first adapters; "": new ones, which change
+  # nothing yet.
+  c.model.lora.checkpoint = ""
+
   c.mesh = ConfigDict()  # devices along each axis; -1: those left over
   c.mesh.data = -1  # replicas
   c.mesh.fsdp = 1  # parameters and rows are split

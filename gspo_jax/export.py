@@ -6,7 +6,8 @@
 Give `--config` and its overrides as for the run. The newest whole checkpoint is
 written, or that of --workdir=runs/gsm8k/checkpoints/STEP. The folder has
 weights, config.json and the tokenizer; a run that started from a Hugging Face
-folder keeps the settings of that folder.
+folder keeps the settings of that folder. Adapters (`model.lora.rank`) are
+merged into the weights; with `--peft` they are written alone, in PEFT's format.
 
 Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else is a
 fault, with its traceback.
@@ -20,6 +21,7 @@ import sys
 import jax
 from absl import app, flags
 
+from gspo_jax import model
 from gspo_jax.model import hf
 from gspo_jax.program import command, load_params
 from gspo_jax.program.config import ConfigDict, parse
@@ -30,6 +32,9 @@ from gspo_jax.runtime.errors import UserError, complain
 _TO = flags.DEFINE_string("to", None, "The folder; new or empty.")
 _DTYPE = flags.DEFINE_string(
   "dtype", "bfloat16", "Of the weights: bfloat16, or float32 to lose nothing."
+)
+_PEFT = flags.DEFINE_bool(
+  "peft", False, "Write the adapters alone, in float32, for PEFT."
 )
 
 
@@ -54,7 +59,11 @@ def _command(argv) -> int:
 
   def work():
     export(
-      flags.FLAGS.config, flags.FLAGS.workdir, _TO.value, dtype=_DTYPE.value
+      flags.FLAGS.config,
+      flags.FLAGS.workdir,
+      _TO.value,
+      dtype=_DTYPE.value,
+      peft=_PEFT.value,
     )
     return 0
 
@@ -62,7 +71,12 @@ def _command(argv) -> int:
 
 
 def export(
-  config: ConfigDict, workdir: str, folder: str, *, dtype: str
+  config: ConfigDict,
+  workdir: str,
+  folder: str,
+  *,
+  dtype: str,
+  peft: bool = False,
 ) -> None:
   """Writes `folder`; on several hosts the first one does.
 
@@ -71,14 +85,18 @@ def export(
     workdir: as `load_params.load` takes it.
     folder: must not exist, or be empty.
     dtype: of the weights.
+    peft: write the adapters alone.
 
   Raises:
-    UserError: no checkpoint there, another model, or `folder` holds something.
+    UserError: no checkpoint there, another model, `folder` holds something, or
+      `peft` without adapters.
   """
   multihost.run_on_all(
     lambda: multihost.is_primary() and hf.require_new(folder, dtype)
   )
   config = multihost.run_on_all(lambda: parse(config))
+  if peft and not config.model.lora.rank:
+    raise UserError("--peft: expected model.lora.rank above 0, got 0")
   mesh = multihost.run_on_all(
     lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
   )
@@ -87,12 +105,24 @@ def export(
       lambda: build_program(config, mesh, training=False)
     )
     params = load_params.load(config, program, workdir)
+    if not peft:
+      params = load_params.merged(program, params)
   base = config.model.checkpoint or None
+  if peft:
+    _, adapters = model.lora.split(params)
+    hf.save_peft(adapters, program.cfg, folder, base=base or "")
+    multihost.print_once(f"exported to {folder}")
+    return
   add_tokenizer = None  # save_hf copies the files of the base's tokenizer
   if config.data.tokenizer or not base:
     add_tokenizer = functools.partial(_add_tokenizer, program.tokenizer)
   hf.save_hf(
-    params, program.cfg, folder, dtype=dtype, like=base, beside=add_tokenizer
+    params,
+    dataclasses.replace(program.cfg, lora=None),
+    folder,
+    dtype=dtype,
+    like=base,
+    beside=add_tokenizer,
   )
   multihost.print_once(f"exported to {folder}")
 

@@ -21,7 +21,7 @@ from gspo_jax.learner.health import HealthChecks, require_finite
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import EDGES
-from gspo_jax.program import settings
+from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.experiment import (
   Experiment,
@@ -46,7 +46,7 @@ from gspo_jax.runtime import (
   sharding,
   wandb_run,
 )
-from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.runtime.checkpoint import Checkpoints, checksums
 from gspo_jax.runtime.identity import changes, flatten, match
 from gspo_jax.runtime.metric_writer import MetricWriter
 from gspo_jax.runtime.preemption import Preemption
@@ -139,7 +139,7 @@ def _train(run: Run, state: TrainState) -> TrainState | None:
   with writer, traced:
     health = _health_checks(experiment)
     if first == 1 and config.eval.every:
-      writer.write(0, held_out.evaluate(experiment, state.params))
+      writer.write(0, held_out.evaluate(experiment, state.policy))
     for step in range(first, last + 1):
       with traced.iteration(step):
         state, metrics, distributions, samples = iterate(run, state, step)
@@ -147,7 +147,7 @@ def _train(run: Run, state: TrainState) -> TrainState | None:
       if stop:  # before an evaluation, in which a SIGKILL may come
         _save(run, step, state)
       if _due(config.eval.every, step, last):
-        metrics |= held_out.evaluate(experiment, state.params)
+        metrics |= held_out.evaluate(experiment, state.policy)
       writer.write(step, metrics, distributions)
       health(metrics)
       if _due(config.log.samples_every, step, last):
@@ -197,7 +197,7 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   clock = [time.monotonic()]
 
   # Prompts and rollout: G responses to each prompt; scoring begins.
-  batch = run.source(state.params, step)
+  batch = run.source(state.policy, step)
   scored = batch.samples
   prompts = prompts_on_device(scored.prompts, batch_sharding)
   clock.append(time.monotonic())
@@ -375,7 +375,7 @@ def _print_parameters(experiment: Experiment) -> None:
   """Prints a table of the weights; the layers of a stack share a row."""
   multihost.print_once(
     parameter_overview.get_parameter_overview(
-      experiment.program.abstract_params, include_stats="sharding"
+      experiment.program.abstract_policy, include_stats="sharding"
     )
   )
 
@@ -386,7 +386,7 @@ def _start(run: Run) -> TrainState | None:
   identity = checkpoint_identity(experiment)
   accept = lambda _, saved: match(identity, saved, "checkpoint")
   abstract = dataclasses.replace(
-    learner.abstract, pending_rollouts=_shapes(run.source.pending)
+    learner.abstract, base=None, pending_rollouts=_shapes(run.source.pending)
   )
   restored = run.checkpoints.restore(abstract, accept)
   if restored is not None:
@@ -398,15 +398,34 @@ def _start(run: Run) -> TrainState | None:
       multihost.print_once(line)
     if line := settings.changed_decay(experiment.config, saved, restored.step):
       multihost.print_once(line)
-    return dataclasses.replace(restored.state, pending_rollouts=None)
-  if not experiment.config.cold_start.steps:
+    state = dataclasses.replace(restored.state, pending_rollouts=None)
+    return _with_base(experiment, state, restored.metadata)
+  if experiment.config.cold_start.steps:
+    imitated = _cold_start(experiment, run.preemption)
+    if imitated is None:
+      multihost.print_once(
+        "SIGTERM: cold start saved; the same command resumes"
+      )
+      return None
+    params = imitated.params
+  else:
     params = experiment.program.init_params(experiment.keys.init)
-    return learner.init_state(params)
-  imitated = _cold_start(experiment, run.preemption)
-  if imitated is None:
-    multihost.print_once("SIGTERM: cold start saved; the same command resumes")
-    return None
-  return learner.init_state(imitated.params)
+  state = learner.init_state(
+    load_params.first_policy(experiment.config, experiment.program, params)
+  )
+  if state.base is not None:
+    load_params.save_base(state.base, experiment.config, experiment.workdir)
+  return state
+
+
+def _with_base(experiment: Experiment, state, metadata) -> TrainState:
+  """A restored state, with the weights below the adapters if it has such."""
+  if not experiment.config.model.lora.rank:
+    return state
+  base = load_params.load_base(
+    experiment.config, experiment.program, experiment.workdir, metadata["base"]
+  )
+  return dataclasses.replace(state, base=base)
 
 
 def _shapes(arrays):
@@ -429,7 +448,11 @@ def _save(run: Run, step: int, state: TrainState) -> None:
     "rollouts": run.source.get_state(),
     "config": run.experiment.config.as_json(),
   }
-  state = dataclasses.replace(state, pending_rollouts=run.source.pending)
+  if state.base is not None:
+    metadata["base"] = checksums(state.base)
+  state = dataclasses.replace(
+    state, base=None, pending_rollouts=run.source.pending
+  )
   run.checkpoints.save(step, state, metadata)
 
 
@@ -475,7 +498,8 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
 
 
 def _greedy_accuracy(experiment: Experiment, key, params) -> float:
-  return float(held_out.greedy(experiment, params, key).mean())
+  policy = experiment.program.new_policy(params)
+  return float(held_out.greedy(experiment, policy, key).mean())
 
 
 def _health_checks(experiment: Experiment) -> HealthChecks:

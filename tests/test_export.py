@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import transformers
 from absl.testing import flagsaver
+from etils import epath
 from repository import ROOT, xla_flags
 from safetensors import numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,7 +23,7 @@ from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.runtime.checkpoint import Checkpoints, checksums
 from gspo_jax.runtime.errors import UserError
 
 TEMPLATE = (
@@ -84,6 +85,47 @@ def exported(base, tmp_path_factory):
   out = folder / "out"
   export.export(config_of(base), str(folder), str(out), dtype="float32")
   return params, out
+
+
+def test_adapters_are_merged_or_written_for_peft(base, tmp_path):
+  """The weights below are read again from `model.checkpoint`."""
+  keys = config_of(base)
+  keys.model.lora.rank, keys.model.dtype = 2, "float32"
+  config, mesh = parse(keys), sharding.make_mesh(**keys.mesh)
+  with jax.set_mesh(mesh):
+    program = build_program(config, mesh, training=False)
+    below = program.new_policy(program.init_params(None))
+    below, adapters = model.lora.split(below)
+    adapters = jax.tree.map(lambda x: x + 0.1, adapters)
+    load_params.save_base(below, config, epath.Path(tmp_path))
+    assert not (tmp_path / "base").exists()
+    identity = load_params.identity(program) | load_params.lora_identity(
+      program
+    )
+    saved = {"identity": identity, "base": checksums(below)}
+    with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+      checkpoints.save(1, {"params": adapters}, saved)
+  write = lambda name, **flags: export.export(
+    keys, str(tmp_path), str(tmp_path / name), dtype="float32", **flags
+  )
+  write("merged")
+  cfg = hf.config_from_hf(tmp_path / "merged", dtype="float32")
+  expected = model.lora.merge(
+    model.lora.join(below, adapters), program.cfg.lora
+  )
+  found = hf.load_hf(tmp_path / "merged", cfg)
+  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+  jax.tree.map(close, found, expected)
+  write("peft", peft=True)
+  found = hf.load_peft(tmp_path / "peft", program.cfg)
+  jax.tree.map(np.testing.assert_array_equal, found, adapters)
+  config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+  assert config["base_model_name_or_path"] == str(base)
+  keys.model.lora.rank = 0
+  with pytest.raises(
+    UserError, match=r"--peft: expected model\.lora\.rank above"
+  ):
+    write("none", peft=True)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from gspo_jax import model, train
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.evaluate import held_out
 from gspo_jax.learner.packing import RowTokens
-from gspo_jax.program import experiment
+from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
@@ -305,6 +305,41 @@ def test_a_killed_cold_start_or_run_without_checkpoints_resumes(
   _, out = run(workdir)
   assert "cold start" not in out
   assert_same_run(workdir, reference[0])
+
+
+def test_adapters_resume_beside_the_weights_of_a_cold_start(
+  run, reference, tmp_path, build_once
+):
+  """Their checkpoints hold no other weights, which the run saves once."""
+  shared = {
+    "model__lora__rank": 2,
+    "cold_start__dir": str(reference[0] / "cold_start"),
+    "checkpoint__every": 1,
+    "eval__every": 0,
+    "num_steps": 2,
+  }
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  state, _ = run(whole, **shared)
+  run(parts, **shared | {"num_steps": 1})
+  again, out = run(parts, **shared)
+  assert "resumed after step 1" in out
+  assert metrics_of(parts) == metrics_of(whole)
+  for a, b in zip(*map(jax.tree.leaves, (again, state)), strict=True):
+    np.testing.assert_array_equal(a, b)
+  with Checkpoints(whole / "checkpoints") as checkpoints:
+    saved = checkpoints._read(2)
+  weights = [p for p in saved["specs"] if p.startswith("params/")]
+  assert weights
+  assert all(map(model.lora.is_adapter, weights))
+  assert not any(p.startswith("base/") for p in saved["specs"])
+  # A command that evaluates or exports finds the same policy.
+  config = parse(config_of(**shared))
+  program = build_once(config, sharding.make_mesh())
+  loaded = load_params.load(config, program, str(whole))
+  jax.tree.map(np.testing.assert_array_equal, loaded, state.policy)
+  shutil.rmtree(parts / "base")
+  with pytest.raises(UserError, match="expected the weights below the adapt"):
+    run(parts, **shared | {"num_steps": 3})
 
 
 def test_kill_9_loses_only_the_steps_after_the_last_checkpoint(

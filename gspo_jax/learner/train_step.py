@@ -77,9 +77,12 @@ class TrainState:
 
   Attributes:
     step: [] int32, updates so far.
-    params: the policy's weights, float32.
+    params: what is trained, float32: the policy's weights, or its adapters.
     opt_state: of the optimizer.
-    reference: the reference policy's weights, in the model's dtype, or None.
+    base: with adapters, the weights below them, in the model's dtype, which
+      stay as they are. None without adapters, and in a checkpoint.
+    reference: what the reference policy has in place of `params`, in the
+      model's dtype; nothing, {}, if it is the base; None without a reference.
     critic: the state of PPO's critic, which has its own optimizer, or None.
     pending_rollouts: responses for the next iteration; only in a checkpoint.
   """
@@ -87,9 +90,20 @@ class TrainState:
   step: jax.Array
   params: model.Params
   opt_state: optax.OptState
+  base: model.Params | None = None
   reference: model.Params | None = None
   critic: TrainState | None = None
   pending_rollouts: dict | Samples | None = None
+
+  @property
+  def policy(self) -> model.Params:
+    """The weights to run the policy with, and its adapters."""
+    return with_base(self.base, self.params)
+
+
+def with_base(base: model.Params | None, params: model.Params) -> model.Params:
+  """The weights to run: `params`, which are adapters if there is a base."""
+  return params if base is None else model.lora.join(base, params)
 
 
 class Learner(NamedTuple):
@@ -112,15 +126,23 @@ class Learner(NamedTuple):
 class InitState(Protocol):
   """Makes the first state of training."""
 
-  def __call__(self, params: model.Params) -> TrainState:
-    """The state with these weights, which are donated."""
+  def __call__(self, policy: model.Params) -> TrainState:
+    """The state with these weights and adapters, which are donated."""
 
 
 def init_state(
-  params: model.Params, *, optimizer: optax.GradientTransformation
+  policy: model.Params, *, optimizer: optax.GradientTransformation
 ) -> TrainState:
-  """The state before the first update."""
-  return TrainState(jnp.int32(0), params, optimizer.init(params))
+  """The state before the first update.
+
+  Args:
+    policy: weights. If some of them are adapters, only those are trained.
+    optimizer: of what is trained.
+  """
+  base, adapters = model.lora.split(policy)
+  if not adapters:
+    return TrainState(jnp.int32(0), policy, optimizer.init(policy))
+  return TrainState(jnp.int32(0), adapters, optimizer.init(adapters), base)
 
 
 def update(
@@ -151,6 +173,11 @@ def update(
     add up.
   """
   rows, counts = batch
+  if state.base is not None:
+    run = learner.loss
+    learner = learner._replace(
+      loss=lambda params, *rest: run(with_base(state.base, params), *rest)
+    )
 
   def minibatch(m, carry):
     params, opt_state, old, sums = carry

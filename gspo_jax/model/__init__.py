@@ -2,12 +2,13 @@
 
 Other wings use the names in `__all__`, and these modules: `cache` and
 `paged_cache` (the two KV caches), `paged_attention` (the layout of pages), `hf`
-(Hugging Face checkpoints), `rounding` (the compiler options of every program
-that runs a policy) and `moe.number_type` (the integer type of recorded
-experts).
+(Hugging Face checkpoints), `lora` (low-rank adapters), `rounding` (the compiler
+options of every program that runs a policy) and `moe.number_type` (the integer
+type of recorded experts).
 """
 
 from gspo_jax.model.config import KEPT, VARIANTS, ModelConfig, variant
+from gspo_jax.model.lora import LoraConfig
 from gspo_jax.model.transformer import (
   HiddenStates,
   Output,
@@ -26,6 +27,7 @@ __all__ = [
   "KEPT",
   "VARIANTS",
   "HiddenStates",
+  "LoraConfig",
   "ModelConfig",
   "Output",
   "Params",
@@ -34,6 +36,7 @@ __all__ = [
   "hf",
   "hidden_states",
   "init",
+  "lora",
   "moe",
   "output_matrix",
   "paged_attention",

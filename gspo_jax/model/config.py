@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from gspo_jax.model.lora import LoraConfig
 from gspo_jax.runtime.errors import UserError, nearest
 
 DTYPES = ("float32", "bfloat16")
@@ -53,6 +54,7 @@ class ModelConfig:
     unroll: layers in one step of the scan over layers; `num_layers`: no scan,
       and nothing that the backward pass needs is stacked. None: `num_layers` on
       a CPU with at most 8 layers, else 1, which compiles fastest.
+    lora: the low-rank adapters; None: all weights are trained.
   """
 
   vocab_size: int
@@ -75,6 +77,7 @@ class ModelConfig:
   remat: bool = True
   keep: tuple[str, ...] = ("attention", "stream")
   unroll: int | None = None
+  lora: LoraConfig | None = None
 
   def __post_init__(self):
     heads, kv_heads = self.num_heads, self.num_kv_heads

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspo_jax.model import grouped_matmul
+from gspo_jax.model import lora
 from gspo_jax.model.rounding import rounded, wide
 
 _SLACK = 1.25  # rows of a chunk / mean load
@@ -37,7 +37,7 @@ def multiply(x_RD, weights_R, gate_up, down, sizes_e):
 
 def _project_up(x_RD, gate_up, sizes_e):
   """Gates and ups, concatenated: [R, 2F]."""
-  return grouped_matmul.matmul(x_RD, gate_up.astype(x_RD.dtype), sizes_e)
+  return lora.grouped_product(x_RD, gate_up, sizes_e)
 
 
 def _project_down(h_RF, weights_R, down, sizes_e):
@@ -45,7 +45,7 @@ def _project_down(h_RF, weights_R, down, sizes_e):
   # Weighted here, on F columns, rather than after `down`, on D.
   h = nn.silu(wide(gate)) * wide(up) * wide(weights_R)[:, None]
   h = rounded(h, h_RF.dtype)
-  return grouped_matmul.matmul(h, down.astype(h.dtype), sizes_e)
+  return lora.grouped_product(h, down, sizes_e)
 
 
 class ExpertOutput(NamedTuple):
@@ -70,14 +70,14 @@ def apply(
     weights_Mk: routing weights, in the dtype of `x_MD`.
     experts_Mk: experts of each token, counted from this device's first one;
       those outside 0..e-1 are on other devices.
-    gate_up: [e, D, 2F].
-    down: [e, F, D].
+    gate_up: [e, D, 2F], with adapters or without.
+    down: [e, F, D], likewise.
     num_shards: devices among which the experts are split.
 
   Returns:
     The sum over this device's experts, and the number of rows processed.
   """
-  (M, k), e = experts_Mk.shape, gate_up.shape[0]
+  (M, k), e = experts_Mk.shape, len(gate_up.weight)
   max_rows = M * min(k, e)
   tiles = -(-int(_SLACK * M * k) // (num_shards * _TILE))
   R = min(max_rows, tiles * _TILE)
@@ -98,8 +98,8 @@ class _Operands(NamedTuple):
   Attributes:
     x_MD: tokens.
     weights: [M * k] routing weights.
-    gate_up: [e, D, 2F].
-    down: [e, F, D].
+    gate_up: [e, D, 2F], with adapters or without.
+    down: [e, F, D], likewise.
     order: rows sorted by expert, row i being token i // k; those of other
       devices last.
     ends_e: the end of each expert's rows in `order`.
@@ -107,8 +107,8 @@ class _Operands(NamedTuple):
 
   x_MD: jax.Array
   weights: jax.Array
-  gate_up: jax.Array
-  down: jax.Array
+  gate_up: lora.Experts
+  down: lora.Experts
   order: jax.Array
   ends_e: jax.Array
 
@@ -207,11 +207,11 @@ def _backward(k, R, residuals, cotangents):
       start + R,
       _add(dx_MD, rows // k, dx_RD),
       _add(dweights, rows, dweights_R),
-      dgate_up + dgate_up_chunk,
-      ddown + ddown_chunk,
+      jax.tree.map(jnp.add, dgate_up, dgate_up_chunk),
+      jax.tree.map(jnp.add, ddown, ddown_chunk),
     )
 
-  zeros = map(jnp.zeros_like, (x_MD, weights, gate_up, down))
+  zeros = jax.tree.map(jnp.zeros_like, (x_MD, weights, gate_up, down))
   state = (jnp.int32(0), *zeros)
   state = _run(body, widen, state, h_RF, operands)
   return (_Operands(*state[1:], None, None),)

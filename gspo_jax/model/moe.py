@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from gspo_jax.model import experts as ep
-from gspo_jax.model import grouped_matmul
+from gspo_jax.model import grouped_matmul, lora
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.rounding import rounded
 from gspo_jax.runtime import sharding
@@ -82,6 +82,7 @@ class MoE(nn.Module):
       "gate_up": self.param("gate_up", stacked, (E, D, 2 * F)),
       "down": self.param("down", stacked, (E, F, D)),
     }
+    weights |= lora.of_module(self, ("gate_up", "down"), cfg)
     specs = {name: sharding.param_spec(f"moe/{name}") for name in weights}
     rows = PartitionSpec(sharding.BATCH_AXES)
     layer = sharding.shard_map(
@@ -104,6 +105,12 @@ def _local(
     shard = weights[name].astype(x_MD.dtype)
     return checkpoint_name(sharding.gather(shard, "fsdp", dim=0), "weights")
 
+  def experts(name):
+    ends = ("", lora.A, lora.B)
+    return lora.Experts(
+      *[gather(name + e) for e in ends if name + e in weights]
+    )
+
   logits_ME = _router_logits(x_MD, gather("router"))
   if use_own_experts is not None:
     _, top_Mk = jax.lax.top_k(jax.nn.softmax(logits_ME), k)
@@ -113,7 +120,7 @@ def _local(
   # Padding tokens are all alike, and would overload the same k experts.
   real_experts_Mk = jnp.where(real_BT.reshape(-1, 1), experts_Mk, E)
   y_MD, num_rows = _run_experts(
-    x_MD, weights_Mk, real_experts_Mk, gather("gate_up"), gather("down")
+    x_MD, weights_Mk, real_experts_Mk, experts("gate_up"), experts("down")
   )
   expected_rows = jnp.sum(real_BT, dtype=jnp.int32) * k
   dropped = sharding.psum(expected_rows - num_rows, *sharding.BATCH_AXES)
@@ -132,15 +139,17 @@ def _run_experts(
   """
   ranks = ("expert", "tensor")
   if sharding.size(*ranks) == 1:
-    operands = x_MD, weights_Mk, experts_Mk, gate_up, down
-    if sharding.platform() == "cpu":
-      return ep.ExpertOutput(*grouped_matmul.swiglu_in_blocks(*operands))
-    return dispatch(*operands)
+    operands = x_MD, weights_Mk, experts_Mk
+    if sharding.platform() == "cpu" and gate_up.a is None:
+      return ep.ExpertOutput(
+        *grouped_matmul.swiglu_in_blocks(*operands, gate_up.weight, down.weight)
+      )
+    return dispatch(*operands, gate_up, down)
   join = lambda x: sharding.gather(x, "expert", dim=0)
   y, num_rows = ep.apply(
     checkpoint_name(join(x_MD), "tokens"),
     join(weights_Mk.astype(x_MD.dtype)),
-    join(experts_Mk) - sharding.index(*ranks) * gate_up.shape[0],
+    join(experts_Mk) - sharding.index(*ranks) * len(gate_up.weight),
     gate_up,
     down,
     num_shards=sharding.size(*ranks),
@@ -205,7 +214,7 @@ def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down) -> ep.ExpertOutput:
   """
   M, k = experts_Mk.shape
   order = jnp.argsort(experts_Mk.reshape(-1), stable=True)
-  sizes_E = jnp.bincount(experts_Mk.reshape(-1), length=gate_up.shape[0])
+  sizes_E = jnp.bincount(experts_Mk.reshape(-1), length=len(gate_up.weight))
   weights = weights_Mk.reshape(-1)[order].astype(x_MD.dtype)
   y = ep.multiply(x_MD[order // k], weights, gate_up, down, sizes_E)
   num_rows = sizes_E.sum(dtype=jnp.int32)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from gspo_jax.model import attention
+from gspo_jax.model import attention, lora
 from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.matmul import matmul, matmul_float32
@@ -113,6 +113,29 @@ def add(x_BTD, y_BTD):
   return rounded(wide(x_BTD) + wide(y_BTD), x_BTD.dtype)
 
 
+def project(x, weights, name, axes: int = 1):
+  """`matmul` by the weight of this name, with its adapter's product added."""
+  cast = lambda end: weights[name + end].astype(x.dtype)
+  y = matmul(x, cast(""), axes)
+  if name + lora.A not in weights:
+    return y
+  return add(y, matmul(matmul(x, cast(lora.A), axes), cast(lora.B)))
+
+
+def _gathered(weights, part, dtype):
+  """A device's weights, whole along `fsdp`; `part` is the start of the path."""
+
+  def gather(name, x):
+    spec, x = sharding.param_spec(f"{part}/{name}"), x.astype(dtype)
+    return (
+      sharding.gather(x, "fsdp", dim=spec.index("fsdp"))
+      if ("fsdp" in spec)
+      else x
+    )
+
+  return {name: gather(name, x) for name, x in weights.items()}
+
+
 class Scale(nn.Module):
   """The scale of an RMSNorm that `_project` applies."""
 
@@ -143,6 +166,7 @@ class Attention(nn.Module):
       "v": self.param("v", to_heads, (D, K, H)),
       "o": self.param("o", from_heads, (N, H, D)),
     }
+    weights |= lora.of_module(self, list(weights), cfg)
     if cfg.qk_norm:
       weights |= {name: Scale(name=name)(H) for name in ("q_norm", "k_norm")}
     if cfg.attention_bias:
@@ -152,16 +176,14 @@ class Attention(nn.Module):
       return _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg)
     q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
     out_BTNH, updated = cache.attend(layer, q_BTNH, k_BTKH, v_BTKH)
-    o = weights["o"].astype(x_BTD.dtype)
-    return matmul(out_BTNH, o, axes=2), updated
+    return project(out_BTNH, weights, "o", axes=2), updated
 
 
 def _project(x_BTD, weights, angles, cfg):
   """Queries, keys and values; queries and keys are normed and rotated."""
 
   def heads(name):
-    w = weights[name].astype(x_BTD.dtype)
-    y_BTNH = matmul(x_BTD, w)
+    y_BTNH = project(x_BTD, weights, name)
     if cfg.attention_bias:
       y_BTNH = add(y_BTNH, weights[f"{name}_bias"].astype(x_BTD.dtype))
     return checkpoint_name(y_BTNH, "heads")
@@ -185,17 +207,14 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
     else sharding.param_spec(f"attention/{name}")
     for name in weights
   }
-  biases = [name for name in weights if name.endswith("bias")]
 
   def local(x_BTD, weights, angles, segments_BT):
-    gather = lambda name, dim: sharding.gather(
-      weights[name].astype(x_BTD.dtype), "fsdp", dim=dim
-    )
-    gathered = weights | {name: gather(name, 0) for name in "qkv"}
-    gathered |= {name: gather(name, 1) for name in biases}
-    q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, gathered, angles, cfg)
+    norms = {k: x for k, x in weights.items() if k.endswith("norm")}
+    others = {k: x for k, x in weights.items() if k not in norms}
+    weights = norms | _gathered(others, "attention", x_BTD.dtype)
+    q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
     out_BTNH = attention.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
-    y_BTD = matmul(out_BTNH, gather("o", 1), axes=2)
+    y_BTD = project(out_BTNH, weights, "o", axes=2)
     y_BTD = sharding.psum(y_BTD, "tensor")
     to_cache = lambda x: x.swapaxes(1, 2).astype(stored(x.dtype))
     return y_BTD, (to_cache(k_BTKH), to_cache(v_BTKH))
@@ -225,15 +244,13 @@ class MLP(nn.Module):
     init = nn.initializers.lecun_normal()
     shapes = {"gate": (D, F), "up": (D, F), "down": (F, D)}
     weights = {n: self.param(n, init, shape) for n, shape in shapes.items()}
+    weights |= lora.of_module(self, shapes, self.cfg)
     specs = {name: sharding.param_spec(f"mlp/{name}") for name in weights}
 
     def local(x_BTD, weights):
-      gather = lambda name, dim: sharding.gather(
-        weights[name].astype(x_BTD.dtype), "fsdp", dim=dim
-      )
-      gate, up = (matmul(x_BTD, gather(name, 0)) for name in ("gate", "up"))
-      hidden = swiglu(gate, up)
-      return sharding.psum(matmul(hidden, gather("down", 1)), "tensor")
+      weights = _gathered(weights, "mlp", x_BTD.dtype)
+      gate, up = (project(x_BTD, weights, name) for name in ("gate", "up"))
+      return sharding.psum(project(swiglu(gate, up), weights, "down"), "tensor")
 
     rows = PartitionSpec(sharding.BATCH_AXES)
     mlp = sharding.shard_map(local, in_specs=(rows, specs), out_specs=rows)

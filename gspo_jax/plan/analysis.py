@@ -90,7 +90,7 @@ def memory(
   """The part of a report that is about memory, and whether it is enough."""
   resident = _bytes(_unread(name, program.learner.abstract))
   if has_pages(name, program):
-    resident += _bytes(program.learner.abstract.params)
+    resident += _bytes(program.abstract_policy)
   needed, hbm = compiled.needed + resident, where.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
   report = {"memory": dataclasses.asdict(compiled) | sizes}
@@ -329,7 +329,9 @@ def _model_flops(name, config, program) -> float:
     return critic + (
       forward if program.learner.abstract.reference is not None else 0.0
     )
-  return 3 * (forward + critic) if name == "update" else forward
+  if name == "update":
+    return lower_bounds.update_passes(program.cfg) * (forward + critic)
+  return forward
 
 
 def _summary(cost, model_flops, where) -> dict:

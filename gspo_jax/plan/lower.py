@@ -46,7 +46,7 @@ def functions(
   shape = jax.ShapeDtypeStruct
   prompts = rows(Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32)))
   key = jax.eval_shape(lambda: jax.random.key(0))
-  params = program.learner.abstract.params
+  params = program.abstract_policy
   if isinstance(program.sampler.generate, ContinuousSampler):
     lowered, samples = lower_continuous_sampler(config, program, key)
   else:
@@ -86,9 +86,7 @@ def lower_continuous_sampler(config, program, key, compute_slots=None):
   With `compute_slots`, int32 [b], a segment computes only those slots.
   """
   sampler = program.sampler.generate
-  decode_params = sampler.jitted.decode_params.lower(
-    program.learner.abstract.params
-  )
+  decode_params = sampler.jitted.decode_params.lower(program.abstract_policy)
   params = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     decode_params.out_info,

@@ -3,7 +3,9 @@
 FLOPs are counted as in papers: 2 for each active parameter and token, half the
 square of the length for causal attention, and three times a forward pass for a
 forward and a backward pass. The embedding is a look-up and has no FLOPs. The
-output head counts only for tokens that need logits.
+output head counts only for tokens that need logits. With low-rank adapters the
+weights have no gradient of their own: forward and backward pass count twice a
+forward pass, and the adapters nothing.
 """
 
 from gspo_jax.model import ModelConfig
@@ -44,6 +46,11 @@ def forward_flops(
   pairs = tokens * past + tokens**2 / 2
   attention = 4 * cfg.num_layers * cfg.num_heads * cfg.head_dim * pairs
   return batch * (2.0 * products + attention)
+
+
+def update_passes(cfg: ModelConfig) -> int:
+  """The forward passes that take the FLOPs of a forward and backward pass."""
+  return 2 if cfg.lora else 3
 
 
 def _element_bytes(cfg: ModelConfig) -> int:

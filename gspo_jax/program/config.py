@@ -95,6 +95,23 @@ def checked(rule: Range | Choice):
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+  """Low-rank adapters; `model.LoraConfig` checks the rest."""
+
+  rank: int = checked(ZERO_OR_MORE)
+  alpha: float
+  targets: str
+  checkpoint: str
+
+  def __post_init__(self):
+    if self.checkpoint and not self.rank:
+      raise UserError(
+        f"model.lora.checkpoint={self.checkpoint!r}: expected '' with "
+        "model.lora.rank=0, where there are no adapters"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
   """The policy; `model.ModelConfig` checks these values.
 
@@ -106,6 +123,7 @@ class Model:
   dtype: str
   remat: bool
   keep: tuple[str, ...]
+  lora: Lora
   sizes: tuple[tuple[str, object], ...]
 
 
@@ -442,6 +460,8 @@ class Config:
     if self.sampler.temperature == 0:
       raise UserError("sampler.temperature=0: expected more than 0")
     self.objective.check_training()
+    if self.model.lora.rank:
+      self._check_lora()
     self.rollout.check_training()
     limit = self.rollout.max_tokens_per_iteration
     if limit and not self.continuous_batching.slots:
@@ -472,6 +492,34 @@ class Config:
         f"num_steps={self.num_steps}"
       )
     self._check_sizes(shards)
+
+  def _check_lora(self):
+    """UserError where a key does not go with adapters."""
+    for key, value, wrong, expected in (
+      (
+        "objective.name",
+        self.objective.name,
+        self.objective.has_critic,
+        "another method, for all weights of its critic would be trained",
+      ),
+      (
+        "optim.name",
+        self.optim.name,
+        self.optim.name != "adamw",
+        "'adamw', for Muon is made for whole matrices",
+      ),
+      (
+        "model.lora.checkpoint",
+        self.model.lora.checkpoint,
+        self.model.lora.checkpoint and self.cold_start.steps,
+        "'' with a cold start, which changes the weights below the adapters",
+      ),
+    ):
+      if wrong:
+        raise UserError(
+          f"{key}={value!r}: expected {expected} "
+          f"(model.lora.rank={self.model.lora.rank})"
+        )
 
   def _check_sizes(self, shards):
     """UserError unless every cut of a batch comes out even."""

@@ -115,6 +115,8 @@ def checkpoint_identity(experiment: Experiment) -> dict:
   identity = experiment.identity | {"checkpoint format": CHECKPOINT_FORMAT}
   if state.reference is not None:
     identity["a reference (objective.kl_coef)"] = True
+  if config.model.lora.rank:
+    identity |= load_params.lora_identity(experiment.program)
   if state.critic is not None:
     identity["a critic (objective.name='ppo')"] = True
   if config.optim.name != "adamw":

@@ -7,7 +7,7 @@ is planned or timed is what runs.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
@@ -199,6 +199,9 @@ class Program:
     prompt_config: how problems become prompts.
     abstract_params: shapes and shardings of the weights.
     init_params: the first weights.
+    abstract_policy: shapes and shardings of `new_policy`'s result.
+    new_policy: weights -> what is run and trained first: they themselves, or
+      with adapters the weights in `cfg.dtype`, and new adapters.
     sampler: what samples responses.
     learner: what learns; None without training.
     cold_start: supervised fine-tuning; None without training.
@@ -209,6 +212,8 @@ class Program:
   prompt_config: PromptConfig
   abstract_params: model.Params
   init_params: InitParams
+  abstract_policy: model.Params
+  new_policy: Callable[[model.Params], model.Params]
   sampler: SamplerFunctions
   learner: LearnerFunctions | None
   cold_start: ColdStartFunctions | None
@@ -265,17 +270,20 @@ def build_program(
   cfg = settings.model_config(config)
   tokenizer = settings.load_tokenizer(config, cfg)
   params = jitted.abstract_params(cfg, mesh)
+  policy = jitted.abstract_policy(cfg, mesh)
   learner = cold_start = None
   if training:
     settings.require_experts(config, cfg)
-    learner, cold_start = _learners(config, cfg, params, mesh)
+    learner, cold_start = _learners(config, cfg, params, policy, mesh)
   return Program(
     cfg=cfg,
     mesh=mesh,
     prompt_config=settings.prompt_config(config, tokenizer),
     abstract_params=params,
     init_params=jitted.init_params(config.model.checkpoint, cfg, params, mesh),
-    sampler=_sampler(config, cfg, tokenizer, params, mesh),
+    abstract_policy=policy,
+    new_policy=jitted.new_policy(config.seed, cfg, mesh),
+    sampler=_sampler(config, cfg, tokenizer, policy, mesh),
     learner=learner,
     cold_start=cold_start,
   )
@@ -363,7 +371,7 @@ def _sampler_mesh(config, mesh, params):
 
 
 def _learners(
-  config, cfg, params, mesh
+  config, cfg, params, policy, mesh
 ) -> tuple[LearnerFunctions, ColdStartFunctions]:
   learners = settings.learners(config, cfg)
   shards = sharding.batch_shards(mesh)
@@ -371,7 +379,7 @@ def _learners(
   new_state = functools.partial(
     jitted.new_state, learners=learners, config=config, cfg=cfg
   )
-  abstract = jitted.abstract_state(new_state, params, mesh)
+  abstract = jitted.abstract_state(new_state, policy, mesh)
   learner = LearnerFunctions(
     abstract=abstract,
     init_state=jitted.init_state(new_state, abstract, mesh),

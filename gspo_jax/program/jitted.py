@@ -71,6 +71,30 @@ def abstract_params(cfg, mesh):
   return _sharded(jax.eval_shape(init, jax.random.key(0)), mesh)
 
 
+def abstract_policy(cfg, mesh):
+  """Shapes and shardings of `new_policy`'s result."""
+  params = abstract_params(cfg, mesh)
+  if cfg.lora is None:
+    return params
+  make = functools.partial(_with_adapters, cfg=cfg, seed=0)
+  return _sharded(jax.eval_shape(make, params), mesh)
+
+
+def new_policy(seed, cfg, mesh):
+  """params -> policy: with adapters, weights in `cfg.dtype` below new ones."""
+  if cfg.lora is None:
+    return lambda params: params
+  policy = shardings(abstract_policy(cfg, mesh))
+  make = functools.partial(_with_adapters, cfg=cfg, seed=seed)
+  return MeshJit(jax.jit(make, out_shardings=policy), mesh)
+
+
+def _with_adapters(params, *, cfg, seed):
+  adapters = model.lora.init(jax.random.key(seed), params, cfg.lora)
+  cast = lambda x: x.astype(cfg.dtype)
+  return model.lora.join(jax.tree.map(cast, params), adapters)
+
+
 def abstract_state(new_state, params, mesh) -> TrainState:
   """Shapes and shardings of a state; `new_state`: abstract params -> state."""
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -91,16 +115,18 @@ def _load_params(folder, cfg, param_shardings, key):
   return hf.load_hf(folder, cfg, shardings=param_shardings)
 
 
-def new_state(params, *, learners, config, cfg) -> TrainState:
-  """A state of these weights, with the reference and the critic it needs."""
-  state = train_step.init_state(params, optimizer=learners.policy.optimizer)
+def new_state(policy, *, learners, config, cfg) -> TrainState:
+  """A state of this policy, with the reference and the critic it needs."""
+  state = train_step.init_state(policy, optimizer=learners.policy.optimizer)
   reference = value = None
   if config.objective.kl_coef:
     # In the dtype of the forward pass nothing is lost.
-    reference = jax.tree.map(lambda x: x.astype(cfg.dtype), params)
+    reference = jax.tree.map(lambda x: x.astype(cfg.dtype), state.params)
+    if cfg.lora and not config.objective.reference_every:
+      reference = {}
   if learners.critic:
     value = train_step.init_state(
-      critic.init(params), optimizer=learners.critic.optimizer
+      critic.init(policy), optimizer=learners.critic.optimizer
     )
   return dataclasses.replace(state, reference=reference, critic=value)
 
@@ -111,10 +137,10 @@ def new_cold_start_state(params, *, learners) -> TrainState:
 
 
 def init_state(new_state, abstract, mesh) -> MeshJit:
-  """params -> state; donates the params."""
+  """policy -> state; donates the policy."""
   jitted = jax.jit(
     new_state,
-    in_shardings=(shardings(abstract.params),),
+    in_shardings=(shardings(abstract.policy),),
     out_shardings=shardings(abstract),
     donate_argnums=0,
   )
@@ -209,7 +235,9 @@ def add_reference_and_values(config, cfg, abstract, mesh) -> MeshJit | None:
     return experience.add_reference_and_values(
       batch,
       cfg,
-      reference=state.reference,
+      reference=None
+      if state.reference is None
+      else train_step.with_base(state.base, state.reference),
       critic_params=state.critic and state.critic.params,
       temperature=config.sampler.temperature,
     )

@@ -1,13 +1,19 @@
 """The weights of a checkpoint, and what identifies them."""
 
 import dataclasses
+import functools
+from typing import Any
 
+import jax
 from etils import epath
 
 from gspo_jax import model
+from gspo_jax.model import hf
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
-from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.program.jitted import shardings
+from gspo_jax.runtime import multihost
+from gspo_jax.runtime.checkpoint import Checkpoints, checksums
 from gspo_jax.runtime.errors import UserError, how_to_download
 from gspo_jax.runtime.identity import match
 
@@ -15,12 +21,19 @@ from gspo_jax.runtime.identity import match
 def identity(program: Program) -> dict:
   """What weights must agree with to fit this model and tokenizer."""
   cfg = dataclasses.asdict(program.cfg)
-  # The same model may recompute more or less, and run unrolled.
-  free = ("remat", "keep", "unroll")
+  # The same model may recompute more or less, and run unrolled; a cold start
+  # comes before the adapters.
+  free = ("remat", "keep", "unroll", "lora")
   return {
     "model": {k: v for k, v in cfg.items() if k not in free},
     "tokenizer": program.tokenizer.fingerprint,
   }
+
+
+def lora_identity(program: Program) -> dict[str, Any]:
+  """What adapters must agree with to fit this program."""
+  lora = program.cfg.lora
+  return {"model.lora": dataclasses.asdict(lora) if lora else None}
 
 
 def with_checkpoint(config: Config, checkpoint: str) -> Config:
@@ -30,8 +43,90 @@ def with_checkpoint(config: Config, checkpoint: str) -> Config:
   return config
 
 
+def first_policy(
+  config: Config, program: Program, params: model.Params
+) -> model.Params:
+  """The policy before its first update, of the first weights.
+
+  With adapters, those of `model.lora.checkpoint` or new ones.
+  """
+  policy = program.new_policy(params)
+  if folder := config.model.lora.checkpoint:
+    _, adapters = model.lora.split(program.abstract_policy)
+    base, _ = model.lora.split(policy)
+    read = hf.load_peft(folder, program.cfg, shardings(adapters))
+    return model.lora.join(base, read)
+  return policy
+
+
+def save_base(base: model.Params, config: Config, workdir: epath.Path) -> None:
+  """Saves the weights below the adapters, unless `model.checkpoint` has them.
+
+  Args:
+    base: these weights.
+    config: of the run.
+    workdir: of the run, which has no checkpoints yet.
+  """
+  if config.model.checkpoint and not config.cold_start.steps:
+    return
+  folder = workdir / "base"
+
+  def remove():  # of a run that was stopped before its first checkpoint
+    if multihost.is_primary() and folder.exists():
+      folder.rmtree()
+
+  multihost.run_on_all(remove)
+  with Checkpoints(folder, keep=1) as checkpoints:
+    checkpoints.save(0, {"base": base}, {})
+
+
+def load_base(
+  config: Config, program: Program, workdir: epath.Path, saved: dict[str, int]
+) -> model.Params:
+  """The weights below the adapters of a run, of its folder or again of a file.
+
+  Args:
+    config: of the run.
+    program: its program.
+    workdir: of the run.
+    saved: the checksums of these weights, from a checkpoint.
+
+  Raises:
+    UserError: there are none, or they are not those of the run.
+  """
+  folder = workdir / "base"
+  if folder.exists():
+    abstract, _ = model.lora.split(program.abstract_policy)
+    with Checkpoints(folder) as checkpoints:
+      restored = checkpoints.restore({"base": abstract}, lambda *_: None)
+    source, base = str(folder), restored and restored.state["base"]
+  else:
+    source, base = f"model.checkpoint={config.model.checkpoint!r}", None
+    if config.model.checkpoint:
+      policy = program.new_policy(program.init_params(None))
+      base, _ = model.lora.split(policy)
+  if base is None or checksums(base) != saved:
+    raise multihost.AgreedError(
+      f"{source}: expected the weights below the adapters of the run in "
+      f"{str(workdir)!r}, as they were at its start"
+    )
+  return base
+
+
+def merged(program: Program, policy: model.Params) -> model.Params:
+  """The float32 weights of a policy, with its adapters merged if it has any."""
+  lora = program.cfg.lora
+  if lora is None:
+    return policy
+  merge = functools.partial(model.lora.merge, lora=lora, dtype="float32")
+  place = shardings(program.abstract_params)
+  return jax.jit(merge, out_shardings=place)(policy)
+
+
 def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   """The weights in a Hugging Face folder, or of a run.
+
+  With adapters: the weights in the model's dtype, and the adapters.
 
   Args:
     config: of `with_checkpoint`.
@@ -43,20 +138,25 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
     UserError: there is none, or it is of another model.
   """
   if config.model.checkpoint == checkpoint:
-    return program.init_params(None)
+    return first_policy(config, program, program.init_params(None))
   folder, step = epath.Path(checkpoint), None
   if folder.name.isdecimal() and folder.parent.name == "checkpoints":
     folder, step = folder.parent.parent, int(folder.name)
-  wanted = identity(program)
-  wanted["model"].pop("dtype")  # of activations: the weights are float32
+  wanted = identity(program) | lora_identity(program)
+  # The dtype of activations: without adapters the weights are float32.
+  free = () if program.cfg.lora else ("dtype",)
 
   def accept(_, saved):
     part = {k: saved["identity"].get(k) for k in wanted}
-    part["model"].pop("dtype")
-    match(wanted, {"identity": part}, "checkpoint")
+    fixed = lambda keys: {
+      k: v for k, v in keys["model"].items() if k not in free
+    }
+    part["model"] = fixed(part)
+    match(wanted | {"model": fixed(wanted)}, {"identity": part}, "checkpoint")
 
   # Without the optimizer's moments, which are twice as large.
-  params = {"params": program.abstract_params}
+  _, adapters = model.lora.split(program.abstract_policy)
+  params = {"params": adapters or program.abstract_params}
   with Checkpoints(folder / "checkpoints") as checkpoints:
     restored = checkpoints.restore(params, accept, only=step, part=True)
   if restored is None:
@@ -64,4 +164,8 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
       f"--checkpoint={checkpoint}: no config.json of a Hugging Face folder, "
       f"and no checkpoints of a run{how_to_download(checkpoint)}"
     )
-  return restored.state["params"]
+  params = restored.state["params"]
+  if not adapters:
+    return params
+  base = load_base(config, program, folder, restored.metadata["base"])
+  return model.lora.join(base, params)

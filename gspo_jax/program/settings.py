@@ -34,7 +34,7 @@ def model_config(config: Config) -> model.ModelConfig:
   """The policy's sizes: of `model.checkpoint`, else of `model.variant`."""
   changes = dataclasses.asdict(config.model)
   name, folder = changes.pop("variant"), changes.pop("checkpoint")
-  changes |= dict(changes.pop("sizes"))
+  changes |= dict(changes.pop("sizes")) | {"lora": lora_config(config)}
   if folder:
     if not Path(folder).is_dir():
       raise UserError(
@@ -42,6 +42,12 @@ def model_config(config: Config) -> model.ModelConfig:
       )
     return hf.config_from_hf(folder, **changes)
   return model.variant(name, **changes)
+
+
+def lora_config(config: Config) -> model.LoraConfig | None:
+  """The adapters; None: all weights are trained."""
+  c = config.model.lora
+  return model.LoraConfig(c.rank, c.alpha, c.targets) if c.rank else None
 
 
 def load_tokenizer(config: Config, cfg: model.ModelConfig) -> Tokenizer:

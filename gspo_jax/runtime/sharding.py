@@ -51,6 +51,16 @@ TABLE = (
   (r"moe/router", ("embed", "whole")),
   (r"moe/gate_up", ("expert", "whole", "whole")),
   (r"moe/down", ("expert", "whole", "whole")),
+  # Adapters: sharded as the weight beside them, and not along their rank.
+  (r"attention/[qkv]_lora_a", ("embed", "whole")),
+  (r"attention/[qkv]_lora_b", ("whole", "heads", "whole")),
+  (r"attention/o_lora_a", ("heads", "head_dim", "whole")),
+  (r"attention/o_lora_b", ("whole", "whole")),
+  (r"mlp/(gate|up)_lora_a", ("embed", "whole")),
+  (r"mlp/(gate|up)_lora_b", ("whole", "mlp")),
+  (r"mlp/down_lora_a", ("mlp", "whole")),
+  (r"mlp/down_lora_b", ("whole", "embed")),
+  (r"moe/(gate_up|down)_lora_[ab]", ("expert", "whole", "whole")),
   (r"ns_coeffs", ("whole",)),  # three numbers in the state of Muon
 )
 
@@ -184,6 +194,18 @@ def path_name(keys) -> str:
 def leaves_by_path(tree) -> dict[str, Any]:
   """The leaves of a pytree by their slash-joined paths, as in `TABLE`."""
   return {path_name(keys): x for keys, x in jax.tree.leaves_with_path(tree)}
+
+
+def tree_of_paths(leaves: dict[str, Any]) -> dict:
+  """The nested dicts whose `leaves_by_path` these are."""
+  tree = {}
+  for path, leaf in leaves.items():
+    *parents, name = path.split("/")
+    subtree = tree
+    for parent in parents:
+      subtree = subtree.setdefault(parent, {})
+    subtree[name] = leaf
+  return tree
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

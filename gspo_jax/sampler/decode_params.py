@@ -15,6 +15,9 @@ from gspo_jax.sampler.next_token import VOCAB_AXES
 def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:
   """The weights in `cfg.dtype` on the decoding mesh, with an untied `head`.
 
+  Adapters stay beside their weights. Merged into weights of 16 bits, most of
+  what they add would be lost, and with it the equality of sampler and trainer.
+
   The layers are moved one at a time, because a weight on its way between two
   meshes may be whole on one device.
   """
@@ -42,6 +45,9 @@ def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh):
 
   def unstacked(key):
     params = model.init(key, cfg)
+    if cfg.lora:
+      adapters = model.lora.init(key, params, cfg.lora)
+      params = model.lora.join(params, adapters)
     return model.unstack_layers(
       params | {"head": model.output_matrix(params, cfg)}, cfg
     )

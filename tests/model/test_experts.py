@@ -12,7 +12,7 @@ import pytest
 
 from gspo_jax import model
 from gspo_jax.model import experts as ep
-from gspo_jax.model import grouped_matmul
+from gspo_jax.model import grouped_matmul, lora
 from gspo_jax.model.moe import MoE
 from gspo_jax.runtime import sharding
 
@@ -48,7 +48,13 @@ def dense(x, weights, chosen, gate_up, down):
   return np.einsum("med,me->md", each, share)
 
 
-apply = jax.jit(functools.partial(ep.apply, num_shards=4))
+def run(x, weights, chosen, gate_up, down):
+  """The experts of one device of four."""
+  gate_up, down = lora.Experts(gate_up), lora.Experts(down)
+  return ep.apply(x, weights, chosen, gate_up, down, num_shards=4)
+
+
+apply = jax.jit(run)
 
 
 @every_load
@@ -71,7 +77,7 @@ def gradients():
   cotangent = np.random.default_rng(1).normal(size=(M, D)).astype(np.float32)
 
   def chunked(x, weights, gate_up, down, chosen):
-    y, _ = ep.apply(x, weights, chosen, gate_up, down, num_shards=4)
+    y, _ = run(x, weights, chosen, gate_up, down)
     return (y * cotangent).sum()
 
   def plain(x, weights, gate_up, down, chosen):
@@ -98,8 +104,7 @@ def test_total_skew_takes_several_chunks(monkeypatch):
   # Does not pad rows.
   monkeypatch.setattr(grouped_matmul, "matmul", jax.lax.ragged_dot)
   x, weights, chosen, gate_up, down = random_layer("all to two experts")
-  apply = functools.partial(ep.apply, num_shards=4)
-  text = str(jax.make_jaxpr(apply)(x, weights, chosen, gate_up[:2], down[:2]))
+  text = str(jax.make_jaxpr(run)(x, weights, chosen, gate_up[:2], down[:2]))
   assert f"f32[40,{2 * F}]" in text  # 1.25 * 32 rows of gates and ups
   assert "f32[128," not in text  # never the worst case
 
@@ -164,13 +169,13 @@ def test_rows_beyond_the_groups_are_never_used(monkeypatch):
     return jnp.where(beyond, 1e4, plain(rows, weights, sizes))
 
   def compiled():
-    loss = lambda *a: ep.apply(*a[:2], a[4], *a[2:4], num_shards=4).y_MD.sum()
+    loss = lambda *a: run(*a[:2], a[4], *a[2:4]).y_MD.sum()
     return jax.jit(jax.value_and_grad(loss, argnums=range(4)))
 
-  def results(run):
+  def results(gradient):
     inputs = map(random_layer, LOADS)
     return [
-      run(x, weights, gate_up[2:4], down[2:4], chosen - 2)
+      gradient(x, weights, gate_up[2:4], down[2:4], chosen - 2)
       for x, weights, chosen, gate_up, down in inputs
     ]
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.model import grouped_matmul, moe
+from gspo_jax.model import grouped_matmul, lora, moe
 
 R, D, F = 300, 8, 6
 LOADS = {
@@ -130,7 +130,10 @@ def test_the_loop_of_a_cpu_equals_the_dispatch_of_other_platforms(
     return jax.jit(grad)(x, weights, gate_up, down)
 
   actual = run(lambda *operands: grouped_matmul.swiglu_in_blocks(*operands))
-  expected = run(lambda *operands: tuple(moe.dispatch(*operands)))
+  experts_of = lambda x, weights, chosen, *projections: moe.dispatch(
+    x, weights, chosen, *map(lora.Experts, projections)
+  )
+  expected = run(lambda *operands: tuple(experts_of(*operands)))
   assert actual[1][1] == expected[1][1] == (chosen < experts).sum()
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     assert a.dtype == b.dtype

@@ -10,6 +10,8 @@ from gspo_jax.plan import analysis, chips
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo.collectives import Collective
 from gspo_jax.plan.hlo.cost import DataDependent, HloCost
+from gspo_jax.program.config import parse
+from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 
@@ -46,7 +48,7 @@ def made():
 def program(state, generate=None):
   """A program with the state of its learner alone."""
   return SimpleNamespace(
-    abstract_params=state.params,
+    abstract_policy=state.params,
     learner=SimpleNamespace(abstract=state),
     sampler=SimpleNamespace(generate=generate),
   )
@@ -84,6 +86,31 @@ def test_with_pages_the_parameters_stay_while_others_decode(made):
   for name, more in (("decode_params", 0), ("prefill", parameters)):
     assert resident(name, paged) == resident("generate", bare) + more
   assert resident("generate", paged) == resident("prefill", paged)
+
+
+def test_the_weights_below_adapters_stay_and_have_no_gradient(debug_config):
+  debug_config.objective.kl_coef = 0.1
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  build = lambda: build_program(parse(debug_config), mesh)
+  plain = build()
+  flops = lambda name, made: analysis._model_flops(
+    name, parse(debug_config), made
+  )
+  update = flops("update", plain)
+  debug_config.model.lora.rank = 4
+  made, mib = build(), 2**20
+  assert flops("update", made) == pytest.approx(update * 2 / 3)
+  assert flops("reference_and_values", made) == flops("old_logprobs", made) > 0
+  size = analysis._bytes
+  state = made.learner.abstract
+  assert 1 * mib < size(state.base) < 1.1 * mib  # 0.26M float32 numbers
+  assert size(state.opt_state) == 2 * size(state.params) + 8 < 0.5 * mib
+  assert size(state.policy) == size(state.base) + size(state.params)
+  # Sampling reads weights and adapters; what it does not read are the moments.
+  assert size(analysis._unread("generate", state)) == size(state.opt_state)
+  # The reference reads only the weights, which an update returns as they are.
+  unread = analysis._unread("reference_and_values", state)
+  assert size(unread) == size(state.params) + size(state.opt_state)
 
 
 def test_what_the_compiler_fits_may_not_fit_beside_the_moments(made):

@@ -118,6 +118,7 @@ CONTINUED = PAGED | {
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
 PPO = {"objective.name": "ppo"}
+ADAPTERS = {"model.lora.rank": 3}
 TIS = GRPO | {"objective.mismatch": "tis_token"}
 MICRO = {"learner.micro_batch_size": 4}
 TWO = MICRO | {"learner.minibatches": 2}
@@ -184,6 +185,27 @@ ROWS = (
     built.kept_names,
     {("stream",): {"stream"}, ("attention", "stream"): {"attention", "stream"}},
     {"model.remat": True},
+  ),
+  Row(
+    "model.lora.rank",
+    built.adapters,
+    {0: {}, 3: {"q": 3, "k": 3, "v": 3, "o": 3, "gate_up": 3, "down": 3}},
+  ),
+  Row(
+    "model.lora.targets",
+    built.adapters,
+    {
+      "attention": {"q": 3, "k": 3, "v": 3, "o": 3},
+      "mlp": {"gate_up": 3, "down": 3},
+    },
+    ADAPTERS,
+  ),
+  Row("model.lora.alpha", built.factor, {6.0: 2.0, 12.0: 4.0}, ADAPTERS),
+  Row(
+    "model.lora.checkpoint",
+    built.first_adapter,
+    {"": 0.0, "{files}/peft": 0.125},
+    ADAPTERS,
   ),
   # mesh
   Row(
@@ -1021,6 +1043,7 @@ def files(tmp_path_factory):
     [ask("A", n) | right for n in range(2 * P)] + [ask("A", 10**9) | right],
   )
   _write_checkpoint(folder / "hf")
+  _write_adapters(folder / "peft")
   plain.Bytes().save(folder / "chat")
   (folder / "chat/chat_template.jinja").write_text(
     "{{ messages[0].content }}{{ '.' if aloud is false else '!' }}"
@@ -1035,6 +1058,15 @@ def _write_checkpoint(folder):
   weights = jax.tree.map(lambda x: np.full(x.shape, 0.125, x.dtype), shapes)
   hf.save_hf(weights, cfg, folder)
   plain.Bytes().save(folder)
+
+
+def _write_adapters(folder):
+  """Adapters of rank 3, of the tiny model, that are 0.125."""
+  cfg = model.variant("tiny", lora=model.LoraConfig(3, 32.0))
+  init = lambda key: model.lora.init(key, model.init(key, cfg), cfg.lora)
+  shapes = jax.eval_shape(init, jax.random.key(0))
+  adapters = jax.tree.map(lambda x: np.full(x.shape, 0.125, x.dtype), shapes)
+  hf.save_peft(adapters, cfg, folder, base="")
 
 
 def fill(value, files):

@@ -65,8 +65,13 @@ def test_every_rule_matches_an_array():
     for p in sharding.leaves_by_path(shapes_of(name))
   }
   policy, _ = shapes_of("tiny")
-  for more in critic.init, MUON.init:
-    paths |= sharding.leaves_by_path(jax.eval_shape(more, policy)).keys()
+  dense, _ = shapes_of("qwen3-0.6b")
+  adapters = functools.partial(
+    model.lora.init, jax.random.key(0), lora=model.LoraConfig(4, 8.0)
+  )
+  made = (critic.init, policy), (MUON.init, policy)
+  for more, of in *made, (adapters, policy), (adapters, dense):
+    paths |= sharding.leaves_by_path(jax.eval_shape(more, of)).keys()
   for pattern, _ in sharding.TABLE:
     assert any(re.search(f"(^|/){pattern}$", path) for path in paths), pattern
 

@@ -14,7 +14,12 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
 
-CFG = model.variant("tiny", dtype="float32", vocab_size=260)
+CFG = model.variant(
+  "tiny",
+  dtype="float32",
+  vocab_size=260,
+  lora=model.LoraConfig(rank=2, alpha=4.0),
+)
 
 
 def unstacked(params):
@@ -24,7 +29,10 @@ def unstacked(params):
 @functools.cache
 def on_one_device():
   """The weights as they are trained, and as they decode."""
-  params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
+  key = jax.random.key(0)
+  params = jax.jit(model.init, static_argnums=1)(key, CFG)
+  adapters = model.lora.init(key, params, CFG.lora)
+  params = model.lora.join(params, adapters)
   return params, jax.jit(unstacked)(params)
 
 

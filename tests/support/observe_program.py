@@ -23,7 +23,7 @@ from gspo_jax import losses, model
 from gspo_jax.learner import packing, train_batch, train_step
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.losses import Terms
-from gspo_jax.program import settings
+from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -90,6 +90,34 @@ def first_weights(config):
   if isinstance(init, MeshJit):
     return "random"
   return float(init(jax.random.key(0))["embed"][0, 0])
+
+
+def adapters(config):
+  """The rank of the adapter of each weight, by the weight's name."""
+  _, found = model.lora.split(built(config).abstract_policy)
+  return {
+    path.split("/")[-1].removesuffix(model.lora.A): x.shape[-1]
+    for path, x in sharding.leaves_by_path(found).items()
+    if path.endswith(model.lora.A)
+  }
+
+
+def factor(config):
+  """What multiplies the product of an adapter of ones of rank one."""
+  lora = built(config).cfg.lora
+  one = {f"q{end}": np.ones((1, 1, 1)) for end in (model.lora.A, model.lora.B)}
+  layers = {"attention": one | {"q": np.zeros((1, 1, 1, 1))}}
+  layers["attention"][f"q{model.lora.B}"] = np.ones((1, 1, 1, 1))
+  merged = model.lora.merge({"layers": layers}, lora)
+  return float(merged["layers"]["attention"]["q"].sum())
+
+
+def first_adapter(config):
+  """A number of the first adapters."""
+  made = built(config)
+  params = made.init_params(jax.random.key(0))
+  policy = load_params.first_policy(parse(config), made, params)
+  return float(policy["layers"]["attention"]["q_lora_b"][0, 0, 0, 0])
 
 
 def each_once(observe):

@@ -1,9 +1,17 @@
-"""Hugging Face checkpoints: loading, saving and their config.json.
+"""Hugging Face checkpoints, their config.json, and adapters of PEFT.
 
 Other wings use the names in `__all__`.
 """
 
 from gspo_jax.model.hf.checkpoint import load_hf, require_new, save_hf
 from gspo_jax.model.hf.config import config_from_hf
+from gspo_jax.model.hf.peft import load_peft, save_peft
 
-__all__ = ["config_from_hf", "load_hf", "require_new", "save_hf"]
+__all__ = [
+  "config_from_hf",
+  "load_hf",
+  "load_peft",
+  "require_new",
+  "save_hf",
+  "save_peft",
+]

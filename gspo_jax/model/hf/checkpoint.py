@@ -29,6 +29,7 @@ from gspo_jax.model.transformer import Params
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError, nearest
 from gspo_jax.runtime.progress import Progress
+from gspo_jax.runtime.sharding import tree_of_paths
 
 # Files copied from `like`: tokenizer and generation config.
 _COPIED_FILES = (
@@ -78,7 +79,7 @@ def load_hf(folder: str | Path, cfg: ModelConfig, *, shardings=None) -> Params:
       # Otherwise the host would read all layers before the first is copied.
       jax.block_until_ready(params)
       progress.advance()
-  return _nested(params)
+  return tree_of_paths(params)
 
 
 def _open_checked(folder, cfg) -> HFCheckpoint:
@@ -91,18 +92,6 @@ def _by_path(tree) -> dict:
   """The leaves of a tree by slash-joined path."""
   name = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/")
   return {name(keys): x for keys, x in jax.tree.leaves_with_path(tree)}
-
-
-def _nested(leaves: dict) -> Params:
-  """The tree of leaves by slash-joined path."""
-  tree = {}
-  for path, leaf in leaves.items():
-    *parents, name = path.split("/")
-    subtree = tree
-    for parent in parents:
-      subtree = subtree.setdefault(parent, {})
-    subtree[name] = leaf
-  return tree
 
 
 def _read(

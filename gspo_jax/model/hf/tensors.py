@@ -185,10 +185,10 @@ class HFCheckpoint:
       if dtype not in _FLOATS:
         dtypes.append(f"{name} {dtype}, expected one of {', '.join(_FLOATS)}")
     problems = [
-      _listed("missing", missing),
-      _listed("not of this model", unknown, missing),
-      _listed("misshapen", misshapen),
-      _listed("dtype", dtypes),
+      listed("missing", missing),
+      listed("not of this model", unknown, missing),
+      listed("misshapen", misshapen),
+      listed("dtype", dtypes),
     ]
     if any(problems):
       raise UserError(f"{self.folder}: " + "; ".join(filter(None, problems)))
@@ -259,7 +259,7 @@ def _files(folder: Path) -> list[Path]:
     raise UserError(f"{folder / INDEX}: not an index: {error!r}") from None
   missing = sorted(name for name in names if not (folder / name).is_file())
   if missing:
-    raise UserError(f"{folder}: {_listed('missing files', missing)}")
+    raise UserError(f"{folder}: {listed('missing files', missing)}")
   return [folder / name for name in sorted(names)]
 
 
@@ -277,7 +277,7 @@ def _is_ignored(name: str, cfg: ModelConfig) -> bool:
   return tied or name.endswith("rotary_emb.inv_freq")
 
 
-def _listed(problem: str, names: list[str], choices=()) -> str:
+def listed(problem: str, names: list[str], choices=()) -> str:
   """`problem (count): names`: the first 16, each with its nearest choice."""
   if not names:
     return ""

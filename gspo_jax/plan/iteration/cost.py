@@ -101,7 +101,8 @@ def cost(
     | {"model_flops": _score_flops(tokens, flops, program)},
     "update": _rows(functions, {"update": tokens["update"]})
     | {
-      "model_flops": 3 * (flops.whole + flops.critic),
+      "model_flops": lower_bounds.update_passes(program.cfg)
+      * (flops.whole + flops.critic),
       "micro_batch_seconds": update["micro_batch"]["seconds"]["scheduled"],
       "optimizer_step_seconds": update["rest"]["seconds"]["scheduled"]
       / config.learner.minibatches,

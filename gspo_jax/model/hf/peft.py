@@ -1,0 +1,270 @@
+"""Low-rank adapters in the format of Hugging Face PEFT (0.18 and later).
+
+A folder has `adapter_config.json` and `adapter_model.safetensors`. A linear
+layer has the tensors `lora_A` [rank, inputs] and `lora_B` [outputs, rank]. The
+experts of transformers 5 are two parameters, all gate_up_proj and all
+down_proj, which PEFT adapts by `target_parameters`: one `lora_A`
+[experts * rank, inputs] and one `lora_B` [outputs, rank * experts].
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from gspo_jax.model import lora
+from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.hf.config import read
+from gspo_jax.model.hf.tensors import import_safetensors, listed, tensor_maps
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime.errors import UserError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_EXPERTS = "model.layers.{i}.mlp.experts"
+# PEFT wraps a module once for each of its parameters, the first one innermost.
+_EXPERT_PARAMETERS = {
+  "moe/gate_up": ("gate_up_proj", f"{_EXPERTS}.base_layer"),
+  "moe/down": ("down_proj", _EXPERTS),
+}
+# Of adapter_config.json: other values have another meaning for the tensors.
+_SUPPORTED = {
+  "peft_type": ("LORA",),
+  "bias": ("none",),
+  "fan_in_fan_out": (False,),
+  "use_rslora": (False,),
+  "use_dora": (False,),
+  "lora_bias": (False,),
+  "modules_to_save": (None, []),
+  "rank_pattern": ({},),
+  "alpha_pattern": ({},),
+}
+
+
+class _Adapter(NamedTuple):
+  """The adapter of one weight.
+
+  Attributes:
+    path: of the weight.
+    name: what the config calls it: a module's last name, or a parameter.
+    key: the start of its tensors' names, for `.format(i=layer)`.
+    shapes: of A and of B, with the axis of layers.
+  """
+
+  path: str
+  name: str
+  key: str
+  shapes: tuple[tuple[int, ...], tuple[int, ...]]
+
+  @property
+  def is_parameter(self) -> bool:
+    """Whether PEFT adapts a parameter, that of all experts."""
+    return lora.axes(self.path).experts > 0
+
+  def tensor(self, end: str, layer: int) -> str:
+    """The name of A's or B's tensor."""
+    kind = {lora.A: "lora_A", lora.B: "lora_B"}[end]
+    return f"base_model.model.{self.key.format(i=layer)}.{kind}.weight"
+
+  def tensor_shape(self, end: str) -> tuple[int, int]:
+    """The shape of A's or B's tensor."""
+    *experts, rows, columns = self._matrix(end)
+    copies = math.prod(experts)
+    return (
+      (copies * columns, rows) if end == lora.A else (columns, copies * rows)
+    )
+
+  def to_peft(self, end: str, array: np.ndarray) -> np.ndarray:
+    """The tensor of one layer's A or B."""
+    shape = self._matrix(end)
+    grid = array.reshape(shape)
+    # With experts, A is (expert, rank) by input and B output by (rank, expert).
+    expert_last = len(shape) == 3 and end == lora.B
+    grid = grid.T if expert_last else grid.swapaxes(-1, -2)
+    return np.ascontiguousarray(grid).reshape(self.tensor_shape(end))
+
+  def from_peft(self, end: str, tensor: np.ndarray) -> np.ndarray:
+    """One layer's A or B, float32; the inverse of `to_peft`."""
+    *experts, rows, columns = self._matrix(end)
+    if experts and end == lora.B:
+      grid = tensor.reshape(columns, rows, *experts).T
+    else:
+      grid = tensor.reshape(*experts, columns, rows).swapaxes(-1, -2)
+    return grid.astype(np.float32).reshape(self.shape(end))
+
+  def shape(self, end: str) -> tuple[int, ...]:
+    """Of one layer's A or B."""
+    return self.shapes[end == lora.B][1:]
+
+  def _matrix(self, end):
+    """([experts,] rows, columns) of A or B, each a matrix."""
+    shape, (experts, inputs, _) = self.shape(end), lora.axes(self.path)
+    split = experts + (inputs if end == lora.A else 1)
+    rows, columns = shape[experts:split], shape[split:]
+    return *shape[:experts], math.prod(rows), math.prod(columns)
+
+
+def _adapters(cfg: ModelConfig) -> list[_Adapter]:
+  """All adapters of a model."""
+  weights = {
+    tensor.path: np.empty((cfg.num_layers, *tensor.shape), np.int8)
+    for tensor in tensor_maps(cfg)
+    if tensor.stacked
+  }
+  maps, found = {t.path: t for t in tensor_maps(cfg)}, []
+  for path in lora.adapted(sharding.tree_of_paths(weights), cfg.lora):
+    key = path.removeprefix("layers/")
+    if key in _EXPERT_PARAMETERS:
+      name, key = _EXPERT_PARAMETERS[key]
+    else:
+      key = maps[path].names[0].removesuffix(".weight")
+      name = key.rpartition(".")[2]
+    shapes = lora.adapter_shapes(path, weights[path].shape, cfg.lora.rank)
+    found.append(_Adapter(path, name, key, shapes))
+  return found
+
+
+def save_peft(
+  adapters: dict, cfg: ModelConfig, folder: str | Path, *, base: str
+) -> None:
+  """Writes a folder that PEFT loads; with several processes all call this.
+
+  Args:
+    adapters: as `lora.init` returns them.
+    cfg: the model, with `lora`.
+    folder: must not exist, or be empty.
+    base: where the weights are: a folder or a name on the Hugging Face Hub; ""
+      for unknown.
+  """
+  leaves, arrays = sharding.leaves_by_path(adapters), {}
+  found = _adapters(cfg)
+  for adapter in found:
+    for end in (lora.A, lora.B):
+      stack = multihost.to_host(leaves[adapter.path + end])
+      for i, layer in enumerate(stack):
+        arrays[adapter.tensor(end, i)] = adapter.to_peft(end, layer)
+  multihost.run_on_all(
+    lambda: (
+      multihost.is_primary()
+      and _write(Path(folder), _config(found, cfg, base), arrays)
+    )
+  )
+
+
+def _config(found, cfg, base) -> dict:
+  names = lambda parameters: list(
+    dict.fromkeys(a.name for a in found if a.is_parameter == parameters)
+  )
+  alpha = cfg.lora.alpha
+  return {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": base or None,
+    "r": cfg.lora.rank,
+    "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "target_modules": names(False),
+    "target_parameters": [f"mlp.experts.{name}" for name in names(True)]
+    or None,
+    "inference_mode": True,
+  }
+
+
+def _write(folder, config, arrays):
+  partial = folder.with_name(folder.name + ".partial")
+  try:
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed export
+    partial.mkdir(parents=True)
+    (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    save = import_safetensors().numpy.save_file
+    save(arrays, partial / WEIGHTS, {"format": "pt"})
+    partial.replace(folder)
+  except OSError as error:
+    raise UserError(f"{str(folder)!r} cannot be written: {error}") from error
+
+
+def load_peft(folder: str | Path, cfg: ModelConfig, shardings=None) -> dict:
+  """Reads the float32 adapters in `folder`.
+
+  With several processes, all of them call this, and each reads all adapters.
+
+  Args:
+    folder: that PEFT or `save_peft` wrote.
+    cfg: the model, with `lora`.
+    shardings: of the adapters; None: all on the first device.
+
+  Raises:
+    UserError: no such folder, or adapters that differ from those of `cfg`: in
+      rank, alpha or targets, or of a kind other than plain LoRA.
+  """
+  arrays = multihost.run_on_all(lambda: _read(Path(folder), cfg))
+  by_path = shardings and sharding.leaves_by_path(shardings)
+  leaves = {}
+  for path, x in arrays.items():
+    place = by_path[path] if by_path else SingleDeviceSharding(jax.devices()[0])
+    leaves[path] = jax.make_array_from_callback(x.shape, place, x.__getitem__)
+  return sharding.tree_of_paths(leaves)
+
+
+def _read(folder: Path, cfg) -> dict[str, np.ndarray]:
+  """All adapters by path, with stacked layers."""
+  _require_supported(folder / CONFIG, read(folder / CONFIG), cfg.lora)
+  tensors, found = _tensors(folder / WEIGHTS), _adapters(cfg)
+  expected = {
+    a.tensor(end, i): a.tensor_shape(end)
+    for a in found
+    for end in (lora.A, lora.B)
+    for i in range(cfg.num_layers)
+  }
+  missing = sorted(expected.keys() - tensors)
+  unknown = sorted(tensors.keys() - expected)
+  misshapen = [
+    f"{name} {tensors[name].shape}, expected {shape}"
+    for name, shape in expected.items()
+    if name in tensors and tensors[name].shape != shape
+  ]
+  problems = [
+    listed("missing", missing),
+    listed("not among model.lora.targets", unknown, missing),
+    listed("misshapen", misshapen),
+  ]
+  if any(problems):
+    raise UserError(f"{folder}: " + "; ".join(filter(None, problems)))
+  return {
+    adapter.path + end: np.stack(
+      [
+        adapter.from_peft(end, tensors[adapter.tensor(end, i)])
+        for i in range(cfg.num_layers)
+      ]
+    )
+    for adapter in found
+    for end in (lora.A, lora.B)
+  }
+
+
+def _tensors(path: Path) -> dict[str, np.ndarray]:
+  safetensors = import_safetensors()
+  try:
+    return safetensors.numpy.load_file(path)
+  except (safetensors.SafetensorError, OSError) as error:
+    raise UserError(f"{path}: missing or damaged: {error}") from None
+
+
+def _require_supported(path, raw, wanted: lora.LoraConfig):
+  for key, values in _SUPPORTED.items():
+    if key in raw and raw[key] not in values:
+      raise UserError(
+        f"{path}: {key}={str(raw[key])[:80]}: expected {values[0]!r}"
+      )
+  for key, name in (("r", "rank"), ("lora_alpha", "alpha")):
+    value = getattr(wanted, name)
+    if raw.get(key) != value:
+      raise UserError(
+        f"model.lora.{name}={value}: expected {raw.get(key)}, for that is "
+        f"{key} in {path}"
+      )

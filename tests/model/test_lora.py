@@ -1,0 +1,248 @@
+"""Adapters add alpha / rank * A B to a weight: forward, gradient, on a mesh.
+
+Dimension key: M tokens, D model width, E experts, F hidden width, r rank.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import model
+from gspo_jax.model import experts as ep
+from gspo_jax.model import lora
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
+
+LORA = model.LoraConfig(rank=3, alpha=5.0)  # a scale that rounds
+MOE = model.variant(
+  "tiny",
+  vocab_size=32,
+  num_heads=4,
+  num_kv_heads=2,
+  embed_dim=16,
+  head_dim=8,
+  mlp_dim=8,
+  dtype="float32",
+  attention_bias=True,
+  lora=LORA,
+)
+DENSE = dataclasses.replace(MOE, num_experts=0, experts_per_token=0)
+each_model = pytest.mark.parametrize("cfg", [DENSE, MOE], ids=["dense", "moe"])
+TOKENS = np.random.default_rng(0).integers(0, 32, (8, 6))
+POSITIONS = np.broadcast_to(np.arange(6), TOKENS.shape)
+
+
+@functools.cache
+def base_and_adapters(cfg):
+  """Both random: an adapter moves the logits by about as much as they are."""
+  rng = np.random.default_rng(0)
+  make = lambda key: model.init(key, cfg)
+  base = jax.device_get(jax.jit(make)(jax.random.key(0)))
+  shapes = jax.eval_shape(lambda: lora.init(jax.random.key(0), base, cfg.lora))
+  noise = lambda x: (0.4 * rng.normal(size=x.shape)).astype(np.float32)
+  return base, jax.tree.map(noise, shapes)
+
+
+def logits(params, cfg):
+  real = np.ones(TOKENS.shape, int)
+  return model.forward(params, cfg, TOKENS, POSITIONS, real).logits
+
+
+init = jax.jit(lora.init, static_argnums=2)
+merge = jax.jit(lora.merge, static_argnums=(1, 2))
+
+
+def largest(x, y):
+  return np.abs(np.asarray(x) - np.asarray(y)).max()
+
+
+@each_model
+def test_applied_adapters_equal_merged_weights(cfg):
+  """Up to 16 times what rounding each weight would change."""
+  base, adapters = base_and_adapters(cfg)
+  params = lora.join(base, adapters)
+  run = jax.jit(functools.partial(logits, cfg=cfg))
+  merged = jax.device_get(merge(params, cfg.lora))
+  assert jax.tree.structure(merged) == jax.tree.structure(base)
+  rng = np.random.default_rng(1)
+  sign = lambda x: np.float32(rng.choice([-1, 1], x.shape))
+  # A rounding is at most 2^-24 of a number; sums of 16 to 32 numbers have more.
+  moved = jax.tree.map(lambda x: x * (1 + 2.0**-20 * sign(x)), merged)
+  exact = run(merged)
+  assert largest(run(params), exact) < largest(run(moved), exact) < 1e-3
+  assert largest(run(base), exact) > 0.5
+
+
+@each_model
+def test_the_gradient_of_adapters_equals_that_through_merged_weights(cfg):
+  base, adapters = base_and_adapters(cfg)
+  cotangent = np.random.default_rng(1).normal(size=(*TOKENS.shape, 32))
+
+  def loss(adapters, merge):
+    params = lora.join(base, adapters)
+    params = lora.merge(params, cfg.lora) if merge else params
+    return (logits(params, cfg) * cotangent).sum()
+
+  gradient = jax.jit(jax.grad(loss), static_argnums=1)
+  found, expected = gradient(adapters, False), gradient(adapters, True)
+  for path, x in sharding.leaves_by_path(expected).items():
+    other = sharding.leaves_by_path(found)[path]
+    assert np.abs(x).max() > 1e-2, path
+    np.testing.assert_allclose(other, x, atol=1e-4 * np.abs(x).max())
+
+
+@each_model
+def test_new_adapters_change_no_bit(cfg):
+  base, _ = base_and_adapters(cfg)
+  fresh = init(jax.random.key(1), base, cfg.lora)
+  run = jax.jit(functools.partial(logits, cfg=cfg))
+  np.testing.assert_array_equal(run(lora.join(base, fresh)), run(base))
+  for path, x in sharding.leaves_by_path(fresh).items():
+    assert np.any(x) == path.endswith(lora.A)
+
+
+def test_a_is_uniform_within_one_over_the_root_of_its_inputs():
+  """As in PEFT: kaiming_uniform with a = sqrt(5)."""
+  base, _ = base_and_adapters(MOE)
+  fresh = init(jax.random.key(0), base, model.LoraConfig(64, 1.0))
+  inputs = {"q": 16, "o": 4 * 8, "gate_up": 16, "down": 8}
+  for name, count in inputs.items():
+    part = fresh["layers"]["attention" if name in "qo" else "moe"]
+    a = part[name + lora.A] * count**0.5
+    assert np.abs(a).max() <= 1
+    assert np.var(a) == pytest.approx(1 / 3, rel=0.1)
+
+
+@pytest.mark.parametrize(
+  ("targets", "of_dense", "of_moe"),
+  [
+    ("attention", {"q", "k", "v", "o"}, {"q", "k", "v", "o"}),
+    ("mlp", {"gate", "up", "down"}, {"gate_up", "down"}),
+    (
+      "all-linear",
+      {"q", "k", "v", "o", "gate", "up", "down"},
+      {"q", "k", "v", "o", "gate_up", "down"},
+    ),
+  ],
+)
+def test_targets(targets, of_dense, of_moe):
+  chosen = model.LoraConfig(2, 1.0, targets)
+  for cfg, expected in ((DENSE, of_dense), (MOE, of_moe)):
+    base, _ = base_and_adapters(cfg)
+    paths = lora.adapted(base, chosen)
+    assert {path.split("/")[-1] for path in paths} == expected
+    adapters = init(jax.random.key(0), base, chosen)
+    joined = lora.join(base, adapters)
+    again = lora.split(joined)
+    jax.tree.map(np.testing.assert_array_equal, again, (base, adapters))
+    assert len(jax.tree.leaves(joined)) == len(jax.tree.leaves(base)) + 2 * len(
+      expected
+    )
+
+
+def test_a_merge_is_rounded_once():
+  base, adapters = base_and_adapters(DENSE)
+  narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), base)
+  params = lora.join(narrow, adapters)
+  exact = merge(params, LORA, "float32")["layers"]["mlp"]["up"]
+  kept = merge(params, LORA)["layers"]["mlp"]["up"]
+  assert exact.dtype == jnp.float32
+  assert kept.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(kept, exact.astype(jnp.bfloat16))
+  mlp = adapters["layers"]["mlp"]
+  delta = np.einsum(
+    "lir,lro->lio", *(np.float64(mlp["up" + x]) for x in (lora.A, lora.B))
+  )
+  wide = np.float64(narrow["layers"]["mlp"]["up"]) + 5 / 3 * delta
+  np.testing.assert_allclose(exact, wide, atol=1e-6)
+
+
+@each_model
+def test_a_mesh_equals_one_device(cfg):
+  params = lora.join(*base_and_adapters(cfg))
+
+  def loss(adapters, base):
+    return (logits(lora.join(base, adapters), cfg) ** 2).mean()
+
+  run = lambda: jax.jit(jax.value_and_grad(loss))
+  base, adapters = lora.split(params)
+  value, grads = run()(adapters, base)
+  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+  with jax.set_mesh(mesh):
+    place = sharding.state_shardings(params, mesh)
+    base, adapters = lora.split(jax.device_put(params, place))
+    value8, grads8 = run()(adapters, base)
+  np.testing.assert_allclose(value, value8, rtol=1e-5)
+  for path, x in sharding.leaves_by_path(grads).items():
+    other = sharding.leaves_by_path(grads8)[path]
+    np.testing.assert_allclose(x, other, atol=1e-4 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("variant", model.VARIANTS)
+def test_every_adapter_has_one_rule_and_shards_as_its_weight(variant):
+  cfg = model.variant(variant)
+  base = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
+  make = functools.partial(lora.init, lora=model.LoraConfig(7, 1.0))
+  adapters = jax.eval_shape(make, jax.random.key(0), base)
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  weights = sharding.leaves_by_path(base)
+  for path, leaf in sharding.leaves_by_path(adapters).items():
+    rules = [r for r, _ in sharding.TABLE if re.search(f"(^|/){r}$", path)]
+    assert len(rules) == 1, path
+    spec = sharding.spec(path, leaf.shape, mesh)
+    weight = path.removesuffix(lora.A).removesuffix(lora.B)
+    full = sharding.spec(weight, weights[weight].shape, mesh)
+    for size, axes in zip(leaf.shape, spec, strict=True):
+      if size != 7:  # an axis of the weight
+        assert axes in full, path
+    assert spec[list(leaf.shape).index(7)] is None
+
+
+def test_the_gradient_of_experts_in_chunks_has_adapters_too(monkeypatch):
+  """Against every expert on every token."""
+  monkeypatch.setattr(ep, "_TILE", 8)
+  M, D, E, F, r = 64, 8, 2, 6, 3
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  gate_up = lora.Experts(
+    normal(E, D, 2 * F), normal(E, D, r), normal(E, r, 2 * F)
+  )
+  down = lora.Experts(normal(E, F, D), normal(E, F, r), normal(E, r, D))
+  x, weights, cotangent = normal(M, D), np.abs(normal(M, 2)), normal(M, D)
+  # All to these two experts, which takes several chunks.
+  chosen = np.broadcast_to(np.arange(2), (M, 2)).astype(np.int32)
+
+  def chunked(x, gate_up, down):
+    y, _ = ep.apply(x, weights, chosen, gate_up, down, num_shards=4)
+    return (y * cotangent).sum()
+
+  def plain(x, gate_up, down):
+    whole = lambda w: w.weight + w.a @ w.b
+    gate, up = jnp.split(jnp.einsum("md,edf->mef", x, whole(gate_up)), 2, -1)
+    hidden = jax.nn.silu(gate) * up * weights[..., None]
+    return (jnp.einsum("mef,efd->md", hidden, whole(down)) * cotangent).sum()
+
+  found, expected = (
+    jax.jit(jax.grad(f, argnums=(0, 1, 2)))(x, gate_up, down)
+    for f in (chunked, plain)
+  )
+  for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+  ("values", "words"),
+  [
+    ((0, 1.0), "model.lora.rank=0: expected at least 1"),
+    ((4, 0.0), "model.lora.alpha=0.0: expected more than 0"),
+    ((4, 1.0, "mpl"), "model.lora.targets='mpl'.*'mlp'"),
+  ],
+)
+def test_mistakes(values, words):
+  with pytest.raises(UserError, match=words):
+    model.LoraConfig(*values)

@@ -1,0 +1,172 @@
+"""Adapters in PEFT's format: a round trip, PEFT's own logits, mistakes."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from gspo_jax import model
+from gspo_jax.model import hf, lora
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
+
+MOE = model.variant(
+  "tiny",
+  vocab_size=32,
+  num_kv_heads=2,
+  embed_dim=16,
+  head_dim=8,
+  mlp_dim=8,
+  dtype="float32",
+  lora=model.LoraConfig(rank=3, alpha=5.0),
+)
+DENSE = dataclasses.replace(
+  MOE, num_experts=0, experts_per_token=0, attention_bias=True, qk_norm=False
+)
+each_model = pytest.mark.parametrize("cfg", [DENSE, MOE], ids=["dense", "moe"])
+
+
+@functools.cache
+def base_and_adapters(cfg):
+  """Both random: an adapter moves the logits by about as much as they are."""
+  rng = np.random.default_rng(0)
+  make = lambda key: model.init(key, cfg)
+  base = jax.device_get(jax.jit(make)(jax.random.key(0)))
+  shapes = jax.eval_shape(lambda: lora.init(jax.random.key(0), base, cfg.lora))
+  noise = lambda x: (0.4 * rng.normal(size=x.shape)).astype(np.float32)
+  return base, jax.tree.map(noise, shapes)
+
+
+@pytest.fixture
+def saved(tmp_path):
+  """Adapters of the dense model, in a folder."""
+  hf.save_peft(base_and_adapters(DENSE)[1], DENSE, tmp_path / "peft", base="")
+  return tmp_path / "peft"
+
+
+@each_model
+def test_a_round_trip_changes_no_bit(cfg, tmp_path):
+  _, adapters = base_and_adapters(cfg)
+  hf.save_peft(adapters, cfg, tmp_path / "peft", base="org/name")
+  again = hf.load_peft(tmp_path / "peft", cfg)
+  jax.tree.map(np.testing.assert_array_equal, again, adapters)
+  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+  place = sharding.state_shardings(adapters, mesh)
+  again = hf.load_peft(tmp_path / "peft", cfg, place)
+  jax.tree.map(np.testing.assert_array_equal, again, adapters)
+  assert jax.tree.map(lambda x: x.sharding, again) == place
+
+
+def test_the_tensors_are_those_of_linear_layers(saved):
+  """y + alpha / r * (x lora_A.T) lora_B.T, heads side by side."""
+  config = json.loads((saved / "adapter_config.json").read_text())
+  assert (config["peft_type"], config["r"]) == ("LORA", 3)
+  assert config["lora_alpha"] == 5
+  assert set(config["target_modules"]) == {
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+  }
+  tensors = load_file(saved / "adapter_model.safetensors")
+  base, adapters = base_and_adapters(DENSE)
+  merged = lora.merge(lora.join(base, adapters), DENSE.lora)["layers"]
+  start = "base_model.model.model.layers.1.self_attn.{}_proj.lora_{}.weight"
+  for name, shape in (("q", (16, 32)), ("o", (32, 16))):
+    delta = merged["attention"][name] - base["layers"]["attention"][name]
+    a, b = (tensors[start.format(name, end)] for end in "AB")
+    expected = np.asarray(delta[1]).reshape(shape)
+    np.testing.assert_allclose(5 / 3 * (b @ a).T, expected, atol=1e-5)
+
+
+def test_experts_are_numbered_as_in_peft(tmp_path):
+  """lora_A counts (expert, rank), lora_B counts (rank, expert)."""
+  _, adapters = base_and_adapters(MOE)
+  hf.save_peft(adapters, MOE, tmp_path / "peft", base="")
+  config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+  assert set(config["target_parameters"]) == {
+    "mlp.experts.gate_up_proj",
+    "mlp.experts.down_proj",
+  }
+  tensors = load_file(tmp_path / "peft/adapter_model.safetensors")
+  moe = adapters["layers"]["moe"]
+  start = "base_model.model.model.layers.0.mlp.experts."
+  for name, key in (("gate_up", "base_layer."), ("down", "")):
+    a, b = (tensors[f"{start}{key}lora_{end}.weight"] for end in "AB")
+    for expert, rank in ((0, 2), (5, 1)):
+      np.testing.assert_array_equal(
+        a[expert * 3 + rank], moe[f"{name}_lora_a"][0, expert, :, rank]
+      )
+      np.testing.assert_array_equal(
+        b[:, rank * 8 + expert], moe[f"{name}_lora_b"][0, expert, rank]
+      )
+
+
+@pytest.mark.slow
+@each_model
+def test_peft_gives_our_logits(cfg, tmp_path):
+  torch = pytest.importorskip("torch")
+  peft = pytest.importorskip("peft")
+  from transformers import AutoModelForCausalLM
+
+  base, adapters = base_and_adapters(cfg)
+  hf.save_hf(base, dataclasses.replace(cfg, lora=None), tmp_path / "base")
+  hf.save_peft(adapters, cfg, tmp_path / "peft", base=str(tmp_path / "base"))
+  plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+  theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "peft")
+  tokens = np.random.default_rng(0).integers(0, 32, (8, 6))
+  with torch.no_grad():
+    expected = theirs(torch.tensor(tokens)).logits.numpy()
+  positions, real = np.indices(tokens.shape)[1], np.ones(tokens.shape, int)
+  run = lambda params: np.asarray(
+    model.forward(params, cfg, tokens, positions, real).logits
+  )
+  found = run(lora.join(base, adapters))
+  np.testing.assert_allclose(found, expected, atol=1e-4)
+  assert np.abs(run(base) - expected).max() > 0.5
+  theirs.save_pretrained(tmp_path / "again")
+  again = hf.load_peft(tmp_path / "again", cfg)
+  jax.tree.map(np.testing.assert_array_equal, again, adapters)
+
+
+def change(folder, **keys):
+  path = folder / "adapter_config.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+@pytest.mark.parametrize(
+  ("keys", "words"),
+  [
+    ({"r": 8}, r"model.lora.rank=3: expected 8, for that is r in"),
+    ({"lora_alpha": 16}, r"model.lora.alpha=5.0: expected 16"),
+    ({"use_rslora": True}, "use_rslora=True: expected False"),
+    ({"peft_type": "IA3"}, "peft_type=IA3: expected 'LORA'"),
+    ({"rank_pattern": {"q_proj": 8}}, "rank_pattern=.*expected {}"),
+  ],
+)
+def test_other_settings_are_refused(saved, keys, words):
+  change(saved, **keys)
+  with pytest.raises(UserError, match=words):
+    hf.load_peft(saved, DENSE)
+
+
+def test_other_tensors_are_named(saved):
+  attention = dataclasses.replace(DENSE.lora, targets="attention")
+  with pytest.raises(UserError, match=r"not among model.lora.targets \(12\)"):
+    hf.load_peft(saved, dataclasses.replace(DENSE, lora=attention))
+  file = saved / "adapter_model.safetensors"
+  tensors = load_file(file)
+  name = next(name for name in tensors if "q_proj.lora_A" in name)
+  save_file({**tensors, name: tensors[name][:, :3]}, file)
+  with pytest.raises(UserError, match=rf"misshapen \(1\): {name} \(3, 3\)"):
+    hf.load_peft(saved, DENSE)
+  save_file({k: x for k, x in tensors.items() if k != name}, file)
+  with pytest.raises(UserError, match=rf"missing \(1\): {name}"):
+    hf.load_peft(saved, DENSE)
+  file.unlink()
+  with pytest.raises(UserError, match="missing or damaged"):
+    hf.load_peft(saved, DENSE)
+  with pytest.raises(UserError, match="expected a checkpoint's folder"):
+    hf.load_peft(saved / "none", DENSE)
