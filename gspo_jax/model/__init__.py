@@ -8,6 +8,7 @@ experts).
 """
 
 from gspo_jax.model.config import KEPT, VARIANTS, ModelConfig, variant
+from gspo_jax.model.rotary import Llama3Scaling, YarnScaling
 from gspo_jax.model.transformer import (
   HiddenStates,
   Output,
@@ -26,9 +27,11 @@ __all__ = [
   "KEPT",
   "VARIANTS",
   "HiddenStates",
+  "Llama3Scaling",
   "ModelConfig",
   "Output",
   "Params",
+  "YarnScaling",
   "cache",
   "forward",
   "hf",
