@@ -254,8 +254,14 @@ def test_packed_sequences_equal_separate_rows(name):
     np.testing.assert_allclose(packed[b, here], alone, atol=2e-5)
 
 
-def test_a_model_with_biases_on_a_mesh_equals_one_device():
-  cfg = dataclasses.replace(QWEN2, vocab_size=24)
+@pytest.mark.parametrize(
+  "changes",
+  [{"qk_norm": False, "attention_bias": True}, {"qk_norm_over_heads": True}],
+  ids=["biases", "norms over heads"],
+)
+def test_a_model_on_a_mesh_equals_one_device(changes):
+  """With the heads of a bias, or of a norm, split over devices."""
+  cfg = dataclasses.replace(DENSE, vocab_size=24, **changes)
   rng = np.random.default_rng(6)
   tokens = rng.integers(0, 24, (4, 9))
   positions, mask = np.broadcast_to(np.arange(9), (4, 9)), np.ones((4, 9), int)
@@ -271,8 +277,9 @@ def test_a_model_with_biases_on_a_mesh_equals_one_device():
   with jax.set_mesh(mesh):
     params = jax.device_put(weights(cfg), shardings)
     split = jax.jit(jax.value_and_grad(loss))(params)
-  bias = params["layers"]["attention"]["q_bias"]
-  assert bias.sharding.shard_shape(bias.shape) == (2, 2, 3)
+  for name, x in params["layers"]["attention"].items():
+    if name.endswith("bias"):
+      assert x.sharding.shard_shape(x.shape)[1:] == (x.shape[1] // 2, 3)
   close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
   jax.tree.map(close, jax.device_get(split), jax.device_get(alone))
 
