@@ -27,6 +27,7 @@ CASES = {
   "short": (8, 1000.0, model.YarnScaling(8.0, 32, 3.0, 0.1)),
   "one index": (8, 1e4, model.YarnScaling(4.0, 300, 4.0, 4.0, truncate=False)),
   "no frequency is fast": (8, 1000.0, model.YarnScaling(8.0, 32)),
+  "no frequency is slow": (8, 100.0, model.YarnScaling(8.0, 4096)),
 }
 # Here transformers divides none, though all are slow.
 SHORTER = {"shorter than a turn": (8, 1000.0, model.YarnScaling(8.0, 1))}
