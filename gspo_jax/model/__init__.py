@@ -9,6 +9,7 @@ type of recorded experts).
 
 from gspo_jax.model.config import KEPT, VARIANTS, ModelConfig, variant
 from gspo_jax.model.lora import LoraConfig
+from gspo_jax.model.rotary import Llama3Scaling, YarnScaling
 from gspo_jax.model.transformer import (
   HiddenStates,
   Output,
@@ -28,9 +29,11 @@ __all__ = [
   "VARIANTS",
   "HiddenStates",
   "LoraConfig",
+  "Llama3Scaling",
   "ModelConfig",
   "Output",
   "Params",
+  "YarnScaling",
   "cache",
   "forward",
   "hf",

@@ -3,6 +3,7 @@
 import dataclasses
 
 from gspo_jax.model.lora import LoraConfig
+from gspo_jax.model.rotary import Llama3Scaling, RopeScaling
 from gspo_jax.runtime.errors import UserError, nearest
 
 DTYPES = ("float32", "bfloat16")
@@ -26,7 +27,8 @@ class ModelConfig:
   """A Qwen3 decoder, dense or Mixture-of-Experts (arXiv 2505.09388, sec. 2).
 
   With `attention_bias` and without `qk_norm` it is Qwen2 (arXiv 2412.15115),
-  with neither it is Llama 3 (arXiv 2407.21783).
+  with neither it is Llama 3 (arXiv 2407.21783), or with experts Mixtral (arXiv
+  2401.04088). With `qk_norm_over_heads` it is OLMoE (arXiv 2409.02060).
 
   Attributes:
     vocab_size: rows of the embedding.
@@ -40,11 +42,10 @@ class ModelConfig:
     experts_per_token: experts that each token is routed to.
     norm_topk_prob: divide the routing weights of these experts by their sum.
     rope_theta: base of the rotary frequencies.
-    rope_scaling: Llama 3's (factor, low, high, length), or None.
-      Frequencies with fewer than `low` periods in `length` tokens are divided
-      by `factor`, those with more than `high` periods are unchanged.
+    rope_scaling: a `rotary.Llama3Scaling`, a `rotary.YarnScaling`, or None.
     attention_bias: queries, keys and values have a bias.
-    qk_norm: queries and keys have an RMSNorm per head.
+    qk_norm: queries and keys have an RMSNorm.
+    qk_norm_over_heads: this norm is over all heads together, not per head.
     norm_eps: epsilon of every RMSNorm.
     tie_embeddings: the embedding is also the output matrix.
     dtype: of activations and matrix products; parameters, softmaxes and
@@ -68,9 +69,10 @@ class ModelConfig:
   experts_per_token: int = 0
   norm_topk_prob: bool = True
   rope_theta: float = 1e6
-  rope_scaling: tuple[float, float, float, int] | None = None
+  rope_scaling: RopeScaling | None = None
   attention_bias: bool = False
   qk_norm: bool = True
+  qk_norm_over_heads: bool = False
   norm_eps: float = 1e-6
   tie_embeddings: bool = False
   dtype: str = "bfloat16"
@@ -93,10 +95,14 @@ class ModelConfig:
         " rotary embeddings split it in halves"
       )
     scaling = self.rope_scaling
-    if scaling is not None and not _is_rope_scaling(scaling):
+    if scaling is not None and not isinstance(scaling, RopeScaling):
       raise UserError(
-        f"model.rope_scaling={scaling}: expected (factor >= 1, low, high > low,"
-        " length)"
+        f"model.rope_scaling={scaling}: expected None, a"
+        " gspo_jax.model.Llama3Scaling or a gspo_jax.model.YarnScaling"
+      )
+    if self.qk_norm_over_heads and not self.qk_norm:
+      raise UserError(
+        "model.qk_norm_over_heads=True: expected model.qk_norm=True as well"
       )
     if E and not 1 <= k <= E:
       raise UserError(
@@ -109,15 +115,6 @@ class ModelConfig:
     for name in self.keep:
       if name not in KEPT:
         raise UserError(f"model.keep={name!r}: {nearest(name, KEPT)}")
-
-
-def _is_rope_scaling(scaling) -> bool:
-  return (
-    len(scaling) == 4
-    and scaling[0] >= 1
-    and 0 < scaling[1] < scaling[2]
-    and scaling[3] > 0
-  )
 
 
 # The embedded default (see data/tasks.py): it learns in minutes on two cores.
@@ -166,17 +163,31 @@ def _qwen2(*sizes, **changes) -> ModelConfig:
   return _qwen3(*sizes, attention_bias=True, qk_norm=False, **changes)
 
 
+def _llama(*sizes, **changes) -> ModelConfig:
+  return _qwen3(*sizes, qk_norm=False, norm_eps=1e-5, **changes)
+
+
 def _llama3(*sizes, rope_factor, **changes) -> ModelConfig:
-  return _qwen3(
+  return _llama(
     *sizes,
     vocab_size=128_256,
-    qk_norm=False,
     rope_theta=5e5,
-    rope_scaling=(rope_factor, 1.0, 4.0, 8192),
-    norm_eps=1e-5,
+    rope_scaling=Llama3Scaling(rope_factor, 1.0, 4.0, 8192),
     **changes,
   )
 
+
+def _smollm2(*sizes, rope_theta) -> ModelConfig:
+  return _llama(
+    *sizes,
+    vocab_size=49_152,
+    head_dim=64,
+    rope_theta=rope_theta,
+    tie_embeddings=True,
+  )
+
+
+_QWEN3_30B = _qwen3(48, 2048, 32, 4, 768, num_experts=128, experts_per_token=8)
 
 # Sizes are from config.json of each published checkpoint. Layers, heads,
 # experts and tying of Qwen3 are also in tables 1 and 2 of arXiv 2505.09388.
@@ -187,12 +198,18 @@ VARIANTS = {
   "qwen3-1.7b": _qwen3(28, 2048, 16, 8, 6144, tie_embeddings=True),
   "qwen3-4b": _qwen3(36, 2560, 32, 8, 9728, tie_embeddings=True),
   "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288),
+  "qwen3-14b": _qwen3(40, 5120, 40, 8, 17408),
   "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
-  "qwen3-30b-a3b": _qwen3(
-    48, 2048, 32, 4, 768, num_experts=128, experts_per_token=8
-  ),
+  "qwen3-30b-a3b": _QWEN3_30B,
   "qwen3-235b-a22b": _qwen3(
     94, 4096, 64, 4, 1536, num_experts=128, experts_per_token=8
+  ),
+  "qwen3-coder-30b-a3b": dataclasses.replace(_QWEN3_30B, rope_theta=1e7),
+  "qwen3-coder-480b-a35b": _qwen3(
+    *(62, 6144, 96, 8, 2560),
+    num_experts=160,
+    experts_per_token=8,
+    rope_theta=1e7,
   ),
   "qwen2.5-0.5b": _qwen2(
     24, 896, 14, 2, 4864, head_dim=64, tie_embeddings=True
@@ -203,6 +220,25 @@ VARIANTS = {
     *(16, 2048, 32, 8, 8192), rope_factor=32.0, head_dim=64, tie_embeddings=True
   ),
   "llama3.1-8b": _llama3(32, 4096, 32, 8, 14336, rope_factor=8.0),
+  "smollm2-135m": _smollm2(30, 576, 9, 3, 1536, rope_theta=1e5),
+  "smollm2-360m": _smollm2(32, 960, 15, 5, 2560, rope_theta=1e5),
+  "smollm2-1.7b": _smollm2(24, 2048, 32, 32, 8192, rope_theta=1.3e5),
+  "olmoe-1b-7b": _qwen3(
+    *(16, 2048, 16, 16, 1024),
+    vocab_size=50_304,
+    num_experts=64,
+    experts_per_token=8,
+    norm_topk_prob=False,
+    rope_theta=1e4,
+    qk_norm_over_heads=True,
+    norm_eps=1e-5,
+  ),
+  "mixtral-8x7b": _llama(
+    *(32, 4096, 32, 8, 14336),
+    vocab_size=32_000,
+    num_experts=8,
+    experts_per_token=2,
+  ),
 }
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from gspo_jax.model import attention, lora
+from gspo_jax.model import attention, lora, rotary
 from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.matmul import matmul, matmul_float32
@@ -94,18 +94,33 @@ def rms_norm(x, scale, eps):
 @recomputed
 def _rms_norm(x, scale, eps):
   h = wide(x)
-  h *= jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
+  return _normed(x, jnp.mean(h * h, -1, keepdims=True), scale, eps)
+
+
+def _normed(x, mean_square, scale, eps):
+  h = wide(x) * jax.lax.rsqrt(mean_square + eps)
   h = wide(rounded(h, x.dtype)) * wide(scale.astype(x.dtype))
   return rounded(h, x.dtype)
 
 
+def rms_norm_over_heads(x_BTNH, scale, eps, heads):
+  """`rms_norm` of all heads together.
+
+  Inside a `shard_map`, `x` and `scale` may be of a device's part of the heads.
+  """
+  split = ("tensor",) if x_BTNH.shape[2] < heads else ()
+  squares_BT11 = sharding.psum(_sum_of_squares(x_BTNH), *split)
+  mean_square_BT11 = squares_BT11 / (heads * x_BTNH.shape[3])
+  scale_NH = scale.reshape(x_BTNH.shape[2:])
+  return _rms_norm_of(x_BTNH, mean_square_BT11, scale_NH, jnp.float32(eps))
+
+
 @recomputed
-def rotate(x_BTNH, sin_BTH, cos_BTH):
-  """Rotary embedding, half-split (arXiv 2104.09864), in float32."""
-  a, b = jnp.split(wide(x_BTNH), 2, axis=-1)
-  sin, cos = sin_BTH[:, :, None], cos_BTH[:, :, None]
-  out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-  return rounded(out, x_BTNH.dtype)
+def _sum_of_squares(x_BTNH):
+  return jnp.square(wide(x_BTNH)).sum((2, 3), keepdims=True)
+
+
+_rms_norm_of = recomputed(_normed)
 
 
 def add(x_BTD, y_BTD):
@@ -145,10 +160,10 @@ class Scale(nn.Module):
 
 
 class Attention(nn.Module):
-  """Grouped-query attention with Qwen3's norms, Qwen2's biases, or neither.
+  """Grouped-query attention with norms, with Qwen2's biases, or neither.
 
-  The norms are over the width of each query and key head. Queries, keys and
-  values have the biases.
+  The norms are over the width of each query and key head (Qwen3), or over all
+  heads together (OLMoE). Queries, keys and values have the biases.
   """
 
   cfg: ModelConfig
@@ -168,7 +183,9 @@ class Attention(nn.Module):
     }
     weights |= lora.of_module(self, list(weights), cfg)
     if cfg.qk_norm:
-      weights |= {name: Scale(name=name)(H) for name in ("q_norm", "k_norm")}
+      for name, heads in (("q_norm", N), ("k_norm", K)):
+        width = heads * H if cfg.qk_norm_over_heads else H
+        weights[name] = Scale(name=name)(width)
     if cfg.attention_bias:
       for name, heads in (("q_bias", N), ("k_bias", K), ("v_bias", K)):
         weights[name] = self.param(name, nn.initializers.zeros, (heads, H))
@@ -188,21 +205,26 @@ def _project(x_BTD, weights, angles, cfg):
       y_BTNH = add(y_BTNH, weights[f"{name}_bias"].astype(x_BTD.dtype))
     return checkpoint_name(y_BTNH, "heads")
 
-  def rotated(name):
+  def rotated(name, number):
     y_BTNH = heads(name)
-    if cfg.qk_norm:
+    if cfg.qk_norm_over_heads:
+      scale = weights[f"{name}_norm"]
+      y_BTNH = rms_norm_over_heads(y_BTNH, scale, cfg.norm_eps, number)
+    elif cfg.qk_norm:
       y_BTNH = rms_norm(y_BTNH, weights[f"{name}_norm"], cfg.norm_eps)
-    return rotate(y_BTNH, *angles)
+    return rotary.rotate(y_BTNH, *angles)
 
-  return rotated("q"), rotated("k"), heads("v")
+  q_BTNH, k_BTKH = rotated("q", cfg.num_heads), rotated("k", cfg.num_kv_heads)
+  return q_BTNH, k_BTKH, heads("v")
 
 
 def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
   """Attention among the T tokens, in a shard_map over rows and heads."""
   rows = PartitionSpec(sharding.BATCH_AXES)
   rows_and_heads = PartitionSpec(sharding.BATCH_AXES, "tensor")
+  norms = PartitionSpec("tensor" if cfg.qk_norm_over_heads else None)
   specs = {
-    name: PartitionSpec()
+    name: norms
     if name.endswith("norm")
     else sharding.param_spec(f"attention/{name}")
     for name in weights
@@ -388,7 +410,9 @@ def prefill(
 def _run_blocks(run, params, cfg, tokens, positions, mask) -> HiddenStates:
   """Embedding, then `run` for the layers, then the last norm."""
   x_BTD = _embed(params["embed"], tokens, cfg)
-  angles = _angles(positions, cfg)
+  angles = rotary.angles(
+    positions, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling
+  )
   with _precision(cfg):
     x_BTD, routing, cache = run(params, cfg, x_BTD, angles, mask)
   hidden = rms_norm(x_BTD, params["final_norm"]["scale"], cfg.norm_eps)
@@ -424,19 +448,6 @@ def _precision(cfg):
   if cfg.dtype == "float32":
     return jax.default_matmul_precision("highest")
   return contextlib.nullcontext()
-
-
-def _angles(positions_BT, cfg):
-  frequency_H = cfg.rope_theta ** (
-    -jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
-  )
-  if cfg.rope_scaling:
-    factor, low, high, length = cfg.rope_scaling
-    periods_H = length * frequency_H / (2 * jnp.pi)
-    unscaled_H = jnp.clip((periods_H - low) / (high - low), 0, 1)
-    frequency_H *= unscaled_H + (1 - unscaled_H) / factor
-  angle_BTH = positions_BT[..., None].astype(jnp.float32) * frequency_H
-  return jnp.sin(angle_BTH), jnp.cos(angle_BTH)
 
 
 def _scan_layers(

@@ -16,6 +16,7 @@ PUBLISHED = {
   "qwen3-1.7b": (28, 2048, 16, 8, 128, 6144, 0, 0, True, 1_720_574_976),
   "qwen3-4b": (36, 2560, 32, 8, 128, 9728, 0, 0, True, 4_022_468_096),
   "qwen3-8b": (36, 4096, 32, 8, 128, 12288, 0, 0, False, 8_190_735_360),
+  "qwen3-14b": (40, 5120, 40, 8, 128, 17408, 0, 0, False, 14_768_307_200),
   "qwen3-32b": (64, 5120, 64, 8, 128, 25600, 0, 0, False, 32_762_123_264),
   "qwen3-30b-a3b": (
     *(48, 2048, 32, 4, 128, 768, 128, 8, False),
@@ -24,6 +25,14 @@ PUBLISHED = {
   "qwen3-235b-a22b": (
     *(94, 4096, 64, 4, 128, 1536, 128, 8, False),
     235_093_634_560,
+  ),
+  "qwen3-coder-30b-a3b": (
+    *(48, 2048, 32, 4, 128, 768, 128, 8, False),
+    30_532_122_624,
+  ),
+  "qwen3-coder-480b-a35b": (
+    *(62, 6144, 96, 8, 128, 2560, 160, 8, False),
+    480_154_875_392,
   ),
 }
 # The same with the vocabulary first.
@@ -49,7 +58,46 @@ OTHERS = {
     8_030_261_248,
   ),
 }
-ACTIVE = {"qwen3-30b-a3b": 3.3e9, "qwen3-235b-a22b": 22e9}
+OTHERS |= {
+  "smollm2-135m": (
+    *(49_152, 30, 576, 9, 3, 64, 1536, 0, 0, True),
+    134_515_008,
+  ),
+  "smollm2-360m": (
+    *(49_152, 32, 960, 15, 5, 64, 2560, 0, 0, True),
+    361_821_120,
+  ),
+  "smollm2-1.7b": (
+    *(49_152, 24, 2048, 32, 32, 64, 8192, 0, 0, True),
+    1_711_376_384,
+  ),
+  "olmoe-1b-7b": (
+    *(50_304, 16, 2048, 16, 16, 128, 1024, 64, 8, False),
+    6_919_161_856,
+  ),
+  "mixtral-8x7b": (
+    *(32_000, 32, 4096, 32, 8, 128, 14336, 8, 2, False),
+    46_702_792_704,
+  ),
+}
+LLAMA3 = model.Llama3Scaling
+# Base of the rotary frequencies, their scaling, epsilon of the norms.
+CONSTANTS = {
+  "qwen2.5": (1e6, None, 1e-6),
+  "llama3.2": (5e5, LLAMA3(32.0, 1.0, 4.0, 8192), 1e-5),
+  "llama3.1": (5e5, LLAMA3(8.0, 1.0, 4.0, 8192), 1e-5),
+  "smollm2-135m": (1e5, None, 1e-5),
+  "smollm2-360m": (1e5, None, 1e-5),
+  "smollm2-1.7b": (1.3e5, None, 1e-5),
+  "olmoe": (1e4, None, 1e-5),
+  "mixtral": (1e6, None, 1e-5),
+}
+ACTIVE = {
+  "qwen3-30b-a3b": 3.3e9,
+  "qwen3-235b-a22b": 22e9,
+  "qwen3-coder-30b-a3b": 3.3e9,
+  "qwen3-coder-480b-a35b": 35e9,
+}
 
 
 def count(layers, width, heads, kv_heads, head, mlp, experts, used, tied):
@@ -93,14 +141,15 @@ def test_variant_has_the_published_sizes(name):
     cfg.experts_per_token,
     cfg.tie_embeddings,
   )
-  assert (cfg.vocab_size, cfg.rope_theta, cfg.norm_eps) == (V, 1e6, 1e-6)
+  theta = 1e7 if "coder" in name else 1e6
+  assert (cfg.vocab_size, cfg.rope_theta, cfg.norm_eps) == (V, theta, 1e-6)
   assert cfg.norm_topk_prob
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_qwen2_and_llama_have_the_published_sizes(name):
+def test_other_families_have_the_published_sizes(name):
   *sizes, total = OTHERS[name]
-  cfg, qwen2 = model.variant(name), name.startswith("qwen2")
+  cfg = model.variant(name)
   assert parameters(name) == total
   assert sizes == [
     cfg.vocab_size,
@@ -114,10 +163,12 @@ def test_qwen2_and_llama_have_the_published_sizes(name):
     cfg.experts_per_token,
     cfg.tie_embeddings,
   ]
-  assert (cfg.attention_bias, cfg.qk_norm) == (qwen2, False)
-  rope = (1e6, None) if qwen2 else (5e5, (cfg.rope_scaling[0], 1, 4, 8192))
-  assert (cfg.rope_theta, cfg.rope_scaling) == rope
-  assert cfg.norm_eps == (1e-6 if qwen2 else 1e-5)
+  qwen2, olmoe = name.startswith("qwen2"), name.startswith("olmoe")
+  assert (cfg.attention_bias, cfg.qk_norm) == (qwen2, olmoe)
+  assert cfg.qk_norm_over_heads == olmoe
+  assert cfg.norm_topk_prob == (not olmoe)
+  (constants,) = (c for start, c in CONSTANTS.items() if name.startswith(start))
+  assert (cfg.rope_theta, cfg.rope_scaling, cfg.norm_eps) == constants
 
 
 def test_every_published_variant_is_named():
@@ -143,8 +194,8 @@ def test_changes_apply_and_leave_the_table_alone():
     ("tiny", {"dtype": "int8"}, ["'int8'", "bfloat16, float32"]),
     ("tiny", {"num_heads": 6}, ["num_heads=6", "num_kv_heads=4"]),
     ("tiny", {"head_dim": 7}, ["head_dim=7", "even"]),
-    ("tiny", {"rope_scaling": (8, 1, 4)}, ["(8, 1, 4)", "length"]),
-    ("tiny", {"rope_scaling": (8, 4, 1, 64)}, ["(8, 4, 1, 64)", "high > low"]),
+    ("tiny", {"rope_scaling": (8, 1, 4)}, ["(8, 1, 4)", "YarnScaling"]),
+    ("tiny", {"qk_norm": False, "qk_norm_over_heads": True}, ["qk_norm=True"]),
     ("tiny", {"experts_per_token": 0}, ["per_token=0", "num_experts=8"]),
     ("tiny", {"experts_per_token": 9}, ["per_token=9", "num_experts=8"]),
   ],
@@ -155,3 +206,19 @@ def test_a_user_error_names_the_mistake(name, changes, words):
   message = str(error.value)
   assert all(part in message for part in words), message
   assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+  ("kind", "numbers", "words"),
+  [
+    (model.Llama3Scaling, (8, 4, 1, 64), "low=4, high=1, .* 0 < low < high"),
+    (model.Llama3Scaling, (0.5, 1, 4, 64), "factor=0.5, .* factor >= 1"),
+    (model.YarnScaling, (0.5, 64), "factor=0.5, .* factor >= 1"),
+    (model.YarnScaling, (8, 0), "length=0, .* length > 0"),
+    (model.YarnScaling, (8, 64, 1, 2), "0 < beta_slow <= beta_fast"),
+    (model.YarnScaling, (8, 64, 32, 1, 0.0), "attention_factor > 0"),
+  ],
+)
+def test_impossible_scalings_are_refused(kind, numbers, words):
+  with pytest.raises(UserError, match=words):
+    kind(*numbers)

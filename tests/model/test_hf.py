@@ -24,7 +24,10 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Prompts, SamplerConfig
 
 GOLDENS = ROOT / "tests/support/goldens"
-NAMES = ("qwen3", "qwen3_moe", "qwen3_moe_raw", "qwen2", "llama3")
+NAMES = (
+  *("qwen3", "qwen3_moe", "qwen3_moe_raw", "qwen2", "llama3"),
+  *("yarn", "olmoe", "mixtral"),
+)
 every_model = pytest.mark.parametrize("name", NAMES)
 MOE = {"vocab_size": 48, "num_layers": 3, "mlp_dim": 16}
 QWEN2 = MOE | {"num_experts": 0, "attention_bias": True, "qk_norm": False}
@@ -161,7 +164,8 @@ def test_transformers_generates_the_same_from_an_export(
 
 
 @pytest.mark.parametrize(
-  ("name", "dtype"), [("qwen3_moe", "float32"), ("qwen2", "bfloat16")]
+  ("name", "dtype"),
+  [("qwen3_moe", "float32"), ("qwen2", "bfloat16"), ("mixtral", "bfloat16")],
 )
 def test_save_and_load_is_the_identity(
   name, dtype, tmp_path, monkeypatch, capsys
@@ -452,13 +456,19 @@ def test_a_config_is_read(tmp_path):
     norm_eps=0.01,
   )
   llama = config("llama3")
-  assert llama.rope_scaling == (8.0, 0.1, 2.0, 32)
+  assert llama.rope_scaling == model.Llama3Scaling(8.0, 0.1, 2.0, 32)
   assert not llama.qk_norm
   assert not llama.attention_bias
   assert config("qwen2").attention_bias
   assert not config("qwen3_moe_raw").norm_topk_prob
   assert config("qwen3").tie_embeddings
   assert config("qwen3").mlp_dim == 20
+  assert config("yarn").rope_scaling == model.YarnScaling(8.0, 32, 3.0, 0.1)
+  olmoe, mixtral = config("olmoe"), config("mixtral")
+  for cfg in olmoe, mixtral:
+    assert (cfg.mlp_dim, cfg.num_experts, cfg.experts_per_token) == (12, 5, 2)
+  assert (olmoe.qk_norm_over_heads, olmoe.norm_topk_prob) == (True, False)
+  assert (mixtral.qk_norm, mixtral.norm_topk_prob) == (False, True)
 
 
 def test_older_keys_give_the_same_config(tmp_path):
@@ -481,17 +491,78 @@ def test_older_keys_give_the_same_config(tmp_path):
     "original_max_position_embeddings": 64,
   }
   cfg = config_with(tmp_path, **old | {"rope_scaling": scaled})
-  assert cfg.rope_scaling == (8.0, 1.0, 4.0, 64)
+  assert cfg.rope_scaling == model.Llama3Scaling(8.0, 1.0, 4.0, 64)
   assert cfg.rope_theta == 1000
   assert config_with(tmp_path, dtype="float32").dtype == "float32"
   assert config_with(tmp_path, dtype="float16").dtype == "bfloat16"
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+  ("scaling", "changes", "expected"),
+  [
+    ({}, {}, model.YarnScaling(4.0, 256)),
+    ({"original_max_position_embeddings": 64}, {}, model.YarnScaling(4.0, 64)),
+    (
+      {"original_max_position_embeddings": 64},
+      {"original_max_position_embeddings": 32},
+      model.YarnScaling(4.0, 32),
+    ),
+    (
+      {"original_max_position_embeddings": 64, "factor": None},
+      {"max_position_embeddings": 192},
+      model.YarnScaling(3.0, 64),
+    ),
+    (
+      {"beta_fast": 16, "beta_slow": 2, "truncate": False},
+      {},
+      model.YarnScaling(4.0, 256, 16.0, 2.0, truncate=False),
+    ),
+    (
+      {"attention_factor": 1.5, "mscale": 1.0, "mscale_all_dim": 1.0},
+      {},
+      model.YarnScaling(4.0, 256, attention_factor=1.5),
+    ),
+    (
+      {"mscale": 0.5, "mscale_all_dim": 0.5},
+      {},
+      model.YarnScaling(4.0, 256, attention_factor=1.0),
+    ),
+    ({"mscale": 0.5}, {}, model.YarnScaling(4.0, 256)),
+  ],
+)
+def test_yarn_is_read_and_written(scaling, changes, expected, tmp_path):
+  new = {"rope_parameters": YARN | scaling, "max_position_embeddings": 256}
+  cfg = config_with(tmp_path, **new | changes)
+  assert cfg.rope_scaling == expected
+  assert cfg.rope_theta == 1e4
+  raw = hf_checkpoint.config_to_hf(cfg, "bfloat16", None)
+  (tmp_path / "config.json").write_text(json.dumps(raw))
+  assert hf.config_from_hf(tmp_path) == cfg
+  # What release 4 of transformers takes for the factor.
+  length = raw["rope_scaling"]["original_max_position_embeddings"]
+  assert raw["max_position_embeddings"] / length == expected.factor
+
+
+def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
+  no_rope = {"rope_parameters": None}
+  assert config_with(tmp_path, **no_rope).rope_theta == 1e4
+  mixtral = no_rope | {"model_type": "mixtral", "intermediate_size": 12}
+  assert config_with(tmp_path, **mixtral).rope_theta == 1e6
 
 
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
     ({"model_type": "qwen3_next"}, "model_type='qwen3_next': not supported; "),
-    ({"model_type": "qwen3_mo"}, "supported are: llama, qwen2, qwen3, qwen3_m"),
+    ({"model_type": "qwen3_next"}, "is missing: gated delta-net layers"),
+    ({"model_type": "qwen3_5_moe"}, "is missing: gated delta-net layers"),
+    ({"model_type": "gpt_oss"}, "is missing: attention sinks"),
+    ({"model_type": "qwen3_mo"}, "are: llama, mixtral, olmoe, qwen2, qwen3"),
+    ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0: not supported"),
+    ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window=64: not"),
     ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]: expected []"),
     ({"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
     ({"use_sliding_window": True}, "use_sliding_window=True: expected False"),
@@ -503,7 +574,10 @@ def test_older_keys_give_the_same_config(tmp_path):
     ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),
     ({"n_shared_experts": 1}, "n_shared_experts=1"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: expected 1"),
-    ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "'yarn'"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "supported are: default, l"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 0.5}}, "factor >= 1"),
+    ({"rope_parameters": YARN | {"beta_fast": 0.5}}, "json: model.rope_"),
+    ({"rope_parameters": YARN | {"beta_slow": "x"}}, "beta_slow='x': expected"),
     ({"rope_scaling": {"type": "llama3"}, "rope_parameters": None}, "factor"),
     ({"hidden_size": None}, "hidden_size is missing"),
     ({"hidden_size": "wide"}, "hidden_size='wide': expected int above 0"),
@@ -585,4 +659,8 @@ def test_impossible_exports_are_refused(tmp_path):
   assert "has attention_bias=True, the model to save has False" in message
   both = dataclasses.replace(cfg, attention_bias=True)
   assert "no family of transformers has cfg.num_experts=0" in save(both)
+  mixtral = dataclasses.replace(config("mixtral"), norm_topk_prob=False)
+  assert "and cfg.norm_topk_prob=False" in save(mixtral)
+  olmoe = dataclasses.replace(config("olmoe"), head_dim=6)
+  assert "cfg.embed_dim, got 4 * 6 and 16" in save(olmoe)
   assert not (tmp_path / "out").exists()

@@ -43,14 +43,21 @@ RAW = dataclasses.replace(MOE, norm_topk_prob=False, unroll=2)
 QWEN2 = dataclasses.replace(DENSE, attention_bias=True, qk_norm=False)
 # In 30 tokens the three frequencies have 4.8, 1.3 and 0.35 periods.
 LLAMA = dataclasses.replace(
-  DENSE, qk_norm=False, rope_scaling=(6.0, 0.5, 3.0, 30)
+  DENSE, qk_norm=False, rope_scaling=model.Llama3Scaling(6.0, 0.5, 3.0, 30)
 )
+# The first frequency is unchanged, the second a mixture, the third divided.
+YARN = dataclasses.replace(
+  DENSE, rope_scaling=model.YarnScaling(6.0, 30, 3.0, 0.5, truncate=False)
+)
+OLMOE = dataclasses.replace(RAW, qk_norm_over_heads=True, unroll=1)
 CONFIGS = {
   "dense, tied": DENSE,
   "moe": MOE,
   "moe, raw weights": RAW,
   "qwen2": QWEN2,
   "llama": LLAMA,
+  "yarn": YARN,
+  "olmoe": OLMOE,
 }
 every_model = pytest.mark.parametrize("name", CONFIGS)
 jitted = jax.jit(model.forward, static_argnums=1)
@@ -109,25 +116,49 @@ def scaled_frequency(frequency, factor, low, high, length):
   return (1 - smooth) * frequency / factor + smooth * frequency
 
 
+def yarn_frequencies(frequencies, scaling):
+  """Frequency by frequency; not for `truncate`."""
+  # The logarithm of the periods in `length` tokens is linear in the index.
+  log_periods = np.log(scaling.length * frequencies / (2 * np.pi))
+  line = np.polyfit(log_periods, np.arange(len(frequencies)), 1)
+  ends = np.polyval(line, np.log([scaling.beta_fast, scaling.beta_slow]))
+  divided = np.interp(np.arange(len(frequencies)), ends, [0, 1])
+  return frequencies * (1 - divided) + frequencies / scaling.factor * divided
+
+
 def turn(x_TH, cfg):
   """Feature i and i + H/2 are the two parts of a number that is rotated."""
-  half = x_TH.shape[1] // 2
+  half, scaling = x_TH.shape[1] // 2, cfg.rope_scaling
   frequencies = cfg.rope_theta ** (-np.arange(half) / half)
-  if cfg.rope_scaling:
-    frequencies = [scaled_frequency(f, *cfg.rope_scaling) for f in frequencies]
+  amplitude = 1.0
+  if isinstance(scaling, model.YarnScaling):
+    frequencies = yarn_frequencies(frequencies, scaling)
+    amplitude = 0.1 * np.log(scaling.factor) + 1
+  elif scaling:
+    rule = dataclasses.astuple(scaling)
+    frequencies = [scaled_frequency(f, *rule) for f in frequencies]
   turns = np.outer(np.arange(len(x_TH)), frequencies)
   z = (x_TH[:, :half] + 1j * x_TH[:, half:]) * np.exp(1j * turns)
-  return np.concatenate([z.real, z.imag], 1)
+  return amplitude * np.concatenate([z.real, z.imag], 1)
+
+
+def all_heads(p, cfg, x_TD, name):
+  """Queries or keys of all heads side by side, normed together."""
+  w = p[name].reshape(len(p[name]), -1)
+  return norm(x_TD @ w, p[f"{name}_norm"], cfg.norm_eps)
 
 
 def attention(p, cfg, x_TD):
-  out = np.zeros_like(x_TD)
+  out, H = np.zeros_like(x_TD), cfg.head_dim
   for h in range(cfg.num_heads):
     g = h // (cfg.num_heads // cfg.num_kv_heads)
     q, k, v = x_TD @ p["q"][:, h], x_TD @ p["k"][:, g], x_TD @ p["v"][:, g]
     if cfg.attention_bias:
       q, k, v = q + p["q_bias"][h], k + p["k_bias"][g], v + p["v_bias"][g]
-    if cfg.qk_norm:
+    if cfg.qk_norm_over_heads:
+      q = all_heads(p, cfg, x_TD, "q")[:, h * H : (h + 1) * H]
+      k = all_heads(p, cfg, x_TD, "k")[:, g * H : (g + 1) * H]
+    elif cfg.qk_norm:
       q, k = (
         norm(x, p[n], cfg.norm_eps) for x, n in ((q, "q_norm"), (k, "k_norm"))
       )
@@ -223,8 +254,14 @@ def test_packed_sequences_equal_separate_rows(name):
     np.testing.assert_allclose(packed[b, here], alone, atol=2e-5)
 
 
-def test_a_model_with_biases_on_a_mesh_equals_one_device():
-  cfg = dataclasses.replace(QWEN2, vocab_size=24)
+@pytest.mark.parametrize(
+  "changes",
+  [{"qk_norm": False, "attention_bias": True}, {"qk_norm_over_heads": True}],
+  ids=["biases", "norms over heads"],
+)
+def test_a_model_on_a_mesh_equals_one_device(changes):
+  """With the heads of a bias, or of a norm, split over devices."""
+  cfg = dataclasses.replace(DENSE, vocab_size=24, **changes)
   rng = np.random.default_rng(6)
   tokens = rng.integers(0, 24, (4, 9))
   positions, mask = np.broadcast_to(np.arange(9), (4, 9)), np.ones((4, 9), int)
@@ -240,8 +277,9 @@ def test_a_model_with_biases_on_a_mesh_equals_one_device():
   with jax.set_mesh(mesh):
     params = jax.device_put(weights(cfg), shardings)
     split = jax.jit(jax.value_and_grad(loss))(params)
-  bias = params["layers"]["attention"]["q_bias"]
-  assert bias.sharding.shard_shape(bias.shape) == (2, 2, 3)
+  for name, x in params["layers"]["attention"].items():
+    if name.endswith("bias"):
+      assert x.sharding.shard_shape(x.shape)[1:] == (x.shape[1] // 2, 3)
   close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
   jax.tree.map(close, jax.device_get(split), jax.device_get(alone))
 

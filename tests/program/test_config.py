@@ -52,7 +52,7 @@ def refused(keys, overrides, words):
     ("objective.name=x", "choose one of cispo, dapo, dr_grpo, gmpo, grpo"),
     ("objective.old_logps=sampled", "did you mean 'sampler'"),
     ("model.variant=qwen3-8", "model.variant='qwen3-8': did you mean 'qwen3-"),
-    ("model.variant=qwen3-14b", "'qwen3-14b': choose one of llama3.1-8b, "),
+    ("model.variant=qwen3-15x", "'qwen3-15x': choose one of llama3.1-8b, "),
     ("model.dtype=float16", "did you mean 'bfloat16'"),
     ("rollout.group_size=1", "rollout.group_size=1: expected at least 2"),
     ("rollout.group_size=0", "rollout.group_size=0: expected at least 2"),

@@ -1,11 +1,14 @@
 """Which weights a command loads, and which it refuses."""
 
 import dataclasses
+import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from gspo_jax import model
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.model import hf
 from gspo_jax.program import load_params
@@ -91,6 +94,15 @@ def test_weights_of_another_model_are_refused(
   cfg = dataclasses.replace(program.cfg, **changes)
   with pytest.raises(UserError, match=words):
     load(debug_config, dataclasses.replace(program, cfg=cfg), run)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "llama3.1-8b"])
+def test_what_identifies_a_model_is_the_same_in_a_file(name):
+  """Else a run of it would not find its own checkpoints."""
+  tokenizer = SimpleNamespace(fingerprint="")
+  program = SimpleNamespace(cfg=model.variant(name), tokenizer=tokenizer)
+  identity = load_params.identity(program)
+  assert json.loads(json.dumps(identity)) == identity
 
 
 def test_other_settings_of_the_same_model(debug_config, params, run):

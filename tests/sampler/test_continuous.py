@@ -46,11 +46,11 @@ def prompts():
   return Prompts(tokens, np.array([1, 2, 4, 5, 8, 9, 13, S], np.int32))
 
 
-def build(batching=SMALL, config=SAMPLED, prompt=S, **axes):
+def build(batching=SMALL, config=SAMPLED, prompt=S, cfg=CFG, **axes):
   mesh = sharding.make_mesh(jax.devices()[: 8 if axes else 1], **axes)
-  abstract = jax.eval_shape(lambda: model.init(jax.random.key(0), CFG))
+  abstract = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
   return continuous.build_continuous_sampler(
-    CFG,
+    cfg,
     config,
     batching=batching,
     max_prompt_length=prompt,
@@ -463,6 +463,36 @@ def test_hosts_exchange_the_lengths_and_no_token(monkeypatch):
   monkeypatch.undo()
   assert_same(jax.device_get(samples), static())
   assert sorted(reported) == list(range(A))
+
+
+@pytest.mark.slow  # the layer, on a mesh and in a cache, in tests/model
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"qk_norm_over_heads": True, "norm_topk_prob": False},
+    {"qk_norm": False},
+    {"rope_scaling": model.YarnScaling(4.0, 16)},
+  ],
+  ids=["olmoe", "mixtral", "yarn"],
+)
+def test_other_families_on_eight_devices_equal_the_static_sampler(changes):
+  cfg = dataclasses.replace(CFG, num_kv_heads=2, **changes)
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), cfg)
+  scale = lambda keys, x: (
+    1 + 0.3 * np.sin(np.arange(x.size)).reshape(x.shape)
+    if "norm" in sharding.path_name(keys)
+    else x
+  )
+  params = jax.tree.map_with_path(scale, params)
+  config = dataclasses.replace(SAMPLED, record_routing=True)
+  generate = build(dataclasses.replace(SMALL, slots=16), config, S, cfg, **MESH)
+  samples = generate(params, prompts(), jax.random.key(KEY))
+  alone = jax.jit(functools.partial(sampler.generate, cfg=cfg, sampler=config))(
+    params, prompts=prompts(), key=jax.random.key(KEY)
+  )
+  samples, alone = jax.device_get((samples, alone))
+  assert_same(samples, alone)
+  assert_same_routing(samples, alone)
 
 
 def test_a_paused_response_is_not_reported():

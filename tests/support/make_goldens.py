@@ -1,6 +1,6 @@
 """Makes goldens/ with transformers: `pip install 'gspo_jax[parity]'`, then
 
-  python tests/support/make_goldens.py
+  python tests/support/make_goldens.py [MODEL ...]
 
 A folder a model: a tiny random checkpoint as `save_pretrained` writes it, in
 bfloat16; `gradients`, another, of `loss` on the rows padded on the left; and
@@ -49,12 +49,30 @@ LLAMA3 = {
   "high_freq_factor": 2.0,
   "original_max_position_embeddings": 32,
 }
+# The first of four frequencies is unchanged, the last divided, and those
+# between are mixtures.
+YARN = {
+  "rope_type": "yarn",
+  "rope_theta": 1000.0,
+  "factor": 8.0,
+  "beta_fast": 3.0,
+  "beta_slow": 0.1,
+  "original_max_position_embeddings": 32,
+}
+SMALL_HEADS = SIZES | {
+  "head_dim": 4,  # of OLMoE always the width by the number of heads
+  "intermediate_size": 12,
+  "num_experts_per_tok": 2,
+}
 MODELS = {
   "qwen3": hf.Qwen3Config(**SIZES, tie_word_embeddings=True),
   "qwen3_moe": hf.Qwen3MoeConfig(**MOE, norm_topk_prob=True),
   "qwen3_moe_raw": hf.Qwen3MoeConfig(**MOE, norm_topk_prob=False),
   "qwen2": hf.Qwen2Config(**SIZES),
   "llama3": hf.LlamaConfig(**SIZES | {"rope_parameters": LLAMA3}),
+  "yarn": hf.Qwen3Config(**SIZES | {"rope_parameters": YARN}),
+  "olmoe": hf.OlmoeConfig(**SMALL_HEADS, num_experts=5),
+  "mixtral": hf.MixtralConfig(**SMALL_HEADS, num_local_experts=5),
 }
 
 
@@ -67,7 +85,7 @@ def checkpoint(folder, config, seed):
       mean, std = (1, 0.3) if "norm" in name else (0, 0.3)
       x.copy_(mean + std * torch.randn_like(x))
   # The mixture in shards, as large ones are.
-  size = "4KB" if "moe" in folder.name else "1GB"
+  size = "4KB" if "qwen3_moe" in folder.name else "1GB"
   model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=size)
   return hf.AutoModelForCausalLM.from_pretrained(
     folder, dtype=torch.float32, attn_implementation="eager"
@@ -153,5 +171,5 @@ def make(name, config):
 
 
 if __name__ == "__main__":
-  for name, config in MODELS.items():
-    make(name, config)
+  for name in sys.argv[1:] or MODELS:
+    make(name, MODELS[name])

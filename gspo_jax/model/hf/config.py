@@ -9,24 +9,76 @@ and 5 of transformers both load them.
 import dataclasses
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 from gspo_jax.model.config import ModelConfig, changed
+from gspo_jax.model.rotary import Llama3Scaling, YarnScaling, yarn_mscale
 from gspo_jax.runtime.errors import UserError, how_to_download
 
-# By model_type: the fields of ModelConfig that it implies.
+
+class _Family(NamedTuple):
+  """An architecture of transformers.
+
+  Attributes:
+    loads_with: its class for language models.
+    fields: the fields of ModelConfig that it implies.
+    experts: the keys of its number of experts and of their hidden width.
+    rope_theta: where config.json has none.
+    supported: as `_SUPPORTED`, for this family.
+  """
+
+  loads_with: str
+  fields: dict
+  experts: tuple[str, str] | None = None
+  rope_theta: float = 1e4
+  supported: dict | None = None
+
+
+# By model_type.
 FAMILIES = {
-  "qwen3": {},
-  "qwen3_moe": {},
-  "qwen2": {"attention_bias": True, "qk_norm": False},
-  "llama": {"qk_norm": False},
+  "qwen3": _Family("Qwen3ForCausalLM", {}),
+  "qwen3_moe": _Family(
+    "Qwen3MoeForCausalLM",
+    {},
+    experts=("num_experts", "moe_intermediate_size"),
+    supported={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+  ),
+  "qwen2": _Family(
+    "Qwen2ForCausalLM",
+    {"attention_bias": True, "qk_norm": False},
+    supported={"attention_bias": (False, True)},  # never on the output
+  ),
+  "llama": _Family("LlamaForCausalLM", {"qk_norm": False}),
+  "olmoe": _Family(
+    "OlmoeForCausalLM",
+    {"qk_norm_over_heads": True},
+    experts=("num_experts", "intermediate_size"),
+    supported={"clip_qkv": ()},
+  ),
+  "mixtral": _Family(
+    "MixtralForCausalLM",
+    {"qk_norm": False, "norm_topk_prob": True},
+    experts=("num_local_experts", "intermediate_size"),
+    rope_theta=1e6,
+    supported={"router_jitter_noise": (0,), "sliding_window": ()},
+  ),
 }
-_CLASSES = {
-  "qwen3": "Qwen3ForCausalLM",
-  "qwen3_moe": "Qwen3MoeForCausalLM",
-  "qwen2": "Qwen2ForCausalLM",
-  "llama": "LlamaForCausalLM",
+_DELTA_NET = (
+  "gated delta-net layers, an output gate of attention, rotary embeddings of a"
+  " quarter of each head, and norms and experts of their own"
+)
+# What ModelConfig lacks, by the start of a model_type.
+_MISSING = {
+  "deepseek_v3": "latent attention, shared experts, and sigmoid routing",
+  "gpt_oss": (
+    "attention sinks, layers with a sliding window, clamped SwiGLU, biases of"
+    " experts and router, and 4-bit experts (MXFP4)"
+  ),
+  "qwen2_moe": "a shared expert beside those that the router chooses",
+  "qwen3_5": _DELTA_NET,
+  "qwen3_next": _DELTA_NET,
 }
-# By key: the values that ModelConfig supports. A missing key is supported.
+# By key of any family: the values that are supported; a missing key is, too.
 _SUPPORTED = {
   "attention_bias": (False,),  # on the output projection, too
   "hidden_act": ("silu",),
@@ -38,13 +90,6 @@ _SUPPORTED = {
   "shared_expert_intermediate_size": (0,),
   "use_sliding_window": (False,),
 }
-_SUPPORTED_MOE = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
-_SCALING = (
-  "factor",
-  "low_freq_factor",
-  "high_freq_factor",
-  "original_max_position_embeddings",
-)
 # Fields that a config.json does not have: how we run the model.
 _RUNTIME_FIELDS = ("dtype", "remat", "keep", "unroll")
 
@@ -53,7 +98,7 @@ def config_from_hf(folder: str | Path, **changes) -> ModelConfig:
   """The `ModelConfig` of the checkpoint in `folder`, with some fields changed.
 
   Args:
-    folder: with a config.json of Qwen3, Qwen3-MoE, Qwen2 or Llama.
+    folder: with a config.json of one of `FAMILIES`.
     **changes: fields of `ModelConfig`, such as `dtype` or `remat`.
 
   Raises:
@@ -61,16 +106,25 @@ def config_from_hf(folder: str | Path, **changes) -> ModelConfig:
   """
   path = Path(folder) / "config.json"
   raw = read(path)
-  family = raw.get("model_type")
-  if family not in FAMILIES:
-    raise _unsupported(path, "model_type", family, sorted(FAMILIES))
+  model_type = raw.get("model_type")
+  family = _require_family(path, model_type)
   _require_supported(path, raw, family)
   get = lambda *names, **options: _number(path, raw, names, **options)
-  moe = family == "qwen3_moe"
   heads, width = get("num_attention_heads"), get("hidden_size")
   # The default of Qwen3's class in transformers is 128 for any width.
-  head_dim = 128 if family == "qwen3" else width // heads
-  theta, scaling = _rope(path, raw)
+  head_dim = 128 if model_type == "qwen3" else width // heads
+  theta, scaling = _rope(path, raw, family)
+  fields = dict(family.fields)
+  if family.experts:
+    _, expert_width = family.experts
+    fields = {
+      "mlp_dim": get(expert_width),
+      "num_experts": get("num_experts", "num_local_experts"),
+      "experts_per_token": get("num_experts_per_tok"),
+      "norm_topk_prob": bool(raw.get("norm_topk_prob")),
+    } | fields
+  else:
+    fields["mlp_dim"] = get("intermediate_size")
   cfg = ModelConfig(
     vocab_size=get("vocab_size"),
     num_layers=get("num_hidden_layers"),
@@ -78,16 +132,12 @@ def config_from_hf(folder: str | Path, **changes) -> ModelConfig:
     num_heads=heads,
     num_kv_heads=get("num_key_value_heads", default=heads),
     head_dim=get("head_dim", default=head_dim),
-    mlp_dim=get("moe_intermediate_size" if moe else "intermediate_size"),
-    num_experts=get("num_experts", "num_local_experts") if moe else 0,
-    experts_per_token=get("num_experts_per_tok") if moe else 0,
-    norm_topk_prob=bool(raw.get("norm_topk_prob")) if moe else True,
     rope_theta=theta,
     rope_scaling=scaling,
     norm_eps=get("rms_norm_eps", kind=float),
     tie_embeddings=bool(raw.get("tie_word_embeddings")),
     dtype="float32" if _dtype(raw) == "float32" else "bfloat16",
-    **FAMILIES[family],
+    **fields,
   )
   return changed(cfg, **changes)
 
@@ -122,13 +172,18 @@ def _unsupported(path, key, value, supported) -> UserError:
   )
 
 
+def _require_family(path, model_type) -> _Family:
+  if model_type in FAMILIES:
+    return FAMILIES[model_type]
+  error = _unsupported(path, "model_type", model_type, sorted(FAMILIES))
+  for name, missing in _MISSING.items():
+    if str(model_type).startswith(name):
+      error = UserError(f"{error}; what it needs and is missing: {missing}")
+  raise error
+
+
 def _require_supported(path, raw, family):
-  supported = dict(_SUPPORTED)
-  if family == "qwen3_moe":
-    supported |= _SUPPORTED_MOE
-  if family == "qwen2":
-    del supported["attention_bias"]  # Qwen2 never has one on the output
-  for key, values in supported.items():
+  for key, values in (_SUPPORTED | (family.supported or {})).items():
     if raw.get(key) is not None and raw[key] not in values:
       expected = f"expected {values[0]!r}" if values else "not supported"
       raise UserError(f"{path}: {key}={str(raw[key])[:80]}: {expected}")
@@ -151,22 +206,85 @@ def _number(path, raw, names, *, default=None, kind=int):
   return kind(value)
 
 
-def _rope(path, raw):
+def _rope(path, raw, family):
   """(rope_theta, rope_scaling) of a ModelConfig."""
   rope = dict(raw.get("rope_scaling") or {})
   rope |= raw.get("rope_parameters") or {}
-  theta = rope.get("rope_theta") or raw.get("rope_theta") or 1e4
+  theta = rope.get("rope_theta") or raw.get("rope_theta") or family.rope_theta
   kind = rope.get("rope_type") or rope.get("type") or "default"
   if rope.get("partial_rotary_factor", 1) != 1:
     raise UserError(f"{path}: partial_rotary_factor: expected 1")
   if kind == "default":
     return float(theta), None
-  if kind != "llama3":
-    raise _unsupported(path, "rope_type", kind, ("default", "llama3"))
-  *factors, length = (
-    _number(path, rope, [key], kind=float) for key in _SCALING
+  if kind not in _SCALINGS:
+    raise _unsupported(path, "rope_type", kind, ("default", *_SCALINGS))
+  # Of several places transformers takes the first.
+  lengths = (
+    raw.get(_LENGTH),
+    rope.get(_LENGTH),
+    raw.get("max_position_embeddings"),
   )
-  return float(theta), (*factors, int(length))
+  rope[_LENGTH] = next((n for n in lengths if n is not None), None)
+  get = lambda key, **options: _number(path, rope, [key], **options)
+  scaling, arguments = _SCALINGS[kind]
+  arguments = arguments(get, rope, raw.get("max_position_embeddings"))
+  try:
+    return float(theta), scaling(*arguments)
+  except UserError as error:
+    raise UserError(f"{path}: {error}") from None
+
+
+def _llama3(get, rope, max_length):
+  """The arguments of Llama3Scaling."""
+  del rope, max_length
+  keys = "factor", "low_freq_factor", "high_freq_factor"
+  return *(get(key, kind=float) for key in keys), get(_LENGTH)
+
+
+def _yarn(get, rope, max_length):
+  """The arguments of YarnScaling."""
+  length = get(_LENGTH)
+  number = lambda key, default=None: get(key, kind=float, default=default)
+  factor = number("factor", max_length and max_length / length)
+  attention_factor = None
+  if rope.get("attention_factor") is not None:
+    attention_factor = number("attention_factor")
+  elif rope.get("mscale") and rope.get("mscale_all_dim"):
+    mscales = number("mscale"), number("mscale_all_dim")
+    over, under = (yarn_mscale(factor, mscale) for mscale in mscales)
+    attention_factor = over / under
+  betas = number("beta_fast", 32.0), number("beta_slow", 1.0)
+  return (
+    factor,
+    length,
+    *betas,
+    attention_factor,
+    bool(rope.get("truncate", True)),
+  )
+
+
+_LENGTH = "original_max_position_embeddings"
+_SCALINGS = {
+  "llama3": (Llama3Scaling, _llama3),
+  "yarn": (YarnScaling, _yarn),
+}
+
+
+def _scaling_to_hf(scaling) -> dict:
+  """The value of `rope_scaling`."""
+  if isinstance(scaling, Llama3Scaling):
+    return {
+      "rope_type": "llama3",
+      "factor": scaling.factor,
+      "low_freq_factor": scaling.low,
+      "high_freq_factor": scaling.high,
+      _LENGTH: scaling.length,
+    }
+  raw = dataclasses.asdict(scaling)
+  raw[_LENGTH] = raw.pop("length")
+  if raw["attention_factor"] is None:
+    del raw["attention_factor"]
+  return {"rope_type": "yarn"} | raw
 
 
 def config_to_hf(cfg: ModelConfig, dtype: str, like: str | Path | None) -> dict:
@@ -198,10 +316,11 @@ def config_to_hf(cfg: ModelConfig, dtype: str, like: str | Path | None) -> dict:
 
 def _new_config(cfg):
   """Only the keys that the loading classes need, without special tokens."""
-  family = _family(cfg)
+  name = _family_name(cfg)
+  family = FAMILIES[name]
   raw = {
-    "architectures": [_CLASSES[family]],
-    "model_type": family,
+    "architectures": [family.loads_with],
+    "model_type": name,
     "vocab_size": cfg.vocab_size,
     "num_hidden_layers": cfg.num_layers,
     "hidden_size": cfg.embed_dim,
@@ -215,39 +334,53 @@ def _new_config(cfg):
     "rope_scaling": None,
     "rms_norm_eps": cfg.norm_eps,
     "tie_word_embeddings": cfg.tie_embeddings,
-    # Llama's defaults are 1 and 2, which may be any tokens here.
+    # The defaults of some families, which may be any tokens here.
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,
   }
-  if cfg.rope_scaling:
-    scaling = dict(zip(_SCALING, cfg.rope_scaling, strict=True))
-    raw["rope_scaling"] = {"rope_type": "llama3"} | scaling
-    raw["max_position_embeddings"] = int(
-      cfg.rope_scaling[0] * cfg.rope_scaling[3]
-    )
-  if cfg.num_experts:
+  if scaling := cfg.rope_scaling:
+    raw["rope_scaling"] = _scaling_to_hf(scaling)
+    # Release 4 of transformers reads YaRN's factor from the ratio of lengths.
+    raw["max_position_embeddings"] = int(scaling.factor * scaling.length)
+  if family.experts:
+    number, width = family.experts
     raw |= {
-      "moe_intermediate_size": cfg.mlp_dim,
-      "num_experts": cfg.num_experts,
+      number: cfg.num_experts,
+      width: cfg.mlp_dim,
       "num_experts_per_tok": cfg.experts_per_token,
-      "norm_topk_prob": cfg.norm_topk_prob,
-      "decoder_sparse_step": 1,
-      "mlp_only_layers": [],
     }
+    if "norm_topk_prob" not in family.fields:
+      raw["norm_topk_prob"] = cfg.norm_topk_prob
+  if name == "qwen3_moe":
+    raw |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
   return raw
 
 
-def _family(cfg) -> str:
-  families = {
-    (True, False, True): "qwen3_moe",
-    (False, False, True): "qwen3",
-    (False, True, False): "qwen2",
-    (False, False, False): "llama",
+def _family_name(cfg) -> str:
+  """The model_type with these fields; UserError if there is none."""
+  plain = {
+    "attention_bias": False,
+    "qk_norm": True,
+    "qk_norm_over_heads": False,
   }
-  key = (bool(cfg.num_experts), cfg.attention_bias, cfg.qk_norm)
-  if key not in families:
+  has = lambda fields: all(getattr(cfg, k) == v for k, v in fields.items())
+  names = [
+    name
+    for name, family in FAMILIES.items()
+    if has(plain | family.fields)
+    and bool(cfg.num_experts) == bool(family.experts)
+  ]
+  if not names:
     raise UserError(
       f"no family of transformers has {cfg.num_experts=}, "
-      f"{cfg.attention_bias=} and {cfg.qk_norm=}"
+      f"{cfg.attention_bias=}, {cfg.qk_norm=}, {cfg.qk_norm_over_heads=} and "
+      f"{cfg.norm_topk_prob=}"
     )
-  return families[key]
+  heads, head_dim, width = cfg.num_heads, cfg.head_dim, cfg.embed_dim
+  if cfg.qk_norm_over_heads and heads * head_dim != width:
+    raise UserError(
+      f"OLMoE has cfg.num_heads * cfg.head_dim = cfg.embed_dim, got {heads} * "
+      f"{head_dim} and {width}"
+    )
+  return names[0]

@@ -55,6 +55,16 @@ TABLE = {
   "moe/down": (["mlp.experts.{e}.down_proj.weight"], ((2,), (1,))),
 }
 
+# The rows of TABLE that have other names in Mixtral.
+_MIXTRAL = {
+  "moe/router": (["block_sparse_moe.gate.weight"], _INPUTS_LAST),
+  "moe/gate_up": (
+    [f"block_sparse_moe.experts.{{e}}.w{n}.weight" for n in (1, 3)],
+    ((2,), (1,)),
+  ),
+  "moe/down": (["block_sparse_moe.experts.{e}.w2.weight"], ((2,), (1,))),
+}
+
 
 class TensorMap(NamedTuple):
   """One of our parameters and its HF tensors.
@@ -110,14 +120,15 @@ class TensorMap(NamedTuple):
 def tensor_maps(cfg: ModelConfig) -> list[TensorMap]:
   """The maps of all parameters of a model."""
   tree = jax.eval_shape(lambda key: init(key, cfg), jax.random.key(0))
-  maps = []
+  is_mixtral = cfg.num_experts and not cfg.qk_norm
+  table, maps = TABLE | (_MIXTRAL if is_mixtral else {}), []
   for keys, leaf in jax.tree.leaves_with_path(tree):
     path = jax.tree_util.keystr(keys, simple=True, separator="/")
     key, shape, prefix = path, leaf.shape, ""
     if path.startswith("layers/"):
       key, shape = path.removeprefix("layers/"), leaf.shape[1:]
       prefix = "model.layers.{i}."
-    names, axes = TABLE[key]
+    names, axes = table[key]
     maps.append(TensorMap(path, shape, tuple(prefix + n for n in names), axes))
   return maps
 

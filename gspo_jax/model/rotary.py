@@ -1,0 +1,161 @@
+"""Rotary position embeddings, and the ways to stretch them to longer texts.
+
+Dimension key: B rows, T tokens, N heads, H head width. Of the H / 2 frequencies
+the first is 1 and each is smaller than the one before.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax.model.rounding import recomputed, rounded, wide
+from gspo_jax.runtime.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+  """Llama 3.1's frequencies (arXiv 2407.21783), by their periods in a text.
+
+  Frequencies with fewer than `low` periods in `length` tokens are divided by
+  `factor`, those with more than `high` periods are unchanged, and those between
+  are interpolated.
+
+  Attributes:
+    factor: at least 1.
+    low: above 0.
+    high: above `low`.
+    length: tokens of the texts before the stretch.
+  """
+
+  factor: float
+  low: float
+  high: float
+  length: int
+
+  def __post_init__(self):
+    if not (self.factor >= 1 and 0 < self.low < self.high and self.length > 0):
+      raise UserError(
+        f"model.rope_scaling={self}: expected factor >= 1, 0 < low < high and"
+        " length > 0"
+      )
+
+  @property
+  def amplitude(self) -> float:
+    """The factor of sines and cosines."""
+    return 1.0
+
+  def scale(self, frequency_H, theta: float):
+    """The frequencies of `theta`, scaled."""
+    del theta
+    periods_H = self.length * frequency_H / (2 * jnp.pi)
+    unscaled_H = (periods_H - self.low) / (self.high - self.low)
+    return _interpolate(frequency_H, jnp.clip(unscaled_H, 0, 1), self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+  """YaRN (arXiv 2309.00071, sec. 3), as transformers 5 computes it.
+
+  Frequencies with fewer than `beta_slow` periods in `length` tokens are divided
+  by `factor`, those with more than `beta_fast` periods are unchanged. Between,
+  the share of the unchanged frequency is linear in the INDEX of the frequency.
+
+  Attributes:
+    factor: at least 1.
+    length: tokens of the texts before the stretch.
+    beta_fast: at least `beta_slow`.
+    beta_slow: above 0.
+    attention_factor: of queries and of keys, as a factor of sines and cosines;
+      None: `0.1 ln(factor) + 1` (eq. 22).
+    truncate: the first and last index of the part between are rounded to whole
+      numbers, down and up.
+  """
+
+  factor: float
+  length: int
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+  truncate: bool = True
+
+  def __post_init__(self):
+    factor = self.attention_factor
+    if not (
+      self.factor >= 1
+      and self.length > 0
+      and 0 < self.beta_slow <= self.beta_fast
+      and (factor is None or factor > 0)
+    ):
+      raise UserError(
+        f"model.rope_scaling={self}: expected factor >= 1, length > 0,"
+        " 0 < beta_slow <= beta_fast and attention_factor > 0 or None"
+      )
+
+  @property
+  def amplitude(self) -> float:
+    """The factor of sines and cosines."""
+    if self.attention_factor is None:
+      return yarn_mscale(self.factor)
+    return self.attention_factor
+
+  def scale(self, frequency_H, theta: float):
+    """The frequencies of `theta`, scaled."""
+    half = frequency_H.shape[0]
+
+    def index(periods):
+      """Of the frequency with so many periods in `length` tokens."""
+      turns = self.length / (periods * 2 * math.pi)
+      return half * math.log(turns) / math.log(theta)
+
+    first, last = index(self.beta_fast), index(self.beta_slow)
+    if self.truncate:
+      first, last = math.floor(first), math.ceil(last)
+    # The bound is the width of the head, not the number of frequencies.
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    width = last - first or 1e-3
+    scaled_H = jnp.clip((jnp.arange(half) - first) / width, 0, 1)
+    return _interpolate(frequency_H, 1 - scaled_H, self.factor)
+
+
+RopeScaling = Llama3Scaling | YarnScaling
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+  """`0.1 mscale ln(factor) + 1`, YaRN's growth of queries and keys."""
+  return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _interpolate(frequency_H, unscaled_H, factor):
+  return frequency_H * (unscaled_H + (1 - unscaled_H) / factor)
+
+
+def angles(
+  positions_BT: jax.Array,
+  head_dim: int,
+  theta: float,
+  scaling: RopeScaling | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Sines and cosines [B, T, H / 2] float32, for `rotate`."""
+  frequency_H = theta ** (
+    -jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+  )
+  amplitude = 1.0
+  if scaling:
+    frequency_H = scaling.scale(frequency_H, theta)
+    amplitude = scaling.amplitude
+  angle_BTH = positions_BT[..., None].astype(jnp.float32) * frequency_H
+  sin_BTH, cos_BTH = jnp.sin(angle_BTH), jnp.cos(angle_BTH)
+  if amplitude == 1.0:
+    return sin_BTH, cos_BTH
+  return amplitude * sin_BTH, amplitude * cos_BTH
+
+
+@recomputed
+def rotate(x_BTNH, sin_BTH, cos_BTH):
+  """Rotary embedding, half-split (arXiv 2104.09864), in float32."""
+  a, b = jnp.split(wide(x_BTNH), 2, axis=-1)
+  sin, cos = sin_BTH[:, :, None], cos_BTH[:, :, None]
+  out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+  return rounded(out, x_BTNH.dtype)
