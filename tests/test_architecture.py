@@ -81,7 +81,7 @@ def test_sizes_of_the_house():
   entries = [
     p for p in PACKAGE.iterdir() if p.suffix == ".py" or p.name in WINGS
   ]
-  assert len({p.stem for p in entries} - {"__init__"}) <= 16
+  assert len({p.stem for p in entries} - {"__init__"}) <= 17
   for folder in [PACKAGE, *(p.parent for p in PACKAGE.glob("**/__init__.py"))]:
     assert len([*folder.glob("*.py")]) <= 13, folder  # with __init__.py
 

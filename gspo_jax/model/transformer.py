@@ -21,9 +21,15 @@ from jax.sharding import PartitionSpec
 from gspo_jax.model import attention, lora, rotary
 from gspo_jax.model import cache as kv
 from gspo_jax.model.config import ModelConfig
-from gspo_jax.model.matmul import matmul, matmul_float32
 from gspo_jax.model.moe import MoE, Routing
-from gspo_jax.model.rounding import recomputed, rounded, stored, wide
+from gspo_jax.model.rounding import (
+  matmul,
+  matmul_float32,
+  recomputed,
+  rounded,
+  stored,
+  wide,
+)
 from gspo_jax.runtime import sharding
 
 Params = dict

@@ -10,6 +10,7 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.model import cache as kv
+from gspo_jax.model.rounding import stored
 
 P, G, S, R = 3, 2, 6, 5
 B = P * G
@@ -158,7 +159,7 @@ def test_share_prefix_keeps_one_copy_of_each_prompt():
   response = (B, LOW.num_kv_heads, 7, LOW.head_dim)
   assert [x.shape for x in cache.prefix.k] == [prompt] * LOW.num_layers
   assert [x.shape for x in cache.k] == [response] * LOW.num_layers
-  assert all(x.dtype == jnp.bfloat16 for x in (*cache.k, *cache.v))
+  assert all(x.dtype == stored("bfloat16") for x in (*cache.k, *cache.v))
   assert cache.length == 0
   assert not cache.valid.any()
 

@@ -264,12 +264,19 @@ def test_narrow_heads_lie_side_by_side_on_a_tpu(monkeypatch):
   assert {x.shape for x in (*pages.k, *pages.v)} == {(K // 2, 5, S, 128)}
 
 
-def test_an_empty_cache_has_the_dtype_of_the_model():
+@pytest.mark.parametrize(
+  ("platform", "dtype"), [("tpu", "bfloat16"), ("cpu", "float32")]
+)
+def test_an_empty_cache_has_the_dtype_of_the_model(
+  monkeypatch, platform, dtype
+):
+  """On a CPU, float32: it would write 16-bit slices by copying all of it."""
+  monkeypatch.setattr(sharding, "platform", lambda: platform)
   low = dataclasses.replace(CFG, dtype="bfloat16")
   pages = paged.empty(
     low, num_slots=3, num_pages=5, page_size=S, pages_per_slot=W
   )
-  assert {x.dtype for x in (*pages.k, *pages.v)} == {jnp.dtype("bfloat16")}
+  assert {x.dtype for x in (*pages.k, *pages.v)} == {jnp.dtype(dtype)}
   assert (len(pages.k), len(pages.v)) == (L, L)
 
 

@@ -3,12 +3,13 @@
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from repository import ROOT
 
-from gspo_jax.model.rounding import rounded
+from gspo_jax.model.rounding import matmul, matmul_float32, rounded
 
 # Elementwise operations, compiled as one program and one by one.
 COMPARE = """
@@ -46,3 +47,37 @@ def test_rounds_to_the_nearest(dtype):
   y = rounded(x, dtype)
   assert y.dtype == dtype
   np.testing.assert_array_equal(y, x.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axes", [1, 2])
+def test_products_and_their_gradients_are_rounded_once(dtype, axes):
+  """Against float64; the sums of 16-bit products are float32."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+  x, w, dy = draw(3, 5, 4, 6), draw(*(4, 6)[2 - axes :], 2, 7), None
+  y, pull = jax.vjp(lambda x, w: matmul(x, w, axes), x, w)
+  dy = draw(*y.shape)
+  wide = lambda a: np.asarray(a, np.float64)
+  summed = np.prod(w.shape[:axes])
+  x2, w2 = wide(x).reshape(-1, summed), wide(w).reshape(summed, -1)
+  dy2 = wide(dy).reshape(len(x2), -1)
+  for got, exact in zip(
+    (y, *pull(dy)), (x2 @ w2, dy2 @ w2.T, x2.T @ dy2), strict=True
+  ):
+    assert got.dtype == dtype
+    exact = exact.reshape(got.shape)
+    unit = np.spacing(np.abs(exact).astype(np.float32)) / 2
+    if dtype == "bfloat16":
+      unit *= 2**16  # half a unit in the last place
+    np.testing.assert_array_less(np.abs(wide(got) - exact), unit + 1e-5)
+
+
+def test_logits_of_16_bit_operands_are_not_rounded():
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+  x, w = draw(2, 5, 6), draw(6, 7)
+  exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+  logits = matmul_float32(x, w)
+  assert logits.dtype == jnp.float32
+  np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-5)
