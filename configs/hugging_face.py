@@ -1,4 +1,4 @@
-"""RL of a Hugging Face checkpoint on GSM8K: any Qwen3, Qwen2.5 or Llama 3.
+"""RL of a Hugging Face checkpoint on GSM8K: any family of docs/your_model.md.
 
   python -m gspo_jax.main --config=configs/hugging_face.py:./Qwen3-0.6B \\
     --workdir=runs/qwen3

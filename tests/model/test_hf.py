@@ -541,7 +541,7 @@ def test_yarn_is_read_and_written(scaling, changes, expected, tmp_path):
   raw = hf_checkpoint.config_to_hf(cfg, "bfloat16", None)
   (tmp_path / "config.json").write_text(json.dumps(raw))
   assert hf.config_from_hf(tmp_path) == cfg
-  # What release 4 of transformers takes for the factor.
+  # What some releases 4 of transformers take for the factor.
   length = raw["rope_scaling"]["original_max_position_embeddings"]
   assert raw["max_position_embeddings"] / length == expected.factor
 
@@ -557,9 +557,9 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
   ("changes", "words"),
   [
     ({"model_type": "qwen3_next"}, "model_type='qwen3_next': not supported; "),
-    ({"model_type": "qwen3_next"}, "is missing: gated delta-net layers"),
-    ({"model_type": "qwen3_5_moe"}, "is missing: gated delta-net layers"),
-    ({"model_type": "gpt_oss"}, "is missing: attention sinks"),
+    ({"model_type": "qwen3_next"}, "missing for it: gated delta-net layers"),
+    ({"model_type": "qwen3_5_moe"}, "missing for it: gated delta-net layers"),
+    ({"model_type": "gpt_oss"}, "missing for it: attention sinks"),
     ({"model_type": "qwen3_mo"}, "are: llama, mixtral, olmoe, qwen2, qwen3"),
     ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0: not supported"),
     ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window=64: not"),

@@ -352,10 +352,17 @@ def test_replaying_the_recorded_experts_gives_the_samplers_log_probs():
   assert gap(replayed) < gap(free)
 
 
-@pytest.mark.parametrize("experts", [0, 32])
-def test_in_bf16_the_trainer_rounds_as_the_sampler(experts):
+@pytest.mark.parametrize(
+  ("experts", "over_heads"), [(0, False), (32, False), (0, True)]
+)
+def test_in_bf16_the_trainer_rounds_as_the_sampler(experts, over_heads):
   """Sums this short do not depend on their order: no difference is left."""
-  low = dataclasses.replace(CFG, dtype="bfloat16", num_experts=experts)
+  low = dataclasses.replace(
+    CFG,
+    dtype="bfloat16",
+    num_experts=experts,
+    qk_norm_over_heads=over_heads,
+  )
   samples = generate(cfg=low)
   scored, batch = teacher_forced(weights(cfg=low), samples, cfg=low)
   gap = np.abs(scored.logps - samples.logps)[batch.response_mask]

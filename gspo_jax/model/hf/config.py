@@ -65,7 +65,7 @@ FAMILIES = {
 }
 _DELTA_NET = (
   "gated delta-net layers, an output gate of attention, rotary embeddings of a"
-  " quarter of each head, and norms and experts of their own"
+  " quarter of each head, norms by 1 + weight, and shared experts"
 )
 # What ModelConfig lacks, by the start of a model_type.
 _MISSING = {
@@ -178,7 +178,7 @@ def _require_family(path, model_type) -> _Family:
   error = _unsupported(path, "model_type", model_type, sorted(FAMILIES))
   for name, missing in _MISSING.items():
     if str(model_type).startswith(name):
-      error = UserError(f"{error}; what it needs and is missing: {missing}")
+      error = UserError(f"{error}; missing for it: {missing}")
   raise error
 
 
@@ -341,7 +341,7 @@ def _new_config(cfg):
   }
   if scaling := cfg.rope_scaling:
     raw["rope_scaling"] = _scaling_to_hf(scaling)
-    # Release 4 of transformers reads YaRN's factor from the ratio of lengths.
+    # Some releases 4 of transformers take their ratio for YaRN's factor.
     raw["max_position_embeddings"] = int(scaling.factor * scaling.length)
   if family.experts:
     number, width = family.experts
