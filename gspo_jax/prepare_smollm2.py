@@ -50,18 +50,18 @@ _TENSORS = {
 }
 _CONTROL = 3  # the type of a control token in GGUF
 
-_TO = flags.DEFINE_string("to", None, "The new folder.")
-
 
 def main() -> None:
   """Entry point of the command."""
-  command.run(_main, required=(_TO,), start="--to=models/smollm2")
+  # Not at the import: the module `export` has a flag of this name.
+  to = flags.DEFINE_string("to", None, "The new folder.")
 
+  def work():
+    folder = Path(to.value).expanduser()
+    prepare(folder)
+    print(f"SmolLM2-135M-Instruct is in {folder}")
 
-def _main() -> None:
-  folder = Path(_TO.value).expanduser()
-  prepare(folder)
-  print(f"SmolLM2-135M-Instruct is in {folder}")
+  command.run(work, required=(to,), start="--to=models/smollm2")
 
 
 def prepare(folder: Path) -> None:
