@@ -53,7 +53,7 @@ FAMILIES = {
     "OlmoeForCausalLM",
     {"qk_norm_over_heads": True},
     experts=("num_experts", "intermediate_size"),
-    supported={"clip_qkv": ()},
+    supported={"clip_qkv": (), "sliding_window": ()},
   ),
   "mixtral": _Family(
     "MixtralForCausalLM",
@@ -238,12 +238,13 @@ def _llama3(get, rope, max_length):
   """The arguments of Llama3Scaling."""
   del rope, max_length
   keys = "factor", "low_freq_factor", "high_freq_factor"
-  return *(get(key, kind=float) for key in keys), get(_LENGTH)
+  length = int(get(_LENGTH, kind=float))
+  return *(get(key, kind=float) for key in keys), length
 
 
 def _yarn(get, rope, max_length):
   """The arguments of YarnScaling."""
-  length = get(_LENGTH)
+  length = int(get(_LENGTH, kind=float))
   number = lambda key, default=None: get(key, kind=float, default=default)
   factor = number("factor", max_length and max_length / length)
   attention_factor = None
