@@ -3,11 +3,12 @@
   python -m gspo_jax.plan --config=configs/moe_tpu_v5.py --topology=v5p:4x4x4
   python -m gspo_jax.main --config=configs/moe_tpu_v5.py --workdir=gs://...
 
-`configs/moe_tpu_v5.py:variant=qwen3-235b-a22b,topology=v5p:4x8x8` takes another
-size or slice; `:debug` shrinks every size, to run anywhere. As it stands a run
-starts from random weights on the embedded task, to try a pod; add
-`--config.model.checkpoint=DIR` (a folder that every host sees) and the keys
-`data` and `reward` of configs/hugging_face.py for a real one.
+`configs/moe_tpu_v5.py:checkpoint=DIR,questions=FILE` trains the model of a
+Hugging Face folder, such as Qwen3-30B-A3B or one of its releases 2507, on maths
+questions: JSON lines, Parquet, or any `data.source`. Every host must see both.
+Without them a run starts from random weights on the embedded task, to try a
+pod. `variant=qwen3-235b-a22b,topology=v5p:4x8x8` takes another size or slice;
+`debug` shrinks every size, to run anywhere.
 
 By default 512 prompts x 16 responses of at most 16,384 tokens an iteration, by
 continuous batching; the other slices take 4,096 tokens a response, its prompt
@@ -125,19 +126,49 @@ _SLICES = {
 
 
 def get_config(arg: str = "") -> ConfigDict:
-  """arg: comma-separated `variant=...`, `topology=...` and `debug`."""
+  """arg: comma-separated `checkpoint=`, `questions=`, `variant=`, `topology=`
+  with their values, and `debug`."""
   words = [word for word in arg.split(",") if word]
   chosen = dict(word.split("=", 1) for word in words if "=" in word)
   rest = {word for word in words if "=" not in word}
   variant = chosen.pop("variant", "qwen3-30b-a3b")
   topology = chosen.pop("topology", "v5p:4x4x4")
+  checkpoint = chosen.pop("checkpoint", "")
+  questions = chosen.pop("questions", "")
+  if bool(checkpoint) != bool(questions):
+    raise ValueError(
+      f"configs/moe_tpu_v5.py:{arg}: expected checkpoint= and questions=, or "
+      "neither of them"
+    )
   if chosen or rest - {"debug"} or (variant, topology) not in _SLICES:
     raise ValueError(
-      f"configs/moe_tpu_v5.py:{arg}: expected debug, or one of "
+      f"configs/moe_tpu_v5.py:{arg}: expected debug, "
+      "checkpoint=DIR,questions=FILE, or one of "
       + "; ".join(f"variant={v},topology={t}" for v, t in _SLICES)
     )
   c = _sized(variant, _SLICES[variant, topology])
-  return common.shrink(c) if rest else c
+  if rest:
+    common.shrink(c)
+  if checkpoint:
+    _train_on(c, checkpoint, questions)
+  return c
+
+
+def _train_on(c: ConfigDict, checkpoint: str, questions: str) -> None:
+  """The keys of a run on maths questions, at any size."""
+  c.model.checkpoint = checkpoint
+  kind = "parquet:" if questions.endswith(".parquet") else "jsonl:"
+  c.data.source = questions if ":" in questions else kind + questions
+  c.data.instruction = (
+    "{problem}\n\nReason step by step, and put the final answer in \\boxed{}."
+  )
+  c.data.max_prompt_length = 1024
+  c.data.too_long = "drop"
+  # DAPO (arXiv 2503.14476, sec. 3.4) punishes the last fifth of the length.
+  buffer = c.sampler.max_new_tokens // 5
+  c.reward.names = ("math", f"overlong:buffer={buffer}")
+  c.reward.weights = (1.0, 1.0)
+  c.reward.workers = 16
 
 
 def _sized(variant: str, where: _Slice) -> ConfigDict:

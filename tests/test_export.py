@@ -17,9 +17,9 @@ from safetensors import numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gspo_jax import export, model
-from gspo_jax.configs import hugging_face
+from gspo_jax.configs import hugging_face, moe_tpu_v5
 from gspo_jax.model import hf
-from gspo_jax.program import load_params
+from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -268,3 +268,28 @@ def command(module, base, *flags):
   )
   assert done.returncode == 0, done.stderr
   return done.stdout + done.stderr
+
+
+def test_the_flagship_is_ready_to_train_a_folder_on_questions(
+  base, tmp_path, capsys
+):
+  """All that happens before the weights are read, at the size of `debug`."""
+  lines = [{"problem": f"{i}+1?", "answer": str(i + 1)} for i in range(200)]
+  questions = tmp_path / "questions.jsonl"
+  questions.write_text("\n".join(map(json.dumps, lines)))
+  keys = moe_tpu_v5.get_config(f"debug,checkpoint={base},questions={questions}")
+  mesh = sharding.make_mesh(**keys.mesh)
+  with jax.set_mesh(mesh):
+    ready = experiment.prepare(parse(keys), str(tmp_path / "run"), mesh)
+  assert ready.program.cfg == hf.config_from_hf(
+    base, dtype="float32", keep=ready.program.cfg.keep
+  )
+  prompt = ready.program.tokenizer.decode(ready.held_out["tokens"][0])
+  assert "+1?" in prompt
+  assert "put the final answer in" in prompt
+  assert "random weights" not in capsys.readouterr().out
+  with jax.set_mesh(mesh):
+    experiment.prepare(
+      parse(moe_tpu_v5.get_config("debug")), str(tmp_path / "tried"), mesh
+    )
+  assert "random weights" in capsys.readouterr().out

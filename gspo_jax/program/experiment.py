@@ -68,6 +68,11 @@ def prepare(
   problems = datasets.load(config)
   for note in problems.notes:
     multihost.print_once(note)
+  if not (config.model.checkpoint or config.cold_start.steps):
+    multihost.print_once(
+      "no model.checkpoint and no cold_start.steps: this run starts from "
+      "random weights, to try the machine"
+    )
   program = program.with_examples(
     datasets.examples(problems.stages, config.data.few_shot, config.seed)
   )

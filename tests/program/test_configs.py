@@ -122,3 +122,19 @@ def test_an_unknown_slice_is_refused_with_those_there_are():
     ValueError, match="variant=qwen3-30b-a3b,topology=v5p:4x4x4"
   ):
     load("moe_tpu_v5", "topology=v5p:3x3x3")
+
+
+@pytest.mark.parametrize(
+  ("questions", "source"),
+  [
+    ("q.jsonl", "jsonl:q.jsonl"),
+    ("q.parquet", "parquet:q.parquet"),
+    ("hf:a/b", "hf:a/b"),
+  ],
+)
+def test_the_flagship_takes_a_checkpoint_and_questions(questions, source):
+  c = load("moe_tpu_v5", f"checkpoint=./folder,questions={questions}")
+  assert (c.model.checkpoint, c.data.source) == ("./folder", source)
+  assert c.reward.names == ("math", "overlong:buffer=3276")
+  with pytest.raises(ValueError, match="checkpoint= and questions="):
+    load("moe_tpu_v5", "checkpoint=./folder")
