@@ -14,8 +14,8 @@ from gspo_jax.runtime import errors
 _WORD = re.compile(r"[^\W_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}-][^\W_]+)*")
 _BULLET = re.compile(r"[-*] +\S")
 _NUMBERED = re.compile(r"([0-9]+)[.)] +\S")
-# An answer of fewer words says nothing about its subject.
-LEAST_WORDS = 4
+# Different words that a response needs beside those of its prompt.
+NEW_WORDS = 4
 
 
 def words(text: str) -> list[str]:
@@ -77,13 +77,15 @@ def follows(
 ) -> float:
   """1.0 iff the response keeps all rules and is about its subject, else 0.0.
 
-  White space around the response does not count. About its subject is a text of
-  at least `LEAST_WORDS` words that names the subject, with or without a final
-  "s". A response that was cut off at `limit` tokens keeps
-  no rule. Nothing judges whether the text is true or well written.
+  White space around the response does not count. A text is about its subject if
+  it names it, with or without a final "s", has `NEW_WORDS` different words that
+  the prompt does not have, and no three words in a row twice: a policy soon
+  learns to repeat the question, or itself. A response that was cut off at
+  `limit` tokens keeps no rule. Nothing judges whether the text is true or well
+  written.
 
   Args:
-    prompt: not used.
+    prompt: what the policy read.
     response: what the policy wrote.
     reference: JSON: {"subject": text, "rules": {name: value}}, the names of
       `RULES`; the value is true for rules without a parameter.
@@ -95,9 +97,9 @@ def follows(
   """
   target = _parse(reference)
   text = response.strip()
-  if tokens >= limit or len(words(text)) < LEAST_WORDS:
+  if tokens >= limit or not _names(text, target["subject"]):
     return 0.0
-  if not _names(text, target["subject"]):
+  if len({*words(text)} - {*words(prompt)}) < NEW_WORDS or _repeats(text):
     return 0.0
   rules = target["rules"].items()
   return float(all(RULES[name](text, value) for name, value in rules))
@@ -106,6 +108,13 @@ def follows(
 def _names(text: str, subject: str) -> bool:
   stem = re.escape(subject.removesuffix("s"))
   return re.search(rf"\b{stem}s?\b", text, re.IGNORECASE) is not None
+
+
+def _repeats(text: str) -> bool:
+  """Whether three words in a row occur twice."""
+  found = words(text)
+  runs = [tuple(found[i : i + 3]) for i in range(len(found) - 2)]
+  return len(runs) > len({*runs})
 
 
 def _parse(reference: str) -> dict:

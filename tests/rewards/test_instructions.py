@@ -14,7 +14,11 @@ CASES = {
   "bullets": (
     2,
     "- Dogs bark.\n- Dogs run fast.",
-    ["- Dogs bark.", "Dogs:\n- They bark.", "- Dogs\n\n- bark\n- and run"],
+    [
+      "- Dogs bark a lot.",
+      "Dogs do:\n- They bark.",
+      "- Dogs\n- bark\n- or run",
+    ],
   ),
   "characters_at_most": (20, "Dogs are very loyal.", ["Dogs are very loyal!!"]),
   "exclamation": (True, "Dogs are great pets!", ["Dogs! They are great."]),
@@ -34,7 +38,11 @@ CASES = {
   "numbered": (
     2,
     "1. Dogs bark.\n2. Dogs run fast.",
-    ["1. Dogs bark a lot.", "2. Dogs bark.\n1. They run.", "Dogs:\n1. a\n2. b"],
+    [
+      "1. Dogs bark a lot.",
+      "2. Dogs bark.\n1. They run.",
+      "Dogs do:\n1. a\n2. b",
+    ],
   ),
   "paragraphs": (
     2,
@@ -48,16 +56,20 @@ CASES = {
     ["Dogs bark at 3.14 cats.", "Dogs bark. They run. They sleep."],
   ),
   "start": ("Well", "Well, dogs are great.", ["Wellness dogs are great."]),
-  "twice": ("life", "Life! Dogs are life.", ["Dogs are full of life."]),
+  "twice": ("life", "Life! Dogs are full of life.", ["Dogs are full of life."]),
   "without_letter": ("k", "Dogs run very fast.", ["Dogs bark at people."]),
-  "words_at_least": (5, "Dogs don't like well-known cats.", ["Dogs are fast."]),
+  "words_at_least": (
+    5,
+    "Dogs don't like well-known cats.",
+    ["Dogs don't like well-known."],
+  ),
   "words_at_most": (4, "Dogs don't like cats.", ["Dogs do not like cats."]),
 }
 
 
-def score(response, rules, subject="dogs", tokens=9):
-  reference = json.dumps({"subject": subject, "rules": rules})
-  return follows("", response, reference, tokens=tokens, limit=10)
+def score(response, rules, prompt="", tokens=9):
+  reference = json.dumps({"subject": "dogs", "rules": rules})
+  return follows(prompt, response, reference, tokens=tokens, limit=10)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
@@ -65,6 +77,7 @@ def test_each_rule_is_kept_and_broken(rule):
   value, kept, broken = CASES[rule]
   assert score(f" {kept}\n", {rule: value}) == 1.0
   for response in broken:
+    assert score(response, {}) == 1.0, response  # all else is right
     assert score(response, {rule: value}) == 0.0, response
 
 
@@ -81,6 +94,16 @@ def test_every_rule_must_be_kept():
 )
 def test_a_response_that_says_nothing_of_its_subject_is_wrong(response):
   assert score(response, {"no_commas": True}) == 0.0
+
+
+def test_a_response_that_repeats_the_question_or_itself_is_wrong():
+  rules, prompt = {"no_commas": True}, "What is special about dogs?"
+  right = "Dogs are loyal friends of people."
+  assert score(right, rules, prompt) == 1.0
+  echo = "What is special about dogs is special about dogs too."
+  assert score(echo, rules) == 0.0  # "special about dogs" twice
+  assert score("Special dogs are what is special.", rules, prompt) == 0.0
+  assert score(f"{right} Loyal friends of people!", rules, prompt) == 0.0
 
 
 def test_the_singular_names_the_subject():
