@@ -121,10 +121,10 @@ OPTIM = "b1, b2, clip_norm, decay, learning_rate, min_lr_ratio, name, warm"
     ("checkpoint.dir", "checkpoint has every, keep"),
     ("data.name", "data has "),
     (
-      "lora.rank",
+      "tree.depth",
       "sections are checkpoint, cold_start, continuous_batching, critic, ",
     ),
-    ("lora", "; without one: num_steps, seed"),
+    ("tree", "; without one: num_steps, seed"),
   ],
 )
 def test_without_a_likely_one_all_are_listed(typed, text):
