@@ -8,6 +8,8 @@ Two x86-64 cores with AMX, other work on them: 58 minutes, seed 0, by an earlier
 commit whose reward let a response repeat the question. Held-out pass@1 was .137
 at first, .383 after 20 iterations and .539 after 40; on 96 problems with rules
 of other kinds than the trained ones (`instructions.new_rules`) .125 and .339.
+One fixed sentence about the subject, whatever the rules, gets about as much:
+.45 and .32. So this run shows that the policy learns, and mostly to be short.
 
 The products are in bfloat16, which is fast on a CPU with AMX; on another one
 `--config.model.dtype=float32` may be faster.

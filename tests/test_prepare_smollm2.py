@@ -19,7 +19,6 @@ def test_an_existing_folder_is_kept(tmp_path):
 
 
 def test_another_file_is_refused_and_nothing_is_left(tmp_path, monkeypatch):
-  pytest.importorskip("gguf")
   other = tmp_path / "other.gguf"
   other.write_bytes(b"GGUF")
   monkeypatch.setattr(prepare_smollm2, "_installed", lambda: other)
@@ -51,6 +50,7 @@ def theirs(tmp_path_factory):
   """The folder, transformers' model of it, the ids of a prompt."""
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
+  pytest.importorskip("gguf")
   folder = tmp_path_factory.mktemp("smollm2") / "model"
   prepare_smollm2.prepare(folder)
   loaded = transformers.AutoModelForCausalLM.from_pretrained(

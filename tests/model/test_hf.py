@@ -575,6 +575,7 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
     ({"n_shared_experts": 1}, "n_shared_experts=1"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: expected 1"),
     ({"rope_parameters": {"rope_type": "linear"}}, "supported are: default, l"),
+    ({"rope_parameters": {"full_attention": YARN}}, "of full_attention: exp"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 0.5}}, "factor >= 1"),
     ({"rope_parameters": YARN | {"beta_fast": 0.5}}, "json: model.rope_"),
     ({"rope_parameters": YARN | {"beta_slow": "x"}}, "beta_slow='x': expected"),

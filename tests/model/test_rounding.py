@@ -55,7 +55,7 @@ def test_products_and_their_gradients_are_rounded_once(dtype, axes):
   """Against float64; the sums of 16-bit products are float32."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
-  x, w, dy = draw(3, 5, 4, 6), draw(*(4, 6)[2 - axes :], 2, 7), None
+  x, w = draw(3, 5, 4, 6), draw(*(4, 6)[2 - axes :], 2, 7)
   y, pull = jax.vjp(lambda x, w: matmul(x, w, axes), x, w)
   dy = draw(*y.shape)
   wide = lambda a: np.asarray(a, np.float64)

@@ -210,6 +210,11 @@ def _rope(path, raw, family):
   """(rope_theta, rope_scaling) of a ModelConfig."""
   rope = dict(raw.get("rope_scaling") or {})
   rope |= raw.get("rope_parameters") or {}
+  if kinds := [name for name, x in rope.items() if isinstance(x, dict)]:
+    raise UserError(
+      f"{path}: rope_parameters are of {', '.join(kinds)}: expected one set "
+      "for all layers"
+    )
   theta = rope.get("rope_theta") or raw.get("rope_theta") or family.rope_theta
   kind = rope.get("rope_type") or rope.get("type") or "default"
   if rope.get("partial_rotary_factor", 1) != 1:
