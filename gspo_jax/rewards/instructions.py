@@ -11,28 +11,29 @@ from typing import Any
 
 from gspo_jax.runtime import errors
 
-_WORD = re.compile(r"[^\W_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}-][^\W_]+)*")
-_BULLET = re.compile(r"[-*] +\S")
+_WORD = re.compile(r"[^\W\d_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}][^\W\d_]+)*")
+_SENTENCE_END = re.compile(r"[.!?]+(?=[\s\"\'\u2019\u201d)*\]]|$)")
+_BULLET = re.compile(r"- +\S")
 _NUMBERED = re.compile(r"([0-9]+)[.)] +\S")
+_CLOSING = "*\"'\u2019\u201d"  # what may follow the end of a text
 # Different words that a response needs beside those of its prompt.
-NEW_WORDS = 4
+NEW_WORDS = 6
+# Words in a row that a response must not repeat.
+_RUN = 5
 
 
 def words(text: str) -> list[str]:
-  """The words of a text in lower case; "don't" and "well-known" are one."""
+  """The words of a text in lower case, of letters alone; "don't" is one."""
   return [word.lower() for word in _WORD.findall(text)]
+
+
+def _filled(parts) -> int:
+  """The parts that have two words or more."""
+  return sum(len(words(part)) > 1 for part in parts)
 
 
 def _lines(text: str) -> list[str]:
   return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def _sentences(text: str) -> int:
-  return len(re.findall(r"[.!?]+(?=[\s\"')*]|$)", text))
-
-
-def _paragraphs(text: str) -> int:
-  return sum(bool(part.strip()) for part in re.split(r"\n\s*\n", text))
 
 
 def _bullets(text: str, count: int) -> bool:
@@ -50,25 +51,30 @@ def _has(text: str, phrase: str) -> bool:
   return f" {' '.join(words(phrase))} " in f" {' '.join(words(text))} "
 
 
+def _between(size: int, bounds: list[int]) -> bool:
+  return bounds[0] <= size <= bounds[1]
+
+
 RULES: dict[str, Callable[[str, Any], bool]] = {
   "avoid": lambda text, phrase: not _has(text, phrase),
   "bullets": _bullets,
-  "characters_at_most": lambda text, n: len(text) <= n,
-  "exclamation": lambda text, _: text.endswith("!"),
+  "characters_between": lambda text, n: _between(len(text), n),
+  "end": lambda text, end: (
+    text.endswith(end) or text.rstrip(_CLOSING).endswith(end)
+  ),
   "include": _has,
   "lower_case": lambda text, _: text == text.lower(),
   "no_commas": lambda text, _: "," not in text,
   "no_digits": lambda text, _: not any(c.isdigit() for c in text),
   "no_first_person": lambda text, _: not {"i", "my", "me"} & {*words(text)},
+  "no_questions": lambda text, _: "?" not in text,
   "numbered": _numbered,
-  "paragraphs": lambda text, n: _paragraphs(text) == n,
-  "question": lambda text, _: text.endswith("?"),
-  "sentences": lambda text, n: _sentences(text) == n,
+  "paragraphs": lambda text, n: _filled(re.split(r"\n\s*\n", text)) == n,
+  "sentences": lambda text, n: _filled(_SENTENCE_END.split(text)) == n,
   "start": lambda text, phrase: re.match(re.escape(phrase) + r"(?!\w)", text),
   "twice": lambda text, word: words(text).count(word) >= 2,
   "without_letter": lambda text, letter: letter not in text.lower(),
-  "words_at_least": lambda text, n: len(words(text)) >= n,
-  "words_at_most": lambda text, n: len(words(text)) <= n,
+  "words_between": lambda text, n: _between(len(words(text)), n),
 }
 
 
@@ -79,7 +85,7 @@ def follows(
 
   White space around the response does not count. A text is about its subject if
   it names it, with or without a final "s", has `NEW_WORDS` different words that
-  the prompt does not have, and no three words in a row twice: a policy soon
+  the prompt does not have, and no five words in a row twice: a policy soon
   learns to repeat the question, or itself. A response that was cut off at
   `limit` tokens keeps no rule. Nothing judges whether the text is true or well
   written.
@@ -111,9 +117,9 @@ def _names(text: str, subject: str) -> bool:
 
 
 def _repeats(text: str) -> bool:
-  """Whether three words in a row occur twice."""
+  """Whether `_RUN` words in a row occur twice."""
   found = words(text)
-  runs = [tuple(found[i : i + 3]) for i in range(len(found) - 2)]
+  runs = [tuple(found[i : i + _RUN]) for i in range(len(found) - _RUN + 1)]
   return len(runs) > len({*runs})
 
 

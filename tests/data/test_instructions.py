@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gspo_jax.data import instructions, sources
-from gspo_jax.rewards.instructions import RULES
+from gspo_jax.rewards.instructions import RULES, follows
 
 SETS = ("training", "new_subjects", "new_rules")
 
@@ -22,12 +22,13 @@ def test_references_name_the_subject_and_rules_of_the_text(name):
     assert 1 <= len(target["rules"]) <= 2
     for rule, value in target["rules"].items():
       assert rule in RULES
-      if value is not True:
-        assert str(value) in text
+      for part in value if isinstance(value, list) else [value]:
+        assert part is True or str(part) in text
 
 
 def test_every_rule_is_asked_for_in_its_own_words():
-  rules = instructions.TRAINED_RULES | instructions.HELD_OUT_RULES
+  every = (*instructions.TRAINED_RULES, *instructions.HELD_OUT_RULES)
+  rules = dict(item for rules in every for item in rules.items())
   assert rules.keys() == RULES.keys()
   for problems in map(targets, SETS):
     for text, target in problems:
@@ -44,8 +45,11 @@ def test_held_out_subjects_and_rules_are_not_trained_on():
   assert subjects["training"].isdisjoint(subjects["new_subjects"])
   assert subjects["training"].isdisjoint(subjects["new_rules"])
   assert rules["training"].isdisjoint(rules["new_rules"])
-  assert rules["training"] == {*instructions.TRAINED_RULES}
-  assert rules["new_rules"] == {*instructions.HELD_OUT_RULES}
+  asked = {
+    *instructions.TRAINED_RULES.first,
+    *instructions.TRAINED_RULES.second,
+  }
+  assert rules["training"] == rules["new_subjects"] == asked
 
 
 def test_a_config_can_name_the_sets():
@@ -53,3 +57,43 @@ def test_a_config_can_name_the_sets():
   source = sources.load(spec, evaluation=None)
   assert len(source) == 4096
   assert source[0] == instructions.training()[0]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_what_a_problem_demands_breaks_none_of_its_rules(name):
+  forbidding = ("avoid", "lower_case", "no_digits", "no_first_person")
+  forbidding += ("no_questions", "without_letter")
+  for text, target in targets(name):
+    rules = target["rules"]
+    demanded = [target["subject"], "1." * ("numbered" in rules)]
+    for rule in ("include", "twice", "start", "end"):
+      demanded.append(rules.get(rule, ""))
+    for rule in rules.keys() & {*forbidding}:
+      assert RULES[rule](" ".join(demanded), rules[rule]), text
+
+
+# Texts that keep as many rules as they can, whatever was asked.
+FIXED = (
+  "{} bring love life joy to many people and children every day!",
+  "{} bring special love and joy to all young people every day\n\n"
+  "they do amaze us with such great fun?",
+  "1. {} are fun for everyone we know\n2. they bring so much joy to families",
+  "{} are always good friends at home. many families enjoy these great animals"
+  " in this world because it is fun for people!",
+)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("text", FIXED)
+def test_a_text_that_reads_no_rule_gets_little(name, text):
+  scores = [
+    follows(
+      asked,
+      text.format(target["subject"]),
+      json.dumps(target),
+      tokens=1,
+      limit=2,
+    )
+    for asked, target in targets(name)
+  ]
+  assert sum(scores) < 0.25 * len(scores)
