@@ -107,12 +107,18 @@ def export(
     params = load_params.load(config, program, workdir)
     if not peft:
       params = load_params.merged(program, params)
-  base = config.model.checkpoint or None
+  base = config.model.checkpoint
   if peft:
     _, adapters = model.lora.split(params)
-    hf.save_peft(adapters, program.cfg, folder, base=base or "")
-    multihost.print_once(f"exported to {folder}")
-    return
+    hf.save_peft(adapters, program.cfg, folder, base=base)
+  else:
+    _save(params, config, program, folder, dtype)
+  multihost.print_once(f"exported to {folder}")
+
+
+def _save(params, config, program, folder, dtype) -> None:
+  """Writes all weights, and the tokenizer beside them."""
+  base = config.model.checkpoint or None
   add_tokenizer = None  # save_hf copies the files of the base's tokenizer
   if config.data.tokenizer or not base:
     add_tokenizer = functools.partial(_add_tokenizer, program.tokenizer)
@@ -124,7 +130,6 @@ def export(
     like=base,
     beside=add_tokenizer,
   )
-  multihost.print_once(f"exported to {folder}")
 
 
 def _add_tokenizer(tokenizer, folder):

@@ -174,18 +174,18 @@ def merge(params: dict, lora: LoraConfig | None, dtype=None) -> dict:
 
   def merged(layer):
     leaves = sharding.leaves_by_path(layer)
-    tree = {path: x for path, x in leaves.items() if not is_adapter(path)}
-    for path in tree:
-      if path + A in leaves:
-        tree[path] = _merge_one(path, leaves, lora.scale, dtype)
-    return sharding.tree_of_paths(tree)
+    weights = {
+      path: _merge_one(path, leaves, lora.scale, dtype)
+      if path + A in leaves
+      else x
+      for path, x in leaves.items()
+      if not is_adapter(path)
+    }
+    return sharding.tree_of_paths(weights)
 
   # One layer at a time: the float32 sum of all layers would be large.
-  layers = jax.lax.map(merged, params["layers"])
-  rest = {name: x for name, x in base.items() if name != "layers"}
-  if dtype:
-    rest, layers = jax.tree.map(lambda x: x.astype(dtype), (rest, layers))
-  return rest | {"layers": layers}
+  whole = base | {"layers": jax.lax.map(merged, params["layers"])}
+  return jax.tree.map(lambda x: x.astype(dtype or x.dtype), whole)
 
 
 def _merge_one(path, leaves, scale, dtype):

@@ -10,7 +10,7 @@ XLA's library for CPUs multiplies bfloat16 matrices with the instructions that a
 CPU has for them (AMX or AVX512-BF16) only if the result is float32, the first
 matrix has rows and the second has columns to be summed, and both are stored row
 by row. Otherwise it multiplies in float32. `matmul` and its gradients have that
-form: on a CPU with AMX four times the speed (jaxlib 0.10.2).
+form (jaxlib 0.10.2).
 """
 
 import functools

@@ -148,11 +148,9 @@ def _gathered(weights, part, dtype):
 
   def gather(name, x):
     spec, x = sharding.param_spec(f"{part}/{name}"), x.astype(dtype)
-    return (
-      sharding.gather(x, "fsdp", dim=spec.index("fsdp"))
-      if ("fsdp" in spec)
-      else x
-    )
+    if "fsdp" not in spec:
+      return x
+    return sharding.gather(x, "fsdp", dim=spec.index("fsdp"))
 
   return {name: gather(name, x) for name, x in weights.items()}
 

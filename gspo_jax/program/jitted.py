@@ -71,6 +71,7 @@ def abstract_params(cfg, mesh):
   return _sharded(jax.eval_shape(init, jax.random.key(0)), mesh)
 
 
+@functools.cache
 def abstract_policy(cfg, mesh):
   """Shapes and shardings of `new_policy`'s result."""
   params = abstract_params(cfg, mesh)

@@ -110,20 +110,21 @@ class _Adapter(NamedTuple):
 
 def _adapters(cfg: ModelConfig) -> list[_Adapter]:
   """All adapters of a model."""
+  maps = {t.path: t for t in tensor_maps(cfg) if t.stacked}
   weights = {
-    tensor.path: np.empty((cfg.num_layers, *tensor.shape), np.int8)
-    for tensor in tensor_maps(cfg)
-    if tensor.stacked
+    path: jax.ShapeDtypeStruct((cfg.num_layers, *t.shape), np.float32)
+    for path, t in maps.items()
   }
-  maps, found = {t.path: t for t in tensor_maps(cfg)}, []
-  for path in lora.adapted(sharding.tree_of_paths(weights), cfg.lora):
+  adapted = lora.adapted(sharding.tree_of_paths(weights), cfg.lora)
+  found = []
+  for path, weight in adapted.items():
     key = path.removeprefix("layers/")
     if key in _EXPERT_PARAMETERS:
       name, key = _EXPERT_PARAMETERS[key]
     else:
       key = maps[path].names[0].removesuffix(".weight")
       name = key.rpartition(".")[2]
-    shapes = lora.adapter_shapes(path, weights[path].shape, cfg.lora.rank)
+    shapes = lora.adapter_shapes(path, weight.shape, cfg.lora.rank)
     found.append(_Adapter(path, name, key, shapes))
   return found
 
