@@ -15,6 +15,8 @@ from gspo_jax.sampler.samples import SamplerConfig
 # Mesh axes of the rows and of the vocabulary of decode logits: the devices that
 # share experts and heads each read their part of the head, for the same rows.
 ROW_AXES, VOCAB_AXES = ("data", "fsdp"), ("expert", "tensor")
+# From this many tokens on, `categorical` samples in two steps.
+LARGE_VOCAB = 4096
 
 
 def logits(params, cfg: model.ModelConfig, hidden_BD: jax.Array) -> jax.Array:
@@ -50,9 +52,32 @@ def sample_token(
     token = allowed.argmax(-1)
   else:
     keys = jax.vmap(jax.random.fold_in)(row_keys, step_B)
-    token = jax.vmap(jax.random.categorical)(keys, allowed)
+    token = jax.vmap(categorical)(keys, allowed)
   logp = jnp.take_along_axis(logps, token[:, None], axis=1)[:, 0]
   return token.astype(jnp.int32), logp
+
+
+def categorical(key: jax.Array, logps_V: jax.Array) -> jax.Array:
+  """Samples a token with probabilities proportional to exp(logps).
+
+  A large vocabulary is cut into N blocks of equal size. The block is sampled
+  first, then the token in it. This takes V/N + N random numbers, instead of V,
+  and has the same distribution. N is the largest power of two that divides V
+  and is at most its square root, so that devices that share the vocabulary
+  have whole blocks.
+  """
+  vocab = logps_V.shape[-1]
+  if vocab < LARGE_VOCAB:
+    return jax.random.categorical(key, logps_V)
+  blocks = vocab & -vocab
+  while blocks * blocks > vocab:
+    blocks //= 2
+  block_key, token_key = jax.random.split(key)
+  logps_NM = logps_V.reshape(blocks, -1)
+  block_logps = jax.nn.logsumexp(logps_NM, axis=-1)
+  block = jax.random.categorical(block_key, block_logps)
+  token = jax.random.categorical(token_key, logps_NM[block])
+  return block * logps_NM.shape[1] + token
 
 
 def truncate(

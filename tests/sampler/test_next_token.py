@@ -153,3 +153,22 @@ def test_each_row_and_each_step_has_its_own_key():
   assert first == sample(keys, 0)
   assert len({*first, *sample(keys, 1)}) == 4
   assert first == sample(keys[::-1], 0)[::-1]
+
+
+@pytest.mark.parametrize("vocab", [24, 16, 7])
+def test_tokens_of_a_large_vocabulary_have_their_probabilities(
+  vocab, monkeypatch
+):
+  monkeypatch.setattr(next_token, "LARGE_VOCAB", vocab)
+  rng = np.random.default_rng(vocab)
+  probs = rng.dirichlet(np.full(vocab, 0.5))
+  probs[[0, 3, 4, 5]] = 0  # of 24, a block of 6 has one token; of 16, none
+  probs[: vocab // 4] = 0
+  probs /= probs.sum()
+  draws = 100_000
+  keys = jax.random.split(jax.random.key(0), draws)
+  logps = jnp.log(jnp.asarray(probs)) - 3.0  # need not sum to one
+  sample = jax.jit(jax.vmap(next_token.categorical, (0, None)))
+  counts = np.bincount(sample(keys, logps), minlength=vocab)
+  sigma = np.sqrt(draws * probs * (1 - probs))
+  assert (np.abs(counts - draws * probs) <= 4.5 * sigma).all()
