@@ -34,14 +34,13 @@ def get_config(mode: str = "") -> ConfigDict:
 
   c.data.source = "gspo_jax.data.instructions.training"
   c.data.eval_source = "gspo_jax.data.instructions.new_subjects"
-  # Shorter than the one of the chat template.
-  c.data.system_prompt = "Answer briefly."
+  c.data.system_prompt = "Give short answers of at most 40 words."
   c.data.prompts = 16
   c.data.max_prompt_length = 96
   c.rollout.group_size = 8
   c.sampler.max_new_tokens = 80
   # At 1, this model writes nonsense half of the time.
-  c.sampler.temperature = 0.7
+  c.sampler.temperature = 0.6
   c.reward.names = ("instructions",)
   c.learner.minibatches = 2
   c.learner.micro_batch_size = 8

@@ -63,7 +63,7 @@ _STARTS = (
   *("Did you know", "For me", "Here is why", "I think", "In short"),
   *("Let me explain", "Look", "Most people", "Sure", "Well"),
 )
-_ENDS = ("!", "?", "Thank you.", "That is all.")
+_ENDS = {"!": "an exclamation mark", "?": "a question"}
 _COMMON = ("a", "and", "are", "in", "is", "of", "the", "to")
 _one_of = lambda *values: lambda rng: rng.choice(values)
 _always = lambda rng: True
@@ -86,7 +86,7 @@ class _Rules(NamedTuple):
 TRAINED_RULES = _Rules(
   {
     "words_between": _Rule(
-      _one_of([10, 15], [16, 22], [23, 30]),
+      _one_of([5, 12], [13, 24], [25, 40]),
       lambda n: f"Use between {n[0]} and {n[1]} words.",
     ),
     "sentences": _Rule(
@@ -99,9 +99,7 @@ TRAINED_RULES = _Rules(
     "start": _Rule(
       _one_of(*_STARTS), lambda text: f'Begin your answer with "{text}".'
     ),
-    "end": _Rule(
-      _one_of(*_ENDS), lambda text: f'End your answer with "{text}"'
-    ),
+    "end": _Rule(_one_of(*_ENDS), lambda text: f"End with {_ENDS[text]}."),
     "numbered": _Rule(
       _one_of(2, 3, 4),
       lambda n: f"Answer only with a numbered list of {n} short points.",
@@ -124,7 +122,7 @@ TRAINED_RULES = _Rules(
 HELD_OUT_RULES = _Rules(
   {
     "characters_between": _Rule(
-      _one_of([60, 90], [91, 130], [131, 180]),
+      _one_of([30, 80], [81, 140], [141, 220]),
       lambda n: f"Use between {n[0]} and {n[1]} characters.",
     ),
     "twice": _Rule(
@@ -178,7 +176,7 @@ def _problem(rng: random.Random, subjects, requests, rules) -> Problem:
   while True:
     first = rng.choice(sorted(rules.first))
     values = {first: rules.first[first].draw(rng)}
-    if rng.random() < 0.5:
+    if rng.random() < 0.3:
       second = rng.choice(sorted(rules.second))
       values[second] = rules.second[second].draw(rng)
     if _possible(subject, values):
@@ -198,12 +196,12 @@ def _possible(subject: str, values: dict) -> bool:
   if "numbered" in values:
     demanded.append("1.")
   text = " ".join(demanded)
-  words = text.replace(".", "").split()
+  words = text.lower().replace(".", "").split()
   return not (
     values.get("avoid") in words
     or ("lower_case" in values and text != text.lower())
     or ("no_digits" in values and "1" in text)
-    or ("no_first_person" in values and {"I", "me", "my"} & {*words})
+    or ("no_first_person" in values and {"i", "me", "my"} & {*words})
     or ("no_questions" in values and "?" in text)
     or values.get("without_letter", "?!") in text.lower()
   )
