@@ -29,8 +29,8 @@ def get_config() -> ConfigDict:
   c.model.lora.alpha = 32.0  # alpha / rank multiplies what an adapter adds
   # "attention", "mlp" (the MLP, or every expert), "all-linear": both.
   c.model.lora.targets = "all-linear"
-  # A folder of PEFT's with the first adapters; "": new ones, which change
-  # nothing yet.
+  # A PEFT folder with the first adapters; "": new ones, which change nothing
+  # yet.
   c.model.lora.checkpoint = ""
 
   c.mesh = ConfigDict()  # devices along each axis; -1: those left over

@@ -89,14 +89,15 @@ def export(
 
   Raises:
     UserError: no checkpoint there, another model, `folder` holds something, or
-      `peft` without adapters.
+      `peft` without adapters, or with weights below them that no Hugging Face
+      folder has.
   """
   multihost.run_on_all(
     lambda: multihost.is_primary() and hf.require_new(folder, dtype)
   )
   config = multihost.run_on_all(lambda: parse(config))
-  if peft and not config.model.lora.rank:
-    raise UserError("--peft: expected model.lora.rank above 0, got 0")
+  if peft:
+    _require_base(config)
   mesh = multihost.run_on_all(
     lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
   )
@@ -114,6 +115,19 @@ def export(
   else:
     _save(params, config, program, folder, dtype)
   multihost.print_once(f"exported to {folder}")
+
+
+def _require_base(config) -> None:
+  """UserError unless there are adapters to the weights of a folder."""
+  if not config.model.lora.rank:
+    raise UserError("--peft: expected model.lora.rank above 0, got 0")
+  folder, steps = config.model.checkpoint, config.cold_start.steps
+  if steps or not folder:
+    raise UserError(
+      f"--peft with model.checkpoint={folder!r} and cold_start.steps={steps}: "
+      "expected a folder and 0, for PEFT loads the weights below the adapters "
+      "from that folder; without --peft the adapters are merged"
+    )
 
 
 def _save(params, config, program, folder, dtype) -> None:

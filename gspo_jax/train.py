@@ -378,6 +378,10 @@ def _print_parameters(experiment: Experiment) -> None:
       experiment.program.abstract_policy, include_stats="sharding"
     )
   )
+  state = experiment.program.learner.abstract
+  if state.base is not None:
+    trained = parameter_overview.count_parameters(state.params)
+    multihost.print_once(f"{trained:,} of them are trained: the adapters")
 
 
 def _start(run: Run) -> TrainState | None:

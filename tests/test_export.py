@@ -121,6 +121,11 @@ def test_adapters_are_merged_or_written_for_peft(base, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, found, adapters)
   config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
   assert config["base_model_name_or_path"] == str(base)
+  keys.cold_start.steps = 9
+  with pytest.raises(
+    UserError, match=r"cold_start\.steps=9: expected a folder"
+  ):
+    write("none", peft=True)
   keys.model.lora.rank = 0
   with pytest.raises(
     UserError, match=r"--peft: expected model\.lora\.rank above"

@@ -249,6 +249,8 @@ def test_the_weights_are_printed_at_the_start(reference, build_once):
   count = sum(x.size for x in jax.tree.leaves(shapes))
   table, total, _ = out.partition(f"Total: {count:,} -- {4 * count:,} bytes")
   assert total
+  assert "random weights" not in out  # a cold start comes first
+  assert "are trained" not in out
   devices, loading, *_ = table.splitlines()
   assert re.match(r"\d x cpu", devices)
   assert loading == "loading the data and the tokenizer"
@@ -319,7 +321,9 @@ def test_adapters_resume_beside_the_weights_of_a_cold_start(
     "num_steps": 2,
   }
   whole, parts = tmp_path / "whole", tmp_path / "parts"
-  state, _ = run(whole, **shared)
+  state, out = run(whole, **shared)
+  trained = sum(x.size for x in jax.tree.leaves(state.params))
+  assert f"\n{trained:,} of them are trained: the adapters\n" in out
   run(parts, **shared | {"num_steps": 1})
   again, out = run(parts, **shared)
   assert "resumed after step 1" in out

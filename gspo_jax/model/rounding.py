@@ -10,7 +10,8 @@ XLA's library for CPUs multiplies bfloat16 matrices with the instructions that a
 CPU has for them (AMX or AVX512-BF16) only if the result is float32, the first
 matrix has rows and the second has columns to be summed, and both are stored row
 by row. Otherwise it multiplies in float32. `matmul` and its gradients have that
-form (jaxlib 0.10.2).
+form (jaxlib 0.10.2). How an array is stored is prescribed on one device and in
+a `shard_map` only: elsewhere XLA would gather the array on every device first.
 """
 
 import functools
@@ -72,6 +73,8 @@ def matmul(x, weights, axes: int = 1):
 
   A CPU multiplies matrices. With more dimensions, the gradient of the weights
   would copy and transpose its operands: a fifth of a dense model's update.
+  There 16-bit products have a gradient (`jax.grad`, `jax.vjp`), but not the
+  derivative of forward mode (`jax.jvp`).
   """
   if sharding.platform() != "cpu":
     return jnp.tensordot(x, weights, axes)
@@ -89,7 +92,8 @@ def matmul_float32(x, weights):
   """`x @ weights`, not rounded: float32 [..., N] of [..., K] and [K, N].
 
   The gradient of a 16-bit product is rounded to that dtype before it is
-  multiplied, as a TPU does by default.
+  multiplied, as a TPU does by default. As with `matmul`, there is no `jax.jvp`
+  of it on a CPU.
   """
   if sharding.platform() == "cpu" and x.dtype != jnp.float32:
     y_MN = _product(x.reshape(-1, x.shape[-1]), weights)
@@ -100,12 +104,10 @@ def matmul_float32(x, weights):
 @jax.custom_vjp
 def _product(x_MK, w_KN):
   """The float32 product of 16-bit matrices."""
-  by_rows = Layout(major_to_minor=(0, 1))
-  return jnp.matmul(
-    with_layout_constraint(x_MK, by_rows),
-    with_layout_constraint(w_KN, by_rows),
-    preferred_element_type=jnp.float32,
-  )
+  if sharding.is_local():
+    by_rows = Layout(major_to_minor=(0, 1))
+    x_MK, w_KN = (with_layout_constraint(a, by_rows) for a in (x_MK, w_KN))
+  return jnp.matmul(x_MK, w_KN, preferred_element_type=jnp.float32)
 
 
 def _backward(operands, dy_MN):

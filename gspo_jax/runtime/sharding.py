@@ -249,6 +249,12 @@ def size(*axes: str) -> int:
   return math.prod(mesh.shape[axis] for axis in axes) if mesh else 1
 
 
+def is_local() -> bool:
+  """Whether arrays are whole: on one device, or in the body of a shard_map."""
+  mesh = ambient()
+  return not mesh or mesh.size == 1 or mesh.are_all_axes_manual
+
+
 def constrain(tree, *axes):
   """Constrains the sharding of each leaf to `PartitionSpec(*axes)`."""
   if not ambient():

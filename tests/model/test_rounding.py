@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from repository import ROOT
 
-from gspo_jax.model.rounding import matmul, matmul_float32, rounded
+from gspo_jax.model.rounding import matmul, matmul_float32, rounded, stored
+from gspo_jax.runtime import sharding
 
 # Elementwise operations, compiled as one program and one by one.
 COMPARE = """
@@ -94,3 +96,28 @@ def test_logits_of_16_bit_operands_are_not_rounded():
   logits = matmul_float32(x, w)
   assert logits.dtype == jnp.float32
   np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_products_on_a_mesh_gather_no_rows():
+  """A layout is prescribed where arrays are whole: XLA gathers them for it."""
+  mesh = sharding.make_mesh(data=8)
+  x = jax.ShapeDtypeStruct(
+    (16, 3, 8), jnp.bfloat16, sharding=sharding.batch_sharding(mesh)
+  )
+  w = jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)
+  gathers, prescribes = "all-gather", "layout_constraint"
+  for product in (matmul, matmul_float32):
+    local = lambda x, w, product=product: sharding.shard_map(
+      product,
+      in_specs=(PartitionSpec(sharding.BATCH_AXES), PartitionSpec()),
+      out_specs=PartitionSpec(sharding.BATCH_AXES),
+    )(x, w)
+    assert prescribes in str(jax.make_jaxpr(product)(x, w))  # one device
+    with jax.set_mesh(mesh):
+      assert gathers not in jax.jit(product).lower(x, w).compile().as_text()
+      assert gathers not in jax.jit(local).lower(x, w).compile().as_text()
+      assert prescribes in str(jax.make_jaxpr(local)(x, w))
+
+
+def test_a_cpu_stores_slices_in_float32():
+  assert stored("bfloat16") == stored("float32") == jnp.float32

@@ -42,6 +42,11 @@ _SUPPORTED = {
   "modules_to_save": (None, []),
   "rank_pattern": ({},),
   "alpha_pattern": ({},),
+  "layer_replication": (None,),
+  "alora_invocation_tokens": (None,),
+  "kasa_config": (None,),
+  # Others, such as "pissa", also change the weights below the adapters.
+  "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 
 
@@ -266,6 +271,6 @@ def _require_supported(path, raw, wanted: lora.LoraConfig):
     value = getattr(wanted, name)
     if raw.get(key) != value:
       raise UserError(
-        f"model.lora.{name}={value}: expected {raw.get(key)}, for that is "
-        f"{key} in {path}"
+        f"model.lora.{name}={value}: expected {raw.get(key)}, which is {key} "
+        f"in {path}"
       )
