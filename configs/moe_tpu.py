@@ -1,0 +1,254 @@
+"""Published Qwen3 MoE models and OLMoE on TPU v5e, v5p and v6e.
+
+python -m gspo_jax.plan --config=configs/moe_tpu.py --topology=v5p:4x4x4
+python -m gspo_jax.main --config=configs/moe_tpu.py --workdir=gs://...
+"""
+
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from gspo_jax.configs import common
+
+_KEEP_MOST = ("attention", "stream", "heads", "tokens", "hidden")
+_KEEP_LITTLE = ("attention", "stream")
+
+
+class _Slice(NamedTuple):
+  """How a variant lies on a slice, chosen with gspo_jax.plan.
+
+  Attributes:
+    devices: of the slice: its chips, or twice as many on tpu7x.
+    fsdp: `mesh.fsdp`; what is left goes to `data`.
+    expert: `mesh.expert`.
+    decoding: `sampler_mesh.expert`.
+    prompts: of an iteration.
+    group_size: responses a prompt.
+    new_tokens: most tokens of a response.
+    pages: `continuous_batching.num_pages`.
+    rows: packed rows a chip in one forward and backward pass.
+    keep: what blocks do not compute again.
+    instruments: `log.instruments`.
+    lora_rank: `model.lora.rank`.
+  """
+
+  devices: int
+  fsdp: int
+  expert: int
+  decoding: int
+  prompts: int
+  group_size: int
+  new_tokens: int
+  pages: int
+  rows: int
+  keep: tuple[str, ...] = _KEEP_LITTLE
+  instruments: bool = True
+  lora_rank: int = 0
+
+
+_QWEN3_30B = {
+  "v5p:4x4x4": _Slice(
+    devices=64,
+    fsdp=16,
+    expert=4,
+    decoding=8,
+    prompts=512,
+    group_size=16,
+    new_tokens=16384,
+    pages=384_000,  # of 392,640 that the plan allows
+    rows=1,
+    keep=_KEEP_MOST,
+    # The experts of every token and their log-probs take 79 GiB more.
+    instruments=False,
+  ),
+  "v5e:8x16": _Slice(
+    devices=128,
+    fsdp=32,
+    expert=4,
+    decoding=16,
+    prompts=256,
+    group_size=8,
+    new_tokens=3072,
+    pages=50_688,  # of 53,760 that the plan allows
+    rows=1,
+  ),
+  "v5p:2x2x2": _Slice(
+    devices=8,
+    fsdp=2,
+    expert=4,
+    decoding=8,
+    prompts=64,
+    group_size=8,
+    new_tokens=3072,
+    pages=0,
+    rows=1,
+    instruments=False,
+  ),
+  "v6e:4x4": _Slice(
+    devices=16,
+    fsdp=4,
+    expert=4,
+    decoding=16,
+    prompts=64,
+    group_size=8,
+    new_tokens=3072,
+    pages=0,
+    rows=1,
+    instruments=False,
+    lora_rank=16,
+  ),
+}
+_QWEN3_235B = {
+  "v5p:4x8x8": _Slice(
+    devices=256,
+    fsdp=32,
+    expert=4,
+    decoding=32,
+    prompts=512,
+    group_size=8,
+    new_tokens=3072,
+    pages=0,  # as many as all slots can need: 135,168 of 351,232
+    rows=2,
+  ),
+}
+_QWEN3_480B = {
+  # 160 experts divide among 32 devices, or multiples of 5.
+  "v5p:4x4x4": _Slice(
+    devices=64,
+    fsdp=8,
+    expert=4,
+    decoding=32,
+    prompts=64,
+    group_size=8,
+    new_tokens=3072,
+    pages=0,
+    rows=1,
+    instruments=False,
+    lora_rank=16,
+  ),
+}
+_OLMOE = {
+  "v6e:2x4": _Slice(
+    devices=8,
+    fsdp=2,
+    expert=4,
+    decoding=8,
+    prompts=64,
+    group_size=8,
+    new_tokens=3072,
+    pages=8192,
+    rows=2,
+  ),
+}
+
+_ARGUMENTS = ("checkpoint", "questions", "eval", "variant", "topology")
+
+# Releases that think before they answer, unless the template is told otherwise.
+# The others either never do, or always.
+_HYBRID = ("qwen3-30b-a3b", "qwen3-235b-a22b")
+_THINKING_TOKENS = 8192  # a response with fewer has no room for it
+
+# The first slice of a variant is its default.
+SLICES = {
+  "qwen3-30b-a3b": _QWEN3_30B,
+  "qwen3-30b-a3b-2507": _QWEN3_30B,
+  "qwen3-coder-30b-a3b": _QWEN3_30B,
+  "qwen3-235b-a22b": _QWEN3_235B,
+  "qwen3-235b-a22b-2507": _QWEN3_235B,
+  "qwen3-coder-480b-a35b": _QWEN3_480B,
+  "olmoe-1b-7b": _OLMOE,
+}
+
+
+def get_config(arg: str = "") -> ConfigDict:
+  """arg: words with commas between: `debug`, and any of `_ARGUMENTS`, each with
+  `=` and its value."""
+  words = [word for word in arg.split(",") if word]
+  given = dict(word.split("=", 1) for word in words if "=" in word)
+  flags = {word for word in words if "=" not in word}
+  for word in sorted((given.keys() - {*_ARGUMENTS}) | (flags - {"debug"})):
+    raise ValueError(f"{word}: expected debug, or one of {_list(_ARGUMENTS)}")
+  variant = given.get("variant", "qwen3-30b-a3b")
+  if variant not in SLICES:
+    raise ValueError(f"variant={variant}: expected one of {_list(SLICES)}")
+  slices = SLICES[variant]
+  topology = given.get("topology", next(iter(slices)))
+  if topology not in slices:
+    raise ValueError(
+      f"topology={topology}: expected one of {_list(slices)} with"
+      f" variant={variant}"
+    )
+  checkpoint, questions = given.get("checkpoint"), given.get("questions")
+  if bool(checkpoint) != bool(questions) or ("eval" in given and not questions):
+    raise ValueError(
+      f"{arg}: expected checkpoint= and questions=, or neither of them and no"
+      " eval="
+    )
+  c = _sized(variant, slices[topology])
+  if flags:
+    common.shrink(c)
+  if checkpoint:
+    _train_on(c, checkpoint, questions, given.get("eval", ""))
+    if variant in _HYBRID and slices[topology].new_tokens < _THINKING_TOKENS:
+      c.data.template_args = "enable_thinking=False"
+  return c
+
+
+def _list(names) -> str:
+  return ", ".join(names)
+
+
+def _train_on(c: ConfigDict, checkpoint, questions, held_out) -> None:
+  """The keys of a run on maths questions, at any size."""
+  c.model.checkpoint = checkpoint
+  c.data.source = _source(questions)
+  c.data.eval_source = _source(held_out)
+  c.data.instruction = (
+    "{problem}\n\nReason step by step, and put the final answer in \\boxed{}."
+  )
+  c.data.max_prompt_length = 1024
+  c.data.too_long = "drop"
+  # DAPO (arXiv 2503.14476, sec. 3.4) punishes the last fifth of the length.
+  buffer = c.sampler.max_new_tokens // 5
+  c.reward.names = ("math", f"overlong:buffer={buffer}")
+  c.reward.weights = (1.0, 1.0)
+  c.reward.workers = 16
+
+
+def _source(file: str) -> str:
+  """A file as `data.source` names it; other sources as they are."""
+  if not file or ":" in file.replace("://", ""):
+    return file
+  return ("parquet:" if file.endswith(".parquet") else "jsonl:") + file
+
+
+def _sized(variant: str, where: _Slice) -> ConfigDict:
+  c = common.get_config()
+  c.num_steps = 500
+  c.model.variant = variant
+  c.model.keep = where.keep
+  c.model.lora.rank = where.lora_rank
+  c.mesh.data = -1
+  c.mesh.fsdp = where.fsdp
+  c.mesh.expert = where.expert
+  c.sampler_mesh.expert = where.decoding
+  c.sampler_mesh.tensor = 1
+
+  c.data.prompts = where.prompts
+  c.data.max_prompt_length = 1024
+  c.rollout.group_size = where.group_size
+  c.sampler.max_new_tokens = where.new_tokens
+  c.learner.minibatches = 4  # GSPO, sec. 5.1
+  c.learner.micro_batch_size = where.rows * where.devices
+  c.log.instruments = where.instruments
+
+  # All responses decode at once: most end soon, and make room in the pool.
+  c.continuous_batching.slots = where.prompts * where.group_size
+  c.continuous_batching.page_size = 128  # a TPU's lanes
+  c.continuous_batching.num_pages = where.pages
+
+  c.optim.learning_rate = 1e-5 if where.lora_rank else 1e-6
+  c.optim.warmup_steps = 20
+  c.eval.prompts = 512
+  c.eval.samples = 8
+  return c
