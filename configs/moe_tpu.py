@@ -15,32 +15,34 @@ _KEEP_LITTLE = ("attention", "stream")
 
 
 class _Slice(NamedTuple):
-  """How a variant lies on a slice, chosen with gspo_jax.plan.
+  """How a model lies on a slice, chosen with gspo_jax.plan.
 
   Attributes:
-    devices: of the slice: its chips, or twice as many on tpu7x.
+    devices: of the slice.
     fsdp: `mesh.fsdp`; what is left goes to `data`.
     expert: `mesh.expert`.
     decoding: `sampler_mesh.expert`.
+    decoding_tensor: `sampler_mesh.tensor`.
     prompts: of an iteration.
     group_size: responses a prompt.
     new_tokens: most tokens of a response.
     pages: `continuous_batching.num_pages`.
-    rows: packed rows a chip in one forward and backward pass.
+    rows: packed rows a device in one forward and backward pass.
     keep: what blocks do not compute again.
     instruments: `log.instruments`.
-    lora_rank: `model.lora.rank`.
+    lora_rank: `model.lora.rank`; 0: all weights are trained.
   """
 
   devices: int
   fsdp: int
   expert: int
   decoding: int
-  prompts: int
-  group_size: int
-  new_tokens: int
-  pages: int
-  rows: int
+  decoding_tensor: int = 1
+  prompts: int = 64
+  group_size: int = 8
+  new_tokens: int = 3072
+  pages: int = 0
+  rows: int = 1
   keep: tuple[str, ...] = _KEEP_LITTLE
   instruments: bool = True
   lora_rank: int = 0
@@ -56,7 +58,6 @@ _QWEN3_30B = {
     group_size=16,
     new_tokens=16384,
     pages=384_000,  # of 392,640 that the plan allows
-    rows=1,
     keep=_KEEP_MOST,
     # The experts of every token and their log-probs take 79 GiB more.
     instruments=False,
@@ -67,86 +68,47 @@ _QWEN3_30B = {
     expert=4,
     decoding=16,
     prompts=256,
-    group_size=8,
-    new_tokens=3072,
     pages=50_688,  # of 53,760 that the plan allows
-    rows=1,
   ),
+  # An update of all weights needs 97 GiB of temporaries alone.
   "v5p:2x2x2": _Slice(
-    devices=8,
-    fsdp=2,
-    expert=4,
-    decoding=8,
-    prompts=64,
-    group_size=8,
-    new_tokens=3072,
-    pages=0,
-    rows=1,
-    instruments=False,
+    devices=8, fsdp=2, expert=4, decoding=8, instruments=False, lora_rank=16
   ),
   "v6e:4x4": _Slice(
-    devices=16,
-    fsdp=4,
-    expert=4,
-    decoding=16,
-    prompts=64,
-    group_size=8,
-    new_tokens=3072,
-    pages=0,
-    rows=1,
-    instruments=False,
-    lora_rank=16,
+    devices=16, fsdp=4, expert=4, decoding=16, instruments=False, lora_rank=16
   ),
 }
 _QWEN3_235B = {
+  # 135,168 pages are as many as all slots can need; the plan allows 351,232.
   "v5p:4x8x8": _Slice(
-    devices=256,
-    fsdp=32,
-    expert=4,
-    decoding=32,
-    prompts=512,
-    group_size=8,
-    new_tokens=3072,
-    pages=0,  # as many as all slots can need: 135,168 of 351,232
-    rows=2,
+    devices=256, fsdp=32, expert=4, decoding=32, prompts=512, rows=2
   ),
 }
 _QWEN3_480B = {
-  # 160 experts divide among 32 devices, or multiples of 5.
+  # Its 160 experts can be split over 32 devices at most, where all weights and
+  # their moments are 168 GiB a device. With `decoding=32` every device would
+  # also hold 19 GiB of attention weights to decode with.
   "v5p:4x4x4": _Slice(
     devices=64,
     fsdp=8,
     expert=4,
-    decoding=32,
-    prompts=64,
-    group_size=8,
-    new_tokens=3072,
-    pages=0,
-    rows=1,
+    decoding=4,
+    decoding_tensor=8,
     instruments=False,
     lora_rank=16,
   ),
 }
 _OLMOE = {
+  # Its context is 4,096 tokens, prompt and response.
   "v6e:2x4": _Slice(
     devices=8,
     fsdp=2,
     expert=4,
     decoding=8,
-    prompts=64,
-    group_size=8,
-    new_tokens=3072,
-    pages=8192,
+    pages=7168,  # of 7,352 that the plan allows
     rows=2,
   ),
 }
-
-_ARGUMENTS = ("checkpoint", "questions", "eval", "variant", "topology")
-
-# Releases that think before they answer, unless the template is told otherwise.
-# The others either never do, or always.
-_HYBRID = ("qwen3-30b-a3b", "qwen3-235b-a22b")
-_THINKING_TOKENS = 8192  # a response with fewer has no room for it
 
 # The first slice of a variant is its default.
 SLICES = {
@@ -159,6 +121,13 @@ SLICES = {
   "olmoe-1b-7b": _OLMOE,
 }
 
+_ARGUMENTS = ("checkpoint", "questions", "eval", "variant", "topology")
+
+# Releases that think before they answer, unless the template is told otherwise.
+# The others either never do, or always.
+_HYBRID = ("qwen3-30b-a3b", "qwen3-235b-a22b")
+_THINKING_TOKENS = 8192  # a response with fewer has no room for it
+
 
 def get_config(arg: str = "") -> ConfigDict:
   """arg: words with commas between: `debug`, and any of `_ARGUMENTS`, each with
@@ -166,8 +135,11 @@ def get_config(arg: str = "") -> ConfigDict:
   words = [word for word in arg.split(",") if word]
   given = dict(word.split("=", 1) for word in words if "=" in word)
   flags = {word for word in words if "=" not in word}
-  for word in sorted((given.keys() - {*_ARGUMENTS}) | (flags - {"debug"})):
-    raise ValueError(f"{word}: expected debug, or one of {_list(_ARGUMENTS)}")
+  unknown = sorted((given.keys() - {*_ARGUMENTS}) | (flags - {"debug"}))
+  if unknown:
+    raise ValueError(
+      f"{unknown[0]}: expected debug, or one of {_list(_ARGUMENTS)}"
+    )
   variant = given.get("variant", "qwen3-30b-a3b")
   if variant not in SLICES:
     raise ValueError(f"variant={variant}: expected one of {_list(SLICES)}")
@@ -232,7 +204,7 @@ def _sized(variant: str, where: _Slice) -> ConfigDict:
   c.mesh.fsdp = where.fsdp
   c.mesh.expert = where.expert
   c.sampler_mesh.expert = where.decoding
-  c.sampler_mesh.tensor = 1
+  c.sampler_mesh.tensor = where.decoding_tensor
 
   c.data.prompts = where.prompts
   c.data.max_prompt_length = 1024

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.util
 import math
 
 import jax
@@ -10,6 +11,8 @@ from repository import ROOT
 
 from gspo_jax import model
 from gspo_jax.configs import common, moe_tpu
+from gspo_jax.plan import chips
+from gspo_jax.plan.planner import plan
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -207,3 +210,28 @@ def test_responses_of_olmoe_end_within_its_context():
   for topology in moe_tpu.SLICES["olmoe-1b-7b"]:
     c = load("moe_tpu", f"variant=olmoe-1b-7b,topology={topology}")
     assert c.data.max_prompt_length + c.sampler.max_new_tokens <= 4096
+
+
+def test_debug_builds_a_recipe_with_adapters():
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  keys = load("moe_tpu", "debug,topology=v5p:2x2x2")
+  assert build_program(parse(keys), mesh).cfg.lora.rank == 16
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
+)
+def test_olmoe_fits_on_eight_chips_with_the_pages_of_its_recipe():
+  keys = load("moe_tpu", "variant=olmoe-1b-7b")
+  report = plan(
+    keys,
+    chips.parse("v6e:2x4"),
+    functions=("decode_params", "prefill", "generate"),
+  )
+  assert report["fits"]
+  room = report["functions"]["generate"]["pages"]
+  pages = keys.continuous_batching.num_pages
+  assert room["num_pages"] == pages
+  # Not many more would fit.
+  assert pages <= room["largest"] <= pages * 1.1
