@@ -6,6 +6,6 @@
 Every argument of configs/moe_tpu.py works here.
 """
 
-from gspo_jax.configs.moe_tpu import get_config
+from gspo_jax.configs import moe_tpu
 
-__all__ = ["get_config"]
+get_config = moe_tpu.get_config
