@@ -40,9 +40,9 @@ update, with perfect overlap, as scheduled and with none:
     slots 14.5 ms with every page full, 1.00 times the least bytes.
   235B-A22B, v5p:4x8x8: update and old log-probs 76.7 GiB, weights for decoding
     77.8, prefill 68.7, generate 60.7; MFU 59, 47, 41 %; an update of full
-    lengths 45.1 s as scheduled. A decode step of 4,096 slots 18.0 ms with every page full, 1.07 times
-    the least bytes. Over 16 chips, not 32, a step took 22.1 ms, and the weights
-    did not fit on their way (104.4).
+    lengths 45.1 s as scheduled. A decode step of 4,096 slots 18.0 ms with every
+    page full, 1.07 times the least bytes. Over 16 chips, not 32, a step took
+    22.1 ms, and the weights did not fit on their way (104.4).
   Coder-480B-A35B, v5p:4x4x4, adapters: update and old log-probs 84.4 GiB,
     weights for decoding 92.3, prefill 71.4, generate 69.9; MFU 47, 33, 28 %. An
     update of full lengths 32.4 s as scheduled, a decode step 18.2 ms, 1.07
