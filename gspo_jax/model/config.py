@@ -188,6 +188,9 @@ def _smollm2(*sizes, rope_theta) -> ModelConfig:
 
 
 _QWEN3_30B = _qwen3(48, 2048, 32, 4, 768, num_experts=128, experts_per_token=8)
+_QWEN3_235B = _qwen3(
+  94, 4096, 64, 4, 1536, num_experts=128, experts_per_token=8
+)
 
 # Sizes are from config.json of each published checkpoint. Layers, heads,
 # experts and tying of Qwen3 are also in tables 1 and 2 of arXiv 2505.09388.
@@ -201,9 +204,9 @@ VARIANTS = {
   "qwen3-14b": _qwen3(40, 5120, 40, 8, 17408),
   "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
   "qwen3-30b-a3b": _QWEN3_30B,
-  "qwen3-235b-a22b": _qwen3(
-    94, 4096, 64, 4, 1536, num_experts=128, experts_per_token=8
-  ),
+  "qwen3-30b-a3b-2507": dataclasses.replace(_QWEN3_30B, rope_theta=1e7),
+  "qwen3-235b-a22b": _QWEN3_235B,
+  "qwen3-235b-a22b-2507": dataclasses.replace(_QWEN3_235B, rope_theta=5e6),
   "qwen3-coder-30b-a3b": dataclasses.replace(_QWEN3_30B, rope_theta=1e7),
   "qwen3-coder-480b-a35b": _qwen3(
     *(62, 6144, 96, 8, 2560),

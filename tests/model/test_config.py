@@ -35,6 +35,16 @@ PUBLISHED = {
     480_154_875_392,
   ),
 }
+# Releases of the same sizes.
+for name in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
+  PUBLISHED[f"{name}-2507"] = PUBLISHED[name]
+# rope_theta; 1e6 otherwise.
+ROPE_THETA = {
+  "qwen3-30b-a3b-2507": 1e7,
+  "qwen3-235b-a22b-2507": 5e6,
+  "qwen3-coder-30b-a3b": 1e7,
+  "qwen3-coder-480b-a35b": 1e7,
+}
 # The same with the vocabulary first.
 OTHERS = {
   "qwen2.5-0.5b": (
@@ -141,7 +151,7 @@ def test_variant_has_the_published_sizes(name):
     cfg.experts_per_token,
     cfg.tie_embeddings,
   )
-  theta = 1e7 if "coder" in name else 1e6
+  theta = ROPE_THETA.get(name, 1e6)
   assert (cfg.vocab_size, cfg.rope_theta, cfg.norm_eps) == (V, theta, 1e-6)
   assert cfg.norm_topk_prob
 

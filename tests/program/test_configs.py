@@ -1,6 +1,8 @@
 """Every config: only the keys of common.py, and it builds."""
 
+import dataclasses
 import importlib
+import importlib.util
 import math
 
 import jax
@@ -8,7 +10,9 @@ import pytest
 from repository import ROOT
 
 from gspo_jax import model
-from gspo_jax.configs import common
+from gspo_jax.configs import common, moe_tpu
+from gspo_jax.plan import chips
+from gspo_jax.plan.planner import plan
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -77,14 +81,15 @@ def test_configs_share_no_state():
 def topologies():
   """The slices that the TPU configs name: config, argument and mesh shape."""
   yield "dense_tpu_v5e", "", (1, 32, 2, 1)
-  from gspo_jax.configs import moe_tpu_v5
-
-  for (variant, topology), where in moe_tpu_v5._SLICES.items():
-    argument = f"variant={variant},topology={topology}"
-    data = where.chips // (where.fsdp * where.expert)
-    yield "moe_tpu_v5", argument, (data, where.fsdp, where.expert, 1)
-    sides = topology.split(":")[1].split("x")
-    assert math.prod(map(int, sides)) == where.chips
+  seen = []
+  for variant, slices in moe_tpu.SLICES.items():
+    for topology, where in slices.items():
+      if where in seen:  # of a variant with the same sizes
+        continue
+      seen.append(where)
+      argument = f"variant={variant},topology={topology}"
+      data = where.devices // (where.fsdp * where.expert)
+      yield "moe_tpu", argument, (data, where.fsdp, where.expert, 1)
 
 
 @pytest.mark.parametrize(("name", "mode", "shape"), list(topologies()))
@@ -117,24 +122,116 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
   assert sizes.num_pages * 4 >= sizes.slots * sizes.pages_per_slot
 
 
-def test_an_unknown_slice_is_refused_with_those_there_are():
-  with pytest.raises(
-    ValueError, match="variant=qwen3-30b-a3b,topology=v5p:4x4x4"
-  ):
-    load("moe_tpu_v5", "topology=v5p:3x3x3")
+@pytest.mark.parametrize("variant", moe_tpu.SLICES)
+def test_every_variant_has_slices_of_the_right_number_of_devices(variant):
+  sizes = dataclasses.replace(model.variant(variant), rope_theta=0.0)
+  for topology, where in moe_tpu.SLICES[variant].items():
+    keys = load("moe_tpu", f"variant={variant},topology={topology}")
+    assert keys.model.variant == variant
+    kind, sides = topology.split(":")
+    chips = math.prod(map(int, sides.split("x")))
+    assert where.devices == chips * (2 if kind == "tpu7x" else 1)
+    # What fits for one release fits for the others of its sizes.
+    twin = variant.replace("coder-30b", "30b").removesuffix("-2507")
+    assert where is moe_tpu.SLICES[twin][topology]
+    twin_sizes = dataclasses.replace(model.variant(twin), rope_theta=0.0)
+    assert twin_sizes == sizes
+
+
+def test_the_first_slice_of_a_variant_is_its_default():
+  for variant, slices in moe_tpu.SLICES.items():
+    default = load("moe_tpu", f"variant={variant}")
+    first = load("moe_tpu", f"variant={variant},topology={next(iter(slices))}")
+    assert default.to_dict() == first.to_dict()
+
+
+def test_the_first_name_of_the_flagship_still_works():
+  argument = "variant=qwen3-235b-a22b,topology=v5p:4x8x8"
+  for mode in ("", argument):
+    old, new = load("moe_tpu_v5", mode), load("moe_tpu", mode)
+    assert old.to_dict() == new.to_dict()
+  assert load("moe_tpu_v5", "").model.variant == "qwen3-30b-a3b"
 
 
 @pytest.mark.parametrize(
-  ("questions", "source"),
+  ("argument", "message"),
   [
-    ("q.jsonl", "jsonl:q.jsonl"),
-    ("q.parquet", "parquet:q.parquet"),
-    ("hf:a/b", "hf:a/b"),
+    ("variant=qwen3-moe", "variant=qwen3-moe: expected one of qwen3-30b-a3b,"),
+    ("topology=v5p:3x3x3", "topology=v5p:3x3x3: expected one of v5p:4x4"),
+    (
+      "variants=qwen3-30b-a3b",
+      "variants: expected debug, or one of checkpoint",
+    ),
+    ("checkpoint=./folder", "checkpoint= and questions="),
+    ("questions=q.jsonl", "checkpoint= and questions="),
+    ("eval=q.jsonl", "no eval="),
   ],
 )
-def test_the_flagship_takes_a_checkpoint_and_questions(questions, source):
-  c = load("moe_tpu_v5", f"checkpoint=./folder,questions={questions}")
+def test_a_wrong_argument_is_refused_with_those_there_are(argument, message):
+  with pytest.raises(ValueError, match=message):
+    load("moe_tpu", argument)
+
+
+@pytest.mark.parametrize(
+  ("file", "source"),
+  [
+    ("q.jsonl", "jsonl:q.jsonl"),
+    ("gs://bucket/q.jsonl", "jsonl:gs://bucket/q.jsonl"),
+    ("gs://bucket/q.parquet", "parquet:gs://bucket/q.parquet"),
+    ("hf:a/b", "hf:a/b"),
+    ("parquet:gs://bucket/q", "parquet:gs://bucket/q"),
+  ],
+)
+def test_a_recipe_takes_a_checkpoint_and_questions(file, source):
+  c = load("moe_tpu", f"checkpoint=./folder,questions={file}")
   assert (c.model.checkpoint, c.data.source) == ("./folder", source)
+  assert c.data.eval_source == ""
   assert c.reward.names == ("math", "overlong:buffer=3276")
-  with pytest.raises(ValueError, match="checkpoint= and questions="):
-    load("moe_tpu_v5", "checkpoint=./folder")
+  c = load("moe_tpu", f"checkpoint=./folder,questions=q.jsonl,eval={file}")
+  assert c.data.eval_source == source
+
+
+def test_a_hybrid_release_thinks_only_where_responses_have_room_for_it():
+  """Other releases have templates that refuse the argument."""
+  for variant, slices in moe_tpu.SLICES.items():
+    for topology, where in slices.items():
+      c = load(
+        "moe_tpu",
+        f"checkpoint=./d,questions=q,variant={variant},topology={topology}",
+      )
+      hybrid = variant in ("qwen3-30b-a3b", "qwen3-235b-a22b")
+      short = where.new_tokens < 8192
+      expected = "enable_thinking=False" if hybrid and short else ""
+      assert c.data.template_args == expected
+
+
+def test_responses_of_olmoe_end_within_its_context():
+  """Its max_position_embeddings is 4,096."""
+  for topology in moe_tpu.SLICES["olmoe-1b-7b"]:
+    c = load("moe_tpu", f"variant=olmoe-1b-7b,topology={topology}")
+    assert c.data.max_prompt_length + c.sampler.max_new_tokens <= 4096
+
+
+def test_debug_builds_a_recipe_with_adapters():
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  keys = load("moe_tpu", "debug,topology=v5p:2x2x2")
+  assert build_program(parse(keys), mesh).cfg.lora.rank == 16
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
+)
+def test_olmoe_fits_on_eight_chips_with_the_pages_of_its_recipe():
+  keys = load("moe_tpu", "variant=olmoe-1b-7b")
+  report = plan(
+    keys,
+    chips.parse("v6e:2x4"),
+    functions=("decode_params", "prefill", "generate"),
+  )
+  assert report["fits"]
+  room = report["functions"]["generate"]["pages"]
+  pages = keys.continuous_batching.num_pages
+  assert room["num_pages"] == pages
+  # Not many more would fit.
+  assert pages <= room["largest"] <= pages * 1.1
