@@ -16,11 +16,14 @@ def some_cost():
   cost = HloCost(
     flops=6,
     attention_flops=1,
+    padding_flops=2,
     hbm_bytes=4,
+    hbm_seconds=0.5,
     roofline_seconds=3,
+    estimated_seconds=1,
     stalled_seconds=2,
   )
-  cost.collectives[CollectiveKind("all-gather", 4, False)] = Traffic(2, 100, 5)
+  cost.collectives[CollectiveKind("all-gather", 4, False)] = Traffic(2, 100, 5, 50)
   cost.add_operation("dot", OperationCost(3, 6, 4))
   cost.unknown_kernels["kernel"] = 1
   cost.loops.append(DataDependent("loop", 8, 1, HloCost(roofline_seconds=7)))
@@ -38,8 +41,11 @@ def test_adding_ten_times_equals_adding_once_ten_times():
   for name in (
     "flops",
     "attention_flops",
+    "padding_flops",
     "hbm_bytes",
+    "hbm_seconds",
     "roofline_seconds",
+    "estimated_seconds",
     "stalled_seconds",
     "collectives",
     "unknown_kernels",

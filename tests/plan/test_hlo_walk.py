@@ -23,6 +23,7 @@ CHIP = chips.Chip(
   network=1.0,
   axes=2,
   cubes=False,
+  flops_a_cycle=1000,
 )
 
 
@@ -69,13 +70,15 @@ ENTRY %main (x: f32[500]) -> (s32[], f32[500]) {
 
 def test_a_scan_counts_its_trips():
   cost = cost_of(BODY + TEST + LOOP)
-  # two reads and a write of 2000 bytes, at 1000 a second
-  assert cost.hbm_bytes == 5 * 6000
+  # two reads and a write of 2000 bytes, at 1000 a second, and what the
+  # collective reads and writes
+  assert cost.hbm_bytes == 5 * (6000 + 4000)
   assert cost.roofline_seconds == pytest.approx(5 * 6)
   # 2 * 3/4 of 2000 bytes, at 100 a second
   ((kind, traffic),) = cost.collectives.items()
   assert kind == ("all-reduce", 4, False)
   assert (traffic.count, traffic.wire, traffic.seconds) == (5, 15000, 150)
+  assert traffic.hbm_bytes == 5 * 4000
   assert cost.by_source["twice"] == (30, 0, 30000)
   assert cost.perfect_overlap == 150
   assert cost.scheduled == cost.no_overlap == 180
