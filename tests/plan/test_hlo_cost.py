@@ -23,7 +23,9 @@ def some_cost():
     estimated_seconds=1,
     stalled_seconds=2,
   )
-  cost.collectives[CollectiveKind("all-gather", 4, False)] = Traffic(2, 100, 5, 50)
+  cost.collectives[CollectiveKind("all-gather", 4, False)] = Traffic(
+    2, 100, 5, 50
+  )
   cost.add_operation("dot", OperationCost(3, 6, 4))
   cost.unknown_kernels["kernel"] = 1
   cost.loops.append(DataDependent("loop", 8, 1, HloCost(roofline_seconds=7)))

@@ -25,6 +25,9 @@ _FREE = frozenset(
 _FREE_CALLS = ("AllocateBuffer", "AssumeGatherIndicesInBound")
 _SLICES = ("dynamic-slice", "gather", "slice")
 _IN_PLACE = ("dynamic-update-slice", "scatter")
+# What the compiler states if it has no estimate: the largest signed integer.
+_UNKNOWN_CYCLES = 2**63 - 1
+_COPIES = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
 def is_free(i: Instruction) -> bool:
@@ -80,8 +83,8 @@ def estimated_cycles(i: Instruction) -> float | None:
 
   It states none for kernels, sorts, collectives and asynchronous copies.
   """
-  cycles = float(i.find(r'"estimated_cycles":"(\d+)"') or 0)
-  return cycles or None
+  cycles = int(i.find(r'"estimated_cycles":"(\d+)"') or 0)
+  return cycles if 0 < cycles < _UNKNOWN_CYCLES else None
 
 
 # Bytes.
@@ -113,20 +116,29 @@ def hbm_bytes(module: Module, computation: Computation, i: Instruction):
   for position, name in enumerate(i.operands):
     operand = computation.get(name)
     if operand is not None and operand.hbm_bytes:
-      read += _read(module, i, position, operand.hbm_bytes)
+      bits = operand.arrays[0].bits
+      read += _read(module, i, position, operand.hbm_bytes, bits)
   if i.op in _IN_PLACE:
     return read + min(i.hbm_bytes, _updated(computation, i))
   return read + _written(module, i)
 
 
-def _read(module, i, position, size) -> float:
-  """The bytes that an instruction reads of an operand of `size` bytes."""
+def _read(module, i, position, size, bits) -> float:
+  """The bytes that an instruction reads of an operand.
+
+  Args:
+    module: with the computations that it calls.
+    i: the instruction.
+    position: of the operand.
+    size: bytes of the operand in HBM.
+    bits: of one of its elements.
+  """
   if i.op == "fusion":
     fused = module.inlined(i.called("calls")[0])
     name = fused.parameters[position].name
-    return _read_of(fused, name, size, as_result=size)
+    return _read_of(fused, name, size, bits, as_result=size)
   if position == 0 and i.op in _SLICES:
-    return min(size, i.bytes)
+    return min(size, math.prod(i.arrays[0].dims) * bits / 8)
   if position == 0 and i.op in _IN_PLACE:
     return 0.0
   if i.op == "tuple" or is_collective(i):  # passed on, not read
@@ -134,24 +146,38 @@ def _read(module, i, position, size) -> float:
   return size
 
 
-def _read_of(fused, name, size, as_result) -> float:
-  """The bytes that a fused computation reads of a value of `size` bytes.
+def _read_of(fused, name, size, bits, as_result) -> float:
+  """The bytes of a parameter that a fused computation reads.
+
+  It computes only the elements that it needs: of a copy that is then sliced,
+  those of the slice.
 
   Args:
-    fused: without fusions in it.
-    name: of the value: a parameter, or a parameter updated in place.
-    size: of the parameter.
-    as_result: what is read if the value is the result of the computation.
+    fused: a computation without fusions in it.
+    name: of the parameter, or of what it is copied or updated to.
+    size: bytes of the parameter.
+    bits: of one of its elements.
+    as_result: what is read if that value is the result of the computation.
   """
   total = as_result if name == fused.root.name else 0.0
   for user, position in fused.uses.get(name, ()):
-    if user.op == "bitcast":
-      total += _read_of(fused, user.name, size, as_result)
+    if user.op in _COPIES:
+      total += _read_of(fused, user.name, size, bits, as_result)
     elif position == 0 and user.op in _IN_PLACE:
-      total += _read_of(fused, user.name, size, as_result=0.0)
+      total += _read_of(fused, user.name, size, bits, as_result=0.0)
+    elif user.op == "tuple" and user.root and _copied(fused, name):
+      total += as_result
     else:
-      total += _read(None, user, position, size)
+      total += _read(None, user, position, size, bits)
   return min(size, total)
+
+
+def _copied(fused, name) -> bool:
+  """Whether a value is a copy, not a parameter or an alias of one."""
+  i = fused.get(name)
+  while i.op == "bitcast":
+    i = fused.get(i.operands[0])
+  return i.op in _COPIES
 
 
 def _written(module, i) -> float:
@@ -172,10 +198,25 @@ def _changed(fused, i) -> float:
   """The bytes of a value that are new; the rest aliases a parameter."""
   if i.op == "parameter" or is_collective(i):
     return 0.0
-  before = lambda: _changed(fused, fused.get(i.operands[0]))
+  if i.op == "bitcast" or (i.op in _COPIES and _is_update(fused, i)):
+    return _changed(fused, fused.get(i.operands[0]))
   if i.op in _IN_PLACE:
-    return min(i.bytes, before() + _updated(fused, i))
-  return before() if i.op == "bitcast" else i.bytes
+    old = fused.get(i.operands[0])
+    while old.op in _COPIES:
+      old = fused.get(old.operands[0])
+    return min(i.bytes, _changed(fused, old) + _updated(fused, i))
+  return i.bytes
+
+
+def _is_update(fused, i) -> bool:
+  """Whether a value is a copy of one that is updated in place.
+
+  The compiler updates a stack in place also where the fusion names it by
+  another layout or type.
+  """
+  while i.op in _COPIES:
+    i = fused.get(i.operands[0])
+  return i.op in _IN_PLACE
 
 
 def _updated(computation, i) -> float:
