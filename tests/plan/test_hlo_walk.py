@@ -79,7 +79,7 @@ def test_a_scan_counts_its_trips():
   assert kind == ("all-reduce", 4, False)
   assert (traffic.count, traffic.wire, traffic.seconds) == (5, 15000, 150)
   assert traffic.hbm_bytes == 5 * 4000
-  assert cost.by_source["twice"] == (30, 0, 30000)
+  assert cost.by_source["twice"] == (30, 0, 30000, 30)
   assert cost.perfect_overlap == 150
   assert cost.scheduled == cost.no_overlap == 180
 

@@ -91,11 +91,11 @@ def batched_product(a, b):
 
 
 @known(
-  ((8192, 1024), NARROW),
-  ((1024, 16384), NARROW),
+  ((8192, 512), NARROW),
+  ((512, 16384), NARROW),
   ((8192, 16384), NARROW),
-  flops=2 * 2 * 8192 * 1024 * 16384,
-  hbm=2 * (2 * (8192 + 16384) * 1024 + 2 * 8192 * 16384),
+  flops=2 * 2 * 8192 * 512 * 16384,
+  hbm=2 * (2 * (8192 + 16384) * 512 + 2 * 8192 * 16384),
 )
 def gradients_of_a_product(a, b, dc):
   """Both read `dc`, which is larger than what is kept."""

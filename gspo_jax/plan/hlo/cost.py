@@ -40,11 +40,19 @@ class Traffic:
 
 
 class OperationCost(NamedTuple):
-  """The sum over the instructions of one JAX operation."""
+  """The sum over the instructions of one JAX operation.
+
+  Attributes:
+    seconds: at best.
+    flops: of matrix products.
+    hbm_bytes: bytes read from and written to HBM.
+    compiler_seconds: by the compiler's estimate.
+  """
 
   seconds: float
   flops: float
   hbm_bytes: float
+  compiler_seconds: float = 0.0
 
 
 @dataclasses.dataclass

@@ -234,17 +234,18 @@ class _Walk:
       hbm_seconds,
       w.sorted_bytes / chip.vector_bandwidth,
     )
-    cycles = work.estimated_cycles(i) if self.by_compiler else None
-    if cycles:
-      seconds = cycles / chip.clock
-      total.estimated_seconds += seconds
+    cycles = work.estimated_cycles(i)
+    compiler_seconds = cycles / chip.clock if cycles else seconds
+    if cycles and self.by_compiler:
+      total.estimated_seconds += compiler_seconds
     total.flops += w.flops
     total.attention_flops += w.attention_flops
     total.padding_flops += w.padding_flops
     total.hbm_bytes += hbm_bytes
     total.hbm_seconds += hbm_seconds
-    total.roofline_seconds += seconds
+    total.roofline_seconds += compiler_seconds if self.by_compiler else seconds
     if work.is_unknown_kernel(computation, i):
       total.unknown_kernels[i.name.rpartition(".")[0] or i.name] += 1
-    if seconds:
-      total.add_operation(i.source, OperationCost(seconds, w.flops, hbm_bytes))
+    if seconds or compiler_seconds:
+      operation = OperationCost(seconds, w.flops, hbm_bytes, compiler_seconds)
+      total.add_operation(i.source, operation)
