@@ -81,7 +81,7 @@ def grouped_product(
     filled: the share of the M rows that the groups hold.
   """
   tiling = i.find(r'ragged_dot_tiling="(\d+,\d+,\d+)"')
-  if not tiling:
+  if not tiling or i.op != "custom-call":
     return None
   m, k, n = (int(size) for size in tiling.split(","))
   left, right = (computation.get(name) for name in i.operands[-2:])
