@@ -8,9 +8,9 @@ Sources:
     TensorCore. v6e and tpu7x have units of 256 x 256, of which those pages name
     too few: by libtpu 0.0.51's own cycles a large bfloat16 product does 480,269
     FLOPs a cycle on v6e and 446,074 on tpu7x, so more than two units' 262,144;
-    four units' are taken. The clock is the peak divided by it.
-  tpu7x's two devices on a chip: its page (an interface between them that is six
-    times as fast as a link)
+    four units' are taken, an inference. The clock is the peak divided by it.
+  Between the two devices of a tpu7x chip: six links, an assumption that no
+    source here confirms. It matters only to groups within one chip.
 """
 
 import dataclasses
@@ -135,7 +135,7 @@ class DeviceCoordinates:
   coordinates: tuple[int, ...]
 
 
-# The bandwidth between two devices of a chip, in links.
+# The bandwidth between two devices of a chip, in links: assumed.
 _NEIGHBOUR = 6
 
 

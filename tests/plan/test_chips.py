@@ -99,9 +99,3 @@ def test_two_devices_of_one_chip_share_its_links(to_all):
   assert bandwidth(tpu_slice, both, to_all) == (link / 2 if to_all else link)
   alone = [one_each[0], one_each[0]]
   assert bandwidth(tpu_slice, alone, to_all) == 6 * link
-
-
-def test_clocks():
-  """Within 3 % of the clocks that are published: v5e 1.5, v5p 1.75 GHz."""
-  assert chips.CHIPS["v5e"].clock == pytest.approx(1.5e9, rel=0.03)
-  assert chips.CHIPS["v5p"].clock == pytest.approx(1.75e9, rel=0.03)

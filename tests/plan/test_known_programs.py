@@ -1,7 +1,8 @@
 """FLOPs, HBM bytes and bytes sent of programs that are known by construction.
 
 Each is compiled by libtpu for four devices of each kind of chip. Arrays are
-larger than the compiler keeps in fast memory, or are used only once.
+larger than the compiler keeps in fast memory, or are used only once. What
+`besides` lists was read from the text that libtpu 0.0.51 compiled.
 """
 
 import functools
@@ -352,7 +353,7 @@ def cases():
       yield pytest.param(name, topology, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "topology"), cases())
+@pytest.mark.parametrize(("name", "topology"), [*cases()])
 def test_the_cost_is_the_known_one(name, topology):
   program, cost = PROGRAMS[name], cost_of(name, topology)
   wire = sum(traffic.wire for traffic in cost.collectives.values())
@@ -363,3 +364,13 @@ def test_the_cost_is_the_known_one(name, topology):
   assert not cost.loops
   assert not cost.branches
   assert not cost.unknown_kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", SLICES)
+def test_at_the_chips_clock_a_large_product_is_near_the_peak(topology):
+  """And not above it: half the FLOPs of a cycle would make it twice as fast."""
+  best = cost_of("product", topology).roofline_seconds
+  estimate = cost_of("product", topology, by_compiler=True)
+  assert estimate.estimated_seconds > 0.9 * estimate.roofline_seconds
+  assert best < estimate.roofline_seconds < 1.4 * best
