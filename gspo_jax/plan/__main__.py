@@ -8,8 +8,8 @@ below it how long by the cycles that libtpu states for the operations in the
 compiled program. The second is no upper bound, and nothing runs:
 gspo_jax/plan/hlo/walk.py says what is counted and how, gspo_jax/plan/chips.py
 where the rates and the clocks come from. The length of `generate` depends on
-data, so it prints one decode step at the longest cache, and the whole as if every response had full
-length and every step took as long as that one. With
+data, so it prints one decode step at the longest cache, and the whole as if
+every response had full length and every step took as long as that one. With
 `continuous_batching.slots`, `generate` is a segment of decode steps with every
 page full, `prefill` stores the longest prompts, and `decode_params` prepares
 the weights once a batch; beside `generate` it prints the largest
