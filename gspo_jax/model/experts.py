@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gspo_jax.model import lora
 from gspo_jax.model.rounding import rounded, wide
 
-_SLACK = 1.25  # rows of a chunk / mean load
+SLACK = 1.25  # rows of a chunk / mean load
 _TILE = 128  # the rows of a chunk are a multiple of this
 
 
@@ -79,7 +79,7 @@ def apply(
   """
   (M, k), e = experts_Mk.shape, len(gate_up.weight)
   max_rows = M * min(k, e)
-  tiles = -(-int(_SLACK * M * k) // (num_shards * _TILE))
+  tiles = -(-int(SLACK * M * k) // (num_shards * _TILE))
   R = min(max_rows, tiles * _TILE)
   local_Mk = (experts_Mk >= 0) & (experts_Mk < e)
   key = jnp.where(local_Mk, experts_Mk, e).reshape(-1)

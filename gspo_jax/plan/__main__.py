@@ -3,11 +3,13 @@
   python -m gspo_jax.plan --config=configs/moe_tpu_v5.py --topology=v5p:4x4x4
 
 It takes a command line of gspo_jax.main unchanged (a workdir is not used). For
-each function it prints whether it fits and how long it would take at best. This
-is a compiler's roofline: nothing runs. gspo_jax/plan/hlo/walk.py says what is
-counted and how. The length of `generate` depends on data, so it prints one
-decode step at the longest cache, and the whole as if every response had full
-length and every step took as long as that one. With
+each function it prints whether it fits and how long it would take at best, and
+below it how long by the cycles that libtpu states for the operations in the
+compiled program. The second is no upper bound, and nothing runs:
+gspo_jax/plan/hlo/walk.py says what is counted and how, gspo_jax/plan/chips.py
+where the rates and the clocks come from. The length of `generate` depends on
+data, so it prints one decode step at the longest cache, and the whole as if
+every response had full length and every step took as long as that one. With
 `continuous_batching.slots`, `generate` is a segment of decode steps with every
 page full, `prefill` stores the longest prompts, and `decode_params` prepares
 the weights once a batch; beside `generate` it prints the largest

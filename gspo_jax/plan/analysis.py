@@ -12,6 +12,7 @@ import jax
 
 from gspo_jax.learner import train_batch, train_step
 from gspo_jax.logprobs import WANTED_TOKENS
+from gspo_jax.model import experts
 from gspo_jax.plan import chips, lower, lower_bounds, pages
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo import cost as hlo_cost
@@ -122,21 +123,48 @@ def _bytes(tree) -> int:
 
 
 def _work(name, module, config, program, where) -> dict:
+  """The work at best, with the same by the compiler's estimate in `compiler`.
+
+  There `share` is the part of the operations' time for which it has one.
+  """
+  cost = functools.partial(_cost, name, module, config, program, where)
+  report, _ = cost(by_compiler=False)
+  estimate, total = cost(by_compiler=True)
+  share = total.roofline_seconds and (
+    total.estimated_seconds / total.roofline_seconds
+  )
+  compiler = {"share": share, "clock": where.chip.clock}
+  compiler |= {k: estimate[k] for k in ("seconds", "mfu")}
+  if "parts" in estimate:
+    compiler["parts"] = estimate["parts"]
+  if "decode" in estimate:
+    compiler["decode"] = {"seconds": estimate["decode"]["seconds"]}
+  return report | {"compiler": compiler}
+
+
+def _cost(name, module, config, program, where, by_compiler):
+  """The report of one of the two estimates, and its cost."""
+  walk = functools.partial(
+    _walk, name, module, program, where, by_compiler=by_compiler
+  )
   report = {}
   if name in LEARNING:
-    cost, report["parts"] = _learning(name, module, config, program, where)
+    cost, report["parts"] = _learning(walk, config, program)
   else:
-    cost = _walk(name, module, program, where)
+    cost = walk()
   steps = _steps(name, config, program)
   step = _unroll(cost, steps) if steps else None
   if step is not None and name == "generate":
     report["decode"] = _decode(step, steps, config, program, where)
   model_flops = _model_flops(name, config, program) / program.mesh.size
-  return report | _summary(cost, model_flops, where)
+  return report | _summary(cost, model_flops, where), cost
 
 
-def _walk(name, module, program, where, micro_batches=0) -> hlo_cost.HloCost:
+def _walk(
+  name, module, program, where, micro_batches=0, by_compiler=False
+) -> hlo_cost.HloCost:
   """The cost of a call, with that many micro-batches in each minibatch."""
+  mesh = program.mesh if name in LEARNING else sampler_mesh(program)
   return hlo_walk.walk(
     module,
     where.chip,
@@ -144,6 +172,9 @@ def _walk(name, module, program, where, micro_batches=0) -> hlo_cost.HloCost:
     program.mesh.size,
     branches={train_step.BACKWARD: name == "update", WANTED_TOKENS: True},
     trips={train_batch.MICRO_BATCHES: micro_batches},
+    # Devices that share the experts have room for more rows than the mean.
+    filled=1 / experts.SLACK if mesh.shape["expert"] > 1 else 1.0,
+    by_compiler=by_compiler,
   )
 
 
@@ -175,9 +206,12 @@ def parts(
     program: with the function.
     where: what it was compiled for.
   """
+  return _parts(functools.partial(_walk, name, module, program, where), program)
+
+
+def _parts(walk, program) -> Parts:
   M = program.learner.packing.minibatches
-  rest = _walk(name, module, program, where)
-  one = _walk(name, module, program, where, micro_batches=1)
+  rest, one = walk(), walk(micro_batches=1)
   micro_batch = hlo_cost.HloCost()
   micro_batch.add(one, 1 / M)
   micro_batch.add(rest, -1 / M)
@@ -185,15 +219,15 @@ def parts(
   return Parts(micro_batch, rest)
 
 
-def _learning(name, module, config, program, where):
+def _learning(walk, config, program):
   """The cost with one response a row, and the report of its parts.
 
   Of old log-probs, with those of the first minibatch, as rewards may need them.
   """
-  rows, found = program.learner.packing, parts(name, module, program, where)
+  rows, found = program.learner.packing, _parts(walk, program)
   most = config.data.prompts * config.rollout.group_size
   most //= rows.micro_batch_size
-  whole = _walk(name, module, program, where, most // rows.minibatches)
+  whole = walk(micro_batches=most // rows.minibatches)
   part = lambda cost: {
     "flops": cost.flops,
     "hbm_bytes": cost.hbm_bytes,
@@ -340,6 +374,7 @@ def _summary(cost, model_flops, where) -> dict:
     "model_flops": model_flops,
     "flops": cost.flops,
     "attention_flops": cost.attention_flops,
+    "padding_flops": cost.padding_flops,
     "hbm_bytes": cost.hbm_bytes,
     "seconds": seconds,
     "mfu": {
@@ -378,11 +413,12 @@ def _collectives(cost) -> list[dict]:
 
 
 def _top(cost) -> list[dict]:
-  """The operations that take longest."""
-  ranked = sorted(cost.by_source.items(), key=lambda item: -item[1][0])
+  """The operations that take longest, by either estimate."""
+  longest = lambda item: -max(item[1].seconds, item[1].compiler_seconds)
+  ranked = sorted(cost.by_source.items(), key=longest)
   return [
-    {"source": source, "seconds": s, "flops": f, "hbm_bytes": b}
-    for source, (s, f, b) in ranked[:_KEPT]
+    {"source": source} | operation._asdict()
+    for source, operation in ranked[:_KEPT]
   ]
 
 

@@ -4,6 +4,13 @@ Sources:
   FLOPs and memory bandwidth: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}
   Links, one way: jax-ml.github.io/scaling-book, chapter 2
   HBM: the size that libtpu 0.0.51 states in its out-of-memory message
+  FLOPs a cycle: v5e and v5p from the pages above, 4 units of 128 x 128 in each
+    TensorCore. v6e and tpu7x have units of 256 x 256, of which those pages name
+    too few: by libtpu 0.0.51's own cycles a large bfloat16 product does 480,269
+    FLOPs a cycle on v6e and 446,074 on tpu7x, so more than two units' 262,144;
+    four units' are taken, an inference. The clock is the peak divided by it.
+  Between the two devices of a tpu7x chip: six links, an assumption that no
+    source here confirms. It matters only to groups within one chip.
 """
 
 import dataclasses
@@ -28,6 +35,9 @@ class Chip:
     axes: the number of axes of the torus.
     cubes: whether slices consist of 4x4x4 cubes, so that all axes of whole
       cubes close to rings; else only an axis of 16 chips does.
+    flops_a_cycle: FLOPs of all its matrix units in a clock cycle.
+    cores: its TensorCores.
+    on_chip: devices on one chip, which share its links.
   """
 
   flops: float
@@ -37,6 +47,23 @@ class Chip:
   network: float
   axes: int
   cubes: bool
+  flops_a_cycle: int
+  cores: int = 1
+  on_chip: int = 1
+
+  @property
+  def clock(self) -> float:
+    """Cycles a second."""
+    return self.flops / self.flops_a_cycle
+
+  @property
+  def vector_bandwidth(self) -> float:
+    """Bytes a second through the vector registers.
+
+    Assumed: a TensorCore loads one register of 8 x 128 words of 4 bytes in a
+    cycle, and stores one.
+    """
+    return 4096 * self.cores * self.clock
 
   def rings(self, shape: Sequence[int]) -> tuple[bool, ...]:
     """Whether each axis of a slice of this shape closes to a ring."""
@@ -46,11 +73,14 @@ class Chip:
 
 
 CHIPS = {
-  "v5e": Chip(197e12, 15.75 * _GIB, 819e9, 4.5e10, 3.125e9, 2, False),
-  "v5p": Chip(459e12, 95.73 * _GIB, 2765e9, 9e10, 6.25e9, 3, True),
-  "v6e": Chip(918e12, 31.24 * _GIB, 1638e9, 9e10, 12.5e9, 2, False),
-  # A chip is two devices, which share its links.
-  "tpu7x": Chip(1153.5e12, 94.74 * _GIB, 3690e9, 9e10, 6.25e9, 3, True),
+  "v5e": Chip(197e12, 15.75 * _GIB, 819e9, 4.5e10, 3.125e9, 2, False, 2**17),
+  "v5p": Chip(
+    459e12, 95.73 * _GIB, 2765e9, 9e10, 6.25e9, 3, True, 2**18, cores=2
+  ),
+  "v6e": Chip(918e12, 31.24 * _GIB, 1638e9, 9e10, 12.5e9, 2, False, 2**19),
+  "tpu7x": Chip(
+    1153.5e12, 94.74 * _GIB, 3690e9, 9e10, 6.25e9, 3, True, 2**19, on_chip=2
+  ),
 }
 
 # Chips of the largest slice, from the pages above.
@@ -105,6 +135,10 @@ class DeviceCoordinates:
   coordinates: tuple[int, ...]
 
 
+# The bandwidth between two devices of a chip, in links: assumed.
+_NEIGHBOUR = 6
+
+
 def bandwidth(
   tpu_slice: Slice, devices: Sequence[DeviceCoordinates], to_all: bool
 ) -> float:
@@ -113,6 +147,12 @@ def bandwidth(
   A group extends over some axes of the torus. It uses two links of an axis that
   it closes to a ring, and one link of any other. Between slices, the network is
   the limit.
+
+  The devices of one chip share its links. If a group has one of them, another
+  group has the other, at the same time: each gets half. If a group has both, a
+  ring passes the links of a chip once, so that one device sends over them and
+  the other to its neighbour on the chip; if each device sends different bytes
+  to each other one, each gets half.
 
   Args:
     tpu_slice: the slice (or one of several equal slices) of the devices.
@@ -126,6 +166,11 @@ def bandwidth(
     return chip.network
   links, longest, links_of_longest = 0, 1, 1
   rings = chip.rings(tpu_slice.shape)
+  chips = {d.coordinates for d in devices}
+  if len(chips) == 1 < len(devices):
+    return _NEIGHBOUR * chip.link
+  together = len(devices) // len(chips)  # devices of a chip in the group
+  sending = chip.on_chip if to_all else chip.on_chip // together
   for axis, size in enumerate(tpu_slice.shape):
     extent = len({d.coordinates[axis] for d in devices})
     if extent == 1:
@@ -135,5 +180,5 @@ def bandwidth(
     if extent > longest:
       longest, links_of_longest = extent, axis_links
   if to_all:
-    return chip.link * links_of_longest / max(longest / 4, 1)
-  return chip.link * max(links, 1)
+    return chip.link * links_of_longest / max(longest / 4, 1) / sending
+  return chip.link * max(links, 1) / sending

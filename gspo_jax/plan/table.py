@@ -27,7 +27,7 @@ def render(report: dict, *, top: int = 0) -> str:
   for name, f in costed.items():
     parts.append(_collectives(name, f["collectives"]))
     if "decode" in f:
-      parts.append(_decode(f["decode"]))
+      parts.append(_decode(f["decode"], f["compiler"]["decode"]))
     if top:
       parts.append(_top(f"{name}: most expensive operations", f["top"][:top]))
     if f["loops"] or f["branches"] or f["unknown_kernels"]:
@@ -92,9 +92,11 @@ def _memory(report):
 def _costs(functions):
   seconds = lambda key: lambda f: _time(f["seconds"][key])
   mfu = lambda key: lambda f: f"{f['mfu'][key]:.1%}"
+  compiler = next(iter(functions.values()))["compiler"]
   rows = (
     ("FLOPs", lambda f: f"{f['flops']:.3e}"),
     ("of which attention kernels", lambda f: f"{f['attention_flops']:.3e}"),
+    ("more, of experts' padding", lambda f: f"{f['padding_flops']:.3e}"),
     ("model FLOPs", lambda f: f"{f['model_flops']:.3e}"),
     ("HBM, GB", lambda f: _gb(f["hbm_bytes"])),
     ("roofline of operations", seconds("roofline")),
@@ -107,7 +109,22 @@ def _costs(functions):
     ("MFU: as scheduled", mfu("scheduled")),
     ("MFU: no overlap", mfu("serial")),
   )
-  return _table("work a device and call", functions, rows)
+  by_compiler = [
+    (label, lambda f, cell=cell: cell(f["compiler"]))
+    for label, cell in (
+      ("operations", seconds("roofline")),
+      ("of which it estimates", lambda f: f"{f['share']:.0%}"),
+      ("time: as scheduled", seconds("scheduled")),
+      ("MFU: as scheduled", mfu("scheduled")),
+    )
+  ]
+  title = f"by libtpu's cycles, {compiler['clock'] / 1e9:.2f} GHz"
+  return "\n".join(
+    (
+      _table("work a device and call", functions, rows),
+      _table(title, functions, by_compiler),
+    )
+  )
 
 
 def _collectives(name, collectives):
@@ -124,7 +141,7 @@ def _collectives(name, collectives):
   return "\n".join(lines if collectives else [*lines, "  none"])
 
 
-def _decode(d):
+def _decode(d, by_compiler):
   paged = "pages_bytes" in d
   cache = "with every page full" if paged else "at the longest cache"
   lines = [
@@ -135,6 +152,7 @@ def _decode(d):
     f"{_time(d['seconds']['roofline'])}, collectives "
     f"{_time(d['seconds']['collectives'])}; lower bound "
     f"{_time(d['least_seconds'])}",
+    f"  {_time(by_compiler['seconds']['scheduled'])} by libtpu's cycles",
   ]
   if not paged:
     return "\n".join(
@@ -182,6 +200,12 @@ def _iteration(report):
   for name, part in i["parts"].items():
     lines.append(_iteration_part(name, part))
   lines.append(_iteration_part("all", i))
+  compiler = i["compiler"]
+  lines.append(
+    f"  by libtpu's cycles {_time(compiler['seconds'])}, useful MFU "
+    f"{compiler['mfu']:.1%}: "
+    + ", ".join(f"{k} {_time(v)}" for k, v in compiler["parts"].items())
+  )
   generate, update = i["parts"]["generate"], i["parts"]["update"]
   in_use = " ".join(f"{x:.0%}" for x in generate["slots_in_use"])
   lines += [
@@ -209,10 +233,13 @@ def _iteration_part(name, part):
 
 
 def _top(title, operations):
-  lines = [f"{title:54}{'time':>12}{'FLOPs':>11}{'HBM, GB':>11}"]
+  lines = [
+    f"{title:46}{'time':>14}{'by libtpu':>14}{'FLOPs':>11}{'HBM, GB':>11}"
+  ]
   for t in operations:
     lines.append(
-      f"  {_tail(t['source'], 52):52}{_time(t['seconds']):>12}"
+      f"  {_tail(t['source'], 44):44}{_time(t['seconds']):>14}"
+      f"{_time(t['compiler_seconds']):>14}"
       f"{t['flops']:>11.2e}{_gb(t['hbm_bytes']):>11}"
     )
   return "\n".join(lines)

@@ -86,7 +86,16 @@ def test_between_slices_the_network_is_the_limit():
   assert bandwidth(tpu_slice, both, to_all=False) == tpu_slice.chip.network
 
 
-def test_two_devices_of_one_chip_have_a_link():
+@pytest.mark.parametrize("to_all", [False, True])
+def test_two_devices_of_one_chip_share_its_links(to_all):
+  """What the links of a chip carry in a second, for all its devices."""
   tpu_slice = parse("tpu7x:2x2x1")
-  same = [DeviceCoordinates(0, (0, 0, 0)), DeviceCoordinates(0, (0, 0, 0))]
-  assert bandwidth(tpu_slice, same, to_all=False) == tpu_slice.chip.link
+  link = tpu_slice.chip.link
+  one_each = box(range(2), [0], [0])
+  both = [*one_each, *one_each]
+  # The other devices of these chips are a group of their own.
+  assert 2 * bandwidth(tpu_slice, one_each, to_all) == link
+  # In a ring, one of two devices sends to the other on its chip.
+  assert bandwidth(tpu_slice, both, to_all) == (link / 2 if to_all else link)
+  alone = [one_each[0], one_each[0]]
+  assert bandwidth(tpu_slice, alone, to_all) == 6 * link

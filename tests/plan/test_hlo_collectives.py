@@ -139,7 +139,7 @@ FOUR = (0, 1, 2, 3)
 )
 def test_the_collectives_of_an_instruction(name, expected):
   module = hlo_module.parse(TEXT)
-  assert started(module, module.entry.get(name), 8) == expected
+  assert started(module, module.entry, module.entry.get(name), 8) == expected
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ CHIP = chips.Chip(
   network=1.0,
   axes=2,
   cubes=False,
+  flops_a_cycle=1000,
 )
 
 
@@ -69,14 +70,16 @@ ENTRY %main (x: f32[500]) -> (s32[], f32[500]) {
 
 def test_a_scan_counts_its_trips():
   cost = cost_of(BODY + TEST + LOOP)
-  # two reads and a write of 2000 bytes, at 1000 a second
-  assert cost.hbm_bytes == 5 * 6000
+  # two reads and a write of 2000 bytes, at 1000 a second, and what the
+  # collective reads and writes
+  assert cost.hbm_bytes == 5 * (6000 + 4000)
   assert cost.roofline_seconds == pytest.approx(5 * 6)
   # 2 * 3/4 of 2000 bytes, at 100 a second
   ((kind, traffic),) = cost.collectives.items()
   assert kind == ("all-reduce", 4, False)
   assert (traffic.count, traffic.wire, traffic.seconds) == (5, 15000, 150)
-  assert cost.by_source["twice"] == (30, 0, 30000)
+  assert traffic.hbm_bytes == 5 * 4000
+  assert cost.by_source["twice"] == (30, 0, 30000, 30)
   assert cost.perfect_overlap == 150
   assert cost.scheduled == cost.no_overlap == 180
 
@@ -238,6 +241,30 @@ def test_a_collective_of_another_core_overlaps():
   assert traffic.seconds == 60
   assert cost.roofline_seconds == 12  # two additions; the first overlaps
   assert cost.stalled_seconds == 54
+
+
+ESTIMATED = """
+ENTRY %main (x: f32[500]) -> f32[500] {
+  %x = f32[500]{0} parameter(0)
+  %g-start = (f32[500]{0}, f32[2000]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}
+  %y = f32[500]{0} add(%x, %x), backend_config={"estimated_cycles":"20000"}
+  %g-done = f32[2000]{0} all-gather-done(%g-start)
+  ROOT %z = f32[500]{0} copy(%y)
+}
+"""  # noqa: E501
+
+
+def test_the_compilers_cycles_replace_the_roofline():
+  """20,000 cycles at 1 kHz, which hide more of the wire; a copy has none."""
+  module = hlo_module.parse(ESTIMATED)
+  walk = lambda by_compiler: hlo_walk.walk(
+    module, CHIP, lambda c: CHIP.link, 4, by_compiler=by_compiler
+  )
+  best, estimate = walk(False), walk(True)
+  assert (best.roofline_seconds, best.estimated_seconds) == (6 + 4, 0)
+  assert (estimate.roofline_seconds, estimate.estimated_seconds) == (20 + 4, 20)
+  assert (best.stalled_seconds, estimate.stalled_seconds) == (60 - 6, 60 - 20)
+  assert best.hbm_bytes == estimate.hbm_bytes == 6000 + 4000 + 2000 + 8000
 
 
 # JAX programs of known cost, compiled by libtpu.

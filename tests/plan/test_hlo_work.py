@@ -256,3 +256,122 @@ def test_a_fusion_does_not_move_what_it_passes_on():
     computations=PASSED,
   )
   assert hlo_work.hbm_bytes(*work) == 2 * 48 * 4000
+
+
+# libtpu 0.0.51 for tpu7x: a stack of bfloat16, which it names by the layout of
+# its slices while it updates it in place.
+RELABELLED = """
+%as_slices (p: bf16[48,1000]) -> bf16[48,1000] {
+  %p = bf16[48,1000]{1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %copy = bf16[48,1000]{1,0:T(8,128)(2,1)} copy(%p)
+}
+
+%row (q: bf16[48,1000], n: s32[]) -> bf16[1,1000] {
+  %q = bf16[48,1000]{1,0:T(16,128)(2,1)} parameter(0)
+  %n = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %named = bf16[48,1000]{1,0:T(8,128)(2,1)} fusion(%q), kind=kLoop, calls=%as_slices
+  ROOT %slice = bf16[1,1000]{1,0} dynamic-slice(%named, %n, %z)
+}
+
+%doubled (s: bf16[48,1000], m: s32[]) -> bf16[48,1000] {
+  %s = bf16[48,1000]{1,0:T(16,128)(2,1)} parameter(0)
+  %m = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %old = bf16[1,1000]{1,0} fusion(%s, %m), kind=kLoop, calls=%row
+  %new = bf16[1,1000]{1,0} add(%old, %old)
+  %stack = bf16[48,1000]{1,0:T(8,128)(2,1)} fusion(%s), kind=kLoop, calls=%as_slices
+  %updated = bf16[48,1000]{1,0:T(8,128)(2,1)} dynamic-update-slice(%stack, %new, %m, %zero)
+  ROOT %back = bf16[48,1000]{1,0:T(16,128)(2,1)} copy(%updated)
+}
+
+%copied (c: bf16[48,1000]) -> bf16[48,1000] {
+  %c = bf16[48,1000]{1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %copied_c = bf16[48,1000]{1,0:T(8,128)(2,1)} fusion(%c), kind=kLoop, calls=%as_slices
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+  ("call", "moved"),
+  [
+    ("bf16[1,1000]{1,0} fusion(%a, %i), kind=kLoop, calls=%row", 2 * 2000),
+    ("bf16[48,1000]{1,0} fusion(%a, %i), kind=kLoop, calls=%doubled", 2 * 2000),
+    ("bf16[48,1000]{1,0} fusion(%a), kind=kLoop, calls=%copied", 2 * 96000),
+  ],
+)
+def test_a_stack_under_another_layout_is_not_moved(call, moved):
+  """It was charged as a whole in each trip; a copy alone is one."""
+  work = first_of(
+    "  %a = bf16[48,1000]{1,0:T(16,128)(2,1)} parameter(0)\n"
+    "  %i = s32[]{:S(6)} parameter(1)\n"
+    f"  ROOT %it = {call}",
+    computations=RELABELLED,
+  )
+  assert hlo_work.hbm_bytes(*work) == moved
+
+
+def test_a_slice_of_a_converted_stack_reads_the_narrow_one():
+  narrow = """
+%wide (q: bf16[48,1000], n: s32[]) -> f32[1,1000] {
+  %q = bf16[48,1000]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %f = f32[48,1000]{1,0} convert(%q)
+  ROOT %slice = f32[1,1000]{1,0} dynamic-slice(%f, %n, %z)
+}
+"""
+  work = first_of(
+    "  %a = bf16[48,1000]{1,0} parameter(0)\n"
+    "  %i = s32[]{:S(6)} parameter(1)\n"
+    "  ROOT %it = f32[1,1000]{1,0} fusion(%a, %i), kind=kLoop, calls=%wide",
+    computations=narrow,
+  )
+  assert hlo_work.hbm_bytes(*work) == 2000 + 4000
+
+
+def bitonic_passes(n):
+  """The passes of a bitonic network over n elements, by running it."""
+  rng = np.random.default_rng(0)
+  x, passes, size = rng.permutation(n), 0, 2
+  while size <= n:
+    step = size // 2
+    while step:
+      here = np.arange(n)
+      low = here[here & step == 0]
+      up = (low & size) == 0
+      swap = (x[low] > x[low + step]) == up
+      first, second = x[low].copy(), x[low + step].copy()
+      x[low] = np.where(swap, second, first)
+      x[low + step] = np.where(swap, first, second)
+      passes, step = passes + 1, step // 2
+    size *= 2
+  assert (x == np.arange(n)).all()
+  return passes
+
+
+@pytest.mark.parametrize("n", [2, 256, 1024])
+def test_a_sort_passes_all_operands_through_a_bitonic_network(n):
+  _, _, sort = first_of(
+    f"  %k = s32[8,{n}]{{1,0}} parameter(0)\n"
+    f"  %v = bf16[8,{n}]{{1,0}} parameter(1)\n"
+    f"  ROOT %it = (s32[8,{n}]{{1,0}}, bf16[8,{n}]{{1,0}}) sort(%k, %v), "
+    "dimensions={1}, to_apply=%less"
+  )
+  # 32 bits of a register for each element, also for 16.
+  assert hlo_work.sorted_bytes(sort) == bitonic_passes(n) * 2 * 8 * n * 4
+
+
+@pytest.mark.parametrize(
+  ("stated", "cycles"),
+  [('"estimated_cycles":"74906"', 74906), ("", None),
+   ('"estimated_cycles":"0"', None),
+   ('"estimated_cycles":"9223372036854775807"', None)],
+)  # fmt: skip
+def test_cycles_that_the_compiler_does_not_know(stated, cycles):
+  _, _, i = first_of(
+    "  %a = f32[4]{0} parameter(0)\n"
+    "  ROOT %it = f32[4]{0} add(%a, %a), "
+    f'backend_config={{"window_config":{{{stated}}}}}'
+  )
+  assert hlo_work.estimated_cycles(i) == cycles

@@ -53,7 +53,18 @@ def config(debug_config):
   return debug_config
 
 
+def twice(report):
+  """All seconds of a report, doubled."""
+  return {
+    key: twice(value) if isinstance(value, dict) else 2 * value
+    for key, value in report.items()
+    if key not in ("steps", "kernel", "memory")
+  }
+
+
 def cost(config, lengths, functions=FUNCTIONS):
+  """By a compiler's estimate of twice the seconds."""
+  functions = {k: f | {"compiler": twice(f)} for k, f in functions.items()}
   config = parse(config)
   mesh = sharding.make_mesh(jax.devices()[:2], data=2)
   program = build_program(config, mesh)
@@ -72,7 +83,16 @@ def test_full_lengths_cost_what_was_compiled(config):
   # One micro-batch of the first minibatch, and all of the second.
   assert score["micro_batches"] == 1 + 4
   assert score["seconds"] == 0.5 + 5 * 1.0
+  by_compiler = found["compiler"]["parts"]
+  for name in ("weights", "score", "update"):
+    assert by_compiler[name] == 2 * of[name]["seconds"]
+  total = sum(by_compiler.values())
+  assert found["compiler"]["seconds"] == total
+  assert found["compiler"]["mfu"] * total == pytest.approx(
+    found["mfu"] * found["seconds"]
+  )
   whole = FUNCTIONS["generate"]["seconds"]["scheduled"]
+  assert by_compiler["generate"] == pytest.approx(2 * whole, rel=0.01)
   # The mean cache is half the longest.
   assert of["generate"]["seconds"] == pytest.approx(whole, rel=0.01)
   assert of["generate"]["slots_in_use"] == [1.0] * 10

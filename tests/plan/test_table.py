@@ -43,12 +43,27 @@ FUNCTION = {
   "branches": [{"source": "x" * 99, "times": 48, "seconds": 5}],
   "flops": 1.5e15,
   "attention_flops": 2e14,
+  "padding_flops": 3e14,
   "model_flops": 1e15,
   "hbm_bytes": 3e12,
   "seconds": SECONDS,
   "mfu": {"perfect": 0.5, "scheduled": 0.375, "serial": 0.25},
   "collectives": [COLLECTIVE],
-  "top": [{"source": "dot", "seconds": 1, "flops": 1e15, "hbm_bytes": 2e9}],
+  "top": [
+    {
+      "source": "dot",
+      "seconds": 1,
+      "compiler_seconds": 1.5,
+      "flops": 1e15,
+      "hbm_bytes": 2e9,
+    }
+  ],
+  "compiler": {
+    "clock": 1.751e9,
+    "share": 0.9,
+    "seconds": SECONDS | {"roofline": 2.0, "scheduled": 2.25},
+    "mfu": {"scheduled": 0.125},
+  },
   "unknown_kernels": {"mystery": 7},
 }
 REPORT = {
@@ -83,7 +98,13 @@ REPORT = {
     "of which not covered 250 ms 250 ms 250 ms",
     "MFU: as scheduled 37.5% 37.5% 37.5%",
     "all-gather, asynchronous 16 96 2.5 500 ms",
-    "dot 1 s 1.00e+15 2",
+    "more, of experts' padding 3.000e+14 3.000e+14 3.000e+14",
+    "by libtpu's cycles, 1.75 GHz update old logps generate",
+    "operations 2 s 2 s 2 s",
+    "of which it estimates 90% 90% 90%",
+    "time: as scheduled 2.25 s 2.25 s 2.25 s",
+    "MFU: as scheduled 12.5% 12.5% 12.5%",
+    "dot 1 s 1.5 s 1.00e+15 2",
     "experts/while 4 x 3 us, counted once",
     f"...{'x' * 45} 48 x 5 s, not counted",
     "7 x kernel mystery of unknown FLOPs, not counted",
@@ -170,9 +191,13 @@ PAGES = {"pages_bytes": 8e9, "pages_seconds": 3e-3}
 )
 def test_the_decode_step(more, expected):
   report = copy.deepcopy(REPORT)
-  report["functions"]["generate"]["decode"] = DECODE | more
+  generate = copy.deepcopy(FUNCTION)
+  generate["decode"] = DECODE | more
+  generate["compiler"]["decode"] = {"seconds": {"scheduled": 2.5}}
+  report["functions"]["generate"] = generate
   text = render(report)
-  for words in ("12 GB, 1.20 times the lower bound, 10 GB", *expected):
+  expected = "12 GB, 1.20 times the lower bound, 10 GB", *expected
+  for words in ("2.5 s by libtpu's cycles", *expected):
     assert words in text
   assert max(map(len, text.splitlines())) <= 100
 
@@ -242,6 +267,9 @@ ITERATION = {
   "computed_tokens": 62914580,
   "useful_fraction": 0.5,
   "mfu": 0.28125,
+  "compiler": {
+    "seconds": 602.0, "mfu": 0.21875, "parts": {"generate": 202.0},
+  },
   "alternatives": [
     {"change": "continuous_batching.slots=4096", "seconds": 450.0,
      "fits": False},
@@ -262,6 +290,7 @@ ITERATION = {
     "score 86 s 8 10 80.0% 37.5%",
     "update 227 s 9 10 90.0% 43.8%",
     "all 498 s 31457297 62914580 50.0% 28.1%",
+    "by libtpu's cycles 602 s, useful MFU 21.9%: generate 202 s",
     "20480 decode steps in 640 segments; of 2048 slots in use, by tenths:",
     "100% 100% 100% 100% 100% 100% 100% 100% 100% 12%",
     "43 micro-batches of 5.25 s in the update, and 35 ms an optimizer step",

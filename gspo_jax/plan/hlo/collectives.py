@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 
-from gspo_jax.plan.hlo.module import Instruction, Module
+from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
 _KINDS = (
   "all-gather",
@@ -29,12 +29,14 @@ class Collective:
     result: bytes of the result.
     key: None for a synchronous collective. For an asynchronous one, the value
       that `awaited` returns for the instruction that waits for it.
+    in_vmem: bytes of its operands and result that are not in HBM.
   """
 
   kind: str
   members: tuple[int, ...]
   result: float
   key: str | None = None
+  in_vmem: float = 0.0
 
   @property
   def wire(self) -> float:
@@ -47,16 +49,33 @@ class Collective:
     share = self.result * (n - 1) / n
     return 2 * share if self.kind == "all-reduce" else share
 
+  @property
+  def hbm_bytes(self) -> float:
+    """Bytes of HBM that a device reads and writes: its operand and result.
+
+    What a device passes on to the next one stays in its fast memory.
+    """
+    n = len(self.members)
+    operand = self.result
+    if self.kind == "all-gather":
+      operand = self.result / n
+    elif self.kind == "reduce-scatter":
+      operand = self.result * n
+    return max(operand + self.result - self.in_vmem, 0.0)
+
 
 def is_collective(i: Instruction) -> bool:
   return i.op.removesuffix("-start") in _KINDS
 
 
-def started(module: Module, i: Instruction, devices: int) -> list[Collective]:
+def started(
+  module: Module, computation: Computation, i: Instruction, devices: int
+) -> list[Collective]:
   """The collectives that an instruction is, starts, or contains (a fusion)."""
   if is_collective(i):
     key = i.name if i.op.endswith("-start") else None
-    return [_collective(i, devices, key)]
+    one = _collective(i, devices, key)
+    return [dataclasses.replace(one, in_vmem=_in_vmem(computation, i))]
   if i.op == "send" and "_xla_megascale_transfer_type" in i.attributes:
     # The first and the last device are in different slices.
     return [Collective("network", (0, devices - 1), i.arrays[0].bytes, i.name)]
@@ -82,6 +101,13 @@ def awaited(module: Module, i: Instruction) -> str | None:
   return None
 
 
+def _in_vmem(computation, i) -> float:
+  """Bytes of the operands and results of a collective that are not in HBM."""
+  operands = (computation.get(name) for name in i.operands)
+  arrays = [a for o in operands if o is not None for a in o.arrays]
+  return sum(a.bytes for a in (*arrays, *_results(i)) if a.space)
+
+
 # In the attributes of a collective that is spread over a chain of fusions: they
 # compute while it proceeds.
 _CHAIN = "chain_id="
@@ -104,13 +130,17 @@ def _as_reduce_scatter(c, fusion):
 
 
 def _collective(i, devices, key) -> Collective:
-  result = i.bytes
+  result = sum(a.bytes for a in _results(i))
+  members = group(i.attributes, devices)
+  return Collective(i.op.removesuffix("-start"), members, result, key)
+
+
+def _results(i):
   if i.op in ("all-gather-start", "collective-permute-start"):
     # The result is (operands..., results..., context...).
     n = len(i.operands)
-    result = sum(a.bytes for a in i.arrays[n : 2 * n])
-  members = group(i.attributes, devices)
-  return Collective(i.op.removesuffix("-start"), members, result, key)
+    return i.arrays[n : 2 * n]
+  return i.arrays
 
 
 def group(attributes: str, devices: int) -> tuple[int, ...]:

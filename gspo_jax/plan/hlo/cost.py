@@ -29,20 +29,30 @@ class Traffic:
   Attributes:
     count: how many there are.
     wire: bytes that each device sends.
-    seconds: the time to send them.
+    seconds: the longer of the times to send them, and to read and write HBM.
+    hbm_bytes: bytes of HBM that each device reads and writes.
   """
 
   count: float = 0
   wire: float = 0.0
   seconds: float = 0.0
+  hbm_bytes: float = 0.0
 
 
 class OperationCost(NamedTuple):
-  """The sum over the instructions of one JAX operation."""
+  """The sum over the instructions of one JAX operation.
+
+  Attributes:
+    seconds: at best.
+    flops: of matrix products.
+    hbm_bytes: bytes read from and written to HBM.
+    compiler_seconds: by the compiler's estimate.
+  """
 
   seconds: float
   flops: float
   hbm_bytes: float
+  compiler_seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -70,8 +80,12 @@ class HloCost:
     flops: of matrix products.
     attention_flops: the part of `flops` in attention kernels, which report no
       FLOPs themselves.
-    hbm_bytes: bytes read from and written to HBM.
+    padding_flops: FLOPs that grouped products do besides, in blocks that are
+      not full.
+    hbm_bytes: bytes read from and written to HBM, also by collectives.
+    hbm_seconds: the time for `hbm_bytes` alone.
     roofline_seconds: the time of all operations except collectives.
+    estimated_seconds: the part of it that the compiler estimated.
     stalled_seconds: the time spent waiting for collectives, in the order of
       the compiler's schedule.
     collectives: the sum for each kind of collective.
@@ -83,8 +97,11 @@ class HloCost:
 
   flops: float = 0.0
   attention_flops: float = 0.0
+  padding_flops: float = 0.0
   hbm_bytes: float = 0.0
+  hbm_seconds: float = 0.0
   roofline_seconds: float = 0.0
+  estimated_seconds: float = 0.0
   stalled_seconds: float = 0.0
   collectives: dict[CollectiveKind, Traffic] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(Traffic)
@@ -104,7 +121,7 @@ class HloCost:
   @property
   def perfect_overlap(self) -> float:
     """Seconds if collectives and computation overlap completely."""
-    return max(self.roofline_seconds, self.collective_seconds)
+    return max(self.roofline_seconds, self.collective_seconds, self.hbm_seconds)
 
   @property
   def scheduled(self) -> float:
@@ -116,7 +133,9 @@ class HloCost:
   @property
   def no_overlap(self) -> float:
     """Seconds if collectives and computation do not overlap."""
-    return self.roofline_seconds + self.collective_seconds
+    return max(
+      self.roofline_seconds + self.collective_seconds, self.hbm_seconds
+    )
 
   def add(self, other: "HloCost", times: float = 1) -> None:
     """Adds the cost of `times` runs of another computation."""
@@ -125,8 +144,11 @@ class HloCost:
     for name in (
       "flops",
       "attention_flops",
+      "padding_flops",
       "hbm_bytes",
+      "hbm_seconds",
       "roofline_seconds",
+      "estimated_seconds",
       "stalled_seconds",
     ):
       value = getattr(self, name) + times * getattr(other, name)
@@ -135,6 +157,7 @@ class HloCost:
       total = self.collectives[kind]
       total.count += times * traffic.count
       total.wire += times * traffic.wire
+      total.hbm_bytes += times * traffic.hbm_bytes
       total.seconds += times * traffic.seconds
     for source, cost in other.by_source.items():
       self.add_operation(source, OperationCost(*(times * x for x in cost)))

@@ -34,11 +34,15 @@ class Array:
   space: int
 
   @property
-  def bytes(self) -> float:
+  def bits(self) -> int:
+    """Of one element."""
     bits = re.match(r"[a-z]+(\d+)", self.dtype)
     widths = {"pred": 8, "token": 0}
-    width = int(bits[1]) if bits else widths.get(self.dtype, 8)
-    return math.prod(self.dims) * width / 8
+    return int(bits[1]) if bits else widths.get(self.dtype, 8)
+
+  @property
+  def bytes(self) -> float:
+    return math.prod(self.dims) * self.bits / 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +143,49 @@ class Module:
   def __init__(self, computations: dict[str, Computation], entry: str):
     self.computations = computations
     self.entry = computations[entry]
+    self._inlined = {}
 
   def __getitem__(self, name: str) -> Computation:
     return self.computations[name]
+
+  def inlined(self, name: str) -> Computation:
+    """A computation with the fusions in it replaced by their instructions."""
+    if name not in self._inlined:
+      self._inlined[name] = self._inline(self[name])
+    return self._inlined[name]
+
+  def _inline(self, computation) -> Computation:
+    result, names = [], {}  # names: of an instruction -> of what replaces it
+    tuples = {}
+    for i in computation:
+      operands = tuple(names.get(name, name) for name in i.operands)
+      i = dataclasses.replace(i, operands=operands)
+      if i.op == "get-tuple-element" and operands[0] in tuples:
+        names[i.name] = tuples[operands[0]].operands[i.index]
+        continue
+      if i.op != "fusion":
+        result.append(i)
+        continue
+      inner = self.inlined(i.called("calls")[0])
+      inside = {}
+      for x in inner:
+        if x.op == "parameter":
+          inside[x.name] = operands[int(x.literal)]
+          continue
+        inside[x.name] = f"{i.name}/{x.name}"
+        operands_of_x = tuple(inside[name] for name in x.operands)
+        result.append(
+          dataclasses.replace(
+            x, name=inside[x.name], operands=operands_of_x, root=False
+          )
+        )
+      names[i.name] = inside[inner.root.name]
+      if inner.root.op == "tuple":
+        tuples |= {x.name: x for x in result if x.name == names[i.name]}
+    root = names.get(computation.root.name, computation.root.name)
+    return Computation(
+      [dataclasses.replace(i, root=i.name == root) for i in result]
+    )
 
 
 def parse(text: str) -> Module:

@@ -1,9 +1,17 @@
-"""The cost of a compiled module on a TPU at best, with all trips of its loops.
+"""The cost of a compiled module on a TPU, with all trips of its loops.
 
-An operation takes the longer of its FLOPs at the peak rate and its HBM bytes at
-the peak bandwidth. Their sum is the roofline. Collectives are counted
-separately: a collective takes the bytes that a device sends, divided by the
-bandwidth of the links between the devices of its group.
+There are two estimates of an operation's time:
+- At best, the roofline: the longest of its FLOPs at the peak rate, its HBM
+  bytes at the peak bandwidth and, of a sort, its passes over the vector
+  registers. FLOPs include those of the blocks of grouped products that are not
+  full.
+- By the compiler: the cycles that it states in the compiled text, which are
+  those of its own choice of tiles. It states none for kernels, sorts and
+  asynchronous copies, which take as long as at best.
+
+Collectives are counted separately, alike in both: a collective takes the longer
+of the bytes that a device sends, divided by the bandwidth of the links between
+the devices of its group, and of its operand and result, divided by that of HBM.
 
 Where control flow depends on the data, the balanced case is added up and the
 rest is listed:
@@ -13,9 +21,9 @@ rest is listed:
 - A `conditional` takes its cheapest branch: no overflow, decoding is done. The
   caller can choose the branch, by the JAX scope of the conditional.
 
-Not modelled: the HBM traffic of collectives (it is not in `hbm_bytes`, and does
-not slow down operations that run at the same time), the latency of a collective
-or of the start of a kernel, and the padding of tiles.
+Not modelled: the latency of a collective or of the start of a kernel, the
+padding of layouts, and operations that an asynchronous collective slows down
+(all HBM bytes together are a lower bound of the time).
 """
 
 import collections
@@ -50,6 +58,8 @@ def walk(
   devices: int,
   branches: Mapping[str, bool] | None = None,
   trips: Mapping[str, int] | None = None,
+  filled: float = 1.0,
+  by_compiler: bool = False,
 ) -> HloCost:
   """The cost of a module's entry computation on one device.
 
@@ -61,9 +71,18 @@ def walk(
     branches: the scope of a conditional -> True to take its most expensive
       branch, False to take its cheapest. These conditionals are not listed.
     trips: the scope of a loop -> its trip count. These loops are not listed.
+    filled: the share of the rows of a grouped product that hold a token.
+    by_compiler: whether operations take the compiler's own estimate.
   """
   return _Walk(
-    module, chip, bandwidth, devices, branches or {}, trips or {}
+    module,
+    chip,
+    bandwidth,
+    devices,
+    branches or {},
+    trips or {},
+    filled,
+    by_compiler,
   ).cost_of(module.entry)
 
 
@@ -88,10 +107,21 @@ class _Links:
 class _Walk:
   """Visits computations in the order of the schedule, each one once."""
 
-  def __init__(self, module, chip, bandwidth, devices, branches, trips):
+  def __init__(
+    self,
+    module,
+    chip,
+    bandwidth,
+    devices,
+    branches,
+    trips,
+    filled,
+    by_compiler,
+  ):
     self.module, self.chip = module, chip
     self.bandwidth, self.devices = bandwidth, devices
     self.branches, self.trips = branches, trips
+    self.filled, self.by_compiler = filled, by_compiler
     self.costs = {}
 
   def cost_of(self, computation: Computation) -> HloCost:
@@ -171,29 +201,51 @@ class _Walk:
       links.start(i.name, self._now(total), inner.collective_seconds)
 
   def _operation(self, total, links, computation, i):
-    for c in started(self.module, i, self.devices):
-      seconds = c.wire / self.bandwidth(c)
+    found = started(self.module, computation, i, self.devices)
+    for c in found:
+      hbm_seconds = c.hbm_bytes / self.chip.hbm_bandwidth
+      seconds = max(c.wire / self.bandwidth(c), hbm_seconds)
+      total.hbm_bytes += c.hbm_bytes
+      total.hbm_seconds += hbm_seconds
       kind = CollectiveKind(c.kind, len(c.members), c.key is not None)
       traffic = total.collectives[kind]
       traffic.count += 1
       traffic.wire += c.wire
+      traffic.hbm_bytes += c.hbm_bytes
       traffic.seconds += seconds
       key = c.key or i.name
       links.start(key, self._now(total), seconds)
       if c.key is None:
         self._wait(total, links, key)
     if not is_collective(i):
-      self._compute(total, computation, i)
+      synchronous = any(c.key is None for c in found)
+      self._compute(total, computation, i, synchronous)
 
-  def _compute(self, total, computation, i):
-    flops = work.flops(self.module, computation, i)
-    hbm_bytes = work.hbm_bytes(self.module, computation, i)
-    seconds = max(flops / self.chip.flops, hbm_bytes / self.chip.hbm_bandwidth)
-    total.flops += flops
-    total.attention_flops += work.attention_flops(computation, i)
+  def _compute(self, total, computation, i, with_collective):
+    """Adds an operation; `with_collective`, one around a synchronous one."""
+    chip = self.chip
+    w = work.work(self.module, computation, i, self.filled)
+    if with_collective and not w.flops:
+      return  # its bytes are the collective's operand and result
+    hbm_bytes = w.hbm_bytes
+    hbm_seconds = hbm_bytes / chip.hbm_bandwidth
+    seconds = max(
+      (w.flops + w.padding_flops) / chip.flops,
+      hbm_seconds,
+      w.sorted_bytes / chip.vector_bandwidth,
+    )
+    cycles = work.estimated_cycles(i)
+    compiler_seconds = cycles / chip.clock if cycles else seconds
+    if cycles and self.by_compiler:
+      total.estimated_seconds += compiler_seconds
+    total.flops += w.flops
+    total.attention_flops += w.attention_flops
+    total.padding_flops += w.padding_flops
     total.hbm_bytes += hbm_bytes
-    total.roofline_seconds += seconds
+    total.hbm_seconds += hbm_seconds
+    total.roofline_seconds += compiler_seconds if self.by_compiler else seconds
     if work.is_unknown_kernel(computation, i):
       total.unknown_kernels[i.name.rpartition(".")[0] or i.name] += 1
-    if seconds:
-      total.add_operation(i.source, OperationCost(seconds, flops, hbm_bytes))
+    if seconds or compiler_seconds:
+      operation = OperationCost(seconds, w.flops, hbm_bytes, compiler_seconds)
+      total.add_operation(i.source, operation)

@@ -1,14 +1,16 @@
 """The FLOPs of one HLO instruction, and the HBM bytes that it moves.
 
 Bytes are counted at the boundary of a fusion or kernel, once for each operand
-and result in HBM, without the padding of tiles. A slice, a gather or an update
-in place counts only the elements that it reads or writes.
+and result in HBM, without the padding of layouts. A slice, a gather or an
+update in place counts only the elements that it reads or writes.
 """
 
 import math
 import re
+from typing import NamedTuple
 
 from gspo_jax.plan.hlo.collectives import is_collective
+from gspo_jax.plan.hlo.kernels import attention_flops, grouped_product
 from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
 # These move no bytes: names, aliases, and the second half of an asynchronous
@@ -23,13 +25,9 @@ _FREE = frozenset(
 _FREE_CALLS = ("AllocateBuffer", "AssumeGatherIndicesInBound")
 _SLICES = ("dynamic-slice", "gather", "slice")
 _IN_PLACE = ("dynamic-update-slice", "scatter")
-
-# Matrix products in each kernel of splash attention, which reports no FLOPs:
-# scores and output; scores, dV, dP, dK (and dQ if fused); scores, dP, dQ.
-_SPLASH = {"_fwd": 2, "_dkv": 4, "_dq": 3}
-# Its block size: 512 rows and columns, or 256 or 128 where 512 does not divide
-# the number of tokens. The same as `_BLOCK` in gspo_jax/model/attention.py.
-_SPLASH_BLOCK = 512
+# What the compiler states if it has no estimate: the largest signed integer.
+_UNKNOWN_CYCLES = 2**63 - 1
+_COPIES = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
 def is_free(i: Instruction) -> bool:
@@ -38,7 +36,74 @@ def is_free(i: Instruction) -> bool:
   return i.op in _FREE or i.op.endswith("-done")
 
 
+class Work(NamedTuple):
+  """What one instruction does.
+
+  Attributes:
+    flops: of its matrix products.
+    attention_flops: the part of `flops` in attention kernels.
+    padding_flops: FLOPs that the blocks of grouped products do besides.
+    sorted_bytes: bytes that a sort moves through the vector registers.
+    hbm_bytes: bytes that it reads from HBM and writes to it.
+  """
+
+  flops: float
+  attention_flops: float
+  padding_flops: float
+  sorted_bytes: float
+  hbm_bytes: float
+
+
+def work(
+  module: Module, computation: Computation, i: Instruction, filled: float = 1.0
+) -> Work:
+  """The work of an instruction.
+
+  Args:
+    module: with the computations that it calls.
+    computation: that it is in.
+    i: the instruction.
+    filled: the share of the rows of a grouped product that hold a token.
+  """
+  if grouped := grouped_product(computation, i, filled):
+    return Work(
+      grouped.flops, 0.0, grouped.padding_flops, 0.0, grouped.hbm_bytes
+    )
+  return Work(
+    flops(module, computation, i),
+    attention_flops(computation, i),
+    0.0,
+    sorted_bytes(i),
+    hbm_bytes(module, computation, i),
+  )
+
+
+def estimated_cycles(i: Instruction) -> float | None:
+  """The compiler's estimate of an instruction's cycles, if it states one.
+
+  It states none for kernels, sorts, collectives and asynchronous copies.
+  """
+  cycles = int(i.find(r'"estimated_cycles":"(\d+)"') or 0)
+  return cycles if 0 < cycles < _UNKNOWN_CYCLES else None
+
+
 # Bytes.
+
+
+def sorted_bytes(i: Instruction) -> float:
+  """The bytes that a sort moves through the vector registers; 0 if it is none.
+
+  The compiler sorts with a bitonic network (Batcher, 1968): 2**k elements pass
+  k (k + 1) / 2 times, all operands together.
+  """
+  if i.op != "sort":
+    return 0.0
+  axis = int(i.find(r"dimensions=\{(\d+)\}"))
+  length = i.arrays[0].dims[axis]
+  k = max(math.ceil(math.log2(length)), 1)
+  # A register holds 32 bits of each element, also of narrower types.
+  words = sum(math.prod(a.dims) * max(a.bits // 32, 1) for a in i.arrays)
+  return 4.0 * words * 2**k / length * k * (k + 1) / 2
 
 
 def hbm_bytes(module: Module, computation: Computation, i: Instruction):
@@ -51,65 +116,115 @@ def hbm_bytes(module: Module, computation: Computation, i: Instruction):
   for position, name in enumerate(i.operands):
     operand = computation.get(name)
     if operand is not None and operand.hbm_bytes:
-      read += _read(module, computation, i, position, operand.hbm_bytes)
-  return read + _written(module, computation, i)
+      bits = operand.arrays[0].bits
+      read += _read(module, i, position, operand.hbm_bytes, bits)
+  if i.op in _IN_PLACE:
+    return read + min(i.hbm_bytes, _updated(computation, i))
+  return read + _written(module, i)
 
 
-def _read(module, computation, i, position, size) -> float:
-  """The bytes that an instruction reads of an operand of `size` bytes."""
+def _read(module, i, position, size, bits) -> float:
+  """The bytes that an instruction reads of an operand.
+
+  Args:
+    module: with the computations that it calls.
+    i: the instruction.
+    position: of the operand.
+    size: bytes of the operand in HBM.
+    bits: of one of its elements.
+  """
+  if i.op == "fusion":
+    fused = module.inlined(i.called("calls")[0])
+    name = fused.parameters[position].name
+    return _read_of(fused, name, size, bits, as_result=size)
   if position == 0 and i.op in _SLICES:
-    return min(size, i.bytes)
+    return min(size, math.prod(i.arrays[0].dims) * bits / 8)
   if position == 0 and i.op in _IN_PLACE:
     return 0.0
   if i.op == "tuple" or is_collective(i):  # passed on, not read
     return 0.0
-  if i.op == "fusion":
-    callee = module[i.called("calls")[0]]
-    parameter = callee.parameters[position].name
-    return _read_by_all(module, callee, parameter, size)
-  if i.op == "bitcast":
-    return _read_by_all(module, computation, i.name, size)
   return size
 
 
-def _read_by_all(module, computation, name, size) -> float:
-  if name == computation.root.name:  # a fusion of bitcasts passes on all of it
-    return size
-  total = sum(
-    _read(module, computation, user, position, size)
-    for user, position in computation.uses.get(name, ())
-  )
+def _read_of(fused, name, size, bits, as_result) -> float:
+  """The bytes of a parameter that a fused computation reads.
+
+  It computes only the elements that it needs: of a copy that is then sliced,
+  those of the slice.
+
+  Args:
+    fused: a computation without fusions in it.
+    name: of the parameter, or of what it is copied or updated to.
+    size: bytes of the parameter.
+    bits: of one of its elements.
+    as_result: what is read if that value is the result of the computation.
+  """
+  total = as_result if name == fused.root.name else 0.0
+  for user, position in fused.uses.get(name, ()):
+    if user.op in _COPIES:
+      total += _read_of(fused, user.name, size, bits, as_result)
+    elif position == 0 and user.op in _IN_PLACE:
+      total += _read_of(fused, user.name, size, bits, as_result=0.0)
+    elif user.op == "tuple" and user.root and _copied(fused, name):
+      total += as_result
+    else:
+      total += _read(None, user, position, size, bits)
   return min(size, total)
 
 
-def _written(module, computation, i) -> float:
+def _copied(fused, name) -> bool:
+  """Whether a value is a copy, not a parameter or an alias of one."""
+  i = fused.get(name)
+  while i.op == "bitcast":
+    i = fused.get(i.operands[0])
+  return i.op in _COPIES
+
+
+def _written(module, i) -> float:
   """The bytes of a result that are written to HBM."""
   if i.op != "fusion":
-    return min(i.hbm_bytes, _changed(module, computation, i))
-  callee = module[i.called("calls")[0]]
-  if callee.root.op != "tuple" or len(i.arrays) != len(callee.root.operands):
-    return min(i.hbm_bytes, _changed(module, callee, callee.root))
+    return i.hbm_bytes
+  fused = module.inlined(i.called("calls")[0])
+  if fused.root.op != "tuple" or len(i.arrays) != len(fused.root.operands):
+    return min(i.hbm_bytes, _changed(fused, fused.root))
   return sum(
-    min(array.bytes, _changed(module, callee, callee.get(name)))
-    for array, name in zip(i.arrays, callee.root.operands, strict=True)
+    min(array.bytes, _changed(fused, fused.get(name)))
+    for array, name in zip(i.arrays, fused.root.operands, strict=True)
     if array.space == 0
   )
 
 
-def _changed(module, computation, i) -> float:
-  """The bytes of a value that are new; the rest aliases an operand."""
+def _changed(fused, i) -> float:
+  """The bytes of a value that are new; the rest aliases a parameter."""
   if i.op == "parameter" or is_collective(i):
     return 0.0
+  if i.op == "bitcast" or (i.op in _COPIES and _is_update(fused, i)):
+    return _changed(fused, fused.get(i.operands[0]))
+  if i.op in _IN_PLACE:
+    old = fused.get(i.operands[0])
+    while old.op in _COPIES:
+      old = fused.get(old.operands[0])
+    return min(i.bytes, _changed(fused, old) + _updated(fused, i))
+  return i.bytes
+
+
+def _is_update(fused, i) -> bool:
+  """Whether a value is a copy of one that is updated in place.
+
+  The compiler updates a stack in place also where the fusion names it by
+  another layout or type.
+  """
+  while i.op in _COPIES:
+    i = fused.get(i.operands[0])
+  return i.op in _IN_PLACE
+
+
+def _updated(computation, i) -> float:
+  """The bytes that an update in place moves."""
   if i.op == "dynamic-update-slice":
     return computation.get(i.operands[1]).bytes
-  if i.op == "scatter":  # also reads the rows that it adds to
-    return 2 * computation.get(i.operands[-1]).bytes
-  if i.op == "bitcast":
-    return _changed(module, computation, computation.get(i.operands[0]))
-  if i.op == "fusion":
-    callee = module[i.called("calls")[0]]
-    return _changed(module, callee, callee.root)
-  return i.bytes
+  # A scatter also reads the rows that it adds to.
+  return 2 * computation.get(i.operands[-1]).bytes
 
 
 # FLOPs.
@@ -141,31 +256,6 @@ def is_unknown_kernel(computation: Computation, i: Instruction) -> bool:
     and not attention_flops(computation, i)
     and not i.name.startswith("ragged-dot-metadata")  # no matrix product
   )
-
-
-def attention_flops(computation: Computation, i: Instruction) -> float:
-  """The FLOPs of a kernel of splash attention; 0 for any other instruction.
-
-  The kernel computes the blocks of scores that are not entirely masked: of
-  n x n blocks, the n (n + 1) / 2 on and below the diagonal.
-  """
-  kernel = re.match(r"splash_m[hq]a(_fwd|_dkv|_dq)", i.name)
-  if not kernel or i.op != "custom-call":
-    return 0.0
-  floats = [
-    a
-    for name in i.operands
-    for a in computation.get(name).arrays
-    if a.dtype in ("bf16", "f32") and len(a.dims) > 1
-  ]
-  query, key = floats[:2]
-  products = _SPLASH[kernel[1]]
-  # A fused backward pass also returns dQ, in parts along one more axis.
-  if kernel[1] == "_dkv":
-    products += any(len(a.dims) > len(query.dims) for a in i.arrays)
-  tokens = key.dims[-2]
-  n = tokens // math.gcd(tokens, _SPLASH_BLOCK)
-  return products * math.prod(query.dims) * tokens * (n + 1) / n
 
 
 def _dot(i, left, right) -> int:

@@ -81,37 +81,32 @@ def cost(
   alone, each response with its own causal attention.
 
   Args:
-    functions: the report of each function that the program has.
+    functions: the report of each function that the program has, with that of
+      the compiler's estimate.
     config: from `config.parse`.
     program: its program.
     where: what it was compiled for.
     lengths: of its prompts and responses.
   """
-  sampler = _sampler_cost(functions, config, program, where)
   decoding = decode(program, config, lengths)
   tokens = program.learner.row_tokens(*lengths, _pack(config, program, lengths))
-  score = {k: of for k, of in tokens.items() if k != "update"}
-  update = functions["update"]["parts"]
   flops = _flops(program, lengths)
   peak = where.chip.flops * program.mesh.size
-  parts = {
-    "generate": _generate(sampler, decoding, lengths, flops),
-    "weights": {"seconds": sampler.weights},
-    "score": _rows(functions, score)
-    | {"model_flops": _score_flops(tokens, flops, program)},
-    "update": _rows(functions, {"update": tokens["update"]})
-    | {
-      "model_flops": lower_bounds.update_passes(program.cfg)
-      * (flops.whole + flops.critic),
-      "micro_batch_seconds": update["micro_batch"]["seconds"]["scheduled"],
-      "optimizer_step_seconds": update["rest"]["seconds"]["scheduled"]
-      / config.learner.minibatches,
-    },
-  }
+
+  def parts_of(functions):
+    sampler = _sampler_cost(functions, config, program, where)
+    return sampler, _parts(
+      functions, sampler, config, program, decoding, lengths, tokens, flops
+    )
+
+  sampler, parts = parts_of(functions)
+  _, by_compiler = parts_of(_by_compiler(functions))
   for part in parts.values():
     if "model_flops" in part:
       part["mfu"] = _ratio(part["model_flops"], part["seconds"] * peak)
-  total = sum(part["seconds"] for part in parts.values())
+  total, compiler_total = (
+    sum(part["seconds"] for part in of.values()) for of in (parts, by_compiler)
+  )
   model_flops = sum(part.get("model_flops", 0.0) for part in parts.values())
   real, computed = (
     sum(part.get(key, 0) for part in parts.values())
@@ -127,9 +122,47 @@ def cost(
     "useful_fraction": _ratio(real, computed),
     "mfu": _ratio(model_flops, total * peak),
     "tokens_per_second": int(lengths.responses.sum()) / total,
+    "compiler": {
+      "seconds": compiler_total,
+      "mfu": _ratio(model_flops, compiler_total * peak),
+      "parts": {name: part["seconds"] for name, part in by_compiler.items()},
+    },
     "alternatives": _alternatives(
       functions, config, program, lengths, sampler, parts
     ),
+  }
+
+
+def _by_compiler(functions) -> dict:
+  """The reports with the seconds of the compiler's estimate."""
+  found = {}
+  for name, report in functions.items():
+    compiler = report["compiler"]
+    found[name] = report | compiler
+    if "decode" in report:
+      found[name]["decode"] = report["decode"] | compiler["decode"]
+  return found
+
+
+def _parts(
+  functions, sampler, config, program, decoding, lengths, tokens, flops
+) -> dict:
+  """The report of each part of an iteration."""
+  score = {k: of for k, of in tokens.items() if k != "update"}
+  update = functions["update"]["parts"]
+  return {
+    "generate": _generate(sampler, decoding, lengths, flops),
+    "weights": {"seconds": sampler.weights},
+    "score": _rows(functions, score)
+    | {"model_flops": _score_flops(tokens, flops, program)},
+    "update": _rows(functions, {"update": tokens["update"]})
+    | {
+      "model_flops": lower_bounds.update_passes(program.cfg)
+      * (flops.whole + flops.critic),
+      "micro_batch_seconds": update["micro_batch"]["seconds"]["scheduled"],
+      "optimizer_step_seconds": update["rest"]["seconds"]["scheduled"]
+      / config.learner.minibatches,
+    },
   }
 
 
