@@ -4,9 +4,9 @@
   python -m gspo_jax.main --config=configs/smollm2_cpu.py \\
     --workdir=runs/smollm2
 
-The task as it stands has not been trained. No fixed text keeps the rules of more
-than a quarter of the problems (tests/data/test_instructions.py). `num_steps=1`
-prints the held-out pass@1 of the policy before training.
+The task as it stands has not been trained. No fixed text keeps the rules of
+more than a quarter of the problems (tests/data/test_instructions.py).
+`--config.num_steps=1` prints the held-out pass@1 before training.
 
 The products are in bfloat16, which is fast on a CPU with AMX; on another one
 `--config.model.dtype=float32` may be faster.
