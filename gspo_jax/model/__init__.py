@@ -3,8 +3,9 @@
 Other wings use the names in `__all__`, and these modules: `cache` and
 `paged_cache` (the two KV caches), `paged_attention` (the layout of pages), `hf`
 (Hugging Face checkpoints), `lora` (low-rank adapters), `rounding` (the compiler
-options of every program that runs a policy) and `moe.number_type` (the integer
-type of recorded experts).
+options of every program that runs a policy), `experts.SLACK` (rows of the
+experts' products over their mean load) and `moe.number_type` (the integer type
+of recorded experts).
 """
 
 from gspo_jax.model.config import KEPT, VARIANTS, ModelConfig, variant
@@ -35,6 +36,7 @@ __all__ = [
   "Params",
   "YarnScaling",
   "cache",
+  "experts",
   "forward",
   "hf",
   "hidden_states",
