@@ -14,55 +14,7 @@ Arguments follow a colon, with commas between:
 
 Every host must see folder and files. Without them a run starts from random
 weights on the embedded task, to try a pod. docs/scaling.md has a table of the
-slices, with bytes and seconds by the plan.
-
-What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
-chip); HBM is needed of 95.73 GiB on v5p, 31.24 on v6e, 15.75 on v5e, MFU is of
-update, with perfect overlap, as scheduled and with none:
-
-  30B-A3B, v5p:4x4x4: 512 prompts x 16 responses of at most 16,384 tokens.
-    Update and old log-probs, one program, 82.1 GiB, weights for decoding 23.9,
-    prefill 86.5, generate 85.9; MFU 64, 59, 55 %, with attention counted as the
-    causal half; an update 319 s if every response has full length, 90 s with
-    `--lengths=lognormal:mean=.25,sigma=1`, an iteration 281 s. A decode step of
-    8,192 slots takes 34.0 ms with every page full, 1.04 times the least bytes;
-    392,640 pages are the most that leave 8 % of the HBM free: 6,135 tokens a
-    slot.
-  30B-A3B, v5p:2x2x2, adapters: update and old log-probs 24.6 GiB, weights for
-    decoding 26.7, prefill 45.0, generate 43.2; MFU 33, 24, 20 %. An update of
-    full lengths 35.6 s as scheduled, a decode step of 512 slots 15.4 ms, 1.07
-    times the least bytes; with lognormal lengths an iteration 33.5 s: 17.3 to
-    generate, 3.8 for old log-probs, 12.2 to update.
-  30B-A3B, v6e:4x4, adapters: update 14.7, weights for decoding 15.0, prefill
-    24.1, generate 22.6 GiB; an update of full lengths 25.5 s as scheduled, a
-    decode step 13.6 ms, 1.01 times the least bytes.
-  30B-A3B, v5e:8x16: prefill 14.2, generate 12.8 GiB; a decode step of 2,048
-    slots 14.5 ms with every page full, 1.00 times the least bytes.
-  235B-A22B, v5p:4x8x8: update and old log-probs 76.7 GiB, weights for decoding
-    77.8, prefill 68.7, generate 60.7; MFU 59, 47, 41 %; an update of full
-    lengths 45.1 s as scheduled. A decode step of 4,096 slots 18.0 ms with every
-    page full, 1.07 times the least bytes. Over 16 chips, not 32, a step took
-    22.1 ms, and the weights did not fit on their way (104.4).
-  Coder-480B-A35B, v5p:4x4x4, adapters: update and old log-probs 84.4 GiB,
-    weights for decoding 92.3, prefill 71.4, generate 69.9; MFU 47, 33, 28 %. An
-    update of full lengths 32.4 s as scheduled, a decode step 18.2 ms, 1.07
-    times the least bytes; with lognormal lengths an iteration 66.4 s: 43.4 to
-    generate, 6.4 for old log-probs, 16.2 to update. With `sampler_mesh.expert`
-    32 or 8 the weights did not fit on their way (124 GiB of temporaries, 96.3
-    in all).
-  OLMoE, v6e:2x4: update and old log-probs 25.9 GiB, weights for decoding 16.7,
-    prefill 28.4, generate 26.9; MFU 31, 23, 23 %. An update of full lengths
-    9.7 s as scheduled, a decode step of 512 slots 11.1 ms with every page full,
-    1.00 times the least bytes; with lognormal lengths an iteration 14.9 s: 10.2
-    to generate, .9 for old log-probs, 3.7 to update (with 8,192 pages; all its
-    tokens at once take 4,000).
-  By an earlier commit, with rows of 4,096 tokens:
-  30B-A3B, v5p:4x4x4, with the least kept: update 31.4 GiB; MFU 57, 48, 44 %.
-  235B-A22B, v5p:4x8x8: one row a chip gave an MFU of 34 % without overlap:
-    weights are gathered for too few tokens. Over `data`, gradients are summed
-    once a micro-batch.
-  30B-A3B, v5e:8x16: update 10.8, old log-probs 4.4 GiB; MFU 51, 32, 30 %, with
-    attention counted as the causal half.
+slices, with bytes by the plan.
 """
 
 from typing import NamedTuple
@@ -141,14 +93,16 @@ _QWEN3_30B = {
 }
 _QWEN3_235B = {
   # 135,168 pages are as many as all slots can need; the plan allows 351,232.
+  # With `decoding=16` the weights for decoding do not fit on their way (104
+  # GiB). One row a device gathers weights for too few tokens.
   "v5p:4x8x8": _Slice(
     devices=256, fsdp=32, expert=4, decoding=32, prompts=512, rows=2
   ),
 }
 _QWEN3_480B = {
   # Its 160 experts can be split over 32 devices at most, where all weights and
-  # their moments are 168 GiB a device. With `decoding=32` every device would
-  # also hold 19 GiB of attention weights to decode with.
+  # their moments are 168 GiB a device. With `decoding=32`, and one for
+  # `decoding_tensor`, the weights for decoding do not fit on their way.
   "v5p:4x4x4": _Slice(
     devices=64,
     fsdp=8,
