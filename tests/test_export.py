@@ -1,11 +1,14 @@
 """A policy that began as a Hugging Face folder is exported as one."""
 
+import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
+import bucket
 import jax
 import numpy as np
 import pytest
@@ -223,28 +226,8 @@ def test_a_folder_that_is_no_workdir(debug_config, tmp_path):
 @pytest.mark.slow
 def test_the_commands_train_and_export(base, tmp_path):
   """`main` from the folder, then `export`: every array has been trained."""
-  sums = [
-    {"question": f"{a}+{b}?", "answer": f"#### {a + b}"}
-    for a in range(10)
-    for b in range(10)
-  ]
-  (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
-  keys = {
-    "data.source": f"jsonl:{tmp_path}/sums.jsonl",
-    "data.eval_source": "",
-    "data.instruction": "{problem}",
-    "data.prompts": 8,
-    "data.max_prompt_length": 12,
-    "sampler.max_new_tokens": 12,
-    "rollout.group_size": 4,
-    "learner.micro_batch_size": 8,
-    "reward.names": "('gsm8k','length')",
-    "eval.prompts": 8,
-    "optim.learning_rate": 1e-2,
-    "num_steps": 2,
-  }
-  flags = [f"--config.{key}={value}" for key, value in keys.items()]
-  flags.append(f"--workdir={tmp_path}/run")
+  (tmp_path / "sums.jsonl").write_text(SUMS)
+  flags = train_flags(tmp_path, num_steps=2)
   assert "2/2" in command("main", base, *flags)
   lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
@@ -259,20 +242,102 @@ def test_the_commands_train_and_export(base, tmp_path):
   assert max(jax.tree.leaves(moved)) < 0.1
 
 
-def command(module, base, *flags):
-  """What a command prints."""
-  done = subprocess.run(
+SUMS = "\n".join(
+  json.dumps({"question": f"{a}+{b}?", "answer": f"#### {a + b}"})
+  for a in range(10)
+  for b in range(10)
+)
+
+
+def train_flags(folder, *, num_steps):
+  """Of a run in `folder`, on the sums that lie there."""
+  keys = {
+    "data.source": f"jsonl:{folder}/sums.jsonl",
+    "data.eval_source": "",
+    "data.instruction": "{problem}",
+    "data.prompts": 8,
+    "data.max_prompt_length": 12,
+    "sampler.max_new_tokens": 12,
+    "rollout.group_size": 4,
+    "learner.micro_batch_size": 8,
+    "reward.names": "('gsm8k','length')",
+    "eval.prompts": 8,
+    "optim.learning_rate": 1e-2,
+    "num_steps": num_steps,
+  }
+  flags = [f"--config.{key}={value}" for key, value in keys.items()]
+  return [*flags, f"--workdir={folder}/run"]
+
+
+def command(module, base, *flags, code=0, sigterm_at=None):
+  """What a command prints; it gets SIGTERM at a line that begins so."""
+  process = subprocess.Popen(
     [
       *(sys.executable, "-m", f"gspo_jax.{module}"),
       *(f"--config={ROOT}/configs/hugging_face.py:{base}", *flags),
     ],
     cwd=ROOT,
     env=os.environ | {"XLA_FLAGS": xla_flags(1)},
-    capture_output=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
     text=True,
   )
-  assert done.returncode == 0, done.stderr
-  return done.stdout + done.stderr
+  lines = []
+  for line in process.stdout:
+    lines.append(line)
+    if sigterm_at and line.startswith(sigterm_at):
+      process.send_signal(signal.SIGTERM)
+  assert process.wait() == code, "".join(lines)
+  return "".join(lines)
+
+
+@pytest.mark.slow
+def test_the_commands_work_in_a_bucket(base, tmp_path, monkeypatch):
+  """Train, SIGTERM, resume, evaluate and export: the same as in a folder."""
+  with bucket.emulated(monkeypatch) as emulator:
+    copy = epath.Path(emulator.url) / "base"
+    for path in base.iterdir():
+      (copy / path.name).write_bytes(path.read_bytes())
+    local, remote = tmp_path, epath.Path(emulator.url)
+    for folder in (local, remote):
+      (folder / "sums.jsonl").write_text(SUMS)
+    flags = train_flags(local, num_steps=4)
+    command("main", base, *flags)
+    outputs(base, local, flags)
+    flags = train_flags(remote, num_steps=4)
+    out = command("main", copy, *flags, code=75, sigterm_at="2/4")
+    assert "SIGTERM: saved after step" in out
+    assert "resumed after step" in command("main", copy, *flags)
+    outputs(copy, remote, flags)
+    files = "answers/answers.jsonl", "out/model.safetensors.index.json"
+    for name in (*files, "out/tokenizer.json"):
+      assert (remote / name).read_bytes() == (local / name).read_bytes()
+    cfg = hf.config_from_hf(copy)
+    weights = [hf.load_hf(folder / "out", cfg) for folder in (local, remote)]
+    jax.tree.map(np.testing.assert_array_equal, *weights)
+    steps = [
+      json.loads(line)["step"]
+      for line in (remote / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == [*range(5)]
+    lora = dataclasses.replace(cfg, lora=model.LoraConfig(2, 4.0, "both"))
+    adapters = model.lora.init(jax.random.key(0), weights[0], lora.lora)
+    hf.save_peft(adapters, lora, remote / "peft", base=str(copy))
+    again = hf.load_peft(remote / "peft", lora)
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+    with pytest.raises(UserError, match="exists: expected a new or empty"):
+      hf.require_new(remote / "out", "float32")
+    assert len(emulator.failures) > 10
+
+
+def outputs(base, folder, flags):
+  """Evaluates and exports a run."""
+  command(
+    *("evaluate", base, *flags[:-1], f"--checkpoint={folder}/run"),
+    *(f"--set=sums={folder}/sums.jsonl", "--reward=gsm8k", "--limit=8"),
+    f"--out={folder}/answers",
+  )
+  command("export", base, *flags, f"--to={folder}/out", "--dtype=float32")
 
 
 def test_the_flagship_is_ready_to_train_a_folder_on_questions(

@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from etils import epath
 
 from gspo_jax.runtime import json_lines as json_lines_file
 from gspo_jax.runtime.errors import UserError, missing_package, nearest
@@ -95,6 +98,12 @@ def json_lines(path: str) -> Iterator[json_lines_file.Line]:
         f"{str(line.record)[:60]!a}"
       ) from error
     yield line
+
+
+def sha256(path: epath.PathLike) -> str:
+  """The SHA-256 of a file in a folder or bucket, in hexadecimal."""
+  with epath.Path(path).open("rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def field(record: Mapping, name: str, where: str):

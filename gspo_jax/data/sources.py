@@ -14,6 +14,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from etils import epath
+
 from gspo_jax.data import readers
 from gspo_jax.data.tasks import Problem, held_out
 from gspo_jax.runtime.errors import UserError
@@ -349,11 +351,10 @@ def _reference(solution) -> str:
 
 def _content(kind: str, path: str) -> str:
   """A hash of the files of a source; "" if they are not known."""
-  files = [path] if kind == "jsonl" else []
-  if kind == "parquet":
-    files = sorted(glob.glob(os.path.expanduser(path)))
-  hashes = []
-  for name in files:
-    with open(name, "rb") as file:
-      hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
-  return " ".join(hashes)
+  files = [epath.Path(path)] if kind == "jsonl" else []
+  if kind == "parquet" and "://" in path:
+    pattern = epath.Path(path)
+    files = sorted(pattern.parent.glob(pattern.name))
+  elif kind == "parquet":
+    files = map(epath.Path, sorted(glob.glob(os.path.expanduser(path))))
+  return " ".join(map(readers.sha256, files))

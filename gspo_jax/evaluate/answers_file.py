@@ -3,18 +3,22 @@
 settings.json   what is evaluated, and how
 answers.jsonl   a JSON object for each response, in the order of the batches
 
-An interrupted evaluation continues after the last whole batch.
+An interrupted evaluation continues after the last whole batch. In a bucket, a
+host that is lost costs the batches of the last 30 seconds (`RunFile`).
 """
 
+import io
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from etils import epath
+
 from gspo_jax.runtime import json_lines
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, with_reason
 from gspo_jax.runtime.identity import match
+from gspo_jax.runtime.run_files import RunFile
 
 
 class Batch(NamedTuple):
@@ -36,8 +40,7 @@ class AnswersFile:
   sampled again, and the file ends as if there had been no interruption.
 
   Args:
-    folder: created if missing; on this machine, since files in buckets cannot
-      be appended to.
+    folder: created if missing; on this machine or in a bucket.
     settings: JSON; must equal the settings that the folder already has.
     batches: all batches of the evaluation, in order.
     shorten: the fields of a record to keep in memory, where the texts of all
@@ -57,19 +60,14 @@ class AnswersFile:
     batches: Sequence[Batch],
     shorten: Callable[[dict], dict],
   ):
-    if "://" in folder:
-      raise UserError(f"--out={folder}: expected a folder of this machine")
-    path = Path(folder)
+    path = epath.Path(folder)
     self._path = path / "answers.jsonl"
     self._batches, self._shorten, self._done = batches, shorten, 0
     self.records: dict[str, list[dict]] = {b.benchmark: [] for b in batches}
-    try:
+    with with_reason(f"--out={folder}"):
       path.mkdir(parents=True, exist_ok=True)
       _require_same(path / "settings.json", settings)
-      self._file = self._path.open("ab+")
-    except OSError as error:
-      raise UserError(f"--out={folder}: {error.strerror}") from error
-    self._keep_whole_batches()
+      self._file = RunFile(self._path, self._whole_batches())
 
   def __enter__(self) -> "AnswersFile":
     return self
@@ -88,8 +86,7 @@ class AnswersFile:
     if {r["set"] for r in records} != {name} or len(records) != size:
       raise ValueError(f"{len(records)=}, expected {size} of {name}")
     lines = "".join(json.dumps(record) + "\n" for record in records)
-    self._file.write(lines.encode())
-    self._file.flush()
+    self._file.append(lines.encode())
     self._add(records)
 
   def _add(self, records):
@@ -97,10 +94,12 @@ class AnswersFile:
     self.records[name] += map(self._shorten, records)
     self._done += 1
 
-  def _keep_whole_batches(self):
-    self._file.seek(0)
+  def _whole_batches(self) -> bytes:
+    """The content of the file, without a batch that is incomplete."""
+    content = self._path.read_bytes() if self._path.exists() else b""
+    file = io.BytesIO(content)
     # The last line may be cut short.
-    whole = (line for line in self._file if line.endswith(b"\n"))
+    whole = (line for line in file if line.endswith(b"\n"))
     lines, end = json_lines.parse(whole, self._path), 0
     for name, size in self._batches:
       records = [line.record for line in itertools.islice(lines, size)]
@@ -109,11 +108,11 @@ class AnswersFile:
       if any(record.get("set") != name for record in records):
         raise UserError(f"{self._path}: expected responses to {name}")
       self._add(records)
-      end = self._file.tell()
-    self._file.truncate(end)
+      end = file.tell()
+    return content[:end]
 
 
-def _require_same(path: Path, settings: dict[str, Any]) -> None:
+def _require_same(path: epath.Path, settings: dict[str, Any]) -> None:
   """Writes the settings, or compares them with those in the file."""
   settings = json.loads(json.dumps(settings))  # tuples become lists
   if path.exists():

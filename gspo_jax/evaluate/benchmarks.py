@@ -23,14 +23,13 @@ tests are not all there (official_tests_complete is false).
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gspo_jax.data.readers import json_lines
+from gspo_jax.data.readers import json_lines, sha256
 from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate.benchmark_rows import Row, Skipped
 from gspo_jax.runtime.errors import UserError, nearest
@@ -121,8 +120,6 @@ def read(
   if not rows:
     raise UserError(f"{path}: no usable row; left out: {dict(skipped) or 0}")
   problems, ids, ratings = map(list, zip(*rows, strict=True))
-  with open(path, "rb") as file:
-    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
   return Benchmark(
     name=form.name,
     reward=reward or form.reward,
@@ -131,7 +128,7 @@ def read(
     ids=ids,
     ratings=ratings,
     skipped=dict(skipped),
-    sha256=sha256,
+    sha256=sha256(path),
   )
 
 

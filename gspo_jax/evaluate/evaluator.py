@@ -8,11 +8,11 @@ import sys
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 import jax
 import numpy as np
 from absl import logging
+from etils import epath
 
 from gspo_jax import rewards
 from gspo_jax.evaluate import benchmarks, summary
@@ -89,7 +89,7 @@ def evaluate(
   summaries = [summary.summarize(b, file.records[b.name]) for b in chosen]
   results = {"command": shlex.join(sys.argv), "checkpoint": folder}
   results |= {"sets": summaries, "settings": settings}
-  (Path(out) / "results.json").write_text(json.dumps(results, indent=1))
+  (epath.Path(out) / "results.json").write_text(json.dumps(results, indent=1))
   return summaries
 
 

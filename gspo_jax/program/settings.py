@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import NamedTuple
+
+from etils import epath
 
 from gspo_jax import model
 from gspo_jax.data import tokenizers
@@ -24,7 +25,7 @@ from gspo_jax.learner.train_batch import TrainBatchFields
 from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import hf
 from gspo_jax.program.config import Config
-from gspo_jax.runtime.errors import UserError, how_to_download
+from gspo_jax.runtime.errors import UserError, how_to_download, with_reason
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
@@ -36,7 +37,9 @@ def model_config(config: Config) -> model.ModelConfig:
   name, folder = changes.pop("variant"), changes.pop("checkpoint")
   changes |= dict(changes.pop("sizes")) | {"lora": lora_config(config)}
   if folder:
-    if not Path(folder).is_dir():
+    with with_reason(f"model.checkpoint={folder!r}"):
+      exists = epath.Path(folder).is_dir()
+    if not exists:
       raise UserError(
         f"model.checkpoint={folder!r}: no such folder{how_to_download(folder)}"
       )

@@ -1,8 +1,9 @@
 """UserError, and texts that errors share: install this, did you mean that."""
 
+import contextlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -48,6 +49,21 @@ def how_to_download(folder: str) -> str:
     "; nothing is downloaded here: for a model of the Hugging Face Hub, "
     f"`hf download {folder} --local-dir {model[1]}`, then ./{model[1]}"
   )
+
+
+@contextlib.contextmanager
+def with_reason(what: str) -> Iterator[None]:
+  """Raises the error of a folder or bucket as UserError "WHAT: reason"."""
+  try:
+    yield
+  except UserError:
+    raise
+  except Exception as error:  # the HttpError of gcsfs is not an OSError
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+      reason = error.strerror or str(error)
+    reason = " ".join(reason.split())
+    raise UserError(f"{what}: {reason}") from error
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, with_reason
 
 
 class Line(NamedTuple):
@@ -27,11 +27,11 @@ def read(path: epath.PathLike, *, drop_partial: bool = False) -> Iterator[Line]:
   Raises:
     UserError: the file cannot be read, or as `parse`.
   """
-  try:
-    with epath.Path(path).open("rb") as file:
-      yield from parse(file, path, drop_partial=drop_partial)
-  except OSError as error:
-    raise UserError(f"cannot read {str(path)!r}: {error.strerror}") from error
+  with (
+    with_reason(f"cannot read {str(path)!r}"),
+    epath.Path(path).open("rb") as file,
+  ):
+    yield from parse(file, path, drop_partial=drop_partial)
 
 
 def parse(

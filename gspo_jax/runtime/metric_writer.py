@@ -32,7 +32,7 @@ from tensorboardX import record_writer, summary
 from tensorboardX.proto import event_pb2
 
 from gspo_jax.runtime import run_files
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import with_reason
 from gspo_jax.runtime.progress import Progress
 from gspo_jax.runtime.run_files import (
   RunFile,
@@ -125,7 +125,7 @@ class MetricWriter:
       return
     workdir = epath.Path(workdir)
     self._samples = workdir / "samples"
-    try:
+    with with_reason(f"cannot write to {str(workdir)!r}"):
       self._metrics, self._distributions = open_run_files(
         workdir, resume_step, self._edges
       )
@@ -135,11 +135,6 @@ class MetricWriter:
         self._wandb = WandbRun(
           wandb, workdir, config or {}, resumes=resume_step > 0
         )
-    except UserError:
-      raise
-    except Exception as e:  # the HttpError of gcsfs is not an OSError
-      cause = " ".join(f"{type(e).__name__}: {e}".split())
-      raise UserError(f"cannot write to {str(workdir)!r}: {cause}") from e
 
   def __enter__(self) -> "MetricWriter":
     return self

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from repository import ROOT, xla_flags
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save, save_file
 
 from gspo_jax import model, sampler
 from gspo_jax.model import hf
 from gspo_jax.model.hf import checkpoint as hf_checkpoint
+from gspo_jax.model.hf.tensors import BucketFile
 from gspo_jax.runtime import multihost, progress, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Prompts, SamplerConfig
@@ -410,6 +412,37 @@ def test_float16_is_read(checkpoint):
   jax.tree.map(close, write(), loaded("qwen3"))
 
 
+def test_ranges_of_bytes_are_the_slices_of_safetensors(tmp_path):
+  """The store is a folder here; tests/test_export.py has a bucket."""
+  array = np.arange(60, dtype=np.float32).reshape(5, 3, 4)
+  tensors = {
+    "a": array.astype(jnp.bfloat16),
+    "b": array.astype(np.float16),
+    "c": array[0, 0],
+  }
+  path = tmp_path / "model.safetensors"
+  save_file(tensors, path, {"format": "pt"})
+  ours = BucketFile(f"file://{path}")
+  theirs = safe_open(path, framework="np")
+  assert sorted(ours.keys()) == sorted(theirs.keys())
+  every, rows = slice(None), slice(1, 4)
+  for name in tensors:
+    a, b = ours.get_slice(name), theirs.get_slice(name)
+    assert (list(a.get_shape()), a.get_dtype()) == (
+      b.get_shape(),
+      b.get_dtype(),
+    )
+    for slices in ((every,), (rows,), (rows, every, slice(2, 4))):
+      slices = slices[: len(a.get_shape())]
+      np.testing.assert_array_equal(a[slices], b[slices])
+      assert a[slices].dtype == tensors[name].dtype
+  whole = path.read_bytes()
+  for size in (0, 8, 40, len(whole) - 1):
+    path.write_bytes(whole[:size])
+    with pytest.raises(ValueError, match=r"range|JSON|value"):
+      BucketFile(f"file://{path}")
+
+
 def test_damaged_folders_are_refused(tmp_path):
   cfg = config("qwen3_moe")
   folder = tmp_path / "moe"
@@ -612,16 +645,17 @@ def test_wrong_files_and_fields_are_refused(tmp_path):
 
 def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
   params, cfg, out = loaded("qwen2"), config("qwen2"), tmp_path / "out"
-  paths = []
+  files = 0
 
-  def save_two(tensors, path, metadata):
-    paths.append(path)
-    if len(paths) == 2:
+  def save_two(tensors, metadata):
+    nonlocal files
+    files += 1
+    if files == 2:
       raise OSError("No space left on device")
-    save_file(tensors, path, metadata)
+    return save(tensors, metadata)
 
   with monkeypatch.context() as patched:
-    patched.setattr("safetensors.numpy.save_file", save_two)
+    patched.setattr("safetensors.numpy.save", save_two)
     message = error_message(lambda: hf.save_hf(params, cfg, out))
   assert message == f"{str(out)!r} cannot be written: No space left on device"
   assert not out.exists()

@@ -4,11 +4,16 @@ Other modules take `load` and the protocol `Tokenizer` from here. `train` is a
 command.
 """
 
-from pathlib import Path
+from etils import epath
 
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.data.tokenizers.plain import Bytes, SentencePiece
-from gspo_jax.runtime.errors import UserError, how_to_download, missing_package
+from gspo_jax.runtime.errors import (
+  UserError,
+  how_to_download,
+  missing_package,
+  with_reason,
+)
 
 __all__ = ("Tokenizer", "load", "train")
 
@@ -18,14 +23,14 @@ def load(spec: str, template_args: str = "") -> Tokenizer:
 
   Args:
     spec: "bytes", a SentencePiece file that ends in ".model", or a folder with
-      a fast tokenizer of transformers.
+      a fast tokenizer of transformers; on this machine or in a bucket.
     template_args: arguments of the chat template; see `hf.HFTokenizer`.
 
   Raises:
     UserError: there is no such tokenizer, or it cannot be used, or takes no
       such arguments.
   """
-  path = Path(spec).expanduser()
+  path = epath.Path(spec).expanduser()
   if spec == "bytes" or path.suffix == ".model":
     if template_args:
       raise UserError(
@@ -33,7 +38,9 @@ def load(spec: str, template_args: str = "") -> Tokenizer:
         f"{spec!r} has no chat template"
       )
     return Bytes() if spec == "bytes" else SentencePiece(path)
-  if not path.is_dir():
+  with with_reason(f"tokenizer {spec!r}"):
+    exists = path.is_dir()
+  if not exists:
     raise UserError(
       f"tokenizer {spec!r}: no such folder; expected 'bytes', a .model file "
       f"of SentencePiece, or a folder{how_to_download(spec)}"

@@ -9,12 +9,14 @@ import ast
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.meta
+from etils import epath
 
 from gspo_jax.data.tokenizers.base import (
   UNKNOWN,
@@ -59,7 +61,7 @@ class HFTokenizer:
   """A fast tokenizer of transformers; see `tokenizers.base.Tokenizer`.
 
   Args:
-    path: a folder.
+    path: a folder; one in a bucket is copied.
     template_args: `data.template_args`, arguments of the chat template:
       "NAME=VALUE,NAME=VALUE", each value a literal of Python or JSON, or a
       word.
@@ -69,7 +71,13 @@ class HFTokenizer:
       token, or the template does not read one of the arguments.
   """
 
-  def __init__(self, path: Path, template_args: str = ""):
+  def __init__(self, path: epath.Path, template_args: str = ""):
+    if "://" in str(path):
+      self._copy = tempfile.TemporaryDirectory()  # removed with this object
+      copy = epath.Path(self._copy.name)
+      for file in _files(path):
+        (copy / file.name).write_bytes(file.read_bytes())
+      path = copy
     self._path = path
     self._library = _open(path)
     self._template_args = _parse_template_args(template_args)
@@ -325,13 +333,13 @@ def _template_variables(template: str) -> set[str] | None:
   return names - _OF_EVERY_TEMPLATE
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: epath.Path) -> list[epath.Path]:
   """The files of a folder that decide ids, prompts and stops."""
   names = sorted((*_VOCABULARIES, *_SETTINGS))
   return [path / name for name in names if (path / name).is_file()]
 
 
-def _open(path: Path):
+def _open(path: epath.Path):
   """The fast tokenizer in a folder."""
   if not any((path / name).is_file() for name in _VOCABULARIES):
     raise UserError(

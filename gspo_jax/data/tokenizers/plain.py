@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import sentencepiece
+from etils import epath
 
 from gspo_jax.data.tokenizers.base import (
   UNKNOWN,
@@ -81,7 +82,7 @@ class SentencePiece:
     UserError: the file is no SentencePiece model, or has no end-of-text piece.
   """
 
-  def __init__(self, path: Path):
+  def __init__(self, path: epath.Path):
     try:
       self._proto = path.read_bytes()
       self._model = sentencepiece.SentencePieceProcessor(

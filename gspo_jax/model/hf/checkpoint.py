@@ -7,16 +7,17 @@ process reads only the parts of a file that its own devices need.
 
 import functools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from gspo_jax.model.config import DTYPES, ModelConfig
+from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import config_to_hf
 from gspo_jax.model.hf.tensors import (
   INDEX,
@@ -27,7 +28,6 @@ from gspo_jax.model.hf.tensors import (
 )
 from gspo_jax.model.transformer import Params
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.errors import UserError, nearest
 from gspo_jax.runtime.progress import Progress
 from gspo_jax.runtime.sharding import tree_of_paths
 
@@ -39,13 +39,16 @@ _COPIED_FILES = (
 )
 
 
-def load_hf(folder: str | Path, cfg: ModelConfig, *, shardings=None) -> Params:
+def load_hf(
+  folder: epath.PathLike, cfg: ModelConfig, *, shardings=None
+) -> Params:
   """Loads the float32 parameters of the checkpoint in `folder`.
 
   With several processes, all of them call this.
 
   Args:
-    folder: with safetensors files in bfloat16, float16 or float32.
+    folder: on this machine or in a bucket, with safetensors files in bfloat16,
+      float16 or float32.
     cfg: from `config_from_hf`.
     shardings: of the parameters, from `sharding.state_shardings`. None, which
       is for use outside of `jax.set_mesh`: all on the first device.
@@ -134,17 +137,16 @@ def _set_layer(stack, array, i, *, tensor: TensorMap, sharding):
 def save_hf(
   params: Params,
   cfg: ModelConfig,
-  folder: str | Path,
+  folder: epath.PathLike,
   *,
   dtype: str = "float32",
-  like: str | Path | None = None,
+  like: epath.PathLike | None = None,
   beside: Callable[[Path], None] | None = None,
 ) -> None:
   """Writes a checkpoint that transformers loads: one file per layer, one more.
 
-  Files are written to `folder`.partial, which is renamed at the end. With
-  several processes all of them call this with global arrays; the primary one
-  writes.
+  `folder` appears when it is whole; in a bucket, its index does. With several
+  processes all of them call this with global arrays; the primary one writes.
 
   Args:
     params: as `load_hf` returns them.
@@ -153,23 +155,22 @@ def save_hf(
     dtype: of the tensors, one of `config.DTYPES`.
     like: a checkpoint of the same model, whose config.json is copied with
       `dtype` changed, and whose tokenizer and generation config are copied.
-    beside: writes other files into a folder, in place of copying them.
+    beside: writes other files into a local folder, in place of copying those
+      of `like`.
 
   Raises:
     UserError: the folder is not empty or cannot be written, or `like` is
       another model.
   """
-  target, folder = folder, Path(folder).absolute()
-  partial = folder.with_name(folder.name + ".partial")
   on_primary = lambda write: multihost.run_on_all(
     lambda: _with_user_error(write, folder) if multihost.is_primary() else None
   )
-  on_primary(lambda: require_new(target, dtype))
-  on_primary(lambda: _create(partial, cfg, dtype, like, beside))
+  on_primary(lambda: folders.require_new(folder, dtype))
+  partial = on_primary(lambda: _create(folder, cfg, dtype, like, beside))
   parameters, leaves = tensor_maps(cfg), _by_path(params)
   index, total = {}, 0
   layers = [*range(cfg.num_layers), None]
-  with Progress(f"writing {target}", len(layers), "files") as progress:
+  with Progress(f"writing {folder}", len(layers), "files") as progress:
     for number, i in enumerate(layers, start=1):
       file = f"model-{number:05d}-of-{cfg.num_layers + 1:05d}.safetensors"
       arrays = {}
@@ -179,13 +180,9 @@ def save_hf(
           arrays |= _split(tensor, multihost.to_host(x), i or 0)
       index |= dict.fromkeys(arrays, file)
       total += sum(x.nbytes for x in arrays.values())
-      on_primary(lambda path=partial / file, x=arrays: _save(x, path))
+      on_primary(lambda file=file, x=arrays: _save(x, partial / file))
       progress.advance()
   on_primary(lambda: _finish(folder, partial, index, total))
-
-
-def _save(arrays, path):
-  import_safetensors().numpy.save_file(arrays, path, {"format": "pt"})
 
 
 @functools.partial(jax.jit, static_argnames=("tensor", "dtype"))
@@ -202,40 +199,31 @@ def _split(tensor: TensorMap, array: np.ndarray, layer: int) -> dict:
   return {name: grid[index] for name, index in tensor.tensors(layer)}
 
 
-def _with_user_error(write, folder: Path):
-  try:
+def _with_user_error(write, folder):
+  with folders.writing(folder):
     return write()
-  except (OSError, import_safetensors().SafetensorError) as error:
-    raise UserError(f"{str(folder)!r} cannot be written: {error}") from error
 
 
-def require_new(folder: str | Path, dtype: str) -> None:
-  """Raises UserError unless `save_hf` can write to `folder` in `dtype`."""
-  import_safetensors()
-  if dtype not in DTYPES:
-    raise UserError(f"{dtype=}: {nearest(dtype, DTYPES)}")
-  if "://" in str(folder):
-    raise UserError(f"{str(folder)!r}: expected a folder on this machine")
-  path = Path(folder)
-  if path.exists() and (not path.is_dir() or any(path.iterdir())):
-    raise UserError(f"{str(folder)!r} exists: expected a new or empty folder")
-
-
-def _create(partial: Path, cfg, dtype, like, beside) -> None:
-  """Makes the partial folder, with all files but the tensors."""
+def _create(folder, cfg, dtype, like, beside) -> epath.Path:
+  """The folder to write into, with all files but the tensors."""
   config = config_to_hf(cfg, dtype, like)
-  shutil.rmtree(partial, ignore_errors=True)  # of a killed export
-  partial.mkdir(parents=True)
+  partial = folders.begin(folder)
   (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
   if beside:
-    beside(partial)
+    folders.write_files(beside, partial)
   for name in _COPIED_FILES if like and not beside else ():
-    if (Path(like) / name).is_file():
-      shutil.copy(Path(like) / name, partial)
+    if (source := epath.Path(like) / name).is_file():
+      (partial / name).write_bytes(source.read_bytes())
+  return partial
 
 
-def _finish(folder: Path, partial: Path, names: dict, total: int) -> None:
-  """Writes the index and renames the folder."""
+def _finish(folder, partial: epath.Path, names: dict, total: int) -> None:
+  """Writes the index, and the folder is whole."""
   index = {"metadata": {"total_size": total}, "weight_map": names}
   (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-  partial.replace(folder)
+  folders.finish(partial, folder)
+
+
+def _save(arrays, path: epath.Path) -> None:
+  save = import_safetensors().numpy.save
+  path.write_bytes(save(arrays, {"format": "pt"}))

@@ -8,8 +8,9 @@ and 5 of transformers both load them.
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import NamedTuple
+
+from etils import epath
 
 from gspo_jax.model.config import ModelConfig, changed
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling, yarn_mscale
@@ -94,7 +95,7 @@ _SUPPORTED = {
 _RUNTIME_FIELDS = ("dtype", "remat", "keep", "unroll")
 
 
-def config_from_hf(folder: str | Path, **changes) -> ModelConfig:
+def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
   """The `ModelConfig` of the checkpoint in `folder`, with some fields changed.
 
   Args:
@@ -104,7 +105,7 @@ def config_from_hf(folder: str | Path, **changes) -> ModelConfig:
   Raises:
     UserError: no such file, or a value that `ModelConfig` does not support.
   """
-  path = Path(folder) / "config.json"
+  path = epath.Path(folder) / "config.json"
   raw = read(path)
   model_type = raw.get("model_type")
   family = _require_family(path, model_type)
@@ -142,7 +143,7 @@ def config_from_hf(folder: str | Path, **changes) -> ModelConfig:
   return changed(cfg, **changes)
 
 
-def read(path: Path) -> dict:
+def read(path: epath.Path) -> dict:
   """Reads a JSON object; raises UserError if the file holds none."""
   if not path.parent.is_dir():
     raise UserError(
@@ -293,7 +294,9 @@ def _scaling_to_hf(scaling) -> dict:
   return {"rope_type": "yarn"} | raw
 
 
-def config_to_hf(cfg: ModelConfig, dtype: str, like: str | Path | None) -> dict:
+def config_to_hf(
+  cfg: ModelConfig, dtype: str, like: epath.PathLike | None
+) -> dict:
   """The config.json of a checkpoint of `cfg` whose tensors are `dtype`.
 
   Args:
@@ -315,7 +318,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str, like: str | Path | None) -> dict:
       raise UserError(
         f"like={str(like)!r} has {field.name}={a}, the model to save has {b}"
       )
-  raw = read(Path(like) / "config.json")
+  raw = read(epath.Path(like) / "config.json")
   key = "dtype" if "dtype" in raw else "torch_dtype"
   return raw | {key: dtype}
 

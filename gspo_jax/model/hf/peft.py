@@ -9,16 +9,16 @@ down_proj, which PEFT adapts by `target_parameters`: one `lora_A`
 
 import json
 import math
-import shutil
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from gspo_jax.model import lora
 from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import read
 from gspo_jax.model.hf.tensors import import_safetensors, listed, tensor_maps
 from gspo_jax.runtime import multihost, sharding
@@ -135,7 +135,7 @@ def _adapters(cfg: ModelConfig) -> list[_Adapter]:
 
 
 def save_peft(
-  adapters: dict, cfg: ModelConfig, folder: str | Path, *, base: str
+  adapters: dict, cfg: ModelConfig, folder: epath.PathLike, *, base: str
 ) -> None:
   """Writes a folder that PEFT loads; with several processes all call this.
 
@@ -156,7 +156,7 @@ def save_peft(
   multihost.run_on_all(
     lambda: (
       multihost.is_primary()
-      and _write(Path(folder), _config(found, cfg, base), arrays)
+      and _write(folder, _config(found, cfg, base), arrays)
     )
   )
 
@@ -182,19 +182,15 @@ def _config(found, cfg, base) -> dict:
 
 
 def _write(folder, config, arrays):
-  partial = folder.with_name(folder.name + ".partial")
-  try:
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed export
-    partial.mkdir(parents=True)
+  save = import_safetensors().numpy.save
+  with folders.writing(folder):
+    partial = folders.begin(folder)
+    (partial / WEIGHTS).write_bytes(save(arrays, {"format": "pt"}))
     (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    save = import_safetensors().numpy.save_file
-    save(arrays, partial / WEIGHTS, {"format": "pt"})
-    partial.replace(folder)
-  except OSError as error:
-    raise UserError(f"{str(folder)!r} cannot be written: {error}") from error
+    folders.finish(partial, folder)
 
 
-def load_peft(folder: str | Path, cfg: ModelConfig, shardings=None) -> dict:
+def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
   """Reads the float32 adapters in `folder`.
 
   With several processes, all of them call this, and each reads all adapters.
@@ -208,7 +204,7 @@ def load_peft(folder: str | Path, cfg: ModelConfig, shardings=None) -> dict:
     UserError: no such folder, or adapters that differ from those of `cfg`: in
       rank, alpha or targets, or of a kind other than plain LoRA.
   """
-  arrays = multihost.run_on_all(lambda: _read(Path(folder), cfg))
+  arrays = multihost.run_on_all(lambda: _read(epath.Path(folder), cfg))
   by_path = shardings and sharding.leaves_by_path(shardings)
   leaves = {}
   for path, x in arrays.items():
@@ -217,7 +213,7 @@ def load_peft(folder: str | Path, cfg: ModelConfig, shardings=None) -> dict:
   return sharding.tree_of_paths(leaves)
 
 
-def _read(folder: Path, cfg) -> dict[str, np.ndarray]:
+def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   """All adapters by path, with stacked layers."""
   _require_supported(folder / CONFIG, read(folder / CONFIG), cfg.lora)
   tensors, found = _tensors(folder / WEIGHTS), _adapters(cfg)
@@ -253,10 +249,10 @@ def _read(folder: Path, cfg) -> dict[str, np.ndarray]:
   }
 
 
-def _tensors(path: Path) -> dict[str, np.ndarray]:
+def _tensors(path: epath.Path) -> dict[str, np.ndarray]:
   safetensors = import_safetensors()
   try:
-    return safetensors.numpy.load_file(path)
+    return safetensors.numpy.load(path.read_bytes())
   except (safetensors.SafetensorError, OSError) as error:
     raise UserError(f"{path}: missing or damaged: {error}") from None
 

@@ -8,21 +8,27 @@ or joined from them, without a transpose.
 """
 
 import difflib
+import functools
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import tensorstore
+from etils import epath
 
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.transformer import init
 from gspo_jax.runtime.errors import UserError, how_to_download, missing_package
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOATS = ("BF16", "F16", "F32")
+_FLOATS = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
+# Requests at a time to a bucket, for the tensors of experts.
+_REQUESTS = 32
 _MAX_NAMES = 16  # in one error; a wrong folder has thousands
 _INPUTS_LAST = ((1,), (0,))
 
@@ -155,7 +161,7 @@ def import_safetensors():
 class _Stored(NamedTuple):
   """Where a tensor is stored, its shape, and its safetensors dtype."""
 
-  file: Path
+  file: epath.Path
   shape: tuple[int, ...]
   dtype: str
 
@@ -164,19 +170,23 @@ class HFCheckpoint:
   """Reads parts of the tensors in the safetensors files of a folder.
 
   Args:
-    folder: with model.safetensors, or an index of several files.
+    folder: with model.safetensors, or an index of several files; on this
+      machine or in a bucket.
 
   Raises:
     UserError: no such files, or a damaged one.
   """
 
-  def __init__(self, folder: str | Path):
-    self.folder = Path(folder)
+  def __init__(self, folder: epath.PathLike):
+    self.folder = epath.Path(folder)
     self._tensors: dict[str, _Stored] = {}
-    # Only the last file stays open: layers are read in the order of files.
-    self._open_path, self._open_file = None, None
+    in_bucket = "://" in str(folder)
+    # On this machine only the last file stays open: layers are read in the
+    # order of files.
+    self._open = functools.lru_cache(None if in_bucket else 1)(_open)
+    self._threads = _REQUESTS if in_bucket else 1
     for path in _files(self.folder):
-      file = _open(path)
+      file = self._open(path)
       for name in file.keys():  # noqa: SIM118, not a dict
         part = file.get_slice(name)
         shape = tuple(part.get_shape())
@@ -217,12 +227,16 @@ class HFCheckpoint:
       return self._join(tensor, names, spans)
     (first, end), *spans = spans
     # Preallocated: np.stack would need the memory twice.
-    out = None
-    for e in range(first, end):
-      part = self._join(tensor, [name.format(e=e) for name in names], spans)
-      if out is None:
-        out = np.empty((end - first, *part.shape), part.dtype)
-      out[e - first] = part
+    shape = (end - first, *(b - a for a, b in spans))
+    dtype = _FLOATS[self._tensors[names[0].format(e=first)].dtype]
+    out = np.empty(shape, dtype)
+
+    def fill(e):
+      each = [name.format(e=e) for name in names]
+      out[e - first] = self._join(tensor, each, spans)
+
+    with ThreadPoolExecutor(self._threads) as threads:
+      list(threads.map(fill, range(first, end)))  # raises what `fill` raises
     return out
 
   def _join(self, tensor, names, spans):
@@ -248,13 +262,77 @@ class HFCheckpoint:
     return np.concatenate(arrays)[in_file[0]]
 
   def _slice(self, name, slices):
-    path = self._tensors[name].file
-    if self._open_path != path:
-      self._open_path, self._open_file = path, _open(path)
-    return self._open_file.get_slice(name)[tuple(slices)]
+    file = self._open(self._tensors[name].file)
+    return file.get_slice(name)[tuple(slices)]
 
 
-def _files(folder: Path) -> list[Path]:
+class BucketFile:
+  """A safetensors file in a bucket, of which parts are read by byte ranges.
+
+  It has the methods of `safetensors.safe_open`. The file is: the header's size
+  in 8 bytes, little endian; the header, in JSON; the tensors, by rows. The
+  header has each tensor's dtype, shape, and first and last byte after the
+  header (github.com/huggingface/safetensors, "Format").
+
+  Raises:
+    ValueError: the file is missing, truncated or of another format.
+  """
+
+  def __init__(self, path: str):
+    folder, _, self._name = path.rpartition("/")
+    self._store = tensorstore.KvStore.open(f"{folder}/").result()
+    size = int.from_bytes(self.read(0, 8), "little")
+    header = json.loads(self.read(8, 8 + size))
+    header.pop("__metadata__", None)
+    self._tensors = {
+      name: _BucketTensor(
+        self, t["dtype"], tuple(t["shape"]), 8 + size + t["data_offsets"][0]
+      )
+      for name, t in header.items()
+    }
+    ends = [t["data_offsets"][1] for t in header.values()]
+    end = 8 + size + max(ends, default=0)
+    self.read(end - 1, end)  # an error if the file is truncated
+
+  def keys(self):
+    return self._tensors.keys()
+
+  def get_slice(self, name: str) -> "_BucketTensor":
+    return self._tensors[name]
+
+  def read(self, start: int, end: int) -> bytes:
+    """The bytes from `start` to `end`, which is not read."""
+    span = slice(start, end)
+    return self._store.read(self._name, byte_range=span).result().value
+
+
+class _BucketTensor(NamedTuple):
+  """A tensor in a `BucketFile`; `start` is its first byte."""
+
+  file: BucketFile
+  dtype: str
+  shape: tuple[int, ...]
+  start: int
+
+  def get_shape(self) -> tuple[int, ...]:
+    return self.shape
+
+  def get_dtype(self) -> str:
+    return self.dtype
+
+  def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
+    """Reads whole rows, of which the other axes are sliced in memory."""
+    (first, end, _), dtype = (
+      slices[0].indices(self.shape[0]),
+      np.dtype(_FLOATS[self.dtype]),
+    )
+    row = math.prod(self.shape[1:]) * dtype.itemsize
+    data = self.file.read(self.start + first * row, self.start + end * row)
+    rows = np.frombuffer(data, dtype).reshape(end - first, *self.shape[1:])
+    return rows[(slice(None), *slices[1:])]
+
+
+def _files(folder: epath.Path) -> list[epath.Path]:
   if not folder.is_dir():
     raise UserError(
       f"{str(folder)!r}: expected a checkpoint's folder"
@@ -274,11 +352,16 @@ def _files(folder: Path) -> list[Path]:
   return [folder / name for name in sorted(names)]
 
 
-def _open(path):
+def _open(path: epath.Path):
   safetensors = import_safetensors()
   try:
+    if "://" in str(path):
+      return BucketFile(str(path))
     return safetensors.safe_open(path, framework="np")
-  except (safetensors.SafetensorError, OSError) as error:
+  except (
+    *(safetensors.SafetensorError, OSError),
+    *(ValueError, LookupError, TypeError, AttributeError),
+  ) as error:
     raise UserError(f"{path}: damaged or truncated: {error}") from None
 
 
