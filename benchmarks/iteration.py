@@ -53,6 +53,8 @@ class Iterations:
 
   Attributes:
     reward_pool: to be entered before the first call.
+    prompts: of each iteration.
+    samples: of the last one.
 
   Args:
     config: all the keys of configs/common.py.
@@ -82,7 +84,7 @@ class Iterations:
     self._packed = packed
     if long_tails:
       _set_lengths(self._batch, parsed.sampler.max_new_tokens)
-    self._prompts = prompts_on_device(self._batch, self._rows)
+    self.prompts = prompts_on_device(self._batch, self._rows)
     self._writer = metric_writer.MetricWriter(
       folder, total_steps=1, resume_step=0, edges=EDGES
     )
@@ -100,8 +102,9 @@ class Iterations:
     key, seconds = jax.random.key(step), {}
     with jax.set_mesh(self._mesh):
       samples, seconds["generate"] = timed(
-        self._program.sampler.generate, self._state.params, self._prompts, key
+        self._program.sampler.generate, self._state.params, self.prompts, key
       )
+      self.samples = samples
       rewards, seconds["score"] = timed(self._rewards, samples)
       (batch, old), seconds["logps"] = timed(
         self._train_batch, samples, rewards, key
@@ -122,7 +125,7 @@ class Iterations:
   def _train_batch(self, samples, rewards, key):
     learner, metrics = self._program.learner, {}
     batch = learner.make_train_batch(
-      self._prompts, samples, self._placement(samples, key)
+      self.prompts, samples, self._placement(samples, key)
     )
     if learner.needs_old_logprobs:
       self._state, batch, metrics = learner.compute_old_logprobs(

@@ -20,13 +20,13 @@ ROOT = Path(__file__).parent.parent
 
 
 def train(config: str, workdir: Path, **settings) -> dict:
-  """One run; returns its table row and curve."""
+  """Trains in `workdir`, or goes on there: its table row and curve."""
   began = time.monotonic()
   subprocess.run(
     [
       *(sys.executable, "-m", "gspo_jax.main", f"--config={config}"),
       *(f"--config.{key}={value}" for key, value in settings.items()),
-      f"--workdir={workdir}",
+      f"--workdir={workdir.absolute()}",
     ],
     cwd=ROOT,
     check=True,
@@ -39,6 +39,7 @@ def train(config: str, workdir: Path, **settings) -> dict:
   return {
     **settings,
     "seconds": round(seconds, 1),
+    "seconds of iterations": round(sum(r["time/iteration"] for r in rows[1:])),
     "pass@1 before": rows[0]["eval/pass@1"],
     "pass@1 after": rows[-1]["eval/pass@1"],
     "greedy before": rows[0]["eval/greedy"],

@@ -22,7 +22,7 @@ def cells(notebook) -> list[tuple[str, str]]:
 
 def test_every_script_has_its_notebook():
   stems = [path.stem for path in SCRIPTS]
-  assert stems == ["finished_run", "hugging_face", "loss", "tiny"]
+  assert stems == ["finished_run", "hugging_face", "loss", "smollm2", "tiny"]
   notebooks = sorted((ROOT / "colabs").glob("*.ipynb"))
   assert [path.stem for path in notebooks] == stems
 

