@@ -8,15 +8,17 @@ RUNS/OBJECTIVE-SEED; runs that are done are not repeated. Then it evaluates the
 start and each policy on new subjects and on rules of new kinds, and compares
 their distributions:
 
-kl           mean over the tokens of a policy's own responses of the KL
-             divergence of its next-token distribution from the start's, nats
+kl           mean over the tokens of a policy's own responses, one to each
+             problem, of the KL divergence of its next-token distribution from
+             the start's, nats
 perplexity   of the tokens of other text, --text: a JSON object a line, with
              `question` and `answer`, such as the test set of GSM8K
 
-Both are at temperature 1 in float32. Writes OUT.json and OUT.png.
+Both are at temperature 1, in the dtype of the run. Writes OUT.json and OUT.png.
 """
 
 import argparse
+import functools
 import json
 import math
 import subprocess
@@ -39,8 +41,8 @@ _SETS = {
   "new_subjects": (instructions.new_subjects, 64, 4),
   "new_rules": (instructions.new_rules, 96, 2),
 }  # problems, and responses to each
-_ROWS, _LENGTH = 8, 256  # of a batch of texts; longer ones are cut
-_TEXTS = 200
+_ROWS, _LENGTH = 8, 192  # of a batch of texts; longer ones are cut
+_TEXTS = 100
 _SHOWN = 4  # problems of each set, with the first response
 
 
@@ -68,7 +70,8 @@ def main() -> None:
   texts = _texts(args.text) if args.text else []
   files = _write_sets(args.runs)
   tokenizer = tokenizers.load(args.checkpoint)
-  cfg = hf.config_from_hf(args.checkpoint, dtype="float32")
+  dtype = smollm2_cpu.get_config().model.dtype
+  cfg = hf.config_from_hf(args.checkpoint, dtype=dtype)
   first = hf.load_hf(args.checkpoint, cfg)
   before, answers = _evaluate(
     args.checkpoint, args.runs / "start", files, settings[name]
@@ -164,18 +167,30 @@ def _log_probs(params, cfg, tokens, real):
   """Of every next token, [rows, length - 1, vocabulary]."""
   positions = jnp.broadcast_to(jnp.arange(_LENGTH), tokens.shape)
   logits = model.forward(params, cfg, tokens, positions, real).logits
-  return jax.nn.log_softmax(logits[:, :-1])
+  return jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _sum_log_probs(params, cfg, tokens, real):
+  log_probs = _log_probs(params, cfg, tokens, real)
+  of_next = jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1)[..., 0]
+  return jnp.sum(of_next * real[:, 1:])
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _sum_kl(policy, first, cfg, tokens, real, is_response):
+  log_p = _log_probs(policy, cfg, tokens, real)
+  log_q = _log_probs(first, cfg, tokens, real)
+  kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+  return jnp.sum(kl * is_response[:, 1:])
 
 
 def _perplexity(params, cfg, tokenizer, texts) -> dict[str, float]:
-  @jax.jit
-  def total(params, tokens, real):
-    log_probs = _log_probs(params, cfg, tokens, real)
-    of_next = jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1)[..., 0]
-    return jnp.sum(of_next * real[:, 1:])
-
   rows = [tokenizer.encode(text) for text in texts]
-  sums = [(total(params, t, r), r[:, 1:].sum()) for t, r in _batches(rows)]
+  sums = [
+    (_sum_log_probs(params, cfg, tokens, real), real[:, 1:].sum())
+    for tokens, real in _batches(rows)
+  ]
   if not sums:
     return {}
   log_probs, tokens = map(float, np.sum(sums, axis=0))
@@ -183,16 +198,11 @@ def _perplexity(params, cfg, tokenizer, texts) -> dict[str, float]:
 
 
 def _kl(policy, first, cfg, tokenizer, answers) -> float:
-  @jax.jit
-  def total(policy, first, tokens, real, is_response):
-    log_p = _log_probs(policy, cfg, tokens, real)
-    log_q = _log_probs(first, cfg, tokens, real)
-    kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
-    return jnp.sum(kl * is_response[:, 1:])
-
   system = smollm2_cpu.get_config().data.system_prompt
   rows, prompts = [], []
   for answer in answers:
+    if answer["sample"]:
+      continue
     prompt = tokenizer.prompt(answer["problem"], system)
     stop = tokenizer.stop_ids[:1] if answer["finish"] == "stopped" else ()
     rows.append([*prompt, *tokenizer.encode(answer["response"]), *stop])
@@ -203,9 +213,8 @@ def _kl(policy, first, cfg, tokenizer, answers) -> float:
     chosen = prompts[i * _ROWS : (i + 1) * _ROWS]
     of_prompt[: len(chosen)] = chosen
     is_response = real * (np.arange(_LENGTH) >= of_prompt[:, None])
-    sums.append(
-      (total(policy, first, tokens, real, is_response), is_response.sum())
-    )
+    kl = _sum_kl(policy, first, cfg, tokens, real, is_response)
+    sums.append((kl, is_response.sum()))
   divergence, tokens = map(float, np.sum(sums, axis=0))
   return divergence / tokens
 

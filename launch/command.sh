@@ -53,6 +53,20 @@ check_workdir() {
     complain "--workdir=$1: expected a gs:// address, which every host sees"
 }
 
+# with_environment WORKDIR SETTINGS COMMAND...: the command with these variables,
+# and with a compilation cache that every host and every restart shares.
+# SETTINGS: how many words NAME=VALUE come before the command.
+with_environment() {
+  local workdir=$1 count=$2
+  shift 2
+  local variables=("${@:1:count}") variable
+  for variable in ${variables[@]+"${variables[@]}"}; do
+    [[ $variable =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] ||
+      complain "--env=$variable: expected --env=NAME=VALUE"
+  done
+  quote_all env "JAX_COMPILATION_CACHE_DIR=$workdir/compilation_cache" "$@"
+}
+
 # slice_size ACCELERATOR_TYPE: "chips 64, hosts 16", or nothing for a family
 # unknown here. v5p-N counts TensorCores, two a chip; v5litepod-N counts chips.
 # A host holds four chips; eight or fewer of a v5litepod are one host.

@@ -20,6 +20,7 @@ settings, each also as a variable: --git-url= is $GSPO_GIT_URL
   --git-url=                   setup: clone this instead of copying the checkout
   --workdir=gs://...           run
   --config=                    run: default configs/moe_tpu_v5.py
+  --env=NAME=VALUE             run: a variable of the process; may be repeated
   --worker=                    logs: a number (default 0) or `all`
   --grace=                     stop: seconds to wait, default 900
 
@@ -38,7 +39,7 @@ settings() {
   git_url=${GSPO_GIT_URL-} workdir=${GSPO_WORKDIR-}
   config=${GSPO_CONFIG-configs/moe_tpu_v5.py}
   worker=${GSPO_WORKER-0} grace=${GSPO_GRACE-900}
-  capacity=() flags=()
+  capacity=() env=() flags=()
   while (($#)); do
     case $1 in
       --dry-run) dry_run=1 ;;
@@ -51,6 +52,7 @@ settings() {
       --git-url=*) git_url=${1#*=} ;;
       --workdir=*) workdir=${1#*=} ;;
       --config=*) config=${1#*=} ;;
+      --env=*) env+=("${1#*=}") ;;
       --worker=*) worker=${1#*=} ;;
       --grace=*) grace=${1#*=} ;;
       --) shift && flags=("$@") && break ;;
@@ -125,12 +127,13 @@ run() {
   need workdir config
   check_workdir "$workdir"
   local train
-  train=$(quote_all python -u -m gspo_jax.main --config="$config" \
+  train=$(with_environment "$workdir" ${#env[@]} ${env[@]+"${env[@]}"} \
+    ../.venv/bin/python -u -m gspo_jax.main --config="$config" \
     --workdir="$workdir" ${flags[@]+"${flags[@]}"})
   # exec all the way down: $! is Python itself, and a SIGTERM reaches it.
   on all "cd gspo_jax && \
 if $alive; then echo 'already running' >&2; exit 1; fi && cd src && \
-{ exec nohup ../.venv/bin/$train >>../train.log 2>&1 </dev/null & \
+{ exec nohup $train >>../train.log 2>&1 </dev/null & \
 echo \$! >../train.pid; }"
 }
 

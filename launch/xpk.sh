@@ -18,6 +18,7 @@ settings, each also as a variable: --cluster= is $GSPO_CLUSTER
   --image=                        run: built by launch/Dockerfile
   --workdir=gs://...              run
   --config=                       run: default configs/moe_tpu_v5.py
+  --env=NAME=VALUE                run: a variable of the process; may be repeated
   --grace=                        run: seconds from SIGTERM to kill, default 900
   --restarts=                     run: default 10
 
@@ -35,7 +36,7 @@ settings() {
   slices=${GSPO_SLICES-1} image=${GSPO_IMAGE-} workdir=${GSPO_WORKDIR-}
   config=${GSPO_CONFIG-configs/moe_tpu_v5.py}
   grace=${GSPO_GRACE-900} restarts=${GSPO_RESTARTS-10}
-  flags=()
+  env=() flags=()
   while (($#)); do
     case $1 in
       --dry-run) dry_run=1 ;;
@@ -48,6 +49,7 @@ settings() {
       --image=*) image=${1#*=} ;;
       --workdir=*) workdir=${1#*=} ;;
       --config=*) config=${1#*=} ;;
+      --env=*) env+=("${1#*=}") ;;
       --grace=*) grace=${1#*=} ;;
       --restarts=*) restarts=${1#*=} ;;
       --) shift && flags=("$@") && break ;;
@@ -65,8 +67,11 @@ workload() {
 run() {
   need name accelerator_type image workdir config
   check_workdir "$workdir"
-  local slice
+  local slice command
   slice=$(slice_size "$accelerator_type")
+  command=$(with_environment "$workdir" ${#env[@]} ${env[@]+"${env[@]}"} \
+    python -m gspo_jax.main --config="$config" --workdir="$workdir" \
+    ${flags[@]+"${flags[@]}"})
   echo "# $slices x $accelerator_type: ${slice:-size unknown here}, each"
   # exec: xpk starts the command in a subshell and sends SIGTERM to that.
   # 75: gspo_jax.main's code for a run that SIGTERM stopped.
@@ -74,8 +79,7 @@ run() {
     --num-slices="$slices" --docker-image="$image" \
     --max-restarts="$restarts" --restart-on-exit-codes=75 \
     --termination-grace-period-seconds="$grace" \
-    --command="exec $(quote_all python -m gspo_jax.main --config="$config" \
-      --workdir="$workdir" ${flags[@]+"${flags[@]}"})"
+    --command="exec $command"
 }
 
 list() { workload list; }

@@ -62,7 +62,8 @@ if worker and command:
 PYTHON = """#!{python}
 import json, os, signal, sys
 with open("argv.part", "w") as file:
-  json.dump(sys.argv[1:], file)
+  json.dump([*sys.argv[1:], os.environ["JAX_COMPILATION_CACHE_DIR"],
+             os.environ.get("A")], file)
 def save(*_):
   print("saved", flush=True)
   sys.exit(75)
@@ -231,6 +232,12 @@ def test_the_readme_fills_in_every_placeholder(shell):
   _, _, _, container = slice_of(yaml.safe_load(filled))
   assert container["image"] == "r/i:1"
   assert "--workdir=gs://b/run" in container["args"]
+  assert container["env"] == [
+    {
+      "name": "JAX_COMPILATION_CACHE_DIR",
+      "value": "gs://b/run/compilation_cache",
+    }
+  ]
 
 
 def test_the_metrics_that_the_readme_names_are_written():
@@ -362,7 +369,8 @@ def test_setup_from_git_copies_nothing(shell):
 
 def test_xpk_gets_a_command_that_passes_sigterm_on(shell):
   settings = flags(XPK_RUN | {"slices": 2})
-  more = ["--", "--config.seed=3"]
+  more = ["--env=A=b c", "--env=JAX_COMPILATION_CACHE_DIR=gs://c", "--"]
+  more.append("--config.seed=3")
   (words,) = printed(shell("xpk.sh", "run", "--dry-run", *settings, *more))
   assert words[:3] == ["xpk", "workload", "create"]
   assert {
@@ -377,7 +385,9 @@ def test_xpk_gets_a_command_that_passes_sigterm_on(shell):
   } <= set(words)
   (command,) = [w[10:] for w in words if w.startswith("--command=")]
   assert shlex.split(command) == [
-    *("exec", "python", "-m", "gspo_jax.main"),
+    *("exec", "env", f"JAX_COMPILATION_CACHE_DIR={WORKDIR}/compilation_cache"),
+    *("A=b c", "JAX_COMPILATION_CACHE_DIR=gs://c"),  # env takes the last one
+    *("python", "-m", "gspo_jax.main"),
     *("--config=configs/moe_tpu_v5.py", f"--workdir={WORKDIR}"),
     "--config.seed=3",
   ]
@@ -458,6 +468,12 @@ def test_missing_settings_are_named(shell, script, verb, missing, more):
     ("tpu_vm.sh", ["stop", *flags(HOME), "--grace=soon"], "soon"),
     ("xpk.sh", ["start"], "start"),
     ("xpk.sh", ["run", "--spot"], "--spot"),
+    ("xpk.sh", ["run", *flags(XPK_RUN), "--env=1A=b"], "--env=1A=b"),
+    (
+      "tpu_vm.sh",
+      ["run", *flags(HOME), f"--workdir={WORKDIR}", "--env=A"],
+      "--env=A",
+    ),
     ("xpk.sh", ["run", *flags(XPK_RUN), "--workdir=/tmp/x"], "/tmp/x"),
     ("xpk.sh", ["run", *flags(XPK_RUN), "--accelerator-type=v5p-9"], "v5p-9"),
   ],
@@ -523,11 +539,13 @@ def test_run_and_stop_on_a_worker(shell, worker):
   done = tpu_vm("stop")
   assert (done.returncode, done.stdout) == (0, "not running\n")
 
-  assert tpu_vm("run", "--", "--config.note=a b").returncode == 0
+  more = "--env=A=b c", "--", "--config.note=a b"
+  assert tpu_vm("run", *more).returncode == 0
   await_file(home / "src/argv.json")
   assert json.loads((home / "src/argv.json").read_text()) == [
     *("-u", "-m", "gspo_jax.main", "--config=configs/moe_tpu_v5.py"),
     *(f"--workdir={WORKDIR}", "--config.note=a b"),
+    *(f"{WORKDIR}/compilation_cache", "b c"),
   ]
   assert "already running" in tpu_vm("run").stderr
 
