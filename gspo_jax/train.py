@@ -244,6 +244,7 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   # Metrics.
   metrics |= rollout_metrics(batch, config.rollout, step)
   metrics |= _time_metrics(clock, batch.sampled_tokens)
+  metrics |= memory_metrics(jax.local_devices()[0])
   if "dynamic_sampling/tokens_discarded_share" in metrics:
     metrics["time/generate_discarded"] = (
       metrics["dynamic_sampling/tokens_discarded_share"]
@@ -274,6 +275,17 @@ def _time_metrics(clock, tokens: int) -> dict[str, float]:
     "time/iteration": total,
     "throughput/sampler_tokens_per_second": tokens / generate,
     "throughput/tokens_per_second": tokens / total,
+  }
+
+
+def memory_metrics(device: jax.Device) -> dict[str, float]:
+  """`memory/*` of a device, in GiB; a CPU has none."""
+  names = {"peak_bytes_in_use": "peak", "bytes_limit": "limit"}
+  stats = device.memory_stats() or {}
+  return {
+    f"memory/{name}_gib": stats[key] / 2**30
+    for key, name in names.items()
+    if key in stats
   }
 
 

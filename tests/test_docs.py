@@ -129,7 +129,9 @@ def strings(path):
 def sources():
   wings = ("evaluate", "learner", "losses", "program", "rollout")
   paths = [p for w in wings for p in (ROOT / "gspo_jax" / w).glob("*.py")]
-  return [strings(path) for path in [*paths, ROOT / "gspo_jax/train.py"]]
+  others = "train.py", "runtime/metric_writer.py"
+  paths += [ROOT / "gspo_jax" / name for name in others]
+  return [strings(path) for path in paths]
 
 
 def test_the_code_writes_every_metric_of_the_page():

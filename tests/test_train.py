@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -195,6 +196,7 @@ def test_the_promised_metrics_are_written(reference):
     *("mismatch/sequence_abs_mean", "moe/expert_flip_rate", "moe/load_max"),
     *("time/generate", "time/update", "throughput/tokens_per_second"),
     *("throughput/useful_fraction", "throughput/useful_fraction_update"),
+    "throughput/goodput",
   }
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   metrics = [json.loads(line) for line in lines]
@@ -240,6 +242,16 @@ def test_each_computed_token_has_the_same_weight():
   }
   without = train.useful_fractions({"update": rows["update"]}, 9, 10)
   assert "throughput/useful_fraction_score" not in without
+
+
+def test_memory_is_in_gib():
+  stats = {"peak_bytes_in_use": 3 * 2**30, "bytes_limit": 2**32, "x": 1}
+  device = lambda stats: types.SimpleNamespace(memory_stats=lambda: stats)
+  assert train.memory_metrics(device(stats)) == {
+    "memory/peak_gib": 3.0,
+    "memory/limit_gib": 4.0,
+  }
+  assert train.memory_metrics(device(None)) == {}
 
 
 def test_the_weights_are_printed_at_the_start(reference, build_once):

@@ -22,7 +22,7 @@ import struct
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from etils import epath
 from tensorboardX import record_writer, summary
 from tensorboardX.proto import event_pb2
 
-from gspo_jax.runtime import run_files
+from gspo_jax.runtime import json_lines, run_files
 from gspo_jax.runtime.errors import with_reason
 from gspo_jax.runtime.progress import Progress
 from gspo_jax.runtime.run_files import (
@@ -131,6 +131,8 @@ class MetricWriter:
       )
       self._events = _open_events(workdir / "tensorboard", resume_step)
       self._files = [self._metrics, self._distributions, self._events]
+      lines = json_lines.read(workdir / "metrics.jsonl")
+      self._goodput = _Goodput(line.record for line in lines)
       if wandb:
         self._wandb = WandbRun(
           wandb, workdir, config or {}, resumes=resume_step > 0
@@ -154,11 +156,14 @@ class MetricWriter:
   ) -> None:
     """Writes a step: JSON lines, TensorBoard, W&B and a stdout line.
 
-    In JSON, NaN and infinities are null.
+    In JSON, NaN and infinities are null. A step with `time/iteration` also gets
+    `throughput/goodput` and the two times that it is made of.
     """
     if not self._active:
       return
     step, scalars = int(step), {k: float(v) for k, v in scalars.items()}
+    if "time/iteration" in scalars:
+      scalars |= self._goodput.after(scalars["time/iteration"])
     finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
     self._metrics.append(line({"step": step, **finite}))
     distributions = distributions or {}
@@ -207,6 +212,35 @@ class MetricWriter:
     self._events.append(_event(step=int(step), summary=code))
     for file in self._files:
       file.flush_to_bucket()
+
+
+class _Goodput:
+  """The share of a run's wall time that its iterations take.
+
+  The wall time begins with the first start of the run. It includes restarts and
+  the time before them. An iteration that a restart repeats counts once.
+
+  Args:
+    rows: of metrics.jsonl, up to the step where the run resumes.
+  """
+
+  def __init__(self, rows: Iterable[Mapping[str, Any]]):
+    self._began, self._iterations = time.time(), 0.0
+    rows = [row for row in rows if "time/since_start" in row]
+    if rows:
+      self._began = rows[0]["time/unix"] - rows[0]["time/since_start"]
+      self._iterations = sum(row["time/iteration"] for row in rows)
+
+  def after(self, iteration: float) -> dict[str, float]:
+    """The metrics after an iteration of so many seconds."""
+    self._iterations += iteration
+    now = time.time()
+    since_start = now - self._began
+    return {
+      "time/unix": now,
+      "time/since_start": since_start,
+      "throughput/goodput": self._iterations / max(since_start, 1e-9),
+    }
 
 
 def _as_markdown(samples: Sequence[Sample]) -> str:

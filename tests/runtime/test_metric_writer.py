@@ -561,6 +561,28 @@ def test_a_bucket_gets_the_last_lines_of_a_run_that_fails(bucket):
   assert steps_in_bucket() == [1]
 
 
+def test_goodput_counts_restarts_and_each_iteration_once(tmp_path, monkeypatch):
+  now = [1e9]
+  monkeypatch.setattr(metric_writer.time, "time", lambda: now[0])
+
+  def iterate(resume, steps, seconds):
+    with open_writer(tmp_path, resume=resume) as writer:
+      if not resume:
+        writer.write(0, {"eval/pass@1": 0.0})
+      for step in steps:
+        now[0] += 2 * seconds  # half of it in the iteration
+        writer.write(step, {"time/iteration": seconds})
+    rows = records_of(tmp_path)
+    assert "time/unix" not in rows[0]
+    return [row["throughput/goodput"] for row in rows[1:]]
+
+  assert iterate(0, [1, 2, 3], 10) == [0.5] * 3
+  now[0] += 40  # until the restart after step 2
+  # 20 s of the 60 before, none of the 40 between, 10 of each 20 after.
+  expected = [0.5, 0.5, 30 / 120, 40 / 140]
+  assert iterate(2, [3, 4], 10) == pytest.approx(expected)
+
+
 class Remote(str):
   """The path of a file in a bucket; `uploads` has the bytes of each upload."""
 
