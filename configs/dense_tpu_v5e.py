@@ -12,13 +12,10 @@ stands a run starts from random weights on the embedded task, to try a pod; add
 `--config.model.checkpoint=DIR` (a folder that every host sees) and the keys
 `data` and `reward` of configs/hugging_face.py for a real one.
 
-What the plan printed (compiler rooflines of libtpu 0.0.51: nothing ran on a
-chip), of 15.75 GiB: weights for decoding 7.4, prefill 9.6, generate 9.4. A
-decode step of 512 slots takes 9.8 ms with every page full, 1.01 times the least
-bytes; 34,872 pages are the most that leave 8 % of the HBM free, and 16,896 are
-as many as all slots can need. By an earlier commit: update 10.6, old log-probs
-4.0; MFU of update 72, 61 and 52 % with perfect overlap, as scheduled and with
-none.
+What the plan printed (compiled by libtpu 0.0.51: nothing ran on a chip), of
+15.75 GiB: weights for decoding 7.4, prefill 9.6, generate 9.4; by an earlier
+commit, update 10.6 and old log-probs 4.0. 34,872 pages are the most that leave
+8 % of the HBM free, and 16,896 are as many as all slots can need.
 """
 
 from ml_collections import ConfigDict

@@ -150,6 +150,8 @@ def change(folder, **keys):
     ({"use_rslora": True}, "use_rslora=True: expected False"),
     ({"peft_type": "IA3"}, "peft_type=IA3: expected 'LORA'"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa: expected True"),
+    ({"layer_replication": [[0, 2]]}, r"replication=.*: expected None"),
+    ({"kasa_config": {"x": 1}}, "kasa_config=.*: expected None"),
     ({"alora_invocation_tokens": [7]}, r"tokens=\[7\]: expected None"),
     ({"rank_pattern": {"q_proj": 8}}, "rank_pattern=.*expected {}"),
   ],
