@@ -68,17 +68,18 @@ with_environment() {
 }
 
 # slice_size ACCELERATOR_TYPE: "chips 64, hosts 16", or nothing for a family
-# unknown here. v5p-N counts TensorCores, two a chip; v5litepod-N counts chips.
-# A host holds four chips; eight or fewer of a v5litepod are one host.
+# unknown here. v5p-N and tpu7x-N count TensorCores, two a chip; v5litepod-N and
+# v6e-N count chips. A host holds four chips; eight or fewer of a v5litepod or a
+# v6e are one host.
 slice_size() {
   local family=${1%-*} count=${1##*-}
   case $family in
-    v5p | v5litepod) ;;
+    v5p | v5litepod | v6e | tpu7x) ;;
     v5e) complain "$1: expected v5litepod-$count, which is Google's name" ;;
     *) return 0 ;;
   esac
   [[ $count =~ ^[1-9][0-9]*$ ]] || complain "$1: expected $family- and a number"
-  if [[ $family == v5p ]]; then
+  if [[ $family == v5p || $family == tpu7x ]]; then
     ((count % 8 == 0)) ||
       complain "$1: expected a multiple of 8: TensorCores, 2 a chip, 8 a host"
     echo "chips $((count / 2)), hosts $((count / 8))"

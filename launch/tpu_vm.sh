@@ -14,8 +14,8 @@ verbs
 
 settings, each also as a variable: --git-url= is $GSPO_GIT_URL
   --name= --project= --zone=   of the slice: always needed
-  --accelerator-type=          create, queue: v5p-128, v5litepod-64, ...
-  --runtime-version=           create, queue: known for v5p and v5litepod
+  --accelerator-type=          create, queue: v5p-128, v5litepod-64, v6e-64
+  --runtime-version=           create, queue: known for these families
   --spot or --reserved         create, queue: instead of on demand
   --git-url=                   setup: clone this instead of copying the checkout
   --workdir=gs://...           run
@@ -78,6 +78,8 @@ size() {
   local slice
   slice=$(slice_size "$accelerator_type")
   case $accelerator_type in
+    tpu7x-*) complain "$accelerator_type: only GKE has it: launch/xpk.sh" ;;
+    v6e-*) : "${runtime_version:=v2-alpha-tpuv6e}" ;;
     v5p-*) : "${runtime_version:=v2-alpha-tpuv5}" ;;
     v5litepod-*) : "${runtime_version:=v2-alpha-tpuv5-lite}" ;;
   esac

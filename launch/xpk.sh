@@ -13,7 +13,7 @@ verbs
 settings, each also as a variable: --cluster= is $GSPO_CLUSTER
   --cluster= --project= --zone=   always needed
   --name=                         run, delete: of the workload
-  --accelerator-type=             run: of a slice, v5p-128, v5litepod-64, ...
+  --accelerator-type=             run: of a slice, v5p-128, v6e-64, tpu7x-128, ...
   --slices=                       run: default 1
   --image=                        run: built by launch/Dockerfile
   --workdir=gs://...              run

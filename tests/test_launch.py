@@ -24,7 +24,12 @@ SCRIPTS = sorted(path.name for path in LAUNCH.glob("*.sh"))
 JOBSET = (LAUNCH / "gke_jobset.yaml").read_text()
 BIN = Path(sys.executable).parent  # where shellcheck and yamllint are
 CHIPS_A_HOST = 4
-GKE_NAMES = {"v5p": "tpu-v5p-slice", "v5e": "tpu-v5-lite-podslice"}
+GKE_NAMES = {
+  "v5p": "tpu-v5p-slice",
+  "v5e": "tpu-v5-lite-podslice",
+  "v6e": "tpu-v6e-slice",
+  "tpu7x": "tpu7x",
+}
 
 HOME = {"name": "n", "project": "p", "zone": "z"}  # where a slice lives
 WORKDIR = "gs://b/it's a run"  # what quoting has to survive
@@ -131,7 +136,9 @@ def assert_error(done, *words):
 
 def table():
   """{accelerator type: (family, topology, chips, hosts)} of the README."""
-  row = re.compile(r"\| (v5[pe]) ([\dx]+) \| (\d+) \| (\d+) \| (\S+) \|")
+  row = re.compile(
+    r"\| (v5p|v5e|v6e|tpu7x) ([\dx]+) \| (\d+) \| (\d+) \| (\S+) \|"
+  )
   return {
     m[5]: (m[1], m[2], int(m[3]), int(m[4])) for m in row.finditer(README)
   }
@@ -273,26 +280,36 @@ def test_the_image_holds_what_the_command_needs():
 
 def test_the_table_of_slices_is_consistent():
   rows = table()
-  assert len(rows) == README.count("\n| v5")
-  assert {family for family, *_ in rows.values()} == {"v5p", "v5e"}
+  assert len(rows) == README.count("\n| v") + README.count("\n| tpu7x")
+  assert {family for family, *_ in rows.values()} == set(GKE_NAMES)
   for kind, (family, topology, chips, hosts) in rows.items():
     sides = [int(side) for side in topology.split("x")]
-    assert len(sides) == {"v5p": 3, "v5e": 2}[family]
+    assert len(sides) == (3 if family in ("v5p", "tpu7x") else 2)
     assert chips == math.prod(sides)
     assert chips == hosts * CHIPS_A_HOST
-    # v5p counts its two TensorCores a chip, v5litepod its chips.
-    names = {"v5p": f"v5p-{2 * chips}", "v5e": f"v5litepod-{chips}"}
-    assert kind == names[family]
+    # TensorCores, two a chip, or chips.
+    count = 2 * chips if family in ("v5p", "tpu7x") else chips
+    assert kind == f"{family.replace('v5e', 'v5litepod')}-{count}"
 
 
 @pytest.mark.parametrize("kind", table())
 def test_the_script_has_the_slices_of_the_table(shell, kind):
   family, _, chips, hosts = table()[kind]
   settings = HOME | {"accelerator-type": kind}
+  if family == "tpu7x":
+    assert_error(shell("tpu_vm.sh", "create", *flags(settings)), "xpk.sh")
+    settings = XPK_RUN | {"accelerator-type": kind}
+    done = shell("xpk.sh", "run", "--dry-run", *flags(settings))
+    assert f"x {kind}: chips {chips}, hosts {hosts}," in done.stdout
+    return
   done = shell("tpu_vm.sh", "create", "--dry-run", *flags(settings))
   assert f"# {kind}: chips {chips}, hosts {hosts}," in done.stdout
   (command,) = printed(done)
-  runtime = {"v5p": "v2-alpha-tpuv5", "v5e": "v2-alpha-tpuv5-lite"}[family]
+  runtime = {
+    "v5p": "v2-alpha-tpuv5",
+    "v5e": "v2-alpha-tpuv5-lite",
+    "v6e": "v2-alpha-tpuv6e",
+  }[family]
   assert f"--version={runtime}" in command
   assert f"--accelerator-type={kind}" in command
 
@@ -304,7 +321,8 @@ def test_the_script_has_the_slices_of_the_table(shell, kind):
     ("v5p-0", "a number"),
     ("v5e-64", "v5litepod-64"),
     ("v5litepod-24", "multiple of 16"),
-    ("v6e-64", "--runtime-version"),
+    ("v6e-24", "multiple of 16"),
+    ("v4-64", "--runtime-version"),
   ],
 )
 @pytest.mark.parametrize("verb", ["create", "queue"])
