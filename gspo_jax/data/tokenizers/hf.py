@@ -72,14 +72,13 @@ class HFTokenizer:
   """
 
   def __init__(self, path: epath.Path, template_args: str = ""):
+    self._path, self._name = path, str(path)
     if "://" in str(path):
       self._copy = tempfile.TemporaryDirectory()  # removed with this object
-      copy = epath.Path(self._copy.name)
+      self._path = epath.Path(self._copy.name)
       for file in _files(path):
-        (copy / file.name).write_bytes(file.read_bytes())
-      path = copy
-    self._path = path
-    self._library = _open(path)
+        (self._path / file.name).write_bytes(file.read_bytes())
+    self._library = _open(self._path, self._name)
     self._template_args = _parse_template_args(template_args)
     if template_args:
       self._check_template_args(template_args)
@@ -105,7 +104,7 @@ class HFTokenizer:
     self.vocab_size = 1 + max(*ids, *self.stop_ids, self.pad_id)
     self.fingerprint = digest(
       part
-      for file in _files(path)
+      for file in _files(self._path)
       for part in (file.name.encode(), file.read_bytes())
     )
 
@@ -159,7 +158,7 @@ class HFTokenizer:
         else piece.replace(SPACE, " ").encode()
       )
     raise UserError(
-      f"tokenizer {str(self._path)!r} decodes by {', '.join(kinds)}: expected "
+      f"tokenizer {self._name!r} decodes by {', '.join(kinds)}: expected "
       "byte-level BPE or the pieces of SentencePiece, in which the text of a "
       "token does not depend on its neighbours"
     )
@@ -242,7 +241,7 @@ class HFTokenizer:
       )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
       raise UserError(
-        f"tokenizer {str(self._path)!r}: its chat template raised: {error}"
+        f"tokenizer {self._name!r}: its chat template raised: {error}"
       ) from error
 
   def _check_template_args(self, text: str) -> None:
@@ -250,7 +249,7 @@ class HFTokenizer:
     if not self._library.chat_template:
       raise UserError(
         f"data.template_args={text!r}: expected '', since tokenizer "
-        f"{str(self._path)!r} has no chat template"
+        f"{self._name!r} has no chat template"
       )
     known = _template_variables(self._library.get_chat_template())
     for name in self._template_args:
@@ -279,7 +278,7 @@ class HFTokenizer:
       raise UserError(f"{str(file)!r}: {error}") from error
     if not stops:
       raise UserError(
-        f"tokenizer {str(self._path)!r}: no eos_token in it and no "
+        f"tokenizer {self._name!r}: no eos_token in it and no "
         "eos_token_id in generation_config.json: nothing ends a response"
       )
     return tuple(dict.fromkeys(stops))
@@ -339,11 +338,11 @@ def _files(path: epath.Path) -> list[epath.Path]:
   return [path / name for name in names if (path / name).is_file()]
 
 
-def _open(path: epath.Path):
-  """The fast tokenizer in a folder."""
+def _open(path: epath.Path, name: str):
+  """The fast tokenizer in a folder, which errors call `name`."""
   if not any((path / name).is_file() for name in _VOCABULARIES):
     raise UserError(
-      f"tokenizer {str(path)!r}: no tokenizer in this folder; expected "
+      f"tokenizer {name!r}: no tokenizer in this folder; expected "
       "tokenizer.json or tokenizer.model"
     )
   try:
@@ -352,10 +351,10 @@ def _open(path: epath.Path):
     )
   except Exception as error:  # the type depends on the files
     reason = " ".join(str(error).split())[:200]
-    raise UserError(f"tokenizer {str(path)!r}: {reason}") from error
+    raise UserError(f"tokenizer {name!r}: {reason}") from error
   if not tokenizer.is_fast:
     raise UserError(
-      f"tokenizer {str(path)!r}: {type(tokenizer).__name__} is a slow "
+      f"tokenizer {name!r}: {type(tokenizer).__name__} is a slow "
       "tokenizer; expected a fast one (tokenizer.json)"
     )
   return tokenizer
