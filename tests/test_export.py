@@ -320,7 +320,7 @@ def test_the_commands_work_in_a_bucket(base, tmp_path, monkeypatch):
       for line in (remote / "run/metrics.jsonl").read_text().splitlines()
     ]
     assert steps == [*range(5)]
-    lora = dataclasses.replace(cfg, lora=model.LoraConfig(2, 4.0, "both"))
+    lora = dataclasses.replace(cfg, lora=model.LoraConfig(2, 4.0, "all-linear"))
     adapters = model.lora.init(jax.random.key(0), weights[0], lora.lora)
     hf.save_peft(adapters, lora, remote / "peft", base=str(copy))
     again = hf.load_peft(remote / "peft", lora)
