@@ -11,16 +11,19 @@ import sys
 import bucket
 import jax
 import numpy as np
+import pyarrow
 import pytest
 import transformers
 from absl.testing import flagsaver
 from etils import epath
+from pyarrow import parquet
 from repository import ROOT, xla_flags
 from safetensors import numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gspo_jax import export, model
 from gspo_jax.configs import hugging_face, moe_tpu_v5
+from gspo_jax.data import readers
 from gspo_jax.model import hf
 from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
@@ -304,11 +307,17 @@ def test_the_commands_work_in_a_bucket(base, tmp_path, monkeypatch):
     flags = train_flags(local, num_steps=4)
     command("main", base, *flags)
     outputs(base, local, flags)
+    compiled = remote / "compiled"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
     flags = train_flags(remote, num_steps=4)
     out = command("main", copy, *flags, code=75, sigterm_at="2/4")
     assert "SIGTERM: saved after step" in out
+    names = {path.name for path in compiled.iterdir()}
+    assert any(name.startswith("jit_update-") for name in names)
     assert "resumed after step" in command("main", copy, *flags)
     outputs(copy, remote, flags)
+    again = {path.name for path in compiled.iterdir()}
+    assert not {n for n in again - names if n.startswith("jit_update-")}
     files = "answers/answers.jsonl", "out/model.safetensors.index.json"
     for name in (*files, "out/tokenizer.json"):
       assert (remote / name).read_bytes() == (local / name).read_bytes()
@@ -327,6 +336,11 @@ def test_the_commands_work_in_a_bucket(base, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
     with pytest.raises(UserError, match="exists: expected a new or empty"):
       hf.require_new(remote / "out", "float32")
+    table = pyarrow.Table.from_pylist([*map(json.loads, SUMS.splitlines())])
+    parquet.write_table(table, local / "sums.parquet")
+    (remote / "sums.parquet").write_bytes((local / "sums.parquet").read_bytes())
+    found = readers.lines(f"parquet:{remote}/sums.parquet")
+    assert [line.record for line in found] == table.to_pylist()
     assert len(emulator.failures) > 10
 
 
