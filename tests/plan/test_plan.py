@@ -377,10 +377,11 @@ def options_of_update(config, mesh, monkeypatch):
 
 
 @needs_libtpu
-def test_collectives_of_a_v5p_go_to_its_sparse_cores(debug_config, monkeypatch):
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_collectives_go_to_sparse_cores(debug_config, monkeypatch, topology):
   plan_compile.prepare()
   mesh = sharding.make_mesh(
-    plan_compile.devices(chips.parse("v5p:2x2x1"), 1), fsdp=4
+    plan_compile.devices(chips.parse(topology), 1), fsdp=4
   )
   options = options_of_update(debug_config, mesh, monkeypatch)
   assert options["xla_allow_excess_precision"] is False
