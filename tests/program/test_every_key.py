@@ -504,9 +504,9 @@ ROWS = (
   ),
   # rollout
   Row(
-    "rollout.one_step_off_policy",
+    "rollout.max_staleness",
     seen.order_of_phases,
-    {False: "gugu", True: "gguu"},
+    {0: "gugu", 1: "gguu"},
   ),
   Row(
     "rollout.max_tokens_per_iteration",
