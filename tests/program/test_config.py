@@ -199,6 +199,10 @@ ROUNDS = "rollout.dynamic_sampling_rounds=2"
       f"rollout.max_staleness=2: expected 0 with {ROUNDS}",
     ),
     (f"{LIMIT} {EXTRA} {ROUNDS}", f"{LIMIT}: expected 0 with {ROUNDS}"),
+    (
+      "data.drop_solved=True sampler_mesh.devices=4 rollout.max_staleness=1",
+      "data.drop_solved=True: expected False with sampler_mesh.devices=4",
+    ),
   ],
 )
 def test_keys_that_do_not_go_together(debug_config, overrides, words):

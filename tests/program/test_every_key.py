@@ -245,6 +245,7 @@ ROWS = (
     BEFORE,
   ),
   # In the order of `sharding.AXES`.
+  Row("sampler_mesh.devices", built.devices_of_each, {0: (8, 8), 4: (4, 4)}),
   Row(
     "sampler_mesh.expert",
     built.decoding_mesh,
