@@ -72,7 +72,7 @@ def build_once():
     return programs[key]
 
   with pytest.MonkeyPatch.context() as patch:
-    one_device = lambda _, **axes: make_mesh(jax.devices()[:1], **axes)
+    one_device = lambda of, **axes: make_mesh((of or jax.devices())[:1], **axes)
     patch.setattr(sharding, "make_mesh", one_device)
     patch.setattr(experiment, "build_program", build_once)
     yield build_once
@@ -496,10 +496,14 @@ SPLIT = {"sampler_mesh__devices": 1}
 
 
 def test_a_sampler_on_its_own_device_is_the_same_run(
-  run, reference, tmp_path, assert_same_run
+  run, build_once, reference, tmp_path, assert_same_run
 ):
   """With the same policies, and one device more."""
   cold = {"cold_start__dir": str(reference[0] / "cold_start")}
+  sampler = build_once(
+    parse(config_of(**SPLIT)), sharding.make_mesh(None), jax.devices()[-1:]
+  ).sampler
+  assert sampler.mesh.devices.tolist() == [[[[jax.devices()[-1]]]]]
   _, out = run(tmp_path / "split", **SPLIT, **cold)
   assert out.startswith("1 x cpu; 1 more to sample\n")
   assert_same_run(tmp_path / "split", reference[0], **SPLIT)
@@ -521,6 +525,22 @@ def test_a_sampler_that_runs_ahead_is_the_same_run(
   assert_same_run(tmp_path / "split", tmp_path / "turns", **SPLIT)
   resume(run, tmp_path / "split", tmp_path / "parts", **SPLIT, **flags)
   assert_same_run(tmp_path / "parts", tmp_path / "turns", **SPLIT)
+
+
+@pytest.mark.slow
+def test_four_devices_sample_and_four_train(start, tmp_path, assert_same_run):
+  """As the same four would in turns, with everything ahead and in flight."""
+  flags = {
+    **CONTINUOUS,
+    "continuous_batching__slots": 8,
+    "rollout__max_tokens_per_iteration": 6,
+    "rollout__extra_prompts_in_flight": 4,
+    "rollout__max_staleness": 1,
+  }
+  finish(start(tmp_path / "turns", devices=4, **flags))
+  split = {"sampler_mesh__devices": 4, **flags}
+  finish(start(tmp_path / "split", devices=8, **split))
+  assert_same_run(tmp_path / "split", tmp_path / "turns", **flags)
 
 
 def test_a_sampler_that_fails_ends_the_run(

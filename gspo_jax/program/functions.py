@@ -309,7 +309,9 @@ def _sampler(config, cfg, tokenizer, policy, mesh, devices) -> SamplerFunctions:
   separate, params = None, policy
   if devices:
     params = jitted.placed(policy, sampler_mesh)
-    separate = jitted.separate_devices(policy, params, cfg, sampling, mesh)
+    separate = jitted.separate_devices(
+      policy, params, cfg, sampling, mesh=mesh, sampler_mesh=sampler_mesh
+    )
     mesh = sampler_mesh
   batching = settings.continuous_batching(config)
 

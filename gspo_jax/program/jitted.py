@@ -174,17 +174,21 @@ def placed(abstract, mesh):
   return _sharded(jax.tree.map(shape, abstract), mesh)
 
 
-def separate_devices(policy, params, cfg, sampling, mesh) -> SeparateDevices:
+def separate_devices(
+  policy, params, cfg, sampling, *, mesh, sampler_mesh
+) -> SeparateDevices:
   """Between the trainer's mesh and the sampler's; `params`: abstract, there.
 
   Weights are cast before they are sent.
   """
   cast = lambda policy: jax.tree.map(lambda x: x.astype(cfg.dtype), policy)
   cast = MeshJit(jax.jit(cast, in_shardings=(shardings(policy),)), mesh)
-  on_sampler, samples = shardings(params), samples_sharding(sampling, mesh)
+  params = shardings(params)
+  here, there = (samples_sharding(sampling, m) for m in (mesh, sampler_mesh))
   return SeparateDevices(
-    sync_weights=lambda policy: jax.device_put(cast(policy), on_sampler),
-    to_trainer=lambda found: jax.device_put(found, samples),
+    sync_weights=lambda policy: jax.device_put(cast(policy), params),
+    to_trainer=lambda samples: jax.device_put(samples, here),
+    to_sampler=lambda samples: jax.device_put(samples, there),
   )
 
 

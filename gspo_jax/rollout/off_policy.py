@@ -68,8 +68,13 @@ class OffPolicy:
       # All were sampled in this iteration.
       tokens = sum(each.result().sampled_tokens for each in started)
       return batch._replace(sampled_tokens=tokens)
-    samples = self._separate.to_trainer(batch.samples.samples)
+    samples = self._on_trainer(batch.samples.samples)
     return batch._replace(samples=batch.samples._replace(samples=samples))
+
+  def _on_trainer(self, samples: Samples | None) -> Samples | None:
+    if self._separate is None or samples is None:
+      return samples
+    return self._separate.to_trainer(samples)
 
   def _start(self, params, target: int, step: int) -> Future[RolloutBatch]:
     """Samples the batch of iteration `target` with the policy of `step`."""
@@ -98,10 +103,16 @@ class OffPolicy:
 
   @property
   def pending(self) -> dict:
-    """Samples for the next iterations, and those of the source."""
+    """Samples for the next iterations, and those of the source.
+
+    A checkpoint is of the trainer's devices.
+    """
     samples = [batch.samples.samples for batch in self.wait()]
     samples += [self._empty] * (self._max_staleness - len(samples))
-    return {"next": samples, "source": self._source.pending}
+    return {
+      "next": [*map(self._on_trainer, samples)],
+      "source": self._on_trainer(self._source.pending),
+    }
 
   def get_state(self) -> dict:
     """JSON: where the pending problems stand in the data, and their cost."""
@@ -119,7 +130,10 @@ class OffPolicy:
 
   def set_state(self, pending: dict, state: dict) -> None:
     """Restores `pending` and `get_state`; scores the responses again."""
-    self._source.set_state(pending["source"], state["source"])
+    of_source = pending["source"]
+    if self._separate and of_source is not None:
+      of_source = self._separate.to_sampler(of_source)
+    self._source.set_state(of_source, state["source"])
     self._batches.clear()
     for samples, saved in zip(pending["next"], state["next"], strict=False):
       prompts = self._context.curriculum.prompts_at(saved["positions"])

@@ -51,10 +51,12 @@ class SeparateDevices:
   Attributes:
     sync_weights: policy -> a copy for the sampler, in the dtype of the model.
     to_trainer: samples -> the same on the trainer's devices.
+    to_sampler: the way back.
   """
 
   sync_weights: Callable[[model.Params], model.Params]
   to_trainer: Callable[[Samples], Samples]
+  to_sampler: Callable[[Samples], Samples]
 
 
 @dataclasses.dataclass(frozen=True)
