@@ -250,6 +250,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
+def key_beside(rows: NamedSharding, key: jax.Array) -> jax.Array:
+  """A key on the devices of these rows, where it lies on others.
+
+  `jax.jit` crashes with an uncommitted key of several other devices (0.10.2).
+  """
+  if key.sharding.device_set <= rows.device_set:
+    return key
+  return jax.device_put(key, replicated(rows.mesh))
+
+
 # The functions below are for code inside jit. They use the mesh of
 # `jax.set_mesh`, and do nothing without a mesh or with one device.
 
