@@ -28,8 +28,8 @@ _CONTINUOUS = {"continuous_batching.slots": 64}
 WAYS = {
   "score, then learn": {},
   "score while others decode": _CONTINUOUS,
-  "sample while scoring": {"rollout.one_step_off_policy": True},
-  "both": _CONTINUOUS | {"rollout.one_step_off_policy": True},
+  "sample while scoring": {"rollout.max_staleness": 1},
+  "both": _CONTINUOUS | {"rollout.max_staleness": 1},
 }
 
 

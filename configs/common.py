@@ -40,6 +40,9 @@ def get_config() -> ConfigDict:
   c.mesh.tensor = 1  # heads, hidden columns and vocabulary are split
 
   c.sampler_mesh = ConfigDict()  # 0: as in `mesh`; the rest hold other rows
+  # Devices of the sampler's own, the last ones; the others train meanwhile. 0:
+  # all devices sample and train in turns.
+  c.sampler_mesh.devices = 0
   c.sampler_mesh.expert = 0  # devices among which experts and vocabulary split
   c.sampler_mesh.tensor = 0  # devices among which heads are split, too
 
@@ -110,8 +113,10 @@ def get_config() -> ConfigDict:
   # DAPO: batches to sample at most, until one is full of groups whose rewards
   # differ; 1: no dynamic sampling.
   c.rollout.dynamic_sampling_rounds = 1
-  # Sample the next batch before the update, while its rewards are computed.
-  c.rollout.one_step_off_policy = False
+  # Iterations from the policy that samples a batch to the one that learns from
+  # it. With 1 the next batch is sampled before the update, while its rewards
+  # are computed.
+  c.rollout.max_staleness = 0
   # Partial rollouts: tokens a response may add in an iteration; it continues in
   # the next one. 0: all. Needs continuous_batching.slots and
   # rollout.extra_prompts_in_flight.
@@ -225,7 +230,7 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.model.variant = "tiny"
   c.model.dtype = "float32"
   c.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
-  c.sampler_mesh = ConfigDict({"expert": 0, "tensor": 0})
+  c.sampler_mesh = ConfigDict({"devices": 0, "expert": 0, "tensor": 0})
   c.data.source = "chain"
   c.data.eval_source = c.data.tokenizer = ""
   c.data.instruction = "{problem}"
@@ -236,7 +241,7 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.sampler.max_new_tokens = 12
   c.learner.micro_batch_size = 8
   c.continuous_batching.slots = 0
-  c.rollout.one_step_off_policy = False
+  c.rollout.max_staleness = 0
   c.rollout.max_tokens_per_iteration = 0
   c.rollout.extra_prompts_in_flight = 0
   c.reward.names = ("final_answer",)

@@ -5,7 +5,8 @@ import functools
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from gspo_jax.program.experiment import (
   prepare,
 )
 from gspo_jax.rollout.batch import (
+  RolloutBatch,
   RolloutContext,
   ScoredSamples,
   iteration_keys,
@@ -37,6 +39,7 @@ from gspo_jax.rollout.batch import (
   slot_steps,
 )
 from gspo_jax.rollout.metrics import rollout_metrics
+from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.scoring import require_scored
 from gspo_jax.rollout.source import Source, make_source
 from gspo_jax.runtime import (
@@ -89,14 +92,19 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
   """
   multihost.require_joined()
   config = multihost.run_on_all(lambda: parse(config))
-  mesh = multihost.run_on_all(
-    lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
+  devices, sampler_devices = multihost.run_on_all(
+    lambda: sharding.split_devices(config.sampler_mesh.devices)
   )
-  multihost.print_once(_devices(mesh))
+  mesh = multihost.run_on_all(
+    lambda: sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
+  )
+  multihost.print_once(_devices(mesh, sampler_devices))
   multihost.run_on_all(lambda: _check_log(config))
   with jax.set_mesh(mesh), Preemption() as preemption, Compilations():
     multihost.print_once("loading the data and the tokenizer")
-    experiment = multihost.run_on_all(lambda: prepare(config, workdir, mesh))
+    experiment = multihost.run_on_all(
+      lambda: prepare(config, workdir, mesh, sampler_devices)
+    )
     multihost.require_same(
       flatten({"config": config.as_json()} | experiment.identity)
     )
@@ -106,9 +114,11 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       every=config.checkpoint.every,
       keep=config.checkpoint.keep,
     )
-    with experiment.reward_pool, checkpoints:
+    with experiment.reward_pool, checkpoints, ExitStack() as stack:
       curriculum = _curriculum(experiment)
       source = _source(experiment, curriculum)
+      if isinstance(source, OffPolicy):
+        stack.callback(source.close)
       run = Run(experiment, curriculum, source, checkpoints, preemption)
       _print_parameters(experiment)
       state = _start(run)
@@ -147,6 +157,7 @@ def _train(run: Run, state: TrainState) -> TrainState | None:
       if stop:  # before an evaluation, in which a SIGKILL may come
         _save(run, step, state)
       if _due(config.eval.every, step, last):
+        _wait_for_sampler(run)  # evaluation takes its devices
         metrics |= held_out.evaluate(experiment, state.policy)
       writer.write(step, metrics, distributions)
       health(metrics)
@@ -243,7 +254,7 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
 
   # Metrics.
   metrics |= rollout_metrics(batch, config.rollout, step)
-  metrics |= _time_metrics(clock, batch.sampled_tokens)
+  metrics |= _time_metrics(clock, batch)
   metrics |= memory_metrics(jax.local_devices()[0])
   if "dynamic_sampling/tokens_discarded_share" in metrics:
     metrics["time/generate_discarded"] = (
@@ -265,15 +276,17 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   return Iteration(state, metrics, distributions, samples)
 
 
-def _time_metrics(clock, tokens: int) -> dict[str, float]:
+def _time_metrics(clock, batch: RolloutBatch) -> dict[str, float]:
   generate, score, update = np.diff(clock)
-  total = clock[-1] - clock[0]
-  return {
+  total, tokens = clock[-1] - clock[0], batch.sampled_tokens
+  beside = {"time/rollout": batch.seconds} if batch.seconds else {}
+  return beside | {
     "time/generate": generate,
     "time/score": score,
     "time/update": update,
     "time/iteration": total,
-    "throughput/sampler_tokens_per_second": tokens / generate,
+    "throughput/sampler_tokens_per_second": tokens
+    / (batch.seconds or generate),
     "throughput/tokens_per_second": tokens / total,
   }
 
@@ -352,7 +365,7 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     generate=program.sampler.generate,
     tokenizer=program.tokenizer,
     reward_pool=experiment.reward_pool,
-    batch_sharding=sharding.batch_sharding(program.mesh),
+    batch_sharding=sharding.batch_sharding(program.sampler.mesh),
     rng=experiment.keys.steps,
     prompts=config.data.prompts,
     group_size=config.rollout.group_size,
@@ -366,13 +379,14 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
   )
 
 
-def _devices(mesh: jax.sharding.Mesh) -> str:
+def _devices(mesh: jax.sharding.Mesh, sampler: Sequence[jax.Device]) -> str:
   """One line for the log: "8 x TPU v5p on 2 processes, mesh fsdp=8"."""
   kind = mesh.devices.flat[0].device_kind
   axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
   hosts = f" on {count} processes" if (count := jax.process_count()) > 1 else ""
   split = f", mesh {', '.join(axes)}" if axes else ""
-  return f"{mesh.size} x {kind}{hosts}{split}"
+  own = f"; {len(sampler)} more to sample" if sampler else ""
+  return f"{mesh.size} x {kind}{hosts}{split}{own}"
 
 
 def _check_log(config) -> None:
@@ -458,6 +472,7 @@ def _restore_data(run: Run, restored) -> None:
 
 
 def _save(run: Run, step: int, state: TrainState) -> None:
+  _wait_for_sampler(run)  # it takes prompts of the curriculum
   metadata = {
     "identity": checkpoint_identity(run.experiment),
     "data": run.curriculum.get_state(),
@@ -470,6 +485,12 @@ def _save(run: Run, step: int, state: TrainState) -> None:
     state, base=None, pending_rollouts=run.source.pending
   )
   run.checkpoints.save(step, state, metadata)
+
+
+def _wait_for_sampler(run: Run) -> None:
+  """Waits until nothing is sampled ahead."""
+  if isinstance(run.source, OffPolicy):
+    run.source.wait()
 
 
 def _write_config(experiment: Experiment) -> None:

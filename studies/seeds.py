@@ -1,7 +1,9 @@
 """The runs of a setting, seed by seed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from studies import intervals
 
 
 def of(results: Sequence[dict], **setting) -> dict[int, dict]:
@@ -13,6 +15,14 @@ def of(results: Sequence[dict], **setting) -> dict[int, dict]:
 def values(own: Mapping[int, dict], key: str) -> list[float]:
   """Of each seed, but those that have no such number."""
   return [r[key] for r in own.values() if _is_number(r[key])]
+
+
+def curve(results: Iterable[dict], key: str) -> list[list]:
+  """[step, `intervals.mean` over seeds] of a curve that each result has."""
+  by_step = {}
+  for step, value in (point for r in results for point in r[key]):
+    by_step.setdefault(step, []).append(value)
+  return [[s, intervals.mean(v)] for s, v in sorted(by_step.items())]
 
 
 def pairs(

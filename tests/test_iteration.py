@@ -53,13 +53,16 @@ class Curriculum:
 
 def make_run(config, pool, generate, learner, prompts):
   """A run of these functions, with rewards of `pool`."""
+  mesh = sharding.make_mesh(jax.devices()[:1])
   program = SimpleNamespace(
-    mesh=sharding.make_mesh(jax.devices()[:1]),
+    mesh=mesh,
     tokenizer=BYTES,
     sampler=SimpleNamespace(
       generate=generate,
       merge_groups=lambda kept, new, index: kept,
       stop=None,
+      mesh=mesh,
+      separate=None,
     ),
     learner=learner,
     check_compiled_once=lambda: None,
@@ -334,7 +337,7 @@ def test_the_newest_policy_samples_and_computes_old_logprobs(tabular):
 
 def test_staleness_is_a_metric_off_policy(tabular):
   run, _, state = tabular
-  config = run.experiment.config.replace(rollout={"one_step_off_policy": True})
+  config = run.experiment.config.replace(rollout={"max_staleness": 1})
   experiment = dataclasses.replace(run.experiment, config=config)
 
   def source(params, step):

@@ -78,7 +78,7 @@ def test_methods_of_a_seed_share_their_cold_start(name):
   make = module(name, "config").get_config
   shared = {}
   for one in module(name, "run").plan(quick=False):
-    free = ("method", "rate", "old")
+    free = ("method", "rate", "old", "staleness")
     alike = arguments.write(**{k: v for k, v in one.items() if k not in free})
     config = make(arguments.write(**one))
     assert not config.cold_start.gate  # a miss would end the study

@@ -30,6 +30,7 @@ from gspo_jax.evaluate import held_out
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
+from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
@@ -54,6 +55,7 @@ def program_key(config):
   for name in ("source", "chain_steps", "drop_solved"):
     del keys["data"][name]
   del keys["cold_start"]["dir"], keys["eval"]["every"]
+  del keys["rollout"]["max_staleness"]
   return repr(keys)
 
 
@@ -63,14 +65,14 @@ def build_once():
   programs = {}
   make_mesh, build = sharding.make_mesh, experiment.build_program
 
-  def build_once(config, mesh):
+  def build_once(config, mesh, sampler_devices=()):
     key = program_key(config)
     if key not in programs:
-      programs[key] = build(config, mesh)
+      programs[key] = build(config, mesh, sampler_devices=sampler_devices)
     return programs[key]
 
   with pytest.MonkeyPatch.context() as patch:
-    one_device = lambda **axes: make_mesh(jax.devices()[:1], **axes)
+    one_device = lambda of, **axes: make_mesh((of or jax.devices())[:1], **axes)
     patch.setattr(sharding, "make_mesh", one_device)
     patch.setattr(experiment, "build_program", build_once)
     yield build_once
@@ -161,7 +163,7 @@ def metrics_of(workdir):
 
 def final_state(build_once, workdir, **overrides):
   """The step and the arrays of the last checkpoint, as a resume reads them."""
-  mesh = sharding.make_mesh()
+  mesh = sharding.make_mesh(None)
   learner = build_once(parse(config_of(**overrides)), mesh).learner
   fields = vars(learner.abstract).items()
   trained = {k: x for k, x in fields if x is not None and k != "step"}
@@ -256,7 +258,7 @@ def test_memory_is_in_gib():
 
 def test_the_weights_are_printed_at_the_start(reference, build_once):
   _, out = reference
-  cfg = build_once(parse(config_of()), sharding.make_mesh()).cfg
+  cfg = build_once(parse(config_of()), sharding.make_mesh(None)).cfg
   shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
   count = sum(x.size for x in jax.tree.leaves(shapes))
   table, total, _ = out.partition(f"Total: {count:,} -- {4 * count:,} bytes")
@@ -350,7 +352,7 @@ def test_adapters_resume_beside_the_weights_of_a_cold_start(
   assert not any(p.startswith("base/") for p in saved["specs"])
   # A command that evaluates or exports finds the same policy.
   config = parse(config_of(**shared))
-  program = build_once(config, sharding.make_mesh())
+  program = build_once(config, sharding.make_mesh(None))
   loaded = load_params.load(config, program, str(whole))
   jax.tree.map(np.testing.assert_array_equal, loaded, state.policy)
   shutil.rmtree(parts / "base")
@@ -472,7 +474,7 @@ def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
     **CONTINUOUS,
     "rollout__max_tokens_per_iteration": 6,
     "rollout__extra_prompts_in_flight": 2,
-    "rollout__one_step_off_policy": True,
+    "rollout__max_staleness": 2,
     "data__drop_solved": True,
     "objective__mismatch": "tis_sequence",
     "cold_start__dir": str(reference[0] / "cold_start"),
@@ -486,8 +488,80 @@ def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
   assert all(1 <= row["rollout/staleness"] < 3 for row in metrics[2:])
   assert any(row["rollout/resumed_fraction"] for row in metrics[1:])
   assert undocumented(whole) == []
-  with pytest.raises(UserError, match=r"rollout\.one_step_off_policy"):
-    run(parts, **flags | {"rollout__one_step_off_policy": False})
+  with pytest.raises(UserError, match=r"rollout\.max_staleness"):
+    run(parts, **flags | {"rollout__max_staleness": 0})
+
+
+SPLIT = {"sampler_mesh__devices": 1}
+
+
+def test_a_sampler_on_its_own_device_is_the_same_run(
+  run, build_once, reference, tmp_path, assert_same_run
+):
+  """With the same policies, and one device more."""
+  cold = {"cold_start__dir": str(reference[0] / "cold_start")}
+  sampler = build_once(
+    parse(config_of(**SPLIT)), sharding.make_mesh(None), jax.devices()[-1:]
+  ).sampler
+  assert sampler.mesh.devices.tolist() == [[[[jax.devices()[-1]]]]]
+  _, out = run(tmp_path / "split", **SPLIT, **cold)
+  assert out.startswith("1 x cpu; 1 more to sample\n")
+  assert_same_run(tmp_path / "split", reference[0], **SPLIT)
+  assert undocumented(tmp_path / "split") == []
+
+
+def test_a_sampler_that_runs_ahead_is_the_same_run(
+  run, reference, tmp_path, assert_same_run
+):
+  """On its own device or not, interrupted or not."""
+  flags = {
+    "rollout__max_staleness": 2,
+    "cold_start__dir": str(reference[0] / "cold_start"),
+  }
+  run(tmp_path / "turns", **flags)
+  rows = metrics_of(tmp_path / "turns")[1:]
+  assert [row["rollout/staleness"] for row in rows] == [0, 1, 2, 2]
+  run(tmp_path / "split", **SPLIT, **flags)
+  assert_same_run(tmp_path / "split", tmp_path / "turns", **SPLIT)
+  resume(run, tmp_path / "split", tmp_path / "parts", **SPLIT, **flags)
+  assert_same_run(tmp_path / "parts", tmp_path / "turns", **SPLIT)
+
+
+@pytest.mark.slow
+def test_four_devices_sample_and_four_train(start, tmp_path, assert_same_run):
+  """As the same four would in turns, with everything ahead and in flight."""
+  flags = {
+    **CONTINUOUS,
+    "continuous_batching__slots": 8,
+    "rollout__max_tokens_per_iteration": 6,
+    "rollout__extra_prompts_in_flight": 4,
+    "rollout__max_staleness": 1,
+  }
+  finish(start(tmp_path / "turns", devices=4, **flags))
+  split = {"sampler_mesh__devices": 4, **flags}
+  finish(start(tmp_path / "split", devices=8, **split))
+  assert_same_run(tmp_path / "split", tmp_path / "turns", **flags)
+
+
+def test_a_sampler_that_fails_ends_the_run(
+  run, reference, tmp_path, assert_same_run, monkeypatch
+):
+  """The run goes on from its last checkpoint."""
+  cold = {"cold_start__dir": str(reference[0] / "cold_start")}
+  sample = OnPolicy.__call__
+
+  def fails(self, params, step, policy_step):
+    if step == 3:
+      raise RuntimeError("out of memory")
+    return sample(self, params, step, policy_step)
+
+  monkeypatch.setattr(OnPolicy, "__call__", fails)
+  with pytest.raises(RuntimeError, match="out of memory"):
+    run(tmp_path, **SPLIT, **cold)
+  monkeypatch.undo()
+  _, out = run(tmp_path, **SPLIT, **cold)
+  assert "resumed after step 2" in out
+  assert_same_run(tmp_path, reference[0], **SPLIT)
 
 
 def test_rewards_that_fail_stop_the_run(run, build_once, workdir):

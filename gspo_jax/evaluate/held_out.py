@@ -57,6 +57,7 @@ def correct(
   """
   problems, program = experiment.held_out, experiment.program
   count, pending = len(problems["problems"]), []
+  params = program.sampler.weights(params)
   with Progress("evaluation", count * group_size, "responses") as progress:
     for batch in sample_many(
       generate,
@@ -64,7 +65,7 @@ def correct(
       Prompts(problems["tokens"], problems["length"]),
       key,
       batch_size=program.sampler.eval_prompts,
-      batch_sharding=sharding.batch_sharding(program.mesh),
+      batch_sharding=sharding.batch_sharding(program.sampler.mesh),
       progress=progress,
     ):
       responses = decode_responses(

@@ -48,6 +48,11 @@ def plan(
     raise UserError(f"--slices={slices}: expected at least 1")
   libtpu = plan_compile.prepare()
   config = parse(config)
+  if own := config.sampler_mesh.devices:
+    raise UserError(
+      f"sampler_mesh.devices={own}: expected 0; a plan is of one mesh: plan "
+      "the slice that trains and the one that samples each alone"
+    )
   mesh = sharding.make_mesh(
     plan_compile.devices(where, slices), **dataclasses.asdict(config.mesh)
   )

@@ -139,8 +139,9 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerMesh:
-  """Devices along the sampler's axes; 0: as in `mesh`."""
+  """Devices of the sampler, 0: all; and along its axes, 0: as in `mesh`."""
 
+  devices: int = checked(ZERO_OR_MORE)
   expert: int = checked(ZERO_OR_MORE)
   tensor: int = checked(ZERO_OR_MORE)
 
@@ -199,14 +200,14 @@ class Rollout:
 
   group_size: int
   dynamic_sampling_rounds: int = checked(AT_LEAST_1)
-  one_step_off_policy: bool
+  max_staleness: int = checked(ZERO_OR_MORE)
   max_tokens_per_iteration: int = checked(ZERO_OR_MORE)
   extra_prompts_in_flight: int = checked(ZERO_OR_MORE)
 
   @property
   def is_off_policy(self) -> bool:
     """Whether responses of one iteration are learnt from in a later one."""
-    return self.one_step_off_policy or self.max_tokens_per_iteration > 0
+    return self.max_staleness > 0 or self.max_tokens_per_iteration > 0
 
   def check_training(self) -> None:
     """UserError where two keys do not go together."""
@@ -218,12 +219,11 @@ class Rollout:
         "responses that continue later wait beside those of a batch"
       )
     if self.is_off_policy and self.dynamic_sampling_rounds > 1:
-      key = "max_tokens_per_iteration"
-      if self.one_step_off_policy:
-        key = "one_step_off_policy"
-      value = getattr(self, key)
+      key = (
+        "max_staleness" if self.max_staleness else "max_tokens_per_iteration"
+      )
       raise UserError(
-        f"rollout.{key}={value}: expected {type(value)()} with "
+        f"rollout.{key}={getattr(self, key)}: expected 0 with "
         f"rollout.dynamic_sampling_rounds={self.dynamic_sampling_rounds}, "
         "which samples until a batch is full of groups whose rewards differ"
       )
@@ -490,6 +490,17 @@ class Config:
       raise UserError(
         f"log.profile={self.log.profile}: expected iterations up to "
         f"num_steps={self.num_steps}"
+      )
+    if (
+      self.sampler_mesh.devices
+      and self.rollout.max_staleness
+      and self.data.drop_solved
+    ):
+      raise UserError(
+        "data.drop_solved=True: expected False with "
+        f"sampler_mesh.devices={self.sampler_mesh.devices} and "
+        f"rollout.max_staleness={self.rollout.max_staleness}: which prompts "
+        "come next would go by the clock"
       )
     self._check_sizes(shards)
 

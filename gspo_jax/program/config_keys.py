@@ -26,6 +26,8 @@ OTHER_NAMES = {
   "expert_model_parallel_size",
   "mesh.tensor": "ici_tensor_parallelism tensor_parallel_size "
   "tensor_model_parallel_size",
+  "sampler_mesh.devices": "mesh.sampler_devices trainer_devices_fraction "
+  "sampler_devices_fraction rollout.n_gpus_per_node",
   "sampler_mesh.tensor": "vllm_tensor_parallel_size "
   "rollout.tensor_model_parallel_size rollout.tensor_parallel_size",
   "data.source": "dataset dataset_name dataset_path train_files prompt_data",
@@ -57,8 +59,9 @@ OTHER_NAMES = {
   "continuous_batching.page_size": "paging.page block_size",
   "continuous_batching.num_pages": "paging.pages num_gpu_blocks "
   "num_gpu_blocks_override",
-  "rollout.one_step_off_policy": "rollout.ahead async_train async_grpo "
-  "async_grpo.enabled",
+  "rollout.max_staleness": "rollout.one_step_off_policy rollout.ahead "
+  "async_train async_grpo async_grpo.enabled staleness_threshold "
+  "max_head_offpolicyness",
   "continuous_batching.segment_steps": "paging.steps",
   "continuous_batching.prefill_chunk": "paging.chunk",
   "rollout.max_tokens_per_iteration": "rollout.budget",

@@ -1,6 +1,7 @@
 """What a run consists of before its first step, and what identifies it."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -57,14 +58,23 @@ class Experiment:
 
 
 def prepare(
-  config: Config, workdir: str, mesh: jax.sharding.Mesh
+  config: Config,
+  workdir: str,
+  mesh: jax.sharding.Mesh,
+  sampler_devices: Sequence[jax.Device] = (),
 ) -> Experiment:
   """What a process can check by itself, before any work.
+
+  Args:
+    config: from `config.parse`.
+    workdir: of the run.
+    mesh: of the trainer.
+    sampler_devices: the sampler's own; none: those of `mesh`.
 
   Raises:
     UserError: the config or the data cannot work as they are.
   """
-  program = build_program(config, mesh)
+  program = build_program(config, mesh, sampler_devices=sampler_devices)
   problems = datasets.load(config)
   for note in problems.notes:
     multihost.print_once(note)
@@ -127,8 +137,8 @@ def checkpoint_identity(experiment: Experiment) -> dict:
   if config.optim.name != "adamw":
     identity["optim.name"] = config.optim.name
   rollout = config.rollout
-  if rollout.one_step_off_policy:
-    identity["pending samples (rollout.one_step_off_policy)"] = True
+  if rollout.max_staleness:
+    identity["batches ahead (rollout.max_staleness)"] = rollout.max_staleness
   if rollout.max_tokens_per_iteration:
     identity["prompts in flight (rollout.extra_prompts_in_flight)"] = (
       rollout.extra_prompts_in_flight

@@ -253,14 +253,19 @@ def _require_compilations(name, function, most):
 
 
 def build_program(
-  config: Config, mesh: jax.sharding.Mesh, *, training: bool = True
+  config: Config,
+  mesh: jax.sharding.Mesh,
+  *,
+  training: bool = True,
+  sampler_devices: Sequence[jax.Device] = (),
 ) -> Program:
   """Makes the functions of a config; compiles nothing yet.
 
   Args:
     config: from `config.parse`.
-    mesh: of all devices.
+    mesh: of all devices, or of those that train.
     training: whether to check and make what learns.
+    sampler_devices: of `sharding.split_devices`; none: those of `mesh`.
 
   Raises:
     UserError: keys do not go together, or sizes do not divide.
@@ -283,22 +288,31 @@ def build_program(
     init_params=jitted.init_params(config.model.checkpoint, cfg, params, mesh),
     abstract_policy=policy,
     new_policy=jitted.new_policy(config.seed, cfg, mesh),
-    sampler=_sampler(config, cfg, tokenizer, policy, mesh),
+    sampler=_sampler(config, cfg, tokenizer, policy, mesh, sampler_devices),
     learner=learner,
     cold_start=cold_start,
   )
 
 
-def _sampler(config, cfg, tokenizer, params, mesh) -> SamplerFunctions:
+def _sampler(config, cfg, tokenizer, policy, mesh, devices) -> SamplerFunctions:
   sampling = settings.sampler_config(config, tokenizer)
   evaluation = dataclasses.replace(
     sampling, record_routing=False, group_size=config.eval.samples
   )
   greedy = dataclasses.replace(evaluation, group_size=1, temperature=0.0)
-  sampler_mesh = _sampler_mesh(config, mesh, params)
+  sampler_mesh = _sampler_mesh(config, mesh, policy, devices)
   eval_prompts = equal_batches(
-    config.eval.prompts, config.data.prompts, shards_of_rows(config, mesh)
+    config.eval.prompts,
+    config.data.prompts,
+    shards_of_rows(config, mesh, devices),
   )
+  separate, params = None, policy
+  if devices:
+    params = jitted.placed(policy, sampler_mesh)
+    separate = jitted.separate_devices(
+      policy, params, cfg, sampling, mesh=mesh, sampler_mesh=sampler_mesh
+    )
+    mesh = sampler_mesh
   batching = settings.continuous_batching(config)
 
   def make(sampling, batching=batching):
@@ -336,29 +350,35 @@ def _sampler(config, cfg, tokenizer, params, mesh) -> SamplerFunctions:
       config.data.prompts, config.data.max_prompt_length, cfg, sampling, mesh
     ),
     stop=sampling.stop,
+    mesh=mesh,
+    separate=separate,
   )
 
 
-def shards_of_rows(config: Config, mesh: jax.sharding.Mesh) -> int:
+def shards_of_rows(
+  config: Config, mesh: jax.sharding.Mesh, devices: Sequence[jax.Device] = ()
+) -> int:
   """The least number of rows that training and decoding can split."""
-  meshes = mesh, _decoding_mesh(config, mesh)
+  meshes = mesh, _decoding_mesh(config, mesh, devices)
   return math.lcm(*map(sharding.batch_shards, meshes))
 
 
-def _decoding_mesh(config, mesh):
+def _decoding_mesh(config, mesh, devices=()):
   sizes = dataclasses.asdict(config.sampler_mesh)
-  return sharding.reshape_mesh(
-    mesh, **{axis: size or mesh.shape[axis] for axis, size in sizes.items()}
-  )
+  del sizes["devices"]
+  sizes = {axis: size or mesh.shape[axis] for axis, size in sizes.items()}
+  if devices:
+    mesh = sharding.make_mesh(devices, data=-1)
+  return sharding.reshape_mesh(mesh, **sizes)
 
 
-def _sampler_mesh(config, mesh, params):
+def _sampler_mesh(config, mesh, params, devices):
   """The mesh of decoding, on which no weight is gathered at every token.
 
   Raises:
     UserError: the devices, the weights or the prompts cannot be split so.
   """
-  sampler_mesh = _decoding_mesh(config, mesh)
+  sampler_mesh = _decoding_mesh(config, mesh, devices)
   try:
     sharding.state_shardings(params, sampler_mesh)
   except UserError as error:

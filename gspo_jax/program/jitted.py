@@ -21,6 +21,7 @@ from gspo_jax.learner.train_step import TrainState
 from gspo_jax.model import hf, rounding
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.sampler.functions import SeparateDevices
 from gspo_jax.sampler.samples import empty_samples as make_empty_samples
 from gspo_jax.sampler.samples import merge_groups as merge_sample_groups
 from gspo_jax.sampler.samples import samples_sharding
@@ -166,6 +167,30 @@ def generate(cfg, sampling, *, params, mesh, sampler_mesh) -> MeshJit:
     compiler_options=rounding.OPTIONS,
   )
   return MeshJit(jitted, sampler_mesh)
+
+
+def placed(abstract, mesh):
+  """Shapes of these arrays, sharded over another mesh."""
+  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return _sharded(jax.tree.map(shape, abstract), mesh)
+
+
+def separate_devices(
+  policy, params, cfg, sampling, *, mesh, sampler_mesh
+) -> SeparateDevices:
+  """Between the trainer's mesh and the sampler's; `params`: abstract, there.
+
+  Weights are cast before they are sent.
+  """
+  cast = lambda policy: jax.tree.map(lambda x: x.astype(cfg.dtype), policy)
+  cast = MeshJit(jax.jit(cast, in_shardings=(shardings(policy),)), mesh)
+  params = shardings(params)
+  here, there = (samples_sharding(sampling, m) for m in (mesh, sampler_mesh))
+  return SeparateDevices(
+    sync_weights=lambda policy: jax.device_put(cast(policy), params),
+    to_trainer=lambda samples: jax.device_put(samples, here),
+    to_sampler=lambda samples: jax.device_put(samples, there),
+  )
 
 
 def merge_groups(sampling, mesh) -> MeshJit:

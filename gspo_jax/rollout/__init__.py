@@ -1,8 +1,8 @@
 """Prompts become scored responses.
 
-Others take `source.make_source`, `batch` (the containers and `iteration_keys`),
-`scoring` (samples become responses with rewards) and
-`metrics.rollout_metrics`.
+Others take `source.make_source`, `off_policy.OffPolicy` (the source that
+samples ahead), `batch` (the containers and `iteration_keys`), `scoring`
+(samples become responses with rewards) and `metrics.rollout_metrics`.
 """
 
-__all__ = ["batch", "metrics", "scoring", "source"]
+__all__ = ["batch", "metrics", "off_policy", "scoring", "source"]

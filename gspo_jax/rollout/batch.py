@@ -62,6 +62,7 @@ class RolloutBatch(NamedTuple):
     policy_step: the mean over tokens of the iteration whose policy sampled
       them.
     resumed_fraction: share of responses that took several iterations.
+    seconds: that a sampler with devices of its own took for it; 0 without.
   """
 
   samples: ScoredSamples
@@ -69,6 +70,7 @@ class RolloutBatch(NamedTuple):
   sampled_tokens: int
   policy_step: float
   resumed_fraction: float = 0.0
+  seconds: float = 0.0
 
 
 class IterationKeys(NamedTuple):

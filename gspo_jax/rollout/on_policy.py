@@ -11,6 +11,7 @@ from gspo_jax.rollout.batch import (
   sampled_tokens,
 )
 from gspo_jax.rollout.scoring import ResponseDecoder, StreamingScorer
+from gspo_jax.runtime import sharding
 from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import MergeGroups
@@ -61,6 +62,7 @@ class OnPolicy:
     context = self._context
     batch = context.curriculum.next_batch(step)
     prompts = prompts_on_device(batch, context.batch_sharding)
+    key = sharding.key_beside(context.batch_sharding, key)
     what = f"rollout of iteration {step}"
     if not isinstance(context.generate, ContinuousSampler):
       with Progress(what):

@@ -18,7 +18,7 @@ from gspo_jax.rollout.batch import (
   positions,
   prompts_on_device,
 )
-from gspo_jax.runtime import multihost
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.functions import SamplerFunctions
 from gspo_jax.sampler.samples import UNFINISHED, Samples
@@ -150,7 +150,8 @@ class PartialRollouts:
     """Samples on, each response at most `max_tokens` unless groups miss."""
     context, G = self._context, self._context.group_size
     prompts = prompts_on_device(batch, context.batch_sharding)
-    key, limit = context.keys(step).sample, self.pending.tokens.shape[1]
+    key = sharding.key_beside(context.batch_sharding, context.keys(step).sample)
+    limit = self.pending.tokens.shape[1]
 
     def sample(samples, stop_at, waits):
       what = f"rollout of iteration {step}"

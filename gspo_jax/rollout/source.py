@@ -3,19 +3,19 @@
   On-policy: the policy that learns samples responses to new prompts; with
     dynamic sampling (DAPO), until the rewards of enough groups differ.
   Partial rollouts: a response is sampled over several iterations.
-  One step off-policy: the next batch is sampled before the update.
+  Off-policy: a batch is sampled some iterations before it is learnt from.
 
 A source is called with the policy's weights and the iteration that learns from
 the batch. A checkpoint has its pending responses, in `pending` and `get_state`.
 """
 
 from gspo_jax.rollout.batch import RolloutContext
+from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.on_policy import OnPolicy
-from gspo_jax.rollout.one_step_off import OneStepOffPolicy
 from gspo_jax.rollout.partial import PartialRollouts
 from gspo_jax.sampler.functions import SamplerFunctions
 
-Source = OnPolicy | PartialRollouts | OneStepOffPolicy
+Source = OnPolicy | PartialRollouts | OffPolicy
 
 
 def make_source(
@@ -49,7 +49,13 @@ def make_source(
       functions.merge_groups,
       rounds=rollout.dynamic_sampling_rounds,
     )
-  if rollout.one_step_off_policy:
-    empty = functions.empty_samples()
-    source = OneStepOffPolicy(source, context, empty, last_step=last_step)
+  if rollout.max_staleness or functions.separate:
+    source = OffPolicy(
+      source,
+      context,
+      functions.empty_samples(),
+      max_staleness=rollout.max_staleness,
+      last_step=last_step,
+      separate=functions.separate,
+    )
   return source

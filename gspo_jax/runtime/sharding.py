@@ -93,6 +93,33 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
   return _mesh(_arrange(devices, shape))
 
 
+def split_devices(sampler: int, devices=None) -> tuple[list, list]:
+  """The trainer's devices, and as many of the sampler's own: the last ones.
+
+  Args:
+    sampler: `sampler_mesh.devices`; 0: none of its own.
+    devices: those to split; all devices by default.
+
+  Raises:
+    UserError: the trainer would have none, or there are several processes.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  if not sampler:
+    return devices, []
+  if not 0 < sampler < len(devices):
+    raise UserError(
+      f"sampler_mesh.devices={sampler}: expected 1 to {len(devices) - 1} of "
+      f"the {len(devices)} devices, for the others train; 0: all devices do "
+      "both in turns"
+    )
+  if jax.process_count() > 1:
+    raise UserError(
+      f"sampler_mesh.devices={sampler}: expected 0 with "
+      f"{jax.process_count()} processes; only one process can split its devices"
+    )
+  return devices[:-sampler], devices[-sampler:]
+
+
 def _mesh(grid: np.ndarray) -> Mesh:
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -221,6 +248,16 @@ def batch_shards(mesh: Mesh) -> int:
 def replicated(mesh: Mesh) -> NamedSharding:
   """A copy on every device."""
   return NamedSharding(mesh, PartitionSpec())
+
+
+def key_beside(rows: NamedSharding, key: jax.Array) -> jax.Array:
+  """A key on the devices of these rows, where it lies on others.
+
+  `jax.jit` crashes with an uncommitted key of several other devices (0.10.2).
+  """
+  if key.sharding.device_set <= rows.device_set:
+    return key
+  return jax.device_put(key, replicated(rows.mesh))
 
 
 # The functions below are for code inside jit. They use the mesh of

@@ -4,6 +4,7 @@ Dimension key: P prompts, G responses a prompt.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -44,6 +45,21 @@ class EmptySamples(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class SeparateDevices:
+  """Moves arrays between the trainer's devices and the sampler's own.
+
+  Attributes:
+    sync_weights: policy -> a copy for the sampler, in the dtype of the model.
+    to_trainer: samples -> the same on the trainer's devices.
+    to_sampler: the way back.
+  """
+
+  sync_weights: Callable[[model.Params], model.Params]
+  to_trainer: Callable[[Samples], Samples]
+  to_sampler: Callable[[Samples], Samples]
+
+
+@dataclasses.dataclass(frozen=True)
 class SamplerFunctions:
   """What samples responses.
 
@@ -57,6 +73,8 @@ class SamplerFunctions:
     take_pending: the groups that stay in flight.
     empty_samples: a batch without tokens.
     stop: the stop strings of all samplers; None: there are none.
+    mesh: of prompts and samples.
+    separate: for a sampler with devices of its own; else None.
   """
 
   generate: Generate
@@ -68,3 +86,9 @@ class SamplerFunctions:
   take_pending: TakeGroups
   empty_samples: EmptySamples
   stop: StopStrings | None
+  mesh: jax.sharding.Mesh
+  separate: SeparateDevices | None
+
+  def weights(self, policy: model.Params) -> model.Params:
+    """The trainer's policy, where the sampler's functions take it."""
+    return self.separate.sync_weights(policy) if self.separate else policy

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from gspo_jax import model
-from gspo_jax.runtime import multihost
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.functions import Generate
 from gspo_jax.sampler.samples import Prompts, Samples
@@ -68,7 +68,8 @@ def sample_many(
     index = np.arange(start, start + batch_size) % count
     batch = Prompts(prompts.tokens[index], prompts.lengths[index])
     batch = multihost.to_global(batch, batch_sharding)
-    samples = generate(params, batch, jax.random.fold_in(key, i))
+    batch_key = sharding.key_beside(batch_sharding, jax.random.fold_in(key, i))
+    samples = generate(params, batch, batch_key)
     new = min(batch_size, count - start)
     yield PromptBatch(index, new, samples)
     if progress:

@@ -29,9 +29,14 @@ def pool():
 def experiment(pool, batch, max_failed=0.5, **functions):
   """As much of an experiment as an evaluation reads, on one device."""
   program = SimpleNamespace(
-    mesh=sharding.make_mesh(jax.devices()[:1]),
     tokenizer=BYTES,
-    sampler=SimpleNamespace(eval_prompts=batch, stop=None, **functions),
+    sampler=SimpleNamespace(
+      eval_prompts=batch,
+      stop=None,
+      mesh=sharding.make_mesh(jax.devices()[:1]),
+      weights=lambda policy: policy,
+      **functions,
+    ),
   )
   config = SimpleNamespace(
     eval=SimpleNamespace(samples=2),

@@ -85,7 +85,7 @@ def test_an_iteration_without_mixed_groups_has_no_signal(capsys):
     ({"objective.name": "ppo"}, ["exactly 1 over 2 updates"]),
     ({"objective.kl_coef": 0.1, "objective.kl_estimator": "k1"},
      ["exactly 1 over 2 updates", "clip_low=3.0e-04"]),
-    ({"rollout.one_step_off_policy": True},
+    ({"rollout.max_staleness": 1},
      ["exactly 1 over 2 updates", "no signal"]),
     ({"sampler.top_k": 3, "learner.minibatches": 1},
      ["top-k, top-p", "no signal", "clip_low=3.0e-04"]),

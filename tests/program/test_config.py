@@ -195,10 +195,14 @@ ROUNDS = "rollout.dynamic_sampling_rounds=2"
       f"{LIMIT}: expected 0 with objective.replay='r3'",
     ),
     (
-      f"rollout.one_step_off_policy=True {ROUNDS}",
-      f"rollout.one_step_off_policy=True: expected False with {ROUNDS}",
+      f"rollout.max_staleness=2 {ROUNDS}",
+      f"rollout.max_staleness=2: expected 0 with {ROUNDS}",
     ),
     (f"{LIMIT} {EXTRA} {ROUNDS}", f"{LIMIT}: expected 0 with {ROUNDS}"),
+    (
+      "data.drop_solved=True sampler_mesh.devices=4 rollout.max_staleness=1",
+      "data.drop_solved=True: expected False with sampler_mesh.devices=4",
+    ),
   ],
 )
 def test_keys_that_do_not_go_together(debug_config, overrides, words):
@@ -260,7 +264,7 @@ def test_a_key_that_is_missing_or_unknown(debug_config):
     parse(keys)
   for section, key, meant in (
     ("sampler", "group_size", "rollout.group_size"),
-    ("rollout", "ahead", "rollout.one_step_off_policy"),
+    ("rollout", "ahead", "rollout.max_staleness"),
     ("optim", "lr", "optim.learning_rate"),
   ):
     keys = ConfigDict(debug_config.to_dict())

@@ -77,7 +77,7 @@ def test_a_suggestion_says_what_its_number_counts():
     ("paging.pages", "continuous_batching.num_pages"),
     ("paging.steps", "continuous_batching.segment_steps"),
     ("paging.chunk", "continuous_batching.prefill_chunk"),
-    ("rollout.ahead", "rollout.one_step_off_policy"),
+    ("rollout.ahead", "rollout.max_staleness"),
     ("rollout.budget", "rollout.max_tokens_per_iteration"),
     ("rollout.spare", "rollout.extra_prompts_in_flight"),
     ("learner.micro_rows", "learner.micro_batch_size"),

@@ -245,6 +245,7 @@ ROWS = (
     BEFORE,
   ),
   # In the order of `sharding.AXES`.
+  Row("sampler_mesh.devices", built.devices_of_each, {0: (8, 8), 4: (4, 4)}),
   Row(
     "sampler_mesh.expert",
     built.decoding_mesh,
@@ -504,9 +505,9 @@ ROWS = (
   ),
   # rollout
   Row(
-    "rollout.one_step_off_policy",
+    "rollout.max_staleness",
     seen.order_of_phases,
-    {False: "gugu", True: "gguu"},
+    {0: "gugu", 1: "gguu"},
   ),
   Row(
     "rollout.max_tokens_per_iteration",

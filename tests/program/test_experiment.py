@@ -52,7 +52,7 @@ def test_a_checkpoint_belongs_to_its_optimizer(debug_config):
 @pytest.mark.parametrize(
   ("rollout", "value"),
   [
-    ({"one_step_off_policy": True}, True),
+    ({"max_staleness": 1}, True),
     ({"max_tokens_per_iteration": 6, "extra_prompts_in_flight": 2}, 2),
   ],
 )

@@ -17,8 +17,8 @@ from gspo_jax.data.datasets import Stage
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout.batch import RolloutContext, sampled_tokens
+from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.on_policy import OnPolicy
-from gspo_jax.rollout.one_step_off import OneStepOffPolicy
 from gspo_jax.rollout.partial import PartialRollouts
 from gspo_jax.runtime import progress, sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
@@ -136,7 +136,9 @@ def start(pool, kind, *, policy=None, last=STEPS, P=P, extra=EXTRA, shards=2):
   else:
     source = OnPolicy(context, None, rounds=1)
   if kind.startswith("one step off"):
-    source = OneStepOffPolicy(source, context, empty(P), last_step=last)
+    source = OffPolicy(
+      source, context, empty(P), max_staleness=1, last_step=last
+    )
   return source, context.curriculum
 
 
@@ -345,5 +347,5 @@ def test_one_step_off_policy_learns_from_the_batch_sampled_before(pool, run):
   source, _ = start(pool, "one step off", last=2)
   tokens = [source(step, step).sampled_tokens for step in (1, 2)]
   assert tokens == [on_policy[0]["cost"] + on_policy[1]["cost"], 0]
-  assert source.get_state()["positions"] == []
-  assert not source.pending["next"].lengths.any()
+  assert source.get_state()["next"] == []
+  assert not source.pending["next"][0].lengths.any()

@@ -221,7 +221,7 @@ def test_partial_rollouts_one_step_off_policy_on_two_processes(
     **CONTINUOUS_BATCHING,
     "rollout__max_tokens_per_iteration": 6,
     "rollout__extra_prompts_in_flight": 2,
-    "rollout__one_step_off_policy": True,
+    "rollout__max_staleness": 1,
   }
   launch(1, tmp_path / "one", devices=2, **added, **mesh).finish()
   launch(2, tmp_path / "two", **added, **mesh).finish()

@@ -58,6 +58,15 @@ def test_every_array_of_every_variant_has_one_rule(name):
   )
 
 
+def test_the_sampler_gets_the_last_devices():
+  devices = jax.devices()
+  assert sharding.split_devices(0) == (devices, [])
+  assert sharding.split_devices(3) == (devices[:5], devices[5:])
+  for count in (8, 9):
+    with pytest.raises(UserError, match=rf"sampler_mesh\.devices={count}: .*7"):
+      sharding.split_devices(count)
+
+
 def test_every_rule_matches_an_array():
   paths = {
     p

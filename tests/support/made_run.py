@@ -59,8 +59,9 @@ class MadeRun:
     self.error, self.wandb = "", mock.MagicMock()
     build, prepare = experiment.build_program, training.prepare
 
-    def made(config, mesh):
-      return _recording(build(config, mesh), config, self)
+    def made(config, mesh, *, sampler_devices):
+      built = build(config, mesh, sampler_devices=sampler_devices)
+      return _recording(built, config, self)
 
     def keep(*args):
       self.experiment = prepare(*args)

@@ -79,6 +79,16 @@ def decoding_mesh(config):
   return shape
 
 
+def devices_of_each(config):
+  """How many train, and how many sample."""
+  devices, own = sharding.split_devices(config.sampler_mesh.devices)
+  made = build_program(
+    parse(config), sharding.make_mesh(devices, data=-1), sampler_devices=own
+  )
+  assert made.sampler.generate.mesh.size == made.sampler.mesh.size
+  return made.mesh.size, made.sampler.mesh.size
+
+
 def embedding(config):
   made = built(config)
   return *made.abstract_params["embed"].shape, made.cfg.num_layers

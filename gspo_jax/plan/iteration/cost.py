@@ -7,7 +7,7 @@ are packed as a run packs them, and its sampler schedules the decode steps.
 A decode step takes what the compiled one does, but reads only the cached tokens
 that there are. A prefill takes its share of tokens of the compiled one. Not
 counted: rewards, packing, advantages, and the host between segments. So
-`rollout.one_step_off_policy`, which hides the rewards, gains nothing here. With
+`rollout.max_staleness`, which hides the rewards, gains nothing here. With
 dynamic sampling it is an iteration of one round.
 """
 

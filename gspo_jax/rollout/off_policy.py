@@ -1,0 +1,150 @@
+"""Off-policy rollouts: batches are sampled some iterations before their use."""
+
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+
+from gspo_jax.rollout.batch import (
+  RolloutBatch,
+  RolloutContext,
+  RolloutCost,
+  positions,
+)
+from gspo_jax.sampler.functions import SeparateDevices
+from gspo_jax.sampler.samples import Samples
+
+
+class OffPolicy:
+  """Samples each batch `max_staleness` iterations before it is learnt from.
+
+  The policy of iteration n, before its update, samples the batch of iteration
+  n + `max_staleness`, and the first policy also those before. So the schedule
+  goes by iterations and never by the clock. After the last iteration's batch
+  nothing is sampled: if the run is made longer later, the policy that learns
+  from the next batch samples it.
+
+  The rewards of a batch are computed while updates run. If the sampler has
+  devices of its own, a thread also samples meanwhile.
+
+  Args:
+    source: samples the batches.
+    context: of `source`.
+    empty: empty samples of a batch, for a checkpoint with fewer batches.
+    max_staleness: `rollout.max_staleness`; 0 needs `separate`.
+    last_step: the last iteration.
+    separate: for a sampler with devices of its own; else None.
+  """
+
+  def __init__(
+    self,
+    source,
+    context: RolloutContext,
+    empty: Samples,
+    *,
+    max_staleness: int,
+    last_step: int,
+    separate: SeparateDevices | None = None,
+  ):
+    self._source, self._context, self._empty = source, context, empty
+    self._max_staleness, self._last_step = max_staleness, last_step
+    self._separate = separate
+    # JAX has no order between the collectives of two threads, so that one
+    # thread alone runs programs on the sampler's devices.
+    self._thread = separate and ThreadPoolExecutor(1, "sampler")
+    self._batches: deque[Future[RolloutBatch]] = deque()
+
+  def __call__(self, params, step: int) -> RolloutBatch:
+    """The batch that iteration `step` learns from."""
+    newest = min(step + self._max_staleness, self._last_step)
+    targets = range(step + len(self._batches), newest + 1)
+    if self._separate and targets:
+      params = self._separate.sync_weights(params)
+    started = [self._start(params, target, step) for target in targets]
+    self._batches.extend(started)
+    batch = self._batches.popleft().result()
+    if self._separate is None:
+      # All were sampled in this iteration.
+      tokens = sum(each.result().sampled_tokens for each in started)
+      return batch._replace(sampled_tokens=tokens)
+    samples = self._on_trainer(batch.samples.samples)
+    return batch._replace(samples=batch.samples._replace(samples=samples))
+
+  def _on_trainer(self, samples: Samples | None) -> Samples | None:
+    if self._separate is None or samples is None:
+      return samples
+    return self._separate.to_trainer(samples)
+
+  def _start(self, params, target: int, step: int) -> Future[RolloutBatch]:
+    """Samples the batch of iteration `target` with the policy of `step`."""
+    if self._thread:
+      return self._thread.submit(self._sample, params, target, step)
+    done = Future()
+    done.set_result(self._sample(params, target, step))
+    return done
+
+  def _sample(self, params, target, step) -> RolloutBatch:
+    if self._separate is None:
+      return self._source(params, target, policy_step=step)
+    began = time.monotonic()
+    batch = self._source(params, target, policy_step=step)
+    jax.block_until_ready(batch.samples.samples)
+    return batch._replace(seconds=time.monotonic() - began)
+
+  def wait(self) -> list[RolloutBatch]:
+    """The batches for later iterations, all sampled."""
+    return [each.result() for each in self._batches]
+
+  def close(self) -> None:
+    """Samples no batch that has not been begun."""
+    if self._thread:
+      self._thread.shutdown(wait=False, cancel_futures=True)
+
+  @property
+  def pending(self) -> dict:
+    """Samples for the next iterations, and those of the source.
+
+    A checkpoint is of the trainer's devices.
+    """
+    samples = [batch.samples.samples for batch in self.wait()]
+    samples += [self._empty] * (self._max_staleness - len(samples))
+    return {
+      "next": [*map(self._on_trainer, samples)],
+      "source": self._on_trainer(self._source.pending),
+    }
+
+  def get_state(self) -> dict:
+    """JSON: where the pending problems stand in the data, and their cost."""
+    batches = [
+      {
+        "positions": positions(batch.samples.prompts),
+        "tokens": int(batch.costs[0].tokens),
+        "slot_steps": int(batch.costs[0].slot_steps),
+        "policy_step": batch.policy_step,
+        "resumed_fraction": batch.resumed_fraction,
+      }
+      for batch in self.wait()
+    ]
+    return {"source": self._source.get_state(), "next": batches}
+
+  def set_state(self, pending: dict, state: dict) -> None:
+    """Restores `pending` and `get_state`; scores the responses again."""
+    of_source = pending["source"]
+    if self._separate and of_source is not None:
+      of_source = self._separate.to_sampler(of_source)
+    self._source.set_state(of_source, state["source"])
+    self._batches.clear()
+    for samples, saved in zip(pending["next"], state["next"], strict=False):
+      prompts = self._context.curriculum.prompts_at(saved["positions"])
+      scored = self._context.start_scoring(prompts, samples)
+      cost = RolloutCost(
+        prompts, scored.rewards, saved["tokens"], saved["slot_steps"]
+      )
+      restored = Future()
+      restored.set_result(
+        RolloutBatch(
+          scored, [cost], 0, saved["policy_step"], saved["resumed_fraction"]
+        )
+      )
+      self._batches.append(restored)

@@ -1,0 +1,24 @@
+"""One run of the staleness study: batches that are sampled iterations ahead.
+
+  python -m gspo_jax.main --workdir=runs/stale \
+    --config=studies/staleness/config.py:staleness=4,old=sampler,seed=1
+
+The embedded default for 24 iterations. `recompute` divides by the policy at the
+start of the iteration that learns, `sampler` by the one that sampled.
+"""
+
+from ml_collections import ConfigDict
+
+from studies import arguments, base
+
+
+def get_config(argument: str = "") -> ConfigDict:
+  """argument: keys of `arguments.read` below, `staleness=2,old=sampler`."""
+  asked = arguments.read(
+    argument, staleness=0, old="recompute", seed=0, quick=0
+  )
+  c = base.config(asked)
+  c.num_steps = c.eval.every = 24
+  c.rollout.max_staleness = asked.staleness
+  c.objective.old_logps = asked.old
+  return base.shrink(c) if asked.quick else c

@@ -1,0 +1,32 @@
+"""The figure of the staleness study."""
+
+from pathlib import Path
+
+from studies import drawing
+
+NAMES = {"recompute": "recomputed", "sampler": "the sampler's"}
+COLOURS = {"recompute": "#0072B2", "sampler": "#CC79A7"}
+
+
+def draw(record: dict, path: Path) -> None:
+  """Final pass@1, and the share of clipped tokens, by staleness."""
+  figure, ((left, right),) = drawing.axes(1, 2, size=(4.8, 3.6))
+  panels = (
+    (left, "final", "final pass@1"),
+    (
+      right,
+      "clipped tokens",
+      "clipped tokens",
+    ),
+  )
+  fresh = [row for row in record["table"] if not row["staleness"]]
+  for ax, key, label in panels:
+    for old, colour in COLOURS.items():
+      own = [r for r in record["table"] if r["old"] == old and r["staleness"]]
+      rows = fresh + own
+      steps = [row["staleness"] for row in rows]
+      found = [row[key] for row in rows]
+      drawing.whiskers(ax, steps, found, colour=colour, label=NAMES[old])
+    ax.set(xlabel="rollout.max_staleness", ylabel=label)
+    ax.set_xticks([row["staleness"] for row in fresh + own])
+  drawing.save(figure, path)
