@@ -63,6 +63,53 @@ def test_gradients_of_splash_and_xla_agree():
     np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+def _wide(monkeypatch):
+  monkeypatch.setattr(attention, "splash_blocks", lambda tokens: (128, 256))
+
+
+def _apart(monkeypatch):
+  monkeypatch.setattr(attention, "_PARTS_BYTES", 0)
+
+
+@pytest.mark.parametrize("blocks", [_wide, _apart])
+def test_gradients_of_splash_by_other_blocks(blocks, monkeypatch):
+  """With longer blocks of keys, and with a kernel of its own for the queries.
+
+  Each has the kernels that it is said to have.
+  """
+  blocks(monkeypatch)
+  *qkv, segments = random_inputs(T=512)
+  cotangent = np.random.default_rng(1).normal(size=qkv[0].shape)
+  splash = functools.partial(attention.splash, interpret=True)
+
+  def gradients(kernel):
+    loss = lambda qkv: (kernel(*qkv, segments) * cotangent).sum()
+    return jax.grad(loss)
+
+  traced = str(jax.make_jaxpr(gradients(splash))(qkv))
+  assert ("splash_mha_dq" in traced) == (blocks is _apart)
+  # The parts of the queries' gradient, one for each block of keys.
+  assert (f"f32[{B},2,{N},512,{H}]" in traced) == (blocks is _wide)
+  found = jax.jit(gradients(splash))(qkv)
+  expected = jax.jit(gradients(attention.in_blocks))(qkv)
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+  ("tokens", "blocks"),
+  [
+    (640, (128, 128)),
+    (4096, (512, 512)),
+    (16384, (512, 2048)),
+    (17408, (512, 1024)),
+    (65536, (512, 2048)),
+  ],
+)
+def test_blocks_of_keys_are_at_most_an_eighth_of_a_long_row(tokens, blocks):
+  assert attention.splash_blocks(tokens) == blocks
+
+
 def jaxpr(platform, monkeypatch, T=T, H=H, dtype=jnp.bfloat16):
   """The program traced for a platform, as text."""
   monkeypatch.setattr(sharding, "platform", lambda: platform)
