@@ -258,7 +258,8 @@ MESHES = {
     {"data": 1, "fsdp": 2, "context": 2, "expert": 2},
     {},
   ),
-  # Two devices have the same key head.
+  # Two devices have the same key head, here and below.
+  "4 context": (4, {"data": 1, "context": 4}, {}),
   "8 context, expert, tensor": (
     8,
     {"data": 1, "context": 2, "expert": 2, "tensor": 2},
