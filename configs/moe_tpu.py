@@ -150,7 +150,7 @@ _QWEN3_30B_LONG = {
     decoding=8,
     prompts=256,
     new_tokens=65536 - 1024,
-    pages=262_144,
+    pages=262_144,  # of 400,896 that the plan allows
     keep=_KEEP_MOST,
     instruments=False,
   ),
@@ -162,7 +162,7 @@ _QWEN3_30B_LONG = {
     decoding=8,
     prompts=256,
     new_tokens=131_072 - 1024,
-    pages=524_288,
+    pages=524_288,  # of 742,528 that the plan allows
     keep=_KEEP_MOST,
     instruments=False,
   ),
