@@ -36,6 +36,8 @@ def get_config() -> ConfigDict:
   c.mesh = ConfigDict()  # devices along each axis; -1: those left over
   c.mesh.data = -1  # replicas
   c.mesh.fsdp = 1  # parameters and rows are split
+  # Parameters and the tokens of each row are split; the heads in attention.
+  c.mesh.context = 1
   c.mesh.expert = 1  # experts and rows are split
   c.mesh.tensor = 1  # heads, hidden columns and vocabulary are split
 
@@ -229,7 +231,9 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.num_steps = 2
   c.model.variant = "tiny"
   c.model.dtype = "float32"
-  c.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
+  c.mesh = ConfigDict(
+    {"data": -1, "fsdp": 1, "context": 1, "expert": 1, "tensor": 1}
+  )
   c.sampler_mesh = ConfigDict({"devices": 0, "expert": 0, "tensor": 0})
   c.data.source = "chain"
   c.data.eval_source = c.data.tokenizer = ""

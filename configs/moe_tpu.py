@@ -7,6 +7,7 @@ Arguments follow a colon, with commas between:
 
   variant=qwen3-235b-a22b        a model of `SLICES`; default qwen3-30b-a3b
   topology=v5p:4x8x8             a slice of it; default its first
+  long                           64k tokens and more, on a slice of `LONG`
   checkpoint=DIR,questions=FILE  train a Hugging Face folder on maths questions:
                                  JSON lines, Parquet, or any `data.source`
   eval=FILE                      held-out questions; default an eighth of them
@@ -40,10 +41,11 @@ class _Slice(NamedTuple):
     group_size: responses a prompt.
     new_tokens: most tokens of a response.
     pages: `continuous_batching.num_pages`.
-    rows: packed rows a device in one forward and backward pass.
+    rows: packed rows in one forward and backward pass, of `context` devices.
     keep: what blocks do not compute again.
     instruments: `log.instruments`.
     lora_rank: `model.lora.rank`; 0: all weights are trained.
+    context: `mesh.context`.
   """
 
   devices: int
@@ -59,6 +61,7 @@ class _Slice(NamedTuple):
   keep: tuple[str, ...] = _KEEP_LITTLE
   instruments: bool = True
   lora_rank: int = 0
+  context: int = 1
 
 
 _QWEN3_30B = {
@@ -136,7 +139,43 @@ SLICES = {
   "olmoe-1b-7b": _OLMOE,
 }
 
+# Long rows, split over `context`: of 65,536 tokens, prompt and response, and of
+# 131,072. Their lengths divide into the longest blocks of attention.
+_QWEN3_30B_LONG = {
+  "v5p:4x4x4": _Slice(
+    devices=64,
+    fsdp=4,
+    context=4,
+    expert=4,
+    decoding=8,
+    prompts=256,
+    new_tokens=65536 - 1024,
+    pages=262_144,  # of 400,896 that the plan allows
+    keep=_KEEP_MOST,
+    instruments=False,
+  ),
+  "tpu7x:4x4x4": _Slice(
+    devices=128,
+    fsdp=4,
+    context=8,
+    expert=4,
+    decoding=8,
+    prompts=256,
+    new_tokens=131_072 - 1024,
+    pages=524_288,  # of 742,528 that the plan allows
+    keep=_KEEP_MOST,
+    instruments=False,
+  ),
+}
+
+# Releases for 262,144 tokens; the first one is the default of `long`.
+LONG = {
+  "qwen3-30b-a3b-2507": _QWEN3_30B_LONG,
+  "qwen3-coder-30b-a3b": _QWEN3_30B_LONG,
+}
+
 _ARGUMENTS = ("checkpoint", "questions", "eval", "variant", "topology")
+_FLAGS = ("debug", "long")
 
 # Releases that think before they answer, unless the template is told otherwise.
 # The others either never do, or always.
@@ -145,20 +184,24 @@ _THINKING_TOKENS = 8192  # a response with fewer has no room for it
 
 
 def get_config(arg: str = "") -> ConfigDict:
-  """arg: words with commas between: `debug`, and any of `_ARGUMENTS`, each with
-  `=` and its value."""
+  """arg: words with commas between: any of `_FLAGS`, and of `_ARGUMENTS` with
+  `=` and a value."""
   words = [word for word in arg.split(",") if word]
   given = dict(word.split("=", 1) for word in words if "=" in word)
   flags = {word for word in words if "=" not in word}
-  unknown = sorted((given.keys() - {*_ARGUMENTS}) | (flags - {"debug"}))
+  unknown = sorted((given.keys() - {*_ARGUMENTS}) | (flags - {*_FLAGS}))
   if unknown:
     raise ValueError(
-      f"{unknown[0]}: expected debug, or one of {_list(_ARGUMENTS)}"
+      f"{unknown[0]}: expected one of {_list((*_FLAGS, *_ARGUMENTS))}"
     )
-  variant = given.get("variant", "qwen3-30b-a3b")
-  if variant not in SLICES:
-    raise ValueError(f"variant={variant}: expected one of {_list(SLICES)}")
-  slices = SLICES[variant]
+  variants = LONG if "long" in flags else SLICES
+  variant = given.get("variant", next(iter(variants)))
+  if variant not in variants:
+    raise ValueError(
+      f"variant={variant}: expected one of {_list(variants)}"
+      + " with long" * ("long" in flags)
+    )
+  slices = variants[variant]
   topology = given.get("topology", next(iter(slices)))
   if topology not in slices:
     raise ValueError(
@@ -172,7 +215,7 @@ def get_config(arg: str = "") -> ConfigDict:
       " eval="
     )
   c = _sized(variant, slices[topology])
-  if flags:
+  if "debug" in flags:
     common.shrink(c)
   if checkpoint:
     _train_on(c, checkpoint, questions, given.get("eval", ""))
@@ -217,6 +260,7 @@ def _sized(variant: str, where: _Slice) -> ConfigDict:
   c.model.lora.rank = where.lora_rank
   c.mesh.data = -1
   c.mesh.fsdp = where.fsdp
+  c.mesh.context = where.context
   c.mesh.expert = where.expert
   c.sampler_mesh.expert = where.decoding
   c.sampler_mesh.tensor = where.decoding_tensor
@@ -226,7 +270,7 @@ def _sized(variant: str, where: _Slice) -> ConfigDict:
   c.rollout.group_size = where.group_size
   c.sampler.max_new_tokens = where.new_tokens
   c.learner.minibatches = 4  # GSPO, sec. 5.1
-  c.learner.micro_batch_size = where.rows * where.devices
+  c.learner.micro_batch_size = where.rows * where.devices // where.context
   c.log.instruments = where.instruments
 
   # All responses decode at once: most end soon, and make room in the pool.

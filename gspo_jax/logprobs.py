@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from gspo_jax import model
 from gspo_jax.runtime import sharding
@@ -108,14 +107,22 @@ def token_logprobs(
     use_own_experts=use_own_experts,
   )
   predicting = slice(-R - 1, -1)  # positions that predict the last R tokens
+  hidden, targets = out.hidden[:, predicting], tokens[:, -R:]
+  if is_split := sharding.size("context") > 1:
+    # All columns: R of them would not split evenly over the devices.
+    hidden, targets = out.hidden, jnp.roll(tokens, -1, axis=1)
+    wanted = jnp.ones_like(tokens[:, -R:], bool) if wanted is None else wanted
+    wanted = jnp.pad(wanted, ((0, 0), (tokens.shape[1] - R - 1, 1)))
   logps, entropy = logprobs_and_entropy(
-    out.hidden[:, predicting],
+    hidden,
     model.output_matrix(params, cfg),
-    tokens[:, -R:],
+    targets,
     cfg,
     temperature or 1.0,
     wanted,
   )
+  if is_split:
+    logps, entropy = logps[:, predicting], entropy[:, predicting]
   if out.routing is None:
     return TokenLogprobs(logps, entropy)
   experts, router_logps, router_entropy, dropped = out.routing
@@ -135,7 +142,9 @@ def logprobs_and_entropy(
   """Log-probs of the targets and entropies, [B, R] each, from hidden states.
 
   Both are 0 where `wanted_BR` is given and false. A shard_map: the devices
-  along `tensor` and `expert` share the vocabulary.
+  along `tensor` and `expert` share the vocabulary, and those along `context`
+  the columns of the hidden states. The results have whole rows, so that sums
+  over a sequence are the same on any mesh.
   """
 
   def local(hidden_BRD, head, targets_BR, wanted_BR):
@@ -155,13 +164,15 @@ def logprobs_and_entropy(
       gathered = _map_chunks(jax.checkpoint(of_chunk), *operands)
     else:
       gathered = _map_wanted(of_chunk, *operands, gather(wanted_BR))
-    return jax.tree.map(lambda x: _local_rows(x, targets_BR.shape), gathered)
+    local_rows = lambda x: _local_rows(x, targets_BR.shape)
+    whole_rows = lambda x: sharding.gather(local_rows(x), "context", dim=1)
+    return jax.tree.map(whole_rows, gathered)
 
-  rows = PartitionSpec(sharding.BATCH_AXES)
+  tokens = sharding.TOKENS
   sharded = sharding.shard_map(
     local,
-    in_specs=(rows, sharding.param_spec("head"), rows, rows),
-    out_specs=rows,
+    in_specs=(tokens, sharding.param_spec("head"), tokens, tokens),
+    out_specs=sharding.ROWS,
   )
   return sharded(hidden_BRD, head_DV, targets_BR, wanted_BR)
 
@@ -169,7 +180,7 @@ def logprobs_and_entropy(
 def _vocabulary_shard(head):
   """This device's columns of the head, [D, v], and their token ids, [v].
 
-  The head's rows are sharded over `fsdp` and `expert`, its columns over
+  The head's rows are sharded over `WEIGHT_AXES` and `expert`, its columns over
   `tensor`. An all-to-all along `expert` exchanges rows for columns. The columns
   are padded to divide evenly; padding has the id -1.
   """
@@ -177,7 +188,7 @@ def _vocabulary_shard(head):
   padding = -columns % sharding.size("expert")
   head = jnp.pad(head, ((0, 0), (0, padding)))
   head = sharding.all_to_all(head, "expert", split=1, join=0)
-  head_Dv = sharding.gather(head, "fsdp", dim=0)
+  head_Dv = sharding.gather(head, *sharding.WEIGHT_AXES, dim=0)
   v = head_Dv.shape[1]
   column_v = sharding.index("expert") * v + jnp.arange(v)
   id_v = sharding.index("tensor") * columns + column_v

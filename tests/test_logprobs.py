@@ -286,19 +286,33 @@ def test_a_response_length_out_of_range_is_refused(response_length):
     score(DENSE, response_length=response_length)(weights(DENSE))
 
 
-@pytest.mark.parametrize("some", [False, True], ids=["all", "wanted"])
-def test_a_dense_tied_model_on_a_mesh_equals_one_device(some, monkeypatch):
-  """Log-probs, entropies and every gradient; 74 columns need padding."""
+@pytest.mark.parametrize(
+  ("some", "axis"), [(False, "expert"), (True, "expert"), (False, "context")]
+)
+def test_a_dense_tied_model_on_a_mesh_equals_one_device(
+  some, axis, monkeypatch
+):
+  """Log-probs, entropies and every gradient; 74 columns need padding.
+
+  Half of the rows are two sequences.
+  """
   # Tokens of devices that share the vocabulary, of which some are wanted.
   monkeypatch.setattr(logprobs, "_CHUNK", 4 if some else 1024)
   cfg = dataclasses.replace(
-    DENSE, vocab_size=74, embed_dim=16, mlp_dim=8, num_kv_heads=2, remat=True
+    DENSE,
+    vocab_size=74,
+    embed_dim=16,
+    mlp_dim=8,
+    num_heads=4,
+    num_kv_heads=2,
+    remat=True,
   )
   rng = np.random.default_rng(0)
   mask = np.ones((8, 12), np.int32)
   mask[::2, :4] = 0
+  mask[1::2, 5:] = 2
   tokens = rng.integers(0, 74, mask.shape).astype(np.int32)
-  positions = np.maximum(mask.cumsum(1) - 1, 0)
+  positions = np.arange(12) - np.where(mask == 2, 5, 0)
   shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
   params = jax.tree.map(
     lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes
@@ -315,7 +329,7 @@ def test_a_dense_tied_model_on_a_mesh_equals_one_device(some, monkeypatch):
 
   run = lambda params: jax.jit(jax.grad(loss, has_aux=True))(params)
   expected = jax.device_get(run(params))
-  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+  mesh = sharding.make_mesh(**{"fsdp": 2, "tensor": 2, axis: 2})
   with jax.set_mesh(mesh):
     sharded = jax.device_put(params, sharding.state_shardings(shapes, mesh))
     actual = jax.device_get(run(sharded))

@@ -503,7 +503,7 @@ def test_a_sampler_on_its_own_device_is_the_same_run(
   sampler = build_once(
     parse(config_of(**SPLIT)), sharding.make_mesh(None), jax.devices()[-1:]
   ).sampler
-  assert sampler.mesh.devices.tolist() == [[[[jax.devices()[-1]]]]]
+  assert sampler.mesh.devices.tolist() == [[[[[jax.devices()[-1]]]]]]
   _, out = run(tmp_path / "split", **SPLIT, **cold)
   assert out.startswith("1 x cpu; 1 more to sample\n")
   assert_same_run(tmp_path / "split", reference[0], **SPLIT)

@@ -249,21 +249,21 @@ def pack_responses(
   pack = sharding.shard_map(
     local,
     in_specs=(*[batch_axes] * 3, PartitionSpec(), batch_axes, batch_axes),
-    out_specs=PartitionSpec(None, None, sharding.BATCH_AXES),
+    out_specs=PartitionSpec(None, None, *sharding.ROWS),
   )
   rows = pack(prompts, responses, lengths, packing, logps, experts)
   return PackedBatch(rows, jnp.asarray(packing.num_micro_batches))
 
 
 def _shards() -> int:
-  return sharding.size(*sharding.BATCH_AXES)
+  return sharding.size(*sharding.ROW_AXES)
 
 
 def _slots(packing, prompt_lengths, lengths, cfg) -> _Slots:
   """What stands in the rows of this device."""
   B, size = len(lengths), cfg.micro_batch_size
   size_here = size // _shards()
-  first = sharding.index(*sharding.BATCH_AXES) * size_here
+  first = sharding.index(*sharding.ROW_AXES) * size_here
   micro_batch, row = packing.row // size, packing.row % size - first
   # Rows of other devices, and of empty sequences, are out of range.
   here = (row >= 0) & (row < size_here) & (packing.row < B)
@@ -367,4 +367,5 @@ def train_batch_from_samples(
     values=zeros(fields.critic),
     returns=zeros(fields.critic),
   )
-  return batch._replace(rows=sharding.constrain_batch(rows, axis=2))
+  rows = sharding.constrain(rows, None, None, *sharding.ROWS)
+  return batch._replace(rows=rows)

@@ -13,6 +13,10 @@ from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
 _BLOCK = 512  # queries and keys of a tile of scores in VMEM
+# Most bytes of the parts of the fused backward pass: 32,768 tokens of 32 heads
+# of width 128. Above it the gradient of the queries has a kernel of its own,
+# which computes the scores once more.
+_PARTS_BYTES = 4 * 2**30
 _CPU_BLOCK = 64  # queries of a block on a CPU
 _CACHED_SCORES = 2**18  # float32 scores that stay in the cache of a core
 _LANES = 128
@@ -236,10 +240,11 @@ def splash(q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret: bool = False):
   """JAX's TPU kernel; `interpret` runs it on any platform, slowly."""
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
-  _, T, N, H = q_BTNH.shape
+  B, T, N, H = q_BTNH.shape
   padding = -T % _LANES  # at the end: no earlier token attends to it
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
-  kernel = _splash_kernel(N, T + padding, interpret)
+  query_bytes = B * (T + padding) * N * H * q_BTNH.dtype.itemsize
+  kernel = _splash_kernel(N, T + padding, query_bytes, interpret)
   heads_first = lambda x: pad(x).swapaxes(1, 2)
   out_BNTH = jax.vmap(
     lambda q, k, v, s: kernel(q, k, v, segment_ids=sa.SegmentIds(q=s, kv=s))
@@ -252,25 +257,44 @@ def splash(q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret: bool = False):
   return out_BNTH.swapaxes(1, 2)[:, :T]
 
 
-def _splash_kernel(heads: int, tokens: int, interpret: bool):
+def _splash_kernel(heads: int, tokens: int, query_bytes: int, interpret: bool):
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
-  block = max(b for b in (128, 256, _BLOCK) if tokens % b == 0)
+  block, wide_block = splash_blocks(tokens)
+  fused = tokens // wide_block * query_bytes <= _PARTS_BYTES
+  blocks = {
+    "block_q": block,
+    "block_kv": block,
+    "block_kv_compute": block,
+    "block_q_dkv": block,
+    "block_kv_dkv": wide_block if fused else block,
+    "block_kv_dkv_compute": block,
+    "use_fused_bwd_kernel": fused,
+  }
+  if not fused:
+    blocks |= {"block_q_dq": block, "block_kv_dq": block}
   return sa.make_splash_mha(
     sa.MultiHeadMask([sa.CausalMask((tokens, tokens))] * heads),
     head_shards=1,
     q_seq_shards=1,
-    block_sizes=sa.BlockSizes(
-      block_q=block,
-      block_kv=block,
-      block_kv_compute=block,
-      block_q_dkv=block,
-      block_kv_dkv=block,
-      block_kv_dkv_compute=block,
-      # Fewer products than two kernels, for more memory: with one row of
-      # 16,384 tokens per chip 20 % of a v5p is still free (gspo_jax.plan).
-      use_fused_bwd_kernel=True,
-    ),
+    block_sizes=sa.BlockSizes(**blocks),
     residual_checkpoint_name="attention",
     interpret=interpret,
   )
+
+
+def splash_blocks(tokens: int) -> tuple[int, int]:
+  """Queries of a block of splash, and keys of one in its backward pass.
+
+  The fused backward pass writes the gradient of all queries once for each block
+  of keys, and then adds these parts. Long blocks make few parts; but a block
+  that the diagonal crosses is computed whole, so that one has an eighth of the
+  keys at most.
+
+  Args:
+    tokens: of a row, a multiple of 128.
+  """
+  largest = lambda limit: max(
+    b for b in (128, 256, 512, 1024, 2048) if b <= limit and tokens % b == 0
+  )
+  return largest(_BLOCK), largest(max(_BLOCK, tokens // 8))

@@ -84,11 +84,11 @@ class MoE(nn.Module):
     }
     weights |= lora.of_module(self, ("gate_up", "down"), cfg)
     specs = {name: sharding.param_spec(f"moe/{name}") for name in weights}
-    rows = PartitionSpec(sharding.BATCH_AXES)
+    tokens = sharding.TOKENS
     layer = sharding.shard_map(
       functools.partial(_local, cfg=cfg, replay=replay),
-      in_specs=(rows, rows, rows, specs, PartitionSpec()),
-      out_specs=(rows, Routing(rows, rows, rows, PartitionSpec())),
+      in_specs=(tokens, tokens, tokens, specs, PartitionSpec()),
+      out_specs=(tokens, Routing(tokens, tokens, tokens, PartitionSpec())),
     )
     return layer(x_BTD, real_BT, routes_BTk, weights, use_own_experts)
 
@@ -103,7 +103,8 @@ def _local(
 
   def gather(name):
     shard = weights[name].astype(x_MD.dtype)
-    return checkpoint_name(sharding.gather(shard, "fsdp", dim=0), "weights")
+    whole = sharding.gather(shard, *sharding.WEIGHT_AXES, dim=0)
+    return checkpoint_name(whole, "weights")
 
   def experts(name):
     ends = ("", lora.A, lora.B)

@@ -9,6 +9,7 @@ key-value heads, H head width, F hidden width, V vocabulary, k experts a token.
 
 import contextlib
 import functools
+import math
 import operator
 from typing import NamedTuple
 
@@ -144,13 +145,17 @@ def project(x, weights, name, axes: int = 1):
 
 
 def _gathered(weights, part, dtype):
-  """A device's weights, whole along `fsdp`; `part` is the start of the path."""
+  """A device's weights, joined along `WEIGHT_AXES`.
+
+  `part` is the start of the path.
+  """
+  axes = sharding.WEIGHT_AXES
 
   def gather(name, x):
     spec, x = sharding.param_spec(f"{part}/{name}"), x.astype(dtype)
-    if "fsdp" not in spec:
+    if axes not in spec:
       return x
-    return sharding.gather(x, "fsdp", dim=spec.index("fsdp"))
+    return sharding.gather(x, *axes, dim=spec.index(axes))
 
   return {name: gather(name, x) for name, x in weights.items()}
 
@@ -223,9 +228,15 @@ def _project(x_BTD, weights, angles, cfg):
 
 
 def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
-  """Attention among the T tokens, in a shard_map over rows and heads."""
-  rows = PartitionSpec(sharding.BATCH_AXES)
-  rows_and_heads = PartitionSpec(sharding.BATCH_AXES, "tensor")
+  """Attention among the T tokens, in a shard_map over rows, tokens and heads.
+
+  A device has all heads of its part of a row's tokens. It exchanges them for
+  all tokens of its part of the heads, and after attention back, so that the
+  devices along `context` have equal shares of the causal scores
+  (arXiv 2309.14509, sec. 3).
+  """
+  tokens = sharding.TOKENS
+  heads_first = PartitionSpec(sharding.ROW_AXES, "tensor", "context")
   norms = PartitionSpec("tensor" if cfg.qk_norm_over_heads else None)
   specs = {
     name: norms
@@ -239,7 +250,7 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
     others = {k: x for k, x in weights.items() if k not in norms}
     weights = norms | _gathered(others, "attention", x_BTD.dtype)
     q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
-    out_BTNH = attention.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    out_BTNH = _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT)
     y_BTD = project(out_BTNH, weights, "o", axes=2)
     y_BTD = sharding.psum(y_BTD, "tensor")
     to_cache = lambda x: x.swapaxes(1, 2).astype(stored(x.dtype))
@@ -247,10 +258,25 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
 
   attend = sharding.shard_map(
     local,
-    in_specs=(rows, specs, rows, rows),
-    out_specs=(rows, rows_and_heads),
+    in_specs=(tokens, specs, tokens, tokens),
+    out_specs=(tokens, heads_first),
   )
   return attend(x_BTD, weights, angles, segments_BT)
+
+
+def _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+  """`attention.attend`, with the tokens split over `context`."""
+  C, K = sharding.size("context"), k_BTKH.shape[2]
+  split_heads = lambda x: sharding.all_to_all(x, "context", split=2, join=1)
+  # Fewer key heads than devices: some devices have the same one.
+  repeat = lambda x: jnp.repeat(x, math.lcm(K, C) // K, axis=2)
+  out_BTNH = attention.attend(
+    split_heads(q_BTNH),
+    split_heads(repeat(k_BTKH)),
+    split_heads(repeat(v_BTKH)),
+    sharding.gather(segments_BT, "context", dim=1),
+  )
+  return sharding.all_to_all(out_BTNH, "context", split=1, join=2)
 
 
 @recomputed
@@ -278,8 +304,8 @@ class MLP(nn.Module):
       gate, up = (project(x_BTD, weights, name) for name in ("gate", "up"))
       return sharding.psum(project(swiglu(gate, up), weights, "down"), "tensor")
 
-    rows = PartitionSpec(sharding.BATCH_AXES)
-    mlp = sharding.shard_map(local, in_specs=(rows, specs), out_specs=rows)
+    tokens = sharding.TOKENS
+    mlp = sharding.shard_map(local, in_specs=(tokens, specs), out_specs=tokens)
     return mlp(x_BTD, weights)
 
 
@@ -317,10 +343,11 @@ class Block(nn.Module):
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
   """Random float32 parameters; those of the blocks are stacked on axis 0."""
   k_embed, k_layers, k_head = jax.random.split(key, 3)
-  B = sharding.size(*sharding.BATCH_AXES)  # the least that can be sharded
-  stream = jnp.zeros((B, 1, cfg.embed_dim))
-  angles = (jnp.zeros((B, 1, cfg.head_dim // 2)),) * 2
-  mask = jnp.ones((B, 1), jnp.int32)
+  # The least that can be sharded.
+  B, T = sharding.size(*sharding.ROW_AXES), sharding.size("context")
+  stream = jnp.zeros((B, T, cfg.embed_dim))
+  angles = (jnp.zeros((B, T, cfg.head_dim // 2)),) * 2
+  mask = jnp.ones((B, T), jnp.int32)
   block = lambda k: Block(cfg).init(k, stream, angles, mask)["params"]
   normal = nn.initializers.normal
   params = {
@@ -430,20 +457,20 @@ def _embed(table_VD, tokens_BT, cfg):
   all columns of its own tokens.
   """
 
+  axes = sharding.LOGICAL["table"]
+
   def local(table, tokens_BT):
-    tokens = sharding.gather(tokens_BT.reshape(-1), "fsdp", "expert", dim=0)
+    tokens = sharding.gather(tokens_BT.reshape(-1), *axes, dim=0)
     row = tokens - sharding.index("tensor") * table.shape[0]
     local_row = (row >= 0) & (row < table.shape[0])
     # Cast after the lookup, so that its gradient is summed in float32.
     x = jnp.take(table, row, axis=0, mode="clip").astype(cfg.dtype)
     x = sharding.psum(jnp.where(local_row[:, None], x, 0), "tensor")
-    x_MD = sharding.all_to_all(x, "fsdp", "expert", split=0, join=1)
+    x_MD = sharding.all_to_all(x, *axes, split=0, join=1)
     return x_MD.reshape(*tokens_BT.shape, -1)
 
-  rows = PartitionSpec(sharding.BATCH_AXES)
-  embed = sharding.shard_map(
-    local, in_specs=(sharding.param_spec("embed"), rows), out_specs=rows
-  )
+  specs = sharding.param_spec("embed"), sharding.TOKENS
+  embed = sharding.shard_map(local, in_specs=specs, out_specs=sharding.TOKENS)
   return embed(table_VD, tokens_BT)
 
 

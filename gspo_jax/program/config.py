@@ -133,6 +133,7 @@ class Mesh:
 
   data: int
   fsdp: int
+  context: int
   expert: int
   tensor: int
 
@@ -448,11 +449,12 @@ class Config:
     }
     return dataclasses.replace(self, **sections)
 
-  def check_training(self, shards: int) -> None:
+  def check_training(self, shards: int, context: int = 1) -> None:
     """Checks what several sections must agree on for training.
 
     Args:
-      shards: devices that share the rows of a batch.
+      shards: devices that share a batch of samples.
+      context: of them, devices that share each row of an update.
 
     Raises:
       UserError: naming the keys, and what is expected.
@@ -502,7 +504,7 @@ class Config:
         f"rollout.max_staleness={self.rollout.max_staleness}: which prompts "
         "come next would go by the clock"
       )
-    self._check_sizes(shards)
+    self._check_sizes(shards, context)
 
   def _check_lora(self):
     """UserError where a key does not go with adapters."""
@@ -532,7 +534,7 @@ class Config:
           f"(model.lora.rank={self.model.lora.rank})"
         )
 
-  def _check_sizes(self, shards):
+  def _check_sizes(self, shards, context):
     """UserError unless every cut of a batch comes out even."""
     prompts, micro = self.data.prompts, self.learner.micro_batch_size
     divides(
@@ -544,7 +546,6 @@ class Config:
     )
     sizes = {
       "data.prompts": prompts,
-      "learner.micro_batch_size": micro,
       "rollout.extra_prompts_in_flight": self.rollout.extra_prompts_in_flight,
     }
     if self.cold_start.steps:
@@ -553,7 +554,13 @@ class Config:
       divides("cold_start.batch", batch, "learner.micro_batch_size", micro)
       sizes["cold_start.batch"] = batch
     for name, size in sizes.items():
-      multiple(name, size, "mesh.data x fsdp x expert", shards)
+      multiple(name, size, "mesh.data x fsdp x context x expert", shards)
+    rows, name = shards // context, "learner.micro_batch_size"
+    micro = self.learner.micro_batch_size
+    multiple(name, micro, "mesh.data x fsdp x expert", rows)
+    width = self.data.max_prompt_length + self.sampler.max_new_tokens
+    name = "data.max_prompt_length + sampler.max_new_tokens"
+    multiple(name, width, "mesh.context", context)
 
 
 def parse(config: ConfigDict) -> Config:

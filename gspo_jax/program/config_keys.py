@@ -22,6 +22,8 @@ OTHER_NAMES = {
   "model.keep": "remat_policy",
   "mesh.data": "ici_data_parallelism dcn_data_parallelism data_parallel_size",
   "mesh.fsdp": "ici_fsdp_parallelism fsdp_size",
+  "mesh.context": "ici_context_parallelism context_parallel_size "
+  "ulysses_sequence_parallel_size",
   "mesh.expert": "ici_expert_parallelism expert_parallel_size "
   "expert_model_parallel_size",
   "mesh.tensor": "ici_tensor_parallelism tensor_parallel_size "

@@ -271,8 +271,9 @@ def build_program(
     UserError: keys do not go together, or sizes do not divide.
   """
   if training:
-    config.check_training(sharding.batch_shards(mesh))
+    config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
   cfg = settings.model_config(config)
+  _check_heads(cfg, mesh)
   tokenizer = settings.load_tokenizer(config, cfg)
   params = jitted.abstract_params(cfg, mesh)
   policy = jitted.abstract_policy(cfg, mesh)
@@ -292,6 +293,19 @@ def build_program(
     learner=learner,
     cold_start=cold_start,
   )
+
+
+def _check_heads(cfg, mesh):
+  """UserError unless attention can split its heads over `context`."""
+  context, tensor = mesh.shape["context"], mesh.shape["tensor"]
+  heads, key_heads = cfg.num_heads // tensor, cfg.num_kv_heads // tensor
+  works = lambda size: heads % math.lcm(key_heads, size) == 0
+  if key_heads and not works(context):
+    sizes = [n for n in range(1, heads + 1) if works(n)]
+    raise UserError(
+      f"mesh.context={context}: expected one of {sizes}, which split the "
+      f"{heads} heads of a device's attention"
+    )
 
 
 def _sampler(config, cfg, tokenizer, policy, mesh, devices) -> SamplerFunctions:
@@ -394,7 +408,7 @@ def _learners(
   config, cfg, params, policy, mesh
 ) -> tuple[LearnerFunctions, ColdStartFunctions]:
   learners = settings.learners(config, cfg)
-  shards = sharding.batch_shards(mesh)
+  shards = sharding.row_shards(mesh)
   rows = settings.packing(config, shards)
   new_state = functools.partial(
     jitted.new_state, learners=learners, config=config, cfg=cfg

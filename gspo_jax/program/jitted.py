@@ -228,7 +228,7 @@ def empty_samples(prompts, width, cfg, sampling, mesh) -> MeshJit:
 
 def packed_sharding(mesh) -> PackedBatch:
   """The shardings of a packed batch: the rows of a micro-batch are split."""
-  rows = PartitionSpec(None, None, sharding.BATCH_AXES)
+  rows = PartitionSpec(None, None, *sharding.ROWS)
   return PackedBatch(NamedSharding(mesh, rows), sharding.replicated(mesh))
 
 

@@ -1,10 +1,12 @@
 """How all arrays are sharded: one device mesh, and one table of rules.
 
 `TABLE` maps the path of a parameter to logical axes, and `LOGICAL` maps each
-logical axis to mesh axes. The rows of a batch are sharded over `data`, `fsdp`
-and `expert` together. The mesh axes have type Auto: XLA partitions most of the
-program. What XLA partitions badly (experts, attention kernels, the vocabulary)
-is a `shard_map` with explicit collectives.
+logical axis to mesh axes. A batch of samples is sharded by its rows, over all
+axes but `tensor`. The rows of an update are sharded over `data`, `fsdp` and
+`expert`, and within the model their tokens over `context`. The mesh axes have
+type Auto: XLA partitions most of the program. What XLA partitions badly
+(experts, attention kernels, the vocabulary) is a `shard_map` with explicit
+collectives.
 """
 
 import dataclasses
@@ -20,20 +22,29 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax.runtime.errors import UserError
 
-AXES = ("data", "fsdp", "expert", "tensor")
-BATCH_AXES = ("data", "fsdp", "expert")
+AXES = ("data", "fsdp", "context", "expert", "tensor")
+BATCH_AXES = ("data", "fsdp", "context", "expert")  # of samples
+ROW_AXES = ("data", "fsdp", "expert")  # of an update
+# Weights are split over these, and gathered where they are used.
+WEIGHT_AXES = ("fsdp", "context")
+# The specs of arrays [rows, ...] and [rows, tokens, ...] of an update.
+ROWS = PartitionSpec(ROW_AXES)
+TOKENS = PartitionSpec(ROW_AXES, "context")
 
 # logical axis -> mesh axes, the slowest-varying first
 LOGICAL = {
   "whole": (),
   "vocab": ("tensor",),
-  "table": ("fsdp", "expert"),  # the embedding dimension of embed and head
-  "embed": ("fsdp",),
+  "table": (
+    *WEIGHT_AXES,
+    "expert",
+  ),  # the embedding dimension of embed and head
+  "embed": WEIGHT_AXES,
   "heads": ("tensor",),
-  "head_dim": ("fsdp",),
+  "head_dim": WEIGHT_AXES,
   "mlp": ("tensor",),
-  # Whole experts on each device: `fsdp` is gathered along the expert axis.
-  "expert": ("expert", "tensor", "fsdp"),
+  # Whole experts on each device: they are gathered along the expert axis.
+  "expert": ("expert", "tensor", *WEIGHT_AXES),
 }
 
 # regular expression for the end of a parameter's path -> its logical axes.
@@ -139,12 +150,14 @@ def _arrange(devices, shape) -> np.ndarray:
       slice_shape, devices, allow_split_physical_axes=True
     )
   return mesh_utils.create_hybrid_device_mesh(
-    slice_shape, (slices, 1, 1, 1), devices, allow_split_physical_axes=True
+    slice_shape, (slices, 1, 1, 1, 1), devices, allow_split_physical_axes=True
   )
 
 
 def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
-  """The same devices in the same order, with `fsdp` of size 1: for decoding.
+  """The same devices in the same order, split over two axes and `data`.
+
+  For decoding: no weight is gathered, and no row is split.
 
   Raises:
     UserError: `expert` times `tensor` does not divide the devices.
@@ -154,7 +167,7 @@ def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
       f"sampler_mesh: {expert=} times {tensor=} does not divide the "
       f"{mesh.size} devices"
     )
-  return _mesh(mesh.devices.reshape(-1, 1, expert, tensor))
+  return _mesh(mesh.devices.reshape(-1, 1, 1, expert, tensor))
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -236,13 +249,18 @@ def tree_of_paths(leaves: dict[str, Any]) -> dict:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """The sharding of a batch: its first axis over all of `BATCH_AXES`."""
+  """The sharding of samples: their first axis over all of `BATCH_AXES`."""
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def batch_shards(mesh: Mesh) -> int:
   """D, the number of parts into which `batch_sharding` splits a batch."""
   return mesh.size // mesh.shape["tensor"]
+
+
+def row_shards(mesh: Mesh) -> int:
+  """The number of parts into which `ROWS` splits the rows of an update."""
+  return batch_shards(mesh) // mesh.shape["context"]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

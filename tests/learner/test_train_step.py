@@ -252,6 +252,19 @@ MESHES = {
   "4 data, expert": (4, {"data": 2, "expert": 2}, {}),
   "4 fsdp, decoding by experts": (4, {"data": 1, "fsdp": 4}, {"expert": 4}),
   "8 data": (8, {"data": 8}, {}),
+  "2 context": (2, {"data": 1, "context": 2}, {}),
+  "8 fsdp, context, expert": (
+    8,
+    {"data": 1, "fsdp": 2, "context": 2, "expert": 2},
+    {},
+  ),
+  # Two devices have the same key head, here and below.
+  "4 context": (4, {"data": 1, "context": 4}, {}),
+  "8 context, expert, tensor": (
+    8,
+    {"data": 1, "context": 2, "expert": 2, "tensor": 2},
+    {},
+  ),
   "8 expert": (8, {"data": 1, "expert": 8}, {}),
   "8 fsdp, expert, tensor, decoding otherwise": (
     8,
@@ -259,14 +272,17 @@ MESHES = {
     {"expert": 4, "tensor": 1},
   ),
 }
-# It has all axes; the others take a quarter of a minute each.
-DEFAULT = "8 fsdp, expert, tensor, decoding otherwise"
+# They have all axes; the others take a quarter of a minute each.
+DEFAULT = (
+  "8 fsdp, expert, tensor, decoding otherwise",
+  "8 context, expert, tensor",
+)
 
 
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(name, marks=[] if name == DEFAULT else pytest.mark.slow)
+    pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow)
     for name in MESHES
   ],
 )
@@ -289,7 +305,7 @@ def test_many_devices_do_as_one(one, config, name):
   assert many.metrics["grad/norm"].value() == pytest.approx(norm, rel=1e-5)
   loss = one.metrics["loss/policy"].value()
   assert many.metrics["loss/policy"].value() == pytest.approx(loss, abs=1e-6)
-  if name == DEFAULT:  # parameters and moments are split over all devices
+  if name in DEFAULT:  # parameters and moments are split over all devices
     for tree in (many.new.params, moments[1]):
       gate_up = tree["layers"]["moe"]["gate_up"]
       assert gate_up.addressable_shards[0].data.size == gate_up.size / 8
@@ -358,7 +374,7 @@ def test_critic_reference_and_replay_on_many_devices_do_as_one(config):
 
   kept, new = whole(1)
   config.sampler_mesh.update({"expert": 4, "tensor": 1})
-  kept8, new8 = whole(8, data=1, fsdp=2, expert=2, tensor=2)
+  kept8, new8 = whole(8, data=1, context=2, expert=2, tensor=2)
   for name in ("advantages", "returns", "reference_logps"):
     np.testing.assert_allclose(kept[name], kept8[name], atol=1e-5)
   same = functools.partial(np.testing.assert_allclose, atol=1e-5)

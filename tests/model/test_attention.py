@@ -1,13 +1,17 @@
 """The attention kernels against the formula, in float64."""
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from gspo_jax.model import attention
+from gspo_jax.plan import chips
+from gspo_jax.plan import compile as plan_compile
 from gspo_jax.runtime import sharding
 
 B, T, N, K, H = 2, 256, 4, 2, 128
@@ -61,6 +65,53 @@ def test_gradients_of_splash_and_xla_agree():
 
   for a, b in zip(*map(gradients, KERNELS.values()), strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def _wide(monkeypatch):
+  monkeypatch.setattr(attention, "splash_blocks", lambda tokens: (128, 256))
+
+
+def _apart(monkeypatch):
+  monkeypatch.setattr(attention, "_PARTS_BYTES", 0)
+
+
+@pytest.mark.parametrize("blocks", [_wide, _apart])
+def test_gradients_of_splash_by_other_blocks(blocks, monkeypatch):
+  """With longer blocks of keys, and with a kernel of its own for the queries.
+
+  Each has the kernels that it is said to have.
+  """
+  blocks(monkeypatch)
+  *qkv, segments = random_inputs(T=512)
+  cotangent = np.random.default_rng(1).normal(size=qkv[0].shape)
+  splash = functools.partial(attention.splash, interpret=True)
+
+  def gradients(kernel):
+    loss = lambda qkv: (kernel(*qkv, segments) * cotangent).sum()
+    return jax.grad(loss)
+
+  traced = str(jax.make_jaxpr(gradients(splash))(qkv))
+  assert ("splash_mha_dq" in traced) == (blocks is _apart)
+  # The parts of the queries' gradient, one for each block of keys.
+  assert (f"f32[{B},2,{N},512,{H}]" in traced) == (blocks is _wide)
+  found = jax.jit(gradients(splash))(qkv)
+  expected = jax.jit(gradients(attention.in_blocks))(qkv)
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+  ("tokens", "blocks"),
+  [
+    (640, (128, 128)),
+    (4096, (512, 512)),
+    (16384, (512, 2048)),
+    (17408, (512, 1024)),
+    (65536, (512, 2048)),
+  ],
+)
+def test_blocks_of_keys_are_at_most_an_eighth_of_a_long_row(tokens, blocks):
+  assert attention.splash_blocks(tokens) == blocks
 
 
 def jaxpr(platform, monkeypatch, T=T, H=H, dtype=jnp.bfloat16):
@@ -151,3 +202,36 @@ def test_the_platform_is_that_of_the_mesh():
   with jax.sharding.use_abstract_mesh(mesh):
     assert sharding.platform() == "tpu"
   assert sharding.platform() == "cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
+)
+@pytest.mark.parametrize(
+  ("tokens", "heads", "gib"),
+  [
+    (16384, (32, 4), 1.1),  # 4.04 with blocks of 512 keys
+    (32768, (32, 4), 4.2),  # 16.1 likewise
+    (65536, (32, 4), 1.5),  # 64 likewise: a kernel for the queries' gradient
+    (65536, (8, 1), 4.2),  # a quarter of the heads, as with `mesh.context=4`
+    (131_072, (4, 1), 0.7),  # an eighth, on a device of `mesh.context=8`
+  ],
+)
+def test_temporaries_of_one_layer_on_a_v5p(tokens, heads, gib):
+  """Forward and backward pass of one row of Qwen3-30B-A3B's heads."""
+  plan_compile.prepare()
+  device = plan_compile.devices(chips.parse("v5p:2x2x1"), 1)[0]
+  shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
+    dims, dtype, sharding=SingleDeviceSharding(device)
+  )
+  query, key = (shape(1, tokens, n, 128) for n in heads)
+
+  def backward(q, k, v, segments, dout):
+    attend = lambda *qkv: attention.splash(*qkv, segments)
+    return jax.vjp(attend, q, k, v)[1](dout)
+
+  segments = shape(1, tokens, dtype=jnp.int32)
+  lowered = jax.jit(backward).lower(query, key, key, segments, query)
+  memory = plan_compile.compile_one(lowered).memory
+  assert memory.temporaries < gib * 2**30

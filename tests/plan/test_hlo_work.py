@@ -81,35 +81,45 @@ def test_a_kernel_reports_its_flops():
   assert not hlo_work.is_unknown_kernel(*work[1:])
 
 
-def scores(T):
+def blocks_of(T, name, fused):
+  """Queries and keys of the blocks of a kernel of splash."""
+  kernel = attention._splash_kernel(1, T, 0 if fused else 2**60, True)
+  sizes = kernel.kwargs["block_sizes"]
+  if "_fwd" in name:
+    return sizes.block_q, sizes.block_kv
+  end = "dkv" if "_dkv" in name else "dq"
+  return getattr(sizes, f"block_q_{end}"), getattr(sizes, f"block_kv_{end}")
+
+
+def scores(T, rows, columns):
   """The scores that splash computes: blocks with an unmasked score."""
-  kernel = attention._splash_kernel(1, T, True)
-  block = kernel.kwargs["block_sizes"].block_q
-  blocks = np.tri(T, dtype=bool).reshape(T // block, block, -1, block)
-  return blocks.any((1, 3)).sum() * block**2
+  blocks = np.tri(T, dtype=bool).reshape(T // rows, rows, -1, columns)
+  return blocks.any((1, 3)).sum() * rows * columns
 
 
-@pytest.mark.parametrize("T", [128, 640, 768, 1024])
+@pytest.mark.parametrize("T", [128, 640, 768, 1024, 8192])
 @pytest.mark.parametrize(
   ("name", "results", "products"),
   [
     ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2),
     ("splash_mqa_dkv", "(bf16[2,{T},32], bf16[2,{T},32])", 4),
-    ("splash_mha_dkv", "(bf16[3,8,{T},32], bf16[2,{T},32])", 5),
+    ("splash_mha_dkv", "(bf16[{n},8,{T},32], bf16[2,{T},32])", 5),
     ("splash_mha_dq", "bf16[8,{T},32]", 3),
   ],
 )
 def test_attention_kernels_by_counting_blocks(name, results, products, T):
+  blocks = blocks_of(T, name, fused=products == 5)
+  results = results.format(T=T, n=T // blocks[1])
   body = (
     "  %mask = s8[1,8,8]{2,1,0} parameter(0)\n"
     f"  %q = bf16[8,{T},32]{{2,1,0}} parameter(1)\n"
     f"  %k = bf16[2,{T},32]{{2,1,0}} parameter(2)\n"
-    f"  ROOT %{name}.3 = {results.format(T=T)} custom-call(%mask, %q, %k, %k), "
+    f"  ROOT %{name}.3 = {results} custom-call(%mask, %q, %k, %k), "
     'custom_call_target="tpu_custom_call"'
   )
   module = hlo_module.parse(f"{HEAD}{body}\n}}")
   kernel = module.entry.root
-  one = 2 * 8 * scores(T) * 32
+  one = 2 * 8 * scores(T, *blocks) * 32
   assert hlo_work.flops(module, module.entry, kernel) == products * one
   assert not hlo_work.is_unknown_kernel(module.entry, kernel)
 

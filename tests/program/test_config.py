@@ -243,6 +243,28 @@ def test_more_devices_than_rows(debug_config):
     check()
 
 
+def test_rows_are_split_into_equal_parts(debug_config):
+  debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
+  check = lambda context: parse(debug_config).check_training(8, context)
+  check(context=4)
+  debug_config.learner.micro_batch_size = 2
+  check(context=4)  # two rows, each on four devices
+  with pytest.raises(UserError, match=r"micro_batch_size = 2 .*share rows = 4"):
+    check(context=2)
+  debug_config.sampler.max_new_tokens += 2
+  with pytest.raises(UserError, match=r"max_new_tokens = 22 .* = 4 \(mesh"):
+    check(context=4)
+
+
+def test_heads_are_split_into_equal_parts(debug_config):
+  """Four heads, and two of keys."""
+  debug_config.mesh.update({"data": 1, "context": 8})
+  mesh = sharding.make_mesh(data=1, context=8)
+  debug_config.data.prompts = 8
+  with pytest.raises(UserError, match=r"context=8: .* \[1, 2, 4\]"):
+    build_program(parse(debug_config), mesh, training=False)
+
+
 @pytest.mark.parametrize(
   ("size", "divisor", "nearest"), [(4, 3, 2), (12, 5, 4), (7, 3, 1), (4, 0, 1)]
 )

@@ -80,16 +80,17 @@ def test_configs_share_no_state():
 
 def topologies():
   """The slices that the TPU configs name: config, argument and mesh shape."""
-  yield "dense_tpu_v5e", "", (1, 32, 2, 1)
+  yield "dense_tpu_v5e", "", (1, 32, 1, 2, 1)
   seen = []
-  for variant, slices in moe_tpu.SLICES.items():
-    for topology, where in slices.items():
-      if where in seen:  # of a variant with the same sizes
-        continue
-      seen.append(where)
-      argument = f"variant={variant},topology={topology}"
-      data = where.devices // (where.fsdp * where.expert)
-      yield "moe_tpu", argument, (data, where.fsdp, where.expert, 1)
+  for flag, variants in ("", moe_tpu.SLICES), ("long,", moe_tpu.LONG):
+    for variant, slices in variants.items():
+      for topology, where in slices.items():
+        if where in seen:  # of a variant with the same sizes
+          continue
+        seen.append(where)
+        argument = f"{flag}variant={variant},topology={topology}"
+        inner = where.fsdp, where.context, where.expert, 1
+        yield "moe_tpu", argument, (where.devices // math.prod(inner), *inner)
 
 
 @pytest.mark.parametrize(("name", "mode", "shape"), list(topologies()))
@@ -104,10 +105,11 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
   params = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
   decoding = config.sampler_mesh
   groups = math.prod(shape) // (decoding.expert * decoding.tensor)
-  for sizes in (shape, (groups, 1, decoding.expert, decoding.tensor)):
+  for sizes in (shape, (groups, 1, 1, decoding.expert, decoding.tensor)):
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
     sharding.state_shardings(params, mesh)
-    config.check_training(mesh.size // mesh.shape["tensor"])
+  mesh = jax.sharding.AbstractMesh(shape, sharding.AXES)
+  config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
   batching = settings.continuous_batching(config)
   shards = math.prod(shape) // decoding.tensor
   sizes = batching.shard_sizes(
@@ -160,8 +162,9 @@ def test_the_first_name_of_the_flagship_still_works():
     ("topology=v5p:3x3x3", "topology=v5p:3x3x3: expected one of v5p:4x4"),
     (
       "variants=qwen3-30b-a3b",
-      "variants: expected debug, or one of checkpoint",
+      "variants: expected one of debug, long, checkpoint",
     ),
+    ("long,variant=qwen3-30b-a3b", "qwen3-coder-30b-a3b with long"),
     ("checkpoint=./folder", "checkpoint= and questions="),
     ("questions=q.jsonl", "checkpoint= and questions="),
     ("eval=q.jsonl", "no eval="),

@@ -227,6 +227,15 @@ ROWS = (
     BEFORE,
   ),
   Row(
+    "mesh.context",
+    built.mesh_of_run,
+    {
+      1: (over(data=8), QUERIES, GATE_UP),
+      4: (over(data=2, context=4), (2, 16, 4, 16), (2, 2, 64, 128)),
+    },
+    BEFORE,
+  ),
+  Row(
     "mesh.expert",
     built.mesh_of_run,
     {
@@ -249,12 +258,12 @@ ROWS = (
   Row(
     "sampler_mesh.expert",
     built.decoding_mesh,
-    {0: (8, 1, 1, 1), 4: (2, 1, 4, 1)},
+    {0: (8, 1, 1, 1, 1), 4: (2, 1, 1, 4, 1)},
   ),
   Row(
     "sampler_mesh.tensor",
     built.decoding_mesh,
-    {0: (8, 1, 1, 1), 2: (4, 1, 1, 2)},
+    {0: (8, 1, 1, 1, 1), 2: (4, 1, 1, 1, 2)},
   ),
   # data
   Row(

@@ -95,9 +95,11 @@ def test_the_table_never_uses_a_mesh_axis_twice():
 def test_the_moments_are_sharded_like_their_parameters():
   params, opt_state = shapes_of("tiny")
   shardings = specs(params, CUBE)
-  assert shardings["embed"] == PartitionSpec("tensor", ("fsdp", "expert"))
+  assert shardings["embed"] == PartitionSpec(
+    "tensor", ("fsdp", "context", "expert")
+  )
   assert shardings["layers"]["moe"]["down"] == PartitionSpec(
-    None, ("expert", "tensor", "fsdp"), None, None
+    None, ("expert", "tensor", "fsdp", "context"), None, None
   )
   for moment in ("mu", "nu"):
     moments = optax.tree.get(opt_state, moment)
@@ -173,7 +175,7 @@ def test_one_mesh_axis_for_two_dimensions(monkeypatch):
   monkeypatch.setitem(sharding.LOGICAL, "heads", ("tensor", "fsdp"))
   with pytest.raises(ValueError, match=r"\['fsdp'\] stands for") as error:
     sharding.spec("layers/attention/q", (2, 4, 4, 4), ONE)
-  assert "embed -> ('fsdp',)" in str(error.value)
+  assert "embed -> ('fsdp', 'context')" in str(error.value)
   assert "heads -> ('tensor', 'fsdp')" in str(error.value)
 
 
@@ -210,11 +212,12 @@ def test_scalars_are_replicated():
 @pytest.mark.parametrize(
   ("sizes", "shape"),
   [
-    ({"data": -1}, (8, 1, 1, 1)),
-    ({"data": 2, "fsdp": -1}, (2, 4, 1, 1)),
-    ({"fsdp": 2, "expert": 2, "tensor": 2}, (1, 2, 2, 2)),
-    ({"data": 8, "tensor": -1}, (8, 1, 1, 1)),
-    ({"data": 1, "fsdp": 1, "expert": -1, "tensor": 1}, (1, 1, 8, 1)),
+    ({"data": -1}, (8, 1, 1, 1, 1)),
+    ({"data": 2, "fsdp": -1}, (2, 4, 1, 1, 1)),
+    ({"fsdp": 2, "expert": 2, "tensor": 2}, (1, 2, 1, 2, 2)),
+    ({"data": 2, "context": 4}, (2, 1, 4, 1, 1)),
+    ({"data": 8, "tensor": -1}, (8, 1, 1, 1, 1)),
+    ({"data": 1, "fsdp": 1, "expert": -1, "tensor": 1}, (1, 1, 1, 8, 1)),
   ],
 )
 def test_sizes_of_a_mesh(sizes, shape):
@@ -245,12 +248,12 @@ def test_a_mesh_that_does_not_fit_the_devices(sizes):
 
 def test_a_mesh_of_some_devices():
   mesh = sharding.make_mesh(jax.devices()[2:6], data=-1, tensor=2)
-  assert mesh.devices.shape == (2, 1, 1, 2)
+  assert mesh.devices.shape == (2, 1, 1, 1, 2)
 
 
 def test_a_decoding_mesh_keeps_the_order_of_the_devices():
   mesh = sharding.reshape_mesh(CUBE, expert=4, tensor=1)
-  assert mesh.devices.shape == (2, 1, 4, 1)
+  assert mesh.devices.shape == (2, 1, 1, 4, 1)
   assert list(mesh.devices.flat) == list(CUBE.devices.flat)
   with pytest.raises(UserError, match="expert=3 times tensor=1"):
     sharding.reshape_mesh(CUBE, expert=3, tensor=1)

@@ -14,8 +14,8 @@ from gspo_jax.plan.hlo.module import Computation, Instruction
 # Matrix products in each kernel of splash attention, which reports no FLOPs:
 # scores and output; scores, dV, dP, dK (and dQ if fused); scores, dP, dQ.
 _SPLASH = {"_fwd": 2, "_dkv": 4, "_dq": 3}
-# Its block size: 512 rows and columns, or 256 or 128 where 512 does not divide
-# the number of tokens. The same as `_BLOCK` in gspo_jax/model/attention.py.
+# Its blocks of queries and keys, or 256 or 128 where 512 does not divide the
+# number of tokens. The same as `_BLOCK` in gspo_jax/model/attention.py.
 _SPLASH_BLOCK = 512
 
 
@@ -23,7 +23,8 @@ def attention_flops(computation: Computation, i: Instruction) -> float:
   """The FLOPs of a kernel of splash attention; 0 for any other instruction.
 
   The kernel computes the blocks of scores that are not entirely masked: of
-  n x n blocks, the n (n + 1) / 2 on and below the diagonal.
+  n x n blocks, the n (n + 1) / 2 on and below the diagonal. A fused backward
+  pass has longer blocks of keys, and returns dQ in as many parts.
   """
   kernel = re.match(r"splash_m[hq]a(_fwd|_dkv|_dq)", i.name)
   if not kernel or i.op != "custom-call":
@@ -36,12 +37,12 @@ def attention_flops(computation: Computation, i: Instruction) -> float:
   ]
   query, key = floats[:2]
   products = _SPLASH[kernel[1]]
-  # A fused backward pass also returns dQ, in parts along one more axis.
-  if kernel[1] == "_dkv":
-    products += any(len(a.dims) > len(query.dims) for a in i.arrays)
-  tokens = key.dims[-2]
+  tokens, size = key.dims[-2], math.prod(query.dims)
   n = tokens // math.gcd(tokens, _SPLASH_BLOCK)
-  return products * math.prod(query.dims) * tokens * (n + 1) / n
+  parts = [a for a in i.arrays if len(a.dims) > len(query.dims)]
+  if kernel[1] == "_dkv" and parts:
+    products, n = products + 1, math.prod(parts[0].dims) // size
+  return products * size * tokens * (n + 1) / n
 
 
 class GroupedProduct(NamedTuple):
