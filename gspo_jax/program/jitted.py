@@ -27,8 +27,8 @@ from gspo_jax.sampler.samples import merge_groups as merge_sample_groups
 from gspo_jax.sampler.samples import samples_sharding
 from gspo_jax.sampler.samples import take_groups as take_sample_groups
 
-# Chips whose collectives run on SparseCores, beside the matrix units, only where
-# asked for; tpu7x's do so by default.
+# Chips whose collectives run on SparseCores, beside the matrix units, where that
+# is asked for; those of tpu7x do so by default.
 _SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite")
 _OFFLOADED = (
   "all_gather",
