@@ -117,6 +117,13 @@ def get_config() -> ConfigDict:
   # rollout.extra_prompts_in_flight.
   c.rollout.max_tokens_per_iteration = 0
   c.rollout.extra_prompts_in_flight = 0  # prompts in flight beside data.prompts
+  # What answers the policy between its responses, and gives the reward: of
+  # BUILT_IN in gspo_jax/rollout/environment.py, or package.module.Class;
+  # "name:key=value" sets its arguments. "": none, one response a prompt. Needs
+  # continuous_batching.slots and reward.names=(); sampler.max_new_tokens is the
+  # length of the whole conversation.
+  c.rollout.environment = ""
+  c.rollout.max_turns = 8  # responses of a conversation at most
 
   c.reward = ConfigDict()  # what responses are rewarded for
   # Of gspo_jax/rewards/, or package.module.function; accuracy is the first one,

@@ -357,9 +357,11 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     prompts=config.data.prompts,
     group_size=config.rollout.group_size,
     stop=program.sampler.stop,
+    conversations=experiment.conversations,
   )
   if isinstance(context.generate, ContinuousSampler):
     continues = config.rollout.max_tokens_per_iteration > 0
+    continues |= bool(config.rollout.environment)
     multihost.print_once(context.generate.describe(continues=continues))
   return make_source(
     config.rollout, context, program.sampler, last_step=config.num_steps
@@ -504,6 +506,7 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
         batch=cold.batch,
         width=config.sampler.max_new_tokens,
         seed=config.seed,
+        conversations=bool(config.rollout.environment),
       ),
       batch_sharding=sharding.batch_sharding(program.mesh),
       accuracy=functools.partial(_greedy_accuracy, experiment, k_check),

@@ -81,6 +81,7 @@ def demonstration_batch(
     arrays["response_length"],
     packing,
     cfg,
+    turns=arrays.get("turns"),
   )
 
 

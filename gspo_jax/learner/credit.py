@@ -99,7 +99,12 @@ def assign_advantages(
 
 
 def _is_last(mask_BR, segments_BR):
-  """Whether a token is the last one of its response."""
-  ids = jnp.where(mask_BR, segments_BR, 0)
-  following = jnp.pad(ids[:, 1:], ((0, 0), (0, 1)))
+  """Whether a token is the last one of its response.
+
+  Between two of its turns a response has tokens that are not in the mask.
+  """
+  none = segments_BR.shape[1] + 1
+  ids = jnp.where(mask_BR, segments_BR, none)
+  after = jnp.pad(ids[:, 1:], ((0, 0), (0, 1)), constant_values=none)
+  following = jax.lax.cummin(after, axis=1, reverse=True)
   return mask_BR & (ids != following)

@@ -40,7 +40,7 @@ class TrainBatch:
     segment_ids: [B, T] int32, the sequence of each token in its row, from 1; 0
       at padding.
     response_mask: [B, R] bool, the tokens of responses, their stop tokens
-      included.
+      included; those of an environment are not.
     old_logps: [B, R] float32, log-probs under the old policy.
     advantages: [B, R] float32, equal within a response without a critic.
     response_index: [B, R] int32, the response that a token belongs to, in the
@@ -182,6 +182,7 @@ def pack_responses(
   *,
   logps: jax.Array | None = None,
   experts: jax.Array | None = None,
+  turns: jax.Array | None = None,
 ) -> PackedBatch:
   """Packs responses [B, R] behind their prompts [P, S]; B = P * G.
 
@@ -194,6 +195,8 @@ def pack_responses(
     logps: [B, R] float32, for `sampler_logps`.
     experts: [B, L, S + R, k], for `experts`, with the columns of the left-
       padded prompt and its response.
+    turns: [B, R] int, as in Samples: tokens of turn 0 are not of the response,
+      and are only read. None: all tokens are.
 
   Each device gathers the tokens and log-probs of all responses, 8 B R bytes,
   and of the experts one layer at a time, to pick those of its rows.
@@ -206,7 +209,7 @@ def pack_responses(
   P, S = prompts.tokens.shape
   batch_axes = PartitionSpec(sharding.BATCH_AXES)
 
-  def local(prompts, responses, lengths, packing, logps, experts):
+  def local(prompts, responses, lengths, packing, logps, experts, turns):
     whole = lambda x: sharding.gather(x, *sharding.BATCH_AXES, dim=0)
     prompt_lengths = jnp.repeat(whole(prompts.lengths), B // P)
     slots = _slots(packing, prompt_lengths, whole(lengths), cfg)
@@ -220,6 +223,8 @@ def pack_responses(
     )
     real = slots.segment_ids > 0
     mask = slots.is_response[:, 1:]
+    if turns is not None:
+      mask &= at_response(whole(turns))[:, 1:] > 0
     zeros = jnp.zeros(mask.shape)
     if logps is not None:
       logps = jnp.where(mask, at_response(whole(logps))[:, 1:], 0.0)
@@ -248,10 +253,10 @@ def pack_responses(
 
   pack = sharding.shard_map(
     local,
-    in_specs=(*[batch_axes] * 3, PartitionSpec(), batch_axes, batch_axes),
+    in_specs=(*[batch_axes] * 3, PartitionSpec(), *[batch_axes] * 3),
     out_specs=PartitionSpec(None, None, sharding.BATCH_AXES),
   )
-  rows = pack(prompts, responses, lengths, packing, logps, experts)
+  rows = pack(prompts, responses, lengths, packing, logps, experts, turns)
   return PackedBatch(rows, jnp.asarray(packing.num_micro_batches))
 
 
@@ -348,6 +353,7 @@ def train_batch_from_samples(
     packing_config,
     logps=samples.logps,
     experts=samples.experts,
+    turns=samples.turns,
   )
   rows = batch.rows
   lead, T = rows.tokens.shape[:-1], rows.tokens.shape[-1]

@@ -84,6 +84,7 @@ ITERATIONS = Range(
     and list(x) == sorted(x)
   ),
 )
+TURNS = Range("1 to 32767", lambda x: 1 <= x < 2**15)
 DUAL_CLIP = Range(
   "0 for none, or more than 1", lambda x: x == 0 or 1 < x < math.inf
 )
@@ -202,6 +203,8 @@ class Rollout:
   one_step_off_policy: bool
   max_tokens_per_iteration: int = checked(ZERO_OR_MORE)
   extra_prompts_in_flight: int = checked(ZERO_OR_MORE)
+  environment: str
+  max_turns: int = checked(TURNS)
 
   @property
   def is_off_policy(self) -> bool:
@@ -475,6 +478,8 @@ class Config:
         f"rollout.max_tokens_per_iteration={limit}: expected 0 with "
         "objective.replay='r3', for the experts of earlier tokens are not kept"
       )
+    if self.rollout.environment:
+      self._check_environment()
     rounds = self.rollout.dynamic_sampling_rounds
     if self.objective.has_critic and rounds > 1:
       raise UserError(
@@ -492,6 +497,45 @@ class Config:
         f"num_steps={self.num_steps}"
       )
     self._check_sizes(shards)
+
+  def _check_environment(self):
+    """UserError where a key does not go with an environment."""
+    off_policy = "one_step_off_policy", "max_tokens_per_iteration"
+    for key, value, wrong, expected in (
+      (
+        "continuous_batching.slots",
+        self.continuous_batching.slots,
+        not self.continuous_batching.slots,
+        "1 or more, for only continuous batching continues a conversation",
+      ),
+      (
+        "reward.names",
+        self.reward.names,
+        self.reward.names,
+        "(), for the environment gives the reward",
+      ),
+      (
+        "objective.replay",
+        self.objective.replay,
+        self.objective.replay == "r3",
+        "'none' or 'r2', for the experts of earlier turns are not kept",
+      ),
+      *(
+        (
+          f"rollout.{name}",
+          getattr(self.rollout, name),
+          getattr(self.rollout, name),
+          f"{type(getattr(self.rollout, name))()}, for a conversation ends in "
+          "the iteration in which it begins",
+        )
+        for name in off_policy
+      ),
+    ):
+      if wrong:
+        raise UserError(
+          f"{key}={value!r}: expected {expected} "
+          f"(rollout.environment={self.rollout.environment!r})"
+        )
 
   def _check_lora(self):
     """UserError where a key does not go with adapters."""

@@ -167,9 +167,9 @@ def generate(cfg, sampling, *, params, mesh, sampler_mesh) -> MeshJit:
   return MeshJit(jitted, sampler_mesh)
 
 
-def merge_groups(sampling, mesh) -> MeshJit:
+def merge_groups(sampling, mesh, *, turns: bool) -> MeshJit:
   """(samples, samples, index) -> samples."""
-  samples_sharding_ = samples_sharding(sampling, mesh)
+  samples_sharding_ = samples_sharding(sampling, mesh, turns=turns)
   jitted = jax.jit(
     merge_sample_groups,
     in_shardings=(

@@ -12,7 +12,8 @@ An environment is a class. One object holds one conversation:
             of (role, content) that end with one of the user; (): the prompt
             that the data makes of the problem, which is usual.
   step      gets the text of a response, without its stop token, and returns a
-            `Step`, or a tuple of its fields.
+            `Step`, or a tuple of its fields. Without messages it ends the
+            conversation.
 
 Name it in `rollout.environment` as `package.module.Class`, or
 `package.module.Class:key=value,key=value` to set keyword-only arguments of its
@@ -156,7 +157,7 @@ def reward_spec(spec: str) -> str:
 
 
 def call(
-  prompt, response, reference, *, environment: str, seed: int, **columns
+  prompt, response, reference, *, environment: str, seed: int = 0, **columns
 ):
   """One call of an environment in a worker process, with a reward's signature.
 
@@ -175,7 +176,7 @@ def call(
 
 
 async def call_async(
-  prompt, response, reference, *, environment: str, seed: int, **columns
+  prompt, response, reference, *, environment: str, seed: int = 0, **columns
 ):
   """As `call`, for an environment whose `step` is `async`."""
   if not prompt:
@@ -229,7 +230,7 @@ def _convert(value) -> dict:
   return {
     "state": state,
     "messages": messages,
-    "done": bool(step.done),
+    "done": bool(step.done) or not messages,
     "reward": reward,
     "tool_calls": int(step.tool_calls),
     "tool_errors": int(step.tool_errors),

@@ -198,6 +198,26 @@ class ContinuousSampler:
       on_finished(self._read_finished(finished))
     return self.jitted.finalize(samples)
 
+  def append_tokens(
+    self,
+    samples: Samples,
+    tokens: np.ndarray,
+    counts: np.ndarray,
+    finish: np.ndarray,
+  ) -> Samples:
+    """Appends given tokens, as `samples.append_tokens`.
+
+    Args:
+      samples: of an earlier call; donated.
+      tokens: [A, R] int32.
+      counts: [A] int32, how many tokens of each row to append.
+      finish: [A] int8; a call continues what is UNFINISHED.
+    """
+    arrays = multihost.to_global(
+      (tokens, counts, finish), samples.tokens.sharding
+    )
+    return self.jitted.append_tokens(samples, *arrays)
+
   def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
     """The padded lengths T that prefills can be compiled for.
 
@@ -219,7 +239,7 @@ class ContinuousSampler:
 
   def compilations(self) -> dict[str, int]:
     """Most programs that each function of `jitted` is compiled to."""
-    once = "decode_params", "begin", "read_tokens", "finalize"
+    once = "decode_params", "begin", "read_tokens", "finalize", "append_tokens"
     prefills = 2 * len(self.buckets())
     return dict.fromkeys(once, 1) | {
       "decode": len(self._compute_sizes),

@@ -6,8 +6,8 @@ gets exactly the ids of `apply_chat_template`.
 """
 
 import ast
+import itertools
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -209,7 +209,10 @@ class HFTokenizer:
       new = text.removeprefix(before).lstrip()
       if not (text.startswith(before) and new.startswith(response)):
         expected = before + response
-        at = len(os.path.commonprefix([text, expected]))
+        same = itertools.takewhile(
+          lambda p: p[0] == p[1], zip(text, expected, strict=False)
+        )
+        at = sum(1 for _ in same)
         near = slice(max(at - 20, 0), at + 30)
         raise UserError(
           f"{where}: behind another turn the chat template writes the turns "
