@@ -23,9 +23,9 @@ def get_config(game: str = "calculator") -> ConfigDict:
   c.rollout.environment = game
   c.reward.names = ()  # the environment gives the reward
   c.reward.weights = ()
-  c.continuous_batching.slots = 128
+  c.continuous_batching.slots = 256
   c.continuous_batching.page_size = 8
-  c.continuous_batching.prefill_chunk = 8
+  c.continuous_batching.prefill_chunk = 40  # one length to compile
   c.eval.prompts = 128
   c.cold_start.check_every = 100
   if game == "calculator":

@@ -103,8 +103,10 @@ def _is_last(mask_BR, segments_BR):
 
   Between two of its turns a response has tokens that are not in the mask.
   """
-  none = segments_BR.shape[1] + 1
-  ids = jnp.where(mask_BR, segments_BR, none)
-  after = jnp.pad(ids[:, 1:], ((0, 0), (0, 1)), constant_values=none)
-  following = jax.lax.cummin(after, axis=1, reverse=True)
-  return mask_BR & (ids != following)
+  R = mask_BR.shape[1]
+  column_BR = jnp.where(mask_BR, jnp.arange(R), R)
+  after_BR = jnp.pad(column_BR[:, 1:], ((0, 0), (0, 1)), constant_values=R)
+  next_BR = jax.lax.cummin(after_BR, axis=1, reverse=True)
+  ids = jnp.pad(segments_BR, ((0, 0), (0, 1)), constant_values=-1)
+  following = jnp.take_along_axis(ids, next_BR, axis=1)
+  return mask_BR & (segments_BR != following)
