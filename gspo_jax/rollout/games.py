@@ -117,7 +117,7 @@ def guessing_problems() -> list[Problem]:
 
 
 def _guessed(rng: random.Random, first: int, size: int, letter: str):
-  """A demonstration; every other guess is random, the others halve."""
+  """A demonstration of up to four guesses, half of them random."""
   letters, low, high = string.ascii_lowercase, first, first + size - 1
   turns = []
   while True:
@@ -127,7 +127,7 @@ def _guessed(rng: random.Random, first: int, size: int, letter: str):
     turns.append(
       ("assistant", f"{letters[low]}{letters[high]}:{letters[guess]}")
     )
-    if letters[guess] == letter or len(turns) == 8:
+    if letters[guess] == letter or len(turns) == 7:
       return turns[0][1], tuple(turns[1:])
     if letters[guess] < letter:
       turns.append(("user", ">"))

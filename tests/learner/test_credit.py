@@ -137,3 +137,31 @@ def test_with_a_critic_the_reward_is_of_the_last_token_and_k1_of_each(batch):
   real = np.asarray(advantages)[MASK]
   expected = (real - real.mean()) / real.std()
   np.testing.assert_allclose(out["advantages"][MASK], expected, atol=1e-3)
+
+
+def test_with_a_critic_a_conversation_has_one_reward(batch):
+  """On its last token, however many turns it has."""
+  gap = np.array([[1, 0, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], bool)
+  mask = np.zeros(batch.rows.response_mask.shape, bool)
+  for b in range(4):
+    index = np.asarray(batch.rows.response_index)
+    mask |= _tokens_of(batch, index, b, gap[b])
+  rows = dataclasses.replace(batch.rows, response_mask=jnp.asarray(mask))
+  config = CreditConfig(2, discount=1.0, trace_decay=1.0)
+  out = credit.assign_advantages(
+    batch._replace(rows=rows), REWARDS, FINISH, credit=config
+  ).rows
+  # Without discount every token's return is the reward of its response.
+  returns = np.asarray(out.returns)[mask]
+  expected = np.asarray(REWARDS)[np.asarray(out.response_index)[mask]]
+  np.testing.assert_allclose(returns, expected, atol=1e-6)
+
+
+def _tokens_of(batch, index, b, chosen):
+  """Where the chosen ones of a response's three columns stand."""
+  of_b = np.asarray(batch.rows.response_mask) & (index == b)
+  found, count = np.zeros_like(of_b), int(of_b.sum())
+  places = np.argwhere(of_b)
+  for place, keep in zip(places, chosen[:count], strict=True):
+    found[tuple(place)] = keep
+  return found

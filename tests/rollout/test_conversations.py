@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -116,13 +115,11 @@ def converse(pool, names, responses, max_turns=4, key=0):
 
 
 def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
-  done, policy = converse(
-    pool, ["ab"], [["one", "end"], ["end"]], max_turns=3
-  )
+  done, policy = converse(pool, ["ab"], [["one", "end"], ["end"]], max_turns=3)
   samples = jax.device_get(done.samples)
-  written = BYTES.encode("one") + [STOP]
+  written = [*BYTES.encode("one"), STOP]
   given = BYTES.encode("\n\n<one>")
-  last = BYTES.encode("end") + [STOP]
+  last = [*BYTES.encode("end"), STOP]
   whole = written + given + last
   assert samples.tokens[0, : samples.lengths[0]].tolist() == whole
   turns = [1] * len(written) + [0] * len(given) + [2] * len(last)
@@ -199,5 +196,5 @@ def test_the_seed_is_of_the_key_and_the_problem(pool):
 
 
 def test_a_prompt_that_is_too_long_is_named(pool):
-  with pytest.raises(AgreedError, match="99 tokens.*data.max_prompt_length=6"):
+  with pytest.raises(AgreedError, match=r"99 tokens.*data.max_prompt_length=6"):
     converse(pool, ["long"], [["end"]] * 2)

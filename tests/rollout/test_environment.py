@@ -150,7 +150,8 @@ def test_a_hostile_step_costs_its_conversation_alone(pool):
     if name == "print":
       assert reply.messages == (("tool", "printed"),), reply
     else:
-      assert reply.done and not reply.reward, reply
+      assert reply.done, reply
+      assert not reply.reward, reply
       assert re.search(HOSTILE[name], reply.failure)
       assert reply.failure.startswith("environment 'user_games.Counts:most=2'")
 
