@@ -34,4 +34,8 @@ def get_config(game: str = "calculator") -> ConfigDict:
   else:
     c.sampler.max_new_tokens = 32
     c.rollout.max_turns = 4
+    # Half of the demonstrated guesses are random, so that greedy ones are no
+    # measure of a cold start.
+    c.cold_start.steps = 300
+    c.cold_start.gate = 0.0
   return c

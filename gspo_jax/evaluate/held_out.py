@@ -58,7 +58,7 @@ def correct(
   problems, program = experiment.held_out, experiment.program
   count, pending = len(problems["problems"]), []
   if experiment.conversations:
-    return _conversed(experiment, generate, params, key, group_size)
+    return _conversed(experiment, generate, params, key)
   with Progress("evaluation", count * group_size, "responses") as progress:
     for batch in sample_many(
       generate,
@@ -85,7 +85,7 @@ def correct(
   return np.concatenate([each.correct for each in rewards])[:count]
 
 
-def _conversed(experiment, generate, params, key, group_size) -> np.ndarray:
+def _conversed(experiment, generate, params, key) -> np.ndarray:
   """As `correct`, of conversations."""
   problems, size = experiment.held_out, experiment.program.sampler.eval_prompts
   count, rewards = len(problems["problems"]), []
