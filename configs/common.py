@@ -168,6 +168,9 @@ def get_config() -> ConfigDict:
   # Routing Replay: the old policy's experts ("r2") or the sampler's ("r3").
   c.objective.replay = "none"
   c.objective.zero_truncated = False  # no advantage for truncated responses
+  # "response": one advantage, of the whole conversation. "turn": one for each
+  # turn, of the rewards from there on; for methods with an advantage a token.
+  c.objective.credit = "response"
 
   c.critic = ConfigDict()  # of ppo; AdamW, the rest of it as in `optim`
   c.critic.learning_rate = 1e-5  # its peak

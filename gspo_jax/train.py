@@ -227,9 +227,12 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   )
 
   # Advantages, of whole groups, before any shuffle.
+  credited = rewards.total.reshape(-1)
+  if config.objective.credit == "turn":
+    credited = scored.talk["rewards"]
   train_batch = learner.assign_advantages(
     train_batch,
-    multihost.to_global(rewards.total.reshape(-1), batch_sharding),
+    multihost.to_global(credited, batch_sharding),
     scored.samples.finish,
   )
   jax.block_until_ready(train_batch)

@@ -31,8 +31,8 @@ class TrainBatch:
 
   Several sequences, each a prompt and its response, may share a row. The fields
   of tokens have T columns; those of response tokens have the last R of them, in
-  a packed row all but the first. `reference_logps`, `values` and `returns` are
-  None unless the objective reads them.
+  a packed row all but the first. `reference_logps`, `values`, `returns` and
+  `turns` are None unless the objective reads them.
 
   Attributes:
     tokens: [B, T] int32.
@@ -55,6 +55,7 @@ class TrainBatch:
     reference_logps: [B, R] float32, log-probs under the reference policy.
     values: [B, R] float32, of the old critic.
     returns: [B, R] float32, the targets of the critic.
+    turns: [B, R] int16, the turn of a conversation, from 1; 0 elsewhere.
   """
 
   tokens: jax.Array
@@ -70,6 +71,7 @@ class TrainBatch:
   reference_logps: jax.Array | None = None
   values: jax.Array | None = None
   returns: jax.Array | None = None
+  turns: jax.Array | None = None
 
   @property
   def response_segments(self) -> jax.Array:
@@ -224,7 +226,8 @@ def pack_responses(
     real = slots.segment_ids > 0
     mask = slots.is_response[:, 1:]
     if turns is not None:
-      mask &= at_response(whole(turns))[:, 1:] > 0
+      turns = jnp.where(mask, at_response(whole(turns))[:, 1:], 0)
+      mask &= turns > 0
     zeros = jnp.zeros(mask.shape)
     if logps is not None:
       logps = jnp.where(mask, at_response(whole(logps))[:, 1:], 0.0)
@@ -245,6 +248,7 @@ def pack_responses(
       response_index=jnp.where(mask, b[:, 1:], 0),
       experts=experts,
       sampler_logps=logps,
+      turns=turns,
     )
     cut = lambda x: x.reshape(
       cfg.minibatches, -1, cfg.micro_batch_size // _shards(), *x.shape[1:]
@@ -315,6 +319,7 @@ class TrainBatchFields:
     router_logps: whether there are the old routers' log-probs of them.
     reference: whether there are log-probs of a reference policy.
     critic: whether there are values and returns.
+    turns: whether there are the turns of conversations.
   """
 
   sampler_logps: bool = False
@@ -322,6 +327,7 @@ class TrainBatchFields:
   router_logps: bool = False
   reference: bool = False
   critic: bool = False
+  turns: bool = False
 
 
 def train_batch_from_samples(
@@ -372,5 +378,6 @@ def train_batch_from_samples(
     reference_logps=zeros(fields.reference),
     values=zeros(fields.critic),
     returns=zeros(fields.critic),
+    turns=rows.turns if fields.turns else None,
   )
   return batch._replace(rows=sharding.constrain_batch(rows, axis=2))

@@ -268,6 +268,7 @@ class Objective:
   router_shift_floor: float = checked(METHOD_FLOOR)
   replay: str = checked(Choice(("none", "r2", "r3")))
   zero_truncated: bool
+  credit: str = checked(Choice(("response", "turn")))
 
   @property
   def has_critic(self) -> bool:
@@ -480,6 +481,8 @@ class Config:
       )
     if self.rollout.environment:
       self._check_environment()
+    if self.objective.credit == "turn":
+      self._check_turns()
     rounds = self.rollout.dynamic_sampling_rounds
     if self.objective.has_critic and rounds > 1:
       raise UserError(
@@ -535,6 +538,37 @@ class Config:
         raise UserError(
           f"{key}={value!r}: expected {expected} "
           f"(rollout.environment={self.rollout.environment!r})"
+        )
+
+  def _check_turns(self):
+    """UserError where a key does not go with advantages of turns."""
+    name = self.objective.name
+    one_advantage = (
+      name in ("gspo", "gmpo", "rspo") or self.objective.has_critic
+    )
+    for key, value, wrong, expected in (
+      (
+        "rollout.environment",
+        self.rollout.environment,
+        not self.rollout.environment,
+        "one, for there are no turns without it",
+      ),
+      (
+        "objective.name",
+        name,
+        one_advantage,
+        "'gspo_token' or another method with an advantage for each token",
+      ),
+      (
+        "objective.kl_estimator",
+        self.objective.kl_estimator,
+        self.objective.has_kl_in_reward,
+        "'k2' or 'k3', for k1 is a penalty of whole responses",
+      ),
+    ):
+      if wrong:
+        raise UserError(
+          f"{key}={value!r}: expected {expected} (objective.credit='turn')"
         )
 
   def _check_lora(self):

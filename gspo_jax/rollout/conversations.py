@@ -162,7 +162,7 @@ class Conversed(NamedTuple):
     responses: of this host, by row: their text is the whole conversation.
     rewards: of all hosts.
     counts: [B] each, by the names of `COUNTS`.
-    turn_rewards: [B, max_turns] float32, 0 for turns that were not taken.
+    turn_rewards: [B, max_turns] float32, NaN for turns that were not taken.
     seconds: that the devices waited for environments.
   """
 
@@ -259,8 +259,13 @@ class Conversations:
     samples = dataclasses.replace(
       samples, turns=self._global(turns), slot_steps=jnp.int32(slot_steps)
     )
-    rewards_BT = np.zeros((B, self.max_turns), np.float32)
+    rewards_BT = np.full((B, self.max_turns), np.nan, np.float32)
     rewards_BT[:, : len(turn_rewards)] = np.transpose(turn_rewards)
+    # As the whole reward: a failure must not pay.
+    failed = self._gather_of(talks, B, lambda talk: bool(talk.failure)) > 0
+    rewards_BT[failed] = np.minimum(rewards_BT[failed], 0)
+    taken = np.arange(self.max_turns) < turns.max(1)[:, None]
+    rewards_BT = np.where(taken, rewards_BT, np.nan)
     counts = {
       "turns": turns.max(1).astype(np.float32),
       "tool_calls": self._gather_of(talks, B, lambda talk: talk.tool_calls),

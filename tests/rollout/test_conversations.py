@@ -132,7 +132,9 @@ def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
   assert done.responses[0].text == "one\n[user] <one>\nend"
   rewards = done.rewards.result()
   assert rewards.total.tolist() == [[1.0 + 2.0, 1.0]]
-  assert done.turn_rewards.tolist() == [[1, 2, 0], [1, 0, 0]]
+  nan = np.nan
+  expected = [[1, 2, nan], [1, nan, nan]]
+  np.testing.assert_array_equal(done.turn_rewards, expected)
   assert done.counts["turns"].tolist() == [2, 1]
   assert done.counts["tool_calls"].tolist() == [4, 2]
 
@@ -172,6 +174,7 @@ def test_a_failure_ends_its_conversation_alone(pool):
   assert rewards.failed.tolist() == [[True, False], [True, False]]
   # It had a reward of 1 before; a failure must not pay.
   assert rewards.total.tolist() == [[0.0, 3.0], [0.0, 1.0]]
+  np.testing.assert_array_equal(done.turn_rewards[0, :2], [0, 0])
   (reason,) = rewards.reasons
   assert "ValueError: broken tool" in reason
   assert policy.calls == [[0, 1, 2, 3], [0, 1]]
