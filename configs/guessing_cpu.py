@@ -29,5 +29,5 @@ def get_config(mode: str = "") -> ConfigDict:
   c.continuous_batching.prefill_chunk = 40
   c.cold_start.gate = 0.0  # greedy guesses are as random as the demonstrated
   if not mode:
-    c.cold_start.steps = 300
+    c.cold_start.steps = 500
   return c

@@ -57,7 +57,8 @@ A reward may carry functions as attributes:
 
 Other wings take `named`, `inputs`, `final_answer`, `gsm8k` and `BUILT_IN` from
 here, `imported` and `arguments` (parts of a spec), `pool` (runs rewards in
-worker processes), `math` and `numbers` (results in a normal form).
+worker processes), `math` and `numbers` (results in a normal form), `code` and
+`sandbox` (programs of a policy, and where they run).
 """
 
 import ast
@@ -73,6 +74,7 @@ from gspo_jax.runtime import errors
 __all__ = (
   "BUILT_IN",
   "arguments",
+  "code",
   "final_answer",
   "gsm8k",
   "imported",
@@ -81,6 +83,7 @@ __all__ = (
   "named",
   "numbers",
   "pool",
+  "sandbox",
 )
 
 BUILT_IN = {

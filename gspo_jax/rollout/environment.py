@@ -19,6 +19,9 @@ Name it in `rollout.environment` as `package.module.Class`, or
 `package.module.Class:key=value,key=value` to set keyword-only arguments of its
 `__init__`. `BUILT_IN` has short names.
 
+A class may have `prepare(**arguments)`, which is called once in each worker at
+the start and raises UserError if the environment cannot run.
+
 Environments run in the worker processes of `rewards.pool`, with the limits of
 rewards: `reward.seconds` for one call, memory, and a process forked for each
 batch of calls. Between two calls the object is pickled, so it holds plain
@@ -46,6 +49,7 @@ Message = tuple[str, str]  # role and content
 BUILT_IN = {
   "calculator": "gspo_jax.rollout.games.Calculator",
   "guessing": "gspo_jax.rollout.games.Guessing",
+  "python": "gspo_jax.rollout.python_tool.Python",
 }
 _MAX_STATE = 16 << 20  # bytes of a pickled environment
 _MAX_TEXT = 1 << 20  # characters of the messages of a step
@@ -199,7 +203,9 @@ def _named(quoted: str) -> functools.partial:
 
 def _prepare(*, environment: str) -> None:
   """Imports the environment once, in the worker."""
-  _named(environment)
+  made = _named(environment)
+  if prepare := getattr(made.func, "prepare", None):
+    prepare(**made.keywords)
 
 
 def _convert(value) -> dict:

@@ -103,13 +103,13 @@ class Guessing:
 
 
 def guessing_problems() -> list[Problem]:
-  """Ranges of 8 to 15 letters, each letter once; for `data.source`."""
+  """Ranges of 8 to 15 letters, each letter five times; for `data.source`."""
   rng, letters = random.Random("guessing"), string.ascii_lowercase
   problems = []
   for size in range(8, 16):
     for first in range(27 - size):
       whole = letters[first : first + size]
-      for letter in whole:
+      for letter in whole * 5:  # with other demonstrations
         demonstration, turns = _guessed(rng, first, size, letter)
         text = f"{whole[0]}-{whole[-1]}?"
         problems.append(Problem(text, letter, demonstration, turns=turns))

@@ -844,6 +844,17 @@ ROWS = (
     SHORT,
   ),
   Row(
+    "objective.credit",
+    seen.credited,
+    {"response": (B,), "turn": (B, 2)},
+    TALK
+    | {
+      "rollout.environment": "made_run.Endless",
+      "rollout.max_turns": 2,
+      "objective.name": "gspo_token",
+    },
+  ),
+  Row(
     "objective.zero_truncated",
     built.advantages,
     {
