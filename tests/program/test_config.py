@@ -28,7 +28,8 @@ def set_keys(keys, overrides):
     value = keys
     for part in key.split("."):
       value = value[part]
-    kinds = {bool: lambda text: text == "True", tuple: lambda text: (text,)}
+    one = lambda text: () if text == "()" else (text,)
+    kinds = {bool: lambda text: text == "True", tuple: one}
     value = kinds.get(type(value), type(value))(text)
     keys.update_from_flattened_dict({key: value})
 
@@ -158,6 +159,7 @@ LIMIT = "rollout.max_tokens_per_iteration=4"
 EXTRA = "rollout.extra_prompts_in_flight=4"
 SLOTS = "continuous_batching.slots=4"
 ROUNDS = "rollout.dynamic_sampling_rounds=2"
+GAME = "rollout.environment=guessing reward.names=()"
 
 
 @pytest.mark.parametrize(
@@ -199,6 +201,33 @@ ROUNDS = "rollout.dynamic_sampling_rounds=2"
       f"rollout.one_step_off_policy=True: expected False with {ROUNDS}",
     ),
     (f"{LIMIT} {EXTRA} {ROUNDS}", f"{LIMIT}: expected 0 with {ROUNDS}"),
+    (GAME, "slots=0: expected 1 or more, .*environment='guessing'"),
+    (
+      f"rollout.environment=guessing {SLOTS}",
+      r"reward.names=\('final_answer',\): expected \(\), for the environment",
+    ),
+    (
+      f"{GAME} {SLOTS} rollout.one_step_off_policy=True",
+      "rollout.one_step_off_policy=True: expected False, for a conversation",
+    ),
+    (f"{GAME} {SLOTS} {LIMIT} {EXTRA}", f"{LIMIT}: expected 0, for a conver"),
+    (
+      f"{GAME} {SLOTS} objective.replay=r3",
+      "objective.replay='r3': expected 'none' or 'r2'",
+    ),
+    (
+      "objective.credit=turn objective.name=gspo_token",
+      "rollout.environment='': expected one, .*credit='turn'",
+    ),
+    (
+      f"{GAME} {SLOTS} objective.credit=turn",
+      "objective.name='gspo': expected 'gspo_token' or another",
+    ),
+    (
+      f"{GAME} {SLOTS} objective.credit=turn objective.name=grpo "
+      "objective.kl_coef=.1 objective.kl_estimator=k1",
+      "kl_estimator='k1': expected 'k2' or 'k3'",
+    ),
   ],
 )
 def test_keys_that_do_not_go_together(debug_config, overrides, words):
