@@ -4,8 +4,9 @@
     --workdir=runs/guessing
 
 A letter between two others, such as `c-n?`, is to be found; the environment
-says whether it comes later or earlier (gspo_jax/rollout/games.py). Half of the
-guesses that the cold start shows are random.
+says whether it comes later or earlier, and which letters are left
+(gspo_jax/rollout/games.py). Four of five guesses that the cold start shows are
+random.
 
 `configs/guessing_cpu.py:debug` shrinks every size: nothing is learnt.
 """
@@ -29,5 +30,5 @@ def get_config(mode: str = "") -> ConfigDict:
   c.continuous_batching.prefill_chunk = 40
   c.cold_start.gate = 0.0  # greedy guesses are as random as the demonstrated
   if not mode:
-    c.cold_start.steps = 500
+    c.cold_start.steps = 200
   return c

@@ -4,14 +4,14 @@ Calculator: `37*48?` is answered with `calc(37*48)`, the tool replies `1776`,
 and the answer is `#1776`. A model of two layers cannot multiply in its head, so
 it is right only where it calls the tool.
 
-Guessing: a letter between two others, such as `c-n?`, is to be found. A guess
-names the letters that are left and one of them, `cn:h`. The reply is `>` if the
-letter comes later, `<` if earlier; a right guess ends the game. Halving finds
-one of 15 letters with four guesses.
+Guessing: a letter between two others, such as `c-n?`, is to be found. The reply
+to a wrong guess is `>` if the letter comes later, `<` if earlier, and the
+letters that are left: `>i-n?`. A right guess ends the game. Halving finds one
+of 15 letters with four guesses.
 
 The demonstrations have mistakes on purpose: some do not call the calculator, or
-call it with other numbers, and half of the guesses are random. The cold start
-so learns the form, and leaves the use of the tool and the halving to RL.
+call it with another number, and most guesses are random. The cold start so
+learns the form, and leaves the use of the tool and the halving to RL.
 """
 
 import random
@@ -30,13 +30,14 @@ _OPERATIONS = {
 _EXPRESSION = re.compile(r"(\d{1,4})([-+*])(\d{1,4})")
 _CALL = re.compile(r"calc\((.*)\)", re.DOTALL)
 _SIZE = 6000  # problems of each source
-_GUESS = re.compile(r"[a-z]{2}:[a-z]")
+_RANGE = re.compile(r"([a-z])-([a-z])[?]")
+_LETTERS = string.ascii_lowercase
 
 
 class Calculator:
   """A tool for one operation on two numbers.
 
-  The reward is 1 for the right number behind the last `#`.
+  Any other response is the answer, with a reward of 1 for `#` and the number.
   """
 
   roles = ("tool",)
@@ -48,8 +49,8 @@ class Calculator:
   def step(self, response: str) -> Step:
     call = _CALL.fullmatch(response)
     if not call:
-      answer = response.rpartition("#")[2]
-      return Step(done=True, reward=float(answer == self._reference))
+      right = response == f"#{self._reference}"
+      return Step(done=True, reward=float(right))
     parts = _EXPRESSION.fullmatch(call[1])
     if not parts:
       return Step([("tool", "error")], tool_calls=1, tool_errors=1)
@@ -90,48 +91,59 @@ class Guessing:
   roles = ("user",)
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
-    self._letter = problem.reference
+    """The prompt is that of the data."""
+    first, last = _RANGE.fullmatch(problem.text).groups()
+    self._low, self._high = _LETTERS.index(first), _LETTERS.index(last)
+    self._letter = _LETTERS.index(problem.reference)
     return ()
 
   def step(self, response: str) -> Step:
-    if not _GUESS.fullmatch(response):
-      return Step(done=True)
-    guess = response[-1]
+    """Where the letter is; the end, for what is no letter."""
+    guess = _LETTERS.find(response) if len(response) == 1 else -1
     if guess == self._letter:
       return Step(done=True, reward=1.0)
-    return Step([("user", ">" if self._letter > guess else "<")])
+    if guess < 0:
+      return Step(done=True)
+    if guess < self._letter:
+      self._low = max(self._low, guess + 1)
+    else:
+      self._high = min(self._high, guess - 1)
+    sign = ">" if guess < self._letter else "<"
+    return Step([("user", sign + _asked(self._low, self._high))])
 
 
 def guessing_problems() -> list[Problem]:
   """Ranges of 8 to 15 letters, each letter five times; for `data.source`."""
-  rng, letters = random.Random("guessing"), string.ascii_lowercase
-  problems = []
+  rng, problems = random.Random("guessing"), []
   for size in range(8, 16):
-    for first in range(27 - size):
-      whole = letters[first : first + size]
-      for letter in whole * 5:  # with other demonstrations
-        demonstration, turns = _guessed(rng, first, size, letter)
-        text = f"{whole[0]}-{whole[-1]}?"
-        problems.append(Problem(text, letter, demonstration, turns=turns))
+    for low in range(27 - size):
+      high = low + size - 1
+      # With other demonstrations each time.
+      for letter in [*range(low, high + 1)] * 5:
+        first, turns = _guessed(rng, low, high, letter)
+        problems.append(
+          Problem(_asked(low, high), _LETTERS[letter], first, turns=turns)
+        )
   return problems
 
 
-def _guessed(rng: random.Random, first: int, size: int, letter: str):
-  """A demonstration of up to four guesses, half of them random."""
-  letters, low, high = string.ascii_lowercase, first, first + size - 1
+def _asked(low: int, high: int) -> str:
+  return f"{_LETTERS[low]}-{_LETTERS[high]}?"
+
+
+def _guessed(rng: random.Random, low: int, high: int, letter: int):
+  """A demonstration of up to four guesses, four of five random."""
   turns = []
   while True:
     guess = (low + high) // 2
-    if rng.random() < 0.5:
+    if rng.random() < 0.8:
       guess = rng.randrange(low, high + 1)
-    turns.append(
-      ("assistant", f"{letters[low]}{letters[high]}:{letters[guess]}")
-    )
-    if letters[guess] == letter or len(turns) == 7:
+    turns.append(("assistant", _LETTERS[guess]))
+    if guess == letter or len(turns) == 7:
       return turns[0][1], tuple(turns[1:])
-    if letters[guess] < letter:
-      turns.append(("user", ">"))
-      low = guess + 1
+    sign = "<"
+    if guess < letter:
+      low, sign = guess + 1, ">"
     else:
-      turns.append(("user", "<"))
       high = guess - 1
+    turns.append(("user", sign + _asked(low, high)))
