@@ -4,7 +4,7 @@
     --workdir=runs/guessing
 
 A letter between two others, such as `c-n?`, is to be found; the environment
-says whether it comes later or earlier, and which letters are left
+says whether it comes later or earlier, and leaves the larger part
 (gspo_jax/rollout/games.py). Four of five guesses that the cold start shows are
 random.
 

@@ -234,7 +234,12 @@ class Conversations:
       line = f"{what}, turn {turn}" if turn > 1 else what
       with Progress(line, int(active.sum()), "responses") as progress:
         samples = generate(
-          params, prompts, key, resume_from=samples, progress=progress
+          params,
+          prompts,
+          key,
+          resume_from=samples,
+          turn_start=before,
+          progress=progress,
         )
       slot_steps += int(samples.slot_steps)
       lengths, finish = multihost.to_host((samples.lengths, samples.finish))

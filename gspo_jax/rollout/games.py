@@ -5,9 +5,10 @@ and the answer is `#1776`. A model of two layers cannot multiply in its head, so
 it is right only where it calls the tool.
 
 Guessing: a letter between two others, such as `c-n?`, is to be found. The reply
-to a wrong guess is `>` if the letter comes later, `<` if earlier, and the
-letters that are left: `>i-n?`. A right guess ends the game. Halving finds one
-of 15 letters with four guesses.
+to a guess is `>` if the letter comes later, `<` if earlier, and the letters
+that are left: `>i-n?`. The environment chooses the letter as late as it can:
+what is left is always the larger part, so that luck does not help. Halving
+finds one of 15 letters with four guesses.
 
 The demonstrations have mistakes on purpose: some do not call the calculator, or
 call it with another number, and most guesses are random. The cold start so
@@ -94,36 +95,28 @@ class Guessing:
     """The prompt is that of the data."""
     first, last = _RANGE.fullmatch(problem.text).groups()
     self._low, self._high = _LETTERS.index(first), _LETTERS.index(last)
-    self._letter = _LETTERS.index(problem.reference)
     return ()
 
   def step(self, response: str) -> Step:
-    """Where the letter is; the end, for what is no letter."""
+    """The larger part; the end, for the last letter and for no letter."""
     guess = _LETTERS.find(response) if len(response) == 1 else -1
-    if guess == self._letter:
-      return Step(done=True, reward=1.0)
-    if guess < 0:
+    if not self._low <= guess <= self._high:
       return Step(done=True)
-    if guess < self._letter:
-      self._low = max(self._low, guess + 1)
-    else:
-      self._high = min(self._high, guess - 1)
-    sign = ">" if guess < self._letter else "<"
+    if self._low == self._high:
+      return Step(done=True, reward=1.0)
+    sign, self._low, self._high = _left(guess, self._low, self._high)
     return Step([("user", sign + _asked(self._low, self._high))])
 
 
 def guessing_problems() -> list[Problem]:
-  """Ranges of 8 to 15 letters, each letter five times; for `data.source`."""
+  """Ranges of 6 to 12 letters, many demonstrations; for `data.source`."""
   rng, problems = random.Random("guessing"), []
-  for size in range(8, 16):
+  for size in range(6, 13):
     for low in range(27 - size):
       high = low + size - 1
-      # With other demonstrations each time.
-      for letter in [*range(low, high + 1)] * 5:
-        first, turns = _guessed(rng, low, high, letter)
-        problems.append(
-          Problem(_asked(low, high), _LETTERS[letter], first, turns=turns)
-        )
+      for _ in range(40):
+        first, turns = _guessed(rng, low, high)
+        problems.append(Problem(_asked(low, high), "found", first, turns=turns))
   return problems
 
 
@@ -131,19 +124,25 @@ def _asked(low: int, high: int) -> str:
   return f"{_LETTERS[low]}-{_LETTERS[high]}?"
 
 
-def _guessed(rng: random.Random, low: int, high: int, letter: int):
+def _left(guess: int, low: int, high: int) -> tuple[str, int, int]:
+  """The sign, and the larger part behind a guess; the later one of equals."""
+  if high - guess >= guess - low:
+    return ">", guess + 1, high
+  return "<", low, guess - 1
+
+
+def _guessed(rng: random.Random, low: int, high: int):
   """A demonstration of up to four guesses, four of five random."""
   turns = []
-  while True:
+  for _ in range(4):
     guess = (low + high) // 2
     if rng.random() < 0.8:
       guess = rng.randrange(low, high + 1)
     turns.append(("assistant", _LETTERS[guess]))
-    if guess == letter or len(turns) == 7:
-      return turns[0][1], tuple(turns[1:])
-    sign = "<"
-    if guess < letter:
-      low, sign = guess + 1, ">"
-    else:
-      high = guess - 1
+    if low == high:
+      break
+    sign, low, high = _left(guess, low, high)
     turns.append(("user", sign + _asked(low, high)))
+  if turns[-1][0] == "user":
+    turns.pop()
+  return turns[0][1], tuple(turns[1:])

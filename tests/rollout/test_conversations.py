@@ -68,10 +68,13 @@ class Scripted:
   def __init__(self, responses):
     self.responses, self.calls = responses, []
 
-  def __call__(self, params, prompts, key, *, resume_from=None, progress=None):
+  def __call__(
+    self, params, prompts, key, *, resume_from=None, turn_start, progress=None
+  ):
     B = len(prompts.tokens) * G
     samples = resume_from or empty_samples(B // G, S, DENSE, SAMPLING)
     samples = jax.tree.map(np.array, jax.device_get(samples))
+    np.testing.assert_array_equal(turn_start, samples.lengths)
     self.calls.append(np.flatnonzero(samples.finish == UNFINISHED).tolist())
     self.prompts = [BYTES.decode(row[-n:]) for row, n in
                     zip(np.asarray(prompts.tokens), prompts.lengths,

@@ -37,27 +37,30 @@ def test_a_demonstration_hears_what_the_environment_says(name):
     assert found[: len(heard)] == heard
     ended.append(steps[-1].reward)
   # RL has something to do, and something to start from.
-  assert 0.3 < sum(ended) / len(ended) < 0.8
+  assert 0.25 < sum(ended) / len(ended) < 0.8
   sides = {held_out(problem.text) for problem in problems}
   assert sides == {True, False}
 
 
-@pytest.mark.parametrize("size", [8, 15])
-def test_halving_always_finds_the_letter(size):
+@pytest.mark.parametrize("size", [8, 12])
+def test_halving_finds_the_letter_and_other_guesses_do_not(size):
   def halve(message):
     low, high = message.lstrip("<>")[0], message.lstrip("<>")[2]
     return chr((ord(low) + ord(high)) // 2)
 
   ranges = [p for p in games.guessing_problems()
             if ord(p.text[2]) - ord(p.text[0]) == size - 1]  # fmt: skip
-  assert all(play(games.Guessing(), p, halve)[-1].reward for p in ranges[:60])
   first = lambda message: message.lstrip("<>")[0]
-  lazy = [play(games.Guessing(), p, first)[-1].reward for p in ranges[:60]]
-  assert 0 < sum(lazy) < 60
+  for problem in ranges[::20]:
+    assert play(games.Guessing(), problem, halve)[-1].reward == 1
+    steps = play(games.Guessing(), problem, first)
+    assert not any(step.reward for step in steps)
+    left = [step.messages[0][1] for step in steps]
+    assert left[0][0] == ">"  # all but the first letter
 
 
 def test_what_is_no_letter_ends_the_game():
-  for response in ("", "ab", "?", "A", "3"):
+  for response in ("", "ab", "?", "A", "3", "z"):
     (step,) = play(
       games.Guessing(), games.guessing_problems()[0], lambda _, r=response: r
     )

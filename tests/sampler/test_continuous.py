@@ -386,6 +386,29 @@ def test_log_probs_behind_appended_tokens_are_teacher_forced_ones():
   assert not after.logps[given].any()
 
 
+def test_a_stop_string_is_found_within_one_turn():
+  """Not where it begins in a message of the environment."""
+  every = tuple("h" + letter for letter in "abcdefghijklmnopqrstuvwxyz")
+  stop = stop_strings.build(every, Letters())
+  generate = build(config=dataclasses.replace(SAMPLED, stop=stop))
+  first = run(generate)
+  ends_in_h = np.full((A, R), 6 + ord("h") - ord("a"), np.int32)
+  room = first.lengths < R - 4
+  finish = np.where(room, UNFINISHED, first.finish).astype(np.int8)
+  counts = room.astype(np.int32)
+
+  def ended_at_once(**options):
+    joined = generate.append_tokens(
+      jax.device_put(first), ends_in_h, counts, finish
+    )
+    after = run(generate, resume_from=joined, **options)
+    new = after.lengths - first.lengths - counts
+    return (room & (new == 1)).sum()
+
+  assert ended_at_once() == room.sum() > 10
+  assert ended_at_once(turn_start=first.lengths + counts) < room.sum() / 2
+
+
 def test_finished_responses_and_earlier_tokens_stay_as_they_are():
   stop_at = np.where(np.arange(A) % 2, R, 5)
   first = one_device()(
