@@ -363,8 +363,7 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     conversations=experiment.conversations,
   )
   if isinstance(context.generate, ContinuousSampler):
-    continues = config.rollout.max_tokens_per_iteration > 0
-    continues |= bool(config.rollout.environment)
+    continues = config.rollout.continues
     multihost.print_once(context.generate.describe(continues=continues))
   return make_source(
     config.rollout, context, program.sampler, last_step=config.num_steps

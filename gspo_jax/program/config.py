@@ -207,6 +207,11 @@ class Rollout:
   max_turns: int = checked(TURNS)
 
   @property
+  def continues(self) -> bool:
+    """Whether a response goes on in a later call of the sampler."""
+    return self.max_tokens_per_iteration > 0 or bool(self.environment)
+
+  @property
   def is_off_policy(self) -> bool:
     """Whether responses of one iteration are learnt from in a later one."""
     return self.one_step_off_policy or self.max_tokens_per_iteration > 0
