@@ -10,6 +10,8 @@ import argparse
 import json
 import os
 import platform
+import shlex
+import sys
 import tempfile
 from pathlib import Path
 
@@ -49,7 +51,9 @@ def main() -> None:
   parser.add_argument("--out", type=Path, required=True)
   args = parser.parse_args()
   record = {
-    "command": f"python -m benchmarks.environments --out={args.out}",
+    "command": shlex.join(
+      ["python", "-m", "benchmarks.environments", *sys.argv[1:]]
+    ),
     "machine": f"{os.cpu_count()} x {platform.machine()}",
     "results": [],
   }

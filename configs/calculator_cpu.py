@@ -7,6 +7,10 @@
 is `#1776` (gspo_jax/rollout/games.py). In four of ten demonstrations of the
 cold start the tool is not called.
 
+Seeds 0, 1, 2, from after the cold start to after 40 iterations: held-out pass@1
+.35, .39, .17 to .96, .93, .84; conversations that call the tool .52, .60, .63
+to .99, .99, .98 (benchmarks/calculator_cpu.json). About 2 minutes of CPU time.
+
 `configs/calculator_cpu.py:debug` shrinks every size: nothing is learnt.
 """
 
