@@ -8,6 +8,9 @@ says whether it comes later or earlier, and leaves the larger part
 (gspo_jax/rollout/games.py). Four of five guesses that the cold start shows are
 random.
 
+Seeds 0, 1, from after the cold start to after 40 iterations: held-out pass@1
+.47, .52 to .81, .81.
+
 `configs/guessing_cpu.py:debug` shrinks every size: nothing is learnt.
 """
 
