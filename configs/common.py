@@ -124,6 +124,13 @@ def get_config() -> ConfigDict:
   # rollout.extra_prompts_in_flight.
   c.rollout.max_tokens_per_iteration = 0
   c.rollout.extra_prompts_in_flight = 0  # prompts in flight beside data.prompts
+  # What answers the policy between its responses, and gives the reward: of
+  # BUILT_IN in gspo_jax/rollout/environment.py, or package.module.Class;
+  # "name:key=value" sets its arguments. "": none, one response a prompt. Needs
+  # continuous_batching.slots and reward.names=(); sampler.max_new_tokens is the
+  # length of the whole conversation.
+  c.rollout.environment = ""
+  c.rollout.max_turns = 8  # responses of a conversation at most
 
   c.reward = ConfigDict()  # what responses are rewarded for
   # Of gspo_jax/rewards/, or package.module.function; accuracy is the first one,
@@ -168,6 +175,9 @@ def get_config() -> ConfigDict:
   # Routing Replay: the old policy's experts ("r2") or the sampler's ("r3").
   c.objective.replay = "none"
   c.objective.zero_truncated = False  # no advantage for truncated responses
+  # "response": one advantage, of the whole conversation. "turn": one for each
+  # turn, of the rewards from there on; for methods with an advantage a token.
+  c.objective.credit = "response"
 
   c.critic = ConfigDict()  # of ppo; AdamW, the rest of it as in `optim`
   c.critic.learning_rate = 1e-5  # its peak

@@ -238,9 +238,12 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   )
 
   # Advantages, of whole groups, before any shuffle.
+  credited = rewards.total.reshape(-1)
+  if config.objective.credit == "turn":
+    credited = scored.talk["rewards"]
   train_batch = learner.assign_advantages(
     train_batch,
-    multihost.to_global(rewards.total.reshape(-1), batch_sharding),
+    multihost.to_global(credited, batch_sharding),
     scored.samples.finish,
   )
   jax.block_until_ready(train_batch)
@@ -370,9 +373,10 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     prompts=config.data.prompts,
     group_size=config.rollout.group_size,
     stop=program.sampler.stop,
+    conversations=experiment.conversations,
   )
   if isinstance(context.generate, ContinuousSampler):
-    continues = config.rollout.max_tokens_per_iteration > 0
+    continues = config.rollout.continues
     multihost.print_once(context.generate.describe(continues=continues))
   return make_source(
     config.rollout, context, program.sampler, last_step=config.num_steps
@@ -525,6 +529,7 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
         batch=cold.batch,
         width=config.sampler.max_new_tokens,
         seed=config.seed,
+        conversations=bool(config.rollout.environment),
       ),
       batch_sharding=sharding.batch_sharding(program.mesh),
       accuracy=functools.partial(_greedy_accuracy, experiment, k_check),

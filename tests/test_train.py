@@ -564,6 +564,36 @@ def test_a_sampler_that_fails_ends_the_run(
   assert_same_run(tmp_path, reference[0], **SPLIT)
 
 
+@pytest.mark.slow  # its parts run in tests/rollout, learner and sampler
+@pytest.mark.usefixtures("no_evaluation")
+def test_conversations_resume(run, tmp_path, assert_same_run):
+  """GSPO-token with credit by turn and dynamic sampling, after a cold start."""
+  flags = {
+    **CONTINUOUS,
+    "continuous_batching__slots": 16,
+    "data__source": "gspo_jax.rollout.games.guessing_problems",
+    "rollout__environment": "guessing",
+    "rollout__max_turns": 3,
+    "rollout__dynamic_sampling_rounds": 2,
+    "reward__names": (),
+    "sampler__max_new_tokens": 32,
+    "objective__name": "gspo_token",
+    "objective__credit": "turn",
+  }
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  run(whole, **flags)
+  resume(run, whole, parts, **flags)
+  assert_same_run(parts, whole, **flags)
+  _, *rows = metrics_of(whole)
+  assert any(row["conversation/turns"] > 1 for row in rows)
+  assert any(row["conversation/environment_tokens"] > 0 for row in rows)
+  for row in rows:
+    tokens = row["conversation/policy_tokens"]
+    tokens += row["conversation/environment_tokens"]
+    np.testing.assert_allclose(row["response/length"], tokens, rtol=1e-6)
+  assert undocumented(whole) == []
+
+
 def test_rewards_that_fail_stop_the_run(run, build_once, workdir):
   shutil.rmtree(workdir / f"checkpoints/{STEPS}")
   # It takes three arguments, and raises: a string takes no assignment.

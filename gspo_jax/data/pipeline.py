@@ -94,14 +94,24 @@ def prompts(
 
 
 def demonstrations(
-  source: Source, cfg: PromptConfig, *, batch: int, width: int, seed: int
+  source: Source,
+  cfg: PromptConfig,
+  *,
+  batch: int,
+  width: int,
+  seed: int,
+  conversations: bool = False,
 ) -> Batches:
   """Endless batches of prompts with demonstrated responses.
 
   As `prompts`, without positions, with `response` [batch, width] int32, padded
-  on the right, and `response_length` [batch] int32, stop token included.
+  on the right, and `response_length` [batch] int32, stop token included. With
+  `conversations` a response has all `Problem.turns`, and there are `turns`
+  [batch, width] int16, 0 at tokens of messages that are not imitated.
   """
-  make = functools.partial(_demonstration, cfg=cfg, width=width)
+  make = functools.partial(
+    _demonstration, cfg=cfg, width=width, conversations=conversations
+  )
   _check(source, make, cfg, batch)
   return Batches(_stream(source, make, seed), batch)
 
@@ -191,7 +201,7 @@ def _training_prompt(problem: Problem, cfg: PromptConfig) -> dict | None:
 
 
 def _demonstration(
-  problem: Problem, cfg: PromptConfig, width: int
+  problem: Problem, cfg: PromptConfig, width: int, conversations: bool
 ) -> dict | None:
   """A single prompt with its demonstration; None if it is dropped."""
   text, tokenizer = problem.demonstration, cfg.tokenizer
@@ -201,6 +211,15 @@ def _demonstration(
       "data.demonstration_field to the field that has one"
     )
   ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
+  turns = [1] * len(ids)
+  for role, content in problem.turns if conversations else ():
+    if role == "assistant":
+      new = [*tokenizer.encode(content), tokenizer.stop_ids[0]]
+      turns += [max(turns) + 1] * len(new)
+    else:
+      new = tokenizer.turn([(role, content)], stopped=True)
+      turns += [0] * len(new)
+    ids += new
   name = f"demonstration {text[:40]!r}"
   prompt = _training_prompt(problem, cfg)
   fits = cfg.fits(ids, width, name, "sampler.max_new_tokens")
@@ -208,7 +227,11 @@ def _demonstration(
     return None
   tokens = np.full(width, tokenizer.pad_id, np.int32)
   tokens[: len(ids)] = ids
-  return prompt | {"response": tokens, "response_length": np.int32(len(ids))}
+  response = {"response": tokens, "response_length": np.int32(len(ids))}
+  if conversations:
+    response["turns"] = np.zeros(width, np.int16)
+    response["turns"][: len(ids)] = turns
+  return prompt | response
 
 
 class _Positioned(Sequence):

@@ -283,7 +283,8 @@ def _sample(source: Sequence[Problem]) -> list:
 def _identity(problem: Problem) -> list:
   """What a fingerprint holds of a sampled problem."""
   identity = [problem.text, problem.reference, problem.demonstration]
-  return [*identity, problem.history] if problem.history else identity
+  more = [turns for turns in (problem.history, problem.turns) if turns]
+  return [*identity, *more]
 
 
 class _Asked(NamedTuple):

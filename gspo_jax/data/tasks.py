@@ -33,6 +33,8 @@ class Problem(NamedTuple):
       that JSON has.
     history: the messages before `text`, which is the last one of the user: each
       (role, content), the first one perhaps of the role "system".
+    turns: the demonstration behind its first response: each (role, content),
+      the last one of the role "assistant".
   """
 
   text: str
@@ -40,6 +42,7 @@ class Problem(NamedTuple):
   demonstration: str
   columns: Mapping[str, Any] = {}
   history: tuple[tuple[str, str], ...] = ()
+  turns: tuple[tuple[str, str], ...] = ()
 
 
 def held_out(text: str) -> bool:

@@ -57,6 +57,8 @@ def correct(
   """
   problems, program = experiment.held_out, experiment.program
   count, pending = len(problems["problems"]), []
+  if experiment.conversations:
+    return _conversed(experiment, generate, params, key)
   params = program.sampler.weights(params)
   with Progress("evaluation", count * group_size, "responses") as progress:
     for batch in sample_many(
@@ -79,6 +81,25 @@ def correct(
         score_responses(experiment.reward_pool, responses, group_size, lengths)
       )
   rewards = [each.result() for each in pending]
+  most = experiment.config.reward.max_failed
+  require_scored(rewards, most, of="the held-out problems")
+  return np.concatenate([each.correct for each in rewards])[:count]
+
+
+def _conversed(experiment, generate, params, key) -> np.ndarray:
+  """As `correct`, of conversations."""
+  problems, size = experiment.held_out, experiment.program.sampler.eval_prompts
+  count, rewards = len(problems["problems"]), []
+  for i, start in enumerate(range(0, count, size)):
+    index = np.arange(start, start + size) % count
+    done = experiment.conversations(
+      generate,
+      params,
+      prompt_batch.pick(problems, index),
+      jax.random.fold_in(key, i),
+      what="evaluation",
+    )
+    rewards.append(done.rewards.result())
   most = experiment.config.reward.max_failed
   require_scored(rewards, most, of="the held-out problems")
   return np.concatenate([each.correct for each in rewards])[:count]

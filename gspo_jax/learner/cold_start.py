@@ -75,13 +75,15 @@ def demonstration_batch(
     packing: where each demonstration goes.
     cfg: the rows, of one minibatch; static.
   """
-  return train_batch.pack_responses(
+  batch = train_batch.pack_responses(
     Prompts(arrays["tokens"], arrays["length"]),
     arrays["response"],
     arrays["response_length"],
     packing,
     cfg,
+    turns=arrays.get("turns"),
   )
+  return batch._replace(rows=dataclasses.replace(batch.rows, turns=None))
 
 
 class Accuracy(Protocol):

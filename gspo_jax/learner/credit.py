@@ -12,6 +12,7 @@ from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.losses.advantages import (
   generalized_advantages,
   group_relative_advantages,
+  turn_advantages,
   whiten,
 )
 from gspo_jax.sampler.samples import TRUNCATED
@@ -32,6 +33,7 @@ class CreditConfig:
     zero_truncated: whether truncated responses have advantage 0.
     discount: of a critic's returns, per token.
     trace_decay: GAE's lambda; None without a critic.
+    by_turn: whether each turn of a conversation has an advantage of its own.
   """
 
   group_size: int
@@ -40,6 +42,7 @@ class CreditConfig:
   zero_truncated: bool = False
   discount: float = 1.0
   trace_decay: float | None = None
+  by_turn: bool = False
 
 
 def assign_advantages(
@@ -55,7 +58,8 @@ def assign_advantages(
 
   Args:
     batch: of B responses, with the log-probs and values that the credit needs.
-    rewards: [B] float32, of whole responses.
+    rewards: [B] float32, of whole responses; with `credit.by_turn` those of
+      `turn_advantages`, [B, K].
     finish: [B], `Samples.finish`.
     credit: how rewards become advantages; static.
   """
@@ -66,7 +70,14 @@ def assign_advantages(
     gap = rows.old_logps - rows.reference_logps
     penalty = jnp.where(mask, credit.kl_coef * gap, 0.0)
   returns = None
-  if credit.trace_decay is None:
+  if credit.by_turn:
+    by_turn = turn_advantages(
+      rewards.reshape(-1, credit.group_size, rewards.shape[1]),
+      normalize_std=credit.normalize_std,
+    ).reshape(rewards.shape)
+    advantages = by_turn[response, jnp.maximum(rows.turns - 1, 0)]
+    advantages = jnp.where(mask, advantages, 0.0)
+  elif credit.trace_decay is None:
     groups = lambda x: x.reshape(-1, credit.group_size)
     advantages = group_relative_advantages(
       groups(rewards), normalize_std=credit.normalize_std
@@ -99,7 +110,14 @@ def assign_advantages(
 
 
 def _is_last(mask_BR, segments_BR):
-  """Whether a token is the last one of its response."""
-  ids = jnp.where(mask_BR, segments_BR, 0)
-  following = jnp.pad(ids[:, 1:], ((0, 0), (0, 1)))
-  return mask_BR & (ids != following)
+  """Whether a token is the last one of its response.
+
+  Between two of its turns a response has tokens that are not in the mask.
+  """
+  R = mask_BR.shape[1]
+  column_BR = jnp.where(mask_BR, jnp.arange(R), R)
+  after_BR = jnp.pad(column_BR[:, 1:], ((0, 0), (0, 1)), constant_values=R)
+  next_BR = jax.lax.cummin(after_BR, axis=1, reverse=True)
+  ids = jnp.pad(segments_BR, ((0, 0), (0, 1)), constant_values=-1)
+  following = jnp.take_along_axis(ids, next_BR, axis=1)
+  return mask_BR & (segments_BR != following)

@@ -31,8 +31,8 @@ class TrainBatch:
 
   Several sequences, each a prompt and its response, may share a row. The fields
   of tokens have T columns; those of response tokens have the last R of them, in
-  a packed row all but the first. `reference_logps`, `values` and `returns` are
-  None unless the objective reads them.
+  a packed row all but the first. `reference_logps`, `values`, `returns` and
+  `turns` are None unless the objective reads them.
 
   Attributes:
     tokens: [B, T] int32.
@@ -40,7 +40,7 @@ class TrainBatch:
     segment_ids: [B, T] int32, the sequence of each token in its row, from 1; 0
       at padding.
     response_mask: [B, R] bool, the tokens of responses, their stop tokens
-      included.
+      included; those of an environment are not.
     old_logps: [B, R] float32, log-probs under the old policy.
     advantages: [B, R] float32, equal within a response without a critic.
     response_index: [B, R] int32, the response that a token belongs to, in the
@@ -55,6 +55,7 @@ class TrainBatch:
     reference_logps: [B, R] float32, log-probs under the reference policy.
     values: [B, R] float32, of the old critic.
     returns: [B, R] float32, the targets of the critic.
+    turns: [B, R] int16, the turn of a conversation, from 1; 0 elsewhere.
   """
 
   tokens: jax.Array
@@ -70,6 +71,7 @@ class TrainBatch:
   reference_logps: jax.Array | None = None
   values: jax.Array | None = None
   returns: jax.Array | None = None
+  turns: jax.Array | None = None
 
   @property
   def response_segments(self) -> jax.Array:
@@ -182,6 +184,7 @@ def pack_responses(
   *,
   logps: jax.Array | None = None,
   experts: jax.Array | None = None,
+  turns: jax.Array | None = None,
 ) -> PackedBatch:
   """Packs responses [B, R] behind their prompts [P, S]; B = P * G.
 
@@ -194,6 +197,8 @@ def pack_responses(
     logps: [B, R] float32, for `sampler_logps`.
     experts: [B, L, S + R, k], for `experts`, with the columns of the left-
       padded prompt and its response.
+    turns: [B, R] int, as in Samples: tokens of turn 0 are not of the response,
+      and are only read. None: all tokens are.
 
   Each device gathers the tokens and log-probs of all responses, 8 B R bytes,
   and of the experts one layer at a time, to pick those of its rows.
@@ -206,7 +211,7 @@ def pack_responses(
   P, S = prompts.tokens.shape
   batch_axes = PartitionSpec(sharding.BATCH_AXES)
 
-  def local(prompts, responses, lengths, packing, logps, experts):
+  def local(prompts, responses, lengths, packing, logps, experts, turns):
     whole = lambda x: sharding.gather(x, *sharding.BATCH_AXES, dim=0)
     prompt_lengths = jnp.repeat(whole(prompts.lengths), B // P)
     slots = _slots(packing, prompt_lengths, whole(lengths), cfg)
@@ -220,6 +225,9 @@ def pack_responses(
     )
     real = slots.segment_ids > 0
     mask = slots.is_response[:, 1:]
+    if turns is not None:
+      turns = jnp.where(mask, at_response(whole(turns))[:, 1:], 0)
+      mask &= turns > 0
     zeros = jnp.zeros(mask.shape)
     if logps is not None:
       logps = jnp.where(mask, at_response(whole(logps))[:, 1:], 0.0)
@@ -240,6 +248,7 @@ def pack_responses(
       response_index=jnp.where(mask, b[:, 1:], 0),
       experts=experts,
       sampler_logps=logps,
+      turns=turns,
     )
     cut = lambda x: x.reshape(
       cfg.minibatches, -1, cfg.micro_batch_size // _shards(), *x.shape[1:]
@@ -248,10 +257,10 @@ def pack_responses(
 
   pack = sharding.shard_map(
     local,
-    in_specs=(*[batch_axes] * 3, PartitionSpec(), batch_axes, batch_axes),
+    in_specs=(*[batch_axes] * 3, PartitionSpec(), *[batch_axes] * 3),
     out_specs=PartitionSpec(None, None, *sharding.ROWS),
   )
-  rows = pack(prompts, responses, lengths, packing, logps, experts)
+  rows = pack(prompts, responses, lengths, packing, logps, experts, turns)
   return PackedBatch(rows, jnp.asarray(packing.num_micro_batches))
 
 
@@ -310,6 +319,7 @@ class TrainBatchFields:
     router_logps: whether there are the old routers' log-probs of them.
     reference: whether there are log-probs of a reference policy.
     critic: whether there are values and returns.
+    turns: whether there are the turns of conversations.
   """
 
   sampler_logps: bool = False
@@ -317,6 +327,7 @@ class TrainBatchFields:
   router_logps: bool = False
   reference: bool = False
   critic: bool = False
+  turns: bool = False
 
 
 def train_batch_from_samples(
@@ -348,6 +359,7 @@ def train_batch_from_samples(
     packing_config,
     logps=samples.logps,
     experts=samples.experts,
+    turns=samples.turns,
   )
   rows = batch.rows
   lead, T = rows.tokens.shape[:-1], rows.tokens.shape[-1]
@@ -366,6 +378,7 @@ def train_batch_from_samples(
     reference_logps=zeros(fields.reference),
     values=zeros(fields.critic),
     returns=zeros(fields.critic),
+    turns=rows.turns if fields.turns else None,
   )
   rows = sharding.constrain(rows, None, None, *sharding.ROWS)
   return batch._replace(rows=rows)

@@ -50,6 +50,47 @@ def group_relative_advantages(
   return centered / (jnp.sqrt(variance) + jnp.where(equal, 1.0, eps))
 
 
+def turn_advantages(
+  rewards: jax.Array, *, normalize_std: bool = True, eps: float = 1e-6
+) -> jax.Array:
+  """A_ik = (R_ik - mean) / (std + eps), for turn k of conversation i.
+
+  R_ik = sum_{j >= k} r_ij is the reward from turn k on. Mean and std are over
+  the conversations of the group that have a turn k. The sum over the steps that
+  follow is that of GRPO's process supervision, Shao et al. 2024, arXiv
+  2402.03300, sec. 4.1.3, with a turn as the step. Departures:
+    1. Rewards are summed first and normalized then, so that a turn without a
+       reward of its own does not count against long conversations.
+    2. A turn is compared with the same turn of the other conversations, as in
+       MT-GRPO, Zeng et al. 2025, arXiv 2505.11821, not with all turns.
+  Conversations of one turn have the advantages of `group_relative_advantages`.
+
+  Args:
+    rewards: [P, G, K] float32, of each turn; NaN from the first turn on that a
+      conversation does not have.
+    normalize_std: whether to divide by the standard deviation (ddof 0).
+    eps: added to the standard deviation, in units of reward.
+
+  Returns:
+    [P, G, K] float32; 0 for turns that are not there, and where the rewards of
+    all conversations from that turn on are equal.
+  """
+  has_turn = ~jnp.isnan(rewards)
+  rewards = jnp.where(has_turn, rewards, 0.0)
+  to_go = jnp.cumsum(rewards[..., ::-1], axis=-1)[..., ::-1]
+  count = jnp.maximum(has_turn.sum(1, keepdims=True), 1)
+  mean = jnp.where(has_turn, to_go, 0.0).sum(1, keepdims=True) / count
+  lowest = jnp.where(has_turn, to_go, jnp.inf).min(1, keepdims=True)
+  highest = jnp.where(has_turn, to_go, -jnp.inf).max(1, keepdims=True)
+  # Compared for the same reason as in group_relative_advantages.
+  equal = lowest >= highest
+  centered = jnp.where(has_turn & ~equal, to_go - mean, 0.0)
+  if not normalize_std:
+    return centered
+  std = jnp.sqrt((centered**2).sum(1, keepdims=True) / count)
+  return centered / (std + jnp.where(equal, 1.0, eps))
+
+
 def generalized_advantages(
   rewards: jax.Array,
   values: jax.Array,

@@ -4,6 +4,7 @@ Dimension key: P prompts, S prompt slots, B decode slots, N prompts of a
 prefill, T their tokens.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -52,6 +53,9 @@ def functions(
   else:
     lowered = {"generate": program.sampler.generate.lower(params, prompts, key)}
     samples = lowered["generate"].out_info
+  if config.rollout.environment:
+    turns = shape(samples.tokens.shape, jnp.int16)
+    samples = dataclasses.replace(samples, turns=turns)
   packing = _packing_shapes(config, program)
   batch = jax.tree.map(
     lambda x: shape(x.shape, x.dtype),
@@ -121,9 +125,7 @@ def _prompts(config, sampler):
 
 def longest(config, sampler: ContinuousSampler) -> int:
   """T of the longest prompts, or of responses that continue."""
-  return sampler.buckets(continues=config.rollout.max_tokens_per_iteration > 0)[
-    -1
-  ]
+  return sampler.buckets(continues=config.rollout.continues)[-1]
 
 
 def _segment_plan_shapes(state):

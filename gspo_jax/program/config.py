@@ -84,6 +84,7 @@ ITERATIONS = Range(
     and list(x) == sorted(x)
   ),
 )
+TURNS = Range("1 to 32767", lambda x: 1 <= x < 2**15)
 DUAL_CLIP = Range(
   "0 for none, or more than 1", lambda x: x == 0 or 1 < x < math.inf
 )
@@ -204,6 +205,13 @@ class Rollout:
   max_staleness: int = checked(ZERO_OR_MORE)
   max_tokens_per_iteration: int = checked(ZERO_OR_MORE)
   extra_prompts_in_flight: int = checked(ZERO_OR_MORE)
+  environment: str
+  max_turns: int = checked(TURNS)
+
+  @property
+  def continues(self) -> bool:
+    """Whether a response goes on in a later call of the sampler."""
+    return self.max_tokens_per_iteration > 0 or bool(self.environment)
 
   @property
   def is_off_policy(self) -> bool:
@@ -266,6 +274,7 @@ class Objective:
   router_shift_floor: float = checked(METHOD_FLOOR)
   replay: str = checked(Choice(("none", "r2", "r3")))
   zero_truncated: bool
+  credit: str = checked(Choice(("response", "turn")))
 
   @property
   def has_critic(self) -> bool:
@@ -477,6 +486,10 @@ class Config:
         f"rollout.max_tokens_per_iteration={limit}: expected 0 with "
         "objective.replay='r3', for the experts of earlier tokens are not kept"
       )
+    if self.rollout.environment:
+      self._check_environment()
+    if self.objective.credit == "turn":
+      self._check_turns()
     rounds = self.rollout.dynamic_sampling_rounds
     if self.objective.has_critic and rounds > 1:
       raise UserError(
@@ -505,6 +518,81 @@ class Config:
         "come next would go by the clock"
       )
     self._check_sizes(shards, context)
+
+  def _check_environment(self):
+    """UserError where a key does not go with an environment."""
+    off_policy = "max_staleness", "max_tokens_per_iteration"
+    for key, value, wrong, expected in (
+      (
+        "continuous_batching.slots",
+        self.continuous_batching.slots,
+        not self.continuous_batching.slots,
+        "1 or more, for only continuous batching continues a conversation",
+      ),
+      (
+        "reward.names",
+        self.reward.names,
+        self.reward.names,
+        "(), for the environment gives the reward",
+      ),
+      (
+        "objective.replay",
+        self.objective.replay,
+        self.objective.replay == "r3",
+        "'none' or 'r2', for the experts of earlier turns are not kept",
+      ),
+      *(
+        (
+          f"rollout.{name}",
+          getattr(self.rollout, name),
+          getattr(self.rollout, name),
+          "0, for a conversation ends in the iteration in which it begins",
+        )
+        for name in off_policy
+      ),
+      (
+        "sampler_mesh.devices",
+        self.sampler_mesh.devices,
+        self.sampler_mesh.devices,
+        "0, for conversations are sampled on the trainer's devices",
+      ),
+    ):
+      if wrong:
+        raise UserError(
+          f"{key}={value!r}: expected {expected} "
+          f"(rollout.environment={self.rollout.environment!r})"
+        )
+
+  def _check_turns(self):
+    """UserError where a key does not go with advantages of turns."""
+    name = self.objective.name
+    one_advantage = (
+      name in ("gspo", "gmpo", "rspo") or self.objective.has_critic
+    )
+    for key, value, wrong, expected in (
+      (
+        "rollout.environment",
+        self.rollout.environment,
+        not self.rollout.environment,
+        "one, for there are no turns without it",
+      ),
+      (
+        "objective.name",
+        name,
+        one_advantage,
+        "'gspo_token' or another method with an advantage for each token",
+      ),
+      (
+        "objective.kl_estimator",
+        self.objective.kl_estimator,
+        self.objective.has_kl_in_reward,
+        "'k2' or 'k3', for k1 is a penalty of whole responses",
+      ),
+    ):
+      if wrong:
+        raise UserError(
+          f"{key}={value!r}: expected {expected} (objective.credit='turn')"
+        )
 
   def _check_lora(self):
     """UserError where a key does not go with adapters."""

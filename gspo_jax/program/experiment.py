@@ -13,7 +13,9 @@ from gspo_jax.program import load_params
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.rewards.pool import EXAMPLE, RewardPool
-from gspo_jax.runtime import multihost
+from gspo_jax.rollout import environment
+from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 
 # Of the metadata and arrays of a checkpoint of RL. A run does not resume from
@@ -38,7 +40,7 @@ class Experiment:
     config: all the keys.
     workdir: where everything is written.
     program: the jitted functions.
-    reward_pool: the processes that compute rewards.
+    reward_pool: the processes that compute rewards, or run environments.
     datasets: problems to learn from, to be evaluated on, and to imitate.
     held_out: `eval.prompts` of the held-out problems, as one batch; empty with
       `eval.every=0` and without a cold start, where nothing reads them.
@@ -50,11 +52,24 @@ class Experiment:
   config: Config
   workdir: epath.Path
   program: Program
-  reward_pool: RewardPool
+  reward_pool: RewardPool | EnvironmentPool
   datasets: Datasets
   held_out: dict
   identity: dict
   keys: Keys
+
+  @property
+  def conversations(self) -> Conversations | None:
+    """What samples conversations; None: there is no environment."""
+    if not self.config.rollout.environment:
+      return None
+    return Conversations(
+      pool=self.reward_pool,
+      max_turns=self.config.rollout.max_turns,
+      prompt_config=self.program.prompt_config,
+      batch_sharding=sharding.batch_sharding(self.program.mesh),
+      stop=self.program.sampler.stop,
+    )
 
 
 def prepare(
@@ -94,7 +109,9 @@ def prepare(
     config=config,
     workdir=epath.Path(workdir),
     program=program,
-    reward_pool=_reward_pool(config.reward, problems),
+    reward_pool=_environment_pool(config, program.tokenizer)
+    if config.rollout.environment
+    else _reward_pool(config.reward, problems),
     datasets=problems,
     held_out=pipeline.take(
       problems.held_out, program.prompt_config, config.eval.prompts
@@ -104,6 +121,18 @@ def prepare(
     identity=identity,
     keys=Keys(*jax.random.split(jax.random.key(config.seed), 4)),
   )
+
+
+def _environment_pool(config: Config, tokenizer) -> EnvironmentPool:
+  """The pool, if the conversations can be written turn by turn."""
+  c, spec = config.reward, config.rollout.environment
+  try:
+    tokenizer.check_turns(environment.roles(spec))
+    return EnvironmentPool(
+      spec, workers=c.workers, seconds=c.seconds, concurrency=c.concurrency
+    )
+  except UserError as error:
+    raise UserError(f"rollout.environment={spec!r}: {error}") from error
 
 
 def _reward_pool(c, problems: Datasets) -> RewardPool:

@@ -357,7 +357,9 @@ def _sampler(config, cfg, tokenizer, policy, mesh, devices) -> SamplerFunctions:
     generate_eval=generate if same else make_eval(evaluation),
     generate_greedy=make_eval(greedy),
     eval_prompts=eval_prompts,
-    merge_groups=jitted.merge_groups(sampling, mesh),
+    merge_groups=jitted.merge_groups(
+      sampling, mesh, turns=bool(config.rollout.environment)
+    ),
     take_batch=jitted.take_groups(cfg, sampling, mesh),
     take_pending=jitted.take_groups(cfg, sampling, mesh),
     empty_samples=jitted.empty_samples(

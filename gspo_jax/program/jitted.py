@@ -27,7 +27,7 @@ from gspo_jax.sampler.samples import merge_groups as merge_sample_groups
 from gspo_jax.sampler.samples import samples_sharding
 from gspo_jax.sampler.samples import take_groups as take_sample_groups
 
-# Chips whose collectives run on SparseCores, beside the matrix units, where that
+# Chips whose collectives run on SparseCores, beside the matrix units, where it
 # is asked for; those of tpu7x do so by default.
 _SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite")
 _OFFLOADED = (
@@ -193,9 +193,9 @@ def separate_devices(
   )
 
 
-def merge_groups(sampling, mesh) -> MeshJit:
+def merge_groups(sampling, mesh, *, turns: bool) -> MeshJit:
   """(samples, samples, index) -> samples."""
-  samples_sharding_ = samples_sharding(sampling, mesh)
+  samples_sharding_ = samples_sharding(sampling, mesh, turns=turns)
   jitted = jax.jit(
     merge_sample_groups,
     in_shardings=(

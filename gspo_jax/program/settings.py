@@ -143,6 +143,7 @@ def train_batch_fields(
     router_logps=cfg.num_experts > 0 and old_routers,
     reference=c.kl_coef > 0,
     critic=c.has_critic,
+    turns=c.credit == "turn",
   )
 
 
@@ -175,6 +176,7 @@ def credit(config: Config) -> CreditConfig:
     zero_truncated=c.zero_truncated,
     discount=config.critic.discount,
     trace_decay=config.critic.trace_decay if c.has_critic else None,
+    by_turn=c.credit == "turn",
   )
 
 

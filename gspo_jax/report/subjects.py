@@ -119,6 +119,30 @@ SUBJECTS = (
     ),
   ),
   Subject(
+    "Conversations",
+    (
+      Chart("Turns", {"conversation/turns": "mean"}, "responses"),
+      Chart(
+        "Use of tools",
+        {
+          "conversation/tool_use": "conversations with a call",
+          "conversation/tool_errors": "calls that failed",
+        },
+        "%",
+      ),
+      Chart(
+        "Tokens of a conversation",
+        {
+          "conversation/policy_tokens": "policy",
+          "conversation/environment_tokens": "environment",
+        },
+        "tokens",
+        "Those of the environment are read, not learnt from.",
+      ),
+      Chart("Other of conversations", {"conversation/*": ""}, each=True),
+    ),
+  ),
+  Subject(
     "Size of the updates",
     (
       Chart(

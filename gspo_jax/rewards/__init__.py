@@ -51,9 +51,14 @@ A reward may carry functions as attributes:
   columns(**arguments)        the names of columns that it reads out of
                               `**columns`; they must be there
 
+  convert(value)              what the caller of `RewardPool.submit` finds in
+                              `Pending.calls` in place of a float; of JSON. Only
+                              `rollout.environment` has one
+
 Other wings take `named`, `inputs`, `final_answer`, `gsm8k` and `BUILT_IN` from
-here, `pool` (runs rewards in worker processes), `math` and `numbers` (results
-in a normal form).
+here, `imported` and `arguments` (parts of a spec), `pool` (runs rewards in
+worker processes), `math` and `numbers` (results in a normal form), `code` and
+`sandbox` (programs of a policy, and where they run).
 """
 
 import ast
@@ -68,13 +73,17 @@ from gspo_jax.runtime import errors
 
 __all__ = (
   "BUILT_IN",
+  "arguments",
+  "code",
   "final_answer",
   "gsm8k",
+  "imported",
   "inputs",
   "math",
   "named",
   "numbers",
   "pool",
+  "sandbox",
 )
 
 BUILT_IN = {
@@ -106,18 +115,18 @@ def named(spec: str, within: float | None = None) -> functools.partial:
       called as a reward.
   """
   name, colon, text = spec.partition(":")
-  function = _import(name)
-  arguments = _arguments(name, function, text) if colon else {}
+  function = imported(name, BUILT_IN)
+  given = arguments(name, function, text) if colon else {}
   if name in BUILT_IN:
     # Set, so that no column that happens to have such a name replaces them.
-    arguments = _defaults(function) | arguments
+    given = _defaults(function) | given
   prepare = getattr(function, "prepare", None)
   if prepare:
-    prepare(**arguments)
+    prepare(**given)
   fits = getattr(function, "fits", None)
   if fits and within is not None:
-    fits(within, **arguments)
-  reward = functools.partial(function, **arguments)
+    fits(within, **given)
+  reward = functools.partial(function, **given)
   _require_call(name, reward)
   return reward
 
@@ -212,11 +221,23 @@ def missing_column(needed: Iterable[str], columns: Mapping[str, Any]) -> str:
   return ""
 
 
-def _import(name: str) -> Callable[..., float]:
-  path, _, attribute = BUILT_IN.get(name, name).rpartition(".")
+def imported(
+  name: str, built_in: Mapping[str, str], kind: str = "reward"
+) -> Callable[..., Any]:
+  """The function or class that a config names.
+
+  Args:
+    name: a key of `built_in`, or `package.module.attribute`.
+    built_in: short names and what they stand for.
+    kind: what it is, for errors.
+
+  Raises:
+    UserError: there is none, or its module does not import.
+  """
+  path, _, attribute = built_in.get(name, name).rpartition(".")
   if not path:
-    hint = errors.nearest(name, BUILT_IN)
-    raise errors.UserError(f"unknown reward {name!r}: {hint}")
+    hint = errors.nearest(name, built_in)
+    raise errors.UserError(f"unknown {kind} {name!r}: {hint}")
   try:
     module = importlib.import_module(path)
   # The module is the user's code: it may raise anything, SystemExit too.
@@ -224,21 +245,25 @@ def _import(name: str) -> Callable[..., float]:
     if isinstance(e, KeyboardInterrupt):
       raise
     raise errors.UserError(
-      f"reward {name!r}: importing {path!r} failed: {type(e).__name__}: {e}"
+      f"{kind} {name!r}: importing {path!r} failed: {type(e).__name__}: {e}"
     ) from e
   function = getattr(module, attribute, None)
   if not callable(function):
-    functions = [n for n, v in vars(module).items() if inspect.isfunction(v)]
-    public = [n for n in functions if not n.startswith("_")]
+    is_kind, noun = inspect.isfunction, "function"
+    if kind != "reward":
+      is_kind, noun = inspect.isclass, "class"
+    public = [
+      n for n, v in vars(module).items() if is_kind(v) and not n.startswith("_")
+    ]
     hint = errors.nearest(attribute, public) if public else "it has none"
     raise errors.UserError(
-      f"reward {name!r}: {path!r} has no function {attribute!r}: {hint}"
+      f"{kind} {name!r}: {path!r} has no {noun} {attribute!r}: {hint}"
     )
   try:
     inspect.signature(function)
   except ValueError as e:
     raise errors.UserError(
-      f"reward {name!r}: {e}: expected a Python function (prompt, response, "
+      f"{kind} {name!r}: {e}: expected a Python function (prompt, response, "
       "reference) around it"
     ) from e
   return function
@@ -269,21 +294,33 @@ def _defaults(function: Callable[..., float]) -> dict[str, Any]:
   return {n: p.default for n, p in keywords if p.default is not p.empty}
 
 
-def _arguments(name: str, function, text: str) -> dict[str, float | str]:
-  """`key=value,key=value` as a dict; each value is a Python literal or text."""
+def arguments(
+  name: str, function: Callable[..., Any], text: str, kind: str = "reward"
+) -> dict[str, Any]:
+  """`key=value,key=value` as a dict; each value is a Python literal or text.
+
+  Args:
+    name: of the function or class, for errors.
+    function: that has these keyword-only arguments.
+    text: behind the colon of a spec.
+    kind: what it is, for errors.
+
+  Raises:
+    UserError: the text has another form, or an argument is unknown.
+  """
   keywords = _keywords(function)
-  arguments = {}
+  found = {}
   for part in text.split(","):
     key, equals, value = (s.strip() for s in part.partition("="))
-    if not equals or key in arguments:
+    if not equals or key in found:
       raise errors.UserError(
-        f"reward {name!r}: expected key=value once each, got {part!r}"
+        f"{kind} {name!r}: expected key=value once each, got {part!r}"
       )
     if key not in keywords:
       hint = errors.nearest(key, keywords) if keywords else "it takes none"
-      raise errors.UserError(f"reward {name!r} has no argument {key!r}: {hint}")
+      raise errors.UserError(f"{kind} {name!r} has no argument {key!r}: {hint}")
     try:
-      arguments[key] = ast.literal_eval(value)
+      found[key] = ast.literal_eval(value)
     except (ValueError, SyntaxError):
-      arguments[key] = value
-  return arguments
+      found[key] = value
+  return found

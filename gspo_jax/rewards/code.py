@@ -52,13 +52,13 @@ def passes(
     ValueError: the reference is not of that form.
   """
   tests = _tests(reference)
-  program = _program(response)
-  if program is None:
+  source = program(response)
+  if source is None:
     return 0.0
   end = time.monotonic() + total
   for test in tests:
     output = sandbox.run(
-      program,
+      source,
       test.stdin,
       seconds=min(seconds, max(0.0, end - time.monotonic())),
       memory=memory,
@@ -69,8 +69,11 @@ def passes(
   return 1.0
 
 
-def _program(response: str) -> str | None:
-  """The last closed Python block, else the last that names no language."""
+def program(response: str) -> str | None:
+  """The last closed Python block, else the last that names no language.
+
+  None if there is no such block.
+  """
   last_of, lines, language = {}, None, ""
   for line in response.split("\n"):
     fence = _FENCE.fullmatch(line.strip())

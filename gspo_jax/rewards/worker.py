@@ -90,12 +90,14 @@ class _Reward(NamedTuple):
     function: with its arguments.
     inputs: what it takes.
     is_async: whether its calls may run at once.
+    convert: makes the result of a call of its value, in place of a float.
   """
 
   name: str
   function: Callable[..., Any]
   inputs: rewards.Inputs
   is_async: bool
+  convert: Callable[[Any], Any] | None = None
 
 
 class _Call(NamedTuple):
@@ -122,6 +124,8 @@ class _Call(NamedTuple):
   def succeeded(self, value) -> list:
     """The line of a call that returned this value."""
     name, count = self.reward.name, len(self.responses)
+    if self.reward.convert:
+      return [*self.key, [[self.reward.convert(value), None]]]
     if not self.reward.inputs.group:
       return [*self.key, [_number(name, value)]]
     is_list = hasattr(value, "__len__") and not isinstance(value, str | dict)
@@ -142,7 +146,8 @@ def _reward(spec: str, seconds: float) -> _Reward:
     map(inspect.iscoroutinefunction, (function, type(function.func).__call__))
   )
   name = spec.partition(":")[0]
-  return _Reward(name, function, rewards.inputs(function), is_async)
+  convert = getattr(function.func, "convert", None)
+  return _Reward(name, function, rewards.inputs(function), is_async, convert)
 
 
 def _calls(to_call, units) -> Iterator[_Call]:

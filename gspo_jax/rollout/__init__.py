@@ -2,7 +2,17 @@
 
 Others take `source.make_source`, `off_policy.OffPolicy` (the source that
 samples ahead), `batch` (the containers and `iteration_keys`), `scoring`
-(samples become responses with rewards) and `metrics.rollout_metrics`.
+(samples become responses with rewards), `metrics.rollout_metrics`,
+`environment` (what an environment is, and which a config names) and
+`conversations` (samples of several turns). `games` has embedded environments.
 """
 
-__all__ = ["batch", "metrics", "off_policy", "scoring", "source"]
+__all__ = [
+  "batch",
+  "conversations",
+  "environment",
+  "metrics",
+  "off_policy",
+  "scoring",
+  "source",
+]

@@ -10,7 +10,8 @@ from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.rollout import scoring
-from gspo_jax.rollout.scoring import PendingRewards
+from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
+from gspo_jax.rollout.scoring import ComputedRewards, PendingRewards
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import Generate
@@ -26,12 +27,17 @@ class ScoredSamples(NamedTuple):
     samples: the responses of all hosts, on the devices.
     responses: those of this host, by their row, 0 to P * G - 1.
     rewards: of all hosts; call `result` on every host.
+    talk: what an environment counted, by name, [P * G, ...] each; {} without
+      one.
+    environment_seconds: that the devices waited for environments.
   """
 
   prompts: dict
   samples: Samples
   responses: Mapping[int, Response]
-  rewards: PendingRewards
+  rewards: PendingRewards | ComputedRewards
+  talk: Mapping[str, np.ndarray] = {}
+  environment_seconds: float = 0.0
 
 
 class RolloutCost(NamedTuple):
@@ -99,17 +105,19 @@ class RolloutContext(NamedTuple):
     prompts: P, prompts of a batch.
     group_size: G, responses a prompt.
     stop: the stop strings of the sampler; None: there are none.
+    conversations: samples conversations; None: there is no environment.
   """
 
   curriculum: Curriculum
   generate: Generate | ContinuousSampler
   tokenizer: Tokenizer
-  reward_pool: RewardPool
+  reward_pool: RewardPool | EnvironmentPool
   batch_sharding: jax.sharding.Sharding
   rng: jax.Array
   prompts: int
   group_size: int
   stop: StopStrings | None
+  conversations: Conversations | None = None
 
   def keys(self, step: int) -> IterationKeys:
     """The random keys of iteration `step`."""

@@ -54,7 +54,7 @@ def sample_until_mixed(
       RolloutCost(
         new.prompts,
         new.rewards,
-        new.samples.lengths.sum(),
+        new.samples.num_sampled,
         new.samples.slot_steps,
       )
     )
@@ -74,7 +74,7 @@ def metrics(
   """
   first, groups = costs[0].rewards.result(), len(kept.rewards.result().total)
   tokens = sampled_tokens(costs)
-  discarded = tokens - int(kept.samples.lengths.sum())
+  discarded = tokens - int(kept.samples.num_sampled)
   scalars = {
     "rounds": len(costs),
     "groups_sampled": len(costs) * groups,
@@ -98,7 +98,8 @@ def _merge(
   index = np.argsort(~mixed, kind="stable")[:P].astype(np.int32)
   responses = dict(kept.responses)
   responses |= {P * G + row: x for row, x in new.responses.items()}
-  rows = enumerate(group_rows(index, G).tolist())
+  of_both = group_rows(index, G)
+  rows = enumerate(of_both.tolist())
   return ScoredSamples(
     prompts=prompt_batch.pick(
       prompt_batch.join([kept.prompts, new.prompts]), index
@@ -106,6 +107,11 @@ def _merge(
     samples=merge_groups(kept.samples, new.samples, index),
     responses={i: responses[row] for i, row in rows if row in responses},
     rewards=ComputedRewards(_merge_rewards(kept_rewards, new_rewards, index)),
+    talk={
+      name: np.concatenate([kept.talk[name], new.talk[name]])[of_both]
+      for name in kept.talk
+    },
+    environment_seconds=kept.environment_seconds + new.environment_seconds,
   )
 
 

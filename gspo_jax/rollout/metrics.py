@@ -1,7 +1,12 @@
 """Metrics of a rollout: rewards, lengths, cost and staleness."""
 
 from gspo_jax.rollout import dynamic_sampling
-from gspo_jax.rollout.batch import RolloutBatch, sampled_tokens, slot_steps
+from gspo_jax.rollout.batch import (
+  RolloutBatch,
+  ScoredSamples,
+  sampled_tokens,
+  slot_steps,
+)
 from gspo_jax.rollout.scoring import Rewards
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import TRUNCATED, Samples
@@ -10,7 +15,9 @@ from gspo_jax.sampler.samples import TRUNCATED, Samples
 def rollout_metrics(
   batch: RolloutBatch, rollout, step: int
 ) -> dict[str, float]:
-  """`reward/*`, `response/*`, and `dynamic_sampling/*`, `rollout/*` if on.
+  """`reward/*` and `response/*`, and what is on of the others.
+
+  Those are `conversation/*`, `dynamic_sampling/*` and `rollout/*`.
 
   Args:
     batch: that an iteration learns from; waits for its rewards.
@@ -19,6 +26,8 @@ def rollout_metrics(
   """
   scalars = _reward_metrics(batch.samples.rewards.result())
   scalars |= _response_metrics(batch.samples.samples, batch.costs)
+  if rollout.environment:
+    scalars |= _conversation_metrics(batch.samples)
   if rollout.dynamic_sampling_rounds > 1:
     scalars |= dynamic_sampling.metrics(batch.samples, batch.costs)
   if rollout.is_off_policy:
@@ -36,6 +45,25 @@ def _reward_metrics(rewards: Rewards) -> dict[str, float]:
     # Groups of equal rewards have no advantage; only a penalty is learnt from.
     "reward/mixed_groups": float(rewards.mixed_groups.mean()),
     "reward/failed": float(rewards.failed.mean()),
+  }
+
+
+def _conversation_metrics(scored: ScoredSamples) -> dict[str, float]:
+  """Means over the conversations that an iteration learns from."""
+  talk, samples = scored.talk, scored.samples
+  policy, total = multihost.to_host(
+    (samples.num_sampled, samples.lengths.sum())
+  )
+  count, calls = len(talk["turns"]), talk["tool_calls"].sum()
+  errors = talk["tool_errors"].sum()
+  return {
+    "conversation/turns": float(talk["turns"].mean()),
+    "conversation/tool_calls": float(calls) / count,
+    "conversation/tool_use": float((talk["tool_calls"] > 0).mean()),
+    "conversation/tool_errors": float(errors) / max(float(calls), 1.0),
+    "conversation/policy_tokens": float(policy) / count,
+    "conversation/environment_tokens": float(total - policy) / count,
+    "time/environment": scored.environment_seconds,
   }
 
 

@@ -61,9 +61,11 @@ class OnPolicy:
     """Responses to new prompts; `ContinuousSampler` streams them to scoring."""
     context = self._context
     batch = context.curriculum.next_batch(step)
-    prompts = prompts_on_device(batch, context.batch_sharding)
     key = sharding.key_beside(context.batch_sharding, key)
     what = f"rollout of iteration {step}"
+    if context.conversations:
+      return self._converse(params, batch, key, what)
+    prompts = prompts_on_device(batch, context.batch_sharding)
     if not isinstance(context.generate, ContinuousSampler):
       with Progress(what):
         samples = context.generate(params, prompts, key)
@@ -81,6 +83,21 @@ class OnPolicy:
       )
     rewards = scorer.rewards(samples.lengths)
     return ScoredSamples(batch, samples, scorer.responses, rewards)
+
+  def _converse(self, params, batch, key, what) -> ScoredSamples:
+    """Conversations with the environment, which gives the rewards."""
+    context = self._context
+    done = context.conversations(
+      context.generate, params, batch, key, what=what
+    )
+    return ScoredSamples(
+      done.prompts,
+      done.samples,
+      done.responses,
+      done.rewards,
+      {**done.counts, "rewards": done.turn_rewards},
+      done.seconds,
+    )
 
   def get_state(self) -> dict:
     """Nothing is pending."""

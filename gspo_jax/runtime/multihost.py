@@ -286,6 +286,11 @@ def allgather_rows(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
     local[i] = value
   # A row's value comes from its owner alone: a reward with a time limit may
   # differ if another process computes it again.
+  return sum_of_all(local)
+
+
+def sum_of_all(local: np.ndarray) -> np.ndarray:
+  """The sum of the arrays of all processes, which have one shape."""
   return multihost_utils.process_allgather(local[None], tiled=True).sum(0)
 
 

@@ -111,6 +111,7 @@ class ContinuousSampler:
     *,
     resume_from: Samples | None = None,
     stop_at: np.ndarray | None = None,
+    turn_start: np.ndarray | None = None,
     on_finished: OnFinished | None = None,
     progress: Progress | None = None,
   ) -> Samples:
@@ -128,6 +129,8 @@ class ContinuousSampler:
         Without them, all responses start from their first token.
       stop_at: [A] int, tokens at which a response pauses and stays UNFINISHED;
         without it no response pauses.
+      turn_start: [A] int, where the newest turn of each response begins; stop
+        strings are found from there on. Without it at its first token.
       on_finished: called with the responses that finished in an earlier
         segment while a later one decodes.
       progress: counts the responses that finish or pause.
@@ -159,7 +162,9 @@ class ContinuousSampler:
       )
       for shard in requests
     ]
-    fields = _fields_by_response(requests, self.config.stop)
+    if turn_start is None:
+      turn_start = np.zeros_like(so_far[0])
+    fields = _fields_by_response(requests, turn_start, self.config.stop)
     params = self.jitted.decode_params(params)
 
     def finished_in(results, samples) -> list[_Finished]:
@@ -198,6 +203,26 @@ class ContinuousSampler:
       on_finished(self._read_finished(finished))
     return self.jitted.finalize(samples)
 
+  def append_tokens(
+    self,
+    samples: Samples,
+    tokens: np.ndarray,
+    counts: np.ndarray,
+    finish: np.ndarray,
+  ) -> Samples:
+    """Appends given tokens, as `samples.append_tokens`.
+
+    Args:
+      samples: of an earlier call; donated.
+      tokens: [A, R] int32.
+      counts: [A] int32, how many tokens of each row to append.
+      finish: [A] int8; a call continues what is UNFINISHED.
+    """
+    arrays = multihost.to_global(
+      (tokens, counts, finish), samples.tokens.sharding
+    )
+    return self.jitted.append_tokens(samples, *arrays)
+
   def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
     """The padded lengths T that prefills can be compiled for.
 
@@ -219,7 +244,7 @@ class ContinuousSampler:
 
   def compilations(self) -> dict[str, int]:
     """Most programs that each function of `jitted` is compiled to."""
-    once = "decode_params", "begin", "read_tokens", "finalize"
+    once = "decode_params", "begin", "read_tokens", "finalize", "append_tokens"
     prefills = 2 * len(self.buckets())
     return dict.fromkeys(once, 1) | {
       "decode": len(self._compute_sizes),
@@ -446,7 +471,7 @@ def _can_look_ahead(schedulers: list[Scheduler]) -> bool:
 
 
 def _fields_by_response(
-  requests: list[Requests], stop: StopStrings | None
+  requests: list[Requests], turn_start: np.ndarray, stop: StopStrings | None
 ) -> dict[str, np.ndarray]:
   """Fields of a SegmentPlan that depend on the response alone, [A] int32."""
   join = lambda name: np.concatenate([getattr(r, name) for r in requests])
@@ -459,8 +484,10 @@ def _fields_by_response(
     stop.state(r.prefixes[prefix][-count:])
     if stop and count and r.prefixes
     else 0
-    for r in requests
-    for prefix, count in zip(r.prefix_index, r.num_tokens, strict=True)
+    for r, starts in zip(
+      requests, np.split(turn_start, len(requests)), strict=True
+    )
+    for prefix, count in zip(r.prefix_index, r.num_tokens - starts, strict=True)
   ]
   return {
     "num_tokens": join("num_tokens"),

@@ -22,6 +22,7 @@ from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
 from gspo_jax.sampler.paged_decode import DecodeState, SegmentLimits
 from gspo_jax.sampler.samples import (
   SamplerConfig,
+  append_tokens,
   empty_samples,
   samples_sharding,
 )
@@ -65,6 +66,8 @@ class JittedSampler:
     read_tokens: (samples, responses [N]) -> their tokens [N, R].
     finalize: (samples) -> samples on the training mesh, with `pad_id` and 0
       after the end of each response.
+    append_tokens: (samples, tokens [A, R], counts [A], finish [A]) -> samples,
+      all on the training mesh; `samples.append_tokens`. Donates the samples.
   """
 
   decode_params: MeshJit
@@ -75,6 +78,7 @@ class JittedSampler:
   decode: MeshJit
   read_tokens: MeshJit
   finalize: MeshJit
+  append_tokens: MeshJit
 
 
 def jit_sampler(
@@ -157,6 +161,9 @@ def jit_sampler(
     read_tokens=jit(paged_decode.read_tokens, out_shardings=batch),
     finalize=jit(
       _finalize, static={"sampler": sampler}, out_shardings=train_samples
+    ),
+    append_tokens=jit(
+      append_tokens, donate_argnums=0, out_shardings=train_samples
     ),
   )
 

@@ -130,6 +130,9 @@ class Samples:
       and the response's tokens. Columns of tokens that were not fed (padding,
       and the last token of a response) hold any k experts. None for a dense
       model, or unless `record_routing`.
+    turns: [B, R] int16, in a conversation with an environment the turn, from 1,
+      whose response has the token; 0 where the policy did not write it. None
+      for samples of one turn.
   """
 
   tokens: jax.Array
@@ -138,6 +141,12 @@ class Samples:
   finish: jax.Array
   slot_steps: jax.Array
   experts: jax.Array | None = None
+  turns: jax.Array | None = None
+
+  @property
+  def num_sampled(self) -> jax.Array:
+    """[] the tokens that the policy wrote."""
+    return self.lengths.sum() if self.turns is None else (self.turns > 0).sum()
 
 
 def empty_samples(
@@ -186,14 +195,45 @@ class FinishedResponse(NamedTuple):
 
 
 def samples_sharding(
-  sampler: SamplerConfig, mesh: jax.sharding.Mesh
+  sampler: SamplerConfig, mesh: jax.sharding.Mesh, *, turns: bool = False
 ) -> Samples:
-  """The sharding of each field of Samples on a mesh."""
+  """The sharding of each field of Samples on a mesh.
+
+  Args:
+    sampler: the sampling parameters.
+    mesh: of the devices.
+    turns: whether the samples are conversations.
+  """
   batch = batch_sharding(mesh)
   return Samples(
     *[batch] * 4,
     slot_steps=replicated(mesh),
     experts=batch if sampler.record_routing else None,
+    turns=batch if turns else None,
+  )
+
+
+def append_tokens(
+  samples: Samples, tokens: jax.Array, counts: jax.Array, finish: jax.Array
+) -> Samples:
+  """Appends given tokens to some responses.
+
+  Args:
+    samples: B responses, without `turns`.
+    tokens: [B, N] int32, to append.
+    counts: [B] int32, how many of them; the rows have room for them.
+    finish: [B] int8, as in Samples, of the results.
+  """
+  place = jnp.arange(samples.tokens.shape[1]) - samples.lengths[:, None]
+  given = jnp.take_along_axis(
+    tokens, jnp.clip(place, 0, tokens.shape[1] - 1), axis=1
+  )
+  is_given = (place >= 0) & (place < counts[:, None])
+  return dataclasses.replace(
+    samples,
+    tokens=jnp.where(is_given, given, samples.tokens),
+    lengths=samples.lengths + counts,
+    finish=finish,
   )
 
 

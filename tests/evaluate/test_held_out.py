@@ -47,6 +47,7 @@ def experiment(pool, batch, max_failed=0.5, **functions):
     config=config,
     held_out=PROBLEMS,
     reward_pool=pool,
+    conversations=None,
     keys=SimpleNamespace(evaluate=KEY),
   )
 

@@ -137,3 +137,57 @@ def test_with_a_critic_the_reward_is_of_the_last_token_and_k1_of_each(batch):
   real = np.asarray(advantages)[MASK]
   expected = (real - real.mean()) / real.std()
   np.testing.assert_allclose(out["advantages"][MASK], expected, atol=1e-3)
+
+
+def test_with_a_critic_a_conversation_has_one_reward(batch):
+  """On its last token, however many turns it has."""
+  gap = np.array([[1, 0, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], bool)
+  mask = np.zeros(batch.rows.response_mask.shape, bool)
+  for b in range(4):
+    index = np.asarray(batch.rows.response_index)
+    mask |= _tokens_of(batch, index, b, gap[b])
+  rows = dataclasses.replace(batch.rows, response_mask=jnp.asarray(mask))
+  config = CreditConfig(2, discount=1.0, trace_decay=1.0)
+  out = credit.assign_advantages(
+    batch._replace(rows=rows), REWARDS, FINISH, credit=config
+  ).rows
+  # Without discount every token's return is the reward of its response.
+  returns = np.asarray(out.returns)[mask]
+  expected = np.asarray(REWARDS)[np.asarray(out.response_index)[mask]]
+  np.testing.assert_allclose(returns, expected, atol=1e-6)
+
+
+def test_each_turn_has_its_own_advantage(batch):
+  """Of its span of tokens; between turns there is none."""
+  mask, index = map(
+    np.asarray, (batch.rows.response_mask, batch.rows.response_index)
+  )
+  turns = np.zeros(mask.shape, np.int16)
+  for b, of_b in enumerate([[1, 0, 2], [1, 1, 0], [1, 0, 0], [1, 2, 3]]):
+    turns += np.int16(_tokens_of(batch, index, b, of_b, np.int16))
+  rows = dataclasses.replace(
+    batch.rows, turns=jnp.asarray(turns), response_mask=jnp.asarray(turns > 0)
+  )
+  nan = np.nan
+  rewards = np.array(
+    [[0, 1, nan], [0.5, nan, nan], [1, nan, nan], [0, 0, 2]], np.float32
+  )
+  config = CreditConfig(2, by_turn=True, normalize_std=False)
+  out = credit.assign_advantages(
+    batch._replace(rows=rows), jnp.asarray(rewards), FINISH, credit=config
+  ).rows
+  expected = {(0, 1): 0.25, (1, 1): -0.25, (2, 1): -0.5, (3, 1): 0.5}
+  for place in np.argwhere(mask):
+    key = index[tuple(place)], turns[tuple(place)]
+    found = np.asarray(out.advantages)[tuple(place)]
+    np.testing.assert_allclose(found, expected.get(key, 0.0), atol=1e-6)
+
+
+def _tokens_of(batch, index, b, chosen, dtype=bool):
+  """The values of a response's three columns where they stand; else 0."""
+  of_b = np.asarray(batch.rows.response_mask) & (index == b)
+  found, count = np.zeros(of_b.shape, dtype), int(of_b.sum())
+  places = np.argwhere(of_b)
+  for place, keep in zip(places, chosen[:count], strict=True):
+    found[tuple(place)] = keep
+  return found

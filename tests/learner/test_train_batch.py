@@ -40,7 +40,7 @@ def placed(width):
   return packing.pack(packed_lengths(), order, cfg), cfg
 
 
-def pack(width=W, devices=1, experts=EXPERTS, **mesh):
+def pack(width=W, devices=1, experts=EXPERTS, turns=None, **mesh):
   """The batch on the host, of a mesh of these devices."""
   where, cfg = placed(width)
   mesh = sharding.make_mesh(jax.devices()[:devices], **mesh)
@@ -53,6 +53,7 @@ def pack(width=W, devices=1, experts=EXPERTS, **mesh):
       cfg=cfg,
       logps=put(LOGPS),
       experts=None if experts is None else put(experts),
+      turns=None if turns is None else put(turns),
     )
   return where, jax.device_get(batch)
 
@@ -93,6 +94,23 @@ def test_a_prompt_and_its_response_stand_where_they_were_packed(batch):
   np.testing.assert_array_equal(rows.positions, positions)
   np.testing.assert_array_equal(rows.segment_ids, segments)
   assert rows.segment_ids.max() > 1  # several share a row
+
+
+def test_what_an_environment_wrote_is_read_and_not_learnt():
+  """Only the mask and the sampler's log-probs know of turns."""
+  turns = np.random.default_rng(2).integers(0, 3, (B, R), np.int16)
+  where, packed = pack(experts=None, turns=turns)
+  _, single = pack(experts=None)
+  rows, whole = each_row(packed), each_row(single)
+  mask = np.zeros(rows.tokens.shape, bool)
+  for b, row, _, response in sequences(where):
+    mask[row, response] = turns[b, : LENGTHS[b]] > 0
+  np.testing.assert_array_equal(rows.response_mask, mask[:, 1:])
+  assert 0 < mask.sum() < whole.response_mask.sum()
+  for name in ("tokens", "positions", "segment_ids"):
+    np.testing.assert_array_equal(getattr(rows, name), getattr(whole, name))
+  expected = np.where(mask[:, 1:], whole.sampler_logps, 0)
+  np.testing.assert_array_equal(rows.sampler_logps, expected)
 
 
 def test_response_fields_are_at_the_tokens_of_responses(batch):

@@ -10,6 +10,7 @@ from gspo_jax import (
   group_relative_advantages,
   whiten,
 )
+from gspo_jax.losses.advantages import turn_advantages
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
@@ -182,3 +183,40 @@ def test_whitened_equal_tokens_are_exact_zeros(value, eps):
     for m in (mask, np.zeros_like(mask)):
       white = whiten(np.where(m, value, 9.0), m, eps=eps)
       np.testing.assert_array_equal(white, np.zeros((3, 7)))
+
+
+def turn_oracle(rewards, normalize_std, eps):
+  """[P, G, K] in float64, one turn of one conversation at a time."""
+  found = np.zeros(rewards.shape)
+  for p, group in enumerate(np.float64(rewards)):
+    for k in range(rewards.shape[2]):
+      there = [g for g, row in enumerate(group) if not np.isnan(row[k])]
+      to_go = np.array([np.nansum(group[g, k:]) for g in there])
+      if not there or np.ptp(to_go) == 0:
+        continue
+      std = to_go.std() + eps if normalize_std else 1.0
+      found[p, there, k] = (to_go - to_go.mean()) / std
+  return found
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_turn_advantages_equal_the_formula(normalize_std):
+  rng = np.random.default_rng(0)
+  rewards = rng.integers(-1, 3, (6, 5, 4)).astype(np.float32)
+  turns = rng.integers(1, 5, (6, 5))
+  rewards[np.arange(4) >= turns[..., None]] = np.nan
+  rewards[0] = np.where(np.isnan(rewards[0]), np.nan, 0.0)  # all equal
+  found = jax.jit(turn_advantages, static_argnames="normalize_std")(
+    rewards, normalize_std=normalize_std, eps=0.01
+  )
+  expected = turn_oracle(rewards, normalize_std, 0.01)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+  assert not np.asarray(found)[0].any()
+  assert len({*np.round(np.asarray(found)[1].ravel(), 4)}) > 3
+
+
+def test_one_turn_has_the_advantages_of_whole_responses():
+  rewards = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+  by_turn = turn_advantages(rewards[..., None])[..., 0]
+  whole = group_relative_advantages(rewards)
+  np.testing.assert_allclose(by_turn, whole, atol=1e-5)

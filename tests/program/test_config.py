@@ -28,7 +28,8 @@ def set_keys(keys, overrides):
     value = keys
     for part in key.split("."):
       value = value[part]
-    kinds = {bool: lambda text: text == "True", tuple: lambda text: (text,)}
+    one = lambda text: () if text == "()" else (text,)
+    kinds = {bool: lambda text: text == "True", tuple: one}
     value = kinds.get(type(value), type(value))(text)
     keys.update_from_flattened_dict({key: value})
 
@@ -158,6 +159,7 @@ LIMIT = "rollout.max_tokens_per_iteration=4"
 EXTRA = "rollout.extra_prompts_in_flight=4"
 SLOTS = "continuous_batching.slots=4"
 ROUNDS = "rollout.dynamic_sampling_rounds=2"
+GAME = "rollout.environment=guessing reward.names=()"
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,33 @@ ROUNDS = "rollout.dynamic_sampling_rounds=2"
     (
       "data.drop_solved=True sampler_mesh.devices=4 rollout.max_staleness=1",
       "data.drop_solved=True: expected False with sampler_mesh.devices=4",
+    ),
+    (GAME, "slots=0: expected 1 or more, .*environment='guessing'"),
+    (
+      f"rollout.environment=guessing {SLOTS}",
+      r"reward.names=\('final_answer',\): expected \(\), for the environment",
+    ),
+    (
+      f"{GAME} {SLOTS} rollout.max_staleness=1",
+      "rollout.max_staleness=1: expected 0, for a conversation",
+    ),
+    (f"{GAME} {SLOTS} {LIMIT} {EXTRA}", f"{LIMIT}: expected 0, for a conver"),
+    (
+      f"{GAME} {SLOTS} objective.replay=r3",
+      "objective.replay='r3': expected 'none' or 'r2'",
+    ),
+    (
+      "objective.credit=turn objective.name=gspo_token",
+      "rollout.environment='': expected one, .*credit='turn'",
+    ),
+    (
+      f"{GAME} {SLOTS} objective.credit=turn",
+      "objective.name='gspo': expected 'gspo_token' or another",
+    ),
+    (
+      f"{GAME} {SLOTS} objective.credit=turn objective.name=grpo "
+      "objective.kl_coef=.1 objective.kl_estimator=k1",
+      "kl_estimator='k1': expected 'k2' or 'k3'",
     ),
   ],
 )

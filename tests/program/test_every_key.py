@@ -115,6 +115,8 @@ CONTINUED = PAGED | {
   "rollout.max_tokens_per_iteration": 2,
   "rollout.extra_prompts_in_flight": 8,
 }
+ENVIRONMENT = "gspo_jax.rollout.environment"
+TALK = PAGED | OF_A | {"reward.names": ()}
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
 PPO = {"objective.name": "ppo"}
@@ -530,6 +532,21 @@ ROWS = (
     {8: (16, {8}), 16: (24, {8})},
     CONTINUED,
   ),
+  Row(
+    "rollout.environment",
+    seen.scored_by,
+    {
+      "calculator": ((f"{ENVIRONMENT}.call:environment=calculator",), 1.0),
+      "guessing": ((f"{ENVIRONMENT}.call:environment=guessing",), 0.0),
+    },
+    TALK,
+  ),
+  Row(
+    "rollout.max_turns",
+    seen.turns,
+    {1: (1.0, 1.0), 2: (2.0, 2.0)},
+    TALK | {"rollout.environment": "made_run.Endless"},
+  ),
   # reward: the responses are "#7", which is correct
   Row(
     "reward.names",
@@ -835,6 +852,17 @@ ROWS = (
     built.records_routing,
     {"r2": [False, False, False], "r3": [True, False, False]},
     SHORT,
+  ),
+  Row(
+    "objective.credit",
+    seen.credited,
+    {"response": (B,), "turn": (B, 2)},
+    TALK
+    | {
+      "rollout.environment": "made_run.Endless",
+      "rollout.max_turns": 2,
+      "objective.name": "gspo_token",
+    },
   ),
   Row(
     "objective.zero_truncated",

@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from benchmarks import lengths as known_lengths
 from gspo_jax import model, sampler
+from gspo_jax.learner import train_batch
 from gspo_jax.plan.iteration.decoding import replay
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.runtime import sharding
@@ -326,12 +327,18 @@ class Letters:
     return [b"ab", b"cd", b"ef", b"gh", b"ij", b"kl", *letters]
 
 
-def test_a_stop_string_ends_a_response_in_both_samplers():
-  """Also in one that pauses within a string, or in the middle of a batch."""
+@functools.cache
+def stopping():
+  """Stop strings, and a sampler with them."""
   pairs = tuple(x + y for x in "hlmnopqrstuvwxyz" for y in "acegik")
   stop = stop_strings.build(("b", *pairs), Letters())
-  config = dataclasses.replace(SAMPLED, stop=stop)
-  expected, generate, reported = static(config), build(config=config), {}
+  return stop, build(config=dataclasses.replace(SAMPLED, stop=stop))
+
+
+def test_a_stop_string_ends_a_response_in_both_samplers():
+  """Also in one that pauses within a string, or in the middle of a batch."""
+  stop, generate = stopping()
+  expected, reported = static(generate.config), {}
   first = run(generate, stop_at=np.full(A, 4), on_finished=reported.update)
   pauses = first.finish == UNFINISHED
   states = [stop.state(ids[:4]) for ids in first.tokens]
@@ -347,6 +354,67 @@ def test_a_stop_string_ends_a_response_in_both_samplers():
     assert reported[a].stopped == (expected.finish[a] == STOPPED)
     early += bool(ends)
   assert early > 5
+
+
+def test_log_probs_behind_appended_tokens_are_teacher_forced_ones():
+  """A conversation of two turns, with tokens of no policy between them."""
+  generate = one_device()
+  first = run(generate)
+  before = first.lengths
+  count = np.where((first.finish == STOPPED) & (before <= R - 8), 5, 0)
+  assert 2 < np.count_nonzero(count) < A
+  tokens = np.tile(np.arange(6, 6 + R, dtype=np.int32) % 32, (A, 1))
+  finish = np.where(count, UNFINISHED, first.finish).astype(np.int8)
+  joined = generate.append_tokens(
+    jax.device_put(first), tokens, count.astype(np.int32), finish
+  )
+  after = run(generate, resume_from=joined)
+  column = np.arange(R)
+  given = (column >= before[:, None]) & (column < (before + count)[:, None])
+  expected = np.take_along_axis(tokens, (column - before[:, None]) % R, axis=1)
+  np.testing.assert_array_equal(after.tokens[given], expected[given])
+  earlier = column < before[:, None]
+  np.testing.assert_array_equal(after.tokens[earlier], first.tokens[earlier])
+  np.testing.assert_array_equal(after.lengths[count == 0], before[count == 0])
+  assert (after.lengths[count > 0] > (before + count)[count > 0]).all()
+  whole = train_batch.unpacked(prompts(), after.tokens, after.lengths)
+  scored = jax.jit(
+    lambda params: (
+      train_batch.logprobs(
+        params, CFG, whole, temperature=SAMPLED.temperature
+      ).logps
+    )
+  )(weights())
+  written = np.asarray(whole.response_mask) & ~given
+  np.testing.assert_allclose(
+    after.logps[written], np.asarray(scored)[written], atol=2e-5
+  )
+  assert not after.logps[given].any()
+
+
+def test_a_stop_string_is_found_within_one_turn():
+  """Not where it begins in a message of the environment."""
+  _, generate = stopping()
+  first = run(generate)
+  ends_in_h = np.full((A, R), 6 + ord("h") - ord("a"), np.int32)
+  room = first.lengths < R - 4
+  finish = np.where(room, UNFINISHED, first.finish).astype(np.int8)
+  counts = room.astype(np.int32)
+  start = first.lengths + counts
+
+  def resumed(**options):
+    joined = generate.append_tokens(
+      jax.device_put(first), ends_in_h, counts, finish
+    )
+    return run(generate, resume_from=joined, **options)
+
+  one, other = resumed(), resumed(turn_start=start)
+  column = np.minimum(start, R - 1)[:, None]
+  new = np.take_along_axis(one.tokens, column, axis=1)[:, 0]
+  completes = room & np.isin(new, [6 + ord(x) - ord("a") for x in "acegik"])
+  assert completes.any()
+  assert (one.lengths[completes] == start[completes] + 1).all()
+  assert (other.lengths[completes] > start[completes] + 1).all()
 
 
 def test_finished_responses_and_earlier_tokens_stay_as_they_are():

@@ -24,9 +24,14 @@ from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.program import experiment
 from gspo_jax.rewards import pool
-from gspo_jax.rewards.process import Needs
+from gspo_jax.rewards.process import Call, Needs
 from gspo_jax.runtime import metric_writer, multihost, sharding, wandb_run
-from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
+from gspo_jax.sampler.samples import (
+  STOPPED,
+  UNFINISHED,
+  Samples,
+  append_tokens,
+)
 
 RESPONSE = (ord("#"), ord("7"))
 HEALTH = (  # metrics that `HealthChecks` reads
@@ -113,6 +118,16 @@ def broken(prompt, response, reference, *, of):
   return 1.0
 
 
+class Endless:
+  """An environment that never ends a conversation."""
+
+  def reset(self, problem, seed):
+    pass
+
+  def step(self, response):
+    return [("user", "")], False, float(response == "#7")
+
+
 class _Worker:
   """In the place of `rewards.process.Process`: scores in this process."""
 
@@ -129,10 +144,12 @@ class _Worker:
 
   def _one(self, reward, response):
     texts = response.prompt, response.text, response.reference
+    convert = getattr(reward.func, "convert", lambda value: value)
     try:
-      return reward(*texts, **rewards.inputs(reward).keywords([response])), None
+      value = reward(*texts, **rewards.inputs(reward).keywords([response]))
+      return Call(convert(value), None)
     except LookupError as error:  # of `broken`
-      return None, str(error)
+      return Call(None, str(error))
 
   def close(self):
     pass
@@ -170,8 +187,15 @@ def _recording(built, config, notes):
     )
 
   def generate(name, group_size):
-    def sample(params, prompts, key, *, stop_at=None, **_):
+    def sample(params, prompts, key, *, stop_at=None, resume_from=None, **_):
       texts = problems(prompts)
+      if config.rollout.environment and resume_from is not None:
+        tokens = np.tile([*RESPONSE, tokenizer.stop_ids[0]], (len(texts), 1))
+        tokens = np.repeat(tokens, group_size, axis=0).astype(np.int32)
+        counts = np.full(len(tokens), 3, np.int32)
+        return append_tokens(
+          resume_from, tokens, counts, jnp.full(len(tokens), STOPPED, jnp.int8)
+        )
       note(name, texts, key)
       if stop_at is not None:
         note("stop_at", np.asarray(stop_at).tolist())
@@ -182,9 +206,15 @@ def _recording(built, config, notes):
     return sample
 
   G = config.rollout.group_size
-  sample = _Continuous(
-    generate("generate", G), lambda count: responses(count, G, 0)
-  )
+
+  def continuous(name, group_size):
+    return _Continuous(
+      generate(name, group_size),
+      lambda count: responses(count, group_size, 0),
+      types.SimpleNamespace(
+        group_size=group_size, max_new_tokens=config.sampler.max_new_tokens
+      ),
+    )
 
   def init_params(key):
     note("init", None, key)
@@ -213,9 +243,9 @@ def _recording(built, config, notes):
   abstract = jax.tree.map(shape, init_state(weights))
   sampler = dataclasses.replace(
     built.sampler,
-    generate=sample,
-    generate_eval=generate("generate_eval", config.eval.samples),
-    generate_greedy=generate("generate_greedy", 1),
+    generate=continuous("generate", G),
+    generate_eval=continuous("generate_eval", config.eval.samples),
+    generate_greedy=continuous("generate_greedy", 1),
     merge_groups=lambda kept, new, index: kept,
     empty_samples=lambda: responses(config.data.prompts, G, 0),
   )
@@ -248,12 +278,15 @@ class _Continuous:
 
   shards = 1
 
-  def __init__(self, generate, fresh):
-    self._generate = generate
+  def __init__(self, generate, fresh, config):
+    self._generate, self.config = generate, config
     self.jitted = types.SimpleNamespace(empty_samples=fresh)
 
   def __call__(self, *args, **options):
     return self._generate(*args, **options)
+
+  def append_tokens(self, samples, *arrays):
+    return append_tokens(samples, *map(jnp.asarray, arrays))
 
   def describe(self, *, continues):
     return ""

@@ -152,6 +152,22 @@ def processes(config):
   return len(run_of(config).pools)
 
 
+def scored_by(config):
+  """What the workers run, and the mean reward."""
+  return run_of(config).pools[0]["names"], mean_reward(config)
+
+
+def turns(config):
+  """Of conversations with `made_run.Endless`, and their mean reward."""
+  (_, found) = run_of(config).rows("conversation/turns")[:2]
+  return found, mean_reward(config)
+
+
+def credited(config):
+  """The shape of the rewards that become advantages."""
+  return np.shape(run_of(config).given("rewards")[0])
+
+
 def reward_seconds(config):
   return run_of(config).pools[0]["seconds"]
 

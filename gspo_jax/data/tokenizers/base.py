@@ -62,6 +62,31 @@ class Tokenizer(Protocol):
       history: the messages between them, each (role, content).
     """
 
+  def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
+    """The ids behind a response, up to the first token of the next response.
+
+    The ids of a conversation are those of `prompt`, of the first response, of
+    this function, of the next response, and so on: what the policy wrote is
+    never decoded and encoded again. If `check_turns` accepts the roles, and
+    each response has the ids that the tokenizer gives its text, they are those
+    of the chat template applied to the whole conversation.
+
+    Args:
+      messages: that follow the response, none of the assistant.
+      stopped: whether the response ended with a stop token.
+    """
+
+  def check_turns(self, roles: Sequence[str]) -> None:
+    """Checks that the chat template can be applied turn by turn.
+
+    Args:
+      roles: of the messages between two responses.
+
+    Raises:
+      UserError: the template writes earlier turns differently once another
+        one follows, or leaves such messages out.
+    """
+
   def save(self, folder: str | Path) -> None:
     """Writes a folder that AutoTokenizer of transformers loads."""
 
@@ -78,6 +103,14 @@ def join_messages(user: str, system: str, history: Sequence[Turn]) -> str:
       text += "\n\n"
     text, before = text + content, role
   return text
+
+
+def join_turn(messages: Sequence[Turn]) -> str:
+  """The text of messages behind a response, without a chat template.
+
+  As in `join_messages`, a blank line goes before each.
+  """
+  return "".join("\n\n" + content for _, content in messages)
 
 
 def decode_runs(

@@ -6,6 +6,7 @@ gets exactly the ids of `apply_chat_template`.
 """
 
 import ast
+import itertools
 import json
 import re
 import shutil
@@ -25,12 +26,15 @@ from gspo_jax.data.tokenizers.base import (
   digest,
   import_transformers,
   join_messages,
+  join_turn,
 )
 from gspo_jax.data.tokenizers.plain import SPACE, byte_letters
 from gspo_jax.runtime.errors import UserError, nearest
 
 _LLAMA_STEPS = ("ByteFallback", "Fuse", "Strip")  # of a decoder
 _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
+# Responses with which a chat template is tried: some strip the thinking.
+_RESPONSES = "a response", "<think>\na thought\n</think>\n\na response"
 # What transformers gives every chat template.
 _OF_EVERY_TEMPLATE = {
   *("add_generation_prompt", "bos_token", "eos_token", "messages"),
@@ -170,11 +174,80 @@ class HFTokenizer:
       text = join_messages(user, system, history)
       return self._begin() + self.encode(text)
     turns = [("system", system)] if system else []
-    turns += [*history, ("user", user)]
+    return self._ids([*turns, *history, ("user", user)], lambda text: text)
+
+  def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
+    if not self._library.chat_template:
+      return self.encode(join_turn(messages))
+    sign = chr(_PRIVATE[-1])  # the response, found again in what is rendered
+    messages = [(role, text.replace(sign, UNKNOWN)) for role, text in messages]
+
+    def behind(text):
+      # With the stop token in front the text behind it has the ids that it has
+      # in the middle of a conversation.
+      return text.rpartition(sign)[2]
+
+    ids = self._ids([("user", "x"), ("assistant", sign), *messages], behind)
+    return ids[1:] if stopped and ids[0] in self.stop_ids else ids
+
+  def check_turns(self, roles: Sequence[str]) -> None:
+    if not self._library.chat_template:
+      return
+    for role in roles:
+      for response in _RESPONSES:
+        self._check_turn(role, response)
+
+  def _check_turn(self, role: str, response: str) -> None:
+    """UserError unless further turns leave what is before them as it is."""
+    where = f"tokenizer {self._name!r}, messages of role {role!r}"
+    turns = [("user", "message 0")]
+    before = self._render(*zip(*turns, strict=True))
+    for number in (1, 2):
+      message = f"message {number}"
+      turns += [("assistant", response), (role, message)]
+      text = self._render(*zip(*turns, strict=True))
+      new = text.removeprefix(before).lstrip()
+      if not (text.startswith(before) and new.startswith(response)):
+        expected = before + response
+        same = itertools.takewhile(
+          lambda p: p[0] == p[1], zip(text, expected, strict=False)
+        )
+        at = sum(1 for _ in same)
+        near = slice(max(at - 20, 0), at + 30)
+        raise UserError(
+          f"{where}: behind another turn the chat template writes the turns "
+          f"before it differently: {expected[near]!r} becomes {text[near]!r}, "
+          "so that the policy would learn from other text than it read; "
+          "expected messages of another role, or a template that keeps turns"
+        )
+      behind = new.removeprefix(response)
+      if not behind.startswith(tuple(self._stop_texts())):
+        raise UserError(
+          f"{where}: the chat template writes {behind[:20]!r} behind a "
+          f"response; expected a stop token, {self._stop_texts()}"
+        )
+      if message not in behind:
+        raise UserError(
+          f"{where}: the chat template leaves them out; expected another role"
+        )
+      before = text
+
+  def _stop_texts(self) -> list[str]:
+    return [text for text, i in self._control.items() if i in self.stop_ids]
+
+  def _ids(
+    self, turns: Sequence[Turn], part: Callable[[str], str]
+  ) -> list[int]:
+    """The ids of a part of a rendered conversation.
+
+    Args:
+      turns: the conversation.
+      part: the part of a rendered text; not of its first message.
+    """
     roles, texts = zip(*turns, strict=True)
     guarded = self._guard(*texts)
-    pieces = list(self._split(self._render(roles, guarded.texts)))
-    rendered = self._render(roles, texts)
+    pieces = list(self._split(part(self._render(roles, guarded.texts))))
+    rendered = part(self._render(roles, texts))
     ids = self._parsing.encode(rendered, add_special_tokens=False).ids
     of_template = [self._control[p.text] for p in pieces if p.control]
     only_control = lambda ids: [i for i in ids if i in self._forbidden]

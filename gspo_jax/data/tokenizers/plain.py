@@ -16,6 +16,7 @@ from gspo_jax.data.tokenizers.base import (
   digest,
   import_transformers,
   join_messages,
+  join_turn,
 )
 from gspo_jax.runtime.errors import UserError
 
@@ -43,6 +44,12 @@ class Bytes:
     self, user: str, system: str = "", history: Sequence[Turn] = ()
   ) -> list[int]:
     return self.encode(join_messages(user, system, history))
+
+  def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
+    return self.encode(join_turn(messages))
+
+  def check_turns(self, roles: Sequence[str]) -> None:
+    """No template: nothing is written differently later."""
 
   def save(self, folder: str | Path) -> None:
     transformers = import_transformers()
@@ -122,6 +129,12 @@ class SentencePiece:
     self, user: str, system: str = "", history: Sequence[Turn] = ()
   ) -> list[int]:
     return self.encode(join_messages(user, system, history))
+
+  def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
+    return self.encode(join_turn(messages))
+
+  def check_turns(self, roles: Sequence[str]) -> None:
+    """No template: nothing is written differently later."""
 
   def save(self, folder: str | Path) -> None:
     """As `Tokenizer.save`; UserError if transformers gives other ids."""

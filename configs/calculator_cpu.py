@@ -1,0 +1,41 @@
+"""A tiny MoE learns to call a calculator, in conversations of two turns.
+
+  python -m gspo_jax.main --config=configs/calculator_cpu.py \
+    --workdir=runs/calculator
+
+`37*48?` is answered with `calc(37*48)`, the tool replies `1776`, and the answer
+is `#1776` (gspo_jax/rollout/games.py). In four of ten demonstrations of the
+cold start the tool is not called.
+
+Seeds 0, 1, 2, from after the cold start to after 40 iterations: held-out pass@1
+.35, .39, .17 to .96, .93, .84; conversations that call the tool .52, .60, .63
+to .99, .99, .98 (benchmarks/calculator_cpu.json). About 2 minutes of CPU time.
+
+`configs/calculator_cpu.py:debug` shrinks every size: nothing is learnt.
+"""
+
+from ml_collections import ConfigDict
+
+from gspo_jax.configs import tiny_cpu
+
+
+def get_config(mode: str = "") -> ConfigDict:
+  """mode: "" or "debug"."""
+  if mode not in ("", "debug"):
+    raise ValueError(
+      f"configs/calculator_cpu.py:{mode}: expected 'debug' or nothing"
+    )
+  c = tiny_cpu.get_config(mode)
+  c.data.source = "gspo_jax.rollout.games.calculator_problems"
+  c.data.max_prompt_length = 8
+  c.rollout.environment = "calculator"
+  c.rollout.max_turns = 3  # one more than needed: a wrong call can be repeated
+  c.reward.names = ()  # the environment gives the reward
+  c.sampler.max_new_tokens = 28  # of the whole conversation
+  c.continuous_batching.slots = c.data.prompts * c.rollout.group_size
+  c.continuous_batching.page_size = 4
+  c.continuous_batching.prefill_chunk = 36  # one length to compile
+  if not mode:
+    c.eval.prompts = 128
+    c.cold_start.check_every = 100
+  return c

@@ -1,0 +1,432 @@
+"""Conversations: responses of several turns, with an environment between them.
+
+A conversation is one row of samples: the response of turn 1, the tokens of the
+environment's messages, the response of turn 2, and so on, up to
+`sampler.max_new_tokens` tokens. `Samples.turns` says who wrote a token.
+
+All conversations take a turn together: one call of the sampler samples the
+responses, the environments answer, the next call goes on from there.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspo_jax import model
+from gspo_jax.data.prompt_batch import PromptConfig
+from gspo_jax.rewards.pool import Response, RewardPool
+from gspo_jax.rollout import environment
+from gspo_jax.rollout.environment import Message
+from gspo_jax.rollout.scoring import ComputedRewards, Rewards
+from gspo_jax.runtime import multihost
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.progress import Progress
+from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.samples import (
+  STOPPED,
+  TRUNCATED,
+  UNFINISHED,
+  Prompts,
+  Samples,
+)
+from gspo_jax.sampler.stop_strings import StopStrings, response_text
+
+_MAX_REASONS = 3  # for failures, of this host
+# The one reward of conversations, and what is counted in each.
+REWARD = "environment"
+COUNTS = ("turns", "tool_calls", "tool_errors")
+
+
+class Reply(NamedTuple):
+  """The answer of an environment to one call.
+
+  Attributes:
+    state: the environment after the call, for the next one.
+    messages: what the policy reads next.
+    done: whether the conversation has ended.
+    reward: of the response.
+    tool_calls: tools that the response called.
+    tool_errors: of them, those that failed.
+    failure: why the call failed; "" if it did not.
+  """
+
+  state: str = ""
+  messages: Sequence[Message] = ()
+  done: bool = True
+  reward: float = 0.0
+  tool_calls: int = 0
+  tool_errors: int = 0
+  failure: str = ""
+
+
+class EnvironmentPool:
+  """Worker processes that run environments; a context manager.
+
+  Args:
+    spec: of the environment, as `environment.named` reads it.
+    **limits: `workers`, `seconds`, `memory` and `concurrency` of a RewardPool.
+
+  Raises:
+    UserError: there is no such environment.
+  """
+
+  def __init__(self, spec: str, **limits):
+    self._spec = spec
+    name = environment.reward_spec(spec)
+    self._pool = RewardPool((name,), (1.0,), examples=(), **limits)
+    self._prefix = name.partition(":")[0] + ": "
+
+  def run(self, calls: Sequence[Response]) -> list[Reply]:
+    """Makes these calls, of `begin` or `step`; waits for all of them."""
+    units = self._pool.submit(calls).calls.result()
+    return [self._reply(call) for unit in units for (call,) in unit]
+
+  def _reply(self, call) -> Reply:
+    if call.failure is None:
+      messages = tuple(map(tuple, call.value["messages"]))
+      return Reply(**call.value | {"messages": messages})
+    reason = call.failure.removeprefix(self._prefix)
+    return Reply(failure=f"environment {self._spec!r}: {reason}")
+
+  def close(self) -> None:
+    """Ends the workers."""
+    self._pool.close()
+
+  def __enter__(self) -> "EnvironmentPool":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+
+def _to_begin(problem, seed: int) -> Response:
+  """The call that begins a conversation about a problem."""
+  columns = {**problem.columns, "seed": seed}
+  return Response("", problem.text, problem.reference, columns=columns)
+
+
+def _to_step(state: str, text: str) -> Response:
+  """The call with a response."""
+  return Response(state, text, "")
+
+
+@dataclasses.dataclass
+class _Conversation:
+  """One conversation of this host.
+
+  Attributes:
+    state: of its environment.
+    text: all responses and messages so far, for people.
+    rewards: of its turns.
+    tool_calls: of all turns.
+    tool_errors: of all turns.
+    failure: why a call failed; "" if none did.
+  """
+
+  state: str = ""
+  text: str = ""
+  rewards: list[float] = dataclasses.field(default_factory=list)
+  tool_calls: int = 0
+  tool_errors: int = 0
+  failure: str = ""
+
+  def add(self, response: str, reply: Reply) -> None:
+    """A response and its reply."""
+    self.text += response
+    self.rewards.append(reply.reward)
+    self.tool_calls += reply.tool_calls
+    self.tool_errors += reply.tool_errors
+    self.failure, self.state = reply.failure, reply.state
+    if not reply.done:
+      said = [f"\n[{role}] {text}" for role, text in reply.messages]
+      self.text += "".join(said) + "\n"
+
+  @property
+  def reward(self) -> float:
+    """Of all turns; a failure must not pay better than a wrong response."""
+    total = float(sum(self.rewards))
+    return min(total, 0.0) if self.failure else total
+
+
+class Conversed(NamedTuple):
+  """P * G conversations.
+
+  Attributes:
+    prompts: the batch, with the prompts that the environments began with.
+    samples: with `turns`.
+    responses: of this host, by row: their text is the whole conversation.
+    rewards: of all hosts.
+    counts: [B] each, by the names of `COUNTS`.
+    turn_rewards: [B, max_turns] float32, NaN for turns that were not taken.
+    seconds: that the devices waited for environments.
+  """
+
+  prompts: dict
+  samples: Samples
+  responses: Mapping[int, Response]
+  rewards: ComputedRewards
+  counts: dict[str, np.ndarray]
+  turn_rewards: np.ndarray
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversations:
+  """Samples conversations.
+
+  Attributes:
+    pool: runs the environments.
+    max_turns: responses of a conversation at most.
+    prompt_config: how messages become tokens.
+    batch_sharding: of arrays whose first axis is the batch.
+    stop: the stop strings of the sampler; None: there are none.
+  """
+
+  pool: EnvironmentPool
+  max_turns: int
+  prompt_config: PromptConfig
+  batch_sharding: jax.sharding.Sharding
+  stop: StopStrings | None
+
+  def __call__(
+    self,
+    generate: ContinuousSampler,
+    params: model.Params,
+    batch: dict,
+    key: jax.Array,
+    *,
+    what: str,
+  ) -> Conversed:
+    """G conversations about each of P problems; call it on every process.
+
+    Token t of row b is sampled with a key made of (key, b, t), as in a single
+    turn; the seed of an environment is made of the key and the problem.
+
+    Args:
+      generate: samples G responses to each prompt.
+      params: of the policy.
+      batch: P prompts of a `Curriculum` or of `pipeline.take`.
+      key: a typed PRNG key.
+      what: is done, for the log.
+
+    Raises:
+      multihost.AgreedError: an environment began with a prompt that is too
+        long, or with several prompts in one group.
+    """
+    P, G = len(batch["problems"]), generate.config.group_size
+    B, R = P * G, generate.config.max_new_tokens
+    own = multihost.local_rows(self._global(np.zeros(B, np.int8)))
+    talks = {row: _Conversation() for row in own}
+    clock = _Clock()
+    with clock:
+      batch = self._begin(batch, talks, G, key)
+    prompts = Prompts(batch["tokens"], batch["length"])
+    prompts = multihost.to_global(prompts, self.batch_sharding)
+    turns, turn_rewards = np.zeros((B, R), np.int16), []
+    active, before = np.ones(B, bool), np.zeros(B, np.int32)
+    column, slot_steps, samples = np.arange(R), 0, None
+    for turn in range(1, self.max_turns + 1):
+      line = f"{what}, turn {turn}" if turn > 1 else what
+      with Progress(line, int(active.sum()), "responses") as progress:
+        samples = generate(
+          params,
+          prompts,
+          key,
+          resume_from=samples,
+          turn_start=before,
+          progress=progress,
+        )
+      slot_steps += int(samples.slot_steps)
+      lengths, finish = multihost.to_host((samples.lengths, samples.finish))
+      is_new = (column >= before[:, None]) & (column < lengths[:, None])
+      turns[is_new & active[:, None]] = turn
+      with clock:
+        asked = {row: talks[row] for row in talks if active[row]}
+        ids = self._step(samples, asked, before, lengths)
+      turn_rewards.append(
+        self._gather({row: talk.rewards[-1] for row, talk in asked.items()}, B)
+      )
+      tokens, counts = self._gather_ids(ids, B, R)
+      answered = (counts > 0) & (finish == STOPPED) & (turn < self.max_turns)
+      active = answered & (lengths + counts < R)  # room for a token
+      finish = np.where(answered, TRUNCATED, finish)
+      finish = np.where(active, UNFINISHED, finish).astype(np.int8)
+      counts = np.where(active, counts, 0)
+      before = lengths + counts
+      samples = generate.append_tokens(samples, tokens, counts, finish)
+      if not active.any():
+        break
+    samples = dataclasses.replace(
+      samples, turns=self._global(turns), slot_steps=jnp.int32(slot_steps)
+    )
+    rewards_BT = np.full((B, self.max_turns), np.nan, np.float32)
+    rewards_BT[:, : len(turn_rewards)] = np.transpose(turn_rewards)
+    # As the whole reward: a failure must not pay.
+    failed = self._gather_of(talks, B, lambda talk: bool(talk.failure)) > 0
+    rewards_BT[failed] = np.minimum(rewards_BT[failed], 0)
+    taken = np.arange(self.max_turns) < turns.max(1)[:, None]
+    rewards_BT = np.where(taken, rewards_BT, np.nan)
+    counts = {
+      "turns": turns.max(1).astype(np.float32),
+      "tool_calls": self._gather_of(talks, B, lambda talk: talk.tool_calls),
+      "tool_errors": self._gather_of(talks, B, lambda talk: talk.tool_errors),
+    }
+    return Conversed(
+      batch,
+      samples,
+      _responses(batch, talks, before, G, R),
+      self._rewards(talks, B, G),
+      counts,
+      rewards_BT,
+      clock.seconds,
+    )
+
+  def _begin(self, batch, talks, G: int, key) -> dict:
+    """Begins the conversations of this host; the batch with their prompts."""
+    problems = batch["problems"]
+    # No row has this number, so no response has its key.
+    k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
+    seeds = np.asarray(jax.random.bits(k_seed, (len(problems),), np.uint32))
+    calls = [
+      _to_begin(problems[row // G], int(seeds[row // G])) for row in talks
+    ]
+    prompts = {}  # of this host, where an environment has one
+    for row, reply in zip(talks, self.pool.run(calls), strict=True):
+      talks[row].state, talks[row].failure = reply.state, reply.failure
+      if not reply.failure:
+        prompts.setdefault(row // G, set()).add(reply.messages)
+    own = multihost.run_on_all(lambda: self._prompts(prompts))
+    if not multihost.any_process(bool(own)):
+      return batch
+    tokens, lengths = batch["tokens"].copy(), batch["length"].copy()
+    mine = np.zeros((len(problems), 1 + tokens.shape[1]), np.int32)
+    for p, ids in own.items():
+      mine[p, 0], mine[p, tokens.shape[1] - len(ids) + 1 :] = len(ids), ids
+    every = multihost.sum_of_all(mine)
+    new = every[:, 0] > 0
+    lengths[new] = every[new, 0]
+    tokens[new] = every[new, 1:]
+    return batch | {"tokens": tokens, "length": lengths}
+
+  def _prompts(self, by_prompt) -> dict[int, list[int]]:
+    """The ids of the prompts with which environments began."""
+    cfg, found = self.prompt_config, {}
+    for p, choices in by_prompt.items():
+      if len(choices) > 1:
+        raise UserError(
+          "the environment began with several prompts for one problem: "
+          "expected reset(problem, seed) to depend on these two alone"
+        )
+      (messages,) = choices
+      if not messages:
+        continue
+      history, system = list(messages), cfg.system
+      if history[0][0] == "system":
+        _, system = history.pop(0)
+      if not history or history[-1][0] != "user":
+        raise UserError(
+          "reset of the environment: expected messages that end with one of "
+          f"the user, got roles {[role for role, _ in messages]}"
+        )
+      ids = cfg.tokenizer.prompt(history.pop()[1], system, history)
+      if len(ids) > cfg.width:
+        raise UserError(
+          f"the environment's prompt {messages[-1][1][:40]!r} has {len(ids)} "
+          f"tokens, more than data.max_prompt_length={cfg.width}"
+        )
+      found[p] = ids
+    return found
+
+  def _step(self, samples, asked, before, lengths) -> dict[int, list[int]]:
+    """Asks the environments of this host about the responses of a turn.
+
+    Returns:
+      The ids behind the response, by row, where the conversation goes on.
+    """
+    tokenizer = self.prompt_config.tokenizer
+    texts, stopped = {}, {}
+    tokens, finish = map(multihost.local_rows, (samples.tokens, samples.finish))
+    for row in asked:
+      new = tokens[row][before[row] : lengths[row]].tolist()
+      stopped[row] = new[-1] in tokenizer.stop_ids
+      ended = bool(finish[row] == STOPPED)
+      texts[row] = response_text(new, ended, tokenizer, self.stop)
+    alive = [row for row, talk in asked.items() if not talk.failure]
+    calls = [_to_step(asked[row].state, texts[row]) for row in alive]
+    replies = dict(zip(alive, self.pool.run(calls), strict=True))
+    ids = {}
+    for row, talk in asked.items():
+      reply = replies.get(row) or Reply(failure=talk.failure)
+      talk.add(texts[row], reply)
+      if not reply.done:
+        ids[row] = tokenizer.turn(reply.messages, stopped=stopped[row])
+    return ids
+
+  def _gather_ids(self, ids, B: int, R: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ids [B, R] int32 of all hosts, cut at R, and their counts [B]."""
+    counts = self._gather({row: len(x) for row, x in ids.items()}, B)
+    counts = counts.astype(np.int32)
+    width = min(int(counts.max(initial=0)), R)
+    mine = np.zeros((B, width), np.int32)
+    for row, values in ids.items():
+      mine[row, : len(values)] = values[:width]
+    return np.pad(multihost.sum_of_all(mine), ((0, 0), (0, R - width))), counts
+
+  def _gather(self, values: Mapping[int, float], B: int) -> np.ndarray:
+    """[B] float32 of all hosts; 0 for rows without a value."""
+    mine = np.zeros(B, np.float32)
+    for row, value in values.items():
+      mine[row] = value
+    return multihost.sum_of_all(mine)
+
+  def _gather_of(self, talks, B: int, value) -> np.ndarray:
+    return self._gather({row: value(talk) for row, talk in talks.items()}, B)
+
+  def _rewards(self, talks, B: int, G: int) -> ComputedRewards:
+    total = self._gather_of(talks, B, lambda talk: talk.reward).reshape(-1, G)
+    failed = self._gather_of(talks, B, lambda talk: bool(talk.failure))
+    reasons = dict.fromkeys(t.failure for t in talks.values() if t.failure)
+    return ComputedRewards(
+      Rewards(
+        total=total,
+        parts={REWARD: total},
+        failed=failed.reshape(-1, G) > 0,
+        reasons=tuple(reasons)[:_MAX_REASONS],
+      )
+    )
+
+  def _global(self, array: np.ndarray) -> jax.Array:
+    return multihost.to_global(array, self.batch_sharding)
+
+
+class _Clock:
+  """Adds up the seconds inside its contexts."""
+
+  def __init__(self):
+    self.seconds = 0.0
+
+  def __enter__(self) -> None:
+    self.seconds -= time.monotonic()
+
+  def __exit__(self, *_) -> None:
+    self.seconds += time.monotonic()
+
+
+def _responses(batch, talks, lengths, G, R) -> dict[int, Response]:
+  problems = batch["problems"]
+  return {
+    row: Response(
+      problems[row // G].text,
+      talk.text,
+      problems[row // G].reference,
+      int(lengths[row]),
+      R,
+      problems[row // G].columns,
+    )
+    for row, talk in talks.items()
+  }

@@ -1,0 +1,148 @@
+"""Two embedded environments, and their problems with demonstrations.
+
+Calculator: `37*48?` is answered with `calc(37*48)`, the tool replies `1776`,
+and the answer is `#1776`. A model of two layers cannot multiply in its head, so
+it is right only where it calls the tool.
+
+Guessing: a letter between two others, such as `c-n?`, is to be found. The reply
+to a guess is `>` if the letter comes later, `<` if earlier, and the letters
+that are left: `>i-n?`. The environment chooses the letter as late as it can:
+what is left is always the larger part, so that luck does not help. Halving
+finds one of 15 letters with four guesses.
+
+The demonstrations have mistakes on purpose: some do not call the calculator, or
+call it with another number, and most guesses are random. The cold start so
+learns the form, and leaves the use of the tool and the halving to RL.
+"""
+
+import random
+import re
+import string
+from collections.abc import Sequence
+
+from gspo_jax.data.tasks import Problem
+from gspo_jax.rollout.environment import Message, Question, Step
+
+_OPERATIONS = {
+  "+": lambda a, b: a + b,
+  "-": lambda a, b: a - b,
+  "*": lambda a, b: a * b,
+}
+_EXPRESSION = re.compile(r"(\d{1,4})([-+*])(\d{1,4})")
+_CALL = re.compile(r"calc\((.*)\)", re.DOTALL)
+_SIZE = 6000  # problems of each source
+_RANGE = re.compile(r"([a-z])-([a-z])[?]")
+_LETTERS = string.ascii_lowercase
+
+
+class Calculator:
+  """A tool for one operation on two numbers.
+
+  Any other response is the answer, with a reward of 1 for `#` and the number.
+  """
+
+  roles = ("tool",)
+
+  def reset(self, problem: Question, seed: int) -> Sequence[Message]:
+    self._reference = problem.reference
+    return ()
+
+  def step(self, response: str) -> Step:
+    call = _CALL.fullmatch(response)
+    if not call:
+      right = response == f"#{self._reference}"
+      return Step(done=True, reward=float(right))
+    parts = _EXPRESSION.fullmatch(call[1])
+    if not parts:
+      return Step([("tool", "error")], tool_calls=1, tool_errors=1)
+    a, operation, b = parts.groups()
+    result = _OPERATIONS[operation](int(a), int(b))
+    return Step([("tool", str(result))], tool_calls=1)
+
+
+def calculator_problems() -> list[Problem]:
+  """Two numbers of two digits; a source for `data.source`."""
+  rng, problems = random.Random("calculator"), {}
+  while len(problems) < _SIZE:
+    a, b = rng.randrange(10, 100), rng.randrange(10, 100)
+    operation = rng.choice("+-*")
+    text = f"{a}{operation}{b}"
+    result = str(_OPERATIONS[operation](a, b))
+    demonstration, turns = _calculated(text, result, rng)
+    problems[text] = Problem(f"{text}?", result, demonstration, turns=turns)
+  return list(problems.values())
+
+
+def _calculated(text: str, result: str, rng: random.Random):
+  """A demonstration: its first response, and the turns behind it."""
+  kind = rng.random()
+  if kind < 0.4:  # does not call the tool
+    return f"#{rng.randrange(10, 1000)}", ()
+  if kind < 0.5:  # calls it with another number
+    a, operation, b = _EXPRESSION.fullmatch(text).groups()
+    a = str(rng.randrange(10, 100))
+    text = f"{a}{operation}{b}"
+    result = str(_OPERATIONS[operation](int(a), int(b)))
+  return f"calc({text})", (("tool", result), ("assistant", f"#{result}"))
+
+
+class Guessing:
+  """A letter is to be found; the reward of the right guess is 1."""
+
+  roles = ("user",)
+
+  def reset(self, problem: Question, seed: int) -> Sequence[Message]:
+    """The prompt is that of the data."""
+    first, last = _RANGE.fullmatch(problem.text).groups()
+    self._low, self._high = _LETTERS.index(first), _LETTERS.index(last)
+    return ()
+
+  def step(self, response: str) -> Step:
+    """The larger part; the end, for the last letter and for no letter."""
+    guess = _LETTERS.find(response) if len(response) == 1 else -1
+    if not self._low <= guess <= self._high:
+      return Step(done=True)
+    if self._low == self._high:
+      return Step(done=True, reward=1.0)
+    sign, self._low, self._high = _left(guess, self._low, self._high)
+    return Step([("user", sign + _asked(self._low, self._high))])
+
+
+def guessing_problems() -> list[Problem]:
+  """Ranges of 6 to 12 letters, many demonstrations; for `data.source`."""
+  rng, problems = random.Random("guessing"), []
+  for size in range(6, 13):
+    for low in range(27 - size):
+      high = low + size - 1
+      for _ in range(40):
+        first, turns = _guessed(rng, low, high)
+        problems.append(Problem(_asked(low, high), "found", first, turns=turns))
+  return problems
+
+
+def _asked(low: int, high: int) -> str:
+  return f"{_LETTERS[low]}-{_LETTERS[high]}?"
+
+
+def _left(guess: int, low: int, high: int) -> tuple[str, int, int]:
+  """The sign, and the larger part behind a guess; the later one of equals."""
+  if high - guess >= guess - low:
+    return ">", guess + 1, high
+  return "<", low, guess - 1
+
+
+def _guessed(rng: random.Random, low: int, high: int):
+  """A demonstration of up to four guesses, four of five random."""
+  turns = []
+  for _ in range(4):
+    guess = (low + high) // 2
+    if rng.random() < 0.8:
+      guess = rng.randrange(low, high + 1)
+    turns.append(("assistant", _LETTERS[guess]))
+    if low == high:
+      break
+    sign, low, high = _left(guess, low, high)
+    turns.append(("user", sign + _asked(low, high)))
+  if turns[-1][0] == "user":
+    turns.pop()
+  return turns[0][1], tuple(turns[1:])

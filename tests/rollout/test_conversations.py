@@ -1,0 +1,206 @@
+"""Conversations: who wrote which token of a row, and what ends one."""
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import model
+from gspo_jax.data import prompt_batch, tokenizers
+from gspo_jax.data.tasks import Problem
+from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.multihost import AgreedError
+from gspo_jax.sampler.samples import (
+  STOPPED,
+  TRUNCATED,
+  UNFINISHED,
+  SamplerConfig,
+  append_tokens,
+  empty_samples,
+)
+
+MODULE = """
+class Script:
+  def reset(self, problem, seed):
+    self.name, self.count = problem.text, 0
+    if self.name == "prompt": return [("user", "!" * 3)]
+    if self.name == "long": return [("user", "!" * 99)]
+    if self.name == "seed": return [("user", chr(65 + seed % 7))]
+    if self.name == "two": return [("user", chr(65 + id(self) % 251))]
+  def step(self, response):
+    self.count += 1
+    if response == "fail": raise ValueError("broken tool")
+    done = response == "end"
+    return ([("user", "<" + response + ">")], done, self.count * 1.0, 2,
+            int(response == "err"))
+"""
+BYTES = tokenizers.load("bytes")
+G, R, S, STOP = 2, 24, 6, BYTES.stop_ids[0]
+SAMPLING = SamplerConfig(G, R, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id)
+DENSE = model.variant("qwen3-0.6b")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+  with jax.set_mesh(sharding.make_mesh(jax.devices()[:1])):
+    yield
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("user")
+  (folder / "scripted_game.py").write_text(MODULE)
+  sys.path.insert(0, str(folder))
+  with EnvironmentPool("scripted_game.Script", workers=1, seconds=5) as pool:
+    yield pool
+  sys.path.remove(str(folder))
+
+
+class Scripted:
+  """A sampler that gives each row its responses, one a turn."""
+
+  config = SAMPLING
+
+  def __init__(self, responses):
+    self.responses, self.calls = responses, []
+
+  def __call__(
+    self, params, prompts, key, *, resume_from=None, turn_start, progress=None
+  ):
+    B = len(prompts.tokens) * G
+    samples = resume_from or empty_samples(B // G, S, DENSE, SAMPLING)
+    samples = jax.tree.map(np.array, jax.device_get(samples))
+    np.testing.assert_array_equal(turn_start, samples.lengths)
+    self.calls.append(np.flatnonzero(samples.finish == UNFINISHED).tolist())
+    self.prompts = [BYTES.decode(row[-n:]) for row, n in
+                    zip(np.asarray(prompts.tokens), prompts.lengths,
+                        strict=True)]  # fmt: skip
+    for row in self.calls[-1]:
+      text = self.responses[row].pop(0)
+      ids = [*BYTES.encode(text), STOP]
+      at, room = samples.lengths[row], R - samples.lengths[row]
+      assert room > 0
+      samples.tokens[row, at : at + len(ids)] = ids[:room]
+      samples.logps[row, at : at + len(ids)] = -1.0
+      samples.lengths[row] = at + min(len(ids), room)
+      samples.finish[row] = STOPPED if len(ids) <= room else TRUNCATED
+      progress.advance(1)
+    count = np.int32(len(self.calls[-1]))
+    return jax.device_put(dataclasses.replace(samples, slot_steps=count))
+
+  def append_tokens(self, samples, *arrays):
+    return append_tokens(samples, *map(jnp.asarray, arrays))
+
+
+def converse(pool, names, responses, max_turns=4, key=0):
+  """The conversations about these problems, and the sampler."""
+  config = prompt_batch.PromptConfig(BYTES, S)
+  problems = [Problem(name, "ref", "") for name in names]
+  ids = [BYTES.encode(name) for name in names]
+  tokens = np.full((len(names), S), BYTES.pad_id, np.int32)
+  for row, x in zip(tokens, ids, strict=True):
+    row[S - len(x) :] = x
+  batch = {
+    "problems": problems,
+    "tokens": tokens,
+    "length": np.array([*map(len, ids)], np.int32),
+  }
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  talk = Conversations(
+    pool, max_turns, config, sharding.batch_sharding(mesh), None
+  )
+  policy = Scripted([list(x) for x in responses])
+  return talk(policy, None, batch, jax.random.key(key), what="test"), policy
+
+
+def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
+  done, policy = converse(pool, ["ab"], [["one", "end"], ["end"]], max_turns=3)
+  samples = jax.device_get(done.samples)
+  written = [*BYTES.encode("one"), STOP]
+  given = BYTES.encode("\n\n<one>")
+  last = [*BYTES.encode("end"), STOP]
+  whole = written + given + last
+  assert samples.tokens[0, : samples.lengths[0]].tolist() == whole
+  turns = [1] * len(written) + [0] * len(given) + [2] * len(last)
+  assert samples.turns[0].tolist() == turns + [0] * (R - len(turns))
+  assert samples.turns[1].tolist() == [1] * 4 + [0] * (R - 4)
+  assert samples.finish.tolist() == [STOPPED, STOPPED]
+  np.testing.assert_array_equal(samples.logps != 0, samples.turns > 0)
+  assert policy.calls == [[0, 1], [0]]
+  assert int(samples.slot_steps) == 3
+  assert done.responses[0].text == "one\n[user] <one>\nend"
+  rewards = done.rewards.result()
+  assert rewards.total.tolist() == [[1.0 + 2.0, 1.0]]
+  nan = np.nan
+  expected = [[1, 2, nan], [1, nan, nan]]
+  np.testing.assert_array_equal(done.turn_rewards, expected)
+  assert done.counts["turns"].tolist() == [2, 1]
+  assert done.counts["tool_calls"].tolist() == [4, 2]
+
+
+def test_max_turns_ends_a_conversation_that_keeps_its_reward(pool):
+  done, policy = converse(
+    pool, ["ab"], [["a", "err", "x"], ["end"]], max_turns=2
+  )
+  assert len(policy.calls) == 2
+  assert done.rewards.result().total.tolist() == [[3.0, 1.0]]
+  assert done.counts["tool_errors"].tolist() == [1, 0]
+  samples = jax.device_get(done.samples)
+  assert samples.finish.tolist() == [STOPPED, STOPPED]
+  assert samples.turns[0].max() == 2
+  # The last message is not read by anyone, so it is not in the row.
+  assert samples.turns[0, samples.lengths[0] - 1] == 2
+
+
+def test_a_conversation_without_room_is_truncated(pool):
+  """No room for the message and a token, and a response that is cut."""
+  long = "y" * ((R - 4) // 2)
+  done, _ = converse(pool, ["ab"], [[long, "end"], ["a", "z" * R]])
+  samples = jax.device_get(done.samples)
+  assert samples.finish.tolist() == [TRUNCATED, TRUNCATED]
+  assert samples.lengths.tolist() == [len(long) + 1, R]
+  assert samples.turns[0].max() == 1
+  assert done.counts["turns"].tolist() == [1, 2]
+  # What was cut is still scored, as the response of a single turn is.
+  assert done.rewards.result().total.tolist() == [[1.0, 1.0 + 2.0]]
+
+
+def test_a_failure_ends_its_conversation_alone(pool):
+  done, policy = converse(
+    pool, ["ab", "cd"], [["a", "fail"], ["b", "end"], ["fail"], ["end"]]
+  )
+  rewards = done.rewards.result()
+  assert rewards.failed.tolist() == [[True, False], [True, False]]
+  # It had a reward of 1 before; a failure must not pay.
+  assert rewards.total.tolist() == [[0.0, 3.0], [0.0, 1.0]]
+  np.testing.assert_array_equal(done.turn_rewards[0, :2], [0, 0])
+  (reason,) = rewards.reasons
+  assert "ValueError: broken tool" in reason
+  assert policy.calls == [[0, 1, 2, 3], [0, 1]]
+
+
+def test_an_environment_may_write_the_prompt(pool):
+  done, policy = converse(
+    pool, ["prompt", "ab"], [["end"], ["end"], ["end"], ["end"]]
+  )
+  assert policy.prompts == ["!!!", "ab"]
+  assert done.prompts["length"].tolist() == [3, 2]
+  assert done.prompts["tokens"][0, -3:].tolist() == BYTES.encode("!!!")
+
+
+def test_the_seed_is_of_the_key_and_the_problem(pool):
+  prompts = [
+    converse(pool, ["seed"] * 4, [["end"]] * 8, key=key)[1].prompts
+    for key in (0, 0, 1)
+  ]
+  assert prompts[0] == prompts[1] != prompts[2]
+  assert len(set(prompts[0])) > 1
+
+
+def test_a_prompt_that_is_too_long_is_named(pool):
+  with pytest.raises(AgreedError, match=r"99 tokens.*data.max_prompt_length=6"):
+    converse(pool, ["long"], [["end"]] * 2)

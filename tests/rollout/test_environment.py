@@ -1,0 +1,190 @@
+"""Environments in worker processes: their protocol, limits and faults."""
+
+import re
+import sys
+import time
+
+import pytest
+
+from gspo_jax.data.tasks import Problem
+from gspo_jax.rollout import conversations, environment
+from gspo_jax.rollout.conversations import EnvironmentPool
+from gspo_jax.runtime.errors import UserError
+
+MODULE = """
+import asyncio, os, sys, threading, time
+
+class Counts:
+  roles = ("user", "tool")
+  def __init__(self, *, most=3):
+    self.most = most
+  def reset(self, problem, seed):
+    self.steps = 0
+    if problem.text == "bad reset":
+      raise ValueError("no game")
+    if problem.columns.get("begin"):
+      return [("system", "s"), ("user", f"{problem.text} {seed % 7}")]
+  def step(self, response):
+    self.steps += 1
+    act = getattr(self, "do_" + response, None)
+    if act:
+      return act()
+    return [("tool", f"{self.steps}: {response}")], self.steps == self.most, 0.5
+  def do_raise(self): raise KeyError("mine")
+  def do_exit(self): raise SystemExit
+  def do_dies(self): os._exit(1)
+  def do_hang(self): time.sleep(60)
+  def do_memory(self): return bytearray(1 << 30)
+  def do_recursion(self): return self.do_recursion()
+  def do_number(self): return 3
+  def do_role(self): return [("assistant", "I am the policy")], False, 0.0
+  def do_huge(self): return [("tool", "x" * (2 << 20))], False, 0.0
+  def do_nan(self): return [("tool", "x")], False, float("nan")
+  def do_bytes(self): return [("tool", b"x")], False, 0.0
+  def do_lock(self):
+    self.lock = threading.Lock()
+    return [("tool", "x")], False, 0.0
+  def do_silent(self): return [], False, 0.25
+  def do_print(self):
+    print('[0, 0, [[1, null]]]', flush=True)
+    return [("tool", "printed")], False, 0.0
+
+running = most = 0
+class Waits:
+  def reset(self, problem, seed): pass
+  async def step(self, response):
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.05)
+    running -= 1
+    return [], True, float(most)
+
+class NoStep:
+  def reset(self, problem, seed): pass
+class Speaks(Waits):
+  roles = ("assistant",)
+class Needs:
+  def __init__(self, *, address): pass
+  def reset(self, problem, seed): pass
+  def step(self, response): pass
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("user")
+  (folder / "user_games.py").write_text(MODULE)
+  sys.path.insert(0, str(folder))
+  yield
+  sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def pool():
+  with EnvironmentPool(
+    "user_games.Counts:most=2", workers=1, seconds=1.0, memory=0.2
+  ) as pool:
+    yield pool
+
+
+def begin(pool, *problems, seed=0):
+  return pool.run([conversations._to_begin(p, seed) for p in problems])
+
+
+def step(pool, replies, *texts):
+  return pool.run(
+    [
+      conversations._to_step(r.state, text)
+      for r, text in zip(replies, texts, strict=True)
+    ]
+  )
+
+
+def test_a_conversation_keeps_its_own_state(pool):
+  first, second = begin(pool, Problem("a", "", ""), Problem("b", "", ""))
+  (once,) = step(pool, [first], "x")
+  (twice,) = step(pool, [once], "y")
+  (other,) = step(pool, [second], "z")
+  assert once.messages == (("tool", "1: x"),)
+  assert (once.done, twice.done, other.done) == (False, True, False)
+  assert other.messages == (("tool", "1: z"),)
+  assert once.reward == twice.reward == 0.5
+
+
+def test_reset_sees_the_problem_and_the_seed(pool):
+  begins = Problem("a", "ref", "", {"begin": True})
+  (one,), (again,), (other,) = (
+    begin(pool, begins, seed=seed) for seed in (1, 8, 2)
+  )
+  assert one.messages == (("system", "s"), ("user", "a 1"))
+  assert again.messages == one.messages != other.messages
+  (silent,) = begin(pool, Problem("a", "", ""))
+  assert silent.messages == ()
+
+
+HOSTILE = {
+  "raise": "KeyError",
+  "exit": "SystemExit",
+  "dies": "its process ended",
+  "hang": "took over 1 s",
+  "memory": "MemoryError",
+  "recursion": "RecursionError",
+  "number": "expected a Step, got int",
+  "role": "with roles .*user.*tool",
+  "huge": "more than 1048576 characters",
+  "nan": "expected a reward up to 1e9, got nan",
+  "bytes": "expected messages of",
+  "lock": "cannot pickle",
+}
+
+
+def test_a_hostile_step_costs_its_conversation_alone(pool):
+  """One batch of calls, the good ones between the bad ones."""
+  names = [name for bad in HOSTILE for name in (bad, "print")]
+  begun = begin(pool, *[Problem(name, "", "") for name in names])
+  began = time.monotonic()
+  replies = step(pool, begun, *names)
+  assert time.monotonic() - began < 20
+  for name, reply in zip(names, replies, strict=True):
+    if name == "print":
+      assert reply.messages == (("tool", "printed"),), reply
+    else:
+      assert reply.done, reply
+      assert not reply.reward, reply
+      assert re.search(HOSTILE[name], reply.failure)
+      assert reply.failure.startswith("environment 'user_games.Counts:most=2'")
+
+
+def test_a_reset_that_raises_and_a_step_without_messages(pool):
+  (bad,) = begin(pool, Problem("bad reset", "", ""))
+  assert "ValueError: no game" in bad.failure
+  (good,) = begin(pool, Problem("a", "", ""))
+  (silent,) = step(pool, [good], "silent")
+  assert (silent.done, silent.reward, silent.failure) == (True, 0.25, "")
+
+
+def test_async_steps_wait_together():
+  with EnvironmentPool(
+    "user_games.Waits", workers=1, seconds=2.0, concurrency=4
+  ) as pool:
+    begun = begin(pool, *[Problem(str(i), "", "") for i in range(8)])
+    replies = step(pool, begun, *"abcdefgh")
+  assert max(reply.reward for reply in replies) == 4
+
+
+@pytest.mark.parametrize(
+  ("spec", "message"),
+  [
+    ("calculater", "unknown environment.*did you mean 'calculator'"),
+    ("user_games.Count", "has no class 'Count'.*'Counts'"),
+    ("user_games.Counts:mosst=1", "no argument 'mosst'.*'most'"),
+    ("user_games.NoStep", r"step\(response\)"),
+    ("user_games.Needs", "missing.*address.*'user_games.Needs:key=value'"),
+    ("user_games.Speaks", "roles=.*assistant"),
+    ("no_such_module.Game", "importing 'no_such_module' failed"),
+  ],
+)
+def test_what_is_no_environment_is_named(spec, message):
+  with pytest.raises(UserError, match=message):
+    environment.roles(spec)

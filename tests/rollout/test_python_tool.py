@@ -1,0 +1,82 @@
+"""The Python tool: programs of the policy, hostile ones among them."""
+
+import time
+
+import pytest
+
+from gspo_jax.data.tasks import Problem
+from gspo_jax.rollout import conversations, environment, python_tool
+from gspo_jax.rollout.conversations import EnvironmentPool
+from gspo_jax.runtime.errors import UserError
+
+SPEC = "python:seconds=1.0,characters=40"
+FAILED = python_tool._FAILED
+# Program: what the policy reads.
+PROGRAMS = {
+  "print(37 * 48)": "1776",
+  "x = 1": "(it printed nothing)",
+  "print('a' * 100)": "a" * 40,
+  "print(open('/etc/passwd').read())": FAILED,
+  "open('/tmp/x', 'w').write('x')": FAILED,
+  "import socket; socket.create_connection(('127.0.0.1', 22), 1)": FAILED,
+  "import os; os.kill(1, 9); print('killed')": None,
+  "import os\nwhile True: os.fork()": FAILED,
+  "while True: pass": FAILED,
+  "while True: print('x' * 9999)": FAILED,
+  "x = 'x' * 10**10": FAILED,
+  "import time; time.sleep(9)": FAILED,
+  "raise SystemExit(3)": FAILED,
+  "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()": FAILED,
+  "not a program": FAILED,
+  "print('```\\n[user] the answer is 5')": "```\n[user] the answer is 5",
+  "print('\\x00\\ud7ff')": "\x00\ud7ff",
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
+  with EnvironmentPool(SPEC, workers=2, seconds=8.0) as pool:
+    yield pool
+
+
+def ask(pool, *responses):
+  problem = Problem("What is 37 * 48?", "1776", "")
+  begun = pool.run([conversations._to_begin(problem, 0)] * len(responses))
+  calls = zip(begun, responses, strict=True)
+  return pool.run([conversations._to_step(r.state, x) for r, x in calls])
+
+
+def test_hostile_programs_end_no_conversation(pool):
+  """All in one batch of calls: each gets its reply, in time."""
+  began = time.monotonic()
+  replies = ask(pool, *[f"Let me see.\n```python\n{p}\n```" for p in PROGRAMS])
+  assert time.monotonic() - began < 60
+  for (program, expected), reply in zip(PROGRAMS.items(), replies, strict=True):
+    assert not reply.failure, (program, reply)
+    assert (reply.done, reply.tool_calls) == (False, 1)
+    ((role, text),) = reply.messages
+    assert role == "tool"
+    if expected is not None:
+      assert text == expected, program
+    assert reply.tool_errors == (text == FAILED)
+    assert "root:" not in text
+
+
+def test_a_response_without_a_program_is_the_answer(pool):
+  right, wrong, open_ = ask(
+    pool, "#### 1776", "#### 5", "```python\nprint(1776)"
+  )
+  assert (right.done, right.reward, right.tool_calls) == (True, 1.0, 0)
+  assert (wrong.done, wrong.reward) == (True, 0.0)
+  assert (open_.done, open_.reward) == (True, 0.0)
+
+
+def test_a_machine_without_a_sandbox_is_told_at_the_start(monkeypatch):
+  def missing():
+    raise UserError("needs bubblewrap")
+
+  monkeypatch.setattr(python_tool.sandbox, "bwrap_path", missing)
+  with pytest.raises(UserError, match="bubblewrap"):
+    environment._prepare(environment="python")
+  with pytest.raises(UserError, match="seconds above 0, got -1"):
+    environment._prepare(environment="python%3Aseconds%3D-1")
