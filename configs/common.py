@@ -248,6 +248,7 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.data.source = "chain"
   c.data.eval_source = c.data.tokenizer = ""
   c.data.instruction = "{problem}"
+  c.data.system_prompt = ""
   c.data.chain_steps = (1,)
   c.data.prompts = 8
   c.data.max_prompt_length = 8

@@ -11,14 +11,7 @@ COLOURS = {"recompute": "#0072B2", "sampler": "#CC79A7"}
 def draw(record: dict, path: Path) -> None:
   """Final pass@1, and the share of clipped tokens, by staleness."""
   figure, ((left, right),) = drawing.axes(1, 2, size=(4.8, 3.6))
-  panels = (
-    (left, "final", "final pass@1"),
-    (
-      right,
-      "clipped tokens",
-      "clipped tokens",
-    ),
-  )
+  panels = (left, "final", "pass@1"), (right, "clipped tokens", "share")
   fresh = [row for row in record["table"] if not row["staleness"]]
   for ax, key, label in panels:
     for old, colour in COLOURS.items():
@@ -26,7 +19,9 @@ def draw(record: dict, path: Path) -> None:
       rows = fresh + own
       steps = [row["staleness"] for row in rows]
       found = [row[key] for row in rows]
-      drawing.whiskers(ax, steps, found, colour=colour, label=NAMES[old])
-    ax.set(xlabel="rollout.max_staleness", ylabel=label)
+      # On the left the two lines end in one place.
+      name = NAMES[old] if ax is right else ""
+      drawing.whiskers(ax, steps, found, colour=colour, label=name)
+    ax.set(xlabel="rollout.max_staleness", ylabel=label, title=key)
     ax.set_xticks([row["staleness"] for row in fresh + own])
   drawing.save(figure, path)
