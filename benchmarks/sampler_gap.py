@@ -9,6 +9,9 @@ and the root mean square of the difference over that of the stream. At the end:
 the mean over sequences of |mean(o - q)|, o the trainer's log-probs and q the
 sampler's, beside the lower clip range of GSPO. Each with the compiler's own
 choice of where to round ("default"), and as a run is compiled ("as written").
+The latter also with what decodes rounded to int8: the experts' weights, with a
+scale for each output of each expert ("int8 experts"), or keys and values once
+they are in the cache, with a scale for each token and head ("int8 cache").
 Random weights.
 """
 
@@ -23,12 +26,42 @@ import numpy as np
 
 from benchmarks import record
 from gspo_jax import model
-from gspo_jax.learner.experience import sequence_log_ratio
 from gspo_jax.losses import gspo_loss
 from gspo_jax.model import cache as kv
 from gspo_jax.model import rounding
 
 OPTIONS = {"default": {}, "as written": rounding.OPTIONS}
+INT8 = ("int8 experts", "int8 cache")
+
+
+def int8(x, axis):
+  """The values of `x` that int8 with a scale for each slice of `axis` holds."""
+  x = x.astype(jnp.float32)
+  scale = jnp.abs(x).max(axis, keepdims=True) / 127
+  return jnp.round(x / jnp.where(scale, scale, 1)) * scale
+
+
+def int8_experts(params):
+  """The weights with those of the experts as int8 holds them."""
+
+  def one(path, x):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return int8(x, -2) if name.endswith(("moe/gate_up", "moe/down")) else x
+
+  return jax.tree_util.tree_map_with_path(one, params)
+
+
+def int8_cache(cache, t):
+  """The cache with slot `t` as int8 holds it."""
+
+  def slot(x_BKSH):
+    new = jax.lax.dynamic_slice_in_dim(x_BKSH, t, 1, axis=2)
+    new = int8(new, -1).astype(x_BKSH.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(x_BKSH, new, t, axis=2)
+
+  return dataclasses.replace(
+    cache, k=tuple(map(slot, cache.k)), v=tuple(map(slot, cache.v))
+  )
 
 
 def forced(params, tokens, cfg):
@@ -41,9 +74,11 @@ def forced(params, tokens, cfg):
   return out.hidden, None if out.routing is None else out.routing.experts
 
 
-def decoded(params, tokens, cfg):
+def decoded(params, tokens, cfg, variant):
   """One token after the other: hidden states and experts."""
   B, T = tokens.shape
+  if variant == "int8 experts":
+    params = int8_experts(params)
   params = model.unstack_layers(params, cfg)
 
   def step(cache, t):
@@ -58,7 +93,10 @@ def decoded(params, tokens, cfg):
     )
     routing = out.routing
     experts = None if routing is None else routing.experts[:, :, 0]
-    return out.cache, (out.hidden[:, 0], experts)
+    cache = out.cache
+    if variant == "int8 cache":
+      cache = int8_cache(cache, t)
+    return cache, (out.hidden[:, 0], experts)
 
   _, (hidden, experts) = jax.lax.scan(step, kv.empty(cfg, B, T), jnp.arange(T))
   if experts is not None:
@@ -72,17 +110,19 @@ def log_probs(params, hidden, tokens, cfg):
   return jnp.take_along_axis(logps, tokens[:, 1:, None], axis=2)[..., 0]
 
 
-def measure(cfg, tokens, options) -> dict:
+def measure(cfg, tokens, variant) -> dict:
   """The gap after each layer, and of the log-probs.
 
   Args:
     cfg: the model.
     tokens: [B, T].
-    options: for the compiler.
+    variant: of `OPTIONS` or `INT8`.
   """
+  options = OPTIONS.get(variant, rounding.OPTIONS)
   jit = lambda f, c: jax.jit(
     functools.partial(f, cfg=c), compiler_options=options
   )
+  decode = functools.partial(decoded, variant=variant)
   params = model.init(jax.random.key(0), cfg)
   layers = []
   for depth in range(1, cfg.num_layers + 1):
@@ -91,7 +131,7 @@ def measure(cfg, tokens, options) -> dict:
       "layers": jax.tree.map(lambda x: x[:depth], params["layers"])  # noqa: B023
     }
     (x, chosen), (y, decoded_by) = (
-      jit(f, shallow)(cut, tokens) for f in (forced, decoded)
+      jit(f, shallow)(cut, tokens) for f in (forced, decode)
     )
     gap = np.asarray(x - y, np.float64)
     size = np.sqrt(np.square(np.asarray(x, np.float64)).mean())
@@ -102,7 +142,7 @@ def measure(cfg, tokens, options) -> dict:
     layers.append(row)
   last = jit(log_probs, cfg)
   trainer, sampler = (last(params, h, tokens) for h in (x, y))
-  gap = sequence_log_ratio(trainer, sampler, jnp.ones(trainer.shape, bool))
+  gap = (trainer - sampler).mean(1)
   return {
     "layers": layers,
     "token": float(jnp.abs(trainer - sampler).mean()),
@@ -125,9 +165,10 @@ def main() -> None:
   tokens = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
   found, clip = {}, gspo_loss.__kwdefaults__["clip_low"]
   for name, cfg in models.items():
-    found[name] = {k: measure(cfg, tokens, o) for k, o in OPTIONS.items()}
-    for rounded, one in found[name].items():
-      print(f"{name}, rounded {rounded}")
+    variants = [*OPTIONS, *INT8] if cfg.num_experts else [*OPTIONS, INT8[1]]
+    found[name] = {v: measure(cfg, tokens, v) for v in variants}
+    for variant, one in found[name].items():
+      print(f"{name}, {variant}")
       for depth, row in enumerate(one["layers"], 1):
         cells = (f"{key} {value:.1e}" for key, value in row.items())
         print(f"  layer {depth}: {', '.join(cells)}")

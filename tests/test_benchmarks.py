@@ -132,3 +132,15 @@ def test_overlap():
   for phases in seconds.values():
     parts = sum(phases[k] for k in ("generate", "score", "update"))
     assert 0 < parts <= 1.5 * phases["iteration"]  # each is a median by itself
+
+
+@pytest.mark.slow
+def test_sampler_gap():
+  """What is rounded to int8 is further from the trainer than what is not."""
+  models = quick("sampler_gap")["models"]
+  gap = lambda *case: models[case[0]][case[1]]["token"]
+  for name, variants in models.items():
+    for variant in variants:
+      if variant.startswith("int8"):
+        assert gap(name, variant) > 10 * gap(name, "as written")
+  assert "int8 experts" in models["experts"]
