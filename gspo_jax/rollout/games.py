@@ -93,7 +93,10 @@ class Guessing:
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
     """The prompt is that of the data."""
-    first, last = _RANGE.fullmatch(problem.text).groups()
+    ends = _RANGE.fullmatch(problem.text)
+    if not ends:
+      raise ValueError(f"{problem.text!r}: expected a range as 'a-f?'")
+    first, last = ends.groups()
     self._low, self._high = _LETTERS.index(first), _LETTERS.index(last)
     return ()
 

@@ -69,7 +69,7 @@ def test_a_set_of_a_parquet_file(tmp_path, monkeypatch):
   files = {"train": f"parquet:{file}"}
   assert prepare_tfds.prepare("sums", files, folder) == {"train": 1}
   problem = sources.load("tfds:sums", data_dir=folder)[0]
-  assert problem == ("1+1?", "2", "so #### 2", {"info": '{"n": 1}'}, ())
+  assert problem == ("1+1?", "2", "so #### 2", {"info": '{"n": 1}'}, (), ())
 
 
 def test_a_set_that_is_not_prepared_names_the_command(tmp_path):

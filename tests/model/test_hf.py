@@ -262,7 +262,14 @@ def test_loading_onto_a_mesh_changes_nothing(changes, tmp_path, monkeypatch):
   monkeypatch.setattr(hf_checkpoint.HFCheckpoint, "read", recorded)
   again = hf.load_hf(tmp_path / "out", cfg, shardings=shardings)
   require_equal(jax.device_get(again), params)
-  assert jax.tree.map(lambda x: x.sharding, again) == shardings
+  # Some leave out `context`, an axis of one device.
+  assert jax.tree.all(
+    jax.tree.map(
+      lambda x, wanted: x.sharding.is_equivalent_to(wanted, x.ndim),
+      again,
+      shardings,
+    )
+  )
   # No number is read twice, although some are on several devices.
   for keys, leaf in jax.tree.leaves_with_path(params):
     path = jax.tree_util.keystr(keys, simple=True, separator="/")

@@ -30,7 +30,7 @@ def with_continuous_batching(config):
 
 def test_a_run_without_pages(debug_config):
   made = built(debug_config, data=4)
-  lowered = lower.functions(debug_config, made)
+  lowered = lower.functions(parse(debug_config), made)
   assert list(lowered) == ["generate", "update", "old_logprobs"]
   # One program, so that both round alike.
   assert lowered["old_logprobs"] is lowered["update"]
@@ -39,7 +39,7 @@ def test_a_run_without_pages(debug_config):
 
 def test_a_run_with_pages(debug_config):
   made = with_continuous_batching(debug_config)
-  lowered = lower.functions(debug_config, made)
+  lowered = lower.functions(parse(debug_config), made)
   names = ["decode_params", "prefill", "generate", "update", "old_logprobs"]
   assert list(lowered) == names
   # All shards' longest prompts; and every slot's state goes in and comes out.
@@ -64,7 +64,7 @@ def test_the_segment_plan_is_that_of_a_run(debug_config, monkeypatch):
   """Of the shapes and types that `decode` is called with."""
   made, given = with_continuous_batching(debug_config), []
   functions = made.sampler.generate.jitted
-  lowered = lower.functions(debug_config, made)
+  lowered = lower.functions(parse(debug_config), made)
   planned = lowered["generate"].in_avals[0][3]
 
   def decode(params, state, samples, plan, *rest):
@@ -89,7 +89,7 @@ def test_a_run_with_partial_rollouts(debug_config):
     {"max_tokens_per_iteration": 4, "extra_prompts_in_flight": 8}
   )
   made = with_continuous_batching(debug_config)
-  lowered = lower.functions(debug_config, made)
+  lowered = lower.functions(parse(debug_config), made)
   tokens = lowered["prefill"].in_avals[0][2]
   room = (
     made.sampler.generate.sizes.max_prompt_length

@@ -128,7 +128,7 @@ def test_overrides_reach_the_config(parse):
     ([TINY, WORKDIR, *PROCESSES, "--process_id=0", "--coordinator=h"],
      "--coordinator=h: expected HOST:PORT"),
     (["--config=configs/nope.py", WORKDIR],
-     "--config=configs/nope.py: no such file; choose one of configs/dapo.py"),
+     "--config=configs/nope.py: no such file; choose one of configs/calc"),
     (["--config", "elsewhere/dapo.py"], "elsewhere/dapo.py: no such file"),
     (["--config=/", WORKDIR], "--config=/: no such file"),
     (["--config=configs/tiny_cp.py:debug", WORKDIR],

@@ -537,7 +537,10 @@ ROWS = (
     seen.scored_by,
     {
       "calculator": ((f"{ENVIRONMENT}.call:environment=calculator",), 1.0),
-      "guessing": ((f"{ENVIRONMENT}.call:environment=guessing",), 0.0),
+      "made_run.Endless": (
+        (f"{ENVIRONMENT}.call:environment=made_run.Endless",),
+        3.0,  # one for each turn
+      ),
     },
     TALK,
   ),

@@ -171,6 +171,7 @@ def test_another_call_another_key_and_other_weights():
     "begin",
     "read_tokens",
     "finalize",
+    "append_tokens",
   }
   for name, most in allowed.items():
     assert getattr(generate.jitted, name).jitted._cache_size() <= most, name
