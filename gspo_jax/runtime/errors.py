@@ -1,6 +1,7 @@
 """UserError, and texts that errors share: install this, did you mean that."""
 
 import contextlib
+import errno
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -53,17 +54,48 @@ def how_to_download(folder: str) -> str:
 
 @contextlib.contextmanager
 def with_reason(what: str) -> Iterator[None]:
-  """Raises the error of a folder or bucket as UserError "WHAT: reason"."""
+  """Raises the error of a folder or bucket as UserError "WHAT: reason".
+
+  An outage is raised as it is. It ends a command with another exit code than
+  2, so that a scheduler starts the command again.
+  """
   try:
     yield
-  except UserError:
-    raise
   except Exception as error:  # the HttpError of gcsfs is not an OSError
+    if isinstance(error, UserError) or not _is_callers(error):
+      raise
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
       reason = error.strerror or str(error)
     reason = " ".join(reason.split())
     raise UserError(f"{what}: {reason}") from error
+
+
+_ERRNOS_OF_CALLERS = {
+  *(errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS),
+  *(errno.EACCES, errno.EPERM, errno.EDQUOT),
+}
+
+
+def _is_callers(error: Exception) -> bool:
+  """Whether only the caller can mend it: the same access would fail again."""
+  if isinstance(error, OSError):
+    missing = FileNotFoundError, FileExistsError, PermissionError
+    wrong_kind = NotADirectoryError, IsADirectoryError
+    return (
+      isinstance(error, missing + wrong_kind)
+      or error.errno in _ERRNOS_OF_CALLERS
+      or str(error).startswith("Forbidden")  # gcsfs, without an errno
+    )
+  if isinstance(error, ImportError):
+    return True
+  if str(error).startswith("Bad Request"):  # ValueError of gcsfs
+    return True
+  # `code`: HttpError of gcsfs; `retryable`: google.auth, as for no credentials.
+  return (
+    getattr(error, "code", None) in (400, 401, 403, 404)
+    or getattr(error, "retryable", None) is False
+  )
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

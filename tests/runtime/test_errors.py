@@ -1,8 +1,16 @@
 """A hint names the choice for a typo, and lists all choices otherwise."""
 
+import errno
+
 import pytest
 
-from gspo_jax.runtime.errors import how_to_download, mistyped, nearest
+from gspo_jax.runtime.errors import (
+  UserError,
+  how_to_download,
+  mistyped,
+  nearest,
+  with_reason,
+)
 
 METHODS = ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "ppo", "gmpo")
 
@@ -53,3 +61,48 @@ def test_an_id_of_the_hub_gets_the_line_that_downloads_it():
 )
 def test_another_folder_is_no_id_of_the_hub(folder):
   assert how_to_download(folder) == ""
+
+
+class Http(Exception):
+  """As the error of gcsfs."""
+
+  def __init__(self, code):
+    super().__init__(f"code {code}")
+    self.code = code
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    FileNotFoundError("b/x"),  # gcsfs gives it no errno
+    PermissionError(errno.EACCES, "Permission denied"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError("Forbidden: b/x"),
+    ValueError("Bad Request: b/x\nan invalid name"),
+    ImportError("no module gcsfs"),
+    *map(Http, (400, 401, 403, 404)),
+    UserError("of its own"),
+  ],
+)
+def test_what_the_caller_can_mend_is_a_user_error(error):
+  words = "of its own" if isinstance(error, UserError) else r"^gs://b: \w+"
+  with pytest.raises(UserError, match=words), with_reason("gs://b"):
+    raise error
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    ConnectionResetError(errno.ECONNRESET, "reset"),
+    TimeoutError("60 s"),
+    OSError(errno.EIO, "Input/output error"),
+    OSError("a proxy's"),  # as those of `requests`, without an errno
+    *map(Http, (408, 429, 500, 503)),
+    KeyError("a fault of ours"),
+  ],
+)
+def test_an_outage_stays_as_it_is(error):
+  """Its exit code is not 2, with which a JobSet does not start again."""
+  with pytest.raises(type(error)) as found, with_reason("gs://b"):
+    raise error
+  assert found.value is error
