@@ -116,9 +116,12 @@ def get_config() -> ConfigDict:
   # differ; 1: no dynamic sampling.
   c.rollout.dynamic_sampling_rounds = 1
   # Iterations from the policy that samples a batch to the one that learns from
-  # it. With 1 the next batch is sampled before the update, while its rewards
-  # are computed.
+  # it: exactly so many, but for the first batches. With 1 the next batch is
+  # sampled before the update, while its rewards are computed.
   c.rollout.max_staleness = 0
+  # Seconds to wait for a batch of a sampler with devices of its own
+  # (sampler_mesh.devices); then the run ends. 0: for ever.
+  c.rollout.timeout = 3600.0
   # Partial rollouts: tokens a response may add in an iteration; it continues in
   # the next one. 0: all. Needs continuous_batching.slots and
   # rollout.extra_prompts_in_flight.

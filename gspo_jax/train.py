@@ -269,7 +269,7 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
     sampled_tokens(batch.costs),
     slot_steps(batch.costs),
   )
-  metrics["data/epochs"] = run.curriculum.epochs
+  metrics["data/epochs"] = batch.epochs
   if config.data.drop_solved:
     metrics["data/solved"] = run.curriculum.num_solved
   updates = step * config.learner.minibatches

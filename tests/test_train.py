@@ -507,6 +507,9 @@ def test_a_sampler_on_its_own_device_is_the_same_run(
   _, out = run(tmp_path / "split", **SPLIT, **cold)
   assert out.startswith("1 x cpu; 1 more to sample\n")
   assert_same_run(tmp_path / "split", reference[0], **SPLIT)
+  # Its checkpoint has no batches ahead: all devices can go on from there.
+  resume(run, tmp_path / "split", tmp_path / "turns", **cold)
+  assert_same_run(tmp_path / "turns", reference[0])
   assert undocumented(tmp_path / "split") == []
 
 

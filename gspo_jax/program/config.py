@@ -203,6 +203,7 @@ class Rollout:
   group_size: int
   dynamic_sampling_rounds: int = checked(AT_LEAST_1)
   max_staleness: int = checked(ZERO_OR_MORE)
+  timeout: float = checked(ZERO_OR_MORE)
   max_tokens_per_iteration: int = checked(ZERO_OR_MORE)
   extra_prompts_in_flight: int = checked(ZERO_OR_MORE)
   environment: str

@@ -68,6 +68,7 @@ class RolloutBatch(NamedTuple):
     policy_step: the mean over tokens of the iteration whose policy sampled
       them.
     resumed_fraction: share of responses that took several iterations.
+    epochs: passes over the problems, with this batch; see `Curriculum.epochs`.
     seconds: that a sampler with devices of its own took for it; 0 without.
   """
 
@@ -76,6 +77,7 @@ class RolloutBatch(NamedTuple):
   sampled_tokens: int
   policy_step: float
   resumed_fraction: float = 0.0
+  epochs: float = 0.0
   seconds: float = 0.0
 
 

@@ -1,8 +1,11 @@
 """Off-policy rollouts: batches are sampled some iterations before their use."""
 
+import queue
+import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import jax
 
@@ -34,6 +37,7 @@ class OffPolicy:
     empty: empty samples of a batch, for a checkpoint with fewer batches.
     max_staleness: `rollout.max_staleness`; 0 needs `separate`.
     last_step: the last iteration.
+    timeout: seconds to wait for a sampler with devices of its own; 0: for ever.
     separate: for a sampler with devices of its own; else None.
   """
 
@@ -45,14 +49,15 @@ class OffPolicy:
     *,
     max_staleness: int,
     last_step: int,
+    timeout: float = 0.0,
     separate: SeparateDevices | None = None,
   ):
     self._source, self._context, self._empty = source, context, empty
     self._max_staleness, self._last_step = max_staleness, last_step
-    self._separate = separate
+    self._separate, self._timeout = separate, timeout or None
     # JAX has no order between the collectives of two threads, so that one
     # thread alone runs programs on the sampler's devices.
-    self._thread = separate and ThreadPoolExecutor(1, "sampler")
+    self._thread = separate and _Thread()
     self._batches: deque[Future[RolloutBatch]] = deque()
 
   def __call__(self, params, step: int) -> RolloutBatch:
@@ -63,7 +68,8 @@ class OffPolicy:
       params = self._separate.sync_weights(params)
     started = [self._start(params, target, step) for target in targets]
     self._batches.extend(started)
-    batch = self._batches.popleft().result()
+    batch = self._result(self._batches[0])
+    self._batches.popleft()
     if self._separate is None:
       # All were sampled in this iteration.
       tokens = sum(each.result().sampled_tokens for each in started)
@@ -79,7 +85,7 @@ class OffPolicy:
   def _start(self, params, target: int, step: int) -> Future[RolloutBatch]:
     """Samples the batch of iteration `target` with the policy of `step`."""
     if self._thread:
-      return self._thread.submit(self._sample, params, target, step)
+      return self._thread.submit(lambda: self._sample(params, target, step))
     done = Future()
     done.set_result(self._sample(params, target, step))
     return done
@@ -94,28 +100,46 @@ class OffPolicy:
 
   def wait(self) -> list[RolloutBatch]:
     """The batches for later iterations, all sampled."""
-    return [each.result() for each in self._batches]
+    return [self._result(each) for each in self._batches]
+
+  def _result(self, batch: Future[RolloutBatch]) -> RolloutBatch:
+    try:
+      return batch.result(self._timeout)
+    except TimeoutError as error:
+      if batch.done():  # raised by the sampler itself
+        raise
+      raise TimeoutError(
+        f"rollout.timeout={self._timeout:g}: the sampler has not finished a "
+        "batch in so many seconds; the same command resumes from the last "
+        "checkpoint"
+      ) from error
 
   def close(self) -> None:
     """Samples no batch that has not been begun."""
     if self._thread:
-      self._thread.shutdown(wait=False, cancel_futures=True)
+      self._thread.close()
 
   @property
   def pending(self) -> dict:
     """Samples for the next iterations, and those of the source.
 
-    A checkpoint is of the trainer's devices.
+    A checkpoint is of the trainer's devices. With `max_staleness` 0 it is that
+    of the source, which any devices can resume.
     """
+    of_source = self._on_trainer(self._source.pending)
+    if not self._max_staleness:
+      return of_source
     samples = [batch.samples.samples for batch in self.wait()]
     samples += [self._empty] * (self._max_staleness - len(samples))
     return {
       "next": [*map(self._on_trainer, samples)],
-      "source": self._on_trainer(self._source.pending),
+      "source": of_source,
     }
 
   def get_state(self) -> dict:
     """JSON: where the pending problems stand in the data, and their cost."""
+    if not self._max_staleness:
+      return self._source.get_state()
     batches = [
       {
         "positions": positions(batch.samples.prompts),
@@ -123,6 +147,7 @@ class OffPolicy:
         "slot_steps": int(batch.costs[0].slot_steps),
         "policy_step": batch.policy_step,
         "resumed_fraction": batch.resumed_fraction,
+        "epochs": batch.epochs,
       }
       for batch in self.wait()
     ]
@@ -130,11 +155,14 @@ class OffPolicy:
 
   def set_state(self, pending: dict, state: dict) -> None:
     """Restores `pending` and `get_state`; scores the responses again."""
-    of_source = pending["source"]
+    ahead = self._max_staleness > 0
+    of_source = pending["source"] if ahead else pending
     if self._separate and of_source is not None:
       of_source = self._separate.to_sampler(of_source)
-    self._source.set_state(of_source, state["source"])
+    self._source.set_state(of_source, state["source"] if ahead else state)
     self._batches.clear()
+    if not ahead:
+      return
     for samples, saved in zip(pending["next"], state["next"], strict=False):
       prompts = self._context.curriculum.prompts_at(saved["positions"])
       scored = self._context.start_scoring(prompts, samples)
@@ -144,7 +172,43 @@ class OffPolicy:
       restored = Future()
       restored.set_result(
         RolloutBatch(
-          scored, [cost], 0, saved["policy_step"], saved["resumed_fraction"]
+          scored,
+          [cost],
+          0,
+          saved["policy_step"],
+          saved["resumed_fraction"],
+          saved["epochs"],
         )
       )
       self._batches.append(restored)
+
+
+class _Thread:
+  """Runs functions one after another; a process may end while one runs.
+
+  Python waits at its end for the threads of a ThreadPoolExecutor, also for one
+  whose function never returns.
+  """
+
+  def __init__(self):
+    self._work: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=self._run, name="sampler", daemon=True).start()
+
+  def submit(self, function: Callable[[], RolloutBatch]) -> Future:
+    future = Future()
+    self._work.put((future, function))
+    return future
+
+  def close(self) -> None:
+    """Ends after the function that runs; calls no other."""
+    while not self._work.empty():
+      self._work.get()
+    self._work.put(None)
+
+  def _run(self) -> None:
+    while item := self._work.get():
+      future, function = item
+      try:
+        future.set_result(function())
+      except BaseException as error:
+        future.set_exception(error)

@@ -55,6 +55,7 @@ class OnPolicy:
       costs,
       sampled_tokens(costs),
       float(step if policy_step is None else policy_step),
+      epochs=self._context.curriculum.epochs,
     )
 
   def _sample(self, params, step, key) -> ScoredSamples:

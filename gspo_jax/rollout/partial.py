@@ -113,6 +113,7 @@ class PartialRollouts:
       tokens,
       float(self._step_sums[rows].sum() / lengths[rows].sum()),
       float((self._iterations[rows] > 1).mean()),
+      self._context.curriculum.epochs,
     )
     stays = ~np.isin(np.arange(self._in_flight), chosen)
     self._keep(batch, samples, self._oldest(stays))

@@ -56,6 +56,7 @@ def make_source(
       functions.empty_samples(),
       max_staleness=rollout.max_staleness,
       last_step=last_step,
+      timeout=rollout.timeout,
       separate=functions.separate,
     )
   return source

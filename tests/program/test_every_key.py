@@ -521,6 +521,11 @@ ROWS = (
     {0: "gugu", 1: "gguu"},
   ),
   Row(
+    "rollout.timeout",
+    seen.patience,
+    {0.05: "rollout.timeout=0.05", 0.1: "rollout.timeout=0.1"},
+  ),
+  Row(
     "rollout.max_tokens_per_iteration",
     seen.token_limits,
     {2: {2}, 3: {3}},

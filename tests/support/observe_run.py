@@ -5,14 +5,19 @@ import collections
 import re
 import shutil
 import tempfile
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from made_run import MadeRun
 
 from gspo_jax.data import readers as row_readers
+from gspo_jax.program.config import parse
+from gspo_jax.rollout.source import make_source
 from gspo_jax.runtime import run_files
 
 FOLDER = Path(tempfile.mkdtemp(prefix="made_runs_"))
@@ -250,3 +255,20 @@ def traced_iterations(config):
     if on and name == "update":
       traced.append(updates)
   return traced, names
+
+
+def patience(config):
+  """How the trainer's wait for a sampler that never answers ends."""
+  never = threading.Event()
+  functions = SimpleNamespace(
+    separate=SimpleNamespace(sync_weights=lambda params: params),
+    empty_samples=lambda: None,
+    merge_groups=None,
+  )
+  context = SimpleNamespace(keys=lambda step: never.wait())
+  source = make_source(parse(config).rollout, context, functions, last_step=1)
+  with pytest.raises(TimeoutError) as found:
+    source(None, 1)
+  assert all(t.daemon for t in threading.enumerate() if t.name == "sampler")
+  source.close()
+  return str(found.value).partition(":")[0]
