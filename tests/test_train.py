@@ -570,7 +570,7 @@ def test_a_sampler_that_fails_ends_the_run(
 @pytest.mark.slow  # its parts run in tests/rollout, learner and sampler
 @pytest.mark.usefixtures("no_evaluation")
 def test_conversations_resume(run, tmp_path, assert_same_run):
-  """GSPO-token with credit by turn and dynamic sampling, after a cold start."""
+  """GSPO-token with dynamic sampling, after a cold start."""
   flags = {
     **CONTINUOUS,
     "continuous_batching__slots": 16,
@@ -581,7 +581,6 @@ def test_conversations_resume(run, tmp_path, assert_same_run):
     "reward__names": (),
     "sampler__max_new_tokens": 32,
     "objective__name": "gspo_token",
-    "objective__credit": "turn",
   }
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   run(whole, **flags)

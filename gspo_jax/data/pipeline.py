@@ -212,12 +212,14 @@ def _demonstration(
     )
   ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
   turns = [1] * len(ids)
-  for role, content in problem.turns if conversations else ():
-    if role == "assistant":
+  later = problem.turns if conversations else ()
+  for own, messages in itertools.groupby(later, lambda x: x[0] == "assistant"):
+    if own:
+      ((_, content),) = messages
       new = [*tokenizer.encode(content), tokenizer.stop_ids[0]]
       turns += [max(turns) + 1] * len(new)
     else:
-      new = tokenizer.turn([(role, content)], stopped=True)
+      new = tokenizer.turn([*messages], stopped=True)
       turns += [0] * len(new)
     ids += new
   name = f"demonstration {text[:40]!r}"

@@ -73,7 +73,8 @@ def turn_advantages(
 
   Returns:
     [P, G, K] float32; 0 for turns that are not there, and where the rewards of
-    all conversations from that turn on are equal.
+    all conversations from that turn on are equal: a turn that only one of them
+    reaches has no advantage.
   """
   has_turn = ~jnp.isnan(rewards)
   rewards = jnp.where(has_turn, rewards, 0.0)

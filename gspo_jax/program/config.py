@@ -537,6 +537,12 @@ class Config:
         "(), for the environment gives the reward",
       ),
       (
+        "reward.weights",
+        self.reward.weights,
+        self.reward.weights not in ((), (1.0,)),
+        "(1.0,), for the environment gives the reward",
+      ),
+      (
         "objective.replay",
         self.objective.replay,
         self.objective.replay == "r3",
@@ -576,6 +582,12 @@ class Config:
         self.rollout.environment,
         not self.rollout.environment,
         "one, for there are no turns without it",
+      ),
+      (
+        "rollout.dynamic_sampling_rounds",
+        self.rollout.dynamic_sampling_rounds,
+        self.rollout.dynamic_sampling_rounds > 1,
+        "1, for it keeps groups by the rewards of whole conversations",
       ),
       (
         "objective.name",

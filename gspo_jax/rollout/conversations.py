@@ -106,7 +106,7 @@ class EnvironmentPool:
 
 def _to_begin(problem, seed: int) -> Response:
   """The call that begins a conversation about a problem."""
-  columns = {**problem.columns, "seed": seed}
+  columns = {"columns": dict(problem.columns), "seed": seed}
   return Response("", problem.text, problem.reference, columns=columns)
 
 
@@ -214,9 +214,6 @@ class Conversations:
       key: a typed PRNG key.
       what: is done, for the log.
 
-    Raises:
-      multihost.AgreedError: an environment began with a prompt that is too
-        long, or with several prompts in one group.
     """
     P, G = len(batch["problems"]), generate.config.group_size
     B, R = P * G, generate.config.max_new_tokens
@@ -300,7 +297,17 @@ class Conversations:
       talks[row].state, talks[row].failure = reply.state, reply.failure
       if not reply.failure:
         prompts.setdefault(row // G, set()).add(reply.messages)
-    own = multihost.run_on_all(lambda: self._prompts(prompts))
+    own = {}
+    for p, choices in prompts.items():
+      try:
+        ids = self._prompt(choices)
+      except UserError as error:
+        for row in talks:
+          if row // G == p:
+            talks[row].failure = talks[row].failure or str(error)
+      else:
+        if ids:
+          own[p] = ids
     if not multihost.any_process(bool(own)):
       return batch
     tokens, lengths = batch["tokens"].copy(), batch["length"].copy()
@@ -313,34 +320,42 @@ class Conversations:
     tokens[new] = every[new, 1:]
     return batch | {"tokens": tokens, "length": lengths}
 
-  def _prompts(self, by_prompt) -> dict[int, list[int]]:
-    """The ids of the prompts with which environments began."""
-    cfg, found = self.prompt_config, {}
-    for p, choices in by_prompt.items():
-      if len(choices) > 1:
-        raise UserError(
-          "the environment began with several prompts for one problem: "
-          "expected reset(problem, seed) to depend on these two alone"
-        )
-      (messages,) = choices
-      if not messages:
-        continue
-      history, system = list(messages), cfg.system
-      if history[0][0] == "system":
-        _, system = history.pop(0)
-      if not history or history[-1][0] != "user":
-        raise UserError(
-          "reset of the environment: expected messages that end with one of "
-          f"the user, got roles {[role for role, _ in messages]}"
-        )
-      ids = cfg.tokenizer.prompt(history.pop()[1], system, history)
-      if len(ids) > cfg.width:
-        raise UserError(
-          f"the environment's prompt {messages[-1][1][:40]!r} has {len(ids)} "
-          f"tokens, more than data.max_prompt_length={cfg.width}"
-        )
-      found[p] = ids
-    return found
+  def _prompt(self, choices) -> list[int]:
+    """The ids of the prompt with which the environments of a group began.
+
+    Args:
+      choices: what their `reset` gave, a set.
+
+    Returns:
+      The ids; none, if the prompt is that of the data.
+
+    Raises:
+      UserError: they differ, are no prompt, or are too long.
+    """
+    cfg = self.prompt_config
+    if len(choices) > 1:
+      raise UserError(
+        "the environment began with several prompts for one problem: "
+        "expected reset(problem, seed) to depend on these two alone"
+      )
+    (messages,) = choices
+    if not messages:
+      return []
+    history, system = list(messages), cfg.system
+    if history[0][0] == "system":
+      _, system = history.pop(0)
+    if not history or history[-1][0] != "user":
+      raise UserError(
+        "reset of the environment: expected messages that end with one of "
+        f"the user, got roles {[role for role, _ in messages]}"
+      )
+    ids = cfg.tokenizer.prompt(history.pop()[1], system, history)
+    if len(ids) > cfg.width:
+      raise UserError(
+        f"the environment's prompt {messages[-1][1][:40]!r} has {len(ids)} "
+        f"tokens, more than data.max_prompt_length={cfg.width}"
+      )
+    return ids
 
   def _step(self, samples, asked, before, lengths) -> dict[int, list[int]]:
     """Asks the environments of this host about the responses of a turn.

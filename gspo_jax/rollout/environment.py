@@ -20,7 +20,9 @@ Name it in `rollout.environment` as `package.module.Class`, or
 `__init__`. `BUILT_IN` has short names.
 
 A class may have `prepare(**arguments)`, which is called once in each worker at
-the start and raises UserError if the environment cannot run.
+the start and raises UserError if the environment cannot run, and
+`fits(seconds, **arguments)`, which raises UserError if a call cannot end in so
+many seconds.
 
 Environments run in the worker processes of `rewards.pool`, with the limits of
 rewards: `reward.seconds` for one call, memory, and a process forked for each
@@ -115,6 +117,11 @@ def named(spec: str) -> functools.partial:
   given = {}
   if colon:
     given = rewards.arguments(name, cls, text, "environment")
+  if inspect.iscoroutinefunction(getattr(cls, "reset", None)):
+    raise errors.UserError(
+      f"environment {name!r}: its reset is `async`, expected a plain function; "
+      "only step may be `async`"
+    )
   for method, parameters in (("reset", 3), ("step", 2)):
     function = getattr(cls, method, None)
     try:
@@ -139,16 +146,16 @@ def roles(spec: str) -> tuple[str, ...]:
   A role "assistant" is an error: the policy alone writes those.
   """
   found = _roles(named(spec).func)
-  if not found or "assistant" in found or "system" in found:
+  if not (isinstance(found, tuple) and found and {"user", "tool"} >= {*found}):
     raise errors.UserError(
-      f"environment {spec!r} has roles={found!r}: expected 'user', 'tool' or "
-      "both, those of the messages that it writes"
+      f"environment {spec!r} has roles={found!r}: expected ('user',), "
+      "('tool',) or ('user', 'tool'), those of the messages that it writes"
     )
   return found
 
 
-def _roles(environment) -> tuple[str, ...]:
-  return tuple(getattr(environment, "roles", ("user",)))
+def _roles(cls) -> tuple[str, ...]:
+  return getattr(cls, "roles", ("user",))
 
 
 def reward_spec(spec: str) -> str:
@@ -161,7 +168,13 @@ def reward_spec(spec: str) -> str:
 
 
 def call(
-  prompt, response, reference, *, environment: str, seed: int = 0, **columns
+  prompt,
+  response,
+  reference,
+  *,
+  environment: str,
+  columns: Mapping[str, Any] = {},
+  seed: int = 0,
 ):
   """One call of an environment in a worker process, with a reward's signature.
 
@@ -170,23 +183,29 @@ def call(
     response: of the policy; to begin, the text of the problem.
     reference: of the problem.
     environment: its spec, quoted.
+    columns: of the problem; read to begin.
     seed: of the conversation.
-    **columns: of the problem; read to begin.
   """
   if not prompt:
     return _begin(response, reference, environment, seed, columns)
   game = pickle.loads(base64.b64decode(prompt))
-  return game, game.step(response), _roles(game)
+  return game, game.step(response), _roles(type(game))
 
 
 async def call_async(
-  prompt, response, reference, *, environment: str, seed: int = 0, **columns
+  prompt,
+  response,
+  reference,
+  *,
+  environment: str,
+  columns: Mapping[str, Any] = {},
+  seed: int = 0,
 ):
   """As `call`, for an environment whose `step` is `async`."""
   if not prompt:
     return _begin(response, reference, environment, seed, columns)
   game = pickle.loads(base64.b64decode(prompt))
-  return game, await game.step(response), _roles(game)
+  return game, await game.step(response), _roles(type(game))
 
 
 def _begin(text, reference, environment, seed, columns):
@@ -206,6 +225,13 @@ def _prepare(*, environment: str) -> None:
   made = _named(environment)
   if prepare := getattr(made.func, "prepare", None):
     prepare(**made.keywords)
+
+
+def _fits(within: float, *, environment: str) -> None:
+  """Checks the time limit of one call, if the environment knows its own."""
+  made = _named(environment)
+  if fits := getattr(made.func, "fits", None):
+    fits(within, **made.keywords)
 
 
 def _convert(value) -> dict:
@@ -244,4 +270,5 @@ def _convert(value) -> dict:
 
 
 for _function in (call, call_async):
-  _function.prepare, _function.convert = _prepare, _convert
+  _function.prepare, _function.fits = _prepare, _fits
+  _function.convert = _convert

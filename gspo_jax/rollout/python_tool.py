@@ -34,13 +34,28 @@ class Python:
     self._characters = characters
 
   @staticmethod
-  def prepare(seconds: float = 4.0, **_) -> None:
+  def prepare(
+    *, seconds: float = 4.0, memory: int = 512, characters: int = 1000
+  ) -> None:
     """UserError without a sandbox; called once in each worker."""
-    if not isinstance(seconds, int | float) or not seconds > 0:
-      raise UserError(
-        f"environment 'python': expected seconds above 0, got {seconds!r}"
-      )
+    for what, value, kind, least in (
+      ("seconds above 0", seconds, int | float, 1e-9),
+      ("memory of 32 MiB or more", memory, int, 32),
+      ("characters of 1 or more", characters, int, 1),
+    ):
+      if not isinstance(value, kind) or not value >= least:
+        raise UserError(f"environment 'python': expected {what}, got {value!r}")
     sandbox.bwrap_path()
+
+  @staticmethod
+  def fits(within: float, *, seconds: float = 4.0, **_) -> None:
+    """UserError unless a call has time for a program."""
+    if seconds >= within:
+      raise UserError(
+        f"environment 'python': its {seconds=} of a program must end before "
+        f"the {within:g} seconds of a call (reward.seconds): set those above "
+        f"{seconds:g}, or 'python:seconds={within / 2:g}'"
+      )
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
     """The prompt is that of the data."""

@@ -6,7 +6,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gspo_jax.data import tokenizers
+from gspo_jax.data import pipeline, prompt_batch, tasks, tokenizers
 from gspo_jax.runtime.errors import UserError
 
 # Templates of our own, in the shape of those of the families.
@@ -148,6 +148,24 @@ def test_two_tool_messages_share_a_turn(family):
   turns = [("user", "x"), ("assistant", "a"), *messages]
   ids = [*tokenizer.prompt("x"), *tokenizer.encode("a"), tokenizer.stop_ids[0]]
   assert ids + tokenizer.turn(messages, stopped=True) == whole(tokenizer, turns)
+
+
+def test_a_demonstration_is_what_the_policy_would_read(family):
+  """Two tool messages in one turn, then the answer."""
+  tokenizer = family("qwen2.5")
+  messages = ("tool", "84"), ("tool", "an error")
+  later = (*messages, ("assistant", "c"))
+  problem = tasks.Problem("x", "ref", "a", turns=later)
+  config = prompt_batch.PromptConfig(tokenizer, 400)
+  found = pipeline._demonstration(problem, config, 400, True)
+  length = int(found["length"])
+  ids = found["tokens"][-length:].tolist()
+  ids += found["response"][: int(found["response_length"])].tolist()
+  turns = [("user", "x"), ("assistant", "a"), *messages]
+  last = [*tokenizer.encode("c"), tokenizer.stop_ids[0]]
+  assert ids == whole(tokenizer, turns) + last
+  of_last = found["turns"][: int(found["response_length"])] == 2
+  assert of_last.sum() == len(last)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

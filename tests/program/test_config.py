@@ -224,6 +224,15 @@ GAME = "rollout.environment=guessing reward.names=()"
       "rollout.environment='': expected one, .*credit='turn'",
     ),
     (
+      f"{GAME} {SLOTS} reward.weights=2",
+      r"reward.weights=.*2.*: expected \(1.0,\), for the environment",
+    ),
+    (
+      f"{GAME} {SLOTS} objective.credit=turn objective.name=gspo_token "
+      "rollout.dynamic_sampling_rounds=2",
+      "dynamic_sampling_rounds=2: expected 1, .*credit='turn'",
+    ),
+    (
       f"{GAME} {SLOTS} objective.credit=turn",
       "objective.name='gspo': expected 'gspo_token' or another",
     ),

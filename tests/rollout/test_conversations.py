@@ -1,6 +1,7 @@
 """Conversations: who wrote which token of a row, and what ends one."""
 
 import dataclasses
+import re
 import sys
 
 import jax
@@ -13,7 +14,6 @@ from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.multihost import AgreedError
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
@@ -201,6 +201,10 @@ def test_the_seed_is_of_the_key_and_the_problem(pool):
   assert len(set(prompts[0])) > 1
 
 
-def test_a_prompt_that_is_too_long_is_named(pool):
-  with pytest.raises(AgreedError, match=r"99 tokens.*data.max_prompt_length=6"):
-    converse(pool, ["long"], [["end"]] * 2)
+def test_a_prompt_that_is_too_long_costs_its_group(pool):
+  done, _ = converse(pool, ["long", "ab"], [["end"]] * 4)
+  found = done.rewards.result()
+  assert found.failed.tolist() == [[True, True], [False, False]]
+  assert (found.total[0] <= 0).all()
+  (reason,) = found.reasons
+  assert re.search(r"99 tokens.*data.max_prompt_length=6", reason)

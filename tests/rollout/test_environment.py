@@ -64,6 +64,10 @@ class NoStep:
   def reset(self, problem, seed): pass
 class Speaks(Waits):
   roles = ("assistant",)
+class Letters(Waits):
+  roles = ("tool")
+class Resets(Waits):
+  async def reset(self, problem, seed): pass
 class Needs:
   def __init__(self, *, address): pass
   def reset(self, problem, seed): pass
@@ -182,6 +186,8 @@ def test_async_steps_wait_together():
     ("user_games.NoStep", r"step\(response\)"),
     ("user_games.Needs", "missing.*address.*'user_games.Needs:key=value'"),
     ("user_games.Speaks", "roles=.*assistant"),
+    ("user_games.Letters", r"roles='tool': expected \('user',\)"),
+    ("user_games.Resets", "its reset is `async`"),
     ("no_such_module.Game", "importing 'no_such_module' failed"),
   ],
 )

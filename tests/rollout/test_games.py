@@ -42,6 +42,14 @@ def test_a_demonstration_hears_what_the_environment_says(name):
   assert sides == {True, False}
 
 
+@pytest.mark.parametrize("name", GAMES)
+def test_an_evaluation_is_of_many_problems(name):
+  """`eval.prompts` takes the first ones that are held out."""
+  texts = [problem.text for problem in GAMES[name][1]()]
+  first = [text for text in texts if held_out(text)][:128]
+  assert len(set(first)) >= min(128, len({*filter(held_out, texts)}))
+
+
 @pytest.mark.parametrize("size", [8, 12])
 def test_halving_finds_the_letter_and_other_guesses_do_not(size):
   def halve(message):

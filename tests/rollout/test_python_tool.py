@@ -80,3 +80,17 @@ def test_a_machine_without_a_sandbox_is_told_at_the_start(monkeypatch):
     environment._prepare(environment="python")
   with pytest.raises(UserError, match="seconds above 0, got -1"):
     environment._prepare(environment="python%3Aseconds%3D-1")
+
+
+@pytest.mark.parametrize(
+  ("spec", "message"),
+  [
+    ("python:characters=a", "characters of 1 or more, got 'a'"),
+    ("python:memory=-1", "memory of 32 MiB or more, got -1"),
+    ("python:seconds=0", "seconds above 0, got 0"),
+    ("python:seconds=20", "seconds=20 .* before the 8 seconds of a call"),
+  ],
+)
+def test_a_wrong_argument_is_named_at_the_start(spec, message):
+  with pytest.raises(UserError, match=message):
+    EnvironmentPool(spec, workers=1, seconds=8.0).close()
