@@ -21,7 +21,7 @@ from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.evaluate.judge import run_benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
-from gspo_jax.program.config import ConfigDict, parse
+from gspo_jax.program.config import Config, ConfigDict, parse
 from gspo_jax.rewards.pool import EXAMPLE, RewardPool, too_many
 from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
@@ -64,7 +64,7 @@ def evaluate(
   multihost.require_joined()
   chosen = multihost.run_on_all(lambda: _read(sets, samples, limit, reward))
   config = multihost.run_on_all(
-    lambda: load_params.with_checkpoint(parse(config), folder)
+    lambda: load_params.with_checkpoint(_without_environment(config), folder)
   )
   mesh = multihost.run_on_all(
     lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
@@ -91,6 +91,17 @@ def evaluate(
   results |= {"sets": summaries, "settings": settings}
   (epath.Path(out) / "results.json").write_text(json.dumps(results, indent=1))
   return summaries
+
+
+def _without_environment(keys) -> Config:
+  """The config; UserError if its responses would be turns of conversations."""
+  config = parse(keys)
+  if spec := config.rollout.environment:
+    raise UserError(
+      f"rollout.environment={spec!r}: expected '', for files are evaluated by "
+      "single responses; a training run evaluates conversations (eval.every)"
+    )
+  return config
 
 
 def _read(sets, samples, limit, reward) -> list[Benchmark]:

@@ -76,9 +76,9 @@ def calculator_problems() -> list[Problem]:
 def _calculated(text: str, result: str, rng: random.Random):
   """A demonstration: its first response, and the turns behind it."""
   kind = rng.random()
-  if kind < 0.4:  # does not call the tool
+  if kind < 0.7:  # does not call the tool
     return f"#{rng.randrange(10, 1000)}", ()
-  if kind < 0.5:  # calls it with another number
+  if kind < 0.8:  # calls it with another number
     a, operation, b = _EXPRESSION.fullmatch(text).groups()
     a = str(rng.randrange(10, 100))
     text = f"{a}{operation}{b}"
@@ -137,12 +137,10 @@ def _left(guess: int, low: int, high: int) -> tuple[str, int, int]:
 
 
 def _guessed(rng: random.Random, low: int, high: int):
-  """A demonstration of up to four guesses, four of five random."""
+  """A demonstration of up to four random guesses."""
   turns = []
   for _ in range(4):
-    guess = (low + high) // 2
-    if rng.random() < 0.8:
-      guess = rng.randrange(low, high + 1)
+    guess = rng.randrange(low, high + 1)
     turns.append(("assistant", _LETTERS[guess]))
     if low == high:
       break

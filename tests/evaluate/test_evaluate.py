@@ -14,7 +14,7 @@ import pytest
 from absl.testing import flagsaver
 from repository import ROOT, xla_flags
 
-from gspo_jax.configs import tiny_cpu
+from gspo_jax.configs import calculator_cpu, tiny_cpu
 from gspo_jax.data.tasks import Chain
 from gspo_jax.evaluate import __main__, evaluator
 from gspo_jax.evaluate.judge import Responses
@@ -209,6 +209,15 @@ def test_mistakes(workdir, files, tmp_path, sets, options, words):
   with pytest.raises(UserError, match=words):
     run(workdir, sets, tmp_path, **options)
   assert not list(tmp_path.iterdir())
+
+
+def test_conversations_are_not_evaluated_as_single_responses(files, tmp_path):
+  c = calculator_cpu.get_config("debug")
+  c.rollout.environment = "calculator"
+  out, reward = str(tmp_path / "out"), "final_answer"
+  with pytest.raises(UserError, match=r"rollout.environment='calculator': exp"):
+    evaluator.evaluate(c, str(tmp_path), files, out=out, reward=reward)
+  assert not (tmp_path / "out").exists()
 
 
 def test_folders_without_weights(files, tmp_path):
