@@ -1,15 +1,30 @@
 """UserError, and texts that errors share: install this, did you mean that."""
 
 import contextlib
+import errno
 import re
 import sys
 from collections.abc import Iterable, Iterator
+
+# What an OSError of the caller's is about; after others, such as a disk or a
+# network that fails, the same command may work.
+_MISTAKES = {
+  *(errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY),
+  *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+  *(errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
+}
+# The exceptions of gcsfs and epath have no errno.
+_MISTAKEN_OS_ERRORS = (
+  *(FileNotFoundError, FileExistsError, PermissionError),
+  *(IsADirectoryError, NotADirectoryError),
+)
 
 
 class UserError(ValueError):
   """A mistake in a config, a flag or a file.
 
-  Its message is one line. The commands print it and exit with code 2.
+  Its message is one line. The commands print it and exit with code 2, after
+  which no scheduler should start them again.
   """
 
 
@@ -53,17 +68,42 @@ def how_to_download(folder: str) -> str:
 
 @contextlib.contextmanager
 def with_reason(what: str) -> Iterator[None]:
-  """Raises the error of a folder or bucket as UserError "WHAT: reason"."""
+  """Raises a mistake about a folder or bucket as UserError "WHAT: reason".
+
+  A mistake is what a second try does not mend: no such folder, no permission, a
+  full disk, a missing package. An outage of a bucket or a disk is raised as it
+  is, with `what` as a note: it ends the command with code 1, not 2, so that a
+  scheduler starts it again.
+  """
   try:
     yield
   except UserError:
     raise
-  except Exception as error:  # the HttpError of gcsfs is not an OSError
+  except Exception as error:
+    if not _is_mistake(error):
+      error.add_note(what)
+      raise
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
       reason = error.strerror or str(error)
     reason = " ".join(reason.split())
     raise UserError(f"{what}: {reason}") from error
+
+
+def _is_mistake(error: Exception) -> bool:
+  if isinstance(error, OSError):
+    return (
+      isinstance(error, _MISTAKEN_OS_ERRORS)
+      or error.errno in _MISTAKES
+      or str(error).startswith("Forbidden: ")  # of gcsfs, status 403
+    )
+  if isinstance(error, ValueError):
+    return str(error).startswith("Bad Request: ")  # of gcsfs, status 400
+  if type(error).__name__ == "HttpError":  # of gcsfs, which may be missing
+    return str(getattr(error, "code", "")) in ("400", "401", "403", "404")
+  if isinstance(error, KeyError):  # of epath, which knows no such addresses
+    return "://" in str(error)
+  return isinstance(error, ImportError)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -1,8 +1,17 @@
-"""A hint names the choice for a typo, and lists all choices otherwise."""
+"""A mistake is no outage. A hint names the choice for a typo, and lists all choices otherwise."""
+
+import errno
 
 import pytest
+from gcsfs.retry import HttpError
 
-from gspo_jax.runtime.errors import how_to_download, mistyped, nearest
+from gspo_jax.runtime.errors import (
+  UserError,
+  how_to_download,
+  mistyped,
+  nearest,
+  with_reason,
+)
 
 METHODS = ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "ppo", "gmpo")
 
@@ -53,3 +62,48 @@ def test_an_id_of_the_hub_gets_the_line_that_downloads_it():
 )
 def test_another_folder_is_no_id_of_the_hub(folder):
   assert how_to_download(folder) == ""
+
+
+@pytest.mark.parametrize(
+  ("error", "reason"),
+  [
+    (FileNotFoundError(errno.ENOENT, "No such file"), "No such file"),
+    (FileNotFoundError("b/o"), "b/o"),  # of gcsfs
+    (PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
+    (OSError(errno.ENOSPC, "No space left"), "No space left"),
+    (OSError("Forbidden: b/o\nno access"), "Forbidden: b/o no access"),
+    (ValueError("Bad Request: b/o"), "ValueError: Bad Request: b/o"),
+    (HttpError({"code": 401, "message": "who?"}), "HttpError: who?, 401"),
+    (HttpError({"code": "404", "message": "no"}), "HttpError: no, 404"),
+    (ImportError("Install s3fs"), "ImportError: Install s3fs"),
+    (KeyError("x://"), "KeyError: 'x://'"),
+    (UserError("a line"), None),
+  ],
+)
+def test_a_mistake_is_a_user_error(error, reason):
+  with pytest.raises(UserError) as raised, with_reason("--out=b"):
+    raise error
+  assert str(raised.value) == (f"--out=b: {reason}" if reason else "a line")
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    HttpError({"code": 503, "message": "unavailable"}),
+    HttpError({"code": 429}),
+    HttpError(),
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.ESTALE, "Stale file handle"),
+    OSError("Could not reach the server"),
+    ConnectionResetError(errno.ECONNRESET, "reset"),
+    TimeoutError(),
+    ValueError("a bug"),
+    KeyError("a bug"),
+  ],
+)
+def test_an_outage_or_a_bug_is_no_user_error(error):
+  """Exit code 2 would keep a JobSet from starting the run again."""
+  with pytest.raises(type(error)) as raised, with_reason("--out=b"):
+    raise error
+  assert raised.value is error
+  assert error.__notes__ == ["--out=b"]
