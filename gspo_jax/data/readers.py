@@ -14,6 +14,7 @@ from etils import epath
 
 from gspo_jax.runtime import json_lines as json_lines_file
 from gspo_jax.runtime.errors import UserError, missing_package, nearest
+from gspo_jax.runtime.run_files import in_bucket
 
 SPECS = (
   "chain, jsonl:FILE, parquet:FILE, hf:NAME[:SPLIT], tfds:NAME[:SPLIT] or "
@@ -193,7 +194,7 @@ def parquet(path: str) -> Sequence:
   """
   if not path:
     raise UserError("parquet: expected parquet:FILE")
-  file = path if "://" in path else str(Path(path).expanduser())
+  file = path if in_bucket(path) else str(Path(path).expanduser())
   with _datasets(f"parquet:{path}") as datasets:
     return _of_text(
       datasets.load_dataset("parquet", data_files=file, split="train")
@@ -232,7 +233,7 @@ def hugging_face(spec: str) -> Sequence:
       name, options["data_files"] = str(path.parent), path.name
     elif path.is_dir():
       name = str(path)
-    elif "://" not in name:
+    elif not in_bucket(name):
       on_hub = re.fullmatch(r"([\w-][\w.-]*(?:/[\w.-]+)?)(?:/([\w.-]+))?", name)
       if not on_hub:
         raise UserError(f"hf:{spec}: no such file or folder")

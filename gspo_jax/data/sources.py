@@ -19,6 +19,7 @@ from etils import epath
 from gspo_jax.data import readers
 from gspo_jax.data.tasks import Problem, held_out
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.run_files import in_bucket
 
 # Problems that the fingerprint of a source without a file reads, at most.
 _FINGERPRINTED = 1000
@@ -353,7 +354,7 @@ def _reference(solution) -> str:
 def _content(kind: str, path: str) -> str:
   """A hash of the files of a source; "" if they are not known."""
   files = [epath.Path(path)] if kind == "jsonl" else []
-  if kind == "parquet" and "://" in path:
+  if kind == "parquet" and in_bucket(path):
     pattern = epath.Path(path)
     files = sorted(pattern.parent.glob(pattern.name))
   elif kind == "parquet":

@@ -22,6 +22,7 @@ from orbax.checkpoint import v1 as ocp
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.progress import Progress
+from gspo_jax.runtime.run_files import in_bucket
 from gspo_jax.runtime.sharding import leaves_by_path
 
 
@@ -70,7 +71,7 @@ class Checkpoints:
     writes = keep is not None
     if every < 1 or (writes and keep < 1):
       raise UserError(f"checkpoints: {every=}, {keep=}: expected 1 or more")
-    if "://" not in str(directory):
+    if not in_bucket(directory):
       directory = os.path.abspath(directory)  # Orbax refuses a relative path
     self._every = every
     self._skipped: set[int] = set()

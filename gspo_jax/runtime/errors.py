@@ -6,19 +6,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 
-# What an OSError of the caller's is about; after others, such as a disk or a
-# network that fails, the same command may work.
-_MISTAKES = {
-  *(errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY),
-  *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
-  *(errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
-}
-# The exceptions of gcsfs and epath have no errno.
-_MISTAKEN_OS_ERRORS = (
-  *(FileNotFoundError, FileExistsError, PermissionError),
-  *(IsADirectoryError, NotADirectoryError),
-)
-
 
 class UserError(ValueError):
   """A mistake in a config, a flag or a file.
@@ -68,19 +55,17 @@ def how_to_download(folder: str) -> str:
 
 @contextlib.contextmanager
 def with_reason(what: str) -> Iterator[None]:
-  """Raises a mistake about a folder or bucket as UserError "WHAT: reason".
+  """Raises the error of a folder or bucket as UserError "WHAT: reason".
 
-  A mistake is what a second try does not mend: no such folder, no permission, a
-  full disk, a missing package. An outage of a bucket or a disk is raised as it
-  is, with `what` as a note: it ends the command with code 1, not 2, so that a
-  scheduler starts it again.
+  An outage is raised as it is, with `what` as a note. It ends a command with
+  another exit code than 2, so that a scheduler starts the command again.
   """
   try:
     yield
-  except UserError:
-    raise
-  except Exception as error:
-    if not _is_mistake(error):
+  except Exception as error:  # the HttpError of gcsfs is not an OSError
+    if isinstance(error, UserError):
+      raise
+    if not _is_callers(error):
       error.add_note(what)
       raise
     reason = f"{type(error).__name__}: {error}"
@@ -90,20 +75,33 @@ def with_reason(what: str) -> Iterator[None]:
     raise UserError(f"{what}: {reason}") from error
 
 
-def _is_mistake(error: Exception) -> bool:
+_ERRNOS_OF_CALLERS = {
+  *(errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS),
+  *(errno.EACCES, errno.EPERM, errno.EDQUOT, errno.EFBIG, errno.ENOTEMPTY),
+}
+
+
+def _is_callers(error: Exception) -> bool:
+  """Whether only the caller can mend it: the same access would fail again."""
   if isinstance(error, OSError):
+    missing = FileNotFoundError, FileExistsError, PermissionError
+    wrong_kind = NotADirectoryError, IsADirectoryError
     return (
-      isinstance(error, _MISTAKEN_OS_ERRORS)
-      or error.errno in _MISTAKES
-      or str(error).startswith("Forbidden: ")  # of gcsfs, status 403
+      isinstance(error, missing + wrong_kind)
+      or error.errno in _ERRNOS_OF_CALLERS
+      or str(error).startswith("Forbidden")  # gcsfs, without an errno
     )
-  if isinstance(error, ValueError):
-    return str(error).startswith("Bad Request: ")  # of gcsfs, status 400
-  if type(error).__name__ == "HttpError":  # of gcsfs, which may be missing
-    return str(getattr(error, "code", "")) in ("400", "401", "403", "404")
-  if isinstance(error, KeyError):  # of epath, which knows no such addresses
+  if isinstance(error, ImportError):
+    return True
+  if isinstance(error, KeyError):  # of epath, for the scheme of an address
     return "://" in str(error)
-  return isinstance(error, ImportError)
+  if str(error).startswith("Bad Request"):  # ValueError of gcsfs
+    return True
+  # `code`: HttpError of gcsfs; `retryable`: google.auth, as for no credentials.
+  return (
+    str(getattr(error, "code", None)) in ("400", "401", "403", "404")
+    or getattr(error, "retryable", None) is False
+  )
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

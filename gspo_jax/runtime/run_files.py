@@ -22,6 +22,11 @@ from gspo_jax.runtime.errors import UserError
 UPLOAD_SECONDS = 30.0  # between two uploads of a file to a bucket
 
 
+def in_bucket(path: epath.PathLike) -> bool:
+  """Whether this is the address of a bucket, as gs://bucket/folder."""
+  return "://" in str(path)
+
+
 class RunFile:
   """A file that grows by whole lines or events.
 
@@ -34,7 +39,7 @@ class RunFile:
   """
 
   def __init__(self, path: epath.Path, content: bytes):
-    self._bucket = path if "://" in str(path) else None
+    self._bucket = path if in_bucket(path) else None
     if self._bucket:
       self._file = io.BytesIO()
       self._file.write(content)

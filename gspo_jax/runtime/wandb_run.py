@@ -9,6 +9,7 @@ from absl import logging
 from etils import epath
 
 from gspo_jax.runtime.errors import UserError, missing_package
+from gspo_jax.runtime.run_files import in_bucket
 
 
 def require_login(project: str) -> None:
@@ -70,7 +71,7 @@ class WandbRun:
         resume="allow",
         config=dict(config),
         allow_val_change=True,  # a resumed run may have other values
-        dir=None if "://" in str(workdir) else str(workdir),
+        dir=None if in_bucket(workdir) else str(workdir),
       )
     except Exception as error:
       raise _unusable(project, error) from error

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import shutil
 import socket
@@ -14,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from repository import ROOT, xla_flags
-from safetensors import safe_open
-from safetensors.numpy import load_file, save, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file, save_file
 
 from gspo_jax import model, sampler
 from gspo_jax.model import hf
 from gspo_jax.model.hf import checkpoint as hf_checkpoint
+from gspo_jax.model.hf import tensors as hf_tensors
 from gspo_jax.model.hf.tensors import BucketFile
 from gspo_jax.runtime import multihost, progress, sharding
 from gspo_jax.runtime.errors import UserError
@@ -252,14 +254,14 @@ def test_loading_onto_a_mesh_changes_nothing(changes, tmp_path, monkeypatch):
   hf.save_hf(params, cfg, tmp_path / "out")
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   shardings = sharding.state_shardings(params, mesh)
-  read, sizes = hf_checkpoint.HFCheckpoint.read, {}
+  read, sizes = hf_checkpoint.HFCheckpoint.read_parts, {}
 
-  def recorded(self, tensor, layer, spans):
-    part = read(self, tensor, layer, spans)
-    sizes.setdefault(tensor.path, []).append(part.size)
-    return part
+  def recorded(self, tensor, layer, parts):
+    found = read(self, tensor, layer, parts)
+    sizes.setdefault(tensor.path, []).extend(x.size for x in found.values())
+    return found
 
-  monkeypatch.setattr(hf_checkpoint.HFCheckpoint, "read", recorded)
+  monkeypatch.setattr(hf_checkpoint.HFCheckpoint, "read_parts", recorded)
   again = hf.load_hf(tmp_path / "out", cfg, shardings=shardings)
   require_equal(jax.device_get(again), params)
   # Some leave out `context`, an axis of one device.
@@ -417,6 +419,33 @@ def test_float16_is_read(checkpoint):
     tensors[name] = tensors[name].astype(np.float16)
   close = functools.partial(np.testing.assert_allclose, atol=1e-6)
   jax.tree.map(close, write(), loaded("qwen3"))
+
+
+@pytest.mark.parametrize("changes", [MOE, QWEN2], ids=["moe", "qwen2"])
+def test_a_bucket_sends_each_byte_once(changes, tmp_path, monkeypatch):
+  """Of tensors that devices share by columns, too; the store is a folder."""
+  cfg = model.variant("tiny", dtype="float32", **changes)
+  params = random_params(cfg)
+  hf.save_hf(params, cfg, tmp_path / "out")
+  shapes = hf_tensors.expected(cfg).values()
+  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+  sent, read = [], BucketFile.read
+
+  def recorded(self, start, end):
+    sent.append(end - start)
+    return read(self, start, end)
+
+  monkeypatch.setattr(hf_tensors, "in_bucket", lambda path: True)
+  bucket = lambda path: BucketFile(f"file://{path}")
+  monkeypatch.setattr(hf_tensors, "_open", bucket)
+  source = hf_tensors.HFCheckpoint(tmp_path / "out")
+  monkeypatch.setattr(BucketFile, "read", recorded)
+  monkeypatch.setattr(hf_checkpoint, "HFCheckpoint", lambda folder: source)
+  again = hf.load_hf(
+    tmp_path / "out", cfg, shardings=sharding.state_shardings(params, mesh)
+  )
+  require_equal(jax.device_get(again), params)
+  assert sum(sent) == 4 * sum(map(math.prod, shapes))
 
 
 def test_ranges_of_bytes_are_the_slices_of_safetensors(tmp_path):
@@ -654,17 +683,18 @@ def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
   params, cfg, out = loaded("qwen2"), config("qwen2"), tmp_path / "out"
   files = 0
 
-  def save_two(tensors, metadata):
+  def save_two(tensors, path, metadata):
     nonlocal files
     files += 1
     if files == 2:
-      raise OSError("No space left on device")
-    return save(tensors, metadata)
+      raise SafetensorError("No space left on device")
+    save_file(tensors, path, metadata)
 
   with monkeypatch.context() as patched:
-    patched.setattr("safetensors.numpy.save", save_two)
+    patched.setattr("safetensors.numpy.save_file", save_two)
     message = error_message(lambda: hf.save_hf(params, cfg, out))
-  assert message == f"{str(out)!r} cannot be written: No space left on device"
+  assert message.startswith(f"'{out}.partial/model-00002-of-")
+  assert message.endswith("cannot be written: No space left on device")
   assert not out.exists()
   hf.save_hf(params, cfg, out)
   assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,9 +1,8 @@
-"""A mistake is no outage. A hint names the choice for a typo, and lists all choices otherwise."""
+"""A hint names the choice for a typo, and lists all choices otherwise."""
 
 import errno
 
 import pytest
-from gcsfs.retry import HttpError
 
 from gspo_jax.runtime.errors import (
   UserError,
@@ -64,46 +63,49 @@ def test_another_folder_is_no_id_of_the_hub(folder):
   assert how_to_download(folder) == ""
 
 
-@pytest.mark.parametrize(
-  ("error", "reason"),
-  [
-    (FileNotFoundError(errno.ENOENT, "No such file"), "No such file"),
-    (FileNotFoundError("b/o"), "b/o"),  # of gcsfs
-    (PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
-    (OSError(errno.ENOSPC, "No space left"), "No space left"),
-    (OSError("Forbidden: b/o\nno access"), "Forbidden: b/o no access"),
-    (ValueError("Bad Request: b/o"), "ValueError: Bad Request: b/o"),
-    (HttpError({"code": 401, "message": "who?"}), "HttpError: who?, 401"),
-    (HttpError({"code": "404", "message": "no"}), "HttpError: no, 404"),
-    (ImportError("Install s3fs"), "ImportError: Install s3fs"),
-    (KeyError("x://"), "KeyError: 'x://'"),
-    (UserError("a line"), None),
-  ],
-)
-def test_a_mistake_is_a_user_error(error, reason):
-  with pytest.raises(UserError) as raised, with_reason("--out=b"):
-    raise error
-  assert str(raised.value) == (f"--out=b: {reason}" if reason else "a line")
+class Http(Exception):
+  """As the error of gcsfs."""
+
+  def __init__(self, code):
+    super().__init__(f"code {code}")
+    self.code = code
 
 
 @pytest.mark.parametrize(
   "error",
   [
-    HttpError({"code": 503, "message": "unavailable"}),
-    HttpError({"code": 429}),
-    HttpError(),
-    OSError(errno.EIO, "Input/output error"),
-    OSError(errno.ESTALE, "Stale file handle"),
-    OSError("Could not reach the server"),
-    ConnectionResetError(errno.ECONNRESET, "reset"),
-    TimeoutError(),
-    ValueError("a bug"),
-    KeyError("a bug"),
+    FileNotFoundError("b/x"),  # gcsfs gives it no errno
+    PermissionError(errno.EACCES, "Permission denied"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError("Forbidden: b/x"),
+    ValueError("Bad Request: b/x\nan invalid name"),
+    OSError(errno.ENOTEMPTY, "Directory not empty"),
+    ImportError("no module gcsfs"),
+    KeyError("gss://"),  # epath, for an address that it does not know
+    *map(Http, (400, 401, 403, 404, "404")),
+    UserError("of its own"),
   ],
 )
-def test_an_outage_or_a_bug_is_no_user_error(error):
-  """Exit code 2 would keep a JobSet from starting the run again."""
-  with pytest.raises(type(error)) as raised, with_reason("--out=b"):
+def test_what_the_caller_can_mend_is_a_user_error(error):
+  words = "of its own" if isinstance(error, UserError) else r"^gs://b: \w+"
+  with pytest.raises(UserError, match=words), with_reason("gs://b"):
     raise error
-  assert raised.value is error
-  assert error.__notes__ == ["--out=b"]
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    ConnectionResetError(errno.ECONNRESET, "reset"),
+    TimeoutError("60 s"),
+    OSError(errno.EIO, "Input/output error"),
+    OSError("a proxy's"),  # as those of `requests`, without an errno
+    *map(Http, (408, 429, 500, 503)),
+    KeyError("a fault of ours"),
+  ],
+)
+def test_an_outage_stays_as_it_is(error):
+  """Its exit code is not 2, with which a JobSet does not start again."""
+  with pytest.raises(type(error)) as found, with_reason("gs://b"):
+    raise error
+  assert found.value is error
+  assert error.__notes__ == ["gs://b"]

@@ -326,7 +326,7 @@ def test_resume_replaces_the_file_atomically(tmp_path, monkeypatch):
     raise OSError("power cut")
 
   monkeypatch.setattr(os, "replace", crash)
-  with pytest.raises(UserError, match="power cut"):
+  with pytest.raises(OSError, match="power cut"):
     open_writer(tmp_path, resume=1)
   assert (tmp_path / "metrics.jsonl").read_bytes() == before
 

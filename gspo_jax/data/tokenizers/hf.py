@@ -29,7 +29,8 @@ from gspo_jax.data.tokenizers.base import (
   join_turn,
 )
 from gspo_jax.data.tokenizers.plain import SPACE, byte_letters
-from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError, nearest, with_reason
+from gspo_jax.runtime.run_files import in_bucket
 
 _LLAMA_STEPS = ("ByteFallback", "Fuse", "Strip")  # of a decoder
 _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
@@ -77,11 +78,12 @@ class HFTokenizer:
 
   def __init__(self, path: epath.Path, template_args: str = ""):
     self._path, self._name = path, str(path)
-    if "://" in str(path):
+    if in_bucket(path):
       self._copy = tempfile.TemporaryDirectory()  # removed with this object
       self._path = epath.Path(self._copy.name)
-      for file in _files(path):
-        (self._path / file.name).write_bytes(file.read_bytes())
+      with with_reason(f"tokenizer {self._name!r}"):
+        for file in _files(path):
+          (self._path / file.name).write_bytes(file.read_bytes())
     self._library = _open(self._path, self._name)
     self._template_args = _parse_template_args(template_args)
     if template_args:
@@ -348,7 +350,7 @@ class HFTokenizer:
       if not all(isinstance(i, int) and i >= 0 for i in stops):
         raise ValueError(f"eos_token_id is {more}")
     except (ValueError, AttributeError) as error:
-      raise UserError(f"{str(file)!r}: {error}") from error
+      raise UserError(f"'{self._name}/{file.name}': {error}") from error
     if not stops:
       raise UserError(
         f"tokenizer {self._name!r}: no eos_token in it and no "

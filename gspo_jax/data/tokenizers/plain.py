@@ -18,7 +18,7 @@ from gspo_jax.data.tokenizers.base import (
   join_messages,
   join_turn,
 )
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, with_reason
 
 SPACE = "\u2581"  # of SentencePiece's pieces
 
@@ -90,14 +90,16 @@ class SentencePiece:
   """
 
   def __init__(self, path: epath.Path):
-    try:
+    with with_reason(f"tokenizer {str(path)!r}"):
       self._proto = path.read_bytes()
+    try:
       self._model = sentencepiece.SentencePieceProcessor(
         model_proto=self._proto
       )
-    except (OSError, RuntimeError) as error:
-      reason = getattr(error, "strerror", None) or "no SentencePiece model"
-      raise UserError(f"tokenizer {str(path)!r}: {reason}") from error
+    except RuntimeError as error:
+      raise UserError(
+        f"tokenizer {str(path)!r}: no SentencePiece model"
+      ) from error
     stop, pad = self._model.eos_id(), self._model.pad_id()
     if stop < 0:
       raise UserError(f"tokenizer {str(path)!r}: it has no end-of-text piece")

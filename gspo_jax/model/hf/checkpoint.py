@@ -28,7 +28,9 @@ from gspo_jax.model.hf.tensors import (
 )
 from gspo_jax.model.transformer import Params
 from gspo_jax.runtime import multihost
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.progress import Progress
+from gspo_jax.runtime.run_files import in_bucket
 from gspo_jax.runtime.sharding import tree_of_paths
 
 # Files copied from `like`: tokenizer and generation config.
@@ -105,16 +107,18 @@ def _read(
     spec = (*sharding.spec, *[None] * len(tensor.shape))[tensor.stacked :]
     spec = PartitionSpec(*[spec[a] for a in tensor.order])
     sharding = NamedSharding(sharding.mesh, spec)
-  parts = {}  # several devices may hold the same part
+  shape = tensor.hf_shape
+  own = sharding.addressable_devices_indices_map(shape).values()
+  parts = source.read_parts(tensor, layer, [_spans(i, shape) for i in own])
+  return jax.make_array_from_callback(
+    shape, sharding, lambda index: parts[_spans(index, shape)]
+  )
 
-  def get(index):
-    axes = zip(index, tensor.hf_shape, strict=True)
-    spans = tuple(part.indices(size)[:2] for part, size in axes)
-    if spans not in parts:
-      parts[spans] = source.read(tensor, layer, spans)
-    return parts[spans]
 
-  return jax.make_array_from_callback(tensor.hf_shape, sharding, get)
+def _spans(index, shape) -> tuple[tuple[int, int], ...]:
+  """The (start, end) of slices along each axis."""
+  axes = zip(index, shape, strict=True)
+  return tuple(part.indices(size)[:2] for part, size in axes)
 
 
 @functools.partial(jax.jit, static_argnames=("tensor", "sharding"))
@@ -225,5 +229,13 @@ def _finish(folder, partial: epath.Path, names: dict, total: int) -> None:
 
 
 def _save(arrays, path: epath.Path) -> None:
-  save = import_safetensors().numpy.save
-  path.write_bytes(save(arrays, {"format": "pt"}))
+  safetensors = import_safetensors()
+  save = safetensors.numpy.save_file
+  write = lambda folder: save(arrays, folder / path.name, {"format": "pt"})
+  try:
+    if in_bucket(path):
+      folders.write_files(write, path.parent)
+    else:
+      write(path.parent)
+  except safetensors.SafetensorError as error:  # the disk is full
+    raise UserError(f"{str(path)!r} cannot be written: {error}") from error

@@ -5,6 +5,7 @@ end. A bucket cannot rename a folder: the file that a reader needs first, such
 as the index of the weights, is written last.
 """
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +14,11 @@ from pathlib import Path
 from etils import epath
 
 from gspo_jax.model.config import DTYPES
-from gspo_jax.model.hf.tensors import import_safetensors
+from gspo_jax.model.hf.tensors import INDEX, import_safetensors
 from gspo_jax.runtime.errors import UserError, nearest, with_reason
+from gspo_jax.runtime.run_files import in_bucket
+
+_CHUNK = 64 << 20  # bytes of a file in memory while it is copied
 
 
 def require_new(folder: epath.PathLike, dtype: str) -> None:
@@ -25,13 +29,18 @@ def require_new(folder: epath.PathLike, dtype: str) -> None:
   with writing(folder):
     path = epath.Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-      raise UserError(f"{str(folder)!r} exists: expected a new or empty folder")
+      end = ""
+      if in_bucket(path) and not (path / INDEX).exists():
+        end = f"; it has no {INDEX}: remove what a killed export has left"
+      raise UserError(
+        f"{str(folder)!r} exists: expected a new or empty folder{end}"
+      )
 
 
 def begin(folder: epath.PathLike) -> epath.Path:
   """The folder to write into, empty; `finish` makes it `folder`."""
   path = epath.Path(folder)
-  if not _in_bucket(path):
+  if not in_bucket(path):
     path = path.absolute()
     path = path.with_name(path.name + ".partial")
     if path.exists():
@@ -42,7 +51,7 @@ def begin(folder: epath.PathLike) -> epath.Path:
 
 def finish(partial: epath.Path, folder: epath.PathLike) -> None:
   """Renames what `begin` gave to `folder`, unless it is in a bucket."""
-  if not _in_bucket(partial):
+  if not in_bucket(partial):
     partial.replace(folder)
 
 
@@ -51,7 +60,8 @@ def write_files(write: Callable[[Path], None], folder: epath.Path) -> None:
   with tempfile.TemporaryDirectory() as scratch:
     write(Path(scratch))
     for path in sorted(Path(scratch).iterdir()):
-      (folder / path.name).write_bytes(path.read_bytes())
+      with path.open("rb") as source, (folder / path.name).open("wb") as copy:
+        shutil.copyfileobj(source, copy, _CHUNK)
 
 
 @contextmanager
@@ -59,7 +69,3 @@ def writing(folder: epath.PathLike) -> Iterator[None]:
   """Raises what a folder or bucket raises as UserError."""
   with with_reason(f"{str(folder)!r} cannot be written"):
     yield
-
-
-def _in_bucket(path: epath.Path) -> bool:
-  return "://" in str(path)

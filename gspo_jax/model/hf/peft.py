@@ -145,7 +145,14 @@ def save_peft(
     folder: must not exist, or be empty.
     base: where the weights are: a folder or a name on the Hugging Face Hub; ""
       for unknown.
+
+  Raises:
+    UserError: the folder is not empty or cannot be written.
   """
+  on_primary = lambda write: multihost.run_on_all(
+    lambda: multihost.is_primary() and write()
+  )
+  on_primary(lambda: folders.require_new(folder, "float32"))
   leaves, arrays = sharding.leaves_by_path(adapters), {}
   found = _adapters(cfg)
   for adapter in found:
@@ -153,12 +160,7 @@ def save_peft(
       stack = multihost.to_host(leaves[adapter.path + end])
       for i, layer in enumerate(stack):
         arrays[adapter.tensor(end, i)] = adapter.to_peft(end, layer)
-  multihost.run_on_all(
-    lambda: (
-      multihost.is_primary()
-      and _write(folder, _config(found, cfg, base), arrays)
-    )
-  )
+  on_primary(lambda: _write(folder, _config(found, cfg, base), arrays))
 
 
 def _config(found, cfg, base) -> dict:

@@ -11,8 +11,10 @@ import difflib
 import functools
 import json
 import math
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -24,11 +26,14 @@ from etils import epath
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.transformer import init
 from gspo_jax.runtime.errors import UserError, how_to_download, missing_package
+from gspo_jax.runtime.run_files import in_bucket
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
-# Requests at a time to a bucket, for the tensors of experts.
+# Requests at a time to a bucket.
 _REQUESTS = 32
+# How tensorstore's errors begin where the same request may succeed later.
+_OUTAGE = re.compile("UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|INTERNAL")
 _MAX_NAMES = 16  # in one error; a wrong folder has thousands
 _INPUTS_LAST = ((1,), (0,))
 
@@ -180,11 +185,11 @@ class HFCheckpoint:
   def __init__(self, folder: epath.PathLike):
     self.folder = epath.Path(folder)
     self._tensors: dict[str, _Stored] = {}
-    in_bucket = "://" in str(folder)
+    self._in_bucket = in_bucket(folder)
     # On this machine only the last file stays open: layers are read in the
     # order of files.
-    self._open = functools.lru_cache(None if in_bucket else 1)(_open)
-    self._threads = _REQUESTS if in_bucket else 1
+    self._open = functools.lru_cache(None if self._in_bucket else 1)(_open)
+    self._threads = _REQUESTS if self._in_bucket else 1
     for path in _files(self.folder):
       file = self._open(path)
       for name in file.keys():  # noqa: SIM118, not a dict
@@ -214,17 +219,33 @@ class HFCheckpoint:
     if any(problems):
       raise UserError(f"{self.folder}: " + "; ".join(filter(None, problems)))
 
-  def read(self, tensor: TensorMap, layer: int, spans) -> np.ndarray:
-    """Reads a part of a parameter, in HF order and the file's dtype.
+  def read_parts(
+    self, tensor: TensorMap, layer: int, parts: Iterable
+  ) -> dict[tuple, np.ndarray]:
+    """Reads parts of a parameter, in HF order and the file's dtype.
+
+    A bucket has only whole rows of a tensor: those that parts share are
+    fetched once.
 
     Args:
       tensor: of which parameter.
       layer: of which layer.
-      spans: (start, end) along each axis of `tensor.hf_shape`.
+      parts: of each, (start, end) along each axis of `tensor.hf_shape`.
+
+    Returns:
+      The parts, by their spans.
     """
+    parts, rows = [*dict.fromkeys(parts)], _Once()
+    read = lambda spans: self._read(tensor, layer, spans, rows)
+    # Parts with experts are read by threads of their own.
+    threads = self._threads if tensor.experts is None else 1
+    with ThreadPoolExecutor(threads) as pool:
+      return dict(zip(parts, pool.map(read, parts), strict=True))
+
+  def _read(self, tensor, layer, spans, rows) -> np.ndarray:
     names = [name.format(i=layer, e="{e}") for name in tensor.names]
     if tensor.experts is None:
-      return self._join(tensor, names, spans)
+      return self._join(tensor, names, spans, rows)
     (first, end), *spans = spans
     # Preallocated: np.stack would need the memory twice.
     shape = (end - first, *(b - a for a, b in spans))
@@ -233,13 +254,13 @@ class HFCheckpoint:
 
     def fill(e):
       each = [name.format(e=e) for name in names]
-      out[e - first] = self._join(tensor, each, spans)
+      out[e - first] = self._join(tensor, each, spans, rows)
 
     with ThreadPoolExecutor(self._threads) as threads:
       list(threads.map(fill, range(first, end)))  # raises what `fill` raises
     return out
 
-  def _join(self, tensor, names, spans):
+  def _join(self, tensor, names, spans, rows):
     """Reads one expert's part, or that of a parameter without experts.
 
     Of several axes that form a tensor's rows or columns, the file is sliced
@@ -255,15 +276,37 @@ class HFCheckpoint:
       shape += [end - first, *sizes[1:]]
       in_memory += [slice(None), *(slice(*span) for span in inner)]
     if len(names) == 1:
-      array = self._slice(names[0], in_file)
+      array = self._slice(names[0], in_file, rows)
       return array.reshape(shape)[tuple(in_memory)]
     all_rows = [slice(None), *in_file[1:]]
-    arrays = [self._slice(name, all_rows) for name in names]
+    arrays = [self._slice(name, all_rows, rows) for name in names]
     return np.concatenate(arrays)[in_file[0]]
 
-  def _slice(self, name, slices):
-    file = self._open(self._tensors[name].file)
-    return file.get_slice(name)[tuple(slices)]
+  def _slice(self, name, slices, rows):
+    part = self._open(self._tensors[name].file).get_slice(name)
+    if not self._in_bucket:
+      return part[tuple(slices)]
+    first, *others = slices
+    array = rows.get((name, first.start, first.stop), lambda: part[(first,)])
+    return array[(slice(None), *others)]
+
+
+class _Once:
+  """What was fetched, by key; several threads may ask for the same."""
+
+  def __init__(self):
+    self._lock, self._found = threading.Lock(), {}
+
+  def get(self, key, fetch: Callable[[], np.ndarray]) -> np.ndarray:
+    with self._lock:
+      is_first = key not in self._found
+      found = self._found.setdefault(key, Future())
+    if is_first:
+      try:
+        found.set_result(fetch())
+      except Exception as error:
+        found.set_exception(error)
+    return found.result()
 
 
 class BucketFile:
@@ -276,6 +319,7 @@ class BucketFile:
 
   Raises:
     ValueError: the file is missing, truncated or of another format.
+    ConnectionError: the bucket does not answer.
   """
 
   def __init__(self, path: str):
@@ -303,7 +347,12 @@ class BucketFile:
   def read(self, start: int, end: int) -> bytes:
     """The bytes from `start` to `end`, which is not read."""
     span = slice(start, end)
-    return self._store.read(self._name, byte_range=span).result().value
+    try:
+      return self._store.read(self._name, byte_range=span).result().value
+    except ValueError as error:
+      if _OUTAGE.match(str(error)):
+        raise ConnectionError(f"{self._name}: {error}") from error
+      raise
 
 
 class _BucketTensor(NamedTuple):
@@ -355,9 +404,11 @@ def _files(folder: epath.Path) -> list[epath.Path]:
 def _open(path: epath.Path):
   safetensors = import_safetensors()
   try:
-    if "://" in str(path):
+    if in_bucket(path):
       return BucketFile(str(path))
     return safetensors.safe_open(path, framework="np")
+  except ConnectionError:
+    raise
   except (
     *(safetensors.SafetensorError, OSError),
     *(ValueError, LookupError, TypeError, AttributeError),
