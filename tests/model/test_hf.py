@@ -254,14 +254,15 @@ def test_loading_onto_a_mesh_changes_nothing(changes, tmp_path, monkeypatch):
   hf.save_hf(params, cfg, tmp_path / "out")
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   shardings = sharding.state_shardings(params, mesh)
-  read, sizes = hf_checkpoint.HFCheckpoint.read_parts, {}
+  read, sizes = hf_checkpoint.HFCheckpoint.read, {}
 
-  def recorded(self, tensor, layer, parts):
-    found = read(self, tensor, layer, parts)
-    sizes.setdefault(tensor.path, []).extend(x.size for x in found.values())
+  def recorded(self, layer, wanted):
+    found = read(self, layer, wanted)
+    for tensor, parts in found.items():
+      sizes.setdefault(tensor.path, []).extend(x.size for x in parts.values())
     return found
 
-  monkeypatch.setattr(hf_checkpoint.HFCheckpoint, "read_parts", recorded)
+  monkeypatch.setattr(hf_checkpoint.HFCheckpoint, "read", recorded)
   again = hf.load_hf(tmp_path / "out", cfg, shardings=shardings)
   require_equal(jax.device_get(again), params)
   # Some leave out `context`, an axis of one device.
@@ -303,10 +304,12 @@ cfg = hf.config_from_hf(folder)
 shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
 shardings = sharding.state_shardings(shapes, sharding.make_mesh(fsdp=4))
 read, sizes = HFCheckpoint.read, []
-def recorded(self, tensor, layer, spans):
-  part = read(self, tensor, layer, spans)
-  sizes.extend([part.size] * (tensor.path == "layers/mlp/gate"))
-  return part
+def recorded(self, layer, wanted):
+  found = read(self, layer, wanted)
+  for tensor, parts in found.items():
+    if tensor.path == "layers/mlp/gate":
+      sizes.extend(part.size for part in parts.values())
+  return found
 HFCheckpoint.read = recorded
 params = hf.load_hf(folder, cfg, shardings=shardings)
 assert 2 * sum(sizes) == shapes["layers"]["mlp"]["gate"].size

@@ -22,6 +22,7 @@ from gspo_jax.model.hf.config import config_to_hf
 from gspo_jax.model.hf.tensors import (
   INDEX,
   HFCheckpoint,
+  Spans,
   TensorMap,
   import_safetensors,
   tensor_maps,
@@ -71,16 +72,15 @@ def load_hf(
       zeros = jax.jit(jnp.zeros, static_argnums=0, out_shardings=sharding)
       params[tensor.path] = zeros(shape)
     else:
-      array = _read(source, tensor, 0, sharding)
+      (array,) = _read(source, 0, {tensor: sharding}).values()
       params[tensor.path] = _from_hf(array, tensor=tensor, sharding=sharding)
+  stacked = {t: s for t, s in shardings.items() if t.stacked}
   with Progress(f"loading {folder}", cfg.num_layers, "layers") as progress:
     for i in range(cfg.num_layers):
-      for tensor, sharding in shardings.items():
-        if tensor.stacked:
-          array, stack = _read(source, tensor, i, sharding), params[tensor.path]
-          params[tensor.path] = _set_layer(
-            stack, array, i, tensor=tensor, sharding=sharding
-          )
+      for tensor, array in _read(source, i, stacked).items():
+        params[tensor.path] = _set_layer(
+          params[tensor.path], array, i, tensor=tensor, sharding=stacked[tensor]
+        )
       # Otherwise the host would read all layers before the first is copied.
       jax.block_until_ready(params)
       progress.advance()
@@ -100,22 +100,35 @@ def _by_path(tree) -> dict:
 
 
 def _read(
-  source: HFCheckpoint, tensor: TensorMap, layer: int, sharding
-) -> jax.Array:
-  """One layer of a parameter in HF order and the file's dtype, sharded."""
-  if isinstance(sharding, NamedSharding):
-    spec = (*sharding.spec, *[None] * len(tensor.shape))[tensor.stacked :]
-    spec = PartitionSpec(*[spec[a] for a in tensor.order])
-    sharding = NamedSharding(sharding.mesh, spec)
-  shape = tensor.hf_shape
-  own = sharding.addressable_devices_indices_map(shape).values()
-  parts = source.read_parts(tensor, layer, [_spans(i, shape) for i in own])
-  return jax.make_array_from_callback(
-    shape, sharding, lambda index: parts[_spans(index, shape)]
-  )
+  source: HFCheckpoint, layer: int, shardings: dict
+) -> dict[TensorMap, jax.Array]:
+  """One layer of parameters in HF order and the file's dtype, sharded."""
+  shardings = {t: _in_hf_order(t, s) for t, s in shardings.items()}
+  wanted = {}
+  for tensor, sharding in shardings.items():
+    own = sharding.addressable_devices_indices_map(tensor.hf_shape).values()
+    wanted[tensor] = {_spans(index, tensor.hf_shape) for index in own}
+  parts = source.read(layer, wanted)
+  return {
+    tensor: jax.make_array_from_callback(
+      tensor.hf_shape,
+      sharding,
+      lambda index, t=tensor: parts[t][_spans(index, t.hf_shape)],
+    )
+    for tensor, sharding in shardings.items()
+  }
 
 
-def _spans(index, shape) -> tuple[tuple[int, int], ...]:
+def _in_hf_order(tensor: TensorMap, sharding):
+  """The sharding of one layer of a parameter in HF order."""
+  if not isinstance(sharding, NamedSharding):
+    return sharding
+  spec = (*sharding.spec, *[None] * len(tensor.shape))[tensor.stacked :]
+  spec = PartitionSpec(*[spec[a] for a in tensor.order])
+  return NamedSharding(sharding.mesh, spec)
+
+
+def _spans(index, shape) -> Spans:
   """The (start, end) of slices along each axis."""
   axes = zip(index, shape, strict=True)
   return tuple(part.indices(size)[:2] for part, size in axes)
