@@ -70,7 +70,7 @@ def test_a_fault_of_a_process_is_no_mistake_on_another(monkeypatch):
     multihost.run_on_all(fail)
   theirs.append("\x01ConnectionError: reset")
   for work in (fail, lambda: "ran"):
-    with pytest.raises(RuntimeError, match="^process 1: ConnectionError: res"):
+    with pytest.raises(RuntimeError, match=r"^process 1: ConnectionError: res"):
       multihost.run_on_all(work)
   theirs[:] = ["no such file"]
   with pytest.raises(ConnectionError):

@@ -24,14 +24,12 @@ from gspo_jax.model.hf.tensors import (
   HFCheckpoint,
   Spans,
   TensorMap,
-  import_safetensors,
+  save_tensors,
   tensor_maps,
 )
 from gspo_jax.model.transformer import Params
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.progress import Progress
-from gspo_jax.runtime.run_files import in_bucket
 from gspo_jax.runtime.sharding import tree_of_paths
 
 # Files copied from `like`: tokenizer and generation config.
@@ -197,7 +195,7 @@ def save_hf(
           arrays |= _split(tensor, multihost.to_host(x), i or 0)
       index |= dict.fromkeys(arrays, file)
       total += sum(x.nbytes for x in arrays.values())
-      on_primary(lambda file=file, x=arrays: _save(x, partial / file))
+      on_primary(lambda file=file, x=arrays: save_tensors(x, partial / file))
       progress.advance()
   on_primary(lambda: _finish(folder, partial, index, total))
 
@@ -239,16 +237,3 @@ def _finish(folder, partial: epath.Path, names: dict, total: int) -> None:
   index = {"metadata": {"total_size": total}, "weight_map": names}
   (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
   folders.finish(partial, folder)
-
-
-def _save(arrays, path: epath.Path) -> None:
-  safetensors = import_safetensors()
-  save = safetensors.numpy.save_file
-  write = lambda folder: save(arrays, folder / path.name, {"format": "pt"})
-  try:
-    if in_bucket(path):
-      folders.write_files(write, path.parent)
-    else:
-      write(path.parent)
-  except safetensors.SafetensorError as error:  # the disk is full
-    raise UserError(f"{str(path)!r} cannot be written: {error}") from error

@@ -24,7 +24,12 @@ from etils import epath
 
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.transformer import init
-from gspo_jax.runtime.errors import UserError, how_to_download, missing_package
+from gspo_jax.runtime.errors import (
+  UserError,
+  how_to_download,
+  missing_package,
+  with_reason,
+)
 from gspo_jax.runtime.run_files import in_bucket
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -194,7 +199,9 @@ class HFCheckpoint:
     # order of files.
     self._open = functools.lru_cache(None if in_bucket(folder) else 1)(_open)
     self._threads = _REQUESTS if in_bucket(folder) else 1
-    for path in _files(self.folder):
+    with with_reason(str(folder)):
+      files = _files(self.folder)
+    for path in files:
       file = self._open(path)
       for name in file.keys():  # noqa: SIM118, not a dict
         part = file.get_slice(name)
@@ -311,6 +318,33 @@ class HFCheckpoint:
       target[start - first : end - first] = block[(slice(None), *cut)]
 
 
+def save_tensors(arrays: Mapping[str, np.ndarray], path: epath.Path) -> None:
+  """Writes a safetensors file to a folder or bucket; see `BucketFile`.
+
+  That of the package safetensors puts a second copy of all tensors into memory
+  for a bucket, and on this machine lets only the owner read the file.
+
+  Args:
+    arrays: contiguous, of one dtype in `_FLOATS`.
+    path: of the file.
+  """
+  names = {np.dtype(dtype): name for name, dtype in _FLOATS.items()}
+  header, end = {"__metadata__": {"format": "pt"}}, 0
+  for name, x in sorted(arrays.items()):
+    span = [end, end := end + x.nbytes]
+    dtype = names[x.dtype]
+    header[name] = {"dtype": dtype, "shape": x.shape, "data_offsets": span}
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)  # so that tensors are aligned
+  with path.open("wb") as file:
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, x in sorted(arrays.items()):
+      data = memoryview(x.reshape(-1).view(np.uint8))
+      # A bucket's file keeps what it is given until it has sent it.
+      for start in range(0, len(data), _BLOCK_BYTES):
+        file.write(data[start : start + _BLOCK_BYTES])
+
+
 class BucketFile:
   """A safetensors file in a bucket, of which parts are read by byte ranges.
 
@@ -405,17 +439,16 @@ def _files(folder: epath.Path) -> list[epath.Path]:
 
 def _open(path: epath.Path):
   safetensors = import_safetensors()
-  try:
-    if in_bucket(path):
-      return BucketFile(str(path))
-    return safetensors.safe_open(path, framework="np")
-  except ConnectionError:
-    raise
-  except (
-    *(safetensors.SafetensorError, OSError),
-    *(ValueError, LookupError, TypeError, AttributeError),
-  ) as error:
-    raise UserError(f"{path}: damaged or truncated: {error}") from None
+  with with_reason(str(path)):
+    try:
+      if in_bucket(path):
+        return BucketFile(str(path))
+      return safetensors.safe_open(path, framework="np")
+    except (
+      safetensors.SafetensorError,
+      *(ValueError, LookupError, TypeError, AttributeError),
+    ) as error:
+      raise UserError(f"{path}: damaged or truncated: {error}") from None
 
 
 def _is_ignored(name: str, cfg: ModelConfig) -> bool:
