@@ -214,6 +214,7 @@ def require_shared(workdir: epath.Path) -> None:
 
   Raises:
     AgreedError: a process cannot write, or does not see the others' files.
+    Exception: as `run_on_all`, for an outage.
   """
   probe = lambda process: workdir / f".writable.{process}"
   local_probe = probe(jax.process_index())

@@ -442,7 +442,7 @@ def test_a_bucket_sends_each_byte_once(changes, tmp_path, monkeypatch):
   def recorded(self, start, end):
     at_once.add(request := object())
     sent.append(end - start)
-    time.sleep(1e-3)
+    time.sleep(5e-3)
     most.append(len(at_once))
     at_once.remove(request)
     return read(self, start, end)
@@ -459,7 +459,7 @@ def test_a_bucket_sends_each_byte_once(changes, tmp_path, monkeypatch):
   require_equal(jax.device_get(again), params)
   assert sum(sent) == 4 * sum(map(math.prod, shapes))
   assert max(sent) <= 4096  # what a thread holds, beside the parts
-  assert 16 <= max(most) <= 32
+  assert 8 < max(most) <= 32
 
 
 def test_ranges_of_bytes_are_the_slices_of_safetensors(tmp_path):

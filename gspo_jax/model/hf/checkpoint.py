@@ -2,7 +2,8 @@
 
 The parameters are created on their devices and filled layer by layer. The host
 holds one layer of the file, or the embedding, never the whole model. Each
-process reads only the parts of a file that its own devices need.
+process reads only the parts of a file that its own devices need; of one in a
+bucket, the rows.
 """
 
 import functools
