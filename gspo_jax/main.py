@@ -11,7 +11,7 @@ Cloud TPU slice they find one another; elsewhere each needs
 Exit codes, the same on every host: 0 done; 75 (EX_TEMPFAIL of sysexits.h)
 stopped by SIGTERM before the last step with everything saved, for a scheduler
 to start the same command again; 2 a mistake of the caller's, in one line;
-anything else is a fault, with its traceback.
+anything else is a fault or an outage, with its traceback.
 """
 
 import signal

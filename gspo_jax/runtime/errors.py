@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 class UserError(ValueError):
   """A mistake in a config, a flag or a file.
 
-  Its message is one line. The commands print it and exit with code 2.
+  Its message is one line. The commands print it and exit with code 2, after
+  which no scheduler should start them again.
   """
 
 
@@ -56,13 +57,16 @@ def how_to_download(folder: str) -> str:
 def with_reason(what: str) -> Iterator[None]:
   """Raises the error of a folder or bucket as UserError "WHAT: reason".
 
-  An outage is raised as it is. It ends a command with another exit code than
-  2, so that a scheduler starts the command again.
+  An outage is raised as it is, with `what` as a note. It ends a command with
+  another exit code than 2, so that a scheduler starts the command again.
   """
   try:
     yield
   except Exception as error:  # the HttpError of gcsfs is not an OSError
-    if isinstance(error, UserError) or not _is_callers(error):
+    if isinstance(error, UserError):
+      raise
+    if not _is_callers(error):
+      error.add_note(what)
       raise
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
@@ -73,7 +77,7 @@ def with_reason(what: str) -> Iterator[None]:
 
 _ERRNOS_OF_CALLERS = {
   *(errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS),
-  *(errno.EACCES, errno.EPERM, errno.EDQUOT),
+  *(errno.EACCES, errno.EPERM, errno.EDQUOT, errno.EFBIG, errno.ENOTEMPTY),
 }
 
 
@@ -89,11 +93,13 @@ def _is_callers(error: Exception) -> bool:
     )
   if isinstance(error, ImportError):
     return True
+  if isinstance(error, KeyError):  # of epath, for the scheme of an address
+    return "://" in str(error)
   if str(error).startswith("Bad Request"):  # ValueError of gcsfs
     return True
   # `code`: HttpError of gcsfs; `retryable`: google.auth, as for no credentials.
   return (
-    getattr(error, "code", None) in (400, 401, 403, 404)
+    str(getattr(error, "code", None)) in ("400", "401", "403", "404")
     or getattr(error, "retryable", None) is False
   )
 

@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, with_reason
 
 T = TypeVar("T")
 
@@ -26,6 +26,7 @@ T = TypeVar("T")
 # JAX's defaults are 100 and 300, minutes in which a pod does nothing.
 TIMEOUT_SECONDS = 30
 _MAX_TEXT_BYTES = 1000  # of `allgather_text`, for each process
+_FAULT = "\x01"  # begins the text of an exception that is no UserError
 # Set where libtpu is installed but there is no TPU. Without them libtpu queries
 # a metadata server that does not answer, and prints five lines of errors.
 NO_TPU = {
@@ -162,12 +163,24 @@ def run_on_all(work: Callable[[], T]) -> T:
 
   Raises:
     AgreedError: `work` raised a UserError on some process.
+    Exception: `work` raised something else on some process: that exception
+      there, and RuntimeError elsewhere. It goes before any UserError, so that
+      all processes end with the exit code of a fault.
   """
+  result, fault = None, None
   try:
     result, message = work(), ""
   except UserError as error:
-    result, message = None, str(error) or "UserError"
-  for process, text in enumerate(allgather_text(message)):
+    message = str(error) or "UserError"
+  except Exception as error:
+    fault, message = error, f"{_FAULT}{type(error).__name__}: {error}"
+  texts = allgather_text(message)
+  if fault:
+    raise fault
+  for process, text in enumerate(texts):
+    if text.startswith(_FAULT):
+      raise RuntimeError(f"process {process}: {text.removeprefix(_FAULT)}")
+  for process, text in enumerate(texts):
     if text:
       raise AgreedError(
         text if text == message else f"process {process}: {text}"
@@ -201,19 +214,15 @@ def require_shared(workdir: epath.Path) -> None:
 
   Raises:
     AgreedError: a process cannot write, or does not see the others' files.
+    Exception: as `run_on_all`, for an outage.
   """
   probe = lambda process: workdir / f".writable.{process}"
   local_probe = probe(jax.process_index())
 
   def write():
-    try:
+    with with_reason(f"--workdir={str(workdir)!r} cannot be written"):
       workdir.mkdir(parents=True, exist_ok=True)
       local_probe.write_text(".")  # not empty: a full disk takes an empty file
-    except Exception as error:
-      raise UserError(
-        f"--workdir={str(workdir)!r} cannot be written: "
-        f"{type(error).__name__}: {error}"
-      ) from error
 
   def see_all():
     if not all(probe(i).exists() for i in range(jax.process_count())):

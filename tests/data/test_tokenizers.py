@@ -1,5 +1,6 @@
 """Tokenizers: ids and back, chat templates, and text with control strings."""
 
+import errno
 import io
 import itertools
 import json
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import sentencepiece
 import transformers
+from etils import epath
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gspo_jax.data import tokenizers
+from gspo_jax.data.tokenizers import hf
 from gspo_jax.runtime.errors import UserError
 
 CHATML = (
@@ -331,6 +334,31 @@ def test_stops_and_padding_of_a_folder(chat, tmp_path):
     assert tokenizer.pad_id == stop
   (tmp_path / "a/generation_config.json").unlink()
   assert tokenizers.load(str(tmp_path / "a")).stop_ids == (stop,)
+
+
+def test_a_folder_in_a_bucket_is_copied(chat, tmp_path, monkeypatch):
+  """Errors name the bucket, and an outage is no mistake of the caller's."""
+  monkeypatch.setattr(hf, "in_bucket", lambda path: True)
+  name = str(shutil.copytree(chat, tmp_path / "a"))
+  text = "How many?"
+  ids = tokenizers.load(name).encode(text)
+  assert ids == tokenizers.load(str(chat)).encode(text)
+  (tmp_path / "a/generation_config.json").write_text('{"eos_token_id": "x"}')
+  with pytest.raises(UserError, match=f"^'{name}/generation_config.json': "):
+    tokenizers.load(name)
+  for error, raised in (
+    (PermissionError(errno.EACCES, "Permission denied"), UserError),
+    (ImportError("Install gcsfs"), UserError),
+    (ConnectionError("reset"), ConnectionError),
+  ):
+
+    def fail(_, error=error):
+      raise error
+
+    with monkeypatch.context() as patched:
+      patched.setattr(type(epath.Path(name)), "read_bytes", fail)
+      with pytest.raises(raised, match=r"Permission|Install|reset"):
+        tokenizers.load(name)
 
 
 def test_what_is_no_text_shows_in_a_folder(chat):

@@ -1,6 +1,7 @@
 """Checkpoints in and out, against transformers (support/make_goldens.py)."""
 
 import dataclasses
+import errno
 import functools
 import json
 import math
@@ -9,18 +10,21 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from repository import ROOT, xla_flags
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save, save_file
 
 from gspo_jax import model, sampler
 from gspo_jax.model import hf
 from gspo_jax.model.hf import checkpoint as hf_checkpoint
+from gspo_jax.model.hf import folder as hf_folder
 from gspo_jax.model.hf import tensors as hf_tensors
 from gspo_jax.model.hf.tensors import BucketFile
 from gspo_jax.runtime import multihost, progress, sharding
@@ -254,14 +258,15 @@ def test_loading_onto_a_mesh_changes_nothing(changes, tmp_path, monkeypatch):
   hf.save_hf(params, cfg, tmp_path / "out")
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   shardings = sharding.state_shardings(params, mesh)
-  read, sizes = hf_checkpoint.HFCheckpoint.read_parts, {}
+  read, sizes = hf_checkpoint.HFCheckpoint.read, {}
 
-  def recorded(self, tensor, layer, parts):
-    found = read(self, tensor, layer, parts)
-    sizes.setdefault(tensor.path, []).extend(x.size for x in found.values())
+  def recorded(self, layer, wanted):
+    found = read(self, layer, wanted)
+    for tensor, parts in found.items():
+      sizes.setdefault(tensor.path, []).extend(x.size for x in parts.values())
     return found
 
-  monkeypatch.setattr(hf_checkpoint.HFCheckpoint, "read_parts", recorded)
+  monkeypatch.setattr(hf_checkpoint.HFCheckpoint, "read", recorded)
   again = hf.load_hf(tmp_path / "out", cfg, shardings=shardings)
   require_equal(jax.device_get(again), params)
   # Some leave out `context`, an axis of one device.
@@ -303,10 +308,12 @@ cfg = hf.config_from_hf(folder)
 shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
 shardings = sharding.state_shardings(shapes, sharding.make_mesh(fsdp=4))
 read, sizes = HFCheckpoint.read, []
-def recorded(self, tensor, layer, spans):
-  part = read(self, tensor, layer, spans)
-  sizes.extend([part.size] * (tensor.path == "layers/mlp/gate"))
-  return part
+def recorded(self, layer, wanted):
+  found = read(self, layer, wanted)
+  for tensor, parts in found.items():
+    if tensor.path == "layers/mlp/gate":
+      sizes.extend(part.size for part in parts.values())
+  return found
 HFCheckpoint.read = recorded
 params = hf.load_hf(folder, cfg, shardings=shardings)
 assert 2 * sum(sizes) == shapes["layers"]["mlp"]["gate"].size
@@ -429,10 +436,15 @@ def test_a_bucket_sends_each_byte_once(changes, tmp_path, monkeypatch):
   hf.save_hf(params, cfg, tmp_path / "out")
   shapes = hf_tensors.expected(cfg).values()
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  sent, read = [], BucketFile.read
+  sent, at_once, most, read = [], set(), [], BucketFile.read
+  monkeypatch.setattr(hf_tensors, "_BLOCK_BYTES", 4096)
 
   def recorded(self, start, end):
+    at_once.add(request := object())
     sent.append(end - start)
+    time.sleep(5e-3)
+    most.append(len(at_once))
+    at_once.remove(request)
     return read(self, start, end)
 
   monkeypatch.setattr(hf_tensors, "in_bucket", lambda path: True)
@@ -446,6 +458,8 @@ def test_a_bucket_sends_each_byte_once(changes, tmp_path, monkeypatch):
   )
   require_equal(jax.device_get(again), params)
   assert sum(sent) == 4 * sum(map(math.prod, shapes))
+  assert max(sent) <= 4096  # what a thread holds, beside the parts
+  assert 8 < max(most) <= 32
 
 
 def test_ranges_of_bytes_are_the_slices_of_safetensors(tmp_path):
@@ -477,6 +491,40 @@ def test_ranges_of_bytes_are_the_slices_of_safetensors(tmp_path):
     path.write_bytes(whole[:size])
     with pytest.raises(ValueError, match=r"range|JSON|value"):
       BucketFile(f"file://{path}")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32])
+def test_a_file_is_that_of_safetensors(dtype, tmp_path, monkeypatch):
+  monkeypatch.setattr(hf_tensors, "_BLOCK_BYTES", 50)
+  array = np.arange(60).reshape(5, 3, 4).astype(dtype)
+  tensors = {"b": array, "a": array[0, 0], "c": array[:0]}
+  path = epath.Path(tmp_path / "model.safetensors")
+  hf_tensors.save_tensors(tensors, path)
+  assert path.read_bytes() == save(tensors, {"format": "pt"})
+  (tmp_path / "other").write_text("")
+  mode = lambda file: file.stat().st_mode
+  assert mode(tmp_path / "model.safetensors") == mode(tmp_path / "other")
+
+
+def test_only_what_an_export_has_left_is_to_be_removed(tmp_path, monkeypatch):
+  """A bucket's folder with other files may be of use."""
+  monkeypatch.setattr(hf_folder, "in_bucket", lambda path: True)
+  message = lambda: error_message(lambda: hf.require_new(tmp_path, "float32"))
+  (tmp_path / "notes.txt").write_text("x")
+  assert message().endswith("expected a new or empty folder")
+  (tmp_path / "config.json").write_text("{}")
+  assert "remove what a killed export has left" in message()
+  (tmp_path / "model.safetensors").write_text("x")
+  assert message().endswith("expected a new or empty folder")
+
+
+def test_a_disk_that_fails_is_no_damaged_folder(tmp_path, monkeypatch):
+  def fail(*_, **__):
+    raise OSError(errno.EIO, "Input/output error")
+
+  monkeypatch.setattr("safetensors.safe_open", fail)
+  with pytest.raises(OSError, match="Input/output"):
+    hf.load_hf(GOLDENS / "qwen3", config("qwen3"))
 
 
 def test_damaged_folders_are_refused(tmp_path):
@@ -681,20 +729,24 @@ def test_wrong_files_and_fields_are_refused(tmp_path):
 
 def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
   params, cfg, out = loaded("qwen2"), config("qwen2"), tmp_path / "out"
-  files = 0
+  files, save = 0, hf_tensors.save_tensors
 
-  def save_two(tensors, path, metadata):
+  def save_two(tensors, path):
     nonlocal files
     files += 1
+    save(tensors, path)
     if files == 2:
-      raise SafetensorError("No space left on device")
-    save_file(tensors, path, metadata)
+      raise error
 
   with monkeypatch.context() as patched:
-    patched.setattr("safetensors.numpy.save_file", save_two)
+    patched.setattr(hf_checkpoint, "save_tensors", save_two)
+    error = OSError(errno.ENOSPC, "No space left on device")
     message = error_message(lambda: hf.save_hf(params, cfg, out))
-  assert message.startswith(f"'{out}.partial/model-00002-of-")
-  assert message.endswith("cannot be written: No space left on device")
+    assert message == f"{str(out)!r} cannot be written: {error.strerror}"
+    files, error = 0, OSError(errno.EIO, "Input/output error")
+    with pytest.raises(OSError, match="Input/output") as found:  # an outage
+      hf.save_hf(params, cfg, out)
+    assert found.value is error
   assert not out.exists()
   hf.save_hf(params, cfg, out)
   assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -50,6 +50,13 @@ def saved(tmp_path):
   return tmp_path / "peft"
 
 
+def test_a_folder_with_files_is_left_as_it_is(tmp_path):
+  (tmp_path / "notes.txt").write_text("x")
+  with pytest.raises(UserError, match="exists: expected a new or empty folder"):
+    hf.save_peft(base_and_adapters(DENSE)[1], DENSE, tmp_path, base="")
+  assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
 @each_model
 def test_a_round_trip_changes_no_bit(cfg, tmp_path):
   _, adapters = base_and_adapters(cfg)

@@ -285,7 +285,7 @@ def test_a_run_that_sigterm_stopped_exits_with_75(run_main, state, code):
      "'nope.jsonl': No such file", True),
     ("run", ["--config.mesh.fsdp=3"], "does not multiply to the 1 devices",
      True),
-    ("file/below", ["--config.seed=1"], "cannot be written: NotADirectory",
+    ("file/below", ["--config.seed=1"], "cannot be written: Not a directory",
      True),
   ],
 )  # fmt: skip

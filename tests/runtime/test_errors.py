@@ -79,8 +79,10 @@ class Http(Exception):
     OSError(errno.ENOSPC, "No space left on device"),
     OSError("Forbidden: b/x"),
     ValueError("Bad Request: b/x\nan invalid name"),
+    OSError(errno.ENOTEMPTY, "Directory not empty"),
     ImportError("no module gcsfs"),
-    *map(Http, (400, 401, 403, 404)),
+    KeyError("gss://"),  # epath, for an address that it does not know
+    *map(Http, (400, 401, 403, 404, "404")),
     UserError("of its own"),
   ],
 )
@@ -106,3 +108,4 @@ def test_an_outage_stays_as_it_is(error):
   with pytest.raises(type(error)) as found, with_reason("gs://b"):
     raise error
   assert found.value is error
+  assert error.__notes__ == ["gs://b"]

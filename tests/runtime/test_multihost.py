@@ -1,5 +1,6 @@
 """Global arrays and back, agreement of processes, and the start."""
 
+import errno
 import http.server
 import os
 import sys
@@ -54,6 +55,28 @@ def test_run_on_all_returns_the_result_or_raises():
     multihost.run_on_all(fail)
 
 
+def test_a_fault_of_a_process_is_no_mistake_on_another(monkeypatch):
+  """All end with the exit code of a fault, after which a JobSet restarts."""
+  theirs = []
+  monkeypatch.setattr(multihost, "allgather_text", lambda text: [text, *theirs])
+
+  def lose_connection():
+    raise ConnectionError("reset")
+
+  def fail():
+    raise UserError("no such file")
+
+  with pytest.raises(multihost.AgreedError):
+    multihost.run_on_all(fail)
+  theirs.append("\x01ConnectionError: reset")
+  for work in (fail, lambda: "ran"):
+    with pytest.raises(RuntimeError, match=r"^process 1: ConnectionError: res"):
+      multihost.run_on_all(work)
+  theirs[:] = ["no such file"]
+  with pytest.raises(ConnectionError):
+    multihost.run_on_all(lose_connection)
+
+
 @pytest.mark.parametrize("text", ["", "é", "é" * 3000])
 def test_allgather_text_cuts_long_texts(text):
   (gathered,) = multihost.allgather_text(text)
@@ -76,12 +99,10 @@ def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path, monkeypatch):
   def write(path, text):
     open(path, "w").close()
     if text:
-      raise OSError("No space left on device")
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
   monkeypatch.setattr(type(workdir), "write_text", write)
-  with pytest.raises(
-    multihost.AgreedError, match=r"written: OSError: No space left"
-  ):
+  with pytest.raises(multihost.AgreedError, match=r"written: No space left"):
     multihost.require_shared(workdir)
   assert list(tmp_path.iterdir()) == []
 

@@ -402,6 +402,8 @@ def attempt(check):
     print("passed", check())
   except multihost.AgreedError as error:
     print("agreed:", error)
+  except (RuntimeError, TimeoutError) as error:
+    print("fault:", error)
 def fail():
   if index == 1:
     raise UserError("no such file")
@@ -410,6 +412,11 @@ attempt(lambda: multihost.allgather_text(f"text {index}"))
 attempt(lambda: multihost.any_process(index == 1))
 attempt(lambda: multihost.run_on_all(lambda: "ran"))
 attempt(lambda: multihost.run_on_all(fail))
+def lose_connection():
+  if index == 0:
+    raise TimeoutError("no answer")
+  fail()
+attempt(lambda: multihost.run_on_all(lose_connection))
 attempt(lambda: multihost.require_same({"steps": 3, "seed": 5}))
 attempt(lambda: multihost.require_same({"steps": 3, "seed": index}))
 attempt(lambda: multihost.require_same({str(index): 3}))
@@ -434,6 +441,7 @@ def test_agreement(environment, tmp_path):
     "passed True",
     "passed ran",
     "agreed: process 1: no such file",
+    "fault: no answer",
     "passed None",
     "agreed: seed is not the same everywhere: process 1 has another value than "
     "process 0",
@@ -446,7 +454,8 @@ def test_agreement(environment, tmp_path):
   assert first == expected
   # A process raises its own message, else that of the first other process.
   expected[3] = "agreed: no such file"
-  expected[8] = f"agreed: process 0: --workdir='{work}/0' {apart}"
+  expected[4] = "fault: process 0: TimeoutError: no answer"
+  expected[9] = f"agreed: process 0: --workdir='{work}/0' {apart}"
   assert second == expected[:-1]
 
 

@@ -2,7 +2,8 @@
 
 The parameters are created on their devices and filled layer by layer. The host
 holds one layer of the file, or the embedding, never the whole model. Each
-process reads only the parts of a file that its own devices need.
+process reads only the parts of a file that its own devices need; of one in a
+bucket, the rows.
 """
 
 import functools
@@ -22,15 +23,14 @@ from gspo_jax.model.hf.config import config_to_hf
 from gspo_jax.model.hf.tensors import (
   INDEX,
   HFCheckpoint,
+  Spans,
   TensorMap,
-  import_safetensors,
+  save_tensors,
   tensor_maps,
 )
 from gspo_jax.model.transformer import Params
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.progress import Progress
-from gspo_jax.runtime.run_files import in_bucket
 from gspo_jax.runtime.sharding import tree_of_paths
 
 # Files copied from `like`: tokenizer and generation config.
@@ -71,16 +71,15 @@ def load_hf(
       zeros = jax.jit(jnp.zeros, static_argnums=0, out_shardings=sharding)
       params[tensor.path] = zeros(shape)
     else:
-      array = _read(source, tensor, 0, sharding)
+      (array,) = _read(source, 0, {tensor: sharding}).values()
       params[tensor.path] = _from_hf(array, tensor=tensor, sharding=sharding)
+  stacked = {t: s for t, s in shardings.items() if t.stacked}
   with Progress(f"loading {folder}", cfg.num_layers, "layers") as progress:
     for i in range(cfg.num_layers):
-      for tensor, sharding in shardings.items():
-        if tensor.stacked:
-          array, stack = _read(source, tensor, i, sharding), params[tensor.path]
-          params[tensor.path] = _set_layer(
-            stack, array, i, tensor=tensor, sharding=sharding
-          )
+      for tensor, array in _read(source, i, stacked).items():
+        params[tensor.path] = _set_layer(
+          params[tensor.path], array, i, tensor=tensor, sharding=stacked[tensor]
+        )
       # Otherwise the host would read all layers before the first is copied.
       jax.block_until_ready(params)
       progress.advance()
@@ -100,22 +99,35 @@ def _by_path(tree) -> dict:
 
 
 def _read(
-  source: HFCheckpoint, tensor: TensorMap, layer: int, sharding
-) -> jax.Array:
-  """One layer of a parameter in HF order and the file's dtype, sharded."""
-  if isinstance(sharding, NamedSharding):
-    spec = (*sharding.spec, *[None] * len(tensor.shape))[tensor.stacked :]
-    spec = PartitionSpec(*[spec[a] for a in tensor.order])
-    sharding = NamedSharding(sharding.mesh, spec)
-  shape = tensor.hf_shape
-  own = sharding.addressable_devices_indices_map(shape).values()
-  parts = source.read_parts(tensor, layer, [_spans(i, shape) for i in own])
-  return jax.make_array_from_callback(
-    shape, sharding, lambda index: parts[_spans(index, shape)]
-  )
+  source: HFCheckpoint, layer: int, shardings: dict
+) -> dict[TensorMap, jax.Array]:
+  """One layer of parameters in HF order and the file's dtype, sharded."""
+  shardings = {t: _in_hf_order(t, s) for t, s in shardings.items()}
+  wanted = {}
+  for tensor, sharding in shardings.items():
+    own = sharding.addressable_devices_indices_map(tensor.hf_shape).values()
+    wanted[tensor] = {_spans(index, tensor.hf_shape) for index in own}
+  parts = source.read(layer, wanted)
+  return {
+    tensor: jax.make_array_from_callback(
+      tensor.hf_shape,
+      sharding,
+      lambda index, t=tensor: parts[t][_spans(index, t.hf_shape)],
+    )
+    for tensor, sharding in shardings.items()
+  }
 
 
-def _spans(index, shape) -> tuple[tuple[int, int], ...]:
+def _in_hf_order(tensor: TensorMap, sharding):
+  """The sharding of one layer of a parameter in HF order."""
+  if not isinstance(sharding, NamedSharding):
+    return sharding
+  spec = (*sharding.spec, *[None] * len(tensor.shape))[tensor.stacked :]
+  spec = PartitionSpec(*[spec[a] for a in tensor.order])
+  return NamedSharding(sharding.mesh, spec)
+
+
+def _spans(index, shape) -> Spans:
   """The (start, end) of slices along each axis."""
   axes = zip(index, shape, strict=True)
   return tuple(part.indices(size)[:2] for part, size in axes)
@@ -184,7 +196,7 @@ def save_hf(
           arrays |= _split(tensor, multihost.to_host(x), i or 0)
       index |= dict.fromkeys(arrays, file)
       total += sum(x.nbytes for x in arrays.values())
-      on_primary(lambda file=file, x=arrays: _save(x, partial / file))
+      on_primary(lambda file=file, x=arrays: save_tensors(x, partial / file))
       progress.advance()
   on_primary(lambda: _finish(folder, partial, index, total))
 
@@ -226,16 +238,3 @@ def _finish(folder, partial: epath.Path, names: dict, total: int) -> None:
   index = {"metadata": {"total_size": total}, "weight_map": names}
   (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
   folders.finish(partial, folder)
-
-
-def _save(arrays, path: epath.Path) -> None:
-  safetensors = import_safetensors()
-  save = safetensors.numpy.save_file
-  write = lambda folder: save(arrays, folder / path.name, {"format": "pt"})
-  try:
-    if in_bucket(path):
-      folders.write_files(write, path.parent)
-    else:
-      write(path.parent)
-  except safetensors.SafetensorError as error:  # the disk is full
-    raise UserError(f"{str(path)!r} cannot be written: {error}") from error

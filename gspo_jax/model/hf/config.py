@@ -14,7 +14,7 @@ from etils import epath
 
 from gspo_jax.model.config import ModelConfig, changed
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling, yarn_mscale
-from gspo_jax.runtime.errors import UserError, how_to_download
+from gspo_jax.runtime.errors import UserError, how_to_download, with_reason
 
 
 class _Family(NamedTuple):
@@ -145,17 +145,18 @@ def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
 
 def read(path: epath.Path) -> dict:
   """Reads a JSON object; raises UserError if the file holds none."""
-  if not path.parent.is_dir():
-    raise UserError(
-      f"{str(path.parent)!r}: expected a checkpoint's folder"
-      + how_to_download(path.parent)
-    )
-  try:
-    raw = json.loads(path.read_text())
-  except FileNotFoundError:
-    raise UserError(f"{path}: no such file") from None
-  except ValueError as error:
-    raise UserError(f"{path}: not JSON: {error}") from None
+  with with_reason(str(path)):
+    if not path.parent.is_dir():
+      raise UserError(
+        f"{str(path.parent)!r}: expected a checkpoint's folder"
+        + how_to_download(path.parent)
+      )
+    try:
+      raw = json.loads(path.read_text())
+    except FileNotFoundError:
+      raise UserError(f"{path}: no such file") from None
+    except ValueError as error:
+      raise UserError(f"{path}: not JSON: {error}") from None
   if not isinstance(raw, dict):
     raise UserError(f"{path}: expected a JSON object, got {raw!r:.40}")
   return raw

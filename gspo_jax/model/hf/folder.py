@@ -14,7 +14,7 @@ from pathlib import Path
 from etils import epath
 
 from gspo_jax.model.config import DTYPES
-from gspo_jax.model.hf.tensors import INDEX, import_safetensors
+from gspo_jax.model.hf.tensors import INDEX, SINGLE, import_safetensors
 from gspo_jax.runtime.errors import UserError, nearest, with_reason
 from gspo_jax.runtime.run_files import in_bucket
 
@@ -29,8 +29,11 @@ def require_new(folder: epath.PathLike, dtype: str) -> None:
   with writing(folder):
     path = epath.Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
+      has = lambda *names: any((path / name).exists() for name in names)
+      # `save_hf` writes config.json first and the index last.
+      is_cut_short = has("config.json") and not has(SINGLE, INDEX)
       end = ""
-      if in_bucket(path) and not (path / INDEX).exists():
+      if in_bucket(path) and is_cut_short:
         end = f"; it has no {INDEX}: remove what a killed export has left"
       raise UserError(
         f"{str(folder)!r} exists: expected a new or empty folder{end}"

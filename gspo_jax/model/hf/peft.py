@@ -20,7 +20,12 @@ from gspo_jax.model import lora
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import read
-from gspo_jax.model.hf.tensors import import_safetensors, listed, tensor_maps
+from gspo_jax.model.hf.tensors import (
+  import_safetensors,
+  listed,
+  save_tensors,
+  tensor_maps,
+)
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -184,10 +189,9 @@ def _config(found, cfg, base) -> dict:
 
 
 def _write(folder, config, arrays):
-  save = import_safetensors().numpy.save
   with folders.writing(folder):
     partial = folders.begin(folder)
-    (partial / WEIGHTS).write_bytes(save(arrays, {"format": "pt"}))
+    save_tensors(arrays, partial / WEIGHTS)
     (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     folders.finish(partial, folder)
 

@@ -12,9 +12,8 @@ import functools
 import json
 import math
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -25,15 +24,22 @@ from etils import epath
 
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.transformer import init
-from gspo_jax.runtime.errors import UserError, how_to_download, missing_package
+from gspo_jax.runtime.errors import (
+  UserError,
+  how_to_download,
+  missing_package,
+  with_reason,
+)
 from gspo_jax.runtime.run_files import in_bucket
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
-# Requests at a time to a bucket.
-_REQUESTS = 32
+# Requests at a time to a bucket, and how much one asks for at most.
+_REQUESTS, _BLOCK_BYTES = 32, 8 << 20
 # How tensorstore's errors begin where the same request may succeed later.
-_OUTAGE = re.compile("UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|INTERNAL")
+_OUTAGE = re.compile(
+  "ABORTED|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN"
+)
 _MAX_NAMES = 16  # in one error; a wrong folder has thousands
 _INPUTS_LAST = ((1,), (0,))
 
@@ -163,6 +169,10 @@ def import_safetensors():
   return safetensors
 
 
+# (start, end) along each axis of a parameter in HF order.
+Spans = tuple[tuple[int, int], ...]
+
+
 class _Stored(NamedTuple):
   """Where a tensor is stored, its shape, and its safetensors dtype."""
 
@@ -185,12 +195,13 @@ class HFCheckpoint:
   def __init__(self, folder: epath.PathLike):
     self.folder = epath.Path(folder)
     self._tensors: dict[str, _Stored] = {}
-    self._in_bucket = in_bucket(folder)
     # On this machine only the last file stays open: layers are read in the
     # order of files.
-    self._open = functools.lru_cache(None if self._in_bucket else 1)(_open)
-    self._threads = _REQUESTS if self._in_bucket else 1
-    for path in _files(self.folder):
+    self._open = functools.lru_cache(None if in_bucket(folder) else 1)(_open)
+    self._threads = _REQUESTS if in_bucket(folder) else 1
+    with with_reason(str(folder)):
+      files = _files(self.folder)
+    for path in files:
       file = self._open(path)
       for name in file.keys():  # noqa: SIM118, not a dict
         part = file.get_slice(name)
@@ -219,94 +230,119 @@ class HFCheckpoint:
     if any(problems):
       raise UserError(f"{self.folder}: " + "; ".join(filter(None, problems)))
 
-  def read_parts(
-    self, tensor: TensorMap, layer: int, parts: Iterable
-  ) -> dict[tuple, np.ndarray]:
-    """Reads parts of a parameter, in HF order and the file's dtype.
+  def read(
+    self, layer: int, wanted: Mapping[TensorMap, Collection[Spans]]
+  ) -> dict[TensorMap, dict[Spans, np.ndarray]]:
+    """Reads parts of parameters of one layer.
 
-    A bucket has only whole rows of a tensor: those that parts share are
-    fetched once.
+    A tensor is read in blocks of rows, from which all parts with these rows are
+    copied: a bucket sends whole rows alone. Parts that overlap have either the
+    same rows or none in common, as those of a sharding.
 
     Args:
-      tensor: of which parameter.
-      layer: of which layer.
-      parts: of each, (start, end) along each axis of `tensor.hf_shape`.
+      layer: of the parameters that have an axis of layers.
+      wanted: of each parameter the parts, by their spans.
 
     Returns:
-      The parts, by their spans.
+      The parts, in HF order and the file's dtype.
     """
-    parts, rows = [*dict.fromkeys(parts)], _Once()
-    read = lambda spans: self._read(tensor, layer, spans, rows)
-    # Parts with experts are read by threads of their own.
-    threads = self._threads if tensor.experts is None else 1
-    with ThreadPoolExecutor(threads) as pool:
-      return dict(zip(parts, pool.map(read, parts), strict=True))
-
-  def _read(self, tensor, layer, spans, rows) -> np.ndarray:
-    names = [name.format(i=layer, e="{e}") for name in tensor.names]
-    if tensor.experts is None:
-      return self._join(tensor, names, spans, rows)
-    (first, end), *spans = spans
-    # Preallocated: np.stack would need the memory twice.
-    shape = (end - first, *(b - a for a, b in spans))
-    dtype = _FLOATS[self._tensors[names[0].format(e=first)].dtype]
-    out = np.empty(shape, dtype)
-
-    def fill(e):
-      each = [name.format(e=e) for name in names]
-      out[e - first] = self._join(tensor, each, spans, rows)
-
+    found, blocks = {}, []
+    for tensor, parts in wanted.items():
+      names = [name for name, _ in tensor.tensors(layer)]
+      dtypes = {self._tensors[name].dtype for name in names}
+      dtype = _FLOATS[dtypes.pop()] if len(dtypes) == 1 else np.float32
+      found[tensor] = {
+        spans: np.empty([end - start for start, end in spans], dtype)
+        for spans in parts
+      }
+      blocks += self._blocks(tensor, layer, found[tensor])
     with ThreadPoolExecutor(self._threads) as threads:
-      list(threads.map(fill, range(first, end)))  # raises what `fill` raises
-    return out
+      # The list raises what `_fill` raises.
+      list(threads.map(lambda block: self._fill(*block), blocks))
+    return found
 
-  def _join(self, tensor, names, spans, rows):
-    """Reads one expert's part, or that of a parameter without experts.
+  def _blocks(self, tensor, layer, parts) -> Iterator[tuple]:
+    """The arguments of `_fill` for all rows of the parts, each row once."""
+    axis = 0 if tensor.experts is None else 1  # that of the rows
+    by_rows = {}
+    for spans, array in parts.items():
+      by_rows.setdefault(spans[: axis + 1], {})[spans] = array
+    length = tensor.hf_shape[axis] // len(tensor.names)
+    size = math.prod(tensor.tensor_shape) // length * 4  # bytes, at most
+    step = max(1, _BLOCK_BYTES // size)
+    for rows, same_rows in by_rows.items():
+      *experts, (first, end) = rows
+      for name, (e, position) in tensor.tensors(layer):
+        if experts and e not in range(*experts[0]):
+          continue
+        offset = position * length
+        end_here = min(end, offset + length)
+        for start in range(max(first, offset), end_here, step):
+          span = start, min(start + step, end_here)
+          yield tensor, name, e, offset, span, same_rows
+
+  def _fill(self, tensor, name, e, offset, span, parts):
+    """Copies a block of a tensor's rows into the parts that have them.
 
     Of several axes that form a tensor's rows or columns, the file is sliced
     along the first one; the others are sliced in memory.
+
+    Args:
+      tensor: the parameter.
+      name: of the tensor.
+      e: its expert.
+      offset: where the tensor begins, along the parameter's first axis of rows.
+      span: of the block, along that axis.
+      parts: arrays by spans, all with the same rows.
     """
-    in_file, shape, in_memory, axis = [], [], [], 0
-    for group in tensor.axes:
-      sizes = [tensor.shape[a] for a in group]
-      (first, end), *inner = spans[axis : axis + len(group)]
-      axis += len(group)
+    axis = 0 if tensor.experts is None else 1
+    rows, *columns = ([tensor.shape[a] for a in group] for group in tensor.axes)
+    start, end = span
+    stride = math.prod(rows[1:])
+    in_file = [slice((start - offset) * stride, (end - offset) * stride)]
+    shape, shifts = [end - start, *rows[1:]], [0] * (len(rows) - 1)
+    for sizes in columns:
+      of_parts = [spans[axis + len(rows)] for spans in parts]
+      first, last = min(a for a, _ in of_parts), max(b for _, b in of_parts)
       stride = math.prod(sizes[1:])
-      in_file.append(slice(first * stride, end * stride))
-      shape += [end - first, *sizes[1:]]
-      in_memory += [slice(None), *(slice(*span) for span in inner)]
-    if len(names) == 1:
-      array = self._slice(names[0], in_file, rows)
-      return array.reshape(shape)[tuple(in_memory)]
-    all_rows = [slice(None), *in_file[1:]]
-    arrays = [self._slice(name, all_rows, rows) for name in names]
-    return np.concatenate(arrays)[in_file[0]]
-
-  def _slice(self, name, slices, rows):
-    part = self._open(self._tensors[name].file).get_slice(name)
-    if not self._in_bucket:
-      return part[tuple(slices)]
-    first, *others = slices
-    array = rows.get((name, first.start, first.stop), lambda: part[(first,)])
-    return array[(slice(None), *others)]
+      in_file.append(slice(first * stride, last * stride))
+      shape += [last - first, *sizes[1:]]
+      shifts += [first] + [0] * (len(sizes) - 1)
+    file = self._open(self._tensors[name].file)
+    block = file.get_slice(name)[tuple(in_file)].reshape(shape)
+    for spans, array in parts.items():
+      inner = zip(spans[axis + 1 :], shifts, strict=True)
+      cut = [slice(a - shift, b - shift) for (a, b), shift in inner]
+      target = array[e - spans[0][0]] if axis else array
+      first = spans[axis][0]
+      target[start - first : end - first] = block[(slice(None), *cut)]
 
 
-class _Once:
-  """What was fetched, by key; several threads may ask for the same."""
+def save_tensors(arrays: Mapping[str, np.ndarray], path: epath.Path) -> None:
+  """Writes a safetensors file to a folder or bucket; see `BucketFile`.
 
-  def __init__(self):
-    self._lock, self._found = threading.Lock(), {}
+  That of the package safetensors puts a second copy of all tensors into memory
+  for a bucket, and on this machine lets only the owner read the file.
 
-  def get(self, key, fetch: Callable[[], np.ndarray]) -> np.ndarray:
-    with self._lock:
-      is_first = key not in self._found
-      found = self._found.setdefault(key, Future())
-    if is_first:
-      try:
-        found.set_result(fetch())
-      except Exception as error:
-        found.set_exception(error)
-    return found.result()
+  Args:
+    arrays: contiguous, of one dtype in `_FLOATS`.
+    path: of the file.
+  """
+  names = {np.dtype(dtype): name for name, dtype in _FLOATS.items()}
+  header, end = {"__metadata__": {"format": "pt"}}, 0
+  for name, x in sorted(arrays.items()):
+    span = [end, end := end + x.nbytes]
+    dtype = names[x.dtype]
+    header[name] = {"dtype": dtype, "shape": x.shape, "data_offsets": span}
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)  # so that tensors are aligned
+  with path.open("wb") as file:
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, x in sorted(arrays.items()):
+      data = memoryview(x.reshape(-1).view(np.uint8))
+      # A bucket's file keeps what it is given until it has sent it.
+      for start in range(0, len(data), _BLOCK_BYTES):
+        file.write(data[start : start + _BLOCK_BYTES])
 
 
 class BucketFile:
@@ -403,17 +439,16 @@ def _files(folder: epath.Path) -> list[epath.Path]:
 
 def _open(path: epath.Path):
   safetensors = import_safetensors()
-  try:
-    if in_bucket(path):
-      return BucketFile(str(path))
-    return safetensors.safe_open(path, framework="np")
-  except ConnectionError:
-    raise
-  except (
-    *(safetensors.SafetensorError, OSError),
-    *(ValueError, LookupError, TypeError, AttributeError),
-  ) as error:
-    raise UserError(f"{path}: damaged or truncated: {error}") from None
+  with with_reason(str(path)):
+    try:
+      if in_bucket(path):
+        return BucketFile(str(path))
+      return safetensors.safe_open(path, framework="np")
+    except (
+      safetensors.SafetensorError,
+      *(ValueError, LookupError, TypeError, AttributeError),
+    ) as error:
+      raise UserError(f"{path}: damaged or truncated: {error}") from None
 
 
 def _is_ignored(name: str, cfg: ModelConfig) -> bool:
