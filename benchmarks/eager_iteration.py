@@ -7,9 +7,11 @@ The keys are those of configs/smollm2_cpu.py, with fewer prompts. Theirs is
 written as a trainer in PyTorch has it, with nothing compiled: `generate` of
 transformers with its dynamic cache; old log-probs without a gradient; then two
 minibatches, each in micro-batches of padded rows, GSPO's loss on the
-log-probs of the responses, `clip_grad_norm_` and AdamW. Parameters and moments
-are float32 with bfloat16 autocast, or float32 alone: the faster one of each
-phase counts. Rewards are left out. The iterations alternate in one process,
+log-probs of the responses, `clip_grad_norm_` and AdamW. Prompts are padded to
+the longest of the batch. Parameters and moments are float32 with bfloat16
+autocast, or float32 alone; a copy of the weights in bfloat16 generates, too.
+The fastest one of each phase counts. Rewards are left out. The iterations
+alternate in one process,
 with as many threads as this process may use cores. The first of each does not
 count; of the others the least time counts, per token: of the responses in
 generation, of prompts and responses in the update. Needs
@@ -33,18 +35,16 @@ from gspo_jax.configs import smollm2_cpu
 
 
 class Eager:
-  """The policy and optimizer of PyTorch.
+  """A policy of PyTorch and its optimizer.
 
   Args:
     config: all the keys of configs/common.py.
+    model: of transformers. Only one in float32 is trained.
     autocast: whether products are in bfloat16.
   """
 
-  def __init__(self, config, autocast: bool):
-    self._config, self._autocast = config, autocast
-    self._model = transformers.AutoModelForCausalLM.from_pretrained(
-      config.model.checkpoint, dtype=torch.float32
-    )
+  def __init__(self, config, model, autocast: bool = False):
+    self._config, self._model, self._autocast = config, model, autocast
     self._stop = self._model.generation_config.eos_token_id
     self._optimizer = torch.optim.AdamW(
       self._model.parameters(), lr=config.optim.learning_rate, fused=True
@@ -56,13 +56,11 @@ class Eager:
       began = time.monotonic()
       tokens, mask, width = self._generate(prompts)
       sampled = time.monotonic()
-      self._update(tokens, mask, width)
-      updated = time.monotonic()
-    sizes = int(mask[:, width:].sum()), int(mask.sum())
-    return {
-      "generate": (sampled - began) / sizes[0],
-      "update": (updated - sampled) / sizes[1],
-    }
+      found = {"generate": (sampled - began) / int(mask[:, width:].sum())}
+      if self._model.dtype == torch.float32:
+        self._update(tokens, mask, width)
+        found["update"] = (time.monotonic() - sampled) / int(mask.sum())
+    return found
 
   def _precision(self):
     if self._autocast:
@@ -72,9 +70,9 @@ class Eager:
   def _generate(self, prompts):
     """Tokens and mask [B, S + R] and S."""
     c = self._config
-    tokens = torch.tensor(np.asarray(prompts.tokens, np.int64))
     lengths = torch.tensor(np.asarray(prompts.lengths))
-    width = tokens.shape[1]
+    width = int(lengths.max())
+    tokens = torch.tensor(np.asarray(prompts.tokens, np.int64)[:, -width:])
     mask = torch.arange(width) >= width - lengths[:, None]
     tokens, mask = (
       x.repeat_interleave(c.rollout.group_size, 0) for x in (tokens, mask)
@@ -160,9 +158,14 @@ def main() -> None:
   config.data.prompts = args.prompts
   with tempfile.TemporaryDirectory() as folder:
     iterations = Iterations(config, folder)
+    load = lambda dtype: transformers.AutoModelForCausalLM.from_pretrained(
+      args.checkpoint, dtype=dtype
+    )
+    model = load(torch.float32)
     theirs = {
-      "bfloat16 autocast": Eager(config, autocast=True),
-      "float32": Eager(config, autocast=False),
+      "bfloat16 autocast": Eager(config, model, autocast=True),
+      "float32": Eager(config, model),
+      "bfloat16 weights": Eager(config, load(torch.bfloat16)),
     }
     found = {name: [] for name in ("ours", *theirs)}
     with iterations.reward_pool:
@@ -176,12 +179,13 @@ def main() -> None:
   }
   rows = {}
   for phase in least["ours"]:
-    best = min(theirs, key=lambda name, phase=phase: least[name][phase])
-    speeds = {name: round(1 / s[phase], 1) for name, s in least.items()}
+    seconds = {name: s[phase] for name, s in least.items() if phase in s}
+    best = min(seconds.keys() & theirs.keys(), key=seconds.get)
+    speeds = {name: round(1 / s, 1) for name, s in seconds.items()}
     rows[phase] = {
       "tokens_per_second": speeds,
       "best": best,
-      "times": round(least[best][phase] / least["ours"][phase], 3),
+      "times": round(seconds[best] / seconds["ours"], 3),
     }
   measured = {"prompts": args.prompts, "phases": rows}
   record.finish("eager_iteration", measured, args.out)

@@ -59,9 +59,12 @@ def draw(results: list[dict], path: Path) -> None:
   from matplotlib import pyplot as plt
 
   figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+  objectives = {result.get("objective.name") for result in results}
   for colour, result in enumerate(results):
     style = {"color": f"C{colour}"}
     label = f"seed {result['seed']}"
+    if len(objectives) > 1:
+      label = f"{result['objective.name']}, {label}"
     axes.plot(*zip(*result["reward"], strict=True), alpha=0.35, **style)
     axes.plot(
       *zip(*result["pass@1"], strict=True), marker="o", label=label, **style

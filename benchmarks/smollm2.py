@@ -2,6 +2,7 @@
 
   python -m gspo_jax.prepare_smollm2 --to=models/smollm2
   python -m benchmarks.smollm2 --text=test.jsonl --out=benchmarks/smollm2
+  python -m benchmarks.smollm2 --tables=benchmarks/smollm2.json
 
 Trains `configs/smollm2_cpu.py` for each objective and seed in
 RUNS/OBJECTIVE-SEED; runs that are done are not repeated. Then it evaluates the
@@ -11,10 +12,18 @@ their distributions:
 kl           mean over the tokens of a policy's own responses, one to each
              problem, of the KL divergence of its next-token distribution from
              the start's, nats
-perplexity   of the tokens of other text, --text: a JSON object a line, with
-             `question` and `answer`, such as the test set of GSM8K
+perplexity   of the first 192 tokens of each of the first 100 rows of other
+             text, --text: a JSON object a line, with `question` and `answer`,
+             such as the test set of GSM8K
 
 Both are at temperature 1, in the dtype of the run. Writes OUT.json and OUT.png.
+
+--tables trains nothing. It prints, of a record, the means over the seeds with
+95 % intervals, and its responses at the start and of the first seed. Intervals
+are Student's: over the seeds, and where there are problems also over these. The
+half-widths of the two are added as the roots of a sum of squares. The seeds
+share the problems, so that the mean of their standard errors over problems
+counts, undivided: the largest that the error of their mean can be.
 """
 
 import argparse
@@ -29,6 +38,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import stats
 
 from benchmarks import record, seeds
 from gspo_jax import model
@@ -55,8 +65,13 @@ def main() -> None:
   parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
   parser.add_argument("--runs", type=Path, default=Path("runs/smollm2"))
   parser.add_argument("--text", type=Path)
-  parser.add_argument("--out", type=Path, required=True)
+  action = parser.add_mutually_exclusive_group(required=True)
+  action.add_argument("--out", type=Path)
+  action.add_argument("--tables", type=Path, metavar="RECORD")
   args = parser.parse_args()
+  if args.tables:
+    print("\n".join(_tables(json.loads(args.tables.read_text()))))
+    return
   runs, settings = {}, {}
   for objective in args.objectives:
     for seed in args.seeds:
@@ -75,7 +90,10 @@ def main() -> None:
   cfg = hf.config_from_hf(args.checkpoint, dtype=dtype)
   first = hf.load_hf(args.checkpoint, cfg)
   before, answers = _evaluate(
-    args.checkpoint, args.runs / "start", files, settings[name]
+    args.checkpoint,
+    args.runs / "start",
+    files,
+    {"model.checkpoint": args.checkpoint},
   )
   before |= _perplexity(first, cfg, tokenizer, texts)
   shown = _show({}, "before", answers)
@@ -229,6 +247,49 @@ def _show(shown: dict, name: str, answers: list[dict]) -> dict:
       response = {"response": answer["response"], "score": answer["score"]}
       shown.setdefault(answer["problem"], {})[name] = response
   return shown
+
+
+def _tables(found: dict) -> list[str]:
+  """Lines of Markdown: the means with intervals, and the responses."""
+  before, after = found["before"], found["results"]
+  lines = ["| | start | mean of the seeds |", "|---|---|---|"]
+  for name in _SETS:
+    row = lambda run, name=name: (run[name]["avg"], run[name]["avg_error"])
+    start = _interval([row(before)], before[name]["problems"])
+    mean = _interval(map(row, after), before[name]["problems"])
+    lines.append(f"| rules kept, {name} | {start} | {mean} |")
+    for key in ("tokens", "truncated"):
+      mean = _interval((run[name][key], 0.0) for run in after)
+      start = f"{before[name][key]:.3g}"
+      lines.append(f"| {key}, {name} | {start} | {mean} |")
+  for key in ("kl", "perplexity"):
+    mean = _interval((run[key], 0.0) for run in after)
+    lines.append(f"| {key} | {before.get(key, 0):.3g} | {mean} |")
+  lines += ["", "| problem | start | first seed |", "|---|---|---|"]
+  for problem, responses in found["samples"].items():
+    start, policy, *_ = responses.values()
+    cells = [
+      f"{' '.join(r['response'].split())} ({r['score']:.0f})"
+      for r in (start, policy)
+    ]
+    lines.append(f"| {problem} | {cells[0]} | {cells[1]} |")
+  return lines
+
+
+def _interval(runs, problems: int = 2) -> str:
+  """The mean of runs and its 95 % interval, of non-negative values.
+
+  Args:
+    runs: (mean over the problems, its standard error) of each.
+    problems: how many there are.
+  """
+  means, errors = np.array(list(runs), float).T
+  half = np.mean(errors) * stats.t.ppf(0.975, problems - 1)
+  if len(means) > 1:
+    error = np.std(means, ddof=1) / math.sqrt(len(means))
+    half = math.hypot(half, error * stats.t.ppf(0.975, len(means) - 1))
+  mean = np.mean(means)
+  return f"{mean:.3g} ({max(mean - half, 0):.3g} to {mean + half:.3g})"
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 #
 # SmolLM2-135M-Instruct learns to keep rules that a program checks: between 5
 # and 12 words, no commas, a numbered list of three points. On a GPU the whole
-# run of `configs/smollm2_cpu.py`; on a CPU two small iterations, since the
-# whole run takes 45 minutes there.
+# run of `configs/smollm2_cpu.py`; on a CPU two small iterations, since one of
+# its 40 takes a minute there.
 
 # %%
 # Colab has to install the package first. GSPO_JAX names another source of it.
@@ -31,7 +31,7 @@ os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that PyTorch is missing
 import jax
 import matplotlib.pyplot as plt
 
-from gspo_jax import prepare_smollm2
+from gspo_jax import model, prepare_smollm2
 from gspo_jax.configs import smollm2_cpu
 from gspo_jax.data import instructions
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
@@ -86,7 +86,9 @@ if not WHOLE:
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
 cfg = hf.config_from_hf(folder, dtype=config.model.dtype)
-params = hf.load_hf(folder, cfg)
+shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
+places = sharding.state_shardings(shapes, mesh)
+params = hf.load_hf(folder, cfg, shardings=places)
 parsed = parse(config)
 shape = batch_shape(parsed, mesh, samples=1, problems=len(problems))
 sampler = PolicySampler(parsed, mesh, shape)

@@ -36,13 +36,32 @@ quote_all() {
 }
 
 dry_run=""
+env=() # the words NAME=VALUE of --env=
+
+# is_secret NAME: whether the value of this variable must not be printed.
+is_secret() {
+  case $1 in
+    *KEY | *PASSWORD | *SECRET | *TOKEN) return 0 ;;
+    *) return 1 ;;
+  esac
+}
+
+# show COMMAND...: quoted, with ... in place of the values of secrets.
+show() {
+  local line word
+  line=$(quote_all "$@")
+  for word in ${env[@]+"${env[@]}"}; do
+    is_secret "${word%%=*}" && line=${line//"$word"/${word%%=*}=...}
+  done
+  printf '%s\n' "$line"
+}
 
 # call COMMAND...: runs it; under --dry-run only prints it, to be pasted.
 call() {
   if [[ -n $dry_run ]]; then
-    printf '%s\n' "$(quote_all "$@")"
+    show "$@"
   else
-    echo "+ $(quote_all "$@")" >&2
+    echo "+ $(show "$@")" >&2
     "$@"
   fi
 }
@@ -53,24 +72,28 @@ check_workdir() {
     complain "--workdir=$1: expected a gs:// address, which every host sees"
 }
 
-# with_environment WORKDIR SETTINGS COMMAND...: the command with these variables,
-# and with a compilation cache that every host and every restart shares.
-# SETTINGS: how many words NAME=VALUE come before the command.
+# with_environment WORKDIR COMMAND...: the command with the variables of --env=,
+# and with a compilation cache that every host and every restart shares, also for
+# programs that compile in under a second.
 with_environment() {
-  local workdir=$1 count=$2
-  shift 2
-  local variables=("${@:1:count}") variable
-  for variable in ${variables[@]+"${variables[@]}"}; do
+  local workdir=$1 variable
+  shift
+  for variable in ${env[@]+"${env[@]}"}; do
     [[ $variable =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] ||
       complain "--env=$variable: expected --env=NAME=VALUE"
+    # Quoted, `show` would not find it.
+    is_secret "${variable%%=*}" && [[ $(quote "$variable") != "$variable" ]] &&
+      complain "--env=${variable%%=*}=...: expected letters, digits and _./:=@%+,-"
   done
-  quote_all env "JAX_COMPILATION_CACHE_DIR=$workdir/compilation_cache" "$@"
+  quote_all env "JAX_COMPILATION_CACHE_DIR=$workdir/compilation_cache" \
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+    ${env[@]+"${env[@]}"} "$@"
 }
 
 # slice_size ACCELERATOR_TYPE: "chips 64, hosts 16", or nothing for a family
 # unknown here. v5p-N and tpu7x-N count TensorCores, two a chip; v5litepod-N and
 # v6e-N count chips. A host holds four chips; eight or fewer of a v5litepod or a
-# v6e are one host.
+# v6e are one host. Larger v5p and tpu7x consist of cubes of 4x4x4 chips.
 slice_size() {
   local family=${1%-*} count=${1##*-}
   case $family in
@@ -80,13 +103,17 @@ slice_size() {
   esac
   [[ $count =~ ^[1-9][0-9]*$ ]] || complain "$1: expected $family- and a number"
   if [[ $family == v5p || $family == tpu7x ]]; then
-    ((count % 8 == 0)) ||
-      complain "$1: expected a multiple of 8: TensorCores, 2 a chip, 8 a host"
+    case $count in
+      8 | 16 | 32 | 64) ;;
+      *) ((count % 128 == 0)) ||
+        complain "$1: expected 8, 16, 32, 64 or a multiple of 128: TensorCores" ;;
+    esac
     echo "chips $((count / 2)), hosts $((count / 8))"
-  elif ((count > 8)); then
-    ((count % 16 == 0)) || complain "$1: expected 1, 4, 8 or a multiple of 16"
-    echo "chips $count, hosts $((count / 4))"
   else
-    echo "chips $count, hosts 1"
+    case $count in
+      1 | 4 | 8) echo "chips $count, hosts 1" ;;
+      16 | 32 | 64 | 128 | 256) echo "chips $count, hosts $((count / 4))" ;;
+      *) complain "$1: expected 1, 4, 8, 16, 32, 64, 128 or 256 chips" ;;
+    esac
   fi
 }

@@ -39,7 +39,7 @@ settings() {
   git_url=${GSPO_GIT_URL-} workdir=${GSPO_WORKDIR-}
   config=${GSPO_CONFIG-configs/moe_tpu_v5.py}
   worker=${GSPO_WORKER-0} grace=${GSPO_GRACE-900}
-  capacity=() env=() flags=()
+  capacity=() flags=()
   while (($#)); do
     case $1 in
       --dry-run) dry_run=1 ;;
@@ -129,7 +129,7 @@ run() {
   need workdir config
   check_workdir "$workdir"
   local train
-  train=$(with_environment "$workdir" ${#env[@]} ${env[@]+"${env[@]}"} \
+  train=$(with_environment "$workdir" \
     ../.venv/bin/python -u -m gspo_jax.main --config="$config" \
     --workdir="$workdir" ${flags[@]+"${flags[@]}"})
   # exec all the way down: $! is Python itself, and a SIGTERM reaches it.

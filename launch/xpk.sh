@@ -36,7 +36,7 @@ settings() {
   slices=${GSPO_SLICES-1} image=${GSPO_IMAGE-} workdir=${GSPO_WORKDIR-}
   config=${GSPO_CONFIG-configs/moe_tpu_v5.py}
   grace=${GSPO_GRACE-900} restarts=${GSPO_RESTARTS-10}
-  env=() flags=()
+  flags=()
   while (($#)); do
     case $1 in
       --dry-run) dry_run=1 ;;
@@ -69,7 +69,7 @@ run() {
   check_workdir "$workdir"
   local slice command
   slice=$(slice_size "$accelerator_type")
-  command=$(with_environment "$workdir" ${#env[@]} ${env[@]+"${env[@]}"} \
+  command=$(with_environment "$workdir" \
     python -m gspo_jax.main --config="$config" --workdir="$workdir" \
     ${flags[@]+"${flags[@]}"})
   echo "# $slices x $accelerator_type: ${slice:-size unknown here}, each"

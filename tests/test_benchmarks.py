@@ -2,13 +2,19 @@
 
 import importlib
 import json
+import math
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 from repository import ROOT
+from scipy import stats
 
-from benchmarks import lengths
+from benchmarks import lengths, smollm2
+from gspo_jax import model
+from gspo_jax.data import tokenizers
 
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
 
@@ -144,3 +150,104 @@ def test_sampler_gap():
       if variant.startswith("int8"):
         assert gap(name, variant) > 10 * gap(name, "as written")
   assert "int8 experts" in models["experts"]
+
+
+class Chat:
+  """Bytes, and a prompt that is the problem itself."""
+
+  def __init__(self):
+    self._bytes = tokenizers.load("bytes")
+    self.stop_ids = self._bytes.stop_ids
+    self.vocab_size = self._bytes.vocab_size
+
+  def encode(self, text):
+    return self._bytes.encode(text)
+
+  def prompt(self, text, system):
+    return self.encode(f"{text} ")
+
+
+@pytest.fixture(scope="module")
+def policies():
+  """A tokenizer, a config and two policies."""
+  chat = Chat()
+  cfg = model.ModelConfig(
+    vocab_size=chat.vocab_size,
+    num_layers=1,
+    embed_dim=16,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=16,
+  )
+  init = jax.jit(model.init, static_argnums=1)
+  return chat, cfg, *(init(jax.random.key(i), cfg) for i in range(2))
+
+
+def log_probs_of_next(params, cfg, ids):
+  """[length - 1, vocabulary] of one text, without padding."""
+  ids = np.array([ids])
+  positions = np.arange(ids.shape[1])[None]
+  forward = jax.jit(model.forward, static_argnums=1)
+  logits = forward(params, cfg, ids, positions, np.ones_like(ids)).logits
+  return np.asarray(jax.nn.log_softmax(logits[0, :-1]), float)
+
+
+def test_perplexity_is_of_the_first_tokens_of_each_text(policies):
+  chat, cfg, params, _ = policies
+  texts = ["a short text", "one that is cut. " * 20]
+  found = smollm2._perplexity(params, cfg, chat, texts)["perplexity"]
+  logps = []
+  for text in texts:
+    ids = chat.encode(text)[:192]
+    every = log_probs_of_next(params, cfg, ids)
+    logps += [every[i, token] for i, token in enumerate(ids[1:])]
+  assert found == pytest.approx(math.exp(-np.mean(logps)), rel=1e-4)
+
+
+def test_kl_is_of_the_tokens_of_the_first_responses_and_their_stop(policies):
+  chat, cfg, policy, first = policies
+  answers = [
+    {"problem": "p", "response": "abc", "finish": "stopped", "sample": 0},
+    {"problem": "long", "response": "defg", "finish": "length", "sample": 0},
+    {"problem": "long", "response": "xyz", "finish": "stopped", "sample": 1},
+  ]
+  found = smollm2._kl(policy, first, cfg, chat, answers)
+  each = []
+  for answer, stop in zip(answers, (chat.stop_ids[:1], ()), strict=False):
+    prompt = chat.prompt(answer["problem"], "")
+    ids = [*prompt, *chat.encode(answer["response"]), *stop]
+    log_p, log_q = (log_probs_of_next(p, cfg, ids) for p in (policy, first))
+    kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
+    each += [*kl[len(prompt) - 1 :]]
+  assert len(each) == 4 + 4
+  assert found == pytest.approx(np.mean(each), rel=1e-4)
+  assert found > 1e-3
+  assert smollm2._kl(first, first, cfg, chat, answers) == 0
+
+
+def test_intervals_are_over_seeds_and_over_problems():
+  """Without errors over problems, with both, and of one policy."""
+  means = [0.5, 0.7, 0.6]
+  over_seeds = stats.t.ppf(0.975, 2) * 0.1 / math.sqrt(3)
+  over_problems = stats.t.ppf(0.975, 63) * 0.05
+  for errors, spread in ((0.0, over_seeds), (0.05, None)):
+    half = spread or math.hypot(over_seeds, over_problems)
+    found = smollm2._interval([(m, errors) for m in means], 64)
+    assert found == f"0.6 ({0.6 - half:.3g} to {0.6 + half:.3g})"
+  one = smollm2._interval([(0.6, 0.05)], 64)
+  low, high = 0.6 - over_problems, 0.6 + over_problems
+  assert one == f"0.6 ({low:.3g} to {high:.3g})"
+
+
+def test_docs_results_shows_every_recorded_problem_as_the_command_does():
+  found = json.loads((ROOT / "benchmarks/smollm2.json").read_text())
+  page = (ROOT / "docs/results.md").read_text().splitlines()
+  rows = [
+    line
+    for line in smollm2._tables(found)
+    for problem in found["samples"]
+    if line.startswith(f"| {problem} |")
+  ]
+  assert len(rows) == len(found["samples"]) == 8
+  assert [row for row in rows if row not in page] == []

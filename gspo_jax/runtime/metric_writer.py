@@ -217,8 +217,9 @@ class MetricWriter:
 class _Goodput:
   """The share of a run's wall time that its iterations take.
 
-  The wall time begins with the first start of the run. It includes restarts and
-  the time before them. An iteration that a restart repeats counts once.
+  The wall time begins with the first start of the iterations, after loading and
+  the cold start. It includes restarts and the time before them. An iteration
+  that a restart repeats counts once.
 
   Args:
     rows: of metrics.jsonl, up to the step where the run resumes.

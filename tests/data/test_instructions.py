@@ -1,6 +1,7 @@
 """Problems of instructions: references that fit, and what is held out."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_what_a_problem_demands_breaks_none_of_its_rules(name):
 
 
 # Texts that keep as many rules as they can, whatever was asked.
-FIXED = (
+_SENTENCES = (
   "{} bring love life joy to many people and children every day!",
   "{} bring special love and joy to all young people every day\n\n"
   "they do amaze us with such great fun?",
@@ -85,9 +86,21 @@ FIXED = (
 )
 
 
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("text", FIXED)
-def test_a_text_that_reads_no_rule_gets_little(name, text):
+def most_asked_words(count):
+  """The words that most of the training problems ask for."""
+  rules = [target["rules"] for _, target in targets("training")]
+  words = Counter(r["include"] for r in rules if "include" in r)
+  return " ".join(word for word, _ in words.most_common(count))
+
+
+# The best texts that were found: 40 words are still between 25 and 40.
+_WORDS = tuple(f"{{}} {most_asked_words(39)}{end}" for end in "!?")
+# The largest share of a set's problems that they keep.
+FIXED = dict.fromkeys(_SENTENCES, 0.25) | dict.fromkeys(_WORDS, 0.35)
+
+
+def kept(text, problems):
+  """The share of the problems whose rules this text keeps."""
   scores = [
     follows(
       asked,
@@ -96,6 +109,18 @@ def test_a_text_that_reads_no_rule_gets_little(name, text):
       tokens=1,
       limit=2,
     )
-    for asked, target in targets(name)
+    for asked, target in problems
   ]
-  assert sum(scores) < 0.25 * len(scores)
+  return sum(scores) / len(scores)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("text", FIXED)
+def test_a_text_that_reads_no_rule_gets_little(name, text):
+  assert kept(text, targets(name)) < FIXED[text]
+
+
+def test_the_best_fixed_text_keeps_the_share_that_docs_results_states():
+  """Of the problems that benchmarks/smollm2.py evaluates."""
+  found = {text: kept(text, targets("new_subjects")[:64]) for text in FIXED}
+  assert round(max(found.values()), 2) == 0.41

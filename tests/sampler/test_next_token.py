@@ -162,8 +162,9 @@ def test_tokens_of_a_large_vocabulary_have_their_probabilities(
   monkeypatch.setattr(next_token, "LARGE_VOCAB", vocab)
   rng = np.random.default_rng(vocab)
   probs = rng.dirichlet(np.full(vocab, 0.5))
-  probs[[0, 3, 4, 5]] = 0  # of 24, a block of 6 has one token; of 16, none
-  probs[: vocab // 4] = 0
+  size = vocab // 4  # of the four blocks of 24 or 16; 7 tokens are one block
+  probs[:size] = 0  # a block without a token
+  probs[size + 1 : 2 * size] = 0  # a block with one
   probs /= probs.sum()
   draws = 100_000
   keys = jax.random.split(jax.random.key(0), draws)
