@@ -156,7 +156,8 @@ def _cost(name, module, config, program, where, by_compiler):
   step = _unroll(cost, steps) if steps else None
   if step is not None and name == "generate":
     report["decode"] = _decode(step, steps, config, program, where)
-  model_flops = _model_flops(name, config, program) / program.mesh.size
+  devices = _mesh_of(name, program).size
+  model_flops = _model_flops(name, config, program) / devices
   return report | _summary(cost, model_flops, where), cost
 
 
@@ -164,18 +165,22 @@ def _walk(
   name, module, program, where, micro_batches=0, by_compiler=False
 ) -> hlo_cost.HloCost:
   """The cost of a call, with that many micro-batches in each minibatch."""
-  mesh = program.mesh if name in LEARNING else sampler_mesh(program)
+  mesh = _mesh_of(name, program)
   return hlo_walk.walk(
     module,
     where.chip,
-    _bandwidth(program.mesh, where),
-    program.mesh.size,
+    _bandwidth(mesh, where),
+    mesh.size,
     branches={train_step.BACKWARD: name == "update", WANTED_TOKENS: True},
     trips={train_batch.MICRO_BATCHES: micro_batches},
     # Devices that share the experts have room for more rows than the mean.
     filled=1 / experts.SLACK if mesh.shape["expert"] > 1 else 1.0,
     by_compiler=by_compiler,
   )
+
+
+def _mesh_of(name, program) -> jax.sharding.Mesh:
+  return program.mesh if name in LEARNING else sampler_mesh(program)
 
 
 class Parts(NamedTuple):
@@ -266,11 +271,15 @@ def _unroll(cost, steps) -> hlo_cost.HloCost | None:
   return loop.cost
 
 
+def place(device: jax.Device) -> chips.DeviceCoordinates:
+  """Where a device of a topology is."""
+  return chips.DeviceCoordinates(
+    getattr(device, "slice_index", 0), tuple(device.coords)
+  )
+
+
 def _bandwidth(mesh, where) -> hlo_walk.Bandwidth:
-  places = [
-    chips.DeviceCoordinates(getattr(d, "slice_index", 0), tuple(d.coords))
-    for d in mesh.devices.flat
-  ]
+  places = [*map(place, mesh.devices.flat)]
 
   @functools.cache
   def bandwidth(collective):
@@ -281,7 +290,7 @@ def _bandwidth(mesh, where) -> hlo_walk.Bandwidth:
 
 
 def _decode(step, steps, config, program, where) -> dict:
-  group = sampler_mesh(program).shape
+  mesh = sampler_mesh(program)
   prompts = config.data.prompts
   cache = {
     "prompts": prompts,
@@ -295,7 +304,7 @@ def _decode(step, steps, config, program, where) -> dict:
     tokens = _tokens(program.sampler.generate)
     cache = {"prompts": 0, "rows": rows, "slots": tokens / rows}
     cache["prompt_slots"] = 0
-    size = lower_bounds.cache_bytes(program.cfg, tokens) / program.mesh.size
+    size = lower_bounds.cache_bytes(program.cfg, tokens) / mesh.size
     # By blocks, a loop as long as data makes it, of which one trip is counted.
     report = {
       "pages_bytes": size,
@@ -305,9 +314,9 @@ def _decode(step, steps, config, program, where) -> dict:
   least = lower_bounds.decode_bytes(
     program.cfg,
     **cache,
-    devices=program.mesh.size,
-    expert=group["expert"],
-    tensor=group["tensor"],
+    devices=mesh.size,
+    expert=mesh.shape["expert"],
+    tensor=mesh.shape["tensor"],
   )
   return report | {
     "steps": steps,

@@ -139,6 +139,32 @@ class DeviceCoordinates:
 _NEIGHBOUR = 6
 
 
+def bandwidth_between(
+  tpu_slice: Slice,
+  here: Sequence[DeviceCoordinates],
+  there: Sequence[DeviceCoordinates],
+) -> float:
+  """The bytes a second that these devices can send to those, all together.
+
+  It counts the links of the torus from a chip of one group to a neighbour of
+  the other; between slices, the network of the smaller group.
+  """
+  chip = tpu_slice.chip
+  if {d.slice for d in here} != {d.slice for d in there}:
+    return min(len(here), len(there)) * chip.network
+  rings = chip.rings(tpu_slice.shape)
+  sending, links = {(d.slice, d.coordinates) for d in here}, 0
+  for number, place in {(d.slice, d.coordinates) for d in there}:
+    for axis, size in enumerate(tpu_slice.shape):
+      for step in {1, -1}:
+        at = place[axis] + step
+        if not (rings[axis] or 0 <= at < size):
+          continue
+        other = (*place[:axis], at % size, *place[axis + 1 :])
+        links += (number, other) in sending
+  return links * chip.link
+
+
 def bandwidth(
   tpu_slice: Slice, devices: Sequence[DeviceCoordinates], to_all: bool
 ) -> float:

@@ -43,15 +43,19 @@ def functions(
     program: its program.
   """
   rows = functools.partial(_with_batch_sharding, program.mesh)
+  sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)
   P, S = config.data.prompts, config.data.max_prompt_length
   shape = jax.ShapeDtypeStruct
-  prompts = rows(Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32)))
+  prompts = Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32))
   key = jax.eval_shape(lambda: jax.random.key(0))
-  params = program.abstract_policy
   if isinstance(program.sampler.generate, ContinuousSampler):
     lowered, samples = lower_continuous_sampler(config, program, key)
   else:
-    lowered = {"generate": program.sampler.generate.lower(params, prompts, key)}
+    lowered = {
+      "generate": program.sampler.generate.lower(
+        sampler_weights(program), sampled(prompts), key
+      )
+    }
     samples = lowered["generate"].out_info
   if config.rollout.environment:
     turns = shape(samples.tokens.shape, jnp.int16)
@@ -60,7 +64,7 @@ def functions(
   batch = jax.tree.map(
     lambda x: shape(x.shape, x.dtype),
     program.learner.make_train_batch.lower(
-      prompts, rows(samples), packing
+      rows(prompts), rows(samples), packing
     ).out_info,
   )
   if program.learner.add_reference_and_values:
@@ -84,13 +88,19 @@ def _packing_shapes(config, program) -> Packing:
   return Packing(ints(B), ints(B), ints(program.learner.packing.minibatches))
 
 
+def sampler_weights(program: Program):
+  """The policy as the sampler is given it."""
+  separate = program.sampler.separate
+  return separate.weights if separate else program.abstract_policy
+
+
 def lower_continuous_sampler(config, program, key, compute_slots=None):
   """The parts of a continuous sampler, and the shapes of its samples.
 
   With `compute_slots`, int32 [b], a segment computes only those slots.
   """
   sampler = program.sampler.generate
-  decode_params = sampler.jitted.decode_params.lower(program.abstract_policy)
+  decode_params = sampler.jitted.decode_params.lower(sampler_weights(program))
   params = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     decode_params.out_info,

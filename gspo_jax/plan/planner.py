@@ -1,6 +1,7 @@
 """Compiles the functions of a config for a TPU slice, and costs them."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 
@@ -48,15 +49,12 @@ def plan(
     raise UserError(f"--slices={slices}: expected at least 1")
   libtpu = plan_compile.prepare()
   config = parse(config)
-  if own := config.sampler_mesh.devices:
-    raise UserError(
-      f"sampler_mesh.devices={own}: expected 0; a plan is of one mesh: plan "
-      "the slice that trains and the one that samples each alone"
-    )
-  mesh = sharding.make_mesh(
-    plan_compile.devices(where, slices), **dataclasses.asdict(config.mesh)
+  devices, own = sharding.split_devices(
+    config.sampler_mesh.devices, plan_compile.devices(where, slices)
   )
-  program = build_program(config, mesh)
+  mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
+  program = build_program(config, mesh, sampler_devices=own)
+  transfer = _transfer(program, where) if own else None
   drawn = plan_lengths.draw(lengths, config, program) if lengths else None
   lowered = lower.functions(config, program)
   results, done = {}, {}
@@ -78,11 +76,13 @@ def plan(
   if drawn and all("seconds" in result for result in results.values()):
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
     with Progress("scheduling", file=sys.stderr):
-      iteration = iteration_cost.cost(results, config, program, where, drawn)
+      iteration = iteration_cost.cost(
+        results, config, program, where, drawn, transfer
+      )
   return {
     "topology": str(where),
     "slices": slices,
-    "devices": mesh.size,
+    "devices": mesh.size + len(own),
     "mesh": dict(mesh.shape),
     "sampler_mesh": dict(analysis.sampler_mesh(program).shape),
     "jax": jax.__version__,
@@ -91,7 +91,30 @@ def plan(
     "hbm": where.chip.hbm,
     "functions": results,
     "fits": fits,
+    **({"transfer": transfer} if transfer else {}),
     **({"lengths": lengths, "iteration": iteration} if lengths else {}),
+  }
+
+
+def _transfer(program, where) -> dict:
+  """What sending the weights to the sampler's own devices takes, at best.
+
+  Each of them gets its part of the policy. The time is that of the links
+  between the two groups of devices, or of the network between slices.
+  """
+  sizes = jax.tree.map(
+    lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize,
+    program.sampler.separate.weights,
+  )
+  size = sum(jax.tree.leaves(sizes))
+  here, there = (
+    [*map(analysis.place, m.devices.flat)]
+    for m in (program.mesh, program.sampler.mesh)
+  )
+  total = size * len(there)
+  return {
+    "bytes_per_device": size,
+    "seconds": total / chips.bandwidth_between(where, here, there),
   }
 
 
@@ -107,7 +130,9 @@ def _room_by_a_smaller_pool(name, config, program, where) -> dict:
   generate, hbm = program.sampler.generate, where.chip.hbm
   asked = {"num_pages": generate.sizes.num_pages * generate.shards}
   for less in pages.smaller(config, program.cfg, generate, hbm):
-    program_of_less = build_program(less, program.mesh)
+    program_of_less = build_program(
+      less, program.mesh, sampler_devices=iteration_cost.own_devices(program)
+    )
     lowered = lower.functions(less, program_of_less)[name]
     done = _compile(f"{name}, fewer pages", lowered)
     report = analysis.analyze(name, done, less, program_of_less, where)

@@ -1,5 +1,7 @@
 """Renders the report of a plan as text of at most 100 columns."""
 
+import math
+
 from gspo_jax.plan import pages
 
 _GIB = 2**30
@@ -47,11 +49,23 @@ def _heading(report):
   return "\n".join(
     (
       f"{report['config']} on {slices}{report['topology']}, "
-      f"{report['devices']} devices",
+      f"{report['devices']} devices{_own(report)}",
       f"mesh: {mesh(report['mesh'])}; sampler mesh: "
       f"{mesh(report['sampler_mesh'])}",
       f"jax {report['jax']}, libtpu {report['libtpu']}; {report['note']}",
     )
+  )
+
+
+def _own(report):
+  """How many devices sample alone, and what they are sent."""
+  if not (transfer := report.get("transfer")):
+    return ""
+  own = math.prod(report["sampler_mesh"].values())
+  return (
+    f", of which {own} sample; each is sent "
+    f"{transfer['bytes_per_device'] / _GIB:.2f} GiB of weights, in "
+    f"{_time(transfer['seconds'])} at best"
   )
 
 
@@ -199,6 +213,8 @@ def _iteration(report):
   )
   for name, part in i["parts"].items():
     lines.append(_iteration_part(name, part))
+  if transfer := report.get("transfer"):
+    lines.append(_iteration_part("transfer", transfer))
   lines.append(_iteration_part("all", i))
   compiler = i["compiler"]
   lines.append(

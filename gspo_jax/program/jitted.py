@@ -183,10 +183,12 @@ def separate_devices(
   Weights are cast before they are sent.
   """
   cast = lambda policy: jax.tree.map(lambda x: x.astype(cfg.dtype), policy)
+  weights = placed(jax.eval_shape(cast, params), sampler_mesh)
   cast = MeshJit(jax.jit(cast, in_shardings=(shardings(policy),)), mesh)
   params = shardings(params)
   here, there = (samples_sharding(sampling, m) for m in (mesh, sampler_mesh))
   return SeparateDevices(
+    weights=weights,
     sync_weights=lambda policy: jax.device_put(cast(policy), params),
     to_trainer=lambda samples: jax.device_put(samples, here),
     to_sampler=lambda samples: jax.device_put(samples, there),

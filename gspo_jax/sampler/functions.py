@@ -49,11 +49,13 @@ class SeparateDevices:
   """Moves arrays between the trainer's devices and the sampler's own.
 
   Attributes:
+    weights: shapes and shardings of the sampler's copy of the policy.
     sync_weights: policy -> a copy for the sampler, in the dtype of the model.
     to_trainer: samples -> the same on the trainer's devices.
     to_sampler: the way back.
   """
 
+  weights: model.Params
   sync_weights: Callable[[model.Params], model.Params]
   to_trainer: Callable[[Samples], Samples]
   to_sampler: Callable[[Samples], Samples]

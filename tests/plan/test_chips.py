@@ -86,6 +86,27 @@ def test_between_slices_the_network_is_the_limit():
   assert bandwidth(tpu_slice, both, to_all=False) == tpu_slice.chip.network
 
 
+@pytest.mark.parametrize(
+  ("topology", "links"),
+  [
+    ("v5p:2x2x2", 4),  # four lines of two chips
+    ("v5p:4x4x4", 2 * 16),  # rings are cut twice
+    ("v5e:4x4", 4),
+    ("v6e:8x16", 2 * 8),
+  ],
+)
+def test_between_two_halves_are_the_links_of_the_cut(topology, links):
+  tpu_slice = parse(topology)
+  *whole, last = map(range, tpu_slice.shape)
+  half = len(last) // 2
+  here, there = box(*whole, last[:half]), box(*whole, last[half:])
+  found = chips.bandwidth_between(tpu_slice, here, there)
+  assert found == links * tpu_slice.chip.link
+  other = [DeviceCoordinates(1, d.coordinates) for d in here]
+  network = len(here) * tpu_slice.chip.network
+  assert chips.bandwidth_between(tpu_slice, here, other) == network
+
+
 @pytest.mark.parametrize("to_all", [False, True])
 def test_two_devices_of_one_chip_share_its_links(to_all):
   """What the links of a chip carry in a second, for all its devices."""

@@ -62,15 +62,37 @@ def twice(report):
   }
 
 
-def cost(config, lengths, functions=FUNCTIONS):
+def cost(config, lengths, functions=FUNCTIONS, own=(), transfer=None):
   """By a compiler's estimate of twice the seconds."""
   functions = {k: f | {"compiler": twice(f)} for k, f in functions.items()}
   config = parse(config)
   mesh = sharding.make_mesh(jax.devices()[:2], data=2)
-  program = build_program(config, mesh)
+  program = build_program(config, mesh, sampler_devices=own)
   return iteration_cost.cost(
-    functions, config, program, WHERE, lengths
+    functions, config, program, WHERE, lengths, transfer
   ), program
+
+
+def test_the_slower_side_of_a_split_is_the_iteration(config):
+  found, totals = [], []
+  for ahead in (0, 1):
+    config.rollout.max_staleness = ahead
+    one, _ = cost(
+      config, LONGEST, FUNCTIONS, jax.devices()[2:4], {"seconds": 7}
+    )
+    seconds = {name: part["seconds"] for name, part in one["parts"].items()}
+    found.append(seconds)
+    totals.append(one["seconds"])
+  assert found[0] == found[1]
+  sampling = found[0]["generate"] + found[0]["weights"] + 7
+  learning = found[0]["score"] + found[0]["update"]
+  assert totals == pytest.approx([sampling + learning, max(sampling, learning)])
+  turns, _ = cost(config, LONGEST)
+  assert turns["seconds"] == pytest.approx(sampling - 7 + learning)
+  # Four devices, and two that do each part.
+  assert one["mfu"] * totals[1] * 2 == pytest.approx(
+    turns["mfu"] * turns["seconds"]
+  )
 
 
 def test_full_lengths_cost_what_was_compiled(config):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import pytest
 
 from gspo_jax.plan import analysis, lower
 from gspo_jax.program.config import parse
@@ -35,6 +36,34 @@ def test_a_run_without_pages(debug_config):
   # One program, so that both round alike.
   assert lowered["old_logprobs"] is lowered["update"]
   assert set(lowered) < set(lower.FUNCTIONS)
+
+
+@pytest.mark.parametrize("slots", [0, 8])
+def test_a_sampler_with_devices_of_its_own(debug_config, slots):
+  """It is lowered for them, with weights in the dtype of the model."""
+  debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
+  debug_config.model.dtype = "bfloat16"
+  debug_config.sampler_mesh.devices = 4
+  debug_config.continuous_batching.update(
+    {"slots": slots, "page_size": 8, "prefill_chunk": 16}
+  )
+  config = parse(debug_config)
+  devices, own = sharding.split_devices(4)
+  made = build_program(
+    config, sharding.make_mesh(devices, fsdp=-1), sampler_devices=own
+  )
+  lowered = lower.functions(config, made)
+  name = "decode_params" if slots else "generate"
+  weights, *_ = lowered[name].in_avals[0]
+  assert {x.dtype.name for x in jax.tree.leaves(weights)} == {"bfloat16"}
+  mesh_of = lambda name: lowered[name].out_info
+  where = lambda name: {
+    device
+    for x in jax.tree.leaves(mesh_of(name))
+    for device in x.sharding.device_set
+  }
+  assert where(name) == {*own}
+  assert where("update") == {*devices}
 
 
 def test_a_run_with_pages(debug_config):

@@ -11,6 +11,7 @@ counted: rewards, packing, advantages, and the host between segments. So
 dynamic sampling it is an iteration of one round.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import ContinuousSampler
+
+_SAMPLING = "generate", "weights"  # parts of an iteration
 
 
 class _SamplerCost(NamedTuple):
@@ -74,8 +77,13 @@ def cost(
   program: Program,
   where: Slice,
   lengths: Lengths,
+  transfer: Mapping[str, float] | None = None,
 ) -> dict:
   """The cost of an iteration, for JSON.
+
+  If the sampler has devices of its own, it samples while the others train,
+  unless `rollout.max_staleness` is 0: an iteration takes as long as the slower
+  side.
 
   Seconds are of the whole iteration, MFU of the model FLOPs of real tokens
   alone, each response with its own causal attention.
@@ -87,11 +95,19 @@ def cost(
     program: its program.
     where: what it was compiled for.
     lengths: of its prompts and responses.
+    transfer: of the weights to a sampler with devices of its own, with
+      `seconds`; None without such.
   """
   decoding = decode(program, config, lengths)
   tokens = program.learner.row_tokens(*lengths, _pack(config, program, lengths))
   flops = _flops(program, lengths)
-  peak = where.chip.flops * program.mesh.size
+  own = len(own_devices(program))
+  peak_of = lambda name: (
+    where.chip.flops
+    * (program.sampler.mesh.size if name in _SAMPLING else program.mesh.size)
+  )
+  peak = where.chip.flops * (program.mesh.size + own)
+  combine = functools.partial(_combine, config, transfer)
 
   def parts_of(functions):
     sampler = _sampler_cost(functions, config, program, where)
@@ -101,12 +117,11 @@ def cost(
 
   sampler, parts = parts_of(functions)
   _, by_compiler = parts_of(_by_compiler(functions))
-  for part in parts.values():
+  for name, part in parts.items():
     if "model_flops" in part:
-      part["mfu"] = _ratio(part["model_flops"], part["seconds"] * peak)
-  total, compiler_total = (
-    sum(part["seconds"] for part in of.values()) for of in (parts, by_compiler)
-  )
+      at_peak = part["seconds"] * peak_of(name)
+      part["mfu"] = _ratio(part["model_flops"], at_peak)
+  total, compiler_total = (combine(*_sides(of)) for of in (parts, by_compiler))
   model_flops = sum(part.get("model_flops", 0.0) for part in parts.values())
   real, computed = (
     sum(part.get(key, 0) for part in parts.values())
@@ -128,9 +143,24 @@ def cost(
       "parts": {name: part["seconds"] for name, part in by_compiler.items()},
     },
     "alternatives": _alternatives(
-      functions, config, program, lengths, sampler, parts
+      functions, config, program, lengths, sampler, parts, combine
     ),
   }
+
+
+def _sides(parts) -> tuple[float, float]:
+  """Seconds of sampling, and of all else."""
+  sampling = sum(parts[name]["seconds"] for name in _SAMPLING)
+  return sampling, sum(p["seconds"] for p in parts.values()) - sampling
+
+
+def _combine(config, transfer, sampling: float, learning: float) -> float:
+  """Seconds of an iteration."""
+  if transfer is None:
+    return sampling + learning
+  sampling += transfer["seconds"]
+  ahead = config.rollout.max_staleness > 0
+  return max(sampling, learning) if ahead else sampling + learning
 
 
 def _by_compiler(functions) -> dict:
@@ -277,7 +307,9 @@ def _cache_bytes(config, program) -> float:
     P, R = config.data.prompts, config.sampler.max_new_tokens
     tokens = P * config.data.max_prompt_length
     tokens += P * config.rollout.group_size * (R - 1)
-  return lower_bounds.cache_bytes(program.cfg, tokens) / program.mesh.size
+  return (
+    lower_bounds.cache_bytes(program.cfg, tokens) / program.sampler.mesh.size
+  )
 
 
 def _sampler_cost(functions, config, program, where) -> _SamplerCost:
@@ -298,7 +330,7 @@ def _sampler_cost(functions, config, program, where) -> _SamplerCost:
     prefilled = config.data.prompts * config.data.max_prompt_length
     prefill = generate["seconds"]["scheduled"] - decode["steps"] * step
   least = _least_weight_bytes(program, slots) / bandwidth
-  one = lower_bounds.cache_bytes(program.cfg, 1) / program.mesh.size
+  one = lower_bounds.cache_bytes(program.cfg, 1) / program.sampler.mesh.size
   return _SamplerCost(
     weights=weights,
     prefill=prefill / prefilled,
@@ -321,18 +353,17 @@ def _least_weight_bytes(program, rows) -> float:
     rows=rows,
     slots=0,
     prompt_slots=0,
-    devices=program.mesh.size,
+    devices=program.sampler.mesh.size,
     expert=mesh.shape["expert"],
     tensor=mesh.shape["tensor"],
   )
 
 
 def _alternatives(
-  functions, config, program, lengths, sampler, parts
+  functions, config, program, lengths, sampler, parts, combine
 ) -> list[dict]:
   """The seconds of an iteration with other keys: estimates, not compiled."""
-  generate = parts["generate"]["seconds"] + parts["weights"]["seconds"]
-  rows = parts["score"]["seconds"] + parts["update"]["seconds"]
+  generate, rows = _sides(parts)
   found = []
 
   def add(change, seconds, fits=True):
@@ -342,13 +373,14 @@ def _alternatives(
   padded = program.learner.row_tokens(
     *lengths, packing.one_a_row(order, program.learner.packing)
   )
-  add("one response a row", generate + _rows_seconds(functions, padded))
+  of_rows = _rows_seconds(functions, padded)
+  add("one response a row", combine(generate, of_rows))
   half = config.learner.micro_batch_size // 2
   other = _other_program(config, program, learner={"micro_batch_size": half})
   if other:
     tokens = other.learner.row_tokens(*lengths, _pack(config, other, lengths))
     at_best = _rows_seconds(functions, tokens, share=0.5)
-    add(f"learner.micro_batch_size={half}, at best", generate + at_best)
+    add(f"learner.micro_batch_size={half}, at best", combine(generate, at_best))
   for batching in _other_batching(program, len(lengths.responses)):
     other = _other_program(config, program, continuous_batching=batching)
     if other:
@@ -356,7 +388,9 @@ def _alternatives(
       cost = sampler.with_cache(_cache_bytes(changed, other))
       seconds = cost.weights + cost.seconds(decode(other, changed, lengths))
       keys = ", ".join(f"{key}={value}" for key, value in batching.items())
-      add(f"continuous_batching: {keys}", rows + seconds, cost.free >= 0)
+      add(
+        f"continuous_batching: {keys}", combine(seconds, rows), cost.free >= 0
+      )
   return found
 
 
@@ -371,9 +405,19 @@ def _other_batching(program, responses) -> list[dict]:
   return [{"slots": 0}, *more, {"slots": slots // 2}]
 
 
+def own_devices(program: Program) -> list[jax.Device]:
+  """The sampler's own devices; none, if it shares those of the trainer."""
+  sampler = program.sampler
+  return [*sampler.mesh.devices.flat] if sampler.separate else []
+
+
 def _other_program(config, program, **keys) -> Program | None:
   """The program with other keys; None if they do not go together."""
   try:
-    return build_program(config.replace(**keys), program.mesh)
+    return build_program(
+      config.replace(**keys),
+      program.mesh,
+      sampler_devices=own_devices(program),
+    )
   except UserError:
     return None
