@@ -4,8 +4,8 @@
     --workdir=runs/calculator
 
 `37*48?` is answered with `calc(37*48)`, the tool replies `1776`, and the answer
-is `#1776` (gspo_jax/rollout/games.py). In four of ten demonstrations of the
-cold start the tool is not called.
+is `#1776` (gspo_jax/rollout/games.py). In seven of ten demonstrations of
+the cold start the tool is not called, in one it is called with another number.
 
 Seeds 0, 1, 2, from after the cold start to after 40 iterations: held-out pass@1
 .35, .39, .17 to .96, .93, .84; conversations that call the tool .52, .60, .63
