@@ -4,12 +4,12 @@
     --workdir=runs/calculator
 
 `37*48?` is answered with `calc(37*48)`, the tool replies `1776`, and the answer
-is `#1776` (gspo_jax/rollout/games.py). In seven of ten demonstrations of
-the cold start the tool is not called, in one it is called with another number.
+is `#1776` (gspo_jax/rollout/games.py). In seven of ten demonstrations of the
+cold start the tool is not called, in one it is called with another number.
 
 Seeds 0, 1, 2, from after the cold start to after 40 iterations: held-out pass@1
-.35, .39, .17 to .96, .93, .84; conversations that call the tool .52, .60, .63
-to .99, .99, .98 (benchmarks/calculator_cpu.json). About 2 minutes of CPU time.
+.15, .13, .15 to .90, .82, .91; conversations that call the tool .28, .32, .37
+to .99, .98, .98 (benchmarks/calculator_cpu.json). About 2 minutes of CPU time.
 
 `configs/calculator_cpu.py:debug` shrinks every size: nothing is learnt.
 """

@@ -89,9 +89,15 @@ def memory(
   where: chips.Slice,
 ) -> dict:
   """The part of a report that is about memory, and whether it is enough."""
-  resident = _bytes(_unread(name, program.learner.abstract))
-  if has_pages(name, program):
-    resident += _bytes(program.abstract_policy)
+  separate = program.sampler.separate
+  if separate and name not in LEARNING:
+    # The next weights arrive while these are in use.
+    copies = 2 if has_pages(name, program) else 1
+    resident = copies * _bytes(separate.weights)
+  else:
+    resident = _bytes(_unread(name, program.learner.abstract))
+    if has_pages(name, program):
+      resident += _bytes(program.abstract_policy)
   needed, hbm = compiled.needed + resident, where.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
   report = {"memory": dataclasses.asdict(compiled) | sizes}

@@ -56,17 +56,8 @@ def plan(
   program = build_program(config, mesh, sampler_devices=own)
   transfer = _transfer(program, where) if own else None
   drawn = plan_lengths.draw(lengths, config, program) if lengths else None
-  lowered = lower.functions(config, program)
-  results, done = {}, {}
-  for name in functions:
-    if name not in lowered:  # no reference and no critic, or no pages
-      continue
-    program_id = id(lowered[name])
-    if program_id not in done:
-      done[program_id] = _compile(name, lowered[name])
-    results[name] = analysis.analyze(
-      name, done[program_id], config, program, where
-    )
+  results = _analyze(functions, config, program, where)
+  for name in results:
     if "pages" in results[name] or not analysis.has_pages(name, program):
       continue
     results[name] |= _room_by_a_smaller_pool(name, config, program, where)
@@ -79,6 +70,8 @@ def plan(
       iteration = iteration_cost.cost(
         results, config, program, where, drawn, transfer
       )
+  if own and iteration:
+    iteration["in_turns"] = _in_turns(config, where, slices, lengths)
   return {
     "topology": str(where),
     "slices": slices,
@@ -94,6 +87,46 @@ def plan(
     **({"transfer": transfer} if transfer else {}),
     **({"lengths": lengths, "iteration": iteration} if lengths else {}),
   }
+
+
+def _analyze(functions, config, program, where) -> dict:
+  """The reports of those functions that the program has."""
+  lowered = lower.functions(config, program)
+  results, done = {}, {}
+  for name in functions:
+    if name not in lowered:  # no reference and no critic, or no pages
+      continue
+    program_id = id(lowered[name])
+    if program_id not in done:
+      done[program_id] = _compile(name, lowered[name])
+    results[name] = analysis.analyze(
+      name, done[program_id], config, program, where
+    )
+  return results
+
+
+def _in_turns(config, where, slices, lengths) -> dict:
+  """The seconds of an iteration in which all devices sample, then all train.
+
+  `mesh.data` takes the sampler's devices. {"reason"} in place of seconds, if
+  that cannot run.
+  """
+  config = config.replace(sampler_mesh={"devices": 0}, mesh={"data": -1})
+  print("the same, devices in turns:", file=sys.stderr, flush=True)
+  try:
+    mesh = sharding.make_mesh(
+      plan_compile.devices(where, slices), **dataclasses.asdict(config.mesh)
+    )
+    program = build_program(config, mesh)
+    drawn = plan_lengths.draw(lengths, config, program)
+  except UserError as error:
+    return {"reason": str(error)}
+  results = _analyze(FUNCTIONS, config, program, where)
+  if unfit := [name for name, found in results.items() if not found["fits"]]:
+    return {"reason": f"does not fit: {', '.join(unfit)}"}
+  found = iteration_cost.cost(results, config, program, where, drawn)
+  by_compiler = found["compiler"]["seconds"]
+  return {"seconds": found["seconds"], "compiler": {"seconds": by_compiler}}
 
 
 def _transfer(program, where) -> dict:

@@ -222,6 +222,8 @@ def _iteration(report):
     f"{compiler['mfu']:.1%}: "
     + ", ".join(f"{k} {_time(v)}" for k, v in compiler["parts"].items())
   )
+  if turns := i.get("in_turns"):
+    lines.append(_in_turns(i, turns))
   generate, update = i["parts"]["generate"], i["parts"]["update"]
   in_use = " ".join(f"{x:.0%}" for x in generate["slots_in_use"])
   lines += [
@@ -237,6 +239,25 @@ def _iteration(report):
     fits = "" if other["fits"] else ", does not fit"
     lines.append(f"    {other['change']:48}{_time(other['seconds']):>12}{fits}")
   return "\n".join(lines)
+
+
+def _in_turns(split, turns):
+  """Whether a sampler with devices of its own pays, by both estimates."""
+  if "reason" in turns:
+    return f"  all devices in turns: {turns['reason']}"
+  pays = [
+    a["seconds"] < b["seconds"]
+    for a, b in ((split, turns), (split["compiler"], turns["compiler"]))
+  ]
+  verdict = "the estimates differ on whether the split pays"
+  if all(pays):
+    verdict = "the split pays"
+  elif not any(pays):
+    verdict = "the split does not pay: set sampler_mesh.devices=0"
+  return (
+    f"  all devices in turns: {_time(turns['seconds'])}, by libtpu's cycles "
+    f"{_time(turns['compiler']['seconds'])}; {verdict}"
+  )
 
 
 def _iteration_part(name, part):

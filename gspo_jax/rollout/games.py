@@ -1,8 +1,7 @@
 """Two embedded environments, and their problems with demonstrations.
 
 Calculator: `37*48?` is answered with `calc(37*48)`, the tool replies `1776`,
-and the answer is `#1776`. A model of two layers cannot multiply in its head, so
-it is right only where it calls the tool.
+and the answer is `#1776`. Demonstrations that do not call it answer at random.
 
 Guessing: a letter between two others, such as `c-n?`, is to be found. The reply
 to a guess is `>` if the letter comes later, `<` if earlier, and the letters
@@ -10,8 +9,8 @@ that are left: `>i-n?`. The environment chooses the letter as late as it can:
 what is left is always the larger part, so that luck does not help. Halving
 finds one of 15 letters with four guesses.
 
-The demonstrations have mistakes on purpose: some do not call the calculator, or
-call it with another number, and most guesses are random. The cold start so
+The demonstrations have mistakes on purpose: most do not call the calculator, or
+call it with another number, and all guesses are random. The cold start so
 learns the form, and leaves the use of the tool and the halving to RL.
 """
 

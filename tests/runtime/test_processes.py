@@ -180,6 +180,7 @@ def assert_same_samples(workdir, reference):
     (2, {"mesh__fsdp": 2}),
     (2, {"mesh__expert": 4}),
     (1, {"mesh__tensor": 2}),  # both processes hold the whole batch
+    (1, {"mesh__context": 2}),  # both hold all rows, of half the tokens each
   ],
 )
 def test_two_processes_equal_one(launch, reference, tmp_path, devices, mesh):
@@ -229,6 +230,27 @@ def test_partial_rollouts_one_step_off_policy_on_two_processes(
     row["rollout/resumed_fraction"] for row in rows(tmp_path / "one")[1:]
   )
   assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_conversations_on_two_processes(launch, tmp_path):
+  """Each process has the environments of its own rows."""
+  added = {
+    **CONTINUOUS_BATCHING,
+    "data__source": "gspo_jax.rollout.games.guessing_problems",
+    "rollout__environment": "guessing",
+    "rollout__max_turns": 3,
+    "reward__names": "()",
+    "sampler__max_new_tokens": 32,
+    "objective__name": "gspo_token",
+    "objective__credit": "turn",
+  }
+  launch(1, tmp_path / "one", devices=2, **added).finish()
+  launch(2, tmp_path / "two", **added).finish()
+  assert any(
+    row["conversation/turns"] > 1 for row in rows(tmp_path / "one")[1:]
+  )
+  assert_same_run(tmp_path / "two", tmp_path / "one", atol=1e-4)
 
 
 @pytest.mark.slow
