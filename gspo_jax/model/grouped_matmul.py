@@ -1,7 +1,8 @@
 """Grouped matmul, in the form that is fast on the platform.
 
 Dimension key: R rows, e groups, D and F widths, n blocks, b rows of a block,
-M tokens, k experts a token, P = M * k pairs of a token and an expert.
+M tokens, k experts a token, P = M * k pairs of a token and an expert. In tiles,
+m rows, k contracted columns and n columns of the result.
 """
 
 import functools
@@ -9,19 +10,22 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
 _MIN_BLOCK, _MAX_BLOCK = 8, 64  # rows of a block
 _MAX_EXPERT_BLOCK = 128  # rows of a block that passes both products
+_LANES = 128  # tiles of a TPU are multiples of this
+_MAX_TILE = 2048 * 768  # bfloat16 numbers of a tile that fits in VMEM
 
 
 def matmul(x_RD, weights_eDF, sizes_e):
   """Multiplies each row by the matrix of its group.
 
   `in_blocks` on a CPU, where XLA's ragged_dot multiplies every row by every
-  matrix; ragged_dot elsewhere.
+  matrix; `in_tiles` on TPU v5e and v5p; ragged_dot elsewhere.
 
   Args:
     x_RD: rows, sorted by group.
@@ -33,7 +37,68 @@ def matmul(x_RD, weights_eDF, sizes_e):
   """
   if sharding.platform() == "cpu":
     return in_blocks(x_RD, weights_eDF, sizes_e)
+  if sharding.device_kind().startswith("TPU v5"):
+    return in_tiles(x_RD, weights_eDF, sizes_e)
   return jax.lax.ragged_dot(x_RD, weights_eDF, sizes_e)
+
+
+# Of the rows [R, D], with matrices [e, D, F]; of [R, F], with the same; and the
+# gradient of the matrices.
+_PRODUCT, _OF_ROWS, _OF_WEIGHTS = (
+  jax.lax.RaggedDotDimensionNumbers((axes, ((), ())), (0,), groups)
+  for axes, groups in (
+    (((1,), (1,)), (0,)),
+    (((1,), (2,)), (0,)),
+    (((0,), (0,)), ()),
+  )
+)
+
+
+@jax.custom_vjp
+def in_tiles(x_RD, weights_eDF, sizes_e):
+  """`matmul` by ragged_dot, in tiles that divide the widths.
+
+  libtpu's own tiles on v5e and v5p need not divide them: it multiplies 768
+  columns in two tiles of 640. It takes others from an attribute of the
+  operation. Each product has its own: this one, and two in the backward pass.
+  """
+  return _tiled(x_RD, weights_eDF, sizes_e, _PRODUCT)
+
+
+def _tiled_forward(x_RD, weights_eDF, sizes_e):
+  operands = x_RD, weights_eDF, sizes_e
+  return _tiled(*operands, _PRODUCT), operands
+
+
+def _tiled_backward(operands, dy_RF):
+  x_RD, weights_eDF, sizes_e = operands
+  return (
+    _tiled(dy_RF, weights_eDF, sizes_e, _OF_ROWS),
+    _tiled(x_RD, dy_RF, sizes_e, _OF_WEIGHTS),
+    None,
+  )
+
+
+in_tiles.defvjp(_tiled_forward, _tiled_backward)
+
+
+def _tiled(left, right, sizes_e, axes):
+  product = jax.lax.ragged_dot_general
+  k, columns = left.shape[1], right.shape[1 if axes is _OF_ROWS else -1]
+  numbers = _MAX_TILE
+  if axes is _OF_WEIGHTS:  # its sums are float32
+    k, numbers = _divisor(k, 1024), _MAX_TILE // 2
+  n = k and _divisor(columns, 2 * numbers // (k * left.dtype.itemsize))
+  if not n or k % _LANES:
+    return product(left, right, sizes_e, axes)  # the compiler's own tiles
+  with set_xla_metadata(ragged_dot_tiling=f"{_LANES},{k},{n}"):
+    return product(left, right, sizes_e, axes)
+
+
+def _divisor(width, most):
+  """The longest tile that divides a width, a multiple of 128; 0 if none."""
+  tiles = range(_LANES, min(width, most) + 1, _LANES)
+  return max((tile for tile in tiles if width % tile == 0), default=0)
 
 
 @jax.custom_vjp

@@ -298,6 +298,13 @@ def platform() -> str:
   return device.platform if device else jax.default_backend()
 
 
+def device_kind() -> str:
+  """The kind of the devices of `platform`, such as "TPU v5"."""
+  mesh = ambient()
+  device = mesh.abstract_device if mesh else None
+  return (device or jax.devices()[0]).device_kind
+
+
 def size(*axes: str) -> int:
   """The number of devices along these mesh axes together."""
   mesh = ambient()

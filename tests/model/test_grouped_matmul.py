@@ -1,6 +1,8 @@
 """Grouped matmul: each row times the matrix of its group, in both forms."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,80 @@ def test_each_row_is_multiplied_by_the_matrix_of_its_group(sizes):
   group = np.repeat(np.arange(len(sizes)), sizes)
   expected = np.einsum("rd,rdf->rf", x[: len(group)], weights[group])
   np.testing.assert_allclose(y[: len(group)], expected, atol=1e-5)
+
+
+@every_load
+def test_tiles_change_no_result(sizes):
+  """On a CPU the tiles are an attribute that nothing reads."""
+  rng = np.random.default_rng(0)
+  x, weights, cotangent = (
+    rng.normal(size=shape).astype(np.float32)
+    for shape in ((R, 128), (len(sizes), 128, 256), (R, 256))
+  )
+  cotangent[sum(sizes) :] = 0
+  tiled, plain = (
+    jax.jit(
+      lambda x, w, s, dy, f=f: jax.vjp(lambda x, w: f(x, w, s), x, w)[1](dy)
+    )
+    for f in (grouped_matmul.in_tiles, jax.lax.ragged_dot)
+  )
+  given = x, weights, np.array(sizes), cotangent
+  close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4)
+  jax.tree.map(close, tiled(*given), plain(*given))
+  in_tiles = jax.jit(grouped_matmul.in_tiles).lower(*given[:3])
+  assert 'ragged_dot_tiling = "128,128,256"' in in_tiles.as_text()
+  close(
+    grouped_matmul.in_tiles(*given[:3])[: sum(sizes)],
+    jax.lax.ragged_dot(*given[:3])[: sum(sizes)],
+  )
+
+
+TILES = """
+import jax, jax.numpy as jnp, numpy as np
+from gspo_jax.model import grouped_matmul
+from gspo_jax.plan import chips, compile
+from gspo_jax.runtime import sharding
+compile.prepare()
+where = chips.parse("{topology}")
+mesh = sharding.make_mesh(compile.devices(where, 1), data=-1)
+def product(x, w, sizes, dy):
+  y, pull = jax.vjp(lambda x, w: grouped_matmul.matmul(x, w, sizes), x, w)
+  return y, pull(dy)
+def local(*args):
+  every = jax.sharding.PartitionSpec()
+  return sharding.shard_map(product, in_specs=every, out_specs=every)(*args)
+R, E = 174080, 32
+with jax.set_mesh(mesh):
+  for K, N in ((2048, 1536), (768, 2048)):
+    shapes = (R, K), (E, K, N), (E,), (R, N)
+    given = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    given[2] = jax.ShapeDtypeStruct((E,), jnp.int32)
+    module = compile.compile_one(jax.jit(local).lower(*given)).module
+    for computation in module.computations.values():
+      for i in computation:
+        tiling = i.find(r'ragged_dot_tiling="([\\d,]+)"')
+        if tiling and i.op == "custom-call":
+          print(i.arrays[0].dims, tiling)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2"])
+def test_tiles_of_compiled_products_divide_their_widths(topology):
+  """Of Qwen3-30B-A3B's experts, on a device of configs/moe_tpu.py."""
+  pytest.importorskip("libtpu")
+  script = TILES.replace("{topology}", topology)
+  out = subprocess.run(
+    [sys.executable, "-c", script], check=True, capture_output=True, text=True
+  ).stdout
+  assert sorted(out.splitlines()) == [
+    "(174080, 1536) 128,2048,768",
+    "(174080, 2048) 128,1536,1024",
+    "(174080, 2048) 128,768,2048",
+    "(174080, 768) 128,2048,768",
+    "(32, 2048, 1536) 128,1024,768",
+    "(32, 768, 2048) 128,768,1024",
+  ]
 
 
 @functools.cache
