@@ -7,8 +7,8 @@ A letter between two others, such as `c-n?`, is to be found; the environment
 says whether it comes later or earlier, and leaves the larger part
 (gspo_jax/rollout/games.py). The guesses that the cold start shows are random.
 
-Seeds 0, 1, from after the cold start to after 40 iterations: held-out pass@1
-.47, .52 to .81, .81.
+Seeds 0, 1, 2, from after the cold start to after 60 iterations: held-out pass@1
+.14, .12, .15 to .53, .47, .49 (benchmarks/guessing_cpu.json).
 
 `configs/guessing_cpu.py:debug` shrinks every size: nothing is learnt.
 """
