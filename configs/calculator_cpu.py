@@ -9,7 +9,8 @@ cold start the tool is not called, in one it is called with another number.
 
 Seeds 0, 1, 2, from after the cold start to after 40 iterations: held-out pass@1
 .15, .13, .15 to .90, .82, .91; conversations that call the tool .28, .32, .37
-to .99, .98, .98 (benchmarks/calculator_cpu.json). About 2 minutes of CPU time.
+to .99, .98, .98 (benchmarks/calculator_cpu.json), in 250 to 314 s of two cores
+that did other work.
 
 `configs/calculator_cpu.py:debug` shrinks every size: nothing is learnt.
 """
