@@ -8,9 +8,9 @@ of the embedded default's width, so that a layer has as many weights. `long`:
 chains of 12 steps, 87 tokens. `off_policy`: 16 updates an iteration instead of
 4, of a quarter of the responses each, at the same learning rate; how far that
 is from the rollout's policy is measured. `learning`: one expert of 32 a token,
-in two layers, with a longer cold start, a lower learning rate and 60 iterations;
-it was looked for with GSPO and seed 9, after the other three, of which two
-learn nothing. Everywhere the first two iterations are warm-up. The methods keep
+in two layers, a longer cold start, a lower learning rate and 60 iterations; it
+was looked for with GSPO and seed 9, after the other three, of which two learn
+nothing. Everywhere the first two iterations are warm-up. The methods keep
 the clip ranges of their papers, all else is alike.
 """
 
