@@ -8,6 +8,7 @@ TITLES = {
   "routing": "top-1 of 32 experts, 4 layers",
   "off_policy": "16 updates a rollout",
   "long": "responses of 87 tokens",
+  "learning": "top-1 of 32 experts, 2 layers",
 }
 
 
