@@ -45,12 +45,12 @@ def made():
   return program(bare), program(state)
 
 
-def program(state, generate=None):
+def program(state, generate=None, separate=None):
   """A program with the state of its learner alone."""
   return SimpleNamespace(
     abstract_policy=state.params,
     learner=SimpleNamespace(abstract=state),
-    sampler=SimpleNamespace(generate=generate),
+    sampler=SimpleNamespace(generate=generate, separate=separate),
   )
 
 
@@ -86,6 +86,24 @@ def test_with_pages_the_parameters_stay_while_others_decode(made):
   for name, more in (("decode_params", 0), ("prefill", parameters)):
     assert resident(name, paged) == resident("generate", bare) + more
   assert resident("generate", paged) == resident("prefill", paged)
+
+
+def test_a_sampler_of_its_own_devices_holds_weights_alone(made):
+  """Those in use, and the next ones; no moments, no reference."""
+  _, whole = made
+  state = whole.learner.abstract
+  separate = SimpleNamespace(weights=state.params)
+  weights = 4 * GIB // 2
+  resident = lambda name, of: memory(name, of, 0)["memory"]["resident"]
+  static = program(state, separate=separate)
+  assert resident("generate", static) == weights
+  paged = program(state, object.__new__(ContinuousSampler), separate)
+  assert resident("decode_params", paged) == weights
+  assert resident("prefill", paged) == resident("generate", paged)
+  assert resident("generate", paged) == 2 * weights
+  assert resident("reference_and_values", paged) == resident(
+    "reference_and_values", whole
+  )
 
 
 def test_the_weights_below_adapters_stay_and_have_no_gradient(debug_config):
