@@ -38,11 +38,14 @@ def main() -> None:
   )
   parser.add_argument("--quick", action="store_true", help="debug sizes")
   parser.add_argument("--slots", type=int, default=0, help="0: static sampler")
+  parser.add_argument(
+    "--milliseconds", type=int, nargs="+", help="of the reward; 0 20 200"
+  )
   parser.add_argument("--out", type=Path, help="for the JSON")
   args = parser.parse_args()
   # JAX reads it when it first asks for the devices.
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-  waits = (0, 1) if args.quick else (0, 20, 200)
+  waits = args.milliseconds or ((0, 1) if args.quick else (0, 20, 200))
   found = []
   with tempfile.TemporaryDirectory() as folder:
     for milliseconds in waits:
