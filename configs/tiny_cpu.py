@@ -2,11 +2,11 @@
 
   python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny
 
-Two x86-64 cores, 103 to 107 s: a cold start of 450 to 550 steps, then 40
-iterations of .8 s. Held-out pass@1, seeds 0, 1, 2: .399, .443, .400 before RL
-and .845, .789, .839 after (benchmarks/tiny_cpu.json). GSPO clips 20 to 46 % of
-the tokens in the first six iterations and 6 to 25 % in the last six; of seed 0,
-by an earlier commit, 0.2 % to 0.6 % of the experts flip in an iteration.
+Two x86-64 cores, 129 to 138 s: a cold start, then 40 iterations of 1 s.
+Held-out pass@1, seeds 0, 1, 2: .391, .425, .361 before RL and .861, .803, .784
+after (benchmarks/tiny_cpu.json). By an earlier commit GSPO clips 20 to 46 % of
+the tokens in the first six iterations and 6 to 25 % in the last six, and 0.2 %
+to 0.6 % of the experts of seed 0 flip in an iteration.
 
 `configs/tiny_cpu.py:debug` shrinks every size: seconds, and little is learnt.
 """
