@@ -1,4 +1,4 @@
-"""The cost of a decode step and of a shared prompt over a paged cache.
+"""A decode step, shared prompts and conversations over a paged cache.
 
   python -m benchmarks.decode [--quick] [--out=FILE.json]
 
@@ -10,6 +10,10 @@ alternate, and the least time of each counts.
 Then, groups of 16 responses to prompts of 512 tokens: the tokens prefilled and
 the pages of the prompts' full pages, as shares of both if each response had its
 own prompt.
+
+Last, conversations whose turns are of 16 sampled and 16 given tokens, behind
+prompts of 256: the seconds and the prefilled tokens of all turns if pages are
+kept between turns, as shares of those if each turn prefills its whole context.
 """
 
 import argparse
@@ -25,7 +29,12 @@ from gspo_jax import model
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import continuous, paged_decode
 from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
-from gspo_jax.sampler.samples import SamplerConfig, empty_samples
+from gspo_jax.sampler.samples import (
+  UNFINISHED,
+  Prompts,
+  SamplerConfig,
+  empty_samples,
+)
 
 _PAGE = 16
 
@@ -97,26 +106,32 @@ def step_seconds(cfg, params, slots, mean, steps, repeats) -> dict:
   return {name: seconds / steps for name, seconds in total.items()}
 
 
-def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
-  """Tokens prefilled and pages of prompts, as shares of those unshared."""
+def build(cfg, params, prompts: int, group: int, length: int, new_tokens: int):
+  """A sampler with a slot for each response, and no stop token."""
   mesh = sharding.make_mesh(jax.devices()[:1])
-  sampler = SamplerConfig(group, 8, stop_ids=(cfg.vocab_size,))
-  generate = continuous.build_continuous_sampler(
+  return continuous.build_continuous_sampler(
     cfg,
-    sampler,
+    SamplerConfig(group, new_tokens, stop_ids=(cfg.vocab_size,)),
     batching=ContinuousBatchingConfig(
-      slots=prompts * group, page_size=_PAGE, segment_steps=8, prefill_chunk=128
+      slots=prompts * group, page_size=_PAGE, segment_steps=8, prefill_chunk=64
     ),
     max_prompt_length=length,
     params_sharding=sharding.state_shardings(params, mesh),
     mesh=mesh,
     sampler_mesh=mesh,
   )
+
+
+def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
+  """Tokens prefilled and pages of prompts, as shares of those unshared."""
+  generate = build(cfg, params, prompts, group, length, 8)
   prefilled, stored_pages, read_pages = [], [], []
 
-  def prefill(params, state, tokens, prefix_lengths, pages):
+  def prefill(params, state, tokens, prefix_lengths, pages, num_cached):
     prefilled.append(int(prefix_lengths.sum()))
-    return generate.jitted.prefill(params, state, tokens, prefix_lengths, pages)
+    return generate.jitted.prefill(
+      params, state, tokens, prefix_lengths, pages, num_cached
+    )
 
   def decode(params, state, samples, plan, *rest):
     full = np.asarray(plan.table)[np.asarray(plan.active)]
@@ -133,6 +148,60 @@ def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
   return {
     "prefilled": sum(prefilled) / unshared,
     "pages": max(stored_pages) / max(read_pages),
+  }
+
+
+def conversations(
+  cfg, params, prompts: int, turns: int, length: int, repeats: int
+) -> dict:
+  """Seconds and prefilled tokens of all turns, as shares of those unkept."""
+  group, new, given = 2, 16, 16
+  generate = build(cfg, params, prompts, group, length, turns * (new + given))
+  batch = Prompts(
+    np.ones((prompts, length), np.int32), np.full(prompts, length, np.int32)
+  )
+  A, R = prompts * group, generate.config.max_new_tokens
+  prefilled = {"kept": 0, "unkept": 0}
+
+  def converse(name):
+    def prefill(params, state, tokens, counts, pages, cached):
+      found = 0 if cached is None else int(np.asarray(cached).sum())
+      prefilled[name] += int(np.asarray(counts).sum()) - found
+      return generate.jitted.prefill(
+        params, state, tokens, counts, pages, cached
+      )
+
+    jitted = dataclasses.replace(generate.jitted, prefill=prefill)
+    spied = dataclasses.replace(generate, jitted=jitted)
+
+    def call():
+      samples, prefilled[name] = None, 0
+      cache = continuous.PrefixCache() if name == "kept" else None
+      for turn in range(turns):
+        stop_at = np.full(A, turn * (new + given) + new)
+        samples = spied(
+          params,
+          batch,
+          jax.random.key(0),
+          resume_from=samples,
+          stop_at=stop_at,
+          prefix_cache=cache,
+        )
+        if turn + 1 < turns:
+          samples = spied.append_tokens(
+            samples,
+            np.ones((A, R), np.int32),
+            np.full(A, given, np.int32),
+            np.full(A, UNFINISHED, np.int8),
+          )
+      return samples.tokens
+
+    return call
+
+  seconds = least_seconds({name: converse(name) for name in prefilled}, repeats)
+  return {
+    "seconds": seconds["kept"] / seconds["unkept"],
+    "prefilled": prefilled["kept"] / prefilled["unkept"],
   }
 
 
@@ -159,7 +228,17 @@ def main() -> None:
   print(f"shared by {group} responses | share of unshared")
   for name, share in shares.items():
     print(f"{name} | 1 / {1 / share:.4g}")
-  results = {"seconds": seconds, "group": group, "shares": shares}
+  prompts, turns, length = (2, 3, 32) if args.quick else (16, 8, 256)
+  kept = conversations(cfg, params, prompts, turns, length, repeats)
+  print(f"conversations of {turns} turns, pages kept | share of unkept")
+  for name, share in kept.items():
+    print(f"{name} | {share:.3f}")
+  results = {
+    "seconds": seconds,
+    "group": group,
+    "shares": shares,
+    "conversations": kept,
+  }
   record.finish("decode", results, args.out)
 
 

@@ -132,6 +132,33 @@ def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
   return dataclasses.replace(pages, k=k, v=v)
 
 
+def load(pages: Pages, numbers: jax.Array, head_dim: int):
+  """Reads keys and values of prompts back: what `store` wrote.
+
+  Args:
+    pages: the cache.
+    numbers: [P, C] int32, the page of each S tokens; n or more: any values.
+    head_dim: H.
+
+  Returns:
+    k and v: per layer, [P, K, T, H], T = C * S.
+  """
+
+  def local(old, numbers_PC):
+    def read(old_KnSH):
+      K, n, S, width = old_KnSH.shape
+      (P, C), H = numbers_PC.shape, head_dim
+      parts = old_KnSH[:, jnp.minimum(numbers_PC, n - 1)]
+      parts = parts.reshape(K, P, C, S, width // H, H)
+      return parts.transpose(1, 0, 4, 2, 3, 5).reshape(P, -1, C * S, H)
+
+    return jax.tree.map(read, old)
+
+  prompts = PartitionSpec(BATCH_AXES, "tensor")
+  read = sharding.shard_map(local, (_PAGES, _ROWS), prompts)
+  return read((pages.k, pages.v), numbers)
+
+
 def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
   """Copies page `source` to page `target`; in place if `pages` is donated.
 

@@ -109,13 +109,13 @@ def lower_continuous_sampler(config, program, key, compute_slots=None):
   batch_prompts = config.data.prompts
   extra = config.rollout.extra_prompts_in_flight
   empty = sampler.jitted.empty_samples.lower(batch_prompts + extra).out_info
-  state, samples = sampler.jitted.begin.lower(empty).out_info
+  state, samples = sampler.jitted.begin.lower(empty, None).out_info
   prompts = _prompts(config, sampler)
   min_active = jax.ShapeDtypeStruct((), jnp.int32)
   segment_plan = _segment_plan_shapes(state)
   lowered = {
     "decode_params": decode_params,
-    "prefill": sampler.jitted.prefill.lower(params, state, *prompts),
+    "prefill": sampler.jitted.prefill.lower(params, state, *prompts, None),
     "generate": sampler.jitted.decode.lower(
       params, state, samples, segment_plan, compute_slots, min_active, key
     ),

@@ -26,7 +26,7 @@ from gspo_jax.rollout.scoring import ComputedRewards, Rewards
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.progress import Progress
-from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.continuous import ContinuousSampler, PrefixCache
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
@@ -227,6 +227,7 @@ class Conversations:
     turns, turn_rewards = np.zeros((B, R), np.int16), []
     active, before = np.ones(B, bool), np.zeros(B, np.int32)
     column, slot_steps, samples = np.arange(R), 0, None
+    prefix_cache = PrefixCache()
     for turn in range(1, self.max_turns + 1):
       line = f"{what}, turn {turn}" if turn > 1 else what
       with Progress(line, int(active.sum()), "responses") as progress:
@@ -236,6 +237,7 @@ class Conversations:
           key,
           resume_from=samples,
           turn_start=before,
+          prefix_cache=prefix_cache,
           progress=progress,
         )
       slot_steps += int(samples.slot_steps)

@@ -29,7 +29,7 @@ from gspo_jax.sampler.continuous_config import (
   ShardSizes,
 )
 from gspo_jax.sampler.continuous_jit import JittedSampler, SegmentResults
-from gspo_jax.sampler.paged_decode import SegmentPlan
+from gspo_jax.sampler.paged_decode import DecodeState, SegmentPlan
 from gspo_jax.sampler.samples import (
   FinishedResponse,
   Prompts,
@@ -52,6 +52,15 @@ _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 OnFinished = Callable[[dict[int, FinishedResponse]], None]
 
 
+class _Prefill(NamedTuple):
+  """One row of a `_PrefillBatch`."""
+
+  num_cached: int
+  tokens: np.ndarray
+  pages: list[int]
+  response: int
+
+
 class _PrefillBatch(NamedTuple):
   """One call of the jitted prefill, for all shards; N is a multiple of D.
 
@@ -59,6 +68,7 @@ class _PrefillBatch(NamedTuple):
     tokens: [N, T] int32, padded on the right.
     lengths: [N] int32, their tokens; 0 for a row of padding.
     pages: [N, C] int32, where to store them; n for nowhere.
+    num_cached: [N] int32, their first tokens that the pages hold already.
     first_response: [N] int32, the first response to the prompt, counted from
       the shard's first; -1 for a row of padding.
   """
@@ -66,7 +76,31 @@ class _PrefillBatch(NamedTuple):
   tokens: np.ndarray
   lengths: np.ndarray
   pages: np.ndarray
+  num_cached: np.ndarray
   first_response: np.ndarray
+
+
+class PrefixCache:
+  """Keys and values that calls of a sampler leave to the next one.
+
+  A call with the cache of an earlier one prefills only the new tokens of the
+  responses that it continues. All calls have the same weights, prompts and key.
+  The devices hold the pages of `ContinuousBatchingConfig.num_pages` as long as
+  this object lives; what does not fit is prefilled again.
+  """
+
+  def __init__(self):
+    self._state, self._tokens = None, None
+
+  def take(self, shards: int) -> tuple[DecodeState | None, list[dict]]:
+    """The state and each shard's cached tokens by response; empties it."""
+    state, tokens = self._state, self._tokens or [{} for _ in range(shards)]
+    self._state = self._tokens = None
+    return state, tokens
+
+  def put(self, state: DecodeState, tokens: list[dict]) -> None:
+    """What the next call may use."""
+    self._state, self._tokens = state, tokens
 
 
 class _Finished(NamedTuple):
@@ -112,6 +146,7 @@ class ContinuousSampler:
     resume_from: Samples | None = None,
     stop_at: np.ndarray | None = None,
     turn_start: np.ndarray | None = None,
+    prefix_cache: PrefixCache | None = None,
     on_finished: OnFinished | None = None,
     progress: Progress | None = None,
   ) -> Samples:
@@ -131,6 +166,8 @@ class ContinuousSampler:
         without it no response pauses.
       turn_start: [A] int, where the newest turn of each response begins; stop
         strings are found from there on. Without it at its first token.
+      prefix_cache: of the earlier calls for these responses, if any; it gets
+        what this call leaves.
       on_finished: called with the responses that finished in an earlier
         segment while a later one decodes.
       progress: counts the responses that finish or pause.
@@ -151,7 +188,10 @@ class ContinuousSampler:
         "because the routing of a response's earlier tokens is not kept"
       )
     so_far = multihost.to_host((samples.lengths, samples.finish))
-    state, samples = self.jitted.begin(samples)
+    state, cached = None, [None] * self.shards
+    if prefix_cache:
+      state, cached = prefix_cache.take(self.shards)
+    state, samples = self.jitted.begin(samples, state)
     requests = self._shard_requests(tokens, lengths, samples, so_far, stop_at)
     schedulers = [
       Scheduler(
@@ -159,8 +199,9 @@ class ContinuousSampler:
         [len(prefix) for prefix in shard.prefixes],
         shard.prefix_index,
         shard.stop_at - shard.num_tokens,
+        tokens,
       )
-      for shard in requests
+      for shard, tokens in zip(requests, cached, strict=True)
     ]
     if turn_start is None:
       turn_start = np.zeros_like(so_far[0])
@@ -201,6 +242,8 @@ class ContinuousSampler:
       finished = finished_in(unread, samples) if unread else []
     if finished:
       on_finished(self._read_finished(finished))
+    if prefix_cache:
+      prefix_cache.put(state, [scheduler.kept for scheduler in schedulers])
     return self.jitted.finalize(samples)
 
   def append_tokens(
@@ -245,7 +288,7 @@ class ContinuousSampler:
   def compilations(self) -> dict[str, int]:
     """Most programs that each function of `jitted` is compiled to."""
     once = "decode_params", "begin", "read_tokens", "finalize", "append_tokens"
-    prefills = 2 * len(self.buckets())
+    prefills = 4 * len(self.buckets())
     return dict.fromkeys(once, 1) | {
       "decode": len(self._compute_sizes),
       "prefill": prefills,
@@ -301,25 +344,28 @@ class ContinuousSampler:
     for shard, (admission, request) in enumerate(
       zip(admissions, requests, strict=True)
     ):
-      for prefix, pages in admission.prefill:
+      for prefix, pages, num_cached in admission.prefill:
         tokens = request.prefixes[prefix][:-1]
         T = next(T for T in queues if len(tokens) <= T)
         response = int(np.searchsorted(request.prefix_index, prefix))
-        queues[T][shard].append((tokens, pages, response))
+        row = _Prefill(num_cached, tokens, pages, response)
+        queues[T][shard].append(row)
     for T, by_shard in queues.items():
+      for queue in by_shard:
+        # A batch computes what its row with the fewest cached tokens needs.
+        queue.sort(key=lambda row: row.num_cached)
       while longest := max(map(len, by_shard)):
         # Padding costs as much as a prefix, so a few are prefilled one by one.
         count = self.prefill_batch(T)
         count = count if longest > count // 2 else 1
         batch = self._empty_prefill(count, T)
         for shard, queue in enumerate(by_shard):
-          for row, (tokens, pages, response) in enumerate(
-            queue[:count], shard * count
-          ):
-            batch.tokens[row, : len(tokens)] = tokens
-            batch.lengths[row] = len(tokens)
-            batch.pages[row, : len(pages)] = pages
-            batch.first_response[row] = response
+          for row, one in enumerate(queue[:count], shard * count):
+            batch.tokens[row, : len(one.tokens)] = one.tokens
+            batch.lengths[row] = len(one.tokens)
+            batch.pages[row, : len(one.pages)] = one.pages
+            batch.num_cached[row] = one.num_cached
+            batch.first_response[row] = one.response
           del queue[:count]
         yield batch
 
@@ -330,14 +376,21 @@ class ContinuousSampler:
       tokens=np.zeros((N, T), np.int32),
       lengths=np.zeros(N, np.int32),
       pages=np.full((N, C), self.sizes.num_pages, np.int32),
+      num_cached=np.zeros(N, np.int32),
       first_response=np.full(N, -1, np.int32),
     )
 
   def _prefill(self, params, state, samples, batch: _PrefillBatch):
     """The state and the samples after a prefill."""
-    *arrays, first_response = batch
+    *arrays, num_cached, first_response = batch
     tokens, lengths, pages = multihost.to_global(arrays, self.batch_sharding)
-    state, experts = self.jitted.prefill(params, state, tokens, lengths, pages)
+    if num_cached.any():
+      num_cached = multihost.to_global(num_cached, self.batch_sharding)
+    else:
+      num_cached = None
+    state, experts = self.jitted.prefill(
+      params, state, tokens, lengths, pages, num_cached
+    )
     if experts is not None:
       first_response = multihost.to_global(first_response, self.batch_sharding)
       samples = self.jitted.write_prompt_routing(

@@ -19,7 +19,11 @@ from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler import paged_decode
 from gspo_jax.sampler.continuous_config import ShardSizes
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
-from gspo_jax.sampler.paged_decode import DecodeState, SegmentLimits
+from gspo_jax.sampler.paged_decode import (
+  CachedKeysAndValues,
+  DecodeState,
+  SegmentLimits,
+)
 from gspo_jax.sampler.samples import (
   SamplerConfig,
   append_tokens,
@@ -50,11 +54,14 @@ class JittedSampler:
   Attributes:
     decode_params: (params of `model.init`) -> params for decoding.
     empty_samples: (P: int) -> Samples of P * G unfinished, empty responses.
-    begin: (samples) -> (DecodeState without responses, samples), on the
-      decoding mesh, with `slot_steps` 0; donates the samples.
-    prefill: (params, state, tokens [N, T], lengths [N], pages [N, C]) ->
-      (state, experts [N, L, T, k] or None); stores the keys and values of
-      `paged_decode.prefill` in these pages; donates the state.
+    begin: (samples, DecodeState of an earlier call or None) -> (DecodeState
+      without responses, samples), on the decoding mesh, with `slot_steps` 0;
+      donates both.
+    prefill: (params, state, tokens [N, T], lengths [N], pages [N, C],
+      num_cached [N] or None) -> (state, experts [N, L, T, k] or None); stores
+      the keys and values of `paged_decode.prefill` in these pages, which hold
+      those of the first `num_cached` tokens; donates the state. Full pages of
+      these tokens are not written.
     write_prompt_routing: (samples, experts [N, L, T, k], lengths [N],
       first_response [N]) -> samples; `paged_decode.write_prompt_routing`.
       Donates the samples.
@@ -135,9 +142,9 @@ def jit_sampler(
         "sizes": sizes,
         "shards": sharding.batch_shards(sampler_mesh),
       },
-      in_shardings=(train_samples,),
+      in_shardings=(train_samples, None),
       out_shardings=(state, decode_samples),
-      donate_argnums=0,
+      donate_argnums=(0, 1),
     ),
     prefill=jit(
       _prefill(cfg, prefill_chunk, record_routing),
@@ -172,20 +179,29 @@ def _decode_params(params, cfg):
   return model.unstack_layers(decode_params(params, cfg), cfg)
 
 
-def _begin(samples, cfg, sizes, shards):
-  state = paged_decode.empty(
-    cfg,
-    num_slots=sizes.slots * shards,
-    num_pages=sizes.num_pages * shards,
-    page_size=sizes.page_size,
-    pages_per_slot=sizes.pages_per_slot,
-  )
+def _begin(samples, state, cfg, sizes, shards):
+  if state is None:
+    state = paged_decode.empty(
+      cfg,
+      num_slots=sizes.slots * shards,
+      num_pages=sizes.num_pages * shards,
+      page_size=sizes.page_size,
+      pages_per_slot=sizes.pages_per_slot,
+    )
   # The steps of one call are counted.
   return state, dataclasses.replace(samples, slot_steps=jnp.int32(0))
 
 
 def _prefill(cfg, chunk, record_routing):
-  def prefill(params, state, tokens, lengths, pages):
+  def prefill(params, state, tokens, lengths, pages, num_cached):
+    cached = None
+    if num_cached is not None:
+      k, v = paged_cache.load(state.pages, pages, cfg.head_dim)
+      cached = CachedKeysAndValues(k, v, num_cached)
+      full = num_cached // (tokens.shape[1] // pages.shape[1])
+      nowhere = state.pages.k[0].shape[1]
+      column = jnp.arange(pages.shape[1])
+      pages = jnp.where(column < full[:, None], nowhere, pages)
     cache, experts = paged_decode.prefill(
       params,
       cfg,
@@ -193,6 +209,7 @@ def _prefill(cfg, chunk, record_routing):
       lengths,
       chunk=chunk,
       record_routing=record_routing,
+      cached=cached,
     )
     stored = paged_cache.store(state.pages, cache.k, cache.v, pages)
     return dataclasses.replace(state, pages=stored), experts

@@ -88,6 +88,20 @@ class SegmentPlan:
   copy_target: jax.Array
 
 
+class CachedKeysAndValues(NamedTuple):
+  """Of the first tokens of N prefixes.
+
+  Attributes:
+    k: per layer, [N, K, T, H]; K key-value heads of width H.
+    v: likewise.
+    counts: [N] int32, the tokens whose values they hold; the rest is ignored.
+  """
+
+  k: tuple[jax.Array, ...]
+  v: tuple[jax.Array, ...]
+  counts: jax.Array
+
+
 def empty(
   cfg: model.ModelConfig,
   *,
@@ -116,10 +130,11 @@ def prefill(
   *,
   chunk: int,
   record_routing: bool = False,
+  cached: CachedKeysAndValues | None = None,
 ) -> tuple[kv.Cache, jax.Array | None]:
   """Keys and values of prefixes, computed `chunk` tokens at a time.
 
-  The cost follows the longest prefix, not T.
+  The cost follows the longest prefix, not T, and the shortest cached part.
 
   Args:
     params: those of `decode_params`, unstacked.
@@ -128,6 +143,8 @@ def prefill(
     lengths: [N] int32, real tokens; 0 for a row of padding.
     chunk: tokens of one forward pass; static.
     record_routing: whether to return the experts; static.
+    cached: keys and values of the first tokens. Chunks that lie in them for
+      all rows are not computed; their experts are 0.
 
   Returns:
     The cache of T slots, and the experts [N, L, T, k] of the tokens, or None.
@@ -155,8 +172,13 @@ def prefill(
     return out.cache, experts
 
   num_chunks = -(-lengths.max() // chunk)
-  init = kv.empty(cfg, N, T), experts
-  cache, experts = jax.lax.fori_loop(0, num_chunks, forward, init)
+  first, cache = jnp.int32(0), kv.empty(cfg, N, T)
+  if cached is not None:
+    valid_NT = jnp.arange(T) < cached.counts[:, None]
+    first = jnp.where(lengths > 0, cached.counts, T).min() // chunk
+    cache = kv.Cache(cached.k, cached.v, valid_NT, first * chunk)
+  init = cache, experts
+  cache, experts = jax.lax.fori_loop(first, num_chunks, forward, init)
   return cache, experts.swapaxes(0, 1) if record_routing else None
 
 

@@ -12,13 +12,17 @@ devices, then calls `apply_results`. While `can_look_ahead`, the next round may
 begin before the results of the last one are applied. The full pages of a prefix
 are shared by the slots of its responses; each slot gets a copy of its partial
 last page. A prefix stays in the pool until all its responses have finished.
-When pages run out, first the prefixes that no slot reads are evicted (and
-prefilled again later), then the newest responses are preempted.
+When pages run out, first what no slot reads is evicted (and prefilled again
+later), then the newest responses are preempted.
+
+The tokens of a response can stay in the pool until a later call continues it:
+a scheduler that is given `cached` keeps them, and `cached` of the next one is
+what it kept.
 """
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +32,26 @@ from gspo_jax.sampler.continuous_config import ShardSizes
 from gspo_jax.sampler.samples import UNFINISHED
 
 
+class CachedTokens(NamedTuple):
+  """The first tokens of a sequence that are in the pool, and their pages."""
+
+  pages: list[int]
+  num_tokens: int
+
+
 class PrefixPages(NamedTuple):
-  """A prefix to prefill, and the pages for all its tokens but the last."""
+  """A prefix to prefill, the pages for all its tokens but the last.
+
+  Attributes:
+    prefix: its number.
+    pages: in the order of its tokens.
+    num_cached: its first tokens, which the pages hold already. Full pages of
+      them may have other readers, and must not be written.
+  """
 
   prefix: int
   pages: list[int]
+  num_cached: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +94,8 @@ class Scheduler:
 
   Attributes:
     num_sampled: tokens sampled so far, also of preempted responses.
+    kept: by response that finished, its tokens in the pool; None if they are
+      not kept.
   """
 
   def __init__(
@@ -83,6 +104,7 @@ class Scheduler:
     prefix_lengths: Sequence[int],
     prefix_index: Sequence[int],
     max_tokens: Sequence[int],
+    cached: Mapping[int, CachedTokens] | None = None,
   ):
     """All responses wait, in order.
 
@@ -91,6 +113,9 @@ class Scheduler:
       prefix_lengths: [N], tokens of each prefix.
       prefix_index: [A], the prefix of each response; sorted.
       max_tokens: [A], most tokens to generate for each; 0 to leave it out.
+      cached: by response with a prefix of its own, the first tokens of the
+        prefix that are in the pool: `kept` of the last scheduler. All other
+        pages are free. None: keep nothing.
 
     Raises:
       UserError: a prefix is empty, or it and a response do not fit a slot.
@@ -110,8 +135,16 @@ class Scheduler:
     # greatest active one is the newest.
     self._queue = collections.deque(requested.tolist())
     self._unknown_segments = 0  # planned, without results so far
-    self._free_pages = list(range(sizes.num_pages))
-    self._prefix_pages = {}  # prefix -> its pages, if it is in the pool
+    self.kept = None if cached is None else {}
+    self._prefix_pages = {  # prefix -> its CachedTokens in the pool
+      int(self._prefix_A[response]): tokens
+      for response, tokens in (cached or {}).items()
+      if self._max_tokens_A[response]
+    }
+    self._readers_n = np.zeros(sizes.num_pages, np.int64)
+    for tokens in self._prefix_pages.values():
+      np.add.at(self._readers_n, tokens.pages, 1)
+    self._free_pages = np.flatnonzero(self._readers_n == 0).tolist()
     self._response_B = np.full(B, -1)
     self._num_cached_B = np.zeros(B, np.int64)
     self._num_generated_B = np.zeros(B, np.int64)
@@ -167,13 +200,14 @@ class Scheduler:
 
     A response is admitted if its first segment fits in the pool beside the
     next segment of all active ones; so it is not preempted in the same round.
+    For that, tokens of finished and later responses are evicted.
     """
     B, n = self._sizes.slots, self._sizes.num_pages
     full = lambda value: np.full(B, value, np.int32)
     new = np.zeros(B, bool)
     admission = Admission([], new, full(0), full(0), full(n), full(n))
     for slot in np.flatnonzero(self._response_B < 0).tolist():
-      if not self._queue or not self._fits(self._queue[0]):
+      if not self._queue or not self._make_room(self._queue[0]):
         break
       self._start(slot, self._queue.popleft(), admission)
     return admission
@@ -218,11 +252,13 @@ class Scheduler:
     slots = np.flatnonzero((self._response_B >= 0) & ~np.asarray(active))
     responses = self._response_B[slots].tolist()
     for slot, response in zip(slots.tolist(), responses, strict=True):
+      if self.kept is not None:
+        self.kept[response] = self._keep(slot)
       self._release_slot(slot)
       prefix = self._prefix_A[response]
       self._num_unfinished_N[prefix] -= 1
       if not self._num_unfinished_N[prefix]:
-        self._free_pages += self._prefix_pages.pop(prefix)
+        self._release_pages(self._prefix_pages.pop(prefix).pages)
     return responses
 
   def _check_lengths(self, lengths_N):
@@ -241,36 +277,48 @@ class Scheduler:
           f"max_new_tokens={new}"
         )
 
-  def _fits(self, response):
-    """Whether the pool has room for the first segment of a waiting response.
+  def _make_room(self, response):
+    """Whether the pool gets room for the first segment of a waiting response.
 
-    It has whenever no slot is active: then at most one prefix without a slot
-    is in the pool, and that one is this response's own, because
-    `_evict_or_preempt` evicts it before it preempts the response.
+    It does whenever no slot is active: then all that stays in the pool is this
+    response's own prefix.
     """
     prefix, S = self._prefix_A[response], self._sizes.page_size
     m = self._num_cached_N[prefix]
     pages = self._pages_after_segment(m, 0, self._max_tokens_A[response])
-    needed = pages - m // S
-    if prefix not in self._prefix_pages:
-      needed += -(-m // S)
+    needed = pages - m // S + -(-m // S) - len(self._cached(prefix).pages)
     needed += int(self._missing_pages().sum())
-    return needed <= self.num_free_pages
+    while needed > self.num_free_pages:
+      if not self._evict(after=prefix):
+        return False
+    return True
+
+  def _cached(self, prefix) -> CachedTokens:
+    """What the pool holds of a prefix."""
+    return self._prefix_pages.get(prefix, CachedTokens([], 0))
+
+  def _keep(self, slot) -> CachedTokens:
+    """The tokens of a finished response; its newest one was not fed."""
+    count = int(self._num_cached_B[slot] + self._num_generated_B[slot])
+    pages = self._table[slot, : -(-count // self._sizes.page_size)].tolist()
+    self._readers_n[pages] += 1
+    return CachedTokens(pages, count)
 
   def _start(self, slot, response, admission):
     """Puts a response into a slot, and records that in `admission`."""
     prefix, S = int(self._prefix_A[response]), self._sizes.page_size
     m = int(self._num_cached_N[prefix])
-    if prefix not in self._prefix_pages:
-      self._prefix_pages[prefix] = self._pop_pages(-(-m // S))
-      if m:
-        pages = PrefixPages(prefix, self._prefix_pages[prefix])
-        admission.prefill.append(pages)
+    stored, num_cached = self._cached(prefix)
+    stored = stored + self._pop_pages(-(-m // S) - len(stored))
+    self._prefix_pages[prefix] = CachedTokens(stored, m)
+    if num_cached < m:
+      admission.prefill.append(PrefixPages(prefix, stored, num_cached))
     count = self._pages_after_segment(m, 0, self._max_tokens_A[response])
-    pages = self._prefix_pages[prefix][: m // S]
+    pages = stored[: m // S]
+    self._readers_n[pages] += 1
     pages = pages + self._pop_pages(count - len(pages))
     if m % S:
-      admission.copy_source[slot] = self._prefix_pages[prefix][-1]
+      admission.copy_source[slot] = stored[-1]
       admission.copy_target[slot] = pages[m // S]
     admission.new[slot] = True
     admission.response[slot] = response
@@ -304,23 +352,43 @@ class Scheduler:
     cut = len(self._free_pages) - count
     pages = self._free_pages[cut:]
     del self._free_pages[cut:]
+    self._readers_n[pages] = 1
     return pages
 
-  def _evict_or_preempt(self):
-    """Evicts a prefix that no slot reads, else preempts the newest response."""
-    slot, last = int(self._response_B.argmax()), max(self._prefix_pages)
-    response = int(self._response_B[slot])
-    if last > self._prefix_A[response]:
-      self._free_pages += self._prefix_pages.pop(last)
+  def _release_pages(self, pages):
+    """Takes one reader from each of these pages; frees those without any."""
+    self._readers_n[pages] -= 1
+    self._free_pages += [p for p in pages if not self._readers_n[p]]
+
+  def _evict(self, *, after) -> bool:
+    """Evicts tokens that no slot reads: a finished response's, or a prefix.
+
+    Args:
+      after: prefixes up to this one stay.
+
+    Returns:
+      Whether there were any.
+    """
+    if self.kept:
+      _, tokens = self.kept.popitem()
+    elif self._prefix_pages and (last := max(self._prefix_pages)) > after:
+      tokens = self._prefix_pages.pop(last)
     else:
+      return False
+    self._release_pages(tokens.pages)
+    return True
+
+  def _evict_or_preempt(self):
+    """Evicts what no slot reads, else preempts the newest response."""
+    slot = int(self._response_B.argmax())
+    response = int(self._response_B[slot])
+    if not self._evict(after=self._prefix_A[response]):
       self._queue.appendleft(response)
       self._release_slot(slot)
 
   def _release_slot(self, slot):
-    """Frees a slot and the pages that it does not share."""
-    num_shared = self._num_cached_B[slot] // self._sizes.page_size
-    pages = self._table[slot, num_shared : self._num_pages_B[slot]]
-    self._free_pages += pages.tolist()
+    """Frees a slot; others may read its pages."""
+    self._release_pages(self._table[slot, : self._num_pages_B[slot]].tolist())
     self._table[slot] = 0
     self._num_pages_B[slot], self._response_B[slot] = 0, -1
 

@@ -69,7 +69,15 @@ class Scripted:
     self.responses, self.calls = responses, []
 
   def __call__(
-    self, params, prompts, key, *, resume_from=None, turn_start, progress=None
+    self,
+    params,
+    prompts,
+    key,
+    *,
+    resume_from=None,
+    turn_start,
+    prefix_cache,
+    progress=None,
   ):
     B = len(prompts.tokens) * G
     samples = resume_from or empty_samples(B // G, S, DENSE, SAMPLING)

@@ -357,28 +357,60 @@ def test_a_stop_string_ends_a_response_in_both_samplers():
   assert early > 5
 
 
-def test_log_probs_behind_appended_tokens_are_teacher_forced_ones():
-  """A conversation of two turns, with tokens of no policy between them."""
-  generate = one_device()
-  first = run(generate)
-  before = first.lengths
-  count = np.where((first.finish == STOPPED) & (before <= R - 8), 5, 0)
-  assert 2 < np.count_nonzero(count) < A
-  tokens = np.tile(np.arange(6, 6 + R, dtype=np.int32) % 32, (A, 1))
-  finish = np.where(count, UNFINISHED, first.finish).astype(np.int8)
-  joined = generate.append_tokens(
-    jax.device_put(first), tokens, count.astype(np.int32), finish
+@pytest.mark.parametrize("make", [one_device, eight_devices])
+def test_log_probs_behind_appended_tokens_are_teacher_forced_ones(make):
+  """Conversations of three turns, with tokens of no policy between them.
+
+  The pages have room for the earlier tokens of some responses, not of all.
+  """
+  prefills = []
+
+  def prefill(params, state, tokens, lengths, pages, num_cached):
+    counts = np.zeros_like(lengths) if num_cached is None else num_cached
+    rows = np.asarray(lengths) > 0
+    prefills.extend(zip(np.asarray(lengths)[rows], counts[rows], strict=True))
+    return generate.jitted.prefill(
+      params, state, tokens, lengths, pages, num_cached
+    )
+
+  generate, column = make(), np.arange(R)
+  converse = functools.partial(
+    spied(generate, prefill=prefill),
+    weights(),
+    prompts(),
+    jax.random.key(KEY),
+    prefix_cache=continuous.PrefixCache(),
   )
-  after = run(generate, resume_from=joined)
-  column = np.arange(R)
-  given = (column >= before[:, None]) & (column < (before + count)[:, None])
-  expected = np.take_along_axis(tokens, (column - before[:, None]) % R, axis=1)
-  np.testing.assert_array_equal(after.tokens[given], expected[given])
-  earlier = column < before[:, None]
-  np.testing.assert_array_equal(after.tokens[earlier], first.tokens[earlier])
-  np.testing.assert_array_equal(after.lengths[count == 0], before[count == 0])
-  assert (after.lengths[count > 0] > (before + count)[count > 0]).all()
-  whole = train_batch.unpacked(prompts(), after.tokens, after.lengths)
+  samples = converse()
+  tokens = np.tile(np.arange(6, 6 + R, dtype=np.int32) % 32, (A, 1))
+  given = np.zeros((A, R), bool)
+  for _ in range(2):
+    first = jax.device_get(samples)
+    before = first.lengths
+    count = np.where((first.finish == STOPPED) & (before <= R - 4), 3, 0)
+    assert 2 < np.count_nonzero(count) < A
+    finish = np.where(count, UNFINISHED, first.finish).astype(np.int8)
+    joined = generate.append_tokens(
+      samples, tokens, count.astype(np.int32), finish
+    )
+    prefills.clear()
+    samples = converse(resume_from=joined)
+    found = jax.device_get(samples)
+    new = (column >= before[:, None]) & (column < (before + count)[:, None])
+    given |= new
+    given_tokens = np.take_along_axis(
+      tokens, (column - before[:, None]) % R, axis=1
+    )
+    np.testing.assert_array_equal(found.tokens[new], given_tokens[new])
+    earlier = column < before[:, None]
+    np.testing.assert_array_equal(found.tokens[earlier], first.tokens[earlier])
+    same = count == 0
+    np.testing.assert_array_equal(found.lengths[same], before[same])
+    assert (found.lengths > before + count)[~same].all()
+    left = [length - count for length, count in prefills]
+    assert len(left) == np.count_nonzero(count)
+    assert left.count(3)  # the given tokens alone
+  whole = train_batch.unpacked(prompts(), found.tokens, found.lengths)
   scored = jax.jit(
     lambda params: (
       train_batch.logprobs(
@@ -388,9 +420,9 @@ def test_log_probs_behind_appended_tokens_are_teacher_forced_ones():
   )(weights())
   written = np.asarray(whole.response_mask) & ~given
   np.testing.assert_allclose(
-    after.logps[written], np.asarray(scored)[written], atol=2e-5
+    found.logps[written], np.asarray(scored)[written], atol=2e-5
   )
-  assert not after.logps[given].any()
+  assert not found.logps[given].any()
 
 
 def test_a_stop_string_is_found_within_one_turn():

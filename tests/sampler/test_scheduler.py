@@ -114,7 +114,7 @@ class SimulatedDevices:
 
   def apply_admission(self, admission):
     n, S = self.sizes.num_pages, self.sizes.page_size
-    for prefix, pages in admission.prefill:
+    for prefix, pages, _ in admission.prefill:
       m = self.prefix_lengths[prefix] - 1
       assert len(pages) == -(-m // S) > 0
       self.prefilled.append(prefix)
@@ -620,3 +620,119 @@ def test_finished_responses_and_no_prompts_need_no_prefix():
   )
   requests = pending(none, stop_at[:0])
   assert requests.prefixes == []
+
+
+class Turns:
+  """Conversations of several calls, whose tokens stay in the pool.
+
+  Token t of conversation a is tagged; those of a prompt are its group's.
+  """
+
+  def __init__(self, rng, *, pages):
+    size = lambda low, high: int(rng.integers(low, high + 1))
+    self.rng, self.prompts, self.group = rng, size(1, 5), size(1, 4)
+    sizes = ShardSizes(
+      page_size=size(1, 6),
+      segment_steps=size(1, 7),
+      max_new_tokens=40,
+      slots=size(1, 6),
+      num_pages=10**6,
+      max_prompt_length=12,
+    )
+    least = sizes.pages_per_slot + 1
+    A = self.prompts * self.group
+    num_pages = least * A if pages == "ample" else least + size(0, least)
+    self.sizes = dataclasses.replace(sizes, num_pages=num_pages)
+    self.prompt_lengths = rng.integers(1, 13, self.prompts)
+    self.prompt = np.repeat(np.arange(self.prompts), self.group)
+    self.lengths = self.prompt_lengths[self.prompt].copy()
+    self.pool = np.full((num_pages, self.sizes.page_size), EMPTY)
+    self.cached, self.prefilled = {}, 0
+
+  def tokens(self, a, count):
+    prompt = tags(self.prompt[a], count)[: self.prompt_lengths[self.prompt[a]]]
+    return np.concatenate([prompt, tags(100 + a, count)[len(prompt) :]])
+
+  def read(self, pages, count):
+    at = np.arange(count)
+    S = self.sizes.page_size
+    return self.pool[np.asarray(pages, int)[at // S], at % S]
+
+  def call(self, *, first, going):
+    """One turn of the conversations `going`; returns the new ones."""
+    A, S = len(self.lengths), self.sizes.page_size
+    new = self.rng.integers(1, 7, A)
+    prefix_index = self.prompt if first else np.arange(A)
+    owner = np.arange(A) if not first else np.arange(self.prompts) * self.group
+    scheduler = Scheduler(
+      self.sizes,
+      self.lengths[owner],
+      prefix_index,
+      np.where(going, 8, 0),
+      self.cached,
+    )
+    at = {}
+    while not scheduler.done:
+      admission = scheduler.admit()
+      for prefix, pages, cached in admission.prefill:
+        a, m = owner[prefix], self.lengths[owner[prefix]] - 1
+        tokens = self.tokens(a, m)
+        np.testing.assert_array_equal(self.read(pages, cached), tokens[:cached])
+        for t in range(cached // S * S, m):
+          self.pool[pages[t // S], t % S] = tokens[t]
+        self.prefilled += m - cached
+      copies = admission.copy_target < len(self.pool)
+      source, target = admission.copy_source, admission.copy_target
+      self.pool[target[copies]] = self.pool[source[copies]]
+      for slot in np.flatnonzero(admission.new):
+        at[slot] = 0
+      plan, response = scheduler.allocate_pages(), scheduler.response
+      active = plan.active.copy()
+      for slot in np.flatnonzero(plan.active):
+        a = response[slot]
+        for _ in range(self.sizes.segment_steps):
+          t = self.lengths[a] - 1 + at[slot]
+          page = plan.table[slot, t // S]
+          self.pool[page, t % S] = self.tokens(a, t + 1)[t]
+          at[slot] += 1
+          if at[slot] == new[a]:
+            active[slot] = False
+            break
+      for slot in np.flatnonzero(plan.active):
+        a = response[slot]
+        count = self.lengths[a] - 1 + at[slot]
+        found = self.read(plan.table[slot], count)
+        np.testing.assert_array_equal(found, self.tokens(a, count))
+      generated = [at.get(slot, 0) for slot in range(self.sizes.slots)]
+      scheduler.apply_results(np.array(generated), active)
+    self.lengths = self.lengths + np.where(going, new, 0)
+    self.cached = scheduler.kept
+    for a, kept in self.cached.items():
+      assert kept.num_tokens == self.lengths[a] - 1
+      found = self.read(kept.pages, kept.num_tokens)
+      np.testing.assert_array_equal(found, self.tokens(a, kept.num_tokens))
+    held = {page for kept in self.cached.values() for page in kept.pages}
+    assert self.sizes.num_pages - scheduler.num_free_pages == len(held)
+
+
+@pytest.mark.parametrize("pages", ["ample", "few"])
+def test_a_call_reads_the_tokens_that_the_last_one_left(pages):
+  """Each slot's pages hold its conversation, and no page is lost.
+
+  With ample pages only new tokens are prefilled: those behind the ones that
+  the policy was fed. With few, conversations are evicted and prefilled again.
+  """
+  evicted = 0
+  for seed in range(25):
+    turns = Turns(np.random.default_rng(seed), pages=pages)
+    going = np.ones(len(turns.lengths), bool)
+    for turn in range(3):
+      given = turns.rng.integers(1, 4, len(going)) * (turn > 0)
+      turns.lengths = turns.lengths + np.where(going, given, 0)
+      turns.prefilled = 0
+      turns.call(first=not turn, going=going)
+      if turn and pages == "ample":
+        assert turns.prefilled == given[going].sum()
+      evicted += going.sum() - len(turns.cached)
+      going &= turns.rng.random(len(going)) < 0.7
+  assert (evicted > 0) == (pages == "few")

@@ -346,7 +346,7 @@ def pool(config):
   if not isinstance(made, ContinuousSampler):
     return None
   with bigram.by_the_operation():
-    state, _ = made.jitted.begin(made.jitted.empty_samples(P))
+    state, _ = made.jitted.begin(made.jitted.empty_samples(P), None)
   return len(state.num_tokens), *state.pages.k[0].shape[1:3]
 
 

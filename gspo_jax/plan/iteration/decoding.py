@@ -86,14 +86,14 @@ class _CountingSampler:
     zeros = np.zeros(A, np.int32)
     return Samples(tokens, None, zeros, np.full(A, UNFINISHED, np.int8), None)
 
-  def begin(self, samples):
+  def begin(self, samples, state):
     B = self._slots
     zeros, inactive = np.zeros(B, np.int32), np.zeros(B, bool)
     pages = SimpleNamespace(active=inactive)
     state = SimpleNamespace(num_tokens=zeros, pages=pages, response=zeros)
     return state, samples
 
-  def prefill(self, params, state, tokens, lengths, pages):
+  def prefill(self, params, state, tokens, lengths, pages, num_cached):
     self.prefilled += tokens.size
     return state, None
 
