@@ -35,6 +35,22 @@ def long_chains(c: ConfigDict) -> None:
   c.cold_start.steps = 800  # after 450 chains of 12 were still guessed
 
 
+def learning(c: ConfigDict) -> None:
+  """One expert of 32 a token, in two layers, and 60 iterations that learn.
+
+  It was looked for with GSPO: seed 8 went from .48 to .77. After 1,000 steps of
+  the cold start seed 0 began at .25 and learnt nothing, with GRPO and GSPO.
+  """
+  c.num_steps = 60
+  c.model.num_experts = 32
+  c.model.experts_per_token = 1
+  c.model.mlp_dim = 16
+  c.learner.micro_batch_size = 32
+  c.cold_start.steps = 1750
+  c.cold_start.check_every = 250
+  c.optim.learning_rate = 2e-4
+
+
 def shrink(c: ConfigDict) -> ConfigDict:
   """A minute's work: `common.shrink`, but a cold start, and the own model."""
   variant, dtype = c.model.variant, c.model.dtype

@@ -7,11 +7,10 @@
 of the embedded default's width, so that a layer has as many weights. `long`:
 chains of 12 steps, 87 tokens. `off_policy`: 16 updates an iteration instead of
 4, of a quarter of the responses each, at the same learning rate; how far that
-is from the rollout's policy is measured. `learning`: one expert of 32 a token,
-in two layers, a longer cold start, a lower learning rate and 60 iterations; it
-was looked for with GSPO and seed 9, after the other three, of which two learn
-nothing. Everywhere the first two iterations are warm-up. The methods keep
-the clip ranges of their papers, all else is alike.
+is from the rollout's policy is measured. `learning`: that of `base.learning`,
+which was looked for after the other three, of which two learn nothing.
+Everywhere the first two iterations are warm-up. The methods keep the clip
+ranges of their papers, all else is alike.
 """
 
 from ml_collections import ConfigDict
@@ -68,22 +67,9 @@ def _off_policy(c):
   c.num_steps = 12  # that is 192 updates, and 80 in the others
 
 
-def _learning(c):
-  c.num_steps = 60
-  c.model.num_experts = 32
-  c.model.experts_per_token = 1
-  c.model.mlp_dim = 16
-  c.learner.micro_batch_size = 32
-  c.cold_start.steps = 1750
-  c.cold_start.check_every = 250
-  # GSPO went from .48 to .77 with seed 8. After 1,000 steps of the cold start
-  # seed 0 began at .25 and learnt nothing, with GRPO and GSPO alike.
-  c.optim.learning_rate = 2e-4
-
-
 REGIMES = {
   "routing": _routing,
   "off_policy": _off_policy,
   "long": _long,
-  "learning": _learning,
+  "learning": base.learning,
 }

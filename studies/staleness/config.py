@@ -3,7 +3,8 @@
   python -m gspo_jax.main --workdir=runs/stale \
     --config=studies/staleness/config.py:staleness=4,old=sampler,seed=1
 
-The embedded default for 24 iterations. `recompute` divides by the policy at the
+60 iterations of `base.learning`, with the 128 problems of the stability study
+and its warm-up of two iterations. `recompute` divides by the policy at the
 start of the iteration that learns, `sampler` by the one that sampled.
 """
 
@@ -18,7 +19,10 @@ def get_config(argument: str = "") -> ConfigDict:
     argument, staleness=0, old="recompute", seed=0, quick=0
   )
   c = base.config(asked)
-  c.num_steps = c.eval.every = 24
+  base.learning(c)
+  c.eval.every = c.num_steps
+  c.eval.prompts = 128
+  c.optim.warmup_steps = 2 * c.learner.minibatches
   c.rollout.max_staleness = asked.staleness
   c.objective.old_logps = asked.old
   return base.shrink(c) if asked.quick else c

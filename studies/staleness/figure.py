@@ -12,16 +12,14 @@ def draw(record: dict, path: Path) -> None:
   """Final pass@1, and the share of clipped tokens, by staleness."""
   figure, ((left, right),) = drawing.axes(1, 2, size=(4.8, 3.6))
   panels = (left, "final", "pass@1"), (right, "clipped tokens", "share")
-  fresh = [row for row in record["table"] if not row["staleness"]]
   for ax, key, label in panels:
     for old, colour in COLOURS.items():
-      own = [r for r in record["table"] if r["old"] == old and r["staleness"]]
-      rows = fresh + own
+      rows = [row for row in record["table"] if row["old"] == old]
       steps = [row["staleness"] for row in rows]
       found = [row[key] for row in rows]
-      # On the left the two lines end in one place.
+      # On the left the two lines lie close together.
       name = NAMES[old] if ax is right else ""
       drawing.whiskers(ax, steps, found, colour=colour, label=name)
     ax.set(xlabel="rollout.max_staleness", ylabel=label, title=key)
-    ax.set_xticks([row["staleness"] for row in fresh + own])
+    ax.set_xticks(steps)
   drawing.save(figure, path)
