@@ -287,9 +287,10 @@ class ContinuousSampler:
 
   def compilations(self) -> dict[str, int]:
     """Most programs that each function of `jitted` is compiled to."""
-    once = "decode_params", "begin", "read_tokens", "finalize", "append_tokens"
+    once = "decode_params", "read_tokens", "finalize", "append_tokens"
     prefills = 4 * len(self.buckets())
     return dict.fromkeys(once, 1) | {
+      "begin": 2,  # with an empty cache, and with that of the last turn
       "decode": len(self._compute_sizes),
       "prefill": prefills,
       "write_prompt_routing": prefills,

@@ -168,7 +168,6 @@ def test_another_call_another_key_and_other_weights():
   allowed = generate.compilations()
   assert {name for name, most in allowed.items() if most == 1} == {
     "decode_params",
-    "begin",
     "read_tokens",
     "finalize",
     "append_tokens",
