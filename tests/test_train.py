@@ -567,21 +567,23 @@ def test_a_sampler_that_fails_ends_the_run(
   assert_same_run(tmp_path, reference[0], **SPLIT)
 
 
+GUESSING = {
+  **CONTINUOUS,
+  "continuous_batching__slots": 16,
+  "data__source": "gspo_jax.rollout.games.guessing_problems",
+  "rollout__environment": "guessing",
+  "rollout__max_turns": 3,
+  "reward__names": (),
+  "sampler__max_new_tokens": 32,
+  "objective__name": "gspo_token",
+}
+
+
 @pytest.mark.slow  # its parts run in tests/rollout, learner and sampler
 @pytest.mark.usefixtures("no_evaluation")
 def test_conversations_resume(run, tmp_path, assert_same_run):
   """GSPO-token with dynamic sampling, after a cold start."""
-  flags = {
-    **CONTINUOUS,
-    "continuous_batching__slots": 16,
-    "data__source": "gspo_jax.rollout.games.guessing_problems",
-    "rollout__environment": "guessing",
-    "rollout__max_turns": 3,
-    "rollout__dynamic_sampling_rounds": 2,
-    "reward__names": (),
-    "sampler__max_new_tokens": 32,
-    "objective__name": "gspo_token",
-  }
+  flags = {**GUESSING, "rollout__dynamic_sampling_rounds": 2}
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   run(whole, **flags)
   resume(run, whole, parts, **flags)
@@ -594,6 +596,30 @@ def test_conversations_resume(run, tmp_path, assert_same_run):
     tokens += row["conversation/environment_tokens"]
     np.testing.assert_allclose(row["response/length"], tokens, rtol=1e-6)
   assert undocumented(whole) == []
+
+
+@pytest.mark.slow
+def test_conversations_of_earlier_policies(run, tmp_path, assert_same_run):
+  """Sampled ahead, on devices of their own or not, interrupted or not."""
+  flags = {
+    **GUESSING,
+    "rollout__max_staleness": 2,
+    "objective__credit": "turn",
+    "objective__entropy_coef": 0.01,  # it moves, even if no guess is right
+    "cold_start__dir": str(tmp_path / "cold_start"),
+  }
+  run(tmp_path / "turns", **flags)
+  rows = metrics_of(tmp_path / "turns")[1:]
+  assert [row["rollout/staleness"] for row in rows] == [0, 1, 2, 2]
+  assert any(row["grad/norm"] > 0 for row in rows)
+  resume(run, tmp_path / "turns", tmp_path / "parts", **flags)
+  assert_same_run(tmp_path / "parts", tmp_path / "turns", **flags)
+  run(tmp_path / "split", **SPLIT, **flags)
+  assert_same_run(tmp_path / "split", tmp_path / "turns", **SPLIT, **flags)
+  resume(run, tmp_path / "split", tmp_path / "split parts", **SPLIT, **flags)
+  assert_same_run(
+    tmp_path / "split parts", tmp_path / "turns", **SPLIT, **flags
+  )
 
 
 def test_rewards_that_fail_stop_the_run(run, build_once, workdir):

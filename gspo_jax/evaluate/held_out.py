@@ -57,9 +57,9 @@ def correct(
   """
   problems, program = experiment.held_out, experiment.program
   count, pending = len(problems["problems"]), []
+  params = program.sampler.weights(params)
   if experiment.conversations:
     return _conversed(experiment, generate, params, key)
-  params = program.sampler.weights(params)
   with Progress("evaluation", count * group_size, "responses") as progress:
     for batch in sample_many(
       generate,

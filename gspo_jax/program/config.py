@@ -522,7 +522,6 @@ class Config:
 
   def _check_environment(self):
     """UserError where a key does not go with an environment."""
-    off_policy = "max_staleness", "max_tokens_per_iteration"
     for key, value, wrong, expected in (
       (
         "continuous_batching.slots",
@@ -548,20 +547,11 @@ class Config:
         self.objective.replay == "r3",
         "'none' or 'r2', for the experts of earlier turns are not kept",
       ),
-      *(
-        (
-          f"rollout.{name}",
-          getattr(self.rollout, name),
-          getattr(self.rollout, name),
-          "0, for a conversation ends in the iteration in which it begins",
-        )
-        for name in off_policy
-      ),
       (
-        "sampler_mesh.devices",
-        self.sampler_mesh.devices,
-        self.sampler_mesh.devices,
-        "0, for conversations are sampled on the trainer's devices",
+        "rollout.max_tokens_per_iteration",
+        self.rollout.max_tokens_per_iteration,
+        self.rollout.max_tokens_per_iteration,
+        "0, for a conversation ends in the iteration in which it begins",
       ),
     ):
       if wrong:

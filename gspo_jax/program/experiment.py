@@ -67,7 +67,7 @@ class Experiment:
       pool=self.reward_pool,
       max_turns=self.config.rollout.max_turns,
       prompt_config=self.program.prompt_config,
-      batch_sharding=sharding.batch_sharding(self.program.mesh),
+      batch_sharding=sharding.batch_sharding(self.program.sampler.mesh),
       stop=self.program.sampler.stop,
     )
 
@@ -181,4 +181,6 @@ def checkpoint_identity(experiment: Experiment) -> dict:
         identity[f"data.{key}"] = value
     identity["rollout.group_size"] = rollout.group_size
     identity["sampler.max_new_tokens"] = config.sampler.max_new_tokens
+    if rollout.environment:
+      identity["rollout.environment"] = rollout.environment
   return identity

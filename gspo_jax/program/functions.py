@@ -321,10 +321,17 @@ def _sampler(config, cfg, tokenizer, policy, mesh, devices) -> SamplerFunctions:
     shards_of_rows(config, mesh, devices),
   )
   separate, params = None, policy
+  turns = bool(config.rollout.environment)
   if devices:
     params = jitted.placed(policy, sampler_mesh)
     separate = jitted.separate_devices(
-      policy, params, cfg, sampling, mesh=mesh, sampler_mesh=sampler_mesh
+      policy,
+      params,
+      cfg,
+      sampling,
+      mesh=mesh,
+      sampler_mesh=sampler_mesh,
+      turns=turns,
     )
     mesh = sampler_mesh
   batching = settings.continuous_batching(config)
@@ -357,13 +364,16 @@ def _sampler(config, cfg, tokenizer, policy, mesh, devices) -> SamplerFunctions:
     generate_eval=generate if same else make_eval(evaluation),
     generate_greedy=make_eval(greedy),
     eval_prompts=eval_prompts,
-    merge_groups=jitted.merge_groups(
-      sampling, mesh, turns=bool(config.rollout.environment)
-    ),
+    merge_groups=jitted.merge_groups(sampling, mesh, turns=turns),
     take_batch=jitted.take_groups(cfg, sampling, mesh),
     take_pending=jitted.take_groups(cfg, sampling, mesh),
     empty_samples=jitted.empty_samples(
-      config.data.prompts, config.data.max_prompt_length, cfg, sampling, mesh
+      config.data.prompts,
+      config.data.max_prompt_length,
+      cfg,
+      sampling,
+      mesh,
+      turns=turns,
     ),
     stop=sampling.stop,
     mesh=mesh,

@@ -176,7 +176,7 @@ def placed(abstract, mesh):
 
 
 def separate_devices(
-  policy, params, cfg, sampling, *, mesh, sampler_mesh
+  policy, params, cfg, sampling, *, mesh, sampler_mesh, turns: bool
 ) -> SeparateDevices:
   """Between the trainer's mesh and the sampler's; `params`: abstract, there.
 
@@ -186,7 +186,9 @@ def separate_devices(
   weights = placed(jax.eval_shape(cast, params), sampler_mesh)
   cast = MeshJit(jax.jit(cast, in_shardings=(shardings(policy),)), mesh)
   params = shardings(params)
-  here, there = (samples_sharding(sampling, m) for m in (mesh, sampler_mesh))
+  here, there = (
+    samples_sharding(sampling, m, turns=turns) for m in (mesh, sampler_mesh)
+  )
   return SeparateDevices(
     weights=weights,
     sync_weights=lambda policy: jax.device_put(cast(policy), params),
@@ -221,10 +223,19 @@ def take_groups(cfg, sampling, mesh) -> MeshJit:
   return MeshJit(jitted, mesh)
 
 
-def empty_samples(prompts, width, cfg, sampling, mesh) -> MeshJit:
+def empty_samples(
+  prompts, width, cfg, sampling, mesh, *, turns: bool
+) -> MeshJit:
   """() -> samples without tokens, to as many prompts of that width."""
-  make = functools.partial(make_empty_samples, prompts, width, cfg, sampling)
-  samples_sharding_ = samples_sharding(sampling, mesh)
+
+  def make():
+    samples = make_empty_samples(prompts, width, cfg, sampling)
+    if not turns:
+      return samples
+    none = jnp.zeros(samples.tokens.shape, jnp.int16)
+    return dataclasses.replace(samples, turns=none)
+
+  samples_sharding_ = samples_sharding(sampling, mesh, turns=turns)
   return MeshJit(jax.jit(make, out_shardings=samples_sharding_), mesh)
 
 

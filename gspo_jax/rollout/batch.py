@@ -10,8 +10,12 @@ from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.rollout import scoring
-from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
-from gspo_jax.rollout.scoring import ComputedRewards, PendingRewards
+from gspo_jax.rollout.conversations import (
+  REWARD,
+  Conversations,
+  EnvironmentPool,
+)
+from gspo_jax.rollout.scoring import ComputedRewards, PendingRewards, Rewards
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import Generate
@@ -134,6 +138,58 @@ class RolloutContext(NamedTuple):
       self.reward_pool, responses, self.group_size, samples.lengths
     )
     return ScoredSamples(batch, samples, responses, rewards)
+
+  def conversations_state(self, scored: ScoredSamples) -> dict:
+    """JSON of what samples of conversations do not have; {} without them.
+
+    Those are the prompts that environments began with, and what they gave.
+    """
+    if not self.conversations:
+      return {}
+    prompts, rewards = scored.prompts, scored.rewards.result()
+    return {
+      "prompts": [
+        tokens[len(tokens) - length :].tolist()
+        for tokens, length in zip(
+          prompts["tokens"], prompts["length"], strict=True
+        )
+      ],
+      "rewards": rewards.total.tolist(),
+      "failed": rewards.failed.tolist(),
+      "talk": {name: x.tolist() for name, x in scored.talk.items()},
+    }
+
+  def restore(
+    self, batch: dict, samples: Samples, conversations: dict
+  ) -> ScoredSamples:
+    """A batch of a checkpoint; single responses are scored again.
+
+    Args:
+      batch: the prompts of the data.
+      samples: the responses.
+      conversations: of `conversations_state`.
+    """
+    if not conversations:
+      return self.start_scoring(batch, samples)
+    tokens, lengths = batch["tokens"].copy(), batch["length"].copy()
+    for p, ids in enumerate(conversations["prompts"]):
+      tokens[p] = self.tokenizer.pad_id
+      tokens[p, tokens.shape[1] - len(ids) :] = ids
+      lengths[p] = len(ids)
+    batch = batch | {"tokens": tokens, "length": lengths}
+    total = np.array(conversations["rewards"], np.float32)
+    failed = np.array(conversations["failed"])
+    rewards = Rewards(total, {REWARD: total}, failed, reasons=())
+    return ScoredSamples(
+      batch,
+      samples,
+      scoring.decode_responses(samples, batch, self.tokenizer, self.stop),
+      ComputedRewards(rewards),
+      {
+        name: np.array(values, np.float32)
+        for name, values in conversations["talk"].items()
+      },
+    )
 
 
 def prompts_on_device(

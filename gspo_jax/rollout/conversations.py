@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import model
@@ -23,7 +22,7 @@ from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.rollout import environment
 from gspo_jax.rollout.environment import Message
 from gspo_jax.rollout.scoring import ComputedRewards, Rewards
-from gspo_jax.runtime import multihost
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.continuous import ContinuousSampler, PrefixCache
@@ -211,7 +210,7 @@ class Conversations:
       generate: samples G responses to each prompt.
       params: of the policy.
       batch: P prompts of a `Curriculum` or of `pipeline.take`.
-      key: a typed PRNG key.
+      key: a typed PRNG key, on any devices.
       what: is done, for the log.
 
     """
@@ -222,6 +221,7 @@ class Conversations:
     clock = _Clock()
     with clock:
       batch = self._begin(batch, talks, G, key)
+    key = sharding.key_beside(self.batch_sharding, key)
     prompts = Prompts(batch["tokens"], batch["length"])
     prompts = multihost.to_global(prompts, self.batch_sharding)
     turns, turn_rewards = np.zeros((B, R), np.int16), []
@@ -261,7 +261,11 @@ class Conversations:
       if not active.any():
         break
     samples = dataclasses.replace(
-      samples, turns=self._global(turns), slot_steps=jnp.int32(slot_steps)
+      samples,
+      turns=self._global(turns),
+      slot_steps=multihost.to_global(
+        np.int32(slot_steps), samples.slot_steps.sharding
+      ),
     )
     rewards_BT = np.full((B, self.max_turns), np.nan, np.float32)
     rewards_BT[:, : len(turn_rewards)] = np.transpose(turn_rewards)
@@ -319,7 +323,9 @@ class Conversations:
     every = multihost.sum_of_all(mine)
     new = every[:, 0] > 0
     lengths[new] = every[new, 0]
-    tokens[new] = every[new, 1:]
+    pad = np.arange(tokens.shape[1]) < tokens.shape[1] - lengths[:, None]
+    ids = np.where(pad, self.prompt_config.tokenizer.pad_id, every[:, 1:])
+    tokens[new] = ids[new]
     return batch | {"tokens": tokens, "length": lengths}
 
   def _prompt(self, choices) -> list[int]:

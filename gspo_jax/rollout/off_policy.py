@@ -148,13 +148,14 @@ class OffPolicy:
         "policy_step": batch.policy_step,
         "resumed_fraction": batch.resumed_fraction,
         "epochs": batch.epochs,
+        "conversations": self._context.conversations_state(batch.samples),
       }
       for batch in self.wait()
     ]
     return {"source": self._source.get_state(), "next": batches}
 
   def set_state(self, pending: dict, state: dict) -> None:
-    """Restores `pending` and `get_state`; scores the responses again."""
+    """Restores `pending` and `get_state`; single responses are scored again."""
     ahead = self._max_staleness > 0
     of_source = pending["source"] if ahead else pending
     if self._separate and of_source is not None:
@@ -165,7 +166,9 @@ class OffPolicy:
       return
     for samples, saved in zip(pending["next"], state["next"], strict=False):
       prompts = self._context.curriculum.prompts_at(saved["positions"])
-      scored = self._context.start_scoring(prompts, samples)
+      scored = self._context.restore(
+        prompts, samples, saved.get("conversations")
+      )
       cost = RolloutCost(
         prompts, scored.rewards, saved["tokens"], saved["slot_steps"]
       )

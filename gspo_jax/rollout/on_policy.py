@@ -62,10 +62,10 @@ class OnPolicy:
     """Responses to new prompts; `ContinuousSampler` streams them to scoring."""
     context = self._context
     batch = context.curriculum.next_batch(step)
-    key = sharding.key_beside(context.batch_sharding, key)
     what = f"rollout of iteration {step}"
     if context.conversations:
       return self._converse(params, batch, key, what)
+    key = sharding.key_beside(context.batch_sharding, key)
     prompts = prompts_on_device(batch, context.batch_sharding)
     if not isinstance(context.generate, ContinuousSampler):
       with Progress(what):

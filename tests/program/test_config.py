@@ -210,10 +210,6 @@ GAME = "rollout.environment=guessing reward.names=()"
       f"rollout.environment=guessing {SLOTS}",
       r"reward.names=\('final_answer',\): expected \(\), for the environment",
     ),
-    (
-      f"{GAME} {SLOTS} rollout.max_staleness=1",
-      "rollout.max_staleness=1: expected 0, for a conversation",
-    ),
     (f"{GAME} {SLOTS} {LIMIT} {EXTRA}", f"{LIMIT}: expected 0, for a conver"),
     (
       f"{GAME} {SLOTS} objective.replay=r3",

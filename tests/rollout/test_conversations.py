@@ -1,6 +1,7 @@
 """Conversations: who wrote which token of a row, and what ends one."""
 
 import dataclasses
+import json
 import re
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.tasks import Problem
+from gspo_jax.rollout.batch import RolloutContext, ScoredSamples
 from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import (
@@ -104,19 +106,23 @@ class Scripted:
     return append_tokens(samples, *map(jnp.asarray, arrays))
 
 
-def converse(pool, names, responses, max_turns=4, key=0):
-  """The conversations about these problems, and the sampler."""
-  config = prompt_batch.PromptConfig(BYTES, S)
-  problems = [Problem(name, "ref", "") for name in names]
+def prompts_of(names):
+  """A batch of problems with these texts."""
   ids = [BYTES.encode(name) for name in names]
   tokens = np.full((len(names), S), BYTES.pad_id, np.int32)
   for row, x in zip(tokens, ids, strict=True):
     row[S - len(x) :] = x
-  batch = {
-    "problems": problems,
+  return {
+    "problems": [Problem(name, "ref", "") for name in names],
     "tokens": tokens,
     "length": np.array([*map(len, ids)], np.int32),
   }
+
+
+def converse(pool, names, responses, max_turns=4, key=0):
+  """The conversations about these problems, and the sampler."""
+  config = prompt_batch.PromptConfig(BYTES, S)
+  batch = prompts_of(names)
   mesh = sharding.make_mesh(jax.devices()[:1])
   talk = Conversations(
     pool, max_turns, config, sharding.batch_sharding(mesh), None
@@ -216,3 +222,32 @@ def test_a_prompt_that_is_too_long_costs_its_group(pool):
   assert (found.total[0] <= 0).all()
   (reason,) = found.reasons
   assert re.search(r"99 tokens.*data.max_prompt_length=6", reason)
+
+
+def test_a_checkpoint_has_what_samples_do_not(pool):
+  """The prompts of the environments, rewards, and those of the turns."""
+  done, _ = converse(pool, ["prompt", "ab"], [["x", "end"], ["end"]] * 2)
+  scored = ScoredSamples(
+    done.prompts,
+    done.samples,
+    done.responses,
+    done.rewards,
+    {**done.counts, "rewards": done.turn_rewards},
+  )
+  context = RolloutContext(
+    *[None] * 2, BYTES, *[None] * 5, stop=None, conversations=True
+  )
+  state = json.loads(json.dumps(context.conversations_state(scored)))
+  batch = prompts_of(["prompt", "ab"])
+  found = context.restore(batch, done.samples, state)
+  for name in ("tokens", "length"):
+    np.testing.assert_array_equal(found.prompts[name], done.prompts[name])
+    assert (found.prompts[name] != batch[name]).any()
+  rewards, expected = found.rewards.result(), done.rewards.result()
+  np.testing.assert_array_equal(rewards.total, expected.total)
+  np.testing.assert_array_equal(rewards.correct, expected.correct)
+  np.testing.assert_array_equal(rewards.failed, expected.failed)
+  assert found.talk.keys() == scored.talk.keys()
+  for name, values in scored.talk.items():
+    np.testing.assert_array_equal(found.talk[name], values)
+    assert found.talk[name].dtype == values.dtype

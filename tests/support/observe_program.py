@@ -354,7 +354,7 @@ def segment(config):
   """Decode steps of a segment, and tokens of a forward pass of prefill."""
   devices, params = built(config).sampler.generate.jitted, bigram.params()
   state, samples = jax.eval_shape(
-    lambda: devices.begin.jitted(devices.empty_samples.jitted(P))
+    lambda: devices.begin.jitted(devices.empty_samples.jitted(P), None)
   )
   like = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.num_tokens)
   like["active"] = like["new"] = state.pages.active
@@ -365,7 +365,9 @@ def segment(config):
     )
   with record_passes() as passes, bigram.in_place():
     tokens, pages = np.zeros((P, 16), np.int32), np.zeros((P, 4), np.int32)
-    devices.prefill.jitted.trace(params, state, tokens, tokens[:, 0], pages)
+    devices.prefill.jitted.trace(
+      params, state, tokens, tokens[:, 0], pages, None
+    )
   loops = [
     o for o in operations(decode.jaxpr.jaxpr) if o.primitive.name == "while"
   ]
