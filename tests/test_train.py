@@ -378,24 +378,32 @@ def test_kill_9_loses_only_the_steps_after_the_last_checkpoint(
   assert_same_run(workdir, reference[0])
 
 
+SPLIT = {"sampler_mesh__devices": 1}
+
+
 @pytest.mark.slow  # minutes
+@pytest.mark.parametrize(
+  ("devices", "flags"),
+  [(1, {}), (2, SPLIT | {"rollout__max_staleness": 2})],
+  ids=["in_turns", "split"],
+)
 def test_killed_at_ten_random_moments(
-  start, reference, tmp_path, assert_same_run
+  start, tmp_path, assert_same_run, devices, flags
 ):
   """The moments: uniform over what a start and four steps take."""
   seed = int.from_bytes(os.urandom(4), "big")
   print(f"{seed=}")
   moments = random.Random(seed)
   began = time.monotonic()
-  finish(start(tmp_path / "timed"))
+  finish(start(tmp_path / "whole", devices=devices, **flags))
   whole = time.monotonic() - began
   for _ in range(10):
-    process = start(tmp_path / "run")
+    process = start(tmp_path / "run", devices=devices, **flags)
     time.sleep(moments.uniform(0, whole))
     process.kill()
     process.communicate()
-  finish(start(tmp_path / "run"))
-  assert_same_run(tmp_path / "run", reference[0])
+  finish(start(tmp_path / "run", devices=devices, **flags))
+  assert_same_run(tmp_path / "run", tmp_path / "whole", **flags)
 
 
 @pytest.mark.slow  # in default runs, SIGTERM is raised in this process
@@ -490,9 +498,6 @@ def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
   assert undocumented(whole) == []
   with pytest.raises(UserError, match=r"rollout\.max_staleness"):
     run(parts, **flags | {"rollout__max_staleness": 0})
-
-
-SPLIT = {"sampler_mesh__devices": 1}
 
 
 def test_a_sampler_on_its_own_device_is_the_same_run(
