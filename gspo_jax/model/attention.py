@@ -261,7 +261,8 @@ def _splash_kernel(heads: int, tokens: int, query_bytes: int, interpret: bool):
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
   block, wide_block = splash_blocks(tokens)
-  fused = tokens // wide_block * query_bytes <= _PARTS_BYTES
+  wide_block = _fused_block(tokens, wide_block, query_bytes)
+  fused = bool(wide_block)
   blocks = {
     "block_q": block,
     "block_kv": block,
@@ -281,6 +282,19 @@ def _splash_kernel(heads: int, tokens: int, query_bytes: int, interpret: bool):
     residual_checkpoint_name="attention",
     interpret=interpret,
   )
+
+
+def _fused_block(tokens: int, wide_block: int, query_bytes: int) -> int:
+  """Keys of a block of the fused backward pass; 0 if its parts are too large.
+
+  Where blocks of 2,048 keys make too many parts, a tpu7x has blocks of 4,096.
+  They do not fit in the VMEM of a v5p.
+  """
+  blocks = [wide_block]
+  if wide_block == 2048 and sharding.device_kind() == "TPU7x":
+    blocks += [4096] * (tokens % 4096 == 0)
+  fits = lambda block: tokens // block * query_bytes <= _PARTS_BYTES
+  return next(filter(fits, blocks), 0)
 
 
 def splash_blocks(tokens: int) -> tuple[int, int]:

@@ -114,6 +114,27 @@ def test_blocks_of_keys_are_at_most_an_eighth_of_a_long_row(tokens, blocks):
   assert attention.splash_blocks(tokens) == blocks
 
 
+@pytest.mark.parametrize(
+  ("kind", "tokens", "heads", "block"),
+  [
+    ("TPU v5", 65536, 8, 2048),  # 4 GiB of parts
+    ("TPU v5", 131_072, 4, 0),
+    ("TPU7x", 131_072, 4, 4096),  # 8 GiB in blocks of 2,048 keys
+    ("TPU7x", 131_072, 8, 0),
+    ("TPU7x", 65536, 8, 2048),
+    ("TPU7x", 67_584, 8, 0),  # not a multiple of 4,096
+  ],
+)
+def test_a_tpu7x_has_longer_blocks_of_keys_where_the_parts_are_many(
+  kind, tokens, heads, block, monkeypatch
+):
+  """The kernel for the queries' gradient is the last resort."""
+  monkeypatch.setattr(sharding, "device_kind", lambda: kind)
+  wide_block = attention.splash_blocks(tokens)[1]
+  query_bytes = tokens * heads * 128 * 2
+  assert attention._fused_block(tokens, wide_block, query_bytes) == block
+
+
 def jaxpr(platform, monkeypatch, T=T, H=H, dtype=jnp.bfloat16):
   """The program traced for a platform, as text."""
   monkeypatch.setattr(sharding, "platform", lambda: platform)
