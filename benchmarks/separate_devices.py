@@ -6,8 +6,10 @@ The embedded default after its cold start, on two virtual CPU devices: both
 sample and train in turns, or one samples and one trains, with batches that are
 sampled 0, 1 or 2 iterations ahead, and with a reward that takes 0, 20 or 200 ms
 a response. Chains of 2 to 12 steps: responses of 17 to 87 tokens. Reported are
-medians over iterations of metrics.jsonl, without the first three, which compile
-and fill the batches ahead, and the last ones, for which nothing is sampled:
+means over iterations of metrics.jsonl, without the first three, which compile
+and fill the batches ahead, and the last ones, for which nothing is sampled.
+No medians: where rewards take longest, every other iteration waits for those of
+two batches.
 
 iteration      seconds, and their ratio to turns with staleness 0
 trainer waits  share of the iteration that the trainer waited for a batch
@@ -62,7 +64,7 @@ def main() -> None:
 def _train(args, folder, milliseconds, devices, staleness) -> dict:
   """Trains, and sums up an iteration."""
   config = tiny_cpu.get_config("debug" if args.quick else "")
-  config.num_steps = _FIRST + _LAST + 6
+  config.num_steps = _FIRST + _LAST + 7  # an even number of them
   config.eval.every = 0
   config.checkpoint.every = config.num_steps
   config.cold_start.dir = str(folder / "cold_start")
@@ -81,13 +83,14 @@ def _train(args, folder, milliseconds, devices, staleness) -> dict:
     lines = (Path(workdir) / "metrics.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
   rows = [r for r in rows if _FIRST <= r["step"] <= config.num_steps - _LAST]
-  median = lambda value: round(statistics.median(map(value, rows)), 3)
-  share = lambda key: median(lambda r: r[key] / r["time/iteration"])
+  mean = lambda key: statistics.fmean(row[key] for row in rows)
+  iteration = mean("time/iteration")
+  share = lambda key: round(mean(key) / iteration, 3)
   row = {
     "milliseconds": milliseconds,
     "sampler devices": devices,
     "staleness": staleness,
-    "iteration": median(lambda r: r["time/iteration"]),
+    "iteration": round(iteration, 3),
   }
   if devices:
     row["trainer waits"] = share("time/generate")
