@@ -141,7 +141,7 @@ def test_overlap():
   assert len(seconds) == 4
   for phases in seconds.values():
     parts = sum(phases[k] for k in ("generate", "score", "update"))
-    assert 0 < parts <= 1.5 * phases["iteration"]  # each is a median by itself
+    assert 0 < parts <= 1.001 * phases["iteration"]
 
 
 @pytest.mark.slow
