@@ -24,11 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import record
+from benchmarks import estimates, record
 from gspo_jax.model import experts, lora
 from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
-from gspo_jax.plan.hlo import walk as hlo_walk
 from gspo_jax.runtime import sharding
 
 k, SHARDS, E, D, F = 8, 4, 128, 2048, 768
@@ -129,24 +128,8 @@ def measure(combine, topology: str, M: int, mesh: Mesh) -> dict:
     compiled = plan_compile.compile_one(
       jax.jit(lambda *args: whole(*args)).lower(*arguments)
     )
-  chip = chips.parse(topology).chip
-  best, by_compiler = (
-    hlo_walk.walk(
-      compiled.module,
-      chip,
-      lambda collective: chip.link,
-      mesh.size,
-      filled=1 / experts.SLACK,
-      by_compiler=by,
-    )
-    for by in (False, True)
-  )
-  return {
-    "hbm_bytes": best.hbm_bytes,
-    "temporaries": compiled.memory.temporaries,
-    "best_ms": best.roofline_seconds * 1e3,
-    "libtpu_ms": by_compiler.roofline_seconds * 1e3,
-  }
+  found = estimates.of(compiled.module, topology, mesh.size, unit="ms")
+  return found | {"temporaries": compiled.memory.temporaries}
 
 
 def check() -> None:

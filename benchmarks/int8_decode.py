@@ -18,11 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import record
-from gspo_jax.model import experts
+from benchmarks import estimates, record
 from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
-from gspo_jax.plan.hlo import walk as hlo_walk
 
 TOPOLOGY = "v5p:2x2x1"  # the least slice of the chip; each device does the same
 BF16, INT8, F32 = jnp.bfloat16, jnp.int8, jnp.float32
@@ -111,23 +109,7 @@ def measure(function, arrays, mesh) -> dict:
     function, mesh=mesh, in_specs=every, out_specs=every, check_vma=False
   )
   module = plan_compile.compile_one(jax.jit(whole).lower(*arguments)).module
-  chip = chips.parse(TOPOLOGY).chip
-  best, by_compiler = (
-    hlo_walk.walk(
-      module,
-      chip,
-      lambda collective: chip.link,
-      mesh.size,
-      filled=1 / experts.SLACK,
-      by_compiler=by,
-    )
-    for by in (False, True)
-  )
-  return {
-    "hbm_bytes": best.hbm_bytes,
-    "best_us": best.roofline_seconds * 1e6,
-    "libtpu_us": by_compiler.roofline_seconds * 1e6,
-  }
+  return estimates.of(module, TOPOLOGY, mesh.size, unit="us")
 
 
 def main() -> None:

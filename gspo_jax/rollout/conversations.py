@@ -267,13 +267,6 @@ class Conversations:
         np.int32(slot_steps), samples.slot_steps.sharding
       ),
     )
-    rewards_BT = np.full((B, self.max_turns), np.nan, np.float32)
-    rewards_BT[:, : len(turn_rewards)] = np.transpose(turn_rewards)
-    # As the whole reward: a failure must not pay.
-    failed = self._gather_of(talks, B, lambda talk: bool(talk.failure)) > 0
-    rewards_BT[failed] = np.minimum(rewards_BT[failed], 0)
-    taken = np.arange(self.max_turns) < turns.max(1)[:, None]
-    rewards_BT = np.where(taken, rewards_BT, np.nan)
     counts = {
       "turns": turns.max(1).astype(np.float32),
       "tool_calls": self._gather_of(talks, B, lambda talk: talk.tool_calls),
@@ -285,7 +278,7 @@ class Conversations:
       _responses(batch, talks, before, G, R),
       self._rewards(talks, B, G),
       counts,
-      rewards_BT,
+      self._turn_rewards(turn_rewards, turns.max(1), talks),
       clock.seconds,
     )
 
@@ -422,6 +415,23 @@ class Conversations:
         reasons=tuple(reasons)[:_MAX_REASONS],
       )
     )
+
+  def _turn_rewards(self, rewards, taken_B, talks) -> np.ndarray:
+    """[B, max_turns] float32, NaN for turns that were not taken.
+
+    Args:
+      rewards: [B] of each turn that some conversation took.
+      taken_B: turns of each conversation.
+      talks: of this host.
+    """
+    shape = len(taken_B), self.max_turns
+    rewards_BT = np.full(shape, np.nan, np.float32)
+    rewards_BT[:, : len(rewards)] = np.transpose(rewards)
+    # As the whole reward: a failure must not pay.
+    failed = self._gather_of(talks, shape[0], lambda talk: bool(talk.failure))
+    rewards_BT[failed > 0] = np.minimum(rewards_BT[failed > 0], 0)
+    taken_BT = np.arange(self.max_turns) < taken_B[:, None]
+    return np.where(taken_BT, rewards_BT, np.nan)
 
   def _global(self, array: np.ndarray) -> jax.Array:
     return multihost.to_global(array, self.batch_sharding)

@@ -193,16 +193,7 @@ class ContinuousSampler:
       state, cached = prefix_cache.take(self.shards)
     state, samples = self.jitted.begin(samples, state)
     requests = self._shard_requests(tokens, lengths, samples, so_far, stop_at)
-    schedulers = [
-      Scheduler(
-        self.sizes,
-        [len(prefix) for prefix in shard.prefixes],
-        shard.prefix_index,
-        shard.stop_at - shard.num_tokens,
-        tokens,
-      )
-      for shard, tokens in zip(requests, cached, strict=True)
-    ]
+    schedulers = self._schedulers(requests, cached)
     if turn_start is None:
       turn_start = np.zeros_like(so_far[0])
     fields = _fields_by_response(requests, turn_start, self.config.stop)
@@ -336,6 +327,19 @@ class ContinuousSampler:
     whole = prompts, prompt_lengths, tokens, *so_far, stop_at
     parts = zip(*(np.split(x, self.shards) for x in whole), strict=True)
     return [pending_requests(*part) for part in parts]
+
+  def _schedulers(self, requests: list[Requests], cached) -> list[Scheduler]:
+    """One of each shard; `cached` are their tokens of an earlier call."""
+    return [
+      Scheduler(
+        self.sizes,
+        [len(prefix) for prefix in shard.prefixes],
+        shard.prefix_index,
+        shard.stop_at - shard.num_tokens,
+        tokens,
+      )
+      for shard, tokens in zip(requests, cached, strict=True)
+    ]
 
   def _prefill_batches(
     self, admissions: list[Admission], requests: list[Requests]
