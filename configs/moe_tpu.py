@@ -86,6 +86,7 @@ _QWEN3_30B = {
     prompts=256,
     pages=50_688,  # of 53,760 that the plan allows
   ),
+  "v6e:8x8": _Slice(devices=64, fsdp=16, expert=4, decoding=16, prompts=256),
   # An update of all weights needs 97 GiB of temporaries alone.
   "v5p:2x2x2": _Slice(
     devices=8, fsdp=2, expert=4, decoding=8, instruments=False, lora_rank=16
