@@ -4,7 +4,7 @@ Others take `source.make_source`, `off_policy.OffPolicy` (the source that
 samples ahead), `batch` (the containers and `iteration_keys`), `scoring`
 (samples become responses with rewards), `metrics.rollout_metrics`,
 `environment` (what an environment is, and which a config names) and
-`conversations` (samples of several turns). `games` has embedded environments.
+`conversations` (samples of several turns). `environments` has those built in.
 """
 
 __all__ = [

@@ -49,9 +49,10 @@ from gspo_jax.runtime import errors
 Message = tuple[str, str]  # role and content
 
 BUILT_IN = {
-  "calculator": "gspo_jax.rollout.games.Calculator",
-  "guessing": "gspo_jax.rollout.games.Guessing",
-  "python": "gspo_jax.rollout.python_tool.Python",
+  "calculator": "gspo_jax.rollout.environments.games.Calculator",
+  "guessing": "gspo_jax.rollout.environments.games.Guessing",
+  "python": "gspo_jax.rollout.environments.python_tool.Python",
+  "verifiers": "gspo_jax.rollout.environments.verifiers.Verifiers",
 }
 _MAX_STATE = 16 << 20  # bytes of a pickled environment
 _MAX_TEXT = 1 << 20  # characters of the messages of a step

@@ -237,7 +237,7 @@ def test_conversations_on_two_processes(launch, tmp_path):
   """Each process has the environments of its own rows."""
   added = {
     **CONTINUOUS_BATCHING,
-    "data__source": "gspo_jax.rollout.games.guessing_problems",
+    "data__source": "gspo_jax.rollout.environments.games.guessing_problems",
     "rollout__environment": "guessing",
     "rollout__max_turns": 3,
     "reward__names": "()",

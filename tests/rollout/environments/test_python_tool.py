@@ -5,8 +5,9 @@ import time
 import pytest
 
 from gspo_jax.data.tasks import Problem
-from gspo_jax.rollout import conversations, environment, python_tool
+from gspo_jax.rollout import conversations, environment
 from gspo_jax.rollout.conversations import EnvironmentPool
+from gspo_jax.rollout.environments import python_tool
 from gspo_jax.runtime.errors import UserError
 
 SPEC = "python:seconds=1.0,characters=40"

@@ -3,8 +3,8 @@
 import pytest
 
 from gspo_jax.data.tasks import held_out
-from gspo_jax.rollout import games
 from gspo_jax.rollout.environment import Question, Step
+from gspo_jax.rollout.environments import games
 
 GAMES = {
   "calculator": (games.Calculator, games.calculator_problems),

@@ -1,0 +1,129 @@
+"""Environments of the `verifiers` package, those of its `MultiTurnEnv`.
+
+https://github.com/PrimeIntellect-ai/verifiers, release 0.1.14. From
+0.4 on the package has other environments, which call the policy over HTTP.
+"""
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from gspo_jax.rollout.environment import Message, Question, Step
+from gspo_jax.runtime.errors import UserError, missing_package
+
+# Of a state, what is not pickled: the connection to a model and its bill.
+_OF_A_CLIENT = ("client", "usage", "usage_tracker")
+
+
+class Verifiers:
+  """A conversation of an environment that `verifiers.load_environment` finds.
+
+  The environment's prompt, `env_response`, stop conditions and rubric are used;
+  the reward of a conversation is that of the rubric, on its last response. Its
+  state must be picklable. The problem has a column `row`, a row of the
+  environment's own dataset.
+
+  Args:
+    name: of the environment, as `load_environment` takes it.
+  """
+
+  roles = ("user",)
+
+  def __init__(self, *, name: str):
+    self._name = name
+    self._state: Any = None
+    self._context: list = []  # messages of the package: the prompt, all turns
+
+  @staticmethod
+  def prepare(*, name: str) -> None:
+    """UserError if the environment does not load, or has tools."""
+    if tools := getattr(_load(name), "tool_defs", None):
+      raise UserError(
+        f"verifiers:name={name}: it has {len(tools)} tools, expected none: the "
+        "chat template is not told of tools"
+      )
+
+  def reset(self, problem: Question, seed: int) -> Sequence[Message]:
+    """Sets the state up; an environment draws its own numbers, not by `seed`.
+
+    Raises:
+      ValueError: the problem has no row.
+    """
+    row = problem.columns.get("row")
+    if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), list):
+      raise ValueError("expected a column `row` with a list `prompt`")
+    # A thread, for a worker with async environments runs an event loop.
+    with ThreadPoolExecutor(1) as thread:
+      begun = thread.submit(asyncio.run, _begin(_load(self._name), row))
+      self._state = begun.result()
+    self._context = [*self._state["prompt"]]
+    return [_text(message) for message in self._context]
+
+  async def step(self, response: str) -> Step:
+    env, state, context = _load(self._name), self._state, self._context
+    said = _messages([{"role": "assistant", "content": response}])
+    await env.add_trajectory_step(state, _turn(context, said, state))
+    if not await env.is_completed(state):
+      self._context = _messages(await env.get_prompt_messages(state))
+      if state.get("final_env_response") is None:
+        return Step([_text(m) for m in self._context[len(context) + 1 :]])
+      await env.is_completed(state)  # notes why it stopped
+    await env.cleanup(state)
+    await env.rubric.score_rollout(state)
+    await env.rubric.cleanup(state)
+    return Step(done=True, reward=state["reward"])
+
+
+@functools.cache
+def _load(name: str):
+  """The environment, once in a worker process."""
+  try:
+    import verifiers
+  except ImportError as error:
+    what = f"environment 'verifiers:name={name}'"
+    raise missing_package(error, "verifiers", what) from error
+  try:
+    return verifiers.load_environment(name)
+  except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+    raise UserError(f"verifiers:name={name}: {error}") from error
+
+
+async def _begin(env, row):
+  """The state of a new conversation."""
+  from verifiers.types import ClientConfig
+
+  state = await env.init_state(row, ClientConfig(), "policy", {})
+  for key in _OF_A_CLIENT:
+    state.pop(key, None)
+  return await env.setup_state(state) or state
+
+
+def _turn(prompt, said, state) -> dict[str, Any]:
+  """A `TrajectoryStep` without what a model's server would add."""
+  return {
+    "prompt": prompt,
+    "completion": said,
+    "response": None,
+    "tokens": None,
+    "reward": None,
+    "advantage": None,
+    "is_truncated": False,
+    "trajectory_id": state["trajectory_id"],
+    "extras": {},
+  }
+
+
+def _messages(messages) -> list:
+  """Messages as the package's own objects, which environments expect."""
+  from verifiers.utils.message_utils import maybe_normalize_messages
+
+  return maybe_normalize_messages(messages)
+
+
+def _text(message) -> Message:
+  """The role and the text; ValueError if the content is not text."""
+  if not isinstance(message.content, str):
+    raise ValueError(f"expected a message of text, got {str(message)[:80]}")
+  return message.role, message.content
