@@ -9,6 +9,7 @@ from etils import epath
 
 from gspo_jax.data import datasets, pipeline
 from gspo_jax.data.datasets import Datasets
+from gspo_jax.data.tasks import Problem
 from gspo_jax.program import load_params
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
@@ -109,7 +110,7 @@ def prepare(
     config=config,
     workdir=epath.Path(workdir),
     program=program,
-    reward_pool=_environment_pool(config, program.tokenizer)
+    reward_pool=_environment_pool(config, program.tokenizer, problems)
     if config.rollout.environment
     else _reward_pool(config.reward, problems),
     datasets=problems,
@@ -123,23 +124,33 @@ def prepare(
   )
 
 
-def _environment_pool(config: Config, tokenizer) -> EnvironmentPool:
+def _environment_pool(
+  config: Config, tokenizer, problems: Datasets
+) -> EnvironmentPool:
   """The pool, if the conversations can be written turn by turn."""
   c, spec = config.reward, config.rollout.environment
   try:
     tokenizer.check_turns(environment.roles(spec))
     return EnvironmentPool(
-      spec, workers=c.workers, seconds=c.seconds, concurrency=c.concurrency
+      spec,
+      examples=_first_problems(problems),
+      workers=c.workers,
+      seconds=c.seconds,
+      concurrency=c.concurrency,
     )
   except UserError as error:
     raise UserError(f"rollout.environment={spec!r}: {error}") from error
 
 
-def _reward_pool(c, problems: Datasets) -> RewardPool:
-  """The pool, with the first problem of every source as an example."""
+def _first_problems(problems: Datasets) -> list[Problem]:
+  """That of every source."""
   mixtures = [*(stage.source for stage in problems.stages), problems.held_out]
   sources = [s for m in mixtures for s in getattr(m, "sources", (m,))]
-  examples = [EXAMPLE.to(source[0]) for source in sources if len(source)]
+  return [source[0] for source in sources if len(source)]
+
+
+def _reward_pool(c, problems: Datasets) -> RewardPool:
+  """The pool, with the first problem of every source as an example."""
   try:
     return RewardPool(
       c.names,
@@ -147,7 +158,7 @@ def _reward_pool(c, problems: Datasets) -> RewardPool:
       workers=c.workers,
       seconds=c.seconds,
       concurrency=c.concurrency,
-      examples=examples,
+      examples=[EXAMPLE.to(p) for p in _first_problems(problems)],
     )
   except UserError as error:
     raise UserError(f"reward.names={c.names}: {error}") from error

@@ -18,6 +18,7 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptConfig
+from gspo_jax.data.tasks import Problem
 from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.rollout import environment
 from gspo_jax.rollout.environment import Message
@@ -68,17 +69,26 @@ class EnvironmentPool:
 
   Args:
     spec: of the environment, as `environment.named` reads it.
+    examples: problems; a conversation about each is begun, to try the
+      environment.
     **limits: `workers`, `seconds`, `memory` and `concurrency` of a RewardPool.
 
   Raises:
-    UserError: there is no such environment.
+    UserError: there is no such environment, or its `reset` fails on an example.
   """
 
-  def __init__(self, spec: str, **limits):
+  def __init__(self, spec: str, *, examples: Sequence[Problem] = (), **limits):
     self._spec = spec
     name = environment.reward_spec(spec)
     self._pool = RewardPool((name,), (1.0,), examples=(), **limits)
     self._prefix = name.partition(":")[0] + ": "
+    begun = self.run([_to_begin(problem, 0) for problem in examples])
+    for problem, reply in zip(examples, begun, strict=True):
+      if reply.failure:
+        self.close()
+        raise UserError(
+          f"{reply.failure}, in reset of the problem {problem.text[:40]!r}"
+        )
 
   def run(self, calls: Sequence[Response]) -> list[Reply]:
     """Makes these calls, of `begin` or `step`; waits for all of them."""

@@ -168,6 +168,14 @@ def test_a_reset_that_raises_and_a_step_without_messages(pool):
   assert (silent.done, silent.reward, silent.failure) == (True, 0.25, "")
 
 
+def test_a_reset_is_tried_at_the_start(folder):
+  limits = {"workers": 1, "seconds": 2.0, "memory": 0.2}
+  good, bad = Problem("good", "", ""), Problem("bad reset", "", "")
+  EnvironmentPool("user_games.Counts", examples=[good], **limits).close()
+  with pytest.raises(UserError, match=r"no game.*problem 'bad reset'"):
+    EnvironmentPool("user_games.Counts", examples=[good, bad], **limits)
+
+
 def test_async_steps_wait_together():
   with EnvironmentPool(
     "user_games.Waits", workers=1, seconds=2.0, concurrency=4
