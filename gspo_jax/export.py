@@ -99,7 +99,10 @@ def export(
   if peft:
     _require_base(config)
   mesh = multihost.run_on_all(
-    lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
+    lambda: sharding.make_mesh(
+      sharding.split_devices(config.sampler_mesh.devices)[0],
+      **dataclasses.asdict(config.mesh),
+    )
   )
   with jax.set_mesh(mesh):
     program = multihost.run_on_all(

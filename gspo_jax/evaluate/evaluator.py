@@ -67,7 +67,10 @@ def evaluate(
     lambda: load_params.with_checkpoint(_without_environment(config), folder)
   )
   mesh = multihost.run_on_all(
-    lambda: sharding.make_mesh(**dataclasses.asdict(config.mesh))
+    lambda: sharding.make_mesh(
+      sharding.split_devices(config.sampler_mesh.devices)[0],
+      **dataclasses.asdict(config.mesh),
+    )
   )
   with jax.set_mesh(mesh):
     samplers = multihost.run_on_all(lambda: _samplers(config, mesh, chosen))

@@ -69,6 +69,7 @@ def files(tmp_path_factory):
 def run(workdir, files, out, **options):
   options = {"samples": 6, "reward": "final_answer"} | options
   c = config()
+  c.mesh.data = c.sampler_mesh.devices = 4  # those that train evaluate
   c.reward.seconds = options.pop("seconds", 10.0)
   return evaluator.evaluate(c, str(workdir), files, out=str(out), **options)
 

@@ -113,7 +113,7 @@ def test_it_stops_at_the_gate_and_is_reused(tmp_path):
 def test_a_missed_gate_is_an_error(tmp_path):
   with pytest.raises(UserError, match=r"gate=0\.9: RL does not climb"):
     run(tmp_path, [0.1] * 5)
-  state, _ = run(tmp_path / "none", [0.0] * 5, gate=0.0)
+  state, _ = run(tmp_path / "none", [-0.1] * 5, gate=0.0)
   assert int(state.step) == 10
 
 
