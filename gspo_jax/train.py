@@ -240,7 +240,7 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   # Advantages, of whole groups, before any shuffle.
   credited = rewards.total.reshape(-1)
   if config.objective.credit == "turn":
-    credited = scored.talk["rewards"]
+    credited = scored.conversation["rewards"]
   train_batch = learner.assign_advantages(
     train_batch,
     multihost.to_global(credited, batch_sharding),

@@ -31,8 +31,8 @@ class ScoredSamples(NamedTuple):
     samples: the responses of all hosts, on the devices.
     responses: those of this host, by their row, 0 to P * G - 1.
     rewards: of all hosts; call `result` on every host.
-    talk: what an environment counted, by name, [P * G, ...] each; {} without
-      one.
+    conversation: what an environment counted, by name, [P * G, ...] each; {}
+      without one.
     environment_seconds: that the devices waited for environments.
   """
 
@@ -40,7 +40,7 @@ class ScoredSamples(NamedTuple):
   samples: Samples
   responses: Mapping[int, Response]
   rewards: PendingRewards | ComputedRewards
-  talk: Mapping[str, np.ndarray] = {}
+  conversation: Mapping[str, np.ndarray] = {}
   environment_seconds: float = 0.0
 
 
@@ -156,7 +156,9 @@ class RolloutContext(NamedTuple):
       ],
       "rewards": rewards.total.tolist(),
       "failed": rewards.failed.tolist(),
-      "talk": {name: x.tolist() for name, x in scored.talk.items()},
+      "conversation": {
+        name: x.tolist() for name, x in scored.conversation.items()
+      },
     }
 
   def restore(
@@ -187,7 +189,7 @@ class RolloutContext(NamedTuple):
       ComputedRewards(rewards),
       {
         name: np.array(values, np.float32)
-        for name, values in conversations["talk"].items()
+        for name, values in conversations["conversation"].items()
       },
     )
 

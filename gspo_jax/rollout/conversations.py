@@ -162,7 +162,7 @@ class _Conversation:
     return min(total, 0.0) if self.failure else total
 
 
-class Conversed(NamedTuple):
+class SampledConversations(NamedTuple):
   """P * G conversations.
 
   Attributes:
@@ -210,7 +210,7 @@ class Conversations:
     key: jax.Array,
     *,
     what: str,
-  ) -> Conversed:
+  ) -> SampledConversations:
     """G conversations about each of P problems; call it on every process.
 
     Token t of row b is sampled with a key made of (key, b, t), as in a single
@@ -227,10 +227,10 @@ class Conversations:
     P, G = len(batch["problems"]), generate.config.group_size
     B, R = P * G, generate.config.max_new_tokens
     own = multihost.local_rows(self._global(np.zeros(B, np.int8)))
-    talks = {row: _Conversation() for row in own}
+    chats = {row: _Conversation() for row in own}
     clock = _Clock()
     with clock:
-      batch = self._begin(batch, talks, G, key)
+      batch = self._begin(batch, chats, G, key)
     key = sharding.key_beside(self.batch_sharding, key)
     prompts = Prompts(batch["tokens"], batch["length"])
     prompts = multihost.to_global(prompts, self.batch_sharding)
@@ -255,10 +255,10 @@ class Conversations:
       is_new = (column >= before[:, None]) & (column < lengths[:, None])
       turns[is_new & active[:, None]] = turn
       with clock:
-        asked = {row: talks[row] for row in talks if active[row]}
+        asked = {row: chats[row] for row in chats if active[row]}
         ids = self._step(samples, asked, before, lengths)
       turn_rewards.append(
-        self._gather({row: talk.rewards[-1] for row, talk in asked.items()}, B)
+        self._gather({row: chat.rewards[-1] for row, chat in asked.items()}, B)
       )
       tokens, counts = self._gather_ids(ids, B, R)
       answered = (counts > 0) & (finish == STOPPED) & (turn < self.max_turns)
@@ -279,31 +279,31 @@ class Conversations:
     )
     counts = {
       "turns": turns.max(1).astype(np.float32),
-      "tool_calls": self._gather_of(talks, B, lambda talk: talk.tool_calls),
-      "tool_errors": self._gather_of(talks, B, lambda talk: talk.tool_errors),
+      "tool_calls": self._gather_of(chats, B, lambda chat: chat.tool_calls),
+      "tool_errors": self._gather_of(chats, B, lambda chat: chat.tool_errors),
     }
-    return Conversed(
+    return SampledConversations(
       batch,
       samples,
-      _responses(batch, talks, before, G, R),
-      self._rewards(talks, B, G),
+      _responses(batch, chats, before, G, R),
+      self._rewards(chats, B, G),
       counts,
-      self._turn_rewards(turn_rewards, turns.max(1), talks),
+      self._turn_rewards(turn_rewards, turns.max(1), chats),
       clock.seconds,
     )
 
-  def _begin(self, batch, talks, G: int, key) -> dict:
+  def _begin(self, batch, chats, G: int, key) -> dict:
     """Begins the conversations of this host; the batch with their prompts."""
     problems = batch["problems"]
     # No row has this number, so no response has its key.
     k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
     seeds = np.asarray(jax.random.bits(k_seed, (len(problems),), np.uint32))
     calls = [
-      _to_begin(problems[row // G], int(seeds[row // G])) for row in talks
+      _to_begin(problems[row // G], int(seeds[row // G])) for row in chats
     ]
     prompts = {}  # of this host, where an environment has one
-    for row, reply in zip(talks, self.pool.run(calls), strict=True):
-      talks[row].state, talks[row].failure = reply.state, reply.failure
+    for row, reply in zip(chats, self.pool.run(calls), strict=True):
+      chats[row].state, chats[row].failure = reply.state, reply.failure
       if not reply.failure:
         prompts.setdefault(row // G, set()).add(reply.messages)
     own = {}
@@ -311,9 +311,9 @@ class Conversations:
       try:
         ids = self._prompt(choices)
       except UserError as error:
-        for row in talks:
+        for row in chats:
           if row // G == p:
-            talks[row].failure = talks[row].failure or str(error)
+            chats[row].failure = chats[row].failure or str(error)
       else:
         if ids:
           own[p] = ids
@@ -382,13 +382,13 @@ class Conversations:
       stopped[row] = new[-1] in tokenizer.stop_ids
       ended = bool(finish[row] == STOPPED)
       texts[row] = response_text(new, ended, tokenizer, self.stop)
-    alive = [row for row, talk in asked.items() if not talk.failure]
+    alive = [row for row, chat in asked.items() if not chat.failure]
     calls = [_to_step(asked[row].state, texts[row]) for row in alive]
     replies = dict(zip(alive, self.pool.run(calls), strict=True))
     ids = {}
-    for row, talk in asked.items():
-      reply = replies.get(row) or Reply(failure=talk.failure)
-      talk.add(texts[row], reply)
+    for row, chat in asked.items():
+      reply = replies.get(row) or Reply(failure=chat.failure)
+      chat.add(texts[row], reply)
       if not reply.done:
         ids[row] = tokenizer.turn(reply.messages, stopped=stopped[row])
     return ids
@@ -410,13 +410,13 @@ class Conversations:
       mine[row] = value
     return multihost.sum_of_all(mine)
 
-  def _gather_of(self, talks, B: int, value) -> np.ndarray:
-    return self._gather({row: value(talk) for row, talk in talks.items()}, B)
+  def _gather_of(self, chats, B: int, value) -> np.ndarray:
+    return self._gather({row: value(chat) for row, chat in chats.items()}, B)
 
-  def _rewards(self, talks, B: int, G: int) -> ComputedRewards:
-    total = self._gather_of(talks, B, lambda talk: talk.reward).reshape(-1, G)
-    failed = self._gather_of(talks, B, lambda talk: bool(talk.failure))
-    reasons = dict.fromkeys(t.failure for t in talks.values() if t.failure)
+  def _rewards(self, chats, B: int, G: int) -> ComputedRewards:
+    total = self._gather_of(chats, B, lambda chat: chat.reward).reshape(-1, G)
+    failed = self._gather_of(chats, B, lambda chat: bool(chat.failure))
+    reasons = dict.fromkeys(t.failure for t in chats.values() if t.failure)
     return ComputedRewards(
       Rewards(
         total=total,
@@ -426,19 +426,19 @@ class Conversations:
       )
     )
 
-  def _turn_rewards(self, rewards, taken_B, talks) -> np.ndarray:
+  def _turn_rewards(self, rewards, taken_B, chats) -> np.ndarray:
     """[B, max_turns] float32, NaN for turns that were not taken.
 
     Args:
       rewards: [B] of each turn that some conversation took.
       taken_B: turns of each conversation.
-      talks: of this host.
+      chats: of this host.
     """
     shape = len(taken_B), self.max_turns
     rewards_BT = np.full(shape, np.nan, np.float32)
     rewards_BT[:, : len(rewards)] = np.transpose(rewards)
     # As the whole reward: a failure must not pay.
-    failed = self._gather_of(talks, shape[0], lambda talk: bool(talk.failure))
+    failed = self._gather_of(chats, shape[0], lambda chat: bool(chat.failure))
     rewards_BT[failed > 0] = np.minimum(rewards_BT[failed > 0], 0)
     taken_BT = np.arange(self.max_turns) < taken_B[:, None]
     return np.where(taken_BT, rewards_BT, np.nan)
@@ -460,16 +460,16 @@ class _Clock:
     self.seconds += time.monotonic()
 
 
-def _responses(batch, talks, lengths, G, R) -> dict[int, Response]:
+def _responses(batch, chats, lengths, G, R) -> dict[int, Response]:
   problems = batch["problems"]
   return {
     row: Response(
       problems[row // G].text,
-      talk.text,
+      chat.text,
       problems[row // G].reference,
       int(lengths[row]),
       R,
       problems[row // G].columns,
     )
-    for row, talk in talks.items()
+    for row, chat in chats.items()
   }

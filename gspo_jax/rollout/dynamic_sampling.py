@@ -107,9 +107,9 @@ def _merge(
     samples=merge_groups(kept.samples, new.samples, index),
     responses={i: responses[row] for i, row in rows if row in responses},
     rewards=ComputedRewards(_merge_rewards(kept_rewards, new_rewards, index)),
-    talk={
-      name: np.concatenate([kept.talk[name], new.talk[name]])[of_both]
-      for name in kept.talk
+    conversation={
+      name: np.concatenate([values, new.conversation[name]])[of_both]
+      for name, values in kept.conversation.items()
     },
     environment_seconds=kept.environment_seconds + new.environment_seconds,
   )

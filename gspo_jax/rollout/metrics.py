@@ -50,16 +50,16 @@ def _reward_metrics(rewards: Rewards) -> dict[str, float]:
 
 def _conversation_metrics(scored: ScoredSamples) -> dict[str, float]:
   """Means over the conversations that an iteration learns from."""
-  talk, samples = scored.talk, scored.samples
+  conversation, samples = scored.conversation, scored.samples
   policy, total = multihost.to_host(
     (samples.num_sampled, samples.lengths.sum())
   )
-  count, calls = len(talk["turns"]), talk["tool_calls"].sum()
-  errors = talk["tool_errors"].sum()
+  count, calls = len(conversation["turns"]), conversation["tool_calls"].sum()
+  errors = conversation["tool_errors"].sum()
   return {
-    "conversation/turns": float(talk["turns"].mean()),
+    "conversation/turns": float(conversation["turns"].mean()),
     "conversation/tool_calls": float(calls) / count,
-    "conversation/tool_use": float((talk["tool_calls"] > 0).mean()),
+    "conversation/tool_use": float((conversation["tool_calls"] > 0).mean()),
     "conversation/tool_errors": float(errors) / max(float(calls), 1.0),
     "conversation/policy_tokens": float(policy) / count,
     "conversation/environment_tokens": float(total - policy) / count,

@@ -124,11 +124,11 @@ def converse(pool, names, responses, max_turns=4, key=0):
   config = prompt_batch.PromptConfig(BYTES, S)
   batch = prompts_of(names)
   mesh = sharding.make_mesh(jax.devices()[:1])
-  talk = Conversations(
+  sample = Conversations(
     pool, max_turns, config, sharding.batch_sharding(mesh), None
   )
   policy = Scripted([list(x) for x in responses])
-  return talk(policy, None, batch, jax.random.key(key), what="test"), policy
+  return sample(policy, None, batch, jax.random.key(key), what="test"), policy
 
 
 def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
@@ -247,7 +247,7 @@ def test_a_checkpoint_has_what_samples_do_not(pool):
   np.testing.assert_array_equal(rewards.total, expected.total)
   np.testing.assert_array_equal(rewards.correct, expected.correct)
   np.testing.assert_array_equal(rewards.failed, expected.failed)
-  assert found.talk.keys() == scored.talk.keys()
-  for name, values in scored.talk.items():
-    np.testing.assert_array_equal(found.talk[name], values)
-    assert found.talk[name].dtype == values.dtype
+  assert found.conversation.keys() == scored.conversation.keys()
+  for name, values in scored.conversation.items():
+    np.testing.assert_array_equal(found.conversation[name], values)
+    assert found.conversation[name].dtype == values.dtype
