@@ -99,7 +99,8 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
   if min(shape) < 1 or math.prod(shape) != len(devices):
     raise UserError(
       f"mesh={dict(zip(AXES, shape, strict=True))} does not multiply to the "
-      f"{len(devices)} devices here; give one axis -1 to take what is left"
+      f"{len(devices)} devices without those of sampler_mesh.devices; give one "
+      "axis -1 to take what is left"
     )
   return _mesh(_arrange(devices, shape))
 

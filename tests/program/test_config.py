@@ -106,9 +106,9 @@ def refused(keys, overrides, words):
     ("model.checkpoint=nope", "model.checkpoint='nope': no such folder"),
     ("model.checkpoint=Qwen/Qwen3-8B", "`hf download Qwen/Qwen3-8B --local-d"),
     ("data.tokenizer=Qwen/Qwen3-8B", "`hf download Qwen/Qwen3-8B --local-d"),
-    ("mesh.data=3", "does not multiply to the 1 devices here"),
-    ("mesh.fsdp=2", "does not multiply to the 1 devices here"),
-    ("mesh.tensor=-1", "does not multiply to the 1 devices here"),
+    ("mesh.data=3", "does not multiply to the 1 devices"),
+    ("mesh.fsdp=2", "does not multiply to the 1 devices"),
+    ("mesh.tensor=-1", "does not multiply to the 1 devices"),
   ],
 )
 def test_a_value_outside_its_range(debug_config, override, words):
