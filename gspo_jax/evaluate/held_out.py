@@ -59,7 +59,7 @@ def correct(
   count, pending = len(problems["problems"]), []
   params = program.sampler.weights(params)
   if experiment.conversations:
-    return _conversed(experiment, generate, params, key)
+    return _correct_conversations(experiment, generate, params, key)
   with Progress("evaluation", count * group_size, "responses") as progress:
     for batch in sample_many(
       generate,
@@ -86,7 +86,7 @@ def correct(
   return np.concatenate([each.correct for each in rewards])[:count]
 
 
-def _conversed(experiment, generate, params, key) -> np.ndarray:
+def _correct_conversations(experiment, generate, params, key) -> np.ndarray:
   """As `correct`, of conversations."""
   problems, size = experiment.held_out, experiment.program.sampler.eval_prompts
   count, rewards = len(problems["problems"]), []
