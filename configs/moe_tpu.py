@@ -1,4 +1,4 @@
-"""Qwen3 MoE models and OLMoE on slices of TPU v5e, v5p and v6e.
+"""Qwen3 MoE models and OLMoE on slices of TPU v5e, v5p, v6e and tpu7x.
 
   python -m gspo_jax.plan --config=configs/moe_tpu.py --topology=v5p:4x4x4
   python -m gspo_jax.main --config=configs/moe_tpu.py --workdir=gs://...
@@ -85,6 +85,18 @@ _QWEN3_30B = {
     decoding=16,
     prompts=256,
     pages=50_688,  # of 53,760 that the plan allows
+  ),
+  "tpu7x:4x4x4": _Slice(
+    devices=128,
+    fsdp=32,
+    expert=4,
+    decoding=8,
+    prompts=512,
+    group_size=16,
+    new_tokens=16384,
+    pages=704_512,  # of 726,784 that the plan allows
+    keep=_KEEP_MOST,
+    instruments=False,
   ),
   "v6e:8x8": _Slice(devices=64, fsdp=16, expert=4, decoding=16, prompts=256),
   # An update of all weights needs 97 GiB of temporaries alone.
