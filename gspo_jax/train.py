@@ -363,13 +363,15 @@ def _curriculum(experiment: Experiment) -> Curriculum:
 def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
   """The source of rollouts that the config asks for."""
   config, program = experiment.config, experiment.program
+  batch_sharding = sharding.batch_sharding(program.sampler.mesh)
   context = RolloutContext(
     curriculum=curriculum,
     generate=program.sampler.generate,
     tokenizer=program.tokenizer,
     reward_pool=experiment.reward_pool,
-    batch_sharding=sharding.batch_sharding(program.sampler.mesh),
-    rng=experiment.keys.steps,
+    batch_sharding=batch_sharding,
+    # On its own devices the sampler's keys wait for nothing that trains.
+    rng=sharding.key_beside(batch_sharding, experiment.keys.steps),
     prompts=config.data.prompts,
     group_size=config.rollout.group_size,
     stop=program.sampler.stop,

@@ -393,7 +393,9 @@ def _decoding_mesh(config, mesh, devices=()):
   sizes = dataclasses.asdict(config.sampler_mesh)
   del sizes["devices"]
   sizes = {axis: size or mesh.shape[axis] for axis, size in sizes.items()}
-  if devices:
+  if len(devices) == mesh.size:
+    mesh = sharding.beside(mesh, devices)
+  elif devices:
     mesh = sharding.make_mesh(devices, data=-1)
   return sharding.reshape_mesh(mesh, **sizes)
 

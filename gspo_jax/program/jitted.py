@@ -183,18 +183,44 @@ def separate_devices(
   Weights are cast before they are sent.
   """
   cast = lambda policy: jax.tree.map(lambda x: x.astype(cfg.dtype), policy)
-  weights = placed(jax.eval_shape(cast, params), sampler_mesh)
-  cast = MeshJit(jax.jit(cast, in_shardings=(shardings(policy),)), mesh)
-  params = shardings(params)
   here, there = (
     samples_sharding(sampling, m, turns=turns) for m in (mesh, sampler_mesh)
   )
   return SeparateDevices(
-    weights=weights,
-    sync_weights=lambda policy: jax.device_put(cast(policy), params),
-    to_trainer=lambda samples: jax.device_put(samples, here),
-    to_sampler=lambda samples: jax.device_put(samples, there),
+    weights=placed(jax.eval_shape(cast, params), sampler_mesh),
+    sync_weights=_move(cast, mesh, sampler_mesh, shardings(params)),
+    to_trainer=_move(_identity, sampler_mesh, mesh, here),
+    to_sampler=_move(_identity, mesh, sampler_mesh, there),
   )
+
+
+def _identity(arrays):
+  return arrays
+
+
+def _move(prepare, source_mesh, mesh, target):
+  """Arrays of `source_mesh` -> `prepare` of them, in shardings of `mesh`.
+
+  `jax.device_put` alone moves them within one process. With several processes
+  they are first laid out on the source's devices as on the target's; then each
+  device sends its part to the one in its place, of the same process.
+  """
+  if len({d.process_index for d in mesh.devices.flat}) == 1:
+    prepare = MeshJit(jax.jit(prepare), source_mesh)
+    return lambda arrays: jax.device_put(prepare(arrays), target)
+  beside = sharding.beside(mesh, source_mesh.devices.flat)
+  pairs = dict(zip(beside.devices.flat, mesh.devices.flat, strict=True))
+  laid_out = jax.tree.map(lambda s: NamedSharding(beside, s.spec), target)
+  prepare = MeshJit(jax.jit(prepare, out_shardings=laid_out), source_mesh)
+
+  def send(x, sharding):
+    parts = [
+      jax.device_put(shard.data, pairs[shard.device])
+      for shard in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+  return lambda arrays: jax.tree.map(send, prepare(arrays), target)
 
 
 def merge_groups(sampling, mesh, *, turns: bool) -> MeshJit:

@@ -1,5 +1,6 @@
 """Off-policy rollouts: batches are sampled some iterations before their use."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -57,7 +58,7 @@ class OffPolicy:
     self._separate, self._timeout = separate, timeout or None
     # JAX has no order between the collectives of two threads, so that one
     # thread alone runs programs on the sampler's devices.
-    self._thread = separate and _Thread()
+    self._thread = separate and _Thread(context.batch_sharding.mesh)
     self._batches: deque[Future[RolloutBatch]] = deque()
 
   def __call__(self, params, step: int) -> RolloutBatch:
@@ -81,6 +82,11 @@ class OffPolicy:
     if self._separate is None or samples is None:
       return samples
     return self._separate.to_trainer(samples)
+
+  def _on_sampler(self, samples: Samples | None) -> Samples | None:
+    if self._separate is None or samples is None:
+      return samples
+    return self._separate.to_sampler(samples)
 
   def _start(self, params, target: int, step: int) -> Future[RolloutBatch]:
     """Samples the batch of iteration `target` with the policy of `step`."""
@@ -126,10 +132,11 @@ class OffPolicy:
     A checkpoint is of the trainer's devices. With `max_staleness` 0 it is that
     of the source, which any devices can resume.
     """
+    batches = self.wait()
     of_source = self._on_trainer(self._source.pending)
     if not self._max_staleness:
       return of_source
-    samples = [batch.samples.samples for batch in self.wait()]
+    samples = [batch.samples.samples for batch in batches]
     samples += [self._empty] * (self._max_staleness - len(samples))
     return {
       "next": [*map(self._on_trainer, samples)],
@@ -157,14 +164,13 @@ class OffPolicy:
   def set_state(self, pending: dict, state: dict) -> None:
     """Restores `pending` and `get_state`; single responses are scored again."""
     ahead = self._max_staleness > 0
-    of_source = pending["source"] if ahead else pending
-    if self._separate and of_source is not None:
-      of_source = self._separate.to_sampler(of_source)
+    of_source = self._on_sampler(pending["source"] if ahead else pending)
     self._source.set_state(of_source, state["source"] if ahead else state)
     self._batches.clear()
     if not ahead:
       return
-    for samples, saved in zip(pending["next"], state["next"], strict=False):
+    of_batches = map(self._on_sampler, pending["next"])
+    for samples, saved in zip(of_batches, state["next"], strict=False):
       prompts = self._context.curriculum.prompts_at(saved["positions"])
       scored = self._context.restore(
         prompts, samples, saved.get("conversations")
@@ -191,11 +197,16 @@ class _Thread:
 
   Python waits at its end for the threads of a ThreadPoolExecutor, also for one
   whose function never returns.
+
+  Args:
+    mesh: that of the sampler, on which the thread's processes also agree.
   """
 
-  def __init__(self):
+  def __init__(self, mesh: jax.sharding.Mesh):
     self._work: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=self._run, name="sampler", daemon=True).start()
+    threading.Thread(
+      target=self._run, args=(mesh,), name="sampler", daemon=True
+    ).start()
 
   def submit(self, function: Callable[[], RolloutBatch]) -> Future:
     future = Future()
@@ -204,14 +215,20 @@ class _Thread:
 
   def close(self) -> None:
     """Ends after the function that runs; calls no other."""
-    while not self._work.empty():
-      self._work.get()
+    with contextlib.suppress(queue.Empty):
+      while True:
+        self._work.get_nowait()
     self._work.put(None)
 
-  def _run(self) -> None:
-    while item := self._work.get():
-      future, function = item
-      try:
-        future.set_result(function())
-      except BaseException as error:
-        future.set_exception(error)
+  def _run(self, mesh) -> None:
+    with jax.set_mesh(mesh):
+      while item := self._work.get():
+        _complete(*item)
+        del item  # it holds the weights that sampled
+
+
+def _complete(future: Future, function: Callable[[], RolloutBatch]) -> None:
+  try:
+    future.set_result(function())
+  except BaseException as error:
+    future.set_exception(error)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax.runtime.errors import UserError, with_reason
 
@@ -146,13 +147,13 @@ def any_process(flag: bool) -> bool:
   """Whether `flag` is true on any process."""
   if jax.process_count() == 1:
     return flag
-  return bool(multihost_utils.process_allgather(np.bool_(flag)).any())
+  return bool(_allgather(np.bool_(flag)).any())
 
 
 def allgather_text(text: str) -> list[str]:
   """The text of each process, in process order, cut to 1000 bytes each."""
   local = text.encode()[:_MAX_TEXT_BYTES].ljust(_MAX_TEXT_BYTES, b"\0")
-  gathered = multihost_utils.process_allgather(np.frombuffer(local, np.uint8))
+  gathered = _allgather(np.frombuffer(local, np.uint8))
   return [bytes(b).rstrip(b"\0").decode(errors="ignore") for b in gathered]
 
 
@@ -198,7 +199,7 @@ def require_same(settings: Mapping[str, Any]) -> None:
   if len(set(allgather_text(names))) > 1:
     raise AgreedError("the processes were started with different config files")
   local = [zlib.crc32(repr(value).encode()) for value in settings.values()]
-  gathered = multihost_utils.process_allgather(np.array(local, np.uint32))
+  gathered = _allgather(np.array(local, np.uint32))
   for name, column in zip(settings, gathered.T, strict=True):
     if other := np.flatnonzero(column != column[0]).tolist():
       raise AgreedError(
@@ -300,9 +301,49 @@ def allgather_rows(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
 
 def sum_of_all(local: np.ndarray) -> np.ndarray:
   """The sum of the arrays of all processes, which have one shape."""
-  return multihost_utils.process_allgather(local[None], tiled=True).sum(0)
+  return _allgather(local).sum(0)
+
+
+def _allgather(local) -> np.ndarray:
+  """[processes, ...], the arrays of all processes, which have one shape.
+
+  It runs on a device of each process, of the mesh of the context if there is
+  one. So two threads whose meshes have no device in common can both call it:
+  JAX has no order between the collectives of two threads.
+  """
+  local = np.asarray(local)
+  if jax.process_count() == 1:
+    return local[None]
+  mesh = jax.sharding.get_mesh()
+  devices = jax.devices() if mesh.empty else mesh.devices.flat
+  first = {d.process_index: d for d in reversed([*devices])}
+  mesh = Mesh([first[i] for i in sorted(first)], "process")
+  split, whole = (
+    NamedSharding(mesh, spec)
+    for spec in (PartitionSpec("process"), PartitionSpec())
+  )
+  with jax.set_mesh(mesh):
+    gathered = jax.make_array_from_callback(
+      (len(first), *local.shape), split, lambda _: local[None]
+    )
+    return np.asarray(
+      jax.jit(_identity, out_shardings=whole)(gathered).addressable_data(0)
+    )
+
+
+def _identity(x):
+  return x
 
 
 def to_host(tree):
-  """Global arrays as whole numpy arrays, on every process."""
-  return multihost_utils.process_allgather(tree, tiled=True)
+  """Global arrays as whole numpy arrays, on every process of their mesh."""
+  return jax.tree.map(_whole, tree)
+
+
+def _whole(x) -> np.ndarray:
+  if not isinstance(x, jax.Array) or x.is_fully_addressable:
+    return np.asarray(x)
+  replicated = NamedSharding(x.sharding.mesh, PartitionSpec())
+  with jax.set_mesh(x.sharding.mesh):
+    whole = jax.jit(_identity, out_shardings=replicated)(x)
+  return np.asarray(whole.addressable_data(0))

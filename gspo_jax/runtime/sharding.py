@@ -106,30 +106,82 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
 
 
 def split_devices(sampler: int, devices=None) -> tuple[list, list]:
-  """The trainer's devices, and as many of the sampler's own: the last ones.
+  """The trainer's devices, and as many of the sampler's own.
+
+  One process gives the sampler its last devices. Of several processes each
+  gives the last half of its own: all run both programs, and weights go from
+  one device to another of the same process.
 
   Args:
     sampler: `sampler_mesh.devices`; 0: none of its own.
     devices: those to split; all devices by default.
 
   Raises:
-    UserError: the trainer would have none, or there are several processes.
+    UserError: the trainer would have none, or several processes cannot split
+      their devices so.
   """
   devices = list(jax.devices() if devices is None else devices)
   if not sampler:
     return devices, []
+  processes = _by_process(devices)
+  if len(processes) > 1:
+    _require_halves(sampler, processes)
+    trainer = [d for own in processes for d in own[: len(own) // 2]]
+    return trainer, [d for own in processes for d in own[len(own) // 2 :]]
   if not 0 < sampler < len(devices):
     raise UserError(
-      f"sampler_mesh.devices={sampler}: expected 1 to {len(devices) - 1} of "
+      f"sampler_mesh.devices={sampler}: expected at most {len(devices) - 1} of "
       f"the {len(devices)} devices, for the others train; 0: all devices do "
       "both in turns"
     )
-  if jax.process_count() > 1:
-    raise UserError(
-      f"sampler_mesh.devices={sampler}: expected 0 with "
-      f"{jax.process_count()} processes; only one process can split its devices"
-    )
   return devices[:-sampler], devices[-sampler:]
+
+
+def _by_process(devices) -> list[list]:
+  """The devices of each process, by their ids."""
+  processes = {}
+  for device in sorted(devices, key=lambda d: d.id):
+    processes.setdefault(device.process_index, []).append(device)
+  return [processes[index] for index in sorted(processes)]
+
+
+def _require_halves(sampler, processes):
+  devices = sum(map(len, processes))
+  if sampler * 2 != devices or any(len(own) % 2 for own in processes):
+    raise UserError(
+      f"sampler_mesh.devices={sampler}: expected 0, or with {len(processes)} "
+      f"processes half of the {devices} devices, an equal part of each process"
+    )
+  kind = processes[0][0].device_kind
+  if kind in _NO_PARTS:
+    raise UserError(
+      f"sampler_mesh.devices={sampler}: expected 0 on several hosts of {kind}: "
+      "its compiler (libtpu 0.0.51) crashes where a program has a part of the "
+      "chips of each host"
+    )
+
+
+# v5e and v6e; programs for v5p and tpu7x compile.
+_NO_PARTS = ("TPU v5 lite", "TPU v6 lite")
+
+
+def beside(mesh: Mesh, devices) -> Mesh:
+  """A mesh of as many other devices, each in the place of one of its process.
+
+  Args:
+    mesh: of the devices that are replaced.
+    devices: the others.
+  """
+  places = zip(
+    _by_process(mesh.devices.flat), _by_process(devices), strict=True
+  )
+  pairs = {
+    old: new
+    for olds, news in places
+    for old, new in zip(olds, news, strict=True)
+  }
+  grid = np.array([pairs[device] for device in mesh.devices.flat])
+  return _mesh(grid.reshape(mesh.devices.shape))
 
 
 def _mesh(grid: np.ndarray) -> Mesh:
@@ -146,13 +198,40 @@ def _arrange(devices, shape) -> np.ndarray:
       "`data` may cross slices, the other axes need the links inside one"
     )
   slice_shape = (shape[0] // slices, *shape[1:])
+  devices = _without_gaps(devices)
   if slices == 1:
-    return mesh_utils.create_device_mesh(
+    grid = mesh_utils.create_device_mesh(
       slice_shape, devices, allow_split_physical_axes=True
     )
-  return mesh_utils.create_hybrid_device_mesh(
-    slice_shape, (slices, 1, 1, 1, 1), devices, allow_split_physical_axes=True
-  )
+  else:
+    grid = mesh_utils.create_hybrid_device_mesh(
+      slice_shape, (slices, 1, 1, 1, 1), devices, allow_split_physical_axes=True
+    )
+  return np.vectorize(lambda placed: placed.device, otypes=[object])(grid)
+
+
+class _Placed:
+  """A device that says it has other coordinates."""
+
+  def __init__(self, device, coords):
+    self.device, self.coords = device, coords
+
+  def __getattr__(self, name):
+    return getattr(self.device, name)
+
+
+def _without_gaps(devices) -> list[_Placed]:
+  """The devices, as if rows of the torus in which none lies were not there.
+
+  A part of each host's chips leaves such gaps, and JAX arranges whole boxes.
+  """
+  used = [
+    sorted(set(axis)) for axis in zip(*(d.coords for d in devices), strict=True)
+  ]
+  return [
+    _Placed(d, tuple(u.index(c) for u, c in zip(used, d.coords, strict=True)))
+    for d in devices
+  ]
 
 
 def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
@@ -270,13 +349,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def key_beside(rows: NamedSharding, key: jax.Array) -> jax.Array:
-  """A key on the devices of these rows, where it lies on others.
+  """A key where `jax.jit` takes it together with these rows.
 
-  `jax.jit` crashes with an uncommitted key of several other devices (0.10.2).
+  A key that `jax.jit` may put where it likes stays as it is; another one is
+  copied to all their devices. Every process must have it.
   """
-  if key.sharding.device_set <= rows.device_set:
+  if not key.committed and key.sharding.device_set <= rows.device_set:
     return key
-  return jax.device_put(key, replicated(rows.mesh))
+  copy = key.addressable_data(0)
+  return jax.make_array_from_single_device_arrays(
+    key.shape,
+    replicated(rows.mesh),
+    [jax.device_put(copy, d) for d in rows.mesh.local_devices],
+  )
 
 
 # The functions below are for code inside jit. They use the mesh of

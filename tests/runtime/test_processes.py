@@ -233,6 +233,37 @@ def test_partial_rollouts_one_step_off_policy_on_two_processes(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  "added",
+  [
+    {"mesh__fsdp": 2},
+    {
+      **CONTINUOUS_BATCHING,
+      "rollout__max_tokens_per_iteration": 6,
+      "rollout__extra_prompts_in_flight": 2,
+      "rollout__max_staleness": 1,
+    },
+  ],
+)
+def test_two_processes_sample_and_train_on_halves_of_their_devices(
+  launch, reference, tmp_path, added
+):
+  """As in turns, in every bit, also where a checkpoint has samples ahead."""
+  added = {"cold_start__dir": reference / "cold_start", **added}
+  launch(2, tmp_path / "turns", **added).finish()
+  split = {"sampler_mesh__devices": 2, **added}
+  out, _ = launch(2, tmp_path / "split", devices=2, **split).finish()
+  assert "2 x cpu on 2 processes; 2 more to sample" in out.replace(
+    ", mesh f", ";"
+  )
+  assert rows(tmp_path / "split") == rows(tmp_path / "turns")
+  for step in (STEPS, STEPS - 1):
+    shutil.rmtree(tmp_path / f"split/checkpoints/{step}")
+  launch(2, tmp_path / "split", devices=2, **split).finish()
+  assert rows(tmp_path / "split") == rows(tmp_path / "turns")
+
+
+@pytest.mark.slow
 def test_conversations_on_two_processes(launch, tmp_path):
   """Each process has the environments of its own rows."""
   added = {
