@@ -54,7 +54,8 @@ def analyze(
     "buffers": done.buffers[:_BUFFERS],
   }
   if done.memory is not None:
-    report |= memory(name, done.memory, program, where)
+    staleness = config.rollout.max_staleness
+    report |= memory(name, done.memory, program, where, staleness)
     if has_pages(name, program):
       report["pages"] = pages.room(
         report["memory"]["needed"],
@@ -87,12 +88,14 @@ def memory(
   compiled: plan_compile.Memory,
   program: Program,
   where: chips.Slice,
+  max_staleness: int = 0,
 ) -> dict:
   """The part of a report that is about memory, and whether it is enough."""
   separate = program.sampler.separate
   if separate and name not in LEARNING:
-    # The next weights arrive while these are in use.
-    copies = 2 if has_pages(name, program) else 1
+    # Batches ahead wait with the weights that will sample them, and functions
+    # of pages do not have those of their own batch as an argument.
+    copies = max_staleness + has_pages(name, program)
     resident = copies * _bytes(separate.weights)
   else:
     resident = _bytes(_unread(name, program.learner.abstract))

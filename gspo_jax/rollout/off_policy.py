@@ -155,6 +155,8 @@ class OffPolicy:
         "policy_step": batch.policy_step,
         "resumed_fraction": batch.resumed_fraction,
         "epochs": batch.epochs,
+        "sampled_tokens": batch.sampled_tokens,
+        "seconds": batch.seconds,
         "conversations": self._context.conversations_state(batch.samples),
       }
       for batch in self.wait()
@@ -183,10 +185,11 @@ class OffPolicy:
         RolloutBatch(
           scored,
           [cost],
-          0,
+          saved["sampled_tokens"],
           saved["policy_step"],
           saved["resumed_fraction"],
           saved["epochs"],
+          saved["seconds"],
         )
       )
       self._batches.append(restored)

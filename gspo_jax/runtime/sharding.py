@@ -180,8 +180,7 @@ def beside(mesh: Mesh, devices) -> Mesh:
     for olds, news in places
     for old, new in zip(olds, news, strict=True)
   }
-  grid = np.array([pairs[device] for device in mesh.devices.flat])
-  return _mesh(grid.reshape(mesh.devices.shape))
+  return _mesh(np.vectorize(pairs.get, otypes=[object])(mesh.devices))
 
 
 def _mesh(grid: np.ndarray) -> Mesh:

@@ -54,9 +54,9 @@ def program(state, generate=None, separate=None):
   )
 
 
-def memory(name, made, temporaries):
+def memory(name, made, temporaries, max_staleness=0):
   sizes = plan_compile.Memory(GIB, 0, 0, temporaries, 0, 0)
-  return analysis.memory(name, sizes, made, WHERE)
+  return analysis.memory(name, sizes, made, WHERE, max_staleness)
 
 
 def test_what_a_function_does_not_read_stays(made):
@@ -89,18 +89,22 @@ def test_with_pages_the_parameters_stay_while_others_decode(made):
 
 
 def test_a_sampler_of_its_own_devices_holds_weights_alone(made):
-  """Those in use, and the next ones; no moments, no reference."""
+  """Those in use, and one copy for each batch ahead; no moments."""
   _, whole = made
   state = whole.learner.abstract
   separate = SimpleNamespace(weights=state.params)
   weights = 4 * GIB // 2
-  resident = lambda name, of: memory(name, of, 0)["memory"]["resident"]
+  resident = lambda name, of, ahead=0: memory(name, of, 0, ahead)["memory"][
+    "resident"
+  ]
   static = program(state, separate=separate)
-  assert resident("generate", static) == weights
   paged = program(state, object.__new__(ContinuousSampler), separate)
-  assert resident("decode_params", paged) == weights
-  assert resident("prefill", paged) == resident("generate", paged)
-  assert resident("generate", paged) == 2 * weights
+  for ahead in (0, 1, 4):
+    # Weights are an argument of these two.
+    assert resident("generate", static, ahead) == ahead * weights
+    assert resident("decode_params", paged, ahead) == ahead * weights
+    for name in ("prefill", "generate"):
+      assert resident(name, paged, ahead) == (1 + ahead) * weights
   assert resident("reference_and_values", paged) == resident(
     "reference_and_values", whole
   )

@@ -4,6 +4,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import threading
+import time
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -16,7 +19,12 @@ from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.datasets import Stage
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rewards.pool import RewardPool
-from gspo_jax.rollout.batch import RolloutContext, sampled_tokens
+from gspo_jax.rollout.batch import (
+  RolloutBatch,
+  RolloutContext,
+  ScoredSamples,
+  sampled_tokens,
+)
 from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.partial import PartialRollouts
@@ -349,3 +357,85 @@ def test_one_step_off_policy_learns_from_the_batch_sampled_before(pool, run):
   assert tokens == [on_policy[0]["cost"] + on_policy[1]["cost"], 0]
   assert source.get_state()["next"] == []
   assert not source.pending["next"][0].lengths.any()
+
+
+def separate(source, *, max_staleness, timeout):
+  """A source whose sampler has devices of its own, which are those here."""
+  same = lambda x: x
+  context = SimpleNamespace(
+    batch_sharding=sharding.batch_sharding(
+      sharding.make_mesh(jax.devices()[:1])
+    ),
+  )
+  return OffPolicy(
+    source,
+    context,
+    None,
+    max_staleness=max_staleness,
+    last_step=STEPS,
+    timeout=timeout,
+    separate=SimpleNamespace(
+      sync_weights=same, to_trainer=same, to_sampler=same
+    ),
+  )
+
+
+def sampled(step):
+  return RolloutBatch(ScoredSamples({}, None, {}, None), [], 1, float(step))
+
+
+class Weights:
+  """What a weak reference can point to."""
+
+
+def test_a_sampler_that_hangs_ends_the_run_in_time():
+  """Also while a later batch waits, and the process can end."""
+  hangs = threading.Event()
+
+  def sample(params, step, policy_step):
+    if step == 2:
+      hangs.wait()
+    return sampled(step)
+
+  source = separate(sample, max_staleness=1, timeout=0.2)
+  assert source(Weights(), 1).policy_step == 1
+  with pytest.raises(TimeoutError, match=r"rollout\.timeout=0\.2: .*resumes"):
+    source(Weights(), 2)
+  source.close()  # it does not wait either
+  hangs.set()
+
+
+def test_a_sampler_that_fails_ahead_ends_the_run():
+  """With its own error, as soon as somebody needs the batch."""
+
+  def sample(params, step, policy_step):
+    if step == 2:
+      raise RuntimeError("out of memory")
+    return sampled(step)
+
+  source = separate(sample, max_staleness=1, timeout=9.0)
+  assert source(Weights(), 1).policy_step == 1
+  with pytest.raises(RuntimeError, match="out of memory"):
+    source.wait()
+  with pytest.raises(RuntimeError, match="out of memory"):
+    source(Weights(), 2)
+  source.close()
+
+
+def test_a_sampler_keeps_no_weights_that_it_does_not_need():
+  source = separate(
+    lambda params, step, policy_step: sampled(step),
+    max_staleness=1,
+    timeout=9.0,
+  )
+  weights = Weights()
+  kept = weakref.ref(weights)
+  source(weights, 1)
+  source.wait()
+  del weights
+  for _ in range(100):  # the thread returns a moment after its result is there
+    if kept() is None:
+      break
+    time.sleep(0.01)
+  assert kept() is None
+  source.close()

@@ -1,7 +1,9 @@
 """Each parameter matches one sharding rule; meshes fit their devices."""
 
+import dataclasses
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +67,53 @@ def test_the_sampler_gets_the_last_devices():
   for count in (8, 9):
     with pytest.raises(UserError, match=rf"sampler_mesh\.devices={count}: .*7"):
       sharding.split_devices(count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  id: int
+  process_index: int
+  device_kind: str
+
+
+def hosts(count, chips=4, kind="TPU v5"):
+  """Devices of several hosts, whose ids do not go by host."""
+  return [
+    Device(chip * count + host, host, kind)
+    for chip in range(chips)
+    for host in range(count)
+  ]
+
+
+def test_each_process_gives_half_of_its_devices_to_the_sampler():
+  devices = hosts(3)
+  ids = lambda part: [(d.process_index, d.id) for d in part]
+  trainer, sampler = sharding.split_devices(6, devices)
+  assert ids(trainer) == [(0, 0), (0, 3), (1, 1), (1, 4), (2, 2), (2, 5)]
+  assert ids(sampler) == [(0, 6), (0, 9), (1, 7), (1, 10), (2, 8), (2, 11)]
+  assert sharding.split_devices(0, devices) == (devices, [])
+  for count, others in ((4, devices), (3, hosts(2, 3))):
+    with pytest.raises(
+      UserError, match=rf"sampler_mesh\.devices={count}: .* half of the"
+    ):
+      sharding.split_devices(count, others)
+  with pytest.raises(UserError, match="several hosts of TPU v6 lite"):
+    sharding.split_devices(4, hosts(2, kind="TPU v6 lite"))
+
+
+def test_a_mesh_beside_another_pairs_devices_of_a_process():
+  devices = hosts(2)
+  trainer, sampler = sharding.split_devices(4, devices)
+  grid = np.empty((2, 1, 1, 1, 2), object)
+  grid.flat = [trainer[i] for i in (2, 0, 3, 1)]
+  mesh = SimpleNamespace(devices=grid)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sharding, "_mesh", lambda grid: grid)
+    other = sharding.beside(mesh, sampler)
+  pairs = list(zip(grid.flat, other.flat, strict=True))
+  assert other.shape == grid.shape
+  assert all(b.id == a.id + 4 for a, b in pairs)
+  assert all(a.process_index == b.process_index for a, b in pairs)
 
 
 def test_every_rule_matches_an_array():
