@@ -42,8 +42,9 @@ def get_config() -> ConfigDict:
   c.mesh.tensor = 1  # heads, hidden columns and vocabulary are split
 
   c.sampler_mesh = ConfigDict()  # 0: as in `mesh`; the rest hold other rows
-  # Devices of the sampler's own, the last ones; the others train meanwhile. 0:
-  # all devices sample and train in turns.
+  # Devices of the sampler's own, the last ones; the others train meanwhile.
+  # With several processes: half of all devices. 0: all devices sample and
+  # train in turns.
   c.sampler_mesh.devices = 0
   c.sampler_mesh.expert = 0  # devices among which experts and vocabulary split
   c.sampler_mesh.tensor = 0  # devices among which heads are split, too
@@ -116,8 +117,9 @@ def get_config() -> ConfigDict:
   # differ; 1: no dynamic sampling.
   c.rollout.dynamic_sampling_rounds = 1
   # Iterations from the policy that samples a batch to the one that learns from
-  # it: exactly so many, but for the first batches. With 1 the next batch is
-  # sampled before the update, while its rewards are computed.
+  # it: exactly so many, but for the first batches, and besides those that a
+  # partial response takes. With 1 the next batch is sampled before the update,
+  # while its rewards are computed.
   c.rollout.max_staleness = 0
   # Seconds to wait for a batch of a sampler with devices of its own
   # (sampler_mesh.devices); then the run ends. 0: for ever.

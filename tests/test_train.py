@@ -536,19 +536,57 @@ def test_a_sampler_that_runs_ahead_is_the_same_run(
 
 
 @pytest.mark.slow
-def test_four_devices_sample_and_four_train(start, tmp_path, assert_same_run):
-  """As the same four would in turns, with everything ahead and in flight."""
-  flags = {
-    **CONTINUOUS,
-    "continuous_batching__slots": 8,
-    "rollout__max_tokens_per_iteration": 6,
-    "rollout__extra_prompts_in_flight": 4,
-    "rollout__max_staleness": 1,
-  }
+@pytest.mark.parametrize(
+  "flags",
+  [
+    {"mesh__fsdp": 4},
+    {
+      **CONTINUOUS,
+      "continuous_batching__slots": 8,
+      "rollout__max_tokens_per_iteration": 6,
+      "rollout__extra_prompts_in_flight": 4,
+      "rollout__max_staleness": 1,
+    },
+  ],
+)
+def test_four_devices_sample_and_four_train(
+  start, tmp_path, assert_same_run, flags
+):
+  """As the same four would in turns; also ahead and in flight."""
   finish(start(tmp_path / "turns", devices=4, **flags))
   split = {"sampler_mesh__devices": 4, **flags}
   finish(start(tmp_path / "split", devices=8, **split))
   assert_same_run(tmp_path / "split", tmp_path / "turns", **flags)
+
+
+HOSTILE = """
+import os, time, zlib
+def final(prompt, response, reference):
+  chance = zlib.crc32(response.encode()) % 8
+  if chance == 0: os._exit(1)
+  if chance == 1: time.sleep(60)
+  time.sleep(0.02)
+  return float(response.endswith(reference))
+"""
+
+
+@pytest.mark.slow
+def test_slow_and_dying_rewards_do_not_end_a_split_run(
+  run, tmp_path, monkeypatch
+):
+  """They cost their responses, also where the sampler runs ahead."""
+  (tmp_path / "hostile_rewards.py").write_text(HOSTILE)
+  monkeypatch.syspath_prepend(tmp_path)
+  flags = {
+    "rollout__max_staleness": 2,
+    "reward__names": ("hostile_rewards.final",),
+    "reward__seconds": 1.0,
+    "reward__max_failed": 0.9,
+  }
+  run(tmp_path / "run", **SPLIT, **flags)
+  _, *rows = metrics_of(tmp_path / "run")
+  assert len(rows) == STEPS
+  assert any(row["reward/failed"] > 0 for row in rows)
 
 
 def test_a_sampler_that_fails_ends_the_run(

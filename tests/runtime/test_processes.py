@@ -255,8 +255,7 @@ def test_two_processes_sample_and_train_on_halves_of_their_devices(
   out, _ = launch(2, tmp_path / "split", devices=2, **split).finish()
   assert "2 more to sample" in out
   assert rows(tmp_path / "split") == rows(tmp_path / "turns")
-  for step in (STEPS, STEPS - 1):
-    shutil.rmtree(tmp_path / f"split/checkpoints/{step}")
+  shutil.rmtree(tmp_path / f"split/checkpoints/{STEPS}")
   launch(2, tmp_path / "split", devices=2, **split).finish()
   assert rows(tmp_path / "split") == rows(tmp_path / "turns")
 
