@@ -124,6 +124,13 @@ def _to_step(state: str, text: str) -> Response:
   return Response(state, text, "")
 
 
+def _reason(error: Exception) -> str:
+  """Why messages of an environment did not become tokens."""
+  if isinstance(error, UserError):
+    return str(error)
+  return f"messages of the environment: {type(error).__name__}: {error}"
+
+
 @dataclasses.dataclass
 class _Conversation:
   """One conversation of this host.
@@ -310,10 +317,10 @@ class Conversations:
     for p, choices in prompts.items():
       try:
         ids = self._prompt(choices)
-      except UserError as error:
+      except Exception as error:  # no process may raise alone
         for row in chats:
           if row // G == p:
-            chats[row].failure = chats[row].failure or str(error)
+            chats[row].failure = chats[row].failure or _reason(error)
       else:
         if ids:
           own[p] = ids
@@ -388,9 +395,12 @@ class Conversations:
     ids = {}
     for row, chat in asked.items():
       reply = replies.get(row) or Reply(failure=chat.failure)
-      chat.add(texts[row], reply)
       if not reply.done:
-        ids[row] = tokenizer.turn(reply.messages, stopped=stopped[row])
+        try:
+          ids[row] = tokenizer.turn(reply.messages, stopped=stopped[row])
+        except Exception as error:  # no process may raise alone
+          reply = reply._replace(done=True, failure=_reason(error))
+      chat.add(texts[row], reply)
     return ids
 
   def _gather_ids(self, ids, B: int, R: int) -> tuple[np.ndarray, np.ndarray]:

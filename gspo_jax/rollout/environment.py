@@ -252,6 +252,12 @@ def _convert(value) -> dict:
         f"expected messages of (role, text) with roles {allowed}, got "
         f"{str((role, content))[:80]}"
       )
+    try:
+      content.encode()
+    except UnicodeEncodeError as e:
+      raise ValueError(
+        f"expected text that UTF-8 can encode, got {content[:80]!r}: {e.reason}"
+      ) from e
   if sum(len(content) for _, content in messages) > _MAX_TEXT:
     raise ValueError(f"messages of more than {_MAX_TEXT} characters")
   reward = float(step.reward)

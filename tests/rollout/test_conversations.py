@@ -16,6 +16,7 @@ from gspo_jax.data.tasks import Problem
 from gspo_jax.rollout.batch import RolloutContext, ScoredSamples
 from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
 from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
@@ -37,8 +38,8 @@ class Script:
     self.count += 1
     if response == "fail": raise ValueError("broken tool")
     done = response == "end"
-    return ([("user", "<" + response + ">")], done, self.count * 1.0, 2,
-            int(response == "err"))
+    messages = [("user", "<" + response + ">")] * (1 + (response == "pair"))
+    return messages, done, self.count * 1.0, 2, int(response == "err")
 """
 BYTES = tokenizers.load("bytes")
 G, R, S, STOP = 2, 24, 6, BYTES.stop_ids[0]
@@ -60,6 +61,20 @@ def pool(tmp_path_factory):
   with EnvironmentPool("scripted_game.Script", workers=1, seconds=5) as pool:
     yield pool
   sys.path.remove(str(folder))
+
+
+class Strict(type(BYTES)):
+  """A tokenizer that raises for some messages, as chat templates do."""
+
+  def prompt(self, user, system="", history=()):
+    return ord(user)  # of one letter alone
+
+  def turn(self, messages, *, stopped):
+    if len(messages) > 1:
+      raise UserError("roles must alternate")
+    if messages[0][1] == "<odd>":
+      raise TypeError("no text")
+    return super().turn(messages, stopped=stopped)
 
 
 class Scripted:
@@ -119,9 +134,9 @@ def prompts_of(names):
   }
 
 
-def converse(pool, names, responses, max_turns=4, key=0):
+def converse(pool, names, responses, max_turns=4, key=0, tokenizer=BYTES):
   """The conversations about these problems, and the sampler."""
-  config = prompt_batch.PromptConfig(BYTES, S)
+  config = prompt_batch.PromptConfig(tokenizer, S)
   batch = prompts_of(names)
   mesh = sharding.make_mesh(jax.devices()[:1])
   sample = Conversations(
@@ -195,6 +210,24 @@ def test_a_failure_ends_its_conversation_alone(pool):
   (reason,) = rewards.reasons
   assert "ValueError: broken tool" in reason
   assert policy.calls == [[0, 1, 2, 3], [0, 1]]
+
+
+def test_messages_that_a_tokenizer_refuses_cost_their_conversation(pool):
+  done, policy = converse(
+    pool,
+    ["ab", "cd", "prompt"],
+    [["a", "end"], ["pair"], ["b", "odd"], ["end"], ["end"], ["end"]],
+    tokenizer=Strict(),
+  )
+  rewards = done.rewards.result()
+  failed = [[False, True], [True, False], [True, True]]
+  assert rewards.failed.tolist() == failed
+  assert (rewards.total[rewards.failed] == 0).all()
+  assert policy.calls == [[*range(6)], [0, 2]]
+  pair, odd, begin = rewards.reasons
+  assert "environment: TypeError: ord() expected" in begin
+  assert pair == "roles must alternate"
+  assert odd.endswith("environment: TypeError: no text")
 
 
 def test_an_environment_may_write_the_prompt(pool):

@@ -41,6 +41,7 @@ class Counts:
   def do_huge(self): return [("tool", "x" * (2 << 20))], False, 0.0
   def do_nan(self): return [("tool", "x")], False, float("nan")
   def do_bytes(self): return [("tool", b"x")], False, 0.0
+  def do_surrogate(self): return [("tool", "a\\ud83d")], False, 0.0
   def do_lock(self):
     self.lock = threading.Lock()
     return [("tool", "x")], False, 0.0
@@ -139,6 +140,7 @@ HOSTILE = {
   "huge": "more than 1048576 characters",
   "nan": "expected a reward up to 1e9, got nan",
   "bytes": "expected messages of",
+  "surrogate": "expected text that UTF-8 can encode, got 'a.*ud83d'",
   "lock": "cannot pickle",
 }
 
