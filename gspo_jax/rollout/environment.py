@@ -30,7 +30,8 @@ batch of calls. Between two calls the object is pickled, so it holds plain
 values, not connections; it may keep the address of a server that holds more.
 If `step` is an `async def`, `reward.concurrency` of them run at once. A call
 that raises, takes too long or ends its process costs its conversation: it ends
-there, with a reward of at most 0, and `reward/failed` counts it.
+there, with a reward of at most 0 and of no more than others of its group get,
+and `reward/failed` counts it.
 
 This module needs the standard library alone: worker processes import it.
 """

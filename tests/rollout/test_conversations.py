@@ -37,6 +37,8 @@ class Script:
   def step(self, response):
     self.count += 1
     if response == "fail": raise ValueError("broken tool")
+    if response[:1] == "=": return [], True, float(response[1:])
+    if response[:1] == "+": return [("user", "?")], False, float(response[1:])
     done = response == "end"
     messages = [("user", "<" + response + ">")] * (1 + (response == "pair"))
     return messages, done, self.count * 1.0, 2, int(response == "err")
@@ -210,6 +212,32 @@ def test_a_failure_ends_its_conversation_alone(pool):
   (reason,) = rewards.reasons
   assert "ValueError: broken tool" in reason
   assert policy.calls == [[0, 1, 2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize(
+  ("other", "failing", "rewards", "of_turns"),
+  [
+    (["=-5"], ["fail"], [-5, -5], [[-5, np.nan], [-5, np.nan]]),
+    (["=3"], ["fail"], [3, 0], [[3, np.nan], [0, np.nan]]),
+    # Its own rewards count, too.
+    (["=-1"], ["+-2", "fail"], [-1, -2], [[-1, np.nan], [-2, -1]]),
+    # From its second turn on, the other one has a reward of -4.
+    (["+3", "=-4"], ["+1", "fail"], [-1, -1], [[3, -4], [0, -4]]),
+    (["+-4", "=3"], ["+1", "fail"], [-1, -1], [[-4, 3], [0, -1]]),
+    (["fail"], ["+-2", "fail"], [0, -2], [[0, np.nan], [-2, 0]]),
+  ],
+)
+def test_a_failure_pays_no_better_than_the_worst_of_its_group(
+  pool, other, failing, rewards, of_turns
+):
+  """The rows of a group may lie on several hosts, so on any of them."""
+  for order in (slice(None), slice(None, None, -1)):
+    group = [[*other], [*failing]][order]
+    done, _ = converse(pool, ["ab", "cd"], [*group, ["=-9"], ["=-9"]], 2)
+    found = done.rewards.result()
+    assert found.total.tolist() == [rewards[order], [-9, -9]]
+    assert found.correct.tolist() == found.total.tolist()
+    np.testing.assert_array_equal(done.turn_rewards[:2], of_turns[order])
 
 
 def test_messages_that_a_tokenizer_refuses_cost_their_conversation(pool):
