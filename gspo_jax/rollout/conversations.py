@@ -262,8 +262,9 @@ class Conversations:
         self._gather({row: chat.rewards[-1] for row, chat in asked.items()}, B)
       )
       tokens, counts = self._gather_ids(ids, B, R)
-      answered = (counts > 0) & (finish == STOPPED) & (turn < self.max_turns)
-      active = answered & (lengths + counts < R)  # room for a token
+      answered = (counts > 0) & (finish == STOPPED)
+      has_room = lengths + counts < R  # for a token
+      active = answered & has_room & (turn < self.max_turns)
       finish = np.where(answered, TRUNCATED, finish)
       finish = np.where(active, UNFINISHED, finish).astype(np.int8)
       counts = np.where(active, counts, 0)

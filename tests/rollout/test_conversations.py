@@ -173,15 +173,19 @@ def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
   assert done.counts["tool_calls"].tolist() == [4, 2]
 
 
-def test_max_turns_ends_a_conversation_that_keeps_its_reward(pool):
+def test_max_turns_cuts_a_conversation_that_keeps_its_reward(pool):
+  """Not one that ends by itself, or fails, at the last turn."""
   done, policy = converse(
-    pool, ["ab"], [["a", "err", "x"], ["end"]], max_turns=2
+    pool,
+    ["ab", "cd"],
+    [["a", "err", "x"], ["end"], ["b", "end"], ["c", "fail"]],
+    max_turns=2,
   )
   assert len(policy.calls) == 2
-  assert done.rewards.result().total.tolist() == [[3.0, 1.0]]
-  assert done.counts["tool_errors"].tolist() == [1, 0]
+  assert done.rewards.result().total.tolist() == [[3.0, 1.0], [3.0, 0.0]]
+  assert done.counts["tool_errors"].tolist() == [1, 0, 0, 0]
   samples = jax.device_get(done.samples)
-  assert samples.finish.tolist() == [STOPPED, STOPPED]
+  assert samples.finish.tolist() == [TRUNCATED, STOPPED, STOPPED, STOPPED]
   assert samples.turns[0].max() == 2
   # The last message is not read by anyone, so it is not in the row.
   assert samples.turns[0, samples.lengths[0] - 1] == 2
