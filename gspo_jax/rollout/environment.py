@@ -264,11 +264,11 @@ def _convert(value) -> dict:
   reward = float(step.reward)
   if not abs(reward) <= 1e9:  # NaN, too
     raise ValueError(f"expected a reward up to 1e9, got {reward}")
-  state = base64.b64encode(pickle.dumps(game)).decode()
+  state = pickle.dumps(game)
   if len(state) > _MAX_STATE:
     raise ValueError(f"its pickle has more than {_MAX_STATE} bytes")
   return {
-    "state": state,
+    "state": base64.b64encode(state).decode(),
     "messages": messages,
     "done": bool(step.done) or not messages,
     "reward": reward,

@@ -1,5 +1,7 @@
 """Environments in worker processes: their protocol, limits and faults."""
 
+import base64
+import pickle
 import re
 import sys
 import time
@@ -168,6 +170,17 @@ def test_a_reset_that_raises_and_a_step_without_messages(pool):
   (good,) = begin(pool, Problem("a", "", ""))
   (silent,) = step(pool, [good], "silent")
   assert (silent.done, silent.reward, silent.failure) == (True, 0.25, "")
+
+
+def test_the_size_of_a_state_is_that_of_its_pickle(monkeypatch):
+  game = b"x" * 999
+  size = len(pickle.dumps(game))
+  convert = lambda: environment._convert((game, environment.Step(), ()))
+  monkeypatch.setattr(environment, "_MAX_STATE", size)
+  assert pickle.loads(base64.b64decode(convert()["state"])) == game
+  monkeypatch.setattr(environment, "_MAX_STATE", size - 1)
+  with pytest.raises(ValueError, match=f"more than {size - 1} bytes"):
+    convert()
 
 
 def test_a_reset_is_tried_at_the_start(folder):
