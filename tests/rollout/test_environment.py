@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from repository import ROOT
 
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rollout import conversations, environment
@@ -181,6 +182,19 @@ def test_the_size_of_a_state_is_that_of_its_pickle(monkeypatch):
   monkeypatch.setattr(environment, "_MAX_STATE", size - 1)
   with pytest.raises(ValueError, match=f"more than {size - 1} bytes"):
     convert()
+
+
+def test_the_example_of_the_docs_answers_any_response():
+  page = (ROOT / "docs" / "environments.md").read_text()
+  names = {}
+  exec(re.search("(?s)```python\n(class .*?)```", page)[1], names)
+  game = names["Thermostat"](most=25.0)
+  assert game.reset(environment.Question("", "20"), 0) == ()
+  steps = [environment.Step(*game.step(x)) for x in ("", "99", "-4", "20")]
+  said = [text for step in steps for _, text in step.messages]
+  assert said == ["expected a number", "colder", "warmer"]
+  assert [step.done for step in steps] == [False, False, False, True]
+  assert [step.reward for step in steps] == [0, 0, 0, 1]
 
 
 def test_a_reset_is_tried_at_the_start(folder):
