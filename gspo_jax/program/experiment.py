@@ -194,4 +194,5 @@ def checkpoint_identity(experiment: Experiment) -> dict:
     identity["sampler.max_new_tokens"] = config.sampler.max_new_tokens
     if rollout.environment:
       identity["rollout.environment"] = rollout.environment
+      identity["rollout.max_turns"] = rollout.max_turns
   return identity

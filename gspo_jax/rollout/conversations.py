@@ -124,6 +124,13 @@ def _to_step(state: str, text: str) -> Response:
   return Response(state, text, "")
 
 
+def _reason(error: Exception) -> str:
+  """Why messages of an environment did not become tokens."""
+  if isinstance(error, UserError):
+    return str(error)
+  return f"messages of the environment: {type(error).__name__}: {error}"
+
+
 @dataclasses.dataclass
 class _Conversation:
   """One conversation of this host.
@@ -154,12 +161,6 @@ class _Conversation:
     if not reply.done:
       said = [f"\n[{role}] {text}" for role, text in reply.messages]
       self.text += "".join(said) + "\n"
-
-  @property
-  def reward(self) -> float:
-    """Of all turns; a failure must not pay better than a wrong response."""
-    total = float(sum(self.rewards))
-    return min(total, 0.0) if self.failure else total
 
 
 class SampledConversations(NamedTuple):
@@ -261,8 +262,9 @@ class Conversations:
         self._gather({row: chat.rewards[-1] for row, chat in asked.items()}, B)
       )
       tokens, counts = self._gather_ids(ids, B, R)
-      answered = (counts > 0) & (finish == STOPPED) & (turn < self.max_turns)
-      active = answered & (lengths + counts < R)  # room for a token
+      answered = (counts > 0) & (finish == STOPPED)
+      has_room = lengths + counts < R  # for a token
+      active = answered & has_room & (turn < self.max_turns)
       finish = np.where(answered, TRUNCATED, finish)
       finish = np.where(active, UNFINISHED, finish).astype(np.int8)
       counts = np.where(active, counts, 0)
@@ -282,13 +284,14 @@ class Conversations:
       "tool_calls": self._gather_of(chats, B, lambda chat: chat.tool_calls),
       "tool_errors": self._gather_of(chats, B, lambda chat: chat.tool_errors),
     }
+    failed = self._gather_of(chats, B, lambda chat: bool(chat.failure)) > 0
     return SampledConversations(
       batch,
       samples,
       _responses(batch, chats, before, G, R),
-      self._rewards(chats, B, G),
+      self._rewards(chats, failed, G),
       counts,
-      self._turn_rewards(turn_rewards, turns.max(1), chats),
+      self._turn_rewards(turn_rewards, turns.max(1), failed, G),
       clock.seconds,
     )
 
@@ -310,10 +313,10 @@ class Conversations:
     for p, choices in prompts.items():
       try:
         ids = self._prompt(choices)
-      except UserError as error:
+      except Exception as error:  # no process may raise alone
         for row in chats:
           if row // G == p:
-            chats[row].failure = chats[row].failure or str(error)
+            chats[row].failure = chats[row].failure or _reason(error)
       else:
         if ids:
           own[p] = ids
@@ -388,9 +391,12 @@ class Conversations:
     ids = {}
     for row, chat in asked.items():
       reply = replies.get(row) or Reply(failure=chat.failure)
-      chat.add(texts[row], reply)
       if not reply.done:
-        ids[row] = tokenizer.turn(reply.messages, stopped=stopped[row])
+        try:
+          ids[row] = tokenizer.turn(reply.messages, stopped=stopped[row])
+        except Exception as error:  # no process may raise alone
+          reply = reply._replace(done=True, failure=_reason(error))
+      chat.add(texts[row], reply)
     return ids
 
   def _gather_ids(self, ids, B: int, R: int) -> tuple[np.ndarray, np.ndarray]:
@@ -413,38 +419,60 @@ class Conversations:
   def _gather_of(self, chats, B: int, value) -> np.ndarray:
     return self._gather({row: value(chat) for row, chat in chats.items()}, B)
 
-  def _rewards(self, chats, B: int, G: int) -> ComputedRewards:
-    total = self._gather_of(chats, B, lambda chat: chat.reward).reshape(-1, G)
-    failed = self._gather_of(chats, B, lambda chat: bool(chat.failure))
+  def _rewards(self, chats, failed_B, G: int) -> ComputedRewards:
+    sums = self._gather_of(chats, len(failed_B), lambda chat: sum(chat.rewards))
+    total = _pay_failures_least(sums[:, None], failed_B, G).reshape(-1, G)
     reasons = dict.fromkeys(t.failure for t in chats.values() if t.failure)
     return ComputedRewards(
       Rewards(
         total=total,
         parts={REWARD: total},
-        failed=failed.reshape(-1, G) > 0,
+        failed=failed_B.reshape(-1, G),
         reasons=tuple(reasons)[:_MAX_REASONS],
       )
     )
 
-  def _turn_rewards(self, rewards, taken_B, chats) -> np.ndarray:
+  def _turn_rewards(self, rewards, taken_B, failed_B, G: int) -> np.ndarray:
     """[B, max_turns] float32, NaN for turns that were not taken.
 
     Args:
       rewards: [B] of each turn that some conversation took.
       taken_B: turns of each conversation.
-      chats: of this host.
+      failed_B: whether a conversation failed.
+      G: conversations of a group.
     """
-    shape = len(taken_B), self.max_turns
-    rewards_BT = np.full(shape, np.nan, np.float32)
+    rewards_BT = np.full((len(taken_B), self.max_turns), np.nan, np.float32)
     rewards_BT[:, : len(rewards)] = np.transpose(rewards)
-    # As the whole reward: a failure must not pay.
-    failed = self._gather_of(chats, shape[0], lambda chat: bool(chat.failure))
-    rewards_BT[failed > 0] = np.minimum(rewards_BT[failed > 0], 0)
     taken_BT = np.arange(self.max_turns) < taken_B[:, None]
-    return np.where(taken_BT, rewards_BT, np.nan)
+    rewards_BT = np.where(taken_BT, rewards_BT, np.nan)
+    return _pay_failures_least(rewards_BT, failed_B, G)
 
   def _global(self, array: np.ndarray) -> jax.Array:
     return multihost.to_global(array, self.batch_sharding)
+
+
+def _pay_failures_least(rewards_BT, failed_B, G: int) -> np.ndarray:
+  """Rewards where a failure pays no better than a wrong response.
+
+  A failed conversation gets at most 0 for a turn. From each of its turns on it
+  gets no more than any conversation of its group that did not fail: the reward
+  of its last turn is lowered.
+
+  Args:
+    rewards_BT: of turns, of all hosts; NaN for turns that were not taken.
+    failed_B: whether a conversation failed.
+    G: conversations of a group.
+  """
+  failed_B1, taken_BT = failed_B[:, None], ~np.isnan(rewards_BT)
+  kept_BT = np.where(taken_BT & ~failed_B1, rewards_BT, 0)
+  to_go_BT = np.cumsum(kept_BT[:, ::-1], axis=1)[:, ::-1]
+  # At most 0 where one of the group failed.
+  least_PT = to_go_BT.reshape(-1, G, rewards_BT.shape[1]).min(1)
+  least_BT = np.repeat(np.minimum.accumulate(least_PT, axis=1), G, axis=0)
+  last_B1 = taken_BT.sum(1, keepdims=True) - 1
+  is_last_BT = np.arange(rewards_BT.shape[1]) == last_B1
+  most_BT = np.where(is_last_BT, least_BT, 0)
+  return np.where(failed_B1, np.minimum(rewards_BT, most_BT), rewards_BT)
 
 
 class _Clock:

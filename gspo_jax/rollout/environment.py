@@ -30,7 +30,8 @@ batch of calls. Between two calls the object is pickled, so it holds plain
 values, not connections; it may keep the address of a server that holds more.
 If `step` is an `async def`, `reward.concurrency` of them run at once. A call
 that raises, takes too long or ends its process costs its conversation: it ends
-there, with a reward of at most 0, and `reward/failed` counts it.
+there, with a reward of at most 0 and of no more than others of its group get,
+and `reward/failed` counts it.
 
 This module needs the standard library alone: worker processes import it.
 """
@@ -252,16 +253,22 @@ def _convert(value) -> dict:
         f"expected messages of (role, text) with roles {allowed}, got "
         f"{str((role, content))[:80]}"
       )
+    try:
+      content.encode()
+    except UnicodeEncodeError as e:
+      raise ValueError(
+        f"expected text that UTF-8 can encode, got {content[:80]!r}: {e.reason}"
+      ) from e
   if sum(len(content) for _, content in messages) > _MAX_TEXT:
     raise ValueError(f"messages of more than {_MAX_TEXT} characters")
   reward = float(step.reward)
   if not abs(reward) <= 1e9:  # NaN, too
     raise ValueError(f"expected a reward up to 1e9, got {reward}")
-  state = base64.b64encode(pickle.dumps(game)).decode()
+  state = pickle.dumps(game)
   if len(state) > _MAX_STATE:
     raise ValueError(f"its pickle has more than {_MAX_STATE} bytes")
   return {
-    "state": state,
+    "state": base64.b64encode(state).decode(),
     "messages": messages,
     "done": bool(step.done) or not messages,
     "reward": reward,

@@ -84,23 +84,34 @@ class PrefixCache:
   """Keys and values that calls of a sampler leave to the next one.
 
   A call with the cache of an earlier one prefills only the new tokens of the
-  responses that it continues. All calls have the same weights, prompts and key.
-  The devices hold the pages of `ContinuousBatchingConfig.num_pages` as long as
-  this object lives; what does not fit is prefilled again.
+  responses that it continues, and prepares no weights. All calls have the same
+  weights, prompts and key. The devices hold the weights of `decode_params` and
+  the pages of `ContinuousBatchingConfig.num_pages` as long as this object
+  lives; what does not fit is prefilled again.
   """
 
   def __init__(self):
-    self._state, self._tokens = None, None
+    self._state, self._tokens, self._params = None, None, None
 
-  def take(self, shards: int) -> tuple[DecodeState | None, list[dict]]:
-    """The state and each shard's cached tokens by response; empties it."""
+  def take(
+    self, shards: int
+  ) -> tuple[DecodeState | None, list[dict], model.Params | None]:
+    """What the last call left; empties it.
+
+    Returns:
+      The state, each shard's cached tokens by response, and the weights of
+      `decode_params`.
+    """
     state, tokens = self._state, self._tokens or [{} for _ in range(shards)]
-    self._state = self._tokens = None
-    return state, tokens
+    params = self._params
+    self._state = self._tokens = self._params = None
+    return state, tokens, params
 
-  def put(self, state: DecodeState, tokens: list[dict]) -> None:
+  def put(
+    self, state: DecodeState, tokens: list[dict], params: model.Params
+  ) -> None:
     """What the next call may use."""
-    self._state, self._tokens = state, tokens
+    self._state, self._tokens, self._params = state, tokens, params
 
 
 class _Finished(NamedTuple):
@@ -188,16 +199,16 @@ class ContinuousSampler:
         "because the routing of a response's earlier tokens is not kept"
       )
     so_far = multihost.to_host((samples.lengths, samples.finish))
-    state, cached = None, [None] * self.shards
+    state, cached, decode_params = None, [None] * self.shards, None
     if prefix_cache:
-      state, cached = prefix_cache.take(self.shards)
+      state, cached, decode_params = prefix_cache.take(self.shards)
     state, samples = self.jitted.begin(samples, state)
     requests = self._shard_requests(tokens, lengths, samples, so_far, stop_at)
     schedulers = self._schedulers(requests, cached)
     if turn_start is None:
       turn_start = np.zeros_like(so_far[0])
     fields = _fields_by_response(requests, turn_start, self.config.stop)
-    params = self.jitted.decode_params(params)
+    params = decode_params or self.jitted.decode_params(params)
 
     def finished_in(results, samples) -> list[_Finished]:
       before = sum(scheduler.num_sampled for scheduler in schedulers)
@@ -234,7 +245,8 @@ class ContinuousSampler:
     if finished:
       on_finished(self._read_finished(finished))
     if prefix_cache:
-      prefix_cache.put(state, [scheduler.kept for scheduler in schedulers])
+      kept = [scheduler.kept for scheduler in schedulers]
+      prefix_cache.put(state, kept, params)
     return self.jitted.finalize(samples)
 
   def append_tokens(

@@ -81,6 +81,24 @@ def test_pending_responses_belong_to_the_same_prompts(
   assert list(rest.values()) == [value]
 
 
+def test_pending_conversations_have_as_many_turns(debug_config):
+  """Their rewards have the shape [B, rollout.max_turns]."""
+  debug_config.rollout.environment = "guessing"
+  debug_config.continuous_batching.slots = 8
+  debug_config.reward.names = ()
+
+  def require_same_turns():
+    debug_config.rollout.max_turns = 3
+    saved = {"identity": identity(debug_config)}
+    debug_config.rollout.max_turns = 4
+    require_match(identity(debug_config), saved, "checkpoint")
+
+  require_same_turns()  # nothing is pending
+  debug_config.rollout.max_staleness = 1
+  with pytest.raises(UserError, match=r"has rollout\.max_turns=3, this run"):
+    require_same_turns()
+
+
 def test_a_checkpoint_of_another_format_is_another_run(
   debug_config, monkeypatch
 ):

@@ -16,6 +16,7 @@ from gspo_jax.data.tasks import Problem
 from gspo_jax.rollout.batch import RolloutContext, ScoredSamples
 from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
 from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
@@ -36,9 +37,11 @@ class Script:
   def step(self, response):
     self.count += 1
     if response == "fail": raise ValueError("broken tool")
+    if response[:1] == "=": return [], True, float(response[1:])
+    if response[:1] == "+": return [("user", "?")], False, float(response[1:])
     done = response == "end"
-    return ([("user", "<" + response + ">")], done, self.count * 1.0, 2,
-            int(response == "err"))
+    messages = [("user", "<" + response + ">")] * (1 + (response == "pair"))
+    return messages, done, self.count * 1.0, 2, int(response == "err")
 """
 BYTES = tokenizers.load("bytes")
 G, R, S, STOP = 2, 24, 6, BYTES.stop_ids[0]
@@ -60,6 +63,20 @@ def pool(tmp_path_factory):
   with EnvironmentPool("scripted_game.Script", workers=1, seconds=5) as pool:
     yield pool
   sys.path.remove(str(folder))
+
+
+class Strict(type(BYTES)):
+  """A tokenizer that raises for some messages, as chat templates do."""
+
+  def prompt(self, user, system="", history=()):
+    return ord(user)  # of one letter alone
+
+  def turn(self, messages, *, stopped):
+    if len(messages) > 1:
+      raise UserError("roles must alternate")
+    if messages[0][1] == "<odd>":
+      raise TypeError("no text")
+    return super().turn(messages, stopped=stopped)
 
 
 class Scripted:
@@ -119,9 +136,9 @@ def prompts_of(names):
   }
 
 
-def converse(pool, names, responses, max_turns=4, key=0):
+def converse(pool, names, responses, max_turns=4, key=0, tokenizer=BYTES):
   """The conversations about these problems, and the sampler."""
-  config = prompt_batch.PromptConfig(BYTES, S)
+  config = prompt_batch.PromptConfig(tokenizer, S)
   batch = prompts_of(names)
   mesh = sharding.make_mesh(jax.devices()[:1])
   sample = Conversations(
@@ -156,15 +173,19 @@ def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
   assert done.counts["tool_calls"].tolist() == [4, 2]
 
 
-def test_max_turns_ends_a_conversation_that_keeps_its_reward(pool):
+def test_max_turns_cuts_a_conversation_that_keeps_its_reward(pool):
+  """Not one that ends by itself, or fails, at the last turn."""
   done, policy = converse(
-    pool, ["ab"], [["a", "err", "x"], ["end"]], max_turns=2
+    pool,
+    ["ab", "cd"],
+    [["a", "err", "x"], ["end"], ["b", "end"], ["c", "fail"]],
+    max_turns=2,
   )
   assert len(policy.calls) == 2
-  assert done.rewards.result().total.tolist() == [[3.0, 1.0]]
-  assert done.counts["tool_errors"].tolist() == [1, 0]
+  assert done.rewards.result().total.tolist() == [[3.0, 1.0], [3.0, 0.0]]
+  assert done.counts["tool_errors"].tolist() == [1, 0, 0, 0]
   samples = jax.device_get(done.samples)
-  assert samples.finish.tolist() == [STOPPED, STOPPED]
+  assert samples.finish.tolist() == [TRUNCATED, STOPPED, STOPPED, STOPPED]
   assert samples.turns[0].max() == 2
   # The last message is not read by anyone, so it is not in the row.
   assert samples.turns[0, samples.lengths[0] - 1] == 2
@@ -195,6 +216,50 @@ def test_a_failure_ends_its_conversation_alone(pool):
   (reason,) = rewards.reasons
   assert "ValueError: broken tool" in reason
   assert policy.calls == [[0, 1, 2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize(
+  ("other", "failing", "rewards", "of_turns"),
+  [
+    (["=-5"], ["fail"], [-5, -5], [[-5, np.nan], [-5, np.nan]]),
+    (["=3"], ["fail"], [3, 0], [[3, np.nan], [0, np.nan]]),
+    # Its own rewards count, too.
+    (["=-1"], ["+-2", "fail"], [-1, -2], [[-1, np.nan], [-2, -1]]),
+    # From its second turn on, the other one has a reward of -4.
+    (["+3", "=-4"], ["+1", "fail"], [-1, -1], [[3, -4], [0, -4]]),
+    (["+-4", "=3"], ["+1", "fail"], [-1, -1], [[-4, 3], [0, -1]]),
+    (["fail"], ["+-2", "fail"], [0, -2], [[0, np.nan], [-2, 0]]),
+  ],
+)
+def test_a_failure_pays_no_better_than_the_worst_of_its_group(
+  pool, other, failing, rewards, of_turns
+):
+  """The rows of a group may lie on several hosts, so on any of them."""
+  for order in (slice(None), slice(None, None, -1)):
+    group = [[*other], [*failing]][order]
+    done, _ = converse(pool, ["ab", "cd"], [*group, ["=-9"], ["=-9"]], 2)
+    found = done.rewards.result()
+    assert found.total.tolist() == [rewards[order], [-9, -9]]
+    assert found.correct.tolist() == found.total.tolist()
+    np.testing.assert_array_equal(done.turn_rewards[:2], of_turns[order])
+
+
+def test_messages_that_a_tokenizer_refuses_cost_their_conversation(pool):
+  done, policy = converse(
+    pool,
+    ["ab", "cd", "prompt"],
+    [["a", "end"], ["pair"], ["b", "odd"], ["end"], ["end"], ["end"]],
+    tokenizer=Strict(),
+  )
+  rewards = done.rewards.result()
+  failed = [[False, True], [True, False], [True, True]]
+  assert rewards.failed.tolist() == failed
+  assert (rewards.total[rewards.failed] == 0).all()
+  assert policy.calls == [[*range(6)], [0, 2]]
+  pair, odd, begin = rewards.reasons
+  assert "environment: TypeError: ord() expected" in begin
+  assert pair == "roles must alternate"
+  assert odd.endswith("environment: TypeError: no text")
 
 
 def test_an_environment_may_write_the_prompt(pool):

@@ -1,10 +1,13 @@
 """Environments in worker processes: their protocol, limits and faults."""
 
+import base64
+import pickle
 import re
 import sys
 import time
 
 import pytest
+from repository import ROOT
 
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rollout import conversations, environment
@@ -41,6 +44,7 @@ class Counts:
   def do_huge(self): return [("tool", "x" * (2 << 20))], False, 0.0
   def do_nan(self): return [("tool", "x")], False, float("nan")
   def do_bytes(self): return [("tool", b"x")], False, 0.0
+  def do_surrogate(self): return [("tool", "a\\ud83d")], False, 0.0
   def do_lock(self):
     self.lock = threading.Lock()
     return [("tool", "x")], False, 0.0
@@ -139,6 +143,7 @@ HOSTILE = {
   "huge": "more than 1048576 characters",
   "nan": "expected a reward up to 1e9, got nan",
   "bytes": "expected messages of",
+  "surrogate": "expected text that UTF-8 can encode, got 'a.*ud83d'",
   "lock": "cannot pickle",
 }
 
@@ -166,6 +171,30 @@ def test_a_reset_that_raises_and_a_step_without_messages(pool):
   (good,) = begin(pool, Problem("a", "", ""))
   (silent,) = step(pool, [good], "silent")
   assert (silent.done, silent.reward, silent.failure) == (True, 0.25, "")
+
+
+def test_the_size_of_a_state_is_that_of_its_pickle(monkeypatch):
+  game = b"x" * 999
+  size = len(pickle.dumps(game))
+  convert = lambda: environment._convert((game, environment.Step(), ()))
+  monkeypatch.setattr(environment, "_MAX_STATE", size)
+  assert pickle.loads(base64.b64decode(convert()["state"])) == game
+  monkeypatch.setattr(environment, "_MAX_STATE", size - 1)
+  with pytest.raises(ValueError, match=f"more than {size - 1} bytes"):
+    convert()
+
+
+def test_the_example_of_the_docs_answers_any_response():
+  page = (ROOT / "docs" / "environments.md").read_text()
+  names = {}
+  exec(re.search("(?s)```python\n(class .*?)```", page)[1], names)
+  game = names["Thermostat"](most=25.0)
+  assert game.reset(environment.Question("", "20"), 0) == ()
+  steps = [environment.Step(*game.step(x)) for x in ("", "99", "-4", "20")]
+  said = [text for step in steps for _, text in step.messages]
+  assert said == ["expected a number", "colder", "warmer"]
+  assert [step.done for step in steps] == [False, False, False, True]
+  assert [step.reward for step in steps] == [0, 0, 0, 1]
 
 
 def test_a_reset_is_tried_at_the_start(folder):

@@ -360,9 +360,10 @@ def test_a_stop_string_ends_a_response_in_both_samplers():
 def test_log_probs_behind_appended_tokens_are_teacher_forced_ones(make):
   """Conversations of three turns, with tokens of no policy between them.
 
-  The pages have room for the earlier tokens of some responses, not of all.
+  The pages have room for the earlier tokens of some responses, not of all. The
+  weights are cast and moved once.
   """
-  prefills = []
+  prefills, casts = [], []
 
   def prefill(params, state, tokens, lengths, pages, num_cached):
     counts = np.zeros_like(lengths) if num_cached is None else num_cached
@@ -372,9 +373,13 @@ def test_log_probs_behind_appended_tokens_are_teacher_forced_ones(make):
       params, state, tokens, lengths, pages, num_cached
     )
 
+  def decode_params(params):
+    casts.append(params)
+    return generate.jitted.decode_params(params)
+
   generate, column = make(), np.arange(R)
   converse = functools.partial(
-    spied(generate, prefill=prefill),
+    spied(generate, prefill=prefill, decode_params=decode_params),
     weights(),
     prompts(),
     jax.random.key(KEY),
@@ -409,6 +414,7 @@ def test_log_probs_behind_appended_tokens_are_teacher_forced_ones(make):
     left = [length - count for length, count in prefills]
     assert len(left) == np.count_nonzero(count)
     assert left.count(3)  # the given tokens alone
+  assert len(casts) == 1
   whole = train_batch.unpacked(prompts(), found.tokens, found.lengths)
   scored = jax.jit(
     lambda params: (
