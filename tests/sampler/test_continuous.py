@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
 from benchmarks import lengths as known_lengths
 from gspo_jax import model, sampler
 from gspo_jax.learner import train_batch
 from gspo_jax.plan.iteration.decoding import replay
 from gspo_jax.plan.iteration.lengths import Lengths
-from gspo_jax.runtime import sharding
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous, stop_strings
 from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
@@ -546,13 +545,13 @@ def test_the_last_segments_are_planned_before_results_are_read(
 
 def test_hosts_exchange_the_lengths_and_no_token(monkeypatch):
   """In a call the prompts, and 5 bytes a response: its length and finish."""
-  gathered, gather = [], multihost_utils.process_allgather
+  gathered, gather = [], multihost.to_host
 
-  def spy(tree, **options):
+  def spy(tree):
     gathered.append(sum(x.nbytes for x in jax.tree.leaves(tree)))
-    return gather(tree, **options)
+    return gather(tree)
 
-  monkeypatch.setattr(multihost_utils, "process_allgather", spy)
+  monkeypatch.setattr(multihost, "to_host", spy)
   batch, key = prompts(), jax.random.key(KEY)
   samples, reported = None, {}
   for length in (7, R):
