@@ -20,7 +20,7 @@ from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rewards.pool import Response, RewardPool
-from gspo_jax.rollout import environment
+from gspo_jax.rollout import environment, scoring
 from gspo_jax.rollout.environment import Message
 from gspo_jax.rollout.scoring import ComputedRewards, Rewards
 from gspo_jax.runtime import multihost, sharding
@@ -421,7 +421,9 @@ class Conversations:
 
   def _rewards(self, chats, failed_B, G: int) -> ComputedRewards:
     sums = self._gather_of(chats, len(failed_B), lambda chat: sum(chat.rewards))
-    total = _pay_failures_least(sums[:, None], failed_B, G).reshape(-1, G)
+    total = scoring.pay_failures_least(sums[:, None], failed_B, G).reshape(
+      -1, G
+    )
     reasons = dict.fromkeys(t.failure for t in chats.values() if t.failure)
     return ComputedRewards(
       Rewards(
@@ -445,34 +447,10 @@ class Conversations:
     rewards_BT[:, : len(rewards)] = np.transpose(rewards)
     taken_BT = np.arange(self.max_turns) < taken_B[:, None]
     rewards_BT = np.where(taken_BT, rewards_BT, np.nan)
-    return _pay_failures_least(rewards_BT, failed_B, G)
+    return scoring.pay_failures_least(rewards_BT, failed_B, G)
 
   def _global(self, array: np.ndarray) -> jax.Array:
     return multihost.to_global(array, self.batch_sharding)
-
-
-def _pay_failures_least(rewards_BT, failed_B, G: int) -> np.ndarray:
-  """Rewards where a failure pays no better than a wrong response.
-
-  A failed conversation gets at most 0 for a turn. From each of its turns on it
-  gets no more than any conversation of its group that did not fail: the reward
-  of its last turn is lowered.
-
-  Args:
-    rewards_BT: of turns, of all hosts; NaN for turns that were not taken.
-    failed_B: whether a conversation failed.
-    G: conversations of a group.
-  """
-  failed_B1, taken_BT = failed_B[:, None], ~np.isnan(rewards_BT)
-  kept_BT = np.where(taken_BT & ~failed_B1, rewards_BT, 0)
-  to_go_BT = np.cumsum(kept_BT[:, ::-1], axis=1)[:, ::-1]
-  # At most 0 where one of the group failed.
-  least_PT = to_go_BT.reshape(-1, G, rewards_BT.shape[1]).min(1)
-  least_BT = np.repeat(np.minimum.accumulate(least_PT, axis=1), G, axis=0)
-  last_B1 = taken_BT.sum(1, keepdims=True) - 1
-  is_last_BT = np.arange(rewards_BT.shape[1]) == last_B1
-  most_BT = np.where(is_last_BT, least_BT, 0)
-  return np.where(failed_B1, np.minimum(rewards_BT, most_BT), rewards_BT)
 
 
 class _Clock:

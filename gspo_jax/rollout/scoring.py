@@ -20,8 +20,8 @@ class Rewards(NamedTuple):
   """The rewards of P * G responses.
 
   Attributes:
-    total: [P, G] float32, the weighted sum of the parts; at most 0 where one
-      failed.
+    total: [P, G] float32, the weighted sum of the parts; see
+      `pay_failures_least` where one failed.
     parts: {name of a reward: [P, G] float32}, unweighted.
     failed: [P, G] bool, whether a reward could not be computed.
     reasons: why, for a few responses of this host.
@@ -71,10 +71,15 @@ class PendingRewards:
     for each in scores:
       for name, part in each.parts.items():
         parts.setdefault(name, []).append(part)
+    total = self._gather([each.total for each in scores])
+    failed = self._gather([each.failed for each in scores]) > 0
+    paid = pay_failures_least(
+      total.reshape(-1, 1), failed.ravel(), self._group_size
+    )
     return Rewards(
-      total=self._gather([each.total for each in scores]),
+      total=paid.reshape(total.shape),
       parts={name: self._gather(part) for name, part in parts.items()},
-      failed=self._gather([each.failed for each in scores]) > 0,
+      failed=failed,
       reasons=tuple(dict.fromkeys(reasons))[:_MAX_REASONS],
     )
 
@@ -247,3 +252,30 @@ def require_scored(rewards: Sequence[Rewards], most: float, *, of: str) -> None:
     every = multihost.allgather_text(local[0] if local else "")
     reason = next(filter(None, every))
     raise multihost.AgreedError(f"{wrong}; the first reason: {reason}")
+
+
+def pay_failures_least(
+  rewards_BT: np.ndarray, failed_B: np.ndarray, G: int
+) -> np.ndarray:
+  """Rewards where a failure pays no better than a wrong response.
+
+  A failed response gets at most 0 for a turn. From each of its turns on it gets
+  no more than any response of its group that did not fail: the reward of its
+  last turn is lowered.
+
+  Args:
+    rewards_BT: of turns, of all hosts; NaN for turns that were not taken. One
+      turn without an environment.
+    failed_B: whether a response failed.
+    G: responses of a group.
+  """
+  failed_B1, taken_BT = failed_B[:, None], ~np.isnan(rewards_BT)
+  kept_BT = np.where(taken_BT & ~failed_B1, rewards_BT, 0)
+  to_go_BT = np.cumsum(kept_BT[:, ::-1], axis=1)[:, ::-1]
+  # At most 0 where one of the group failed.
+  least_PT = to_go_BT.reshape(-1, G, rewards_BT.shape[1]).min(1)
+  least_BT = np.repeat(np.minimum.accumulate(least_PT, axis=1), G, axis=0)
+  last_B1 = taken_BT.sum(1, keepdims=True) - 1
+  is_last_BT = np.arange(rewards_BT.shape[1]) == last_B1
+  most_BT = np.where(is_last_BT, least_BT, 0)
+  return np.where(failed_B1, np.minimum(rewards_BT, most_BT), rewards_BT)

@@ -177,6 +177,21 @@ def test_the_first_reward_decides_correctness_and_the_total_has_all():
   assert rewards.parts["length"].any()
 
 
+def test_a_failure_pays_no_better_than_the_worst_of_its_group():
+  """Where rewards are negative 0 would be the best."""
+  like = jnp.zeros(6)
+  scores = SimpleNamespace(
+    total=[-1.0, 0.0, 0.5, 1.0, 0.0, -2.0],
+    parts={"reward": [-1.0, 0.0, 0.5, 1.0, 0.0, -2.0]},
+    failed=[False, True, False, False, True, True],
+    reasons=(),
+  )
+  scores = SimpleNamespace(result=lambda scores=scores: scores)
+  pending = scoring.PendingRewards(range(6), [scores], 3, like)
+  total = [[-1.0, -1.0, 0.5], [1.0, 0.0, -2.0]]
+  np.testing.assert_array_equal(pending.result().total, total)
+
+
 def test_rewards_are_gathered_once(pool, monkeypatch):
   """Each result is a collective: every host must call it as often."""
   calls = []
