@@ -53,9 +53,10 @@ class OffPolicy:
     timeout: float = 0.0,
     separate: SeparateDevices | None = None,
   ):
-    self._source, self._context, self._empty = source, context, empty
+    self._source, self._context = source, context
     self._max_staleness, self._last_step = max_staleness, last_step
     self._separate, self._timeout = separate, timeout or None
+    self._empty = self._on_trainer(empty)
     # JAX has no order between the collectives of two threads, so that one
     # thread alone runs programs on the sampler's devices.
     self._thread = separate and _Thread(context.batch_sharding.mesh)
@@ -71,22 +72,16 @@ class OffPolicy:
     self._batches.extend(started)
     batch = self._result(self._batches[0])
     self._batches.popleft()
-    if self._separate is None:
-      # All were sampled in this iteration.
-      tokens = sum(each.result().sampled_tokens for each in started)
-      return batch._replace(sampled_tokens=tokens)
-    samples = self._on_trainer(batch.samples.samples)
-    return batch._replace(samples=batch.samples._replace(samples=samples))
+    if self._separate:
+      return batch
+    # All were sampled in this iteration.
+    tokens = sum(each.result().sampled_tokens for each in started)
+    return batch._replace(sampled_tokens=tokens)
 
   def _on_trainer(self, samples: Samples | None) -> Samples | None:
     if self._separate is None or samples is None:
       return samples
     return self._separate.to_trainer(samples)
-
-  def _on_sampler(self, samples: Samples | None) -> Samples | None:
-    if self._separate is None or samples is None:
-      return samples
-    return self._separate.to_sampler(samples)
 
   def _start(self, params, target: int, step: int) -> Future[RolloutBatch]:
     """Samples the batch of iteration `target` with the policy of `step`."""
@@ -101,8 +96,13 @@ class OffPolicy:
       return self._source(params, target, policy_step=step)
     began = time.monotonic()
     batch = self._source(params, target, policy_step=step)
-    jax.block_until_ready(batch.samples.samples)
-    return batch._replace(seconds=time.monotonic() - began)
+    # Here, for it may run a program on the sampler's devices.
+    samples = self._on_trainer(batch.samples.samples)
+    jax.block_until_ready(samples)
+    return batch._replace(
+      samples=batch.samples._replace(samples=samples),
+      seconds=time.monotonic() - began,
+    )
 
   def wait(self) -> list[RolloutBatch]:
     """The batches for later iterations, all sampled."""
@@ -138,10 +138,7 @@ class OffPolicy:
       return of_source
     samples = [batch.samples.samples for batch in batches]
     samples += [self._empty] * (self._max_staleness - len(samples))
-    return {
-      "next": [*map(self._on_trainer, samples)],
-      "source": of_source,
-    }
+    return {"next": samples, "source": of_source}
 
   def get_state(self) -> dict:
     """JSON: where the pending problems stand in the data, and their cost."""
@@ -166,13 +163,14 @@ class OffPolicy:
   def set_state(self, pending: dict, state: dict) -> None:
     """Restores `pending` and `get_state`; single responses are scored again."""
     ahead = self._max_staleness > 0
-    of_source = self._on_sampler(pending["source"] if ahead else pending)
+    of_source = pending["source"] if ahead else pending
+    if self._separate and of_source is not None:
+      of_source = self._separate.to_sampler(of_source)
     self._source.set_state(of_source, state["source"] if ahead else state)
     self._batches.clear()
     if not ahead:
       return
-    of_batches = map(self._on_sampler, pending["next"])
-    for samples, saved in zip(of_batches, state["next"], strict=False):
+    for samples, saved in zip(pending["next"], state["next"], strict=False):
       prompts = self._context.curriculum.prompts_at(saved["positions"])
       scored = self._context.restore(
         prompts, samples, saved.get("conversations")
