@@ -201,11 +201,11 @@ def _identity(arrays):
 def _move(prepare, source_mesh, mesh, target):
   """Arrays of `source_mesh` -> `prepare` of them, in shardings of `mesh`.
 
-  `jax.device_put` alone moves them within one process. With several processes
-  they are first laid out on the source's devices as on the target's; then each
-  device sends its part to the one in its place, of the same process.
+  Between as many devices they are first laid out on the source's as on the
+  target's; then each device sends its part to the one in its place, of the same
+  process. `jax.device_put` moves them between any devices of one process.
   """
-  if len({d.process_index for d in mesh.devices.flat}) == 1:
+  if mesh.size != source_mesh.size:
     prepare = MeshJit(jax.jit(prepare), source_mesh)
     return lambda arrays: jax.device_put(prepare(arrays), target)
   beside = sharding.beside(mesh, source_mesh.devices.flat)

@@ -92,6 +92,40 @@ def test_generate_splits_caches_weights_and_logits(debug_config):
   assert "258]" not in decoding
 
 
+def test_weights_go_to_a_sampler_of_as_many_devices(debug_config):
+  """Split otherwise there, cast, and the same; and samples come back."""
+  debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
+  debug_config.model.dtype = "bfloat16"
+  debug_config.sampler_mesh.tensor = 2
+  debug_config.sampler_mesh.devices = 4
+  devices, own = sharding.split_devices(4)
+  made = build_program(
+    parse(debug_config),
+    sharding.make_mesh(devices, fsdp=-1),
+    sampler_devices=own,
+  )
+  policy = made.init_params(jax.random.key(0))
+  separate = made.sampler.separate
+  sent = separate.sync_weights(policy)
+  assert [x.sharding for x in jax.tree.leaves(sent)] == [
+    x.sharding for x in jax.tree.leaves(separate.weights)
+  ]
+  for x, y in zip(*map(jax.tree.leaves, (policy, sent)), strict=True):
+    assert y.sharding.device_set == {*own}
+    np.testing.assert_array_equal(np.asarray(x.astype("bfloat16")), y)
+  empty = made.sampler.empty_samples()
+  rows = np.arange(len(empty.lengths), dtype=np.int32)
+  samples = dataclasses.replace(
+    empty, lengths=jax.device_put(rows, empty.lengths.sharding)
+  )
+  here = separate.to_trainer(samples)
+  assert here.lengths.sharding == sharding.batch_sharding(made.mesh)
+  np.testing.assert_array_equal(here.lengths, rows)
+  there = separate.to_sampler(here)
+  assert there.lengths.sharding == empty.lengths.sharding
+  np.testing.assert_array_equal(there.lengths, rows)
+
+
 def test_iterations_of_ppo_with_a_reference_that_follows(debug_config):
   """Each phase of three iterations, with prompts and rewards of no meaning."""
   debug_config.objective.update(

@@ -329,6 +329,19 @@ def test_slices_need_the_data_axis(monkeypatch):
   assert [{d.slice_index for d in part.flat} for part in grid] == [{0}, {1}]
 
 
+def test_a_part_of_the_chips_of_each_host_is_arranged_as_a_box():
+  devices = [Tpu(i, slices=1) for i in range(8)]
+  for i, device in enumerate(devices):  # two hosts side by side in y
+    device.coords = i % 2, i // 4 * 2 + i // 2 % 2, 0
+    device.device_kind = "TPU v5"
+  for part in sharding.split_devices(4, devices):
+    grid = sharding._arrange(part, [1, 2, 1, 2, 1]).reshape(2, 2)
+    assert {d.id for d in grid.flat} == {d.id for d in part}
+    for pair in (*grid, *grid.T):
+      (x, y, _), (x2, y2, _) = (d.coords for d in pair)
+      assert (abs(x - x2), abs(y - y2)) in ((1, 0), (0, 2))
+
+
 # Batches.
 
 
