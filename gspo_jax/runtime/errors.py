@@ -57,8 +57,8 @@ def how_to_download(folder: str) -> str:
 def with_reason(what: str) -> Iterator[None]:
   """Raises the error of a folder or bucket as UserError "WHAT: reason".
 
-  An outage is raised as it is, with `what` as a note. It ends a command with
-  another exit code than 2, so that a scheduler starts the command again.
+  An outage is raised as it is, with `what` as a note. It ends a command with 1,
+  after which the schedulers of launch/ start the command again, unlike 2.
   """
   try:
     yield
