@@ -74,10 +74,11 @@ run() {
     ${flags[@]+"${flags[@]}"})
   echo "# $slices x $accelerator_type: ${slice:-size unknown here}, each"
   # exec: xpk starts the command in a subshell and sends SIGTERM to that.
-  # 75: gspo_jax.main's code for a run that SIGTERM stopped.
+  # gspo_jax.main's codes: 75 for a run that SIGTERM stopped, 1 for a fault or
+  # an outage. Not 2, for a mistaken flag.
   workload create --workload="$name" --tpu-type="$accelerator_type" \
     --num-slices="$slices" --docker-image="$image" \
-    --max-restarts="$restarts" --restart-on-exit-codes=75 \
+    --max-restarts="$restarts" --restart-on-exit-codes=1,75 \
     --termination-grace-period-seconds="$grace" \
     --command="exec $command"
 }

@@ -401,7 +401,7 @@ def test_xpk_gets_a_command_that_passes_sigterm_on(shell):
     "--num-slices=2",
     "--docker-image=i",
     "--max-restarts=10",
-    f"--restart-on-exit-codes={main.INTERRUPTED}",
+    f"--restart-on-exit-codes=1,{main.INTERRUPTED}",
     "--termination-grace-period-seconds=900",
     "--cluster=c",
   } <= set(words)

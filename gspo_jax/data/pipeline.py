@@ -215,13 +215,14 @@ def _demonstration(
   later = problem.turns if conversations else ()
   for own, messages in itertools.groupby(later, lambda x: x[0] == "assistant"):
     if own:
-      ((_, content),) = messages
-      new = [*tokenizer.encode(content), tokenizer.stop_ids[0]]
-      turns += [max(turns) + 1] * len(new)
+      for _, content in messages:
+        new = [*tokenizer.encode(content), tokenizer.stop_ids[0]]
+        turns += [max(turns) + 1] * len(new)
+        ids += new
     else:
       new = tokenizer.turn([*messages], stopped=True)
       turns += [0] * len(new)
-    ids += new
+      ids += new
   name = f"demonstration {text[:40]!r}"
   prompt = _training_prompt(problem, cfg)
   fits = cfg.fits(ids, width, name, "sampler.max_new_tokens")

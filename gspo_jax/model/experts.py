@@ -22,7 +22,7 @@ from gspo_jax.model import lora
 from gspo_jax.model.rounding import rounded, wide
 
 SLACK = 1.25  # rows of a chunk / mean load
-_TILE = 128  # the rows of a chunk are a multiple of this
+_TILE = 128  # a chunk's rows: a multiple of this, or all rows
 
 
 def multiply(x_RD, weights_R, gate_up, down, sizes_e):

@@ -89,7 +89,8 @@ def _tiled(left, right, sizes_e, axes):
   if axes is _OF_WEIGHTS:  # its sums are float32
     k, numbers = _divisor(k, 1024), _MAX_TILE // 2
   n = k and _divisor(columns, 2 * numbers // (k * left.dtype.itemsize))
-  if not n or k % _LANES:
+  # A tile has 128 rows, and libtpu takes only tiles that divide the rows.
+  if not n or k % _LANES or left.shape[0] % _LANES:
     return product(left, right, sizes_e, axes)  # the compiler's own tiles
   with set_xla_metadata(ragged_dot_tiling=f"{_LANES},{k},{n}"):
     return product(left, right, sizes_e, axes)

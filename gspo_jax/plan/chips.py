@@ -10,7 +10,8 @@ Sources:
     FLOPs a cycle on v6e and 446,074 on tpu7x, so more than two units' 262,144;
     four units' are taken, an inference. The clock is the peak divided by it.
   Between the two devices of a tpu7x chip: six links, an assumption that no
-    source here confirms. It matters only to groups within one chip.
+    source here confirms. It matters only to groups within one chip, and to two
+    groups that have one device of it each.
 """
 
 import dataclasses
@@ -147,14 +148,18 @@ def bandwidth_between(
   """The bytes a second that these devices can send to those, all together.
 
   It counts the links of the torus from a chip of one group to a neighbour of
-  the other; between slices, the network of the smaller group.
+  the other, and those inside a chip of both; between slices, the network of the
+  smaller group.
   """
   chip = tpu_slice.chip
   if {d.slice for d in here} != {d.slice for d in there}:
     return min(len(here), len(there)) * chip.network
   rings = chip.rings(tpu_slice.shape)
-  sending, links = {(d.slice, d.coordinates) for d in here}, 0
-  for number, place in {(d.slice, d.coordinates) for d in there}:
+  sending, receiving = (
+    {(d.slice, d.coordinates) for d in group} for group in (here, there)
+  )
+  links = _NEIGHBOUR * len(sending & receiving)
+  for number, place in receiving:
     for axis, size in enumerate(tpu_slice.shape):
       for step in {1, -1}:
         at = place[axis] + step

@@ -108,10 +108,12 @@ def _analyze(functions, config, program, where) -> dict:
 def _in_turns(config, where, slices, lengths) -> dict:
   """The seconds of an iteration in which all devices sample, then all train.
 
-  `mesh.data` takes the sampler's devices. {"reason"} in place of seconds, if
-  that cannot run.
+  The axis of the mesh that is -1, or else `data`, takes the sampler's devices.
+  {"reason"} in place of seconds, if that cannot run.
   """
-  config = config.replace(sampler_mesh={"devices": 0}, mesh={"data": -1})
+  config = config.replace(sampler_mesh={"devices": 0})
+  if -1 not in dataclasses.asdict(config.mesh).values():
+    config = config.replace(mesh={"data": -1})
   print("the same, devices in turns:", file=sys.stderr, flush=True)
   try:
     mesh = sharding.make_mesh(

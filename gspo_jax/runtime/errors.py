@@ -57,8 +57,8 @@ def how_to_download(folder: str) -> str:
 def with_reason(what: str) -> Iterator[None]:
   """Raises the error of a folder or bucket as UserError "WHAT: reason".
 
-  An outage is raised as it is, with `what` as a note. It ends a command with
-  another exit code than 2, so that a scheduler starts the command again.
+  An outage is raised as it is, with `what` as a note. It ends a command with 1,
+  after which the schedulers of launch/ start the command again, unlike 2.
   """
   try:
     yield
@@ -97,11 +97,18 @@ def _is_callers(error: Exception) -> bool:
     return "://" in str(error)
   if str(error).startswith("Bad Request"):  # ValueError of gcsfs
     return True
-  # `code`: HttpError of gcsfs; `retryable`: google.auth, as for no credentials.
-  return (
-    str(getattr(error, "code", None)) in ("400", "401", "403", "404")
-    or getattr(error, "retryable", None) is False
-  )
+  names = _classes(error)  # of google.auth, which is not imported here
+  if "TransportError" in names:  # gcsfs raises it with code 401
+    return False
+  code = str(getattr(error, "code", None))
+  refused = code in ("400", "401", "403", "404")
+  return refused or "DefaultCredentialsError" in names
+
+
+def _classes(error: BaseException) -> set[str]:
+  """The names of the classes of an error and of its causes."""
+  names = {cls.__name__ for cls in type(error).__mro__}
+  return names | (_classes(error.__cause__) if error.__cause__ else set())
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

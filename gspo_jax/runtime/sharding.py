@@ -97,9 +97,11 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
   if shape.count(-1) == 1 and given > 0 and len(devices) % given == 0:
     shape[shape.index(-1)] = len(devices) // given
   if min(shape) < 1 or math.prod(shape) != len(devices):
+    part = len(devices) < len(devices[0].client.devices())
     raise UserError(
       f"mesh={dict(zip(AXES, shape, strict=True))} does not multiply to the "
-      f"{len(devices)} devices without those of sampler_mesh.devices; give one "
+      f"{len(devices)} devices"
+      f"{' without those of sampler_mesh.devices' if part else ''}; give one "
       "axis -1 to take what is left"
     )
   return _mesh(_arrange(devices, shape))

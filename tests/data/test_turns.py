@@ -151,10 +151,10 @@ def test_two_tool_messages_share_a_turn(family):
 
 
 def test_a_demonstration_is_what_the_policy_would_read(family):
-  """Two tool messages in one turn, then the answer."""
+  """Two tool messages in one turn, then two answers, each a turn."""
   tokenizer = family("qwen2.5")
   messages = ("tool", "84"), ("tool", "an error")
-  later = (*messages, ("assistant", "c"))
+  later = (*messages, ("assistant", "c"), ("assistant", "de"))
   problem = tasks.Problem("x", "ref", "a", turns=later)
   config = prompt_batch.PromptConfig(tokenizer, 400)
   found = pipeline._demonstration(problem, config, 400, True)
@@ -162,10 +162,12 @@ def test_a_demonstration_is_what_the_policy_would_read(family):
   ids = found["tokens"][-length:].tolist()
   ids += found["response"][: int(found["response_length"])].tolist()
   turns = [("user", "x"), ("assistant", "a"), *messages]
-  last = [*tokenizer.encode("c"), tokenizer.stop_ids[0]]
-  assert ids == whole(tokenizer, turns) + last
-  of_last = found["turns"][: int(found["response_length"])] == 2
-  assert of_last.sum() == len(last)
+  c, de = (
+    [*tokenizer.encode(text), tokenizer.stop_ids[0]] for text in ("c", "de")
+  )
+  assert ids == [*whole(tokenizer, turns), *c, *de]
+  of = found["turns"][: int(found["response_length"])]
+  assert [(of == n).sum() for n in (2, 3)] == [len(c), len(de)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -45,10 +45,10 @@ def test_each_row_is_multiplied_by_the_matrix_of_its_group(sizes):
 @every_load
 def test_tiles_change_no_result(sizes):
   """On a CPU the tiles are an attribute that nothing reads."""
-  rng = np.random.default_rng(0)
+  rng, rows = np.random.default_rng(0), 384
   x, weights, cotangent = (
     rng.normal(size=shape).astype(np.float32)
-    for shape in ((R, 128), (len(sizes), 128, 256), (R, 256))
+    for shape in ((rows, 128), (len(sizes), 128, 256), (rows, 256))
   )
   cotangent[sum(sizes) :] = 0
   tiled, plain = (
@@ -60,12 +60,26 @@ def test_tiles_change_no_result(sizes):
   given = x, weights, np.array(sizes), cotangent
   close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4)
   jax.tree.map(close, tiled(*given), plain(*given))
-  in_tiles = jax.jit(grouped_matmul.in_tiles).lower(*given[:3])
-  assert 'ragged_dot_tiling = "128,128,256"' in in_tiles.as_text()
   close(
     grouped_matmul.in_tiles(*given[:3])[: sum(sizes)],
     jax.lax.ragged_dot(*given[:3])[: sum(sizes)],
   )
+
+
+@pytest.mark.parametrize("rows", [384, 64, 300])
+def test_tiles_divide_the_rows(rows):
+  """libtpu compiles no others: `expecting m % mt == 0, got: 64 % 128`."""
+  given = (
+    jax.ShapeDtypeStruct(shape, dtype)
+    for shape, dtype in (
+      ((rows, 128), jnp.float32),
+      ((4, 128, 256), jnp.float32),
+      ((4,), jnp.int32),
+    )
+  )
+  text = jax.jit(grouped_matmul.in_tiles).lower(*given).as_text()
+  tiled = 'ragged_dot_tiling = "128,128,256"' in text
+  assert tiled == (rows % 128 == 0)
 
 
 TILES = """
@@ -82,9 +96,9 @@ def product(x, w, sizes, dy):
 def local(*args):
   every = jax.sharding.PartitionSpec()
   return sharding.shard_map(product, in_specs=every, out_specs=every)(*args)
-R, E = 174080, 32
+E = 32
 with jax.set_mesh(mesh):
-  for K, N in ((2048, 1536), (768, 2048)):
+  for R, K, N in {products}:
     shapes = (R, K), (E, K, N), (E,), (R, N)
     given = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
     given[2] = jax.ShapeDtypeStruct((E,), jnp.int32)
@@ -97,16 +111,27 @@ with jax.set_mesh(mesh):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2"])
-def test_tiles_of_compiled_products_divide_their_widths(topology):
-  """Of Qwen3-30B-A3B's experts, on a device of configs/moe_tpu.py."""
+def compiled_tiles(topology, products):
+  """The results' shapes and tiles of products of R rows, K by N columns."""
   pytest.importorskip("libtpu")
   script = TILES.replace("{topology}", topology)
+  script = script.replace("{products}", str(products))
   out = subprocess.run(
     [sys.executable, "-c", script], check=True, capture_output=True, text=True
   ).stdout
-  assert sorted(out.splitlines()) == [
+  return sorted(out.splitlines())
+
+
+on_v5 = pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2"])
+
+
+@pytest.mark.slow
+@on_v5
+def test_tiles_of_compiled_products_divide_their_widths(topology):
+  """Of Qwen3-30B-A3B's experts, on a device of configs/moe_tpu.py."""
+  R = 174080
+  products = (R, 2048, 1536), (R, 768, 2048)
+  assert compiled_tiles(topology, products) == [
     "(174080, 1536) 128,2048,768",
     "(174080, 2048) 128,1536,1024",
     "(174080, 2048) 128,768,2048",
@@ -114,6 +139,13 @@ def test_tiles_of_compiled_products_divide_their_widths(topology):
     "(32, 2048, 1536) 128,1024,768",
     "(32, 768, 2048) 128,768,1024",
   ]
+
+
+@pytest.mark.slow
+@on_v5
+def test_products_of_few_rows_compile(topology):
+  """As in decoding: 8 tokens with 8 experts each, and 2 in a narrow segment."""
+  assert compiled_tiles(topology, ((64, 2048, 1536), (16, 768, 2048)))
 
 
 @functools.cache

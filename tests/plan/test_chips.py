@@ -107,6 +107,16 @@ def test_between_two_halves_are_the_links_of_the_cut(topology, links):
   assert chips.bandwidth_between(tpu_slice, here, other) == network
 
 
+def test_between_the_devices_of_a_chip_are_links_too():
+  tpu_slice = parse("tpu7x:2x1x1")
+  here, there = box([0], [0], [0]), box(range(2), [0], [0])
+  found = chips.bandwidth_between(tpu_slice, here, here)
+  assert found == 6 * tpu_slice.chip.link
+  # The chip of both, and the link to its neighbour.
+  found = chips.bandwidth_between(tpu_slice, here, there)
+  assert found == (6 + 1) * tpu_slice.chip.link
+
+
 @pytest.mark.parametrize("to_all", [False, True])
 def test_two_devices_of_one_chip_share_its_links(to_all):
   """What the links of a chip carry in a second, for all its devices."""

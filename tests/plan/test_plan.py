@@ -10,7 +10,7 @@ import pytest
 from repository import ROOT
 
 from gspo_jax import plan
-from gspo_jax.plan import chips
+from gspo_jax.plan import chips, planner
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import table as plan_table
 from gspo_jax.program.config import parse
@@ -374,6 +374,51 @@ def options_of_update(config, mesh, monkeypatch):
   monkeypatch.setattr(jax, "jit", spy)
   build_program(parse(config), mesh)
   return given["_update"]
+
+
+@pytest.fixture
+def in_turns(debug_config, monkeypatch):
+  """`_in_turns` of a mesh on four devices, as if half were the sampler's."""
+
+  def analyze(functions, config, program, where):
+    analyze.mesh, analyze.own = program.mesh, config.sampler_mesh.devices
+    return {name: {"fits": analyze.fits} for name in functions}
+
+  seconds = {"seconds": 2.0, "compiler": {"seconds": 1.0, "parts": {}}}
+  monkeypatch.setattr(plan_compile, "devices", lambda *_: jax.devices()[:4])
+  monkeypatch.setattr(planner, "_analyze", analyze)
+  monkeypatch.setattr(planner.iteration_cost, "cost", lambda *_: seconds)
+
+  def found(fits=True, **sizes):
+    debug_config.mesh.update(sizes)
+    debug_config.sampler_mesh.devices = 2
+    analyze.fits = fits
+    lengths = "lognormal:mean=.4,sigma=1"
+    where = chips.parse("v5e:2x2")
+    return planner._in_turns(parse(debug_config), where, 1, lengths), analyze
+
+  return found
+
+
+@pytest.mark.parametrize(
+  ("sizes", "axis"),
+  [
+    ({"data": 2}, "data"),
+    ({"data": -1}, "data"),
+    ({"data": 1, "fsdp": -1}, "fsdp"),
+  ],
+)
+def test_in_turns_all_devices_sample_and_train(in_turns, sizes, axis):
+  turns, analyzed = in_turns(**sizes)
+  assert turns == {"seconds": 2.0, "compiler": {"seconds": 1.0}}
+  assert analyzed.mesh.size == analyzed.mesh.shape[axis] == 4
+  assert analyzed.own == 0
+
+
+def test_in_turns_that_cannot_run_has_a_reason(in_turns):
+  assert in_turns(data=1, fsdp=3)[0]["reason"].startswith("mesh={'data': -1")
+  reason = in_turns(fits=False, data=2, fsdp=1)[0]["reason"]
+  assert reason.startswith("does not fit: update, old_logprobs")
 
 
 @needs_libtpu

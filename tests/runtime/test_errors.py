@@ -3,6 +3,7 @@
 import errno
 
 import pytest
+from google.auth import exceptions as google_auth
 
 from gspo_jax.runtime.errors import (
   UserError,
@@ -71,6 +72,11 @@ class Http(Exception):
     self.code = code
 
 
+def caused(error, cause):
+  error.__cause__ = cause
+  return error
+
+
 @pytest.mark.parametrize(
   "error",
   [
@@ -83,6 +89,8 @@ class Http(Exception):
     ImportError("no module gcsfs"),
     KeyError("gss://"),  # epath, for an address that it does not know
     *map(Http, (400, 401, 403, 404, "404")),
+    google_auth.DefaultCredentialsError("no credentials"),
+    google_auth.MalformedError("a file of credentials that is none"),
     UserError("of its own"),
   ],
 )
@@ -100,6 +108,10 @@ def test_what_the_caller_can_mend_is_a_user_error(error):
     OSError(errno.EIO, "Input/output error"),
     OSError("a proxy's"),  # as those of `requests`, without an errno
     *map(Http, (408, 429, 500, 503)),
+    # Google's metadata server, from which a VM has its credentials.
+    google_auth.TransportError("no answer"),
+    google_auth.RefreshError("no answer"),
+    caused(Http(401), google_auth.TransportError("no answer")),
     KeyError("a fault of ours"),
   ],
 )

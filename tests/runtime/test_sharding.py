@@ -291,8 +291,14 @@ def test_sizes_of_a_mesh(sizes, shape):
   ],
 )
 def test_a_mesh_that_does_not_fit_the_devices(sizes):
-  with pytest.raises(UserError, match="does not multiply to the 8 devices"):
+  with pytest.raises(UserError, match="does not multiply to the 8 devices;"):
     sharding.make_mesh(**sizes)
+
+
+def test_a_mesh_that_does_not_fit_the_devices_beside_the_samplers():
+  words = "multiply to the 6 devices without those of sampler_mesh.devices;"
+  with pytest.raises(UserError, match=words):
+    sharding.make_mesh(jax.devices()[:6], data=8)
 
 
 def test_a_mesh_of_some_devices():
