@@ -5,12 +5,13 @@ environment's messages, the response of turn 2, and so on, up to
 `sampler.max_new_tokens` tokens. `Samples.turns` says who wrote a token.
 
 All conversations take a turn together: one call of the sampler samples the
-responses, the environments answer, the next call goes on from there.
+responses, the next call goes on from the environments' answers. An environment
+is asked as soon as its response is there, while others decode.
 """
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
   UNFINISHED,
+  FinishedResponse,
   Prompts,
   Samples,
 )
@@ -92,8 +94,14 @@ class EnvironmentPool:
 
   def run(self, calls: Sequence[Response]) -> list[Reply]:
     """Makes these calls, of `begin` or `step`; waits for all of them."""
-    units = self._pool.submit(calls).calls.result()
-    return [self._reply(call) for unit in units for (call,) in unit]
+    return self.start(calls)()
+
+  def start(self, calls: Sequence[Response]) -> Callable[[], list[Reply]]:
+    """Starts these calls; the result waits for all of them."""
+    pending = self._pool.submit(calls).calls
+    return lambda: [
+      self._reply(call) for unit in pending.result() for (call,) in unit
+    ]
 
   def _reply(self, call) -> Reply:
     if call.failure is None:
@@ -241,6 +249,8 @@ class Conversations:
     prefix_cache = PrefixCache()
     for turn in range(1, self.max_turns + 1):
       line = f"{what}, turn {turn}" if turn > 1 else what
+      asked = {row: chats[row] for row in chats if active[row]}
+      answers = _Answers(self, asked, before)
       with Progress(line, int(active.sum()), "responses") as progress:
         samples = generate(
           params,
@@ -249,6 +259,7 @@ class Conversations:
           resume_from=samples,
           turn_start=before,
           prefix_cache=prefix_cache,
+          on_finished=answers.ask,
           progress=progress,
         )
       slot_steps += int(samples.slot_steps)
@@ -256,8 +267,7 @@ class Conversations:
       is_new = (column >= before[:, None]) & (column < lengths[:, None])
       turns[is_new & active[:, None]] = turn
       with clock:
-        asked = {row: chats[row] for row in chats if active[row]}
-        ids = self._step(samples, asked, before, lengths)
+        ids = answers.wait()
       turn_rewards.append(
         self._gather({row: chat.rewards[-1] for row, chat in asked.items()}, B)
       )
@@ -371,34 +381,6 @@ class Conversations:
       )
     return ids
 
-  def _step(self, samples, asked, before, lengths) -> dict[int, list[int]]:
-    """Asks the environments of this host about the responses of a turn.
-
-    Returns:
-      The ids behind the response, by row, where the conversation goes on.
-    """
-    tokenizer = self.prompt_config.tokenizer
-    texts, stopped = {}, {}
-    tokens, finish = map(multihost.local_rows, (samples.tokens, samples.finish))
-    for row in asked:
-      new = tokens[row][before[row] : lengths[row]].tolist()
-      stopped[row] = new[-1] in tokenizer.stop_ids
-      ended = bool(finish[row] == STOPPED)
-      texts[row] = response_text(new, ended, tokenizer, self.stop)
-    alive = [row for row, chat in asked.items() if not chat.failure]
-    calls = [_to_step(asked[row].state, texts[row]) for row in alive]
-    replies = dict(zip(alive, self.pool.run(calls), strict=True))
-    ids = {}
-    for row, chat in asked.items():
-      reply = replies.get(row) or Reply(failure=chat.failure)
-      if not reply.done:
-        try:
-          ids[row] = tokenizer.turn(reply.messages, stopped=stopped[row])
-        except Exception as error:  # no process may raise alone
-          reply = reply._replace(done=True, failure=_reason(error))
-      chat.add(texts[row], reply)
-    return ids
-
   def _gather_ids(self, ids, B: int, R: int) -> tuple[np.ndarray, np.ndarray]:
     """The ids [B, R] int32 of all hosts, cut at R, and their counts [B]."""
     counts = self._gather({row: len(x) for row, x in ids.items()}, B)
@@ -451,6 +433,64 @@ class Conversations:
 
   def _global(self, array: np.ndarray) -> jax.Array:
     return multihost.to_global(array, self.batch_sharding)
+
+
+class _Answers:
+  """What the environments of this host answer to the responses of a turn.
+
+  Args:
+    conversations: with the pool, the tokenizer and the stop strings.
+    asked: the conversations of this turn, by row.
+    before: [B], the tokens of all conversations before it.
+  """
+
+  def __init__(
+    self,
+    conversations: Conversations,
+    asked: Mapping[int, _Conversation],
+    before: np.ndarray,
+  ):
+    self._pool, self._stop = conversations.pool, conversations.stop
+    self._tokenizer = conversations.prompt_config.tokenizer
+    self._asked, self._before = asked, before
+    self._texts: dict[int, str] = {}
+    self._has_stop_token: dict[int, bool] = {}
+    self._started: list[tuple[list[int], Callable[[], list[Reply]]]] = []
+
+  def ask(self, finished: Mapping[int, FinishedResponse]) -> None:
+    """Asks about these responses, by row; each row once."""
+    stop = self._stop
+    for row, response in finished.items():
+      # A stop string must not begin before the turn.
+      new = response.tokens[self._before[row] : response.length].tolist()
+      has_token = new[-1] in self._tokenizer.stop_ids
+      stopped = has_token or (stop is not None and stop.ended(new))
+      self._texts[row] = response_text(new, stopped, self._tokenizer, stop)
+      self._has_stop_token[row] = has_token
+    rows = [row for row in finished if not self._asked[row].failure]
+    calls = [_to_step(self._asked[row].state, self._texts[row]) for row in rows]
+    self._started.append((rows, self._pool.start(calls)))
+
+  def wait(self) -> dict[int, list[int]]:
+    """Adds responses and answers to the conversations; all were asked.
+
+    Returns:
+      The ids behind the response, by row, where the conversation goes on.
+    """
+    replies, ids = {}, {}
+    for rows, result in self._started:
+      replies |= zip(rows, result(), strict=True)
+    for row, chat in self._asked.items():
+      reply = replies.get(row) or Reply(failure=chat.failure)
+      if not reply.done:
+        try:
+          ids[row] = self._tokenizer.turn(
+            reply.messages, stopped=self._has_stop_token[row]
+          )
+        except Exception as error:  # no process may raise alone
+          reply = reply._replace(done=True, failure=_reason(error))
+      chat.add(self._texts[row], reply)
+    return ids
 
 
 class _Clock:

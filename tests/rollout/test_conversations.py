@@ -21,6 +21,7 @@ from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
   UNFINISHED,
+  FinishedResponse,
   SamplerConfig,
   append_tokens,
   empty_samples,
@@ -96,6 +97,7 @@ class Scripted:
     resume_from=None,
     turn_start,
     prefix_cache,
+    on_finished,
     progress=None,
   ):
     B = len(prompts.tokens) * G
@@ -116,6 +118,17 @@ class Scripted:
       samples.lengths[row] = at + min(len(ids), room)
       samples.finish[row] = STOPPED if len(ids) <= room else TRUNCATED
       progress.advance(1)
+    for rows in (self.calls[-1][1::2], self.calls[-1][::2]):  # in no order
+      on_finished(
+        {
+          row: FinishedResponse(
+            samples.tokens[row].copy(),
+            int(samples.lengths[row]),
+            bool(samples.finish[row] == STOPPED),
+          )
+          for row in rows
+        }
+      )
     count = np.int32(len(self.calls[-1]))
     return jax.device_put(dataclasses.replace(samples, slot_steps=count))
 
@@ -171,6 +184,26 @@ def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
   np.testing.assert_array_equal(done.turn_rewards, expected)
   assert done.counts["turns"].tolist() == [2, 1]
   assert done.counts["tool_calls"].tolist() == [4, 2]
+
+
+def test_an_environment_is_asked_before_all_have_responded(pool, monkeypatch):
+  """In each turn, one call for each report of the sampler."""
+  events, start, sample = [], pool.start, Scripted.__call__
+
+  def spy(calls):
+    events.append([call.text for call in calls])
+    return start(calls)
+
+  def sampled(*args, **kwargs):
+    samples = sample(*args, **kwargs)
+    events.append("sampled")
+    return samples
+
+  monkeypatch.setattr(pool, "start", spy)
+  monkeypatch.setattr(Scripted, "__call__", sampled)
+  converse(pool, ["ab"], [["one", "end"], ["two", "end"]])
+  _, *turns = events
+  assert turns == [["two"], ["one"], "sampled", ["end"], ["end"], "sampled"]
 
 
 def test_max_turns_cuts_a_conversation_that_keeps_its_reward(pool):
