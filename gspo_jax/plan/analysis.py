@@ -101,6 +101,8 @@ def memory(
     resident = _bytes(_unread(name, program.learner.abstract))
     if has_pages(name, program):
       resident += _bytes(program.abstract_policy)
+    if separate:
+      resident += _bytes(separate.in_transit)
   needed, hbm = compiled.needed + resident, where.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
   report = {"memory": dataclasses.asdict(compiled) | sizes}

@@ -183,19 +183,20 @@ def separate_devices(
   Weights are cast before they are sent.
   """
   cast = lambda policy: jax.tree.map(lambda x: x.astype(cfg.dtype), policy)
+  same = lambda samples: samples
   here, there = (
     samples_sharding(sampling, m, turns=turns) for m in (mesh, sampler_mesh)
   )
+  weights = placed(jax.eval_shape(cast, params), sampler_mesh)
   return SeparateDevices(
-    weights=placed(jax.eval_shape(cast, params), sampler_mesh),
+    weights=weights,
+    in_transit=weights
+    if mesh.size == sampler_mesh.size
+    else placed(jax.eval_shape(cast, policy), mesh),
     sync_weights=_move(cast, mesh, sampler_mesh, shardings(params)),
-    to_trainer=_move(_identity, sampler_mesh, mesh, here),
-    to_sampler=_move(_identity, mesh, sampler_mesh, there),
+    to_trainer=_move(same, sampler_mesh, mesh, here),
+    to_sampler=_move(same, mesh, sampler_mesh, there),
   )
-
-
-def _identity(arrays):
-  return arrays
 
 
 def _move(prepare, source_mesh, mesh, target):

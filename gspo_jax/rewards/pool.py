@@ -3,9 +3,10 @@
 The caller may have threads and devices, so it never forks: it starts programs,
 each a `rewards.worker`. A reward that raises, hangs, dies, runs out of memory
 or returns no finite number affects that response only: the response is marked
-as failed, and its total is the weighted sum of its other rewards, at most 0. If
-it fails on a group, it affects the responses of that group. `too_many` decides
-whether so many failed that the caller should stop.
+as failed, and its total is the weighted sum of its other rewards, at most 0;
+the caller may lower it further. If it fails on a group, it affects the
+responses of that group. `too_many` decides whether so many failed that the
+caller should stop.
 """
 
 import itertools

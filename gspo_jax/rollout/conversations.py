@@ -6,10 +6,12 @@ environment's messages, the response of turn 2, and so on, up to
 
 All conversations take a turn together: one call of the sampler samples the
 responses, the next call goes on from the environments' answers. An environment
-is asked as soon as its response is there, while others decode.
+is asked as soon as its response is there, while others decode; one whose `step`
+is `async` is asked about all at once.
 """
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -69,6 +71,10 @@ class Reply(NamedTuple):
 class EnvironmentPool:
   """Worker processes that run environments; a context manager.
 
+  Attributes:
+    is_async: whether `step` is `async`; such calls run at once only if they are
+      started together.
+
   Args:
     spec: of the environment, as `environment.named` reads it.
     examples: problems; a conversation about each is begun, to try the
@@ -81,6 +87,8 @@ class EnvironmentPool:
 
   def __init__(self, spec: str, *, examples: Sequence[Problem] = (), **limits):
     self._spec = spec
+    step = environment.named(spec).func.step
+    self.is_async = inspect.iscoroutinefunction(step)
     name = environment.reward_spec(spec)
     self._pool = RewardPool((name,), (1.0,), examples=(), **limits)
     self._prefix = name.partition(":")[0] + ": "
@@ -235,8 +243,9 @@ class Conversations:
     """
     P, G = len(batch["problems"]), generate.config.group_size
     B, R = P * G, generate.config.max_new_tokens
-    own = multihost.local_rows(self._global(np.zeros(B, np.int8)))
-    chats = {row: _Conversation() for row in own}
+    # The rows whose responses the sampler reports on this host.
+    like = multihost.to_global(np.zeros(B, np.int8), generate.batch_sharding)
+    chats = {row: _Conversation() for row in multihost.local_rows(like)}
     clock = _Clock()
     with clock:
       batch = self._begin(batch, chats, G, key)
@@ -267,12 +276,14 @@ class Conversations:
       is_new = (column >= before[:, None]) & (column < lengths[:, None])
       turns[is_new & active[:, None]] = turn
       with clock:
-        ids = answers.wait()
+        is_read = (finish == STOPPED) & (turn < self.max_turns)
+        ids, goes_on = answers.wait(is_read)
       turn_rewards.append(
         self._gather({row: chat.rewards[-1] for row, chat in asked.items()}, B)
       )
       tokens, counts = self._gather_ids(ids, B, R)
-      answered = (counts > 0) & (finish == STOPPED)
+      answered = self._gather(dict.fromkeys(goes_on, 1.0), B) > 0
+      answered &= finish == STOPPED
       has_room = lengths + counts < R  # for a token
       active = answered & has_room & (turn < self.max_turns)
       finish = np.where(answered, TRUNCATED, finish)
@@ -455,6 +466,7 @@ class _Answers:
     self._asked, self._before = asked, before
     self._texts: dict[int, str] = {}
     self._has_stop_token: dict[int, bool] = {}
+    self._waiting: list[int] = []
     self._started: list[tuple[list[int], Callable[[], list[Reply]]]] = []
 
   def ask(self, finished: Mapping[int, FinishedResponse]) -> None:
@@ -467,30 +479,45 @@ class _Answers:
       stopped = has_token or (stop is not None and stop.ended(new))
       self._texts[row] = response_text(new, stopped, self._tokenizer, stop)
       self._has_stop_token[row] = has_token
-    rows = [row for row in finished if not self._asked[row].failure]
+      if not self._asked[row].failure:
+        self._waiting.append(row)
+    if not self._pool.is_async:
+      self._start()
+
+  def _start(self) -> None:
+    rows, self._waiting = self._waiting, []
+    if not rows:
+      return
     calls = [_to_step(self._asked[row].state, self._texts[row]) for row in rows]
     self._started.append((rows, self._pool.start(calls)))
 
-  def wait(self) -> dict[int, list[int]]:
+  def wait(self, is_read: np.ndarray) -> tuple[dict[int, list[int]], list[int]]:
     """Adds responses and answers to the conversations; all were asked.
 
+    Args:
+      is_read: [B] bool, whether the policy may read the answer.
+
     Returns:
-      The ids behind the response, by row, where the conversation goes on.
+      The ids behind the response, by row, where the policy reads them; and the
+      rows whose conversation goes on for its environment.
     """
-    replies, ids = {}, {}
+    self._start()
+    replies, ids, goes_on = {}, {}, []
     for rows, result in self._started:
       replies |= zip(rows, result(), strict=True)
     for row, chat in self._asked.items():
       reply = replies.get(row) or Reply(failure=chat.failure)
-      if not reply.done:
+      if not reply.done and is_read[row]:
         try:
           ids[row] = self._tokenizer.turn(
             reply.messages, stopped=self._has_stop_token[row]
           )
         except Exception as error:  # no process may raise alone
           reply = reply._replace(done=True, failure=_reason(error))
+      if not reply.done:
+        goes_on.append(row)
       chat.add(self._texts[row], reply)
-    return ids
+    return ids, goes_on
 
 
 class _Clock:

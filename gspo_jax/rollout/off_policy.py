@@ -56,7 +56,7 @@ class OffPolicy:
     self._source, self._context = source, context
     self._max_staleness, self._last_step = max_staleness, last_step
     self._separate, self._timeout = separate, timeout or None
-    self._empty = self._on_trainer(empty)
+    self._empty = self._on_trainer(empty) if max_staleness else None
     # JAX has no order between the collectives of two threads, so that one
     # thread alone runs programs on the sampler's devices.
     self._thread = separate and _Thread(context.batch_sharding.mesh)
@@ -183,11 +183,11 @@ class OffPolicy:
         RolloutBatch(
           scored,
           [cost],
-          saved["sampled_tokens"],
+          saved.get("sampled_tokens", 0),
           saved["policy_step"],
           saved["resumed_fraction"],
           saved["epochs"],
-          saved["seconds"],
+          saved.get("seconds", 0.0),
         )
       )
       self._batches.append(restored)

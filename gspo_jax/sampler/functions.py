@@ -50,12 +50,15 @@ class SeparateDevices:
 
   Attributes:
     weights: shapes and shardings of the sampler's copy of the policy.
+    in_transit: shapes, and shardings with as large shards as those of the copy
+      that the trainer's devices hold meanwhile.
     sync_weights: policy -> a copy for the sampler, in the dtype of the model.
     to_trainer: samples -> the same on the trainer's devices.
     to_sampler: the way back.
   """
 
   weights: model.Params
+  in_transit: model.Params
   sync_weights: Callable[[model.Params], model.Params]
   to_trainer: Callable[[Samples], Samples]
   to_sampler: Callable[[Samples], Samples]

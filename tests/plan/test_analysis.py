@@ -92,7 +92,7 @@ def test_a_sampler_of_its_own_devices_holds_weights_alone(made):
   """Those in use, and one copy for each batch ahead; no moments."""
   _, whole = made
   state = whole.learner.abstract
-  separate = SimpleNamespace(weights=state.params)
+  separate = SimpleNamespace(weights=state.params, in_transit=state.params)
   weights = 4 * GIB // 2
   resident = lambda name, of, ahead=0: memory(name, of, 0, ahead)["memory"][
     "resident"
@@ -105,7 +105,9 @@ def test_a_sampler_of_its_own_devices_holds_weights_alone(made):
     assert resident("decode_params", paged, ahead) == ahead * weights
     for name in ("prefill", "generate"):
       assert resident(name, paged, ahead) == (1 + ahead) * weights
-  assert resident("reference_and_values", paged) == resident(
+  # The trainer holds a copy on its way.
+  assert resident("update", paged) == weights
+  assert resident("reference_and_values", paged) == weights + resident(
     "reference_and_values", whole
   )
 

@@ -84,6 +84,9 @@ class Scripted:
   """A sampler that gives each row its responses, one a turn."""
 
   config = SAMPLING
+  batch_sharding = sharding.batch_sharding(
+    sharding.make_mesh(jax.devices()[:1])
+  )
 
   def __init__(self, responses):
     self.responses, self.calls = responses, []
@@ -186,8 +189,11 @@ def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
   assert done.counts["tool_calls"].tolist() == [4, 2]
 
 
-def test_an_environment_is_asked_before_all_have_responded(pool, monkeypatch):
-  """In each turn, one call for each report of the sampler."""
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_environment_is_asked_before_all_have_responded(
+  pool, monkeypatch, is_async
+):
+  """At each report of the sampler; if it is async about all at once."""
   events, start, sample = [], pool.start, Scripted.__call__
 
   def spy(calls):
@@ -199,11 +205,26 @@ def test_an_environment_is_asked_before_all_have_responded(pool, monkeypatch):
     events.append("sampled")
     return samples
 
+  assert not pool.is_async
+  monkeypatch.setattr(pool, "is_async", is_async)
   monkeypatch.setattr(pool, "start", spy)
   monkeypatch.setattr(Scripted, "__call__", sampled)
   converse(pool, ["ab"], [["one", "end"], ["two", "end"]])
   _, *turns = events
-  assert turns == [["two"], ["one"], "sampled", ["end"], ["end"], "sampled"]
+  assert turns == (
+    ["sampled", ["two", "one"], "sampled", ["end", "end"]]
+    if is_async
+    else [["two"], ["one"], "sampled", ["end"], ["end"], "sampled"]
+  )
+
+
+def test_a_message_that_nobody_reads_is_no_failure(pool):
+  """The template would refuse it, but this is the last turn."""
+  run = lambda turns: converse(
+    pool, ["a"], [["odd"], ["odd"]], max_turns=turns, tokenizer=Strict()
+  )[0].rewards.result()
+  assert not run(1).failed.any()
+  assert run(2).failed.all()
 
 
 def test_max_turns_cuts_a_conversation_that_keeps_its_reward(pool):

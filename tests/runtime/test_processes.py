@@ -33,6 +33,17 @@ CONTINUOUS_BATCHING = {
   "continuous_batching__page_size": 4,
   "continuous_batching__prefill_chunk": 8,
 }
+GUESSING = {
+  **CONTINUOUS_BATCHING,
+  "data__source": "gspo_jax.rollout.environments.games.guessing_problems",
+  "rollout__environment": "guessing",
+  "rollout__max_turns": 3,
+  "reward__names": "()",
+  "sampler__max_new_tokens": 32,
+  "objective__name": "gspo_token",
+  "objective__credit": "turn",
+  "objective__entropy_coef": 0.01,  # it moves, even if no guess is right
+}
 MAIN = (*("-u", "-m", "gspo_jax.main"), "--config=configs/tiny_cpu.py:debug")
 
 
@@ -243,13 +254,17 @@ def test_partial_rollouts_one_step_off_policy_on_two_processes(
       "rollout__extra_prompts_in_flight": 2,
       "rollout__max_staleness": 1,
     },
+    {**GUESSING, "rollout__max_staleness": 1},
   ],
 )
 def test_two_processes_sample_and_train_on_halves_of_their_devices(
   launch, reference, tmp_path, added
 ):
   """As in turns, in every bit, also where a checkpoint has samples ahead."""
-  added = {"cold_start__dir": reference / "cold_start", **added}
+  cold = reference / "cold_start"
+  if "rollout__environment" in added:
+    cold = tmp_path / "turns/cold_start"
+  added = {"cold_start__dir": cold, **added}
   launch(2, tmp_path / "turns", **added).finish()
   split = {"sampler_mesh__devices": 2, **added}
   out, _ = launch(2, tmp_path / "split", devices=2, **split).finish()
@@ -261,21 +276,11 @@ def test_two_processes_sample_and_train_on_halves_of_their_devices(
 
 
 @pytest.mark.slow
-def test_conversations_on_two_processes(launch, tmp_path):
-  """Each process has the environments of its own rows."""
-  added = {
-    **CONTINUOUS_BATCHING,
-    "data__source": "gspo_jax.rollout.environments.games.guessing_problems",
-    "rollout__environment": "guessing",
-    "rollout__max_turns": 3,
-    "reward__names": "()",
-    "sampler__max_new_tokens": 32,
-    "objective__name": "gspo_token",
-    "objective__credit": "turn",
-    "objective__entropy_coef": 0.01,  # it moves, even if no guess is right
-  }
-  launch(1, tmp_path / "one", devices=2, **added).finish()
-  launch(2, tmp_path / "two", **added).finish()
+@pytest.mark.parametrize("mesh", [{}, {"sampler_mesh__tensor": 2}])
+def test_conversations_on_two_processes(launch, tmp_path, mesh):
+  """Each process has the environments of the rows that it reads."""
+  launch(1, tmp_path / "one", devices=2, **GUESSING, **mesh).finish()
+  launch(2, tmp_path / "two", **GUESSING, **mesh).finish()
   assert any(
     row["conversation/turns"] > 1 for row in rows(tmp_path / "one")[1:]
   )
