@@ -114,6 +114,16 @@ _QWEN3_235B = {
   "v5p:4x8x8": _Slice(
     devices=256, fsdp=32, expert=4, decoding=32, prompts=512, rows=2
   ),
+  # With a page for all that the slots can need, prefill takes 100 GiB of 95.
+  "tpu7x:4x4x4": _Slice(
+    devices=128,
+    fsdp=32,
+    expert=4,
+    decoding=32,
+    prompts=512,
+    pages=61_440,  # of 64,768 that the plan allows
+    rows=2,
+  ),
 }
 _QWEN3_480B = {
   # Its 160 experts can be split over 32 devices at most, where all weights and
