@@ -293,13 +293,20 @@ def published(finals, accuracy, seeds=3):
         accuracy[seed, STEPS] = final + 0.01 * seed + 0.003 * (seed * i % 3)
       found = published_model.measure(run._replace(folder=Path("none")), starts)
       results.append({"method": method, "rate": "3e-5", "seed": seed} | found)
+  run.config.seed = choice = published_model.CHOICE  # counts for nothing here
+  found = published_model.measure(run._replace(folder=Path("none")), {})
+  results.append({"method": "gspo", "rate": "1e-5", "seed": choice} | found)
   table = published_model.summarize(results)["table"]
   return {row["method"]: row for row in table}
 
 
 def test_published_model_judges_when_all_seeds_are_there(monkeypatch):
-  accuracy = {}
-  measured = lambda config, _, step: accuracy[config.seed, step]
+  accuracy, asked = {}, []
+
+  def measured(config, _, step):
+    asked.append((config.seed, step))
+    return accuracy[asked[-1]]
+
   monkeypatch.setattr(saved, "accuracy", measured)
   finals = {"grpo": 0.4, "gspo": 0.6, "dr_grpo": 0.4, "gmpo": None}
   rows = published(finals, accuracy)
@@ -309,6 +316,8 @@ def test_published_model_judges_when_all_seeds_are_there(monkeypatch):
   assert verdicts["dr_grpo"] == "not distinguished"
   assert verdicts["gmpo"] == "lower"
   assert rows["gmpo"]["final"]["mean"] == 0
+  assert asked.count((0, 0)) == 1  # the methods of a seed share their start
+  assert rows["gspo"]["clipped tokens"]["n"] == 3
   assert rows["gspo"]["learns"]["verdict"] == "higher"
   assert rows["gspo"]["learns"]["mean"] == pytest.approx(0.4, abs=0.01)
   for found in published(finals, accuracy, seeds=2).values():
@@ -531,10 +540,10 @@ def test_a_run_is_trained_unless_the_result_has_it(tmp_path, monkeypatch):
   monkeypatch.setattr(importlib, "import_module", lambda name: drawn)
   measured = []
 
-  def sweep(*seeds, kept=None):
+  def sweep(*seeds, planned=None, kept=None):
     swept = study.Study("old_logps", "Of nothing.", [])
     measure = lambda run: measured.append(run) or {"none": math.nan}
-    planned = [{"seed": seed} for seed in seeds]
+    planned = planned or [{"seed": seed} for seed in seeds]
     swept.sweep(planned, measure, lambda results: {}, kept=kept)
     return json.loads((tmp_path / "old_logps" / "result.json").read_text())
 
@@ -552,6 +561,15 @@ def test_a_run_is_trained_unless_the_result_has_it(tmp_path, monkeypatch):
   sweep(0, kept={"n": (1, 2)})  # measured otherwise: another run
   sweep(0, kept={"n": (1, 2)})
   assert len(measured) == 4
+
+  def grows(results):  # one seed more after each run
+    made = {row["seed"] for row in results}
+    return [{"seed": s} for s in (5, 6, 7) if s == 5 or s - 1 in made]
+
+  for _ in range(2):  # the second time, nothing is left to do
+    rows = sweep(planned=grows)["runs"]
+    assert [row["seed"] for row in rows] == [5, 6, 7]
+  assert len(measured) == 7
 
 
 def stop(*_):
