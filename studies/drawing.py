@@ -13,6 +13,7 @@ COLOURS = {
   "gspo": "#0072B2",
   "grpo": "#D55E00",
   "grpo+r2": "#E69F00",
+  "dr_grpo": "#56B4E9",
   "gmpo": "#009E73",
   "rspo": "#CC79A7",
 }
@@ -20,6 +21,7 @@ NAMES = {
   "gspo": "GSPO",
   "grpo": "GRPO",
   "grpo+r2": "GRPO + R2",
+  "dr_grpo": "Dr. GRPO",
   "gmpo": "GMPO",
   "rspo": "RSPO",
 }

@@ -11,11 +11,13 @@ from ml_collections import ConfigDict
 from gspo_jax import model
 from gspo_jax.data import pipeline
 from gspo_jax.data.tasks import Chain
+from gspo_jax.evaluate import held_out
 from gspo_jax.learner import train_batch
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.model import rounding
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
+from gspo_jax.program.experiment import prepare
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts, Samples
@@ -27,6 +29,35 @@ def weights(
   """The weights after iteration `step` of the run in `folder`."""
   checkpoint = str(folder / "checkpoints" / str(step))
   return load_params.load(parse(config), program, checkpoint)
+
+
+def accuracy(config: ConfigDict, folder: Path, step: int) -> float:
+  """pass@1 after iteration `step` of the run in `folder`; 0: of its start.
+
+  That is `eval/pass@1` with `eval.prompts` in one batch.
+  """
+  config = parse(config).replace(
+    data={"prompts": config.eval.prompts}, eval={"every": 1}
+  )
+  mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
+  with jax.set_mesh(mesh):
+    experiment = prepare(config, str(folder), mesh)
+    program, keys = experiment.program, experiment.keys
+    if step:
+      checkpoint = str(folder / "checkpoints" / str(step))
+      params = load_params.load(config, program, checkpoint)
+    else:
+      params = program.init_params(keys.init)
+    with experiment.reward_pool:
+      return float(
+        held_out.correct(
+          experiment,
+          program.sampler.generate_eval,
+          params,
+          keys.evaluate,
+          config.eval.samples,
+        ).mean()
+      )
 
 
 def prompts(config: ConfigDict, program: Program) -> Iterator[Prompts]:

@@ -9,6 +9,7 @@ share the cold starts.
 """
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -73,7 +74,7 @@ class Study:
 
   def sweep(
     self,
-    planned: Sequence[dict],
+    planned: Sequence[dict] | Callable[[list[dict]], Sequence[dict]],
     measure: Callable[[Run], dict],
     summarize: Callable[[list[dict]], dict],
     *,
@@ -82,7 +83,8 @@ class Study:
     """Trains, measures, sums up: result.json after each run, then the figure.
 
     Args:
-      planned: the arguments of each run's config, in their order.
+      planned: the arguments of each run's config, in their order; or what
+        gives them from the results so far, and is asked again after each run.
       measure: what result.json says of a run.
       summarize: what it says of all of them so far, each its argument with
         what was measured.
@@ -97,14 +99,18 @@ class Study:
   def _make_all(self, planned, measure, summarize, kept) -> None:
     """Makes the runs that result.json lacks, and loses none that it has."""
     known = self._known()
-    configs = [self._config(arguments.write(**one)) for one in planned]
-    names = [digest(config, kept) for config in configs]
-    for one, config, name in zip(planned, configs, names, strict=True):
-      if name not in known:
-        found = self._make(config, one, measure)
-        known[name] = one | {"run": name} | found
-        self._write([known[n] for n in names if n in known], names, summarize)
-    self._write([known[n] for n in names], names, summarize)
+    name_of = functools.cache(lambda text: digest(self._config(text), kept))
+    while True:
+      every = planned(list(known.values())) if callable(planned) else planned
+      names = [name_of(arguments.write(**one)) for one in every]
+      found = lambda names=names: [known[n] for n in names if n in known]
+      lacking = [i for i, name in enumerate(names) if name not in known]
+      if not lacking:
+        return self._write(found(), names, summarize)
+      one, name = every[lacking[0]], names[lacking[0]]
+      config = self._config(arguments.write(**one))
+      known[name] = one | {"run": name} | self._make(config, one, measure)
+      self._write(found(), names, summarize)
 
   def _write(self, results, planned, summarize) -> None:
     record = {

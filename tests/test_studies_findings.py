@@ -3,18 +3,20 @@
 import importlib
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from studies import study
+from studies import saved, study
 from studies.clip_fraction import run as clip_fraction
 from studies.expert_flips import run as expert_flips
 from studies.gradient_noise import gradients, quantities
 from studies.gradient_noise import run as gradient_noise
 from studies.old_logps import run as old_logps
+from studies.published_model import run as published_model
 from studies.ratio_spread import run as ratio_spread
 from studies.runs import Run
 from studies.stability import run as stability
@@ -32,6 +34,8 @@ def synthetic_run(
   constant = {
     "reward/mean": 0.5,
     "clip_frac/token": 0.1,
+    "clip_frac/sequence": 0.2,
+    "response/length": 40.0,
     "ratio/token_std": 0.05,
     "ratio/sequence_std": 0.01,
     "kl/old_new": 1e-3,
@@ -50,7 +54,9 @@ def synthetic_run(
     {"step": step, "moe/layer_flip_rate": list(layers)}
     for step in range(1, until + 1)
   ]
-  config = SimpleNamespace(num_steps=STEPS, eval=SimpleNamespace(every=5))
+  config = SimpleNamespace(
+    num_steps=STEPS, eval=SimpleNamespace(every=5), seed=0
+  )
   failure = "" if until == STEPS else f"grad/norm is nan at step {until + 1}"
   return Run(config, None, rows, spreads, 2.0, "abc", failure)
 
@@ -274,6 +280,77 @@ def test_old_logps_judges_harm_and_who_has_more():
   assert less["verdict"] == "higher"
 
 
+def published(finals, accuracy, seeds=3):
+  """published_model.summarize where methods end at that, from .2."""
+  accuracy.update({(s, 0): 0.2 + 0.01 * s for s in range(seeds)})
+  results = []
+  for seed in range(seeds):
+    starts = {}
+    for i, (method, final) in enumerate(finals.items()):
+      run = synthetic_run(until=0 if final is None else STEPS)
+      run.config.seed = seed
+      if final is not None:
+        accuracy[seed, STEPS] = final + 0.01 * seed + 0.003 * (seed * i % 3)
+      found = published_model.measure(run._replace(folder=Path("none")), starts)
+      results.append({"method": method, "rate": "3e-5", "seed": seed} | found)
+  run.config.seed = choice = published_model.CHOICE  # counts for nothing here
+  found = published_model.measure(run._replace(folder=Path("none")), {})
+  results.append({"method": "gspo", "rate": "1e-5", "seed": choice} | found)
+  table = published_model.summarize(results)["table"]
+  return {row["method"]: row for row in table}
+
+
+def test_published_model_judges_when_all_seeds_are_there(monkeypatch):
+  accuracy, asked = {}, []
+
+  def measured(config, _, step):
+    asked.append((config.seed, step))
+    return accuracy[asked[-1]]
+
+  monkeypatch.setattr(saved, "accuracy", measured)
+  finals = {"grpo": 0.4, "gspo": 0.6, "dr_grpo": 0.4, "gmpo": None}
+  rows = published(finals, accuracy)
+  verdicts = {m: row["against grpo"].get("verdict") for m, row in rows.items()}
+  assert verdicts["grpo"] is None
+  assert verdicts["gspo"] == "higher"
+  assert verdicts["dr_grpo"] == "not distinguished"
+  assert verdicts["gmpo"] == "lower"
+  assert rows["gmpo"]["final"]["mean"] == 0
+  assert asked.count((0, 0)) == 1  # the methods of a seed share their start
+  assert rows["gspo"]["clipped tokens"]["n"] == 3
+  assert rows["gspo"]["learns"]["verdict"] == "higher"
+  assert rows["gspo"]["learns"]["mean"] == pytest.approx(0.4, abs=0.01)
+  for found in published(finals, accuracy, seeds=2).values():
+    assert "verdict" not in found["learns"] | found["against grpo"]
+
+
+@pytest.mark.parametrize(
+  ("rewards", "rates", "chosen"),
+  [
+    ({}, ["1e-5", "3e-5"], "1e-5"),
+    ({"1e-5": 0.3}, ["1e-5", "3e-5"], "1e-5"),
+    ({"1e-5": 0.3, "3e-5": 0.3}, ["1e-5", "3e-5"], "1e-5"),
+    ({"1e-5": 0.3, "3e-5": 0.4}, ["1e-5", "3e-5", "1e-4"], "3e-5"),
+    ({"1e-5": 0.3, "3e-5": 0.4, "1e-4": 0.5}, ["1e-5", "3e-5", "1e-4"], "1e-4"),
+    ({"1e-5": 0.3, "3e-5": 0.4, "1e-4": 0.4}, ["1e-5", "3e-5", "1e-4"], "3e-5"),
+  ],
+)
+def test_published_model_chooses_a_learning_rate(rewards, rates, chosen):
+  choice = published_model.CHOICE
+  results = [
+    {"method": "gmpo", "rate": rate, "seed": choice, "last reward": reward}
+    for rate, reward in rewards.items()
+  ]
+  other = {"method": "gmpo", "rate": "3e-5", "seed": 0, "last reward": 1.0}
+  every = published_model.plan(False, [*results, other])
+  own = [one for one in every if one["method"] == "gmpo"]
+  assert [one["rate"] for one in own if one["seed"] == choice] == rates
+  reported = [one for one in own if one["seed"] != choice]
+  assert [(one["seed"], one["rate"]) for one in reported] == [
+    (seed, chosen) for seed in range(3)
+  ]
+
+
 def spread(exponent, seed):
   """Bins where the sequence's spread goes with length by that exponent."""
   bins = [
@@ -398,6 +475,7 @@ STUDIES = (
   expert_flips,
   gradient_noise,
   old_logps,
+  published_model,
   ratio_spread,
   stability,
 )
@@ -423,6 +501,7 @@ def test_a_study_writes_its_result_and_its_figure(
   monkeypatch.setattr(study, "FOLDER", tmp_path / "studies")
   monkeypatch.setattr(gradient_noise, "measure", measured_gradients)
   monkeypatch.setattr(ratio_spread, "measure", measured_spread)
+  monkeypatch.setattr(saved, "accuracy", lambda *_: 0.5)
   trained = []
 
   def train(self, config, name):
@@ -461,10 +540,10 @@ def test_a_run_is_trained_unless_the_result_has_it(tmp_path, monkeypatch):
   monkeypatch.setattr(importlib, "import_module", lambda name: drawn)
   measured = []
 
-  def sweep(*seeds, kept=None):
+  def sweep(*seeds, planned=None, kept=None):
     swept = study.Study("old_logps", "Of nothing.", [])
     measure = lambda run: measured.append(run) or {"none": math.nan}
-    planned = [{"seed": seed} for seed in seeds]
+    planned = planned or [{"seed": seed} for seed in seeds]
     swept.sweep(planned, measure, lambda results: {}, kept=kept)
     return json.loads((tmp_path / "old_logps" / "result.json").read_text())
 
@@ -482,6 +561,15 @@ def test_a_run_is_trained_unless_the_result_has_it(tmp_path, monkeypatch):
   sweep(0, kept={"n": (1, 2)})  # measured otherwise: another run
   sweep(0, kept={"n": (1, 2)})
   assert len(measured) == 4
+
+  def grows(results):  # one seed more after each run
+    made = {row["seed"] for row in results}
+    return [{"seed": s} for s in (5, 6, 7) if s == 5 or s - 1 in made]
+
+  for _ in range(2):  # the second time, nothing is left to do
+    rows = sweep(planned=grows)["runs"]
+    assert [row["seed"] for row in rows] == [5, 6, 7]
+  assert len(measured) == 7
 
 
 def stop(*_):

@@ -1,0 +1,68 @@
+"""The figure of the published model study."""
+
+from pathlib import Path
+
+from studies import drawing
+
+
+def draw(record: dict, path: Path) -> None:
+  """Training reward, final pass@1 less GRPO's, and clipped tokens."""
+  figure, (axes,) = drawing.axes(1, 3, size=(4.4, 3.2))
+  _rewards(axes[0], record["curves"])
+  _differences(axes[1], record["table"])
+  _clipped(axes[2], record["table"])
+  drawing.save(figure, path)
+
+
+def _rewards(ax, curves):
+  ends, colours = {}, {}
+  for row in curves:
+    name, colour = _style(row)
+    steps, points = zip(*row["reward"], strict=True)
+    drawing.band(ax, steps, points, colour=colour)
+    ends[name] = steps[-1], drawing.number(points[-1]["mean"])
+    colours[name] = colour
+  drawing.share(ax)
+  drawing.names(ax, ends, colours)
+  ax.set(xlabel="RL iteration", title="training reward")
+
+
+def _differences(ax, table):
+  for y, row in enumerate(reversed(table)):
+    name, colour = _style(row)
+    start, final, found = row["start"], row["final"], row["against grpo"]
+    text = (
+      f"{name}: {drawing.number(start['mean']):.2f} to "
+      f"{drawing.number(final['mean']):.2f}, {final['n']} seeds"
+    )
+    if row["method"] != "grpo":
+      center = drawing.number(found["mean"])
+      low, high = (drawing.number(found[k], center) for k in ("low", "high"))
+      ax.plot([low, high], [y, y], color=colour, linewidth=2)
+      ax.plot(center, y, "o", color=colour)
+    ax.text(
+      0.01,
+      y + 0.18,
+      text,
+      transform=ax.get_yaxis_transform(),
+      color=colour,
+      fontsize=8,
+    )
+  ax.axvline(0, color=drawing.GREY, linewidth=1, linestyle=":")
+  ax.set(yticks=[], ylim=(-0.5, max(len(table), 1) - 0.2))
+  ax.set(xlabel="95 % interval", title="final pass@1 less GRPO's")
+
+
+def _clipped(ax, table):
+  for x, row in enumerate(table):
+    _, colour = _style(row)
+    drawing.whiskers(ax, [x], [row["clipped tokens"]], colour=colour)
+  ax.set_yscale("symlog", linthresh=1e-3)
+  ax.yaxis.set_major_formatter(lambda y, _: f"{y:.4g}")
+  ax.set_ylim(0, 1)
+  ax.set_xticks(range(len(table)), [_style(row)[0] for row in table])
+  ax.set_title("share of tokens clipped")
+
+
+def _style(row) -> tuple[str, str]:
+  return drawing.NAMES[row["method"]], drawing.COLOURS[row["method"]]
