@@ -29,6 +29,7 @@ from gspo_jax.runtime import metric_writer, multihost, sharding, wandb_run
 from gspo_jax.sampler.samples import (
   STOPPED,
   UNFINISHED,
+  FinishedResponse,
   Samples,
   append_tokens,
 )
@@ -214,6 +215,7 @@ def _recording(built, config, notes):
       types.SimpleNamespace(
         group_size=group_size, max_new_tokens=config.sampler.max_new_tokens
       ),
+      rows,
     )
 
   def init_params(key):
@@ -278,12 +280,18 @@ class _Continuous:
 
   shards = 1
 
-  def __init__(self, generate, fresh, config):
+  def __init__(self, generate, fresh, config, batch_sharding):
     self._generate, self.config = generate, config
+    self.batch_sharding = batch_sharding
     self.jitted = types.SimpleNamespace(empty_samples=fresh)
 
-  def __call__(self, *args, **options):
-    return self._generate(*args, **options)
+  def __call__(self, *args, on_finished=None, **options):
+    samples = self._generate(*args, **options)
+    if on_finished:  # all have, in every turn
+      tokens, lengths = jax.device_get((samples.tokens, samples.lengths))
+      pairs = enumerate(zip(tokens, lengths, strict=True))
+      on_finished({i: FinishedResponse(*pair, True) for i, pair in pairs})
+    return samples
 
   def append_tokens(self, samples, *arrays):
     return append_tokens(samples, *map(jnp.asarray, arrays))

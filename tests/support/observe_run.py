@@ -18,7 +18,7 @@ from made_run import MadeRun
 from gspo_jax.data import readers as row_readers
 from gspo_jax.program.config import parse
 from gspo_jax.rollout.source import make_source
-from gspo_jax.runtime import run_files
+from gspo_jax.runtime import run_files, sharding
 
 FOLDER = Path(tempfile.mkdtemp(prefix="made_runs_"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
@@ -265,7 +265,11 @@ def patience(config):
     empty_samples=lambda: None,
     merge_groups=None,
   )
-  context = SimpleNamespace(keys=lambda step: never.wait())
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  context = SimpleNamespace(
+    keys=lambda step: never.wait(),
+    batch_sharding=sharding.batch_sharding(mesh),
+  )
   source = make_source(parse(config).rollout, context, functions, last_step=1)
   with pytest.raises(TimeoutError) as found:
     source(None, 1)
