@@ -5,8 +5,10 @@
     --config=studies/published_model/config.py:method=dr_grpo,rate=3e-5,seed=1
 
 configs/smollm2_cpu.py with half of its prompts, a quarter of its iterations
-and four minibatches, as in GSPO, sec. 5.1. The study evaluates for itself, in
-larger batches and without greedy responses; hence `eval.every=0`.
+and four minibatches, as in GSPO, sec. 5.1. A micro-batch has two rows: the 16
+responses of a minibatch, with their prompts, fill about 9, and micro-batches of
+eight would compute 16. The study evaluates for itself, in larger batches and
+without greedy responses; hence `eval.every=0`.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +19,9 @@ from studies import arguments
 
 def get_config(argument: str = "") -> ConfigDict:
   """argument: keys of `arguments.read` below, `method=gmpo,rate=1e-5`."""
-  asked = arguments.read(argument, method="gspo", rate=1e-5, seed=0, quick=0)
+  asked = arguments.read(
+    argument, method="gspo", rate=1e-5, seed=0, iterations=10, quick=0
+  )
   c = smollm2_cpu.get_config("debug" if asked.quick else "")
   c.seed = asked.seed
   c.objective.name = asked.method
@@ -25,10 +29,10 @@ def get_config(argument: str = "") -> ConfigDict:
   c.optim.warmup_steps = 2
   c.learner.minibatches = 4
   c.eval.every = 0
-  c.eval.samples = 2
   c.checkpoint.keep = 1
   c.cold_start.gate = 0.0  # there is no cold start
   if not asked.quick:
-    c.num_steps = 10
+    c.num_steps = asked.iterations
     c.data.prompts = 8
+    c.learner.micro_batch_size = 2
   return c

@@ -11,10 +11,10 @@ test_gspo_equals_gspo_token_for_constant_advantages).
 Fixed before the runs:
 - learning rate: of each method, on seed 9, which counts for nothing else. Of
   1e-5 and 3e-5, and of 1e-4 where 3e-5 was better than 1e-5, the one with the
-  highest mean reward of the last five iterations, 320 responses; of equal ones
-  the lowest. The plan reads it off the results of seed 9.
-- seeds 0, 1 and 2 are reported, the first in full before the second.
-- learns: pass@1 on 64 held-out problems, two responses each, after the last
+  highest mean reward of five iterations, 320 responses; of equal ones the
+  lowest. The plan reads it off the results of seed 9.
+- seeds 0, 1 and 2 are reported, 10 iterations each.
+- learns: pass@1 on 64 held-out problems, four responses each, after the last
   iteration less before the first, by the paired t test over seeds at .05, for
   all four methods together (Holm).
 - against GRPO: the final pass@1 of each other method less GRPO's, by the paired
@@ -38,7 +38,7 @@ from studies.study import Study, command
 METHODS, BASE = ("grpo", "gspo", "dr_grpo", "gmpo"), "grpo"
 RATES, HIGHER = ("1e-5", "3e-5"), "1e-4"
 CHOICE, SEEDS = 9, 3
-LAST = 5  # iterations
+ITERATIONS, LAST = 10, 5  # of a reported run; of one to choose by, last reward
 MEANS = {
   "clipped tokens": "clip_frac/token",
   "clipped sequences": "clip_frac/sequence",
@@ -55,12 +55,13 @@ def plan(quick: bool, results: list[dict] = ()) -> list[dict]:
   methods = METHODS[:2] if quick else METHODS
   score = {method: scores(results, method) for method in methods}
   return [
-    {"method": method, "rate": rate, "seed": CHOICE}
+    {"method": method, "rate": rate, "seed": CHOICE, "iterations": LAST}
     for rate in (*RATES, HIGHER)
     for method in methods
     if rate in tried(score[method])
   ] + [
     {"method": method, "rate": best(score[method]), "seed": seed}
+    | {"iterations": ITERATIONS}
     for seed in range(1 if quick else SEEDS)
     for method in methods
   ]
