@@ -22,15 +22,18 @@ ROOT = Path(__file__).parent.parent
 def train(config: str, workdir: Path, **settings) -> dict:
   """Trains in `workdir`, or goes on there: its table row and curve."""
   began = time.monotonic()
-  subprocess.run(
+  process = subprocess.Popen(
     [
       *(sys.executable, "-m", "gspo_jax.main", f"--config={config}"),
       *(f"--config.{key}={value}" for key, value in settings.items()),
       f"--workdir={workdir.absolute()}",
     ],
     cwd=ROOT,
-    check=True,
   )
+  _, status, usage = os.wait4(process.pid, 0)
+  if status:
+    code = os.waitstatus_to_exitcode(status)
+    raise subprocess.CalledProcessError(code, process.args)
   seconds = time.monotonic() - began
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
@@ -45,6 +48,8 @@ def train(config: str, workdir: Path, **settings) -> dict:
     "greedy before": rows[0]["eval/greedy"],
     "greedy after": rows[-1]["eval/greedy"],
     "seconds per iteration": round(median("time/iteration"), 2),
+    "seconds per update": round(median("time/update"), 2),
+    "largest resident set, GiB": round(usage.ru_maxrss / 2**20, 2),  # of KiB
     "sampler tokens/s": round(median("throughput/sampler_tokens_per_second")),
     "reward": curve("reward/mean"),
     "pass@1": curve("eval/pass@1"),

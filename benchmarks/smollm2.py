@@ -82,7 +82,8 @@ def main() -> None:
         "seed": seed,
       }
       runs[name] = seeds.train(_CONFIG, args.runs / name, **settings[name])
-      del runs[name]["seconds"]  # of a run that may have been done before
+      for key in ("seconds", "largest resident set, GiB"):
+        del runs[name][key]  # of a run that may have been done before
   texts = _texts(args.text) if args.text else []
   files = _write_sets(args.runs)
   tokenizer = tokenizers.load(args.checkpoint)
