@@ -49,19 +49,15 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--task", choices=_TASKS, help="one alone")
-  parser.add_argument("--seeds", type=int, nargs="+", default=[0])
   parser.add_argument("--out", type=Path)
   args = parser.parse_args()
   results = []
   for task in [args.task] if args.task else _TASKS:
     config, shared, kinds = _TASKS[task]
-    for seed in args.seeds:
-      for kind, settings in kinds.items():
-        with tempfile.TemporaryDirectory() as folder:
-          run = seeds.train(
-            config, Path(folder), seed=seed, **shared, **settings
-          )
-        results.append({"task": task, "trained": kind} | run)
+    for kind, settings in kinds.items():
+      with tempfile.TemporaryDirectory() as folder:
+        run = seeds.train(config, Path(folder), **shared, **settings)
+      results.append({"task": task, "trained": kind} | run)
   record.finish("lora", {"results": results}, args.out)
 
 

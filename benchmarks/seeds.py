@@ -31,9 +31,9 @@ def train(config: str, workdir: Path, **settings) -> dict:
     cwd=ROOT,
   )
   _, status, usage = os.wait4(process.pid, 0)
-  if status:
-    code = os.waitstatus_to_exitcode(status)
-    raise subprocess.CalledProcessError(code, process.args)
+  process.returncode = os.waitstatus_to_exitcode(status)
+  if process.returncode:
+    raise subprocess.CalledProcessError(process.returncode, process.args)
   seconds = time.monotonic() - began
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]

@@ -5,10 +5,11 @@
     --config=studies/published_model/config.py:method=dr_grpo,rate=3e-5,seed=1
 
 configs/smollm2_cpu.py with half of its prompts, a quarter of its iterations
-and four minibatches, as in GSPO, sec. 5.1. A micro-batch has two rows: the 16
-responses of a minibatch, with their prompts, fill about 9, and micro-batches of
-eight would compute 16. The study evaluates for itself, in larger batches and
-without greedy responses; hence `eval.every=0`.
+and four minibatches, as in GSPO, sec. 5.1. A micro-batch has two rows, since
+with eight a minibatch of 9 rows computes 16: in the first iteration of seed 9
+79 % of the computed tokens are real, with eight rows 62 %. The study evaluates
+for itself, in larger batches and without greedy responses; hence
+`eval.every=0`.
 """
 
 from ml_collections import ConfigDict
