@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,14 +31,19 @@ def train(config: str, workdir: Path, **settings) -> dict:
     ],
     cwd=ROOT,
   )
-  _, status, usage = os.wait4(process.pid, 0)
+  try:
+    _, status, usage = os.wait4(process.pid, 0)
+  except BaseException:
+    process.kill()
+    process.wait()
+    raise
   process.returncode = os.waitstatus_to_exitcode(status)
   if process.returncode:
     raise subprocess.CalledProcessError(process.returncode, process.args)
   seconds = time.monotonic() - began
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]
-  median = lambda key: sorted(r[key] for r in rows[1:])[len(rows) // 2]
+  median = lambda key: statistics.median(r[key] for r in rows[1:])
   curve = lambda key: [[r["step"], r[key]] for r in rows if key in r]
   return {
     **settings,

@@ -56,7 +56,8 @@ class Run(NamedTuple):
     found = self.curve(key)
     if self.failure:
       every = self.config.eval.every if key.startswith("eval/") else 1
-      begin, end = len(self.rows), self.config.num_steps
+      begin = self.rows[-1]["step"] + 1 if self.rows else 1
+      end = self.config.num_steps
       steps = range(begin, end + 1)
       found += [[s, 0.0] for s in steps if s % every == 0 or s == end]
     return found

@@ -12,7 +12,7 @@ import pytest
 from repository import ROOT
 from scipy import stats
 
-from benchmarks import lengths, smollm2
+from benchmarks import lengths, seeds, smollm2
 from gspo_jax import model
 from gspo_jax.data import tokenizers
 
@@ -169,6 +169,53 @@ class Chat:
 
   def prompt(self, text, system):
     return self.encode(f"{text} ")
+
+
+def train(folder, monkeypatch, rows, *, code=0):
+  """`seeds.train`, where the command writes these rows and exits."""
+  lines = "".join(json.dumps(row) + "\n" for row in rows)
+  command = folder / "command"
+  command.write_text(
+    f"""#!/bin/sh
+cat > "{folder}/metrics.jsonl" <<'END'
+{lines}END
+echo "$@" > "{folder}/arguments"
+exit {code}
+"""
+  )
+  command.chmod(0o755)
+  monkeypatch.setattr(sys, "executable", str(command))
+  return seeds.train("a.py", folder, seed=3)
+
+
+def iteration(step, seconds, **rest):
+  """A row of metrics.jsonl."""
+  phases = {"time/iteration": seconds, "time/update": seconds / 2}
+  speed = {"throughput/sampler_tokens_per_second": 100 * seconds}
+  return {"step": step, "reward/mean": 0.1 * step} | phases | speed | rest
+
+
+def test_train_reports_what_the_command_wrote(tmp_path, monkeypatch):
+  start, end = ({"eval/pass@1": x, "eval/greedy": x / 2} for x in (0.2, 0.6))
+  seconds = [40, 10, 12, 30]
+  rows = [iteration(i, s) for i, s in enumerate(seconds, 1)]
+  rows = [{"step": 0} | start, *rows[:-1], rows[-1] | end]
+  found = train(tmp_path, monkeypatch, rows)
+  assert found["seconds of iterations"] == 92
+  assert found["seconds per iteration"] == 21
+  assert found["seconds per update"] == 10.5
+  assert found["sampler tokens/s"] == 2100
+  assert (found["pass@1 before"], found["pass@1 after"]) == (0.2, 0.6)
+  assert found["pass@1"] == [[0, 0.2], [4, 0.6]]
+  assert found["seed"] == 3
+  assert 0 < found["largest resident set, GiB"] < 1
+  arguments = (tmp_path / "arguments").read_text()
+  assert "--config=a.py --config.seed=3 --workdir=" in arguments
+
+
+def test_train_fails_where_the_command_fails(tmp_path, monkeypatch):
+  with pytest.raises(subprocess.CalledProcessError, match="exit status 2"):
+    train(tmp_path, monkeypatch, [], code=2)
 
 
 @pytest.fixture(scope="module")

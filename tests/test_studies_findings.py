@@ -72,6 +72,16 @@ def test_a_run_that_ended_early_continues_at_0():
   assert whole.carried("eval/pass@1") == whole.curve("eval/pass@1")
 
 
+@pytest.mark.parametrize("until", [0, 3])
+def test_a_run_without_evaluations_continues_after_its_last_step(until):
+  """Without `eval.every` a run has no row of step 0."""
+  run = synthetic_run(until=until)
+  run = run._replace(rows=run.rows[1:])
+  rewards = run.carried("reward/mean")
+  assert [step for step, _ in rewards] == list(range(1, 11))
+  assert [value for _, value in rewards] == [0.5] * until + [0.0] * (10 - until)
+
+
 def of_seeds(module, settings, n=4):
   """Results of `n` seeds: {setting as pairs: run of a seed's wobble}."""
   wobble = np.linspace(-0.01, 0.01, n)
@@ -321,7 +331,7 @@ def test_published_model_judges_when_all_seeds_are_there(monkeypatch):
   assert rows["gspo"]["learns"]["verdict"] == "higher"
   assert rows["gspo"]["learns"]["mean"] == pytest.approx(0.4, abs=0.01)
   for found in published(finals, accuracy, seeds=2).values():
-    assert "verdict" not in found["learns"] | found["against grpo"]
+    assert {"p", "verdict"}.isdisjoint(found["learns"] | found["against grpo"])
 
 
 @pytest.mark.parametrize(
@@ -337,18 +347,27 @@ def test_published_model_judges_when_all_seeds_are_there(monkeypatch):
 )
 def test_published_model_chooses_a_learning_rate(rewards, rates, chosen):
   choice = published_model.CHOICE
+  own = {"method": "gmpo", "seed": choice, "iterations": 5}
   results = [
-    {"method": "gmpo", "rate": rate, "seed": choice, "last reward": reward}
+    own | {"rate": rate, "last reward": reward}
     for rate, reward in rewards.items()
   ]
-  other = {"method": "gmpo", "rate": "3e-5", "seed": 0, "last reward": 1.0}
-  every = published_model.plan(False, [*results, other])
+  others = (
+    {"seed": 0, "iterations": 10},
+    {"iterations": 10},
+    {"method": "gspo"},
+  )
+  results += [own | {"rate": "3e-5", "last reward": 1.0} | o for o in others]
+  every = published_model.plan(False, results)
   own = [one for one in every if one["method"] == "gmpo"]
-  assert [one["rate"] for one in own if one["seed"] == choice] == rates
-  reported = [one for one in own if one["seed"] != choice]
-  assert [(one["seed"], one["rate"]) for one in reported] == [
-    (seed, chosen) for seed in range(3)
+  tried = [one for one in own if one["seed"] == choice]
+  assert [(one["rate"], one["iterations"]) for one in tried] == [
+    (rate, 5) for rate in rates
   ]
+  reported = [one for one in own if one["seed"] != choice]
+  assert [
+    (one["seed"], one["rate"], one["iterations"]) for one in reported
+  ] == [(seed, chosen, 10) for seed in range(3)]
 
 
 def spread(exponent, seed):

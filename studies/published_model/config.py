@@ -1,15 +1,14 @@
-"""One run of the published model study: SmolLM2-135M-Instruct, 10 iterations.
+"""One run of the published model study, of SmolLM2-135M-Instruct.
 
   python -m gspo_jax.prepare_smollm2 --to=models/smollm2
   python -m gspo_jax.main --workdir=runs/published --config.eval.every=10 \
     --config=studies/published_model/config.py:method=dr_grpo,rate=3e-5,seed=1
 
-configs/smollm2_cpu.py with half of its prompts, a quarter of its iterations
-and four minibatches, as in GSPO, sec. 5.1. A micro-batch has two rows, since
-with eight a minibatch of 9 rows computes 16: in the first iteration of seed 9
-79 % of the computed tokens are real, with eight rows 62 %. The study evaluates
-for itself, in larger batches and without greedy responses; hence
-`eval.every=0`.
+configs/smollm2_cpu.py with half of its prompts, 10 iterations in place of 40,
+two of warm-up, and four minibatches, as in GSPO, sec. 5.1. A minibatch is
+packed into about 9 rows. Micro-batches of two rows pad them to 10, those of
+eight rows to 16. The study evaluates for itself, in larger batches and without
+greedy responses; hence `eval.every=0`.
 """
 
 from ml_collections import ConfigDict

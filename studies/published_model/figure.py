@@ -50,7 +50,7 @@ def _differences(ax, table):
     )
   ax.axvline(0, color=drawing.GREY, linewidth=1, linestyle=":")
   ax.set(yticks=[], ylim=(-0.5, max(len(table), 1) - 0.2))
-  ax.set(xlabel="95 % interval", title="final pass@1 less GRPO's")
+  ax.set(xlabel="95 % interval, not adjusted", title="final pass@1 less GRPO's")
 
 
 def _clipped(ax, table):

@@ -38,7 +38,9 @@ from studies.study import Study, command
 METHODS, BASE = ("grpo", "gspo", "dr_grpo", "gmpo"), "grpo"
 RATES, HIGHER = ("1e-5", "3e-5"), "1e-4"
 CHOICE, SEEDS = 9, 3
-ITERATIONS, LAST = 10, 5  # of a reported run; of one to choose by, last reward
+ITERATIONS = 10  # of a reported run
+TRIAL = 5  # iterations of a run that tries a learning rate
+LAST = 5  # iterations whose mean is "last reward"
 MEANS = {
   "clipped tokens": "clip_frac/token",
   "clipped sequences": "clip_frac/sequence",
@@ -55,7 +57,7 @@ def plan(quick: bool, results: list[dict] = ()) -> list[dict]:
   methods = METHODS[:2] if quick else METHODS
   score = {method: scores(results, method) for method in methods}
   return [
-    {"method": method, "rate": rate, "seed": CHOICE, "iterations": LAST}
+    {"method": method, "rate": rate, "seed": CHOICE, "iterations": TRIAL}
     for rate in (*RATES, HIGHER)
     for method in methods
     if rate in tried(score[method])
@@ -69,7 +71,8 @@ def plan(quick: bool, results: list[dict] = ()) -> list[dict]:
 
 def scores(results: list[dict], method: str) -> dict[str, float]:
   """By learning rate, what the choice goes by."""
-  own = [r for r in results if (r["method"], r["seed"]) == (method, CHOICE)]
+  trial = {"method": method, "seed": CHOICE, "iterations": TRIAL}
+  own = [r for r in results if trial.items() <= r.items()]
   return {r["rate"]: r["last reward"] for r in own}
 
 
@@ -132,6 +135,9 @@ def summarize(results: list[dict]) -> dict:
   if [len(own) for own in every.values()] == [SEEDS] * len(METHODS):
     intervals.judge([row["learns"] for row in table])
     intervals.judge([r["against grpo"] for r in table if r["method"] != BASE])
+  else:
+    for row in table:
+      del row["learns"]["p"], row["against grpo"]["p"]
   curves = [
     {"method": method} | {key: seeds.curve(own.values(), key) for key in CURVES}
     for method, own in every.items()
