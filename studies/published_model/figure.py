@@ -6,25 +6,27 @@ from studies import drawing
 
 
 def draw(record: dict, path: Path) -> None:
-  """Training reward, final pass@1 less GRPO's, and clipped tokens."""
+  """pass@1 of each seed, the final one less GRPO's, and clipped tokens."""
   figure, (axes,) = drawing.axes(1, 3, size=(4.4, 3.2))
-  _rewards(axes[0], record["curves"])
+  _seeds(axes[0], record["runs"], [row["method"] for row in record["table"]])
   _differences(axes[1], record["table"])
   _clipped(axes[2], record["table"])
   drawing.save(figure, path)
 
 
-def _rewards(ax, curves):
-  ends, colours = {}, {}
-  for row in curves:
-    name, colour = _style(row)
-    steps, points = zip(*row["reward"], strict=True)
-    drawing.band(ax, steps, points, colour=colour)
-    ends[name] = steps[-1], drawing.number(points[-1]["mean"])
-    colours[name] = colour
-  drawing.share(ax)
-  drawing.names(ax, ends, colours)
-  ax.set(xlabel="RL iteration", title="training reward")
+def _seeds(ax, runs, methods):
+  reported = [run for run in runs if "final" in run]
+  for seed in sorted({run["seed"] for run in reported}):
+    own = {run["method"]: run for run in reported if run["seed"] == seed}
+    start = next(iter(own.values()))["start"]
+    found = [start, *(own[m]["final"] if m in own else None for m in methods)]
+    points = [drawing.number(x) for x in found]
+    ax.plot(points, "o-", color=drawing.GREY, linewidth=1, markersize=4)
+    drawing.beside(ax, len(methods), points[-1], f"seed {seed}", drawing.GREY)
+  ax.set_ylim(0)
+  names = (drawing.NAMES[method] for method in methods)
+  ax.set_xticks(range(1 + len(methods)), ["start", *names])
+  ax.set_title("pass@1 at the start and of the last policies")
 
 
 def _differences(ax, table):

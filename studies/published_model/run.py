@@ -49,7 +49,6 @@ MEANS = {
   "response length": "response/length",
 }
 ENDS = ("start", "final", "last reward", "last length")
-CURVES = ("reward", "lengths")
 
 
 def plan(quick: bool, results: list[dict] = ()) -> list[dict]:
@@ -122,7 +121,7 @@ def _mean(points) -> float:
 
 
 def summarize(results: list[dict]) -> dict:
-  """The learning rates, a row for each method, and its curves."""
+  """The learning rates, and a row for each method."""
   choice = [
     {"method": method, "scores": score, "chosen": best(score)}
     for method in METHODS
@@ -138,11 +137,7 @@ def summarize(results: list[dict]) -> dict:
   else:
     for row in table:
       del row["learns"]["p"], row["against grpo"]["p"]
-  curves = [
-    {"method": method} | {key: seeds.curve(own.values(), key) for key in CURVES}
-    for method, own in every.items()
-  ]
-  return {"learning rates": choice, "table": table, "curves": curves}
+  return {"learning rates": choice, "table": table}
 
 
 def _row(method, own, base) -> dict:
