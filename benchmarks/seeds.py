@@ -32,9 +32,10 @@ def train(config: str, workdir: Path, **settings) -> dict:
     cwd=ROOT,
   )
   try:
+    # ru_maxrss is never less than the peak of the process that calls this.
     _, status, usage = os.wait4(process.pid, 0)
   except BaseException:
-    process.kill()
+    process.terminate()  # it saves what it has
     process.wait()
     raise
   process.returncode = os.waitstatus_to_exitcode(status)

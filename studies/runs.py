@@ -59,7 +59,8 @@ class Run(NamedTuple):
       begin = self.rows[-1]["step"] + 1 if self.rows else 1
       end = self.config.num_steps
       steps = range(begin, end + 1)
-      found += [[s, 0.0] for s in steps if s % every == 0 or s == end]
+      scored = lambda step: step == end or (every and step % every == 0)
+      found += [[step, 0.0] for step in steps if scored(step)]
     return found
 
   def mean(self, key: str) -> float:

@@ -3,8 +3,11 @@
 import importlib
 import json
 import math
+import os
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -171,8 +174,8 @@ class Chat:
     return self.encode(f"{text} ")
 
 
-def train(folder, monkeypatch, rows, *, code=0):
-  """`seeds.train`, where the command writes these rows and exits."""
+def train(folder, monkeypatch, rows, *, end="exit 0"):
+  """`seeds.train`, where the command writes these rows, then does that."""
   lines = "".join(json.dumps(row) + "\n" for row in rows)
   command = folder / "command"
   command.write_text(
@@ -180,7 +183,7 @@ def train(folder, monkeypatch, rows, *, code=0):
 cat > "{folder}/metrics.jsonl" <<'END'
 {lines}END
 echo "$@" > "{folder}/arguments"
-exit {code}
+{end}
 """
   )
   command.chmod(0o755)
@@ -200,6 +203,12 @@ def test_train_reports_what_the_command_wrote(tmp_path, monkeypatch):
   seconds = [40, 10, 12, 30]
   rows = [iteration(i, s) for i, s in enumerate(seconds, 1)]
   rows = [{"step": 0} | start, *rows[:-1], rows[-1] | end]
+  wait4 = os.wait4
+
+  def waited(pid, options):
+    return *wait4(pid, options)[:2], SimpleNamespace(ru_maxrss=3 * 2**20)
+
+  monkeypatch.setattr(os, "wait4", waited)
   found = train(tmp_path, monkeypatch, rows)
   assert found["seconds of iterations"] == 92
   assert found["seconds per iteration"] == 21
@@ -208,14 +217,31 @@ def test_train_reports_what_the_command_wrote(tmp_path, monkeypatch):
   assert (found["pass@1 before"], found["pass@1 after"]) == (0.2, 0.6)
   assert found["pass@1"] == [[0, 0.2], [4, 0.6]]
   assert found["seed"] == 3
-  assert 0 < found["largest resident set, GiB"] < 1
+  assert found["largest resident set, GiB"] == 3
   arguments = (tmp_path / "arguments").read_text()
   assert "--config=a.py --config.seed=3 --workdir=" in arguments
 
 
 def test_train_fails_where_the_command_fails(tmp_path, monkeypatch):
   with pytest.raises(subprocess.CalledProcessError, match="exit status 2"):
-    train(tmp_path, monkeypatch, [], code=2)
+    train(tmp_path, monkeypatch, [], end="exit 2")
+
+
+def test_train_stops_the_command_when_it_is_interrupted(tmp_path, monkeypatch):
+  saved = tmp_path / "saved"
+
+  def interrupted(pid, options):
+    while not (tmp_path / "ready").exists():
+      time.sleep(0.01)
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(os, "wait4", interrupted)
+  end = f"""trap 'touch "{saved}"; exit 0' TERM
+touch "{tmp_path}/ready"
+while :; do sleep 0.05; done"""
+  with pytest.raises(KeyboardInterrupt):
+    train(tmp_path, monkeypatch, [], end=end)
+  assert saved.exists()
 
 
 @pytest.fixture(scope="module")

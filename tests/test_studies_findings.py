@@ -77,6 +77,8 @@ def test_a_run_without_evaluations_continues_after_its_last_step(until):
   """Without `eval.every` a run has no row of step 0."""
   run = synthetic_run(until=until)
   run = run._replace(rows=run.rows[1:])
+  run.config.eval.every = 0
+  assert run.carried("eval/pass@1") == [[10, 0.0]]
   rewards = run.carried("reward/mean")
   assert [step for step, _ in rewards] == list(range(1, 11))
   assert [value for _, value in rewards] == [0.5] * until + [0.0] * (10 - until)

@@ -5,10 +5,10 @@
     --config=studies/published_model/config.py:method=dr_grpo,rate=3e-5,seed=1
 
 configs/smollm2_cpu.py with half of its prompts, 10 iterations in place of 40,
-two of warm-up, and four minibatches, as in GSPO, sec. 5.1. A minibatch is
-packed into about 9 rows. Micro-batches of two rows pad them to 10, those of
-eight rows to 16. The study evaluates for itself, in larger batches and without
-greedy responses; hence `eval.every=0`.
+four minibatches, as in GSPO, sec. 5.1, and a warm-up of two optimizer steps. A
+minibatch is packed into about 9 rows. Micro-batches of two rows pad them to 10,
+those of eight rows to 16. The study evaluates for itself, in larger batches and
+without greedy responses; hence `eval.every=0`.
 """
 
 from ml_collections import ConfigDict

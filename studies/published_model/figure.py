@@ -8,25 +8,25 @@ from studies import drawing
 def draw(record: dict, path: Path) -> None:
   """pass@1 of each seed, the final one less GRPO's, and clipped tokens."""
   figure, (axes,) = drawing.axes(1, 3, size=(4.4, 3.2))
-  _seeds(axes[0], record["runs"], [row["method"] for row in record["table"]])
+  _seeds(axes[0], record["runs"], record["table"])
   _differences(axes[1], record["table"])
   _clipped(axes[2], record["table"])
   drawing.save(figure, path)
 
 
-def _seeds(ax, runs, methods):
-  reported = [run for run in runs if "final" in run]
-  for seed in sorted({run["seed"] for run in reported}):
-    own = {run["method"]: run for run in reported if run["seed"] == seed}
-    start = next(iter(own.values()))["start"]
-    found = [start, *(own[m]["final"] if m in own else None for m in methods)]
-    points = [drawing.number(x) for x in found]
-    ax.plot(points, "o-", color=drawing.GREY, linewidth=1, markersize=4)
-    drawing.beside(ax, len(methods), points[-1], f"seed {seed}", drawing.GREY)
+def _seeds(ax, runs, table):
+  for x, row in enumerate(table):
+    _, colour = _style(row)
+    for run in runs:
+      if run["method"] == row["method"] and "final" in run:
+        at = x + 0.15 * (run["seed"] - 1)
+        ends = [drawing.number(run[key]) for key in ("start", "final")]
+        ax.plot([at, at], ends, color=colour, linewidth=1.5)
+        ax.plot(at, ends[1], "o", color=colour, markersize=5)
   ax.set_ylim(0)
-  names = (drawing.NAMES[method] for method in methods)
-  ax.set_xticks(range(1 + len(methods)), ["start", *names])
-  ax.set_title("pass@1 at the start and of the last policies")
+  ax.set_xticks(range(len(table)), [_style(row)[0] for row in table])
+  ax.set_xlabel("a line for each seed, a dot at its end")
+  ax.set_title("held-out pass@1, start to end")
 
 
 def _differences(ax, table):
