@@ -6,7 +6,7 @@
 # SmolLM2-135M-Instruct learns to keep rules that a program checks: between 5
 # and 12 words, no commas, a numbered list of three points. On a GPU the whole
 # run of `configs/smollm2_cpu.py`; on a CPU two small iterations, since one of
-# its 40 takes a minute there.
+# its 40 takes more than a minute there.
 
 # %%
 # Colab has to install the package first. GSPO_JAX names another source of it.
