@@ -16,16 +16,15 @@ def measure(mesh="1", apart=False, **options):
   return ratio_one.measure(config, mesh, apart=apart)
 
 
-# A mesh with experts, and a dense model; the slow ones are the whole table of
-# `benchmarks.ratio_one`.
+# The slow ones are the whole table of `benchmarks.ratio_one` and two more.
 @pytest.mark.parametrize(
   "options",
   [
     {"mesh": "8 fsdp, expert, tensor"},
-    {"experts": False, "remat": False, "micro": 8, "objective": "ppo"},
     *[
       pytest.param(options, marks=pytest.mark.slow)
       for options in (
+        {"experts": False, "remat": False, "micro": 8, "objective": "ppo"},
         {"remat": False, "replay": "r3", "objective": "rspo"},
         *ratio_one.table(quick=False),
       )

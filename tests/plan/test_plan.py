@@ -239,6 +239,7 @@ def test_the_table_is_narrow_and_the_compiler_quiet():
     assert words in done.stdout
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_critic_and_a_reference_are_planned_too(fitting):
   more = "--config.objective.name=ppo", "--config.objective.kl_coef=0.1"
