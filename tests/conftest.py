@@ -13,7 +13,7 @@ os.environ["XLA_FLAGS"] = xla_flags(devices=8)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
-# A tenth of the time of a warm cache went into tracebacks of lowered programs.
+# Tracebacks of lowered programs took about a tenth of the time of a warm cache.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 # It reads the variables above.
@@ -23,7 +23,7 @@ jax.devices()  # and this XLA_FLAGS
 # libtpu, which compiles in some tests, ends a process whose flags it lacks.
 del os.environ["XLA_FLAGS"]
 
-gc.set_threshold(50_000, 20, 50)  # another tenth went into garbage collection
+gc.set_threshold(50_000, 20, 50)  # the default took about another tenth
 
 
 @pytest.fixture
