@@ -1,4 +1,4 @@
-"""The house: which wing imports which, and how much lies in each.
+"""The house: which wing imports which.
 
 setup.cfg draws the arrows, import-linter holds them.
 """
@@ -75,15 +75,6 @@ def test_import_linter_finds_a_wrong_import(tmp_path):
   done = lint_imports(tmp_path / "wrong.cfg")
   assert done.returncode == 1
   assert "Contracts: 0 kept, 1 broken" in done.stdout
-
-
-def test_sizes_of_the_house():
-  entries = [
-    p for p in PACKAGE.iterdir() if p.suffix == ".py" or p.name in WINGS
-  ]
-  assert len({p.stem for p in entries} - {"__init__"}) <= 17
-  for folder in [PACKAGE, *(p.parent for p in PACKAGE.glob("**/__init__.py"))]:
-    assert len([*folder.glob("*.py")]) <= 13, folder  # with __init__.py
 
 
 def dependencies(name: str) -> set[str]:
