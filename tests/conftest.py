@@ -5,6 +5,7 @@ import os
 
 import pytest
 from repository import ROOT, xla_flags
+from slow_tests import pytest_addoption, pytest_configure  # noqa: F401
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = xla_flags(devices=8)
