@@ -162,7 +162,7 @@ def _train(run: Run, state: TrainState) -> TrainState | None:
       writer.write(step, metrics, distributions)
       health(metrics)
       if _due(config.log.samples_every, step, last):
-        writer.samples(step, samples[: config.log.samples])
+        writer.samples(step, _first_rows(samples, config.log.samples))
       if step == last or run.checkpoints.due(step):
         _save(run, step, state)
       if stop and step < last:
@@ -186,13 +186,13 @@ class Iteration(NamedTuple):
     state: after the update.
     metrics: scalars.
     distributions: histograms, and numbers for each layer.
-    samples: (problem, response, reference, reward) of this host.
+    samples: by row, (problem, response, reference, reward) of this host.
   """
 
   state: TrainState
   metrics: dict[str, float]
   distributions: dict[str, list[float]]
-  samples: list[tuple[str, str, str, float]]
+  samples: dict[int, tuple[str, str, str, float]]
 
 
 def iterate(run: Run, state: TrainState, step: int) -> Iteration:
@@ -336,17 +336,24 @@ def useful_fractions(
 
 def _one_of_each_group(
   scored: ScoredSamples,
-) -> list[tuple[str, str, str, float]]:
-  """The first response of each group, of those on this host."""
+) -> dict[int, tuple[str, str, str, float]]:
+  """The first response of each group, of those on this host, by row."""
   total = scored.rewards.result().total
   rows = range(0, total.size, total.shape[1])
-  return [
-    (p.text, scored.responses[row].text, p.reference, float(reward))
+  return {
+    row: (p.text, scored.responses[row].text, p.reference, float(reward))
     for row, p, reward in zip(
       rows, scored.prompts["problems"], total[:, 0], strict=True
     )
     if row in scored.responses
-  ]
+  }
+
+
+def _first_rows(samples: dict[int, tuple], count: int) -> list[tuple]:
+  """Of the samples of all hosts, the `count` with the lowest rows."""
+  hosts = multihost.allgather_json(sorted(samples.items())[:count])
+  every = {row: sample for host in hosts for row, sample in host}
+  return [every[row] for row in sorted(every)[:count]]
 
 
 def _curriculum(experiment: Experiment) -> Curriculum:

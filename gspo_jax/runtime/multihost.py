@@ -7,6 +7,7 @@ nothing, or copy an array.
 """
 
 import contextlib
+import json
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -155,6 +156,17 @@ def allgather_text(text: str) -> list[str]:
   local = text.encode()[:_MAX_TEXT_BYTES].ljust(_MAX_TEXT_BYTES, b"\0")
   gathered = _allgather(np.frombuffer(local, np.uint8))
   return [bytes(b).rstrip(b"\0").decode(errors="ignore") for b in gathered]
+
+
+def allgather_json(value) -> list:
+  """The JSON value of each process, in process order."""
+  local = np.frombuffer(json.dumps(value).encode(), np.uint8)
+  sizes = _allgather(np.int32(local.size))
+  gathered = _allgather(np.pad(local, (0, sizes.max() - local.size)))
+  return [
+    json.loads(bytes(text[:size]))
+    for text, size in zip(gathered, sizes, strict=True)
+  ]
 
 
 def run_on_all(work: Callable[[], T]) -> T:
