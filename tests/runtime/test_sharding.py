@@ -399,3 +399,28 @@ def test_without_a_mesh_shard_map_and_collectives_do_nothing():
   x = np.arange(3)
   assert local(x) is x
   assert sharding.platform() == "cpu"
+
+
+def test_gloo_gets_no_reduce_scatter(monkeypatch):
+  """Values and gradients are those of the collectives that it replaces."""
+
+  def local(x):
+    whole = sharding.gather(x, "fsdp", "expert", dim=1)
+    return sharding.scatter(jnp.sin(whole), "expert", "tensor", dim=1)
+
+  batch = PartitionSpec(("fsdp", "expert"))
+  x = jax.random.normal(jax.random.key(0), (8, 3))
+
+  def results():
+    run = sharding.shard_map(local, in_specs=batch, out_specs=batch)
+    step = jax.jit(jax.value_and_grad(lambda x: (run(x) ** 3).sum()))
+    return *step(x), step.lower(x).compile().as_text()
+
+  with jax.set_mesh(CUBE):
+    loss, grad, program = results()
+    assert "reduce-scatter" in program
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    same_loss, same_grad, program = results()
+  assert "reduce-scatter" not in program
+  np.testing.assert_allclose(same_loss, loss, rtol=1e-6)
+  np.testing.assert_allclose(same_grad, grad, rtol=1e-5, atol=1e-6)
