@@ -360,7 +360,7 @@ def test_the_death_of_one_ends_the_others(launch, tmp_path, victim):
      "config.seed is not the same everywhere: process 1 has another value "
      "than process 0"),
     (["--config.data.source=jsonl:no.jsonl"],
-     "process 1: data file 'no.jsonl': No such file or directory"),
+     "process 1: cannot read 'no.jsonl': No such file or directory"),
     (["--workdir={tmp}/other"], "is not one folder for all hosts"),
   ],
   ids=["seed", "data", "workdir"],
@@ -382,7 +382,7 @@ def test_a_reward_function_that_fails_stops_all(launch, reference, tmp_path):
   flags["reward__names"] = "('operator.setitem',)"  # fails on strings
   first, second = launch(2, tmp_path, **flags).finish(code=2)
   line = first.strip().splitlines()[-1]
-  assert line.startswith("error: the held-out questions: 32 of 32 answers")
+  assert line.startswith("error: the held-out problems: 32 of 32 responses")
   assert "TypeError: 'str' object" in line
   assert "error:" not in second
 
