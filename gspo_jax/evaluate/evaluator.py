@@ -189,7 +189,7 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
       logging.warning("%s: a reward failed: %s", name, reason)
     failed = [r["failed"] for r in (*file.records[name], *records)]
     most = config.reward.max_failed
-    if error := too_many(np.array(failed), most, of=f"--set={name}"):
+    if error := too_many(sum(failed), len(failed), most, of=f"--set={name}"):
       reason = next(iter(reasons), "of an earlier batch")
       raise UserError(f"{error}; the first reason: {reason}")
     file.append(records)

@@ -30,8 +30,16 @@ class ScriptedRewards:
   Every call of `result` is noted in `computed`.
   """
 
+  size = P * G
+
   def __init__(self, round_, mixed, computed):
     self.round, self.mixed, self.computed = round_, mixed, computed
+
+  def unfinished(self):
+    return []
+
+  def counts(self):
+    return self.size, self.size, 0
 
   def result(self):
     self.computed.append(self.round)
