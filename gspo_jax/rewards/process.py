@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent import futures
+from pathlib import Path
 from typing import NamedTuple
 
 from gspo_jax.runtime import errors
@@ -48,6 +49,15 @@ class Call(NamedTuple):
 
   value: float | None
   failure: str | None
+
+
+def children(pid: int) -> list[int]:
+  """The children of the main thread of a process; [] where Linux tells none."""
+  try:
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+  except OSError:
+    return []
+  return list(map(int, pids.split()))
 
 
 class Process:

@@ -1,7 +1,8 @@
 """Runs a Python program in a bubblewrap sandbox; without one it runs nothing.
 
-The sandbox has no network, no files but the interpreter and the libraries of
-the system, nothing writable, no environment variables, no other processes, no
+The sandbox has no network, no files but those that an interpreter needs (its
+standard library without site-packages, and the shared libraries that it
+loads), nothing writable, no environment variables, no other processes, no
 privileges and no way to gain any (`rewards.seccomp`). The program is a single
 process; the kernel limits its threads, address space and CPU time.
 """
@@ -14,6 +15,7 @@ import math
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,14 +23,42 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspo_jax.rewards import seccomp
+from gspo_jax.rewards.process import children
 from gspo_jax.runtime import errors
 
 # Threads of a program at one time; the sandbox itself uses two of them.
 THREADS = 16
-HOST = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
-PREFIX = sys.base_prefix
 PYTHON = os.path.realpath(sys._base_executable)
+# What programs may read besides the libraries, but for installed packages.
+FOLDERS = (os.path.dirname(os.__file__), "/usr/share/zoneinfo")
+_PACKAGES = ("site-packages", "dist-packages")
 
+# This prints the folder of the standard library, and the libraries that its
+# modules load. The C library loads libgcc_s when a thread ends. Tk would need
+# the whole of X.
+_LIBRARIES = """
+import ctypes, importlib.util, os, sys
+for name in sys.stdlib_module_names - {"_tkinter"}:
+  spec = importlib.util.find_spec(name)
+  if spec and (spec.origin or "").endswith(".so"):
+    try:
+      importlib.import_module(name)
+    except ImportError:
+      pass
+try:
+  ctypes.CDLL("libgcc_s.so.1")
+except OSError:
+  pass
+class Info(ctypes.Structure):  # struct dl_phdr_info
+  _fields_ = [("address", ctypes.c_void_p), ("name", ctypes.c_char_p)]
+def show(info, size, data):
+  print(os.fsdecode(info.contents.name))
+  return 0
+print(os.path.dirname(os.__file__))
+kinds = ctypes.POINTER(Info), ctypes.c_size_t, ctypes.c_void_p
+show = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(show)
+ctypes.CDLL(None).dl_iterate_phdr(show, None)
+"""
 # This runs inside the sandbox and then becomes the program.
 _LAUNCHER = """
 import os, resource, sys
@@ -85,6 +115,25 @@ def run(
   return None if code or output is None else output.decode("utf-8", "replace")
 
 
+def require_hidden(name: str, path: str) -> None:
+  """UserError if programs in the sandbox could read this path.
+
+  Args:
+    name: of the path, for the error.
+    path: a file or a folder.
+  """
+  path = Path(path).expanduser().resolve()
+  for folder in (Path(folder).resolve() for folder in FOLDERS):
+    packages = (folder / name for name in _PACKAGES)
+    if path.is_relative_to(folder) and not any(
+      map(path.is_relative_to, packages)
+    ):
+      raise errors.UserError(
+        f"{name}: expected a path outside of {folder}, which programs of the "
+        f"policy may read (reward 'code', environment 'python'), got {path}"
+      )
+
+
 @functools.cache
 def bwrap_path() -> str:
   """The path of a bwrap that can run a program here; each one is tried.
@@ -111,7 +160,7 @@ def _try(bwrap: str) -> tuple[bytes, bytes]:
   try:
     with _start(bwrap, "print(input())", "ok", 20, 512, None) as process:
       return process.communicate(timeout=20)
-  except (OSError, subprocess.TimeoutExpired) as e:
+  except (OSError, subprocess.SubprocessError) as e:
     return b"", str(e).encode()
 
 
@@ -140,9 +189,11 @@ def _start(
   with (
     _in_memory(program.encode("utf-8", "replace")) as source,
     _in_memory(stdin.encode("utf-8", "replace")) as stdin_file,
+    # /dev/stdin begins at its start whatever was read of the other.
+    open(f"/proc/self/fd/{stdin_file.fileno()}", "rb") as stdin_again,
     _in_memory(seccomp.program()) as rules,
   ):
-    files = source.fileno(), rules.fileno()
+    files = source.fileno(), stdin_again.fileno(), rules.fileno()
     process = subprocess.Popen(
       _command(bwrap, *files, seconds, memory),
       stdin=stdin_file,
@@ -155,11 +206,26 @@ def _start(
       try:
         yield process
       finally:
-        process.kill()
+        _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+  """Kills bwrap and its child, the first process of the sandbox.
+
+  The child ends with bwrap only after it has asked the kernel for that. bwrap
+  is stopped before, so that it makes no other.
+  """
+  process.send_signal(signal.SIGSTOP)
+  if process.returncode is None:
+    pid = process.pid
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    for child in children(pid):
+      os.kill(child, signal.SIGKILL)
+  process.kill()
 
 
 def _command(
-  bwrap: str, source: int, rules: int, seconds: float, memory: int
+  bwrap: str, source: int, stdin: int, rules: int, seconds: float, memory: int
 ) -> list[str]:
   root = os.geteuid() == 0
   command = [bwrap, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -172,20 +238,42 @@ def _command(
     command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
   else:
     command += ["--unshare-all"]
-  # Else a folder above the interpreter has the mode it has on the host, and
-  # /root is 0700.
-  for folder in list(reversed(Path(PREFIX).parents))[1:]:
-    command += ["--perms", "0755", "--dir", str(folder)]
-  for path in HOST:
-    command += ["--ro-bind-try", path, path]
-  command += ["--ro-bind", PREFIX, PREFIX]
-  command += ["--dev-bind-try", "/dev/null", "/dev/null"]
-  command += ["--perms", "0444", "--ro-bind-data", str(source), "/program.py"]
+  command += _files()
+  for fd, path in ((source, "/program.py"), (stdin, "/dev/stdin")):
+    command += ["--perms", "0444", "--ro-bind-data", str(fd), path]
   command += ["--remount-ro", "/", "--chdir", "/"]
   user = 20_000 + (101 * os.getpid() + next(_runs)) % 40_000 if root else 0
   limits = (user, THREADS, memory << 20, math.ceil(seconds) + 1)
   command += [PYTHON, "-I", "-X", "utf8", "-c", _LAUNCHER, *map(str, limits)]
   return command
+
+
+@functools.cache
+def _files() -> list[str]:
+  """Arguments of bwrap: what programs may read, and /dev/null."""
+  done = subprocess.run(
+    [PYTHON, "-I", "-X", "utf8", "-c", _LIBRARIES],
+    env={},
+    capture_output=True,
+    encoding="utf-8",
+    check=True,
+    timeout=60,
+  )
+  library, *loaded = done.stdout.splitlines()
+  read = [PYTHON, library, *FOLDERS[1:], "/etc/ld.so.cache"]
+  read += [x for x in loaded if x[:1] == "/" and not x.startswith(library)]
+  # A folder that bwrap makes by itself is for root alone.
+  parents = {parent for path in read for parent in Path(path).parents}
+  arguments = []
+  for folder in sorted(map(str, parents - {Path("/")} | {Path("/dev")})):
+    arguments += ["--perms", "0755", "--dir", folder]
+  for path in dict.fromkeys(read):
+    arguments += ["--ro-bind-try", path, path]
+  for folder in (f"{library}/{name}" for name in _PACKAGES):
+    if os.path.isdir(folder):
+      arguments += ["--perms", "0755", "--tmpfs", folder]
+      arguments += ["--remount-ro", folder]
+  return [*arguments, "--dev-bind-try", "/dev/null", "/dev/null"]
 
 
 @contextlib.contextmanager
