@@ -13,7 +13,7 @@ from gspo_jax.data.tasks import Problem
 from gspo_jax.program import load_params
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
-from gspo_jax.rewards import sandbox
+from gspo_jax.rewards import sandbox_files
 from gspo_jax.rewards.pool import EXAMPLE, RewardPool
 from gspo_jax.rollout import environment
 from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
@@ -128,13 +128,13 @@ def prepare(
 
 def _require_hidden(c, workdir: str) -> None:
   """UserError if programs of the policy could read files of the run."""
-  sandbox.require_hidden("the current folder", ".")
-  sandbox.require_hidden("--workdir", workdir)
+  sandbox_files.require_hidden("the current folder", ".")
+  sandbox_files.require_hidden("--workdir", workdir)
   specs = [("data.source", c.source), ("data.eval_source", c.eval_source)]
   specs += [("data.curriculum", spec) for _, spec in c.curriculum]
   for key, spec in specs:
     for each in spec.split(","):
-      sandbox.require_hidden(key, each.strip().partition(":")[2])
+      sandbox_files.require_hidden(key, each.strip().partition(":")[2])
 
 
 def _environment_pool(

@@ -13,7 +13,7 @@ import pytest
 from processes import commands
 
 from gspo_jax import rewards
-from gspo_jax.rewards import sandbox, seccomp
+from gspo_jax.rewards import sandbox_files, seccomp
 from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.runtime.errors import UserError
 
@@ -462,7 +462,7 @@ def host(tmp_path_factory):
     yield {
       "HOME": os.path.expanduser("~"),
       "SECRET": str(secret),
-      "PYTHON": sandbox.PYTHON,
+      "PYTHON": sandbox_files.PYTHON,
     }
 
 

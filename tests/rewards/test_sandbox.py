@@ -6,7 +6,7 @@ import time
 import pytest
 from processes import commands
 
-from gspo_jax.rewards import sandbox
+from gspo_jax.rewards import sandbox, sandbox_files
 from gspo_jax.runtime.errors import UserError
 
 
@@ -44,7 +44,7 @@ def test_stdin_has_a_path_too(bwrap):
 
 
 def test_a_sandbox_that_is_ended_while_it_starts_is_gone(bwrap):
-  memory = 193  # MiB; an odd number, by which the processes are found
+  memory = 200 + os.getpid() % 1000  # MiB, by which processes are found
   for i in range(40):
     seconds = i / 500
     sandbox.run("", "", seconds=seconds, memory=memory, max_output=1)
@@ -65,10 +65,10 @@ def test_a_sandbox_that_is_ended_while_it_starts_is_gone(bwrap):
 )
 def test_files_that_programs_could_read_are_an_error(path, is_hidden):
   if is_hidden:
-    sandbox.require_hidden("--workdir", path)
+    sandbox_files.require_hidden("--workdir", path)
   else:
     with pytest.raises(UserError, match=r"^--workdir: .*outside of /"):
-      sandbox.require_hidden("--workdir", path)
+      sandbox_files.require_hidden("--workdir", path)
 
 
 def test_the_program_is_the_main_module_and_knows_no_launcher(bwrap):
