@@ -47,14 +47,20 @@ _BUSY = (408, 409, 425, 429)
 _START = 30.0  # seconds for the first answer
 _MOST_BYTES = 1 << 22  # of an answer
 _NAME = re.compile(r"\{(\w+)\}")
-# Not a part of 3,5 or 1e1 or .5, which are no scores.
-_NUMBER = r"(?<![\w.,])(-?\d+(?:\.\d+)?)(?![.,]?\d|e\d)"
-# "Score: 7" goes before "a score of 7".
-_MARKED = (
-  re.compile(rf"score\W{{0,9}}?:\W{{0,9}}?{_NUMBER}", re.I),
-  re.compile(rf"score\W{{0,9}}?(?:(?:is|of)\W{{1,9}}?)?{_NUMBER}", re.I),
+_NUMBER = r"\d+(?:\.\d+)?"
+# 7, 7/10, 7 out of 10; not a part of 3,5 or 1e-1 or .5 or 7%, nor of 7-8.
+_SCORE = re.compile(
+  rf"(?<![\w.,])(-?{_NUMBER})"
+  rf"(?:[ *_]*(?:/|(?:out )?of\b)[ *_]*({_NUMBER}))?"
+  r"(?![\w%]|[.,]\d|[ *_]*(?:[-\u2013\u2014~/]|to\b|or\b)[ *_]*\d)"
 )
-_ANY = re.compile(rf"{_NUMBER}(?:\s*/\s*\d+)?")
+# "Score:", "Score (0-10):" and "Score /10:" go before "a score of".
+_QUOTES = r"[\s*_\"'`=]{0,9}"
+_RANGE = rf"(\([^()\n]*\)|\[[^][\n]*\]|/ ?{_NUMBER}|out of {_NUMBER})?"
+_LABELS = (
+  re.compile(rf"(?<![a-z])score{_QUOTES}{_RANGE}{_QUOTES}:{_QUOTES}", re.I),
+  re.compile(rf"(?<![a-z])score{_QUOTES}((?:is|of){_QUOTES})?(?=-?\d)", re.I),
+)
 _THOUGHTS = "</think>"
 
 
@@ -87,8 +93,10 @@ async def score(
 ) -> float:
   """The score that a model gives the response, in [0, 1].
 
-  The score is the number behind the last "score" of the reply, after its
-  thoughts (`</think>`), or the only number of the reply. A refused connection,
+  The score is the number behind the last "score:" of the reply, after its
+  thoughts (`</think>`), else behind its last "score", else its only number. A
+  largest score that the reply names, as in "Score (0-10): 7" or "7/10", must be
+  `scale`. A refused connection,
   a time-out, and the HTTP statuses 408, 409, 425, 429 and 5xx are tried again,
   after 0.5 s, 1 s, ... up to 8 s.
 
@@ -208,14 +216,24 @@ def _why(error: Exception, seconds: float) -> str:
 
 def _read_score(url: str, reply: str, scale: float) -> float:
   answer = reply.rpartition(_THOUGHTS)[2]
-  found = (marked.findall(answer)[-1:] for marked in _MARKED)
-  numbers = next(filter(None, found), None) or _ANY.findall(answer)
-  if len(numbers) != 1:
+  found = (list(label.finditer(answer)) for label in _LABELS)
+  if labels := next(filter(None, found), None):
+    match, named = _SCORE.match(answer, labels[-1].end()), labels[-1][1] or ""
+  else:
+    match, named = _SCORE.search(answer), ""
+    others = answer.replace(match[0], "", 1) if match else ""
+    match = None if re.search(r"\d", others) else match
+  if not match:
     raise JudgeError(
       f"{url}: expected 'Score: NUMBER' at the end of the reply, got "
       f"{answer[-100:]!r}"
     )
-  number = float(numbers[0])
+  number = float(match[1])
+  limits = re.findall(_NUMBER, f"{named} {match[2] or ''}")
+  if limits and max(map(float, limits)) != scale:
+    raise JudgeError(
+      f"{url}: expected a score out of {scale:g}, got {answer[-100:]!r}"
+    )
   if not 0 <= number <= scale:
     raise JudgeError(f"{url}: expected a score in 0..{scale:g}, got {number:g}")
   return number / scale

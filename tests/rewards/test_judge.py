@@ -113,10 +113,35 @@ def ask(server, template, response, *, level=3, **options):
     ("Step 3 has score 2, step 4 none. Score: 0", 0.0),
     ("<think>A score of 3? Score: 3</think> Score: 10", 1.0),
     ("<think>2 or 3</think>8", 0.8),
+    ("Score (0-10): 7", 0.7),
+    ("My score (0-10): **9**/10", 0.9),
+    ("Score (10 max): 7", 0.7),
+    ("Score [1-10] : 7", 0.7),
+    ("Score /10: 7", 0.7),
+    ("Score out of 10: 7", 0.7),
+    ("It deserves 7 out of 10.", 0.7),
+    ('{"score": 7, "errors": 2}', 0.7),
+    ("Score: 7 - 2 steps are wrong", None),
+    ("Score: 7, for 2 steps are wrong", 0.7),
+    ("Score: 1e-1", None),
+    ("Score: 7e-1", None),
+    ("Score: 7-8", None),
+    ("Score: 7 or 8", None),
+    ("Score: 7%", None),
+    ("Score: 7/100", None),
+    ("Score (0-100): 7", None),
+    ("Score: good, after a score of 3 before", None),
+    ("Score (0-10) 7", None),
+    ("7 or 8", None),
+    ("7 for 3 steps of 4", None),
   ],
 )
-def test_the_score_of_a_reply(server, template, reply, expected):
-  assert ask(server, template, f"say {reply}") == pytest.approx(expected)
+def test_the_score_of_a_reply(reply, expected):
+  if expected is None:
+    with pytest.raises(judge.JudgeError, match=r"^url: expected "):
+      judge._read_score("url", reply, 10.0)
+  else:
+    assert judge._read_score("url", reply, 10.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
