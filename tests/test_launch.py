@@ -453,6 +453,25 @@ def test_secrets_are_passed_on_and_not_printed(shell, script, settings, more):
   assert "it's" not in done.stderr
 
 
+@pytest.mark.parametrize(
+  ("word", "shown"),
+  [
+    ("--env=wandb_api_key=0a1b2c", "wandb_api_key=..."),
+    ("--env=DB_PASSWD=0a1b2c", "DB_PASSWD=..."),
+    ("--env=GOOGLE_CREDENTIALS=0a1b2c", "GOOGLE_CREDENTIALS=..."),
+    ("--env=DB_URL=db://u:0a1b2c@h/x", "DB_URL=db://...@h/x"),
+    ("--env=WANDB-API-KEY=0a1b2c", "error: --env=WANDB-API-KEY..."),
+    ("--env=WANDB_API_KEY:0a1b2c", "error: --env=WANDB_API_KEY..."),
+    ("--evn=WANDB_API_KEY=0a1b2c", "error: --evn: no such setting"),
+  ],
+)
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["wet", "dry"])
+def test_a_secret_by_another_name_is_not_printed(shell, word, shown, more):
+  done = shell("xpk.sh", "run", *flags(XPK_RUN), word, *more)
+  assert shown in done.stdout + done.stderr
+  assert "0a1b2c" not in done.stdout + done.stderr
+
+
 def test_variables_replace_flags(shell):
   settings = HOME | TPU_VM_VERBS["run"]
   env = {f"GSPO_{key.upper()}": value for key, value in settings.items()}
@@ -511,7 +530,7 @@ def test_missing_settings_are_named(shell, script, verb, missing, more):
     ("tpu_vm.sh", ["stop", *flags(HOME), "--grace=soon"], "soon"),
     ("xpk.sh", ["start"], "start"),
     ("xpk.sh", ["run", "--spot"], "--spot"),
-    ("xpk.sh", ["run", *flags(XPK_RUN), "--env=1A=b"], "--env=1A=b"),
+    ("xpk.sh", ["run", *flags(XPK_RUN), "--env=1A=b"], "--env=1A..."),
     (
       "tpu_vm.sh",
       ["run", *flags(HOME), f"--workdir={WORKDIR}", "--env=A"],

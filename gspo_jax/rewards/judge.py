@@ -182,16 +182,19 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
   """The server's choice: the `message` with the reply, `finish_reason`, ..."""
-  headers = {"Content-Type": "application/json"}
-  if key_variable:
-    headers["Authorization"] = f"Bearer {os.environ[key_variable]}"
+  headers, key = {"Content-Type": "application/json"}, _key(key_variable)
+  if key:
+    headers["Authorization"] = f"Bearer {key}"
+  # A server may quote the header, and errors quote the server.
+  hide = lambda data: data.replace(key.encode(), b"...") if key else data
   request = urllib.request.Request(url, body, headers)
   try:
     with _OPENER.open(request, timeout=max(0.1, seconds)) as answer:
-      data = answer.read(_MOST_BYTES)
+      data = hide(answer.read(_MOST_BYTES))
   except urllib.error.HTTPError as e:
     with e:
-      text = " ".join(e.read(200).decode("utf-8", "replace").split())
+      start = hide(e.read(1 << 16))[:200]
+      text = " ".join(start.decode("utf-8", "replace").split())
     raise JudgeError(
       f"{url}: HTTP status {e.code}: {text}",
       again=e.code >= 500 or e.code in _BUSY,
@@ -205,6 +208,11 @@ def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
     start = data[:100].decode("utf-8", "replace")
     raise JudgeError(f"{url}: expected a chat completion, got {start!r}") from e
   return choice
+
+
+def _key(variable: str) -> str:
+  """The server's key, without the line break of a file it comes from."""
+  return os.environ[variable].strip() if variable else ""
 
 
 def _why(error: Exception, seconds: float) -> str:
@@ -274,6 +282,12 @@ def _prepare(
   if key_variable and not os.environ.get(str(key_variable)):
     raise _wrong(
       "key_variable", "an environment variable that is set", key_variable
+    )
+  if not re.fullmatch(r"[!-~]*", _key(str(key_variable))):
+    raise _wrong(
+      "key_variable",
+      "an environment variable of visible ASCII, without spaces",
+      key_variable,
     )
   body = _body(model, "Say 1.", temperature, 1)
   _require_server(url, body, str(key_variable))

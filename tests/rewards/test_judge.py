@@ -47,6 +47,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
       self.end_headers()
     elif act == "hangup" and tries == 1:
       self.close_connection = True
+    elif act == "echo":
+      said = f"no {self.headers['Authorization']}"
+      self.answer(int(rest[0]), said.encode())
     elif act == "odd":
       self.answer(200, b'{"no": "choices"}')
     else:
@@ -209,6 +212,24 @@ def test_what_the_server_is_asked(server, template, monkeypatch):
     "content": "P {level} R 0..1 3\nsay 0.25\n",
   }
   assert body == {"model": "m", "temperature": 0.5, "max_tokens": 9}
+
+
+@pytest.mark.parametrize("response", ["echo 401", "echo 200"])
+def test_the_key_is_in_no_error(server, template, monkeypatch, response):
+  """Not with the line break of a file, and not where the server quotes it."""
+  monkeypatch.setenv("JUDGE_KEY", "sk-secret\n")
+  with pytest.raises(judge.JudgeError, match=r"Bearer \.\.\.") as error:
+    ask(server, template, response, key_variable="JUDGE_KEY")
+  assert server.requests[0][1] == "Bearer sk-secret"
+  assert "secret" not in str(error.value)
+
+
+def test_a_key_that_is_no_header_is_not_printed(server, monkeypatch):
+  monkeypatch.setenv("JUDGE_KEY", "sk-secret\nX: y")
+  spec = f"judge:url={server.url},model=m,key_variable=JUDGE_KEY"
+  with pytest.raises(UserError, match=r"visible ASCII.*got JUDGE_KEY") as error:
+    rewards.named(spec)
+  assert "secret" not in str(error.value)
 
 
 def test_no_key_is_sent_unless_it_is_named(server, template, monkeypatch):
