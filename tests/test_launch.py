@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 from metrics_page import is_documented
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from repository import ROOT
 
 from gspo_jax import main
@@ -268,12 +270,39 @@ def test_the_image_holds_what_the_command_needs():
   ignore = (LAUNCH / "Dockerfile.dockerignore").read_text().splitlines()
   assert ignore[0] == "*"
   assert {f"!{name}" for name in copied} <= set(ignore)
-  install, libtpu = of("RUN")
-  assert "'.[tpu]'" in install
-  assert "--upgrade 'libtpu>=" in libtpu
+  packages, own, _ = of("RUN")
+  assert packages.endswith("--no-deps -r launch/requirements.txt")
+  assert own.endswith("--no-deps .")
+
+
+def test_the_image_is_pinned_and_has_no_root():
+  text = (LAUNCH / "Dockerfile").read_text()
+  assert re.search(
+    r"^FROM python:3\.11\.\d+-\S+@sha256:[0-9a-f]{64}$", text, re.M
+  )
+  user = text.index("\nUSER 1000\n")
+  assert text.index("\nRUN useradd --create-home --uid 1000 ") < user
+  assert text.index("\nENTRYPOINT ") > user
+
+
+def test_the_image_has_the_versions_that_setup_cfg_asks_for():
+  """If not, make launch/requirements.txt anew: launch/README.md."""
+  lines = (LAUNCH / "requirements.txt").read_text().splitlines()
+  pins = dict(x.split("==") for x in lines if not x.startswith("#"))
   setup = configparser.ConfigParser()
   setup.read(ROOT / "setup.cfg")
-  assert "jax[tpu]" in setup["options.extras_require"]["tpu"]
+  extras = setup["options.extras_require"]
+  asked = setup["options"]["install_requires"]
+  asked += "".join(
+    extras[x] for x in ("hf", "tfds", "datasets", "wandb", "tpu")
+  )
+  assert "gspo_jax[hf,tfds,datasets,wandb]" in asked
+  # libtpu against the pin of jax[tpu]: launch/README.md.
+  for line in (asked + extras["plan"]).split():
+    requirement = Requirement(line)
+    if requirement.name != "gspo_jax":
+      version = pins[canonicalize_name(requirement.name)]
+      assert requirement.specifier.contains(version), line
 
 
 # The table and the sizes.
