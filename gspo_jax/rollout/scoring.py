@@ -282,7 +282,8 @@ def wait_scored(
   """Waits for rewards; stops every process if too many of them failed.
 
   It waits no longer once that is certain: a reward that always runs into its
-  time limit would cost that limit for each response.
+  time limit would cost that limit for each response. Each host counts its own
+  responses, so where there are many it may have to wait for all.
 
   Args:
     pending: rewards of responses.
