@@ -40,7 +40,7 @@ from gspo_jax.rollout.batch import (
 )
 from gspo_jax.rollout.metrics import rollout_metrics
 from gspo_jax.rollout.off_policy import OffPolicy
-from gspo_jax.rollout.scoring import require_scored
+from gspo_jax.rollout.scoring import wait_scored
 from gspo_jax.rollout.source import Source, make_source
 from gspo_jax.runtime import (
   metric_writer,
@@ -226,16 +226,16 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
     train_batch = learner.add_reference_and_values(state, train_batch)
 
   # Rewards.
+  wait_scored(
+    [cost.rewards for cost in batch.costs],
+    config.reward.max_failed,
+    of=f"iteration {step}",
+  )
   rewards = scored.rewards.result()
   for cost in batch.costs:
     run.curriculum.record(cost.prompts, cost.rewards.result().correct)
   for reason in rewards.reasons:
     logging.warning("step %d: no reward for a response: %s", step, reason)
-  require_scored(
-    [cost.rewards.result() for cost in batch.costs],
-    config.reward.max_failed,
-    of=f"iteration {step}",
-  )
 
   # Advantages, of whole groups, before any shuffle.
   credited = rewards.total.reshape(-1)
@@ -382,6 +382,7 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     prompts=config.data.prompts,
     group_size=config.rollout.group_size,
     stop=program.sampler.stop,
+    max_failed=config.reward.max_failed,
     conversations=experiment.conversations,
   )
   if isinstance(context.generate, ContinuousSampler):

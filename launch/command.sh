@@ -40,20 +40,21 @@ env=() # the words NAME=VALUE of --env=
 
 # is_secret NAME: whether the value of this variable must not be printed.
 is_secret() {
-  case $1 in
-    *KEY | *PASSWORD | *SECRET | *TOKEN) return 0 ;;
+  case $(tr '[:lower:]' '[:upper:]' <<<"$1") in
+    *KEY* | *PASS* | *PWD* | *SECRET* | *TOKEN* | *CRED* | *AUTH*) return 0 ;;
     *) return 1 ;;
   esac
 }
 
-# show COMMAND...: quoted, with ... in place of the values of secrets.
+# show COMMAND...: quoted, with ... in place of the values of secrets, and of
+# user and password in addresses.
 show() {
   local line word
   line=$(quote_all "$@")
   for word in ${env[@]+"${env[@]}"}; do
     is_secret "${word%%=*}" && line=${line//"$word"/${word%%=*}=...}
   done
-  printf '%s\n' "$line"
+  sed -E 's#://[^/@ ]+@#://...@#g' <<<"$line"
 }
 
 # call COMMAND...: runs it; under --dry-run only prints it, to be pasted.
@@ -80,7 +81,8 @@ with_environment() {
   shift
   for variable in ${env[@]+"${env[@]}"}; do
     [[ $variable =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] ||
-      complain "--env=$variable: expected --env=NAME=VALUE"
+      complain "--env=${variable%%[!A-Za-z_0-9-]*}...: expected --env=NAME=VALUE," \
+        "the name of letters, digits and _"
     # Quoted, `show` would not find it.
     is_secret "${variable%%=*}" && [[ $(quote "$variable") != "$variable" ]] &&
       complain "--env=${variable%%=*}=...: expected letters, digits and _./:=@%+,-"

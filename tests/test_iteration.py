@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import unpacked
+from scored import scored
 
 from gspo_jax import model, train
 from gspo_jax.data import tokenizers
@@ -83,7 +84,7 @@ class FailingPool:
     zeros = np.zeros(len(responses), np.float32)
     failed = np.arange(len(responses)) >= self.first
     scores = Scores(zeros, {"broken": zeros}, failed, ("why",))
-    return SimpleNamespace(result=lambda: scores)
+    return scored(scores)
 
 
 class Recorder:
@@ -275,7 +276,7 @@ class ScriptedPool:
     # Two rewards: the total is their sum, and not the first of them.
     parts = {"right": total * 0, "length": total}
     scores = Scores(total, parts, np.zeros(len(total), bool), ())
-    return SimpleNamespace(result=lambda: scores)
+    return scored(scores)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 from metrics_page import is_documented
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from repository import ROOT
 
 from gspo_jax import main
@@ -268,12 +270,39 @@ def test_the_image_holds_what_the_command_needs():
   ignore = (LAUNCH / "Dockerfile.dockerignore").read_text().splitlines()
   assert ignore[0] == "*"
   assert {f"!{name}" for name in copied} <= set(ignore)
-  install, libtpu = of("RUN")
-  assert "'.[tpu]'" in install
-  assert "--upgrade 'libtpu>=" in libtpu
+  packages, own, _ = of("RUN")
+  assert packages.endswith("--no-deps -r launch/requirements.txt")
+  assert own.endswith("--no-deps .")
+
+
+def test_the_image_is_pinned_and_has_no_root():
+  text = (LAUNCH / "Dockerfile").read_text()
+  assert re.search(
+    r"^FROM python:3\.11\.\d+-\S+@sha256:[0-9a-f]{64}$", text, re.M
+  )
+  user = text.index("\nUSER 1000\n")
+  assert text.index("\nRUN useradd --create-home --uid 1000 ") < user
+  assert text.index("\nENTRYPOINT ") > user
+
+
+def test_the_image_has_the_versions_that_setup_cfg_asks_for():
+  """If not, make launch/requirements.txt anew: launch/README.md."""
+  lines = (LAUNCH / "requirements.txt").read_text().splitlines()
+  pins = dict(x.split("==") for x in lines if not x.startswith("#"))
   setup = configparser.ConfigParser()
   setup.read(ROOT / "setup.cfg")
-  assert "jax[tpu]" in setup["options.extras_require"]["tpu"]
+  extras = setup["options.extras_require"]
+  asked = setup["options"]["install_requires"]
+  asked += "".join(
+    extras[x] for x in ("hf", "tfds", "datasets", "wandb", "tpu")
+  )
+  assert "gspo_jax[hf,tfds,datasets,wandb]" in asked
+  # libtpu against the pin of jax[tpu]: launch/README.md.
+  for line in (asked + extras["plan"]).split():
+    requirement = Requirement(line)
+    if requirement.name != "gspo_jax":
+      version = pins[canonicalize_name(requirement.name)]
+      assert requirement.specifier.contains(version), line
 
 
 # The table and the sizes.
@@ -453,6 +482,25 @@ def test_secrets_are_passed_on_and_not_printed(shell, script, settings, more):
   assert "it's" not in done.stderr
 
 
+@pytest.mark.parametrize(
+  ("word", "shown"),
+  [
+    ("--env=wandb_api_key=0a1b2c", "wandb_api_key=..."),
+    ("--env=DB_PASSWD=0a1b2c", "DB_PASSWD=..."),
+    ("--env=GOOGLE_CREDENTIALS=0a1b2c", "GOOGLE_CREDENTIALS=..."),
+    ("--env=DB_URL=db://u:0a1b2c@h/x", "DB_URL=db://...@h/x"),
+    ("--env=WANDB-API-KEY=0a1b2c", "error: --env=WANDB-API-KEY..."),
+    ("--env=WANDB_API_KEY:0a1b2c", "error: --env=WANDB_API_KEY..."),
+    ("--evn=WANDB_API_KEY=0a1b2c", "error: --evn: no such setting"),
+  ],
+)
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["wet", "dry"])
+def test_a_secret_by_another_name_is_not_printed(shell, word, shown, more):
+  done = shell("xpk.sh", "run", *flags(XPK_RUN), word, *more)
+  assert shown in done.stdout + done.stderr
+  assert "0a1b2c" not in done.stdout + done.stderr
+
+
 def test_variables_replace_flags(shell):
   settings = HOME | TPU_VM_VERBS["run"]
   env = {f"GSPO_{key.upper()}": value for key, value in settings.items()}
@@ -511,7 +559,7 @@ def test_missing_settings_are_named(shell, script, verb, missing, more):
     ("tpu_vm.sh", ["stop", *flags(HOME), "--grace=soon"], "soon"),
     ("xpk.sh", ["start"], "start"),
     ("xpk.sh", ["run", "--spot"], "--spot"),
-    ("xpk.sh", ["run", *flags(XPK_RUN), "--env=1A=b"], "--env=1A=b"),
+    ("xpk.sh", ["run", *flags(XPK_RUN), "--env=1A=b"], "--env=1A..."),
     (
       "tpu_vm.sh",
       ["run", *flags(HOME), f"--workdir={WORKDIR}", "--env=A"],

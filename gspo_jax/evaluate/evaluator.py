@@ -22,6 +22,7 @@ from gspo_jax.evaluate.judge import run_benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
 from gspo_jax.program.config import Config, ConfigDict, parse
+from gspo_jax.rewards import sandbox_files
 from gspo_jax.rewards.pool import EXAMPLE, RewardPool, too_many
 from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
@@ -113,6 +114,7 @@ def _read(sets, samples, limit, reward) -> list[Benchmark]:
     name, _, path = pair.partition("=")
     if not (name and path):
       raise UserError(f"--set={pair}: expected NAME=FILE")
+    sandbox_files.require_hidden(f"--set={pair}", path)
     benchmark = benchmarks.read(name, path, reward=reward, limit=limit)
     if benchmark.name in [b.name for b in chosen]:
       raise UserError(f"--set={pair}: {benchmark.name} is there twice")
@@ -189,7 +191,7 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
       logging.warning("%s: a reward failed: %s", name, reason)
     failed = [r["failed"] for r in (*file.records[name], *records)]
     most = config.reward.max_failed
-    if error := too_many(np.array(failed), most, of=f"--set={name}"):
+    if error := too_many(sum(failed), len(failed), most, of=f"--set={name}"):
       reason = next(iter(reasons), "of an earlier batch")
       raise UserError(f"{error}; the first reason: {reason}")
     file.append(records)

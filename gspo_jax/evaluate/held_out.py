@@ -9,8 +9,8 @@ from gspo_jax.evaluate.estimators import ladder, pass_at_k
 from gspo_jax.program.experiment import Experiment
 from gspo_jax.rollout.scoring import (
   decode_responses,
-  require_scored,
   score_responses,
+  wait_scored,
 )
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.progress import Progress
@@ -80,9 +80,8 @@ def correct(
       pending.append(
         score_responses(experiment.reward_pool, responses, group_size, lengths)
       )
-  rewards = [each.result() for each in pending]
   most = experiment.config.reward.max_failed
-  require_scored(rewards, most, of="the held-out problems")
+  rewards = wait_scored(pending, most, of="the held-out problems")
   return np.concatenate([each.correct for each in rewards])[:count]
 
 
@@ -99,9 +98,9 @@ def _correct_conversations(experiment, generate, params, key) -> np.ndarray:
       jax.random.fold_in(key, i),
       what="evaluation",
     )
-    rewards.append(done.rewards.result())
+    rewards.append(done.rewards)
   most = experiment.config.reward.max_failed
-  require_scored(rewards, most, of="the held-out problems")
+  rewards = wait_scored(rewards, most, of="the held-out problems")
   return np.concatenate([each.correct for each in rewards])[:count]
 
 

@@ -13,6 +13,7 @@ from gspo_jax.data.tasks import Problem
 from gspo_jax.program import load_params
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
+from gspo_jax.rewards import sandbox_files
 from gspo_jax.rewards.pool import EXAMPLE, RewardPool
 from gspo_jax.rollout import environment
 from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
@@ -90,6 +91,7 @@ def prepare(
   Raises:
     UserError: the config or the data cannot work as they are.
   """
+  _require_hidden(config.data, workdir)
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   problems = datasets.load(config)
   for note in problems.notes:
@@ -122,6 +124,17 @@ def prepare(
     identity=identity,
     keys=Keys(*jax.random.split(jax.random.key(config.seed), 4)),
   )
+
+
+def _require_hidden(c, workdir: str) -> None:
+  """UserError if programs of the policy could read files of the run."""
+  sandbox_files.require_hidden("the current folder", ".")
+  sandbox_files.require_hidden("--workdir", workdir)
+  specs = [("data.source", c.source), ("data.eval_source", c.eval_source)]
+  specs += [("data.curriculum", spec) for _, spec in c.curriculum]
+  for key, spec in specs:
+    for each in spec.split(","):
+      sandbox_files.require_hidden(key, each.strip().partition(":")[2])
 
 
 def _environment_pool(

@@ -58,7 +58,8 @@ A reward may carry functions as attributes:
 Other wings take `named`, `inputs`, `final_answer`, `gsm8k` and `BUILT_IN` from
 here, `imported` and `arguments` (parts of a spec), `pool` (runs rewards in
 worker processes), `math` and `numbers` (results in a normal form), `code` and
-`sandbox` (programs of a policy, and where they run).
+`sandbox` (programs of a policy, and where they run), `sandbox_files` (what they
+may read).
 """
 
 import ast
@@ -84,6 +85,7 @@ __all__ = (
   "numbers",
   "pool",
   "sandbox",
+  "sandbox_files",
 )
 
 BUILT_IN = {

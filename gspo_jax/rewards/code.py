@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 import time
 from typing import NamedTuple
 
@@ -10,8 +11,11 @@ from gspo_jax.runtime import errors
 
 # Bytes of output that are read beyond twice the expected output.
 SLACK = 1 << 16
-PYTHON = ("python", "py", "python3")
-_FENCE = re.compile("```([^`]*)")
+# Text, a fence, and what follows it: ```python title="a.py", ~~~ {.python}.
+_FENCE = re.compile(r"([^`~]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
+_ITEM = re.compile(r"(?:(?:[-*+>]|\d+[.)])\s+)*")  # of a list or a quote
+_WORD = re.compile(r"[\s{.]*([\w.+#-]*)")
+_PYTHON = re.compile(r"(?:py|python|pypy)(?:3(?:\.\d+)?)?")
 
 
 class _Test(NamedTuple):
@@ -32,8 +36,9 @@ def passes(
 ) -> float:
   """1.0 iff the last fenced code block of the response passes every test.
 
-  The fence must name python, py or python3; without any such block, the last
-  block that names no language is taken. A program passes a test if it ends in
+  The first word behind the fence must be python, py or pypy, or one of these
+  with a 3 or 3.x; without any such block, the last block that names no language
+  is taken. A program passes a test if it ends in
   time with exit code 0 and printed the expected text; white space at the end of
   a line and of the whole output is ignored. Each test runs in a sandbox of its
   own, in order, up to the first failure.
@@ -72,20 +77,37 @@ def passes(
 def program(response: str) -> str | None:
   """The last closed Python block, else the last that names no language.
 
-  None if there is no such block.
+  None if there is no such block. A block ends at a line of as many backticks or
+  tildes as it began with, or more.
   """
-  last_of, lines, language = {}, None, ""
+  last_of, lines, opened, language = {}, [], "", ""
   for line in response.split("\n"):
-    fence = _FENCE.fullmatch(line.strip())
-    if fence and (fence[1].strip() or lines is None):
-      lines, language = [], fence[1].strip().lower()
-      language = "python" if language in PYTHON else language
+    match = _FENCE.fullmatch(line.strip())
+    before, marks, info = match.groups() if match else ("", "", "")
+    is_fence = match and marks.startswith(opened)
+    if is_fence and opened and not before + info:
+      last_of[language], opened = _dedent(lines), ""
+    elif is_fence and (
+      _ITEM.fullmatch(before) or (not opened and _language(info) == "python")
+    ):
+      lines, opened, language = [], marks, _language(info)
       last_of[language] = None
-    elif fence:
-      last_of[language], lines = "\n".join(lines), None
-    elif lines is not None:
+    elif opened:
       lines.append(line)
   return last_of.get("python", last_of.get(""))
+
+
+def _language(info: str) -> str:
+  """The first word of what follows a fence; "python" for each of its names."""
+  name = _WORD.match(info)[1].lower()
+  return "python" if _PYTHON.fullmatch(name) else name
+
+
+def _dedent(lines: list[str]) -> str:
+  """The program; a block in a list is indented as its item is."""
+  text = "\n".join(lines)
+  is_indented = text.lstrip("\n")[:1] in (" ", "\t")
+  return textwrap.dedent(text) if is_indented else text
 
 
 def _tests(reference: str) -> list[_Test]:

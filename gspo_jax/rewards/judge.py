@@ -47,14 +47,20 @@ _BUSY = (408, 409, 425, 429)
 _START = 30.0  # seconds for the first answer
 _MOST_BYTES = 1 << 22  # of an answer
 _NAME = re.compile(r"\{(\w+)\}")
-# Not a part of 3,5 or 1e1 or .5, which are no scores.
-_NUMBER = r"(?<![\w.,])(-?\d+(?:\.\d+)?)(?![.,]?\d|e\d)"
-# "Score: 7" goes before "a score of 7".
-_MARKED = (
-  re.compile(rf"score\W{{0,9}}?:\W{{0,9}}?{_NUMBER}", re.I),
-  re.compile(rf"score\W{{0,9}}?(?:(?:is|of)\W{{1,9}}?)?{_NUMBER}", re.I),
+_NUMBER = r"\d+(?:\.\d+)?"
+# 7, 7/10, 7 out of 10; not a part of 3,5 or 1e-1 or .5 or 7%, nor of 7-8.
+_SCORE = re.compile(
+  rf"(?<![\w.,])(-?{_NUMBER})"
+  rf"(?:[ *_]*(?:/|(?:out )?of\b)[ *_]*({_NUMBER}))?"
+  r"(?![\w%]|[.,]\d|[ *_]*(?:[-\u2013\u2014~/]|to\b|or\b)[ *_]*\d)"
 )
-_ANY = re.compile(rf"{_NUMBER}(?:\s*/\s*\d+)?")
+# "Score:", "Score (0-10):" and "Score /10:" go before "a score of".
+_QUOTES = r"[\s*_\"'`=]{0,9}"
+_RANGE = rf"(\([^()\n]*\)|\[[^][\n]*\]|/ ?{_NUMBER}|out of {_NUMBER})?"
+_LABELS = (
+  re.compile(rf"(?<![a-z])score{_QUOTES}{_RANGE}{_QUOTES}:{_QUOTES}", re.I),
+  re.compile(rf"(?<![a-z])score{_QUOTES}((?:is|of){_QUOTES})?(?=-?\d)", re.I),
+)
 _THOUGHTS = "</think>"
 
 
@@ -87,8 +93,10 @@ async def score(
 ) -> float:
   """The score that a model gives the response, in [0, 1].
 
-  The score is the number behind the last "score" of the reply, after its
-  thoughts (`</think>`), or the only number of the reply. A refused connection,
+  The score is the number behind the last "score:" of the reply, after its
+  thoughts (`</think>`), else behind its last "score", else its only number. A
+  largest score that the reply names, as in "Score (0-10): 7" or "7/10", must be
+  `scale`. A refused connection,
   a time-out, and the HTTP statuses 408, 409, 425, 429 and 5xx are tried again,
   after 0.5 s, 1 s, ... up to 8 s.
 
@@ -174,16 +182,19 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
   """The server's choice: the `message` with the reply, `finish_reason`, ..."""
-  headers = {"Content-Type": "application/json"}
-  if key_variable:
-    headers["Authorization"] = f"Bearer {os.environ[key_variable]}"
+  headers, key = {"Content-Type": "application/json"}, _key(key_variable)
+  if key:
+    headers["Authorization"] = f"Bearer {key}"
+  # A server may quote the header, and errors quote the server.
+  hide = lambda data: data.replace(key.encode(), b"...") if key else data
   request = urllib.request.Request(url, body, headers)
   try:
     with _OPENER.open(request, timeout=max(0.1, seconds)) as answer:
-      data = answer.read(_MOST_BYTES)
+      data = hide(answer.read(_MOST_BYTES))
   except urllib.error.HTTPError as e:
     with e:
-      text = " ".join(e.read(200).decode("utf-8", "replace").split())
+      start = hide(e.read(1 << 16))[:200]
+      text = " ".join(start.decode("utf-8", "replace").split())
     raise JudgeError(
       f"{url}: HTTP status {e.code}: {text}",
       again=e.code >= 500 or e.code in _BUSY,
@@ -199,6 +210,11 @@ def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
   return choice
 
 
+def _key(variable: str) -> str:
+  """The server's key, without the line break of a file it comes from."""
+  return os.environ[variable].strip() if variable else ""
+
+
 def _why(error: Exception, seconds: float) -> str:
   cause = getattr(error, "reason", error)
   if isinstance(cause, TimeoutError):
@@ -208,14 +224,24 @@ def _why(error: Exception, seconds: float) -> str:
 
 def _read_score(url: str, reply: str, scale: float) -> float:
   answer = reply.rpartition(_THOUGHTS)[2]
-  found = (marked.findall(answer)[-1:] for marked in _MARKED)
-  numbers = next(filter(None, found), None) or _ANY.findall(answer)
-  if len(numbers) != 1:
+  found = (list(label.finditer(answer)) for label in _LABELS)
+  if labels := next(filter(None, found), None):
+    match, named = _SCORE.match(answer, labels[-1].end()), labels[-1][1] or ""
+  else:
+    match, named = _SCORE.search(answer), ""
+    others = answer.replace(match[0], "", 1) if match else ""
+    match = None if re.search(r"\d", others) else match
+  if not match:
     raise JudgeError(
       f"{url}: expected 'Score: NUMBER' at the end of the reply, got "
       f"{answer[-100:]!r}"
     )
-  number = float(numbers[0])
+  number = float(match[1])
+  limits = re.findall(_NUMBER, f"{named} {match[2] or ''}")
+  if limits and max(map(float, limits)) != scale:
+    raise JudgeError(
+      f"{url}: expected a score out of {scale:g}, got {answer[-100:]!r}"
+    )
   if not 0 <= number <= scale:
     raise JudgeError(f"{url}: expected a score in 0..{scale:g}, got {number:g}")
   return number / scale
@@ -256,6 +282,12 @@ def _prepare(
   if key_variable and not os.environ.get(str(key_variable)):
     raise _wrong(
       "key_variable", "an environment variable that is set", key_variable
+    )
+  if not re.fullmatch(r"[!-~]*", _key(str(key_variable))):
+    raise _wrong(
+      "key_variable",
+      "an environment variable of visible ASCII, without spaces",
+      key_variable,
     )
   body = _body(model, "Say 1.", temperature, 1)
   _require_server(url, body, str(key_variable))

@@ -80,17 +80,37 @@ class Pending(NamedTuple):
   Attributes:
     names: of the rewards, without arguments.
     weights: of each reward in the total.
-    calls: of [units][responses][rewards] calls; a unit is one response, or a
-      group of them.
+    submission: the responses and their calls.
   """
 
   names: tuple[str, ...]
   weights: tuple[float, ...]
-  calls: futures.Future
+  submission: "_Submission"
 
-  def result(self) -> Scores:
-    """Waits for all rewards."""
-    calls = [c for unit in self.calls.result() for row in unit for c in row]
+  @property
+  def calls(self) -> futures.Future:
+    """Of [units][responses][rewards] calls.
+
+    A unit is one response, or a group of them.
+    """
+    return self.submission.future
+
+  def counts(self) -> tuple[int, int]:
+    """How many responses are scored so far, and how many of them failed."""
+    return self.submission.scored, self.submission.failed
+
+  def result(self, *, wait: bool = True) -> Scores:
+    """The scores of all responses.
+
+    Args:
+      wait: for all of them; else those that are not there count as 0, and not
+        as failed.
+    """
+    if wait:
+      units = self.calls.result()
+    else:
+      units = self.submission.so_far([Call(0.0, None)] * len(self.names))
+    calls = [c for unit in units for row in unit for c in row]
     parts = np.array([value or 0.0 for value, _ in calls], np.float64)
     parts = parts.reshape(-1, len(self.names)).astype(np.float32)
     failed = np.array([bool(failure) for _, failure in calls], bool)
@@ -102,17 +122,27 @@ class Pending(NamedTuple):
     return Scores(total, by_name, failed, reasons[:3])
 
 
-def too_many(failed: np.ndarray, most: float, *, of: str) -> str:
+def allowed_failures(most: float, size: int) -> int:
+  """How many of `size` responses may fail.
+
+  Args:
+    most: `reward.max_failed`, the share of responses that may fail. At least
+      one must succeed whatever the share.
+    size: one or more.
+  """
+  return min(int(most * size + 1e-6), size - 1)
+
+
+def too_many(count: int, size: int, most: float, *, of: str) -> str:
   """The error message if more rewards failed than are allowed; else "".
 
   Args:
-    failed: [...] bool, one for each response, one or more.
-    most: `reward.max_failed`, the share of responses that may fail. At least
-      one must succeed whatever the share.
+    count: of responses that failed.
+    size: of all responses.
+    most: as for `allowed_failures`.
     of: where the responses come from, for the message.
   """
-  count, size = int(failed.sum()), failed.size
-  allowed = min(int(most * size + 1e-6), size - 1)
+  allowed = allowed_failures(most, size)
   if count <= allowed:
     return ""
   return (
@@ -127,10 +157,13 @@ class _Submission:
   Attributes:
     units: a response, or a group of them, each.
     future: of their calls, [units][responses][rewards].
+    scored: responses that have their calls.
+    failed: of them, those with a failure.
   """
 
   def __init__(self, units: Sequence[Sequence[Response]]):
     self.units, self.future = units, futures.Future()
+    self.scored = self.failed = 0
     self._calls, self._missing = [None] * len(units), len(units)
     if not units:
       self.future.set_result([])
@@ -138,9 +171,18 @@ class _Submission:
   def finish(self, i: int, calls: list[list[Call]]) -> None:
     """Sets the calls of unit i."""
     self._calls[i] = calls
+    self.scored += len(calls)
+    self.failed += sum(any(call.failure for call in row) for row in calls)
     self._missing -= 1
     if not self._missing and not self.future.done():
       self.future.set_result(self._calls)
+
+  def so_far(self, missing: list[Call]) -> list[list[list[Call]]]:
+    """The calls, with `missing` for each response that has none yet."""
+    return [
+      calls or [missing] * len(unit)
+      for unit, calls in zip(self.units, self._calls, strict=True)
+    ]
 
   def fail(self, error: BaseException) -> None:
     """Ends it: a unit has no calls."""
@@ -233,7 +275,7 @@ class RewardPool:
         raise futures.CancelledError
       self._waiting += [(submission, i) for i in range(len(units))]
       self._changed.notify_all()
-    return Pending(self._names, self._weights, submission.future)
+    return Pending(self._names, self._weights, submission)
 
   def close(self) -> None:
     """Ends the workers; pending rewards raise CancelledError."""
@@ -266,7 +308,7 @@ class RewardPool:
   def _require_numbers(self, examples) -> None:
     size = 2 if self.takes_groups else 1
     scored = self._workers[0].score([[example] * size for example in examples])
-    calls = itertools.chain(*(table[0] for table in scored))
+    calls = itertools.chain(*(table[0] for _, table in scored))
     for name, (_, failure) in zip(itertools.cycle(self._names), calls):
       mistake = (failure or "").removeprefix(f"{name}: ")
       if mistake.startswith((NO_NUMBER, NO_LIST)):
@@ -278,15 +320,14 @@ class RewardPool:
     """In a thread: gives a worker what waits, until the pool is closed."""
     while taken := self._take():
       try:
-        scored = worker.score([each.units[i] for each, i in taken])
+        for k, calls in worker.score([each.units[i] for each, i in taken]):
+          submission, i = taken[k]
+          with self._changed:
+            submission.finish(i, calls)
       except BaseException as e:
         with self._changed:
           for submission, _ in taken:
             submission.fail(e)
-      else:
-        with self._changed:
-          for (submission, i), calls in zip(taken, scored, strict=True):
-            submission.finish(i, calls)
 
   def _take(self) -> list[tuple[_Submission, int]]:
     """Waits for units, and takes its share of them; none: it is closed.

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
+from pathlib import Path
 from typing import NamedTuple
 
 from gspo_jax.runtime import errors
@@ -48,6 +49,15 @@ class Call(NamedTuple):
 
   value: float | None
   failure: str | None
+
+
+def children(pid: int) -> list[int]:
+  """The children of the main thread of a process; [] where Linux tells none."""
+  try:
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+  except OSError:
+    return []
+  return list(map(int, pids.split()))
 
 
 class Process:
@@ -105,33 +115,37 @@ class Process:
       raise errors.UserError(failure)
     return [Needs(*each) for each in needs]
 
-  def score(self, units: Sequence) -> list[list[list[Call]]]:
-    """Calls every reward: [units][responses][rewards] calls."""
-    scored, size = [], len(units)
-    while len(scored) < len(units):
-      chunk = units[len(scored) : len(scored) + size]
-      tables = self._request(chunk)
-      whole = list(itertools.takewhile(_is_whole, tables))
-      scored += whole
-      if len(whole) == len(chunk):
+  def score(self, units: Sequence) -> Iterator[tuple[int, list[list[Call]]]]:
+    """Calls every reward; yields each unit as it ends.
+
+    Yields:
+      The number of the unit, and its [responses][rewards] calls.
+    """
+    left, size = {i: self._empty(unit) for i, unit in enumerate(units)}, None
+    while left:
+      chunk = dict(itertools.islice(left.items(), size))
+      for i in self._request([units[i] for i in chunk], chunk):
+        yield i, left.pop(i)
+      lost = chunk.keys() & left.keys()
+      if not lost:
         continue
       # The worker may have died of a response that it had not reported yet, or
       # of none: from now on it gets one unit at a time.
       if size == 1:
-        scored.append(_fill(tables[0], "the worker process ended"))
+        (i,) = lost
+        yield i, _fill(left.pop(i), "the worker process ended")
       size = 1
       try:
         self._restart()
       except errors.UserError as e:
         if self._closed:
           raise futures.CancelledError from e
-        rest = self._empty(units[len(scored) :])
-        scored += [_fill(table, str(e)) for table in rest]
-    return scored
+        for i, table in left.items():
+          yield i, _fill(table, str(e))
+        return
 
-  def _empty(self, units) -> list[list[list[Call | None]]]:
-    width = len(self._setup.names)
-    return [[[None] * width for _ in unit] for unit in units]
+  def _empty(self, unit) -> list[list[Call | None]]:
+    return [[None] * len(self._setup.names) for _ in unit]
 
   def close(self) -> None:
     """Ends the worker: by closing its stdin, after 2 seconds by SIGKILL."""
@@ -155,23 +169,28 @@ class Process:
       self._start()
     self.wait_ready()
 
-  def _request(self, units) -> list[list[list[Call | None]]]:
-    """The calls of all units; None where the worker died or hung before."""
-    tables = self._empty(units)
-    rows = list(itertools.chain(*tables))
+  def _request(self, units, tables) -> Iterator[int]:
+    """Fills the tables of these units; yields the number of each that is whole.
+
+    It ends before all are if the worker died or hung.
+    """
+    rows = [(i, row) for i, table in tables.items() for row in table]
     missing = len(rows) * len(self._setup.names)
     if not self._send(units):
-      return tables
+      return
     while missing:
       # Twice: calls that did not end together are made again, one by one.
       line = self._receive(2 * self._setup.seconds + GRACE)
       if line is None:
-        break
-      response, reward, results = line
-      for i, result in enumerate(results, response):
-        rows[i][reward] = Call(*result)
+        return
+      first, reward, results = line
+      called = rows[first : first + len(results)]  # all of one unit
+      for (_, row), result in zip(called, results, strict=True):
+        row[reward] = Call(*result)
       missing -= len(results)
-    return tables
+      i = called[0][0]
+      if _is_whole(tables[i]):
+        yield i
 
   def _send(self, request) -> bool:
     """Writes a request to the worker; False if it did not take all of it."""

@@ -1,7 +1,8 @@
 """Runs a Python program in a bubblewrap sandbox; without one it runs nothing.
 
-The sandbox has no network, no files but the interpreter and the libraries of
-the system, nothing writable, no environment variables, no other processes, no
+The sandbox has no network, no files but those that an interpreter needs (its
+standard library without site-packages, and the shared libraries that it
+loads), nothing writable, no environment variables, no other processes, no
 privileges and no way to gain any (`rewards.seccomp`). The program is a single
 process; the kernel limits its threads, address space and CPU time.
 """
@@ -14,20 +15,19 @@ import math
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspo_jax.rewards import seccomp
+from gspo_jax.rewards import sandbox_files, seccomp
+from gspo_jax.rewards.process import children
 from gspo_jax.runtime import errors
 
 # Threads of a program at one time; the sandbox itself uses two of them.
 THREADS = 16
-HOST = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
-PREFIX = sys.base_prefix
-PYTHON = os.path.realpath(sys._base_executable)
 
 # This runs inside the sandbox and then becomes the program.
 _LAUNCHER = """
@@ -111,7 +111,7 @@ def _try(bwrap: str) -> tuple[bytes, bytes]:
   try:
     with _start(bwrap, "print(input())", "ok", 20, 512, None) as process:
       return process.communicate(timeout=20)
-  except (OSError, subprocess.TimeoutExpired) as e:
+  except (OSError, subprocess.SubprocessError) as e:
     return b"", str(e).encode()
 
 
@@ -140,9 +140,11 @@ def _start(
   with (
     _in_memory(program.encode("utf-8", "replace")) as source,
     _in_memory(stdin.encode("utf-8", "replace")) as stdin_file,
+    # /dev/stdin begins at its start whatever was read of the other.
+    open(f"/proc/self/fd/{stdin_file.fileno()}", "rb") as stdin_again,
     _in_memory(seccomp.program()) as rules,
   ):
-    files = source.fileno(), rules.fileno()
+    files = source.fileno(), stdin_again.fileno(), rules.fileno()
     process = subprocess.Popen(
       _command(bwrap, *files, seconds, memory),
       stdin=stdin_file,
@@ -155,11 +157,26 @@ def _start(
       try:
         yield process
       finally:
-        process.kill()
+        _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+  """Kills bwrap and its child, the first process of the sandbox.
+
+  The child ends with bwrap only after it has asked the kernel for that. bwrap
+  is stopped before, so that it makes no other.
+  """
+  process.send_signal(signal.SIGSTOP)
+  if process.returncode is None:
+    pid = process.pid
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    for child in children(pid):
+      os.kill(child, signal.SIGKILL)
+  process.kill()
 
 
 def _command(
-  bwrap: str, source: int, rules: int, seconds: float, memory: int
+  bwrap: str, source: int, stdin: int, rules: int, seconds: float, memory: int
 ) -> list[str]:
   root = os.geteuid() == 0
   command = [bwrap, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -172,19 +189,21 @@ def _command(
     command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
   else:
     command += ["--unshare-all"]
-  # Else a folder above the interpreter has the mode it has on the host, and
-  # /root is 0700.
-  for folder in list(reversed(Path(PREFIX).parents))[1:]:
-    command += ["--perms", "0755", "--dir", str(folder)]
-  for path in HOST:
-    command += ["--ro-bind-try", path, path]
-  command += ["--ro-bind", PREFIX, PREFIX]
-  command += ["--dev-bind-try", "/dev/null", "/dev/null"]
-  command += ["--perms", "0444", "--ro-bind-data", str(source), "/program.py"]
+  command += sandbox_files.arguments()
+  for fd, path in ((source, "/program.py"), (stdin, "/dev/stdin")):
+    command += ["--perms", "0444", "--ro-bind-data", str(fd), path]
   command += ["--remount-ro", "/", "--chdir", "/"]
   user = 20_000 + (101 * os.getpid() + next(_runs)) % 40_000 if root else 0
   limits = (user, THREADS, memory << 20, math.ceil(seconds) + 1)
-  command += [PYTHON, "-I", "-X", "utf8", "-c", _LAUNCHER, *map(str, limits)]
+  command += [
+    sandbox_files.PYTHON,
+    "-I",
+    "-X",
+    "utf8",
+    "-c",
+    _LAUNCHER,
+    *map(str, limits),
+  ]
   return command
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gspo_jax import rewards
-from gspo_jax.rewards.process import Setup
+from gspo_jax.rewards.process import Setup, children
 from gspo_jax.runtime import errors
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -281,21 +281,13 @@ def _kill_all(child: int) -> None:
     os.kill(child, signal.SIGKILL)
   # Orphans of the child become children of this process, the subreaper.
   while True:
-    for pid in _children():
+    for pid in children(os.getpid()):
       with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     try:
       os.wait()
     except ChildProcessError:
       return
-
-
-def _children() -> list[int]:
-  pid = os.getpid()
-  with contextlib.suppress(OSError):
-    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return list(map(int, pids.split()))
-  return []
 
 
 def _confine(memory: float) -> None:

@@ -111,6 +111,7 @@ class RolloutContext(NamedTuple):
     prompts: P, prompts of a batch.
     group_size: G, responses a prompt.
     stop: the stop strings of the sampler; None: there are none.
+    max_failed: `reward.max_failed`.
     conversations: samples conversations; None: there is no environment.
   """
 
@@ -123,6 +124,7 @@ class RolloutContext(NamedTuple):
   prompts: int
   group_size: int
   stop: StopStrings | None
+  max_failed: float = 1.0
   conversations: Conversations | None = None
 
   def keys(self, step: int) -> IterationKeys:

@@ -247,7 +247,7 @@ class Conversations:
     like = multihost.to_global(np.zeros(B, np.int8), generate.batch_sharding)
     chats = {row: _Conversation() for row in multihost.local_rows(like)}
     clock = _Clock()
-    with clock:
+    with clock, Progress(f"{what}, the environment's prompts"):
       batch = self._begin(batch, chats, G, key)
     key = sharding.key_beside(self.batch_sharding, key)
     prompts = Prompts(batch["tokens"], batch["length"])
@@ -275,7 +275,7 @@ class Conversations:
       lengths, finish = multihost.to_host((samples.lengths, samples.finish))
       is_new = (column >= before[:, None]) & (column < lengths[:, None])
       turns[is_new & active[:, None]] = turn
-      with clock:
+      with clock, Progress(f"{line}, the environment's answers"):
         is_read = (finish == STOPPED) & (turn < self.max_turns)
         ids, goes_on = answers.wait(is_read)
       turn_rewards.append(

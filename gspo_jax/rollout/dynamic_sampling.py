@@ -21,7 +21,7 @@ from gspo_jax.rollout.batch import (
   group_rows,
   sampled_tokens,
 )
-from gspo_jax.rollout.scoring import ComputedRewards, Rewards
+from gspo_jax.rollout.scoring import ComputedRewards, Rewards, wait_scored
 from gspo_jax.sampler.functions import MergeGroups
 
 
@@ -30,6 +30,8 @@ def sample_until_mixed(
   merge_groups: MergeGroups,
   *,
   rounds: int,
+  max_failed: float = 1.0,
+  of: str = "dynamic sampling",
 ) -> tuple[ScoredSamples, list[RolloutCost]]:
   """Samples batches until P groups have mixed rewards, at most `rounds`.
 
@@ -40,6 +42,8 @@ def sample_until_mixed(
       in every round.
     merge_groups: jitted.
     rounds: the maximum number of batches, at least 1.
+    max_failed: as for `wait_scored`, of the responses of all rounds.
+    of: what is sampled, for the log.
 
   Returns:
     P groups, the first ones with mixed rewards and then the first others; and
@@ -47,7 +51,7 @@ def sample_until_mixed(
   """
   kept, costs = None, []
   for i in range(rounds):
-    if costs and kept.rewards.result().mixed_groups.all():
+    if i and kept.rewards.result().mixed_groups.all():
       break
     new = sample(i)
     costs.append(
@@ -58,6 +62,9 @@ def sample_until_mixed(
         new.samples.slot_steps,
       )
     )
+    if rounds > 1:
+      size = rounds * new.rewards.size
+      wait_scored([x.rewards for x in costs], max_failed, of=of, size=size)
     kept = _merge(kept, new, merge_groups) if i else new
   return kept, costs
 

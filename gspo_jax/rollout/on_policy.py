@@ -49,6 +49,8 @@ class OnPolicy:
       lambda i: self._sample(params, step, jax.random.fold_in(rng, i)),
       self._merge_groups,
       rounds=self._rounds,
+      max_failed=self._context.max_failed,
+      of=f"iteration {step}",
     )
     return RolloutBatch(
       samples,

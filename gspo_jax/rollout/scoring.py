@@ -2,18 +2,26 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from gspo_jax.data.tokenizers.base import Tokenizer
-from gspo_jax.rewards.pool import Response, RewardPool, too_many
+from gspo_jax.rewards.pool import (
+  Response,
+  RewardPool,
+  allowed_failures,
+  too_many,
+)
 from gspo_jax.runtime import multihost
+from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.samples import STOPPED, FinishedResponse, Samples
 from gspo_jax.sampler.stop_strings import StopStrings, response_text
 
 _MAX_REASONS = 3  # for failures, of this host
+_TICK = 0.25  # seconds between two looks at how many failed
 
 
 class Rewards(NamedTuple):
@@ -51,12 +59,29 @@ class PendingRewards:
     scores: `rewards.pool.Pending`, the scores of these rows in parts.
     group_size: G.
     like: [P * G], any array with the sharding of the responses.
+
+  Attributes:
+    size: P * G.
   """
 
   def __init__(self, rows, scores, group_size: int, like: jax.Array):
     self._rows, self._scores = rows, scores
     self._group_size, self._like = group_size, like
+    self.size, self._waits = like.size, True
     self._rewards: Rewards | None = None
+
+  def unfinished(self) -> list[futures.Future]:
+    """One for each part of this host's responses that is not scored yet."""
+    return [x.calls for x in self._scores if not x.calls.done()]
+
+  def counts(self) -> tuple[int, int, int]:
+    """This host's responses, those scored so far, and of them those failed."""
+    counts = [each.counts() for each in self._scores]
+    return len(self._rows), *map(sum, zip(*counts, strict=True))
+
+  def give_up(self) -> None:
+    """From now on `result` waits for no response of this host."""
+    self._waits = False
 
   def result(self) -> Rewards:
     """Waits for the rewards of all hosts; call it on every host."""
@@ -65,7 +90,7 @@ class PendingRewards:
     return self._rewards
 
   def _compute(self) -> Rewards:
-    scores = [each.result() for each in self._scores]
+    scores = [each.result(wait=self._waits) for each in self._scores]
     reasons = itertools.chain(*(each.reasons for each in scores))
     parts = {}
     for each in scores:
@@ -94,6 +119,19 @@ class ComputedRewards(NamedTuple):
   """Computed rewards, with the interface of `PendingRewards`."""
 
   rewards: Rewards
+
+  @property
+  def size(self) -> int:
+    """P * G."""
+    return self.rewards.total.size
+
+  def unfinished(self) -> list[futures.Future]:
+    """As `PendingRewards.unfinished`: none."""
+    return []
+
+  def counts(self) -> tuple[int, int, int]:
+    """As `PendingRewards.counts`, of all hosts."""
+    return self.size, self.size, int(self.rewards.failed.sum())
 
   def result(self) -> Rewards:
     """The rewards."""
@@ -234,24 +272,60 @@ def score_responses(
   return PendingRewards(list(responses), scores, group_size, like)
 
 
-def require_scored(rewards: Sequence[Rewards], most: float, *, of: str) -> None:
-  """Stops every process if too many responses could not be scored.
+def wait_scored(
+  pending: Sequence[PendingRewards | ComputedRewards],
+  most: float,
+  *,
+  of: str,
+  size: int = 0,
+) -> list[Rewards]:
+  """Waits for rewards; stops every process if too many of them failed.
+
+  It waits no longer once that is certain: a reward that always runs into its
+  time limit would cost that limit for each response. Each host counts its own
+  responses, so where there are many it may have to wait for all.
 
   Args:
-    rewards: of all responses.
+    pending: rewards of responses.
     most: `reward.max_failed`, the share that may fail.
     of: what was sampled, for the error.
+    size: how many responses there can be in all; 0: those of `pending`.
 
   Raises:
     multihost.AgreedError: more than that share of them failed, or all.
   """
-  failed = np.concatenate([each.failed for each in rewards])
+  size = size or sum(each.size for each in pending)
+  _wait(pending, allowed_failures(most, size), of)
+  rewards = [each.result() for each in pending]
   # `failed` is the same on every process; each has its own reasons.
-  if wrong := too_many(failed, most, of=of):
+  count = sum(int(each.failed.sum()) for each in rewards)
+  if wrong := too_many(count, size, most, of=of):
     local = [reason for each in rewards for reason in each.reasons]
     every = multihost.allgather_text(local[0] if local else "")
     reason = next(filter(None, every))
     raise multihost.AgreedError(f"{wrong}; the first reason: {reason}")
+  return rewards
+
+
+def _wait(pending, allowed: int, of: str) -> None:
+  """Until all is scored on this host, or more failed than are allowed."""
+  rows, before, failed = _counts(pending)
+  with Progress(f"scoring {of}", rows, "responses", done=before) as progress:
+    while waiting := [x for each in pending for x in each.unfinished()]:
+      if failed > allowed:
+        for each in pending:
+          each.give_up()
+        return
+      futures.wait(waiting, _TICK)
+      _, scored, failed = _counts(pending)
+      progress.advance(scored - before)
+      before = scored
+
+
+def _counts(pending) -> list[int]:
+  """The sums of `counts`."""
+  counts = [each.counts() for each in pending]
+  return [sum(column) for column in zip(*counts, strict=True)]
 
 
 def pay_failures_least(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scored import scored
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.tasks import Chain
@@ -100,7 +101,7 @@ class FailingPool:
     failed = np.array(["wrong" in response.text for response in responses])
     zeros = np.zeros(len(failed), np.float32)
     scores = Scores(zeros, {"broken": zeros}, failed, ("why", "and why"))
-    return SimpleNamespace(result=lambda: scores)
+    return scored(scores)
 
 
 def test_it_stops_where_too_many_responses_fail():

@@ -1,5 +1,6 @@
 """What identifies a run, and how it names a mistaken reward."""
 
+import os
 from types import SimpleNamespace
 
 import jax
@@ -112,6 +113,28 @@ def test_every_iteration_has_its_keys():
   rng = jax.random.key(0)
   keys = [k for step in (1, 2) for k in iteration_keys(rng, step)]
   assert len({tuple(jax.random.key_data(k).tolist()) for k in keys}) == 4
+
+
+def test_programs_of_the_policy_can_read_no_file_of_the_run(
+  debug_config, tmp_path, monkeypatch
+):
+  library = os.path.dirname(os.__file__)
+  check = lambda: experiment._require_hidden(
+    parse(debug_config).data, str(workdir)
+  )
+  workdir = tmp_path
+  check()
+  debug_config.data.source = f"jsonl:x, jsonl:{library}/train.jsonl"
+  with pytest.raises(UserError, match=r"^data.source: .*outside of /"):
+    check()
+  debug_config.data.source = "jsonl:x"
+  workdir = f"{library}/json"
+  with pytest.raises(UserError, match=r"^--workdir: .*outside of /"):
+    check()
+  workdir = tmp_path
+  monkeypatch.chdir(library)
+  with pytest.raises(UserError, match=r"^the current folder: .*outside of /"):
+    check()
 
 
 def test_a_mistaken_reward_is_named_with_its_key(debug_config):

@@ -38,6 +38,26 @@ def fenced(*programs):
       (fenced(ADD).replace("```python", fence), PAIRS)
       for fence in ("```py", "```python3", "```Python", "``` python", "```")
     ),
+    *(
+      (fenced(ADD).replace("```python", fence), PAIRS)
+      for fence in (
+        '```python title="a.py"',
+        "```python:main.py",
+        "```{python}",
+        "``` {.python .numberLines}",
+        "```python,linenos",
+        "```python3.11",
+        "```Python 3",
+        "```pypy3",
+        "1. ```python",
+        "Code: ```python",
+      )
+    ),
+    (f"~~~python\n{ADD}\n~~~", PAIRS),
+    (f"````python\nx = '''\n```\n'''\n{ADD}\n````", PAIRS),
+    (f"~~~python\nx = '''\n```python\n'''\n{ADD}\n~~~~", PAIRS),
+    ("- ```python\n  a, b = 1, 2\n  if a:\n    print(3)\n  ```", ROWS),
+    (fenced(ADD) + "Not ```python``` and not ~~~ alone.", PAIRS),
     (f"```text\nIt adds.\n```\n```\n{ADD}\n```\n```out\n3\n```", PAIRS),
     (
       fenced("print(input())"),
@@ -65,6 +85,9 @@ def test_right(passes, response, reference):
     (ADD, PAIRS),
     (f"```c\n{ADD}\n```", PAIRS),
     (f"```python2\n{ADD}\n```", PAIRS),
+    (f"````python\n{ADD}\n```", PAIRS),
+    (f"~~~python\n{ADD}\n```", PAIRS),
+    (f"The end: ```\n{ADD}\n```", PAIRS),
     (f"```python\n{ADD}\n", PAIRS),
     (fenced(ADD) + f"```python\n{ADD}", PAIRS),
     (fenced(ADD, "print(3)"), PAIRS),

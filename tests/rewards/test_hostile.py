@@ -7,13 +7,13 @@ beside all others. `FAILED` is reward 0 and counted as failed.
 import json
 import os
 import platform
-import socket
 import time
 
 import pytest
+from processes import commands
 
 from gspo_jax import rewards
-from gspo_jax.rewards import sandbox, seccomp
+from gspo_jax.rewards import sandbox_files, seccomp
 from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.runtime.errors import UserError
 
@@ -204,31 +204,20 @@ CODE = {
   "a megabyte of comment": ("print('refused')\n#" + "x" * MEGABYTE, 1),
   "parentheses 100,000 deep": ("(" * 100_000 + ")" * 100_000, 0),
   "input that is not there": (safely("input()", "EOFError"), 1),
-  "network: this machine": (
-    safely(
-      "import socket\nsocket.create_connection(('127.0.0.1', PORT), 2)\n"
-      "print('connected')"
-    ),
+  "network: no socket, of any family": (
+    "import socket\nmade = []\nfor family in range(64):\n"
+    "  for kind in (1, 2, 3, 5):\n"
+    "    try: socket.socket(family, kind); made.append((family, kind))\n"
+    "    except PermissionError: pass\n"
+    "print('refused' if not made else made)",
     1,
   ),
-  "network: others": (
-    safely("import socket\nsocket.create_connection(('8.8.8.8', 53), 1)"),
+  "network: a pair of another family": (
+    safely("import socket\nsocket.socketpair(socket.AF_INET)"),
     1,
   ),
-  "network: names": (
-    safely("import socket\nsocket.getaddrinfo('example.com', 80)"),
-    1,
-  ),
-  "network: interfaces": (
-    "import socket\nnames = [n for _, n in socket.if_nameindex()]\n"
-    "print('refused' if set(names) <= {'lo'} else names)",
-    1,
-  ),
-  "an abstract socket of the host": (
-    safely(
-      "import socket\ns = socket.socket(socket.AF_UNIX)\n"
-      "s.connect('\\0ABSTRACT')\nprint('connected')"
-    ),
+  "an event loop, which has a pair of sockets": (
+    "import asyncio\nasyncio.run(asyncio.sleep(0.01))\nprint('refused')",
     1,
   ),
   "files: of the system": (
@@ -237,6 +226,28 @@ CODE = {
   ),
   "files: of the home folder and here": (
     opens("HOME/.bashrc", "HOME/.ssh/id_rsa", "HOME/.profile", "SECRET"),
+    1,
+  ),
+  "files: all that there are": (
+    "import os, re\nlibrary = os.path.dirname(os.__file__) + '/'\n"
+    "own = ['/program.py', 'PYTHON', '/etc/ld.so.cache']\n"
+    "own += ['/dev/null', '/dev/stdin']\n"
+    "other = [os.path.join(folder, name)\n"
+    "  for folder, _, names in os.walk('/') for name in names]\n"
+    "other = [path for path in other if '-packages/' in path or not (\n"
+    "  path.startswith((library, '/usr/share/zoneinfo/')) or path in own\n"
+    "  or re.search(r'[.]so[.0-9]*$', path))]\n"
+    "print('refused' if not other else other)",
+    1,
+  ),
+  "files: the null device": (
+    "import os, sys\nsys.stderr = open(os.devnull, 'w')\n"
+    "print('x', file=sys.stderr)\nprint(open(os.devnull).read() + 'refused')",
+    1,
+  ),
+  "modules that need libraries": (
+    "import bz2, ctypes, decimal, lzma, sqlite3, ssl, zlib\n"
+    "sqlite3.connect(':memory:').execute('select 1')\nprint('refused')",
     1,
   ),
   "files: of processes": (
@@ -353,6 +364,27 @@ CODE = {
     "print('refused' if not held else held)",
     1,
   ),
+  "memory: of the kernel, for sockets": (
+    "import socket\nheld, sent = [], 0\n"
+    "try:\n  while True:\n"
+    "    held += socket.socketpair()\n"
+    "    for one in held[-2:]:\n"
+    "      one.setblocking(False)\n"
+    "      try: one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)\n"
+    "      except OSError: pass\n"
+    "      try:\n        while True: sent += one.send(bytes(1 << 16))\n"
+    "      except BlockingIOError: pass\n"
+    "except OSError: pass\n"
+    "print('refused' if sent < 32 << 20 else sent)",
+    1,
+  ),
+  "memory: of the kernel, for sockets in sockets": (
+    safely(
+      "import socket\na, b = socket.socketpair()\n"
+      "socket.send_fds(a, [b'x'], [b.fileno()])\nprint('sent')"
+    ),
+    1,
+  ),
   "memory: of more processes": (
     safely(
       "import os, time\nfor _ in range(8):\n"
@@ -422,24 +454,15 @@ def fenced(program):
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-  """Targets of the programs: a port, a socket, a file, a variable."""
+  """Targets of the programs: a file and a variable."""
   secret = tmp_path_factory.mktemp("host") / "secret"
   secret.write_text("secret")
-  name = f"gspo-{os.getpid()}"
-  with (
-    socket.create_server(("127.0.0.1", 0)) as server,
-    socket.socket(socket.AF_UNIX) as abstract,
-    pytest.MonkeyPatch.context() as patch,
-  ):
-    abstract.bind("\0" + name)
-    abstract.listen()
+  with pytest.MonkeyPatch.context() as patch:
     patch.setenv("GSPO_TOKEN", "secret")
     yield {
-      "PORT": str(server.getsockname()[1]),
-      "ABSTRACT": name,
       "HOME": os.path.expanduser("~"),
       "SECRET": str(secret),
-      "PYTHON": sandbox.PYTHON,
+      "PYTHON": sandbox_files.PYTHON,
     }
 
 
@@ -520,16 +543,6 @@ def test_programs_leave_nothing_running(code):
   while left := [c for c in commands() if str(MEMORY << 20) in c]:
     assert time.monotonic() < end, left
     time.sleep(0.05)
-
-
-def commands():
-  """Command lines of all processes of this machine."""
-  for pid in filter(str.isdigit, os.listdir("/proc")):
-    try:
-      with open(f"/proc/{pid}/cmdline") as file:
-        yield file.read().replace("\0", " ")
-    except OSError:
-      pass
 
 
 def test_the_corpus_is_large_enough():

@@ -47,6 +47,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
       self.end_headers()
     elif act == "hangup" and tries == 1:
       self.close_connection = True
+    elif act == "echo":
+      said = f"no {self.headers['Authorization']}"
+      self.answer(int(rest[0]), said.encode())
     elif act == "odd":
       self.answer(200, b'{"no": "choices"}')
     else:
@@ -113,10 +116,35 @@ def ask(server, template, response, *, level=3, **options):
     ("Step 3 has score 2, step 4 none. Score: 0", 0.0),
     ("<think>A score of 3? Score: 3</think> Score: 10", 1.0),
     ("<think>2 or 3</think>8", 0.8),
+    ("Score (0-10): 7", 0.7),
+    ("My score (0-10): **9**/10", 0.9),
+    ("Score (10 max): 7", 0.7),
+    ("Score [1-10] : 7", 0.7),
+    ("Score /10: 7", 0.7),
+    ("Score out of 10: 7", 0.7),
+    ("It deserves 7 out of 10.", 0.7),
+    ('{"score": 7, "errors": 2}', 0.7),
+    ("Score: 7 - 2 steps are wrong", None),
+    ("Score: 7, for 2 steps are wrong", 0.7),
+    ("Score: 1e-1", None),
+    ("Score: 7e-1", None),
+    ("Score: 7-8", None),
+    ("Score: 7 or 8", None),
+    ("Score: 7%", None),
+    ("Score: 7/100", None),
+    ("Score (0-100): 7", None),
+    ("Score: good, after a score of 3 before", None),
+    ("Score (0-10) 7", None),
+    ("7 or 8", None),
+    ("7 for 3 steps of 4", None),
   ],
 )
-def test_the_score_of_a_reply(server, template, reply, expected):
-  assert ask(server, template, f"say {reply}") == pytest.approx(expected)
+def test_the_score_of_a_reply(reply, expected):
+  if expected is None:
+    with pytest.raises(judge.JudgeError, match=r"^url: expected "):
+      judge._read_score("url", reply, 10.0)
+  else:
+    assert judge._read_score("url", reply, 10.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +212,24 @@ def test_what_the_server_is_asked(server, template, monkeypatch):
     "content": "P {level} R 0..1 3\nsay 0.25\n",
   }
   assert body == {"model": "m", "temperature": 0.5, "max_tokens": 9}
+
+
+@pytest.mark.parametrize("response", ["echo 401", "echo 200"])
+def test_the_key_is_in_no_error(server, template, monkeypatch, response):
+  """Not with the line break of a file, and not where the server quotes it."""
+  monkeypatch.setenv("JUDGE_KEY", "sk-secret\n")
+  with pytest.raises(judge.JudgeError, match=r"Bearer \.\.\.") as error:
+    ask(server, template, response, key_variable="JUDGE_KEY")
+  assert server.requests[0][1] == "Bearer sk-secret"
+  assert "secret" not in str(error.value)
+
+
+def test_a_key_that_is_no_header_is_not_printed(server, monkeypatch):
+  monkeypatch.setenv("JUDGE_KEY", "sk-secret\nX: y")
+  spec = f"judge:url={server.url},model=m,key_variable=JUDGE_KEY"
+  with pytest.raises(UserError, match=r"visible ASCII.*got JUDGE_KEY") as error:
+    rewards.named(spec)
+  assert "secret" not in str(error.value)
 
 
 def test_no_key_is_sent_unless_it_is_named(server, template, monkeypatch):

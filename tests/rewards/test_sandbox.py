@@ -1,10 +1,12 @@
 """The sandbox: the output of a program, and no program without a sandbox."""
 
 import os
+import time
 
 import pytest
+from processes import commands
 
-from gspo_jax.rewards import sandbox
+from gspo_jax.rewards import sandbox, sandbox_files
 from gspo_jax.runtime.errors import UserError
 
 
@@ -34,6 +36,39 @@ def test_output_of_a_program(bwrap):
 def test_input_of_megabytes_that_is_not_read(bwrap):
   assert run("print(1)", "x" * 5_000_000) == "1\n"
   assert run("print(len(input()))", "x" * 5_000_000) == "5000000\n"
+
+
+def test_stdin_has_a_path_too(bwrap):
+  program = "print(input())\nprint(open('/dev/stdin').read())"
+  assert run(program, "a\nb\n") == "a\na\nb\n\n"
+
+
+def test_a_sandbox_that_is_ended_while_it_starts_is_gone(bwrap):
+  memory = 200 + os.getpid() % 1000  # MiB, by which processes are found
+  for i in range(40):
+    seconds = i / 500
+    sandbox.run("", "", seconds=seconds, memory=memory, max_output=1)
+  time.sleep(0.2)  # of those that were killed
+  assert [c for c in commands() if str(memory << 20) in c] == []
+
+
+@pytest.mark.parametrize(
+  ("path", "is_hidden"),
+  [
+    (os.path.dirname(os.__file__), False),
+    (os.path.dirname(os.__file__) + "/json/train.jsonl", False),
+    (os.path.dirname(os.__file__) + "/site-packages/train.jsonl", True),
+    (os.path.dirname(os.__file__) + "/../train.jsonl", True),
+    ("train.jsonl", True),
+    ("/usr/src/app", True),
+  ],
+)
+def test_files_that_programs_could_read_are_an_error(path, is_hidden):
+  if is_hidden:
+    sandbox_files.require_hidden("--workdir", path)
+  else:
+    with pytest.raises(UserError, match=r"^--workdir: .*outside of /"):
+      sandbox_files.require_hidden("--workdir", path)
 
 
 def test_the_program_is_the_main_module_and_knows_no_launcher(bwrap):

@@ -22,6 +22,7 @@ HARMLESS = {
   "aarch64": (63, 64, 222, 215, 214, 98, 94, 221, 278, 134, 73),
 }
 CLONE = {"x86_64": 56, "aarch64": 220}
+SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 # What the C library asks for: a thread, and fork.
 THREAD, FORK = 0x003D0F00, 0x01200011
 
@@ -52,7 +53,8 @@ def filtered(machine, number, first=0, arch=None):
 def test_calls_are_refused_by_name_and_others_allowed(machine):
   row = list(MACHINES).index(machine)
   refused = {numbers[row] for numbers in seccomp.REFUSED.values()} - {None}
-  for number in set(range(600)) - {CLONE[machine], 435}:
+  by_argument = {CLONE[machine], SOCKETPAIR[machine], 435}
+  for number in set(range(600)) - by_argument:
     expected = NO_PERMISSION if number in refused else ALLOWED
     assert filtered(machine, number) == expected
   assert not refused & set(HARMLESS[machine])
@@ -70,6 +72,14 @@ def test_threads_start_and_processes_do_not(machine):
   if machine == "x86_64":
     for number in (57, 58):  # fork and vfork
       assert filtered(machine, number) == NO_PERMISSION
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_pairs_of_unix_sockets_are_the_only_sockets(machine):
+  for family in range(64):
+    expected = ALLOWED if family == 1 else NO_PERMISSION
+    assert filtered(machine, SOCKETPAIR[machine], family) == expected
+  assert "socket" in seccomp.REFUSED
 
 
 def test_calls_of_other_machines_end_the_program():

@@ -13,6 +13,7 @@ from gspo_jax.rewards.pool import Response
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.scoring import Rewards
+from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import Samples, merge_groups
 
 P, G = 4, 3
@@ -30,8 +31,16 @@ class ScriptedRewards:
   Every call of `result` is noted in `computed`.
   """
 
+  size = P * G
+
   def __init__(self, round_, mixed, computed):
     self.round, self.mixed, self.computed = round_, mixed, computed
+
+  def unfinished(self):
+    return []
+
+  def counts(self):
+    return self.size, self.size, 0
 
   def result(self):
     self.computed.append(self.round)
@@ -192,3 +201,14 @@ def test_one_compiled_function_serves_all_rounds():
   sampler = ScriptedSampler(*[(0,) * P] * 4)
   dynamic_sampling.sample_until_mixed(sampler, merge, rounds=4)
   assert merge._cache_size() == 1
+
+
+def test_no_more_batches_once_too_many_rewards_failed():
+  """Those of the third batch fail where they are 1: 6 of 36 responses."""
+  script = [(0,) * P] * 3
+  sample = lambda most: dynamic_sampling.sample_until_mixed(
+    ScriptedSampler(*script), MERGE, rounds=3, max_failed=most, of="it"
+  )
+  sample(6 / 36)
+  with pytest.raises(multihost.AgreedError, match=r"it: 6 of 36 .* at most 5"):
+    sample(5 / 36)

@@ -6,13 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scored import scored
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rewards.pool import RewardPool, Scores
 from gspo_jax.rollout import scoring
-from gspo_jax.rollout.scoring import ResponseDecoder, Rewards, StreamingScorer
-from gspo_jax.runtime import multihost
+from gspo_jax.rollout.scoring import (
+  ComputedRewards,
+  ResponseDecoder,
+  Rewards,
+  StreamingScorer,
+)
+from gspo_jax.runtime import multihost, progress
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.samples import (
   STOPPED,
@@ -129,7 +135,7 @@ class GroupPool:
     self.groups += [texts[i : i + group_size] for i in groups]
     total = np.float32([response.columns["level"] for response in responses])
     scores = Scores(total, {"level": total}, total < 0, ())
-    return SimpleNamespace(result=lambda: scores)
+    return scored(scores)
 
 
 def test_a_group_is_scored_when_its_last_response_finished():
@@ -186,8 +192,7 @@ def test_a_failure_pays_no_better_than_the_worst_of_its_group():
     failed=[False, True, False, False, True, True],
     reasons=(),
   )
-  scores = SimpleNamespace(result=lambda scores=scores: scores)
-  pending = scoring.PendingRewards(range(6), [scores], 3, like)
+  pending = scoring.PendingRewards(range(6), [scored(scores)], 3, like)
   total = [[-1.0, -1.0, 0.5], [1.0, 0.0, -2.0]]
   np.testing.assert_array_equal(pending.result().total, total)
 
@@ -216,5 +221,31 @@ def test_the_error_has_a_reason_of_another_host(monkeypatch):
   with pytest.raises(
     multihost.AgreedError, match=r"it: 8 of 8 .* first reason: theirs$"
   ):
-    scoring.require_scored([rewards], 1.0, of="it")
-  scoring.require_scored([rewards._replace(failed=zeros > 0)], 0.0, of="it")
+    scoring.wait_scored([ComputedRewards(rewards)], 1.0, of="it")
+  rewards = rewards._replace(failed=zeros > 0)
+  scoring.wait_scored([ComputedRewards(rewards)], 0.0, of="it")
+
+
+def test_it_stops_once_too_many_failed_and_prints_how_far_it_is(
+  tmp_path, monkeypatch, capsys
+):
+  """A reward that always takes its time limit, once for each response."""
+  (tmp_path / "slow_reward.py").write_text(
+    "import time\ndef f(prompt, response, reference): time.sleep(60)"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setattr(progress, "SECONDS", 0.3)
+  samples = samples_of(RESPONSES)
+  responses = scoring.decode_responses(samples, batch_of(PROBLEMS), BYTES)
+  with RewardPool(("slow_reward.f",), (1.0,), workers=1, seconds=0.5) as pool:
+    pending = [
+      scoring.score_responses(pool, responses, 3, samples.lengths)
+      for _ in range(2)
+    ]
+    with pytest.raises(
+      multihost.AgreedError,
+      match=r"it: [23] of 12 responses could not be scored, expected at most "
+      r"1 .*reason: slow_reward.f: took over 0.5 s$",
+    ):
+      scoring.wait_scored(pending, 0.1, of="it")
+  assert "scoring it: 1/12 responses in " in capsys.readouterr().out

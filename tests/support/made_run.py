@@ -141,7 +141,8 @@ class _Worker:
 
   def score(self, units):
     one = lambda x: [self._one(reward, x) for reward in self._rewards]
-    return [[one(response) for response in unit] for unit in units]
+    for i, unit in enumerate(units):
+      yield i, [one(response) for response in unit]
 
   def _one(self, reward, response):
     texts = response.prompt, response.text, response.reference
