@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -548,13 +547,12 @@ def _greedy_accuracy(experiment: Experiment, key, params) -> float:
 
 def _health_checks(experiment: Experiment) -> HealthChecks:
   config, c = experiment.config, experiment.config.objective
-  # With off-policy rollouts the gap is also how far the policy has moved.
-  off_policy = config.rollout.is_off_policy
-  method = {} if off_policy else c.method_settings()
   sampling = settings.sampler_config(config, experiment.program.tokenizer)
   return HealthChecks(
+    method=c.name,
+    settings=c.method_settings(),
     minibatches=config.learner.minibatches,
-    clip_low=method.get("clip_low", math.inf),
+    off_policy=config.rollout.is_off_policy,
     recomputed_old_logps=c.old_logps == "recompute",
     # A critic, and a KL in the reward, also teach with equal rewards.
     compares_groups=not c.has_critic and not c.has_kl_in_reward,

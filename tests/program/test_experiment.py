@@ -114,6 +114,21 @@ def test_every_iteration_has_its_keys():
   assert len({tuple(jax.random.key_data(k).tolist()) for k in keys}) == 4
 
 
+def test_a_clip_range_of_another_method_is_named_at_the_start(
+  debug_config, monkeypatch, capsys
+):
+  """Before a cold start, that is."""
+
+  def stop(*_, **__):
+    raise UserError("the program is next")
+
+  monkeypatch.setattr(experiment, "build_program", stop)
+  debug_config.objective.clip_low = 0.2
+  with pytest.raises(UserError, match="the program is next"):
+    experiment.prepare(parse(debug_config), "", None)
+  assert "warning: objective.clip_low=0.2: hardly" in capsys.readouterr().out
+
+
 def test_a_mistaken_reward_is_named_with_its_key(debug_config):
   debug_config.reward.names = ("operator.neg",)
   message = (
