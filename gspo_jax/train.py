@@ -16,6 +16,7 @@ from clu import parameter_overview
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.evaluate import held_out
+from gspo_jax.evaluate.estimators import correct
 from gspo_jax.learner.cold_start import ColdStart, ColdStartConfig
 from gspo_jax.learner.health import HealthChecks, require_finite
 from gspo_jax.learner.packing import RowTokens
@@ -225,9 +226,11 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
     train_batch = learner.add_reference_and_values(state, train_batch)
 
   # Rewards.
+  threshold = config.reward.pass_threshold
   rewards = scored.rewards.result()
   for cost in batch.costs:
-    run.curriculum.record(cost.prompts, cost.rewards.result().correct)
+    first = cost.rewards.result().first
+    run.curriculum.record(cost.prompts, correct(first, threshold))
   for reason in rewards.reasons:
     logging.warning("step %d: no reward for a response: %s", step, reason)
   require_scored(
@@ -542,7 +545,9 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
 
 def _greedy_accuracy(experiment: Experiment, key, params) -> float:
   policy = experiment.program.new_policy(params)
-  return float(held_out.greedy(experiment, policy, key).mean())
+  rewards = held_out.greedy(experiment, policy, key)
+  threshold = experiment.config.reward.pass_threshold
+  return float(correct(rewards, threshold).mean())
 
 
 def _health_checks(experiment: Experiment) -> HealthChecks:
