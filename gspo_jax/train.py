@@ -259,7 +259,9 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
 
   # Metrics.
   metrics |= rollout_metrics(batch, config.rollout, step)
-  metrics |= _time_metrics(clock, batch)
+  # Of the policy; an environment writes tokens, too.
+  length = metrics.get("conversation/policy_tokens", metrics["response/length"])
+  metrics |= _time_metrics(clock, batch, length * len(lengths))
   metrics |= memory_metrics(jax.local_devices()[0])
   if "dynamic_sampling/tokens_discarded_share" in metrics:
     metrics["time/generate_discarded"] = (
@@ -281,18 +283,20 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   return Iteration(state, metrics, distributions, samples)
 
 
-def _time_metrics(clock, batch: RolloutBatch) -> dict[str, float]:
+def _time_metrics(
+  clock, batch: RolloutBatch, trained_tokens: float
+) -> dict[str, float]:
   generate, score, update = np.diff(clock)
-  total, tokens = clock[-1] - clock[0], batch.sampled_tokens
+  total = clock[-1] - clock[0]
   beside = {"time/rollout": batch.seconds} if batch.seconds else {}
   return beside | {
     "time/generate": generate,
     "time/score": score,
     "time/update": update,
     "time/iteration": total,
-    "throughput/sampler_tokens_per_second": tokens
+    "throughput/sampler_tokens_per_second": batch.sampled_tokens
     / (batch.seconds or generate),
-    "throughput/tokens_per_second": tokens / total,
+    "throughput/tokens_per_second": trained_tokens / total,
   }
 
 
