@@ -326,7 +326,7 @@ def test_without_libtpu_it_names_the_extra():
     "from gspo_jax.plan.__main__ import main; main()"
   )
   done = run(*TINY, SLICE, command=("-c", without))
-  assert_a_mistake(done, "pip install 'gspo_jax[plan]'")
+  assert_a_mistake(done, "pip install -e '.[plan]'")
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def test_without_plotly_it_says_what_to_install(run, monkeypatch, capsys):
   with pytest.raises(SystemExit) as end:
     report_main.main()
   assert end.value.code == 2
-  assert "pip install 'gspo_jax[report]'" in capsys.readouterr().err
+  assert "pip install -e '.[report]'" in capsys.readouterr().err
 
 
 def test_a_bad_line_is_named(tmp_path):
