@@ -15,7 +15,7 @@ alternate in one process,
 with as many threads as this process may use cores. The first of each does not
 count; of the others the least time counts, per token: of the responses in
 generation, of prompts and responses in the update. Needs
-`pip install 'gspo_jax[parity]'`.
+`pip install -e '.[parity]'`.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 Forward and backward of the output layer of Qwen3-30B-A3B (D = 2,048, V =
 151,936), bfloat16, compiled by libtpu for v5p; the peaks are the compiler's own
-report. Nothing runs. Needs `pip install 'gspo_jax[plan]'`.
+report. Nothing runs. Needs `pip install -e '.[plan]'`.
 """
 
 import argparse

@@ -14,7 +14,7 @@ counts.
 transformers decodes all responses in one batch, in inference mode: with its
 dynamic or its static cache; experts one after the other ("eager") or by grouped
 products. ("batched_mm" copies the weights of each token's experts: 12 GB here.)
-The best of these counts. Needs `pip install 'gspo_jax[parity]'`.
+The best of these counts. Needs `pip install -e '.[parity]'`.
 """
 
 import argparse

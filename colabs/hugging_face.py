@@ -3,7 +3,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/gspo-jax/gspo_jax/blob/main/colabs/hugging_face.ipynb)
 #
-# Take a checkpoint folder (Qwen3, Qwen3-MoE, Qwen2 or Llama), look at what is
+# Take a checkpoint folder (Qwen3, Qwen2, Llama, OLMoE or Mixtral), look at what is
 # in it, sample a group of responses, evaluate it, train it for two RL steps, and
 # export a folder that `transformers` loads. Name yours below. Without one, a
 # tiny Qwen3-MoE with random weights and a tokenizer of its own is made on the

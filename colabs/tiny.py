@@ -134,7 +134,7 @@ plt.show()
 # ## Before and after
 #
 # The cold start lies in a checkpoint of its own. `build_program` makes the
-# run's own jitted functions: here they response held-out problems with the
+# run's own jitted functions: here they answer held-out problems with the
 # policy from before RL and with the one after it.
 
 # %%

@@ -138,10 +138,13 @@ def get_config() -> ConfigDict:
   c.rollout.max_turns = 8  # responses of a conversation at most
 
   c.reward = ConfigDict()  # what responses are rewarded for
-  # Of gspo_jax/rewards/, or package.module.function; accuracy is the first one,
-  # and the reward is the weighted sum of all.
+  # Of gspo_jax/rewards/, or package.module.function; evaluation is of the first
+  # one, and the reward is the weighted sum of all.
   c.reward.names = ("final_answer",)
   c.reward.weights = (1.0,)  # one each
+  # A response is correct if its first reward is at least this: in pass@k and
+  # majority@k, for `cold_start.gate` and for `data.drop_solved`.
+  c.reward.pass_threshold = 0.5
   c.reward.workers = 2  # processes that compute rewards, on each host
   c.reward.concurrency = 32  # calls of async rewards, at once in a process
   # Time for one call of a reward, on one response or on a group; after it the

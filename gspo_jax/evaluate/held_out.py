@@ -1,11 +1,11 @@
-"""Accuracy on the held-out problems of a run: the metrics `eval/*`."""
+"""Rewards on the held-out problems of a run: the metrics `eval/*`."""
 
 import jax
 import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data import prompt_batch
-from gspo_jax.evaluate.estimators import ladder, pass_at_k
+from gspo_jax.evaluate import estimators
 from gspo_jax.program.experiment import Experiment
 from gspo_jax.rollout.scoring import (
   decode_responses,
@@ -22,27 +22,31 @@ from gspo_jax.sampler.samples import Prompts
 def evaluate(experiment: Experiment, params: model.Params) -> dict[str, float]:
   """`eval/*` of sampled and of greedy responses; always with the same key."""
   sampler, key = experiment.program.sampler, experiment.keys.evaluate
-  samples = experiment.config.eval.samples
-  sampled = correct(experiment, sampler.generate_eval, params, key, samples)
-  return summarize(sampled, greedy(experiment, params, key))
+  config = experiment.config
+  sampled = first_rewards(
+    experiment, sampler.generate_eval, params, key, config.eval.samples
+  )
+  return summarize(
+    sampled, greedy(experiment, params, key), config.reward.pass_threshold
+  )
 
 
 def greedy(
   experiment: Experiment, params: model.Params, key: jax.Array
 ) -> np.ndarray:
-  """[N, 1], whether the greedy responses are correct."""
+  """[N, 1], the first reward of the greedy responses."""
   generate = experiment.program.sampler.generate_greedy
-  return correct(experiment, generate, params, key, 1)
+  return first_rewards(experiment, generate, params, key, 1)
 
 
-def correct(
+def first_rewards(
   experiment: Experiment,
   generate: Generate,
   params: model.Params,
   key: jax.Array,
   group_size: int,
 ) -> np.ndarray:
-  """Whether responses to the N held-out problems are correct, [N, G].
+  """The first reward of responses to the N held-out problems, [N, G].
 
   Args:
     experiment: of the run.
@@ -59,7 +63,7 @@ def correct(
   count, pending = len(problems["problems"]), []
   params = program.sampler.weights(params)
   if experiment.conversations:
-    return _correct_conversations(experiment, generate, params, key)
+    return _of_conversations(experiment, generate, params, key)
   with Progress("evaluation", count * group_size, "responses") as progress:
     for batch in sample_many(
       generate,
@@ -82,11 +86,11 @@ def correct(
       )
   most = experiment.config.reward.max_failed
   rewards = wait_scored(pending, most, of="the held-out problems")
-  return np.concatenate([each.correct for each in rewards])[:count]
+  return np.concatenate([each.first for each in rewards])[:count]
 
 
-def _correct_conversations(experiment, generate, params, key) -> np.ndarray:
-  """As `correct`, of conversations."""
+def _of_conversations(experiment, generate, params, key) -> np.ndarray:
+  """As `first_rewards`, of conversations."""
   problems, size = experiment.held_out, experiment.program.sampler.eval_prompts
   count, rewards = len(problems["problems"]), []
   for i, start in enumerate(range(0, count, size)):
@@ -101,18 +105,23 @@ def _correct_conversations(experiment, generate, params, key) -> np.ndarray:
     rewards.append(done.rewards)
   most = experiment.config.reward.max_failed
   rewards = wait_scored(rewards, most, of="the held-out problems")
-  return np.concatenate([each.correct for each in rewards])[:count]
+  return np.concatenate([each.first for each in rewards])[:count]
 
 
-def summarize(sampled: np.ndarray, greedy: np.ndarray) -> dict[str, float]:
+def summarize(
+  sampled: np.ndarray, greedy: np.ndarray, threshold: float
+) -> dict[str, float]:
   """`eval/*` of rewards [N, n] of sampled and [N, 1] of greedy responses.
 
-  `pass@k` for k = 1, 2, 4, ... and n; with rewards of 0 and 1, `avg@n` is
-  `pass@1`.
+  `pass@k` for k = 1, 2, 4, ... and n, where a reward of at least `threshold` is
+  a pass; with rewards of 0 and 1, `avg@n` is `pass@1`.
   """
-  n = sampled.shape[1]
+  correct, n = estimators.correct(sampled, threshold), sampled.shape[1]
   return {
     f"eval/avg@{n}": float(sampled.mean()),
     "eval/greedy": float(greedy.mean()),
-    **{f"eval/pass@{k}": pass_at_k(sampled > 0.5, k) for k in ladder(n)},
+    **{
+      f"eval/pass@{k}": estimators.pass_at_k(correct, k)
+      for k in estimators.ladder(n)
+    },
   }

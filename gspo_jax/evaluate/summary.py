@@ -15,24 +15,26 @@ from gspo_jax.rewards import numbers
 _LONGEST = 500
 
 
-def summarize(benchmark: Benchmark, records: Sequence[Mapping]) -> dict:
+def summarize(
+  benchmark: Benchmark, records: Sequence[Mapping], threshold: float
+) -> dict:
   """The numbers of a benchmark, as JSON; infinite numbers are None.
 
   Args:
     benchmark: N problems.
     records: N * n responses from `shorten`, those to a problem side by side.
+    threshold: the least score of a correct response, `reward.pass_threshold`.
 
   Returns:
-    `avg`, the mean score, and its standard error; `pass` and `majority` by k,
-    where a response is correct if its score is over 0.5 (no majority where
-    responses cannot vote, as programs cannot); `elo` over the `rated` problems;
-    the shares of responses that were `truncated`, and that `failed`: their
-    reward could not be computed, and they score 0.
+    `avg`, the mean score, and its standard error; `pass` and `majority` by k
+    (no majority where responses cannot vote, as programs cannot); `elo` over
+    the `rated` problems; the shares of responses that were `truncated`, and
+    that `failed`: their reward could not be computed, and they score 0.
   """
   count = len(benchmark.problems)
   table = lambda key: np.array([r[key] for r in records]).reshape(count, -1)
   scores = table("score").astype(np.float64)
-  correct, n = scores > 0.5, scores.shape[1]
+  correct, n = estimators.correct(scores, threshold), scores.shape[1]
   ks = estimators.ladder(n)
   avg, error = estimators.avg(scores)
   rated = [i for i, r in enumerate(benchmark.ratings) if r is not None]
@@ -44,6 +46,7 @@ def summarize(benchmark: Benchmark, records: Sequence[Mapping]) -> dict:
     "samples": n,
     "avg": avg,
     "avg_error": _finite(error),
+    "pass_threshold": threshold,
     "pass": {str(k): estimators.pass_at_k(correct, k) for k in ks},
     "majority": _majority(benchmark.reward, records, correct, ks),
     "elo": _elo(correct[rated], [benchmark.ratings[i] for i in rated]),

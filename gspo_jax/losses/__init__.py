@@ -26,6 +26,7 @@ from gspo_jax.losses.sequence_level import (
   gspo_token_loss,
   rspo_loss,
 )
+from gspo_jax.losses.surrogate import CLIP_LOGS, CLIPPED
 from gspo_jax.losses.terms import Terms, router_log_weight
 from gspo_jax.losses.token_level import (
   cispo_loss,
@@ -38,6 +39,8 @@ from gspo_jax.losses.token_level import (
 from gspo_jax.losses.value import value_loss
 
 __all__ = [
+  "CLIPPED",
+  "CLIP_LOGS",
   "EDGES",
   "Histogram",
   "Mean",

@@ -9,6 +9,19 @@ import jax.numpy as jnp
 from gspo_jax.losses.batch import TokenBatch, sequence_mean, token_mean
 from gspo_jax.losses.metrics import Histogram, Mean, Metrics, Std
 
+# The ratio that a method clips. Methods that are missing have no clip range.
+CLIPPED = {
+  "gspo": "sequence",
+  "gspo_token": "sequence",
+  "grpo": "token",
+  "dr_grpo": "token",
+  "dapo": "token",
+  "ppo": "token",
+  "gmpo": "token",
+  "rspo": "token",
+}
+CLIP_LOGS = ("gmpo", "rspo")  # clip log-ratios; the others clip ratios
+
 
 class Surrogate(NamedTuple):
   """The loss of each token, and where its ratio was clipped.

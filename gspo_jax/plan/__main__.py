@@ -40,7 +40,9 @@ from gspo_jax.program import command
 from gspo_jax.runtime.errors import UserError, complain
 
 _TOPOLOGY = flags.DEFINE_string(
-  "topology", None, "A TPU slice: v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:2x2x1."
+  "topology",
+  None,
+  "A TPU slice: v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:2x2x1; or a type: v5p-128.",
 )
 _SLICES = flags.DEFINE_integer("slices", 1, "How many of them.")
 _FUNCTIONS = flags.DEFINE_list(

@@ -87,6 +87,22 @@ CHIPS = {
 # Chips of the largest slice, from the pages above.
 _LARGEST = {"v5e": 256, "v5p": 6144, "v6e": 256, "tpu7x": 9216}
 
+# Of accelerator types, the names that launch/ takes: the chip, and what each
+# chip counts for, two TensorCores or itself.
+_TYPES = {
+  "v5e": ("v5e", 1),
+  "v5litepod": ("v5e", 1),
+  "v5p": ("v5p", 2),
+  "v6e": ("v6e", 1),
+  "tpu7x": ("tpu7x", 2),
+}
+# Shapes by their chips, of tori of two axes and of less than a cube.
+_FLAT = (
+  *((1, 1), (2, 2), (2, 4), (4, 4)),
+  *((4, 8), (8, 8), (8, 16), (16, 16)),
+)
+_UNDER_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
@@ -104,11 +120,14 @@ class Slice:
 
 
 def parse(topology: str) -> Slice:
-  """Parses a topology such as `v5p:4x4x4`.
+  """Parses a topology such as `v5p:4x4x4`, or an accelerator type, `v5p-128`.
 
   Raises:
     UserError: an unknown chip, or a shape that a slice of it cannot have.
   """
+  family, _, count = topology.partition("-")
+  if family in _TYPES and count.isdecimal():
+    return _of_type(topology, family, int(count))
   kind, _, sizes = topology.partition(":")
   if kind not in CHIPS:
     raise UserError(f"--topology={topology!r}: {nearest(kind, CHIPS)}")
@@ -125,7 +144,43 @@ def parse(topology: str) -> Slice:
       f"--topology={topology!r}: {math.prod(shape)} chips, but a slice of "
       f"{kind} has at most {_LARGEST[kind]}; use --slices for more"
     )
+  if any(n > 1 and n % 2 for n in shape[:2]):
+    even = Slice(kind, (*(max(n - n % 2, 1) for n in shape[:2]), *shape[2:]))
+    raise UserError(
+      f"--topology={topology!r}: expected 1 or even numbers as the first two "
+      f"sizes, for a host has 2x2 chips; the next smaller one is {even}"
+    )
   return Slice(kind, shape)
+
+
+def _of_type(topology: str, family: str, count: int) -> Slice:
+  """The slice of an accelerator type; that of cubes is as compact as can be."""
+  kind, a_chip = _TYPES[family]
+  has_cubes, whole = CHIPS[kind].cubes, 64 * a_chip  # of a cube
+  shapes = _UNDER_A_CUBE if has_cubes else _FLAT
+  sizes = {math.prod(shape) * a_chip: shape for shape in shapes}
+  if count in sizes:
+    return Slice(kind, sizes[count])
+  largest = _LARGEST[kind] * a_chip
+  if has_cubes and count % whole == 0 and 0 < count <= largest:
+    return Slice(kind, _compact(count // whole))
+  more = f", or a multiple of {whole} up to {largest}" if has_cubes else ""
+  counted = "TensorCores" if a_chip == 2 else "chips"
+  raise UserError(
+    f"--topology={topology!r}: expected {family}- and a number of {counted}: "
+    f"{', '.join(map(str, sizes))}{more}"
+  )
+
+
+def _compact(cubes: int) -> tuple[int, ...]:
+  """The shape of so many cubes of 4x4x4 chips, its longest axis the least."""
+  shapes = (
+    (a, b, cubes // (a * b))
+    for a in range(1, cubes + 1)
+    for b in range(a, cubes // a + 1)
+    if cubes % (a * b) == 0 and cubes // (a * b) >= b
+  )
+  return tuple(4 * n for n in min(shapes, key=lambda shape: shape[::-1]))
 
 
 @dataclasses.dataclass(frozen=True)

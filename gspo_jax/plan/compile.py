@@ -17,7 +17,7 @@ from jax.experimental import topologies
 
 from gspo_jax.plan.chips import Slice
 from gspo_jax.plan.hlo import module as hlo_module
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, install
 from gspo_jax.runtime.multihost import NO_TPU
 
 # No query to a metadata server, no lock against a second process, and only
@@ -88,7 +88,7 @@ def prepare() -> str:
   """
   if importlib.util.find_spec("libtpu") is None:
     raise UserError(
-      "libtpu, the TPU compiler, is not installed: pip install 'gspo_jax[plan]'"
+      f"libtpu, the TPU compiler, is not installed: {install('plan')}"
     )
   os.environ.update(_ENVIRONMENT)
   jax.config.update("jax_platforms", "cpu")  # do not open a local TPU

@@ -90,8 +90,21 @@ def plan(
 
 
 def _analyze(functions, config, program, where) -> dict:
-  """The reports of those functions that the program has."""
+  """The reports of those functions that the program has.
+
+  Raises:
+    UserError: it lacks one of some that were chosen.
+  """
   lowered = lower.functions(config, program)
+  absent = [name for name in functions if name not in lowered]
+  if absent and set(functions) != set(FUNCTIONS):
+    raise UserError(
+      f"--functions={','.join(functions)}: this config has no "
+      f"{' and no '.join(absent)}; choose of {', '.join(lowered)} "
+      "(decode_params and prefill come with continuous_batching.slots, "
+      "reference_and_values with objective.kl_coef or ppo, old_logprobs with "
+      "several learner.minibatches)"
+    )
   results, done = {}, {}
   for name in functions:
     if name not in lowered:  # no reference and no critic, or no pages

@@ -52,6 +52,7 @@ class Choice:
 
 AT_LEAST_1 = Range("at least 1", lambda x: x >= 1)
 ZERO_OR_MORE = Range("0 or more", lambda x: 0 <= x < math.inf)
+FINITE = Range("a finite number", math.isfinite)
 POSITIVE = Range("more than 0", lambda x: 0 < x < math.inf)
 SHARE = Range("0 to 1", lambda x: 0 <= x <= 1)
 UNDER_1 = Range("0 or more, under 1", lambda x: 0 <= x < 1)
@@ -247,6 +248,7 @@ class Reward:
   weights: tuple[float, ...]
   workers: int = checked(AT_LEAST_1)
   concurrency: int = checked(AT_LEAST_1)
+  pass_threshold: float = checked(FINITE)
   seconds: float = checked(POSITIVE)
   max_failed: float = checked(SHARE)
 

@@ -10,6 +10,7 @@ from etils import epath
 from gspo_jax.data import datasets, pipeline
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.tasks import Problem
+from gspo_jax.learner.health import clip_range_warnings
 from gspo_jax.program import load_params
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
@@ -92,6 +93,9 @@ def prepare(
     UserError: the config or the data cannot work as they are.
   """
   _require_hidden(config.data, workdir)
+  objective = config.objective
+  for line in clip_range_warnings(objective.name, objective.method_settings()):
+    multihost.print_once(f"warning: {line}")
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   problems = datasets.load(config)
   for note in problems.notes:

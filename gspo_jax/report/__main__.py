@@ -12,7 +12,7 @@ plotly draws the charts: drag to zoom, double-click to go back, click the camera
 for a PNG file. Of more than 1,000 steps a curve shows the smallest and the
 largest value in each of 500 stretches. The page has plotly.js inside (about
 5 MB), loads nothing from anywhere, and its content security policy forbids the
-browser to do so. Needs `pip install 'gspo_jax[report]'`.
+browser to do so. Needs `pip install -e '.[report]'`.
 
 Exit codes: 0 done; 2 a mistake of the user, in one line.
 """

@@ -75,10 +75,9 @@ SUBJECTS = (
     "Rewards and evaluation",
     (
       Chart(
-        "Held-out accuracy",
-        {"eval/pass@1": "sampled", "eval/greedy": "greedy"},
-        "%",
-        "Problems that are never trained on.",
+        "Held-out reward",
+        {"eval/avg@*": "sampled", "eval/greedy": "greedy"},
+        note="The first reward, of problems that are never trained on.",
       ),
       Chart(
         "Reward",
@@ -97,11 +96,11 @@ SUBJECTS = (
         "One of k is correct",
         {"eval/pass@*": ""},
         "%",
-        "pass@k on the held-out problems.",
+        "pass@k on the held-out problems: correct is a reward of at least "
+        "reward.pass_threshold.",
       ),
       Chart("Parts of the reward", {"reward/*": ""}),
-      Numbers({"eval/avg@*": ""}, "%"),
-      Chart("Evaluation", {"eval/*": ""}, "%", each=True),
+      Chart("Evaluation", {"eval/*": ""}, each=True),
     ),
   ),
   Subject(

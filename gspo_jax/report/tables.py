@@ -62,9 +62,11 @@ class _Result(NamedTuple):
 def _results(run: RunRecord) -> list[_Result]:
   """The main results that the run has written."""
   results = []
+  average = next((m for m in run.scalars if m.startswith("eval/avg@")), "")
   for label, metric, unit in (
+    ("avg@n, held out", average, ""),
+    ("greedy, held out", "eval/greedy", ""),
     ("pass@1, held out", "eval/pass@1", "%"),
-    ("greedy, held out", "eval/greedy", "%"),
     ("reward", "reward/mean", ""),
     ("length", "response/length", "tokens"),
   ):

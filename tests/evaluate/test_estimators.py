@@ -188,7 +188,7 @@ def test_elo_covers_the_rating_of_a_simulated_solver():
 def test_summary():
   sampled = np.float32([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
   greedy = np.float32([[1], [1], [0]])
-  row = held_out.summarize(sampled, greedy)
+  row = held_out.summarize(sampled, greedy, 0.5)
   assert row == {
     "eval/pass@1": pytest.approx(5 / 12),
     "eval/avg@4": pytest.approx(5 / 12),
@@ -197,8 +197,19 @@ def test_summary():
     "eval/pass@4": pytest.approx(2 / 3),
     "eval/greedy": pytest.approx(2 / 3),
   }
-  assert set(held_out.summarize(greedy, greedy)) == {
+  assert set(held_out.summarize(greedy, greedy, 0.5)) == {
     "eval/pass@1",
     "eval/avg@1",
     "eval/greedy",
   }
+
+
+@pytest.mark.parametrize(
+  ("threshold", "passes"), [(0.7, 2 / 4), (0.71, 1 / 4), (-1.0, 1.0)]
+)
+def test_a_pass_is_a_reward_of_at_least_the_threshold(threshold, passes):
+  """0.7 in float32 is under 0.7 in float64."""
+  sampled = np.float32([[0.7, 1.5], [0.3, -1]])
+  row = held_out.summarize(sampled, sampled[:, :1], threshold)
+  assert row["eval/pass@1"] == passes
+  assert row["eval/avg@2"] == pytest.approx(0.375)

@@ -41,7 +41,7 @@ def experiment(pool, batch, max_failed=0.5, **functions):
   )
   config = SimpleNamespace(
     eval=SimpleNamespace(samples=2),
-    reward=SimpleNamespace(max_failed=max_failed),
+    reward=SimpleNamespace(max_failed=max_failed, pass_threshold=0.5),
   )
   return SimpleNamespace(
     program=program,
@@ -85,7 +85,9 @@ def samples_of(responses, width=8):
 def test_each_problem_is_evaluated_once(batch, pool):
   solved = [p for i, p in enumerate(PROBLEMS["problems"]) if i in (2, 8, 9)]
   sampler = ScriptedSampler(solved)
-  correct = held_out.correct(experiment(pool, batch), sampler, "params", KEY, 2)
+  correct = held_out.first_rewards(
+    experiment(pool, batch), sampler, "params", KEY, 2
+  )
   right = np.isin(np.arange(10), (2, 8, 9))
   np.testing.assert_array_equal(correct, np.stack([right, 0 * right], 1))
   # One compiled function serves, and no two of its calls share a key.
@@ -106,7 +108,7 @@ class FailingPool:
 
 def test_it_stops_where_too_many_responses_fail():
   """One of two to each of ten; two more problems fill up the last batch."""
-  call = lambda most: held_out.correct(
+  call = lambda most: held_out.first_rewards(
     experiment(FailingPool(), 4, most), ScriptedSampler([]), "params", KEY, 2
   )
   assert call(0.5).shape == (10, 2)
@@ -116,7 +118,7 @@ def test_it_stops_where_too_many_responses_fail():
 
 def test_sampled_and_greedy_responses_have_scalars_of_their_own(monkeypatch):
   monkeypatch.setattr(
-    held_out, "correct", lambda experiment, generate, *rest: generate
+    held_out, "first_rewards", lambda experiment, generate, *rest: generate
   )
   run = experiment(
     None,

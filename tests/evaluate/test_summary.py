@@ -47,7 +47,7 @@ RECORDS = [
 
 
 def test_the_numbers_of_a_benchmark():
-  found = summary.summarize(benchmark(), RECORDS)
+  found = summary.summarize(benchmark(), RECORDS, 0.5)
   assert found == {
     "set": "Mine",
     "reward": "math",
@@ -56,6 +56,7 @@ def test_the_numbers_of_a_benchmark():
     "samples": 2,
     "avg": 0.5,
     "avg_error": 0.0,
+    "pass_threshold": 0.5,
     "pass": {"1": 0.5, "2": 1.0},
     # A tie, and a problem where one of two responses has no vote.
     "majority": {"1": 0.5, "2": 0.75},
@@ -70,13 +71,13 @@ def test_the_numbers_of_a_benchmark():
 def test_programs_have_no_majority_but_an_elo():
   many = benchmark(3, "code", [1000, None, 1000.0])
   rows = RECORDS + RECORDS[1:3]  # of the third, none is right
-  found = summary.summarize(many, rows)
+  found = summary.summarize(many, rows, 0.5)
   assert found["majority"] is None
   assert found["rated"] == 2
   # One response in four, of those to the two problems with a rating.
   assert found["elo"]["bounded"] is False
   assert found["elo"]["rating"] == pytest.approx(1000 - 400 * 0.4771, abs=0.1)
-  none = summary.summarize(benchmark(1, "code", [1000]), RECORDS[1:3])
+  none = summary.summarize(benchmark(1, "code", [1000]), RECORDS[1:3], 0.5)
   assert (none["elo"]["low"], none["elo"]["bounded"]) == (None, True)
   assert none["avg_error"] is None  # one problem has no spread
   json.dumps([found, none], allow_nan=False)
@@ -121,28 +122,28 @@ def test_correct_results_are_one_vote_however_they_are_written():
   rows = [record(rf"\boxed{{{text}}}", right) for text, right in
           [(r"\frac{1}{2}", 1.0), ("0.5", 1.0), ("2^{-1}", 1.0), ("3", 0.0),
            ("3", 0.0)]]  # fmt: skip
-  found = summary.summarize(benchmark(1), rows)
+  found = summary.summarize(benchmark(1), rows, 0.5)
   assert found["majority"]["5"] == 1.0
   # One of two equal texts could not be scored: their vote is worth half.
   rows = [record(r"\boxed{1}", 1.0), record(r"\boxed{1}", 0.0, failed=True)]
-  found = summary.summarize(benchmark(1), rows)
+  found = summary.summarize(benchmark(1), rows, 0.5)
   assert found["majority"]["2"] == 0.5
 
 
 def test_rewards_with_arguments():
   many = benchmark(reward="math:strict=1")
-  assert summary.summarize(many, RECORDS)["majority"] is not None
+  assert summary.summarize(many, RECORDS, 0.5)["majority"] is not None
   rows = [record("", 1.0, reward="code:total=20")] * 4
   code = benchmark(reward="code:total=20")
-  assert summary.summarize(code, rows)["majority"] is None
+  assert summary.summarize(code, rows, 0.5)["majority"] is None
 
 
 def test_the_table():
   rated = benchmark(3, "code", [1000, None, 1000], skipped={"no tests": 4})
   text = summary.render(
     [
-      summary.summarize(benchmark(), RECORDS),
-      summary.summarize(rated, RECORDS[1:3] * 3),
+      summary.summarize(benchmark(), RECORDS, 0.5),
+      summary.summarize(rated, RECORDS[1:3] * 3, 0.5),
     ]
   )
   lines = [line.split() for line in text.splitlines()]

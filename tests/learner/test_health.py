@@ -6,11 +6,18 @@ import pytest
 
 from gspo_jax import train
 from gspo_jax.data import tokenizers
-from gspo_jax.learner.health import HealthChecks, require_finite
+from gspo_jax.learner.health import (
+  HealthChecks,
+  clip_range_warnings,
+  require_finite,
+)
+from gspo_jax.learner.objective import METHODS
 from gspo_jax.program.config import parse
 
 HEALTHY = {
   "ratio/moved": 0.5,
+  "ratio/sequence_std": 2e-4,
+  "clip_frac/token": 0.1,
   "mismatch/sequence_abs_mean": 1e-7,
   "ratio/first_minibatch_std": 0.0,
   "grad/norm": 1.0,
@@ -19,8 +26,10 @@ HEALTHY = {
   "reward/mixed_groups": 0.1,
 }
 GSPO = {
+  "method": "gspo",
+  "settings": {"clip_low": 3e-4, "clip_high": 4e-4},
   "minibatches": 4,
-  "clip_low": 3e-4,
+  "off_policy": False,
   "recomputed_old_logps": True,
   "compares_groups": True,
   "truncated_sampling": False,
@@ -61,9 +70,8 @@ def test_a_ratio_of_one_is_right_where_no_update_has_moved_the_policy(capsys):
 
 
 def test_a_gap_inside_the_clip_range_is_no_fault(capsys):
-  HealthChecks(**GSPO | {"clip_low": 0.2})(
-    HEALTHY | {"mismatch/sequence_abs_mean": 0.1}
-  )
+  wide = {"settings": {"clip_low": 0.2, "clip_high": 0.2}}
+  HealthChecks(**GSPO | wide)(HEALTHY | {"mismatch/sequence_abs_mean": 0.1})
   assert capsys.readouterr().out == ""
 
 
@@ -76,6 +84,55 @@ def test_an_iteration_without_mixed_groups_has_no_signal(capsys):
   assert "reward/mixed_groups is 0, reward/mean 0.25" in line
   HealthChecks(**GSPO | {"compares_groups": False})(equal)
   assert capsys.readouterr().out == ""
+
+
+def test_a_run_in_which_nothing_is_clipped_says_so(capsys):
+  """Once, and only where ratios move and none has ever been clipped."""
+  unclipped = HEALTHY | {"clip_frac/token": 0.0}
+  check = HealthChecks(**GSPO)
+  for _ in range(9):
+    check(unclipped)
+  check(unclipped | {"ratio/moved": 0.0, "grad/norm": 0.0})
+  assert capsys.readouterr().out == ""
+  for _ in range(9):
+    check(unclipped)
+  (line,) = capsys.readouterr().out.splitlines()
+  assert "nothing was clipped in 10 iterations" in line
+  assert "ratio/sequence_std is 2.0e-04" in line
+  assert "the clip range is 0.0003, 0.0004" in line
+  once = HealthChecks(**GSPO)
+  once(HEALTHY)
+  sapo = HealthChecks(**GSPO | {"method": "sapo", "settings": {}})
+  for check in [once, sapo] * 10:
+    check(unclipped)
+  assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+  ("method", "settings", "words"),
+  [
+    ("gspo", {"clip_low": 0.2, "clip_high": 0.28},
+     ["objective.clip_low=0.2, objective.clip_high=0.28: hardly anything"]),
+    ("gspo_token", {"clip_high": 0.2}, ["objective.clip_high=0.2: hardly"]),
+    ("gspo", {"clip_low": 3.0}, ["clip_low=3: hardly anything will be"]),
+    ("grpo", {"clip_low": 3.0}, ["clip_low=3: nothing will be clipped"]),
+    ("dapo", {"clip_low": 3e-4, "clip_high": 4e-4}, ["0.0004: nearly all"]),
+    ("ppo", {"clip_high": 0.0}, ["objective.clip_high=0: nearly all"]),
+    ("gmpo", {"clip_low": 1.5}, []),  # clips log-ratios
+    ("gspo", {"clip_low": 3e-3, "clip_high": 4e-3}, []),
+    ("cispo", {"cap": 1e3}, []),
+  ],
+)  # fmt: skip
+def test_a_clip_range_of_another_ratio_is_a_warning(method, settings, words):
+  found = clip_range_warnings(method, METHODS[method].__kwdefaults__ | settings)
+  assert len(found) == len(words)
+  for line, part in zip(found, words, strict=True):
+    assert part in line
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_clip_range_of_a_method_is_its_own(method):
+  assert clip_range_warnings(method, METHODS[method].__kwdefaults__) == []
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Topologies that are accepted, and the bandwidth of groups of devices."""
 
 import itertools
+import math
+import re
 
 import pytest
+from repository import ROOT
 
 from gspo_jax.plan import chips
 from gspo_jax.plan.chips import DeviceCoordinates, bandwidth, parse
@@ -23,10 +26,26 @@ def box(*ranges, of_slice=0):
     ("v5p:4x4x4", "v5p", (4, 4, 4)),
     ("v6e:16x16", "v6e", (16, 16)),
     ("tpu7x:2x2x1", "tpu7x", (2, 2, 1)),
+    ("v5e:1x4", "v5e", (1, 4)),
+    ("v6e-1", "v6e", (1, 1)),
+    ("v5p-1536", "v5p", (8, 8, 12)),
+    ("v5p-12288", "v5p", (16, 16, 24)),
   ],
 )
 def test_parse(topology, kind, shape):
   assert parse(topology) == chips.Slice(kind, shape)
+
+
+def test_accelerator_types_are_those_of_the_launch_scripts():
+  """Of the table in launch/README.md: slice, chips, hosts, type."""
+  page = (ROOT / "launch" / "README.md").read_text()
+  row = r"^\| (v5p|v5e|v6e|tpu7x) ([\dx]+) \| (\d+) \| \d+ \| (\S+) \|"
+  rows = re.findall(row, page, re.M)
+  assert len(rows) > 20
+  for kind, shape, count, name in rows:
+    found = parse(name)
+    assert str(found) == f"{kind}:{shape}"
+    assert math.prod(found.shape) == int(count)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +59,12 @@ def test_parse(topology, kind, shape):
     ("v5e:4x", "expected 2 sizes"),
     ("v5e:0x2", "expected 2 sizes"),  # libtpu crashes on it
     ("v5e:-2x2", "expected 2 sizes"),
+    ("v5p:3x4x4", "first two sizes, for .* smaller one is v5p:2x4x4"),
+    ("v5e:4x15", "smaller one is v5e:4x14"),
+    ("v5p-100", "v5p- and a number of TensorCores: 8, 16, 32, 64, or a mul"),
+    ("v5p-128000", "8, 16, 32, 64, or a multiple of 128 up to 12288"),
+    ("v6e-12", "a number of chips: 1, 4, 8, 16, 32, 64, 128, 256$"),
+    ("h200-8", "choose one of tpu7x, v5e, v5p, v6e"),
     ("v5e:32x16", "512 chips, but a slice of v5e has at most 256"),
   ],
 )

@@ -30,7 +30,7 @@ def compiled(topology, function, shape, dtype=jnp.float32):
 
 def test_without_libtpu_it_names_the_extra(monkeypatch):
   monkeypatch.setitem(sys.modules, "libtpu", None)
-  with pytest.raises(UserError, match=r"pip install 'gspo_jax\[plan\]'"):
+  with pytest.raises(UserError, match=r"pip install -e '\.\[plan\]'"):
     plan_compile.prepare()
 
 

@@ -326,7 +326,7 @@ def test_without_libtpu_it_names_the_extra():
     "from gspo_jax.plan.__main__ import main; main()"
   )
   done = run(*TINY, SLICE, command=("-c", without))
-  assert_a_mistake(done, "pip install 'gspo_jax[plan]'")
+  assert_a_mistake(done, "pip install -e '.[plan]'")
 
 
 @pytest.mark.parametrize(
@@ -348,17 +348,21 @@ def test_a_wrong_argument_is_named(debug_config, changes, words):
     plan.plan(debug_config, chips.parse("v5e:2x4"), **changes)
 
 
-@needs_libtpu
-@pytest.mark.parametrize(
-  ("topology", "words"),
-  [
-    ("v5e:3x5", "--topology=v5e:3x5: .*not divisible"),
-    ("v5e:2x4", "prompts = 4 .*share rows = 8"),
-  ],
-)
-def test_a_config_that_cannot_work_there(debug_config, topology, words):
+def test_functions_that_a_config_lacks_are_named(monkeypatch):
+  has = {"update": None, "generate": None}
+  monkeypatch.setattr(planner.lower, "functions", lambda *_: has)
+  words = (
+    r"--functions=update,prefill: this config has no prefill; choose of "
+    r"update, generate \("
+  )
   with pytest.raises(UserError, match=words):
-    plan.plan(debug_config, chips.parse(topology))
+    planner._analyze(["update", "prefill"], None, None, None)
+
+
+@needs_libtpu
+def test_a_config_that_cannot_work_there(debug_config):
+  with pytest.raises(UserError, match=r"prompts = 4 .*share rows = 8"):
+    plan.plan(debug_config, chips.parse("v5e:2x4"))
 
 
 def options_of_update(config, mesh, monkeypatch):

@@ -105,6 +105,14 @@ COLD = {
 }
 COLD_A = COLD | OF_A
 BEFORE = {"num_steps": 0}  # the first evaluation, and no iteration
+# The first half of the problems of half.jsonl is solved.
+HALF = OF_A | {
+  "data.source": "jsonl:{files}/half.jsonl",
+  "data.drop_solved": True,
+  "num_steps": 4,
+}
+LENGTH = {"reward.names": ("length",)}
+GATE = {"cold_start.gate": 0.5}
 SHORT = {"sampler.max_new_tokens": 4, "eval.samples": 1}
 PAGED = {
   "continuous_batching.slots": 8,
@@ -360,7 +368,7 @@ ROWS = (
     "data.drop_solved",
     seen.repeats_of_solved,
     {False: 2, True: 1},
-    OF_A | {"data.source": "jsonl:{files}/half.jsonl", "num_steps": 4},
+    {k: v for k, v in HALF.items() if k != "data.drop_solved"},
   ),
   Row(
     "data.curriculum",
@@ -577,6 +585,15 @@ ROWS = (
     seen.stopped_by_failures,
     {0.25: ("the held-out problems", 8), 1.0: None},
     OF_A | {"reward.names": ("made_run.broken:of=B",)},
+  ),
+  *(
+    Row("reward.pass_threshold", observe, found, given)
+    for observe, found, given in (
+      # A response is 3 of 12 tokens long, and `length` is .75.
+      (seen.passes, {0.75: 1.0, 0.76: 0.0}, BEFORE | LENGTH),
+      (seen.cold_start_updates, {0.75: 1, 0.76: 2}, COLD_A | GATE | LENGTH),
+      (seen.repeats_of_solved, {1.0: 1, 1.1: 2}, HALF),
+    )
   ),
   # objective
   Row(

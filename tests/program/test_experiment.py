@@ -137,6 +137,21 @@ def test_programs_of_the_policy_can_read_no_file_of_the_run(
     check()
 
 
+def test_a_clip_range_of_another_method_is_named_at_the_start(
+  debug_config, monkeypatch, capsys
+):
+  """Before a cold start, that is."""
+
+  def stop(*_, **__):
+    raise UserError("the program is next")
+
+  monkeypatch.setattr(experiment, "build_program", stop)
+  debug_config.objective.clip_low = 0.2
+  with pytest.raises(UserError, match="the program is next"):
+    experiment.prepare(parse(debug_config), "", None)
+  assert "warning: objective.clip_low=0.2: hardly" in capsys.readouterr().out
+
+
 def test_a_mistaken_reward_is_named_with_its_key(debug_config):
   debug_config.reward.names = ("operator.neg",)
   message = (

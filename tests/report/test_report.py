@@ -119,7 +119,7 @@ def test_a_page_has_the_main_results(run):
   text = Page(html_of(run)).text()
   for result in ("tiny · gspo", "20 of 20 steps, finished", "20% →", "80%"):
     assert result in text, result
-  for title in ("Held-out accuracy", "Tokens clipped", "Flips by layer"):
+  for title in ("Held-out reward", "Tokens clipped", "Flips by layer"):
     assert title in text, title
   assert "it is 20" in text
   assert "learning_rate" in text
@@ -269,7 +269,7 @@ def test_without_plotly_it_says_what_to_install(run, monkeypatch, capsys):
   with pytest.raises(SystemExit) as end:
     report_main.main()
   assert end.value.code == 2
-  assert "pip install 'gspo_jax[report]'" in capsys.readouterr().err
+  assert "pip install -e '.[report]'" in capsys.readouterr().err
 
 
 def test_a_bad_line_is_named(tmp_path):
@@ -368,8 +368,8 @@ TAGS = "<b>a<img src=x onerror=oops()>"
 def test_a_pointer_reads_numbers_and_names_stay_text(tmp_path):
   runs = [make_run(tmp_path / name, 20) for name in ("run", TAGS)]
   for folders, texts in (
-    (runs[:1], ["step 0", "sampled : 20%", "greedy : 30%"]),
-    (runs, ["step 0", "run : 20%", f"{TAGS} : 20%"]),
+    (runs[:1], ["step 0", "sampled : 0.2", "greedy : 0.3"]),
+    (runs, ["step 0", "run : 0.2", f"{TAGS} : 0.2"]),
   ):
     html = re.sub(r"<meta http-equiv[^>]*>", "", html_of(*folders))
     (tmp_path / "page.html").write_text(html.replace("</body>", HOVER))

@@ -5,6 +5,8 @@ import re
 from make_run import CONFIG, make_run
 
 from gspo_jax.report import tables, workdir
+from gspo_jax.report.charts import of_subject
+from gspo_jax.report.subjects import SUBJECTS
 
 
 def runs(*folders):
@@ -35,6 +37,19 @@ def test_time_and_rewards_are_those_of_the_rows(tmp_path):
   assert "<dt>time in iterations</dt><dd>0:12:00</dd>" in html
   assert "<dt>an iteration</dt><dd>60 s</dd>" in html
   assert "0.25 → </span>0.25" in html
+
+
+def test_rewards_that_are_no_shares_are_not_written_as_such(tmp_path):
+  """Of rewards up to .5, which never reach the threshold of pass@k."""
+  folder = make_run(tmp_path / "a", 12, average=0.01)
+  html = tables.head(runs(folder))
+  tiles = re.findall("<dt>(.*?), held out</dt><dd>(.*?)</dd>", html)
+  assert [label for label, _ in tiles] == ["avg@n", "greedy", "pass@1"]
+  assert [value.endswith("%") for _, value in tiles] == [False, False, True]
+  assert tiles[0][1].endswith("0.008")
+  (chart, *_) = of_subject(SUBJECTS[0], runs(folder), set()).plots
+  assert chart.title == "Held-out reward"
+  assert "%" not in chart.summary
 
 
 def test_no_signal_is_the_first_warning(tmp_path):

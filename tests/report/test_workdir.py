@@ -94,7 +94,7 @@ def test_every_loss_with_a_clip_range_is_known():
     if "clip_low"
     in (getattr(getattr(losses, name, None), "__kwdefaults__", None) or {})
   }
-  assert ranged == set(workdir._CLIPPED)
+  assert ranged == set(losses.CLIPPED)
 
 
 @pytest.mark.parametrize(

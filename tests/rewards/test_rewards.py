@@ -206,5 +206,5 @@ def test_prepare_is_called_with_the_arguments(module):
 
 def test_math_without_its_extra_says_how_to_get_it(monkeypatch):
   monkeypatch.setitem(sys.modules, "math_verify", None)
-  with pytest.raises(UserError, match=r"pip install 'gspo_jax\[math\]'"):
+  with pytest.raises(UserError, match=r"pip install -e '\.\[math\]'"):
     rewards.named("math")

@@ -294,7 +294,7 @@ def test_a_failure_pays_no_better_than_the_worst_of_its_group(
     done, _ = converse(pool, ["ab", "cd"], [*group, ["=-9"], ["=-9"]], 2)
     found = done.rewards.result()
     assert found.total.tolist() == [rewards[order], [-9, -9]]
-    assert found.correct.tolist() == found.total.tolist()
+    assert found.first.tolist() == found.total.tolist()
     np.testing.assert_array_equal(done.turn_rewards[:2], of_turns[order])
 
 
@@ -364,7 +364,7 @@ def test_a_checkpoint_has_what_samples_do_not(pool):
     assert (found.prompts[name] != batch[name]).any()
   rewards, expected = found.rewards.result(), done.rewards.result()
   np.testing.assert_array_equal(rewards.total, expected.total)
-  np.testing.assert_array_equal(rewards.correct, expected.correct)
+  np.testing.assert_array_equal(rewards.first, expected.first)
   np.testing.assert_array_equal(rewards.failed, expected.failed)
   assert found.conversation.keys() == scored.conversation.keys()
   for name, values in scored.conversation.items():

@@ -101,7 +101,7 @@ def test_responses_are_scored_against_their_own_problem(pool):
   rewards = scoring.score_responses(pool, responses, 3, samples.lengths)
   rewards = rewards.result()
   assert rewards.total.dtype == np.float32
-  np.testing.assert_array_equal(rewards.correct, CORRECT)
+  np.testing.assert_array_equal(rewards.first, CORRECT)
   np.testing.assert_array_equal(rewards.total, CORRECT)
   assert not rewards.failed.any()
 
@@ -117,7 +117,7 @@ def test_streamed_responses_have_the_same_rewards(pool):
   assert dict(sorted(scorer.responses.items())) == responses
   rewards = scorer.rewards(samples.lengths).result()
   assert list(rewards.parts) == ["final_answer"]
-  np.testing.assert_array_equal(rewards.correct, CORRECT)
+  np.testing.assert_array_equal(rewards.first, CORRECT)
   np.testing.assert_array_equal(rewards.total, CORRECT)
 
 
@@ -176,7 +176,7 @@ def test_the_first_reward_decides_correctness_and_the_total_has_all():
   with RewardPool(names, (1.0, 0.5), workers=1) as pool:
     rewards = scoring.score_responses(pool, responses, 2, samples.lengths)
     rewards = rewards.result()
-  np.testing.assert_array_equal(rewards.correct, [[1, 0]])
+  np.testing.assert_array_equal(rewards.first, [[1, 0]])
   assert list(rewards.parts) == ["final_answer", "length"]
   total = rewards.parts["final_answer"] + 0.5 * rewards.parts["length"]
   np.testing.assert_allclose(rewards.total, total)

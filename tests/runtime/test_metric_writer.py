@@ -24,7 +24,7 @@ from gspo_jax.runtime.progress import Progress
 
 SCALARS = {
   "reward/mean": -0.5312,
-  "eval/pass@1": 0.412,
+  "eval/avg@8": 0.412,
   "response/length": 12345.6,
   "ratio/sequence_std": 2.14e-4,
   "clip_frac/token": 0.0013,
@@ -379,11 +379,11 @@ def test_the_stdout_line_has_fixed_columns(tmp_path, capsys, monkeypatch):
     writer.write(10000, SCALARS)
     second = last_line(capsys)
   assert first == (
-    "    0/20000 reward      - pass@1 0.250 len     - ratio       -"
+    "    0/20000 reward      - avg@n  0.500 len     - ratio       -"
     " clip     - tok/s      - eta        -"
   )
   assert second == (
-    "10000/20000 reward -0.531 pass@1 0.412 len 12346 ratio 2.1e-04"
+    "10000/20000 reward -0.531 avg@n  0.412 len 12346 ratio 2.1e-04"
     " clip  0.1% tok/s 123457 eta 30:00:00"
   )
   assert max(len(first), len(second)) < 100

@@ -108,7 +108,7 @@ def test_a_run_and_its_resumption_are_one_run_in_wandb(tmp_path, monkeypatch):
 def test_a_missing_package_is_an_error_with_the_extra(monkeypatch):
   monkeypatch.setitem(sys.modules, "wandb", None)
   with pytest.raises(
-    UserError, match=r"^log\.wandb='p'.*pip install 'gspo_jax\[wandb\]'"
+    UserError, match=r"^log\.wandb='p'.*pip install -e '\.\[wandb\]'"
   ):
     wandb_run.require_login("p")
 

@@ -36,6 +36,7 @@ from gspo_jax.sampler.samples import (
 
 RESPONSE = (ord("#"), ord("7"))
 HEALTH = (  # metrics that `HealthChecks` reads
+  "clip_frac/token",
   "grad/norm",
   "mismatch/sequence_abs_mean",
   "ratio/first_minibatch_std",

@@ -1,4 +1,4 @@
-"""Makes goldens/ with transformers: `pip install 'gspo_jax[parity]'`, then
+"""Makes goldens/ with transformers: `pip install -e '.[parity]'`, then
 
   python tests/support/make_goldens.py [MODEL ...]
 

@@ -15,8 +15,13 @@ CONFIG = {
 }
 
 
-def make_run(folder, steps, *, moe=True, config=CONFIG, seed=0, scalars=None):
-  """Writes a run of that many steps under `folder`; returns `folder`."""
+def make_run(
+  folder, steps, *, moe=True, config=CONFIG, seed=0, scalars=None, average=1
+):
+  """Writes a run of that many steps under `folder`; returns `folder`.
+
+  Its avg@n is `average` times its pass@1.
+  """
   rng = np.random.default_rng(seed)
   (folder / "samples").mkdir(parents=True)
   rows, spreads = [], [{"edges": numbers(EDGES)}]
@@ -27,6 +32,7 @@ def make_run(folder, steps, *, moe=True, config=CONFIG, seed=0, scalars=None):
       spreads.append({"step": step} | _distributions(rng, moe))
     if step % 10 == 0 or step == steps:
       row |= {"eval/pass@1": 0.2 + 0.6 * step / max(steps, 1)}
+      row |= {"eval/avg@4": row["eval/pass@1"] * average}
       row |= {"eval/greedy": 0.3, "eval/pass@4": 0.5}
     if step and (step % 10 == 0 or step == steps):
       add_sample(folder, step, response=f"it is {step}")

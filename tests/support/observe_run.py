@@ -210,6 +210,11 @@ def evaluated_at(config):
   return [step for step, greedy in pairs if greedy is not None]
 
 
+def passes(config):
+  """eval/pass@1 of the first evaluation."""
+  return run_of(config).rows("eval/pass@1")[0]
+
+
 def problems_evaluated(config):
   run = run_of(config)
   first, then = (run.given(f"generate_{n}") for n in ("eval", "greedy"))

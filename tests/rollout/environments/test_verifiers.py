@@ -132,5 +132,5 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, "verifiers", None)
   _load.cache_clear()
   made = environment.named("verifiers:name=guess")
-  with pytest.raises(UserError, match=r"pip install 'gspo_jax\[verifiers\]'"):
+  with pytest.raises(UserError, match=r"pip install -e '\.\[verifiers\]'"):
     made.func.prepare(**made.keywords)
