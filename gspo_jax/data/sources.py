@@ -69,7 +69,8 @@ class Fields(NamedTuple):
         )
     # Of MATH: the answer is the reference, and the solution leads to it.
     worked = isinstance(every.get(problem), str) and reference != "solution"
-    if worked and not self.demonstration and "solution" in every:
+    worked = worked and isinstance(every.get("solution"), str)
+    if worked and not self.demonstration:
       return Fields(problem, reference, "solution")
     return Fields(problem, reference, self.demonstration)
 
@@ -144,6 +145,7 @@ class ProblemSource(Sequence):
     if names.demonstration:
       key = _KEYS.demonstration
       response = _value(record, names.demonstration, where, key)
+      response = "" if response is None else response
       if not isinstance(response, str):
         raise UserError(
           f"{where}: {names.demonstration!r} ({key}) must be text"
