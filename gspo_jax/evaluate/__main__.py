@@ -5,8 +5,8 @@
 
 DIR is a Hugging Face folder, the workdir of a run (its newest checkpoint), or
 one step of it, WORKDIR/checkpoints/STEP. gspo_jax/evaluate/benchmarks.py lists
-the benchmarks; their files are read as those of training. Model, prompt, lengths and
-temperature come from the config (`--config.sampler.temperature=0.6
+the benchmarks; their files are read as those of training. Model, prompt,
+lengths and temperature come from the config (`--config.sampler.temperature=0.6
 --config.sampler.top_p=0.95`); keys that only training uses are not checked. A
 benchmark is sampled in one batch, or in a few of equal size with at most
 `data.prompts * rollout.group_size` responses, as in training.
