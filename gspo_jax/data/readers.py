@@ -24,7 +24,7 @@ SPECS = (
   "package.module.factory"
 )
 
-_KINDS = ("jsonl", "parquet", "hf", "tfds")
+STORED = ("jsonl:", "parquet:", "hf:", "tfds:")  # of `SPECS`
 # By the end of a file's name, what goes before the file in a spec.
 _KIND_OF_FILE = {
   ".csv": "hf",
@@ -77,7 +77,7 @@ def spec_of(file: str | Path) -> str:
 
   A spec such as parquet:FILE stays as it is.
   """
-  if str(file).startswith(tuple(f"{kind}:" for kind in _KINDS)):
+  if str(file).startswith(STORED):
     return str(file)
   return f"{_KIND_OF_FILE.get(Path(file).suffix, 'jsonl')}:{file}"
 
