@@ -92,13 +92,8 @@ def prepare(
   """
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   problems = datasets.load(config)
-  for note in problems.notes:
+  for note in filter(None, (*problems.notes, _first_weights(config))):
     multihost.print_once(note)
-  if not (config.model.checkpoint or config.cold_start.steps):
-    multihost.print_once(
-      "no model.checkpoint and no cold_start.steps: this run starts from "
-      "random weights, to try the machine"
-    )
   program = program.with_examples(
     datasets.examples(problems.stages, config.data.few_shot, config.seed)
   )
@@ -122,6 +117,22 @@ def prepare(
     identity=identity,
     keys=Keys(*jax.random.split(jax.random.key(config.seed), 4)),
   )
+
+
+def _first_weights(config: Config) -> str:
+  """A line about the first weights, where they may be others than expected."""
+  checkpoint, steps = config.model.checkpoint, config.cold_start.steps
+  if checkpoint and steps:
+    return (
+      f"cold_start.steps={steps}: the weights of {checkpoint} imitate "
+      "demonstrations before RL; 0 leaves that out"
+    )
+  if not (checkpoint or steps):
+    return (
+      "no model.checkpoint and no cold_start.steps: this run starts from "
+      "random weights, to try the machine"
+    )
+  return ""
 
 
 def _environment_pool(

@@ -110,6 +110,18 @@ def test_a_checkpoint_of_another_format_is_another_run(
     )
 
 
+def test_a_cold_start_of_a_checkpoint_is_said(debug_config):
+  """configs/tiny_cpu.py has one, and its derivatives inherit it."""
+  line = lambda: experiment._first_weights(parse(debug_config))
+  assert not line()
+  debug_config.model.checkpoint = "./folder"
+  assert "cold_start.steps=100: the weights of ./folder imitate" in line()
+  debug_config.cold_start.steps = 0
+  assert not line()
+  debug_config.model.checkpoint = ""
+  assert "random weights" in line()
+
+
 def test_every_iteration_has_its_keys():
   rng = jax.random.key(0)
   keys = [k for step in (1, 2) for k in iteration_keys(rng, step)]
