@@ -15,7 +15,6 @@ from typing import NamedTuple
 from gspo_jax.data import readers
 from gspo_jax.data.tasks import Problem, held_out
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.progress import Progress
 
 # Problems that the fingerprint of a source without a file reads, at most.
 _FINGERPRINTED = 1000
@@ -236,9 +235,8 @@ def load(
   if spec.startswith(readers.STORED):
     # A record of a table takes a third of a millisecond.
     most = len(records) if spec.startswith("jsonl:") else _CHECKED
-    with Progress(f"reading {spec}"):
-      problems = map(source.parse, range(min(len(records), most)))
-      asked = tuple(hash((p.history, p.text)) for p in problems)
+    problems = map(source.parse, range(min(len(records), most)))
+    asked = tuple(hash((p.history, p.text)) for p in problems)
     source = dataclasses.replace(source, asked=asked)
   if not len(source):
     part = "held-out" if evaluation else "training"

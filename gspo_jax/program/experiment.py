@@ -18,6 +18,7 @@ from gspo_jax.rollout import environment
 from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.progress import Progress
 
 # Of the metadata and arrays of a checkpoint of RL. A run does not resume from
 # another format.
@@ -91,7 +92,8 @@ def prepare(
     UserError: the config or the data cannot work as they are.
   """
   program = build_program(config, mesh, sampler_devices=sampler_devices)
-  problems = datasets.load(config)
+  with Progress(f"reading {config.data.source}"):
+    problems = datasets.load(config)
   for note in filter(None, (*problems.notes, _first_weights(config))):
     multihost.print_once(note)
   program = program.with_examples(
