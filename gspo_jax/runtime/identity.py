@@ -10,7 +10,7 @@ _TYPED = {
   "model.lora": "",
   "model": "model.checkpoint or model.variant",
   "tokenizer": "data.tokenizer or model.checkpoint",
-  "data.fingerprint": "data.source, data.curriculum or a data.*_field",
+  "data.fingerprint": "data.source or another data.* key",
   "cold_start.from": "model.checkpoint",
 }
 
@@ -35,7 +35,7 @@ def match(wanted: dict, saved: dict, what: str, remedy: str) -> None:
       typed = _TYPED.get(next(parts, ""), "")
       raise UserError(
         f"the {what} is of another run: "
-        + (f"{typed} changed, for " if typed else "")
+        + (f"{typed} changed: " if typed else "")
         + f"it has {key}={saved.get(key)!r}, this run "
         f"{key}={wanted.get(key)!r}; {remedy}"
       )

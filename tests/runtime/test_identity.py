@@ -22,7 +22,7 @@ def test_an_identity_survives_json():
     (RUN | {"seed": 1}, "checkpoint .* it has seed=1, this run seed=0"),
     (
       RUN | {"model": {"width": 32}},
-      r"model.checkpoint or model.variant changed, for it has model\.width=32,",
+      r"model.checkpoint or model.variant changed: it has model\.width=32,",
     ),
     (
       RUN | {"model": RUN["model"] | {"dtype": "b"}},
@@ -30,7 +30,7 @@ def test_an_identity_survives_json():
     ),
     (
       RUN | {"data": {"fingerprint": "a"}},
-      r"run: data\.source, .* changed, for",
+      r"run: data\.source or another .* changed: it",
     ),
     (RUN | {"more": 2}, "it has more=2, this run more=None"),
     ({}, "it has seed=None, this run seed=0"),
