@@ -154,10 +154,10 @@ def _evaluate(checkpoint, folder, files, settings) -> tuple[dict, list[dict]]:
       *(f"--set={name}={files[name]}", "--reward=instructions"),
       *(f"--samples={samples}", f"--out={out}"),
     )
-    (row,) = json.loads((out / "results.json").read_text())["sets"]
+    row = json.loads((out / name / "results.json").read_text())["results"]
     keys = ("avg", "avg_error", "problems", "samples", "tokens", "truncated")
     found[name] = {key: row[key] for key in keys}
-    lines = (out / "answers.jsonl").read_text().splitlines()
+    lines = (out / name / "answers.jsonl").read_text().splitlines()
     answers += map(json.loads, lines)
   return found, answers
 

@@ -220,17 +220,13 @@ for file in {files[0]: 0, files[-1]: 0}:
 
 # %%
 folder = Path(EVALUATION or Path(WORKDIR, "evaluation"))
-if not (folder / "answers.jsonl").exists():
+files = sorted(folder.glob(f"{SET or '*'}/answers.jsonl"))
+if not files:
   raise FileNotFoundError(
     f"no responses in {folder}: python -m gspo_jax.evaluate --config=... "
     f"--checkpoint={WORKDIR} --set=NAME=FILE writes them"
   )
-responses = [
-  json.loads(line)
-  for line in (folder / "answers.jsonl").read_text().splitlines()
-]
-chosen = SET or responses[0]["set"]
-responses = [a for a in responses if a["set"] == chosen]
+responses = [json.loads(line) for line in files[0].read_text().splitlines()]
 by_problem = collections.defaultdict(list)
 for a in responses:
   by_problem[a["id"]].append(a)
@@ -238,8 +234,8 @@ scores = np.array([[a["score"] for a in g] for g in by_problem.values()])
 order = np.argsort(-scores.mean(1), kind="stable")
 solved = (scores > 0.5).any(1).mean()
 print(
-  f"{chosen}: {len(scores)} problems, {scores.shape[1]} responses each, "
-  f"average score {scores.mean():.3f}, solved at least once {solved:.3f}"
+  f"{responses[0]['set']}: {len(scores)} problems, {scores.shape[1]} responses "
+  f"each, average score {scores.mean():.3f}, solved at least once {solved:.3f}"
 )
 
 # %% [markdown]
@@ -261,8 +257,8 @@ axes[0].set(title="Reward by problem")
 axes[0].grid(visible=False)
 figure.colorbar(image, ax=axes[0], label="score")
 
-results = json.loads((folder / "results.json").read_text())
-summary = next(s for s in results["sets"] if s["set"] == chosen)
+results = json.loads(files[0].with_name("results.json").read_text())
+summary = results["results"]
 for key, label in (("pass", "one of k is right"), ("majority", "the vote is")):
   if summary[key]:
     k = [int(k) for k in summary[key]]

@@ -38,6 +38,7 @@ import transformers
 
 from gspo_jax import model
 from gspo_jax.configs import common
+from gspo_jax.data import sources
 from gspo_jax.data.tokenizers import load as load_tokenizer
 from gspo_jax.evaluate import summary
 from gspo_jax.evaluate.evaluator import evaluate
@@ -180,9 +181,9 @@ jax.set_mesh(mesh)
 parsed, count = parse(config), len(files["test"])
 shape = batch_shape(parsed, mesh, samples=8, problems=count)
 sampler = PolicySampler(parsed, mesh, shape)
-problems = [row["question"] for row in files["test"]]
+problems = list(sources.load(config.data.eval_source))
 responses = sampler.sample(params, problems, jax.random.key(0))
-print(f"{problems[0]}\n")
+print(f"{problems[0].text}\n")
 for text, tokens in zip(
   responses.responses[:8], responses.tokens, strict=False
 ):

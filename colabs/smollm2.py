@@ -96,8 +96,7 @@ sampler = PolicySampler(parsed, mesh, shape)
 
 def ask(params):
   """A response to each problem, and whether it keeps the rules."""
-  texts = [problem.text for problem in problems]
-  found = sampler.sample(params, texts, jax.random.key(0))
+  found = sampler.sample(params, problems, jax.random.key(0))
   answers = zip(problems, found.responses, found.tokens, strict=True)
   return [
     (

@@ -57,11 +57,11 @@ def get_config() -> ConfigDict:
   c.data.weights = ()  # shares of several sources; (): equal shares
   c.data.eval_source = ""  # held-out problems; "": 1/8 of `source`, by hash
   # The column with the text of the problem, or with a conversation: a list of
-  # {role, content}. "": question, problem, prompt or messages, the first found.
+  # {role, content}. "": the first found of question, problem, prompt, messages.
   c.data.problem_field = ""
   # The column with the reference: the text after its last ####, or all of it.
-  # "": answer, solution, ground_truth or reward_model.ground_truth; a dot names
-  # a value inside an object.
+  # "": the first found of answer, final_answer, solution, ground_truth and
+  # reward_model.ground_truth; a dot names a value inside an object.
   c.data.reference_field = ""
   # The column with responses to imitate; "": the assistant's message that ends
   # a conversation, else that of the reference.
@@ -274,3 +274,30 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.eval.samples = 4
   c.log.profile = ()
   return c
+
+
+def with_recipe(c: ConfigDict, name: str) -> ConfigDict:
+  """The config with the method of a paper: a name of `RECIPES`, or ""."""
+  if name and name not in RECIPES:
+    raise ValueError(f"recipe={name}: expected one of {', '.join(RECIPES)}")
+  if name:
+    RECIPES[name](c)
+  return c
+
+
+def _dapo(c: ConfigDict) -> None:
+  c.objective.name = "dapo"
+  c.rollout.dynamic_sampling_rounds = 3
+  buffer = c.sampler.max_new_tokens // 5  # 4,096 of 20,480 in the paper
+  c.reward.names = (c.reward.names[0], f"overlong:buffer={buffer}")
+  c.reward.weights = (1.0, 1.0)
+
+
+def _srpo(c: ConfigDict) -> None:
+  c.objective.name = "grpo"
+  c.objective.zero_truncated = True
+  c.data.drop_solved = True
+
+
+# Of the papers in configs/dapo.py and configs/srpo.py.
+RECIPES = {"dapo": _dapo, "srpo": _srpo}

@@ -1,27 +1,32 @@
-"""DAPO (arXiv 2503.14476) on the embedded task: its four parts together.
+"""DAPO (arXiv 2503.14476): its four parts together.
 
   python -m gspo_jax.main --config=configs/dapo.py --workdir=runs/dapo
+  python -m gspo_jax.main --config=configs/dapo.py:./Qwen3-0.6B \\
+    --workdir=runs/dapo_qwen3
 
-Clip-higher and the token mean are `objective.name = "dapo"`; dynamic sampling
-samples up to three batches until one is full of groups whose rewards differ
-(`dynamic_sampling/*` is its cost); overlong shaping takes off up to 1 in the
-last fifth of the tokens allowed, as in the paper. For another task set data.*,
-reward.* and model.* as configs/hugging_face.py does. `:debug` shrinks all.
+The first trains on the embedded task, as configs/tiny_cpu.py does. The second
+is `configs/hugging_face.py:./Qwen3-0.6B,recipe=dapo`; `recipe=dapo` goes with
+configs/moe_tpu.py, too. Clip-higher and the token mean are
+`objective.name="dapo"`; dynamic sampling samples up to three batches until one
+is full of groups whose rewards differ (`dynamic_sampling/*` is its cost);
+overlong shaping takes off up to 1 in the last fifth of the tokens allowed, as
+in the paper. `:debug` shrinks all.
 """
 
 from ml_collections import ConfigDict
 
-from gspo_jax.configs import tiny_cpu
+from gspo_jax.configs import common, hugging_face, tiny_cpu
 
 
-def get_config(mode: str = "") -> ConfigDict:
-  """mode: "" or "debug"."""
-  c = tiny_cpu.get_config(mode)
-  c.objective.name = "dapo"
-  c.rollout.dynamic_sampling_rounds = 3
-  if not mode:
+def get_config(arg: str = "") -> ConfigDict:
+  """arg: "", a checkpoint's folder with a / in it, or "debug"."""
+  if "/" in arg:
+    return hugging_face.get_config(f"{arg},recipe=dapo")
+  if arg not in ("", "debug"):
+    raise ValueError(
+      f"configs/dapo.py:{arg}: expected 'debug', a folder: ./DIR, or nothing"
+    )
+  c = tiny_cpu.get_config(arg)
+  if not arg:
     c.sampler.max_new_tokens = 96  # correct responses have 59 tokens
-  buffer = c.sampler.max_new_tokens // 5  # 4,096 of 20,480 in the paper
-  c.reward.names = ("final_answer", f"overlong:buffer={buffer}")
-  c.reward.weights = (1.0, 1.0)
-  return c
+  return common.with_recipe(c, "dapo")

@@ -12,6 +12,8 @@ published). The whole path is run by tests/test_export.py on a tiny checkpoint;
 a real one has not been trained here, for want of an accelerator: the batch is a
 guess for eight devices of 16 GiB or more and a model of up to 2B parameters.
 `configs/hugging_face.py:debug` shrinks every size and needs no folder.
+`configs/hugging_face.py:./Qwen3-0.6B,recipe=dapo` takes the method of
+configs/dapo.py, and `recipe=srpo` that of configs/srpo.py.
 """
 
 from ml_collections import ConfigDict
@@ -20,10 +22,14 @@ from gspo_jax.configs import common
 
 
 def get_config(arg: str = "") -> ConfigDict:
-  """arg: the checkpoint's folder, with a / in it; or "debug"."""
-  if arg != "debug" and "/" not in arg:
+  """arg: the checkpoint's folder, with a / in it, or "debug"; behind it
+  perhaps ",recipe=" and a name of `common.RECIPES`."""
+  folder, *recipes = arg.split(",recipe=")
+  fits = folder == "debug" or ("/" in folder and "," not in folder)
+  if not fits or len(recipes) > 1:
     raise ValueError(
-      f"configs/hugging_face.py:{arg}: expected 'debug', or a folder: ./DIR"
+      f"configs/hugging_face.py:{arg}: expected 'debug', or a folder: ./DIR, "
+      "and perhaps ,recipe=NAME behind it"
     )
   c = common.get_config()
   c.num_steps = 100
@@ -47,7 +53,8 @@ def get_config(arg: str = "") -> ConfigDict:
   c.optim.warmup_steps = 8
   c.eval.prompts = 256
   c.eval.samples = 4
-  if arg == "debug":
-    return common.shrink(c)
-  c.model.checkpoint = arg
-  return c
+  if folder == "debug":
+    common.shrink(c)
+  else:
+    c.model.checkpoint = folder
+  return common.with_recipe(c, *recipes or [""])

@@ -11,6 +11,7 @@ Arguments follow a colon, with commas between:
   checkpoint=DIR,questions=FILE  train a Hugging Face folder on maths questions:
                                  JSON lines, Parquet, or any `data.source`
   eval=FILE                      held-out questions; default an eighth of them
+  recipe=NAME                    dapo or srpo, the methods of these configs
   debug                          shrinks every size, to run anywhere
 
 Every host must see folder and files. Without them a run starts from random
@@ -197,7 +198,14 @@ LONG = {
   "qwen3-coder-30b-a3b": _QWEN3_30B_LONG,
 }
 
-_ARGUMENTS = ("checkpoint", "questions", "eval", "variant", "topology")
+_ARGUMENTS = (
+  "checkpoint",
+  "questions",
+  "eval",
+  "variant",
+  "topology",
+  "recipe",
+)
 _FLAGS = ("debug", "long")
 
 # Releases that think before they answer, unless the template is told otherwise.
@@ -244,7 +252,7 @@ def get_config(arg: str = "") -> ConfigDict:
     _train_on(c, checkpoint, questions, given.get("eval", ""))
     if variant in _HYBRID and slices[topology].new_tokens < _THINKING_TOKENS:
       c.data.template_args = "enable_thinking=False"
-  return c
+  return common.with_recipe(c, given.get("recipe", ""))
 
 
 def _list(names) -> str:

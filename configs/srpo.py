@@ -8,7 +8,9 @@ and data/second.jsonl in equal shares: in the paper mathematics, then code, too.
 The rewards must suit both: a function of your own can read the reference. A
 problem whose responses were all correct is left out of later epochs
 (`data/solved`); a truncated response has no advantage; the loss is GRPO's token
-loss without KL. It has not been trained on a real checkpoint here.
+loss without KL. Without the two stages it is
+`configs/hugging_face.py:./Qwen3-0.6B,recipe=srpo`; `recipe=srpo` goes with
+configs/moe_tpu.py, too. It has not been trained on a real checkpoint here.
 `configs/srpo.py:debug` shrinks every size and needs no files; the embedded task
 never repeats a problem, so none is left out there.
 """
@@ -20,10 +22,11 @@ from gspo_jax.configs import hugging_face
 
 def get_config(arg: str = "") -> ConfigDict:
   """arg: the checkpoint's folder, with a / in it; or "debug"."""
-  c = hugging_face.get_config(arg)
-  c.objective.name = "grpo"
-  c.objective.zero_truncated = True
-  c.data.drop_solved = True
+  if arg != "debug" and "/" not in arg:
+    raise ValueError(
+      f"configs/srpo.py:{arg}: expected 'debug', or a folder: ./DIR"
+    )
+  c = hugging_face.get_config(f"{arg},recipe=srpo")
   if arg != "debug":
     c.data.source = "jsonl:data/first.jsonl"
     both = "jsonl:data/first.jsonl,jsonl:data/second.jsonl"

@@ -434,7 +434,10 @@ def _start(run: Run) -> TrainState | None:
   """The last complete checkpoint, else a new policy after its cold start."""
   experiment, learner = run.experiment, run.experiment.program.learner
   identity = checkpoint_identity(experiment)
-  accept = lambda _, saved: match(identity, saved, "checkpoint")
+  what = f"checkpoint in {str(experiment.workdir)!r}"
+  accept = lambda _, saved: match(
+    identity, saved, what, "use another --workdir"
+  )
   abstract = dataclasses.replace(
     learner.abstract, base=None, pending_rollouts=_shapes(run.source.pending)
   )

@@ -319,7 +319,7 @@ def test_the_commands_work_in_a_bucket(base, tmp_path, monkeypatch):
     outputs(copy, remote, flags)
     again = {path.name for path in compiled.iterdir()}
     assert not {n for n in again - names if "_update-" in n}
-    files = "answers/answers.jsonl", "out/model.safetensors.index.json"
+    files = "answers/sums/answers.jsonl", "out/model.safetensors.index.json"
     for name in (*files, "out/tokenizer.json"):
       assert (remote / name).read_bytes() == (local / name).read_bytes()
     cfg = hf.config_from_hf(copy)

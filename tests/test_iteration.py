@@ -321,6 +321,8 @@ def test_a_reward_reaches_the_gradient_of_its_own_response(tabular):
   assert metrics["reward/length"] == pytest.approx(REWARDS.mean())
   assert metrics["reward/right"] == 0
   assert metrics["response/length"] == LENGTHS.mean()
+  assert list(shown) == [0, G, 2 * G]
+  shown = shown.values()
   assert [sample[0] for sample in shown] == ["1", "2", "3"]
   assert [sample[1][0] for sample in shown] == ["a", "c", "e"]
   assert [sample[3] for sample in shown] == REWARDS[:, 0].tolist()

@@ -1,6 +1,7 @@
 """The problems of a run: to learn from, to be evaluated on, to imitate."""
 
 import dataclasses
+import functools
 import random
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +21,8 @@ class Stage(NamedTuple):
 class Datasets(NamedTuple):
   """Problems to learn from, to be evaluated on, and to imitate.
 
-  `notes` are lines that say which columns of the sources were found.
+  `notes` are lines that say which columns of the sources were found, and
+  whether problems are equal.
   """
 
   stages: Sequence[Stage]
@@ -59,30 +61,47 @@ def load(config) -> Datasets:
     c.problem_field, c.reference_field, c.demonstration_field
   )
 
-  notes = {}
-
-  def read(specs):
-    names = [name.strip() for name in specs.split(",")]
-    every = [sources.load(s, fields=fields, data_dir=c.tfds_dir) for s in names]
-    notes.update((source.note, None) for source in every if source.note)
-    return every
-
-  def side(every, evaluation):
-    return [dataclasses.replace(s, evaluation=evaluation) for s in every]
-
-  every = read(c.source)
-  if c.eval_source:
-    train, held_out = every, read(c.eval_source)
-  else:
-    train, held_out = side(every, False), side(every, True)
-  train = sources.mix(train, c.weights)
+  load_once = functools.cache(
+    lambda spec: sources.load(spec, fields=fields, data_dir=c.tfds_dir)
+  )
+  read = lambda specs: [load_once(name.strip()) for name in specs.split(",")]
+  side = lambda every, evaluation: [
+    dataclasses.replace(s, evaluation=evaluation) for s in every
+  ]
+  first, evaluated = (
+    read(c.source),
+    read(c.eval_source) if c.eval_source else (),
+  )
+  later = [(begin, read(specs)) for begin, specs in c.curriculum]
+  whole = [first, *(every for _, every in later)]
+  parts = whole if evaluated else [side(every, False) for every in whole]
+  train = sources.mix(parts[0], c.weights)
   stages = [Stage(1, train)]
-  for begin, specs in c.curriculum:
-    later = read(specs)
-    stages.append(
-      Stage(begin, sources.mix(later if c.eval_source else side(later, False)))
+  for (begin, _), part in zip(later, parts[1:], strict=True):
+    stages.append(Stage(begin, sources.mix(part)))
+  held_out = sources.mix(evaluated or side(first, True))
+  trained = [source for every in whole for source in every]
+  return Datasets(stages, held_out, train, _notes(trained, evaluated))
+
+
+def _notes(trained, evaluated) -> tuple[str, ...]:
+  """Lines about columns that were found, and about problems that are equal."""
+  lines = []
+  for source in {s.spec: s for s in (*trained, *evaluated)}.values():
+    lines.append(source.note)
+    if again := len(source.asked) - len({*source.asked}):
+      lines.append(
+        f"{source.spec}: of the {len(source.asked)} problems read {again} are "
+        "equal to an earlier one"
+      )
+  known = {asked for source in trained for asked in source.asked}
+  of_eval = [asked in known for source in evaluated for asked in source.asked]
+  if any(of_eval):
+    lines.append(
+      f"data.eval_source: of the {len(of_eval)} problems read {sum(of_eval)} "
+      "are in data.source or data.curriculum, too: they are trained on"
     )
-  return Datasets(stages, sources.mix(held_out), train, tuple(notes))
+  return tuple(filter(None, lines))
 
 
 def examples(stages: Sequence[Stage], count: int, seed: int) -> list[Problem]:

@@ -143,9 +143,10 @@ def take(source: Source, cfg: PromptConfig, count: int) -> dict:
   fitting = filter(None, made)
   first = list(itertools.islice(fitting, count))
   if len(first) < count:
+    fit = " and fit data.max_prompt_length" if cfg.too_long == "drop" else ""
     raise UserError(
-      f"eval.prompts={count}, but only {len(first)} problems are held out"
-      + (" and fit" if cfg.too_long == "drop" else "")
+      f"eval.prompts={count}: expected at most {len(first)}, for so many "
+      f"problems are held out{fit}; data.eval_source can name more"
     )
   return stack(first)
 
@@ -292,7 +293,8 @@ def _check(source, make: Callable, cfg: PromptConfig, batch: int) -> None:
   total = sum(map(len, parts(source)))
   if total < batch:
     raise UserError(
-      f"the data has {total} problems, fewer than a batch of {batch}"
+      f"data.source has {total} problems to train on, fewer than a batch of "
+      f"{batch} (data.prompts or cold_start.batch)"
     )
   if cfg.too_long == "error":
     # Raises for a problem that is too long now, not at step 500.

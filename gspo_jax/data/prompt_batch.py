@@ -82,7 +82,10 @@ class PromptConfig:
       key: of the config that sets the width, for the error.
     """
     if len(ids) > width and self.too_long == "error":
-      raise UserError(f"{name} has {len(ids)} tokens, more than {key}={width}")
+      raise UserError(
+        f"{name} has {len(ids)} tokens, more than {key}={width}: raise it, or "
+        "set data.too_long=drop to leave out what is longer"
+      )
     return len(ids) <= width
 
 

@@ -1,10 +1,13 @@
 """Records of files, data sets, and factories by dotted name."""
 
 import contextlib
+import decimal
 import functools
+import glob
 import hashlib
 import importlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +24,9 @@ SPECS = (
   "package.module.factory"
 )
 
+STORED = ("jsonl:", "parquet:", "hf:", "tfds:")  # of `SPECS`
 # By the end of a file's name, what goes before the file in a spec.
-_KINDS = {
+_KIND_OF_FILE = {
   ".csv": "hf",
   ".json": "hf",
   ".jsonl": "jsonl",
@@ -68,14 +72,33 @@ def read(spec: str, data_dir: str = "") -> Records:
   return Records(rows, functools.partial(_name, spec))
 
 
+def spec_of(file: str | Path) -> str:
+  """The spec of a file by the end of its name, JSON lines if that says nothing.
+
+  A spec such as parquet:FILE stays as it is.
+  """
+  if str(file).startswith(STORED):
+    return str(file)
+  return f"{_KIND_OF_FILE.get(Path(file).suffix, 'jsonl')}:{file}"
+
+
 def lines(file: str | Path) -> Iterator[json_lines_file.Line]:
-  """The records of a file of JSON lines, or of a spec such as parquet:FILE."""
-  spec = str(file)
-  if not spec.startswith(("jsonl:", "parquet:", "hf:", "tfds:")):
-    spec = f"jsonl:{spec}"
-  rows, where = read(spec)
+  """The records of a file, or of a spec; see `spec_of`."""
+  rows, where = read(spec_of(file))
   for i in range(len(rows)):
     yield json_lines_file.Line(where(i), rows[i])
+
+
+def content(spec: str) -> str:
+  """A hash of the files that a spec names; "" if it names other things."""
+  kind, _, path = spec.partition(":")
+  files = [epath.Path(path)] if kind == "jsonl" else []
+  if kind == "parquet" and in_bucket(path):
+    pattern = epath.Path(path)
+    files = sorted(pattern.parent.glob(pattern.name))
+  elif kind == "parquet":
+    files = map(epath.Path, sorted(glob.glob(str(Path(path).expanduser()))))
+  return " ".join(map(sha256, files))
 
 
 def _name(spec: str, i: int) -> str:
@@ -107,8 +130,14 @@ def sha256(path: epath.PathLike) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def field(record: Mapping, name: str, where: str):
+def field(record: Mapping, name: str, where: str, key: str = ""):
   """The value of a column; `a.b` is the value of b in the column a.
+
+  Args:
+    record: of a source.
+    name: of the column.
+    where: the name of the record, for errors.
+    key: of the config that sets `name`, for errors; "" for none.
 
   Raises:
     UserError: there is none; with the nearest name and all names.
@@ -121,7 +150,8 @@ def field(record: Mapping, name: str, where: str):
   hint = nearest(name, every) if every else "it is empty"
   if hint.startswith("did you"):
     hint += f" It has {', '.join(sorted(every))}"
-  raise UserError(f"{where}: no field {name!r}; {hint}"[:250])
+  of_key = f" ({key})" if key else ""
+  raise UserError(f"{where}: no field {name!r}{of_key}; {hint}"[:250])
 
 
 def fields(record: Mapping, where: str) -> dict:
@@ -141,6 +171,30 @@ def fields(record: Mapping, where: str) -> dict:
   return inner | dict(record)
 
 
+def text(value) -> str:
+  """The text of a value that JSON has, as rewards read a reference.
+
+  A number has neither an exponent nor zeros behind its last decimal: tables
+  store the integer 7 as 7.0 where another row has no value. A list of texts
+  and numbers is joined with commas. An object and any other list stay JSON.
+
+  Returns:
+    "" where the value is missing: null, NaN, infinite, or a list that is empty
+    or has such an item.
+  """
+  if isinstance(value, list) and not any(
+    isinstance(item, list | dict) for item in value
+  ):
+    items = [text(item).strip() for item in value]
+    return ", ".join(items) if all(items) else ""
+  if value is None or value in (math.inf, -math.inf) or value != value:
+    return ""
+  if isinstance(value, float):
+    digits = format(decimal.Decimal(repr(value)), "f")
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
+  return value if isinstance(value, str) else json.dumps(value)
+
+
 def plain(value, where: str):
   """A value as JSON would give it; data sets have bytes, arrays and dates.
 
@@ -155,6 +209,9 @@ def plain(value, where: str):
     return {str(k): plain(v, where) for k, v in value.items()}
   if hasattr(value, "isoformat"):
     return value.isoformat()
+  if isinstance(value, decimal.Decimal):
+    whole = value.is_finite() and value == value.to_integral_value()
+    return int(value) if whole else float(value)
   if value is None or isinstance(value, str | int | float):
     return value
   if not isinstance(value, bytes):
@@ -223,11 +280,7 @@ def hugging_face(spec: str) -> Sequence:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
       loaded = datasets.load_from_disk(str(path))
       splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-      if split not in splits:
-        raise UserError(
-          f"hf:{spec}: no split {split!r}; {nearest(split, splits)}"
-        )
-      return _of_text(splits[split])
+      return _of_text(_slice(datasets, splits, split))
     options = {"split": split}
     if path.is_file():
       name, options["data_files"] = str(path.parent), path.name
@@ -239,6 +292,15 @@ def hugging_face(spec: str) -> Sequence:
         raise UserError(f"hf:{spec}: no such file or folder")
       name, options["name"] = on_hub.groups()
     return _of_text(datasets.load_dataset(name, **options))
+
+
+def _slice(datasets, splits: Mapping, split: str):
+  """The rows of a split, or of slices such as `train[:10]+test[5%:]`."""
+  sizes = {name: len(rows) for name, rows in splits.items()}
+  parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+  return datasets.concatenate_datasets(
+    [splits[p.splitname].select(range(p.from_, p.to)) for p in parts]
+  )
 
 
 @contextlib.contextmanager
@@ -321,9 +383,10 @@ def from_factory(spec: str) -> Sequence:
     UserError: there is no such factory, or its result has no length or index.
   """
   parts = re.fullmatch(r"([\w.]+)[.:](\w+)", spec)
-  kind = _KINDS.get(Path(spec).suffix)
+  kind = _KIND_OF_FILE.get(Path(spec).suffix)
   if kind or not parts:
-    hint = f"did you mean '{kind}:{spec}'? " if kind else ""
+    file = re.sub(r"^\w+:(?!//)", "", spec)  # another one's word for the kind
+    hint = f"did you mean '{kind}:{file}'? " if kind else ""
     raise UserError(f"data source {spec!r}: {hint}expected {SPECS}")
   path, name = parts[1], parts[2]
   try:

@@ -6,23 +6,20 @@ embedded task, is one too.
 
 import dataclasses
 import functools
-import glob
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-from etils import epath
 
 from gspo_jax.data import readers
 from gspo_jax.data.tasks import Problem, held_out
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.run_files import in_bucket
 
 # Problems that the fingerprint of a source without a file reads, at most.
 _FINGERPRINTED = 1000
+# Records of a table that are checked before a run starts.
+_CHECKED = 100_000
 
 
 class Fields(NamedTuple):
@@ -32,17 +29,15 @@ class Fields(NamedTuple):
     problem: text, or a conversation: a list of messages, each with a `role` and
       a text `content`. Its last message of the user is the problem, those
       before it are the history, and a message of the assistant after it is the
-      demonstration. "" for the first of question, problem, prompt and messages
-      that the records have.
+      demonstration. "" for the first of `_PROBLEM` that the records have.
     reference: the reference is the text after the last `####` (as in GSM8K), or
-      all of it. A value that is not text, such as the tests of a program, is
-      written as JSON. "" for the first of answer, solution, ground_truth and
-      reward_model.ground_truth that the records have, else the demonstration of
-      the conversation.
+      all of it; of a value that is not text, `readers.text`. "" for the first
+      of `_REFERENCE` that the records have, else the demonstration of the
+      conversation.
     demonstration: a worked response to imitate. "" for that of the
       conversation; without one, the solution if the reference is in another
       column, else the text of the reference if that holds `####`,
-      else the prefix and the reference; none if it is a list or an object.
+      else the prefix and the reference; none if the reference is JSON.
   """
 
   problem: str = ""
@@ -72,19 +67,25 @@ class Fields(NamedTuple):
       if not found:
         raise UserError(
           f"{where}: no column for the {use}: none of {', '.join(names)}; set "
-          f"data.{use}_field to one of {', '.join(sorted(every))}"[:250]
+          f"data.{use}_field to one of {', '.join(sorted(every))}"[:300]
         )
     # Of MATH: the answer is the reference, and the solution leads to it.
     worked = isinstance(every.get(problem), str) and reference != "solution"
-    if worked and not self.demonstration and "solution" in every:
+    worked = worked and isinstance(every.get("solution"), str)
+    if worked and not self.demonstration:
       return Fields(problem, reference, "solution")
     return Fields(problem, reference, self.demonstration)
 
 
-# Columns of GSM8K, MATH, TRL and verl, in the order in which they are tried.
-_PROBLEM = ("question", "problem", "prompt", "messages")
-_REFERENCE = ("answer", "solution", "ground_truth", "reward_model.ground_truth")
+# Columns of GSM8K, MATH, AIME, OlympiadBench, TRL and verl, in the order in
+# which they are tried.
+_PROBLEM = ("question", "problem", "Problem", "prompt", "messages")
+_REFERENCE = (
+  *("answer", "Answer", "final_answer", "solution"),
+  *("ground_truth", "reward_model.ground_truth"),
+)
 _GSM8K, _TO_BE_FOUND = Fields("question", "answer"), Fields()
+_KEYS = Fields(*(f"data.{name}_field" for name in Fields._fields))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,9 @@ class ProblemSource(Sequence):
       for all.
     prefix: goes before a reference that is imitated alone.
     content: a hash of all records; "" if unknown.
+    spec: that `load` was given.
+    asked: a number for each problem that `load` read, on both sides; equal
+      problems have equal ones.
     note: a line that says which columns `load` found; "" for none.
   """
 
@@ -108,6 +112,8 @@ class ProblemSource(Sequence):
   evaluation: bool | None = None
   prefix: str = "#### "
   content: str = ""
+  spec: str = ""
+  asked: tuple[int, ...] = ()
   note: str = ""
 
   @functools.cached_property
@@ -138,16 +144,19 @@ class ProblemSource(Sequence):
     history, text, response = _asked(record, names.problem, where)
     solution = response
     if names.reference:
-      solution = _value(record, names.reference, where)
-    if solution is None:
-      raise UserError(f"{where}: {names.reference!r} is null")
+      solution = _value(record, names.reference, where, _KEYS.reference)
     reference = _reference(solution)
-    if not (text and reference):
-      raise UserError(f"{where}: an empty problem or reference")
+    _require(text, names.problem, _KEYS.problem, where)
+    column = names.reference or names.problem
+    _require(reference, column, _KEYS.reference, where)
     if names.demonstration:
-      response = _value(record, names.demonstration, where)
+      key = _KEYS.demonstration
+      response = _value(record, names.demonstration, where, key)
+      response = "" if response is None else response
       if not isinstance(response, str):
-        raise UserError(f"{where}: {names.demonstration!r} must be text")
+        raise UserError(
+          f"{where}: {names.demonstration!r} ({key}) must be text"
+        )
     elif not response:
       response = self._demonstration(solution)
     columns = readers.plain_columns(record, without=names)
@@ -156,9 +165,19 @@ class ProblemSource(Sequence):
   def _demonstration(self, solution) -> str:
     if isinstance(solution, str) and "####" in solution:
       return solution
-    if isinstance(solution, list | dict):
-      return ""
+    items = solution if isinstance(solution, list) else [solution]
+    if any(isinstance(item, list | dict) for item in items):
+      return ""  # the reference is JSON
     return self.prefix + _reference(solution)
+
+
+def _require(text: str, column: str, key: str, where: str) -> None:
+  """UserError unless there is a text."""
+  if not text.strip():
+    raise UserError(
+      f"{where}: {column!r} ({key}) is empty, null or NaN: give it a value, or "
+      "leave this record out"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,25 +215,29 @@ def load(
 
   Raises:
     UserError: there is no such source, it is empty, or a record of it is bad.
-      Of JSON lines every record is checked now.
+      Checked now are all JSON lines, the first 100,000 records of tables, and
+      none of a factory, which may make problems without end.
   """
   records, where = readers.read(spec, data_dir)
   if not len(records):
     raise UserError(f"{spec}: no problem in it")
   found = fields.found_in(records[0], where(0))
-  kind, _, path = spec.partition(":")
   source = ProblemSource(
     records,
     where,
     found,
     evaluation,
     prefix,
-    content=_content(kind, path),
+    content=readers.content(spec),
+    spec=spec,
     note=_note(spec, fields, found, records[0]),
   )
-  if kind == "jsonl":
-    for i in range(len(records)):
-      source.parse(i)
+  if spec.startswith(readers.STORED):
+    # A record of a table takes a third of a millisecond.
+    most = len(records) if spec.startswith("jsonl:") else _CHECKED
+    problems = map(source.parse, range(min(len(records), most)))
+    asked = tuple(hash((p.history, p.text)) for p in problems)
+    source = dataclasses.replace(source, asked=asked)
   if not len(source):
     part = "held-out" if evaluation else "training"
     raise UserError(f"{spec}: of its {len(records)} problems none is {part}")
@@ -247,9 +270,12 @@ def mix(
   """
   weights = tuple(weights) or (1.0,) * len(sources)
   if len(weights) != len(sources):
-    raise UserError(f"{weights=}: expected one for each of {len(sources)}")
+    raise UserError(
+      f"data.{weights=}: expected one for each source of data.source, which "
+      f"names {len(sources)}"
+    )
   if not all(0 < w < math.inf for w in weights):
-    raise UserError(f"{weights=}: expected numbers above 0")
+    raise UserError(f"data.{weights=}: expected numbers above 0")
   return Mixture(tuple(sources), weights) if len(sources) > 1 else sources[0]
 
 
@@ -304,10 +330,11 @@ class _Asked(NamedTuple):
 
 def _asked(record, name: str, where: str) -> _Asked:
   """The text or the conversation in a column of a record."""
-  value = _value(record, name, where)
+  value = _value(record, name, where, _KEYS.problem)
   if isinstance(value, str):
     return _Asked((), value, "")
   if not isinstance(value, list):
+    _require(readers.text(value), name, _KEYS.problem, where)
     raise UserError(f"{where}: {name!r} must be text or a list of messages")
   turns = []
   for message in value:
@@ -341,22 +368,11 @@ def _text_of(content):
   return content
 
 
-def _value(record, name: str, where: str):
-  return readers.plain(readers.field(record, name, where), where)
+def _value(record, name: str, where: str, key: str):
+  return readers.plain(readers.field(record, name, where, key), where)
 
 
 def _reference(solution) -> str:
   if not isinstance(solution, str):
-    return json.dumps(solution)
+    return readers.text(solution)
   return solution.rsplit("####", 1)[-1].strip()
-
-
-def _content(kind: str, path: str) -> str:
-  """A hash of the files of a source; "" if they are not known."""
-  files = [epath.Path(path)] if kind == "jsonl" else []
-  if kind == "parquet" and in_bucket(path):
-    pattern = epath.Path(path)
-    files = sorted(pattern.parent.glob(pattern.name))
-  elif kind == "parquet":
-    files = map(epath.Path, sorted(glob.glob(os.path.expanduser(path))))
-  return " ".join(map(readers.sha256, files))

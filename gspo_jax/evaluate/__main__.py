@@ -5,17 +5,17 @@
 
 DIR is a Hugging Face folder, the workdir of a run (its newest checkpoint), or
 one step of it, WORKDIR/checkpoints/STEP. gspo_jax/evaluate/benchmarks.py lists
-the benchmarks and the columns of their files. Model, prompt, lengths and
-temperature come from the config (`--config.sampler.temperature=0.6
+the benchmarks; their files are read as those of training. Model, prompt,
+lengths and temperature come from the config (`--config.sampler.temperature=0.6
 --config.sampler.top_p=0.95`); keys that only training uses are not checked. A
 benchmark is sampled in one batch, or in a few of equal size with at most
 `data.prompts * rollout.group_size` responses, as in training.
 `--reward` names another reward, as `reward.names` does: it gets the columns of
 the file, and one that takes groups gets all samples of a problem.
 
-Prints a table. --out (by default DIR/evaluation) gets results.json, and
-answers.jsonl while the responses are scored; the same command again continues
-an interrupted evaluation.
+Prints a table. Each benchmark gets a folder in --out (by default
+DIR/evaluation): results.json, and answers.jsonl while the responses are scored.
+The same command again continues an interrupted evaluation.
 
 Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else is a
 fault, with its traceback.

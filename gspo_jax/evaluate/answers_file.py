@@ -1,4 +1,4 @@
-"""The responses of an evaluation, written batch by batch.
+"""The responses to a benchmark, written batch by batch.
 
 settings.json   what is evaluated, and how
 answers.jsonl   a JSON object for each response, in the order of the batches
@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 
@@ -21,20 +21,8 @@ from gspo_jax.runtime.identity import match
 from gspo_jax.runtime.run_files import RunFile
 
 
-class Batch(NamedTuple):
-  """A batch of an evaluation.
-
-  Attributes:
-    benchmark: its name.
-    size: responses.
-  """
-
-  benchmark: str
-  size: int
-
-
 class AnswersFile:
-  """The files of one evaluation in a folder; a context manager.
+  """The files of one benchmark in a folder; a context manager.
 
   Opening it removes a batch that an interruption left incomplete: that batch is
   sampled again, and the file ends as if there had been no interruption.
@@ -42,12 +30,13 @@ class AnswersFile:
   Args:
     folder: created if missing; on this machine or in a bucket.
     settings: JSON; must equal the settings that the folder already has.
-    batches: all batches of the evaluation, in order.
+    sizes: the responses of each batch, in order.
     shorten: the fields of a record to keep in memory, where the texts of all
       responses may not fit.
 
   Attributes:
-    records: shortened records by benchmark, in the order of the batches.
+    records: shortened records, in the order of the batches.
+    batches_done: the number of batches that are in the file.
 
   Raises:
     UserError: the folder cannot be written, or has other settings.
@@ -57,13 +46,13 @@ class AnswersFile:
     self,
     folder: str,
     settings: dict[str, Any],
-    batches: Sequence[Batch],
+    sizes: Sequence[int],
     shorten: Callable[[dict], dict],
   ):
     path = epath.Path(folder)
     self._path = path / "answers.jsonl"
-    self._batches, self._shorten, self._done = batches, shorten, 0
-    self.records: dict[str, list[dict]] = {b.benchmark: [] for b in batches}
+    self._sizes, self._shorten, self.batches_done = sizes, shorten, 0
+    self.records: list[dict] = []
     with with_reason(f"--out={folder}"):
       path.mkdir(parents=True, exist_ok=True)
       _require_same(path / "settings.json", settings)
@@ -75,24 +64,18 @@ class AnswersFile:
   def __exit__(self, *_) -> None:
     self._file.close()
 
-  def batches_done(self, benchmark: str) -> int:
-    """The number of a benchmark's batches that are in the file."""
-    done = self._batches[: self._done]
-    return sum(batch.benchmark == benchmark for batch in done)
-
   def append(self, records: Sequence[dict]) -> None:
     """Writes the next batch; ValueError if these are not its responses."""
-    name, size = self._batches[self._done]
-    if {r["set"] for r in records} != {name} or len(records) != size:
-      raise ValueError(f"{len(records)=}, expected {size} of {name}")
+    size = self._sizes[self.batches_done]
+    if len(records) != size:
+      raise ValueError(f"{len(records)=}, expected {size}")
     lines = "".join(json.dumps(record) + "\n" for record in records)
     self._file.append(lines.encode())
     self._add(records)
 
   def _add(self, records):
-    name = self._batches[self._done].benchmark
-    self.records[name] += map(self._shorten, records)
-    self._done += 1
+    self.records += map(self._shorten, records)
+    self.batches_done += 1
 
   def _whole_batches(self) -> bytes:
     """The content of the file, without a batch that is incomplete."""
@@ -101,12 +84,10 @@ class AnswersFile:
     # The last line may be cut short.
     whole = (line for line in file if line.endswith(b"\n"))
     lines, end = json_lines.parse(whole, self._path), 0
-    for name, size in self._batches:
+    for size in self._sizes:
       records = [line.record for line in itertools.islice(lines, size)]
       if len(records) < size:
         break
-      if any(record.get("set") != name for record in records):
-        raise UserError(f"{self._path}: expected responses to {name}")
       self._add(records)
       end = file.tell()
     return content[:end]
@@ -120,7 +101,12 @@ def _require_same(path: epath.Path, settings: dict[str, Any]) -> None:
       saved = {"identity": json.loads(path.read_text())}
     except ValueError as error:
       raise UserError(f"{path} is not JSON; move it away") from error
-    return match(settings, saved, "evaluation")
+    return match(
+      settings,
+      saved,
+      f"evaluation in {str(path.parent)!r}",
+      "use another --out, or move that folder away",
+    )
   temporary = path.with_suffix(".tmp")
   temporary.write_text(json.dumps(settings, indent=1))
   temporary.replace(path)

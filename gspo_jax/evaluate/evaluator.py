@@ -7,7 +7,7 @@ import shlex
 import sys
 import zlib
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import jax
 import numpy as np
@@ -15,8 +15,9 @@ from absl import logging
 from etils import epath
 
 from gspo_jax import rewards
+from gspo_jax.data.sources import Fields
 from gspo_jax.evaluate import benchmarks, summary
-from gspo_jax.evaluate.answers_file import AnswersFile, Batch
+from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.evaluate.judge import run_benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
@@ -49,7 +50,8 @@ def evaluate(
     config: all the keys of configs/common.py.
     folder: of the weights; see `load_params.load`.
     sets: NAME=FILE for each benchmark.
-    out: a folder for the results; see `answers_file`.
+    out: a folder; each benchmark gets one in it, with its name, for the results
+      and the files of `answers_file`.
     samples: responses to each problem; by default the benchmark's number.
     limit: only so many problems from the start of a benchmark.
     reward: a reward in place of the benchmarks' own.
@@ -63,9 +65,12 @@ def evaluate(
       (`reward.max_failed`). The batch that exceeds the limit is not written.
   """
   multihost.require_joined()
-  chosen = multihost.run_on_all(lambda: _read(sets, samples, limit, reward))
+  parsed = multihost.run_on_all(lambda: _without_environment(config))
+  chosen = multihost.run_on_all(
+    lambda: _read(parsed, sets, samples, limit, reward)
+  )
   config = multihost.run_on_all(
-    lambda: load_params.with_checkpoint(_without_environment(config), folder)
+    lambda: load_params.with_checkpoint(parsed, folder)
   )
   mesh = multihost.run_on_all(
     lambda: sharding.make_mesh(
@@ -73,30 +78,31 @@ def evaluate(
       **dataclasses.asdict(config.mesh),
     )
   )
-  with jax.set_mesh(mesh):
+  with jax.set_mesh(mesh), ExitStack() as stack:
     samplers = multihost.run_on_all(lambda: _samplers(config, mesh, chosen))
     params = load_params.load(config, samplers[0].program, folder)
     settings = _settings(config, chosen, params)
     multihost.require_same(flatten(settings))
-    file = multihost.run_on_all(
-      lambda: (
-        _open(out, settings, chosen, samplers)
+    files = multihost.run_on_all(
+      lambda: [
+        stack.enter_context(_open(out, settings[benchmark.name], benchmark, s))
         if multihost.is_primary()
         else None
-      )
+        for benchmark, s in zip(chosen, samplers, strict=True)
+      ]
     )
-    with file or nullcontext():
-      for benchmark, sampler in zip(chosen, samplers, strict=True):
-        _run(config, benchmark, sampler, params, file)
-  if file is None:
-    return []
-  threshold = config.reward.pass_threshold
-  summaries = [
-    summary.summarize(b, file.records[b.name], threshold) for b in chosen
-  ]
-  results = {"command": shlex.join(sys.argv), "checkpoint": folder}
-  results |= {"sets": summaries, "settings": settings}
-  (epath.Path(out) / "results.json").write_text(json.dumps(results, indent=1))
+    head = {"command": shlex.join(sys.argv), "checkpoint": folder}
+    summaries, threshold = [], config.reward.pass_threshold
+    for benchmark, sampler, file in zip(chosen, samplers, files, strict=True):
+      _run(config, benchmark, sampler, params, file)
+      if file is not None:
+        summaries.append(summary.summarize(benchmark, file.records, threshold))
+        of_set = {
+          "results": summaries[-1],
+          "settings": settings[benchmark.name],
+        }
+        path = epath.Path(out) / benchmark.name / "results.json"
+        path.write_text(json.dumps(head | of_set, indent=1))
   return summaries
 
 
@@ -111,14 +117,22 @@ def _without_environment(keys) -> Config:
   return config
 
 
-def _read(sets, samples, limit, reward) -> list[Benchmark]:
-  chosen = []
+def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
+  c, chosen = config.data, []
+  fields = Fields(c.problem_field, c.reference_field, c.demonstration_field)
   for pair in sets:
-    name, _, path = pair.partition("=")
-    if not (name and path):
-      raise UserError(f"--set={pair}: expected NAME=FILE")
-    sandbox_files.require_hidden(f"--set={pair}", path)
-    benchmark = benchmarks.read(name, path, reward=reward, limit=limit)
+    name, _, file = pair.partition("=")
+    if not (name and file) or "/" in name:
+      raise UserError(f"--set={pair}: expected NAME=FILE, and no / in NAME")
+    sandbox_files.require_hidden(f"--set={pair}", file.rpartition(":")[2])
+    benchmark = benchmarks.read(
+      name,
+      file,
+      reward=reward,
+      limit=limit,
+      fields=fields,
+      data_dir=c.tfds_dir,
+    )
     if benchmark.name in [b.name for b in chosen]:
       raise UserError(f"--set={pair}: {benchmark.name} is there twice")
     rewards.named(benchmark.reward)  # UserError here if it does not exist
@@ -134,45 +148,49 @@ def _samplers(config, mesh, chosen) -> list[PolicySampler]:
     for b in chosen
   ]
   for benchmark, each in zip(chosen, samplers, strict=True):
-    each.prompts([p.text for p in benchmark.problems])  # checks their lengths
+    each.prompts(benchmark.problems)  # checks their lengths
   return samplers
 
 
-def _open(out, settings, chosen, samplers) -> AnswersFile:
-  names = {b.name: b.reward for b in chosen}
-  shorten = lambda record: summary.shorten(names[record["set"]], record)
-  return AnswersFile(out, settings, _batches(chosen, samplers), shorten)
+def _open(out, settings, benchmark, sampler) -> AnswersFile:
+  return AnswersFile(
+    f"{out}/{benchmark.name}",
+    settings,
+    _batch_sizes(benchmark, sampler),
+    functools.partial(summary.shorten, benchmark.reward),
+  )
 
 
-def _batches(chosen, samplers) -> list[Batch]:
-  """All batches of the evaluation, in order."""
+def _batch_sizes(benchmark, sampler) -> list[int]:
+  """The responses of each batch, in order."""
+  count, size = len(benchmark.problems), sampler.batch_size
   return [
-    Batch(b.name, min(s.batch_size, len(b.problems) - start) * b.samples)
-    for b, s in zip(chosen, samplers, strict=True)
-    for start in range(0, len(b.problems), s.batch_size)
+    min(size, count - start) * benchmark.samples
+    for start in range(0, count, size)
   ]
 
 
-def _settings(config, chosen, params) -> dict:
-  """What must be the same for two evaluations to share a file."""
+def _settings(config, chosen, params) -> dict[str, dict]:
+  """By benchmark, what must be the same for two evaluations of it."""
   keys = config.as_json()
   sums = json.dumps(checkpoint.checksums(params), sort_keys=True)
-  return {
-    "weights": zlib.crc32(sums.encode()),
+  common = {
+    "weights (--checkpoint)": zlib.crc32(sums.encode()),
     "config": {
       **{k: keys[k] for k in ("seed", "model", "data", "sampler")},
       "rollout": {"group_size": config.rollout.group_size},
     },
-    "sets": {
-      b.name: {
-        "sha256": b.sha256,
-        "problems": len(b.problems),
-        "samples": b.samples,
-        "reward": b.reward,
-        "seconds": _seconds(config, b.reward),
-      }
-      for b in chosen
-    },
+  }
+  return {
+    b.name: common
+    | {
+      "content (--set)": b.content,
+      "problems (--limit)": len(b.problems),
+      "samples (--samples)": b.samples,
+      "reward (--reward)": b.reward,
+      "seconds (reward.seconds)": _seconds(config, b.reward),
+    }
+    for b in chosen
   }
 
 
@@ -180,7 +198,7 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   """Runs a benchmark from its first batch that is not in the file."""
   name = benchmark.name
   # The first process has the file.
-  done = "" if file is None else str(file.batches_done(name))
+  done = "" if file is None else str(file.batches_done)
   first_batch = int(multihost.allgather_text(done)[0])
   key = jax.random.key(config.seed)
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
@@ -192,13 +210,13 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   def save(records, reasons):
     for reason in reasons:
       logging.warning("%s: a reward failed: %s", name, reason)
-    failed = [r["failed"] for r in (*file.records[name], *records)]
+    failed = [r["failed"] for r in (*file.records, *records)]
     most = config.reward.max_failed
     if error := too_many(sum(failed), len(failed), most, of=f"--set={name}"):
       reason = next(iter(reasons), "of an earlier batch")
       raise UserError(f"{error}; the first reason: {reason}")
     file.append(records)
-    scores = [r["score"] for r in file.records[name]]
+    scores = [r["score"] for r in file.records]
     print(
       f"{name}: {len(scores) // benchmark.samples} of "
       f"{len(benchmark.problems)} problems, average {np.mean(scores):.3f}",

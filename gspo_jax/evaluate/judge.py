@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.rewards.pool import Response, RewardPool
 
@@ -34,12 +35,12 @@ class SampleFn(Protocol):
   """Samples responses, as `PolicySampler.sample` does."""
 
   def __call__(
-    self, problems: list[str], samples: int, batch: int
+    self, problems: list[Problem], samples: int, batch: int
   ) -> Responses:
     """`samples` responses to each problem.
 
     Args:
-      problems: texts.
+      problems: of a benchmark.
       samples: responses to each problem.
       batch: the number of the batch, which makes its random key.
     """
@@ -90,7 +91,7 @@ def run_benchmark(
 
   for batch in range(first_batch, -(-count // batch_size)):
     indices = range(batch * batch_size, min((batch + 1) * batch_size, count))
-    problems = [benchmark.problems[i].text for i in indices]
+    problems = [benchmark.problems[i] for i in indices]
     responses = sample(problems, benchmark.samples, batch)
     run_on_all(save_pending)
     if reward_pool is not None:

@@ -1,6 +1,5 @@
-"""Samples a policy's responses to problems: texts in, texts out."""
+"""Samples a policy's responses to problems."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -113,26 +112,29 @@ class PolicySampler:
       self.program = self.program.with_examples(
         datasets.examples(stages, count, config.seed)
       )
-    # A benchmark is sampled whole, or not at all.
-    self._prompt_config = dataclasses.replace(
-      self.program.prompt_config, too_long="error"
-    )
 
-  def prompts(self, problems: Sequence[str]) -> Prompts:
+  def prompts(self, problems: Sequence[Problem]) -> Prompts:
     """The prompts of problems; UserError if one is long or an example."""
-    problems = [Problem(text, "", "") for text in problems]
-    for problem in filter(self._prompt_config.is_example, problems):
-      raise UserError(
-        f"data.few_shot: the problem {problem.text[:40]!r} is an example of "
-        "data.source, which every prompt shows with its answer"
-      )
-    batch = pipeline.take(problems, self._prompt_config, len(problems))
+    config = self.program.prompt_config
+    for problem in problems:
+      name = f"the problem {problem.text[:40]!r}"
+      if config.is_example(problem):
+        raise UserError(
+          f"data.few_shot: {name} is an example of data.source, which every "
+          "prompt shows with its answer"
+        )
+      if (length := len(config.tokens_of(problem))) > config.width:
+        raise UserError(
+          f"{name} has {length} tokens, more than data.max_prompt_length="
+          f"{config.width}: raise it, for a benchmark is sampled whole"
+        )
+    batch = pipeline.take(problems, config, len(problems))
     return Prompts(batch["tokens"], batch["length"])
 
   def sample(
     self,
     params: model.Params,
-    problems: Sequence[str],
+    problems: Sequence[Problem],
     key: jax.Array,
     progress: Progress | None = None,
   ) -> Responses:
@@ -140,7 +142,7 @@ class PolicySampler:
 
     Args:
       params: of the model.
-      problems: any number of texts.
+      problems: any number.
       key: of these responses alone.
       progress: counts the responses.
     """

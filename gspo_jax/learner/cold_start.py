@@ -158,7 +158,12 @@ class ColdStart:
         reached.
     """
     cfg = self.cfg
-    accept = lambda _, saved: match(self.identity, saved, "cold start")
+    accept = lambda _, saved: match(
+      self.identity,
+      saved,
+      "cold start in this folder",
+      "use another --workdir or cold_start.dir",
+    )
     restored = self.checkpoints.restore(self.functions.abstract, accept)
     if restored is None:
       state = self.functions.init_state(init_params())

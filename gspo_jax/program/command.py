@@ -94,6 +94,8 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
     rest = flags.FLAGS(argv)
   except UserError:
     raise
+  except flags.UnrecognizedFlagError as error:
+    raise UserError(f"{_unknown_flag(error, config)}; {usage}") from error
   except (AttributeError, KeyError) as error:
     raise _unknown_key(error) from error
   except (flags.Error, OSError, ValueError, TypeError) as error:
@@ -253,6 +255,18 @@ def _typed(value) -> str:
   if isinstance(value, tuple) and not any(isinstance(v, tuple) for v in value):
     return ",".join(map(str, value))
   return str(value)
+
+
+def _unknown_flag(error: flags.UnrecognizedFlagError, config) -> str:
+  """The message, with the key that lacks `--config.` if it is one."""
+  keys = flatten(config.to_dict()) if config is not None else {}
+  name = error.flagname
+  found = [name] if name in keys else config_keys.near(name, keys)
+  if not found:
+    return str(error)
+  return (
+    f"--{name}: no such flag; {config_keys.did_you_mean(found, '--config.')}"
+  )
 
 
 def _unknown_key(error: Exception) -> Exception:

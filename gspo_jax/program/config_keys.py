@@ -1,6 +1,6 @@
 """Suggestions for a key that a config does not have."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from gspo_jax.runtime.errors import either, mistyped
 
@@ -153,22 +153,34 @@ _COUNTS = {
 _GENERIC = ("name", "dir", "steps", "batch", "clip")
 
 
-def hint(key: str, keys: Collection[str]) -> str:
-  """The end of the error for a key that does not exist.
+def near(key: str, keys: Collection[str]) -> list[str]:
+  """The keys that may be meant by one that does not exist.
 
-  Suggests the key that has this name in other trainers, else keys that differ
-  by a typo or only by their section. Without any, it lists the keys of the
-  section, or the sections.
+  The key that has this name in other trainers, else keys that differ by a typo
+  or only by their section.
 
   Args:
     key: as it was typed, with dots between its parts.
     keys: all keys of the config.
   """
-  near = _of_other_trainers(key, keys)
-  near = near or _typo(key, keys) + _in_another_section(key, keys)
-  if near:
-    counts = _COUNTS.get(near[0], "") if len(near) == 1 else ""
-    return f"did you mean {either(near)}{counts and f' ({counts})'}?"
+  found = _of_other_trainers(key, keys)
+  return found or _typo(key, keys) + _in_another_section(key, keys)
+
+
+def did_you_mean(found: Sequence[str], prefix: str = "") -> str:
+  """The question after keys of `near`, each behind `prefix`."""
+  counts = _COUNTS.get(found[0], "") if len(found) == 1 else ""
+  names = either(prefix + key for key in found)
+  return f"did you mean {names}{counts and f' ({counts})'}?"
+
+
+def hint(key: str, keys: Collection[str]) -> str:
+  """The end of the error for a key that does not exist; see `near`.
+
+  Where none is near, it lists the keys of the section, or the sections.
+  """
+  if found := near(key, keys):
+    return did_you_mean(found)
   section = key.partition(".")[0]
   inside = sorted(k for k in keys if k.startswith(f"{section}."))
   if inside:

@@ -20,6 +20,7 @@ from gspo_jax.rollout import environment
 from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.progress import Progress
 
 # Of the metadata and arrays of a checkpoint of RL. A run does not resume from
 # another format.
@@ -97,14 +98,10 @@ def prepare(
   for line in clip_range_warnings(objective.name, objective.method_settings()):
     multihost.print_once(f"warning: {line}")
   program = build_program(config, mesh, sampler_devices=sampler_devices)
-  problems = datasets.load(config)
-  for note in problems.notes:
+  with Progress(f"reading {config.data.source}"):
+    problems = datasets.load(config)
+  for note in filter(None, (*problems.notes, _first_weights(config))):
     multihost.print_once(note)
-  if not (config.model.checkpoint or config.cold_start.steps):
-    multihost.print_once(
-      "no model.checkpoint and no cold_start.steps: this run starts from "
-      "random weights, to try the machine"
-    )
   program = program.with_examples(
     datasets.examples(problems.stages, config.data.few_shot, config.seed)
   )
@@ -139,6 +136,22 @@ def _require_hidden(c, workdir: str) -> None:
   for key, spec in specs:
     for each in spec.split(","):
       sandbox_files.require_hidden(key, each.strip().partition(":")[2])
+
+
+def _first_weights(config: Config) -> str:
+  """A line about the first weights, where they may be others than expected."""
+  checkpoint, steps = config.model.checkpoint, config.cold_start.steps
+  if checkpoint and steps:
+    return (
+      f"cold_start.steps={steps}: the weights of {checkpoint} imitate "
+      "demonstrations before RL; 0 leaves that out"
+    )
+  if not (checkpoint or steps):
+    return (
+      "no model.checkpoint and no cold_start.steps: this run starts from "
+      "random weights, to try the machine"
+    )
+  return ""
 
 
 def _environment_pool(

@@ -152,7 +152,12 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
       k: v for k, v in keys["model"].items() if k not in free
     }
     part["model"] = fixed(part)
-    match(wanted | {"model": fixed(wanted)}, {"identity": part}, "checkpoint")
+    match(
+      wanted | {"model": fixed(wanted)},
+      {"identity": part},
+      f"checkpoint in {str(folder)!r}",
+      "give the --config of that run, with its --config.* flags",
+    )
 
   # Without the optimizer's moments, which are twice as large.
   _, adapters = model.lora.split(program.abstract_policy)

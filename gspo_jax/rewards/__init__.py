@@ -101,6 +101,13 @@ BUILT_IN = {
   "overlong": "gspo_jax.rewards.length.overlong",
 }
 _LENGTHS = ("tokens", "limit")
+# By a positional parameter, the trainer whose rewards have it. Three arguments
+# may fit such a reward by chance, and mean other things.
+_OF_OTHERS = {
+  "solution_str": "verl: call it in a reward (prompt, response, reference, *, "
+  "data_source, extra_info), which are columns of the data",
+  "completions": "TRL: call it in a reward (prompt, responses, reference)",
+}
 
 
 def named(spec: str, within: float | None = None) -> functools.partial:
@@ -118,6 +125,11 @@ def named(spec: str, within: float | None = None) -> functools.partial:
   """
   name, colon, text = spec.partition(":")
   function = imported(name, BUILT_IN)
+  if inspect.isclass(function):
+    raise errors.UserError(
+      f"reward {name!r} is a class: expected a function or an instance, such "
+      f"as {function.__name__.lower()} = {function.__name__}(...) in its module"
+    )
   given = arguments(name, function, text) if colon else {}
   if name in BUILT_IN:
     # Set, so that no column that happens to have such a name replaces them.
@@ -273,12 +285,18 @@ def imported(
 
 def _require_call(name: str, reward: functools.partial) -> None:
   """UserError unless the pool's call fits the signature of the reward."""
-  keywords = dict.fromkeys(inputs(reward).required, 0)
+  takes = inputs(reward)
+  signature = inspect.signature(reward.func)
+  for other in _OF_OTHERS.keys() & takes.taken - reward.keywords.keys():
+    raise errors.UserError(
+      f"reward {name!r} takes {signature}, as in {_OF_OTHERS[other]}"
+    )
+  keywords = dict.fromkeys(takes.required, 0)
   try:
     inspect.signature(reward).bind("", "", "", **keywords)
   except TypeError as e:
     raise errors.UserError(
-      f"reward {name!r} takes {inspect.signature(reward.func)}: expected "
+      f"reward {name!r} takes {signature}: expected "
       "(prompt, response, reference) or (prompt, responses, reference), and "
       "behind a *, by keyword only, columns of the data, tokens, limit or what "
       f"'{name}:key=value' sets: {e}"

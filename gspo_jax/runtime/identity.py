@@ -4,25 +4,40 @@ from typing import Any
 
 from gspo_jax.runtime.errors import UserError
 
+# What a user types to set parts of an identity that are no keys themselves.
+_TYPED = {
+  "model.dtype": "",
+  "model.lora": "",
+  "model": "model.checkpoint or model.variant",
+  "tokenizer": "data.tokenizer or model.checkpoint",
+  "data.fingerprint": "data.source or another data.* key",
+  "cold_start.from": "model.checkpoint",
+}
 
-def match(wanted: dict, saved: dict, what: str) -> None:
+
+def match(wanted: dict, saved: dict, what: str, remedy: str) -> None:
   """Checks that a checkpoint was saved by a run with the same identity.
 
   Args:
     wanted: the identity of this run: nested dicts of JSON values.
     saved: the metadata of the checkpoint, with its identity as "identity".
-    what: the noun for the error message, such as "checkpoint".
+    what: a noun and where it is, such as "checkpoint in 'runs/a'".
+    remedy: the end of the error, such as "use another --workdir".
 
   Raises:
-    UserError: with the first key in which the two identities differ.
+    UserError: with the first key in which the two identities differ, and with
+      the keys of the config that decide it.
   """
   wanted, saved = flatten(wanted), flatten(saved.get("identity", {}))
   for key in wanted | saved:
     if wanted.get(key) != saved.get(key):
+      parts = (p for p in _TYPED if f"{key}.".startswith(f"{p}."))
+      typed = _TYPED.get(next(parts, ""), "")
       raise UserError(
-        f"the {what} in this folder is of another run: it has "
-        f"{key}={saved.get(key)!r}, this run {key}={wanted.get(key)!r}; use "
-        "another folder"
+        f"the {what} is of another run: "
+        + (f"{typed} changed: " if typed else "")
+        + f"it has {key}={saved.get(key)!r}, this run "
+        f"{key}={wanted.get(key)!r}; {remedy}"
       )
 
 

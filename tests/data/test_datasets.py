@@ -2,7 +2,10 @@
 
 import json
 
+import datasets as hf_datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from gspo_jax.data import datasets
 from gspo_jax.data.tasks import Problem
@@ -90,6 +93,37 @@ def test_the_columns_that_were_found_are_said_once(config):
   )
   config.data.problem_field, config.data.reference_field = "question", "answer"
   assert datasets.load(config).notes == ()
+
+
+def test_equal_problems_are_said(config, tmp_path):
+  config.data.problem_field, config.data.reference_field = "question", "answer"
+  config.data.curriculum = ()
+  first, held_out = tmp_path / "first.jsonl", tmp_path / "held_out.jsonl"
+  lines = first.read_text().splitlines()
+  held_out.write_text("\n".join(['{"question": "?", "answer": "1"}', *lines]))
+  config.data.eval_source = f"jsonl:{held_out}"
+  assert datasets.load(config).notes == (
+    "data.eval_source: of the 41 problems read 40 are in data.source or "
+    "data.curriculum, too: they are trained on",
+  )
+  held_out.write_text('{"question": "?", "answer": "1"}')
+  assert datasets.load(config).notes == ()
+  first.write_text("\n".join([*lines, *lines[:2], lines[0]]))
+  assert datasets.load(config).notes == (
+    f"jsonl:{first}: of the 43 problems read 3 are equal to an earlier one",
+  )
+
+
+def test_a_bad_record_of_a_table_is_named_before_it_is_needed(
+  config, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(hf_datasets.config, "HF_DATASETS_CACHE", tmp_path / "c")
+  rows = {"question": ["a", "b", "c"], "answer": ["1", "2", None]}
+  parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet")
+  config.data.source = f"parquet:{tmp_path}/a.parquet"
+  config.data.eval_source = config.data.curriculum[0][1]
+  with pytest.raises(UserError, match=r"a.parquet\[2\]: 'answer' .* null"):
+    datasets.load(config)
 
 
 def test_the_embedded_task_has_one_stage(debug_config):

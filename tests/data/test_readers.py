@@ -1,6 +1,7 @@
 """Records of files and data sets, and their fields."""
 
 import builtins
+import decimal
 import json
 import pickle
 import re
@@ -156,8 +157,33 @@ def test_folders_and_files_of_datasets(folder, tmp_path):
   assert answers("hf:saved:test") == [5]
   saved["test"].save_to_disk("one")
   assert answers("hf:one") == [5]
-  with pytest.raises(UserError, match=r"hf:saved: no split 'train'; .*test"):
+  with pytest.raises(UserError, match=r'hf:saved: Unknown split "train".*test'):
     readers.read("hf:saved")
+
+
+def test_a_slice_of_a_saved_folder(folder):
+  rows = datasets.Dataset.from_dict({"answer": [*range(8)]})
+  datasets.DatasetDict(train=rows, test=rows.select([7])).save_to_disk("saved")
+  assert answers("hf:saved:train[:2]+test") == [0, 1, 7]
+  rows.save_to_disk("one")
+  assert answers("hf:one:train[75%:]") == [6, 7]
+
+
+def test_numbers_of_tables(tmp_path, folder):
+  """A missing value turns integers into floats; Parquet has exact decimals."""
+  file = tmp_path / "a.csv"
+  file.write_text("question,answer\na,1\nb,2.5\n")
+  assert [p.reference for p in sources.load("hf:a.csv")] == ["1", "2.5"]
+  file.write_text("question,answer\na,1\nb,2\nc,\n")
+  with pytest.raises(
+    UserError, match=r"hf:a.csv\[2\]: 'answer' .* null or NaN"
+  ):
+    sources.load("hf:a.csv")
+  values = [decimal.Decimal("12.50"), decimal.Decimal("42.00")]
+  table = pyarrow.table({"question": ["a", "b"], "answer": values})
+  parquet.write_table(table, folder / "decimals.parquet")
+  source = sources.load(f"parquet:{folder}/decimals.parquet")
+  assert [p.reference for p in source] == ["12.5", "42"]
 
 
 def test_a_file_that_is_written_again_is_read_again(folder):

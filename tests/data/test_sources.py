@@ -56,7 +56,13 @@ def test_the_reference_follows_the_last_hashes(tmp_path):
   [
     (73, "73", "#### 73"),
     (0, "0", "#### 0"),
-    ([{"input": "1\n", "output": "#2"}], None, ""),
+    (1.0, "1", "#### 1"),  # an integer beside an empty cell of a table
+    (1e-05, "0.00001", "#### 0.00001"),
+    (-2.5e16, "-25000000000000000", "#### -25000000000000000"),
+    (True, "true", "#### true"),
+    (["1", 2.0, 0.5], "1, 2, 0.5", "#### 1, 2, 0.5"),
+    ([{"input": "1 ####\n", "output": "#2"}], None, ""),
+    ([[1, 2.0]], None, ""),
     ({"tests": []}, None, ""),
   ],
 )
@@ -65,8 +71,27 @@ def test_references_that_are_no_text(
 ):
   source = one(tmp_path, row(1, answer))
   assert source.reference == (reference or json.dumps(answer))
-  assert json.loads(source.reference) == answer
   assert source.demonstration == demonstration
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+  ("column", "key", "value"),
+  [
+    *(("question", "problem", value) for value in (None, NAN, " ")),
+    *(("answer", "reference", value) for value in (None, NAN, INFINITE, " ")),
+    *(("answer", "reference", value) for value in ([], ["1", None], [NAN])),
+  ],
+)
+def test_a_missing_value_is_named_with_its_row_and_key(
+  tmp_path, column, key, value
+):
+  spec = write(tmp_path / "a.jsonl", row(1), row(2) | {column: value})
+  words = rf"a.jsonl:2: '{column}' \(data.{key}_field\) is empty, null or NaN"
+  with pytest.raises(UserError, match=words):
+    sources.load(spec)
 
 
 def test_the_prefix_of_a_bare_reference(tmp_path):
@@ -79,9 +104,14 @@ def test_fields_by_name(tmp_path):
   fields = Fields("problem", "gold", "solution")
   wanted = Problem("1+1?", "2", "so \\boxed{2}")
   assert one(tmp_path, values, fields=fields) == wanted
-  with pytest.raises(UserError, match=r":1: no field 'probelm'; .*'problem'"):
+  with pytest.raises(
+    UserError,
+    match=r":1: no field 'probelm' \(data.problem_field\); .*'problem'",
+  ):
     one(tmp_path, values, fields=Fields("probelm", "gold"))
-  with pytest.raises(UserError, match=r":1: 'gold' must be text"):
+  with pytest.raises(
+    UserError, match=r":1: 'gold' .data.demonst.* must be text"
+  ):
     one(tmp_path, values, fields=Fields("problem", "gold", "gold"))
 
 
@@ -213,8 +243,8 @@ def test_a_name_that_is_given_is_not_looked_for(tmp_path):
   [
     (
       {"query": "a?", "info": {"gold": 1}},
-      "no column for the problem: none of question, problem, prompt, messages; "
-      "set data.problem_field to one of info, info.gold, query$",
+      "no column for the problem: none of question, problem, Problem, prompt, "
+      "messages; set data.problem_field to one of info, info.gold, query$",
     ),
     (
       {"prompt": ASK, "gold": "2"},
@@ -344,6 +374,10 @@ def test_mistakes_in_a_dotted_name(module):
     ("data/train.jsonl", "expected chain, jsonl:FILE"),
     ("chains", "expected chain, jsonl:FILE"),
     ("tfds:", "expected tfds:NAME"),
+    ("data/train.csv", "did you mean 'hf:data/train.csv'"),
+    ("csv:data/train.csv", "did you mean 'hf:data/train.csv'"),
+    ("json:s3://b/train.jsonl", "did you mean 'jsonl:s3://b/train.jsonl'"),
+    ("gs://b/train.parquet", "did you mean 'parquet:gs://b/train.parquet'"),
   ):
     with pytest.raises(UserError, match=words):
       sources.load(spec)
@@ -368,7 +402,7 @@ def test_a_mixture_and_its_weights():
   assert sources.mix(chains).weights == (1.0, 1.0)
   assert sources.mix(chains, (3, 1)).sources == tuple(chains)
   for weights in ((1,), (1, 0), (1, float("nan")), (1, -1)):
-    with pytest.raises(UserError, match="weights="):
+    with pytest.raises(UserError, match=r"data\.weights="):
       sources.mix(chains, weights)
 
 

@@ -5,16 +5,15 @@ import sys
 
 import pytest
 
-from gspo_jax.evaluate.answers_file import AnswersFile, Batch
+from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.runtime.errors import UserError
 
 SETTINGS = {"seed": 0, "sets": {"A": {"steps": (1, 2)}}}
-BATCHES = [Batch("A", 2), Batch("A", 1), Batch("B", 2)]
+SIZES = [2, 1, 2]
 
 
 def records(number):
-  name, size = BATCHES[number]
-  return [{"set": name, "response": f"é\n{number}.{i}"} for i in range(size)]
+  return [{"response": f"é\n{number}.{i}"} for i in range(SIZES[number])]
 
 
 def shorten(record):
@@ -22,13 +21,13 @@ def shorten(record):
 
 
 def open_file(folder, settings=SETTINGS):
-  return AnswersFile(str(folder), settings, BATCHES, shorten)
+  return AnswersFile(str(folder), settings, SIZES, shorten)
 
 
 def write(folder, upto):
   """Writes the missing batches up to `upto`: how many there were before."""
   with open_file(folder) as file:
-    done = file.batches_done("A") + file.batches_done("B")
+    done = file.batches_done
     for number in range(done, upto):
       file.append(records(number))
   return done
@@ -42,15 +41,15 @@ def test_the_same_command_continues(tmp_path):
     assert write(folder, upto) == max(upto - 1, 0)
   assert (folder / "answers.jsonl").read_bytes() == whole
   with open_file(folder) as file:
-    assert (file.batches_done("A"), file.batches_done("B")) == (2, 1)
-    assert file.records == {"A": [*map(shorten, records(0) + records(1))],
-                         "B": [*map(shorten, records(2))]}  # fmt: skip
+    assert file.batches_done == 3
+    every = records(0) + records(1) + records(2)
+    assert file.records == [*map(shorten, every)]
 
 
 def test_texts_are_not_kept_in_memory(tmp_path):
   with open_file(tmp_path) as file:
     file.append(records(0))
-    assert file.records == {"A": [{"length": 5}] * 2, "B": []}
+    assert file.records == [{"length": 5}] * 2
   lines = (tmp_path / "answers.jsonl").read_text().splitlines()
   assert [*map(json.loads, lines)] == records(0)
 
@@ -78,11 +77,11 @@ def test_records_are_on_disk_before_the_end(tmp_path):
     assert (tmp_path / "answers.jsonl").read_text().count("\n") == 2
 
 
-@pytest.mark.parametrize("bad", [records(0)[:1], records(2), []])
-def test_a_batch_must_be_the_next_one_and_whole(tmp_path, bad):
+@pytest.mark.parametrize("bad", [records(0)[:1], []])
+def test_a_batch_must_be_whole(tmp_path, bad):
   with (
     open_file(tmp_path) as file,
-    pytest.raises(ValueError, match="expected 2 of A"),
+    pytest.raises(ValueError, match="expected 2"),
   ):
     file.append(bad)
 
@@ -91,7 +90,8 @@ def test_other_settings_are_named(tmp_path):
   write(tmp_path, 1)
   other = SETTINGS | {"seed": 1}
   with pytest.raises(
-    UserError, match=r"evaluation in this folder.*seed=0.*seed=1"
+    UserError,
+    match=rf"evaluation in '{tmp_path}' .*seed=0.*seed=1; use .*--out",
   ):
     open_file(tmp_path, other)
   assert (tmp_path / "answers.jsonl").read_text().count("\n") == 2
@@ -101,9 +101,6 @@ def test_files_that_are_not_ours(tmp_path):
   write(tmp_path, 1)
   (tmp_path / "answers.jsonl").write_text("hello\nworld\n")
   with pytest.raises(UserError, match=r"expected a JSON object .*'hello'"):
-    open_file(tmp_path)
-  (tmp_path / "answers.jsonl").write_text('{"set": "B"}\n' * 2)
-  with pytest.raises(UserError, match="expected responses to A"):
     open_file(tmp_path)
   (tmp_path / "settings.json").write_text("{")
   with pytest.raises(UserError, match=r"settings.json is not JSON"):

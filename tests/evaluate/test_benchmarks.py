@@ -3,9 +3,13 @@
 import hashlib
 import json
 
+import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 from repository import ROOT
 
+from gspo_jax.data.sources import Fields
 from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate import benchmarks
 from gspo_jax.runtime.errors import UserError
@@ -65,18 +69,42 @@ def test_benchmarks_with_a_short_reference(
 ):
   found = read(name, row)
   assert found.name.lower() == name.lower()
-  assert found.problems == [Problem("q", "7", "")]
+  assert [p[:2] for p in found.problems] == [("q", "7")]
+  assert found.problems[0].columns == {}
   assert (found.reward, found.samples) == (reward, samples)
   assert found.ids == [identity]
   assert found.ratings == [None]
   assert found.skipped == {}
 
 
-def test_several_final_answers_are_one_reference():
-  row = {"question": "q", "final_answer": ["1", "2"]}
-  assert benchmarks._FORMATS["olympiadbench"].parse(
-    benchmarks.Row("f:1", row)
-  ) == ("q", "1, 2")
+def test_several_final_answers_are_one_reference(read):
+  row = {"question": "q", "final_answer": ["1", "2"], "solution": ["so", "on"]}
+  assert read("OlympiadBench", row).problems[0][:2] == ("q", "1, 2")
+
+
+def test_formats_and_columns_are_those_of_training(tmp_path, monkeypatch):
+  """A test.parquet of verl, which is data.eval_source as it is."""
+  monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+  chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+  rows = [
+    {"prompt": chat, "reward_model": {"ground_truth": n}} for n in ("1", "2")
+  ]
+  file = tmp_path / "test.parquet"
+  parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+  csv = tmp_path / "a.csv"
+  csv.write_text("question,answer,gold\nq,1,\nq,2,x\n")
+  for read_file in (str(file), f"parquet:{file}"):
+    found = benchmarks.read("mine", read_file, reward="gsm8k")
+    assert [p.reference for p in found.problems] == ["1", "2"]
+    assert found.problems[0].history == (("system", "s"),)
+    assert found.ids == ["1", "2"]
+    assert found.content == hashlib.sha256(file.read_bytes()).hexdigest()
+  found = benchmarks.read("mine", str(csv), reward="gsm8k")
+  assert [p.reference for p in found.problems] == ["1", "2"]
+  assert found.content  # of the problems
+  fields = Fields(problem="nowhere", reference="question")
+  found = benchmarks.read("mine", str(csv), reward="math", fields=fields)
+  assert found.problems[0][:2] == ("q", "q")
 
 
 def test_livecodebench_has_all_tests(read):
@@ -160,11 +188,11 @@ def test_codeforces_by_its_other_columns(read):
     assert found.problems == [Problem("d", json.dumps([TEST]), "")]
     assert found.ratings == [1500]
   for rating in ("hard", True, float("nan")):
-    with pytest.raises(UserError, match=r":1: column 'rating': expected a num"):
+    with pytest.raises(UserError, match=r":1: 'rating': expected a number"):
       read("codeforces", CODEFORCES | {"rating": rating})
-  with pytest.raises(UserError, match="expected a column 'rating', got"):
+  with pytest.raises(UserError, match="no field 'rating'"):
     read("codeforces", {"description": "d", "tests": [TEST]})
-  with pytest.raises(UserError, match=r"'official_tests' or 'tests' or .*got"):
+  with pytest.raises(UserError, match=r"no field 'official_tests'; choose"):
     read("codeforces", {"description": "d", "rating": 800})
 
 
@@ -174,7 +202,7 @@ def test_a_benchmark_of_another_name(read):
   assert (found.name, found.reward, found.samples) == (
     "mine", "package.module.reward", 1
   )  # fmt: skip
-  assert found.problems == [Problem("q", "a #### b", "", {"level": 2})]
+  assert found.problems == [Problem("q", "b", "a #### b", {"level": 2})]
   assert read("AIME24", row, reward="gsm8k").reward == "gsm8k"
 
 
@@ -190,8 +218,8 @@ def test_mistakes(read, tmp_path):
   good = {"problem": "q", "answer": 7}
   with pytest.raises(
     UserError,
-    match=r"set.jsonl:2: expected a column 'answer' or 'Answer', "
-    r"got 'problem', 'ansewr'; did you mean 'ansewr'\?",
+    match=r"set.jsonl:2: no field 'answer' \(data.reference_field\); did you "
+    r"mean 'ansewr'\? It has ansewr, problem$",
   ):
     read("AIME24", good, {"problem": "q", "ansewr": 7})
 
@@ -216,4 +244,4 @@ def test_gsm8k_as_published():
     (row["question"], row["answer"].split("#### ")[1]) for row in lines
   ]
   assert [p[:2] for p in found.problems] == expected
-  assert found.sha256 == hashlib.sha256(GSM8K.read_bytes()).hexdigest()
+  assert found.content == hashlib.sha256(GSM8K.read_bytes()).hexdigest()

@@ -74,8 +74,8 @@ def run(workdir, files, out, **options):
   return evaluator.evaluate(c, str(workdir), files, out=str(out), **options)
 
 
-def read(out):
-  return [json.loads(line) for line in (out / "answers.jsonl").open()]
+def read(out, name="chain"):
+  return [json.loads(line) for line in (out / name / "answers.jsonl").open()]
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,8 @@ def whole(workdir, files, tmp_path_factory):
 def test_each_response_is_written(whole):
   out, summaries = whole
   rows = read(out)
-  assert len(rows) == 6 * (11 + 2)
-  assert [r["set"] for r in rows] == ["chain"] * 66 + ["CodeForces"] * 12
+  assert [r["set"] for r in rows] == ["chain"] * 66
+  assert len(read(out, "CodeForces")) == 12
   assert set(rows[0]) == {
     "set", "id", "problem", "sample", "response", "reference", "score",
     "failed", "tokens", "finish",
@@ -102,15 +102,16 @@ def test_each_response_is_written(whole):
   for r in rows:
     assert r["tokens"] <= 12
     assert r["finish"] == "stopped" or r["tokens"] == 12
-  results = json.loads((out / "results.json").read_text())
-  assert results["sets"] == summaries
-  assert results["checkpoint"]
-  assert results["settings"]["config"]["sampler"]["max_new_tokens"] == 12
+  for summary in summaries:
+    results = json.loads((out / summary["set"] / "results.json").read_text())
+    assert results["results"] == summary
+    assert results["checkpoint"]
+    assert results["settings"]["config"]["sampler"]["max_new_tokens"] == 12
 
 
 def test_the_numbers_are_those_of_the_responses(whole):
   out, (chain, code) = whole
-  rows = [r for r in read(out) if r["set"] == "chain"]
+  rows = read(out)
   assert chain["avg"] == pytest.approx(sum(r["score"] for r in rows) / 66)
   truncated = sum(r["finish"] == "truncated" for r in rows) / 66
   assert chain["truncated"] == pytest.approx(truncated)
@@ -122,11 +123,11 @@ def test_the_numbers_are_those_of_the_responses(whole):
 
 def test_a_reward_with_arguments(workdir, files, tmp_path):
   run(workdir, files[1:], tmp_path, reward="code:total=60,seconds=2")
-  settings = json.loads((tmp_path / "settings.json").read_text())
-  found = settings["sets"]["CodeForces"]
-  assert found["reward"] == "code:total=60,seconds=2"
-  assert found["seconds"] == 70
-  with pytest.raises(UserError, match=r"CodeForces.reward='code:total=60"):
+  file = tmp_path / "CodeForces/settings.json"
+  settings = json.loads(file.read_text())
+  assert settings["reward (--reward)"] == "code:total=60,seconds=2"
+  assert settings["seconds (reward.seconds)"] == 70
+  with pytest.raises(UserError, match=r"CodeForces.*--reward.='code:total=60"):
     run(workdir, files[1:], tmp_path, reward="code:total=5")
 
 
@@ -162,14 +163,16 @@ def test_an_interrupted_command_continues(
   assert calls == ["chain"] * 4 + ["CodeForces"]
   assert run(workdir, files, tmp_path) == whole[1]
   assert len(calls) == 5
-  one, other = (p / "answers.jsonl" for p in (whole[0], tmp_path))
+  one, other = (p / "chain/answers.jsonl" for p in (whole[0], tmp_path))
   assert one.read_bytes() == other.read_bytes()
 
 
 def test_a_step_of_the_run(whole, workdir, files):
   # Step 2 is the newest: all of its responses are there.
   assert run(workdir / "checkpoints/2", files, whole[0]) == whole[1]
-  with pytest.raises(UserError, match=r"weights=.*use another folder"):
+  with pytest.raises(
+    UserError, match=r"weights .--checkpoint.=.*use another --out"
+  ):
     run(workdir / "checkpoints/1", files, whole[0])
   with pytest.raises(UserError, match=r"checkpoint 3: not in .*\[1, 2\]"):
     run(workdir / "checkpoints/3", files, whole[0])
@@ -178,10 +181,10 @@ def test_a_step_of_the_run(whole, workdir, files):
 @pytest.mark.parametrize(
   ("change", "words"),
   [
-    ({"samples": 5}, r"sets.chain.samples=6, this run .*=5"),
-    ({"limit": 3}, r"sets.chain.problems=11, this run .*=3"),
-    ({"reward": "gsm8k"}, r"sets.chain.reward='final_answer'"),
-    ({"seconds": 3.0}, r"sets.chain.seconds=10.0, this run .*=3.0"),
+    ({"samples": 5}, r"chain' .*--samples.=6, this run .*=5"),
+    ({"limit": 3}, r"chain' .*--limit.=11, this run .*=3"),
+    ({"reward": "gsm8k"}, r"chain' .*--reward.='final_answer'"),
+    ({"seconds": 3.0}, r"chain' .*reward.seconds.=10.0, this run .*=3.0"),
   ],
 )
 def test_other_settings_are_not_mixed_in(whole, workdir, files, change, words):
@@ -189,11 +192,21 @@ def test_other_settings_are_not_mixed_in(whole, workdir, files, change, words):
     run(workdir, files, whole[0], **change)
 
 
+def test_a_second_benchmark_stands_beside_the_first(
+  whole, workdir, files, tmp_path
+):
+  both = [run(workdir, [file], tmp_path)[0] for file in files]
+  assert both == whole[1]
+  for name in ("chain", "CodeForces"):
+    assert read(tmp_path, name) == read(whole[0], name)
+
+
 @pytest.mark.parametrize(
   ("sets", "options", "words"),
   [
     (["AIME24"], {}, "--set=AIME24: expected NAME=FILE"),
     (["=x"], {}, "--set==x: expected NAME=FILE"),
+    (["a/b=x"], {}, "--set=a/b=x: expected NAME=FILE, and no / in NAME"),
     (["a=FILE", "A=FILE", "a=FILE"], {}, "--set=a=.*: a is there twice"),
     (
       ["a=FILE"],
@@ -265,21 +278,24 @@ class FailingPool:
 def test_a_reward_that_fails_too_often_stops_it(
   files, tmp_path, monkeypatch, fails, kept, words
 ):
-  (chain,) = evaluator._read(files[:1], 1, len(fails), "final_answer")
+  (chain,) = evaluator._read(
+    parse(config()), files[:1], 1, len(fails), "final_answer"
+  )
   responses = iter("fail" if f == "y" else "2" for f in fails)
 
   def sample(params, problems, key, progress):
     texts = [next(responses) for _ in problems]
-    count = len(texts)
-    return Responses(list(problems), texts, [1] * count, [False] * count, 9)
+    prompts, count = [problem.text for problem in problems], len(texts)
+    return Responses(prompts, texts, [1] * count, [False] * count, 9)
 
   sampler = SimpleNamespace(batch_size=2, sample=sample)
-  batches = evaluator._batches([chain], [sampler])
+  sizes = evaluator._batch_sizes(chain, sampler)
   monkeypatch.setattr(evaluator, "_reward_pool", lambda *_: FailingPool())
   stops = nullcontext()
   if words:  # on every process
     stops = pytest.raises(multihost.AgreedError, match=words)
-  with evaluator.AnswersFile(str(tmp_path), {}, batches, dict) as file, stops:
+  folder = str(tmp_path / "chain")
+  with evaluator.AnswersFile(folder, {}, sizes, dict) as file, stops:
     evaluator._run(parse(config()), chain, sampler, None, file)
   assert len(read(tmp_path)) == kept
 
@@ -315,7 +331,7 @@ def test_the_command(workdir, files, tmp_path):
   assert head.split()[:4] == ["set", "problems", "samples", "avg@n"]
   assert row.split()[:3] == ["chain", "5", "2"]
   assert "5 of 5 problems" in done.stderr
-  settings = json.loads((tmp_path / "settings.json").read_text())
+  settings = json.loads((tmp_path / "chain/settings.json").read_text())
   assert settings["config"]["sampler"]["temperature"] == 0.5
 
 

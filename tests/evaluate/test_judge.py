@@ -50,6 +50,7 @@ class Echo:
     self.calls = []
 
   def __call__(self, problems, samples, batch):
+    problems = [problem.text for problem in problems]
     self.calls.append((problems, samples, batch))
     texts = [
       problem if n % 2 == 0 else f"fail {n}"
@@ -66,7 +67,7 @@ def five(tmp_path):
   """A benchmark of five problems, three responses each."""
   path = tmp_path / "five.jsonl"
   rows = [
-    {"question": i, "answer": i, "id": f"no {i}", "level": -i}
+    {"question": str(i), "answer": i, "id": f"no {i}", "level": -i}
     for i in range(1, 6)
   ]
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -171,6 +172,7 @@ def test_gsm8k_with_the_references_as_responses(shift):
   response_to = dict(zip(problems, shifted, strict=True))
 
   def sample(problems, samples, batch):
+    problems = [problem.text for problem in problems]
     texts = [response_to[problem] for problem in problems]
     count = len(texts)
     return Responses(problems, texts, [1] * count, [False] * count, 9)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.data import datasets
+from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate.policy_sampler import (
   BatchShape,
   PolicySampler,
@@ -19,7 +20,8 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Samples
 
-PROBLEMS = ["1a+1?", "22?", "3?", "4a*4?", "5?"]
+TEXTS = ["1a+1?", "22?", "3?", "4a*4?", "5?"]
+PROBLEMS = [Problem(text, "", "") for text in TEXTS]
 
 
 class Echo:
@@ -92,11 +94,11 @@ def test_each_problem_gets_its_responses(
   assert sampler.batch_size == batch_size
   responses = sampler.sample("params", PROBLEMS, jax.random.key(0))
   expected = [
-    f"{p}{g}" for p in PROBLEMS for _ in range(samples // group_size)
+    f"{p}{g}" for p in TEXTS for _ in range(samples // group_size)
     for g in range(group_size)
   ]  # fmt: skip
   assert responses.responses == expected
-  assert responses.prompts == PROBLEMS
+  assert responses.prompts == TEXTS
   cut = [text.startswith("3?") for text in expected]
   assert responses.truncated == cut
   lengths = [len(t) + (not c) for t, c in zip(expected, cut, strict=True)]
@@ -180,7 +182,7 @@ def test_instruction_and_system_prompt_reach_the_policy(debug_config):
   sampler = PolicySampler(
     parse(debug_config), one_device(), BatchShape(1, 1, 1)
   )
-  prompts = sampler.prompts(["{x}?"])
+  prompts = sampler.prompts([Problem("{x}?", "", "")])
   tokens = prompts.tokens[0][-prompts.lengths[0] :]
   text = sampler.program.tokenizer.decode(tokens)
   assert text.startswith("S")
@@ -194,14 +196,26 @@ def test_the_examples_of_training_reach_the_policy(debug_config):
   sampler = PolicySampler(config, one_device(), BatchShape(1, 1, 1))
   stages = datasets.load(config).stages
   (example,) = datasets.examples(stages, 1, config.seed)
-  prompts = sampler.prompts(["x?"])
+  prompts = sampler.prompts([Problem("x?", "", "")])
   tokens = prompts.tokens[0][-prompts.lengths[0] :]
   text = sampler.program.tokenizer.decode(tokens)
   assert text == f"{example.text}{example.demonstration}\n\nx?"
   with pytest.raises(
     UserError, match=r"^data.few_shot: the problem .* is an ex"
   ):
-    sampler.prompts(["x?", example.text])
+    sampler.prompts([Problem("x?", "", ""), example])
+
+
+def test_the_conversation_before_a_problem_reaches_the_policy(debug_config):
+  debug_config.data.max_prompt_length = 40
+  sampler = PolicySampler(
+    parse(debug_config), one_device(), BatchShape(1, 1, 1)
+  )
+  history = (("system", "S"), ("user", "1?"), ("assistant", "2"))
+  problem = Problem("x?", "", "", history=history)
+  prompts = sampler.prompts([problem])
+  tokens = prompts.tokens[0][-prompts.lengths[0] :]
+  assert sampler.program.tokenizer.decode(tokens) == "S\n\n1?2\n\nx?"
 
 
 def test_responses_hold_the_whole_prompt(debug_config, echoing):
@@ -209,15 +223,16 @@ def test_responses_hold_the_whole_prompt(debug_config, echoing):
   debug_config.data.max_prompt_length = 40
   sampler, _ = echoing(8)
   responses = sampler.sample(None, PROBLEMS, jax.random.key(0))
-  assert responses.prompts == [f"{p}<think>" for p in PROBLEMS]
+  assert responses.prompts == [f"{p}<think>" for p in TEXTS]
 
 
 def test_a_problem_that_is_too_long_is_an_error(echoing):
   sampler, _ = echoing(2)
   with pytest.raises(
-    UserError, match="'123456789' has 9 tokens, more than dat"
+    UserError,
+    match=r"'123456789' has 9 tokens, more than data.max_prompt.*=8: raise",
   ):
-    sampler.prompts(["1?", "123456789"])
+    sampler.prompts([Problem(t, "", "") for t in ("1?", "123456789")])
 
 
 def test_responses_of_a_model_differ_and_repeat(debug_config):
@@ -238,6 +253,6 @@ def test_at_temperature_zero_responses_are_greedy(debug_config, echoing):
   echo = Echo(sampler.program.tokenizer, 1)
   replace_functions(sampler, generate_greedy=echo, generate_eval=None)
   responses = sampler.sample(None, PROBLEMS, jax.random.key(0))
-  assert responses.responses == [f"{problem}0" for problem in PROBLEMS]
+  assert responses.responses == [f"{problem}0" for problem in TEXTS]
   with pytest.raises(UserError, match="--samples=1"):
     new_sampler(debug_config, 2)

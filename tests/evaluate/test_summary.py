@@ -18,7 +18,7 @@ def benchmark(count=2, reward="math", ratings=None, **changes):
     ids=["1"] * count,
     ratings=ratings or [None] * count,
     skipped={},
-    sha256="",
+    content="",
   )._replace(**changes)
 
 

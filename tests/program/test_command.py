@@ -116,6 +116,12 @@ def test_overrides_reach_the_config(parse):
      "--config.reward.weights=1,x: expected numbers with commas between"),
     ([TINY, WORKDIR, "--config.reward.names", "1"],
      "--config.reward.names=1: expected names with commas between"),
+    ([TINY, WORKDIR, "--num_generations=8"],
+     "--num_generations: no such flag; did you mean "
+     "'--config.rollout.group_size'?; see python -m gspo_jax.main --help"),
+    ([TINY, WORKDIR, "--learner.minibatches=1"],
+     "did you mean '--config.learner.minibatches' .optimizer steps an iter"),
+    ([TINY, WORKDIR, "--beta", "0.1"], "mean '--config.objective.kl_coef'"),
     ([TINY, WORKDIR, "--wrokdir=x"],
      "wrokdir.*; see python -m gspo_jax.main --help"),
     ([TINY, WORKDIR, "config.seed=1"], "unexpected argument 'config.seed=1'"),

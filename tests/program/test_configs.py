@@ -61,15 +61,58 @@ def test_debug_is_small(name):
 
 
 @each_config
-def test_other_modes_are_refused(name):
-  with pytest.raises(ValueError, match="fast"):
-    load(name, "fast")
-
-
-@each_config
 def test_a_config_opens_with_its_own_command(name):
   module = importlib.import_module(f"gspo_jax.configs.{name}")
   assert f"--config=configs/{name}.py" in module.__doc__
+
+
+RECIPES = {"dapo": ("dapo", 3, False), "srpo": ("grpo", 1, True)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+  ("name", "folder", "argument"),
+  [
+    ("hugging_face", "./d", "./d"),
+    ("moe_tpu", "./d", "checkpoint=./d,questions=q"),
+  ],
+)
+def test_a_recipe_goes_with_a_model(name, folder, argument, recipe):
+  plain, c = load(name, argument), load(name, f"{argument},recipe={recipe}")
+  method = (
+    c.objective.name,
+    c.rollout.dynamic_sampling_rounds,
+    c.data.drop_solved,
+  )
+  assert method == RECIPES[recipe]
+  assert c.model.checkpoint == folder
+  assert c.data.source == plain.data.source
+  assert c.cold_start.steps == 0
+  assert c.reward.names[0] == plain.reward.names[0]
+  parse(c)
+
+
+def test_the_configs_of_recipes_are_these_recipes():
+  dapo = load("hugging_face", "./d,recipe=dapo")
+  assert load("dapo", "./d").to_dict() == dapo.to_dict()
+  srpo, given = load("hugging_face", "./d,recipe=srpo"), load("srpo", "./d")
+  given.data = srpo.data  # its two stages
+  assert given.to_dict() == srpo.to_dict()
+
+
+@pytest.mark.parametrize(
+  "argument", ["./d,recipe=grpo", "./d,recipe=dapo,recipe=srpo", "./d,dapo"]
+)
+def test_a_recipe_that_there_is_not_is_refused(argument):
+  with pytest.raises(ValueError, match="recipe="):
+    load("hugging_face", argument)
+
+
+@each_config
+def test_an_argument_is_refused_in_the_name_of_the_file(name):
+  if name != "moe_tpu_v5":  # another name of moe_tpu
+    with pytest.raises(ValueError, match=rf"configs/{name}\.py:fast|^fast"):
+      load(name, "fast")
 
 
 def test_configs_share_no_state():

@@ -47,7 +47,7 @@ def test_a_checkpoint_belongs_to_its_optimizer(debug_config):
   adamw = identity(debug_config)
   debug_config.optim.name = "muon"
   with pytest.raises(UserError, match=r"has optim\.name=None, this"):
-    require_match(identity(debug_config), {"identity": adamw}, "checkpoint")
+    require_match(identity(debug_config), {"identity": adamw}, "checkpoint", "")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_pending_conversations_have_as_many_turns(debug_config):
     debug_config.rollout.max_turns = 3
     saved = {"identity": identity(debug_config)}
     debug_config.rollout.max_turns = 4
-    require_match(identity(debug_config), saved, "checkpoint")
+    require_match(identity(debug_config), saved, "checkpoint", "")
 
   require_same_turns()  # nothing is pending
   debug_config.rollout.max_staleness = 1
@@ -106,7 +106,21 @@ def test_a_checkpoint_of_another_format_is_another_run(
   before = identity(debug_config)
   monkeypatch.setattr(experiment, "CHECKPOINT_FORMAT", 1)
   with pytest.raises(UserError, match="checkpoint format=1"):
-    require_match(before, {"identity": identity(debug_config)}, "checkpoint")
+    require_match(
+      before, {"identity": identity(debug_config)}, "checkpoint", ""
+    )
+
+
+def test_a_cold_start_of_a_checkpoint_is_said(debug_config):
+  """configs/tiny_cpu.py has one, and its derivatives inherit it."""
+  line = lambda: experiment._first_weights(parse(debug_config))
+  assert not line()
+  debug_config.model.checkpoint = "./folder"
+  assert "cold_start.steps=100: the weights of ./folder imitate" in line()
+  debug_config.cold_start.steps = 0
+  assert not line()
+  debug_config.model.checkpoint = ""
+  assert "random weights" in line()
 
 
 def test_every_iteration_has_its_keys():

@@ -116,7 +116,13 @@ def test_a_module_that_fails_is_a_user_error(module, text, message):
     ("def f(prompt, response, reference, level): return 1.0",
      r"behind a \*, by keyword only, columns.*argument: 'level'"),
     ("async def f(prompt): return 1.0", "too many positional"),
-    ("class f:\n  def __init__(self, prompt): pass", "too many positional"),
+    ("class f:\n  def __init__(self, decay=.9): pass",
+     r"is a class: expected a function or an instance, such as f = f\(...\)"),
+    ("def f(data_source, solution_str, ground_truth, extra_info=None): pass",
+     r"takes \(data_source, .*, as in verl: call it in a reward \(prompt, "),
+    ("def f(solution_str, ground_truth, method='strict'): pass", "as in verl"),
+    ("def f(prompts, completions, completion_ids, **kwargs): pass",
+     r"as in TRL: call it in a reward \(prompt, responses, reference\)"),
     ("f = max", "no signature found.*: expected a Python function"),
   ],
 )  # fmt: skip
@@ -149,6 +155,7 @@ def test_a_signature_that_takes_the_arguments(module, text):
     ("p, a, r", {}),
     ("p, a, r, *, level", {"level": 3}),
     ("p, a, r, *, level, missing=1", {"level": 3}),
+    ("p, a, r, *, completions=1", {}),
     ("p, a, r, *, limit, **columns", {"limit": 8, "level": 3, "url": "u"}),
     ("p, level, r, **columns", {"url": "u"}),  # cannot be passed twice
     ("p, responses, r, *, tokens", {"tokens": [4, 5]}),

@@ -280,15 +280,23 @@ class HFTokenizer:
     """Replaces control strings by characters that occur nowhere else.
 
     Another such character goes to both ends of each text, so that no control
-    string forms together with the text of the template beside it.
+    string forms together with the text of the template beside it; white space
+    stays outside, where a template can trim it.
     """
     used = {*"".join(texts), *str(self._library.chat_template)}
     free = (chr(i) for i in _PRIVATE if chr(i) not in used)
     edge = next(free)
     strings = {c for text in texts for c in self._any_control.findall(text)}
     signs = dict(zip(sorted(strings), free, strict=False))
+
+    def within(text):
+      core = text.strip()
+      start = text.find(core)
+      end = start + len(core)
+      return core and text[:start] + edge + core + edge + text[end:]
+
     guarded = [
-      text and edge + self._any_control.sub(lambda m: signs[m[0]], text) + edge
+      within(self._any_control.sub(lambda m: signs[m[0]], text)) or text
       for text in texts
     ]
     restore = {ord(edge): ""} | {ord(c): text for text, c in signs.items()}
@@ -418,7 +426,7 @@ def _open(path: epath.Path, name: str):
   if not any((path / name).is_file() for name in _VOCABULARIES):
     raise UserError(
       f"tokenizer {name!r}: no tokenizer in this folder; expected "
-      "tokenizer.json or tokenizer.model"
+      "tokenizer.json or tokenizer.model, or another folder in data.tokenizer"
     )
   try:
     tokenizer = import_transformers().AutoTokenizer.from_pretrained(
