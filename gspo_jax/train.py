@@ -75,6 +75,20 @@ class Run(NamedTuple):
   preemption: Preemption
 
 
+class Row(NamedTuple):
+  """What an iteration adds to the files of a run.
+
+  Attributes:
+    metrics: scalars.
+    distributions: histograms, and numbers for each layer.
+    samples: (problem, response, reference, reward) of this host.
+  """
+
+  metrics: dict[str, float]
+  distributions: dict[str, list[float]]
+  samples: list[tuple[str, str, str, float]]
+
+
 def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
   """Trains a policy as `config` says, resuming what `workdir` holds.
 
@@ -121,19 +135,25 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
         stack.callback(source.close)
       run = Run(experiment, curriculum, source, checkpoints, preemption)
       _print_parameters(experiment)
-      state = _start(run)
-      if state is None:
+      started = _start(run)
+      if started is None:
         return None
       multihost.run_on_all(lambda: _write_config(experiment))
-      return _train(run, state)
+      return _train(run, *started)
 
 
-def _train(run: Run, state: TrainState) -> TrainState | None:
-  """RL from `state` to the last step, or to a SIGTERM."""
+def _train(
+  run: Run, state: TrainState, unwritten: Mapping | None
+) -> TrainState | None:
+  """RL from `state` to the last step, or to a SIGTERM.
+
+  Args:
+    run: the experiment and its parts.
+    state: new or restored.
+    unwritten: the row of the restored step; see `_save`.
+  """
   experiment, config = run.experiment, run.experiment.config
   first, last = int(state.step) + 1, config.num_steps
-  if first > last:
-    multihost.print_once(f"num_steps={last}: nothing is left to do")
   writer = multihost.run_on_all(
     lambda: MetricWriter(
       experiment.workdir,
@@ -147,30 +167,34 @@ def _train(run: Run, state: TrainState) -> TrainState | None:
   )
   traced = profile.Profile(config.log.profile, experiment.workdir / "profile")
   with writer, traced:
-    health = _health_checks(experiment)
+    finish = functools.partial(
+      _finish, run, writer=writer, health=_health_checks(experiment)
+    )
+    if unwritten and multihost.any_process(writer.lacks(first - 1)):
+      multihost.print_once(f"step {first - 1} was cut short: its row comes now")
+      finish(first - 1, state, Row(**unwritten))
+    elif first > last:
+      multihost.print_once(f"num_steps={last}: nothing is left to do")
     if first == 1 and config.eval.every:
       writer.write(0, held_out.evaluate(experiment, state.policy))
     for step in range(first, last + 1):
       with traced.iteration(step):
-        state, metrics, distributions, samples = iterate(run, state, step)
+        state, row = iterate(run, state, step)
       stop = run.preemption.reached()
-      if stop:  # before an evaluation, in which a SIGKILL may come
-        _save(run, step, state)
-      if _due(config.eval.every, step, last):
-        _wait_for_sampler(run)  # evaluation takes its devices
-        metrics |= held_out.evaluate(experiment, state.policy)
-      writer.write(step, metrics, distributions)
-      health(metrics)
-      if _due(config.log.samples_every, step, last):
-        writer.samples(step, samples[: config.log.samples])
-      if step == last or run.checkpoints.due(step):
-        _save(run, step, state)
-      if stop and step < last:
+      evaluates = _due(config.eval.every, step, last)
+      if not evaluates:
+        finish(step, state, row)
+      if stop or step == last or run.checkpoints.due(step):
+        writer.flush()  # a checkpoint has all the rows before it
+        _save(run, step, state, unwritten=row if evaluates else None)
+      if stop and (step < last or evaluates):
         run.checkpoints.wait()
         multihost.print_once(
-          f"SIGTERM: saved after step {step}; the same command resumes"
+          f"stopped: saved after step {step}; the same command resumes"
         )
         return None
+      if evaluates:
+        finish(step, state, row)
   return state
 
 
@@ -179,23 +203,9 @@ def _due(every: int, step: int, last: int) -> bool:
   return every > 0 and (step == last or step % every == 0)
 
 
-class Iteration(NamedTuple):
-  """The result of an iteration.
-
-  Attributes:
-    state: after the update.
-    metrics: scalars.
-    distributions: histograms, and numbers for each layer.
-    samples: (problem, response, reference, reward) of this host.
-  """
-
-  state: TrainState
-  metrics: dict[str, float]
-  distributions: dict[str, list[float]]
-  samples: list[tuple[str, str, str, float]]
-
-
-def iterate(run: Run, state: TrainState, step: int) -> Iteration:
+def iterate(
+  run: Run, state: TrainState, step: int
+) -> tuple[TrainState, Row]:
   """One iteration of RL. It waits for each phase, so that the times are true.
 
   Raises:
@@ -276,7 +286,27 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   metrics["optim/learning_rate"] = float(learner.learning_rate(updates - 1))
   require_finite(metrics, step)
   samples = _one_of_each_group(scored)
-  return Iteration(state, metrics, distributions, samples)
+  return state, Row(metrics, distributions, samples)
+
+
+def _finish(
+  run: Run,
+  step: int,
+  state: TrainState,
+  row: Row,
+  *,
+  writer: MetricWriter,
+  health: HealthChecks,
+) -> None:
+  """Evaluates if it is time, and writes what there is of a step."""
+  experiment, config = run.experiment, run.experiment.config
+  metrics, last = row.metrics, config.num_steps
+  if _due(config.eval.every, step, last):
+    _wait_for_sampler(run)  # evaluation takes its devices
+    metrics = metrics | held_out.evaluate(experiment, state.policy)
+  shown = _due(config.log.samples_every, step, last) * config.log.samples
+  writer.write(step, metrics, row.distributions, row.samples[:shown])
+  health(metrics)
 
 
 def _time_metrics(clock, batch: RolloutBatch) -> dict[str, float]:
@@ -416,8 +446,13 @@ def _print_parameters(experiment: Experiment) -> None:
     multihost.print_once(f"{trained:,} of them are trained: the adapters")
 
 
-def _start(run: Run) -> TrainState | None:
-  """The last complete checkpoint, else a new policy after its cold start."""
+def _start(run: Run) -> tuple[TrainState, dict | None] | None:
+  """The last complete checkpoint, else a new policy after its cold start.
+
+  Returns:
+    The state, and the row that `_save` was given with it; None if a SIGTERM
+    ended the cold start.
+  """
   experiment, learner = run.experiment, run.experiment.program.learner
   identity = checkpoint_identity(experiment)
   accept = lambda _, saved: match(identity, saved, "checkpoint")
@@ -435,12 +470,13 @@ def _start(run: Run) -> TrainState | None:
     if line := settings.changed_decay(experiment.config, saved, restored.step):
       multihost.print_once(line)
     state = dataclasses.replace(restored.state, pending_rollouts=None)
-    return _with_base(experiment, state, restored.metadata)
+    state = _with_base(experiment, state, restored.metadata)
+    return state, restored.metadata.get("unwritten")
   if experiment.config.cold_start.steps:
     imitated = _cold_start(experiment, run.preemption)
     if imitated is None:
       multihost.print_once(
-        "SIGTERM: cold start saved; the same command resumes"
+        "stopped: cold start saved; the same command resumes"
       )
       return None
     params = imitated.params
@@ -451,7 +487,7 @@ def _start(run: Run) -> TrainState | None:
   )
   if state.base is not None:
     load_params.save_base(state.base, experiment.config, experiment.workdir)
-  return state
+  return state, None
 
 
 def _with_base(experiment: Experiment, state, metadata) -> TrainState:
@@ -477,13 +513,20 @@ def _restore_data(run: Run, restored) -> None:
   )
 
 
-def _save(run: Run, step: int, state: TrainState) -> None:
+def _save(
+  run: Run, step: int, state: TrainState, *, unwritten: Row | None
+) -> None:
+  """Saves all of a run; also the row of the step, if its evaluation comes next.
+
+  A process that is killed in the evaluation then loses neither.
+  """
   _wait_for_sampler(run)  # it takes prompts of the curriculum
   metadata = {
     "identity": checkpoint_identity(run.experiment),
     "data": run.curriculum.get_state(),
     "rollouts": run.source.get_state(),
     "config": run.experiment.config.as_json(),
+    "unwritten": unwritten and unwritten._asdict(),
   }
   if state.base is not None:
     metadata["base"] = checksums(state.base)

@@ -44,8 +44,8 @@ def run_steps(folder, steps, *, resume=0, tag="x"):
     for step in steps:
       counts = [0.0] * 8 + [step + 1.0] + [0.0] * (len(EDGES) - 10)
       spread = {"ratio/x": counts, "moe/x": [step / 7, math.nan]}
-      writer.write(step, {tag: step / 10}, spread)
-      writer.samples(step, [("q", f"{tag}{step}", "r", 1.0)])
+      samples = [("q", f"{tag}{step}", "r", 1.0)]
+      writer.write(step, {tag: step / 10}, spread, samples)
 
 
 def records_of(folder, name="metrics.jsonl"):
@@ -166,8 +166,7 @@ def test_a_process_that_never_closes_loses_nothing(tmp_path):
     "from gspo_jax.runtime.metric_writer import MetricWriter\n"
     "w = MetricWriter(sys.argv[1], total_steps=9, resume_step=0, edges=EDGES)"
     "\n"
-    "w.samples(1, [('q', '\\u4e2d', 'r', 1.0)])\n"
-    "w.write(1, {'x': 1.0}); os._exit(0)"
+    "w.write(1, {'x': 1.0}, {}, [('q', '\\u4e2d', 'r', 1.0)]); os._exit(0)"
   )
   done = subprocess.run(
     [sys.executable, "-c", code, tmp_path],
@@ -439,10 +438,10 @@ def test_samples_are_readable_and_harmless(tmp_path, capsys):
   answer = "line 1\nline 2\x1b[2J\r\ud800 中文 " + "long " * 100 + "\\boxed{4}"
   rows = [("2+2?", answer, "4", 1.0)] + [("q", f"a{i}", "r", 0) for i in "123"]
   with open_writer(tmp_path) as writer:
-    writer.samples(10, rows)
+    writer.write(10, {}, {}, rows)
   samples = run_files.read_samples(tmp_path / "samples")[10]
   assert samples == [(10, *row) for row in rows]
-  lines = capsys.readouterr().out.splitlines()
+  _, *lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 3
   assert all(len(line) <= 120 and line.isprintable() for line in lines)
   assert "2+2?" in lines[0]
@@ -454,8 +453,7 @@ def test_samples_are_readable_and_harmless(tmp_path, capsys):
 def test_inactive_writes_nothing(tmp_path, capsys):
   folder = tmp_path / "run"
   with open_writer(folder, active=False) as writer:
-    writer.write(1, SCALARS, {"x": [1.0]})
-    writer.samples(1, [("q", "a", "r", 1.0)])
+    writer.write(1, SCALARS, {"x": [1.0]}, [("q", "a", "r", 1.0)])
   assert not folder.exists()
   assert capsys.readouterr().out == ""
 
@@ -542,8 +540,8 @@ def test_a_bucket_gets_lines_at_intervals(bucket, name):
       bucket[0] += seconds
       writer.write(step + 1, {"x": 1.0}, {"x": [1.0]})
       assert steps_in_bucket(name) == uploaded
-    writer.write(6, {"x": 1.0}, {"x": [1.0]})
-    writer.samples(6, [("q", "a", "r", 1.0)])  # uploads all earlier lines, too
+    # Samples upload all earlier lines, too.
+    writer.write(6, {"x": 1.0}, {"x": [1.0]}, [("q", "a", "r", 1.0)])
     assert steps_in_bucket(name) == [*range(1, 7)]
     writer.write(7, {"x": 1.0}, {"x": [1.0]})
     assert steps_in_bucket(name) == [*range(1, 7)]

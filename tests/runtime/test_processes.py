@@ -308,7 +308,7 @@ def test_a_cold_start_of_two_processes_stops_and_resumes(
   job.wait_for("cold start   50/100")
   job.processes[1].send_signal(signal.SIGTERM)
   first, _ = job.finish(code=75)
-  assert "SIGTERM: cold start saved" in first
+  assert "stopped: cold start saved" in first
   launch(2, tmp_path).finish()
   assert_same_run(tmp_path, reference, atol=1e-4)  # a hundred steps more: 3e-5
 
@@ -322,7 +322,7 @@ def stopped(launch, reference, tmp_path_factory):
   job.wait_for("0/4")
   job.processes[1].send_signal(signal.SIGTERM)
   first, second = job.finish(code=75)
-  assert "SIGTERM: saved after step" in first
+  assert "stopped: saved after step" in first
   assert "/4 " not in second
   return workdir
 
