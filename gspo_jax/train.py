@@ -135,6 +135,9 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
         stack.callback(source.close)
       run = Run(experiment, curriculum, source, checkpoints, preemption)
       _print_parameters(experiment)
+      if preemption.reached():
+        multihost.print_once("stopped before training; nothing is lost")
+        return None
       started = _start(run)
       if started is None:
         return None
@@ -203,9 +206,7 @@ def _due(every: int, step: int, last: int) -> bool:
   return every > 0 and (step == last or step % every == 0)
 
 
-def iterate(
-  run: Run, state: TrainState, step: int
-) -> tuple[TrainState, Row]:
+def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   """One iteration of RL. It waits for each phase, so that the times are true.
 
   Raises:
