@@ -243,19 +243,21 @@ class _Goodput:
   """
 
   def __init__(self, rows: Iterable[Mapping[str, Any]]):
-    self._began, self._iterations = time.time(), 0.0
+    # Within a process a clock that nobody sets; between two only the wall's is
+    # there, which may have been set back.
+    self._began, self._iterations = time.monotonic(), 0.0
     rows = [row for row in rows if "time/since_start" in row]
     if rows:
-      self._began = rows[0]["time/unix"] - rows[0]["time/since_start"]
+      since_row = max(time.time() - rows[-1]["time/unix"], 0.0)
+      self._began -= rows[-1]["time/since_start"] + since_row
       self._iterations = sum(row["time/iteration"] for row in rows)
 
   def after(self, iteration: float) -> dict[str, float]:
     """The metrics after an iteration of so many seconds."""
     self._iterations += iteration
-    now = time.time()
-    since_start = now - self._began
+    since_start = time.monotonic() - self._began
     return {
-      "time/unix": now,
+      "time/unix": time.time(),
       "time/since_start": since_start,
       "throughput/goodput": self._iterations / max(since_start, 1e-9),
     }

@@ -370,7 +370,7 @@ def last_line(capsys):
 
 
 def test_the_stdout_line_has_fixed_columns(tmp_path, capsys, monkeypatch):
-  clock = iter([0.0, 60.0, 3600.0 * 30 + 60])
+  clock = iter([0.0, 0.0, 60.0, 3600.0 * 30 + 60])
   monkeypatch.setattr(metric_writer.time, "monotonic", lambda: next(clock))
   with open_writer(tmp_path, total=20000) as writer:
     writer.write(0, {"eval/pass@1": 0.25, "eval/avg@8": 0.5})
@@ -559,9 +559,14 @@ def test_a_bucket_gets_the_last_lines_of_a_run_that_fails(bucket):
   assert steps_in_bucket() == [1]
 
 
-def test_goodput_counts_restarts_and_each_iteration_once(tmp_path, monkeypatch):
-  now = [1e9]
-  monkeypatch.setattr(metric_writer.time, "time", lambda: now[0])
+@pytest.mark.parametrize("set_back", [0, 86400])
+def test_goodput_counts_restarts_and_each_iteration_once(
+  tmp_path, monkeypatch, set_back
+):
+  """Also where somebody sets the clock of the wall back while a run goes on."""
+  now, offset = [50.0], [1e9]
+  monkeypatch.setattr(metric_writer.time, "monotonic", lambda: now[0])
+  monkeypatch.setattr(metric_writer.time, "time", lambda: now[0] + offset[0])
 
   def iterate(resume, steps, seconds):
     with open_writer(tmp_path, resume=resume) as writer:
@@ -570,14 +575,18 @@ def test_goodput_counts_restarts_and_each_iteration_once(tmp_path, monkeypatch):
       for step in steps:
         now[0] += 2 * seconds  # half of it in the iteration
         writer.write(step, {"time/iteration": seconds})
+        offset[0] -= set_back * (step in (1, 3))
     rows = records_of(tmp_path)
     assert "time/unix" not in rows[0]
     return [row["throughput/goodput"] for row in rows[1:]]
 
   assert iterate(0, [1, 2, 3], 10) == [0.5] * 3
   now[0] += 40  # until the restart after step 2
-  # 20 s of the 60 before, none of the 40 between, 10 of each 20 after.
+  # 20 s of the 60 before, none of the 40 between, 10 of each 20 after. A clock
+  # that was set back does not tell how long it was until the restart.
   expected = [0.5, 0.5, 30 / 120, 40 / 140]
+  if set_back:
+    expected[2:] = 30 / 60, 40 / 80
   assert iterate(2, [3, 4], 10) == pytest.approx(expected)
 
 
