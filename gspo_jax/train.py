@@ -46,6 +46,7 @@ from gspo_jax.runtime import (
   metric_writer,
   multihost,
   profile,
+  run_files,
   sharding,
   wandb_run,
 )
@@ -100,8 +101,9 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     The final state; None if a SIGTERM ended the run, with its state saved.
 
   Raises:
-    UserError: the config, the data or the workdir has a mistake, or the
-      rewards failed on too many responses (`reward.max_failed`).
+    UserError: the config, the data or the workdir has a mistake, another run
+      writes to the workdir, or the rewards failed on too many responses
+      (`reward.max_failed`).
     FloatingPointError: a metric is not finite; that step is not saved.
   """
   multihost.require_joined()
@@ -114,7 +116,16 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
   )
   multihost.print_once(_devices(mesh, sampler_devices))
   multihost.run_on_all(lambda: _check_log(config))
-  with jax.set_mesh(mesh), Preemption() as preemption, Compilations():
+  with (
+    jax.set_mesh(mesh),
+    Preemption() as preemption,
+    Compilations(),
+    ExitStack() as stack,
+  ):
+    multihost.run_on_all(
+      lambda: multihost.is_primary()
+      and stack.enter_context(run_files.locked(workdir))
+    )
     multihost.print_once("loading the data and the tokenizer")
     experiment = multihost.run_on_all(
       lambda: prepare(config, workdir, mesh, sampler_devices)
@@ -128,11 +139,11 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       every=config.checkpoint.every,
       keep=config.checkpoint.keep,
     )
-    with experiment.reward_pool, checkpoints, ExitStack() as stack:
+    with experiment.reward_pool, checkpoints, ExitStack() as sampling:
       curriculum = _curriculum(experiment)
       source = _source(experiment, curriculum)
       if isinstance(source, OffPolicy):
-        stack.callback(source.close)
+        sampling.callback(source.close)
       run = Run(experiment, curriculum, source, checkpoints, preemption)
       _print_parameters(experiment)
       if preemption.reached():

@@ -342,6 +342,37 @@ def test_a_kill_in_an_evaluation_loses_no_row(
   assert_same_run(tmp_path, reference[0])
 
 
+HOLDER = """
+import os, sys, time
+from gspo_jax.runtime.run_files import locked
+with locked(sys.argv[1]):
+  if os.fork() == 0:  # a child does not inherit the lock
+    os.setsid()
+    time.sleep(30)
+    os._exit(0)
+  print("held", os.getpid(), flush=True)
+  sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_a_workdir_is_refused(run, workdir):
+  """A run that was killed leaves no lock behind."""
+  with subprocess.Popen(
+    [sys.executable, "-c", HOLDER, workdir],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as holder:
+    assert holder.stdout.readline() == f"held {holder.pid}\n"
+    with pytest.raises(UserError) as error:
+      run(workdir)
+    assert f"--workdir={str(workdir)!r}: another run" in str(error.value)
+    assert f"process {holder.pid})" in str(error.value)
+    holder.kill()
+    holder.wait()
+    assert "nothing is left to do" in run(workdir)[1]
+
+
 def test_a_longer_run_resumes_a_shorter_one(run, reference, tmp_path):
   run(tmp_path, num_steps=1)
   _, out = run(tmp_path, checkpoint__every=1)

@@ -1,23 +1,28 @@
-"""The JSON-lines and sample files of a run, and how a start treats them.
+"""The lock, JSON-lines and sample files of a run; how a start treats them.
 
 A run that resumes after step k keeps the lines and samples up to k. A new run
 moves the files of an earlier run to NAME.N, where N is the next number that is
 free for all of them.
 """
 
+import contextlib
+import fcntl
 import io
 import itertools
 import json
 import math
+import os
 import re
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from absl import logging
 from etils import epath
 
 from gspo_jax.runtime import json_lines
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, with_reason
 
 UPLOAD_SECONDS = 30.0  # between two uploads of a file to a bucket
 
@@ -25,6 +30,41 @@ UPLOAD_SECONDS = 30.0  # between two uploads of a file to a bucket
 def in_bucket(path: epath.PathLike) -> bool:
   """Whether this is the address of a bucket, as gs://bucket/folder."""
   return "://" in str(path)
+
+
+@contextlib.contextmanager
+def locked(workdir: str) -> Iterator[None]:
+  """Keeps other runs out of `workdir`, by a lock on its file `lock`.
+
+  The kernel frees the lock when the process ends, also after a SIGKILL. It is
+  of the kind (POSIX) that NFS passes on to other hosts, and that child
+  processes do not inherit. A bucket has no such lock, see
+  docs/fault_tolerance.md.
+
+  Raises:
+    UserError: another run has the lock, or `workdir` cannot be written.
+  """
+  if in_bucket(workdir):
+    yield
+    return
+  with contextlib.ExitStack() as stack:
+    with with_reason(f"--workdir={str(workdir)!r} cannot be written"):
+      os.makedirs(workdir, exist_ok=True)
+      file = stack.enter_context(open(os.path.join(workdir, "lock"), "a+"))
+    try:
+      fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+      file.seek(0)
+      raise UserError(
+        f"--workdir={str(workdir)!r}: another run writes to it ({file.read()}); "
+        "wait for its end, or give another --workdir"
+      ) from error
+    except OSError as error:  # a network disk without locks
+      logging.warning("%s cannot be locked: %s", workdir, error.strerror)
+    file.truncate(0)
+    file.write(f"host {socket.gethostname()}, process {os.getpid()}")
+    file.flush()
+    yield
 
 
 class RunFile:
