@@ -123,8 +123,10 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     ExitStack() as stack,
   ):
     multihost.run_on_all(
-      lambda: multihost.is_primary()
-      and stack.enter_context(run_files.locked(workdir))
+      lambda: (
+        multihost.is_primary()
+        and stack.enter_context(run_files.locked(workdir))
+      )
     )
     multihost.print_once("loading the data and the tokenizer")
     experiment = multihost.run_on_all(

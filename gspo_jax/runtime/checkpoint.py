@@ -1,10 +1,11 @@
 """Checkpoints: saved in the background, and verified when they are restored.
 
-Orbax (its v1 API) writes and reads the arrays, on any number of devices. It
-does not detect flipped bits, silently casts a dtype that differs, and takes an
-empty folder for the latest checkpoint. Therefore each checkpoint stores the
-shape, dtype and checksum of every leaf, and `restore` tries the checkpoints
-from the newest to the oldest until one passes all checks.
+Orbax writes and reads the arrays, on any number of devices, by its v1 API,
+which its authors advise new code to take. It does not detect flipped bits,
+silently casts a dtype that differs, and takes an empty folder for the latest
+checkpoint. Therefore each checkpoint stores the shape, dtype and checksum of
+every leaf, and `restore` tries the checkpoints from the newest to the oldest
+until one passes all checks.
 """
 
 import dataclasses

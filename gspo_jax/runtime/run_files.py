@@ -56,8 +56,8 @@ def locked(workdir: str) -> Iterator[None]:
     except (BlockingIOError, PermissionError) as error:
       file.seek(0)
       raise UserError(
-        f"--workdir={str(workdir)!r}: another run writes to it ({file.read()}); "
-        "wait for its end, or give another --workdir"
+        f"--workdir={str(workdir)!r}: another run writes to it "
+        f"({file.read()}); wait for its end, or give another --workdir"
       ) from error
     except OSError as error:  # a network disk without locks
       logging.warning("%s cannot be locked: %s", workdir, error.strerror)
@@ -75,7 +75,7 @@ class RunFile:
   memory and uploaded again: by the first append at least `UPLOAD_SECONDS` after
   the last upload, by `flush_to_bucket` and by `close`. Exceptions and SIGTERM
   end in `close` and lose nothing; a SIGKILL or a lost host loses the data since
-  the last upload.
+  the last upload, which a run makes before each checkpoint.
   """
 
   def __init__(self, path: epath.Path, content: bytes):

@@ -323,7 +323,7 @@ def test_a_signal_ends_a_run_in_one_line(tmp_path, at, signals, code, words):
   for number in signals:
     process.send_signal(number)
     time.sleep(0.3)  # two of a kind at once are one
-  out, err = process.communicate(timeout=60)
+  _, err = process.communicate(timeout=60)
   assert process.returncode == code, err
   lines = err.splitlines()
   assert "Traceback" not in err

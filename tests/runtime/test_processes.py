@@ -352,6 +352,10 @@ def test_the_death_of_one_ends_the_others(launch, tmp_path, victim):
   began = time.monotonic()
   assert job.processes[1 - victim].wait(120) != 0
   assert time.monotonic() - began < 60
+  if victim == 1:  # JAX ends the others at once if the first one dies
+    out = job.outputs()[0]
+    line = "process 1 has been silent for 8 s"
+    assert 0 < out.index(line) < out.index("PollForError"), out
 
 
 @pytest.mark.slow  # test_agreement has the cheap version
