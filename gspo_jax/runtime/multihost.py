@@ -10,8 +10,10 @@ import contextlib
 import itertools
 import math
 import os
+import sys
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -31,6 +33,7 @@ T = TypeVar("T")
 # JAX's defaults are 100 and 300, minutes in which a pod does nothing.
 TIMEOUT_SECONDS = 30
 _BEAT_SECONDS, _SILENT_SECONDS = 2.0, 8.0  # of `_Beats`
+_LAST_SECONDS = 3.0  # of process 0, after an error
 _MAX_TEXT_BYTES = 1000  # of `allgather_text`, for each process
 _FAULT = "\x01"  # begins the text of an exception that is no UserError
 # Set where libtpu is installed but there is no TPU. Without them libtpu queries
@@ -145,6 +148,28 @@ class _Beats:
         self._heard[name] = count, math.inf
         silent.append(name)
     return silent
+
+
+def end_job(error: Exception) -> None:
+  """Ends this process with 1 after an error, if there are others.
+
+  JAX's own end waits until all processes come to theirs. If one has died it
+  waits for half a minute, and then prints a page of C++.
+  """
+  if jax.process_count() == 1:
+    return
+  cause = " ".join(f"{type(error).__name__}: {error}".split())
+  print(
+    f"process {jax.process_index()} ends: {cause[:200]}; if another process "
+    "has died, its log says why",
+    file=sys.stderr,
+    flush=True,
+  )
+  traceback.print_exception(error)
+  if is_primary():
+    time.sleep(_LAST_SECONDS)  # the others would end with it, by that page
+  sys.stdout.flush()
+  os._exit(1)
 
 
 def require_joined() -> None:
