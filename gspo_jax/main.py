@@ -83,7 +83,8 @@ def _watch_signals() -> None:
 def _act(pipe: int) -> None:
   """Acts on each signal, whose number Python writes into the pipe."""
   asked = False
-  while number := os.read(pipe, 1)[0]:
+  while True:
+    number = os.read(pipe, 1)[0]
     training = signal.getsignal(signal.SIGTERM) is not _before_training
     if number == signal.SIGINT and asked:
       _end(ENDED, "a second Ctrl-C: ended; the same command resumes")

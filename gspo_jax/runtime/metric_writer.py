@@ -188,7 +188,19 @@ class MetricWriter:
     step, scalars = int(step), {k: float(v) for k, v in scalars.items()}
     if "time/iteration" in scalars:
       scalars |= self._goodput.after(scalars["time/iteration"])
-    distributions = distributions or {}
+    samples = [Sample(step, *row[:3], float(row[3])) for row in samples]
+    self._write_distributions(step, scalars, distributions or {})
+    if samples:
+      self._write_samples(samples)
+    finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
+    # The last of a step: a process may be killed anywhere, see `lacks`.
+    self._metrics.append(line({"step": step, **finite}))
+    if samples:
+      self.flush()
+    self._print(step, scalars, samples)
+
+  def _write_distributions(self, step, scalars, distributions) -> None:
+    """Writes them to their file, and all numbers to TensorBoard and W&B."""
     if distributions:
       short = {k: list(map(short_number, d)) for k, d in distributions.items()}
       self._distributions.append(line({"step": step, **short}))
@@ -200,14 +212,8 @@ class MetricWriter:
     self._events.append(_event(step=step, summary={"value": value}))
     if self._wandb:
       self._wandb.write(step, scalars, histograms)
-    samples = [Sample(step, *row[:3], float(row[3])) for row in samples]
-    if samples:
-      self._write_samples(samples)
-    finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
-    # The last of a step: a process may be killed anywhere, see `lacks`.
-    self._metrics.append(line({"step": step, **finite}))
-    if samples:
-      self.flush()
+
+  def _print(self, step, scalars, samples) -> None:
     if self._recent[-1][1] == step:  # an evaluation before the first step
       self._recent.pop()
     self._recent.append((Progress.clock(), step))

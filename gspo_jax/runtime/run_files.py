@@ -123,7 +123,8 @@ def open_run_files(
 
   Args:
     workdir: a folder or bucket; created if missing.
-    resume_step: the last step to keep; 0 moves the old files aside.
+    resume_step: the last step to keep, if metrics.jsonl has its row; 0 moves
+      the old files aside.
     edges: of all histograms; the first line of distributions.jsonl.
 
   Raises:
@@ -139,11 +140,12 @@ def open_run_files(
     for name, path in paths.items()
   }
   if resume_step:
-    contents = {
-      name: _lines_until(resume_step, contents[name], paths[name], header)
-      for name, header in headers.items()
-    }
-    _drop_samples_after(resume_step, samples)
+    step = resume_step
+    for name, header in headers.items():  # metrics.jsonl is the first
+      contents[name] = _lines_until(step, contents[name], paths[name], header)
+      if name == "metrics.jsonl" and not _ends_with(step, contents[name]):
+        step -= 1  # the run will write all of it again
+    _drop_samples_after(step, samples)
   else:
     old = [paths[name] for name in headers if contents[name] != headers[name]]
     _move_aside(old + ([samples] if samples.exists() else []))
@@ -182,6 +184,11 @@ def _lines_until(
     if step_of(record, where) <= step:
       kept.append(line(record))
   return b"".join(kept)
+
+
+def _ends_with(step: int, lines: bytes) -> bool:
+  """Whether the last line is of this step."""
+  return bool(lines) and json.loads(lines.splitlines()[-1])["step"] == step
 
 
 def step_of(record: Mapping[str, Any], where: str) -> int:

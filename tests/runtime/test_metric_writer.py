@@ -559,6 +559,22 @@ def test_a_bucket_gets_the_last_lines_of_a_run_that_fails(bucket):
   assert steps_in_bucket() == [1]
 
 
+def test_a_step_without_its_row_is_written_again_as_a_whole(tmp_path):
+  """The row comes last: the run was killed before."""
+  run_steps(tmp_path, [1, 2, 3])
+  with open_writer(tmp_path, resume=3) as writer:
+    assert not writer.lacks(3)
+  rows = (tmp_path / "metrics.jsonl").read_bytes().splitlines(True)
+  (tmp_path / "metrics.jsonl").write_bytes(b"".join(rows[:2]))
+  with open_writer(tmp_path, resume=3) as writer:
+    assert writer.lacks(3)
+    assert sorted(run_files.read_samples(tmp_path / "samples")) == [1, 2]
+  run_steps(tmp_path, [3], resume=3)
+  for name in ("metrics.jsonl", "distributions.jsonl"):
+    steps = [row["step"] for row in records_of(tmp_path, name) if "step" in row]
+    assert steps == [1, 2, 3]
+
+
 @pytest.mark.parametrize("set_back", [0, 86400])
 def test_goodput_counts_restarts_and_each_iteration_once(
   tmp_path, monkeypatch, set_back
