@@ -200,18 +200,33 @@ def _train(
       evaluates = _due(config.eval.every, step, last)
       if not evaluates:
         finish(step, state, row)
-      if stop or step == last or run.checkpoints.due(step):
-        writer.flush()  # a checkpoint has all the rows before it
-        _save(run, step, state, unwritten=row if evaluates else None)
+      unwritten = row if evaluates else None
       if stop and (step < last or evaluates):
-        run.checkpoints.wait()
-        multihost.print_once(
-          f"stopped: saved after step {step}; the same command resumes"
-        )
-        return None
+        return _stop(run, writer, step, state, unwritten)
+      if step == last or run.checkpoints.due(step):
+        writer.flush()  # a checkpoint has all the rows before it
+        _save(run, step, state, unwritten)
       if evaluates:
         finish(step, state, row)
+        if step < last and run.preemption.reached():
+          return _stop(run, writer, step, state, None)
   return state
+
+
+def _stop(
+  run: Run,
+  writer: MetricWriter,
+  step: int,
+  state: TrainState,
+  unwritten: Row | None,
+) -> None:
+  """Saves all, and says that the run ends."""
+  writer.flush()
+  _save(run, step, state, unwritten)
+  run.checkpoints.wait()
+  multihost.print_once(
+    f"stopped: saved after step {step}; the same command resumes"
+  )
 
 
 def _due(every: int, step: int, last: int) -> bool:
@@ -528,7 +543,7 @@ def _restore_data(run: Run, restored) -> None:
 
 
 def _save(
-  run: Run, step: int, state: TrainState, *, unwritten: Row | None
+  run: Run, step: int, state: TrainState, unwritten: Row | None
 ) -> None:
   """Saves all of a run; also the row of the step, if its evaluation comes next.
 

@@ -293,8 +293,8 @@ def test_learning_moves_the_policy(reference):
 def test_sigterm_saves_and_the_same_command_resumes(
   run, reference, tmp_path, assert_same_run
 ):
-  """Also where `checkpoint.every` does not save that step."""
-  state, out = run(tmp_path, sigterm_at="1/4 ", checkpoint__every=100)
+  """Also in an evaluation, and where nothing else saves that step."""
+  state, out = run(tmp_path, sigterm_at="2/4 ", checkpoint__every=100)
   assert state is None
   assert "stopped: saved after step 2" in out
   _, out = run(tmp_path)
@@ -328,7 +328,8 @@ def test_a_kill_in_an_evaluation_loses_no_row(
 
   assert killed_in_evaluation(1) == [0, 1]  # of step 2, after that of step 0
   # That of step 2 is made up for, and SIGTERM comes in iteration 4.
-  assert killed_in_evaluation(1, sigterm_at="3/4 ") == [0, 1, 2, 3]
+  more = {"sigterm_at": "3/4 ", "checkpoint__every": 100}
+  assert killed_in_evaluation(1, **more) == [0, 1, 2, 3]
   _, out = run(tmp_path)
   assert "step 4 was cut short" in out
   assert_same_run(tmp_path, reference[0])
