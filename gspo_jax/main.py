@@ -8,14 +8,20 @@ On several hosts the same command on each, and the same workdir for all. On a
 Cloud TPU slice they find one another; elsewhere each needs
 `--coordinator=HOST:PORT --num_processes=N --process_id=I`.
 
+A Ctrl-C is a SIGTERM: the run saves after this iteration and ends. A second
+Ctrl-C ends the process at once.
+
 Exit codes, the same on every host: 0 done; 75 (EX_TEMPFAIL of sysexits.h)
 stopped by SIGTERM before the last step with everything saved, for a scheduler
-to start the same command again; 2 a mistake of the caller's, in one line;
-anything else is a fault or an outage, with its traceback.
+to start the same command again; 2 a mistake of the caller's, in one line; 130
+after a second Ctrl-C; anything else is a fault or an outage, with its
+traceback.
 """
 
+import os
 import signal
 import sys
+import threading
 
 from absl import app
 
@@ -28,11 +34,13 @@ from gspo_jax.program.command import (
 )
 from gspo_jax.runtime.errors import UserError, complain
 
-INTERRUPTED = 75
+INTERRUPTED, ENDED = 75, 130
+_ending = threading.Lock()
 
 
 def main() -> None:
   """The console's entry."""
+  _watch_signals()
   sys.path.append("")  # rewards and data of the user's, as with `python -m`
   try:
     app.run(_main, flags_parser=_parse)
@@ -49,11 +57,54 @@ def _main(argv) -> int:
     from gspo_jax import train
 
     state = train.train_and_evaluate(CONFIG.value, WORKDIR.value)
-    # All is saved: a SIGTERM while the process ends must not change its code.
+    # All is saved: a signal while the process ends must not change its code.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     return INTERRUPTED if state is None else 0
 
   return on_hosts(work)
+
+
+def _watch_signals() -> None:
+  """SIGTERM ends the process until `Preemption` handles it; Ctrl-C asks for it.
+
+  A thread acts: Python's own handlers wait for the main thread, which a
+  compilation or an iteration keeps in C++ for minutes.
+  """
+  read, write = os.pipe()
+  os.set_blocking(write, False)
+  signal.signal(signal.SIGTERM, _before_training)
+  if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of a shell's &
+    signal.signal(signal.SIGINT, lambda *_: None)
+  signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+  threading.Thread(target=_act, args=(read,), daemon=True).start()
+
+
+def _act(pipe: int) -> None:
+  """Acts on each signal, whose number Python writes into the pipe."""
+  asked = False
+  while True:
+    number = os.read(pipe, 1)[0]
+    training = signal.getsignal(signal.SIGTERM) is not _before_training
+    if number == signal.SIGINT and asked:
+      _end(ENDED, "a second Ctrl-C: ended; the same command resumes")
+    elif number == signal.SIGINT and training:
+      asked = True
+      text = "Ctrl-C: saves after this iteration, a second one ends at once"
+      print(text, file=sys.stderr, flush=True)
+      os.kill(os.getpid(), signal.SIGTERM)
+    elif number in (signal.SIGINT, signal.SIGTERM) and not training:
+      _before_training()
+
+
+def _before_training(*_) -> None:
+  _end(INTERRUPTED, "stopped before training; start the same command again")
+
+
+def _end(code: int, text: str) -> None:
+  if _ending.acquire(blocking=False):  # else another thread is about to end it
+    print(text, file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ from gspo_jax.runtime import (
   metric_writer,
   multihost,
   profile,
+  run_files,
   sharding,
   wandb_run,
 )
@@ -75,6 +77,21 @@ class Run(NamedTuple):
   preemption: Preemption
 
 
+class Row(NamedTuple):
+  """What an iteration adds to the files of a run.
+
+  Attributes:
+    metrics: scalars.
+    distributions: histograms, and numbers for each layer.
+    samples: (problem, response, reference, reward) of the first
+      `log.samples` groups, where it is time for them.
+  """
+
+  metrics: dict[str, float]
+  distributions: dict[str, list[float]]
+  samples: list[tuple[str, str, str, float]]
+
+
 def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
   """Trains a policy as `config` says, resuming what `workdir` holds.
 
@@ -86,8 +103,9 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     The final state; None if a SIGTERM ended the run, with its state saved.
 
   Raises:
-    UserError: the config, the data or the workdir has a mistake, or the
-      rewards failed on too many responses (`reward.max_failed`).
+    UserError: the config, the data or the workdir has a mistake, another run
+      writes to the workdir, or the rewards failed on too many responses
+      (`reward.max_failed`).
     FloatingPointError: a metric is not finite; that step is not saved.
   """
   multihost.require_joined()
@@ -100,7 +118,18 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
   )
   multihost.print_once(_devices(mesh, sampler_devices))
   multihost.run_on_all(lambda: _check_log(config))
-  with jax.set_mesh(mesh), Preemption() as preemption, Compilations():
+  with (
+    jax.set_mesh(mesh),
+    Preemption() as preemption,
+    Compilations(),
+    ExitStack() as stack,
+  ):
+    multihost.run_on_all(
+      lambda: (
+        multihost.is_primary()
+        and stack.enter_context(run_files.locked(workdir))
+      )
+    )
     multihost.print_once("loading the data and the tokenizer")
     experiment = multihost.run_on_all(
       lambda: prepare(config, workdir, mesh, sampler_devices)
@@ -114,26 +143,35 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       every=config.checkpoint.every,
       keep=config.checkpoint.keep,
     )
-    with experiment.reward_pool, checkpoints, ExitStack() as stack:
+    with experiment.reward_pool, checkpoints, ExitStack() as sampling:
       curriculum = _curriculum(experiment)
       source = _source(experiment, curriculum)
       if isinstance(source, OffPolicy):
-        stack.callback(source.close)
+        sampling.callback(source.close)
       run = Run(experiment, curriculum, source, checkpoints, preemption)
       _print_parameters(experiment)
-      state = _start(run)
-      if state is None:
+      if preemption.reached():
+        multihost.print_once("stopped before training; nothing is lost")
+        return None
+      started = _start(run)
+      if started is None:
         return None
       multihost.run_on_all(lambda: _write_config(experiment))
-      return _train(run, state)
+      return _train(run, *started)
 
 
-def _train(run: Run, state: TrainState) -> TrainState | None:
-  """RL from `state` to the last step, or to a SIGTERM."""
+def _train(
+  run: Run, state: TrainState, unwritten: Mapping | None
+) -> TrainState | None:
+  """RL from `state` to the last step, or to a SIGTERM.
+
+  Args:
+    run: the experiment and its parts.
+    state: new or restored.
+    unwritten: the row of the restored step; see `_save`.
+  """
   experiment, config = run.experiment, run.experiment.config
   first, last = int(state.step) + 1, config.num_steps
-  if first > last:
-    multihost.print_once(f"num_steps={last}: nothing is left to do")
   writer = multihost.run_on_all(
     lambda: MetricWriter(
       experiment.workdir,
@@ -147,31 +185,50 @@ def _train(run: Run, state: TrainState) -> TrainState | None:
   )
   traced = profile.Profile(config.log.profile, experiment.workdir / "profile")
   with writer, traced:
-    health = _health_checks(experiment)
+    finish = functools.partial(
+      _finish, run, writer=writer, health=_health_checks(experiment)
+    )
+    if unwritten and multihost.any_process(writer.lacks(first - 1)):
+      multihost.print_once(f"step {first - 1} was cut short: its row comes now")
+      finish(first - 1, state, Row(**unwritten))
+    elif first > last:
+      multihost.print_once(f"num_steps={last}: nothing is left to do")
     if first == 1 and config.eval.every:
       writer.write(0, held_out.evaluate(experiment, state.policy))
     for step in range(first, last + 1):
       with traced.iteration(step):
-        state, metrics, distributions, samples = iterate(run, state, step)
+        state, row = iterate(run, state, step)
       stop = run.preemption.reached()
-      if stop:  # before an evaluation, in which a SIGKILL may come
-        _save(run, step, state)
-      if _due(config.eval.every, step, last):
-        _wait_for_sampler(run)  # evaluation takes its devices
-        metrics |= held_out.evaluate(experiment, state.policy)
-      writer.write(step, metrics, distributions)
-      health(metrics)
-      if _due(config.log.samples_every, step, last):
-        writer.samples(step, _first_rows(samples, config.log.samples))
+      evaluates = _due(config.eval.every, step, last)
+      if not evaluates:
+        finish(step, state, row)
+      unwritten = row if evaluates else None
+      if stop and (step < last or evaluates):
+        return _stop(run, writer, step, state, unwritten)
       if step == last or run.checkpoints.due(step):
-        _save(run, step, state)
-      if stop and step < last:
-        run.checkpoints.wait()
-        multihost.print_once(
-          f"SIGTERM: saved after step {step}; the same command resumes"
-        )
-        return None
+        writer.flush()  # a checkpoint has all the rows before it
+        _save(run, step, state, unwritten)
+      if evaluates:
+        finish(step, state, row)
+        if step < last and run.preemption.reached():
+          return _stop(run, writer, step, state, None)
   return state
+
+
+def _stop(
+  run: Run,
+  writer: MetricWriter,
+  step: int,
+  state: TrainState,
+  unwritten: Row | None,
+) -> None:
+  """Saves all, and says that the run ends."""
+  writer.flush()
+  _save(run, step, state, unwritten)
+  run.checkpoints.wait()
+  multihost.print_once(
+    f"stopped: saved after step {step}; the same command resumes"
+  )
 
 
 def _due(every: int, step: int, last: int) -> bool:
@@ -179,23 +236,7 @@ def _due(every: int, step: int, last: int) -> bool:
   return every > 0 and (step == last or step % every == 0)
 
 
-class Iteration(NamedTuple):
-  """The result of an iteration.
-
-  Attributes:
-    state: after the update.
-    metrics: scalars.
-    distributions: histograms, and numbers for each layer.
-    samples: by row, (problem, response, reference, reward) of this host.
-  """
-
-  state: TrainState
-  metrics: dict[str, float]
-  distributions: dict[str, list[float]]
-  samples: dict[int, tuple[str, str, str, float]]
-
-
-def iterate(run: Run, state: TrainState, step: int) -> Iteration:
+def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   """One iteration of RL. It waits for each phase, so that the times are true.
 
   Raises:
@@ -279,8 +320,29 @@ def iterate(run: Run, state: TrainState, step: int) -> Iteration:
   updates = step * config.learner.minibatches
   metrics["optim/learning_rate"] = float(learner.learning_rate(updates - 1))
   require_finite(metrics, step)
-  samples = _one_of_each_group(scored)
-  return Iteration(state, metrics, distributions, samples)
+  samples = []
+  if _due(config.log.samples_every, step, config.num_steps):
+    samples = _first_samples(scored, config.log.samples)
+  return state, Row(metrics, distributions, samples)
+
+
+def _finish(
+  run: Run,
+  step: int,
+  state: TrainState,
+  row: Row,
+  *,
+  writer: MetricWriter,
+  health: HealthChecks,
+) -> None:
+  """Evaluates if it is time, and writes what there is of a step."""
+  experiment, config = run.experiment, run.experiment.config
+  metrics = row.metrics
+  if _due(config.eval.every, step, config.num_steps):
+    _wait_for_sampler(run)  # evaluation takes its devices
+    metrics = metrics | held_out.evaluate(experiment, state.policy)
+  writer.write(step, metrics, row.distributions, row.samples)
+  health(metrics)
 
 
 def _time_metrics(
@@ -340,25 +402,20 @@ def useful_fractions(
   }
 
 
-def _one_of_each_group(
-  scored: ScoredSamples,
-) -> dict[int, tuple[str, str, str, float]]:
-  """The first response of each group, of those on this host, by row."""
+def _first_samples(
+  scored: ScoredSamples, count: int
+) -> list[tuple[str, str, str, float]]:
+  """The first response of each of the first `count` groups of all hosts."""
   total = scored.rewards.result().total
   rows = range(0, total.size, total.shape[1])
-  return {
-    row: (p.text, scored.responses[row].text, p.reference, float(reward))
+  local = [
+    (row, (p.text, scored.responses[row].text, p.reference, float(reward)))
     for row, p, reward in zip(
       rows, scored.prompts["problems"], total[:, 0], strict=True
     )
     if row in scored.responses
-  }
-
-
-def _first_rows(samples: dict[int, tuple], count: int) -> list[tuple]:
-  """Of the samples of all hosts, the `count` with the lowest rows."""
-  hosts = multihost.allgather_json(sorted(samples.items())[:count])
-  every = {row: sample for host in hosts for row, sample in host}
+  ]
+  every = dict(itertools.chain(*multihost.allgather_json(local[:count])))
   return [every[row] for row in sorted(every)[:count]]
 
 
@@ -430,8 +487,13 @@ def _print_parameters(experiment: Experiment) -> None:
     multihost.print_once(f"{trained:,} of them are trained: the adapters")
 
 
-def _start(run: Run) -> TrainState | None:
-  """The last complete checkpoint, else a new policy after its cold start."""
+def _start(run: Run) -> tuple[TrainState, dict | None] | None:
+  """The last complete checkpoint, else a new policy after its cold start.
+
+  Returns:
+    The state, and the row that `_save` was given with it; None if a SIGTERM
+    ended the cold start.
+  """
   experiment, learner = run.experiment, run.experiment.program.learner
   identity = checkpoint_identity(experiment)
   what = f"checkpoint in {str(experiment.workdir)!r}"
@@ -452,12 +514,13 @@ def _start(run: Run) -> TrainState | None:
     if line := settings.changed_decay(experiment.config, saved, restored.step):
       multihost.print_once(line)
     state = dataclasses.replace(restored.state, pending_rollouts=None)
-    return _with_base(experiment, state, restored.metadata)
+    state = _with_base(experiment, state, restored.metadata)
+    return state, restored.metadata.get("unwritten")
   if experiment.config.cold_start.steps:
     imitated = _cold_start(experiment, run.preemption)
     if imitated is None:
       multihost.print_once(
-        "SIGTERM: cold start saved; the same command resumes"
+        "stopped: cold start saved; the same command resumes"
       )
       return None
     params = imitated.params
@@ -468,7 +531,7 @@ def _start(run: Run) -> TrainState | None:
   )
   if state.base is not None:
     load_params.save_base(state.base, experiment.config, experiment.workdir)
-  return state
+  return state, None
 
 
 def _with_base(experiment: Experiment, state, metadata) -> TrainState:
@@ -494,13 +557,20 @@ def _restore_data(run: Run, restored) -> None:
   )
 
 
-def _save(run: Run, step: int, state: TrainState) -> None:
+def _save(
+  run: Run, step: int, state: TrainState, unwritten: Row | None
+) -> None:
+  """Saves all of a run; also the row of the step, if its evaluation comes next.
+
+  A process that is killed in the evaluation then loses neither.
+  """
   _wait_for_sampler(run)  # it takes prompts of the curriculum
   metadata = {
     "identity": checkpoint_identity(run.experiment),
     "data": run.curriculum.get_state(),
     "rollouts": run.source.get_state(),
     "config": run.experiment.config.as_json(),
+    "unwritten": unwritten and unwritten._asdict(),
   }
   if state.base is not None:
     metadata["base"] = checksums(state.base)

@@ -312,7 +312,7 @@ def test_the_commands_work_in_a_bucket(base, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
     flags = train_flags(remote, num_steps=4)
     out = command("main", copy, *flags, code=75, sigterm_at="2/4")
-    assert "SIGTERM: saved after step" in out
+    assert "stopped: saved after step" in out
     names = {path.name for path in compiled.iterdir()}
     assert any("_update-" in name for name in names), names
     assert "resumed after step" in command("main", copy, *flags)

@@ -293,20 +293,89 @@ def test_learning_moves_the_policy(reference):
 def test_sigterm_saves_and_the_same_command_resumes(
   run, reference, tmp_path, assert_same_run
 ):
-  """Also where `checkpoint.every` does not save that step."""
-  state, out = run(tmp_path, sigterm_at="1/4 ", checkpoint__every=100)
+  """Also in an evaluation, and where nothing else saves that step."""
+  state, out = run(tmp_path, sigterm_at="2/4 ", checkpoint__every=100)
   assert state is None
-  assert "SIGTERM: saved after step 2" in out
+  assert "stopped: saved after step 2" in out
   _, out = run(tmp_path)
   assert "resumed after step 2" in out
   assert "cold start" not in out
   assert_same_run(tmp_path, reference[0])
 
 
+class Killed(BaseException):
+  """Stands for SIGKILL."""
+
+
+def test_a_kill_in_an_evaluation_loses_no_row(
+  run, reference, tmp_path, monkeypatch, assert_same_run
+):
+  """The next start evaluates and writes the row, also after a SIGTERM."""
+  evaluate = held_out.evaluate
+
+  def killed_in_evaluation(number, **more):
+    calls = iter(range(9))
+
+    def killed(*args):
+      if next(calls) == number:
+        raise Killed
+      return evaluate(*args)
+
+    with monkeypatch.context() as patch, contextlib.suppress(Killed):
+      patch.setattr(held_out, "evaluate", killed)
+      run(tmp_path, **more)
+    return [row["step"] for row in metrics_of(tmp_path)]
+
+  assert killed_in_evaluation(1) == [0, 1]  # of step 2, after that of step 0
+  # That of step 2 is made up for, and SIGTERM comes in iteration 4.
+  more = {"sigterm_at": "3/4 ", "checkpoint__every": 100}
+  assert killed_in_evaluation(1, **more) == [0, 1, 2, 3]
+  _, out = run(tmp_path)
+  assert "step 4 was cut short" in out
+  assert_same_run(tmp_path, reference[0])
+  texts = [
+    {file.name: file.read_text() for file in (folder / "samples").iterdir()}
+    for folder in (tmp_path, reference[0])
+  ]
+  assert texts[0] == texts[1] != {}
+  _, out = run(tmp_path)
+  assert "nothing is left to do" in out
+  assert_same_run(tmp_path, reference[0])
+
+
+HOLDER = """
+import os, sys, time
+from gspo_jax.runtime.run_files import locked
+with locked(sys.argv[1]):
+  if os.fork() == 0:  # a child does not inherit the lock
+    os.setsid()
+    time.sleep(30)
+    os._exit(0)
+  print("held", os.getpid(), flush=True)
+  sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_a_workdir_is_refused(run, workdir):
+  """A run that was killed leaves no lock behind."""
+  with subprocess.Popen(
+    [sys.executable, "-c", HOLDER, workdir],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as holder:
+    assert holder.stdout.readline() == f"held {holder.pid}\n"
+    with pytest.raises(UserError) as error:
+      run(workdir)
+    assert f"--workdir={str(workdir)!r}: another run" in str(error.value)
+    assert f"process {holder.pid})" in str(error.value)
+    holder.kill()
+    holder.wait()
+    assert "nothing is left to do" in run(workdir)[1]
+
+
 def test_a_longer_run_resumes_a_shorter_one(run, reference, tmp_path):
-  """SIGTERM in the last step changes nothing: the run is done."""
-  state, _ = run(tmp_path, num_steps=1, sigterm_at="0/1 ")
-  assert int(state.step) == 1
+  run(tmp_path, num_steps=1)
   _, out = run(tmp_path, checkpoint__every=1)
   assert "resumed after step 1" in out
   # It was evaluated after its last step, and the uninterrupted one was not.
@@ -413,7 +482,7 @@ def test_the_command_exits_with_75_after_sigterm(start, tmp_path):
     if line.startswith("1/4 "):
       process.send_signal(signal.SIGTERM)
       break
-  assert "SIGTERM: saved after step" in finish(process, code=75)
+  assert "stopped: saved after step" in finish(process, code=75)
 
 
 def resume(run, whole, parts, **overrides):

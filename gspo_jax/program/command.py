@@ -45,7 +45,8 @@ def on_hosts(work: Callable[[], int]) -> int:
     work: returns an exit code, the same on every process.
 
   Returns:
-    That exit code, or 2 after a UserError.
+    That exit code, or 2 after a UserError. Another error of a job with several
+    processes ends this one with 1.
   """
   # Not at the top: JAX takes seconds, and a mistaken flag needs none of it.
   if "jax" not in sys.modules:
@@ -61,6 +62,9 @@ def on_hosts(work: Callable[[], int]) -> int:
     return complain(error) if multihost.is_primary() else 2
   except UserError as error:  # perhaps of this process alone
     return complain(error)
+  except Exception as error:
+    multihost.end_job(error)
+    raise
   # Without it, a process that ends early waits only 30 s for the last save.
   multihost.barrier()
   return code

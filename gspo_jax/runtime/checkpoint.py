@@ -1,10 +1,11 @@
 """Checkpoints: saved in the background, and verified when they are restored.
 
-Orbax (its v1 API) writes and reads the arrays, on any number of devices. It
-does not detect flipped bits, silently casts a dtype that differs, and takes an
-empty folder for the latest checkpoint. Therefore each checkpoint stores the
-shape, dtype and checksum of every leaf, and `restore` tries the checkpoints
-from the newest to the oldest until one passes all checks.
+Orbax writes and reads the arrays, on any number of devices, by its v1 API,
+which its authors advise new code to take. It does not detect flipped bits,
+silently casts a dtype that differs, and takes an empty folder for the latest
+checkpoint. Therefore each checkpoint stores the shape, dtype and checksum of
+every leaf, and `restore` tries the checkpoints from the newest to the oldest
+until one passes all checks.
 """
 
 import dataclasses
@@ -76,6 +77,7 @@ class Checkpoints:
     self._every = every
     self._skipped: set[int] = set()
     self._last_save: int | None = None
+    self._response: ocp.AsyncResponse | None = None  # of the last save
     multihost.run_on_all(
       lambda: (_make_folder if writes else _require_folder)(directory)
     )
@@ -123,7 +125,7 @@ class Checkpoints:
     self._skipped.clear()
     self._last_save = step
     record = {"specs": _specs(state), "checksums": checksums(state)}
-    self._orbax.save_checkpointables_async(
+    self._response = self._orbax.save_checkpointables_async(
       step,
       {"state": state},
       force=True,
@@ -132,9 +134,14 @@ class Checkpoints:
 
   def wait(self) -> None:
     """Waits until the last save is on disk; RuntimeError if it failed."""
+    response, self._response = self._response, None
     try:
       with Progress(f"saving checkpoint {self._last_save}"):
-        self._orbax.wait()
+        try:
+          self._orbax.wait()
+        finally:
+          if response:  # else its thread and three descriptors stay open
+            response.result()
     except Exception as error:
       raise RuntimeError(
         f"the checkpoint of step {self._last_save} was not saved in "

@@ -121,7 +121,7 @@ class MetricWriter:
     self._recent = collections.deque([start], maxlen=20)
     self._edges = np.asarray(edges)
     self._files: list[RunFile] = []
-    self._wandb = None
+    self._wandb, self._last_row = None, math.inf
     if not active:
       return
     workdir = epath.Path(workdir)
@@ -130,10 +130,13 @@ class MetricWriter:
       self._metrics, self._distributions = open_run_files(
         workdir, resume_step, self._edges
       )
-      self._events = _open_events(workdir / "tensorboard", resume_step)
-      self._files = [self._metrics, self._distributions, self._events]
-      lines = json_lines.read(workdir / "metrics.jsonl")
-      self._goodput = _Goodput(line.record for line in lines)
+      rows = [row.record for row in json_lines.read(workdir / "metrics.jsonl")]
+      self._goodput = _Goodput(rows)
+      self._last_row = max((row["step"] for row in rows), default=-1)
+      first = resume_step + (not self.lacks(resume_step))
+      self._events = _open_events(workdir / "tensorboard", first)
+      # Of these files, metrics.jsonl has the row of a step last.
+      self._files = [self._distributions, self._events, self._metrics]
       if wandb:
         self._wandb = WandbRun(
           wandb, workdir, config or {}, resumes=resume_step > 0
@@ -149,25 +152,56 @@ class MetricWriter:
       if self._wandb:
         closing.callback(self._wandb.close, failed=kind is not None)
 
+  def lacks(self, step: int) -> bool:
+    """Whether the row of a step, not above `resume_step`, is missing.
+
+    It is written after all else of the step: what has it has all.
+    """
+    return self._last_row < step
+
+  def flush(self) -> None:
+    """Uploads what was written, if the workdir is in a bucket."""
+    for file in self._files:
+      file.flush_to_bucket()
+
   def write(
     self,
     step: int,
     scalars: Mapping[str, float],
     distributions: Mapping[str, Sequence[float]] | None = None,
+    samples: Sequence[tuple[str, str, str, float]] = (),
   ) -> None:
-    """Writes a step: JSON lines, TensorBoard, W&B and a stdout line.
+    """Writes a step: JSON lines, TensorBoard, W&B, samples and a stdout line.
 
     In JSON, NaN and infinities are null. A step with `time/iteration` also gets
     `throughput/goodput` and the two times that it is made of.
+
+    Args:
+      step: the iteration.
+      scalars: by name.
+      distributions: by name; the counts of a histogram, or one number for each
+        layer.
+      samples: problem, response, reference and reward of each. Three of them
+        are printed. In a bucket they upload everything written before, too.
     """
     if not self._active:
       return
     step, scalars = int(step), {k: float(v) for k, v in scalars.items()}
     if "time/iteration" in scalars:
       scalars |= self._goodput.after(scalars["time/iteration"])
+    samples = [Sample(step, *row[:3], float(row[3])) for row in samples]
+    self._write_distributions(step, scalars, distributions or {})
+    if samples:
+      self._write_samples(samples)
     finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
+    # The last of a step: a process may be killed anywhere, see `lacks`.
     self._metrics.append(line({"step": step, **finite}))
-    distributions = distributions or {}
+    if samples:
+      self.flush()
+    self._print(step, scalars, samples)
+
+  def _write_distributions(self, step, scalars, distributions) -> None:
+    """Writes them to their file, and all numbers to TensorBoard and W&B."""
     if distributions:
       short = {k: list(map(short_number, d)) for k, d in distributions.items()}
       self._distributions.append(line({"step": step, **short}))
@@ -179,6 +213,8 @@ class MetricWriter:
     self._events.append(_event(step=step, summary={"value": value}))
     if self._wandb:
       self._wandb.write(step, scalars, histograms)
+
+  def _print(self, step, scalars, samples) -> None:
     if self._recent[-1][1] == step:  # an evaluation before the first step
       self._recent.pop()
     self._recent.append((Progress.clock(), step))
@@ -188,31 +224,18 @@ class MetricWriter:
       f"{step:{len(str(total))}}/{total} {_columns(scalars)} "
       f"eta {_clock(left):>8}"
     )
-
-  def samples(
-    self, step: int, rows: Sequence[tuple[str, str, str, float]]
-  ) -> None:
-    """Writes samples to a file and to TensorBoard, and prints three of them.
-
-    Also uploads everything written before, if the workdir is in a bucket.
-
-    Args:
-      step: of the samples.
-      rows: problem, response, reference and reward of each, one or more.
-    """
-    if not self._active:
-      return
-    samples = [Sample(int(step), *row[:3], float(row[3])) for row in rows]
     for sample in samples[:3]:
       _print(
         f"  reward {sample.reward:g} | {_short(sample.problem, 32)} -> "
         f"{_short(sample.response, 44)} | want {_short(sample.reference, 12)}"
       )
-    run_files.write_samples(self._samples, int(step), samples)
+
+  def _write_samples(self, samples: Sequence[Sample]) -> None:
+    """Writes a file and an event."""
+    step = samples[0].step
+    run_files.write_samples(self._samples, step, samples)
     code = summary.text("samples", _as_markdown(samples))
-    self._events.append(_event(step=int(step), summary=code))
-    for file in self._files:
-      file.flush_to_bucket()
+    self._events.append(_event(step=step, summary=code))
 
 
 class _Goodput:
@@ -227,19 +250,21 @@ class _Goodput:
   """
 
   def __init__(self, rows: Iterable[Mapping[str, Any]]):
-    self._began, self._iterations = time.time(), 0.0
+    # Within a process a clock that nobody sets; between two only the wall's is
+    # there, which may have been set back.
+    self._began, self._iterations = time.monotonic(), 0.0
     rows = [row for row in rows if "time/since_start" in row]
     if rows:
-      self._began = rows[0]["time/unix"] - rows[0]["time/since_start"]
+      since_row = max(time.time() - rows[-1]["time/unix"], 0.0)
+      self._began -= rows[-1]["time/since_start"] + since_row
       self._iterations = sum(row["time/iteration"] for row in rows)
 
   def after(self, iteration: float) -> dict[str, float]:
     """The metrics after an iteration of so many seconds."""
     self._iterations += iteration
-    now = time.time()
-    since_start = now - self._began
+    since_start = time.monotonic() - self._began
     return {
-      "time/unix": now,
+      "time/unix": time.time(),
       "time/since_start": since_start,
       "throughput/goodput": self._iterations / max(since_start, 1e-9),
     }
@@ -287,7 +312,7 @@ def _histogram(
   return {"tag": name, "histo": histogram}
 
 
-def _open_events(folder: epath.Path, resume_step: int) -> RunFile:
+def _open_events(folder: epath.Path, first_step: int) -> RunFile:
   # tensorboardX.SummaryWriter is not used: after one failed write its thread
   # ends and a later add_scalar blocks forever, and it names files by the
   # second, so a quick restart overwrites the previous file.
@@ -296,8 +321,7 @@ def _open_events(folder: epath.Path, resume_step: int) -> RunFile:
   events = RunFile(folder / name, _event(file_version="brain.Event:2"))
   # After a START event, TensorBoard hides the events of earlier files from its
   # step on.
-  step = resume_step + 1 if resume_step else 0
-  events.append(_event(step=step, session_log={"status": "START"}))
+  events.append(_event(step=first_step, session_log={"status": "START"}))
   return events
 
 

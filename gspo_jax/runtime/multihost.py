@@ -7,8 +7,14 @@ nothing, or copy an array.
 """
 
 import contextlib
+import itertools
 import json
+import math
 import os
+import sys
+import threading
+import time
+import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -27,6 +33,8 @@ T = TypeVar("T")
 # process that ends waits this long for the others. Then all processes end.
 # JAX's defaults are 100 and 300, minutes in which a pod does nothing.
 TIMEOUT_SECONDS = 30
+_BEAT_SECONDS, _SILENT_SECONDS = 2.0, 8.0  # of `_Beats`
+_LAST_SECONDS = 3.0  # of process 0, after an error
 _MAX_TEXT_BYTES = 1000  # of `allgather_text`, for each process
 _FAULT = "\x01"  # begins the text of an exception that is no UserError
 # Set where libtpu is installed but there is no TPU. Without them libtpu queries
@@ -86,6 +94,83 @@ def start(
   except ValueError:  # JAX detects no cluster; see `require_joined`
     if coordinator:
       raise
+    return
+  threading.Thread(target=_beat, daemon=True).start()
+
+
+def _beat() -> None:
+  """Shows that this process lives; process 0 prints which one is silent.
+
+  JAX ends all processes for one that died, with a page of C++ that no Python
+  can come after. Where process 0 dies, it does so at once: nothing can be
+  printed before.
+  """
+  try:
+    from jax._src.distributed import global_state
+  except ImportError:  # a private name, which another JAX version may not have
+    return
+  folder, process, beats = "gspo_jax/beats", global_state.process_id, _Beats()
+  for n in itertools.count():
+    try:
+      store = global_state.client
+      store.key_value_set(f"{folder}/{process}", str(n), allow_overwrite=True)
+      counts = store.key_value_dir_get(folder) if process == 0 else ()
+    except Exception:  # the job ends
+      return
+    for name in beats.silent(dict(counts), time.monotonic()):
+      print(
+        f"process {name.rpartition('/')[2]} has been silent for "
+        f"{_SILENT_SECONDS:.0f} s: if it has died, JAX ends all processes "
+        f"within {TIMEOUT_SECONDS} s; the same commands resume",
+        flush=True,
+      )
+    time.sleep(_BEAT_SECONDS)
+
+
+class _Beats:
+  """When a count of each process was last a new one."""
+
+  def __init__(self):
+    self._heard: dict[str, tuple[str, float]] = {}
+
+  def silent(self, counts: Mapping[str, str], now: float) -> list[str]:
+    """The processes that have become silent; each is listed once.
+
+    Args:
+      counts: of each process.
+      now: in seconds.
+    """
+    silent = []
+    for name, count in counts.items():
+      before, since = self._heard.get(name, ("", now))
+      if count != before:
+        self._heard[name] = count, now
+      elif now - since >= _SILENT_SECONDS:
+        self._heard[name] = count, math.inf
+        silent.append(name)
+    return silent
+
+
+def end_job(error: Exception) -> None:
+  """Ends this process with 1 after an error, if there are others.
+
+  JAX's own end waits until all processes come to theirs. If one has died it
+  waits for half a minute, and then prints a page of C++.
+  """
+  if jax.process_count() == 1:
+    return
+  cause = " ".join(f"{type(error).__name__}: {error}".split())
+  print(
+    f"process {jax.process_index()} ends: {cause[:200]}; if another process "
+    "has died, its log says why",
+    file=sys.stderr,
+    flush=True,
+  )
+  traceback.print_exception(error)
+  if is_primary():
+    time.sleep(_LAST_SECONDS)  # the others would end with it, by that page
+  sys.stdout.flush()
+  os._exit(1)
 
 
 def require_joined() -> None:

@@ -1,23 +1,28 @@
-"""The JSON-lines and sample files of a run, and how a start treats them.
+"""The lock, JSON-lines and sample files of a run; how a start treats them.
 
 A run that resumes after step k keeps the lines and samples up to k. A new run
 moves the files of an earlier run to NAME.N, where N is the next number that is
 free for all of them.
 """
 
+import contextlib
+import fcntl
 import io
 import itertools
 import json
 import math
+import os
 import re
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from absl import logging
 from etils import epath
 
 from gspo_jax.runtime import json_lines
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, with_reason
 
 UPLOAD_SECONDS = 30.0  # between two uploads of a file to a bucket
 
@@ -25,6 +30,41 @@ UPLOAD_SECONDS = 30.0  # between two uploads of a file to a bucket
 def in_bucket(path: epath.PathLike) -> bool:
   """Whether this is the address of a bucket, as gs://bucket/folder."""
   return "://" in str(path)
+
+
+@contextlib.contextmanager
+def locked(workdir: str) -> Iterator[None]:
+  """Keeps other runs out of `workdir`, by a lock on its file `lock`.
+
+  The kernel frees the lock when the process ends, also after a SIGKILL. It is
+  of the kind (POSIX) that NFS passes on to other hosts, and that child
+  processes do not inherit. A bucket has no such lock, see
+  docs/fault_tolerance.md.
+
+  Raises:
+    UserError: another run has the lock, or `workdir` cannot be written.
+  """
+  if in_bucket(workdir):
+    yield
+    return
+  with contextlib.ExitStack() as stack:
+    with with_reason(f"--workdir={str(workdir)!r} cannot be written"):
+      os.makedirs(workdir, exist_ok=True)
+      file = stack.enter_context(open(os.path.join(workdir, "lock"), "a+"))
+    try:
+      fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+      file.seek(0)
+      raise UserError(
+        f"--workdir={str(workdir)!r}: another run writes to it "
+        f"({file.read()}); wait for its end, or give another --workdir"
+      ) from error
+    except OSError as error:  # a network disk without locks
+      logging.warning("%s cannot be locked: %s", workdir, error.strerror)
+    file.truncate(0)
+    file.write(f"host {socket.gethostname()}, process {os.getpid()}")
+    file.flush()
+    yield
 
 
 class RunFile:
@@ -35,7 +75,7 @@ class RunFile:
   memory and uploaded again: by the first append at least `UPLOAD_SECONDS` after
   the last upload, by `flush_to_bucket` and by `close`. Exceptions and SIGTERM
   end in `close` and lose nothing; a SIGKILL or a lost host loses the data since
-  the last upload.
+  the last upload, which a run makes before each checkpoint.
   """
 
   def __init__(self, path: epath.Path, content: bytes):
@@ -83,7 +123,8 @@ def open_run_files(
 
   Args:
     workdir: a folder or bucket; created if missing.
-    resume_step: the last step to keep; 0 moves the old files aside.
+    resume_step: the last step to keep, if metrics.jsonl has its row; 0 moves
+      the old files aside.
     edges: of all histograms; the first line of distributions.jsonl.
 
   Raises:
@@ -99,11 +140,12 @@ def open_run_files(
     for name, path in paths.items()
   }
   if resume_step:
-    contents = {
-      name: _lines_until(resume_step, contents[name], paths[name], header)
-      for name, header in headers.items()
-    }
-    _drop_samples_after(resume_step, samples)
+    step = resume_step
+    for name, header in headers.items():  # metrics.jsonl is the first
+      contents[name] = _lines_until(step, contents[name], paths[name], header)
+      if name == "metrics.jsonl" and not _ends_with(step, contents[name]):
+        step -= 1  # the run will write all of it again
+    _drop_samples_after(step, samples)
   else:
     old = [paths[name] for name in headers if contents[name] != headers[name]]
     _move_aside(old + ([samples] if samples.exists() else []))
@@ -142,6 +184,11 @@ def _lines_until(
     if step_of(record, where) <= step:
       kept.append(line(record))
   return b"".join(kept)
+
+
+def _ends_with(step: int, lines: bytes) -> bool:
+  """Whether the last line is of this step."""
+  return bool(lines) and json.loads(lines.splitlines()[-1])["step"] == step
 
 
 def step_of(record: Mapping[str, Any], where: str) -> int:

@@ -1,9 +1,11 @@
 """Flags of the command: mistakes are one line, and the exit code is 2."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from absl import flags
@@ -270,15 +272,69 @@ def test_which_process_prints_an_error(
 
 @pytest.mark.parametrize(("state", "code"), [("trained", 0), (None, 75)])
 def test_a_run_that_sigterm_stopped_exits_with_75(run_main, state, code):
-  before = signal.getsignal(signal.SIGTERM)
+  both = signal.SIGTERM, signal.SIGINT
+  before = [signal.getsignal(number) for number in both]
   try:
     assert run_main(lambda *_: state) == code
-    signal.raise_signal(signal.SIGTERM)  # one that comes too late
+    for number in both:
+      signal.raise_signal(number)  # one that comes too late
   finally:
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in zip(both, before, strict=True):
+      signal.signal(number, handler)
 
 
 # The command itself.
+
+
+# SIGINT is ignored if a shell started the tests in the background.
+EARLY = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from gspo_jax import main
+"""
+TRAINING = """
+from gspo_jax import train
+from gspo_jax.program import command
+from gspo_jax.runtime import multihost
+from gspo_jax.runtime.preemption import Preemption
+def train_and_evaluate(*_):
+  with Preemption() as preemption:
+    print("training", file=sys.stderr, flush=True)
+    while not preemption.reached() or "2" in os.environ["SIGNALS"]:
+      time.sleep(.01)  # SIGNALS=2: an iteration that does not end
+train.train_and_evaluate = train_and_evaluate
+"""
+
+
+@pytest.mark.parametrize(
+  ("at", "signals", "code", "words"),
+  [
+    ("loading jax", [signal.SIGTERM], 75, "stopped before training"),
+    ("loading jax", [signal.SIGINT], 75, "stopped before training"),
+    ("training", [signal.SIGINT], 75, "saves after this iteration"),
+    ("training", [signal.SIGINT] * 2, 130, "a second Ctrl-C"),
+  ],
+)
+def test_a_signal_ends_a_run_in_one_line(tmp_path, at, signals, code, words):
+  code_of = EARLY + TRAINING * (at == "training") + "main.main()"
+  process = subprocess.Popen(
+    [sys.executable, "-c", code_of, TINY, f"--workdir={tmp_path / 'run'}"],
+    env=os.environ | {"SIGNALS": str(len(signals))},
+    stderr=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+    cwd=ROOT,
+  )
+  assert any(line.startswith(at) for line in process.stderr)
+  for number in signals:
+    process.send_signal(number)
+    time.sleep(0.3)  # two of a kind at once are one
+  _, err = process.communicate(timeout=60)
+  assert process.returncode == code, err
+  lines = err.splitlines()
+  assert "Traceback" not in err
+  assert len(lines) == len(signals), err
+  assert words in lines[-1]
 
 
 @pytest.mark.parametrize(

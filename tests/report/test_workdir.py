@@ -27,8 +27,9 @@ def test_a_run_is_what_its_writer_wrote(tmp_path):
     writer.write(0, {"eval/x": 0.5})
     for step in (1, 2):
       spread = {"ratio/x": counts, "moe/x": [step, math.nan]}
-      writer.write(step, {"loss": math.nan if step == 1 else 2.0}, spread)
-    writer.samples(2, [("q", "ä\x00", "r", 1.0)])
+      samples = [("q", "ä\x00", "r", 1.0)] * (step == 2)
+      loss = math.nan if step == 1 else 2.0
+      writer.write(step, {"loss": loss}, spread, samples)
   workdir = read(tmp_path)
   np.testing.assert_array_equal(workdir.scalars["loss"].steps, [1, 2])
   np.testing.assert_array_equal(workdir.scalars["loss"].values, [np.nan, 2])

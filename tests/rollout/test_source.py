@@ -294,6 +294,13 @@ def test_pending_responses_resume_on_another_number_of_shards(pool, run):
   resumed, curriculum = start(pool, "partial", shards=1)
   curriculum.set_state(saved[1])
   resumed.set_state(source.pending, saved[0])
+  # The next batch takes all of the resumed responses: its sums hide the order.
+  for name in ("step_sums", "iterations"):
+    old, new = (
+      np.array(state[name]).reshape(-1, G)[state["order"]].tolist()
+      for state in (saved[0], resumed.get_state())
+    )
+    assert old == new != old[::-1]
   assert before + iterate(resumed, first=4) == run("partial")
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 
 import jax
@@ -161,6 +162,19 @@ def test_due_and_invalid_settings(tmp_path):
 def test_keeps_the_latest(tmp_path):
   save_steps(tmp_path, (1, 2, 3, 4), keep=2)
   assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
+
+
+def test_a_save_leaves_no_thread_and_no_descriptor_open(tmp_path):
+  """Else the limit of open files ends a long run."""
+  found = []
+  with Checkpoints(tmp_path, keep=1) as checkpoints:
+    for step in range(50):
+      checkpoints.save(step, {"w": jnp.zeros(4)}, {})
+      if step in (5, 49):
+        checkpoints.wait()
+        open_files = len(os.listdir("/proc/self/fd"))
+        found.append((open_files, threading.active_count()))
+  assert found[0] == found[1]
 
 
 def flip_bit(step):

@@ -44,8 +44,8 @@ def run_steps(folder, steps, *, resume=0, tag="x"):
     for step in steps:
       counts = [0.0] * 8 + [step + 1.0] + [0.0] * (len(EDGES) - 10)
       spread = {"ratio/x": counts, "moe/x": [step / 7, math.nan]}
-      writer.write(step, {tag: step / 10}, spread)
-      writer.samples(step, [("q", f"{tag}{step}", "r", 1.0)])
+      samples = [("q", f"{tag}{step}", "r", 1.0)]
+      writer.write(step, {tag: step / 10}, spread, samples)
 
 
 def records_of(folder, name="metrics.jsonl"):
@@ -166,8 +166,7 @@ def test_a_process_that_never_closes_loses_nothing(tmp_path):
     "from gspo_jax.runtime.metric_writer import MetricWriter\n"
     "w = MetricWriter(sys.argv[1], total_steps=9, resume_step=0, edges=EDGES)"
     "\n"
-    "w.samples(1, [('q', '\\u4e2d', 'r', 1.0)])\n"
-    "w.write(1, {'x': 1.0}); os._exit(0)"
+    "w.write(1, {'x': 1.0}, {}, [('q', '\\u4e2d', 'r', 1.0)]); os._exit(0)"
   )
   done = subprocess.run(
     [sys.executable, "-c", code, tmp_path],
@@ -371,7 +370,7 @@ def last_line(capsys):
 
 
 def test_the_stdout_line_has_fixed_columns(tmp_path, capsys, monkeypatch):
-  clock = iter([0.0, 60.0, 3600.0 * 30 + 60])
+  clock = iter([0.0, 0.0, 60.0, 3600.0 * 30 + 60])
   monkeypatch.setattr(metric_writer.time, "monotonic", lambda: next(clock))
   with open_writer(tmp_path, total=20000) as writer:
     writer.write(0, {"eval/pass@1": 0.25, "eval/avg@8": 0.5})
@@ -439,10 +438,10 @@ def test_samples_are_readable_and_harmless(tmp_path, capsys):
   answer = "line 1\nline 2\x1b[2J\r\ud800 中文 " + "long " * 100 + "\\boxed{4}"
   rows = [("2+2?", answer, "4", 1.0)] + [("q", f"a{i}", "r", 0) for i in "123"]
   with open_writer(tmp_path) as writer:
-    writer.samples(10, rows)
+    writer.write(10, {}, {}, rows)
   samples = run_files.read_samples(tmp_path / "samples")[10]
   assert samples == [(10, *row) for row in rows]
-  lines = capsys.readouterr().out.splitlines()
+  _, *lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 3
   assert all(len(line) <= 120 and line.isprintable() for line in lines)
   assert "2+2?" in lines[0]
@@ -454,8 +453,7 @@ def test_samples_are_readable_and_harmless(tmp_path, capsys):
 def test_inactive_writes_nothing(tmp_path, capsys):
   folder = tmp_path / "run"
   with open_writer(folder, active=False) as writer:
-    writer.write(1, SCALARS, {"x": [1.0]})
-    writer.samples(1, [("q", "a", "r", 1.0)])
+    writer.write(1, SCALARS, {"x": [1.0]}, [("q", "a", "r", 1.0)])
   assert not folder.exists()
   assert capsys.readouterr().out == ""
 
@@ -542,8 +540,8 @@ def test_a_bucket_gets_lines_at_intervals(bucket, name):
       bucket[0] += seconds
       writer.write(step + 1, {"x": 1.0}, {"x": [1.0]})
       assert steps_in_bucket(name) == uploaded
-    writer.write(6, {"x": 1.0}, {"x": [1.0]})
-    writer.samples(6, [("q", "a", "r", 1.0)])  # uploads all earlier lines, too
+    # Samples upload all earlier lines, too.
+    writer.write(6, {"x": 1.0}, {"x": [1.0]}, [("q", "a", "r", 1.0)])
     assert steps_in_bucket(name) == [*range(1, 7)]
     writer.write(7, {"x": 1.0}, {"x": [1.0]})
     assert steps_in_bucket(name) == [*range(1, 7)]
@@ -561,9 +559,30 @@ def test_a_bucket_gets_the_last_lines_of_a_run_that_fails(bucket):
   assert steps_in_bucket() == [1]
 
 
-def test_goodput_counts_restarts_and_each_iteration_once(tmp_path, monkeypatch):
-  now = [1e9]
-  monkeypatch.setattr(metric_writer.time, "time", lambda: now[0])
+def test_a_step_without_its_row_is_written_again_as_a_whole(tmp_path):
+  """The row comes last: the run was killed before."""
+  run_steps(tmp_path, [1, 2, 3])
+  with open_writer(tmp_path, resume=3) as writer:
+    assert not writer.lacks(3)
+  rows = (tmp_path / "metrics.jsonl").read_bytes().splitlines(True)
+  (tmp_path / "metrics.jsonl").write_bytes(b"".join(rows[:2]))
+  with open_writer(tmp_path, resume=3) as writer:
+    assert writer.lacks(3)
+    assert sorted(run_files.read_samples(tmp_path / "samples")) == [1, 2]
+  run_steps(tmp_path, [3], resume=3)
+  for name in ("metrics.jsonl", "distributions.jsonl"):
+    steps = [row["step"] for row in records_of(tmp_path, name) if "step" in row]
+    assert steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("set_back", [0, 86400])
+def test_goodput_counts_restarts_and_each_iteration_once(
+  tmp_path, monkeypatch, set_back
+):
+  """Also where somebody sets the clock of the wall back while a run goes on."""
+  now, offset = [50.0], [1e9]
+  monkeypatch.setattr(metric_writer.time, "monotonic", lambda: now[0])
+  monkeypatch.setattr(metric_writer.time, "time", lambda: now[0] + offset[0])
 
   def iterate(resume, steps, seconds):
     with open_writer(tmp_path, resume=resume) as writer:
@@ -572,14 +591,18 @@ def test_goodput_counts_restarts_and_each_iteration_once(tmp_path, monkeypatch):
       for step in steps:
         now[0] += 2 * seconds  # half of it in the iteration
         writer.write(step, {"time/iteration": seconds})
+        offset[0] -= set_back * (step in (1, 3))
     rows = records_of(tmp_path)
     assert "time/unix" not in rows[0]
     return [row["throughput/goodput"] for row in rows[1:]]
 
   assert iterate(0, [1, 2, 3], 10) == [0.5] * 3
   now[0] += 40  # until the restart after step 2
-  # 20 s of the 60 before, none of the 40 between, 10 of each 20 after.
+  # 20 s of the 60 before, none of the 40 between, 10 of each 20 after. A clock
+  # that was set back does not tell how long it was until the restart.
   expected = [0.5, 0.5, 30 / 120, 40 / 140]
+  if set_back:
+    expected[2:] = 30 / 60, 40 / 80
   assert iterate(2, [3, 4], 10) == pytest.approx(expected)
 
 

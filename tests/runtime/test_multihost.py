@@ -241,6 +241,19 @@ def test_a_failed_start_names_the_given_flag(environment, initialize):
     multihost.start("h:1", 2, 0)
 
 
+def test_a_silent_process_is_named_once_until_it_speaks_again():
+  beats, silent = multihost._Beats(), {}
+  counts = [("0", "0"), ("1", "0"), ("2", "0"), ("3", "0"), ("4", "0"),
+            ("5", "0"), ("6", "0"), ("7", "1"), ("8", "1")]  # fmt: skip
+  for now, count in enumerate(counts):
+    both = dict(zip(("beats/0", "beats/1"), count, strict=True))
+    silent[2 * now] = beats.silent(both, 2.0 * now)
+  assert {now: names for now, names in silent.items() if names} == {
+    8: ["beats/1"]
+  }
+  assert beats.silent({"beats/0": "8", "beats/1": "1"}, 22.0) == ["beats/1"]
+
+
 def test_start_does_nothing_on_a_single_machine(monkeypatch):
   given = {"TPU_WORKER_ID": "7"}
   monkeypatch.setattr(os, "environ", given)
