@@ -1,0 +1,365 @@
+r"""Whether two results mean the same: by their kinds, then by their values."""
+
+import math
+
+from gspo_jax.rewards.math import (
+  expression,
+  kinds,
+  regions,
+  splits,
+  units,
+  values,
+  work,
+)
+
+# Items of a list are compared each with each.
+MAX_ITEMS = 40
+# The relative error that `\approx` allows.
+ROUNDED = 0.01
+_ABOUT = frozenset(("about", "approximately", "roughly", "approx", "\\approx"))
+_STRICT = {"<": True, ">": True, "\\le": False, "\\ge": False}
+_REGION = frozenset(
+  (*_STRICT, "\\ne", "\\cup", "\\cap", "\\in", "\\R", "\\setminus")
+)
+_MATRICES = tuple(
+  f"\\begin{{{name}}}"
+  for name in "matrix pmatrix bmatrix Bmatrix smallmatrix array".split()
+)
+_SYSTEMS = ("\\begin{cases}", "\\begin{aligned}", "\\begin{array}")
+_CURRENCIES = ("\\$", "€", "£", "¢", "USD", "EUR")
+_NAMING = frozenset("()_{},'") | {"\\angle", "\\vec", "\\triangle", "\\hat"}
+
+
+def same(expected: list[str], result: list[str]) -> bool:
+  """Whether two results, as tokens, mean the same."""
+  expected, result = _bare(expected), _bare(result)
+  if not (expected and result):
+    return False
+  if kinds.plain(expected) == kinds.plain(result):
+    return True
+  for rule in _RULES:
+    verdict = rule(expected, result)
+    if verdict is not None:
+      return verdict
+  return False
+
+
+def _bare(tokens):
+  """The tokens without braces around them and words that introduce them."""
+  while tokens[:1] == ["{"] and splits.inside(tokens) is not None:
+    tokens = tokens[1:-1]
+  words = kinds.plain(tokens)
+  for i, word in enumerate(words[:-1]):
+    if word in ("is", "are") or (word == ":" and words[i - 1].lower() == "answer"):
+      return _bare(tokens[i + 1 :])
+    if not word.isalpha():
+      break
+  if words and words[0].lower() in _ABOUT:
+    return _bare(tokens[1:])
+  if len(words) == 1 and words[0].lower() in kinds.NUMBERS:
+    return [str(kinds.NUMBERS.index(words[0].lower()))]
+  if " ".join(words).lower() in ("all real numbers", "all reals"):
+    return ["\\R"]
+  items = splits.at(tokens, (",",))
+  if len(items) > 1 and items[-1][1:] == ["\\in", "\\Z"]:  # k is an integer
+    return _bare(tokens[: -len(items[-1]) - 1])
+  return _exact(tokens)
+
+
+def _exact(tokens):
+  r"""What stands before an `\approx`; nothing if that is far from what follows."""
+  exact, *rounded = splits.at(tokens, ("\\approx",))
+  if not rounded:
+    return tokens
+  value = _constant(splits.at(exact, ("=",))[-1])
+  others = list(map(_constant, rounded))
+  if value is None or None in others:
+    return []
+  close = all(abs(value - x) <= ROUNDED * abs(value) for x in others)
+  return exact if close else []
+
+
+def _constant(tokens) -> float | None:
+  tree = _tree(tokens)
+  return None if tree is None else values.constant(tree)
+
+
+def _tree(tokens) -> tuple | None:
+  try:
+    return expression.read(tokens)
+  except expression.Unreadable:
+    return None
+
+
+def _by_choice(expected, result):
+  """`(B) 12` is B, and it is 12."""
+  sides = kinds.choice(expected), kinds.choice(result)
+  if all(sides):
+    return kinds.same_choice(*sides)
+  if sides[0] and sides[0][1]:
+    return same(sides[0][1], result)
+  if sides[1] and sides[1][1]:
+    return same(expected, sides[1][1])
+  return None
+
+
+def _by_base(expected, result):
+  if "_" not in expected and "_" not in result:
+    return None
+  sides = kinds.based(expected), kinds.based(result)
+  return kinds.same_base(*sides) if all(sides) else None
+
+
+def _by_kind(expected, result):
+  for read, compare in kinds.KINDS:
+    sides = read(expected), read(result)
+    if all(sides):
+      return compare(*sides)
+  return None
+
+
+def _by_region(expected, result):
+  if not any(t in _REGION for t in (*expected, *result)):
+    return None
+  sides = regions.read(expected), regions.read(result)
+  return regions.equal(*sides) if all(sides) else None
+
+
+def _by_list(expected, result):
+  """Lists, sets and systems of equations have no order."""
+  sides = _items(expected), _items(result)
+  if all(sides):
+    return _match(*sides)
+  if not any(sides):
+    return None
+  items, other = (sides[0], result) if sides[0] else (sides[1], expected)
+  if len(items) == 1:
+    return same(items[0], other) if sides[0] else same(other, items[0])
+  return _is_solution(items, other)
+
+
+def _items(tokens):
+  """The items of a list, a set, or a system of equations; None for others."""
+  name, *of = splits.at(tokens, ("\\in",))
+  if len(of) == 1 and _is_name(name):
+    tokens = of[0]
+  inside = splits.inside(tokens)
+  if inside is not None and tokens[0] == "\\{" and ":" not in inside:
+    return splits.listed(inside)
+  rest = tokens[tokens[:1] == ["\\{"] :]
+  is_system = "\\begin{cases}" in rest[:1] or rest is not tokens
+  if rest[:1] and rest[0] in _SYSTEMS and is_system and "&" not in rest:
+    tokens = ["," if token == "\\\\" else token for token in rest[1:-1]]
+  items = splits.listed(tokens)
+  return items if len(items) > 1 else None
+
+
+def _match(expected, result) -> bool:
+  """Whether each item of one list is an item of the other."""
+  if len(expected) != len(result) or len(expected) > MAX_ITEMS:
+    return False
+  left = list(result)
+  for item in expected:
+    found = next((i for i, other in enumerate(left) if same(item, other)), None)
+    if found is None:
+      return False
+    del left[found]
+  return True
+
+
+def _is_solution(items, other) -> bool:
+  """Whether a list such as x=3, y=4 is the tuple (3,4)."""
+  bracket, parts = _bracketed(splits.at(other, ("=",))[-1]) or ("", [])
+  found = sorted(splits.at(item, ("=",)) for item in items)
+  return (
+    bracket == "()"
+    and len(parts) == len(found)
+    and all(len(sides) == 2 and _is_name(sides[0]) for sides in found)
+    and all(same(part, sides[1]) for part, sides in zip(parts, found))
+  )
+
+
+def _by_equation(expected, result):
+  """Equations, and values with the names that they are given."""
+  gold, found = (_turned(splits.at(side, ("=",))) for side in (expected, result))
+  if len(gold) == len(found) == 1:
+    return None
+  if not _agree(found):
+    return False
+  if len(gold) == 1:
+    may_end = _is_name(found[0]) or _constant(_number(expected)) is not None
+    return may_end and same(expected, found[-1])
+  if len(found) == 1:
+    return _is_name(gold[0]) and same(gold[-1], result)
+  if _is_name(gold[0]):
+    names = kinds.plain(gold[0]), kinds.plain(found[0])
+    is_same = names[0] == names[1] or (["y"] in names and "(" in sum(names, []))
+    if is_same and same(gold[-1], found[-1]):
+      return True
+    if _constant(gold[-1]) is not None:
+      return False
+  return len(gold) == len(found) == 2 and _proportional(gold, found)
+
+
+def _turned(parts):
+  """The sides of an equation, its name first."""
+  if len(parts) == 2 and _is_name(parts[1]) and not _is_name(parts[0]):
+    return parts[::-1]
+  return parts
+
+
+def _agree(parts) -> bool:
+  """Whether all sides that are numbers are the last one."""
+  found = [value for value in map(_constant, parts) if value is not None]
+  last = _constant(parts[-1])
+  if last is None:
+    return not found or _constant(_number(parts[-1])) is not None
+  return all(math.isclose(v, last, rel_tol=values.DECIMAL) for v in found)
+
+
+def _number(tokens):
+  """The tokens without a unit."""
+  quantity = _quantity(tokens)
+  return quantity[2] if quantity else tokens
+
+
+def _is_name(tokens) -> bool:
+  """Whether the tokens name something: x, f(x), (x,y), or a word."""
+  return bool(tokens) and all(
+    token in _NAMING
+    or token.strip('"').isalpha()
+    or (token[0] == "\\" and token[1:] in expression.GREEK)
+    or tokens[i - 1] == "_"
+    or tokens[i - 2 : i] == ["_", "{"]
+    for i, token in enumerate(tokens)
+  )
+
+
+def _proportional(gold, found, positive=False) -> bool:
+  trees = [_tree(side) for side in (*gold, *found)]
+  if None in trees:
+    return False
+  a, b, c, d = trees
+  return values.proportional(("subtract", a, b), ("subtract", c, d), positive)
+
+
+def _by_inequality(expected, result):
+  """Relations of several names."""
+  if not any(t in _STRICT for t in (*expected, *result)):
+    return None
+  (strict, gold), (others, found) = map(_falling, (expected, result))
+  if strict != others or None in strict:
+    return False
+  if len(strict) == 1:
+    return _proportional(gold, found, positive=True)
+  return all(map(same, gold, found))
+
+
+def _falling(tokens):
+  """Whether each relation of a chain is strict, and its sides, large first."""
+  signs = [_STRICT.get(t) for t in tokens if t in _REGION]
+  sides = splits.at(tokens, tuple(_STRICT))
+  is_rising = any(t in ("<", "\\le") for t in tokens)
+  if is_rising and any(t in (">", "\\ge") for t in tokens):
+    return [None], sides
+  return (signs[::-1], sides[::-1]) if is_rising else (signs, sides)
+
+
+def _by_table(expected, result):
+  """Matrices; a column is a tuple, too."""
+  sides = _table(expected), _table(result)
+  if not any(sides):
+    return None
+  if not all(sides):
+    rows, other = (sides[0], result) if sides[0] else (sides[1], expected)
+    bracket, parts = _bracketed(other) or ("", [])
+    if bracket not in ("()", "\\langle\\rangle") or any(len(r) > 1 for r in rows):
+      return False
+    sides = (rows, [[part] for part in parts])
+    sides = sides if _table(expected) else sides[::-1]
+  gold, found = sides
+  return [len(row) for row in gold] == [len(row) for row in found] and all(
+    same(a, b)
+    for row, other in zip(gold, found, strict=True)
+    for a, b in zip(row, other, strict=True)
+  )
+
+
+def _table(tokens):
+  """The rows of a matrix, in whatever brackets; None if it is none."""
+  inside = splits.inside(tokens)
+  if inside is not None and tokens[0] in ("(", "["):
+    tokens = inside
+  if not tokens or tokens[0] not in _MATRICES or tokens[-1][:4] != "\\end":
+    return None
+  return splits.rows(tokens[1:-1])
+
+
+def _by_brackets(expected, result):
+  """Tuples, vectors and intervals have an order, and their brackets count."""
+  sides = _bracketed(expected), _bracketed(result)
+  if not any(sides):
+    return None
+  if not all(sides):
+    return False
+  (bracket, parts), (other, more) = sides
+  return (
+    bracket.replace("\\langle\\rangle", "()")
+    == other.replace("\\langle\\rangle", "()")
+    and len(parts) == len(more)
+    and all(map(same, parts, more))
+  )
+
+
+def _bracketed(tokens):
+  """The brackets around several items, and the items; None without."""
+  inside = splits.inside(tokens)
+  if inside is None or tokens[0] == "{":
+    return None
+  parts = splits.at(inside, (",", ";"))
+  return (tokens[0] + tokens[-1], parts) if len(parts) > 1 else None
+
+
+def _by_value(expected, result):
+  """Numbers with or without units, and expressions."""
+  gold, found = _tree(expected), _tree(result)
+  if gold and found and not work.is_left(gold, found):
+    if values.equal(gold, found):
+      return True
+  sides = _quantity(expected), _quantity(result)
+  if not all(sides):
+    return False
+  (gold, unit, _), (found, other, _) = sides
+  if not units.fit(unit, other) or work.is_left(gold, found):
+    return False
+  ratio = ("number", units.ratio(unit, other), False)
+  return values.equal(("product", gold, ratio), found)
+
+
+def _quantity(tokens):
+  """The tree of a number, its unit, and its tokens; None for what has none."""
+  sign = tokens[:1] if tokens[:1] == ["-"] else []
+  rest = tokens[len(sign) :]
+  before = [token for token in rest[:1] if token in _CURRENCIES]
+  rest = sign + rest[len(before) :]
+  for i in range(1, len(rest) + 1):
+    if i < len(rest) and not units.starts(rest, i):
+      continue
+    unit, tree = units.read(before + rest[i:]), _tree(rest[:i])
+    if unit and tree:
+      return tree, unit, rest[:i]
+  return None
+
+
+_RULES = (
+  _by_choice,
+  _by_base,
+  _by_kind,
+  _by_region,
+  _by_list,
+  _by_equation,
+  _by_inequality,
+  _by_table,
+  _by_brackets,
+  _by_value,
+)

@@ -1,0 +1,173 @@
+"""Units, currencies and scale words: what follows or precedes a number."""
+
+import re
+from collections import Counter
+from fractions import Fraction
+from typing import NamedTuple
+
+# Words that change the number before them.
+_SCALES = {
+  "hundred": 100,
+  "thousand": 10**3,
+  "million": 10**6,
+  "billion": 10**9,
+  "trillion": 10**12,
+  "dozen": 12,
+}
+# Each line: a dimension (or powers of others), then units of it with factors.
+# In a group the first name is the symbol; names are in the singular.
+_TABLE = """
+length: m=metre=meter 1, km=kilometer=kilometre 1000, cm=centimeter=centimetre
+  1/100, mm=millimeter=millimetre 1/1000, in=inch 127/5000, ft=foot=feet 381/1250,
+  yd=yard 1143/1250, mi=mile 201168/125
+time: s=second=sec 1, ms=millisecond 1/1000, min=minute 60, h=hour=hr 3600,
+  day 86400, week 604800
+years: year=yr 12, month 1
+mass: g=gram 1, kg=kilogram 1000, mg=milligram 1/1000
+weight: lb=pound 16, oz=ounce 1
+volume: L=l=liter=litre 1, mL=ml=milliliter=millilitre 1/1000
+money: $=dollar=USD=buck 1, cent=¢ 1/100
+euros: €=euro=EUR 1
+pounds: £=GBP 1
+angle: °=degree=deg 1
+turn: rad=radian 1
+share: %=percent=pct 1
+force: N=newton 1, kN 1000
+energy: J=joule 1, kJ 1000
+power: W=watt 1, kW 1000
+voltage: V=volt 1
+resistance: Ω=ohm 1
+frequency: Hz=hertz 1
+pressure: Pa=pascal 1, kPa 1000
+"""
+_GENERIC = frozenset(("unit", "units"))
+# Words after a number that are part of the result or make it another one.
+_REFUSED = frozenset(
+  "a an the or and not but if maybe perhaps to than less more least most minus"
+  " plus times over by half halves third quarter fourth fifth tenth factorial"
+  " squared cubed root power mod base of with for only except between any either"
+  " neither nor x y z yes no true false pair score gross ten twenty x is are was"
+  " possible answer unknown undefined about approximately roughly all when"
+  .split()
+)
+_SHORT = {"mph": "mile per h", "kph": "km per h", "kmh": "km per h"}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_AFTER = {"squared": 2, "cubed": 3}
+
+
+def _read_table():
+  table = {}
+  for line in re.split(r"\n(?! )", _TABLE.strip()):
+    dimension, _, units = line.partition(": ")
+    for unit in re.split(r",\s+", units):
+      names, factor = unit.split()
+      for name in names.split("="):
+        table[name] = dimension, Fraction(factor)
+  return table
+
+
+_UNITS = _read_table()
+
+
+class Unit(NamedTuple):
+  """What stands beside a number.
+
+  Attributes:
+    scale: by which scale words multiply it.
+    factor: the unit in units of its dimensions.
+    dimensions: their powers, as a sorted tuple; words that no table has, too.
+  """
+
+  scale: Fraction
+  factor: Fraction
+  dimensions: tuple
+
+
+NONE = Unit(Fraction(1), Fraction(1), ())
+
+
+def fit(expected: Unit, result: Unit) -> bool:
+  """Whether both measure the same, or one of them is missing."""
+  if not (expected.dimensions and result.dimensions):
+    return True
+  return expected.dimensions == result.dimensions
+
+
+def ratio(expected: Unit, result: Unit) -> Fraction:
+  """What the expected number is multiplied by to be the result's number."""
+  ratio = expected.scale / result.scale
+  if expected.dimensions and result.dimensions:
+    ratio *= expected.factor / result.factor
+  return ratio
+
+
+def starts(tokens: list[str], i: int) -> bool:
+  """Whether a unit may start at a token that follows a number."""
+  token = tokens[i]
+  if token[0] == '"' or token in ("\\%", "\\$", "\\mu", "\\Omega"):
+    return True
+  if token == "\\frac":
+    return tokens[i + 2 : i + 3] != [] and tokens[i + 2][:1] == '"'
+  return token in _UNITS or (
+    token.isalpha() and (_singular(token) in _UNITS or len(token) > 2)
+  )
+
+
+def read(tokens: list[str]) -> Unit | None:
+  """The unit that all of some tokens name; None if they are something else."""
+  words = [_word(token) for token in tokens]
+  text = " ".join(words)
+  for old, new in (("\\frac", ""), ("} {", " / "), ("{", ""), ("}", "")):
+    text = text.replace(old, new)
+  text = re.sub(r"\bper cent\b", "%", text)
+  words = [w for word in text.split() for w in _SHORT.get(word, word).split()]
+  scale, factor, dimensions = Fraction(1), Fraction(1), Counter()
+  sign, power, i, last = 1, 1, 0, None
+  while i < len(words):
+    word = words[i]
+    i += 1
+    if word in ("/", "per"):
+      sign = -1
+    elif word in ("\\cdot", "\\times", "*", ".", "(", ")", "-"):
+      pass
+    elif word == "^" or word in _AFTER:
+      exponent = _AFTER.get(word)
+      if exponent is None:
+        match = re.match(r"(- )?([1-9])(?: |$)", " ".join(words[i:]))
+        if not match:
+          return None
+        i += 1 + bool(match[1])
+        exponent = int(match[2]) * (-1 if match[1] else 1)
+      if last is None:
+        return None
+      name, unit_factor, unit_sign = last
+      dimensions[name] += unit_sign * (exponent - 1)
+      factor *= unit_factor ** (unit_sign * (exponent - 1))
+    elif word in _POWERS:
+      power = _POWERS[word]
+    elif word in _SCALES:
+      scale *= _SCALES[word]
+    elif word in _REFUSED or not (word.isalpha() or word in _UNITS):
+      return None
+    elif word not in _GENERIC:
+      name, unit_factor = _UNITS.get(word) or _UNITS.get(
+        _singular(word), (_singular(word.lower()), Fraction(1))
+      )
+      dimensions[name] += sign * power
+      factor *= unit_factor ** (sign * power)
+      last, power = (name, unit_factor, sign), 1
+  kept = sorted((name, n) for name, n in dimensions.items() if n)
+  return Unit(scale, factor, tuple(kept))
+
+
+def _word(token: str) -> str:
+  token = token.strip('"')
+  return {"\\%": "%", "\\$": "$", "\\Omega": "Ω", "\\mu": "mu"}.get(token, token)
+
+
+def _singular(word: str) -> str:
+  lower = word if word in _UNITS else word.lower()
+  for ending, single in (("inches", "inch"), ("ies", "y"), ("s", "")):
+    if lower.endswith(ending) and len(lower) > 3:
+      return lower.removesuffix(ending) + single
+  return lower
