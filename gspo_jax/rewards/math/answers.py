@@ -21,13 +21,13 @@ _STRICT = {"<": True, ">": True, "\\le": False, "\\ge": False}
 _REGION = frozenset(
   (*_STRICT, "\\ne", "\\cup", "\\cap", "\\in", "\\R", "\\setminus")
 )
-_MATRICES = tuple(
+_TABLES = tuple(
   f"\\begin{{{name}}}"
-  for name in "matrix pmatrix bmatrix Bmatrix smallmatrix array".split()
+  for name in "matrix pmatrix bmatrix Bmatrix smallmatrix array cases".split()
 )
 _SYSTEMS = ("\\begin{cases}", "\\begin{aligned}", "\\begin{array}")
 _CURRENCIES = ("\\$", "€", "£", "¢", "USD", "EUR")
-_NAMING = frozenset("()_{},'") | {"\\angle", "\\vec", "\\triangle", "\\hat"}
+_NAMING = frozenset("()_{},':") | {"\\angle", "\\vec", "\\triangle", "\\hat"}
 
 
 def same(expected: list[str], result: list[str]) -> bool:
@@ -35,7 +35,7 @@ def same(expected: list[str], result: list[str]) -> bool:
   expected, result = _bare(expected), _bare(result)
   if not (expected and result):
     return False
-  if kinds.plain(expected) == kinds.plain(result):
+  if kinds.folded(expected) == kinds.folded(result):
     return True
   for rule in _RULES:
     verdict = rule(expected, result)
@@ -48,18 +48,26 @@ def _bare(tokens):
   """The tokens without braces around them and words that introduce them."""
   while tokens[:1] == ["{"] and splits.inside(tokens) is not None:
     tokens = tokens[1:-1]
+  while tokens[-1:] in ([","], [";"], ["."]):
+    tokens = tokens[:-1]
   words = kinds.plain(tokens)
   for i, word in enumerate(words[:-1]):
-    if word in ("is", "are") or (word == ":" and words[i - 1].lower() == "answer"):
+    if word in ("is", "are") or (word == ":" and len(words[i - 1]) > 2):
       return _bare(tokens[i + 1 :])
     if not word.isalpha():
       break
-  if words and words[0].lower() in _ABOUT:
+    if word in ("for", "where") and "integer" in "".join(words[i:]):
+      return _bare(tokens[:i])
+  if not words:
+    return []
+  if words[0].lower() in _ABOUT:
     return _bare(tokens[1:])
   if len(words) == 1 and words[0].lower() in kinds.NUMBERS:
     return [str(kinds.NUMBERS.index(words[0].lower()))]
   if " ".join(words).lower() in ("all real numbers", "all reals"):
     return ["\\R"]
+  if len(words[0]) == 1 and words[0].isupper() and _bracketed(tokens[1:]):
+    return tokens[1:]  # a point
   items = splits.at(tokens, (",",))
   if len(items) > 1 and items[-1][1:] == ["\\in", "\\Z"]:  # k is an integer
     return _bare(tokens[: -len(items[-1]) - 1])
@@ -103,8 +111,17 @@ def _by_choice(expected, result):
   return None
 
 
+def _by_modulus(expected, result):
+  """`12 (mod 17)` is 12, if no other modulus is expected."""
+  (gold, modulus), (found, other) = map(kinds.congruence, (expected, result))
+  if not (modulus or other):
+    return None
+  fits = not (modulus and other) or kinds.plain(modulus) == kinds.plain(other)
+  return fits and same(gold, found)
+
+
 def _by_base(expected, result):
-  if "_" not in expected and "_" not in result:
+  if not {"_", "base"} & set(kinds.plain(expected + result)):
     return None
   sides = kinds.based(expected), kinds.based(result)
   return kinds.same_base(*sides) if all(sides) else None
@@ -145,7 +162,8 @@ def _items(tokens):
     tokens = of[0]
   inside = splits.inside(tokens)
   if inside is not None and tokens[0] == "\\{" and ":" not in inside:
-    return splits.listed(inside)
+    items = splits.listed(inside)
+    return [item for i, item in enumerate(items) if item not in items[:i]]
   rest = tokens[tokens[:1] == ["\\{"] :]
   is_system = "\\begin{cases}" in rest[:1] or rest is not tokens
   if rest[:1] and rest[0] in _SYSTEMS and is_system and "&" not in rest:
@@ -181,6 +199,8 @@ def _is_solution(items, other) -> bool:
 
 def _by_equation(expected, result):
   """Equations, and values with the names that they are given."""
+  if any(len(splits.listed(side)) > 1 for side in (expected, result)):
+    return None
   gold, found = (_turned(splits.at(side, ("=",))) for side in (expected, result))
   if len(gold) == len(found) == 1:
     return None
@@ -266,7 +286,7 @@ def _falling(tokens):
 
 
 def _by_table(expected, result):
-  """Matrices; a column is a tuple, too."""
+  """Matrices and definitions by cases; a column is a tuple, too."""
   sides = _table(expected), _table(result)
   if not any(sides):
     return None
@@ -290,9 +310,17 @@ def _table(tokens):
   inside = splits.inside(tokens)
   if inside is not None and tokens[0] in ("(", "["):
     tokens = inside
-  if not tokens or tokens[0] not in _MATRICES or tokens[-1][:4] != "\\end":
+  bracket, rows = _bracketed(tokens) or ("", [])
+  if bracket == "[]" and all(splits.inside(row) for row in rows):
+    return [splits.at(row[1:-1], (",",)) for row in rows]
+  begin = next((i for i, token in enumerate(tokens) if token in _TABLES), None)
+  if begin is None or tokens[-1][:4] != "\\end":
     return None
-  return splits.rows(tokens[1:-1])
+  factor = tokens[:begin]
+  if begin and _tree(factor) is None:
+    return None
+  rows = splits.rows(tokens[begin + 1 : -1])
+  return [[[*factor, "{", *cell, "}"] for cell in row] for row in rows]
 
 
 def _by_brackets(expected, result):
@@ -352,12 +380,13 @@ def _quantity(tokens):
 
 
 _RULES = (
+  _by_modulus,
   _by_choice,
   _by_base,
   _by_kind,
   _by_region,
-  _by_list,
   _by_equation,
+  _by_list,
   _by_inequality,
   _by_table,
   _by_brackets,

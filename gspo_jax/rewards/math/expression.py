@@ -94,9 +94,7 @@ class _Reader:
 
   def product(self) -> tuple:
     if self.next in ("+", "-"):
-      sign = self.take()
-      tree = self.product()
-      return ("negative", tree) if sign == "-" else tree
+      return self.signed(self.product)
     tree = self.power()
     while True:
       before, token = self._tokens[self._at - 1], self.next
@@ -131,9 +129,16 @@ class _Reader:
 
   def factor(self) -> tuple:
     if self.next in ("+", "-"):
-      sign, tree = self.take(), self.factor()
-      return ("negative", tree) if sign == "-" else tree
+      return self.signed(self.power)
     return self.power()
+
+  def signed(self, rule) -> tuple:
+    """What follows one sign."""
+    sign = self.take()
+    if self.next in ("+", "-"):
+      raise Unreadable("two signs")
+    tree = rule()
+    return ("negative", tree) if sign == "-" else tree
 
   def power(self) -> tuple:
     tree = self.atom()
@@ -151,10 +156,7 @@ class _Reader:
         return tree
 
   def exponent(self) -> tuple:
-    if self.next in ("+", "-"):
-      sign, tree = self.take(), self.exponent()
-      return ("negative", tree) if sign == "-" else tree
-    return self.atom()
+    return self.signed(self.atom) if self.next in ("+", "-") else self.atom()
 
   def begins_atom(self) -> bool:
     token = self.next

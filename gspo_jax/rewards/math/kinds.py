@@ -12,8 +12,8 @@ _NOTHING = re.compile(
   r"\\emptyset|\\\{\\\}|(thereare)?no(real)?solutions?|emptyset"
 )
 _ARTICLES = frozenset(("the", "a", "an"))
-_PUNCTUATION = frozenset(".,'-!")
-_BASE = re.compile(r"\(?([0-9][0-9A-Z]*)\)?(?:_\{?\(?([0-9a-z]+)\)?\}?)?")
+_PUNCTUATION = frozenset(".'-!")
+_BASE = re.compile(r"\(?([0-9][0-9A-Z]*)\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?")
 NUMBERS = (
   "zero one two three four five six seven eight nine ten eleven twelve thirteen"
   " fourteen fifteen sixteen"
@@ -33,6 +33,12 @@ def plain(tokens: list[str]) -> list[str]:
   return [token.strip('"') for token in tokens]
 
 
+def folded(tokens: list[str]) -> list[str]:
+  """The tokens without the marks of text, which is in lower case."""
+  is_word = lambda token: token[0] == '"' and len(token) > 2
+  return plain([t.lower() if is_word(t) else t for t in tokens])
+
+
 def nothing(tokens):
   return _NOTHING.fullmatch("".join(plain(tokens)).lower()) and "nothing"
 
@@ -42,6 +48,8 @@ def words(tokens) -> list[str] | None:
   letters."""
   found = [t for t in plain(tokens) if t not in _PUNCTUATION]
   if not found or not all(t.isalpha() for t in found):
+    return None
+  if len(splits.at(tokens, ("and", "or"))) > 1:
     return None
   if len(found) == 1 and len(found[0]) == 1:
     return found
@@ -83,6 +91,15 @@ def based(tokens) -> tuple[str, str] | None:
   return match[1], str(NUMBERS.index(base)) if base in NUMBERS else base
 
 
+def congruence(tokens) -> tuple[list[str], list[str]]:
+  """A number, and the tokens of its modulus, if any: `12 (mod 17)`."""
+  found = plain(tokens)
+  for i, token in enumerate(found):
+    if token == "\\pmod" or (token == "mod" and found[i - 1] == "("):
+      return tokens[: i - (token == "mod")], tokens[i + 1 :]
+  return tokens, []
+
+
 def clock(tokens) -> tuple[int, str] | None:
   """The minutes since midnight or noon, and "am", "pm" or ""."""
   text = "".join(plain(tokens)).lower().replace(".", "")
@@ -98,7 +115,7 @@ def clock(tokens) -> tuple[int, str] | None:
 def ratio(tokens) -> list[tuple] | None:
   """The parts of `2 : 3` or `2 to 3`."""
   parts = splits.at(tokens, (":", "to"))
-  if len(parts) < 2:
+  if len(parts) < 2 or "=" in tokens:
     return None
   try:
     return [expression.read(part) for part in parts]

@@ -49,9 +49,9 @@ def read(tokens: list[str]) -> Region | None:
 
 
 def _region(tokens) -> Region:
-  if "\\in" in tokens[1:]:
-    at = tokens.index("\\in")
-    return _region(tokens[at + 1 :])._replace(name=_name(tokens[:at]))
+  name, *of = splits.at(tokens, ("\\in",))
+  if len(of) == 1:
+    return _region(of[0])._replace(name=_name(name))
   for words, join in ((("or", "\\vee"), any), (("and", "\\wedge", ","), all)):
     parts = splits.at(tokens, words)
     if len(parts) > 1:
@@ -60,7 +60,8 @@ def _region(tokens) -> Region:
     parts = splits.at(tokens, (sign,))
     if len(parts) > 1:
       return _joined([_region(part) for part in parts], join)
-  parts = splits.at(tokens, ("\\setminus",))
+  minus = "-" if tokens[:1] == ["\\R"] else "\\setminus"
+  parts = splits.at(tokens, (minus, "\\setminus"))
   if len(parts) == 2:
     whole, without = map(_region, parts)
     return Region(
@@ -89,9 +90,9 @@ def _of_set(tokens) -> Region:
     name, *rules = splits.at(tokens, (sign,))
     if len(rules) == 1:
       region = _region(rules[0])
-      return region._replace(name="") if region.name == _name(
-        [t for t in splits.at(name, ("\\in",))[0]]
-      ) else _fail()
+      if region.name != _name(splits.at(name, ("\\in",))[0]):
+        raise expression.Unreadable("a rule for another name")
+      return region._replace(name="")
   points = tuple(_end(part) for part in splits.listed(tokens))
   return Region("", points, lambda x: any(_same(x, p) for p in points))
 
@@ -115,13 +116,18 @@ def _inequality(tokens) -> Region:
   if len(parts) not in (2, 3) or len(signs) != len(parts) - 1:
     raise expression.Unreadable("no inequality")
   middle = 1 if len(parts) == 3 or values.constant(_tree(parts[0])) is not None else 0
-  name = _name(parts[middle])
+  is_absolute = parts[middle][:1] == ["|"] == parts[middle][-1:]
+  name = _name(parts[middle][1:-1] if is_absolute else parts[middle])
   regions = []
   if middle:
     regions += _side(_TURNED[signs[0]], parts[0])
   if middle == 0 or len(parts) == 3:
     regions += _side(signs[-1], parts[-1])
-  return _joined(regions, all)._replace(name=name)
+  region = _joined(regions, all)._replace(name=name)
+  if not is_absolute:
+    return region
+  ends = region.ends + tuple(-end for end in region.ends)
+  return Region(name, ends, lambda x: region.has(abs(x)))
 
 
 def _side(sign, tokens) -> list[Region]:
@@ -159,6 +165,8 @@ def _end(tokens) -> float:
 
 
 def _name(tokens) -> str:
+  if len(tokens) == 4 and tokens[1] == "(":  # f(x)
+    return "".join(tokens)
   tree = _tree(tokens)
   return tree[1] if tree[0] == "name" else _fail()
 

@@ -29,16 +29,16 @@ _CHARACTERS = str.maketrans(
 )
 # Commands with a shorter name or sign, and those that change only the looks.
 _COMMANDS = dict(
-  pair.split("=")
+  pair.split("=", 1)
   for pair in r"dfrac=\frac tfrac=\frac cfrac=\frac dbinom=\binom tbinom=\binom"
   r" leq=\le leqslant=\le geq=\ge geqslant=\ge neq=\ne lt=< gt=> land=\wedge"
   r" lor=\vee varnothing=\emptyset varphi=\phi varepsilon=\epsilon ast=*"
-  r" lbrace=\{ rbrace=\} lvert=| rvert=| vert=| colon=: to=\rightarrow"
+  r" equiv== lbrace=\{ rbrace=\} lvert=| rvert=| vert=| colon=: to=\rightarrow"
   r" dots=\ldots cdots=\ldots simeq=\approx degree=° mathdollar=\$"
   r" textdollar=\$ smallsetminus=\setminus backslash=\setminus Reals=\R".split()
 ) | dict.fromkeys(
   "left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle"
-  " limits rm bf it quad qquad therefore boxed underline".split(),
+  " limits hfill ensuremath checkmark rm bf it tiny small large Large LARGE huge Huge quad qquad therefore boxed underline".split(),
   " ",
 )
 _COMMAND = re.compile(r"\\\\|\\([a-zA-Z]+)")
@@ -56,9 +56,14 @@ _ORDINAL = re.compile(
   r'(?<=[0-9])\s*(?:\^\s*\{\s*"?(?:st|nd|rd|th)\s*\}|\^?\s*"?(?:st|nd|rd|th)\b)'
 )
 _ARRAY = re.compile(r"(\\begin\{array\})\s*\{[^{}]*\}")
-_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z])|°)")
+_DEGREES = re.compile(
+  r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z])|°)"
+  r"|(?<=[0-9])\s*\^\s*(?:\{\s*o\s*\}|o(?![a-zA-Z]))"
+)
 _INFIX = re.compile(r"\{([^{}]*)\\(over|choose)(?![a-zA-Z])([^{}]*)\}")
 _FRACTION = re.compile(r"\\(frac|binom)\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
+_EMPTY = re.compile(r"[\^_]\s*\{\s*\}")
+_NOT_EQUAL = re.compile(r"\\not\s*=")
 _SCRIPT = re.compile(r"([\^_])\s*\{\s*([0-9a-zA-Z])\s*\}(?![0-9])")
 _ROOT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
 _DOLLAR = re.compile(r"(?<!\\)\$")
@@ -76,7 +81,7 @@ _GOES_ON = re.compile(
 )
 # Separators of thousands that can be nothing else, and commas, that can.
 _THIN = re.compile(
-  r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\}|,\\!|\\[, ]|~| )[0-9]{3})+(?![0-9])"
+  r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\}|,\\! ?|\\[, ]|~| )[0-9]{3})+(?![0-9])"
 )
 _GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _BRACKET = re.compile(r"(\\\{|[(\[]|\\langle)|(\\\}|[)\]]|\\rangle)")
@@ -103,10 +108,10 @@ def normalised(text: str) -> str:
 
 def tokens(text: str) -> list[str]:
   """The tokens of a result of at most `MAX_LENGTH` characters."""
-  text = _THIN.sub(lambda m: re.sub("[^0-9]", "", m[0]), text.strip())
+  text = _THIN.sub(lambda m: re.sub("[^0-9]", "", m[0]), text.strip("* \n"))
   text = _GROUPED.sub(_without_commas, _spelled(text))
   text = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\\\1{\2}{\3}", text))
-  text = _SCRIPT.sub(r"\1\2", text)
+  text = _SCRIPT.sub(r"\1\2 ", text)
   text = _EXPONENT.sub(r"\1\\times10^{\2}", _CROSS.sub(r"\\times ", text))
   text = _REPEATED.sub(lambda m: f"{m[1]}<{m[2] or m[3]}>", text)
   text = _GOES_ON.sub(r"\1<\2>", text)
@@ -115,7 +120,8 @@ def tokens(text: str) -> list[str]:
 
 def _spelled(text: str) -> str:
   """The text with one command for each meaning, and none for its looks."""
-  text = _UNSEEN.sub(" ", text.translate(_CHARACTERS))
+  text = _UNSEEN.sub(" ", _EMPTY.sub("", text.translate(_CHARACTERS)))
+  text = _NOT_EQUAL.sub(r"\\ne ", text)
   text = _NUMBERS.sub(r"\\\1\2 ", text)
   text = _COMMAND.sub(
     lambda m: _COMMANDS.get(m[1], m[0]), _SPACE.sub(" ", text)

@@ -31,6 +31,7 @@ euros: €=euro=EUR 1
 pounds: £=GBP 1
 angle: °=degree=deg 1
 turn: rad=radian 1
+units: unit 1
 share: %=percent=pct 1
 force: N=newton 1, kN 1000
 energy: J=joule 1, kJ 1000
@@ -40,16 +41,16 @@ resistance: Ω=ohm 1
 frequency: Hz=hertz 1
 pressure: Pa=pascal 1, kPa 1000
 """
-_GENERIC = frozenset(("unit", "units"))
 # Words after a number that are part of the result or make it another one.
 _REFUSED = frozenset(
-  "a an the or and not but if maybe perhaps to than less more least most minus"
-  " plus times over by half halves third quarter fourth fifth tenth factorial"
-  " squared cubed root power mod base of with for only except between any either"
+  "or and not but if maybe perhaps to than less more least most minus"
+  " plus over by half halves third quarter fourth fifth tenth factorial"
+  " squared cubed root power mod base with only except between any either"
   " neither nor x y z yes no true false pair score gross ten twenty x is are was"
   " possible answer unknown undefined about approximately roughly all when"
   .split()
 )
+_FILLERS = ("a", "an", "the", "of", "for", "in", "each")
 _SHORT = {"mph": "mile per h", "kph": "km per h", "kmh": "km per h"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _AFTER = {"squared": 2, "cubed": 3}
@@ -67,6 +68,7 @@ def _read_table():
 
 
 _UNITS = _read_table()
+_KNOWN = {dimension for dimension, _ in _UNITS.values()}
 
 
 class Unit(NamedTuple):
@@ -88,9 +90,15 @@ NONE = Unit(Fraction(1), Fraction(1), ())
 
 def fit(expected: Unit, result: Unit) -> bool:
   """Whether both measure the same, or one of them is missing."""
-  if not (expected.dimensions and result.dimensions):
+  sides = [dict(side.dimensions) for side in (expected, result)]
+  generic = [set(side) == {"units"} for side in sides]
+  if not all(sides) or generic[0] != generic[1]:
     return True
-  return expected.dimensions == result.dimensions
+  known = [{k: n for k, n in side.items() if k in _KNOWN} for side in sides]
+  others = [set(side) - _KNOWN for side in sides]
+  return known[0] == known[1] and (
+    others[0] <= others[1] or others[1] <= others[0]
+  )
 
 
 def ratio(expected: Unit, result: Unit) -> Fraction:
@@ -104,11 +112,16 @@ def ratio(expected: Unit, result: Unit) -> Fraction:
 def starts(tokens: list[str], i: int) -> bool:
   """Whether a unit may start at a token that follows a number."""
   token = tokens[i]
+  if token == "(":
+    return tokens[i + 1 : i + 2] != [] and len(tokens[i + 1].strip('"')) > 2
   if token[0] == '"' or token in ("\\%", "\\$", "\\mu", "\\Omega"):
     return True
+  following = "".join(tokens[i + 1 : i + 3])
   if token == "\\frac":
-    return tokens[i + 2 : i + 3] != [] and tokens[i + 2][:1] == '"'
-  return token in _UNITS or (
+    return following.startswith('{"')
+  if token == "/":
+    return following[:1] == '"' or following[:3].isalpha()
+  return token in _UNITS or token in _POWERS or (
     token.isalpha() and (_singular(token) in _UNITS or len(token) > 2)
   )
 
@@ -128,7 +141,7 @@ def read(tokens: list[str]) -> Unit | None:
     i += 1
     if word in ("/", "per"):
       sign = -1
-    elif word in ("\\cdot", "\\times", "*", ".", "(", ")", "-"):
+    elif word in ("\\cdot", "\\times", "*", ".", "(", ")", "-", *_FILLERS):
       pass
     elif word == "^" or word in _AFTER:
       exponent = _AFTER.get(word)
@@ -149,7 +162,7 @@ def read(tokens: list[str]) -> Unit | None:
       scale *= _SCALES[word]
     elif word in _REFUSED or not (word.isalpha() or word in _UNITS):
       return None
-    elif word not in _GENERIC:
+    else:
       name, unit_factor = _UNITS.get(word) or _UNITS.get(
         _singular(word), (_singular(word.lower()), Fraction(1))
       )
@@ -168,6 +181,6 @@ def _word(token: str) -> str:
 def _singular(word: str) -> str:
   lower = word if word in _UNITS else word.lower()
   for ending, single in (("inches", "inch"), ("ies", "y"), ("s", "")):
-    if lower.endswith(ending) and len(lower) > 3:
+    if lower.endswith(ending) and len(lower) > 2:
       return lower.removesuffix(ending) + single
   return lower
