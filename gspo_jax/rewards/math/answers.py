@@ -17,6 +17,7 @@ MAX_ITEMS = 40
 # The relative error that `\approx` allows.
 ROUNDED = 0.01
 _ABOUT = frozenset(("about", "approximately", "roughly", "approx", "\\approx"))
+_ORDERS = ("<", ">", "\\le", "\\ge")
 _STRICT = {"<": True, ">": True, "\\le": False, "\\ge": False}
 _REGION = frozenset(
   (*_STRICT, "\\ne", "\\cup", "\\cap", "\\in", "\\R", "\\setminus")
@@ -62,8 +63,8 @@ def _bare(tokens):
     return []
   if words[0].lower() in _ABOUT:
     return _bare(tokens[1:])
-  if len(words) == 1 and words[0].lower() in kinds.NUMBERS:
-    return [str(kinds.NUMBERS.index(words[0].lower()))]
+  if words[0].lower() in kinds.NUMBERS and units.read(tokens[1:]):
+    return [str(kinds.NUMBERS.index(words[0].lower())), *tokens[1:]]
   if " ".join(words).lower() in ("all real numbers", "all reals"):
     return ["\\R"]
   if len(words[0]) == 1 and words[0].isupper() and _bracketed(tokens[1:]):
@@ -265,7 +266,8 @@ def _proportional(gold, found, positive=False) -> bool:
 
 def _by_inequality(expected, result):
   """Relations of several names."""
-  if not any(t in _STRICT for t in (*expected, *result)):
+  sides = splits.at(expected, _ORDERS), splits.at(result, _ORDERS)
+  if len(sides[0]) == len(sides[1]) == 1:
     return None
   (strict, gold), (others, found) = map(_falling, (expected, result))
   if strict != others or None in strict:
@@ -307,12 +309,12 @@ def _by_table(expected, result):
 
 def _table(tokens):
   """The rows of a matrix, in whatever brackets; None if it is none."""
-  inside = splits.inside(tokens)
-  if inside is not None and tokens[0] in ("(", "["):
-    tokens = inside
   bracket, rows = _bracketed(tokens) or ("", [])
   if bracket == "[]" and all(splits.inside(row) for row in rows):
     return [splits.at(row[1:-1], (",",)) for row in rows]
+  inside = splits.inside(tokens)
+  if inside is not None and tokens[0] in ("(", "["):
+    tokens = inside
   begin = next((i for i, token in enumerate(tokens) if token in _TABLES), None)
   if begin is None or tokens[-1][:4] != "\\end":
     return None
@@ -370,7 +372,7 @@ def _quantity(tokens):
   rest = tokens[len(sign) :]
   before = [token for token in rest[:1] if token in _CURRENCIES]
   rest = sign + rest[len(before) :]
-  for i in range(1, len(rest) + 1):
+  for i in range(max(1, len(rest) - units.LONGEST), len(rest) + 1):
     if i < len(rest) and not units.starts(rest, i):
       continue
     unit, tree = units.read(before + rest[i:]), _tree(rest[:i])

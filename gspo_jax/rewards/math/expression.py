@@ -5,10 +5,11 @@ A tree is a tuple: its name, then its parts. `("number", value, is_decimal)`,
 """
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 
-# Brackets in brackets. Python's own limit of calls is 1000.
-MAX_DEPTH = 50
+# Brackets in brackets, and trees in trees. Python allows 1000 calls.
+MAX_BRACKETS, MAX_DEPTH = 50, 300
 # Letters side by side that are factors; more of them are a word.
 MAX_LETTERS = 4
 
@@ -43,13 +44,35 @@ def read(tokens: list[str]) -> tuple:
   for token in tokens:
     depth += (token in _CLOSING) - (token in _CLOSING.values())
     deepest = max(deepest, depth)
-  if deepest > MAX_DEPTH:
+  if deepest > MAX_BRACKETS:
     raise Unreadable("brackets too deep")
   reader = _Reader(tokens)
-  tree = reader.sum()
+  try:
+    tree = reader.sum()
+  except RecursionError as e:
+    raise Unreadable("an expression too deep") from e
   if reader.next:
     raise Unreadable(f"a token too many: {reader.next}")
+  if _depth(tree) > MAX_DEPTH:
+    raise Unreadable("an expression too deep")
   return tree
+
+
+def nodes(tree: tuple) -> Iterator[tuple]:
+  """The tree, and all trees in it."""
+  left = [tree]
+  while left:
+    node = left.pop()
+    yield node
+    left.extend(part for part in node[1:] if isinstance(part, tuple))
+
+
+def _depth(tree) -> int:
+  depth, level = 0, [tree]
+  while level:
+    depth += 1
+    level = [p for node in level for p in node[1:] if isinstance(p, tuple)]
+  return depth
 
 
 def number(token: str) -> tuple | None:

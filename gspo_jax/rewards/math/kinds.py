@@ -46,7 +46,8 @@ def nothing(tokens):
 def words(tokens) -> list[str] | None:
   """The words of a text without numbers, in lower case if there are several
   letters."""
-  found = [t for t in plain(tokens) if t not in _PUNCTUATION]
+  is_text = all(t[0] == '"' or len(t) > 3 or t in _PUNCTUATION for t in tokens)
+  found = [t for t in plain(tokens) if not (is_text and t in _PUNCTUATION)]
   if not found or not all(t.isalpha() for t in found):
     return None
   if len(splits.at(tokens, ("and", "or"))) > 1:

@@ -71,6 +71,9 @@ _UNITS = _read_table()
 _KNOWN = {dimension for dimension, _ in _UNITS.values()}
 
 
+LONGEST = 25  # tokens
+
+
 class Unit(NamedTuple):
   """What stands beside a number.
 

@@ -1,17 +1,19 @@
 """Values of expressions, and whether two expressions are equal.
 
 Rational numbers are exact, all others floats. Expressions with names are equal
-if they are equal wherever both are defined, of some values of the names. No
-number has more than `MAX_BITS` bits, so that no step takes long.
+if they are equal wherever both are defined, of some values of the names. Numbers of
+more bits than those below are refused, so that no step takes long.
 """
 
 import cmath
 import math
 import random
-from collections.abc import Iterator
 from fractions import Fraction
 
-MAX_BITS = 20_000
+from gspo_jax.rewards.math.expression import nodes
+
+# Of a number without names, and of a value at one place of several.
+MAX_BITS, MAX_BITS_OF_NAMES = 10_000, 2_000
 # Relative tolerance of decimals: 0.333333 equals 1/3. And that of floats.
 DECIMAL, FLOAT = 1.01e-6, 1e-10
 # Enough values at which two expressions are equal, the fewest, and the trials.
@@ -52,14 +54,6 @@ def constant(tree: tuple) -> float | None:
     return float(_Evaluation({}, False).value(tree))
   except (*_ERRORS, TypeError):
     return None
-
-
-def nodes(tree: tuple) -> Iterator[tuple]:
-  """The tree, and all trees in it."""
-  yield tree
-  for part in tree[1:]:
-    if isinstance(part, tuple):
-      yield from nodes(part)
 
 
 def _names(tree) -> set:
@@ -137,6 +131,7 @@ class _Evaluation:
     self.size = 0.0
     self._names = names
     self._is_complex = is_complex
+    self._bits = MAX_BITS_OF_NAMES if names else MAX_BITS
 
   def value(self, tree):
     name, *parts = tree
@@ -148,7 +143,10 @@ class _Evaluation:
       return {"pi": math.pi, "e": math.e, "i": 1j}[parts[0]]
     values = [self.value(part) for part in parts]
     rule = getattr(self, f"_{name}", None)
-    return _bounded(rule(*values) if rule else self._function(name, *values))
+    value = rule(*values) if rule else self._function(name, *values)
+    if _bits(value) > self._bits:
+      raise OverflowError("a number of too many digits")
+    return value
 
   def _add(self, a, b):
     if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
@@ -190,19 +188,18 @@ class _Evaluation:
     return Fraction(math.factorial(int(n)))
 
   def _binomial(self, n, k):
-    if not _is_whole(k) or not 0 <= k <= 1000:
+    if _is_whole(n) and _is_whole(k) and 0 <= k <= n <= 1000:
+      return Fraction(math.comb(int(n), int(k)))
+    if not _is_whole(k) or not 0 <= k <= 9:
       raise ValueError("a binomial of no small number")
-    product = Fraction(1)
-    for i in range(int(k)):
-      product = _bounded(product * (n - i) / (i + 1))
-    return product
+    return math.prod((n - i for i in range(int(k)))) / math.factorial(int(k))
 
   def _root(self, n, a):
     return self._power(a, 1 / n)
 
   def _power(self, a, b):
     if _is_whole(b):
-      return _whole_power(a, int(b))
+      return self._whole_power(a, int(b))
     real = not isinstance(a, complex) and not isinstance(b, complex)
     if real and a < 0 and isinstance(b, Fraction) and b.denominator % 2:
       sign = -1 if b.numerator % 2 else 1
@@ -212,6 +209,14 @@ class _Evaluation:
     if not self._is_complex:
       raise ValueError("the power of a negative number")
     return complex(a) ** complex(b)
+
+  def _whole_power(self, a, n):
+    if abs(a) != 1 and (_bits(a) - 1) * abs(n) > self._bits:
+      raise OverflowError("a number of too many digits")
+    value = a**n
+    if a and not value:
+      raise ArithmeticError("a power too small for a float")
+    return value
 
   def _logarithm(self, base, a):
     return self._function("log", a) / self._function("log", base)
@@ -240,23 +245,7 @@ class _Evaluation:
     return getattr(cmath if is_complex else math, name)(a)
 
 
-def _whole_power(a, n: int):
-  bits = 64
-  if isinstance(a, Fraction):
-    bits = max(a.numerator.bit_length(), a.denominator.bit_length())
-    if bits * abs(n) > MAX_BITS and abs(a) != 1 and a:
-      raise OverflowError("a number of too many digits")
-  value = a**n
-  if a and not value:
-    raise ArithmeticError("a power too small for a float")
-  return value
-
-
-def _bounded(value):
+def _bits(value) -> float:
   if isinstance(value, Fraction):
-    bits = max(value.numerator.bit_length(), value.denominator.bit_length())
-    if bits > MAX_BITS:
-      raise OverflowError("a number of too many digits")
-  elif not cmath.isfinite(value):
-    raise OverflowError("no finite number")
-  return value
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+  return 0 if cmath.isfinite(value) else math.inf

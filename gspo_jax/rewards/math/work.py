@@ -1,6 +1,6 @@
 """Whether a result leaves the work to whoever reads it."""
 
-from gspo_jax.rewards.math import values
+from gspo_jax.rewards.math.expression import nodes
 
 _OPERATORS = frozenset(("factorial", "binomial", "floor", "ceil"))
 _TEN = ("number", 10, False)
@@ -13,7 +13,7 @@ def is_left(expected: tuple, result: tuple) -> bool:
   all arithmetic is, but signs, quotients, roots, functions and powers of ten.
   """
   used, allowed = (
-    {node[0] for node in values.nodes(tree)} & _OPERATORS
+    {node[0] for node in nodes(tree)} & _OPERATORS
     for tree in (result, expected)
   )
   return not used <= allowed or (_is_number(expected) and not _is_done(result))
