@@ -39,10 +39,11 @@ def pairs() -> Iterator[Pair]:
     if line.startswith("# "):
       kind = line[2:]
       continue
-    right, response, reference = line.split("\t")
+    right, *sides = line.split("\t")
+    response, reference = (side.replace("⏎", "\n") for side in sides)
     if kind != "response":
       response = f"So the answer is $\\boxed{{{response}}}$."
-    yield Pair(kind, right == "1", *(side.replace("⏎", "\n") for side in (response, reference)))
+    yield Pair(kind, right == "1", response, reference)
 
 
 def ours(response: str, reference: str) -> bool:
@@ -119,13 +120,22 @@ def main() -> None:
     for name, verifier in verifiers.items()
   }
   columns = ("wrong, rewarded", "right, refused", "slowest")
-  print("| kind | pairs |", " | ".join(
-    f"{name}: {column}" for name in found for column in columns
-  ), "|")
+  print(
+    "| kind | pairs |",
+    " | ".join(f"{name}: {column}" for name in found for column in columns),
+    "|",
+  )
   for kind in found["math"]:
     cells = [found[name][kind][column] for name in found for column in columns]
-    print("|", kind, "|", found["math"][kind]["pairs"], "|",
-          " | ".join(map(str, cells)), "|")
+    print(
+      "|",
+      kind,
+      "|",
+      found["math"][kind]["pairs"],
+      "|",
+      " | ".join(map(str, cells)),
+      "|",
+    )
   record.finish("math_reward", found, args.out)
 
 

@@ -16,7 +16,9 @@ _BOX = re.compile(r"\\f?box(?:ed)?\{")
 _MARKER = re.compile(r"(?<!#)####(?!#)")
 # Two letters or more, if need be after a number of a section.
 _WORD = re.compile(r"\W*(?:[0-9]+[.):]+\W*)?[^\W\d_]{2}")
-_ANSWER = re.compile(r"\W*(?:the )?(?:final )?answer(?: is|\W*:)", re.IGNORECASE)
+_ANSWER = re.compile(
+  r"\W*(?:the )?(?:final )?answer(?: is|\W*:)", re.IGNORECASE
+)
 _GROUPED = re.compile(r"[^0-9,]{0,3}[0-9]{1,3}(?:,[0-9]{3})+(?:[^0-9,][^,]*)?")
 
 

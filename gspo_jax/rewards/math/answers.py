@@ -22,10 +22,10 @@ _STRICT = {"<": True, ">": True, "\\le": False, "\\ge": False}
 _REGION = frozenset(
   (*_STRICT, "\\ne", "\\cup", "\\cap", "\\in", "\\R", "\\setminus")
 )
-_TABLES = tuple(
-  f"\\begin{{{name}}}"
-  for name in "matrix pmatrix bmatrix Bmatrix smallmatrix array cases".split()
-)
+_TABLES = splits.words(r"""
+\begin{matrix} \begin{pmatrix} \begin{bmatrix} \begin{Bmatrix}
+\begin{smallmatrix} \begin{array} \begin{cases}
+""")
 _SYSTEMS = ("\\begin{cases}", "\\begin{aligned}", "\\begin{array}")
 _CURRENCIES = ("\\$", "€", "£", "¢", "USD", "EUR")
 _NAMING = frozenset("()_{},':") | {"\\angle", "\\vec", "\\triangle", "\\hat"}
@@ -76,11 +76,13 @@ def _bare(tokens):
 
 
 def _exact(tokens):
-  r"""What stands before an `\approx`; nothing if that is far from what follows."""
+  r"""What stands before an `\approx`; nothing if its value is another one."""
   exact, *rounded = splits.at(tokens, ("\\approx",))
   if not rounded:
     return tokens
   value = _constant(splits.at(exact, ("=",))[-1])
+  if value is None and _is_name(exact) and len(rounded) == 1:
+    return [*exact, "=", *rounded[0]]
   others = list(map(_constant, rounded))
   if value is None or None in others:
     return []
@@ -194,7 +196,9 @@ def _is_solution(items, other) -> bool:
     bracket == "()"
     and len(parts) == len(found)
     and all(len(sides) == 2 and _is_name(sides[0]) for sides in found)
-    and all(same(part, sides[1]) for part, sides in zip(parts, found))
+    and all(
+      same(part, value) for part, (_, value) in zip(parts, found, strict=True)
+    )
   )
 
 
@@ -202,7 +206,8 @@ def _by_equation(expected, result):
   """Equations, and values with the names that they are given."""
   if any(len(splits.listed(side)) > 1 for side in (expected, result)):
     return None
-  gold, found = (_turned(splits.at(side, ("=",))) for side in (expected, result))
+  gold = _turned(splits.at(expected, ("=",)))
+  found = _turned(splits.at(result, ("=",)))
   if len(gold) == len(found) == 1:
     return None
   if not _agree(found):
@@ -214,7 +219,9 @@ def _by_equation(expected, result):
     return _is_name(gold[0]) and same(gold[-1], result)
   if _is_name(gold[0]):
     names = kinds.plain(gold[0]), kinds.plain(found[0])
-    is_same = names[0] == names[1] or (["y"] in names and "(" in sum(names, []))
+    is_same = names[0] == names[1] or (
+      ["y"] in names and "(" in (*names[0], *names[1])
+    )
     if is_same and same(gold[-1], found[-1]):
       return True
     if _constant(gold[-1]) is not None:
@@ -295,7 +302,8 @@ def _by_table(expected, result):
   if not all(sides):
     rows, other = (sides[0], result) if sides[0] else (sides[1], expected)
     bracket, parts = _bracketed(other) or ("", [])
-    if bracket not in ("()", "\\langle\\rangle") or any(len(r) > 1 for r in rows):
+    is_column = all(len(row) == 1 for row in rows)
+    if not is_column or bracket not in ("()", "\\langle\\rangle"):
       return False
     sides = (rows, [[part] for part in parts])
     sides = sides if _table(expected) else sides[::-1]
@@ -353,9 +361,9 @@ def _bracketed(tokens):
 def _by_value(expected, result):
   """Numbers with or without units, and expressions."""
   gold, found = _tree(expected), _tree(result)
-  if gold and found and not work.is_left(gold, found):
-    if values.equal(gold, found):
-      return True
+  is_done = gold and found and not work.is_left(gold, found)
+  if is_done and values.equal(gold, found):
+    return True
   sides = _quantity(expected), _quantity(result)
   if not all(sides):
     return False

@@ -8,22 +8,22 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
+from gspo_jax.rewards.math import splits
+
 # Brackets in brackets, and trees in trees. Python allows 1000 calls.
 MAX_BRACKETS, MAX_DEPTH = 50, 300
 # Letters side by side that are factors; more of them are a word.
 MAX_LETTERS = 4
 
-_FUNCTIONS = frozenset(
-  "sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln exp cis"
-  .split()
-)
+_FUNCTIONS = splits.words("""
+sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln exp cis
+""")
 _LOGARITHMS = ("log", "lg")
 _CONSTANTS = {"\\pi": "pi", "pi": "pi", "e": "e", "i": "i", '"i': "i"}
-GREEK = frozenset(
-  "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho"
-  " sigma tau phi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega"
-  " ell hbar imath".split()
-)
+GREEK = splits.words("""
+alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma
+tau phi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar
+""")
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 _ENDS = frozenset(("", ")", "]", "}", "\\}", "|", "\\rfloor", "\\rceil"))
 _TIMES, _OVER = ("\\times", "\\cdot", "*"), ("/", "\\div")
@@ -273,8 +273,10 @@ class _Reader:
       tree = self.atom()
     else:
       tree = self.power()
-      while self.begins_atom() and not self._is_function() and (
-        self.next not in (*_TIMES, *_OVER, "(") and not number(self.next)
+      while (
+        self.begins_atom()
+        and not self._is_function()
+        and (self.next not in (*_TIMES, *_OVER, "(") and not number(self.next))
       ):
         tree = ("product", tree, self.power())
     if exponent == ("negative", ("number", 1, False)) and not parameters:

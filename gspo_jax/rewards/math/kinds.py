@@ -13,15 +13,19 @@ _NOTHING = re.compile(
 )
 _ARTICLES = frozenset(("the", "a", "an"))
 _PUNCTUATION = frozenset(".'-!")
-_BASE = re.compile(r"\(?([0-9][0-9A-Z]*)\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?")
-NUMBERS = (
-  "zero one two three four five six seven eight nine ten eleven twelve thirteen"
-  " fourteen fifteen sixteen"
-).split()
+_BASE = re.compile(
+  r"\(?([0-9][0-9A-Z]*)\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?"
+)
+NUMBERS = splits.words("""
+zero one two three four five six seven eight nine ten eleven twelve thirteen
+fourteen fifteen sixteen
+""")
 _CLOCK = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?(am|pm)?")
-_MONTHS = frozenset(
-  "january february march april may june july august september october november"
-  " december".split()
+_MONTHS = set(
+  splits.words("""
+january february march april may june july august september october november
+december
+""")
 )
 _NOT_OF_DATES = frozenset(("st", "nd", "rd", "th", "of", "the", ","))
 _ENDS_CHOICE = (")", ".", ":")

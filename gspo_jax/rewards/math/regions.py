@@ -3,6 +3,7 @@ r"""Sets of real numbers: intervals, their unions, and inequalities of one name.
 A region is compared with another at all its ends, and between them.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,7 +35,7 @@ def equal(expected: Region, result: Region) -> bool:
     return False
   ends = sorted({e for e in expected.ends + result.ends if math.isfinite(e)})
   tests = [ends[0] - 1, ends[-1] + 1] if ends else [0.0]
-  for low, high in zip(ends, ends[1:], strict=False):
+  for low, high in itertools.pairwise(ends):
     if not _same(low, high):
       tests.append((low + high) / 2)
   return all(expected.has(x) == result.has(x) for x in (*tests, *ends))
@@ -115,7 +116,8 @@ def _inequality(tokens) -> Region:
   parts = splits.at(tokens, _RELATIONS)
   if len(parts) not in (2, 3) or len(signs) != len(parts) - 1:
     raise expression.Unreadable("no inequality")
-  middle = 1 if len(parts) == 3 or values.constant(_tree(parts[0])) is not None else 0
+  first = values.constant(_tree(parts[0]))
+  middle = int(len(parts) == 3 or first is not None)
   is_absolute = parts[middle][:1] == ["|"] == parts[middle][-1:]
   name = _name(parts[middle][1:-1] if is_absolute else parts[middle])
   regions = []

@@ -8,44 +8,49 @@ character. `°` is the sign of degrees.
 import re
 
 from gspo_jax.rewards import numbers
+from gspo_jax.rewards.math import splits
 
 # Characters. Longer results are compared as they stand; the references of MATH
 # have fewer than 200.
 MAX_LENGTH = 500
 
+# Characters of plain text, as LaTeX.
+_SIGNS = splits.words(r"""
+− - – - ’ ' ∶ : × \times · \cdot ⋅ \cdot ÷ \div ± \pm √ \surd ∞ \infty ≤ \le
+≥ \ge ≠ \ne ≈ \approx ∈ \in ∪ \cup ∩ \cap ∅ \emptyset π \pi θ \theta α \alpha
+β \beta φ \phi λ \lambda µ \mu μ \mu Ω \Omega ℝ \R … \ldots ² ^2 ³ ^3 ½ \frac12
+⅓ \frac13 ⅔ \frac23 ¼ \frac14 ¾ \frac34
+""")
 _CHARACTERS = str.maketrans(
-  dict(zip("−–’\xa0∶", "--' :", strict=True))
-  | {
-    character: f"\\{name} "
-    for character, name in zip(
-      "×·⋅÷±√∞≤≥≠≈∈∪∩∅πθαβφλµμΩℝ…",
-      "times cdot cdot div pm surd infty le ge ne approx in cup cap emptyset pi "
-      "theta alpha beta phi lambda mu mu Omega R ldots".split(),
-      strict=True,
-    )
+  {
+    sign: latex + " " * latex[-1].isalpha()
+    for sign, latex in zip(_SIGNS[::2], _SIGNS[1::2], strict=True)
   }
-  | {"²": "^2", "³": "^3", "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23"}
-  | {"¼": "\\frac14", "¾": "\\frac34"}
 )
-# Commands with a shorter name or sign, and those that change only the looks.
-_COMMANDS = dict(
-  pair.split("=", 1)
-  for pair in r"dfrac=\frac tfrac=\frac cfrac=\frac dbinom=\binom tbinom=\binom"
-  r" leq=\le leqslant=\le geq=\ge geqslant=\ge neq=\ne lt=< gt=> land=\wedge"
-  r" lor=\vee varnothing=\emptyset varphi=\phi varepsilon=\epsilon ast=*"
-  r" equiv== lbrace=\{ rbrace=\} lvert=| rvert=| vert=| colon=: to=\rightarrow"
-  r" dots=\ldots cdots=\ldots simeq=\approx degree=° mathdollar=\$"
-  r" textdollar=\$ smallsetminus=\setminus backslash=\setminus Reals=\R".split()
-) | dict.fromkeys(
-  "left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle"
-  " limits hfill ensuremath checkmark rm bf it tiny small large Large LARGE huge Huge quad qquad therefore boxed underline".split(),
-  " ",
+# Commands with a shorter name or sign.
+_SHORT = splits.words(r"""
+dfrac \frac tfrac \frac cfrac \frac dbinom \binom tbinom \binom leq \le
+leqslant \le geq \ge geqslant \ge neq \ne lt < gt > land \wedge lor \vee
+varnothing \emptyset varphi \phi varepsilon \epsilon ast * equiv = lbrace \{
+rbrace \} lvert | rvert | vert | colon : to \rightarrow dots \ldots
+cdots \ldots simeq \approx degree ° mathdollar \$ textdollar \$
+smallsetminus \setminus backslash \setminus Reals \R
+""")
+# Commands that change only the looks.
+_LOOKS = splits.words("""
+left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle limits
+hfill ensuremath checkmark rm bf it tiny small large Large LARGE huge Huge quad
+qquad therefore boxed underline
+""")
+_COMMANDS = dict(zip(_SHORT[::2], _SHORT[1::2], strict=True)) | dict.fromkeys(
+  _LOOKS, " "
 )
+_COMPARED = {"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne "}
 _COMMAND = re.compile(r"\\\\|\\([a-zA-Z]+)")
 _SPACE = re.compile(r"\\(?:left|right)\s*\.|(?<!\\)\\[,!;:> ()\[\]]|~")
 _TEXT = re.compile(
-  r"\\(?:text|mbox|hbox|textrm|textbf|textit|textsf|texttt|mathrm|mathbf|mathsf"
-  r"|mathit|boldsymbol|bm|emph|operatorname\*?)\s*\{([^{}]*)\}"
+  r"\\(?:text(?:rm|normal|bf|it|sf|tt)?|mbox|hbox|math(?:rm|bf|sf|it)|emph"
+  r"|boldsymbol|bm|operatorname\*?)\s*\{([^{}]*)\}"
 )
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 _NUMBERS = re.compile(r"\\mathbb\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))")
@@ -63,6 +68,7 @@ _DEGREES = re.compile(
 _INFIX = re.compile(r"\{([^{}]*)\\(over|choose)(?![a-zA-Z])([^{}]*)\}")
 _FRACTION = re.compile(r"\\(frac|binom)\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
 _EMPTY = re.compile(r"[\^_]\s*\{\s*\}")
+_COMPARISON = re.compile(r"<=|>=|!=(?!.*=)")
 _NOT_EQUAL = re.compile(r"\\not\s*=")
 _SCRIPT = re.compile(r"([\^_])\s*\{\s*([0-9a-zA-Z])\s*\}(?![0-9])")
 _ROOT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
@@ -121,13 +127,14 @@ def tokens(text: str) -> list[str]:
 def _spelled(text: str) -> str:
   """The text with one command for each meaning, and none for its looks."""
   text = _UNSEEN.sub(" ", _EMPTY.sub("", text.translate(_CHARACTERS)))
+  text = _COMPARISON.sub(lambda m: _COMPARED[m[0]], text)
   text = _NOT_EQUAL.sub(r"\\ne ", text)
   text = _NUMBERS.sub(r"\\\1\2 ", text)
   text = _COMMAND.sub(
     lambda m: _COMMANDS.get(m[1], m[0]), _SPACE.sub(" ", text)
   )
   for _ in range(3):  # text in text
-    text = _TEXT.sub(lambda m: f' {_WORD.sub(_as_text, m[1])} ', text)
+    text = _TEXT.sub(lambda m: f" {_WORD.sub(_as_text, m[1])} ", text)
   text = _DEGREES.sub("°", _ARRAY.sub(r"\1", text)).replace("**", "^")
   text = _ORDINAL.sub("", _INFIX.sub(_as_command, text))
   return _DOLLAR.sub(r"\\$" if text.count("$") == 1 else "", text)

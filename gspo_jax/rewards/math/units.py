@@ -5,6 +5,8 @@ from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
+from gspo_jax.rewards.math import splits
+
 # Words that change the number before them.
 _SCALES = {
   "hundred": 100,
@@ -18,8 +20,8 @@ _SCALES = {
 # In a group the first name is the symbol; names are in the singular.
 _TABLE = """
 length: m=metre=meter 1, km=kilometer=kilometre 1000, cm=centimeter=centimetre
-  1/100, mm=millimeter=millimetre 1/1000, in=inch 127/5000, ft=foot=feet 381/1250,
-  yd=yard 1143/1250, mi=mile 201168/125
+  1/100, mm=millimeter=millimetre 1/1000, in=inch 127/5000,
+  ft=foot=feet 381/1250, yd=yard 1143/1250, mi=mile 201168/125
 time: s=second=sec 1, ms=millisecond 1/1000, min=minute 60, h=hour=hr 3600,
   day 86400, week 604800
 years: year=yr 12, month 1
@@ -42,15 +44,15 @@ frequency: Hz=hertz 1
 pressure: Pa=pascal 1, kPa 1000
 """
 # Words after a number that are part of the result or make it another one.
-_REFUSED = frozenset(
-  "or and not but if maybe perhaps to than less more least most minus"
-  " plus over by half halves third quarter fourth fifth tenth factorial"
-  " squared cubed root power mod base with only except between any either"
-  " neither nor x y z yes no true false pair score gross ten twenty x is are was"
-  " possible answer unknown undefined about approximately roughly all when"
-  .split()
-)
+_REFUSED = splits.words("""
+or and not but if maybe perhaps to than less more least most minus plus over by
+half halves third quarter fourth fifth tenth factorial squared cubed root power
+mod base with only except between any either neither nor x y z yes no true false
+pair score gross ten twenty is are was possible answer unknown undefined about
+approximately roughly all when
+""")
 _FILLERS = ("a", "an", "the", "of", "for", "in", "each")
+_SIGNS = {"\\%": "%", "\\$": "$", "\\Omega": "Ω", "\\mu": "mu"}
 _SHORT = {"mph": "mile per h", "kph": "km per h", "kmh": "km per h"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _AFTER = {"squared": 2, "cubed": 3}
@@ -124,8 +126,10 @@ def starts(tokens: list[str], i: int) -> bool:
     return following.startswith('{"')
   if token == "/":
     return following[:1] == '"' or following[:3].isalpha()
-  return token in _UNITS or token in _POWERS or (
-    token.isalpha() and (_singular(token) in _UNITS or len(token) > 2)
+  return (
+    token in _UNITS
+    or token in _POWERS
+    or (token.isalpha() and (_singular(token) in _UNITS or len(token) > 2))
   )
 
 
@@ -178,7 +182,7 @@ def read(tokens: list[str]) -> Unit | None:
 
 def _word(token: str) -> str:
   token = token.strip('"')
-  return {"\\%": "%", "\\$": "$", "\\Omega": "Ω", "\\mu": "mu"}.get(token, token)
+  return _SIGNS.get(token, token)
 
 
 def _singular(word: str) -> str:

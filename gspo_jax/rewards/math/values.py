@@ -1,8 +1,8 @@
 """Values of expressions, and whether two expressions are equal.
 
 Rational numbers are exact, all others floats. Expressions with names are equal
-if they are equal wherever both are defined, of some values of the names. Numbers of
-more bits than those below are refused, so that no step takes long.
+if they are at all of some values of the names where both are defined. Numbers
+of more bits than those below are refused, so that no step takes long.
 """
 
 import cmath
@@ -192,7 +192,7 @@ class _Evaluation:
       return Fraction(math.comb(int(n), int(k)))
     if not _is_whole(k) or not 0 <= k <= 9:
       raise ValueError("a binomial of no small number")
-    return math.prod((n - i for i in range(int(k)))) / math.factorial(int(k))
+    return math.prod(n - i for i in range(int(k))) / math.factorial(int(k))
 
   def _root(self, n, a):
     return self._power(a, 1 / n)
