@@ -24,8 +24,19 @@ LIMIT = 5.0  # seconds
 
 
 class Pair(NamedTuple):
+  """A line of the file.
+
+  Attributes:
+    kind: of the results.
+    right: whether they mean the same.
+    result: as in the file.
+    response: the result, in a sentence and a box.
+    reference: the other result.
+  """
+
   kind: str
   right: bool
+  result: str
   response: str
   reference: str
 
@@ -40,10 +51,11 @@ def pairs() -> Iterator[Pair]:
       kind = line[2:]
       continue
     right, *sides = line.split("\t")
-    response, reference = (side.replace("⏎", "\n") for side in sides)
-    if kind != "response":
-      response = f"So the answer is $\\boxed{{{response}}}$."
-    yield Pair(kind, right == "1", response, reference)
+    result, reference = (side.replace("⏎", "\n") for side in sides)
+    response = f"So the answer is $\\boxed{{{result}}}$."
+    if kind == "response":  # a whole one
+      response = result
+    yield Pair(kind, right == "1", result, response, reference)
 
 
 def ours(response: str, reference: str) -> bool:

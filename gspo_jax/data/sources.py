@@ -18,6 +18,7 @@ from etils import epath
 
 from gspo_jax.data import readers
 from gspo_jax.data.tasks import Problem, held_out
+from gspo_jax.rewards import numbers
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.run_files import in_bucket
 
@@ -348,7 +349,8 @@ def _value(record, name: str, where: str):
 def _reference(solution) -> str:
   if not isinstance(solution, str):
     return json.dumps(solution)
-  return solution.rsplit("####", 1)[-1].strip()
+  marked = numbers.marked(solution)
+  return solution.strip() if marked is None else marked
 
 
 def _content(kind: str, path: str) -> str:

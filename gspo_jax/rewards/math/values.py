@@ -42,8 +42,11 @@ def proportional(expected: tuple, result: tuple, positive: bool) -> bool:
   a, b, _ = next((values for values in found if all(values[:2])), (0, 0, 0))
   if not (a and b) or (positive and not _is_positive(a / b)):
     return False
-  scale = float(max(abs(a), abs(b)))
-  return all(_close(c * b, d * a, s * scale, tolerance) for c, d, s in found)
+  try:
+    scale = float(max(abs(a), abs(b)))
+    return all(_close(c * b, d * a, s * scale, tolerance) for c, d, s in found)
+  except OverflowError:
+    return False
 
 
 def constant(tree: tuple) -> float | None:
@@ -100,7 +103,8 @@ def _common(expected, result) -> list:
       at = _Evaluation({n: _drawn(draw, trial) for n in names}, is_complex)
       try:
         pair = [at.value(tree) for tree in trees]
-        float(abs(pair[0])), float(abs(pair[1]))
+        if not all(isinstance(value, Fraction) for value in pair):
+          pair = [complex(v) if v.imag else float(v.real) for v in pair]
       except _ERRORS:
         continue
       found.append((*pair, at.size))
