@@ -16,7 +16,7 @@ from gspo_jax.rewards.math import (
 MAX_ITEMS = 40
 # The relative error that `\approx` allows.
 ROUNDED = 0.01
-_ABOUT = frozenset(("about", "approximately", "roughly", "approx", "\\approx"))
+_ABOUT = ("about", "approximately", "roughly", "approx", "\\approx", "all")
 _ORDERS = ("<", ">", "\\le", "\\ge")
 _STRICT = {"<": True, ">": True, "\\le": False, "\\ge": False}
 _REGION = frozenset(
@@ -27,6 +27,7 @@ _TABLES = splits.words(r"""
 \begin{smallmatrix} \begin{array} \begin{cases}
 """)
 _SYSTEMS = ("\\begin{cases}", "\\begin{aligned}", "\\begin{array}")
+_PERCENT = (["\\%"], ["%"])
 _CURRENCIES = ("\\$", "€", "£", "¢", "USD", "EUR")
 _NAMING = frozenset("()_{},':") | {"\\angle", "\\vec", "\\triangle", "\\hat"}
 
@@ -61,12 +62,12 @@ def _bare(tokens):
       return _bare(tokens[:i])
   if not words:
     return []
-  if words[0].lower() in _ABOUT:
-    return _bare(tokens[1:])
   if words[0].lower() in kinds.NUMBERS and units.read(tokens[1:]):
     return [str(kinds.NUMBERS.index(words[0].lower())), *tokens[1:]]
   if " ".join(words).lower() in ("all real numbers", "all reals"):
     return ["\\R"]
+  if words[0].lower() in _ABOUT:
+    return _bare(tokens[1:])
   if len(words[0]) == 1 and words[0].isupper() and _bracketed(tokens[1:]):
     return tokens[1:]  # a point
   items = splits.at(tokens, (",",))
@@ -153,7 +154,7 @@ def _by_list(expected, result):
   if not any(sides):
     return None
   items, other = (sides[0], result) if sides[0] else (sides[1], expected)
-  if len(items) == 1:
+  if len(items) == 1 and not kinds.nothing(items[0]):
     return same(items[0], other) if sides[0] else same(other, items[0])
   return _is_solution(items, other)
 
@@ -214,7 +215,8 @@ def _by_equation(expected, result):
     return False
   if len(gold) == 1:
     may_end = _is_name(found[0]) or _constant(_number(expected)) is not None
-    return may_end and same(expected, found[-1])
+    ends = found[-2:] if found[-1][-1:] in _PERCENT else found[-1:]
+    return may_end and any(same(expected, end) for end in ends)
   if len(found) == 1:
     return _is_name(gold[0]) and same(gold[-1], result)
   if _is_name(gold[0]):
@@ -238,11 +240,19 @@ def _turned(parts):
 
 def _agree(parts) -> bool:
   """Whether all sides that are numbers are the last one."""
-  found = [value for value in map(_constant, parts) if value is not None]
-  last = _constant(parts[-1])
-  if last is None:
-    return not found or _constant(_number(parts[-1])) is not None
-  return all(math.isclose(v, last, rel_tol=values.DECIMAL) for v in found)
+  found = [_side(part) for part in parts]
+  return found[-1] is None or all(
+    math.isclose(value, found[-1], rel_tol=values.DECIMAL)
+    for value in found
+    if value is not None
+  )
+
+
+def _side(tokens) -> float | None:
+  """The value of a number without its unit; a percentage as a share."""
+  value = _constant(_number(tokens))
+  is_share = value is not None and tokens[-1:] in _PERCENT
+  return value / 100 if is_share else value
 
 
 def _number(tokens):
@@ -384,7 +394,7 @@ def _quantity(tokens):
     if i < len(rest) and not units.starts(rest, i):
       continue
     unit, tree = units.read(before + rest[i:]), _tree(rest[:i])
-    if unit and tree:
+    if unit and tree and not (rest[i:] == ["°"] and work.is_applied(tree)):
       return tree, unit, rest[:i]
   return None
 

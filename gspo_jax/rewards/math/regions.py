@@ -10,8 +10,15 @@ from typing import NamedTuple
 
 from gspo_jax.rewards.math import expression, splits, values
 
-_RELATIONS = ("<", ">", "\\le", "\\ge", "\\ne")
-_TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}
+_RELATIONS = ("<", ">", "\\le", "\\ge", "\\ne", "=")
+_TURNED = {
+  "<": ">",
+  ">": "<",
+  "\\le": "\\ge",
+  "\\ge": "\\le",
+  "\\ne": "\\ne",
+  "=": "=",
+}
 _JOINS = {"\\cup": any, "\\cap": all}
 
 
@@ -137,6 +144,8 @@ def _side(sign, tokens) -> list[Region]:
   ends = [_end(part) for part in splits.listed(tokens)]
   if sign == "\\ne":
     return [Region("", (e,), lambda x, e=e: not _same(x, e)) for e in ends]
+  if sign == "=":
+    return [Region("", tuple(ends), lambda x: any(_same(x, e) for e in ends))]
   (end,) = ends if len(ends) == 1 else (_fail(),)
   low, high = (end, math.inf) if sign in (">", "\\ge") else (-math.inf, end)
   closed = sign in ("\\ge", "\\le")

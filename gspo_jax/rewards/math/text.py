@@ -50,7 +50,7 @@ _COMMAND = re.compile(r"\\\\|\\([a-zA-Z]+)")
 _SPACE = re.compile(r"\\(?:left|right)\s*\.|(?<!\\)\\[,!;:> ()\[\]]|~")
 _TEXT = re.compile(
   r"\\(?:text(?:rm|normal|bf|it|sf|tt)?|mbox|hbox|math(?:rm|bf|sf|it)|emph"
-  r"|boldsymbol|bm|operatorname\*?)\s*\{([^{}]*)\}"
+  r"|boldsymbol|bm|operatorname\*?)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
 )
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 _NUMBERS = re.compile(r"\\mathbb\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))")
@@ -73,6 +73,7 @@ _NOT_EQUAL = re.compile(r"\\not\s*=")
 _SCRIPT = re.compile(r"([\^_])\s*\{\s*([0-9a-zA-Z])\s*\}(?![0-9])")
 _ROOT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
 _DOLLAR = re.compile(r"(?<!\\)\$")
+_US = re.compile(r"US\s*(?=\\\$)")
 # As in 6e13, which has no Euler's number.
 _EXPONENT = re.compile(
   r"(?<![\w\\.])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]{1,3})"
@@ -136,7 +137,8 @@ def _spelled(text: str) -> str:
   for _ in range(3):  # text in text
     text = _TEXT.sub(lambda m: f" {_WORD.sub(_as_text, m[1])} ", text)
   text = _DEGREES.sub("°", _ARRAY.sub(r"\1", text)).replace("**", "^")
-  text = _ORDINAL.sub("", _INFIX.sub(_as_command, text))
+  text = _ORDINAL.sub("", _US.sub("", text))
+  text = _INFIX.sub(_as_command, text)
   return _DOLLAR.sub(r"\\$" if text.count("$") == 1 else "", text)
 
 

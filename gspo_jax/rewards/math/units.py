@@ -51,7 +51,7 @@ mod base with only except between any either neither nor x y z yes no true false
 pair score gross ten twenty is are was possible answer unknown undefined about
 approximately roughly all when
 """)
-_FILLERS = ("a", "an", "the", "of", "for", "in", "each")
+_FILLERS = ("a", "an", "the", "of", "for", "each")
 _SIGNS = {"\\%": "%", "\\$": "$", "\\Omega": "Ω", "\\mu": "mu"}
 _SHORT = {"mph": "mile per h", "kph": "km per h", "kmh": "km per h"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}

@@ -19,6 +19,11 @@ def is_left(expected: tuple, result: tuple) -> bool:
   return not used <= allowed or (_is_number(expected) and not _is_done(result))
 
 
+def is_applied(tree: tuple) -> bool:
+  """Whether a tree has a function of an angle."""
+  return any(node[0] in ("sin", "cos", "tan", "cis") for node in nodes(tree))
+
+
 def _is_number(tree) -> bool:
   """Whether a tree is a number, a quotient of two, or a power of ten."""
   if tree[0] == "negative":
