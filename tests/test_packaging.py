@@ -10,7 +10,6 @@ import zipfile
 import pytest
 from repository import ROOT
 
-from gspo_jax import rewards
 from gspo_jax.data import prepare_tfds, readers, tokenizers
 from gspo_jax.data.tokenizers.plain import Bytes
 from gspo_jax.model import hf

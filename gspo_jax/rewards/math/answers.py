@@ -1,35 +1,25 @@
 r"""Whether two results mean the same: by their kinds, then by their values."""
 
-import math
-
 from gspo_jax.rewards.math import (
-  expression,
+  equations,
   kinds,
+  quantities,
   regions,
   splits,
   units,
-  values,
-  work,
 )
 
 # Items of a list are compared each with each.
 MAX_ITEMS = 40
-# The relative error that `\approx` allows.
-ROUNDED = 0.01
 _ABOUT = ("about", "approximately", "roughly", "approx", "\\approx", "all")
-_ORDERS = ("<", ">", "\\le", "\\ge")
-_STRICT = {"<": True, ">": True, "\\le": False, "\\ge": False}
 _REGION = frozenset(
-  (*_STRICT, "\\ne", "\\cup", "\\cap", "\\in", "\\R", "\\setminus")
+  (*equations.ORDERS, "\\ne", "\\cup", "\\cap", "\\in", "\\R", "\\setminus")
 )
 _TABLES = splits.words(r"""
 \begin{matrix} \begin{pmatrix} \begin{bmatrix} \begin{Bmatrix}
 \begin{smallmatrix} \begin{array} \begin{cases}
 """)
 _SYSTEMS = ("\\begin{cases}", "\\begin{aligned}", "\\begin{array}")
-_PERCENT = (["\\%"], ["%"])
-_CURRENCIES = ("\\$", "€", "£", "¢", "USD", "EUR")
-_NAMING = frozenset("()_{},':") | {"\\angle", "\\vec", "\\triangle", "\\hat"}
 
 
 def same(expected: list[str], result: list[str]) -> bool:
@@ -73,34 +63,7 @@ def _bare(tokens):
   items = splits.at(tokens, (",",))
   if len(items) > 1 and items[-1][1:] == ["\\in", "\\Z"]:  # k is an integer
     return _bare(tokens[: -len(items[-1]) - 1])
-  return _exact(tokens)
-
-
-def _exact(tokens):
-  r"""What stands before an `\approx`; nothing if its value is another one."""
-  exact, *rounded = splits.at(tokens, ("\\approx",))
-  if not rounded:
-    return tokens
-  value = _constant(splits.at(exact, ("=",))[-1])
-  if value is None and _is_name(exact) and len(rounded) == 1:
-    return [*exact, "=", *rounded[0]]
-  others = list(map(_constant, rounded))
-  if value is None or None in others:
-    return []
-  close = all(abs(value - x) <= ROUNDED * abs(value) for x in others)
-  return exact if close else []
-
-
-def _constant(tokens) -> float | None:
-  tree = _tree(tokens)
-  return None if tree is None else values.constant(tree)
-
-
-def _tree(tokens) -> tuple | None:
-  try:
-    return expression.read(tokens)
-  except expression.Unreadable:
-    return None
+  return equations.exact(tokens)
 
 
 def _by_choice(expected, result):
@@ -162,7 +125,7 @@ def _by_list(expected, result):
 def _items(tokens):
   """The items of a list, a set, or a system of equations; None for others."""
   name, *of = splits.at(tokens, ("\\in",))
-  if len(of) == 1 and _is_name(name):
+  if len(of) == 1 and equations.is_name(name):
     tokens = of[0]
   inside = splits.inside(tokens)
   if inside is not None and tokens[0] == "\\{" and ":" not in inside:
@@ -196,7 +159,7 @@ def _is_solution(items, other) -> bool:
   return (
     bracket == "()"
     and len(parts) == len(found)
-    and all(len(sides) == 2 and _is_name(sides[0]) for sides in found)
+    and all(len(sides) == 2 and equations.is_name(sides[0]) for sides in found)
     and all(
       same(part, value) for part, (_, value) in zip(parts, found, strict=True)
     )
@@ -207,101 +170,44 @@ def _by_equation(expected, result):
   """Equations, and values with the names that they are given."""
   if any(len(splits.listed(side)) > 1 for side in (expected, result)):
     return None
-  gold = _turned(splits.at(expected, ("=",)))
-  found = _turned(splits.at(result, ("=",)))
+  gold = equations.sides(expected)
+  found = equations.sides(result)
   if len(gold) == len(found) == 1:
     return None
-  if not _agree(found):
+  if not equations.agree(found):
     return False
   if len(gold) == 1:
-    may_end = _is_name(found[0]) or _constant(_number(expected)) is not None
-    ends = found[-2:] if found[-1][-1:] in _PERCENT else found[-1:]
+    may_end = (
+      equations.is_name(found[0])
+      or quantities.constant(quantities.number(expected)) is not None
+    )
+    ends = found[-2:] if equations.is_percentage(found[-1]) else found[-1:]
     return may_end and any(same(expected, end) for end in ends)
   if len(found) == 1:
-    return _is_name(gold[0]) and same(gold[-1], result)
-  if _is_name(gold[0]):
+    return equations.is_name(gold[0]) and same(gold[-1], result)
+  if equations.is_name(gold[0]):
     names = kinds.plain(gold[0]), kinds.plain(found[0])
     is_same = names[0] == names[1] or (
       ["y"] in names and "(" in (*names[0], *names[1])
     )
     if is_same and same(gold[-1], found[-1]):
       return True
-    if _constant(gold[-1]) is not None:
+    if quantities.constant(gold[-1]) is not None:
       return False
-  return len(gold) == len(found) == 2 and _proportional(gold, found)
-
-
-def _turned(parts):
-  """The sides of an equation, its name first."""
-  if len(parts) == 2 and _is_name(parts[1]) and not _is_name(parts[0]):
-    return parts[::-1]
-  return parts
-
-
-def _agree(parts) -> bool:
-  """Whether all sides that are numbers are the last one."""
-  found = [_side(part) for part in parts]
-  return found[-1] is None or all(
-    math.isclose(value, found[-1], rel_tol=values.DECIMAL)
-    for value in found
-    if value is not None
-  )
-
-
-def _side(tokens) -> float | None:
-  """The value of a number without its unit; a percentage as a share."""
-  value = _constant(_number(tokens))
-  is_share = value is not None and tokens[-1:] in _PERCENT
-  return value / 100 if is_share else value
-
-
-def _number(tokens):
-  """The tokens without a unit."""
-  quantity = _quantity(tokens)
-  return quantity[2] if quantity else tokens
-
-
-def _is_name(tokens) -> bool:
-  """Whether the tokens name something: x, f(x), (x,y), or a word."""
-  return bool(tokens) and all(
-    token in _NAMING
-    or token.strip('"').isalpha()
-    or (token[0] == "\\" and token[1:] in expression.GREEK)
-    or tokens[i - 1] == "_"
-    or tokens[i - 2 : i] == ["_", "{"]
-    for i, token in enumerate(tokens)
-  )
-
-
-def _proportional(gold, found, positive=False) -> bool:
-  trees = [_tree(side) for side in (*gold, *found)]
-  if None in trees:
-    return False
-  a, b, c, d = trees
-  return values.proportional(("subtract", a, b), ("subtract", c, d), positive)
+  return len(gold) == len(found) == 2 and equations.proportional(gold, found)
 
 
 def _by_inequality(expected, result):
   """Relations of several names."""
-  sides = splits.at(expected, _ORDERS), splits.at(result, _ORDERS)
-  if len(sides[0]) == len(sides[1]) == 1:
+  strict, gold = equations.falling(expected)
+  others, found = equations.falling(result)
+  if len(gold) == len(found) == 1:
     return None
-  (strict, gold), (others, found) = map(_falling, (expected, result))
-  if strict != others or None in strict:
+  if strict != others or not strict:
     return False
   if len(strict) == 1:
-    return _proportional(gold, found, positive=True)
+    return equations.proportional(gold, found, positive=True)
   return all(map(same, gold, found))
-
-
-def _falling(tokens):
-  """Whether each relation of a chain is strict, and its sides, large first."""
-  signs = [_STRICT.get(t) for t in tokens if t in _REGION]
-  sides = splits.at(tokens, tuple(_STRICT))
-  is_rising = any(t in ("<", "\\le") for t in tokens)
-  if is_rising and any(t in (">", "\\ge") for t in tokens):
-    return [None], sides
-  return (signs[::-1], sides[::-1]) if is_rising else (signs, sides)
 
 
 def _by_table(expected, result):
@@ -337,7 +243,7 @@ def _table(tokens):
   if begin is None or tokens[-1][:4] != "\\end":
     return None
   factor = tokens[:begin]
-  if begin and _tree(factor) is None:
+  if begin and quantities.tree(factor) is None:
     return None
   rows = splits.rows(tokens[begin + 1 : -1])
   return [[[*factor, "{", *cell, "}"] for cell in row] for row in rows]
@@ -368,37 +274,6 @@ def _bracketed(tokens):
   return (tokens[0] + tokens[-1], parts) if len(parts) > 1 else None
 
 
-def _by_value(expected, result):
-  """Numbers with or without units, and expressions."""
-  gold, found = _tree(expected), _tree(result)
-  is_done = gold and found and not work.is_left(gold, found)
-  if is_done and values.equal(gold, found):
-    return True
-  sides = _quantity(expected), _quantity(result)
-  if not all(sides):
-    return False
-  (gold, unit, _), (found, other, _) = sides
-  if not units.fit(unit, other) or work.is_left(gold, found):
-    return False
-  ratio = ("number", units.ratio(unit, other), False)
-  return values.equal(("product", gold, ratio), found)
-
-
-def _quantity(tokens):
-  """The tree of a number, its unit, and its tokens; None for what has none."""
-  sign = tokens[:1] if tokens[:1] == ["-"] else []
-  rest = tokens[len(sign) :]
-  before = [token for token in rest[:1] if token in _CURRENCIES]
-  rest = sign + rest[len(before) :]
-  for i in range(max(1, len(rest) - units.LONGEST), len(rest) + 1):
-    if i < len(rest) and not units.starts(rest, i):
-      continue
-    unit, tree = units.read(before + rest[i:]), _tree(rest[:i])
-    if unit and tree and not (rest[i:] == ["°"] and work.is_applied(tree)):
-      return tree, unit, rest[:i]
-  return None
-
-
 _RULES = (
   _by_modulus,
   _by_choice,
@@ -410,5 +285,5 @@ _RULES = (
   _by_inequality,
   _by_table,
   _by_brackets,
-  _by_value,
+  quantities.same,
 )

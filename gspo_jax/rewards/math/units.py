@@ -49,13 +49,16 @@ or and not but if maybe perhaps to than less more least most minus plus over by
 half halves third quarter fourth fifth tenth factorial squared cubed root power
 mod base with only except between any either neither nor x y z yes no true false
 pair score gross ten twenty is are was possible answer unknown undefined about
-approximately roughly all when
+approximately roughly all when per
 """)
-_FILLERS = ("a", "an", "the", "of", "for", "each")
+_FILLERS = splits.words(r"a an the of for each \cdot \times * . ( ) - \frac")
 _SIGNS = {"\\%": "%", "\\$": "$", "\\Omega": "Ω", "\\mu": "mu"}
 _SHORT = {"mph": "mile per h", "kph": "km per h", "kmh": "km per h"}
-_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_AFTER = {"squared": 2, "cubed": 3}
+_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
+_TERM = re.compile(
+  r"(?:(per|/) )?(?:(square|sq|cubic|cu) )?(\S+)"
+  r"(?: (?:\^ (- )?([1-9])|(squared|cubed)))?(?: |$)"
+)
 
 
 def _read_table():
@@ -71,8 +74,6 @@ def _read_table():
 
 _UNITS = _read_table()
 _KNOWN = {dimension for dimension, _ in _UNITS.values()}
-
-
 LONGEST = 25  # tokens
 
 
@@ -88,9 +89,6 @@ class Unit(NamedTuple):
   scale: Fraction
   factor: Fraction
   dimensions: tuple
-
-
-NONE = Unit(Fraction(1), Fraction(1), ())
 
 
 def fit(expected: Unit, result: Unit) -> bool:
@@ -135,54 +133,42 @@ def starts(tokens: list[str], i: int) -> bool:
 
 def read(tokens: list[str]) -> Unit | None:
   """The unit that all of some tokens name; None if they are something else."""
-  words = [_word(token) for token in tokens]
-  text = " ".join(words)
-  for old, new in (("\\frac", ""), ("} {", " / "), ("{", ""), ("}", "")):
-    text = text.replace(old, new)
-  text = re.sub(r"\bper cent\b", "%", text)
-  words = [w for word in text.split() for w in _SHORT.get(word, word).split()]
+  terms = _terms(tokens)
+  if terms is None:
+    return None
   scale, factor, dimensions = Fraction(1), Fraction(1), Counter()
-  sign, power, i, last = 1, 1, 0, None
-  while i < len(words):
-    word = words[i]
-    i += 1
-    if word in ("/", "per"):
-      sign = -1
-    elif word in ("\\cdot", "\\times", "*", ".", "(", ")", "-", *_FILLERS):
-      pass
-    elif word == "^" or word in _AFTER:
-      exponent = _AFTER.get(word)
-      if exponent is None:
-        match = re.match(r"(- )?([1-9])(?: |$)", " ".join(words[i:]))
-        if not match:
-          return None
-        i += 1 + bool(match[1])
-        exponent = int(match[2]) * (-1 if match[1] else 1)
-      if last is None:
-        return None
-      name, unit_factor, unit_sign = last
-      dimensions[name] += unit_sign * (exponent - 1)
-      factor *= unit_factor ** (unit_sign * (exponent - 1))
-    elif word in _POWERS:
-      power = _POWERS[word]
-    elif word in _SCALES:
+  for word, power in terms:
+    if word in _SCALES:
       scale *= _SCALES[word]
-    elif word in _REFUSED or not (word.isalpha() or word in _UNITS):
+      continue
+    if word in _REFUSED or not (word.isalpha() or word in _UNITS):
       return None
-    else:
-      name, unit_factor = _UNITS.get(word) or _UNITS.get(
-        _singular(word), (_singular(word.lower()), Fraction(1))
-      )
-      dimensions[name] += sign * power
-      factor *= unit_factor ** (sign * power)
-      last, power = (name, unit_factor, sign), 1
+    single = _singular(word)
+    unknown = single.lower(), Fraction(1)
+    name, one = _UNITS.get(word) or _UNITS.get(single, unknown)
+    dimensions[name] += power
+    factor *= one**power
   kept = sorted((name, n) for name, n in dimensions.items() if n)
   return Unit(scale, factor, tuple(kept))
 
 
-def _word(token: str) -> str:
-  token = token.strip('"')
-  return _SIGNS.get(token, token)
+def _terms(tokens) -> list[tuple[str, int]] | None:
+  """The words of a unit and their powers; None for what is no such list."""
+  words = [_SIGNS.get(t.strip('"'), t.strip('"')) for t in tokens]
+  text = " ".join(words).replace("} {", " / ").replace("per cent", "%")
+  words = [w for w in re.sub("[{}]", "", text).split() if w not in _FILLERS]
+  text = " ".join(_SHORT.get(word, word) for word in words)
+  terms, sign, at = [], 1, 0
+  while at < len(text):
+    match = _TERM.match(text, at)
+    if not match:
+      return None
+    per, square, word, minus, exponent, after = match.groups()
+    sign = -1 if per else sign
+    power = int(exponent or _POWERS.get(square or after, 1))
+    terms.append((word, -sign * power if minus else sign * power))
+    at = match.end()
+  return terms
 
 
 def _singular(word: str) -> str:
