@@ -115,6 +115,7 @@ def table(given: list[Pair], found: list[tuple[bool, float]]) -> dict:
       row["right, refused"] += pair.right and not verdict
       row["slowest"] = max(row["slowest"], round(seconds, 3))
   rows["all"]["median"] = round(statistics.median(s for _, s in found), 5)
+  rows["all"] = rows.pop("all")  # last
   return {kind: dict(row) for kind, row in rows.items()}
 
 

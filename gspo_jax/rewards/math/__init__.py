@@ -6,7 +6,6 @@ equations and matrices, numbers with `units`, and expressions (`expression`),
 which are equal if their `values` are and which may leave no `work` to do.
 """
 
-import decimal
 import re
 
 from gspo_jax.rewards import numbers
@@ -15,7 +14,7 @@ from gspo_jax.rewards.math.text import normalised
 
 __all__ = ("equivalent", "normalised")
 
-_DIGITS = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+_WHOLE = re.compile(r"-?[0-9]+")
 
 
 def equivalent(prompt: str, response: str, reference: str) -> float:
@@ -52,6 +51,6 @@ def equivalent(prompt: str, response: str, reference: str) -> float:
     return 1.0
   if max(len(result), len(expected)) > text.MAX_LENGTH:
     return 0.0
-  if _DIGITS.fullmatch(result) and _DIGITS.fullmatch(expected):
-    return float(decimal.Decimal(result) == decimal.Decimal(expected))
+  if _WHOLE.fullmatch(result) and _WHOLE.fullmatch(expected):
+    return float(int(result) == int(expected))
   return float(answers.same(text.tokens(expected), text.tokens(result)))
