@@ -19,7 +19,14 @@ _FUNCTIONS = splits.words("""
 sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln exp cis
 """)
 _LOGARITHMS = ("log", "lg")
-_CONSTANTS = {"\\pi": "pi", "pi": "pi", "e": "e", "i": "i", '"i': "i"}
+_CONSTANTS = {
+  "\\pi": "pi",
+  "pi": "pi",
+  "e": "e",
+  '"e': "e",
+  "i": "i",
+  '"i': "i",
+}
 GREEK = splits.words("""
 alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma
 tau phi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar

@@ -44,13 +44,17 @@ frequency: Hz=hertz 1
 pressure: Pa=pascal 1, kPa 1000
 """
 # Words after a number that are part of the result or make it another one.
-_REFUSED = splits.words("""
+_REFUSED = frozenset(
+  splits.words("""
 or and not but if maybe perhaps to than less more least most minus plus over by
-half halves third quarter fourth fifth tenth factorial squared cubed root power
+below above half halves third quarter fourth fifth sixth seventh eighth ninth
+tenth hundredth thousandth millionth billionth double doubled triple tripled
+twice factorial squared cubed root power inverse reciprocal negative opposite
 mod base with only except between any either neither nor x y z yes no true false
-pair score gross ten twenty is are was possible answer unknown undefined about
-approximately roughly all when per
+wrong pair score gross ten twenty is are was possible answer unknown undefined
+about approximately roughly all when per
 """)
+)
 _FILLERS = splits.words(r"a an the of for each \cdot \times * . ( ) - \frac")
 _SIGNS = {"\\%": "%", "\\$": "$", "\\Omega": "Ω", "\\mu": "mu"}
 _SHORT = {"mph": "mile per h", "kph": "km per h", "kmh": "km per h"}
@@ -124,11 +128,9 @@ def starts(tokens: list[str], i: int) -> bool:
     return following.startswith('{"')
   if token == "/":
     return following[:1] == '"' or following[:3].isalpha()
-  return (
-    token in _UNITS
-    or token in _POWERS
-    or (token.isalpha() and (_singular(token) in _UNITS or len(token) > 2))
-  )
+  # 5m may be 5 times m.
+  is_known = token in _UNITS or token in _POWERS or _singular(token) in _UNITS
+  return is_known and (len(token) > 1 or not token.isalpha())
 
 
 def read(tokens: list[str]) -> Unit | None:
@@ -141,9 +143,11 @@ def read(tokens: list[str]) -> Unit | None:
     if word in _SCALES:
       scale *= _SCALES[word]
       continue
-    if word in _REFUSED or not (word.isalpha() or word in _UNITS):
-      return None
     single = _singular(word)
+    if not (word.isalpha() or word in _UNITS) or (
+      {word.lower(), single.lower()} & _REFUSED
+    ):
+      return None
     unknown = single.lower(), Fraction(1)
     name, one = _UNITS.get(word) or _UNITS.get(single, unknown)
     dimensions[name] += power
