@@ -120,7 +120,7 @@ def clock(tokens) -> tuple[int, str] | None:
 def ratio(tokens) -> list[tuple] | None:
   """The parts of `2 : 3` or `2 to 3`."""
   parts = splits.at(tokens, (":", "to"))
-  if len(parts) < 2 or "=" in tokens:
+  if len(parts) < 2 or "=" in tokens or clock(tokens):
     return None
   try:
     return [expression.read(part) for part in parts]
