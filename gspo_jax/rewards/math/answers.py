@@ -177,12 +177,7 @@ def _by_equation(expected, result):
   if not equations.agree(found):
     return False
   if len(gold) == 1:
-    may_end = (
-      equations.is_name(found[0])
-      or quantities.constant(quantities.number(expected)) is not None
-    )
-    ends = found[-2:] if equations.is_percentage(found[-1]) else found[-1:]
-    return may_end and any(same(expected, end) for end in ends)
+    return _ends_in(expected, found)
   if len(found) == 1:
     return equations.is_name(gold[0]) and same(gold[-1], result)
   if equations.is_name(gold[0]):
@@ -195,6 +190,18 @@ def _by_equation(expected, result):
     if quantities.constant(gold[-1]) is not None:
       return False
   return len(gold) == len(found) == 2 and equations.proportional(gold, found)
+
+
+def _ends_in(expected, sides) -> bool:
+  """Whether the sides of an equation lead to the value that is expected."""
+  leads = (
+    equations.is_name(sides[0])
+    or quantities.tree(sides[0]) is None  # such as an integral
+    or quantities.constant(quantities.number(expected)) is not None
+    or same(sides[-1], sides[0])
+  )
+  ends = sides[-2:] if equations.is_percentage(sides[-1]) else sides[-1:]
+  return leads and any(same(expected, end) for end in ends)
 
 
 def _by_inequality(expected, result):

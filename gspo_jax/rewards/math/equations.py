@@ -1,12 +1,17 @@
 r"""The sides of equations, of inequalities and of `\approx`."""
 
 import math
+import re
 
 from gspo_jax.rewards.math import expression, quantities, splits, values
 
 # The relative error that `\approx` allows.
 ROUNDED = 0.01
 ORDERS = ("<", ">", "\\le", "\\ge")
+# dy/dx, and the inverse of a function.
+_DERIVED = re.compile(
+  r"\\frac\{d[a-zA-Z]*\}\{d[a-zA-Z]+\}|[a-zA-Z]\^\{-1\}\([a-zA-Z]\)"
+)
 _NAMING = frozenset("()_{},':") | {"\\angle", "\\vec", "\\triangle", "\\hat"}
 
 
@@ -56,6 +61,8 @@ def is_percentage(tokens: list[str]) -> bool:
 
 def is_name(tokens: list[str]) -> bool:
   """Whether the tokens name something: x, f(x), (x,y), or a word."""
+  if _DERIVED.fullmatch("".join(tokens)):
+    return True
   return bool(tokens) and all(
     token in _NAMING
     or token.strip('"').isalpha()

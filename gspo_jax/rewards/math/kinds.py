@@ -11,8 +11,9 @@ from gspo_jax.rewards.math import expression, splits, values
 _NOTHING = re.compile(
   r"\\emptyset|\\\{\\\}|(thereare)?no(real)?solutions?|emptyset"
 )
+_MISSING = re.compile(r"doesnotexist|dne")
 _ARTICLES = frozenset(("the", "a", "an"))
-_PUNCTUATION = frozenset(".'-!")
+_PUNCTUATION = frozenset(".'-")
 _BASE = re.compile(
   r"\(?([0-9][0-9A-Z]*)\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?"
 )
@@ -47,10 +48,13 @@ def nothing(tokens):
   return _NOTHING.fullmatch("".join(plain(tokens)).lower()) and "nothing"
 
 
+def missing(tokens):
+  return _MISSING.fullmatch("".join(plain(tokens)).lower()) and "missing"
+
+
 def words(tokens) -> list[str] | None:
-  """The words of a text without numbers, in lower case if there are several
-  letters."""
-  is_text = all(t[0] == '"' or len(t) > 3 or t in _PUNCTUATION for t in tokens)
+  """The words of a text without numbers; in lower case if not one letter."""
+  is_text = all(len(t) > 1 or t in _PUNCTUATION for t in plain(tokens))
   found = [t for t in plain(tokens) if not (is_text and t in _PUNCTUATION)]
   if not found or not all(t.isalpha() for t in found):
     return None
@@ -165,6 +169,7 @@ _equal = lambda expected, result: expected == result
 # In the order in which they are tried.
 KINDS = (
   (nothing, _equal),
+  (missing, _equal),
   (infinite, _equal),
   (words, _equal),
   (date, _equal),
