@@ -219,11 +219,11 @@ class _Reader:
   def named(self, token) -> tuple:
     name = token.lstrip("\\").strip('"')
     if token == "\\frac":
-      return ("divide", self.argument(), self.argument())
+      return ("divide", self.atom(), self.atom())
     if token == "\\binom":
-      return ("binomial", self.argument(), self.argument())
+      return ("binomial", self.atom(), self.atom())
     if name in ("sqrt", "surd"):
-      return ("root", self.index(), self.argument())
+      return ("root", self.index(), self.atom())
     if token in ("\\lfloor", "\\lceil"):
       tree = self.sum()
       self.take(token.replace("\\l", "\\r"))
@@ -237,9 +237,6 @@ class _Reader:
     if token.isascii() and token.isalpha():  # xy is x times y
       return self.letters(token)
     raise Unreadable(f"not known: {token}")
-
-  def argument(self) -> tuple:
-    return self.atom()
 
   def index(self) -> tuple:
     """The n of an n-th root."""

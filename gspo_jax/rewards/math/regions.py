@@ -123,7 +123,7 @@ def _inequality(tokens) -> Region:
   parts = splits.at(tokens, _RELATIONS)
   if len(parts) not in (2, 3) or len(signs) != len(parts) - 1:
     raise expression.Unreadable("no inequality")
-  first = values.constant(_tree(parts[0]))
+  first = values.constant(expression.read(parts[0]))
   middle = int(len(parts) == 3 or first is not None)
   is_absolute = parts[middle][:1] == ["|"] == parts[middle][-1:]
   name = _name(parts[middle][1:-1] if is_absolute else parts[middle])
@@ -163,22 +163,18 @@ def _joined(regions, join) -> Region:
   )
 
 
-def _tree(tokens):
-  return expression.read(tokens)
-
-
 def _end(tokens) -> float:
   sign = -1 if tokens[:1] == ["-"] else 1
   if tokens[tokens[:1] in (["-"], ["+"]) :] == ["\\infty"]:
     return sign * math.inf
-  value = values.constant(_tree(tokens))
+  value = values.constant(expression.read(tokens))
   return _fail() if value is None else value
 
 
 def _name(tokens) -> str:
   if len(tokens) == 4 and tokens[1] == "(":  # f(x)
     return "".join(tokens)
-  tree = _tree(tokens)
+  tree = expression.read(tokens)
   return tree[1] if tree[0] == "name" else _fail()
 
 
