@@ -3,10 +3,9 @@
   python -m benchmarks.rewards [--quick]
 
 GSM8K and MATH responses of about 100 tokens, and programs with two tests each,
-by 1 and 2 workers, the responses given at once; MATH again with 3 % towers of
-powers, each of which holds a worker until its time is up; and the time of 256
-responses of the embedded task, which every iteration of the default config
-waits for. A reward that this machine cannot run is left out.
+by 1 and 2 workers, the responses given at once; and the time of 256 responses
+of the embedded task, which every iteration of the default config waits for. A
+reward that this machine cannot run is left out.
 """
 
 import argparse
@@ -58,21 +57,6 @@ def rate(name: str, workers: int, count: int) -> float:
   return count / seconds
 
 
-def rate_with_failures(workers: int, count: int, seconds: float) -> float:
-  """Responses per second, every 32nd of which takes all its time and fails."""
-  given = responses("math", count)
-  tower = Response("", "$\\boxed{9^{9^{9^{9}}}}$", "\\sqrt{2}")
-  given[::32] = [tower] * len(given[::32])
-  with RewardPool(["math"], [1.0], workers=workers, seconds=seconds) as scorer:
-    scorer.submit(given[1:3]).result()
-    began = time.monotonic()
-    scores = scorer.submit(given).result()
-    took = time.monotonic() - began
-  if scores.failed.sum() != len(given[::32]):
-    raise RuntimeError(f"expected the towers alone to fail, got {scores}")
-  return count / took
-
-
 def batch(workers: int, repeats: int) -> float:
   """Median seconds of 256 responses of the embedded task."""
   given, seconds = responses("final_answer", 256), []
@@ -100,14 +84,6 @@ def main() -> None:
       else:
         record[f"{name} {workers}"] = round(speed, 1)
         print(f"{name} | {workers} | {speed:,.0f}", flush=True)
-  for workers in (1, 2):
-    try:
-      speed = rate_with_failures(workers, 32 if quick else 256, 2.0)
-    except errors.UserError as e:
-      print(f"math, 3 % fail | {workers} | none: {e}")
-    else:
-      record[f"math, 3 % fail {workers}"] = round(speed, 1)
-      print(f"math, 3 % fail at 2 s | {workers} | {speed:,.0f}", flush=True)
   for workers in (1, 2):
     seconds = batch(workers, 3 if quick else 50)
     record[f"seconds of 256 by {workers}"] = round(seconds, 4)

@@ -151,8 +151,8 @@ def get_config() -> ConfigDict:
   # reward is 0. "code" and "judge" need 35.
   c.reward.seconds = 5.0
   # The run stops if a larger share of the responses of an iteration or of an
-  # evaluation could not be scored, or all. "math" fails on a few in a hundred,
-  # which take too long; a reward that fails on half of them is broken.
+  # evaluation could not be scored, or all. A judge may fail on a few in a
+  # hundred; a reward that fails on half of them is broken.
   c.reward.max_failed = 0.5
 
   c.objective = ConfigDict()  # the method, and what is added to its loss

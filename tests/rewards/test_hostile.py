@@ -1,7 +1,7 @@
 """Hostile responses and the reward of each: one table for each reward.
 
 One pool scores a whole table, as in a run, so that every outcome also holds
-beside all others. `FAILED` is reward 0 and counted as failed.
+beside all others. None is counted as failed, which would be `FAILED`.
 """
 
 import json
@@ -107,6 +107,14 @@ MATH = {
   "parentheses": (box("(" * 8 + "18" + ")" * 8), 1),
   "parentheses 100,000 deep": (box("(" * 100_000 + "18" + ")" * 100_000), 0),
   "braces": (box("{" * 8 + "18" + "}" * 8), 1),
+  "deep braces": (box("{" * 40 + "18" + "}" * 40), 1),
+  "deep brackets": (box("[" * 40 + "17" + "]" * 40), 0),
+  "a large power of ten": (box("10^{999999999}"), 0),
+  "a small power of ten": (box("10^{-999999999}"), 0),
+  "a number times a large power": (box("3\\times 10^{9999999}"), 0),
+  "a power modulo": (box("7^{10^{30}} \\mod 13"), 0),
+  "signs": (box("-" * 400 + "18"), 0),
+  "bars": (box("|+" * 200 + "18"), 0),
   "fractions of fractions": (
     box("\\frac{1}{" * 40 + "18" + "}" * 40),
     1,
@@ -435,15 +443,15 @@ NUMERIC = {
   "a share for a percentage": ("50\\%", "0.5", 0),
   "a percentage for a share": ("0.5", "50\\%", 0),
   "an honest percentage": ("50\\%", "50", 1),
-  "a tower of powers": ("\\sqrt{2}", "9^{9^{9^{9}}}", FAILED),
+  "a tower of powers": ("\\sqrt{2}", "9^{9^{9^{9}}}", 0),
   "a tower that equals it": ("18", "9^{9^{9^{9}}} = 18", 1),
-  "a power of a sum": ("x+1", "(a+b+c+d+e+f+g)^{400}", FAILED),
+  "a power of a sum": ("x+1", "(a+b+c+d+e+f+g)^{400}", 0),
   "an integral that is asked for": (
     "\\int_0^1 x dx",
     "\\int_0^{18} e^{x^{x^{x}}} dx",
-    FAILED,
+    0,
   ),
-  "a factorial that is asked for": ("5!", "(10^9)!", FAILED),
+  "a factorial that is asked for": ("5!", "(10^9)!", 0),
   "the integral itself": ("\\frac13", "\\int_0^1 x^2 dx", 0),
 }
 
@@ -492,13 +500,11 @@ def gsm8k():
 
 @pytest.fixture(scope="module")
 def math():
-  pytest.importorskip("math_verify")
   return of_table("math", MATH, 3)
 
 
 @pytest.fixture(scope="module")
 def numeric():
-  pytest.importorskip("math_verify")
   responses = {k: Response("", box(a), r) for k, (r, a, _) in NUMERIC.items()}
   return scored("math", responses, 3)
 

@@ -29,6 +29,9 @@ from gspo_jax.rewards.numbers import final_answer, gsm8k
     ("#### 10 apples", "10 apples"),
     ("####  10 apples ", " 10 apples"),
     ("#### é", "é"),
+    ("#### 1,234 apples", "1234 apples"),
+    ("#### $1,234.50", "$1234.50"),
+    ("#### (3,4)", "(3,4)"),
   ],
 )
 def test_final_answer_right(text, reference):
@@ -45,6 +48,9 @@ def test_final_answer_right(text, reference):
     ("####", "5"),
     ("5", "5"),
     ("the answer is 5", "5"),
+    ("#### (3,4)", "(34)"),
+    ("#### 1,2", "12"),
+    ("#### 1,2345", "12345"),
     ("#5 #6", "5"),
     ("#5#6", "5"),
     ("#5#", "5"),
@@ -115,7 +121,13 @@ def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time(text):
     ("#### 5\n#### 18", "18"),
     ("#### 5 #### 18", "18"),
     ("#### 18\nThat is all.", "18"),
-    ("##### 18", "18"),
+    ("\\boxed{18}\n\n#### Verification\nIt fits.", "18"),
+    ("\\boxed{18}\n#### 1. Check: 9 * 2", "18"),
+    ("#### Step 1\n9 * 2\n#### Step 2\nSo \\boxed{18}\n##### Note", "18"),
+    ("#### Step 1\n9 * 2\n#### 18", "18"),
+    ("#### **18**", "18"),
+    ("#### 1\\,234", "1234"),
+    ("\\fbox{18}", "18"),
     ("#### 18", "She sells 9 * 2 = <<9*2=18>>18\n#### 18"),
     ("#### " + "9" * 5000 + ".0", "9" * 5000),
   ],
@@ -131,6 +143,8 @@ def test_gsm8k_right(response, reference):
     "18",
     "The answer is 18",
     "### 18",
+    "##### 18",
+    "\\boxed{18\\}",
     "# 18",
     "####",
     "#### \n18",
@@ -207,6 +221,35 @@ def test_gsm8k_of_megabytes_takes_no_time(response):
   began = time.perf_counter()
   assert gsm8k("", response, "18") == 0.0
   assert time.perf_counter() - began < 1.0
+
+
+@pytest.mark.parametrize(
+  ("text", "result"),
+  [
+    ("\\boxed{\\left\\{ a \\right.}", "\\left\\{ a \\right."),
+    ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+    ("\\boxed{x \\\\ {y}}", "x \\\\ {y}"),
+  ],
+)
+def test_escaped_braces_are_no_groups(text, result):
+  assert numbers.result(text) == result
+
+
+@pytest.mark.parametrize(
+  ("text", "result"),
+  [
+    ("so 5\n#### 5", "5"),
+    ("#### 5\n#### Check\nfine", "5"),
+    ("#### Paris", "Paris"),
+    ("#### Step 1\nso \\boxed{5}\n#### Check\nfine", None),
+    ("##### Note", None),
+    ("####### 5", None),
+    ("\\boxed{5}\n#### Check", None),
+    ("", None),
+  ],
+)
+def test_marked(text, result):
+  assert numbers.marked(text) == result
 
 
 def test_number_reads_what_decimal_writes():

@@ -209,9 +209,3 @@ def test_prepare_is_called_with_the_arguments(module):
   reward = rewards.named("prepared_reward.f:n=3")
   assert isinstance(reward, functools.partial)
   assert reward.func.seen == 3
-
-
-def test_math_without_its_extra_says_how_to_get_it(monkeypatch):
-  monkeypatch.setitem(sys.modules, "math_verify", None)
-  with pytest.raises(UserError, match=r"pip install -e '\.\[math\]'"):
-    rewards.named("math")

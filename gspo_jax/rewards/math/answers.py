@@ -1,0 +1,296 @@
+r"""Whether two results mean the same: by their kinds, then by their values."""
+
+from gspo_jax.rewards.math import (
+  equations,
+  kinds,
+  quantities,
+  regions,
+  splits,
+  units,
+)
+
+# Items of a list are compared each with each.
+MAX_ITEMS = 40
+_ABOUT = ("about", "approximately", "roughly", "approx", "\\approx", "all")
+_REGION = frozenset(
+  (*equations.ORDERS, "\\ne", "\\cup", "\\cap", "\\in", "\\R", "\\setminus")
+)
+_TABLES = splits.words(r"""
+\begin{matrix} \begin{pmatrix} \begin{bmatrix} \begin{Bmatrix}
+\begin{smallmatrix} \begin{array} \begin{cases}
+""")
+_SYSTEMS = ("\\begin{cases}", "\\begin{aligned}", "\\begin{array}")
+
+
+def same(expected: list[str], result: list[str]) -> bool:
+  """Whether two results, as tokens, mean the same."""
+  expected, result = _bare(expected), _bare(result)
+  if not (expected and result):
+    return False
+  if kinds.folded(expected) == kinds.folded(result):
+    return True
+  for rule in _RULES:
+    verdict = rule(expected, result)
+    if verdict is not None:
+      return verdict
+  return False
+
+
+def _bare(tokens):
+  """The tokens without braces around them and words that introduce them."""
+  while tokens[:1] == ["{"] and splits.inside(tokens) is not None:
+    tokens = tokens[1:-1]
+  while tokens[-1:] in ([","], [";"], ["."]):
+    tokens = tokens[:-1]
+  words = kinds.plain(tokens)
+  for i, word in enumerate(words[:-1]):
+    if word in ("is", "are") or (word == ":" and len(words[i - 1]) > 2):
+      return _bare(tokens[i + 1 :])
+    if not word.isalpha():
+      break
+    if word in ("for", "where") and "integer" in "".join(words[i:]):
+      return _bare(tokens[:i])
+  if not words:
+    return []
+  if words[0].lower() in kinds.NUMBERS and units.read(tokens[1:]):
+    return [str(kinds.NUMBERS.index(words[0].lower())), *tokens[1:]]
+  if " ".join(words).lower() in ("all real numbers", "all reals"):
+    return ["\\R"]
+  if words[0].lower() in _ABOUT:
+    return _bare(tokens[1:])
+  if len(words[0]) == 1 and words[0].isupper() and _bracketed(tokens[1:]):
+    return tokens[1:]  # a point
+  items = splits.at(tokens, (",",))
+  if len(items) > 1 and items[-1][1:] == ["\\in", "\\Z"]:  # k is an integer
+    return _bare(tokens[: -len(items[-1]) - 1])
+  return equations.exact(tokens)
+
+
+def _by_choice(expected, result):
+  """`(B) 12` is B, and it is 12."""
+  sides = kinds.choice(expected), kinds.choice(result)
+  if all(sides):
+    return kinds.same_choice(*sides)
+  if sides[0] and sides[0][1]:
+    return same(sides[0][1], result)
+  if sides[1] and sides[1][1]:
+    return same(expected, sides[1][1])
+  return None
+
+
+def _by_modulus(expected, result):
+  """`12 (mod 17)` is 12, if no other modulus is expected."""
+  (gold, modulus), (found, other) = map(kinds.congruence, (expected, result))
+  if not (modulus or other):
+    return None
+  fits = not (modulus and other) or kinds.plain(modulus) == kinds.plain(other)
+  return fits and same(gold, found)
+
+
+def _by_base(expected, result):
+  if not {"_", "base"} & set(kinds.plain(expected + result)):
+    return None
+  sides = kinds.based(expected), kinds.based(result)
+  return kinds.same_base(*sides) if all(sides) else None
+
+
+def _by_kind(expected, result):
+  for read, compare in kinds.KINDS:
+    sides = read(expected), read(result)
+    if all(sides):
+      return compare(*sides)
+  return None
+
+
+def _by_region(expected, result):
+  if not any(t in _REGION for t in (*expected, *result)):
+    return None
+  sides = regions.read(expected), regions.read(result)
+  return regions.equal(*sides) if all(sides) else None
+
+
+def _by_list(expected, result):
+  """Lists, sets and systems of equations have no order."""
+  sides = _items(expected), _items(result)
+  if all(sides):
+    return _match(*sides)
+  if not any(sides):
+    return None
+  items, other = (sides[0], result) if sides[0] else (sides[1], expected)
+  if len(items) == 1 and not kinds.nothing(items[0]):
+    return same(items[0], other) if sides[0] else same(other, items[0])
+  return _is_solution(items, other)
+
+
+def _items(tokens):
+  """The items of a list, a set, or a system of equations; None for others."""
+  name, *of = splits.at(tokens, ("\\in",))
+  if len(of) == 1 and equations.is_name(name):
+    tokens = of[0]
+  inside = splits.inside(tokens)
+  if inside is not None and tokens[0] == "\\{" and ":" not in inside:
+    items = splits.listed(inside)
+    return [item for i, item in enumerate(items) if item not in items[:i]]
+  rest = tokens[tokens[:1] == ["\\{"] :]
+  is_system = "\\begin{cases}" in rest[:1] or rest is not tokens
+  if rest[:1] and rest[0] in _SYSTEMS and is_system and "&" not in rest:
+    tokens = ["," if token == "\\\\" else token for token in rest[1:-1]]
+  items = splits.listed(tokens)
+  return items if len(items) > 1 else None
+
+
+def _match(expected, result) -> bool:
+  """Whether each item of one list is an item of the other."""
+  if len(expected) != len(result) or len(expected) > MAX_ITEMS:
+    return False
+  left = list(result)
+  for item in expected:
+    found = next((i for i, other in enumerate(left) if same(item, other)), None)
+    if found is None:
+      return False
+    del left[found]
+  return True
+
+
+def _is_solution(items, other) -> bool:
+  """Whether a list such as x=3, y=4 is the tuple (3,4)."""
+  bracket, parts = _bracketed(splits.at(other, ("=",))[-1]) or ("", [])
+  found = sorted(splits.at(item, ("=",)) for item in items)
+  return (
+    bracket == "()"
+    and len(parts) == len(found)
+    and all(len(sides) == 2 and equations.is_name(sides[0]) for sides in found)
+    and all(
+      same(part, value) for part, (_, value) in zip(parts, found, strict=True)
+    )
+  )
+
+
+def _by_equation(expected, result):
+  """Equations, and values with the names that they are given."""
+  if any(len(splits.listed(side)) > 1 for side in (expected, result)):
+    return None
+  gold = equations.sides(expected)
+  found = equations.sides(result)
+  if len(gold) == len(found) == 1:
+    return None
+  if not equations.agree(found):
+    return False
+  if len(gold) == 1:
+    return _ends_in(expected, found)
+  if len(found) == 1:
+    return equations.is_name(gold[0]) and same(gold[-1], result)
+  if equations.is_name(gold[0]):
+    names = kinds.plain(gold[0]), kinds.plain(found[0])
+    is_same = names[0] == names[1] or (
+      ["y"] in names and "(" in (*names[0], *names[1])
+    )
+    if is_same and same(gold[-1], found[-1]):
+      return True
+    if quantities.constant(gold[-1]) is not None:
+      return False
+  return len(gold) == len(found) == 2 and equations.proportional(gold, found)
+
+
+def _ends_in(expected, sides) -> bool:
+  """Whether the sides of an equation lead to the value that is expected."""
+  leads = (
+    equations.is_name(sides[0])
+    or quantities.tree(sides[0]) is None  # such as an integral
+    or quantities.constant(quantities.number(expected)) is not None
+    or same(sides[-1], sides[0])
+  )
+  ends = sides[-2:] if equations.is_percentage(sides[-1]) else sides[-1:]
+  return leads and any(same(expected, end) for end in ends)
+
+
+def _by_inequality(expected, result):
+  """Relations of several names."""
+  strict, gold = equations.falling(expected)
+  others, found = equations.falling(result)
+  if len(gold) == len(found) == 1:
+    return None
+  if strict != others or not strict:
+    return False
+  if len(strict) == 1:
+    return equations.proportional(gold, found, positive=True)
+  return all(map(same, gold, found))
+
+
+def _by_table(expected, result):
+  """Matrices and definitions by cases; a column is a tuple, too."""
+  sides = _table(expected), _table(result)
+  if not any(sides):
+    return None
+  if not all(sides):
+    rows, other = (sides[0], result) if sides[0] else (sides[1], expected)
+    bracket, parts = _bracketed(other) or ("", [])
+    is_column = all(len(row) == 1 for row in rows)
+    if not is_column or bracket not in ("()", "\\langle\\rangle"):
+      return False
+    sides = (rows, [[part] for part in parts])
+    sides = sides if _table(expected) else sides[::-1]
+  gold, found = sides
+  return [len(row) for row in gold] == [len(row) for row in found] and all(
+    same(a, b)
+    for row, other in zip(gold, found, strict=True)
+    for a, b in zip(row, other, strict=True)
+  )
+
+
+def _table(tokens):
+  """The rows of a matrix, in whatever brackets; None if it is none."""
+  bracket, rows = _bracketed(tokens) or ("", [])
+  if bracket == "[]" and all(splits.inside(row) for row in rows):
+    return [splits.at(row[1:-1], (",",)) for row in rows]
+  inside = splits.inside(tokens)
+  if inside is not None and tokens[0] in ("(", "["):
+    tokens = inside
+  begin = next((i for i, token in enumerate(tokens) if token in _TABLES), None)
+  if begin is None or tokens[-1][:4] != "\\end":
+    return None
+  factor = tokens[:begin]
+  if begin and quantities.tree(factor) is None:
+    return None
+  rows = splits.rows(tokens[begin + 1 : -1])
+  return [[[*factor, "{", *cell, "}"] for cell in row] for row in rows]
+
+
+def _by_brackets(expected, result):
+  """Tuples, vectors and intervals have an order, and their brackets count."""
+  sides = _bracketed(expected), _bracketed(result)
+  if not any(sides):
+    return None
+  if not all(sides):
+    return False
+  (bracket, parts), (other, more) = sides
+  return (
+    bracket.replace("\\langle\\rangle", "()")
+    == other.replace("\\langle\\rangle", "()")
+    and len(parts) == len(more)
+    and all(map(same, parts, more))
+  )
+
+
+def _bracketed(tokens):
+  """The brackets around several items, and the items; None without."""
+  inside = splits.inside(tokens)
+  if inside is None or tokens[0] == "{":
+    return None
+  parts = splits.at(inside, (",", ";"))
+  return (tokens[0] + tokens[-1], parts) if len(parts) > 1 else None
+
+
+_RULES = (
+  _by_modulus,
+  _by_choice,
+  _by_base,
+  _by_kind,
+  _by_region,
+  _by_equation,
+  _by_list,
+  _by_inequality,
+  _by_table,
+  _by_brackets,
+  quantities.same,
+)

@@ -1,0 +1,310 @@
+r"""Expressions as trees, from the tokens of `text.tokens`.
+
+A tree is a tuple: its name, then its parts. `("number", value, is_decimal)`,
+`("name", letters)`, `("constant", "pi")`, `("add", tree, tree)` and so on.
+"""
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+
+from gspo_jax.rewards.math import splits
+
+# Brackets in brackets, and trees in trees. Python allows 1000 calls.
+MAX_BRACKETS, MAX_DEPTH = 50, 300
+# Letters side by side that are factors; more of them are a word.
+MAX_LETTERS = 4
+
+_FUNCTIONS = splits.words("""
+sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln exp cis
+""")
+_LOGARITHMS = ("log", "lg")
+_CONSTANTS = {
+  "\\pi": "pi",
+  "pi": "pi",
+  "e": "e",
+  '"e': "e",
+  "i": "i",
+  '"i': "i",
+}
+GREEK = splits.words("""
+alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma
+tau phi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar
+""")
+_CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
+_ENDS = frozenset(("", ")", "]", "}", "\\}", "|", "\\rfloor", "\\rceil"))
+_TIMES, _OVER = ("\\times", "\\cdot", "*"), ("/", "\\div")
+_NUMBER = re.compile(r"([0-9]*)(?:\.([0-9]*)(?:<([0-9]+)>)?)?")
+
+
+class Unreadable(ValueError):
+  """The tokens are no expression that this module knows."""
+
+
+def read(tokens: list[str]) -> tuple:
+  """The tree of all the tokens.
+
+  Raises:
+    Unreadable: they are no expression.
+  """
+  depth = deepest = 0
+  for token in tokens:
+    depth += (token in _CLOSING) - (token in _CLOSING.values())
+    deepest = max(deepest, depth)
+  if deepest > MAX_BRACKETS:
+    raise Unreadable("brackets too deep")
+  reader = _Reader(tokens)
+  try:
+    tree = reader.sum()
+  except RecursionError as e:
+    raise Unreadable("an expression too deep") from e
+  if reader.next:
+    raise Unreadable(f"a token too many: {reader.next}")
+  if _depth(tree) > MAX_DEPTH:
+    raise Unreadable("an expression too deep")
+  return tree
+
+
+def nodes(tree: tuple) -> Iterator[tuple]:
+  """The tree, and all trees in it."""
+  left = [tree]
+  while left:
+    node = left.pop()
+    yield node
+    left.extend(part for part in node[1:] if isinstance(part, tuple))
+
+
+def _depth(tree) -> int:
+  depth, level = 0, [tree]
+  while level:
+    depth += 1
+    level = [p for node in level for p in node[1:] if isinstance(p, tuple)]
+  return depth
+
+
+def number(token: str) -> tuple | None:
+  """The tree of a token that is a number."""
+  match = _NUMBER.fullmatch(token)
+  if not match or not token.strip("."):
+    return None
+  whole, digits, repeated = match.groups()
+  digits = digits or ""
+  value = Fraction(int((whole or "0") + digits), 10 ** len(digits))
+  if repeated:
+    nines = (10 ** len(repeated) - 1) * 10 ** len(digits)
+    value += Fraction(int(repeated), nines)
+  is_decimal = "." in token and not repeated
+  return ("number", value, is_decimal)
+
+
+class _Reader:
+  """Reads expressions from left to right; each method reads one rule."""
+
+  def __init__(self, tokens):
+    self._tokens = list(tokens)
+    self._at = 0
+    self._bars = 0  # open absolute values
+
+  @property
+  def next(self) -> str:
+    return self._tokens[self._at] if self._at < len(self._tokens) else ""
+
+  def take(self, *expected: str) -> str:
+    token = self.next
+    if not token or (expected and token not in expected):
+      raise Unreadable(f"expected {expected}, got {token!r}")
+    self._at += 1
+    return token
+
+  def sum(self) -> tuple:
+    tree = self.product()
+    while self.next in ("+", "-"):
+      tree = ("add" if self.take() == "+" else "subtract", tree, self.product())
+    return tree
+
+  def product(self) -> tuple:
+    if self.next in ("+", "-"):
+      return self.signed(self.product)
+    tree = self.power()
+    while True:
+      before, token = self._tokens[self._at - 1], self.next
+      if token in _TIMES:
+        self.take()
+        tree = ("times", tree, self.factor())
+      elif token in _OVER:
+        self.take()
+        tree = ("divide", tree, self.factor())
+      elif number(token):
+        tree = self.mixed(tree)
+      elif self.begins_atom():
+        fraction = token == "\\frac"
+        factor = self.power()
+        if fraction and _is_whole(tree) and _is_proper(factor):
+          tree = ("mixed", tree, factor)
+        elif token == "(" and (before == ")" or factor[0] == "number"):
+          tree = ("times", tree, factor)
+        else:
+          tree = ("product", tree, factor)
+      else:
+        return tree
+
+  def mixed(self, whole) -> tuple:
+    """The rest of `2 1/2`; other numbers do not stand side by side."""
+    above = number(self.take())
+    self.take("/")
+    below = number(self.take())
+    if not (below and all(map(_is_whole, (whole, above, below)))):
+      raise Unreadable("two numbers side by side")
+    return ("mixed", whole, ("divide", above, below))
+
+  def factor(self) -> tuple:
+    if self.next in ("+", "-"):
+      return self.signed(self.power)
+    return self.power()
+
+  def signed(self, rule) -> tuple:
+    """What follows one sign."""
+    sign = self.take()
+    if self.next in ("+", "-"):
+      raise Unreadable("two signs")
+    tree = rule()
+    return ("negative", tree) if sign == "-" else tree
+
+  def power(self) -> tuple:
+    tree = self.atom()
+    while True:
+      if self.next == "^":
+        self.take()
+        tree = ("power", tree, self.exponent())
+      elif self.next == "!":
+        self.take()
+        tree = ("factorial", tree)
+      elif self.next == "°":
+        self.take()
+        tree = ("degrees", tree)
+      else:
+        return tree
+
+  def exponent(self) -> tuple:
+    return self.signed(self.atom) if self.next in ("+", "-") else self.atom()
+
+  def begins_atom(self) -> bool:
+    token = self.next
+    if token == "|":
+      return not self._bars
+    return token not in _ENDS and token not in ("+", "-", "!", "^", "°", "_")
+
+  def atom(self) -> tuple:
+    token = self.take()
+    if token in ("(", "[", "{"):
+      bars, self._bars = self._bars, 0
+      tree = self.sum()
+      self.take(_CLOSING[token])
+      self._bars = bars
+      return tree
+    if token == "|":
+      self._bars += 1
+      tree = self.sum()
+      self.take("|")
+      self._bars -= 1
+      return ("absolute", tree)
+    if number(token):
+      if self.next == "_":
+        raise Unreadable("a number in another base")
+      return number(token)
+    if token in _CONSTANTS:
+      return ("constant", _CONSTANTS[token])
+    return self.named(token)
+
+  def named(self, token) -> tuple:
+    name = token.lstrip("\\").strip('"')
+    if token == "\\frac":
+      return ("divide", self.atom(), self.atom())
+    if token == "\\binom":
+      return ("binomial", self.atom(), self.atom())
+    if name in ("sqrt", "surd"):
+      return ("root", self.index(), self.atom())
+    if token in ("\\lfloor", "\\lceil"):
+      tree = self.sum()
+      self.take(token.replace("\\l", "\\r"))
+      return (token[2:], tree)
+    if name in _LOGARITHMS:
+      return self.applied("logarithm", self.base())
+    if name in _FUNCTIONS:
+      return self.applied(name)
+    if name in GREEK or (len(name) == 1 and name.isalpha()):
+      return ("name", name + self.subscript())
+    if token.isascii() and token.isalpha():  # xy is x times y
+      return self.letters(token)
+    raise Unreadable(f"not known: {token}")
+
+  def index(self) -> tuple:
+    """The n of an n-th root."""
+    if self.next != "[":
+      return ("number", Fraction(2), False)
+    return self.atom()
+
+  def base(self) -> tuple:
+    """The base of a logarithm."""
+    if self.next != "_":
+      return ("number", Fraction(10), False)
+    self.take()
+    if self.next.isdigit():  # only one digit without braces
+      digit, rest = self.next[0], self.next[1:]
+      self._tokens[self._at : self._at + 1] = [digit, *([rest] * bool(rest))]
+    return self.atom()
+
+  def subscript(self) -> str:
+    """The subscript and primes of a name, as text."""
+    text = ""
+    while self.next in ("_", "'"):
+      text += self.take()
+      if text[-1] == "_":
+        text += self.take()
+        while text.count("{") > text.count("}"):
+          text += self.take()
+    return text.translate(str.maketrans("", "", '{}"'))
+
+  def applied(self, name, *parameters) -> tuple:
+    """A function of what follows, up to a sign or another function."""
+    exponent = None
+    if self.next == "^":
+      self.take()
+      exponent = self.exponent()
+    if self.next in ("+", "-"):
+      tree = self.factor()
+    elif self.next in ("(", "{"):
+      tree = self.atom()
+    else:
+      tree = self.power()
+      while (
+        self.begins_atom()
+        and not self._is_function()
+        and (self.next not in (*_TIMES, *_OVER, "(") and not number(self.next))
+      ):
+        tree = ("product", tree, self.power())
+    if exponent == ("negative", ("number", 1, False)) and not parameters:
+      return ("arc" + name, tree)
+    tree = (name, *parameters, tree)
+    return ("power", tree, exponent) if exponent else tree
+
+  def _is_function(self) -> bool:
+    name = self.next.lstrip("\\").strip('"')
+    return name in _FUNCTIONS or name in _LOGARITHMS
+
+  def letters(self, token) -> tuple:
+    """The first of some letters; the others follow as factors."""
+    if len(token) > MAX_LETTERS:
+      raise Unreadable(f"a word: {token}")
+    self._at -= 1
+    self._tokens[self._at : self._at + 1] = token
+    return self.atom()
+
+
+def _is_whole(tree) -> bool:
+  return tree[0] == "number" and tree[1].denominator == 1 and not tree[2]
+
+
+def _is_proper(tree) -> bool:
+  """Whether a tree is a fraction of two whole numbers."""
+  return tree[0] == "divide" and all(map(_is_whole, tree[1:]))

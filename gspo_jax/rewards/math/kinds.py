@@ -1,0 +1,178 @@
+"""Kinds of results that are no algebra: words, choices, dates, bases and so on.
+
+Each kind has a reader, which gives None for what is of another kind, and a
+comparison of what the reader gave.
+"""
+
+import re
+
+from gspo_jax.rewards.math import expression, splits, values
+
+_NOTHING = re.compile(
+  r"\\emptyset|\\\{\\\}|(thereare)?no(real)?solutions?|emptyset"
+)
+_MISSING = re.compile(r"doesnotexist|dne")
+_ARTICLES = frozenset(("the", "a", "an"))
+_PUNCTUATION = frozenset(".'-")
+_BASE = re.compile(
+  r"\(?([0-9][0-9A-Z]*)\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?"
+)
+NUMBERS = splits.words("""
+zero one two three four five six seven eight nine ten eleven twelve thirteen
+fourteen fifteen sixteen
+""")
+_CLOCK = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?(am|pm)?")
+_MONTHS = set(
+  splits.words("""
+january february march april may june july august september october november
+december
+""")
+)
+_NOT_OF_DATES = frozenset(("st", "nd", "rd", "th", "of", "the", ","))
+_ENDS_CHOICE = (")", ".", ":")
+_GOES_ON = frozenset(("+", "-", "*", "/", "=", ",", ";", "(", "^", "or", "and"))
+
+
+def plain(tokens: list[str]) -> list[str]:
+  """The tokens without the marks of text."""
+  return [token.strip('"') for token in tokens]
+
+
+def folded(tokens: list[str]) -> list[str]:
+  """The tokens without the marks of text, which is in lower case."""
+  is_word = lambda token: token[0] == '"' and len(token) > 2
+  return plain([t.lower() if is_word(t) else t for t in tokens])
+
+
+def nothing(tokens):
+  return _NOTHING.fullmatch("".join(plain(tokens)).lower()) and "nothing"
+
+
+def missing(tokens):
+  return _MISSING.fullmatch("".join(plain(tokens)).lower()) and "missing"
+
+
+def words(tokens) -> list[str] | None:
+  """The words of a text without numbers; in lower case if not one letter."""
+  is_text = all(len(t) > 1 or t in _PUNCTUATION for t in plain(tokens))
+  found = [t for t in plain(tokens) if not (is_text and t in _PUNCTUATION)]
+  if not found or not all(t.isalpha() for t in found):
+    return None
+  if len(splits.at(tokens, ("and", "or"))) > 1:
+    return None
+  if len(found) == 1 and len(found[0]) == 1:
+    return found
+  return [t.lower() for t in found if t.lower() not in _ARTICLES]
+
+
+def date(tokens) -> list[str] | None:
+  """The parts of a date that names its month, in one order."""
+  found = [t.lower() for t in plain(tokens)]
+  if not _MONTHS & set(found):
+    return None
+  return sorted(t for t in found if t not in _NOT_OF_DATES)
+
+
+def choice(tokens) -> tuple[str, list[str]] | None:
+  """The letter of a choice, and what follows it: `(B) 12`, `B. 12`, `B`."""
+  found = plain(tokens)
+  if found[0].lower() in ("option", "choice", "answer"):
+    found = found[1:]
+  opened = found[:1] == ["("]
+  letter, rest = "".join(found[opened : opened + 1]), found[opened + 1 :]
+  if not re.fullmatch("[A-H]" if not opened else "[A-Ha-h]", letter):
+    return None
+  if rest and rest[0] in _ENDS_CHOICE and (rest[0] == ")" or not opened):
+    rest = rest[1:]
+  elif rest or opened:
+    return None
+  if rest and rest[0] in _GOES_ON:
+    return None
+  return letter.upper(), tokens[len(tokens) - len(rest) :]
+
+
+def based(tokens) -> tuple[str, str] | None:
+  """The digits of a number and its base, "" if it names none."""
+  match = _BASE.fullmatch("".join(plain(tokens)))
+  if not match:
+    return None
+  base = match[2] or ""
+  return match[1], str(NUMBERS.index(base)) if base in NUMBERS else base
+
+
+def congruence(tokens) -> tuple[list[str], list[str]]:
+  """A number, and the tokens of its modulus, if any: `12 (mod 17)`."""
+  found = plain(tokens)
+  for i, token in enumerate(found):
+    if token == "\\pmod" or (token == "mod" and found[i - 1] == "("):
+      return tokens[: i - (token == "mod")], tokens[i + 1 :]
+  return tokens, []
+
+
+def clock(tokens) -> tuple[int, str] | None:
+  """The minutes since midnight or noon, and "am", "pm" or ""."""
+  text = "".join(plain(tokens)).lower().replace(".", "")
+  match = _CLOCK.fullmatch(text)
+  if not match or not (match[2] or match[3]):
+    return None
+  hours, half = int(match[1]), match[3] or ""
+  if hours > 12:
+    hours, half = hours - 12, "pm"
+  return hours % 12 * 60 + int(match[2] or 0), half
+
+
+def ratio(tokens) -> list[tuple] | None:
+  """The parts of `2 : 3` or `2 to 3`."""
+  parts = splits.at(tokens, (":", "to"))
+  if len(parts) < 2 or "=" in tokens or clock(tokens):
+    return None
+  try:
+    return [expression.read(part) for part in parts]
+  except expression.Unreadable:
+    return None
+
+
+def infinite(tokens) -> str | None:
+  """The sign of infinity."""
+  sign = tokens[0] if tokens[0] in ("+", "-") else "+"
+  rest = plain(tokens[tokens[0] in ("+", "-") :])
+  return sign if rest in (["\\infty"], ["infinity"], ["infty"]) else None
+
+
+def same_choice(expected, result) -> bool:
+  (letter, rest), (other, more) = expected, result
+  return letter == other and not (rest and more and plain(rest) != plain(more))
+
+
+def same_base(expected, result) -> bool:
+  (digits, base), (others, other) = expected, result
+  return digits == others and (base == other or not (base and other))
+
+
+def _same_time(expected, result) -> bool:
+  (minutes, half), (others, other) = expected, result
+  return minutes == others and (half == other or not (half and other))
+
+
+def _same_ratio(expected, result) -> bool:
+  if len(expected) != len(result):
+    return False
+  products = lambda i: (
+    ("times", expected[0], result[i]),
+    ("times", result[0], expected[i]),
+  )
+  return all(values.equal(*products(i)) for i in range(1, len(expected)))
+
+
+_equal = lambda expected, result: expected == result
+
+# In the order in which they are tried.
+KINDS = (
+  (nothing, _equal),
+  (missing, _equal),
+  (infinite, _equal),
+  (words, _equal),
+  (date, _equal),
+  (clock, _same_time),
+  (ratio, _same_ratio),
+)

@@ -1,0 +1,186 @@
+r"""Sets of real numbers: intervals, their unions, and inequalities of one name.
+
+A region is compared with another at all its ends, and between them.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gspo_jax.rewards.math import expression, splits, values
+
+_RELATIONS = ("<", ">", "\\le", "\\ge", "\\ne", "=")
+_TURNED = {
+  "<": ">",
+  ">": "<",
+  "\\le": "\\ge",
+  "\\ge": "\\le",
+  "\\ne": "\\ne",
+  "=": "=",
+}
+_JOINS = {"\\cup": any, "\\cap": all}
+
+
+class Region(NamedTuple):
+  """A set of real numbers.
+
+  Attributes:
+    name: of the number in an inequality; "" if it has none.
+    ends: where it may begin or end.
+    has: whether it holds a number.
+  """
+
+  name: str
+  ends: tuple[float, ...]
+  has: Callable[[float], bool]
+
+
+def equal(expected: Region, result: Region) -> bool:
+  """Whether two regions hold the same numbers, of the same name if any."""
+  if expected.name and result.name and expected.name != result.name:
+    return False
+  ends = sorted({e for e in expected.ends + result.ends if math.isfinite(e)})
+  tests = [ends[0] - 1, ends[-1] + 1] if ends else [0.0]
+  for low, high in itertools.pairwise(ends):
+    if not _same(low, high):
+      tests.append((low + high) / 2)
+  return all(expected.has(x) == result.has(x) for x in (*tests, *ends))
+
+
+def read(tokens: list[str]) -> Region | None:
+  """The region that the tokens write; None if they write something else."""
+  try:
+    return _region(tokens)
+  except expression.Unreadable:
+    return None
+
+
+def _region(tokens) -> Region:
+  name, *of = splits.at(tokens, ("\\in",))
+  if len(of) == 1:
+    return _region(of[0])._replace(name=_name(name))
+  for words, join in ((("or", "\\vee"), any), (("and", "\\wedge", ","), all)):
+    parts = splits.at(tokens, words)
+    if len(parts) > 1:
+      return _joined([_region(part) for part in parts], join)
+  for sign, join in _JOINS.items():
+    parts = splits.at(tokens, (sign,))
+    if len(parts) > 1:
+      return _joined([_region(part) for part in parts], join)
+  minus = "-" if tokens[:1] == ["\\R"] else "\\setminus"
+  parts = splits.at(tokens, (minus, "\\setminus"))
+  if len(parts) == 2:
+    whole, without = map(_region, parts)
+    return Region(
+      "",
+      whole.ends + without.ends,
+      lambda x: whole.has(x) and not without.has(x),
+    )
+  return _simple(tokens)
+
+
+def _simple(tokens) -> Region:
+  if tokens == ["\\R"]:
+    return Region("", (), lambda x: True)
+  inside = splits.inside(tokens)
+  if inside is not None and tokens[0] == "\\{":
+    return _of_set(inside)
+  if inside is not None and tokens[0] in ("(", "["):
+    ends = splits.at(inside, (",",))
+    if len(ends) == 2:
+      return _interval(*map(_end, ends), tokens[0] == "[", tokens[-1] == "]")
+  return _inequality(tokens)
+
+
+def _of_set(tokens) -> Region:
+  for sign in (":", "|", "\\mid"):
+    name, *rules = splits.at(tokens, (sign,))
+    if len(rules) == 1:
+      region = _region(rules[0])
+      if region.name != _name(splits.at(name, ("\\in",))[0]):
+        raise expression.Unreadable("a rule for another name")
+      return region._replace(name="")
+  points = tuple(_end(part) for part in splits.listed(tokens))
+  return Region("", points, lambda x: any(_same(x, p) for p in points))
+
+
+def _interval(low, high, has_low, has_high) -> Region:
+  if not low < high:
+    raise expression.Unreadable("no interval: its ends are out of order")
+
+  def has(x):
+    if _same(x, low) or _same(x, high):
+      return (has_low and _same(x, low)) or (has_high and _same(x, high))
+    return low < x < high
+
+  return Region("", (low, high), has)
+
+
+def _inequality(tokens) -> Region:
+  """A relation of one name, or a chain of them: `1 < x \\le 2`."""
+  signs = [t for t in tokens if t in _RELATIONS]
+  parts = splits.at(tokens, _RELATIONS)
+  if len(parts) not in (2, 3) or len(signs) != len(parts) - 1:
+    raise expression.Unreadable("no inequality")
+  first = values.constant(expression.read(parts[0]))
+  middle = int(len(parts) == 3 or first is not None)
+  is_absolute = parts[middle][:1] == ["|"] == parts[middle][-1:]
+  name = _name(parts[middle][1:-1] if is_absolute else parts[middle])
+  regions = []
+  if middle:
+    regions += _side(_TURNED[signs[0]], parts[0])
+  if middle == 0 or len(parts) == 3:
+    regions += _side(signs[-1], parts[-1])
+  region = _joined(regions, all)._replace(name=name)
+  if not is_absolute:
+    return region
+  ends = region.ends + tuple(-end for end in region.ends)
+  return Region(name, ends, lambda x: region.has(abs(x)))
+
+
+def _side(sign, tokens) -> list[Region]:
+  """The numbers on one side of an end; of `\\ne`, of several ends."""
+  ends = [_end(part) for part in splits.listed(tokens)]
+  if sign == "\\ne":
+    return [Region("", (e,), lambda x, e=e: not _same(x, e)) for e in ends]
+  if sign == "=":
+    return [Region("", tuple(ends), lambda x: any(_same(x, e) for e in ends))]
+  (end,) = ends if len(ends) == 1 else (_fail(),)
+  low, high = (end, math.inf) if sign in (">", "\\ge") else (-math.inf, end)
+  closed = sign in ("\\ge", "\\le")
+  return [_interval(low, high, closed, closed)]
+
+
+def _joined(regions, join) -> Region:
+  names = {region.name for region in regions}
+  if len(names) > 1:
+    raise expression.Unreadable("inequalities of several names")
+  return Region(
+    names.pop(),
+    tuple(end for region in regions for end in region.ends),
+    lambda x: join(region.has(x) for region in regions),
+  )
+
+
+def _end(tokens) -> float:
+  sign = -1 if tokens[:1] == ["-"] else 1
+  if tokens[tokens[:1] in (["-"], ["+"]) :] == ["\\infty"]:
+    return sign * math.inf
+  value = values.constant(expression.read(tokens))
+  return _fail() if value is None else value
+
+
+def _name(tokens) -> str:
+  if len(tokens) == 4 and tokens[1] == "(":  # f(x)
+    return "".join(tokens)
+  tree = expression.read(tokens)
+  return tree[1] if tree[0] == "name" else _fail()
+
+
+def _same(a: float, b: float) -> bool:
+  return a == b or math.isclose(a, b, rel_tol=values.DECIMAL)
+
+
+def _fail():
+  raise expression.Unreadable("no region")

@@ -1,0 +1,255 @@
+"""Values of expressions, and whether two expressions are equal.
+
+Rational numbers are exact, all others floats. Expressions with names are equal
+if they are at all of some values of the names where both are defined. Numbers
+of more bits than those below are refused, so that no step takes long.
+"""
+
+import cmath
+import math
+import random
+from fractions import Fraction
+
+from gspo_jax.rewards.math.expression import nodes
+
+# Of a number without names, and of a value at one place of several.
+MAX_BITS, MAX_BITS_OF_NAMES = 10_000, 2_000
+# Relative tolerance of decimals: 0.333333 equals 1/3. And that of floats.
+DECIMAL, FLOAT = 1.01e-6, 1e-10
+# Enough values at which two expressions are equal, the fewest, and the trials.
+ENOUGH, FEWEST, TRIALS = 8, 3, 60
+_ERRORS = (ArithmeticError, ValueError, RecursionError)
+
+
+def equal(expected: tuple, result: tuple) -> bool:
+  """Whether two trees of `expression.read` have the same values."""
+  tolerance = _tolerance(expected, result)
+  found = _common(expected, result)
+  if not any(_names(tree) for tree in (expected, result)):
+    whole = [v for v in found[0][:2] if _is_whole(v)] if found else []
+    tolerance = 0.0 if len(whole) == 1 and tolerance == DECIMAL else tolerance
+  return bool(found) and all(_close(*values, tolerance) for values in found)
+
+
+def proportional(expected: tuple, result: tuple, positive: bool) -> bool:
+  """Whether one tree is a multiple of the other, as in equivalent equations.
+
+  Args:
+    positive: whether the factor must be above 0.
+  """
+  found = _common(expected, result)
+  tolerance = _tolerance(expected, result)
+  a, b, _ = next((values for values in found if all(values[:2])), (0, 0, 0))
+  if not (a and b) or (positive and not _is_positive(a / b)):
+    return False
+  try:
+    scale = float(max(abs(a), abs(b)))
+    return all(_close(c * b, d * a, s * scale, tolerance) for c, d, s in found)
+  except OverflowError:
+    return False
+
+
+def constant(tree: tuple) -> float | None:
+  """The value of a real tree without names; None for others."""
+  if _names(tree):
+    return None
+  try:
+    return float(_Evaluation({}, False).value(tree))
+  except (*_ERRORS, TypeError):
+    return None
+
+
+def _names(tree) -> set:
+  return {node[1] for node in nodes(tree) if node[0] == "name"}
+
+
+def _tolerance(*trees) -> float:
+  numbers = (n for tree in trees for n in nodes(tree) if n[0] == "number")
+  return DECIMAL if any(is_decimal for _, _, is_decimal in numbers) else FLOAT
+
+
+def _is_whole(value) -> bool:
+  return isinstance(value, Fraction) and value.denominator == 1
+
+
+def _is_positive(value) -> bool:
+  return not isinstance(value, complex) and value > 0
+
+
+def _close(a, b, size, tolerance) -> bool:
+  """Whether two values agree; `size` is that of the largest of their terms."""
+  if a == b:
+    return True
+  exact = isinstance(a, Fraction) and isinstance(b, Fraction)
+  if exact and tolerance != DECIMAL:
+    return False
+  slack = 0.0 if exact else 1e-13 * size
+  return abs(a - b) <= max(tolerance * max(abs(a), abs(b)), slack)
+
+
+def _common(expected, result) -> list:
+  """Pairs of values and their size, wherever both trees are defined."""
+  trees = expected, result
+  names = sorted(_names(expected) | _names(result))
+  imaginary = any(
+    node[0] == "cis" or node == ("constant", "i")
+    for tree in trees
+    for node in nodes(tree)
+  )
+  # Roots and logarithms of what is negative count only if no others are found.
+  for is_complex in (True,) if imaginary else (False, True):
+    found, draw = [], random.Random(0)
+    for trial in range(TRIALS if names else 1):
+      at = _Evaluation({n: _drawn(draw, trial) for n in names}, is_complex)
+      try:
+        pair = [at.value(tree) for tree in trees]
+        if not all(isinstance(value, Fraction) for value in pair):
+          pair = [complex(v) if v.imag else float(v.real) for v in pair]
+      except _ERRORS:
+        continue
+      found.append((*pair, at.size))
+      if len(found) == ENOUGH:
+        return found
+    if len(found) >= (FEWEST if names else 1):
+      return found
+  return []
+
+
+def _drawn(draw: random.Random, trial: int) -> Fraction:
+  """Small, medium and large values; only positive ones in every other trial."""
+  low, high, below = ((1, 12, 13), (5, 40, 11), (20, 90, 7), (2, 9, 1))[
+    trial // 2 % 4
+  ]
+  value = Fraction(draw.randint(low, high), below)
+  return value if trial % 2 else value * draw.choice((-1, 1))
+
+
+class _Evaluation:
+  """The values of trees at one place.
+
+  Attributes:
+    size: the absolute value of the largest float that was a term of a sum.
+  """
+
+  def __init__(self, names, is_complex):
+    self.size = 0.0
+    self._names = names
+    self._is_complex = is_complex
+    self._bits = MAX_BITS_OF_NAMES if names else MAX_BITS
+
+  def value(self, tree):
+    name, *parts = tree
+    if name == "number":
+      return parts[0]
+    if name == "name":
+      return self._names[parts[0]]
+    if name == "constant":
+      return {"pi": math.pi, "e": math.e, "i": 1j}[parts[0]]
+    values = [self.value(part) for part in parts]
+    rule = getattr(self, f"_{name}", None)
+    value = rule(*values) if rule else self._function(name, *values)
+    if _bits(value) > self._bits:
+      raise OverflowError("a number of too many digits")
+    return value
+
+  def _add(self, a, b):
+    if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
+      self.size = max(self.size, float(abs(a)), float(abs(b)))
+    return a + b
+
+  def _subtract(self, a, b):
+    return self._add(a, -b)
+
+  def _negative(self, a):
+    return -a
+
+  def _times(self, a, b):
+    return a * b
+
+  _product = _times
+
+  def _divide(self, a, b):
+    return a / b
+
+  def _mixed(self, a, b):
+    return a + b
+
+  def _degrees(self, a):
+    return a * math.pi / 180
+
+  def _absolute(self, a):
+    return abs(a)
+
+  def _floor(self, a):
+    return Fraction(math.floor(a))
+
+  def _ceil(self, a):
+    return Fraction(math.ceil(a))
+
+  def _factorial(self, n):
+    if not _is_whole(n) or not 0 <= n <= 1000:
+      raise ValueError("a factorial of no small number")
+    return Fraction(math.factorial(int(n)))
+
+  def _binomial(self, n, k):
+    if _is_whole(n) and _is_whole(k) and 0 <= k <= n <= 1000:
+      return Fraction(math.comb(int(n), int(k)))
+    if not _is_whole(k) or not 0 <= k <= 9:
+      raise ValueError("a binomial of no small number")
+    return math.prod(n - i for i in range(int(k))) / math.factorial(int(k))
+
+  def _root(self, n, a):
+    return self._power(a, 1 / n)
+
+  def _power(self, a, b):
+    if _is_whole(b):
+      return self._whole_power(a, int(b))
+    real = not isinstance(a, complex) and not isinstance(b, complex)
+    if real and a < 0 and isinstance(b, Fraction) and b.denominator % 2:
+      sign = -1 if b.numerator % 2 else 1
+      return sign * self._power(-a, b)
+    if real and a >= 0:
+      return float(a) ** float(b)
+    if not self._is_complex:
+      raise ValueError("the power of a negative number")
+    return complex(a) ** complex(b)
+
+  def _whole_power(self, a, n):
+    if abs(a) != 1 and (_bits(a) - 1) * abs(n) > self._bits:
+      raise OverflowError("a number of too many digits")
+    value = a**n
+    if a and not value:
+      raise ArithmeticError("a power too small for a float")
+    return value
+
+  def _logarithm(self, base, a):
+    return self._function("log", a) / self._function("log", base)
+
+  def _ln(self, a):
+    return self._function("log", a)
+
+  def _cis(self, a):
+    return cmath.exp(1j * a)
+
+  def _sec(self, a):
+    return 1 / self._function("cos", a)
+
+  def _csc(self, a):
+    return 1 / self._function("sin", a)
+
+  def _cot(self, a):
+    return 1 / self._function("tan", a)
+
+  def _function(self, name, a):
+    name = name.replace("arc", "a")
+    is_complex = self._is_complex or isinstance(a, complex)
+    if not is_complex and name in ("sin", "cos", "tan") and abs(a) > 1e6:
+      raise ValueError("an angle too large for its digits")
+    self.size = max(self.size, 1.0)
+    return getattr(cmath if is_complex else math, name)(a)
+
+
+def _bits(value) -> float:
+  if isinstance(value, Fraction):
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+  return 0 if cmath.isfinite(value) else math.inf
