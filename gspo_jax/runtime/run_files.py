@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,12 @@ UPLOAD_SECONDS = 30.0  # between two uploads of a file to a bucket
 def in_bucket(path: epath.PathLike) -> bool:
   """Whether this is the address of a bucket, as gs://bucket/folder."""
   return "://" in str(path)
+
+
+def is_file(path: epath.PathLike) -> bool:
+  """Whether it is a file; a pipe is none, for to open it waits for a writer."""
+  path = epath.Path(path)
+  return path.is_file() if in_bucket(path) else os.path.isfile(path)
 
 
 class RunFile:

@@ -30,7 +30,7 @@ from gspo_jax.data.tokenizers.base import (
 )
 from gspo_jax.data.tokenizers.plain import SPACE, byte_letters
 from gspo_jax.runtime.errors import UserError, nearest, with_reason
-from gspo_jax.runtime.run_files import in_bucket
+from gspo_jax.runtime.run_files import in_bucket, is_file
 
 _LLAMA_STEPS = ("ByteFallback", "Fuse", "Strip")  # of a decoder
 _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
@@ -410,12 +410,12 @@ def _template_variables(template: str) -> set[str] | None:
 def _files(path: epath.Path) -> list[epath.Path]:
   """The files of a folder that decide ids, prompts and stops."""
   names = sorted((*_VOCABULARIES, *_SETTINGS))
-  return [path / name for name in names if (path / name).is_file()]
+  return [path / name for name in names if is_file(path / name)]
 
 
 def _open(path: epath.Path, name: str):
   """The fast tokenizer in a folder, which errors call `name`."""
-  if not any((path / name).is_file() for name in _VOCABULARIES):
+  if not any(is_file(path / name) for name in _VOCABULARIES):
     raise UserError(
       f"tokenizer {name!r}: no tokenizer in this folder; expected "
       "tokenizer.json or tokenizer.model"
