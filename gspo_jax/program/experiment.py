@@ -10,7 +10,7 @@ from etils import epath
 from gspo_jax.data import datasets, pipeline
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.tasks import Problem
-from gspo_jax.program import load_params
+from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.rewards.pool import EXAMPLE, RewardPool
@@ -94,6 +94,8 @@ def prepare(
   problems = datasets.load(config)
   for note in problems.notes:
     multihost.print_once(note)
+  if warning := settings.length_warning(config):
+    multihost.print_once(warning)
   if not (config.model.checkpoint or config.cold_start.steps):
     multihost.print_once(
       "no model.checkpoint and no cold_start.steps: this run starts from "

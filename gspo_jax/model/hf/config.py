@@ -117,6 +117,23 @@ def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
   return changed(cfg, **changes)
 
 
+def context_length(folder: epath.PathLike) -> int | None:
+  """The most tokens of a text, as the config.json in `folder` has it.
+
+  That is max_position_embeddings, or what a scaling of the rotary embeddings
+  stretches the texts to, if that is more. None: config.json has neither.
+
+  Raises:
+    UserError: as `config_from_hf`.
+  """
+  key, path = "max_position_embeddings", epath.Path(folder) / "config.json"
+  raw, scaling = read(path), config_from_hf(folder).rope_scaling
+  lengths = [int(scaling.factor * scaling.length)] if scaling else []
+  if raw.get(key) is not None:
+    lengths.append(_number(path, raw, [key]))
+  return max(lengths, default=None)
+
+
 def _model_config(path, raw) -> ModelConfig:
   model_type = raw.get("model_type")
   family = _require_family(path, model_type)
