@@ -153,12 +153,13 @@ def _lines_until(
 
 def step_of(record: Mapping[str, Any], where: str) -> int:
   """The step of a record; UserError if it has none."""
-  if not isinstance(record.get("step"), int):
+  step = record.get("step")
+  if not (type(step) is int and 0 <= step < 2**53):  # what a float can hold
     raise UserError(
       f"{where}: {str(record)[:60]}: expected a step; correct the line or move "
       "the file away"
     )
-  return record["step"]
+  return step
 
 
 def counts_over_edges(name: str, values: Sequence, edges: Sequence) -> bool:
@@ -222,7 +223,7 @@ def _sample(where: str, record: Mapping[str, Any]) -> Sample:
   try:
     sample = Sample(**record)
     return sample._replace(reward=float(sample.reward))
-  except (TypeError, ValueError) as error:
+  except (TypeError, ValueError, OverflowError) as error:
     raise UserError(
       f"{where}: expected a sample with {', '.join(Sample._fields)}: {error}"
     ) from error
