@@ -792,6 +792,9 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
     ({"vocab_size": -1}, "vocab_size=-1"),
     ({"num_local_experts": None}, "num_experts or num_local_experts is"),
     ({"num_experts_per_tok": 9}, "experts_per_token=9"),
+    ({"model_type": []}, "config.json: TypeError: "),
+    ({"rope_parameters": "x"}, "config.json: ValueError: "),
+    ({"rms_norm_eps": 10**400}, "config.json: OverflowError: "),
   ],
 )  # fmt: skip
 def test_an_unsupported_config_is_refused(changes, words, tmp_path):
