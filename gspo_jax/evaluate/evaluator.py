@@ -23,6 +23,7 @@ from gspo_jax.evaluate.judge import run_benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
 from gspo_jax.program.config import Config, ConfigDict, parse
+from gspo_jax.program.settings import length_warning
 from gspo_jax.rewards import sandbox_files
 from gspo_jax.rewards.pool import EXAMPLE, RewardPool, too_many
 from gspo_jax.runtime import checkpoint, multihost, sharding
@@ -142,6 +143,8 @@ def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
 
 def _samplers(config, mesh, chosen) -> list[PolicySampler]:
   """One for each benchmark; those with one batch shape share one."""
+  if warning := length_warning(config):
+    multihost.print_once(f"warning: {warning}")
   sampler = functools.cache(lambda shape: PolicySampler(config, mesh, shape))
   samplers = [
     sampler(batch_shape(config, mesh, b.samples, len(b.problems)))

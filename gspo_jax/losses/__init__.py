@@ -10,6 +10,11 @@ Conventions of all policy losses:
      metrics of micro-batches add. With `normalizer=1.0` the losses and the
      gradients add, too: divide them by the summed count of `loss/policy`.
   4. `loss/policy` is the loss without `Terms.penalty`; that is `loss/penalty`.
+  5. `logps[:, t]` is the log-prob of the token that `mask[:, t]` marks. Logits
+     at position t are of the token at t + 1: shift them, or the mask, by one.
+  6. Segment ids count from 0 within each row. Outside of jit a ValueError says
+     where they do not, and where a mask is not 0 or 1; inside of jit wrong ids
+     give a wrong loss.
 
 Departures from the papers: (1) a token's log-ratio is clamped at ±20, beyond
 which it has no gradient; (2) sequences without a response token are not

@@ -83,7 +83,11 @@ def token_mean(batch: TokenBatch, values: jax.Array) -> Mean:
 
 
 def require_float32_BT(floats, mask, segment_ids=None) -> None:
-  """Raises unless `floats`, a dict by name, are float32 and of one [B, T]."""
+  """Raises unless `floats`, a dict by name, are float32 and of one [B, T].
+
+  Outside of jit also for a mask other than 0 and 1, and for segment ids at
+  response tokens outside of 0..T-1.
+  """
   for name, x in floats.items():
     if x.dtype != jnp.float32:
       raise TypeError(f"{name} must be float32, got {x.dtype}")
@@ -92,6 +96,26 @@ def require_float32_BT(floats, mask, segment_ids=None) -> None:
     shapes["segment_ids"] = segment_ids.shape
   if mask.ndim != 2 or any(shape != mask.shape for shape in shapes.values()):
     raise ValueError(f"expected one shape [B, T], got {shapes}")
+  _require_values(mask, segment_ids)
+
+
+def _require_values(mask, segment_ids) -> None:
+  """Raises for values out of range; inside jit there are none to look at."""
+  if isinstance(mask, jax.core.Tracer):
+    return
+  is_wrong = (mask != 0) & (mask != 1)
+  if is_wrong.any():
+    raise ValueError(f"mask: expected bool or 0/1, got {mask[is_wrong][0]}")
+  if segment_ids is None or isinstance(segment_ids, jax.core.Tracer):
+    return
+  largest = mask.shape[1] - 1
+  is_wrong = (mask != 0) & ((segment_ids < 0) | (segment_ids > largest))
+  if is_wrong.any():
+    raise ValueError(
+      f"segment_ids: expected 0 to T - 1 = {largest} in each row, got"
+      f" {segment_ids[is_wrong][0]}; ids that count over the whole batch start"
+      " again in each row by segment_ids - segment_ids.min(1, keepdims=True)"
+    )
 
 
 def require_advantages(advantages, mask, segment_ids) -> None:

@@ -41,14 +41,14 @@ def gspo_loss(
     old_logps: o, [B, T] float32: their log-probs under the old policy.
     advantages: A, [B] float32; where `segment_ids` is given [B, T], constant
       within a sequence.
-    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
-      read.
+    mask: [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a response
+      token. Values under a 0 are never read.
     clip_low: l. The ratio is clipped at 1 - l where A < 0.
     clip_high: h. The ratio is clipped at 1 + h where A > 0.
     normalizer: divides the sum, by default the number of sequences.
       With 1.0 losses, gradients and metrics of micro-batches add.
     segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows; None: each row is one sequence.
+      rows, counted within each row; None: each row is one sequence.
     terms: optional shift of the log-ratios, token weights, penalty, dual clip.
 
   Returns:
@@ -90,14 +90,14 @@ def gspo_token_loss(
       that is trained. The only differentiated argument.
     old_logps: o, [B, T] float32: their log-probs under the old policy.
     advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
-    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
-      read.
+    mask: [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a response
+      token. Values under a 0 are never read.
     clip_low: l. The ratio is clipped at 1 - l where A < 0.
     clip_high: h. The ratio is clipped at 1 + h where A > 0.
     normalizer: divides the sum, by default the number of sequences.
       With 1.0 losses, gradients and metrics of micro-batches add.
     segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows; None: each row is one sequence.
+      rows, counted within each row; None: each row is one sequence.
     terms: optional shift of the log-ratios, token weights, penalty, dual clip.
 
   Returns:
@@ -139,14 +139,14 @@ def gmpo_loss(
     old_logps: o, [B, T] float32: their log-probs under the old policy.
     advantages: A, [B] float32; where `segment_ids` is given [B, T], constant
       within a sequence.
-    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
-      read.
+    mask: [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a response
+      token. Values under a 0 are never read.
     clip_low: l, of the log-ratio, unlike in the other losses.
     clip_high: h, of the log-ratio, likewise.
     normalizer: divides the sum, by default the number of sequences.
       With 1.0 losses, gradients and metrics of micro-batches add.
     segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows; None: each row is one sequence.
+      rows, counted within each row; None: each row is one sequence.
     terms: optional shift of the log-ratios, token weights and penalty.
 
   Returns:
@@ -189,8 +189,8 @@ def rspo_loss(
     old_logps: o, [B, T] float32: their log-probs under the old policy.
     advantages: A, [B] float32; where `segment_ids` is given [B, T], constant
       within a sequence.
-    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
-      read.
+    mask: [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a response
+      token. Values under a 0 are never read.
     router_shift: d, [B, T] float32 >= 0: how far the router's log-probs of the
       old policy's experts have moved, see `router_log_weight`.
     floor: the smallest g, in (0, 1].
@@ -199,7 +199,7 @@ def rspo_loss(
     normalizer: divides the sum, by default the number of sequences.
       With 1.0 losses, gradients and metrics of micro-batches add.
     segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows; None: each row is one sequence.
+      rows, counted within each row; None: each row is one sequence.
     terms: optional token weights and penalty.
 
   Returns:

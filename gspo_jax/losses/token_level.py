@@ -36,14 +36,14 @@ def grpo_loss(
       that is trained. The only differentiated argument.
     old_logps: o, [B, T] float32: their log-probs under the old policy.
     advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
-    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
-      read.
+    mask: [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a response
+      token. Values under a 0 are never read.
     clip_low: l. The ratio is clipped at 1 - l where A < 0.
     clip_high: h. The ratio is clipped at 1 + h where A > 0.
     normalizer: divides the sum, by default the number of sequences.
       With 1.0 losses, gradients and metrics of micro-batches add.
     segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows; None: each row is one sequence.
+      rows, counted within each row; None: each row is one sequence.
     terms: optional shift of the log-ratios, token weights, penalty, dual clip.
 
   Returns:
@@ -82,15 +82,15 @@ def dr_grpo_loss(
       that is trained. The only differentiated argument.
     old_logps: o, [B, T] float32: their log-probs under the old policy.
     advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
-    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
-      read.
+    mask: [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a response
+      token. Values under a 0 are never read.
     clip_low: l. The ratio is clipped at 1 - l where A < 0.
     clip_high: h. The ratio is clipped at 1 + h where A > 0.
     max_length: the longest response allowed, in tokens; T by default.
     normalizer: divides the sum, by default the number of sequences times
       `max_length`. With 1.0 losses, gradients and metrics of micro-batches add.
     segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows; None: each row is one sequence.
+      rows, counted within each row; None: each row is one sequence.
     terms: optional shift of the log-ratios, token weights, penalty, dual clip.
 
   Returns:
@@ -133,14 +133,14 @@ def dapo_loss(
       that is trained. The only differentiated argument.
     old_logps: o, [B, T] float32: their log-probs under the old policy.
     advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
-    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
-      read.
+    mask: [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a response
+      token. Values under a 0 are never read.
     clip_low: l. The ratio is clipped at 1 - l where A < 0.
     clip_high: h. The ratio is clipped at 1 + h where A > 0.
     normalizer: divides the sum, by default the number of response tokens.
       With 1.0 losses, gradients and metrics of micro-batches add.
     segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows; None: each row is one sequence.
+      rows, counted within each row; None: each row is one sequence.
     terms: optional shift of the log-ratios, token weights, penalty, dual clip.
 
   Returns:
@@ -178,14 +178,14 @@ def ppo_loss(
       that is trained. The only differentiated argument.
     old_logps: o, [B, T] float32: their log-probs under the old policy.
     advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
-    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
-      read.
+    mask: [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a response
+      token. Values under a 0 are never read.
     clip_low: l. The ratio is clipped at 1 - l where A < 0.
     clip_high: h. The ratio is clipped at 1 + h where A > 0.
     normalizer: divides the sum, by default the number of response tokens.
       With 1.0 losses, gradients and metrics of micro-batches add.
     segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows; None: each row is one sequence.
+      rows, counted within each row; None: each row is one sequence.
     terms: optional shift of the log-ratios, token weights, penalty, dual clip.
 
   Returns:
@@ -223,13 +223,13 @@ def cispo_loss(
       that is trained. The only differentiated argument.
     old_logps: o, [B, T] float32: their log-probs under the old policy.
     advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
-    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
-      read.
+    mask: [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a response
+      token. Values under a 0 are never read.
     cap: the largest weight of a token.
     normalizer: divides the sum, by default the number of response tokens.
       With 1.0 losses, gradients and metrics of micro-batches add.
     segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows; None: each row is one sequence.
+      rows, counted within each row; None: each row is one sequence.
     terms: optional shift of the log-ratios, token weights and penalty.
 
   Returns:
@@ -269,14 +269,14 @@ def sapo_loss(
       that is trained. The only differentiated argument.
     old_logps: o, [B, T] float32: their log-probs under the old policy.
     advantages: A, [B] or [B, T] float32; where `segment_ids` is given [B, T].
-    mask: [B, T], bool or 0/1: 1 at response tokens. Values under a 0 are never
-      read.
+    mask: [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a response
+      token. Values under a 0 are never read.
     tau_positive: tau where A > 0.
     tau_negative: tau where A < 0.
     normalizer: divides the sum, by default the number of sequences.
       With 1.0 losses, gradients and metrics of micro-batches add.
     segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows; None: each row is one sequence.
+      rows, counted within each row; None: each row is one sequence.
     terms: optional shift of the log-ratios, token weights and penalty.
 
   Returns:

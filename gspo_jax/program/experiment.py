@@ -11,7 +11,7 @@ from gspo_jax.data import datasets, pipeline
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.tasks import Problem
 from gspo_jax.learner.health import clip_range_warnings
-from gspo_jax.program import load_params
+from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.rewards import sandbox_files
@@ -94,9 +94,8 @@ def prepare(
     UserError: the config or the data cannot work as they are.
   """
   _require_hidden(config.data, workdir)
-  objective = config.objective
-  for line in clip_range_warnings(objective.name, objective.method_settings()):
-    multihost.print_once(f"warning: {line}")
+  for warning in _warnings(config):
+    multihost.print_once(f"warning: {warning}")
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   with Progress(f"reading {config.data.source}"):
     problems = datasets.load(config)
@@ -136,6 +135,12 @@ def _require_hidden(c, workdir: str) -> None:
   for key, spec in specs:
     for each in spec.split(","):
       sandbox_files.require_hidden(key, each.strip().partition(":")[2])
+
+
+def _warnings(config: Config) -> list[str]:
+  objective = config.objective
+  clips = clip_range_warnings(objective.name, objective.method_settings())
+  return [*clips, *filter(None, [settings.length_warning(config)])]
 
 
 def _first_weights(config: Config) -> str:

@@ -1,6 +1,6 @@
 """Reads the workdir of a run: metrics, distributions, samples and config."""
 
-import json
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,8 +9,23 @@ import numpy as np
 from etils import epath
 
 from gspo_jax import losses
-from gspo_jax.runtime import json_lines, run_files
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime import json_file, json_lines, run_files
+from gspo_jax.runtime.errors import UserError, content_of
+from gspo_jax.runtime.identity import flatten
+
+# What the page reads of a config; sections come before their keys.
+_KINDS = {
+  "num_steps": int,
+  "model": dict,
+  "model.checkpoint": str,
+  "model.variant": str,
+  "objective": dict,
+  "objective.name": str,
+  "objective.kl_estimator": str,
+  "objective.kl_coef": int | float,
+  "objective.clip_low": int | float,
+  "objective.clip_high": int | float,
+}
 
 
 class Series(NamedTuple):
@@ -135,17 +150,14 @@ def _read(folder: epath.Path, name: str) -> RunRecord:
   if not (folder / "metrics.jsonl").exists():
     raise UserError(f"{str(folder)!r} has no run: {_hint(folder)}")
   lines = json_lines.read(folder / "metrics.jsonl", drop_partial=True)
-  records = []
-  for where, record in lines:
-    run_files.step_of(record, where)  # raises if there is none
-    records.append(record)
+  records = [_record(*line) for line in lines]
   config = folder / "run_config.json"
   return RunRecord(
     name=name,
     scalars=_series(records),
     spreads=_spreads(folder / "distributions.jsonl"),
     samples=run_files.read_samples(folder / "samples"),
-    config=json.loads(config.read_text()) if config.exists() else {},
+    config=_config(config) if config.exists() else {},
     last_step=max((record["step"] for record in records), default=0),
   )
 
@@ -162,8 +174,55 @@ def _hint(folder: epath.Path) -> str:
   )
 
 
-def _numbers(values: Sequence) -> np.ndarray:
-  return np.array([np.nan if v is None else v for v in values], float)
+def _config(path: epath.Path) -> dict:
+  """The config of a run; UserError where the page could not show it."""
+  config = json_file.read(path)
+  with content_of(f"{path}: not the config of a run"):
+    flatten(config)
+  for key, kind in _KINDS.items():
+    section, _, name = key.rpartition(".")
+    values = config.get(section, {}) if section else config
+    if name in values and not _is_a(kind, values[name]):
+      raise UserError(
+        f"{path}: {key}={str(values[name])[:40]}: expected "
+        f"{getattr(kind, '__name__', 'a number')}"
+      )
+  return config
+
+
+def _is_a(kind, value) -> bool:
+  """Whether a value has this type; a number is that of a key, -1 or more."""
+  is_number = isinstance(value, int | float)
+  return isinstance(value, kind) and not (
+    is_number and not -1 <= value < math.inf
+  )
+
+
+def _record(where: str, record: dict) -> dict:
+  """A line of metrics.jsonl, with numbers alone."""
+  step = run_files.step_of(record, where)
+  values = {k: _number(v, k, where) for k, v in record.items() if k != "step"}
+  return {"step": step, **values}
+
+
+def _number(value, name: str, where: str) -> float:
+  """NaN for null, and for what is not finite."""
+  if value is None:
+    return math.nan
+  if isinstance(value, int | float):
+    with contextlib.suppress(OverflowError):
+      return float(value) if math.isfinite(value) else math.nan
+  raise UserError(
+    f"{where}: {name}={str(value)[:40]}: expected a number or null"
+  )
+
+
+def _numbers(values, name: str, where: str) -> np.ndarray:
+  if not (isinstance(values, list) and values):
+    raise UserError(
+      f"{where}: {name}={str(values)[:40]}: expected a list of numbers"
+    )
+  return np.array([_number(v, name, where) for v in values])
 
 
 def _series(records: Sequence[dict]) -> dict[str, Series]:
@@ -174,7 +233,7 @@ def _series(records: Sequence[dict]) -> dict[str, Series]:
         steps, values = points.setdefault(metric, ([], []))
         steps.append(record["step"])
         values.append(value)
-  return {k: Series(np.array(s), _numbers(v)) for k, (s, v) in points.items()}
+  return {k: Series(np.array(s), np.array(v)) for k, (s, v) in points.items()}
 
 
 def _spreads(path: epath.Path) -> dict[str, Spread]:
@@ -182,12 +241,13 @@ def _spreads(path: epath.Path) -> dict[str, Spread]:
   edges, points = None, {}
   for where, record in lines:
     if "edges" in record:
-      edges = _numbers(record["edges"])
+      edges = _numbers(record["edges"], "edges", where)
       continue
     step = run_files.step_of(record, where)
     for metric, values in record.items():
       if metric != "step":
-        points.setdefault(metric, []).append((step, _numbers(values)))
+        numbers = _numbers(values, metric, where)
+        points.setdefault(metric, []).append((step, numbers))
   return {
     metric: _spread(metric, pairs, edges) for metric, pairs in points.items()
   }

@@ -12,6 +12,7 @@ Other wings take these modules:
   profile        Profile: a trace of some iterations
   run_files      the files of a workdir, as they are written and read
   json_lines     reads JSON-lines files
+  json_file      reads a file that is one JSON object
   progress       Progress: how far slow work is; Compilations: what JAX compiles
 """
 
@@ -19,6 +20,7 @@ __all__ = (
   "checkpoint",
   "errors",
   "identity",
+  "json_file",
   "json_lines",
   "metric_writer",
   "multihost",

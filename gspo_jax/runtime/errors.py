@@ -82,6 +82,23 @@ def with_reason(what: str) -> Iterator[None]:
     raise UserError(f"{what}: {reason}") from error
 
 
+@contextlib.contextmanager
+def content_of(what: str) -> Iterator[None]:
+  """Raises what the content of a file causes as UserError "WHAT: reason".
+
+  For code that interprets what others wrote, such as a chat template: the same
+  content raises the same error after every restart. Errors of a disk or a
+  bucket are raised as they are.
+  """
+  try:
+    yield
+  except (UserError, OSError):
+    raise
+  except Exception as error:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    raise UserError(f"{what}: {reason[:200]}") from error
+
+
 _ERRNOS_OF_CALLERS = {
   *(errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS),
   *(errno.EACCES, errno.EPERM, errno.EDQUOT, errno.EFBIG, errno.ENOTEMPTY),

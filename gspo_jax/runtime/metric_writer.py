@@ -23,14 +23,12 @@ import struct
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
-from tensorboardX import record_writer, summary
-from tensorboardX.proto import event_pb2
 
 from gspo_jax.runtime import json_lines, run_files
 from gspo_jax.runtime.errors import with_reason
@@ -44,6 +42,27 @@ from gspo_jax.runtime.run_files import (
   short_number,
 )
 from gspo_jax.runtime.wandb_run import WandbRun
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+  """An import of torch fails inside: tensorboardX goes on without it.
+
+  It would take 470 MiB, to write tensors that this program does not have.
+  """
+  hides = "torch" not in sys.modules
+  if hides:
+    sys.modules["torch"] = None
+  try:
+    yield
+  finally:
+    if hides:
+      del sys.modules["torch"]
+
+
+with _without_torch():
+  from tensorboardX import record_writer, summary
+  from tensorboardX.proto import event_pb2
 
 # The columns of a stdout line: metric, label, width and format.
 _COLUMNS = (

@@ -67,6 +67,12 @@ def locked(workdir: str) -> Iterator[None]:
     yield
 
 
+def is_file(path: epath.PathLike) -> bool:
+  """Whether it is a file; a pipe is none, for to open it waits for a writer."""
+  path = epath.Path(path)
+  return path.is_file() if in_bucket(path) else os.path.isfile(path)
+
+
 class RunFile:
   """A file that grows by whole lines or events.
 
@@ -193,12 +199,13 @@ def _ends_with(step: int, lines: bytes) -> bool:
 
 def step_of(record: Mapping[str, Any], where: str) -> int:
   """The step of a record; UserError if it has none."""
-  if not isinstance(record.get("step"), int):
+  step = record.get("step")
+  if not (type(step) is int and 0 <= step < 2**53):  # what a float can hold
     raise UserError(
       f"{where}: {str(record)[:60]}: expected a step; correct the line or move "
       "the file away"
     )
-  return record["step"]
+  return step
 
 
 def counts_over_edges(name: str, values: Sequence, edges: Sequence) -> bool:
@@ -262,7 +269,7 @@ def _sample(where: str, record: Mapping[str, Any]) -> Sample:
   try:
     sample = Sample(**record)
     return sample._replace(reward=float(sample.reward))
-  except (TypeError, ValueError) as error:
+  except (TypeError, ValueError, OverflowError) as error:
     raise UserError(
       f"{where}: expected a sample with {', '.join(Sample._fields)}: {error}"
     ) from error

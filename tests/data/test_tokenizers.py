@@ -6,6 +6,8 @@ import itertools
 import json
 import shutil
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -355,6 +357,30 @@ def test_stops_and_padding_of_a_folder(chat, tmp_path):
   assert tokenizers.load(str(tmp_path / "a")).stop_ids == (stop,)
 
 
+def test_stops_of_config_json(chat, tmp_path):
+  """As transformers: where no generation_config.json has any."""
+  shutil.copytree(chat, tmp_path / "a")
+  stop, pad = tokenizers.load(str(chat)).stop_ids
+  generation = tmp_path / "a/generation_config.json"
+  config = tmp_path / "a/config.json"
+  config.write_text(json.dumps({"eos_token_id": [pad, stop, 5]}))
+  assert tokenizers.load(str(tmp_path / "a")).stop_ids == (stop, pad)
+  prints = set()
+  for eos, stops in (
+    ([pad, stop, 5], (stop, pad, 5)),
+    (pad, (stop, pad)),
+    (None, (stop,)),
+  ):
+    generation.write_text("{}")
+    config.write_text(json.dumps({"eos_token_id": eos, "vocab_size": 9}))
+    assert tokenizers.load(str(tmp_path / "a")).stop_ids == stops
+    generation.unlink()
+    tokenizer = tokenizers.load(str(tmp_path / "a"))
+    assert tokenizer.stop_ids == stops
+    prints.add(tokenizer.fingerprint)
+  assert len(prints) == 3
+
+
 def test_a_folder_in_a_bucket_is_copied(chat, tmp_path, monkeypatch):
   """Errors name the bucket, and an outage is no mistake of the caller's."""
   monkeypatch.setattr(hf, "in_bucket", lambda path: True)
@@ -546,15 +572,57 @@ def test_folders_that_hold_no_usable_tokenizer(chat, tmp_path):
   del settings["eos_token"]
   (endless / "tokenizer_config.json").write_text(json.dumps(settings))
   (odd / "generation_config.json").write_text('{"eos_token_id": "x"}')
+  deep = tmp_path / "deep"
+  shutil.copytree(chat, deep)
+  (deep / "generation_config.json").write_text("[" * 100_000)
   for folder, words in (
     (tmp_path / "missing", "no such folder"),
     (tmp_path / "empty", "no tokenizer in this folder"),
     (broken, "tokenizer '.*b': "),
     (endless, "nothing ends a response"),
     (odd, "generation_config.json.*eos_token_id"),
+    (deep, "generation_config.json: not JSON: "),
   ):
     with pytest.raises(UserError, match=words):
       tokenizers.load(str(folder))
+
+
+@pytest.mark.parametrize(
+  ("template", "words"),
+  [
+    ("{{ 1 / 0 }}", "raised: ZeroDivisionError: division by zero"),
+    ("{{ 2.0 ** 100000 }}", "raised: OverflowError"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    ("{{ '-' * 2 ** 25 }}", "writes 33,554,432 characters"),
+  ],
+)
+def test_templates_that_fail(template, words, chat, tmp_path):
+  folder = with_template(chat, tmp_path, template)
+  with pytest.raises(UserError, match=f"its chat template .*{words}"):
+    tokenizers.load(folder).prompt("7")
+
+
+def test_a_template_that_never_ends(chat, tmp_path, monkeypatch):
+  """It is refused, and its thread does not go on."""
+  monkeypatch.setattr(hf, "_SECONDS", 0.1)
+  loop, end = "{% for x in range(9**5) %}", "{% endfor %}"
+  folder = with_template(chat, tmp_path, loop * 4 + end * 4)
+  threads = threading.active_count()
+  with pytest.raises(UserError, match=r"not ended after 0\.1 s, with messages"):
+    tokenizers.load(folder)
+  deadline = time.monotonic() + 30
+  while threading.active_count() > threads:
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+def test_a_class_that_does_not_fit_the_vocabulary(chat, tmp_path):
+  shutil.copytree(chat, tmp_path / "a")
+  config = tmp_path / "a/tokenizer_config.json"
+  settings = json.loads(config.read_text())
+  config.write_text(json.dumps(settings | {"tokenizer_class": "BertTokenizer"}))
+  with pytest.raises(UserError, match="/a': Exception: WordPiece error"):
+    tokenizers.load(str(tmp_path / "a"))
 
 
 def test_a_slow_tokenizer(tmp_path):

@@ -367,6 +367,26 @@ def test_wrong_shapes_are_refused(name):
       loss_of(name)(*arguments, **keywords, **extras(case))
 
 
+def test_wrong_masks_and_segment_ids_are_refused():
+  """Outside of jit, as a packer that numbers the whole batch gives them."""
+  x, o, a, m = per_token(random_case("gspo"))[:4]
+  rows = np.arange(B)[:, None] + np.zeros((B, T), int)
+  for mask, ids, message in (
+    (m, rows * T, f"segment_ids: expected 0 to T - 1 = {T - 1} in each row"),
+    (m, -1 - rows, "segment_ids: expected 0 to .* got -1; ids that count over"),
+    (np.where(m, 0.5, 0), rows, "mask: expected bool or 0/1, got 0.5"),
+  ):
+    call = functools.partial(gspo_jax.gspo_loss, x, o, a, segment_ids=ids)
+    with pytest.raises(ValueError, match=message):
+      call(mask)
+    with pytest.raises(ValueError, match=message):
+      jax.grad(
+        lambda x, ids=ids, mask=mask: gspo_jax.gspo_loss(
+          x, o, a, mask, segment_ids=jnp.asarray(ids)
+        )[0]
+      )(x)
+
+
 @pytest.mark.parametrize("name", oracles.PER_SEQUENCE)
 def test_sequence_level_losses_refuse_advantages_per_token(name):
   case = random_case(name, per_token=True)

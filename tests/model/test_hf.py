@@ -420,6 +420,57 @@ def test_frequency_tables_and_a_tied_head_are_ignored(checkpoint):
   require_equal(write(), loaded("qwen3"))
 
 
+def test_a_tied_head_that_differs_is_refused(checkpoint, tmp_path):
+  """As an untied one it is read and exported, as transformers does."""
+  folder, tensors, write = checkpoint
+  head = tensors["model.embed_tokens.weight"].copy()
+  head[-1, -1] += 1
+  tensors["lm_head.weight"] = head
+  message = error_message(write)
+  assert "lm_head.weight differs from model.embed_tokens.weight" in message
+  assert "tie_word_embeddings=true: expected false" in message
+  raw = json.loads((folder / "config.json").read_text())
+  raw["tie_word_embeddings"] = False
+  (folder / "config.json").write_text(json.dumps(raw))
+  cfg = hf.config_from_hf(folder, dtype="float32")
+  params = hf.load_hf(folder, cfg)
+  np.testing.assert_array_equal(params["head"], head.T)
+  hf.save_hf(params, cfg, tmp_path / "out", like=folder)
+  require_equal(hf.load_hf(tmp_path / "out", cfg), params)
+  tensors["lm_head.weight"] = np.zeros((3, 16), "f4")
+  assert "misshapen (1): lm_head.weight (3, 16), expected" in error_message(
+    write
+  )
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_named(wrong, checkpoint):
+  _, tensors, write = checkpoint
+  name = "model.layers.1.mlp.up_proj.weight"
+  for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
+    whole = tensors[name]
+    tensors[name] = whole.copy()
+    tensors[name].flat[3] = wrong
+    message = error_message(write)
+    assert message.endswith(f"NaN or infinite weights (1): {name}")
+    tensors[name] = whole
+
+
+def test_an_expert_that_is_not_finite_is_named_on_any_mesh(tmp_path):
+  cfg = model.variant("tiny", dtype="float32", **MOE)
+  params = random_params(cfg)
+  hf.save_hf(params, cfg, tmp_path / "out")
+  name = "model.layers.2.mlp.experts.3.up_proj.weight"
+  file = tmp_path / "out/model-00003-of-00004.safetensors"
+  tensors = load_file(file)
+  tensors[name].flat[-1] = np.nan
+  save_file(tensors, file)
+  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+  place = sharding.state_shardings(params, mesh)
+  load = lambda: hf.load_hf(tmp_path / "out", cfg, shardings=place)
+  assert error_message(load).endswith(f"infinite weights (1): {name}")
+
+
 def test_float16_is_read(checkpoint):
   _, tensors, write = checkpoint
   for name in tensors:
@@ -543,8 +594,47 @@ def test_damaged_folders_are_refused(tmp_path):
   assert f"missing files (1): {file.name}" in error_message(load)
   file.write_bytes(whole)
   require_equal(load(), loaded("qwen3_moe"))
-  (folder / "model.safetensors.index.json").write_text("[]")
-  assert "not an index" in error_message(load)
+  index = folder / "model.safetensors.index.json"
+  for text, words in (
+    ("[]", "expected a JSON object, got []"),
+    ("[" * 100_000, f"{index}: not JSON: "),
+    ('{"weight_map": {"x": 3}}', f"{index}: not an index: TypeError"),
+    ('{"weights": {}}', f"{index}: not an index: KeyError: 'weight_map'"),
+  ):
+    index.write_text(text)
+    assert words in error_message(load)
+
+
+def test_an_index_names_files_beside_it(tmp_path):
+  shutil.copytree(GOLDENS / "qwen3_moe", tmp_path / "moe")
+  index = tmp_path / "moe/model.safetensors.index.json"
+  raw = json.loads(index.read_text())
+  name, file = next(iter(raw["weight_map"].items()))
+  for outside in (f"../{file}", str(tmp_path / "moe" / file), f"./{file}"):
+    raw["weight_map"][name] = outside
+    index.write_text(json.dumps(raw))
+    shutil.copy(GOLDENS / "qwen3_moe" / file, tmp_path)
+    load = lambda: hf.load_hf(tmp_path / "moe", config("qwen3_moe"))
+    assert f"names outside of its folder (1): {outside}" in error_message(load)
+
+
+def test_pipes_are_no_files(tmp_path):
+  """To open one would wait for ever."""
+  os.mkfifo(tmp_path / "model.safetensors")
+  load = lambda: hf.load_hf(tmp_path, config("qwen3"))
+  assert "missing files (1): model.safetensors" in error_message(load)
+  os.mkfifo(tmp_path / "config.json")
+  read = lambda: hf.config_from_hf(tmp_path)
+  assert "config.json: expected a file" in error_message(read)
+
+
+def test_a_number_of_tensors_without_end_is_refused(checkpoint):
+  folder, *_ = checkpoint
+  for name, key in (("qwen3", "num_layers"), ("qwen3_moe", "num_experts")):
+    cfg = dataclasses.replace(config(name), **{key: 10**9})
+    message = error_message(lambda cfg=cfg: hf.load_hf(folder, cfg))
+    assert "=1000000000" in message
+    assert "tensors, the files hold 24" in message
 
 
 # Configs.
@@ -702,6 +792,9 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
     ({"vocab_size": -1}, "vocab_size=-1"),
     ({"num_local_experts": None}, "num_experts or num_local_experts is"),
     ({"num_experts_per_tok": 9}, "experts_per_token=9"),
+    ({"model_type": []}, "config.json: TypeError: "),
+    ({"rope_parameters": "x"}, "config.json: ValueError: "),
+    ({"rms_norm_eps": 10**400}, "config.json: OverflowError: "),
   ],
 )  # fmt: skip
 def test_an_unsupported_config_is_refused(changes, words, tmp_path):

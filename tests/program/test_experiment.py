@@ -1,17 +1,21 @@
 """What identifies a run, and how it names a mistaken reward."""
 
+import json
 import os
 from types import SimpleNamespace
 
 import jax
 import pytest
+from repository import ROOT
 
 from gspo_jax.data import sources
 from gspo_jax.data.datasets import Datasets, Stage
 from gspo_jax.data.tasks import Problem
+from gspo_jax.evaluate import evaluator
 from gspo_jax.program import experiment
 from gspo_jax.program.config import parse
 from gspo_jax.rollout.batch import iteration_keys
+from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import match as require_match
 
@@ -121,6 +125,39 @@ def test_a_cold_start_of_a_checkpoint_is_said(debug_config):
   assert not line()
   debug_config.model.checkpoint = ""
   assert "random weights" in line()
+
+
+def test_texts_longer_than_a_model_takes_are_named(
+  debug_config, tmp_path, capsys
+):
+  """In training and in an evaluation; YaRN makes room."""
+  golden = ROOT / "tests/support/goldens/qwen3/config.json"
+  raw = json.loads(golden.read_text()) | {"vocab_size": 258}
+  c = debug_config
+  c.model.checkpoint, c.data.tokenizer = str(tmp_path), "bytes"
+  c.cold_start.steps = 0
+  width = c.data.max_prompt_length + c.sampler.max_new_tokens
+  mesh = sharding.make_mesh(jax.devices()[:1])
+
+  def warnings(**changes):
+    config = {"max_position_embeddings": width} | changes
+    (tmp_path / "config.json").write_text(json.dumps(raw | config))
+    experiment.prepare(parse(c), str(tmp_path / "run"), mesh)
+    evaluator._samplers(parse(c), mesh, [])
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if line.startswith("warning: ")]
+
+  yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+  yarn["original_max_position_embeddings"] = width // 2 + 1
+  assert warnings() == []
+  short = warnings(max_position_embeddings=width - 1)
+  assert short == short[:1] * 2
+  assert f"data.max_prompt_length={c.data.max_prompt_length} and " in short[0]
+  assert f"sampler.max_new_tokens={c.sampler.max_new_tokens} a" in short[0]
+  assert f"{width} tokens, and config.json in model.checkpoint=" in short[0]
+  assert f" {width - 1} (max_position_embeddings, " in short[0]
+  assert warnings(max_position_embeddings=4, rope_parameters=yarn) == []
+  assert warnings(max_position_embeddings=None) == []
 
 
 def test_every_iteration_has_its_keys():

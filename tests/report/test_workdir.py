@@ -13,6 +13,7 @@ from gspo_jax import losses
 from gspo_jax.losses import EDGES
 from gspo_jax.report import workdir
 from gspo_jax.runtime import metric_writer
+from gspo_jax.runtime.errors import UserError
 
 
 def read(folder):
@@ -142,6 +143,42 @@ def test_as_many_layers_as_bins_are_layers_still(tmp_path):
 )
 def test_names_tell_one_from_another(workdirs, names):
   assert workdir.names(workdirs) == names
+
+
+@pytest.mark.parametrize(
+  ("file", "text", "words"),
+  [
+    ("metrics.jsonl", '{"step": 1, "x": "y"}', "x=y: expected a number or"),
+    ("metrics.jsonl", '{"step": 1, "x": {}}', "x={}: expected a number or"),
+    ("metrics.jsonl", f'{{"step": 1, "x": 1{"0" * 400}}}', "x=1000"),
+    ("metrics.jsonl", f'{{"step": 1{"0" * 400}}}', "expected a step"),
+    ("metrics.jsonl", '{"step": -1}', "expected a step"),
+    ("distributions.jsonl", '{"step": 1, "x": 3}', "x=3: expected a list"),
+    ("distributions.jsonl", '{"step": 1, "x": []}', "expected a list"),
+    ("distributions.jsonl", '{"edges": null}', "edges=None: expected a list"),
+    (
+      "distributions.jsonl",
+      '{"step": 1, "x": [[]]}',
+      r"x=\[\]: expected a num",
+    ),
+    ("run_config.json", "[]", "expected a JSON object"),
+    ("run_config.json", "[" * 100_000, "not JSON"),
+    ("run_config.json", '{"objective": []}', r"objective=\[\]: expected dict"),
+    ("run_config.json", '{"num_steps": "x"}', "num_steps=x: expected int"),
+    ("run_config.json", '{"model": {"variant": 3}}', "variant=3: expected str"),
+    (
+      "run_config.json",
+      '{"objective": {"clip_high": -2}}',
+      "objective.clip_high=-2: expected a number",
+    ),
+  ],
+)
+def test_damaged_files_are_named(file, text, words, tmp_path):
+  (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+  (tmp_path / file).write_text(f"{text}\n")
+  with pytest.raises(UserError, match=words) as error:
+    read(tmp_path)
+  assert f"{tmp_path / file}:" in str(error.value)
 
 
 def test_layers_that_changed_in_number_are_those_of_the_end(tmp_path):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
+from repository import ROOT
 from tensorboardX.proto import event_pb2
 
 from gspo_jax.losses import EDGES, Histogram
@@ -46,6 +47,21 @@ def run_steps(folder, steps, *, resume=0, tag="x"):
       spread = {"ratio/x": counts, "moe/x": [step / 7, math.nan]}
       samples = [("q", f"{tag}{step}", "r", 1.0)]
       writer.write(step, {tag: step / 10}, spread, samples)
+
+
+def test_training_does_not_import_torch(tmp_path):
+  """tensorboardX would; a program of the user's still can."""
+  (tmp_path / "torch.py").write_text("print('imported')")
+  code = "import gspo_jax.train; print('train'); import torch"
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=ROOT,
+    env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert done.stdout == "train\nimported\n", done.stderr
 
 
 def records_of(folder, name="metrics.jsonl"):

@@ -6,11 +6,14 @@ gets exactly the ids of `apply_chat_template`.
 """
 
 import ast
+import contextlib
+import ctypes
 import itertools
 import json
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +32,14 @@ from gspo_jax.data.tokenizers.base import (
   join_turn,
 )
 from gspo_jax.data.tokenizers.plain import SPACE, byte_letters
-from gspo_jax.runtime.errors import UserError, nearest, with_reason
-from gspo_jax.runtime.run_files import in_bucket
+from gspo_jax.runtime import json_file
+from gspo_jax.runtime.errors import (
+  UserError,
+  content_of,
+  nearest,
+  with_reason,
+)
+from gspo_jax.runtime.run_files import in_bucket, is_file
 
 _LLAMA_STEPS = ("ByteFallback", "Fuse", "Strip")  # of a decoder
 _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
@@ -41,6 +50,12 @@ _OF_EVERY_TEMPLATE = {
   *("add_generation_prompt", "bos_token", "eos_token", "messages"),
   *("pad_token", "raise_exception", "strftime_now", "unk_token"),
 }
+# Of a chat template, which is a program that somebody else wrote: its limits,
+# and the conversations that it is tried with.
+_SECONDS, _MAX_CHARACTERS = 10.0, 1 << 24
+_TRIED_ROLES = ("user",), ("system", "user"), ("user", "assistant", "user")
+# Where stop tokens are, in the order in which transformers looks for them.
+_STOP_FILES = ("generation_config.json", "config.json")
 # Files that may decide the ids, and files that may also decide a prompt.
 _VOCABULARIES = (
   "merges.txt",
@@ -88,6 +103,12 @@ class HFTokenizer:
     self._template_args = _parse_template_args(template_args)
     if template_args:
       self._check_template_args(template_args)
+    self._stop_file, stops = _stops_of_file(path)
+    with content_of(f"tokenizer {self._name!r}"):
+      self._read(stops)
+
+  def _read(self, stops: list[int]) -> None:
+    """Sets what follows from the files; any error is theirs."""
     # Two copies: whether control strings are parsed is a mutable option, and
     # the threads of the pipeline share the tokenizer.
     self._parsing = self._library.backend_tokenizer
@@ -103,16 +124,22 @@ class HFTokenizer:
       "|".join(map(re.escape, longest_first)) or r"(?!)"
     )
     self._forbidden = {*self._control.values()} - {self._library.unk_token_id}
-    self.stop_ids = self._stops()
+    self.stop_ids = self._with_eos(stops)
     pad = self._library.pad_token_id
     self.pad_id = self.stop_ids[0] if pad is None else pad
     ids = self._parsing.get_vocab().values()
     self.vocab_size = 1 + max(*ids, *self.stop_ids, self.pad_id)
-    self.fingerprint = digest(
+    parts = [
       part
       for file in _files(self._path)
       for part in (file.name.encode(), file.read_bytes())
-    )
+    ]
+    if self._stop_file == "config.json":  # whose other keys decide no ids
+      parts.append(str(self.stop_ids).encode())
+    self.fingerprint = digest(parts)
+    # Of a class that does not fit the files, rare letters raise an error.
+    self.encode("1 \u9f98 \U0001fae0")
+    self._require_an_end()
 
   def encode(self, text: str) -> list[int]:
     ids = self._plain.encode(text, add_special_tokens=False).ids
@@ -315,17 +342,31 @@ class HFTokenizer:
       {"role": role, "content": text}
       for role, text in zip(roles, texts, strict=True)
     ]
-    try:
-      return self._library.apply_chat_template(
+    what = f"tokenizer {self._name!r}: its chat template"
+    with content_of(f"{what} raised"):
+      text = self._library.apply_chat_template(
         messages,
         tokenize=False,
         add_generation_prompt=True,
         **self._template_args,
       )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
+    if len(text) > _MAX_CHARACTERS:
       raise UserError(
-        f"tokenizer {self._name!r}: its chat template raised: {error}"
-      ) from error
+        f"{what} writes {len(text):,} characters: expected at most "
+        f"{_MAX_CHARACTERS:,}"
+      )
+    return text
+
+  def _require_an_end(self) -> None:
+    """UserError if the chat template does not end within `_SECONDS`."""
+    if not self._library.chat_template:
+      return
+    for roles in _TRIED_ROLES:
+      if not _ends(lambda roles=roles: self._render(roles, ["1"] * len(roles))):
+        raise UserError(
+          f"tokenizer {self._name!r}: its chat template has not ended after "
+          f"{_SECONDS:g} s, with messages of {', '.join(roles)}"
+        )
 
   def _check_template_args(self, text: str) -> None:
     """UserError for an argument that the chat template does not read."""
@@ -347,22 +388,14 @@ class HFTokenizer:
           f"{name!r}; {hint}"
         )
 
-  def _stops(self) -> tuple[int, ...]:
-    """The end-of-text token, then the stops of generation_config.json."""
-    file = self._path / "generation_config.json"
-    try:
-      config = json.loads(file.read_bytes()) if file.exists() else {}
-      more = config.get("eos_token_id")
-      more = more if isinstance(more, list) else [more]
-      stops = [i for i in (self._library.eos_token_id, *more) if i is not None]
-      if not all(isinstance(i, int) and i >= 0 for i in stops):
-        raise ValueError(f"eos_token_id is {more}")
-    except (ValueError, AttributeError) as error:
-      raise UserError(f"'{self._name}/{file.name}': {error}") from error
+  def _with_eos(self, stops: list[int]) -> tuple[int, ...]:
+    """The end-of-text token of the tokenizer, then these stops."""
+    eos = self._library.eos_token_id
+    stops = stops if eos is None else [eos, *stops]
     if not stops:
       raise UserError(
-        f"tokenizer {self._name!r}: no eos_token in it and no "
-        "eos_token_id in generation_config.json: nothing ends a response"
+        f"tokenizer {self._name!r}: no eos_token in it and no eos_token_id in "
+        f"{' or '.join(_STOP_FILES)}: nothing ends a response"
       )
     return tuple(dict.fromkeys(stops))
 
@@ -405,12 +438,47 @@ def _parse_template_args(text: str) -> dict[str, Any]:
     ) from error
 
 
+def _stops_of_file(folder: epath.Path) -> tuple[str, list[int]]:
+  """The first of `_STOP_FILES` that has stop tokens, and these.
+
+  ("", []) if none has.
+  """
+  for name in _STOP_FILES:
+    path = folder / name
+    eos = json_file.read(path).get("eos_token_id") if is_file(path) else None
+    if eos is None:
+      continue
+    stops = eos if isinstance(eos, list) else [eos]
+    if not all(type(i) is int and i >= 0 for i in stops):
+      raise UserError(f"{str(path)!r}: eos_token_id is {eos!r:.40}")
+    return name, stops
+  return "", []
+
+
+def _ends(function: Callable[[], object]) -> bool:
+  """Whether a call ends within `_SECONDS`, with a result or with an error."""
+
+  def call():
+    with contextlib.suppress(Exception):
+      function()
+
+  thread = threading.Thread(target=call, daemon=True)
+  thread.start()
+  thread.join(_SECONDS)
+  if not thread.is_alive():
+    return True
+  ctypes.pythonapi.PyThreadState_SetAsyncExc(  # which ends the thread
+    ctypes.c_ulong(thread.ident), ctypes.py_object(TimeoutError)
+  )
+  return False
+
+
 def _template_variables(template: str) -> set[str] | None:
   """What a chat template reads of its arguments; None if it does not say."""
   try:
     syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     names = jinja2.meta.find_undeclared_variables(syntax.parse(template))
-  except jinja2.TemplateSyntaxError:  # tags of transformers
+  except (jinja2.TemplateSyntaxError, RecursionError):  # perhaps other tags
     return None
   return names - _OF_EVERY_TEMPLATE
 
@@ -418,12 +486,12 @@ def _template_variables(template: str) -> set[str] | None:
 def _files(path: epath.Path) -> list[epath.Path]:
   """The files of a folder that decide ids, prompts and stops."""
   names = sorted((*_VOCABULARIES, *_SETTINGS))
-  return [path / name for name in names if (path / name).is_file()]
+  return [path / name for name in names if is_file(path / name)]
 
 
 def _open(path: epath.Path, name: str):
   """The fast tokenizer in a folder, which errors call `name`."""
-  if not any((path / name).is_file() for name in _VOCABULARIES):
+  if not any(is_file(path / name) for name in _VOCABULARIES):
     raise UserError(
       f"tokenizer {name!r}: no tokenizer in this folder; expected "
       "tokenizer.json or tokenizer.model, or another folder in data.tokenizer"

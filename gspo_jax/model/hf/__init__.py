@@ -4,12 +4,13 @@ Other wings use the names in `__all__`.
 """
 
 from gspo_jax.model.hf.checkpoint import load_hf, save_hf
-from gspo_jax.model.hf.config import config_from_hf
+from gspo_jax.model.hf.config import config_from_hf, context_length
 from gspo_jax.model.hf.folder import require_new
 from gspo_jax.model.hf.peft import load_peft, save_peft
 
 __all__ = [
   "config_from_hf",
+  "context_length",
   "load_hf",
   "load_peft",
   "require_new",

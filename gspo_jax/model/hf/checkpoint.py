@@ -21,10 +21,13 @@ from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import config_to_hf
 from gspo_jax.model.hf.tensors import (
+  EMBEDDING,
+  HEAD,
   INDEX,
   HFCheckpoint,
   Spans,
   TensorMap,
+  listed,
   save_tensors,
   tensor_maps,
 )
@@ -56,8 +59,8 @@ def load_hf(
       is for use outside of `jax.set_mesh`: all on the first device.
 
   Raises:
-    UserError: no such files, or their tensors are not exactly the model's. The
-      error names missing, unknown and misshapen tensors, up to 16 of each.
+    UserError: no such files, or their tensors are not exactly the model's, or
+      not finite. The error names up to 16 tensors of each kind.
   """
   source = multihost.run_on_all(lambda: _open_checked(folder, cfg))
   by_path, params = _by_path(shardings), {}
@@ -72,18 +75,62 @@ def load_hf(
       params[tensor.path] = zeros(shape)
     else:
       (array,) = _read(source, 0, {tensor: sharding}).values()
-      params[tensor.path] = _from_hf(array, tensor=tensor, sharding=sharding)
+      params[tensor.path], finite = _from_hf(
+        array, tensor=tensor, sharding=sharding
+      )
+      _require_finite(source, 0, {tensor: (array, finite)})
+      if EMBEDDING in tensor.names and source.has_second_head(cfg):
+        _require_equal_head(source, array, tensor, sharding)
   stacked = {t: s for t, s in shardings.items() if t.stacked}
   with Progress(f"loading {folder}", cfg.num_layers, "layers") as progress:
     for i in range(cfg.num_layers):
+      checked = {}
       for tensor, array in _read(source, i, stacked).items():
-        params[tensor.path] = _set_layer(
+        params[tensor.path], finite = _set_layer(
           params[tensor.path], array, i, tensor=tensor, sharding=stacked[tensor]
         )
-      # Otherwise the host would read all layers before the first is copied.
-      jax.block_until_ready(params)
+        checked[tensor] = array, finite
+      # It waits for the layer. Otherwise the host would read all layers before
+      # the first is copied.
+      _require_finite(source, i, checked)
       progress.advance()
   return tree_of_paths(params)
+
+
+def _require_finite(source: HFCheckpoint, layer: int, checked: dict) -> None:
+  """UserError that names the tensors with NaN or infinite numbers.
+
+  Args:
+    source: the file.
+    layer: that was read.
+    checked: by parameter its array in HF order, and whether all is finite.
+  """
+  flags = {tensor: finite for tensor, (_, finite) in checked.items()}
+  names = [
+    name
+    for tensor, finite in jax.device_get(flags).items()
+    if not finite
+    for name, part in _split(
+      tensor, multihost.to_host(checked[tensor][0]), layer
+    ).items()
+    if not np.isfinite(part).all()
+  ]
+  if names:
+    raise multihost.AgreedError(
+      f"{source.folder}: {listed('NaN or infinite weights', names)}"
+    )
+
+
+def _require_equal_head(source, embedding, tensor: TensorMap, sharding) -> None:
+  """UserError if the output matrix in the file is not the embedding."""
+  head = tensor._replace(names=(HEAD,))
+  (array,) = _read(source, 0, {head: sharding}).values()
+  if not jax.jit(jnp.array_equal)(array, embedding):
+    raise multihost.AgreedError(
+      f"{source.folder}: {HEAD} differs from {EMBEDDING}, although config.json "
+      "has tie_word_embeddings=true: expected false, which is how transformers "
+      "treats such weights"
+    )
 
 
 def _open_checked(folder, cfg) -> HFCheckpoint:
@@ -135,19 +182,21 @@ def _spans(index, shape) -> Spans:
 
 @functools.partial(jax.jit, static_argnames=("tensor", "sharding"))
 def _from_hf(array, *, tensor: TensorMap, sharding):
-  """A parameter from its HF order, in float32."""
+  """A parameter from its HF order, in float32; whether it is finite."""
   x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
-  return jax.lax.with_sharding_constraint(x, sharding)
+  x = jax.lax.with_sharding_constraint(x, sharding)
+  return x, jnp.isfinite(array).all()
 
 
 @functools.partial(
   jax.jit, static_argnames=("tensor", "sharding"), donate_argnames="stack"
 )
 def _set_layer(stack, array, i, *, tensor: TensorMap, sharding):
-  """Writes layer i into the stacked parameter, in place."""
+  """The stacked parameter with layer i, in place; whether that is finite."""
   x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
   x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
-  return jax.lax.with_sharding_constraint(x, sharding)
+  x = jax.lax.with_sharding_constraint(x, sharding)
+  return x, jnp.isfinite(array).all()
 
 
 def save_hf(

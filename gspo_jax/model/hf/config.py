@@ -7,14 +7,19 @@ and 5 of transformers both load them.
 """
 
 import dataclasses
-import json
 from typing import NamedTuple
 
 from etils import epath
 
 from gspo_jax.model.config import ModelConfig, changed
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling, yarn_mscale
-from gspo_jax.runtime.errors import UserError, how_to_download, with_reason
+from gspo_jax.runtime import json_file
+from gspo_jax.runtime.errors import (
+  UserError,
+  content_of,
+  how_to_download,
+  with_reason,
+)
 
 
 class _Family(NamedTuple):
@@ -107,6 +112,29 @@ def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
   """
   path = epath.Path(folder) / "config.json"
   raw = read(path)
+  with content_of(str(path)):
+    cfg = _model_config(path, raw)
+  return changed(cfg, **changes)
+
+
+def context_length(folder: epath.PathLike) -> int | None:
+  """The most tokens of a text, as the config.json in `folder` has it.
+
+  That is max_position_embeddings, or what a scaling of the rotary embeddings
+  stretches the texts to, if that is more. None: config.json has neither.
+
+  Raises:
+    UserError: as `config_from_hf`.
+  """
+  key, path = "max_position_embeddings", epath.Path(folder) / "config.json"
+  raw, scaling = read(path), config_from_hf(folder).rope_scaling
+  lengths = [int(scaling.factor * scaling.length)] if scaling else []
+  if raw.get(key) is not None:
+    lengths.append(_number(path, raw, [key]))
+  return max(lengths, default=None)
+
+
+def _model_config(path, raw) -> ModelConfig:
   model_type = raw.get("model_type")
   family = _require_family(path, model_type)
   _require_supported(path, raw, family)
@@ -126,7 +154,7 @@ def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
     } | fields
   else:
     fields["mlp_dim"] = get("intermediate_size")
-  cfg = ModelConfig(
+  return ModelConfig(
     vocab_size=get("vocab_size"),
     num_layers=get("num_hidden_layers"),
     embed_dim=width,
@@ -140,26 +168,17 @@ def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
     dtype="float32" if _dtype(raw) == "float32" else "bfloat16",
     **fields,
   )
-  return changed(cfg, **changes)
 
 
 def read(path: epath.Path) -> dict:
-  """Reads a JSON object; raises UserError if the file holds none."""
+  """Reads a JSON file of a checkpoint's folder; UserError as `json_file`."""
   with with_reason(str(path)):
     if not path.parent.is_dir():
       raise UserError(
         f"{str(path.parent)!r}: expected a checkpoint's folder"
         + how_to_download(path.parent)
       )
-    try:
-      raw = json.loads(path.read_text())
-    except FileNotFoundError:
-      raise UserError(f"{path}: no such file") from None
-    except ValueError as error:
-      raise UserError(f"{path}: not JSON: {error}") from None
-  if not isinstance(raw, dict):
-    raise UserError(f"{path}: expected a JSON object, got {raw!r:.40}")
-  return raw
+  return json_file.read(path)
 
 
 def _dtype(raw):

@@ -21,15 +21,18 @@ from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import read
 from gspo_jax.model.hf.tensors import (
+  FLOATS,
   import_safetensors,
   listed,
   save_tensors,
   tensor_maps,
 )
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, content_of, with_reason
+from gspo_jax.runtime.run_files import is_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_DTYPES = FLOATS | {"F64": np.float64}
 _EXPERTS = "model.layers.{i}.mlp.experts"
 # PEFT wraps a module once for each of its parameters, the first one innermost.
 _EXPERT_PARAMETERS = {
@@ -236,10 +239,12 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
     for name, shape in expected.items()
     if name in tensors and tensors[name].shape != shape
   ]
+  infinite = [name for name, x in tensors.items() if not np.isfinite(x).all()]
   problems = [
     listed("missing", missing),
     listed("not among model.lora.targets", unknown, missing),
     listed("misshapen", misshapen),
+    listed("NaN or infinite weights", infinite),
   ]
   if any(problems):
     raise UserError(f"{folder}: " + "; ".join(filter(None, problems)))
@@ -256,11 +261,23 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
 
 
 def _tensors(path: epath.Path) -> dict[str, np.ndarray]:
+  """All tensors of a file; that of a bucket is read whole, too."""
   safetensors = import_safetensors()
-  try:
-    return safetensors.numpy.load(path.read_bytes())
-  except (safetensors.SafetensorError, OSError) as error:
-    raise UserError(f"{path}: missing or damaged: {error}") from None
+  with with_reason(str(path)), content_of(f"{path}: damaged"):
+    if not is_file(path):
+      raise UserError(f"{path}: no such file")
+    stored = dict(safetensors.deserialize(path.read_bytes()))
+  wrong = [
+    f"{name} {t['dtype']}, expected one of {', '.join(_DTYPES)}"
+    for name, t in stored.items()
+    if t["dtype"] not in _DTYPES
+  ]
+  if wrong:
+    raise UserError(f"{path}: {listed('dtype', wrong)}")
+  return {
+    name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]).reshape(t["shape"])
+    for name, t in stored.items()
+  }
 
 
 def _require_supported(path, raw, wanted: lora.LoraConfig):

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import jax
@@ -24,31 +25,36 @@ from etils import epath
 
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.transformer import init
+from gspo_jax.runtime import json_file
 from gspo_jax.runtime.errors import (
   UserError,
+  content_of,
   how_to_download,
   missing_package,
   with_reason,
 )
-from gspo_jax.runtime.run_files import in_bucket
+from gspo_jax.runtime.run_files import in_bucket, is_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOATS = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
+FLOATS = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
 # Requests at a time to a bucket, and how much one asks for at most.
 _REQUESTS, _BLOCK_BYTES = 32, 8 << 20
 # How tensorstore's errors begin where the same request may succeed later.
 _OUTAGE = re.compile(
   "ABORTED|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN"
 )
+_MAX_TENSORS = 1 << 20  # of a model; the largest published ones have 70,000
 _MAX_NAMES = 16  # in one error; a wrong folder has thousands
 _INPUTS_LAST = ((1,), (0,))
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # From the end of a parameter's path to (tensor names, axes). The rows of these
 # tensors are concatenated; names in layers lack their "model.layers.{i}.".
 # `axes` are the axes of the parameter that form the rows, then the columns.
 TABLE = {
-  "embed": (["model.embed_tokens.weight"], ((0,), (1,))),
-  "head": (["lm_head.weight"], _INPUTS_LAST),
+  "embed": ([EMBEDDING], ((0,), (1,))),
+  "head": ([HEAD], _INPUTS_LAST),
   "final_norm/scale": (["model.norm.weight"], ((0,),)),
   "attention_norm/scale": (["input_layernorm.weight"], ((0,),)),
   "mlp_norm/scale": (["post_attention_layernorm.weight"], ((0,),)),
@@ -210,8 +216,12 @@ class HFCheckpoint:
 
   def require(self, cfg: ModelConfig) -> None:
     """Raises UserError unless the tensors are exactly those of the model."""
+    self._require_count(cfg)
     shapes = expected(cfg)
-    names = {name for name in self._tensors if not _is_ignored(name, cfg)}
+    if self.has_second_head(cfg):
+      shapes[HEAD] = shapes[EMBEDDING]
+    # Frequency tables of rotary embeddings are computed.
+    names = {n for n in self._tensors if not n.endswith("rotary_emb.inv_freq")}
     missing = sorted(shapes.keys() - names)
     unknown = sorted(names - shapes.keys())
     misshapen, dtypes = [], []
@@ -219,8 +229,8 @@ class HFCheckpoint:
       _, shape, dtype = self._tensors[name]
       if shape != shapes[name]:
         misshapen.append(f"{name} {shape}, expected {shapes[name]}")
-      if dtype not in _FLOATS:
-        dtypes.append(f"{name} {dtype}, expected one of {', '.join(_FLOATS)}")
+      if dtype not in FLOATS:
+        dtypes.append(f"{name} {dtype}, expected one of {', '.join(FLOATS)}")
     problems = [
       listed("missing", missing),
       listed("not of this model", unknown, missing),
@@ -229,6 +239,26 @@ class HFCheckpoint:
     ]
     if any(problems):
       raise UserError(f"{self.folder}: " + "; ".join(filter(None, problems)))
+
+  def has_second_head(self, cfg: ModelConfig) -> bool:
+    """Whether there is an output matrix beside the tied embedding."""
+    return cfg.tie_embeddings and HEAD in self._tensors
+
+  def _require_count(self, cfg):
+    """UserError for so many tensors that to name them all would not end."""
+    layers, experts = cfg.num_layers, cfg.num_experts
+    count = sum(
+      (layers if tensor.stacked else 1)
+      * (tensor.experts or 1)
+      * len(tensor.names)
+      for tensor in tensor_maps(cfg)
+    )
+    if count > _MAX_TENSORS:
+      raise UserError(
+        f"{self.folder}: num_hidden_layers={layers} and num_experts={experts} "
+        f"in config.json make {count:,} tensors, the files hold "
+        f"{len(self._tensors):,}"
+      )
 
   def read(
     self, layer: int, wanted: Mapping[TensorMap, Collection[Spans]]
@@ -250,7 +280,7 @@ class HFCheckpoint:
     for tensor, parts in wanted.items():
       names = [name for name, _ in tensor.tensors(layer)]
       dtypes = {self._tensors[name].dtype for name in names}
-      dtype = _FLOATS[dtypes.pop()] if len(dtypes) == 1 else np.float32
+      dtype = FLOATS[dtypes.pop()] if len(dtypes) == 1 else np.float32
       found[tensor] = {
         spans: np.empty([end - start for start, end in spans], dtype)
         for spans in parts
@@ -325,10 +355,10 @@ def save_tensors(arrays: Mapping[str, np.ndarray], path: epath.Path) -> None:
   for a bucket, and on this machine lets only the owner read the file.
 
   Args:
-    arrays: contiguous, of one dtype in `_FLOATS`.
+    arrays: contiguous, of one dtype in `FLOATS`.
     path: of the file.
   """
-  names = {np.dtype(dtype): name for name, dtype in _FLOATS.items()}
+  names = {np.dtype(dtype): name for name, dtype in FLOATS.items()}
   header, end = {"__metadata__": {"format": "pt"}}, 0
   for name, x in sorted(arrays.items()):
     span = [end, end := end + x.nbytes]
@@ -409,7 +439,7 @@ class _BucketTensor(NamedTuple):
     """Reads whole rows, of which the other axes are sliced in memory."""
     (first, end, _), dtype = (
       slices[0].indices(self.shape[0]),
-      np.dtype(_FLOATS[self.dtype]),
+      np.dtype(FLOATS[self.dtype]),
     )
     row = math.prod(self.shape[1:]) * dtype.itemsize
     data = self.file.read(self.start + first * row, self.start + end * row)
@@ -424,37 +454,35 @@ def _files(folder: epath.Path) -> list[epath.Path]:
       + how_to_download(folder)
     )
   if (folder / SINGLE).exists():
-    return [folder / SINGLE]
-  if not (folder / INDEX).exists():
+    names = {SINGLE}
+  elif (folder / INDEX).exists():
+    names = _indexed(folder / INDEX)
+  else:
     raise UserError(f"{str(folder)!r} holds neither {SINGLE} nor {INDEX}")
-  try:
-    names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-  except (ValueError, LookupError, TypeError, AttributeError) as error:
-    raise UserError(f"{folder / INDEX}: not an index: {error!r}") from None
-  missing = sorted(name for name in names if not (folder / name).is_file())
+  missing = sorted(name for name in names if not is_file(folder / name))
   if missing:
     raise UserError(f"{folder}: {listed('missing files', missing)}")
   return [folder / name for name in sorted(names)]
 
 
+def _indexed(path: epath.Path) -> set[str]:
+  """The files that an index names, all of them beside it."""
+  with content_of(f"{path}: not an index"):
+    names = set(json_file.read(path)["weight_map"].values())
+    outside = [name for name in names if name != PurePosixPath(name).name]
+  if outside:
+    raise UserError(
+      f"{path}: {listed('names outside of its folder', sorted(outside))}"
+    )
+  return names
+
+
 def _open(path: epath.Path):
   safetensors = import_safetensors()
-  with with_reason(str(path)):
-    try:
-      if in_bucket(path):
-        return BucketFile(str(path))
-      return safetensors.safe_open(path, framework="np")
-    except (
-      safetensors.SafetensorError,
-      *(ValueError, LookupError, TypeError, AttributeError),
-    ) as error:
-      raise UserError(f"{path}: damaged or truncated: {error}") from None
-
-
-def _is_ignored(name: str, cfg: ModelConfig) -> bool:
-  """Whether a tensor is not needed: a frequency table, or a tied head."""
-  tied = cfg.tie_embeddings and name == "lm_head.weight"
-  return tied or name.endswith("rotary_emb.inv_freq")
+  with with_reason(str(path)), content_of(f"{path}: damaged or truncated"):
+    if in_bucket(path):
+      return BucketFile(str(path))
+    return safetensors.safe_open(path, framework="np")
 
 
 def listed(problem: str, names: list[str], choices=()) -> str:

@@ -1,0 +1,31 @@
+"""Reads a file that holds one JSON object, such as a config.json."""
+
+import json
+from typing import Any
+
+from etils import epath
+
+from gspo_jax.runtime.errors import UserError, with_reason
+from gspo_jax.runtime.run_files import is_file
+
+
+def read(path: epath.PathLike) -> dict[str, Any]:
+  """The object in a file of a folder or bucket.
+
+  Raises:
+    UserError: there is no such file, it is a pipe or a folder, or it holds
+      anything but one JSON object that Python can parse.
+  """
+  path = epath.Path(path)
+  with with_reason(str(path)):
+    if not is_file(path):
+      what = "expected a file" if path.exists() else "no such file"
+      raise UserError(f"{path}: {what}")
+    text = path.read_bytes()
+  try:
+    raw = json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise UserError(f"{path}: not JSON: {error}") from None
+  if not isinstance(raw, dict):
+    raise UserError(f"{path}: expected a JSON object, got {raw!r:.40}")
+  return raw
