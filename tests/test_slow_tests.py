@@ -1,4 +1,4 @@
-"""The order of slow tests, and the record of their last pass."""
+"""The order of slow tests, their time, and the record of their last pass."""
 
 import json
 import subprocess
@@ -6,28 +6,32 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from slow_tests import in_turn
+
+HOUR = 3600
 
 
 def item(file, name):
   return SimpleNamespace(path=Path(file), nodeid=f"{file}::{name}")
 
 
-def test_what_ran_longest_ago_comes_first():
+def test_what_ran_longest_ago_comes_first_whatever_its_file():
   items = [item("a", 1), item("a", 2), item("b", 1), item("c", 1)]
-  record = {
-    "a::1": {"ran": 9},
-    "a::2": {"ran": 3},
-    "b::1": {"ran": 2},
-  }
-  ordered = in_turn(items, record, "2026-01-01")
-  assert [i.nodeid for i in ordered] == ["c::1", "b::1", "a::2", "a::1"]
+  hours = {"a::1": 9, "a::2": 3, "b::1": 5}
+  record = {name: {"ran": hour * HOUR} for name, hour in hours.items()}
+  ordered = in_turn(items, record, "96a312e")
+  assert [i.nodeid for i in ordered] == ["c::1", "a::2", "b::1", "a::1"]
 
 
-def test_without_a_record_every_file_is_first_on_some_day():
-  items = [item(name, 1) for name in "abcde"]
-  days = [f"2026-01-{day:02}" for day in range(1, 32)]
-  assert {in_turn(items, {}, day)[0].path.name for day in days} == {*"abcde"}
+def test_without_a_record_files_stay_whole_and_the_commit_decides():
+  items = [item(file, name) for name in (1, 2) for file in "abcde"]
+  firsts = set()
+  for commit in map(str, range(50)):
+    ordered = in_turn(items, {}, commit)
+    assert len({i.path for i in ordered[:2]}) == 1
+    firsts.add(ordered[0].path.name)
+  assert firsts == {*"abcde"}
 
 
 SLOW = """
@@ -39,31 +43,55 @@ def test_skipped(): pytest.skip('no browser')
 """
 
 
-def run(folder, monkeypatch, *arguments):
-  monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-  (folder / "test_made.py").write_text(SLOW)
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+  """Runs pytest on three slow tests; the record is in the same folder."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  (tmp_path / "test_made.py").write_text(SLOW)
   support = Path(__file__).parent / "support"
-  (folder / "conftest.py").write_text(
+  (tmp_path / "conftest.py").write_text(
     "import sys\n"
     f"sys.path.insert(0, {str(support)!r})\n"
     "from slow_tests import pytest_addoption, pytest_configure\n"
   )
-  done = subprocess.run(
-    [sys.executable, "-m", "pytest", "-m", "slow", *arguments],
-    cwd=folder,
-    capture_output=True,
-    text=True,
-  )
-  return done.stdout
+
+  def run(*arguments):
+    done = subprocess.run(
+      [sys.executable, "-m", "pytest", "-m", "slow", *arguments],
+      cwd=tmp_path,
+      capture_output=True,
+      text=True,
+    )
+    return done.stdout
+
+  return run
 
 
-def test_the_record_has_the_commit_of_a_pass(tmp_path, monkeypatch):
-  shown = run(tmp_path, monkeypatch)
+def test_the_record_has_the_commit_of_a_pass(run, tmp_path):
+  shown = run()
   assert "1 failed, 1 passed, 1 skipped" in shown
   record = json.loads((tmp_path / "gspo_jax/slow_tests.json").read_text())
-  assert {name.split("_")[-1] for name in record} == {"right", "skipped"}
-  assert record["test_made.py::test_right"]["commit"] in shown
-  assert record["test_made.py::test_skipped"]["commit"] == "never"
-  shown = run(tmp_path, monkeypatch, "--minutes=0")
-  assert "3 skipped" in shown
-  assert shown.index("::test_wrong") < shown.index("::test_right")
+  right, wrong, skipped = (
+    record[f"test_made.py::test_{name}"]
+    for name in ("right", "wrong", "skipped")
+  )
+  assert right["commit"] in shown
+  assert right["ran"] == pytest.approx(skipped["ran"], abs=60)
+  assert wrong["ran"] == 0
+  assert wrong["commit"] == skipped["commit"] == "never"
+
+
+def test_a_test_that_would_end_too_late_is_left_out(run, tmp_path):
+  """By both processes of xdist."""
+  names = ("right", "wrong", "skipped")
+  record = {
+    f"test_made.py::test_{name}": {"ran": 0, "commit": "no", "seconds": seconds}
+    for name, seconds in zip(names, (1, 70, 1), strict=True)
+  }
+  (tmp_path / "gspo_jax").mkdir()
+  file = tmp_path / "gspo_jax/slow_tests.json"
+  file.write_text(json.dumps(record))
+  shown = run("--minutes=1", "-n2")
+  assert "1 passed, 2 skipped" in shown
+  assert "no time no             70  test_made.py::test_wrong" in shown
+  assert json.loads(file.read_text())["test_made.py::test_wrong"]["ran"] == 0

@@ -3,7 +3,7 @@
 Those that failed or ran longest ago run first, and none starts that would end
 after the given minutes. A record in the cache folder of the user, which all
 clones share, has the commit at which each test last passed, and its seconds.
-Where there is no record, the day and the file decide the order.
+Without a record the commit decides which file comes first.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from repository import ROOT
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 RECORD = CACHE / "gspo_jax" / "slow_tests.json"
-UNTRIED = {"ran": 0, "commit": "never", "seconds": 0}
+UNTRIED = {"ran": 0, "commit": "never", "seconds": 60}
 NO_TIME = "no time"
 
 
@@ -38,21 +38,21 @@ class SlowTests:
 
   def __init__(self, config):
     self._minutes = config.getoption("minutes")
-    self._ends = time.time() + 60 * (self._minutes or 0)
+    self._ends = time.monotonic() + 60 * (self._minutes or 0)
     self._writes = not hasattr(config, "workerinput")
-    self._record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    self._record, self._commit = read(), commit()
     self._results, self._seconds = {}, Counter()
     if self._minutes is not None:
-      config.option.loadscopereorder = False  # xdist begins with long files
+      config.option.dist = "load"  # loadfile would run whole files
 
   @pytest.hookimpl(trylast=True)
   def pytest_collection_modifyitems(self, items):
     if self._minutes is not None:
-      items[:] = in_turn(items, self._record, time.strftime("%F"))
+      items[:] = in_turn(items, self._record, self._commit)
 
   def pytest_runtest_setup(self, item):
     seconds = self._record.get(item.nodeid, UNTRIED)["seconds"]
-    if self._minutes is not None and time.time() + seconds > self._ends:
+    if self._minutes is not None and time.monotonic() + seconds > self._ends:
       pytest.skip(NO_TIME)
 
   def pytest_runtest_logreport(self, report):
@@ -64,19 +64,24 @@ class SlowTests:
     self._seconds[name] += report.duration
     if self._results.get(name, "passed") == "passed":
       self._results[name] = result
-    if report.when == "teardown":
+    if report.when == "teardown" and self._results[name] != NO_TIME:
       self._remember(name)
 
   def _remember(self, name):
-    result, last = self._results[name], self._record.get(name, UNTRIED)
+    result, self._record = self._results[name], read()  # others write, too
+    last = self._record.get(name, UNTRIED)
+    if result != "skipped":
+      last = last | {"seconds": round(self._seconds[name])}
+    if result != "failed":  # what failed runs first next time
+      last = last | {"ran": int(time.time())}
     if result == "passed":
-      seconds = round(self._seconds[name])
-      last = {"commit": commit(), "seconds": seconds}
-    if result in ("passed", "skipped"):  # what failed runs first next time
-      self._record[name] = last | {"ran": int(time.time())}
-      write(self._record)
+      last = last | {"commit": self._commit}
+    self._record[name] = last
+    write(self._record)
 
   def pytest_terminal_summary(self, terminalreporter):
+    if not self._writes:
+      return
     terminalreporter.section("slow tests: result, last pass, seconds")
     for name, result in self._results.items():
       last = self._record.get(name, UNTRIED)
@@ -85,21 +90,20 @@ class SlowTests:
       )
 
 
-def in_turn(items, record, day):
-  """`items` by file, and files by their test that ran longest ago."""
-
-  def ran(item):
-    return record.get(item.nodeid, UNTRIED)["ran"]
-
-  oldest = {}
-  for item in items:
-    oldest[item.path] = min(oldest.get(item.path, ran(item)), ran(item))
+def in_turn(items, record, commit):
+  """`items` by the hour of their last run, and within it by file."""
 
   def turn(item):
-    chance = hashlib.sha256(f"{day} {item.path.name}".encode()).hexdigest()
-    return oldest[item.path], chance, ran(item)
+    name = item.path.name
+    chance = hashlib.sha256(f"{commit} {name}".encode()).hexdigest()
+    ran = record.get(item.nodeid, UNTRIED)["ran"]
+    return ran // 3600, chance
 
   return sorted(items, key=turn)
+
+
+def read():
+  return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def write(record):
