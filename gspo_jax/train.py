@@ -195,6 +195,9 @@ def _train(
       multihost.print_once(f"num_steps={last}: nothing is left to do")
     if first == 1 and config.eval.every:
       writer.write(0, held_out.evaluate(experiment, state.policy))
+    if first <= last and run.preemption.reached():  # in an evaluation
+      multihost.print_once("stopped: no step is lost; the same command resumes")
+      return None
     for step in range(first, last + 1):
       with traced.iteration(step):
         state, row = iterate(run, state, step)

@@ -294,6 +294,9 @@ def test_sigterm_saves_and_the_same_command_resumes(
   run, reference, tmp_path, assert_same_run
 ):
   """Also in an evaluation, and where nothing else saves that step."""
+  state, out = run(tmp_path, sigterm_at="0/4 ")
+  assert state is None
+  assert "1/4 " not in out
   state, out = run(tmp_path, sigterm_at="2/4 ", checkpoint__every=100)
   assert state is None
   assert "stopped: saved after step 2" in out

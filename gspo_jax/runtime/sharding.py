@@ -486,10 +486,11 @@ def scatter(x, *axes: str, dim: int):
 
 
 def _uses_gloo() -> bool:
-  """Whether Gloo runs the collectives: several processes on CPUs.
+  """Whether Gloo runs the collectives: jax.distributed on CPUs.
 
   Its reduce-scatter, also the transpose of an all-gather, now and then gives
-  process 0 wrong numbers (github.com/jax-ml/jax/issues/40830).
+  process 0 wrong numbers (github.com/jax-ml/jax/issues/40830; seen in jaxlib
+  0.10.2). A sum of whole arrays sends more, and is right.
   """
   return platform() == "cpu" and jax.distributed.is_initialized()
 
