@@ -24,9 +24,10 @@ without sequence packing; TRL with `generate`. (Its continuous batching took
 four times as long on a CPU.)
 
 All share one core, in turns. Seconds are those in which a process computed (CPU
-time), which other processes change little. The first two iterations of each are
-not counted: they compile. `times` is the least seconds of a peer's best form
-over those of ours.
+time), which other processes change little; those of the processes that score
+for gspo_jax, a few milliseconds, are not among them. The first two iterations
+of each are not counted: they compile. `times` is the least seconds of a peer's
+best form over those of ours.
 """
 
 import argparse
