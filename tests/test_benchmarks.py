@@ -15,17 +15,23 @@ import pytest
 from repository import ROOT
 from scipy import stats
 
-from benchmarks import lengths, seeds, smollm2
+from benchmarks import lengths, peers, seeds, smollm2, turns
 from gspo_jax import model
 from gspo_jax.data import tokenizers
 
+NEEDS = {
+  "eager_iteration": "torch",
+  "versus_transformers": "torch",
+  "peers_trl": "trl",
+  "peers_tunix": "tunix",
+}
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_imports(name):
-  if name in ("eager_iteration", "versus_transformers"):
-    pytest.importorskip("torch")
+  if name in NEEDS:
+    pytest.importorskip(NEEDS[name])
   importlib.import_module(f"benchmarks.{name}")
 
 
@@ -89,6 +95,48 @@ def test_versus_transformers():
     theirs = [x for name, x in rates.items() if not name.startswith("our")]
     assert rates[row["best"]] == max(theirs) > 0
     assert row["times"] == pytest.approx(ours / max(theirs), abs=1e-3)
+
+
+@pytest.mark.slow
+def test_peers_without_peers():
+  """Responses of the wanted lengths, which are checked there."""
+  record = quick("peers")
+  assert record["losses"] == []
+  assert [row["lengths"] for row in record["iterations"]] == [
+    "equal",
+    "long tail",
+  ]
+  for row in record["iterations"]:
+    assert row["times"] == {}
+    forms = row["seconds"]["ours"]
+    assert set(forms) == {"static", "continuous"}
+    assert all(0 < s["min"] <= s["median"] for s in forms.values())
+
+
+def test_a_process_answers_each_turn_with_what_it_was(capsys):
+  done = []
+  for turn, _ in enumerate(turns.turns(["\n", "\n"], lambda: done)):
+    print("a trainer's own words")
+    done[:] = [3, turn]
+  lines = iter(capsys.readouterr().out.splitlines(keepends=True))
+  found = [turns.answer(lines) for _ in range(2)]
+  assert [turn["lengths"] for turn in found] == [[0, 3], [1, 3]]
+  assert all(turn["seconds"] >= 0 for turn in found)
+  with pytest.raises(EOFError):
+    turns.answer(lines)
+
+
+def test_losses_are_clipped_in_part():
+  """So that the peers' clip ranges count."""
+  given = peers.losses_given()
+  mask = given["mask"]
+  for name in peers.METHODS:
+    gap = (given[f"{name}/logps"] - given[f"{name}/old_logps"]) * mask
+    if name == "gspo":
+      gap = gap.sum(1) / mask.sum(1)
+    ratio, edges = np.exp(gap), (given[f"{name}/low"], given[f"{name}/high"])
+    outside = (ratio < 1 - edges[0]) | (ratio > 1 + edges[1])
+    assert 0 < outside.sum() < outside.size
 
 
 @pytest.mark.slow

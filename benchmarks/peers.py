@@ -1,0 +1,291 @@
+"""Losses and whole iterations beside those of Tunix and TRL.
+
+  python -m benchmarks.peers [--quick] [--out=FILE.json] [--repeats=5]
+    [--tunix_python=DIR/bin/python] [--trl_python=DIR/bin/python]
+
+Both are optional, and each lives in an environment of its own:
+  python3 -m venv DIR && DIR/bin/pip install google-tunix==0.1.7
+  python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 trl==1.16.0
+Needs `pip install 'gspo_jax[hf]'`.
+
+Losses: the same log-probs, advantages and mask for all; TRL computes in
+float64, Tunix and gspo_jax in float32, which both require. Differences are the
+largest absolute ones of a loss and of its gradient in a log-prob. A part of the
+ratios is clipped.
+
+Iterations: GSPO in float32 on the same Qwen3, of a Hugging Face folder, with
+the same prompts. An iteration is a generation, its rewards, and one optimizer
+step on the batch, for which no trainer computes old log-probs in advance. The
+weights count down (see benchmarks/lengths.py), so that each response has the
+wanted length in each trainer, which is checked: all the most tokens, or a long
+tail. A micro-batch has 16 responses. gspo_jax runs with the static sampler, and
+with continuous batching and packed rows; Tunix with its own sampler, with and
+without sequence packing; TRL with `generate`. (Its continuous batching took
+four times as long on a CPU.)
+
+All share one core, in turns. Seconds are those in which a process computed (CPU
+time), which other processes change little; those of the processes that score
+for gspo_jax, a few milliseconds, are not among them. The first two iterations
+of each are not counted: they compile. `times` is the least seconds of a peer's
+best form over those of ours.
+"""
+
+import argparse
+import ast
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import tokenizers
+import transformers
+
+from benchmarks import lengths, record
+from benchmarks.turns import answer
+from gspo_jax import model
+from gspo_jax.model import hf
+
+ROOT = Path(__file__).parent.parent
+FORMS = {
+  "ours": ("static", "continuous"),
+  "tunix": ("padded", "packed"),
+  "trl": ("generate",),
+}
+PACKAGES = "jax", "flax", "google-tunix", "trl", "torch", "transformers"
+# Of every process.
+PLACE = {"cwd": ROOT, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
+# Of the losses: the spread of log-ratios, and the clip range.
+TOKEN_RATIOS = (0.3, 0.2, 0.28)
+METHODS = {"gspo": (2e-3, 3e-4, 4e-4)} | dict.fromkeys(
+  ("grpo", "dr_grpo", "dapo", "cispo", "sapo"), TOKEN_RATIOS
+)
+
+
+class Size(NamedTuple):
+  """G responses to each of P prompts of S tokens; the most tokens of one."""
+
+  P: int
+  G: int
+  S: int
+  equal: int
+  long_tail: int
+  vocabulary: int
+  layers: int
+  slots: int
+
+
+QUICK = Size(2, 2, 8, 8, 16, 64, 1, 2)
+FULL = Size(16, 4, 32, 128, 256, 2048, 4, 16)
+
+
+def losses_given(B: int = 8, T: int = 32) -> dict[str, np.ndarray]:
+  """Random arrays: `mask`, `advantages`, and others by method."""
+  rng = np.random.default_rng(0)
+  mask = np.arange(T) < rng.integers(1, T + 1, (B, 1))
+  given = {"mask": mask, "advantages": rng.normal(size=B).astype(np.float32)}
+  for name, (spread, low, high) in METHODS.items():
+    logps = -rng.exponential(size=(B, T)).astype(np.float32)
+    noise = rng.normal(scale=spread, size=(B, T)).astype(np.float32)
+    given |= {f"{name}/logps": logps, f"{name}/old_logps": logps - noise}
+    given |= {f"{name}/low": np.array(low), f"{name}/high": np.array(high)}
+  return given
+
+
+def write_model(folder: str, sizes: Size) -> None:
+  """A Hugging Face folder: Qwen3 that counts down, a word for each token."""
+  cfg = model.variant(
+    "tiny",
+    vocab_size=sizes.vocabulary,
+    num_layers=sizes.layers,
+    embed_dim=256,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    mlp_dim=768,
+    num_experts=0,
+    experts_per_token=0,
+    dtype="float32",
+  )
+  hf.save_hf(lengths.countdown(model.init(jax.random.key(0), cfg)), cfg, folder)
+  words = {word(i): i for i in range(sizes.vocabulary)}
+  fast = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(words, unk_token=word(1))
+  )
+  fast.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+  transformers.PreTrainedTokenizerFast(
+    tokenizer_object=fast,
+    eos_token=word(lengths.STOP),
+    pad_token=word(sizes.vocabulary - 1),
+    unk_token=word(1),
+  ).save_pretrained(folder)
+
+
+def word(token: int) -> str:
+  """Of one width: a special token is found inside of longer words, too."""
+  return f"t{token:04d}"
+
+
+def plan_of(folder: Path, sizes: Size, kind: str) -> dict:
+  """What the processes read: sizes, and prompts with responses of a kind."""
+  most = sizes.equal if kind == "equal" else sizes.long_tail
+  each = np.full(sizes.P, most)
+  if kind == "long tail":
+    each = lengths.long_tailed(sizes.P, most)
+  starts = [word(1)] * (sizes.S - 1)
+  prompts = [" ".join([*starts, word(n)]) for n in each]
+  rows = [json.dumps({"question": p, "answer": "#### 1"}) for p in prompts]
+  (folder / "problems.jsonl").write_text("\n".join(rows))
+  plan = {
+    "model": f"{folder}/model",
+    "problems": f"{folder}/problems.jsonl",
+    "prompts": prompts,
+    "lengths": sorted(np.repeat(each, sizes.G).tolist()),
+    "group": sizes.G,
+    "prompt_tokens": sizes.S,
+    "max_new_tokens": most,
+    "slots": sizes.slots,
+    "micro_batch": min(16, sizes.P * sizes.G),
+  }
+  (folder / "plan.json").write_text(json.dumps(plan))
+  return plan
+
+
+class Trainer:
+  """A process of a trainer that makes an iteration whenever it is asked.
+
+  Args:
+    python: of its environment.
+    name: of `FORMS`.
+    form: of these.
+    folder: with a plan.json.
+  """
+
+  def __init__(self, python: str, name: str, form: str, folder: Path):
+    pipe = subprocess.PIPE
+    self._process = subprocess.Popen(
+      command(python, name, form, folder),
+      stdin=pipe,
+      stdout=pipe,
+      text=True,
+      **PLACE,
+    )
+
+  def ask(self) -> dict:
+    """Seconds and lengths of an iteration."""
+    print(file=self._process.stdin, flush=True)
+    return answer(self._process.stdout)
+
+  def end(self) -> None:
+    self._process.stdin.close()
+    self._process.wait()
+
+
+def command(python: str, name: str, part: str, folder: Path) -> list[str]:
+  return [python, "-m", f"benchmarks.peers_{name}", str(folder), part]
+
+
+def compare_losses(pythons: dict[str, str], folder: Path) -> list[dict]:
+  """Prints and returns the largest differences by peer and method."""
+  np.savez(folder / "losses.npz", **losses_given())
+  found = {}
+  for name, python in pythons.items():
+    run = command(python, name, "losses", folder)
+    subprocess.run(run, check=True, stdout=sys.stderr, **PLACE)
+    found[name] = np.load(folder / f"losses_{name}.npz")
+  ours, rows = found.pop("ours"), []
+  for peer, theirs in found.items():
+    for method in METHODS:
+      if f"{method}/loss" in theirs:
+        row = {"peer": peer, "method": method}
+        for of in ("loss", "gradient"):
+          key = f"{method}/{of}"
+          row[of] = float(f"{np.abs(ours[key] - theirs[key]).max():.2g}")
+        rows.append(row)
+        print(" | ".join(map(str, row.values())), flush=True)
+  return rows
+
+
+def compare_iterations(
+  pythons: dict[str, str], folder: Path, kind: str, plan: dict, repeats: int
+) -> dict:
+  """Prints and returns seconds by trainer and form, and how they compare."""
+  trainers = {
+    (name, form): Trainer(python, name, form, folder)
+    for name, python in pythons.items()
+    for form in FORMS[name]
+  }
+  seconds = {key: [] for key in trainers}
+  for _ in range(repeats + 2):
+    for key, trainer in trainers.items():
+      turn = trainer.ask()
+      if turn["lengths"] != plan["lengths"]:
+        raise ValueError(f"{key}: {turn['lengths']=}, {plan['lengths']=}")
+      seconds[key].append(turn["seconds"])
+  for trainer in trainers.values():
+    trainer.end()
+  found, best = {name: {} for name in pythons}, {}
+  for (name, form), every in seconds.items():
+    least, middle = min(every[2:]), statistics.median(every[2:])
+    found[name][form] = {"min": round(least, 3), "median": round(middle, 3)}
+    best[name] = min(best.get(name, least), least)
+    print(f"{kind} | {name} | {form} | {least:.2f} | {middle:.2f}", flush=True)
+  times = {
+    n: round(b / best["ours"], 2) for n, b in best.items() if n != "ours"
+  }
+  print(f"{kind} | times | {times}", flush=True)
+  return {"lengths": kind, "seconds": found, "times": times}
+
+
+def versions(python: str) -> dict[str, str]:
+  """Of the packages in an environment."""
+  script = (
+    "import importlib.metadata as m; "
+    "print({d.name: d.version for d in m.distributions()})"
+  )
+  out = subprocess.run(
+    [python, "-c", script], check=True, capture_output=True, text=True
+  ).stdout
+  installed = ast.literal_eval(out)
+  return {name: installed[name] for name in PACKAGES if name in installed}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--quick", action="store_true", help="tiny sizes")
+  parser.add_argument("--out", type=Path)
+  parser.add_argument("--repeats", type=int, default=5)
+  parser.add_argument("--tunix_python", type=Path)
+  parser.add_argument("--trl_python", type=Path)
+  args = parser.parse_args()
+  os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+  pythons = {"ours": sys.executable}
+  for name in ("tunix", "trl"):
+    if path := getattr(args, f"{name}_python"):
+      pythons[name] = str(path.absolute())
+  sizes, repeats = (QUICK, 1) if args.quick else (FULL, args.repeats)
+  with tempfile.TemporaryDirectory() as name:
+    folder = Path(name)
+    write_model(f"{folder}/model", sizes)
+    plan_of(folder, sizes, "equal")
+    print("peer | method | loss | gradient: largest differences")
+    measured = {
+      "versions": {n: versions(python) for n, python in pythons.items()},
+      "losses": compare_losses(pythons, folder),
+      "iterations": [
+        compare_iterations(
+          pythons, folder, kind, plan_of(folder, sizes, kind), repeats
+        )
+        for kind in ("equal", "long tail")
+      ],
+    }
+  record.finish("peers", measured, args.out)
+
+
+if __name__ == "__main__":
+  main()
