@@ -25,13 +25,12 @@ SPECS = (
 )
 
 STORED = ("jsonl:", "parquet:", "hf:", "tfds:")  # of `SPECS`
-# By the end of a file's name, what goes before the file in a spec.
-_KIND_OF_FILE = {
-  ".csv": "hf",
-  ".json": "hf",
-  ".jsonl": "jsonl",
-  ".parquet": "parquet",
-}
+_FILE = re.compile(
+  r"\.(csv|tsv|jsonl?|parquet)(\.gz)?(:[^/]+)?$", re.IGNORECASE
+)
+_HF = re.compile(r"((?:\w+://)?[^:]+)(?::(.+))?")  # NAME[:SPLIT]
+# Formats that `datasets` would read from every file below the current folder.
+_FORMATS = ("arrow", "csv", "json", "parquet", "text")
 
 
 class Records(NamedTuple):
@@ -77,9 +76,29 @@ def spec_of(file: str | Path) -> str:
 
   A spec such as parquet:FILE stays as it is.
   """
-  if str(file).startswith(STORED):
-    return str(file)
-  return f"{_KIND_OF_FILE.get(Path(file).suffix, 'jsonl')}:{file}"
+  file = str(file)
+  if re.match(r"\w+:(?!//)", file):
+    return file
+  return _by_name(file) or f"jsonl:{file}"
+
+
+def _by_name(spec: str) -> str:
+  """The spec of a file by the end of its name; "" if that says nothing."""
+  file = re.sub(r"^\w+:(?!//)", "", spec)  # another one's word for the kind
+  end = _FILE.search(file)
+  if not end:
+    return ""
+  kind, packed, split = end.groups()
+  alone = kind.lower() in ("jsonl", "parquet") and not (packed or split)
+  return f"{kind.lower() if alone else 'hf'}:{file}"
+
+
+def path_of(spec: str) -> str:
+  """The file or folder that a spec names; "" if it names other things."""
+  kind, _, rest = spec.partition(":")
+  if kind == "hf":
+    return _HF.fullmatch(rest)[1] if _HF.fullmatch(rest) else ""
+  return rest if kind in ("jsonl", "parquet") else ""
 
 
 def lines(file: str | Path) -> Iterator[json_lines_file.Line]:
@@ -271,7 +290,7 @@ def hugging_face(spec: str) -> Sequence:
     UserError: there is no such set or split, the Hub cannot be reached, or the
       package `datasets` is missing.
   """
-  parts = re.fullmatch(r"((?:\w+://)?[^:]+)(?::(.+))?", spec)
+  parts = _HF.fullmatch(spec)
   if not parts:
     raise UserError(f"hf:{spec}: expected hf:NAME[:SPLIT]")
   name, split = parts[1], parts[2] or "train"
@@ -291,6 +310,11 @@ def hugging_face(spec: str) -> Sequence:
       if not on_hub:
         raise UserError(f"hf:{spec}: no such file or folder")
       name, options["name"] = on_hub.groups()
+      if name in _FORMATS:
+        file = f"hf:{split}" if parts[2] else "hf:FILE or hf:FOLDER"
+        raise UserError(
+          f"hf:{spec}: {name!r} is a format, no data set; expected {file}"
+        )
     return _of_text(datasets.load_dataset(name, **options))
 
 
@@ -383,10 +407,9 @@ def from_factory(spec: str) -> Sequence:
     UserError: there is no such factory, or its result has no length or index.
   """
   parts = re.fullmatch(r"([\w.]+)[.:](\w+)", spec)
-  kind = _KIND_OF_FILE.get(Path(spec).suffix)
-  if kind or not parts:
-    file = re.sub(r"^\w+:(?!//)", "", spec)  # another one's word for the kind
-    hint = f"did you mean '{kind}:{file}'? " if kind else ""
+  file = _by_name(spec)
+  hint = f"did you mean {file!r}? " if file else ""
+  if file or not parts:
     raise UserError(f"data source {spec!r}: {hint}expected {SPECS}")
   path, name = parts[1], parts[2]
   try:

@@ -77,6 +77,17 @@ class Fields(NamedTuple):
       return Fields(problem, reference, "solution")
     return Fields(problem, reference, self.demonstration)
 
+  def note(self, spec: str, record) -> str:
+    """A line that says where problem and reference are; "" for a `Problem`."""
+    if isinstance(record, Problem):
+      return ""
+    reference = "is the last message of the assistant"
+    if self.reference:
+      reference = f"in {self.reference!r}"
+    return (
+      f"{spec}: the problem is in {self.problem!r}, the reference {reference}"
+    )
+
 
 # Columns of GSM8K, MATH, AIME, OlympiadBench, TRL and verl, in the order in
 # which they are tried.
@@ -231,7 +242,7 @@ def load(
     prefix,
     content=readers.content(spec),
     spec=spec,
-    note=_note(spec, fields, found, records[0]),
+    note="" if all(fields[:2]) else found.note(spec, records[0]),
   )
   if spec.startswith(readers.STORED):
     # A record of a table takes a third of a millisecond.
@@ -243,18 +254,6 @@ def load(
     part = "held-out" if evaluation else "training"
     raise UserError(f"{spec}: of its {len(records)} problems none is {part}")
   return source
-
-
-def _note(spec: str, given: Fields, found: Fields, record) -> str:
-  """The line that says which columns were found; "" if none were."""
-  if isinstance(record, Problem) or (given.problem and given.reference):
-    return ""
-  reference = "is the last message of the assistant"
-  if found.reference:
-    reference = f"in {found.reference!r}"
-  return (
-    f"{spec}: the problem is in {found.problem!r}, the reference {reference}"
-  )
 
 
 def mix(

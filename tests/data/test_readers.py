@@ -145,6 +145,26 @@ def test_the_commands_read_files_and_sources(folder, tmp_path):
   )
 
 
+@pytest.mark.parametrize(
+  ("file", "spec", "path"),
+  [
+    ("a", "jsonl:a", "a"),
+    ("a.JSONL", "jsonl:a.JSONL", "a.JSONL"),
+    ("a.csv", "hf:a.csv", "a.csv"),
+    ("a.tsv:train[:1]", "hf:a.tsv:train[:1]", "a.tsv"),
+    ("a.parquet:train", "hf:a.parquet:train", "a.parquet"),
+    ("a.jsonl.gz", "hf:a.jsonl.gz", "a.jsonl.gz"),
+    ("gs://b/a.json", "hf:gs://b/a.json", "gs://b/a.json"),
+    ("hf:/b/a.csv:train", "hf:/b/a.csv:train", "/b/a.csv"),
+    ("tfds:a:test", "tfds:a:test", ""),
+    ("csv:a.csv", "csv:a.csv", ""),  # `read` refuses it
+  ],
+)
+def test_the_spec_of_a_file_and_its_path(file, spec, path):
+  assert readers.spec_of(file) == spec
+  assert readers.path_of(spec) == path
+
+
 def test_folders_and_files_of_datasets(folder, tmp_path):
   assert answers(f"hf:{folder}") == [1, 2, 3, 4, 5, 6]
   assert answers("hf:sums:test") == [11, 12, 13]

@@ -382,6 +382,12 @@ def test_mistakes_in_a_dotted_name(module):
     ("data/train.csv", "did you mean 'hf:data/train.csv'"),
     ("csv:data/train.csv", "did you mean 'hf:data/train.csv'"),
     ("json:s3://b/train.jsonl", "did you mean 'jsonl:s3://b/train.jsonl'"),
+    ("x.csv:train", "did you mean 'hf:x.csv:train'"),
+    ("x.tsv", "did you mean 'hf:x.tsv'"),
+    ("x.CSV", "did you mean 'hf:x.CSV'"),
+    ("x.jsonl.gz", "did you mean 'hf:x.jsonl.gz'"),
+    ("hf:csv", "hf:csv: 'csv' is a format, .*; expected hf:FILE or hf:FOLDER"),
+    ("hf:csv:x.csv", "'csv' is a format, no data set; expected hf:x.csv"),
     ("gs://b/train.parquet", "did you mean 'parquet:gs://b/train.parquet'"),
   ):
     with pytest.raises(UserError, match=words):

@@ -206,7 +206,10 @@ def test_a_second_benchmark_stands_beside_the_first(
   [
     (["AIME24"], {}, "--set=AIME24: expected NAME=FILE"),
     (["=x"], {}, "--set==x: expected NAME=FILE"),
-    (["a/b=x"], {}, "--set=a/b=x: expected NAME=FILE, and no / in NAME"),
+    (["a/b=x"], {}, "--set=a/b=x: expected NAME=FILE, where NAME names a fo"),
+    (["..=FILE"], {}, r"--set=\.\.=.*: expected NAME=FILE"),
+    ([f"a=hf:{os.__file__}:train"], {}, "--set=a=.*: expected a path outside"),
+    (["a=csv:x.csv"], {}, "did you mean 'hf:x.csv'"),
     (["a=FILE", "A=FILE", "a=FILE"], {}, "--set=a=.*: a is there twice"),
     (
       ["a=FILE"],
@@ -331,6 +334,7 @@ def test_the_command(workdir, files, tmp_path):
   assert head.split()[:4] == ["set", "problems", "samples", "avg@n"]
   assert row.split()[:3] == ["chain", "5", "2"]
   assert "5 of 5 problems" in done.stderr
+  assert "the problem is in 'question', the ref" in done.stderr
   settings = json.loads((tmp_path / "chain/settings.json").read_text())
   assert settings["config"]["sampler"]["temperature"] == 0.5
 
