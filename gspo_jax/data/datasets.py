@@ -131,8 +131,8 @@ def examples(stages: Sequence[Stage], count: int, seed: int) -> list[Problem]:
     if not chosen[-1].demonstration:
       raise UserError(
         f"data.few_shot={count}: problem {chosen[-1].text[:40]!r} has no "
-        "demonstration to show; set data.demonstration_field to the field that "
-        "has one"
+        "demonstration to show; set data.demonstration_field to a field that "
+        "has one in every record"
       )
   return chosen
 

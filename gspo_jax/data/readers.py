@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from etils import epath
 
 from gspo_jax.runtime import json_lines as json_lines_file
@@ -198,8 +199,9 @@ def text(value) -> str:
   and numbers is joined with commas. An object and any other list stay JSON.
 
   Returns:
-    "" where the value is missing: null, NaN, infinite, or a list that is empty
-    or has such an item.
+    "" where the value is missing: null, NaN, infinite, a list that is empty or
+    has such an item, or an object that has nothing else. An object or a list of
+    lists that holds NaN is missing, too, for JSON has none.
   """
   if isinstance(value, list) and not any(
     isinstance(item, list | dict) for item in value
@@ -209,9 +211,18 @@ def text(value) -> str:
   if value is None or value in (math.inf, -math.inf) or value != value:
     return ""
   if isinstance(value, float):
-    digits = format(decimal.Decimal(repr(value)), "f")
+    digits = format(decimal.Decimal(repr(value + 0.0)), "f")  # -0.0 is 0
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
-  return value if isinstance(value, str) else json.dumps(value)
+  if isinstance(value, str):
+    return value
+  if isinstance(value, dict) and not any(
+    v not in (None, "", [], {}) for v in value.values()
+  ):
+    return ""
+  try:
+    return json.dumps(value, allow_nan=False)
+  except ValueError:
+    return ""
 
 
 def plain(value, where: str):
@@ -220,6 +231,9 @@ def plain(value, where: str):
   Raises:
     UserError: JSON has no such value.
   """
+  if getattr(value, "dtype", None) in ("float16", "float32"):
+    # The shortest decimal: .1 and not 0.10000000149011612.
+    value = np.asarray(value).astype(str).astype(float)
   if hasattr(value, "tolist"):
     value = value.tolist()
   if isinstance(value, list | tuple):
@@ -353,12 +367,39 @@ def _datasets(spec: str):
 
 
 def _of_text(dataset):
-  """Without columns of images, sound and video, which need more packages."""
+  """The rows as texts and numbers.
+
+  Columns of images, sound and video are left out: they need more packages.
+  Floats of less than 64 bits keep their own digits.
+  """
   is_media = lambda feature: hasattr(
     getattr(feature, "feature", feature), "embed_storage"
   )
   media = [name for name, f in dataset.features.items() if is_media(f)]
-  return dataset.remove_columns(media)
+  dataset = dataset.remove_columns(media)
+  narrow = {
+    name: str(dtype)
+    for name, f in dataset.features.items()
+    if (dtype := getattr(getattr(f, "feature", f), "dtype", ""))
+    in ("float16", "float32")
+  }
+  shorten = functools.partial(_shorten, narrow)
+  return dataset.with_transform(shorten) if narrow else dataset
+
+
+def _shorten(narrow: Mapping[str, str], columns: dict) -> dict:
+  """Columns of Python's floats with the digits of their own type."""
+  return columns | {
+    name: [_short(value, dtype) for value in columns[name]]
+    for name, dtype in narrow.items()
+    if name in columns
+  }
+
+
+def _short(value, dtype: str):
+  if isinstance(value, list):
+    return [_short(item, dtype) for item in value]
+  return None if value is None else plain(np.array(value, dtype), "")
 
 
 def tfds(spec: str, data_dir: str) -> Sequence:

@@ -21,6 +21,8 @@ from gspo_jax.runtime.errors import UserError
 _FINGERPRINTED = 1000
 # Records of a table that are checked before a run starts.
 _CHECKED = 100_000
+# Integers above it are rounded in a float.
+_EXACT = 2**53
 
 
 class Fields(NamedTuple):
@@ -157,10 +159,9 @@ class ProblemSource(Sequence):
     solution = response
     if names.reference:
       solution = _value(record, names.reference, where, _KEYS.reference)
-    reference = _reference(solution)
     _require(text, names.problem, _KEYS.problem, where)
     column = names.reference or names.problem
-    _require(reference, column, _KEYS.reference, where)
+    reference = _reference(solution, column, where)
     if names.demonstration:
       key = _KEYS.demonstration
       response = _value(record, names.demonstration, where, key)
@@ -180,7 +181,7 @@ class ProblemSource(Sequence):
     items = solution if isinstance(solution, list) else [solution]
     if any(isinstance(item, list | dict) for item in items):
       return ""  # the reference is JSON
-    return self.prefix + _reference(solution)
+    return self.prefix + _text_of_reference(solution)
 
 
 def _require(text: str, column: str, key: str, where: str) -> None:
@@ -372,7 +373,30 @@ def _value(record, name: str, where: str, key: str):
   return readers.plain(readers.field(record, name, where, key), where)
 
 
-def _reference(solution) -> str:
+def _reference(solution, column: str, where: str) -> str:
+  """The reference in a column.
+
+  Raises:
+    UserError: there is none, or it is a float that has lost digits.
+  """
+  marked = numbers.marked(solution) if isinstance(solution, str) else None
+  if marked == "":
+    raise UserError(
+      f"{where}: {column!r} ({_KEYS.reference}) has nothing after its last ####"
+    )
+  for item in solution if isinstance(solution, list) else [solution]:
+    if isinstance(item, float) and _EXACT < abs(item) < math.inf:
+      raise UserError(
+        f"{where}: {column!r} ({_KEYS.reference}) is {item!r}, a float, which "
+        "has 53 bits: write the number as text"
+      )
+  reference = _text_of_reference(solution)
+  missing = reference.lower() == "nan"  # as pandas writes it
+  _require("" if missing else reference, column, _KEYS.reference, where)
+  return reference
+
+
+def _text_of_reference(solution) -> str:
   if not isinstance(solution, str):
     return readers.text(solution)
   marked = numbers.marked(solution)
