@@ -307,6 +307,8 @@ def _sized(variant: str, where: _Slice) -> ConfigDict:
   c.rollout.group_size = where.group_size
   c.sampler.max_new_tokens = where.new_tokens
   c.learner.minibatches = 4  # GSPO, sec. 5.1
+  # objective.replay stays "none", as in the GSPO paper: the plans' bytes and
+  # seconds are without replay. docs/objectives.md says why to try "r3".
   c.learner.micro_batch_size = where.rows * where.devices // where.context
   c.log.instruments = where.instruments
 

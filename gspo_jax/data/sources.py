@@ -56,7 +56,9 @@ class Fields(NamedTuple):
     if isinstance(record, Problem):  # has none; a fingerprint holds these names
       return _GSM8K._replace(**{k: v for k, v in self._asdict().items() if v})
     every = readers.fields(record, where)
-    first = lambda names: next((name for name in names if name in every), "")
+    by_name = {name.lower(): name for name in every}
+    by_name |= {name: name for name in every}  # the exact one goes first
+    first = lambda names: next(filter(None, map(by_name.get, names)), "")
     problem = self.problem or first(_PROBLEM)
     reference = self.reference or first(_REFERENCE)
     for use, names, found in (
@@ -92,10 +94,10 @@ class Fields(NamedTuple):
 
 
 # Columns of GSM8K, MATH, AIME, OlympiadBench, TRL and verl, in the order in
-# which they are tried.
-_PROBLEM = ("question", "problem", "Problem", "prompt", "messages")
+# which they are tried, without regard to case.
+_PROBLEM = ("question", "problem", "prompt", "messages")
 _REFERENCE = (
-  *("answer", "Answer", "final_answer", "solution"),
+  *("answer", "final_answer", "solution"),
   *("ground_truth", "reward_model.ground_truth"),
 )
 _GSM8K, _TO_BE_FOUND = Fields("question", "answer"), Fields()
@@ -151,7 +153,10 @@ class ProblemSource(Sequence):
 
   def parse(self, i: int) -> Problem:
     """The problem of record i, on either side of the split."""
-    record, where = self.records[i], self.where(i)
+    return self.problem(self.records[i], self.where(i))
+
+  def problem(self, record, where: str) -> Problem:
+    """The problem of a record."""
     if isinstance(record, Problem):
       return record
     names = self.fields

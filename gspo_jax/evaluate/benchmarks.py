@@ -11,6 +11,7 @@ Rows that tests of standard input and output cannot score are left out and
 counted.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -114,14 +115,15 @@ def read(
   for i in range(len(records.rows)):
     if len(rows) == limit:
       break
+    record, where = records.rows[i], records.where(i)
     try:
-      problem, record = problem_of(i), records.rows[i]
+      problem = problem_of(record, where)
     except programs.Skipped as reason:
       skipped[str(reason)] += 1
       continue
     if not reward:  # only a reward of the user's reads columns
       problem = problem._replace(columns={})
-    rating = _rating(record, records.where(i)) if form.rated else None
+    rating = _rating(record, where) if form.rated else None
     rows.append((problem, _id(record, i), rating))
   if not rows:
     raise UserError(f"{file}: no usable row; left out: {dict(skipped)}")
@@ -141,18 +143,17 @@ def read(
 
 def _parser(
   form: _Format, spec: str, records: readers.Records, fields: Fields
-) -> tuple[Callable[[int], Problem], str]:
-  """What gives the problem of a row, and a line about the columns it takes."""
-  rows, where = records
+) -> tuple[Callable[[Mapping, str], Problem], str]:
+  """Makes a problem of (record, its name); and a line about its columns."""
   if form.parse:
-    plain = lambda i: readers.plain_columns(rows[i], without=())
-    return lambda i: form.parse(plain(i), where(i)), ""
-  first = rows[0]
+    plain = functools.partial(readers.plain_columns, without=())
+    return lambda record, where: form.parse(plain(record), where), ""
+  first, where = records.rows[0], records.where(0)
   if form in _FORMATS.values() and isinstance(first, Mapping):
-    there = readers.fields(first, where(0))
+    there = readers.fields(first, where)
     fields = Fields(*(name if name in there else "" for name in fields))
-  found = fields.found_in(first, where(0))
-  return ProblemSource(rows, where, found).parse, found.note(spec, first)
+  found = fields.found_in(first, where)
+  return ProblemSource(*records, found).problem, found.note(spec, first)
 
 
 def _hash(problems: list[Problem]) -> str:

@@ -260,6 +260,9 @@ def test_a_name_that_is_given_is_not_looked_for(tmp_path):
     Problem("b?", "2", "#### 2", {"question": "a?", "answer": "1"})
   ]
   assert not source.note
+  capitals = {"QUESTION": "A?", "Answer": "3"}
+  assert one(tmp_path, capitals)[:2] == ("A?", "3")
+  assert one(tmp_path, capitals | {"answer": "4"}).reference == "4"
   half = one(tmp_path, record, fields=Fields("other"))
   assert (half.text, half.reference) == ("b?", "1")
 
@@ -269,7 +272,7 @@ def test_a_name_that_is_given_is_not_looked_for(tmp_path):
   [
     (
       {"query": "a?", "info": {"gold": 1}},
-      "no column for the problem: none of question, problem, Problem, prompt, "
+      "no column for the problem: none of question, problem, prompt, "
       "messages; set data.problem_field to one of info, info.gold, query$",
     ),
     (

@@ -193,8 +193,24 @@ def test_other_settings_are_not_mixed_in(whole, workdir, files, change, words):
 
 
 def test_a_second_benchmark_stands_beside_the_first(
-  whole, workdir, files, tmp_path
+  whole, workdir, files, tmp_path, monkeypatch
 ):
+  inside, summarize = [], evaluator.summary.summarize
+  run_on_all = multihost.run_on_all
+
+  def watched(work):
+    inside.append(True)
+    try:
+      return run_on_all(work)
+    finally:
+      inside.pop()
+
+  def checked(*of):
+    assert inside, "a fault would end this process alone"
+    return summarize(*of)
+
+  monkeypatch.setattr(multihost, "run_on_all", watched)
+  monkeypatch.setattr(evaluator.summary, "summarize", checked)
   both = [run(workdir, [file], tmp_path)[0] for file in files]
   assert both == whole[1]
   for name in ("chain", "CodeForces"):
