@@ -57,11 +57,12 @@ def get_config() -> ConfigDict:
   c.data.weights = ()  # shares of several sources; (): equal shares
   c.data.eval_source = ""  # held-out problems; "": 1/8 of `source`, by hash
   # The column with the text of the problem, or with a conversation: a list of
-  # {role, content}. "": the first found of question, problem, prompt, messages.
+  # {role, content}. "": the first found, in any case, of question, problem,
+  # prompt, messages.
   c.data.problem_field = ""
   # The column with the reference: the text after its last ####, or all of it.
-  # "": the first found of answer, final_answer, solution, ground_truth and
-  # reward_model.ground_truth; a dot names a value inside an object.
+  # "": the first found, in any case, of answer, final_answer, solution,
+  # ground_truth, reward_model.ground_truth; a dot names a value in an object.
   c.data.reference_field = ""
   # The column with responses to imitate; "": the assistant's message that ends
   # a conversation, else that of the reference.

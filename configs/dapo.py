@@ -21,7 +21,7 @@ from gspo_jax.configs import common, hugging_face, tiny_cpu
 def get_config(arg: str = "") -> ConfigDict:
   """arg: "", a checkpoint's folder with a / in it, or "debug"."""
   if "/" in arg:
-    return hugging_face.get_config(f"{arg},recipe=dapo")
+    return common.with_recipe(hugging_face.of_folder(arg), "dapo")
   if arg not in ("", "debug"):
     raise ValueError(
       f"configs/dapo.py:{arg}: expected 'debug', a folder: ./DIR, or nothing"

@@ -24,13 +24,18 @@ from gspo_jax.configs import common
 def get_config(arg: str = "") -> ConfigDict:
   """arg: the checkpoint's folder, with a / in it, or "debug"; behind it
   perhaps ",recipe=" and a name of `common.RECIPES`."""
-  folder, *recipes = arg.split(",recipe=")
+  folder, comma, recipe = arg.partition(",recipe=")
   fits = folder == "debug" or ("/" in folder and "," not in folder)
-  if not fits or len(recipes) > 1:
+  if not fits or (comma and recipe not in common.RECIPES):
     raise ValueError(
-      f"configs/hugging_face.py:{arg}: expected 'debug', or a folder: ./DIR, "
-      "and perhaps ,recipe=NAME behind it"
+      f"configs/hugging_face.py:{arg}: expected 'debug', or a folder without a "
+      f"comma: ./DIR, and perhaps ,recipe={' or ,recipe='.join(common.RECIPES)}"
     )
+  return common.with_recipe(of_folder(folder), recipe)
+
+
+def of_folder(folder: str) -> ConfigDict:
+  """The config of a checkpoint's folder, or of "debug"."""
   c = common.get_config()
   c.num_steps = 100
   c.mesh.data = 1
@@ -57,4 +62,4 @@ def get_config(arg: str = "") -> ConfigDict:
     common.shrink(c)
   else:
     c.model.checkpoint = folder
-  return common.with_recipe(c, *recipes or [""])
+  return c

@@ -217,6 +217,13 @@ _THINKING_TOKENS = 8192  # a response with fewer has no room for it
 def get_config(arg: str = "") -> ConfigDict:
   """arg: words with commas between: any of `_FLAGS`, and of `_ARGUMENTS` with
   `=` and a value."""
+  try:
+    return _config(arg)
+  except ValueError as error:
+    raise ValueError(f"configs/moe_tpu.py:{arg}: {error}") from error
+
+
+def _config(arg: str) -> ConfigDict:
   words = [word for word in arg.split(",") if word]
   given = dict(word.split("=", 1) for word in words if "=" in word)
   flags = {word for word in words if "=" not in word}
@@ -242,8 +249,7 @@ def get_config(arg: str = "") -> ConfigDict:
   checkpoint, questions = given.get("checkpoint"), given.get("questions")
   if bool(checkpoint) != bool(questions) or ("eval" in given and not questions):
     raise ValueError(
-      f"{arg}: expected checkpoint= and questions=, or neither of them and no"
-      " eval="
+      "expected checkpoint= and questions=, or neither of them and no eval="
     )
   c = _sized(variant, slices[topology])
   if "debug" in flags:
@@ -301,6 +307,8 @@ def _sized(variant: str, where: _Slice) -> ConfigDict:
   c.rollout.group_size = where.group_size
   c.sampler.max_new_tokens = where.new_tokens
   c.learner.minibatches = 4  # GSPO, sec. 5.1
+  # objective.replay stays "none", as in the GSPO paper: the plans' bytes and
+  # seconds are without replay. docs/objectives.md says why to try "r3".
   c.learner.micro_batch_size = where.rows * where.devices // where.context
   c.log.instruments = where.instruments
 

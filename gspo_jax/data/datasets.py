@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import operator
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -80,21 +82,23 @@ def load(config) -> Datasets:
   for (begin, _), part in zip(later, parts[1:], strict=True):
     stages.append(Stage(begin, sources.mix(part)))
   held_out = sources.mix(evaluated or side(first, True))
-  trained = [source for every in whole for source in every]
-  return Datasets(stages, held_out, train, _notes(trained, evaluated))
+  return Datasets(stages, held_out, train, _notes(whole, evaluated))
 
 
-def _notes(trained, evaluated) -> tuple[str, ...]:
+def _notes(stages, evaluated) -> tuple[str, ...]:
   """Lines about columns that were found, and about problems that are equal."""
-  lines = []
-  for source in {s.spec: s for s in (*trained, *evaluated)}.values():
-    lines.append(source.note)
-    if again := len(source.asked) - len({*source.asked}):
-      lines.append(
-        f"{source.spec}: of the {len(source.asked)} problems read {again} are "
-        "equal to an earlier one"
-      )
-  known = {asked for source in trained for asked in source.asked}
+  sources = {s.spec: s for every in (*stages, evaluated) for s in every}
+  lines = [source.note for source in sources.values()]
+  # A later stage may name a source again, but a stage names it once.
+  counts = [Counter(s.spec for s in every) for every in stages]
+  trained = functools.reduce(operator.or_, counts).elements()
+  trained = [asked for spec in trained for asked in sources[spec].asked]
+  known = {*trained}
+  if again := len(trained) - len(known):
+    lines.append(
+      f"data.source and data.curriculum: of the {len(trained)} problems read "
+      f"{again} are equal to an earlier one"
+    )
   of_eval = [asked in known for source in evaluated for asked in source.asked]
   if any(of_eval):
     lines.append(
@@ -131,8 +135,8 @@ def examples(stages: Sequence[Stage], count: int, seed: int) -> list[Problem]:
     if not chosen[-1].demonstration:
       raise UserError(
         f"data.few_shot={count}: problem {chosen[-1].text[:40]!r} has no "
-        "demonstration to show; set data.demonstration_field to the field that "
-        "has one"
+        "demonstration to show; set data.demonstration_field to a field that "
+        "has one in every record"
       )
   return chosen
 

@@ -209,7 +209,7 @@ def _demonstration(
   if not text:
     raise UserError(
       f"problem {problem.text[:40]!r} has no demonstration to imitate; set "
-      "data.demonstration_field to the field that has one"
+      "data.demonstration_field to a field that has one in every record"
     )
   ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
   turns = [1] * len(ids)

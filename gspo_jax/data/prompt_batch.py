@@ -84,7 +84,7 @@ class PromptConfig:
     if len(ids) > width and self.too_long == "error":
       raise UserError(
         f"{name} has {len(ids)} tokens, more than {key}={width}: raise it, or "
-        "set data.too_long=drop to leave out what is longer"
+        "leave out what is longer (when training: data.too_long=drop)"
       )
     return len(ids) <= width
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from etils import epath
 
 from gspo_jax.runtime import json_lines as json_lines_file
@@ -25,13 +26,12 @@ SPECS = (
 )
 
 STORED = ("jsonl:", "parquet:", "hf:", "tfds:")  # of `SPECS`
-# By the end of a file's name, what goes before the file in a spec.
-_KIND_OF_FILE = {
-  ".csv": "hf",
-  ".json": "hf",
-  ".jsonl": "jsonl",
-  ".parquet": "parquet",
-}
+_FILE = re.compile(
+  r"\.(csv|tsv|jsonl?|parquet)(\.gz)?(:[^/]+)?$", re.IGNORECASE
+)
+_HF = re.compile(r"((?:\w+://)?[^:]+)(?::(.+))?")  # NAME[:SPLIT]
+# Formats that `datasets` would read from every file below the current folder.
+_FORMATS = ("arrow", "csv", "json", "parquet", "text")
 
 
 class Records(NamedTuple):
@@ -77,9 +77,29 @@ def spec_of(file: str | Path) -> str:
 
   A spec such as parquet:FILE stays as it is.
   """
-  if str(file).startswith(STORED):
-    return str(file)
-  return f"{_KIND_OF_FILE.get(Path(file).suffix, 'jsonl')}:{file}"
+  file = str(file)
+  if re.match(r"\w+:(?!//)", file):
+    return file
+  return _by_name(file) or f"jsonl:{file}"
+
+
+def _by_name(spec: str) -> str:
+  """The spec of a file by the end of its name; "" if that says nothing."""
+  file = re.sub(r"^\w+:(?!//)", "", spec)  # another one's word for the kind
+  end = _FILE.search(file)
+  if not end:
+    return ""
+  kind, packed, split = end.groups()
+  alone = kind.lower() in ("jsonl", "parquet") and not (packed or split)
+  return f"{kind.lower() if alone else 'hf'}:{file}"
+
+
+def path_of(spec: str) -> str:
+  """The file or folder that a spec names; "" if it names other things."""
+  kind, _, rest = spec.partition(":")
+  if kind == "hf":
+    return _HF.fullmatch(rest)[1] if _HF.fullmatch(rest) else ""
+  return rest if kind in ("jsonl", "parquet") else ""
 
 
 def lines(file: str | Path) -> Iterator[json_lines_file.Line]:
@@ -179,8 +199,9 @@ def text(value) -> str:
   and numbers is joined with commas. An object and any other list stay JSON.
 
   Returns:
-    "" where the value is missing: null, NaN, infinite, or a list that is empty
-    or has such an item.
+    "" where the value is missing: null, NaN, infinite, a list that is empty or
+    has such an item, or an object that has nothing else. An object or a list of
+    lists that holds NaN is missing, too, for JSON has none.
   """
   if isinstance(value, list) and not any(
     isinstance(item, list | dict) for item in value
@@ -190,9 +211,18 @@ def text(value) -> str:
   if value is None or value in (math.inf, -math.inf) or value != value:
     return ""
   if isinstance(value, float):
-    digits = format(decimal.Decimal(repr(value)), "f")
+    digits = format(decimal.Decimal(repr(value + 0.0)), "f")  # -0.0 is 0
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
-  return value if isinstance(value, str) else json.dumps(value)
+  if isinstance(value, str):
+    return value
+  if isinstance(value, dict) and not any(
+    v not in (None, "", [], {}) for v in value.values()
+  ):
+    return ""
+  try:
+    return json.dumps(value, allow_nan=False)
+  except ValueError:
+    return ""
 
 
 def plain(value, where: str):
@@ -201,6 +231,9 @@ def plain(value, where: str):
   Raises:
     UserError: JSON has no such value.
   """
+  if getattr(value, "dtype", None) in ("float16", "float32"):
+    # The shortest decimal: .1 and not 0.10000000149011612.
+    value = np.asarray(value).astype(str).astype(float)
   if hasattr(value, "tolist"):
     value = value.tolist()
   if isinstance(value, list | tuple):
@@ -271,7 +304,7 @@ def hugging_face(spec: str) -> Sequence:
     UserError: there is no such set or split, the Hub cannot be reached, or the
       package `datasets` is missing.
   """
-  parts = re.fullmatch(r"((?:\w+://)?[^:]+)(?::(.+))?", spec)
+  parts = _HF.fullmatch(spec)
   if not parts:
     raise UserError(f"hf:{spec}: expected hf:NAME[:SPLIT]")
   name, split = parts[1], parts[2] or "train"
@@ -291,6 +324,11 @@ def hugging_face(spec: str) -> Sequence:
       if not on_hub:
         raise UserError(f"hf:{spec}: no such file or folder")
       name, options["name"] = on_hub.groups()
+      if name in _FORMATS:
+        file = f"hf:{split}" if parts[2] else "hf:FILE or hf:FOLDER"
+        raise UserError(
+          f"hf:{spec}: {name!r} is a format, no data set; expected {file}"
+        )
     return _of_text(datasets.load_dataset(name, **options))
 
 
@@ -329,12 +367,39 @@ def _datasets(spec: str):
 
 
 def _of_text(dataset):
-  """Without columns of images, sound and video, which need more packages."""
+  """The rows as texts and numbers.
+
+  Columns of images, sound and video are left out: they need more packages.
+  Floats of less than 64 bits keep their own digits.
+  """
   is_media = lambda feature: hasattr(
     getattr(feature, "feature", feature), "embed_storage"
   )
   media = [name for name, f in dataset.features.items() if is_media(f)]
-  return dataset.remove_columns(media)
+  dataset = dataset.remove_columns(media)
+  narrow = {
+    name: str(dtype)
+    for name, f in dataset.features.items()
+    if (dtype := getattr(getattr(f, "feature", f), "dtype", ""))
+    in ("float16", "float32")
+  }
+  shorten = functools.partial(_shorten, narrow)
+  return dataset.with_transform(shorten) if narrow else dataset
+
+
+def _shorten(narrow: Mapping[str, str], columns: dict) -> dict:
+  """Columns of Python's floats with the digits of their own type."""
+  return columns | {
+    name: [_short(value, dtype) for value in columns[name]]
+    for name, dtype in narrow.items()
+    if name in columns
+  }
+
+
+def _short(value, dtype: str):
+  if isinstance(value, list):
+    return [_short(item, dtype) for item in value]
+  return None if value is None else plain(np.array(value, dtype), "")
 
 
 def tfds(spec: str, data_dir: str) -> Sequence:
@@ -383,10 +448,9 @@ def from_factory(spec: str) -> Sequence:
     UserError: there is no such factory, or its result has no length or index.
   """
   parts = re.fullmatch(r"([\w.]+)[.:](\w+)", spec)
-  kind = _KIND_OF_FILE.get(Path(spec).suffix)
-  if kind or not parts:
-    file = re.sub(r"^\w+:(?!//)", "", spec)  # another one's word for the kind
-    hint = f"did you mean '{kind}:{file}'? " if kind else ""
+  file = _by_name(spec)
+  hint = f"did you mean {file!r}? " if file else ""
+  if file or not parts:
     raise UserError(f"data source {spec!r}: {hint}expected {SPECS}")
   path, name = parts[1], parts[2]
   try:

@@ -21,6 +21,8 @@ from gspo_jax.runtime.errors import UserError
 _FINGERPRINTED = 1000
 # Records of a table that are checked before a run starts.
 _CHECKED = 100_000
+# Integers above it are rounded in a float.
+_EXACT = 2**53
 
 
 class Fields(NamedTuple):
@@ -54,7 +56,9 @@ class Fields(NamedTuple):
     if isinstance(record, Problem):  # has none; a fingerprint holds these names
       return _GSM8K._replace(**{k: v for k, v in self._asdict().items() if v})
     every = readers.fields(record, where)
-    first = lambda names: next((name for name in names if name in every), "")
+    by_name = {name.lower(): name for name in every}
+    by_name |= {name: name for name in every}  # the exact one goes first
+    first = lambda names: next(filter(None, map(by_name.get, names)), "")
     problem = self.problem or first(_PROBLEM)
     reference = self.reference or first(_REFERENCE)
     for use, names, found in (
@@ -77,12 +81,23 @@ class Fields(NamedTuple):
       return Fields(problem, reference, "solution")
     return Fields(problem, reference, self.demonstration)
 
+  def note(self, spec: str, record) -> str:
+    """A line that says where problem and reference are; "" for a `Problem`."""
+    if isinstance(record, Problem):
+      return ""
+    reference = "is the last message of the assistant"
+    if self.reference:
+      reference = f"in {self.reference!r}"
+    return (
+      f"{spec}: the problem is in {self.problem!r}, the reference {reference}"
+    )
+
 
 # Columns of GSM8K, MATH, AIME, OlympiadBench, TRL and verl, in the order in
-# which they are tried.
-_PROBLEM = ("question", "problem", "Problem", "prompt", "messages")
+# which they are tried, without regard to case.
+_PROBLEM = ("question", "problem", "prompt", "messages")
 _REFERENCE = (
-  *("answer", "Answer", "final_answer", "solution"),
+  *("answer", "final_answer", "solution"),
   *("ground_truth", "reward_model.ground_truth"),
 )
 _GSM8K, _TO_BE_FOUND = Fields("question", "answer"), Fields()
@@ -103,7 +118,7 @@ class ProblemSource(Sequence):
     content: a hash of all records; "" if unknown.
     spec: that `load` was given.
     asked: a number for each problem that `load` read, on both sides; equal
-      problems have equal ones.
+      problems, white space aside, have equal ones.
     note: a line that says which columns `load` found; "" for none.
   """
 
@@ -138,7 +153,10 @@ class ProblemSource(Sequence):
 
   def parse(self, i: int) -> Problem:
     """The problem of record i, on either side of the split."""
-    record, where = self.records[i], self.where(i)
+    return self.problem(self.records[i], self.where(i))
+
+  def problem(self, record, where: str) -> Problem:
+    """The problem of a record."""
     if isinstance(record, Problem):
       return record
     names = self.fields
@@ -146,10 +164,9 @@ class ProblemSource(Sequence):
     solution = response
     if names.reference:
       solution = _value(record, names.reference, where, _KEYS.reference)
-    reference = _reference(solution)
     _require(text, names.problem, _KEYS.problem, where)
     column = names.reference or names.problem
-    _require(reference, column, _KEYS.reference, where)
+    reference = _reference(solution, column, where)
     if names.demonstration:
       key = _KEYS.demonstration
       response = _value(record, names.demonstration, where, key)
@@ -169,7 +186,7 @@ class ProblemSource(Sequence):
     items = solution if isinstance(solution, list) else [solution]
     if any(isinstance(item, list | dict) for item in items):
       return ""  # the reference is JSON
-    return self.prefix + _reference(solution)
+    return self.prefix + _text_of_reference(solution)
 
 
 def _require(text: str, column: str, key: str, where: str) -> None:
@@ -231,30 +248,19 @@ def load(
     prefix,
     content=readers.content(spec),
     spec=spec,
-    note=_note(spec, fields, found, records[0]),
+    note="" if all(fields[:2]) else found.note(spec, records[0]),
   )
   if spec.startswith(readers.STORED):
-    # A record of a table takes a third of a millisecond.
+    # A record of a table takes about a tenth of a millisecond.
     most = len(records) if spec.startswith("jsonl:") else _CHECKED
     problems = map(source.parse, range(min(len(records), most)))
-    asked = tuple(hash((p.history, p.text)) for p in problems)
+    words = lambda p: (*p.text.split(), *p.history)
+    asked = tuple(hash(words(problem)) for problem in problems)
     source = dataclasses.replace(source, asked=asked)
   if not len(source):
     part = "held-out" if evaluation else "training"
     raise UserError(f"{spec}: of its {len(records)} problems none is {part}")
   return source
-
-
-def _note(spec: str, given: Fields, found: Fields, record) -> str:
-  """The line that says which columns were found; "" if none were."""
-  if isinstance(record, Problem) or (given.problem and given.reference):
-    return ""
-  reference = "is the last message of the assistant"
-  if found.reference:
-    reference = f"in {found.reference!r}"
-  return (
-    f"{spec}: the problem is in {found.problem!r}, the reference {reference}"
-  )
 
 
 def mix(
@@ -373,7 +379,30 @@ def _value(record, name: str, where: str, key: str):
   return readers.plain(readers.field(record, name, where, key), where)
 
 
-def _reference(solution) -> str:
+def _reference(solution, column: str, where: str) -> str:
+  """The reference in a column.
+
+  Raises:
+    UserError: there is none, or it is a float that has lost digits.
+  """
+  marked = numbers.marked(solution) if isinstance(solution, str) else None
+  if marked == "":
+    raise UserError(
+      f"{where}: {column!r} ({_KEYS.reference}) has nothing after its last ####"
+    )
+  for item in solution if isinstance(solution, list) else [solution]:
+    if isinstance(item, float) and _EXACT < abs(item) < math.inf:
+      raise UserError(
+        f"{where}: {column!r} ({_KEYS.reference}) is {item!r}, a float, which "
+        "has 53 bits: write the number as text"
+      )
+  reference = _text_of_reference(solution)
+  missing = reference.lower() == "nan"  # as pandas writes it
+  _require("" if missing else reference, column, _KEYS.reference, where)
+  return reference
+
+
+def _text_of_reference(solution) -> str:
   if not isinstance(solution, str):
     return readers.text(solution)
   marked = numbers.marked(solution)

@@ -11,13 +11,16 @@ Rows that tests of standard input and output cannot score are left out and
 counted.
 """
 
+import functools
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gspo_jax.data import readers
-from gspo_jax.data.sources import Fields, ProblemSource, fingerprint
+from gspo_jax.data.sources import Fields, ProblemSource
 from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate import programs
 from gspo_jax.runtime.errors import UserError, nearest
@@ -36,7 +39,9 @@ class Benchmark(NamedTuple):
     ids: N names of problems; the number of the row where it has no id.
     ratings: N difficulties; None where a row has none.
     skipped: rows that are left out, by reason.
-    content: a hash of the file, or of the problems where there is no file.
+    content: a hash of the file, or of all problems where it is not known.
+    note: a line that says which columns were taken; "" for a benchmark that
+      has its own.
   """
 
   name: str
@@ -47,6 +52,7 @@ class Benchmark(NamedTuple):
   ratings: list[float | None]
   skipped: dict[str, int]
   content: str
+  note: str = ""
 
 
 class _Format(NamedTuple):
@@ -86,7 +92,8 @@ def read(
     file: a file or spec; see `readers.spec_of`.
     reward: the name of a reward, in place of the benchmark's.
     limit: only so many problems from the start of the file.
-    fields: names of columns; one that the first row lacks is looked for.
+    fields: names of columns. Of a benchmark above, whose columns are known, one
+      that the first row lacks is looked for.
     data_dir: the folder of TFDS sets.
 
   Raises:
@@ -101,22 +108,25 @@ def read(
     )
   form, spec = known or _Format(name), readers.spec_of(file)
   records = readers.read(spec, data_dir)
-  problem_of = _parser(form, records, fields or Fields())
+  if not len(records.rows):
+    raise UserError(f"{file}: no problem in it")
+  problem_of, note = _parser(form, spec, records, fields or Fields())
   rows, skipped = [], Counter()
   for i in range(len(records.rows)):
     if len(rows) == limit:
       break
+    record, where = records.rows[i], records.where(i)
     try:
-      problem, record = problem_of(i), records.rows[i]
+      problem = problem_of(record, where)
     except programs.Skipped as reason:
       skipped[str(reason)] += 1
       continue
     if not reward:  # only a reward of the user's reads columns
       problem = problem._replace(columns={})
-    rating = _rating(record, records.where(i)) if form.rated else None
+    rating = _rating(record, where) if form.rated else None
     rows.append((problem, _id(record, i), rating))
   if not rows:
-    raise UserError(f"{file}: no usable row; left out: {dict(skipped) or 0}")
+    raise UserError(f"{file}: no usable row; left out: {dict(skipped)}")
   problems, ids, ratings = map(list, zip(*rows, strict=True))
   return Benchmark(
     name=form.name,
@@ -126,23 +136,29 @@ def read(
     ids=ids,
     ratings=ratings,
     skipped=dict(skipped),
-    content=readers.content(spec) or fingerprint(problems),
+    content=readers.content(spec) or _hash(problems),
+    note=note,
   )
 
 
 def _parser(
-  form: _Format, records: readers.Records, fields: Fields
-) -> Callable[[int], Problem]:
-  """What gives the problem of a row."""
-  rows, where = records
+  form: _Format, spec: str, records: readers.Records, fields: Fields
+) -> tuple[Callable[[Mapping, str], Problem], str]:
+  """Makes a problem of (record, its name); and a line about its columns."""
   if form.parse:
-    plain = lambda i: readers.plain_columns(rows[i], without=())
-    return lambda i: form.parse(plain(i), where(i))
-  if not len(rows):
-    return rows.__getitem__
-  there = readers.fields(rows[0], where(0))
-  fields = Fields(*(name if name in there else "" for name in fields))
-  return ProblemSource(rows, where, fields.found_in(rows[0], where(0))).parse
+    plain = functools.partial(readers.plain_columns, without=())
+    return lambda record, where: form.parse(plain(record), where), ""
+  first, where = records.rows[0], records.where(0)
+  if form in _FORMATS.values() and isinstance(first, Mapping):
+    there = readers.fields(first, where)
+    fields = Fields(*(name if name in there else "" for name in fields))
+  found = fields.found_in(first, where)
+  return ProblemSource(*records, found).problem, found.note(spec, first)
+
+
+def _hash(problems: list[Problem]) -> str:
+  text = json.dumps(problems, default=str)
+  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _id(record: Mapping, i: int) -> str:

@@ -15,6 +15,7 @@ from absl import logging
 from etils import epath
 
 from gspo_jax import rewards
+from gspo_jax.data import readers
 from gspo_jax.data.sources import Fields
 from gspo_jax.evaluate import benchmarks, summary
 from gspo_jax.evaluate.answers_file import AnswersFile
@@ -70,6 +71,9 @@ def evaluate(
   chosen = multihost.run_on_all(
     lambda: _read(parsed, sets, samples, limit, reward)
   )
+  for benchmark in chosen if multihost.is_primary() else ():
+    if benchmark.note:
+      print(benchmark.note, file=sys.stderr)
   config = multihost.run_on_all(
     lambda: load_params.with_checkpoint(parsed, folder)
   )
@@ -92,19 +96,32 @@ def evaluate(
         for benchmark, s in zip(chosen, samplers, strict=True)
       ]
     )
-    head = {"command": shlex.join(sys.argv), "checkpoint": folder}
     summaries, threshold = [], config.reward.pass_threshold
     for benchmark, sampler, file in zip(chosen, samplers, files, strict=True):
       _run(config, benchmark, sampler, params, file)
-      if file is not None:
-        summaries.append(summary.summarize(benchmark, file.records, threshold))
-        of_set = {
-          "results": summaries[-1],
-          "settings": settings[benchmark.name],
-        }
-        path = epath.Path(out) / benchmark.name / "results.json"
-        path.write_text(json.dumps(head | of_set, indent=1))
+      of_set = settings[benchmark.name]
+      save = functools.partial(
+        _save_results, benchmark, file, out, folder, of_set, threshold
+      )
+      # A full disk must end every process: the others would wait for this one.
+      summaries += multihost.run_on_all(save)
   return summaries
+
+
+def _save_results(benchmark, file, out, folder, settings, threshold) -> list:
+  """Writes results.json and returns the summary, where the file is."""
+  if file is None:
+    return []
+  results = summary.summarize(benchmark, file.records, threshold)
+  document = {
+    "command": shlex.join(sys.argv),
+    "checkpoint": folder,
+    "results": results,
+    "settings": settings,
+  }
+  path = epath.Path(out) / benchmark.name / "results.json"
+  path.write_text(json.dumps(document, indent=1))
+  return [results]
 
 
 def _without_environment(keys) -> Config:
@@ -121,11 +138,15 @@ def _without_environment(keys) -> Config:
 def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
   c, chosen = config.data, []
   fields = Fields(c.problem_field, c.reference_field, c.demonstration_field)
+  sandbox_files.require_hidden("the current folder", ".")
   for pair in sets:
     name, _, file = pair.partition("=")
-    if not (name and file) or "/" in name:
-      raise UserError(f"--set={pair}: expected NAME=FILE, and no / in NAME")
-    sandbox_files.require_hidden(f"--set={pair}", file.rpartition(":")[2])
+    if not (name and file) or "/" in name or name in (".", ".."):
+      raise UserError(
+        f"--set={pair}: expected NAME=FILE, where NAME names a folder of --out"
+      )
+    path = readers.path_of(readers.spec_of(file))
+    sandbox_files.require_hidden(f"--set={pair}", path)
     benchmark = benchmarks.read(
       name,
       file,

@@ -1,5 +1,6 @@
 """Samples a policy's responses to problems."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -115,18 +116,13 @@ class PolicySampler:
 
   def prompts(self, problems: Sequence[Problem]) -> Prompts:
     """The prompts of problems; UserError if one is long or an example."""
-    config = self.program.prompt_config
+    # A benchmark is sampled whole, whatever data.too_long says.
+    config = dataclasses.replace(self.program.prompt_config, too_long="error")
     for problem in problems:
-      name = f"the problem {problem.text[:40]!r}"
       if config.is_example(problem):
         raise UserError(
-          f"data.few_shot: {name} is an example of data.source, which every "
-          "prompt shows with its answer"
-        )
-      if (length := len(config.tokens_of(problem))) > config.width:
-        raise UserError(
-          f"{name} has {length} tokens, more than data.max_prompt_length="
-          f"{config.width}: raise it, for a benchmark is sampled whole"
+          f"data.few_shot: the problem {problem.text[:40]!r} is an example of "
+          "data.source, which every prompt shows with its answer"
         )
     batch = pipeline.take(problems, config, len(problems))
     return Prompts(batch["tokens"], batch["length"])

@@ -11,7 +11,7 @@ from gspo_jax.runtime import multihost
 # kernels are deterministic; a larger std of their ratio means they differ.
 _MAX_UNMOVED_STD = 1e-6
 # A clip range so many times the method's own is one of another kind of ratio.
-_FAR = 50
+_FAR = 40
 _UNCLIPPED_ITERATIONS = 10  # before the warning that nothing was clipped
 
 
@@ -31,11 +31,18 @@ def clip_range_warnings(
 
   Args:
     method: `objective.name`.
-    settings: its numbers, with `clip_low` and `clip_high` if it has them.
+    settings: its numbers, with `clip_low`, `clip_high`, `cap` if it has them.
 
   Returns:
     A line for each fault.
   """
+  if settings.get("cap", math.inf) < 1:
+    own = METHODS[method].__kwdefaults__["cap"]
+    return [
+      f"objective.cap={settings['cap']:g}: it scales nearly every token, for "
+      "the ratio of a policy that has not moved is 1; expected at least 1, and "
+      f"the method's own (-1) is {own:g}"
+    ]
   if method not in CLIPPED:
     return []
   unit = {"sequence": "response", "token": "token"}[CLIPPED[method]]

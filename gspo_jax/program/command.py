@@ -99,7 +99,9 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
   except UserError:
     raise
   except flags.UnrecognizedFlagError as error:
-    raise UserError(f"{_unknown_flag(error, config)}; {usage}") from error
+    hint = _meant_flag(error.flagname, config)
+    hint = f"--{error.flagname}: no such flag; {hint}" if hint else error
+    raise UserError(f"{hint}; {usage}") from error
   except (AttributeError, KeyError) as error:
     raise _unknown_key(error) from error
   except (flags.Error, OSError, ValueError, TypeError) as error:
@@ -107,9 +109,9 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
     cause = str(error).strip().splitlines()[-1]
     raise UserError(f"{cause}; {usage}") from error
   if len(rest) > 1:
-    raise UserError(
-      f"unexpected argument {rest[1]!r}: flags are --name=value; {usage}"
-    )
+    name = rest[1].partition("=")[0].removeprefix("config.")
+    hint = _meant_flag(name, config) or "flags are --name=value"
+    raise UserError(f"unexpected argument {rest[1]!r}: {hint}; {usage}")
   for name in re.findall(r" --(\w+)=", start):
     if not flags.FLAGS[name].value:
       raise UserError(f"--{name} is missing; for a start: {start}")
@@ -261,16 +263,13 @@ def _typed(value) -> str:
   return str(value)
 
 
-def _unknown_flag(error: flags.UnrecognizedFlagError, config) -> str:
-  """The message, with the key that lacks `--config.` if it is one."""
-  keys = flatten(config.to_dict()) if config is not None else {}
-  name = error.flagname
+def _meant_flag(name: str, config) -> str:
+  """The question for the key that lacks `--config.`; "" if there is none."""
+  keys = config_keys.OTHER_NAMES  # without a config; to know all needs JAX
+  if config is not None:
+    keys = flatten(config.to_dict())
   found = [name] if name in keys else config_keys.near(name, keys)
-  if not found:
-    return str(error)
-  return (
-    f"--{name}: no such flag; {config_keys.did_you_mean(found, '--config.')}"
-  )
+  return config_keys.did_you_mean(found, "--config.") if found else ""
 
 
 def _unknown_key(error: Exception) -> Exception:

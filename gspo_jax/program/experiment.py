@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 from etils import epath
 
-from gspo_jax.data import datasets, pipeline
+from gspo_jax.data import datasets, pipeline, readers
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.tasks import Problem
 from gspo_jax.learner.health import clip_range_warnings
@@ -134,7 +134,7 @@ def _require_hidden(c, workdir: str) -> None:
   specs += [("data.curriculum", spec) for _, spec in c.curriculum]
   for key, spec in specs:
     for each in spec.split(","):
-      sandbox_files.require_hidden(key, each.strip().partition(":")[2])
+      sandbox_files.require_hidden(key, readers.path_of(each.strip()))
 
 
 def _warnings(config: Config) -> list[str]:

@@ -62,7 +62,9 @@ class _Result(NamedTuple):
 def _results(run: RunRecord) -> list[_Result]:
   """The main results that the run has written."""
   results = []
-  average = next((m for m in run.scalars if m.startswith("eval/avg@")), "")
+  averages = [m for m in run.scalars if m.startswith("eval/avg@")]
+  # Several where a run went on with another eval.samples.
+  average = max(averages, key=lambda m: run.scalars[m].steps[-1], default="")
   for label, metric, unit in (
     ("avg@n, held out", average, ""),
     ("greedy, held out", "eval/greedy", ""),

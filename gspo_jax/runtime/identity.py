@@ -10,7 +10,8 @@ _TYPED = {
   "model.lora": "",
   "model": "model.checkpoint or model.variant",
   "tokenizer": "data.tokenizer or model.checkpoint",
-  "data.fingerprint": "data.source or another data.* key",
+  "data.fingerprint": "data.source, the content of what it names, or another "
+  "data.* key",
   "cold_start.from": "model.checkpoint",
 }
 

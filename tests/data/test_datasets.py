@@ -109,9 +109,19 @@ def test_equal_problems_are_said(config, tmp_path):
   held_out.write_text('{"question": "?", "answer": "1"}')
   assert datasets.load(config).notes == ()
   first.write_text("\n".join([*lines, *lines[:2], lines[0]]))
-  assert datasets.load(config).notes == (
-    f"jsonl:{first}: of the 43 problems read 3 are equal to an earlier one",
-  )
+  said = "data.source and data.curriculum: of the {} problems read {} are equal"
+  found = lambda: datasets.load(config).notes[0]
+  assert found().startswith(said.format(43, 3))
+  first.write_text("\n".join(lines))
+  config.data.source += f",jsonl:{first}"
+  assert found().startswith(said.format(80, 40))
+  config.data.source = f"jsonl:{first}"
+  config.data.curriculum = ((2, f"jsonl:{first}"),)
+  assert datasets.load(config).notes == ()
+  again = tmp_path / "again.jsonl"
+  again.write_text(lines[0].replace('?"', '? "') + "\n" + lines[1])
+  config.data.curriculum = ((2, f"jsonl:{first},jsonl:{again}"),)
+  assert found().startswith(said.format(42, 2))
 
 
 def test_a_bad_record_of_a_table_is_named_before_it_is_needed(
@@ -124,6 +134,8 @@ def test_a_bad_record_of_a_table_is_named_before_it_is_needed(
   config.data.eval_source = config.data.curriculum[0][1]
   with pytest.raises(UserError, match=r"a.parquet\[2\]: 'answer' .* null"):
     datasets.load(config)
+  monkeypatch.setattr(datasets.sources, "_CHECKED", 2)
+  datasets.load(config)
 
 
 def test_the_embedded_task_has_one_stage(debug_config):

@@ -73,7 +73,7 @@ def test_columns_are_what_json_holds():
   record = {
     "level": np.int64(3),
     "tags": np.array([b"a", b"b"], object),
-    "info": {"scores": (np.float32(0.5), None)},
+    "info": {"scores": (np.float32(0.1), None)},
     "day": np.datetime64("2025-01-02").item(),
     "image": b"\xff\xd8",
     "object": object(),
@@ -83,7 +83,7 @@ def test_columns_are_what_json_holds():
   assert columns == {
     "level": 3,
     "tags": ["a", "b"],
-    "info": {"scores": [0.5, None]},
+    "info": {"scores": [0.1, None]},
     "day": "2025-01-02",
   }
   assert json.loads(json.dumps(columns)) == columns
@@ -145,6 +145,26 @@ def test_the_commands_read_files_and_sources(folder, tmp_path):
   )
 
 
+@pytest.mark.parametrize(
+  ("file", "spec", "path"),
+  [
+    ("a", "jsonl:a", "a"),
+    ("a.JSONL", "jsonl:a.JSONL", "a.JSONL"),
+    ("a.csv", "hf:a.csv", "a.csv"),
+    ("a.tsv:train[:1]", "hf:a.tsv:train[:1]", "a.tsv"),
+    ("a.parquet:train", "hf:a.parquet:train", "a.parquet"),
+    ("a.jsonl.gz", "hf:a.jsonl.gz", "a.jsonl.gz"),
+    ("gs://b/a.json", "hf:gs://b/a.json", "gs://b/a.json"),
+    ("hf:/b/a.csv:train", "hf:/b/a.csv:train", "/b/a.csv"),
+    ("tfds:a:test", "tfds:a:test", ""),
+    ("csv:a.csv", "csv:a.csv", ""),  # `read` refuses it
+  ],
+)
+def test_the_spec_of_a_file_and_its_path(file, spec, path):
+  assert readers.spec_of(file) == spec
+  assert readers.path_of(spec) == path
+
+
 def test_folders_and_files_of_datasets(folder, tmp_path):
   assert answers(f"hf:{folder}") == [1, 2, 3, 4, 5, 6]
   assert answers("hf:sums:test") == [11, 12, 13]
@@ -184,6 +204,18 @@ def test_numbers_of_tables(tmp_path, folder):
   parquet.write_table(table, folder / "decimals.parquet")
   source = sources.load(f"parquet:{folder}/decimals.parquet")
   assert [p.reference for p in source] == ["12.5", "42"]
+  for bits in (16, 32):
+    values = np.array([0.1, 3], f"float{bits}")
+    rows = {
+      "question": ["a", "b"],
+      "answer": values,
+      "all": [[*values], [None]],
+    }
+    parquet.write_table(pyarrow.table(rows), folder / "narrow.parquet")
+    source = sources.load(f"parquet:{folder}/narrow.parquet")
+    assert [p.reference for p in source] == ["0.1", "3"]
+    assert source[0].columns == {"all": [0.1, 3]}
+    assert pickle.loads(pickle.dumps(source))[1] == source[1]
 
 
 def test_a_file_that_is_written_again_is_read_again(folder):

@@ -63,12 +63,14 @@ def test_a_heading_is_no_reference(tmp_path):
     (0, "0", "#### 0"),
     (1.0, "1", "#### 1"),  # an integer beside an empty cell of a table
     (1e-05, "0.00001", "#### 0.00001"),
-    (-2.5e16, "-25000000000000000", "#### -25000000000000000"),
+    (-2.5e15, "-2500000000000000", "#### -2500000000000000"),
+    (-0.0, "0", "#### 0"),
+    (12345678901234567, "12345678901234567", "#### 12345678901234567"),
     (True, "true", "#### true"),
     (["1", 2.0, 0.5], "1, 2, 0.5", "#### 1, 2, 0.5"),
     ([{"input": "1 ####\n", "output": "#2"}], None, ""),
     ([[1, 2.0]], None, ""),
-    ({"tests": []}, None, ""),
+    ({"tests": [["", "3"]], "names": None}, None, ""),
   ],
 )
 def test_references_that_are_no_text(
@@ -88,6 +90,8 @@ NAN, INFINITE = float("nan"), float("inf")
     *(("question", "problem", value) for value in (None, NAN, " ")),
     *(("answer", "reference", value) for value in (None, NAN, INFINITE, " ")),
     *(("answer", "reference", value) for value in ([], ["1", None], [NAN])),
+    *(("answer", "reference", value) for value in ([[1, NAN]], {"a": NAN}, {})),
+    *(("answer", "reference", value) for value in ({"a": None}, "nan", "NaN")),
   ],
 )
 def test_a_missing_value_is_named_with_its_row_and_key(
@@ -97,6 +101,23 @@ def test_a_missing_value_is_named_with_its_row_and_key(
   words = rf"a.jsonl:2: '{column}' \(data.{key}_field\) is empty, null or NaN"
   with pytest.raises(UserError, match=words):
     sources.load(spec)
+
+
+@pytest.mark.parametrize(
+  ("answer", "words"),
+  [
+    ("5 ####", "has nothing after its last ####"),
+    (
+      1.2345678901234567e16,
+      r"is 1.23.*e\+16, a float, .*: write the number as",
+    ),
+    ([1, 2e30], "is 2e\\+30, a float, .*: write the number as text"),
+  ],
+)
+def test_a_reference_that_has_lost_something(tmp_path, answer, words):
+  name = r"a.jsonl:1: 'answer' \(data.reference_field\)"
+  with pytest.raises(UserError, match=f"{name} {words}"):
+    one(tmp_path, row(1, answer))
 
 
 def test_the_prefix_of_a_bare_reference(tmp_path):
@@ -239,6 +260,9 @@ def test_a_name_that_is_given_is_not_looked_for(tmp_path):
     Problem("b?", "2", "#### 2", {"question": "a?", "answer": "1"})
   ]
   assert not source.note
+  capitals = {"QUESTION": "A?", "Answer": "3"}
+  assert one(tmp_path, capitals)[:2] == ("A?", "3")
+  assert one(tmp_path, capitals | {"answer": "4"}).reference == "4"
   half = one(tmp_path, record, fields=Fields("other"))
   assert (half.text, half.reference) == ("b?", "1")
 
@@ -248,7 +272,7 @@ def test_a_name_that_is_given_is_not_looked_for(tmp_path):
   [
     (
       {"query": "a?", "info": {"gold": 1}},
-      "no column for the problem: none of question, problem, Problem, prompt, "
+      "no column for the problem: none of question, problem, prompt, "
       "messages; set data.problem_field to one of info, info.gold, query$",
     ),
     (
@@ -266,7 +290,7 @@ def test_a_name_that_is_given_is_not_looked_for(tmp_path):
       r"each with a 'role' and a 'content' of text, got .*'role': 'user'",
     ),
     ({"prompt": ["Hi"], "answer": "2"}, "each with a 'role' .*, got 'Hi'"),
-    ({"prompt": {}, "answer": "2"}, "must be text or a list of messages"),
+    ({"prompt": {"a": 1}, "answer": "2"}, "must be text or a list of messages"),
   ],
 )
 def test_columns_that_hold_no_problem(tmp_path, record, words):
@@ -382,6 +406,12 @@ def test_mistakes_in_a_dotted_name(module):
     ("data/train.csv", "did you mean 'hf:data/train.csv'"),
     ("csv:data/train.csv", "did you mean 'hf:data/train.csv'"),
     ("json:s3://b/train.jsonl", "did you mean 'jsonl:s3://b/train.jsonl'"),
+    ("x.csv:train", "did you mean 'hf:x.csv:train'"),
+    ("x.tsv", "did you mean 'hf:x.tsv'"),
+    ("x.CSV", "did you mean 'hf:x.CSV'"),
+    ("x.jsonl.gz", "did you mean 'hf:x.jsonl.gz'"),
+    ("hf:csv", "hf:csv: 'csv' is a format, .*; expected hf:FILE or hf:FOLDER"),
+    ("hf:csv:x.csv", "'csv' is a format, no data set; expected hf:x.csv"),
     ("gs://b/train.parquet", "did you mean 'parquet:gs://b/train.parquet'"),
   ):
     with pytest.raises(UserError, match=words):

@@ -101,10 +101,26 @@ def test_formats_and_columns_are_those_of_training(tmp_path, monkeypatch):
     assert found.content == hashlib.sha256(file.read_bytes()).hexdigest()
   found = benchmarks.read("mine", str(csv), reward="gsm8k")
   assert [p.reference for p in found.problems] == ["1", "2"]
-  assert found.content  # of the problems
+  assert found.note == (
+    f"hf:{csv}: the problem is in 'question', the reference in 'answer'"
+  )
   fields = Fields(problem="nowhere", reference="question")
-  found = benchmarks.read("mine", str(csv), reward="math", fields=fields)
+  found = benchmarks.read("GSM8K", str(csv), fields=fields)
   assert found.problems[0][:2] == ("q", "q")
+  assert "the reference in 'question'" in found.note
+  fields = Fields(reference="glod")
+  with pytest.raises(UserError, match=r"'glod' \(data.reference_field\)"):
+    benchmarks.read("mine", str(csv), reward="math", fields=fields)
+
+
+def test_every_row_of_a_table_counts(tmp_path, monkeypatch):
+  monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+  csv, found = tmp_path / "a.csv", []
+  for answer in (1, 2, 1):
+    rows = [f"q{i},{answer if i == 7 else 0}\n" for i in range(3000)]
+    csv.write_text("question,answer\n" + "".join(rows))
+    found.append(benchmarks.read("GSM8K", str(csv)).content)
+  assert found[0] == found[2] != found[1]
 
 
 def test_livecodebench_has_all_tests(read):
@@ -213,7 +229,7 @@ def test_mistakes(read, tmp_path):
     benchmarks.read("AIME24", str(tmp_path / "nope"))
   with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
     benchmarks.read("AIME24", str(tmp_path))
-  with pytest.raises(UserError, match="no usable row; left out: 0"):
+  with pytest.raises(UserError, match="no problem in it"):
     read("AIME24")
   good = {"problem": "q", "answer": 7}
   with pytest.raises(

@@ -193,8 +193,24 @@ def test_other_settings_are_not_mixed_in(whole, workdir, files, change, words):
 
 
 def test_a_second_benchmark_stands_beside_the_first(
-  whole, workdir, files, tmp_path
+  whole, workdir, files, tmp_path, monkeypatch
 ):
+  inside, summarize = [], evaluator.summary.summarize
+  run_on_all = multihost.run_on_all
+
+  def watched(work):
+    inside.append(True)
+    try:
+      return run_on_all(work)
+    finally:
+      inside.pop()
+
+  def checked(*of):
+    assert inside, "a fault would end this process alone"
+    return summarize(*of)
+
+  monkeypatch.setattr(multihost, "run_on_all", watched)
+  monkeypatch.setattr(evaluator.summary, "summarize", checked)
   both = [run(workdir, [file], tmp_path)[0] for file in files]
   assert both == whole[1]
   for name in ("chain", "CodeForces"):
@@ -206,7 +222,10 @@ def test_a_second_benchmark_stands_beside_the_first(
   [
     (["AIME24"], {}, "--set=AIME24: expected NAME=FILE"),
     (["=x"], {}, "--set==x: expected NAME=FILE"),
-    (["a/b=x"], {}, "--set=a/b=x: expected NAME=FILE, and no / in NAME"),
+    (["a/b=x"], {}, "--set=a/b=x: expected NAME=FILE, where NAME names a fo"),
+    (["..=FILE"], {}, r"--set=\.\.=.*: expected NAME=FILE"),
+    ([f"a=hf:{os.__file__}:train"], {}, "--set=a=.*: expected a path outside"),
+    (["a=csv:x.csv"], {}, "did you mean 'hf:x.csv'"),
     (["a=FILE", "A=FILE", "a=FILE"], {}, "--set=a=.*: a is there twice"),
     (
       ["a=FILE"],
@@ -331,6 +350,7 @@ def test_the_command(workdir, files, tmp_path):
   assert head.split()[:4] == ["set", "problems", "samples", "avg@n"]
   assert row.split()[:3] == ["chain", "5", "2"]
   assert "5 of 5 problems" in done.stderr
+  assert "the problem is in 'question', the ref" in done.stderr
   settings = json.loads((tmp_path / "chain/settings.json").read_text())
   assert settings["config"]["sampler"]["temperature"] == 0.5
 

@@ -204,6 +204,11 @@ def test_the_examples_of_training_reach_the_policy(debug_config):
     UserError, match=r"^data.few_shot: the problem .* is an ex"
   ):
     sampler.prompts([Problem("x?", "", ""), example])
+  words = (
+    "'xxx.*with the examples of data.few_shot=1, has .* more than data.max"
+  )
+  with pytest.raises(UserError, match=words):
+    sampler.prompts([Problem("x" * 40, "", "")])
 
 
 def test_the_conversation_before_a_problem_reaches_the_policy(debug_config):

@@ -120,7 +120,10 @@ def test_a_run_in_which_nothing_is_clipped_says_so(capsys):
     ("ppo", {"clip_high": 0.0}, ["objective.clip_high=0: nearly all"]),
     ("gmpo", {"clip_low": 1.5}, []),  # clips log-ratios
     ("gspo", {"clip_low": 3e-3, "clip_high": 4e-3}, []),
+    ("gspo", {"clip_low": 0.015, "clip_high": 0.02}, ["0.02: hardly anything"]),
     ("cispo", {"cap": 1e3}, []),
+    ("cispo", {"cap": 1.0}, []),
+    ("cispo", {"cap": 0.28}, ["objective.cap=0.28: it scales nearly every"]),
   ],
 )  # fmt: skip
 def test_a_clip_range_of_another_ratio_is_a_warning(method, settings, words):

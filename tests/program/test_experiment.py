@@ -175,9 +175,11 @@ def test_programs_of_the_policy_can_read_no_file_of_the_run(
   )
   workdir = tmp_path
   check()
-  debug_config.data.source = f"jsonl:x, jsonl:{library}/train.jsonl"
-  with pytest.raises(UserError, match=r"^data.source: .*outside of /"):
-    check()
+  (tmp_path / "link.csv").symlink_to(f"{library}/train.csv")
+  for spec in (f"jsonl:{library}/a.jsonl", f"hf:{tmp_path}/link.csv:train"):
+    debug_config.data.source = f"jsonl:x, {spec}"
+    with pytest.raises(UserError, match=r"^data.source: .*outside of /"):
+      check()
   debug_config.data.source = "jsonl:x"
   workdir = f"{library}/json"
   with pytest.raises(UserError, match=r"^--workdir: .*outside of /"):

@@ -47,6 +47,9 @@ def test_rewards_that_are_no_shares_are_not_written_as_such(tmp_path):
   assert [label for label, _ in tiles] == ["avg@n", "greedy", "pass@1"]
   assert [value.endswith("%") for _, value in tiles] == [False, False, True]
   assert tiles[0][1].endswith("0.008")
+  with (folder / "metrics.jsonl").open("a") as file:  # another eval.samples
+    file.write('{"step": 13, "eval/avg@2": 0.75}\n')
+  assert ">0.75</dd>" in tables.head(runs(folder))
   (chart, *_) = of_subject(SUBJECTS[0], runs(folder), set()).plots
   assert chart.title == "Held-out reward"
   assert "%" not in chart.summary

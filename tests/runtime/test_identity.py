@@ -30,7 +30,7 @@ def test_an_identity_survives_json():
     ),
     (
       RUN | {"data": {"fingerprint": "a"}},
-      r"run: data\.source or another .* changed: it",
+      r"run: data\.source, the content of .* changed: it",
     ),
     (RUN | {"more": 2}, "it has more=2, this run more=None"),
     ({}, "it has seed=None, this run seed=0"),
