@@ -85,7 +85,7 @@ class Job:
       assert self.processes[0].poll() is None, self.outputs()
       time.sleep(0.05)
 
-  def finish(self, code=0, seconds=240):
+  def finish(self, code=0, seconds=480):
     codes = [process.wait(seconds) for process in self.processes]
     assert codes == [code] * len(codes), "\n".join(self.outputs())
     return self.outputs()
