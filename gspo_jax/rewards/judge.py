@@ -142,7 +142,8 @@ async def score(
     wait = min(2 * wait, LONGEST_WAIT)
   if choice.get("finish_reason") == "length":
     raise JudgeError(f"{url}: the reply is longer than {max_tokens=}")
-  return _read_score(url, choice["message"]["content"] or "", scale)
+  reply = choice["message"]["content"] or ""
+  return _read_score(url, reply, scale, key_variable)
 
 
 def _fill(template: str, values: dict) -> str:
@@ -190,16 +191,14 @@ def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
   headers, key = {"Content-Type": "application/json"}, _key(key_variable)
   if key:
     headers["Authorization"] = f"Bearer {key}"
-  # A server may quote the header, and errors quote the server.
-  hide = lambda data: data.replace(key.encode(), b"...") if key else data
   request = urllib.request.Request(url, body, headers)
   try:
     with _OPENER.open(request, timeout=max(0.1, seconds)) as answer:
-      data = hide(answer.read(_MOST_BYTES))
+      data = answer.read(_MOST_BYTES)
   except urllib.error.HTTPError as e:
     with e:
-      start = hide(e.read(1 << 16))[:200]
-      text = " ".join(start.decode("utf-8", "replace").split())
+      start = _without_key(e.read(1 << 16), key_variable)[:200]
+      text = " ".join(start.split())
     raise JudgeError(
       f"{url}: HTTP status {e.code}: {text}",
       again=e.code >= 500 or e.code in _BUSY,
@@ -210,7 +209,7 @@ def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
     choice = json.loads(data)["choices"][0]
     choice["message"]["content"]
   except (ValueError, LookupError, TypeError) as e:
-    start = data[:100].decode("utf-8", "replace")
+    start = _without_key(data, key_variable)[:100]
     raise JudgeError(f"{url}: expected a chat completion, got {start!r}") from e
   return choice
 
@@ -220,6 +219,13 @@ def _key(variable: str) -> str:
   return os.environ[variable].strip() if variable else ""
 
 
+def _without_key(said: str | bytes, variable: str) -> str:
+  """What a server said, for an error: it may quote the header with the key."""
+  text = said if isinstance(said, str) else said.decode("utf-8", "replace")
+  key = _key(variable)
+  return text.replace(key, "...") if key else text
+
+
 def _why(error: Exception, seconds: float) -> str:
   cause = getattr(error, "reason", error)
   if isinstance(cause, TimeoutError):
@@ -227,19 +233,19 @@ def _why(error: Exception, seconds: float) -> str:
   return getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
 
 
-def _read_score(url: str, reply: str, scale: float) -> float:
+def _read_score(
+  url: str, reply: str, scale: float, key_variable: str = ""
+) -> float:
   answer = reply.rpartition(_THOUGHTS)[2]
+  end = _without_key(answer, key_variable)[-100:]
   number, limits = _labelled(answer) or _only(answer) or (None, "")
   if number is None or re.search("%|percent", limits):
     raise JudgeError(
-      f"{url}: expected 'Score: NUMBER' at the end of the reply, got "
-      f"{answer[-100:]!r}"
+      f"{url}: expected 'Score: NUMBER' at the end of the reply, got {end!r}"
     )
   number, limits = float(number), re.findall(_NUMBER, limits)
   if limits and max(map(float, limits)) != scale:
-    raise JudgeError(
-      f"{url}: expected a score out of {scale:g}, got {answer[-100:]!r}"
-    )
+    raise JudgeError(f"{url}: expected a score out of {scale:g}, got {end!r}")
   if not 0 <= number <= scale:
     raise JudgeError(f"{url}: expected a score in 0..{scale:g}, got {number:g}")
   return number / scale

@@ -221,12 +221,12 @@ def test_it_gives_up_in_time(server, template, response, message):
 
 
 def test_what_the_server_is_asked(server, template, monkeypatch):
-  monkeypatch.setenv("JUDGE_KEY", "secret")
+  monkeypatch.setenv("JUDGE_KEY", "2")  # it stays in replies
   options = {"temperature": 0.5, "max_tokens": 9, "scale": 1}
   score = ask(server, template, "say 0.25", key_variable="JUDGE_KEY", **options)
   assert score == 0.25
   ((path, authorization, body),) = server.requests
-  assert (path, authorization) == ("/v1/chat/completions", "Bearer secret")
+  assert (path, authorization) == ("/v1/chat/completions", "Bearer 2")
   # What a prompt or a response has in braces is left alone.
   (message,) = body.pop("messages")
   assert message == {
@@ -236,7 +236,9 @@ def test_what_the_server_is_asked(server, template, monkeypatch):
   assert body == {"model": "m", "temperature": 0.5, "max_tokens": 9}
 
 
-@pytest.mark.parametrize("response", ["echo 401", "echo 200"])
+@pytest.mark.parametrize(
+  "response", ["echo 401", "echo 200", "say Bearer sk-secret"]
+)
 def test_the_key_is_in_no_error(server, template, monkeypatch, response):
   """Not with the line break of a file, and not where the server quotes it."""
   monkeypatch.setenv("JUDGE_KEY", "sk-secret\n")
