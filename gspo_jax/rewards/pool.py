@@ -234,8 +234,9 @@ class RewardPool:
     limits["concurrency"] = concurrency
     _check(self._names, self._weights, limits)
     setup = Setup(tuple(names), seconds, memory, concurrency)
-    self._changed = threading.Condition()  # of the next three
+    self._changed = threading.Condition()  # of the next four
     self._waiting: list[tuple[_Submission, int]] = []
+    self._share = 1  # of what waits, for a worker
     self._closed = False
     self._threads: list[threading.Thread] = []
     self._workers = [Process(setup) for _ in range(workers)]
@@ -274,6 +275,8 @@ class RewardPool:
       if self._closed:
         raise futures.CancelledError
       self._waiting += [(submission, i) for i in range(len(units))]
+      share = math.ceil(len(self._waiting) / len(self._workers))
+      self._share = max(1, min(share, CHUNK))
       self._changed.notify_all()
     return Pending(self._names, self._weights, submission)
 
@@ -338,8 +341,7 @@ class RewardPool:
     with self._changed:
       self._changed.wait_for(lambda: self._waiting or self._closed)
       # Every n-th, not neighbours: responses to one problem cost the same.
-      # The other workers take as many, those that are busy now a little later.
-      n = max(len(self._workers), math.ceil(len(self._waiting) / CHUNK))
+      n = math.ceil(len(self._waiting) / self._share) or 1
       taken = self._waiting[::n]
       del self._waiting[::n]
       return taken
