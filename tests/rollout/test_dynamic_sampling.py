@@ -36,12 +36,6 @@ class ScriptedRewards:
   def __init__(self, round_, mixed, computed):
     self.round, self.mixed, self.computed = round_, mixed, computed
 
-  def unfinished(self):
-    return []
-
-  def counts(self):
-    return self.size, self.size, 0
-
   def result(self):
     self.computed.append(self.round)
     total = np.zeros((P, G), np.float32)
