@@ -250,7 +250,7 @@ CODE = {
   "files: all that there are": (
     "import os, re\nlibrary = os.path.dirname(os.__file__) + '/'\n"
     "own = ['/program.py', 'PYTHON', '/etc/ld.so.cache']\n"
-    "own += ['/dev/null', '/dev/stdin']\n"
+    "own += ['/dev/null', '/dev/stdin', '/dev/urandom']\n"
     "other = [os.path.join(folder, name)\n"
     "  for folder, _, names in os.walk('/') for name in names]\n"
     "other = [path for path in other if '-packages/' in path or not (\n"
@@ -262,6 +262,11 @@ CODE = {
   "files: the null device": (
     "import os, sys\nsys.stderr = open(os.devnull, 'w')\n"
     "print('x', file=sys.stderr)\nprint(open(os.devnull).read() + 'refused')",
+    1,
+  ),
+  "files: the random device": (
+    "one = open('/dev/urandom', 'rb').read(9)\n"
+    "print('refused' if len(one) == 9 else one)",
     1,
   ),
   "modules that need libraries": (
