@@ -270,16 +270,15 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
     train_batch = learner.add_reference_and_values(state, train_batch)
 
   # Rewards.
-  wait_scored(
+  every = wait_scored(
     [cost.rewards for cost in batch.costs],
     config.reward.max_failed,
     of=f"iteration {step}",
   )
   threshold = config.reward.pass_threshold
   rewards = scored.rewards.result()
-  for cost in batch.costs:
-    first = cost.rewards.result().first
-    run.curriculum.record(cost.prompts, correct(first, threshold))
+  for cost, each in zip(batch.costs, every, strict=True):
+    run.curriculum.record(cost.prompts, correct(each.first, threshold))
   for reason in rewards.reasons:
     logging.warning("step %d: no reward for a response: %s", step, reason)
 

@@ -7,6 +7,14 @@ complain() {
   exit 2
 }
 
+# no_setting WORD: exits with 2; only a flag is printed, others may be a value.
+no_setting() {
+  local flag=${1%%=*}
+  [[ $flag =~ ^--[a-z-]+$ ]] || flag=...
+  complain "$flag: no such setting, expected one of" \
+    "launch/$(basename "$0") --help"
+}
+
 # need name zone ...: exits with 2 and names each of these settings that is not
 # set, by flag and by variable.
 need() {
@@ -38,23 +46,19 @@ quote_all() {
 dry_run=""
 env=() # the words NAME=VALUE of --env=
 
-# is_secret NAME: whether the value of this variable must not be printed.
-is_secret() {
-  case $(tr '[:lower:]' '[:upper:]' <<<"$1") in
-    *KEY* | *PASS* | *PWD* | *SECRET* | *TOKEN* | *CRED* | *AUTH*) return 0 ;;
-    *) return 1 ;;
-  esac
-}
-
-# show COMMAND...: quoted, with ... in place of the values of secrets, and of
-# user and password in addresses.
+# show COMMAND...: quoted, with ... in place of the values of --env= and of user
+# and password in addresses.
 show() {
-  local line word
+  local line words names
   line=$(quote_all "$@")
-  for word in ${env[@]+"${env[@]}"}; do
-    is_secret "${word%%=*}" && line=${line//"$word"/${word%%=*}=...}
-  done
-  sed -E 's#://[^/@ ]+@#://...@#g' <<<"$line"
+  if ((${#env[@]})); then
+    # In a command of one word, so quoted twice.
+    words=$(quote " $(quote_all "${env[@]}") ")
+    words=${words#\'} words=${words%\'}
+    names=$(printf '%s=... ' "${env[@]%%=*}")
+    line=${line/"$words"/ $names}
+  fi
+  sed -E 's#://[^/ ]*@#://...@#g' <<<"$line"
 }
 
 # call COMMAND...: runs it; under --dry-run only prints it, to be pasted.
@@ -80,12 +84,10 @@ with_environment() {
   local workdir=$1 variable
   shift
   for variable in ${env[@]+"${env[@]}"}; do
+    # What is no name may be a value.
     [[ $variable =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] ||
-      complain "--env=${variable%%[!A-Za-z_0-9-]*}...: expected --env=NAME=VALUE," \
-        "the name of letters, digits and _"
-    # Quoted, `show` would not find it.
-    is_secret "${variable%%=*}" && [[ $(quote "$variable") != "$variable" ]] &&
-      complain "--env=${variable%%=*}=...: expected letters, digits and _./:=@%+,-"
+      complain "--env=...: expected --env=NAME=VALUE, the name of letters," \
+        "digits and _"
   done
   quote_all env "JAX_COMPILATION_CACHE_DIR=$workdir/compilation_cache" \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \

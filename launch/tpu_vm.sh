@@ -56,7 +56,7 @@ settings() {
       --worker=*) worker=${1#*=} ;;
       --grace=*) grace=${1#*=} ;;
       --) shift && flags=("$@") && break ;;
-      *) complain "${1%%=*}: no such setting; launch/tpu_vm.sh --help names them" ;;
+      *) no_setting "$1" ;;
     esac
     shift
   done

@@ -53,7 +53,7 @@ settings() {
       --grace=*) grace=${1#*=} ;;
       --restarts=*) restarts=${1#*=} ;;
       --) shift && flags=("$@") && break ;;
-      *) complain "${1%%=*}: no such setting; launch/xpk.sh --help names them" ;;
+      *) no_setting "$1" ;;
     esac
     shift
   done

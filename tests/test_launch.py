@@ -422,7 +422,8 @@ def test_xpk_gets_a_command_that_passes_sigterm_on(shell):
   settings = flags(XPK_RUN | {"slices": 2})
   more = ["--env=A=b c", "--env=JAX_COMPILATION_CACHE_DIR=gs://c", "--"]
   more.append("--config.seed=3")
-  (words,) = printed(shell("xpk.sh", "run", "--dry-run", *settings, *more))
+  assert shell("xpk.sh", "run", *settings, *more).returncode == 0
+  (words,) = shell.calls()
   assert words[:3] == ["xpk", "workload", "create"]
   assert {
     "--workload=n",
@@ -472,25 +473,22 @@ def test_secrets_are_passed_on_and_not_printed(shell, script, settings, more):
   done = shell(script, "run", *flags(settings), secret, "--env=A=b", *more)
   assert done.returncode == 0
   shown = done.stdout + done.stderr
-  assert "WANDB_API_KEY=... A=b" in shown
+  assert "WANDB_API_KEY=... A=... " in shown
   assert "0a1b2c" not in shown
   called = ["WANDB_API_KEY=0a1b2c A=b" in str(c) for c in shell.calls()]
   assert called == ([] if more else [True])
-  # Quoted twice, it would not be found where it has to be hidden.
-  done = shell(script, "run", *flags(settings), "--env=A_TOKEN=it's", *more)
-  assert_error(done, "--env=A_TOKEN=...")
-  assert "it's" not in done.stderr
 
 
 @pytest.mark.parametrize(
   ("word", "shown"),
   [
-    ("--env=wandb_api_key=0a1b2c", "wandb_api_key=..."),
-    ("--env=DB_PASSWD=0a1b2c", "DB_PASSWD=..."),
-    ("--env=GOOGLE_CREDENTIALS=0a1b2c", "GOOGLE_CREDENTIALS=..."),
-    ("--env=DB_URL=db://u:0a1b2c@h/x", "DB_URL=db://...@h/x"),
-    ("--env=WANDB-API-KEY=0a1b2c", "error: --env=WANDB-API-KEY..."),
-    ("--env=WANDB_API_KEY:0a1b2c", "error: --env=WANDB_API_KEY..."),
+    ("--env=wandb_api_key=0a1b2c", "wandb_api_key=... python"),
+    ("--env=HEADERS=Bearer: 'it's 0a1b2c'", "HEADERS=... python"),
+    ("--env=A=& --env=B=0a1b2c", "A=... python"),
+    ("--config=db://u:p@0a1b2c@h/x", "db://...@h/x"),
+    ("--env=WANDB-API-KEY=0a1b2c", "error: --env=..."),
+    ("--env=hf_0a1b2c", "error: --env=..."),
+    ("0a1b2c", "error: ...: no such setting"),
     ("--evn=WANDB_API_KEY=0a1b2c", "error: --evn: no such setting"),
   ],
 )
@@ -559,11 +557,11 @@ def test_missing_settings_are_named(shell, script, verb, missing, more):
     ("tpu_vm.sh", ["stop", *flags(HOME), "--grace=soon"], "soon"),
     ("xpk.sh", ["start"], "start"),
     ("xpk.sh", ["run", "--spot"], "--spot"),
-    ("xpk.sh", ["run", *flags(XPK_RUN), "--env=1A=b"], "--env=1A..."),
+    ("xpk.sh", ["run", *flags(XPK_RUN), "--env=1A=b"], "--env=..."),
     (
       "tpu_vm.sh",
       ["run", *flags(HOME), f"--workdir={WORKDIR}", "--env=A"],
-      "--env=A",
+      "--env=...",
     ),
     ("xpk.sh", ["run", *flags(XPK_RUN), "--workdir=/tmp/x"], "/tmp/x"),
     ("xpk.sh", ["run", *flags(XPK_RUN), "--accelerator-type=v5p-9"], "v5p-9"),

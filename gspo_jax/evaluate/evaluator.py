@@ -27,6 +27,7 @@ from gspo_jax.program.config import Config, ConfigDict, parse
 from gspo_jax.program.settings import length_warning
 from gspo_jax.rewards import sandbox_files
 from gspo_jax.rewards.pool import EXAMPLE, RewardPool, too_many
+from gspo_jax.rollout.scoring import wait_for_scores
 from gspo_jax.runtime import checkpoint, multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.identity import flatten
@@ -231,12 +232,20 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
     key_of_batch = jax.random.fold_in(key, batch)
     return sampler.sample(params, problems, key_of_batch, progress)
 
+  def wrong(count, size):
+    count += sum(r["failed"] for r in file.records)
+    size += len(file.records)
+    return too_many(count, size, config.reward.max_failed, of=f"--set={name}")
+
+  def wait(batch):
+    stop = lambda count: wrong(count, batch.size)
+    if error := wait_for_scores([batch], stop, of=name, file=sys.stderr):
+      raise UserError(error)
+
   def save(records, reasons):
     for reason in reasons:
       logging.warning("%s: a reward failed: %s", name, reason)
-    failed = [r["failed"] for r in (*file.records, *records)]
-    most = config.reward.max_failed
-    if error := too_many(sum(failed), len(failed), most, of=f"--set={name}"):
+    if error := wrong(sum(r["failed"] for r in records), len(records)):
       reason = next(iter(reasons), "of an earlier batch")
       raise UserError(f"{error}; the first reason: {reason}")
     file.append(records)
@@ -264,6 +273,7 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
       batch_size=sampler.batch_size,
       reward_pool=reward_pool,
       save=save,
+      wait=wait,
       first_batch=first_batch,
       run_on_all=multihost.run_on_all,
     )

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate.benchmarks import Benchmark
-from gspo_jax.rewards.pool import Response, RewardPool
+from gspo_jax.rewards.pool import Response, RewardPool, Submission
 
 # Longest reference, in characters, that is written beside each response. The
 # tests of a program can have millions; they are in the benchmark's file.
@@ -65,6 +65,7 @@ def run_benchmark(
   batch_size: int,
   reward_pool: RewardPool | None,
   save: SaveFn,
+  wait: Callable[[Submission], None] = lambda submission: None,
   first_batch: int = 0,
   run_on_all: Callable[[Callable[[], None]], None] = lambda work: work(),
 ) -> None:
@@ -78,6 +79,7 @@ def run_benchmark(
     batch_size: problems of a batch; the last batch may have fewer.
     reward_pool: scores; None on processes that only help to sample.
     save: stores each batch.
+    wait: waits until a batch is scored, or raises.
     first_batch: the first batch that is not done yet.
     run_on_all: `multihost.run_on_all` where there are several processes, so
       that an error in `save` on one of them stops all.
@@ -87,7 +89,9 @@ def run_benchmark(
 
   def save_pending():
     if pending is not None:
-      save(*pending())
+      scores, records = pending
+      wait(scores.submission)
+      save(*records(scores.result()))
 
   for batch in range(first_batch, -(-count // batch_size)):
     indices = range(batch * batch_size, min((batch + 1) * batch_size, count))
@@ -103,7 +107,7 @@ def _start_scoring(reward_pool, benchmark, indices, responses):
   """Begins to score a batch.
 
   Returns:
-    A function without arguments that waits, and returns what `save` takes.
+    The pending scores, and a function of the scores: what `save` takes.
   """
   prompts = dict(zip(indices, responses.prompts, strict=True))
   places = [(i, n) for i in indices for n in range(benchmark.samples)]
@@ -121,14 +125,13 @@ def _start_scoring(reward_pool, benchmark, indices, responses):
     )
   ]
   scores = reward_pool.submit(scored, benchmark.samples)
-  return functools.partial(
-    _records, scores, benchmark, places, scored, responses.truncated
+  return scores, functools.partial(
+    _records, benchmark, places, scored, responses.truncated
   )
 
 
-def _records(pending, benchmark, places, responses, truncated):
-  """Waits for the scores: the records of answers.jsonl, and reasons."""
-  scores = pending.result()
+def _records(benchmark, places, responses, truncated, scores):
+  """The records of answers.jsonl, and reasons."""
   records = [
     {
       "set": benchmark.name,

@@ -12,10 +12,10 @@ from gspo_jax.runtime import errors
 # Bytes of output that are read beyond twice the expected output.
 SLACK = 1 << 16
 # Text, a fence, and what follows it: ```python title="a.py", ~~~ {.python}.
-_FENCE = re.compile(r"([^`~]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
-_ITEM = re.compile(r"(?:(?:[-*+>]|\d+[.)])\s+)*")  # of a list or a quote
-_WORD = re.compile(r"[\s{.]*([\w.+#-]*)")
-_PYTHON = re.compile(r"(?:py|python|pypy)(?:3(?:\.\d+)?)?")
+_FENCE = re.compile(r"(.*?)(?<!`)(`{3,}(?=[^`]*$)|~{3,})(.*)")
+_ITEM = re.compile(r"(?:(?:[-*+]|\d+[.)])\s+)*")  # of a list
+_WORD = re.compile(r"[\w.+#-]+")
+_PYTHON = re.compile(r"\.?(?:i?python|py|pypy)(?:3(?:\.\d+)?)?")
 
 
 class _Test(NamedTuple):
@@ -34,11 +34,9 @@ def passes(
   total: float = 30.0,
   memory: int = 512,
 ) -> float:
-  """1.0 iff the last fenced code block of the response passes every test.
+  """1.0 iff the last Python program of the response passes every test.
 
-  The first word behind the fence must be python, py or pypy, or one of these
-  with a 3 or 3.x; without any such block, the last block that names no language
-  is taken. A program passes a test if it ends in
+  The program is a fenced block; see `program`. It passes a test if it ends in
   time with exit code 0 and printed the expected text; white space at the end of
   a line and of the whole output is ignored. Each test runs in a sandbox of its
   own, in order, up to the first failure.
@@ -77,30 +75,30 @@ def passes(
 def program(response: str) -> str | None:
   """The last closed Python block, else the last that names no language.
 
-  None if there is no such block. A block ends at a line of as many backticks or
-  tildes as it began with, or more.
+  None if there is no such block. A block of Python has python, ipython, py or
+  pypy as the first word behind its fence, or as any word if a brace follows it;
+  each may end in 3 or 3.x. A block ends at a line of as many backticks or
+  tildes as it began with, or more, and nothing else.
   """
   last_of, lines, opened, language = {}, [], "", ""
   for line in response.split("\n"):
     match = _FENCE.fullmatch(line.strip())
     before, marks, info = match.groups() if match else ("", "", "")
-    is_fence = match and marks.startswith(opened)
-    if is_fence and opened and not before + info:
+    if opened and marks.startswith(opened) and not before + info:
       last_of[language], opened = _dedent(lines), ""
-    elif is_fence and (
-      _ITEM.fullmatch(before) or (not opened and _language(info) == "python")
-    ):
-      lines, opened, language = [], marks, _language(info)
-      last_of[language] = None
     elif opened:
       lines.append(line)
+    elif match and (_ITEM.fullmatch(before) or _language(info) == "python"):
+      lines, opened, language = [], marks, _language(info)
+      last_of[language] = None
   return last_of.get("python", last_of.get(""))
 
 
 def _language(info: str) -> str:
-  """The first word of what follows a fence; "python" for each of its names."""
-  name = _WORD.match(info)[1].lower()
-  return "python" if _PYTHON.fullmatch(name) else name
+  """What follows a fence names; "python" for each of its names."""
+  words = _WORD.findall(info.lower())
+  names = words if info.lstrip().startswith("{") else words[:1]
+  return "python" if any(map(_PYTHON.fullmatch, names)) else "".join(names[:1])
 
 
 def _dedent(lines: list[str]) -> str:

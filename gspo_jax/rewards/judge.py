@@ -48,19 +48,23 @@ _START = 30.0  # seconds for the first answer
 _MOST_BYTES = 1 << 22  # of an answer
 _NAME = re.compile(r"\{(\w+)\}")
 _NUMBER = r"\d+(?:\.\d+)?"
-# 7, 7/10, 7 out of 10; not a part of 3,5 or 1e-1 or .5 or 7%, nor of 7-8.
-_SCORE = re.compile(
-  rf"(?<![\w.,])(-?{_NUMBER})"
-  rf"(?:[ *_]*(?:/|(?:out )?of\b)[ *_]*({_NUMBER}))?"
-  r"(?![\w%]|[.,]\d|[ *_]*(?:[-\u2013\u2014~/]|to\b|or\b)[ *_]*\d)"
+# A number, and what follows it up to the end of its clause.
+_SCORE = rf"([+-]?{_NUMBER})(?!\w)((?:[^\n.,;:!]|[.,;:!](?=[\d.]))*)"
+_ONLY = re.compile(r"(?<![\w.,(\[+-])" + _SCORE)
+# Only a limit may have digits: 7/10, 7 points out of 10, 7 (0-10).
+_LIMIT = re.compile(
+  rf"[^\d(\[/]*(?:[(\[][^][()]*[])]|(?:/|\bof\b)\D*{_NUMBER}"
+  rf"(?: ?(?:[-\u2013]|to) ?{_NUMBER})?)?\D*"
 )
 # "Score:", "Score (0-10):" and "Score /10:" go before "a score of".
 _QUOTES = r"[\s*_\"'`=]{0,9}"
 _RANGE = rf"(\([^()\n]*\)|\[[^][\n]*\]|/ ?{_NUMBER}|out of {_NUMBER})?"
+_LABEL = rf"(?<![a-z])score{_QUOTES}{_RANGE}{_QUOTES}"
 _LABELS = (
-  re.compile(rf"(?<![a-z])score{_QUOTES}{_RANGE}{_QUOTES}:{_QUOTES}", re.I),
-  re.compile(rf"(?<![a-z])score{_QUOTES}((?:is|of){_QUOTES})?(?=-?\d)", re.I),
+  re.compile(rf"{_LABEL}:{_QUOTES}[(\[]?{_QUOTES}(?:{_SCORE})?", re.I),
+  re.compile(rf"{_LABEL}(?:(?:is|of){_QUOTES})?{_SCORE}", re.I),
 )
+_SECOND = re.compile(r"\n.*score.*\d", re.I)
 _THOUGHTS = "</think>"
 
 
@@ -96,9 +100,10 @@ async def score(
   The score is the number behind the last "score:" of the reply, after its
   thoughts (`</think>`), else behind its last "score", else its only number. A
   largest score that the reply names, as in "Score (0-10): 7" or "7/10", must be
-  `scale`. A refused connection,
-  a time-out, and the HTTP statuses 408, 409, 425, 429 and 5xx are tried again,
-  after 0.5 s, 1 s, ... up to 8 s.
+  `scale`; any other digit or % before the next comma or full stop is an error.
+
+  A refused connection, a time-out, and the HTTP statuses 408, 409, 425, 429 and
+  5xx are tried again, after 0.5 s, 1 s, ... up to 8 s.
 
   Args:
     prompt: for the template.
@@ -137,7 +142,8 @@ async def score(
     wait = min(2 * wait, LONGEST_WAIT)
   if choice.get("finish_reason") == "length":
     raise JudgeError(f"{url}: the reply is longer than {max_tokens=}")
-  return _read_score(url, choice["message"]["content"] or "", scale)
+  reply = choice["message"]["content"] or ""
+  return _read_score(url, reply, scale, key_variable)
 
 
 def _fill(template: str, values: dict) -> str:
@@ -185,16 +191,14 @@ def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
   headers, key = {"Content-Type": "application/json"}, _key(key_variable)
   if key:
     headers["Authorization"] = f"Bearer {key}"
-  # A server may quote the header, and errors quote the server.
-  hide = lambda data: data.replace(key.encode(), b"...") if key else data
   request = urllib.request.Request(url, body, headers)
   try:
     with _OPENER.open(request, timeout=max(0.1, seconds)) as answer:
-      data = hide(answer.read(_MOST_BYTES))
+      data = answer.read(_MOST_BYTES)
   except urllib.error.HTTPError as e:
     with e:
-      start = hide(e.read(1 << 16))[:200]
-      text = " ".join(start.decode("utf-8", "replace").split())
+      start = _without_key(e.read(1 << 16), key_variable)[:200]
+      text = " ".join(start.split())
     raise JudgeError(
       f"{url}: HTTP status {e.code}: {text}",
       again=e.code >= 500 or e.code in _BUSY,
@@ -205,7 +209,7 @@ def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
     choice = json.loads(data)["choices"][0]
     choice["message"]["content"]
   except (ValueError, LookupError, TypeError) as e:
-    start = data[:100].decode("utf-8", "replace")
+    start = _without_key(data, key_variable)[:100]
     raise JudgeError(f"{url}: expected a chat completion, got {start!r}") from e
   return choice
 
@@ -215,6 +219,13 @@ def _key(variable: str) -> str:
   return os.environ[variable].strip() if variable else ""
 
 
+def _without_key(said: str | bytes, variable: str) -> str:
+  """What a server said, for an error: it may quote the header with the key."""
+  text = said if isinstance(said, str) else said.decode("utf-8", "replace")
+  key = _key(variable)
+  return text.replace(key, "...") if key else text
+
+
 def _why(error: Exception, seconds: float) -> str:
   cause = getattr(error, "reason", error)
   if isinstance(cause, TimeoutError):
@@ -222,29 +233,48 @@ def _why(error: Exception, seconds: float) -> str:
   return getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
 
 
-def _read_score(url: str, reply: str, scale: float) -> float:
+def _read_score(
+  url: str, reply: str, scale: float, key_variable: str = ""
+) -> float:
   answer = reply.rpartition(_THOUGHTS)[2]
-  found = (list(label.finditer(answer)) for label in _LABELS)
-  if labels := next(filter(None, found), None):
-    match, named = _SCORE.match(answer, labels[-1].end()), labels[-1][1] or ""
-  else:
-    match, named = _SCORE.search(answer), ""
-    others = answer.replace(match[0], "", 1) if match else ""
-    match = None if re.search(r"\d", others) else match
-  if not match:
+  end = _without_key(answer, key_variable)[-100:]
+  number, limits = _labelled(answer) or _only(answer) or (None, "")
+  if number is None or re.search("%|percent", limits):
     raise JudgeError(
-      f"{url}: expected 'Score: NUMBER' at the end of the reply, got "
-      f"{answer[-100:]!r}"
+      f"{url}: expected 'Score: NUMBER' at the end of the reply, got {end!r}"
     )
-  number = float(match[1])
-  limits = re.findall(_NUMBER, f"{named} {match[2] or ''}")
+  number, limits = float(number), re.findall(_NUMBER, limits)
   if limits and max(map(float, limits)) != scale:
-    raise JudgeError(
-      f"{url}: expected a score out of {scale:g}, got {answer[-100:]!r}"
-    )
+    raise JudgeError(f"{url}: expected a score out of {scale:g}, got {end!r}")
   if not 0 <= number <= scale:
     raise JudgeError(f"{url}: expected a score in 0..{scale:g}, got {number:g}")
   return number / scale
+
+
+def _labelled(answer: str) -> tuple[str | None, str] | None:
+  """The number behind the last "score", and the text of its limits.
+
+  None: nothing is called "score". No number: it cannot be read, or another one
+  is called "score" on a later line.
+  """
+  found = (list(label.finditer(answer)) for label in _LABELS)
+  labels = next(filter(None, found), None)
+  if not labels:
+    return None
+  named, number, tail = labels[-1].groups(default="")
+  is_read = number and _LIMIT.fullmatch(tail)
+  if not is_read or _SECOND.search(answer, labels[-1].end()):
+    return None, ""
+  return number, named + tail
+
+
+def _only(answer: str) -> tuple[str, str] | None:
+  """The only number of the answer, and the text of its limit; None: others."""
+  match = _ONLY.search(answer)
+  if not match or not _LIMIT.fullmatch(match[2]):
+    return None
+  others = answer.replace(match[0], "", 1)
+  return None if re.search(r"\d", others) else match.groups()
 
 
 def _prepare(

@@ -85,7 +85,7 @@ class Pending(NamedTuple):
 
   names: tuple[str, ...]
   weights: tuple[float, ...]
-  submission: "_Submission"
+  submission: "Submission"
 
   @property
   def calls(self) -> futures.Future:
@@ -95,21 +95,9 @@ class Pending(NamedTuple):
     """
     return self.submission.future
 
-  def counts(self) -> tuple[int, int]:
-    """How many responses are scored so far, and how many of them failed."""
-    return self.submission.scored, self.submission.failed
-
-  def result(self, *, wait: bool = True) -> Scores:
-    """The scores of all responses.
-
-    Args:
-      wait: for all of them; else those that are not there count as 0, and not
-        as failed.
-    """
-    if wait:
-      units = self.calls.result()
-    else:
-      units = self.submission.so_far([Call(0.0, None)] * len(self.names))
+  def result(self) -> Scores:
+    """Waits for the scores of all responses."""
+    units = self.calls.result()
     calls = [c for unit in units for row in unit for c in row]
     parts = np.array([value or 0.0 for value, _ in calls], np.float64)
     parts = parts.reshape(-1, len(self.names)).astype(np.float32)
@@ -122,27 +110,17 @@ class Pending(NamedTuple):
     return Scores(total, by_name, failed, reasons[:3])
 
 
-def allowed_failures(most: float, size: int) -> int:
-  """How many of `size` responses may fail.
-
-  Args:
-    most: `reward.max_failed`, the share of responses that may fail. At least
-      one must succeed whatever the share.
-    size: one or more.
-  """
-  return min(int(most * size + 1e-6), size - 1)
-
-
 def too_many(count: int, size: int, most: float, *, of: str) -> str:
   """The error message if more rewards failed than are allowed; else "".
 
   Args:
     count: of responses that failed.
     size: of all responses.
-    most: as for `allowed_failures`.
+    most: `reward.max_failed`, the share of responses that may fail. At least
+      one must succeed whatever the share.
     of: where the responses come from, for the message.
   """
-  allowed = allowed_failures(most, size)
+  allowed = min(int(most * size + 1e-6), size - 1)
   if count <= allowed:
     return ""
   return (
@@ -151,19 +129,21 @@ def too_many(count: int, size: int, most: float, *, of: str) -> str:
   )
 
 
-class _Submission:
+class Submission:
   """The units of one `submit`, and their calls as they come.
 
   Attributes:
     units: a response, or a group of them, each.
+    size: how many responses they are.
     future: of their calls, [units][responses][rewards].
     scored: responses that have their calls.
-    failed: of them, those with a failure.
+    failures: a reason for each of them that failed.
   """
 
   def __init__(self, units: Sequence[Sequence[Response]]):
     self.units, self.future = units, futures.Future()
-    self.scored = self.failed = 0
+    self.size = sum(map(len, units))
+    self.scored, self.failures = 0, []
     self._calls, self._missing = [None] * len(units), len(units)
     if not units:
       self.future.set_result([])
@@ -172,17 +152,11 @@ class _Submission:
     """Sets the calls of unit i."""
     self._calls[i] = calls
     self.scored += len(calls)
-    self.failed += sum(any(call.failure for call in row) for row in calls)
+    for row in calls:
+      self.failures += [call.failure for call in row if call.failure][:1]
     self._missing -= 1
     if not self._missing and not self.future.done():
       self.future.set_result(self._calls)
-
-  def so_far(self, missing: list[Call]) -> list[list[list[Call]]]:
-    """The calls, with `missing` for each response that has none yet."""
-    return [
-      calls or [missing] * len(unit)
-      for unit, calls in zip(self.units, self._calls, strict=True)
-    ]
 
   def fail(self, error: BaseException) -> None:
     """Ends it: a unit has no calls."""
@@ -234,8 +208,9 @@ class RewardPool:
     limits["concurrency"] = concurrency
     _check(self._names, self._weights, limits)
     setup = Setup(tuple(names), seconds, memory, concurrency)
-    self._changed = threading.Condition()  # of the next three
-    self._waiting: list[tuple[_Submission, int]] = []
+    self._changed = threading.Condition()  # of the next four
+    self._waiting: list[tuple[Submission, int]] = []
+    self._share = 1  # of what waits, for a worker
     self._closed = False
     self._threads: list[threading.Thread] = []
     self._workers = [Process(setup) for _ in range(workers)]
@@ -269,11 +244,13 @@ class RewardPool:
     units = [responses[i : i + size] for i in range(0, len(responses), size)]
     if units and len(units[-1]) < size:
       raise ValueError(f"{len(responses)} responses in groups of {group_size}")
-    submission = _Submission(units)
+    submission = Submission(units)
     with self._changed:
       if self._closed:
         raise futures.CancelledError
       self._waiting += [(submission, i) for i in range(len(units))]
+      share = math.ceil(len(self._waiting) / len(self._workers))
+      self._share = max(1, min(share, CHUNK))
       self._changed.notify_all()
     return Pending(self._names, self._weights, submission)
 
@@ -329,7 +306,7 @@ class RewardPool:
           for submission, _ in taken:
             submission.fail(e)
 
-  def _take(self) -> list[tuple[_Submission, int]]:
+  def _take(self) -> list[tuple[Submission, int]]:
     """Waits for units, and takes its share of them; none: it is closed.
 
     What came while the workers were busy goes into one request: calls of
@@ -338,8 +315,7 @@ class RewardPool:
     with self._changed:
       self._changed.wait_for(lambda: self._waiting or self._closed)
       # Every n-th, not neighbours: responses to one problem cost the same.
-      # The other workers take as many, those that are busy now a little later.
-      n = max(len(self._workers), math.ceil(len(self._waiting) / CHUNK))
+      n = math.ceil(len(self._waiting) / self._share) or 1
       taken = self._waiting[::n]
       del self._waiting[::n]
       return taken

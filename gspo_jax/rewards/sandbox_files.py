@@ -62,7 +62,7 @@ def require_hidden(name: str, path: str) -> None:
 
 @functools.cache
 def arguments() -> list[str]:
-  """Arguments of bwrap: what programs may read, and /dev/null."""
+  """Arguments of bwrap: what programs may read, and two devices."""
   done = subprocess.run(
     [PYTHON, "-I", "-S", "-X", "utf8", "-c", _LIBRARIES],
     env={},
@@ -85,4 +85,6 @@ def arguments() -> list[str]:
     if os.path.isdir(folder):
       arguments += ["--perms", "0755", "--tmpfs", folder]
       arguments += ["--remount-ro", folder]
-  return [*arguments, "--dev-bind-try", "/dev/null", "/dev/null"]
+  for device in ("/dev/null", "/dev/urandom"):
+    arguments += ["--dev-bind-try", device, device]
+  return arguments

@@ -8,9 +8,12 @@ that the limits of one process are those of the whole program.
 
 No socket can be made, of any family: some families, such as AF_VSOCK, are not
 in a network namespace and reach the host. The one exception is a pair of
-AF_UNIX sockets, which asyncio needs. Such a pair holds data of the kernel,
-which no limit of memory counts: its buffers cannot be enlarged (setsockopt),
-and sockets cannot be sent through it (sendmsg), so 64 open files hold 13 MiB.
+AF_UNIX sockets, which asyncio needs. One of a pair reaches the other alone: it
+gets no name (bind) and cannot write to one (connect, sendto with an address).
+
+Pairs and pipes hold data of the kernel, which no limit of memory counts. Their
+buffers cannot be enlarged (setsockopt, F_SETPIPE_SZ), and sockets cannot be
+sent through a pair (sendmsg), so 64 open files hold 13 MiB.
 """
 
 import platform
@@ -54,11 +57,14 @@ REFUSED = {
   "shmget": (29, 194),
   "shmat": (30, 196),
   "socket": (41, 198),
+  "bind": (49, 200),
+  "connect": (42, 203),
   "setsockopt": (54, 208),
   "sendmsg": (46, 211),
   "sendmmsg": (307, 269),
 }
 _SOCKETPAIR, _AF_UNIX = (53, 199), 1
+_SENDTO, _FCNTL, _F_SETPIPE_SZ = (44, 206), (72, 25), 1031
 _CLONE, _CLONE3 = (56, 220), 435
 # AUDIT_ARCH_* of linux/audit.h.
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -69,8 +75,9 @@ _X32 = 0x40000000
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 # linux/bpf_common.h: load a word, return, mask, and jumps.
 _LOAD, _RETURN, _AND, _EQUAL, _ABOVE = 0x20, 0x06, 0x54, 0x15, 0x35
-# Offsets in struct seccomp_data: number, machine, low half of the first word.
-_NUMBER, _MACHINE, _FIRST = 0, 4, 16
+# Offsets in struct seccomp_data: number, machine, low halves of arguments.
+_NUMBER, _MACHINE = 0, 4
+_FIRST, _SECOND, _SIXTH = 16, 24, 56
 
 
 def program(machine: str | None = None) -> bytes:
@@ -97,13 +104,18 @@ def program(machine: str | None = None) -> bytes:
   for numbers in REFUSED.values():
     if numbers[column] is not None:
       steps += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _EPERM)]
-  steps += [
-    (_EQUAL, 0, 4, _SOCKETPAIR[column]),
-    (_LOAD, 0, 0, _FIRST),
-    (_EQUAL, 1, 0, _AF_UNIX),
-    (_RETURN, 0, 0, _EPERM),
-    (_RETURN, 0, 0, _ALLOW),
-  ]
+  for numbers, argument, value, equal, other in (
+    (_SOCKETPAIR, _FIRST, _AF_UNIX, _ALLOW, _EPERM),
+    (_SENDTO, _SIXTH, 0, _ALLOW, _EPERM),  # length of the address
+    (_FCNTL, _SECOND, _F_SETPIPE_SZ, _EPERM, _ALLOW),
+  ):
+    steps += [
+      (_EQUAL, 0, 4, numbers[column]),
+      (_LOAD, 0, 0, argument),
+      (_EQUAL, 1, 0, value),
+      (_RETURN, 0, 0, other),
+      (_RETURN, 0, 0, equal),
+    ]
   # The flags of clone3 are in memory, which a filter cannot read. With ENOSYS
   # the C library falls back to clone.
   steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ENOSYS)]

@@ -124,7 +124,7 @@ class RolloutContext(NamedTuple):
   prompts: int
   group_size: int
   stop: StopStrings | None
-  max_failed: float = 1.0
+  max_failed: float
   conversations: Conversations | None = None
 
   def keys(self, step: int) -> IterationKeys:

@@ -30,8 +30,8 @@ def sample_until_mixed(
   merge_groups: MergeGroups,
   *,
   rounds: int,
-  max_failed: float = 1.0,
-  of: str = "dynamic sampling",
+  max_failed: float,
+  of: str,
 ) -> tuple[ScoredSamples, list[RolloutCost]]:
   """Samples batches until P groups have mixed rewards, at most `rounds`.
 

@@ -1,20 +1,15 @@
 """Samples become responses, and responses get rewards."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import jax
 import numpy as np
 
 from gspo_jax.data.tokenizers.base import Tokenizer
-from gspo_jax.rewards.pool import (
-  Response,
-  RewardPool,
-  allowed_failures,
-  too_many,
-)
+from gspo_jax.rewards.pool import Response, RewardPool, Submission, too_many
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.samples import STOPPED, FinishedResponse, Samples
@@ -62,26 +57,14 @@ class PendingRewards:
 
   Attributes:
     size: P * G.
+    scores: of this host.
   """
 
   def __init__(self, rows, scores, group_size: int, like: jax.Array):
-    self._rows, self._scores = rows, scores
+    self._rows, self.scores = rows, scores
     self._group_size, self._like = group_size, like
-    self.size, self._waits = like.size, True
+    self.size = like.size
     self._rewards: Rewards | None = None
-
-  def unfinished(self) -> list[futures.Future]:
-    """One for each part of this host's responses that is not scored yet."""
-    return [x.calls for x in self._scores if not x.calls.done()]
-
-  def counts(self) -> tuple[int, int, int]:
-    """This host's responses, those scored so far, and of them those failed."""
-    counts = [each.counts() for each in self._scores]
-    return len(self._rows), *map(sum, zip(*counts, strict=True))
-
-  def give_up(self) -> None:
-    """From now on `result` waits for no response of this host."""
-    self._waits = False
 
   def result(self) -> Rewards:
     """Waits for the rewards of all hosts; call it on every host."""
@@ -90,7 +73,7 @@ class PendingRewards:
     return self._rewards
 
   def _compute(self) -> Rewards:
-    scores = [each.result(wait=self._waits) for each in self._scores]
+    scores = [each.result() for each in self.scores]
     reasons = itertools.chain(*(each.reasons for each in scores))
     parts = {}
     for each in scores:
@@ -124,14 +107,6 @@ class ComputedRewards(NamedTuple):
   def size(self) -> int:
     """P * G."""
     return self.rewards.total.size
-
-  def unfinished(self) -> list[futures.Future]:
-    """As `PendingRewards.unfinished`: none."""
-    return []
-
-  def counts(self) -> tuple[int, int, int]:
-    """As `PendingRewards.counts`, of all hosts."""
-    return self.size, self.size, int(self.rewards.failed.sum())
 
   def result(self) -> Rewards:
     """The rewards."""
@@ -281,9 +256,9 @@ def wait_scored(
 ) -> list[Rewards]:
   """Waits for rewards; stops every process if too many of them failed.
 
-  It waits no longer once that is certain: a reward that always runs into its
-  time limit would cost that limit for each response. Each host counts its own
-  responses, so where there are many it may have to wait for all.
+  One host waits no longer once that is certain: a reward that always runs into
+  its time limit would cost that limit for each response. Several hosts wait for
+  all: each counts its own responses.
 
   Args:
     pending: rewards of responses.
@@ -295,7 +270,12 @@ def wait_scored(
     multihost.AgreedError: more than that share of them failed, or all.
   """
   size = size or sum(each.size for each in pending)
-  _wait(pending, allowed_failures(most, size), of)
+  started = [each for each in pending if isinstance(each, PendingRewards)]
+  alone = jax.process_count() == 1
+  stop = lambda count: too_many(count, size, most, of=of) if alone else ""
+  submissions = [x.submission for each in started for x in each.scores]
+  if wrong := wait_for_scores(submissions, stop, of=of):
+    raise multihost.AgreedError(wrong)
   rewards = [each.result() for each in pending]
   # `failed` is the same on every process; each has its own reasons.
   count = sum(int(each.failed.sum()) for each in rewards)
@@ -307,25 +287,36 @@ def wait_scored(
   return rewards
 
 
-def _wait(pending, allowed: int, of: str) -> None:
-  """Until all is scored on this host, or more failed than are allowed."""
-  rows, before, failed = _counts(pending)
-  with Progress(f"scoring {of}", rows, "responses", done=before) as progress:
-    while waiting := [x for each in pending for x in each.unfinished()]:
-      if failed > allowed:
-        for each in pending:
-          each.give_up()
-        return
+def wait_for_scores(
+  submissions: Sequence[Submission],
+  wrong: Callable[[int], str],
+  *,
+  of: str,
+  file: TextIO | None = None,
+) -> str:
+  """Waits until all is scored on this host, or so many failed that it is wrong.
+
+  Args:
+    submissions: responses of this host.
+    wrong: number of failed responses -> what is wrong with it; "": nothing.
+    of: what was sampled, for the lines that say how far it is.
+    file: for these lines; None is stdout.
+
+  Returns:
+    What is wrong, with a reason; "": nothing.
+  """
+  count = lambda: sum(each.scored for each in submissions)
+  done, size = count(), sum(each.size for each in submissions)
+  progress = Progress(f"scoring {of}", size, "responses", done=done, file=file)
+  with progress:
+    while waiting := [x.future for x in submissions if not x.future.done()]:
       futures.wait(waiting, _TICK)
-      _, scored, failed = _counts(pending)
-      progress.advance(scored - before)
-      before = scored
-
-
-def _counts(pending) -> list[int]:
-  """The sums of `counts`."""
-  counts = [each.counts() for each in pending]
-  return [sum(column) for column in zip(*counts, strict=True)]
+      before, done = done, count()
+      progress.advance(done - before)
+      failures = [why for each in submissions for why in each.failures]
+      if found := wrong(len(failures)):
+        return f"{found}; the first reason: {failures[0]}"
+  return ""
 
 
 def pay_failures_least(

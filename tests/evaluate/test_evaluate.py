@@ -22,7 +22,8 @@ from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.rewards import judge
-from gspo_jax.rewards.pool import Scores
+from gspo_jax.rewards.pool import Scores, Submission
+from gspo_jax.rewards.process import Call
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
@@ -268,12 +269,19 @@ def test_a_problem_that_is_too_long(workdir, tmp_path):
 
 
 class FailingPool:
-  """A reward pool whose reward fails on some responses."""
+  """A reward pool whose reward fails on some responses and hangs on others."""
 
   def submit(self, responses, group_size):
     failed = np.array([r.text == "fail" for r in responses])
     scores = Scores(0.0 * failed, {}, failed, ("why",) * any(failed))
-    return SimpleNamespace(result=lambda: scores)
+    submission = Submission([[r] for r in responses])
+    for i, response in enumerate(responses):
+      if response.text != "hang":
+        why = "why" if response.text == "fail" else None
+        submission.finish(i, [[Call(0.0, why)]])
+    hangs = not submission.future.done()
+    result = pytest.fail if hangs else lambda: scores
+    return SimpleNamespace(submission=submission, result=result)
 
   def __enter__(self):
     return self
@@ -283,24 +291,31 @@ class FailingPool:
 
 
 @pytest.mark.parametrize(
-  ("fails", "kept", "words"),
+  ("most", "fails", "kept", "words"),
   [
-    ("yyyyyy", 0, "--set=chain: 2 of 2 responses could not be scored, .* why$"),
     (
+      0.5,
+      "yyyyyy",
+      0,
+      "--set=chain: 2 of 2 responses could not be scored, .* why$",
+    ),
+    (
+      0.5,
       "ynynyy",
       4,
       "chain: 4 of 6 responses .* at most 3 .*max_failed=0.5.* why$",
     ),
-    ("nnynyy", 6, ""),  # of all so far, not of the last batch
+    (0.4, "yhyyyy", 0, "chain: 1 of 2 .* at most 0 .* first reason: why$"),
+    (0.5, "nnynyy", 6, ""),  # of all so far, not of the last batch
   ],
 )
 def test_a_reward_that_fails_too_often_stops_it(
-  files, tmp_path, monkeypatch, fails, kept, words
+  files, tmp_path, monkeypatch, most, fails, kept, words
 ):
-  (chain,) = evaluator._read(
-    parse(config()), files[:1], 1, len(fails), "final_answer"
-  )
-  responses = iter("fail" if f == "y" else "2" for f in fails)
+  c = config()
+  c.reward.max_failed = most
+  (chain,) = evaluator._read(parse(c), files[:1], 1, len(fails), "final_answer")
+  responses = iter({"y": "fail", "n": "2", "h": "hang"}[f] for f in fails)
 
   def sample(params, problems, key, progress):
     texts = [next(responses) for _ in problems]
@@ -315,7 +330,7 @@ def test_a_reward_that_fails_too_often_stops_it(
     stops = pytest.raises(multihost.AgreedError, match=words)
   folder = str(tmp_path / "chain")
   with evaluator.AnswersFile(folder, {}, sizes, dict) as file, stops:
-    evaluator._run(parse(config()), chain, sampler, None, file)
+    evaluator._run(parse(c), chain, sampler, None, file)
   assert len(read(tmp_path)) == kept
 
 

@@ -37,6 +37,7 @@ class ExactPool:
 class PendingScores(NamedTuple):
   events: list
   scores: Scores
+  submission: None = None
 
   def result(self):
     self.events.append("result")

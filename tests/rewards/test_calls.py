@@ -62,6 +62,8 @@ class Counts:
     return [self.calls] * len(responses)
 count = Counts()
 
+async def child(prompt, response, reference): return os.getpid()
+
 def parent(prompt, response, reference):
   time.sleep(0.4 if response == "slow" else 0.05)
   return os.getppid()
@@ -184,6 +186,13 @@ def test_workers_share_what_came_while_all_were_busy(folder):
     later = [pool.submit([EXAMPLE]) for _ in range(8)]
     workers = [each.result().total[0] for each in [*busy, *later]]
   assert len({*workers[2:]}) == 2
+
+
+def test_workers_take_equal_shares(folder):
+  """Each request is a child process, and only its calls run together."""
+  with RewardPool(["call_rewards.child"], [1.0], workers=2, seconds=5) as pool:
+    children = pool.submit([EXAMPLE] * 64).result().total
+  assert sorted(map(list(children).count, {*children})) == [32, 32]
 
 
 def test_an_async_reward_has_as_many_threads_as_calls(pool):

@@ -1,7 +1,8 @@
 """Hostile responses and the reward of each: one table for each reward.
 
 One pool scores a whole table, as in a run, so that every outcome also holds
-beside all others. None is counted as failed, which would be `FAILED`.
+beside all others. A reward that cannot be computed is `FAILED`: no row expects
+it.
 """
 
 import json
@@ -224,6 +225,16 @@ CODE = {
     safely("import socket\nsocket.socketpair(socket.AF_INET)"),
     1,
   ),
+  "network: a name of the host, by a pair": (
+    "import socket\nmade = []\nkind = socket.SOCK_DGRAM\n"
+    "one, other = socket.socketpair(socket.AF_UNIX, kind)\n"
+    "send = lambda name: one.sendto(b'x', name)\n"
+    "for call in (one.bind, one.connect, send):\n"
+    "  try: call(chr(0) + 'gspo'); made.append(call)\n"
+    "  except PermissionError: pass\n"
+    "one.send(b'refused')\nprint(other.recv(9).decode() if not made else made)",
+    1,
+  ),
   "an event loop, which has a pair of sockets": (
     "import asyncio\nasyncio.run(asyncio.sleep(0.01))\nprint('refused')",
     1,
@@ -239,7 +250,7 @@ CODE = {
   "files: all that there are": (
     "import os, re\nlibrary = os.path.dirname(os.__file__) + '/'\n"
     "own = ['/program.py', 'PYTHON', '/etc/ld.so.cache']\n"
-    "own += ['/dev/null', '/dev/stdin']\n"
+    "own += ['/dev/null', '/dev/stdin', '/dev/urandom']\n"
     "other = [os.path.join(folder, name)\n"
     "  for folder, _, names in os.walk('/') for name in names]\n"
     "other = [path for path in other if '-packages/' in path or not (\n"
@@ -251,6 +262,11 @@ CODE = {
   "files: the null device": (
     "import os, sys\nsys.stderr = open(os.devnull, 'w')\n"
     "print('x', file=sys.stderr)\nprint(open(os.devnull).read() + 'refused')",
+    1,
+  ),
+  "files: the random device": (
+    "one = open('/dev/urandom', 'rb').read(9)\n"
+    "print('refused' if len(one) == 9 else one)",
     1,
   ),
   "modules that need libraries": (
@@ -390,6 +406,13 @@ CODE = {
     safely(
       "import socket\na, b = socket.socketpair()\n"
       "socket.send_fds(a, [b'x'], [b.fileno()])\nprint('sent')"
+    ),
+    1,
+  ),
+  "memory: of the kernel, for pipes": (
+    safely(
+      "import fcntl, os\nfcntl.fcntl(os.pipe()[1], 1031, 1 << 20)",
+      "PermissionError",
     ),
     1,
   ),

@@ -134,7 +134,29 @@ def ask(server, template, response, *, level=3, **options):
     ("Score: 7/100", None),
     ("Score (0-100): 7", None),
     ("Score: good, after a score of 3 before", None),
-    ("Score (0-10) 7", None),
+    ("Score (0-10) 7", 0.7),
+    ("Score (0-10) is 9", 0.9),
+    ("Score (0-10) = 9", 0.9),
+    ("Score: [7]", 0.7),
+    ("Score: +7", 0.7),
+    ("Score: 7 (out of 10)", 0.7),
+    ("Score: 7 (on a scale of 0 to 10), as asked", 0.7),
+    ("Score: 7 points out of a possible 10", 0.7),
+    ("Score: 7 (out of 100)", None),
+    ("Score: 7 [0-100]", None),
+    ("Score: 7 points out of 100", None),
+    ("Score: 7 of the 100 points", None),
+    ("Score: 7 on a scale of 0 to 100", None),
+    ("Score: 7 %", None),
+    ("7 percent", None),
+    ("Score: 7 -> 8", None),
+    ("Score: 7 + 2 = 9", None),
+    ("Score: 7/10 or 8/10", None),
+    ("Score: 7 e-1", None),
+    ("Score: 1 000", None),
+    ("The score (9) is high", None),
+    ("Score: 8\n\nThe score is 3", None),
+    ("Score: 5\n\nNo wait. Revised score should be 2.", None),
     ("7 or 8", None),
     ("7 for 3 steps of 4", None),
   ],
@@ -199,12 +221,12 @@ def test_it_gives_up_in_time(server, template, response, message):
 
 
 def test_what_the_server_is_asked(server, template, monkeypatch):
-  monkeypatch.setenv("JUDGE_KEY", "secret")
+  monkeypatch.setenv("JUDGE_KEY", "2")  # it stays in replies
   options = {"temperature": 0.5, "max_tokens": 9, "scale": 1}
   score = ask(server, template, "say 0.25", key_variable="JUDGE_KEY", **options)
   assert score == 0.25
   ((path, authorization, body),) = server.requests
-  assert (path, authorization) == ("/v1/chat/completions", "Bearer secret")
+  assert (path, authorization) == ("/v1/chat/completions", "Bearer 2")
   # What a prompt or a response has in braces is left alone.
   (message,) = body.pop("messages")
   assert message == {
@@ -214,7 +236,9 @@ def test_what_the_server_is_asked(server, template, monkeypatch):
   assert body == {"model": "m", "temperature": 0.5, "max_tokens": 9}
 
 
-@pytest.mark.parametrize("response", ["echo 401", "echo 200"])
+@pytest.mark.parametrize(
+  "response", ["echo 401", "echo 200", "say Bearer sk-secret"]
+)
 def test_the_key_is_in_no_error(server, template, monkeypatch, response):
   """Not with the line break of a file, and not where the server quotes it."""
   monkeypatch.setenv("JUDGE_KEY", "sk-secret\n")

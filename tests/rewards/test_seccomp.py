@@ -23,14 +23,16 @@ HARMLESS = {
 }
 CLONE = {"x86_64": 56, "aarch64": 220}
 SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+SENDTO, FCNTL = {"x86_64": 44, "aarch64": 206}, {"x86_64": 72, "aarch64": 25}
 # What the C library asks for: a thread, and fork.
 THREAD, FORK = 0x003D0F00, 0x01200011
 
 
-def filtered(machine, number, first=0, arch=None):
+def filtered(machine, number, *arguments, arch=None):
   """The result of the filter for a call, by the rules of classic BPF."""
   arch = MACHINES[machine] if arch is None else arch
-  data = struct.pack("<IIQ6Q", number, arch, 0, first, *[0] * 5)
+  rest = [0] * (6 - len(arguments))
+  data = struct.pack("<IIQ6Q", number, arch, 0, *arguments, *rest)
   steps = list(struct.iter_unpack("<HBBI", seccomp.program(machine)))
   value, at = 0, 0
   while True:
@@ -79,7 +81,17 @@ def test_pairs_of_unix_sockets_are_the_only_sockets(machine):
   for family in range(64):
     expected = ALLOWED if family == 1 else NO_PERMISSION
     assert filtered(machine, SOCKETPAIR[machine], family) == expected
-  assert "socket" in seccomp.REFUSED
+  assert {"socket", "bind", "connect"} <= set(seccomp.REFUSED)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_data_to_an_address_and_no_larger_pipes(machine):
+  sendto, fcntl = SENDTO[machine], FCNTL[machine]
+  assert filtered(machine, sendto, 3, 1, 1, 0, 0, 0) == ALLOWED
+  assert filtered(machine, sendto, 3, 1, 1, 0, 1 << 40, 9) == NO_PERMISSION
+  for command in range(2000):
+    expected = NO_PERMISSION if command == 1031 else ALLOWED
+    assert filtered(machine, fcntl, 3, command, 1 << 20) == expected
 
 
 def test_calls_of_other_machines_end_the_program():

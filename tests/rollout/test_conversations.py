@@ -353,9 +353,7 @@ def test_a_checkpoint_has_what_samples_do_not(pool):
     done.rewards,
     {**done.counts, "rewards": done.turn_rewards},
   )
-  context = RolloutContext(
-    *[None] * 2, BYTES, *[None] * 5, stop=None, conversations=True
-  )
+  context = RolloutContext(*[None] * 2, BYTES, *[None] * 7, conversations=True)
   state = json.loads(json.dumps(context.conversations_state(scored)))
   batch = prompts_of(["prompt", "ab"])
   found = context.restore(batch, done.samples, state)

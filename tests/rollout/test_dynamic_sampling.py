@@ -36,12 +36,6 @@ class ScriptedRewards:
   def __init__(self, round_, mixed, computed):
     self.round, self.mixed, self.computed = round_, mixed, computed
 
-  def unfinished(self):
-    return []
-
-  def counts(self):
-    return self.size, self.size, 0
-
   def result(self):
     self.computed.append(self.round)
     total = np.zeros((P, G), np.float32)
@@ -86,6 +80,12 @@ class ScriptedSampler:
     return ScoredSamples(prompts, samples, responses, self.rewards(round_))
 
 
+def sample_until_mixed(sampler, rounds, merge=MERGE, max_failed=1.0):
+  return dynamic_sampling.sample_until_mixed(
+    sampler, merge, rounds=rounds, max_failed=max_failed, of="it"
+  )
+
+
 def expected_groups(script, rounds):
   """The groups to keep as (round, prompt), and how many rounds it takes."""
   if rounds == 1:
@@ -117,9 +117,7 @@ def scripts():
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_keeps_the_first_mixed_groups_then_the_first_others(script, rounds):
   sampler = ScriptedSampler(*script)
-  kept, costs = dynamic_sampling.sample_until_mixed(
-    sampler, MERGE, rounds=rounds
-  )
+  kept, costs = sample_until_mixed(sampler, rounds)
   groups, took = expected_groups(script, rounds)
   assert sampler.rounds == list(range(took)) == list(range(len(costs)))
   # Every field of a group moves with it.
@@ -153,9 +151,7 @@ def test_keeps_the_first_mixed_groups_then_the_first_others(script, rounds):
 
 def test_groups_that_fill_the_batch_up_have_no_advantage():
   script = [(0, 1, 0, 0), (0, 0, 1, 0)]
-  kept, _ = dynamic_sampling.sample_until_mixed(
-    ScriptedSampler(*script), MERGE, rounds=2
-  )
+  kept, _ = sample_until_mixed(ScriptedSampler(*script), 2)
   advantages = group_relative_advantages(kept.rewards.result().total)
   nonzero = np.abs(np.asarray(advantages)).max(1) > 0
   assert nonzero.tolist() == [True, True, False, False]
@@ -164,15 +160,13 @@ def test_groups_that_fill_the_batch_up_have_no_advantage():
 def test_one_round_does_not_wait_for_rewards():
   """The device works on while responses are scored."""
   sampler = ScriptedSampler((0,) * P)
-  dynamic_sampling.sample_until_mixed(sampler, MERGE, rounds=1)
+  sample_until_mixed(sampler, 1)
   assert sampler.computed == []
 
 
 def test_costs_include_discarded_batches():
   script = [(0, 1, 0, 0), (0, 0, 1, 0), (1, 1, 1, 1)]
-  kept, costs = dynamic_sampling.sample_until_mixed(
-    ScriptedSampler(*script), MERGE, rounds=3
-  )
+  kept, costs = sample_until_mixed(ScriptedSampler(*script), 3)
   index = [cost.prompts["index"].tolist() for cost in costs]
   assert index == [[10 * n + p for p in range(P)] for n in range(3)]
   mixed = [cost.rewards.result().mixed_groups.tolist() for cost in costs]
@@ -199,15 +193,15 @@ def test_one_compiled_function_serves_all_rounds():
   # A function of its own, so that no other use of `merge_groups` counts.
   merge = jax.jit(functools.partial(merge_groups))
   sampler = ScriptedSampler(*[(0,) * P] * 4)
-  dynamic_sampling.sample_until_mixed(sampler, merge, rounds=4)
+  sample_until_mixed(sampler, 4, merge)
   assert merge._cache_size() == 1
 
 
 def test_no_more_batches_once_too_many_rewards_failed():
   """Those of the third batch fail where they are 1: 6 of 36 responses."""
   script = [(0,) * P] * 3
-  sample = lambda most: dynamic_sampling.sample_until_mixed(
-    ScriptedSampler(*script), MERGE, rounds=3, max_failed=most, of="it"
+  sample = lambda most: sample_until_mixed(
+    ScriptedSampler(*script), 3, max_failed=most
   )
   sample(6 / 36)
   with pytest.raises(multihost.AgreedError, match=r"it: 6 of 36 .* at most 5"):

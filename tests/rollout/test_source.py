@@ -120,6 +120,7 @@ def make_context(pool, generate, P=P):
     prompts=P,
     group_size=G,
     stop=None,
+    max_failed=1.0,
   )
 
 

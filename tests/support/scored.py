@@ -1,16 +1,11 @@
 """What a reward pool that needs no time gives for a submission."""
 
-from concurrent import futures
 from types import SimpleNamespace
+
+from gspo_jax.rewards.pool import Submission
 
 
 def scored(scores):
   """These `Scores`, with the interface of `rewards.pool.Pending`."""
-  calls = futures.Future()
-  calls.set_result([])
-  count = len(scores.total)
-  return SimpleNamespace(
-    calls=calls,
-    counts=lambda: (count, int(sum(scores.failed))),
-    result=lambda wait=True: scores,
-  )
+  submission = Submission([])
+  return SimpleNamespace(submission=submission, result=lambda: scores)
