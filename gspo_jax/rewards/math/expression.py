@@ -19,6 +19,9 @@ _FUNCTIONS = splits.words("""
 sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln exp cis
 """)
 _LOGARITHMS = ("log", "lg")
+_RECIPROCALS = {"sec": "cos", "csc": "sin", "cot": "tan"}
+_INVERTED = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
+_ONE = ("number", Fraction(1), False)
 _CONSTANTS = {
   "\\pi": "pi",
   "pi": "pi",
@@ -283,8 +286,8 @@ class _Reader:
         and (self.next not in (*_TIMES, *_OVER, "(") and not number(self.next))
       ):
         tree = ("product", tree, self.power())
-    if exponent == ("negative", ("number", 1, False)) and not parameters:
-      return ("arc" + name, tree)
+    if exponent == ("negative", _ONE) and not parameters:
+      return _inverse(name, tree)
     tree = (name, *parameters, tree)
     return ("power", tree, exponent) if exponent else tree
 
@@ -299,6 +302,14 @@ class _Reader:
     self._at -= 1
     self._tokens[self._at : self._at + 1] = token
     return self.atom()
+
+
+def _inverse(name, tree) -> tuple:
+  if name in _RECIPROCALS:
+    return ("arc" + _RECIPROCALS[name], ("divide", _ONE, tree))
+  if name not in _INVERTED:
+    raise Unreadable(f"no inverse of {name}")
+  return ("arc" + name, tree)
 
 
 def _is_whole(tree) -> bool:

@@ -146,7 +146,9 @@ def _side(sign, tokens) -> list[Region]:
     return [Region("", (e,), lambda x, e=e: not _same(x, e)) for e in ends]
   if sign == "=":
     return [Region("", tuple(ends), lambda x: any(_same(x, e) for e in ends))]
-  (end,) = ends if len(ends) == 1 else (_fail(),)
+  if len(ends) != 1:
+    raise expression.Unreadable("no single end")
+  end = ends[0]
   low, high = (end, math.inf) if sign in (">", "\\ge") else (-math.inf, end)
   closed = sign in ("\\ge", "\\le")
   return [_interval(low, high, closed, closed)]
@@ -154,8 +156,8 @@ def _side(sign, tokens) -> list[Region]:
 
 def _joined(regions, join) -> Region:
   names = {region.name for region in regions}
-  if len(names) > 1:
-    raise expression.Unreadable("inequalities of several names")
+  if len(names) != 1:
+    raise expression.Unreadable("no inequalities of one name")
   return Region(
     names.pop(),
     tuple(end for region in regions for end in region.ends),

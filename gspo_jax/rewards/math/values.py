@@ -18,7 +18,7 @@ MAX_BITS, MAX_BITS_OF_NAMES = 10_000, 2_000
 DECIMAL, FLOAT = 1.01e-6, 1e-10
 # Enough values at which two expressions are equal, the fewest, and the trials.
 ENOUGH, FEWEST, TRIALS = 8, 3, 60
-_ERRORS = (ArithmeticError, ValueError, RecursionError)
+_ERRORS = (ArithmeticError, ValueError, RecursionError, TypeError)
 
 
 def equal(expected: tuple, result: tuple) -> bool:
@@ -44,9 +44,9 @@ def proportional(expected: tuple, result: tuple, positive: bool) -> bool:
     return False
   try:
     scale = float(max(abs(a), abs(b)))
-    return all(_close(c * b, d * a, s * scale, tolerance) for c, d, s in found)
   except OverflowError:
     return False
+  return all(_close(c * b, d * a, s * scale, tolerance) for c, d, s in found)
 
 
 def constant(tree: tuple) -> float | None:
@@ -55,7 +55,7 @@ def constant(tree: tuple) -> float | None:
     return None
   try:
     return float(_Evaluation({}, False).value(tree))
-  except (*_ERRORS, TypeError):
+  except _ERRORS:
     return None
 
 
@@ -84,7 +84,10 @@ def _close(a, b, size, tolerance) -> bool:
   if exact and tolerance != DECIMAL:
     return False
   slack = 0.0 if exact else 1e-13 * size
-  return abs(a - b) <= max(tolerance * max(abs(a), abs(b)), slack)
+  try:
+    return abs(a - b) <= max(tolerance * max(abs(a), abs(b)), slack)
+  except OverflowError:  # too large for a float
+    return False
 
 
 def _common(expected, result) -> list:
