@@ -197,7 +197,10 @@ def _ends_in(expected, sides) -> bool:
   leads = (
     equations.is_name(sides[0])
     or quantities.tree(sides[0]) is None  # such as an integral
-    or quantities.constant(quantities.number(expected)) is not None
+    or (
+      quantities.constant(quantities.number(expected)) is not None
+      and equations.is_asked(sides[0])
+    )
     or same(sides[-1], sides[0])
   )
   ends = sides[-2:] if equations.is_percentage(sides[-1]) else sides[-1:]
