@@ -48,8 +48,6 @@ def _bare(tokens):
       return _bare(tokens[i + 1 :])
     if not word.isalpha():
       break
-    if word in ("for", "where") and "integer" in "".join(words[i:]):
-      return _bare(tokens[:i])
   if not words:
     return []
   if words[0].lower() in kinds.NUMBERS and units.read(tokens[1:]):
@@ -60,10 +58,17 @@ def _bare(tokens):
     return _bare(tokens[1:])
   if len(words[0]) == 1 and words[0].isupper() and _bracketed(tokens[1:]):
     return tokens[1:]  # a point
-  items = splits.at(tokens, (",",))
-  if len(items) > 1 and items[-1][1:] == ["\\in", "\\Z"]:  # k is an integer
-    return _bare(tokens[: -len(items[-1]) - 1])
+  _, *rules = splits.at(tokens, (",", "for", "where"))
+  if rules and _is_of_integers(rules[-1]):
+    return _bare(tokens[: -len(rules[-1]) - 1])
   return equations.exact(tokens)
+
+
+def _is_of_integers(tokens) -> bool:
+  r"""Whether the tokens say that a name is an integer: `k \in \Z`."""
+  return tokens[1:] == ["\\in", "\\Z"] or any(
+    "integer" in token for token in tokens
+  )
 
 
 def _by_choice(expected, result):

@@ -91,9 +91,11 @@ _THIN = re.compile(
   r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\}|,\\! ?|\\[, ]|~| )[0-9]{3})+(?![0-9])"
 )
 _GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-# A letter or a word behind a number and a space may be a unit.
+# A word behind a number and a space may be a unit. Single letters are factors,
+# but metres, grams and litres behind a number alone.
 _SPACED = re.compile(
-  r"(?<=[0-9})])\s+(?=(?:[a-zA-Z]|[a-zA-Z]{3,})(?![a-zA-Z]))"
+  r"(?<=[0-9})])\s+(?=[a-zA-Z]{3,})"
+  r"|\A-?[0-9.]+\s+(?=[mgL](?:\^[1-9])?[\s.]*\Z)"
 )
 _BRACKET = re.compile(r"(\\\{|[(\[]|\\langle)|(\\\}|[)\]]|\\rangle)")
 _TOKEN = re.compile(
@@ -124,7 +126,7 @@ def tokens(text: str) -> list[str]:
   text = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\\\1{\2}{\3}", text))
   text = _SCRIPT.sub(r"\1\2 ", text)
   text = _EXPONENT.sub(r"\1\\times10^{\2}", _CROSS.sub(r"\\times ", text))
-  text = _SPACED.sub(' "', text)
+  text = _SPACED.sub(lambda m: m[0] + '"', text)
   text = _REPEATED.sub(lambda m: f"{m[1]}<{m[2] or m[3]}>", text)
   text = _GOES_ON.sub(r"\1<\2>", text)
   return _TOKEN.findall(text.rstrip("\\ .,;"))
