@@ -4,6 +4,7 @@ Each kind has a reader, which gives None for what is of another kind, and a
 comparison of what the reader gave.
 """
 
+import itertools
 import re
 
 from gspo_jax.rewards.math import expression, splits, values
@@ -86,9 +87,17 @@ def choice(tokens) -> tuple[str, list[str]] | None:
     rest = rest[1:]
   elif rest or opened:
     return None
-  if rest and rest[0] in _GOES_ON:
+  if (rest and rest[0] in _GOES_ON) or _names_another(rest):
     return None
   return letter.upper(), tokens[len(tokens) - len(rest) :]
+
+
+def _names_another(found) -> bool:
+  """Whether what follows a choice has a second one."""
+  return "or" in found or any(
+    re.fullmatch("[A-H]", token) and after in ("", *_ENDS_CHOICE)
+    for token, after in itertools.zip_longest(found, found[1:], fillvalue="")
+  )
 
 
 def based(tokens) -> tuple[str, str] | None:
