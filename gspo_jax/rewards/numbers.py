@@ -106,9 +106,9 @@ def result(response: str) -> str | None:
 def marked(text: str) -> str | None:
   """The line after the last marker of GSM8K, `####`; None if none.
 
-  A heading of Markdown is no marker: more or fewer of these signs, an empty
-  line, or words that other lines follow. In a text with a box, only a line that
-  is a number or has a box is one.
+  A heading of Markdown is no marker: more or fewer of these signs, or words
+  that other lines follow. In a text with a box, only a line that is a number or
+  has a box is one. An empty line counts if there is no other.
   """
   marker = _marker(text)
   return marker[1].strip() if marker else None
@@ -116,6 +116,7 @@ def marked(text: str) -> str | None:
 
 def _marker(text):
   boxed = bool(_BOX.search(text))
+  empty = None
   end = len(text.rstrip("# \t\r\n"))
   for marker in reversed(list(_MARKER.finditer(text))):
     line = marker[1].strip()
@@ -123,12 +124,15 @@ def _marker(text):
     result = line[answer.end() :] if answer else line
     if number(result.strip("* ")) is not None or _BOX.search(line):
       return marker
-    if boxed or not line:
+    if boxed:
+      continue
+    if not line:
+      empty = empty or marker
       continue
     is_last = text.find("\n", marker.end(), end) < 0
     if is_last or answer or not _WORD.search(line):
       return marker
-  return None
+  return empty  # a solution without its result
 
 
 def _braced(text: str) -> str | None:
