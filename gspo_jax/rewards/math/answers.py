@@ -159,15 +159,24 @@ def _match(expected, result) -> bool:
 
 def _is_solution(items, other) -> bool:
   """Whether a list such as x=3, y=4 is the tuple (3,4)."""
-  bracket, parts = _bracketed(splits.at(other, ("=",))[-1]) or ("", [])
-  found = sorted(splits.at(item, ("=",)) for item in items)
+  *order, value = splits.at(other, ("=",))
+  bracket, parts = _bracketed(value) or ("", [])
+  found = [splits.at(item, ("=",)) for item in items]
+  if bracket != "()" or any(
+    len(sides) != 2 or not equations.is_name(sides[0]) for sides in found
+  ):
+    return False
+  given = {"".join(kinds.plain(name)): value for name, value in found}
+  names = list(given)
+  if order:
+    _, named = _bracketed(order[0]) or ("", [])
+    names = ["".join(kinds.plain(name)) for name in named]
+  elif given.keys() <= set("xyz") or given.keys() <= set("abc"):
+    names = sorted(given)
   return (
-    bracket == "()"
-    and len(parts) == len(found)
-    and all(len(sides) == 2 and equations.is_name(sides[0]) for sides in found)
-    and all(
-      same(part, value) for part, (_, value) in zip(parts, found, strict=True)
-    )
+    len(parts) == len(found) == len(names)
+    and given.keys() == set(names)
+    and all(same(part, given[n]) for part, n in zip(parts, names, strict=True))
   )
 
 
