@@ -242,7 +242,6 @@ REFUSED = {
   ("2\\text{ hours }30\\text{ minutes}", "150\\text{ minutes}"),
   ("\\binom{n}{2}", "\\frac{n(n-1)}{2}"),
   ("(0,\\infty)", "\\mathbb{R}^+"),
-  ("3:5", "6:10"),  # or a time
   ("xy=1", "y=\\frac1x"),
   ("xy", "yx"),
 }

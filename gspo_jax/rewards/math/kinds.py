@@ -119,26 +119,41 @@ def congruence(tokens) -> tuple[list[str], list[str]]:
 
 
 def clock(tokens) -> tuple[int, str] | None:
-  """The minutes since midnight or noon, and "am", "pm" or ""."""
+  """The minutes since midnight or noon, and "am", "pm", "24h" or ""."""
   text = "".join(plain(tokens)).lower().replace(".", "")
   match = _CLOCK.fullmatch(text)
   if not match or not (match[2] or match[3]):
     return None
   hours, half = int(match[1]), match[3] or ""
+  if hours > 24 or int(match[2] or 0) > 59:
+    return None
   if hours > 12:
-    hours, half = hours - 12, "pm"
+    half = half or "24h"
   return hours % 12 * 60 + int(match[2] or 0), half
 
 
 def ratio(tokens) -> list[tuple] | None:
   """The parts of `2 : 3` or `2 to 3`."""
   parts = splits.at(tokens, (":", "to"))
-  if len(parts) < 2 or "=" in tokens or clock(tokens):
+  if len(parts) < 2 or "=" in tokens:
     return None
   try:
-    return [expression.read(part) for part in parts]
+    trees = [expression.read(part) for part in parts]
   except expression.Unreadable:
     return None
+  return None if 0 in map(values.constant, trees) else trees
+
+
+def share(tokens) -> list[tuple] | None:
+  """The parts of a ratio that is no time, and of a fraction of two numbers."""
+  if ":" in plain(tokens):
+    return None if clock(tokens) else ratio(tokens)
+  try:
+    name, *parts = expression.read(tokens)
+  except expression.Unreadable:
+    return None
+  is_fraction = name == "divide" and all(p[0] == "number" for p in parts)
+  return parts if is_fraction and parts[1][1] else None
 
 
 def infinite(tokens) -> str | None:
@@ -155,12 +170,14 @@ def same_choice(expected, result) -> bool:
 
 def same_base(expected, result) -> bool:
   (digits, base), (others, other) = expected, result
-  return digits == others and (base == other or not (base and other))
+  return digits == others and (base == other or not other)
 
 
 def _same_time(expected, result) -> bool:
   (minutes, half), (others, other) = expected, result
-  return minutes == others and (half == other or not (half and other))
+  return minutes == others and (
+    half == other or {half, other} in ({"", "am"}, {"", "pm"}, {"24h", "pm"})
+  )
 
 
 def _same_ratio(expected, result) -> bool:
@@ -184,4 +201,5 @@ KINDS = (
   (date, _equal),
   (clock, _same_time),
   (ratio, _same_ratio),
+  (share, _same_ratio),
 )

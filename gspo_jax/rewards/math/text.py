@@ -144,6 +144,7 @@ def _spelled(text: str) -> str:
   for _ in range(3):  # text in text
     text = _TEXT.sub(lambda m: f" {_WORD.sub(_as_text, m[1])} ", text)
   text = _DEGREES.sub("°", _ARRAY.sub(r"\1", text)).replace("**", "^")
+  text = text.replace("{:}", ":")
   text = _ORDINAL.sub("", _US.sub("", text))
   text = _INFIX.sub(_as_command, text)
   return _DOLLAR.sub(r"\\$" if text.count("$") == 1 else "", text)
