@@ -27,7 +27,8 @@ def equivalent(prompt: str, response: str, reference: str) -> float:
   multiples. A name may stand before its value, as in `x = 3`. A unit may be
   missing on one side: `10\text{ cm}` is 10. Given on both it is converted, or
   makes the result wrong. A percent sign is a unit: `50\%` is 50, not 0.5.
-  Decimals are equal if they agree in six digits, whole numbers in all.
+  Decimals are equal if they agree in six digits and in the decimals that both
+  have, whole numbers in all.
 
   The response must do the work itself. Sums, integrals and other operators are
   wrong unless the reference has them too. Where the reference is a number, all

@@ -1,6 +1,6 @@
 r"""Expressions as trees, from the tokens of `text.tokens`.
 
-A tree is a tuple: its name, then its parts. `("number", value, is_decimal)`,
+A tree is a tuple: its name, then its parts. `("number", value, decimals)`,
 `("name", letters)`, `("constant", "pi")`, `("add", tree, tree)` and so on.
 """
 
@@ -21,7 +21,7 @@ sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln exp cis
 _LOGARITHMS = ("log", "lg")
 _RECIPROCALS = {"sec": "cos", "csc": "sin", "cot": "tan"}
 _INVERTED = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
-_ONE = ("number", Fraction(1), False)
+_ONE = ("number", Fraction(1), 0)
 _CONSTANTS = {
   "\\pi": "pi",
   "pi": "pi",
@@ -96,8 +96,7 @@ def number(token: str) -> tuple | None:
   if repeated:
     nines = (10 ** len(repeated) - 1) * 10 ** len(digits)
     value += Fraction(int(repeated), nines)
-  is_decimal = "." in token and not repeated
-  return ("number", value, is_decimal)
+  return ("number", value, 0 if repeated else len(digits))
 
 
 class _Reader:
@@ -244,13 +243,13 @@ class _Reader:
   def index(self) -> tuple:
     """The n of an n-th root."""
     if self.next != "[":
-      return ("number", Fraction(2), False)
+      return ("number", Fraction(2), 0)
     return self.atom()
 
   def base(self) -> tuple:
     """The base of a logarithm."""
     if self.next != "_":
-      return ("number", Fraction(10), False)
+      return ("number", Fraction(10), 0)
     self.take()
     if self.next.isdigit():  # only one digit without braces
       digit, rest = self.next[0], self.next[1:]

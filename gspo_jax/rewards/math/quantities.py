@@ -37,8 +37,10 @@ def same(expected: list[str], result: list[str]) -> bool:
   (gold, unit, _), (found, other, _) = sides
   if not units.fit(unit, other) or work.is_left(gold, found):
     return False
-  ratio = ("number", units.ratio(unit, other), False)
-  return values.equal(("product", gold, ratio), found)
+  ratio = units.ratio(unit, other)
+  if ratio != 1:
+    gold = ("product", gold, ("number", ratio, 0))
+  return values.equal(gold, found)
 
 
 def _quantity(tokens):

@@ -107,7 +107,12 @@ _TOKEN = re.compile(
 
 
 def normalised(text: str) -> str:
-  """The text in a normal form, which never changes its meaning."""
+  """The text in a normal form, which never changes its meaning.
+
+  A text of more than `MAX_LENGTH` characters stays as it is.
+  """
+  if len(text) > MAX_LENGTH:
+    return text.strip()
   joined = ""
   for token in tokens(text):
     token = token.strip('"')

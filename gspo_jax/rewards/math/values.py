@@ -23,6 +23,12 @@ _ERRORS = (ArithmeticError, ValueError, RecursionError, TypeError)
 
 def equal(expected: tuple, result: tuple) -> bool:
   """Whether two trees of `expression.read` have the same values."""
+  places = _places(expected), _places(result)
+  if all(places):  # as many digits as the shorter one has
+    half = Fraction(1, 2 * 10 ** min(places))
+    a, b = (_Evaluation({}, False).value(t) for t in (expected, result))
+    if abs(a - b) > half:
+      return False
   tolerance = _tolerance(expected, result)
   found = _common(expected, result)
   if not any(_names(tree) for tree in (expected, result)):
@@ -65,7 +71,13 @@ def _names(tree) -> set:
 
 def _tolerance(*trees) -> float:
   numbers = (n for tree in trees for n in nodes(tree) if n[0] == "number")
-  return DECIMAL if any(is_decimal for _, _, is_decimal in numbers) else FLOAT
+  return DECIMAL if any(decimals for _, _, decimals in numbers) else FLOAT
+
+
+def _places(tree) -> int:
+  """The decimals of a number with or without a sign; 0 for other trees."""
+  tree = tree[1] if tree[0] == "negative" else tree
+  return tree[2] if tree[0] == "number" else 0
 
 
 def _is_whole(value) -> bool:

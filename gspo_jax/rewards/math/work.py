@@ -3,7 +3,7 @@
 from gspo_jax.rewards.math.expression import nodes
 
 _OPERATORS = frozenset(("factorial", "binomial", "floor", "ceil"))
-_TEN = ("number", 10, False)
+_TEN = ("number", 10, 0)
 
 
 def is_left(expected: tuple, result: tuple) -> bool:
