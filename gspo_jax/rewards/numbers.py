@@ -12,7 +12,7 @@ _NUMBER = re.compile(
 )
 # Escaped braces are no groups.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_BOX = re.compile(r"\\f?box(?:ed)?\{")
+_BOX = re.compile(r"\\f?box(?:ed)?[ \t]*\{")
 # With the rest of its line, up to the next one.
 _MARKER = re.compile(r"(?<!#)####(?!#)((?:(?!####)[^\n])*)")
 # A word of two letters in front, or of three anywhere. A command is no word.

@@ -115,6 +115,7 @@ def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time(text):
     ("It is $\\boxed{18}$ dollars.", "18"),
     ("\\boxed{1{,}234}", "1234"),
     ("\\boxed{ 18 }", "18"),
+    ("\\boxed {18}", "18"),
     ("\\boxed{\\boxed{18}}", "18"),
     ("#### 5\nNo: \\boxed{18}", "18"),
     ("\\boxed{5} no\n#### 18", "18"),

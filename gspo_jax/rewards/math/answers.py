@@ -37,31 +37,36 @@ def same(expected: list[str], result: list[str]) -> bool:
 
 
 def _bare(tokens):
-  """The tokens without braces around them and words that introduce them."""
+  """The tokens without what is around a result: braces, words, a rule."""
   while tokens[:1] == ["{"] and splits.inside(tokens) is not None:
     tokens = tokens[1:-1]
   while tokens[-1:] in ([","], [";"], ["."]):
     tokens = tokens[:-1]
   words = kinds.plain(tokens)
-  for i, word in enumerate(words[:-1]):
-    if word in ("is", "are") or (word == ":" and len(words[i - 1]) > 2):
-      return _bare(tokens[i + 1 :])
-    if not word.isalpha():
-      break
-  if not words:
-    return []
-  if words[0].lower() in kinds.NUMBERS and units.read(tokens[1:]):
-    return [str(kinds.NUMBERS.index(words[0].lower())), *tokens[1:]]
   if " ".join(words).lower() in ("all real numbers", "all reals"):
     return ["\\R"]
-  if words[0].lower() in _ABOUT:
-    return _bare(tokens[1:])
-  if len(words[0]) == 1 and words[0].isupper() and _bracketed(tokens[1:]):
-    return tokens[1:]  # a point
+  skipped = _introduction(words)
+  if skipped:
+    return _bare(tokens[skipped:])
   _, *rules = splits.at(tokens, (",", "for", "where"))
   if rules and _is_of_integers(rules[-1]):
     return _bare(tokens[: -len(rules[-1]) - 1])
+  first, rest = "".join(words[:1]), tokens[1:]
+  if first.lower() in kinds.NUMBERS and units.read(rest):
+    return [str(kinds.NUMBERS.index(first.lower())), *rest]
+  if len(first) == 1 and first.isupper() and _bracketed(rest):
+    return rest  # a point
   return equations.exact(tokens)
+
+
+def _introduction(words) -> int:
+  """How many words introduce a result: `The sum is`, `Area:`, `about`."""
+  for i, word in enumerate(words[:-1]):
+    if word in ("is", "are") or (word == ":" and i and len(words[i - 1]) > 2):
+      return i + 1
+    if not word.isalpha():
+      break
+  return int(words[:1] != [] and words[0].lower() in _ABOUT)
 
 
 def _is_of_integers(tokens) -> bool:
@@ -137,8 +142,7 @@ def _items(tokens):
     items = splits.listed(inside)
     return [item for i, item in enumerate(items) if item not in items[:i]]
   rest = tokens[tokens[:1] == ["\\{"] :]
-  is_system = "\\begin{cases}" in rest[:1] or rest is not tokens
-  if rest[:1] and rest[0] in _SYSTEMS and is_system and "&" not in rest:
+  if rest[:1] and rest[0] in _SYSTEMS and "&" not in rest:
     tokens = ["," if token == "\\\\" else token for token in rest[1:-1]]
   items = splits.listed(tokens)
   return items if len(items) > 1 else None

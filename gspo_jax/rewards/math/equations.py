@@ -67,7 +67,7 @@ def is_name(tokens: list[str]) -> bool:
     token in _NAMING
     or token.strip('"').isalpha()
     or (token[0] == "\\" and token[1:] in expression.GREEK)
-    or tokens[i - 1] == "_"
+    or tokens[i - 1 : i] == ["_"]
     or tokens[i - 2 : i] == ["_", "{"]
     for i, token in enumerate(tokens)
   )

@@ -16,7 +16,7 @@ _MISSING = re.compile(r"doesnotexist|dne")
 _ARTICLES = frozenset(("the", "a", "an"))
 _PUNCTUATION = frozenset(".'-")
 _BASE = re.compile(
-  r"\(?([0-9][0-9A-Z]*)\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?"
+  r"\(?([0-9][0-9A-Z]*|[A-Z]+(?=[_)]|base))\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?"
 )
 NUMBERS = splits.words("""
 zero one two three four five six seven eight nine ten eleven twelve thirteen
@@ -113,7 +113,7 @@ def congruence(tokens) -> tuple[list[str], list[str]]:
   """A number, and the tokens of its modulus, if any: `12 (mod 17)`."""
   found = plain(tokens)
   for i, token in enumerate(found):
-    if token == "\\pmod" or (token == "mod" and found[i - 1] == "("):
+    if token == "\\pmod" or (token == "mod" and found[i - 1 : i] == ["("]):
       return tokens[: i - (token == "mod")], tokens[i + 1 :]
   return tokens, []
 

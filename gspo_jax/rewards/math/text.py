@@ -88,7 +88,7 @@ _GOES_ON = re.compile(
 )
 # Separators of thousands that can be nothing else, and commas, that can.
 _THIN = re.compile(
-  r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\}|,\\! ?|\\[, ]|~| )[0-9]{3})+(?![0-9])"
+  r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\}|\\!,|,\\! ?|\\[, ]|~| )[0-9]{3})+(?![0-9])"
 )
 _GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 # A word behind a number and a space may be a unit. Single letters are factors,
