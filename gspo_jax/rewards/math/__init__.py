@@ -3,7 +3,8 @@ r"""Equivalence of mathematical results, MATH style, in bounded time.
 `answers` compares two results as tokens of `text`. Each is read as one kind
 after the other: words and dates (`kinds`), intervals (`regions`), lists,
 equations and matrices, numbers with `units`, and expressions (`expression`),
-which are equal if their `values` are and which may leave no `work` to do.
+which are equal if their `values` are. A result that still has to be worked out,
+such as 17+1, is wrong (`quantities`).
 """
 
 import re

@@ -97,13 +97,6 @@ def _by_modulus(expected, result):
   return fits and same(gold, found)
 
 
-def _by_base(expected, result):
-  if not {"_", "base"} & set(kinds.plain(expected + result)):
-    return None
-  sides = kinds.based(expected), kinds.based(result)
-  return kinds.same_base(*sides) if all(sides) else None
-
-
 def _by_kind(expected, result):
   for read, compare in kinds.KINDS:
     sides = read(expected), read(result)
@@ -305,7 +298,6 @@ def _bracketed(tokens):
 _RULES = (
   _by_modulus,
   _by_choice,
-  _by_base,
   _by_kind,
   _by_region,
   _by_equation,

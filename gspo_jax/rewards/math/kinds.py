@@ -16,7 +16,7 @@ _MISSING = re.compile(r"doesnotexist|dne")
 _ARTICLES = frozenset(("the", "a", "an"))
 _PUNCTUATION = frozenset(".'-")
 _BASE = re.compile(
-  r"\(?([0-9][0-9A-Z]*|[A-Z]+(?=[_)]|base))\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?"
+  r"\(?([0-9]+|[0-9A-Z]+(?=\)?(?:_|base)))\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?"
 )
 NUMBERS = splits.words("""
 zero one two three four five six seven eight nine ten eleven twelve thirteen
@@ -102,11 +102,14 @@ def _names_another(found) -> bool:
 
 def based(tokens) -> tuple[str, str] | None:
   """The digits of a number and its base, "" if it names none."""
-  match = _BASE.fullmatch("".join(plain(tokens)))
-  if not match:
+  found = plain(tokens)
+  match = _BASE.fullmatch("".join(found))
+  is_digit = [token.isdigit() for token in found]
+  if not match or (True, True) in itertools.pairwise(is_digit):
     return None
   base = match[2] or ""
-  return match[1], str(NUMBERS.index(base)) if base in NUMBERS else base
+  digits = match[1].lstrip("0") or "0"
+  return digits, str(NUMBERS.index(base)) if base in NUMBERS else base
 
 
 def congruence(tokens) -> tuple[list[str], list[str]]:
@@ -168,7 +171,7 @@ def same_choice(expected, result) -> bool:
   return letter == other and not (rest and more and plain(rest) != plain(more))
 
 
-def same_base(expected, result) -> bool:
+def _same_base(expected, result) -> bool:
   (digits, base), (others, other) = expected, result
   return digits == others and (base == other or not other)
 
@@ -194,6 +197,7 @@ _equal = lambda expected, result: expected == result
 
 # In the order in which they are tried.
 KINDS = (
+  (based, _same_base),
   (nothing, _equal),
   (missing, _equal),
   (infinite, _equal),

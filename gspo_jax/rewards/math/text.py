@@ -33,7 +33,7 @@ dfrac \frac tfrac \frac cfrac \frac dbinom \binom tbinom \binom leq \le
 leqslant \le geq \ge geqslant \ge neq \ne lt < gt > land \wedge lor \vee
 varnothing \emptyset varphi \phi varepsilon \epsilon ast * equiv = lbrace \{
 rbrace \} lvert | rvert | vert | colon : to \rightarrow dots \ldots
-cdots \ldots simeq \approx degree ° mathdollar \$ textdollar \$
+cdots \ldots simeq \approx degree ° pounds £ mathdollar \$ textdollar \$
 smallsetminus \setminus backslash \setminus Reals \R
 """)
 # Commands that change only the looks.

@@ -60,7 +60,8 @@ below above half halves third quarter double doubled triple tripled twice
 factorial squared cubed root power inverse reciprocal negative opposite
 mod base with only except between any either neither nor x y z yes no true false
 wrong pair score gross ten twenty is are was possible answer unknown undefined
-about approximately roughly all when per ago too many few incorrect invalid
+about approximately roughly all when per ago too many few case step
+incorrect invalid
 """)
 )
 # Twentieths, say, but neither months nor lengths.

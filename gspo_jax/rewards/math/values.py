@@ -131,11 +131,13 @@ def _common(expected, result) -> list:
 
 
 def _drawn(draw: random.Random, trial: int) -> Fraction:
-  """Small, medium and large values; only positive ones in every other trial."""
-  low, high, below = ((1, 12, 13), (5, 40, 11), (20, 90, 7), (2, 9, 1))[
-    trial // 2 % 4
-  ]
-  value = Fraction(draw.randint(low, high), below)
+  """A value of a name: below 1, to 4, to 13, or a whole number, in turns.
+
+  Every other trial has only positive values.
+  """
+  ranges = (1, 12, 13), (5, 40, 11), (20, 90, 7), (2, 9, 1)
+  least, most, denominator = ranges[trial // 2 % len(ranges)]
+  value = Fraction(draw.randint(least, most), denominator)
   return value if trial % 2 else value * draw.choice((-1, 1))
 
 
