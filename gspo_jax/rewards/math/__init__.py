@@ -7,15 +7,11 @@ which are equal if their `values` are. A result that still has to be worked out,
 such as 17+1, is wrong (`quantities`).
 """
 
-import re
-
 from gspo_jax.rewards import numbers
 from gspo_jax.rewards.math import answers, text
 from gspo_jax.rewards.math.text import normalised
 
 __all__ = ("equivalent", "normalised")
-
-_WHOLE = re.compile(r"-?[0-9]+")
 
 
 def equivalent(prompt: str, response: str, reference: str) -> float:
@@ -53,6 +49,4 @@ def equivalent(prompt: str, response: str, reference: str) -> float:
     return 1.0
   if max(len(result), len(expected)) > text.MAX_LENGTH:
     return 0.0
-  if _WHOLE.fullmatch(result) and _WHOLE.fullmatch(expected):
-    return float(int(result) == int(expected))
   return float(answers.same(text.tokens(expected), text.tokens(result)))

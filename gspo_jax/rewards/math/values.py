@@ -7,6 +7,7 @@ of more bits than those below are refused, so that no step takes long.
 
 import cmath
 import math
+import operator
 import random
 from fractions import Fraction
 
@@ -18,6 +19,14 @@ MAX_BITS, MAX_BITS_OF_NAMES = 10_000, 2_000
 DECIMAL, FLOAT = 1.01e-6, 1e-10
 # Enough values at which two expressions are equal, the fewest, and the trials.
 ENOUGH, FEWEST, TRIALS = 8, 3, 60
+_ARITHMETIC = {
+  "negative": operator.neg,
+  "times": operator.mul,
+  "product": operator.mul,
+  "divide": operator.truediv,
+  "mixed": operator.add,
+  "absolute": abs,
+}
 _ERRORS = (ArithmeticError, ValueError, RecursionError, TypeError)
 
 
@@ -163,7 +172,7 @@ class _Evaluation:
     if name == "constant":
       return {"pi": math.pi, "e": math.e, "i": 1j}[parts[0]]
     values = [self.value(part) for part in parts]
-    rule = getattr(self, f"_{name}", None)
+    rule = _ARITHMETIC.get(name) or getattr(self, f"_{name}", None)
     value = rule(*values) if rule else self._function(name, *values)
     if _bits(value) > self._bits:
       raise OverflowError("a number of too many digits")
@@ -177,25 +186,8 @@ class _Evaluation:
   def _subtract(self, a, b):
     return self._add(a, -b)
 
-  def _negative(self, a):
-    return -a
-
-  def _times(self, a, b):
-    return a * b
-
-  _product = _times
-
-  def _divide(self, a, b):
-    return a / b
-
-  def _mixed(self, a, b):
-    return a + b
-
   def _degrees(self, a):
     return a * math.pi / 180
-
-  def _absolute(self, a):
-    return abs(a)
 
   def _floor(self, a):
     return Fraction(math.floor(a))
