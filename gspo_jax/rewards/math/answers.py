@@ -54,7 +54,7 @@ def _bare(tokens):
   first, rest = "".join(words[:1]), tokens[1:]
   if first.lower() in kinds.NUMBERS and units.read(rest):
     return [str(kinds.NUMBERS.index(first.lower())), *rest]
-  if len(first) == 1 and first.isupper() and _bracketed(rest):
+  if len(first) == 1 and first.isupper() and splits.bracketed(rest):
     return rest  # a point
   return equations.exact(tokens)
 
@@ -157,7 +157,7 @@ def _match(expected, result) -> bool:
 def _is_solution(items, other) -> bool:
   """Whether a list such as x=3, y=4 is the tuple (3,4)."""
   *order, value = splits.at(other, ("=",))
-  bracket, parts = _bracketed(value) or ("", [])
+  bracket, parts = splits.bracketed(value) or ("", [])
   found = [splits.at(item, ("=",)) for item in items]
   if bracket != "()" or any(
     len(sides) != 2 or not equations.is_name(sides[0]) for sides in found
@@ -166,7 +166,7 @@ def _is_solution(items, other) -> bool:
   given = {"".join(kinds.plain(name)): value for name, value in found}
   names = list(given)
   if order:
-    _, named = _bracketed(order[0]) or ("", [])
+    _, named = splits.bracketed(order[0]) or ("", [])
     names = ["".join(kinds.plain(name)) for name in named]
   elif given.keys() <= set("xyz") or given.keys() <= set("abc"):
     names = sorted(given)
@@ -238,7 +238,7 @@ def _by_table(expected, result):
     return None
   if not all(sides):
     rows, other = (sides[0], result) if sides[0] else (sides[1], expected)
-    bracket, parts = _bracketed(other) or ("", [])
+    bracket, parts = splits.bracketed(other) or ("", [])
     is_column = all(len(row) == 1 for row in rows)
     if not is_column or bracket not in ("()", "\\langle\\rangle"):
       return False
@@ -254,7 +254,7 @@ def _by_table(expected, result):
 
 def _table(tokens):
   """The rows of a matrix, in whatever brackets; None if it is none."""
-  bracket, rows = _bracketed(tokens) or ("", [])
+  bracket, rows = splits.bracketed(tokens) or ("", [])
   if bracket == "[]" and all(splits.inside(row) for row in rows):
     return [splits.at(row[1:-1], (",",)) for row in rows]
   inside = splits.inside(tokens)
@@ -272,7 +272,7 @@ def _table(tokens):
 
 def _by_brackets(expected, result):
   """Tuples, vectors and intervals have an order, and their brackets count."""
-  sides = _bracketed(expected), _bracketed(result)
+  sides = splits.bracketed(expected), splits.bracketed(result)
   if not any(sides):
     return None
   if not all(sides):
@@ -284,15 +284,6 @@ def _by_brackets(expected, result):
     and len(parts) == len(more)
     and all(map(same, parts, more))
   )
-
-
-def _bracketed(tokens):
-  """The brackets around several items, and the items; None without."""
-  inside = splits.inside(tokens)
-  if inside is None or tokens[0] == "{":
-    return None
-  parts = splits.at(inside, (",", ";"))
-  return (tokens[0] + tokens[-1], parts) if len(parts) > 1 else None
 
 
 _RULES = (

@@ -86,10 +86,9 @@ def _simple(tokens) -> Region:
   inside = splits.inside(tokens)
   if inside is not None and tokens[0] == "\\{":
     return _of_set(inside)
-  if inside is not None and tokens[0] in ("(", "["):
-    ends = splits.at(inside, (",",))
-    if len(ends) == 2:
-      return _interval(*map(_end, ends), tokens[0] == "[", tokens[-1] == "]")
+  bracket, ends = splits.bracketed(tokens) or ("", [])
+  if bracket[:1] in ("(", "[") and len(ends) == 2:
+    return _interval(*map(_end, ends), bracket[0] == "[", bracket[-1] == "]")
   return _inequality(tokens)
 
 
