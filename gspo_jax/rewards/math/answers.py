@@ -164,17 +164,21 @@ def _is_solution(items, other) -> bool:
   ):
     return False
   given = {"".join(kinds.plain(name)): value for name, value in found}
-  names = list(given)
-  if order:
-    _, named = splits.bracketed(order[0]) or ("", [])
-    names = ["".join(kinds.plain(name)) for name in named]
-  elif given.keys() <= set("xyz") or given.keys() <= set("abc"):
-    names = sorted(given)
+  names = _in_order(given, order)
   return (
     len(parts) == len(found) == len(names)
     and given.keys() == set(names)
     and all(same(part, given[n]) for part, n in zip(parts, names, strict=True))
   )
+
+
+def _in_order(names, order) -> list[str]:
+  """The names in the order of a tuple: as it says, by alphabet, or as given."""
+  if order:
+    _, named = splits.bracketed(order[0]) or ("", [])
+    return ["".join(kinds.plain(name)) for name in named]
+  is_known = names.keys() <= set("xyz") or names.keys() <= set("abc")
+  return sorted(names) if is_known else list(names)
 
 
 def _by_equation(expected, result):
