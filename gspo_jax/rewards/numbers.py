@@ -12,10 +12,11 @@ _NUMBER = re.compile(
 )
 # Escaped braces are no groups.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_BOX = re.compile(r"\\f?box(?:ed)?\{")
-_MARKER = re.compile(r"(?<!#)####(?!#)")
-# Two letters or more, if need be after a number of a section.
-_WORD = re.compile(r"\W*(?:[0-9]+[.):]+\W*)?[^\W\d_]{2}")
+_BOX = re.compile(r"\\f?box(?:ed)?[ \t]*\{")
+# With the rest of its line, up to the next one.
+_MARKER = re.compile(r"(?<!#)####(?!#)((?:(?!####)[^\n])*)")
+# A word of two letters in front, or of three anywhere. A command is no word.
+_WORD = re.compile(r"\A[^\W\d_]{2}|(?<![\\\w])[^\W\d_]{3}")
 _ANSWER = re.compile(
   r"\W*(?:the )?(?:final )?answer(?: is|\W*:)", re.IGNORECASE
 )
@@ -98,32 +99,40 @@ def result(response: str) -> str | None:
   *_, box = [None, *_BOX.finditer(response)]
   marker = _marker(response)
   if marker and not (box and box.start() > marker.start()):
-    return _line(response, marker).strip("*")
+    return marker[1].strip().strip("*")
   return _braced(response[box.end() :]) if box else None
 
 
 def marked(text: str) -> str | None:
-  """The rest of the line after the last marker of GSM8K, `####`; None if none.
+  """The line after the last marker of GSM8K, `####`; None if none.
 
   A heading of Markdown is no marker: more or fewer of these signs, or words
-  that are followed by other lines or stand in a text with a box.
+  that other lines follow. In a text with a box, only a line that is a number or
+  has a box is one. An empty line counts if there is no other.
   """
   marker = _marker(text)
-  return _line(text, marker) if marker else None
+  return marker[1].strip() if marker else None
 
 
 def _marker(text):
   boxed = bool(_BOX.search(text))
+  empty = None
+  end = len(text.rstrip("# \t\r\n"))
   for marker in reversed(list(_MARKER.finditer(text))):
-    line = _line(text, marker)
-    is_last = not boxed and not text[marker.end() :].strip().count("\n")
-    if is_last or not _WORD.match(line) or _ANSWER.match(line):
+    line = marker[1].strip()
+    answer = _ANSWER.match(line)
+    result = line[answer.end() :] if answer else line
+    if number(result.strip("* ")) is not None or _BOX.search(line):
       return marker
-  return None
-
-
-def _line(text, marker) -> str:
-  return text[marker.end() :].partition("\n")[0].strip()
+    if boxed:
+      continue
+    if not line:
+      empty = empty or marker
+      continue
+    is_last = text.find("\n", marker.end(), end) < 0
+    if is_last or answer or not _WORD.search(line):
+      return marker
+  return empty  # a solution without its result
 
 
 def _braced(text: str) -> str | None:

@@ -1,5 +1,7 @@
 """Equivalence of the last results, on many pairs of results."""
 
+import random
+import re
 import time
 
 import pytest
@@ -184,6 +186,7 @@ def test_what_is_long_is_compared_as_text_only():
   began = time.perf_counter()
   assert equivalent("", f"\\boxed{{{long}}}", "18") == 0.0
   assert equivalent("", f"\\boxed{{{long}}}", long) == 1.0
+  assert math.normalised("." + "1" * 20_000) == "." + "1" * 20_000
   assert time.perf_counter() - began < 2
 
 
@@ -199,6 +202,38 @@ def test_no_response_is_evaluated_as_python(tmp_path):
   assert not path.exists()
 
 
+PIECES = r"""
+1 .5 x n i e \pi + - / ^ _ ! ( ) [ ] { } \{ \} , : = < \ge \ne \in \cup \R
+\infty \pm \approx \sqrt{ \frac{ \log \ln \sin \cot \csc^{-1} \lfloor \rfloor
+| \binom{ ° \% \text{cm} \text{or} \text{million} \text{base} \pmod A (A)
+\begin{cases} & \\ am May .
+"""
+
+
+def test_nothing_that_is_written_raises():
+  draw = random.Random(0)
+  references = [pair.reference for pair in math_reward.pairs()]
+  for reference in draw.sample(references, 500):
+    parts = re.findall(r"\\[a-zA-Z]+|.", reference)
+    for _ in range(3):
+      at = draw.randint(0, len(parts))
+      parts[at : at + draw.randint(0, 1)] = [draw.choice(PIECES.split()), " "]
+    equivalent("", f"\\boxed{{{''.join(parts)}}}", reference)
+
+
+@pytest.mark.parametrize(
+  ("result", "reference"),
+  [
+    ("\\ln^{-1}(x)", "e^x"),
+    ("\\lfloor ix\\rfloor", "\\lfloor x\\rfloor"),
+    ("x \\ne", "x>3"),
+    ("6.02\\times10^{2310}", "6.02\\times10^{23}"),
+  ],
+)
+def test_what_is_not_defined_is_wrong(result, reference):
+  assert equivalent("", f"\\boxed{{{result}}}", reference) == 0.0
+
+
 # Wrong verdicts on the pairs, all of them refusals of right results.
 REFUSED = {
   ("-1 - 0i", "-1"),
@@ -208,7 +243,6 @@ REFUSED = {
   ("2\\text{ hours }30\\text{ minutes}", "150\\text{ minutes}"),
   ("\\binom{n}{2}", "\\frac{n(n-1)}{2}"),
   ("(0,\\infty)", "\\mathbb{R}^+"),
-  ("3:5", "6:10"),  # or a time
   ("xy=1", "y=\\frac1x"),
   ("xy", "yx"),
 }
@@ -226,5 +260,5 @@ def test_pairs():
     if pair.right and not verdict:
       refused.add((pair.result, pair.reference))
   assert rewarded == set()
-  assert refused == REFUSED
+  assert refused <= REFUSED
   assert slow == set()

@@ -3,18 +3,15 @@ r"""Equivalence of mathematical results, MATH style, in bounded time.
 `answers` compares two results as tokens of `text`. Each is read as one kind
 after the other: words and dates (`kinds`), intervals (`regions`), lists,
 equations and matrices, numbers with `units`, and expressions (`expression`),
-which are equal if their `values` are and which may leave no `work` to do.
+which are equal if their `values` are. A result that still has to be worked out,
+such as 17+1, is wrong (`quantities`).
 """
-
-import re
 
 from gspo_jax.rewards import numbers
 from gspo_jax.rewards.math import answers, text
 from gspo_jax.rewards.math.text import normalised
 
 __all__ = ("equivalent", "normalised")
-
-_WHOLE = re.compile(r"-?[0-9]+")
 
 
 def equivalent(prompt: str, response: str, reference: str) -> float:
@@ -27,7 +24,8 @@ def equivalent(prompt: str, response: str, reference: str) -> float:
   multiples. A name may stand before its value, as in `x = 3`. A unit may be
   missing on one side: `10\text{ cm}` is 10. Given on both it is converted, or
   makes the result wrong. A percent sign is a unit: `50\%` is 50, not 0.5.
-  Decimals are equal if they agree in six digits, whole numbers in all.
+  Decimals are equal if they agree in six digits and in the decimals that both
+  have, whole numbers in all.
 
   The response must do the work itself. Sums, integrals and other operators are
   wrong unless the reference has them too. Where the reference is a number, all
@@ -51,6 +49,4 @@ def equivalent(prompt: str, response: str, reference: str) -> float:
     return 1.0
   if max(len(result), len(expected)) > text.MAX_LENGTH:
     return 0.0
-  if _WHOLE.fullmatch(result) and _WHOLE.fullmatch(expected):
-    return float(int(result) == int(expected))
   return float(answers.same(text.tokens(expected), text.tokens(result)))

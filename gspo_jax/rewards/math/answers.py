@@ -37,33 +37,43 @@ def same(expected: list[str], result: list[str]) -> bool:
 
 
 def _bare(tokens):
-  """The tokens without braces around them and words that introduce them."""
+  """The tokens without what is around a result: braces, words, a rule."""
   while tokens[:1] == ["{"] and splits.inside(tokens) is not None:
     tokens = tokens[1:-1]
   while tokens[-1:] in ([","], [";"], ["."]):
     tokens = tokens[:-1]
   words = kinds.plain(tokens)
-  for i, word in enumerate(words[:-1]):
-    if word in ("is", "are") or (word == ":" and len(words[i - 1]) > 2):
-      return _bare(tokens[i + 1 :])
-    if not word.isalpha():
-      break
-    if word in ("for", "where") and "integer" in "".join(words[i:]):
-      return _bare(tokens[:i])
-  if not words:
-    return []
-  if words[0].lower() in kinds.NUMBERS and units.read(tokens[1:]):
-    return [str(kinds.NUMBERS.index(words[0].lower())), *tokens[1:]]
   if " ".join(words).lower() in ("all real numbers", "all reals"):
     return ["\\R"]
-  if words[0].lower() in _ABOUT:
-    return _bare(tokens[1:])
-  if len(words[0]) == 1 and words[0].isupper() and _bracketed(tokens[1:]):
-    return tokens[1:]  # a point
-  items = splits.at(tokens, (",",))
-  if len(items) > 1 and items[-1][1:] == ["\\in", "\\Z"]:  # k is an integer
-    return _bare(tokens[: -len(items[-1]) - 1])
+  skipped = _introduction(words)
+  if skipped:
+    return _bare(tokens[skipped:])
+  _, *rules = splits.at(tokens, (",", "for", "where"))
+  if rules and _is_of_integers(rules[-1]):
+    return _bare(tokens[: -len(rules[-1]) - 1])
+  first, rest = "".join(words[:1]), tokens[1:]
+  if first.lower() in kinds.NUMBERS and units.read(rest):
+    return [str(kinds.NUMBERS.index(first.lower())), *rest]
+  if len(first) == 1 and first.isupper() and splits.bracketed(rest):
+    return rest  # a point
   return equations.exact(tokens)
+
+
+def _introduction(words) -> int:
+  """How many words introduce a result: `The sum is`, `Area:`, `about`."""
+  for i, word in enumerate(words[:-1]):
+    if word in ("is", "are") or (word == ":" and i and len(words[i - 1]) > 2):
+      return i + 1
+    if not word.isalpha():
+      break
+  return int(words[:1] != [] and words[0].lower() in _ABOUT)
+
+
+def _is_of_integers(tokens) -> bool:
+  r"""Whether the tokens say that a name is an integer: `k \in \Z`."""
+  return tokens[1:] == ["\\in", "\\Z"] or any(
+    "integer" in token for token in tokens
+  )
 
 
 def _by_choice(expected, result):
@@ -85,13 +95,6 @@ def _by_modulus(expected, result):
     return None
   fits = not (modulus and other) or kinds.plain(modulus) == kinds.plain(other)
   return fits and same(gold, found)
-
-
-def _by_base(expected, result):
-  if not {"_", "base"} & set(kinds.plain(expected + result)):
-    return None
-  sides = kinds.based(expected), kinds.based(result)
-  return kinds.same_base(*sides) if all(sides) else None
 
 
 def _by_kind(expected, result):
@@ -132,8 +135,7 @@ def _items(tokens):
     items = splits.listed(inside)
     return [item for i, item in enumerate(items) if item not in items[:i]]
   rest = tokens[tokens[:1] == ["\\{"] :]
-  is_system = "\\begin{cases}" in rest[:1] or rest is not tokens
-  if rest[:1] and rest[0] in _SYSTEMS and is_system and "&" not in rest:
+  if rest[:1] and rest[0] in _SYSTEMS and "&" not in rest:
     tokens = ["," if token == "\\\\" else token for token in rest[1:-1]]
   items = splits.listed(tokens)
   return items if len(items) > 1 else None
@@ -154,16 +156,29 @@ def _match(expected, result) -> bool:
 
 def _is_solution(items, other) -> bool:
   """Whether a list such as x=3, y=4 is the tuple (3,4)."""
-  bracket, parts = _bracketed(splits.at(other, ("=",))[-1]) or ("", [])
-  found = sorted(splits.at(item, ("=",)) for item in items)
+  *order, value = splits.at(other, ("=",))
+  bracket, parts = splits.bracketed(value) or ("", [])
+  found = [splits.at(item, ("=",)) for item in items]
+  if bracket != "()" or any(
+    len(sides) != 2 or not equations.is_name(sides[0]) for sides in found
+  ):
+    return False
+  given = {"".join(kinds.plain(name)): value for name, value in found}
+  names = _in_order(given, order)
   return (
-    bracket == "()"
-    and len(parts) == len(found)
-    and all(len(sides) == 2 and equations.is_name(sides[0]) for sides in found)
-    and all(
-      same(part, value) for part, (_, value) in zip(parts, found, strict=True)
-    )
+    len(parts) == len(found) == len(names)
+    and given.keys() == set(names)
+    and all(same(part, given[n]) for part, n in zip(parts, names, strict=True))
   )
+
+
+def _in_order(names, order) -> list[str]:
+  """The names in the order of a tuple: as it says, by alphabet, or as given."""
+  if order:
+    _, named = splits.bracketed(order[0]) or ("", [])
+    return ["".join(kinds.plain(name)) for name in named]
+  is_known = names.keys() <= set("xyz") or names.keys() <= set("abc")
+  return sorted(names) if is_known else list(names)
 
 
 def _by_equation(expected, result):
@@ -197,7 +212,10 @@ def _ends_in(expected, sides) -> bool:
   leads = (
     equations.is_name(sides[0])
     or quantities.tree(sides[0]) is None  # such as an integral
-    or quantities.constant(quantities.number(expected)) is not None
+    or (
+      quantities.constant(quantities.number(expected)) is not None
+      and equations.is_asked(sides[0])
+    )
     or same(sides[-1], sides[0])
   )
   ends = sides[-2:] if equations.is_percentage(sides[-1]) else sides[-1:]
@@ -224,7 +242,7 @@ def _by_table(expected, result):
     return None
   if not all(sides):
     rows, other = (sides[0], result) if sides[0] else (sides[1], expected)
-    bracket, parts = _bracketed(other) or ("", [])
+    bracket, parts = splits.bracketed(other) or ("", [])
     is_column = all(len(row) == 1 for row in rows)
     if not is_column or bracket not in ("()", "\\langle\\rangle"):
       return False
@@ -240,7 +258,7 @@ def _by_table(expected, result):
 
 def _table(tokens):
   """The rows of a matrix, in whatever brackets; None if it is none."""
-  bracket, rows = _bracketed(tokens) or ("", [])
+  bracket, rows = splits.bracketed(tokens) or ("", [])
   if bracket == "[]" and all(splits.inside(row) for row in rows):
     return [splits.at(row[1:-1], (",",)) for row in rows]
   inside = splits.inside(tokens)
@@ -258,7 +276,7 @@ def _table(tokens):
 
 def _by_brackets(expected, result):
   """Tuples, vectors and intervals have an order, and their brackets count."""
-  sides = _bracketed(expected), _bracketed(result)
+  sides = splits.bracketed(expected), splits.bracketed(result)
   if not any(sides):
     return None
   if not all(sides):
@@ -272,19 +290,9 @@ def _by_brackets(expected, result):
   )
 
 
-def _bracketed(tokens):
-  """The brackets around several items, and the items; None without."""
-  inside = splits.inside(tokens)
-  if inside is None or tokens[0] == "{":
-    return None
-  parts = splits.at(inside, (",", ";"))
-  return (tokens[0] + tokens[-1], parts) if len(parts) > 1 else None
-
-
 _RULES = (
   _by_modulus,
   _by_choice,
-  _by_base,
   _by_kind,
   _by_region,
   _by_equation,

@@ -67,10 +67,27 @@ def is_name(tokens: list[str]) -> bool:
     token in _NAMING
     or token.strip('"').isalpha()
     or (token[0] == "\\" and token[1:] in expression.GREEK)
-    or tokens[i - 1] == "_"
+    or tokens[i - 1 : i] == ["_"]
     or tokens[i - 2 : i] == ["_", "{"]
     for i, token in enumerate(tokens)
   )
+
+
+def is_asked(tokens: list[str]) -> bool:
+  r"""Whether a problem may ask for the value of an expression.
+
+  It may ask for m+n, `|AB|^2`, `\sin 2t` or f(3), and not for 2x or x^2+y,
+  which make an equation that has to be solved.
+  """
+  tree = quantities.tree(tokens)
+  if tree is None or values.constant(tree) is not None:
+    return True
+  if splits.inside(tokens[1:]) and quantities.constant(tokens[1:]) is not None:
+    return True  # f(3)
+  names = [n[1] for n in expression.nodes(tree) if n[0] == "name"]
+  has_number = any(n[0] == "number" for n in expression.nodes(tree))
+  is_function = tree[0] in ("sin", "cos", "tan")
+  return not has_number or is_function or any(n[0].isupper() for n in names)
 
 
 def proportional(expected, result, positive=False) -> bool:

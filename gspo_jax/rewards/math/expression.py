@@ -1,6 +1,6 @@
 r"""Expressions as trees, from the tokens of `text.tokens`.
 
-A tree is a tuple: its name, then its parts. `("number", value, is_decimal)`,
+A tree is a tuple: its name, then its parts. `("number", value, decimals)`,
 `("name", letters)`, `("constant", "pi")`, `("add", tree, tree)` and so on.
 """
 
@@ -19,6 +19,9 @@ _FUNCTIONS = splits.words("""
 sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln exp cis
 """)
 _LOGARITHMS = ("log", "lg")
+_RECIPROCALS = {"sec": "cos", "csc": "sin", "cot": "tan"}
+_INVERTED = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
+_ONE = ("number", Fraction(1), 0)
 _CONSTANTS = {
   "\\pi": "pi",
   "pi": "pi",
@@ -93,8 +96,7 @@ def number(token: str) -> tuple | None:
   if repeated:
     nines = (10 ** len(repeated) - 1) * 10 ** len(digits)
     value += Fraction(int(repeated), nines)
-  is_decimal = "." in token and not repeated
-  return ("number", value, is_decimal)
+  return ("number", value, 0 if repeated else len(digits))
 
 
 class _Reader:
@@ -241,13 +243,13 @@ class _Reader:
   def index(self) -> tuple:
     """The n of an n-th root."""
     if self.next != "[":
-      return ("number", Fraction(2), False)
+      return ("number", Fraction(2), 0)
     return self.atom()
 
   def base(self) -> tuple:
     """The base of a logarithm."""
     if self.next != "_":
-      return ("number", Fraction(10), False)
+      return ("number", Fraction(10), 0)
     self.take()
     if self.next.isdigit():  # only one digit without braces
       digit, rest = self.next[0], self.next[1:]
@@ -283,8 +285,8 @@ class _Reader:
         and (self.next not in (*_TIMES, *_OVER, "(") and not number(self.next))
       ):
         tree = ("product", tree, self.power())
-    if exponent == ("negative", ("number", 1, False)) and not parameters:
-      return ("arc" + name, tree)
+    if exponent == ("negative", _ONE) and not parameters:
+      return _inverse(name, tree)
     tree = (name, *parameters, tree)
     return ("power", tree, exponent) if exponent else tree
 
@@ -299,6 +301,14 @@ class _Reader:
     self._at -= 1
     self._tokens[self._at : self._at + 1] = token
     return self.atom()
+
+
+def _inverse(name, tree) -> tuple:
+  if name in _RECIPROCALS:
+    return ("arc" + _RECIPROCALS[name], ("divide", _ONE, tree))
+  if name not in _INVERTED:
+    raise Unreadable(f"no inverse of {name}")
+  return ("arc" + name, tree)
 
 
 def _is_whole(tree) -> bool:

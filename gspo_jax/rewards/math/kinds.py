@@ -4,6 +4,7 @@ Each kind has a reader, which gives None for what is of another kind, and a
 comparison of what the reader gave.
 """
 
+import itertools
 import re
 
 from gspo_jax.rewards.math import expression, splits, values
@@ -15,7 +16,7 @@ _MISSING = re.compile(r"doesnotexist|dne")
 _ARTICLES = frozenset(("the", "a", "an"))
 _PUNCTUATION = frozenset(".'-")
 _BASE = re.compile(
-  r"\(?([0-9][0-9A-Z]*)\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?"
+  r"\(?([0-9]+|[0-9A-Z]+(?=\)?(?:_|base)))\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?"
 )
 NUMBERS = splits.words("""
 zero one two three four five six seven eight nine ten eleven twelve thirteen
@@ -86,50 +87,76 @@ def choice(tokens) -> tuple[str, list[str]] | None:
     rest = rest[1:]
   elif rest or opened:
     return None
-  if rest and rest[0] in _GOES_ON:
+  if (rest and rest[0] in _GOES_ON) or _names_another(rest):
     return None
   return letter.upper(), tokens[len(tokens) - len(rest) :]
 
 
+def _names_another(found) -> bool:
+  """Whether what follows a choice has a second one."""
+  return "or" in found or any(
+    re.fullmatch("[A-H]", token) and after in ("", *_ENDS_CHOICE)
+    for token, after in itertools.zip_longest(found, found[1:], fillvalue="")
+  )
+
+
 def based(tokens) -> tuple[str, str] | None:
   """The digits of a number and its base, "" if it names none."""
-  match = _BASE.fullmatch("".join(plain(tokens)))
-  if not match:
+  found = plain(tokens)
+  match = _BASE.fullmatch("".join(found))
+  is_digit = [token.isdigit() for token in found]
+  if not match or (True, True) in itertools.pairwise(is_digit):
     return None
   base = match[2] or ""
-  return match[1], str(NUMBERS.index(base)) if base in NUMBERS else base
+  digits = match[1].lstrip("0") or "0"
+  return digits, str(NUMBERS.index(base)) if base in NUMBERS else base
 
 
 def congruence(tokens) -> tuple[list[str], list[str]]:
   """A number, and the tokens of its modulus, if any: `12 (mod 17)`."""
   found = plain(tokens)
   for i, token in enumerate(found):
-    if token == "\\pmod" or (token == "mod" and found[i - 1] == "("):
+    if token == "\\pmod" or (token == "mod" and found[i - 1 : i] == ["("]):
       return tokens[: i - (token == "mod")], tokens[i + 1 :]
   return tokens, []
 
 
 def clock(tokens) -> tuple[int, str] | None:
-  """The minutes since midnight or noon, and "am", "pm" or ""."""
+  """The minutes since midnight or noon, and "am", "pm", "24h" or ""."""
   text = "".join(plain(tokens)).lower().replace(".", "")
   match = _CLOCK.fullmatch(text)
   if not match or not (match[2] or match[3]):
     return None
   hours, half = int(match[1]), match[3] or ""
+  if hours > 24 or int(match[2] or 0) > 59:
+    return None
   if hours > 12:
-    hours, half = hours - 12, "pm"
+    half = half or "24h"
   return hours % 12 * 60 + int(match[2] or 0), half
 
 
 def ratio(tokens) -> list[tuple] | None:
   """The parts of `2 : 3` or `2 to 3`."""
   parts = splits.at(tokens, (":", "to"))
-  if len(parts) < 2 or "=" in tokens or clock(tokens):
+  if len(parts) < 2 or "=" in tokens:
     return None
   try:
-    return [expression.read(part) for part in parts]
+    trees = [expression.read(part) for part in parts]
   except expression.Unreadable:
     return None
+  return None if 0 in map(values.constant, trees) else trees
+
+
+def share(tokens) -> list[tuple] | None:
+  """The parts of a ratio that is no time, and of a fraction of two numbers."""
+  if ":" in plain(tokens):
+    return None if clock(tokens) else ratio(tokens)
+  try:
+    name, *parts = expression.read(tokens)
+  except expression.Unreadable:
+    return None
+  is_fraction = name == "divide" and all(p[0] == "number" for p in parts)
+  return parts if is_fraction and parts[1][1] else None
 
 
 def infinite(tokens) -> str | None:
@@ -144,14 +171,16 @@ def same_choice(expected, result) -> bool:
   return letter == other and not (rest and more and plain(rest) != plain(more))
 
 
-def same_base(expected, result) -> bool:
+def _same_base(expected, result) -> bool:
   (digits, base), (others, other) = expected, result
-  return digits == others and (base == other or not (base and other))
+  return digits == others and (base == other or not other)
 
 
 def _same_time(expected, result) -> bool:
   (minutes, half), (others, other) = expected, result
-  return minutes == others and (half == other or not (half and other))
+  return minutes == others and (
+    half == other or {half, other} in ({"", "am"}, {"", "pm"}, {"24h", "pm"})
+  )
 
 
 def _same_ratio(expected, result) -> bool:
@@ -168,6 +197,7 @@ _equal = lambda expected, result: expected == result
 
 # In the order in which they are tried.
 KINDS = (
+  (based, _same_base),
   (nothing, _equal),
   (missing, _equal),
   (infinite, _equal),
@@ -175,4 +205,5 @@ KINDS = (
   (date, _equal),
   (clock, _same_time),
   (ratio, _same_ratio),
+  (share, _same_ratio),
 )

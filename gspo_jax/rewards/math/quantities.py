@@ -1,8 +1,13 @@
-"""Numbers with or without units, and expressions."""
+"""Numbers with or without units, and expressions.
 
-from gspo_jax.rewards.math import expression, units, values, work
+A result may not leave the work to whoever reads it.
+"""
+
+from gspo_jax.rewards.math import expression, units, values
 
 _CURRENCIES = ("\\$", "€", "£", "¢", "USD", "EUR")
+_OPERATORS = frozenset(("factorial", "binomial", "floor", "ceil"))
+_TEN = ("number", 10, 0)
 
 
 def tree(tokens: list[str]) -> tuple | None:
@@ -28,17 +33,19 @@ def number(tokens: list[str]) -> list[str]:
 def same(expected: list[str], result: list[str]) -> bool:
   """Whether two expressions are equal, or two numbers with their units."""
   gold, found = tree(expected), tree(result)
-  is_done = gold and found and not work.is_left(gold, found)
+  is_done = gold and found and not _is_left(gold, found)
   if is_done and values.equal(gold, found):
     return True
   sides = _quantity(expected), _quantity(result)
   if not all(sides):
     return False
   (gold, unit, _), (found, other, _) = sides
-  if not units.fit(unit, other) or work.is_left(gold, found):
+  if not units.fit(unit, other) or _is_left(gold, found):
     return False
-  ratio = ("number", units.ratio(unit, other), False)
-  return values.equal(("product", gold, ratio), found)
+  ratio = units.ratio(unit, other)
+  if ratio != 1:
+    gold = ("product", gold, ("number", ratio, 0))
+  return values.equal(gold, found)
 
 
 def _quantity(tokens):
@@ -51,6 +58,58 @@ def _quantity(tokens):
     if i < len(rest) and not units.starts(rest, i):
       continue
     unit, found = units.read(before + rest[i:]), tree(rest[:i])
-    if unit and found and not (rest[i:] == ["°"] and work.is_applied(found)):
+    if unit and found and not (rest[i:] == ["°"] and _is_applied(found)):
       return found, unit, rest[:i]
   return None
+
+
+def _is_left(expected: tuple, result: tuple) -> bool:
+  """Whether the result still has to be worked out.
+
+  Operators are, unless the expected tree has them too. Where that is a number,
+  all arithmetic is, but signs, quotients, roots, functions and powers of ten.
+  """
+  used, allowed = (
+    {node[0] for node in expression.nodes(tree)} & _OPERATORS
+    for tree in (result, expected)
+  )
+  return not used <= allowed or (_is_number(expected) and not _is_done(result))
+
+
+def _is_applied(tree: tuple) -> bool:
+  """Whether a tree has a function of an angle."""
+  return any(
+    node[0] in ("sin", "cos", "tan", "cis") for node in expression.nodes(tree)
+  )
+
+
+def _is_number(tree) -> bool:
+  """Whether a tree is a number, a quotient of two, or a power of ten."""
+  if tree[0] == "negative":
+    return _is_number(tree[1])
+  if tree[0] in ("divide", "mixed"):
+    return all(part[0] == "number" for part in _unsigned(tree[1:]))
+  return tree[0] == "number" or _is_scientific(tree)
+
+
+def _unsigned(trees):
+  return [tree[1] if tree[0] == "negative" else tree for tree in trees]
+
+
+def _is_scientific(tree) -> bool:
+  """Whether a tree is a power of ten, or a number times one."""
+  if tree[0] == "times":
+    return _unsigned(tree[1:2])[0][0] == "number" and _is_scientific(tree[2])
+  exponent = tree[0] == "power" and tree[1] == _TEN and _unsigned(tree[2:])[0]
+  return bool(exponent) and exponent[0] == "number"
+
+
+def _is_done(tree) -> bool:
+  name, *parts = tree
+  if name in ("number", "name", "constant", "mixed") or _is_scientific(tree):
+    return True
+  if name == "power":  # a root
+    return parts[1][0] == "divide" and _is_done(parts[0])
+  if name in ("add", "subtract", "times", "absolute", "binomial", "factorial"):
+    return False
+  return all(map(_is_done, parts))

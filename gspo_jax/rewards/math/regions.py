@@ -86,10 +86,9 @@ def _simple(tokens) -> Region:
   inside = splits.inside(tokens)
   if inside is not None and tokens[0] == "\\{":
     return _of_set(inside)
-  if inside is not None and tokens[0] in ("(", "["):
-    ends = splits.at(inside, (",",))
-    if len(ends) == 2:
-      return _interval(*map(_end, ends), tokens[0] == "[", tokens[-1] == "]")
+  bracket, ends = splits.bracketed(tokens) or ("", [])
+  if bracket[:1] in ("(", "[") and len(ends) == 2:
+    return _interval(*map(_end, ends), bracket[0] == "[", bracket[-1] == "]")
   return _inequality(tokens)
 
 
@@ -146,7 +145,9 @@ def _side(sign, tokens) -> list[Region]:
     return [Region("", (e,), lambda x, e=e: not _same(x, e)) for e in ends]
   if sign == "=":
     return [Region("", tuple(ends), lambda x: any(_same(x, e) for e in ends))]
-  (end,) = ends if len(ends) == 1 else (_fail(),)
+  if len(ends) != 1:
+    raise expression.Unreadable("no single end")
+  end = ends[0]
   low, high = (end, math.inf) if sign in (">", "\\ge") else (-math.inf, end)
   closed = sign in ("\\ge", "\\le")
   return [_interval(low, high, closed, closed)]
@@ -154,8 +155,8 @@ def _side(sign, tokens) -> list[Region]:
 
 def _joined(regions, join) -> Region:
   names = {region.name for region in regions}
-  if len(names) > 1:
-    raise expression.Unreadable("inequalities of several names")
+  if len(names) != 1:
+    raise expression.Unreadable("no inequalities of one name")
   return Region(
     names.pop(),
     tuple(end for region in regions for end in region.ends),

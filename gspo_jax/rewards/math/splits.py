@@ -35,6 +35,15 @@ def inside(tokens: list[str]) -> list[str] | None:
   return tokens[1:-1]
 
 
+def bracketed(tokens: list[str]) -> tuple[str, list[list[str]]] | None:
+  """The brackets around several items, and the items; None without."""
+  content = inside(tokens)
+  if content is None or tokens[0] == "{":
+    return None
+  parts = at(content, (",", ";"))
+  return (tokens[0] + tokens[-1], parts) if len(parts) > 1 else None
+
+
 def listed(tokens: list[str]) -> list[list[str]]:
   r"""The items of a list; `\pm` makes two of one."""
   items = []

@@ -33,7 +33,7 @@ dfrac \frac tfrac \frac cfrac \frac dbinom \binom tbinom \binom leq \le
 leqslant \le geq \ge geqslant \ge neq \ne lt < gt > land \wedge lor \vee
 varnothing \emptyset varphi \phi varepsilon \epsilon ast * equiv = lbrace \{
 rbrace \} lvert | rvert | vert | colon : to \rightarrow dots \ldots
-cdots \ldots simeq \approx degree ° mathdollar \$ textdollar \$
+cdots \ldots simeq \approx degree ° pounds £ mathdollar \$ textdollar \$
 smallsetminus \setminus backslash \setminus Reals \R
 """)
 # Commands that change only the looks.
@@ -88,12 +88,14 @@ _GOES_ON = re.compile(
 )
 # Separators of thousands that can be nothing else, and commas, that can.
 _THIN = re.compile(
-  r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\}|,\\! ?|\\[, ]|~| )[0-9]{3})+(?![0-9])"
+  r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\}|\\!,|,\\! ?|\\[, ]|~| )[0-9]{3})+(?![0-9])"
 )
 _GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-# A letter or a word behind a number and a space may be a unit.
+# A word behind a number and a space may be a unit. Single letters are factors,
+# but metres, grams and litres behind a number alone.
 _SPACED = re.compile(
-  r"(?<=[0-9})])\s+(?=(?:[a-zA-Z]|[a-zA-Z]{3,})(?![a-zA-Z]))"
+  r"(?<=[0-9})])\s+(?=[a-zA-Z]{3,})"
+  r"|\A-?[0-9.]+\s+(?=[mgL](?:\^[1-9])?[\s.]*\Z)"
 )
 _BRACKET = re.compile(r"(\\\{|[(\[]|\\langle)|(\\\}|[)\]]|\\rangle)")
 _TOKEN = re.compile(
@@ -105,7 +107,12 @@ _TOKEN = re.compile(
 
 
 def normalised(text: str) -> str:
-  """The text in a normal form, which never changes its meaning."""
+  """The text in a normal form, which never changes its meaning.
+
+  A text of more than `MAX_LENGTH` characters stays as it is.
+  """
+  if len(text) > MAX_LENGTH:
+    return text.strip()
   joined = ""
   for token in tokens(text):
     token = token.strip('"')
@@ -124,7 +131,7 @@ def tokens(text: str) -> list[str]:
   text = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\\\1{\2}{\3}", text))
   text = _SCRIPT.sub(r"\1\2 ", text)
   text = _EXPONENT.sub(r"\1\\times10^{\2}", _CROSS.sub(r"\\times ", text))
-  text = _SPACED.sub(' "', text)
+  text = _SPACED.sub(lambda m: m[0] + '"', text)
   text = _REPEATED.sub(lambda m: f"{m[1]}<{m[2] or m[3]}>", text)
   text = _GOES_ON.sub(r"\1<\2>", text)
   return _TOKEN.findall(text.rstrip("\\ .,;"))
@@ -142,6 +149,7 @@ def _spelled(text: str) -> str:
   for _ in range(3):  # text in text
     text = _TEXT.sub(lambda m: f" {_WORD.sub(_as_text, m[1])} ", text)
   text = _DEGREES.sub("°", _ARRAY.sub(r"\1", text)).replace("**", "^")
+  text = text.replace("{:}", ":")
   text = _ORDINAL.sub("", _US.sub("", text))
   text = _INFIX.sub(_as_command, text)
   return _DOLLAR.sub(r"\\$" if text.count("$") == 1 else "", text)

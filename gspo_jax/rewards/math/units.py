@@ -14,6 +14,12 @@ _SCALES = {
   "million": 10**6,
   "billion": 10**9,
   "trillion": 10**12,
+  "quadrillion": 10**15,
+  "lakh": 10**5,
+  "crore": 10**7,
+  "k": 10**3,
+  "M": 10**6,
+  "bn": 10**9,
   "dozen": 12,
 }
 # Each line: a dimension (or powers of others), then units of it with factors.
@@ -25,7 +31,7 @@ length: m=metre=meter 1, km=kilometer=kilometre 1000, cm=centimeter=centimetre
 time: s=second=sec 1, ms=millisecond 1/1000, min=minute 60, h=hour=hr 3600,
   day 86400, week 604800
 years: year=yr 12, month 1
-mass: g=gram 1, kg=kilogram 1000, mg=milligram 1/1000
+mass: g=gram 1, kg=kilogram=kilo 1000, mg=milligram 1/1000
 weight: lb=pound 16, oz=ounce 1
 volume: L=l=liter=litre 1, mL=ml=milliliter=millilitre 1/1000
 money: $=dollar=USD=buck 1, cent=¢ 1/100
@@ -42,21 +48,26 @@ voltage: V=volt 1
 resistance: Ω=ohm 1
 frequency: Hz=hertz 1
 pressure: Pa=pascal 1, kPa 1000
+kelvins: K=kelvin 1
+celsius: C=celsius 1
+fahrenheit: F=fahrenheit 1
 """
 # Words after a number that are part of the result or make it another one.
 _REFUSED = frozenset(
   splits.words("""
 or and not but if maybe perhaps to than less more least most minus plus over by
-below above half halves third quarter fourth fifth sixth seventh eighth ninth
-tenth hundredth thousandth millionth billionth double doubled triple tripled
-twice factorial squared cubed root power inverse reciprocal negative opposite
+below above half halves third quarter double doubled triple tripled twice
+factorial squared cubed root power inverse reciprocal negative opposite
 mod base with only except between any either neither nor x y z yes no true false
 wrong pair score gross ten twenty is are was possible answer unknown undefined
-about approximately roughly all when per
+about approximately roughly all when per ago too many few case step
+incorrect invalid
 """)
 )
+# Twentieths, say, but neither months nor lengths.
+_PARTS = re.compile(r".*(?:ur|f|x|ven|eigh|nin|te?en|ie|red|sand|lion)ths?")
 _FILLERS = splits.words(r"a an the of for each \cdot \times * . ( ) - \frac")
-_SIGNS = {"\\%": "%", "\\$": "$", "\\Omega": "Ω", "\\mu": "mu"}
+_SIGNS = {"\\%": "%", "\\$": "$", "\\Omega": "Ω", "\\mu": "micro"}
 _SHORT = {"mph": "mile per h", "kph": "km per h", "kmh": "km per h"}
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _TERM = re.compile(
@@ -140,20 +151,25 @@ def read(tokens: list[str]) -> Unit | None:
     return None
   scale, factor, dimensions = Fraction(1), Fraction(1), Counter()
   for word, power in terms:
-    if word in _SCALES:
-      scale *= _SCALES[word]
-      continue
     single = _singular(word)
-    if not (word.isalpha() or word in _UNITS) or (
-      {word.lower(), single.lower()} & _REFUSED
-    ):
+    times = _SCALES.get(word) or _SCALES.get(single)
+    if times:
+      scale *= times
+      continue
+    unit = _UNITS.get(word) or _UNITS.get(single)
+    if not unit and not _is_noun(word, single):
       return None
-    unknown = single.lower(), Fraction(1)
-    name, one = _UNITS.get(word) or _UNITS.get(single, unknown)
+    name, one = unit or (single, Fraction(1))
     dimensions[name] += power
     factor *= one**power
   kept = sorted((name, n) for name, n in dimensions.items() if n)
   return Unit(scale, factor, tuple(kept))
+
+
+def _is_noun(word, single) -> bool:
+  """Whether a word may be what is counted, such as apples."""
+  is_word = word.isalpha() and word.islower() and len(word) > 2
+  return is_word and not ({word, single} & _REFUSED or _PARTS.fullmatch(word))
 
 
 def _terms(tokens) -> list[tuple[str, int]] | None:

@@ -7,6 +7,7 @@ of more bits than those below are refused, so that no step takes long.
 
 import cmath
 import math
+import operator
 import random
 from fractions import Fraction
 
@@ -18,11 +19,25 @@ MAX_BITS, MAX_BITS_OF_NAMES = 10_000, 2_000
 DECIMAL, FLOAT = 1.01e-6, 1e-10
 # Enough values at which two expressions are equal, the fewest, and the trials.
 ENOUGH, FEWEST, TRIALS = 8, 3, 60
-_ERRORS = (ArithmeticError, ValueError, RecursionError)
+_ARITHMETIC = {
+  "negative": operator.neg,
+  "times": operator.mul,
+  "product": operator.mul,
+  "divide": operator.truediv,
+  "mixed": operator.add,
+  "absolute": abs,
+}
+_ERRORS = (ArithmeticError, ValueError, RecursionError, TypeError)
 
 
 def equal(expected: tuple, result: tuple) -> bool:
   """Whether two trees of `expression.read` have the same values."""
+  places = _places(expected), _places(result)
+  if all(places):  # as many digits as the shorter one has
+    half = Fraction(1, 2 * 10 ** min(places))
+    a, b = (_Evaluation({}, False).value(t) for t in (expected, result))
+    if abs(a - b) > half:
+      return False
   tolerance = _tolerance(expected, result)
   found = _common(expected, result)
   if not any(_names(tree) for tree in (expected, result)):
@@ -44,9 +59,9 @@ def proportional(expected: tuple, result: tuple, positive: bool) -> bool:
     return False
   try:
     scale = float(max(abs(a), abs(b)))
-    return all(_close(c * b, d * a, s * scale, tolerance) for c, d, s in found)
   except OverflowError:
     return False
+  return all(_close(c * b, d * a, s * scale, tolerance) for c, d, s in found)
 
 
 def constant(tree: tuple) -> float | None:
@@ -55,7 +70,7 @@ def constant(tree: tuple) -> float | None:
     return None
   try:
     return float(_Evaluation({}, False).value(tree))
-  except (*_ERRORS, TypeError):
+  except _ERRORS:
     return None
 
 
@@ -65,7 +80,13 @@ def _names(tree) -> set:
 
 def _tolerance(*trees) -> float:
   numbers = (n for tree in trees for n in nodes(tree) if n[0] == "number")
-  return DECIMAL if any(is_decimal for _, _, is_decimal in numbers) else FLOAT
+  return DECIMAL if any(decimals for _, _, decimals in numbers) else FLOAT
+
+
+def _places(tree) -> int:
+  """The decimals of a number with or without a sign; 0 for other trees."""
+  tree = tree[1] if tree[0] == "negative" else tree
+  return tree[2] if tree[0] == "number" else 0
 
 
 def _is_whole(value) -> bool:
@@ -84,7 +105,10 @@ def _close(a, b, size, tolerance) -> bool:
   if exact and tolerance != DECIMAL:
     return False
   slack = 0.0 if exact else 1e-13 * size
-  return abs(a - b) <= max(tolerance * max(abs(a), abs(b)), slack)
+  try:
+    return abs(a - b) <= max(tolerance * max(abs(a), abs(b)), slack)
+  except OverflowError:  # too large for a float
+    return False
 
 
 def _common(expected, result) -> list:
@@ -116,11 +140,13 @@ def _common(expected, result) -> list:
 
 
 def _drawn(draw: random.Random, trial: int) -> Fraction:
-  """Small, medium and large values; only positive ones in every other trial."""
-  low, high, below = ((1, 12, 13), (5, 40, 11), (20, 90, 7), (2, 9, 1))[
-    trial // 2 % 4
-  ]
-  value = Fraction(draw.randint(low, high), below)
+  """A value of a name: below 1, to 4, to 13, or a whole number, in turns.
+
+  Every other trial has only positive values.
+  """
+  ranges = (1, 12, 13), (5, 40, 11), (20, 90, 7), (2, 9, 1)
+  least, most, denominator = ranges[trial // 2 % len(ranges)]
+  value = Fraction(draw.randint(least, most), denominator)
   return value if trial % 2 else value * draw.choice((-1, 1))
 
 
@@ -146,7 +172,7 @@ class _Evaluation:
     if name == "constant":
       return {"pi": math.pi, "e": math.e, "i": 1j}[parts[0]]
     values = [self.value(part) for part in parts]
-    rule = getattr(self, f"_{name}", None)
+    rule = _ARITHMETIC.get(name) or getattr(self, f"_{name}", None)
     value = rule(*values) if rule else self._function(name, *values)
     if _bits(value) > self._bits:
       raise OverflowError("a number of too many digits")
@@ -160,25 +186,8 @@ class _Evaluation:
   def _subtract(self, a, b):
     return self._add(a, -b)
 
-  def _negative(self, a):
-    return -a
-
-  def _times(self, a, b):
-    return a * b
-
-  _product = _times
-
-  def _divide(self, a, b):
-    return a / b
-
-  def _mixed(self, a, b):
-    return a + b
-
   def _degrees(self, a):
     return a * math.pi / 180
-
-  def _absolute(self, a):
-    return abs(a)
 
   def _floor(self, a):
     return Fraction(math.floor(a))
