@@ -6,7 +6,7 @@
 Both are optional, and each lives in an environment of its own:
   python3 -m venv DIR && DIR/bin/pip install google-tunix==0.1.7
   python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 trl==1.16.0
-Needs `pip install 'gspo_jax[hf]'`.
+Needs `pip install -e '.[hf]'`.
 
 Losses: the same log-probs, advantages and mask for all; TRL computes in
 float64, Tunix and gspo_jax in float32, which both require. Differences are the

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gspo_jax.losses.metrics import Mean
 from gspo_jax.losses.terms import NO_TERMS, Terms
@@ -100,15 +101,19 @@ def require_float32_BT(floats, mask, segment_ids=None) -> None:
 
 
 def _require_values(mask, segment_ids) -> None:
-  """Raises for values out of range; inside jit there are none to look at."""
-  if isinstance(mask, jax.core.Tracer):
+  """Raises for values out of range; a tracer has none to look at.
+
+  In NumPy: JAX would trace what it does with the constants of a jitted caller.
+  """
+  if any(isinstance(x, jax.core.Tracer) for x in (mask, segment_ids)):
     return
+  mask = np.asarray(mask)
   is_wrong = (mask != 0) & (mask != 1)
   if is_wrong.any():
     raise ValueError(f"mask: expected bool or 0/1, got {mask[is_wrong][0]}")
-  if segment_ids is None or isinstance(segment_ids, jax.core.Tracer):
+  if segment_ids is None:
     return
-  largest = mask.shape[1] - 1
+  segment_ids, largest = np.asarray(segment_ids), mask.shape[1] - 1
   is_wrong = (mask != 0) & ((segment_ids < 0) | (segment_ids > largest))
   if is_wrong.any():
     raise ValueError(

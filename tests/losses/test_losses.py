@@ -387,6 +387,13 @@ def test_wrong_masks_and_segment_ids_are_refused():
       )(x)
 
 
+def test_a_mask_may_be_a_constant_of_a_jitted_caller():
+  x, o, a, m = per_token(random_case("gspo"))[:4]
+  mask, ids = jnp.asarray(m), jnp.zeros((B, T), jnp.int32)
+  loss = lambda x: gspo_jax.gspo_loss(x, o, a, mask, segment_ids=ids)[0]
+  np.testing.assert_allclose(jax.jit(loss)(x), loss(x), rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", oracles.PER_SEQUENCE)
 def test_sequence_level_losses_refuse_advantages_per_token(name):
   case = random_case(name, per_token=True)

@@ -104,7 +104,7 @@ MATH = {
   ),
   "a brace too many": ("#### 18}", 0),
   "a power of a sum": (box("(a+b+c+d+e+f+g)^{400}"), 0),
-  "a long equation that ends in it": (box("x^{60}-x^{59}+x+18=18"), 1),
+  "a long equation that ends in it": (box("x^{60}-x^{59}+x+18=18"), 0),
   "parentheses": (box("(" * 8 + "18" + ")" * 8), 1),
   "parentheses 100,000 deep": (box("(" * 100_000 + "18" + ")" * 100_000), 0),
   "braces": (box("{" * 8 + "18" + "}" * 8), 1),
@@ -467,7 +467,7 @@ NUMERIC = {
   "a percentage for a share": ("0.5", "50\\%", 0),
   "an honest percentage": ("50\\%", "50", 1),
   "a tower of powers": ("\\sqrt{2}", "9^{9^{9^{9}}}", 0),
-  "a tower that equals it": ("18", "9^{9^{9^{9}}} = 18", 1),
+  "a tower that equals it": ("18", "9^{9^{9^{9}}} = 18", 0),
   "a power of a sum": ("x+1", "(a+b+c+d+e+f+g)^{400}", 0),
   "an integral that is asked for": (
     "\\int_0^1 x dx",
