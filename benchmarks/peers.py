@@ -3,7 +3,7 @@
   python -m benchmarks.peers [--quick] [--out=FILE.json] [--repeats=5]
     [--tunix_python=DIR/bin/python] [--trl_python=DIR/bin/python]
 
-Both are optional, and each lives in an environment of its own:
+Both are optional. Make one virtual environment for each:
   python3 -m venv DIR && DIR/bin/pip install google-tunix==0.1.7
   python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 trl==1.16.0
 Needs `pip install -e '.[hf]'`.

@@ -98,7 +98,7 @@ def _is_positive(value) -> bool:
 
 
 def _close(a, b, size, tolerance) -> bool:
-  """Whether two values agree; `size` is that of the largest of their terms."""
+  """Whether two values agree; `size`: the absolute value of the largest term."""
   if a == b:
     return True
   exact = isinstance(a, Fraction) and isinstance(b, Fraction)
