@@ -98,7 +98,7 @@ def _is_positive(value) -> bool:
 
 
 def _close(a, b, size, tolerance) -> bool:
-  """Whether two values agree; `size`: the absolute value of the largest term."""
+  """Whether two values agree; `size` is the largest term's absolute value."""
   if a == b:
     return True
   exact = isinstance(a, Fraction) and isinstance(b, Fraction)
