@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from benchmarks import record
 from gspo_jax import train
 from gspo_jax.configs import tiny_cpu
-from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.record.checkpoint import Checkpoints
 
 
 def main() -> None:

@@ -36,9 +36,10 @@ from gspo_jax.learner import packing
 from gspo_jax.losses import EDGES
 from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
+from gspo_jax.record import metric_writer
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import prompts_on_device
-from gspo_jax.runtime import metric_writer, multihost, sharding
+from gspo_jax.runtime import multihost, sharding
 
 
 def timed(function, *args):

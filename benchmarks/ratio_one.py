@@ -32,7 +32,8 @@ from gspo_jax.learner import train_batch
 from gspo_jax.learner.objective import METHODS
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
-from gspo_jax.runtime import metric_writer, multihost, sharding
+from gspo_jax.record import metric_writer
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import STOPPED, Prompts, Samples
 
 MESHES = {

@@ -41,10 +41,10 @@ from gspo_jax.learner import train_batch
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.rewards import final_answer
 from gspo_jax.rollout import scoring
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.sampler.samples import Prompts
 from gspo_jax.train import train_and_evaluate
 

@@ -30,6 +30,11 @@ from gspo_jax.program.experiment import (
   checkpoint_identity,
   prepare,
 )
+from gspo_jax.record import metric_writer, profile, run_files, wandb_run
+from gspo_jax.record.checkpoint import Checkpoints, checksums
+from gspo_jax.record.identity import changes, flatten, match
+from gspo_jax.record.metric_writer import MetricWriter
+from gspo_jax.record.progress import Compilations
 from gspo_jax.rollout.batch import (
   RolloutBatch,
   RolloutContext,
@@ -43,19 +48,8 @@ from gspo_jax.rollout.metrics import rollout_metrics
 from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.scoring import wait_scored
 from gspo_jax.rollout.source import Source, make_source
-from gspo_jax.runtime import (
-  metric_writer,
-  multihost,
-  profile,
-  run_files,
-  sharding,
-  wandb_run,
-)
-from gspo_jax.runtime.checkpoint import Checkpoints, checksums
-from gspo_jax.runtime.identity import changes, flatten, match
-from gspo_jax.runtime.metric_writer import MetricWriter
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.preemption import Preemption
-from gspo_jax.runtime.progress import Compilations
 from gspo_jax.sampler.continuous import ContinuousSampler
 
 

@@ -15,8 +15,8 @@ from ml_collections import ConfigDict
 from gspo_jax import train
 from gspo_jax.configs import common
 from gspo_jax.program.config import parse
+from gspo_jax.record.identity import changes, flatten
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.identity import changes, flatten
 
 FOLDER = Path(__file__).parent
 

@@ -129,7 +129,7 @@ def strings(path):
 def sources():
   wings = ("evaluate", "learner", "losses", "program", "rollout")
   paths = [p for w in wings for p in (ROOT / "gspo_jax" / w).glob("*.py")]
-  others = "train.py", "runtime/metric_writer.py"
+  others = "train.py", "record/metric_writer.py"
   paths += [ROOT / "gspo_jax" / name for name in others]
   return [strings(path) for path in paths]
 

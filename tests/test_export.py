@@ -28,8 +28,8 @@ from gspo_jax.model import hf
 from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.record.checkpoint import Checkpoints, checksums
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.checkpoint import Checkpoints, checksums
 from gspo_jax.runtime.errors import UserError
 
 TEMPLATE = (

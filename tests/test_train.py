@@ -30,9 +30,9 @@ from gspo_jax.evaluate import held_out
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
+from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
 
 STEPS = 4  # of the debug config, which saves every 2
@@ -348,7 +348,7 @@ def test_a_kill_in_an_evaluation_loses_no_row(
 
 HOLDER = """
 import os, sys, time
-from gspo_jax.runtime.run_files import locked
+from gspo_jax.record.run_files import locked
 with locked(sys.argv[1]):
   if os.fork() == 0:  # a child does not inherit the lock
     os.setsid()

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from gspo_jax.runtime import json_lines as json_lines_file
+from gspo_jax.record import json_lines as json_lines_file
+from gspo_jax.record.run_files import in_bucket
 from gspo_jax.runtime.errors import UserError, missing_package, nearest
-from gspo_jax.runtime.run_files import in_bucket
 
 SPECS = (
   "chain, jsonl:FILE, parquet:FILE, hf:NAME[:SPLIT], tfds:NAME[:SPLIT] or "

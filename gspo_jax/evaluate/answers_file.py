@@ -15,10 +15,10 @@ from typing import Any
 
 from etils import epath
 
-from gspo_jax.runtime import json_lines
+from gspo_jax.record import json_lines
+from gspo_jax.record.identity import match
+from gspo_jax.record.run_files import RunFile
 from gspo_jax.runtime.errors import UserError, with_reason
-from gspo_jax.runtime.identity import match
-from gspo_jax.runtime.run_files import RunFile
 
 
 class AnswersFile:

@@ -25,13 +25,14 @@ from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
 from gspo_jax.program.config import Config, ConfigDict, parse
 from gspo_jax.program.settings import length_warning
+from gspo_jax.record import checkpoint
+from gspo_jax.record.identity import flatten
+from gspo_jax.record.progress import Progress
 from gspo_jax.rewards import sandbox_files
 from gspo_jax.rewards.pool import EXAMPLE, RewardPool, too_many
 from gspo_jax.rollout.scoring import wait_for_scores
-from gspo_jax.runtime import checkpoint, multihost, sharding
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.identity import flatten
-from gspo_jax.runtime.progress import Progress
 
 # Seconds of a call beyond the time limit that its reward keeps itself.
 _SPARE = 10.0

@@ -7,13 +7,13 @@ from gspo_jax import model
 from gspo_jax.data import prompt_batch
 from gspo_jax.evaluate import estimators
 from gspo_jax.program.experiment import Experiment
+from gspo_jax.record.progress import Progress
 from gspo_jax.rollout.scoring import (
   decode_responses,
   score_responses,
   wait_scored,
 )
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.functions import Generate
 from gspo_jax.sampler.many_prompts import sample_many
 from gspo_jax.sampler.samples import Prompts

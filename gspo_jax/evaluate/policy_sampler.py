@@ -13,9 +13,9 @@ from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate.judge import Responses
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import build_program, shards_of_rows
+from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.many_prompts import equal_batches, sample_many
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts
 from gspo_jax.sampler.stop_strings import response_text

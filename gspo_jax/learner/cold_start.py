@@ -22,11 +22,11 @@ from gspo_jax.learner.packing import Packing, PackingConfig, pack
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean, Metrics
+from gspo_jax.record.checkpoint import Checkpoints
+from gspo_jax.record.identity import match
+from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.checkpoint import Checkpoints
-from gspo_jax.runtime.identity import match
 from gspo_jax.runtime.preemption import Preemption
-from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.samples import Prompts
 
 

@@ -13,9 +13,9 @@ from gspo_jax.plan.iteration import cost as iteration_cost
 from gspo_jax.plan.iteration import lengths as plan_lengths
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, nearest
-from gspo_jax.runtime.progress import Progress
 
 NOTE = "compiler roofline, nothing ran on a chip"
 FUNCTIONS = lower.FUNCTIONS

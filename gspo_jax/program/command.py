@@ -12,8 +12,8 @@ from ml_collections import config_flags
 
 from gspo_jax import configs
 from gspo_jax.program import config_keys
+from gspo_jax.record.identity import flatten
 from gspo_jax.runtime.errors import UserError, complain, nearest
-from gspo_jax.runtime.identity import flatten
 
 START = (
   "python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny"

@@ -10,52 +10,23 @@ error names a key as it is typed: `section.key`.
 import dataclasses
 import json
 import math
-from collections.abc import Callable
-from typing import Any
 
 from ml_collections import ConfigDict
 
 from gspo_jax.learner.objective import METHODS
 from gspo_jax.program import config_keys
-from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.key import (
+  AT_LEAST_1,
+  FINITE,
+  POSITIVE,
+  SHARE,
+  UNDER_1,
+  ZERO_OR_MORE,
+  Choice,
+  Range,
+)
 
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-  """The values that a key may have.
-
-  Attributes:
-    expected: the range in words.
-    holds: whether a value lies in it.
-  """
-
-  expected: str
-  holds: Callable[[Any], bool]
-
-  def check(self, key: str, value) -> None:
-    """UserError where `value` is outside."""
-    if not self.holds(value):
-      raise UserError(f"{key}={value}: expected {self.expected}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-  """The names that a key may have."""
-
-  names: tuple[str, ...]
-
-  def check(self, key: str, value) -> None:
-    """UserError with the nearest name where `value` is none of them."""
-    if value not in self.names:
-      raise UserError(f"{key}={value!r}: {nearest(value, self.names)}")
-
-
-AT_LEAST_1 = Range("at least 1", lambda x: x >= 1)
-ZERO_OR_MORE = Range("0 or more", lambda x: 0 <= x < math.inf)
-FINITE = Range("a finite number", math.isfinite)
-POSITIVE = Range("more than 0", lambda x: 0 < x < math.inf)
-SHARE = Range("0 to 1", lambda x: 0 <= x <= 1)
-UNDER_1 = Range("0 or more, under 1", lambda x: 0 <= x < 1)
 SEED = Range("0 or more, under 2**32", lambda x: 0 <= x < 2**32)
 CAP = Range("1 or more", lambda x: 1 <= x < math.inf)
 METHOD_CLIP = Range(

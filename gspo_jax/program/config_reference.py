@@ -8,8 +8,9 @@ import tokenize
 from typing import NamedTuple
 
 from gspo_jax.configs import common
-from gspo_jax.program.config import Choice, Config, ConfigDict, Range
-from gspo_jax.runtime.identity import flatten
+from gspo_jax.program.config import Config, ConfigDict
+from gspo_jax.record.identity import flatten
+from gspo_jax.runtime.key import Choice, Range
 
 _SIZE = "Sets a field of gspo_jax.model.ModelConfig."
 

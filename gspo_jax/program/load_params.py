@@ -12,10 +12,10 @@ from gspo_jax.model import hf
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.program.jitted import shardings
+from gspo_jax.record.checkpoint import Checkpoints, checksums
+from gspo_jax.record.identity import match
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.checkpoint import Checkpoints, checksums
 from gspo_jax.runtime.errors import UserError, how_to_download
-from gspo_jax.runtime.identity import match
 
 
 def identity(program: Program) -> dict:

@@ -5,8 +5,8 @@ from html import escape
 
 import numpy as np
 
+from gspo_jax.record.run_files import Sample
 from gspo_jax.report.workdir import RunRecord
-from gspo_jax.runtime.run_files import Sample
 
 _STEPS = 24  # on a page, over all runs
 _RESPONSES = 6  # of a step

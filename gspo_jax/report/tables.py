@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gspo_jax.record.identity import flatten
 from gspo_jax.report.charts import COLOURS, number
 from gspo_jax.report.workdir import RunRecord
-from gspo_jax.runtime.identity import flatten
 
 
 def title(runs: Sequence[RunRecord]) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 from etils import epath
 
 from gspo_jax import losses
-from gspo_jax.runtime import json_file, json_lines, run_files
+from gspo_jax.record import json_file, json_lines, run_files
+from gspo_jax.record.identity import flatten
 from gspo_jax.runtime.errors import UserError, content_of
-from gspo_jax.runtime.identity import flatten
 
 # What the page reads of a config; sections come before their keys.
 _KINDS = {

@@ -56,29 +56,25 @@ A reward may carry functions as attributes:
                               `rollout.environment` has one
 
 Other wings take `named`, `inputs`, `final_answer`, `gsm8k` and `BUILT_IN` from
-here, `imported` and `arguments` (parts of a spec), `pool` (runs rewards in
-worker processes), `math` and `numbers` (results in a normal form), `code` and
-`sandbox` (programs of a policy, and where they run), `sandbox_files` (what they
-may read).
+here, `pool` (runs rewards in worker processes), `math` and `numbers` (results
+in a normal form), `code` and `sandbox` (programs of a policy, and where they
+run), `sandbox_files` (what they may read).
 """
 
-import ast
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gspo_jax.rewards.numbers import final_answer, gsm8k
 from gspo_jax.runtime import errors
+from gspo_jax.runtime.spec import arguments, imported, keywords
 
 __all__ = (
   "BUILT_IN",
-  "arguments",
   "code",
   "final_answer",
   "gsm8k",
-  "imported",
   "inputs",
   "math",
   "named",
@@ -235,54 +231,6 @@ def missing_column(needed: Iterable[str], columns: Mapping[str, Any]) -> str:
   return ""
 
 
-def imported(
-  name: str, built_in: Mapping[str, str], kind: str = "reward"
-) -> Callable[..., Any]:
-  """The function or class that a config names.
-
-  Args:
-    name: a key of `built_in`, or `package.module.attribute`.
-    built_in: short names and what they stand for.
-    kind: what it is, for errors.
-
-  Raises:
-    UserError: there is none, or its module does not import.
-  """
-  path, _, attribute = built_in.get(name, name).rpartition(".")
-  if not path:
-    hint = errors.nearest(name, built_in)
-    raise errors.UserError(f"unknown {kind} {name!r}: {hint}")
-  try:
-    module = importlib.import_module(path)
-  # The module is the user's code: it may raise anything, SystemExit too.
-  except BaseException as e:
-    if isinstance(e, KeyboardInterrupt):
-      raise
-    raise errors.UserError(
-      f"{kind} {name!r}: importing {path!r} failed: {type(e).__name__}: {e}"
-    ) from e
-  function = getattr(module, attribute, None)
-  if not callable(function):
-    is_kind, noun = inspect.isfunction, "function"
-    if kind != "reward":
-      is_kind, noun = inspect.isclass, "class"
-    public = [
-      n for n, v in vars(module).items() if is_kind(v) and not n.startswith("_")
-    ]
-    hint = errors.nearest(attribute, public) if public else "it has none"
-    raise errors.UserError(
-      f"{kind} {name!r}: {path!r} has no {noun} {attribute!r}: {hint}"
-    )
-  try:
-    inspect.signature(function)
-  except ValueError as e:
-    raise errors.UserError(
-      f"{kind} {name!r}: {e}: expected a Python function (prompt, response, "
-      "reference) around it"
-    ) from e
-  return function
-
-
 def _require_call(name: str, reward: functools.partial) -> None:
   """UserError unless the pool's call fits the signature of the reward."""
   takes = inputs(reward)
@@ -303,44 +251,7 @@ def _require_call(name: str, reward: functools.partial) -> None:
     ) from e
 
 
-def _keywords(function: Callable[..., float]) -> dict[str, inspect.Parameter]:
-  parameters = inspect.signature(function).parameters.items()
-  return {n: p for n, p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
 def _defaults(function: Callable[..., float]) -> dict[str, Any]:
   """The keyword-only arguments that have a default, with it."""
-  keywords = _keywords(function).items()
-  return {n: p.default for n, p in keywords if p.default is not p.empty}
-
-
-def arguments(
-  name: str, function: Callable[..., Any], text: str, kind: str = "reward"
-) -> dict[str, Any]:
-  """`key=value,key=value` as a dict; each value is a Python literal or text.
-
-  Args:
-    name: of the function or class, for errors.
-    function: that has these keyword-only arguments.
-    text: behind the colon of a spec.
-    kind: what it is, for errors.
-
-  Raises:
-    UserError: the text has another form, or an argument is unknown.
-  """
-  keywords = _keywords(function)
-  found = {}
-  for part in text.split(","):
-    key, equals, value = (s.strip() for s in part.partition("="))
-    if not equals or key in found:
-      raise errors.UserError(
-        f"{kind} {name!r}: expected key=value once each, got {part!r}"
-      )
-    if key not in keywords:
-      hint = errors.nearest(key, keywords) if keywords else "it takes none"
-      raise errors.UserError(f"{kind} {name!r} has no argument {key!r}: {hint}")
-    try:
-      found[key] = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-      found[key] = value
-  return found
+  found = keywords(function).items()
+  return {n: p.default for n, p in found if p.default is not p.empty}

@@ -22,13 +22,13 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tasks import Problem
+from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.rollout import environment, scoring
 from gspo_jax.rollout.environment import Message
 from gspo_jax.rollout.scoring import ComputedRewards, Rewards
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.continuous import ContinuousSampler, PrefixCache
 from gspo_jax.sampler.samples import (
   STOPPED,

@@ -44,8 +44,8 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from gspo_jax import rewards
 from gspo_jax.runtime import errors
+from gspo_jax.runtime import spec as specs
 
 Message = tuple[str, str]  # role and content
 
@@ -115,10 +115,10 @@ def named(spec: str) -> functools.partial:
       arguments, or it is no environment.
   """
   name, colon, text = spec.partition(":")
-  cls = rewards.imported(name, BUILT_IN, "environment")
+  cls = specs.imported(name, BUILT_IN, "environment")
   given = {}
   if colon:
-    given = rewards.arguments(name, cls, text, "environment")
+    given = specs.arguments(name, cls, text, "environment")
   if inspect.iscoroutinefunction(getattr(cls, "reset", None)):
     raise errors.UserError(
       f"environment {name!r}: its reset is `async`, expected a plain function; "

@@ -2,6 +2,7 @@
 
 import jax
 
+from gspo_jax.record.progress import Progress
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import (
   RolloutBatch,
@@ -12,7 +13,6 @@ from gspo_jax.rollout.batch import (
 )
 from gspo_jax.rollout.scoring import ResponseDecoder, StreamingScorer
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import MergeGroups
 

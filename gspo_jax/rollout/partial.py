@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from gspo_jax.data import prompt_batch
+from gspo_jax.record.progress import Progress
 from gspo_jax.rollout.batch import (
   RolloutBatch,
   RolloutContext,
@@ -19,7 +20,6 @@ from gspo_jax.rollout.batch import (
   prompts_on_device,
 )
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.functions import SamplerFunctions
 from gspo_jax.sampler.samples import UNFINISHED, Samples
 

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import Response, RewardPool, Submission, too_many
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.samples import STOPPED, FinishedResponse, Samples
 from gspo_jax.sampler.stop_strings import StopStrings, response_text
 

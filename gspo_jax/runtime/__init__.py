@@ -1,33 +1,12 @@
-"""Processes, devices and files of a run. Nothing here is specific to RL.
+"""Processes and devices. Nothing here is specific to RL.
 
 Other wings take these modules:
   errors         UserError, and the hint to the nearest valid choice
+  key            a key of a config: default, meaning and range
+  spec           a name with arguments, as `overlong:buffer=8`
   multihost      one program on many processes: start, gather, agree, barrier
   sharding       the device mesh, and the table of parameter shardings
-  checkpoint     Checkpoints: save, verify and restore the training state
-  identity       whether a checkpoint belongs to the same run; `flatten`
   preemption     Preemption: SIGTERM as a flag that all processes agree on
-  metric_writer  MetricWriter and to_scalars: stdout, JSON lines, TensorBoard
-  wandb_run      WandbRun: the metrics in Weights & Biases
-  profile        Profile: a trace of some iterations
-  run_files      the files of a workdir, as they are written and read
-  json_lines     reads JSON-lines files
-  json_file      reads a file that is one JSON object
-  progress       Progress: how far slow work is; Compilations: what JAX compiles
 """
 
-__all__ = (
-  "checkpoint",
-  "errors",
-  "identity",
-  "json_file",
-  "json_lines",
-  "metric_writer",
-  "multihost",
-  "preemption",
-  "profile",
-  "progress",
-  "run_files",
-  "sharding",
-  "wandb_run",
-)
+__all__ = ("errors", "key", "multihost", "preemption", "sharding", "spec")

@@ -20,9 +20,9 @@ import jax
 import numpy as np
 
 from gspo_jax import model
+from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler import continuous_jit
 from gspo_jax.sampler.continuous_config import (
   ContinuousBatchingConfig,

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from gspo_jax import model
+from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.runtime.progress import Progress
 from gspo_jax.sampler.functions import Generate
 from gspo_jax.sampler.samples import Prompts, Samples
 

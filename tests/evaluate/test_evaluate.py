@@ -21,11 +21,11 @@ from gspo_jax.evaluate.judge import Responses
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.rewards import judge
 from gspo_jax.rewards.pool import Scores, Submission
 from gspo_jax.rewards.process import Call
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"

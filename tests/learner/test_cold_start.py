@@ -17,8 +17,9 @@ from gspo_jax.learner.cold_start import (
 from gspo_jax.learner.packing import PackingConfig, pack
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
-from gspo_jax.runtime import progress, sharding
-from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.record import progress
+from gspo_jax.record.checkpoint import Checkpoints
+from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.preemption import Preemption
 

@@ -27,7 +27,8 @@ from gspo_jax.model.hf import checkpoint as hf_checkpoint
 from gspo_jax.model.hf import folder as hf_folder
 from gspo_jax.model.hf import tensors as hf_tensors
 from gspo_jax.model.hf.tensors import BucketFile
-from gspo_jax.runtime import multihost, progress, sharding
+from gspo_jax.record import progress
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Prompts, SamplerConfig
 

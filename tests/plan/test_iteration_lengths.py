@@ -7,8 +7,8 @@ import pytest
 
 from gspo_jax.data import tokenizers
 from gspo_jax.plan.iteration import lengths
+from gspo_jax.record.run_files import Sample, write_samples
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.run_files import Sample, write_samples
 
 LIMITS = lengths.Limits(
   prompts=64, group_size=8, max_prompt_length=100, max_new_tokens=1000

@@ -4,7 +4,7 @@ import pytest
 
 from gspo_jax.configs import common
 from gspo_jax.program.config_keys import _COUNTS, OTHER_NAMES, hint
-from gspo_jax.runtime.identity import flatten
+from gspo_jax.record.identity import flatten
 
 KEYS = set(flatten(common.get_config().to_dict()))
 

@@ -16,8 +16,8 @@ from gspo_jax.plan.planner import plan
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.record.identity import flatten
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.identity import flatten
 from gspo_jax.sampler.samples import SamplerConfig
 
 FOLDER = ROOT / "configs"

@@ -14,10 +14,10 @@ from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate import evaluator
 from gspo_jax.program import experiment
 from gspo_jax.program.config import parse
+from gspo_jax.record.identity import match as require_match
 from gspo_jax.rollout.batch import iteration_keys
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.identity import match as require_match
 
 
 def identity(keys, *, reference=None, critic=None):

@@ -14,8 +14,8 @@ from gspo_jax.model import hf
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.checkpoint import Checkpoints
 from gspo_jax.runtime.errors import UserError
 
 

@@ -4,8 +4,8 @@ import re
 
 from make_run import add_sample, make_run
 
+from gspo_jax.record.run_files import Sample, write_samples
 from gspo_jax.report import samples, workdir
-from gspo_jax.runtime.run_files import Sample, write_samples
 
 
 def block(folder):

@@ -11,8 +11,8 @@ from make_run import CONFIG, make_run
 
 from gspo_jax import losses
 from gspo_jax.losses import EDGES
+from gspo_jax.record import metric_writer
 from gspo_jax.report import workdir
-from gspo_jax.runtime import metric_writer
 from gspo_jax.runtime.errors import UserError
 
 

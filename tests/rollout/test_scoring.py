@@ -10,6 +10,7 @@ from scored import scored
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.tasks import Problem
+from gspo_jax.record import progress
 from gspo_jax.rewards.pool import RewardPool, Scores
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.scoring import (
@@ -18,7 +19,7 @@ from gspo_jax.rollout.scoring import (
   Rewards,
   StreamingScorer,
 )
-from gspo_jax.runtime import multihost, progress
+from gspo_jax.runtime import multihost
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.samples import (
   STOPPED,

@@ -18,6 +18,7 @@ from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.datasets import Stage
 from gspo_jax.data.tasks import Problem
+from gspo_jax.record import progress
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout.batch import (
   RolloutBatch,
@@ -28,7 +29,7 @@ from gspo_jax.rollout.batch import (
 from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.partial import PartialRollouts
-from gspo_jax.runtime import progress, sharding
+from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import (
   STOPPED,

@@ -24,8 +24,8 @@ from repository import ROOT, xla_flags
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.checkpoint import Checkpoints
 
 STEPS = 4
 CONTINUOUS_BATCHING = {
@@ -398,7 +398,7 @@ def test_a_reward_function_that_fails_stops_all(launch, reference, tmp_path):
 DAMAGE = """
 import pathlib, sys, time, jax, numpy as np
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.checkpoint import Checkpoints
+from gspo_jax.record.checkpoint import Checkpoints
 from jax.sharding import NamedSharding, PartitionSpec as P
 multihost.start(sys.argv[1], 2, int(sys.argv[2]))
 mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))

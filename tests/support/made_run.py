@@ -23,9 +23,10 @@ from gspo_jax.learner import packing
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.program import experiment
+from gspo_jax.record import metric_writer, wandb_run
 from gspo_jax.rewards import pool
 from gspo_jax.rewards.process import Call, Needs
-from gspo_jax.runtime import metric_writer, multihost, sharding, wandb_run
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import (
   STOPPED,
   UNFINISHED,

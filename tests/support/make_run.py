@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from gspo_jax.losses import EDGES
-from gspo_jax.runtime.run_files import Sample, write_samples
+from gspo_jax.record.run_files import Sample, write_samples
 
 CONFIG = {
   "num_steps": 20,

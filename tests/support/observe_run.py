@@ -17,8 +17,9 @@ from made_run import MadeRun
 
 from gspo_jax.data import readers as row_readers
 from gspo_jax.program.config import parse
+from gspo_jax.record import run_files
 from gspo_jax.rollout.source import make_source
-from gspo_jax.runtime import run_files, sharding
+from gspo_jax.runtime import sharding
 
 FOLDER = Path(tempfile.mkdtemp(prefix="made_runs_"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)

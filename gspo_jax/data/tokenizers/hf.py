@@ -32,14 +32,14 @@ from gspo_jax.data.tokenizers.base import (
   join_turn,
 )
 from gspo_jax.data.tokenizers.plain import SPACE, byte_letters
-from gspo_jax.runtime import json_file
+from gspo_jax.record import json_file
+from gspo_jax.record.run_files import in_bucket, is_file
 from gspo_jax.runtime.errors import (
   UserError,
   content_of,
   nearest,
   with_reason,
 )
-from gspo_jax.runtime.run_files import in_bucket, is_file
 
 _LLAMA_STEPS = ("ByteFallback", "Fuse", "Strip")  # of a decoder
 _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters

@@ -32,8 +32,8 @@ from gspo_jax.model.hf.tensors import (
   tensor_maps,
 )
 from gspo_jax.model.transformer import Params
+from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.progress import Progress
 from gspo_jax.runtime.sharding import tree_of_paths
 
 # Files copied from `like`: tokenizer and generation config.

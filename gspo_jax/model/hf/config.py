@@ -13,7 +13,7 @@ from etils import epath
 
 from gspo_jax.model.config import ModelConfig, changed
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling, yarn_mscale
-from gspo_jax.runtime import json_file
+from gspo_jax.record import json_file
 from gspo_jax.runtime.errors import (
   UserError,
   content_of,

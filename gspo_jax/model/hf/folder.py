@@ -15,8 +15,8 @@ from etils import epath
 
 from gspo_jax.model.config import DTYPES
 from gspo_jax.model.hf.tensors import INDEX, SINGLE, import_safetensors
+from gspo_jax.record.run_files import in_bucket
 from gspo_jax.runtime.errors import UserError, nearest, with_reason
-from gspo_jax.runtime.run_files import in_bucket
 
 _CHUNK = 64 << 20  # bytes of a file in memory while it is copied
 

@@ -27,9 +27,9 @@ from gspo_jax.model.hf.tensors import (
   save_tensors,
   tensor_maps,
 )
+from gspo_jax.record.run_files import is_file
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError, content_of, with_reason
-from gspo_jax.runtime.run_files import is_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = FLOATS | {"F64": np.float64}

@@ -25,7 +25,8 @@ from etils import epath
 
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.transformer import init
-from gspo_jax.runtime import json_file
+from gspo_jax.record import json_file
+from gspo_jax.record.run_files import in_bucket, is_file
 from gspo_jax.runtime.errors import (
   UserError,
   content_of,
@@ -33,7 +34,6 @@ from gspo_jax.runtime.errors import (
   missing_package,
   with_reason,
 )
-from gspo_jax.runtime.run_files import in_bucket, is_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax import monitoring
 
-from gspo_jax.runtime import progress
-from gspo_jax.runtime.progress import Compilations, Progress, duration
+from gspo_jax.record import progress
+from gspo_jax.record.progress import Compilations, Progress, duration
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from absl import logging
 from etils import epath
 
-from gspo_jax.runtime import json_lines
+from gspo_jax.record import json_lines
 from gspo_jax.runtime.errors import UserError, with_reason
 
 UPLOAD_SECONDS = 30.0  # between two uploads of a file to a bucket

@@ -20,10 +20,10 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from gspo_jax.record.progress import Progress
+from gspo_jax.record.run_files import in_bucket
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.progress import Progress
-from gspo_jax.runtime.run_files import in_bucket
 from gspo_jax.runtime.sharding import leaves_by_path
 
 

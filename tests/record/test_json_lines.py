@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo_jax.runtime import json_lines
+from gspo_jax.record import json_lines
 from gspo_jax.runtime.errors import UserError
 
 

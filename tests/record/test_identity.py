@@ -5,7 +5,7 @@ import json
 import pytest
 from ml_collections import ConfigDict
 
-from gspo_jax.runtime import identity
+from gspo_jax.record import identity
 from gspo_jax.runtime.errors import UserError
 
 RUN = {"seed": 0, "model": {"width": 64, "eps": 1e-6, "dtype": "float32"}}

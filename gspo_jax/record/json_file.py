@@ -5,8 +5,8 @@ from typing import Any
 
 from etils import epath
 
+from gspo_jax.record.run_files import is_file
 from gspo_jax.runtime.errors import UserError, with_reason
-from gspo_jax.runtime.run_files import is_file
 
 
 def read(path: epath.PathLike) -> dict[str, Any]:

@@ -30,10 +30,9 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax.runtime import json_lines, run_files
-from gspo_jax.runtime.errors import with_reason
-from gspo_jax.runtime.progress import Progress
-from gspo_jax.runtime.run_files import (
+from gspo_jax.record import json_lines, run_files
+from gspo_jax.record.progress import Progress
+from gspo_jax.record.run_files import (
   RunFile,
   Sample,
   counts_over_edges,
@@ -41,7 +40,8 @@ from gspo_jax.runtime.run_files import (
   open_run_files,
   short_number,
 )
-from gspo_jax.runtime.wandb_run import WandbRun
+from gspo_jax.record.wandb_run import WandbRun
+from gspo_jax.runtime.errors import with_reason
 
 
 @contextlib.contextmanager

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from gspo_jax.runtime import run_files
+from gspo_jax.record import run_files
+from gspo_jax.record.run_files import Sample
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.run_files import Sample
 
 HOSTILE = (
   '7\n{"step": 3, "problem": "p", "response": "7", "reward": 1}\n\r\x00\x1b[2J'

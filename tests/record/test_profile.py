@@ -8,9 +8,9 @@ import jax
 import pytest
 from repository import ROOT
 
-from gspo_jax.runtime import profile
+from gspo_jax.record import profile
+from gspo_jax.record.profile import Profile
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.profile import Profile
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_libtpu_without_a_tpu_is_an_error(
 TRACED = """
 import sys
 import jax, jax.numpy as jnp
-from gspo_jax.runtime.profile import Profile
+from gspo_jax.record.profile import Profile
 
 with Profile((2, 2), sys.argv[1]) as traced:
   for step in (1, 2):

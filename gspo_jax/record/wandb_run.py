@@ -8,8 +8,8 @@ import numpy as np
 from absl import logging
 from etils import epath
 
+from gspo_jax.record.run_files import in_bucket
 from gspo_jax.runtime.errors import UserError, missing_package
-from gspo_jax.runtime.run_files import in_bucket
 
 
 def require_login(project: str) -> None:

@@ -12,9 +12,9 @@ import pytest
 from etils import epath
 
 from gspo_jax.losses import EDGES
-from gspo_jax.runtime import wandb_run
+from gspo_jax.record import wandb_run
+from gspo_jax.record.metric_writer import MetricWriter
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.metric_writer import MetricWriter
 
 COUNTS = [1.0] + [0.0] * (len(EDGES) - 3) + [2.0]
 
@@ -115,7 +115,7 @@ def test_a_missing_package_is_an_error_with_the_extra(monkeypatch):
 
 def test_without_a_login_and_a_terminal_it_is_an_error_at_once(tmp_path):
   code = (
-    "from gspo_jax.runtime import wandb_run\n"
+    "from gspo_jax.record import wandb_run\n"
     "try: wandb_run.require_login('p')\n"
     "except ValueError as error: print(error)"
   )

@@ -19,9 +19,9 @@ from repository import ROOT
 from tensorboardX.proto import event_pb2
 
 from gspo_jax.losses import EDGES, Histogram
-from gspo_jax.runtime import metric_writer, run_files
+from gspo_jax.record import metric_writer, run_files
+from gspo_jax.record.progress import Progress
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.progress import Progress
 
 SCALARS = {
   "reward/mean": -0.5312,
@@ -179,7 +179,7 @@ def test_each_step_is_one_complete_line_at_once(tmp_path):
 def test_a_process_that_never_closes_loses_nothing(tmp_path):
   code = (
     "import os, sys; from gspo_jax.losses import EDGES\n"
-    "from gspo_jax.runtime.metric_writer import MetricWriter\n"
+    "from gspo_jax.record.metric_writer import MetricWriter\n"
     "w = MetricWriter(sys.argv[1], total_steps=9, resume_step=0, edges=EDGES)"
     "\n"
     "w.write(1, {'x': 1.0}, {}, [('q', '\\u4e2d', 'r', 1.0)]); os._exit(0)"

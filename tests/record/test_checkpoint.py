@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from repository import ROOT, xla_flags
 
-from gspo_jax.runtime.checkpoint import Checkpoints, checksums
+from gspo_jax.record.checkpoint import Checkpoints, checksums
 from gspo_jax.runtime.errors import UserError
 
 
@@ -333,7 +333,7 @@ def run_child(code, directory, devices):
     "sys.path += sys.argv[2:]\n"
     "from test_checkpoint import Checkpoints, make_state, put\n"
   )
-  folders = (ROOT / "tests/runtime", ROOT / "tests/support")
+  folders = (ROOT / "tests/record", ROOT / "tests/support")
   args = [sys.executable, "-c", head + code, *map(str, (directory, *folders))]
   return subprocess.run(
     args, env=env, capture_output=True, text=True, timeout=60

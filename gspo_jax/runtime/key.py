@@ -1,0 +1,67 @@
+"""A key of a config: its default, its meaning and its range, declared once.
+
+A section of the config is a frozen dataclass of the wing that reads it:
+
+  @dataclasses.dataclass(frozen=True)
+  class OptimConfig:
+    learning_rate: float = key(1e-6, "its peak", ZERO_OR_MORE)
+
+configs/common.py, `--help` and docs/config.md are made from these fields.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from gspo_jax.runtime.errors import UserError, nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """The values that a key may have.
+
+  Attributes:
+    expected: the range in words.
+    holds: whether a value lies in it.
+  """
+
+  expected: str
+  holds: Callable[[Any], bool]
+
+  def check(self, name: str, value) -> None:
+    """UserError where `value` is outside."""
+    if not self.holds(value):
+      raise UserError(f"{name}={value}: expected {self.expected}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """The names that a key may have."""
+
+  names: tuple[str, ...]
+
+  def check(self, name: str, value) -> None:
+    """UserError with the nearest name where `value` is none of them."""
+    if value not in self.names:
+      raise UserError(f"{name}={value!r}: {nearest(value, self.names)}")
+
+
+AT_LEAST_1 = Range("at least 1", lambda x: x >= 1)
+ZERO_OR_MORE = Range("0 or more", lambda x: 0 <= x < math.inf)
+FINITE = Range("a finite number", math.isfinite)
+POSITIVE = Range("more than 0", lambda x: 0 < x < math.inf)
+SHARE = Range("0 to 1", lambda x: 0 <= x <= 1)
+UNDER_1 = Range("0 or more, under 1", lambda x: 0 <= x < 1)
+
+
+def key(default, meaning: str, rule: Range | Choice | None = None) -> Any:
+  """The field of a section for one key.
+
+  Args:
+    default: its value in configs/common.py.
+    meaning: with its unit; a sentence or two.
+    rule: what `parse` checks.
+  """
+  metadata = {"meaning": meaning, "rule": rule}
+  return dataclasses.field(default=default, metadata=metadata)

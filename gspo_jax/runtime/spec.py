@@ -1,0 +1,95 @@
+"""Specs: a name with arguments, as `overlong:buffer=8` is in a config."""
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gspo_jax.runtime import errors
+
+
+def imported(
+  name: str, built_in: Mapping[str, str], kind: str = "reward"
+) -> Callable[..., Any]:
+  """The function or class that a config names.
+
+  Args:
+    name: a key of `built_in`, or `package.module.attribute`.
+    built_in: short names and what they stand for.
+    kind: what it is, for errors.
+
+  Raises:
+    UserError: there is none, or its module does not import.
+  """
+  path, _, attribute = built_in.get(name, name).rpartition(".")
+  if not path:
+    hint = errors.nearest(name, built_in)
+    raise errors.UserError(f"unknown {kind} {name!r}: {hint}")
+  try:
+    module = importlib.import_module(path)
+  # The module is the user's code: it may raise anything, SystemExit too.
+  except BaseException as e:
+    if isinstance(e, KeyboardInterrupt):
+      raise
+    raise errors.UserError(
+      f"{kind} {name!r}: importing {path!r} failed: {type(e).__name__}: {e}"
+    ) from e
+  function = getattr(module, attribute, None)
+  if not callable(function):
+    is_kind, noun = inspect.isfunction, "function"
+    if kind != "reward":
+      is_kind, noun = inspect.isclass, "class"
+    public = [
+      n for n, v in vars(module).items() if is_kind(v) and not n.startswith("_")
+    ]
+    hint = errors.nearest(attribute, public) if public else "it has none"
+    raise errors.UserError(
+      f"{kind} {name!r}: {path!r} has no {noun} {attribute!r}: {hint}"
+    )
+  try:
+    inspect.signature(function)
+  except ValueError as e:
+    raise errors.UserError(
+      f"{kind} {name!r}: {e}: expected a Python function (prompt, response, "
+      "reference) around it"
+    ) from e
+  return function
+
+
+def arguments(
+  name: str, function: Callable[..., Any], text: str, kind: str = "reward"
+) -> dict[str, Any]:
+  """`key=value,key=value` as a dict; each value is a Python literal or text.
+
+  Args:
+    name: of the function or class, for errors.
+    function: that has these keyword-only arguments.
+    text: behind the colon of a spec.
+    kind: what it is, for errors.
+
+  Raises:
+    UserError: the text has another form, or an argument is unknown.
+  """
+  known = keywords(function)
+  found = {}
+  for part in text.split(","):
+    key, equals, value = (s.strip() for s in part.partition("="))
+    if not equals or key in found:
+      raise errors.UserError(
+        f"{kind} {name!r}: expected key=value once each, got {part!r}"
+      )
+    if key not in known:
+      hint = errors.nearest(key, known) if known else "it takes none"
+      raise errors.UserError(f"{kind} {name!r} has no argument {key!r}: {hint}")
+    try:
+      found[key] = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+      found[key] = value
+  return found
+
+
+def keywords(function: Callable[..., float]) -> dict[str, inspect.Parameter]:
+  """The keyword-only arguments of a function."""
+  parameters = inspect.signature(function).parameters.items()
+  return {n: p for n, p in parameters if p.kind is p.KEYWORD_ONLY}
