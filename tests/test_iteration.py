@@ -231,7 +231,7 @@ class TabularPolicy:
       init_state=None,
       learning_rate=lambda step: 1.0,
       make_train_batch=functools.partial(
-        train_batch.train_batch_from_samples,
+        packing.train_batch_from_samples,
         cfg=CFG,
         fields=settings.train_batch_fields(config, CFG),
         packing_config=settings.packing(config, 1),

@@ -151,7 +151,7 @@ def params():
 @functools.cache
 def jitted_logprobs():
   return jax.jit(
-    functools.partial(train_batch.logprobs, cfg=CFG),
+    functools.partial(train_batch.response_logps, cfg=CFG),
     static_argnames=("temperature", "replay"),
   )
 

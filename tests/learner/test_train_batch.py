@@ -47,7 +47,7 @@ def pack(width=W, devices=1, experts=EXPERTS, turns=None, **mesh):
   with jax.set_mesh(mesh):
     rows = sharding.batch_sharding(mesh)
     put = lambda x: jax.device_put(x, rows)
-    batch = jax.jit(train_batch.pack_responses, static_argnames="cfg")(
+    batch = jax.jit(packing.pack_responses, static_argnames="cfg")(
       *map(put, (PROMPTS, TOKENS, LENGTHS)),
       where,
       cfg=cfg,
@@ -199,7 +199,7 @@ def test_unpacked_responses_have_a_row_each():
 def test_a_train_batch_has_the_fields_that_the_update_reads():
   where, packing_config = placed(W)
   make = functools.partial(
-    train_batch.train_batch_from_samples,
+    packing.train_batch_from_samples,
     PROMPTS,
     Samples(TOKENS, LOGPS, LENGTHS, None, None),
     where,

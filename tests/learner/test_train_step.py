@@ -312,7 +312,9 @@ def test_good_responses_become_likelier_and_the_state_is_donated(one):
   samples = one.samples
   batch = train_batch.unpacked(one.prompts, samples.tokens, samples.lengths)
   logprobs = jax.jit(
-    lambda params: train_batch.logprobs(params, one.program.cfg, batch).logps
+    lambda params: (
+      train_batch.response_logps(params, one.program.cfg, batch).logps
+    )
   )
   gain = logprobs(one.new.params) - logprobs(one.params)
   gain = np.where(batch.response_mask, gain, 0)

@@ -144,7 +144,7 @@ def test_every_objective_has_the_gradient_of_unpacked_rows(
 
   @jax.jit
   def gradients(placement):
-    batch = train_batch.train_batch_from_samples(
+    batch = packing.train_batch_from_samples(
       *jax.tree.map(jnp.asarray, (prompts, samples)),
       placement,
       cfg,
