@@ -126,8 +126,11 @@ class ObjectiveConfig:
     name = self.name.partition(":")[0]
     if name in METHODS:
       return METHODS[name]
+    if "." not in name:
+      hint = nearest(name, METHODS)
+      raise UserError(f"objective.name={self.name!r}: {hint}")
     try:
-      method = specs.imported(name, METHODS, "method")
+      method = specs.imported(name, {}, "method")
     except UserError as error:
       raise UserError(f"objective.name={self.name!r}: {error}") from error
     if not isinstance(method, Method):

@@ -113,7 +113,8 @@ class RunRecord(NamedTuple):
     for pair in text.split(","):
       key, _, value = (part.strip() for part in pair.partition("="))
       if key in numbers:
-        numbers[key] = float(value)
+        with contextlib.suppress(ValueError):
+          numbers[key] = float(value)
     low, high = numbers["clip_low"], numbers["clip_high"]
     if method.clips == "log_ratio":
       return {"clip low": -low, "clip high": high}

@@ -97,7 +97,7 @@ TERMS = {
 @pytest.mark.parametrize("name", TERMS)
 def test_every_term_reaches_the_loss_and_its_gradient(name, monkeypatch):
   """Against the public losses, put together by hand."""
-  monkeypatch.setattr(train_batch, "logprobs", tabular)
+  monkeypatch.setattr(train_batch, "response_logps", tabular)
   rng, terms = np.random.default_rng(0), TERMS[name]
   old, params = tabular_params(rng), tabular_params(rng)
   batch = with_old_policy(demonstrations(rng), tabular(old, CFG, None), rng)
@@ -247,7 +247,7 @@ def test_log_probs_are_of_the_tempered_distribution(jitted_loss, batch, params):
 
 
 def test_instruments_change_no_loss(monkeypatch):
-  monkeypatch.setattr(train_batch, "logprobs", tabular)
+  monkeypatch.setattr(train_batch, "response_logps", tabular)
   rng = np.random.default_rng(0)
   old, params = tabular_params(rng), tabular_params(rng)
   batch = with_old_policy(demonstrations(rng), tabular(old, CFG, None), rng)

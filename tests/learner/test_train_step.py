@@ -53,7 +53,7 @@ def unigram_logprobs(params, cfg, batch, **options):
 @pytest.fixture
 def unigram(config, monkeypatch):
   """(method=, old_logps=) -> settings of that policy's update; its params."""
-  monkeypatch.setattr(train_batch, "logprobs", unigram_logprobs)
+  monkeypatch.setattr(train_batch, "response_logps", unigram_logprobs)
 
   def learner(method="gspo", old_logps="recompute"):
     config.objective.name, config.objective.old_logps = method, old_logps
