@@ -13,10 +13,10 @@ import unpacked
 from gspo_jax import model
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import train_batch, train_step
-from gspo_jax.learner.objective import METHODS
 from gspo_jax.learner.packing import Packing
 from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.losses import METHODS
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import Program, build_program
