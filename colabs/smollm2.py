@@ -31,14 +31,14 @@ os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that PyTorch is missing
 import jax
 import matplotlib.pyplot as plt
 
-from gspo_jax import model, prepare_smollm2
+from gspo_jax import model
 from gspo_jax.configs import smollm2_cpu
-from gspo_jax.data import instructions
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.model import hf
+from gspo_jax.model.hf import prepare_smollm2
 from gspo_jax.program.config import parse
-from gspo_jax.rewards.instructions import follows
 from gspo_jax.runtime import sharding
+from gspo_jax.tasks import instructions
 from gspo_jax.train import train_and_evaluate
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
@@ -101,7 +101,7 @@ def ask(params):
   return [
     (
       text,
-      follows(
+      instructions.follows(
         problem.text,
         text,
         problem.reference,

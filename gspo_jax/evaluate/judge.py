@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.rewards.pool import Response, RewardPool, Submission
 

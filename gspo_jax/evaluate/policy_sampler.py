@@ -9,7 +9,7 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data import datasets, pipeline
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.evaluate.judge import Responses
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import build_program, shards_of_rows

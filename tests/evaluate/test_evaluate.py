@@ -15,7 +15,6 @@ from absl.testing import flagsaver
 from repository import ROOT, xla_flags
 
 from gspo_jax.configs import calculator_cpu, tiny_cpu
-from gspo_jax.data.tasks import Chain
 from gspo_jax.evaluate import __main__, evaluator
 from gspo_jax.evaluate.judge import Responses
 from gspo_jax.program import load_params
@@ -27,6 +26,7 @@ from gspo_jax.rewards.pool import Scores, Submission
 from gspo_jax.rewards.process import Call
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.tasks.chain import Chain
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
 

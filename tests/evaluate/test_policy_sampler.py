@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.data import datasets
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.evaluate.policy_sampler import (
   BatchShape,
   PolicySampler,
