@@ -96,20 +96,11 @@ sampler = PolicySampler(parsed, mesh, shape)
 
 def ask(params):
   """A response to each problem, and whether it keeps the rules."""
-  found = sampler.sample(params, problems, jax.random.key(0))
-  answers = zip(problems, found.responses, found.tokens, strict=True)
+  responses, _ = sampler.sample(params, problems, jax.random.key(0))
+  keeps = instructions.follows
   return [
-    (
-      text,
-      instructions.follows(
-        problem.text,
-        text,
-        problem.reference,
-        tokens=tokens,
-        limit=found.limit,
-      ),
-    )
-    for problem, text, tokens in answers
+    (r.text, keeps(p.text, r.text, p.reference, tokens=r.tokens, limit=r.limit))
+    for p, r in zip(problems, responses, strict=True)
   ]
 
 
