@@ -125,7 +125,7 @@ class PolicySampler:
           "data.source, which every prompt shows with its answer"
         )
     batch = pipeline.take(problems, config, len(problems))
-    return Prompts(batch["tokens"], batch["length"])
+    return Prompts(batch.tokens, batch.lengths)
 
   def sample(
     self,
