@@ -93,5 +93,5 @@ def test_a_run_learns_by_it(debug_config, my_methods, tmp_path, name):
 
 
 def test_a_row_that_clips_names_its_bounds():
-  with pytest.raises(ValueError, match="the loss has no .clip_high."):
+  with pytest.raises(ValueError, match="the loss has no 'clip_high'"):
     losses.Method(losses.cispo_loss, clips="ratio")
