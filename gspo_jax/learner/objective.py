@@ -116,13 +116,13 @@ class ObjectiveConfig:
 
   def __post_init__(self):
     _ = self.mismatch_options
-    # A method of one's own need not be there where a policy is evaluated.
+    # A policy can be evaluated without the module of a user's own method.
     if "." not in self.name.partition(":")[0]:
       _ = self.numbers
 
   @property
   def method(self) -> Method:
-    """The row of `METHODS`, or one's own."""
+    """The row of `METHODS`, or the user's own."""
     name = self.name.partition(":")[0]
     if name in METHODS:
       return METHODS[name]
@@ -223,7 +223,7 @@ class ObjectiveConfig:
     return replays or self.reads_old_routers(cfg, instruments)
 
   def check_training(self) -> None:
-    """UserError where two keys do not go together, or a method is missing."""
+    """UserError for a method that is not there, or keys that do not agree."""
     _ = self.numbers
     for name, wrong, expected in (
       (

@@ -1,4 +1,4 @@
-"""A loss and an advantage of one's own, from outside of the package."""
+"""A user's own loss and advantage, from outside of the package."""
 
 import json
 import re
