@@ -4,6 +4,7 @@ Dimension key: B rows, R response tokens, L layers.
 """
 
 import dataclasses
+import inspect
 import math
 
 import jax
@@ -153,7 +154,14 @@ class ObjectiveConfig:
     if method.critic:
       defaults |= {name: field.default for name, field in _CRITIC.items()}
     typed = _typed("name", self.name, defaults, "method", _METHOD_RULES)
-    return defaults | typed
+    numbers = defaults | typed
+    for name, value in numbers.items():
+      if value is inspect.Parameter.empty:
+        raise UserError(
+          f"objective.name={self.name!r}: expected {name}=..., which has no "
+          "default"
+        )
+    return numbers
 
   @property
   def loss_numbers(self) -> dict:
