@@ -177,7 +177,11 @@ def update(
       jnp.where(apply_updates, all_[m], one)
     )
     old = jax.tree.map(keep, old, new)
-    step = lambda: _optimizer_step(learner, grads, params, opt_state)
+
+    def step():
+      updates, state = learner.optimizer.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), state
+
     params, opt_state = run_if(apply_updates, step, (params, opt_state))
     return params, opt_state, old, jax.tree.map(jnp.add, sums, metrics)
 
@@ -203,11 +207,6 @@ def update(
     opt_state=opt_state,
   )
   return state, batch, metrics
-
-
-def _optimizer_step(learner, grads, params, opt_state):
-  updates, opt_state = learner.optimizer.update(grads, opt_state, params)
-  return optax.apply_updates(params, updates), opt_state
 
 
 def run_if(apply_updates, function, otherwise):
