@@ -23,6 +23,8 @@ _FINGERPRINTED = 1000
 _CHECKED = 100_000
 # Integers above it are rounded in a float.
 _EXACT = 2**53
+# Goes before a reference that is imitated alone.
+_PREFIX = "#### "
 
 
 class Fields(NamedTuple):
@@ -40,7 +42,7 @@ class Fields(NamedTuple):
     demonstration: a worked response to imitate. "" for that of the
       conversation; without one, the solution if the reference is in another
       column, else the text of the reference if that holds `####`,
-      else the prefix and the reference; none if the reference is JSON.
+      else `#### ` and the reference; none if the reference is JSON.
   """
 
   problem: str = ""
@@ -55,31 +57,30 @@ class Fields(NamedTuple):
     """
     if isinstance(record, Problem):  # has none; a fingerprint holds these names
       return _GSM8K._replace(**{k: v for k, v in self._asdict().items() if v})
-    every = readers.fields(record, where)
-    by_name = {name.lower(): name for name in every}
-    by_name |= {name: name for name in every}  # the exact one goes first
+    columns = readers.fields(record, where)
+    by_name = {name.lower(): name for name in columns}
+    by_name |= {name: name for name in columns}  # the exact one goes first
     first = lambda names: next(filter(None, map(by_name.get, names)), "")
-    problem = self.problem or first(_PROBLEM)
-    reference = self.reference or first(_REFERENCE)
-    for use, names, found in (
-      ("problem", _PROBLEM, problem),
-      (
-        "reference",
-        _REFERENCE,
-        reference or (problem and _asked(record, problem, where).response),
-      ),
-    ):
+
+    def require(use, names, found):
       if not found:
         raise UserError(
           f"{where}: no column for the {use}: none of {', '.join(names)}; set "
-          f"data.{use}_field to one of {', '.join(sorted(every))}"[:300]
+          f"data.{use}_field to one of {', '.join(sorted(columns))}"[:300]
         )
+
+    problem = self.problem or first(_PROBLEM)
+    require("problem", _PROBLEM, problem)
+    reference = self.reference or first(_REFERENCE)
+    answer = reference or _asked(record, problem, where).response
+    require("reference", _REFERENCE, answer)
+    demonstration = self.demonstration
     # Of MATH: the answer is the reference, and the solution leads to it.
-    worked = isinstance(every.get(problem), str) and reference != "solution"
-    worked = worked and isinstance(every.get("solution"), str)
-    if worked and not self.demonstration:
-      return Fields(problem, reference, "solution")
-    return Fields(problem, reference, self.demonstration)
+    texts = (columns.get(name) for name in (problem, "solution"))
+    worked = reference != "solution" and all(isinstance(x, str) for x in texts)
+    if worked and not demonstration:
+      demonstration = "solution"
+    return Fields(problem, reference, demonstration)
 
   def note(self, spec: str, record) -> str:
     """A line that says where problem and reference are; "" for a `Problem`."""
@@ -111,12 +112,12 @@ class ProblemSource(Sequence):
   Attributes:
     records: dicts with `fields`, or problems; random access.
     where: the name of a record by its index, for errors.
-    fields: names in a dict, none of them to be found.
+    fields: column names; problem and reference may not be "" here, but that of
+      the reference in a conversation (`load` has filled them in).
     evaluation: True for the held-out problems only, False for the others, None
       for all.
-    prefix: goes before a reference that is imitated alone.
     content: a hash of all records; "" if unknown.
-    spec: that `load` was given.
+    spec: the argument of `load`.
     asked: a number for each problem that `load` read, on both sides; equal
       problems, white space aside, have equal ones.
     note: a line that says which columns `load` found; "" for none.
@@ -126,7 +127,6 @@ class ProblemSource(Sequence):
   where: Callable[[int], str]
   fields: Fields = _GSM8K
   evaluation: bool | None = None
-  prefix: str = "#### "
   content: str = ""
   spec: str = ""
   asked: tuple[int, ...] = ()
@@ -135,10 +135,10 @@ class ProblemSource(Sequence):
   @functools.cached_property
   def _indices(self) -> Sequence[int]:
     """Indices of the records on this side of the split; reads all once."""
-    every = range(len(self.records))
+    indices = range(len(self.records))
     if self.evaluation is None:
-      return every
-    return [i for i in every if self._is_held_out(i) == self.evaluation]
+      return indices
+    return [i for i in indices if self._is_held_out(i) == self.evaluation]
 
   def _is_held_out(self, i: int) -> bool:
     problem = self.parse(i)
@@ -176,17 +176,19 @@ class ProblemSource(Sequence):
           f"{where}: {names.demonstration!r} ({key}) must be text"
         )
     elif not response:
-      response = self._demonstration(solution)
+      response = _demonstration(solution)
     columns = readers.plain_columns(record, without=names)
     return Problem(text, reference, response, columns, history)
 
-  def _demonstration(self, solution) -> str:
-    if isinstance(solution, str) and "####" in solution:
-      return solution
-    items = solution if isinstance(solution, list) else [solution]
-    if any(isinstance(item, list | dict) for item in items):
-      return ""  # the reference is JSON
-    return self.prefix + _text_of_reference(solution)
+
+def _demonstration(solution) -> str:
+  """What is imitated if there is a reference alone."""
+  if isinstance(solution, str) and "####" in solution:
+    return solution
+  items = solution if isinstance(solution, list) else [solution]
+  if any(isinstance(item, list | dict) for item in items):
+    return ""  # the reference is JSON
+  return _PREFIX + _text_of_reference(solution)
 
 
 def _require(text: str, column: str, key: str, where: str) -> None:
@@ -217,7 +219,6 @@ def load(
   fields: Fields = _TO_BE_FOUND,
   data_dir: str = "",
   evaluation: bool | None = None,
-  prefix: str = "#### ",
 ) -> ProblemSource:
   """The source that a config names; see `ProblemSource` for the options.
 
@@ -229,7 +230,6 @@ def load(
     fields: names in a dict; those that are "" are found in the first record.
     data_dir: the folder of TFDS sets; "" for the default of TFDS.
     evaluation: the side of the split, None for both.
-    prefix: goes before a reference that is imitated alone.
 
   Raises:
     UserError: there is no such source, it is empty, or a record of it is bad.
@@ -245,7 +245,6 @@ def load(
     where,
     found,
     evaluation,
-    prefix,
     content=readers.content(spec),
     spec=spec,
     note="" if all(fields[:2]) else found.note(spec, records[0]),
@@ -289,14 +288,14 @@ def mix(
 def fingerprint(source) -> str:
   """A hash of the content and options of a source, wherever it is stored.
 
-  A checkpoint holds it, so that a run does not resume on other data. Of JSON
-  lines and Parquet it covers all bytes; of other sources the length, and up to
+  A checkpoint holds it, so that a run does not resume on other data. It covers
+  all bytes of JSON lines and Parquet; of other sources the length, and up to
   1000 problems without the columns that only rewards read.
   """
   if isinstance(source, Mixture):
     options = [*map(fingerprint, source.sources), *source.weights]
   elif isinstance(source, ProblemSource):
-    options = [source.fields, source.evaluation, source.prefix]
+    options = [source.fields, source.evaluation, _PREFIX]
     options.append(source.content or _sample(source))
   elif dataclasses.is_dataclass(source):
     options = dataclasses.asdict(source)
@@ -311,14 +310,12 @@ def _sample(source: Sequence[Problem]) -> list:
   last = len(source) - 1
   steps = min(_FINGERPRINTED - 1, last)
   indices = [i * last // steps for i in range(steps + 1)] if last > 0 else [0]
-  return [len(source), [_identity(source[i]) for i in indices]]
-
-
-def _identity(problem: Problem) -> list:
-  """What a fingerprint holds of a sampled problem."""
-  identity = [problem.text, problem.reference, problem.demonstration]
-  more = [turns for turns in (problem.history, problem.turns) if turns]
-  return [*identity, *more]
+  problems = [source[i] for i in indices]
+  turns = lambda p: [x for x in (p.history, p.turns) if x]
+  return [
+    len(source),
+    [[p.text, p.reference, p.demonstration, *turns(p)] for p in problems],
+  ]
 
 
 class _Asked(NamedTuple):

@@ -121,9 +121,9 @@ def test_a_reference_that_has_lost_something(tmp_path, answer, words):
     one(tmp_path, row(1, answer))
 
 
-def test_the_prefix_of_a_bare_reference(tmp_path):
-  assert one(tmp_path, row(1, " 7 "), prefix="").demonstration == "7"
-  assert one(tmp_path, row(1), prefix="").demonstration == "x #### 7"
+def test_a_bare_reference_is_imitated_behind_its_mark(tmp_path):
+  assert one(tmp_path, row(1, " 7 ")).demonstration == "#### 7"
+  assert one(tmp_path, row(1)).demonstration == "x #### 7"
 
 
 def test_fields_by_name(tmp_path):
@@ -530,7 +530,6 @@ def test_every_option_counts(tmp_path):
   changes = ({"steps": (4, 2)}, {"noise": 0.1}, {"evaluation": True})
   different = [
     *(sources.load(spec, evaluation=e) for e in (None, True, False)),
-    sources.load(spec, prefix=""),
     sources.load(spec, fields=Fields(demonstration="answer")),
     chain,
     *(
