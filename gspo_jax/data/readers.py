@@ -35,15 +35,10 @@ _FORMATS = ("arrow", "csv", "json", "parquet", "text")
 
 
 class Records(NamedTuple):
-  """The records of a source; pickled, they are read again where they lie.
+  """The records of a source; pickled, they are read again where they lie."""
 
-  Attributes:
-    rows: random access; each a dict, or what a factory of the user returns.
-    where: the name of a record by its index, for errors.
-  """
-
-  rows: Sequence
-  where: Callable[[int], str]
+  rows: Sequence  # of dicts, or what a factory of the user returns
+  where: Callable[[int], str]  # the name of a record by its index, for errors
 
 
 def read(spec: str, data_dir: str = "") -> Records:
@@ -154,41 +149,40 @@ def field(record: Mapping, name: str, where: str, key: str = ""):
   """The value of a column; `a.b` is the value of b in the column a.
 
   Args:
-    record: of a source.
-    name: of the column.
+    record: a record of a source.
+    name: the column.
     where: the name of the record, for errors.
-    key: of the config that sets `name`, for errors; "" for none.
+    key: the config key that sets `name`, for errors; "" for none.
 
   Raises:
-    UserError: there is none; with the nearest name and all names.
+    UserError: there is no such column; with the nearest name and all names.
   """
   if isinstance(record, Mapping) and name in record:
     return record[name]
-  every = fields(record, where)
-  if name in every:
-    return every[name]
-  hint = nearest(name, every) if every else "it is empty"
+  columns = fields(record, where)
+  if name in columns:
+    return columns[name]
+  hint = nearest(name, columns) if columns else "it is empty"
   if hint.startswith("did you"):
-    hint += f" It has {', '.join(sorted(every))}"
-  of_key = f" ({key})" if key else ""
-  raise UserError(f"{where}: no field {name!r}{of_key}; {hint}"[:250])
+    hint += f" It has {', '.join(sorted(columns))}"
+  set_by = f" ({key})" if key else ""
+  raise UserError(f"{where}: no field {name!r}{set_by}; {hint}"[:250])
 
 
 def fields(record: Mapping, where: str) -> dict:
-  """The columns of a record, and those inside an object as `a.b`.
+  """The columns of a record; b of an object in the column a is `a.b`.
 
   Raises:
-    UserError: it is no object.
+    UserError: the record is no object.
   """
   if not isinstance(record, Mapping):
     raise UserError(f"{where}: expected an object, got {str(record)[:60]!r}")
-  inner = {
-    f"{outer}.{name}": value
-    for outer, inside in record.items()
-    if isinstance(inside, Mapping)
-    for name, value in fields(inside, where).items()
-  }
-  return inner | dict(record)
+  columns = {}
+  for outer, value in record.items():
+    if isinstance(value, Mapping):
+      for name, inner in fields(value, where).items():
+        columns[f"{outer}.{name}"] = inner
+  return columns | dict(record)
 
 
 def text(value) -> str:
@@ -256,12 +250,9 @@ def plain(value, where: str):
 
 
 def plain_columns(record: Mapping, without: Sequence[str]) -> dict:
-  """The columns of a record as JSON would give them.
+  """The columns of a record as JSON would give them, `without` some.
 
-  Args:
-    record: of a source.
-    without: names to leave out; a column that JSON cannot hold, such as an
-      image, is left out too.
+  A column that JSON cannot hold, such as an image, is left out, too.
   """
   columns = {}
   for name in record:

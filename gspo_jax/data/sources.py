@@ -86,12 +86,10 @@ class Fields(NamedTuple):
     """A line that says where problem and reference are; "" for a `Problem`."""
     if isinstance(record, Problem):
       return ""
-    reference = "is the last message of the assistant"
+    place = "is the last message of the assistant"
     if self.reference:
-      reference = f"in {self.reference!r}"
-    return (
-      f"{spec}: the problem is in {self.problem!r}, the reference {reference}"
-    )
+      place = f"in {self.reference!r}"
+    return f"{spec}: the problem is in {self.problem!r}, the reference {place}"
 
 
 # Columns of GSM8K, MATH, AIME, OlympiadBench, TRL and verl, in the order in
@@ -319,17 +317,11 @@ def _sample(source: Sequence[Problem]) -> list:
 
 
 class _Asked(NamedTuple):
-  """What a problem asks.
+  """What a problem asks."""
 
-  Attributes:
-    history: as in `Problem`.
-    text: the message of the user.
-    response: the message of the assistant that follows; "" for none.
-  """
-
-  history: tuple[tuple[str, str], ...]
+  history: tuple[tuple[str, str], ...]  # as in `Problem`
   text: str
-  response: str
+  response: str  # the message of the assistant that follows; "" for none
 
 
 def _asked(record, name: str, where: str) -> _Asked:
