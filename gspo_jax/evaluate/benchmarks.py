@@ -29,30 +29,17 @@ _IDS = ("id", "ID", "unique_id", "question_id", "url")
 
 
 class Benchmark(NamedTuple):
-  """A benchmark, as read from a file or data set.
+  """A benchmark of N problems, as read from a file or data set."""
 
-  Attributes:
-    name: as the papers spell it.
-    reward: the name of the reward that scores responses.
-    samples: responses to each problem, by default.
-    problems: N problems.
-    ids: N names of problems; the number of the row where it has no id.
-    ratings: N difficulties; None where a row has none.
-    skipped: rows that are left out, by reason.
-    content: a hash of the file, or of all problems where it is not known.
-    note: a line that says which columns were taken; "" for a benchmark that
-      has its own.
-  """
-
-  name: str
-  reward: str
-  samples: int
+  name: str  # as the papers spell it
+  reward: str  # the name of the reward that scores responses
+  samples: int  # responses to each problem
   problems: list[Problem]
-  ids: list[str]
-  ratings: list[float | None]
-  skipped: dict[str, int]
-  content: str
-  note: str = ""
+  ids: list[str]  # the number of the row where it has no id
+  ratings: list[float | None]  # difficulties; None where a row has none
+  skipped: dict[str, int]  # rows that are left out, by reason
+  content: str  # a hash of the file, or of all problems
+  note: str = ""  # which columns were taken; "" if the benchmark has its own
 
 
 class _Format(NamedTuple):
@@ -64,7 +51,7 @@ class _Format(NamedTuple):
     samples: 32 for AIME and 8 for LiveCodeBench as in GSPO, section 5.1; also
       32 for AMC, which is as small as AIME, and 8 for CodeForces; 1 for the
       others, which are large.
-    parse: the problem of a record and its name; None: as training reads it.
+    parse: (record, its name) -> problem; None: as training reads it.
     rated: whether rows have a rating.
   """
 

@@ -27,20 +27,16 @@ class Skipped(Exception):
 
 
 def livecodebench(record: Mapping, where: str) -> Problem:
-  """The problem of a record.
-
-  Args:
-    record: of values that JSON has.
-    where: its name, for errors.
+  """The problem of a record; `where` is its name, for errors.
 
   Raises:
     UserError: a column is missing, or of another form.
     Skipped: its tests call a function, or there are none.
   """
   columns = ("public_test_cases", "private_test_cases")
-  found = [test for name in columns for test in tests(record, name, where)]
+  all_tests = [test for name in columns for test in tests(record, name, where)]
   text = _text(record, "question_content", where)
-  return _problem(text, found, record, (*columns, "question_content"))
+  return _problem(text, all_tests, record, (*columns, "question_content"))
 
 
 def codeforces(record: Mapping, where: str) -> Problem:
@@ -66,37 +62,29 @@ def codeforces(record: Mapping, where: str) -> Problem:
   for test in tests(record, "examples", where) if "examples" in record else ():
     parts.append(f"Example input\n{test['input'].strip()}")
     parts.append(f"Example output\n{test['output'].strip()}")
-  found = _codeforces_tests(record, where)
-  read = (*_STATEMENT, *_TESTS, "examples")
-  return _problem("\n\n".join(parts), found, record, read)
-
-
-def _codeforces_tests(record, where) -> list[dict[str, str]]:
-  for column in _TESTS:
-    if column in record and (found := tests(record, column, where)):
-      return found
   if not {*_TESTS, "examples"} & record.keys():
     readers.field(record, _TESTS[0], where)  # raises: there is none
-  if record.get("examples"):
+  columns = (tests(record, c, where) for c in _TESTS if c in record)
+  official = next(filter(None, columns), [])
+  if not official and record.get("examples"):
     raise Skipped("no tests but the examples")
-  return []
+  read = (*_STATEMENT, *_TESTS, "examples")
+  return _problem("\n\n".join(parts), official, record, read)
 
 
-def _problem(text: str, found: list[dict], record, read) -> Problem:
+def _problem(text: str, all_tests: list[dict], record, read) -> Problem:
   """The problem, with tests as the reward `code` reads them."""
-  if not found:
+  if not all_tests:
     raise Skipped("no tests")
   columns = {k: v for k, v in record.items() if k not in read}
-  return Problem(text, json.dumps(found), "", columns)
+  return Problem(text, json.dumps(all_tests), "", columns)
 
 
 def _text(record, name: str, where: str) -> str:
   value = readers.field(record, name, where)
-  return (
-    value
-    if value and isinstance(value, str)
-    else _fail(where, name, "text", value)
-  )
+  if not (value and isinstance(value, str)):
+    _fail(where, name, "text", value)
+  return value
 
 
 def tests(record: Mapping, name: str, where: str) -> list[dict[str, str]]:
@@ -130,7 +118,6 @@ def tests(record: Mapping, name: str, where: str) -> list[dict[str, str]]:
 
 
 def _fail(where: str, column: str, expected: str, value) -> NoReturn:
-  """UserError about a value."""
   raise UserError(
     f"{where}: column {column!r}: expected {expected}, got "
     f"{json.dumps(value)[:60]}"
