@@ -139,8 +139,8 @@ def _parser(
   if form in _FORMATS.values() and isinstance(first, Mapping):
     there = readers.fields(first, where)
     fields = Fields(*(name if name in there else "" for name in fields))
-  found = fields.found_in(first, where)
-  return ProblemSource(*records, found).problem, found.note(spec, first)
+  fields = fields.found_in(first, where)
+  return ProblemSource(*records, fields).problem, fields.note(spec, first)
 
 
 def _hash(problems: list[Problem]) -> str:

@@ -89,7 +89,7 @@ def vote(reward: str, text: str) -> Hashable | None:
   Args:
     reward: math, gsm8k or final_answer, with or without arguments; how to find
       the result.
-    text: of the response.
+    text: the response.
   """
   if _name(reward) not in _READERS:
     return None

@@ -88,9 +88,7 @@ def demonstration_batch(
     packing: where each demonstration goes.
     cfg: the rows, of one minibatch; static.
   """
-  batch = pack_responses(
-    prompts, responses, lengths, packing, cfg, turns=turns
-  )
+  batch = pack_responses(prompts, responses, lengths, packing, cfg, turns=turns)
   return batch._replace(rows=dataclasses.replace(batch.rows, turns=None))
 
 

@@ -70,7 +70,7 @@ def sections(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
   for name in sorted(names, key=_natural):
     section, slash, _ = name.partition("/")
     by_section.setdefault(section if slash else "other", []).append(name)
-  return {section: found for section, found in by_section.items() if found}
+  return {section: group for section, group in by_section.items() if group}
 
 
 def _natural(name: str) -> list:

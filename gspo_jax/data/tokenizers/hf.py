@@ -216,7 +216,7 @@ class HFTokenizer(Tokenizer):
 
   def _check_turn(self, role: str, response: str) -> None:
     """UserError unless further turns leave what is before them as it is."""
-    where = f"tokenizer {self._name!r}, messages of role {role!r}"
+    messages = f"tokenizer {self._name!r}, messages of role {role!r}"
     turns = [("user", "message 0")]
     before = self._render(*zip(*turns, strict=True))
     for number in (1, 2):
@@ -232,7 +232,7 @@ class HFTokenizer(Tokenizer):
         at = sum(1 for _ in same)
         near = slice(max(at - 20, 0), at + 30)
         raise UserError(
-          f"{where}: behind another turn the chat template writes the turns "
+          f"{messages}: behind another turn the chat template writes the turns "
           f"before it differently: {expected[near]!r} becomes {text[near]!r}, "
           "so that the policy would learn from other text than it read; "
           "expected messages of another role, or a template that keeps turns"
@@ -240,12 +240,12 @@ class HFTokenizer(Tokenizer):
       behind = new.removeprefix(response)
       if not behind.startswith(tuple(self._stop_texts())):
         raise UserError(
-          f"{where}: the chat template writes {behind[:20]!r} behind a "
+          f"{messages}: the chat template writes {behind[:20]!r} behind a "
           f"response; expected a stop token, {self._stop_texts()}"
         )
       if message not in behind:
         raise UserError(
-          f"{where}: the chat template leaves them out; expected another role"
+          f"{messages}: the chat template leaves them out; expected another role"
         )
       before = text
 
@@ -322,8 +322,8 @@ class HFTokenizer(Tokenizer):
       {"role": role, "content": text}
       for role, text in zip(roles, texts, strict=True)
     ]
-    what = f"tokenizer {self._name!r}: its chat template"
-    with content_of(f"{what} raised"):
+    template = f"tokenizer {self._name!r}: its chat template"
+    with content_of(f"{template} raised"):
       text = self._library.apply_chat_template(
         messages,
         tokenize=False,
@@ -332,7 +332,7 @@ class HFTokenizer(Tokenizer):
       )
     if len(text) > _MAX_CHARACTERS:
       raise UserError(
-        f"{what} writes {len(text):,} characters: expected at most "
+        f"{template} writes {len(text):,} characters: expected at most "
         f"{_MAX_CHARACTERS:,}"
       )
     return text
