@@ -14,8 +14,8 @@ import pytest
 
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import optimizer, packing, train_batch, train_step
-from gspo_jax.losses import METHODS
 from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.losses import METHODS
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program

@@ -8,7 +8,6 @@ gets exactly the ids of `apply_chat_template`.
 import ast
 import contextlib
 import ctypes
-import itertools
 import json
 import re
 import shutil
@@ -216,7 +215,7 @@ class HFTokenizer(Tokenizer):
 
   def _check_turn(self, role: str, response: str) -> None:
     """UserError unless further turns leave what is before them as it is."""
-    messages = f"tokenizer {self._name!r}, messages of role {role!r}"
+    name = f"tokenizer {self._name!r}, messages of role {role!r}"
     turns = [("user", "message 0")]
     before = self._render(*zip(*turns, strict=True))
     for number in (1, 2):
@@ -226,13 +225,11 @@ class HFTokenizer(Tokenizer):
       new = text.removeprefix(before).lstrip()
       if not (text.startswith(before) and new.startswith(response)):
         expected = before + response
-        same = itertools.takewhile(
-          lambda p: p[0] == p[1], zip(text, expected, strict=False)
-        )
-        at = sum(1 for _ in same)
+        pairs = enumerate(zip(text, expected, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), len(text))
         near = slice(max(at - 20, 0), at + 30)
         raise UserError(
-          f"{messages}: behind another turn the chat template writes the turns "
+          f"{name}: behind another turn the chat template writes the turns "
           f"before it differently: {expected[near]!r} becomes {text[near]!r}, "
           "so that the policy would learn from other text than it read; "
           "expected messages of another role, or a template that keeps turns"
@@ -240,12 +237,12 @@ class HFTokenizer(Tokenizer):
       behind = new.removeprefix(response)
       if not behind.startswith(tuple(self._stop_texts())):
         raise UserError(
-          f"{messages}: the chat template writes {behind[:20]!r} behind a "
+          f"{name}: the chat template writes {behind[:20]!r} behind a "
           f"response; expected a stop token, {self._stop_texts()}"
         )
       if message not in behind:
         raise UserError(
-          f"{messages}: the chat template leaves them out; expected another role"
+          f"{name}: the chat template leaves them out; expected another role"
         )
       before = text
 
