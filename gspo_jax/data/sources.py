@@ -49,7 +49,7 @@ class Fields(NamedTuple):
   reference: str = ""
   demonstration: str = ""
 
-  def found_in(self, record, where: str) -> "Fields":
+  def found_in(self, record, place: str) -> "Fields":
     """These names, with the columns of a record for those that are "".
 
     Raises:
@@ -57,7 +57,7 @@ class Fields(NamedTuple):
     """
     if isinstance(record, Problem):  # has none; a fingerprint holds these names
       return _GSM8K._replace(**{k: v for k, v in self._asdict().items() if v})
-    columns = readers.fields(record, where)
+    columns = readers.fields(record, place)
     by_name = {name.lower(): name for name in columns}
     by_name |= {name: name for name in columns}  # the exact one goes first
     first = lambda names: next(filter(None, map(by_name.get, names)), "")
@@ -65,14 +65,14 @@ class Fields(NamedTuple):
     def require(use, names, found):
       if not found:
         raise UserError(
-          f"{where}: no column for the {use}: none of {', '.join(names)}; set "
+          f"{place}: no column for the {use}: none of {', '.join(names)}; set "
           f"data.{use}_field to one of {', '.join(sorted(columns))}"[:300]
         )
 
     problem = self.problem or first(_PROBLEM)
     require("problem", _PROBLEM, problem)
     reference = self.reference or first(_REFERENCE)
-    answer = reference or _asked(record, problem, where).response
+    answer = reference or _asked(record, problem, place).response
     require("reference", _REFERENCE, answer)
     demonstration = self.demonstration
     # Of MATH: the answer is the reference, and the solution leads to it.
@@ -109,7 +109,7 @@ class ProblemSource(Sequence):
 
   Attributes:
     records: dicts with `fields`, or problems; random access.
-    where: the name of a record by its index, for errors.
+    place: the name of a record by its index, for errors.
     fields: column names; problem and reference may not be "" here, but that of
       the reference in a conversation (`load` has filled them in).
     evaluation: True for the held-out problems only, False for the others, None
@@ -122,7 +122,7 @@ class ProblemSource(Sequence):
   """
 
   records: Sequence
-  where: Callable[[int], str]
+  place: Callable[[int], str]
   fields: Fields = _GSM8K
   evaluation: bool | None = None
   content: str = ""
@@ -151,27 +151,27 @@ class ProblemSource(Sequence):
 
   def parse(self, i: int) -> Problem:
     """The problem of record i, on either side of the split."""
-    return self.problem(self.records[i], self.where(i))
+    return self.problem(self.records[i], self.place(i))
 
-  def problem(self, record, where: str) -> Problem:
+  def problem(self, record, place: str) -> Problem:
     """The problem of a record."""
     if isinstance(record, Problem):
       return record
     names = self.fields
-    history, text, response = _asked(record, names.problem, where)
+    history, text, response = _asked(record, names.problem, place)
     solution = response
     if names.reference:
-      solution = _value(record, names.reference, where, _KEYS.reference)
-    _require(text, names.problem, _KEYS.problem, where)
+      solution = _value(record, names.reference, place, _KEYS.reference)
+    _require(text, names.problem, _KEYS.problem, place)
     column = names.reference or names.problem
-    reference = _reference(solution, column, where)
+    reference = _reference(solution, column, place)
     if names.demonstration:
       key = _KEYS.demonstration
-      response = _value(record, names.demonstration, where, key)
+      response = _value(record, names.demonstration, place, key)
       response = "" if response is None else response
       if not isinstance(response, str):
         raise UserError(
-          f"{where}: {names.demonstration!r} ({key}) must be text"
+          f"{place}: {names.demonstration!r} ({key}) must be text"
         )
     elif not response:
       response = _demonstration(solution)
@@ -189,11 +189,11 @@ def _demonstration(solution) -> str:
   return _PREFIX + _text_of_reference(solution)
 
 
-def _require(text: str, column: str, key: str, where: str) -> None:
+def _require(text: str, column: str, key: str, place: str) -> None:
   """UserError unless there is a text."""
   if not text.strip():
     raise UserError(
-      f"{where}: {column!r} ({key}) is empty, null or NaN: give it a value, or "
+      f"{place}: {column!r} ({key}) is empty, null or NaN: give it a value, or "
       "leave this record out"
     )
 
@@ -234,13 +234,13 @@ def load(
       Checked now are all JSON lines, the first 100,000 records of tables, and
       none of a factory, which may make problems without end.
   """
-  records, where = readers.read(spec, data_dir)
+  records, place = readers.read(spec, data_dir)
   if not len(records):
     raise UserError(f"{spec}: no problem in it")
-  found = fields.found_in(records[0], where(0))
+  found = fields.found_in(records[0], place(0))
   source = ProblemSource(
     records,
-    where,
+    place,
     found,
     evaluation,
     content=readers.content(spec),
@@ -324,14 +324,14 @@ class _Asked(NamedTuple):
   response: str  # the message of the assistant that follows; "" for none
 
 
-def _asked(record, name: str, where: str) -> _Asked:
+def _asked(record, name: str, place: str) -> _Asked:
   """The text or the conversation in a column of a record."""
-  value = _value(record, name, where, _KEYS.problem)
+  value = _value(record, name, place, _KEYS.problem)
   if isinstance(value, str):
     return _Asked((), value, "")
   if not isinstance(value, list):
-    _require(readers.text(value), name, _KEYS.problem, where)
-    raise UserError(f"{where}: {name!r} must be text or a list of messages")
+    _require(readers.text(value), name, _KEYS.problem, place)
+    raise UserError(f"{place}: {name!r} must be text or a list of messages")
   turns = []
   for message in value:
     turn = ()
@@ -339,7 +339,7 @@ def _asked(record, name: str, where: str) -> _Asked:
       turn = (message.get("role"), _text_of(message.get("content")))
     if not (turn and all(isinstance(part, str) for part in turn)):
       raise UserError(
-        f"{where}: {name!r} must be text or a list of messages, each with a "
+        f"{place}: {name!r} must be text or a list of messages, each with a "
         f"'role' and a 'content' of text, got {str(message)[:150]!r}"
       )
     turns.append(turn)
@@ -348,7 +348,7 @@ def _asked(record, name: str, where: str) -> _Asked:
     response = turns.pop()[1]
   if not turns or turns[-1][0] != "user":
     raise UserError(
-      f"{where}: {name!r} must end with a message of the user, or with one of "
+      f"{place}: {name!r} must end with a message of the user, or with one of "
       f"the assistant after it, got roles {[m.get('role') for m in value]}"
     )
   return _Asked(tuple(turns[:-1]), turns[-1][1], response)
@@ -364,11 +364,11 @@ def _text_of(content):
   return content
 
 
-def _value(record, name: str, where: str, key: str):
-  return readers.plain(readers.field(record, name, where, key), where)
+def _value(record, name: str, place: str, key: str):
+  return readers.plain(readers.field(record, name, place, key), place)
 
 
-def _reference(solution, column: str, where: str) -> str:
+def _reference(solution, column: str, place: str) -> str:
   """The reference in a column.
 
   Raises:
@@ -377,17 +377,17 @@ def _reference(solution, column: str, where: str) -> str:
   marked = numbers.marked(solution) if isinstance(solution, str) else None
   if marked == "":
     raise UserError(
-      f"{where}: {column!r} ({_KEYS.reference}) has nothing after its last ####"
+      f"{place}: {column!r} ({_KEYS.reference}) has nothing after its last ####"
     )
   for item in solution if isinstance(solution, list) else [solution]:
     if isinstance(item, float) and _EXACT < abs(item) < math.inf:
       raise UserError(
-        f"{where}: {column!r} ({_KEYS.reference}) is {item!r}, a float, which "
+        f"{place}: {column!r} ({_KEYS.reference}) is {item!r}, a float, which "
         "has 53 bits: write the number as text"
       )
   reference = _text_of_reference(solution)
   missing = reference.lower() == "nan"  # as pandas writes it
-  _require("" if missing else reference, column, _KEYS.reference, where)
+  _require("" if missing else reference, column, _KEYS.reference, place)
   return reference
 
 

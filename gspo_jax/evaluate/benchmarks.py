@@ -102,15 +102,15 @@ def read(
   for i in range(len(records.rows)):
     if len(rows) == limit:
       break
-    record, where = records.rows[i], records.where(i)
+    record, place = records.rows[i], records.place(i)
     try:
-      problem = problem_of(record, where)
+      problem = problem_of(record, place)
     except programs.Skipped as reason:
       skipped[str(reason)] += 1
       continue
     if not reward:  # only a reward of the user's reads columns
       problem = problem._replace(columns={})
-    rating = _rating(record, where) if form.rated else None
+    rating = _rating(record, place) if form.rated else None
     rows.append((problem, _id(record, i), rating))
   if not rows:
     raise UserError(f"{file}: no usable row; left out: {dict(skipped)}")
@@ -134,12 +134,12 @@ def _parser(
   """Makes a problem of (record, its name); and a line about its columns."""
   if form.parse:
     plain = functools.partial(readers.plain_columns, without=())
-    return lambda record, where: form.parse(plain(record), where), ""
-  first, where = records.rows[0], records.where(0)
+    return lambda record, place: form.parse(plain(record), place), ""
+  first, place = records.rows[0], records.place(0)
   if form in _FORMATS.values() and isinstance(first, Mapping):
-    there = readers.fields(first, where)
+    there = readers.fields(first, place)
     fields = Fields(*(name if name in there else "" for name in fields))
-  fields = fields.found_in(first, where)
+  fields = fields.found_in(first, place)
   return ProblemSource(*records, fields).problem, fields.note(spec, first)
 
 
@@ -153,11 +153,11 @@ def _id(record: Mapping, i: int) -> str:
   return str(ids[0]) if ids else str(i + 1)
 
 
-def _rating(record: Mapping, where: str) -> float | None:
-  rating = readers.field(record, "rating", where)
+def _rating(record: Mapping, place: str) -> float | None:
+  rating = readers.field(record, "rating", place)
   number = type(rating) in (int, float) and math.isfinite(rating)
   if not (rating is None or number):
-    raise UserError(f"{where}: 'rating': expected a number, got {rating!r}")
+    raise UserError(f"{place}: 'rating': expected a number, got {rating!r}")
   return rating
 
 

@@ -477,7 +477,7 @@ def test_a_source_can_be_pickled(tmp_path):
   source = sources.load(write(tmp_path / "a.jsonl", row(1), row(2)))
   again = pickle.loads(pickle.dumps(source))
   assert list(again) == list(source)
-  assert again.where(1) == source.where(1)
+  assert again.place(1) == source.place(1)
 
 
 def test_the_same_file_elsewhere_is_the_same_data(tmp_path):
