@@ -54,7 +54,7 @@ def evaluate(
 
   Args:
     config: all the keys of configs/common.py.
-    folder: of the weights; see `load_params.load`.
+    folder: the weights; see `load_params.load`.
     sets: NAME=FILE for each benchmark.
     out: a folder; each benchmark gets one in it, with its name, for the results
       and the files of `answers_file`.
