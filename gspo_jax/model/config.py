@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from gspo_jax.model.lora import LoraConfig
 from gspo_jax.model.rotary import Llama3Scaling, RopeScaling
 from gspo_jax.runtime.errors import UserError, nearest
 
@@ -20,6 +19,41 @@ KEPT = (
   "hidden",  # gates and ups of experts split over devices, 1.25 * 4 k F
   "weights",  # experts gathered along `fsdp`: not per token
 )
+
+
+TARGETS = ("attention", "mlp", "all-linear")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+  """Which weights have adapters, and of which size.
+
+  Attributes:
+    rank: columns of A and rows of B; an expert has its own.
+    alpha: the product A B is multiplied by alpha / rank.
+    targets: "attention" (q, k, v and o), "mlp" (gate, up and down of the MLP or
+      of every expert), or "all-linear", which is both. An expert's gate and up
+      share A, because they are one matrix here.
+  """
+
+  rank: int
+  alpha: float
+  targets: str = "all-linear"
+
+  def __post_init__(self):
+    if self.rank < 1:
+      raise UserError(f"model.lora.rank={self.rank}: expected at least 1")
+    if not self.alpha > 0:
+      raise UserError(f"model.lora.alpha={self.alpha}: expected more than 0")
+    if self.targets not in TARGETS:
+      raise UserError(
+        f"model.lora.targets={self.targets!r}: {nearest(self.targets, TARGETS)}"
+      )
+
+  @property
+  def scale(self) -> float:
+    """The factor of A B."""
+    return self.alpha / self.rank
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from gspo_jax.model import experts as ep
-from gspo_jax.model import grouped_matmul, lora
+from gspo_jax.model import grouped_matmul, lora, parameters
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.rounding import rounded
 from gspo_jax.runtime import sharding
@@ -36,6 +36,23 @@ class Routing(NamedTuple):
   log_probs: jax.Array
   entropy: jax.Array
   dropped: jax.Array
+
+
+class Routes(NamedTuple):
+  """Experts of an earlier pass, and their use in this one; see `MoE`.
+
+  Attributes:
+    experts: [L, B, T, k], or [B, T, k] in one layer.
+    replay: bool, static.
+    use_own_experts: [] bool.
+  """
+
+  experts: jax.Array | None = None
+  replay: bool = False
+  use_own_experts: jax.Array | None = None
+
+
+NO_ROUTES = Routes()
 
 
 class MoE(nn.Module):
@@ -73,17 +90,8 @@ class MoE(nn.Module):
       The output [B, T, D], 0 at padding, and the routing.
     """
     cfg = self.cfg
-    D, E, F = cfg.embed_dim, cfg.num_experts, cfg.mlp_dim
-    init = nn.initializers.lecun_normal()
-    stacked = nn.initializers.lecun_normal(batch_axis=0)
-    weights = {
-      "router": self.param("router", init, (D, E)),
-      # Gate and up side by side: one matmul, and no relayout on a TPU.
-      "gate_up": self.param("gate_up", stacked, (E, D, 2 * F)),
-      "down": self.param("down", stacked, (E, F, D)),
-    }
-    weights |= lora.of_module(self, ("gate_up", "down"), cfg)
-    specs = {name: sharding.param_spec(f"moe/{name}") for name in weights}
+    weights = parameters.declare(self, "moe", cfg)
+    specs = parameters.partition_specs("moe", weights)
     tokens = sharding.TOKENS
     layer = sharding.shard_map(
       functools.partial(_local, cfg=cfg, replay=replay),

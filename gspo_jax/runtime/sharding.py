@@ -1,7 +1,7 @@
-"""How all arrays are sharded: one device mesh, and one table of rules.
+"""The device mesh, and how arrays are sharded over it.
 
-`TABLE` maps the path of a parameter to logical axes, and `LOGICAL` maps each
-logical axis to mesh axes. A batch of samples is sharded by its rows, over all
+`RULES` maps each logical axis of an array to mesh axes. Who makes an array says
+which logical axes it has. A batch of samples is sharded by its rows, over all
 axes but `tensor`. The rows of an update are sharded over `data`, `fsdp` and
 `expert`, and within the model their tokens over `context`. The mesh axes have
 type Auto: XLA partitions most of the program. What XLA partitions badly
@@ -11,8 +11,7 @@ collectives.
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,49 +30,19 @@ WEIGHT_AXES = ("fsdp", "context")
 ROWS = PartitionSpec(ROW_AXES)
 TOKENS = PartitionSpec(ROW_AXES, "context")
 
-# logical axis -> mesh axes, the slowest-varying first
-LOGICAL = {
+# Logical axis -> mesh axes, the slowest-varying first.
+RULES = {
+  "layers": (),  # of a stack; an array of one layer has no such axis
   "whole": (),
   "vocab": ("tensor",),
-  "table": (
-    *WEIGHT_AXES,
-    "expert",
-  ),  # the embedding dimension of embed and head
+  "table": (*WEIGHT_AXES, "expert"),  # the width of the embedding and the head
   "embed": WEIGHT_AXES,
   "heads": ("tensor",),
   "head_dim": WEIGHT_AXES,
   "mlp": ("tensor",),
   # Whole experts on each device: they are gathered along the expert axis.
-  "expert": ("expert", "tensor", *WEIGHT_AXES),
+  "experts": ("expert", "tensor", *WEIGHT_AXES),
 }
-
-# regular expression for the end of a parameter's path -> its logical axes.
-# Stacked layers have one more axis in front, which is not sharded.
-TABLE = (
-  (r"embed", ("vocab", "table")),
-  (r"head", ("table", "vocab")),
-  (r"value_head", ("whole",)),
-  (r"(final|attention|mlp|q|k)_norm/scale", ("whole",)),
-  (r"attention/[qkv]", ("embed", "heads", "whole")),
-  (r"attention/[qkv]_bias", ("heads", "head_dim")),
-  (r"attention/o", ("heads", "head_dim", "whole")),
-  (r"mlp/(gate|up)", ("embed", "mlp")),
-  (r"mlp/down", ("mlp", "embed")),
-  (r"moe/router", ("embed", "whole")),
-  (r"moe/gate_up", ("expert", "whole", "whole")),
-  (r"moe/down", ("expert", "whole", "whole")),
-  # Adapters: sharded as the weight beside them, and not along their rank.
-  (r"attention/[qkv]_lora_a", ("embed", "whole")),
-  (r"attention/[qkv]_lora_b", ("whole", "heads", "whole")),
-  (r"attention/o_lora_a", ("heads", "head_dim", "whole")),
-  (r"attention/o_lora_b", ("whole", "whole")),
-  (r"mlp/(gate|up)_lora_a", ("embed", "whole")),
-  (r"mlp/(gate|up)_lora_b", ("whole", "mlp")),
-  (r"mlp/down_lora_a", ("mlp", "whole")),
-  (r"mlp/down_lora_b", ("whole", "embed")),
-  (r"moe/(gate_up|down)_lora_[ab]", ("expert", "whole", "whole")),
-  (r"ns_coeffs", ("whole",)),  # three numbers in the state of Muon
-)
 
 
 def make_mesh(devices=None, **sizes: int) -> Mesh:
@@ -251,57 +220,81 @@ def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
   return _mesh(mesh.devices.reshape(-1, 1, 1, expert, tensor))
 
 
-def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def rule(path: str, rules: Mapping[str, Any]) -> Any:
+  """The value of the rule for a path: the one whose key the path ends in.
+
+  "attention/q" is a rule for "layers/attention/q" and for its moment
+  "mu/layers/attention/q".
+
+  Raises:
+    ValueError: there is no such rule, or more than one.
+  """
+  parts = path.split("/")
+  ends = ("/".join(parts[i:]) for i in range(len(parts)))
+  matching = {end: rules[end] for end in ends if end in rules}
+  if len(matching) != 1:
+    raise ValueError(f"{path}: expected one rule to match, got {matching}")
+  return next(iter(matching.values()))
+
+
+def spec(
+  path: str,
+  shape: tuple[int, ...],
+  mesh: Mesh,
+  axes: Mapping[str, Sequence[str]],
+) -> PartitionSpec:
   """The PartitionSpec of one array of the training state.
 
   Args:
-    path: slash-joined. The path of an optimizer moment ends in the path of its
-      parameter.
+    path: slash-joined.
     shape: the shape of the array; scalars are replicated.
     mesh: a mesh of `make_mesh`.
+    axes: end of a path -> logical axes. Of a rule that begins with "layers",
+      one layer's array has the others.
 
   Raises:
-    ValueError: no rule of `TABLE` or more than one matches the path, or the
-      rule uses one mesh axis for two dimensions.
+    ValueError: no rule or more than one matches the path, or the rule has
+      another number of dimensions, or uses one mesh axis for two of them.
     UserError: a dimension is not divisible by the size of its mesh axes.
   """
   if not shape:
     return PartitionSpec()
-  rules = [r for r in TABLE if re.search(f"(^|/){r[0]}$", path)]
-  stacked = len(shape) - len(rules[0][1]) if len(rules) == 1 else -1
-  if stacked not in (0, 1) or (stacked and "layers/" not in path):
-    raise ValueError(f"{path} {shape}: expected one rule to match, got {rules}")
-  names = ("whole",) * stacked + rules[0][1]
-  axes = [LOGICAL[name] for name in names]
-  _require_disjoint(path, names, axes)
-  for name, over, size in zip(names, axes, shape, strict=True):
-    if size % math.prod(mesh.shape[axis] for axis in over):
+  names = rule(path, axes)
+  if names[0] == "layers" and len(shape) == len(names) - 1:
+    names = names[1:]
+  if len(names) != len(shape):
+    raise ValueError(f"{path} {shape}: expected the axes {names}")
+  for name, size in zip(names, shape, strict=True):
+    if size % math.prod(mesh.shape[axis] for axis in RULES[name]):
       raise UserError(
         f"{name}={size} of {path} {shape} is not divisible by "
-        + " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in over)
+        + " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in RULES[name])
       )
-  return PartitionSpec(*[_entry(over) for over in axes])
+  return partition_spec(names)
 
 
-def _entry(over: tuple[str, ...]):
-  return over if len(over) > 1 else over[0] if over else None
+def partition_spec(names: Sequence[str]) -> PartitionSpec:
+  """The PartitionSpec of an array with these logical axes.
 
-
-def _require_disjoint(path, names, axes):
-  for i, over in enumerate(axes):
-    for j in range(i):
-      if both := set(over) & set(axes[j]):
+  Raises:
+    ValueError: two of them use the same mesh axis.
+  """
+  for i, name in enumerate(names):
+    for other in names[:i]:
+      if both := set(RULES[name]) & set(RULES[other]):
         raise ValueError(
-          f"{path}: {sorted(both)} stands for {names[j]} -> {axes[j]} and for "
-          f"{names[i]} -> {over}"
+          f"{names}: {sorted(both)} stands for {other} -> {RULES[other]} and "
+          f"for {name} -> {RULES[name]}"
         )
+  entry = lambda over: over if len(over) > 1 else over[0] if over else None
+  return PartitionSpec(*[entry(RULES[name]) for name in names])
 
 
-def state_shardings(shapes, mesh: Mesh):
-  """The shardings of a training state or of parameters, from their shapes."""
+def state_shardings(shapes, mesh: Mesh, axes: Mapping[str, Sequence[str]]):
+  """The shardings of a tree of shapes; `axes` as in `spec`."""
   return jax.tree.map_with_path(
     lambda keys, leaf: NamedSharding(
-      mesh, spec(path_name(keys), leaf.shape, mesh)
+      mesh, spec(path_name(keys), leaf.shape, mesh, axes)
     ),
     shapes,
   )
@@ -313,7 +306,7 @@ def path_name(keys) -> str:
 
 
 def leaves_by_path(tree) -> dict[str, Any]:
-  """The leaves of a pytree by their slash-joined paths, as in `TABLE`."""
+  """The leaves of a pytree by their slash-joined paths."""
   return {path_name(keys): x for keys, x in jax.tree.leaves_with_path(tree)}
 
 
@@ -419,14 +412,14 @@ def constrain_batch(tree, axis: int):
   return constrain(tree, *[None] * axis, BATCH_AXES)
 
 
-def constrain_state(tree):
-  """Constrains parameters, or a tree with their paths, to `TABLE`."""
+def constrain_state(tree, axes: Mapping[str, Sequence[str]]):
+  """Constrains a tree to the specs that `axes` gives it, see `spec`."""
   mesh = ambient()
   if not mesh:
     return tree
   return jax.tree.map_with_path(
     lambda keys, leaf: jax.lax.with_sharding_constraint(
-      leaf, spec(path_name(keys), leaf.shape, mesh)
+      leaf, spec(path_name(keys), leaf.shape, mesh, axes)
     ),
     tree,
   )
@@ -439,12 +432,6 @@ def shard_map(body: Callable, in_specs, out_specs) -> Callable:
   return jax.shard_map(
     body, in_specs=in_specs, out_specs=out_specs, check_vma=False
   )
-
-
-def param_spec(path: str) -> PartitionSpec:
-  """The PartitionSpec of one layer's array, for the specs of a `shard_map`."""
-  (names,) = [names for end, names in TABLE if re.fullmatch(end, path)]
-  return PartitionSpec(*[_entry(LOGICAL[name]) for name in names])
 
 
 # Collectives for the body of a `shard_map`. An axis of one device is left out.

@@ -273,7 +273,7 @@ def test_a_model_on_a_mesh_equals_one_device(changes):
 
   alone = jax.jit(jax.value_and_grad(loss))(weights(cfg))
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  shardings = sharding.state_shardings(weights(cfg), mesh)
+  shardings = model.shardings(weights(cfg), mesh)
   with jax.set_mesh(mesh):
     params = jax.device_put(weights(cfg), shardings)
     split = jax.jit(jax.value_and_grad(loss))(params)
@@ -419,7 +419,7 @@ def test_replay_on_a_mesh_equals_replay_on_one_device():
   expected = jax.device_get(run(weights(cfg)))
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   with jax.set_mesh(mesh):
-    shardings = sharding.state_shardings(weights(cfg), mesh)
+    shardings = model.shardings(weights(cfg), mesh)
     actual = jax.device_get(run(jax.device_put(weights(cfg), shardings)))
   np.testing.assert_array_equal(actual[1][1].experts, routes)
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):

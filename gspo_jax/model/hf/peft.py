@@ -16,8 +16,8 @@ import numpy as np
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from gspo_jax.model import lora
-from gspo_jax.model.config import ModelConfig
+from gspo_jax.model import parameters
+from gspo_jax.model.config import LoraConfig, ModelConfig
 from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import read
 from gspo_jax.model.hf.tensors import (
@@ -25,7 +25,6 @@ from gspo_jax.model.hf.tensors import (
   import_safetensors,
   listed,
   save_tensors,
-  tensor_maps,
 )
 from gspo_jax.record.run_files import is_file
 from gspo_jax.runtime import multihost, sharding
@@ -33,11 +32,10 @@ from gspo_jax.runtime.errors import UserError, content_of, with_reason
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = FLOATS | {"F64": np.float64}
-_EXPERTS = "model.layers.{i}.mlp.experts"
 # PEFT wraps a module once for each of its parameters, the first one innermost.
 _EXPERT_PARAMETERS = {
-  "moe/gate_up": ("gate_up_proj", f"{_EXPERTS}.base_layer"),
-  "moe/down": ("down_proj", _EXPERTS),
+  "moe/gate_up": ("gate_up_proj", "mlp.experts.base_layer"),
+  "moe/down": ("down_proj", "mlp.experts"),
 }
 # Of adapter_config.json: other values have another meaning for the tensors.
 _SUPPORTED = {
@@ -58,88 +56,76 @@ _SUPPORTED = {
 }
 
 
-class _Adapter(NamedTuple):
-  """The adapter of one weight.
+class _Matrix(NamedTuple):
+  """A or B of one adapter.
 
   Attributes:
-    path: of the weight.
-    name: what the config calls it: a module's last name, or a parameter.
-    key: the start of its tensors' names, for `.format(i=layer)`.
-    shapes: of A and of B, with the axis of layers.
+    path: in the tree of adapters.
+    name: what the config calls its weight: a module, or a parameter.
+    is_parameter: whether PEFT adapts a parameter, of all experts.
+    key: the tensor's name, for `.format(i=layer)`.
+    shape: of one layer.
+    matrix: this shape as (experts, rows, columns).
+    expert_last: the tensor is [columns, rows * experts], not [experts *
+      columns, rows].
   """
 
   path: str
   name: str
+  is_parameter: bool
   key: str
-  shapes: tuple[tuple[int, ...], tuple[int, ...]]
+  shape: tuple[int, ...]
+  matrix: tuple[int, int, int]
+  expert_last: bool
 
   @property
-  def is_parameter(self) -> bool:
-    """Whether PEFT adapts a parameter, that of all experts."""
-    return lora.axes(self.path).experts > 0
+  def tensor_shape(self) -> tuple[int, int]:
+    experts, rows, columns = self.matrix
+    if self.expert_last:
+      return columns, rows * experts
+    return experts * columns, rows
 
-  def tensor(self, end: str, layer: int) -> str:
-    """The name of A's or B's tensor."""
-    kind = {lora.A: "lora_A", lora.B: "lora_B"}[end]
-    return f"base_model.model.{self.key.format(i=layer)}.{kind}.weight"
+  def to_peft(self, array: np.ndarray) -> np.ndarray:
+    """The tensor of one layer's array."""
+    grid = array.reshape(self.matrix)
+    grid = grid.T if self.expert_last else grid.swapaxes(1, 2)
+    return np.ascontiguousarray(grid).reshape(self.tensor_shape)
 
-  def tensor_shape(self, end: str) -> tuple[int, int]:
-    """The shape of A's or B's tensor."""
-    *experts, rows, columns = self._matrix(end)
-    copies = math.prod(experts)
-    return (
-      (copies * columns, rows) if end == lora.A else (columns, copies * rows)
-    )
-
-  def to_peft(self, end: str, array: np.ndarray) -> np.ndarray:
-    """The tensor of one layer's A or B."""
-    shape = self._matrix(end)
-    grid = array.reshape(shape)
-    # With experts, A is (expert, rank) by input and B output by (rank, expert).
-    expert_last = len(shape) == 3 and end == lora.B
-    grid = grid.T if expert_last else grid.swapaxes(-1, -2)
-    return np.ascontiguousarray(grid).reshape(self.tensor_shape(end))
-
-  def from_peft(self, end: str, tensor: np.ndarray) -> np.ndarray:
-    """One layer's A or B, float32; the inverse of `to_peft`."""
-    *experts, rows, columns = self._matrix(end)
-    if experts and end == lora.B:
-      grid = tensor.reshape(columns, rows, *experts).T
+  def from_peft(self, tensor: np.ndarray) -> np.ndarray:
+    """One layer's array, float32; the inverse of `to_peft`."""
+    experts, rows, columns = self.matrix
+    if self.expert_last:
+      grid = tensor.reshape(columns, rows, experts).T
     else:
-      grid = tensor.reshape(*experts, columns, rows).swapaxes(-1, -2)
-    return grid.astype(np.float32).reshape(self.shape(end))
-
-  def shape(self, end: str) -> tuple[int, ...]:
-    """Of one layer's A or B."""
-    return self.shapes[end == lora.B][1:]
-
-  def _matrix(self, end):
-    """([experts,] rows, columns) of A or B, each a matrix."""
-    shape, (experts, inputs, _) = self.shape(end), lora.axes(self.path)
-    split = experts + (inputs if end == lora.A else 1)
-    rows, columns = shape[experts:split], shape[split:]
-    return *shape[:experts], math.prod(rows), math.prod(columns)
+      grid = tensor.reshape(experts, columns, rows).swapaxes(1, 2)
+    return grid.astype(np.float32).reshape(self.shape)
 
 
-def _adapters(cfg: ModelConfig) -> list[_Adapter]:
-  """All adapters of a model."""
-  maps = {t.path: t for t in tensor_maps(cfg) if t.stacked}
-  weights = {
-    path: jax.ShapeDtypeStruct((cfg.num_layers, *t.shape), np.float32)
-    for path, t in maps.items()
-  }
-  adapted = lora.adapted(sharding.tree_of_paths(weights), cfg.lora)
-  found = []
-  for path, weight in adapted.items():
-    key = path.removeprefix("layers/")
-    if key in _EXPERT_PARAMETERS:
-      name, key = _EXPERT_PARAMETERS[key]
+def _matrices(cfg: ModelConfig) -> list[_Matrix]:
+  """A and B of all adapters of a model."""
+  matrices = []
+  for row in parameters.adapted(cfg):
+    if row.end in _EXPERT_PARAMETERS:
+      name, module = _EXPERT_PARAMETERS[row.end]
     else:
-      key = maps[path].names[0].removesuffix(".weight")
-      name = key.rpartition(".")[2]
-    shapes = lora.adapter_shapes(path, weight.shape, cfg.lora.rank)
-    found.append(_Adapter(path, name, key, shapes))
-  return found
+      module = row.tensors[0].removesuffix(".weight")
+      name = module.rpartition(".")[2]
+    for kind, end in zip("AB", row.adapters, strict=True):
+      shape = end.shape(cfg)
+      size = lambda axes, shape=shape: math.prod(shape[a] for a in axes)
+      experts, inputs, outputs = end.groups
+      matrices.append(
+        _Matrix(
+          end.path,
+          name,
+          bool(experts),
+          f"base_model.model.model.layers.{{i}}.{module}.lora_{kind}.weight",
+          shape,
+          (size(experts), size(inputs), size(outputs)),
+          bool(experts) and kind == "B",
+        )
+      )
+  return matrices
 
 
 def save_peft(
@@ -161,19 +147,18 @@ def save_peft(
     lambda: multihost.is_primary() and write()
   )
   on_primary(lambda: folders.require_new(folder, "float32"))
-  leaves, arrays = sharding.leaves_by_path(adapters), {}
-  found = _adapters(cfg)
-  for adapter in found:
-    for end in (lora.A, lora.B):
-      stack = multihost.to_host(leaves[adapter.path + end])
-      for i, layer in enumerate(stack):
-        arrays[adapter.tensor(end, i)] = adapter.to_peft(end, layer)
-  on_primary(lambda: _write(folder, _config(found, cfg, base), arrays))
+  leaves, matrices = sharding.leaves_by_path(adapters), _matrices(cfg)
+  arrays = {
+    matrix.key.format(i=i): matrix.to_peft(layer)
+    for matrix in matrices
+    for i, layer in enumerate(multihost.to_host(leaves[matrix.path]))
+  }
+  on_primary(lambda: _write(folder, _config(matrices, cfg, base), arrays))
 
 
-def _config(found, cfg, base) -> dict:
+def _config(matrices, cfg, base) -> dict:
   names = lambda parameters: list(
-    dict.fromkeys(a.name for a in found if a.is_parameter == parameters)
+    dict.fromkeys(x.name for x in matrices if x.is_parameter == parameters)
   )
   alpha = cfg.lora.alpha
   return {
@@ -225,11 +210,10 @@ def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
 def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   """All adapters by path, with stacked layers."""
   _require_supported(folder / CONFIG, read(folder / CONFIG), cfg.lora)
-  tensors, found = _tensors(folder / WEIGHTS), _adapters(cfg)
+  tensors, matrices = _tensors(folder / WEIGHTS), _matrices(cfg)
   expected = {
-    a.tensor(end, i): a.tensor_shape(end)
-    for a in found
-    for end in (lora.A, lora.B)
+    matrix.key.format(i=i): matrix.tensor_shape
+    for matrix in matrices
     for i in range(cfg.num_layers)
   }
   missing = sorted(expected.keys() - tensors)
@@ -248,15 +232,10 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   ]
   if any(problems):
     raise UserError(f"{folder}: " + "; ".join(filter(None, problems)))
+  layers = range(cfg.num_layers)
   return {
-    adapter.path + end: np.stack(
-      [
-        adapter.from_peft(end, tensors[adapter.tensor(end, i)])
-        for i in range(cfg.num_layers)
-      ]
-    )
-    for adapter in found
-    for end in (lora.A, lora.B)
+    x.path: np.stack([x.from_peft(tensors[x.key.format(i=i)]) for i in layers])
+    for x in matrices
   }
 
 
@@ -280,7 +259,7 @@ def _tensors(path: epath.Path) -> dict[str, np.ndarray]:
   }
 
 
-def _require_supported(path, raw, wanted: lora.LoraConfig):
+def _require_supported(path, raw, wanted: LoraConfig):
   for key, values in _SUPPORTED.items():
     if key in raw and raw[key] not in values:
       raise UserError(

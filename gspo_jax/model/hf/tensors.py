@@ -17,14 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from etils import epath
 
+from gspo_jax.model import parameters
 from gspo_jax.model.config import ModelConfig
-from gspo_jax.model.transformer import init
 from gspo_jax.record import json_file
 from gspo_jax.record.run_files import in_bucket, is_file
 from gspo_jax.runtime.errors import (
@@ -45,48 +44,7 @@ _OUTAGE = re.compile(
 )
 _MAX_TENSORS = 1 << 20  # of a model; the largest published ones have 70,000
 _MAX_NAMES = 16  # in one error; a wrong folder has thousands
-_INPUTS_LAST = ((1,), (0,))
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-# From the end of a parameter's path to (tensor names, axes). The rows of these
-# tensors are concatenated; names in layers lack their "model.layers.{i}.".
-# `axes` are the axes of the parameter that form the rows, then the columns.
-TABLE = {
-  "embed": ([EMBEDDING], ((0,), (1,))),
-  "head": ([HEAD], _INPUTS_LAST),
-  "final_norm/scale": (["model.norm.weight"], ((0,),)),
-  "attention_norm/scale": (["input_layernorm.weight"], ((0,),)),
-  "mlp_norm/scale": (["post_attention_layernorm.weight"], ((0,),)),
-  "attention/q_norm/scale": (["self_attn.q_norm.weight"], ((0,),)),
-  "attention/k_norm/scale": (["self_attn.k_norm.weight"], ((0,),)),
-  "attention/q": (["self_attn.q_proj.weight"], ((1, 2), (0,))),
-  "attention/k": (["self_attn.k_proj.weight"], ((1, 2), (0,))),
-  "attention/v": (["self_attn.v_proj.weight"], ((1, 2), (0,))),
-  "attention/q_bias": (["self_attn.q_proj.bias"], ((0, 1),)),
-  "attention/k_bias": (["self_attn.k_proj.bias"], ((0, 1),)),
-  "attention/v_bias": (["self_attn.v_proj.bias"], ((0, 1),)),
-  "attention/o": (["self_attn.o_proj.weight"], ((2,), (0, 1))),
-  "mlp/gate": (["mlp.gate_proj.weight"], _INPUTS_LAST),
-  "mlp/up": (["mlp.up_proj.weight"], _INPUTS_LAST),
-  "mlp/down": (["mlp.down_proj.weight"], _INPUTS_LAST),
-  "moe/router": (["mlp.gate.weight"], _INPUTS_LAST),
-  "moe/gate_up": (
-    [f"mlp.experts.{{e}}.{n}_proj.weight" for n in ("gate", "up")],
-    ((2,), (1,)),
-  ),
-  "moe/down": (["mlp.experts.{e}.down_proj.weight"], ((2,), (1,))),
-}
-
-# The rows of TABLE that have other names in Mixtral.
-_MIXTRAL = {
-  "moe/router": (["block_sparse_moe.gate.weight"], _INPUTS_LAST),
-  "moe/gate_up": (
-    [f"block_sparse_moe.experts.{{e}}.w{n}.weight" for n in (1, 3)],
-    ((2,), (1,)),
-  ),
-  "moe/down": (["block_sparse_moe.experts.{e}.w2.weight"], ((2,), (1,))),
-}
 
 
 class TensorMap(NamedTuple):
@@ -141,18 +99,22 @@ class TensorMap(NamedTuple):
 
 
 def tensor_maps(cfg: ModelConfig) -> list[TensorMap]:
-  """The maps of all parameters of a model."""
-  tree = jax.eval_shape(lambda key: init(key, cfg), jax.random.key(0))
+  """The maps of all parameters of a model, in the order of its tree."""
   is_mixtral = cfg.num_experts and not cfg.qk_norm
-  table, maps = TABLE | (_MIXTRAL if is_mixtral else {}), []
-  for keys, leaf in jax.tree.leaves_with_path(tree):
-    path = jax.tree_util.keystr(keys, simple=True, separator="/")
-    key, shape, prefix = path, leaf.shape, ""
-    if path.startswith("layers/"):
-      key, shape = path.removeprefix("layers/"), leaf.shape[1:]
-      prefix = "model.layers.{i}."
-    names, axes = table[key]
-    maps.append(TensorMap(path, shape, tuple(prefix + n for n in names), axes))
+  maps = []
+  for row in sorted(parameters.rows(cfg), key=lambda row: row.path.split("/")):
+    prefix = "model.layers.{i}." if row.stacked else ""
+    names = (is_mixtral and row.mixtral) or row.tensors
+    _, inputs, outputs = row.groups
+    axes = (outputs, inputs) if row.transposed else (inputs, outputs)
+    maps.append(
+      TensorMap(
+        row.path,
+        row.shape(cfg),
+        tuple(prefix + name for name in names),
+        tuple(filter(None, axes)),  # a vector has no inputs
+      )
+    )
   return maps
 
 
