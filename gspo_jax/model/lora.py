@@ -34,13 +34,15 @@ def init(key: jax.Array, cfg: ModelConfig) -> dict:
   leaves = {}
   for i, row in enumerate(parameters.adapted(cfg)):
     a, b = row.adapters
-    shape = parameters.stack_shape(a, cfg)
     inputs = [a.shape(cfg)[axis] for axis in a.groups[1]]
     limit = math.prod(inputs) ** -0.5
     leaves[a.path] = jax.random.uniform(
-      jax.random.fold_in(key, i), shape, minval=-limit, maxval=limit
+      jax.random.fold_in(key, i),
+      a.stack_shape(cfg),
+      minval=-limit,
+      maxval=limit,
     )
-    leaves[b.path] = jnp.zeros(parameters.stack_shape(b, cfg))
+    leaves[b.path] = jnp.zeros(b.stack_shape(cfg))
   return sharding.tree_of_paths(leaves)
 
 

@@ -1,13 +1,13 @@
 """Every parameter of the policy, declared once.
 
 A row of `TABLE` has the dimensions of a parameter and their sharding, its
-initialiser, its tensors in a Hugging Face checkpoint, and whether it is a
+initial values, its tensors in a Hugging Face checkpoint, and whether it is a
 matrix that LoRA adapts and Muon updates. Dimensions are written as a map:
 "D -> N H" sums over D, "E | D -> 2F" has such a matrix for each expert, and "H"
 is a vector, a bias or the scale of a norm.
 
-The parameters of the blocks are stacked: in the tree they have one more axis in
-front, of the layers. All parameters are float32. Only matrices decay.
+Paths begin with "layers/" for the parameters of a block: in the tree they are
+stacked, with one more axis in front. All parameters are float32.
 
 Dimension key: V vocabulary, D model width, N query heads, K key-value heads, H
 head width, F hidden width, E experts, r rank of an adapter; q and k, the width
@@ -28,46 +28,14 @@ from gspo_jax.runtime import sharding
 
 # The ends of the paths of an adapter's matrices, see lora.py.
 A, B = "_lora_a", "_lora_b"
-_LAYERS = "layers/"
 
 
 def _sizes(cfg: ModelConfig) -> dict[str, int]:
-  H, over_heads = cfg.head_dim, cfg.qk_norm_over_heads
-  return {
-    "V": cfg.vocab_size,
-    "D": cfg.embed_dim,
-    "N": cfg.num_heads,
-    "K": cfg.num_kv_heads,
-    "H": H,
-    "q": cfg.num_heads * H if over_heads else H,
-    "k": cfg.num_kv_heads * H if over_heads else H,
-    "F": cfg.mlp_dim,
-    "2F": 2 * cfg.mlp_dim,
-    "E": cfg.num_experts,
-    "r": cfg.lora.rank if cfg.lora else 0,
-  }
-
-
-def _by_inputs(row: "Parameter", cfg):
-  """Variance 1 / inputs."""
-  del cfg
-  experts, inputs, outputs = row.groups
-  return initializers.lecun_normal(inputs, outputs, experts)
-
-
-def _by_width(row, cfg):
-  """Variance 1 / D.
-
-  An RMSNorm follows the embedding, so that its scale matters only where it is
-  the output matrix, too.
-  """
-  del row
-  return initializers.normal(cfg.embed_dim**-0.5)
-
-
-_always = lambda cfg: True
-_ones = lambda row, cfg: initializers.ones
-_zeros = lambda row, cfg: initializers.zeros
+  N, K, H, F = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.mlp_dim
+  q, k = (N * H, K * H) if cfg.qk_norm_over_heads else (H, H)
+  sizes = {"V": cfg.vocab_size, "D": cfg.embed_dim, "E": cfg.num_experts}
+  sizes |= {"N": N, "K": K, "H": H, "q": q, "k": k, "F": F, "2F": 2 * F}
+  return sizes | {"r": cfg.lora.rank if cfg.lora else 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,63 +46,55 @@ class Parameter:
     path: slash-joined, in the tree of parameters.
     dims: the dimensions of one layer's array, as the head of this file says.
     axes: the logical axis of each, for `sharding.RULES`.
-    init: (row, cfg) -> the initialiser of one layer's array.
     tensors: the names of its Hugging Face tensors, whose rows are concatenated;
       {e}: one for each expert. In a layer they begin with "model.layers.{i}.".
-    mixtral: other names that Mixtral has for them.
-    transposed: the tensors are [outputs, inputs], as those of linear layers.
     target: the part of a block, "attention" or "mlp", of a matrix that LoRA
       adapts and Muon updates; None for other parameters.
-    heads_first: a TPU decodes with the outputs before the inputs in memory.
     exists: whether a model has it.
+    init: "inputs": normal with variance 1 / inputs; "width": 1 / D; "ones";
+      "zeros".
+    transposed: the tensors are [outputs, inputs], as those of linear layers.
+    mixtral: other names that Mixtral has for the tensors.
   """
 
   path: str
   dims: str
   axes: str
-  init: Callable = _by_inputs
   tensors: tuple[str, ...] = ()
-  mixtral: tuple[str, ...] = ()
-  transposed: bool = True
   target: str | None = None
-  heads_first: bool = False
-  exists: Callable[[ModelConfig], bool] = _always
+  exists: Callable[[ModelConfig], bool] = lambda cfg: True
+  init: str = "inputs"
+  transposed: bool = True
+  mixtral: tuple[str, ...] = ()
 
   @property
   def stacked(self) -> bool:
     """Whether it has an axis of layers."""
-    return self.path.startswith(_LAYERS)
+    return self.path.startswith("layers/")
 
   @property
   def end(self) -> str:
-    """The end of the path of every array that belongs to it."""
-    return self.path.removeprefix(_LAYERS)
+    """The end of the paths of its arrays: of a layer, of a moment."""
+    return self.path.removeprefix("layers/")
 
   @property
   def decays(self) -> bool:
+    """Whether it is a matrix, the only kind that weight decay is for."""
     return "->" in self.dims
 
   @property
-  def groups(self) -> tuple[tuple[int, ...], ...]:
-    """The axes of experts, of inputs and of outputs in one layer's array."""
-    groups, first = [], 0
-    for names in self._names():
-      groups.append(tuple(range(first, first := first + len(names))))
-    return tuple(groups)
-
-  def _names(self):
+  def names(self) -> tuple[list[str], list[str], list[str]]:
+    """The dimensions of experts, of inputs and of outputs."""
     experts, _, rest = self.dims.rpartition("|")
     inputs, _, outputs = rest.rpartition("->")
     return experts.split(), inputs.split(), outputs.split()
 
-  def shape(self, cfg: ModelConfig) -> tuple[int, ...]:
-    """The shape of one layer's array."""
-    sizes = _sizes(cfg)
-    return tuple(sizes[name] for names in self._names() for name in names)
-
-  def initial(self, key: jax.Array | None, cfg: ModelConfig) -> jax.Array:
-    """Initial values of one layer's array."""
-    return self.init(self, cfg)(key, self.shape(cfg))
+  @property
+  def groups(self) -> tuple[tuple[int, ...], ...]:
+    """The axes of experts, of inputs and of outputs in one layer's array."""
+    e, i, o = map(len, self.names)
+    axes = tuple(range(e + i + o))
+    return axes[:e], axes[e : e + i], axes[e + i :]
 
   @property
   def logical_axes(self) -> tuple[str, ...]:
@@ -144,142 +104,111 @@ class Parameter:
   @property
   def adapters(self) -> tuple["Parameter", "Parameter"]:
     """A and B of its adapter; their rank is not sharded."""
-    experts, inputs, outputs = (" ".join(names) for names in self._names())
-    start = f"{experts} |" if experts else ""
-    axes = self.axes.split()
-    pick = lambda group: [axes[i] for i in self.groups[group]]
-    a = " ".join([*pick(0), *pick(1), "whole"])
-    b = " ".join([*pick(0), "whole", *pick(2)])
+    experts, inputs, outputs = (" ".join(names) for names in self.names)
+    e, i, o = ([self.axes.split()[a] for a in axes] for axes in self.groups)
     return (
-      Parameter(self.path + A, f"{start} {inputs} -> r", a),
-      Parameter(self.path + B, f"{start} r -> {outputs}", b),
+      Parameter(
+        self.path + A, f"{experts}|{inputs} -> r", " ".join([*e, *i, "whole"])
+      ),
+      Parameter(
+        self.path + B, f"{experts}|r -> {outputs}", " ".join([*e, "whole", *o])
+      ),
     )
 
+  def shape(self, cfg: ModelConfig) -> tuple[int, ...]:
+    """The shape of one layer's array."""
+    sizes = _sizes(cfg)
+    return tuple(sizes[name] for names in self.names for name in names)
 
-def _norm(path, dims, tensor, exists=_always):
-  return Parameter(path, dims, "whole", _ones, (tensor,), exists=exists)
+  def stack_shape(self, cfg: ModelConfig) -> tuple[int, ...]:
+    """The shape of the array in the tree of parameters."""
+    return (cfg.num_layers,) * self.stacked + self.shape(cfg)
 
-
-def _attention(name, dims, axes):
-  return Parameter(
-    f"layers/attention/{name}",
-    dims,
-    axes,
-    tensors=(f"self_attn.{name}_proj.weight",),
-    target="attention",
-    heads_first=name != "o",
-  )
-
-
-def _bias(name, dims):
-  return Parameter(
-    f"layers/attention/{name}_bias",
-    dims,
-    "heads head_dim",
-    _zeros,
-    (f"self_attn.{name}_proj.bias",),
-    exists=lambda cfg: cfg.attention_bias,
-  )
+  def initial(self, key: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Initial values of one layer's array."""
+    experts, inputs, outputs = self.groups
+    initializer = {
+      "inputs": initializers.lecun_normal(inputs, outputs, experts),
+      "width": initializers.normal(cfg.embed_dim**-0.5),
+      "ones": initializers.ones,
+      "zeros": initializers.zeros,
+    }
+    return initializer[self.init](key, self.shape(cfg))
 
 
-def _mlp(name, dims, axes):
-  return Parameter(
-    f"layers/mlp/{name}",
-    dims,
-    axes,
-    tensors=(f"mlp.{name}_proj.weight",),
-    target="mlp",
-    exists=lambda cfg: not cfg.num_experts,
-  )
-
-
-def _moe(name, dims, axes, tensors, mixtral, target=None):
-  return Parameter(
-    f"layers/moe/{name}",
-    dims,
-    axes,
-    tensors=tuple(f"mlp.{name}.weight" for name in tensors),
-    mixtral=tuple(f"block_sparse_moe.{name}.weight" for name in mixtral),
-    target=target,
-    exists=lambda cfg: cfg.num_experts,
-  )
-
-
-_has_qk_norm = lambda cfg: cfg.qk_norm
+_BIAS = {"exists": lambda cfg: cfg.attention_bias, "init": "zeros"}
+_NORM = {"init": "ones"}
+_QK_NORM = {"exists": lambda cfg: cfg.qk_norm, "init": "ones"}
+_ATTENTION = {"target": "attention"}
+_MLP = {"target": "mlp", "exists": lambda cfg: not cfg.num_experts}
+_MOE = {"target": "mlp", "exists": lambda cfg: cfg.num_experts}
 
 # Within a module the order is that of the random keys.
+# fmt: off
 TABLE = (
-  Parameter(
-    "embed",
-    "V -> D",
-    "vocab table",
-    _by_width,
-    ("model.embed_tokens.weight",),
-    transposed=False,
-  ),
-  _norm("layers/attention_norm/scale", "D", "input_layernorm.weight"),
-  _attention("q", "D -> N H", "embed heads whole"),
-  _attention("k", "D -> K H", "embed heads whole"),
-  _attention("v", "D -> K H", "embed heads whole"),
-  _attention("o", "N H -> D", "heads head_dim whole"),
-  _norm(
-    *("layers/attention/q_norm/scale", "q", "self_attn.q_norm.weight"),
-    _has_qk_norm,
-  ),
-  _norm(
-    *("layers/attention/k_norm/scale", "k", "self_attn.k_norm.weight"),
-    _has_qk_norm,
-  ),
-  _bias("q", "N H"),
-  _bias("k", "K H"),
-  _bias("v", "K H"),
-  _norm("layers/mlp_norm/scale", "D", "post_attention_layernorm.weight"),
-  _mlp("gate", "D -> F", "embed mlp"),
-  _mlp("up", "D -> F", "embed mlp"),
-  _mlp("down", "F -> D", "mlp embed"),
-  # No matrix for LoRA and Muon: its output is a choice.
-  _moe("router", "D -> E", "embed whole", ("gate",), ("gate",)),
+  # A norm follows the embedding: its scale matters where it is the head, too.
+  Parameter("embed", "V -> D", "vocab table", ("model.embed_tokens.weight",),
+            init="width", transposed=False),
+  Parameter("layers/attention_norm/scale", "D", "whole",
+            ("input_layernorm.weight",), **_NORM),
+  Parameter("layers/attention/q", "D -> N H", "embed heads whole",
+            ("self_attn.q_proj.weight",), **_ATTENTION),
+  Parameter("layers/attention/k", "D -> K H", "embed heads whole",
+            ("self_attn.k_proj.weight",), **_ATTENTION),
+  Parameter("layers/attention/v", "D -> K H", "embed heads whole",
+            ("self_attn.v_proj.weight",), **_ATTENTION),
+  Parameter("layers/attention/o", "N H -> D", "heads head_dim whole",
+            ("self_attn.o_proj.weight",), **_ATTENTION),
+  Parameter("layers/attention/q_norm/scale", "q", "whole",
+            ("self_attn.q_norm.weight",), **_QK_NORM),
+  Parameter("layers/attention/k_norm/scale", "k", "whole",
+            ("self_attn.k_norm.weight",), **_QK_NORM),
+  Parameter("layers/attention/q_bias", "N H", "heads head_dim",
+            ("self_attn.q_proj.bias",), **_BIAS),
+  Parameter("layers/attention/k_bias", "K H", "heads head_dim",
+            ("self_attn.k_proj.bias",), **_BIAS),
+  Parameter("layers/attention/v_bias", "K H", "heads head_dim",
+            ("self_attn.v_proj.bias",), **_BIAS),
+  Parameter("layers/mlp_norm/scale", "D", "whole",
+            ("post_attention_layernorm.weight",), **_NORM),
+  Parameter("layers/mlp/gate", "D -> F", "embed mlp",
+            ("mlp.gate_proj.weight",), **_MLP),
+  Parameter("layers/mlp/up", "D -> F", "embed mlp",
+            ("mlp.up_proj.weight",), **_MLP),
+  Parameter("layers/mlp/down", "F -> D", "mlp embed",
+            ("mlp.down_proj.weight",), **_MLP),
+  # Neither LoRA nor Muon takes the router: its output is a choice.
+  Parameter("layers/moe/router", "D -> E", "embed whole",
+            ("mlp.gate.weight",), **_MOE | {"target": None},
+            mixtral=("block_sparse_moe.gate.weight",)),
   # Gate and up side by side: one matmul, and no relayout on a TPU.
-  _moe(
-    "gate_up",
-    "E | D -> 2F",
-    "experts whole whole",
-    ("experts.{e}.gate_proj", "experts.{e}.up_proj"),
-    ("experts.{e}.w1", "experts.{e}.w3"),
-    "mlp",
-  ),
-  _moe(
-    "down",
-    "E | F -> D",
-    "experts whole whole",
-    ("experts.{e}.down_proj",),
-    ("experts.{e}.w2",),
-    "mlp",
-  ),
-  _norm("final_norm/scale", "D", "model.norm.weight"),
-  Parameter(
-    "head",
-    "D -> V",
-    "table vocab",
-    _by_width,
-    ("lm_head.weight",),
-    exists=lambda cfg: not cfg.tie_embeddings,
-  ),
+  Parameter("layers/moe/gate_up", "E | D -> 2F", "experts whole whole",
+            ("mlp.experts.{e}.gate_proj.weight",
+             "mlp.experts.{e}.up_proj.weight"), **_MOE,
+            mixtral=("block_sparse_moe.experts.{e}.w1.weight",
+                     "block_sparse_moe.experts.{e}.w3.weight")),
+  Parameter("layers/moe/down", "E | F -> D", "experts whole whole",
+            ("mlp.experts.{e}.down_proj.weight",), **_MOE,
+            mixtral=("block_sparse_moe.experts.{e}.w2.weight",)),
+  Parameter("final_norm/scale", "D", "whole", ("model.norm.weight",), **_NORM),
+  Parameter("head", "D -> V", "table vocab", ("lm_head.weight",), init="width",
+            exists=lambda cfg: not cfg.tie_embeddings),
   # A critic has it in place of the head.
-  Parameter("value_head", "D ->", "whole", _zeros, exists=lambda cfg: False),
+  Parameter("value_head", "D ->", "whole", exists=lambda cfg: False),
 )
+# fmt: on
 
 _ROWS = {
   row.end: row
   for parameter in TABLE
   for row in (parameter, *(parameter.adapters if parameter.target else ()))
 }
-# The end of a path -> the logical axes, for `sharding.state_shardings`.
+# The end of a path -> logical axes, for `sharding.state_shardings`.
 AXES = {end: row.logical_axes for end, row in _ROWS.items()}
 
 
 def find(path: str) -> Parameter:
-  """The row of a parameter or adapter, whose path may begin with anything.
+  """The row of a parameter, of an adapter, or of a moment of either.
 
   Raises:
     ValueError: no row, or more than one, matches the path.
@@ -296,9 +225,9 @@ def adapted(cfg: ModelConfig) -> list[Parameter]:
   """The parameters that `cfg.lora` adapts, in the order of their tree."""
   if not cfg.lora:
     return []
-  chosen = lambda row: cfg.lora.targets in (row.target, "all-linear")
-  matrices = [row for row in rows(cfg) if row.target and chosen(row)]
-  return sorted(matrices, key=lambda row: row.path)
+  targets = {cfg.lora.targets} - {"all-linear"} or {"attention", "mlp"}
+  chosen = [row for row in rows(cfg) if row.target in targets]
+  return sorted(chosen, key=lambda row: row.path)
 
 
 def shapes(cfg: ModelConfig) -> dict:
@@ -306,15 +235,10 @@ def shapes(cfg: ModelConfig) -> dict:
   adapters = [x for row in adapted(cfg) for x in row.adapters]
   return sharding.tree_of_paths(
     {
-      row.path: jax.ShapeDtypeStruct(stack_shape(row, cfg), jnp.float32)
+      row.path: jax.ShapeDtypeStruct(row.stack_shape(cfg), jnp.float32)
       for row in (*rows(cfg), *adapters)
     }
   )
-
-
-def stack_shape(row: Parameter, cfg: ModelConfig) -> tuple[int, ...]:
-  """The shape of the array in the tree of parameters."""
-  return (cfg.num_layers,) * row.stacked + row.shape(cfg)
 
 
 def shardings(shapes, mesh: jax.sharding.Mesh):
@@ -340,29 +264,28 @@ class _Nested(nn.Module):
   """A parameter in a scope of its own."""
 
   @nn.compact
-  def __call__(self, name, init, shape):
-    return self.param(name, init, shape)
+  def __call__(self, name, initial, cfg):
+    return self.param(name, initial, cfg)
 
 
 def declare(
   module: nn.Module, part: str, cfg: ModelConfig
 ) -> dict[str, jax.Array]:
-  """The parameters of a Flax module by name, with the adapters in its weights.
+  """The parameters of a Flax module by name, with the adapters that it has.
 
   B is multiplied by alpha / rank, so that what follows needs no factor. It is
   rounded to `cfg.dtype` before, as in the weights for decoding.
   """
   weights = {}
   for row in rows(cfg):
-    if not row.end.startswith(f"{part}/"):
+    module_name, _, name = row.end.partition("/")
+    if module_name != part:
       continue
-    name = row.end.removeprefix(f"{part}/")
-    init, shape = row.init(row, cfg), row.shape(cfg)
-    if "/" in name:
-      name, leaf = name.split("/")
-      weights[name] = _Nested(name=name)(leaf, init, shape)
+    name, _, leaf = name.partition("/")
+    if leaf:
+      weights[name] = _Nested(name=name)(leaf, row.initial, cfg)
     else:
-      weights[name] = module.param(name, init, shape)
+      weights[name] = module.param(name, row.initial, cfg)
     if module.has_variable("params", name + A):
       weights[name + A] = module.get_variable("params", name + A)
       b = wide(module.get_variable("params", name + B).astype(cfg.dtype))

@@ -52,8 +52,9 @@ def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh):
   is_tpu = mesh.devices.flat[0].platform == "tpu"
 
   def place(keys, sharded):
-    first = parameters.find(sharding.path_name(keys)).heads_first
-    if first and is_tpu and cfg.head_dim % 128 == 0:
+    row = parameters.find(sharding.path_name(keys))
+    to_heads = row.target == "attention" and len(row.groups[2]) > 1
+    if to_heads and is_tpu and cfg.head_dim % 128 == 0:
       return Format(Layout((1, 0, 2)), sharded)
     return sharded
 
