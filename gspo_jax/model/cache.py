@@ -22,36 +22,23 @@ from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-  """Keys and values of prompts, shared by the rows of each group.
+  """Keys and values of prompts, shared by the rows of each group."""
 
-  Attributes:
-    k: per layer, [P, K, S, H].
-    v: per layer, [P, K, S, H].
-    valid: [P, S] bool, false at padding.
-  """
-
-  k: tuple[jax.Array, ...]
-  v: tuple[jax.Array, ...]
-  valid: jax.Array
+  k: tuple[jax.Array, ...]  # per layer, [P, K, S, H]
+  v: tuple[jax.Array, ...]  # per layer, [P, K, S, H]
+  valid: jax.Array  # [P, S] bool, false at padding
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-  """Keys and values of the tokens so far.
+  """Keys and values of the tokens so far."""
 
-  Attributes:
-    k: per layer, [B, K, S, H].
-    v: per layer, [B, K, S, H].
-    valid: [B, S] bool, false at padding and at slots not yet written.
-    length: [] int32, slots written.
-    prefix: the tokens before slot 0, shared by B / P rows; or None.
-  """
-
-  k: tuple[jax.Array, ...]
-  v: tuple[jax.Array, ...]
-  valid: jax.Array
-  length: jax.Array
+  k: tuple[jax.Array, ...]  # per layer, [B, K, S, H]
+  v: tuple[jax.Array, ...]  # per layer, [B, K, S, H]
+  valid: jax.Array  # [B, S] bool, false at padding and at slots not yet written
+  length: jax.Array  # [] int32, slots written
+  # The tokens before slot 0, shared by B / P rows; or None.
   prefix: Prefix | None = None
 
   def mark_valid(self, mask_BT: jax.Array) -> "Cache":

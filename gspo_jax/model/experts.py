@@ -49,15 +49,10 @@ def _project_down(h_RF, weights_R, down, sizes_e):
 
 
 class ExpertOutput(NamedTuple):
-  """The output of one device's experts.
+  """The output of one device's experts."""
 
-  Attributes:
-    y_MD: the weighted sum over the experts of this device.
-    num_rows: [] int32, the rows processed.
-  """
-
-  y_MD: jax.Array
-  num_rows: jax.Array
+  y_MD: jax.Array  # the weighted sum over the experts of this device
+  num_rows: jax.Array  # [] int32, the rows processed
 
 
 def apply(
@@ -93,24 +88,16 @@ def apply(
 
 
 class _Operands(NamedTuple):
-  """What the chunks are computed from.
+  """What the chunks are computed from."""
 
-  Attributes:
-    x_MD: tokens.
-    weights: [M * k] routing weights.
-    gate_up: [e, D, 2F], with adapters or without.
-    down: [e, F, D], likewise.
-    order: rows sorted by expert, row i being token i // k; those of other
-      devices last.
-    ends_e: the end of each expert's rows in `order`.
-  """
-
-  x_MD: jax.Array
-  weights: jax.Array
-  gate_up: lora.Experts
-  down: lora.Experts
+  x_MD: jax.Array  # tokens
+  weights: jax.Array  # [M * k] routing weights
+  gate_up: lora.Experts  # [e, D, 2F], with adapters or without
+  down: lora.Experts  # [e, F, D], likewise
+  # Rows sorted by expert, row i being token i // k; those of other devices
+  # last.
   order: jax.Array
-  ends_e: jax.Array
+  ends_e: jax.Array  # the end of each expert's rows in `order`
 
 
 def _chunk(operands: _Operands, start, R):

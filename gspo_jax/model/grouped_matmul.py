@@ -258,21 +258,15 @@ swiglu_in_blocks.defvjp(_experts_forward, _experts_backward)
 
 
 class _Places(NamedTuple):
-  """The assignment of pairs of a token and an expert to blocks.
+  """The assignment of pairs of a token and an expert to blocks."""
 
-  Attributes:
-    pair_nb: the pair m * k + j at each place; M * k where there is none.
-    slot_Mk: the place of each pair; n * b or more if it has no expert.
-    group_n: the expert of each block.
-    count: [] the number of blocks in use.
-    num_pairs: [] int32, the pairs that have an expert.
-  """
-
+  # The pair m * k + j at each place; M * k where there is none.
   pair_nb: jax.Array
+  # The place of each pair; n * b or more if it has no expert.
   slot_Mk: jax.Array
-  group_n: jax.Array
-  count: jax.Array
-  num_pairs: jax.Array
+  group_n: jax.Array  # the expert of each block
+  count: jax.Array  # [] the number of blocks in use
+  num_pairs: jax.Array  # [] int32, the pairs that have an expert
 
 
 def _places(experts_Mk, num_experts) -> _Places:
@@ -298,20 +292,14 @@ def _weights(weights_Mk, places, dtype):
 
 
 class _Blocks(NamedTuple):
-  """The assignment of rows to blocks.
+  """The assignment of rows to blocks."""
 
-  Attributes:
-    slot_R: the place of each row in the blocks; n * b or more for the rows
-      beyond the groups.
-    count: [] the number of blocks in use.
-    group_n: the group of each block.
-    size: b.
-  """
-
+  # The place of each row in the blocks; n * b or more for the rows beyond the
+  # groups.
   slot_R: jax.Array
-  count: jax.Array
-  group_n: jax.Array
-  size: int
+  count: jax.Array  # [] the number of blocks in use
+  group_n: jax.Array  # the group of each block
+  size: int  # b
 
 
 def _blocks(R, sizes_e, most=_MAX_BLOCK) -> _Blocks:

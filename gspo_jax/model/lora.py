@@ -104,17 +104,11 @@ def _merge_one(path, leaves, scale, dtype):
 
 
 class Experts(NamedTuple):
-  """One projection of the experts of a device.
+  """One projection of the experts of a device."""
 
-  Attributes:
-    weight: [e, inputs, outputs].
-    a: [e, inputs, r], or None without an adapter.
-    b: [e, r, outputs], or None.
-  """
-
-  weight: jax.Array
-  a: jax.Array | None = None
-  b: jax.Array | None = None
+  weight: jax.Array  # [e, inputs, outputs]
+  a: jax.Array | None = None  # [e, inputs, r], or None without an adapter
+  b: jax.Array | None = None  # [e, r, outputs], or None
 
 
 def grouped_product(x_RD, experts: Experts, sizes_e):

@@ -21,35 +21,25 @@ from gspo_jax.runtime import sharding
 
 
 class Routing(NamedTuple):
-  """The router's output in one layer, without gradient.
+  """The router's output in one layer, without gradient."""
 
-  Attributes:
-    experts: [B, T, k] unsigned int, the experts that each token was sent to.
-    log_probs: [B, T, k] float32, the log-softmax over ALL experts, at `routes`
-      if they were given, else at `experts`.
-    entropy: [B, T] float32, nats, of that softmax.
-    dropped: [] int32, pairs of a real token and an expert that no device
-      processed; always 0, but counted.
-  """
-
+  # [B, T, k] unsigned int, the experts that each token was sent to.
   experts: jax.Array
+  # [B, T, k] float32, the log-softmax over ALL experts, at `routes` if they
+  # were given, else at `experts`.
   log_probs: jax.Array
-  entropy: jax.Array
+  entropy: jax.Array  # [B, T] float32, nats, of that softmax
+  # [] int32, pairs of a real token and an expert that no device processed;
+  # always 0, but counted.
   dropped: jax.Array
 
 
 class Routes(NamedTuple):
-  """Experts of an earlier pass, and their use in this one; see `MoE`.
+  """Experts of an earlier pass, and their use in this one; see `MoE`."""
 
-  Attributes:
-    experts: [L, B, T, k], or [B, T, k] in one layer.
-    replay: bool, static.
-    use_own_experts: [] bool.
-  """
-
-  experts: jax.Array | None = None
-  replay: bool = False
-  use_own_experts: jax.Array | None = None
+  experts: jax.Array | None = None  # [L, B, T, k], or [B, T, k] in one layer
+  replay: bool = False  # bool, static
+  use_own_experts: jax.Array | None = None  # [] bool
 
 
 NO_ROUTES = Routes()

@@ -29,22 +29,18 @@ _PAGES = PartitionSpec("tensor", BATCH_AXES)  # [K, n, S, H]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-  """Keys and values of the tokens so far; each row is fed one token at a time.
+  """Keys and values of the tokens so far; each row is fed one token at a time."""
 
-  Attributes:
-    k: per layer, [K / j, n, S, j * H]; j is 1 except on a TPU.
-    v: likewise.
-    table: [B, W] int32, the pages of each row, in the order of its tokens; any
-      valid number in unused entries. Rows may share pages that are full.
-    lengths: [B] int32, tokens stored. An active row has room for one more.
-    active: [B] bool; the other rows write nothing, and their attention output
-      is finite, but meaningless.
-  """
-
+  # Per layer, [K / j, n, S, j * H]; j is 1 except on a TPU.
   k: tuple[jax.Array, ...]
-  v: tuple[jax.Array, ...]
+  v: tuple[jax.Array, ...]  # likewise
+  # [B, W] int32, the pages of each row, in the order of its tokens; any valid
+  # number in unused entries. Rows may share pages that are full.
   table: jax.Array
+  # [B] int32, tokens stored. An active row has room for one more.
   lengths: jax.Array
+  # [B] bool; the other rows write nothing, and their attention output is
+  # finite, but meaningless.
   active: jax.Array
 
   def mark_valid(self, mask_BT: jax.Array) -> "Pages":

@@ -40,32 +40,25 @@ def _sizes(cfg: ModelConfig) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-  """One array of the policy.
+  """One array of the policy."""
 
-  Attributes:
-    path: slash-joined, in the tree of parameters.
-    dims: the dimensions of one layer's array, as the head of this file says.
-    axes: the logical axis of each, for `sharding.RULES`.
-    tensors: the names of its Hugging Face tensors, whose rows are concatenated;
-      {e}: one for each expert. In a layer they begin with "model.layers.{i}.".
-    target: the part of a block, "attention" or "mlp", of a matrix that LoRA
-      adapts and Muon updates; None for other parameters.
-    exists: whether a model has it.
-    init: "inputs": normal with variance 1 / inputs; "width": 1 / D; "ones";
-      "zeros".
-    transposed: the tensors are [outputs, inputs], as those of linear layers.
-    mixtral: other names that Mixtral has for the tensors.
-  """
-
-  path: str
+  path: str  # slash-joined, in the tree of parameters
+  # The dimensions of one layer's array, as the head of this file says.
   dims: str
-  axes: str
+  axes: str  # the logical axis of each, for `sharding.RULES`
+  # The names of its Hugging Face tensors, whose rows are concatenated; {e}: one
+  # for each expert. In a layer they begin with "model.layers.{i}.".
   tensors: tuple[str, ...] = ()
+  # The part of a block, "attention" or "mlp", of a matrix that LoRA adapts and
+  # Muon updates; None for other parameters.
   target: str | None = None
+  # Whether a model has it.
   exists: Callable[[ModelConfig], bool] = lambda cfg: True
+  # "inputs": normal with variance 1 / inputs; "width": 1 / D; "ones"; "zeros".
   init: str = "inputs"
+  # The tensors are [outputs, inputs], as those of linear layers.
   transposed: bool = True
-  mixtral: tuple[str, ...] = ()
+  mixtral: tuple[str, ...] = ()  # other names that Mixtral has for the tensors
 
   @property
   def stacked(self) -> bool:

@@ -4,7 +4,7 @@ Flax Linen is used in this folder only, to name and initialise parameters. Other
 wings call `forward(params, ...)` with any weights: policy, old or reference.
 
 Dimension key: B rows, T tokens, L layers, D model width, N query heads, K
-key-value heads, H head width, F hidden width, V vocabulary, k experts a token.
+key-value heads, H head width, V vocabulary, k experts a token.
 """
 
 import contextlib
@@ -29,30 +29,23 @@ _SMALL_DEPTH = 8  # layers that a CPU compiles unrolled
 
 
 class HiddenStates(NamedTuple):
-  """The output of the blocks.
+  """The output of the blocks."""
 
-  Attributes:
-    hidden: [B, T, D], after the last norm; `unembed` maps it to logits.
-    routing: of every layer, with a leading axis L; None for a dense model.
-    cache: the cache with the T tokens added; None if none was given.
-  """
-
+  # [B, T, D], after the last norm; `unembed` maps it to logits.
   hidden: jax.Array
+  # Of every layer, with a leading axis L; None for a dense model.
   routing: Routing | None
+  # The cache with the T tokens added; None if none was given.
   cache: kv.Cache | None
 
 
 class Output(NamedTuple):
-  """The output of `forward`.
+  """The output of `forward`."""
 
-  Attributes:
-    logits: [B, T, V] float32.
-    experts: [L, B, T, k], the experts of each token; None for a dense model.
-    cache: the cache with the T tokens added; None if none was given.
-  """
-
-  logits: jax.Array
+  logits: jax.Array  # [B, T, V] float32
+  # [L, B, T, k], the experts of each token; None for a dense model.
   experts: jax.Array | None
+  # The cache with the T tokens added; None if none was given.
   cache: kv.Cache | None
 
 

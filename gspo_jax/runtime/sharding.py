@@ -52,9 +52,9 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
   torus. With several slices, each slice holds a contiguous part of `data`.
 
   Args:
-    devices: the devices of the mesh; all devices by default.
-    **sizes: the number of devices along each axis, 1 if absent. One axis may
-      be -1: it takes the devices that the other axes leave.
+    devices: all devices by default.
+    **sizes: devices along each axis, 1 if absent. One axis may be -1: it takes
+      the devices that the other axes leave.
 
   Raises:
     UserError: the product of the sizes is not the number of devices, or `data`
@@ -62,9 +62,9 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
   """
   devices = jax.devices() if devices is None else devices
   shape = [sizes.get(axis, 1) for axis in AXES]
-  given = math.prod(n for n in shape if n != -1)
-  if shape.count(-1) == 1 and given > 0 and len(devices) % given == 0:
-    shape[shape.index(-1)] = len(devices) // given
+  known = math.prod(n for n in shape if n != -1)
+  if shape.count(-1) == 1 and known > 0 and len(devices) % known == 0:
+    shape[shape.index(-1)] = len(devices) // known
   if min(shape) < 1 or math.prod(shape) != len(devices):
     part = len(devices) < len(devices[0].client.devices())
     raise UserError(
@@ -77,19 +77,15 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
 
 
 def split_devices(sampler: int, devices=None) -> tuple[list, list]:
-  """The trainer's devices, and as many of the sampler's own.
+  """Splits devices into the trainer's and `sampler` devices of the sampler.
 
   One process gives the sampler its last devices. Of several processes each
-  gives the last half of its own: all run both programs, and weights go from
-  one device to another of the same process.
-
-  Args:
-    sampler: `sampler_mesh.devices`; 0: none of its own.
-    devices: those to split; all devices by default.
+  gives the last half of its devices: every process runs both programs, and
+  weights move between two devices of one process.
 
   Raises:
-    UserError: the trainer would have none, or several processes cannot split
-      their devices so.
+    UserError: the trainer would have none, or several processes cannot give
+      half of their devices each.
   """
   devices = list(jax.devices() if devices is None else devices)
   if not sampler:
@@ -97,8 +93,8 @@ def split_devices(sampler: int, devices=None) -> tuple[list, list]:
   processes = _by_process(devices)
   if len(processes) > 1:
     _require_halves(sampler, processes)
-    trainer = [d for own in processes for d in own[: len(own) // 2]]
-    return trainer, [d for own in processes for d in own[len(own) // 2 :]]
+    trainer = [d for group in processes for d in group[: len(group) // 2]]
+    return trainer, [d for group in processes for d in group[len(group) // 2 :]]
   if not 0 < sampler < len(devices):
     raise UserError(
       f"sampler_mesh.devices={sampler}: expected at most {len(devices) - 1} of "
@@ -118,7 +114,7 @@ def _by_process(devices) -> list[list]:
 
 def _require_halves(sampler, processes):
   devices = sum(map(len, processes))
-  if sampler * 2 != devices or any(len(own) % 2 for own in processes):
+  if sampler * 2 != devices or any(len(group) % 2 for group in processes):
     raise UserError(
       f"sampler_mesh.devices={sampler}: expected 0, or with {len(processes)} "
       f"processes half of the {devices} devices, an equal part of each process"
@@ -137,20 +133,12 @@ _NO_PARTS = ("TPU v5 lite", "TPU v6 lite")
 
 
 def beside(mesh: Mesh, devices) -> Mesh:
-  """A mesh of as many other devices, each in the place of one of its process.
-
-  Args:
-    mesh: of the devices that are replaced.
-    devices: the others.
-  """
-  places = zip(
+  """The same mesh on other devices: each replaces one of its own process."""
+  pairs = {}
+  for old, new in zip(
     _by_process(mesh.devices.flat), _by_process(devices), strict=True
-  )
-  pairs = {
-    old: new
-    for olds, news in places
-    for old, new in zip(olds, news, strict=True)
-  }
+  ):
+    pairs |= zip(old, new, strict=True)
   return _mesh(np.vectorize(pairs.get, otypes=[object])(mesh.devices))
 
 
@@ -181,7 +169,7 @@ def _arrange(devices, shape) -> np.ndarray:
 
 
 class _Placed:
-  """A device that says it has other coordinates."""
+  """A device with other coordinates."""
 
   def __init__(self, device, coords):
     self.device, self.coords = device, coords
@@ -191,7 +179,7 @@ class _Placed:
 
 
 def _without_gaps(devices) -> list[_Placed]:
-  """The devices, as if rows of the torus in which none lies were not there.
+  """The devices with coordinates that leave out empty rows of the torus.
 
   A part of each host's chips leaves such gaps, and JAX arranges whole boxes.
   """
@@ -205,9 +193,9 @@ def _without_gaps(devices) -> list[_Placed]:
 
 
 def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
-  """The same devices in the same order, split over two axes and `data`.
+  """The same devices in the same order, over `data`, `expert` and `tensor`.
 
-  For decoding: no weight is gathered, and no row is split.
+  For decoding, which gathers no weight and splits no row.
 
   Raises:
     UserError: `expert` times `tensor` does not divide the devices.
@@ -323,7 +311,7 @@ def tree_of_paths(leaves: dict[str, Any]) -> dict:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """The sharding of samples: their first axis over all of `BATCH_AXES`."""
+  """The sharding of samples: the first axis over `BATCH_AXES`."""
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
@@ -343,10 +331,10 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def key_beside(rows: NamedSharding, key: jax.Array) -> jax.Array:
-  """A key where `jax.jit` takes it together with these rows.
+  """Copies a key to the devices of `rows`, so that one `jax.jit` takes both.
 
-  A key that `jax.jit` may put where it likes stays as it is; another one is
-  copied to all their devices. Every process must have it.
+  An uncommitted key, which `jax.jit` moves itself, stays as it is. Every
+  process must have the key.
   """
   if not key.committed and key.sharding.device_set <= rows.device_set:
     return key

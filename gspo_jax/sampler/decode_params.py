@@ -16,9 +16,7 @@ from gspo_jax.sampler.next_token import VOCAB_AXES
 def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:
   """The weights in `cfg.dtype` on the decoding mesh, with an untied `head`.
 
-  Adapters stay beside their weights, as in the trainer: bfloat16 would round a
-  merged weight by up to 0.4 % of itself.
-
+  Adapters are not merged: bfloat16 rounds a weight by up to 0.4 % of itself.
   The layers are moved one at a time, because a weight on its way between two
   meshes may be whole on one device.
   """

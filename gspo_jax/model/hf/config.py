@@ -23,21 +23,14 @@ from gspo_jax.runtime.errors import (
 
 
 class _Family(NamedTuple):
-  """An architecture of transformers.
+  """An architecture of transformers."""
 
-  Attributes:
-    loads_with: its class for language models.
-    fields: the fields of ModelConfig that it implies.
-    experts: the keys of its number of experts and of their hidden width.
-    rope_theta: where config.json has none.
-    supported: as `_SUPPORTED`, for this family.
-  """
-
-  loads_with: str
-  fields: dict
+  loads_with: str  # its class for language models
+  fields: dict  # the fields of ModelConfig that it implies
+  # The keys of its number of experts and of their hidden width.
   experts: tuple[str, str] | None = None
-  rope_theta: float = 1e4
-  supported: dict | None = None
+  rope_theta: float = 1e4  # where config.json has none
+  supported: dict | None = None  # as `_SUPPORTED`, for this family
 
 
 # By model_type.

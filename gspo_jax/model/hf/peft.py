@@ -57,25 +57,15 @@ _SUPPORTED = {
 
 
 class _Matrix(NamedTuple):
-  """A or B of one adapter.
+  """A or B of one adapter."""
 
-  Attributes:
-    path: in the tree of adapters.
-    name: what the config calls its weight: a module, or a parameter.
-    is_parameter: whether PEFT adapts a parameter, of all experts.
-    key: the tensor's name, for `.format(i=layer)`.
-    shape: of one layer.
-    matrix: this shape as (experts, rows, columns).
-    expert_last: the tensor is [columns, rows * experts], not [experts *
-      columns, rows].
-  """
-
-  path: str
-  name: str
-  is_parameter: bool
-  key: str
-  shape: tuple[int, ...]
-  matrix: tuple[int, int, int]
+  path: str  # in the tree of adapters
+  name: str  # what the config calls its weight: a module, or a parameter
+  is_parameter: bool  # whether PEFT adapts a parameter, of all experts
+  key: str  # the tensor's name, for `.format(i=layer)`
+  shape: tuple[int, ...]  # of one layer
+  matrix: tuple[int, int, int]  # this shape as (experts, rows, columns)
+  # The tensor is [columns, rows * experts], not [experts * columns, rows].
   expert_last: bool
 
   @property

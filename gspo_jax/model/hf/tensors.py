@@ -48,18 +48,12 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class TensorMap(NamedTuple):
-  """One of our parameters and its HF tensors.
+  """One of our parameters and its HF tensors."""
 
-  Attributes:
-    path: slash-joined, in the tree of parameters.
-    shape: of the parameter, without the axis of layers.
-    names: of the tensors, for `.format(i=layer, e=expert)`.
-    axes: axes of the parameter that are a tensor's rows, and its columns.
-  """
-
-  path: str
-  shape: tuple[int, ...]
-  names: tuple[str, ...]
+  path: str  # slash-joined, in the tree of parameters
+  shape: tuple[int, ...]  # of the parameter, without the axis of layers
+  names: tuple[str, ...]  # of the tensors, for `.format(i=layer, e=expert)`
+  # Axes of the parameter that are a tensor's rows, and its columns.
   axes: tuple[tuple[int, ...], ...]
 
   @property
