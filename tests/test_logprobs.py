@@ -134,7 +134,7 @@ def test_the_routing_is_that_of_the_predicting_positions(replay, seed):
     np.testing.assert_array_equal(out.experts, routes)
   for column, t in enumerate(range(S, T)):
     for actual, expected in (
-      (out.router_logps, full.routing.log_probs),
+      (out.router_logps, full.routing.logps),
       (out.router_entropy, full.routing.entropy),
     ):
       close = functools.partial(np.testing.assert_allclose, atol=1e-5)

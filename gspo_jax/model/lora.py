@@ -5,7 +5,7 @@ The adapters are a small tree of their own, with `q_lora_a` and `q_lora_b` for a
 weight `q`. `join` puts both into one tree for `forward`. Given the base alone,
 `forward` runs it without adapters.
 
-Dimension key: L layers, E experts, r rank, R rows.
+Dimension key: L layers, E experts, r rank, A rows.
 """
 
 import math
@@ -111,12 +111,12 @@ class Experts(NamedTuple):
   b: jax.Array | None = None  # [e, r, outputs], or None
 
 
-def grouped_product(x_RD, experts: Experts, sizes_e):
+def grouped_product(x_AD, experts: Experts, sizes_e):
   """`grouped_matmul.matmul` with the adapters of each group added."""
-  cast = lambda w: w.astype(x_RD.dtype)
-  y = grouped_matmul.matmul(x_RD, cast(experts.weight), sizes_e)
+  cast = lambda w: w.astype(x_AD.dtype)
+  y = grouped_matmul.matmul(x_AD, cast(experts.weight), sizes_e)
   if experts.a is None:
     return y
-  low = grouped_matmul.matmul(x_RD, cast(experts.a), sizes_e)
+  low = grouped_matmul.matmul(x_AD, cast(experts.a), sizes_e)
   delta = grouped_matmul.matmul(low, cast(experts.b), sizes_e)
-  return rounded(wide(y) + wide(delta), x_RD.dtype)
+  return rounded(wide(y) + wide(delta), x_AD.dtype)

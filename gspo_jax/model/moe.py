@@ -27,7 +27,7 @@ class Routing(NamedTuple):
   experts: jax.Array
   # [B, T, k] float32, the log-softmax over ALL experts, at `routes` if they
   # were given, else at `experts`.
-  log_probs: jax.Array
+  logps: jax.Array
   entropy: jax.Array  # [B, T] float32, nats, of that softmax
   # [] int32, pairs of a real token and an expert that no device processed;
   # always 0, but counted.
@@ -72,7 +72,7 @@ class MoE(nn.Module):
       routes_BTk: experts of an earlier pass, or None.
       replay: send the tokens to `routes_BTk`. The weights are the current
         router's, so it receives gradients. Otherwise the routes only decide
-        where `Routing.log_probs` are taken.
+        where `Routing.logps` are taken.
       use_own_experts: [] bool, or None for false: replaces the routes by the
         top k experts.
 

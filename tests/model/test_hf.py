@@ -502,9 +502,9 @@ def test_a_bucket_sends_each_byte_once(changes, tmp_path, monkeypatch):
   monkeypatch.setattr(hf_tensors, "in_bucket", lambda path: True)
   bucket = lambda path: BucketFile(f"file://{path}")
   monkeypatch.setattr(hf_tensors, "_open", bucket)
-  source = hf_tensors.HFCheckpoint(tmp_path / "out")
+  source = hf_tensors.HFCheckpoint(tmp_path / "out", cfg)
   monkeypatch.setattr(BucketFile, "read", recorded)
-  monkeypatch.setattr(hf_checkpoint, "HFCheckpoint", lambda folder: source)
+  monkeypatch.setattr(hf_checkpoint, "HFCheckpoint", lambda folder, cfg: source)
   again = hf.load_hf(
     tmp_path / "out", cfg, shardings=model.shardings(params, mesh)
   )

@@ -96,12 +96,9 @@ _RUNTIME_FIELDS = ("dtype", "remat", "keep", "unroll")
 def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
   """The `ModelConfig` of the checkpoint in `folder`, with some fields changed.
 
-  Args:
-    folder: with a config.json of one of `FAMILIES`.
-    **changes: fields of `ModelConfig`, such as `dtype` or `remat`.
-
   Raises:
-    UserError: no such file, or a value that `ModelConfig` does not support.
+    UserError: no config.json of one of `FAMILIES`, or a value in it that
+      `ModelConfig` does not support.
   """
   path = epath.Path(folder) / "config.json"
   raw = read(path)
@@ -111,10 +108,10 @@ def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
 
 
 def context_length(folder: epath.PathLike) -> int | None:
-  """The most tokens of a text, as the config.json in `folder` has it.
+  """The maximum tokens of a text, from the config.json in `folder`.
 
-  That is max_position_embeddings, or what a scaling of the rotary embeddings
-  stretches the texts to, if that is more. None: config.json has neither.
+  It is max_position_embeddings or, if more, the length to which a scaling of
+  the rotary embeddings stretches texts. None: config.json has neither.
 
   Raises:
     UserError: as `config_from_hf`.
@@ -315,8 +312,7 @@ def config_to_hf(
   Args:
     cfg: the model.
     dtype: of the tensors.
-    like: a folder whose config.json is copied with `dtype` changed. None: a new
-      one from `cfg`.
+    like: a folder whose config.json is copied, with `dtype` changed.
 
   Raises:
     UserError: no family of transformers has this architecture, or `like` is

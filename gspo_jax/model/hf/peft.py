@@ -125,10 +125,10 @@ def save_peft(
 
   Args:
     adapters: as `lora.init` returns them.
-    cfg: the model, with `lora`.
+    cfg: with `lora`.
     folder: must not exist, or be empty.
-    base: where the weights are: a folder or a name on the Hugging Face Hub; ""
-      for unknown.
+    base: the folder of the weights or their name on the Hugging Face Hub; "" if
+      unknown.
 
   Raises:
     UserError: the folder is not empty or cannot be written.
@@ -178,11 +178,7 @@ def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
   """Reads the float32 adapters in `folder`.
 
   With several processes, all of them call this, and each reads all adapters.
-
-  Args:
-    folder: that PEFT or `save_peft` wrote.
-    cfg: the model, with `lora`.
-    shardings: of the adapters; None: all on the first device.
+  `cfg` has `lora`; without shardings, all adapters are on the first device.
 
   Raises:
     UserError: no such folder, or adapters that differ from those of `cfg`: in
@@ -230,7 +226,7 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
 
 
 def _tensors(path: epath.Path) -> dict[str, np.ndarray]:
-  """All tensors of a file; that of a bucket is read whole, too."""
+  """All tensors of a file, which is read into memory."""
   safetensors = import_safetensors()
   with with_reason(str(path)), content_of(f"{path}: damaged"):
     if not is_file(path):
