@@ -231,14 +231,14 @@ def spec(
   mesh: Mesh,
   axes: Mapping[str, Sequence[str]],
 ) -> PartitionSpec:
-  """The PartitionSpec of one array of the training state.
+  """The PartitionSpec of one array of the training state; scalars are whole.
 
   Args:
     path: slash-joined.
-    shape: the shape of the array; scalars are replicated.
+    shape: the shape of the array.
     mesh: a mesh of `make_mesh`.
-    axes: end of a path -> logical axes. Of a rule that begins with "layers",
-      one layer's array has the others.
+    axes: end of a path -> logical axes. If they begin with "layers", the array
+      of one layer has the others.
 
   Raises:
     ValueError: no rule or more than one matches the path, or the rule has
@@ -280,12 +280,9 @@ def partition_spec(names: Sequence[str]) -> PartitionSpec:
 
 def state_shardings(shapes, mesh: Mesh, axes: Mapping[str, Sequence[str]]):
   """The shardings of a tree of shapes; `axes` as in `spec`."""
-  return jax.tree.map_with_path(
-    lambda keys, leaf: NamedSharding(
-      mesh, spec(path_name(keys), leaf.shape, mesh, axes)
-    ),
-    shapes,
-  )
+  place = lambda keys, x: spec(path_name(keys), x.shape, mesh, axes)
+  specs = jax.tree.map_with_path(place, shapes)
+  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def path_name(keys) -> str:
@@ -299,7 +296,7 @@ def leaves_by_path(tree) -> dict[str, Any]:
 
 
 def tree_of_paths(leaves: dict[str, Any]) -> dict:
-  """The nested dicts whose `leaves_by_path` these are."""
+  """The inverse of `leaves_by_path`, for nested dicts."""
   tree = {}
   for path, leaf in leaves.items():
     *parents, name = path.split("/")
@@ -405,12 +402,9 @@ def constrain_state(tree, axes: Mapping[str, Sequence[str]]):
   mesh = ambient()
   if not mesh:
     return tree
-  return jax.tree.map_with_path(
-    lambda keys, leaf: jax.lax.with_sharding_constraint(
-      leaf, spec(path_name(keys), leaf.shape, mesh, axes)
-    ),
-    tree,
-  )
+  place = lambda keys, x: spec(path_name(keys), x.shape, mesh, axes)
+  specs = jax.tree.map_with_path(place, tree)
+  return jax.lax.with_sharding_constraint(tree, specs)
 
 
 def shard_map(body: Callable, in_specs, out_specs) -> Callable:
@@ -500,14 +494,10 @@ def _larger_than_one(axes):
 
 @dataclasses.dataclass(frozen=True)
 class MeshJit:
-  """A jitted function that is traced and called in the context of a mesh.
+  """A jitted function that is traced and called in the context of a mesh."""
 
-  Attributes:
-    jitted: a function made by `jax.jit`.
-    mesh: the mesh that is set while it is traced, lowered or called.
-  """
-
-  jitted: Callable
+  jitted: Callable  # a function made by `jax.jit`
+  # The mesh that is set while it is traced, lowered or called.
   mesh: jax.sharding.Mesh
 
   def __call__(self, *args):

@@ -38,11 +38,8 @@ def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh):
   On a TPU a decode step multiplies by the query, key and value weights with the
   heads before the model's width. If a program's arguments have another layout,
   XLA copies all these weights before the first step.
-
-  Returns:
-    A tree of shardings, or of Formats where XLA's default layout is wrong.
+  There the result has a Format in place of a sharding.
   """
-
   shapes = parameters.shapes(cfg) | {"head": None}
   shapes = jax.eval_shape(
     functools.partial(model.unstack_layers, cfg=cfg), shapes
