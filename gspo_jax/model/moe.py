@@ -66,18 +66,12 @@ class MoE(nn.Module):
   ) -> tuple[jax.Array, Routing]:
     """Routes the tokens and adds up the outputs of their experts.
 
-    Args:
-      x_BTD: tokens.
-      real_BT: bool, false at padding.
-      routes_BTk: experts of an earlier pass, or None.
-      replay: send the tokens to `routes_BTk`. The weights are the current
-        router's, so it receives gradients. Otherwise the routes only decide
-        where `Routing.logps` are taken.
-      use_own_experts: [] bool, or None for false: replaces the routes by the
-        top k experts.
+    `real_BT` is false at padding. With `replay` the tokens go to `routes_BTk`,
+    by the weights of the current router, so that it has a gradient. Without,
+    the routes only decide where `Routing.logps` are taken. `use_own_experts`
+    replaces the routes by the top k experts.
 
-    Returns:
-      The output [B, T, D], 0 at padding, and the routing.
+    Returns the output [B, T, D], 0 at padding, and the routing.
     """
     cfg = self.cfg
     weights = parameters.declare(self, "moe", cfg)

@@ -86,9 +86,10 @@ def load_hf(
     for i in range(cfg.num_layers):
       checked = {}
       for tensor, array in _read(source, i, stacked).items():
-        params[tensor.path], finite = _set_layer(
-          params[tensor.path], array, i, tensor=tensor, sharding=stacked[tensor]
+        place = functools.partial(
+          _from_hf, tensor=tensor, sharding=stacked[tensor]
         )
+        params[tensor.path], finite = place(array, params[tensor.path], i)
         checked[tensor] = array, finite
       # It waits for the layer. Otherwise the host would read all layers before
       # the first is copied.
@@ -165,21 +166,17 @@ def _spans(index, shape) -> Spans:
   return tuple(part.indices(size)[:2] for part, size in axes)
 
 
-@functools.partial(jax.jit, static_argnames=("tensor", "sharding"))
-def _from_hf(array, *, tensor: TensorMap, sharding):
-  """A parameter from its HF order, in float32; whether it is finite."""
-  x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
-  x = jax.lax.with_sharding_constraint(x, sharding)
-  return x, jnp.isfinite(array).all()
-
-
 @functools.partial(
   jax.jit, static_argnames=("tensor", "sharding"), donate_argnames="stack"
 )
-def _set_layer(stack, array, i, *, tensor: TensorMap, sharding):
-  """The stacked parameter with layer i, in place; whether that is finite."""
+def _from_hf(array, stack=None, i=0, *, tensor: TensorMap, sharding):
+  """A parameter in float32 from its HF order, and whether it is finite.
+
+  With a stack: the stack with layer i, in place.
+  """
   x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
-  x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
+  if stack is not None:
+    x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
   x = jax.lax.with_sharding_constraint(x, sharding)
   return x, jnp.isfinite(array).all()
 

@@ -63,28 +63,27 @@ class _Matrix(NamedTuple):
   name: str  # what the config calls its weight: a module, or a parameter
   is_parameter: bool  # whether PEFT adapts a parameter, of all experts
   key: str  # the tensor's name, for `.format(i=layer)`
+  is_b: bool
   shape: tuple[int, ...]  # of one layer
-  matrix: tuple[int, int, int]  # this shape as (experts, rows, columns)
-  # The tensor is [columns, rows * experts], not [experts * columns, rows].
-  expert_last: bool
+  sizes: tuple[int, int, int]  # of this shape: experts, rows, columns
 
   @property
   def tensor_shape(self) -> tuple[int, int]:
-    experts, rows, columns = self.matrix
-    if self.expert_last:
+    experts, rows, columns = self.sizes
+    if self.is_b:  # output by (rank, expert)
       return columns, rows * experts
-    return experts * columns, rows
+    return experts * columns, rows  # (expert, rank) by input
 
   def to_peft(self, array: np.ndarray) -> np.ndarray:
     """The tensor of one layer's array."""
-    grid = array.reshape(self.matrix)
-    grid = grid.T if self.expert_last else grid.swapaxes(1, 2)
+    grid = array.reshape(self.sizes)
+    grid = grid.T if self.is_b else grid.swapaxes(1, 2)
     return np.ascontiguousarray(grid).reshape(self.tensor_shape)
 
   def from_peft(self, tensor: np.ndarray) -> np.ndarray:
     """One layer's array, float32; the inverse of `to_peft`."""
-    experts, rows, columns = self.matrix
-    if self.expert_last:
+    experts, rows, columns = self.sizes
+    if self.is_b:
       grid = tensor.reshape(columns, rows, experts).T
     else:
       grid = tensor.reshape(experts, columns, rows).swapaxes(1, 2)
@@ -95,25 +94,17 @@ def _matrices(cfg: ModelConfig) -> list[_Matrix]:
   """A and B of all adapters of a model."""
   matrices = []
   for row in parameters.adapted(cfg):
+    module = row.tensors[0].removesuffix(".weight")
+    name = module.rpartition(".")[2]
     if row.end in _EXPERT_PARAMETERS:
       name, module = _EXPERT_PARAMETERS[row.end]
-    else:
-      module = row.tensors[0].removesuffix(".weight")
-      name = module.rpartition(".")[2]
-    for kind, end in zip("AB", row.adapters, strict=True):
-      shape = end.shape(cfg)
-      size = lambda axes, shape=shape: math.prod(shape[a] for a in axes)
-      experts, inputs, outputs = end.groups
+    for kind, x in zip("AB", row.adapters, strict=True):
+      shape = x.shape(cfg)
+      sizes = tuple(math.prod(shape[a] for a in axes) for axes in x.groups)
+      key = f"base_model.model.model.layers.{{i}}.{module}.lora_{kind}.weight"
+      is_parameter = row.end in _EXPERT_PARAMETERS
       matrices.append(
-        _Matrix(
-          end.path,
-          name,
-          bool(experts),
-          f"base_model.model.model.layers.{{i}}.{module}.lora_{kind}.weight",
-          shape,
-          (size(experts), size(inputs), size(outputs)),
-          bool(experts) and kind == "B",
-        )
+        _Matrix(x.path, name, is_parameter, key, kind == "B", shape, sizes)
       )
   return matrices
 
