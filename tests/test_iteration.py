@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 import unpacked
-from scored import scored
 
 from gspo_jax import model, train
 from gspo_jax.data import tokenizers
@@ -23,7 +22,7 @@ from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.experiment import Experiment, Keys
 from gspo_jax.program.functions import LearnerFunctions
-from gspo_jax.rewards.pool import RewardPool, Scores
+from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Samples
 
@@ -83,8 +82,8 @@ class FailingPool:
   def submit(self, responses, group_size=1):
     zeros = np.zeros(len(responses), np.float32)
     failed = np.arange(len(responses)) >= self.first
-    scores = Scores(zeros, {"broken": zeros}, failed, ("why",))
-    return scored(scores)
+    scores = Rewards(zeros, {"broken": zeros}, failed, ("why",))
+    return PendingRewards.computed(scores)
 
 
 class Recorder:
@@ -275,8 +274,8 @@ class ScriptedPool:
     total = np.array(total, np.float32)
     # Two rewards: the total is their sum, and not the first of them.
     parts = {"right": total * 0, "length": total}
-    scores = Scores(total, parts, np.zeros(len(total), bool), ())
-    return scored(scores)
+    scores = Rewards(total, parts, np.zeros(len(total), bool), ())
+    return PendingRewards.computed(scores)
 
 
 @pytest.fixture

@@ -28,11 +28,12 @@ from gspo_jax.program.settings import length_warning
 from gspo_jax.record import checkpoint
 from gspo_jax.record.identity import flatten
 from gspo_jax.record.progress import Progress
-from gspo_jax.rewards import sandbox_files
-from gspo_jax.rewards.pool import EXAMPLE, RewardPool, too_many
-from gspo_jax.rollout.scoring import wait_for_scores
+from gspo_jax.rewards.pool import RewardPool, too_many
+from gspo_jax.rewards.reward import EXAMPLE
+from gspo_jax.rollout.scoring import wait_for_calls
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers import sandbox_files
 
 # Seconds of a call beyond the time limit that its reward keeps itself.
 _SPARE = 10.0
@@ -236,11 +237,11 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   def wrong(count, size):
     count += sum(r["failed"] for r in file.records)
     size += len(file.records)
-    return too_many(count, size, config.reward.max_failed, of=f"--set={name}")
+    return too_many(count, size, config.reward.max_failed, f"--set={name}")
 
   def wait(batch):
     stop = lambda count: wrong(count, batch.size)
-    if error := wait_for_scores([batch], stop, of=name, file=sys.stderr):
+    if error := wait_for_calls([batch], stop, label=name, file=sys.stderr):
       raise UserError(error)
 
   def save(records, reasons):
@@ -296,4 +297,4 @@ def _seconds(config, reward) -> float:
   seconds = float(config.reward.seconds)
   if reward.partition(":")[0] not in ("code", "judge"):
     return seconds
-  return max(seconds, rewards.named(reward).keywords["total"] + _SPARE)
+  return max(seconds, rewards.named(reward).arguments["total"] + _SPARE)

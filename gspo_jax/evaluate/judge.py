@@ -6,7 +6,8 @@ from typing import NamedTuple, Protocol
 
 from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate.benchmarks import Benchmark
-from gspo_jax.rewards.pool import Response, RewardPool, Submission
+from gspo_jax.rewards.pool import PendingRewards, RewardPool
+from gspo_jax.rewards.reward import Response
 
 # Longest reference, in characters, that is written beside each response. The
 # tests of a program can have millions; they are in the benchmark's file.
@@ -65,7 +66,7 @@ def run_benchmark(
   batch_size: int,
   reward_pool: RewardPool | None,
   save: SaveFn,
-  wait: Callable[[Submission], None] = lambda submission: None,
+  wait: Callable[[PendingRewards], None] = lambda pending: None,
   first_batch: int = 0,
   run_on_all: Callable[[Callable[[], None]], None] = lambda work: work(),
 ) -> None:
@@ -90,7 +91,7 @@ def run_benchmark(
   def save_pending():
     if pending is not None:
       scores, records = pending
-      wait(scores.submission)
+      wait(scores)
       save(*records(scores.result()))
 
   for batch in range(first_batch, -(-count // batch_size)):

@@ -23,6 +23,7 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
+from gspo_jax.rewards.reward import Reward
 from gspo_jax.runtime import errors
 
 TEMPLATE = """Grade the response to the problem below.
@@ -355,4 +356,4 @@ def _columns(*, template, **_) -> list[str]:
   return [n for n in _NAME.findall(_template(template)) if n not in own]
 
 
-score.prepare, score.fits, score.columns = _prepare, _fits, _columns
+JUDGE = Reward(score, _prepare, _fits, _columns)

@@ -1,5 +1,6 @@
 """Rewards of the length of a response in tokens; the text does not matter."""
 
+from gspo_jax.rewards.reward import Reward
 from gspo_jax.runtime import errors
 
 
@@ -72,4 +73,4 @@ def _prepare(*, buffer=None, limit=None, tokens=None) -> None:
     )
 
 
-overlong.prepare = _prepare
+OVERLONG = Reward(overlong, prepare=_prepare)

@@ -10,12 +10,8 @@ from concurrent.futures import Future
 
 import jax
 
-from gspo_jax.rollout.batch import (
-  RolloutBatch,
-  RolloutContext,
-  RolloutCost,
-  positions,
-)
+from gspo_jax.rollout.batch import RolloutBatch, RolloutCost, positions
+from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.sampler.functions import SeparateDevices
 from gspo_jax.sampler.samples import Samples
 
@@ -144,6 +140,7 @@ class OffPolicy:
     """JSON: where the pending problems stand in the data, and their cost."""
     if not self._max_staleness:
       return self._source.get_state()
+    conversations = self._context.conversations
     batches = [
       {
         "positions": positions(batch.samples.prompts),
@@ -154,7 +151,9 @@ class OffPolicy:
         "epochs": batch.epochs,
         "sampled_tokens": batch.sampled_tokens,
         "seconds": batch.seconds,
-        "conversations": self._context.conversations_state(batch.samples),
+        "conversations": conversations.state(batch.samples)
+        if conversations
+        else {},
       }
       for batch in self.wait()
     ]
@@ -172,9 +171,12 @@ class OffPolicy:
       return
     for samples, saved in zip(pending["next"], state["next"], strict=False):
       prompts = self._context.curriculum.prompts_at(saved["positions"])
-      scored = self._context.restore(
-        prompts, samples, saved.get("conversations")
-      )
+      if conversations := saved["conversations"]:
+        scored = self._context.conversations.restore(
+          prompts, samples, conversations
+        )
+      else:
+        scored = self._context.start_scoring(prompts, samples)
       cost = RolloutCost(
         prompts, scored.rewards, saved["tokens"], saved["slot_steps"]
       )
@@ -183,11 +185,11 @@ class OffPolicy:
         RolloutBatch(
           scored,
           [cost],
-          saved.get("sampled_tokens", 0),
+          saved["sampled_tokens"],
           saved["policy_step"],
           saved["resumed_fraction"],
           saved["epochs"],
-          saved.get("seconds", 0.0),
+          saved["seconds"],
         )
       )
       self._batches.append(restored)

@@ -13,12 +13,12 @@ from gspo_jax.data import prompt_batch
 from gspo_jax.record.progress import Progress
 from gspo_jax.rollout.batch import (
   RolloutBatch,
-  RolloutContext,
   RolloutCost,
   group_rows,
   positions,
   prompts_on_device,
 )
+from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.functions import SamplerFunctions
 from gspo_jax.sampler.samples import UNFINISHED, Samples

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -23,10 +24,10 @@ from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.rewards import judge
-from gspo_jax.rewards.pool import Scores, Submission
-from gspo_jax.rewards.process import Call
+from gspo_jax.rewards.pool import PendingCall, PendingRewards, Rewards
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers.pool import Result
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
 
@@ -273,15 +274,18 @@ class FailingPool:
 
   def submit(self, responses, group_size):
     failed = np.array([r.text == "fail" for r in responses])
-    scores = Scores(0.0 * failed, {}, failed, ("why",) * any(failed))
-    submission = Submission([[r] for r in responses])
-    for i, response in enumerate(responses):
+    rewards = Rewards(0.0 * failed, {}, failed, ("why",) * any(failed))
+    futures = [Future() for _ in responses]
+    for response, future in zip(responses, futures, strict=True):
       if response.text != "hang":
-        why = "why" if response.text == "fail" else None
-        submission.finish(i, [[Call(0.0, why)]])
-    hangs = not submission.future.done()
-    result = pytest.fail if hangs else lambda: scores
-    return SimpleNamespace(submission=submission, result=result)
+        failure = "why" if response.text == "fail" else None
+        future.set_result(Result([[0.0]], failure))
+    hangs = not all(future.done() for future in futures)
+    return PendingRewards(
+      len(responses),
+      [[PendingCall("it", future, 0)] for future in futures],
+      pytest.fail if hangs else lambda: rewards,
+    )
 
   def __enter__(self):
     return self

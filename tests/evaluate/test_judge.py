@@ -3,7 +3,6 @@
 import itertools
 import json
 from decimal import Decimal
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from repository import ROOT
 from gspo_jax.evaluate import benchmarks
 from gspo_jax.evaluate.judge import Responses, run_benchmark
 from gspo_jax.evaluate.summary import shorten, summarize
-from gspo_jax.rewards.pool import RewardPool, Scores
+from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 
 GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
 
@@ -30,18 +29,13 @@ class ExactPool:
     right = np.float32([r.text == r.reference for r in responses])
     failed = np.array(["fail" in r.text for r in responses])
     reasons = ("why",) * int(failed.any())
-    scores = Scores(right, {"exact": right}, failed, reasons)
-    return PendingScores(self.events, scores)
+    rewards = Rewards(right, {"exact": right}, failed, reasons)
 
+    def compute():
+      self.events.append("result")
+      return rewards
 
-class PendingScores(NamedTuple):
-  events: list
-  scores: Scores
-  submission: None = None
-
-  def result(self):
-    self.events.append("result")
-    return self.scores
+    return PendingRewards(len(right), (), compute)
 
 
 class Echo:

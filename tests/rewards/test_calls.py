@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from gspo_jax.rewards import process
-from gspo_jax.rewards.pool import EXAMPLE, Response, RewardPool
+from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.reward import EXAMPLE, Response
 from gspo_jax.runtime.errors import UserError
 
 MODULE = """

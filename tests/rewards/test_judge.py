@@ -12,7 +12,8 @@ from repository import ROOT
 
 from gspo_jax import rewards
 from gspo_jax.rewards import judge
-from gspo_jax.rewards.pool import Response, RewardPool
+from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.reward import Response
 from gspo_jax.runtime.errors import UserError
 
 COUNT = 8

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from gspo_jax.rewards import process, worker
-from gspo_jax.rewards.pool import Response, RewardPool, too_many
+from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.reward import Response, too_many
 from gspo_jax.runtime.errors import UserError
 
 # Rewards of a user: `act` does what the response names, and then returns 1.
@@ -501,7 +502,8 @@ def test_no_memory_limit_is_set_off_linux(monkeypatch):
 
 RUN = """
 import os, signal, sys
-from gspo_jax.rewards.pool import Response, RewardPool
+from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.reward import Response
 signal.signal(signal.SIGTERM, lambda *_: None)
 signal.signal(signal.SIGINT, lambda *_: None)
 pool = RewardPool(["user_rewards.act"], [1.0], workers=1, seconds=60)

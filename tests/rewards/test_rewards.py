@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from gspo_jax import rewards
-from gspo_jax.rewards.pool import Response
+from gspo_jax.rewards.reward import Response
 from gspo_jax.runtime.errors import UserError
 
 

@@ -14,7 +14,8 @@ from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rollout.batch import RolloutContext, ScoredSamples
-from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
+from gspo_jax.rollout.conversations import Conversations
+from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import (

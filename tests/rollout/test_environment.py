@@ -11,7 +11,7 @@ from repository import ROOT
 
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rollout import conversations, environment
-from gspo_jax.rollout.conversations import EnvironmentPool
+from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.runtime.errors import UserError
 
 MODULE = """

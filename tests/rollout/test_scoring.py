@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scored import scored
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.tasks import Problem
 from gspo_jax.record import progress
-from gspo_jax.rewards.pool import RewardPool, Scores
+from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.scoring import (
   ComputedRewards,
@@ -135,8 +134,8 @@ class GroupPool:
     groups = range(0, len(texts), group_size)
     self.groups += [texts[i : i + group_size] for i in groups]
     total = np.float32([response.columns["level"] for response in responses])
-    scores = Scores(total, {"level": total}, total < 0, ())
-    return scored(scores)
+    scores = Rewards(total, {"level": total}, total < 0, ())
+    return PendingRewards.computed(scores)
 
 
 def test_a_group_is_scored_when_its_last_response_finished():
@@ -222,9 +221,9 @@ def test_the_error_has_a_reason_of_another_host(monkeypatch):
   with pytest.raises(
     multihost.AgreedError, match=r"it: 8 of 8 .* first reason: theirs$"
   ):
-    scoring.wait_scored([ComputedRewards(rewards)], 1.0, of="it")
+    scoring.wait_scored([PendingRewards.computed(rewards)], 1.0, label="it")
   rewards = rewards._replace(failed=zeros > 0)
-  scoring.wait_scored([ComputedRewards(rewards)], 0.0, of="it")
+  scoring.wait_scored([PendingRewards.computed(rewards)], 0.0, label="it")
 
 
 def test_it_stops_once_too_many_failed_and_prints_how_far_it_is(
@@ -248,5 +247,5 @@ def test_it_stops_once_too_many_failed_and_prints_how_far_it_is(
       match=r"it: [23] of 12 responses could not be scored, expected at most "
       r"1 .*reason: slow_reward.f: took over 0.5 s$",
     ):
-      scoring.wait_scored(pending, 0.1, of="it")
+      scoring.wait_scored(pending, 0.1, label="it")
   assert "scoring it: 1/12 responses in " in capsys.readouterr().out

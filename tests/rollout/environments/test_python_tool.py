@@ -6,7 +6,7 @@ import pytest
 
 from gspo_jax.data.tasks import Problem
 from gspo_jax.rollout import conversations, environment
-from gspo_jax.rollout.conversations import EnvironmentPool
+from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.environments import python_tool
 from gspo_jax.runtime.errors import UserError
 

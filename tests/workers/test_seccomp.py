@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from gspo_jax.rewards import seccomp
+from gspo_jax.workers import seccomp
 from gspo_jax.runtime.errors import UserError
 
 ALLOWED, KILLED, NO_PERMISSION, UNKNOWN = (
