@@ -145,7 +145,7 @@ def test_a_wing_says_what_it_is_for(wing):
   [
     ("rewards/numbers", set()),
     ("rewards/format", set()),
-    ("data/tasks", {"gspo_jax"}),
+    ("data/problem", set()),
     ("runtime/errors", set()),
     ("model/config", {"gspo_jax"}),
   ],

@@ -685,7 +685,7 @@ def test_a_sampler_that_fails_ends_the_run(
 GUESSING = {
   **CONTINUOUS,
   "continuous_batching__slots": 16,
-  "data__source": "gspo_jax.rollout.environments.games.guessing_problems",
+  "data__source": "gspo_jax.tasks.games.guessing_problems",
   "rollout__environment": "guessing",
   "rollout__max_turns": 3,
   "reward__names": (),

@@ -16,8 +16,8 @@ from absl import logging
 
 from gspo_jax.data import pipeline, prompt_batch
 from gspo_jax.data.datasets import Stage
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.sources import fingerprint
-from gspo_jax.data.tasks import Problem
 from gspo_jax.runtime.errors import UserError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.tokenizers.base import Tokenizer, Turn
 from gspo_jax.runtime.errors import UserError, nearest
 

@@ -17,7 +17,7 @@ BUILT_IN = {
   "final_answer": "gspo_jax.rewards.numbers.final_answer",
   "format": "gspo_jax.rewards.format.thinks",
   "gsm8k": "gspo_jax.rewards.numbers.gsm8k",
-  "instructions": "gspo_jax.rewards.instructions.follows",
+  "instructions": "gspo_jax.tasks.instructions.follows",
   "judge": "gspo_jax.rewards.judge.JUDGE",
   "length": "gspo_jax.rewards.length.short",
   "math": "gspo_jax.rewards.math.equivalent",
@@ -57,7 +57,7 @@ class Response(NamedTuple):
   columns: Mapping[str, Any] = {}
 
   def to(self, problem) -> "Response":
-    """This response to another problem, a `data.tasks.Problem`."""
+    """This response to another problem, a `data.problem.Problem`."""
     return self._replace(
       prompt=problem.text, reference=problem.reference, columns=problem.columns
     )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.rollout import environment
 from gspo_jax.rollout.environment import BEGIN, STEP, Question, Step
 from gspo_jax.runtime.errors import UserError

@@ -549,11 +549,9 @@ ROWS = (
     "rollout.environment",
     seen.scored_by,
     {
-      "calculator": ((f"{ENVIRONMENT}.call:environment=calculator",), 1.0),
-      "made_run.Endless": (
-        (f"{ENVIRONMENT}.call:environment=made_run.Endless",),
-        3.0,  # one for each turn
-      ),
+      "calculator": ("environment 'calculator'", 1.0),
+      # One for each turn.
+      "made_run.Endless": ("environment 'made_run.Endless'", 3.0),
     },
     TALK,
   ),

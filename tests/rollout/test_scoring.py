@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.record import progress
 from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.scoring import (
-  ComputedRewards,
   ResponseDecoder,
   Rewards,
   StreamingScorer,
