@@ -331,7 +331,7 @@ def test_mistakes_are_reported_before_training(
   monkeypatch.chdir(ROOT)
   spec = f"judge:{arguments.format(url=server.url)}".removesuffix(":")
   with pytest.raises(UserError, match=message.format()) as error:
-    rewards.named(spec, within=8.0)
+    rewards.named(spec, 8.0)
   assert "\n" not in str(error.value)
 
 

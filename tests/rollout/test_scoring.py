@@ -1,7 +1,5 @@
 """Samples become responses with rewards, each beside its own problem."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,6 @@ from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.scoring import (
   ResponseDecoder,
-  Rewards,
   StreamingScorer,
 )
 from gspo_jax.runtime import multihost
@@ -184,14 +181,10 @@ def test_the_first_reward_decides_correctness_and_the_total_has_all():
 
 def test_a_failure_pays_no_better_than_the_worst_of_its_group():
   """Where rewards are negative 0 would be the best."""
-  like = jnp.zeros(6)
-  scores = SimpleNamespace(
-    total=[-1.0, 0.0, 0.5, 1.0, 0.0, -2.0],
-    parts={"reward": [-1.0, 0.0, 0.5, 1.0, 0.0, -2.0]},
-    failed=[False, True, False, False, True, True],
-    reasons=(),
-  )
-  pending = scoring.PendingRewards(range(6), [scored(scores)], 3, like)
+  total = np.float32([-1.0, 0.0, 0.5, 1.0, 0.0, -2.0])
+  failed = np.array([False, True, False, False, True, True])
+  rewards = PendingRewards.computed(Rewards(total, {"reward": total}, failed))
+  pending = scoring.gathered([rewards], range(6), 3, jnp.zeros(6))
   total = [[-1.0, -1.0, 0.5], [1.0, 0.0, -2.0]]
   np.testing.assert_array_equal(pending.result().total, total)
 
