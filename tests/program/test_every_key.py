@@ -123,7 +123,6 @@ CONTINUED = PAGED | {
   "rollout.max_tokens_per_iteration": 2,
   "rollout.extra_prompts_in_flight": 8,
 }
-ENVIRONMENT = "gspo_jax.rollout.environment"
 TALK = PAGED | OF_A | {"reward.names": ()}
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
