@@ -44,13 +44,6 @@ def short(
 
   An empty response gets the most, so give it less weight than the reward for a
   correct response.
-
-  Args:
-    prompt: not used.
-    response: not used.
-    reference: not used.
-    tokens: length of the response, stop token included.
-    limit: the largest length allowed.
   """
   return max(0.0, 1 - tokens / limit)
 
