@@ -147,7 +147,7 @@ before, after = restored.state.params, state.params
 
 count, group = config.data.prompts, config.rollout.group_size
 batch = pipeline.take(held_out, functions.prompt_config, count)
-prompts, problems = Prompts(batch["tokens"], batch["length"]), batch["problems"]
+prompts, problems = Prompts(batch.tokens, batch.lengths), batch.problems
 
 
 def ask(params):
@@ -182,7 +182,7 @@ for i in range(8):
 def log_probs(params, rollout):
   """Of the responses' tokens, [B, R]."""
   temperature = config.sampler.temperature
-  scored = train_batch.logprobs(
+  scored = train_batch.response_logps(
     params, functions.cfg, rollout, temperature=temperature
   )
   return scored.logps

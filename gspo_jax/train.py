@@ -252,7 +252,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
 
   # Old log-probs, the reference's and the critic's, meanwhile.
   lengths = multihost.to_host(scored.samples.lengths)
-  packing = learner.pack(scored.prompts["length"], lengths, key)
+  packing = learner.pack(scored.prompts.lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
   old_metrics = {}
   if learner.needs_old_logprobs:
@@ -305,7 +305,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
       * metrics["time/generate"]
     )
   metrics |= useful_fractions(
-    learner.row_tokens(scored.prompts["length"], lengths, packing),
+    learner.row_tokens(scored.prompts.lengths, lengths, packing),
     sampled_tokens(batch.costs),
     slot_steps(batch.costs),
   )
@@ -406,7 +406,7 @@ def _first_samples(
   local = [
     (row, (p.text, scored.responses[row].text, p.reference, float(reward)))
     for row, p, reward in zip(
-      rows, scored.prompts["problems"], total[:, 0], strict=True
+      rows, scored.prompts.problems, total[:, 0], strict=True
     )
     if row in scored.responses
   ]
@@ -631,15 +631,11 @@ def _greedy_accuracy(experiment: Experiment, key, params) -> float:
 
 
 def _health_checks(experiment: Experiment) -> HealthChecks:
-  config, c = experiment.config, experiment.config.objective
+  config = experiment.config
   sampling = settings.sampler_config(config, experiment.program.tokenizer)
   return HealthChecks(
-    method=c.name,
-    settings=c.method_settings(),
+    config.objective,
     minibatches=config.learner.minibatches,
     off_policy=config.rollout.is_off_policy,
-    recomputed_old_logps=c.old_logps == "recompute",
-    # A critic, and a KL in the reward, also teach with equal rewards.
-    compares_groups=not c.has_critic and not c.has_kl_in_reward,
     truncated_sampling=sampling.truncates,
   )

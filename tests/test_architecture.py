@@ -4,6 +4,7 @@ setup.cfg draws the arrows, import-linter holds them.
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ MODULES = {
 }
 
 
+@functools.cache
 def imported(path: Path) -> set[tuple[str, str]]:
   """(module, name) of what a file imports, anywhere in it."""
   found = set()

@@ -14,6 +14,7 @@ import unpacked
 from gspo_jax import model, train
 from gspo_jax.data import tokenizers
 from gspo_jax.data.problem import Problem
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.learner import credit, packing, train_batch, train_step
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_step import TrainState
@@ -41,11 +42,12 @@ class Curriculum:
   def next_batch(self, step):
     problems = [Problem(f"{p + 1}", f"{p + 1}", "") for p in range(self.count)]
     ids = [[0, ord("1") + p] for p in range(self.count)]
-    return {
-      "tokens": np.array(ids, np.int32),
-      "length": np.ones(self.count, np.int32),
-      "problems": problems,
-    }
+    return PromptBatch(
+      problems,
+      np.array(ids, np.int32),
+      np.ones(self.count, np.int32),
+      np.zeros((self.count, 3), np.int32),
+    )
 
   def record(self, prompts, correct):
     self.recorded.append(correct)
@@ -222,7 +224,7 @@ class TabularPolicy:
         train_step.update, learner=learner._replace(optimizer=self.optimizer)
       )
     )
-    self.credit = settings.credit(config)
+    self.config = config
     self.params_used, self.batch = [], None
     self.learner = LearnerFunctions(
       old_logps_of_every_minibatch=False,
@@ -230,13 +232,14 @@ class TabularPolicy:
       init_state=None,
       learning_rate=lambda step: 1.0,
       make_train_batch=functools.partial(
-        train_batch.train_batch_from_samples,
+        packing.train_batch_from_samples,
         cfg=CFG,
-        fields=settings.train_batch_fields(config, CFG),
+        objective=config.objective,
+        instruments=config.log.instruments,
         packing_config=settings.packing(config, 1),
       ),
       packing=settings.packing(config, 1),
-      needs_old_logprobs=settings.needs_old_logprobs(config, CFG),
+      needs_old_logprobs=settings.needs_old_logps(config, CFG),
       add_reference_and_values=None,
       assign_advantages=self.assign_advantages,
       step=self.step,
@@ -251,7 +254,11 @@ class TabularPolicy:
 
   def assign_advantages(self, batch, rewards, finish):
     self.batch = credit.assign_advantages(
-      batch, rewards, finish, credit=self.credit
+      batch,
+      rewards,
+      finish,
+      objective=self.config.objective,
+      group_size=self.config.rollout.group_size,
     )
     return self.batch
 
@@ -281,7 +288,7 @@ class ScriptedPool:
 @pytest.fixture
 def tabular(config, monkeypatch):
   """A run of that policy, its functions, and its state."""
-  monkeypatch.setattr(train_batch, "logprobs", tabular_logprobs)
+  monkeypatch.setattr(train_batch, "response_logps", tabular_logprobs)
   config.objective.name = "dr_grpo"
   config.learner.minibatches = P  # the update computes old log-probs of one
   config.learner.micro_batch_size = G // 2

@@ -10,6 +10,7 @@ from etils import epath
 from gspo_jax.data import datasets, pipeline, readers
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.problem import Problem
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.learner.health import clip_range_warnings
 from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
@@ -60,7 +61,7 @@ class Experiment:
   program: Program
   reward_pool: RewardPool | EnvironmentPool
   datasets: Datasets
-  held_out: dict
+  held_out: PromptBatch
   identity: dict
   keys: Keys
 
@@ -140,8 +141,7 @@ def _require_hidden(c, workdir: str) -> None:
 
 
 def _warnings(config: Config) -> list[str]:
-  objective = config.objective
-  clips = clip_range_warnings(objective.name, objective.method_settings())
+  clips = clip_range_warnings(config.objective)
   return [*clips, *filter(None, [settings.length_warning(config)])]
 
 
@@ -210,7 +210,7 @@ def checkpoint_identity(experiment: Experiment) -> dict:
   if config.model.lora.rank:
     identity |= load_params.lora_identity(experiment.program)
   if state.critic is not None:
-    identity["a critic (objective.name='ppo')"] = True
+    identity["a critic (objective.name)"] = True
   if config.optim.name != "adamw":
     identity["optim.name"] = config.optim.name
   rollout = config.rollout

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.rewards.pool import PendingRewards
 from gspo_jax.rewards.reward import Response
 from gspo_jax.runtime import multihost
@@ -16,8 +17,7 @@ class ScoredSamples(NamedTuple):
   """The responses to a batch of P prompts, G each, and their rewards.
 
   Attributes:
-    prompts: from `Curriculum.next_batch`; with an environment, with the prompts
-      that it wrote.
+    prompts: P of them; with an environment, as it wrote them.
     samples: the responses of all hosts, on the devices.
     responses: of this host, by row, 0 to P * G - 1. The text of a conversation
       is the whole of it.
@@ -28,7 +28,7 @@ class ScoredSamples(NamedTuple):
     environment_seconds: seconds that the devices waited for environments.
   """
 
-  prompts: dict
+  prompts: PromptBatch
   samples: Samples
   responses: Mapping[int, Response]
   rewards: PendingRewards
@@ -40,13 +40,13 @@ class RolloutCost(NamedTuple):
   """The cost of sampling a batch.
 
   Attributes:
-    prompts: from `Curriculum.next_batch`.
+    prompts: of the batch.
     rewards: of all its responses, also of those that are discarded.
     tokens: tokens sampled.
     slot_steps: decode steps, each times the rows that were decoded.
   """
 
-  prompts: dict
+  prompts: PromptBatch
   rewards: PendingRewards
   tokens: int | jax.Array
   slot_steps: int | jax.Array
@@ -79,10 +79,10 @@ class RolloutBatch(NamedTuple):
 
 
 def prompts_on_device(
-  batch: dict, batch_sharding: jax.sharding.Sharding
+  batch: PromptBatch, batch_sharding: jax.sharding.Sharding
 ) -> Prompts:
   """The prompts of a batch as global arrays."""
-  prompts = Prompts(batch["tokens"], batch["length"])
+  prompts = Prompts(batch.tokens, batch.lengths)
   return multihost.to_global(prompts, batch_sharding)
 
 
@@ -99,11 +99,3 @@ def slot_steps(costs: Sequence[RolloutCost]) -> int:
 def group_rows(groups: np.ndarray, group_size: int) -> np.ndarray:
   """The row numbers of these groups."""
   return (groups[:, None] * group_size + np.arange(group_size)).ravel()
-
-
-def positions(batch: dict | None) -> list[list[int]]:
-  """Where a batch's problems stand in the data, for `Curriculum.prompts_at`."""
-  if not batch:
-    return []
-  names = "stage", "part", "index"
-  return np.stack([batch[name] for name in names], axis=1).tolist()

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 
 from gspo_jax.data.curriculum import Curriculum
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout import scoring
@@ -63,7 +64,9 @@ class RolloutContext(NamedTuple):
     """The random keys of iteration `step`."""
     return iteration_keys(self.rng, step)
 
-  def start_scoring(self, batch: dict, samples: Samples) -> ScoredSamples:
+  def start_scoring(
+    self, batch: PromptBatch, samples: Samples
+  ) -> ScoredSamples:
     """Begins to score finished responses, each host those of its rows."""
     responses = scoring.decode_responses(
       samples, batch, self.tokenizer, self.stop

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from gspo_jax import model
-from gspo_jax.data.prompt_batch import PromptConfig
+from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.rewards.reward import Response
@@ -105,7 +105,7 @@ class Conversations:
     self,
     generate: ContinuousSampler,
     params: model.Params,
-    batch: dict,
+    batch: PromptBatch,
     key: jax.Array,
     *,
     label: str,
@@ -122,7 +122,7 @@ class Conversations:
       key: a typed PRNG key, on any devices.
       label: what is sampled, for the log.
     """
-    P, G = len(batch["problems"]), generate.config.group_size
+    P, G = len(batch), generate.config.group_size
     B, R = P * G, generate.config.max_new_tokens
     # The rows whose responses the sampler reports on this host.
     like = multihost.to_global(np.zeros(B, np.int8), generate.batch_sharding)
@@ -131,7 +131,7 @@ class Conversations:
     with clock, Progress(f"{label}, the environment's prompts"):
       batch = self._begin(batch, chats, G, key)
     key = sharding.key_beside(self.batch_sharding, key)
-    prompts = Prompts(batch["tokens"], batch["length"])
+    prompts = Prompts(batch.tokens, batch.lengths)
     prompts = multihost.to_global(prompts, self.batch_sharding)
     turns, turn_rewards = np.zeros((B, R), np.int16), []
     active, before = np.ones(B, bool), np.zeros(B, np.int32)
@@ -197,7 +197,7 @@ class Conversations:
       samples=samples,
       responses={
         row: Response("", c.text, "", int(before[row]), R).to(
-          batch["problems"][row // G]
+          batch.problems[row // G]
         )
         for row, c in chats.items()
       },
@@ -224,9 +224,8 @@ class Conversations:
     It has the prompts that the environments wrote, the rewards and the counts.
     """
     prompts, rewards = scored.prompts, scored.rewards.result()
-    rows = zip(prompts["tokens"], prompts["length"], strict=True)
     return {
-      "prompts": [row[len(row) - n :].tolist() for row, n in rows],
+      "prompts": [prompts.ids(p) for p in range(len(prompts))],
       "rewards": rewards.total.tolist(),
       "failed": rewards.failed.tolist(),
       "conversation": {
@@ -235,16 +234,16 @@ class Conversations:
     }
 
   def restore(
-    self, batch: dict, samples: Samples, state: dict
+    self, batch: PromptBatch, samples: Samples, state: dict
   ) -> ScoredSamples:
     """The scored samples of `state`; `batch` has the prompts of the data."""
     tokenizer = self.prompt_config.tokenizer
-    tokens, lengths = batch["tokens"].copy(), batch["length"].copy()
+    tokens, lengths = batch.tokens.copy(), batch.lengths.copy()
     for p, ids in enumerate(state["prompts"]):
       tokens[p] = tokenizer.pad_id
       tokens[p, tokens.shape[1] - len(ids) :] = ids
       lengths[p] = len(ids)
-    batch = batch | {"tokens": tokens, "length": lengths}
+    batch = dataclasses.replace(batch, tokens=tokens, lengths=lengths)
     total = np.array(state["rewards"], np.float32)
     return ScoredSamples(
       batch,
@@ -259,9 +258,9 @@ class Conversations:
       },
     )
 
-  def _begin(self, batch, chats, G: int, key) -> dict:
+  def _begin(self, batch, chats, G: int, key) -> PromptBatch:
     """Begins the conversations of this host; the batch with their prompts."""
-    problems = batch["problems"]
+    problems = batch.problems
     # 2**32 - 1 is never a row number, so no response has this key.
     k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
     seeds = np.asarray(jax.random.bits(k_seed, (len(problems),), np.uint32))
@@ -286,7 +285,7 @@ class Conversations:
           local[p] = ids
     if not multihost.any_process(bool(local)):
       return batch
-    tokens, lengths = batch["tokens"].copy(), batch["length"].copy()
+    tokens, lengths = batch.tokens.copy(), batch.lengths.copy()
     width = tokens.shape[1]
     sent = np.zeros((len(problems), 1 + width), np.int32)
     for p, ids in local.items():
@@ -297,7 +296,7 @@ class Conversations:
     pad = np.arange(width) < width - lengths[:, None]
     ids = np.where(pad, self.prompt_config.tokenizer.pad_id, everywhere[:, 1:])
     tokens[new] = ids[new]
-    return batch | {"tokens": tokens, "length": lengths}
+    return dataclasses.replace(batch, tokens=tokens, lengths=lengths)
 
   def _prompt(self, choices) -> list[int]:
     """The ids of the prompt that a group began with; none: that of the data.

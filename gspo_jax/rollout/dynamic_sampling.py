@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from gspo_jax.data import prompt_batch
+from gspo_jax.data.prompt_batch import join
 from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.rollout.batch import (
   RolloutCost,
@@ -111,9 +111,7 @@ def _merge(
   rows_of_both = group_rows(index, G)
   rows = enumerate(rows_of_both.tolist())
   return ScoredSamples(
-    prompts=prompt_batch.pick(
-      prompt_batch.join([kept.prompts, new.prompts]), index
-    ),
+    prompts=join([kept.prompts, new.prompts]).pick(index),
     samples=merge_groups(kept.samples, new.samples, index),
     responses={i: responses[row] for i, row in rows if row in responses},
     rewards=PendingRewards.computed(

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import jax
 
-from gspo_jax.rollout.batch import RolloutBatch, RolloutCost, positions
+from gspo_jax.rollout.batch import RolloutBatch, RolloutCost
 from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.sampler.functions import SeparateDevices
 from gspo_jax.sampler.samples import Samples
@@ -151,7 +151,7 @@ class OffPolicy:
     conversations = self._context.conversations
     batches = [
       {
-        "positions": positions(batch.samples.prompts),
+        "positions": batch.samples.prompts.positions.tolist(),
         "tokens": int(batch.costs[0].tokens),
         "slot_steps": int(batch.costs[0].slot_steps),
         **{name: getattr(batch, name) for name in _SAVED},
