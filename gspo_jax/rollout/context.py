@@ -35,9 +35,8 @@ class RolloutContext(NamedTuple):
 
   Attributes:
     curriculum: gives the prompts.
-    generate: `sampler.functions.Generate`; a `ContinuousSampler` also resumes
-      responses, and reports them as they finish.
-    tokenizer: of the policy.
+    generate: a `ContinuousSampler` also resumes responses, and reports them as
+      they finish.
     reward_pool: scores responses.
     batch_sharding: of arrays whose first axis is the batch.
     rng: the key of all iterations; see `iteration_keys`.
@@ -59,10 +58,6 @@ class RolloutContext(NamedTuple):
   stop: StopStrings | None
   max_failed: float
   conversations: Conversations | None = None
-
-  def keys(self, step: int) -> IterationKeys:
-    """The random keys of iteration `step`."""
-    return iteration_keys(self.rng, step)
 
   def start_scoring(
     self, batch: PromptBatch, samples: Samples

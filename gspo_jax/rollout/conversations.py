@@ -57,9 +57,7 @@ class _Conversation:
   Attributes:
     state: of its environment.
     text: all responses and messages so far, for people.
-    rewards: of its turns.
-    tool_calls: of all turns.
-    tool_errors: of all turns.
+    rewards: one for each turn.
     failure: why a call failed; "" if none did.
   """
 
@@ -113,23 +111,19 @@ class Conversations:
     """G conversations about each of P problems; call it on every process.
 
     Token t of row b is sampled with a key made of (key, b, t), as in a single
-    turn; the seed of an environment is made of the key and the problem.
-
-    Args:
-      generate: samples G responses to each prompt.
-      params: of the policy.
-      batch: P prompts of a `Curriculum` or of `pipeline.take`.
-      key: a typed PRNG key, on any devices.
-      label: what is sampled, for the log.
+    turn; the seed of an environment is made of the key and the problem. `key`
+    is a typed PRNG key on any devices, `label` says for the log what is
+    sampled.
     """
     P, G = len(batch), generate.config.group_size
     B, R = P * G, generate.config.max_new_tokens
     # The rows whose responses the sampler reports on this host.
     like = multihost.to_global(np.zeros(B, np.int8), generate.batch_sharding)
     chats = {row: _Conversation() for row in multihost.local_rows(like)}
-    clock = _Clock()
-    with clock, Progress(f"{label}, the environment's prompts"):
+    waited = -time.monotonic()  # for environments
+    with Progress(f"{label}, the environment's prompts"):
       batch = self._begin(batch, chats, G, key)
+    waited += time.monotonic()
     key = sharding.key_beside(self.batch_sharding, key)
     prompts = Prompts(batch.tokens, batch.lengths)
     prompts = multihost.to_global(prompts, self.batch_sharding)
@@ -156,9 +150,11 @@ class Conversations:
       lengths, finish = multihost.to_host((samples.lengths, samples.finish))
       is_new = (column >= before[:, None]) & (column < lengths[:, None])
       turns[is_new & active[:, None]] = turn
-      with clock, Progress(f"{line}, the environment's answers"):
+      waited -= time.monotonic()
+      with Progress(f"{line}, the environment's answers"):
         is_read = (finish == STOPPED) & (turn < self.max_turns)
         ids, goes_on = answers.wait(is_read)
+      waited += time.monotonic()
       turn_rewards.append(
         _gather(B, {row: chat.rewards[-1] for row, chat in asked.items()})
       )
@@ -215,7 +211,7 @@ class Conversations:
         "tool_errors": gather(lambda chat: chat.tool_errors),
         "rewards": scoring.pay_failures_least(rewards_BT, failed, G),
       },
-      environment_seconds=clock.seconds,
+      environment_seconds=waited,
     )
 
   def state(self, scored: ScoredSamples) -> dict:
@@ -353,7 +349,6 @@ class _Answers:
   """What the environments of this host answer to the responses of a turn.
 
   Args:
-    conversations: with the pool, the tokenizer and the stop strings.
     asked: the conversations of this turn, by row.
     before: [B], the tokens of all conversations before it.
   """
@@ -395,12 +390,8 @@ class _Answers:
   def wait(self, is_read: np.ndarray) -> tuple[dict[int, list[int]], list[int]]:
     """Adds responses and answers to the conversations; all were asked.
 
-    Args:
-      is_read: [B] bool, whether the policy may read the answer.
-
-    Returns:
-      The ids behind the response, by row, where the policy reads them; and the
-      rows whose conversation goes on for its environment.
+    Returns the ids behind the response, by row, where the policy may read them
+    (`is_read`, [B] bool); and the rows whose environment goes on.
     """
     self._start()
     ids, goes_on = {}, []
@@ -420,16 +411,3 @@ class _Answers:
         goes_on.append(row)
       chat.add(self._texts[row], reply)
     return ids, goes_on
-
-
-class _Clock:
-  """Adds up the seconds inside its contexts."""
-
-  def __init__(self):
-    self.seconds = 0.0
-
-  def __enter__(self) -> None:
-    self.seconds -= time.monotonic()
-
-  def __exit__(self, *_) -> None:
-    self.seconds += time.monotonic()

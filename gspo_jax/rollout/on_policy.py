@@ -10,7 +10,7 @@ from gspo_jax.rollout.batch import (
   prompts_on_device,
   sampled_tokens,
 )
-from gspo_jax.rollout.context import RolloutContext
+from gspo_jax.rollout.context import RolloutContext, iteration_keys
 from gspo_jax.rollout.scoring import ResponseDecoder, StreamingScorer
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
@@ -44,7 +44,7 @@ class OnPolicy:
       step: the iteration that learns from the batch.
       policy_step: the iteration whose policy this is; None: `step`.
     """
-    rng = self._context.keys(step).sample
+    rng = iteration_keys(self._context.rng, step).sample
     samples, costs = dynamic_sampling.sample_until_mixed(
       lambda i: self._sample(params, step, jax.random.fold_in(rng, i)),
       self._merge_groups,

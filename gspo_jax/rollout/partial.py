@@ -17,7 +17,7 @@ from gspo_jax.rollout.batch import (
   group_rows,
   prompts_on_device,
 )
-from gspo_jax.rollout.context import RolloutContext
+from gspo_jax.rollout.context import RolloutContext, iteration_keys
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.functions import SamplerFunctions
 from gspo_jax.sampler.samples import UNFINISHED, Samples
@@ -138,7 +138,9 @@ class PartialRollouts:
     """
     context, G = self._context, self._context.group_size
     prompts = prompts_on_device(batch, context.batch_sharding)
-    key = sharding.key_beside(context.batch_sharding, context.keys(step).sample)
+    key = sharding.key_beside(
+      context.batch_sharding, iteration_keys(context.rng, step).sample
+    )
     limit = self.pending.tokens.shape[1]
 
     def sample(samples, stop_at, waits):

@@ -74,13 +74,9 @@ def decode_responses(
   tokenizer: Tokenizer,
   stop: StopStrings | None = None,
 ) -> dict[int, Response]:
-  """The responses of this host's rows, by row.
+  """The responses of this host's rows, by row; see `ResponseDecoder`.
 
-  Args:
-    samples: P * G rows, a group side by side.
-    batch: P prompts; this and the rest as for `ResponseDecoder`.
-    tokenizer: see above.
-    stop: see above.
+  `samples` has P * G rows, a group side by side.
   """
   group_size = len(samples.tokens) // len(batch)
   decode = ResponseDecoder(batch, tokenizer, group_size, stop)
@@ -144,11 +140,7 @@ def score_responses(
 ) -> PendingRewards:
   """Begins to score this host's responses, by row; see `gathered`.
 
-  Args:
-    pool: computes rewards.
-    responses: whole groups, in ascending order of their rows.
-    group_size: G.
-    like: as for `gathered`.
+  `responses` are whole groups, in ascending order of their rows.
   """
   pending = pool.submit(list(responses.values()), group_size)
   return gathered([pending], list(responses), group_size, like)
