@@ -37,13 +37,12 @@ from gspo_jax.record.metric_writer import MetricWriter
 from gspo_jax.record.progress import Compilations
 from gspo_jax.rollout.batch import (
   RolloutBatch,
-  RolloutContext,
   ScoredSamples,
-  iteration_keys,
   prompts_on_device,
   sampled_tokens,
   slot_steps,
 )
+from gspo_jax.rollout.context import RolloutContext, iteration_keys
 from gspo_jax.rollout.metrics import rollout_metrics
 from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.scoring import wait_scored
@@ -267,7 +266,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   every = wait_scored(
     [cost.rewards for cost in batch.costs],
     config.reward.max_failed,
-    of=f"iteration {step}",
+    label=f"iteration {step}",
   )
   threshold = config.reward.pass_threshold
   rewards = scored.rewards.result()

@@ -1,5 +1,6 @@
 """Metrics of a rollout: rewards, lengths, cost and staleness."""
 
+from gspo_jax.rewards.pool import Rewards
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import (
   RolloutBatch,
@@ -7,7 +8,6 @@ from gspo_jax.rollout.batch import (
   sampled_tokens,
   slot_steps,
 )
-from gspo_jax.rollout.scoring import Rewards
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import TRUNCATED, Samples
 
