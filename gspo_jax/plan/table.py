@@ -2,7 +2,7 @@
 
 import math
 
-from gspo_jax.plan import pages
+from gspo_jax.plan.memory import KEY, MARGIN
 
 _GIB = 2**30
 _WIDTH = 100
@@ -185,7 +185,7 @@ def _decode(d, by_compiler):
 def _room(room):
   return "\n".join(
     (
-      f"generate: the HBM holds {pages.KEY}={room['largest']}, with "
+      f"generate: the HBM holds {KEY}={room['largest']}, with "
       f"{room['margin']:.0%} of it left free",
       f"  {room['num_pages']} are asked for; the most are "
       f"{room['tokens_a_slot']} tokens a slot, or the longest responses of",
@@ -309,7 +309,7 @@ def _verdict(report):
     return f"verdict: does NOT fit: {', '.join(bad)}"
   free = min(f["memory"]["free"] for f in report["functions"].values())
   share = free / report["hbm"]
-  if share < pages.MARGIN:  # it may not run, although it fits
+  if share < MARGIN:  # it may not run, although it fits
     return (
       f"verdict: fits, but only {share:.0%} of the HBM free: executables and "
       "fragmentation need some"

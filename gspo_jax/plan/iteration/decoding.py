@@ -22,44 +22,26 @@ _PARTS = 10  # of the decode steps, for the slots in use
 
 
 class Decoding(NamedTuple):
-  """The decode steps of a batch, and the prefills before them.
+  """The decode steps of a batch, and the prefills before them."""
 
-  Attributes:
-    steps: decode steps.
-    segments: calls of the decoding program.
-    slots: rows of a step, if all are computed.
-    rows: mean rows that a step computes.
-    slot_steps: the sum over steps of the rows that are computed.
-    cached: the sum over steps of the cached tokens of the active rows.
-    prefilled: tokens of all prefills, padding included.
-    slots_in_use: mean share of the slots that sample a token, in each tenth of
-      the steps.
-  """
-
-  steps: int
-  segments: int
-  slots: int
-  rows: float
-  slot_steps: int
-  cached: float
-  prefilled: int
+  steps: int  # decode steps
+  segments: int  # calls of the decoding program
+  slots: int  # rows of a step, if all are computed
+  rows: float  # mean rows that a step computes
+  slot_steps: int  # the sum over steps of the rows that are computed
+  cached: float  # the sum over steps of the cached tokens of the active rows
+  prefilled: int  # tokens of all prefills, padding included
+  # mean share of the slots that sample a token, in each tenth of the steps
   slots_in_use: list[float]
 
 
 class _Segment(NamedTuple):
-  """What a segment did.
+  """What a segment did."""
 
-  Attributes:
-    steps: decode steps.
-    computed: slots of a step.
-    sampled: tokens.
-    cached: the sum over steps of the cached tokens of the active slots.
-  """
-
-  steps: int
-  computed: int
-  sampled: int
-  cached: float
+  steps: int  # decode steps
+  computed: int  # slots of a step
+  sampled: int  # tokens
+  cached: float  # the sum over steps of the cached tokens of the active slots
 
 
 class _CountingSampler:

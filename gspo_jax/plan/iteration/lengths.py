@@ -44,31 +44,19 @@ _ITERATIONS = 60  # of a bisection; each halves the error
 
 
 class Lengths(NamedTuple):
-  """The tokens of an iteration's prompts and responses.
+  """The tokens of an iteration's prompts and responses."""
 
-  Attributes:
-    prompts: [P] int.
-    responses: [P * G] int, those of a prompt are neighbours.
-  """
-
-  prompts: np.ndarray
-  responses: np.ndarray
+  prompts: np.ndarray  # [P] int
+  responses: np.ndarray  # [P * G] int, those of a prompt are neighbours
 
 
 class Limits(NamedTuple):
-  """The sizes of an iteration.
+  """The sizes of an iteration."""
 
-  Attributes:
-    prompts: P.
-    group_size: G.
-    max_prompt_length: most tokens of a prompt.
-    max_new_tokens: most tokens of a response.
-  """
-
-  prompts: int
-  group_size: int
-  max_prompt_length: int
-  max_new_tokens: int
+  prompts: int  # P
+  group_size: int  # G
+  max_prompt_length: int  # most tokens of a prompt
+  max_new_tokens: int  # most tokens of a response
 
 
 def parse(spec: str, limits: Limits, tokenizer: Tokenizer) -> Lengths:
