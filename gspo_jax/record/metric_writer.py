@@ -80,9 +80,8 @@ def to_scalars(
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
   """Fetches the metrics of a step in one transfer, and takes their values.
 
-  Args:
-    *metrics: name -> metric, an object with a method `value` and with fields
-      that are sums. Metrics of the same name are added up first.
+  A metric has a method `value`, and fields that are sums. Metrics of one name
+  are added up first.
 
   Returns:
     Scalars, and distributions: the counts of a histogram or one number for each
@@ -195,13 +194,9 @@ class MetricWriter:
     In JSON, NaN and infinities are null. A step with `time/iteration` also gets
     `throughput/goodput` and the two times that it is made of.
 
-    Args:
-      step: the iteration.
-      scalars: by name.
-      distributions: by name; the counts of a histogram, or one number for each
-        layer.
-      samples: problem, response, reference and reward of each. Three of them
-        are printed. In a bucket they upload everything written before, too.
+    `distributions` are the counts of histograms, or one number for each layer;
+    `samples` the problem, response, reference and reward of each. Three of them
+    are printed. In a bucket they upload everything written before, too.
     """
     if not self._active:
       return
@@ -262,10 +257,8 @@ class _Goodput:
 
   The wall time begins with the first start of the iterations, after loading and
   the cold start. It includes restarts and the time before them. An iteration
-  that a restart repeats counts once.
-
-  Args:
-    rows: of metrics.jsonl, up to the step where the run resumes.
+  that a restart repeats counts once. `rows` are those of metrics.jsonl, up to
+  the step where the run resumes.
   """
 
   def __init__(self, rows: Iterable[Mapping[str, Any]]):

@@ -84,10 +84,7 @@ class WandbRun:
   ) -> None:
     """Logs a step. If W&B fails, a warning comes and the run goes on.
 
-    Args:
-      step: the iteration.
-      scalars: by name.
-      histograms: [N] counts and [N + 1] finite edges by name.
+    Histograms are [N] counts and [N + 1] finite edges.
     """
     try:
       if step >= self._run.step:

@@ -57,12 +57,6 @@ def test_adding_ten_times_equals_adding_once_ten_times():
   assert ten.branches[0].times == sum(o.times for o in once.branches) == 20
 
 
-def test_adding_no_run_adds_nothing():
-  cost = HloCost()
-  cost.add(some_cost(), 0)
-  assert cost == HloCost()
-
-
 @pytest.mark.parametrize("stalled", [0, 2, 4])
 def test_perfect_overlap_scheduled_and_no_overlap_are_in_order(stalled):
   cost = some_cost()

@@ -31,15 +31,6 @@ def test_the_mean_is_that_after_the_cut(mean, sigma):
   assert drawn.mean() == pytest.approx(1000 * mean, rel=0.01)
 
 
-def test_uncut_lengths_are_log_normal():
-  drawn = parse("lognormal:mean=.1,sigma=.5").responses
-  assert drawn.max() < 1000  # none is cut
-  logs = np.log(drawn)
-  assert logs.std() == pytest.approx(0.5, rel=0.02)
-  # The mean of a log-normal is exp(mu + sigma^2 / 2).
-  assert logs.mean() == pytest.approx(np.log(100) - 0.125, abs=0.01)
-
-
 def test_lengths_are_the_same_every_time_and_in_no_order():
   spec = "lognormal:mean=.25,sigma=1"
   one, again = parse(spec), parse(spec)
