@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from gspo_jax import model
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptConfig
-from gspo_jax.data.tasks import Problem
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner import optimizer, packing
 from gspo_jax.learner.cold_start import ColdStartFunctions
