@@ -56,7 +56,9 @@ def plan(
   mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
   program = build_program(config, mesh, sampler_devices=own)
   transfer = _transfer(program, tpu_slice) if own else None
-  drawn = plan_lengths.draw(lengths, config, program) if lengths else None
+  drawn = (
+    plan_lengths.draw(lengths, config, program.tokenizer) if lengths else None
+  )
   results = _analyze(functions, config, program, tpu_slice)
   for name in results:
     if "pages" in results[name] or not lower.has_pages(name, program):
@@ -155,7 +157,7 @@ def _in_turns(config, tpu_slice, slices, lengths) -> dict:
       plan_compile.devices(tpu_slice, slices), **dataclasses.asdict(config.mesh)
     )
     program = build_program(config, mesh)
-    drawn = plan_lengths.draw(lengths, config, program)
+    drawn = plan_lengths.draw(lengths, config, program.tokenizer)
   except UserError as error:
     return {"reason": str(error)}
   results = _analyze(FUNCTIONS, config, program, tpu_slice)

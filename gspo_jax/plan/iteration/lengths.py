@@ -34,7 +34,6 @@ from etils import epath
 
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.program.config import Config
-from gspo_jax.program.functions import Program
 from gspo_jax.runtime.errors import UserError, nearest
 
 _LOGNORMAL = "lognormal"
@@ -50,30 +49,22 @@ class Lengths(NamedTuple):
   responses: np.ndarray  # [P * G] int, those of a prompt are neighbours
 
 
-class Limits(NamedTuple):
-  """The sizes of an iteration."""
-
-  prompts: int  # P
-  group_size: int  # G
-  max_prompt_length: int  # most tokens of a prompt
-  max_new_tokens: int  # most tokens of a response
-
-
-def parse(spec: str, limits: Limits, tokenizer: Tokenizer) -> Lengths:
-  """The lengths of an iteration that a spec describes.
-
-  Args:
-    spec: the value of `--lengths`.
-    limits: the sizes of the iteration. Longer responses are cut.
-    tokenizer: for responses in text.
+def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
+  """The lengths of an iteration of this config; longer responses are cut.
 
   Raises:
-    UserError: the spec or its file is mistaken.
+    UserError: the spec or its file is mistaken, or rollouts are partial.
   """
+  if limit := config.rollout.max_tokens_per_iteration:
+    raise UserError(
+      f"--lengths={spec}: expected rollout.max_tokens_per_iteration=0, whole "
+      f"responses in an iteration, got {limit}"
+    )
   name, options = _split(spec)
   known = ["mean", "sigma"] if name == _LOGNORMAL else []
   values = _numbers(spec, options, [*known, "prompt_mean"])
-  most, count = limits.max_new_tokens, limits.prompts * limits.group_size
+  most = config.sampler.max_new_tokens
+  count = config.data.prompts * config.rollout.group_size
   if name == _LOGNORMAL:
     for key in known:
       if key not in values:
@@ -90,7 +81,7 @@ def parse(spec: str, limits: Limits, tokenizer: Tokenizer) -> Lengths:
       )
     responses = _lognormal(count, most, values["mean"], values["sigma"])
   else:
-    responses = _of_file(spec, name, tokenizer)
+    responses = _from_file(spec, name, tokenizer)
     if len(responses) != count:
       responses = _shuffled(np.quantile(responses, _quantiles(count)))
   mean = values.get("prompt_mean", _PROMPT_MEAN)
@@ -100,38 +91,11 @@ def parse(spec: str, limits: Limits, tokenizer: Tokenizer) -> Lengths:
       f"data.max_prompt_length, above 0 and at most 1"
     )
   spread = min(mean, 1 - mean)
-  prompts = mean + spread * (2 * _quantiles(limits.prompts) - 1)
-  prompts = _shuffled(prompts * limits.max_prompt_length, seed=1)
+  prompts = mean + spread * (2 * _quantiles(config.data.prompts) - 1)
+  longest = config.data.max_prompt_length
+  prompts = _shuffled(prompts * longest, seed=1)
   cut = lambda x, most: np.clip(np.rint(x), 1, most).astype(int)
-  return Lengths(cut(prompts, limits.max_prompt_length), cut(responses, most))
-
-
-def draw(spec: str, config: Config, program: Program) -> Lengths:
-  """The lengths of an iteration of this config.
-
-  Args:
-    spec: the value of `--lengths`.
-    config: from `config.parse`.
-    program: its program.
-
-  Raises:
-    UserError: the spec is mistaken, or rollouts are partial.
-  """
-  if limit := config.rollout.max_tokens_per_iteration:
-    raise UserError(
-      f"--lengths={spec}: expected rollout.max_tokens_per_iteration=0, whole "
-      f"responses in an iteration, got {limit}"
-    )
-  return parse(
-    spec,
-    Limits(
-      prompts=config.data.prompts,
-      group_size=config.rollout.group_size,
-      max_prompt_length=config.data.max_prompt_length,
-      max_new_tokens=config.sampler.max_new_tokens,
-    ),
-    program.tokenizer,
-  )
+  return Lengths(cut(prompts, longest), cut(responses, most))
 
 
 def _split(spec):
@@ -182,7 +146,7 @@ def _lognormal(count, most, mean, sigma) -> np.ndarray:
   return _shuffled(lengths(math.exp(high)))
 
 
-def _of_file(spec, path, tokenizer) -> np.ndarray:
+def _from_file(spec, path, tokenizer) -> np.ndarray:
   try:
     lines = epath.Path(path).read_text().splitlines()
   except (OSError, UnicodeDecodeError) as error:
@@ -200,7 +164,7 @@ def _of_file(spec, path, tokenizer) -> np.ndarray:
   return np.array(found)
 
 
-def _length(where, text, tokenizer) -> float:
+def _length(place, text, tokenizer) -> float:
   """The tokens of the response that a line is about."""
   try:
     line = json.loads(text)
@@ -214,7 +178,7 @@ def _length(where, text, tokenizer) -> float:
     line = math.nan
   if not 1 <= line < math.inf:
     raise UserError(
-      f"{where}: expected a number of tokens, at least 1, or a JSON object "
+      f"{place}: expected a number of tokens, at least 1, or a JSON object "
       f"with a `length` or a `response`, got {text.strip()[:60]!r}"
     )
   return line
