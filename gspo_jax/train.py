@@ -250,14 +250,14 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
     train_batch = learner.add_reference_and_values(state, train_batch)
 
   # Rewards.
-  every = wait_scored(
+  all_rewards = wait_scored(
     [cost.rewards for cost in batch.costs],
     config.reward.max_failed,
     of=f"iteration {step}",
   )
   threshold = config.reward.pass_threshold
   rewards = scored.rewards.result()
-  for cost, each in zip(batch.costs, every, strict=True):
+  for cost, each in zip(batch.costs, all_rewards, strict=True):
     run.curriculum.record(cost.prompts, correct(each.first, threshold))
   for reason in rewards.reasons:
     logging.warning("step %d: no reward for a response: %s", step, reason)
@@ -420,9 +420,9 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   """
   experiment, learner = run.experiment, run.experiment.program.learner
   identity = checkpoint_identity(experiment)
-  what = f"checkpoint in {str(experiment.workdir)!r}"
+  place = f"checkpoint in {str(experiment.workdir)!r}"
   accept = lambda _, saved: match(
-    identity, saved, what, "use another --workdir"
+    identity, saved, place, "use another --workdir"
   )
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
   pending = jax.tree.map(shape, run.source.pending)

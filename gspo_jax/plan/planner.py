@@ -50,12 +50,12 @@ def plan(
     raise UserError(f"--slices={slices}: expected at least 1")
   libtpu = plan_compile.prepare()
   config = parse(config)
-  devices, own = sharding.split_devices(
+  devices, sampler_devices = sharding.split_devices(
     config.sampler_mesh.devices, plan_compile.devices(tpu_slice, slices)
   )
   mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
-  program = build_program(config, mesh, sampler_devices=own)
-  transfer = _transfer(program, tpu_slice) if own else None
+  program = build_program(config, mesh, sampler_devices=sampler_devices)
+  transfer = _transfer(program, tpu_slice) if sampler_devices else None
   drawn = (
     plan_lengths.draw(lengths, config, program.tokenizer) if lengths else None
   )
@@ -73,12 +73,12 @@ def plan(
       iteration = iteration_cost.cost(
         results, config, program, tpu_slice, drawn, transfer
       )
-  if own and iteration:
+  if sampler_devices and iteration:
     iteration["in_turns"] = _in_turns(config, tpu_slice, slices, lengths)
   return {
     "topology": str(tpu_slice),
     "slices": slices,
-    "devices": mesh.size + len(own),
+    "devices": mesh.size + len(sampler_devices),
     "mesh": dict(mesh.shape),
     "sampler_mesh": dict(lower.sampler_mesh(program).shape),
     "jax": jax.__version__,
@@ -161,11 +161,11 @@ def _in_turns(config, tpu_slice, slices, lengths) -> dict:
   except UserError as error:
     return {"reason": str(error)}
   results = _analyze(FUNCTIONS, config, program, tpu_slice)
-  if unfit := [name for name, found in results.items() if not found["fits"]]:
+  if unfit := [name for name, result in results.items() if not result["fits"]]:
     return {"reason": f"does not fit: {', '.join(unfit)}"}
-  found = iteration_cost.cost(results, config, program, tpu_slice, drawn)
-  by_compiler = found["compiler"]["seconds"]
-  return {"seconds": found["seconds"], "compiler": {"seconds": by_compiler}}
+  iteration = iteration_cost.cost(results, config, program, tpu_slice, drawn)
+  by_compiler = iteration["compiler"]["seconds"]
+  return {"seconds": iteration["seconds"], "compiler": {"seconds": by_compiler}}
 
 
 def _transfer(program, tpu_slice) -> dict:
@@ -186,10 +186,10 @@ def _transfer(program, tpu_slice) -> dict:
   }
 
 
-def _compile(what: str, lowered) -> plan_compile.Compiled:
+def _compile(label: str, lowered) -> plan_compile.Compiled:
   """Compiles, and says so on stderr."""
-  print(f"compiling {what} ...", file=sys.stderr, flush=True)
-  with Progress(f"compiling {what}", file=sys.stderr):
+  print(f"compiling {label} ...", file=sys.stderr, flush=True)
+  with Progress(f"compiling {label}", file=sys.stderr):
     return plan_compile.compile_one(lowered)
 
 

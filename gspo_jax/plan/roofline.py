@@ -95,8 +95,8 @@ def _learning(cost_of, config, program):
   micro_batch.add(one, 1 / rows.minibatches)
   micro_batch.add(rest, -1 / rows.minibatches)
   responses = config.data.prompts * config.rollout.group_size
-  most = responses // rows.micro_batch_size
-  whole = cost_of(micro_batches=most // rows.minibatches)
+  micro_batches = responses // rows.micro_batch_size
+  whole = cost_of(micro_batches=micro_batches // rows.minibatches)
   part = lambda cost: {
     "flops": cost.flops,
     "hbm_bytes": cost.hbm_bytes,
@@ -105,7 +105,7 @@ def _learning(cost_of, config, program):
   return whole, {
     "micro_batch": part(micro_batch),
     "rest": part(rest),
-    "most_micro_batches": most,
+    "most_micro_batches": micro_batches,
   }
 
 
@@ -269,7 +269,7 @@ def _seconds(cost) -> dict:
 
 
 def _collectives(cost) -> list[dict]:
-  found = [
+  kinds = [
     {
       "kind": kind,
       "group": size,
@@ -278,7 +278,7 @@ def _collectives(cost) -> list[dict]:
     }
     for (kind, size, asynchronous), traffic in cost.collectives.items()
   ]
-  return sorted(found, key=lambda c: -c["seconds"])
+  return sorted(kinds, key=lambda c: -c["seconds"])
 
 
 def _top(cost) -> list[dict]:
@@ -293,9 +293,9 @@ def _top(cost) -> list[dict]:
 
 def _open(opened) -> list[dict]:
   """By their source: how often they are met, and the seconds of the longest."""
-  found = {}
+  entries = {}
   for o in opened:
-    entry = found.setdefault(o.source, {"times": 0, "seconds": 0.0})
+    entry = entries.setdefault(o.source, {"times": 0, "seconds": 0.0})
     entry["times"] += o.times
     entry["seconds"] = max(entry["seconds"], o.cost.no_overlap)
-  return [{"source": source, **entry} for source, entry in found.items()]
+  return [{"source": source, **entry} for source, entry in entries.items()]

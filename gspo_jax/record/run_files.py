@@ -187,12 +187,12 @@ def _lines_until(
   return b"".join(kept)
 
 
-def step_of(record: Mapping[str, Any], where: str) -> int:
+def step_of(record: Mapping[str, Any], place: str) -> int:
   """The step of a record; UserError if it has none."""
   step = record.get("step")
   if not (type(step) is int and 0 <= step < 2**53):  # what a float can hold
     raise UserError(
-      f"{where}: {str(record)[:60]}: expected a step; correct the line or move "
+      f"{place}: {str(record)[:60]}: expected a step; correct the line or move "
       "the file away"
     )
   return step
@@ -255,13 +255,13 @@ def read_samples(folder: epath.Path) -> dict[int, list[Sample]]:
   return samples
 
 
-def _sample(where: str, record: Mapping[str, Any]) -> Sample:
+def _sample(place: str, record: Mapping[str, Any]) -> Sample:
   try:
     sample = Sample(**record)
     return sample._replace(reward=float(sample.reward))
   except (TypeError, ValueError, OverflowError) as error:
     raise UserError(
-      f"{where}: expected a sample with {', '.join(Sample._fields)}: {error}"
+      f"{place}: expected a sample with {', '.join(Sample._fields)}: {error}"
     ) from error
 
 

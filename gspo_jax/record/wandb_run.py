@@ -23,8 +23,8 @@ def require_login(project: str) -> None:
   try:
     import wandb
   except ImportError as error:
-    what = f"log.wandb={project!r}"
-    raise missing_package(error, "wandb", what) from error
+    key = f"log.wandb={project!r}"
+    raise missing_package(error, "wandb", key) from error
   try:
     if wandb.setup().settings.mode in ("online", "shared"):
       wandb.login()

@@ -58,11 +58,11 @@ def how_to_download(folder: str) -> str:
 
 
 @contextlib.contextmanager
-def with_reason(what: str) -> Iterator[None]:
-  """Raises the error of a folder or bucket as UserError "WHAT: reason".
+def with_reason(subject: str) -> Iterator[None]:
+  """Raises the error of a folder or bucket as UserError "SUBJECT: reason".
 
-  An outage is raised as it is, with `what` as a note. It ends a command with 1,
-  after which the schedulers of launch/ start the command again, unlike 2.
+  An outage is raised as it is, with `subject` as a note. It ends a command with
+  1, after which the schedulers of launch/ start the command again, unlike 2.
   """
   try:
     yield
@@ -70,18 +70,18 @@ def with_reason(what: str) -> Iterator[None]:
     if isinstance(error, UserError):
       raise
     if not _is_callers(error):
-      error.add_note(what)
+      error.add_note(subject)
       raise
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
       reason = error.strerror or str(error)
     reason = " ".join(reason.split())
-    raise UserError(f"{what}: {reason}") from error
+    raise UserError(f"{subject}: {reason}") from error
 
 
 @contextlib.contextmanager
-def content_of(what: str) -> Iterator[None]:
-  """Raises what the content of a file causes as UserError "WHAT: reason".
+def content_of(subject: str) -> Iterator[None]:
+  """Raises what the content of a file causes as UserError "SUBJECT: reason".
 
   For code that interprets what others wrote, such as a chat template: the same
   content raises the same error after every restart. Errors of a disk or a
@@ -93,7 +93,7 @@ def content_of(what: str) -> Iterator[None]:
     raise
   except Exception as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    raise UserError(f"{what}: {reason[:200]}") from error
+    raise UserError(f"{subject}: {reason[:200]}") from error
 
 
 _ERRNOS_OF_CALLERS = {

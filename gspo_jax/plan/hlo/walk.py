@@ -199,8 +199,8 @@ class _Walk:
       links.start(i.name, self._now(total), inner.collective_seconds)
 
   def _operation(self, total, links, computation, i):
-    found = started(self.module, computation, i, self.devices)
-    for c in found:
+    collectives = started(self.module, computation, i, self.devices)
+    for c in collectives:
       hbm_seconds = c.hbm_bytes / self.chip.hbm_bandwidth
       bandwidth = self.bandwidth(c.members, "to-all" in c.kind)
       seconds = max(c.wire / bandwidth, hbm_seconds)
@@ -217,7 +217,7 @@ class _Walk:
       if c.key is None:
         self._wait(total, links, key)
     if not is_collective(i):
-      synchronous = any(c.key is None for c in found)
+      synchronous = any(c.key is None for c in collectives)
       self._compute(total, computation, i, synchronous)
 
   def _compute(self, total, computation, i, with_collective):

@@ -255,12 +255,12 @@ def _convolution(i, left, right) -> int:
 def _window(i, axis) -> dict[str, int]:
   """The arguments of `_overlaps` for one axis of `window={...}`."""
   fields = (i.find(r"window=\{([^}]*)\}") or "").split()
-  given = {k: v.split("x")[axis] for k, v in (f.split("=") for f in fields)}
+  window = {k: v.split("x")[axis] for k, v in (f.split("=") for f in fields)}
   return {
-    "stride": int(given.get("stride", 1)),
-    "low": int(given.get("pad", "0_0").split("_")[0]),
-    "lhs_dilate": int(given.get("lhs_dilate", 1)),
-    "rhs_dilate": int(given.get("rhs_dilate", 1)),
+    "stride": int(window.get("stride", 1)),
+    "low": int(window.get("pad", "0_0").split("_")[0]),
+    "lhs_dilate": int(window.get("lhs_dilate", 1)),
+    "rhs_dilate": int(window.get("rhs_dilate", 1)),
   }
 
 

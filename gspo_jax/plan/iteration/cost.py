@@ -154,13 +154,13 @@ def _combine(config, transfer, sampling: float, learning: float) -> float:
 
 def _by_compiler(functions) -> dict:
   """The reports with the seconds of the compiler's estimate."""
-  found = {}
+  reports = {}
   for name, report in functions.items():
     compiler = report["compiler"]
-    found[name] = report | compiler
+    reports[name] = report | compiler
     if "decode" in report:
-      found[name]["decode"] = report["decode"] | compiler["decode"]
-  return found
+      reports[name]["decode"] = report["decode"] | compiler["decode"]
+  return reports
 
 
 def _parts(
@@ -270,13 +270,13 @@ def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
 
 def _score_flops(tokens, flops, program) -> float:
   """Model FLOPs of all passes over the rows before the update."""
-  found = 0.0
-  if old := tokens.get("old_logprobs"):
-    found += flops.whole * _ratio(old.real, tokens["update"].real)
+  total = 0.0
+  if scored := tokens.get("old_logprobs"):
+    total += flops.whole * _ratio(scored.real, tokens["update"].real)
   if "reference_and_values" in tokens:
     has_reference = program.learner.abstract.reference is not None
-    found += flops.whole * has_reference + flops.critic
-  return found
+    total += flops.whole * has_reference + flops.critic
+  return total
 
 
 def _cache_bytes(config, program) -> float:
@@ -337,17 +337,17 @@ def _alternatives(
 ) -> list[dict]:
   """The seconds of an iteration with other keys: estimates, not compiled."""
   generate, rows = _sides(parts)
-  found = []
+  alternatives = []
 
   def add(change, seconds, fits=True):
-    found.append({"change": change, "seconds": seconds, "fits": fits})
+    alternatives.append({"change": change, "seconds": seconds, "fits": fits})
 
   order = np.arange(len(lengths.responses))
   padded = program.learner.row_tokens(
     *lengths, packing.one_a_row(order, program.learner.packing)
   )
-  of_rows = _rows_seconds(functions, padded)
-  add("one response a row", combine(generate, of_rows))
+  padded_rows = _rows_seconds(functions, padded)
+  add("one response a row", combine(generate, padded_rows))
   half = config.learner.micro_batch_size // 2
   other = _other_program(config, program, learner={"micro_batch_size": half})
   if other:
@@ -364,7 +364,7 @@ def _alternatives(
       add(
         f"continuous_batching: {keys}", combine(seconds, rows), cost.free >= 0
       )
-  return found
+  return alternatives
 
 
 def _other_batching(program, responses) -> list[dict]:

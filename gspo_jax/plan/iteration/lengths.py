@@ -55,31 +55,31 @@ def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
   Raises:
     UserError: the spec or its file is mistaken, or rollouts are partial.
   """
-  if limit := config.rollout.max_tokens_per_iteration:
+  if partial := config.rollout.max_tokens_per_iteration:
     raise UserError(
       f"--lengths={spec}: expected rollout.max_tokens_per_iteration=0, whole "
-      f"responses in an iteration, got {limit}"
+      f"responses in an iteration, got {partial}"
     )
   name, options = _split(spec)
   known = ["mean", "sigma"] if name == _LOGNORMAL else []
   values = _numbers(spec, options, [*known, "prompt_mean"])
-  most = config.sampler.max_new_tokens
+  limit = config.sampler.max_new_tokens
   count = config.data.prompts * config.rollout.group_size
   if name == _LOGNORMAL:
     for key in known:
       if key not in values:
         raise UserError(f"--lengths={spec}: {key} is missing; {_EXPECTED}")
-    if not 1 / most < values["mean"] < 1:
+    if not 1 / limit < values["mean"] < 1:
       raise UserError(
         f"--lengths={spec}: mean={values['mean']:g}: expected a share of "
-        f"sampler.max_new_tokens={most}, above 1/{most} and below 1"
+        f"sampler.max_new_tokens={limit}, above 1/{limit} and below 1"
       )
     if not 0 < values["sigma"] <= 5:
       raise UserError(
         f"--lengths={spec}: sigma={values['sigma']:g}: expected a number above "
         "0, at most 5"
       )
-    responses = _lognormal(count, most, values["mean"], values["sigma"])
+    responses = _lognormal(count, limit, values["mean"], values["sigma"])
   else:
     responses = _from_file(spec, name, tokenizer)
     if len(responses) != count:
@@ -94,8 +94,8 @@ def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
   prompts = mean + spread * (2 * _quantiles(config.data.prompts) - 1)
   longest = config.data.max_prompt_length
   prompts = _shuffled(prompts * longest, seed=1)
-  cut = lambda x, most: np.clip(np.rint(x), 1, most).astype(int)
-  return Lengths(cut(prompts, longest), cut(responses, most))
+  cut = lambda x, limit: np.clip(np.rint(x), 1, limit).astype(int)
+  return Lengths(cut(prompts, longest), cut(responses, limit))
 
 
 def _split(spec):
@@ -129,17 +129,17 @@ def _shuffled(values, seed=0):
   return np.random.default_rng(seed).permutation(values)
 
 
-def _lognormal(count, most, mean, sigma) -> np.ndarray:
-  """[count] lengths whose mean is that share of `most`, by bisection."""
+def _lognormal(count, limit, mean, sigma) -> np.ndarray:
+  """[count] lengths whose mean is that share of `limit`, by bisection."""
   standard = statistics.NormalDist()
   normal = np.array([standard.inv_cdf(q) for q in _quantiles(count)])
-  spread = most * np.exp(sigma * normal)
-  lengths = lambda median: np.clip(median * spread, 1, most)
-  # All lengths are 1 at the one end, and `most` at the other.
-  low, high = -math.log(most) - 5 * sigma, 5 * sigma
+  spread = limit * np.exp(sigma * normal)
+  lengths = lambda median: np.clip(median * spread, 1, limit)
+  # All lengths are 1 at the one end, and `limit` at the other.
+  low, high = -math.log(limit) - 5 * sigma, 5 * sigma
   for _ in range(_ITERATIONS):
     middle = (low + high) / 2
-    if lengths(math.exp(middle)).mean() < mean * most:
+    if lengths(math.exp(middle)).mean() < mean * limit:
       low = middle
     else:
       high = middle
@@ -154,14 +154,14 @@ def _from_file(spec, path, tokenizer) -> np.ndarray:
     raise UserError(
       f"--lengths={spec}: cannot read {path!r}: {reason}; {_EXPECTED}"
     ) from error
-  found = [
+  lengths = [
     _length(f"--lengths={spec}: {path}:{number}", text, tokenizer)
     for number, text in enumerate(lines, 1)
     if text.strip()
   ]
-  if not found:
+  if not lengths:
     raise UserError(f"--lengths={spec}: {path} has no line with a length")
-  return np.array(found)
+  return np.array(lengths)
 
 
 def _length(place, text, tokenizer) -> float:
