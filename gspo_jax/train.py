@@ -127,7 +127,13 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       keep=config.checkpoint.keep,
     )
     with experiment.reward_pool, checkpoints, ExitStack() as sampling:
-      curriculum = _curriculum(experiment)
+      curriculum = Curriculum(
+        experiment.datasets.stages,
+        experiment.program.prompt_config,
+        batch=config.data.prompts,
+        seed=config.seed,
+        drop_solved=config.data.drop_solved,
+      )
       source = _source(experiment, curriculum)
       if isinstance(source, OffPolicy):
         sampling.callback(source.close)
@@ -342,16 +348,6 @@ def _first_samples(
   ]
   samples = dict(itertools.chain(*multihost.allgather_json(local[:count])))
   return [samples[row] for row in sorted(samples)[:count]]
-
-
-def _curriculum(experiment: Experiment) -> Curriculum:
-  return Curriculum(
-    experiment.datasets.stages,
-    experiment.program.prompt_config,
-    batch=experiment.config.data.prompts,
-    seed=experiment.config.seed,
-    drop_solved=experiment.config.data.drop_solved,
-  )
 
 
 def _source(experiment: Experiment, curriculum: Curriculum) -> Source:

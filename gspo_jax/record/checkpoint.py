@@ -110,7 +110,8 @@ class Checkpoints:
     JSON object, which `restore` returns.
     """
     self.wait()
-    if self._has(step):
+    exists = step in self._steps() and step not in self._skipped
+    if exists and self._try(step, self._read) is not None:
       return
     for skipped in sorted(self._skipped):
       self._orbax.delete(skipped)
@@ -206,11 +207,6 @@ class Checkpoints:
 
   def _steps(self) -> list[int]:
     return [checkpoint.step for checkpoint in self._orbax.checkpoints]
-
-  def _has(self, step: int) -> bool:
-    if step not in self._steps() or step in self._skipped:
-      return False
-    return self._try(step, self._read) is not None
 
   def _try(self, step: int, read: Callable, *args) -> Any:
     """The result of `read(step, *args)`; None if it fails on any process."""

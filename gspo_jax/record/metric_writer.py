@@ -248,8 +248,12 @@ class MetricWriter:
     """Writes a file and an event."""
     step = samples[0].step
     run_files.write_samples(self._samples, step, samples)
-    code = summary.text("samples", _as_markdown(samples))
-    self._events.append(_event(step=step, summary=code))
+    fields = [field for s in samples for field in s._asdict().items()]
+    text = "\n".join(f"{name}: {value}" for name, value in fields)
+    # Four spaces make Markdown show a text as it is.
+    text = textwrap.indent(run_files.printable(text, keep="\n\t"), "    ")
+    content = summary.text("samples", text)
+    self._events.append(_event(step=step, summary=content))
 
 
 class _Goodput:
@@ -272,7 +276,7 @@ class _Goodput:
       self._iterations = sum(row["time/iteration"] for row in rows)
 
   def after(self, iteration: float) -> dict[str, float]:
-    """The metrics after an iteration of so many seconds."""
+    """The metrics after an iteration of this many seconds."""
     self._iterations += iteration
     since_start = time.monotonic() - self._began
     return {
@@ -280,13 +284,6 @@ class _Goodput:
       "time/since_start": since_start,
       "throughput/goodput": self._iterations / max(since_start, 1e-9),
     }
-
-
-def _as_markdown(samples: Sequence[Sample]) -> str:
-  fields = [field for s in samples for field in s._asdict().items()]
-  text = "\n".join(f"{name}: {value}" for name, value in fields)
-  # Four spaces make Markdown show a text as it is.
-  return textwrap.indent(run_files.printable(text, keep="\n\t"), "    ")
 
 
 def _counts_and_edges(

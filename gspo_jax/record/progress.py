@@ -198,8 +198,10 @@ class Compilations:
   def _begin(self, event: str, _, fun_name: str = "", **more) -> None:
     if event in _STAGES:
       stage = _STAGES[event]
+      # "update" of "jit(_update)"
+      name = fun_name.removeprefix("jit(").removesuffix(")").strip("_")
       stage = Progress(
-        f"{stage} {_plain(fun_name)}",
+        f"{stage} {name}",
         after=COMPILE_SECONDS if stage == "compiling" else None,
       )
       self._stages.append(stage.__enter__())
@@ -217,8 +219,3 @@ class Compilations:
   @property
   def _stages(self) -> list[Progress]:
     return self._local.__dict__.setdefault("stages", [])
-
-
-def _plain(fun_name: str) -> str:
-  """The name of a function: `update` of "jit(_update)"."""
-  return fun_name.removeprefix("jit(").removesuffix(")").strip("_")
