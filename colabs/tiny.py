@@ -147,7 +147,7 @@ before, after = restored.state.params, state.params
 
 count, group = config.data.prompts, config.rollout.group_size
 batch = pipeline.take(held_out, functions.prompt_config, count)
-prompts, problems = Prompts(batch["tokens"], batch["length"]), batch["problems"]
+prompts, problems = Prompts(batch.tokens, batch.lengths), batch.problems
 
 
 def ask(params):

@@ -4,7 +4,7 @@ Other wings take these modules:
   datasets      what a config names: stages of training, held-out problems
   curriculum    Curriculum: which problems come when, and which are solved
   pipeline      batches of prompts and demonstrations; `take` for evaluation
-  prompt_batch  PromptConfig, and `join` and `pick` of batches
+  prompt_batch  PromptBatch and DemonstrationBatch; PromptConfig
   sources       `load` and `mix` problems; `fingerprint` of a source
   problem       Problem, the type that all of this is about
   readers       records of files and data sets

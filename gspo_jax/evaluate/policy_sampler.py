@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from gspo_jax import model
-from gspo_jax.data import datasets, pipeline, prompt_batch
+from gspo_jax.data import datasets, pipeline
 from gspo_jax.data.problem import Problem
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import build_program, shards_of_rows
 from gspo_jax.record.progress import Progress
@@ -118,7 +119,7 @@ class PolicySampler:
         datasets.examples(stages, count, config.seed)
       )
 
-  def prompts(self, problems: Sequence[Problem]) -> dict:
+  def prompts(self, problems: Sequence[Problem]) -> PromptBatch:
     """The prompts of problems; UserError if one is long or an example."""
     # A benchmark is sampled whole, whatever data.too_long says.
     config = dataclasses.replace(self.program.prompt_config, too_long="error")
@@ -150,20 +151,20 @@ class PolicySampler:
       at `sampler.max_new_tokens`.
     """
     repeated = np.repeat(np.arange(len(problems)), self._shape.repeats)
-    prompts = prompt_batch.pick(self.prompts(problems), repeated)
+    prompts = self.prompts(problems).pick(repeated)
     functions, group_size = self.program.sampler, self._shape.group_size
     responses, truncated = [], []
     for batch in sample_many(
       functions.generate_greedy if self._greedy else functions.generate_eval,
       params,
-      Prompts(prompts["tokens"], prompts["length"]),
+      Prompts(prompts.tokens, prompts.lengths),
       key,
       batch_size=self._shape.prompts,
       batch_sharding=sharding.batch_sharding(self.program.mesh),
       progress=progress,
     ):
       decode = ResponseDecoder(
-        prompt_batch.pick(prompts, batch.index),
+        prompts.pick(batch.index),
         self.program.tokenizer,
         group_size,
         functions.stop,

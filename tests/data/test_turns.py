@@ -158,17 +158,16 @@ def test_a_demonstration_is_what_the_policy_would_read(family):
   later = (*messages, ("assistant", "c"), ("assistant", "de"))
   problem = Problem("x", "ref", "a", turns=later)
   config = prompt_batch.PromptConfig(tokenizer, 400)
-  found = pipeline._demonstration(problem, config, 400, True)
-  length = int(found["length"])
-  ids = found["tokens"][-length:].tolist()
-  ids += found["response"][: int(found["response_length"])].tolist()
+  found = pipeline._demonstration(problem, (0, 0, 0), config, 400, True)
+  length = int(found.response_lengths[0])
+  ids = found.ids(0) + found.responses[0, :length].tolist()
   turns = [("user", "x"), ("assistant", "a"), *messages]
   c, de = (
     [*tokenizer.encode(text), tokenizer.stop_ids[0]] for text in ("c", "de")
   )
   assert ids == [*whole(tokenizer, turns), *c, *de]
-  of = found["turns"][: int(found["response_length"])]
-  assert [(of == n).sum() for n in (2, 3)] == [len(c), len(de)]
+  turns = found.turns[0, :length]
+  assert [(turns == n).sum() for n in (2, 3)] == [len(c), len(de)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

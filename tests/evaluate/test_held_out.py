@@ -83,7 +83,7 @@ def samples_of(responses, width=8):
 
 @pytest.mark.parametrize("batch", [1, 4, 5, 13, 25])
 def test_each_problem_is_evaluated_once(batch, pool):
-  solved = [p for i, p in enumerate(PROBLEMS["problems"]) if i in (2, 8, 9)]
+  solved = [p for i, p in enumerate(PROBLEMS.problems) if i in (2, 8, 9)]
   sampler = ScriptedSampler(solved)
   correct = held_out.first_rewards(
     experiment(pool, batch), sampler, "params", KEY, 2

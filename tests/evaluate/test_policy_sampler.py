@@ -185,7 +185,7 @@ def test_instruction_and_system_prompt_reach_the_policy(debug_config):
     parse(debug_config), one_device(), BatchShape(1, 1, 1)
   )
   prompts = sampler.prompts([Problem("{x}?", "", "")])
-  tokens = prompts["tokens"][0][-prompts["length"][0] :]
+  tokens = prompts.tokens[0][-prompts.lengths[0] :]
   text = sampler.program.tokenizer.decode(tokens)
   assert text.startswith("S")
   assert text.endswith("{x}? \\box{}")
@@ -199,7 +199,7 @@ def test_the_examples_of_training_reach_the_policy(debug_config):
   stages = datasets.load(config).stages
   (example,) = datasets.examples(stages, 1, config.seed)
   prompts = sampler.prompts([Problem("x?", "", "")])
-  tokens = prompts["tokens"][0][-prompts["length"][0] :]
+  tokens = prompts.tokens[0][-prompts.lengths[0] :]
   text = sampler.program.tokenizer.decode(tokens)
   assert text == f"{example.text}{example.demonstration}\n\nx?"
   with pytest.raises(
@@ -221,7 +221,7 @@ def test_the_conversation_before_a_problem_reaches_the_policy(debug_config):
   history = (("system", "S"), ("user", "1?"), ("assistant", "2"))
   problem = Problem("x?", "", "", history=history)
   prompts = sampler.prompts([problem])
-  tokens = prompts["tokens"][0][-prompts["length"][0] :]
+  tokens = prompts.tokens[0][-prompts.lengths[0] :]
   assert sampler.program.tokenizer.decode(tokens) == "S\n\n1?2\n\nx?"
 
 

@@ -157,9 +157,9 @@ def as_plain(batch):
   samples = jax.device_get(batch.samples.samples)
   in_response = np.arange(R) < samples.lengths[:, None]
   return {
-    "problems": [p.text for p in batch.samples.prompts["problems"]],
-    "prompts": batch.samples.prompts["tokens"].tolist(),
-    "stages": batch.samples.prompts["stage"].tolist(),
+    "problems": [p.text for p in batch.samples.prompts.problems],
+    "prompts": batch.samples.prompts.tokens.tolist(),
+    "stages": batch.samples.prompts.positions[:, 0].tolist(),
     "tokens": np.where(in_response, samples.tokens, -1).tolist(),
     "finish": samples.finish.tolist(),
     "rewards": batch.samples.rewards.result().total.tolist(),

@@ -58,7 +58,7 @@ def cold_start_batch(config):
 
 
 def cold_start_tokens(config):
-  return cold_start_batch(config)["tokens"]
+  return cold_start_batch(config)[0].tokens
 
 
 def steps_run(config):
@@ -97,9 +97,9 @@ def mean_reward(config):
 
 
 def demonstrations(config):
-  batch = cold_start_batch(config)
+  _, responses, lengths, _ = cold_start_batch(config)
   tokenizer = run_of(config).experiment.program.tokenizer
-  ids = zip(batch["response"], batch["response_length"], strict=True)
+  ids = zip(responses, lengths, strict=True)
   return [tokenizer.decode(row[: n - 1]) for row, n in ids]
 
 
