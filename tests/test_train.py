@@ -444,16 +444,6 @@ def test_killed_at_ten_random_moments(
   assert_same_run(tmp_path / "run", tmp_path / "whole", **flags)
 
 
-@pytest.mark.slow  # in default runs, SIGTERM is raised in this process
-def test_the_command_exits_with_75_after_sigterm(start, tmp_path):
-  process = start(tmp_path, checkpoint__every=100)
-  for line in process.stdout:
-    if line.startswith("1/4 "):
-      process.send_signal(signal.SIGTERM)
-      break
-  assert "stopped: saved after step" in finish(process, code=75)
-
-
 def resume(run, whole, parts, **overrides):
   """Runs again from step 2 of a finished run; what it prints."""
   shutil.copytree(whole, parts)
@@ -704,20 +694,6 @@ def test_conversations_of_earlier_policies(run, tmp_path, assert_same_run):
   )
 
 
-def test_rewards_that_fail_stop_the_run(run, build_once, workdir):
-  shutil.rmtree(workdir / f"checkpoints/{STEPS}")
-  # It takes three arguments, and raises: a string takes no assignment.
-  with pytest.raises(UserError) as error:
-    run(workdir, reward__names=("operator.setitem",))
-  assert str(error.value).startswith("iteration 3: 16 of 16 ")
-  assert str(error.value).endswith(
-    "could not be scored, expected at most 8 (reward.max_failed=0.5); the "
-    "first reason: operator.setitem: TypeError: 'str' object does not support "
-    "item assignment"
-  )
-  assert final_state(build_once, workdir)[0] == 2
-
-
 def test_a_changed_setting_is_printed_and_taken(run, workdir):
   _, out = run(workdir, num_steps=5, reward__seconds=4.0, eval__every=5)
   assert "changed since: reward.seconds=5.0 is now 4.0" in out
@@ -750,21 +726,6 @@ def test_a_cold_start_folder_that_is_a_file(run, tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(UserError, match="checkpoints in"):
     run(tmp_path / "run", cold_start__dir=str(tmp_path / "file" / "x"))
-
-
-@pytest.mark.slow
-def test_eight_devices_train_and_resume(start, tmp_path):
-  """The whole command on a mesh, cold start and all."""
-  flags = {
-    "data__prompts": 8,
-    "learner__micro_batch_size": 8,
-    "cold_start__steps": 2,
-    "mesh__fsdp": 2,
-    "mesh__expert": 2,
-  }
-  for steps, words in ((1, "1/1"), (2, "resumed after step 1")):
-    out = finish(start(tmp_path, devices=8, num_steps=steps, **flags))
-    assert words in out
 
 
 @pytest.mark.slow
