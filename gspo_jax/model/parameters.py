@@ -187,7 +187,8 @@ TABLE = (
   Parameter("head", "D -> V", "table vocab", ("lm_head.weight",), init="width",
             exists=lambda cfg: not cfg.tie_embeddings),
   # A critic has it in place of the head.
-  Parameter("value_head", "D ->", "whole", exists=lambda cfg: False),
+  Parameter("value_head", "D ->", "whole", init="zeros",
+            exists=lambda cfg: False),
 )
 # fmt: on
 
