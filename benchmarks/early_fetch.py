@@ -38,7 +38,8 @@ from jax.sharding import NamedSharding
 from benchmarks import estimates, record
 from gspo_jax import model
 from gspo_jax.configs import moe_tpu
-from gspo_jax.model import lora, moe, transformer
+from gspo_jax.model import layers as block
+from gspo_jax.model import lora, moe, parameters, transformer
 from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.program import jitted
@@ -56,7 +57,11 @@ def gathered(layer, cfg):
   )
   return layer | {
     "attention": norms
-    | transformer._gathered(attention, "attention", cfg.dtype),
+    | block._gathered(
+      attention,
+      parameters.partition_specs("attention", attention),
+      cfg.dtype,
+    ),
     "moe": jax.tree.map(whole, layer["moe"]),
   }
 
@@ -74,22 +79,20 @@ def scattered(gradients, shards, specs, cfg):
 
 
 def attention(x_BTD, layer, angles, segments_BT, cfg):
-  """The first half of transformer.Block on one device, with whole weights."""
+  """The first half of layers.Block on one device, with whole weights."""
   weights = layer["attention"] | {
     k: layer["attention"][k]["scale"] for k in ("q_norm", "k_norm")
   }
-  h = transformer.rms_norm(
-    x_BTD, layer["attention_norm"]["scale"], cfg.norm_eps
-  )
-  q, k, v = transformer._project(h, weights, angles, cfg)
-  out = transformer._attend_to_all_tokens(q, k, v, segments_BT)
-  h = transformer.project(out, weights, "o", axes=2)
-  return checkpoint_name(transformer.add(x_BTD, h), "stream")
+  h = block.rms_norm(x_BTD, layer["attention_norm"]["scale"], cfg.norm_eps)
+  q, k, v = block._project(h, weights, angles, cfg)
+  out = block._attend_to_all_tokens(q, k, v, segments_BT)
+  h = block.project(out, weights, "o", axes=2)
+  return checkpoint_name(block.add(x_BTD, h), "stream")
 
 
 def experts(x_BTD, layer, segments_BT, cfg):
   """The second half."""
-  h = transformer.rms_norm(x_BTD, layer["mlp_norm"]["scale"], cfg.norm_eps)
+  h = block.rms_norm(x_BTD, layer["mlp_norm"]["scale"], cfg.norm_eps)
   x_MD, weights = h.reshape(-1, h.shape[-1]), layer["moe"]
   logits_ME = moe._router_logits(x_MD, weights["router"])
   weights_Mk, experts_Mk = moe.route(logits_ME, cfg)
@@ -101,7 +104,7 @@ def experts(x_BTD, layer, segments_BT, cfg):
     lora.Experts(weights["gate_up"]),
     lora.Experts(weights["down"]),
   )
-  return transformer.add(x_BTD, h_MD.reshape(x_BTD.shape))
+  return block.add(x_BTD, h_MD.reshape(x_BTD.shape))
 
 
 def by_hand(layers, x_BTD, angles, segments_BT, dy_BTD, *, specs, cfg, form):

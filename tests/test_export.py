@@ -331,7 +331,7 @@ def test_the_commands_work_in_a_bucket(base, tmp_path, monkeypatch):
     ]
     assert steps == [*range(5)]
     lora = dataclasses.replace(cfg, lora=model.LoraConfig(2, 4.0, "all-linear"))
-    adapters = model.lora.init(jax.random.key(0), weights[0], lora.lora)
+    adapters = model.lora.init(jax.random.key(0), lora)
     hf.save_peft(adapters, lora, remote / "peft", base=str(copy))
     again = hf.load_peft(remote / "peft", lora)
     jax.tree.map(np.testing.assert_array_equal, again, adapters)

@@ -1,6 +1,5 @@
 """Grouped matmul: each row times the matrix of its group, in both forms."""
 
-import functools
 import subprocess
 import sys
 
@@ -146,23 +145,6 @@ def test_tiles_of_compiled_products_divide_their_widths(topology):
 def test_products_of_few_rows_compile(topology):
   """As in decoding: 8 tokens with 8 experts each, and 2 in a narrow segment."""
   assert compiled_tiles(topology, ((64, 2048, 1536), (16, 768, 2048)))
-
-
-@functools.cache
-def gradients(matmul):
-  loss = lambda x, w, sizes, cotangent: (matmul(x, w, sizes) * cotangent).sum()
-  return jax.jit(jax.grad(loss, argnums=(0, 1)))
-
-
-@every_load
-def test_gradients_are_those_of_ragged_dot(sizes):
-  x, weights, cotangent = random_inputs(sizes)
-  actual, expected = (
-    gradients(matmul)(x, weights, np.array(sizes), cotangent)
-    for matmul in (grouped_matmul.in_blocks, jax.lax.ragged_dot)
-  )
-  close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5)
-  jax.tree.map(close, actual, expected)
 
 
 @pytest.mark.parametrize(
