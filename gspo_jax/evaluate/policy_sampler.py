@@ -14,7 +14,7 @@ from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import build_program, shards_of_rows
 from gspo_jax.record.progress import Progress
-from gspo_jax.rewards.pool import Response
+from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout.scoring import ResponseDecoder
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError

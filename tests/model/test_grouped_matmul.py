@@ -85,6 +85,7 @@ TILES = """
 import jax, jax.numpy as jnp, numpy as np
 from gspo_jax.model import grouped_matmul
 from gspo_jax.plan import chips, compile
+from gspo_jax.plan.hlo.module import parse
 from gspo_jax.runtime import sharding
 compile.prepare()
 where = chips.parse("{topology}")
@@ -101,7 +102,7 @@ with jax.set_mesh(mesh):
     shapes = (R, K), (E, K, N), (E,), (R, N)
     given = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
     given[2] = jax.ShapeDtypeStruct((E,), jnp.int32)
-    module = compile.compile_one(jax.jit(local).lower(*given)).module
+    module = parse(compile.compile_one(jax.jit(local).lower(*given)).text)
     for computation in module.computations.values():
       for i in computation:
         tiling = i.find(r'ragged_dot_tiling="([\\d,]+)"')

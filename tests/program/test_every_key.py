@@ -123,7 +123,6 @@ CONTINUED = PAGED | {
   "rollout.max_tokens_per_iteration": 2,
   "rollout.extra_prompts_in_flight": 8,
 }
-ENVIRONMENT = "gspo_jax.rollout.environment"
 TALK = PAGED | OF_A | {"reward.names": ()}
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
@@ -547,11 +546,9 @@ ROWS = (
     "rollout.environment",
     seen.scored_by,
     {
-      "calculator": ((f"{ENVIRONMENT}.call:environment=calculator",), 1.0),
-      "made_run.Endless": (
-        (f"{ENVIRONMENT}.call:environment=made_run.Endless",),
-        3.0,  # one for each turn
-      ),
+      "calculator": ("environment 'calculator'", 1.0),
+      # One for each turn.
+      "made_run.Endless": ("environment 'made_run.Endless'", 3.0),
     },
     TALK,
   ),
