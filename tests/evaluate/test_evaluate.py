@@ -584,9 +584,9 @@ def test_the_command(workdir, files, tmp_path):
 )
 def test_flags(arguments, words, monkeypatch, capsys):
   monkeypatch.setattr(sys, "argv", ["gspo", *arguments])
-  monkeypatch.setattr(__main__.command, "on_hosts", lambda work: work())
   with flagsaver.flagsaver(), pytest.raises(UserError) as error:
-    __main__._command(__main__._parse(sys.argv))
+    __main__.command.parse(sys.argv, __main__._START)
+    __main__._evaluate()
   assert words in str(error.value)
 
 
