@@ -31,6 +31,7 @@ from gspo_jax.learner.packing import RowTokens
 from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
 from gspo_jax.record.checkpoint import Checkpoints
+from gspo_jax.rollout import metrics as rollout_metrics
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -228,24 +229,24 @@ def test_each_computed_token_has_the_same_weight():
     "old_logprobs": RowTokens(1, 10, 20),
     "reference_and_values": RowTokens(3, 50, 100),
   }
-  assert train.useful_fractions(rows, 9, 10) == {
+  assert rollout_metrics.useful_fractions(rows, 9, 10) == {
     "throughput/useful_fraction": 119 / 230,
     "throughput/useful_fraction_update": 0.5,
     "throughput/useful_fraction_score": 60 / 120,
     "throughput/useful_fraction_decode": 0.9,
   }
-  without = train.useful_fractions({"update": rows["update"]}, 9, 10)
+  without = rollout_metrics.useful_fractions({"update": rows["update"]}, 9, 10)
   assert "throughput/useful_fraction_score" not in without
 
 
 def test_memory_is_in_gib():
   stats = {"peak_bytes_in_use": 3 * 2**30, "bytes_limit": 2**32, "x": 1}
   device = lambda stats: types.SimpleNamespace(memory_stats=lambda: stats)
-  assert train.memory_metrics(device(stats)) == {
+  assert rollout_metrics.memory_metrics(device(stats)) == {
     "memory/peak_gib": 3.0,
     "memory/limit_gib": 4.0,
   }
-  assert train.memory_metrics(device(None)) == {}
+  assert rollout_metrics.memory_metrics(device(None)) == {}
 
 
 def test_the_weights_are_printed_at_the_start(reference, build_once):

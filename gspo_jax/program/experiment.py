@@ -16,12 +16,14 @@ from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.record.progress import Progress
-from gspo_jax.rewards import sandbox_files
-from gspo_jax.rewards.pool import EXAMPLE, RewardPool
+from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import environment
-from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
+from gspo_jax.rollout.conversations import Conversations
+from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers import sandbox_files
 
 # Of the metadata and arrays of a checkpoint of RL. A run does not resume from
 # another format.
@@ -139,8 +141,7 @@ def _require_hidden(c, workdir: str) -> None:
 
 
 def _warnings(config: Config) -> list[str]:
-  objective = config.objective
-  clips = clip_range_warnings(objective.name, objective.method_settings())
+  clips = clip_range_warnings(config.objective)
   return [*clips, *filter(None, [settings.length_warning(config)])]
 
 
@@ -209,7 +210,7 @@ def checkpoint_identity(experiment: Experiment) -> dict:
   if config.model.lora.rank:
     identity |= load_params.lora_identity(experiment.program)
   if state.critic is not None:
-    identity["a critic (objective.name='ppo')"] = True
+    identity["a critic (objective.name)"] = True
   if config.optim.name != "adamw":
     identity["optim.name"] = config.optim.name
   rollout = config.rollout

@@ -23,8 +23,6 @@ _KINDS = {
   "objective.name": str,
   "objective.kl_estimator": str,
   "objective.kl_coef": int | float,
-  "objective.clip_low": int | float,
-  "objective.clip_high": int | float,
 }
 
 
@@ -91,7 +89,8 @@ class RunRecord(NamedTuple):
     kl_in_reward = (
       objective.get("kl_coef") and objective.get("kl_estimator") == "k1"
     )
-    if mixed is None or kl_in_reward or objective.get("name") == "ppo":
+    method = losses.METHODS.get(objective.get("name", "").partition(":")[0])
+    if mixed is None or kl_in_reward or (method and method.critic):
       return np.array([], int)
     return mixed.steps[mixed.values == 0]
 
@@ -105,16 +104,19 @@ class RunRecord(NamedTuple):
       {"clip low": ..., "clip high": ...}; {} if the method is unknown or does
       not clip the ratios of this unit.
     """
-    objective = self.config.get("objective", {})
-    name = objective.get("name")
-    if losses.CLIPPED.get(name) != unit:
+    spec = self.config.get("objective", {}).get("name", "")
+    name, _, text = spec.partition(":")
+    method = losses.METHODS.get(name)
+    if method is None or not method.clips or method.unit != unit:
       return {}
-    defaults = getattr(losses, f"{name}_loss").__kwdefaults__
-    low, high = (
-      defaults[key] if objective.get(key, -1) == -1 else objective[key]
-      for key in ("clip_low", "clip_high")
-    )
-    if name in losses.CLIP_LOGS:
+    numbers = method.numbers
+    for pair in text.split(","):
+      key, _, value = (part.strip() for part in pair.partition("="))
+      if key in numbers:
+        with contextlib.suppress(ValueError):
+          numbers[key] = float(value)
+    low, high = numbers["clip_low"], numbers["clip_high"]
+    if method.clips == "log_ratio":
       return {"clip low": -low, "clip high": high}
     # A ratio is above 0, so a clip_low of 1 or more never clips.
     lower = {"clip low": math.log1p(-low)} if low < 1 else {}
@@ -198,14 +200,14 @@ def _is_a(kind, value) -> bool:
   )
 
 
-def _record(where: str, record: dict) -> dict:
+def _record(place: str, record: dict) -> dict:
   """A line of metrics.jsonl, with numbers alone."""
-  step = run_files.step_of(record, where)
-  values = {k: _number(v, k, where) for k, v in record.items() if k != "step"}
+  step = run_files.step_of(record, place)
+  values = {k: _number(v, k, place) for k, v in record.items() if k != "step"}
   return {"step": step, **values}
 
 
-def _number(value, name: str, where: str) -> float:
+def _number(value, name: str, place: str) -> float:
   """NaN for null, and for what is not finite."""
   if value is None:
     return math.nan
@@ -213,16 +215,16 @@ def _number(value, name: str, where: str) -> float:
     with contextlib.suppress(OverflowError):
       return float(value) if math.isfinite(value) else math.nan
   raise UserError(
-    f"{where}: {name}={str(value)[:40]}: expected a number or null"
+    f"{place}: {name}={str(value)[:40]}: expected a number or null"
   )
 
 
-def _numbers(values, name: str, where: str) -> np.ndarray:
+def _numbers(values, name: str, place: str) -> np.ndarray:
   if not (isinstance(values, list) and values):
     raise UserError(
-      f"{where}: {name}={str(values)[:40]}: expected a list of numbers"
+      f"{place}: {name}={str(values)[:40]}: expected a list of numbers"
     )
-  return np.array([_number(v, name, where) for v in values])
+  return np.array([_number(v, name, place) for v in values])
 
 
 def _series(records: Sequence[dict]) -> dict[str, Series]:
@@ -239,14 +241,14 @@ def _series(records: Sequence[dict]) -> dict[str, Series]:
 def _spreads(path: epath.Path) -> dict[str, Spread]:
   lines = json_lines.read(path, drop_partial=True) if path.exists() else ()
   edges, points = None, {}
-  for where, record in lines:
+  for place, record in lines:
     if "edges" in record:
-      edges = _numbers(record["edges"], "edges", where)
+      edges = _numbers(record["edges"], "edges", place)
       continue
-    step = run_files.step_of(record, where)
+    step = run_files.step_of(record, place)
     for metric, values in record.items():
       if metric != "step":
-        numbers = _numbers(values, metric, where)
+        numbers = _numbers(values, metric, place)
         points.setdefault(metric, []).append((step, numbers))
   return {
     metric: _spread(metric, pairs, edges) for metric, pairs in points.items()

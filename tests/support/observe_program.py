@@ -596,7 +596,7 @@ def mismatch_terms(method, unit, cap=2.0, floor=0.5):
 def shift_terms(floor):
   def terms(rows, *_):
     result = routing(rows, routes=rows.experts.swapaxes(0, 1))
-    new = result.log_probs[:, :, S - 1 : -1].swapaxes(0, 1)
+    new = result.logps[:, :, S - 1 : -1].swapaxes(0, 1)
     moved = jnp.abs(new - rows.router_logps).mean((1, 3))
     return {"log_ratio_shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
 
@@ -636,10 +636,6 @@ def advantages(config):
   return first
 
 
-def returns(config):
-  return np.asarray(assigned(config).returns)
-
-
 def group_advantages(group=G, *, std=True, kl_coef=0.0, whole=False):
   """Advantages within groups, by the textbook."""
   rows, rewards = made_batch(), REWARDS.reshape(-1, group)
@@ -652,37 +648,10 @@ def group_advantages(group=G, *, std=True, kl_coef=0.0, whole=False):
   return np.where(made_samples().finish, result, 0) if whole else result
 
 
-def gae_returns(discount, trace_decay):
-  """Returns of rewards at the last token, by the textbook."""
-  values, result = np.asarray(made_batch().values), np.zeros((B, R))
-  for i, last in enumerate(LENGTHS - 1):
-    advantage, following = 0.0, 0.0
-    for t in range(last, -1, -1):
-      reward = REWARDS[i] if t == last else 0.0
-      delta = reward + discount * following - values[i, t]
-      advantage = delta + discount * trace_decay * advantage
-      following, result[i, t] = values[i, t], advantage + values[i, t]
-  return result
-
-
 def value_step(config):
   """The largest change of the value head in the first step."""
   update = updated(config)
   return float(jnp.abs(update.after.critic.params["value_head"]).max())
-
-
-def value_loss(config):
-  return float(updated(config).metrics["loss/value"].value())
-
-
-def clipped_values(clip):
-  """The loss of a fresh critic, whose values are 0, by the textbook."""
-  rows = made_batch()
-  mask, old, target = map(
-    np.asarray, (rows.response_mask, rows.values, rows.returns)
-  )
-  near = np.clip(0.0, old - clip, old + clip)
-  return float(np.maximum(target**2, (near - target) ** 2)[mask].mean() / 2)
 
 
 def forward_passes(config, name="update"):

@@ -1,0 +1,85 @@
+"""Metrics of the old policy on its own samples.
+
+Dimension key: B rows, R response columns, N sequences of a row.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import losses, model
+from gspo_jax.learner import routing_metrics
+from gspo_jax.learner.train_batch import TrainBatch
+from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.losses import Histogram, Mean, Metrics
+
+
+def old_policy_metrics(
+  out: TokenLogprobs, batch: TrainBatch, cfg: model.ModelConfig
+) -> Metrics:
+  """Metrics of the old policy on its own samples.
+
+  `mismatch/*` is the recomputed less the sampler's log-prob: the rounding, and
+  any other difference of the sampler. In bfloat16 it can exceed GSPO's clip
+  range, so it is measured whichever of the two are the old log-probs.
+  `moe/dropped` is a mean over the micro-batches that hold responses.
+
+  `out` is the old policy's forward pass over the batch.
+  """
+  mask = batch.response_mask
+  metrics = _mismatch(out.logps, batch)
+  metrics["policy/entropy"] = _mean(out.entropy, mask)
+  if cfg.num_experts:
+    metrics |= _routing_metrics(out, mask, cfg)
+    dropped = out.dropped.sum(dtype=jnp.float32)
+    metrics["moe/dropped"] = Mean(dropped, jnp.float32(1))
+  return jax.lax.stop_gradient(metrics)
+
+
+def _mean(x, mask) -> Mean:
+  return Mean(jnp.where(mask, x, 0.0).sum(), mask.sum(dtype=jnp.float32))
+
+
+def sequence_log_ratio(
+  new_BR: jax.Array, old_BR: jax.Array, batch: TrainBatch
+) -> tuple[jax.Array, jax.Array]:
+  """Mean over a response's tokens of new less old log-probs.
+
+  Returns:
+    The means of the N responses of each row, [B, N], and whether there is such
+    a response, [B, N] bool.
+  """
+  sums = lambda x_BR: losses.sequence_sums(
+    x_BR, batch.response_mask, batch.response_segments
+  )
+  lengths_BN = sums(jnp.ones_like(new_BR))
+  gaps_BN = sums(new_BR - old_BR) / jnp.maximum(lengths_BN, 1)
+  return gaps_BN, lengths_BN > 0
+
+
+def _mismatch(recomputed_BR, batch: TrainBatch) -> Metrics:
+  """Recomputed less sampled log-probs, per token and per sequence."""
+  mask_BR = batch.response_mask
+  gap_BR = jnp.where(mask_BR, recomputed_BR - batch.sampler_logps, 0.0)
+  gap_BN, has_tokens_BN = sequence_log_ratio(
+    recomputed_BR, batch.sampler_logps, batch
+  )
+  return {
+    "mismatch/token_abs_mean": _mean(jnp.abs(gap_BR), mask_BR),
+    "mismatch/token_gap": Histogram.of(gap_BR, mask_BR),
+    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_BN), has_tokens_BN),
+    "mismatch/sequence_gap": Histogram.of(gap_BN, has_tokens_BN),
+  }
+
+
+def _routing_metrics(out: TokenLogprobs, mask_BR, cfg) -> Metrics:
+  experts, router_entropy = (
+    x.swapaxes(0, 1) for x in (out.experts, out.router_entropy)
+  )
+  tokens = routing_metrics.tokens(experts, mask_BR, cfg.num_experts)
+  entropy = routing_metrics.entropy(router_entropy, mask_BR)
+  return {
+    "moe/load_max": routing_metrics.MeanLoad(tokens),
+    "moe/layer_load_max": routing_metrics.Load(tokens),
+    "moe/router_entropy": routing_metrics.over_layers(entropy),
+    "moe/layer_router_entropy": entropy,
+  }
