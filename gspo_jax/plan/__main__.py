@@ -13,8 +13,8 @@ every response had full length and every step took as long as that one. With
 `continuous_batching.slots`, `generate` is a segment of decode steps with every
 page full, `prefill` stores the longest prompts, and `decode_params` prepares
 the weights once a batch; beside `generate` it prints the largest
-`continuous_batching.num_pages` that the HBM left over holds. `old_logprobs` and
-`update` are one program and take the same memory; the time of `old_logprobs` is
+`continuous_batching.num_pages` that the HBM left over holds. `old_logps` and
+`update` are one program and take the same memory; the time of `old_logps` is
 that of all minibatches, although a run needs only one micro-batch of the first.
 
 With `--lengths` it also prints what an iteration costs whose responses have

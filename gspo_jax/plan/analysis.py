@@ -20,10 +20,9 @@ from gspo_jax.plan.hlo import module as hlo_module
 from gspo_jax.plan.hlo import walk as hlo_walk
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
-from gspo_jax.sampler.continuous import ContinuousSampler
 
 # The functions that loop over the micro-batches of packed rows.
-LEARNING = ("update", "old_logprobs", "reference_and_values")
+LEARNING = ("update", "old_logps", "reference_and_values")
 _KEPT = 40  # operations
 _BUFFERS = 8
 # The functions of a continuous sampler; the last two read weights of their own.
@@ -69,18 +68,12 @@ def analyze(
 
 def sampler_mesh(program: Program) -> jax.sharding.Mesh:
   """The mesh that responses are sampled on."""
-  paged = isinstance(program.sampler.generate, ContinuousSampler)
-  return (
-    program.sampler.generate.jitted.decode
-    if paged
-    else program.sampler.generate
-  ).mesh
+  return program.sampler.generate.mesh
 
 
 def has_pages(name: str, program: Program) -> bool:
   """Whether a function reads or writes the pages of a continuous sampler."""
-  continuous = isinstance(program.sampler.generate, ContinuousSampler)
-  return continuous and name in _DECODING
+  return program.sampler.generate.batching is not None and name in _DECODING
 
 
 def memory(
@@ -117,7 +110,7 @@ def memory(
 
 def _unread(name, state):
   """The part of a state that a function does not read, but that stays."""
-  if name in ("update", "old_logprobs"):
+  if name in ("update", "old_logps"):
     return None
   moments = state.opt_state, state.critic and state.critic.opt_state
   if name == "reference_and_values":
@@ -258,7 +251,7 @@ def _learning(walk, config, program):
 
 def _steps(name, config, program) -> int:
   """Most trips of the loop whose length depends on data."""
-  if not isinstance(program.sampler.generate, ContinuousSampler):
+  if not program.sampler.generate.batching:
     return config.sampler.max_new_tokens - 1 if name == "generate" else 0
   chunks = (
     lower.longest(config, program.sampler.generate)
@@ -310,7 +303,7 @@ def _decode(step, steps, config, program, where) -> dict:
     "prompt_slots": config.data.max_prompt_length,
   }
   report = {}
-  if isinstance(program.sampler.generate, ContinuousSampler):
+  if program.sampler.generate.batching:
     rows = config.continuous_batching.slots
     tokens = _tokens(program.sampler.generate)
     cache = {"prompts": 0, "rows": rows, "slots": tokens / rows}
@@ -363,10 +356,7 @@ def _continuous_flops(name, config, program) -> float:
 
 
 def _model_flops(name, config, program) -> float:
-  if (
-    isinstance(program.sampler.generate, ContinuousSampler)
-    and name in _CONTINUOUS
-  ):
+  if program.sampler.generate.batching and name in _CONTINUOUS:
     return _continuous_flops(name, config, program)
   P, S = config.data.prompts, config.data.max_prompt_length
   B, R = P * config.rollout.group_size, config.sampler.max_new_tokens

@@ -22,7 +22,7 @@ def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
   It is a bound for narrow heads that do not fill the lanes: XLA may choose
   another layout for them, without padding.
   """
-  mesh, sizes = sampler.jitted.decode.mesh, sampler.sizes
+  mesh, sizes = sampler.mesh, sampler.sizes
   one_a_shard = functools.partial(
     paged_cache.empty,
     cfg,

@@ -166,7 +166,7 @@ def train_batch_fields(
   )
 
 
-def needs_old_logprobs(config: Config, cfg: model.ModelConfig) -> bool:
+def needs_old_logps(config: Config, cfg: model.ModelConfig) -> bool:
   """Whether a forward pass of the old policy comes before an update.
 
   It does not with one minibatch, for which the update computes them itself, nor
@@ -176,10 +176,10 @@ def needs_old_logprobs(config: Config, cfg: model.ModelConfig) -> bool:
   fields = train_batch_fields(config, cfg)
   several = config.learner.minibatches > 1
   unknown = not fields.sampler_logps or fields.experts
-  return _rewards_need_old_logprobs(config) or (several and unknown)
+  return _rewards_need_old_logps(config) or (several and unknown)
 
 
-def _rewards_need_old_logprobs(config) -> bool:
+def _rewards_need_old_logps(config) -> bool:
   """Whether every response needs its old log-probs for its reward (k1)."""
   c = config.objective
   return c.has_kl_in_reward and c.old_logps == "recompute"
@@ -287,7 +287,7 @@ class Learners(NamedTuple):
 
 def learners(config: Config, cfg: model.ModelConfig) -> Learners:
   """How the policy learns, the critic (None but for PPO), the cold start."""
-  in_advance = needs_old_logprobs(config, cfg)
+  in_advance = needs_old_logps(config, cfg)
   policy = Learner(
     loss=functools.partial(
       policy_loss,
@@ -297,7 +297,7 @@ def learners(config: Config, cfg: model.ModelConfig) -> Learners:
     ),
     optimizer=optimizer.optimizer(optim_config(config)),
     has_old_logps=in_advance or config.objective.old_logps == "sampler",
-    old_logps_of_every_minibatch=_rewards_need_old_logprobs(config),
+    recompute_first_minibatch=_rewards_need_old_logps(config),
   )
   return Learners(
     policy, _critic_learner(config, cfg, policy), _cold_start(config, cfg)

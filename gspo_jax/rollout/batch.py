@@ -19,8 +19,7 @@ from gspo_jax.rollout.conversations import (
 )
 from gspo_jax.rollout.scoring import ComputedRewards, PendingRewards, Rewards
 from gspo_jax.runtime import multihost
-from gspo_jax.sampler.continuous import ContinuousSampler
-from gspo_jax.sampler.functions import Generate
+from gspo_jax.sampler.functions import Sampler
 from gspo_jax.sampler.samples import Prompts, Samples
 from gspo_jax.sampler.stop_strings import StopStrings
 
@@ -104,8 +103,8 @@ class RolloutContext(NamedTuple):
 
   Attributes:
     curriculum: gives the prompts.
-    generate: `sampler.functions.Generate`; a `ContinuousSampler` also resumes
-      responses, and reports them as they finish.
+    generate: samples; partial rollouts and conversations need a
+      `ContinuousSampler`, which resumes responses.
     tokenizer: of the policy.
     reward_pool: scores responses.
     batch_sharding: of arrays whose first axis is the batch.
@@ -118,7 +117,7 @@ class RolloutContext(NamedTuple):
   """
 
   curriculum: Curriculum
-  generate: Generate | ContinuousSampler
+  generate: Sampler
   tokenizer: Tokenizer
   reward_pool: RewardPool | EnvironmentPool
   batch_sharding: jax.sharding.Sharding

@@ -13,7 +13,7 @@ prefix, C its pages, R most new tokens.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -23,15 +23,18 @@ from gspo_jax import model
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler import continuous_jit
 from gspo_jax.sampler.continuous_config import (
   ContinuousBatchingConfig,
   ShardSizes,
 )
 from gspo_jax.sampler.continuous_jit import JittedSampler, SegmentResults
+from gspo_jax.sampler.decode_params import decode_params_sharding
 from gspo_jax.sampler.paged_decode import DecodeState, SegmentPlan
 from gspo_jax.sampler.samples import (
   FinishedResponse,
+  OnFinished,
   Prompts,
   SamplerConfig,
   Samples,
@@ -47,9 +50,6 @@ from gspo_jax.sampler.stop_strings import StopStrings
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
 _SUBSET = 4  # 1 of 4 slots is computed if no more are active
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
-
-# Gets the finished responses on this host's devices, by their numbers 0..A-1.
-OnFinished = Callable[[dict[int, FinishedResponse]], None]
 
 
 class _Prefill(NamedTuple):
@@ -130,9 +130,10 @@ class _Finished(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousSampler:
-  """Generates responses to prompts: (params, prompts, key) -> Samples.
+  """Continuous batching, as a `Sampler`; it can also continue responses.
 
   Attributes:
+    cfg: the model.
     config: the sampling parameters.
     batching: sizes of all devices together.
     sizes: sizes of each shard.
@@ -141,12 +142,18 @@ class ContinuousSampler:
     jitted: the functions that run on the devices.
   """
 
+  cfg: model.ModelConfig
   config: SamplerConfig
   batching: ContinuousBatchingConfig
   sizes: ShardSizes
   shards: int
   batch_sharding: jax.sharding.Sharding
   jitted: JittedSampler
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh:
+    """The mesh that decodes."""
+    return self.batch_sharding.mesh
 
   def __call__(
     self,
@@ -288,19 +295,67 @@ class ContinuousSampler:
     tokens = self.sizes.num_pages * self.sizes.page_size
     return max(1, min(_MAX_PREFILL_BATCH, tokens // (8 * T)))
 
-  def compilations(self) -> dict[str, int]:
-    """Most programs that each function of `jitted` is compiled to."""
+  def lower(
+    self,
+    params: model.Params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    continues: bool = False,
+    compute_slots: jax.ShapeDtypeStruct | None = None,
+  ) -> dict[str, jax.stages.Lowered]:
+    """See `Sampler`: a prefill of the longest prompts, and a segment.
+
+    With `compute_slots`, int32 [b], a segment computes only those slots.
+    """
+    shape, jitted = jax.ShapeDtypeStruct, self.jitted
+    whole = lambda *dims: shape(dims, np.int32, sharding=self.batch_sharding)
+    decode_params = jitted.decode_params.lower(params)
+    params = jax.tree.map(
+      lambda x, place: shape(x.shape, x.dtype, sharding=place),
+      decode_params.out_info,
+      decode_params_sharding(self.cfg, self.mesh),
+    )
+    empty = jitted.empty_samples.lower(len(prompts.lengths)).out_info
+    state, samples = jitted.begin.lower(empty, None).out_info
+    slots = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.num_tokens)
+    slots |= {"table": state.pages.table}
+    slots |= {"active": state.pages.active, "new": state.pages.active}
+    T = self.buckets(continues=continues)[-1]
+    N, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
+    return {
+      "decode_params": decode_params,
+      "prefill": jitted.prefill.lower(
+        params, state, whole(N, T), whole(N), whole(N, C), None
+      ),
+      "generate": jitted.decode.lower(
+        params,
+        state,
+        samples,
+        SegmentPlan(**slots),
+        compute_slots,
+        shape((), np.int32),
+        key,
+      ),
+    }
+
+  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
+    """See `Sampler`."""
     once = "decode_params", "read_tokens", "finalize", "append_tokens"
     prefills = 4 * len(self.buckets())
-    return dict.fromkeys(once, 1) | {
+    limits = dict.fromkeys(once, 1) | {
       "begin": 2,  # with an empty cache, and with that of the last turn
       "decode": len(self._compute_sizes),
       "prefill": prefills,
       "write_prompt_routing": prefills,
     }
+    return {
+      name: (getattr(self.jitted, name), limit)
+      for name, limit in limits.items()
+    }
 
   def describe(self, *, continues: bool) -> str:
-    """One line for the log: the programs to compile and the cache's size."""
+    """See `Sampler`: the programs to compile and the cache's size."""
     slots = " or ".join(map(str, self._compute_sizes))
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
@@ -604,5 +659,5 @@ def build_continuous_sampler(
   )
   batch_sharding = sharding.batch_sharding(sampler_mesh)
   return ContinuousSampler(
-    sampler, batching, sizes, shards, batch_sharding, jitted
+    cfg, sampler, batching, sizes, shards, batch_sharding, jitted
   )

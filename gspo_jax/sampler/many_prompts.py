@@ -9,7 +9,7 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler.functions import Generate
+from gspo_jax.sampler.functions import Sampler
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
@@ -40,7 +40,7 @@ def equal_batches(count: int, most: int, multiple: int = 1) -> int:
 
 
 def sample_many(
-  generate: Generate,
+  generate: Sampler,
   params: model.Params,
   prompts: Prompts,
   key: jax.Array,
@@ -55,7 +55,7 @@ def sample_many(
   same compiled function.
 
   Args:
-    generate: (params, prompts, key) -> Samples.
+    generate: samples a batch.
     params: those of the policy.
     prompts: N prompts, numpy arrays, the same on every process.
     key: batch i is sampled with `fold_in(key, i)`.

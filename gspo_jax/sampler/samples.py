@@ -5,6 +5,7 @@ length, R most new tokens, L layers, k experts a token.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.model.moe import number_type
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import batch_sharding, replicated
 from gspo_jax.sampler.stop_strings import StopStrings
@@ -192,6 +194,22 @@ class FinishedResponse(NamedTuple):
   tokens: np.ndarray
   length: int
   stopped: bool
+
+
+# Gets finished responses on this host's devices, by their row.
+OnFinished = Callable[[dict[int, FinishedResponse]], None]
+
+
+def finished_responses(samples: Samples) -> dict[int, FinishedResponse]:
+  """The responses of this host's rows, all finished, by row."""
+  lengths = multihost.local_rows(samples.lengths)
+  finish = multihost.local_rows(samples.finish)
+  return {
+    row: FinishedResponse(
+      tokens, int(lengths[row]), bool(finish[row] == STOPPED)
+    )
+    for row, tokens in multihost.local_rows(samples.tokens).items()
+  }
 
 
 def samples_sharding(

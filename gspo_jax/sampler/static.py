@@ -14,15 +14,21 @@ import jax.numpy as jnp
 
 from gspo_jax import model
 from gspo_jax.model import cache as kv
-from gspo_jax.runtime.sharding import BATCH_AXES, constrain
+from gspo_jax.model import rounding
+from gspo_jax.record.progress import Progress
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.sharding import BATCH_AXES, MeshJit, constrain
 from gspo_jax.sampler import next_token
 from gspo_jax.sampler.decode_params import decode_params
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
+  OnFinished,
   Prompts,
   SamplerConfig,
   Samples,
+  finished_responses,
+  samples_sharding,
 )
 
 _FIRST_SLOTS = 64  # least length of the responses' first cache; it doubles
@@ -107,6 +113,82 @@ def generate(
   return Samples(
     state.tokens, state.logps, state.lengths, finish, B * state.step, experts
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticSampler:
+  """`generate`, jitted, as a `Sampler`: one program."""
+
+  config: SamplerConfig
+  jitted: MeshJit
+  batching = None  # slots and pages
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh:
+    """The mesh that decodes."""
+    return self.jitted.mesh
+
+  def __call__(
+    self,
+    params: model.Params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    on_finished: OnFinished | None = None,
+    progress: Progress | None = None,
+  ) -> Samples:
+    """See `Sampler`; all responses are finished at the end."""
+    samples = self.jitted(params, prompts, key)
+    if on_finished:
+      on_finished(finished_responses(samples))
+    if progress:
+      progress.advance(len(samples.lengths))
+    return samples
+
+  def lower(
+    self,
+    params: model.Params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    continues: bool = False,
+  ) -> dict[str, jax.stages.Lowered]:
+    """See `Sampler`; it cannot continue a response."""
+    return {"generate": self.jitted.lower(params, prompts, key)}
+
+  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
+    """See `Sampler`."""
+    return {"generate": (self.jitted, 1)}
+
+  def describe(self, *, continues: bool) -> str:
+    """See `Sampler`."""
+    return ""
+
+
+def build_static_sampler(
+  cfg: model.ModelConfig,
+  sampler: SamplerConfig,
+  *,
+  params_sharding,
+  mesh: jax.sharding.Mesh,
+  sampler_mesh: jax.sharding.Mesh,
+) -> StaticSampler:
+  """Compiles nothing yet; arguments as of `build_continuous_sampler`."""
+
+  def generate_on_sampler_mesh(params, prompts, key):
+    # Arrays of another mesh must be moved to this one before they are used.
+    prompts = sharding.constrain_batch(prompts, axis=0)
+    return generate(params, cfg, prompts, constrain(key), sampler=sampler)
+
+  batch, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+  jitted = sharding.mesh_jit(
+    generate_on_sampler_mesh,
+    sampler_mesh,
+    in_shardings=(params_sharding, batch, replicated),
+    out_shardings=samples_sharding(sampler, mesh),
+    compiler_options=rounding.OPTIONS,
+  )
+  return StaticSampler(sampler, jitted)
 
 
 def _prefill(params, cfg, prompts, sampler):

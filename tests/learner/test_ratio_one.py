@@ -52,7 +52,7 @@ def test_log_probs_of_another_program_have_another_ratio():
 
 
 @pytest.mark.parametrize(
-  ("minibatches", "options", "needs_old_logprobs"),
+  ("minibatches", "options", "needs_old_logps"),
   [
     (1, {}, False),  # the only pass is that of the old policy
     (1, {"kl_coef": 0.1, "kl_estimator": "k1"}, True),  # a reward needs them
@@ -62,12 +62,12 @@ def test_log_probs_of_another_program_have_another_ratio():
   ],
 )
 def test_which_configs_need_old_log_probs(
-  minibatches, options, needs_old_logprobs
+  minibatches, options, needs_old_logps
 ):
   config = ratio_one.config_of(**options)
   config.learner.minibatches = minibatches
   program = build_program(parse(config), sharding.make_mesh(jax.devices()[:1]))
-  assert program.learner.needs_old_logprobs == needs_old_logprobs
+  assert program.learner.needs_old_logps == needs_old_logps
 
 
 def test_one_minibatch_needs_no_old_log_probs_and_has_ratio_one():

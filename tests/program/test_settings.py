@@ -78,20 +78,20 @@ def test_k1_goes_into_the_reward_and_not_into_the_loss(debug_config):
     (1, {"old_logps": "sampler", "kl_estimator": "k1", "kl_coef": 0.1}, False),
   ],
 )
-def test_old_logprobs_are_computed_where_an_update_lacks_them(
+def test_old_logps_are_computed_where_an_update_lacks_them(
   debug_config, minibatches, objective, needed
 ):
   debug_config.learner.minibatches = minibatches
   debug_config.objective.update(objective)
   cfg = settings.model_config(parse(debug_config))
-  assert settings.needs_old_logprobs(parse(debug_config), cfg) == needed
+  assert settings.needs_old_logps(parse(debug_config), cfg) == needed
   in_reward = needed and minibatches == 1
   learners = settings.learners(parse(debug_config), cfg)
-  assert learners.policy.old_logps_of_every_minibatch == in_reward
+  assert learners.policy.recompute_first_minibatch == in_reward
   debug_config.log.instruments = False  # then no routing is read
   dense = dataclasses.replace(cfg, num_experts=0, experts_per_token=0)
   trusted = objective.get("old_logps") == "sampler"
-  assert settings.needs_old_logprobs(parse(debug_config), dense) == (
+  assert settings.needs_old_logps(parse(debug_config), dense) == (
     needed and not trusted
   )
 

@@ -27,7 +27,6 @@ from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.continuous import ContinuousSampler
 
 _SAMPLING = "generate", "weights"  # parts of an iteration
 
@@ -289,7 +288,7 @@ def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
 def _score_flops(tokens, flops, program) -> float:
   """Model FLOPs of all passes over the rows before the update."""
   found = 0.0
-  if old := tokens.get("old_logprobs"):
+  if old := tokens.get("old_logps"):
     found += flops.whole * _ratio(old.real, tokens["update"].real)
   if "reference_and_values" in tokens:
     has_reference = program.learner.abstract.reference is not None
@@ -300,7 +299,7 @@ def _score_flops(tokens, flops, program) -> float:
 def _cache_bytes(config, program) -> float:
   """The bytes of all cached tokens that there is room for, on each device."""
   generate = program.sampler.generate
-  if isinstance(generate, ContinuousSampler):
+  if generate.batching:
     sizes = generate.sizes
     tokens = sizes.num_pages * sizes.page_size * generate.shards
   else:
@@ -320,7 +319,7 @@ def _sampler_cost(functions, config, program, where) -> _SamplerCost:
   step_counts_cache = decode.get("kernel", True)
   without_cache = step - (cache / bandwidth if step_counts_cache else 0.0)
   weights = 0.0
-  if isinstance(sampler, ContinuousSampler):
+  if sampler.batching:
     slots, T = sampler.batching.slots, lower.longest(config, sampler)
     prefilled = sampler.prefill_batch(T) * sampler.shards * T
     prefill = functions["prefill"]["seconds"]["scheduled"]
@@ -344,9 +343,7 @@ def _sampler_cost(functions, config, program, where) -> _SamplerCost:
 
 def _least_weight_bytes(program, rows) -> float:
   """The bytes of weights that a device reads at least in a decode step."""
-  generate = program.sampler.generate
-  continuous = isinstance(generate, ContinuousSampler)
-  mesh = (generate.jitted.decode if continuous else generate).mesh
+  mesh = program.sampler.generate.mesh
   return lower_bounds.decode_bytes(
     program.cfg,
     prompts=0,
@@ -397,7 +394,7 @@ def _alternatives(
 def _other_batching(program, responses) -> list[dict]:
   """Keys of `continuous_batching`; twice the slots share the same pages."""
   generate = program.sampler.generate
-  if not isinstance(generate, ContinuousSampler):
+  if not generate.batching:
     return [{"slots": responses // 2}, {"slots": responses // 4}]
   slots, pages = generate.batching.slots, generate.sizes.num_pages
   twice = {"slots": 2 * slots, "num_pages": pages * generate.shards}
