@@ -7,9 +7,7 @@ its modules:
   many_prompts: `sample_many`, any number of prompts in batches of one size,
     and `equal_batches`, that size.
   continuous_config: ContinuousBatchingConfig.
-  functions: SamplerFunctions, the jitted functions, and their Protocols.
-  paged_decode, decode_params: SegmentPlan and `decode_params_sharding`, for
-    `plan`.
+  functions: Sampler, the interface of both, and SamplerFunctions.
 """
 
 from gspo_jax.sampler.samples import (

@@ -14,12 +14,9 @@ from gspo_jax.sampler.samples import Prompts, Samples
 
 
 class SampledBatch(NamedTuple):
-  """A batch of prompts, and their samples.
+  """Samples of the prompts `index` [batch_size], of which the first are new.
 
-  Attributes:
-    index: [batch_size] int, the numbers of the prompts.
-    new: how many of them, the first, are new; the others are padding.
-    samples: the responses to all of them.
+  The prompts behind the first `new` ones are padding.
   """
 
   index: np.ndarray
@@ -27,15 +24,15 @@ class SampledBatch(NamedTuple):
   samples: Samples
 
 
-def equal_batches(count: int, most: int, multiple: int = 1) -> int:
-  """The size of a batch: as few batches as can be, equally large.
+def equal_batches(count: int, limit: int, multiple: int = 1) -> int:
+  """The rows of a batch: as few batches as can be, equally large.
 
   Args:
     count: rows in all, 1 or more.
-    most: the most rows of a batch, before the size is rounded up.
+    limit: the most rows of a batch, before its size is rounded up.
     multiple: the size is rounded up to a multiple of this.
   """
-  batches = -(-count // most)
+  batches = -(-count // limit)
   return -(-count // (batches * multiple)) * multiple
 
 
@@ -56,7 +53,7 @@ def sample_many(
 
   Args:
     generate: samples a batch.
-    params: those of the policy.
+    params: the policy, where the sampler takes it.
     prompts: N prompts, numpy arrays, the same on every process.
     key: batch i is sampled with `fold_in(key, i)`.
     batch_size: prompts a batch.

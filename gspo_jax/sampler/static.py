@@ -175,14 +175,14 @@ def build_static_sampler(
 ) -> StaticSampler:
   """Compiles nothing yet; arguments as of `build_continuous_sampler`."""
 
-  def generate_on_sampler_mesh(params, prompts, key):
+  def generate_static(params, prompts, key):
     # Arrays of another mesh must be moved to this one before they are used.
     prompts = sharding.constrain_batch(prompts, axis=0)
     return generate(params, cfg, prompts, constrain(key), sampler=sampler)
 
   batch, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)
   jitted = sharding.mesh_jit(
-    generate_on_sampler_mesh,
+    generate_static,
     sampler_mesh,
     in_shardings=(params_sharding, batch, replicated),
     out_shardings=samples_sharding(sampler, mesh),
@@ -194,9 +194,8 @@ def build_static_sampler(
 def _prefill(params, cfg, prompts, sampler):
   """Prefills the prompts and shares their keys and values among responses.
 
-  Returns:
-    The logits of the first token [B, V], the cache, and the experts of the
-    prompts [L, P, S, k], or None.
+  Returns the logits of the first token [B, V], the cache, and the experts of
+  the prompts [L, P, S, k], or None.
   """
   out = model.prefill(
     params, cfg, prompts.tokens, prompts.positions, prompts.mask
@@ -247,10 +246,10 @@ def cache_slots(
     cfg: the model.
     sampler: the sampling parameters.
   """
-  most = max(sampler.max_new_tokens - 1, 1)  # the last token is not fed
+  longest = max(sampler.max_new_tokens - 1, 1)  # the last token is not fed
   num_lengths = max(_BLOCKS // cfg.num_layers, 1)
-  first = max(_FIRST_SLOTS, -(-most // 2 ** (num_lengths - 1)))
-  return min(max(first, 2 * slots), most)
+  first = max(_FIRST_SLOTS, -(-longest // 2 ** (num_lengths - 1)))
+  return min(max(first, 2 * slots), longest)
 
 
 def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
@@ -258,15 +257,8 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
 
   Each doubling is in a branch of a `cond`, so that short responses never touch
   the longer cache; it also compiles the step once more. The cache of the
-  returned state is None.
-
-  Args:
-    state: after the first token.
-    params: those of `decode_params`, unstacked.
-    cfg: the model.
-    starts: [B] int32, the position of each response's first token.
-    row_keys: [B] PRNG keys.
-    sampler: the sampling parameters.
+  returned state is None. `starts` [B] are the positions of the responses' first
+  tokens.
   """
   slots = state.cache.valid.shape[1]
   limit = min(slots + 1, sampler.max_new_tokens)
