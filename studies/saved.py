@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 
 from gspo_jax import model
 from gspo_jax.data import pipeline
-from gspo_jax.data.tasks import Chain
 from gspo_jax.evaluate import held_out
 from gspo_jax.learner import train_batch
 from gspo_jax.learner.train_batch import TrainBatch
@@ -21,6 +20,7 @@ from gspo_jax.program.experiment import prepare
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts, Samples
+from gspo_jax.tasks.chain import Chain
 
 
 def weights(

@@ -14,8 +14,8 @@ from scored import scored
 
 from gspo_jax import model, train
 from gspo_jax.data import tokenizers
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
-from gspo_jax.data.tasks import Problem
 from gspo_jax.learner import credit, packing, train_batch, train_step
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_step import TrainState

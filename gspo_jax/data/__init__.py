@@ -6,22 +6,20 @@ Other wings take these modules:
   pipeline      batches of prompts and demonstrations; `take` for evaluation
   prompt_batch  PromptBatch and DemonstrationBatch; PromptConfig
   sources       `load` and `mix` problems; `fingerprint` of a source
-  tasks         Problem, and Chain, the embedded task
+  problem       Problem, the type that all of this is about
   readers       records of files and data sets
-  command       flags of the commands
   tokenizers    `load` a tokenizer
 Commands: prepare_tfds, tokenizers.train.
 """
 
 __all__ = (
-  "command",
   "curriculum",
   "datasets",
   "pipeline",
   "prepare_tfds",
+  "problem",
   "prompt_batch",
   "readers",
   "sources",
-  "tasks",
   "tokenizers",
 )

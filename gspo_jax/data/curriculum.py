@@ -16,9 +16,9 @@ from absl import logging
 
 from gspo_jax.data import pipeline
 from gspo_jax.data.datasets import Stage
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.data.sources import fingerprint
-from gspo_jax.data.tasks import Problem
 from gspo_jax.runtime.errors import UserError
 
 

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gspo_jax.data import pipeline, sources
-from gspo_jax.data.tasks import Chain, Problem
+from gspo_jax.data.problem import Problem
+from gspo_jax.runtime import spec
 from gspo_jax.runtime.errors import UserError
+
+BUILT_IN = {"chain": "gspo_jax.tasks.chain.Chain"}
 
 
 class Stage(NamedTuple):
@@ -51,7 +54,7 @@ def load(config) -> Datasets:
         "data.source='chain' makes its own held-out problems and mixes with no "
         "other source"
       )
-    chain = Chain(c.chain_steps, seed=config.seed)
+    chain = spec.imported("chain", BUILT_IN)(c.chain_steps, seed=config.seed)
     return Datasets(
       [Stage(1, chain)],
       dataclasses.replace(chain, evaluation=True),

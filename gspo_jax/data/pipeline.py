@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import grain
 import numpy as np
 
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import (
   DemonstrationBatch,
   PromptBatch,
@@ -19,7 +20,6 @@ from gspo_jax.data.prompt_batch import (
   join,
 )
 from gspo_jax.data.sources import Mixture, ProblemSource
-from gspo_jax.data.tasks import Problem
 from gspo_jax.runtime.errors import UserError
 
 Source = Sequence[Problem] | Mixture

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.tokenizers.base import Tokenizer, Turn
 from gspo_jax.runtime.errors import UserError, nearest
 

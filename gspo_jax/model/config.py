@@ -117,7 +117,7 @@ class ModelConfig:
         raise UserError(f"model.keep={name!r}: {nearest(name, KEPT)}")
 
 
-# The embedded default (see data/tasks.py): it learns in minutes on two cores.
+# The embedded default (see tasks/chain.py): it learns in minutes on two cores.
 # Its vocabulary is the 256 bytes, padding and end of text.
 _TINY = ModelConfig(
   vocab_size=258,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import jax
 
 from gspo_jax import model
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptConfig
-from gspo_jax.data.tasks import Problem
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner.cold_start import ColdStartFunctions
 from gspo_jax.model import hf

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from gspo_jax import model
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
-from gspo_jax.data.tasks import Problem
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.rollout import environment, scoring

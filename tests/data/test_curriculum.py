@@ -13,8 +13,9 @@ import pytest
 from gspo_jax.data import pipeline, prompt_batch, sources, tokenizers
 from gspo_jax.data.curriculum import Curriculum, SolvedProblems
 from gspo_jax.data.datasets import Stage
-from gspo_jax.data.tasks import Chain, Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.tasks.chain import Chain
 
 BYTES = tokenizers.load("bytes")
 G = 3

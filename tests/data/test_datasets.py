@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from gspo_jax.data import datasets
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from gspo_jax.data import pipeline, prompt_batch, sources, tokenizers
-from gspo_jax.data.tasks import Chain, Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.tasks.chain import Chain
 
 SMALL = Chain((6,), size=12)
 BYTES = tokenizers.load("bytes")

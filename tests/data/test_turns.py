@@ -6,7 +6,8 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gspo_jax.data import pipeline, prompt_batch, tasks, tokenizers
+from gspo_jax.data import pipeline, prompt_batch, tokenizers
+from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
 
 # Templates of our own, in the shape of those of the families.
@@ -155,7 +156,7 @@ def test_a_demonstration_is_what_the_policy_would_read(family):
   tokenizer = family("qwen2.5")
   messages = ("tool", "84"), ("tool", "an error")
   later = (*messages, ("assistant", "c"), ("assistant", "de"))
-  problem = tasks.Problem("x", "ref", "a", turns=later)
+  problem = Problem("x", "ref", "a", turns=later)
   config = prompt_batch.PromptConfig(tokenizer, 400)
   found = pipeline._demonstration(problem, (0, 0, 0), config, 400, True)
   length = int(found.response_lengths[0])

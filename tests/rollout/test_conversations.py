@@ -12,7 +12,7 @@ import pytest
 
 from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.rollout.batch import RolloutContext, ScoredSamples
 from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
 from gspo_jax.runtime import sharding

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
-from gspo_jax.data.tasks import Problem
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rewards.pool import Response
 from gspo_jax.rollout import dynamic_sampling

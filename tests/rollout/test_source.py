@@ -17,7 +17,7 @@ from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.datasets import Stage
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.record import progress
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout.batch import (
