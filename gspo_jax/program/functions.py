@@ -105,9 +105,9 @@ def build_program(
 
   Args:
     config: from `config.parse`.
-    mesh: of all devices, or of those that train.
+    mesh: all devices, or those that train.
     training: whether to check and make what learns.
-    sampler_devices: of `sharding.split_devices`; none: those of `mesh`.
+    sampler_devices: from `sharding.split_devices`; none: those of `mesh`.
 
   Raises:
     UserError: keys do not go together, or sizes do not divide.

@@ -87,12 +87,10 @@ class LearnerFunctions:
   def pack(
     self, prompt_lengths: np.ndarray, lengths: np.ndarray, key: jax.Array
   ) -> Packing:
-    """Where each response goes, with whole groups shuffled.
+    """Where each response goes, with whole groups shuffled by `key`.
 
-    Args:
-      prompt_lengths: [P].
-      lengths: [B] of the responses; an empty one has no place.
-      key: of the shuffle.
+    Takes the lengths of prompts [P] and of responses [B]; an empty response has
+    no place.
     """
     P, B = len(prompt_lengths), len(lengths)
     return packing.pack(
@@ -104,15 +102,10 @@ class LearnerFunctions:
   def row_tokens(
     self, prompt_lengths: np.ndarray, lengths: np.ndarray, packed: Packing
   ) -> dict[str, RowTokens]:
-    """The tokens of the functions that run over a packed batch, by their names.
+    """The tokens of `update`, `old_logps` and `reference_and_values`, by name.
 
-    A function counts once, with one model or several: `update`, and where there
-    are such, `old_logps` and `reference_and_values`.
-
-    Args:
-      prompt_lengths: [P].
-      lengths: [B] of the responses.
-      packed: of these lengths, from `pack`.
+    Those that run; each counts once, with one model or several. `packed` is of
+    `pack` with the same lengths.
     """
     sequences = _sequence_lengths(prompt_lengths, lengths)
     all_rows = packing.row_tokens(sequences, packed, self.packing)
@@ -131,25 +124,20 @@ class LearnerFunctions:
   def compute_old_logps(
     self, state: TrainState, batch: PackedBatch
   ) -> tuple[TrainState, PackedBatch, Metrics]:
-    """The batch with the fields of the old policy; donates both arguments.
+    """The same state, the batch with the fields of the old policy, and metrics.
 
     `update` fills in those of the first minibatch itself. So only one of its
     micro-batches runs here, to compare the two passes, unless
-    `recompute_first_minibatch`.
-
-    Returns:
-      The same state, the batch, and metrics.
+    `recompute_first_minibatch`. Donates both arguments.
     """
     return self.step(state, batch, np.bool_(False))
 
   def update(
     self, state: TrainState, batch: PackedBatch
   ) -> tuple[TrainState, PackedBatch, Metrics]:
-    """The policy after `learner.minibatches` optimizer steps.
+    """The state after `learner.minibatches` optimizer steps, batch, metrics.
 
-    Returns:
-      The new state, the batch (both arguments are donated), and metrics, which
-      add to those of `compute_old_logps`.
+    The metrics add to those of `compute_old_logps`. Donates both arguments.
     """
     return self.step(state, batch, np.bool_(True))
 
@@ -166,14 +154,7 @@ def learner_functions(
   policy: model.Params,
   mesh: jax.sharding.Mesh,
 ) -> LearnerFunctions:
-  """What learns; compiles nothing yet.
-
-  Args:
-    config: all the keys.
-    cfg: the model.
-    policy: abstract weights.
-    mesh: of the devices that train.
-  """
+  """What learns, from an abstract policy; compiles nothing yet."""
   learners = settings.learners(config, cfg)
   make_state = functools.partial(new_state, learners, config, cfg)
   state, init_state = _init_state(make_state, policy, mesh)
@@ -254,7 +235,7 @@ def cold_start_functions(
   params: model.Params,
   mesh: jax.sharding.Mesh,
 ) -> ColdStartFunctions:
-  """Supervised fine-tuning; arguments as of `learner_functions`."""
+  """Supervised fine-tuning, from abstract weights; compiles nothing yet."""
   learner = settings.learners(config, cfg).cold_start
   rows = settings.cold_start_packing(config, sharding.row_shards(mesh))
   make_state = functools.partial(

@@ -30,18 +30,9 @@ def sampler_functions(
   mesh: jax.sharding.Mesh,
   devices: Sequence[jax.Device] = (),
 ) -> SamplerFunctions:
-  """What samples; compiles nothing yet.
+  """What samples, with an abstract policy on `mesh`; compiles nothing yet.
 
-  Args:
-    config: all the keys.
-    cfg: the model.
-    tokenizer: of the policy.
-    policy: abstract weights, on `mesh`.
-    mesh: of the devices that train.
-    devices: of the sampler's own; none: those of `mesh`.
-
-  Raises:
-    UserError: the devices, the weights or the prompts cannot be split.
+  `devices` are the sampler's own; without any it has those of `mesh`.
   """
   sampling = settings.sampler_config(config, tokenizer)
   batching = settings.continuous_batching(config)

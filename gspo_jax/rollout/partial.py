@@ -5,7 +5,7 @@ tokens in an iteration, and continues in the next one. More prompts are in
 flight than an update takes, so that long responses do not hold up a batch.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
 
 import numpy as np
 
@@ -23,20 +23,6 @@ from gspo_jax.sampler.functions import SamplerFunctions
 from gspo_jax.sampler.samples import UNFINISHED, Samples
 
 
-class _Resumed(NamedTuple):
-  """Samples, and the slot steps that they took in this iteration."""
-
-  samples: Samples
-  slot_steps: int
-
-
-class EmptySlots(Protocol):
-  """Makes samples without tokens."""
-
-  def __call__(self, prompts: int) -> Samples:
-    """Samples of as many prompts, G rows each."""
-
-
 class PartialRollouts:
   """Resumes the responses in flight; returns the first P finished groups.
 
@@ -51,7 +37,7 @@ class PartialRollouts:
 
   Args:
     context: what sampling needs; `generate` is a `ContinuousSampler`.
-    empty_samples: of the continuous sampler.
+    empty_samples: prompts -> samples without tokens, G rows a prompt.
     functions: the sampler's, of which it uses `take_batch` and `take_pending`.
     max_tokens: the most tokens that an iteration adds to a response.
     shards: parts of the devices, each with prompts of its own.
@@ -61,7 +47,7 @@ class PartialRollouts:
   def __init__(
     self,
     context: RolloutContext,
-    empty_samples: EmptySlots,
+    empty_samples: Callable[[int], Samples],
     functions: SamplerFunctions,
     *,
     max_tokens: int,
@@ -145,8 +131,12 @@ class PartialRollouts:
     new = self._context.curriculum.next_batch(step, count)
     return join([*old, new]).pick(np.argsort(self._by_age))
 
-  def _resume(self, params, step, batch, lengths) -> _Resumed:
-    """Samples on, each response at most `max_tokens` unless groups miss."""
+  def _resume(self, params, step, batch, lengths) -> tuple[Samples, int]:
+    """Adds up to `max_tokens` to each response; returns also the slot steps.
+
+    If fewer than P groups are then finished, samples the oldest groups to their
+    end.
+    """
     context, G = self._context, self._context.group_size
     prompts = prompts_on_device(batch, context.batch_sharding)
     key = sharding.key_beside(context.batch_sharding, context.keys(step).sample)
@@ -177,7 +167,7 @@ class PartialRollouts:
       stop_at = np.where(to_the_end, limit, 0)
       samples = sample(samples, stop_at, to_the_end & ~ended)
       slot_steps += int(samples.slot_steps)
-    return _Resumed(samples, slot_steps)
+    return samples, slot_steps
 
   def _oldest(self, which_Q) -> np.ndarray:
     """The indices of the prompts where `which_Q`, oldest first."""

@@ -154,7 +154,12 @@ class ContinuousSampler:
         several calls.
     """
     tokens, lengths = multihost.to_host((prompts.tokens, prompts.lengths))
-    self._check_prompts(tokens.shape)
+    width = self.sizes.max_prompt_length
+    if tokens.shape[1] != width or len(tokens) % self.shards:
+      raise UserError(
+        f"prompts {tokens.shape}: expected [P, {width}], with P a multiple of "
+        f"the {self.shards} shards"
+      )
     samples = resume_from
     if samples is None:
       samples = self.jitted.empty_samples(len(tokens))
@@ -312,14 +317,6 @@ class ContinuousSampler:
       f"{self.sizes.num_pages * self.shards} pages of {self.sizes.page_size} "
       f"tokens; prefills of up to {buckets} tokens"
     )
-
-  def _check_prompts(self, shape):
-    width = self.sizes.max_prompt_length
-    if shape[1] != width or shape[0] % self.shards:
-      raise UserError(
-        f"prompts {shape}: expected [P, {width}], with P a multiple of the "
-        f"{self.shards} shards"
-      )
 
   def _shard_requests(
     self, prompts, prompt_lengths, samples: Samples, so_far, stop_at

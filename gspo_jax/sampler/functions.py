@@ -44,11 +44,11 @@ class Sampler(Protocol):
     """G responses to each of P prompts.
 
     Args:
-      params: the policy, where the sampler takes it.
-      prompts: P of them.
+      params: the policy, from `SamplerFunctions.weights`.
+      prompts: P of them, on the sampler's devices.
       key: a typed PRNG key.
-      on_finished: called with this host's responses, in one call or several,
-        the first as early as the sampler can.
+      on_finished: called with this host's responses, each once, as early as the
+        sampler can.
       progress: counts the responses.
     """
 
@@ -60,19 +60,15 @@ class Sampler(Protocol):
     *,
     continues: bool = False,
   ) -> dict[str, jax.stages.Lowered]:
-    """Its jitted functions, lowered for abstract arguments of a call.
-
-    `generate` is the one that decodes. `continues` is as of `describe`.
-    """
+    """Its functions, lowered for abstract arguments; `generate` decodes."""
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
     """Its jitted functions, and the most programs of each, by name."""
 
   def describe(self, *, continues: bool) -> str:
-    """A line for the log on what it compiles; "" if it is one program.
+    """A line for the log on its programs, "" if there is one.
 
-    Args:
-      continues: whether unfinished responses are continued.
+    `continues`: whether unfinished responses are continued.
     """
 
 
