@@ -157,14 +157,10 @@ def get_config() -> ConfigDict:
   c.reward.max_failed = 0.5
 
   c.objective = ConfigDict()  # the method, and what is added to its loss
-  # gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo, sapo
+  # gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo, sapo, or
+  # package.module.function; its numbers follow:
+  # "gspo:clip_low=3e-4,clip_high=4e-4"
   c.objective.name = "gspo"
-  c.objective.clip_low = -1.0  # -1: the method's own, see gspo_jax/losses/
-  c.objective.clip_high = -1.0  # -1: the method's own
-  c.objective.cap = -1.0  # largest ratio of cispo; -1: its own
-  c.objective.tau_positive = -1.0  # of sapo's gate where A > 0; -1: its own
-  c.objective.tau_negative = -1.0  # of sapo's gate where A < 0; -1: its own
-  c.objective.dual_clip = 0.0  # largest ratio against A < 0, about 3; 0: any
   # "recompute": by the forward pass of the update; "sampler": as sampled, with
   # rounding that in bfloat16 can exceed GSPO's clip range. With off-policy
   # rollouts, "recompute" is the policy that learns, "sampler" the one that
@@ -175,25 +171,15 @@ def get_config() -> ConfigDict:
   c.objective.reference_every = 0  # iterations between syncs; 0: frozen
   c.objective.entropy_coef = 0.0  # of the entropy bonus
   # Importance weights between sampler and trainer: tis_token, tis_sequence
-  # (truncated), mis_token, mis_sequence (masked).
+  # (truncated), mis_token, mis_sequence (masked), as in
+  # "mis_token:cap=2,floor=0.5".
   c.objective.mismatch = "none"
-  c.objective.mismatch_cap = 2.0  # largest weight
-  c.objective.mismatch_floor = 0.5  # smallest weight that "mis" keeps
-  # Smallest weight of a token whose router moved; -1: 0.8 in rspo, else 0: off
-  c.objective.router_shift_floor = -1.0
   # Routing Replay: the old policy's experts ("r2") or the sampler's ("r3").
   c.objective.replay = "none"
   c.objective.zero_truncated = False  # no advantage for truncated responses
   # "response": one advantage, of the whole conversation. "turn": one for each
   # turn, of the rewards from there on; for methods with an advantage a token.
   c.objective.credit = "response"
-
-  c.critic = ConfigDict()  # of ppo; AdamW, the rest of it as in `optim`
-  c.critic.learning_rate = 1e-5  # its peak
-  c.critic.warmup_steps = 0  # optimizer steps
-  c.critic.clip = 0.2  # largest change of a value in an iteration
-  c.critic.discount = 1.0  # of the reward, per token
-  c.critic.trace_decay = 0.95  # lambda of GAE
 
   c.learner = ConfigDict()  # how a batch is cut into updates
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)

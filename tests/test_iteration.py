@@ -228,7 +228,7 @@ class TabularPolicy:
         train_step.update, learner=learner._replace(optimizer=self.optimizer)
       )
     )
-    self.credit = settings.credit(config)
+    self.config = config
     self.params_used, self.batch = [], None
     self.learner = LearnerFunctions(
       recompute_first_minibatch=False,
@@ -236,9 +236,10 @@ class TabularPolicy:
       init_state=None,
       learning_rate=lambda step: 1.0,
       make_train_batch=functools.partial(
-        train_batch.train_batch_from_samples,
+        packing.train_batch_from_samples,
         cfg=CFG,
-        fields=settings.train_batch_fields(config, CFG),
+        objective=config.objective,
+        instruments=config.log.instruments,
         packing_config=settings.packing(config, 1),
       ),
       packing=settings.packing(config, 1),
@@ -257,7 +258,11 @@ class TabularPolicy:
 
   def assign_advantages(self, batch, rewards, finish):
     self.batch = credit.assign_advantages(
-      batch, rewards, finish, credit=self.credit
+      batch,
+      rewards,
+      finish,
+      objective=self.config.objective,
+      group_size=self.config.rollout.group_size,
     )
     return self.batch
 
@@ -289,7 +294,7 @@ class ScriptedPool:
 @pytest.fixture
 def tabular(config, monkeypatch):
   """A run of that policy, its functions, and its state."""
-  monkeypatch.setattr(train_batch, "logprobs", tabular_logprobs)
+  monkeypatch.setattr(train_batch, "response_logps", tabular_logprobs)
   config.objective.name = "dr_grpo"
   config.learner.minibatches = P  # the update computes old log-probs of one
   config.learner.micro_batch_size = G // 2

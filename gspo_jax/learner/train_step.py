@@ -113,8 +113,8 @@ class Learner(NamedTuple):
     loss: the function to minimise.
     optimizer: an optax transformation.
     has_old_logps: whether the batch has old log-probs before an update.
-    recompute_first_minibatch: whether a pass for old log-probs includes the
-      first minibatch.
+    recompute_first_minibatch: whether a pass for old log-probs also covers the
+      first minibatch, whose own update could compute them.
   """
 
   loss: Loss

@@ -13,7 +13,7 @@ import math
 
 from ml_collections import ConfigDict
 
-from gspo_jax.learner.objective import METHODS
+from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.program import config_keys
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import (
@@ -23,24 +23,10 @@ from gspo_jax.runtime.key import (
   SHARE,
   UNDER_1,
   ZERO_OR_MORE,
-  Choice,
   Range,
 )
 
 SEED = Range("0 or more, under 2**32", lambda x: 0 <= x < 2**32)
-CAP = Range("1 or more", lambda x: 1 <= x < math.inf)
-METHOD_CLIP = Range(
-  "0 or more, or -1 for the method's own",
-  lambda x: x == -1 or 0 <= x < math.inf,
-)
-METHOD_POSITIVE = Range(
-  "more than 0, or -1 for the method's own",
-  lambda x: x == -1 or 0 < x < math.inf,
-)
-METHOD_FLOOR = Range(
-  "0 for none, under 1, or -1 for the method's own",
-  lambda x: x == -1 or 0 <= x < 1,
-)
 STRINGS = Range(
   "strings that are not empty, as in ('</answer>',)",
   lambda x: not isinstance(x, str) and all(isinstance(s, str) and s for s in x),
@@ -57,12 +43,9 @@ ITERATIONS = Range(
   ),
 )
 TURNS = Range("1 to 32767", lambda x: 1 <= x < 2**15)
-DUAL_CLIP = Range(
-  "0 for none, or more than 1", lambda x: x == 0 or 1 < x < math.inf
-)
 
 
-def checked(rule: Range | Choice):
+def checked(rule: Range):
   """A field of a section whose values are checked against `rule`."""
   return dataclasses.field(metadata={"rule": rule})
 
@@ -225,106 +208,6 @@ class Reward:
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
-  """The method, and what is added to its loss."""
-
-  name: str = checked(Choice(tuple(METHODS)))
-  clip_low: float = checked(METHOD_CLIP)
-  clip_high: float = checked(METHOD_CLIP)
-  cap: float = checked(METHOD_POSITIVE)
-  tau_positive: float = checked(METHOD_POSITIVE)
-  tau_negative: float = checked(METHOD_POSITIVE)
-  dual_clip: float = checked(DUAL_CLIP)
-  old_logps: str = checked(Choice(("sampler", "recompute")))
-  kl_coef: float = checked(ZERO_OR_MORE)
-  kl_estimator: str = checked(Choice(("k1", "k2", "k3")))
-  reference_every: int = checked(ZERO_OR_MORE)
-  entropy_coef: float = checked(ZERO_OR_MORE)
-  mismatch: str = checked(
-    Choice(("none", "tis_token", "tis_sequence", "mis_token", "mis_sequence"))
-  )
-  mismatch_cap: float = checked(CAP)
-  mismatch_floor: float = checked(UNDER_1)
-  router_shift_floor: float = checked(METHOD_FLOOR)
-  replay: str = checked(Choice(("none", "r2", "r3")))
-  zero_truncated: bool
-  credit: str = checked(Choice(("response", "turn")))
-
-  @property
-  def has_critic(self) -> bool:
-    """Whether a critic gives the advantages."""
-    return self.name == "ppo"
-
-  @property
-  def has_kl_in_reward(self) -> bool:
-    """Whether the reward, and not the loss, has the KL penalty (k1)."""
-    return self.kl_coef > 0 and self.kl_estimator == "k1"
-
-  def method_settings(self) -> dict[str, float]:
-    """Keyword arguments of the loss: this config's, else its defaults (-1).
-
-    Raises:
-      UserError: a number is set that the method does not have.
-    """
-    keys = "clip_low", "clip_high", "cap", "tau_positive", "tau_negative"
-    defaults = METHODS[self.name].__kwdefaults__
-    settings = {}
-    for key in keys:
-      value = getattr(self, key)
-      if key in defaults:
-        settings[key] = defaults[key] if value == -1 else value
-      elif value != -1:
-        raise UserError(
-          f"objective.{key}={value}: expected -1, since "
-          f"objective.name={self.name!r} has only "
-          f"{', '.join(k for k in keys if k in defaults)}"
-        )
-    return settings
-
-  def check_training(self) -> None:
-    """UserError where two keys do not go together."""
-    no_ratio_clip = self.name in ("gmpo", "rspo", "cispo", "sapo")
-    for key, wrong, expected in (
-      (
-        "mismatch",
-        self.mismatch != "none" and self.old_logps == "sampler",
-        "'none' with objective.old_logps='sampler', whose weights would all "
-        "be 1",
-      ),
-      (
-        "reference_every",
-        self.reference_every and not self.kl_coef,
-        "0 with objective.kl_coef=0, where there is no reference to sync",
-      ),
-      (
-        "dual_clip",
-        self.dual_clip and no_ratio_clip,
-        "0 with a method that does not clip a ratio against its advantage",
-      ),
-      (
-        "router_shift_floor",
-        self.name == "rspo" and self.router_shift_floor == 0,
-        "more than 0 with objective.name='rspo', which is 'gmpo' without",
-      ),
-    ):
-      if wrong:
-        raise UserError(
-          f"objective.{key}={getattr(self, key)!r}: expected {expected}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Critic:
-  """PPO's critic."""
-
-  learning_rate: float = checked(ZERO_OR_MORE)
-  warmup_steps: int = checked(ZERO_OR_MORE)
-  clip: float = checked(ZERO_OR_MORE)
-  discount: float = checked(SHARE)
-  trace_decay: float = checked(SHARE)
-
-
-@dataclasses.dataclass(frozen=True)
 class Learner:
   """How a batch is cut."""
 
@@ -404,8 +287,7 @@ class Config:
   continuous_batching: ContinuousBatching
   rollout: Rollout
   reward: Reward
-  objective: Objective
-  critic: Critic
+  objective: ObjectiveConfig
   learner: Learner
   optim: Optim
   cold_start: ColdStart
@@ -465,12 +347,13 @@ class Config:
     if self.objective.credit == "turn":
       self._check_turns()
     rounds = self.rollout.dynamic_sampling_rounds
-    if self.objective.has_critic and rounds > 1:
+    if self.objective.method.critic and rounds > 1:
       raise UserError(
         f"rollout.dynamic_sampling_rounds={rounds}: expected 1 with "
-        "objective.name='ppo', whose critic learns from equal rewards, too"
+        f"objective.name={self.objective.name!r}, whose critic learns from "
+        "equal rewards, too"
       )
-    if self.rollout.group_size < 2 and not self.objective.has_critic:
+    if self.rollout.group_size < 2 and not self.objective.method.critic:
       raise UserError(
         f"rollout.group_size={self.rollout.group_size}: expected at least 2, "
         "since an advantage compares a response with the others of its group"
@@ -535,10 +418,8 @@ class Config:
 
   def _check_turns(self):
     """UserError where a key does not go with advantages of turns."""
-    name = self.objective.name
-    one_advantage = (
-      name in ("gspo", "gmpo", "rspo") or self.objective.has_critic
-    )
+    name, method = self.objective.name, self.objective.method
+    one_advantage = method.one_advantage or method.critic or method.advantages
     for key, value, wrong, expected in (
       (
         "rollout.environment",
@@ -576,7 +457,7 @@ class Config:
       (
         "objective.name",
         self.objective.name,
-        self.objective.has_critic,
+        self.objective.method.critic,
         "another method, for all weights of its critic would be trained",
       ),
       (

@@ -74,11 +74,14 @@ OTHER_NAMES = {
   "custom_reward_function remote_rm_url",
   "objective.name": "loss_type loss_algo loss_mode policy_loss_type "
   "adv_estimator advantage_estimator importance_sampling_level scale_rewards "
-  "norm_adv_by_std_in_grpo",
-  "objective.clip_low": "epsilon epsilon_low clip_ratio clip_ratio_low "
-  "cliprange clip_range clip_eps eps_clip eps_clip_low_high ratio_clip_min",
-  "objective.clip_high": "epsilon_high clip_ratio_high ratio_clip_max",
-  "objective.dual_clip": "clip_ratio_c ratio_clip_c delta",
+  "norm_adv_by_std_in_grpo epsilon epsilon_low clip_ratio clip_ratio_low "
+  "cliprange clip_range clip_eps eps_clip eps_clip_low_high ratio_clip_min "
+  "epsilon_high clip_ratio_high ratio_clip_max clip_ratio_c ratio_clip_c delta "
+  "clip_low clip_high cap tau_positive tau_negative dual_clip "
+  "router_shift_floor cliprange_value value_clip clip_range_vf vf_clip gamma "
+  "lam lambd gae_lambda lambda_ critic_learning_rate critic.lr "
+  "critic.optim.lr critic_warmup_steps critic_clip critic_discount "
+  "critic_trace_decay",
   "objective.kl_coef": "beta kl_beta kl_coeff kl_loss_coef use_kl_loss "
   "init_kl_coef reference_policy_kl_penalty",
   "objective.kl_estimator": "kl_loss_type kl_penalty kl_type "
@@ -87,9 +90,8 @@ OTHER_NAMES = {
   "objective.entropy_coef": "entropy_coeff entropy_loss_coef",
   "objective.mismatch": "vllm_importance_sampling_correction "
   "vllm_importance_sampling_mode enable_vllm_is_correction rollout_is "
-  "use_importance_sampling_correction",
-  "objective.mismatch_cap": "vllm_importance_sampling_cap tis_imp_ratio_cap "
-  "rollout_is_threshold truncated_importance_sampling_ratio",
+  "use_importance_sampling_correction vllm_importance_sampling_cap "
+  "tis_imp_ratio_cap rollout_is_threshold truncated_importance_sampling_ratio",
   "objective.replay": "router_replay routing_replay",
   "objective.zero_truncated": "mask_truncated_completions overlong_filtering",
   "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
@@ -112,11 +114,6 @@ OTHER_NAMES = {
   "optim.weight_decay": "adam_weight_decay l2",
   "optim.clip_norm": "max_grad_norm max_norm grad_clip clip_grad_norm "
   "optim.clip gradient_clipping gradient_clipping_threshold",
-  "critic.learning_rate": "learning_rate lr critic_learning_rate",
-  "critic.warmup_steps": "warmup_steps warmup lr_warmup_steps",
-  "critic.clip": "cliprange_value value_clip clip_range_vf vf_clip",
-  "critic.discount": "gamma",
-  "critic.trace_decay": "lam lambd gae_lambda lambda_",
   "cold_start.steps": "steps max_steps num_steps",
   "cold_start.batch": "batch_size train_batch_size",
   "cold_start.learning_rate": "learning_rate lr",
@@ -139,6 +136,9 @@ _COUNTS = {
   "rollout.dynamic_sampling_rounds": "batches sampled at most",
   "sampler.max_new_tokens": "tokens of a response, without its prompt",
   "continuous_batching.slots": "responses that decode together",
+  "objective.name": "a method and its numbers, as "
+  "gspo:clip_low=3e-4,clip_high=4e-4",
+  "objective.mismatch": "as tis_token:cap=2",
   "objective.kl_coef": "0: no reference",
   "objective.reference_every": "iterations",
   "learner.minibatches": "optimizer steps an iteration",

@@ -139,8 +139,7 @@ def _require_hidden(c, workdir: str) -> None:
 
 
 def _warnings(config: Config) -> list[str]:
-  objective = config.objective
-  clips = clip_range_warnings(objective.name, objective.method_settings())
+  clips = clip_range_warnings(config.objective)
   return [*clips, *filter(None, [settings.length_warning(config)])]
 
 
@@ -209,7 +208,7 @@ def checkpoint_identity(experiment: Experiment) -> dict:
   if config.model.lora.rank:
     identity |= load_params.lora_identity(experiment.program)
   if state.critic is not None:
-    identity["a critic (objective.name='ppo')"] = True
+    identity["a critic (objective.name)"] = True
   if config.optim.name != "adamw":
     identity["optim.name"] = config.optim.name
   rollout = config.rollout

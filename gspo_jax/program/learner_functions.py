@@ -15,10 +15,9 @@ from gspo_jax.learner import (
   cold_start,
   credit,
   critic,
-  experience,
   optimizer,
   packing,
-  train_batch,
+  reference_pass,
   train_step,
 )
 from gspo_jax.learner.cold_start import ColdStartFunctions
@@ -167,7 +166,7 @@ def learner_functions(
   )
 
   def reference_and_values(state, batch):
-    return experience.add_reference_and_values(
+    return reference_pass.add_reference_and_values(
       batch,
       cfg,
       reference=None
@@ -187,9 +186,10 @@ def learner_functions(
     recompute_first_minibatch=learners.policy.recompute_first_minibatch,
     make_train_batch=mesh_jit(
       functools.partial(
-        train_batch.train_batch_from_samples,
+        packing.train_batch_from_samples,
         cfg=cfg,
-        fields=settings.train_batch_fields(config, cfg),
+        objective=config.objective,
+        instruments=config.log.instruments,
         packing_config=rows,
       ),
       mesh,
@@ -208,7 +208,9 @@ def learner_functions(
     else None,
     assign_advantages=mesh_jit(
       functools.partial(
-        credit.assign_advantages, credit=settings.credit(config)
+        credit.assign_advantages,
+        objective=config.objective,
+        group_size=config.rollout.group_size,
       ),
       mesh,
       out_shardings=packed,
@@ -286,7 +288,7 @@ def new_state(learners, config, cfg, policy) -> TrainState:
   """A state of this policy, with the reference and the critic it needs."""
   state = train_step.init_state(policy, optimizer=learners.policy.optimizer)
   reference = value = None
-  if config.objective.kl_coef:
+  if config.objective.has_reference:
     # In the dtype of the forward pass nothing is lost.
     reference = jax.tree.map(lambda x: x.astype(cfg.dtype), state.params)
     if cfg.lora and not config.objective.reference_every:

@@ -20,7 +20,7 @@ from observe_program import B, G, P
 from gspo_jax import losses, model
 from gspo_jax.configs import common, tiny_cpu
 from gspo_jax.data.tokenizers import plain
-from gspo_jax.learner.objective import METHODS
+from gspo_jax.losses import METHODS
 from gspo_jax.model import hf
 from gspo_jax.program.config import parse
 from gspo_jax.runtime import sharding
@@ -127,9 +127,7 @@ ENVIRONMENT = "gspo_jax.rollout.environment"
 TALK = PAGED | OF_A | {"reward.names": ()}
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
-PPO = {"objective.name": "ppo"}
 ADAPTERS = {"model.lora.rank": 3}
-TIS = GRPO | {"objective.mismatch": "tis_token"}
 MICRO = {"learner.micro_batch_size": 4}
 TWO = MICRO | {"learner.minibatches": 2}
 KEPT = {"sampler_logps"}  # of a rollout, by every objective
@@ -626,65 +624,12 @@ ROWS = (
   Row(
     "objective.name",
     built.batch_fields,
-    {"gspo": KEPT, "ppo": KEPT | {"values", "returns"}, "rspo": ROUTED},
-  ),
-  Row(
-    "objective.clip_low",
-    built.gradient,
     {
-      low: functools.partial(
-        built.expected_gradient, losses.gspo_loss, clip_low=low
-      )
-      for low in (0.05, 0.2)
-    }
-    | {-1.0: functools.partial(built.expected_gradient, losses.gspo_loss)},
-  ),
-  Row(
-    "objective.clip_high",
-    built.gradient,
-    {
-      high: functools.partial(
-        built.expected_gradient, losses.gspo_loss, clip_high=high
-      )
-      for high in (0.05, 0.2)
-    }
-    | {-1.0: functools.partial(built.expected_gradient, losses.gspo_loss)},
-  ),
-  Row(
-    "objective.cap",
-    built.gradient,
-    {
-      -1.0: functools.partial(built.expected_gradient, losses.cispo_loss),
-      0.9: functools.partial(
-        built.expected_gradient, losses.cispo_loss, cap=0.9
-      ),
+      "gspo": KEPT,
+      "gspo:router_shift_floor=0.1": ROUTED,
+      "ppo": KEPT | {"values", "returns"},
+      "rspo": ROUTED,
     },
-    {"objective.name": "cispo"},
-  ),
-  *(
-    Row(
-      f"objective.{tau}",
-      built.gradient,
-      {
-        -1.0: functools.partial(built.expected_gradient, losses.sapo_loss),
-        4.0: functools.partial(
-          built.expected_gradient, losses.sapo_loss, **{tau: 4.0}
-        ),
-      },
-      {"objective.name": "sapo"},
-    )
-    for tau in ("tau_positive", "tau_negative")
-  ),
-  Row(
-    "objective.dual_clip",
-    built.gradient,
-    {
-      0.0: PLAIN,
-      1.1: lambda: built.expected_gradient(
-        losses.grpo_loss, terms=lambda *_: {"dual_clip": 1.1}
-      ),
-    },
-    GRPO,
   ),
   Row(
     "objective.old_logps",
@@ -790,61 +735,21 @@ ROWS = (
     "objective.mismatch",
     built.gradient,
     {
-      f"{method}_{unit}": functools.partial(
+      spec: functools.partial(
         built.expected_gradient,
         losses.grpo_loss,
-        terms=built.mismatch_terms(method, unit, 1.1, 0.9),
+        terms=built.mismatch_terms(*numbers),
       )
-      for method in ("tis", "mis")
-      for unit in ("token", "sequence")
+      for spec, numbers in {
+        "tis_token": ("tis", "token"),
+        "tis_token:cap=1.1": ("tis", "token", 1.1),
+        "tis_sequence:cap=1.1": ("tis", "sequence", 1.1),
+        "mis_token:cap=1.1,floor=0.9": ("mis", "token", 1.1, 0.9),
+        "mis_sequence:cap=1.1,floor=0.9": ("mis", "sequence", 1.1, 0.9),
+      }.items()
     }
     | {"none": PLAIN},
-    GRPO | {"objective.mismatch_cap": 1.1, "objective.mismatch_floor": 0.9},
-  ),
-  Row(
-    "objective.mismatch_cap",
-    built.gradient,
-    {
-      cap: functools.partial(
-        built.expected_gradient,
-        losses.grpo_loss,
-        terms=built.mismatch_terms("tis", "token", cap),
-      )
-      for cap in (1.0, 1.2)
-    },
-    TIS,
-  ),
-  Row(
-    "objective.mismatch_floor",
-    built.gradient,
-    {
-      floor: functools.partial(
-        built.expected_gradient,
-        losses.grpo_loss,
-        terms=built.mismatch_terms("mis", "token", 2.0, floor),
-      )
-      for floor in (0.5, 0.9)
-    },
-    GRPO | {"objective.mismatch": "mis_token"},
-  ),
-  Row(
-    "objective.router_shift_floor",
-    built.gradient,
-    {
-      -1.0: PLAIN,
-      0.1: lambda: built.expected_gradient(
-        losses.grpo_loss, terms=built.shift_terms(0.1)
-      ),
-      0.7: lambda: built.expected_gradient(
-        losses.grpo_loss, terms=built.shift_terms(0.7)
-      ),
-    },
     GRPO,
-  ),
-  Row(
-    "objective.router_shift_floor",
-    built.batch_fields,
-    {-1.0: KEPT, 0.1: ROUTED},
   ),
   Row(
     "objective.replay",
@@ -897,38 +802,14 @@ ROWS = (
       True: lambda: built.group_advantages(whole=True),
     },
   ),
-  # critic
   Row(
-    "critic.learning_rate",
+    "objective.name",
     built.value_step,
-    {1e-3: 1e-3, 5e-3: 5e-3},
-    PPO,
-  ),
-  Row(
-    "critic.warmup_steps",
-    built.value_step,
-    {0: 1e-3, 4: 2.5e-4},
-    PPO,
-  ),
-  Row(
-    "critic.clip",
-    built.value_loss,
     {
-      clip: functools.partial(built.clipped_values, clip) for clip in (0.2, 0.5)
+      "ppo:critic_learning_rate=1e-3": 1e-3,
+      "ppo:critic_learning_rate=5e-3": 5e-3,
+      "ppo:critic_learning_rate=1e-3,critic_warmup_steps=4": 2.5e-4,
     },
-    PPO,
-  ),
-  Row(
-    "critic.discount",
-    built.returns,
-    {n: functools.partial(built.gae_returns, n, 0.95) for n in (1.0, 0.5)},
-    PPO,
-  ),
-  Row(
-    "critic.trace_decay",
-    built.returns,
-    {n: functools.partial(built.gae_returns, 1.0, n) for n in (0.95, 0.5)},
-    PPO,
   ),
   # learner: optimizer steps, and rows of a forward pass
   Row(

@@ -635,10 +635,6 @@ def advantages(config):
   return first
 
 
-def returns(config):
-  return np.asarray(assigned(config).returns)
-
-
 def group_advantages(group=G, *, std=True, kl_coef=0.0, whole=False):
   """Advantages within groups, by the textbook."""
   rows, rewards = made_batch(), REWARDS.reshape(-1, group)
@@ -651,37 +647,10 @@ def group_advantages(group=G, *, std=True, kl_coef=0.0, whole=False):
   return np.where(made_samples().finish, result, 0) if whole else result
 
 
-def gae_returns(discount, trace_decay):
-  """Returns of rewards at the last token, by the textbook."""
-  values, result = np.asarray(made_batch().values), np.zeros((B, R))
-  for i, last in enumerate(LENGTHS - 1):
-    advantage, following = 0.0, 0.0
-    for t in range(last, -1, -1):
-      reward = REWARDS[i] if t == last else 0.0
-      delta = reward + discount * following - values[i, t]
-      advantage = delta + discount * trace_decay * advantage
-      following, result[i, t] = values[i, t], advantage + values[i, t]
-  return result
-
-
 def value_step(config):
   """The largest change of the value head in the first step."""
   update = updated(config)
   return float(jnp.abs(update.after.critic.params["value_head"]).max())
-
-
-def value_loss(config):
-  return float(updated(config).metrics["loss/value"].value())
-
-
-def clipped_values(clip):
-  """The loss of a fresh critic, whose values are 0, by the textbook."""
-  rows = made_batch()
-  mask, old, target = map(
-    np.asarray, (rows.response_mask, rows.values, rows.returns)
-  )
-  near = np.clip(0.0, old - clip, old + clip)
-  return float(np.maximum(target**2, (near - target) ** 2)[mask].mean() / 2)
 
 
 def forward_passes(config, name="update"):
