@@ -3,18 +3,18 @@
 Others take `train_step` (`TrainState`, `Learner`, `update`), `train_batch`
 (`TrainBatch` and how samples become one), `packing` (which rows they share),
 `credit` (rewards become advantages), `objective`, `optimizer`, `critic`,
-`experience`, `cold_start` and `health`.
+`reference_pass`, `cold_start` and `health`.
 """
 
 __all__ = [
   "cold_start",
   "credit",
   "critic",
-  "experience",
   "health",
   "objective",
   "optimizer",
   "packing",
+  "reference_pass",
   "train_batch",
   "train_step",
 ]
