@@ -5,6 +5,7 @@ import functools
 import jax
 
 from gspo_jax import model
+from gspo_jax.learner.optimizer import STATE_AXES
 from gspo_jax.runtime import sharding
 
 
@@ -17,7 +18,7 @@ def sharded(shapes, mesh: jax.sharding.Mesh):
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     shapes,
-    sharding.state_shardings(shapes, mesh),
+    sharding.state_shardings(shapes, mesh, STATE_AXES),
   )
 
 
@@ -53,6 +54,6 @@ def with_adapters(
   params: model.Params, *, cfg: model.ModelConfig, seed: int
 ) -> model.Params:
   """Weights in `cfg.dtype` below new adapters."""
-  adapters = model.lora.init(jax.random.key(seed), params, cfg.lora)
+  adapters = model.lora.init(jax.random.key(seed), cfg)
   cast = lambda x: x.astype(cfg.dtype)
   return model.lora.join(jax.tree.map(cast, params), adapters)

@@ -13,11 +13,11 @@ from gspo_jax.data.prompt_batch import PromptBatch, join
 from gspo_jax.record.progress import Progress
 from gspo_jax.rollout.batch import (
   RolloutBatch,
-  RolloutContext,
   RolloutCost,
   group_rows,
   prompts_on_device,
 )
+from gspo_jax.rollout.context import RolloutContext, iteration_keys
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.functions import SamplerFunctions
 from gspo_jax.sampler.samples import UNFINISHED, Samples
@@ -37,10 +37,10 @@ class PartialRollouts:
 
   Args:
     context: what sampling needs; `generate` is a `ContinuousSampler`.
-    empty_samples: prompts -> samples without tokens, G rows a prompt.
+    empty_samples: of that sampler: prompts -> samples without tokens.
     functions: the sampler's, of which it uses `take_batch` and `take_pending`.
-    max_tokens: the most tokens that an iteration adds to a response.
-    shards: parts of the devices, each with prompts of its own.
+    max_tokens: tokens that an iteration adds to a response at most.
+    shards: parts of the devices, each with its own prompts.
     extra_prompts: prompts in flight beside the P of a batch.
   """
 
@@ -132,19 +132,20 @@ class PartialRollouts:
     return join([*old, new]).pick(np.argsort(self._by_age))
 
   def _resume(self, params, step, batch, lengths) -> tuple[Samples, int]:
-    """Adds up to `max_tokens` to each response; returns also the slot steps.
+    """Adds up to `max_tokens` to each response; also returns the slot steps.
 
-    If fewer than P groups are then finished, samples the oldest groups to their
-    end.
+    If fewer than P groups are then finished, samples the oldest to their end.
     """
     context, G = self._context, self._context.group_size
     prompts = prompts_on_device(batch, context.batch_sharding)
-    key = sharding.key_beside(context.batch_sharding, context.keys(step).sample)
+    key = sharding.key_beside(
+      context.batch_sharding, iteration_keys(context.rng, step).sample
+    )
     limit = self.pending.tokens.shape[1]
 
     def sample(samples, stop_at, waits):
-      what = f"rollout of iteration {step}"
-      with Progress(what, int(waits.sum()), "responses") as progress:
+      label = f"rollout of iteration {step}"
+      with Progress(label, int(waits.sum()), "responses") as progress:
         return context.generate(
           params,
           prompts,
@@ -174,7 +175,7 @@ class PartialRollouts:
     return self._by_age[which_Q[self._by_age]]
 
   def _keep(self, batch, samples, left):
-    """Keeps the groups `left`, as the oldest; the others become empty."""
+    """Keeps the groups `left` as the oldest ones; the others become empty."""
     index = np.full(self._in_flight, -1, np.int32)
     index[self._by_age[: len(left)]] = left
     self.pending = self._functions.take_pending(samples, index)

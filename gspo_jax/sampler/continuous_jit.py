@@ -206,9 +206,5 @@ def jit_sampler(
 def _state_sharding(cfg, mesh) -> DecodeState:
   """The sharding of each array of the decode state."""
   batch = sharding.batch_sharding(mesh)
-  spec = jax.sharding.PartitionSpec("tensor", sharding.BATCH_AXES)
-  keys_and_values = (jax.NamedSharding(mesh, spec),) * cfg.num_layers
-  pages = paged_cache.Pages(
-    keys_and_values, keys_and_values, batch, batch, batch
-  )
+  pages = paged_cache.shardings(cfg, mesh)
   return DecodeState(pages, batch, batch, batch, batch, batch)

@@ -21,9 +21,9 @@ def get_config(argument: str = "") -> ConfigDict:
   c.data.chain_steps = c.cold_start.chain_steps
   c.eval.every = 10
   c.eval.prompts = 128
-  c.checkpoint.every = 1  # each is looked at
-  c.checkpoint.keep = 10
   if asked.quick:
     base.shrink(c)
     c.objective.entropy_coef = 0.01  # it moves, even if no response is right
+  c.checkpoint.every = 1  # each is looked at
+  c.checkpoint.keep = 10
   return c

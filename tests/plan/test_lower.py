@@ -74,7 +74,7 @@ def test_a_run_with_pages(debug_config):
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]
   sampler = made.sampler.generate
-  assert sampler.mesh == sampler.jitted.decode.mesh
+  assert lower.sampler_mesh(made) == sampler.jitted.decode.mesh
   longest = sampler.batching.buckets(debug_config.data.max_prompt_length)[-1]
   assert tokens.shape == (
     sampler.prefill_batch(longest) * sampler.shards,

@@ -595,7 +595,7 @@ def mismatch_terms(method, unit, cap=2.0, floor=0.5):
 def shift_terms(floor):
   def terms(rows, *_):
     result = routing(rows, routes=rows.experts.swapaxes(0, 1))
-    new = result.log_probs[:, :, S - 1 : -1].swapaxes(0, 1)
+    new = result.logps[:, :, S - 1 : -1].swapaxes(0, 1)
     moved = jnp.abs(new - rows.router_logps).mean((1, 3))
     return {"log_ratio_shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
 
