@@ -226,7 +226,7 @@ def test_the_promised_metrics_are_written(reference):
 def test_each_computed_token_has_the_same_weight():
   rows = {
     "update": RowTokens(3, 50, 100),
-    "old_logprobs": RowTokens(1, 10, 20),
+    "old_logps": RowTokens(1, 10, 20),
     "reference_and_values": RowTokens(3, 50, 100),
   }
   assert rollout_metrics.useful_fractions(rows, 9, 10) == {

@@ -13,7 +13,7 @@ from gspo_jax.rollout.scoring import (
   wait_scored,
 )
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.functions import Generate
+from gspo_jax.sampler.functions import Sampler
 from gspo_jax.sampler.many_prompts import sample_many
 from gspo_jax.sampler.samples import Prompts
 
@@ -40,7 +40,7 @@ def greedy(
 
 def first_rewards(
   experiment: Experiment,
-  generate: Generate,
+  generate: Sampler,
   params: model.Params,
   key: jax.Array,
   group_size: int,

@@ -20,7 +20,7 @@ class ShardSizes:
   Attributes:
     slots: B, responses that decode at the same time.
     num_pages: n, pages in the pool.
-    page_size: S, tokens a page.
+    page_size: tokens a page.
     segment_steps: most decode steps of a segment.
     max_new_tokens: R, most tokens of a response.
     max_prompt_length: most tokens of a prompt.
@@ -59,7 +59,7 @@ class ContinuousBatchingConfig:
 
   Attributes:
     slots: B, responses that decode at the same time.
-    page_size: S, tokens a page.
+    page_size: tokens a page.
     segment_steps: most decode steps of a segment.
     prefill_chunk: tokens of one forward pass of a prefill; a multiple of
       `page_size`.

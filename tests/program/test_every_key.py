@@ -440,7 +440,7 @@ ROWS = (
   ),
   Row(
     "sampler.temperature",
-    built.old_logprobs_temperature,
+    built.old_logps_temperature,
     {1.0: 1.0, 0.5: 0.5},
   ),
   Row(
@@ -641,7 +641,7 @@ ROWS = (
   ),
   Row(
     "objective.old_logps",
-    built.needs_old_logprobs,
+    built.needs_old_logps,
     {"recompute": True, "sampler": False},
     TWO,
   ),
@@ -700,13 +700,13 @@ ROWS = (
   ),
   Row(
     "objective.kl_estimator",
-    built.rows_with_old_logprobs,
+    built.rows_with_old_logps,
     {"k1": B, "k3": B - 4},
     KL | TWO,
   ),
   Row(
     "objective.kl_estimator",
-    built.needs_old_logprobs,
+    built.needs_old_logps,
     {"k1": True, "k3": False},
     KL,
   ),
@@ -817,7 +817,7 @@ ROWS = (
   ),
   Row(
     "learner.minibatches",
-    built.needs_old_logprobs,
+    built.needs_old_logps,
     {1: False, 4: True},
     MICRO,
   ),
