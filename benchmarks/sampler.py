@@ -43,7 +43,7 @@ from gspo_jax.runtime import sharding
 from gspo_jax.sampler import continuous
 from gspo_jax.sampler import static as static_sampler
 from gspo_jax.sampler.continuous import ContinuousSampler
-from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 

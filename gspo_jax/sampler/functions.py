@@ -9,7 +9,7 @@ import jax
 from gspo_jax import model
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import (
   OnFinished,
   Prompts,

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.continuous_config import (
+from gspo_jax.sampler.continuous.config import (
   ContinuousBatchingConfig,
   ShardSizes,
 )

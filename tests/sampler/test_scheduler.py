@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.continuous_config import ShardSizes
+from gspo_jax.sampler.continuous.config import ShardSizes
+from gspo_jax.sampler.continuous.scheduler import Scheduler, pending_requests
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
-from gspo_jax.sampler.scheduler import Scheduler, pending_requests
 
 EMPTY = -1
 SMALL = ShardSizes(

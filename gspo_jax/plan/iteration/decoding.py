@@ -15,7 +15,7 @@ from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.sampler.continuous import ContinuousSampler
-from gspo_jax.sampler.paged_decode import SegmentPlan
+from gspo_jax.sampler.continuous.paged_decode import SegmentPlan
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
 
 _PARTS = 10  # of the decode steps, for the slots in use

@@ -7,8 +7,8 @@ or reached the length at which they pause.
 While no response waits for a slot, the next segment is planned and started
 before the results of the last one are read; so the devices need not wait.
 
-Dimension key: P prompts, G responses a prompt, A = P * G responses, B slots, D
-shards, N prefixes of one prefill or responses that finished, T tokens of a
+Dimension key: P prompts, G responses a prompt, B = P * G responses, M slots, D
+shards, Q prefixes of one prefill or responses that finished, T tokens of a
 prefix, C its pages, R most new tokens.
 """
 
@@ -24,26 +24,26 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler import continuous_jit
-from gspo_jax.sampler.continuous_config import (
+from gspo_jax.sampler.continuous import jit
+from gspo_jax.sampler.continuous.config import (
   ContinuousBatchingConfig,
   ShardSizes,
 )
-from gspo_jax.sampler.continuous_jit import JittedSampler
+from gspo_jax.sampler.continuous.jit import JittedSampler
+from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentPlan
+from gspo_jax.sampler.continuous.scheduler import (
+  Admission,
+  Requests,
+  Scheduler,
+  pending_requests,
+)
 from gspo_jax.sampler.decode_params import decode_params_sharding
-from gspo_jax.sampler.paged_decode import DecodeState, SegmentPlan
 from gspo_jax.sampler.samples import (
   FinishedResponse,
   OnFinished,
   Prompts,
   SamplerConfig,
   Samples,
-)
-from gspo_jax.sampler.scheduler import (
-  Admission,
-  Requests,
-  Scheduler,
-  pending_requests,
 )
 from gspo_jax.sampler.stop_strings import StopStrings
 
@@ -53,14 +53,14 @@ _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 
 class _PrefillBatch(NamedTuple):
-  """One call of the jitted prefill, for all shards; N is a multiple of D.
+  """One call of the jitted prefill, for all shards; Q is a multiple of D.
 
   Attributes:
-    tokens: [N, T] int32, padded on the right.
-    lengths: [N] int32, their tokens; 0 for a row of padding.
-    pages: [N, C] int32, where to store them; n for nowhere.
-    num_cached: [N] int32, their first tokens that the pages hold already.
-    first_response: [N] int32, the first response to the prompt, counted from
+    tokens: [Q, T] int32, padded on the right.
+    lengths: [Q] int32, their tokens; 0 for a row of padding.
+    pages: [Q, C] int32, where to store them; n for nowhere.
+    num_cached: [Q] int32, their first tokens that the pages hold already.
+    first_response: [Q] int32, the first response to the prompt, counted from
       the shard's first; -1 for a row of padding.
   """
 
@@ -139,9 +139,9 @@ class ContinuousSampler:
       key: a typed PRNG key.
       resume_from: samples whose UNFINISHED responses are continued; donated.
         Without them, all responses start from their first token.
-      stop_at: [A] int, tokens at which a response pauses and stays UNFINISHED;
+      stop_at: [B] int, tokens at which a response pauses and stays UNFINISHED;
         without it no response pauses.
-      turn_start: [A] int, where the newest turn of each response begins; stop
+      turn_start: [B] int, where the newest turn of each response begins; stop
         strings are found from there on. Without it at its first token.
       prefix_cache: of the earlier calls for these responses, if any; it gets
         what this call leaves.
@@ -260,7 +260,7 @@ class ContinuousSampler:
   ) -> dict[str, jax.stages.Lowered]:
     """See `Sampler`: a prefill of the longest prompts, and a segment.
 
-    With `compute_slots`, int32 [b], a segment computes only those slots.
+    With `compute_slots`, int32 [m], a segment computes only those slots.
     """
     shape, jitted = jax.ShapeDtypeStruct, self.jitted
     whole = lambda *dims: shape(dims, np.int32, sharding=self.batch_sharding)
@@ -276,11 +276,11 @@ class ContinuousSampler:
     slots |= {"table": state.pages.table}
     slots |= {"active": state.pages.active, "new": state.pages.active}
     T = self.buckets(continues=continues)[-1]
-    N, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
+    Q, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
     return {
       "decode_params": decode_params,
       "prefill": jitted.prefill.lower(
-        params, state, whole(N, T), whole(N), whole(N, C), None
+        params, state, whole(Q, T), whole(Q), whole(Q, C), None
       ),
       "generate": jitted.decode.lower(
         params,
@@ -323,13 +323,13 @@ class ContinuousSampler:
   ) -> list[Requests]:
     """The responses that each shard has to generate.
 
-    `prompts` [P, S], `prompt_lengths` [P] and `so_far`, the lengths [A] and the
-    finish [A] of the samples, are on the host; the samples are on the decoding
+    `prompts` [P, S], `prompt_lengths` [P] and `so_far`, the lengths [B] and the
+    finish [B] of the samples, are on the host; the samples are on the decoding
     mesh.
     """
-    A, R = samples.tokens.shape
-    stop_at = np.full(A, R) if stop_at is None else np.minimum(stop_at, R)
-    tokens = np.zeros((A, R), np.int32)
+    B, R = samples.tokens.shape
+    stop_at = np.full(B, R) if stop_at is None else np.minimum(stop_at, R)
+    tokens = np.zeros((B, R), np.int32)
     if so_far[0].any():
       # A host needs only the tokens that its own devices prefill.
       for row, values in multihost.addressable_rows(samples.tokens).items():
@@ -372,13 +372,13 @@ class ContinuousSampler:
         # Padding costs as much as a prefix, so a few are prefilled one by one.
         count = self.prefill_batch(T)
         count = count if longest > count // 2 else 1
-        N, C = self.shards * count, T // self.sizes.page_size
+        Q, C = self.shards * count, T // self.sizes.page_size
         batch = _PrefillBatch(
-          tokens=np.zeros((N, T), np.int32),
-          lengths=np.zeros(N, np.int32),
-          pages=np.full((N, C), self.sizes.num_pages, np.int32),
-          num_cached=np.zeros(N, np.int32),
-          first_response=np.full(N, -1, np.int32),
+          tokens=np.zeros((Q, T), np.int32),
+          lengths=np.zeros(Q, np.int32),
+          pages=np.full((Q, C), self.sizes.num_pages, np.int32),
+          num_cached=np.zeros(Q, np.int32),
+          first_response=np.full(Q, -1, np.int32),
         )
         for shard, queue in enumerate(by_shard):
           for row, prefill in enumerate(queue[:count], shard * count):
@@ -429,7 +429,7 @@ class ContinuousSampler:
       num_cached=join(admissions, "num_cached"),
       copy_source=join(admissions, "copy_source"),
       copy_target=join(admissions, "copy_target"),
-      **{name: value_A[response] for name, value_A in fields.items()},
+      **{name: value_B[response] for name, value_B in fields.items()},
     )
 
   def _min_active(self, schedulers, plan: SegmentPlan) -> np.int32:
@@ -488,11 +488,11 @@ class ContinuousSampler:
     return left
 
   def _finished(self, left, samples) -> Iterator[tuple]:
-    """The responses that left their slots, N at a time, with padding.
+    """The responses that left their slots, Q at a time, with padding.
 
     Yields:
-      Their numbers [N], -1 for padding; their lengths [N]; and their tokens
-      [N, R] on the devices.
+      Their numbers [Q], -1 for padding; their lengths [Q]; and their tokens
+      [Q, R] on the devices.
     """
     count = max(1, self.sizes.slots // _IDLE)  # rows of a shard
     while any(left):
@@ -540,7 +540,7 @@ def _can_look_ahead(schedulers: list[Scheduler]) -> bool:
 def _fields_by_response(
   requests: list[Requests], turn_start: np.ndarray, stop: StopStrings | None
 ) -> dict[str, np.ndarray]:
-  """Fields of a SegmentPlan that depend on the response alone, [A] int32."""
+  """Fields of a SegmentPlan that depend on the response alone, [B] int32."""
   join = lambda name: np.concatenate([getattr(r, name) for r in requests])
   last_token = [
     r.prefixes[prefix][-1] if r.prefixes else 0
@@ -597,7 +597,7 @@ def build_continuous_sampler(
     sizes=sizes,
     shards=shards,
     batch_sharding=sharding.batch_sharding(sampler_mesh),
-    jitted=continuous_jit.jit_sampler(
+    jitted=jit.jit_sampler(
       cfg,
       sampler,
       prefill_chunk=batching.prefill_chunk,

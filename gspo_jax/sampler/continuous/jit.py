@@ -1,7 +1,7 @@
 """The jitted functions of continuous batching: shardings and donations.
 
-Dimension key: B slots, b of them, A responses, R most new tokens, W pages of a
-slot, N prefixes of one prefill or finished responses, T tokens of a prefix, C
+Dimension key: M slots, b of them, B responses, R most new tokens, W pages of a
+slot, Q prefixes of one prefill or finished responses, T tokens of a prefix, C
 its pages, P prompts.
 """
 
@@ -15,10 +15,10 @@ from gspo_jax import model
 from gspo_jax.model import paged_cache, rounding
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler import paged_decode
-from gspo_jax.sampler.continuous_config import ShardSizes
+from gspo_jax.sampler.continuous import paged_decode
+from gspo_jax.sampler.continuous.config import ShardSizes
+from gspo_jax.sampler.continuous.paged_decode import DecodeState
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
-from gspo_jax.sampler.paged_decode import DecodeState
 from gspo_jax.sampler.samples import (
   SamplerConfig,
   append_tokens,
@@ -40,24 +40,24 @@ class JittedSampler:
     begin: (samples, DecodeState of an earlier call or None) -> (DecodeState
       without responses, samples), on the decoding mesh, with `slot_steps` 0;
       donates both.
-    prefill: (params, state, tokens [N, T], lengths [N], pages [N, C],
-      num_cached [N] or None) -> (state, experts [N, L, T, k] or None); stores
+    prefill: (params, state, tokens [Q, T], lengths [Q], pages [Q, C],
+      num_cached [Q] or None) -> (state, experts [Q, L, T, k] or None); stores
       the keys and values of `paged_decode.prefill` in these pages, which hold
       those of the first `num_cached` tokens; donates the state. Full pages of
       these tokens are not written.
-    write_prompt_routing: (samples, experts [N, L, T, k], lengths [N],
-      first_response [N]) -> samples; `paged_decode.write_prompt_routing`.
+    write_prompt_routing: (samples, experts [Q, L, T, k], lengths [Q],
+      first_response [Q]) -> samples; `paged_decode.write_prompt_routing`.
       Donates the samples.
-    decode: (params, state, samples, SegmentPlan, compute_slots [b] or None,
+    decode: (params, state, samples, SegmentPlan, compute_slots [m] or None,
       min_active [], key) -> (state, samples, results); a segment of the slots
       `compute_slots`, or of all. `compute_slots` are equally many of each
       shard, all active ones among them and none of them new. The results,
-      whole on every device, are the tokens [B] of the response in each slot,
-      and whether it goes on, [B] bool. Donates state and samples.
-    read_tokens: (samples, responses [N]) -> their tokens [N, R].
+      whole on every device, are the tokens [M] of the response in each slot,
+      and whether it goes on, [M] bool. Donates state and samples.
+    read_tokens: (samples, responses [Q]) -> their tokens [Q, R].
     finalize: (samples) -> samples on the training mesh, with `pad_id` and 0
       after the end of each response.
-    append_tokens: (samples, tokens [A, R], counts [A], finish [A]) -> samples,
+    append_tokens: (samples, tokens [B, R], counts [B], finish [B]) -> samples,
       all on the training mesh; `samples.append_tokens`. Donates the samples.
   """
 

@@ -3,8 +3,8 @@
 Functions over explicit state; `continuous_jit` compiles them. The host decides
 between segments what each slot does (`scheduler`, SegmentPlan).
 
-Dimension key: B slots, b of them, A responses, R most new tokens, W pages of a
-slot, N prefixes of one prefill, T their tokens, L layers, k experts a token, P
+Dimension key: M slots, b of them, B responses, R most new tokens, W pages of a
+slot, Q prefixes of one prefill, T their tokens, L layers, k experts a token, P
 prompts, G responses a prompt.
 """
 
@@ -37,12 +37,12 @@ class DecodeState:
   """State of the decode slots; `pages` holds the tokens already fed.
 
   Attributes:
-    pages: the paged cache of B slots.
-    response: [B] int32, which of the A responses the slot decodes.
-    last_token: [B] int32, the newest token, not fed yet.
-    num_tokens: [B] int32, tokens of the response so far.
-    stop_at: [B] int32, tokens at which the response leaves the slot.
-    stop_state: [B] int32, of `StopStrings` after the newest token.
+    pages: the paged cache of M slots.
+    response: [M] int32, which of the B responses the slot decodes.
+    last_token: [M] int32, the newest token, not fed yet.
+    num_tokens: [M] int32, tokens of the response so far.
+    stop_at: [M] int32, tokens at which the response leaves the slot.
+    stop_state: [M] int32, of `StopStrings` after the newest token.
   """
 
   pages: paged_cache.Pages
@@ -59,19 +59,19 @@ class SegmentPlan:
   """What each slot does in the next segment; made by the host.
 
   Attributes:
-    table: [B, W] int32, the pages of each slot, as in `Pages`.
-    active: [B] bool, slots that decode, unless their response has finished.
+    table: [M, W] int32, the pages of each slot, as in `Pages`.
+    active: [M] bool, slots that decode, unless their response has finished.
       What an inactive slot held is dropped.
-    new: [B] bool, active slots that start a response. The fields below hold
+    new: [M] bool, active slots that start a response. The fields below hold
       only for these.
-    response: [B] int32, which of the A responses.
-    num_tokens: [B] int32, tokens that the response already has.
-    stop_at: [B] int32, tokens at which it leaves the slot.
-    stop_state: [B] int32, of `StopStrings` after the tokens that it has.
-    num_cached: [B] int32, tokens of its prefix that are in the pages.
-    last_token: [B] int32, the last token of its prefix, to be fed first.
-    copy_source: [B] int32, the page to copy ...
-    copy_target: [B] int32, ... to this page; n or more: none is copied.
+    response: [M] int32, which of the B responses.
+    num_tokens: [M] int32, tokens that the response already has.
+    stop_at: [M] int32, tokens at which it leaves the slot.
+    stop_state: [M] int32, of `StopStrings` after the tokens that it has.
+    num_cached: [M] int32, tokens of its prefix that are in the pages.
+    last_token: [M] int32, the last token of its prefix, to be fed first.
+    copy_source: [M] int32, the page to copy ...
+    copy_target: [M] int32, ... to this page; n or more: none is copied.
   """
 
   table: jax.Array
@@ -111,22 +111,22 @@ def prefill(
   Args:
     params: those of `decode_params`, unstacked.
     cfg: the model; static.
-    tokens: [N, T] int32, padded on the RIGHT; T is a multiple of `chunk`.
-    lengths: [N] int32, real tokens; 0 for a row of padding.
+    tokens: [Q, T] int32, padded on the RIGHT; T is a multiple of `chunk`.
+    lengths: [Q] int32, real tokens; 0 for a row of padding.
     chunk: tokens of one forward pass; static.
     record_routing: whether to return the experts; static.
-    cached: keys and values of the first tokens, per layer [N, K, T, H] for K
-      heads of width H, and the number of these tokens, [N] int32. Chunks that
+    cached: keys and values of the first tokens, per layer [Q, K, T, H] for K
+      heads of width H, and the number of these tokens, [Q] int32. Chunks that
       lie in them for all rows are not computed; their experts are 0.
 
   Returns:
-    The cache of T slots, and the experts [N, L, T, k] of the tokens, or None.
+    The cache of T slots, and the experts [Q, L, T, k] of the tokens, or None.
   """
-  N, T = tokens.shape
-  real_NT = jnp.arange(T) < lengths[:, None]
+  Q, T = tokens.shape
+  real_QT = jnp.arange(T) < lengths[:, None]
   experts = None
   if record_routing:
-    shape = cfg.num_layers, N, T, cfg.experts_per_token
+    shape = cfg.num_layers, Q, T, cfg.experts_per_token
     experts = jnp.zeros(shape, number_type(cfg.num_experts))
     experts = sharding.constrain(experts, None, sharding.BATCH_AXES)
 
@@ -134,9 +134,9 @@ def prefill(
     cache, experts = carry
     start = i * chunk
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
-    positions = jnp.broadcast_to(start + jnp.arange(chunk), (N, chunk))
+    positions = jnp.broadcast_to(start + jnp.arange(chunk), (Q, chunk))
     out = model.hidden_states(
-      params, cfg, cut(tokens), positions, cut(real_NT), cache
+      params, cfg, cut(tokens), positions, cut(real_QT), cache
     )
     if record_routing:
       experts = jax.lax.dynamic_update_slice_in_dim(
@@ -145,12 +145,12 @@ def prefill(
     return out.cache, experts
 
   num_chunks = -(-lengths.max() // chunk)
-  first, cache = jnp.int32(0), kv.empty(cfg, N, T)
+  first, cache = jnp.int32(0), kv.empty(cfg, Q, T)
   if cached is not None:
-    k, v, counts_N = cached
-    valid_NT = jnp.arange(T) < counts_N[:, None]
-    first = jnp.where(lengths > 0, counts_N, T).min() // chunk
-    cache = kv.Cache(k, v, valid_NT, first * chunk)
+    k, v, counts_Q = cached
+    valid_QT = jnp.arange(T) < counts_Q[:, None]
+    first = jnp.where(lengths > 0, counts_Q, T).min() // chunk
+    cache = kv.Cache(k, v, valid_QT, first * chunk)
   init = cache, experts
   cache, experts = jax.lax.fori_loop(first, num_chunks, forward, init)
   return cache, experts.swapaxes(0, 1) if record_routing else None
@@ -168,24 +168,24 @@ def write_prompt_routing(
 
   Args:
     samples: each row on the device of its prompt's prefill.
-    experts: [N, L, T, k], of `prefill`.
-    lengths: [N] int32, tokens of each prefix: all of a prompt but its last.
-    first_response: [N] int32, the first response to the prompt; -1 for none.
+    experts: [Q, L, T, k], of `prefill`.
+    lengths: [Q] int32, tokens of each prefix: all of a prompt but its last.
+    first_response: [Q] int32, the first response to the prompt; -1 for none.
     group_size: G; static.
   """
   # The column of a prompt's last token; it is fed by the first decode step.
   last = samples.experts.shape[2] - samples.tokens.shape[1] - 1
 
-  def local(old, experts, lengths, first_N):
+  def local(old, experts, lengths, first_Q):
     rows, T = len(old), experts.shape[2]
-    row_NG = first_N[:, None] % rows + jnp.arange(group_size)
-    row_NG = jnp.where(first_N[:, None] < 0, rows, row_NG)
+    row_QG = first_Q[:, None] % rows + jnp.arange(group_size)
+    row_QG = jnp.where(first_Q[:, None] < 0, rows, row_QG)
     token_T = jnp.arange(T)
-    column_NT = last - lengths[:, None] + token_T
-    column_NT = jnp.where(token_T < lengths[:, None], column_NT, old.shape[2])
-    index = row_NG[:, :, None], slice(None), column_NT[:, None, :]
-    new_NTLk = experts.swapaxes(1, 2)
-    return old.at[index].set(new_NTLk[:, None], mode="drop")
+    column_QT = last - lengths[:, None] + token_T
+    column_QT = jnp.where(token_T < lengths[:, None], column_QT, old.shape[2])
+    index = row_QG[:, :, None], slice(None), column_QT[:, None, :]
+    new_QTLk = experts.swapaxes(1, 2)
+    return old.at[index].set(new_QTLk[:, None], mode="drop")
 
   write = sharding.shard_map(local, (_BATCH,) * 4, _BATCH)
   return dataclasses.replace(
@@ -245,7 +245,7 @@ def decode(
     params: those of `decode_params`, unstacked.
     cfg: the model; static.
     state: of `apply_plan`, of all slots or of a subset.
-    samples: A responses; the tokens are written there.
+    samples: B responses; the tokens are written there.
     key: the same for all responses.
     sampler: the sampling parameters; static.
     steps: most decode steps; static.
@@ -296,10 +296,10 @@ def decode(
 
 
 def select_slots(state: DecodeState, slots: jax.Array) -> DecodeState:
-  """The state of the slots [b], equally many of each shard."""
+  """The state of the slots [m], equally many of each shard."""
 
-  def local(arrays, slot_b):
-    return jax.tree.map(lambda x: x[slot_b % len(x)], arrays)
+  def local(arrays, slot_m):
+    return jax.tree.map(lambda x: x[slot_m % len(x)], arrays)
 
   read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
   return _with_pages_of(state.pages, read(_without_pages(state), slots))
@@ -310,8 +310,8 @@ def scatter_slots(
 ) -> DecodeState:
   """The state of all slots after a segment of a subset; see `select_slots`."""
 
-  def local(arrays, new, slot_b):
-    write = lambda old, new: old.at[slot_b % len(old)].set(new)
+  def local(arrays, new, slot_m):
+    write = lambda old, new: old.at[slot_m % len(old)].set(new)
     return jax.tree.map(write, arrays, new)
 
   write = sharding.shard_map(local, (_BATCH,) * 3, _BATCH)
@@ -320,13 +320,13 @@ def scatter_slots(
 
 
 def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
-  """The tokens [N, R] of `responses` [N], each on the device of its response.
+  """The tokens [Q, R] of `responses` [Q], each on the device of its response.
 
   A number of -1 stands for any response.
   """
 
-  def local(tokens, response_N):
-    return tokens[response_N % len(tokens)]
+  def local(tokens, response_Q):
+    return tokens[response_Q % len(tokens)]
 
   read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
   return read(samples.tokens, responses)
@@ -362,11 +362,11 @@ def _write_token(
 
   Args:
     state: before `_advance`.
-    samples: A responses, each on the device of its slot.
-    token: [B] int32.
-    logp: [B] float32.
-    finish: [B], as in Samples, with this token.
-    experts: [L, B, k], those of the token before, which was fed; or None.
+    samples: B responses, each on the device of its slot.
+    token: [M] int32.
+    logp: [M] float32.
+    finish: [M], as in Samples, with this token.
+    experts: [L, M, k], those of the token before, which was fed; or None.
   """
   new = {
     "tokens": token,
@@ -378,16 +378,16 @@ def _write_token(
     new["experts"] = experts.swapaxes(0, 1)
 
   def local(old, new, slots):
-    response_B, column_B, active_B = slots
+    response_M, column_M, active_M = slots
     rows, R = old["tokens"].shape
-    row_B = jnp.where(active_B, response_B % rows, rows)  # `rows`: nowhere
+    row_M = jnp.where(active_M, response_M % rows, rows)  # `rows`: nowhere
 
-    def write(old, value_B):
-      index = (row_B, column_B)[: old.ndim]
+    def write(old, value_M):
+      index = (row_M, column_M)[: old.ndim]
       # Routing has the prompt's columns first, and the token before is meant.
       if old.ndim == 4:
-        index = row_B, slice(None), old.shape[2] - R - 1 + column_B
-      return old.at[index].set(value_B, mode="drop")
+        index = row_M, slice(None), old.shape[2] - R - 1 + column_M
+      return old.at[index].set(value_M, mode="drop")
 
     return jax.tree.map(write, old, new)
 
