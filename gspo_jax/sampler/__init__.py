@@ -26,5 +26,11 @@ __all__ = [
   "Prompts",
   "SamplerConfig",
   "Samples",
+  "continuous",
+  "functions",
   "generate",
+  "many_prompts",
+  "samples",
+  "static",
+  "stop_strings",
 ]

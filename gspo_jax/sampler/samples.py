@@ -176,17 +176,11 @@ def empty_samples(
 
 
 class FinishedResponse(NamedTuple):
-  """A response that stopped or was truncated.
+  """A response that stopped or was truncated."""
 
-  Attributes:
-    tokens: [R] int32; ignore the values from `length` on.
-    length: tokens of the response, the stop token included.
-    stopped: whether a stop token or a stop string ended it.
-  """
-
-  tokens: np.ndarray
-  length: int
-  stopped: bool
+  tokens: np.ndarray  # [R] int32; ignore the values from `length` on
+  length: int  # the stop token included
+  stopped: bool  # by a stop token or a stop string
 
 
 # Gets finished responses on this host's devices, by their row.
@@ -208,7 +202,7 @@ def finished_responses(samples: Samples) -> dict[int, FinishedResponse]:
 def samples_sharding(
   sampler: SamplerConfig, mesh: jax.sharding.Mesh, *, turns: bool = False
 ) -> Samples:
-  """The sharding of each field; `turns`: of samples of conversations."""
+  """The sharding of each field; conversations have `turns`."""
   batch = batch_sharding(mesh)
   return Samples(
     *[batch] * 4,
@@ -221,13 +215,10 @@ def samples_sharding(
 def append_tokens(
   samples: Samples, tokens: jax.Array, counts: jax.Array, finish: jax.Array
 ) -> Samples:
-  """Appends tokens of an environment to some responses.
+  """Appends tokens of an environment to some responses, without `turns`.
 
-  Args:
-    samples: B responses, without `turns`.
-    tokens: [B, N] int32, of which each row gets the first `counts`.
-    counts: [B] int32; the rows have room for them.
-    finish: [B] int8, as in Samples, of the results.
+  Each row gets the first `counts` [B] of its tokens [B, n], and has room for
+  them; `finish` [B] is that of the result.
   """
   place = jnp.arange(samples.tokens.shape[1]) - samples.lengths[:, None]
   appended = jnp.take_along_axis(
@@ -245,11 +236,9 @@ def append_tokens(
 def merge_groups(kept, new, index: jax.Array):
   """Selects P of the 2 P groups of two batches, in the order of `index` [P].
 
-  Args:
-    kept: a pytree of arrays [P * G, ...] whose groups 0 to P - 1 are blocks of
-      G rows. A scalar, such as `slot_steps`, is added to the other batch's.
-    new: the same; its groups have the numbers P to 2 P - 1.
-    index: integers below 2 P.
+  `kept` and `new` are pytrees of arrays [P * G, ...], whose groups are blocks
+  of G rows; those of `new` have the numbers P to 2 P - 1. A scalar, such as
+  `slot_steps`, is added to the other batch's.
   """
   P = len(index)
   is_kept = index < P
@@ -285,9 +274,9 @@ def take_groups(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Selects groups of samples without routing, by their numbers [N].
+  """Selects groups of samples without routing; -1 gives an empty group.
 
-  A number of -1 gives an empty group. `slot_steps` stays.
+  `slot_steps` stays.
   """
   empty = empty_samples(len(index), 0, cfg, sampler)
   groups = lambda x: x.reshape(-1, sampler.group_size, *x.shape[1:])

@@ -1,4 +1,4 @@
-"""Continuous batching: a finished response's slot gets the next response.
+"""The host's loop of continuous batching.
 
 The host assigns slots and pages (`scheduler`), the devices decode a segment of
 a few dozen steps (`paged_decode`), and so on until all responses have finished
@@ -7,9 +7,8 @@ or reached the length at which they pause.
 While no response waits for a slot, the next segment is planned and started
 before the results of the last one are read; so the devices need not wait.
 
-Dimension key: P prompts, G responses a prompt, B = P * G responses, M slots, D
-shards, Q prefixes of one prefill or responses that finished, T tokens of a
-prefix, C its pages, R most new tokens.
+Dimension letters as in `continuous/__init__`. A shard is a part of the devices
+that has rows of its own.
 """
 
 import dataclasses
@@ -53,21 +52,16 @@ _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 
 class _PrefillBatch(NamedTuple):
-  """One call of the jitted prefill, for all shards; Q is a multiple of D.
+  """One call of the jitted prefill, for all shards, Q / shards prefixes each.
 
-  Attributes:
-    tokens: [Q, T] int32, padded on the right.
-    lengths: [Q] int32, their tokens; 0 for a row of padding.
-    pages: [Q, C] int32, where to store them; n for nowhere.
-    num_cached: [Q] int32, their first tokens that the pages hold already.
-    first_response: [Q] int32, the first response to the prompt, counted from
-      the shard's first; -1 for a row of padding.
+  All are int32. A row of padding has the length 0.
   """
 
-  tokens: np.ndarray
-  lengths: np.ndarray
-  pages: np.ndarray
-  num_cached: np.ndarray
+  tokens: np.ndarray  # [Q, T], padded on the right
+  lengths: np.ndarray  # [Q]
+  pages: np.ndarray  # [Q, C], where to store them; `num_pages` for nowhere
+  num_cached: np.ndarray  # [Q], first tokens that the pages hold already
+  # [Q], the first response to the prompt, counted from the shard's first, or -1
   first_response: np.ndarray
 
 
@@ -89,17 +83,7 @@ class PrefixCache:
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousSampler:
-  """Continuous batching, as a `Sampler`; it can also continue responses.
-
-  Attributes:
-    cfg: the model.
-    config: the sampling parameters.
-    batching: sizes of all devices together.
-    sizes: sizes of each shard.
-    shards: D, parts of the devices that have rows of their own.
-    batch_sharding: the sharding of arrays of rows.
-    jitted: the functions that run on the devices.
-  """
+  """Continuous batching, as a `Sampler`; it can also continue responses."""
 
   cfg: model.ModelConfig
   config: SamplerConfig
@@ -111,7 +95,6 @@ class ContinuousSampler:
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
-    """The mesh that decodes."""
     return self.batch_sharding.mesh
 
   def __call__(
@@ -129,13 +112,13 @@ class ContinuousSampler:
   ) -> Samples:
     """Generates all G responses to each of P prompts.
 
-    Token t of response a is sampled with a key made of (key, a, t), whatever
+    Token t of response b is sampled with a key made of (key, b, t), whatever
     happened before: a response that is paused and resumed with the same key
     and weights is the one that would have been generated without a pause.
 
     Args:
       params: as `model.init` returns them.
-      prompts: P of them, a multiple of D.
+      prompts: P of them, a multiple of the shards.
       key: a typed PRNG key.
       resume_from: samples whose UNFINISHED responses are continued; donated.
         Without them, all responses start from their first token.
@@ -176,7 +159,16 @@ class ContinuousSampler:
     state, samples = self.jitted.begin(samples, cache.state)
     cache.state = cache.tokens = None  # the state was donated
     requests = self._shard_requests(tokens, lengths, samples, so_far, stop_at)
-    schedulers = self._schedulers(requests, cached)
+    schedulers = [
+      Scheduler(
+        self.sizes,
+        [len(prefix) for prefix in shard.prefixes],
+        shard.prefix_index,
+        shard.stop_at - shard.num_tokens,
+        kept,
+      )
+      for shard, kept in zip(requests, cached, strict=True)
+    ]
     if turn_start is None:
       turn_start = np.zeros_like(so_far[0])
     fields = _fields_by_response(requests, turn_start, self.config.stop)
@@ -192,7 +184,9 @@ class ContinuousSampler:
 
     results, finished = None, []  # of the last segment; not reported so far
     while True:
-      if results and not _can_look_ahead(schedulers):
+      look_ahead = all(scheduler.can_look_ahead for scheduler in schedulers)
+      look_ahead &= any(scheduler.may_go_on for scheduler in schedulers)
+      if results and not look_ahead:
         finished += finished_in(results, samples)
         results = None
       if not results and all(scheduler.done for scheduler in schedulers):
@@ -294,7 +288,6 @@ class ContinuousSampler:
     }
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    """See `Sampler`."""
     once = "decode_params", "read_tokens", "finalize", "append_tokens"
     prefills = 4 * len(self.buckets())
     limits = dict.fromkeys(once, 1) | {
@@ -309,7 +302,6 @@ class ContinuousSampler:
     }
 
   def describe(self, *, continues: bool) -> str:
-    """See `Sampler`: the programs to compile and the cache's size."""
     slots = " or ".join(map(str, self._compute_sizes))
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
@@ -323,9 +315,8 @@ class ContinuousSampler:
   ) -> list[Requests]:
     """The responses that each shard has to generate.
 
-    `prompts` [P, S], `prompt_lengths` [P] and `so_far`, the lengths [B] and the
-    finish [B] of the samples, are on the host; the samples are on the decoding
-    mesh.
+    `so_far` are the lengths and the finish of the samples, on the host; the
+    samples are on the decoding mesh.
     """
     B, R = samples.tokens.shape
     stop_at = np.full(B, R) if stop_at is None else np.minimum(stop_at, R)
@@ -337,19 +328,6 @@ class ContinuousSampler:
     whole = prompts, prompt_lengths, tokens, *so_far, stop_at
     parts = zip(*(np.split(x, self.shards) for x in whole), strict=True)
     return [pending_requests(*part) for part in parts]
-
-  def _schedulers(self, requests: list[Requests], cached) -> list[Scheduler]:
-    """One of each shard; `cached` are their tokens of an earlier call."""
-    return [
-      Scheduler(
-        self.sizes,
-        [len(prefix) for prefix in shard.prefixes],
-        shard.prefix_index,
-        shard.stop_at - shard.num_tokens,
-        tokens,
-      )
-      for shard, tokens in zip(requests, cached, strict=True)
-    ]
 
   def _prefill_batches(
     self, admissions: list[Admission], requests: list[Requests]
@@ -392,13 +370,11 @@ class ContinuousSampler:
         yield batch
 
   def _prefill(self, params, state, samples, batch: _PrefillBatch):
-    """The state and the samples after a prefill."""
     *arrays, num_cached, first_response = batch
-    tokens, lengths, pages = multihost.to_global(arrays, self.batch_sharding)
-    if num_cached.any():
-      num_cached = multihost.to_global(num_cached, self.batch_sharding)
-    else:
-      num_cached = None
+    num_cached = num_cached if num_cached.any() else None
+    tokens, lengths, pages, num_cached = multihost.to_global(
+      (*arrays, num_cached), self.batch_sharding
+    )
     state, experts = self.jitted.prefill(
       params, state, tokens, lengths, pages, num_cached
     )
@@ -467,8 +443,7 @@ class ContinuousSampler:
   ) -> list[list[tuple[int, int]]]:
     """Reads what a segment did, and applies it to the schedulers.
 
-    Returns:
-      For each shard, the responses that left their slots: number and tokens.
+    Returns for each shard the responses that left their slots: number, tokens.
     """
     num_tokens, active = (
       np.split(x, self.shards) for x in jax.device_get(results)
@@ -490,9 +465,8 @@ class ContinuousSampler:
   def _finished(self, left, samples) -> Iterator[tuple]:
     """The responses that left their slots, Q at a time, with padding.
 
-    Yields:
-      Their numbers [Q], -1 for padding; their lengths [Q]; and their tokens
-      [Q, R] on the devices.
+    Their numbers [Q], -1 for padding; their lengths [Q]; and their tokens
+    [Q, R] on the devices.
     """
     count = max(1, self.sizes.slots // _IDLE)  # rows of a shard
     while any(left):
@@ -509,7 +483,7 @@ class ContinuousSampler:
   def _read_finished(
     self, finished: list[tuple]
   ) -> dict[int, FinishedResponse]:
-    """The finished responses on this host; paused ones are left out."""
+    """The responses on this host, without those that paused."""
     responses = {}
     for numbers, lengths, tokens_on_devices in finished:
       for i, tokens in multihost.local_rows(tokens_on_devices).items():
@@ -522,19 +496,11 @@ class ContinuousSampler:
     return responses
 
   def _stopped(self, tokens) -> bool:
-    """Whether the last token of a response ended it."""
     config = self.config
     if tokens[-1] in config.stop_ids:
       return True
     long_enough = len(tokens) >= config.min_new_tokens
     return bool(config.stop and long_enough and config.stop.ended(tokens))
-
-
-def _can_look_ahead(schedulers: list[Scheduler]) -> bool:
-  """Whether to start a segment before the results of the last one are read."""
-  if not all(scheduler.can_look_ahead for scheduler in schedulers):
-    return False
-  return any(scheduler.may_go_on for scheduler in schedulers)
 
 
 def _fields_by_response(

@@ -1,11 +1,9 @@
 """The host's half of continuous batching: which response has which slot, pages.
 
-Dimension key: Q prefixes, B responses, M slots, n pages in the pool, W pages
-of the longest slot, P prompts, R most new tokens.
-
 A prefix is the tokens that a response continues: a prompt, shared by all new
 responses to it, or a prompt and the beginning of one response. All tokens of a
 prefix but the last are prefilled; the first decode step feeds the last one.
+Dimension letters as in `continuous/__init__`.
 
 Each round calls `admit`, `allocate_pages`, then decodes a segment on the
 devices, then calls `apply_results`. While `can_look_ahead`, the next round may
@@ -42,15 +40,12 @@ class CachedTokens(NamedTuple):
 class PrefixPages(NamedTuple):
   """A prefix to prefill, the pages for all its tokens but the last.
 
-  Attributes:
-    prefix: its number.
-    pages: in the order of its tokens.
-    num_cached: its first tokens, which the pages hold already. Full pages of
-      them may have other readers, and must not be written.
+  The pages hold the first `num_cached` tokens already. Full pages of these may
+  have other readers, and must not be written.
   """
 
   prefix: int
-  pages: list[int]
+  pages: list[int]  # in the order of the tokens
   num_cached: int
 
 
@@ -58,45 +53,29 @@ class PrefixPages(NamedTuple):
 class Admission:
   """Responses that got a slot: prefill, then copy pages, then allocate pages.
 
-  Attributes:
-    prefill: the prefixes to store first; none has a single token.
-    new: [M] bool, slots that got a response. The others hold 0 below.
-    response: [M] int32, the number of the response.
-    num_cached: [M] int32, tokens of its prefix that the pages hold.
-    copy_source: [M] int32, the page to copy; n for none.
-    copy_target: [M] int32, the page to copy it to; n for none.
+  The arrays behind `new` are [M] int32.
   """
 
-  prefill: list[PrefixPages]
-  new: np.ndarray
-  response: np.ndarray
-  num_cached: np.ndarray
-  copy_source: np.ndarray
-  copy_target: np.ndarray
+  prefill: list[PrefixPages]  # to store first; none has a single token
+  new: np.ndarray  # [M] bool, slots that got a response
+  response: np.ndarray  # its number; 0 where no response is new
+  num_cached: np.ndarray  # tokens of its prefix that the pages hold, or 0
+  copy_source: np.ndarray  # the page to copy; `num_pages` for none
+  copy_target: np.ndarray  # the page to copy it to; `num_pages` for none
 
 
 @dataclasses.dataclass(frozen=True)
 class SegmentPages:
-  """The pages and the slots of the next segment.
+  """The pages and the slots of the next segment."""
 
-  Attributes:
-    table: [M, W] int32, the pages of each slot, in order; 0 where it has none.
-    active: [M] bool, slots to decode. A preempted slot is not active; a later
-      admission starts its response again.
-  """
-
-  table: np.ndarray
+  table: np.ndarray  # [M, W] int32, pages in order; 0 where a slot has none
+  # [M] bool, slots to decode. A preempted slot is not active; a later admission
+  # starts its response again.
   active: np.ndarray
 
 
 class Scheduler:
-  """Assigns the slots and pages of one shard; numbers count from its first.
-
-  Attributes:
-    num_sampled: tokens sampled so far, also of preempted responses.
-    kept: by response that finished, its tokens in the pool; None if they are
-      not kept.
-  """
+  """Assigns the slots and pages of one shard; numbers count from its first."""
 
   def __init__(
     self,
@@ -109,7 +88,7 @@ class Scheduler:
     """All responses wait, in order.
 
     Args:
-      sizes: those of the shard.
+      sizes: of the shard.
       prefix_lengths: [Q], tokens of each prefix.
       prefix_index: [B], the prefix of each response; sorted.
       max_tokens: [B], most tokens to generate for each; 0 to leave it out.
@@ -120,7 +99,8 @@ class Scheduler:
     Raises:
       UserError: a prefix is empty, or it and a response do not fit a slot.
     """
-    self._sizes, self.num_sampled = sizes, 0
+    self._sizes = sizes
+    self.num_sampled = 0  # tokens so far, also of preempted responses
     lengths_Q = np.asarray(prefix_lengths, np.int64)
     self._prefix_B = np.asarray(prefix_index, np.int64)
     self._max_tokens_B = np.asarray(max_tokens, np.int64)
@@ -135,6 +115,7 @@ class Scheduler:
     # greatest active one is the newest.
     self._queue = collections.deque(requested.tolist())
     self._unknown_segments = 0  # planned, without results so far
+    # By finished response, its tokens in the pool; None if they are not kept.
     self.kept = None if cached is None else {}
     self._prefix_pages = {  # prefix -> its CachedTokens in the pool
       int(self._prefix_B[response]): tokens
@@ -234,16 +215,11 @@ class Scheduler:
   def apply_results(
     self, num_generated: np.ndarray, active: np.ndarray
   ) -> list[int]:
-    """Frees the slots and pages of the responses that finished in a segment.
+    """Frees slots and pages after a segment: the oldest one without results.
 
-    That is the oldest one without results.
-
-    Args:
-      num_generated: [M] tokens of each response that its prefix does not hold.
-      active: [M] bool, false where the response has finished.
-
-    Returns:
-      The responses that finished.
+    `num_generated` [M] are the tokens of each response that its prefix does not
+    hold, `active` [M] is false where a response has finished. Returns the
+    responses that finished.
     """
     self._unknown_segments -= 1
     new_M = np.asarray(num_generated) - self._num_generated_M
@@ -284,9 +260,9 @@ class Scheduler:
     response's own prefix.
     """
     prefix, page_size = self._prefix_B[response], self._sizes.page_size
-    m = self._num_cached_Q[prefix]
-    pages = self._pages_after_segment(m, 0, self._max_tokens_B[response])
-    needed = pages - m // page_size + -(-m // page_size)
+    cached = self._num_cached_Q[prefix]
+    pages = self._pages_after_segment(cached, 0, self._max_tokens_B[response])
+    needed = pages - cached // page_size + -(-cached // page_size)
     needed -= len(self._cached(prefix).pages)
     needed += int(self._missing_pages().sum())
     while needed > self.num_free_pages:
@@ -295,7 +271,6 @@ class Scheduler:
     return True
 
   def _cached(self, prefix) -> CachedTokens:
-    """What the pool holds of a prefix."""
     return self._prefix_pages.get(prefix, CachedTokens([], 0))
 
   def _keep(self, slot) -> CachedTokens:
@@ -308,23 +283,23 @@ class Scheduler:
   def _start(self, slot, response, admission):
     """Puts a response into a slot, and records that in `admission`."""
     prefix, page_size = int(self._prefix_B[response]), self._sizes.page_size
-    m = int(self._num_cached_Q[prefix])
-    stored, num_cached = self._cached(prefix)
-    stored = stored + self._pop_pages(-(-m // page_size) - len(stored))
-    self._prefix_pages[prefix] = CachedTokens(stored, m)
-    if num_cached < m:
-      admission.prefill.append(PrefixPages(prefix, stored, num_cached))
-    count = self._pages_after_segment(m, 0, self._max_tokens_B[response])
-    pages = stored[: m // page_size]
+    cached = int(self._num_cached_Q[prefix])
+    stored, num_stored = self._cached(prefix)
+    stored = stored + self._pop_pages(-(-cached // page_size) - len(stored))
+    self._prefix_pages[prefix] = CachedTokens(stored, cached)
+    if num_stored < cached:
+      admission.prefill.append(PrefixPages(prefix, stored, num_stored))
+    count = self._pages_after_segment(cached, 0, self._max_tokens_B[response])
+    pages = stored[: cached // page_size]
     self._readers[pages] += 1
     pages = pages + self._pop_pages(count - len(pages))
-    if m % page_size:
+    if cached % page_size:
       admission.copy_source[slot] = stored[-1]
-      admission.copy_target[slot] = pages[m // page_size]
+      admission.copy_target[slot] = pages[cached // page_size]
     admission.new[slot] = True
     admission.response[slot] = response
-    admission.num_cached[slot] = m
-    self._response_M[slot], self._num_cached_M[slot] = response, m
+    admission.num_cached[slot] = cached
+    self._response_M[slot], self._num_cached_M[slot] = response, cached
     self._num_generated_M[slot], self._num_pages_M[slot] = 0, len(pages)
     self._table[slot, : len(pages)] = pages
 
@@ -391,19 +366,13 @@ class Scheduler:
 
 
 class Requests(NamedTuple):
-  """The responses that one shard has to generate.
+  """The responses that one shard has to generate."""
 
-  Attributes:
-    prefixes: Q arrays of int32, the tokens of each prefix without padding.
-    prefix_index: [B] int, the prefix that each response continues; sorted.
-    num_tokens: [B] int32, tokens of the response that its prefix holds.
-    stop_at: [B] int32, tokens at which the response stops or pauses;
-      `num_tokens` for a response that is not to be generated.
-  """
-
-  prefixes: Sequence[np.ndarray]
-  prefix_index: np.ndarray
-  num_tokens: np.ndarray
+  prefixes: Sequence[np.ndarray]  # Q of int32, their tokens without padding
+  prefix_index: np.ndarray  # [B] int, what each response continues; sorted
+  num_tokens: np.ndarray  # [B] int32, of the response, in its prefix
+  # [B] int32, tokens at which the response stops or pauses; `num_tokens` for
+  # one that is not to be generated
   stop_at: np.ndarray
 
 
@@ -422,8 +391,8 @@ def pending_requests(
   tokens; its prompt is prefilled and stored again.
 
   Args:
-    prompts: [P, prompt width] int32, padded on the left.
-    prompt_lengths: [P] int, their tokens.
+    prompts: [P, S] int32, padded on the left.
+    prompt_lengths: [P] int.
     tokens: [B, R] int32, of the responses so far; where another host has the
       response, only the number of its tokens counts.
     lengths: [B] int32, their number.
