@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import operator
-import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from gspo_jax.data import pipeline, sources
+from gspo_jax.data.config import DataConfig
 from gspo_jax.data.tasks import Chain, Problem
+from gspo_jax.runtime import spec
 from gspo_jax.runtime.errors import UserError
 
 
@@ -33,17 +34,14 @@ class Datasets(NamedTuple):
   notes: Sequence[str] = ()
 
 
-def load(config) -> Datasets:
+def load(data: DataConfig, seed: int) -> Datasets:
   """The data sets of a config; `data.source` is the first stage.
-
-  Args:
-    config: `program.config.Config`.
 
   Raises:
     UserError: a source cannot be read, or does not go with another key.
   """
-  c, cold = config.data, config.cold_start
-  if c.source == "chain":
+  c = data
+  if c.source.partition(":")[0] == "chain":
     if c.eval_source or c.weights or c.curriculum:
       raise UserError(
         f"data.eval_source={c.eval_source!r}, data.weights={c.weights}, "
@@ -51,21 +49,12 @@ def load(config) -> Datasets:
         "data.source='chain' makes its own held-out problems and mixes with no "
         "other source"
       )
-    chain = Chain(c.chain_steps, seed=config.seed)
-    return Datasets(
-      [Stage(1, chain)],
-      dataclasses.replace(chain, evaluation=True),
-      dataclasses.replace(
-        chain, steps=cold.chain_steps, noise=cold.chain_noise
-      ),
-    )
+    return _chains(c.source, seed)
   fields = sources.Fields(
     c.problem_field, c.reference_field, c.demonstration_field
   )
 
-  load_once = functools.cache(
-    lambda spec: sources.load(spec, fields=fields, data_dir=c.tfds_dir)
-  )
+  load_once = functools.cache(functools.partial(sources.load, fields=fields))
   read = lambda specs: [load_once(name.strip()) for name in specs.split(",")]
   side = lambda every, evaluation: [
     dataclasses.replace(s, evaluation=evaluation) for s in every
@@ -83,6 +72,42 @@ def load(config) -> Datasets:
     stages.append(Stage(begin, sources.mix(part)))
   held_out = sources.mix(evaluated or side(first, True))
   return Datasets(stages, held_out, train, _notes(whole, evaluated))
+
+
+def _chains(source: str, seed: int) -> Datasets:
+  """The embedded task: `chain`, or `chain:steps=1|2,noise=0.1`."""
+  _, colon, text = source.partition(":")
+  numbers = (
+    spec.arguments("chain", _chain, text, "data.source") if colon else {}
+  )
+  return _chain(seed, **numbers)
+
+
+def _chain(seed, *, steps="8", demonstrated="2|4|6|8", noise=0.12) -> Datasets:
+  """Chains of arithmetic.
+
+  Args:
+    steps: lengths to sample from, with | between.
+    demonstrated: lengths of the demonstrations.
+    noise: share of random results in them.
+  """
+  chain = Chain(_lengths("steps", steps), seed=seed)
+  return Datasets(
+    [Stage(1, chain)],
+    dataclasses.replace(chain, evaluation=True),
+    dataclasses.replace(
+      chain, steps=_lengths("demonstrated", demonstrated), noise=noise
+    ),
+  )
+
+
+def _lengths(name: str, text) -> tuple[int, ...]:
+  lengths = str(text).split("|")
+  if not all(map(str.isdecimal, lengths)):
+    raise UserError(
+      f"data.source=chain:{name}={text}: expected lengths, such as 2|4|8"
+    )
+  return tuple(map(int, lengths))
 
 
 def _notes(stages, evaluated) -> tuple[str, ...]:
@@ -106,39 +131,6 @@ def _notes(stages, evaluated) -> tuple[str, ...]:
       "are in data.source or data.curriculum, too: they are trained on"
     )
   return tuple(filter(None, lines))
-
-
-def examples(stages: Sequence[Stage], count: int, seed: int) -> list[Problem]:
-  """Problems of the first stage, for `PromptConfig.examples`.
-
-  Args:
-    stages: of training, with nothing held out.
-    count: `data.few_shot`.
-    seed: decides which.
-
-  Raises:
-    UserError: there are fewer, or one has no demonstration.
-  """
-  parts = pipeline.parts(stages[0].source)
-  total = sum(map(len, parts))
-  if count > total:
-    raise UserError(
-      f"data.few_shot={count}: expected at most {total}, the problems of the "
-      "training part"
-    )
-  chosen = []
-  for index in random.Random(f"few_shot/{seed}").sample(range(total), count):
-    part = iter(parts)
-    while index >= len(source := next(part)):
-      index -= len(source)
-    chosen.append(source[index])
-    if not chosen[-1].demonstration:
-      raise UserError(
-        f"data.few_shot={count}: problem {chosen[-1].text[:40]!r} has no "
-        "demonstration to show; set data.demonstration_field to a field that "
-        "has one in every record"
-      )
-  return chosen
 
 
 def fingerprint(stages: Sequence[Stage]) -> str:

@@ -87,7 +87,7 @@ def prompts(
       long. The embedded task raises for a long problem when it comes, any other
       source now.
   """
-  make_prompt = functools.partial(_training_prompt, cfg=cfg)
+  make_prompt = functools.partial(_prompt, cfg=cfg)
   _check(source, make_prompt, cfg, batch)
   stream = _stream(_with_positions(source), _keep_position(make_prompt), seed)
   return Batches(stream, batch, solved)
@@ -124,8 +124,8 @@ def parts(source: Source) -> tuple[Sequence[Problem], ...]:
 def num_fitting(part: Sequence[Problem], cfg: PromptConfig) -> int:
   """How many problems of a source are not dropped."""
   if cfg.too_long == "error":
-    return len(part) - sum(map(cfg.is_example, part) if cfg.examples else ())
-  return _count(part, functools.partial(_training_prompt, cfg=cfg), len(part))
+    return len(part)
+  return _count(part, functools.partial(_prompt, cfg=cfg), len(part))
 
 
 def take(source: Source, cfg: PromptConfig, count: int) -> dict:
@@ -138,8 +138,7 @@ def take(source: Source, cfg: PromptConfig, count: int) -> dict:
   """
   columns = [map(p.__getitem__, range(len(p))) for p in parts(source)]
   every = itertools.chain.from_iterable(itertools.zip_longest(*columns))
-  # An example of the prompts is not evaluated either, if it is held out, too.
-  made = (_training_prompt(p, cfg) for p in every if p is not None)
+  made = (_prompt(p, cfg) for p in every if p is not None)
   fitting = filter(None, made)
   first = list(itertools.islice(fitting, count))
   if len(first) < count:
@@ -187,18 +186,11 @@ def _prompt(problem: Problem, cfg: PromptConfig) -> dict | None:
   """A single prompt; None if it is dropped, which Grain passes over."""
   ids = cfg.tokens_of(problem)
   name = f"problem {problem.text[:40]!r}"
-  if cfg.examples:
-    name += f", with the examples of data.few_shot={len(cfg.examples)},"
   if not cfg.fits(ids, cfg.width, name, "data.max_prompt_length"):
     return None
   tokens = np.full(cfg.width, cfg.tokenizer.pad_id, np.int32)
   tokens[cfg.width - len(ids) :] = ids
   return {"problem": problem, "tokens": tokens, "length": np.int32(len(ids))}
-
-
-def _training_prompt(problem: Problem, cfg: PromptConfig) -> dict | None:
-  """A single prompt; None if it is dropped, or shows its own answer."""
-  return None if cfg.is_example(problem) else _prompt(problem, cfg)
 
 
 def _demonstration(
@@ -225,7 +217,7 @@ def _demonstration(
       turns += [0] * len(new)
       ids += new
   name = f"demonstration {text[:40]!r}"
-  prompt = _training_prompt(problem, cfg)
+  prompt = _prompt(problem, cfg)
   fits = cfg.fits(ids, width, name, "sampler.max_new_tokens")
   if not fits or prompt is None:
     return None
@@ -302,15 +294,13 @@ def _check(source, make: Callable, cfg: PromptConfig, batch: int) -> None:
       if isinstance(part, ProblemSource):
         for problem in part:
           make(problem)
-    if not cfg.examples:
-      return
+    return
   fitting = [_count(part, make, batch) for part in parts(source)]
   if not all(fitting) or sum(fitting) < batch:
-    examples = f" after data.few_shot={len(cfg.examples)} examples"
     raise UserError(
       f"of the data's {[*map(len, parts(source))]} problems only {fitting} fit "
-      f"data.max_prompt_length={cfg.width}{examples if cfg.examples else ''}: "
-      f"fewer than a batch of {batch}, or none of one source"
+      f"data.max_prompt_length={cfg.width}: fewer than a batch of {batch}, or "
+      "none of one source"
     )
 
 

@@ -215,7 +215,6 @@ def load(
   spec: str,
   *,
   fields: Fields = _TO_BE_FOUND,
-  data_dir: str = "",
   evaluation: bool | None = None,
   prefix: str = "#### ",
 ) -> ProblemSource:
@@ -227,7 +226,6 @@ def load(
       called without arguments and returns anything with a length and records by
       index, each a dict or a `tasks.Problem`.
     fields: names in a dict; those that are "" are found in the first record.
-    data_dir: the folder of TFDS sets; "" for the default of TFDS.
     evaluation: the side of the split, None for both.
     prefix: goes before a reference that is imitated alone.
 
@@ -236,7 +234,7 @@ def load(
       Checked now are all JSON lines, the first 100,000 records of tables, and
       none of a factory, which may make problems without end.
   """
-  records, where = readers.read(spec, data_dir)
+  records, where = readers.read(spec)
   if not len(records):
     raise UserError(f"{spec}: no problem in it")
   found = fields.found_in(records[0], where(0))

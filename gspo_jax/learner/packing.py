@@ -15,6 +15,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from gspo_jax.runtime.key import key
+
 
 @dataclasses.dataclass(frozen=True)
 class PackingConfig:
@@ -22,15 +24,17 @@ class PackingConfig:
 
   Attributes:
     width: W, columns of a row; no sequence is longer.
-    minibatches: M, optimizer steps a batch; divides B, the number of sequences.
-    micro_batch_size: rows of one forward pass; divides B / M.
+    minibatches: M, divides B, the number of sequences.
+    micro_batch_size: divides B / M.
     shards: devices among which the rows of a micro-batch are split; divides
       `micro_batch_size`.
   """
 
-  width: int
-  minibatches: int
-  micro_batch_size: int
+  width: int = 0
+  minibatches: int = key(4, "optimizer steps an iteration (GSPO, sec. 5.1)")
+  micro_batch_size: int = key(
+    64, "packed rows of a forward and backward pass, over all devices"
+  )
   shards: int = 1
 
 

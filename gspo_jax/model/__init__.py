@@ -8,7 +8,13 @@ experts' products over their mean load) and `moe.number_type` (the integer type
 of recorded experts).
 """
 
-from gspo_jax.model.config import KEPT, VARIANTS, ModelConfig, variant
+from gspo_jax.model.config import (
+  KEPT,
+  VARIANTS,
+  ModelConfig,
+  PolicyConfig,
+  variant,
+)
 from gspo_jax.model.lora import LoraConfig
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling
 from gspo_jax.model.transformer import (
@@ -34,6 +40,7 @@ __all__ = [
   "ModelConfig",
   "Output",
   "Params",
+  "PolicyConfig",
   "YarnScaling",
   "cache",
   "experts",

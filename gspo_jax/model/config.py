@@ -5,6 +5,7 @@ import dataclasses
 from gspo_jax.model.lora import LoraConfig
 from gspo_jax.model.rotary import Llama3Scaling, RopeScaling
 from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.key import Choice, check, key
 
 DTYPES = ("float32", "bfloat16")
 
@@ -50,8 +51,9 @@ class ModelConfig:
     tie_embeddings: the embedding is also the output matrix.
     dtype: of activations and matrix products; parameters, softmaxes and
       vocabulary logits are always float32.
-    remat: recompute each block in the backward pass instead of storing it.
-    keep: the values stored even so, of `KEPT`.
+    remat: what each block stores for the backward pass, which computes the rest
+      again: names of `KEPT` with commas between, or "full" for nothing, or
+      "none" for all.
     unroll: layers in one step of the scan over layers; `num_layers`: no scan,
       and nothing that the backward pass needs is stacked. None: `num_layers` on
       a CPU with at most 8 layers, else 1, which compiles fastest.
@@ -76,8 +78,7 @@ class ModelConfig:
   norm_eps: float = 1e-6
   tie_embeddings: bool = False
   dtype: str = "bfloat16"
-  remat: bool = True
-  keep: tuple[str, ...] = ("attention", "stream")
+  remat: str = "attention,stream"
   unroll: int | None = None
   lora: LoraConfig | None = None
 
@@ -112,9 +113,53 @@ class ModelConfig:
       raise UserError(
         f"model.dtype={self.dtype!r}: {nearest(self.dtype, DTYPES)}"
       )
-    for name in self.keep:
+    for name in self.kept or ():
       if name not in KEPT:
-        raise UserError(f"model.keep={name!r}: {nearest(name, KEPT)}")
+        hint = nearest(name, ("none", "full", *KEPT))
+        raise UserError(f"model.remat={name!r}: {hint}")
+
+  @property
+  def kept(self) -> tuple[str, ...] | None:
+    """The values that `remat` stores; None: all, nothing is computed again."""
+    if self.remat in ("none", "full"):
+      return None if self.remat == "none" else ()
+    return tuple(name.strip() for name in self.remat.split(","))
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+  """Which policy a run trains, and how it computes.
+
+  `sizes` are other fields of `ModelConfig` that a config file sets.
+  """
+
+  checkpoint: str = key(
+    "",
+    "a Hugging Face folder: the first weights, the sizes and the tokenizer",
+  )
+  variant: str = key(
+    "tiny", "without a checkpoint: a name in gspo_jax/model/config.py"
+  )
+  dtype: str = key(
+    "bfloat16", "of activations; parameters are float32", Choice(DTYPES)
+  )
+  remat: str = key(
+    "attention,stream",
+    'what a block stores for the backward pass: "none": no rematerialisation, '
+    'it stores all; "full": nothing, it computes all again; else names of KEPT '
+    "in gspo_jax/model/config.py with commas between, and it computes the rest "
+    "again",
+  )
+  lora: LoraConfig = key(
+    LoraConfig(),
+    "low-rank adapters: the weights stay as they are, in `model.dtype`, and "
+    "only the adapters are trained, in float32. The reference policy is the "
+    "weights without adapters.",
+  )
+  sizes: tuple[tuple[str, object], ...] = ()
+
+  def __post_init__(self):
+    check(self, "model")
 
 
 # The embedded default (see data/tasks.py): it learns in minutes on two cores.
@@ -130,7 +175,7 @@ _TINY = ModelConfig(
   num_experts=8,
   experts_per_token=2,
   rope_theta=1e4,
-  remat=False,
+  remat="none",
 )
 
 # For text on two cores: configs/gsm8k_small.py.
@@ -259,7 +304,7 @@ def variant(name: str, **changes) -> ModelConfig:
 def changed(cfg: ModelConfig, **changes) -> ModelConfig:
   """`cfg` with some fields changed; raises UserError as `variant` does."""
   fields = {f.name for f in dataclasses.fields(ModelConfig)}
-  for key in changes:
-    if key not in fields:
-      raise UserError(f"model.{key}: unknown, {nearest(key, fields)}")
+  for name in changes:
+    if name not in fields:
+      raise UserError(f"model.{name}: unknown, {nearest(name, fields)}")
   return dataclasses.replace(cfg, **changes)

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from gspo_jax.model import grouped_matmul
 from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.key import POSITIVE, ZERO_OR_MORE, Choice, check, key
 
 A, B = "_lora_a", "_lora_b"
 
@@ -39,26 +40,36 @@ TARGETS = ("attention", "mlp", "all-linear")
 class LoraConfig:
   """Which weights have adapters, and of which size.
 
-  Attributes:
-    rank: columns of A and rows of B; an expert has its own.
-    alpha: the product A B is multiplied by alpha / rank.
-    targets: "attention" (q, k, v and o), "mlp" (gate, up and down of the MLP or
-      of every expert), or "all-linear", which is both. An expert's gate and up
-      share A, because they are one matrix here.
+  An expert has an A and a B of its own. Its gate and up share A, because they
+  are one matrix here.
   """
 
-  rank: int
-  alpha: float
-  targets: str = "all-linear"
+  rank: int = key(
+    0,
+    "columns of A and rows of B; 0: no adapters, all weights are trained",
+    ZERO_OR_MORE,
+  )
+  alpha: float = key(
+    32.0, "alpha / rank multiplies what an adapter adds", POSITIVE
+  )
+  targets: str = key(
+    "all-linear",
+    '"attention" (q, k, v and o), "mlp" (gate, up and down of the MLP or of '
+    'every expert), "all-linear": both',
+    Choice(TARGETS),
+  )
+  checkpoint: str = key(
+    "",
+    'a PEFT folder with the first adapters; "": new ones, which change nothing '
+    "yet",
+  )
 
   def __post_init__(self):
-    if self.rank < 1:
-      raise UserError(f"model.lora.rank={self.rank}: expected at least 1")
-    if not self.alpha > 0:
-      raise UserError(f"model.lora.alpha={self.alpha}: expected more than 0")
-    if self.targets not in TARGETS:
+    check(self, "model.lora")
+    if self.checkpoint and not self.rank:
       raise UserError(
-        f"model.lora.targets={self.targets!r}: {nearest(self.targets, TARGETS)}"
+        f"model.lora.checkpoint={self.checkpoint!r}: expected '' with "
+        "model.lora.rank=0, where there are no adapters"
       )
 
   @property

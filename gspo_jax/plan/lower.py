@@ -106,9 +106,8 @@ def lower_continuous_sampler(config, program, key, compute_slots=None):
     decode_params.out_info,
     decode_params_sharding(program.cfg, sampler.jitted.decode.mesh),
   )
-  batch_prompts = config.data.prompts
-  extra = config.rollout.extra_prompts_in_flight
-  empty = sampler.jitted.empty_samples.lower(batch_prompts + extra).out_info
+  empty_samples = sampler.jitted.empty_samples
+  empty = empty_samples.lower(config.prompts_in_flight).out_info
   state, samples = sampler.jitted.begin.lower(empty, None).out_info
   prompts = _prompts(config, sampler)
   min_active = jax.ShapeDtypeStruct((), jnp.int32)
@@ -120,7 +119,7 @@ def lower_continuous_sampler(config, program, key, compute_slots=None):
       params, state, samples, segment_plan, compute_slots, min_active, key
     ),
   }
-  return lowered, sampler.jitted.empty_samples.lower(batch_prompts).out_info
+  return lowered, empty_samples.lower(config.data.prompts).out_info
 
 
 def _prompts(config, sampler):

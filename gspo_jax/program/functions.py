@@ -16,7 +16,6 @@ import optax
 
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptConfig
-from gspo_jax.data.tasks import Problem
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner import optimizer, packing
 from gspo_jax.learner.cold_start import ColdStartFunctions
@@ -218,11 +217,6 @@ class Program:
   learner: LearnerFunctions | None
   cold_start: ColdStartFunctions | None
 
-  def with_examples(self, examples: Sequence[Problem]) -> "Program":
-    """The same functions, with problems that every prompt shows first."""
-    prompts = dataclasses.replace(self.prompt_config, examples=tuple(examples))
-    return dataclasses.replace(self, prompt_config=prompts)
-
   @property
   def tokenizer(self) -> Tokenizer:
     """Between text and the model's tokens."""
@@ -272,7 +266,7 @@ def build_program(
   """
   if training:
     config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
-  cfg = settings.model_config(config)
+  cfg = settings.model_config(config.model)
   _check_heads(cfg, mesh)
   tokenizer = settings.load_tokenizer(config, cfg)
   params = jitted.abstract_params(cfg, mesh)
@@ -284,7 +278,7 @@ def build_program(
   return Program(
     cfg=cfg,
     mesh=mesh,
-    prompt_config=settings.prompt_config(config, tokenizer),
+    prompt_config=settings.prompt_config(config.data, tokenizer),
     abstract_params=params,
     init_params=jitted.init_params(config.model.checkpoint, cfg, params, mesh),
     abstract_policy=policy,
@@ -334,10 +328,10 @@ def _sampler(config, cfg, tokenizer, policy, mesh, devices) -> SamplerFunctions:
       turns=turns,
     )
     mesh = sampler_mesh
-  batching = settings.continuous_batching(config)
+  batching = config.continuous_batching
 
   def make(sampling, batching=batching):
-    if not batching:
+    if not batching.slots:
       return jitted.generate(
         cfg, sampling, params=params, mesh=mesh, sampler_mesh=sampler_mesh
       )
@@ -353,12 +347,12 @@ def _sampler(config, cfg, tokenizer, policy, mesh, devices) -> SamplerFunctions:
 
   def make_eval(sampling):
     responses = eval_prompts * sampling.group_size
-    return make(sampling, batching and batching.with_slots_for(responses))
+    return make(sampling, batching.with_slots_for(responses))
 
   generate = make(sampling)
   # With extra prompts in flight, a batch of an iteration has another size.
   same = evaluation == sampling and eval_prompts == config.data.prompts
-  same &= not config.rollout.extra_prompts_in_flight
+  same &= config.prompts_in_flight == config.data.prompts
   return SamplerFunctions(
     generate=generate,
     generate_eval=generate if same else make_eval(evaluation),
@@ -390,9 +384,11 @@ def shards_of_rows(
 
 
 def _decoding_mesh(config, mesh, devices=()):
-  sizes = dataclasses.asdict(config.sampler_mesh)
-  del sizes["devices"]
-  sizes = {axis: size or mesh.shape[axis] for axis, size in sizes.items()}
+  c = config.sampler_mesh
+  sizes = {
+    axis: size or mesh.shape[axis]
+    for axis, size in (("expert", c.expert), ("tensor", c.tensor))
+  }
   if len(devices) == mesh.size:
     mesh = sharding.beside(mesh, devices)
   elif devices:
@@ -413,8 +409,6 @@ def _sampler_mesh(config, mesh, params, devices):
     raise UserError(f"on sampler_mesh: {error}") from error
   shards = sharding.batch_shards(sampler_mesh)
   multiple("data.prompts", config.data.prompts, "sampler_mesh", shards)
-  extra = config.rollout.extra_prompts_in_flight
-  multiple("rollout.extra_prompts_in_flight", extra, "sampler_mesh", shards)
   return sampler_mesh
 
 

@@ -23,7 +23,7 @@ def identity(program: Program) -> dict:
   cfg = dataclasses.asdict(program.cfg)
   # The same model may recompute more or less, and run unrolled; a cold start
   # comes before the adapters.
-  free = ("remat", "keep", "unroll", "lora")
+  free = ("remat", "unroll", "lora")
   return {
     "model": {k: v for k, v in cfg.items() if k not in free},
     "tokenizer": program.tokenizer.fingerprint,

@@ -73,6 +73,7 @@ from gspo_jax.runtime.spec import arguments, imported, keywords
 __all__ = (
   "BUILT_IN",
   "code",
+  "config",
   "final_answer",
   "gsm8k",
   "inputs",

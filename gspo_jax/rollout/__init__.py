@@ -3,12 +3,14 @@
 Others take `source.make_source`, `off_policy.OffPolicy` (the source that
 samples ahead), `batch` (the containers and `iteration_keys`), `scoring`
 (samples become responses with rewards), `metrics.rollout_metrics`,
-`environment` (what an environment is, and which a config names) and
-`conversations` (samples of several turns). `environments` has those built in.
+`config.RolloutConfig`, `environment` (what an environment is, and which a
+config names) and `conversations` (samples of several turns). `environments` has
+those built in.
 """
 
 __all__ = [
   "batch",
+  "config",
   "conversations",
   "environment",
   "metrics",

@@ -3,8 +3,6 @@
 Dimension key: B responses, D model width, V vocabulary.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -47,7 +45,7 @@ def sample_token(
   logps = jax.nn.log_softmax(
     logits_BV / (1.0 if greedy else sampler.temperature)
   )
-  allowed = truncate(logps, step_B, sampler)
+  allowed = truncate(logps, sampler)
   if greedy:
     token = allowed.argmax(-1)
   else:
@@ -80,21 +78,12 @@ def categorical(key: jax.Array, logps_V: jax.Array) -> jax.Array:
   return block * logps_NM.shape[1] + token
 
 
-def truncate(
-  logps_BV: jax.Array, step_B: jax.Array, sampler: SamplerConfig
-) -> jax.Array:
+def truncate(logps_BV: jax.Array, sampler: SamplerConfig) -> jax.Array:
   """Sets log-probs to -inf where a token is not allowed.
 
-  Min length, min-p, top-k and top-p forbid tokens, in this order, as in vLLM.
+  Top-k and top-p forbid tokens, in this order, as in vLLM.
   """
   logps = logps_BV
-  if sampler.min_new_tokens > 1:
-    stops = jnp.isin(jnp.arange(logps.shape[-1]), jnp.array(sampler.stop_ids))
-    early_B = step_B + 1 < sampler.min_new_tokens
-    logps = jnp.where(early_B[:, None] & stops, -jnp.inf, logps)
-  if sampler.min_p > 0:
-    least = logps.max(-1, keepdims=True) + math.log(sampler.min_p)
-    logps = jnp.where(logps < least, -jnp.inf, logps)
   if 0 < sampler.top_k < logps.shape[-1]:
     worst = jax.lax.top_k(logps, sampler.top_k)[0][:, -1:]
     logps = jnp.where(logps < worst, -jnp.inf, logps)
@@ -111,7 +100,6 @@ def truncate(
 
 def stop(
   token_B: jax.Array,
-  length_B: jax.Array,
   stop_state_B: jax.Array,
   sampler: SamplerConfig,
 ) -> tuple[jax.Array, jax.Array]:
@@ -119,7 +107,6 @@ def stop(
 
   Args:
     token_B: int32, the newest token.
-    length_B: int32, tokens of the response, this one included.
     stop_state_B: int32, of `StopStrings` before this token.
     sampler: the sampling parameters.
 
@@ -127,8 +114,7 @@ def stop(
     The state after this token [B], and whether the response ends [B].
   """
   stopped_B = jnp.isin(token_B, jnp.array(sampler.stop_ids))
-  if sampler.stop is None:
+  if not sampler.stop:
     return stop_state_B, stopped_B
   stop_state_B, ended_B = sampler.stop.advance(stop_state_B, token_B)
-  ended_B &= length_B >= sampler.min_new_tokens
   return stop_state_B, stopped_B | ended_B
