@@ -130,7 +130,7 @@ def by_hand(layers, x_BTD, angles, segments_BT, dy_BTD, *, specs, cfg, form):
     jax.checkpoint(
       functools.partial(half, cfg=cfg),
       prevent_cse=False,
-      policy=jax.checkpoint_policies.save_only_these_names(*cfg.keep),
+      policy=jax.checkpoint_policies.save_only_these_names(*cfg.kept),
     )
     for half in (attention, experts)
   )
@@ -288,7 +288,7 @@ def check() -> None:
     num_experts=16,
     experts_per_token=2,
     dtype="float32",
-    remat=True,
+    remat="attention,stream",
     unroll=1,
   )
   rng, T, found = np.random.default_rng(0), 8, []
@@ -321,7 +321,7 @@ def main() -> None:
   devices = plan_compile.devices(chips.parse(TOPOLOGY), 1)
   mesh = sharding.make_mesh(devices, **sizes)
   cfg = dataclasses.replace(
-    model.variant(config.model.variant), keep=tuple(config.model.keep)
+    model.variant(config.model.variant), remat=config.model.remat
   )
   T = config.data.max_prompt_length + config.sampler.max_new_tokens
   for name in [args.form] if args.form else FORMS:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from ml_collections import ConfigDict
 
-from gspo_jax.configs import common, tiny_cpu
+from gspo_jax.configs import recipes, tiny_cpu
 
 
 def config(asked: SimpleNamespace) -> ConfigDict:
@@ -17,7 +17,6 @@ def config(asked: SimpleNamespace) -> ConfigDict:
   c.learner.micro_batch_size = 64  # as in the recorded runs
   # Where the default's gate of .9 is passed: see configs/tiny_cpu.py.
   c.cold_start.steps = 450
-  c.cold_start.check_every = 150
   c.cold_start.gate = 0.0
   c.eval.samples = 4  # half the time; problems are what pass@1 varies with
   c.checkpoint.keep = 1
@@ -29,9 +28,8 @@ def long_chains(c: ConfigDict) -> None:
   c.data.max_prompt_length = 40
   c.sampler.max_new_tokens = 96
   c.learner.micro_batch_size = 32
-  c.cold_start.chain_steps = (2, 4, 8, 12)
   # 12 steps with 2/3 of the noise go wrong as often as 8 do with all of it.
-  c.cold_start.chain_noise = 0.08
+  c.data.source = "chain:demonstrated=2|4|8|12,noise=0.08"
   c.cold_start.steps = 800  # after 450 chains of 12 were still guessed
 
 
@@ -47,21 +45,18 @@ def learning(c: ConfigDict) -> None:
   c.model.mlp_dim = 16
   c.learner.micro_batch_size = 32
   c.cold_start.steps = 1750
-  c.cold_start.check_every = 250
   c.optim.learning_rate = 2e-4
 
 
 def shrink(c: ConfigDict) -> ConfigDict:
-  """A minute's work: `common.shrink`, but a cold start, and the own model."""
+  """A minute's work: `recipes.shrink`, but a cold start, and the own model."""
   variant, dtype = c.model.variant, c.model.dtype
-  common.shrink(c)
+  recipes.shrink(c)
   c.model.variant, c.model.dtype = variant, dtype
   c.cold_start.steps = 100  # just enough for a right response now and then
-  c.cold_start.check_every = 50
   c.cold_start.learning_rate = 4e-3
-  c.cold_start.warmup_steps = 10
   c.cold_start.batch = 16
-  c.cold_start.chain_steps = (1,)
+  c.data.source = "chain:steps=1,demonstrated=1"
   c.learner.minibatches = min(c.learner.minibatches, 4)
   c.eval.every = 1
   return c

@@ -42,7 +42,7 @@ from gspo_jax.runtime import sharding
 
 config = config.parse(tiny_cpu.get_config("debug"))
 functions.build_program(config, sharding.make_mesh())
-datasets.load(config)
+datasets.load(config.data, config.seed)
 """
 
 

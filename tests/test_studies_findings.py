@@ -556,7 +556,7 @@ def test_a_run_is_trained_unless_the_result_has_it(tmp_path, monkeypatch):
   monkeypatch.setattr(study.time, "monotonic", lambda: next(clock))
   monkeypatch.setattr(study.Study, "train", lambda *_: synthetic_run())
   drawn = SimpleNamespace(draw=lambda record, path: None)
-  config = lambda text: ConfigDict({"text": text, "cold_start": {"dir": "x"}})
+  config = lambda text: ConfigDict({"text": text})
   drawn.get_config = config
   monkeypatch.setattr(importlib, "import_module", lambda name: drawn)
   measured = []

@@ -149,7 +149,10 @@ def _config_path(name: str) -> str:
     if packaged.exists():
       return f"{packaged}{colon}{argument}"
   names = {f"configs/{p.name}" for p in folder.glob("[!_]*.py")}
-  near = nearest(f"configs/{path.stem}.py", names - {"configs/common.py"})
+  near = nearest(
+    f"configs/{path.stem}.py",
+    names - {"configs/common.py", "configs/recipes.py"},
+  )
   raise UserError(f"--config={name}: no such file; {near}")
 
 

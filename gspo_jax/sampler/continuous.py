@@ -529,7 +529,8 @@ class ContinuousSampler:
     config = self.config
     if tokens[-1] in config.stop_ids:
       return True
-    return bool(config.stop and config.stop.ended(tokens))
+    long_enough = len(tokens) >= config.min_new_tokens
+    return bool(config.stop and long_enough and config.stop.ended(tokens))
 
 
 def _can_look_ahead(schedulers: list[Scheduler]) -> bool:

@@ -45,7 +45,7 @@ def sample_token(
   logps = jax.nn.log_softmax(
     logits_BV / (1.0 if greedy else sampler.temperature)
   )
-  allowed = truncate(logps, sampler)
+  allowed = truncate(logps, step_B, sampler)
   if greedy:
     token = allowed.argmax(-1)
   else:
@@ -78,12 +78,18 @@ def categorical(key: jax.Array, logps_V: jax.Array) -> jax.Array:
   return block * logps_NM.shape[1] + token
 
 
-def truncate(logps_BV: jax.Array, sampler: SamplerConfig) -> jax.Array:
+def truncate(
+  logps_BV: jax.Array, step_B: jax.Array, sampler: SamplerConfig
+) -> jax.Array:
   """Sets log-probs to -inf where a token is not allowed.
 
-  Top-k and top-p forbid tokens, in this order, as in vLLM.
+  Min length, top-k and top-p forbid tokens, in this order, as in vLLM.
   """
   logps = logps_BV
+  if sampler.min_new_tokens > 1:
+    stops = jnp.isin(jnp.arange(logps.shape[-1]), jnp.array(sampler.stop_ids))
+    early_B = step_B + 1 < sampler.min_new_tokens
+    logps = jnp.where(early_B[:, None] & stops, -jnp.inf, logps)
   if 0 < sampler.top_k < logps.shape[-1]:
     worst = jax.lax.top_k(logps, sampler.top_k)[0][:, -1:]
     logps = jnp.where(logps < worst, -jnp.inf, logps)
@@ -100,6 +106,7 @@ def truncate(logps_BV: jax.Array, sampler: SamplerConfig) -> jax.Array:
 
 def stop(
   token_B: jax.Array,
+  length_B: jax.Array,
   stop_state_B: jax.Array,
   sampler: SamplerConfig,
 ) -> tuple[jax.Array, jax.Array]:
@@ -107,6 +114,7 @@ def stop(
 
   Args:
     token_B: int32, the newest token.
+    length_B: int32, tokens of the response, this one included.
     stop_state_B: int32, of `StopStrings` before this token.
     sampler: the sampling parameters.
 
@@ -117,4 +125,5 @@ def stop(
   if not sampler.stop:
     return stop_state_B, stopped_B
   stop_state_B, ended_B = sampler.stop.advance(stop_state_B, token_B)
+  ended_B &= length_B >= sampler.min_new_tokens
   return stop_state_B, stopped_B | ended_B

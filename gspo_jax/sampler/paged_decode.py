@@ -308,7 +308,9 @@ def decode(
     experts = None
     if samples.experts is not None:
       experts = out.routing.experts[:, :, 0]
-    stop_state, stopped = next_token.stop(token, state.stop_state, sampler)
+    stop_state, stopped = next_token.stop(
+      token, state.num_tokens + 1, state.stop_state, sampler
+    )
     finish = jnp.where(
       state.num_tokens + 1 == sampler.max_new_tokens, TRUNCATED, UNFINISHED
     )

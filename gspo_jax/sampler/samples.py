@@ -39,6 +39,8 @@ class SamplerConfig:
       sampler needs one.
     stop: strings that end a response; the token that completes one is part of
       it. A sampler needs them as `StopStrings` of its tokenizer.
+    min_new_tokens: the shortest length at which a stop token is allowed, and
+      at which a stop string ends a response. A benchmark sets it.
     pad_id: fills the tokens after the end of a response.
     record_routing: whether Samples hold the experts of each token.
   """
@@ -74,6 +76,7 @@ class SamplerConfig:
     "\"('\\n\\n',)\".",
     Range("strings that are not empty, as in ('</answer>',)", _are_strings),
   )
+  min_new_tokens: int = 1
   pad_id: int = 0
   record_routing: bool = False
 
@@ -83,11 +86,16 @@ class SamplerConfig:
       raise UserError(
         f"rollout.group_size={self.group_size}: expected at least 1"
       )
+    if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+      raise UserError(
+        f"min_new_tokens={self.min_new_tokens}: expected 0 to "
+        f"sampler.max_new_tokens={self.max_new_tokens}"
+      )
 
   @property
   def truncates(self) -> bool:
     """Whether some tokens have probability 0; a run logs this."""
-    return self.top_k > 0 or self.top_p < 1
+    return self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 1
 
 
 @jax.tree_util.register_dataclass

@@ -230,7 +230,7 @@ def _sample_token(s: _State, logits, row_keys, sampler) -> _State:
   token = jnp.where(s.done, sampler.pad_id, token)
   logp = jnp.where(s.done, 0.0, logp)
   write = jax.lax.dynamic_update_slice
-  stop_state, stop = next_token.stop(token, s.stop_state, sampler)
+  stop_state, stop = next_token.stop(token, steps_B + 1, s.stop_state, sampler)
   return dataclasses.replace(
     s,
     step=s.step + 1,
