@@ -353,10 +353,3 @@ def test_take_is_the_first_problems_in_order():
     UserError, match=r"eval.prompts=13: expected at most 12, "
   ):
     pipeline.take(SMALL, config(), 13)
-
-
-def test_bad_options_of_prompts():
-  with pytest.raises(UserError, match="too_long='dropp': did you mean 'drop'"):
-    config(too_long="dropp")
-  with pytest.raises(UserError, match=r"data.instruction='Solve: ': expected"):
-    config(instruction="Solve: ")

@@ -168,7 +168,7 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
     sharding.state_shardings(params, mesh)
   mesh = jax.sharding.AbstractMesh(shape, sharding.AXES)
   config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
-  batching = settings.continuous_batching(config)
+  batching = config.continuous_batching
   shards = math.prod(shape) // decoding.tensor
   sizes = batching.shard_sizes(
     SamplerConfig(
