@@ -12,8 +12,7 @@ from gspo_jax.data.config import DataConfig
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.tasks import Problem
 from gspo_jax.learner.health import clip_range_warnings
-from gspo_jax.model import hf
-from gspo_jax.program import load_params
+from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.record.progress import Progress
@@ -140,24 +139,7 @@ def _require_hidden(c: DataConfig, workdir: str) -> None:
 def _warnings(config: Config) -> list[str]:
   objective = config.objective
   clips = clip_range_warnings(objective.name, objective.method_settings())
-  return [*clips, *filter(None, [_length_warning(config)])]
-
-
-def _length_warning(config: Config) -> str:
-  """A warning where texts may be longer than `model.checkpoint` takes."""
-  folder = config.model.checkpoint
-  longest = hf.context_length(folder) if folder else None
-  prompt = config.data.max_prompt_length
-  response = config.sampler.max_new_tokens
-  if longest is None or prompt + response <= longest:
-    return ""
-  return (
-    f"data.max_prompt_length={prompt} and "
-    f"sampler.max_new_tokens={response} allow {prompt + response} tokens, and "
-    f"config.json in model.checkpoint={folder!r} {longest} "
-    "(max_position_embeddings, rope_scaling): beyond them the model was not "
-    "trained"
-  )
+  return [*clips, *filter(None, [settings.length_warning(config)])]
 
 
 def _first_weights(config: Config) -> str:

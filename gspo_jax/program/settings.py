@@ -48,6 +48,23 @@ def model_config(c: PolicyConfig) -> model.ModelConfig:
   return hf.config_from_hf(c.checkpoint, **changes)
 
 
+def length_warning(config: Config) -> str:
+  """A warning where texts may be longer than `model.checkpoint` takes."""
+  folder = config.model.checkpoint
+  longest = hf.context_length(folder) if folder else None
+  prompt = config.data.max_prompt_length
+  response = config.sampler.max_new_tokens
+  if longest is None or prompt + response <= longest:
+    return ""
+  return (
+    f"data.max_prompt_length={prompt} and "
+    f"sampler.max_new_tokens={response} allow {prompt + response} tokens, and "
+    f"config.json in model.checkpoint={folder!r} {longest} "
+    "(max_position_embeddings, rope_scaling): beyond them the model was not "
+    "trained"
+  )
+
+
 def load_tokenizer(config: Config, cfg: model.ModelConfig) -> Tokenizer:
   """The tokenizer of `data.tokenizer`, of the checkpoint, or bytes.
 
