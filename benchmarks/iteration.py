@@ -32,6 +32,7 @@ import numpy as np
 from benchmarks import lengths, record
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.data import pipeline
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.learner import packing
 from gspo_jax.losses import EDGES
 from gspo_jax.program import experiment, load_params
@@ -137,7 +138,7 @@ class Iterations:
 
   def _placement(self, samples, key) -> packing.Packing:
     """Packed rows, or one response a row."""
-    learner, prompt_lengths = self._program.learner, self._batch["length"]
+    learner, prompt_lengths = self._program.learner, self._batch.lengths
     if self._packed:
       return learner.pack(prompt_lengths, np.asarray(samples.lengths), key)
     groups = len(prompt_lengths)
@@ -145,15 +146,13 @@ class Iterations:
     return packing.one_a_row(order, learner.packing)
 
 
-def _set_lengths(batch: dict, longest: int) -> None:
+def _set_lengths(batch: PromptBatch, longest: int) -> None:
   """Ends each prompt in the token that `lengths.countdown` counts from.
 
   The last token of a response, after token 0, is the stop token: that of bytes
   is the last one of the vocabulary.
   """
-  tails = lengths.long_tailed(len(batch["tokens"]), longest)
-  batch["tokens"] = np.array(batch["tokens"])
-  batch["tokens"][:, -1] = tails - 1
+  batch.tokens[:, -1] = lengths.long_tailed(len(batch), longest) - 1
 
 
 def _write(

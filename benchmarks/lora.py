@@ -1,6 +1,6 @@
 """All weights trained, or low-rank adapters: pass@1, seconds, memory.
 
-  python -m gspo_jax.prepare_smollm2 --to=models/smollm2
+  python -m gspo_jax.model.hf.prepare_smollm2 --to=models/smollm2
   python -m benchmarks.lora --out=benchmarks/lora.json
 
 Trains SmolLM2-135M-Instruct for the 10 iterations of studies/published_model,

@@ -1,6 +1,6 @@
 """SmolLM2 before and after GSPO: rules kept, and what is lost elsewhere.
 
-  python -m gspo_jax.prepare_smollm2 --to=models/smollm2
+  python -m gspo_jax.model.hf.prepare_smollm2 --to=models/smollm2
   python -m benchmarks.smollm2 --text=test.jsonl --out=benchmarks/smollm2
   python -m benchmarks.smollm2 --tables=benchmarks/smollm2.json
 
@@ -43,8 +43,9 @@ from scipy import stats
 from benchmarks import record, seeds
 from gspo_jax import model
 from gspo_jax.configs import smollm2_cpu
-from gspo_jax.data import instructions, tokenizers
+from gspo_jax.data import tokenizers
 from gspo_jax.model import hf
+from gspo_jax.tasks import instructions
 
 _CONFIG = "configs/smollm2_cpu.py"
 _SETS = {

@@ -34,7 +34,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from gspo_jax.data.tasks import Chain
+from gspo_jax.tasks.chain import Chain
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
 plt.rcParams.update({"grid.alpha": 0.25, "axes.spines.top": False})

@@ -182,12 +182,10 @@ parsed, count = parse(config), len(files["test"])
 shape = batch_shape(parsed, mesh, samples=8, problems=count)
 sampler = PolicySampler(parsed, mesh, shape)
 problems = list(sources.load(config.data.eval_source))
-responses = sampler.sample(params, problems, jax.random.key(0))
+responses, _ = sampler.sample(params, problems, jax.random.key(0))
 print(f"{problems[0].text}\n")
-for text, tokens in zip(
-  responses.responses[:8], responses.tokens, strict=False
-):
-  print(f"{tokens:3} tokens  {text[:70]!r}")
+for response in responses[:8]:
+  print(f"{response.tokens:3} tokens  {response.text[:70]!r}")
 
 # %% [markdown]
 # ## Evaluation
@@ -212,8 +210,9 @@ print(summary.render(before))
 state = train_and_evaluate(config, f"{scratch}/run")
 
 # %%
-after = sampler.sample(state.params, problems, jax.random.key(0))
-assert CHECKPOINT or np.mean(after.tokens) < np.mean(responses.tokens)
+later, _ = sampler.sample(state.params, problems, jax.random.key(0))
+before, after = ([r.tokens for r in part] for part in (responses, later))
+assert CHECKPOINT or np.mean(after) < np.mean(before)
 shift = jax.tree.map(
   lambda new, old: np.linalg.norm(new - old) / np.linalg.norm(old),
   jax.device_get(state.params),
@@ -228,8 +227,8 @@ left.invert_yaxis()
 left.set(xlabel="norm of the change / norm", title="How far the weights went")
 left.grid(visible=False, axis="y")
 bins = np.arange(0, config.sampler.max_new_tokens + 4, 3)
-right.hist(responses.tokens, bins, alpha=0.5, label="before")
-right.hist(after.tokens, bins, alpha=0.5, label="after")
+right.hist(before, bins, alpha=0.5, label="before")
+right.hist(after, bins, alpha=0.5, label="after")
 right.set(xlabel="tokens a response", ylabel="responses", title="Lengths")
 right.legend()
 plt.show()

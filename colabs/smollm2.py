@@ -31,14 +31,14 @@ os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that PyTorch is missing
 import jax
 import matplotlib.pyplot as plt
 
-from gspo_jax import model, prepare_smollm2
+from gspo_jax import model
 from gspo_jax.configs import smollm2_cpu
-from gspo_jax.data import instructions
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.model import hf
+from gspo_jax.model.hf import prepare_smollm2
 from gspo_jax.program.config import parse
-from gspo_jax.rewards.instructions import follows
 from gspo_jax.runtime import sharding
+from gspo_jax.tasks import instructions
 from gspo_jax.train import train_and_evaluate
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
@@ -96,20 +96,11 @@ sampler = PolicySampler(parsed, mesh, shape)
 
 def ask(params):
   """A response to each problem, and whether it keeps the rules."""
-  found = sampler.sample(params, problems, jax.random.key(0))
-  answers = zip(problems, found.responses, found.tokens, strict=True)
+  responses, _ = sampler.sample(params, problems, jax.random.key(0))
+  keeps = instructions.follows
   return [
-    (
-      text,
-      follows(
-        problem.text,
-        text,
-        problem.reference,
-        tokens=tokens,
-        limit=found.limit,
-      ),
-    )
-    for problem, text, tokens in answers
+    (r.text, keeps(p.text, r.text, p.reference, tokens=r.tokens, limit=r.limit))
+    for p, r in zip(problems, responses, strict=True)
   ]
 
 

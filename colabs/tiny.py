@@ -36,7 +36,6 @@ import numpy as np
 
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.data import pipeline
-from gspo_jax.data.tasks import Chain
 from gspo_jax.learner import train_batch
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.program.config import parse
@@ -46,6 +45,7 @@ from gspo_jax.rewards import final_answer
 from gspo_jax.rollout import scoring
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts
+from gspo_jax.tasks.chain import Chain
 from gspo_jax.train import train_and_evaluate
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
@@ -144,7 +144,7 @@ before, after = restored.state.params, state.params
 
 count, group = config.data.prompts, config.rollout.group_size
 batch = pipeline.take(held_out, functions.prompt_config, count)
-prompts, problems = Prompts(batch["tokens"], batch["length"]), batch["problems"]
+prompts, problems = Prompts(batch.tokens, batch.lengths), batch.problems
 
 
 def ask(params):

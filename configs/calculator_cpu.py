@@ -4,7 +4,7 @@
     --workdir=runs/calculator
 
 `37*48?` is answered with `calc(37*48)`, the tool replies `1776`, and the answer
-is `#1776` (gspo_jax/rollout/environments/games.py). In seven of ten
+is `#1776` (gspo_jax/tasks/games.py). In seven of ten
 demonstrations of the cold start the tool is not called, in one it is called
 with another number.
 
@@ -28,7 +28,7 @@ def get_config(mode: str = "") -> ConfigDict:
       f"configs/calculator_cpu.py:{mode}: expected 'debug' or nothing"
     )
   c = tiny_cpu.get_config(mode)
-  c.data.source = "gspo_jax.rollout.environments.games.calculator_problems"
+  c.data.source = "gspo_jax.tasks.games.calculator_problems"
   c.data.max_prompt_length = 8
   c.rollout.environment = "calculator"
   c.rollout.max_turns = 3  # one more than needed: a wrong call can be repeated

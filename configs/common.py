@@ -67,7 +67,7 @@ def get_config() -> ConfigDict:
   # "chain" (the embedded task), jsonl:FILE, parquet:FILE, hf:NAME[:SPLIT] (of
   # the Hugging Face Hub, a folder or a file), tfds:NAME[:SPLIT] or
   # package.module.factory of any Grain source; several with commas between.
-  # "chain:steps=4" sets numbers of the chain, see gspo_jax/data/datasets.py.
+  # "chain:steps=4" sets numbers of the chain, see gspo_jax/tasks/chain.py.
   c.data.source = "chain"
   c.data.weights = ()  # shares of several sources; (): equal shares
   c.data.eval_source = ""  # held-out problems; "": 1/8 of `source`, by hash

@@ -5,7 +5,7 @@
 
 A letter between two others, such as `c-n?`, is to be found; the environment
 says whether it comes later or earlier, and leaves the larger part
-(gspo_jax/rollout/environments/games.py). The guesses that the cold start shows
+(gspo_jax/tasks/games.py). The guesses that the cold start shows
 are random.
 
 Seeds 0, 1, 2, from after the cold start to after 60 iterations: held-out pass@1
@@ -26,7 +26,7 @@ def get_config(mode: str = "") -> ConfigDict:
       f"configs/guessing_cpu.py:{mode}: expected 'debug' or nothing"
     )
   c = calculator_cpu.get_config(mode)
-  c.data.source = "gspo_jax.rollout.environments.games.guessing_problems"
+  c.data.source = "gspo_jax.tasks.games.guessing_problems"
   c.rollout.environment = "guessing"
   c.rollout.max_turns = 4  # enough for 15 letters
   c.sampler.max_new_tokens = 32

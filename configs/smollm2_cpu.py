@@ -1,6 +1,6 @@
 """GSPO of SmolLM2-135M-Instruct on instructions that a program checks.
 
-  python -m gspo_jax.prepare_smollm2 --to=models/smollm2
+  python -m gspo_jax.model.hf.prepare_smollm2 --to=models/smollm2
   python -m gspo_jax.main --config=configs/smollm2_cpu.py \\
     --workdir=runs/smollm2
 
@@ -8,7 +8,7 @@ Three seeds went from .19 of the held-out problems to .56, in 38 to 39 minutes
 of iterations on two cores with AMX (`python -m benchmarks.smollm2`,
 docs/results.md). On two cores without AMX a run takes 57 minutes. A fixed list
 of words, the subject and 39 of the words that problems ask for, keeps the rules
-of .41 of these problems (tests/data/test_instructions.py).
+of .41 of these problems (tests/tasks/test_instructions.py).
 
 The products are in bfloat16, which is fast on a CPU with AMX; on another one
 `--config.model.dtype=float32` may be faster.
@@ -31,8 +31,8 @@ def get_config(mode: str = "") -> ConfigDict:
   # On a CPU, computing the blocks again takes less time than storing them.
   c.model.remat = "full"
 
-  c.data.source = "gspo_jax.data.instructions.training"
-  c.data.eval_source = "gspo_jax.data.instructions.new_subjects"
+  c.data.source = "gspo_jax.tasks.instructions.training"
+  c.data.eval_source = "gspo_jax.tasks.instructions.new_subjects"
   c.data.system_prompt = "Give short answers of at most 40 words."
   c.data.prompts = 16
   c.data.max_prompt_length = 96

@@ -256,7 +256,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
 
   # Old log-probs, the reference's and the critic's, meanwhile.
   lengths = multihost.to_host(scored.samples.lengths)
-  packing = learner.pack(scored.prompts["length"], lengths, key)
+  packing = learner.pack(scored.prompts.lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
   old_metrics = {}
   if learner.needs_old_logprobs:
@@ -309,7 +309,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
       * metrics["time/generate"]
     )
   metrics |= useful_fractions(
-    learner.row_tokens(scored.prompts["length"], lengths, packing),
+    learner.row_tokens(scored.prompts.lengths, lengths, packing),
     sampled_tokens(batch.costs),
     slot_steps(batch.costs),
   )
@@ -410,7 +410,7 @@ def _first_samples(
   local = [
     (row, (p.text, scored.responses[row].text, p.reference, float(reward)))
     for row, p, reward in zip(
-      rows, scored.prompts["problems"], total[:, 0], strict=True
+      rows, scored.prompts.problems, total[:, 0], strict=True
     )
     if row in scored.responses
   ]

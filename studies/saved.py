@@ -65,7 +65,7 @@ def prompts(config: ConfigDict, program: Program) -> Iterator[Prompts]:
   batches = pipeline.prompts(
     chain, program.prompt_config, batch=config.data.prompts, seed=config.seed
   )
-  return (Prompts(batch["tokens"], batch["length"]) for batch in batches)
+  return (Prompts(batch.tokens, batch.lengths) for batch in batches)
 
 
 def responses(

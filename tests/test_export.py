@@ -369,7 +369,7 @@ def test_the_flagship_is_ready_to_train_a_folder_on_questions(
   assert ready.program.cfg == hf.config_from_hf(
     base, dtype="float32", remat=ready.program.cfg.remat
   )
-  prompt = ready.program.tokenizer.decode(ready.held_out["tokens"][0])
+  prompt = ready.program.tokenizer.decode(ready.held_out.tokens[0])
   assert "+1?" in prompt
   assert "put the final answer in" in prompt
   assert "random weights" not in capsys.readouterr().out

@@ -14,7 +14,8 @@ from scored import scored
 
 from gspo_jax import model, train
 from gspo_jax.data import tokenizers
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.learner import credit, packing, train_batch, train_step
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_step import TrainState
@@ -42,11 +43,12 @@ class Curriculum:
   def next_batch(self, step):
     problems = [Problem(f"{p + 1}", f"{p + 1}", "") for p in range(self.count)]
     ids = [[0, ord("1") + p] for p in range(self.count)]
-    return {
-      "tokens": np.array(ids, np.int32),
-      "length": np.ones(self.count, np.int32),
-      "problems": problems,
-    }
+    return PromptBatch(
+      problems,
+      np.array(ids, np.int32),
+      np.ones(self.count, np.int32),
+      np.zeros((self.count, 3), np.int32),
+    )
 
   def record(self, prompts, correct):
     self.recorded.append(correct)

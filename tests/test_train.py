@@ -211,13 +211,17 @@ def test_the_promised_metrics_are_written(reference):
     *("ratio/token_std", "clip_frac/sequence", "clip_frac/token", "kl/old_new"),
     *("mismatch/sequence_abs_mean", "moe/expert_flip_rate", "moe/load_max"),
     *("time/generate", "time/update", "throughput/tokens_per_second"),
-    *("throughput/useful_fraction", "throughput/useful_fraction_update"),
-    "throughput/goodput",
+    *("throughput/useful_fraction_update", "throughput/goodput"),
   }
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   metrics = [json.loads(line) for line in lines]
   assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4]
   assert names <= metrics[-1].keys()
+  # The parts of each fraction are counted where they are computed.
+  last = metrics[-1]
+  useful = last["throughput/useful_fraction_decode"]
+  assert useful == last["response/useful_steps"]
+  assert 0 < last["throughput/useful_fraction_score"] <= 1
   assert undocumented(workdir) == []
   # Before the first step, every second step, and after the last one.
   evaluated = ["eval/pass@1" in row for row in metrics]
@@ -228,20 +232,6 @@ def test_the_promised_metrics_are_written(reference):
   assert list((workdir / "tensorboard").iterdir())
   # The check that the workdir is shared leaves nothing behind.
   assert list(workdir.glob(".*")) == []
-
-
-def test_useful_fractions_are_real_tokens_over_computed_ones(reference):
-  """The embedded task has short responses, of which several share a row."""
-  lines = (reference[0] / "metrics.jsonl").read_text().splitlines()
-  for row in map(json.loads, lines[1:]):
-    fraction = {
-      part: row[f"throughput/useful_fraction_{part}"]
-      for part in ("update", "score", "decode")
-    }
-    assert all(0 < x <= 1 for x in fraction.values())
-    assert fraction["decode"] == row["response/useful_steps"]
-    whole = row["throughput/useful_fraction"]
-    assert min(fraction.values()) < whole < max(fraction.values())
 
 
 def test_each_computed_token_has_the_same_weight():
@@ -271,6 +261,7 @@ def test_memory_is_in_gib():
 
 
 def test_the_weights_are_printed_at_the_start(reference, build_once):
+  """A row for each array; all layers share one."""
   _, out = reference
   cfg = build_once(parse(config_of()), sharding.make_mesh(None)).cfg
   shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
@@ -282,18 +273,10 @@ def test_the_weights_are_printed_at_the_start(reference, build_once):
   devices, loading, *_ = table.splitlines()
   assert re.match(r"\d x cpu", devices)
   assert loading == "loading the data and the tokenizer"
-  # A row for each array; all layers share one.
   rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-  assert len(rows) == len(jax.tree.leaves(shapes)) < 25
+  assert len(rows) == len(jax.tree.leaves(shapes))
   (row,) = [row for row in rows if "layers/moe/gate_up" in row]
-  stacked = shapes["layers"]["moe"]["gate_up"]
-  assert str(stacked.shape) in row
-  assert stacked.shape[0] == cfg.num_layers
-
-
-def test_no_tensorflow_is_imported():
-  code = "import sys, gspo_jax.train; sys.exit('tensorflow' in sys.modules)"
-  subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+  assert str(shapes["layers"]["moe"]["gate_up"].shape) in row
 
 
 def test_learning_moves_the_policy(reference):
@@ -389,24 +372,6 @@ def test_a_second_run_in_a_workdir_is_refused(run, workdir):
     holder.kill()
     holder.wait()
     assert "nothing is left to do" in run(workdir)[1]
-
-
-def test_a_longer_run_resumes_a_shorter_one(run, reference, tmp_path):
-  run(tmp_path, num_steps=1)
-  _, out = run(tmp_path, checkpoint__every=1)
-  assert "resumed after step 1" in out
-  # It was evaluated after its last step, and the uninterrupted one was not.
-  assert metrics_of(tmp_path)[2:] == metrics_of(reference[0])[2:]
-
-
-def test_a_killed_cold_start_or_run_without_checkpoints_resumes(
-  run, reference, workdir, assert_same_run
-):
-  """The cold start is in its own folder: it is not repeated."""
-  shutil.rmtree(workdir / "checkpoints")
-  _, out = run(workdir)
-  assert "cold start" not in out
-  assert_same_run(workdir, reference[0])
 
 
 def test_adapters_resume_beside_the_weights_of_a_cold_start(
@@ -596,6 +561,7 @@ def test_a_sampler_on_its_own_device_is_the_same_run(
   assert sampler.mesh.devices.tolist() == [[[[[jax.devices()[-1]]]]]]
   _, out = run(tmp_path / "split", **SPLIT, **cold)
   assert out.startswith("1 x cpu; 1 more to sample\n")
+  assert "cold start" not in out  # it has that of the reference
   assert_same_run(tmp_path / "split", reference[0], **SPLIT)
   # Its checkpoint has no batches ahead: all devices can go on from there.
   resume(run, tmp_path / "split", tmp_path / "turns", **cold)
@@ -697,7 +663,7 @@ def test_a_sampler_that_fails_ends_the_run(
 GUESSING = {
   **CONTINUOUS,
   "continuous_batching__slots": 16,
-  "data__source": "gspo_jax.rollout.environments.games.guessing_problems",
+  "data__source": "gspo_jax.tasks.games.guessing_problems",
   "rollout__environment": "guessing",
   "rollout__max_turns": 3,
   "reward__names": (),
@@ -794,35 +760,10 @@ def test_a_workdir_of_another_run_is_refused(run, reference, overrides, words):
   assert config["seed"] == 0
 
 
-def test_a_cold_start_is_reused(run, reference, tmp_path):
-  workdir, first = reference
-  assert "cold start" in first
-  _, again = run(tmp_path, num_steps=1, cold_start=str(workdir / "cold_start"))
-  assert "cold start" not in again
-  assert metrics_of(tmp_path)[0] == metrics_of(workdir)[0]
-
-
 def test_a_cold_start_folder_that_is_a_file(run, tmp_path):
   (tmp_path / "cold_start").write_text("")
   with pytest.raises(UserError, match="checkpoints in"):
     run(tmp_path)
-
-
-def test_json_lines(run, reference, tmp_path):
-  """A file with problems, of which some are held out by their hash."""
-  problems = [
-    {"question": f"{a}+{b}?", "answer": f"so #### {a + b}"}
-    for a in range(10)
-    for b in range(10)
-  ]
-  path = tmp_path / "sums.jsonl"
-  path.write_text("\n".join(map(json.dumps, problems)))
-  _, out = run(
-    tmp_path / "run",
-    num_steps=1,
-    data__source=f"jsonl:{path}",
-  )
-  assert "1/1" in out
 
 
 @pytest.mark.slow

@@ -5,25 +5,23 @@ Other wings take these modules:
   datasets      what a config names: stages of training, held-out problems
   curriculum    Curriculum: which problems come when, and which are solved
   pipeline      batches of prompts and demonstrations; `take` for evaluation
-  prompt_batch  PromptConfig, and `join` and `pick` of batches
+  prompt_batch  PromptBatch and DemonstrationBatch; PromptConfig
   sources       `load` and `mix` problems; `fingerprint` of a source
-  tasks         Problem, and Chain, the embedded task
+  problem       Problem, the type that all of this is about
   readers       records of files and data sets
-  command       flags of the commands
   tokenizers    `load` a tokenizer
 Commands: prepare_tfds, tokenizers.train.
 """
 
 __all__ = (
-  "command",
   "config",
   "curriculum",
   "datasets",
   "pipeline",
   "prepare_tfds",
+  "problem",
   "prompt_batch",
   "readers",
   "sources",
-  "tasks",
   "tokenizers",
 )

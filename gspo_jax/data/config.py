@@ -15,7 +15,7 @@ class DataConfig:
     '"chain" (the embedded task), jsonl:FILE, parquet:FILE, hf:NAME[:SPLIT] '
     "(of the Hugging Face Hub, a folder or a file), tfds:NAME[:SPLIT] or "
     "package.module.factory of any Grain source; several with commas between. "
-    '"chain:steps=4" sets numbers of the chain, see gspo_jax/data/datasets.py.',
+    '"chain:steps=4" sets numbers of the chain, see gspo_jax/tasks/chain.py.',
   )
   weights: tuple[float, ...] = key(
     (), "shares of several sources; (): equal shares"

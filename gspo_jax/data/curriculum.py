@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 from absl import logging
 
-from gspo_jax.data import pipeline, prompt_batch
+from gspo_jax.data import pipeline
 from gspo_jax.data.datasets import Stage
+from gspo_jax.data.problem import Problem
+from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.data.sources import fingerprint
-from gspo_jax.data.tasks import Problem
 from gspo_jax.runtime.errors import UserError
 
 
@@ -44,7 +45,7 @@ class Curriculum:
   def __init__(
     self,
     stages: Sequence[Stage],
-    cfg: prompt_batch.PromptConfig,
+    cfg: PromptConfig,
     *,
     batch: int,
     seed: int,
@@ -74,15 +75,12 @@ class Curriculum:
       # Every source has a seed of its own, in every stage.
       seed += len(pipeline.parts(source))
 
-  def next_batch(self, iteration: int, count: int | None = None) -> dict:
+  def next_batch(self, iteration: int, count: int | None = None) -> PromptBatch:
     """The next prompts of the stage of that iteration.
 
     Args:
       iteration: from 1.
       count: prompts; None for a batch.
-
-    Returns:
-      As `pipeline.prompts`, with `stage` [count] int32, from 0.
     """
     self._stage = bisect.bisect_right(self._begins, iteration) - 1
     count = self._batch if count is None else count
@@ -97,23 +95,14 @@ class Curriculum:
       for solved in self._solved[self._stage]:
         solved[:] = False
     batch = self._streams[self._stage].take(count)
-    return batch | {"stage": np.full(count, self._stage, np.int32)}
+    batch.positions[:, 0] = self._stage
+    return batch
 
-  def prompts_at(self, positions: Sequence[Sequence[int]]) -> dict:
-    """The prompts at these positions, as a batch of `next_batch`.
+  def prompts_at(self, positions: Sequence[Sequence[int]]) -> PromptBatch:
+    """The prompts at these positions, [P, 3] integers as in PromptBatch."""
+    return pipeline.at_positions(self._sources, self._cfg, positions)
 
-    Args:
-      positions: `stage`, `part` and `index` of each prompt, as `next_batch`
-        gave them.
-    """
-    batches = []
-    for stage, part, index in positions:
-      position = np.array([[part, index]], np.int32)
-      prompt = pipeline.at_positions(self._sources[stage], self._cfg, position)
-      batches.append(prompt | {"stage": np.array([stage], np.int32)})
-    return prompt_batch.join(batches)
-
-  def record(self, batch: dict, correct: np.ndarray) -> None:
+  def record(self, batch: PromptBatch, correct: np.ndarray) -> None:
     """Records which problems are solved: all their responses are correct.
 
     Args:
@@ -122,10 +111,7 @@ class Curriculum:
     """
     if self._history:
       all_correct = (correct >= 1).all(axis=1)
-      positions = (
-        batch[name][all_correct] for name in ("stage", "part", "index")
-      )
-      for stage, part, index in zip(*positions, strict=True):
+      for stage, part, index in batch.positions[all_correct]:
         self._solved[stage][part][index] = True
 
   @property

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.config import DataConfig
-from gspo_jax.data.tasks import Chain, Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.runtime import spec
 from gspo_jax.runtime.errors import UserError
+
+BUILT_IN = {"chain": "gspo_jax.tasks.chain.sources"}
 
 
 class Stage(NamedTuple):
@@ -41,15 +43,15 @@ def load(data: DataConfig, seed: int) -> Datasets:
     UserError: a source cannot be read, or does not go with another key.
   """
   c = data
-  if c.source.partition(":")[0] == "chain":
+  if c.source.partition(":")[0] in BUILT_IN:
     if c.eval_source or c.weights or c.curriculum:
       raise UserError(
         f"data.eval_source={c.eval_source!r}, data.weights={c.weights}, "
         f"data.curriculum={c.curriculum}: expected none, since "
-        "data.source='chain' makes its own held-out problems and mixes with no "
-        "other source"
+        f"data.source={c.source!r} makes its own held-out problems and mixes "
+        "with no other source"
       )
-    return _chains(c.source, seed)
+    return _built_in(c.source, seed)
   fields = sources.Fields(
     c.problem_field, c.reference_field, c.demonstration_field
   )
@@ -74,40 +76,13 @@ def load(data: DataConfig, seed: int) -> Datasets:
   return Datasets(stages, held_out, train, _notes(whole, evaluated))
 
 
-def _chains(source: str, seed: int) -> Datasets:
+def _built_in(source: str, seed: int) -> Datasets:
   """The embedded task: `chain`, or `chain:steps=1|2,noise=0.1`."""
-  _, colon, text = source.partition(":")
-  numbers = (
-    spec.arguments("chain", _chain, text, "data.source") if colon else {}
-  )
-  return _chain(seed, **numbers)
-
-
-def _chain(seed, *, steps="8", demonstrated="2|4|6|8", noise=0.12) -> Datasets:
-  """Chains of arithmetic.
-
-  Args:
-    steps: lengths to sample from, with | between.
-    demonstrated: lengths of the demonstrations.
-    noise: share of random results in them.
-  """
-  chain = Chain(_lengths("steps", steps), seed=seed)
-  return Datasets(
-    [Stage(1, chain)],
-    dataclasses.replace(chain, evaluation=True),
-    dataclasses.replace(
-      chain, steps=_lengths("demonstrated", demonstrated), noise=noise
-    ),
-  )
-
-
-def _lengths(name: str, text) -> tuple[int, ...]:
-  lengths = str(text).split("|")
-  if not all(map(str.isdecimal, lengths)):
-    raise UserError(
-      f"data.source=chain:{name}={text}: expected lengths, such as 2|4|8"
-    )
-  return tuple(map(int, lengths))
+  name, colon, text = source.partition(":")
+  make = spec.imported(name, BUILT_IN)
+  numbers = spec.arguments(name, make, text, "data.source") if colon else {}
+  train, held_out, demonstrated = make(seed, **numbers)
+  return Datasets([Stage(1, train)], held_out, demonstrated)
 
 
 def _notes(stages, evaluated) -> tuple[str, ...]:

@@ -12,19 +12,24 @@ from collections.abc import Callable, Iterator, Sequence
 import grain
 import numpy as np
 
-from gspo_jax.data.prompt_batch import PromptConfig, stack
+from gspo_jax.data.problem import Problem
+from gspo_jax.data.prompt_batch import (
+  DemonstrationBatch,
+  PromptBatch,
+  PromptConfig,
+  join,
+)
 from gspo_jax.data.sources import Mixture, ProblemSource
-from gspo_jax.data.tasks import Problem
 from gspo_jax.runtime.errors import UserError
 
 Source = Sequence[Problem] | Mixture
 
 
-class Batches(Iterator[dict]):
+class Batches(Iterator[PromptBatch]):
   """Endless batches of prompts; the state is a position.
 
   Args:
-    prompts: single prompts, in order; they may be read ahead.
+    prompts: batches of one prompt, in order; they may be read ahead.
     batch: prompts in one batch.
     solved: for each source of a mixture, [its length] bool: the problems to
       pass over. Read here, not by the threads that read ahead, because the
@@ -39,17 +44,17 @@ class Batches(Iterator[dict]):
   ):
     self._prompts, self._batch, self._solved = prompts, batch, tuple(solved)
 
-  def __next__(self) -> dict:
+  def __next__(self) -> PromptBatch:
     return self.take(self._batch)
 
-  def take(self, count: int) -> dict:
+  def take(self, count: int) -> PromptBatch:
     """The next `count` prompts, 1 or more."""
     unsolved = filter(self._is_unsolved, self._prompts)
-    return stack(list(itertools.islice(unsolved, count)))
+    return join(list(itertools.islice(unsolved, count)))
 
-  def _is_unsolved(self, prompt: dict) -> bool:
-    solved = self._solved
-    return not (solved and solved[prompt["part"]][prompt["index"]])
+  def _is_unsolved(self, prompt: PromptBatch) -> bool:
+    _, part, index = prompt.positions[0]
+    return not (self._solved and self._solved[part][index])
 
   def get_state(self) -> dict:
     """The position after the last batch: a small dict, for a checkpoint."""
@@ -70,11 +75,6 @@ def prompts(
 ) -> Batches:
   """Endless batches of prompts, shuffled anew each epoch.
 
-  Each batch is a dict: `problems` (a list), `tokens` [batch, width] int32,
-  padded on the left, `length` [batch] int32, and the positions of the problems:
-  `part` [batch] int32, the number of the source in a mixture (else 0), and
-  `index` [batch] int32 in that source.
-
   Args:
     source: of problems.
     cfg: how a problem becomes tokens.
@@ -87,10 +87,9 @@ def prompts(
       long. The embedded task raises for a long problem when it comes, any other
       source now.
   """
-  make_prompt = functools.partial(_prompt, cfg=cfg)
-  _check(source, make_prompt, cfg, batch)
-  stream = _stream(_with_positions(source), _keep_position(make_prompt), seed)
-  return Batches(stream, batch, solved)
+  make = functools.partial(_prompt, cfg=cfg)
+  _check(source, make, cfg, batch)
+  return Batches(_stream(source, make, seed), batch, solved)
 
 
 def demonstrations(
@@ -104,10 +103,8 @@ def demonstrations(
 ) -> Batches:
   """Endless batches of prompts with demonstrated responses.
 
-  As `prompts`, without positions, with `response` [batch, width] int32, padded
-  on the right, and `response_length` [batch] int32, stop token included. With
-  `conversations` a response has all `Problem.turns`, and there are `turns`
-  [batch, width] int16, 0 at tokens of messages that are not imitated.
+  As `prompts`, of DemonstrationBatch with responses [batch, width]. With
+  `conversations` a response has all `Problem.turns`.
   """
   make = functools.partial(
     _demonstration, cfg=cfg, width=width, conversations=conversations
@@ -125,10 +122,11 @@ def num_fitting(part: Sequence[Problem], cfg: PromptConfig) -> int:
   """How many problems of a source are not dropped."""
   if cfg.too_long == "error":
     return len(part)
-  return _count(part, functools.partial(_prompt, cfg=cfg), len(part))
+  make = functools.partial(_prompt, cfg=cfg)
+  return _count(_Positioned(0, part), make, len(part))
 
 
-def take(source: Source, cfg: PromptConfig, count: int) -> dict:
+def take(source: Source, cfg: PromptConfig, count: int) -> PromptBatch:
   """The first `count` problems that fit, as one batch, in order.
 
   Of a mixture, one problem of each source in turn, whatever the weights.
@@ -136,35 +134,35 @@ def take(source: Source, cfg: PromptConfig, count: int) -> dict:
   Raises:
     UserError: the source has fewer.
   """
-  columns = [map(p.__getitem__, range(len(p))) for p in parts(source)]
-  every = itertools.chain.from_iterable(itertools.zip_longest(*columns))
-  made = (_prompt(p, cfg) for p in every if p is not None)
-  fitting = filter(None, made)
-  first = list(itertools.islice(fitting, count))
+  columns = [
+    map(part.__getitem__, range(len(part))) for part in _with_positions(source)
+  ]
+  in_turn = itertools.chain.from_iterable(itertools.zip_longest(*columns))
+  prompts = (_prompt(*item, cfg=cfg) for item in in_turn if item)
+  first = list(itertools.islice(filter(None, prompts), count))
   if len(first) < count:
     fit = " and fit data.max_prompt_length" if cfg.too_long == "drop" else ""
     raise UserError(
       f"eval.prompts={count}: expected at most {len(first)}, for so many "
       f"problems are held out{fit}; data.eval_source can name more"
     )
-  return stack(first)
+  return join(first)
 
 
 def at_positions(
-  source: Source, cfg: PromptConfig, positions: np.ndarray
-) -> dict:
-  """The prompts at these positions, as a batch of `prompts`.
+  sources: Sequence[Source], cfg: PromptConfig, positions: Sequence
+) -> PromptBatch:
+  """The prompts at these positions.
 
   Args:
-    source: of problems.
+    sources: those of the stages.
     cfg: how a problem becomes tokens.
-    positions: [N, 2] int32, `part` and `index` of each prompt.
+    positions: [P, 3] integers, as in PromptBatch.
   """
-  each = parts(source)
-  return stack(
+  return join(
     [
-      _prompt(each[part][index], cfg) | {"part": part, "index": index}
-      for part, index in positions
+      _prompt(parts(sources[stage])[part][index], (stage, part, index), cfg)
+      for stage, part, index in positions
     ]
   )
 
@@ -182,21 +180,28 @@ def epochs(source: Source, state: dict) -> float:
   return max(position * w / n for w, n in zip(shares, sizes, strict=True))
 
 
-def _prompt(problem: Problem, cfg: PromptConfig) -> dict | None:
-  """A single prompt; None if it is dropped, which Grain passes over."""
+def _prompt(
+  problem: Problem, position: Sequence[int], cfg: PromptConfig
+) -> PromptBatch | None:
+  """A batch of one prompt; None if it is dropped, which Grain passes over."""
   ids = cfg.tokens_of(problem)
   name = f"problem {problem.text[:40]!r}"
   if not cfg.fits(ids, cfg.width, name, "data.max_prompt_length"):
     return None
-  tokens = np.full(cfg.width, cfg.tokenizer.pad_id, np.int32)
-  tokens[cfg.width - len(ids) :] = ids
-  return {"problem": problem, "tokens": tokens, "length": np.int32(len(ids))}
+  tokens = np.full((1, cfg.width), cfg.tokenizer.pad_id, np.int32)
+  tokens[0, cfg.width - len(ids) :] = ids
+  int32 = lambda x: np.array([x], np.int32)
+  return PromptBatch([problem], tokens, int32(len(ids)), int32(position))
 
 
 def _demonstration(
-  problem: Problem, cfg: PromptConfig, width: int, conversations: bool
-) -> dict | None:
-  """A single prompt with its demonstration; None if it is dropped."""
+  problem: Problem,
+  position: Sequence[int],
+  cfg: PromptConfig,
+  width: int,
+  conversations: bool,
+) -> DemonstrationBatch | None:
+  """One prompt with its demonstration; None if it is dropped."""
   text, tokenizer = problem.demonstration, cfg.tokenizer
   if not text:
     raise UserError(
@@ -206,8 +211,9 @@ def _demonstration(
   ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
   turns = [1] * len(ids)
   later = problem.turns if conversations else ()
-  for own, messages in itertools.groupby(later, lambda x: x[0] == "assistant"):
-    if own:
+  is_policy = lambda message: message[0] == "assistant"
+  for imitated, messages in itertools.groupby(later, is_policy):
+    if imitated:
       for _, content in messages:
         new = [*tokenizer.encode(content), tokenizer.stop_ids[0]]
         turns += [max(turns) + 1] * len(new)
@@ -217,21 +223,27 @@ def _demonstration(
       turns += [0] * len(new)
       ids += new
   name = f"demonstration {text[:40]!r}"
-  prompt = _prompt(problem, cfg)
+  prompt = _prompt(problem, position, cfg)
   fits = cfg.fits(ids, width, name, "sampler.max_new_tokens")
   if not fits or prompt is None:
     return None
-  tokens = np.full(width, tokenizer.pad_id, np.int32)
-  tokens[: len(ids)] = ids
-  response = {"response": tokens, "response_length": np.int32(len(ids))}
+  responses = np.full((1, width), tokenizer.pad_id, np.int32)
+  responses[0, : len(ids)] = ids
+  turns_of_tokens = None
   if conversations:
-    response["turns"] = np.zeros(width, np.int16)
-    response["turns"][: len(ids)] = turns
-  return prompt | response
+    turns_of_tokens = np.zeros((1, width), np.int16)
+    turns_of_tokens[0, : len(ids)] = turns
+  lengths = np.array([len(ids)], np.int32)
+  return DemonstrationBatch(
+    **vars(prompt),
+    responses=responses,
+    response_lengths=lengths,
+    turns=turns_of_tokens,
+  )
 
 
 class _Positioned(Sequence):
-  """A source of (problem, position): `part` and `index` of the problem."""
+  """Problems of a source, each with its position in the data of one stage."""
 
   def __init__(self, part: int, source: Sequence[Problem]):
     self._part, self._source = part, source
@@ -239,37 +251,23 @@ class _Positioned(Sequence):
   def __len__(self) -> int:
     return len(self._source)
 
-  def __getitem__(self, i: int) -> tuple[Problem, dict]:
-    position = {"part": np.int32(self._part), "index": np.int32(i)}
-    return self._source[i], position
+  def __getitem__(self, i: int) -> tuple[Problem, tuple[int, int, int]]:
+    return self._source[i], (0, self._part, i)
 
 
-def _with_positions(source: Source):
-  positioned = tuple(itertools.starmap(_Positioned, enumerate(parts(source))))
-  if isinstance(source, Mixture):
-    return Mixture(positioned, source.weights)
-  return positioned[0]
-
-
-def _keep_position(make_prompt: Callable) -> Callable:
-  """`make_prompt` for a pair of `_Positioned`; the prompt gets the position."""
-
-  def make(pair):
-    problem, position = pair
-    prompt = make_prompt(problem)
-    return prompt and prompt | position
-
-  return make
+def _with_positions(source: Source) -> list[_Positioned]:
+  """The parts of a source, with positions."""
+  return list(itertools.starmap(_Positioned, enumerate(parts(source))))
 
 
 def _stream(source, make: Callable, seed: int) -> grain.DatasetIterator:
-  """Endless single prompts, without those that `make` drops."""
+  """Endless batches of one prompt, without those that `make` drops."""
   seeds = itertools.count(seed)
 
   def shuffled(part):
     return grain.MapDataset.source(part).seed(next(seeds) % 2**32).shuffle()
 
-  each = [shuffled(part).repeat() for part in parts(source)]
+  each = [shuffled(part).repeat() for part in _with_positions(source)]
   if isinstance(source, Mixture):
     dataset = grain.MapDataset.mix(each, weights=source.weights)
   else:
@@ -277,7 +275,7 @@ def _stream(source, make: Callable, seed: int) -> grain.DatasetIterator:
   # Threads read ahead; the order does not depend on their number. Batches are
   # cut after them, where the dropped prompts are gone.
   options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-  return iter(dataset.map(make).to_iter_dataset(options))
+  return iter(dataset.map(lambda item: make(*item)).to_iter_dataset(options))
 
 
 def _check(source, make: Callable, cfg: PromptConfig, batch: int) -> None:
@@ -293,9 +291,9 @@ def _check(source, make: Callable, cfg: PromptConfig, batch: int) -> None:
     for part in parts(source):
       if isinstance(part, ProblemSource):
         for problem in part:
-          make(problem)
+          make(problem, (0, 0, 0))
     return
-  fitting = [_count(part, make, batch) for part in parts(source)]
+  fitting = [_count(part, make, batch) for part in _with_positions(source)]
   if not all(fitting) or sum(fitting) < batch:
     raise UserError(
       f"of the data's {[*map(len, parts(source))]} problems only {fitting} fit "
@@ -304,7 +302,7 @@ def _check(source, make: Callable, cfg: PromptConfig, batch: int) -> None:
     )
 
 
-def _count(part, make: Callable, limit: int) -> int:
+def _count(part: _Positioned, make: Callable, limit: int) -> int:
   """How many problems of a source are not dropped, up to `limit`."""
-  kept = (i for i in range(len(part)) if make(part[i]) is not None)
+  kept = (i for i in range(len(part)) if make(*part[i]) is not None)
   return sum(1 for _ in itertools.islice(kept, limit))

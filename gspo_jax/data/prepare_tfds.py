@@ -18,8 +18,9 @@ from pathlib import Path
 
 from absl import flags
 
-from gspo_jax.data import command, readers
+from gspo_jax.data import readers
 from gspo_jax.record import json_lines
+from gspo_jax.runtime import command
 from gspo_jax.runtime.errors import UserError, missing_package
 
 _NAME = flags.DEFINE_string("name", None, "Of the set: gsm8k, or another name.")

@@ -1,14 +1,85 @@
-"""Batches of prompts: dicts of arrays with a first axis of prompts."""
+"""Batches of prompts, and how problems become prompts."""
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.runtime.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptBatch:
+  """P prompts of S tokens, on the host, the same in every process.
+
+  Attributes:
+    problems: P of them.
+    tokens: [P, S] int32, padded on the LEFT.
+    lengths: [P] int32, real tokens of each prompt.
+    positions: [P, 3] int32, where the problems stand in the data: stage of the
+      curriculum, source in the mixture, problem in the source.
+  """
+
+  problems: list[Problem]
+  tokens: np.ndarray
+  lengths: np.ndarray
+  positions: np.ndarray
+
+  def __len__(self) -> int:
+    """P."""
+    return len(self.problems)
+
+  def ids(self, p: int) -> list[int]:
+    """The tokens of prompt `p`, without padding."""
+    return self.tokens[p, self.tokens.shape[1] - self.lengths[p] :].tolist()
+
+  def pick(self, index: np.ndarray) -> "PromptBatch":
+    """The prompts with these indices, in this order."""
+    return PromptBatch(
+      [self.problems[i] for i in index],
+      self.tokens[index],
+      self.lengths[index],
+      self.positions[index],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DemonstrationBatch(PromptBatch):
+  """Prompts with demonstrated responses of at most R tokens.
+
+  Attributes:
+    responses: [P, R] int32, padded on the right.
+    response_lengths: [P] int32, with the stop token.
+    turns: [P, R] int16, in a conversation the turn of each token, from 1; 0 at
+      tokens that are not imitated. None for single responses.
+  """
+
+  responses: np.ndarray
+  response_lengths: np.ndarray
+  turns: np.ndarray | None
+
+
+Batch = TypeVar("Batch", bound=PromptBatch)
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+  """Concatenates batches of one type."""
+
+  def concatenate(columns):
+    if columns[0] is None:
+      return None
+    if isinstance(columns[0], list):
+      return list(itertools.chain(*columns))
+    return np.concatenate(columns)
+
+  names = vars(batches[0])
+  return type(batches[0])(
+    **{name: concatenate([getattr(b, name) for b in batches]) for name in names}
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,32 +125,3 @@ class PromptConfig:
         "leave out what is longer (when training: data.too_long=drop)"
       )
     return len(ids) <= width
-
-
-def join(batches: Sequence[dict]) -> dict:
-  """Concatenates batches with the same keys."""
-  parts = lambda key: [batch[key] for batch in batches]
-  return {
-    key: list(itertools.chain(*parts(key)))
-    if key == "problems"
-    else np.concatenate(parts(key))
-    for key in batches[0]
-  }
-
-
-def pick(batch: dict, index: np.ndarray) -> dict:
-  """The prompts with these indices, in this order."""
-  return {
-    key: [column[i] for i in index] if key == "problems" else column[index]
-    for key, column in batch.items()
-  }
-
-
-def stack(prompts: Sequence[dict]) -> dict:
-  """A batch of single prompts, each a dict with `problem` and arrays."""
-  arrays = {
-    key: np.stack([prompt[key] for prompt in prompts])
-    for key in prompts[0]
-    if key != "problem"
-  }
-  return arrays | {"problems": [prompt["problem"] for prompt in prompts]}

@@ -1,6 +1,6 @@
 """Sources of problems: files, data sets, or any factory by dotted name.
 
-A source is a random-access sequence of `tasks.Problem`. `tasks.Chain`, the
+A source is a random-access sequence of `Problem`. `tasks.chain.Chain`, the
 embedded task, is one too.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gspo_jax.data import readers
-from gspo_jax.data.tasks import Problem, held_out
+from gspo_jax.data.problem import Problem, held_out
 from gspo_jax.rewards import numbers
 from gspo_jax.runtime.errors import UserError
 
@@ -224,7 +224,7 @@ def load(
     spec: `jsonl:FILE`, `parquet:FILE`, `hf:NAME[:SPLIT]`, `tfds:NAME[:SPLIT]`
       (split "train" if not given), or `package.module.factory`. The factory is
       called without arguments and returns anything with a length and records by
-      index, each a dict or a `tasks.Problem`.
+      index, each a dict or a `Problem`.
     fields: names in a dict; those that are "" are found in the first record.
     evaluation: the side of the split, None for both.
     prefix: goes before a reference that is imitated alone.

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gspo_jax.data import readers
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.sources import Fields, ProblemSource
-from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate import programs
 from gspo_jax.runtime.errors import UserError, nearest
 

@@ -20,7 +20,6 @@ from gspo_jax.data.sources import Fields
 from gspo_jax.evaluate import benchmarks, summary
 from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.evaluate.benchmarks import Benchmark
-from gspo_jax.evaluate.judge import run_benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
 from gspo_jax.program.config import Config, ConfigDict, parse
@@ -36,6 +35,9 @@ from gspo_jax.runtime.errors import UserError
 
 # Seconds of a call beyond the time limit that its reward keeps itself.
 _SPARE = 10.0
+# Longest reference, in characters, that is written beside each response. The
+# tests of a program can have millions; they are in the benchmark's file.
+_LONGEST_REFERENCE = 2000
 
 
 def evaluate(
@@ -69,26 +71,23 @@ def evaluate(
       (`reward.max_failed`). The batch that exceeds the limit is not written.
   """
   multihost.require_joined()
-  parsed = multihost.run_on_all(lambda: _without_environment(config))
-  chosen = multihost.run_on_all(
-    lambda: _read(parsed, sets, samples, limit, reward)
-  )
+
+  def prepare():
+    parsed = _without_environment(config)
+    chosen = _read(parsed, sets, samples, limit, reward)
+    parsed = load_params.with_checkpoint(parsed, folder)
+    devices, _ = sharding.split_devices(parsed.sampler_mesh.devices)
+    mesh = sharding.make_mesh(devices, **dataclasses.asdict(parsed.mesh))
+    return parsed, chosen, mesh
+
+  parsed, chosen, mesh = multihost.run_on_all(prepare)
   for benchmark in chosen if multihost.is_primary() else ():
     if benchmark.note:
       print(benchmark.note, file=sys.stderr)
-  config = multihost.run_on_all(
-    lambda: load_params.with_checkpoint(parsed, folder)
-  )
-  mesh = multihost.run_on_all(
-    lambda: sharding.make_mesh(
-      sharding.split_devices(config.sampler_mesh.devices)[0],
-      **dataclasses.asdict(config.mesh),
-    )
-  )
   with jax.set_mesh(mesh), ExitStack() as stack:
-    samplers = multihost.run_on_all(lambda: _samplers(config, mesh, chosen))
-    params = load_params.load(config, samplers[0].program, folder)
-    settings = _settings(config, chosen, params)
+    samplers = multihost.run_on_all(lambda: _samplers(parsed, mesh, chosen))
+    params = load_params.load(parsed, samplers[0].program, folder)
+    settings = _settings(parsed, chosen, params)
     multihost.require_same(flatten(settings))
     files = multihost.run_on_all(
       lambda: [
@@ -98,9 +97,9 @@ def evaluate(
         for benchmark, s in zip(chosen, samplers, strict=True)
       ]
     )
-    summaries, threshold = [], config.reward.pass_threshold
+    summaries, threshold = [], parsed.reward.pass_threshold
     for benchmark, sampler, file in zip(chosen, samplers, files, strict=True):
-      _run(config, benchmark, sampler, params, file)
+      _run(parsed, benchmark, sampler, params, file)
       of_set = settings[benchmark.name]
       save = functools.partial(
         _save_results, benchmark, file, out, folder, of_set, threshold
@@ -220,63 +219,104 @@ def _settings(config, chosen, params) -> dict[str, dict]:
 
 
 def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
-  """Runs a benchmark from its first batch that is not in the file."""
-  name = benchmark.name
+  """Runs a benchmark from its first batch that is not in the file.
+
+  The responses of a batch are scored while the next batch is sampled.
+  """
+  name, size, count = (
+    benchmark.name,
+    sampler.batch_size,
+    len(benchmark.problems),
+  )
   # The first process has the file.
   done = "" if file is None else str(file.batches_done)
   first_batch = int(multihost.allgather_text(done)[0])
   key = jax.random.key(config.seed)
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-
-  def sample(problems, samples, batch):
-    key_of_batch = jax.random.fold_in(key, batch)
-    return sampler.sample(params, problems, key_of_batch, progress)
-
-  def wrong(count, size):
-    count += sum(r["failed"] for r in file.records)
-    size += len(file.records)
-    return too_many(count, size, config.reward.max_failed, of=f"--set={name}")
-
-  def wait(batch):
-    stop = lambda count: wrong(count, batch.size)
-    if error := wait_for_scores([batch], stop, of=name, file=sys.stderr):
-      raise UserError(error)
-
-  def save(records, reasons):
-    for reason in reasons:
-      logging.warning("%s: a reward failed: %s", name, reason)
-    if error := wrong(sum(r["failed"] for r in records), len(records)):
-      reason = next(iter(reasons), "of an earlier batch")
-      raise UserError(f"{error}; the first reason: {reason}")
-    file.append(records)
-    scores = [r["score"] for r in file.records]
-    print(
-      f"{name}: {len(scores) // benchmark.samples} of "
-      f"{len(benchmark.problems)} problems, average {np.mean(scores):.3f}",
-      file=sys.stderr,
-    )
-
   reward_pool = multihost.run_on_all(
     lambda: None if file is None else _reward_pool(config, benchmark)
   )
   progress = Progress(
     name,
-    len(benchmark.problems) * benchmark.samples,
+    count * benchmark.samples,
     "responses",
-    done=first_batch * sampler.batch_size * benchmark.samples,
+    done=first_batch * size * benchmark.samples,
     file=sys.stderr,
   )
+  save = lambda: None  # the batch before
   with reward_pool or nullcontext(), progress:
-    run_benchmark(
-      sample,
-      benchmark,
-      batch_size=sampler.batch_size,
-      reward_pool=reward_pool,
-      save=save,
-      wait=wait,
-      first_batch=first_batch,
-      run_on_all=multihost.run_on_all,
-    )
+    for batch in range(first_batch, -(-count // size)):
+      indices = range(batch * size, min((batch + 1) * size, count))
+      problems = [benchmark.problems[i] for i in indices]
+      responses, truncated = sampler.sample(
+        params, problems, jax.random.fold_in(key, batch), progress
+      )
+      multihost.run_on_all(save)
+      if reward_pool is not None:
+        pending = reward_pool.submit(responses, benchmark.samples)
+        save = functools.partial(
+          _save_batch,
+          config,
+          benchmark,
+          file,
+          [(i, n) for i in indices for n in range(benchmark.samples)],
+          responses,
+          truncated,
+          pending,
+        )
+    multihost.run_on_all(save)
+
+
+def _save_batch(
+  config, benchmark, file, places, responses, truncated, pending
+) -> None:
+  """Waits for the scores of a batch, and writes its responses.
+
+  `places` has the problem's index and the sample's number of each response.
+  """
+  name = benchmark.name
+
+  def wrong(count):
+    count += sum(r["failed"] for r in file.records)
+    size = len(responses) + len(file.records)
+    return too_many(count, size, config.reward.max_failed, of=f"--set={name}")
+
+  if error := wait_for_scores(
+    [pending.submission], wrong, of=name, file=sys.stderr
+  ):
+    raise UserError(error)
+  scores = pending.result()
+  for reason in scores.reasons:
+    logging.warning("%s: a reward failed: %s", name, reason)
+  if error := wrong(int(scores.failed.sum())):
+    reason = next(iter(scores.reasons), "of an earlier batch")
+    raise UserError(f"{error}; the first reason: {reason}")
+  short = lambda text: text if len(text) <= _LONGEST_REFERENCE else None
+  file.append(
+    [
+      {
+        "set": name,
+        "id": benchmark.ids[i],
+        "sample": n,
+        "problem": benchmark.problems[i].text,
+        "response": response.text,
+        "reference": short(response.reference),
+        "score": float(score),
+        "failed": bool(failed),
+        "tokens": int(response.tokens),
+        "finish": "truncated" if cut else "stopped",
+      }
+      for (i, n), response, score, failed, cut in zip(
+        places, responses, scores.total, scores.failed, truncated, strict=True
+      )
+    ]
+  )
+  values = [r["score"] for r in file.records]
+  print(
+    f"{name}: {len(values) // benchmark.samples} of "
+    f"{len(benchmark.problems)} problems, average {np.mean(values):.3f}",
+    file=sys.stderr,
+  )
 
 
 def _reward_pool(config, benchmark) -> RewardPool:

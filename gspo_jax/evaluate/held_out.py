@@ -4,7 +4,6 @@ import jax
 import numpy as np
 
 from gspo_jax import model
-from gspo_jax.data import prompt_batch
 from gspo_jax.evaluate import estimators
 from gspo_jax.program.experiment import Experiment
 from gspo_jax.record.progress import Progress
@@ -60,7 +59,7 @@ def first_rewards(
       not be scored.
   """
   problems, program = experiment.held_out, experiment.program
-  count, pending = len(problems["problems"]), []
+  count, pending = len(problems), []
   params = program.sampler.weights(params)
   if experiment.conversations:
     return _of_conversations(experiment, generate, params, key)
@@ -68,7 +67,7 @@ def first_rewards(
     for batch in sample_many(
       generate,
       params,
-      Prompts(problems["tokens"], problems["length"]),
+      Prompts(problems.tokens, problems.lengths),
       key,
       batch_size=program.sampler.eval_prompts,
       batch_sharding=sharding.batch_sharding(program.sampler.mesh),
@@ -76,7 +75,7 @@ def first_rewards(
     ):
       responses = decode_responses(
         batch.samples,
-        prompt_batch.pick(problems, batch.index),
+        problems.pick(batch.index),
         program.tokenizer,
         program.sampler.stop,
       )
@@ -92,13 +91,13 @@ def first_rewards(
 def _of_conversations(experiment, generate, params, key) -> np.ndarray:
   """As `first_rewards`, of conversations."""
   problems, size = experiment.held_out, experiment.program.sampler.eval_prompts
-  count, rewards = len(problems["problems"]), []
+  count, rewards = len(problems), []
   for i, start in enumerate(range(0, count, size)):
     index = np.arange(start, start + size) % count
     done = experiment.conversations(
       generate,
       params,
-      prompt_batch.pick(problems, index),
+      problems.pick(index),
       jax.random.fold_in(key, i),
       what="evaluation",
     )

@@ -9,26 +9,32 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data import pipeline
-from gspo_jax.data.tasks import Problem
-from gspo_jax.evaluate.judge import Responses
+from gspo_jax.data.problem import Problem
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import build_program, shards_of_rows
 from gspo_jax.record.progress import Progress
+from gspo_jax.rewards.pool import Response
+from gspo_jax.rollout.scoring import ResponseDecoder
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.many_prompts import equal_batches, sample_many
-from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts
-from gspo_jax.sampler.stop_strings import response_text
+from gspo_jax.sampler.samples import (
+  STOPPED,
+  TRUNCATED,
+  FinishedResponse,
+  Prompts,
+)
 
 
 class BatchShape(NamedTuple):
   """The shape of a batch of prompts, for a number of responses to a problem.
 
   Attributes:
-    group_size: responses that a prompt of a batch gets.
+    group_size: responses to each prompt of a batch.
     repeats: prompts of each problem, side by side, perhaps in several batches.
       A problem gets `group_size * repeats` responses.
-    prompts: of a batch.
+    prompts: prompts of a batch.
   """
 
   group_size: int
@@ -48,9 +54,9 @@ def batch_shape(
 
   Args:
     config: from `config.parse`.
-    mesh: of all devices.
+    mesh: all devices.
     samples: responses to each problem.
-    problems: of the benchmark.
+    problems: how many the benchmark has.
 
   Raises:
     UserError: a batch would be empty.
@@ -82,7 +88,7 @@ class PolicySampler:
 
   Args:
     config: from `config.parse`.
-    mesh: of all devices.
+    mesh: all devices.
     shape: from `batch_shape`.
 
   Attributes:
@@ -100,7 +106,6 @@ class PolicySampler:
         f"sampler.temperature=0 gives {samples} equal responses to a problem: "
         "expected --samples=1"
       )
-    self._limit = config.sampler.max_new_tokens
     self.batch_size = max(shape.prompts // shape.repeats, 1)
     config = config.replace(
       data={"prompts": shape.prompts},
@@ -108,12 +113,11 @@ class PolicySampler:
     )
     self.program = build_program(config, mesh, training=False)
 
-  def prompts(self, problems: Sequence[Problem]) -> Prompts:
+  def prompts(self, problems: Sequence[Problem]) -> PromptBatch:
     """The prompts of problems; UserError if one is long."""
     # A benchmark is sampled whole, whatever data.too_long says.
     config = dataclasses.replace(self.program.prompt_config, too_long="error")
-    batch = pipeline.take(problems, config, len(problems))
-    return Prompts(batch["tokens"], batch["length"])
+    return pipeline.take(problems, config, len(problems))
 
   def sample(
     self,
@@ -121,44 +125,45 @@ class PolicySampler:
     problems: Sequence[Problem],
     key: jax.Array,
     progress: Progress | None = None,
-  ) -> Responses:
+  ) -> tuple[list[Response], list[bool]]:
     """Responses to some problems; the same on every process.
 
     Args:
-      params: of the model.
+      params: the policy.
       problems: any number.
       key: of these responses alone.
       progress: counts the responses.
+
+    Returns:
+      The responses, those to a problem side by side; and whether each was cut
+      at `sampler.max_new_tokens`.
     """
-    prompts, decode = self.prompts(problems), self.program.tokenizer.decode
-    rows = zip(prompts.tokens, prompts.lengths, strict=True)
-    prompt_texts = [decode(row[len(row) - n :].tolist()) for row, n in rows]
-    responses = Responses(prompt_texts, [], [], [], self._limit)
-    functions = self.program.sampler
-    repeat = lambda x: np.repeat(x, self._shape.repeats, axis=0)
+    repeated = np.repeat(np.arange(len(problems)), self._shape.repeats)
+    prompts = self.prompts(problems).pick(repeated)
+    functions, group_size = self.program.sampler, self._shape.group_size
+    responses, truncated = [], []
     for batch in sample_many(
       functions.generate_greedy if self._greedy else functions.generate_eval,
       params,
-      Prompts(repeat(prompts.tokens), repeat(prompts.lengths)),
+      Prompts(prompts.tokens, prompts.lengths),
       key,
       batch_size=self._shape.prompts,
       batch_sharding=sharding.batch_sharding(self.program.mesh),
       progress=progress,
     ):
-      samples, count = batch.samples, batch.new * self._shape.group_size
+      decode = ResponseDecoder(
+        prompts.pick(batch.index),
+        self.program.tokenizer,
+        group_size,
+        functions.stop,
+      )
+      samples = batch.samples
       columns = multihost.to_host(
         (samples.tokens, samples.lengths, samples.finish)
       )
-      for tokens, length, finish in zip(
-        *(x[:count] for x in columns), strict=True
-      ):
-        text = response_text(
-          tokens[:length].tolist(),
-          bool(finish == STOPPED),
-          self.program.tokenizer,
-          functions.stop,
-        )
-        responses.responses.append(text)
-        responses.tokens.append(int(length))
-        responses.truncated.append(bool(finish == TRUNCATED))
-    return responses
+      for row in range(batch.new * group_size):
+        tokens, length, finish = (column[row] for column in columns)
+        finished = FinishedResponse(tokens, int(length), finish == STOPPED)
+        responses.append(decode(row, finished))
+        truncated.append(bool(finish == TRUNCATED))
+    return responses, truncated

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from gspo_jax.data import readers
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
 
 _STATEMENT = ("description", "input_format", "output_format", "note")

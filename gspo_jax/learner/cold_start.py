@@ -88,22 +88,25 @@ def cross_entropy(
 
 
 def demonstration_batch(
-  arrays: dict[str, jax.Array], packing: Packing, cfg: PackingConfig
+  prompts: Prompts,
+  responses: jax.Array,
+  lengths: jax.Array,
+  turns: jax.Array | None,
+  packing: Packing,
+  cfg: PackingConfig,
 ) -> PackedBatch:
-  """The batch of an update, from the arrays of `pipeline.demonstrations`.
+  """The batch of an update, of the arrays of a `DemonstrationBatch`.
 
   Args:
-    arrays: by name.
+    prompts: P of them.
+    responses: [P, R] int32.
+    lengths: [P] int32, of the responses.
+    turns: [P, R] int16, or None.
     packing: where each demonstration goes.
     cfg: the rows, of one minibatch; static.
   """
   batch = train_batch.pack_responses(
-    Prompts(arrays["tokens"], arrays["length"]),
-    arrays["response"],
-    arrays["response_length"],
-    packing,
-    cfg,
-    turns=arrays.get("turns"),
+    prompts, responses, lengths, packing, cfg, turns=turns
   )
   return batch._replace(rows=dataclasses.replace(batch.rows, turns=None))
 
@@ -119,9 +122,15 @@ class ColdStartUpdate(Protocol):
   """One step of supervised fine-tuning."""
 
   def __call__(
-    self, state: TrainState, arrays: dict, packing: Packing
+    self,
+    state: TrainState,
+    prompts: Prompts,
+    responses: jax.Array,
+    lengths: jax.Array,
+    turns: jax.Array | None,
+    packing: Packing,
   ) -> tuple[TrainState, Metrics]:
-    """The state, donated, after the arrays of `pipeline.demonstrations`."""
+    """The state, donated, after a step; see `demonstration_batch`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,12 +234,15 @@ class ColdStart:
 
   def _update(self, state):
     batch = next(self.batches)
-    arrays = {k: v for k, v in batch.items() if k != "problems"}
-    lengths = batch["length"] + batch["response_length"]
+    lengths = batch.lengths + batch.response_lengths
     order = np.arange(len(lengths))
     packing = pack(lengths, order, self.functions.packing)
-    arrays = multihost.to_global(arrays, self.batch_sharding)
-    return self.functions.update(state, arrays, packing)
+    prompts = Prompts(batch.tokens, batch.lengths)
+    arrays = multihost.to_global(
+      (prompts, batch.responses, batch.response_lengths, batch.turns),
+      self.batch_sharding,
+    )
+    return self.functions.update(state, *arrays, packing)
 
   def _save(self, step, state, accuracy):
     metadata = {

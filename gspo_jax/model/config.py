@@ -162,7 +162,7 @@ class PolicyConfig:
     check(self, "model")
 
 
-# The embedded default (see data/tasks.py): it learns in minutes on two cores.
+# The embedded default (see tasks/chain.py): it learns in minutes on two cores.
 # Its vocabulary is the 256 bytes, padding and end of text.
 _TINY = ModelConfig(
   vocab_size=258,

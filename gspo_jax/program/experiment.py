@@ -10,7 +10,8 @@ from etils import epath
 from gspo_jax.data import datasets, pipeline, readers
 from gspo_jax.data.config import DataConfig
 from gspo_jax.data.datasets import Datasets
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.learner.health import clip_range_warnings
 from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
@@ -60,7 +61,7 @@ class Experiment:
   program: Program
   reward_pool: RewardPool | EnvironmentPool
   datasets: Datasets
-  held_out: dict
+  held_out: PromptBatch
   identity: dict
   keys: Keys
 

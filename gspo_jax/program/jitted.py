@@ -376,12 +376,14 @@ def _update_critic(state, batch, learner):
 
 
 def cold_start_update(learner, packing_config, abstract, mesh) -> MeshJit:
-  """(state, arrays of demonstrations, packing) -> (state, metrics)."""
+  """(state, *arrays of demonstrations, packing) -> (state, metrics)."""
   state_sharding = shardings(abstract)
   replicated = sharding.replicated(mesh)
 
-  def cold_start_update(state, arrays, packing):
-    batch = cold_start.demonstration_batch(arrays, packing, packing_config)
+  def cold_start_update(state, *demonstrations_and_packing):
+    batch = cold_start.demonstration_batch(
+      *demonstrations_and_packing, packing_config
+    )
     state, _, metrics = train_step.update(state, batch, learner=learner)
     return state, metrics
 
@@ -389,7 +391,7 @@ def cold_start_update(learner, packing_config, abstract, mesh) -> MeshJit:
     cold_start_update,
     in_shardings=(
       state_sharding,
-      sharding.batch_sharding(mesh),
+      *(sharding.batch_sharding(mesh),) * 4,
       replicated,
     ),
     out_shardings=(state_sharding, replicated),

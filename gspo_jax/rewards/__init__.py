@@ -90,7 +90,7 @@ BUILT_IN = {
   "final_answer": "gspo_jax.rewards.numbers.final_answer",
   "format": "gspo_jax.rewards.format.thinks",
   "gsm8k": "gspo_jax.rewards.numbers.gsm8k",
-  "instructions": "gspo_jax.rewards.instructions.follows",
+  "instructions": "gspo_jax.tasks.instructions.follows",
   "judge": "gspo_jax.rewards.judge.score",
   "length": "gspo_jax.rewards.length.short",
   "math": "gspo_jax.rewards.math.equivalent",

@@ -47,7 +47,7 @@ class Response(NamedTuple):
   columns: Mapping[str, Any] = {}
 
   def to(self, problem) -> "Response":
-    """This response to another problem, a `data.tasks.Problem`."""
+    """This response to another problem, a `data.problem.Problem`."""
     return self._replace(
       prompt=problem.text, reference=problem.reference, columns=problem.columns
     )

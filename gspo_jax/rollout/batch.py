@@ -1,5 +1,6 @@
 """The containers of a rollout: its context, scored samples, and their cost."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 
 from gspo_jax.data.curriculum import Curriculum
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.rollout import scoring
@@ -27,7 +29,7 @@ class ScoredSamples(NamedTuple):
   """The responses to a batch of P prompts, G each, and their rewards.
 
   Attributes:
-    prompts: from `Curriculum.next_batch`.
+    prompts: P of them.
     samples: the responses of all hosts, on the devices.
     responses: those of this host, by their row, 0 to P * G - 1.
     rewards: of all hosts; call `result` on every host.
@@ -36,7 +38,7 @@ class ScoredSamples(NamedTuple):
     environment_seconds: that the devices waited for environments.
   """
 
-  prompts: dict
+  prompts: PromptBatch
   samples: Samples
   responses: Mapping[int, Response]
   rewards: PendingRewards | ComputedRewards
@@ -48,13 +50,13 @@ class RolloutCost(NamedTuple):
   """The cost of sampling a batch.
 
   Attributes:
-    prompts: from `Curriculum.next_batch`.
+    prompts: of the batch.
     rewards: of all its responses, also of those that are discarded.
     tokens: sampled.
     slot_steps: decode steps, each times the rows that were decoded.
   """
 
-  prompts: dict
+  prompts: PromptBatch
   rewards: PendingRewards
   tokens: int | jax.Array
   slot_steps: int | jax.Array
@@ -131,7 +133,9 @@ class RolloutContext(NamedTuple):
     """The random keys of iteration `step`."""
     return iteration_keys(self.rng, step)
 
-  def start_scoring(self, batch: dict, samples: Samples) -> ScoredSamples:
+  def start_scoring(
+    self, batch: PromptBatch, samples: Samples
+  ) -> ScoredSamples:
     """Begins to score finished responses, each host those of its rows."""
     responses = scoring.decode_responses(
       samples, batch, self.tokenizer, self.stop
@@ -150,12 +154,7 @@ class RolloutContext(NamedTuple):
       return {}
     prompts, rewards = scored.prompts, scored.rewards.result()
     return {
-      "prompts": [
-        tokens[len(tokens) - length :].tolist()
-        for tokens, length in zip(
-          prompts["tokens"], prompts["length"], strict=True
-        )
-      ],
+      "prompts": [prompts.ids(p) for p in range(len(prompts))],
       "rewards": rewards.total.tolist(),
       "failed": rewards.failed.tolist(),
       "conversation": {
@@ -164,7 +163,7 @@ class RolloutContext(NamedTuple):
     }
 
   def restore(
-    self, batch: dict, samples: Samples, conversations: dict
+    self, batch: PromptBatch, samples: Samples, conversations: dict
   ) -> ScoredSamples:
     """A batch of a checkpoint; single responses are scored again.
 
@@ -175,12 +174,12 @@ class RolloutContext(NamedTuple):
     """
     if not conversations:
       return self.start_scoring(batch, samples)
-    tokens, lengths = batch["tokens"].copy(), batch["length"].copy()
+    tokens, lengths = batch.tokens.copy(), batch.lengths.copy()
     for p, ids in enumerate(conversations["prompts"]):
       tokens[p] = self.tokenizer.pad_id
       tokens[p, tokens.shape[1] - len(ids) :] = ids
       lengths[p] = len(ids)
-    batch = batch | {"tokens": tokens, "length": lengths}
+    batch = dataclasses.replace(batch, tokens=tokens, lengths=lengths)
     total = np.array(conversations["rewards"], np.float32)
     failed = np.array(conversations["failed"])
     rewards = Rewards(total, {REWARD: total}, failed, reasons=())
@@ -197,10 +196,10 @@ class RolloutContext(NamedTuple):
 
 
 def prompts_on_device(
-  batch: dict, batch_sharding: jax.sharding.Sharding
+  batch: PromptBatch, batch_sharding: jax.sharding.Sharding
 ) -> Prompts:
   """The prompts of a batch as global arrays."""
-  prompts = Prompts(batch["tokens"], batch["length"])
+  prompts = Prompts(batch.tokens, batch.lengths)
   return multihost.to_global(prompts, batch_sharding)
 
 
@@ -217,11 +216,3 @@ def slot_steps(costs: Sequence[RolloutCost]) -> int:
 def group_rows(groups: np.ndarray, group_size: int) -> np.ndarray:
   """The row numbers of these groups."""
   return (groups[:, None] * group_size + np.arange(group_size)).ravel()
-
-
-def positions(batch: dict | None) -> list[list[int]]:
-  """Where a batch's problems stand in the data, for `Curriculum.prompts_at`."""
-  if not batch:
-    return []
-  names = "stage", "part", "index"
-  return np.stack([batch[name] for name in names], axis=1).tolist()

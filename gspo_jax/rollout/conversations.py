@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from gspo_jax import model
-from gspo_jax.data.prompt_batch import PromptConfig
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
+from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import Response, RewardPool
 from gspo_jax.rollout import environment, scoring
@@ -192,7 +192,7 @@ class SampledConversations(NamedTuple):
     seconds: that the devices waited for environments.
   """
 
-  prompts: dict
+  prompts: PromptBatch
   samples: Samples
   responses: Mapping[int, Response]
   rewards: ComputedRewards
@@ -223,7 +223,7 @@ class Conversations:
     self,
     generate: ContinuousSampler,
     params: model.Params,
-    batch: dict,
+    batch: PromptBatch,
     key: jax.Array,
     *,
     what: str,
@@ -241,7 +241,7 @@ class Conversations:
       what: is done, for the log.
 
     """
-    P, G = len(batch["problems"]), generate.config.group_size
+    P, G = len(batch), generate.config.group_size
     B, R = P * G, generate.config.max_new_tokens
     # The rows whose responses the sampler reports on this host.
     like = multihost.to_global(np.zeros(B, np.int8), generate.batch_sharding)
@@ -250,7 +250,7 @@ class Conversations:
     with clock, Progress(f"{what}, the environment's prompts"):
       batch = self._begin(batch, chats, G, key)
     key = sharding.key_beside(self.batch_sharding, key)
-    prompts = Prompts(batch["tokens"], batch["length"])
+    prompts = Prompts(batch.tokens, batch.lengths)
     prompts = multihost.to_global(prompts, self.batch_sharding)
     turns, turn_rewards = np.zeros((B, R), np.int16), []
     active, before = np.ones(B, bool), np.zeros(B, np.int32)
@@ -316,9 +316,9 @@ class Conversations:
       clock.seconds,
     )
 
-  def _begin(self, batch, chats, G: int, key) -> dict:
+  def _begin(self, batch, chats, G: int, key) -> PromptBatch:
     """Begins the conversations of this host; the batch with their prompts."""
-    problems = batch["problems"]
+    problems = batch.problems
     # No row has this number, so no response has its key.
     k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
     seeds = np.asarray(jax.random.bits(k_seed, (len(problems),), np.uint32))
@@ -343,7 +343,7 @@ class Conversations:
           own[p] = ids
     if not multihost.any_process(bool(own)):
       return batch
-    tokens, lengths = batch["tokens"].copy(), batch["length"].copy()
+    tokens, lengths = batch.tokens.copy(), batch.lengths.copy()
     mine = np.zeros((len(problems), 1 + tokens.shape[1]), np.int32)
     for p, ids in own.items():
       mine[p, 0], mine[p, tokens.shape[1] - len(ids) + 1 :] = len(ids), ids
@@ -353,7 +353,7 @@ class Conversations:
     pad = np.arange(tokens.shape[1]) < tokens.shape[1] - lengths[:, None]
     ids = np.where(pad, self.prompt_config.tokenizer.pad_id, every[:, 1:])
     tokens[new] = ids[new]
-    return batch | {"tokens": tokens, "length": lengths}
+    return dataclasses.replace(batch, tokens=tokens, lengths=lengths)
 
   def _prompt(self, choices) -> list[int]:
     """The ids of the prompt with which the environments of a group began.
@@ -534,7 +534,7 @@ class _Clock:
 
 
 def _responses(batch, chats, lengths, G, R) -> dict[int, Response]:
-  problems = batch["problems"]
+  problems = batch.problems
   return {
     row: Response(
       problems[row // G].text,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from gspo_jax.data import prompt_batch
+from gspo_jax.data.prompt_batch import join
 from gspo_jax.rollout.batch import (
   RolloutCost,
   ScoredSamples,
@@ -108,9 +108,7 @@ def _merge(
   of_both = group_rows(index, G)
   rows = enumerate(of_both.tolist())
   return ScoredSamples(
-    prompts=prompt_batch.pick(
-      prompt_batch.join([kept.prompts, new.prompts]), index
-    ),
+    prompts=join([kept.prompts, new.prompts]).pick(index),
     samples=merge_groups(kept.samples, new.samples, index),
     responses={i: responses[row] for i, row in rows if row in responses},
     rewards=ComputedRewards(_merge_rewards(kept_rewards, new_rewards, index)),

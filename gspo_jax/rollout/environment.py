@@ -50,8 +50,8 @@ from gspo_jax.runtime import spec as specs
 Message = tuple[str, str]  # role and content
 
 BUILT_IN = {
-  "calculator": "gspo_jax.rollout.environments.games.Calculator",
-  "guessing": "gspo_jax.rollout.environments.games.Guessing",
+  "calculator": "gspo_jax.tasks.games.Calculator",
+  "guessing": "gspo_jax.tasks.games.Guessing",
   "python": "gspo_jax.rollout.environments.python_tool.Python",
   "verifiers": "gspo_jax.rollout.environments.verifiers.Verifiers",
 }

@@ -14,7 +14,6 @@ from gspo_jax.rollout.batch import (
   RolloutBatch,
   RolloutContext,
   RolloutCost,
-  positions,
 )
 from gspo_jax.sampler.functions import SeparateDevices
 from gspo_jax.sampler.samples import Samples
@@ -145,7 +144,7 @@ class OffPolicy:
       return self._source.get_state()
     batches = [
       {
-        "positions": positions(batch.samples.prompts),
+        "positions": batch.samples.prompts.positions.tolist(),
         "tokens": int(batch.costs[0].tokens),
         "slot_steps": int(batch.costs[0].slot_steps),
         "policy_step": batch.policy_step,

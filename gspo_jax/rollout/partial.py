@@ -9,14 +9,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gspo_jax.data import prompt_batch
+from gspo_jax.data.prompt_batch import PromptBatch, join
 from gspo_jax.record.progress import Progress
 from gspo_jax.rollout.batch import (
   RolloutBatch,
   RolloutContext,
   RolloutCost,
   group_rows,
-  positions,
   prompts_on_device,
 )
 from gspo_jax.runtime import multihost, sharding
@@ -103,7 +102,7 @@ class PartialRollouts:
     chosen = self._oldest(finished)[: self._context.prompts]
     rows = group_rows(chosen, self._context.group_size)
     scored = self._context.start_scoring(
-      prompt_batch.pick(batch, chosen),
+      batch.pick(chosen),
       self._functions.take_batch(samples, chosen),
     )
     tokens = int((lengths - before).sum())
@@ -122,7 +121,7 @@ class PartialRollouts:
   def get_state(self) -> dict:
     """JSON: the problems in flight, and which policies sampled their tokens."""
     return {
-      "positions": positions(self._batch),
+      "positions": self._batch.positions.tolist() if self._batch else [],
       "order": self._by_age.tolist(),
       "step_sums": self._step_sums.tolist(),
       "iterations": self._iterations.tolist(),
@@ -139,13 +138,12 @@ class PartialRollouts:
     self._step_sums = np.array(state["step_sums"])[rows]
     self._iterations = np.array(state["iterations"])[rows]
 
-  def _fill(self, step) -> dict:
+  def _fill(self, step) -> PromptBatch:
     """The prompts in flight, as a batch; new ones are the youngest."""
     old = [self._batch] if self._batch else []
-    count = self._in_flight - sum(len(b["problems"]) for b in old)
+    count = self._in_flight - sum(map(len, old))
     new = self._context.curriculum.next_batch(step, count)
-    by_age = prompt_batch.join([*old, new])
-    return prompt_batch.pick(by_age, np.argsort(self._by_age))
+    return join([*old, new]).pick(np.argsort(self._by_age))
 
   def _resume(self, params, step, batch, lengths) -> _Resumed:
     """Samples on, each response at most `max_tokens` unless groups miss."""
@@ -190,7 +188,7 @@ class PartialRollouts:
     index = np.full(self._in_flight, -1, np.int32)
     index[self._by_age[: len(left)]] = left
     self.pending = self._functions.take_pending(samples, index)
-    self._batch = prompt_batch.pick(batch, left) if len(left) else None
+    self._batch = batch.pick(left) if len(left) else None
     rows = group_rows(index, self._context.group_size)
     stays = np.repeat(index >= 0, self._context.group_size)
     self._step_sums = np.where(stays, self._step_sums[rows], 0)

@@ -8,6 +8,7 @@ from typing import NamedTuple, TextIO
 import jax
 import numpy as np
 
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import Response, RewardPool, Submission, too_many
@@ -130,7 +131,7 @@ class ResponseDecoder:
 
   def __init__(
     self,
-    batch: dict,
+    batch: PromptBatch,
     tokenizer: Tokenizer,
     group_size: int,
     stop: StopStrings | None = None,
@@ -142,11 +143,9 @@ class ResponseDecoder:
     """The response of row p * G + g; see `response_text`."""
     p = row // self.group_size
     if p not in self._prompts:
-      tokens, length = self._batch["tokens"][p], self._batch["length"][p]
-      prompt = tokens[len(tokens) - length :].tolist()
-      self._prompts[p] = self._tokenizer.decode(prompt)
+      self._prompts[p] = self._tokenizer.decode(self._batch.ids(p))
     tokens = finished.tokens[: finished.length].tolist()
-    problem = self._batch["problems"][p]
+    problem = self._batch.problems[p]
     return Response(
       self._prompts[p],
       response_text(tokens, finished.stopped, self._tokenizer, self._stop),
@@ -159,7 +158,7 @@ class ResponseDecoder:
 
 def decode_responses(
   samples: Samples,
-  batch: dict,
+  batch: PromptBatch,
   tokenizer: Tokenizer,
   stop: StopStrings | None = None,
 ) -> dict[int, Response]:
@@ -171,7 +170,7 @@ def decode_responses(
     tokenizer: of the policy.
     stop: the stop strings of the sampler; None: there are none.
   """
-  group_size = len(samples.tokens) // len(batch["problems"])
+  group_size = len(samples.tokens) // len(batch)
   decode = ResponseDecoder(batch, tokenizer, group_size, stop)
   lengths = multihost.local_rows(samples.lengths)
   finish = multihost.local_rows(samples.finish)

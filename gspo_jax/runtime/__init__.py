@@ -2,6 +2,7 @@
 
 Other wings take these modules:
   errors         UserError, and the hint to the nearest valid choice
+  command        flags and exit codes of the small commands
   key            a key of a config: default, meaning and range
   spec           a name with arguments, as `overlong:buffer=8`
   multihost      one program on many processes: start, gather, agree, barrier
@@ -9,4 +10,12 @@ Other wings take these modules:
   preemption     Preemption: SIGTERM as a flag that all processes agree on
 """
 
-__all__ = ("errors", "key", "multihost", "preemption", "sharding", "spec")
+__all__ = (
+  "command",
+  "errors",
+  "key",
+  "multihost",
+  "preemption",
+  "sharding",
+  "spec",
+)

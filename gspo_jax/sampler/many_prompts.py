@@ -13,7 +13,7 @@ from gspo_jax.sampler.functions import Generate
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
-class PromptBatch(NamedTuple):
+class SampledBatch(NamedTuple):
   """A batch of prompts, and their samples.
 
   Attributes:
@@ -48,7 +48,7 @@ def sample_many(
   batch_size: int,
   batch_sharding: jax.sharding.Sharding,
   progress: Progress | None = None,
-) -> Iterator[PromptBatch]:
+) -> Iterator[SampledBatch]:
   """Samples responses to N prompts, `batch_size` at a time.
 
   The last batch is padded with the first prompts, so that all batches run the
@@ -71,6 +71,6 @@ def sample_many(
     batch_key = sharding.key_beside(batch_sharding, jax.random.fold_in(key, i))
     samples = generate(params, batch, batch_key)
     new = min(batch_size, count - start)
-    yield PromptBatch(index, new, samples)
+    yield SampledBatch(index, new, samples)
     if progress:
       progress.advance(new * len(samples.lengths) // batch_size)

@@ -1,6 +1,6 @@
 """One run of the published model study, of SmolLM2-135M-Instruct.
 
-  python -m gspo_jax.prepare_smollm2 --to=models/smollm2
+  python -m gspo_jax.model.hf.prepare_smollm2 --to=models/smollm2
   python -m gspo_jax.main --workdir=runs/published --config.eval.every=10 \
     --config=studies/published_model/config.py:method=dr_grpo,rate=3e-5,seed=1
 

@@ -13,8 +13,9 @@ import pytest
 from gspo_jax.data import pipeline, prompt_batch, sources, tokenizers
 from gspo_jax.data.curriculum import Curriculum, SolvedProblems
 from gspo_jax.data.datasets import Stage
-from gspo_jax.data.tasks import Chain, Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.tasks.chain import Chain
 
 BYTES = tokenizers.load("bytes")
 G = 3
@@ -51,7 +52,7 @@ def correct(problem_texts, iteration):
 
 
 def texts(batch):
-  return [p.text for p in batch["problems"]]
+  return [p.text for p in batch.problems]
 
 
 def run(curriculum, iterations, rounds=1):
@@ -296,19 +297,16 @@ def test_any_number_of_prompts_and_recall_by_their_positions():
   expected = [by_batch.next_batch(step) for step in (1, 2, 3)]
   problem_texts = [text for batch in batches for text in texts(batch)]
   assert problem_texts == [t for batch in expected for t in texts(batch)][:10]
-  joined = prompt_batch.pick(
-    prompt_batch.join(batches), np.array([9, *range(8)])
-  )
-  assert joined["stage"].tolist() == [1, *[0] * 8]
-  assert set(joined["part"].tolist()) == {0, 1}
-  names = "stage", "part", "index"
-  positions = np.stack([joined[name] for name in names], axis=1).tolist()
-  found = begin().prompts_at(json.loads(json.dumps(positions)))
-  assert found.keys() == joined.keys()
-  for name, column in joined.items():
-    assert list(map(str, found[name])) == list(map(str, column))
-    if name != "problems":
-      assert found[name].dtype == column.dtype
+  joined = prompt_batch.join(batches).pick(np.array([9, *range(8)]))
+  stages, parts, _ = joined.positions.T.tolist()
+  assert (stages, {*parts}) == ([1, *[0] * 8], {0, 1})
+  positions = joined.positions.tolist()
+  recalled = begin().prompts_at(json.loads(json.dumps(positions)))
+  assert recalled.problems == joined.problems
+  for name in ("tokens", "lengths", "positions"):
+    column, expected = getattr(recalled, name), getattr(joined, name)
+    np.testing.assert_array_equal(column, expected)
+    assert column.dtype == expected.dtype == np.int32
 
 
 def test_a_state_includes_the_present_stage():

@@ -9,8 +9,8 @@ import pytest
 from pyarrow import parquet
 
 from gspo_jax.data import datasets
-from gspo_jax.data.tasks import Chain
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.tasks.chain import Chain
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from gspo_jax.data import pipeline, prompt_batch, sources, tokenizers
-from gspo_jax.data.tasks import Chain, Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.tasks.chain import Chain
 
 SMALL = Chain((6,), size=12)
 BYTES = tokenizers.load("bytes")
@@ -30,7 +31,7 @@ def demonstrations(source, batch=8, width=24, **changes):
 
 
 def texts(iterator, count):
-  batches = [next(iterator)["problems"] for _ in range(count)]
+  batches = [next(iterator).problems for _ in range(count)]
   return [[p.text for p in problems] for problems in batches]
 
 
@@ -49,12 +50,12 @@ def write(path, *problem_texts):
 
 def test_a_prompt_is_its_problem_padded_on_the_left():
   batch = next(batches(Chain((1, 5, 9)), batch=8))
-  assert batch["tokens"].shape == (8, 32)
-  assert batch["length"].shape == (8,)
-  assert batch["tokens"].dtype == batch["length"].dtype == np.int32
-  assert len(set(batch["length"].tolist())) > 1
+  assert batch.tokens.shape == (8, 32)
+  assert batch.lengths.shape == (8,)
+  assert batch.tokens.dtype == batch.lengths.dtype == np.int32
+  assert len(set(batch.lengths.tolist())) > 1
   for problem, tokens, n in zip(
-    batch["problems"], batch["tokens"], batch["length"], strict=True
+    batch.problems, batch.tokens, batch.lengths, strict=True
   ):
     assert (tokens[:-n] == BYTES.pad_id).all()
     assert BYTES.decode(tokens[-n:]) == problem.text
@@ -65,9 +66,9 @@ def test_system_prompt_and_instruction():
   brace = problems("What is {x} {problem}?")
   cfg = config(64, system="Add. ", instruction="Q: {problem} {A}: ")
   batch = pipeline.take(brace, cfg, 1)
-  text = BYTES.decode(batch["tokens"][0][-batch["length"][0] :])
+  text = BYTES.decode(batch.tokens[0][-batch.lengths[0] :])
   assert text == "Add. \n\nQ: What is {x} {problem}? {A}: "
-  assert batch["problems"] == brace
+  assert batch.problems == brace
 
 
 SYSTEM = ("system", "Be brief.")
@@ -75,7 +76,7 @@ SYSTEM = ("system", "Be brief.")
 
 def text_of(problem, cfg):
   batch = pipeline.take([problem], cfg, 1)
-  return BYTES.decode(batch["tokens"][0][-batch["length"][0] :])
+  return BYTES.decode(batch.tokens[0][-batch.lengths[0] :])
 
 
 @pytest.mark.parametrize(
@@ -97,14 +98,12 @@ def test_the_prompt_of_a_conversation(history, text):
 
 def test_a_demonstration_ends_in_a_stop():
   batch = next(demonstrations(Chain((1, 3)), width=24))
-  assert batch.keys() == {
-    *("problems", "tokens", "length", "response", "response_length")
-  }
+  assert batch.turns is None
   for problem, tokens, response, n in zip(
-    batch["problems"],
-    batch["tokens"],
-    batch["response"],
-    batch["response_length"],
+    batch.problems,
+    batch.tokens,
+    batch.responses,
+    batch.response_lengths,
     strict=True,
   ):
     assert BYTES.decode(tokens).lstrip("\ufffd") == problem.text
@@ -150,10 +149,10 @@ def test_the_order_is_that_of_a_bare_grain_pipeline():
 def test_a_batch_has_the_places_of_its_problems(source):
   parts = pipeline.parts(source)
   batch = next(batches(source, batch=6))
-  assert batch["part"].shape == batch["index"].shape == (6,)
-  assert set(batch["part"].tolist()) == set(range(len(parts)))
-  places = zip(batch["part"], batch["index"], strict=True)
-  assert [parts[part][index] for part, index in places] == batch["problems"]
+  stages, numbers, _ = batch.positions.T.tolist()
+  assert (stages, {*numbers}) == ([0] * 6, {*range(len(parts))})
+  problems = [parts[part][index] for _, part, index in batch.positions]
+  assert problems == batch.problems
 
 
 def test_solved_problems_may_change_after_every_batch():
@@ -225,7 +224,7 @@ def test_prompts_that_are_too_long_are_dropped_and_nothing_else():
   sampled = list(itertools.chain(*texts(iterator, 2 * len(fit))))
   assert Counter(sampled) == Counter(fit * 2)
   kept = pipeline.take(LONG, config(5, too_long="drop"), len(fit))
-  assert [p.text for p in kept["problems"]] == fit
+  assert [p.text for p in kept.problems] == fit
   with pytest.raises(UserError, match=rf"at most {len(fit)}, .* and fit"):
     pipeline.take(LONG, config(5, too_long="drop"), len(fit) + 1)
 
@@ -252,7 +251,7 @@ def test_a_mixture_keeps_to_its_weights():
 def test_take_of_a_mixture_takes_from_each_source_in_turn():
   sizes = {"a": 9, "b": 3}.items()
   parts = [problems(*(f"{c}{i}" for i in range(n))) for c, n in sizes]
-  taken = pipeline.take(sources.mix(parts, (3, 1)), config(), 12)["problems"]
+  taken = pipeline.take(sources.mix(parts, (3, 1)), config(), 12).problems
   names = [p.text for p in taken]
   assert names[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
   assert names[6:] == [f"a{i}" for i in range(3, 9)]  # the rest
@@ -297,7 +296,7 @@ def test_the_epoch_of_a_mixture_is_that_of_its_most_repeated_source():
 def test_a_problem_that_is_too_long():
   source = Chain((8,))
   tokens = len(source[0].text)
-  assert next(batches(source, width=tokens))["length"].max() == tokens
+  assert next(batches(source, width=tokens)).lengths.max() == tokens
   words = (
     f"has {tokens} tokens, more than data.max_prompt_length={tokens - 1}: .*"
     "data.too_long=drop"
@@ -327,7 +326,7 @@ def test_a_problem_without_a_demonstration():
 
 
 def test_fewer_problems_than_a_batch():
-  assert next(batches(batch=12))["tokens"].shape == (12, 32)
+  assert next(batches(batch=12)).tokens.shape == (12, 32)
   with pytest.raises(
     UserError, match=r"data.source has 12 .* batch of 13 .data.p"
   ):
@@ -347,8 +346,8 @@ def test_fewer_problems_that_fit_than_a_batch():
 
 def test_take_is_the_first_problems_in_order():
   taken = pipeline.take(SMALL, config(), 5)
-  assert taken["problems"] == [SMALL[i] for i in range(5)]
-  assert taken["tokens"].shape == (5, 32)
+  assert taken.problems == [SMALL[i] for i in range(5)]
+  assert taken.tokens.shape == (5, 32)
   with pytest.raises(
     UserError, match=r"eval.prompts=13: expected at most 12, "
   ):

@@ -10,9 +10,10 @@ import pytest
 from repository import ROOT
 
 from gspo_jax.data import sources
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.sources import Fields
-from gspo_jax.data.tasks import Chain, Problem
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.tasks.chain import Chain
 
 GSM8K = ROOT.parent / "shared/data/gsm8k"
 needs_gsm8k = pytest.mark.skipif(
@@ -359,7 +360,7 @@ def module(tmp_path, monkeypatch):
   name = f"mine_{tmp_path.name.replace('-', '_')}"
   (tmp_path / f"{name}.py").write_text(
     "import numpy as np\n"
-    "from gspo_jax.data.tasks import Problem\n"
+    "from gspo_jax.data.problem import Problem\n"
     "def dicts():\n"
     "  return [{'question': f'q{i}'.encode(), 'answer': np.int64(i),"
     " 'tests': np.array([[i, 2]])} for i in range(9)]\n"

@@ -6,7 +6,8 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gspo_jax.data import pipeline, prompt_batch, tasks, tokenizers
+from gspo_jax.data import pipeline, prompt_batch, tokenizers
+from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
 
 # Templates of our own, in the shape of those of the families.
@@ -155,19 +156,18 @@ def test_a_demonstration_is_what_the_policy_would_read(family):
   tokenizer = family("qwen2.5")
   messages = ("tool", "84"), ("tool", "an error")
   later = (*messages, ("assistant", "c"), ("assistant", "de"))
-  problem = tasks.Problem("x", "ref", "a", turns=later)
+  problem = Problem("x", "ref", "a", turns=later)
   config = prompt_batch.PromptConfig(tokenizer, 400)
-  found = pipeline._demonstration(problem, config, 400, True)
-  length = int(found["length"])
-  ids = found["tokens"][-length:].tolist()
-  ids += found["response"][: int(found["response_length"])].tolist()
+  found = pipeline._demonstration(problem, (0, 0, 0), config, 400, True)
+  length = int(found.response_lengths[0])
+  ids = found.ids(0) + found.responses[0, :length].tolist()
   turns = [("user", "x"), ("assistant", "a"), *messages]
   c, de = (
     [*tokenizer.encode(text), tokenizer.stop_ids[0]] for text in ("c", "de")
   )
   assert ids == [*whole(tokenizer, turns), *c, *de]
-  of = found["turns"][: int(found["response_length"])]
-  assert [(of == n).sum() for n in (2, 3)] == [len(c), len(de)]
+  turns = found.turns[0, :length]
+  assert [(turns == n).sum() for n in (2, 3)] == [len(c), len(de)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

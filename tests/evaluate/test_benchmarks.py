@@ -9,8 +9,8 @@ import pytest
 from pyarrow import parquet
 from repository import ROOT
 
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.sources import Fields
-from gspo_jax.data.tasks import Problem
 from gspo_jax.evaluate import benchmarks
 from gspo_jax.runtime.errors import UserError
 

@@ -1,11 +1,13 @@
 """The command on a checkpoint: its files, how it continues, its errors."""
 
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
 from contextlib import nullcontext
+from decimal import Decimal
 from types import SimpleNamespace
 
 import jax
@@ -15,18 +17,18 @@ from absl.testing import flagsaver
 from repository import ROOT, xla_flags
 
 from gspo_jax.configs import calculator_cpu, tiny_cpu
-from gspo_jax.data.tasks import Chain
-from gspo_jax.evaluate import __main__, evaluator
-from gspo_jax.evaluate.judge import Responses
+from gspo_jax.evaluate import __main__, benchmarks, evaluator, summary
+from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.rewards import judge
-from gspo_jax.rewards.pool import Scores, Submission
+from gspo_jax.rewards.pool import Response, RewardPool, Scores, Submission
 from gspo_jax.rewards.process import Call
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.tasks.chain import Chain
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
 
@@ -103,9 +105,10 @@ def test_each_response_is_written(whole):
   for r in rows:
     assert r["tokens"] <= 12
     assert r["finish"] == "stopped" or r["tokens"] == 12
-  for summary in summaries:
-    results = json.loads((out / summary["set"] / "results.json").read_text())
-    assert results["results"] == summary
+  for results_of_set in summaries:
+    path = out / results_of_set["set"] / "results.json"
+    results = json.loads(path.read_text())
+    assert results["results"] == results_of_set
     assert results["checkpoint"]
     assert results["settings"]["config"]["sampler"]["max_new_tokens"] == 12
 
@@ -268,19 +271,35 @@ def test_a_problem_that_is_too_long(workdir, tmp_path):
     run(workdir, [f"a={tmp_path}/long"], tmp_path / "out")
 
 
-class FailingPool:
-  """A reward pool whose reward fails on some responses and hangs on others."""
+# A benchmark on a sampler and a reward pool of the test.
+
+GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
+
+
+class Pool:
+  """Is the response the reference? Fails on "fail", hangs on "hang"."""
+
+  def __init__(self):
+    self.responses, self.events = [], []
 
   def submit(self, responses, group_size):
-    failed = np.array([r.text == "fail" for r in responses])
-    scores = Scores(0.0 * failed, {}, failed, ("why",) * any(failed))
+    assert group_size * len({r.reference for r in responses}) == len(responses)
+    self.responses += responses
+    self.events.append("submit")
+    right = np.float32([r.text == r.reference for r in responses])
+    failed = np.array(["fail" in r.text for r in responses])
+    scores = Scores(right, {}, failed, ("why",) * any(failed))
     submission = Submission([[r] for r in responses])
     for i, response in enumerate(responses):
       if response.text != "hang":
-        why = "why" if response.text == "fail" else None
+        why = "why" if "fail" in response.text else None
         submission.finish(i, [[Call(0.0, why)]])
-    hangs = not submission.future.done()
-    result = pytest.fail if hangs else lambda: scores
+
+    def result():
+      assert submission.future.done()
+      self.events.append("result")
+      return scores
+
     return SimpleNamespace(submission=submission, result=result)
 
   def __enter__(self):
@@ -288,6 +307,176 @@ class FailingPool:
 
   def __exit__(self, *_):
     pass
+
+
+class Echo:
+  """Responds "1", "2", ... to problems "1", "2", ..., but fails at sample 1."""
+
+  def __init__(self, batch_size, events=(), samples=3):
+    self.batch_size, self.samples = batch_size, samples
+    self.events, self.keys = events, []
+
+  def text(self, problem, n):
+    return "fail" if n == 1 else problem.text
+
+  def sample(self, params, problems, key, progress):
+    self.keys.append(tuple(jax.random.key_data(key).tolist()))
+    if self.events != ():
+      self.events.append("sample")
+    responses = [
+      Response(
+        f"{p.text}<think>",
+        self.text(p, n),
+        p.reference,
+        10 * len(p.text) + n,
+        99,
+        p.columns,
+      )
+      for p in problems
+      for n in range(self.samples)
+    ]
+    return responses, [r.tokens % 10 == 1 for r in responses]
+
+
+@pytest.fixture
+def five(tmp_path):
+  """A benchmark of five problems, three responses each."""
+  path = tmp_path / "five.jsonl"
+  rows = [
+    {"question": str(i), "answer": i, "id": f"no {i}", "level": -i}
+    for i in range(1, 6)
+  ]
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  benchmark = benchmarks.read("mine", str(path), reward="exact")
+  return benchmark._replace(samples=3)
+
+
+@pytest.fixture
+def run_on(monkeypatch):
+  """Runs a benchmark; the batches that it saves."""
+
+  def call(benchmark, sampler, pool, done=(), max_failed=0.5):
+    c = config()
+    c.reward.max_failed = max_failed
+    monkeypatch.setattr(evaluator, "_reward_pool", lambda *_: pool)
+    batches = []
+    records = list(itertools.chain(*done))
+
+    def append(batch):
+      pool.events.append("save")
+      batches.append(batch)
+      records.extend(batch)
+
+    file = SimpleNamespace(
+      batches_done=len(done), records=records, append=append
+    )
+    evaluator._run(parse(c), benchmark, sampler, None, file)
+    return batches
+
+  return call
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 9])
+def test_each_response_keeps_to_its_problem(five, run_on, batch_size):
+  pool = Pool()
+  sampler = Echo(batch_size)
+  batches = run_on(five, sampler, pool)
+  assert len(batches) == len(set(sampler.keys)) == -(-5 // batch_size)
+  records = list(itertools.chain(*batches))
+  assert [(r["id"], r["sample"]) for r in records] == [
+    (f"no {i}", n) for i in range(1, 6) for n in range(3)
+  ]
+  for r, response in zip(records, pool.responses, strict=True):
+    number = int(r["id"][3:])
+    assert r["problem"] == r["reference"] == str(number)
+    assert r["response"] == response.text
+    assert r["tokens"] == 10 + r["sample"]
+    assert r["score"] == (r["sample"] != 1)
+    assert r["failed"] == (r["sample"] == 1)
+    assert r["finish"] == ("truncated" if r["sample"] == 1 else "stopped")
+    assert r["set"] == "mine"
+    assert response.columns["level"] == -number
+  json.dumps(records)
+
+
+def test_a_batch_is_scored_while_the_next_is_sampled(five, run_on):
+  pool = Pool()
+  run_on(five, Echo(2, pool.events), pool)
+  first = ["sample", "submit"]
+  later = ["sample", "result", "save", "submit"]
+  assert pool.events == [*first, *later, *later, "result", "save"]
+
+
+def test_tests_of_programs_are_not_written_with_each_response(five, run_on):
+  five.problems[1] = five.problems[1]._replace(reference="9" * 1_000_000)
+  pool = Pool()
+  (records,) = run_on(five, Echo(5), pool)
+  references = {r["id"]: r["reference"] for r in records}
+  short = {f"no {i}": str(i) for i in (1, 3, 4, 5)}
+  assert references == {"no 2": None} | short
+  assert pool.responses[3].reference == "9" * 1_000_000  # the reward has it
+
+
+def test_it_continues_from_a_batch(five, run_on):
+  sampler = Echo(2)
+  whole = run_on(five, sampler, Pool())
+  again = Echo(2)
+  assert run_on(five, again, Pool(), done=whole[:2]) == whole[2:]
+  assert again.keys == sampler.keys[2:]
+  assert run_on(five, again, Pool(), done=whole) == []
+  assert len(again.keys) == 1
+
+
+def test_a_process_without_the_file_only_samples(five, monkeypatch):
+  """The first process says that no batch is done."""
+  sampler, first = Echo(2), iter(["0"])
+  monkeypatch.setattr(
+    multihost, "allgather_text", lambda text: [next(first, text)]
+  )
+  evaluator._run(parse(config()), five, sampler, None, None)
+  assert len(sampler.keys) == 3
+
+
+def test_missing_responses_are_an_error(five, run_on):
+  sampler = Echo(2)
+  whole = sampler.sample
+  sampler.sample = lambda *args: (whole(*args)[0], [False])
+  with pytest.raises(ValueError, match="zip"):
+    run_on(five, sampler, Pool())
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not here")
+@pytest.mark.parametrize("shift", [0, 1])
+def test_gsm8k_with_the_references_as_responses(run_on, shift):
+  benchmark = benchmarks.read("GSM8K", str(GSM8K))
+  lines = [json.loads(line) for line in GSM8K.read_text().splitlines()]
+  shifted = np.roll([line["answer"] for line in lines], shift).tolist()
+  response_to = {
+    line["question"]: answer
+    for line, answer in zip(lines, shifted, strict=True)
+  }
+
+  def sample(params, problems, key, progress):
+    responses = [
+      Response(p.text, response_to[p.text], p.reference) for p in problems
+    ]
+    return responses, [False] * len(responses)
+
+  sampler = SimpleNamespace(batch_size=256, sample=sample)
+  with RewardPool(("gsm8k",), (1.0,)) as pool:
+    pool.events = []
+    batches = run_on(benchmark, sampler, pool)
+  records = list(itertools.chain(*batches))
+  # References may be equal by chance.
+  value = lambda line: Decimal(line["answer"].split("####")[1].replace(",", ""))
+  values = [value(line) for line in lines]
+  expected = sum(a == values[i - shift] for i, a in enumerate(values))
+  assert expected == (1319 if shift == 0 else 15)
+  assert sum(r["score"] for r in records) == expected
+  short = [summary.shorten("gsm8k", r) for r in records]
+  results = summary.summarize(benchmark, short, 0.5)
+  assert results["avg"] == results["majority"]["1"] == expected / 1319
+  assert results["failed"] == 0
 
 
 @pytest.mark.parametrize(
@@ -315,21 +504,16 @@ def test_a_reward_that_fails_too_often_stops_it(
   c = config()
   c.reward.max_failed = most
   (chain,) = evaluator._read(parse(c), files[:1], 1, len(fails), "final_answer")
-  responses = iter({"y": "fail", "n": "2", "h": "hang"}[f] for f in fails)
-
-  def sample(params, problems, key, progress):
-    texts = [next(responses) for _ in problems]
-    prompts, count = [problem.text for problem in problems], len(texts)
-    return Responses(prompts, texts, [1] * count, [False] * count, 9)
-
-  sampler = SimpleNamespace(batch_size=2, sample=sample)
+  texts = iter({"y": "fail", "n": "2", "h": "hang"}[f] for f in fails)
+  sampler = Echo(2, samples=1)
+  sampler.text = lambda *_: next(texts)
   sizes = evaluator._batch_sizes(chain, sampler)
-  monkeypatch.setattr(evaluator, "_reward_pool", lambda *_: FailingPool())
+  monkeypatch.setattr(evaluator, "_reward_pool", lambda *_: Pool())
   stops = nullcontext()
   if words:  # on every process
     stops = pytest.raises(multihost.AgreedError, match=words)
   folder = str(tmp_path / "chain")
-  with evaluator.AnswersFile(folder, {}, sizes, dict) as file, stops:
+  with AnswersFile(folder, {}, sizes, dict) as file, stops:
     evaluator._run(parse(c), chain, sampler, None, file)
   assert len(read(tmp_path)) == kept
 

@@ -10,11 +10,11 @@ import pytest
 from scored import scored
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
-from gspo_jax.data.tasks import Chain
 from gspo_jax.evaluate import held_out
 from gspo_jax.rewards.pool import RewardPool, Scores
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Samples
+from gspo_jax.tasks.chain import Chain
 
 BYTES = tokenizers.load("bytes")
 PROBLEMS = pipeline.take(Chain((3,)), prompt_batch.PromptConfig(BYTES, 16), 10)
@@ -83,7 +83,7 @@ def samples_of(responses, width=8):
 
 @pytest.mark.parametrize("batch", [1, 4, 5, 13, 25])
 def test_each_problem_is_evaluated_once(batch, pool):
-  solved = [p for i, p in enumerate(PROBLEMS["problems"]) if i in (2, 8, 9)]
+  solved = [p for i, p in enumerate(PROBLEMS.problems) if i in (2, 8, 9)]
   sampler = ScriptedSampler(solved)
   correct = held_out.first_rewards(
     experiment(pool, batch), sampler, "params", KEY, 2

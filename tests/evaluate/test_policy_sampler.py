@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.evaluate.policy_sampler import (
   BatchShape,
   PolicySampler,
@@ -44,7 +44,7 @@ class Echo:
         cut = problem == "3?"
         rows.append(ids if cut else [*ids, *self.tokenizer.stop_ids[:1]])
         finish.append(TRUNCATED if cut else STOPPED)
-    width = max(map(len, rows))
+    width = max(12, *map(len, rows))  # 12 is sampler.max_new_tokens
     tokens = [row + [0] * (width - len(row)) for row in rows]
     lengths = jnp.array([len(row) for row in rows])
     none = jnp.zeros((len(rows), width))
@@ -91,18 +91,20 @@ def test_each_problem_gets_its_responses(
 ):
   sampler, echo = echoing(samples)
   assert sampler.batch_size == batch_size
-  responses = sampler.sample("params", PROBLEMS, jax.random.key(0))
+  responses, truncated = sampler.sample("params", PROBLEMS, jax.random.key(0))
   expected = [
     f"{p}{g}" for p in TEXTS for _ in range(samples // group_size)
     for g in range(group_size)
   ]  # fmt: skip
-  assert responses.responses == expected
-  assert responses.prompts == TEXTS
+  assert [r.text for r in responses] == expected
+  assert [r.prompt for r in responses] == [
+    p for p in TEXTS for _ in range(samples)
+  ]
   cut = [text.startswith("3?") for text in expected]
-  assert responses.truncated == cut
+  assert truncated == cut
   lengths = [len(t) + (not c) for t, c in zip(expected, cut, strict=True)]
-  assert responses.tokens == lengths
-  assert responses.limit == 12
+  assert [r.tokens for r in responses] == lengths
+  assert {r.limit for r in responses} == {12}
   # All calls have one shape, and no two share a key.
   assert echo.shapes == {(prompts, 8)}
   assert len(echo.keys) == len(set(echo.keys))
@@ -204,8 +206,9 @@ def test_responses_hold_the_whole_prompt(debug_config, echoing):
   debug_config.data.instruction = "{problem}<think>"
   debug_config.data.max_prompt_length = 40
   sampler, _ = echoing(8)
-  responses = sampler.sample(None, PROBLEMS, jax.random.key(0))
-  assert responses.prompts == [f"{p}<think>" for p in TEXTS]
+  responses, _ = sampler.sample(None, PROBLEMS, jax.random.key(0))
+  prompts = [response.prompt for response in responses]
+  assert prompts == [f"{p}<think>" for p in TEXTS for _ in range(8)]
 
 
 def test_a_problem_that_is_too_long_is_an_error(echoing):
@@ -223,10 +226,11 @@ def test_responses_of_a_model_differ_and_repeat(debug_config):
   sample = lambda k: sampler.sample(params, PROBLEMS, jax.random.key(k))
   responses = sample(1)
   assert responses == sample(1)
-  assert responses.responses != sample(2).responses
+  texts = [response.text for response in responses[0]]
+  assert texts != [response.text for response in sample(2)[0]]
   # A problem with two prompts in a batch gets different responses.
-  assert len(set(responses.responses)) > 36
-  assert max(responses.tokens) <= 12
+  assert len(set(texts)) > 36
+  assert max(response.tokens for response in responses[0]) <= 12
 
 
 def test_at_temperature_zero_responses_are_greedy(debug_config, echoing):
@@ -234,7 +238,7 @@ def test_at_temperature_zero_responses_are_greedy(debug_config, echoing):
   sampler, _ = echoing(1)
   echo = Echo(sampler.program.tokenizer, 1)
   replace_functions(sampler, generate_greedy=echo, generate_eval=None)
-  responses = sampler.sample(None, PROBLEMS, jax.random.key(0))
-  assert responses.responses == [f"{problem}0" for problem in TEXTS]
+  responses, _ = sampler.sample(None, PROBLEMS, jax.random.key(0))
+  assert [r.text for r in responses] == [f"{problem}0" for problem in TEXTS]
   with pytest.raises(UserError, match="--samples=1"):
     new_sampler(debug_config, 2)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.evaluate import summary
 from gspo_jax.evaluate.benchmarks import Benchmark
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gspo_jax import model
+from gspo_jax.data.prompt_batch import DemonstrationBatch
 from gspo_jax.learner import cold_start
 from gspo_jax.learner.cold_start import (
   ColdStart,
@@ -22,6 +23,7 @@ from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.preemption import Preemption
+from gspo_jax.sampler.samples import Prompts
 
 
 class Batches:
@@ -32,13 +34,15 @@ class Batches:
 
   def __next__(self):
     self.count += 1
-    return {
-      "problems": [],
-      "tokens": np.zeros((2, 3), np.int32),
-      "length": np.ones(2, np.int32),
-      "response": np.full((2, 4), self.count, np.int32),
-      "response_length": np.ones(2, np.int32),
-    }
+    return DemonstrationBatch(
+      problems=[],
+      tokens=np.zeros((2, 3), np.int32),
+      lengths=np.ones(2, np.int32),
+      positions=np.zeros((2, 3), np.int32),
+      responses=np.full((2, 4), self.count, np.int32),
+      response_lengths=np.ones(2, np.int32),
+      turns=None,
+    )
 
   def get_state(self):
     return {"count": self.count}
@@ -60,8 +64,8 @@ class Functions:
     self.accuracies, self.checked, self.batches = accuracies, [], []
     self.packings = []
 
-  def update(self, state, arrays, packing):
-    self.batches.append(int(arrays["response"][0, 0]))
+  def update(self, state, prompts, responses, lengths, turns, packing):
+    self.batches.append(int(responses[0, 0]))
     self.packings.append(packing)
     params = {"w": state.params["w"] + 1}
     loss = {"loss/imitation": Mean(np.float32(1), np.float32(1))}
@@ -148,15 +152,13 @@ def test_cross_entropy():
   params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), cfg)
   rng = np.random.default_rng(0)
   ids = lambda width: rng.integers(0, 256, (2, width)).astype(np.int32)
-  arrays = {
-    "tokens": ids(3),
-    "length": np.array([3, 2], np.int32),
-    "response": ids(4),
-    "response_length": np.array([4, 1], np.int32),
-  }
+  prompts = Prompts(ids(3), np.array([3, 2], np.int32))
+  responses, lengths = ids(4), np.array([4, 1], np.int32)
   rows = PackingConfig(width=9, minibatches=1, micro_batch_size=2)
   packing = pack(np.array([7, 3]), np.arange(2), rows)
-  packed = cold_start.demonstration_batch(arrays, packing, rows)
+  packed = cold_start.demonstration_batch(
+    prompts, responses, lengths, None, packing, rows
+  )
   batch = jax.tree.map(lambda x: x[0, 0], packed.rows)
 
   @jax.jit
@@ -168,8 +170,8 @@ def test_cross_entropy():
 
   out, logits = both(params)
   logps = jax.nn.log_softmax(logits)
-  response = [logps[0, 2 + t, arrays["response"][0, t]] for t in range(4)]
-  response += [logps[1, 1, arrays["response"][1, 0]]]  # behind its prompt
+  response = [logps[0, 2 + t, responses[0, t]] for t in range(4)]
+  response += [logps[1, 1, responses[1, 0]]]  # behind its prompt
   assert out.loss.value() == pytest.approx(-np.mean(response), rel=1e-5)
   assert out.loss.count == 5
   assert out.metrics["loss/imitation"].value() == out.loss.value()

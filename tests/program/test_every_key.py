@@ -379,7 +379,7 @@ ROWS = (
   Row("sampler.max_new_tokens", built.row_widths, {12: {20}, 8: {16}}),
   Row(
     "sampler.max_new_tokens",
-    lambda config: seen.cold_start_batch(config)["response"].shape,
+    lambda config: seen.cold_start_batch(config)[1].shape,
     {12: (8, 12), 9: (8, 9)},
     COLD_A,
   ),
@@ -618,7 +618,7 @@ ROWS = (
   Row("cold_start.steps", seen.cold_start_updates, {0: 0, 1: 1, 3: 3}, COLD),
   Row(
     "cold_start.batch",
-    lambda config: seen.cold_start_batch(config)["tokens"].shape,
+    lambda config: seen.cold_start_batch(config)[0].tokens.shape,
     {8: (8, 8), 16: (16, 8)},
     COLD,
   ),

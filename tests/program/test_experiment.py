@@ -10,7 +10,7 @@ from repository import ROOT
 
 from gspo_jax.data import sources
 from gspo_jax.data.datasets import Datasets, Stage
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.evaluate import evaluator
 from gspo_jax.program import experiment
 from gspo_jax.program.config import parse

@@ -12,7 +12,7 @@ import pytest
 
 from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.rollout.batch import RolloutContext, ScoredSamples
 from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
 from gspo_jax.runtime import sharding
@@ -145,11 +145,12 @@ def prompts_of(names):
   tokens = np.full((len(names), S), BYTES.pad_id, np.int32)
   for row, x in zip(tokens, ids, strict=True):
     row[S - len(x) :] = x
-  return {
-    "problems": [Problem(name, "ref", "") for name in names],
-    "tokens": tokens,
-    "length": np.array([*map(len, ids)], np.int32),
-  }
+  return prompt_batch.PromptBatch(
+    [Problem(name, "ref", "") for name in names],
+    tokens,
+    np.array([*map(len, ids)], np.int32),
+    np.zeros((len(names), 3), np.int32),
+  )
 
 
 def converse(pool, names, responses, max_turns=4, key=0, tokenizer=BYTES):
@@ -321,8 +322,8 @@ def test_an_environment_may_write_the_prompt(pool):
     pool, ["prompt", "ab"], [["end"], ["end"], ["end"], ["end"]]
   )
   assert policy.prompts == ["!!!", "ab"]
-  assert done.prompts["length"].tolist() == [3, 2]
-  assert done.prompts["tokens"][0, -3:].tolist() == BYTES.encode("!!!")
+  assert done.prompts.lengths.tolist() == [3, 2]
+  assert done.prompts.tokens[0, -3:].tolist() == BYTES.encode("!!!")
 
 
 def test_the_seed_is_of_the_key_and_the_problem(pool):
@@ -357,9 +358,12 @@ def test_a_checkpoint_has_what_samples_do_not(pool):
   state = json.loads(json.dumps(context.conversations_state(scored)))
   batch = prompts_of(["prompt", "ab"])
   found = context.restore(batch, done.samples, state)
-  for name in ("tokens", "length"):
-    np.testing.assert_array_equal(found.prompts[name], done.prompts[name])
-    assert (found.prompts[name] != batch[name]).any()
+  for name in ("tokens", "lengths"):
+    restored, expected, before = (
+      getattr(prompts, name) for prompts in (found.prompts, done.prompts, batch)
+    )
+    np.testing.assert_array_equal(restored, expected)
+    assert (restored != before).any()
   rewards, expected = found.rewards.result(), done.rewards.result()
   np.testing.assert_array_equal(rewards.total, expected.total)
   np.testing.assert_array_equal(rewards.first, expected.first)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
+from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rewards.pool import Response
 from gspo_jax.rollout import dynamic_sampling
@@ -69,11 +70,12 @@ class ScriptedSampler:
       (tokens[:, 0] % 2).astype(jnp.int8),
       jnp.int32(round_ + 2),
     )
-    prompts = {
-      "problems": [Problem(f"{round_}/{p}", str(p), "") for p in range(P)],
-      "tokens": np.array([[round_, p] for p in range(P)], np.int32),
-      "index": np.array([10 * round_ + p for p in range(P)], np.int32),
-    }
+    prompts = PromptBatch(
+      problems=[Problem(f"{round_}/{p}", str(p), "") for p in range(P)],
+      tokens=np.array([[round_, p] for p in range(P)], np.int32),
+      lengths=np.full(P, 2, np.int32),
+      positions=np.array([[0, 0, 10 * round_ + p] for p in range(P)], np.int32),
+    )
     responses = {
       row: Response("", str(ids[row]), "", 1, 2) for row in range(0, P * G, 2)
     }
@@ -128,10 +130,12 @@ def test_keeps_the_first_mixed_groups_then_the_first_others(script, rounds):
   assert kept.samples.lengths.tolist() == [n % 10 + 1 for n in ids]
   assert kept.samples.finish.tolist() == [n % 2 for n in ids]
   assert kept.samples.slot_steps == sum(n + 2 for n in range(took))
-  texts = [problem.text for problem in kept.prompts["problems"]]
+  texts = [problem.text for problem in kept.prompts.problems]
   assert texts == [f"{round_}/{p}" for round_, p in groups]
-  assert kept.prompts["tokens"].tolist() == [list(group) for group in groups]
-  assert kept.prompts["index"].tolist() == [10 * n + p for n, p in groups]
+  assert kept.prompts.tokens.tolist() == [list(group) for group in groups]
+  assert kept.prompts.positions[:, 2].tolist() == [
+    10 * n + p for n, p in groups
+  ]
   each = [sampler.rewards(n).result() for n in range(took)]
   of_groups = lambda field: [field(each[n])[p] for n, p in groups]
   equal = np.testing.assert_array_equal
@@ -167,7 +171,7 @@ def test_one_round_does_not_wait_for_rewards():
 def test_costs_include_discarded_batches():
   script = [(0, 1, 0, 0), (0, 0, 1, 0), (1, 1, 1, 1)]
   kept, costs = sample_until_mixed(ScriptedSampler(*script), 3)
-  index = [cost.prompts["index"].tolist() for cost in costs]
+  index = [cost.prompts.positions[:, 2].tolist() for cost in costs]
   assert index == [[10 * n + p for p in range(P)] for n in range(3)]
   mixed = [cost.rewards.result().mixed_groups.tolist() for cost in costs]
   assert mixed == [[bool(m) for m in row] for row in script]

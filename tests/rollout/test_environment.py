@@ -9,7 +9,7 @@ import time
 import pytest
 from repository import ROOT
 
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.rollout import conversations, environment
 from gspo_jax.rollout.conversations import EnvironmentPool
 from gspo_jax.runtime.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 from scored import scored
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.record import progress
 from gspo_jax.rewards.pool import RewardPool, Scores
 from gspo_jax.rollout import scoring

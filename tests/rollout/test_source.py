@@ -17,7 +17,7 @@ from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.datasets import Stage
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.record import progress
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout.batch import (
@@ -157,9 +157,9 @@ def as_plain(batch):
   samples = jax.device_get(batch.samples.samples)
   in_response = np.arange(R) < samples.lengths[:, None]
   return {
-    "problems": [p.text for p in batch.samples.prompts["problems"]],
-    "prompts": batch.samples.prompts["tokens"].tolist(),
-    "stages": batch.samples.prompts["stage"].tolist(),
+    "problems": [p.text for p in batch.samples.prompts.problems],
+    "prompts": batch.samples.prompts.tokens.tolist(),
+    "stages": batch.samples.prompts.positions[:, 0].tolist(),
     "tokens": np.where(in_response, samples.tokens, -1).tolist(),
     "finish": samples.finish.tolist(),
     "rewards": batch.samples.rewards.result().total.tolist(),

@@ -35,7 +35,7 @@ CONTINUOUS_BATCHING = {
 }
 GUESSING = {
   **CONTINUOUS_BATCHING,
-  "data__source": "gspo_jax.rollout.environments.games.guessing_problems",
+  "data__source": "gspo_jax.tasks.games.guessing_problems",
   "rollout__environment": "guessing",
   "rollout__max_turns": 3,
   "reward__names": "()",

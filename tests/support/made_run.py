@@ -238,8 +238,8 @@ def _recording(built, config, notes):
     state = dataclasses.replace(state, step=state.step + int(apply_updates))
     return state, batch, numbers
 
-  def cold_start_update(state, batch, packing):
-    note("cold_start", jax.device_get(batch))
+  def cold_start_update(state, *arrays_and_packing):
+    note("cold_start", jax.device_get(arrays_and_packing[:-1]))
     numbers = {"loss/imitation": _number(1)}
     return dataclasses.replace(state, step=state.step + 1), numbers
 

@@ -539,16 +539,16 @@ def rows_per_pass(config):
   return [
     rows(made.learner.add_reference_and_values, state, cut(made)),
     rows(made.learner.update, state, cut(made)),
-    rows(made.cold_start.update, cold, DEMONSTRATED, demonstrated(made)),
+    rows(made.cold_start.update, cold, *DEMONSTRATED, demonstrated(made)),
   ]
 
 
-DEMONSTRATED = {
-  "tokens": PROMPTS.tokens.repeat(G, 0),
-  "length": PROMPTS.lengths.repeat(G, 0),
-  "response": made_samples().tokens,
-  "response_length": LENGTHS,
-}
+DEMONSTRATED = (
+  Prompts(PROMPTS.tokens.repeat(G, 0), PROMPTS.lengths.repeat(G, 0)),
+  made_samples().tokens,
+  LENGTHS,
+  None,
+)
 
 
 def demonstrated(made) -> packing.Packing:
@@ -585,6 +585,6 @@ def cold_start_step(config):
   made, params = built(config), bigram.params()
   with bigram.by_the_operation():
     state = made.cold_start.init_state(params)
-    after, _ = made.cold_start.update(state, DEMONSTRATED, demonstrated(made))
+    after, _ = made.cold_start.update(state, *DEMONSTRATED, demonstrated(made))
   moved = np.abs(after.params["head"] - params["head"])
   return float(f"{np.median(moved[moved > 0.5 * moved.max()]):.1e}")

@@ -50,7 +50,7 @@ def cold_start_batch(config):
 
 
 def cold_start_tokens(config):
-  return cold_start_batch(config)["tokens"]
+  return cold_start_batch(config)[0].tokens
 
 
 def steps_run(config):
@@ -85,9 +85,9 @@ def mean_reward(config):
 
 
 def demonstration_starts(config):
-  batch = cold_start_batch(config)
+  _, responses, *_ = cold_start_batch(config)
   tokenizer = run_of(config).experiment.program.tokenizer
-  return {tokenizer.decode(row[:2]) for row in batch["response"]}
+  return {tokenizer.decode(row[:2]) for row in responses}
 
 
 def prompts_of_a_call(config):

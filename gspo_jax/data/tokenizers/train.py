@@ -21,7 +21,8 @@ from pathlib import Path
 import sentencepiece
 from absl import flags
 
-from gspo_jax.data import command, readers, tokenizers
+from gspo_jax.data import readers, tokenizers
+from gspo_jax.runtime import command
 from gspo_jax.runtime.errors import UserError
 
 _INPUT = flags.DEFINE_list(

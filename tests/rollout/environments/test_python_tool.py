@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.rollout import conversations, environment
 from gspo_jax.rollout.conversations import EnvironmentPool
 from gspo_jax.rollout.environments import python_tool

@@ -1,4 +1,4 @@
-"""The embedded task: labelled chains of arithmetic with an exact reward.
+"""The default task: labelled chains of arithmetic with an exact reward.
 
 The problem `8a+3b-5c+4?` is (((8 + 3) - 5) + 4) modulo 10, from left to right.
 A worked response labels each step: `a8+3=1;b1-5=6;c6+4=0;#0`. The labels let a
@@ -7,12 +7,10 @@ model of two layers learns.
 """
 
 import dataclasses
-import hashlib
 import random
 import string
-from collections.abc import Mapping
-from typing import Any, NamedTuple
 
+from gspo_jax.data.problem import Problem, held_out
 from gspo_jax.runtime.errors import UserError
 
 _OPERATIONS = {
@@ -22,34 +20,6 @@ _OPERATIONS = {
 }
 
 
-class Problem(NamedTuple):
-  """One problem of any source.
-
-  Attributes:
-    text: of the problem, before the instruction and the chat template.
-    reference: the target, with which the reward compares the response.
-    demonstration: a worked response to imitate in the cold start; "" for none.
-    columns: the other columns of the record, for rewards: names with values
-      that JSON has.
-    history: the messages before `text`, which is the last one of the user: each
-      (role, content), the first one perhaps of the role "system".
-    turns: the demonstration behind its first response: each (role, content),
-      the last one of the role "assistant".
-  """
-
-  text: str
-  reference: str
-  demonstration: str
-  columns: Mapping[str, Any] = {}
-  history: tuple[tuple[str, str], ...] = ()
-  turns: tuple[tuple[str, str], ...] = ()
-
-
-def held_out(text: str) -> bool:
-  """Whether a problem is for evaluation only: one in eight, by its hash."""
-  return hashlib.sha256(text.encode()).digest()[0] < 32
-
-
 @dataclasses.dataclass(frozen=True)
 class Chain:
   """A random-access source of chains; the same index is the same problem.
@@ -57,8 +27,8 @@ class Chain:
   Attributes:
     steps: the possible lengths, each 1 to 26 (a label is a letter).
     noise: probability that a demonstrated step has a random result, with which
-      the chain then goes on. The cold start so learns the method and leaves the
-      precision to RL.
+      the chain then goes on: the cold start learns the method, and RL the
+      precision.
     evaluation: True for the held-out problems, False for the others.
     size: number of problems.
     seed: of the whole source.
@@ -73,10 +43,10 @@ class Chain:
   def __post_init__(self):
     fits = lambda n: isinstance(n, int) and 1 <= n <= 26
     if not self.steps or not all(map(fits, self.steps)):
-      raise UserError(f"chain_steps={self.steps}: expected lengths in 1..26")
+      raise UserError(f"chain: steps={self.steps}: expected lengths in 1..26")
     if not 0 <= self.noise <= 1:
       raise UserError(
-        f"chain_noise={self.noise}: expected a probability in 0..1"
+        f"chain: noise={self.noise}: expected a probability in 0..1"
       )
 
   def __len__(self) -> int:
@@ -103,3 +73,33 @@ class Chain:
         shown = rng.randrange(10)
       demonstration.append(f"{label}{before}{operation}{operand}={shown};")
     return Problem(text + "?", str(value), "".join(demonstration) + f"#{shown}")
+
+
+def sources(
+  seed: int, *, steps="8", demonstrated="2|4|6|8", noise=0.12
+) -> tuple[Chain, Chain, Chain]:
+  """Chains to learn from, to be evaluated on, and to imitate.
+
+  Args:
+    seed: of all.
+    steps: lengths to learn from and to be evaluated on, with | between.
+    demonstrated: lengths to imitate.
+    noise: share of random results in these.
+  """
+  chain = Chain(_lengths("steps", steps), seed=seed)
+  return (
+    chain,
+    dataclasses.replace(chain, evaluation=True),
+    dataclasses.replace(
+      chain, steps=_lengths("demonstrated", demonstrated), noise=noise
+    ),
+  )
+
+
+def _lengths(name: str, text: str | int) -> tuple[int, ...]:
+  lengths = str(text).split("|")
+  if not all(map(str.isdecimal, lengths)):
+    raise UserError(
+      f"data.source=chain:{name}={text}: expected lengths, such as 2|4|8"
+    )
+  return tuple(map(int, lengths))

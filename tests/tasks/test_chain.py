@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from gspo_jax.data.tasks import Chain, held_out
+from gspo_jax.data.problem import held_out
 from gspo_jax.rewards import final_answer
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.tasks.chain import Chain
 
 MANY = 2000
 

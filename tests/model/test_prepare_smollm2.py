@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import logprobs, model, prepare_smollm2, sampler
+from gspo_jax import logprobs, model, sampler
 from gspo_jax.data.tokenizers.hf import HFTokenizer
 from gspo_jax.model import hf
+from gspo_jax.model.hf import prepare_smollm2
 from gspo_jax.runtime.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""Flags and exit codes of the commands that prepare data."""
+"""Flags and exit codes of the commands that prepare data or a model."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ def run(
   """Runs a command; exits with code 2 and one line on a mistake of the user.
 
   Args:
-    work: reads the flags.
-    required: the flags that must be given.
+    work: the command; it reads the flags.
+    required: flags that must be given.
     start: an example of them, for the error.
   """
 

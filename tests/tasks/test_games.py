@@ -2,9 +2,9 @@
 
 import pytest
 
-from gspo_jax.data.tasks import held_out
+from gspo_jax.data.problem import held_out
 from gspo_jax.rollout.environment import Question, Step
-from gspo_jax.rollout.environments import games
+from gspo_jax.tasks import games
 
 GAMES = {
   "calculator": (games.Calculator, games.calculator_problems),

@@ -1,0 +1,355 @@
+"""Short texts about everyday subjects, written to rules that can be checked.
+
+A problem names a subject and one or two rules, such as "Do not use commas.", in
+the kind of IFEval (arXiv 2311.07911; the rules here are our own). The reference
+is the subject and the rules as JSON, which the reward `instructions` reads. The
+first rule is one that few texts keep by chance; rules that most short texts
+keep come beside one only. Each of these functions is a source for
+`data.source`:
+
+  training        trained subjects, requests and rules
+  new_subjects    held-out subjects and requests, trained rules
+  new_rules       held-out subjects, requests and rules
+"""
+
+import functools
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from gspo_jax.data.problem import Problem, held_out
+from gspo_jax.runtime import errors
+
+_SIZE = 4096  # problems to train on
+_HELD_OUT = 256  # of each held-out source
+
+# One in eight is held out, by its hash.
+_SUBJECTS = """
+apples ants bananas bees bicycles birds boats books bread breakfast bridges
+butter cakes cameras camping candles carrots cars castles cats cheese chickens
+chocolate clocks clouds coffee computers cooking corn cotton cows dancing
+deserts dogs dolphins doors dreams drums eggs elephants engines farms fire
+fishing flags flowers football forests friends frogs gardens gold grapes
+guitars hats history holidays honey horses hospitals houses insects islands
+jam jokes kings kitchens kites lakes lamps languages lemons letters lions maps
+markets medicine milk mirrors money monkeys mountains movies museums music
+newspapers night numbers oceans onions oranges owls painting paper parents
+parks pencils penguins phones photos pianos pigs pizza planes planets plants
+poems ponds rabbits radios rain rice rivers roads robots roses running salads
+salt sand schools science seasons sharks ships shoes singing sleep snow soap
+soup spiders spring squirrels stars storms sugar summer swimming tea teachers
+tennis theatres tigers towns toys trains travel trees trucks turtles umbrellas
+vegetables villages violins walking water whales wheat wind windows winter
+wood wool writing zebras zoos
+"""
+_REQUESTS = (
+  "Tell me about {}.",
+  "Write a short text about {}.",
+  "Why do people care about {}?",
+  "What is special about {}?",
+)
+_HELD_OUT_REQUESTS = (
+  "Describe {} to a child.",
+  "Say something interesting about {}.",
+)
+_WORDS = """
+always animal beautiful because believe best better big children color day
+different easy enjoy every family famous favorite feel find friend fun good
+great happy health help history home idea important joy learn life love many
+nature never often people place reason small special story strong time together
+useful world year young
+"""
+_STARTS = (
+  *("Did you know", "For me", "Here is why", "I think", "In short"),
+  *("Let me explain", "Look", "Most people", "Sure", "Well"),
+)
+_ENDS = {"!": "an exclamation mark", "?": "a question"}
+_COMMON = ("a", "and", "are", "in", "is", "of", "the", "to")
+_WORD = re.compile(r"[^\W\d_]+(?:['\N{RIGHT SINGLE QUOTATION MARK}][^\W\d_]+)*")
+_SENTENCE_END = re.compile(r"[.!?]+(?=[\s\"\'\u2019\u201d)*\]]|$)")
+_BULLET = re.compile(r"- +\S")
+_NUMBERED = re.compile(r"([0-9]+)[.)] +\S")
+_CLOSING = "*\"'\u2019\u201d"  # what may follow the end of a text
+# Different words that a response needs beside those of its prompt.
+NEW_WORDS = 6
+# Words in a row that a response must not repeat.
+_RUN = 5
+
+
+def words(text: str) -> list[str]:
+  """The words of a text in lower case, of letters alone; "don't" is one."""
+  return [word.lower() for word in _WORD.findall(text)]
+
+
+def _num_filled(parts) -> int:
+  """The number of parts that have two words or more."""
+  return sum(len(words(part)) > 1 for part in parts)
+
+
+def _lines(text: str) -> list[str]:
+  return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _bullets(text: str, count: int) -> bool:
+  lines = _lines(text)
+  return len(lines) == count and all(map(_BULLET.match, lines))
+
+
+def _numbered(text: str, count: int) -> bool:
+  matches = [_NUMBERED.match(line) for line in _lines(text)]
+  numbers = [*range(1, count + 1)]
+  return all(matches) and [int(m[1]) for m in matches] == numbers
+
+
+def _has(text: str, phrase: str) -> bool:
+  """Whether the words of `phrase` are in the text, one after the other."""
+  return f" {' '.join(words(phrase))} " in f" {' '.join(words(text))} "
+
+
+def _between(size: int, bounds: list[int]) -> bool:
+  return bounds[0] <= size <= bounds[1]
+
+
+_one_of = lambda *values: lambda rng: rng.choice(values)
+_always = lambda rng: True
+
+
+class Rule(NamedTuple):
+  """A rule about a text.
+
+  Attributes:
+    keeps: whether a text keeps the rule with this value.
+    draw: a random value; True for a rule that has none.
+    ask: the sentence that asks for it.
+  """
+
+  keeps: Callable[[str, Any], bool]
+  draw: Callable[[random.Random], Any]
+  ask: Callable[[Any], str]
+
+
+RULES = {
+  "avoid": Rule(
+    lambda text, phrase: not _has(text, phrase),
+    _one_of(*_COMMON),
+    lambda word: f'Do not use the word "{word}".',
+  ),
+  "bullets": Rule(
+    _bullets,
+    _one_of(2, 3, 4),
+    lambda n: f'Answer only with {n} lines that begin with "- ".',
+  ),
+  "characters_between": Rule(
+    lambda text, n: _between(len(text), n),
+    _one_of([30, 80], [81, 140], [141, 220]),
+    lambda n: f"Use between {n[0]} and {n[1]} characters.",
+  ),
+  "end": Rule(
+    lambda text, end: text.endswith(end) or text.rstrip(_CLOSING).endswith(end),
+    _one_of(*_ENDS),
+    lambda text: f"End with {_ENDS[text]}.",
+  ),
+  "include": Rule(
+    _has, _one_of(*_WORDS.split()), lambda word: f'Use the word "{word}".'
+  ),
+  "lower_case": Rule(
+    lambda text, _: text == text.lower(),
+    _always,
+    lambda _: "write in lower case, without any capital letters.",
+  ),
+  "no_commas": Rule(
+    lambda text, _: "," not in text, _always, lambda _: "Do not use commas."
+  ),
+  "no_digits": Rule(
+    lambda text, _: not any(c.isdigit() for c in text),
+    _always,
+    lambda _: "Do not use digits.",
+  ),
+  "no_first_person": Rule(
+    lambda text, _: not {"i", "my", "me"} & {*words(text)},
+    _always,
+    lambda _: 'Do not use the words "I", "my" and "me".',
+  ),
+  "no_questions": Rule(
+    lambda text, _: "?" not in text,
+    _always,
+    lambda _: "Do not ask any questions.",
+  ),
+  "numbered": Rule(
+    _numbered,
+    _one_of(2, 3, 4),
+    lambda n: f"Answer only with a numbered list of {n} short points.",
+  ),
+  "paragraphs": Rule(
+    lambda text, n: _num_filled(re.split(r"\n\s*\n", text)) == n,
+    _one_of(2, 3),
+    lambda n: f"Write {n} short paragraphs with an empty line between them.",
+  ),
+  "sentences": Rule(
+    lambda text, n: _num_filled(_SENTENCE_END.split(text)) == n,
+    _one_of(1, 2, 3),
+    lambda n: f"Answer in exactly {n} sentence{'s' * (n > 1)}.",
+  ),
+  "start": Rule(
+    lambda text, phrase: re.match(re.escape(phrase) + r"(?!\w)", text),
+    _one_of(*_STARTS),
+    lambda text: f'Begin your answer with "{text}".',
+  ),
+  "twice": Rule(
+    lambda text, word: words(text).count(word) >= 2,
+    _one_of(*_WORDS.split()),
+    lambda word: f'Use the word "{word}" at least twice.',
+  ),
+  "without_letter": Rule(
+    lambda text, letter: letter not in text.lower(),
+    _one_of("b", "k", "v", "w"),
+    lambda letter: f'Do not use the letter "{letter}".',
+  ),
+  "words_between": Rule(
+    lambda text, n: _between(len(words(text)), n),
+    _one_of([5, 12], [13, 24], [25, 40]),
+    lambda n: f"Use between {n[0]} and {n[1]} words.",
+  ),
+}
+
+
+class RuleNames(NamedTuple):
+  """Names of first rules, and of those that come beside a first one; sorted."""
+
+  first: Sequence[str]
+  second: Sequence[str]
+
+
+TRAINED_RULES = RuleNames(
+  ("end", "include", "numbered", "sentences", "start", "words_between"),
+  ("avoid", "lower_case", "no_commas", "no_digits", "no_first_person"),
+)
+HELD_OUT_RULES = RuleNames(
+  ("bullets", "characters_between", "paragraphs", "twice"),
+  ("no_questions", "without_letter"),
+)
+
+
+@functools.cache
+def training() -> Sequence[Problem]:
+  """4,096 problems to train on."""
+  return _problems("training", _SIZE, _REQUESTS, TRAINED_RULES)
+
+
+@functools.cache
+def new_subjects() -> Sequence[Problem]:
+  """256 problems about other subjects, asked in other words."""
+  return _problems("new_subjects", _HELD_OUT, _HELD_OUT_REQUESTS, TRAINED_RULES)
+
+
+@functools.cache
+def new_rules() -> Sequence[Problem]:
+  """256 such problems with other rules, too."""
+  return _problems("new_rules", _HELD_OUT, _HELD_OUT_REQUESTS, HELD_OUT_RULES)
+
+
+def _problems(name, count, requests, names) -> list[Problem]:
+  rng, evaluation = random.Random(name), name != "training"
+  subjects = [s for s in _SUBJECTS.split() if held_out(s) == evaluation]
+  return [_problem(rng, subjects, requests, names) for _ in range(count)]
+
+
+def _problem(rng: random.Random, subjects, requests, names) -> Problem:
+  subject = rng.choice(subjects)
+  while True:
+    first = rng.choice(names.first)
+    values = {first: RULES[first].draw(rng)}
+    if rng.random() < 0.3:
+      second = rng.choice(names.second)
+      values[second] = RULES[second].draw(rng)
+    if _is_possible(subject, values):
+      break
+  sentences = [RULES[name].ask(value) for name, value in values.items()]
+  text = " ".join([rng.choice(requests).format(subject), *sentences])
+  reference = json.dumps({"subject": subject, "rules": values})
+  return Problem(text, reference, "")
+
+
+def _is_possible(subject: str, values: dict) -> bool:
+  """Whether the second rule allows the text that the first one demands."""
+  demanded = [subject]
+  for name in ("include", "twice", "start", "end"):
+    demanded.append(values.get(name, ""))
+  if "numbered" in values:
+    demanded.append("1.")
+  text = " ".join(demanded)
+  demanded_words = text.lower().replace(".", "").split()
+  return not (
+    values.get("avoid") in demanded_words
+    or ("lower_case" in values and text != text.lower())
+    or ("no_digits" in values and "1" in text)
+    or ("no_first_person" in values and {"i", "me", "my"} & {*demanded_words})
+    or ("no_questions" in values and "?" in text)
+    or values.get("without_letter", "?!") in text.lower()
+  )
+
+
+def follows(
+  prompt: str, response: str, reference: str, *, tokens: int, limit: int
+) -> float:
+  """1.0 iff the response keeps all rules and is about its subject, else 0.0.
+
+  White space around the response does not count. A text is about its subject if
+  it names it, with or without a final "s", has `NEW_WORDS` different words that
+  the prompt does not have, and no five words in a row twice: a policy soon
+  learns to repeat the question, or itself. A response that was cut off at
+  `limit` tokens keeps no rule. Nothing judges whether the text is true or well
+  written.
+
+  Args:
+    prompt: what the policy read.
+    response: what the policy wrote.
+    reference: JSON: {"subject": text, "rules": {name: value}}, the names of
+      `RULES`.
+    tokens: length of the response, its stop token included.
+    limit: largest length.
+
+  Raises:
+    UserError: the reference is not such JSON.
+  """
+  target = _parse(reference)
+  text = response.strip()
+  if tokens >= limit or not _names(text, target["subject"]):
+    return 0.0
+  if len({*words(text)} - {*words(prompt)}) < NEW_WORDS or _repeats(text):
+    return 0.0
+  rules = target["rules"].items()
+  return float(all(RULES[name].keeps(text, value) for name, value in rules))
+
+
+def _names(text: str, subject: str) -> bool:
+  stem = re.escape(subject.removesuffix("s"))
+  return re.search(rf"\b{stem}s?\b", text, re.IGNORECASE) is not None
+
+
+def _repeats(text: str) -> bool:
+  """Whether `_RUN` words in a row occur twice."""
+  sequence = words(text)
+  count = len(sequence) - _RUN + 1
+  runs = [tuple(sequence[i : i + _RUN]) for i in range(count)]
+  return len(runs) > len({*runs})
+
+
+def _parse(reference: str) -> dict:
+  try:
+    target = json.loads(reference)
+    names, _ = target["rules"].keys(), target["subject"].lower()
+  except (ValueError, TypeError, KeyError, AttributeError):
+    raise errors.UserError(
+      f"reward 'instructions': reference {reference[:80]!r}: expected JSON "
+      '{"subject": text, "rules": {name: value}}'
+    ) from None
+  for name in names:
+    if name not in RULES:
+      raise errors.UserError(
+        f"reward 'instructions': unknown rule {name!r}: "
+        f"{errors.nearest(name, RULES)}"
+      )
+  return target
