@@ -266,7 +266,7 @@ ROWS = (
     "data.source",
     seen.trained_kinds,
     {
-      "chain": {"0": 8},
+      "chain:steps=1": {"0": 8},
       FILE_A: {"A": 8},
       f"{FILE_A},{FILE_B}": {"A": 4, "B": 4},
     },
