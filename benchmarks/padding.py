@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks import lengths, record
 from benchmarks.iteration import timed
 from gspo_jax.configs import tiny_cpu
-from gspo_jax.learner import packing, train_batch, train_step
+from gspo_jax.learner import packing, train_step
 from gspo_jax.model.moe import number_type
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
@@ -129,7 +129,7 @@ class Learning:
 
 
 def _bucket_step(state, prompts, samples, placement, *, learner, cfg):
-  batch = train_batch.pack_responses(
+  batch = packing.pack_responses(
     prompts,
     samples.tokens,
     samples.lengths,

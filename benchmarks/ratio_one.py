@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks import record
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import train_batch
-from gspo_jax.learner.objective import METHODS
+from gspo_jax.losses import METHODS
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.record import metric_writer
@@ -59,7 +59,7 @@ def config_of(objective="gspo", experts=True, remat=True, micro=16, **changes):
   c.model.remat = "attention,stream" if remat else "none"
   if not experts:
     c.model.num_experts = c.model.experts_per_token = 0
-  c.optim.learning_rate = c.critic.learning_rate = 0.0
+  c.optim.learning_rate = 0.0
   c.data.prompts, c.rollout.group_size = 16, 4
   c.sampler.max_new_tokens = 48
   c.learner.minibatches, c.learner.micro_batch_size = 4, micro
@@ -137,7 +137,7 @@ def _with_old_logps_alone(run, state, batch):
   def score(params, rows):
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), rows)
     flat = sharding.constrain_batch(flat, axis=0)
-    return train_batch.logprobs(params, run.cfg, flat).logps
+    return train_batch.response_logps(params, run.cfg, flat).logps
 
   rows = dataclasses.replace(batch.rows, experts=None)
   old_logps = jax.jit(score)(state.params, rows).reshape(rows.old_logps.shape)

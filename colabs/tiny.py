@@ -179,7 +179,7 @@ for i in range(8):
 def log_probs(params, rollout):
   """Of the responses' tokens, [B, R]."""
   temperature = config.sampler.temperature
-  scored = train_batch.logprobs(
+  scored = train_batch.response_logps(
     params, functions.cfg, rollout, temperature=temperature
   )
   return scored.logps

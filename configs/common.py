@@ -173,59 +173,30 @@ def get_config() -> ConfigDict:
   c.reward.max_failed = 0.5
 
   c.objective = ConfigDict()  # the method, and what is added to its loss
-  # Gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo, sapo
+  # Gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo, sapo, or
+  # package.module.function; its numbers follow:
+  # 'gspo:clip_low=3e-4,clip_high=4e-4'
   c.objective.name = "gspo"
-  # -1: the method's own, see gspo_jax/losses/ [0 or more, or -1 for the
-  # method's own]
-  c.objective.clip_low = -1.0
-  # -1: the method's own [0 or more, or -1 for the method's own]
-  c.objective.clip_high = -1.0
-  # Largest ratio of cispo; -1: its own [more than 0, or -1 for the method's
-  # own]
-  c.objective.cap = -1.0
-  # Of sapo's gate where A > 0; -1: its own [more than 0, or -1 for the method's
-  # own]
-  c.objective.tau_positive = -1.0
-  # Of sapo's gate where A < 0; -1: its own [more than 0, or -1 for the method's
-  # own]
-  c.objective.tau_negative = -1.0
-  # Largest ratio against A < 0, about 3; 0: any [0 for none, or more than 1]
-  c.objective.dual_clip = 0.0
   # "recompute": by the forward pass of the update; "sampler": as sampled, with
-  # rounding that in bfloat16 can exceed GSPO's clip range. With off-policy
-  # rollouts, "recompute" is the policy that learns, "sampler" the one that
-  # sampled.
+  # no further pass
   c.objective.old_logps = "recompute"
   # Of the KL to a reference policy; 0: no reference [0 or more]
   c.objective.kl_coef = 0.0
-  c.objective.kl_estimator = "k3"  # "k2", "k3": in the loss; "k1": the reward
-  # Iterations between syncs; 0: frozen [0 or more]
+  # "k2", "k3": in the loss; "k1": in the reward
+  c.objective.kl_estimator = "k3"
+  # Iterations between syncs of the reference; 0: frozen [0 or more]
   c.objective.reference_every = 0
   c.objective.entropy_coef = 0.0  # of the entropy bonus [0 or more]
-  # Importance weights between sampler and trainer: tis_token, tis_sequence
-  # (truncated), mis_token, mis_sequence (masked) [none | tis_token |
-  # tis_sequence | mis_token | mis_sequence]
+  # Importance weights between sampler and trainer: 'tis_token:cap=2',
+  # tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence
   c.objective.mismatch = "none"
-  c.objective.mismatch_cap = 2.0  # largest weight [1 or more]
-  # Smallest weight that "mis" keeps [0 or more, under 1]
-  c.objective.mismatch_floor = 0.5
-  # Smallest weight of a token whose router moved; -1: 0.8 in rspo, else 0: off
-  # [0 for none, under 1, or -1 for the method's own]
-  c.objective.router_shift_floor = -1.0
-  # Routing Replay: the old policy's experts ("r2") or the sampler's ("r3")
-  # [none | r2 | r3]
+  # Routing Replay: the experts of the old policy ("r2") or of the sampler
+  # ("r3") [none | r2 | r3]
   c.objective.replay = "none"
   c.objective.zero_truncated = False  # no advantage for truncated responses
-  # "response": one advantage, of the whole conversation. "turn": one for each
-  # turn, of the rewards from there on; for methods with an advantage a token.
+  # "response": one advantage, of the whole conversation; "turn": one for each
+  # turn
   c.objective.credit = "response"
-
-  c.critic = ConfigDict()  # of ppo; AdamW, the rest of it as in `optim`
-  c.critic.learning_rate = 1e-5  # its peak [0 or more]
-  c.critic.warmup_steps = 0  # optimizer steps [0 or more]
-  c.critic.clip = 0.2  # largest change of a value in an iteration [0 or more]
-  c.critic.discount = 1.0  # of the reward, per token [0 to 1]
-  c.critic.trace_decay = 0.95  # lambda of GAE [0 to 1]
 
   c.learner = ConfigDict()  # how a batch is cut into updates
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)

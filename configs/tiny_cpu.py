@@ -31,7 +31,6 @@ def get_config(mode: str = "") -> ConfigDict:
   c.optim.learning_rate = 3e-4
   # The first Adam steps flip most experts.
   c.optim.warmup_steps = 8
-  c.critic.learning_rate = 1e-3
   # Packed rows: a cold start computes 3 of 4 micro-batches of 16.
   c.learner.micro_batch_size = 16
   c.cold_start.steps = 800

@@ -632,15 +632,11 @@ def _greedy_accuracy(experiment: Experiment, key, params) -> float:
 
 
 def _health_checks(experiment: Experiment) -> HealthChecks:
-  config, c = experiment.config, experiment.config.objective
+  config = experiment.config
   sampling = settings.sampler_config(config, experiment.program.tokenizer)
   return HealthChecks(
-    method=c.name,
-    settings=c.method_settings(),
+    config.objective,
     minibatches=config.learner.minibatches,
     off_policy=config.rollout.is_off_policy,
-    recomputed_old_logps=c.old_logps == "recompute",
-    # A critic, and a KL in the reward, also teach with equal rewards.
-    compares_groups=not c.has_critic and not c.has_kl_in_reward,
     truncated_sampling=sampling.truncates,
   )

@@ -91,4 +91,4 @@ def log_probs(
   params: model.Params, cfg: model.ModelConfig, batch: TrainBatch
 ) -> jax.Array:
   """Log-probs of the responses at temperature 1, [B, R] float32."""
-  return train_batch.logprobs(params, cfg, batch).logps
+  return train_batch.response_logps(params, cfg, batch).logps

@@ -225,7 +225,7 @@ class TabularPolicy:
         train_step.update, learner=learner._replace(optimizer=self.optimizer)
       )
     )
-    self.credit = settings.credit(config)
+    self.config = config
     self.params_used, self.batch = [], None
     self.learner = LearnerFunctions(
       old_logps_of_every_minibatch=False,
@@ -233,13 +233,14 @@ class TabularPolicy:
       init_state=None,
       learning_rate=lambda step: 1.0,
       make_train_batch=functools.partial(
-        train_batch.train_batch_from_samples,
+        packing.train_batch_from_samples,
         cfg=CFG,
-        fields=settings.train_batch_fields(config, CFG),
+        objective=config.objective,
+        instruments=config.log.instruments,
         packing_config=settings.packing(config, 1),
       ),
       packing=settings.packing(config, 1),
-      needs_old_logprobs=settings.needs_old_logprobs(config, CFG),
+      needs_old_logprobs=settings.needs_old_logps(config, CFG),
       add_reference_and_values=None,
       assign_advantages=self.assign_advantages,
       step=self.step,
@@ -254,7 +255,11 @@ class TabularPolicy:
 
   def assign_advantages(self, batch, rewards, finish):
     self.batch = credit.assign_advantages(
-      batch, rewards, finish, credit=self.credit
+      batch,
+      rewards,
+      finish,
+      objective=self.config.objective,
+      group_size=self.config.rollout.group_size,
     )
     return self.batch
 
@@ -284,7 +289,7 @@ class ScriptedPool:
 @pytest.fixture
 def tabular(config, monkeypatch):
   """A run of that policy, its functions, and its state."""
-  monkeypatch.setattr(train_batch, "logprobs", tabular_logprobs)
+  monkeypatch.setattr(train_batch, "response_logps", tabular_logprobs)
   config.objective.name = "dr_grpo"
   config.learner.minibatches = P  # the update computes old log-probs of one
   config.learner.micro_batch_size = G // 2

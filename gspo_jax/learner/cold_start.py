@@ -19,7 +19,12 @@ from gspo_jax import model
 from gspo_jax.data.pipeline import Batches
 from gspo_jax.learner import train_batch, train_step
 from gspo_jax.learner.optimizer import OptimConfig
-from gspo_jax.learner.packing import Packing, PackingConfig, pack
+from gspo_jax.learner.packing import (
+  Packing,
+  PackingConfig,
+  pack,
+  pack_responses,
+)
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean, Metrics
@@ -79,7 +84,7 @@ def cross_entropy(
   `is_old_policy` is not used: there is no ratio.
   """
   mask = batch.response_mask
-  logps = train_batch.logprobs(params, cfg, batch).logps
+  logps = train_batch.response_logps(params, cfg, batch).logps
   total = -jnp.where(mask, logps, 0.0).sum()
   loss = Mean(total, mask.sum(dtype=jnp.float32))
   return train_step.LossOutput(
@@ -105,9 +110,7 @@ def demonstration_batch(
     packing: where each demonstration goes.
     cfg: the rows, of one minibatch; static.
   """
-  batch = train_batch.pack_responses(
-    prompts, responses, lengths, packing, cfg, turns=turns
-  )
+  batch = pack_responses(prompts, responses, lengths, packing, cfg, turns=turns)
   return batch._replace(rows=dataclasses.replace(batch.rows, turns=None))
 
 

@@ -4,10 +4,12 @@ Dimension key: B responses, R response columns of a packed row.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.losses.advantages import (
   generalized_advantages,
@@ -18,71 +20,53 @@ from gspo_jax.losses.advantages import (
 from gspo_jax.sampler.samples import TRUNCATED
 
 
-@dataclasses.dataclass(frozen=True)
-class CreditConfig:
-  """How rewards become advantages; static under jit.
-
-  Attributes:
-    group_size: G.
-    normalize_std: whether to divide by the group's standard deviation.
-    kl_coef: of the KL penalty k1, `old - reference` log-probs. With a critic
-      it is subtracted from the reward of each token. Without one its sum over
-      the response, less the group's mean, is subtracted from the advantage; it
-      is not divided by the std of the rewards, so that in a group of equal
-      rewards it does not grow as large as a reward.
-    zero_truncated: whether truncated responses have advantage 0.
-    discount: of a critic's returns, per token.
-    trace_decay: GAE's lambda; None without a critic.
-    by_turn: whether each turn of a conversation has an advantage of its own.
-  """
-
-  group_size: int
-  normalize_std: bool = True
-  kl_coef: float = 0.0
-  zero_truncated: bool = False
-  discount: float = 1.0
-  trace_decay: float | None = None
-  by_turn: bool = False
-
-
 def assign_advantages(
   batch: PackedBatch,
   rewards: jax.Array,
   finish: jax.Array,
   *,
-  credit: CreditConfig,
+  objective: ObjectiveConfig,
+  group_size: int,
 ) -> PackedBatch:
   """The batch with its advantages, and with returns where there is a critic.
 
   It compares the responses of whole groups, wherever they were packed.
 
+  The KL penalty k1, `kl_coef * (old - reference)` log-probs, is subtracted from
+  the reward of each token where there is a critic. Without one its sum over the
+  response, less the group's mean, is subtracted from the advantage. It is not
+  divided by the std of the rewards, so that in a group of equal rewards it does
+  not grow as large as a reward.
+
   Args:
     batch: of B responses, with the log-probs and values that the credit needs.
-    rewards: [B] float32, of whole responses; with `credit.by_turn` those of
+    rewards: [B] float32, of whole responses; with credit="turn" those of
       `turn_advantages`, [B, K].
     finish: [B], `Samples.finish`.
-    credit: how rewards become advantages; static.
+    objective: how rewards become advantages; static.
+    group_size: G; static.
   """
-  rows = batch.rows
+  rows, method, critic = batch.rows, objective.method, objective.critic
   mask, response = rows.response_mask, rows.response_index
   penalty = jnp.zeros(mask.shape)
-  if credit.kl_coef:
+  if objective.has_kl_in_reward:
     gap = rows.old_logps - rows.reference_logps
-    penalty = jnp.where(mask, credit.kl_coef * gap, 0.0)
+    penalty = jnp.where(mask, objective.kl_coef * gap, 0.0)
   returns = None
-  if credit.by_turn:
+  if objective.credit == "turn":
     by_turn = turn_advantages(
-      rewards.reshape(-1, credit.group_size, rewards.shape[1]),
-      normalize_std=credit.normalize_std,
+      rewards.reshape(-1, group_size, rewards.shape[1]),
+      normalize_std=method.normalize_std,
     ).reshape(rewards.shape)
     advantages = by_turn[response, jnp.maximum(rows.turns - 1, 0)]
     advantages = jnp.where(mask, advantages, 0.0)
-  elif credit.trace_decay is None:
-    groups = lambda x: x.reshape(-1, credit.group_size)
-    advantages = group_relative_advantages(
-      groups(rewards), normalize_std=credit.normalize_std
+  elif critic is None:
+    groups = lambda x: x.reshape(-1, group_size)
+    relative = method.advantages or functools.partial(
+      group_relative_advantages, normalize_std=method.normalize_std
     )
-    if credit.kl_coef:
+    advantages = relative(groups(rewards))
+    if objective.has_kl_in_reward:
       penalties = groups(
         jnp.zeros_like(rewards).at[response].add(penalty, mode="drop")
       )
@@ -97,13 +81,13 @@ def assign_advantages(
       jnp.where(last_BR, rewards[flat(response)], 0.0) - flat(penalty),
       flat(rows.values),
       mask_BR,
-      discount=credit.discount,
-      trace_decay=credit.trace_decay,
+      discount=critic.discount,
+      trace_decay=critic.trace_decay,
       segment_ids=segments_BR,
     )
     advantages = whiten(advantages, mask_BR).reshape(mask.shape)
     returns = returns.reshape(mask.shape)
-  if credit.zero_truncated:
+  if objective.zero_truncated:
     advantages = jnp.where(finish[response] != TRUNCATED, advantages, 0.0)
   rows = dataclasses.replace(rows, advantages=advantages, returns=returns)
   return batch._replace(rows=rows)

@@ -3,6 +3,8 @@
 Dimension key: B rows, T tokens, R response tokens, D model width.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +12,27 @@ from gspo_jax import model
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.learner.train_step import LossOutput
 from gspo_jax.losses import Mean, value_loss
+from gspo_jax.runtime.key import SHARE, ZERO_OR_MORE, Range, key
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+  """The critic's numbers, `critic_*` of a method that has one.
+
+  It learns with AdamW; the rest of its optimizer is as in `optim`.
+  """
+
+  learning_rate: float = key(1e-5, "its peak", ZERO_OR_MORE)
+  warmup_steps: int = key(
+    0,
+    "optimizer steps",
+    Range("a whole number, 0 or more", lambda x: x >= 0 and x == int(x)),
+  )
+  clip: float = key(
+    0.2, "largest change of a value in an iteration", ZERO_OR_MORE
+  )
+  discount: float = key(1.0, "of the reward, per token", SHARE)
+  trace_decay: float = key(0.95, "lambda of GAE", SHARE)
 
 
 def init(policy: model.Params) -> model.Params:

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from gspo_jax.learner.objective import METHODS
-from gspo_jax.losses import CLIP_LOGS, CLIPPED
+from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.runtime import multihost
 
 # Two passes of one program over the same weights agree bit for bit where the
@@ -24,47 +23,39 @@ def require_finite(metrics: Mapping[str, float], step: int) -> None:
       )
 
 
-def clip_range_warnings(
-  method: str, settings: Mapping[str, float]
-) -> list[str]:
-  """What is wrong with a clip range, as one taken over from another method.
-
-  Args:
-    method: `objective.name`.
-    settings: its numbers, with `clip_low`, `clip_high`, `cap` if it has them.
-
-  Returns:
-    A line for each fault.
-  """
-  if settings.get("cap", math.inf) < 1:
-    own = METHODS[method].__kwdefaults__["cap"]
+def clip_range_warnings(objective: ObjectiveConfig) -> list[str]:
+  """What is wrong with a clip range, as one taken over from another method."""
+  method, numbers = objective.method, objective.numbers
+  typed, default = f"objective.name={objective.name!r}", method.numbers
+  name = objective.name.partition(":")[0]
+  if numbers.get("cap", math.inf) < 1:
     return [
-      f"objective.cap={settings['cap']:g}: it scales nearly every token, for "
+      f"{typed}: a cap of {numbers['cap']:g} scales nearly every token, for "
       "the ratio of a policy that has not moved is 1; expected at least 1, and "
-      f"the method's own (-1) is {own:g}"
+      f"the method's own is {default['cap']:g}"
     ]
-  if method not in CLIPPED:
+  if not method.clips:
     return []
-  unit = {"sequence": "response", "token": "token"}[CLIPPED[method]]
-  own, keys = METHODS[method].__kwdefaults__, ("clip_low", "clip_high")
-  lines = []
+  unit = {"sequence": "response", "token": "token"}[method.unit]
+  keys, lines = ("clip_low", "clip_high"), []
   for effect, far in (
-    ("hardly anything", [k for k in keys if settings[k] > _FAR * own[k]]),
-    ("nearly all", [k for k in keys if settings[k] < own[k] / _FAR]),
+    ("hardly anything", [k for k in keys if numbers[k] > _FAR * default[k]]),
+    ("nearly all", [k for k in keys if numbers[k] < default[k] / _FAR]),
   ):
     if far:
-      typed = ", ".join(f"objective.{key}={settings[key]:g}" for key in far)
+      bounds = ", ".join(f"{key}={numbers[key]:g}" for key in far)
       lines.append(
-        f"{typed}: {effect} will be clipped, for objective.name={method!r} "
-        f"clips the ratio of each {unit}, and its own range (-1) is "
-        f"{own['clip_low']:g}, {own['clip_high']:g}"
+        f"{typed}: {effect} will be clipped at {bounds}, for {name} clips the "
+        f"ratio of each {unit}, and its own range is "
+        f"{default['clip_low']:g}, {default['clip_high']:g}"
       )
-  low = settings["clip_low"]
-  if low >= 1 and method not in CLIP_LOGS and low <= _FAR * own["clip_low"]:
+  low = numbers["clip_low"]
+  is_ratio = method.clips == "ratio"
+  if is_ratio and 1 <= low <= _FAR * default["clip_low"]:
     lines.append(
-      f"objective.clip_low={low:g}: nothing will be clipped from below, for a "
-      f"ratio is above 0; expected under 1, and the method's own (-1) is "
-      f"{own['clip_low']:g}"
+      f"{typed}: nothing will be clipped from below at clip_low={low:g}, for a "
+      f"ratio is above 0; expected under 1, and the method's own is "
+      f"{default['clip_low']:g}"
     )
   return lines
 
@@ -73,34 +64,25 @@ class HealthChecks:
   """Warns where a step's metrics show a fault; once for each kind of fault.
 
   Args:
-    method: `objective.name`.
-    settings: its numbers, with `clip_low` and `clip_high` if it has them.
+    objective: what is minimised.
     minibatches: optimizer steps an iteration.
     off_policy: whether an earlier policy sampled the responses. The gap between
       sampler and trainer is then also how far the policy has moved.
-    recomputed_old_logps: whether the trainer computes the old log-probs.
-    compares_groups: whether only rewards that differ inside a group teach;
-      with a critic equal ones teach, too.
     truncated_sampling: whether the sampler never samples some of the tokens.
   """
 
   def __init__(
     self,
+    objective: ObjectiveConfig,
     *,
-    method: str,
-    settings: Mapping[str, float],
     minibatches: int,
     off_policy: bool,
-    recomputed_old_logps: bool,
-    compares_groups: bool,
     truncated_sampling: bool,
   ):
-    self._method, self._settings = method, settings
+    self._objective, self._numbers = objective, objective.numbers
     self._minibatches, self._off_policy = minibatches, off_policy
     # Iterations until the first clipping; None after it.
-    self._unclipped: int | None = 0 if method in CLIPPED else None
-    self._recomputed_old_logps = recomputed_old_logps
-    self._compares_groups = compares_groups
+    self._unclipped: int | None = 0 if objective.method.clips else None
     self._printed: set[str] = set()  # kinds of warnings
     if truncated_sampling:
       self._warn(
@@ -113,14 +95,15 @@ class HealthChecks:
     """Checks the metrics of a step."""
     moves = metrics["grad/norm"] > 0 and metrics["optim/learning_rate"] > 0
     moves = moves and self._minibatches > 1
-    if moves and metrics["ratio/moved"] == 0:
+    # A loss of one's own may have no such metric.
+    if moves and metrics.get("ratio/moved") == 0:
       self._warn(
         "ratio",
         f"the importance ratio is exactly 1 over {self._minibatches} updates: "
         "the old log-probs are not being used",
       )
     unmoved_std = metrics["ratio/first_minibatch_std"]
-    if self._recomputed_old_logps and unmoved_std > _MAX_UNMOVED_STD:
+    if not self._objective.has_sampler_logps and unmoved_std > _MAX_UNMOVED_STD:
       self._warn(
         "unmoved ratio",
         f"ratio/first_minibatch_std={unmoved_std:.1e}: two passes of one "
@@ -129,7 +112,7 @@ class HealthChecks:
         "XLA_FLAGS=--xla_gpu_deterministic_ops=true, or else "
         "--config.learner.minibatches=1",
       )
-    if self._compares_groups and metrics["reward/mixed_groups"] == 0:
+    if self._objective.compares_groups and metrics["reward/mixed_groups"] == 0:
       self._warn(
         "no signal",
         "no signal: in an iteration the rewards of no group differed "
@@ -140,7 +123,7 @@ class HealthChecks:
       )
     self._check_clipping(metrics)
     gap = metrics["mismatch/sequence_abs_mean"]
-    clip_low = self._settings.get("clip_low", math.inf)
+    clip_low = self._numbers.get("clip_low", math.inf)
     if gap > clip_low and not self._off_policy:
       self._warn(
         "gap",
@@ -152,22 +135,23 @@ class HealthChecks:
 
   def _check_clipping(self, metrics: Mapping[str, float]) -> None:
     """Warns where ratios move, and none of them ever leaves the clip range."""
-    could_clip = metrics["grad/norm"] > 0 and metrics["ratio/moved"] > 0
-    if self._unclipped is None or not could_clip:
+    if self._unclipped is None:
+      return
+    if not (metrics["grad/norm"] > 0 and metrics["ratio/moved"] > 0):
       return
     if metrics["clip_frac/token"] > 0:
       self._unclipped = None
       return
     self._unclipped += 1
     if self._unclipped == _UNCLIPPED_ITERATIONS:
-      std = f"ratio/{CLIPPED[self._method]}_std"
+      std = f"ratio/{self._objective.method.unit}_std"
       self._warn(
         "unclipped",
         f"nothing was clipped in {_UNCLIPPED_ITERATIONS} iterations "
         f"(clip_frac/token is 0): {std} is {metrics[std]:.1e}, and the clip "
-        f"range is {self._settings['clip_low']:g}, "
-        f"{self._settings['clip_high']:g}; at this learning rate "
-        "objective.clip_low and objective.clip_high have no effect",
+        f"range is {self._numbers['clip_low']:g}, "
+        f"{self._numbers['clip_high']:g}; at this learning rate clip_low and "
+        "clip_high of objective.name have no effect",
       )
 
   def _warn(self, kind: str, text: str) -> None:

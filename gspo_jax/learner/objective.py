@@ -4,33 +4,33 @@ Dimension key: B rows, R response tokens, L layers.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+import math
 
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import losses, model
-from gspo_jax.learner import experience, routing, train_batch, train_step
+from gspo_jax.learner import (
+  old_policy_metrics,
+  routing_metrics,
+  train_batch,
+  train_step,
+)
+from gspo_jax.learner.critic import CriticConfig
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
-from gspo_jax.losses import Mean, Metrics, Std, Terms
-
-# The policy losses, by `objective.name`.
-METHODS = {
-  "gspo": losses.gspo_loss,
-  "gspo_token": losses.gspo_token_loss,
-  "grpo": losses.grpo_loss,
-  "dr_grpo": losses.dr_grpo_loss,
-  "dapo": losses.dapo_loss,
-  "ppo": losses.ppo_loss,
-  "gmpo": losses.gmpo_loss,
-  # RSPO is GMPO with a router shift (`losses.rspo_loss`), and any method takes
-  # a router shift by `Objective.shift_floor`.
-  "rspo": losses.gmpo_loss,
-  "cispo": losses.cispo_loss,
-  "sapo": losses.sapo_loss,
-}
+from gspo_jax.losses import METHODS, Mean, Method, Metrics, Std, Terms
+from gspo_jax.runtime import spec as specs
+from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.key import (
+  POSITIVE,
+  UNDER_1,
+  ZERO_OR_MORE,
+  Choice,
+  Range,
+  check,
+  key,
+)
 
 # What `log.instruments` adds to the metrics of an update.
 INSTRUMENTS = (
@@ -43,52 +43,225 @@ INSTRUMENTS = (
   "ratio/token_log",
 )
 
-
-class MismatchCorrection(NamedTuple):
-  """Importance weights from the sampler to the old policy.
-
-  Attributes:
-    method: "tis" or "mis".
-    unit: "token" or "sequence".
-    cap: largest weight.
-    floor: smallest weight that "mis" keeps.
-  """
-
-  method: str
-  unit: str
-  cap: float
-  floor: float
+# The numbers of a mismatch correction, by its name.
+_MISMATCH = {
+  "none": (),
+  "tis_token": ("cap",),
+  "tis_sequence": ("cap",),
+  "mis_token": ("cap", "floor"),
+  "mis_sequence": ("cap", "floor"),
+}
+_MISMATCH_RULES = {
+  "cap": Range("1 or more", lambda x: 1 <= x < math.inf),
+  "floor": UNDER_1,
+}
+_CRITIC = {f"critic_{f.name}": f for f in dataclasses.fields(CriticConfig)}
+# Ranges of the numbers of methods.
+_METHOD_RULES = {
+  "clip_low": ZERO_OR_MORE,
+  "clip_high": ZERO_OR_MORE,
+  "cap": POSITIVE,
+  "tau_positive": POSITIVE,
+  "tau_negative": POSITIVE,
+  "dual_clip": Range("more than 1", lambda x: 1 < x < math.inf),
+  "router_shift_floor": Range("more than 0, under 1", lambda x: 0 < x < 1),
+} | {name: field.metadata["rule"] for name, field in _CRITIC.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
-  """A policy loss and what is added to it; static under jit.
+class ObjectiveConfig:
+  """The method, and what is added to its loss; static under jit."""
 
-  Attributes:
-    method: a policy loss of `losses`, with its clip range bound.
-    dual_clip: c of arXiv 1912.09729; None for none.
-    kl_coef: coefficient of the KL to the reference policy, in the loss.
-    kl_estimator: "k2" or "k3".
-    entropy_coef: coefficient of the entropy, which the loss raises.
-    mismatch: how the mismatch of sampler and trainer is corrected; None: not.
-    shift_floor: smallest weight of RSPO's router shift; None: no shift.
-    replay: Routing Replay: "r2" sends tokens to the old policy's experts, "r3"
-      to the sampler's; "none" lets the router choose.
-    sampler_logps: whether the sampler's log-probs are the old ones.
-    instruments: whether the metrics include histograms of ratios, and how far
-      the routing moved.
-  """
+  name: str = key(
+    "gspo",
+    "gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo, sapo, or "
+    "package.module.function; its numbers follow: "
+    "'gspo:clip_low=3e-4,clip_high=4e-4'",
+  )
+  old_logps: str = key(
+    "recompute",
+    '"recompute": by the forward pass of the update; "sampler": as sampled, '
+    "with no further pass",
+    Choice(("sampler", "recompute")),
+  )
+  kl_coef: float = key(
+    0.0, "of the KL to a reference policy; 0: no reference", ZERO_OR_MORE
+  )
+  kl_estimator: str = key(
+    "k3",
+    '"k2", "k3": in the loss; "k1": in the reward',
+    Choice(("k1", "k2", "k3")),
+  )
+  reference_every: int = key(
+    0, "iterations between syncs of the reference; 0: frozen", ZERO_OR_MORE
+  )
+  entropy_coef: float = key(0.0, "of the entropy bonus", ZERO_OR_MORE)
+  mismatch: str = key(
+    "none",
+    "importance weights between sampler and trainer: 'tis_token:cap=2', "
+    "tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence",
+  )
+  replay: str = key(
+    "none",
+    'Routing Replay: the experts of the old policy ("r2") or of the sampler '
+    '("r3")',
+    Choice(("none", "r2", "r3")),
+  )
+  zero_truncated: bool = key(False, "no advantage for truncated responses")
+  credit: str = key(
+    "response",
+    '"response": one advantage, of the whole conversation; "turn": one for '
+    "each turn",
+    Choice(("response", "turn")),
+  )
 
-  method: Callable
-  dual_clip: float | None = None
-  kl_coef: float = 0.0
-  kl_estimator: str = "k3"
-  entropy_coef: float = 0.0
-  mismatch: MismatchCorrection | None = None
-  shift_floor: float | None = None
-  replay: str = "none"
-  sampler_logps: bool = False
-  instruments: bool = True
+  def __post_init__(self):
+    check(self, "objective")
+    _ = self.mismatch_options
+    # A method of one's own need not be there where a policy is evaluated.
+    if "." not in self.name.partition(":")[0]:
+      _ = self.numbers
+
+  @property
+  def method(self) -> Method:
+    """The row of `METHODS`, or one's own."""
+    name = self.name.partition(":")[0]
+    if name in METHODS:
+      return METHODS[name]
+    if "." not in name:
+      hint = nearest(name, METHODS)
+      raise UserError(f"objective.name={self.name!r}: {hint}")
+    try:
+      method = specs.imported(name, {}, "method")
+    except UserError as error:
+      raise UserError(f"objective.name={self.name!r}: {error}") from error
+    if not isinstance(method, Method):
+      method = Method(method)
+    lacking = {"normalizer", "segment_ids", "terms"} - method.arguments.keys()
+    if lacking:
+      raise UserError(
+        f"objective.name={self.name!r}: {name} has no keyword-only argument "
+        f"{min(lacking)!r}: expected the arguments of gspo_loss"
+      )
+    return method
+
+  @property
+  def numbers(self) -> dict:
+    """All numbers of the method: those of `name`, else its defaults."""
+    method = self.method
+    defaults = {"router_shift_floor": None} | method.numbers
+    if method.clips == "ratio":
+      defaults["dual_clip"] = None
+    if method.critic:
+      defaults |= {name: field.default for name, field in _CRITIC.items()}
+    typed = _typed("name", self.name, defaults, "method", _METHOD_RULES)
+    return defaults | typed
+
+  @property
+  def loss_numbers(self) -> dict:
+    """The numbers that are arguments of the loss."""
+    numbers = self.numbers
+    return {name: numbers[name] for name in self.method.numbers}
+
+  @property
+  def critic(self) -> CriticConfig | None:
+    """The settings of the critic; None without one."""
+    if not self.method.critic:
+      return None
+    numbers = self.numbers
+    return CriticConfig(**{f.name: numbers[n] for n, f in _CRITIC.items()})
+
+  @property
+  def mismatch_options(self) -> dict | None:
+    """Arguments of `mismatch_weights`; None without a correction."""
+    name = self.mismatch.partition(":")[0]
+    if name not in _MISMATCH:
+      hint = nearest(name, _MISMATCH)
+      raise UserError(f"objective.mismatch={self.mismatch!r}: {hint}")
+    known, rules = _MISMATCH[name], _MISMATCH_RULES
+    typed = _typed("mismatch", self.mismatch, known, "correction", rules)
+    if name == "none":
+      return None
+    method, unit = name.split("_")
+    return {"method": method, "unit": unit} | typed
+
+  @property
+  def has_reference(self) -> bool:
+    """Whether there is a reference policy."""
+    return self.kl_coef > 0
+
+  @property
+  def has_kl_in_reward(self) -> bool:
+    """Whether the reward, and not the loss, has the KL penalty (k1)."""
+    return self.has_reference and self.kl_estimator == "k1"
+
+  @property
+  def has_sampler_logps(self) -> bool:
+    """Whether the sampler's log-probs are the old ones."""
+    return self.old_logps == "sampler"
+
+  @property
+  def recompute_first_minibatch(self) -> bool:
+    """Whether rewards need the old log-probs of every response (k1)."""
+    return self.has_kl_in_reward and not self.has_sampler_logps
+
+  @property
+  def compares_groups(self) -> bool:
+    """Whether only rewards that differ inside a group teach."""
+    return not self.method.critic and not self.has_kl_in_reward
+
+  def reads_old_routers(
+    self, cfg: model.ModelConfig, instruments: bool
+  ) -> bool:
+    """Whether an update compares the routers with the old policy's."""
+    shifts = self.numbers["router_shift_floor"] is not None
+    return cfg.num_experts > 0 and (instruments or shifts)
+
+  def reads_old_experts(
+    self, cfg: model.ModelConfig, instruments: bool
+  ) -> bool:
+    """Whether an update reads the experts of an old policy's pass."""
+    replays = cfg.num_experts > 0 and self.replay == "r2"
+    return replays or self.reads_old_routers(cfg, instruments)
+
+  def check_training(self) -> None:
+    """UserError where two keys do not go together, or a method is missing."""
+    _ = self.numbers
+    for name, wrong, expected in (
+      (
+        "mismatch",
+        self.mismatch != "none" and self.has_sampler_logps,
+        "'none' with objective.old_logps='sampler', whose weights would all "
+        "be 1",
+      ),
+      (
+        "reference_every",
+        self.reference_every and not self.has_reference,
+        "0 with objective.kl_coef=0, where there is no reference to sync",
+      ),
+    ):
+      if wrong:
+        raise UserError(
+          f"objective.{name}={getattr(self, name)!r}: expected {expected}"
+        )
+
+
+def _typed(name, spec, known, kind, rules) -> dict:
+  """The numbers behind the colon of `objective.NAME=SPEC`, checked."""
+  first, colon, text = spec.partition(":")
+  if not colon:
+    return {}
+  try:
+    typed = specs.values(first, known, text, kind)
+  except UserError as error:
+    raise UserError(f"objective.{name}={spec!r}: {error}") from error
+  for number, value in typed.items():
+    rule = rules.get(number)
+    if rule and (type(value) not in (int, float) or not rule.holds(value)):
+      raise UserError(
+        f"objective.{name}={spec!r}: {number}={value}: expected {rule.expected}"
+      )
+  return typed
 
 
 def policy_loss(
@@ -97,8 +270,10 @@ def policy_loss(
   is_old_policy: jax.Array | bool = False,
   *,
   cfg: model.ModelConfig,
-  objective: Objective,
+  objective: ObjectiveConfig,
   temperature: float,
+  max_length: int,
+  instruments: bool = True,
 ) -> train_step.LossOutput:
   """The objective on a micro-batch, a `train_step.Loss`.
 
@@ -110,10 +285,13 @@ def policy_loss(
     cfg: the model; static.
     objective: what to minimise; static.
     temperature: the sampler's; static.
+    max_length: the longest response allowed, in tokens; static.
+    instruments: whether the metrics include `INSTRUMENTS`, and how far the
+      routing moved; static.
   """
   is_old_policy = jnp.asarray(is_old_policy)
   routes = None if batch.experts is None else batch.experts.swapaxes(0, 1)
-  out = train_batch.logprobs(
+  out = train_batch.response_logps(
     params,
     cfg,
     batch,
@@ -122,21 +300,34 @@ def policy_loss(
     replay=objective.replay != "none",
     use_own_experts=None if objective.replay == "r3" else is_old_policy,
   )
+  old_metrics = {}
+  if batch.sampler_logps is not None:
+    old_metrics = old_policy_metrics.old_policy_metrics(out, batch, cfg)
+  gap, has_tokens = old_policy_metrics.sequence_log_ratio(
+    out.logps, batch.old_logps, batch
+  )
+  first_gap = Std.about_zero(jnp.expm1(gap), has_tokens)
+
   fields = _old_policy_fields(out, batch, objective)
   old = {
     k: jnp.where(is_old_policy, x, getattr(batch, k)) for k, x in fields.items()
   }
-  old_metrics = {}
-  if batch.sampler_logps is not None:
-    old_metrics = experience.old_policy_metrics(out, batch, cfg)
-  gap, has_tokens = experience.sequence_log_ratio(
-    out.logps, batch.old_logps, batch
+  batch = dataclasses.replace(batch, **old)
+  options, metrics = _options(out, batch, objective, max_length)
+  total, method_metrics = objective.method.loss(
+    out.logps,
+    batch.old_logps,
+    batch.advantages,
+    batch.response_mask,
+    normalizer=1.0,
+    segment_ids=batch.response_segments,
+    **options,
   )
-  first_gap = Std.about_zero(jnp.expm1(gap), has_tokens)
-  total, metrics = _objective(out, dataclasses.replace(batch, **old), objective)
-  if not objective.instruments:
-    metrics = _scalars(metrics)
-    old_metrics = _scalars(old_metrics)
+  metrics |= method_metrics
+  if instruments and batch.router_logps is not None:
+    metrics |= _routing_metrics(out, batch, objective)
+  if not instruments:
+    metrics, old_metrics = _scalars(metrics), _scalars(old_metrics)
   return train_step.LossOutput(
     Mean(total, metrics["loss/policy"].count),
     metrics,
@@ -150,7 +341,7 @@ def _old_policy_fields(
   out: TokenLogprobs, batch: TrainBatch, objective
 ) -> dict:
   """Fields of `TrainBatch` from this pass, without gradient."""
-  fields = {} if objective.sampler_logps else {"old_logps": out.logps}
+  fields = {} if objective.has_sampler_logps else {"old_logps": out.logps}
   if batch.experts is not None and objective.replay != "r3":
     fields["experts"] = _rows_first(out.experts)
   if batch.router_logps is not None:
@@ -158,40 +349,16 @@ def _old_policy_fields(
   return jax.lax.stop_gradient(fields)
 
 
-def _objective(
-  out: TokenLogprobs, batch: TrainBatch, objective
-) -> tuple[jax.Array, Metrics]:
-  """The loss as a sum, and its metrics."""
-  terms, metrics = _penalties_and_weights(out, batch, objective)
-  if batch.reference_logps is not None:
-    mask = batch.response_mask
-    gap = losses.kl_penalty(out.logps, batch.reference_logps, mask)
-    metrics["kl/reference"] = jax.lax.stop_gradient(
-      Mean(gap.sum(), mask.sum(dtype=jnp.float32))
-    )
-  total, method_metrics = objective.method(
-    out.logps,
-    batch.old_logps,
-    batch.advantages,
-    batch.response_mask,
-    normalizer=1.0,
-    segment_ids=batch.response_segments,
-    terms=terms,
-  )
-  metrics |= method_metrics
-  if objective.instruments and batch.router_logps is not None:
-    metrics |= _routing_metrics(out, batch, objective.replay != "none")
-  return total, metrics
+def _options(
+  out: TokenLogprobs, batch: TrainBatch, objective, max_length
+) -> tuple[dict, Metrics]:
+  """Keyword arguments of the loss, and metrics of the reference and mismatch.
 
-
-def _scalars(metrics: Metrics) -> Metrics:
-  return {k: x for k, x in metrics.items() if k not in INSTRUMENTS}
-
-
-def _penalties_and_weights(out: TokenLogprobs, batch: TrainBatch, objective):
-  mask, metrics = batch.response_mask, {}
+  The loss's numbers, its terms, and what else it takes of the trainer.
+  """
+  mask, metrics, numbers = batch.response_mask, {}, objective.numbers
   penalty = weights = shift = None
-  if objective.kl_coef:
+  if objective.has_reference and not objective.has_kl_in_reward:
     penalty = objective.kl_coef * losses.kl_penalty(
       out.logps,
       batch.reference_logps,
@@ -201,18 +368,38 @@ def _penalties_and_weights(out: TokenLogprobs, batch: TrainBatch, objective):
   if objective.entropy_coef:
     bonus = objective.entropy_coef * out.entropy
     penalty = -bonus if penalty is None else penalty - bonus
-  if objective.mismatch:
+  if options := objective.mismatch_options:
     weights, metrics = losses.mismatch_weights(
       batch.old_logps,
       batch.sampler_logps,
       mask,
       segment_ids=batch.response_segments,
-      **objective.mismatch._asdict(),
+      **options,
     )
-  if objective.shift_floor is not None:
-    moved = routing.shift(_rows_first(out.router_logps), batch.router_logps)
-    shift = losses.router_log_weight(moved, mask, floor=objective.shift_floor)
-  return Terms(shift, weights, penalty, objective.dual_clip), metrics
+  if batch.reference_logps is not None:
+    gap = losses.kl_penalty(out.logps, batch.reference_logps, mask)
+    metrics["kl/reference"] = jax.lax.stop_gradient(
+      Mean(gap.sum(), mask.sum(dtype=jnp.float32))
+    )
+  arguments = objective.method.arguments
+  options = objective.loss_numbers
+  if "max_length" in arguments:  # a packed row is longer than a response
+    options["max_length"] = max_length
+  floor = numbers["router_shift_floor"]
+  if "router_shift" in arguments or floor is not None:
+    moved = routing_metrics.shift(
+      _rows_first(out.router_logps), batch.router_logps
+    )
+    if "router_shift" in arguments:
+      options["router_shift"] = moved
+    else:
+      shift = losses.router_log_weight(moved, mask, floor=floor)
+  options["terms"] = Terms(shift, weights, penalty, numbers.get("dual_clip"))
+  return options, metrics
+
+
+def _scalars(metrics: Metrics) -> Metrics:
+  return {k: x for k, x in metrics.items() if k not in INSTRUMENTS}
 
 
 def _rows_first(x: jax.Array) -> jax.Array:
@@ -221,16 +408,18 @@ def _rows_first(x: jax.Array) -> jax.Array:
 
 
 def _routing_metrics(
-  out: TokenLogprobs, batch: TrainBatch, replay: bool
+  out: TokenLogprobs, batch: TrainBatch, objective
 ) -> Metrics:
   """How far the routers moved away from the old policy's."""
   mask = batch.response_mask
-  moved = routing.shift(_rows_first(out.router_logps), batch.router_logps)
+  moved = routing_metrics.shift(
+    _rows_first(out.router_logps), batch.router_logps
+  )
   count = mask.sum(dtype=jnp.float32)
   ratio = jnp.where(mask, jnp.exp(-moved), 0.0).sum()
   metrics = {"moe/router_shift_ratio": Mean(ratio, count)}
-  if not replay:  # else the experts are the old ones by construction
-    flips = routing.flips(_rows_first(out.experts), batch.experts, mask)
-    metrics["moe/expert_flip_rate"] = routing.over_layers(flips)
+  if objective.replay == "none":  # else the experts are the old ones
+    flips = routing_metrics.flips(_rows_first(out.experts), batch.experts, mask)
+    metrics["moe/expert_flip_rate"] = routing_metrics.over_layers(flips)
     metrics["moe/layer_flip_rate"] = flips
   return metrics

@@ -113,14 +113,14 @@ class Learner(NamedTuple):
     loss: the function to minimise.
     optimizer: an optax transformation.
     has_old_logps: whether the batch has old log-probs before an update.
-    old_logps_of_every_minibatch: whether a pass for old log-probs includes the
-      first minibatch.
+    recompute_first_minibatch: whether a pass for old log-probs also covers the
+      first minibatch, whose own update could compute them.
   """
 
   loss: Loss
   optimizer: optax.GradientTransformation
   has_old_logps: bool = False
-  old_logps_of_every_minibatch: bool = False
+  recompute_first_minibatch: bool = False
 
 
 class InitState(Protocol):
@@ -302,7 +302,7 @@ def gradient(
     _zeros(metrics),
   )
   begin = 0
-  if not learner.old_logps_of_every_minibatch:
+  if not learner.recompute_first_minibatch:
     # Of the first minibatch one micro-batch is enough to compare two passes.
     begin = jnp.where(first & ~applying, jnp.maximum(count - 1, 0), 0)
   with jax.named_scope(MICRO_BATCHES):

@@ -1,7 +1,10 @@
 """Policy losses, the value loss and advantages; this wing needs only jax.
 
-Every loss takes arrays and returns (loss, metrics). Other wings take the names
-in `__all__` from here, and the advantages from `losses.advantages`.
+Every loss takes arrays and returns (loss, metrics); `gspo_loss` describes the
+arguments of all. `METHODS` is the table of what a trainer must know of each.
+Other wings take the names in `__all__` from here, and the advantages from
+`losses.advantages`. A loss of your own is made of `checked_batch`, `Surrogate`,
+`reduce` and a mean.
 
 Conventions of all policy losses:
   1. Only `logps` is differentiated.
@@ -21,38 +24,45 @@ which it has no gradient; (2) sequences without a response token are not
 counted.
 """
 
-from gspo_jax.losses.batch import sequence_sums
+from gspo_jax.losses.batch import (
+  checked_batch,
+  sequence_mean,
+  sequence_sums,
+  token_mean,
+)
 from gspo_jax.losses.kl import kl_penalty
+from gspo_jax.losses.methods import METHODS, Method
 from gspo_jax.losses.metrics import EDGES, Histogram, Mean, Metrics, Std
 from gspo_jax.losses.mismatch import mismatch_weights
-from gspo_jax.losses.sequence_level import (
-  gmpo_loss,
-  gspo_loss,
-  gspo_token_loss,
-  rspo_loss,
-)
-from gspo_jax.losses.surrogate import CLIP_LOGS, CLIPPED
-from gspo_jax.losses.terms import Terms, router_log_weight
-from gspo_jax.losses.token_level import (
+from gspo_jax.losses.policy import (
   cispo_loss,
   dapo_loss,
   dr_grpo_loss,
+  gmpo_loss,
   grpo_loss,
+  gspo_loss,
+  gspo_token_loss,
   ppo_loss,
+  rspo_loss,
   sapo_loss,
 )
+from gspo_jax.losses.surrogate import Surrogate, reduce
+from gspo_jax.losses.terms import NO_TERMS, Terms, router_log_weight
 from gspo_jax.losses.value import value_loss
 
 __all__ = [
-  "CLIPPED",
-  "CLIP_LOGS",
   "EDGES",
+  "METHODS",
+  "NO_TERMS",
   "Histogram",
   "Mean",
+  "Method",
   "Metrics",
   "Std",
+  "Surrogate",
   "Terms",
   "advantages",
+  "checked_batch",
   "cispo_loss",
   "dapo_loss",
   "dr_grpo_loss",
@@ -63,9 +73,12 @@ __all__ = [
   "kl_penalty",
   "mismatch_weights",
   "ppo_loss",
+  "reduce",
   "router_log_weight",
   "rspo_loss",
   "sapo_loss",
+  "sequence_mean",
   "sequence_sums",
+  "token_mean",
   "value_loss",
 ]

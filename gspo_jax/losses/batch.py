@@ -13,7 +13,7 @@ from gspo_jax.losses.terms import NO_TERMS, Terms
 class TokenBatch(NamedTuple):
   """The checked arguments of a policy loss; every float is 0 under the mask.
 
-  A row of the arrays holds S sequences: 1, or up to S = T where it is packed.
+  A row of the arrays holds N sequences: 1, or up to N = T where it is packed.
 
   Attributes:
     logps: [B, T] x, the log-probs of the new policy; differentiated.
@@ -34,19 +34,19 @@ class TokenBatch(NamedTuple):
   terms: Terms
 
   def sums(self, values: jax.Array) -> jax.Array:
-    """[B, T] -> [B, S]: the sum over the response tokens of each sequence."""
+    """[B, T] -> [B, N]: the sum over the response tokens of each sequence."""
     return sequence_sums(values, self.mask, self.segment_ids)
 
   def lengths(self) -> jax.Array:
-    """[B, S]: the number of response tokens of each sequence."""
+    """[B, N]: the number of response tokens of each sequence."""
     return self.sums(jnp.ones_like(self.log_ratio))
 
   def means(self, values: jax.Array) -> jax.Array:
-    """[B, T] -> [B, S]; 0 for a sequence without response tokens."""
+    """[B, T] -> [B, N]; 0 for a sequence without response tokens."""
     return self.sums(values) / jnp.maximum(self.lengths(), 1.0)
 
   def to_tokens(self, values: jax.Array) -> jax.Array:
-    """[B, S] -> [B, T]: gives each token the value of its sequence."""
+    """[B, N] -> [B, T]: gives each token the value of its sequence."""
     if self.segment_ids is None:
       return jnp.broadcast_to(values, self.mask.shape)
     return jnp.take_along_axis(values, self.segment_ids, axis=1)
@@ -55,13 +55,13 @@ class TokenBatch(NamedTuple):
 def sequence_sums(
   values: jax.Array, mask: jax.Array, segment_ids: jax.Array | None
 ) -> jax.Array:
-  """The sum over the tokens of each sequence: [B, T] -> [B, S].
+  """The sum over the tokens of each sequence: [B, T] -> [B, N].
 
   Args:
     values: [B, T].
     mask: [B, T] bool. Values under a 0 are not counted.
-    segment_ids: [B, T] int in 0..T-1, the sequence of each token, S = T; None:
-      each row is one sequence, S = 1.
+    segment_ids: [B, T] int in 0..T-1, the sequence of each token, N = T; None:
+      each row is one sequence, N = 1.
   """
   values = jnp.where(mask, values, 0.0)
   if segment_ids is None:

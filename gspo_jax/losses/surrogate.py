@@ -1,4 +1,4 @@
-"""Surrogates: from ratios and advantages to a loss for each token."""
+"""From the loss of each token to the loss of a batch, and its metrics."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,19 +8,6 @@ import jax.numpy as jnp
 
 from gspo_jax.losses.batch import TokenBatch, sequence_mean, token_mean
 from gspo_jax.losses.metrics import Histogram, Mean, Metrics, Std
-
-# The ratio that a method clips. Methods that are missing have no clip range.
-CLIPPED = {
-  "gspo": "sequence",
-  "gspo_token": "sequence",
-  "grpo": "token",
-  "dr_grpo": "token",
-  "dapo": "token",
-  "ppo": "token",
-  "gmpo": "token",
-  "rspo": "token",
-}
-CLIP_LOGS = ("gmpo", "rspo")  # clip log-ratios; the others clip ratios
 
 
 class Surrogate(NamedTuple):
@@ -35,52 +22,6 @@ class Surrogate(NamedTuple):
   loss: jax.Array
   low: jax.Array
   high: jax.Array
-
-
-def clipped(
-  batch: TokenBatch, log_ratio: jax.Array, clip_low: float, clip_high: float
-) -> Surrogate:
-  """-min(r A, clip(r, 1 - l, 1 + h) A); with a dual clip c, at most -c A."""
-  ratio = jnp.exp(log_ratio)
-  positive, negative = batch.advantages > 0, batch.advantages < 0
-  low = negative & (ratio < 1 - clip_low)
-  high = positive & (ratio > 1 + clip_high)
-  bounded = jnp.where(low, 1 - clip_low, jnp.where(high, 1 + clip_high, ratio))
-  if batch.terms.dual_clip is not None:
-    above = negative & (ratio > batch.terms.dual_clip)
-    bounded = jnp.where(above, batch.terms.dual_clip, bounded)
-    high = high | above
-  return Surrogate(-bounded * batch.advantages, low, high)
-
-
-def geometric_mean(
-  batch: TokenBatch, clip_low: float, clip_high: float
-) -> Surrogate:
-  """-A exp(mean_t l): l is log r, at most h if A > 0, at least -l if A < 0."""
-  low = (batch.advantages < 0) & (batch.log_ratio < -clip_low)
-  high = (batch.advantages > 0) & (batch.log_ratio > clip_high)
-  bounded = jnp.where(high, clip_high, batch.log_ratio)
-  bounded = jnp.where(low, -clip_low, bounded)
-  ratio = jnp.exp(batch.to_tokens(batch.means(bounded)))
-  return Surrogate(-ratio * batch.advantages, low, high)
-
-
-def truncated(batch: TokenBatch, cap: float) -> Surrogate:
-  """-sg[min(r, cap)] A x, a policy gradient with a truncated weight."""
-  ratio = jax.lax.stop_gradient(jnp.exp(batch.log_ratio))
-  high = (batch.advantages != 0) & (ratio > cap)
-  loss = -jnp.minimum(ratio, cap) * batch.advantages * batch.logps
-  return Surrogate(loss, jnp.zeros_like(high), high)
-
-
-def sigmoid_gated(
-  batch: TokenBatch, tau_positive: float, tau_negative: float
-) -> Surrogate:
-  """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A; no clipping."""
-  tau = jnp.where(batch.advantages > 0, tau_positive, tau_negative)
-  gate = jax.nn.sigmoid(tau * jnp.expm1(batch.log_ratio))
-  never = jnp.zeros_like(batch.mask)
-  return Surrogate(-4 / tau * gate * batch.advantages, never, never)
 
 
 def reduce(

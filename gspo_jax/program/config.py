@@ -9,7 +9,6 @@ policy can be evaluated on other devices. An error names a key as it is typed:
 
 import dataclasses
 import json
-import math
 import operator
 from typing import Any
 
@@ -17,7 +16,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax.data.config import DataConfig
 from gspo_jax.learner.cold_start import ColdStartConfig
-from gspo_jax.learner.objective import METHODS
+from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.model import PolicyConfig
@@ -30,10 +29,7 @@ from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import (
   AT_LEAST_1,
-  SHARE,
-  UNDER_1,
   ZERO_OR_MORE,
-  Choice,
   Range,
   as_dict,
   check,
@@ -43,176 +39,6 @@ from gspo_jax.runtime.key import (
 from gspo_jax.runtime.sharding import MeshConfig, SamplerMeshConfig
 from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
-
-CAP = Range("1 or more", lambda x: 1 <= x < math.inf)
-METHOD_CLIP = Range(
-  "0 or more, or -1 for the method's own",
-  lambda x: x == -1 or 0 <= x < math.inf,
-)
-METHOD_POSITIVE = Range(
-  "more than 0, or -1 for the method's own",
-  lambda x: x == -1 or 0 < x < math.inf,
-)
-METHOD_FLOOR = Range(
-  "0 for none, under 1, or -1 for the method's own",
-  lambda x: x == -1 or 0 <= x < 1,
-)
-DUAL_CLIP = Range(
-  "0 for none, or more than 1", lambda x: x == 0 or 1 < x < math.inf
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Objective:
-  """The method, and what is added to its loss."""
-
-  name: str = key(
-    "gspo",
-    "gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo, sapo",
-    Choice(tuple(METHODS)),
-  )
-  clip_low: float = key(
-    -1.0, "-1: the method's own, see gspo_jax/losses/", METHOD_CLIP
-  )
-  clip_high: float = key(-1.0, "-1: the method's own", METHOD_CLIP)
-  cap: float = key(-1.0, "largest ratio of cispo; -1: its own", METHOD_POSITIVE)
-  tau_positive: float = key(
-    -1.0, "of sapo's gate where A > 0; -1: its own", METHOD_POSITIVE
-  )
-  tau_negative: float = key(
-    -1.0, "of sapo's gate where A < 0; -1: its own", METHOD_POSITIVE
-  )
-  dual_clip: float = key(
-    0.0, "largest ratio against A < 0, about 3; 0: any", DUAL_CLIP
-  )
-  old_logps: str = key(
-    "recompute",
-    '"recompute": by the forward pass of the update; "sampler": as sampled, '
-    "with rounding that in bfloat16 can exceed GSPO's clip range. With "
-    'off-policy rollouts, "recompute" is the policy that learns, "sampler" '
-    "the one that sampled.",
-    Choice(("sampler", "recompute")),
-  )
-  kl_coef: float = key(
-    0.0, "of the KL to a reference policy; 0: no reference", ZERO_OR_MORE
-  )
-  kl_estimator: str = key(
-    "k3",
-    '"k2", "k3": in the loss; "k1": the reward',
-    Choice(("k1", "k2", "k3")),
-  )
-  reference_every: int = key(
-    0, "iterations between syncs; 0: frozen", ZERO_OR_MORE
-  )
-  entropy_coef: float = key(0.0, "of the entropy bonus", ZERO_OR_MORE)
-  mismatch: str = key(
-    "none",
-    "importance weights between sampler and trainer: tis_token, tis_sequence "
-    "(truncated), mis_token, mis_sequence (masked)",
-    Choice(("none", "tis_token", "tis_sequence", "mis_token", "mis_sequence")),
-  )
-  mismatch_cap: float = key(2.0, "largest weight", CAP)
-  mismatch_floor: float = key(0.5, 'smallest weight that "mis" keeps', UNDER_1)
-  router_shift_floor: float = key(
-    -1.0,
-    "smallest weight of a token whose router moved; -1: 0.8 in rspo, else 0: "
-    "off",
-    METHOD_FLOOR,
-  )
-  replay: str = key(
-    "none",
-    'Routing Replay: the old policy\'s experts ("r2") or the sampler\'s ("r3")',
-    Choice(("none", "r2", "r3")),
-  )
-  zero_truncated: bool = key(False, "no advantage for truncated responses")
-  credit: str = key(
-    "response",
-    '"response": one advantage, of the whole conversation. "turn": one for '
-    "each turn, of the rewards from there on; for methods with an advantage a "
-    "token.",
-    Choice(("response", "turn")),
-  )
-
-  def __post_init__(self):
-    check(self, "objective")
-
-  @property
-  def has_critic(self) -> bool:
-    """Whether a critic gives the advantages."""
-    return self.name == "ppo"
-
-  @property
-  def has_kl_in_reward(self) -> bool:
-    """Whether the reward, and not the loss, has the KL penalty (k1)."""
-    return self.kl_coef > 0 and self.kl_estimator == "k1"
-
-  def method_settings(self) -> dict[str, float]:
-    """Keyword arguments of the loss: this config's, else its defaults (-1).
-
-    Raises:
-      UserError: a number is set that the method does not have.
-    """
-    numbers = "clip_low", "clip_high", "cap", "tau_positive", "tau_negative"
-    defaults = METHODS[self.name].__kwdefaults__
-    settings = {}
-    for name in numbers:
-      value = getattr(self, name)
-      if name in defaults:
-        settings[name] = defaults[name] if value == -1 else value
-      elif value != -1:
-        raise UserError(
-          f"objective.{name}={value}: expected -1, since "
-          f"objective.name={self.name!r} has only "
-          f"{', '.join(n for n in numbers if n in defaults)}"
-        )
-    return settings
-
-  def check_training(self) -> None:
-    """UserError where two keys do not go together."""
-    no_ratio_clip = self.name in ("gmpo", "rspo", "cispo", "sapo")
-    for name, wrong, expected in (
-      (
-        "mismatch",
-        self.mismatch != "none" and self.old_logps == "sampler",
-        "'none' with objective.old_logps='sampler', whose weights would all "
-        "be 1",
-      ),
-      (
-        "reference_every",
-        self.reference_every and not self.kl_coef,
-        "0 with objective.kl_coef=0, where there is no reference to sync",
-      ),
-      (
-        "dual_clip",
-        self.dual_clip and no_ratio_clip,
-        "0 with a method that does not clip a ratio against its advantage",
-      ),
-      (
-        "router_shift_floor",
-        self.name == "rspo" and self.router_shift_floor == 0,
-        "more than 0 with objective.name='rspo', which is 'gmpo' without",
-      ),
-    ):
-      if wrong:
-        raise UserError(
-          f"objective.{name}={getattr(self, name)!r}: expected {expected}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Critic:
-  """PPO's critic."""
-
-  learning_rate: float = key(1e-5, "its peak", ZERO_OR_MORE)
-  warmup_steps: int = key(0, "optimizer steps", ZERO_OR_MORE)
-  clip: float = key(
-    0.2, "largest change of a value in an iteration", ZERO_OR_MORE
-  )
-  discount: float = key(1.0, "of the reward, per token", SHARE)
-  trace_decay: float = key(0.95, "lambda of GAE", SHARE)
-
-  def __post_init__(self):
-    check(self, "critic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,10 +89,9 @@ class Config:
     RolloutConfig(), "where the responses of an iteration come from"
   )
   reward: RewardConfig = key(RewardConfig(), "what responses are rewarded for")
-  objective: Objective = key(
-    Objective(), "the method, and what is added to its loss"
+  objective: ObjectiveConfig = key(
+    ObjectiveConfig(), "the method, and what is added to its loss"
   )
-  critic: Critic = key(Critic(), "of ppo; AdamW, the rest of it as in `optim`")
   learner: PackingConfig = key(
     PackingConfig(), "how a batch is cut into updates"
   )
@@ -320,7 +145,7 @@ class Config:
     self.rollout.check_training()
     partial = self.rollout.max_tokens_per_iteration > 0
     rounds = self.rollout.dynamic_sampling_rounds
-    has_critic = self.objective.has_critic
+    has_critic = self.objective.method.critic
     if self.model.lora.rank:
       self._check_lora()
     self._refuse(
@@ -346,8 +171,8 @@ class Config:
       (
         "rollout.dynamic_sampling_rounds",
         has_critic and rounds > 1,
-        "1 with objective.name='ppo', whose critic learns from equal rewards, "
-        "too",
+        f"1 with objective.name={self.objective.name!r}, whose critic learns "
+        "from equal rewards, too",
       ),
       (
         "rollout.group_size",
@@ -417,6 +242,7 @@ class Config:
 
   def _check_turns(self):
     """UserError where a key does not go with advantages of turns."""
+    method = self.objective.method
     self._refuse(
       (
         "rollout.environment",
@@ -430,7 +256,7 @@ class Config:
       ),
       (
         "objective.name",
-        self.objective.name in ("gspo", "gmpo", "rspo", "ppo"),
+        method.one_advantage or method.critic or method.advantages,
         "'gspo_token' or another method with an advantage for each token",
       ),
       (
@@ -446,7 +272,7 @@ class Config:
     self._refuse(
       (
         "objective.name",
-        self.objective.has_critic,
+        self.objective.method.critic,
         "another method, for all weights of its critic would be trained",
       ),
       (

@@ -52,10 +52,17 @@ OTHER_NAMES = {
   "reward.names": "reward_funcs reward_fn custom_reward_function remote_rm_url",
   "objective.name": "loss_type loss_mode adv_estimator advantage_estimator "
   "importance_sampling_level scale_rewards norm_adv_by_std_in_grpo",
-  "objective.clip_low": "epsilon clip_ratio clip_ratio_low cliprange clip_eps "
-  "eps_clip eps_clip_low_high ratio_clip_min",
-  "objective.clip_high": "epsilon_high clip_ratio_high ratio_clip_max",
-  "objective.dual_clip": "clip_ratio_c ratio_clip_c delta",
+  "objective.name=gspo:clip_low=3e-4": "clip_low epsilon clip_ratio "
+  "clip_ratio_low cliprange clip_eps eps_clip eps_clip_low_high ratio_clip_min",
+  "objective.name=gspo:clip_high=4e-4": "clip_high epsilon_high "
+  "clip_ratio_high ratio_clip_max",
+  "objective.name=grpo:dual_clip=3.0": "dual_clip clip_ratio_c ratio_clip_c "
+  "delta",
+  "objective.name=ppo:critic_learning_rate=1e-5": "critic_learning_rate "
+  "critic.lr critic.optim.lr critic.learning_rate",
+  "objective.name=ppo:critic_clip=0.2": "cliprange_value value_clip vf_clip",
+  "objective.name=ppo:critic_discount=1.0": "gamma",
+  "objective.name=ppo:critic_trace_decay=0.95": "lam lambd gae_lambda",
   "objective.kl_coef": "beta kl_beta kl_loss_coef use_kl_loss init_kl_coef "
   "reference_policy_kl_penalty",
   "objective.kl_estimator": "kl_loss_type kl_penalty",
@@ -63,8 +70,8 @@ OTHER_NAMES = {
   "objective.entropy_coef": "entropy_coeff",
   "objective.mismatch": "vllm_importance_sampling_correction rollout_is "
   "enable_vllm_is_correction use_importance_sampling_correction",
-  "objective.mismatch_cap": "vllm_importance_sampling_cap tis_imp_ratio_cap "
-  "rollout_is_threshold truncated_importance_sampling_ratio",
+  "objective.mismatch=tis_token:cap=2.0": "vllm_importance_sampling_cap "
+  "tis_imp_ratio_cap rollout_is_threshold truncated_importance_sampling_ratio",
   "objective.replay": "router_replay routing_replay",
   "objective.zero_truncated": "mask_truncated_completions overlong_filtering",
   "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
@@ -85,11 +92,6 @@ OTHER_NAMES = {
   "lr_warmup_ratio lr_warmup_steps_ratio warmup_steps_fraction",
   "optim.clip_norm": "max_grad_norm grad_clip clip_grad_norm "
   "gradient_clipping gradient_clipping_threshold",
-  "critic.learning_rate": "learning_rate lr critic_learning_rate",
-  "critic.warmup_steps": "warmup_steps warmup lr_warmup_steps",
-  "critic.clip": "cliprange_value value_clip vf_clip",
-  "critic.discount": "gamma",
-  "critic.trace_decay": "lam lambd gae_lambda",
   "cold_start.steps": "steps max_steps num_steps",
   "cold_start.batch": "batch_size train_batch_size",
   "cold_start.learning_rate": "learning_rate lr",
@@ -111,6 +113,9 @@ _COUNTS = {
   "rollout.dynamic_sampling_rounds": "batches sampled at most",
   "sampler.max_new_tokens": "tokens of a response, without its prompt",
   "continuous_batching.slots": "responses that decode together",
+  "objective.name": "a method and its numbers, as "
+  "gspo:clip_low=3e-4,clip_high=4e-4",
+  "objective.mismatch": "as tis_token:cap=2",
   "objective.kl_coef": "0: no reference",
   "objective.reference_every": "iterations",
   "learner.minibatches": "optimizer steps an iteration",

@@ -138,8 +138,7 @@ def _require_hidden(c: DataConfig, workdir: str) -> None:
 
 
 def _warnings(config: Config) -> list[str]:
-  objective = config.objective
-  clips = clip_range_warnings(objective.name, objective.method_settings())
+  clips = clip_range_warnings(config.objective)
   return [*clips, *filter(None, [settings.length_warning(config)])]
 
 
@@ -208,7 +207,7 @@ def checkpoint_identity(experiment: Experiment) -> dict:
   if config.model.lora.rank:
     identity |= load_params.lora_identity(experiment.program)
   if state.critic is not None:
-    identity["a critic (objective.name='ppo')"] = True
+    identity["a critic (objective.name)"] = True
   name = config.optim.name.partition(":")[0]
   if name != "adamw":
     identity["optim.name"] = name

@@ -427,15 +427,13 @@ def _learners(
     init_state=jitted.init_state(new_state, abstract, mesh),
     learning_rate=optimizer.schedule(settings.optim_config(config)),
     packing=rows,
-    make_train_batch=jitted.make_train_batch(
-      cfg, settings.train_batch_fields(config, cfg), rows, mesh
-    ),
-    needs_old_logprobs=settings.needs_old_logprobs(config, cfg),
-    old_logps_of_every_minibatch=learners.policy.old_logps_of_every_minibatch,
+    make_train_batch=jitted.make_train_batch(config, cfg, rows, mesh),
+    needs_old_logprobs=settings.needs_old_logps(config, cfg),
+    old_logps_of_every_minibatch=learners.policy.recompute_first_minibatch,
     add_reference_and_values=jitted.add_reference_and_values(
       config, cfg, abstract, mesh
     ),
-    assign_advantages=jitted.assign_advantages(settings.credit(config), mesh),
+    assign_advantages=jitted.assign_advantages(config, mesh),
     step=jitted.step(
       learners, config.objective.reference_every, abstract, mesh
     ),

@@ -12,8 +12,8 @@ from gspo_jax.learner import (
   cold_start,
   credit,
   critic,
-  experience,
-  train_batch,
+  packing,
+  reference_pass,
   train_step,
 )
 from gspo_jax.learner.train_batch import PackedBatch
@@ -122,7 +122,7 @@ def new_state(policy, *, learners, config, cfg) -> TrainState:
   """A state of this policy, with the reference and the critic it needs."""
   state = train_step.init_state(policy, optimizer=learners.policy.optimizer)
   reference = value = None
-  if config.objective.kl_coef:
+  if config.objective.has_reference:
     # In the dtype of the forward pass nothing is lost.
     reference = jax.tree.map(lambda x: x.astype(cfg.dtype), state.params)
     if cfg.lora and not config.objective.reference_every:
@@ -272,12 +272,13 @@ def packed_sharding(mesh) -> PackedBatch:
   return PackedBatch(NamedSharding(mesh, rows), sharding.replicated(mesh))
 
 
-def make_train_batch(cfg, fields, packing_config, mesh) -> MeshJit:
+def make_train_batch(config, cfg, packing_config, mesh) -> MeshJit:
   """(prompts, samples, packing) -> batch."""
   make = functools.partial(
-    train_batch.train_batch_from_samples,
+    packing.train_batch_from_samples,
     cfg=cfg,
-    fields=fields,
+    objective=config.objective,
+    instruments=config.log.instruments,
     packing_config=packing_config,
   )
   jitted = jax.jit(
@@ -299,7 +300,7 @@ def add_reference_and_values(config, cfg, abstract, mesh) -> MeshJit | None:
   packed = packed_sharding(mesh)
 
   def reference_and_values(state, batch):
-    return experience.add_reference_and_values(
+    return reference_pass.add_reference_and_values(
       batch,
       cfg,
       reference=None
@@ -319,9 +320,13 @@ def add_reference_and_values(config, cfg, abstract, mesh) -> MeshJit | None:
   return MeshJit(jitted, mesh)
 
 
-def assign_advantages(credit_config, mesh) -> MeshJit:
+def assign_advantages(config, mesh) -> MeshJit:
   """(batch, rewards [B], finish [B]) -> batch."""
-  assign = functools.partial(credit.assign_advantages, credit=credit_config)
+  assign = functools.partial(
+    credit.assign_advantages,
+    objective=config.objective,
+    group_size=config.rollout.group_size,
+  )
   jitted = jax.jit(
     assign, out_shardings=packed_sharding(mesh), donate_argnums=0
   )

@@ -13,16 +13,9 @@ from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner import critic, optimizer
 from gspo_jax.learner.cold_start import cross_entropy
-from gspo_jax.learner.credit import CreditConfig
-from gspo_jax.learner.objective import (
-  METHODS,
-  MismatchCorrection,
-  Objective,
-  policy_loss,
-)
+from gspo_jax.learner.objective import policy_loss
 from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.learner.packing import PackingConfig
-from gspo_jax.learner.train_batch import TrainBatchFields
 from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import PolicyConfig, hf
 from gspo_jax.program.config import Config
@@ -107,82 +100,18 @@ def prompt_config(c: DataConfig, tokenizer: Tokenizer) -> PromptConfig:
   )
 
 
-def objective(config: Config) -> Objective:
-  """The method, its numbers, and what is added to its loss."""
-  c = config.objective
-  method, _, unit = c.mismatch.partition("_")
-  mismatch = None
-  if unit:
-    mismatch = MismatchCorrection(
-      method, unit, c.mismatch_cap, c.mismatch_floor
-    )
-  floor = c.router_shift_floor
-  if floor == -1:
-    floor = 0.8 if c.name == "rspo" else 0.0  # arXiv 2510.23027v2
-  numbers = c.method_settings()
-  if c.name == "dr_grpo":  # a packed row is longer than a response
-    numbers["max_length"] = config.sampler.max_new_tokens
-  return Objective(
-    method=functools.partial(METHODS[c.name], **numbers),
-    dual_clip=c.dual_clip or None,
-    kl_coef=0.0 if c.has_kl_in_reward else c.kl_coef,
-    kl_estimator=c.kl_estimator,
-    entropy_coef=c.entropy_coef,
-    mismatch=mismatch,
-    shift_floor=floor or None,
-    replay=c.replay,
-    sampler_logps=c.old_logps == "sampler",
-    instruments=config.log.instruments,
-  )
-
-
-def train_batch_fields(
-  config: Config, cfg: model.ModelConfig
-) -> TrainBatchFields:
-  """The fields that an update reads of a batch."""
-  settings, c = objective(config), config.objective
-  old_routers = settings.instruments or settings.shift_floor is not None
-  return TrainBatchFields(
-    sampler_logps=settings.sampler_logps,
-    experts=cfg.num_experts > 0 and (old_routers or c.replay == "r2"),
-    router_logps=cfg.num_experts > 0 and old_routers,
-    reference=c.kl_coef > 0,
-    critic=c.has_critic,
-    turns=c.credit == "turn",
-  )
-
-
-def needs_old_logprobs(config: Config, cfg: model.ModelConfig) -> bool:
+def needs_old_logps(config: Config, cfg: model.ModelConfig) -> bool:
   """Whether a forward pass of the old policy comes before an update.
 
   It does not with one minibatch, for which the update computes them itself, nor
   where the sampler's log-probs are the old ones. Then the metrics of the old
   policy (`mismatch/*`, `policy/entropy`, `moe/*`) are of the first minibatch.
   """
-  fields = train_batch_fields(config, cfg)
+  objective, instruments = config.objective, config.log.instruments
+  lacks_logps = not objective.has_sampler_logps
+  unknown = lacks_logps or objective.reads_old_experts(cfg, instruments)
   several = config.learner.minibatches > 1
-  unknown = not fields.sampler_logps or fields.experts
-  return _rewards_need_old_logprobs(config) or (several and unknown)
-
-
-def _rewards_need_old_logprobs(config) -> bool:
-  """Whether every response needs its old log-probs for its reward (k1)."""
-  c = config.objective
-  return c.has_kl_in_reward and c.old_logps == "recompute"
-
-
-def credit(config: Config) -> CreditConfig:
-  """How rewards become advantages."""
-  c = config.objective
-  return CreditConfig(
-    group_size=config.rollout.group_size,
-    normalize_std=c.name != "dr_grpo",
-    kl_coef=c.kl_coef if c.has_kl_in_reward else 0.0,
-    zero_truncated=c.zero_truncated,
-    discount=config.critic.discount,
-    trace_decay=config.critic.trace_decay if c.has_critic else None,
-    by_turn=c.credit == "turn",
-  )
+  return objective.recompute_first_minibatch or (several and unknown)
 
 
 def packing(config: Config, shards: int) -> PackingConfig:
@@ -203,16 +132,21 @@ def require_experts(config: Config, cfg: model.ModelConfig) -> None:
   """UserError where a dense model is to do what only experts can."""
   if cfg.num_experts:
     return
-  for key, off in (("replay", ("none",)), ("router_shift_floor", (-1, 0))):
-    if (value := getattr(config.objective, key)) not in off:
-      raise UserError(
-        f"objective.{key}={value!r}: expected {off[0]!r}, for the model is "
-        "dense and has no router"
-      )
-  if config.objective.name == "rspo":
+  c = config.objective
+  if c.replay != "none":
     raise UserError(
-      "objective.name='rspo' weighs tokens by how far the router moved, and "
-      "the model is dense; without a router it is 'gmpo'"
+      f"objective.replay={c.replay!r}: expected 'none', for the model is dense "
+      "and has no router"
+    )
+  if "router_shift" in c.method.arguments:
+    raise UserError(
+      f"objective.name={c.name!r} weighs tokens by how far the router moved, "
+      "and the model is dense; rspo without a router is 'gmpo'"
+    )
+  if c.numbers["router_shift_floor"] is not None:
+    raise UserError(
+      f"objective.name={c.name!r}: expected no router_shift_floor, for the "
+      "model is dense and has no router"
     )
 
 
@@ -264,17 +198,19 @@ class Learners(NamedTuple):
 
 def learners(config: Config, cfg: model.ModelConfig) -> Learners:
   """How the policy learns, the critic (None but for PPO), the cold start."""
-  in_advance = needs_old_logprobs(config, cfg)
+  in_advance = needs_old_logps(config, cfg)
   policy = Learner(
     loss=functools.partial(
       policy_loss,
       cfg=cfg,
-      objective=objective(config),
+      objective=config.objective,
       temperature=config.sampler.temperature,
+      max_length=config.sampler.max_new_tokens,
+      instruments=config.log.instruments,
     ),
     optimizer=optimizer.optimizer(optim_config(config)),
-    has_old_logps=in_advance or config.objective.old_logps == "sampler",
-    old_logps_of_every_minibatch=_rewards_need_old_logprobs(config),
+    has_old_logps=in_advance or config.objective.has_sampler_logps,
+    recompute_first_minibatch=config.objective.recompute_first_minibatch,
   )
   cold_start = Learner(
     loss=functools.partial(cross_entropy, cfg=cfg),
@@ -284,9 +220,9 @@ def learners(config: Config, cfg: model.ModelConfig) -> Learners:
 
 
 def _critic_learner(config, cfg, policy) -> Learner | None:
-  if not config.objective.has_critic:
+  c = config.objective.critic
+  if c is None:
     return None
-  c = config.critic
   optim = dataclasses.replace(
     optim_config(config),
     name=config.optim.name.replace("muon", "adamw"),

@@ -23,8 +23,6 @@ _KINDS = {
   "objective.name": str,
   "objective.kl_estimator": str,
   "objective.kl_coef": int | float,
-  "objective.clip_low": int | float,
-  "objective.clip_high": int | float,
 }
 
 
@@ -91,7 +89,8 @@ class RunRecord(NamedTuple):
     kl_in_reward = (
       objective.get("kl_coef") and objective.get("kl_estimator") == "k1"
     )
-    if mixed is None or kl_in_reward or objective.get("name") == "ppo":
+    method = losses.METHODS.get(objective.get("name", "").partition(":")[0])
+    if mixed is None or kl_in_reward or (method and method.critic):
       return np.array([], int)
     return mixed.steps[mixed.values == 0]
 
@@ -105,16 +104,19 @@ class RunRecord(NamedTuple):
       {"clip low": ..., "clip high": ...}; {} if the method is unknown or does
       not clip the ratios of this unit.
     """
-    objective = self.config.get("objective", {})
-    name = objective.get("name")
-    if losses.CLIPPED.get(name) != unit:
+    spec = self.config.get("objective", {}).get("name", "")
+    name, _, text = spec.partition(":")
+    method = losses.METHODS.get(name)
+    if method is None or not method.clips or method.unit != unit:
       return {}
-    defaults = getattr(losses, f"{name}_loss").__kwdefaults__
-    low, high = (
-      defaults[key] if objective.get(key, -1) == -1 else objective[key]
-      for key in ("clip_low", "clip_high")
-    )
-    if name in losses.CLIP_LOGS:
+    numbers = method.numbers
+    for pair in text.split(","):
+      key, _, value = (part.strip() for part in pair.partition("="))
+      if key in numbers:
+        with contextlib.suppress(ValueError):
+          numbers[key] = float(value)
+    low, high = numbers["clip_low"], numbers["clip_high"]
+    if method.clips == "log_ratio":
       return {"clip low": -low, "clip high": high}
     # A ratio is above 0, so a clip_low of 1 or more never clips.
     lower = {"clip low": math.log1p(-low)} if low < 1 else {}

@@ -4,7 +4,7 @@ import ast
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from gspo_jax.runtime import errors
@@ -39,7 +39,7 @@ def imported(
   function = getattr(module, attribute, None)
   if not callable(function):
     is_kind, noun = inspect.isfunction, "function"
-    if kind != "reward":
+    if kind == "environment":
       is_kind, noun = inspect.isclass, "class"
     public = [
       n for n, v in vars(module).items() if is_kind(v) and not n.startswith("_")
@@ -61,18 +61,24 @@ def imported(
 def arguments(
   name: str, function: Callable[..., Any], text: str, kind: str = "reward"
 ) -> dict[str, Any]:
+  """The arguments of a spec, for a function or class; see `values`."""
+  return values(name, keywords(function), text, kind)
+
+
+def values(
+  name: str, known: Collection[str], text: str, kind: str = "reward"
+) -> dict[str, Any]:
   """`key=value,key=value` as a dict; each value is a Python literal or text.
 
   Args:
-    name: of the function or class, for errors.
-    function: that has these keyword-only arguments.
-    text: behind the colon of a spec.
-    kind: what it is, for errors.
+    name: in front of the colon of a spec.
+    known: the keys that it may have.
+    text: behind the colon.
+    kind: what `name` is, for errors.
 
   Raises:
-    UserError: the text has another form, or an argument is unknown.
+    UserError: the text has another form, or a key is unknown.
   """
-  known = keywords(function)
   found = {}
   for part in text.split(","):
     key, equals, value = (s.strip() for s in part.partition("="))

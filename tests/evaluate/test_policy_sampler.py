@@ -157,9 +157,8 @@ def test_an_empty_batch_is_an_error(debug_config, key):
     {"cold_start.batch": 6},
     {"rollout.max_tokens_per_iteration": 4},
     {"rollout.dynamic_sampling_rounds": 2, "objective.name": "ppo"},
-    {"objective.name": "rspo", "objective.router_shift_floor": 0.0},
+    {"objective.name": "no_such_module.loss"},
     {"model.variant": "qwen3-0.6b", "objective.replay": "r2"},
-    {"objective.cap": 3.0},
     {"objective.mismatch": "tis_token", "objective.old_logps": "sampler"},
   ],
 )

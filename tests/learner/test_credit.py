@@ -1,6 +1,7 @@
 """Credit: rewards become advantages of responses, or of tokens."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import unpacked
 
 from gspo_jax.learner import credit
-from gspo_jax.learner.credit import CreditConfig
+from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.losses.advantages import (
   generalized_advantages,
@@ -60,7 +61,9 @@ def batch(request):
 
 def assign(batch: PackedBatch, rewards, config) -> dict[str, np.ndarray]:
   """[4, 3] advantages, and returns if there are any."""
-  out = credit.assign_advantages(batch, rewards, FINISH, credit=config)
+  out = credit.assign_advantages(
+    batch, rewards, FINISH, objective=config, group_size=2
+  )
   rows = out.rows
   assert rows.advantages.shape == rows.response_mask.shape
   assert not np.asarray(rows.advantages)[~rows.response_mask].any()
@@ -72,22 +75,23 @@ def of_response(x):
   return np.where(MASK, np.reshape(x, (4, 1)), 0)
 
 
+K1 = functools.partial(ObjectiveConfig, kl_estimator="k1")
 REWARDS = jnp.array([1.0, 0.0, 0.5, 0.5])
 FINISH = jnp.array([STOPPED, STOPPED, STOPPED, TRUNCATED], jnp.int8)
 
 
 def test_responses_are_compared_with_their_group(batch):
-  out = assign(batch, REWARDS, CreditConfig(2))
+  out = assign(batch, REWARDS, ObjectiveConfig())
   expected = of_response([1, -1, 0, 0])
   np.testing.assert_allclose(out["advantages"], expected, atol=1e-5)
   assert "returns" not in out
-  out = assign(batch, REWARDS, CreditConfig(2, normalize_std=False))
+  out = assign(batch, REWARDS, ObjectiveConfig("dr_grpo"))
   expected = of_response([0.5, -0.5, 0, 0])
   np.testing.assert_allclose(out["advantages"], expected, atol=1e-6)
 
 
 def test_k1_is_subtracted_from_the_reward(batch):
-  config = CreditConfig(2, normalize_std=False, kl_coef=0.1)
+  config = K1("dr_grpo", kl_coef=0.1)
   out = assign(batch, REWARDS, config)["advantages"]
   rewards = (np.asarray(REWARDS) - 0.1 * GAP.sum(1)).reshape(2, 2)
   expected = group_relative_advantages(rewards, normalize_std=False)
@@ -97,8 +101,8 @@ def test_k1_is_subtracted_from_the_reward(batch):
 
 def test_k1_is_not_divided_by_the_std_of_the_rewards(batch):
   """Else in a group of equal rewards it would become advantages of 1."""
-  with_kl = assign(batch, REWARDS, CreditConfig(2, kl_coef=1e-3))
-  plain = assign(batch, REWARDS, CreditConfig(2))
+  with_kl = assign(batch, REWARDS, K1(kl_coef=1e-3))
+  plain = assign(batch, REWARDS, ObjectiveConfig())
   gap = GAP.sum(1).reshape(2, 2)
   gap -= gap.mean(1, keepdims=True)
   np.testing.assert_allclose(
@@ -108,9 +112,9 @@ def test_k1_is_not_divided_by_the_std_of_the_rewards(batch):
   )
 
 
-@pytest.mark.parametrize("trace_decay", [None, 0.9])
-def test_truncated_responses_have_no_advantage(batch, trace_decay):
-  config = CreditConfig(2, zero_truncated=True, trace_decay=trace_decay)
+@pytest.mark.parametrize("name", ["gspo", "ppo"])
+def test_truncated_responses_have_no_advantage(batch, name):
+  config = ObjectiveConfig(name, zero_truncated=True)
   rewards = REWARDS.at[3].set(2.0)
   out = assign(batch, rewards, config)["advantages"]
   kept = dataclasses.replace(config, zero_truncated=False)
@@ -121,7 +125,7 @@ def test_truncated_responses_have_no_advantage(batch, trace_decay):
 
 
 def test_with_a_critic_the_reward_is_of_the_last_token_and_k1_of_each(batch):
-  config = CreditConfig(2, kl_coef=0.1, discount=0.9, trace_decay=0.8)
+  config = K1("ppo:critic_discount=0.9,critic_trace_decay=0.8", kl_coef=0.1)
   out = assign(batch, REWARDS, config)
   tokens = -0.1 * GAP
   for row, last in enumerate((2, 1, 0, 2)):
@@ -147,9 +151,9 @@ def test_with_a_critic_a_conversation_has_one_reward(batch):
     index = np.asarray(batch.rows.response_index)
     mask |= _tokens_of(batch, index, b, gap[b])
   rows = dataclasses.replace(batch.rows, response_mask=jnp.asarray(mask))
-  config = CreditConfig(2, discount=1.0, trace_decay=1.0)
+  config = ObjectiveConfig("ppo:critic_trace_decay=1")
   out = credit.assign_advantages(
-    batch._replace(rows=rows), REWARDS, FINISH, credit=config
+    batch._replace(rows=rows), REWARDS, FINISH, objective=config, group_size=2
   ).rows
   # Without discount every token's return is the reward of its response.
   returns = np.asarray(out.returns)[mask]
@@ -172,9 +176,13 @@ def test_each_turn_has_its_own_advantage(batch):
   rewards = np.array(
     [[0, 1, nan], [0.5, nan, nan], [1, nan, nan], [0, 0, 2]], np.float32
   )
-  config = CreditConfig(2, by_turn=True, normalize_std=False)
+  config = ObjectiveConfig("dr_grpo", credit="turn")
   out = credit.assign_advantages(
-    batch._replace(rows=rows), jnp.asarray(rewards), FINISH, credit=config
+    batch._replace(rows=rows),
+    jnp.asarray(rewards),
+    FINISH,
+    objective=config,
+    group_size=2,
   ).rows
   expected = {(0, 1): 0.25, (1, 1): -0.25, (2, 1): -0.5, (3, 1): 0.5}
   for place in np.argwhere(mask):

@@ -11,7 +11,8 @@ from gspo_jax.learner.health import (
   clip_range_warnings,
   require_finite,
 )
-from gspo_jax.learner.objective import METHODS
+from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.losses import METHODS
 from gspo_jax.program.config import parse
 
 HEALTHY = {
@@ -25,19 +26,19 @@ HEALTHY = {
   "reward/mean": 0.25,
   "reward/mixed_groups": 0.1,
 }
-GSPO = {
-  "method": "gspo",
-  "settings": {"clip_low": 3e-4, "clip_high": 4e-4},
-  "minibatches": 4,
-  "off_policy": False,
-  "recomputed_old_logps": True,
-  "compares_groups": True,
-  "truncated_sampling": False,
-}
+
+
+def checks(name="gspo", *, minibatches=4, truncated_sampling=False, **keys):
+  return HealthChecks(
+    ObjectiveConfig(name, **keys),
+    minibatches=minibatches,
+    off_policy=False,
+    truncated_sampling=truncated_sampling,
+  )
 
 
 def test_warnings_are_printed_once_with_the_numbers(capsys):
-  check = HealthChecks(**GSPO)
+  check = checks()
   check(HEALTHY)
   assert capsys.readouterr().out == ""
   for _ in range(2):
@@ -52,44 +53,43 @@ def test_warnings_are_printed_once_with_the_numbers(capsys):
 
 def test_two_passes_over_the_same_weights_that_differ(capsys):
   noisy = HEALTHY | {"ratio/first_minibatch_std": 2e-5}
-  HealthChecks(**GSPO)(noisy)
+  checks()(noisy)
   line = capsys.readouterr().out
   assert "ratio/first_minibatch_std=2.0e-05" in line
   assert "--xla_gpu_deterministic_ops=true" in line
   # With the sampler's log-probs it is the gap between sampler and trainer.
-  HealthChecks(**GSPO | {"recomputed_old_logps": False})(noisy)
+  checks(old_logps="sampler")(noisy)
   assert capsys.readouterr().out == ""
 
 
 def test_a_ratio_of_one_is_right_where_no_update_has_moved_the_policy(capsys):
   unmoved = HEALTHY | {"ratio/moved": 0.0}
-  HealthChecks(**GSPO | {"minibatches": 1})(unmoved)
-  HealthChecks(**GSPO)(unmoved | {"grad/norm": 0.0})
-  HealthChecks(**GSPO)(unmoved | {"optim/learning_rate": 0.0})
+  checks(minibatches=1)(unmoved)
+  checks()(unmoved | {"grad/norm": 0.0})
+  checks()(unmoved | {"optim/learning_rate": 0.0})
   assert capsys.readouterr().out == ""
 
 
 def test_a_gap_inside_the_clip_range_is_no_fault(capsys):
-  wide = {"settings": {"clip_low": 0.2, "clip_high": 0.2}}
-  HealthChecks(**GSPO | wide)(HEALTHY | {"mismatch/sequence_abs_mean": 0.1})
+  checks("grpo")(HEALTHY | {"mismatch/sequence_abs_mean": 0.1})
   assert capsys.readouterr().out == ""
 
 
 def test_an_iteration_without_mixed_groups_has_no_signal(capsys):
-  check, equal = HealthChecks(**GSPO), HEALTHY | {"reward/mixed_groups": 0.0}
+  check, equal = checks(), HEALTHY | {"reward/mixed_groups": 0.0}
   for _ in range(2):
     check(equal)
   (line,) = capsys.readouterr().out.splitlines()
   assert line.startswith("warning: no signal: ")
   assert "reward/mixed_groups is 0, reward/mean 0.25" in line
-  HealthChecks(**GSPO | {"compares_groups": False})(equal)
+  checks("ppo")(equal)
   assert capsys.readouterr().out == ""
 
 
 def test_a_run_in_which_nothing_is_clipped_says_so(capsys):
   """Once, and only where ratios move and none has ever been clipped."""
   unclipped = HEALTHY | {"clip_frac/token": 0.0}
-  check = HealthChecks(**GSPO)
+  check = checks()
   for _ in range(9):
     check(unclipped)
   check(unclipped | {"ratio/moved": 0.0, "grad/norm": 0.0})
@@ -100,42 +100,38 @@ def test_a_run_in_which_nothing_is_clipped_says_so(capsys):
   assert "nothing was clipped in 10 iterations" in line
   assert "ratio/sequence_std is 2.0e-04" in line
   assert "the clip range is 0.0003, 0.0004" in line
-  once = HealthChecks(**GSPO)
+  once = checks()
   once(HEALTHY)
-  sapo = HealthChecks(**GSPO | {"method": "sapo", "settings": {}})
+  sapo = checks("sapo")
   for check in [once, sapo] * 10:
     check(unclipped)
   assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
-  ("method", "settings", "words"),
+  ("name", "words"),
   [
-    ("gspo", {"clip_low": 0.2, "clip_high": 0.28},
-     ["objective.clip_low=0.2, objective.clip_high=0.28: hardly anything"]),
-    ("gspo_token", {"clip_high": 0.2}, ["objective.clip_high=0.2: hardly"]),
-    ("gspo", {"clip_low": 3.0}, ["clip_low=3: hardly anything will be"]),
-    ("grpo", {"clip_low": 3.0}, ["clip_low=3: nothing will be clipped"]),
-    ("dapo", {"clip_low": 3e-4, "clip_high": 4e-4}, ["0.0004: nearly all"]),
-    ("ppo", {"clip_high": 0.0}, ["objective.clip_high=0: nearly all"]),
-    ("gmpo", {"clip_low": 1.5}, []),  # clips log-ratios
-    ("gspo", {"clip_low": 3e-3, "clip_high": 4e-3}, []),
-    ("gspo", {"clip_low": 0.015, "clip_high": 0.02}, ["0.02: hardly anything"]),
-    ("cispo", {"cap": 1e3}, []),
-    ("cispo", {"cap": 1.0}, []),
-    ("cispo", {"cap": 0.28}, ["objective.cap=0.28: it scales nearly every"]),
+    ("gspo:clip_low=0.2,clip_high=0.28",
+     ["hardly anything will be clipped at clip_low=0.2, clip_high=0.28"]),
+    ("gspo_token:clip_high=0.2", ["hardly anything will be clipped at clip_h"]),
+    ("gspo:clip_low=3.0", ["hardly anything will be clipped at clip_low=3"]),
+    ("grpo:clip_low=3.0", ["nothing will be clipped from below at clip_low=3"]),
+    ("dapo:clip_low=3e-4,clip_high=4e-4", ["nearly all will be clipped"]),
+    ("ppo:clip_high=0", ["nearly all will be clipped at clip_high=0"]),
+    ("gmpo:clip_low=1.5", []),  # clips log-ratios
+    ("gspo:clip_low=3e-3,clip_high=4e-3", []),
+    ("gspo:clip_low=0.015,clip_high=0.02", ["0.02, for gspo clips the ratio"]),
+    ("cispo:cap=1e3", []),
+    ("cispo:cap=1", []),
+    ("cispo:cap=0.28", ["a cap of 0.28 scales nearly every"]),
+    *((name, []) for name in METHODS),
   ],
 )  # fmt: skip
-def test_a_clip_range_of_another_ratio_is_a_warning(method, settings, words):
-  found = clip_range_warnings(method, METHODS[method].__kwdefaults__ | settings)
-  assert len(found) == len(words)
-  for line, part in zip(found, words, strict=True):
+def test_a_clip_range_of_another_ratio_is_a_warning(name, words):
+  lines = clip_range_warnings(ObjectiveConfig(name))
+  for line, part in zip(lines, words, strict=True):
+    assert line.startswith(f"objective.name={name!r}: ")
     assert part in line
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_clip_range_of_a_method_is_its_own(method):
-  assert clip_range_warnings(method, METHODS[method].__kwdefaults__) == []
 
 
 @pytest.mark.parametrize(
@@ -168,7 +164,7 @@ def test_a_run_checks_what_its_config_calls_for(
 
 
 def test_truncated_sampling_is_printed_at_the_start(capsys):
-  HealthChecks(**GSPO | {"truncated_sampling": True})
+  checks(truncated_sampling=True)
   assert "truncated distribution" in capsys.readouterr().out
 
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from gspo_jax import losses, model
-from gspo_jax.learner import routing, train_batch
+from gspo_jax.learner import routing_metrics, train_batch
 from gspo_jax.learner.objective import (
   INSTRUMENTS,
-  MismatchCorrection,
-  Objective,
+  ObjectiveConfig,
   policy_loss,
 )
 from gspo_jax.logprobs import TokenLogprobs
@@ -22,8 +21,8 @@ from gspo_jax.sampler.samples import Prompts
 
 CFG = model.variant("tiny", dtype="float32")
 B, S, R, L, K = 6, 3, 4, CFG.num_layers, CFG.experts_per_token
-GRPO = Objective(losses.grpo_loss)
-GSPO = Objective(losses.gspo_loss)
+GRPO, GSPO = ObjectiveConfig("grpo"), ObjectiveConfig("gspo")
+policy_loss = functools.partial(policy_loss, cfg=CFG, max_length=R)
 
 
 def demonstrations(rng):
@@ -74,9 +73,9 @@ def tabular_params(rng):
   }
 
 
-def evaluate(params, batch, objective):
+def evaluate(params, batch, objective, **options):
   out = policy_loss(
-    params, batch, cfg=CFG, objective=objective, temperature=1.0
+    params, batch, objective=objective, temperature=1.0, **options
   )
   return out.loss.total / out.loss.count, out.metrics
 
@@ -87,17 +86,17 @@ TERMS = {
   "kl, k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
   "entropy": {"entropy_coef": 0.1},
   "kl and entropy": {"kl_coef": 0.3, "entropy_coef": 0.1},
-  "tis": {"mismatch": MismatchCorrection("tis", "token", 1.2, 0.5)},
-  "mis": {"mismatch": MismatchCorrection("mis", "sequence", 1.1, 0.9)},
-  "shift": {"shift_floor": 0.9},
-  "dual clip": {"dual_clip": 1.1},
+  "tis": {"mismatch": "tis_token:cap=1.2"},
+  "mis": {"mismatch": "mis_sequence:cap=1.1,floor=0.9"},
+  "shift": {"name": "grpo:router_shift_floor=0.9"},
+  "dual clip": {"name": "grpo:dual_clip=1.1"},
 }
 
 
 @pytest.mark.parametrize("name", TERMS)
 def test_every_term_reaches_the_loss_and_its_gradient(name, monkeypatch):
   """Against the public losses, put together by hand."""
-  monkeypatch.setattr(train_batch, "logprobs", tabular)
+  monkeypatch.setattr(train_batch, "response_logps", tabular)
   rng, terms = np.random.default_rng(0), TERMS[name]
   old, params = tabular_params(rng), tabular_params(rng)
   batch = with_old_policy(demonstrations(rng), tabular(old, CFG, None), rng)
@@ -118,13 +117,18 @@ def test_every_term_reaches_the_loss_and_its_gradient(name, monkeypatch):
         batch.old_logps,
         batch.sampler_logps,
         mask,
-        **terms["mismatch"]._asdict(),
+        **{
+          "tis": {"method": "tis", "unit": "token", "cap": 1.2},
+          "mis": {"method": "mis", "unit": "sequence"}
+          | {"cap": 1.1, "floor": 0.9},
+        }[name],
       )
-    if "shift_floor" in terms:
+    if name == "shift":
       new = out.router_logps.swapaxes(0, 1)
-      moved = routing.shift(new, batch.router_logps)
+      moved = routing_metrics.shift(new, batch.router_logps)
       shift = jnp.maximum(-moved, jnp.log(0.9))
-    added = losses.Terms(shift, weights, penalty, terms.get("dual_clip"))
+    dual_clip = 1.1 if name == "dual clip" else None
+    added = losses.Terms(shift, weights, penalty, dual_clip)
     return losses.grpo_loss(
       out.logps, batch.old_logps, batch.advantages, mask, terms=added
     )[0]
@@ -151,7 +155,7 @@ def params():
 @functools.cache
 def jitted_logprobs():
   return jax.jit(
-    functools.partial(train_batch.logprobs, cfg=CFG),
+    functools.partial(train_batch.response_logps, cfg=CFG),
     static_argnames=("temperature", "replay"),
   )
 
@@ -173,7 +177,7 @@ def batch(params):
 def jitted_loss(params):
   """(batch, is_old_policy, objective=, temperature=) -> `LossOutput`."""
   jitted = jax.jit(
-    functools.partial(policy_loss, cfg=CFG),
+    policy_loss,
     static_argnames=("objective", "temperature"),
   )
   return functools.partial(jitted, params, temperature=0.7)
@@ -247,21 +251,22 @@ def test_log_probs_are_of_the_tempered_distribution(jitted_loss, batch, params):
 
 
 def test_instruments_change_no_loss(monkeypatch):
-  monkeypatch.setattr(train_batch, "logprobs", tabular)
+  monkeypatch.setattr(train_batch, "response_logps", tabular)
   rng = np.random.default_rng(0)
   old, params = tabular_params(rng), tabular_params(rng)
   batch = with_old_policy(demonstrations(rng), tabular(old, CFG, None), rng)
   loss, metrics = evaluate(params, batch, GSPO)
   bare = dataclasses.replace(batch, experts=None, router_logps=None)
-  off = dataclasses.replace(GSPO, instruments=False)
-  without, scalars = evaluate(params, bare, off)
+  without, scalars = evaluate(params, bare, GSPO, instruments=False)
   assert float(loss) == pytest.approx(float(without), abs=1e-6)
   assert "moe/router_shift_ratio" in metrics
   assert not [key for key in scalars if key.startswith("moe/")]
   # Of the metrics of the old policy, only instruments are left out.
-  loss = functools.partial(policy_loss, params, cfg=CFG, temperature=1.0)
-  every = loss(batch, objective=GSPO).old_policy_metrics
-  rest = loss(batch, objective=off).old_policy_metrics
+  loss = functools.partial(
+    policy_loss, params, batch, objective=GSPO, temperature=1.0
+  )
+  every = loss().old_policy_metrics
+  rest = loss(instruments=False).old_policy_metrics
   assert set(rest) < set(every)
   assert set(every) - set(rest) < set(INSTRUMENTS)
   assert all(np.ndim(metric.value()) == 0 for metric in rest.values())

@@ -10,8 +10,9 @@ import pytest
 
 from gspo_jax import model
 from gspo_jax.learner import packing, train_batch
+from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.packing import PackingConfig
-from gspo_jax.learner.train_batch import TrainBatch, TrainBatchFields
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts, Samples
 
@@ -47,7 +48,7 @@ def pack(width=W, devices=1, experts=EXPERTS, turns=None, **mesh):
   with jax.set_mesh(mesh):
     rows = sharding.batch_sharding(mesh)
     put = lambda x: jax.device_put(x, rows)
-    batch = jax.jit(train_batch.pack_responses, static_argnames="cfg")(
+    batch = jax.jit(packing.pack_responses, static_argnames="cfg")(
       *map(put, (PROMPTS, TOKENS, LENGTHS)),
       where,
       cfg=cfg,
@@ -199,14 +200,15 @@ def test_unpacked_responses_have_a_row_each():
 def test_a_train_batch_has_the_fields_that_the_update_reads():
   where, packing_config = placed(W)
   make = functools.partial(
-    train_batch.train_batch_from_samples,
+    packing.train_batch_from_samples,
     PROMPTS,
     Samples(TOKENS, LOGPS, LENGTHS, None, None),
     where,
-    model.variant("tiny"),
+    cfg=model.variant("tiny"),
+    instruments=False,
     packing_config=packing_config,
   )
-  plain = make(fields=TrainBatchFields()).rows
+  plain = make(objective=ObjectiveConfig()).rows
   assert isinstance(plain, TrainBatch)
   mask = np.asarray(plain.response_mask)
   logps = LOGPS[np.arange(R) < LENGTHS[:, None]]
@@ -214,16 +216,17 @@ def test_a_train_batch_has_the_fields_that_the_update_reads():
   assert not plain.old_logps.any()
   assert plain.reference_logps is plain.values is plain.returns is None
   assert plain.experts is plain.router_logps is None
-  trusting = make(fields=TrainBatchFields(sampler_logps=True)).rows
+  trusting = make(objective=ObjectiveConfig(old_logps="sampler")).rows
   np.testing.assert_array_equal(trusting.old_logps, plain.sampler_logps)
+  replayed = make(objective=ObjectiveConfig(replay="r2")).rows
+  assert replayed.router_logps is None
   whole = make(
-    fields=TrainBatchFields(
-      experts=True, router_logps=True, reference=True, critic=True
-    )
+    objective=ObjectiveConfig("ppo:router_shift_floor=0.5", kl_coef=0.1)
   ).rows
   lead = (2, 4, 8)
-  assert whole.experts.shape == (*lead, L, W, K)
-  assert whole.experts.dtype == np.uint8
+  for rows in (replayed, whole):
+    assert rows.experts.shape == (*lead, L, W, K)
+    assert rows.experts.dtype == np.uint8
   assert whole.router_logps.shape == (*lead, L, W - 1, K)
   for x in (whole.reference_logps, whole.values, whole.returns):
     assert x.shape == (*lead, W - 1)

@@ -13,10 +13,10 @@ import unpacked
 from gspo_jax import model
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import train_batch, train_step
-from gspo_jax.learner.objective import METHODS
 from gspo_jax.learner.packing import Packing
 from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.losses import METHODS
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import Program, build_program
@@ -53,7 +53,7 @@ def unigram_logprobs(params, cfg, batch, **options):
 @pytest.fixture
 def unigram(config, monkeypatch):
   """(method=, old_logps=) -> settings of that policy's update; its params."""
-  monkeypatch.setattr(train_batch, "logprobs", unigram_logprobs)
+  monkeypatch.setattr(train_batch, "response_logps", unigram_logprobs)
 
   def learner(method="gspo", old_logps="recompute"):
     config.objective.name, config.objective.old_logps = method, old_logps
@@ -312,7 +312,9 @@ def test_good_responses_become_likelier_and_the_state_is_donated(one):
   samples = one.samples
   batch = train_batch.unpacked(one.prompts, samples.tokens, samples.lengths)
   logprobs = jax.jit(
-    lambda params: train_batch.logprobs(params, one.program.cfg, batch).logps
+    lambda params: (
+      train_batch.response_logps(params, one.program.cfg, batch).logps
+    )
   )
   gain = logprobs(one.new.params) - logprobs(one.params)
   gain = np.where(batch.response_mask, gain, 0)

@@ -45,7 +45,7 @@ def meant(text):
     ("trainer.total_training_steps", "num_steps"),
     # OpenRLHF, NeMo RL, MaxText, Tunix
     ("n_samples_per_prompt", "rollout.group_size"),
-    ("loss_fn.ratio_clip_max", "objective.clip_high"),
+    ("loss_fn.ratio_clip_max", "objective.name"),
     ("ici_fsdp_parallelism", "mesh.fsdp"),
     ("eval_every_n_steps", "eval.every"),
     # other spellings
@@ -53,7 +53,9 @@ def meant(text):
     ("maxGradNorm", "optim.clip_norm"),
     # a name of several keys: the section that was typed decides
     ("learning_rate", "optim.learning_rate"),
-    ("critic.optim.lr", "critic.learning_rate"),
+    ("critic.optim.lr", "objective.name"),
+    ("objective.clip_low", "objective.name"),
+    ("tis_imp_ratio_cap", "objective.mismatch"),
     ("cold_start.lr", "cold_start.learning_rate"),
     ("cold_start.batch_size", "cold_start.batch"),
     ("eval.n", "eval.samples"),
@@ -111,7 +113,7 @@ OPTIM = "clip_norm, decay, learning_rate, name, warmup_steps"
     ("data.name", "data has "),
     (
       "tree.depth",
-      "sections are checkpoint, cold_start, continuous_batching, critic, ",
+      "sections are checkpoint, cold_start, continuous_batching, data, ",
     ),
     ("tree", "; without one: num_steps, seed"),
   ],
@@ -122,5 +124,5 @@ def test_without_a_likely_one_all_are_listed(typed, text):
 
 def test_a_key_that_this_config_lacks_is_not_proposed():
   assert meant(hint("lr", KEYS - {"optim.learning_rate"})) == (
-    "'critic.learning_rate'"
+    "'cold_start.learning_rate'"
   )

@@ -43,7 +43,7 @@ def test_a_checkpoint_of_rl_agrees_with_more_than_a_cold_start(debug_config):
   both = identity(debug_config, reference={}, critic={})
   assert set(both) - set(plain) == {
     "a reference (objective.kl_coef)",
-    "a critic (objective.name='ppo')",
+    "a critic (objective.name)",
   }
 
 
@@ -195,10 +195,13 @@ def test_a_clip_range_of_another_method_is_named_at_the_start(
     raise UserError("the program is next")
 
   monkeypatch.setattr(experiment, "build_program", stop)
-  debug_config.objective.clip_low = 0.2
+  debug_config.objective.name = "gspo:clip_low=0.2"
   with pytest.raises(UserError, match="the program is next"):
     experiment.prepare(parse(debug_config), "", None)
-  assert "warning: objective.clip_low=0.2: hardly" in capsys.readouterr().out
+  assert (
+    "warning: objective.name='gspo:clip_low=0.2': hardly"
+    in capsys.readouterr().out
+  )
 
 
 def test_a_mistaken_reward_is_named_with_its_key(debug_config):

@@ -14,8 +14,8 @@ import pytest
 
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import optimizer, packing, train_batch, train_step
-from gspo_jax.learner.objective import METHODS
 from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.losses import METHODS
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -113,12 +113,12 @@ def table_policy(monkeypatch):
     entropy = -(jnp.exp(logps) * logps).sum()
     return TokenLogprobs(logps[responses], jnp.full(responses.shape, entropy))
 
-  monkeypatch.setattr(train_batch, "logprobs", logprobs)
+  monkeypatch.setattr(train_batch, "response_logps", logprobs)
 
 
 TERMS = (
   {"kl_coef": 0.1, "entropy_coef": 0.01, "mismatch": "tis_sequence"},
-  {"zero_truncated": True, "dual_clip": 3.0},
+  {"zero_truncated": True},
 )
 
 
@@ -138,18 +138,19 @@ def test_every_objective_has_the_gradient_of_unpacked_rows(
   prompts, samples = made_samples(V)
   cfg = dataclasses.replace(program.cfg, num_experts=0, experts_per_token=0)
   learner = settings.learners(parse(config), cfg).policy
-  fields = settings.train_batch_fields(parse(config), cfg)
+  objective = parse(config).objective
   rng = np.random.default_rng(0)
   params = {"logits": jnp.asarray(rng.normal(size=V), jnp.float32)}
 
   @jax.jit
   def gradients(placement):
-    batch = train_batch.train_batch_from_samples(
+    batch = packing.train_batch_from_samples(
       *jax.tree.map(jnp.asarray, (prompts, samples)),
       placement,
-      cfg,
-      fields,
-      program.learner.packing,
+      cfg=cfg,
+      objective=objective,
+      instruments=True,
+      packing_config=program.learner.packing,
     )
     advantages = jnp.asarray(rng_advantages)[batch.rows.response_index]
     rows = dataclasses.replace(
@@ -157,7 +158,7 @@ def test_every_objective_has_the_gradient_of_unpacked_rows(
       advantages=jnp.where(batch.rows.response_mask, advantages, 0.0),
       old_logps=batch.rows.sampler_logps,
     )
-    if fields.reference:
+    if objective.has_reference:
       rows = dataclasses.replace(rows, reference_logps=rows.sampler_logps - 0.1)
     return [
       train_step.gradient(

@@ -21,10 +21,10 @@ import unpacked
 from gspo_jax import model
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import credit, critic, train_batch, train_step
-from gspo_jax.learner.objective import METHODS
 from gspo_jax.learner.packing import shuffled_groups
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
+from gspo_jax.losses import METHODS
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
@@ -66,18 +66,18 @@ TERMS = {
   "k3": {"kl_coef": 0.3, "kl_estimator": "k3"},
   "entropy": {"entropy_coef": 0.1},
   "dual clip": {},
-  "tis_token": {"mismatch_cap": 1.3},
-  "tis_sequence": {"mismatch_cap": 1.1},
-  "mis_token": {"mismatch_cap": 1.3, "mismatch_floor": 0.8},
-  "mis_sequence": {"mismatch_cap": 1.1, "mismatch_floor": 0.9},
-  "router shift": {"router_shift_floor": 0.95},
+  "tis_token": {"mismatch": "tis_token:cap=1.3"},
+  "tis_sequence": {"mismatch": "tis_sequence:cap=1.1"},
+  "mis_token": {"mismatch": "mis_token:cap=1.3,floor=0.8"},
+  "mis_sequence": {"mismatch": "mis_sequence:cap=1.1,floor=0.9"},
+  "router shift": {},
   "r2": {"replay": "r2"},
   "r3": {"replay": "r3"},
   "zero_truncated": {"zero_truncated": True},
   "everything": {
     **{"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
-    **{"mismatch": "mis_token", "mismatch_cap": 1.3, "mismatch_floor": 0.8},
-    **{"router_shift_floor": 0.95, "replay": "r3", "zero_truncated": True},
+    **{"mismatch": "mis_token:cap=1.3,floor=0.8"},
+    **{"replay": "r3", "zero_truncated": True},
   },
 }
 # Each method by itself, with its numbers and with all terms; each term with a
@@ -90,24 +90,31 @@ CASES = [
 ]
 
 
+def numbers_of(name, term):
+  """The numbers of the method that a case sets."""
+  numbers = {}
+  if term in ("numbers", "everything"):
+    numbers |= NUMBERS.get(name, OTHERS)
+  if term in ("router shift", "everything"):
+    numbers["router_shift_floor"] = 0.95
+  clips_ratio = name not in oracles.UNCLIPPED
+  if term == "dual clip" or (term == "everything" and clips_ratio):
+    numbers["dual_clip"] = DUAL_CLIP.get(name, 1.1)
+  if name == "ppo":
+    numbers |= {"critic_discount": 0.9, "critic_trace_decay": 0.8}
+    numbers["critic_clip"] = 0.1
+  return numbers
+
+
 def make_config(name, term):
   """Two minibatches of two groups, of two micro-batches each."""
   config = tiny_cpu.get_config("debug")
   config.rollout.group_size, config.sampler.temperature = G, TEMPERATURE
   config.sampler.max_new_tokens = R
   config.learner.minibatches = config.learner.micro_batch_size = 2
-  config.critic.update({"discount": 0.9, "trace_decay": 0.8, "clip": 0.1})
-  c = config.objective
-  c.name = name
-  c.update(TERMS[term])
-  if term.startswith(("tis", "mis")):
-    c.mismatch = term
-  if term in ("numbers", "everything"):
-    c.update(NUMBERS.get(name, OTHERS))
-  if term == "dual clip" or (
-    term == "everything" and name not in oracles.UNCLIPPED
-  ):
-    c.dual_clip = DUAL_CLIP.get(name, 1.1)
+  numbers = ",".join(f"{k}={v}" for k, v in numbers_of(name, term).items())
+  config.objective.name = f"{name}:{numbers}" if numbers else name
+  config.objective.update(TERMS[term])
   return config
 
 
@@ -166,7 +173,7 @@ def table(
   replay=False,
   use_own_experts=None,
 ):
-  """Stands for `train_batch.logprobs`."""
+  """Stands for `train_batch.response_logps`."""
   i = rows.tokens[:, 0]
   logps = params["logps"][i] / temperature
   chosen = jnp.broadcast_to(CHOSEN, (L, len(i), 1 + R, K))
@@ -190,7 +197,7 @@ def table(
 @pytest.fixture
 def policy(monkeypatch):
   """The table, in place of the model and of the critic."""
-  monkeypatch.setattr(train_batch, "logprobs", table)
+  monkeypatch.setattr(train_batch, "response_logps", table)
   values = lambda params, cfg, rows: params["values"][rows.tokens[:, 0]]
   monkeypatch.setattr(critic, "values", values)
 
@@ -199,7 +206,11 @@ def assign(config, rows):
   finish = jnp.where(CUT, TRUNCATED, STOPPED).astype(jnp.int8)
   rewards = jnp.asarray(REWARDS, jnp.float32)
   batch = credit.assign_advantages(
-    unpacked.cut(rows), rewards, finish, credit=settings.credit(parse(config))
+    unpacked.cut(rows),
+    rewards,
+    finish,
+    objective=parse(config).objective,
+    group_size=G,
   )
   return unpacked.join(batch)
 
@@ -218,20 +229,32 @@ class Expected(NamedTuple):
   options: dict
 
 
+def typed(config):
+  """The name of the method, and the numbers that follow it."""
+  name, _, text = config.objective.name.partition(":")
+  pairs = (pair.split("=") for pair in text.split(",") if pair)
+  return name, {key: float(value) for key, value in pairs}
+
+
 def expect(config, params, rows) -> Expected:
   """The arguments of the oracles for a config, in float64."""
   c = config.objective
+  name, numbers = typed(config)
+  floor = numbers.get("router_shift_floor")
   advantages, returns = expected_advantages(config, rows)
   weights = shift = penalty = None
   if c.mismatch != "none":
-    method, unit = c.mismatch.split("_")
+    spec, _, text = c.mismatch.partition(":")
+    bounds = dict(pair.split("=") for pair in text.split(","))
+    method, unit = spec.split("_")
+    cap, least = float(bounds["cap"]), float(bounds.get("floor", 0))
     weights, *_ = oracles.mismatch_weights(
       rows.old_logps,
       rows.sampler_logps,
       MASK,
-      *(method, unit, c.mismatch_cap, c.mismatch_floor),
+      *(method, unit, cap, least),
     )
-  if c.router_shift_floor > 0 or c.name == "rspo":
+  if floor is not None or name == "rspo":
     moved = np.abs(params["router"].astype(float) - rows.router_logps)
     shift = moved.mean((1, 3))
   estimators = {
@@ -258,21 +281,22 @@ def expect(config, params, rows) -> Expected:
     weights=weights,
     penalty=penalty,
   )
-  numbers = ("clip_low", "clip_high", "cap", "tau_positive", "tau_negative")
   return Expected(
     advantages,
     returns,
     case,
     {
-      "dual_clip": c.dual_clip or None,
-      "bounds": tuple(c[key] for key in numbers if c[key] != -1),
-      "floor": 0.8 if c.router_shift_floor == -1 else c.router_shift_floor,
+      "dual_clip": numbers.get("dual_clip"),
+      "bounds": tuple(
+        v for k, v in numbers.items() if k.startswith(("clip", "cap", "tau"))
+      ),
+      "floor": floor or 0.8,
     },
   )
 
 
 def expected_advantages(config, rows):
-  c, name = config.objective, config.objective.name
+  c, (name, _) = config.objective, typed(config)
   fee = np.zeros((B, R))
   if c.kl_coef and c.kl_estimator == "k1":
     gap = rows.old_logps.astype(float) - rows.reference_logps
@@ -420,7 +444,7 @@ def test_an_update_after_old_logprobs_is_on_policy(policy, minibatches, term):
   )
   state, update = start(config, params)
   scored, sums = blank, []
-  asked = settings.needs_old_logprobs(parse(config), CFG)
+  asked = settings.needs_old_logps(parse(config), CFG)
   assert asked == (minibatches == 2 or term == "k1")
   if asked:
     state, scored, metrics = update(state, blank, apply_updates=np.False_)

@@ -230,7 +230,8 @@ def marked(*folders):
 )
 def test_a_clip_range_lies_beside_what_it_clips(tmp_path, method, unit):
   clips = {"token": 2e-2, "sequence": 2e-4}.get(unit, 2e-3)
-  objective = {"name": method, "clip_low": clips, "clip_high": clips}
+  name = f"{method}:clip_low={clips},clip_high={clips}"
+  objective = {"name": method if unit == "no" else name}
   config = {**CONFIG, "objective": objective}
   folder = make_run(tmp_path / "a", 12, config=config)
   expected = {name for name in SUBJECT_OF if f"/{unit}_" in name}

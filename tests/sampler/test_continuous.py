@@ -417,7 +417,7 @@ def test_log_probs_behind_appended_tokens_are_teacher_forced_ones(make):
   whole = train_batch.unpacked(prompts(), found.tokens, found.lengths)
   scored = jax.jit(
     lambda params: (
-      train_batch.logprobs(
+      train_batch.response_logps(
         params, CFG, whole, temperature=SAMPLED.temperature
       ).logps
     )

@@ -10,7 +10,7 @@ from gspo_jax.record.run_files import Sample, write_samples
 CONFIG = {
   "num_steps": 20,
   "model": {"checkpoint": "", "variant": "tiny"},
-  "objective": {"name": "gspo", "clip_low": -1.0, "clip_high": -1.0},
+  "objective": {"name": "gspo"},
   "optim": {"learning_rate": 1e-6},
 }
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.learner import routing
+from gspo_jax.learner import routing_metrics as routing
 
 B, L, S, R, k, E = 3, 2, 4, 5, 2, 6
 T = S + R

@@ -1,16 +1,14 @@
-"""Forward passes over a batch before its update, and metrics of them.
+"""Metrics of the old policy on its own samples.
 
-Dimension key: B rows, R response columns, S sequences of a row.
+Dimension key: B rows, R response columns, N sequences of a row.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import losses, model
-from gspo_jax.learner import critic, routing, train_batch
-from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
+from gspo_jax.learner import routing_metrics
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import Histogram, Mean, Metrics
 
@@ -50,29 +48,29 @@ def sequence_log_ratio(
   """Mean over a response's tokens of new less old log-probs.
 
   Returns:
-    The means of the S responses of each row, [B, S], and whether there is such
-    a response, [B, S] bool.
+    The means of the N responses of each row, [B, N], and whether there is such
+    a response, [B, N] bool.
   """
   sums = lambda x_BR: losses.sequence_sums(
     x_BR, batch.response_mask, batch.response_segments
   )
-  lengths_BS = sums(jnp.ones_like(new_BR))
-  gaps_BS = sums(new_BR - old_BR) / jnp.maximum(lengths_BS, 1)
-  return gaps_BS, lengths_BS > 0
+  lengths_BN = sums(jnp.ones_like(new_BR))
+  gaps_BN = sums(new_BR - old_BR) / jnp.maximum(lengths_BN, 1)
+  return gaps_BN, lengths_BN > 0
 
 
 def _mismatch(recomputed_BR, batch: TrainBatch) -> Metrics:
   """Recomputed less sampled log-probs, per token and per sequence."""
   mask_BR = batch.response_mask
   gap_BR = jnp.where(mask_BR, recomputed_BR - batch.sampler_logps, 0.0)
-  gap_BS, has_tokens_BS = sequence_log_ratio(
+  gap_BN, has_tokens_BN = sequence_log_ratio(
     recomputed_BR, batch.sampler_logps, batch
   )
   return {
     "mismatch/token_abs_mean": _mean(jnp.abs(gap_BR), mask_BR),
     "mismatch/token_gap": Histogram.of(gap_BR, mask_BR),
-    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_BS), has_tokens_BS),
-    "mismatch/sequence_gap": Histogram.of(gap_BS, has_tokens_BS),
+    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_BN), has_tokens_BN),
+    "mismatch/sequence_gap": Histogram.of(gap_BN, has_tokens_BN),
   }
 
 
@@ -80,48 +78,11 @@ def _routing_metrics(out: TokenLogprobs, mask_BR, cfg) -> Metrics:
   experts, router_entropy = (
     x.swapaxes(0, 1) for x in (out.experts, out.router_entropy)
   )
-  tokens = routing.tokens(experts, mask_BR, cfg.num_experts)
-  entropy = routing.entropy(router_entropy, mask_BR)
+  tokens = routing_metrics.tokens(experts, mask_BR, cfg.num_experts)
+  entropy = routing_metrics.entropy(router_entropy, mask_BR)
   return {
-    "moe/load_max": routing.MeanLoad(tokens),
-    "moe/layer_load_max": routing.Load(tokens),
-    "moe/router_entropy": routing.over_layers(entropy),
+    "moe/load_max": routing_metrics.MeanLoad(tokens),
+    "moe/layer_load_max": routing_metrics.Load(tokens),
+    "moe/router_entropy": routing_metrics.over_layers(entropy),
     "moe/layer_router_entropy": entropy,
   }
-
-
-def add_reference_and_values(
-  batch: PackedBatch,
-  cfg: model.ModelConfig,
-  *,
-  reference: model.Params | None,
-  critic_params: model.Params | None,
-  temperature: float,
-) -> PackedBatch:
-  """The batch with the reference's log-probs and the critic's values.
-
-  Args:
-    batch: M minibatches.
-    cfg: the model; static.
-    reference: weights of the reference policy, or None.
-    critic_params: weights of the critic, or None.
-    temperature: the sampler's; static.
-  """
-
-  def forward(micro_batch: TrainBatch):
-    fields = {}
-    if reference is not None:
-      fields["reference_logps"] = train_batch.logprobs(
-        reference, cfg, micro_batch, temperature=temperature
-      ).logps
-    if critic_params is not None:
-      fields["values"] = critic.values(critic_params, cfg, micro_batch)
-    return fields
-
-  names = []
-  if reference is not None:
-    names.append("reference_logps")
-  if critic_params is not None:
-    names.append("values")
-  fields = batch.map(forward, *names)
-  return batch._replace(rows=dataclasses.replace(batch.rows, **fields))

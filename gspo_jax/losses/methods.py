@@ -1,0 +1,88 @@
+"""The table of methods: the policy losses, and what a trainer must know."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+
+import jax
+
+from gspo_jax.losses import policy
+from gspo_jax.losses.metrics import Metrics
+
+# Arguments of a loss that a trainer gives; the others are the method's numbers.
+TRAINER_ARGUMENTS = (
+  "normalizer",
+  "segment_ids",
+  "terms",
+  "max_length",
+  "router_shift",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """A policy loss, and what a trainer must know of it.
+
+  Attributes:
+    loss: takes the arguments of `gspo_loss` but for `clip_low` and `clip_high`;
+      its other keyword-only arguments are the numbers of the method. `terms`,
+      `segment_ids` and `normalizer=1.0` are given to every loss; `max_length`,
+      the longest response allowed, and `router_shift` to one that takes them.
+    unit: of the ratio: "sequence" or "token".
+    clips: what `clip_low` and `clip_high` bound: "ratio" (against the sign of
+      the advantage, with an optional dual clip), "log_ratio", or "": nothing.
+    one_advantage: whether a response has one advantage, not one for each token.
+    normalize_std: whether advantages are divided by the group's std.
+    advantages: rewards [P, G] -> advantages [P, G] float32; None:
+      `group_relative_advantages`.
+    critic: whether a critic gives the advantages (`generalized_advantages`).
+  """
+
+  loss: Callable[..., tuple[jax.Array, Metrics]]
+  unit: str = "token"
+  clips: str = ""
+  one_advantage: bool = False
+  normalize_std: bool = True
+  advantages: Callable[[jax.Array], jax.Array] | None = None
+  critic: bool = False
+
+  def __post_init__(self):
+    lacking = {"clip_low", "clip_high"} - self.arguments.keys()
+    if self.clips and lacking:
+      raise ValueError(
+        f"clips={self.clips!r}: the loss has no {min(lacking)!r}"
+      )
+
+  @property
+  def arguments(self) -> dict[str, object]:
+    """The loss's keyword-only arguments with their defaults."""
+    parameters = inspect.signature(self.loss).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+  @property
+  def numbers(self) -> dict[str, object]:
+    """The numbers of the method, such as `clip_low`, with their defaults."""
+    return {
+      name: default
+      for name, default in self.arguments.items()
+      if name not in TRAINER_ARGUMENTS
+    }
+
+  def __call__(self, *arrays, **options) -> tuple[jax.Array, Metrics]:
+    """The loss."""
+    return self.loss(*arrays, **options)
+
+
+# By `objective.name`.
+METHODS = {
+  "gspo": Method(policy.gspo_loss, "sequence", "ratio", one_advantage=True),
+  "gspo_token": Method(policy.gspo_token_loss, "sequence", "ratio"),
+  "grpo": Method(policy.grpo_loss, "token", "ratio"),
+  "dr_grpo": Method(policy.dr_grpo_loss, "token", "ratio", normalize_std=False),
+  "dapo": Method(policy.dapo_loss, "token", "ratio"),
+  "ppo": Method(policy.ppo_loss, "token", "ratio", critic=True),
+  "gmpo": Method(policy.gmpo_loss, "token", "log_ratio", one_advantage=True),
+  "rspo": Method(policy.rspo_loss, "token", "log_ratio", one_advantage=True),
+  "cispo": Method(policy.cispo_loss),
+  "sapo": Method(policy.sapo_loss),
+}

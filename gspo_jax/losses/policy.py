@@ -1,0 +1,352 @@
+"""The policy losses; `gspo_loss` describes the arguments of all of them."""
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax.losses.batch import (
+  TokenBatch,
+  checked_batch,
+  require_float32_BT,
+  sequence_mean,
+  token_mean,
+)
+from gspo_jax.losses.metrics import Mean, Metrics
+from gspo_jax.losses.surrogate import Surrogate, reduce
+from gspo_jax.losses.terms import (
+  NO_TERMS,
+  Terms,
+  refuse_dual_clip,
+  router_log_weight,
+)
+
+
+def gspo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  clip_low: float = 3e-4,
+  clip_high: float = 4e-4,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """GSPO: mean_i -min(s_i A_i, clip(s_i, 1 - l, 1 + h) A_i).
+
+  s_i = exp(sum_t m (x - o) / n_i), the geometric mean of the token ratios of
+  sequence i, with n_i = sum_t m and m the mask. Zheng et al. 2025, arXiv
+  2507.18071, sec. 4.1; l and h are from sec. 5.1.
+
+  Args:
+    logps: x, [B, T] float32: log-probs of the response tokens under the policy
+      that is trained. The only differentiated argument.
+    old_logps: o, [B, T] float32: their log-probs under the old policy.
+    advantages: A, [B] float32; where `segment_ids` is given [B, T], constant
+      within a sequence. All losses but GSPO, GMPO and RSPO also take [B, T]
+      without `segment_ids`, and may have one for each token.
+    mask: m, [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a
+      response token. Values under a 0 are never read.
+    clip_low: l. The ratio is clipped at 1 - l where A < 0.
+    clip_high: h. The ratio is clipped at 1 + h where A > 0.
+    normalizer: divides the sum, by default the number of sequences.
+      With 1.0 losses, gradients and metrics of micro-batches add.
+    segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
+      rows, counted within each row; None: each row is one sequence.
+    terms: optional shift of the log-ratios, token weights, penalty, dual clip.
+
+  Returns:
+    (loss, metrics): a scalar, and additive metrics by name.
+
+  Raises:
+    TypeError: a dtype other than float32.
+    ValueError: a wrong shape, a dual clip of 1 or less, or one in a loss that
+      has none.
+  """
+  _require_one_advantage("gspo_loss", advantages, segment_ids)
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  log_ratio = batch.to_tokens(batch.means(batch.log_ratio))
+  tokens = clipped(batch, log_ratio, clip_low, clip_high)
+  return reduce(batch, tokens, sequence_mean, normalizer)
+
+
+def clipped(
+  batch: TokenBatch, log_ratio: jax.Array, clip_low: float, clip_high: float
+) -> Surrogate:
+  """-min(r A, clip(r, 1 - l, 1 + h) A); with a dual clip c, at most -c A."""
+  ratio = jnp.exp(log_ratio)
+  positive, negative = batch.advantages > 0, batch.advantages < 0
+  low = negative & (ratio < 1 - clip_low)
+  high = positive & (ratio > 1 + clip_high)
+  bounded = jnp.where(low, 1 - clip_low, jnp.where(high, 1 + clip_high, ratio))
+  if batch.terms.dual_clip is not None:
+    above = negative & (ratio > batch.terms.dual_clip)
+    bounded = jnp.where(above, batch.terms.dual_clip, bounded)
+    high = high | above
+  return Surrogate(-bounded * batch.advantages, low, high)
+
+
+def grpo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  clip_low: float = 0.2,
+  clip_high: float = 0.27,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """GRPO: mean_i mean_t -min(r A, clip(r, 1 - l, 1 + h) A), r = exp(x - o).
+
+  Shao et al. 2024, arXiv 2402.03300, sec. 4.1.1, without its KL term: pass
+  `kl_penalty` as `Terms.penalty`. l and h are those tuned for the comparison in
+  arXiv 2507.18071, sec. 5.1. The default normalizer is the number of sequences.
+  """
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  tokens = clipped(batch, batch.log_ratio, clip_low, clip_high)
+  return reduce(batch, tokens, sequence_mean, normalizer)
+
+
+def gspo_token_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  clip_low: float = 3e-4,
+  clip_high: float = 4e-4,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """GSPO-token: `gspo_loss` in value, with an advantage for each token.
+
+  mean_i mean_t -min(s_it A_it, clip(s_it, 1 - l, 1 + h) A_it), with
+  s_it = sg[s_i] exp(x - sg[x]) and s_i of `gspo_loss`. Zheng et al. 2025, arXiv
+  2507.18071, sec. 4.3. Where the advantages are constant within a sequence,
+  value and gradient equal those of `gspo_loss`. The default normalizer is the
+  number of sequences.
+  """
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  sequence = batch.to_tokens(batch.means(batch.log_ratio))
+  sg = jax.lax.stop_gradient
+  # The bracketed difference is exactly 0 in value only in this order.
+  log_ratio = sg(sequence) + (batch.log_ratio - sg(batch.log_ratio))
+  tokens = clipped(batch, log_ratio, clip_low, clip_high)
+  return reduce(batch, tokens, sequence_mean, normalizer)
+
+
+def dr_grpo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  max_length: int | None = None,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """Dr. GRPO: the sum of `grpo_loss`'s token losses / (sequences * max_length).
+
+  Liu et al. 2025, arXiv 2503.20783, sec. 3.2: no division by the length of the
+  response. Its advantages are not divided by the std either
+  (`normalize_std=False`). l = h = 0.2 is PPO's, arXiv 1707.06347. `max_length`
+  is the longest response allowed, in tokens; T by default. The default
+  normalizer is the number of sequences times `max_length`.
+  """
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  length = logps.shape[1] if max_length is None else max_length
+
+  def mean_over_max_length(batch: TokenBatch, values: jax.Array) -> Mean:
+    count = sequence_mean(batch, values).count * length
+    return Mean(token_mean(batch, values).total, count)
+
+  tokens = clipped(batch, batch.log_ratio, clip_low, clip_high)
+  return reduce(batch, tokens, mean_over_max_length, normalizer)
+
+
+def dapo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  clip_low: float = 0.2,
+  clip_high: float = 0.28,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """DAPO: the token losses of `grpo_loss`, averaged over all tokens.
+
+  Yu et al. 2025, arXiv 2503.14476: clip-higher (sec. 3.1), token mean (sec.
+  3.3). The default normalizer is the number of response tokens.
+  """
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  tokens = clipped(batch, batch.log_ratio, clip_low, clip_high)
+  return reduce(batch, tokens, token_mean, normalizer)
+
+
+def ppo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """PPO: mean over tokens of -min(r A, clip(r, 1 - l, 1 + h) A).
+
+  r = exp(x - o). Schulman et al. 2017, arXiv 1707.06347, sec. 3; l and h are
+  the best of its table 1. Its advantages are those of `generalized_advantages`,
+  its critic's loss is `value_loss`. The default normalizer is the number of
+  response tokens.
+  """
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  tokens = clipped(batch, batch.log_ratio, clip_low, clip_high)
+  return reduce(batch, tokens, token_mean, normalizer)
+
+
+def gmpo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  clip_low: float = 0.4,
+  clip_high: float = 0.4,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """GMPO: mean_i -A_i exp(sum_t m c_it / n_i), the mean of clipped log-ratios.
+
+  c = min(x - o, h) where A > 0, max(x - o, -l) where A < 0: unlike in the other
+  losses, l and h bound the log-ratio. Zhao et al. 2025, arXiv 2507.20673; its
+  range is e^-0.4 to e^0.4. One advantage for each sequence, and no dual clip.
+  The default normalizer is the number of sequences.
+  """
+  _require_one_advantage("gmpo_loss", advantages, segment_ids)
+  refuse_dual_clip(terms, "gmpo_loss")
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  low = (batch.advantages < 0) & (batch.log_ratio < -clip_low)
+  high = (batch.advantages > 0) & (batch.log_ratio > clip_high)
+  bounded = jnp.where(high, clip_high, batch.log_ratio)
+  bounded = jnp.where(low, -clip_low, bounded)
+  ratio = jnp.exp(batch.to_tokens(batch.means(bounded)))
+  tokens = Surrogate(-ratio * batch.advantages, low, high)
+  return reduce(batch, tokens, sequence_mean, normalizer)
+
+
+def rspo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  router_shift: jax.Array,
+  router_shift_floor: float = 0.8,
+  clip_low: float = 0.4,
+  clip_high: float = 0.4,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """RSPO: `gmpo_loss` with token ratios times g = sg[max(exp(-d), floor)].
+
+  The product is formed before clipping: Zhang et al. 2025, arXiv 2510.23027v2.
+  For g in any other loss see `router_log_weight`, which also describes
+  `router_shift`, d, and its floor. `terms` must have no `log_ratio_shift`.
+  """
+  if terms.log_ratio_shift is not None:
+    raise ValueError(
+      "rspo_loss makes its log_ratio_shift from router_shift:"
+      " expected none in terms"
+    )
+  require_float32_BT({"router_shift": router_shift}, mask)
+  shift = router_log_weight(router_shift, mask, floor=router_shift_floor)
+  return gmpo_loss(
+    logps,
+    old_logps,
+    advantages,
+    mask,
+    clip_low=clip_low,
+    clip_high=clip_high,
+    normalizer=normalizer,
+    segment_ids=segment_ids,
+    terms=terms._replace(log_ratio_shift=shift),
+  )
+
+
+def cispo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  cap: float = 5.0,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """CISPO: mean over tokens of -sg[min(r, cap)] A x, with r = exp(x - o).
+
+  Every token keeps a gradient. MiniMax 2025, arXiv 2506.13585, sec. 3.1, which
+  has no lower bound either, and gives no number for the upper one. 5 is that of
+  Khatri et al. 2025 (ScaleRL), arXiv 2510.13786, who saw no difference between
+  4, 5 and 8. No dual clip. `clip_frac/*` counts r > cap where A is not 0,
+  always as high. The default normalizer is the number of response tokens.
+  """
+  refuse_dual_clip(terms, "cispo_loss")
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  ratio = jax.lax.stop_gradient(jnp.exp(batch.log_ratio))
+  high = (batch.advantages != 0) & (ratio > cap)
+  loss = -jnp.minimum(ratio, cap) * batch.advantages * batch.logps
+  tokens = Surrogate(loss, jnp.zeros_like(high), high)
+  return reduce(batch, tokens, token_mean, normalizer)
+
+
+def sapo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  tau_positive: float = 1.0,
+  tau_negative: float = 1.05,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """SAPO: mean_i mean_t -(4 / tau) sigmoid(tau (r - 1)) A, r = exp(x - o).
+
+  Gao et al. 2025, arXiv 2511.20347, and its two temperatures: `tau_positive`
+  where A > 0, `tau_negative` where A < 0. Because of the factor 4 / tau the
+  gradient at r = 1 is that of `grpo_loss`. With a smaller tau the gradient
+  decays more slowly as r leaves 1. No dual clip; `clip_frac/*` is 0: nothing is
+  clipped. The default normalizer is the number of sequences.
+  """
+  refuse_dual_clip(terms, "sapo_loss")
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  tau = jnp.where(batch.advantages > 0, tau_positive, tau_negative)
+  gate = jax.nn.sigmoid(tau * jnp.expm1(batch.log_ratio))
+  never = jnp.zeros_like(batch.mask)
+  tokens = Surrogate(-4 / tau * gate * batch.advantages, never, never)
+  return reduce(batch, tokens, sequence_mean, normalizer)
+
+
+def _require_one_advantage(loss, advantages, segment_ids) -> None:
+  if segment_ids is None and advantages.ndim != 1:
+    raise ValueError(
+      f"{loss} takes one advantage a sequence, [B], got {advantages.shape=};"
+      " gspo_token_loss takes [B, T], packed rows need segment_ids"
+    )

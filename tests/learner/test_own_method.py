@@ -1,0 +1,97 @@
+"""A loss and an advantage of one's own, from outside of the package."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from repository import ROOT
+
+from gspo_jax import losses, train
+from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.program.config import parse
+from gspo_jax.runtime.errors import UserError
+
+MORE = """
+from gspo_jax.losses import Mean
+
+def reward(prompt, response, reference):
+  return sum(map(ord, response)) % 7 / 7
+
+def bare_loss(logps, old_logps, advantages, mask, *, normalizer, segment_ids,
+              terms):
+  loss = -jnp.where(mask, logps * advantages, 0).sum()
+  return loss, {"loss/policy": Mean(loss, mask.sum(dtype=jnp.float32))}
+
+def no_terms(logps, old_logps, advantages, mask, *, normalizer, segment_ids):
+  pass
+"""
+
+
+@pytest.fixture
+def my_methods(tmp_path, monkeypatch):
+  """The module of docs/objectives.md, and more, in a folder on the path."""
+  page = (ROOT / "docs/objectives.md").read_text()
+  (code,) = re.findall("```python\n(# my_methods.py\n.*?)```", page, re.S)
+  (tmp_path / "my_methods.py").write_text(code + MORE)
+  monkeypatch.syspath_prepend(tmp_path)
+  yield
+  sys.modules.pop("my_methods", None)
+
+
+def test_a_function_is_a_method_and_its_keywords_are_its_numbers(my_methods):
+  objective = ObjectiveConfig("my_methods.soft_loss:width=0.1")
+  assert objective.loss_numbers == {"width": 0.1}
+  assert ObjectiveConfig("my_methods.soft_loss").loss_numbers == {"width": 0.2}
+  assert objective.method.advantages is None
+  rng = np.random.default_rng(0)
+  logps, old = rng.normal(size=(2, 3, 4)).astype(np.float32)
+  advantages, mask = rng.normal(size=3).astype(np.float32), np.ones((3, 4))
+  loss, _ = objective.method.loss(
+    logps, old, advantages, mask, **objective.loss_numbers
+  )
+  ratio = 1 + 0.1 * np.tanh((np.exp(logps - old) - 1) / 0.1)
+  assert loss == pytest.approx(-(ratio * advantages[:, None]).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("name", "words"),
+  [
+    ("my_methods.soft_loss:wdth=1", "no argument 'wdth': did you mean 'width'"),
+    ("my_methods.soft_los", "no function 'soft_los': did you mean 'soft_loss'"),
+    ("my_method.soft_loss", "importing 'my_method' failed"),
+    ("my_methods.no_terms", "no keyword-only argument 'terms'"),
+    ("my_methods.soft_loss:dual_clip=3", "no argument 'dual_clip'"),
+  ],
+)
+def test_what_is_wrong_is_named_as_typed(debug_config, my_methods, name, words):
+  debug_config.objective.name = name
+  config = parse(debug_config)  # a policy may be evaluated without the module
+  with pytest.raises(UserError, match=words) as error:
+    config.check_training(1)
+  assert str(error.value).startswith(f"objective.name={name!r}: ")
+
+
+@pytest.mark.parametrize("name", ["SOFT:width=0.1", "bare_loss"])
+def test_a_run_learns_by_it(debug_config, my_methods, tmp_path, name):
+  c = debug_config
+  c.objective.name = f"my_methods.{name}"
+  c.reward.names = ("my_methods.reward",)
+  c.num_steps, c.cold_start.steps, c.eval.every = 2, 0, 0
+  c.data.prompts = 8
+  c.learner.minibatches, c.learner.micro_batch_size = 1, 16
+  train.train_and_evaluate(c, str(tmp_path / "run"))
+  lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  rows = [row for row in rows if "grad/norm" in row]
+  assert len(rows) == 2
+  for row in rows:
+    assert row["grad/norm"] > 0
+    if name.startswith("SOFT"):  # all ratios are 1, no advantage is above 0
+      assert row["loss/policy"] > 0.1
+
+
+def test_a_row_that_clips_names_its_bounds():
+  with pytest.raises(ValueError, match="the loss has no 'clip_high'"):
+    losses.Method(losses.cispo_loss, clips="ratio")
