@@ -45,7 +45,6 @@ def meant(text):
     ("trainer.total_training_steps", "num_steps"),
     # OpenRLHF, NeMo RL, MaxText, Tunix
     ("n_samples_per_prompt", "rollout.group_size"),
-    ("loss_fn.ratio_clip_max", "objective.name"),
     ("ici_fsdp_parallelism", "mesh.fsdp"),
     ("eval_every_n_steps", "eval.every"),
     # other spellings
@@ -53,9 +52,6 @@ def meant(text):
     ("maxGradNorm", "optim.clip_norm"),
     # a name of several keys: the section that was typed decides
     ("learning_rate", "optim.learning_rate"),
-    ("critic.optim.lr", "objective.name"),
-    ("objective.clip_low", "objective.name"),
-    ("tis_imp_ratio_cap", "objective.mismatch"),
     ("cold_start.lr", "cold_start.learning_rate"),
     ("cold_start.batch_size", "cold_start.batch"),
     ("eval.n", "eval.samples"),
@@ -77,6 +73,10 @@ def test_a_suggestion_says_what_its_number_counts():
     ("adam_beta2", "optim.name=adamw:b2=0.95"),
     ("optim.weight_decay", "optim.name=adamw:weight_decay=0.1"),
     ("min_lr", "optim.decay=cosine:min_lr_ratio=0.1"),
+    ("objective.clip_low", "objective.name=gspo:clip_low=3e-4"),
+    ("loss_fn.ratio_clip_max", "objective.name=gspo:clip_high=4e-4"),
+    ("critic.optim.lr", "objective.name=ppo:critic_learning_rate=1e-5"),
+    ("tis_imp_ratio_cap", "objective.mismatch=tis_token:cap=2.0"),
   ],
 )
 def test_a_number_may_belong_to_a_spec(typed, meant):
