@@ -439,8 +439,8 @@ ROWS = (
   ),
   Row(
     "continuous_batching.prefill_chunk",
-    built.segment,
-    {4: ([32], 4), 8: ([32], 8)},
+    built.prefill_lengths,
+    {4: (4, 8), 8: (8,)},
     PAGED,
   ),
   # rollout

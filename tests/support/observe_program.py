@@ -28,7 +28,6 @@ from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.continuous import ContinuousSampler
-from gspo_jax.sampler.paged_decode import SegmentPlan
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, Samples
 
 KEY = jax.random.key(0)
@@ -337,35 +336,9 @@ def pool(config):
   return len(state.num_tokens), *state.pages.k[0].shape[1:3]
 
 
-def segment(config):
-  """Decode steps of a segment, and tokens of a forward pass of prefill."""
-  devices, params = built(config).sampler.generate.jitted, bigram.params()
-  state, samples = jax.eval_shape(
-    lambda: devices.begin.jitted(devices.empty_samples.jitted(P), None)
-  )
-  like = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.num_tokens)
-  like["active"] = like["new"] = state.pages.active
-  orders = SegmentPlan(**like | {"table": state.pages.table})
-  with bigram.in_place():
-    decode = devices.decode.jitted.trace(
-      params, state, samples, orders, None, np.int32(0), jax.random.key(0)
-    )
-  with record_passes() as passes, bigram.in_place():
-    tokens, pages = np.zeros((P, 16), np.int32), np.zeros((P, 4), np.int32)
-    devices.prefill.jitted.trace(
-      params, state, tokens, tokens[:, 0], pages, None
-    )
-  loops = [
-    o for o in operations(decode.jaxpr.jaxpr) if o.primitive.name == "while"
-  ]
-  bounds = [
-    int(op.invars[1].val)
-    for loop in loops
-    for op in operations(loop.params["cond_jaxpr"].jaxpr)
-    if op.primitive.name == "lt" and hasattr(op.invars[1], "val")
-  ]
-  ((_, T),) = passes
-  return bounds, T
+def prefill_lengths(config):
+  """Tokens of the forward passes of prompts."""
+  return built(config).sampler.generate.buckets(continues=False)
 
 
 @contextlib.contextmanager
