@@ -113,6 +113,8 @@ class ModelConfig:
       raise UserError(
         f"model.dtype={self.dtype!r}: {nearest(self.dtype, DTYPES)}"
       )
+    if self.lora is not None and not self.lora.rank:
+      raise UserError("model.lora.rank=0: expected lora=None")
     for name in self.kept or ():
       if name not in KEPT:
         hint = nearest(name, ("none", "full", *KEPT))
