@@ -116,7 +116,7 @@ def build(cfg, params, prompts: int, group: int, length: int, new_tokens: int):
       slots=prompts * group, page_size=_PAGE, segment_steps=8, prefill_chunk=64
     ),
     max_prompt_length=length,
-    params_sharding=sharding.state_shardings(params, mesh),
+    params_sharding=model.shardings(params, mesh),
     mesh=mesh,
     sampler_mesh=mesh,
   )

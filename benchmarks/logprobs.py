@@ -28,7 +28,9 @@ def peaks(tokens: int, count: int) -> dict[str, int]:
   devices = plan_compile.devices(chips.parse("v5p:2x2x2"), 1)[:count]
   mesh = sharding.make_mesh(devices, expert=count)
   rows = sharding.batch_sharding(mesh)
-  head = jax.sharding.NamedSharding(mesh, sharding.param_spec("head"))
+  head = jax.sharding.NamedSharding(
+    mesh, model.parameters.partition_spec("head")
+  )
   shape = lambda dims, dtype, lay: jax.ShapeDtypeStruct(
     dims, dtype, sharding=lay
   )

@@ -13,7 +13,8 @@ import json
 import statistics
 import time
 
-from gspo_jax.rewards.pool import Response, RewardPool
+from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.reward import Response
 from gspo_jax.runtime import errors
 
 THOUGHT = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs a day. " * 8

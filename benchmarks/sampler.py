@@ -68,7 +68,7 @@ def build(
     config,
     batching=batching,
     max_prompt_length=prompt,
-    params_sharding=sharding.state_shardings(params, mesh),
+    params_sharding=model.shardings(params, mesh),
     mesh=mesh,
     sampler_mesh=mesh,
   )

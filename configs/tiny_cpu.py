@@ -35,11 +35,12 @@ def get_config(mode: str = "") -> ConfigDict:
   c.learner.micro_batch_size = 16
   c.cold_start.steps = 800
   if mode == "debug":
-    _shrink(c)
+    shrink(c)
   return c
 
 
-def _shrink(c: ConfigDict) -> None:
+def shrink(c: ConfigDict) -> None:
+  """Sizes of a run of seconds; the model stays as it is."""
   c.num_steps = 4
   c.data.source = "chain:steps=1,demonstrated=1"
   c.data.prompts = 4

@@ -8,18 +8,14 @@ written, or that of --workdir=runs/gsm8k/checkpoints/STEP. The folder has
 weights, config.json and the tokenizer; a run that started from a Hugging Face
 folder keeps the settings of that folder. Adapters (`model.lora.rank`) are
 merged into the weights; with `--peft` they are written alone, in PEFT's format.
-
-Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else is a
-fault, with its traceback.
 """
 
 import dataclasses
 import functools
 import json
-import sys
 
 import jax
-from absl import app, flags
+from absl import flags
 
 from gspo_jax import model
 from gspo_jax.model import hf
@@ -27,7 +23,7 @@ from gspo_jax.program import command, load_params
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.runtime.errors import UserError, complain
+from gspo_jax.runtime.errors import UserError
 
 _TO = flags.DEFINE_string("to", None, "The folder; new or empty.")
 _DTYPE = flags.DEFINE_string(
@@ -38,36 +34,26 @@ _PEFT = flags.DEFINE_bool(
 )
 
 
+_START = (
+  "python -m gspo_jax.export --config=configs/tiny_cpu.py "
+  "--workdir=runs/tiny --to=exported"
+)
+
+
 def main() -> None:
   """The console's entry."""
-  try:
-    app.run(_command, flags_parser=_parse)
-  except UserError as error:
-    sys.exit(complain(error))
+  command.run(lambda: command.on_hosts(_export), _START, __doc__)
 
 
-def _parse(argv):
-  return command.parse(
-    argv,
-    "python -m gspo_jax.export --config=configs/tiny_cpu.py "
-    "--workdir=runs/tiny --to=exported",
-    __doc__,
+def _export() -> int:
+  export(
+    flags.FLAGS.config,
+    flags.FLAGS.workdir,
+    _TO.value,
+    dtype=_DTYPE.value,
+    peft=_PEFT.value,
   )
-
-
-def _command(argv) -> int:
-
-  def work():
-    export(
-      flags.FLAGS.config,
-      flags.FLAGS.workdir,
-      _TO.value,
-      dtype=_DTYPE.value,
-      peft=_PEFT.value,
-    )
-    return 0
-
-  return command.on_hosts(work)
+  return 0
 
 
 def export(
@@ -81,10 +67,10 @@ def export(
   """Writes `folder`; on several hosts the first one does.
 
   Args:
-    config: of the run.
+    config: the run's keys.
     workdir: as `load_params.load` takes it.
     folder: must not exist, or be empty.
-    dtype: of the weights.
+    dtype: bfloat16 or float32.
     peft: write the adapters alone.
 
   Raises:

@@ -171,7 +171,7 @@ def logprobs_and_entropy(
   tokens = sharding.TOKENS
   sharded = sharding.shard_map(
     local,
-    in_specs=(tokens, sharding.param_spec("head"), tokens, tokens),
+    in_specs=(tokens, model.parameters.partition_spec("head"), tokens, tokens),
     out_specs=sharding.ROWS,
   )
   return sharded(hidden_BRD, head_DV, targets_BR, wanted_BR)

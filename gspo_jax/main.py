@@ -23,16 +23,7 @@ import signal
 import sys
 import threading
 
-from absl import app
-
-from gspo_jax.program.command import (
-  CONFIG,
-  START,
-  WORKDIR,
-  on_hosts,
-  parse,
-)
-from gspo_jax.runtime.errors import UserError, complain
+from gspo_jax.program import command
 
 INTERRUPTED, ENDED = 75, 130
 _ending = threading.Lock()
@@ -42,27 +33,17 @@ def main() -> None:
   """The console's entry."""
   _watch_signals()
   sys.path.append("")  # rewards and data of the user's, as with `python -m`
-  try:
-    app.run(_main, flags_parser=_parse)
-  except UserError as error:
-    sys.exit(complain(error))
+  command.run(lambda: command.on_hosts(_train), command.START, __doc__)
 
 
-def _parse(argv):
-  return parse(argv, START, __doc__)
+def _train() -> int:
+  from gspo_jax import train
 
-
-def _main(argv) -> int:
-  def work():
-    from gspo_jax import train
-
-    state = train.train_and_evaluate(CONFIG.value, WORKDIR.value)
-    # All is saved: a signal while the process ends must not change its code.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return INTERRUPTED if state is None else 0
-
-  return on_hosts(work)
+  state = train.train_and_evaluate(command.CONFIG.value, command.WORKDIR.value)
+  # All is saved: a signal while the process ends must not change its code.
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  return INTERRUPTED if state is None else 0
 
 
 def _watch_signals() -> None:

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from absl import logging
 from clu import parameter_overview
 
@@ -20,7 +19,6 @@ from gspo_jax.evaluate import held_out
 from gspo_jax.evaluate.estimators import correct
 from gspo_jax.learner.cold_start import ColdStart
 from gspo_jax.learner.health import HealthChecks, require_finite
-from gspo_jax.learner.packing import RowTokens
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import EDGES
 from gspo_jax.program import load_params, settings
@@ -36,15 +34,18 @@ from gspo_jax.record.identity import changes, flatten, match
 from gspo_jax.record.metric_writer import MetricWriter
 from gspo_jax.record.progress import Compilations
 from gspo_jax.rollout.batch import (
-  RolloutBatch,
-  RolloutContext,
   ScoredSamples,
-  iteration_keys,
   prompts_on_device,
   sampled_tokens,
   slot_steps,
 )
-from gspo_jax.rollout.metrics import rollout_metrics
+from gspo_jax.rollout.context import RolloutContext, iteration_keys
+from gspo_jax.rollout.metrics import (
+  memory_metrics,
+  rollout_metrics,
+  time_metrics,
+  useful_fractions,
+)
 from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.scoring import wait_scored
 from gspo_jax.rollout.source import Source, make_source
@@ -57,35 +58,22 @@ _SAMPLES_EVERY = 10  # iterations between sample responses
 
 
 class Run(NamedTuple):
-  """An experiment, with the parts of a run that have a state of their own.
-
-  Attributes:
-    experiment: what stays the same.
-    curriculum: the order of the prompts.
-    source: the rollouts.
-    checkpoints: of RL.
-    preemption: whether a SIGTERM came.
-  """
+  """An experiment, with the parts of a run that have a state of their own."""
 
   experiment: Experiment
   curriculum: Curriculum
   source: Source
-  checkpoints: Checkpoints
+  checkpoints: Checkpoints  # of RL; a cold start has its own
   preemption: Preemption
 
 
 class Row(NamedTuple):
-  """What an iteration adds to the files of a run.
-
-  Attributes:
-    metrics: scalars.
-    distributions: histograms, and numbers for each layer.
-    samples: (problem, response, reference, reward) of the first
-      `log.samples` groups, where it is time for them.
-  """
+  """What an iteration adds to the files of a run."""
 
   metrics: dict[str, float]
-  distributions: dict[str, list[float]]
+  distributions: dict[str, list[float]]  # histograms, and numbers by layer
+  # (problem, response, reference, reward) of the first `log.samples` groups,
+  # where it is time for them.
   samples: list[tuple[str, str, str, float]]
 
 
@@ -141,7 +129,13 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       keep=config.checkpoint.keep,
     )
     with experiment.reward_pool, checkpoints, ExitStack() as sampling:
-      curriculum = _curriculum(experiment)
+      curriculum = Curriculum(
+        experiment.datasets.stages,
+        experiment.program.prompt_config,
+        batch=config.data.prompts,
+        seed=config.seed,
+        drop_solved=config.data.drop_solved,
+      )
       source = _source(experiment, curriculum)
       if isinstance(source, OffPolicy):
         sampling.callback(source.close)
@@ -162,10 +156,7 @@ def _train(
 ) -> TrainState | None:
   """RL from `state` to the last step, or to a SIGTERM.
 
-  Args:
-    run: the experiment and its parts.
-    state: new or restored.
-    unwritten: the row of the restored step; see `_save`.
+  `unwritten` is the row of the restored step; see `_save`.
   """
   experiment, config = run.experiment, run.experiment.config
   first, last = int(state.step) + 1, config.num_steps
@@ -232,7 +223,7 @@ def _stop(
 
 
 def _due(every: int, step: int, last: int) -> bool:
-  """Whether it is time for what is done at every so many steps; 0: never."""
+  """Whether a step is a multiple of `every`, or the last; never if it is 0."""
   return every > 0 and (step == last or step % every == 0)
 
 
@@ -267,14 +258,14 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
     train_batch = learner.add_reference_and_values(state, train_batch)
 
   # Rewards.
-  every = wait_scored(
+  all_rewards = wait_scored(
     [cost.rewards for cost in batch.costs],
     config.reward.max_failed,
-    of=f"iteration {step}",
+    label=f"iteration {step}",
   )
   threshold = config.reward.pass_threshold
   rewards = scored.rewards.result()
-  for cost, each in zip(batch.costs, every, strict=True):
+  for cost, each in zip(batch.costs, all_rewards, strict=True):
     run.curriculum.record(cost.prompts, correct(each.first, threshold))
   for reason in rewards.reasons:
     logging.warning("step %d: no reward for a response: %s", step, reason)
@@ -301,7 +292,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   metrics |= rollout_metrics(batch, config.rollout, step)
   # Of the policy; an environment writes tokens, too.
   length = metrics.get("conversation/policy_tokens", metrics["response/length"])
-  metrics |= _time_metrics(clock, batch, length * len(lengths))
+  metrics |= time_metrics(clock, batch, length * len(lengths))
   metrics |= memory_metrics(jax.local_devices()[0])
   if "dynamic_sampling/tokens_discarded_share" in metrics:
     metrics["time/generate_discarded"] = (
@@ -344,63 +335,6 @@ def _finish(
   health(metrics)
 
 
-def _time_metrics(
-  clock, batch: RolloutBatch, trained_tokens: float
-) -> dict[str, float]:
-  generate, score, update = np.diff(clock)
-  total = clock[-1] - clock[0]
-  beside = {"time/rollout": batch.seconds} if batch.seconds else {}
-  return beside | {
-    "time/generate": generate,
-    "time/score": score,
-    "time/update": update,
-    "time/iteration": total,
-    "throughput/sampler_tokens_per_second": batch.sampled_tokens
-    / (batch.seconds or generate),
-    "throughput/tokens_per_second": trained_tokens / total,
-  }
-
-
-def memory_metrics(device: jax.Device) -> dict[str, float]:
-  """`memory/*` of a device, in GiB; a CPU has none."""
-  names = {"peak_bytes_in_use": "peak", "bytes_limit": "limit"}
-  stats = device.memory_stats() or {}
-  return {
-    f"memory/{name}_gib": stats[key] / 2**30
-    for key, name in names.items()
-    if key in stats
-  }
-
-
-def useful_fractions(
-  row_tokens: Mapping[str, RowTokens], sampled: int, slot_steps: int
-) -> dict[str, float]:
-  """`throughput/useful_fraction*`: real tokens over computed ones.
-
-  Of the update; of the score, if something runs before the update; of decoding;
-  and of all three together, where each computed token has the same weight.
-
-  Args:
-    row_tokens: by the name of the function, `update` and those of the score.
-    sampled: tokens that were sampled.
-    slot_steps: decode steps, each times the rows that were decoded.
-  """
-  parts = {"update": [], "score": [], "decode": [(sampled, slot_steps)]}
-  for name, tokens in row_tokens.items():
-    part = "update" if name == "update" else "score"
-    parts[part].append((tokens.real, tokens.computed))
-  sums = {name: np.sum(of, axis=0) for name, of in parts.items() if of}
-  real, computed = sum(sums.values())
-  fractions = {
-    f"throughput/useful_fraction_{name}": real / max(computed, 1)
-    for name, (real, computed) in sums.items()
-  }
-  return {
-    "throughput/useful_fraction": real / max(computed, 1),
-    **fractions,
-  }
-
-
 def _first_samples(
   scored: ScoredSamples, count: int
 ) -> list[tuple[str, str, str, float]]:
@@ -414,19 +348,8 @@ def _first_samples(
     )
     if row in scored.responses
   ]
-  every = dict(itertools.chain(*multihost.allgather_json(local[:count])))
-  return [every[row] for row in sorted(every)[:count]]
-
-
-def _curriculum(experiment: Experiment) -> Curriculum:
-  """The order of the prompts."""
-  return Curriculum(
-    experiment.datasets.stages,
-    experiment.program.prompt_config,
-    batch=experiment.config.data.prompts,
-    seed=experiment.config.seed,
-    drop_solved=experiment.config.data.drop_solved,
-  )
+  samples = dict(itertools.chain(*multihost.allgather_json(local[:count])))
+  return [samples[row] for row in sorted(samples)[:count]]
 
 
 def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
@@ -461,8 +384,8 @@ def _devices(mesh: jax.sharding.Mesh, sampler: Sequence[jax.Device]) -> str:
   axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
   hosts = f" on {count} processes" if (count := jax.process_count()) > 1 else ""
   split = f", mesh {', '.join(axes)}" if axes else ""
-  own = f"; {len(sampler)} more to sample" if sampler else ""
-  return f"{mesh.size} x {kind}{hosts}{split}{own}"
+  more = f"; {len(sampler)} more to sample" if sampler else ""
+  return f"{mesh.size} x {kind}{hosts}{split}{more}"
 
 
 def _check_log(config) -> None:
@@ -495,16 +418,21 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   """
   experiment, learner = run.experiment, run.experiment.program.learner
   identity = checkpoint_identity(experiment)
-  what = f"checkpoint in {str(experiment.workdir)!r}"
+  place = f"checkpoint in {str(experiment.workdir)!r}"
   accept = lambda _, saved: match(
-    identity, saved, what, "use another --workdir"
+    identity, saved, place, "use another --workdir"
   )
+  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+  pending = jax.tree.map(shape, run.source.pending)
   abstract = dataclasses.replace(
-    learner.abstract, base=None, pending_rollouts=_shapes(run.source.pending)
+    learner.abstract, base=None, pending_rollouts=pending
   )
   restored = run.checkpoints.restore(abstract, accept)
   if restored is not None:
-    _restore_data(run, restored)
+    run.curriculum.set_state(restored.metadata["data"])
+    run.source.set_state(
+      restored.state.pending_rollouts, restored.metadata["rollouts"]
+    )
     multihost.print_once(f"resumed after step {restored.step}")
     config = experiment.config.as_json()
     saved = restored.metadata["config"]
@@ -541,19 +469,6 @@ def _with_base(experiment: Experiment, state, metadata) -> TrainState:
     experiment.config, experiment.program, experiment.workdir, metadata["base"]
   )
   return dataclasses.replace(state, base=base)
-
-
-def _shapes(arrays):
-  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-  return jax.tree.map(shape, arrays)
-
-
-def _restore_data(run: Run, restored) -> None:
-  """Restores the position in the data, and the pending responses."""
-  run.curriculum.set_state(restored.metadata["data"])
-  run.source.set_state(
-    restored.state.pending_rollouts, restored.metadata["rollouts"]
-  )
 
 
 def _save(

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from ml_collections import ConfigDict
 
-from gspo_jax.configs import recipes, tiny_cpu
+from gspo_jax.configs import tiny_cpu
 
 
 def config(asked: SimpleNamespace) -> ConfigDict:
@@ -49,14 +49,10 @@ def learning(c: ConfigDict) -> None:
 
 
 def shrink(c: ConfigDict) -> ConfigDict:
-  """A minute's work: `recipes.shrink`, but a cold start, and the own model."""
-  variant, dtype = c.model.variant, c.model.dtype
-  recipes.shrink(c)
-  c.model.variant, c.model.dtype = variant, dtype
-  c.cold_start.steps = 100  # just enough for a right response now and then
-  c.cold_start.learning_rate = 4e-3
-  c.cold_start.batch = 16
-  c.data.source = "chain:steps=1,demonstrated=1"
+  """A minute's work: the debug sizes of the embedded default."""
+  tiny_cpu.shrink(c)
+  c.num_steps = 2
+  c.data.prompts = 8
   c.learner.minibatches = min(c.learner.minibatches, 4)
   c.eval.every = 1
   return c

@@ -60,11 +60,6 @@ def test_starts_with_a_title_and_the_installation(script):
   assert "pip" in found[1][1]
 
 
-@each
-def test_code_compiles(script):
-  compile(script.read_text(), script.name, "exec")
-
-
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
   """A new environment with a kernel alone, and the wheel of this checkout."""

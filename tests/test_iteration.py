@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 import unpacked
-from scored import scored
 
 from gspo_jax import model, train
 from gspo_jax.data import tokenizers
@@ -24,7 +23,7 @@ from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.experiment import Experiment, Keys
 from gspo_jax.program.functions import LearnerFunctions
-from gspo_jax.rewards.pool import RewardPool, Scores
+from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Samples
 
@@ -85,8 +84,8 @@ class FailingPool:
   def submit(self, responses, group_size=1):
     zeros = np.zeros(len(responses), np.float32)
     failed = np.arange(len(responses)) >= self.first
-    scores = Scores(zeros, {"broken": zeros}, failed, ("why",))
-    return scored(scores)
+    scores = Rewards(zeros, {"broken": zeros}, failed, ("why",))
+    return PendingRewards.computed(scores)
 
 
 class Recorder:
@@ -282,8 +281,8 @@ class ScriptedPool:
     total = np.array(total, np.float32)
     # Two rewards: the total is their sum, and not the first of them.
     parts = {"right": total * 0, "length": total}
-    scores = Scores(total, parts, np.zeros(len(total), bool), ())
-    return scored(scores)
+    scores = Rewards(total, parts, np.zeros(len(total), bool), ())
+    return PendingRewards.computed(scores)
 
 
 @pytest.fixture
@@ -333,6 +332,55 @@ def test_a_reward_reaches_the_gradient_of_its_own_response(tabular):
   assert [sample[0] for sample in shown] == ["1", "2", "3"]
   assert [sample[1][0] for sample in shown] == ["a", "c", "e"]
   assert [sample[3] for sample in shown] == REWARDS[:, 0].tolist()
+
+
+def test_a_reward_of_a_turn_reaches_the_gradient_of_its_turn(config, tabular):
+  """A token that the environment wrote, turn 0, has no gradient."""
+  run, _, state = tabular
+  turns = np.array([[1, 0, 0], [1, 0, 2], [1, 2, 0], [1, 2, 0], [1, 1, 2],
+                    [1, 0, 0]], np.int16)  # fmt: skip
+  by_turn = np.array([[5, 0], [2, 9], [3, 3.5], [1, 7], [4, 6], [8, 0]], float)
+  by_turn[turns.max(1) < 2, 1] = np.nan
+  config.objective.name, config.objective.credit = "dr_grpo", "turn"
+  config.rollout.environment, config.rollout.max_turns = "calculator", 2
+  config.reward.names = config.reward.weights = ()
+  config.continuous_batching.slots = P * G
+  policy = TabularPolicy(config)
+  config = run.experiment.config.replace(
+    objective={"credit": "turn"}, rollout={"environment": "calculator"}
+  )
+
+  def source(params, step):
+    batch = run.source(params, step)
+    scored = batch.samples
+    counts = turns.max(1).astype(np.float32)
+    return batch._replace(
+      samples=scored._replace(
+        samples=dataclasses.replace(scored.samples, turns=jnp.asarray(turns)),
+        conversation=dict.fromkeys(
+          ("turns", "tool_calls", "tool_errors"), counts
+        )
+        | {"rewards": np.float32(by_turn)},
+      )
+    )
+
+  program = run.experiment.program
+  program.learner = policy.learner
+  experiment = dataclasses.replace(
+    run.experiment, config=config, program=program
+  )
+  new, _ = train.iterate(
+    run._replace(experiment=experiment, source=source), state, 1
+  )
+  expected = np.zeros((P * G, R))
+  for row, turn in np.argwhere(~np.isnan(by_turn)):
+    group = np.arange(P * G) // G == row // G
+    to_go = np.nansum(by_turn[:, turn:], 1)
+    others = to_go[group & ~np.isnan(by_turn[:, turn])]
+    expected[row, turns[row] == turn + 1] = to_go[row] - others.mean()
+  assert len({*expected[expected != 0]}) == np.count_nonzero(expected) - 1
+  change = new.params["logps"] - state.params["logps"]
+  np.testing.assert_allclose(change, expected / (G * R), atol=1e-6)
 
 
 def test_the_newest_policy_samples_and_computes_old_logprobs(tabular):

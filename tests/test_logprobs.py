@@ -134,7 +134,7 @@ def test_the_routing_is_that_of_the_predicting_positions(replay, seed):
     np.testing.assert_array_equal(out.experts, routes)
   for column, t in enumerate(range(S, T)):
     for actual, expected in (
-      (out.router_logps, full.routing.log_probs),
+      (out.router_logps, full.routing.logps),
       (out.router_entropy, full.routing.entropy),
     ):
       close = functools.partial(np.testing.assert_allclose, atol=1e-5)
@@ -331,7 +331,7 @@ def test_a_dense_tied_model_on_a_mesh_equals_one_device(
   expected = jax.device_get(run(params))
   mesh = sharding.make_mesh(**{"fsdp": 2, "tensor": 2, axis: 2})
   with jax.set_mesh(mesh):
-    sharded = jax.device_put(params, sharding.state_shardings(shapes, mesh))
+    sharded = jax.device_put(params, model.shardings(shapes, mesh))
     actual = jax.device_get(run(sharded))
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1))

@@ -32,6 +32,7 @@ from gspo_jax.learner.packing import RowTokens
 from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
 from gspo_jax.record.checkpoint import Checkpoints
+from gspo_jax.rollout import metrics as rollout_metrics
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -240,24 +241,24 @@ def test_each_computed_token_has_the_same_weight():
     "old_logprobs": RowTokens(1, 10, 20),
     "reference_and_values": RowTokens(3, 50, 100),
   }
-  assert train.useful_fractions(rows, 9, 10) == {
+  assert rollout_metrics.useful_fractions(rows, 9, 10) == {
     "throughput/useful_fraction": 119 / 230,
     "throughput/useful_fraction_update": 0.5,
     "throughput/useful_fraction_score": 60 / 120,
     "throughput/useful_fraction_decode": 0.9,
   }
-  without = train.useful_fractions({"update": rows["update"]}, 9, 10)
+  without = rollout_metrics.useful_fractions({"update": rows["update"]}, 9, 10)
   assert "throughput/useful_fraction_score" not in without
 
 
 def test_memory_is_in_gib():
   stats = {"peak_bytes_in_use": 3 * 2**30, "bytes_limit": 2**32, "x": 1}
   device = lambda stats: types.SimpleNamespace(memory_stats=lambda: stats)
-  assert train.memory_metrics(device(stats)) == {
+  assert rollout_metrics.memory_metrics(device(stats)) == {
     "memory/peak_gib": 3.0,
     "memory/limit_gib": 4.0,
   }
-  assert train.memory_metrics(device(None)) == {}
+  assert rollout_metrics.memory_metrics(device(None)) == {}
 
 
 def test_the_weights_are_printed_at_the_start(reference, build_once):
@@ -455,16 +456,6 @@ def test_killed_at_ten_random_moments(
     process.communicate()
   finish(start(tmp_path / "run", devices=devices, **flags))
   assert_same_run(tmp_path / "run", tmp_path / "whole", **flags)
-
-
-@pytest.mark.slow  # in default runs, SIGTERM is raised in this process
-def test_the_command_exits_with_75_after_sigterm(start, tmp_path):
-  process = start(tmp_path, checkpoint__every=100)
-  for line in process.stdout:
-    if line.startswith("1/4 "):
-      process.send_signal(signal.SIGTERM)
-      break
-  assert "stopped: saved after step" in finish(process, code=75)
 
 
 def resume(run, whole, parts, **overrides):
@@ -715,20 +706,6 @@ def test_conversations_of_earlier_policies(run, tmp_path, assert_same_run):
   )
 
 
-def test_rewards_that_fail_stop_the_run(run, build_once, workdir):
-  shutil.rmtree(workdir / f"checkpoints/{STEPS}")
-  # It takes three arguments, and raises: a string takes no assignment.
-  with pytest.raises(UserError) as error:
-    run(workdir, reward__names=("operator.setitem",))
-  assert str(error.value).startswith("iteration 3: 16 of 16 ")
-  assert str(error.value).endswith(
-    "could not be scored, expected at most 8 (reward.max_failed=0.5); the "
-    "first reason: operator.setitem: TypeError: 'str' object does not support "
-    "item assignment"
-  )
-  assert final_state(build_once, workdir)[0] == 2
-
-
 def test_a_changed_setting_is_printed_and_taken(run, workdir):
   _, out = run(workdir, num_steps=5, reward__seconds=4.0, eval__every=5)
   assert "changed since: reward.seconds=5.0 is now 4.0" in out
@@ -764,21 +741,6 @@ def test_a_cold_start_folder_that_is_a_file(run, tmp_path):
   (tmp_path / "cold_start").write_text("")
   with pytest.raises(UserError, match="checkpoints in"):
     run(tmp_path)
-
-
-@pytest.mark.slow
-def test_eight_devices_train_and_resume(start, tmp_path):
-  """The whole command on a mesh, cold start and all."""
-  flags = {
-    "data__prompts": 8,
-    "learner__micro_batch_size": 8,
-    "cold_start__steps": 2,
-    "mesh__fsdp": 2,
-    "mesh__expert": 2,
-  }
-  for steps, words in ((1, "1/1"), (2, "resumed after step 1")):
-    out = finish(start(tmp_path, devices=8, num_steps=steps, **flags))
-    assert words in out
 
 
 @pytest.mark.slow

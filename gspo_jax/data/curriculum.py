@@ -34,7 +34,7 @@ class Curriculum:
       before. A problem solved in one stage stays solved in the next.
     cfg: how a problem becomes tokens.
     batch: prompts in one batch.
-    seed: of the order.
+    seed: decides the order.
     drop_solved: whether solved problems are left out.
 
   Raises:

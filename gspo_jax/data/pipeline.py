@@ -76,10 +76,10 @@ def prompts(
   """Endless batches of prompts, shuffled anew each epoch.
 
   Args:
-    source: of problems.
+    source: problems.
     cfg: how a problem becomes tokens.
     batch: prompts in one batch.
-    seed: of the order.
+    seed: decides the order.
     solved: problems to pass over; see `Batches`.
 
   Raises:

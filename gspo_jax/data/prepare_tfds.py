@@ -84,13 +84,13 @@ def prepare(name: str, files: dict[str, str], data_dir: str) -> dict[str, int]:
 
 
 def _as_text(line: json_lines.Line, fields: tuple[str, ...]) -> dict[str, str]:
-  where, record = line
+  place, record = line
   values = {
-    name: readers.plain(readers.field(record, name, where), where)
+    name: readers.plain(readers.field(record, name, place), place)
     for name in fields
   }
   if nulls := [name for name, value in values.items() if value is None]:
-    raise UserError(f"{where}: {nulls[0]!r} is null")
+    raise UserError(f"{place}: {nulls[0]!r} is null")
   return {
     k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()
   }

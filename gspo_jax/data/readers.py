@@ -36,15 +36,10 @@ _FORMATS = ("arrow", "csv", "json", "parquet", "text")
 
 
 class Records(NamedTuple):
-  """The records of a source; pickled, they are read again where they lie.
+  """The records of a source; pickled, they are read again where they lie."""
 
-  Attributes:
-    rows: random access; each a dict, or what a factory of the user returns.
-    where: the name of a record by its index, for errors.
-  """
-
-  rows: Sequence
-  where: Callable[[int], str]
+  rows: Sequence  # of dicts, or what a factory of the user returns
+  place: Callable[[int], str]  # the name of a record by its index, for errors
 
 
 def read(spec: str) -> Records:
@@ -104,9 +99,9 @@ def path_of(spec: str) -> str:
 
 def lines(file: str | Path) -> Iterator[json_lines_file.Line]:
   """The records of a file, or of a spec; see `spec_of`."""
-  rows, where = read(spec_of(file))
+  rows, place = read(spec_of(file))
   for i in range(len(rows)):
-    yield json_lines_file.Line(where(i), rows[i])
+    yield json_lines_file.Line(place(i), rows[i])
 
 
 def content(spec: str) -> str:
@@ -150,45 +145,44 @@ def sha256(path: epath.PathLike) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def field(record: Mapping, name: str, where: str, key: str = ""):
+def field(record: Mapping, name: str, place: str, key: str = ""):
   """The value of a column; `a.b` is the value of b in the column a.
 
   Args:
-    record: of a source.
-    name: of the column.
-    where: the name of the record, for errors.
-    key: of the config that sets `name`, for errors; "" for none.
+    record: a record of a source.
+    name: the column.
+    place: the name of the record, for errors.
+    key: the config key that sets `name`, for errors; "" for none.
 
   Raises:
-    UserError: there is none; with the nearest name and all names.
+    UserError: there is no such column; with the nearest name and all names.
   """
   if isinstance(record, Mapping) and name in record:
     return record[name]
-  every = fields(record, where)
-  if name in every:
-    return every[name]
-  hint = nearest(name, every) if every else "it is empty"
+  columns = fields(record, place)
+  if name in columns:
+    return columns[name]
+  hint = nearest(name, columns) if columns else "it is empty"
   if hint.startswith("did you"):
-    hint += f" It has {', '.join(sorted(every))}"
-  of_key = f" ({key})" if key else ""
-  raise UserError(f"{where}: no field {name!r}{of_key}; {hint}"[:250])
+    hint += f" It has {', '.join(sorted(columns))}"
+  set_by = f" ({key})" if key else ""
+  raise UserError(f"{place}: no field {name!r}{set_by}; {hint}"[:250])
 
 
-def fields(record: Mapping, where: str) -> dict:
-  """The columns of a record, and those inside an object as `a.b`.
+def fields(record: Mapping, place: str) -> dict:
+  """The columns of a record; b of an object in the column a is `a.b`.
 
   Raises:
-    UserError: it is no object.
+    UserError: the record is no object.
   """
   if not isinstance(record, Mapping):
-    raise UserError(f"{where}: expected an object, got {str(record)[:60]!r}")
-  inner = {
-    f"{outer}.{name}": value
-    for outer, inside in record.items()
-    if isinstance(inside, Mapping)
-    for name, value in fields(inside, where).items()
-  }
-  return inner | dict(record)
+    raise UserError(f"{place}: expected an object, got {str(record)[:60]!r}")
+  columns = {}
+  for outer, value in record.items():
+    if isinstance(value, Mapping):
+      for name, inner in fields(value, place).items():
+        columns[f"{outer}.{name}"] = inner
+  return columns | dict(record)
 
 
 def text(value) -> str:
@@ -225,7 +219,7 @@ def text(value) -> str:
     return ""
 
 
-def plain(value, where: str):
+def plain(value, place: str):
   """A value as JSON would give it; data sets have bytes, arrays and dates.
 
   Raises:
@@ -237,9 +231,9 @@ def plain(value, where: str):
   if hasattr(value, "tolist"):
     value = value.tolist()
   if isinstance(value, list | tuple):
-    return [plain(v, where) for v in value]
+    return [plain(v, place) for v in value]
   if isinstance(value, Mapping):
-    return {str(k): plain(v, where) for k, v in value.items()}
+    return {str(k): plain(v, place) for k, v in value.items()}
   if hasattr(value, "isoformat"):
     return value.isoformat()
   if isinstance(value, decimal.Decimal):
@@ -248,20 +242,17 @@ def plain(value, where: str):
   if value is None or isinstance(value, str | int | float):
     return value
   if not isinstance(value, bytes):
-    raise UserError(f"{where}: JSON has no {type(value).__name__}")
+    raise UserError(f"{place}: JSON has no {type(value).__name__}")
   try:
     return value.decode()
   except ValueError as error:
-    raise UserError(f"{where}: not in UTF-8: {value[:60]!r}") from error
+    raise UserError(f"{place}: not in UTF-8: {value[:60]!r}") from error
 
 
 def plain_columns(record: Mapping, without: Sequence[str]) -> dict:
-  """The columns of a record as JSON would give them.
+  """The columns of a record as JSON would give them, `without` some.
 
-  Args:
-    record: of a source.
-    without: names to leave out; a column that JSON cannot hold, such as an
-      image, is left out too.
+  A column that JSON cannot hold, such as an image, is left out, too.
   """
   columns = {}
   for name in record:

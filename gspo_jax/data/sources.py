@@ -23,6 +23,8 @@ _FINGERPRINTED = 1000
 _CHECKED = 100_000
 # Integers above it are rounded in a float.
 _EXACT = 2**53
+# Goes before a reference that is imitated alone.
+_PREFIX = "#### "
 
 
 class Fields(NamedTuple):
@@ -40,14 +42,14 @@ class Fields(NamedTuple):
     demonstration: a worked response to imitate. "" for that of the
       conversation; without one, the solution if the reference is in another
       column, else the text of the reference if that holds `####`,
-      else the prefix and the reference; none if the reference is JSON.
+      else `#### ` and the reference; none if the reference is JSON.
   """
 
   problem: str = ""
   reference: str = ""
   demonstration: str = ""
 
-  def found_in(self, record, where: str) -> "Fields":
+  def found_in(self, record, place: str) -> "Fields":
     """These names, with the columns of a record for those that are "".
 
     Raises:
@@ -55,42 +57,39 @@ class Fields(NamedTuple):
     """
     if isinstance(record, Problem):  # has none; a fingerprint holds these names
       return _GSM8K._replace(**{k: v for k, v in self._asdict().items() if v})
-    every = readers.fields(record, where)
-    by_name = {name.lower(): name for name in every}
-    by_name |= {name: name for name in every}  # the exact one goes first
+    columns = readers.fields(record, place)
+    by_name = {name.lower(): name for name in columns}
+    by_name |= {name: name for name in columns}  # the exact one goes first
     first = lambda names: next(filter(None, map(by_name.get, names)), "")
-    problem = self.problem or first(_PROBLEM)
-    reference = self.reference or first(_REFERENCE)
-    for use, names, found in (
-      ("problem", _PROBLEM, problem),
-      (
-        "reference",
-        _REFERENCE,
-        reference or (problem and _asked(record, problem, where).response),
-      ),
-    ):
+
+    def require(use, names, found):
       if not found:
         raise UserError(
-          f"{where}: no column for the {use}: none of {', '.join(names)}; set "
-          f"data.{use}_field to one of {', '.join(sorted(every))}"[:300]
+          f"{place}: no column for the {use}: none of {', '.join(names)}; set "
+          f"data.{use}_field to one of {', '.join(sorted(columns))}"[:300]
         )
+
+    problem = self.problem or first(_PROBLEM)
+    require("problem", _PROBLEM, problem)
+    reference = self.reference or first(_REFERENCE)
+    answer = reference or _asked(record, problem, place).response
+    require("reference", _REFERENCE, answer)
+    demonstration = self.demonstration
     # Of MATH: the answer is the reference, and the solution leads to it.
-    worked = isinstance(every.get(problem), str) and reference != "solution"
-    worked = worked and isinstance(every.get("solution"), str)
-    if worked and not self.demonstration:
-      return Fields(problem, reference, "solution")
-    return Fields(problem, reference, self.demonstration)
+    texts = (columns.get(name) for name in (problem, "solution"))
+    worked = reference != "solution" and all(isinstance(x, str) for x in texts)
+    if worked and not demonstration:
+      demonstration = "solution"
+    return Fields(problem, reference, demonstration)
 
   def note(self, spec: str, record) -> str:
     """A line that says where problem and reference are; "" for a `Problem`."""
     if isinstance(record, Problem):
       return ""
-    reference = "is the last message of the assistant"
+    place = "is the last message of the assistant"
     if self.reference:
-      reference = f"in {self.reference!r}"
-    return (
-      f"{spec}: the problem is in {self.problem!r}, the reference {reference}"
-    )
+      place = f"in {self.reference!r}"
+    return f"{spec}: the problem is in {self.problem!r}, the reference {place}"
 
 
 # Columns of GSM8K, MATH, AIME, OlympiadBench, TRL and verl, in the order in
@@ -110,23 +109,22 @@ class ProblemSource(Sequence):
 
   Attributes:
     records: dicts with `fields`, or problems; random access.
-    where: the name of a record by its index, for errors.
-    fields: names in a dict, none of them to be found.
+    place: the name of a record by its index, for errors.
+    fields: column names; problem and reference may not be "" here, but that of
+      the reference in a conversation (`load` has filled them in).
     evaluation: True for the held-out problems only, False for the others, None
       for all.
-    prefix: goes before a reference that is imitated alone.
     content: a hash of all records; "" if unknown.
-    spec: that `load` was given.
+    spec: the argument of `load`.
     asked: a number for each problem that `load` read, on both sides; equal
       problems, white space aside, have equal ones.
     note: a line that says which columns `load` found; "" for none.
   """
 
   records: Sequence
-  where: Callable[[int], str]
+  place: Callable[[int], str]
   fields: Fields = _GSM8K
   evaluation: bool | None = None
-  prefix: str = "#### "
   content: str = ""
   spec: str = ""
   asked: tuple[int, ...] = ()
@@ -135,10 +133,10 @@ class ProblemSource(Sequence):
   @functools.cached_property
   def _indices(self) -> Sequence[int]:
     """Indices of the records on this side of the split; reads all once."""
-    every = range(len(self.records))
+    indices = range(len(self.records))
     if self.evaluation is None:
-      return every
-    return [i for i in every if self._is_held_out(i) == self.evaluation]
+      return indices
+    return [i for i in indices if self._is_held_out(i) == self.evaluation]
 
   def _is_held_out(self, i: int) -> bool:
     problem = self.parse(i)
@@ -153,47 +151,49 @@ class ProblemSource(Sequence):
 
   def parse(self, i: int) -> Problem:
     """The problem of record i, on either side of the split."""
-    return self.problem(self.records[i], self.where(i))
+    return self.problem(self.records[i], self.place(i))
 
-  def problem(self, record, where: str) -> Problem:
+  def problem(self, record, place: str) -> Problem:
     """The problem of a record."""
     if isinstance(record, Problem):
       return record
     names = self.fields
-    history, text, response = _asked(record, names.problem, where)
+    history, text, response = _asked(record, names.problem, place)
     solution = response
     if names.reference:
-      solution = _value(record, names.reference, where, _KEYS.reference)
-    _require(text, names.problem, _KEYS.problem, where)
+      solution = _value(record, names.reference, place, _KEYS.reference)
+    _require(text, names.problem, _KEYS.problem, place)
     column = names.reference or names.problem
-    reference = _reference(solution, column, where)
+    reference = _reference(solution, column, place)
     if names.demonstration:
       key = _KEYS.demonstration
-      response = _value(record, names.demonstration, where, key)
+      response = _value(record, names.demonstration, place, key)
       response = "" if response is None else response
       if not isinstance(response, str):
         raise UserError(
-          f"{where}: {names.demonstration!r} ({key}) must be text"
+          f"{place}: {names.demonstration!r} ({key}) must be text"
         )
     elif not response:
-      response = self._demonstration(solution)
+      response = _demonstration(solution)
     columns = readers.plain_columns(record, without=names)
     return Problem(text, reference, response, columns, history)
 
-  def _demonstration(self, solution) -> str:
-    if isinstance(solution, str) and "####" in solution:
-      return solution
-    items = solution if isinstance(solution, list) else [solution]
-    if any(isinstance(item, list | dict) for item in items):
-      return ""  # the reference is JSON
-    return self.prefix + _text_of_reference(solution)
+
+def _demonstration(solution) -> str:
+  """What is imitated if there is a reference alone."""
+  if isinstance(solution, str) and "####" in solution:
+    return solution
+  items = solution if isinstance(solution, list) else [solution]
+  if any(isinstance(item, list | dict) for item in items):
+    return ""  # the reference is JSON
+  return _PREFIX + _text_of_reference(solution)
 
 
-def _require(text: str, column: str, key: str, where: str) -> None:
+def _require(text: str, column: str, key: str, place: str) -> None:
   """UserError unless there is a text."""
   if not text.strip():
     raise UserError(
-      f"{where}: {column!r} ({key}) is empty, null or NaN: give it a value, or "
+      f"{place}: {column!r} ({key}) is empty, null or NaN: give it a value, or "
       "leave this record out"
     )
 
@@ -216,7 +216,6 @@ def load(
   *,
   fields: Fields = _TO_BE_FOUND,
   evaluation: bool | None = None,
-  prefix: str = "#### ",
 ) -> ProblemSource:
   """The source that a config names; see `ProblemSource` for the options.
 
@@ -227,23 +226,21 @@ def load(
       index, each a dict or a `Problem`.
     fields: names in a dict; those that are "" are found in the first record.
     evaluation: the side of the split, None for both.
-    prefix: goes before a reference that is imitated alone.
 
   Raises:
     UserError: there is no such source, it is empty, or a record of it is bad.
       Checked now are all JSON lines, the first 100,000 records of tables, and
       none of a factory, which may make problems without end.
   """
-  records, where = readers.read(spec)
+  records, place = readers.read(spec)
   if not len(records):
     raise UserError(f"{spec}: no problem in it")
-  found = fields.found_in(records[0], where(0))
+  found = fields.found_in(records[0], place(0))
   source = ProblemSource(
     records,
-    where,
+    place,
     found,
     evaluation,
-    prefix,
     content=readers.content(spec),
     spec=spec,
     note="" if all(fields[:2]) else found.note(spec, records[0]),
@@ -287,14 +284,14 @@ def mix(
 def fingerprint(source) -> str:
   """A hash of the content and options of a source, wherever it is stored.
 
-  A checkpoint holds it, so that a run does not resume on other data. Of JSON
-  lines and Parquet it covers all bytes; of other sources the length, and up to
+  A checkpoint holds it, so that a run does not resume on other data. It covers
+  all bytes of JSON lines and Parquet; of other sources the length, and up to
   1000 problems without the columns that only rewards read.
   """
   if isinstance(source, Mixture):
     options = [*map(fingerprint, source.sources), *source.weights]
   elif isinstance(source, ProblemSource):
-    options = [source.fields, source.evaluation, source.prefix]
+    options = [source.fields, source.evaluation, _PREFIX]
     options.append(source.content or _sample(source))
   elif dataclasses.is_dataclass(source):
     options = dataclasses.asdict(source)
@@ -309,38 +306,30 @@ def _sample(source: Sequence[Problem]) -> list:
   last = len(source) - 1
   steps = min(_FINGERPRINTED - 1, last)
   indices = [i * last // steps for i in range(steps + 1)] if last > 0 else [0]
-  return [len(source), [_identity(source[i]) for i in indices]]
-
-
-def _identity(problem: Problem) -> list:
-  """What a fingerprint holds of a sampled problem."""
-  identity = [problem.text, problem.reference, problem.demonstration]
-  more = [turns for turns in (problem.history, problem.turns) if turns]
-  return [*identity, *more]
+  problems = [source[i] for i in indices]
+  turns = lambda p: [x for x in (p.history, p.turns) if x]
+  return [
+    len(source),
+    [[p.text, p.reference, p.demonstration, *turns(p)] for p in problems],
+  ]
 
 
 class _Asked(NamedTuple):
-  """What a problem asks.
+  """What a problem asks."""
 
-  Attributes:
-    history: as in `Problem`.
-    text: the message of the user.
-    response: the message of the assistant that follows; "" for none.
-  """
-
-  history: tuple[tuple[str, str], ...]
+  history: tuple[tuple[str, str], ...]  # as in `Problem`
   text: str
-  response: str
+  response: str  # the message of the assistant that follows; "" for none
 
 
-def _asked(record, name: str, where: str) -> _Asked:
+def _asked(record, name: str, place: str) -> _Asked:
   """The text or the conversation in a column of a record."""
-  value = _value(record, name, where, _KEYS.problem)
+  value = _value(record, name, place, _KEYS.problem)
   if isinstance(value, str):
     return _Asked((), value, "")
   if not isinstance(value, list):
-    _require(readers.text(value), name, _KEYS.problem, where)
-    raise UserError(f"{where}: {name!r} must be text or a list of messages")
+    _require(readers.text(value), name, _KEYS.problem, place)
+    raise UserError(f"{place}: {name!r} must be text or a list of messages")
   turns = []
   for message in value:
     turn = ()
@@ -348,7 +337,7 @@ def _asked(record, name: str, where: str) -> _Asked:
       turn = (message.get("role"), _text_of(message.get("content")))
     if not (turn and all(isinstance(part, str) for part in turn)):
       raise UserError(
-        f"{where}: {name!r} must be text or a list of messages, each with a "
+        f"{place}: {name!r} must be text or a list of messages, each with a "
         f"'role' and a 'content' of text, got {str(message)[:150]!r}"
       )
     turns.append(turn)
@@ -357,7 +346,7 @@ def _asked(record, name: str, where: str) -> _Asked:
     response = turns.pop()[1]
   if not turns or turns[-1][0] != "user":
     raise UserError(
-      f"{where}: {name!r} must end with a message of the user, or with one of "
+      f"{place}: {name!r} must end with a message of the user, or with one of "
       f"the assistant after it, got roles {[m.get('role') for m in value]}"
     )
   return _Asked(tuple(turns[:-1]), turns[-1][1], response)
@@ -373,11 +362,11 @@ def _text_of(content):
   return content
 
 
-def _value(record, name: str, where: str, key: str):
-  return readers.plain(readers.field(record, name, where, key), where)
+def _value(record, name: str, place: str, key: str):
+  return readers.plain(readers.field(record, name, place, key), place)
 
 
-def _reference(solution, column: str, where: str) -> str:
+def _reference(solution, column: str, place: str) -> str:
   """The reference in a column.
 
   Raises:
@@ -386,17 +375,17 @@ def _reference(solution, column: str, where: str) -> str:
   marked = numbers.marked(solution) if isinstance(solution, str) else None
   if marked == "":
     raise UserError(
-      f"{where}: {column!r} ({_KEYS.reference}) has nothing after its last ####"
+      f"{place}: {column!r} ({_KEYS.reference}) has nothing after its last ####"
     )
   for item in solution if isinstance(solution, list) else [solution]:
     if isinstance(item, float) and _EXACT < abs(item) < math.inf:
       raise UserError(
-        f"{where}: {column!r} ({_KEYS.reference}) is {item!r}, a float, which "
+        f"{place}: {column!r} ({_KEYS.reference}) is {item!r}, a float, which "
         "has 53 bits: write the number as text"
       )
   reference = _text_of_reference(solution)
   missing = reference.lower() == "nan"  # as pandas writes it
-  _require("" if missing else reference, column, _KEYS.reference, where)
+  _require("" if missing else reference, column, _KEYS.reference, place)
   return reference
 
 

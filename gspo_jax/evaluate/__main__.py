@@ -16,17 +16,11 @@ the file, and one that takes groups gets all samples of a problem.
 Prints a table. Each benchmark gets a folder in --out (by default
 DIR/evaluation): results.json, and answers.jsonl while the responses are scored.
 The same command again continues an interrupted evaluation.
-
-Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else is a
-fault, with its traceback.
 """
 
-import sys
-
-from absl import app, flags
+from absl import flags
 
 from gspo_jax.program import command
-from gspo_jax.runtime.errors import UserError, complain
 
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint", None, "A Hugging Face folder, a workdir, or a step of it."
@@ -52,42 +46,33 @@ _REWARD = flags.DEFINE_string(
 _OUT = flags.DEFINE_string("out", None, "A folder for responses and results.")
 
 
+_START = (
+  "python -m gspo_jax.evaluate --config=configs/tiny_cpu.py "
+  "--checkpoint=runs/tiny --set=GSM8K=test.jsonl"
+)
+
+
 def main() -> None:
   """The console's entry."""
-  try:
-    app.run(_command, flags_parser=_parse)
-  except UserError as error:
-    sys.exit(complain(error))
+  command.run(lambda: command.on_hosts(_evaluate), _START, __doc__)
 
 
-def _parse(argv):
-  return command.parse(
-    argv,
-    "python -m gspo_jax.evaluate --config=configs/tiny_cpu.py "
-    "--checkpoint=runs/tiny --set=GSM8K=test.jsonl",
-    __doc__,
+def _evaluate() -> int:
+  from gspo_jax.evaluate import summary
+  from gspo_jax.evaluate.evaluator import evaluate
+  from gspo_jax.runtime import multihost
+
+  summaries = evaluate(
+    flags.FLAGS.config,
+    _CHECKPOINT.value,
+    _SETS.value,
+    out=_OUT.value or f"{_CHECKPOINT.value}/evaluation",
+    samples=_SAMPLES.value,
+    limit=_LIMIT.value,
+    reward=_REWARD.value,
   )
-
-
-def _command(argv) -> int:
-  def work():
-    from gspo_jax.evaluate import summary
-    from gspo_jax.evaluate.evaluator import evaluate
-    from gspo_jax.runtime import multihost
-
-    summaries = evaluate(
-      flags.FLAGS.config,
-      _CHECKPOINT.value,
-      _SETS.value,
-      out=_OUT.value or f"{_CHECKPOINT.value}/evaluation",
-      samples=_SAMPLES.value,
-      limit=_LIMIT.value,
-      reward=_REWARD.value,
-    )
-    multihost.print_once(summary.render(summaries))
-    return 0
-
-  return command.on_hosts(work)
+  multihost.print_once(summary.render(summaries))
+  return 0
 
 
 if __name__ == "__main__":

@@ -31,12 +31,11 @@ class AnswersFile:
     folder: created if missing; on this machine or in a bucket.
     settings: JSON; must equal the settings that the folder already has.
     sizes: the responses of each batch, in order.
-    shorten: the fields of a record to keep in memory, where the texts of all
-      responses may not fit.
+    shorten: record -> what is kept in memory, which may not hold all texts.
 
   Attributes:
     records: shortened records, in the order of the batches.
-    batches_done: the number of batches that are in the file.
+    batches_done: batches in the file.
 
   Raises:
     UserError: the folder cannot be written, or has other settings.

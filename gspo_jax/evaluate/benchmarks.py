@@ -29,30 +29,17 @@ _IDS = ("id", "ID", "unique_id", "question_id", "url")
 
 
 class Benchmark(NamedTuple):
-  """A benchmark, as read from a file or data set.
+  """A benchmark of N problems, as read from a file or data set."""
 
-  Attributes:
-    name: as the papers spell it.
-    reward: the name of the reward that scores responses.
-    samples: responses to each problem, by default.
-    problems: N problems.
-    ids: N names of problems; the number of the row where it has no id.
-    ratings: N difficulties; None where a row has none.
-    skipped: rows that are left out, by reason.
-    content: a hash of the file, or of all problems where it is not known.
-    note: a line that says which columns were taken; "" for a benchmark that
-      has its own.
-  """
-
-  name: str
-  reward: str
-  samples: int
+  name: str  # as the papers spell it
+  reward: str  # the name of the reward that scores responses
+  samples: int  # responses to each problem
   problems: list[Problem]
-  ids: list[str]
-  ratings: list[float | None]
-  skipped: dict[str, int]
-  content: str
-  note: str = ""
+  ids: list[str]  # the number of the row where it has no id
+  ratings: list[float | None]  # difficulties; None where a row has none
+  skipped: dict[str, int]  # rows that are left out, by reason
+  content: str  # a hash of the file, or of all problems
+  note: str = ""  # which columns were taken; "" if the benchmark has its own
 
 
 class _Format(NamedTuple):
@@ -64,7 +51,7 @@ class _Format(NamedTuple):
     samples: 32 for AIME and 8 for LiveCodeBench as in GSPO, section 5.1; also
       32 for AMC, which is as small as AIME, and 8 for CodeForces; 1 for the
       others, which are large.
-    parse: the problem of a record and its name; None: as training reads it.
+    parse: (record, its name) -> problem; None: as training reads it.
     rated: whether rows have a rating.
   """
 
@@ -113,15 +100,15 @@ def read(
   for i in range(len(records.rows)):
     if len(rows) == limit:
       break
-    record, where = records.rows[i], records.where(i)
+    record, place = records.rows[i], records.place(i)
     try:
-      problem = problem_of(record, where)
+      problem = problem_of(record, place)
     except programs.Skipped as reason:
       skipped[str(reason)] += 1
       continue
     if not reward:  # only a reward of the user's reads columns
       problem = problem._replace(columns={})
-    rating = _rating(record, where) if form.rated else None
+    rating = _rating(record, place) if form.rated else None
     rows.append((problem, _id(record, i), rating))
   if not rows:
     raise UserError(f"{file}: no usable row; left out: {dict(skipped)}")
@@ -145,13 +132,13 @@ def _parser(
   """Makes a problem of (record, its name); and a line about its columns."""
   if form.parse:
     plain = functools.partial(readers.plain_columns, without=())
-    return lambda record, where: form.parse(plain(record), where), ""
-  first, where = records.rows[0], records.where(0)
+    return lambda record, place: form.parse(plain(record), place), ""
+  first, place = records.rows[0], records.place(0)
   if form in _FORMATS.values() and isinstance(first, Mapping):
-    there = readers.fields(first, where)
+    there = readers.fields(first, place)
     fields = Fields(*(name if name in there else "" for name in fields))
-  found = fields.found_in(first, where)
-  return ProblemSource(*records, found).problem, found.note(spec, first)
+  fields = fields.found_in(first, place)
+  return ProblemSource(*records, fields).problem, fields.note(spec, first)
 
 
 def _hash(problems: list[Problem]) -> str:
@@ -164,11 +151,11 @@ def _id(record: Mapping, i: int) -> str:
   return str(ids[0]) if ids else str(i + 1)
 
 
-def _rating(record: Mapping, where: str) -> float | None:
-  rating = readers.field(record, "rating", where)
+def _rating(record: Mapping, place: str) -> float | None:
+  rating = readers.field(record, "rating", place)
   number = type(rating) in (int, float) and math.isfinite(rating)
   if not (rating is None or number):
-    raise UserError(f"{where}: 'rating': expected a number, got {rating!r}")
+    raise UserError(f"{place}: 'rating': expected a number, got {rating!r}")
   return rating
 
 

@@ -112,7 +112,7 @@ def _majority(votes, correct, k) -> float:
   return abs(round(share, 12))  # rounding errors stay below 1e-12
 
 
-def _won(able, rest, most) -> np.ndarray:
+def _won(able, rest, winners) -> np.ndarray:
   """Probability that a result with `top` votes wins, times its worth, at z.
 
   A tie goes to the highest of uniform random numbers u: the integral over u,
@@ -123,10 +123,10 @@ def _won(able, rest, most) -> np.ndarray:
       such results, and the probabilities that one has `top` votes and that it
       has fewer, as values at z.
     rest: the probability of everything else.
-    most: results that can have `top` votes at once.
+    winners: how many results can have `top` votes at once.
   """
-  most = min(most, sum(len(worth) for worth, *_ in able))
-  u, weights = _nodes((most + 1) // 2)
+  winners = min(winners, sum(len(worth) for worth, *_ in able))
+  u, weights = _nodes((winners + 1) // 2)
   chance = np.broadcast_to(rest, (len(u), len(rest)))
   won = np.zeros_like(chance)
   for worth, top, fewer in able:
@@ -197,13 +197,13 @@ def elo(solved: np.ndarray, ratings: np.ndarray) -> Elo:
     raise ValueError(
       f"{len(solved)=}, {len(ratings)=}: expected finite ratings"
     )
-  total, most = float(np.sum(solved)), len(ratings)
-  half = min(max(total, 0.5), most - 0.5)
+  total, count = float(np.sum(solved)), len(ratings)
+  half = min(max(total, 0.5), count - 0.5)
   rating = _rating_of(ratings, lambda mean, sd: mean > half)
   low, high = -math.inf, math.inf
   if total > 0:
     low = _rating_of(ratings, lambda mean, sd: mean > total - _NORMAL * sd)
-  if total < most:
+  if total < count:
     high = _rating_of(ratings, lambda mean, sd: mean > total + _NORMAL * sd)
   return Elo(rating, low, high, bounded=half != total)
 

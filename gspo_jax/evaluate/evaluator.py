@@ -27,11 +27,12 @@ from gspo_jax.program.settings import length_warning
 from gspo_jax.record import checkpoint
 from gspo_jax.record.identity import flatten
 from gspo_jax.record.progress import Progress
-from gspo_jax.rewards import sandbox_files
-from gspo_jax.rewards.pool import EXAMPLE, RewardPool, too_many
-from gspo_jax.rollout.scoring import wait_for_scores
+from gspo_jax.rewards.pool import RewardPool, too_many
+from gspo_jax.rewards.reward import EXAMPLE
+from gspo_jax.rollout.scoring import wait_for_calls
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers import sandbox_files
 
 # Seconds of a call beyond the time limit that its reward keeps itself.
 _SPARE = 10.0
@@ -54,7 +55,7 @@ def evaluate(
 
   Args:
     config: all the keys of configs/common.py.
-    folder: of the weights; see `load_params.load`.
+    folder: the weights; see `load_params.load`.
     sets: NAME=FILE for each benchmark.
     out: a folder; each benchmark gets one in it, with its name, for the results
       and the files of `answers_file`.
@@ -279,11 +280,9 @@ def _save_batch(
   def wrong(count):
     count += sum(r["failed"] for r in file.records)
     size = len(responses) + len(file.records)
-    return too_many(count, size, config.reward.max_failed, of=f"--set={name}")
+    return too_many(count, size, config.reward.max_failed, f"--set={name}")
 
-  if error := wait_for_scores(
-    [pending.submission], wrong, of=name, file=sys.stderr
-  ):
+  if error := wait_for_calls([pending], wrong, label=name, file=sys.stderr):
     raise UserError(error)
   scores = pending.result()
   for reason in scores.reasons:
@@ -335,4 +334,4 @@ def _seconds(config, reward) -> float:
   seconds = float(config.reward.seconds)
   if reward.partition(":")[0] not in ("code", "judge"):
     return seconds
-  return max(seconds, rewards.named(reward).keywords["total"] + _SPARE)
+  return max(seconds, rewards.named(reward).arguments["total"] + _SPARE)

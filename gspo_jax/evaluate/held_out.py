@@ -84,7 +84,7 @@ def first_rewards(
         score_responses(experiment.reward_pool, responses, group_size, lengths)
       )
   most = experiment.config.reward.max_failed
-  rewards = wait_scored(pending, most, of="the held-out problems")
+  rewards = wait_scored(pending, most, label="the held-out problems")
   return np.concatenate([each.first for each in rewards])[:count]
 
 
@@ -99,11 +99,11 @@ def _of_conversations(experiment, generate, params, key) -> np.ndarray:
       params,
       problems.pick(index),
       jax.random.fold_in(key, i),
-      what="evaluation",
+      label="evaluation",
     )
     rewards.append(done.rewards)
   most = experiment.config.reward.max_failed
-  rewards = wait_scored(rewards, most, of="the held-out problems")
+  rewards = wait_scored(rewards, most, label="the held-out problems")
   return np.concatenate([each.first for each in rewards])[:count]
 
 

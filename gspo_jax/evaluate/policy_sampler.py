@@ -14,7 +14,7 @@ from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import build_program, shards_of_rows
 from gspo_jax.record.progress import Progress
-from gspo_jax.rewards.pool import Response
+from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout.scoring import ResponseDecoder
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
@@ -61,13 +61,13 @@ def batch_shape(
   Raises:
     UserError: a batch would be empty.
   """
-  most, prompts = config.rollout.group_size, config.data.prompts
-  for name, value in ("rollout.group_size", most), ("data.prompts", prompts):
+  limit, prompts = config.rollout.group_size, config.data.prompts
+  for name, value in ("rollout.group_size", limit), ("data.prompts", prompts):
     if value < 1:
       raise UserError(f"{name}={value}: expected at least 1")
-  group_size = max(g for g in range(1, most + 1) if samples % g == 0)
+  group_size = max(g for g in range(1, limit + 1) if samples % g == 0)
   repeats = samples // group_size
-  most_prompts = prompts * (most // group_size)
+  most_prompts = prompts * (limit // group_size)
   if repeats > most_prompts:  # several batches for a problem
     size = equal_batches(repeats, most_prompts)
   else:
@@ -92,7 +92,7 @@ class PolicySampler:
     shape: from `batch_shape`.
 
   Attributes:
-    program: of the config, without what learns.
+    program: the program of the config, without what learns.
     batch_size: problems that fill a batch.
   """
 

@@ -26,24 +26,20 @@ class Skipped(Exception):
   """A record whose programs cannot be tested here; the text is the reason."""
 
 
-def livecodebench(record: Mapping, where: str) -> Problem:
-  """The problem of a record.
-
-  Args:
-    record: of values that JSON has.
-    where: its name, for errors.
+def livecodebench(record: Mapping, place: str) -> Problem:
+  """The problem of a record; `place` is its name, for errors.
 
   Raises:
     UserError: a column is missing, or of another form.
     Skipped: its tests call a function, or there are none.
   """
   columns = ("public_test_cases", "private_test_cases")
-  found = [test for name in columns for test in tests(record, name, where)]
-  text = _text(record, "question_content", where)
-  return _problem(text, found, record, (*columns, "question_content"))
+  all_tests = [test for name in columns for test in tests(record, name, place)]
+  text = _text(record, "question_content", place)
+  return _problem(text, all_tests, record, (*columns, "question_content"))
 
 
-def codeforces(record: Mapping, where: str) -> Problem:
+def codeforces(record: Mapping, place: str) -> Problem:
   """The problem of a record; see `livecodebench`.
 
   Left out are those that a checker, an interaction or a file decides, and those
@@ -58,80 +54,71 @@ def codeforces(record: Mapping, where: str) -> Problem:
   ):
     if record.get(column) not in (None, "", good):
       raise Skipped(reason)
-  parts = [_text(record, "description", where)]
+  parts = [_text(record, "description", place)]
   for column in _STATEMENT[1:]:
     if record.get(column):
       title = column.removesuffix("_format").capitalize()
-      parts.append(f"{title}\n{_text(record, column, where)}")
-  for test in tests(record, "examples", where) if "examples" in record else ():
+      parts.append(f"{title}\n{_text(record, column, place)}")
+  for test in tests(record, "examples", place) if "examples" in record else ():
     parts.append(f"Example input\n{test['input'].strip()}")
     parts.append(f"Example output\n{test['output'].strip()}")
-  found = _codeforces_tests(record, where)
-  read = (*_STATEMENT, *_TESTS, "examples")
-  return _problem("\n\n".join(parts), found, record, read)
-
-
-def _codeforces_tests(record, where) -> list[dict[str, str]]:
-  for column in _TESTS:
-    if column in record and (found := tests(record, column, where)):
-      return found
   if not {*_TESTS, "examples"} & record.keys():
-    readers.field(record, _TESTS[0], where)  # raises: there is none
-  if record.get("examples"):
+    readers.field(record, _TESTS[0], place)  # raises: there is none
+  columns = (tests(record, c, place) for c in _TESTS if c in record)
+  official = next(filter(None, columns), [])
+  if not official and record.get("examples"):
     raise Skipped("no tests but the examples")
-  return []
+  read = (*_STATEMENT, *_TESTS, "examples")
+  return _problem("\n\n".join(parts), official, record, read)
 
 
-def _problem(text: str, found: list[dict], record, read) -> Problem:
+def _problem(text: str, all_tests: list[dict], record, read) -> Problem:
   """The problem, with tests as the reward `code` reads them."""
-  if not found:
+  if not all_tests:
     raise Skipped("no tests")
   columns = {k: v for k, v in record.items() if k not in read}
-  return Problem(text, json.dumps(found), "", columns)
+  return Problem(text, json.dumps(all_tests), "", columns)
 
 
-def _text(record, name: str, where: str) -> str:
-  value = readers.field(record, name, where)
-  return (
-    value
-    if value and isinstance(value, str)
-    else _fail(where, name, "text", value)
-  )
+def _text(record, name: str, place: str) -> str:
+  value = readers.field(record, name, place)
+  if not (value and isinstance(value, str)):
+    _fail(place, name, "text", value)
+  return value
 
 
-def tests(record: Mapping, name: str, where: str) -> list[dict[str, str]]:
+def tests(record: Mapping, name: str, place: str) -> list[dict[str, str]]:
   """Tests of a program, {"input", "output"} each; also of JSON text.
 
   Raises:
     UserError: the column is missing, or has another form.
     Skipped: the tests call a function, and have no standard input.
   """
-  value = readers.field(record, name, where)
+  value = readers.field(record, name, place)
   if isinstance(value, str):
     try:
       value = json.loads(value)
     except ValueError as error:
       raise UserError(
-        f"{where}: column {name!r} is not JSON. LiveCodeBench publishes a "
+        f"{place}: column {name!r} is not JSON. LiveCodeBench publishes a "
         "pickle there (base64, zlib). To load it can run any program, so it is "
         "not loaded: convert the file where you trust it"
       ) from error
   value, expected = value or [], "a list of {'input', 'output'}"
   if not isinstance(value, list):
-    _fail(where, name, expected, value)
+    _fail(place, name, expected, value)
   for test in value:
     if not (isinstance(test, dict) and {"input", "output"} <= test.keys()):
-      _fail(where, name, expected, value)
+      _fail(place, name, expected, value)
     if test.get("testtype", "stdin") != "stdin":
       raise Skipped(f"{test['testtype']} tests")
     if not all(isinstance(test[k], str) for k in ("input", "output")):
-      _fail(where, name, "text as 'input' and 'output'", test)
+      _fail(place, name, "text as 'input' and 'output'", test)
   return [{k: test[k] for k in ("input", "output")} for test in value]
 
 
-def _fail(where: str, column: str, expected: str, value) -> NoReturn:
-  """UserError about a value."""
+def _fail(place: str, column: str, expected: str, value) -> NoReturn:
   raise UserError(
-    f"{where}: column {column!r}: expected {expected}, got "
+    f"{place}: column {column!r}: expected {expected}, got "
     f"{json.dumps(value)[:60]}"
   )

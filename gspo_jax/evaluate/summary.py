@@ -23,7 +23,7 @@ def summarize(
   Args:
     benchmark: N problems.
     records: N * n responses from `shorten`, those to a problem side by side.
-    threshold: the least score of a correct response, `reward.pass_threshold`.
+    threshold: `reward.pass_threshold`, the least score of a correct response.
 
   Returns:
     `avg`, the mean score, and its standard error; `pass` and `majority` by k
@@ -58,11 +58,9 @@ def summarize(
 
 
 def shorten(reward: str, record: Mapping) -> dict:
-  """The fields of a response that `summarize` reads: a `vote`, no text.
+  """The fields of a record of answers.jsonl that `summarize` reads.
 
-  Args:
-    reward: the name of the reward that scored it.
-    record: of answers.jsonl.
+  The vote under the reward that scored it is there in place of the text.
   """
   kept = {k: record[k] for k in ("score", "failed", "tokens", "finish")}
   return kept | {"vote": vote(reward, record["response"])}
@@ -71,19 +69,13 @@ def shorten(reward: str, record: Mapping) -> dict:
 def _majority(reward, records, correct, ks):
   if _name(reward) not in _READERS:
     return None
-  n = correct.shape[1]
-  votes = [
-    _merged([r["vote"] for r in records[i * n : (i + 1) * n]], right)
-    for i, right in enumerate(correct)
-  ]
+  n, votes, one = correct.shape[1], [], object()
+  for i, is_right in enumerate(correct):
+    of_problem = [r["vote"] for r in records[i * n : (i + 1) * n]]
+    # All correct results of a problem are one vote.
+    right = {v for v, r in zip(of_problem, is_right, strict=True) if r} - {None}
+    votes.append([one if v in right else v for v in of_problem])
   return {str(k): estimators.majority_at_k(votes, correct, k) for k in ks}
-
-
-def _merged(votes, correct):
-  """The votes on a problem, with one vote for all correct results."""
-  right = {v for v, is_right in zip(votes, correct, strict=True) if is_right}
-  one = object()
-  return [one if v in right - {None} else v for v in votes]
 
 
 def vote(reward: str, text: str) -> Hashable | None:
@@ -97,7 +89,7 @@ def vote(reward: str, text: str) -> Hashable | None:
   Args:
     reward: math, gsm8k or final_answer, with or without arguments; how to find
       the result.
-    text: of the response.
+    text: the response.
   """
   if _name(reward) not in _READERS:
     return None
@@ -139,15 +131,13 @@ def render(summaries: Sequence[Mapping]) -> str:
   """A table with a line for each benchmark, and notes under it."""
   head = ("set", "problems", "samples", "avg@n", "pass@n", "maj@n",
           "Elo (95 %)", "truncated", "failed")  # fmt: skip
-  cells = [head, *map(_cells, summaries)]
-  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-  lines = [_line(row, widths) for row in cells]
+  rows = [head, *map(_cells, summaries)]
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = []
+  for first, *rest in rows:
+    cells = [c.rjust(w) for c, w in zip(rest, widths[1:], strict=True)]
+    lines.append("  ".join([first.ljust(widths[0]), *cells]))
   return "\n".join(lines + [note for s in summaries for note in _notes(s)])
-
-
-def _line(row, widths):
-  first, *rest = (c.rjust(w) for c, w in zip(row, widths, strict=True))
-  return "  ".join([first.strip().ljust(widths[0]), *rest])
 
 
 def _cells(s):

@@ -1,20 +1,20 @@
 """Scored responses become a better policy: the objective and its update.
 
 Others take `train_step` (`TrainState`, `Learner`, `update`), `train_batch`
-(`TrainBatch` and how samples become one), `packing` (which rows they share),
+(`TrainBatch`), `packing` (how samples become one, and which rows they share),
 `credit` (rewards become advantages), `objective`, `optimizer`, `critic`,
-`experience`, `cold_start` and `health`.
+`reference_pass`, `cold_start` and `health`.
 """
 
 __all__ = [
   "cold_start",
   "credit",
   "critic",
-  "experience",
   "health",
   "objective",
   "optimizer",
   "packing",
+  "reference_pass",
   "train_batch",
   "train_step",
 ]

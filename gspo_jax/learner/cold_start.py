@@ -9,7 +9,6 @@ for one seed of three.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -114,43 +113,22 @@ def demonstration_batch(
   return batch._replace(rows=dataclasses.replace(batch.rows, turns=None))
 
 
-class Accuracy(Protocol):
-  """Greedy accuracy on held-out problems."""
-
-  def __call__(self, params: model.Params) -> float:
-    """0 to 1; the same on every host."""
-
-
-class ColdStartUpdate(Protocol):
-  """One step of supervised fine-tuning."""
-
-  def __call__(
-    self,
-    state: TrainState,
-    prompts: Prompts,
-    responses: jax.Array,
-    lengths: jax.Array,
-    turns: jax.Array | None,
-    packing: Packing,
-  ) -> tuple[TrainState, Metrics]:
-    """The state, donated, after a step; see `demonstration_batch`."""
-
-
 @dataclasses.dataclass(frozen=True)
 class ColdStartFunctions:
   """The jitted functions of a cold start.
 
   Attributes:
-    abstract: shapes and shardings of its state.
+    abstract: shapes and shardings of the state.
     init_state: params, donated -> the first state.
     packing: the rows of a step.
-    update: one step.
+    update: (state, donated, `DemonstrationBatch`'s arrays, packing) -> (state,
+      metrics).
   """
 
   abstract: TrainState
   init_state: train_step.InitState
   packing: PackingConfig
-  update: ColdStartUpdate
+  update: Callable[..., tuple[TrainState, Metrics]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,11 +136,11 @@ class ColdStart:
   """Supervised fine-tuning that is saved, resumed and reused.
 
   Attributes:
-    functions: jitted.
-    batches: of `pipeline.demonstrations`.
-    batch_sharding: of arrays whose first axis is the batch.
-    accuracy: greedy accuracy, which decides when to stop.
-    checkpoints: a folder of its own, so that a later run reuses the result.
+    batches: from `pipeline.demonstrations`.
+    batch_sharding: for arrays whose first axis is the batch.
+    accuracy: params -> greedy accuracy on held-out problems, the same on every
+      host; it decides when to stop.
+    checkpoints: in a folder of its own, so that a later run reuses the result.
     identity: two cold starts with the same identity have the same result.
     cfg: when to stop.
   """
@@ -170,7 +148,7 @@ class ColdStart:
   functions: ColdStartFunctions
   batches: Batches
   batch_sharding: jax.sharding.Sharding
-  accuracy: Accuracy
+  accuracy: Callable[[model.Params], float]
   checkpoints: Checkpoints
   identity: dict
   cfg: ColdStartConfig

@@ -39,11 +39,11 @@ def assign_advantages(
   not grow as large as a reward.
 
   Args:
-    batch: of B responses, with the log-probs and values that the credit needs.
-    rewards: [B] float32, of whole responses; with credit="turn" those of
-      `turn_advantages`, [B, K].
+    batch: B responses, with the log-probs and values that the objective needs.
+    rewards: [B] float32, of whole responses; with credit="turn" [B, K], see
+      `turn_advantages`.
     finish: [B], `Samples.finish`.
-    objective: how rewards become advantages; static.
+    objective: static.
     group_size: G; static.
   """
   rows, method, critic = batch.rows, objective.method, objective.critic

@@ -95,7 +95,7 @@ class HealthChecks:
     """Checks the metrics of a step."""
     moves = metrics["grad/norm"] > 0 and metrics["optim/learning_rate"] > 0
     moves = moves and self._minibatches > 1
-    # A loss of one's own may have no such metric.
+    # A user's own loss may have no such metric.
     if moves and metrics.get("ratio/moved") == 0:
       self._warn(
         "ratio",

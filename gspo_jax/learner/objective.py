@@ -4,6 +4,7 @@ Dimension key: B rows, R response tokens, L layers.
 """
 
 import dataclasses
+import inspect
 import math
 
 import jax
@@ -118,13 +119,13 @@ class ObjectiveConfig:
   def __post_init__(self):
     check(self, "objective")
     _ = self.mismatch_options
-    # A method of one's own need not be there where a policy is evaluated.
+    # A policy can be evaluated without the module of a user's own method.
     if "." not in self.name.partition(":")[0]:
       _ = self.numbers
 
   @property
   def method(self) -> Method:
-    """The row of `METHODS`, or one's own."""
+    """The row of `METHODS`, or the user's own."""
     name = self.name.partition(":")[0]
     if name in METHODS:
       return METHODS[name]
@@ -155,7 +156,14 @@ class ObjectiveConfig:
     if method.critic:
       defaults |= {name: field.default for name, field in _CRITIC.items()}
     typed = _typed("name", self.name, defaults, "method", _METHOD_RULES)
-    return defaults | typed
+    numbers = defaults | typed
+    for name, value in numbers.items():
+      if value is inspect.Parameter.empty:
+        raise UserError(
+          f"objective.name={self.name!r}: expected {name}=..., which has no "
+          "default"
+        )
+    return numbers
 
   @property
   def loss_numbers(self) -> dict:
@@ -225,7 +233,7 @@ class ObjectiveConfig:
     return replays or self.reads_old_routers(cfg, instruments)
 
   def check_training(self) -> None:
-    """UserError where two keys do not go together, or a method is missing."""
+    """UserError for a method that is not there, or keys that do not agree."""
     _ = self.numbers
     for name, wrong, expected in (
       (

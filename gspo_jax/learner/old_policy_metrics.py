@@ -23,10 +23,7 @@ def old_policy_metrics(
   range, so it is measured whichever of the two are the old log-probs.
   `moe/dropped` is a mean over the micro-batches that hold responses.
 
-  Args:
-    out: the old policy's forward pass over the batch.
-    batch: with the sampler's log-probs.
-    cfg: the model; static.
+  `out` is the old policy's forward pass over the batch.
   """
   mask = batch.response_mask
   metrics = _mismatch(out.logps, batch)

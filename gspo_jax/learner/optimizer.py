@@ -1,12 +1,12 @@
 """The optimizer, AdamW or Muon, and its learning rate schedule."""
 
 import dataclasses
-import re
 
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from gspo_jax.model import parameters
 from gspo_jax.runtime import sharding, spec
 from gspo_jax.runtime.key import (
   POSITIVE,
@@ -17,16 +17,8 @@ from gspo_jax.runtime.key import (
   key,
 )
 
-# Regular expression for the end of a parameter's path -> the axes that it sums
-# over, and those of its output. Axes before these are layers and experts, each
-# with a matrix of its own. Muon takes these parameters, AdamW all others:
-# embeddings, head, norms, biases, and the router, whose output is a choice.
-_MATRICES = (
-  (r"attention/[qkv]", MuonDimensionNumbers((-3,), (-2, -1))),
-  (r"attention/o", MuonDimensionNumbers((-3, -2), (-1,))),
-  (r"mlp/(gate|up|down)", MuonDimensionNumbers((-2,), (-1,))),
-  (r"moe/(gate_up|down)", MuonDimensionNumbers((-2,), (-1,))),
-)
+# The logical axes of all arrays of a training state; Muon keeps three numbers.
+STATE_AXES = parameters.AXES | {"ns_coeffs": ("whole",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +95,7 @@ def _adamw(rate, *, b1=0.9, b2=0.95, weight_decay=0.0):
   UNDER_1.check("optim.name: b2", b2)
   ZERO_OR_MORE.check("optim.name: weight_decay", weight_decay)
   return optax.adamw(
-    rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=_is_matrix
+    rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=_decays
   )
 
 
@@ -131,14 +123,25 @@ _OPTIMIZERS = {"adamw": _adamw, "muon": _muon}
 
 
 def _labels(params):
-  """The part of Muon that takes each parameter."""
+  """The part of Muon that takes each parameter.
 
-  def label(keys, _):
-    if _numbers(keys) is None:
+  AdamW takes embeddings, head, norms, biases, adapters, and the router, whose
+  output is a choice.
+  """
+
+  def label(row):
+    if not row.target:
       return "adamw"
-    return "experts" if "/moe/" in sharding.path_name(keys) else "muon"
+    experts, _, _ = row.groups
+    return "experts" if experts else "muon"
 
-  return jax.tree.map_with_path(label, params)
+  return _by_row(label, params)
+
+
+def _by_row(function, params):
+  """The tree of `function(row)`, with the row of each parameter."""
+  row = lambda keys: parameters.find(sharding.path_name(keys))
+  return jax.tree.map_with_path(lambda keys, _: function(row(keys)), params)
 
 
 def _each_expert(muon) -> optax.GradientTransformation:
@@ -159,17 +162,22 @@ def _each_expert(muon) -> optax.GradientTransformation:
 
 
 def _dimension_numbers(params):
-  """The axes of each matrix that Muon takes; None for other parameters."""
-  return jax.tree.map_with_path(lambda keys, _: _numbers(keys), params)
+  """The axes of each matrix that Muon takes; None for other parameters.
+
+  Axes before these are layers and experts, each with a matrix of its own.
+  """
+
+  def numbers(row):
+    if not row.target:
+      return None
+    _, inputs, outputs = row.groups
+    last = outputs[-1] + 1
+    from_end = lambda axes: tuple(axis - last for axis in axes)
+    return MuonDimensionNumbers(from_end(inputs), from_end(outputs))
+
+  return _by_row(numbers, params)
 
 
-def _numbers(keys) -> MuonDimensionNumbers | None:
-  path = sharding.path_name(keys)
-  found = (n for end, n in _MATRICES if re.search(f"(^|/){end}$", path))
-  return next(found, None)
-
-
-def _is_matrix(params):
-  """True but for the scales of norms and biases, which do not decay."""
-  is_vector = lambda path: path[-1].key.endswith(("scale", "bias"))
-  return jax.tree.map_with_path(lambda path, _: not is_vector(path), params)
+def _decays(params):
+  """True but for the scales of norms and biases."""
+  return _by_row(lambda row: row.decays, params)

@@ -70,17 +70,11 @@ class Packing(NamedTuple):
 
 
 class RowTokens(NamedTuple):
-  """Tokens of the micro-batches that passes over a batch run.
-
-  Attributes:
-    micro_batches: how many run.
-    real: tokens of prompts and responses in their rows.
-    computed: columns of all their rows, padding included.
-  """
+  """Tokens of the micro-batches that passes over a batch run."""
 
   micro_batches: int
-  real: int
-  computed: int
+  real: int  # tokens of prompts and responses
+  computed: int  # columns of all rows, padding included
 
 
 def shuffled_groups(key: jax.Array, groups: int, group_size: int) -> np.ndarray:
@@ -153,8 +147,8 @@ def row_tokens(
     lengths: [B], those that `pack` was given.
     packing: its result.
     cfg: the rows.
-    first: [M] or one for all, the first micro-batch of each minibatch that the
-      pass runs; it runs all further ones that hold sequences.
+    first: [M] or one for all, the first micro-batch of each minibatch that
+      runs; all further ones that hold sequences run, too.
   """
   size, (M,) = cfg.micro_batch_size, packing.num_micro_batches.shape
   placed = packing.row < len(lengths)
@@ -262,11 +256,11 @@ def pack_responses(
   """Packs responses [B, R] behind their prompts [P, S]; B = P * G.
 
   Args:
-    prompts: P prompts.
+    prompts: P of them.
     responses: [B, R] int32; those of a prompt are neighbours.
-    lengths: [B] int32, their tokens.
+    lengths: [B] int32, in tokens.
     packing: where each response goes, from `pack`.
-    cfg: the rows; static.
+    cfg: static.
     logps: [B, R] float32, for `sampler_logps`.
     experts: [B, L, S + R, k], for `experts`, with the columns of the left-
       padded prompt and its response.
@@ -379,16 +373,8 @@ def train_batch_from_samples(
   """The packed batch of samples, with zeros where values are filled in later.
 
   It has all its fields from the start, so that one compiled program takes it
-  for old log-probs and for an update.
-
-  Args:
-    prompts: P prompts.
-    samples: G responses to each.
-    packing: where each response goes, from `pack`.
-    cfg: the model; static.
-    objective: the optional fields are those that it reads; static.
-    instruments: as in `policy_loss`; static.
-    packing_config: the rows; static.
+  for old log-probs and for an update. The optional ones are those that the
+  objective reads. Static: `cfg`, `objective`, `instruments`, `packing_config`.
   """
   batch = pack_responses(
     prompts,

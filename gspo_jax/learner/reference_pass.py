@@ -17,12 +17,8 @@ def add_reference_and_values(
 ) -> PackedBatch:
   """The batch with the reference's log-probs and the critic's values.
 
-  Args:
-    batch: M minibatches.
-    cfg: the model; static.
-    reference: weights of the reference policy, or None.
-    critic_params: weights of the critic, or None.
-    temperature: the sampler's; static.
+  `reference` and `critic_params` are weights, or None; `temperature` is the
+  sampler's.
   """
 
   def forward(micro_batch: TrainBatch):

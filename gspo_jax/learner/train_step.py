@@ -13,7 +13,8 @@ except where the sampler's log-probs are the old ones.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +40,12 @@ class LossOutput(NamedTuple):
   Attributes:
     loss: its sum, and the count that divides it.
     metrics: of the update.
-    old_policy_fields: fields of `TrainBatch`, [rows, ...], of this pass. They
+    old_policy_fields: fields of `TrainBatch`, [rows, ...], from this pass. They
       are the old policy's as long as the policy has not moved.
     old_policy_metrics: metrics of the old policy, if this is its pass.
-    first_minibatch_gap: root mean square over responses of exp(mean(x - o)) - 1
-      with log-probs x of this pass and `old_logps` o of the batch, even if this
-      pass is the old policy's.
+    first_minibatch_gap: RMS over responses of (sequence ratio - 1), against the
+      `old_logps` stored in the batch. 0 if two passes over the same weights
+      agree bit for bit.
   """
 
   loss: Mean
@@ -54,20 +55,10 @@ class LossOutput(NamedTuple):
   first_minibatch_gap: Std | None = None
 
 
-class Loss(Protocol):
-  """The function that `update` minimises."""
-
-  def __call__(
-    self, params: model.Params, batch: TrainBatch, is_old_policy: jax.Array
-  ) -> LossOutput:
-    """The loss of a micro-batch.
-
-    Args:
-      params: weights.
-      batch: leaves [rows, ...].
-      is_old_policy: [] bool, whether the policy has not moved since it became
-        the old policy. Then the fields of the old policy come from this pass.
-    """
+# What `update` minimises: (params, a micro-batch, is_old_policy) -> output.
+# is_old_policy, [] bool, says that the policy has not moved since it became the
+# old policy: then the fields of the old policy come from this pass.
+Loss = Callable[[model.Params, TrainBatch, jax.Array], LossOutput]
 
 
 @jax.tree_util.register_dataclass
@@ -78,11 +69,11 @@ class TrainState:
   Attributes:
     step: [] int32, updates so far.
     params: what is trained, float32: the policy's weights, or its adapters.
-    opt_state: of the optimizer.
-    base: with adapters, the weights below them, in the model's dtype, which
-      stay as they are. None without adapters, and in a checkpoint.
-    reference: what the reference policy has in place of `params`, in the
-      model's dtype; nothing, {}, if it is the base; None without a reference.
+    opt_state: the optimizer's state for `params`.
+    base: with adapters, the frozen weights below them, in `cfg.dtype`. None
+      without adapters, and in a checkpoint.
+    reference: the reference policy's copy of `params` in `cfg.dtype`. {} with
+      LoRA if the reference is the base model; None if there is no KL.
     critic: the state of PPO's critic, which has its own optimizer, or None.
     pending_rollouts: responses for the next iteration; only in a checkpoint.
   """
@@ -123,22 +114,14 @@ class Learner(NamedTuple):
   recompute_first_minibatch: bool = False
 
 
-class InitState(Protocol):
-  """Makes the first state of training."""
-
-  def __call__(self, policy: model.Params) -> TrainState:
-    """The state with these weights and adapters, which are donated."""
+# Policy, with its adapters; donated -> the first state of training.
+InitState = Callable[[model.Params], TrainState]
 
 
 def init_state(
   policy: model.Params, *, optimizer: optax.GradientTransformation
 ) -> TrainState:
-  """The state before the first update.
-
-  Args:
-    policy: weights. If some of them are adapters, only those are trained.
-    optimizer: of what is trained.
-  """
+  """The state before the first update; adapters are trained alone."""
   base, adapters = model.lora.split(policy)
   if not adapters:
     return TrainState(jnp.int32(0), policy, optimizer.init(policy))
@@ -160,9 +143,9 @@ def update(
   in every bit.
 
   Args:
-    state: of training.
+    state: before the update.
     batch: M minibatches.
-    learner: the settings; static.
+    learner: static.
     apply_updates: [] bool, whether to update. With a Python True the program
       has no conditional.
 
@@ -194,7 +177,11 @@ def update(
       jnp.where(apply_updates, all_[m], one)
     )
     old = jax.tree.map(keep, old, new)
-    step = lambda: _optimizer_step(learner, grads, params, opt_state)
+
+    def step():
+      updates, state = learner.optimizer.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), state
+
     params, opt_state = run_if(apply_updates, step, (params, opt_state))
     return params, opt_state, old, jax.tree.map(jnp.add, sums, metrics)
 
@@ -222,11 +209,6 @@ def update(
   return state, batch, metrics
 
 
-def _optimizer_step(learner, grads, params, opt_state):
-  updates, opt_state = learner.optimizer.update(grads, opt_state, params)
-  return optax.apply_updates(params, updates), opt_state
-
-
 def run_if(apply_updates, function, otherwise):
   """`function()` if `apply_updates`, else `otherwise`, at no cost."""
   if apply_updates is True:
@@ -250,9 +232,9 @@ def gradient(
   whole minibatch: A = 4 gives what A = 1 gives, up to rounding.
 
   Args:
-    params: of the policy.
-    micro_batches: of the minibatch.
-    learner: the settings; static.
+    params: what is trained.
+    micro_batches: all of the minibatch.
+    learner: static.
     count: [] int32, how many of the micro-batches to process: the first ones.
       None: all.
     apply_updates: as in `update`; if false, the gradient is zero.

@@ -47,11 +47,12 @@ class Method:
   critic: bool = False
 
   def __post_init__(self):
-    lacking = {"clip_low", "clip_high"} - self.arguments.keys()
-    if self.clips and lacking:
-      raise ValueError(
-        f"clips={self.clips!r}: the loss has no {min(lacking)!r}"
-      )
+    arguments = self.arguments
+    for name in ("clip_low", "clip_high") if self.clips else ():
+      if not isinstance(arguments.get(name), int | float):
+        raise ValueError(
+          f"clips={self.clips!r}: the loss has no {name!r} with a default"
+        )
 
   @property
   def arguments(self) -> dict[str, object]:

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from gspo_jax.losses.batch import checked_batch, require_float32_BT, token_mean
 from gspo_jax.losses.metrics import Metrics
 
-METHODS = ("tis", "mis")
-UNITS = ("token", "sequence")
+_METHODS = ("tis", "mis")
+_UNITS = ("token", "sequence")
 
 
 def mismatch_weights(
@@ -58,9 +58,9 @@ def mismatch_weights(
     ValueError: an unknown method or unit, bounds out of order, a wrong shape.
     TypeError: a dtype other than float32.
   """
-  if method not in METHODS or unit not in UNITS:
+  if method not in _METHODS or unit not in _UNITS:
     raise ValueError(
-      f"expected a method of {METHODS} and a unit of {UNITS}, got {method=},"
+      f"expected a method of {_METHODS} and a unit of {_UNITS}, got {method=},"
       f" {unit=}"
     )
   if not 0 <= floor < cap:

@@ -30,7 +30,14 @@ def reduce(
   aggregate: Callable[[TokenBatch, jax.Array], Mean],
   normalizer: jax.Array | float | None,
 ) -> tuple[jax.Array, Metrics]:
-  """The loss with the weights and the penalty of `Terms`, and its metrics."""
+  """The loss of a batch and the metrics that all losses have.
+
+  Args:
+    batch: from `checked_batch`; its terms' weights and penalty are applied.
+    surrogate: the loss of each token.
+    aggregate: `sequence_mean`, `token_mean` or another (batch, [B, T]) -> Mean.
+    normalizer: divides the sum in place of the mean's count.
+  """
   weights, penalty = batch.terms.weights, batch.terms.penalty
   loss = surrogate.loss if weights is None else weights * surrogate.loss
   policy = aggregate(batch, loss)

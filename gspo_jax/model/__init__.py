@@ -11,11 +11,12 @@ of recorded experts).
 from gspo_jax.model.config import (
   KEPT,
   VARIANTS,
+  LoraConfig,
   ModelConfig,
   PolicyConfig,
   variant,
 )
-from gspo_jax.model.lora import LoraConfig
+from gspo_jax.model.parameters import shapes, shardings
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling
 from gspo_jax.model.transformer import (
   HiddenStates,
@@ -53,9 +54,12 @@ __all__ = [
   "output_matrix",
   "paged_attention",
   "paged_cache",
+  "parameters",
   "prefill",
   "project_logits",
   "rounding",
+  "shapes",
+  "shardings",
   "unembed",
   "unstack_layers",
   "variant",

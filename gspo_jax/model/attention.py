@@ -1,6 +1,6 @@
 """Causal attention within segments, with the kernel of the platform.
 
-Dimension key: B rows, T tokens, N query heads, K key-value heads, G = N / K
+Dimension key: B rows, T tokens, N query heads, K key-value heads, U = N / K
 query heads of one key-value head, H head width; in a block of queries, Q
 queries and the S keys up to the last of them.
 """
@@ -97,8 +97,8 @@ def _map_rows(function, operands):
   B, T, N, _ = operands[0].shape
   if sharding.platform() != "cpu":
     return function(*operands)
-  most = max(1, _CACHED_SCORES // (N * min(T, _CPU_BLOCK) * T))
-  rows = max(n for n in range(1, min(most, B) + 1) if B % n == 0)
+  limit = max(1, _CACHED_SCORES // (N * min(T, _CPU_BLOCK) * T))
+  rows = max(n for n in range(1, min(limit, B) + 1) if B % n == 0)
   if rows == B:
     return function(*operands)
   cut = lambda x: x.reshape(-1, rows, *x.shape[1:])
@@ -132,54 +132,54 @@ def _visible(segments_BT, start, end):
 
 
 def _by_kv_head(x_BTN, K):
-  """[B, T, N, ...] -> [B, K, T, G, ...]."""
+  """[B, T, N, ...] -> [B, K, T, U, ...]."""
   B, T, N, *rest = x_BTN.shape
   return jnp.moveaxis(x_BTN.reshape(B, T, K, N // K, *rest), 2, 1)
 
 
-def _by_token(x_BKTG):
+def _by_token(x_BKTU):
   """The inverse of `_by_kv_head`."""
-  B, K, T, G, *rest = x_BKTG.shape
-  return jnp.moveaxis(x_BKTG, 1, 2).reshape(B, T, K * G, *rest)
+  B, K, T, U, *rest = x_BKTU.shape
+  return jnp.moveaxis(x_BKTU, 1, 2).reshape(B, T, K * U, *rest)
 
 
-def _scores(q_BKQGH, k_BKSH, bias_BQS):
-  """Float32 scores [B, K, Q, G, S]; queries and heads are the rows of one
+def _scores(q_BKQUH, k_BKSH, bias_BQS):
+  """Float32 scores [B, K, Q, U, S]; queries and heads are the rows of one
   product."""
-  B, K, Q, G, H = q_BKQGH.shape
+  B, K, Q, U, H = q_BKQUH.shape
   scores = jnp.einsum(
     "bkqh,bksh->bkqs",
-    q_BKQGH.reshape(B, K, Q * G, H),
+    q_BKQUH.reshape(B, K, Q * U, H),
     k_BKSH,
     preferred_element_type=jnp.float32,
   )
-  scores_BKQGS = scores.reshape(B, K, Q, G, -1) * H**-0.5
-  return scores_BKQGS + bias_BQS[:, None, :, None]
+  scores_BKQUS = scores.reshape(B, K, Q, U, -1) * H**-0.5
+  return scores_BKQUS + bias_BQS[:, None, :, None]
 
 
 def _forward_rows(q_BTNH, k_BTKH, v_BTKH, biases):
   """The output [B, T, N, H] and the log-sum-exp of the scores [B, T, N]."""
-  q_BKTGH = _by_kv_head(q_BTNH, k_BTKH.shape[2])
+  q_BKTUH = _by_kv_head(q_BTNH, k_BTKH.shape[2])
   k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
   outs, lses = [], []
   for (start, end), bias in zip(_blocks(q_BTNH.shape[1]), biases, strict=True):
-    q_BKQGH = q_BKTGH[:, :, start:end]
-    scores_BKQGS = _scores(q_BKQGH, k_BKTH[:, :, :end], bias)
-    maximum = scores_BKQGS.max(-1, keepdims=True)
-    weights_BKQGS = jnp.exp(scores_BKQGS - maximum)
-    total = weights_BKQGS.sum(-1, keepdims=True)
-    weights = _merge(weights_BKQGS)
+    q_BKQUH = q_BKTUH[:, :, start:end]
+    scores_BKQUS = _scores(q_BKQUH, k_BKTH[:, :, :end], bias)
+    maximum = scores_BKQUS.max(-1, keepdims=True)
+    weights_BKQUS = jnp.exp(scores_BKQUS - maximum)
+    total = weights_BKQUS.sum(-1, keepdims=True)
+    weights = _merge(weights_BKQUS)
     out = weigh("bkqs,bksh->bkqh", weights, v_BKTH[:, :, :end])
-    out_BKQGH = rounded(out.reshape(q_BKQGH.shape) / total, q_BTNH.dtype)
-    outs.append(_by_token(out_BKQGH))
+    out_BKQUH = rounded(out.reshape(q_BKQUH.shape) / total, q_BTNH.dtype)
+    outs.append(_by_token(out_BKQUH))
     lses.append(_by_token((maximum + jnp.log(total))[..., 0]))
   return jnp.concatenate(outs, 1), jnp.concatenate(lses, 1)
 
 
-def _merge(x_BKQGX):
-  """[B, K, Q, G, X] -> [B, K, Q * G, X]."""
-  B, K, Q, G, X = x_BKQGX.shape
-  return x_BKQGX.reshape(B, K, Q * G, X)
+def _merge(x_BKQUX):
+  """[B, K, Q, U, X] -> [B, K, Q * U, X]."""
+  B, K, Q, U, X = x_BKQUX.shape
+  return x_BKQUX.reshape(B, K, Q * U, X)
 
 
 def _backward_rows(
@@ -303,10 +303,7 @@ def splash_blocks(tokens: int) -> tuple[int, int]:
   The fused backward pass writes the gradient of all queries once for each block
   of keys, and then adds these parts. Long blocks make few parts; but a block
   that the diagonal crosses is computed whole, so that one has an eighth of the
-  keys at most.
-
-  Args:
-    tokens: of a row, a multiple of 128.
+  keys at most. `tokens` of a row are a multiple of 128.
   """
   largest = lambda limit: max(
     b for b in (128, 256, 512, 1024, 2048) if b <= limit and tokens % b == 0

@@ -1,7 +1,7 @@
 """The KV cache as explicit state: one prefix per prompt, shared by its group.
 
 Dimension key: B rows, P prompts, G responses a prompt (B = P * G), T new
-tokens, S slots, N query heads, K key-value heads, R = N / K, H head width.
+tokens, S slots, N query heads, K key-value heads, U = N / K, H head width.
 
 Each layer's keys and values are [B, K, S, H]: with the layers unrolled, this
 order decodes in place on a TPU, where [layers, B, S, K, H] copies the cache.
@@ -22,36 +22,23 @@ from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-  """Keys and values of prompts, shared by the rows of each group.
+  """Keys and values of prompts, shared by the rows of each group."""
 
-  Attributes:
-    k: per layer, [P, K, S, H].
-    v: per layer, [P, K, S, H].
-    valid: [P, S] bool, false at padding.
-  """
-
-  k: tuple[jax.Array, ...]
-  v: tuple[jax.Array, ...]
-  valid: jax.Array
+  k: tuple[jax.Array, ...]  # per layer, [P, K, S, H]
+  v: tuple[jax.Array, ...]  # per layer, [P, K, S, H]
+  valid: jax.Array  # [P, S] bool, false at padding
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-  """Keys and values of the tokens so far.
+  """Keys and values of the tokens so far."""
 
-  Attributes:
-    k: per layer, [B, K, S, H].
-    v: per layer, [B, K, S, H].
-    valid: [B, S] bool, false at padding and at slots not yet written.
-    length: [] int32, slots written.
-    prefix: the tokens before slot 0, shared by B / P rows; or None.
-  """
-
-  k: tuple[jax.Array, ...]
-  v: tuple[jax.Array, ...]
-  valid: jax.Array
-  length: jax.Array
+  k: tuple[jax.Array, ...]  # per layer, [B, K, S, H]
+  v: tuple[jax.Array, ...]  # per layer, [B, K, S, H]
+  valid: jax.Array  # [B, S] bool, false at padding and at slots not yet written
+  length: jax.Array  # [] int32, slots written
+  # The tokens before slot 0, shared by B / P rows; or None.
   prefix: Prefix | None = None
 
   def mark_valid(self, mask_BT: jax.Array) -> "Cache":
@@ -64,8 +51,7 @@ class Cache:
   def attend(self, layer: int, q_BTNH, k_BTKH, v_BTKH):
     """Writes one layer's keys and values, then attends to all tokens so far.
 
-    Returns:
-      The attention output [B, T, N, H], and the layer's new (k, v).
+    Returns the attention output [B, T, N, H] and the layer's new (k, v).
     """
     start = (0, 0, self.length, 0)
     write = lambda old, new_BTKH: jax.lax.dynamic_update_slice(
@@ -74,23 +60,23 @@ class Cache:
     k_BKSH, v_BKSH = write(self.k[layer], k_BTKH), write(self.v[layer], v_BTKH)
     B, T, N, H = q_BTNH.shape
     K = k_BKSH.shape[1]
-    q_BKRTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    q_BKRTH = q_BKRTH.astype(k_BKSH.dtype)
+    q_BKUTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    q_BKUTH = q_BKUTH.astype(k_BKSH.dtype)
 
     slot_S = jnp.arange(k_BKSH.shape[2])
     causal_TS = slot_S <= self.length + jnp.arange(T)[:, None]
     visible_BTS = causal_TS & self.valid[:, None, :]
-    parts = [(_scores(q_BKRTH, k_BKSH, visible_BTS), v_BKSH)]
+    parts = [(_scores(q_BKUTH, k_BKSH, visible_BTS), v_BKSH)]
     if self.prefix is not None:
       prefix = self.prefix
       P = prefix.valid.shape[0]
       # The G rows of a prompt become G * T queries of its one copy.
-      q_PKRTH = _join_groups(q_BKRTH, P)
+      q_PKUTH = _join_groups(q_BKUTH, P)
       visible_PTS = prefix.valid[:, None, :]
-      scores = _scores(q_PKRTH, prefix.k[layer], visible_PTS)
+      scores = _scores(q_PKUTH, prefix.k[layer], visible_PTS)
       parts.insert(0, (scores, prefix.v[layer]))
-    out_BKRTH = rounded(_combine(parts, B, T), q_BTNH.dtype)
-    out_BTNH = out_BKRTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    out_BKUTH = rounded(_combine(parts, B, T), q_BTNH.dtype)
+    out_BTNH = out_BKUTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
     return out_BTNH, (k_BKSH, v_BKSH)
 
   def append(self, k, v, mask_BT: jax.Array) -> "Cache":
@@ -119,13 +105,9 @@ def from_prefill(k: jax.Array, v: jax.Array, mask_BT: jax.Array) -> Cache:
 def share_prefix(
   cache: Cache, cfg: ModelConfig, group_size: int, slots: int
 ) -> Cache:
-  """An empty cache whose prefix is a prefilled one, shared by each group.
+  """An empty cache whose prefix is the cache of P prompts.
 
-  Args:
-    cache: of P prompts.
-    cfg: the model.
-    group_size: G, responses a prompt.
-    slots: free slots of each of the P * G rows.
+  Each of the P * G rows has `slots` free slots.
   """
   responses = empty(cfg, cache.valid.shape[0] * group_size, slots)
   prefix = Prefix(cache.k, cache.v, cache.valid)
@@ -144,40 +126,34 @@ def grow(cache: Cache, slots: int) -> Cache:
   )
 
 
-def _join_groups(x_BKRTH, P):
-  B, K, R, T, H = x_BKRTH.shape
-  x = x_BKRTH.reshape(P, B // P, K, R, T, H).transpose(0, 2, 3, 1, 4, 5)
-  return x.reshape(P, K, R, (B // P) * T, H)
+def _join_groups(x_BKUTH, P):
+  B, K, U, T, H = x_BKUTH.shape
+  x = x_BKUTH.reshape(P, B // P, K, U, T, H).transpose(0, 2, 3, 1, 4, 5)
+  return x.reshape(P, K, U, (B // P) * T, H)
 
 
-def _split_groups(x_PKRTH, B, T):
-  P, K, R, GT, H = x_PKRTH.shape
-  x = x_PKRTH.reshape(P, K, R, GT // T, T, H).transpose(0, 3, 1, 2, 4, 5)
-  return x.reshape(B, K, R, T, H)
+def _split_groups(x_PKUTH, B, T):
+  P, K, U, GT, H = x_PKUTH.shape
+  x = x_PKUTH.reshape(P, K, U, GT // T, T, H).transpose(0, 3, 1, 2, 4, 5)
+  return x.reshape(B, K, U, T, H)
 
 
-def _scores(q_BKRTH, k_BKSH, visible_BTS):
+def _scores(q_BKUTH, k_BKSH, visible_BTS):
   scores = jnp.einsum(
-    "bkrth,bksh->bkrts",
-    q_BKRTH,
+    "bkuth,bksh->bkuts",
+    q_BKUTH,
     k_BKSH,
     preferred_element_type=jnp.float32,
   )
-  scores *= q_BKRTH.shape[-1] ** -0.5
+  scores *= q_BKUTH.shape[-1] ** -0.5
   return jnp.where(visible_BTS[:, None, None], scores, attention.MASKED)
 
 
 def _combine(parts, B, T):
   """One softmax over the keys of all parts, without concatenating them.
 
-  Args:
-    parts: pairs of scores and values; those of the prefix have P rows, those of
-      the responses B.
-    B: rows.
-    T: new tokens.
-
-  Returns:
-    [B, K, R, T, H] float32.
+  `parts` are pairs of scores and values: the prefix's have P rows, the
+  responses' B. Returns [B, K, U, T, H] float32.
   """
   to_rows = lambda x: _split_groups(x, B, T)
   maxima = [to_rows(scores.max(-1, keepdims=True)) for scores, _ in parts]
@@ -188,5 +164,5 @@ def _combine(parts, B, T):
     shift = maximum if rows == B else _join_groups(maximum, rows)
     weights = jnp.exp(scores - shift)
     total += to_rows(weights.sum(-1, keepdims=True))
-    out += to_rows(attention.weigh("bkrts,bksh->bkrth", weights, v_BKSH))
+    out += to_rows(attention.weigh("bkuts,bksh->bkuth", weights, v_BKSH))
   return out / total

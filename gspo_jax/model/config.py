@@ -2,10 +2,15 @@
 
 import dataclasses
 
-from gspo_jax.model.lora import LoraConfig
 from gspo_jax.model.rotary import Llama3Scaling, RopeScaling
 from gspo_jax.runtime.errors import UserError, nearest
-from gspo_jax.runtime.key import Choice, check, key
+from gspo_jax.runtime.key import (
+  POSITIVE,
+  ZERO_OR_MORE,
+  Choice,
+  check,
+  key,
+)
 
 DTYPES = ("float32", "bfloat16")
 
@@ -23,6 +28,51 @@ KEPT = (
 )
 
 
+TARGETS = ("attention", "mlp", "all-linear")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+  """Which weights have adapters, and of which size.
+
+  An expert has an A and a B of its own. Its gate and up share A, because they
+  are one matrix here.
+  """
+
+  rank: int = key(
+    0,
+    "columns of A and rows of B; 0: no adapters, all weights are trained",
+    ZERO_OR_MORE,
+  )
+  alpha: float = key(
+    32.0, "alpha / rank multiplies what an adapter adds", POSITIVE
+  )
+  targets: str = key(
+    "all-linear",
+    '"attention" (q, k, v and o), "mlp" (gate, up and down of the MLP or of '
+    'every expert), "all-linear": both',
+    Choice(TARGETS),
+  )
+  checkpoint: str = key(
+    "",
+    'a PEFT folder with the first adapters; "": new ones, which change nothing '
+    "yet",
+  )
+
+  def __post_init__(self):
+    check(self, "model.lora")
+    if self.checkpoint and not self.rank:
+      raise UserError(
+        f"model.lora.checkpoint={self.checkpoint!r}: expected '' with "
+        "model.lora.rank=0, where there are no adapters"
+      )
+
+  @property
+  def scale(self) -> float:
+    """The factor of A B."""
+    return self.alpha / self.rank
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """A Qwen3 decoder, dense or Mixture-of-Experts (arXiv 2505.09388, sec. 2).
@@ -30,56 +80,39 @@ class ModelConfig:
   With `attention_bias` and without `qk_norm` it is Qwen2 (arXiv 2412.15115),
   with neither it is Llama 3 (arXiv 2407.21783), or with experts Mixtral (arXiv
   2401.04088). With `qk_norm_over_heads` it is OLMoE (arXiv 2409.02060).
-
-  Attributes:
-    vocab_size: rows of the embedding.
-    num_layers: decoder blocks.
-    embed_dim: width of the residual stream.
-    num_heads: query heads.
-    num_kv_heads: key and value heads; divides `num_heads`.
-    head_dim: width of one head; even, for the rotary halves.
-    mlp_dim: hidden width of the SwiGLU MLP, or of one expert.
-    num_experts: experts of every block; 0 for a dense model.
-    experts_per_token: experts that each token is routed to.
-    norm_topk_prob: divide the routing weights of these experts by their sum.
-    rope_theta: base of the rotary frequencies.
-    rope_scaling: a `rotary.Llama3Scaling`, a `rotary.YarnScaling`, or None.
-    attention_bias: queries, keys and values have a bias.
-    qk_norm: queries and keys have an RMSNorm.
-    qk_norm_over_heads: this norm is over all heads together, not per head.
-    norm_eps: epsilon of every RMSNorm.
-    tie_embeddings: the embedding is also the output matrix.
-    dtype: of activations and matrix products; parameters, softmaxes and
-      vocabulary logits are always float32.
-    remat: what each block stores for the backward pass, which computes the rest
-      again: names of `KEPT` with commas between, or "full" for nothing, or
-      "none" for all.
-    unroll: layers in one step of the scan over layers; `num_layers`: no scan,
-      and nothing that the backward pass needs is stacked. None: `num_layers` on
-      a CPU with at most 8 layers, else 1, which compiles fastest.
-    lora: the low-rank adapters; None: all weights are trained.
   """
 
-  vocab_size: int
-  num_layers: int
-  embed_dim: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  mlp_dim: int
-  num_experts: int = 0
-  experts_per_token: int = 0
+  vocab_size: int  # rows of the embedding
+  num_layers: int  # decoder blocks
+  embed_dim: int  # width of the residual stream
+  num_heads: int  # query heads
+  num_kv_heads: int  # key and value heads; divides `num_heads`
+  head_dim: int  # width of one head; even, for the rotary halves
+  mlp_dim: int  # hidden width of the SwiGLU MLP, or of one expert
+  num_experts: int = 0  # experts of every block; 0 for a dense model
+  experts_per_token: int = 0  # experts that each token is routed to
+  # Divide the routing weights of these experts by their sum.
   norm_topk_prob: bool = True
-  rope_theta: float = 1e6
+  rope_theta: float = 1e6  # base of the rotary frequencies
+  # A `rotary.Llama3Scaling`, a `rotary.YarnScaling`, or None.
   rope_scaling: RopeScaling | None = None
-  attention_bias: bool = False
-  qk_norm: bool = True
+  attention_bias: bool = False  # queries, keys and values have a bias
+  qk_norm: bool = True  # queries and keys have an RMSNorm
+  # This norm is over all heads together, not per head.
   qk_norm_over_heads: bool = False
-  norm_eps: float = 1e-6
-  tie_embeddings: bool = False
+  norm_eps: float = 1e-6  # epsilon of every RMSNorm
+  tie_embeddings: bool = False  # the embedding is also the output matrix
+  # Of activations and matrix products; parameters, softmaxes and vocabulary
+  # logits are always float32.
   dtype: str = "bfloat16"
+  # What each block stores for the backward pass, which computes the rest again:
+  # names of `KEPT` with commas between, "full" for nothing, "none" for all.
   remat: str = "attention,stream"
+  # Layers in one step of the scan over layers; `num_layers`: no scan, and
+  # nothing that the backward pass needs is stacked. None: `num_layers` on a CPU
+  # with at most 8 layers, else 1, which compiles fastest.
   unroll: int | None = None
+  # The low-rank adapters; None: all weights are trained.
   lora: LoraConfig | None = None
 
   def __post_init__(self):

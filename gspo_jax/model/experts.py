@@ -6,7 +6,7 @@ would drop tokens. So the rows are processed in chunks of 1.25 times the mean:
 one chunk if the load is even, and a loop over the others if it is not.
 
 Dimension key: M tokens, D model width, e experts of this device, k experts a
-token, F hidden width of one expert, R rows of a chunk; a row is a pair of a
+token, F hidden width of one expert, A rows of a chunk; a row is a pair of a
 token and one of its experts.
 """
 
@@ -25,39 +25,34 @@ SLACK = 1.25  # rows of a chunk / mean load
 _TILE = 128  # a chunk's rows: a multiple of this, or all rows
 
 
-def multiply(x_RD, weights_R, gate_up, down, sizes_e):
-  """`w * down(silu(gate x) * up x)` of rows sorted by expert: [R, D].
+def multiply(x_AD, weights_A, gate_up, down, sizes_e):
+  """`w * down(silu(gate x) * up x)` of rows sorted by expert: [A, D].
 
   Rows beyond the sum of `sizes_e` are undefined.
   """
   return _project_down(
-    _project_up(x_RD, gate_up, sizes_e), weights_R, down, sizes_e
+    _project_up(x_AD, gate_up, sizes_e), weights_A, down, sizes_e
   )
 
 
-def _project_up(x_RD, gate_up, sizes_e):
-  """Gates and ups, concatenated: [R, 2F]."""
-  return lora.grouped_product(x_RD, gate_up, sizes_e)
+def _project_up(x_AD, gate_up, sizes_e):
+  """Gates and ups, concatenated: [A, 2F]."""
+  return lora.grouped_product(x_AD, gate_up, sizes_e)
 
 
-def _project_down(h_RF, weights_R, down, sizes_e):
-  gate, up = jnp.split(h_RF, 2, axis=-1)
+def _project_down(h_AF, weights_A, down, sizes_e):
+  gate, up = jnp.split(h_AF, 2, axis=-1)
   # Weighted here, on F columns, rather than after `down`, on D.
-  h = nn.silu(wide(gate)) * wide(up) * wide(weights_R)[:, None]
-  h = rounded(h, h_RF.dtype)
+  h = nn.silu(wide(gate)) * wide(up) * wide(weights_A)[:, None]
+  h = rounded(h, h_AF.dtype)
   return lora.grouped_product(h, down, sizes_e)
 
 
 class ExpertOutput(NamedTuple):
-  """The output of one device's experts.
+  """The output of one device's experts."""
 
-  Attributes:
-    y_MD: the weighted sum over the experts of this device.
-    num_rows: [] int32, the rows processed.
-  """
-
-  y_MD: jax.Array
-  num_rows: jax.Array
+  y_MD: jax.Array  # the weighted sum over the experts of this device
+  num_rows: jax.Array  # [] int32, the rows processed
 
 
 def apply(
@@ -70,55 +65,44 @@ def apply(
     weights_Mk: routing weights, in the dtype of `x_MD`.
     experts_Mk: experts of each token, counted from this device's first one;
       those outside 0..e-1 are on other devices.
-    gate_up: [e, D, 2F], with adapters or without.
-    down: [e, F, D], likewise.
+    gate_up: [e, D, 2F].
+    down: [e, F, D].
     num_shards: devices among which the experts are split.
-
-  Returns:
-    The sum over this device's experts, and the number of rows processed.
   """
   (M, k), e = experts_Mk.shape, len(gate_up.weight)
   max_rows = M * min(k, e)
   tiles = -(-int(SLACK * M * k) // (num_shards * _TILE))
-  R = min(max_rows, tiles * _TILE)
+  A = min(max_rows, tiles * _TILE)
   local_Mk = (experts_Mk >= 0) & (experts_Mk < e)
   key = jnp.where(local_Mk, experts_Mk, e).reshape(-1)
   ends_e = jnp.cumsum(jnp.bincount(key, length=e + 1)[:e])
   order = jnp.argsort(key, stable=True)[:max_rows]
-  order = jnp.pad(order, (0, -max_rows % R))
+  order = jnp.pad(order, (0, -max_rows % A))
   operands = _Operands(
     x_MD, weights_Mk.reshape(-1), gate_up, down, order, ends_e
   )
-  return ExpertOutput(*_chunks(operands, k, R))
+  return ExpertOutput(*_chunks(operands, k, A))
 
 
 class _Operands(NamedTuple):
-  """What the chunks are computed from.
+  """What the chunks are computed from."""
 
-  Attributes:
-    x_MD: tokens.
-    weights: [M * k] routing weights.
-    gate_up: [e, D, 2F], with adapters or without.
-    down: [e, F, D], likewise.
-    order: rows sorted by expert, row i being token i // k; those of other
-      devices last.
-    ends_e: the end of each expert's rows in `order`.
-  """
-
-  x_MD: jax.Array
-  weights: jax.Array
-  gate_up: lora.Experts
-  down: lora.Experts
+  x_MD: jax.Array  # tokens
+  weights: jax.Array  # [M * k] routing weights
+  gate_up: lora.Experts  # [e, D, 2F], with adapters or without
+  down: lora.Experts  # [e, F, D], likewise
+  # Rows sorted by expert, row i being token i // k; those of other devices
+  # last.
   order: jax.Array
-  ends_e: jax.Array
+  ends_e: jax.Array  # the end of each expert's rows in `order`
 
 
-def _chunk(operands: _Operands, start, R):
-  """The rows [R] of a chunk, 2**30 after its last, and its group sizes [e]."""
+def _chunk(operands: _Operands, start, A):
+  """The rows [A] of a chunk, 2**30 after its last, and its group sizes [e]."""
   ends_e = operands.ends_e
-  sizes_e = jnp.diff(jnp.clip(ends_e - start, 0, R), prepend=0)
-  rows = jax.lax.dynamic_slice_in_dim(operands.order, start, R)
-  return jnp.where(jnp.arange(R) < sizes_e.sum(), rows, 2**30), sizes_e
+  sizes_e = jnp.diff(jnp.clip(ends_e - start, 0, A), prepend=0)
+  rows = jax.lax.dynamic_slice_in_dim(operands.order, start, A)
+  return jnp.where(jnp.arange(A) < sizes_e.sum(), rows, 2**30), sizes_e
 
 
 def _take(x, i):
@@ -130,7 +114,7 @@ def _add(x, i, rows):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _chunks(operands: _Operands, k, R):
+def _chunks(operands: _Operands, k, A):
   """Processes as many chunks as there are rows for: the fields of ExpertOutput.
 
   Reverse mode cannot differentiate a loop of unknown length, so the gradient is
@@ -138,46 +122,46 @@ def _chunks(operands: _Operands, k, R):
   also keeps the undefined rows of a kernel out of all sums, and allows the
   first chunk's hidden rows to be kept.
   """
-  widen, body, state = _steps(operands, k, R)
+  widen, body, state = _steps(operands, k, A)
   # Without a gradient no chunk is kept, so one loop compiles all of them.
   step = lambda state: body(state, widen(state[0]))
   more = lambda state: state[0] < operands.ends_e[-1]
   return jax.lax.while_loop(more, step, state)[1:]
 
 
-def _steps(operands: _Operands, k, R):
+def _steps(operands: _Operands, k, A):
   """The two halves of a chunk, and the state before the first chunk."""
   x_MD, weights, gate_up, down, _, ends_e = operands
 
   def widen(start):
-    rows, sizes_e = _chunk(operands, start, R)
+    rows, sizes_e = _chunk(operands, start, A)
     return _project_up(_take(x_MD, rows // k), gate_up, sizes_e)
 
-  def body(state, h_RF):
+  def body(state, h_AF):
     start, y_MD, num_rows = state
-    rows, sizes_e = _chunk(operands, start, R)
-    y = _project_down(h_RF, _take(weights, rows), down, sizes_e)
-    return start + R, _add(y_MD, rows // k, y), num_rows + sizes_e.sum()
+    rows, sizes_e = _chunk(operands, start, A)
+    y = _project_down(h_AF, _take(weights, rows), down, sizes_e)
+    return start + A, _add(y_MD, rows // k, y), num_rows + sizes_e.sum()
 
   zeros = jnp.zeros_like(x_MD), jnp.zeros_like(ends_e[-1])
   return widen, body, (jnp.int32(0), *zeros)
 
 
-def _forward(operands: _Operands, k, R):
-  widen, body, state = _steps(operands, k, R)
-  h_RF = checkpoint_name(widen(0), "hidden")
-  state = _run(body, widen, state, h_RF, operands)
-  return state[1:], (operands, h_RF)
+def _forward(operands: _Operands, k, A):
+  widen, body, state = _steps(operands, k, A)
+  h_AF = checkpoint_name(widen(0), "hidden")
+  state = _run(body, widen, state, h_AF, operands)
+  return state[1:], (operands, h_AF)
 
 
-def _run(body, widen, state, h_RF, operands: _Operands):
+def _run(body, widen, state, h_AF, operands: _Operands):
   """The first chunk, whose hidden rows are given, and the others if any.
 
   The first chunk is outside the loop, and the loop is in a branch: with an even
   load nothing is copied into a loop's state.
   """
-  state = body(state, h_RF)
-  if operands.order.size <= len(h_RF):
+  state = body(state, h_AF)
+  if operands.order.size <= len(h_AF):
     return state
   more = lambda state: state[0] < operands.ends_e[-1]
   step = lambda state: body(state, widen(state[0]))
@@ -185,35 +169,35 @@ def _run(body, widen, state, h_RF, operands: _Operands):
   return jax.lax.cond(more(state), loop, lambda state: state, state)
 
 
-def _backward(k, R, residuals, cotangents):
-  operands, h_RF = residuals
+def _backward(k, A, residuals, cotangents):
+  operands, h_AF = residuals
   x_MD, weights, gate_up, down, _, _ = operands
   dy_MD, _ = cotangents
 
   def widen(start):
-    rows, sizes_e = _chunk(operands, start, R)
+    rows, sizes_e = _chunk(operands, start, A)
     return _project_up(_take(x_MD, rows // k), gate_up, sizes_e)
 
-  def body(state, h_RF):
+  def body(state, h_AF):
     start, dx_MD, dweights, dgate_up, ddown = state
-    rows, sizes_e = _chunk(operands, start, R)
+    rows, sizes_e = _chunk(operands, start, A)
     project_down = functools.partial(_project_down, sizes_e=sizes_e)
-    _, pull = jax.vjp(project_down, h_RF, _take(weights, rows), down)
-    dh_RF, dweights_R, ddown_chunk = pull(_take(dy_MD, rows // k))
+    _, pull = jax.vjp(project_down, h_AF, _take(weights, rows), down)
+    dh_AF, dweights_A, ddown_chunk = pull(_take(dy_MD, rows // k))
     project_up = functools.partial(_project_up, sizes_e=sizes_e)
     _, pull = jax.vjp(project_up, _take(x_MD, rows // k), gate_up)
-    dx_RD, dgate_up_chunk = pull(dh_RF)
+    dx_AD, dgate_up_chunk = pull(dh_AF)
     return (
-      start + R,
-      _add(dx_MD, rows // k, dx_RD),
-      _add(dweights, rows, dweights_R),
+      start + A,
+      _add(dx_MD, rows // k, dx_AD),
+      _add(dweights, rows, dweights_A),
       jax.tree.map(jnp.add, dgate_up, dgate_up_chunk),
       jax.tree.map(jnp.add, ddown, ddown_chunk),
     )
 
   zeros = jax.tree.map(jnp.zeros_like, (x_MD, weights, gate_up, down))
   state = (jnp.int32(0), *zeros)
-  state = _run(body, widen, state, h_RF, operands)
+  state = _run(body, widen, state, h_AF, operands)
   return (_Operands(*state[1:], None, None),)
 
 

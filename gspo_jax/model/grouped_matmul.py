@@ -1,8 +1,8 @@
 """Grouped matmul, in the form that is fast on the platform.
 
-Dimension key: R rows, e groups, D and F widths, n blocks, b rows of a block,
-M tokens, k experts a token, P = M * k pairs of a token and an expert. In tiles,
-m rows, k contracted columns and n columns of the result.
+Dimension key: A rows, such as the M * k pairs of a token and an expert, M
+tokens, k experts a token, e groups, D and F widths, n blocks, b rows of a
+block. In tiles, m rows, k contracted columns and n columns of the result.
 """
 
 import functools
@@ -21,28 +21,28 @@ _LANES = 128  # tiles of a TPU are multiples of this
 _MAX_TILE = 2048 * 768  # bfloat16 numbers of a tile that fits in VMEM
 
 
-def matmul(x_RD, weights_eDF, sizes_e):
+def matmul(x_AD, weights_eDF, sizes_e):
   """Multiplies each row by the matrix of its group.
 
   `in_blocks` on a CPU, where XLA's ragged_dot multiplies every row by every
   matrix; `in_tiles` on TPU v5e and v5p; ragged_dot elsewhere.
 
   Args:
-    x_RD: rows, sorted by group.
+    x_AD: rows, sorted by group.
     weights_eDF: a matrix for each group.
     sizes_e: int, rows of each group.
 
   Returns:
-    [R, F]; rows beyond the sum of the sizes are undefined.
+    [A, F]; rows beyond the sum of the sizes are undefined.
   """
   if sharding.platform() == "cpu":
-    return in_blocks(x_RD, weights_eDF, sizes_e)
+    return in_blocks(x_AD, weights_eDF, sizes_e)
   if sharding.device_kind().startswith("TPU v5"):
-    return in_tiles(x_RD, weights_eDF, sizes_e)
-  return jax.lax.ragged_dot(x_RD, weights_eDF, sizes_e)
+    return in_tiles(x_AD, weights_eDF, sizes_e)
+  return jax.lax.ragged_dot(x_AD, weights_eDF, sizes_e)
 
 
-# Of the rows [R, D], with matrices [e, D, F]; of [R, F], with the same; and the
+# Of the rows [A, D], with matrices [e, D, F]; of [A, F], with the same; and the
 # gradient of the matrices.
 _PRODUCT, _OF_ROWS, _OF_WEIGHTS = (
   jax.lax.RaggedDotDimensionNumbers((axes, ((), ())), (0,), groups)
@@ -55,26 +55,26 @@ _PRODUCT, _OF_ROWS, _OF_WEIGHTS = (
 
 
 @jax.custom_vjp
-def in_tiles(x_RD, weights_eDF, sizes_e):
+def in_tiles(x_AD, weights_eDF, sizes_e):
   """`matmul` by ragged_dot, in tiles that divide the widths.
 
   libtpu's own tiles on v5e and v5p need not divide them: it multiplies 768
   columns in two tiles of 640. It takes others from an attribute of the
   operation. Each product has its own: this one, and two in the backward pass.
   """
-  return _tiled(x_RD, weights_eDF, sizes_e, _PRODUCT)
+  return _tiled(x_AD, weights_eDF, sizes_e, _PRODUCT)
 
 
-def _tiled_forward(x_RD, weights_eDF, sizes_e):
-  operands = x_RD, weights_eDF, sizes_e
+def _tiled_forward(x_AD, weights_eDF, sizes_e):
+  operands = x_AD, weights_eDF, sizes_e
   return _tiled(*operands, _PRODUCT), operands
 
 
-def _tiled_backward(operands, dy_RF):
-  x_RD, weights_eDF, sizes_e = operands
+def _tiled_backward(operands, dy_AF):
+  x_AD, weights_eDF, sizes_e = operands
   return (
-    _tiled(dy_RF, weights_eDF, sizes_e, _OF_ROWS),
-    _tiled(x_RD, dy_RF, sizes_e, _OF_WEIGHTS),
+    _tiled(dy_AF, weights_eDF, sizes_e, _OF_ROWS),
+    _tiled(x_AD, dy_AF, sizes_e, _OF_WEIGHTS),
     None,
   )
 
@@ -96,41 +96,41 @@ def _tiled(left, right, sizes_e, axes):
     return product(left, right, sizes_e, axes)
 
 
-def _divisor(width, most):
+def _divisor(width, limit):
   """The longest tile that divides a width, a multiple of 128; 0 if none."""
-  tiles = range(_LANES, min(width, most) + 1, _LANES)
+  tiles = range(_LANES, min(width, limit) + 1, _LANES)
   return max((tile for tile in tiles if width % tile == 0), default=0)
 
 
 @jax.custom_vjp
-def in_blocks(x_RD, weights_eDF, sizes_e):
+def in_blocks(x_AD, weights_eDF, sizes_e):
   """`matmul` in a loop over blocks, each with rows of one group.
 
   Each group is padded with zeros to whole blocks, at most one extra block per
   group. One batched product of all blocks would copy a matrix for each block,
   and is slower.
   """
-  return _forward(x_RD, weights_eDF, sizes_e)[0]
+  return _forward(x_AD, weights_eDF, sizes_e)[0]
 
 
-def _forward(x_RD, weights_eDF, sizes_e):
+def _forward(x_AD, weights_eDF, sizes_e):
   weights_eDF = jnp.asarray(weights_eDF)  # indexed by a traced number
-  blocks = _blocks(len(x_RD), sizes_e)
-  slot_R, group_n = blocks.slot_R, blocks.group_n
-  x_nbD = _to_blocks(x_RD, slot_R, len(group_n), blocks.size)
+  blocks = _blocks(len(x_AD), sizes_e)
+  slot_A, group_n = blocks.slot_A, blocks.group_n
+  x_nbD = _to_blocks(x_AD, slot_A, len(group_n), blocks.size)
 
   def body(i, y_nbF):
     return y_nbF.at[i].set(x_nbD[i] @ weights_eDF[group_n[i]])
 
   shape = (*x_nbD.shape[:2], weights_eDF.shape[2])
-  y_nbF = jax.lax.fori_loop(0, blocks.count, body, jnp.zeros(shape, x_RD.dtype))
-  y_RF = _take(y_nbF.reshape(-1, shape[2]), slot_R)
-  return y_RF, (x_nbD, weights_eDF, slot_R, blocks.count, group_n)
+  y_nbF = jax.lax.fori_loop(0, blocks.count, body, jnp.zeros(shape, x_AD.dtype))
+  y_AF = _take(y_nbF.reshape(-1, shape[2]), slot_A)
+  return y_AF, (x_nbD, weights_eDF, slot_A, blocks.count, group_n)
 
 
-def _backward(residuals, dy_RF):
-  x_nbD, weights_eDF, slot_R, count, group_n = residuals
-  dy_nbF = _to_blocks(dy_RF, slot_R, *x_nbD.shape[:2])
+def _backward(residuals, dy_AF):
+  x_nbD, weights_eDF, slot_A, count, group_n = residuals
+  dy_nbF = _to_blocks(dy_AF, slot_A, *x_nbD.shape[:2])
 
   def body(i, state):
     dx_nbD, dweights = state
@@ -142,8 +142,8 @@ def _backward(residuals, dy_RF):
   # In a narrower dtype the sum over many blocks would stop growing.
   zeros = jnp.zeros_like(x_nbD), jnp.zeros(weights_eDF.shape)
   dx_nbD, dweights = jax.lax.fori_loop(0, count, body, zeros)
-  dx_RD = _take(dx_nbD.reshape(-1, dx_nbD.shape[2]), slot_R)
-  return dx_RD, dweights.astype(weights_eDF.dtype), None
+  dx_AD = _take(dx_nbD.reshape(-1, dx_nbD.shape[2]), slot_A)
+  return dx_AD, dweights.astype(weights_eDF.dtype), None
 
 
 in_blocks.defvjp(_forward, _backward)
@@ -258,34 +258,28 @@ swiglu_in_blocks.defvjp(_experts_forward, _experts_backward)
 
 
 class _Places(NamedTuple):
-  """The assignment of pairs of a token and an expert to blocks.
+  """The assignment of pairs of a token and an expert to blocks."""
 
-  Attributes:
-    pair_nb: the pair m * k + j at each place; M * k where there is none.
-    slot_Mk: the place of each pair; n * b or more if it has no expert.
-    group_n: the expert of each block.
-    count: [] the number of blocks in use.
-    num_pairs: [] int32, the pairs that have an expert.
-  """
-
+  # The pair m * k + j at each place; M * k where there is none.
   pair_nb: jax.Array
+  # The place of each pair; n * b or more if it has no expert.
   slot_Mk: jax.Array
-  group_n: jax.Array
-  count: jax.Array
-  num_pairs: jax.Array
+  group_n: jax.Array  # the expert of each block
+  count: jax.Array  # [] the number of blocks in use
+  num_pairs: jax.Array  # [] int32, the pairs that have an expert
 
 
 def _places(experts_Mk, num_experts) -> _Places:
-  P = experts_Mk.size
-  order_P = jnp.argsort(experts_Mk.reshape(-1), stable=True)
+  A = experts_Mk.size
+  order_A = jnp.argsort(experts_Mk.reshape(-1), stable=True)
   sizes_e = jnp.bincount(experts_Mk.reshape(-1), length=num_experts)
-  blocks = _blocks(P, sizes_e, _MAX_EXPERT_BLOCK)
+  blocks = _blocks(A, sizes_e, _MAX_EXPERT_BLOCK)
   n, b = len(blocks.group_n), blocks.size
-  pair_S = jnp.full(n * b, P).at[blocks.slot_R].set(order_P, mode="drop")
-  slot_P = jnp.zeros(P, jnp.int32).at[order_P].set(blocks.slot_R)
+  pairs = jnp.full(n * b, A).at[blocks.slot_A].set(order_A, mode="drop")
+  slot_A = jnp.zeros(A, jnp.int32).at[order_A].set(blocks.slot_A)
   return _Places(
-    pair_S.reshape(n, b),
-    slot_P.reshape(experts_Mk.shape),
+    pairs.reshape(n, b),
+    slot_A.reshape(experts_Mk.shape),
     blocks.group_n,
     blocks.count,
     sizes_e.sum(dtype=jnp.int32),
@@ -298,41 +292,35 @@ def _weights(weights_Mk, places, dtype):
 
 
 class _Blocks(NamedTuple):
-  """The assignment of rows to blocks.
+  """The assignment of rows to blocks."""
 
-  Attributes:
-    slot_R: the place of each row in the blocks; n * b or more for the rows
-      beyond the groups.
-    count: [] the number of blocks in use.
-    group_n: the group of each block.
-    size: b.
-  """
-
-  slot_R: jax.Array
-  count: jax.Array
-  group_n: jax.Array
-  size: int
+  # The place of each row in the blocks; n * b or more for the rows beyond the
+  # groups.
+  slot_A: jax.Array
+  count: jax.Array  # [] the number of blocks in use
+  group_n: jax.Array  # the group of each block
+  size: int  # b
 
 
-def _blocks(R, sizes_e, most=_MAX_BLOCK) -> _Blocks:
+def _blocks(A, sizes_e, limit=_MAX_BLOCK) -> _Blocks:
   e = len(sizes_e)
   # About twice the mean size: most groups fit in one block with little padding.
-  b = min(most, max(_MIN_BLOCK, 2 * R // e))
-  n = -(-R // b) + min(e, R)
+  b = min(limit, max(_MIN_BLOCK, 2 * A // e))
+  n = -(-A // b) + min(e, A)
   ends_e, blocks_e = jnp.cumsum(sizes_e), -(-sizes_e // b)
   last_e = jnp.cumsum(blocks_e)
-  group_R = jnp.searchsorted(ends_e, jnp.arange(R), side="right")
+  group_A = jnp.searchsorted(ends_e, jnp.arange(A), side="right")
   shift_e = (last_e - blocks_e) * b - (ends_e - sizes_e)
-  shift_R = jnp.take(shift_e, group_R, mode="fill", fill_value=n * b)
+  shift_A = jnp.take(shift_e, group_A, mode="fill", fill_value=n * b)
   group_n = jnp.searchsorted(last_e, jnp.arange(n), side="right")
-  return _Blocks(jnp.arange(R) + shift_R, last_e[-1], group_n, b)
+  return _Blocks(jnp.arange(A) + shift_A, last_e[-1], group_n, b)
 
 
-def _to_blocks(x_RD, slot_R, n, b):
+def _to_blocks(x_AD, slot_A, n, b):
   """Puts rows into their blocks, [n, b, D]; zeros elsewhere."""
-  R = len(x_RD)
-  row_S = jnp.full(n * b, R).at[slot_R].set(jnp.arange(R), mode="drop")
-  return _take(x_RD, row_S).reshape(n, b, -1)
+  A = len(x_AD)
+  rows = jnp.full(n * b, A).at[slot_A].set(jnp.arange(A), mode="drop")
+  return _take(x_AD, rows).reshape(n, b, -1)
 
 
 def _take(x, i):

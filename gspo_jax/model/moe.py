@@ -14,28 +14,35 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from gspo_jax.model import experts as ep
-from gspo_jax.model import grouped_matmul, lora
+from gspo_jax.model import grouped_matmul, lora, parameters
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.rounding import rounded
 from gspo_jax.runtime import sharding
 
 
 class Routing(NamedTuple):
-  """The router's output in one layer, without gradient.
+  """The router's output in one layer, without gradient."""
 
-  Attributes:
-    experts: [B, T, k] unsigned int, the experts that each token was sent to.
-    log_probs: [B, T, k] float32, the log-softmax over ALL experts, at `routes`
-      if they were given, else at `experts`.
-    entropy: [B, T] float32, nats, of that softmax.
-    dropped: [] int32, pairs of a real token and an expert that no device
-      processed; always 0, but counted.
-  """
-
+  # [B, T, k] unsigned int, the experts that each token was sent to.
   experts: jax.Array
-  log_probs: jax.Array
-  entropy: jax.Array
+  # [B, T, k] float32, the log-softmax over ALL experts, at `routes` if they
+  # were given, else at `experts`.
+  logps: jax.Array
+  entropy: jax.Array  # [B, T] float32, nats, of that softmax
+  # [] int32, pairs of a real token and an expert that no device processed;
+  # always 0, but counted.
   dropped: jax.Array
+
+
+class Routes(NamedTuple):
+  """Experts of an earlier pass, and their use in this one; see `MoE`."""
+
+  experts: jax.Array | None = None  # [L, B, T, k], or [B, T, k] in one layer
+  replay: bool = False  # bool, static
+  use_own_experts: jax.Array | None = None  # [] bool
+
+
+NO_ROUTES = Routes()
 
 
 class MoE(nn.Module):
@@ -59,31 +66,16 @@ class MoE(nn.Module):
   ) -> tuple[jax.Array, Routing]:
     """Routes the tokens and adds up the outputs of their experts.
 
-    Args:
-      x_BTD: tokens.
-      real_BT: bool, false at padding.
-      routes_BTk: experts of an earlier pass, or None.
-      replay: send the tokens to `routes_BTk`. The weights are the current
-        router's, so it receives gradients. Otherwise the routes only decide
-        where `Routing.log_probs` are taken.
-      use_own_experts: [] bool, or None for false: replaces the routes by the
-        top k experts.
+    `real_BT` is false at padding. With `replay` the tokens go to `routes_BTk`,
+    by the weights of the current router, so that it has a gradient. Without,
+    the routes only decide where `Routing.logps` are taken. `use_own_experts`
+    replaces the routes by the top k experts.
 
-    Returns:
-      The output [B, T, D], 0 at padding, and the routing.
+    Returns the output [B, T, D], 0 at padding, and the routing.
     """
     cfg = self.cfg
-    D, E, F = cfg.embed_dim, cfg.num_experts, cfg.mlp_dim
-    init = nn.initializers.lecun_normal()
-    stacked = nn.initializers.lecun_normal(batch_axis=0)
-    weights = {
-      "router": self.param("router", init, (D, E)),
-      # Gate and up side by side: one matmul, and no relayout on a TPU.
-      "gate_up": self.param("gate_up", stacked, (E, D, 2 * F)),
-      "down": self.param("down", stacked, (E, F, D)),
-    }
-    weights |= lora.of_module(self, ("gate_up", "down"), cfg)
-    specs = {name: sharding.param_spec(f"moe/{name}") for name in weights}
+    weights = parameters.declare(self, "moe", cfg)
+    specs = parameters.partition_specs("moe", weights)
     tokens = sharding.TOKENS
     layer = sharding.shard_map(
       functools.partial(_local, cfg=cfg, replay=replay),

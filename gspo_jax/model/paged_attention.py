@@ -1,7 +1,7 @@
 """Attention of one query per row to keys and values in pages.
 
-Dimension key: B rows, N query heads, K key-value heads, R = N / K, H head
-width, n pages, S tokens a page, W maximum pages a row, M (row, page) pairs of a
+Dimension key: B rows, N query heads, K key-value heads, U = N / K, H head
+width, n pages, t tokens a page, W maximum pages a row, M (row, page) pairs of a
 block. A page may hold j narrow heads side by side, as one of width j * H.
 """
 
@@ -22,11 +22,8 @@ def side_by_side(heads: int, width: int) -> int:
 
   On a TPU as many as fill its 128 lanes, if j divides the heads of a device. A
   narrow head alone would be padded to 128 lanes, for which XLA copies the whole
-  cache around a decoding segment, and a layer's cache in each step.
-
-  Args:
-    heads: K, over all devices.
-    width: H.
+  cache around a decoding segment, and a layer's cache in each step. `heads` is
+  K over all devices.
   """
   j = _LANES // width if width < _LANES and _LANES % width == 0 else 1
   divisible = heads % (j * sharding.size("tensor")) == 0
@@ -42,7 +39,7 @@ def every_head(K):
   return jnp.arange(K)[:, None]
 
 
-def read(q_BNH, k_KnSH, v_KnSH, table_BW, lengths_B):
+def read(q_BNH, k_KntH, v_KntH, table_BW, lengths_B):
   """Attention of one query per row and head to the tokens in its pages.
 
   On a TPU with JAX's kernel, which needs pages whose width is a multiple of 128
@@ -50,8 +47,8 @@ def read(q_BNH, k_KnSH, v_KnSH, table_BW, lengths_B):
 
   Args:
     q_BNH: queries; query head n uses key-value head n // (N / K).
-    k_KnSH: keys; or [K / j, n, S, j * H].
-    v_KnSH: values, likewise.
+    k_KntH: keys; or [K / j, n, t, j * H].
+    v_KntH: values, likewise.
     table_BW: int32, the pages of each row.
     lengths_B: int32, tokens to attend to; for 0 the output is finite, but
       meaningless.
@@ -59,7 +56,7 @@ def read(q_BNH, k_KnSH, v_KnSH, table_BW, lengths_B):
   Returns:
     [B, N, H].
   """
-  (B, N, H), (K, _, _, width) = q_BNH.shape, k_KnSH.shape
+  (B, N, H), (K, _, _, width) = q_BNH.shape, k_KntH.shape
   supported = width % _LANES == 0 and q_BNH.dtype == jnp.bfloat16
   use_kernel = sharding.platform() == "tpu" and supported
   attend = by_kernel if use_kernel else by_blocks
@@ -67,65 +64,65 @@ def read(q_BNH, k_KnSH, v_KnSH, table_BW, lengths_B):
   # output has their values, too, which the einsum drops.
   j = width // H
   identity_jj = jnp.eye(j, dtype=q_BNH.dtype)
-  q_BKRH = q_BNH.reshape(B, K, j, -1, 1, H) * identity_jj[:, None, :, None]
-  q_BKRH = q_BKRH.reshape(B, K, -1, width)
-  out_BKRH = attend(q_BKRH, k_KnSH, v_KnSH, table_BW, lengths_B, H**-0.5)
-  out_BKjRjH = out_BKRH.reshape(B, K, j, -1, j, H)
-  return jnp.einsum("bkjrjh->bkjrh", out_BKjRjH).reshape(B, N, H)
+  q_BKUH = q_BNH.reshape(B, K, j, -1, 1, H) * identity_jj[:, None, :, None]
+  q_BKUH = q_BKUH.reshape(B, K, -1, width)
+  out_BKUH = attend(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, H**-0.5)
+  out_BKjUjH = out_BKUH.reshape(B, K, j, -1, j, H)
+  return jnp.einsum("bkjujh->bkjuh", out_BKjUjH).reshape(B, N, H)
 
 
-def by_kernel(q_BKRH, k_KnSH, v_KnSH, table_BW, lengths_B, scale):
+def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
   """JAX's TPU kernel; a row without tokens attends to one."""
   from jax.experimental.pallas.ops.tpu import paged_attention as pa
 
-  B, K, R, H = q_BKRH.shape
-  S, W = k_KnSH.shape[2], table_BW.shape[1]
-  block = min(W, max(1, _KERNEL_TOKENS // S))
+  B, K, U, H = q_BKUH.shape
+  t, W = k_KntH.shape[2], table_BW.shape[1]
+  block = min(W, max(1, _KERNEL_TOKENS // t))
   # The kernel takes whole blocks only; unused entries may be any page.
   table_BW = jnp.pad(table_BW, ((0, 0), (0, -W % block)))
-  q_BNH = q_BKRH.reshape(B, K * R, H).astype(jnp.float32) * scale
+  q_BNH = q_BKUH.reshape(B, K * U, H).astype(jnp.float32) * scale
   out_BNH = pa.paged_attention(
     q_BNH,
-    k_KnSH,
-    v_KnSH,
+    k_KntH,
+    v_KntH,
     jnp.maximum(lengths_B, 1),
     table_BW,
     pages_per_compute_block=block,
   )
-  return out_BNH.reshape(q_BKRH.shape).astype(q_BKRH.dtype)
+  return out_BNH.reshape(q_BKUH.shape).astype(q_BKUH.dtype)
 
 
-def by_blocks(q_BKRH, k_KnSH, v_KnSH, table_BW, lengths_B, scale):
+def by_blocks(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
   """Plain operations whose cost is proportional to the tokens in use.
 
   The pages of all rows, one row after the other, form one list of (row, page)
   pairs. A loop processes M pairs at a time; it rescales the sums of a row's
   softmax whenever the row's maximum grows.
   """
-  B, K = q_BKRH.shape[:2]
-  S, W = k_KnSH.shape[2], table_BW.shape[1]
-  M = _block_pairs(B, W, k_KnSH)
-  ends_B = jnp.cumsum(-(-lengths_B // S))
+  B, K = q_BKUH.shape[:2]
+  t, W = k_KntH.shape[2], table_BW.shape[1]
+  M = _block_pairs(B, W, k_KntH)
+  ends_B = jnp.cumsum(-(-lengths_B // t))
 
   def body(i, state):
     pair_M = i * M + jnp.arange(M)
-    row_M, page_M, tokens_M = _look_up(pair_M, ends_B, table_BW, lengths_B, S)
+    row_M, page_M, tokens_M = _look_up(pair_M, ends_B, table_BW, lengths_B, t)
     index = every_head(K), page_M
-    scores_KMRS = _scores(q_KBRH[:, row_M], k_KnSH[index], tokens_M, scale)
-    return _update_softmax(state, row_M, scores_KMRS, v_KnSH[index])
+    scores_KMUt = _scores(q_KBUH[:, row_M], k_KntH[index], tokens_M, scale)
+    return _update_softmax(state, row_M, scores_KMUt, v_KntH[index])
 
   # Heads first, as in the pages: else each iteration would transpose them.
-  q_KBRH = q_BKRH.swapaxes(0, 1)
-  zeros_KBR = jnp.zeros(q_KBRH.shape[:-1])
-  state = zeros_KBR + attention.MASKED, zeros_KBR, jnp.zeros(q_KBRH.shape)
+  q_KBUH = q_BKUH.swapaxes(0, 1)
+  zeros_KBU = jnp.zeros(q_KBUH.shape[:-1])
+  state = zeros_KBU + attention.MASKED, zeros_KBU, jnp.zeros(q_KBUH.shape)
   num_blocks = -(-ends_B[-1] // M)
-  _, total_KBR, out_KBRH = jax.lax.fori_loop(0, num_blocks, body, state)
+  _, total_KBU, out_KBUH = jax.lax.fori_loop(0, num_blocks, body, state)
   # The largest score adds 1 to its total: only rows without tokens have less.
-  out_KBRH /= jnp.maximum(total_KBR, 1)[..., None]
-  return rounded(out_KBRH.swapaxes(0, 1), q_BKRH.dtype)
+  out_KBUH /= jnp.maximum(total_KBU, 1)[..., None]
+  return rounded(out_KBUH.swapaxes(0, 1), q_BKUH.dtype)
 
 
-def _block_pairs(B, W, k_KnSH):
+def _block_pairs(B, W, k_KntH):
   """M, the number of pairs whose keys take `_BLOCK_BYTES`.
 
   With 1/4 MiB, which fits in its caches, a CPU was at most 13 % slower than
@@ -134,12 +131,12 @@ def _block_pairs(B, W, k_KnSH):
   iteration, about 50 us in total, the time in which it reads about 64 MiB of
   keys and values; this is estimated, not measured.
   """
-  K, _, S, H = k_KnSH.shape
+  K, _, t, H = k_KntH.shape
   block_bytes = _BLOCK_BYTES.get(sharding.platform(), 2**25)
-  return min(B * W, max(1, block_bytes // (K * S * H * k_KnSH.dtype.itemsize)))
+  return min(B * W, max(1, block_bytes // (K * t * H * k_KntH.dtype.itemsize)))
 
 
-def _look_up(pair_M, ends_B, table_BW, lengths_B, S):
+def _look_up(pair_M, ends_B, table_BW, lengths_B, t):
   """For each pair its row, its page, and its tokens up to the end of the row.
 
   Pairs after the last one get a page of the last row, with no tokens.
@@ -150,24 +147,24 @@ def _look_up(pair_M, ends_B, table_BW, lengths_B, S):
   start_M = jnp.where(row_M > 0, ends_B[row_M - 1], 0)
   page_index_M = pair_M - start_M
   page_M = table_BW[row_M, jnp.minimum(page_index_M, W - 1)]
-  return row_M, page_M, lengths_B[row_M] - page_index_M * S
+  return row_M, page_M, lengths_B[row_M] - page_index_M * t
 
 
-def _scores(q_KMRH, k_KMSH, tokens_M, scale):
-  scores_KMRS = jnp.einsum(
-    "kmrh,kmsh->kmrs", q_KMRH, k_KMSH, preferred_element_type=jnp.float32
+def _scores(q_KMUH, k_KMtH, tokens_M, scale):
+  scores_KMUt = jnp.einsum(
+    "kmuh,kmth->kmut", q_KMUH, k_KMtH, preferred_element_type=jnp.float32
   )
-  visible_MS = jnp.arange(k_KMSH.shape[2]) < tokens_M[:, None]
-  return jnp.where(visible_MS[:, None], scores_KMRS * scale, attention.MASKED)
+  visible_Mt = jnp.arange(k_KMtH.shape[2]) < tokens_M[:, None]
+  return jnp.where(visible_Mt[:, None], scores_KMUt * scale, attention.MASKED)
 
 
-def _update_softmax(state, row_M, scores_KMRS, v_KMSH):
+def _update_softmax(state, row_M, scores_KMUt, v_KMtH):
   """Adds M pairs to the rows' largest score, sum of weights and output."""
-  old_max_KBR, total_KBR, out_KBRH = state
-  max_KBR = old_max_KBR.at[:, row_M].max(scores_KMRS.max(-1))
-  weights_KMRS = jnp.exp(scores_KMRS - max_KBR[:, row_M][..., None])
-  part_KMRH = attention.weigh("kmrs,kmsh->kmrh", weights_KMRS, v_KMSH)
-  scale_KBR = jnp.exp(old_max_KBR - max_KBR)
-  total_KBR = (total_KBR * scale_KBR).at[:, row_M].add(weights_KMRS.sum(-1))
-  out_KBRH = (out_KBRH * scale_KBR[..., None]).at[:, row_M].add(part_KMRH)
-  return max_KBR, total_KBR, out_KBRH
+  old_max_KBU, total_KBU, out_KBUH = state
+  max_KBU = old_max_KBU.at[:, row_M].max(scores_KMUt.max(-1))
+  weights_KMUt = jnp.exp(scores_KMUt - max_KBU[:, row_M][..., None])
+  part_KMUH = attention.weigh("kmut,kmth->kmuh", weights_KMUt, v_KMtH)
+  scale_KBU = jnp.exp(old_max_KBU - max_KBU)
+  total_KBU = (total_KBU * scale_KBU).at[:, row_M].add(weights_KMUt.sum(-1))
+  out_KBUH = (out_KBUH * scale_KBU[..., None]).at[:, row_M].add(part_KMUH)
+  return max_KBU, total_KBU, out_KBUH

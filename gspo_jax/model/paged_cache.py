@@ -1,10 +1,10 @@
 """The paged KV cache: a table gives the pages of each row.
 
 Dimension key: B rows, P prompts, C pages a prompt, T tokens, N query heads, K
-key-value heads, H head width, n pages, S tokens a page, W maximum pages a row.
+key-value heads, H head width, n pages, t tokens a page, W maximum pages a row.
 
-Each layer's keys and values are [K, n, S, H], as JAX's TPU kernel takes them.
-On a TPU j narrow heads lie side by side: [K / j, n, S, j * H]. On a mesh, rows
+Each layer's keys and values are [K, n, t, H], as JAX's TPU kernel takes them.
+On a TPU j narrow heads lie side by side: [K / j, n, t, j * H]. On a mesh, rows
 and pages are sharded alike: a device's rows use only that device's pages, and
 page numbers count from its first page.
 """
@@ -13,7 +13,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.model import paged_attention
 from gspo_jax.model.config import ModelConfig
@@ -23,28 +23,24 @@ from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 
 _ROWS = PartitionSpec(BATCH_AXES)
 _HEADS = PartitionSpec(BATCH_AXES, None, "tensor")  # [B, T, heads, H]
-_PAGES = PartitionSpec("tensor", BATCH_AXES)  # [K, n, S, H]
+_PAGES = PartitionSpec("tensor", BATCH_AXES)  # [K, n, t, H]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-  """Keys and values of the tokens so far; each row is fed one token at a time.
+  """Keys and values of the tokens so far; a row gets one token at a time."""
 
-  Attributes:
-    k: per layer, [K / j, n, S, j * H]; j is 1 except on a TPU.
-    v: likewise.
-    table: [B, W] int32, the pages of each row, in the order of its tokens; any
-      valid number in unused entries. Rows may share pages that are full.
-    lengths: [B] int32, tokens stored. An active row has room for one more.
-    active: [B] bool; the other rows write nothing, and their attention output
-      is finite, but meaningless.
-  """
-
+  # Per layer, [K / j, n, t, j * H]; j is 1 except on a TPU.
   k: tuple[jax.Array, ...]
-  v: tuple[jax.Array, ...]
+  v: tuple[jax.Array, ...]  # likewise
+  # [B, W] int32, the pages of each row, in the order of its tokens; any valid
+  # number in unused entries. Rows may share pages that are full.
   table: jax.Array
+  # [B] int32, tokens stored. An active row has room for one more.
   lengths: jax.Array
+  # [B] bool; the other rows write nothing, and their attention output is
+  # finite, but meaningless.
   active: jax.Array
 
   def mark_valid(self, mask_BT: jax.Array) -> "Pages":
@@ -59,8 +55,7 @@ class Pages:
   def attend(self, layer: int, q_BTNH, k_BTKH, v_BTKH):
     """Writes each row's new key and value, then attends to the whole row.
 
-    Returns:
-      The attention output [B, T, N, H], and the layer's new (k, v).
+    Returns the attention output [B, T, N, H] and the layer's new (k, v).
     """
     attend = sharding.shard_map(
       _attend,
@@ -84,18 +79,13 @@ def empty(
 ) -> Pages:
   """An empty cache for values in `cfg.dtype`; no row is active.
 
-  Args:
-    cfg: the model.
-    num_slots: B, over all devices.
-    num_pages: n, over all devices.
-    page_size: S, tokens of a page.
-    pages_per_slot: W, the maximum number of pages of a row.
+  There are `num_slots` rows B and `num_pages` pages n over all devices.
   """
   K, H = cfg.num_kv_heads, cfg.head_dim
   j = paged_attention.side_by_side(K, H)
   shape = K // j, num_pages, page_size, j * H
   zeros = lambda: tuple(
-    constrain(jnp.zeros(shape, stored(cfg.dtype)), "tensor", BATCH_AXES)
+    constrain(jnp.zeros(shape, stored(cfg.dtype)), *_PAGES)
     for _ in range(cfg.num_layers)
   )
   table = constrain(
@@ -106,23 +96,30 @@ def empty(
   return Pages(zeros(), zeros(), table, lengths, active)
 
 
+def shardings(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Pages:
+  """The sharding of each array of a cache."""
+  pages = (NamedSharding(mesh, _PAGES),) * cfg.num_layers
+  rows = NamedSharding(mesh, _ROWS)
+  return Pages(pages, pages, rows, rows, rows)
+
+
 def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
   """Writes prefilled prompts into pages; in place if `pages` is donated.
 
   Args:
     pages: the cache.
-    k: per layer, [P, K, T, H], T = C * S.
-    v: per layer, [P, K, T, H].
-    numbers: [P, C] int32, the page of each S tokens; n or more: not written.
+    k: per layer, [P, K, T, H], T = C * t.
+    v: likewise.
+    numbers: [P, C] int32, the page of each t tokens; n or more: not written.
   """
 
   def local(old, new, numbers_PC):
-    def write(old_KnSH, new_PKTH):
-      K, _, S, width = old_KnSH.shape
+    def write(old_KntH, new_PKTH):
+      K, _, t, width = old_KntH.shape
       (P, C), H = numbers_PC.shape, new_PKTH.shape[-1]
-      parts = new_PKTH.reshape(P, K, -1, C, S, H).transpose(1, 0, 3, 4, 2, 5)
-      parts = parts.reshape(K, P, C, S, width)
-      return _write(old_KnSH, (slice(None), numbers_PC), parts)
+      parts = new_PKTH.reshape(P, K, -1, C, t, H).transpose(1, 0, 3, 4, 2, 5)
+      parts = parts.reshape(K, P, C, t, width)
+      return _write(old_KntH, (slice(None), numbers_PC), parts)
 
     return jax.tree.map(write, old, new)
 
@@ -137,20 +134,20 @@ def load(pages: Pages, numbers: jax.Array, head_dim: int):
 
   Args:
     pages: the cache.
-    numbers: [P, C] int32, the page of each S tokens; n or more: any values.
+    numbers: [P, C] int32, the page of each t tokens; n or more: any values.
     head_dim: H.
 
   Returns:
-    k and v: per layer, [P, K, T, H], T = C * S.
+    k and v: per layer, [P, K, C * t, H].
   """
 
   def local(old, numbers_PC):
-    def read(old_KnSH):
-      K, n, S, width = old_KnSH.shape
+    def read(old_KntH):
+      K, n, t, width = old_KntH.shape
       (P, C), H = numbers_PC.shape, head_dim
-      parts = old_KnSH[:, jnp.minimum(numbers_PC, n - 1)]
-      parts = parts.reshape(K, P, C, S, width // H, H)
-      return parts.transpose(1, 0, 4, 2, 3, 5).reshape(P, -1, C * S, H)
+      parts = old_KntH[:, jnp.minimum(numbers_PC, n - 1)]
+      parts = parts.reshape(K, P, C, t, width // H, H)
+      return parts.transpose(1, 0, 4, 2, 3, 5).reshape(P, -1, C * t, H)
 
     return jax.tree.map(read, old)
 
@@ -187,16 +184,16 @@ def _attend(heads, pages, rows):
   q_BTNH, *new = heads
   table_BW, lengths_B, active_B = rows
   B = len(lengths_B)
-  K, n, S, width = pages[0].shape
-  page_B = table_BW[jnp.arange(B), lengths_B // S]
+  K, n, t, width = pages[0].shape
+  page_B = table_BW[jnp.arange(B), lengths_B // t]
   page_B = jnp.where(active_B, page_B, n)
-  index = (paged_attention.every_head(K), page_B, lengths_B % S)
-  k_KnSH, v_KnSH = (
+  index = (paged_attention.every_head(K), page_B, lengths_B % t)
+  k_KntH, v_KntH = (
     _write(old, index, x.reshape(B, K, width).swapaxes(0, 1))
     for old, x in zip(pages, new, strict=True)
   )
   visible_B = jnp.where(active_B, lengths_B + 1, 0)
   out_BNH = paged_attention.read(
-    q_BTNH[:, 0], k_KnSH, v_KnSH, table_BW, visible_B
+    q_BTNH[:, 0], k_KntH, v_KntH, table_BW, visible_B
   )
-  return out_BNH[:, None], (k_KnSH, v_KnSH)
+  return out_BNH[:, None], (k_KntH, v_KntH)

@@ -21,18 +21,12 @@ class Llama3Scaling:
   Frequencies with fewer than `low` periods in `length` tokens are divided by
   `factor`, those with more than `high` periods are unchanged, and those between
   are interpolated.
-
-  Attributes:
-    factor: at least 1.
-    low: above 0.
-    high: above `low`.
-    length: tokens of the texts before the stretch.
   """
 
-  factor: float
-  low: float
-  high: float
-  length: int
+  factor: float  # at least 1
+  low: float  # above 0
+  high: float  # above `low`
+  length: int  # tokens of the texts before the stretch
 
   def __post_init__(self):
     if not (self.factor >= 1 and 0 < self.low < self.high and self.length > 0):
@@ -61,23 +55,17 @@ class YarnScaling:
   Frequencies with fewer than `beta_slow` periods in `length` tokens are divided
   by `factor`, those with more than `beta_fast` periods are unchanged. Between,
   the share of the unchanged frequency is linear in the INDEX of the frequency.
-
-  Attributes:
-    factor: at least 1.
-    length: tokens of the texts before the stretch.
-    beta_fast: at least `beta_slow`.
-    beta_slow: above 0.
-    attention_factor: of queries and of keys, as a factor of sines and cosines;
-      None: `0.1 ln(factor) + 1` (eq. 22).
-    truncate: the first and last index of the part between are rounded to whole
-      numbers, down and up.
   """
 
-  factor: float
-  length: int
-  beta_fast: float = 32.0
-  beta_slow: float = 1.0
+  factor: float  # at least 1
+  length: int  # tokens of the texts before the stretch
+  beta_fast: float = 32.0  # at least `beta_slow`
+  beta_slow: float = 1.0  # above 0
+  # Of queries and of keys, as a factor of sines and cosines; None: `0.1
+  # ln(factor) + 1` (eq. 22).
   attention_factor: float | None = None
+  # The first and last index of the part between are rounded to whole numbers,
+  # down and up.
   truncate: bool = True
 
   def __post_init__(self):

@@ -4,22 +4,18 @@
 
 It takes a command line of gspo_jax.main unchanged (a workdir is not used). For
 each function it prints whether it fits and how long it would take at best, and
-below it how long by the cycles that libtpu states for the operations in the
-compiled program. The second is no upper bound, and nothing runs:
-gspo_jax/plan/hlo/walk.py says what is counted and how, gspo_jax/plan/chips.py
-where the rates and the clocks come from. The length of `generate` depends on
-data, so it prints one decode step at the longest cache, and the whole as if
-every response had full length and every step took as long as that one. With
-`continuous_batching.slots`, `generate` is a segment of decode steps with every
-page full, `prefill` stores the longest prompts, and `decode_params` prepares
-the weights once a batch; beside `generate` it prints the largest
-`continuous_batching.num_pages` that the HBM left over holds. `old_logprobs` and
-`update` are one program and take the same memory; the time of `old_logprobs` is
-that of all minibatches, although a run needs only one micro-batch of the first.
+below it how long by the cycles that libtpu states for the compiled operations.
+The second is no upper bound, and nothing runs; docs/scaling.md says what is
+counted. `generate` is shown by one decode step at the longest cache, and as a
+whole as if every response had full length. With `continuous_batching.slots` it
+is a segment of decode steps with every page full, and beside it comes the
+largest `continuous_batching.num_pages` that the HBM left over holds. The time
+of `old_logprobs` is that of all minibatches, although a run needs only one
+micro-batch of the first.
 
 With `--lengths` it also prints what an iteration costs whose responses have
-these lengths, and what other keys would gain. gspo_jax/plan/iteration/ says how
-lengths are given (lengths.py) and what is counted (cost.py):
+these lengths, and what other keys would gain; plan/iteration/lengths.py
+says how they are given:
 
   --lengths=lognormal:mean=.25,sigma=1    --lengths=runs/tiny/lengths.txt
 
@@ -31,13 +27,12 @@ import json
 import sys
 import traceback
 
-from absl import app, flags
+from absl import flags
 
 from gspo_jax.plan import chips, lower
 from gspo_jax.plan import table as plan_table
 from gspo_jax.plan.planner import plan
 from gspo_jax.program import command
-from gspo_jax.runtime.errors import UserError, complain
 
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
@@ -56,28 +51,21 @@ _LENGTHS = flags.DEFINE_string(
 )
 _TOP = flags.DEFINE_integer("top", 0, "Show the N most expensive operations.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead.")
+_START = (
+  "python -m gspo_jax.plan --config=configs/tiny_cpu.py --topology=v5e:4x4"
+)
 
 
 def main() -> None:
   """The console's entry."""
   try:
-    app.run(_command, flags_parser=_parse)
-  except UserError as error:
-    sys.exit(complain(error))
+    command.run(_plan, _START, __doc__)
   except Exception:  # Python's own exit code is 1, which says "does not fit"
     traceback.print_exc()
     sys.exit(3)
 
 
-def _parse(argv):
-  return command.parse(
-    argv,
-    "python -m gspo_jax.plan --config=configs/tiny_cpu.py --topology=v5e:4x4",
-    __doc__,
-  )
-
-
-def _command(argv) -> int:
+def _plan() -> int:
   report = plan(
     flags.FLAGS.config,
     chips.parse(_TOPOLOGY.value),

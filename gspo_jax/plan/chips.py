@@ -25,32 +25,20 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One JAX device: a chip, or half of a tpu7x chip.
+  """One JAX device: a chip, or half of a tpu7x chip."""
 
-  Attributes:
-    flops: FLOPs a second in bfloat16.
-    hbm: bytes of HBM that a program may use.
-    hbm_bandwidth: bytes a second.
-    link: bytes a second, one way over one link to a neighbour.
-    network: bytes a second between slices, for each device.
-    axes: the number of axes of the torus.
-    cubes: whether slices consist of 4x4x4 cubes, so that all axes of whole
-      cubes close to rings; else only an axis of 16 chips does.
-    flops_a_cycle: FLOPs of all its matrix units in a clock cycle.
-    cores: its TensorCores.
-    on_chip: devices on one chip, which share its links.
-  """
-
-  flops: float
-  hbm: float
-  hbm_bandwidth: float
-  link: float
-  network: float
-  axes: int
+  flops: float  # FLOPs a second in bfloat16
+  hbm: float  # bytes of HBM that a program may use
+  hbm_bandwidth: float  # bytes a second
+  link: float  # bytes a second, one way over one link to a neighbour
+  network: float  # bytes a second between slices, for each device
+  axes: int  # the number of axes of the torus
+  # Whether slices consist of 4x4x4 cubes, so that all axes of whole cubes close
+  # to rings; else only an axis of 16 chips does.
   cubes: bool
-  flops_a_cycle: int
-  cores: int = 1
-  on_chip: int = 1
+  flops_a_cycle: int  # FLOPs of all its matrix units in a clock cycle
+  cores: int = 1  # TensorCores
+  on_chip: int = 1  # devices on one chip, which share its links
 
   @property
   def clock(self) -> float:
@@ -240,12 +228,8 @@ def bandwidth(
   the other to its neighbour on the chip; if each device sends different bytes
   to each other one, each gets half.
 
-  Args:
-    tpu_slice: the slice (or one of several equal slices) of the devices.
-    devices: the group.
-    to_all: whether each device sends different bytes to each other device.
-      Bytes then also pass through the devices in between, and the longest axis
-      is the limit.
+  With `to_all`, each device sends different bytes to each other device: bytes
+  also pass through the devices in between, and the longest axis is the limit.
   """
   chip = tpu_slice.chip
   if len({d.slice for d in devices}) > 1:

@@ -16,7 +16,6 @@ import jax
 from jax.experimental import topologies
 
 from gspo_jax.plan.chips import Slice
-from gspo_jax.plan.hlo import module as hlo_module
 from gspo_jax.runtime.errors import UserError, install
 from gspo_jax.runtime.multihost import NO_TPU
 
@@ -36,23 +35,14 @@ _DUMPING_VERSION = "0.0.51"  # of libtpu
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """The bytes of HBM that a program needs on each device.
+  """The bytes of HBM that a program needs on each device."""
 
-  Attributes:
-    arguments: its arguments.
-    outputs: its results.
-    aliased: the part of the outputs that reuses donated arguments.
-    temporaries: its intermediate values.
-    code: its code.
-    peak: the compiler's estimate of the peak.
-  """
-
-  arguments: int
-  outputs: int
-  aliased: int
-  temporaries: int
-  code: int
-  peak: int
+  arguments: int  # its arguments
+  outputs: int  # its results
+  aliased: int  # the part of the outputs that reuses donated arguments
+  temporaries: int  # its intermediate values
+  code: int  # its code
+  peak: int  # the compiler's estimate of the peak
 
   @property
   def needed(self) -> int:
@@ -63,21 +53,13 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """A compiled program, or the reason why it does not fit into HBM.
+  """A compiled program, or the reason why it does not fit into HBM."""
 
-  Attributes:
-    seconds: the time to compile.
-    memory: None if the program does not fit.
-    module: None if the program does not fit.
-    buffers: the buffers in HBM as (bytes, shapes), the largest first.
-    reason: the compiler's message if the program does not fit.
-  """
-
-  seconds: float
-  memory: Memory | None
-  module: hlo_module.Module | None
-  buffers: list[tuple[float, str]]
-  reason: str = ""
+  seconds: float  # to compile
+  memory: Memory | None  # None if the program does not fit
+  text: str | None  # libtpu's dump of it; None if it does not fit
+  buffers: list[tuple[float, str]]  # in HBM: bytes and shapes, largest first
+  reason: str = ""  # the compiler's message if it does not fit
 
 
 def prepare() -> str:
@@ -97,7 +79,7 @@ def prepare() -> str:
   return importlib.metadata.version("libtpu")
 
 
-def devices(where: Slice, slices: int) -> list:
+def devices(tpu_slice: Slice, slices: int) -> list:
   """The devices of `slices` slices, in JAX's order.
 
   Raises:
@@ -106,11 +88,11 @@ def devices(where: Slice, slices: int) -> list:
   more = {"num_slices": slices} if slices > 1 else {}
   try:
     topology = topologies.get_topology_desc(
-      platform="tpu", topology_name=str(where), **more
+      platform="tpu", topology_name=str(tpu_slice), **more
     )
   except jax.errors.JaxRuntimeError as error:
     reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-    raise UserError(f"--topology={where}: {reason}") from error
+    raise UserError(f"--topology={tpu_slice}: {reason}") from error
   return list(topology.devices)
 
 
@@ -133,12 +115,10 @@ def compile_one(lowered: jax.stages.Lowered) -> Compiled:
       reason = str(error).splitlines()[0]
       return Compiled(seconds, None, None, _buffers(folder), reason)
     seconds = time.monotonic() - start
-    return Compiled(
-      seconds, _memory(compiled), _module(folder), _buffers(folder)
-    )
+    return Compiled(seconds, _memory(compiled), _text(folder), _buffers(folder))
 
 
-def _module(folder) -> hlo_module.Module:
+def _text(folder) -> str:
   text = _largest(folder, _DUMP)
   if not text:
     version = importlib.metadata.version("libtpu")
@@ -146,7 +126,7 @@ def _module(folder) -> hlo_module.Module:
       f"libtpu {version} does not dump {_DUMP}, from which a plan is read; "
       f"expected libtpu {_DUMPING_VERSION}"
     )
-  return hlo_module.parse(text)
+  return text
 
 
 def _memory(compiled) -> Memory:

@@ -27,6 +27,8 @@ FUNCTIONS = (
   "prefill",
   "generate",
 )
+# Those that loop over the micro-batches of packed rows.
+LEARNING = ("update", "old_logprobs", "reference_and_values")
 
 
 def functions(
@@ -37,10 +39,6 @@ def functions(
   With `continuous_batching.slots`, `generate` is a segment of decode steps,
   `decode_params` prepares the weights for all segments of a batch, and
   `prefill` stores the longest prompts.
-
-  Args:
-    config: from `config.parse`.
-    program: its program.
   """
   rows = functools.partial(_with_batch_sharding, program.mesh)
   sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)
@@ -86,6 +84,39 @@ def _packing_shapes(config, program) -> Packing:
   B = config.data.prompts * config.rollout.group_size
   ints = lambda size: jax.ShapeDtypeStruct((size,), jnp.int32)
   return Packing(ints(B), ints(B), ints(program.learner.packing.minibatches))
+
+
+def sampler_mesh(program: Program) -> jax.sharding.Mesh:
+  """The mesh that responses are sampled on."""
+  paged = isinstance(program.sampler.generate, ContinuousSampler)
+  return (
+    program.sampler.generate.jitted.decode
+    if paged
+    else program.sampler.generate
+  ).mesh
+
+
+def sampler_devices(program: Program) -> list[jax.Device]:
+  """The sampler's own devices; none, if it shares those of the trainer."""
+  sampler = program.sampler
+  return [*sampler.mesh.devices.flat] if sampler.separate else []
+
+
+def has_pages(name: str, program: Program) -> bool:
+  """Whether a function reads or writes the pages of a continuous sampler."""
+  continuous = isinstance(program.sampler.generate, ContinuousSampler)
+  return continuous and name in ("prefill", "generate")
+
+
+def cached_tokens(config: Config, program: Program) -> int:
+  """All tokens that the sampler's cache has room for, over all devices."""
+  generate = program.sampler.generate
+  if isinstance(generate, ContinuousSampler):
+    sizes = generate.sizes
+    return sizes.num_pages * sizes.page_size * generate.shards
+  prompts, new_tokens = config.data.prompts, config.sampler.max_new_tokens
+  responses = prompts * config.rollout.group_size
+  return prompts * config.data.max_prompt_length + responses * (new_tokens - 1)
 
 
 def sampler_weights(program: Program):

@@ -32,14 +32,10 @@ def active_parameters(cfg: ModelConfig) -> int:
 def forward_flops(
   cfg: ModelConfig, batch: int, tokens: int, head_tokens: int, past: int = 0
 ) -> float:
-  """The FLOPs of a forward pass.
+  """The FLOPs of a forward pass over `batch` sequences.
 
-  Args:
-    cfg: the model.
-    batch: sequences.
-    tokens: new tokens of each sequence.
-    head_tokens: tokens of each sequence whose logits are computed.
-    past: tokens of each sequence that are already in a cache.
+  Each has `tokens` new ones, logits of `head_tokens` of them, and `past` tokens
+  that are already in a cache.
   """
   head = cfg.embed_dim * cfg.vocab_size
   products = active_parameters(cfg) * tokens + head * head_tokens
@@ -81,7 +77,7 @@ def decode_bytes(
 
   Args:
     cfg: the model.
-    prompts: prompts, whose keys and values `rows / prompts` responses share.
+    prompts: whose keys and values `rows / prompts` responses share.
     rows: responses, over all devices.
     slots: cached tokens of each response.
     prompt_slots: cached tokens of each prompt.

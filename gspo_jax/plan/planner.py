@@ -1,14 +1,14 @@
 """Compiles the functions of a config for a TPU slice, and costs them."""
 
 import dataclasses
-import math
 import sys
 from collections.abc import Sequence
 
 import jax
 
-from gspo_jax.plan import analysis, chips, lower, pages
+from gspo_jax.plan import chips, lower, roofline
 from gspo_jax.plan import compile as plan_compile
+from gspo_jax.plan import memory as plan_memory
 from gspo_jax.plan.iteration import cost as iteration_cost
 from gspo_jax.plan.iteration import lengths as plan_lengths
 from gspo_jax.program.config import ConfigDict, parse
@@ -19,11 +19,12 @@ from gspo_jax.runtime.errors import UserError, nearest
 
 NOTE = "compiler roofline, nothing ran on a chip"
 FUNCTIONS = lower.FUNCTIONS
+_BUFFERS = 8  # the largest, that are listed
 
 
 def plan(
   config: ConfigDict,
-  where: chips.Slice,
+  tpu_slice: chips.Slice,
   *,
   slices: int = 1,
   functions: Sequence[str] = FUNCTIONS,
@@ -49,18 +50,20 @@ def plan(
     raise UserError(f"--slices={slices}: expected at least 1")
   libtpu = plan_compile.prepare()
   config = parse(config)
-  devices, own = sharding.split_devices(
-    config.sampler_mesh.devices, plan_compile.devices(where, slices)
+  devices, sampler_devices = sharding.split_devices(
+    config.sampler_mesh.devices, plan_compile.devices(tpu_slice, slices)
   )
   mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
-  program = build_program(config, mesh, sampler_devices=own)
-  transfer = _transfer(program, where) if own else None
-  drawn = plan_lengths.draw(lengths, config, program) if lengths else None
-  results = _analyze(functions, config, program, where)
+  program = build_program(config, mesh, sampler_devices=sampler_devices)
+  transfer = _transfer(program, tpu_slice) if sampler_devices else None
+  drawn = (
+    plan_lengths.draw(lengths, config, program.tokenizer) if lengths else None
+  )
+  results = _analyze(functions, config, program, tpu_slice)
   for name in results:
-    if "pages" in results[name] or not analysis.has_pages(name, program):
+    if "pages" in results[name] or not lower.has_pages(name, program):
       continue
-    results[name] |= _room_by_a_smaller_pool(name, config, program, where)
+    results[name] |= _room_by_a_smaller_pool(name, config, program, tpu_slice)
   _add_advice(results)
   fits = all(result["fits"] for result in results.values())
   iteration = None
@@ -68,20 +71,20 @@ def plan(
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
     with Progress("scheduling", file=sys.stderr):
       iteration = iteration_cost.cost(
-        results, config, program, where, drawn, transfer
+        results, config, program, tpu_slice, drawn, transfer
       )
-  if own and iteration:
-    iteration["in_turns"] = _in_turns(config, where, slices, lengths)
+  if sampler_devices and iteration:
+    iteration["in_turns"] = _in_turns(config, tpu_slice, slices, lengths)
   return {
-    "topology": str(where),
+    "topology": str(tpu_slice),
     "slices": slices,
-    "devices": mesh.size + len(own),
+    "devices": mesh.size + len(sampler_devices),
     "mesh": dict(mesh.shape),
-    "sampler_mesh": dict(analysis.sampler_mesh(program).shape),
+    "sampler_mesh": dict(lower.sampler_mesh(program).shape),
     "jax": jax.__version__,
     "libtpu": libtpu,
     "note": NOTE,
-    "hbm": where.chip.hbm,
+    "hbm": tpu_slice.chip.hbm,
     "functions": results,
     "fits": fits,
     **({"transfer": transfer} if transfer else {}),
@@ -89,7 +92,7 @@ def plan(
   }
 
 
-def _analyze(functions, config, program, where) -> dict:
+def _analyze(functions, config, program, tpu_slice) -> dict:
   """The reports of those functions that the program has.
 
   Raises:
@@ -112,13 +115,34 @@ def _analyze(functions, config, program, where) -> dict:
     program_id = id(lowered[name])
     if program_id not in done:
       done[program_id] = _compile(name, lowered[name])
-    results[name] = analysis.analyze(
-      name, done[program_id], config, program, where
-    )
+    results[name] = _report(name, done[program_id], config, program, tpu_slice)
   return results
 
 
-def _in_turns(config, where, slices, lengths) -> dict:
+def _report(name, done, config, program, tpu_slice) -> dict:
+  """The report of one function, of which `done` is what the compiler made."""
+  report = {
+    "compile_seconds": done.seconds,
+    "fits": done.memory is not None,
+    "reason": done.reason,
+    "buffers": done.buffers[:_BUFFERS],
+  }
+  if done.memory is None:
+    return report
+  report |= plan_memory.memory(
+    name, done.memory, program, tpu_slice, config.rollout.max_staleness
+  )
+  if lower.has_pages(name, program):
+    report["pages"] = plan_memory.room(
+      report["memory"]["needed"],
+      tpu_slice.chip.hbm,
+      program.cfg,
+      program.sampler.generate,
+    )
+  return report | roofline.work(name, done.text, config, program, tpu_slice)
+
+
+def _in_turns(config, tpu_slice, slices, lengths) -> dict:
   """The seconds of an iteration in which all devices sample, then all train.
 
   The axis of the mesh that is -1, or else `data`, takes the sampler's devices.
@@ -130,60 +154,55 @@ def _in_turns(config, where, slices, lengths) -> dict:
   print("the same, devices in turns:", file=sys.stderr, flush=True)
   try:
     mesh = sharding.make_mesh(
-      plan_compile.devices(where, slices), **dataclasses.asdict(config.mesh)
+      plan_compile.devices(tpu_slice, slices), **dataclasses.asdict(config.mesh)
     )
     program = build_program(config, mesh)
-    drawn = plan_lengths.draw(lengths, config, program)
+    drawn = plan_lengths.draw(lengths, config, program.tokenizer)
   except UserError as error:
     return {"reason": str(error)}
-  results = _analyze(FUNCTIONS, config, program, where)
-  if unfit := [name for name, found in results.items() if not found["fits"]]:
+  results = _analyze(FUNCTIONS, config, program, tpu_slice)
+  if unfit := [name for name, result in results.items() if not result["fits"]]:
     return {"reason": f"does not fit: {', '.join(unfit)}"}
-  found = iteration_cost.cost(results, config, program, where, drawn)
-  by_compiler = found["compiler"]["seconds"]
-  return {"seconds": found["seconds"], "compiler": {"seconds": by_compiler}}
+  iteration = iteration_cost.cost(results, config, program, tpu_slice, drawn)
+  by_compiler = iteration["compiler"]["seconds"]
+  return {"seconds": iteration["seconds"], "compiler": {"seconds": by_compiler}}
 
 
-def _transfer(program, where) -> dict:
+def _transfer(program, tpu_slice) -> dict:
   """What sending the weights to the sampler's own devices takes, at best.
 
   Each of them gets its part of the policy. The time is that of the links
   between the two groups of devices, or of the network between slices.
   """
-  sizes = jax.tree.map(
-    lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize,
-    program.sampler.separate.weights,
-  )
-  size = sum(jax.tree.leaves(sizes))
+  size = plan_memory.array_bytes(program.sampler.separate.weights)
   here, there = (
-    [*map(analysis.place, m.devices.flat)]
+    [*map(roofline.place, m.devices.flat)]
     for m in (program.mesh, program.sampler.mesh)
   )
   total = size * len(there)
   return {
     "bytes_per_device": size,
-    "seconds": total / chips.bandwidth_between(where, here, there),
+    "seconds": total / chips.bandwidth_between(tpu_slice, here, there),
   }
 
 
-def _compile(what: str, lowered) -> plan_compile.Compiled:
+def _compile(label: str, lowered) -> plan_compile.Compiled:
   """Compiles, and says so on stderr."""
-  print(f"compiling {what} ...", file=sys.stderr, flush=True)
-  with Progress(f"compiling {what}", file=sys.stderr):
+  print(f"compiling {label} ...", file=sys.stderr, flush=True)
+  with Progress(f"compiling {label}", file=sys.stderr):
     return plan_compile.compile_one(lowered)
 
 
-def _room_by_a_smaller_pool(name, config, program, where) -> dict:
+def _room_by_a_smaller_pool(name, config, program, tpu_slice) -> dict:
   """The room for pages of a function that does not compile; {} if unknown."""
-  generate, hbm = program.sampler.generate, where.chip.hbm
+  generate, hbm = program.sampler.generate, tpu_slice.chip.hbm
   asked = {"num_pages": generate.sizes.num_pages * generate.shards}
-  for less in pages.smaller(config, program.cfg, generate, hbm):
-    program_of_less = build_program(
-      less, program.mesh, sampler_devices=iteration_cost.own_devices(program)
-    )
-    lowered = lower.functions(less, program_of_less)[name]
+  for less in plan_memory.smaller_pools(config, program.cfg, generate, hbm):
+    devices = lower.sampler_devices(program)
+    smaller = build_program(less, program.mesh, sampler_devices=devices)
+    lowered = lower.functions(less, smaller)[name]
     done = _compile(f"{name}, fewer pages", lowered)
-    report = analysis.analyze(name, done, less, program_of_less, where)
+    report = _report(name, done, less, smaller, tpu_slice)
     if "pages" in report:
       return {"pages": report["pages"] | asked}
   return {}
@@ -200,4 +219,4 @@ def _add_advice(results: dict) -> None:
   for result in with_pages:
     result["pages"] = least
     if not result["fits"]:
-      result["reason"] += f"; {pages.advice(least)}"
+      result["reason"] += f"; {plan_memory.advice(least)}"

@@ -2,7 +2,7 @@
 
 import math
 
-from gspo_jax.plan import pages
+from gspo_jax.plan.memory import KEY, MARGIN
 
 _GIB = 2**30
 _WIDTH = 100
@@ -15,11 +15,9 @@ _HEADS = {
 
 
 def render(report: dict, *, top: int = 0) -> str:
-  """The tables of a report, with the verdict in the last line.
+  """The tables of a report of `plan`, with the verdict in the last line.
 
-  Args:
-    report: the result of `plan.plan`.
-    top: how many of the most expensive operations to list.
+  `top` is how many of the most expensive operations are listed.
   """
   functions = report["functions"]
   parts = [_heading(report), _memory(report)]
@@ -49,7 +47,7 @@ def _heading(report):
   return "\n".join(
     (
       f"{report['config']} on {slices}{report['topology']}, "
-      f"{report['devices']} devices{_own(report)}",
+      f"{report['devices']} devices{_sampler(report)}",
       f"mesh: {mesh(report['mesh'])}; sampler mesh: "
       f"{mesh(report['sampler_mesh'])}",
       f"jax {report['jax']}, libtpu {report['libtpu']}; {report['note']}",
@@ -57,13 +55,13 @@ def _heading(report):
   )
 
 
-def _own(report):
+def _sampler(report):
   """How many devices sample alone, and what they are sent."""
   if not (transfer := report.get("transfer")):
     return ""
-  own = math.prod(report["sampler_mesh"].values())
+  sample = math.prod(report["sampler_mesh"].values())
   return (
-    f", of which {own} sample; each is sent "
+    f", of which {sample} sample; each is sent "
     f"{transfer['bytes_per_device'] / _GIB:.2f} GiB of weights, in "
     f"{_time(transfer['seconds'])} at best"
   )
@@ -185,7 +183,7 @@ def _decode(d, by_compiler):
 def _room(room):
   return "\n".join(
     (
-      f"generate: the HBM holds {pages.KEY}={room['largest']}, with "
+      f"generate: the HBM holds {KEY}={room['largest']}, with "
       f"{room['margin']:.0%} of it left free",
       f"  {room['num_pages']} are asked for; the most are "
       f"{room['tokens_a_slot']} tokens a slot, or the longest responses of",
@@ -298,7 +296,8 @@ def _data_dependent(name, f):
 def _unfit(name, f):
   lines = [f"{name} does not fit: {f['reason']}", "  largest buffers, GiB:"]
   lines += [
-    f"  {b / _GIB:>9.2f}  {what[: _WIDTH - 13]}" for b, what in f["buffers"]
+    f"  {size / _GIB:>9.2f}  {shapes[: _WIDTH - 13]}"
+    for size, shapes in f["buffers"]
   ]
   return "\n".join(lines)
 
@@ -309,7 +308,7 @@ def _verdict(report):
     return f"verdict: does NOT fit: {', '.join(bad)}"
   free = min(f["memory"]["free"] for f in report["functions"].values())
   share = free / report["hbm"]
-  if share < pages.MARGIN:  # it may not run, although it fits
+  if share < MARGIN:  # it may not run, although it fits
     return (
       f"verdict: fits, but only {share:.0%} of the HBM free: executables and "
       "fragmentation need some"

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from absl import flags, logging
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from gspo_jax import configs
@@ -36,6 +36,25 @@ _NUM_PROCESSES = flags.DEFINE_integer(
 _PROCESS_ID = flags.DEFINE_integer(
   "process_id", None, "Which of them this is, from 0.", lower_bound=0
 )
+
+
+_EXIT_CODES = (
+  "Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else "
+  "is a fault, with its traceback."
+)
+
+
+def run(work: Callable[[], int], start: str, doc: str) -> None:
+  """Runs a command: parses its flags, calls `work`, exits with its code.
+
+  It exits with 2 after a UserError. `start` and `doc`: see `parse`.
+  """
+  try:
+    app.run(
+      lambda argv: work(), flags_parser=lambda argv: parse(argv, start, doc)
+    )
+  except UserError as error:
+    sys.exit(complain(error))
 
 
 def on_hosts(work: Callable[[], int]) -> int:
@@ -222,6 +241,8 @@ def _help(config, doc: str) -> str:
   from gspo_jax.program.config_reference import describe
 
   lines = [doc.strip(), "", "Flags:"]
+  if "Exit codes" not in doc:
+    lines[1:1] = ["", *textwrap.wrap(_EXIT_CODES, 80)]
   modules = flags.FLAGS.flags_by_module_dict()
   own = [
     m for m in modules if m in (sys.argv[0], "__main__") or "gspo_jax" in m

@@ -17,13 +17,15 @@ from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.record.progress import Progress
-from gspo_jax.rewards import sandbox_files
 from gspo_jax.rewards.config import RewardConfig
-from gspo_jax.rewards.pool import EXAMPLE, RewardPool
+from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import environment
-from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
+from gspo_jax.rollout.conversations import Conversations
+from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers import sandbox_files
 
 # Of the metadata and arrays of a checkpoint of RL. A run does not resume from
 # another format.

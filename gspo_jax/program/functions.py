@@ -404,7 +404,7 @@ def _sampler_mesh(config, mesh, params, devices):
   """
   sampler_mesh = _decoding_mesh(config, mesh, devices)
   try:
-    sharding.state_shardings(params, sampler_mesh)
+    model.shardings(params, sampler_mesh)
   except UserError as error:
     raise UserError(f"on sampler_mesh: {error}") from error
   shards = sharding.batch_shards(sampler_mesh)

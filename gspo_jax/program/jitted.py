@@ -16,6 +16,7 @@ from gspo_jax.learner import (
   reference_pass,
   train_step,
 )
+from gspo_jax.learner.optimizer import STATE_AXES
 from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.model import hf, rounding
@@ -62,7 +63,7 @@ def _sharded(shapes, mesh):
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     shapes,
-    sharding.state_shardings(shapes, mesh),
+    sharding.state_shardings(shapes, mesh, STATE_AXES),
   )
 
 
@@ -93,7 +94,7 @@ def new_policy(seed, cfg, mesh):
 
 
 def _with_adapters(params, *, cfg, seed):
-  adapters = model.lora.init(jax.random.key(seed), params, cfg.lora)
+  adapters = model.lora.init(jax.random.key(seed), cfg)
   cast = lambda x: x.astype(cfg.dtype)
   return model.lora.join(jax.tree.map(cast, params), adapters)
 

@@ -30,17 +30,11 @@ from gspo_jax.runtime.sharding import leaves_by_path
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-  """A checkpoint that passed all checks.
+  """A checkpoint that passed all checks."""
 
-  Attributes:
-    step: the step at which it was saved.
-    state: the pytree of arrays.
-    metadata: the JSON object that was saved with it.
-  """
-
-  step: int
-  state: Any
-  metadata: dict[str, Any]
+  step: int  # the step at which it was saved
+  state: Any  # the pytree of arrays
+  metadata: dict[str, Any]  # the JSON object that was saved with it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +120,12 @@ class Checkpoints:
     Folders that `restore` skipped are deleted here and not earlier: they would
     count among the `keep` latest checkpoints.
 
-    Args:
-      step: the number of finished steps.
-      state: a pytree of arrays, which may be typed PRNG keys.
-      metadata: a JSON object, returned by `restore`.
+    `state` is a pytree of arrays, which may be typed PRNG keys; `metadata` a
+    JSON object, which `restore` returns.
     """
     self.wait()
-    if self._has(step):
+    exists = step in self._steps() and step not in self._skipped
+    if exists and self._try(step, self._read) is not None:
       return
     for skipped in sorted(self._skipped):
       self._orbax.delete(skipped)
@@ -229,11 +222,6 @@ class Checkpoints:
   def _steps(self) -> list[int]:
     return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
-  def _has(self, step: int) -> bool:
-    if step not in self._steps() or step in self._skipped:
-      return False
-    return self._try(step, self._read) is not None
-
   def _try(self, step: int, read: Callable, *args) -> Any:
     """The result of `read(step, *args)`; None if it fails on any process."""
     try:
@@ -260,23 +248,14 @@ class Checkpoints:
     local.pytree.loading.partial_load = part
     local.multiprocessing.primary_host = jax.process_index()
     local.multiprocessing.active_processes = {jax.process_index()}
-    with (
-      local,
-      Progress(f"loading checkpoint {step} ({_size(abstract_state)})"),
-    ):
+    leaves = jax.tree.leaves(abstract_state)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 1e9
+    with local, Progress(f"loading checkpoint {step} ({size:.1f} GB)"):
       return ocp.load(
         self._orbax.directory / str(step),
         abstract_state,
         checkpointable_name="state",
       )
-
-
-def _size(tree: Any) -> str:
-  """Of its arrays: "1.5 GB"."""
-  leaves = jax.tree.leaves(tree)
-  return (
-    f"{sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 1e9:.1f} GB"
-  )
 
 
 def _require_folder(directory: str | os.PathLike) -> None:
@@ -315,7 +294,7 @@ def checksums(tree: Any) -> dict[str, int]:
 
 @jax.jit
 def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  return {path: _checksum(leaf) for path, leaf in leaves.items()}
+  return jax.tree.map(_checksum, leaves)
 
 
 def _checksum(leaf: jax.Array) -> jax.Array:

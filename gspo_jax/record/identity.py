@@ -16,18 +16,18 @@ _TYPED = {
 }
 
 
-def match(wanted: dict, saved: dict, what: str, remedy: str) -> None:
+def match(wanted: dict, saved: dict, name: str, remedy: str) -> None:
   """Checks that a checkpoint was saved by a run with the same identity.
 
   Args:
     wanted: the identity of this run: nested dicts of JSON values.
     saved: the metadata of the checkpoint, with its identity as "identity".
-    what: a noun and where it is, such as "checkpoint in 'runs/a'".
-    remedy: the end of the error, such as "use another --workdir".
+    name: of the checkpoint in the error: "checkpoint in 'runs/a'".
+    remedy: the end of the error: "use another --workdir".
 
   Raises:
-    UserError: with the first key in which the two identities differ, and with
-      the keys of the config that decide it.
+    UserError: names the first key that differs, and the keys of the config that
+      decide it.
   """
   wanted, saved = flatten(wanted), flatten(saved.get("identity", {}))
   for key in wanted | saved:
@@ -35,7 +35,7 @@ def match(wanted: dict, saved: dict, what: str, remedy: str) -> None:
       parts = (p for p in _TYPED if f"{key}.".startswith(f"{p}."))
       typed = _TYPED.get(next(parts, ""), "")
       raise UserError(
-        f"the {what} is of another run: "
+        f"the {name} is of another run: "
         + (f"{typed} changed: " if typed else "")
         + f"it has {key}={saved.get(key)!r}, this run "
         f"{key}={wanted.get(key)!r}; {remedy}"

@@ -10,15 +10,10 @@ from gspo_jax.runtime.errors import UserError, with_reason
 
 
 class Line(NamedTuple):
-  """One line of a file.
+  """One line of a file."""
 
-  Attributes:
-    where: "FILE:NUMBER", for errors; the first line is number 1.
-    record: its object.
-  """
-
-  where: str
-  record: dict[str, Any]
+  where: str  # "FILE:NUMBER", for errors; the first line is number 1
+  record: dict[str, Any]  # its object
 
 
 def read(path: epath.PathLike, *, drop_partial: bool = False) -> Iterator[Line]:
@@ -39,11 +34,8 @@ def parse(
 ) -> Iterator[Line]:
   """Parses the lines of a file; blank lines are skipped.
 
-  Args:
-    lines: of the file, from its first line on.
-    path: of the file, for errors.
-    drop_partial: whether to skip a last line that is not JSON: a program is
-      writing it, or was ended while it did.
+  With `drop_partial`, a last line that is not JSON is skipped, too: a program
+  is writing it, or was ended while it did. `path` is for errors.
 
   Raises:
     UserError: a line is not a JSON object in UTF-8.

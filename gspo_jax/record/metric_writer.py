@@ -113,9 +113,8 @@ def to_scalars(
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
   """Fetches the metrics of a step in one transfer, and takes their values.
 
-  Args:
-    *metrics: name -> metric, an object with a method `value` and with fields
-      that are sums. Metrics of the same name are added up first.
+  A metric has a method `value`, and fields that are sums. Metrics of one name
+  are added up first.
 
   Returns:
     Scalars, and distributions: the counts of a histogram or one number for each
@@ -228,13 +227,9 @@ class MetricWriter:
     In JSON, NaN and infinities are null. A step with `time/iteration` also gets
     `throughput/goodput` and the two times that it is made of.
 
-    Args:
-      step: the iteration.
-      scalars: by name.
-      distributions: by name; the counts of a histogram, or one number for each
-        layer.
-      samples: problem, response, reference and reward of each. Three of them
-        are printed. In a bucket they upload everything written before, too.
+    `distributions` are the counts of histograms, or one number for each layer;
+    `samples` the problem, response, reference and reward of each. Three of them
+    are printed. In a bucket they upload everything written before, too.
     """
     if not self._active:
       return
@@ -286,8 +281,12 @@ class MetricWriter:
     """Writes a file and an event."""
     step = samples[0].step
     run_files.write_samples(self._samples, step, samples)
-    code = summary.text("samples", _as_markdown(samples))
-    self._events.append(_event(step=step, summary=code))
+    fields = [field for s in samples for field in s._asdict().items()]
+    text = "\n".join(f"{name}: {value}" for name, value in fields)
+    # Four spaces make Markdown show a text as it is.
+    text = textwrap.indent(run_files.printable(text, keep="\n\t"), "    ")
+    content = summary.text("samples", text)
+    self._events.append(_event(step=step, summary=content))
 
 
 class _Goodput:
@@ -295,10 +294,8 @@ class _Goodput:
 
   The wall time begins with the first start of the iterations, after loading and
   the cold start. It includes restarts and the time before them. An iteration
-  that a restart repeats counts once.
-
-  Args:
-    rows: of metrics.jsonl, up to the step where the run resumes.
+  that a restart repeats counts once. `rows` are those of metrics.jsonl, up to
+  the step where the run resumes.
   """
 
   def __init__(self, rows: Iterable[Mapping[str, Any]]):
@@ -312,7 +309,7 @@ class _Goodput:
       self._iterations = sum(row["time/iteration"] for row in rows)
 
   def after(self, iteration: float) -> dict[str, float]:
-    """The metrics after an iteration of so many seconds."""
+    """The metrics after an iteration of this many seconds."""
     self._iterations += iteration
     since_start = time.monotonic() - self._began
     return {
@@ -320,13 +317,6 @@ class _Goodput:
       "time/since_start": since_start,
       "throughput/goodput": self._iterations / max(since_start, 1e-9),
     }
-
-
-def _as_markdown(samples: Sequence[Sample]) -> str:
-  fields = [field for s in samples for field in s._asdict().items()]
-  text = "\n".join(f"{name}: {value}" for name, value in fields)
-  # Four spaces make Markdown show a text as it is.
-  return textwrap.indent(run_files.printable(text, keep="\n\t"), "    ")
 
 
 def _counts_and_edges(

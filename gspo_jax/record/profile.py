@@ -36,10 +36,7 @@ class Profile:
   Process 0 alone writes its trace: the devices of the others do the same work.
   The trace has the calls of jitted functions on the host, but not those of
   Python functions, which would slow the host down.
-
-  Args:
-    iterations: the first one and the last one; () for none.
-    folder: where to write.
+  `iterations` are the first one and the last one; () for none.
   """
 
   def __init__(self, iterations: tuple[int, ...], folder: epath.Path):

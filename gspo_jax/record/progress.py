@@ -45,7 +45,7 @@ class Progress:
   first `advance`, and what JAX compiles.
 
   Args:
-    what: the work, the beginning of each line.
+    work: the beginning of each line.
     total: how many units there are to do; None if that is not known.
     unit: a plural, such as "steps"; "" for work that is not counted, whose
       lines show the seconds so far.
@@ -63,7 +63,7 @@ class Progress:
 
   def __init__(
     self,
-    what: str,
+    work: str,
     total: int | None = None,
     unit: str = "",
     *,
@@ -71,7 +71,7 @@ class Progress:
     after: float | None = None,
     file: TextIO | None = None,
   ):
-    self._what, self._total, self._unit, self._file = what, total, unit, file
+    self._work, self._total, self._unit, self._file = work, total, unit, file
     self._after = SECONDS if after is None else after
     self._start, self._done, self._tokens = time.monotonic(), done, 0
     self._first = self._last = None  # (clock, done) of an `advance`
@@ -92,7 +92,7 @@ class Progress:
     if kind is None and seconds >= self._after:
       done = f"{self._done:,} {self._unit} in " if self._unit else ""
       rate = self._tokens_per_second(seconds)
-      self._print(f"{self._what}: {done}{duration(seconds)}{rate}{self.note}")
+      self._print(f"{self._work}: {done}{duration(seconds)}{rate}{self.note}")
 
   @classmethod
   def clock(cls) -> float:
@@ -110,9 +110,9 @@ class Progress:
     """What there is to say now."""
     now, seconds = self.clock(), time.monotonic() - self._start
     if not self._unit:
-      return f"{self._what}: {duration(seconds)} so far"
+      return f"{self._work}: {duration(seconds)} so far"
     total = f"/{self._total:,}" if self._total else ""
-    line = f"{self._what}: {self._done:,}{total} {self._unit} in "
+    line = f"{self._work}: {self._done:,}{total} {self._unit} in "
     line += duration(seconds) + self._tokens_per_second(seconds)
     first_time, first_done = self._first or (now, self._done)
     last_time, done = self._last or (now, self._done)
@@ -198,8 +198,10 @@ class Compilations:
   def _begin(self, event: str, _, fun_name: str = "", **more) -> None:
     if event in _STAGES:
       stage = _STAGES[event]
+      # "update" of "jit(_update)"
+      name = fun_name.removeprefix("jit(").removesuffix(")").strip("_")
       stage = Progress(
-        f"{stage} {_plain(fun_name)}",
+        f"{stage} {name}",
         after=COMPILE_SECONDS if stage == "compiling" else None,
       )
       self._stages.append(stage.__enter__())
@@ -217,8 +219,3 @@ class Compilations:
   @property
   def _stages(self) -> list[Progress]:
     return self._local.__dict__.setdefault("stages", [])
-
-
-def _plain(fun_name: str) -> str:
-  """The name of a function: `update` of "jit(_update)"."""
-  return fun_name.removeprefix("jit(").removesuffix(")").strip("_")

@@ -127,11 +127,8 @@ def open_run_files(
 ) -> RunFiles:
   """Opens the JSON-lines files, without what the run will write again.
 
-  Args:
-    workdir: a folder or bucket; created if missing.
-    resume_step: the last step to keep, if metrics.jsonl has its row; 0 moves
-      the old files aside.
-    edges: of all histograms; the first line of distributions.jsonl.
+  It keeps the steps up to `resume_step`, if metrics.jsonl has the row of this
+  step; with 0 it moves the old files aside.
 
   Raises:
     UserError: a line is not JSON, or the file has other histogram edges.
@@ -149,21 +146,19 @@ def open_run_files(
     step = resume_step
     for name, header in headers.items():  # metrics.jsonl is the first
       contents[name] = _lines_until(step, contents[name], paths[name], header)
-      if name == "metrics.jsonl" and not _ends_with(step, contents[name]):
-        step -= 1  # the run will write all of it again
-    _drop_samples_after(step, samples)
+      if name == "metrics.jsonl":
+        last_line = contents[name].splitlines()[-1:]
+        if not last_line or json.loads(last_line[0])["step"] != step:
+          step -= 1  # the run will write all of it again
+    for file in samples.iterdir() if samples.exists() else ():
+      name = _SAMPLE_FILE.fullmatch(file.name)
+      if name and int(name[1]) > step:
+        file.unlink()
   else:
     old = [paths[name] for name in headers if contents[name] != headers[name]]
     _move_aside(old + ([samples] if samples.exists() else []))
     contents = headers
   return RunFiles(*(RunFile(paths[name], contents[name]) for name in paths))
-
-
-def _drop_samples_after(step: int, folder: epath.Path) -> None:
-  for file in folder.iterdir() if folder.exists() else ():
-    name = _SAMPLE_FILE.fullmatch(file.name)
-    if name and int(name[1]) > step:
-      file.unlink()
 
 
 def _move_aside(paths: Sequence[epath.Path]) -> None:
@@ -192,17 +187,12 @@ def _lines_until(
   return b"".join(kept)
 
 
-def _ends_with(step: int, lines: bytes) -> bool:
-  """Whether the last line is of this step."""
-  return bool(lines) and json.loads(lines.splitlines()[-1])["step"] == step
-
-
-def step_of(record: Mapping[str, Any], where: str) -> int:
+def step_of(record: Mapping[str, Any], place: str) -> int:
   """The step of a record; UserError if it has none."""
   step = record.get("step")
   if not (type(step) is int and 0 <= step < 2**53):  # what a float can hold
     raise UserError(
-      f"{where}: {str(record)[:60]}: expected a step; correct the line or move "
+      f"{place}: {str(record)[:60]}: expected a step; correct the line or move "
       "the file away"
     )
   return step
@@ -265,13 +255,13 @@ def read_samples(folder: epath.Path) -> dict[int, list[Sample]]:
   return samples
 
 
-def _sample(where: str, record: Mapping[str, Any]) -> Sample:
+def _sample(place: str, record: Mapping[str, Any]) -> Sample:
   try:
     sample = Sample(**record)
     return sample._replace(reward=float(sample.reward))
   except (TypeError, ValueError, OverflowError) as error:
     raise UserError(
-      f"{where}: expected a sample with {', '.join(Sample._fields)}: {error}"
+      f"{place}: expected a sample with {', '.join(Sample._fields)}: {error}"
     ) from error
 
 

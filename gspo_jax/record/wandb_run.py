@@ -23,8 +23,8 @@ def require_login(project: str) -> None:
   try:
     import wandb
   except ImportError as error:
-    what = f"log.wandb={project!r}"
-    raise missing_package(error, "wandb", what) from error
+    key = f"log.wandb={project!r}"
+    raise missing_package(error, "wandb", key) from error
   try:
     if wandb.setup().settings.mode in ("online", "shared"):
       wandb.login()
@@ -84,10 +84,7 @@ class WandbRun:
   ) -> None:
     """Logs a step. If W&B fails, a warning comes and the run goes on.
 
-    Args:
-      step: the iteration.
-      scalars: by name.
-      histograms: [N] counts and [N + 1] finite edges by name.
+    Histograms are [N] counts and [N + 1] finite edges.
     """
     try:
       if step >= self._run.step:

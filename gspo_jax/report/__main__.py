@@ -3,10 +3,11 @@
   python -m gspo_jax.report runs/tiny
   python -m gspo_jax.report runs/gspo runs/grpo --to=compared.html
 
-The page has charts of all metrics by subject, histograms, sample responses and
-the config. For several runs it overlays their curves and lists the differences
-of their configs. The runs need not be finished. The page is WORKDIR/report.html
-or the file of --to.
+The page has charts of all metrics by section, histograms, tables of all
+numbers, sample responses and the config; docs/metrics.md says what each metric
+means. For several runs it overlays their curves and lists the differences of
+their configs. The runs need not be finished. The page is WORKDIR/report.html or
+the file of --to.
 
 plotly draws the charts: drag to zoom, double-click to go back, click the camera
 for a PNG file. Of more than 1,000 steps a curve shows the smallest and the

@@ -6,14 +6,18 @@ import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
 from etils import epath
 from plotly.offline import get_plotlyjs
 
 from gspo_jax.report import samples, tables
-from gspo_jax.report.charts import COLOURS, Plot, of_subject, template
-from gspo_jax.report.subjects import SUBJECTS
+from gspo_jax.report.charts import (
+  COLOURS,
+  Plot,
+  of_section,
+  sections,
+  template,
+)
 from gspo_jax.report.workdir import RunRecord, read
 from gspo_jax.runtime.errors import UserError
 
@@ -22,10 +26,8 @@ STYLE, SCRIPT = (
 )
 # The colours of figures are those of page.css.
 _THEMES = {
-  "light": template(
-    "plotly_white", "#444649", ("#ffffff", "#6baed6", "#08306b")
-  ),
-  "dark": template("plotly_dark", "#c5c7ca", ("#1d2025", "#3d84c6", "#e8f3ff")),
+  "light": template("plotly_white", "#444649", "#ffffff"),
+  "dark": template("plotly_dark", "#c5c7ca", "#1d2025"),
 }
 
 
@@ -58,58 +60,42 @@ def write(workdirs: Sequence[str], to: str | None = None) -> epath.Path:
 
 def page(runs: Sequence[RunRecord]) -> str:
   """The HTML of a page."""
-  figures, sections, taken = {}, [], set()
-  for subject in SUBJECTS:
-    plots, constant, scalars = of_subject(subject, runs, taken)
+  figures, parts, metrics = {}, [], []
+  for section, names in sections(runs).items():
+    metrics += names
     html = ""
-    for plot in plots:
+    for plot in of_section(names, runs):
       name = f"chart-{len(figures)}"
       html += _figure(name, plot)
       figures[name] = json.loads(plot.figure.to_json())
       figures[name]["title"] = plot.title
-    if html:
-      html = f'<div class="grid-of">{html}</div>'
-    if constant:
-      html += f"<p class=still>Constant: {escape(', '.join(constant))}.</p>"
-    if scalars:
-      html += tables.numbers(scalars, runs)
-    sections.append(_Section(subject.title, html))
-  sections.append(_Section("Sample responses", samples.of_runs(runs)))
-  sections.append(_Section("Config", tables.config(runs)))
-  return _document(runs, [s for s in sections if s.html], figures)
+    parts.append((section, html and f'<div class="grid-of">{html}</div>'))
+  parts.append(("Numbers", tables.numbers(metrics, runs)))
+  parts.append(("Sample responses", samples.of_runs(runs)))
+  parts.append(("Config", tables.config(runs)))
+  return _document(runs, [part for part in parts if part[1]], figures)
 
 
 def _figure(name: str, plot: Plot) -> str:
   """The place of a plot, with its text."""
-  kind = ' class="warning"' if plot.warning else ""
-  title, note = escape(plot.title), ""
-  if plot.note:
-    note = f"<p>{escape(plot.note)}</p>"
+  title = escape(plot.title)
+  note = f"<p>{escape(plot.note)}</p>" if plot.note else ""
   return (
-    f'<figure{kind} aria-label="{title}. {escape(plot.summary)}">'
+    f'<figure aria-label="{title}. {escape(plot.summary)}">'
     f'<figcaption>{title}</figcaption><div class="chart" id="{name}"></div>'
     f"{note}</figure>"
   )
 
 
-class _Section(NamedTuple):
-  title: str
-  html: str
-
-  @property
-  def id(self) -> str:
-    return self.title.lower().replace(" ", "-")
-
-
 def _document(
-  runs: Sequence[RunRecord], sections: Sequence[_Section], figures: dict
+  runs: Sequence[RunRecord], parts: Sequence[tuple[str, str]], figures: dict
 ) -> str:
+  """The page of these parts, each a title and its HTML."""
   title = escape(tables.title(runs))
-  links = "".join(f'<a href="#{s.id}">{escape(s.title)}</a>' for s in sections)
-  body = "".join(
-    f'<section id="{s.id}"><h2>{escape(s.title)}</h2>{s.html}</section>'
-    for s in sections
-  )
+  links = body = ""
+  for i, (name, html) in enumerate(parts):
+    links += f'<a href="#part-{i}">{escape(name)}</a>'
+    body += f'<section id="part-{i}"><h2>{escape(name)}</h2>{html}</section>'
   templates = {name: t.to_plotly_json() for name, t in _THEMES.items()}
   data = _json({"figures": figures, "templates": templates})
   plotly = get_plotlyjs()

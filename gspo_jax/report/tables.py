@@ -38,17 +38,16 @@ def steps(run: RunRecord) -> str:
 
 def head(runs: Sequence[RunRecord]) -> str:
   """Heading, warnings, and the main results."""
-  body = _compared(runs) if len(runs) > 1 else _tiles(runs[0])
   warnings = "".join(
     f"<li>{escape(w)}</li>" for r in runs for w in _warnings(r, len(runs) > 1)
   )
-  warnings = f'<ul class="warnings">{warnings}</ul>' if warnings else ""
-  below = (
-    f"<p class=muted>{escape(steps(runs[0]))}</p>" if len(runs) == 1 else ""
-  )
-  return (
-    f"<header><h1>{escape(title(runs))}</h1>{below}{warnings}{body}</header>"
-  )
+  html = f"<h1>{escape(title(runs))}</h1>"
+  if len(runs) == 1:
+    html += f"<p class=muted>{escape(steps(runs[0]))}</p>"
+  if warnings:
+    html += f'<ul class="warnings">{warnings}</ul>'
+  html += _compared(runs) if len(runs) > 1 else _tiles(runs[0])
+  return f"<header>{html}</header>"
 
 
 class _Result(NamedTuple):
@@ -86,39 +85,35 @@ def _results(run: RunRecord) -> list[_Result]:
 
 
 def _tiles(run: RunRecord) -> str:
-  tiles = "".join(
-    f"<div><dt>{escape(label)}</dt><dd>"
-    + (f'<span class="before">{first} → </span>' if first else "")
-    + f"{value}</dd></div>"
-    for label, value, first in _results(run)
-  )
-  return (
-    f'<dl class="tiles">{tiles}</dl>'
-    if tiles
-    else "<p>No step is done yet.</p>"
-  )
+  tiles = ""
+  for label, value, first in _results(run):
+    before = f'<span class="before">{first} → </span>' if first else ""
+    tiles += f"<div><dt>{escape(label)}</dt><dd>{before}{value}</dd></div>"
+  if not tiles:
+    return "<p>No step is done yet.</p>"
+  return f'<dl class="tiles">{tiles}</dl>'
 
 
 def _compared(runs: Sequence[RunRecord]) -> str:
   results = [{r.label: r for r in _results(run)} for run in runs]
-  labels = list(dict.fromkeys(label for of in results for label in of))
-  heads = ["run", "method", "model", "steps", *labels]
+  labels = list(dict.fromkeys(label for part in results for label in part))
   body = ""
-  for i, (run, of) in enumerate(zip(runs, results, strict=True)):
+  for i, (run, by_label) in enumerate(zip(runs, results, strict=True)):
     cells = [*_kind(run), steps(run)]
     for label in labels:
-      _, value, first = of.get(label, _Result(label, "-", ""))
+      _, value, first = by_label.get(label, _Result(label, "-", ""))
       cells.append(f"{first} → {value}" if first else value)
-    body += (
-      f"<tr><th scope=row>{_swatch(i)}{escape(run.name)}</th>"
-      + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-      + "</tr>"
-    )
-  heads = "".join(f"<th scope=col>{escape(h)}</th>" for h in heads)
+    body += f"<tr><th scope=row>{_swatch(i)}{escape(run.name)}</th>"
+    body += "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+  heads = _heads("run", "method", "model", "steps", *labels)
   return (
     f"<div class=scroll><table class=runs><thead><tr>{heads}</tr></thead>"
     f"<tbody>{body}</tbody></table></div>"
   )
+
+
+def _heads(*texts: str) -> str:
+  return "".join(f"<th scope=col>{escape(text)}</th>" for text in texts)
 
 
 def _swatch(i: int) -> str:
@@ -157,35 +152,33 @@ def _warnings(run: RunRecord, named: bool) -> list[str]:
   return warnings
 
 
-def numbers(scalars: Sequence[str], runs: Sequence[RunRecord]) -> str:
+def numbers(metrics: Sequence[str], runs: Sequence[RunRecord]) -> str:
   """First, last, smallest and largest value of each scalar in each run."""
-  rows = []
-  for name in sorted(set(scalars)):
+  rows = ""
+  for name in sorted(metrics):
     for run in runs:
       if name not in run.scalars:
         continue
       values = run.scalars[name].values
       finite = values[~np.isnan(values)]
-      cells = [number(run.first(name)), number(run.last(name))]
-      cells += [
-        number(v) for v in ((finite.min(), finite.max()) if len(finite) else ())
-      ] or ["-", "-"]
-      cells += [f"{len(values):,}"]
-      of = f"<td>{escape(run.name)}</td>" if len(runs) > 1 else ""
-      rows.append(
-        f"<tr><th scope=row>{escape(name)}</th>{of}"
-        + "".join(f"<td class=n>{c}</td>" for c in cells)
-        + "</tr>"
+      ends = (finite.min(), finite.max()) if len(finite) else (np.nan, np.nan)
+      cells = [number(v) for v in (run.first(name), run.last(name), *ends)]
+      of_run = f"<td>{escape(run.name)}</td>" if len(runs) > 1 else ""
+      rows += f"<tr><th scope=row>{escape(name)}</th>{of_run}" + "".join(
+        f"<td class=n>{cell}</td>" for cell in (*cells, f"{len(values):,}")
       )
-  of = "<th scope=col>run</th>" if len(runs) > 1 else ""
+      rows += "</tr>"
+  if not rows:
+    return ""
+  of_run = "<th scope=col>run</th>" if len(runs) > 1 else ""
   heads = "".join(
     f"<th scope=col class=n>{h}</th>"
     for h in ("first", "last", "smallest", "largest", "steps")
   )
   return (
-    "<details><summary>Numbers</summary><div class=scroll><table><thead><tr>"
-    f"<th scope=col>metric</th>{of}{heads}</tr></thead><tbody>{''.join(rows)}"
-    "</tbody></table></div></details>"
+    "<details><summary>First, last, smallest and largest value</summary>"
+    "<div class=scroll><table><thead><tr><th scope=col>metric</th>"
+    f"{of_run}{heads}</tr></thead><tbody>{rows}</tbody></table></div></details>"
   )
 
 
@@ -194,47 +187,43 @@ def config(runs: Sequence[RunRecord]) -> str:
   runs_with_config = [run for run in runs if run.config]
   if not runs_with_config:
     return ""
-  flat = [flatten(run.config) for run in runs_with_config]
   if len(runs) == 1:
     return f"<div class=config>{_groups(runs[0].config)}</div>"
-  keys = dict.fromkeys(key for of in flat for key in of)
-  differ = [k for k in keys if len({json.dumps(of.get(k)) for of in flat}) > 1]
-  names = [escape(run.name) for run in runs_with_config]
-  heads = "".join(f"<th scope=col>{name}</th>" for name in names)
-  rows = "".join(
-    f"<tr><th scope=row>{escape(key)}</th>"
-    + "".join(f"<td>{escape(_value(of.get(key)))}</td>" for of in flat)
-    + "</tr>"
-    for key in differ
-  )
-  different = (
-    f"<div class=scroll><table><thead><tr><th scope=col>key</th>{heads}</tr>"
-    f"</thead><tbody>{rows}</tbody></table></div>"
-    if differ
-    else "<p>All the same.</p>"
-  )
-  return different + "".join(
-    f"<details><summary>All of {escape(run.name)}</summary>"
-    f"<div class=config>{_groups(run.config)}</div></details>"
-    for run in runs_with_config
-  )
+  configs = [flatten(run.config) for run in runs_with_config]
+  rows = ""
+  for key in dict.fromkeys(key for each in configs for key in each):
+    values = [each.get(key) for each in configs]
+    if len(set(map(json.dumps, values))) > 1:
+      cells = "".join(f"<td>{escape(_value(value))}</td>" for value in values)
+      rows += f"<tr><th scope=row>{escape(key)}</th>{cells}</tr>"
+  html = "<p>All the same.</p>"
+  if rows:
+    heads = _heads("key", *(run.name for run in runs_with_config))
+    html = (
+      f"<div class=scroll><table><thead><tr>{heads}</tr></thead>"
+      f"<tbody>{rows}</tbody></table></div>"
+    )
+  for run in runs_with_config:
+    html += (
+      f"<details><summary>All of {escape(run.name)}</summary>"
+      f"<div class=config>{_groups(run.config)}</div></details>"
+    )
+  return html
 
 
 def _groups(tree: dict) -> str:
-  alone = {k: v for k, v in tree.items() if not isinstance(v, dict)}
-  groups = {"run": alone} | {
-    k: v for k, v in tree.items() if isinstance(v, dict)
-  }
-  return "".join(
-    f"<section><h3>{escape(name)}</h3><dl>"
-    + "".join(
-      f"<dt>{escape(key)}</dt><dd>{escape(_value(value))}</dd>"
-      for key, value in flatten(group).items()
-    )
-    + "</dl></section>"
-    for name, group in groups.items()
-    if group
-  )
+  """The keys of each section, those of none first."""
+  sections = {k: v for k, v in tree.items() if isinstance(v, dict)}
+  alone = {k: v for k, v in tree.items() if k not in sections}
+  html = ""
+  for name, section in ({"run": alone} | sections).items():
+    if section:
+      keys = "".join(
+        f"<dt>{escape(key)}</dt><dd>{escape(_value(value))}</dd>"
+        for key, value in flatten(section).items()
+      )
+      html += f"<section><h3>{escape(name)}</h3><dl>{keys}</dl></section>"
+  return html
 
 
 def _value(value) -> str:

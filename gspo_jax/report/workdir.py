@@ -200,14 +200,14 @@ def _is_a(kind, value) -> bool:
   )
 
 
-def _record(where: str, record: dict) -> dict:
+def _record(place: str, record: dict) -> dict:
   """A line of metrics.jsonl, with numbers alone."""
-  step = run_files.step_of(record, where)
-  values = {k: _number(v, k, where) for k, v in record.items() if k != "step"}
+  step = run_files.step_of(record, place)
+  values = {k: _number(v, k, place) for k, v in record.items() if k != "step"}
   return {"step": step, **values}
 
 
-def _number(value, name: str, where: str) -> float:
+def _number(value, name: str, place: str) -> float:
   """NaN for null, and for what is not finite."""
   if value is None:
     return math.nan
@@ -215,16 +215,16 @@ def _number(value, name: str, where: str) -> float:
     with contextlib.suppress(OverflowError):
       return float(value) if math.isfinite(value) else math.nan
   raise UserError(
-    f"{where}: {name}={str(value)[:40]}: expected a number or null"
+    f"{place}: {name}={str(value)[:40]}: expected a number or null"
   )
 
 
-def _numbers(values, name: str, where: str) -> np.ndarray:
+def _numbers(values, name: str, place: str) -> np.ndarray:
   if not (isinstance(values, list) and values):
     raise UserError(
-      f"{where}: {name}={str(values)[:40]}: expected a list of numbers"
+      f"{place}: {name}={str(values)[:40]}: expected a list of numbers"
     )
-  return np.array([_number(v, name, where) for v in values])
+  return np.array([_number(v, name, place) for v in values])
 
 
 def _series(records: Sequence[dict]) -> dict[str, Series]:
@@ -241,14 +241,14 @@ def _series(records: Sequence[dict]) -> dict[str, Series]:
 def _spreads(path: epath.Path) -> dict[str, Spread]:
   lines = json_lines.read(path, drop_partial=True) if path.exists() else ()
   edges, points = None, {}
-  for where, record in lines:
+  for place, record in lines:
     if "edges" in record:
-      edges = _numbers(record["edges"], "edges", where)
+      edges = _numbers(record["edges"], "edges", place)
       continue
-    step = run_files.step_of(record, where)
+    step = run_files.step_of(record, place)
     for metric, values in record.items():
       if metric != "step":
-        numbers = _numbers(values, metric, where)
+        numbers = _numbers(values, metric, place)
         points.setdefault(metric, []).append((step, numbers))
   return {
     metric: _spread(metric, pairs, edges) for metric, pairs in points.items()

@@ -6,8 +6,9 @@ import textwrap
 import time
 from typing import NamedTuple
 
-from gspo_jax.rewards import sandbox
+from gspo_jax.rewards.reward import Reward
 from gspo_jax.runtime import errors
+from gspo_jax.workers import sandbox
 
 # Bytes of output that are read beyond twice the expected output.
 SLACK = 1 << 16
@@ -43,7 +44,7 @@ def passes(
 
   Args:
     prompt: not used.
-    response: what the policy wrote.
+    response: with the program.
     reference: JSON, `{"inputs": [...], "outputs": [...]}` or a list of
       `{"input": ..., "output": ...}`: text for stdin and of stdout.
     seconds: wall-clock time for one test.
@@ -161,4 +162,4 @@ def _fits(within: float, *, total, **_) -> None:
     )
 
 
-passes.prepare, passes.fits = _prepare, _fits
+CODE = Reward(passes, prepare=_prepare, fits=_fits)

@@ -9,11 +9,6 @@ def thinks(prompt: str, response: str, reference: str) -> float:
   Both the thoughts and the text after them must hold more than white space.
   White space may stand at the start. Where the prompt already ends in the
   opening tag, as some chat templates do, the response must not repeat it.
-
-  Args:
-    prompt: what the policy read; only its end matters.
-    response: what the policy wrote.
-    reference: not used.
   """
   if prompt.rstrip().endswith(OPEN):
     response = OPEN + response

@@ -1,12 +1,6 @@
 """LLM as a judge: a model behind an OpenAI-compatible server gives the score.
 
-  vllm serve Qwen/Qwen3-8B --port 8000
-  --config.reward.names="('judge:url=http://HOST:8000/v1/chat/completions,
-  model=Qwen/Qwen3-8B',)" --config.reward.seconds=40
-
-A template may hold `{prompt}`, `{response}`, `{reference}`, `{scale}` and
-columns of the problem's record. The policy learns to please the judge: a text
-in a response may persuade it of a high score.
+docs/rewards.md has an example and all arguments.
 """
 
 import asyncio
@@ -23,6 +17,7 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
+from gspo_jax.rewards.reward import Reward
 from gspo_jax.runtime import errors
 
 TEMPLATE = """Grade the response to the problem below.
@@ -69,11 +64,7 @@ _THOUGHTS = "</think>"
 
 
 class JudgeError(Exception):
-  """The server gave no score; the message names its url.
-
-  Attributes:
-    again: whether another try may succeed.
-  """
+  """The server gave no score, and whether another try (`again`) may succeed."""
 
   def __init__(self, message: str, *, again: bool = False):
     super().__init__(message)
@@ -105,21 +96,8 @@ async def score(
   A refused connection, a time-out, and the HTTP statuses 408, 409, 425, 429 and
   5xx are tried again, after 0.5 s, 1 s, ... up to 8 s.
 
-  Args:
-    prompt: for the template.
-    response: for the template.
-    reference: for the template.
-    url: `http://HOST:PORT/v1/chat/completions`, or https.
-    model: as the server names it.
-    template: a file with the judge's prompt; "": `TEMPLATE`.
-    scale: the largest score that the judge may give; the reward is the score
-      divided by it.
-    total: wall-clock time for all tries; must be below the pool's time for one
-      call.
-    temperature: of the judge.
-    max_tokens: of the judge's reply, its thoughts included.
-    key_variable: the environment variable with the server's key; "": no key.
-    **columns: for the template.
+  The arguments are those of docs/rewards.md; `total`, the seconds for all
+  tries, must be below the pool's time for one call.
 
   Raises:
     JudgeError: no reply in time, an error of the server, no score in the reply
@@ -355,4 +333,4 @@ def _columns(*, template, **_) -> list[str]:
   return [n for n in _NAME.findall(_template(template)) if n not in own]
 
 
-score.prepare, score.fits, score.columns = _prepare, _fits, _columns
+JUDGE = Reward(score, _prepare, _fits, _columns)

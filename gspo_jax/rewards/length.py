@@ -1,5 +1,6 @@
 """Rewards of the length of a response in tokens; the text does not matter."""
 
+from gspo_jax.rewards.reward import Reward
 from gspo_jax.runtime import errors
 
 
@@ -43,13 +44,6 @@ def short(
 
   An empty response gets the most, so give it less weight than the reward for a
   correct response.
-
-  Args:
-    prompt: not used.
-    response: not used.
-    reference: not used.
-    tokens: length of the response, stop token included.
-    limit: the largest length allowed.
   """
   return max(0.0, 1 - tokens / limit)
 
@@ -72,4 +66,4 @@ def _prepare(*, buffer=None, limit=None, tokens=None) -> None:
     )
 
 
-overlong.prepare = _prepare
+OVERLONG = Reward(overlong, prepare=_prepare)

@@ -28,11 +28,6 @@ def final_answer(prompt: str, response: str, reference: str) -> float:
 
   Only the very end counts: text after the result makes it wrong, and of several
   results the last one counts. A result may have thousands separators.
-
-  Args:
-    prompt: not used.
-    response: what the policy wrote, without its stop token.
-    reference: the expected result.
   """
   # Not a regular expression: on "####..." they take cubic time.
   _, marker, last = response.rpartition("#")
@@ -49,13 +44,10 @@ def gsm8k(prompt: str, response: str, reference: str) -> float:
   18, `1,234` is 1234. Refused are words and units ("18 million" is not 18),
   exponents, NaN, and digits other than 0 to 9.
 
-  Args:
-    prompt: not used.
-    response: what the policy wrote.
-    reference: a number, or a solution that ends in one after `####`.
+  The reference is a number, or a solution that ends in one after `####`.
 
   Raises:
-    ValueError: the reference is not a number.
+    ValueError: it is neither.
   """
   expected = number(marked(reference) or reference)
   if expected is None:
@@ -64,13 +56,7 @@ def gsm8k(prompt: str, response: str, reference: str) -> float:
 
 
 def numbered(prompt: str, response: str, reference: str) -> float:
-  """1.0 iff `gsm8k` can read a result in the response, correct or not.
-
-  Args:
-    prompt: not used.
-    response: what the policy wrote.
-    reference: not used.
-  """
+  """1.0 iff `gsm8k` can read a result in the response, correct or not."""
   return float(number(result(response) or "") is not None)
 
 

@@ -1,170 +1,117 @@
-"""A pool of worker processes that compute rewards while the caller goes on.
+"""Worker processes that compute rewards while the caller goes on.
 
-The caller may have threads and devices, so it never forks: it starts programs,
-each a `rewards.worker`. A reward that raises, hangs, dies, runs out of memory
-or returns no finite number affects that response only: the response is marked
-as failed, and its total is the weighted sum of its other rewards, at most 0;
-the caller may lower it further. If it fails on a group, it affects the
-responses of that group. `too_many` decides whether so many failed that the
+A reward that raises, hangs, dies, runs out of memory or returns no finite
+number affects its response only, or its group: the response is marked as
+failed, and its total is the weighted sum of its other rewards, at most 0; the
+caller may lower it further. `too_many` decides whether so many failed that the
 caller should stop.
 """
 
-import itertools
+import functools
 import math
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from gspo_jax.rewards import missing_column
-from gspo_jax.rewards.process import Call, Process, Setup
-from gspo_jax.rewards.worker import NO_LIST, NO_NUMBER
+from gspo_jax.rewards import reward
+from gspo_jax.rewards.reward import EXAMPLE, Needs, Number, Response
 from gspo_jax.runtime import errors
+from gspo_jax.workers.pool import Call, Pool
 
-# Responses or groups per request to a worker, which forks; that takes 1-3 ms.
-CHUNK = 128
-
-
-class Response(NamedTuple):
-  """A response of the policy with what its rewards need.
-
-  Attributes:
-    prompt: what the policy read.
-    text: what the policy wrote, without its stop token.
-    reference: the target, in the form that the rewards read.
-    tokens: length of the response, stop token included.
-    limit: the largest length allowed, in tokens.
-    columns: the other columns of the problem's record.
-  """
-
-  prompt: str
-  text: str
-  reference: str
-  tokens: int = 0
-  limit: int = 0
-  columns: Mapping[str, Any] = {}
-
-  def to(self, problem) -> "Response":
-    """This response to another problem, a `data.problem.Problem`."""
-    return self._replace(
-      prompt=problem.text, reference=problem.reference, columns=problem.columns
-    )
+_MAX_REASONS = 3  # for failures
 
 
-EXAMPLE = Response("What is 1+2?", "1+2=3\n#### 3", "3", tokens=8, limit=64)
+class Rewards(NamedTuple):
+  """The rewards of responses.
 
-
-class Scores(NamedTuple):
-  """The rewards of N responses, in the order of submission.
+  Their shape is [N] in the order of `RewardPool.submit`, and [P, G] for the
+  batch of an iteration.
 
   Attributes:
-    total: [N] float32, the weighted sum of `parts`. Where `failed`, the smaller
-      of that sum and 0: a failure must not pay better than a wrong response.
-    parts: name of a reward (without arguments) -> [N] float32; 0 where it could
-      not be computed.
-    failed: [N] bool, true where some reward could not be computed.
-    reasons: up to three different reasons of failures.
+    total: float32, the weighted sum of `parts`. Where `failed`, at most 0: a
+      failure must not pay better than a wrong response. In a batch see also
+      `rollout.scoring.pay_failures_least`.
+    parts: name of a reward, without its arguments -> float32, unweighted; 0
+      where it could not be computed.
+    failed: bool, whether a reward could not be computed.
+    reasons: up to three different reasons of failures, of this host.
   """
 
   total: np.ndarray
   parts: dict[str, np.ndarray]
   failed: np.ndarray
-  reasons: tuple[str, ...]
-
-
-class Pending(NamedTuple):
-  """Responses whose rewards are being computed.
-
-  Attributes:
-    names: of the rewards, without arguments.
-    weights: of each reward in the total.
-    submission: the responses and their calls.
-  """
-
-  names: tuple[str, ...]
-  weights: tuple[float, ...]
-  submission: "Submission"
+  reasons: tuple[str, ...] = ()
 
   @property
-  def calls(self) -> futures.Future:
-    """Of [units][responses][rewards] calls.
+  def first(self) -> np.ndarray:
+    """The first reward, of which evaluation reports."""
+    return next(iter(self.parts.values()))
 
-    A unit is one response, or a group of them.
-    """
-    return self.submission.future
-
-  def result(self) -> Scores:
-    """Waits for the scores of all responses."""
-    units = self.calls.result()
-    calls = [c for unit in units for row in unit for c in row]
-    parts = np.array([value or 0.0 for value, _ in calls], np.float64)
-    parts = parts.reshape(-1, len(self.names)).astype(np.float32)
-    failed = np.array([bool(failure) for _, failure in calls], bool)
-    failed = failed.reshape(parts.shape).any(1)
-    total = parts.astype(np.float64) @ np.float64(self.weights)
-    total = np.float32(np.where(failed, np.minimum(total, 0), total))
-    reasons = tuple(dict.fromkeys(why for _, why in calls if why))
-    by_name = dict(zip(self.names, parts.T, strict=True))
-    return Scores(total, by_name, failed, reasons[:3])
+  @property
+  def mixed_groups(self) -> np.ndarray:
+    """[P] bool, whether the rewards of a group differ."""
+    return np.ptp(self.total, axis=1) > 0
 
 
-def too_many(count: int, size: int, most: float, *, of: str) -> str:
-  """The error message if more rewards failed than are allowed; else "".
-
-  Args:
-    count: of responses that failed.
-    size: of all responses.
-    most: `reward.max_failed`, the share of responses that may fail. At least
-      one must succeed whatever the share.
-    of: where the responses come from, for the message.
-  """
-  allowed = min(int(most * size + 1e-6), size - 1)
-  if count <= allowed:
-    return ""
-  return (
-    f"{of}: {count} of {size} responses could not be scored, expected at most "
-    f"{allowed} (reward.max_failed={most:g})"
-  )
-
-
-class Submission:
-  """The units of one `submit`, and their calls as they come.
+class PendingCall(NamedTuple):
+  """A call that a response waits for.
 
   Attributes:
-    units: a response, or a group of them, each.
-    size: how many responses they are.
-    future: of their calls, [units][responses][rewards].
-    scored: responses that have their calls.
-    failures: a reason for each of them that failed.
+    name: of the reward.
+    future: of a `workers.pool.Result`, a list of `reward.Number`s.
+    index: of the response in that list.
   """
 
-  def __init__(self, units: Sequence[Sequence[Response]]):
-    self.units, self.future = units, futures.Future()
-    self.size = sum(map(len, units))
-    self.scored, self.failures = 0, []
-    self._calls, self._missing = [None] * len(units), len(units)
-    if not units:
-      self.future.set_result([])
+  name: str
+  future: futures.Future
+  index: int
 
-  def finish(self, i: int, calls: list[list[Call]]) -> None:
-    """Sets the calls of unit i."""
-    self._calls[i] = calls
-    self.scored += len(calls)
-    for row in calls:
-      self.failures += [call.failure for call in row if call.failure][:1]
-    self._missing -= 1
-    if not self._missing and not self.future.done():
-      self.future.set_result(self._calls)
-
-  def fail(self, error: BaseException) -> None:
-    """Ends it: a unit has no calls."""
-    if not self.future.done():
-      self.future.set_exception(error)
+  def number(self) -> Number:
+    """Waits for the number that the reward returned."""
+    value, failure = self.future.result()
+    number = Number(None, failure) if failure else Number(*value[self.index])
+    if number.failure:
+      return number._replace(failure=f"{self.name}: {number.failure}")
+    return number
 
 
-class RewardPool:
+class PendingRewards:
+  """Rewards that are being computed, of this host or of all.
+
+  Args:
+    size: responses that get rewards, of all hosts if these are of all.
+    calls: [responses of this host][rewards].
+    compute: makes the rewards; it waits for the calls. `result` calls it once.
+
+  Attributes:
+    size: as above.
+    calls: as above.
+  """
+
+  def __init__(
+    self,
+    size: int,
+    calls: Sequence[Sequence[PendingCall]],
+    compute: Callable[[], Rewards],
+  ):
+    self.size, self.calls = size, calls
+    self._compute, self._rewards = compute, None
+
+  @classmethod
+  def computed(cls, rewards: Rewards) -> "PendingRewards":
+    """Rewards that wait for nothing."""
+    return cls(rewards.total.size, (), lambda: rewards)
+
+  def result(self) -> Rewards:
+    """Waits for the rewards; where they are of all hosts, call it on each."""
+    if self._rewards is None:
+      self._rewards = self._compute()
+    return self._rewards
+
+
+class RewardPool(Pool):
   """A pool of worker processes that call rewards; a context manager.
 
   Each reward is called on the examples at the start, to check that it returns a
@@ -172,18 +119,15 @@ class RewardPool:
   the reward expects of a response.
 
   Attributes:
+    names: of the rewards, without arguments.
     takes_groups: whether some reward takes all responses to a problem at once.
 
   Args:
-    names: specs of the rewards, as `rewards.named` reads them.
+    names: the rewards, as `reward.named` reads them.
     weights: of each reward in the total.
-    workers: processes; each makes one call at a time, or `concurrency` calls
-      of `async` rewards.
-    seconds: wall-clock time for one call: of one reward, on one response or on
-      one group. A call that times out takes all of it.
-    memory: GiB that rewards may add to a worker process; enforced on Linux.
-    concurrency: calls of `async` rewards that a worker makes at once.
     examples: responses whose problems have the columns of all others.
+    **limits: `workers`, `seconds`, `memory` and `concurrency` of a `Pool`; a
+      call is of one reward, on one response or one group.
 
   Raises:
     UserError: a reward is unknown, does not import, lacks a package, takes
@@ -196,87 +140,71 @@ class RewardPool:
     names: Sequence[str],
     weights: Sequence[float],
     *,
-    workers: int = 2,
-    seconds: float = 10.0,
-    memory: float = 4.0,
-    concurrency: int = 32,
     examples: Sequence[Response] = (EXAMPLE,),
+    **limits,
   ):
-    self._names = tuple(name.partition(":")[0] for name in names)
+    self.names = tuple(name.partition(":")[0] for name in names)
     self._weights = tuple(weights)
-    limits = {"workers": workers, "seconds": seconds, "memory": memory}
-    limits["concurrency"] = concurrency
-    _check(self._names, self._weights, limits)
-    setup = Setup(tuple(names), seconds, memory, concurrency)
-    self._changed = threading.Condition()  # of the next four
-    self._waiting: list[tuple[Submission, int]] = []
-    self._share = 1  # of what waits, for a worker
-    self._closed = False
-    self._threads: list[threading.Thread] = []
-    self._workers = [Process(setup) for _ in range(workers)]
+    _check(self.names, self._weights)
+    load = functools.partial(reward.load, tuple(names))
+    super().__init__(f"rewards {', '.join(names)}", load, **limits)
+    self._needs = [Needs(*each) for each in self.facts]
+    self.takes_groups = any(need.group for need in self._needs)
     try:
-      for worker in self._workers:
-        needs = worker.wait_ready()
-      self.takes_groups = any(need.group for need in needs)
-      self._reads_columns = any(need.reads_columns for need in needs)
-      self._require_columns(needs, examples)
+      self._require_columns(examples)
       self._require_numbers(examples)
     except BaseException:
       self.close()
       raise
-    for worker in self._workers:
-      thread = threading.Thread(target=self._serve, args=(worker,), daemon=True)
-      self._threads.append(thread)
-      thread.start()
 
   def submit(
     self, responses: Sequence[Response], group_size: int = 1
-  ) -> Pending:
+  ) -> PendingRewards:
     """Starts to compute the rewards and returns at once.
 
     Args:
       responses: whole groups, one after the other.
       group_size: responses of a group.
     """
-    size = group_size if self.takes_groups else 1
-    if not self._reads_columns:  # they may be large, as tests of programs are
-      responses = [response._replace(columns={}) for response in responses]
-    units = [responses[i : i + size] for i in range(0, len(responses), size)]
-    if units and len(units[-1]) < size:
+    if self.takes_groups and len(responses) % group_size:
       raise ValueError(f"{len(responses)} responses in groups of {group_size}")
-    submission = Submission(units)
-    with self._changed:
-      if self._closed:
-        raise futures.CancelledError
-      self._waiting += [(submission, i) for i in range(len(units))]
-      share = math.ceil(len(self._waiting) / len(self._workers))
-      self._share = max(1, min(share, CHUNK))
-      self._changed.notify_all()
-    return Pending(self._names, self._weights, submission)
+    # Columns may be large, as tests of programs are.
+    if not any(need.reads_columns for need in self._needs):
+      responses = [response._replace(columns={}) for response in responses]
+    calls = []
+    for i, need in enumerate(self._needs):
+      size = group_size if need.group else 1
+      calls += [
+        Call(i, responses[k : k + size]) for k in range(0, len(responses), size)
+      ]
+    by_reward = {name: [] for name in self.names}
+    for call, future in zip(calls, self.start(calls), strict=True):
+      name = self.names[call.task]
+      by_reward[name] += [
+        PendingCall(name, future, k) for k in range(len(call.request))
+      ]
+    rows = list(zip(*by_reward.values(), strict=True))
+    return PendingRewards(len(rows), rows, lambda: self._rewards(rows))
 
-  def close(self) -> None:
-    """Ends the workers; pending rewards raise CancelledError."""
-    with self._changed:
-      self._closed = True
-      for submission, _ in self._waiting:
-        submission.future.cancel()
-      self._waiting.clear()
-      self._changed.notify_all()
-    for worker in self._workers:
-      worker.close()
-    for thread in self._threads:
-      thread.join()
+  def _rewards(self, calls: Sequence[Sequence[PendingCall]]) -> Rewards:
+    numbers = [call.number() for row in calls for call in row]
+    shape = -1, len(self.names)
+    parts = np.array([number.value or 0.0 for number in numbers], np.float64)
+    parts = parts.reshape(shape).astype(np.float32)
+    reasons = [number.failure for number in numbers]
+    failed = np.array([bool(x) for x in reasons], bool).reshape(shape).any(1)
+    total = parts.astype(np.float64) @ np.float64(self._weights)
+    return Rewards(
+      total=np.float32(np.where(failed, np.minimum(total, 0), total)),
+      parts=dict(zip(self.names, parts.T, strict=True)),
+      failed=failed,
+      reasons=tuple(dict.fromkeys(filter(None, reasons)))[:_MAX_REASONS],
+    )
 
-  def __enter__(self) -> "RewardPool":
-    return self
-
-  def __exit__(self, *_) -> None:
-    self.close()
-
-  def _require_columns(self, needs, examples) -> None:
-    for name, need in zip(self._names, needs, strict=True):
+  def _require_columns(self, examples) -> None:
+    for name, need in zip(self.names, self._needs, strict=True):
       for example in examples:
-        if missing := missing_column(need.columns, example.columns):
+        if missing := reward.missing_column(need.columns, example.columns):
           raise errors.UserError(
             f"reward {name!r}: {missing} (the problem {example.prompt[:40]!r}; "
             f"or set it, '{name}:{need.columns[0]}=VALUE')"
@@ -284,44 +212,37 @@ class RewardPool:
 
   def _require_numbers(self, examples) -> None:
     size = 2 if self.takes_groups else 1
-    scored = self._workers[0].score([[example] * size for example in examples])
-    calls = itertools.chain(*(table[0] for _, table in scored))
-    for name, (_, failure) in zip(itertools.cycle(self._names), calls):
-      mistake = (failure or "").removeprefix(f"{name}: ")
-      if mistake.startswith((NO_NUMBER, NO_LIST)):
-        raise errors.UserError(
-          f"reward {name!r}: {mistake} for an example response"
-        )
-
-  def _serve(self, worker: Process) -> None:
-    """In a thread: gives a worker what waits, until the pool is closed."""
-    while taken := self._take():
-      try:
-        for k, calls in worker.score([each.units[i] for each, i in taken]):
-          submission, i = taken[k]
-          with self._changed:
-            submission.finish(i, calls)
-      except BaseException as e:
-        with self._changed:
-          for submission, _ in taken:
-            submission.fail(e)
-
-  def _take(self) -> list[tuple[Submission, int]]:
-    """Waits for units, and takes its share of them; none: it is closed.
-
-    What came while the workers were busy goes into one request: calls of
-    `async` rewards run together only within a request.
-    """
-    with self._changed:
-      self._changed.wait_for(lambda: self._waiting or self._closed)
-      # Every n-th, not neighbours: responses to one problem cost the same.
-      n = math.ceil(len(self._waiting) / self._share) or 1
-      taken = self._waiting[::n]
-      del self._waiting[::n]
-      return taken
+    same = [example for example in examples for _ in range(size)]
+    for row in self.submit(same, size).calls:
+      for call in row:
+        value, failure = call.future.result()
+        number = Number(None) if failure else Number(*value[call.index])
+        if number.is_wrong_type:
+          raise errors.UserError(
+            f"reward {call.name!r}: {number.failure} for an example response"
+          )
 
 
-def _check(names, weights, limits) -> None:
+def too_many(count: int, size: int, max_failed: float, label: str) -> str:
+  """The error message if more rewards failed than are allowed; else "".
+
+  Args:
+    count: responses that failed.
+    size: all responses.
+    max_failed: `reward.max_failed`, the share of responses that may fail. At
+      least one must succeed whatever the share.
+    label: where the responses come from.
+  """
+  allowed = min(int(max_failed * size + 1e-6), size - 1)
+  if count <= allowed:
+    return ""
+  return (
+    f"{label}: {count} of {size} responses could not be scored, expected at "
+    f"most {allowed} (reward.max_failed={max_failed:g})"
+  )
+
+
+def _check(names: Sequence[str], weights: Sequence[float]) -> None:
   if not names or len(names) != len(weights):
     raise errors.UserError(
       f"expected a weight for each of one or more rewards, got {names=} and "
@@ -331,6 +252,3 @@ def _check(names, weights, limits) -> None:
     raise errors.UserError(f"expected each reward once, got {names=}")
   if not all(math.isfinite(weight) for weight in weights):
     raise errors.UserError(f"expected finite weights, got {weights=}")
-  for name, value in limits.items():
-    if not value > 0:
-      raise errors.UserError(f"rewards: expected {name} above 0, got {value}")

@@ -15,13 +15,14 @@ import jax
 import numpy as np
 
 from gspo_jax.data.prompt_batch import join
+from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.rollout.batch import (
   RolloutCost,
   ScoredSamples,
   group_rows,
   sampled_tokens,
 )
-from gspo_jax.rollout.scoring import ComputedRewards, Rewards, wait_scored
+from gspo_jax.rollout.scoring import wait_scored
 from gspo_jax.sampler.functions import MergeGroups
 
 
@@ -31,7 +32,7 @@ def sample_until_mixed(
   *,
   rounds: int,
   max_failed: float,
-  of: str,
+  label: str,
 ) -> tuple[ScoredSamples, list[RolloutCost]]:
   """Samples batches until P groups have mixed rewards, at most `rounds`.
 
@@ -43,7 +44,7 @@ def sample_until_mixed(
     merge_groups: jitted.
     rounds: the maximum number of batches, at least 1.
     max_failed: as for `wait_scored`, of the responses of all rounds.
-    of: what is sampled, for the log.
+    label: what is sampled, for the log.
 
   Returns:
     P groups, the first ones with mixed rewards and then the first others; and
@@ -64,7 +65,9 @@ def sample_until_mixed(
     )
     if rounds > 1:
       size = rounds * new.rewards.size
-      wait_scored([x.rewards for x in costs], max_failed, of=of, size=size)
+      wait_scored(
+        [x.rewards for x in costs], max_failed, label=label, size=size
+      )
     kept = _merge(kept, new, merge_groups) if i else new
   return kept, costs
 
@@ -105,15 +108,17 @@ def _merge(
   index = np.argsort(~mixed, kind="stable")[:P].astype(np.int32)
   responses = dict(kept.responses)
   responses |= {P * G + row: x for row, x in new.responses.items()}
-  of_both = group_rows(index, G)
-  rows = enumerate(of_both.tolist())
+  rows_of_both = group_rows(index, G)
+  rows = enumerate(rows_of_both.tolist())
   return ScoredSamples(
     prompts=join([kept.prompts, new.prompts]).pick(index),
     samples=merge_groups(kept.samples, new.samples, index),
     responses={i: responses[row] for i, row in rows if row in responses},
-    rewards=ComputedRewards(_merge_rewards(kept_rewards, new_rewards, index)),
+    rewards=PendingRewards.computed(
+      _merge_rewards(kept_rewards, new_rewards, index)
+    ),
     conversation={
-      name: np.concatenate([values, new.conversation[name]])[of_both]
+      name: np.concatenate([values, new.conversation[name]])[rows_of_both]
       for name, values in kept.conversation.items()
     },
     environment_seconds=kept.environment_seconds + new.environment_seconds,

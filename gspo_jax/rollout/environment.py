@@ -1,46 +1,13 @@
 """Environments: what answers the policy between its responses.
 
-An environment is a class. One object holds one conversation:
-
-  class Game:
-    roles = ("user",)                     of the messages that it writes
-    def reset(self, problem, seed): ...   -> messages, or () for the prompt
-    def step(self, response): ...         -> Step
-
-  reset     gets the problem, a `Question`, and an integer that is the same for
-            all responses to a prompt. What it returns is the prompt, messages
-            of (role, content) that end with one of the user; (): the prompt
-            that the data makes of the problem, which is usual.
-  step      gets the text of a response, without its stop token, and returns a
-            `Step`, or a tuple of its fields. Without messages it ends the
-            conversation.
-
-Name it in `rollout.environment` as `package.module.Class`, or
-`package.module.Class:key=value,key=value` to set keyword-only arguments of its
-`__init__`. `BUILT_IN` has short names.
-
-A class may have `prepare(**arguments)`, which is called once in each worker at
-the start and raises UserError if the environment cannot run, and
-`fits(seconds, **arguments)`, which raises UserError if a call cannot end in so
-many seconds.
-
-Environments run in the worker processes of `rewards.pool`, with the limits of
-rewards: `reward.seconds` for one call, memory, and a process forked for each
-batch of calls. Between two calls the object is pickled, so it holds plain
-values, not connections; it may keep the address of a server that holds more.
-If `step` is an `async def`, `reward.concurrency` of them run at once. A call
-that raises, takes too long or ends its process costs its conversation: it ends
-there, with a reward of at most 0 and of no more than others of its group get,
-and `reward/failed` counts it.
-
-This module needs the standard library alone: worker processes import it.
+docs/environments.md tells users how to write one. This module needs the
+standard library alone: worker processes import it.
 """
 
 import base64
 import functools
 import inspect
 import pickle
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -93,22 +60,43 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-  """One conversation; see the head of this file."""
+  """One conversation, of messages (role, content).
+
+  A class may have `prepare(**arguments)`, called once in each worker, which
+  raises UserError if the environment cannot run; and `fits(seconds,
+  **arguments)`, which raises it if a call cannot end in time. Between two calls
+  the object is pickled.
+  """
 
   roles: tuple[str, ...]
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
-    """Begins the conversation: its prompt, or () for that of the data."""
+    """Begins the conversation.
+
+    Args:
+      problem: the problem.
+      seed: the same for all responses to a prompt.
+
+    Returns:
+      The messages of the prompt, which end with one of the user; (): the prompt
+      that the data makes of the problem.
+    """
 
   def step(self, response: str) -> Step:
-    """Answers a response."""
+    """Answers a response, a text without its stop token; may be `async`.
+
+    Returns:
+      A `Step`, or a tuple of its fields. Without messages the conversation
+      ends.
+    """
 
 
 def named(spec: str) -> functools.partial:
   """The environment that a config names, a function without arguments.
 
   Args:
-    spec: `name` or `name:key=value,key=value`; see the head of this file.
+    spec: `name` or `name:key=value,key=value`, keyword-only arguments of its
+      `__init__`. The name is one of `BUILT_IN` or `package.module.Class`.
 
   Raises:
     UserError: there is none, its module does not import, it does not take those
@@ -116,9 +104,7 @@ def named(spec: str) -> functools.partial:
   """
   name, colon, text = spec.partition(":")
   cls = specs.imported(name, BUILT_IN, "environment")
-  given = {}
-  if colon:
-    given = specs.arguments(name, cls, text, "environment")
+  arguments = specs.arguments(name, cls, text, "environment") if colon else {}
   if inspect.iscoroutinefunction(getattr(cls, "reset", None)):
     raise errors.UserError(
       f"environment {name!r}: its reset is `async`, expected a plain function; "
@@ -134,12 +120,12 @@ def named(spec: str) -> functools.partial:
         f"step(response), its {method} does not fit: {e}"
       ) from e
   try:
-    inspect.signature(cls).bind(**given)
+    inspect.signature(cls).bind(**arguments)
   except TypeError as e:
     raise errors.UserError(
       f"environment {name!r}: {e}; set it, '{name}:key=value'"
     ) from e
-  return functools.partial(cls, **given)
+  return functools.partial(cls, **arguments)
 
 
 def roles(spec: str) -> tuple[str, ...]:
@@ -147,102 +133,60 @@ def roles(spec: str) -> tuple[str, ...]:
 
   A role "assistant" is an error: the policy alone writes those.
   """
-  found = _roles(named(spec).func)
-  if not (isinstance(found, tuple) and found and {"user", "tool"} >= {*found}):
+  names = _roles(named(spec).func)
+  if not (isinstance(names, tuple) and names and {"user", "tool"} >= {*names}):
     raise errors.UserError(
-      f"environment {spec!r} has roles={found!r}: expected ('user',), "
+      f"environment {spec!r} has roles={names!r}: expected ('user',), "
       "('tool',) or ('user', 'tool'), those of the messages that it writes"
     )
-  return found
+  return names
 
 
 def _roles(cls) -> tuple[str, ...]:
   return getattr(cls, "roles", ("user",))
 
 
-def reward_spec(spec: str) -> str:
-  """The spec with which a reward pool calls an environment."""
-  is_async = inspect.iscoroutinefunction(named(spec).func.step)
-  function = call_async if is_async else call
-  # No comma, colon or equals sign, which separate arguments.
-  text = urllib.parse.quote(spec, safe="")
-  return f"{__name__}.{function.__name__}:environment={text}"
+def load(spec: str, seconds: float):
+  """The tasks of `workers.pool` that run an environment: `BEGIN` and `STEP`.
 
-
-def call(
-  prompt,
-  response,
-  reference,
-  *,
-  environment: str,
-  columns: Mapping[str, Any] = {},
-  seed: int = 0,
-):
-  """One call of an environment in a worker process, with a reward's signature.
-
-  Args:
-    prompt: the pickled environment in base64; "" to begin the conversation.
-    response: of the policy; to begin, the text of the problem.
-    reference: of the problem.
-    environment: its spec, quoted.
-    columns: of the problem; read to begin.
-    seed: of the conversation.
+  BEGIN: (question, seed) -> `_answer`; STEP: (state, response) -> `_answer`.
   """
-  if not prompt:
-    return _begin(response, reference, environment, seed, columns)
-  game = pickle.loads(base64.b64decode(prompt))
-  return game, game.step(response), _roles(type(game))
+  make = named(spec)
+  if prepare := getattr(make.func, "prepare", None):
+    prepare(**make.keywords)
+  if fits := getattr(make.func, "fits", None):
+    fits(seconds, **make.keywords)
+
+  def begin(request):
+    game = make()
+    messages = game.reset(*request) or ()
+    return _answer(game, Step(messages), ("system", "user", "assistant"))
+
+  def step(request):
+    game = _restored(request)
+    return _answer(game, game.step(request[1]), _roles(make.func))
+
+  async def step_async(request):
+    game = _restored(request)
+    return _answer(game, await game.step(request[1]), _roles(make.func))
+
+  is_async = inspect.iscoroutinefunction(make.func.step)
+  return [begin, step_async if is_async else step], is_async
 
 
-async def call_async(
-  prompt,
-  response,
-  reference,
-  *,
-  environment: str,
-  columns: Mapping[str, Any] = {},
-  seed: int = 0,
-):
-  """As `call`, for an environment whose `step` is `async`."""
-  if not prompt:
-    return _begin(response, reference, environment, seed, columns)
-  game = pickle.loads(base64.b64decode(prompt))
-  return game, await game.step(response), _roles(type(game))
+BEGIN, STEP = 0, 1
 
 
-def _begin(text, reference, environment, seed, columns):
-  game = _named(environment)()
-  question = Question(text, reference, columns)
-  messages = game.reset(question, seed) or ()
-  return game, Step(messages), ("system", "user", "assistant")
+def _restored(request):
+  return pickle.loads(base64.b64decode(request[0]))
 
 
-@functools.cache
-def _named(quoted: str) -> functools.partial:
-  return named(urllib.parse.unquote(quoted))
-
-
-def _prepare(*, environment: str) -> None:
-  """Imports the environment once, in the worker."""
-  made = _named(environment)
-  if prepare := getattr(made.func, "prepare", None):
-    prepare(**made.keywords)
-
-
-def _fits(within: float, *, environment: str) -> None:
-  """Checks the time limit of one call, if the environment knows its own."""
-  made = _named(environment)
-  if fits := getattr(made.func, "fits", None):
-    fits(within, **made.keywords)
-
-
-def _convert(value) -> dict:
-  """A game and its step as JSON.
+def _answer(game, step, allowed: tuple[str, ...]) -> list:
+  """JSON: the environment's state, and the fields of its `Step`.
 
   Raises:
     ValueError, TypeError: the step has another form.
   """
-  game, step, allowed = value
   if not isinstance(step, tuple):
     raise TypeError(f"expected a Step, got {type(step).__name__}")
   step = Step(*step)
@@ -267,16 +211,11 @@ def _convert(value) -> dict:
   state = pickle.dumps(game)
   if len(state) > _MAX_STATE:
     raise ValueError(f"its pickle has more than {_MAX_STATE} bytes")
-  return {
-    "state": base64.b64encode(state).decode(),
-    "messages": messages,
-    "done": bool(step.done) or not messages,
-    "reward": reward,
-    "tool_calls": int(step.tool_calls),
-    "tool_errors": int(step.tool_errors),
-  }
-
-
-for _function in (call, call_async):
-  _function.prepare, _function.fits = _prepare, _fits
-  _function.convert = _convert
+  return [
+    base64.b64encode(state).decode(),
+    messages,
+    bool(step.done) or not messages,
+    reward,
+    int(step.tool_calls),
+    int(step.tool_errors),
+  ]

@@ -1,5 +1,12 @@
-"""Metrics of a rollout: rewards, lengths, cost and staleness."""
+"""Metrics of an iteration: rewards, lengths, times, memory and staleness."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspo_jax.rewards.pool import Rewards
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import (
   RolloutBatch,
@@ -8,7 +15,6 @@ from gspo_jax.rollout.batch import (
   slot_steps,
 )
 from gspo_jax.rollout.config import RolloutConfig
-from gspo_jax.rollout.scoring import Rewards
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import TRUNCATED, Samples
 
@@ -77,3 +83,67 @@ def _response_metrics(samples: Samples, costs) -> dict[str, float]:
     # tokens that were sampled twice.
     "response/useful_steps": sampled_tokens(costs) / slot_steps(costs),
   }
+
+
+def time_metrics(
+  clock: Sequence[float], batch: RolloutBatch, trained_tokens: float
+) -> dict[str, float]:
+  """`time/*`, and tokens per second.
+
+  Args:
+    clock: seconds at the start, and after generation, score and update.
+    batch: that the iteration learns from.
+    trained_tokens: of its policy.
+  """
+  generate, score, update = np.diff(clock)
+  total = clock[-1] - clock[0]
+  beside = {"time/rollout": batch.seconds} if batch.seconds else {}
+  return beside | {
+    "time/generate": generate,
+    "time/score": score,
+    "time/update": update,
+    "time/iteration": total,
+    "throughput/sampler_tokens_per_second": batch.sampled_tokens
+    / (batch.seconds or generate),
+    "throughput/tokens_per_second": trained_tokens / total,
+  }
+
+
+def memory_metrics(device: jax.Device) -> dict[str, float]:
+  """`memory/*` of a device, in GiB; a CPU has none."""
+  names = {"peak_bytes_in_use": "peak", "bytes_limit": "limit"}
+  stats = device.memory_stats() or {}
+  return {
+    f"memory/{name}_gib": stats[key] / 2**30
+    for key, name in names.items()
+    if key in stats
+  }
+
+
+def useful_fractions(
+  row_tokens: Mapping[str, Any], sampled: int, slot_steps: int
+) -> dict[str, float]:
+  """`throughput/useful_fraction*`: real tokens over computed ones.
+
+  Of the update; of the score, if something runs before the update; of decoding;
+  and of all three together, where each computed token has the same weight.
+
+  Args:
+    row_tokens: `real` and `computed` tokens by the name of the function,
+      `update` and those of the score.
+    sampled: tokens that were sampled.
+    slot_steps: decode steps, each times the rows that were decoded.
+  """
+  parts = {"update": [], "score": [], "decode": [(sampled, slot_steps)]}
+  for name, tokens in row_tokens.items():
+    part = "update" if name == "update" else "score"
+    parts[part].append((tokens.real, tokens.computed))
+  sums = {
+    name: np.sum(counts, axis=0) for name, counts in parts.items() if counts
+  }
+  real, computed = sum(sums.values())
+  fractions = {
+    f"throughput/useful_fraction_{name}": real / max(computed, 1)
+    for name, (real, computed) in sums.items()
+  }
+  return {"throughput/useful_fraction": real / max(computed, 1), **fractions}

@@ -10,13 +10,19 @@ from concurrent.futures import Future
 
 import jax
 
-from gspo_jax.rollout.batch import (
-  RolloutBatch,
-  RolloutContext,
-  RolloutCost,
-)
+from gspo_jax.rollout.batch import RolloutBatch, RolloutCost
+from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.sampler.functions import SeparateDevices
 from gspo_jax.sampler.samples import Samples
+
+# Fields of a batch that a checkpoint has as they are.
+_SAVED = (
+  "sampled_tokens",
+  "policy_step",
+  "resumed_fraction",
+  "epochs",
+  "seconds",
+)
 
 
 class OffPolicy:
@@ -34,11 +40,12 @@ class OffPolicy:
   Args:
     source: samples the batches.
     context: of `source`.
-    empty: empty samples of a batch, for a checkpoint with fewer batches.
+    empty: placeholder; a checkpoint always stores `max_staleness` batches and
+      pads with this.
     max_staleness: `rollout.max_staleness`; 0 needs `separate`.
     last_step: the last iteration.
-    timeout: seconds to wait for a sampler with devices of its own.
-    separate: for a sampler with devices of its own; else None.
+    timeout: seconds to wait for a dedicated sampler.
+    separate: of a dedicated sampler, which has its own devices; else None.
   """
 
   def __init__(
@@ -86,9 +93,7 @@ class OffPolicy:
     """Samples the batch of iteration `target` with the policy of `step`."""
     if self._thread:
       return self._thread.submit(lambda: self._sample(params, target, step))
-    done = Future()
-    done.set_result(self._sample(params, target, step))
-    return done
+    return _done(self._sample(params, target, step))
 
   def _sample(self, params, target, step) -> RolloutBatch:
     if self._separate is None:
@@ -142,17 +147,16 @@ class OffPolicy:
     """JSON: where the pending problems stand in the data, and their cost."""
     if not self._max_staleness:
       return self._source.get_state()
+    conversations = self._context.conversations
     batches = [
       {
         "positions": batch.samples.prompts.positions.tolist(),
         "tokens": int(batch.costs[0].tokens),
         "slot_steps": int(batch.costs[0].slot_steps),
-        "policy_step": batch.policy_step,
-        "resumed_fraction": batch.resumed_fraction,
-        "epochs": batch.epochs,
-        "sampled_tokens": batch.sampled_tokens,
-        "seconds": batch.seconds,
-        "conversations": self._context.conversations_state(batch.samples),
+        **{name: getattr(batch, name) for name in _SAVED},
+        "conversations": conversations.state(batch.samples)
+        if conversations
+        else {},
       }
       for batch in self.wait()
     ]
@@ -170,35 +174,35 @@ class OffPolicy:
       return
     for samples, saved in zip(pending["next"], state["next"], strict=False):
       prompts = self._context.curriculum.prompts_at(saved["positions"])
-      scored = self._context.restore(
-        prompts, samples, saved.get("conversations")
-      )
+      if conversations := saved["conversations"]:
+        scored = self._context.conversations.restore(
+          prompts, samples, conversations
+        )
+      else:
+        scored = self._context.start_scoring(prompts, samples)
       cost = RolloutCost(
         prompts, scored.rewards, saved["tokens"], saved["slot_steps"]
       )
-      restored = Future()
-      restored.set_result(
-        RolloutBatch(
-          scored,
-          [cost],
-          saved.get("sampled_tokens", 0),
-          saved["policy_step"],
-          saved["resumed_fraction"],
-          saved["epochs"],
-          saved.get("seconds", 0.0),
-        )
+      batch = RolloutBatch(
+        scored, [cost], **{name: saved[name] for name in _SAVED}
       )
-      self._batches.append(restored)
+      self._batches.append(_done(batch))
+
+
+def _done(batch: RolloutBatch) -> Future[RolloutBatch]:
+  future = Future()
+  future.set_result(batch)
+  return future
 
 
 class _Thread:
-  """Runs functions one after another; a process may end while one runs.
+  """One daemon thread, which runs functions one after another.
 
-  Python waits at its end for the threads of a ThreadPoolExecutor, also for one
-  whose function never returns.
+  Unlike that of a ThreadPoolExecutor, it does not block the interpreter's exit.
 
   Args:
-    mesh: that of the sampler, on which the thread's processes also agree.
+    mesh: the sampler's. The thread sets it, so that `multihost` collectives
+      called there run on the sampler's devices.
   """
 
   def __init__(self, mesh: jax.sharding.Mesh):
@@ -213,7 +217,7 @@ class _Thread:
     return future
 
   def close(self) -> None:
-    """Ends after the function that runs; calls no other."""
+    """Drops queued calls; the running one finishes."""
     with contextlib.suppress(queue.Empty):
       while True:
         self._work.get_nowait()

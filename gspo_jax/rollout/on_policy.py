@@ -6,11 +6,11 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import (
   RolloutBatch,
-  RolloutContext,
   ScoredSamples,
   prompts_on_device,
   sampled_tokens,
 )
+from gspo_jax.rollout.context import RolloutContext, iteration_keys
 from gspo_jax.rollout.scoring import ResponseDecoder, StreamingScorer
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
@@ -44,13 +44,13 @@ class OnPolicy:
       step: the iteration that learns from the batch.
       policy_step: the iteration whose policy this is; None: `step`.
     """
-    rng = self._context.keys(step).sample
+    rng = iteration_keys(self._context.rng, step).sample
     samples, costs = dynamic_sampling.sample_until_mixed(
       lambda i: self._sample(params, step, jax.random.fold_in(rng, i)),
       self._merge_groups,
       rounds=self._rounds,
       max_failed=self._context.max_failed,
-      of=f"iteration {step}",
+      label=f"iteration {step}",
     )
     return RolloutBatch(
       samples,
@@ -64,13 +64,15 @@ class OnPolicy:
     """Responses to new prompts; `ContinuousSampler` streams them to scoring."""
     context = self._context
     batch = context.curriculum.next_batch(step)
-    what = f"rollout of iteration {step}"
+    label = f"rollout of iteration {step}"
     if context.conversations:
-      return self._converse(params, batch, key, what)
+      return context.conversations(
+        context.generate, params, batch, key, label=label
+      )
     key = sharding.key_beside(context.batch_sharding, key)
     prompts = prompts_on_device(batch, context.batch_sharding)
     if not isinstance(context.generate, ContinuousSampler):
-      with Progress(what):
+      with Progress(label):
         samples = context.generate(params, prompts, key)
         return context.start_scoring(batch, samples)
     scorer = StreamingScorer(
@@ -80,27 +82,12 @@ class OnPolicy:
       ),
     )
     count = context.prompts * context.group_size
-    with Progress(what, count, "responses") as progress:
+    with Progress(label, count, "responses") as progress:
       samples = context.generate(
         params, prompts, key, on_finished=scorer.add, progress=progress
       )
     rewards = scorer.rewards(samples.lengths)
     return ScoredSamples(batch, samples, scorer.responses, rewards)
-
-  def _converse(self, params, batch, key, what) -> ScoredSamples:
-    """Conversations with the environment, which gives the rewards."""
-    context = self._context
-    done = context.conversations(
-      context.generate, params, batch, key, what=what
-    )
-    return ScoredSamples(
-      done.prompts,
-      done.samples,
-      done.responses,
-      done.rewards,
-      {**done.counts, "rewards": done.turn_rewards},
-      done.seconds,
-    )
 
   def get_state(self) -> dict:
     """Nothing is pending."""

@@ -5,7 +5,7 @@ tokens in an iteration, and continues in the next one. More prompts are in
 flight than an update takes, so that long responses do not hold up a batch.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,28 +13,14 @@ from gspo_jax.data.prompt_batch import PromptBatch, join
 from gspo_jax.record.progress import Progress
 from gspo_jax.rollout.batch import (
   RolloutBatch,
-  RolloutContext,
   RolloutCost,
   group_rows,
   prompts_on_device,
 )
+from gspo_jax.rollout.context import RolloutContext, iteration_keys
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.functions import SamplerFunctions
 from gspo_jax.sampler.samples import UNFINISHED, Samples
-
-
-class _Resumed(NamedTuple):
-  """Samples, and the slot steps that they took in this iteration."""
-
-  samples: Samples
-  slot_steps: int
-
-
-class EmptySlots(Protocol):
-  """Makes samples without tokens."""
-
-  def __call__(self, prompts: int) -> Samples:
-    """Samples of as many prompts, G rows each."""
 
 
 class PartialRollouts:
@@ -51,17 +37,17 @@ class PartialRollouts:
 
   Args:
     context: what sampling needs; `generate` is a `ContinuousSampler`.
-    empty_samples: of the continuous sampler.
+    empty_samples: of that sampler: prompts -> samples without tokens.
     functions: the sampler's, of which it uses `take_batch` and `take_pending`.
-    max_tokens: the most tokens that an iteration adds to a response.
-    shards: parts of the devices, each with prompts of its own.
+    max_tokens: tokens that an iteration adds to a response at most.
+    shards: parts of the devices, each with its own prompts.
     extra_prompts: prompts in flight beside the P of a batch.
   """
 
   def __init__(
     self,
     context: RolloutContext,
-    empty_samples: EmptySlots,
+    empty_samples: Callable[[int], Samples],
     functions: SamplerFunctions,
     *,
     max_tokens: int,
@@ -145,16 +131,21 @@ class PartialRollouts:
     new = self._context.curriculum.next_batch(step, count)
     return join([*old, new]).pick(np.argsort(self._by_age))
 
-  def _resume(self, params, step, batch, lengths) -> _Resumed:
-    """Samples on, each response at most `max_tokens` unless groups miss."""
+  def _resume(self, params, step, batch, lengths) -> tuple[Samples, int]:
+    """Adds up to `max_tokens` to each response; also returns the slot steps.
+
+    If fewer than P groups are then finished, samples the oldest to their end.
+    """
     context, G = self._context, self._context.group_size
     prompts = prompts_on_device(batch, context.batch_sharding)
-    key = sharding.key_beside(context.batch_sharding, context.keys(step).sample)
+    key = sharding.key_beside(
+      context.batch_sharding, iteration_keys(context.rng, step).sample
+    )
     limit = self.pending.tokens.shape[1]
 
     def sample(samples, stop_at, waits):
-      what = f"rollout of iteration {step}"
-      with Progress(what, int(waits.sum()), "responses") as progress:
+      label = f"rollout of iteration {step}"
+      with Progress(label, int(waits.sum()), "responses") as progress:
         return context.generate(
           params,
           prompts,
@@ -177,14 +168,14 @@ class PartialRollouts:
       stop_at = np.where(to_the_end, limit, 0)
       samples = sample(samples, stop_at, to_the_end & ~ended)
       slot_steps += int(samples.slot_steps)
-    return _Resumed(samples, slot_steps)
+    return samples, slot_steps
 
   def _oldest(self, which_Q) -> np.ndarray:
     """The indices of the prompts where `which_Q`, oldest first."""
     return self._by_age[which_Q[self._by_age]]
 
   def _keep(self, batch, samples, left):
-    """Keeps the groups `left`, as the oldest; the others become empty."""
+    """Keeps the groups `left` as the oldest ones; the others become empty."""
     index = np.full(self._in_flight, -1, np.int32)
     index[self._by_age[: len(left)]] = left
     self.pending = self._functions.take_pending(samples, index)

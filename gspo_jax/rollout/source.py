@@ -9,8 +9,8 @@ A source is called with the policy's weights and the iteration that learns from
 the batch. A checkpoint has its pending responses, in `pending` and `get_state`.
 """
 
-from gspo_jax.rollout.batch import RolloutContext
 from gspo_jax.rollout.config import RolloutConfig
+from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.partial import PartialRollouts

@@ -30,26 +30,23 @@ def install(extra: str) -> str:
 
 
 def missing_package(
-  error: ImportError, extra: str, what: str = "this"
+  error: ImportError, extra: str, name: str = "this"
 ) -> UserError:
   """The error to raise where an optional package cannot be imported.
 
-  Args:
-    error: of the import.
-    extra: of setup.cfg, which has the package.
-    what: needs the package, as the user typed it: "reward 'math'".
+  The `extra` of setup.cfg has it. `name` is what needs it, as the user typed
+  it: "reward 'math'".
   """
   return UserError(
-    f"{what} needs a package that is not installed ({error}): {install(extra)}"
+    f"{name} needs a package that is not installed ({error}): {install(extra)}"
   )
 
 
 def how_to_download(folder: str) -> str:
   """The end of the error for a folder that does not exist.
 
-  Returns:
-    How to download it, if it looks like the id of a model on the Hugging Face
-    Hub, OWNER/NAME; else "".
+  How to download it, if it looks like the id of a model on the Hugging Face
+  Hub, OWNER/NAME; else "".
   """
   model = re.fullmatch(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)", str(folder))
   if not model:
@@ -61,11 +58,11 @@ def how_to_download(folder: str) -> str:
 
 
 @contextlib.contextmanager
-def with_reason(what: str) -> Iterator[None]:
-  """Raises the error of a folder or bucket as UserError "WHAT: reason".
+def with_reason(subject: str) -> Iterator[None]:
+  """Raises the error of a folder or bucket as UserError "SUBJECT: reason".
 
-  An outage is raised as it is, with `what` as a note. It ends a command with 1,
-  after which the schedulers of launch/ start the command again, unlike 2.
+  An outage is raised as it is, with `subject` as a note. It ends a command with
+  1, after which the schedulers of launch/ start the command again, unlike 2.
   """
   try:
     yield
@@ -73,18 +70,18 @@ def with_reason(what: str) -> Iterator[None]:
     if isinstance(error, UserError):
       raise
     if not _is_callers(error):
-      error.add_note(what)
+      error.add_note(subject)
       raise
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
       reason = error.strerror or str(error)
     reason = " ".join(reason.split())
-    raise UserError(f"{what}: {reason}") from error
+    raise UserError(f"{subject}: {reason}") from error
 
 
 @contextlib.contextmanager
-def content_of(what: str) -> Iterator[None]:
-  """Raises what the content of a file causes as UserError "WHAT: reason".
+def content_of(subject: str) -> Iterator[None]:
+  """Raises what the content of a file causes as UserError "SUBJECT: reason".
 
   For code that interprets what others wrote, such as a chat template: the same
   content raises the same error after every restart. Errors of a disk or a
@@ -96,7 +93,7 @@ def content_of(what: str) -> Iterator[None]:
     raise
   except Exception as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    raise UserError(f"{what}: {reason[:200]}") from error
+    raise UserError(f"{subject}: {reason[:200]}") from error
 
 
 _ERRNOS_OF_CALLERS = {
@@ -138,8 +135,7 @@ def _classes(error: BaseException) -> set[str]:
 def nearest(name: str, choices: Iterable[str]) -> str:
   """The hint that ends an error message about an invalid `name`.
 
-  Returns:
-    "did you mean 'x'?" if `mistyped` finds a choice, else a list of all.
+  "did you mean 'x'?" if `mistyped` finds a choice, else a list of all.
   """
   choices = sorted(choices)
   close = mistyped(name, choices)
@@ -161,8 +157,7 @@ def mistyped(name: str, choices: Iterable[str]) -> list[str]:
   A name of 1 or 2 letters may have no typo, one of 3 to 5 letters one. Case is
   ignored. Digits must agree: qwen3-14b is not a typo of qwen3-4b.
 
-  Returns:
-    The choices with the fewest typos, in the order of `choices`.
+  Those with the fewest typos are returned, in the order of `choices`.
   """
   distances = {}
   for choice in choices:

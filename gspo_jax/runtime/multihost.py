@@ -61,10 +61,8 @@ def start(
   Without arguments it joins the hosts of a Cloud TPU slice, and does nothing on
   a single machine.
 
-  Args:
-    coordinator: HOST:PORT at which process 0 listens.
-    num_processes: how many processes the job has.
-    process_id: the index of this process, from 0.
+  `coordinator` is the HOST:PORT at which process 0 listens; `process_id` counts
+  from 0.
 
   Raises:
     UserError: process 0 cannot listen at that address, or the hosts of a slice
@@ -134,12 +132,7 @@ class _Beats:
     self._heard: dict[str, tuple[str, float]] = {}
 
   def silent(self, counts: Mapping[str, str], now: float) -> list[str]:
-    """The processes that have become silent; each is listed once.
-
-    Args:
-      counts: of each process.
-      now: in seconds.
-    """
+    """The processes that have become silent; each is listed once."""
     silent = []
     for name, count in counts.items():
       before, since = self._heard.get(name, ("", now))
@@ -186,11 +179,9 @@ def require_joined() -> None:
 def tpu_hosts() -> int:
   """The number of hosts of this Cloud TPU slice; 1 on any other machine.
 
-  It repeats the detection of `jax.distributed.initialize`, which on a
-  notebook's TPU would wait five minutes for a coordinator named "local".
-
-  Returns:
-    The number of hosts, or 0 if only `jax.distributed.initialize` can find it.
+  0 if only `jax.distributed.initialize` can find it. It repeats the detection
+  of that function, which on a notebook's TPU would wait five minutes for a
+  coordinator named "local".
   """
   if not _expects_tpu():
     return 1
@@ -434,13 +425,13 @@ def _identity(x):
 
 def to_host(tree):
   """Global arrays as whole numpy arrays, on every process of their mesh."""
-  return jax.tree.map(_whole, tree)
 
+  def whole(x):
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+      return np.asarray(x)
+    replicated = NamedSharding(x.sharding.mesh, PartitionSpec())
+    with jax.set_mesh(x.sharding.mesh):
+      x = jax.jit(_identity, out_shardings=replicated)(x)
+    return np.asarray(x.addressable_data(0))
 
-def _whole(x) -> np.ndarray:
-  if not isinstance(x, jax.Array) or x.is_fully_addressable:
-    return np.asarray(x)
-  replicated = NamedSharding(x.sharding.mesh, PartitionSpec())
-  with jax.set_mesh(x.sharding.mesh):
-    whole = jax.jit(_identity, out_shardings=replicated)(x)
-  return np.asarray(whole.addressable_data(0))
+  return jax.tree.map(whole, tree)

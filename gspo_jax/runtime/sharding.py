@@ -1,7 +1,7 @@
-"""How all arrays are sharded: one device mesh, and one table of rules.
+"""The device mesh, and how arrays are sharded over it.
 
-`TABLE` maps the path of a parameter to logical axes, and `LOGICAL` maps each
-logical axis to mesh axes. A batch of samples is sharded by its rows, over all
+`RULES` maps each logical axis of an array to mesh axes. Who makes an array says
+which logical axes it has. A batch of samples is sharded by its rows, over all
 axes but `tensor`. The rows of an update are sharded over `data`, `fsdp` and
 `expert`, and within the model their tokens over `context`. The mesh axes have
 type Auto: XLA partitions most of the program. What XLA partitions badly
@@ -11,8 +11,7 @@ collectives.
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,49 +31,19 @@ WEIGHT_AXES = ("fsdp", "context")
 ROWS = PartitionSpec(ROW_AXES)
 TOKENS = PartitionSpec(ROW_AXES, "context")
 
-# logical axis -> mesh axes, the slowest-varying first
-LOGICAL = {
+# Logical axis -> mesh axes, the slowest-varying first.
+RULES = {
+  "layers": (),  # of a stack; an array of one layer has no such axis
   "whole": (),
   "vocab": ("tensor",),
-  "table": (
-    *WEIGHT_AXES,
-    "expert",
-  ),  # the embedding dimension of embed and head
+  "table": (*WEIGHT_AXES, "expert"),  # the width of the embedding and the head
   "embed": WEIGHT_AXES,
   "heads": ("tensor",),
   "head_dim": WEIGHT_AXES,
   "mlp": ("tensor",),
   # Whole experts on each device: they are gathered along the expert axis.
-  "expert": ("expert", "tensor", *WEIGHT_AXES),
+  "experts": ("expert", "tensor", *WEIGHT_AXES),
 }
-
-# regular expression for the end of a parameter's path -> its logical axes.
-# Stacked layers have one more axis in front, which is not sharded.
-TABLE = (
-  (r"embed", ("vocab", "table")),
-  (r"head", ("table", "vocab")),
-  (r"value_head", ("whole",)),
-  (r"(final|attention|mlp|q|k)_norm/scale", ("whole",)),
-  (r"attention/[qkv]", ("embed", "heads", "whole")),
-  (r"attention/[qkv]_bias", ("heads", "head_dim")),
-  (r"attention/o", ("heads", "head_dim", "whole")),
-  (r"mlp/(gate|up)", ("embed", "mlp")),
-  (r"mlp/down", ("mlp", "embed")),
-  (r"moe/router", ("embed", "whole")),
-  (r"moe/gate_up", ("expert", "whole", "whole")),
-  (r"moe/down", ("expert", "whole", "whole")),
-  # Adapters: sharded as the weight beside them, and not along their rank.
-  (r"attention/[qkv]_lora_a", ("embed", "whole")),
-  (r"attention/[qkv]_lora_b", ("whole", "heads", "whole")),
-  (r"attention/o_lora_a", ("heads", "head_dim", "whole")),
-  (r"attention/o_lora_b", ("whole", "whole")),
-  (r"mlp/(gate|up)_lora_a", ("embed", "whole")),
-  (r"mlp/(gate|up)_lora_b", ("whole", "mlp")),
-  (r"mlp/down_lora_a", ("mlp", "whole")),
-  (r"mlp/down_lora_b", ("whole", "embed")),
-  (r"moe/(gate_up|down)_lora_[ab]", ("expert", "whole", "whole")),
-  (r"ns_coeffs", ("whole",)),  # three numbers in the state of Muon
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +87,9 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
   torus. With several slices, each slice holds a contiguous part of `data`.
 
   Args:
-    devices: the devices of the mesh; all devices by default.
-    **sizes: the number of devices along each axis, 1 if absent. One axis may
-      be -1: it takes the devices that the other axes leave.
+    devices: all devices by default.
+    **sizes: devices along each axis, 1 if absent. One axis may be -1: it takes
+      the devices that the other axes leave.
 
   Raises:
     UserError: the product of the sizes is not the number of devices, or `data`
@@ -128,9 +97,9 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
   """
   devices = jax.devices() if devices is None else devices
   shape = [sizes.get(axis, 1) for axis in AXES]
-  given = math.prod(n for n in shape if n != -1)
-  if shape.count(-1) == 1 and given > 0 and len(devices) % given == 0:
-    shape[shape.index(-1)] = len(devices) // given
+  known = math.prod(n for n in shape if n != -1)
+  if shape.count(-1) == 1 and known > 0 and len(devices) % known == 0:
+    shape[shape.index(-1)] = len(devices) // known
   if min(shape) < 1 or math.prod(shape) != len(devices):
     part = len(devices) < len(devices[0].client.devices())
     raise UserError(
@@ -143,19 +112,15 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
 
 
 def split_devices(sampler: int, devices=None) -> tuple[list, list]:
-  """The trainer's devices, and as many of the sampler's own.
+  """Splits devices into the trainer's and `sampler` devices of the sampler.
 
   One process gives the sampler its last devices. Of several processes each
-  gives the last half of its own: all run both programs, and weights go from
-  one device to another of the same process.
-
-  Args:
-    sampler: `sampler_mesh.devices`; 0: none of its own.
-    devices: those to split; all devices by default.
+  gives the last half of its devices: every process runs both programs, and
+  weights move between two devices of one process.
 
   Raises:
-    UserError: the trainer would have none, or several processes cannot split
-      their devices so.
+    UserError: the trainer would have none, or several processes cannot give
+      half of their devices each.
   """
   devices = list(jax.devices() if devices is None else devices)
   if not sampler:
@@ -163,8 +128,8 @@ def split_devices(sampler: int, devices=None) -> tuple[list, list]:
   processes = _by_process(devices)
   if len(processes) > 1:
     _require_halves(sampler, processes)
-    trainer = [d for own in processes for d in own[: len(own) // 2]]
-    return trainer, [d for own in processes for d in own[len(own) // 2 :]]
+    trainer = [d for group in processes for d in group[: len(group) // 2]]
+    return trainer, [d for group in processes for d in group[len(group) // 2 :]]
   if not 0 < sampler < len(devices):
     raise UserError(
       f"sampler_mesh.devices={sampler}: expected at most {len(devices) - 1} of "
@@ -184,7 +149,7 @@ def _by_process(devices) -> list[list]:
 
 def _require_halves(sampler, processes):
   devices = sum(map(len, processes))
-  if sampler * 2 != devices or any(len(own) % 2 for own in processes):
+  if sampler * 2 != devices or any(len(group) % 2 for group in processes):
     raise UserError(
       f"sampler_mesh.devices={sampler}: expected 0, or with {len(processes)} "
       f"processes half of the {devices} devices, an equal part of each process"
@@ -203,20 +168,12 @@ _NO_PARTS = ("TPU v5 lite", "TPU v6 lite")
 
 
 def beside(mesh: Mesh, devices) -> Mesh:
-  """A mesh of as many other devices, each in the place of one of its process.
-
-  Args:
-    mesh: of the devices that are replaced.
-    devices: the others.
-  """
-  places = zip(
+  """The same mesh on other devices: each replaces one of its own process."""
+  pairs = {}
+  for old, new in zip(
     _by_process(mesh.devices.flat), _by_process(devices), strict=True
-  )
-  pairs = {
-    old: new
-    for olds, news in places
-    for old, new in zip(olds, news, strict=True)
-  }
+  ):
+    pairs |= zip(old, new, strict=True)
   return _mesh(np.vectorize(pairs.get, otypes=[object])(mesh.devices))
 
 
@@ -247,7 +204,7 @@ def _arrange(devices, shape) -> np.ndarray:
 
 
 class _Placed:
-  """A device that says it has other coordinates."""
+  """A device with other coordinates."""
 
   def __init__(self, device, coords):
     self.device, self.coords = device, coords
@@ -257,7 +214,7 @@ class _Placed:
 
 
 def _without_gaps(devices) -> list[_Placed]:
-  """The devices, as if rows of the torus in which none lies were not there.
+  """The devices with coordinates that leave out empty rows of the torus.
 
   A part of each host's chips leaves such gaps, and JAX arranges whole boxes.
   """
@@ -271,9 +228,9 @@ def _without_gaps(devices) -> list[_Placed]:
 
 
 def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
-  """The same devices in the same order, split over two axes and `data`.
+  """The same devices in the same order, over `data`, `expert` and `tensor`.
 
-  For decoding: no weight is gathered, and no row is split.
+  For decoding, which gathers no weight and splits no row.
 
   Raises:
     UserError: `expert` times `tensor` does not divide the devices.
@@ -286,60 +243,81 @@ def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
   return _mesh(mesh.devices.reshape(-1, 1, 1, expert, tensor))
 
 
-def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-  """The PartitionSpec of one array of the training state.
+def rule(path: str, rules: Mapping[str, Any]) -> Any:
+  """The value of the rule for a path: the one whose key the path ends in.
 
-  Args:
-    path: slash-joined. The path of an optimizer moment ends in the path of its
-      parameter.
-    shape: the shape of the array; scalars are replicated.
-    mesh: a mesh of `make_mesh`.
+  "attention/q" is a rule for "layers/attention/q" and for its moment
+  "mu/layers/attention/q".
 
   Raises:
-    ValueError: no rule of `TABLE` or more than one matches the path, or the
-      rule uses one mesh axis for two dimensions.
+    ValueError: there is no such rule, or more than one.
+  """
+  parts = path.split("/")
+  ends = ("/".join(parts[i:]) for i in range(len(parts)))
+  matching = {end: rules[end] for end in ends if end in rules}
+  if len(matching) != 1:
+    raise ValueError(f"{path}: expected one rule to match, got {matching}")
+  return next(iter(matching.values()))
+
+
+def spec(
+  path: str,
+  shape: tuple[int, ...],
+  mesh: Mesh,
+  axes: Mapping[str, Sequence[str]],
+) -> PartitionSpec:
+  """The PartitionSpec of one array of the training state; scalars are whole.
+
+  Args:
+    path: slash-joined.
+    shape: the shape of the array.
+    mesh: a mesh of `make_mesh`.
+    axes: end of a path -> logical axes. If they begin with "layers", the array
+      of one layer has the others.
+
+  Raises:
+    ValueError: no rule or more than one matches the path, or the rule has
+      another number of dimensions, or uses one mesh axis for two of them.
     UserError: a dimension is not divisible by the size of its mesh axes.
   """
   if not shape:
     return PartitionSpec()
-  rules = [r for r in TABLE if re.search(f"(^|/){r[0]}$", path)]
-  stacked = len(shape) - len(rules[0][1]) if len(rules) == 1 else -1
-  if stacked not in (0, 1) or (stacked and "layers/" not in path):
-    raise ValueError(f"{path} {shape}: expected one rule to match, got {rules}")
-  names = ("whole",) * stacked + rules[0][1]
-  axes = [LOGICAL[name] for name in names]
-  _require_disjoint(path, names, axes)
-  for name, over, size in zip(names, axes, shape, strict=True):
-    if size % math.prod(mesh.shape[axis] for axis in over):
+  names = rule(path, axes)
+  if names[0] == "layers" and len(shape) == len(names) - 1:
+    names = names[1:]
+  if len(names) != len(shape):
+    raise ValueError(f"{path} {shape}: expected the axes {names}")
+  for name, size in zip(names, shape, strict=True):
+    if size % math.prod(mesh.shape[axis] for axis in RULES[name]):
       raise UserError(
         f"{name}={size} of {path} {shape} is not divisible by "
-        + " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in over)
+        + " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in RULES[name])
       )
-  return PartitionSpec(*[_entry(over) for over in axes])
+  return partition_spec(names)
 
 
-def _entry(over: tuple[str, ...]):
-  return over if len(over) > 1 else over[0] if over else None
+def partition_spec(names: Sequence[str]) -> PartitionSpec:
+  """The PartitionSpec of an array with these logical axes.
 
-
-def _require_disjoint(path, names, axes):
-  for i, over in enumerate(axes):
-    for j in range(i):
-      if both := set(over) & set(axes[j]):
+  Raises:
+    ValueError: two of them use the same mesh axis.
+  """
+  for i, name in enumerate(names):
+    for other in names[:i]:
+      if both := set(RULES[name]) & set(RULES[other]):
         raise ValueError(
-          f"{path}: {sorted(both)} stands for {names[j]} -> {axes[j]} and for "
-          f"{names[i]} -> {over}"
+          f"{names}: {sorted(both)} stands for {other} -> {RULES[other]} and "
+          f"for {name} -> {RULES[name]}"
         )
+  entry = lambda over: over if len(over) > 1 else over[0] if over else None
+  return PartitionSpec(*[entry(RULES[name]) for name in names])
 
 
-def state_shardings(shapes, mesh: Mesh):
-  """The shardings of a training state or of parameters, from their shapes."""
-  return jax.tree.map_with_path(
-    lambda keys, leaf: NamedSharding(
-      mesh, spec(path_name(keys), leaf.shape, mesh)
-    ),
-    shapes,
-  )
+def state_shardings(shapes, mesh: Mesh, axes: Mapping[str, Sequence[str]]):
+  """The shardings of a tree of shapes; `axes` as in `spec`."""
+  place = lambda keys, x: spec(path_name(keys), x.shape, mesh, axes)
+  specs = jax.tree.map_with_path(place, shapes)
+  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def path_name(keys) -> str:
@@ -348,12 +326,12 @@ def path_name(keys) -> str:
 
 
 def leaves_by_path(tree) -> dict[str, Any]:
-  """The leaves of a pytree by their slash-joined paths, as in `TABLE`."""
+  """The leaves of a pytree by their slash-joined paths."""
   return {path_name(keys): x for keys, x in jax.tree.leaves_with_path(tree)}
 
 
 def tree_of_paths(leaves: dict[str, Any]) -> dict:
-  """The nested dicts whose `leaves_by_path` these are."""
+  """The inverse of `leaves_by_path`, for nested dicts."""
   tree = {}
   for path, leaf in leaves.items():
     *parents, name = path.split("/")
@@ -365,7 +343,7 @@ def tree_of_paths(leaves: dict[str, Any]) -> dict:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """The sharding of samples: their first axis over all of `BATCH_AXES`."""
+  """The sharding of samples: the first axis over `BATCH_AXES`."""
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
@@ -385,10 +363,10 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def key_beside(rows: NamedSharding, key: jax.Array) -> jax.Array:
-  """A key where `jax.jit` takes it together with these rows.
+  """Copies a key to the devices of `rows`, so that one `jax.jit` takes both.
 
-  A key that `jax.jit` may put where it likes stays as it is; another one is
-  copied to all their devices. Every process must have it.
+  An uncommitted key, which `jax.jit` moves itself, stays as it is. Every
+  process must have the key.
   """
   if not key.committed and key.sharding.device_set <= rows.device_set:
     return key
@@ -454,17 +432,14 @@ def constrain_batch(tree, axis: int):
   return constrain(tree, *[None] * axis, BATCH_AXES)
 
 
-def constrain_state(tree):
-  """Constrains parameters, or a tree with their paths, to `TABLE`."""
+def constrain_state(tree, axes: Mapping[str, Sequence[str]]):
+  """Constrains a tree to the specs that `axes` gives it, see `spec`."""
   mesh = ambient()
   if not mesh:
     return tree
-  return jax.tree.map_with_path(
-    lambda keys, leaf: jax.lax.with_sharding_constraint(
-      leaf, spec(path_name(keys), leaf.shape, mesh)
-    ),
-    tree,
-  )
+  place = lambda keys, x: spec(path_name(keys), x.shape, mesh, axes)
+  specs = jax.tree.map_with_path(place, tree)
+  return jax.lax.with_sharding_constraint(tree, specs)
 
 
 def shard_map(body: Callable, in_specs, out_specs) -> Callable:
@@ -474,12 +449,6 @@ def shard_map(body: Callable, in_specs, out_specs) -> Callable:
   return jax.shard_map(
     body, in_specs=in_specs, out_specs=out_specs, check_vma=False
   )
-
-
-def param_spec(path: str) -> PartitionSpec:
-  """The PartitionSpec of one layer's array, for the specs of a `shard_map`."""
-  (names,) = [names for end, names in TABLE if re.fullmatch(end, path)]
-  return PartitionSpec(*[_entry(LOGICAL[name]) for name in names])
 
 
 # Collectives for the body of a `shard_map`. An axis of one device is left out.
@@ -560,14 +529,10 @@ def _larger_than_one(axes):
 
 @dataclasses.dataclass(frozen=True)
 class MeshJit:
-  """A jitted function that is traced and called in the context of a mesh.
+  """A jitted function that is traced and called in the context of a mesh."""
 
-  Attributes:
-    jitted: a function made by `jax.jit`.
-    mesh: the mesh that is set while it is traced, lowered or called.
-  """
-
-  jitted: Callable
+  jitted: Callable  # a function made by `jax.jit`
+  # The mesh that is set while it is traced, lowered or called.
   mesh: jax.sharding.Mesh
 
   def __call__(self, *args):

@@ -253,9 +253,5 @@ def _finalize(samples, sampler):
 def _sharding(cfg, mesh) -> DecodeState:
   """The sharding of each array of the decode state."""
   batch = sharding.batch_sharding(mesh)
-  spec = jax.sharding.PartitionSpec("tensor", sharding.BATCH_AXES)
-  keys_and_values = (jax.NamedSharding(mesh, spec),) * cfg.num_layers
-  pages = paged_cache.Pages(
-    keys_and_values, keys_and_values, batch, batch, batch
-  )
+  pages = paged_cache.shardings(cfg, mesh)
   return DecodeState(pages, batch, batch, batch, batch, batch)

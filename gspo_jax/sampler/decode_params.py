@@ -1,35 +1,35 @@
 """The weights in the dtype, the mesh and the memory layout of decoding."""
 
+import functools
 import math
-import re
 
 import jax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax import model
-from gspo_jax.runtime.sharding import constrain, constrain_state, spec
+from gspo_jax.model import parameters
+from gspo_jax.runtime import sharding
 from gspo_jax.sampler.next_token import VOCAB_AXES
 
 
 def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:
   """The weights in `cfg.dtype` on the decoding mesh, with an untied `head`.
 
-  Adapters stay beside their weights, as in the trainer: bfloat16 would round a
-  merged weight by up to 0.4 % of itself.
-
+  Adapters are not merged: bfloat16 rounds a weight by up to 0.4 % of itself.
   The layers are moved one at a time, because a weight on its way between two
   meshes may be whole on one device.
   """
   # Without the barrier XLA moves the weights before it casts them.
   cast = lambda x: jax.lax.optimization_barrier(x.astype(cfg.dtype))
-  place = lambda tree: constrain_state(jax.tree.map(cast, tree))
+  constrain = functools.partial(sharding.constrain_state, axes=parameters.AXES)
+  place = lambda tree: constrain(jax.tree.map(cast, tree))
   layers = {"layers": jax.lax.map(place, params["layers"])}
   rest = place({k: x for k, x in params.items() if k != "layers"})
   # Two steps, because XLA has no direct path from split rows to split columns.
-  head = constrain(model.output_matrix(rest, cfg), None, "tensor")
-  head = constrain(head, None, VOCAB_AXES)
-  return rest | constrain_state(layers) | {"head": head}
+  head = sharding.constrain(model.output_matrix(rest, cfg), None, "tensor")
+  head = sharding.constrain(head, None, VOCAB_AXES)
+  return rest | constrain(layers) | {"head": head}
 
 
 def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh):
@@ -38,34 +38,23 @@ def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh):
   On a TPU a decode step multiplies by the query, key and value weights with the
   heads before the model's width. If a program's arguments have another layout,
   XLA copies all these weights before the first step.
-
-  Returns:
-    A tree of shardings, or of Formats where XLA's default layout is wrong.
+  There the result has a Format in place of a sharding.
   """
-
-  def unstacked(key):
-    params = model.init(key, cfg)
-    if cfg.lora:
-      adapters = model.lora.init(key, params, cfg.lora)
-      params = model.lora.join(params, adapters)
-    return model.unstack_layers(
-      params | {"head": model.output_matrix(params, cfg)}, cfg
-    )
-
+  shapes = parameters.shapes(cfg) | {"head": None}
+  shapes = jax.eval_shape(
+    functools.partial(model.unstack_layers, cfg=cfg), shapes
+  )
   is_tpu = mesh.devices.flat[0].platform == "tpu"
-  heads_first = is_tpu and cfg.head_dim % 128 == 0
 
-  def place(path, leaf):
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    if name == "head":
-      # The parts of an array in memory must be equal.
-      parts = math.prod(mesh.shape[axis] for axis in VOCAB_AXES)
-      vocab = "tensor" if leaf.shape[1] % parts else VOCAB_AXES
-      return NamedSharding(mesh, PartitionSpec(None, vocab))
-    sharding = NamedSharding(mesh, spec(name, leaf.shape, mesh))
-    if heads_first and re.search(r"attention/[qkv]$", name):
-      return Format(Layout((1, 0, 2)), sharding)
-    return sharding
+  def place(keys, sharded):
+    row = parameters.find(sharding.path_name(keys))
+    to_heads = row.target == "attention" and len(row.groups[2]) > 1
+    if to_heads and is_tpu and cfg.head_dim % 128 == 0:
+      return Format(Layout((1, 0, 2)), sharded)
+    return sharded
 
-  shapes = jax.eval_shape(unstacked, jax.random.key(0))
-  return jax.tree.map_with_path(place, shapes)
+  places = jax.tree.map_with_path(place, model.shardings(shapes, mesh))
+  # The parts of an array in memory must be equal.
+  parts = math.prod(mesh.shape[axis] for axis in VOCAB_AXES)
+  vocab = "tensor" if cfg.vocab_size % parts else VOCAB_AXES
+  return places | {"head": NamedSharding(mesh, PartitionSpec(None, vocab))}

@@ -31,7 +31,7 @@ class Chain:
       precision.
     evaluation: True for the held-out problems, False for the others.
     size: number of problems.
-    seed: of the whole source.
+    seed: decides all problems.
   """
 
   steps: tuple[int, ...]

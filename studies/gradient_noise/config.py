@@ -15,9 +15,9 @@ def get_config(argument: str = "") -> ConfigDict:
   c = base.config(asked)
   c.num_steps = 5
   c.eval.every = 5
-  c.checkpoint.every = 1  # some are looked at
-  c.checkpoint.keep = 5
   if asked.quick:
     base.shrink(c)
     c.objective.entropy_coef = 0.01  # it moves, even if no response is right
+  c.checkpoint.every = 1  # some are looked at
+  c.checkpoint.keep = 5
   return c

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import losses, model
-from gspo_jax.learner.train_batch import TrainBatch, logprobs
+from gspo_jax.learner.train_batch import TrainBatch, response_logps
 
 _NO_CLIP = {"clip_low": math.inf, "clip_high": math.inf}
 # GSPO-token is GSPO here: a response has one advantage.
@@ -58,7 +58,7 @@ def grams(
 
   def of_group(rows: TrainBatch):
     x, pull = jax.vjp(
-      lambda p: logprobs(p, cfg, rows, temperature=temperature).logps,
+      lambda p: response_logps(p, cfg, rows, temperature=temperature).logps,
       params,
     )
     slopes, clipped = _slopes(x, rows)

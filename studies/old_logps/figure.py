@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from studies import drawing, intervals
+from studies import drawing, seeds
 
 WAYS = {"recompute": "recomputed", "sampler": "the sampler's"}
 # What the method clips, and so what a gap has to be small against.
@@ -39,12 +39,8 @@ def _said(row) -> str:
 def _curves(ax, runs, name):
   ends = {}
   for old, label in WAYS.items():
-    by_step = {}
-    for run in (r for r in runs if r["old"] == old):
-      for step, value in run["curves"][name]:
-        by_step.setdefault(step, []).append(value)
-    steps = sorted(by_step)
-    means = [intervals.mean(by_step[step]) for step in steps]
+    curves = [run["curves"] for run in runs if run["old"] == old]
+    steps, means = zip(*seeds.curve(curves, name), strict=True)
     drawing.band(ax, steps, means, colour=COLOURS[old])
     ends[label] = steps[-1], means[-1]["mean"]
   if name == "reward":

@@ -21,9 +21,9 @@ def get_config(argument: str = "") -> ConfigDict:
   c.data.source = "chain:steps=2|4|8|12,demonstrated=2|4|8|12,noise=0.08"
   c.eval.every = 10
   c.eval.prompts = 128
-  c.checkpoint.every = 1  # each is looked at
-  c.checkpoint.keep = 10
   if asked.quick:
     base.shrink(c)
     c.objective.entropy_coef = 0.01  # it moves, even if no response is right
+  c.checkpoint.every = 1  # each is looked at
+  c.checkpoint.keep = 10
   return c

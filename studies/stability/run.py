@@ -124,11 +124,7 @@ def curves(results: list[dict]) -> list[dict]:
   for regime in REGIMES:
     for method in METHODS:
       own = seeds.of(results, regime=regime, method=method).values()
-      by_step = {}
-      for step, value in (point for r in own for point in r["reward"]):
-        by_step.setdefault(step, []).append(value)
-      points = [[s, intervals.mean(v)] for s, v in sorted(by_step.items())]
-      if points:
+      if points := seeds.curve(own, "reward"):
         where = {"regime": regime, "method": method}
         found.append(where | {"points": points})
   return found

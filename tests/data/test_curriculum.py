@@ -221,28 +221,6 @@ def test_problems_with_some_or_no_correct_responses_stay():
   assert sorted(texts(curriculum.next_batch(2))) == sorted(texts(batch))
 
 
-def test_a_problem_solved_in_one_stage_is_solved_in_the_next():
-  curriculum = start((1, MATH), (4, BOTH))
-  solved = set()
-  for iteration in (1, 2, 3):
-    batch = curriculum.next_batch(iteration)
-    curriculum.record(batch, np.ones((4, G)))
-    solved |= set(texts(batch))
-  assert len(solved) == 12
-  later = {t for i in range(4, 14) for t in texts(curriculum.next_batch(i))}
-  assert later == {p.text for p in [*MATH, *CODE]} - solved
-
-
-def test_a_stage_is_not_shuffled_as_the_one_before():
-  again = start((1, MATH), (6, MATH), drop_solved=False)
-  first, second = (
-    [t for (b,) in run(again, s) for t in b]
-    for s in (range(1, 6), range(6, 11))
-  )
-  assert set(first) & set(second)
-  assert first != second
-
-
 def test_without_drop_solved_it_is_the_plain_pipeline():
   """The same problems, order and position."""
   cfg = prompt_batch.PromptConfig(BYTES, 16)

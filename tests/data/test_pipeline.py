@@ -112,14 +112,6 @@ def test_a_demonstration_ends_in_a_stop():
     assert (response[n:] == BYTES.pad_id).all()
 
 
-def test_the_same_seed_gives_the_same_batches():
-  assert texts(batches(), 7) == texts(batches(), 7)
-
-
-def test_other_seeds_give_other_batches():
-  assert texts(batches(seed=1), 3) != texts(batches(), 3)
-
-
 def test_an_epoch_is_a_permutation_and_no_two_are_the_same():
   everything = Counter(SMALL[i].text for i in range(len(SMALL)))
   iterator = batches()
@@ -238,16 +230,6 @@ def test_demonstrations_that_are_too_long_are_dropped():
   assert sampled == Counter([f"q{n}" for n in (1, 2, 4, 5, 6, 7, 8, 9)] * 2)
 
 
-def test_a_mixture_keeps_to_its_weights():
-  parts = [problems(*(f"{c}{i}" for i in range(50))) for c in "ab"]
-  source = sources.mix(parts, (3, 1))
-  sampled = list(itertools.chain(*texts(batches(source, batch=8), 100)))
-  assert Counter(q[0] for q in sampled) == {"a": 600, "b": 200}
-  counts = Counter(sampled)
-  assert {counts[p.text] for p in parts[0]} == {12}
-  assert {counts[p.text] for p in parts[1]} == {4}
-
-
 def test_take_of_a_mixture_takes_from_each_source_in_turn():
   sizes = {"a": 9, "b": 3}.items()
   parts = [problems(*(f"{c}{i}" for i in range(n))) for c, n in sizes]
@@ -257,15 +239,6 @@ def test_take_of_a_mixture_takes_from_each_source_in_turn():
   assert names[6:] == [f"a{i}" for i in range(3, 9)]  # the rest
   with pytest.raises(UserError, match="at most 12, "):
     pipeline.take(sources.mix(parts), config(), 13)
-
-
-def test_sources_of_one_size_are_not_shuffled_alike():
-  parts = [problems(*(f"{c}{i}" for i in range(30))) for c in "ab"]
-  sampled = itertools.chain(*texts(batches(sources.mix(parts)), 15))
-  by_source = {"a": [], "b": []}
-  for text in sampled:
-    by_source[text[0]].append(text[1:])
-  assert by_source["a"] != by_source["b"]
 
 
 def test_epochs_include_dropped_problems():

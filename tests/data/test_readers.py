@@ -127,12 +127,12 @@ def test_parquet_files(folder):
   assert answers(f"parquet:{folder}/test.parquet") == [11, 12, 13]
   assert answers("parquet:sums/train-*.parquet") == [1, 2, 3, 4, 5, 6]
   records = readers.read("parquet:sums/test.parquet")
-  assert records.where(2) == "parquet:sums/test.parquet[2]"
+  assert records.place(2) == "parquet:sums/test.parquet[2]"
   again = pickle.loads(pickle.dumps(records))
   assert (
     again.rows[2] == records.rows[2] == {"question": "12+1?", "answer": "13"}
   )
-  assert again.where(2) == records.where(2)
+  assert again.place(2) == records.place(2)
 
 
 def test_the_commands_read_files_and_sources(folder, tmp_path):

@@ -121,9 +121,9 @@ def test_a_reference_that_has_lost_something(tmp_path, answer, words):
     one(tmp_path, row(1, answer))
 
 
-def test_the_prefix_of_a_bare_reference(tmp_path):
-  assert one(tmp_path, row(1, " 7 "), prefix="").demonstration == "7"
-  assert one(tmp_path, row(1), prefix="").demonstration == "x #### 7"
+def test_a_bare_reference_is_imitated_behind_its_mark(tmp_path):
+  assert one(tmp_path, row(1, " 7 ")).demonstration == "#### 7"
+  assert one(tmp_path, row(1)).demonstration == "x #### 7"
 
 
 def test_fields_by_name(tmp_path):
@@ -477,7 +477,7 @@ def test_a_source_can_be_pickled(tmp_path):
   source = sources.load(write(tmp_path / "a.jsonl", row(1), row(2)))
   again = pickle.loads(pickle.dumps(source))
   assert list(again) == list(source)
-  assert again.where(1) == source.where(1)
+  assert again.place(1) == source.place(1)
 
 
 def test_the_same_file_elsewhere_is_the_same_data(tmp_path):
@@ -530,7 +530,6 @@ def test_every_option_counts(tmp_path):
   changes = ({"steps": (4, 2)}, {"noise": 0.1}, {"evaluation": True})
   different = [
     *(sources.load(spec, evaluation=e) for e in (None, True, False)),
-    sources.load(spec, prefix=""),
     sources.load(spec, fields=Fields(demonstration="answer")),
     chain,
     *(

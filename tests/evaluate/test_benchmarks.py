@@ -1,7 +1,10 @@
 """Each benchmark reads rows as published, and counts those it leaves out."""
 
+import base64
 import hashlib
 import json
+import pickle
+import zlib
 
 import datasets
 import pyarrow
@@ -11,7 +14,7 @@ from repository import ROOT
 
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.sources import Fields
-from gspo_jax.evaluate import benchmarks
+from gspo_jax.evaluate import benchmarks, programs
 from gspo_jax.runtime.errors import UserError
 
 GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
@@ -261,3 +264,51 @@ def test_gsm8k_as_published():
   ]
   assert [p[:2] for p in found.problems] == expected
   assert found.content == hashlib.sha256(GSM8K.read_bytes()).hexdigest()
+
+
+# Tests of programs: lists, their JSON, and what is never loaded.
+
+
+def parsed(value):
+  return programs.tests({"t": value}, "t", "file:7")
+
+
+def test_tests_are_a_list_or_its_json():
+  tests = [{"input": "1\n", "output": "2\n"}]
+  more = [tests[0] | {"testtype": "stdin"}]
+  for value in (tests, json.dumps(tests), more, json.dumps(more)):
+    assert parsed(value) == tests
+  assert parsed(None) == parsed([]) == []
+
+
+def test_functions_to_call_are_skipped():
+  test = {"input": "1", "output": "2", "testtype": "functional"}
+  with pytest.raises(programs.Skipped, match="functional tests"):
+    parsed([test])
+
+
+@pytest.mark.parametrize(
+  ("value", "words"),
+  [
+    ([{"input": "1"}], "expected a list of {'input', 'output'}, got"),
+    ({"input": "1", "output": "2"}, "expected a list of {'input', 'output'}"),
+    (["1"], "expected a list of {'input', 'output'}"),
+    ("3", "expected a list of {'input', 'output'}, got 3"),
+    ([{"input": 1, "output": "2"}], "expected text as 'input' and 'output'"),
+  ],
+)
+def test_other_tests_are_an_error(value, words):
+  with pytest.raises(UserError, match=f"file:7: column 't': {words}"):
+    parsed(value)
+
+
+class Bomb:
+  def __reduce__(self):
+    return pytest.fail, ("unpickled",)
+
+
+def test_a_pickle_is_never_loaded():
+  for secret in (Bomb(), json.dumps([{"input": "", "output": ""}])):
+    text = base64.b64encode(zlib.compress(pickle.dumps(secret))).decode()
+    with pytest.raises(UserError, match=r"publishes a pickle there .* convert"):
+      parsed(text)

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scored import scored
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.evaluate import held_out
-from gspo_jax.rewards.pool import RewardPool, Scores
+from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Samples
 from gspo_jax.tasks.chain import Chain
@@ -102,8 +101,8 @@ class FailingPool:
   def submit(self, responses, group_size):
     failed = np.array(["wrong" in response.text for response in responses])
     zeros = np.zeros(len(failed), np.float32)
-    scores = Scores(zeros, {"broken": zeros}, failed, ("why", "and why"))
-    return scored(scores)
+    scores = Rewards(zeros, {"broken": zeros}, failed, ("why", "and why"))
+    return PendingRewards.computed(scores)
 
 
 def test_it_stops_where_too_many_responses_fail():

@@ -16,7 +16,7 @@ from gspo_jax.learner.objective import (
   policy_loss,
 )
 from gspo_jax.logprobs import TokenLogprobs
-from gspo_jax.losses import Mean
+from gspo_jax.losses import METHODS, Mean
 from gspo_jax.sampler.samples import Prompts
 
 CFG = model.variant("tiny", dtype="float32")
@@ -291,5 +291,43 @@ def test_a_dense_model_has_no_metrics_of_its_routing():
   assert not [name for name in names if name.startswith("moe/")]
 
 
-def test_an_objective_can_be_a_static_argument():
-  assert hash(GSPO) is not None
+@pytest.mark.parametrize("name", METHODS)
+def test_the_numbers_of_a_method_are_its_defaults_or_those_typed(name):
+  defaults = ObjectiveConfig(name)
+  assert hash(defaults) is not None  # a static argument
+  assert defaults.loss_numbers == METHODS[name].numbers
+  for key in defaults.loss_numbers:
+    typed = ObjectiveConfig(f"{name}:{key}=0.125").loss_numbers
+    assert typed == defaults.loss_numbers | {key: 0.125}
+  if name == "ppo":
+    for field in dataclasses.fields(defaults.critic):
+      typed = ObjectiveConfig(f"ppo:critic_{field.name}=1").critic
+      assert typed == dataclasses.replace(defaults.critic, **{field.name: 1})
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rspo"])
+def test_a_loss_gets_what_it_takes_of_the_trainer(name, monkeypatch):
+  """The longest response allowed, or how far the routers moved."""
+  monkeypatch.setattr(train_batch, "response_logps", tabular)
+  rng = np.random.default_rng(0)
+  old, params = tabular_params(rng), tabular_params(rng)
+  batch = with_old_policy(demonstrations(rng), tabular(old, CFG, None), rng)
+  moved = np.abs(params["router_logps"] - old["router_logps"]).mean((0, 3))
+  options = {
+    "dr_grpo": {"max_length": 7},
+    "rspo": {"router_shift": jnp.asarray(moved), "router_shift_floor": 0.9},
+  }[name]
+  spec = {"dr_grpo": "dr_grpo", "rspo": "rspo:router_shift_floor=0.9"}[name]
+  out = policy_loss(
+    params, batch, objective=ObjectiveConfig(spec), temperature=1, max_length=7
+  )
+  expected, _ = METHODS[name].loss(
+    params["logps"],
+    batch.old_logps,
+    batch.advantages,
+    batch.response_mask,
+    segment_ids=batch.response_segments,
+    **options,
+  )
+  loss = out.loss.total / out.loss.count
+  assert float(loss) == pytest.approx(float(expected), rel=1e-5)

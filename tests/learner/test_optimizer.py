@@ -17,12 +17,12 @@ from gspo_jax.runtime.errors import UserError
 
 PLAIN = OptimConfig(learning_rate=0.1, warmup_steps=0, total_steps=100)
 PARAMS = {
-  "q": jnp.array([[1.0, -2.0], [0.5, 3.0]]),
-  "norm": {"scale": jnp.array([1.0, 2.0])},
+  "head": jnp.array([[1.0, -2.0], [0.5, 3.0]]),
+  "final_norm": {"scale": jnp.array([1.0, 2.0])},
 }
 GRADS = {
-  "q": jnp.array([[0.1, -0.2], [0.3, 0.0]]),
-  "norm": {"scale": jnp.array([0.05, -0.1])},
+  "head": jnp.array([[0.1, -0.2], [0.3, 0.0]]),
+  "final_norm": {"scale": jnp.array([0.05, -0.1])},
 }
 
 
@@ -96,7 +96,7 @@ def test_the_norm_is_clipped_and_never_scaled_up(factor):
   moment = optax.tree.get(state, "mu")
   norm = float(optax.tree.norm(grads))
   assert float(optax.tree.norm(moment)) == pytest.approx(min(norm, 0.25))
-  direction = lambda tree: np.ravel(tree["q"] / optax.tree.norm(tree))
+  direction = lambda tree: np.ravel(tree["head"] / optax.tree.norm(tree))
   np.testing.assert_allclose(direction(moment), direction(grads), rtol=1e-5)
 
 
@@ -146,7 +146,9 @@ def test_a_step_of_muon(name, axis):
   axes = dict.fromkeys(("fsdp", "expert", "tensor"), axis)
   mesh = sharding.make_mesh(jax.devices()[: axis**3], **axes)
   given = grads, jax.jit(muon.init)(params), params
-  given = jax.device_put(given, sharding.state_shardings(given, mesh))
+  given = jax.device_put(
+    given, sharding.state_shardings(given, mesh, optimizer.STATE_AXES)
+  )
   step = jax.jit(muon.update).lower(*given).compile()
   found = sharding.leaves_by_path(step(*given)[0])
   others = sharding.leaves_by_path(expected)

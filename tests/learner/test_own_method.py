@@ -1,4 +1,4 @@
-"""A loss and an advantage of one's own, from outside of the package."""
+"""A user's own loss and advantage, from outside of the package."""
 
 import json
 import re
@@ -23,6 +23,10 @@ def bare_loss(logps, old_logps, advantages, mask, *, normalizer, segment_ids,
               terms):
   loss = -jnp.where(mask, logps * advantages, 0).sum()
   return loss, {"loss/policy": Mean(loss, mask.sum(dtype=jnp.float32))}
+
+def no_default(logps, old_logps, advantages, mask, *, width, normalizer,
+               segment_ids, terms):
+  pass
 
 def no_terms(logps, old_logps, advantages, mask, *, normalizer, segment_ids):
   pass
@@ -61,6 +65,7 @@ def test_a_function_is_a_method_and_its_keywords_are_its_numbers(my_methods):
     ("my_methods.soft_loss:wdth=1", "no argument 'wdth': did you mean 'width'"),
     ("my_methods.soft_los", "no function 'soft_los': did you mean 'soft_loss'"),
     ("my_method.soft_loss", "importing 'my_method' failed"),
+    ("my_methods.no_default", "expected width=..., which has no default"),
     ("my_methods.no_terms", "no keyword-only argument 'terms'"),
     ("my_methods.soft_loss:dual_clip=3", "no argument 'dual_clip'"),
   ],
@@ -93,5 +98,5 @@ def test_a_run_learns_by_it(debug_config, my_methods, tmp_path, name):
 
 
 def test_a_row_that_clips_names_its_bounds():
-  with pytest.raises(ValueError, match="the loss has no 'clip_high'"):
+  with pytest.raises(ValueError, match="the loss has no 'clip_low' with a de"):
     losses.Method(losses.cispo_loss, clips="ratio")

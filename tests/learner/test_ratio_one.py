@@ -4,8 +4,6 @@ import jax
 import pytest
 
 from benchmarks import ratio_one
-from gspo_jax.program.config import parse
-from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 
 
@@ -49,25 +47,6 @@ def test_log_probs_of_another_program_have_another_ratio():
   assert metrics["ratio/sequence_std"] > 1e-4
   assert metrics["ratio/first_minibatch_std"] > 1e-4
   assert metrics["clip_frac/sequence"] > 0.1
-
-
-@pytest.mark.parametrize(
-  ("minibatches", "options", "needs_old_logprobs"),
-  [
-    (1, {}, False),  # the only pass is that of the old policy
-    (1, {"kl_coef": 0.1, "kl_estimator": "k1"}, True),  # a reward needs them
-    (4, {}, True),
-    (4, {"old_logps": "sampler", "experts": False}, False),
-    (4, {"old_logps": "sampler"}, True),  # for the old policy's routing
-  ],
-)
-def test_which_configs_need_old_log_probs(
-  minibatches, options, needs_old_logprobs
-):
-  config = ratio_one.config_of(**options)
-  config.learner.minibatches = minibatches
-  program = build_program(parse(config), sharding.make_mesh(jax.devices()[:1]))
-  assert program.learner.needs_old_logprobs == needs_old_logprobs
 
 
 def test_one_minibatch_needs_no_old_log_probs_and_has_ratio_one():

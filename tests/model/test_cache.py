@@ -162,17 +162,3 @@ def test_share_prefix_keeps_one_copy_of_each_prompt():
   assert all(x.dtype == stored("bfloat16") for x in (*cache.k, *cache.v))
   assert cache.length == 0
   assert not cache.valid.any()
-
-
-def test_grow_keeps_the_cache():
-  rng = np.random.default_rng(0)
-  random = lambda x: rng.normal(size=x.shape).astype(x.dtype)
-  cache = jax.tree.map(random, kv.empty(DENSE, B, 4))
-  cache = dataclasses.replace(cache, length=np.int32(4))
-  grown = jax.device_get(grow(cache, 9))
-  assert grown.length == 4
-  for old, new in zip(cache.k + cache.v, grown.k + grown.v, strict=True):
-    assert new.shape[2] == 9
-    np.testing.assert_array_equal(new[:, :, :4], old)
-  np.testing.assert_array_equal(grown.valid[:, :4], cache.valid)
-  assert not grown.valid[:, 4:].any()

@@ -258,7 +258,7 @@ def test_loading_onto_a_mesh_changes_nothing(changes, tmp_path, monkeypatch):
   params = random_params(cfg)
   hf.save_hf(params, cfg, tmp_path / "out")
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  shardings = sharding.state_shardings(params, mesh)
+  shardings = model.shardings(params, mesh)
   read, sizes = hf_checkpoint.HFCheckpoint.read, {}
 
   def recorded(self, layer, wanted):
@@ -290,7 +290,7 @@ def test_saving_from_a_mesh_changes_nothing(tmp_path):
   cfg = dataclasses.replace(config("qwen3_moe"), **changes)
   params = random_params(cfg)
   mesh = sharding.make_mesh(fsdp=2, data=2, tensor=2)
-  split = jax.device_put(params, sharding.state_shardings(params, mesh))
+  split = jax.device_put(params, model.shardings(params, mesh))
   hf.save_hf(split, cfg, tmp_path / "out")
   require_equal(hf.load_hf(tmp_path / "out", cfg), params)
 
@@ -307,7 +307,7 @@ from gspo_jax.model.hf.tensors import HFCheckpoint
 folder, out = sys.argv[3:]
 cfg = hf.config_from_hf(folder)
 shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
-shardings = sharding.state_shardings(shapes, sharding.make_mesh(fsdp=4))
+shardings = model.shardings(shapes, sharding.make_mesh(fsdp=4))
 read, sizes = HFCheckpoint.read, []
 def recorded(self, layer, wanted):
   found = read(self, layer, wanted)
@@ -467,7 +467,7 @@ def test_an_expert_that_is_not_finite_is_named_on_any_mesh(tmp_path):
   tensors[name].flat[-1] = np.nan
   save_file(tensors, file)
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  place = sharding.state_shardings(params, mesh)
+  place = model.shardings(params, mesh)
   load = lambda: hf.load_hf(tmp_path / "out", cfg, shardings=place)
   assert error_message(load).endswith(f"infinite weights (1): {name}")
 
@@ -502,11 +502,11 @@ def test_a_bucket_sends_each_byte_once(changes, tmp_path, monkeypatch):
   monkeypatch.setattr(hf_tensors, "in_bucket", lambda path: True)
   bucket = lambda path: BucketFile(f"file://{path}")
   monkeypatch.setattr(hf_tensors, "_open", bucket)
-  source = hf_tensors.HFCheckpoint(tmp_path / "out")
+  source = hf_tensors.HFCheckpoint(tmp_path / "out", cfg)
   monkeypatch.setattr(BucketFile, "read", recorded)
-  monkeypatch.setattr(hf_checkpoint, "HFCheckpoint", lambda folder: source)
+  monkeypatch.setattr(hf_checkpoint, "HFCheckpoint", lambda folder, cfg: source)
   again = hf.load_hf(
-    tmp_path / "out", cfg, shardings=sharding.state_shardings(params, mesh)
+    tmp_path / "out", cfg, shardings=model.shardings(params, mesh)
   )
   require_equal(jax.device_get(again), params)
   assert sum(sent) == 4 * sum(map(math.prod, shapes))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from gspo_jax import model
 from gspo_jax.model import experts as ep
@@ -43,7 +44,7 @@ def base_and_adapters(cfg):
   rng = np.random.default_rng(0)
   make = lambda key: model.init(key, cfg)
   base = jax.device_get(jax.jit(make)(jax.random.key(0)))
-  shapes = jax.eval_shape(lambda: lora.init(jax.random.key(0), base, cfg.lora))
+  shapes = jax.eval_shape(lambda: lora.init(jax.random.key(0), cfg))
   noise = lambda x: (0.4 * rng.normal(size=x.shape)).astype(np.float32)
   return base, jax.tree.map(noise, shapes)
 
@@ -53,7 +54,7 @@ def logits(params, cfg):
   return model.forward(params, cfg, TOKENS, POSITIONS, real).logits
 
 
-init = jax.jit(lora.init, static_argnums=2)
+init = jax.jit(lora.init, static_argnums=1)
 merge = jax.jit(lora.merge, static_argnums=(1, 2))
 
 
@@ -99,7 +100,7 @@ def test_the_gradient_of_adapters_equals_that_through_merged_weights(cfg):
 @each_model
 def test_new_adapters_change_no_bit(cfg):
   base, _ = base_and_adapters(cfg)
-  fresh = init(jax.random.key(1), base, cfg.lora)
+  fresh = init(jax.random.key(1), cfg)
   run = jax.jit(functools.partial(logits, cfg=cfg))
   np.testing.assert_array_equal(run(lora.join(base, fresh)), run(base))
   for path, x in sharding.leaves_by_path(fresh).items():
@@ -108,8 +109,8 @@ def test_new_adapters_change_no_bit(cfg):
 
 def test_a_is_uniform_within_one_over_the_root_of_its_inputs():
   """As in PEFT: kaiming_uniform with a = sqrt(5)."""
-  base, _ = base_and_adapters(MOE)
-  fresh = init(jax.random.key(0), base, model.LoraConfig(64, 1.0))
+  cfg = dataclasses.replace(MOE, lora=model.LoraConfig(64, 1.0))
+  fresh = init(jax.random.key(0), cfg)
   inputs = {"q": 16, "o": 4 * 8, "gate_up": 16, "down": 8}
   for name, count in inputs.items():
     part = fresh["layers"]["attention" if name in "qo" else "moe"]
@@ -134,9 +135,9 @@ def test_targets(targets, of_dense, of_moe):
   chosen = model.LoraConfig(2, 1.0, targets)
   for cfg, expected in ((DENSE, of_dense), (MOE, of_moe)):
     base, _ = base_and_adapters(cfg)
-    paths = lora.adapted(base, chosen)
-    assert {path.split("/")[-1] for path in paths} == expected
-    adapters = init(jax.random.key(0), base, chosen)
+    adapters = init(jax.random.key(0), dataclasses.replace(cfg, lora=chosen))
+    paths = sharding.leaves_by_path(adapters)
+    assert {re.split("/|_lora", path)[-2] for path in paths} == expected
     joined = lora.join(base, adapters)
     again = lora.split(joined)
     jax.tree.map(np.testing.assert_array_equal, again, (base, adapters))
@@ -174,7 +175,7 @@ def test_a_mesh_equals_one_device(cfg):
   value, grads = run()(adapters, base)
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   with jax.set_mesh(mesh):
-    place = sharding.state_shardings(params, mesh)
+    place = model.shardings(params, mesh)
     base, adapters = lora.split(jax.device_put(params, place))
     value8, grads8 = run()(adapters, base)
   np.testing.assert_allclose(value, value8, rtol=1e-5)
@@ -183,24 +184,15 @@ def test_a_mesh_equals_one_device(cfg):
     np.testing.assert_allclose(x, other, atol=1e-4 * np.abs(x).max())
 
 
-@pytest.mark.parametrize("variant", model.VARIANTS)
-def test_every_adapter_has_one_rule_and_shards_as_its_weight(variant):
-  cfg = model.variant(variant)
-  base = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
-  make = functools.partial(lora.init, lora=model.LoraConfig(7, 1.0))
-  adapters = jax.eval_shape(make, jax.random.key(0), base)
-  mesh = sharding.make_mesh(jax.devices()[:1])
-  weights = sharding.leaves_by_path(base)
-  for path, leaf in sharding.leaves_by_path(adapters).items():
-    rules = [r for r, _ in sharding.TABLE if re.search(f"(^|/){r}$", path)]
-    assert len(rules) == 1, path
-    spec = sharding.spec(path, leaf.shape, mesh)
-    weight = path.removesuffix(lora.A).removesuffix(lora.B)
-    full = sharding.spec(weight, weights[weight].shape, mesh)
-    for size, axes in zip(leaf.shape, spec, strict=True):
-      if size != 7:  # an axis of the weight
-        assert axes in full, path
-    assert spec[list(leaf.shape).index(7)] is None
+def test_adapters_are_sharded_as_their_weights():
+  spec = model.parameters.partition_spec
+  for row in model.parameters.TABLE:
+    if not row.target:
+      continue
+    full, (a, b) = spec(row.end), (spec(x.end) for x in row.adapters)
+    _, inputs, outputs = row.groups
+    assert a == PartitionSpec(*full[: outputs[0]], None)
+    assert b == PartitionSpec(*full[: inputs[0]], None, *full[outputs[0] :])
 
 
 def test_the_gradient_of_experts_in_chunks_has_adapters_too(monkeypatch):

@@ -39,7 +39,7 @@ def base_and_adapters(cfg):
   rng = np.random.default_rng(0)
   make = lambda key: model.init(key, cfg)
   base = jax.device_get(jax.jit(make)(jax.random.key(0)))
-  shapes = jax.eval_shape(lambda: lora.init(jax.random.key(0), base, cfg.lora))
+  shapes = jax.eval_shape(lambda: lora.init(jax.random.key(0), cfg))
   noise = lambda x: (0.4 * rng.normal(size=x.shape)).astype(np.float32)
   return base, jax.tree.map(noise, shapes)
 
@@ -65,7 +65,7 @@ def test_a_round_trip_changes_no_bit(cfg, tmp_path):
   again = hf.load_peft(tmp_path / "peft", cfg)
   jax.tree.map(np.testing.assert_array_equal, again, adapters)
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  place = sharding.state_shardings(adapters, mesh)
+  place = model.shardings(adapters, mesh)
   again = hf.load_peft(tmp_path / "peft", cfg, place)
   jax.tree.map(np.testing.assert_array_equal, again, adapters)
   assert jax.tree.map(lambda x: x.sharding, again) == place

@@ -70,15 +70,6 @@ def test_yarn_index_by_index(name):
   np.testing.assert_allclose(frequencies(*CASES[name]), expected, rtol=2e-5)
 
 
-def test_yarn_keeps_fast_frequencies_and_divides_slow_ones():
-  head_dim, theta, scaling = QWEN3
-  ratio = frequencies(*QWEN3) * theta ** (np.arange(0, head_dim, 2) / head_dim)
-  np.testing.assert_allclose(ratio[:20], 1.0, rtol=1e-5)
-  np.testing.assert_allclose(ratio[-20:], 1 / scaling.factor, rtol=1e-5)
-  assert (np.diff(ratio) < 1e-5).all()
-  assert 0.3 < ratio[32] < 0.9
-
-
 def test_sines_and_cosines_are_multiplied_by_the_attention_factor():
   positions = jnp.arange(5)[None]
   for factor in (None, 1.25):

@@ -273,7 +273,7 @@ def test_a_model_on_a_mesh_equals_one_device(changes):
 
   alone = jax.jit(jax.value_and_grad(loss))(weights(cfg))
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  shardings = sharding.state_shardings(weights(cfg), mesh)
+  shardings = model.shardings(weights(cfg), mesh)
   with jax.set_mesh(mesh):
     params = jax.device_put(weights(cfg), shardings)
     split = jax.jit(jax.value_and_grad(loss))(params)
@@ -326,34 +326,6 @@ def test_replay_equals_the_reference_with_the_same_routes(cfg):
     row_routes = routes[:, b, start:]
     expected, _ = reference(weights(cfg), cfg, tokens[b, start:], row_routes)
     np.testing.assert_allclose(logits[b, start:], expected, atol=2e-5)
-
-
-def test_replay_keeps_the_experts_under_other_weights():
-  free, logits = jit_replayed(MOE, weights(MOE), None, False)
-  experts = np.asarray(free.routing.experts)
-  again, same = jit_replayed(MOE, weights(MOE), experts)
-  np.testing.assert_array_equal(again.routing.experts, experts)
-  np.testing.assert_allclose(same, logits, atol=1e-5)
-  others = weights(MOE, seed=1)
-  moved, _ = jit_replayed(MOE, others, None, False)
-  assert (np.sort(moved.routing.experts) != np.sort(experts)).mean() > 0.2
-  kept, _ = jit_replayed(MOE, others, experts)
-  np.testing.assert_array_equal(kept.routing.experts, experts)
-
-
-def test_routes_without_replay_change_only_the_router_log_probs():
-  routes = random_routes(MOE)
-  free, logits = jit_replayed(MOE, weights(MOE), None, False)
-  out, same = jit_replayed(MOE, weights(MOE), routes, False)
-  np.testing.assert_array_equal(out.routing.experts, free.routing.experts)
-  np.testing.assert_allclose(same, logits, atol=1e-6)
-  # The first layer's input is the same with and without replay, and so are its
-  # router's log-probs of the routes. Those of later layers differ.
-  replay, _ = jit_replayed(MOE, weights(MOE), routes)
-  first, *later = out.routing.log_probs
-  np.testing.assert_allclose(first, replay.routing.log_probs[0], atol=1e-5)
-  assert np.abs(later[0] - replay.routing.log_probs[1]).max() > 1e-3
-  assert np.abs(out.routing.log_probs - free.routing.log_probs).max() > 0.1
 
 
 def test_the_gradient_under_replay_equals_differences_of_the_reference():
@@ -419,16 +391,11 @@ def test_replay_on_a_mesh_equals_replay_on_one_device():
   expected = jax.device_get(run(weights(cfg)))
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   with jax.set_mesh(mesh):
-    shardings = sharding.state_shardings(weights(cfg), mesh)
+    shardings = model.shardings(weights(cfg), mesh)
     actual = jax.device_get(run(jax.device_put(weights(cfg), shardings)))
   np.testing.assert_array_equal(actual[1][1].experts, routes)
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, b, atol=3e-5 * max(np.abs(b).max(), 1))
-
-
-def test_a_dense_model_has_no_routing():
-  out, _ = jit_replayed(DENSE, weights(DENSE), None, False)
-  assert out.routing is None
 
 
 def test_impossible_routes_are_refused():

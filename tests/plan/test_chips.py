@@ -73,12 +73,6 @@ def test_an_invalid_topology_is_an_error(topology, words):
     parse(topology)
 
 
-def test_which_axes_close_to_rings():
-  assert chips.CHIPS["v5p"].rings((4, 4, 8)) == (True, True, True)
-  assert chips.CHIPS["v5p"].rings((2, 4, 4)) == (False, False, False)
-  assert chips.CHIPS["v5e"].rings((8, 16)) == (False, True)
-
-
 def test_a_ring_is_twice_as_fast_as_a_line():
   tpu_slice, link = parse("v5e:8x16"), chips.CHIPS["v5e"].link
   line = box(range(8), [0])

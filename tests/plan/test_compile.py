@@ -10,6 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
+from gspo_jax.plan.hlo.module import parse
 from gspo_jax.runtime.errors import UserError
 
 needs_libtpu = pytest.mark.skipif(
@@ -47,7 +48,7 @@ def test_memory_of_a_donated_argument():
   assert done.memory.aliased == 4 * 2**20
   assert 4 * 2**20 <= done.memory.needed < 6 * 2**20
   assert done.reason == ""
-  assert done.module.entry.root.bytes == 4 * 2**20
+  assert parse(done.text).entry.root.bytes == 4 * 2**20
 
 
 @needs_libtpu
@@ -57,7 +58,7 @@ def test_memory_of_a_donated_argument():
 def test_the_compilers_hbm_limit_is_that_of_the_chip(topology):
   done = compiled(topology, lambda x: jnp.sort(x, 0), (400, 2**20, 128))
   assert done.memory is None
-  assert done.module is None
+  assert done.text is None
   limit = chips.parse(topology).chip.hbm / 2**30
   assert f"exceeds available HBM ({limit:.2f}G)" in done.reason
   size, what = done.buffers[0]
@@ -79,7 +80,7 @@ def test_a_libtpu_without_dumps_is_an_error(monkeypatch, tmp_path):
     plan_compile.importlib.metadata, "version", lambda name: "9.9.9"
   )
   with pytest.raises(UserError, match=r"libtpu 9\.9\.9 does not dump \*after"):
-    plan_compile._module(tmp_path)
+    plan_compile._text(tmp_path)
 
 
 REPORT = """\

@@ -1,19 +1,8 @@
-"""Costs of modules, against arithmetic by hand and known JAX programs."""
+"""Costs of modules, against arithmetic by hand."""
 
-import importlib.util
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from gspo_jax.plan import chips
-from gspo_jax.plan import compile as plan_compile
-from gspo_jax.plan.hlo import cost as hlo_cost
-from gspo_jax.plan.hlo import module as hlo_module
-from gspo_jax.plan.hlo import walk as hlo_walk
+from gspo_jax.plan import chips, hlo
 
 CHIP = chips.Chip(
   flops=1e6,
@@ -27,9 +16,8 @@ CHIP = chips.Chip(
 )
 
 
-def cost_of(text):
-  module = hlo_module.parse(text)
-  return hlo_walk.walk(module, CHIP, lambda c: CHIP.link, devices=4)
+def cost_of(text, **options):
+  return hlo.cost_of(text, CHIP, lambda *_: CHIP.link, 4, **options)
 
 
 BODY = """
@@ -90,7 +78,7 @@ def test_a_data_dependent_loop_counts_once_and_is_listed():
   (loop,) = cost.loops
   assert loop.cost.no_overlap == 36
   assert loop.state_bytes == 2004
-  assert hlo_cost.longest_loop(cost) == (loop, loop)
+  assert cost.longest_loop() == (loop, loop)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
@@ -99,14 +87,11 @@ def test_the_caller_can_give_the_trips_of_a_loop(count):
     "body=%body",
     'body=%body, metadata={op_name="jit(f)/while/body/mine/while"}',
   )
-  module = hlo_module.parse(BODY + BY_DATA + named)
-  walk = lambda scope: hlo_walk.walk(
-    module, CHIP, lambda c: CHIP.link, devices=4, trips={scope: count}
-  )
-  cost = walk("mine")
+  text = BODY + BY_DATA + named
+  cost = cost_of(text, trips={"mine": count})
   assert cost.no_overlap == 36 * count
   assert not cost.loops
-  assert len(walk("other").loops) == 1
+  assert len(cost_of(text, trips={"other": count}).loops) == 1
 
 
 BRANCHES = """
@@ -136,7 +121,7 @@ def test_a_conditional_counts_its_cheapest_branch_and_lists_the_other():
   assert cost.no_overlap == 0
   (branch,) = cost.branches
   assert branch.cost.no_overlap == 6 + 36  # with one trip of the loop in it
-  loop, listed = hlo_cost.longest_loop(cost)
+  loop, listed = cost.longest_loop()
   assert loop.cost.no_overlap == 36
   assert listed is branch
 
@@ -147,18 +132,11 @@ def test_the_caller_can_choose_the_branch(costly, seconds):
     "{%costly, %cheap}",
     '{%costly, %cheap}, metadata={op_name="jit(f)/while/body/chosen/cond"}',
   )
-  module = hlo_module.parse(BODY + BY_DATA + named)
-  walk = lambda scope: hlo_walk.walk(
-    module,
-    CHIP,
-    lambda c: CHIP.link,
-    devices=4,
-    branches={scope: costly},
-  )
-  cost = walk("chosen")
+  text = BODY + BY_DATA + named
+  cost = cost_of(text, branches={"chosen": costly})
   assert cost.no_overlap == seconds
   assert not cost.branches
-  assert len(walk("other").branches) == 1
+  assert len(cost_of(text, branches={"other": costly}).branches) == 1
 
 
 COVERED = """
@@ -256,100 +234,8 @@ ENTRY %main (x: f32[500]) -> f32[500] {
 
 def test_the_compilers_cycles_replace_the_roofline():
   """20,000 cycles at 1 kHz, which hide more of the wire; a copy has none."""
-  module = hlo_module.parse(ESTIMATED)
-  walk = lambda by_compiler: hlo_walk.walk(
-    module, CHIP, lambda c: CHIP.link, 4, by_compiler=by_compiler
-  )
-  best, estimate = walk(False), walk(True)
+  best, estimate = (cost_of(ESTIMATED, by_compiler=by) for by in (False, True))
   assert (best.roofline_seconds, best.estimated_seconds) == (6 + 4, 0)
   assert (estimate.roofline_seconds, estimate.estimated_seconds) == (20 + 4, 20)
   assert (best.stalled_seconds, estimate.stalled_seconds) == (60 - 6, 60 - 20)
   assert best.hbm_bytes == estimate.hbm_bytes == 6000 + 4000 + 2000 + 8000
-
-
-# JAX programs of known cost, compiled by libtpu.
-
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
-)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-  plan_compile.prepare()
-  devices = plan_compile.devices(chips.parse("v5e:2x2"), 1)
-  return Mesh(np.array(devices).reshape(4), ("x",))
-
-
-def compiled(mesh, function, shapes, specs):
-  """The cost of a shard_map, on each of its four devices."""
-  arguments = [
-    jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, p))
-    for (s, t), p in zip(shapes, specs, strict=True)
-  ]
-  function = jax.shard_map(
-    function,
-    mesh=mesh,
-    in_specs=tuple(specs),
-    out_specs=P(),
-    check_vma=False,
-  )
-  done = plan_compile.compile_one(jax.jit(function).lower(*arguments))
-  chip = chips.CHIPS["v5e"]
-  return hlo_walk.walk(done.module, chip, lambda c: chip.link, 4)
-
-
-@needs_libtpu
-def test_flops_of_a_scan_of_products(mesh):
-  def function(x, w):
-    body = lambda c, w: (jax.nn.relu(c @ w), None)
-    return jax.lax.scan(body, x, w)[0]
-
-  shapes = [((512, 256), jnp.bfloat16), ((7, 256, 256), jnp.bfloat16)]
-  cost = compiled(mesh, function, shapes, [P("x"), P()])
-  assert cost.flops == 7 * 2 * 128 * 256 * 256
-  weights = 7 * 256 * 256 * 2
-  assert weights <= cost.hbm_bytes < 1.3 * weights  # each once
-
-
-@needs_libtpu
-def test_flops_of_a_gradient_through_a_batched_product(mesh):
-  def function(q, k):
-    scores = lambda q, k: jnp.einsum("bth,bsh->bts", q, k).astype(jnp.float32)
-    loss = lambda q, k: jnp.square(scores(q, k)).sum()
-    return jax.grad(loss, argnums=(0, 1))(q, k)
-
-  shapes = [((6, 256, 128), jnp.bfloat16), ((6, 512, 128), jnp.bfloat16)]
-  cost = compiled(mesh, function, shapes, [P(), P()])
-  # the forward pass, and one product for each gradient
-  assert cost.flops == 3 * 2 * 6 * 256 * 512 * 128
-
-
-@needs_libtpu
-def test_collectives_in_a_scan(mesh):
-  def function(x):
-    body = lambda c, _: (jax.lax.psum(c * 2, "x") * 0.25 + 1, None)
-    return jax.lax.scan(body, x, None, length=5)[0]
-
-  cost = compiled(mesh, function, [((1024, 256), jnp.float32)], [P()])
-  ((kind, traffic),) = cost.collectives.items()
-  assert kind == ("all-reduce", 4, False)
-  assert traffic.count == 5
-  assert traffic.wire == 5 * 2 * 3 / 4 * 1024 * 256 * 4
-
-
-@needs_libtpu
-def test_nested_and_data_dependent_loops(mesh):
-  def function(x, w):
-    inner = lambda c, _: (c @ w, None)
-    outer = lambda c, _: (jax.lax.scan(inner, c, None, length=3)[0] + 1, None)
-    x = jax.lax.scan(outer, x, None, length=4)[0]
-    small = lambda x: jnp.abs(x).sum() < 1e3
-    return jax.lax.while_loop(small, lambda x: (x @ w) * 2, x)
-
-  shapes = [((128, 128), jnp.bfloat16)] * 2
-  cost = compiled(mesh, function, shapes, [P(), P()])
-  once = 2 * 128**3
-  assert cost.flops == (12 + 1) * once
-  (loop,) = cost.loops
-  assert loop.cost.flops == once

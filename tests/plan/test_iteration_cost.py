@@ -166,12 +166,6 @@ def test_useful_flops_are_those_of_each_response_alone(config):
   assert flops == pytest.approx(decoded + prefilled)
 
 
-def test_one_minibatch_has_nothing_to_score(config):
-  config.learner.minibatches = 1
-  score = cost(config, LONGEST)[0]["parts"]["score"]
-  assert score["seconds"] == score["micro_batches"] == score["mfu"] == 0
-
-
 def test_a_reference_and_a_critic_are_scored_and_updated(config):
   plain, _ = cost(config, LONGEST)
   config.objective.update({"name": "ppo", "kl_coef": 0.1})
@@ -214,14 +208,6 @@ def test_slots_are_filled_again(continuous):
   slots = "continuous_batching: slots="
   assert {f"{slots}0", f"{slots}16, num_pages=48", f"{slots}4"} < changes.keys()
   assert all(o["fits"] for o in found["alternatives"])
-
-
-def test_no_more_slots_than_responses(continuous):
-  continuous.continuous_batching.slots = P * G
-  found, _ = cost(continuous, uneven())
-  changes = [o["change"] for o in found["alternatives"]]
-  slots = [change for change in changes if "slots" in change]
-  assert slots == [f"continuous_batching: slots={n}" for n in (0, P * G // 2)]
 
 
 def test_a_step_reads_the_weights_and_the_tokens_that_there_are(continuous):

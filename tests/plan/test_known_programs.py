@@ -18,9 +18,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspo_jax.plan import chips
+from gspo_jax.plan import chips, hlo
 from gspo_jax.plan import compile as plan_compile
-from gspo_jax.plan.hlo import walk as hlo_walk
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="no libtpu"
@@ -318,7 +317,7 @@ def mesh(topology):
 
 @functools.cache
 def compiled(name, topology):
-  """The module of a program."""
+  """The text of a compiled program."""
   program, devices = PROGRAMS[name], mesh(topology)
   spec = P("x") if program.split else P()
   arguments = [
@@ -333,13 +332,13 @@ def compiled(name, topology):
     check_vma=False,
   )
   jitted = jax.jit(mapped, donate_argnums=program.donated)
-  return plan_compile.compile_one(jitted.lower(*arguments)).module
+  return plan_compile.compile_one(jitted.lower(*arguments)).text
 
 
 def cost_of(name, topology, **options):
   chip = chips.parse(topology).chip
-  return hlo_walk.walk(
-    compiled(name, topology), chip, lambda c: chip.link, 4, **options
+  return hlo.cost_of(
+    compiled(name, topology), chip, lambda *_: chip.link, 4, **options
   )
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from gspo_jax.plan import analysis, lower
+from gspo_jax.plan import lower
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -74,7 +74,7 @@ def test_a_run_with_pages(debug_config):
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]
   sampler = made.sampler.generate
-  assert analysis.sampler_mesh(made) == sampler.jitted.decode.mesh
+  assert lower.sampler_mesh(made) == sampler.jitted.decode.mesh
   longest = sampler.batching.buckets(debug_config.data.max_prompt_length)[-1]
   assert tokens.shape == (
     sampler.prefill_batch(longest) * sampler.shards,

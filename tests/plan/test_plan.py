@@ -76,15 +76,6 @@ def test_numbers_of_a_plan_fit_together(fitting):
 
 
 @needs_libtpu
-def test_the_update_does_the_models_flops(fitting):
-  """Loops over minibatches, micro-batches and layers, all multiplied out."""
-  update = fitting["functions"]["update"]
-  assert 0.95 < update["flops"] / update["model_flops"] < 1.3
-  score = fitting["functions"]["old_logprobs"]
-  assert 2.5 < update["flops"] / score["flops"] < 3.5
-
-
-@needs_libtpu
 def test_the_update_is_its_micro_batches_and_its_optimizer_steps(fitting):
   """Of 32 responses, one a row and 8 rows at a time, in two minibatches."""
   for name in ("update", "old_logprobs"):
@@ -108,36 +99,6 @@ def test_the_update_is_its_micro_batches_and_its_optimizer_steps(fitting):
   assert 2.5 < ratio < 3.5  # forward and backward, against forward
   # Moments are read and written by an update alone.
   assert update["rest"]["hbm_bytes"] > score["rest"]["hbm_bytes"]
-
-
-@needs_libtpu
-def test_moments_stay_while_answers_are_drawn(fitting):
-  """Replicated here: two float32 moments of each parameter, and a count."""
-  functions = fitting["functions"]
-  assert functions["update"]["memory"]["resident"] == 0
-  resident = functions["generate"]["memory"]["resident"]
-  assert (
-    functions["old_logprobs"]["memory"]["resident"] == 0
-  )  # the same program
-  assert 2 * 4 * 0.25e6 < resident < 2 * 4 * 0.3e6
-
-
-@needs_libtpu
-def test_decoding_is_told_by_the_step(fitting):
-  decode = fitting["functions"]["generate"]["decode"]
-  assert decode["steps"] == 11  # the first token comes with the prefill
-  assert decode["least_bytes"] > 0
-  assert decode["ratio"] == decode["hbm_bytes"] / decode["least_bytes"]
-
-
-@needs_libtpu
-def test_drawing_is_the_prefill_and_all_decode_steps(fitting):
-  generate = fitting["functions"]["generate"]
-  decode = generate["decode"]
-  assert generate["hbm_bytes"] > decode["steps"] * decode["hbm_bytes"]
-  for key in ("roofline", "serial"):
-    whole, step = generate["seconds"][key], decode["seconds"][key]
-    assert whole > decode["steps"] * step
 
 
 @needs_libtpu
@@ -228,7 +189,9 @@ def test_a_pool_that_is_too_large_is_refused_with_the_largest(tmp_path):
 def test_the_table_is_narrow_and_the_compiler_quiet():
   done = run(*TINY, SLICE, "--functions=old_logprobs", "--top=3")
   assert done.returncode == 0
-  assert done.stderr == "compiling old_logprobs ...\n"
+  first, *progress = done.stderr.splitlines()
+  assert first == "compiling old_logprobs ..."
+  assert all(line.startswith("compiling old_logprobs: ") for line in progress)
   assert max(map(len, done.stdout.splitlines())) <= 100
   for words in (
     "compiler roofline, nothing ran on a chip",
@@ -237,20 +200,6 @@ def test_the_table_is_narrow_and_the_compiler_quiet():
     "verdict: fits",
   ):
     assert words in done.stdout
-
-
-@pytest.mark.slow
-@needs_libtpu
-def test_a_critic_and_a_reference_are_planned_too(fitting):
-  more = "--config.objective.name=ppo", "--config.objective.kl_coef=0.1"
-  done = run(
-    *TINY, SLICE, *more, "--functions=update,reference_and_values", "--json"
-  )
-  assert done.returncode == 0, done.stderr
-  functions = json.loads(done.stdout)["functions"]
-  assert list(functions) == ["update", "reference_and_values"]
-  plain = fitting["functions"]["update"]["model_flops"]
-  assert 1.5 * plain < functions["update"]["model_flops"] < 2 * plain
 
 
 TOO_LARGE = (
@@ -318,34 +267,6 @@ def test_a_fault_is_not_taken_for_a_misfit():
   assert done.stdout == ""
   assert done.stderr.startswith("Traceback")
   assert "ZeroDivisionError" in done.stderr
-
-
-def test_without_libtpu_it_names_the_extra():
-  without = (
-    "import sys; sys.modules['libtpu'] = None;"
-    "from gspo_jax.plan.__main__ import main; main()"
-  )
-  done = run(*TINY, SLICE, command=("-c", without))
-  assert_a_mistake(done, "pip install -e '.[plan]'")
-
-
-@pytest.mark.parametrize(
-  ("changes", "words"),
-  [
-    (
-      {"functions": ["old_logprobss"]},
-      "--functions=old_logprobss: did you mean 'old_logprobs'",
-    ),
-    (
-      {"functions": []},
-      "--functions=: choose one of decode_params, generate, old_logprobs, ",
-    ),
-    ({"slices": 0}, "--slices=0: expected at least 1"),
-  ],
-)
-def test_a_wrong_argument_is_named(debug_config, changes, words):
-  with pytest.raises(UserError, match=words):
-    plan.plan(debug_config, chips.parse("v5e:2x4"), **changes)
 
 
 def test_functions_that_a_config_lacks_are_named(monkeypatch):

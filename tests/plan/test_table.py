@@ -116,14 +116,6 @@ def test_a_line(line):
   assert line in lines
 
 
-def test_the_fullest_function_decides_what_is_free():
-  report = copy.deepcopy(REPORT)
-  fullest = copy.deepcopy(FUNCTION)
-  fullest["memory"]["free"] = 4 * GIB
-  report["functions"]["old_logprobs"] = fullest
-  assert render(report).endswith("verdict: fits, 10% of the HBM free at least")
-
-
 @pytest.mark.parametrize(
   ("share", "verdict"),
   [

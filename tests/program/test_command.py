@@ -246,7 +246,7 @@ def run_main(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gspo", TINY, WORKDIR])
     with flagsaver.flagsaver():
       command.parse(sys.argv)
-      return main._main([])
+      return command.on_hosts(main._train)
 
   return call
 

@@ -165,7 +165,7 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
   groups = math.prod(shape) // (decoding.expert * decoding.tensor)
   for sizes in (shape, (groups, 1, 1, decoding.expert, decoding.tensor)):
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
-    sharding.state_shardings(params, mesh)
+    model.shardings(params, mesh)
   mesh = jax.sharding.AbstractMesh(shape, sharding.AXES)
   config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
   batching = config.continuous_batching

@@ -114,7 +114,6 @@ PAGED = {
   "continuous_batching.page_size": 4,
   "continuous_batching.prefill_chunk": 8,
 }
-ENVIRONMENT = "gspo_jax.rollout.environment"
 TALK = PAGED | OF_A | {"reward.names": ()}
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
@@ -459,11 +458,9 @@ ROWS = (
     "rollout.environment",
     seen.scored_by,
     {
-      "calculator": ((f"{ENVIRONMENT}.call:environment=calculator",), 1.0),
-      "made_run.Endless": (
-        (f"{ENVIRONMENT}.call:environment=made_run.Endless",),
-        3.0,  # one for each turn
-      ),
+      "calculator": ("environment 'calculator'", 1.0),
+      # One for each turn.
+      "made_run.Endless": ("environment 'made_run.Endless'", 3.0),
     },
     TALK,
   ),
@@ -726,8 +723,7 @@ def _write_checkpoint(folder):
 def _write_adapters(folder):
   """Adapters of rank 3, of the tiny model, that are 0.125."""
   cfg = model.variant("tiny", lora=model.LoraConfig(3, 32.0))
-  init = lambda key: model.lora.init(key, model.init(key, cfg), cfg.lora)
-  shapes = jax.eval_shape(init, jax.random.key(0))
+  shapes = jax.eval_shape(lambda: model.lora.init(jax.random.key(0), cfg))
   adapters = jax.tree.map(lambda x: np.full(x.shape, 0.125, x.dtype), shapes)
   hf.save_peft(adapters, cfg, folder, base="")
 

@@ -15,7 +15,7 @@ from gspo_jax.evaluate import evaluator
 from gspo_jax.program import experiment
 from gspo_jax.program.config import parse
 from gspo_jax.record.identity import match as require_match
-from gspo_jax.rollout.batch import iteration_keys
+from gspo_jax.rollout.context import iteration_keys
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 

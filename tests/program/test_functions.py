@@ -128,10 +128,8 @@ def test_weights_go_to_a_sampler_of_as_many_devices(debug_config):
 
 def test_iterations_of_ppo_with_a_reference_that_follows(debug_config):
   """Each phase of three iterations, with prompts and rewards of no meaning."""
-  debug_config.objective.update(
-    {"name": "ppo", "kl_coef": 0.1, "reference_every": 2}
-  )
-  debug_config.critic.learning_rate = 1e-9
+  debug_config.objective.update({"kl_coef": 0.1, "reference_every": 2})
+  debug_config.objective.name = "ppo:critic_learning_rate=1e-9"
   debug_config.sampler.update({"temperature": 0.7, "max_new_tokens": 5})
   debug_config.learner.update({"minibatches": 2, "micro_batch_size": 8})
   mesh = sharding.make_mesh(jax.devices()[:1])

@@ -374,13 +374,6 @@ def test_lines_and_samples_of_a_run_get_the_same_number(tmp_path):
   assert not (tmp_path / "samples.1").exists()
 
 
-def test_runs_that_wrote_nothing_leave_no_files(tmp_path):
-  for _ in range(3):
-    with open_writer(tmp_path):
-      pass
-  assert not list(tmp_path.glob("*.jsonl.*"))
-
-
 def last_line(capsys):
   return capsys.readouterr().out.splitlines()[-1]
 
@@ -432,22 +425,6 @@ def test_the_first_eta_comes_after_one_step_without_what_jax_compiled(
     Progress.compile_seconds += 95.0
     writer.write(resume + 1, {})
   assert last_line(capsys).endswith("eta    00:15")
-
-
-@pytest.mark.parametrize(
-  ("seconds", "text"),
-  [
-    (0, "00:00"),
-    (59.4, "00:59"),
-    (59.6, "01:00"),
-    (3599, "59:59"),
-    (3600, "1:00:00"),
-    (360000, "100:00:00"),
-    (math.nan, "-"),
-  ],
-)
-def test_clock(seconds, text):
-  assert metric_writer._clock(seconds) == text
 
 
 def test_samples_are_readable_and_harmless(tmp_path, capsys):
@@ -620,25 +597,6 @@ def test_goodput_counts_restarts_and_each_iteration_once(
   if set_back:
     expected[2:] = 30 / 60, 40 / 80
   assert iterate(2, [3, 4], 10) == pytest.approx(expected)
-
-
-class Remote(str):
-  """The path of a file in a bucket; `uploads` has the bytes of each upload."""
-
-  def write_bytes(self, data):
-    self.__dict__.setdefault("uploads", []).append(len(data))
-
-
-def test_a_long_run_uploads_seldom(bucket):
-  path = Remote("gs://bucket/run/log")
-  log = run_files.RunFile(path, b"")
-  for _ in range(5000):
-    bucket[0] += 4.0  # seconds an iteration
-    log.append(b"x" * 2000)
-  log.close()
-  assert path.uploads[-1] == 5000 * 2000
-  assert len(path.uploads) < 1.1 * 5000 * 4 / 30
-  assert max(np.diff(path.uploads)) <= 2000 * (30 / 4 + 1)
 
 
 def test_a_bucket_without_its_package_is_a_user_error(monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from jax import monitoring
 
 from gspo_jax.record import progress
-from gspo_jax.record.progress import Compilations, Progress, duration
+from gspo_jax.record.progress import Compilations, Progress
 
 
 @pytest.fixture
@@ -75,14 +75,6 @@ def test_tokens_per_second_and_work_without_a_total_or_a_count(clock):
   assert work.line() == "rollout: 96/256 responses in 20 s, 2,050 tokens/s"
   assert unknown.line() == "load: 1,200 tensors in 20 s"
   assert single.line() == "compile update: 20 s so far"
-
-
-@pytest.mark.parametrize(
-  ("seconds", "text"),
-  [(0.4, "0 s"), (119, "119 s"), (150, "2 min"), (7199, "2 h 00 min")],
-)
-def test_durations(seconds, text):
-  assert duration(seconds) == text
 
 
 def wait_for_lines(out, count):

@@ -1,18 +1,17 @@
-"""The charts of a subject show what changed, and list what did not."""
+"""The charts of a section show what changed; nothing in a name is markup."""
 
 import re
 
 import numpy as np
 import pytest
 from make_run import CONFIG, make_run
+from metrics_page import ROWS
 
 from gspo_jax.losses import EDGES
 from gspo_jax.report import charts, workdir
-from gspo_jax.report.charts import COLOURS, number, of_subject, thin
-from gspo_jax.report.subjects import SUBJECTS, Chart, Spreads, Subject
-from gspo_jax.report.workdir import Series, Spread
+from gspo_jax.report.charts import COLOURS, number, of_section, thin
+from gspo_jax.report.workdir import RunRecord, Series, Spread
 
-SHARES = Subject("s", (Chart("Both", {"x/*": ""}, "%"),))
 BINS = len(EDGES) - 1
 
 
@@ -21,33 +20,41 @@ def runs(*folders):
 
 
 def written(folder, *rows):
+  """A run with these numbers of metrics of section x."""
   folder.mkdir()
   lines = [
-    "{"
-    + f'"step": {i}, '
-    + ", ".join(f'"x/{k}": {v}' for k, v in r.items())
-    + "}"
-    for i, r in enumerate(rows)
+    ", ".join([f'{{"step": {i}', *(f'"x/{k}": {v}' for k, v in row.items())])
+    for i, row in enumerate(rows)
   ]
-  (folder / "metrics.jsonl").write_text("\n".join(lines))
+  (folder / "metrics.jsonl").write_text("}\n".join(lines) + "}\n")
   return folder
 
 
-def curves(folder, *rows, **chart):
-  """The figure of the metrics x/* in these rows."""
-  chart = Chart("t", {"x/*": ""}, **chart)
-  these = runs(written(folder, *rows))
-  (plot,) = of_subject(Subject("s", (chart,)), these, set()).plots
+def plots(*these, section="x"):
+  return of_section(charts.sections(these)[section], these)
+
+
+def curves(folder, *rows):
+  """The figure of the only metric in these rows."""
+  (plot,) = plots(*runs(written(folder, *rows)))
   return plot.figure
 
 
-def heat(values, edges=None, unit=""):
-  """The figures of a distribution [N, bins]: the heat map and the outlines."""
-  values = np.array(values, float)
-  spread = Spread(np.arange(1, len(values) + 1), values, edges)
-  run = workdir.RunRecord("a", {}, {"x": spread}, {}, {}, 0)
-  subject = Subject("s", (Spreads({"x": "t"}, unit),))
-  return [p.figure for p in of_subject(subject, [run], set()).plots]
+def outlines(*values, name="x/t", edges=None):
+  """The figure of a distribution [N, bins] of each of some runs."""
+  these = [
+    RunRecord(
+      f"run {i}",
+      {},
+      {name: Spread(np.arange(1, len(v) + 1), np.array(v, float), edges)},
+      {},
+      {},
+      0,
+    )
+    for i, v in enumerate(values)
+  ]
+  (plot,) = plots(*these, section=name.partition("/")[0])
+  return plot.figure
 
 
 def counts_at(value, n):
@@ -60,36 +67,58 @@ def names(figure):
   return [trace.name for trace in figure.data]
 
 
-def test_a_constant_scalar_is_listed_without_a_chart(tmp_path):
-  workdir = written(tmp_path / "a", *[{"a": 0.25}] * 5)
-  plots, still, scalars = of_subject(SHARES, runs(workdir), set())
-  assert (plots, still, scalars) == ([], ["x/a 25%"], ["x/a"])
+def test_every_metric_has_a_section_and_the_unit_of_its_row():
+  units = {"share": "%", "nats a token": "nats"}
+  for name, in_docs, *_ in ROWS:
+    name = re.sub("<.>", "8", name).replace("<name>", "gsm8k")
+    expected = units.get(in_docs, in_docs)
+    if expected not in ("%", "nats", "tokens", "s"):
+      expected = ""
+    assert charts.unit(name) == expected, name
 
 
-def test_beside_one_that_changes_it_is_drawn(tmp_path):
-  workdir = written(tmp_path / "a", *[{"a": 0.25, "b": i} for i in range(5)])
-  plots, still, _ = of_subject(SHARES, runs(workdir), set())
-  assert still == []
-  assert names(plots[0].figure) == ["a", "b"]
-  assert all(trace.showlegend for trace in plots[0].figure.data)
-  assert plots[0].summary == "a 25% to 25%; b 0% to 400%"
+def test_sections_hold_each_metric_once_in_order_of_number():
+  names = ("odd", "eval/pass@16", "moe/x", "eval/pass@2", "eval/pass@8")
+  run = RunRecord("a", dict.fromkeys(names), {"moe/l": None}, {}, {}, 0)
+  assert charts.sections([run, run]) == {
+    "eval": ["eval/pass@2", "eval/pass@8", "eval/pass@16"],
+    "moe": ["moe/l", "moe/x"],
+    "other": ["odd"],
+  }
+
+
+def test_metrics_of_one_word_and_unit_share_a_chart(tmp_path):
+  row = {"a_low": 1, "a_high": 2, "a_share": 0.5, "b": 3, "ab": 4}
+  (run,) = runs(written(tmp_path / "a", row))
+  found = {plot.title: names(plot.figure) for plot in plots(run)}
+  assert found == {
+    "x/a": ["a_high", "a_low"],
+    "x/a_share": ["a_share"],
+    "x/ab": ["ab"],
+    "x/b": ["b"],
+  }
+
+
+def test_a_constant_scalar_has_a_chart_beside_one_that_changes(tmp_path):
+  (run,) = runs(written(tmp_path / "a", *[{"a": 0.25}] * 5))
+  assert plots(run) == []
+  rows = [{"a_share": 0.25, "a_b_share": i} for i in range(5)]
+  (plot,) = plots(*runs(written(tmp_path / "b", *rows)))
+  assert names(plot.figure) == ["a_b_share", "a_share"]
+  assert all(trace.showlegend for trace in plot.figure.data)
+  assert plot.summary == "a_b_share 0% to 400%; a_share 25% to 25%"
 
 
 def test_of_several_runs_each_metric_has_a_chart(tmp_path):
-  rows = [{"a": i, "b": -i} for i in range(5)]
+  rows = [{"a_u": i, "a_v": -i} for i in range(5)]
   u, v = written(tmp_path / "u", *rows), written(tmp_path / "v", *rows)
-  w = written(tmp_path / "w", *[{"a": i} for i in range(5)])
-  plots, _, _ = of_subject(SHARES, runs(u, w, v), set())
-  assert [plot.title for plot in plots] == ["Both: a", "Both: b"]
-  assert [names(plot.figure) for plot in plots] == [["u", "w", "v"], ["u", "v"]]
+  w = written(tmp_path / "w", *[{"a_u": i} for i in range(5)])
+  found = plots(*runs(u, w, v))
+  assert [plot.title for plot in found] == ["x/a_u", "x/a_v"]
+  assert [names(plot.figure) for plot in found] == [["u", "w", "v"], ["u", "v"]]
   # A run keeps its colour in the charts of metrics that another run lacks.
-  found = [trace.line.color for trace in plots[1].figure.data]
-  assert found == [COLOURS[0], COLOURS[2]]
-
-
-def test_a_metric_of_an_earlier_subject_is_not_shown_again(tmp_path):
-  workdir, taken = written(tmp_path / "a", {"a": 1}), {"x/a"}
-  assert of_subject(SHARES, runs(workdir), taken) == ([], [], [])
+  colours = [trace.line.color for trace in found[1].figure.data]
+  assert colours == [COLOURS[0], COLOURS[2]]
 
 
 def test_points_are_the_numbers_and_a_null_is_a_gap(tmp_path):
@@ -108,33 +137,38 @@ def test_a_lone_point_of_a_long_line_is_a_dot(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("values", "log", "axis"),
+  ("name", "values", "axis"),
   [
-    ([0.2, 0.9], False, {"rangemode": "tozero"}),
-    ([0.8, 0.9], False, {"rangemode": "normal"}),
-    ([-0.1, 0.9], False, {"rangemode": "normal"}),
-    ([0.3, 0.3], False, {"rangemode": "tozero"}),  # no negative shares
-    ([1e-4, 1.0], True, {"type": "log"}),
-    ([0.8, 0.9], True, {"rangemode": "normal"}),  # may have no tick of a log
-    ([0, 0], True, {"rangemode": "tozero"}),
-    (["null", "null"], True, {"rangemode": "tozero"}),
+    ("a", [0.2, 0.9], {"rangemode": "tozero"}),
+    ("a", [0.8, 0.9], {"rangemode": "normal"}),
+    ("a", [-0.1, 0.9], {"rangemode": "normal"}),
+    ("a", [0.3, 0.3], {"rangemode": "tozero"}),  # no negative shares
+    ("norm", [1e-4, 1.0], {"type": "log"}),
+    ("a_std", [0.8, 0.9], {"rangemode": "normal"}),  # a log may have no tick
+    ("norm", [0, 0], {"rangemode": "tozero"}),
+    ("norm", ["null", "null"], {"rangemode": "tozero"}),
   ],
 )
-def test_the_vertical_axis(tmp_path, values, log, axis):
-  found = curves(tmp_path / "a", *[{"a": v} for v in values], log=log)
+def test_the_vertical_axis(tmp_path, name, values, axis):
+  found = curves(tmp_path / "a", *[{name: v} for v in values])
   found = found.layout.yaxis.to_plotly_json()
   assert {k: found.get(k) for k in axis} == axis
   assert ("type" in found) == ("type" in axis)
 
 
-def test_the_first_step_may_be_outside_of_the_axis(tmp_path):
-  rows = [{"a": v} for v in (100, 1, 1.2, 0.9)]
-  assert curves(tmp_path / "a", *rows).layout.yaxis.range is None
-  low, high = curves(tmp_path / "b", *rows, skip_first=True).layout.yaxis.range
+def test_the_first_step_may_be_outside_of_the_axis_of_times():
+  def axis(name, *values):
+    run = RunRecord(
+      "a", {name: Series(np.arange(4), np.array(values))}, {}, {}, {}, 3
+    )
+    (plot,) = of_section([name], [run])
+    return plot.figure.layout.yaxis.range
+
+  assert axis("x/a", 100, 1, 1.2, 0.9) is None
+  low, high = axis("time/a", 100, 1, 1.2, 0.9)
   assert 0 < low < 0.9 < 1.2 < high < 2
-  null = [{"a": "null"}] * 3
-  figure = curves(tmp_path / "c", *null, skip_first=True)
-  assert figure.layout.yaxis.range[0] < figure.layout.yaxis.range[1]
+  low, high = axis("time/a", *[np.nan] * 4)
+  assert low < high
 
 
 def test_few_steps_have_no_fractions_between_them(tmp_path):
@@ -159,67 +193,25 @@ def test_long_lines_keep_every_spike():
 
 
 def test_nothing_in_a_name_is_markup(tmp_path):
-  rows = [{"a": i} for i in range(3)]
+  rows = [{"<a href='y'>y<|a>": i} for i in range(3)]
   folder, other = (written(tmp_path / n, *rows) for n in ("<b>&amp;", "b"))
-  (plot,) = of_subject(SHARES, runs(folder, other), set()).plots
+  (plot,) = plots(*runs(folder, other))
   assert names(plot.figure) == ["&lt;b&gt;&amp;amp;", "b"]
-  chart = Chart("<a href='x'>y</a>", {"x/*": ""})
-  (plot,) = of_subject(Subject("s", (chart,)), runs(folder), set()).plots
   assert "<" not in plot.figure.layout.title.text
-  assert plot.title == chart.title
-
-
-def test_no_signal_is_a_warning_first_in_its_subject(tmp_path):
-  none = {"reward/mixed_groups": 0.0}
-  folders = [
-    make_run(tmp_path / "none", 4, scalars=none),
-    make_run(tmp_path / "some", 4),
-    make_run(tmp_path / "all", 4, scalars={"reward/mixed_groups": 1.0}),
-  ]
-  for these, warned in (
-    (folders[:1], True),
-    (folders[:2], True),
-    (folders[1:2], False),
-    (folders[2:], False),
-  ):
-    plots, still, scalars = of_subject(SUBJECTS[0], runs(*these), set())
-    assert [plot.warning for plot in plots] == [
-      warned,
-      *[False] * (len(plots) - 1),
-    ]
-    assert ("No signal at 0%" in plots[0].note) == warned
-    assert not warned or "reward/mixed_groups 0%" not in still
-    assert "reward/mixed_groups" in scalars
-    assert not warned or plots[0].title == "Groups with mixed rewards"
-    assert still == ["reward/mixed_groups 100%"] or these != folders[2:]
-
-
-SUBJECT_OF = {
-  "ratio/token_log": "Size of",
-  "ratio/sequence_log": "Size of",
-  "mismatch/token_gap": "Sampler and",
-  "mismatch/sequence_gap": "Sampler and",
-  "mismatch/token_abs_mean": "Sampler and",
-  "mismatch/sequence_abs_mean": "Sampler and",
-}
+  assert plot.title == "x/<a href='y'>y<|a>"
 
 
 def marked(*folders):
   """The metrics beside which a clip range is drawn."""
   these, found = runs(*folders), set()
-  for name, title in SUBJECT_OF.items():
-    subject = next(s for s in SUBJECTS if s.title.startswith(title))
-    others = {
-      n for workdir in these for n in (*workdir.scalars, *workdir.spreads)
-    } - {name}
-    plots, _, _ = of_subject(subject, these, others)
-    assert plots
-    drawn = [
-      len(p.figure.layout.shapes) + str(names(p.figure)).count("clip ")
-      for p in plots
-    ]
-    assert set(drawn) in ({0}, {2})
-    if drawn[0]:
+  for name in (
+    charts.sections(these)["ratio"] + charts.sections(these)["mismatch"]
+  ):
+    (plot,) = of_section([name], these)
+    shapes, traces = plot.figure.layout.shapes, str(names(plot.figure))
+    drawn = len(shapes) + traces.count("clip ")
+    assert drawn in (0, 2)
+    if drawn:
       found.add(name)
   return found
 
@@ -234,7 +226,8 @@ def test_a_clip_range_lies_beside_what_it_clips(tmp_path, method, unit):
   objective = {"name": method if unit == "no" else name}
   config = {**CONFIG, "objective": objective}
   folder = make_run(tmp_path / "a", 12, config=config)
-  expected = {name for name in SUBJECT_OF if f"/{unit}_" in name}
+  ends = ("ratio/{}_log", "mismatch/{}_gap", "mismatch/{}_abs_mean")
+  expected = {name.format(unit) for name in ends} if unit != "no" else set()
   assert marked(folder) == expected
   # Of several runs where all have the same range.
   same = make_run(tmp_path / "b", 12, config=config)
@@ -247,8 +240,7 @@ def test_a_mark_is_where_the_log_ratio_is_clipped(tmp_path):
   """GRPO's 1 - 0.2 is a log-ratio of -0.223, and its size that on a curve."""
   config = {**CONFIG, "objective": {"name": "grpo"}}
   folder = make_run(tmp_path / "a", 12, config=config)
-  curve = Chart("x", {"mismatch/token_abs_mean": ""}, clips="token")
-  ((plot,), *_) = of_subject(Subject("s", (curve,)), runs(folder), set())
+  (plot,) = of_section(["mismatch/token_abs_mean"], runs(folder))
   _, low, high = plot.figure.data
   assert (low.name, high.name) == ("clip low 0.223", "clip high 0.239")
   np.testing.assert_allclose((low.y, high.y), [[0.223] * 2, [0.239] * 2], 0.01)
@@ -264,44 +256,31 @@ def test_a_number_lies_in_its_bin(value):
 
 
 def test_a_histogram_lies_at_its_value_as_shares():
-  heat_map, outlines = heat([counts_at(0.02, 7), counts_at(-0.02, 900)], EDGES)
-  (trace,) = heat_map.data
-  shares = np.array(trace.customdata)
-  names = [trace.y[i] for i in shares.argmax(axis=0)]
-  assert names == ["0.018 to 0.032", "-0.032 to -0.018"]
-  np.testing.assert_allclose(shares.sum(axis=0), 1)
-  first, last = outlines.data
+  figure = outlines([counts_at(0.02, 7), counts_at(-0.02, 900)], edges=EDGES)
+  first, last = figure.data
+  assert [line.x[np.argmax(line.y)] for line in (first, last)] == [
+    "0.018 to 0.032",
+    "-0.032 to -0.018",
+  ]
   assert sorted(first.y) == sorted(last.y) == [*[0] * (len(first.y) - 1), 1]
 
 
-def test_layers_are_rows_and_nan_is_nothing():
+def test_layers_are_places_and_nan_is_nothing():
   values = [[0.0, 0.1, 0.4], [0.0, np.nan, 0.2]]
-  heat_map, outlines = heat(values, unit="%")
-  (trace,) = heat_map.data
-  np.testing.assert_allclose(trace.z, [[0, 0], [0.1, 0], [0.4, 0.2]], 1e-6)
-  assert (trace.zmin, trace.zmax) == (0, pytest.approx(0.4))
-  np.testing.assert_array_equal(trace.y, [0, 1, 2])
-  np.testing.assert_allclose(outlines.data[0].y, [0, 0.1, 0.4], 1e-6)
-
-
-@pytest.mark.parametrize("n", [1, 2, 160, 161, 5000])
-def test_the_columns_of_a_map_are_of_equal_width(n):
-  heat_map, _ = heat(np.arange(n)[:, None] + [[0.0, 1.0]])
-  (trace,) = heat_map.data
-  assert len(trace.x) == np.shape(trace.z)[1] <= 160
-  # A number at its step stays at its step, however many are in a column.
-  np.testing.assert_allclose(trace.z[1], trace.x, rtol=1e-6)
-  assert len(set(np.diff(trace.x)[:-1])) <= 1
+  first, last = outlines(values, name="moe/flip_rate").data
+  np.testing.assert_array_equal(first.x, [0, 1, 2])
+  np.testing.assert_allclose(first.y, [0, 0.1, 0.4], 1e-6)
+  np.testing.assert_allclose(last.y, [0, 0, 0.2], 1e-6)
 
 
 def test_nothing_counted_is_still_a_picture():
-  for figures in (
-    heat(np.zeros((1, BINS)), EDGES),
-    heat(np.full((1, 3), np.nan)),
-    heat([[0.5]]),
+  for figure in (
+    outlines(np.zeros((1, BINS)), edges=EDGES),
+    outlines(np.full((1, 3), np.nan)),
+    outlines([[0.5]]),
   ):
-    assert "NaN" not in "".join(figure.to_json() for figure in figures)
-    assert figures[0].data[0].zmax > 0
+    assert "NaN" not in figure.to_json()
+    assert len(figure.data) == 1
 
 
 def test_the_parts_of_a_run_are_tenths_of_its_steps():
@@ -309,25 +288,21 @@ def test_the_parts_of_a_run_are_tenths_of_its_steps():
     label: values.tolist()
     for label, values in charts._tenths(
       Spread(np.arange(n), np.arange(n)[:, None], None)
-    )
+    ).items()
   }
   assert parts(20) == {"first": [0.5], "middle": [9.5], "last": [18.5]}
   assert parts(2) == {"first": [0], "last": [1]}
   assert parts(1) == {"last": [0]}
 
 
-def test_maps_and_outlines_of_one_run_outlines_of_several(tmp_path):
-  folders = [make_run(tmp_path / n, 30) for n in "ab"]
-  subject = next(s for s in SUBJECTS if "Experts" in s.title)
-  for these, maps, lines in (
-    (folders[:1], 1, ["first", "middle", "last"]),
-    (folders, 0, ["a", "b"]),
-  ):
-    plots, _, _ = of_subject(subject, runs(*these), set())
-    kinds = [p.figure.data[0].type for p in plots]
-    assert kinds.count("heatmap") == maps
-    (outlines,) = (p for p in plots if p.title.startswith("Flips by layer: "))
-    assert names(outlines.figure) == lines
+def test_a_distribution_of_one_run_and_of_several():
+  rows = np.arange(60).reshape(30, 2)
+  one, two = outlines(rows), outlines(rows, rows + 1)
+  assert names(one) == ["first", "middle", "last"]
+  assert one.layout.showlegend
+  assert names(two) == ["run 0", "run 1"]
+  np.testing.assert_array_equal(two.data[0].y, one.data[2].y)
+  np.testing.assert_array_equal(two.data[1].y, one.data[2].y + 1)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ import pytest
 from processes import commands
 
 from gspo_jax import rewards
-from gspo_jax.rewards import sandbox_files, seccomp
-from gspo_jax.rewards.pool import Response, RewardPool
+from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.reward import Response
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers import sandbox_files, seccomp
 
 FAILED = "failed"
 MEGABYTE = 1 << 20

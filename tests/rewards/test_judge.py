@@ -12,7 +12,8 @@ from repository import ROOT
 
 from gspo_jax import rewards
 from gspo_jax.rewards import judge
-from gspo_jax.rewards.pool import Response, RewardPool
+from gspo_jax.rewards.pool import RewardPool
+from gspo_jax.rewards.reward import Response
 from gspo_jax.runtime.errors import UserError
 
 COUNT = 8
@@ -330,7 +331,7 @@ def test_mistakes_are_reported_before_training(
   monkeypatch.chdir(ROOT)
   spec = f"judge:{arguments.format(url=server.url)}".removesuffix(":")
   with pytest.raises(UserError, match=message.format()) as error:
-    rewards.named(spec, within=8.0)
+    rewards.named(spec, 8.0)
   assert "\n" not in str(error.value)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from gspo_jax import rewards
 from gspo_jax.rewards.length import overlong, short
+from gspo_jax.rewards.reward import Response
 
 
 @pytest.mark.parametrize(
@@ -26,10 +27,11 @@ def test_overlong_at_the_numbers_of_the_paper(tokens, expected):
 def test_overlong_takes_its_limit_from_the_sampler_or_the_name():
   reward = rewards.named("overlong:buffer=4")
   assert reward("", "", "", tokens=8, limit=10) == -0.5
-  assert rewards.inputs(reward).required == ("tokens", "limit")
+  response = Response("", "", "", tokens=7, limit=9)
+  assert reward.keywords([response]) == {"tokens": 7, "limit": 9}
   fixed = rewards.named("overlong:buffer=4,limit=8")
   assert fixed("", "", "", tokens=8) == -1.0
-  assert rewards.inputs(fixed).required == ("tokens",)
+  assert fixed.keywords([response]) == {"tokens": 7}
 
 
 def test_a_buffer_that_punishes_every_response_is_an_error():

@@ -1,13 +1,13 @@
 """Rewards by name: which function, with which arguments, and the errors."""
 
-import functools
 import inspect
 import sys
 
 import pytest
 
 from gspo_jax import rewards
-from gspo_jax.rewards.pool import Response
+from gspo_jax.rewards.reward import Response
+from gspo_jax.runtime import spec
 from gspo_jax.runtime.errors import UserError
 
 
@@ -27,11 +27,9 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(rewards.BUILT_IN))
 def test_every_built_in_is_a_reward(name):
-  path, _, attribute = rewards.BUILT_IN[name].rpartition(".")
-  __import__(path)
-  parameters = inspect.signature(
-    getattr(sys.modules[path], attribute)
-  ).parameters
+  reward = spec.imported(name, rewards.BUILT_IN)
+  function = getattr(reward, "function", reward)
+  parameters = inspect.signature(function).parameters
   positional = [
     n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
   ]
@@ -54,16 +52,16 @@ def test_a_users_reward_by_dotted_name_with_arguments(module):
   # An argument set by the spec is not passed again, nor replaced by a column.
   columns = {"scale": 0, "word": "b", "limit": 0, "tokens": 0}
   given = Response("", "yes", "", tokens=5, limit=7, columns=columns)
-  assert rewards.inputs(reward).keywords([given]) == {"tokens": 5}
+  assert reward.keywords([given]) == {"tokens": 5}
   free = rewards.named("user_reward.f")
-  assert rewards.inputs(free).keywords([given]) == columns | {
+  assert free.keywords([given]) == columns | {
     "tokens": 5,
     "limit": 7,
   }
 
 
 @pytest.mark.parametrize(
-  ("spec", "message"),
+  ("text", "message"),
   [
     ("final_anser", "did you mean 'final_answer'"),
     ("", "unknown reward ''"),
@@ -85,9 +83,9 @@ def test_a_users_reward_by_dotted_name_with_arguments(module):
     ("code:memory=1", "memory of 32 MiB or more, got 1"),
   ],
 )
-def test_mistakes_in_a_spec_are_errors(spec, message):
+def test_mistakes_in_a_spec_are_errors(text, message):
   with pytest.raises(UserError, match=message):
-    rewards.named(spec)
+    rewards.named(text)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +143,7 @@ def test_a_wrong_signature_is_refused(module, text, message):
 def test_a_signature_that_takes_the_arguments(module, text):
   module("fine_reward", text)
   reward = rewards.named("fine_reward.f")
-  keywords = rewards.inputs(reward).keywords([Response("", "", "")])
+  keywords = reward.keywords([Response("", "", "")])
   assert reward("", "", "", **keywords) == 1.0
 
 
@@ -168,17 +166,17 @@ def test_a_reward_gets_the_columns_that_it_names(module, signature, expected):
     with pytest.raises(UserError, match="too many positional"):
       rewards.named("column_reward.f")
     return
-  takes = rewards.inputs(rewards.named("column_reward.f"))
+  reward = rewards.named("column_reward.f")
   columns = {"level": 3, "url": "u", "tokens": "not these", "limit": "nor this"}
   group = [Response("", "", "", n, 8, columns) for n in (4, 5)]
-  assert takes.group == ("responses" in signature)
-  assert takes.keywords(group if takes.group else group[:1]) == expected
+  assert reward.takes_group == ("responses" in signature)
+  assert reward.keywords(group if reward.takes_group else group[:1]) == expected
 
 
 def test_a_column_does_not_replace_a_setting_of_a_built_in():
   columns = dict.fromkeys(("seconds", "total", "memory"), 1)
-  takes = rewards.inputs(rewards.named("code"))
-  assert takes.keywords([Response("", "", "", 1, 1, columns)]) == {}
+  reward = rewards.named("code")
+  assert reward.keywords([Response("", "", "", 1, 1, columns)]) == {}
 
 
 @pytest.mark.parametrize(
@@ -193,19 +191,29 @@ def test_a_missing_column_is_named_beside_those_there_are(
   module, columns, message
 ):
   module("column_reward", "def f(p, a, r, *, level): return 1.0")
-  takes = rewards.inputs(rewards.named("column_reward.f"))
-  assert takes.columns == ("level",)
+  reward = rewards.named("column_reward.f")
+  assert reward.needed_columns == ("level",)
   with pytest.raises(LookupError, match=message):
-    takes.keywords([Response("", "", "", columns=columns)])
+    reward.keywords([Response("", "", "", columns=columns)])
 
 
-def test_prepare_is_called_with_the_arguments(module):
+def test_a_reward_object_of_a_user_is_prepared(module):
+  """With the arguments of its spec, and the time of a call if there is one."""
   module(
-    "prepared_reward",
-    "def f(p, a, r, *, n): return n\n"
-    "def prepare(n): f.seen = n\n"
-    "f.prepare = prepare\n",
+    "own_reward",
+    "from gspo_jax.rewards import Reward\n"
+    "seen = []\n"
+    "def f(p, a, r, *, n, **columns): return n + columns['level']\n"
+    "OWN = Reward(f, prepare=lambda **k: seen.append(k),\n"
+    "  fits=lambda seconds, **k: seen.append((seconds, k)),\n"
+    "  columns=lambda n: ['level'])\n",
   )
-  reward = rewards.named("prepared_reward.f:n=3")
-  assert isinstance(reward, functools.partial)
-  assert reward.func.seen == 3
+  reward = rewards.named("own_reward.OWN:n=3", 7.0)
+  seen = sys.modules["own_reward"].seen
+  assert seen == [{"n": 3}, (7.0, {"n": 3})]
+  assert reward.needed_columns == ("level",)
+  given = Response("", "", "", columns={"level": 2, "n": 9, "x": 0})
+  assert reward.keywords([given]) == {"level": 2, "x": 0}
+  assert reward("", "", "", **reward.keywords([given])) == 5
+  rewards.named("own_reward.OWN:n=4")
+  assert seen[2:] == [{"n": 4}]

@@ -13,8 +13,8 @@ import pytest
 from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
-from gspo_jax.rollout.batch import RolloutContext, ScoredSamples
-from gspo_jax.rollout.conversations import Conversations, EnvironmentPool
+from gspo_jax.rollout.conversations import Conversations
+from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import (
@@ -162,7 +162,7 @@ def converse(pool, names, responses, max_turns=4, key=0, tokenizer=BYTES):
     pool, max_turns, config, sharding.batch_sharding(mesh), None
   )
   policy = Scripted([list(x) for x in responses])
-  return sample(policy, None, batch, jax.random.key(key), what="test"), policy
+  return sample(policy, None, batch, jax.random.key(key), label="test"), policy
 
 
 def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
@@ -185,9 +185,9 @@ def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
   assert rewards.total.tolist() == [[1.0 + 2.0, 1.0]]
   nan = np.nan
   expected = [[1, 2, nan], [1, nan, nan]]
-  np.testing.assert_array_equal(done.turn_rewards, expected)
-  assert done.counts["turns"].tolist() == [2, 1]
-  assert done.counts["tool_calls"].tolist() == [4, 2]
+  np.testing.assert_array_equal(done.conversation["rewards"], expected)
+  assert done.conversation["turns"].tolist() == [2, 1]
+  assert done.conversation["tool_calls"].tolist() == [4, 2]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -195,11 +195,12 @@ def test_an_environment_is_asked_before_all_have_responded(
   pool, monkeypatch, is_async
 ):
   """At each report of the sampler; if it is async about all at once."""
-  events, start, sample = [], pool.start, Scripted.__call__
+  events, step, sample = [], pool.step, Scripted.__call__
 
   def spy(calls):
-    events.append([call.text for call in calls])
-    return start(calls)
+    if calls:
+      events.append([text for _, text in calls])
+    return step(calls)
 
   def sampled(*args, **kwargs):
     samples = sample(*args, **kwargs)
@@ -208,11 +209,10 @@ def test_an_environment_is_asked_before_all_have_responded(
 
   assert not pool.is_async
   monkeypatch.setattr(pool, "is_async", is_async)
-  monkeypatch.setattr(pool, "start", spy)
+  monkeypatch.setattr(pool, "step", spy)
   monkeypatch.setattr(Scripted, "__call__", sampled)
   converse(pool, ["ab"], [["one", "end"], ["two", "end"]])
-  _, *turns = events
-  assert turns == (
+  assert events == (
     ["sampled", ["two", "one"], "sampled", ["end", "end"]]
     if is_async
     else [["two"], ["one"], "sampled", ["end"], ["end"], "sampled"]
@@ -238,7 +238,7 @@ def test_max_turns_cuts_a_conversation_that_keeps_its_reward(pool):
   )
   assert len(policy.calls) == 2
   assert done.rewards.result().total.tolist() == [[3.0, 1.0], [3.0, 0.0]]
-  assert done.counts["tool_errors"].tolist() == [1, 0, 0, 0]
+  assert done.conversation["tool_errors"].tolist() == [1, 0, 0, 0]
   samples = jax.device_get(done.samples)
   assert samples.finish.tolist() == [TRUNCATED, STOPPED, STOPPED, STOPPED]
   assert samples.turns[0].max() == 2
@@ -254,7 +254,7 @@ def test_a_conversation_without_room_is_truncated(pool):
   assert samples.finish.tolist() == [TRUNCATED, TRUNCATED]
   assert samples.lengths.tolist() == [len(long) + 1, R]
   assert samples.turns[0].max() == 1
-  assert done.counts["turns"].tolist() == [1, 2]
+  assert done.conversation["turns"].tolist() == [1, 2]
   # What was cut is still scored, as the response of a single turn is.
   assert done.rewards.result().total.tolist() == [[1.0, 1.0 + 2.0]]
 
@@ -267,7 +267,7 @@ def test_a_failure_ends_its_conversation_alone(pool):
   assert rewards.failed.tolist() == [[True, False], [True, False]]
   # It had a reward of 1 before; a failure must not pay.
   assert rewards.total.tolist() == [[0.0, 3.0], [0.0, 1.0]]
-  np.testing.assert_array_equal(done.turn_rewards[0, :2], [0, 0])
+  np.testing.assert_array_equal(done.conversation["rewards"][0, :2], [0, 0])
   (reason,) = rewards.reasons
   assert "ValueError: broken tool" in reason
   assert policy.calls == [[0, 1, 2, 3], [0, 1]]
@@ -296,7 +296,9 @@ def test_a_failure_pays_no_better_than_the_worst_of_its_group(
     found = done.rewards.result()
     assert found.total.tolist() == [rewards[order], [-9, -9]]
     assert found.first.tolist() == found.total.tolist()
-    np.testing.assert_array_equal(done.turn_rewards[:2], of_turns[order])
+    np.testing.assert_array_equal(
+      done.conversation["rewards"][:2], of_turns[order]
+    )
 
 
 def test_messages_that_a_tokenizer_refuses_cost_their_conversation(pool):
@@ -347,28 +349,23 @@ def test_a_prompt_that_is_too_long_costs_its_group(pool):
 def test_a_checkpoint_has_what_samples_do_not(pool):
   """The prompts of the environments, rewards, and those of the turns."""
   done, _ = converse(pool, ["prompt", "ab"], [["x", "end"], ["end"]] * 2)
-  scored = ScoredSamples(
-    done.prompts,
-    done.samples,
-    done.responses,
-    done.rewards,
-    {**done.counts, "rewards": done.turn_rewards},
+  sample = Conversations(
+    None, 4, prompt_batch.PromptConfig(BYTES, S), None, None
   )
-  context = RolloutContext(*[None] * 2, BYTES, *[None] * 7, conversations=True)
-  state = json.loads(json.dumps(context.conversations_state(scored)))
+  state = json.loads(json.dumps(sample.state(done)))
   batch = prompts_of(["prompt", "ab"])
-  found = context.restore(batch, done.samples, state)
+  restored = sample.restore(batch, done.samples, state)
   for name in ("tokens", "lengths"):
-    restored, expected, before = (
-      getattr(prompts, name) for prompts in (found.prompts, done.prompts, batch)
+    after, expected, before = (
+      getattr(x, name) for x in (restored.prompts, done.prompts, batch)
     )
-    np.testing.assert_array_equal(restored, expected)
-    assert (restored != before).any()
-  rewards, expected = found.rewards.result(), done.rewards.result()
+    np.testing.assert_array_equal(after, expected)
+    assert (after != before).any()
+  rewards, expected = restored.rewards.result(), done.rewards.result()
   np.testing.assert_array_equal(rewards.total, expected.total)
   np.testing.assert_array_equal(rewards.first, expected.first)
   np.testing.assert_array_equal(rewards.failed, expected.failed)
-  assert found.conversation.keys() == scored.conversation.keys()
-  for name, values in scored.conversation.items():
-    np.testing.assert_array_equal(found.conversation[name], values)
-    assert found.conversation[name].dtype == values.dtype
+  assert restored.conversation.keys() == done.conversation.keys()
+  for name, values in done.conversation.items():
+    np.testing.assert_array_equal(restored.conversation[name], values)
+    assert restored.conversation[name].dtype == values.dtype

@@ -10,10 +10,10 @@ import pytest
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.losses.advantages import group_relative_advantages
-from gspo_jax.rewards.pool import Response
+from gspo_jax.rewards.pool import Rewards
+from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import ScoredSamples
-from gspo_jax.rollout.scoring import Rewards
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import Samples, merge_groups
 
@@ -32,7 +32,7 @@ class ScriptedRewards:
   Every call of `result` is noted in `computed`.
   """
 
-  size = P * G
+  size, calls = P * G, ()
 
   def __init__(self, round_, mixed, computed):
     self.round, self.mixed, self.computed = round_, mixed, computed
@@ -84,7 +84,7 @@ class ScriptedSampler:
 
 def sample_until_mixed(sampler, rounds, merge=MERGE, max_failed=1.0):
   return dynamic_sampling.sample_until_mixed(
-    sampler, merge, rounds=rounds, max_failed=max_failed, of="it"
+    sampler, merge, rounds=rounds, max_failed=max_failed, label="it"
   )
 
 

@@ -10,8 +10,9 @@ import pytest
 from repository import ROOT
 
 from gspo_jax.data.problem import Problem
-from gspo_jax.rollout import conversations, environment
-from gspo_jax.rollout.conversations import EnvironmentPool
+from gspo_jax.rollout import environment
+from gspo_jax.rollout.environment import Question, Step
+from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.runtime.errors import UserError
 
 MODULE = """
@@ -97,16 +98,12 @@ def pool():
 
 
 def begin(pool, *problems, seed=0):
-  return pool.run([conversations._to_begin(p, seed) for p in problems])
+  return pool.begin([(problem, seed) for problem in problems])
 
 
 def step(pool, replies, *texts):
-  return pool.run(
-    [
-      conversations._to_step(r.state, text)
-      for r, text in zip(replies, texts, strict=True)
-    ]
-  )
+  calls = zip((reply.state for reply in replies), texts, strict=True)
+  return [pool.reply(future) for future in pool.step(list(calls))]
 
 
 def test_a_conversation_keeps_its_own_state(pool):
@@ -114,10 +111,10 @@ def test_a_conversation_keeps_its_own_state(pool):
   (once,) = step(pool, [first], "x")
   (twice,) = step(pool, [once], "y")
   (other,) = step(pool, [second], "z")
-  assert once.messages == (("tool", "1: x"),)
-  assert (once.done, twice.done, other.done) == (False, True, False)
-  assert other.messages == (("tool", "1: z"),)
-  assert once.reward == twice.reward == 0.5
+  expected = Step((("tool", "1: x"),), reward=0.5)
+  assert once.step == expected
+  assert other.step == expected._replace(messages=(("tool", "1: z"),))
+  assert (twice.step.done, twice.step.reward) == (True, 0.5)
 
 
 def test_reset_sees_the_problem_and_the_seed(pool):
@@ -125,10 +122,10 @@ def test_reset_sees_the_problem_and_the_seed(pool):
   (one,), (again,), (other,) = (
     begin(pool, begins, seed=seed) for seed in (1, 8, 2)
   )
-  assert one.messages == (("system", "s"), ("user", "a 1"))
-  assert again.messages == one.messages != other.messages
+  assert one.step.messages == (("system", "s"), ("user", "a 1"))
+  assert again.step == one.step != other.step
   (silent,) = begin(pool, Problem("a", "", ""))
-  assert silent.messages == ()
+  assert silent.step.messages == ()
 
 
 HOSTILE = {
@@ -157,10 +154,9 @@ def test_a_hostile_step_costs_its_conversation_alone(pool):
   assert time.monotonic() - began < 20
   for name, reply in zip(names, replies, strict=True):
     if name == "print":
-      assert reply.messages == (("tool", "printed"),), reply
+      assert reply.step.messages == (("tool", "printed"),), reply
     else:
-      assert reply.done, reply
-      assert not reply.reward, reply
+      assert reply.step == Step(done=True)
       assert re.search(HOSTILE[name], reply.failure)
       assert reply.failure.startswith("environment 'user_games.Counts:most=2'")
 
@@ -170,18 +166,19 @@ def test_a_reset_that_raises_and_a_step_without_messages(pool):
   assert "ValueError: no game" in bad.failure
   (good,) = begin(pool, Problem("a", "", ""))
   (silent,) = step(pool, [good], "silent")
-  assert (silent.done, silent.reward, silent.failure) == (True, 0.25, "")
+  assert silent.step == Step((), done=True, reward=0.25)
+  assert not silent.failure
 
 
 def test_the_size_of_a_state_is_that_of_its_pickle(monkeypatch):
   game = b"x" * 999
   size = len(pickle.dumps(game))
-  convert = lambda: environment._convert((game, environment.Step(), ()))
+  answer = lambda: environment._answer(game, Step(), ())
   monkeypatch.setattr(environment, "_MAX_STATE", size)
-  assert pickle.loads(base64.b64decode(convert()["state"])) == game
+  assert pickle.loads(base64.b64decode(answer()[0])) == game
   monkeypatch.setattr(environment, "_MAX_STATE", size - 1)
   with pytest.raises(ValueError, match=f"more than {size - 1} bytes"):
-    convert()
+    answer()
 
 
 def test_the_example_of_the_docs_answers_any_response():
@@ -189,8 +186,8 @@ def test_the_example_of_the_docs_answers_any_response():
   names = {}
   exec(re.search("(?s)```python\n(class .*?)```", page)[1], names)
   game = names["Thermostat"](most=25.0)
-  assert game.reset(environment.Question("", "20"), 0) == ()
-  steps = [environment.Step(*game.step(x)) for x in ("", "99", "-4", "20")]
+  assert game.reset(Question("", "20"), 0) == ()
+  steps = [Step(*game.step(x)) for x in ("", "99", "-4", "20")]
   said = [text for step in steps for _, text in step.messages]
   assert said == ["expected a number", "colder", "warmer"]
   assert [step.done for step in steps] == [False, False, False, True]
@@ -211,7 +208,7 @@ def test_async_steps_wait_together():
   ) as pool:
     begun = begin(pool, *[Problem(str(i), "", "") for i in range(8)])
     replies = step(pool, begun, *"abcdefgh")
-  assert max(reply.reward for reply in replies) == 4
+  assert max(reply.step.reward for reply in replies) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,17 @@
 """Samples become responses with rewards, each beside its own problem."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scored import scored
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
 from gspo_jax.record import progress
-from gspo_jax.rewards.pool import RewardPool, Scores
+from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.scoring import (
-  ComputedRewards,
   ResponseDecoder,
-  Rewards,
   StreamingScorer,
 )
 from gspo_jax.runtime import multihost
@@ -135,8 +130,8 @@ class GroupPool:
     groups = range(0, len(texts), group_size)
     self.groups += [texts[i : i + group_size] for i in groups]
     total = np.float32([response.columns["level"] for response in responses])
-    scores = Scores(total, {"level": total}, total < 0, ())
-    return scored(scores)
+    scores = Rewards(total, {"level": total}, total < 0, ())
+    return PendingRewards.computed(scores)
 
 
 def test_a_group_is_scored_when_its_last_response_finished():
@@ -186,14 +181,10 @@ def test_the_first_reward_decides_correctness_and_the_total_has_all():
 
 def test_a_failure_pays_no_better_than_the_worst_of_its_group():
   """Where rewards are negative 0 would be the best."""
-  like = jnp.zeros(6)
-  scores = SimpleNamespace(
-    total=[-1.0, 0.0, 0.5, 1.0, 0.0, -2.0],
-    parts={"reward": [-1.0, 0.0, 0.5, 1.0, 0.0, -2.0]},
-    failed=[False, True, False, False, True, True],
-    reasons=(),
-  )
-  pending = scoring.PendingRewards(range(6), [scored(scores)], 3, like)
+  total = np.float32([-1.0, 0.0, 0.5, 1.0, 0.0, -2.0])
+  failed = np.array([False, True, False, False, True, True])
+  rewards = PendingRewards.computed(Rewards(total, {"reward": total}, failed))
+  pending = scoring.gathered([rewards], range(6), 3, jnp.zeros(6))
   total = [[-1.0, -1.0, 0.5], [1.0, 0.0, -2.0]]
   np.testing.assert_array_equal(pending.result().total, total)
 
@@ -222,9 +213,9 @@ def test_the_error_has_a_reason_of_another_host(monkeypatch):
   with pytest.raises(
     multihost.AgreedError, match=r"it: 8 of 8 .* first reason: theirs$"
   ):
-    scoring.wait_scored([ComputedRewards(rewards)], 1.0, of="it")
+    scoring.wait_scored([PendingRewards.computed(rewards)], 1.0, label="it")
   rewards = rewards._replace(failed=zeros > 0)
-  scoring.wait_scored([ComputedRewards(rewards)], 0.0, of="it")
+  scoring.wait_scored([PendingRewards.computed(rewards)], 0.0, label="it")
 
 
 def test_it_stops_once_too_many_failed_and_prints_how_far_it_is(
@@ -248,5 +239,5 @@ def test_it_stops_once_too_many_failed_and_prints_how_far_it_is(
       match=r"it: [23] of 12 responses could not be scored, expected at most "
       r"1 .*reason: slow_reward.f: took over 0.5 s$",
     ):
-      scoring.wait_scored(pending, 0.1, of="it")
+      scoring.wait_scored(pending, 0.1, label="it")
   assert "scoring it: 1/12 responses in " in capsys.readouterr().out

@@ -20,12 +20,8 @@ from gspo_jax.data.datasets import Stage
 from gspo_jax.data.problem import Problem
 from gspo_jax.record import progress
 from gspo_jax.rewards.pool import RewardPool
-from gspo_jax.rollout.batch import (
-  RolloutBatch,
-  RolloutContext,
-  ScoredSamples,
-  sampled_tokens,
-)
+from gspo_jax.rollout.batch import RolloutBatch, ScoredSamples, sampled_tokens
+from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.partial import PartialRollouts

@@ -56,13 +56,6 @@ def test_a_sigterm_to_another_process_stops_this_one(monkeypatch):
     assert not preemption.requested
 
 
-def test_the_previous_handler_returns_after_an_error():
-  before = signal.getsignal(signal.SIGTERM)
-  with pytest.raises(ZeroDivisionError), Preemption():
-    raise ZeroDivisionError
-  assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_a_request_does_not_carry_over_to_the_next_run():
   with Preemption() as first:
     terminate()

@@ -1,63 +1,23 @@
-"""Each parameter matches one sharding rule; meshes fit their devices."""
+"""An array has the sharding of its logical axes; meshes fit their devices.
+
+Every parameter's row: tests/model/test_parameters.py.
+"""
 
 import dataclasses
-import functools
 import re
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from gspo_jax import model
-from gspo_jax.learner import critic, optimizer
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
 ONE = sharding.make_mesh(jax.devices()[:1])
 CUBE = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-OPTIMIZER, MUON = (
-  optimizer.optimizer(optimizer.OptimConfig(1e-3, 2, 9, name=name))
-  for name in optimizer.NAMES
-)
-
-
-@functools.cache
-def shapes_of(name):
-  """Shapes of the parameters and of the optimizer's state; makes no array."""
-  cfg = model.variant(name)
-  params = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
-  return params, jax.eval_shape(OPTIMIZER.init, params)
-
-
-def specs(tree, mesh):
-  return jax.tree.map(lambda s: s.spec, sharding.state_shardings(tree, mesh))
-
-
-@pytest.mark.parametrize("name", model.VARIANTS)
-def test_every_array_of_every_variant_has_one_rule(name):
-  params, opt_state = shapes_of(name)
-  for path, leaf in sharding.leaves_by_path((params, opt_state)).items():
-    rules = [
-      axes
-      for pattern, axes in sharding.TABLE
-      if re.search(f"(^|/){pattern}$", path)
-    ]
-    stacked = "layers/" in path
-    ranks = [len(axes) + stacked for axes in rules]
-    assert ranks == [leaf.ndim] * bool(leaf.ndim), path
-  # `spec` applies the same rules to parameters and moments.
-  shardings = specs(params, ONE)
-  for moment in ("mu", "nu"):
-    moments = optax.tree.get(opt_state, moment)
-    assert specs(moments, ONE) == shardings
-  assert (
-    len(sharding.leaves_by_path(opt_state))
-    == 2 * len(sharding.leaves_by_path(params)) + 2
-  )
 
 
 def test_the_sampler_gets_the_last_devices():
@@ -116,82 +76,37 @@ def test_a_mesh_beside_another_pairs_devices_of_a_process():
   assert all(a.process_index == b.process_index for a, b in pairs)
 
 
-def test_every_rule_matches_an_array():
-  paths = {
-    p
-    for name in model.VARIANTS
-    for p in sharding.leaves_by_path(shapes_of(name))
+# Rules.
+
+AXES = {
+  "embed": ("vocab", "table"),
+  "attention/q": ("layers", "embed", "heads", "whole"),
+  "moe/down": ("layers", "experts", "whole", "whole"),
+}
+
+
+def test_an_array_has_the_rule_that_its_path_ends_in():
+  q = None, ("fsdp", "context"), "tensor", None
+  stack = (2, 4, 4, 4)
+  tree = {
+    "embed": np.ones((4, 8)),
+    "mu": {"layers": {"attention": {"q": np.ones(stack)}}},
+    "layers": ({"attention": {"q": np.ones(stack[1:])}},),  # of one layer
+    "count": np.ones(()),
   }
-  policy, _ = shapes_of("tiny")
-  dense, _ = shapes_of("qwen3-0.6b")
-  adapters = functools.partial(
-    model.lora.init, jax.random.key(0), lora=model.LoraConfig(4, 8.0)
-  )
-  made = (critic.init, policy), (MUON.init, policy)
-  for more, of in *made, (adapters, policy), (adapters, dense):
-    paths |= sharding.leaves_by_path(jax.eval_shape(more, of)).keys()
-  for pattern, _ in sharding.TABLE:
-    assert any(re.search(f"(^|/){pattern}$", path) for path in paths), pattern
-
-
-def test_the_table_never_uses_a_mesh_axis_twice():
-  for _, logical in sharding.TABLE:
-    used = [axis for name in logical for axis in sharding.LOGICAL[name]]
-    assert len(set(used)) == len(used)
-    assert set(used) <= set(sharding.AXES)
-
-
-def test_the_moments_are_sharded_like_their_parameters():
-  params, opt_state = shapes_of("tiny")
-  shardings = specs(params, CUBE)
-  assert shardings["embed"] == PartitionSpec(
-    "tensor", ("fsdp", "context", "expert")
-  )
-  assert shardings["layers"]["moe"]["down"] == PartitionSpec(
-    None, ("expert", "tensor", "fsdp", "context"), None, None
-  )
-  for moment in ("mu", "nu"):
-    moments = optax.tree.get(opt_state, moment)
-    assert specs(moments, CUBE) == shardings
-
-
-@pytest.mark.parametrize("name", model.VARIANTS)
-def test_muon_has_a_moment_for_each_matrix_and_adamw_two_for_the_rest(name):
-  params, _ = shapes_of(name)
-  state = jax.eval_shape(MUON.init, params)
-  shardings = sharding.leaves_by_path(specs(state, ONE))
-  moments = {"mu": set(), "nu": set()}
-  for path in shardings:
-    if found := re.search("/(mu|nu)/(.*)", path):
-      assert found[2] not in moments[found[1]]
-      moments[found[1]].add(found[2])
-  of_muon = moments["mu"] - moments["nu"]
-  assert moments["mu"] == sharding.leaves_by_path(params).keys()
-  assert {path.split("/", 1)[1] for path in of_muon if "norm" not in path} == {
-    path.split("/", 1)[1]
-    for path in moments["mu"]
-    if re.search("(attention|mlp|moe)/[a-z_]*$", path)
-    and not path.endswith(("router", "bias"))
+  places = sharding.state_shardings(tree, CUBE, AXES)
+  assert {x.mesh for x in jax.tree.leaves(places)} == {CUBE}
+  assert jax.tree.map(lambda x: x.spec, places) == {
+    "embed": PartitionSpec("tensor", ("fsdp", "context", "expert")),
+    "mu": {"layers": {"attention": {"q": PartitionSpec(*q)}}},
+    "layers": ({"attention": {"q": PartitionSpec(*q[1:])}},),
+    "count": PartitionSpec(),
   }
-
-
-# Four experts do not divide among eight devices, nor three key heads among two,
-# which is an error.
-DIVISIBLE = [
-  name
-  for name, cfg in model.VARIANTS.items()
-  if cfg.num_experts % 8 == 0 and cfg.num_kv_heads % 2 == 0
-]
-
-
-@pytest.mark.parametrize("name", DIVISIBLE)
-def test_no_large_array_is_replicated(name):
-  params, _ = shapes_of(name)
-  shardings = sharding.leaves_by_path(sharding.state_shardings(params, CUBE))
-  for path, leaf in sharding.leaves_by_path(params).items():
-    held = np.prod(shardings[path].shard_shape(leaf.shape)) / leaf.size
-    small = "norm" in path or "router" in path
-    assert held <= (1 if small else 1 / 4), path
+  constrain = jax.jit(lambda tree: sharding.constrain_state(tree, AXES))
+  with jax.set_mesh(CUBE):
+    out = constrain(tree)
+  same = lambda x, place: x.sharding.is_equivalent_to(place, x.ndim)
+  assert jax.tree.all(jax.tree.map(same, out, places))
 
 
 @pytest.mark.parametrize(
@@ -202,57 +117,44 @@ def test_no_large_array_is_replicated(name):
     ("layers/moe/embed_table", (2, 4)),
     ("layers/attention/q/extra", (2, 4, 4, 4)),
     ("embed", (2, 4, 4)),  # a rule of another rank
-    ("final_norm/scale", (2, 4)),
+    ("layers/attention/q", (4, 4)),
   ],
 )
 def test_an_array_without_a_rule(path, shape):
-  with pytest.raises(ValueError, match=re.escape(f"{path} {shape}")) as error:
-    sharding.spec(path, shape, ONE)
+  with pytest.raises(ValueError, match=f"^{path}.*: expected ") as error:
+    sharding.spec(path, shape, ONE, AXES)
   assert not isinstance(error.value, UserError)  # a fault of the code
 
 
-def test_two_rules_for_one_array(monkeypatch):
-  table = (*sharding.TABLE, (r"attention/q", ("mlp",) * 4))
-  monkeypatch.setattr(sharding, "TABLE", table)
+def test_two_rules_for_one_array():
   with pytest.raises(ValueError, match="expected one rule") as error:
-    sharding.spec("layers/attention/q", (2, 4, 4, 4), ONE)
-  assert "embed" in str(error.value)
+    sharding.rule("layers/attention/q", AXES | {"q": ("mlp", "mlp")})
+  assert "'embed', 'heads'" in str(error.value)
   assert "'mlp', 'mlp'" in str(error.value)
 
 
-def test_one_mesh_axis_for_two_dimensions(monkeypatch):
-  monkeypatch.setitem(sharding.LOGICAL, "heads", ("tensor", "fsdp"))
-  with pytest.raises(ValueError, match=r"\['fsdp'\] stands for") as error:
-    sharding.spec("layers/attention/q", (2, 4, 4, 4), ONE)
+def test_one_mesh_axis_for_two_dimensions():
+  with pytest.raises(ValueError, match="'context', 'fsdp'") as error:
+    sharding.partition_spec(("embed", "heads", "head_dim"))
   assert "embed -> ('fsdp', 'context')" in str(error.value)
-  assert "heads -> ('tensor', 'fsdp')" in str(error.value)
-
-
-def test_one_layer_is_sharded_like_a_stack_without_its_first_axis():
-  stacked = sharding.spec("layers/attention/q", (2, 4, 4, 4), CUBE)
-  alone = sharding.spec("layers/0/attention/q", (4, 4, 4), CUBE)
-  assert (
-    alone == sharding.param_spec("attention/q") == PartitionSpec(*stacked[1:])
-  )
+  assert "head_dim -> ('fsdp', 'context')" in str(error.value)
+  for axes in sharding.RULES.values():
+    assert set(axes) <= set(sharding.AXES)
 
 
 @pytest.mark.parametrize(
   ("path", "shape", "words"),
   [
     ("embed", (7, 8), "vocab=7 of embed (7, 8) is not divisible by mesh.tens"),
-    ("head", (6, 8), "table=6 of head (6, 8) is not divisible by mesh.fsdp=2"),
+    ("embed", (8, 6), "table=6 of embed (8, 6) is not divisible by mesh.fsdp"),
     ("layers/moe/down", (1, 12, 4, 4), "expert=2 x mesh.tensor=2 x mesh.fsdp"),
-    ("layers/attention/k", (1, 4, 1, 4), "heads=1 of layers/attention/k (1,"),
+    ("layers/attention/q", (1, 4, 1, 4), "heads=1 of layers/attention/q (1,"),
   ],
 )  # fmt: skip
 def test_sizes_that_do_not_divide(path, shape, words):
   with pytest.raises(UserError, match=re.escape(words)):
-    sharding.spec(path, shape, CUBE)
-  sharding.spec(path, shape, ONE)
-
-
-def test_scalars_are_replicated():
-  assert sharding.spec("step", (), CUBE) == PartitionSpec()
+    sharding.spec(path, shape, CUBE, AXES)
+  sharding.spec(path, shape, ONE, AXES)
 
 
 # Meshes.

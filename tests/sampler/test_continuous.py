@@ -54,7 +54,7 @@ def build(batching=SMALL, config=SAMPLED, prompt=S, cfg=CFG, **axes):
     config,
     batching=batching,
     max_prompt_length=prompt,
-    params_sharding=sharding.state_shardings(abstract, mesh),
+    params_sharding=model.shardings(abstract, mesh),
     mesh=mesh,
     sampler_mesh=mesh,
   )

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from gspo_jax.configs import moe_tpu_v5
-from gspo_jax.plan import analysis, chips, lower
+from gspo_jax.plan import chips, lower, roofline
 from gspo_jax.plan import compile as plan_compile
+from gspo_jax.plan.hlo.module import parse as parse_hlo
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding as sh
@@ -76,7 +77,7 @@ class Segment:
       config, program, key, compute_slots
     )
     self.subset = plan_compile.compile_one(subset["generate"])
-    report = analysis.analyze("generate", self.whole, config, program, where)
+    report = roofline.work("generate", self.whole.text, config, program, where)
     self.step, sizes = report["decode"], generate.sizes
     # The pool has a partial page of each prompt, too.
     self.longest = sizes.pages_per_slot * PAGE
@@ -139,9 +140,10 @@ def test_nothing_copies_pages_or_weights(segment, which):
   large = {dims(segment.cache_shape)}
   large |= {dims(shape) for shape in segment.weight_shapes}
   large -= {segment.router} if which == "subset" else set()
+  module = parse_hlo(getattr(segment, which).text)
   copies = [
     (i.op, array.dims)
-    for computation in getattr(segment, which).module.computations.values()
+    for computation in module.computations.values()
     for i in computation
     if i.op in ("copy", "transpose")
     for array in i.arrays

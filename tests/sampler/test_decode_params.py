@@ -31,7 +31,7 @@ def on_one_device():
   """The weights as they are trained, and as they decode."""
   key = jax.random.key(0)
   params = jax.jit(model.init, static_argnums=1)(key, CFG)
-  adapters = model.lora.init(key, params, CFG.lora)
+  adapters = model.lora.init(key, CFG)
   params = model.lora.join(params, adapters)
   return params, jax.jit(unstacked)(params)
 
@@ -46,7 +46,7 @@ def test_weights_have_these_shardings_and_the_values_of_one_device(
   params, expected = on_one_device()
   mesh = sharding.make_mesh(jax.devices()[:4], fsdp=2, expert=2)
   sampler_mesh = sharding.reshape_mesh(mesh, expert=expert, tensor=tensor)
-  params = jax.device_put(params, sharding.state_shardings(params, mesh))
+  params = jax.device_put(params, model.shardings(params, mesh))
   shardings = decode_params_sharding(CFG, sampler_mesh)
   moved = MeshJit(jax.jit(unstacked, out_shardings=shardings), sampler_mesh)(
     params

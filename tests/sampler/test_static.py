@@ -142,9 +142,7 @@ def test_adapters_are_not_rounded_away():
   lora = model.LoraConfig(2, 2.0, "attention")
   cfg = dataclasses.replace(CFG, dtype="bfloat16", num_layers=1, lora=lora)
   base = jax.tree.map(lambda x: jnp.asarray(x, cfg.dtype), weights(cfg=cfg))
-  adapters = jax.eval_shape(
-    lambda: model.lora.init(jax.random.key(0), base, lora)
-  )
+  adapters = jax.eval_shape(lambda: model.lora.init(jax.random.key(0), cfg))
   rng = np.random.default_rng(0)
   # Products of 0.001: an eighth of the least step between weights of 0.3.
   small = lambda x: rng.normal(0, 0.02, x.shape).astype(np.float32)

@@ -17,15 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import rewards
 from gspo_jax import train as training
 from gspo_jax.learner import packing
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.program import experiment
 from gspo_jax.record import metric_writer, wandb_run
-from gspo_jax.rewards import pool
-from gspo_jax.rewards.process import Call, Needs
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import (
   STOPPED,
@@ -34,6 +31,8 @@ from gspo_jax.sampler.samples import (
   Samples,
   append_tokens,
 )
+from gspo_jax.workers import pool
+from gspo_jax.workers.pool import Result
 
 RESPONSE = (ord("#"), ord("7"))
 HEALTH = (  # metrics that `HealthChecks` reads
@@ -132,28 +131,21 @@ class Endless:
 
 
 class _Worker:
-  """In the place of `rewards.process.Process`: scores in this process."""
+  """In the place of `workers.process.Process`: runs tasks in this process."""
 
   def __init__(self, setup, pools):
-    pools.append(setup._asdict())
-    self._rewards = [rewards.named(x, setup.seconds) for x in setup.names]
+    pools.append(setup)
+    self._tasks, self._facts = setup.load(setup.seconds)
 
   def wait_ready(self):
-    return [Needs(False, (), False) for _ in self._rewards]
+    return self._facts
 
-  def score(self, units):
-    one = lambda x: [self._one(reward, x) for reward in self._rewards]
-    for i, unit in enumerate(units):
-      yield i, [one(response) for response in unit]
-
-  def _one(self, reward, response):
-    texts = response.prompt, response.text, response.reference
-    convert = getattr(reward.func, "convert", lambda value: value)
-    try:
-      value = reward(*texts, **rewards.inputs(reward).keywords([response]))
-      return Call(convert(value), None)
-    except LookupError as error:  # of `broken`
-      return Call(None, str(error))
+  def run(self, calls):
+    for i, (task, request) in enumerate(calls):
+      try:
+        yield i, Result(self._tasks[task](request), None)
+      except LookupError as error:  # of `broken`
+        yield i, Result(None, str(error))
 
   def close(self):
     pass

@@ -124,7 +124,7 @@ def processes(config):
 
 def scored_by(config):
   """What the workers run, and the mean reward."""
-  return run_of(config).pools[0]["names"], mean_reward(config)
+  return run_of(config).pools[0].name, mean_reward(config)
 
 
 def turns(config):
@@ -139,11 +139,11 @@ def credited(config):
 
 
 def reward_seconds(config):
-  return run_of(config).pools[0]["seconds"]
+  return run_of(config).pools[0].seconds
 
 
 def reward_concurrency(config):
-  return run_of(config).pools[0]["concurrency"]
+  return run_of(config).pools[0].concurrency
 
 
 def stopped_by_failures(config):

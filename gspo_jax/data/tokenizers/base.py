@@ -1,4 +1,4 @@
-"""The protocol of all tokenizers, and functions that they share.
+"""What all tokenizers are, and functions that they share.
 
 The text of a problem never becomes a control token, even if it spells one:
 control tokens come only from a chat template and from `stop_ids`.
@@ -9,7 +9,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from gspo_jax.runtime.errors import missing_package
 
@@ -18,8 +17,8 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # the text of an id without any
 Turn = tuple[str, str]  # the role and the content of a message
 
 
-class Tokenizer(Protocol):
-  """A tokenizer.
+class Tokenizer:
+  """A tokenizer; `prompt`, `turn` and `check_turns` for no chat template.
 
   Attributes:
     vocab_size: one more than the largest id.
@@ -35,9 +34,11 @@ class Tokenizer(Protocol):
 
   def encode(self, text: str) -> list[int]:
     """The ids of plain text, none of them a control token."""
+    raise NotImplementedError
 
   def decode(self, ids: Iterable[int]) -> str:
     """The text of any ids; control tokens are visible: "1<pad>2"."""
+    raise NotImplementedError
 
   def token_bytes(self) -> list[bytes]:
     """What each of the `vocab_size` ids adds to a text.
@@ -46,21 +47,30 @@ class Tokenizer(Protocol):
     some tokenizers leave out.
 
     Raises:
-      UserError: that depends on the other ids of the text.
+      UserError: a token's bytes depend on its neighbours, so there is no table.
     """
+    raise NotImplementedError
 
   def prompt(
     self, user: str, system: str = "", history: Sequence[Turn] = ()
   ) -> list[int]:
     """The ids of a prompt, up to the first token of the response.
 
-    They are those of the chat template, or of `join_messages` without one.
+    They are those of the chat template. Without one a blank line stands between
+    messages, but a message of the assistant follows that of the user at once,
+    as the response follows the prompt.
 
     Args:
       user: the last message of the user.
       system: the system prompt; "" for none.
       history: the messages between them, each (role, content).
     """
+    text = before = ""
+    for role, content in [("system", system), *history, ("user", user)]:
+      if text and (before, role) != ("user", "assistant"):
+        text += "\n\n"
+      text, before = text + content, role
+    return self.encode(text)
 
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
     """The ids behind a response, up to the first token of the next response.
@@ -75,12 +85,13 @@ class Tokenizer(Protocol):
       messages: that follow the response, none of the assistant.
       stopped: whether the response ended with a stop token.
     """
+    return self.encode("".join("\n\n" + content for _, content in messages))
 
   def check_turns(self, roles: Sequence[str]) -> None:
     """Checks that the chat template can be applied turn by turn.
 
     Args:
-      roles: of the messages between two responses.
+      roles: roles of the messages between two responses.
 
     Raises:
       UserError: the template writes earlier turns differently once another
@@ -89,28 +100,7 @@ class Tokenizer(Protocol):
 
   def save(self, folder: str | Path) -> None:
     """Writes a folder that AutoTokenizer of transformers loads."""
-
-
-def join_messages(user: str, system: str, history: Sequence[Turn]) -> str:
-  """The text of a prompt without a chat template; see `Tokenizer.prompt`.
-
-  A blank line stands between messages, but for one of the assistant, which
-  follows that of the user at once, as the response follows the prompt.
-  """
-  text = before = ""
-  for role, content in [("system", system), *history, ("user", user)]:
-    if text and (before, role) != ("user", "assistant"):
-      text += "\n\n"
-    text, before = text + content, role
-  return text
-
-
-def join_turn(messages: Sequence[Turn]) -> str:
-  """The text of messages behind a response, without a chat template.
-
-  As in `join_messages`, a blank line goes before each.
-  """
-  return "".join("\n\n" + content for _, content in messages)
+    raise NotImplementedError
 
 
 def decode_runs(
@@ -125,7 +115,7 @@ def decode_runs(
     ids: any; those outside 0..size-1 become U+FFFD.
     decode: the text of consecutive ids that are text.
     control: the visible form of an id; None if the id is text.
-    size: of the vocabulary.
+    size: ids of the vocabulary.
   """
   visible = lambda i: control(i) if 0 <= i < size else UNKNOWN
   runs = itertools.groupby(map(int, ids), key=visible)

@@ -8,15 +8,14 @@ gets exactly the ids of `apply_chat_template`.
 import ast
 import contextlib
 import ctypes
-import itertools
 import json
 import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import jinja2.meta
@@ -24,12 +23,11 @@ from etils import epath
 
 from gspo_jax.data.tokenizers.base import (
   UNKNOWN,
+  Tokenizer,
   Turn,
   decode_runs,
   digest,
   import_transformers,
-  join_messages,
-  join_turn,
 )
 from gspo_jax.data.tokenizers.plain import SPACE, byte_letters
 from gspo_jax.record import json_file
@@ -58,26 +56,17 @@ _TRIED_ROLES = ("user",), ("system", "user"), ("user", "assistant", "user")
 _STOP_FILES = ("generation_config.json", "config.json")
 # Files that may decide the ids, and files that may also decide a prompt.
 _VOCABULARIES = (
-  "merges.txt",
-  "sentencepiece.bpe.model",
-  "spiece.model",
-  "tekken.json",
-  "tokenizer.json",
-  "tokenizer.model",
-  "vocab.json",
-  "vocab.txt",
+  *("merges.txt", "sentencepiece.bpe.model", "spiece.model", "tekken.json"),
+  *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
 )
 _SETTINGS = (
-  "added_tokens.json",
-  "chat_template.jinja",
-  "chat_template.json",
-  "generation_config.json",
-  "special_tokens_map.json",
+  *("added_tokens.json", "chat_template.jinja", "chat_template.json"),
+  *("generation_config.json", "special_tokens_map.json"),
   "tokenizer_config.json",
 )
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
   """A fast tokenizer of transformers; see `tokenizers.base.Tokenizer`.
 
   Args:
@@ -120,9 +109,8 @@ class HFTokenizer:
     added = self._parsing.get_added_tokens_decoder()
     self._control = {t.content: i for i, t in added.items() if t.special}
     longest_first = sorted(self._control, key=len, reverse=True)
-    self._any_control = re.compile(
-      "|".join(map(re.escape, longest_first)) or r"(?!)"
-    )
+    either = "|".join(map(re.escape, longest_first)) or "(?!)"
+    self._any_control = re.compile(f"({either})")
     self._forbidden = {*self._control.values()} - {self._library.unk_token_id}
     self.stop_ids = self._with_eos(stops)
     pad = self._library.pad_token_id
@@ -200,14 +188,13 @@ class HFTokenizer:
     self, user: str, system: str = "", history: Sequence[Turn] = ()
   ) -> list[int]:
     if not self._library.chat_template:
-      text = join_messages(user, system, history)
-      return self._begin() + self.encode(text)
+      return self._begin() + super().prompt(user, system, history)
     turns = [("system", system)] if system else []
     return self._ids([*turns, *history, ("user", user)], lambda text: text)
 
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
     if not self._library.chat_template:
-      return self.encode(join_turn(messages))
+      return super().turn(messages, stopped=stopped)
     sign = chr(_PRIVATE[-1])  # the response, found again in what is rendered
     messages = [(role, text.replace(sign, UNKNOWN)) for role, text in messages]
 
@@ -228,7 +215,7 @@ class HFTokenizer:
 
   def _check_turn(self, role: str, response: str) -> None:
     """UserError unless further turns leave what is before them as it is."""
-    where = f"tokenizer {self._name!r}, messages of role {role!r}"
+    name = f"tokenizer {self._name!r}, messages of role {role!r}"
     turns = [("user", "message 0")]
     before = self._render(*zip(*turns, strict=True))
     for number in (1, 2):
@@ -238,13 +225,11 @@ class HFTokenizer:
       new = text.removeprefix(before).lstrip()
       if not (text.startswith(before) and new.startswith(response)):
         expected = before + response
-        same = itertools.takewhile(
-          lambda p: p[0] == p[1], zip(text, expected, strict=False)
-        )
-        at = sum(1 for _ in same)
+        pairs = enumerate(zip(text, expected, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), len(text))
         near = slice(max(at - 20, 0), at + 30)
         raise UserError(
-          f"{where}: behind another turn the chat template writes the turns "
+          f"{name}: behind another turn the chat template writes the turns "
           f"before it differently: {expected[near]!r} becomes {text[near]!r}, "
           "so that the policy would learn from other text than it read; "
           "expected messages of another role, or a template that keeps turns"
@@ -252,12 +237,12 @@ class HFTokenizer:
       behind = new.removeprefix(response)
       if not behind.startswith(tuple(self._stop_texts())):
         raise UserError(
-          f"{where}: the chat template writes {behind[:20]!r} behind a "
+          f"{name}: the chat template writes {behind[:20]!r} behind a "
           f"response; expected a stop token, {self._stop_texts()}"
         )
       if message not in behind:
         raise UserError(
-          f"{where}: the chat template leaves them out; expected another role"
+          f"{name}: the chat template leaves them out; expected another role"
         )
       before = text
 
@@ -274,23 +259,22 @@ class HFTokenizer:
       part: the part of a rendered text; not of its first message.
     """
     roles, texts = zip(*turns, strict=True)
-    guarded = self._guard(*texts)
-    pieces = list(self._split(part(self._render(roles, guarded.texts))))
+    guarded, restore = self._guard(texts)
+    # Control strings are at odd places.
+    pieces = self._any_control.split(part(self._render(roles, guarded)))
     rendered = part(self._render(roles, texts))
     ids = self._parsing.encode(rendered, add_special_tokens=False).ids
-    of_template = [self._control[p.text] for p in pieces if p.control]
+    of_template = [self._control[text] for text in pieces[1::2]]
     only_control = lambda ids: [i for i in ids if i in self._forbidden]
     if only_control(ids) == only_control(of_template):
       return ids
-    return [
-      i
-      for text, control in pieces
-      for i in (
-        [self._control[text]]
-        if control
-        else self.encode(text.translate(guarded.restore))
-      )
-    ]
+    ids = []
+    for i, text in enumerate(pieces):
+      if i % 2:
+        ids.append(self._control[text])
+      else:
+        ids += self.encode(text.translate(restore))
+    return ids
 
   def save(self, folder: str | Path) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -303,9 +287,10 @@ class HFTokenizer:
     ids = self._parsing.encode("", add_special_tokens=True).ids
     return [begin] if ids[:1] == [begin] else []
 
-  def _guard(self, *texts: str) -> "_Guarded":
+  def _guard(self, texts: Sequence[str]) -> tuple[list[str], dict[int, str]]:
     """Replaces control strings by characters that occur nowhere else.
 
+    Returns the texts, and the table with which `str.translate` restores them.
     Another such character goes to both ends of each text, so that no control
     string forms together with the text of the template beside it; white space
     stays outside, where a template can trim it.
@@ -327,23 +312,15 @@ class HFTokenizer:
       for text in texts
     ]
     restore = {ord(edge): ""} | {ord(c): text for text, c in signs.items()}
-    return _Guarded(guarded, restore)
-
-  def _split(self, text: str) -> Iterator["_Piece"]:
-    end = 0
-    for match in self._any_control.finditer(text):
-      yield _Piece(text[end : match.start()], False)
-      yield _Piece(match[0], True)
-      end = match.end()
-    yield _Piece(text[end:], False)
+    return guarded, restore
 
   def _render(self, roles: Sequence[str], texts: Sequence[str]) -> str:
     messages = [
       {"role": role, "content": text}
       for role, text in zip(roles, texts, strict=True)
     ]
-    what = f"tokenizer {self._name!r}: its chat template"
-    with content_of(f"{what} raised"):
+    template = f"tokenizer {self._name!r}: its chat template"
+    with content_of(f"{template} raised"):
       text = self._library.apply_chat_template(
         messages,
         tokenize=False,
@@ -352,7 +329,7 @@ class HFTokenizer:
       )
     if len(text) > _MAX_CHARACTERS:
       raise UserError(
-        f"{what} writes {len(text):,} characters: expected at most "
+        f"{template} writes {len(text):,} characters: expected at most "
         f"{_MAX_CHARACTERS:,}"
       )
     return text
@@ -377,12 +354,9 @@ class HFTokenizer:
       )
     known = _template_variables(self._library.get_chat_template())
     for name in self._template_args:
-      if name in _OF_EVERY_TEMPLATE or (
-        known is not None and name not in known
-      ):
-        hint = "it reads none"
-        if known:
-          hint = nearest(name, known)
+      unknown = known is not None and name not in known
+      if unknown or name in _OF_EVERY_TEMPLATE:
+        hint = nearest(name, known) if known else "it reads none"
         raise UserError(
           f"data.template_args={text!r}: the chat template takes no argument "
           f"{name!r}; {hint}"
@@ -400,20 +374,6 @@ class HFTokenizer:
     return tuple(dict.fromkeys(stops))
 
 
-class _Guarded(NamedTuple):
-  """Texts without control strings, and the table that restores them."""
-
-  texts: list[str]
-  restore: dict[int, str]
-
-
-class _Piece(NamedTuple):
-  """A part of a text, and whether it is a control string."""
-
-  text: str
-  control: bool
-
-
 def _parse_template_args(text: str) -> dict[str, Any]:
   """The arguments in "enable_thinking=False,effort=high"."""
   words = {"true": True, "false": False, "null": None}
@@ -428,9 +388,7 @@ def _parse_template_args(text: str) -> dict[str, Any]:
     is_call = isinstance(call.func, ast.Name) and not call.args
     if not is_call or not all(argument.arg for argument in call.keywords):
       raise ValueError
-    return {
-      argument.arg: value_of(argument.value) for argument in call.keywords
-    }
+    return {a.arg: value_of(a.value) for a in call.keywords}
   except (SyntaxError, ValueError, TypeError, AttributeError) as error:
     raise UserError(
       f"data.template_args={text!r}: expected NAME=VALUE,NAME=VALUE, such as "

@@ -3,7 +3,7 @@
 import itertools
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import sentencepiece
@@ -11,19 +11,17 @@ from etils import epath
 
 from gspo_jax.data.tokenizers.base import (
   UNKNOWN,
-  Turn,
+  Tokenizer,
   decode_runs,
   digest,
   import_transformers,
-  join_messages,
-  join_turn,
 )
 from gspo_jax.runtime.errors import UserError, with_reason
 
 SPACE = "\u2581"  # of SentencePiece's pieces
 
 
-class Bytes:
+class Bytes(Tokenizer):
   """UTF-8 bytes; the ids of padding and stop are no bytes."""
 
   vocab_size, pad_id, stop_ids = 258, 256, (257,)
@@ -39,17 +37,6 @@ class Bytes:
 
   def token_bytes(self) -> list[bytes]:
     return [bytes([i]) for i in range(256)] + [UNKNOWN.encode()] * 2
-
-  def prompt(
-    self, user: str, system: str = "", history: Sequence[Turn] = ()
-  ) -> list[int]:
-    return self.encode(join_messages(user, system, history))
-
-  def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
-    return self.encode(join_turn(messages))
-
-  def check_turns(self, roles: Sequence[str]) -> None:
-    """No template: nothing is written differently later."""
 
   def save(self, folder: str | Path) -> None:
     transformers = import_transformers()
@@ -82,7 +69,7 @@ def byte_letters() -> list[str]:
   return [chr(i if i in visible else next(rest)) for i in range(256)]
 
 
-class SentencePiece:
+class SentencePiece(Tokenizer):
   """A SentencePiece model; it has no chat template.
 
   Raises:
@@ -126,17 +113,6 @@ class SentencePiece:
     if model.is_unknown(i):
       return model.decode([i]).encode()
     return piece.replace(SPACE, " ").encode()
-
-  def prompt(
-    self, user: str, system: str = "", history: Sequence[Turn] = ()
-  ) -> list[int]:
-    return self.encode(join_messages(user, system, history))
-
-  def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
-    return self.encode(join_turn(messages))
-
-  def check_turns(self, roles: Sequence[str]) -> None:
-    """No template: nothing is written differently later."""
 
   def save(self, folder: str | Path) -> None:
     """As `Tokenizer.save`; UserError if transformers gives other ids."""

@@ -57,11 +57,11 @@ def _main() -> None:
 def read_texts(files: Sequence[str], fields: Sequence[str]) -> Iterator[str]:
   """The text of these fields, for every record of every file."""
   for file in files:
-    for where, record in readers.lines(file):
+    for place, record in readers.lines(file):
       for field in fields:
-        value = readers.plain(readers.field(record, field, where), where)
+        value = readers.plain(readers.field(record, field, place), place)
         if not isinstance(value, str):
-          raise UserError(f"{where}: {field!r} is not text")
+          raise UserError(f"{place}: {field!r} is not text")
         yield value
 
 

@@ -34,7 +34,7 @@ from gspo_jax.model.hf.tensors import (
 from gspo_jax.model.transformer import Params
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.sharding import tree_of_paths
+from gspo_jax.runtime.sharding import leaves_by_path, tree_of_paths
 
 # Files copied from `like`: tokenizer and generation config.
 _COPIED_FILES = (
@@ -55,15 +55,15 @@ def load_hf(
     folder: on this machine or in a bucket, with safetensors files in bfloat16,
       float16 or float32.
     cfg: from `config_from_hf`.
-    shardings: of the parameters, from `sharding.state_shardings`. None, which
-      is for use outside of `jax.set_mesh`: all on the first device.
+    shardings: from `model.shardings`. None, for use outside of `jax.set_mesh`:
+      all on the first device.
 
   Raises:
     UserError: no such files, or their tensors are not exactly the model's, or
       not finite. The error names up to 16 tensors of each kind.
   """
-  source = multihost.run_on_all(lambda: _open_checked(folder, cfg))
-  by_path, params = _by_path(shardings), {}
+  source = multihost.run_on_all(lambda: HFCheckpoint(folder, cfg))
+  by_path, params = leaves_by_path(shardings), {}
   one_device = SingleDeviceSharding(jax.local_devices()[0])
   shardings = {
     tensor: by_path.get(tensor.path, one_device) for tensor in tensor_maps(cfg)
@@ -86,9 +86,10 @@ def load_hf(
     for i in range(cfg.num_layers):
       checked = {}
       for tensor, array in _read(source, i, stacked).items():
-        params[tensor.path], finite = _set_layer(
-          params[tensor.path], array, i, tensor=tensor, sharding=stacked[tensor]
+        place = functools.partial(
+          _from_hf, tensor=tensor, sharding=stacked[tensor]
         )
+        params[tensor.path], finite = place(array, params[tensor.path], i)
         checked[tensor] = array, finite
       # It waits for the layer. Otherwise the host would read all layers before
       # the first is copied.
@@ -100,10 +101,7 @@ def load_hf(
 def _require_finite(source: HFCheckpoint, layer: int, checked: dict) -> None:
   """UserError that names the tensors with NaN or infinite numbers.
 
-  Args:
-    source: the file.
-    layer: that was read.
-    checked: by parameter its array in HF order, and whether all is finite.
+  `checked` has each parameter's array in HF order, and whether it is finite.
   """
   flags = {tensor: finite for tensor, (_, finite) in checked.items()}
   names = [
@@ -133,18 +131,6 @@ def _require_equal_head(source, embedding, tensor: TensorMap, sharding) -> None:
     )
 
 
-def _open_checked(folder, cfg) -> HFCheckpoint:
-  source = HFCheckpoint(folder)
-  source.require(cfg)
-  return source
-
-
-def _by_path(tree) -> dict:
-  """The leaves of a tree by slash-joined path."""
-  name = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/")
-  return {name(keys): x for keys, x in jax.tree.leaves_with_path(tree)}
-
-
 def _read(
   source: HFCheckpoint, layer: int, shardings: dict
 ) -> dict[TensorMap, jax.Array]:
@@ -152,8 +138,8 @@ def _read(
   shardings = {t: _in_hf_order(t, s) for t, s in shardings.items()}
   wanted = {}
   for tensor, sharding in shardings.items():
-    own = sharding.addressable_devices_indices_map(tensor.hf_shape).values()
-    wanted[tensor] = {_spans(index, tensor.hf_shape) for index in own}
+    places = sharding.addressable_devices_indices_map(tensor.hf_shape)
+    wanted[tensor] = {_spans(x, tensor.hf_shape) for x in places.values()}
   parts = source.read(layer, wanted)
   return {
     tensor: jax.make_array_from_callback(
@@ -180,21 +166,17 @@ def _spans(index, shape) -> Spans:
   return tuple(part.indices(size)[:2] for part, size in axes)
 
 
-@functools.partial(jax.jit, static_argnames=("tensor", "sharding"))
-def _from_hf(array, *, tensor: TensorMap, sharding):
-  """A parameter from its HF order, in float32; whether it is finite."""
-  x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
-  x = jax.lax.with_sharding_constraint(x, sharding)
-  return x, jnp.isfinite(array).all()
-
-
 @functools.partial(
   jax.jit, static_argnames=("tensor", "sharding"), donate_argnames="stack"
 )
-def _set_layer(stack, array, i, *, tensor: TensorMap, sharding):
-  """The stacked parameter with layer i, in place; whether that is finite."""
+def _from_hf(array, stack=None, i=0, *, tensor: TensorMap, sharding):
+  """A parameter in float32 from its HF order, and whether it is finite.
+
+  With a stack: the stack with layer i, in place.
+  """
   x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
-  x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
+  if stack is not None:
+    x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
   x = jax.lax.with_sharding_constraint(x, sharding)
   return x, jnp.isfinite(array).all()
 
@@ -208,10 +190,11 @@ def save_hf(
   like: epath.PathLike | None = None,
   beside: Callable[[Path], None] | None = None,
 ) -> None:
-  """Writes a checkpoint that transformers loads: one file per layer, one more.
+  """Writes a checkpoint that transformers loads.
 
-  `folder` appears when it is whole; in a bucket, its index does. With several
-  processes all of them call this with global arrays; the primary one writes.
+  Each layer has a file, the other parameters have one more. `folder` appears
+  when it is complete; in a bucket, its index does. With several processes, all
+  of them call this with global arrays; the primary one writes.
 
   Args:
     params: as `load_hf` returns them.
@@ -228,11 +211,11 @@ def save_hf(
       another model.
   """
   on_primary = lambda write: multihost.run_on_all(
-    lambda: _with_user_error(write, folder) if multihost.is_primary() else None
+    lambda: folders.writing(folder)(write)() if multihost.is_primary() else None
   )
   on_primary(lambda: folders.require_new(folder, dtype))
   partial = on_primary(lambda: _create(folder, cfg, dtype, like, beside))
-  parameters, leaves = tensor_maps(cfg), _by_path(params)
+  parameters, leaves = tensor_maps(cfg), leaves_by_path(params)
   index, total = {}, 0
   layers = [*range(cfg.num_layers), None]
   with Progress(f"writing {folder}", len(layers), "files") as progress:
@@ -262,11 +245,6 @@ def _split(tensor: TensorMap, array: np.ndarray, layer: int) -> dict:
   shape = (tensor.experts or 1, len(tensor.names), *tensor.tensor_shape)
   grid = np.ascontiguousarray(array).reshape(shape)
   return {name: grid[index] for name, index in tensor.tensors(layer)}
-
-
-def _with_user_error(write, folder):
-  with folders.writing(folder):
-    return write()
 
 
 def _create(folder, cfg, dtype, like, beside) -> epath.Path:

@@ -23,21 +23,14 @@ from gspo_jax.runtime.errors import (
 
 
 class _Family(NamedTuple):
-  """An architecture of transformers.
+  """An architecture of transformers."""
 
-  Attributes:
-    loads_with: its class for language models.
-    fields: the fields of ModelConfig that it implies.
-    experts: the keys of its number of experts and of their hidden width.
-    rope_theta: where config.json has none.
-    supported: as `_SUPPORTED`, for this family.
-  """
-
-  loads_with: str
-  fields: dict
+  loads_with: str  # its class for language models
+  fields: dict  # the fields of ModelConfig that it implies
+  # The keys of its number of experts and of their hidden width.
   experts: tuple[str, str] | None = None
-  rope_theta: float = 1e4
-  supported: dict | None = None
+  rope_theta: float = 1e4  # where config.json has none
+  supported: dict | None = None  # as `_SUPPORTED`, for this family
 
 
 # By model_type.
@@ -103,12 +96,9 @@ _RUNTIME_FIELDS = ("dtype", "remat", "unroll")
 def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
   """The `ModelConfig` of the checkpoint in `folder`, with some fields changed.
 
-  Args:
-    folder: with a config.json of one of `FAMILIES`.
-    **changes: fields of `ModelConfig`, such as `dtype` or `remat`.
-
   Raises:
-    UserError: no such file, or a value that `ModelConfig` does not support.
+    UserError: no config.json of one of `FAMILIES`, or a value in it that
+      `ModelConfig` does not support.
   """
   path = epath.Path(folder) / "config.json"
   raw = read(path)
@@ -118,10 +108,10 @@ def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
 
 
 def context_length(folder: epath.PathLike) -> int | None:
-  """The most tokens of a text, as the config.json in `folder` has it.
+  """The maximum tokens of a text, from the config.json in `folder`.
 
-  That is max_position_embeddings, or what a scaling of the rotary embeddings
-  stretches the texts to, if that is more. None: config.json has neither.
+  It is max_position_embeddings or, if more, the length to which a scaling of
+  the rotary embeddings stretches texts. None: config.json has neither.
 
   Raises:
     UserError: as `config_from_hf`.
@@ -322,8 +312,7 @@ def config_to_hf(
   Args:
     cfg: the model.
     dtype: of the tensors.
-    like: a folder whose config.json is copied with `dtype` changed. None: a new
-      one from `cfg`.
+    like: a folder whose config.json is copied, with `dtype` changed.
 
   Raises:
     UserError: no family of transformers has this architecture, or `like` is

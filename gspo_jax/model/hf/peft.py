@@ -16,8 +16,8 @@ import numpy as np
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from gspo_jax.model import lora
-from gspo_jax.model.config import ModelConfig
+from gspo_jax.model import parameters
+from gspo_jax.model.config import LoraConfig, ModelConfig
 from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import read
 from gspo_jax.model.hf.tensors import (
@@ -25,7 +25,6 @@ from gspo_jax.model.hf.tensors import (
   import_safetensors,
   listed,
   save_tensors,
-  tensor_maps,
 )
 from gspo_jax.record.run_files import is_file
 from gspo_jax.runtime import multihost, sharding
@@ -33,11 +32,10 @@ from gspo_jax.runtime.errors import UserError, content_of, with_reason
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = FLOATS | {"F64": np.float64}
-_EXPERTS = "model.layers.{i}.mlp.experts"
 # PEFT wraps a module once for each of its parameters, the first one innermost.
 _EXPERT_PARAMETERS = {
-  "moe/gate_up": ("gate_up_proj", f"{_EXPERTS}.base_layer"),
-  "moe/down": ("down_proj", _EXPERTS),
+  "moe/gate_up": ("gate_up_proj", "mlp.experts.base_layer"),
+  "moe/down": ("down_proj", "mlp.experts"),
 }
 # Of adapter_config.json: other values have another meaning for the tensors.
 _SUPPORTED = {
@@ -58,88 +56,57 @@ _SUPPORTED = {
 }
 
 
-class _Adapter(NamedTuple):
-  """The adapter of one weight.
+class _Matrix(NamedTuple):
+  """A or B of one adapter."""
 
-  Attributes:
-    path: of the weight.
-    name: what the config calls it: a module's last name, or a parameter.
-    key: the start of its tensors' names, for `.format(i=layer)`.
-    shapes: of A and of B, with the axis of layers.
-  """
-
-  path: str
-  name: str
-  key: str
-  shapes: tuple[tuple[int, ...], tuple[int, ...]]
+  path: str  # in the tree of adapters
+  name: str  # what the config calls its weight: a module, or a parameter
+  is_parameter: bool  # whether PEFT adapts a parameter, of all experts
+  key: str  # the tensor's name, for `.format(i=layer)`
+  is_b: bool
+  shape: tuple[int, ...]  # of one layer
+  sizes: tuple[int, int, int]  # of this shape: experts, rows, columns
 
   @property
-  def is_parameter(self) -> bool:
-    """Whether PEFT adapts a parameter, that of all experts."""
-    return lora.axes(self.path).experts > 0
+  def tensor_shape(self) -> tuple[int, int]:
+    experts, rows, columns = self.sizes
+    if self.is_b:  # output by (rank, expert)
+      return columns, rows * experts
+    return experts * columns, rows  # (expert, rank) by input
 
-  def tensor(self, end: str, layer: int) -> str:
-    """The name of A's or B's tensor."""
-    kind = {lora.A: "lora_A", lora.B: "lora_B"}[end]
-    return f"base_model.model.{self.key.format(i=layer)}.{kind}.weight"
+  def to_peft(self, array: np.ndarray) -> np.ndarray:
+    """The tensor of one layer's array."""
+    grid = array.reshape(self.sizes)
+    grid = grid.T if self.is_b else grid.swapaxes(1, 2)
+    return np.ascontiguousarray(grid).reshape(self.tensor_shape)
 
-  def tensor_shape(self, end: str) -> tuple[int, int]:
-    """The shape of A's or B's tensor."""
-    *experts, rows, columns = self._matrix(end)
-    copies = math.prod(experts)
-    return (
-      (copies * columns, rows) if end == lora.A else (columns, copies * rows)
-    )
-
-  def to_peft(self, end: str, array: np.ndarray) -> np.ndarray:
-    """The tensor of one layer's A or B."""
-    shape = self._matrix(end)
-    grid = array.reshape(shape)
-    # With experts, A is (expert, rank) by input and B output by (rank, expert).
-    expert_last = len(shape) == 3 and end == lora.B
-    grid = grid.T if expert_last else grid.swapaxes(-1, -2)
-    return np.ascontiguousarray(grid).reshape(self.tensor_shape(end))
-
-  def from_peft(self, end: str, tensor: np.ndarray) -> np.ndarray:
-    """One layer's A or B, float32; the inverse of `to_peft`."""
-    *experts, rows, columns = self._matrix(end)
-    if experts and end == lora.B:
-      grid = tensor.reshape(columns, rows, *experts).T
+  def from_peft(self, tensor: np.ndarray) -> np.ndarray:
+    """One layer's array, float32; the inverse of `to_peft`."""
+    experts, rows, columns = self.sizes
+    if self.is_b:
+      grid = tensor.reshape(columns, rows, experts).T
     else:
-      grid = tensor.reshape(*experts, columns, rows).swapaxes(-1, -2)
-    return grid.astype(np.float32).reshape(self.shape(end))
-
-  def shape(self, end: str) -> tuple[int, ...]:
-    """Of one layer's A or B."""
-    return self.shapes[end == lora.B][1:]
-
-  def _matrix(self, end):
-    """([experts,] rows, columns) of A or B, each a matrix."""
-    shape, (experts, inputs, _) = self.shape(end), lora.axes(self.path)
-    split = experts + (inputs if end == lora.A else 1)
-    rows, columns = shape[experts:split], shape[split:]
-    return *shape[:experts], math.prod(rows), math.prod(columns)
+      grid = tensor.reshape(experts, columns, rows).swapaxes(1, 2)
+    return grid.astype(np.float32).reshape(self.shape)
 
 
-def _adapters(cfg: ModelConfig) -> list[_Adapter]:
-  """All adapters of a model."""
-  maps = {t.path: t for t in tensor_maps(cfg) if t.stacked}
-  weights = {
-    path: jax.ShapeDtypeStruct((cfg.num_layers, *t.shape), np.float32)
-    for path, t in maps.items()
-  }
-  adapted = lora.adapted(sharding.tree_of_paths(weights), cfg.lora)
-  found = []
-  for path, weight in adapted.items():
-    key = path.removeprefix("layers/")
-    if key in _EXPERT_PARAMETERS:
-      name, key = _EXPERT_PARAMETERS[key]
-    else:
-      key = maps[path].names[0].removesuffix(".weight")
-      name = key.rpartition(".")[2]
-    shapes = lora.adapter_shapes(path, weight.shape, cfg.lora.rank)
-    found.append(_Adapter(path, name, key, shapes))
-  return found
+def _matrices(cfg: ModelConfig) -> list[_Matrix]:
+  """A and B of all adapters of a model."""
+  matrices = []
+  for row in parameters.adapted(cfg):
+    module = row.tensors[0].removesuffix(".weight")
+    name = module.rpartition(".")[2]
+    if row.end in _EXPERT_PARAMETERS:
+      name, module = _EXPERT_PARAMETERS[row.end]
+    for kind, x in zip("AB", row.adapters, strict=True):
+      shape = x.shape(cfg)
+      sizes = tuple(math.prod(shape[a] for a in axes) for axes in x.groups)
+      key = f"base_model.model.model.layers.{{i}}.{module}.lora_{kind}.weight"
+      is_parameter = row.end in _EXPERT_PARAMETERS
+      matrices.append(
+        _Matrix(x.path, name, is_parameter, key, kind == "B", shape, sizes)
+      )
+  return matrices
 
 
 def save_peft(
@@ -149,10 +116,10 @@ def save_peft(
 
   Args:
     adapters: as `lora.init` returns them.
-    cfg: the model, with `lora`.
+    cfg: with `lora`.
     folder: must not exist, or be empty.
-    base: where the weights are: a folder or a name on the Hugging Face Hub; ""
-      for unknown.
+    base: the folder of the weights or their name on the Hugging Face Hub; "" if
+      unknown.
 
   Raises:
     UserError: the folder is not empty or cannot be written.
@@ -161,19 +128,18 @@ def save_peft(
     lambda: multihost.is_primary() and write()
   )
   on_primary(lambda: folders.require_new(folder, "float32"))
-  leaves, arrays = sharding.leaves_by_path(adapters), {}
-  found = _adapters(cfg)
-  for adapter in found:
-    for end in (lora.A, lora.B):
-      stack = multihost.to_host(leaves[adapter.path + end])
-      for i, layer in enumerate(stack):
-        arrays[adapter.tensor(end, i)] = adapter.to_peft(end, layer)
-  on_primary(lambda: _write(folder, _config(found, cfg, base), arrays))
+  leaves, matrices = sharding.leaves_by_path(adapters), _matrices(cfg)
+  arrays = {
+    matrix.key.format(i=i): matrix.to_peft(layer)
+    for matrix in matrices
+    for i, layer in enumerate(multihost.to_host(leaves[matrix.path]))
+  }
+  on_primary(lambda: _write(folder, _config(matrices, cfg, base), arrays))
 
 
-def _config(found, cfg, base) -> dict:
+def _config(matrices, cfg, base) -> dict:
   names = lambda parameters: list(
-    dict.fromkeys(a.name for a in found if a.is_parameter == parameters)
+    dict.fromkeys(x.name for x in matrices if x.is_parameter == parameters)
   )
   alpha = cfg.lora.alpha
   return {
@@ -203,11 +169,7 @@ def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
   """Reads the float32 adapters in `folder`.
 
   With several processes, all of them call this, and each reads all adapters.
-
-  Args:
-    folder: that PEFT or `save_peft` wrote.
-    cfg: the model, with `lora`.
-    shardings: of the adapters; None: all on the first device.
+  `cfg` has `lora`; without shardings, all adapters are on the first device.
 
   Raises:
     UserError: no such folder, or adapters that differ from those of `cfg`: in
@@ -225,11 +187,10 @@ def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
 def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   """All adapters by path, with stacked layers."""
   _require_supported(folder / CONFIG, read(folder / CONFIG), cfg.lora)
-  tensors, found = _tensors(folder / WEIGHTS), _adapters(cfg)
+  tensors, matrices = _tensors(folder / WEIGHTS), _matrices(cfg)
   expected = {
-    a.tensor(end, i): a.tensor_shape(end)
-    for a in found
-    for end in (lora.A, lora.B)
+    matrix.key.format(i=i): matrix.tensor_shape
+    for matrix in matrices
     for i in range(cfg.num_layers)
   }
   missing = sorted(expected.keys() - tensors)
@@ -248,20 +209,15 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   ]
   if any(problems):
     raise UserError(f"{folder}: " + "; ".join(filter(None, problems)))
+  layers = range(cfg.num_layers)
   return {
-    adapter.path + end: np.stack(
-      [
-        adapter.from_peft(end, tensors[adapter.tensor(end, i)])
-        for i in range(cfg.num_layers)
-      ]
-    )
-    for adapter in found
-    for end in (lora.A, lora.B)
+    x.path: np.stack([x.from_peft(tensors[x.key.format(i=i)]) for i in layers])
+    for x in matrices
   }
 
 
 def _tensors(path: epath.Path) -> dict[str, np.ndarray]:
-  """All tensors of a file; that of a bucket is read whole, too."""
+  """All tensors of a file, which is read into memory."""
   safetensors = import_safetensors()
   with with_reason(str(path)), content_of(f"{path}: damaged"):
     if not is_file(path):
@@ -280,7 +236,7 @@ def _tensors(path: epath.Path) -> dict[str, np.ndarray]:
   }
 
 
-def _require_supported(path, raw, wanted: lora.LoraConfig):
+def _require_supported(path, raw, wanted: LoraConfig):
   for key, values in _SUPPORTED.items():
     if key in raw and raw[key] not in values:
       raise UserError(

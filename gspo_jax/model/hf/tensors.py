@@ -17,14 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from etils import epath
 
+from gspo_jax.model import parameters
 from gspo_jax.model.config import ModelConfig
-from gspo_jax.model.transformer import init
 from gspo_jax.record import json_file
 from gspo_jax.record.run_files import in_bucket, is_file
 from gspo_jax.runtime.errors import (
@@ -45,63 +44,19 @@ _OUTAGE = re.compile(
 )
 _MAX_TENSORS = 1 << 20  # of a model; the largest published ones have 70,000
 _MAX_NAMES = 16  # in one error; a wrong folder has thousands
-_INPUTS_LAST = ((1,), (0,))
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-# From the end of a parameter's path to (tensor names, axes). The rows of these
-# tensors are concatenated; names in layers lack their "model.layers.{i}.".
-# `axes` are the axes of the parameter that form the rows, then the columns.
-TABLE = {
-  "embed": ([EMBEDDING], ((0,), (1,))),
-  "head": ([HEAD], _INPUTS_LAST),
-  "final_norm/scale": (["model.norm.weight"], ((0,),)),
-  "attention_norm/scale": (["input_layernorm.weight"], ((0,),)),
-  "mlp_norm/scale": (["post_attention_layernorm.weight"], ((0,),)),
-  "attention/q_norm/scale": (["self_attn.q_norm.weight"], ((0,),)),
-  "attention/k_norm/scale": (["self_attn.k_norm.weight"], ((0,),)),
-  "attention/q": (["self_attn.q_proj.weight"], ((1, 2), (0,))),
-  "attention/k": (["self_attn.k_proj.weight"], ((1, 2), (0,))),
-  "attention/v": (["self_attn.v_proj.weight"], ((1, 2), (0,))),
-  "attention/q_bias": (["self_attn.q_proj.bias"], ((0, 1),)),
-  "attention/k_bias": (["self_attn.k_proj.bias"], ((0, 1),)),
-  "attention/v_bias": (["self_attn.v_proj.bias"], ((0, 1),)),
-  "attention/o": (["self_attn.o_proj.weight"], ((2,), (0, 1))),
-  "mlp/gate": (["mlp.gate_proj.weight"], _INPUTS_LAST),
-  "mlp/up": (["mlp.up_proj.weight"], _INPUTS_LAST),
-  "mlp/down": (["mlp.down_proj.weight"], _INPUTS_LAST),
-  "moe/router": (["mlp.gate.weight"], _INPUTS_LAST),
-  "moe/gate_up": (
-    [f"mlp.experts.{{e}}.{n}_proj.weight" for n in ("gate", "up")],
-    ((2,), (1,)),
-  ),
-  "moe/down": (["mlp.experts.{e}.down_proj.weight"], ((2,), (1,))),
-}
-
-# The rows of TABLE that have other names in Mixtral.
-_MIXTRAL = {
-  "moe/router": (["block_sparse_moe.gate.weight"], _INPUTS_LAST),
-  "moe/gate_up": (
-    [f"block_sparse_moe.experts.{{e}}.w{n}.weight" for n in (1, 3)],
-    ((2,), (1,)),
-  ),
-  "moe/down": (["block_sparse_moe.experts.{e}.w2.weight"], ((2,), (1,))),
-}
 
 
 class TensorMap(NamedTuple):
   """One of our parameters and its HF tensors.
 
-  Attributes:
-    path: slash-joined, in the tree of parameters.
-    shape: of the parameter, without the axis of layers.
-    names: of the tensors, for `.format(i=layer, e=expert)`.
-    axes: axes of the parameter that are a tensor's rows, and its columns.
+  It is a row of `parameters.TABLE` with the sizes of a model.
   """
 
-  path: str
-  shape: tuple[int, ...]
-  names: tuple[str, ...]
+  path: str  # slash-joined, in the tree of parameters
+  shape: tuple[int, ...]  # of the parameter, without the axis of layers
+  names: tuple[str, ...]  # of the tensors, for `.format(i=layer, e=expert)`
+  # Axes of the parameter that are a tensor's rows, and its columns.
   axes: tuple[tuple[int, ...], ...]
 
   @property
@@ -141,18 +96,22 @@ class TensorMap(NamedTuple):
 
 
 def tensor_maps(cfg: ModelConfig) -> list[TensorMap]:
-  """The maps of all parameters of a model."""
-  tree = jax.eval_shape(lambda key: init(key, cfg), jax.random.key(0))
+  """The maps of all parameters of a model, in the order of its tree."""
   is_mixtral = cfg.num_experts and not cfg.qk_norm
-  table, maps = TABLE | (_MIXTRAL if is_mixtral else {}), []
-  for keys, leaf in jax.tree.leaves_with_path(tree):
-    path = jax.tree_util.keystr(keys, simple=True, separator="/")
-    key, shape, prefix = path, leaf.shape, ""
-    if path.startswith("layers/"):
-      key, shape = path.removeprefix("layers/"), leaf.shape[1:]
-      prefix = "model.layers.{i}."
-    names, axes = table[key]
-    maps.append(TensorMap(path, shape, tuple(prefix + n for n in names), axes))
+  maps = []
+  for row in sorted(parameters.rows(cfg), key=lambda row: row.path.split("/")):
+    prefix = "model.layers.{i}." if row.stacked else ""
+    names = (is_mixtral and row.mixtral) or row.tensors
+    _, inputs, outputs = row.groups
+    axes = (outputs, inputs) if row.transposed else (inputs, outputs)
+    maps.append(
+      TensorMap(
+        row.path,
+        row.shape(cfg),
+        tuple(prefix + name for name in names),
+        tuple(filter(None, axes)),  # a vector has no inputs
+      )
+    )
   return maps
 
 
@@ -190,15 +149,14 @@ class _Stored(NamedTuple):
 class HFCheckpoint:
   """Reads parts of the tensors in the safetensors files of a folder.
 
-  Args:
-    folder: with model.safetensors, or an index of several files; on this
-      machine or in a bucket.
+  The folder has model.safetensors, or an index of several files; it is on this
+  machine or in a bucket.
 
   Raises:
-    UserError: no such files, or a damaged one.
+    UserError: no such files, a damaged one, or other tensors than the model's.
   """
 
-  def __init__(self, folder: epath.PathLike):
+  def __init__(self, folder: epath.PathLike, cfg: ModelConfig):
     self.folder = epath.Path(folder)
     self._tensors: dict[str, _Stored] = {}
     # On this machine only the last file stays open: layers are read in the
@@ -213,8 +171,9 @@ class HFCheckpoint:
         part = file.get_slice(name)
         shape = tuple(part.get_shape())
         self._tensors[name] = _Stored(path, shape, part.get_dtype())
+    self._require(cfg)
 
-  def require(self, cfg: ModelConfig) -> None:
+  def _require(self, cfg):
     """Raises UserError unless the tensors are exactly those of the model."""
     self._require_count(cfg)
     shapes = expected(cfg)
@@ -245,7 +204,7 @@ class HFCheckpoint:
     return cfg.tie_embeddings and HEAD in self._tensors
 
   def _require_count(self, cfg):
-    """UserError for so many tensors that to name them all would not end."""
+    """UserError for a model of too many tensors to list."""
     layers, experts = cfg.num_layers, cfg.num_experts
     count = sum(
       (layers if tensor.stacked else 1)
@@ -263,37 +222,33 @@ class HFCheckpoint:
   def read(
     self, layer: int, wanted: Mapping[TensorMap, Collection[Spans]]
   ) -> dict[TensorMap, dict[Spans, np.ndarray]]:
-    """Reads parts of parameters of one layer.
+    """Reads the wanted parts of parameters, those of stacks from one layer.
 
     A tensor is read in blocks of rows, from which all parts with these rows are
-    copied: a bucket sends whole rows alone. Parts that overlap have either the
-    same rows or none in common, as those of a sharding.
-
-    Args:
-      layer: of the parameters that have an axis of layers.
-      wanted: of each parameter the parts, by their spans.
+    copied: a bucket sends only whole rows. Two parts have either the same rows
+    or none in common, as the parts of a sharding do.
 
     Returns:
       The parts, in HF order and the file's dtype.
     """
-    found, blocks = {}, []
+    arrays, blocks = {}, []
     for tensor, parts in wanted.items():
       names = [name for name, _ in tensor.tensors(layer)]
       dtypes = {self._tensors[name].dtype for name in names}
       dtype = FLOATS[dtypes.pop()] if len(dtypes) == 1 else np.float32
-      found[tensor] = {
+      arrays[tensor] = {
         spans: np.empty([end - start for start, end in spans], dtype)
         for spans in parts
       }
-      blocks += self._blocks(tensor, layer, found[tensor])
+      blocks += self._blocks(tensor, layer, arrays[tensor])
     with ThreadPoolExecutor(self._threads) as threads:
       # The list raises what `_fill` raises.
       list(threads.map(lambda block: self._fill(*block), blocks))
-    return found
+    return arrays
 
   def _blocks(self, tensor, layer, parts) -> Iterator[tuple]:
     """The arguments of `_fill` for all rows of the parts, each row once."""
-    axis = 0 if tensor.experts is None else 1  # that of the rows
+    axis = 0 if tensor.experts is None else 1  # of the rows
     by_rows = {}
     for spans, array in parts.items():
       by_rows.setdefault(spans[: axis + 1], {})[spans] = array
@@ -315,15 +270,8 @@ class HFCheckpoint:
     """Copies a block of a tensor's rows into the parts that have them.
 
     Of several axes that form a tensor's rows or columns, the file is sliced
-    along the first one; the others are sliced in memory.
-
-    Args:
-      tensor: the parameter.
-      name: of the tensor.
-      e: its expert.
-      offset: where the tensor begins, along the parameter's first axis of rows.
-      span: of the block, along that axis.
-      parts: arrays by spans, all with the same rows.
+    along the first one; the others are sliced in memory. Along the parameter's
+    first axis of rows the tensor begins at `offset`, and the block is `span`.
     """
     axis = 0 if tensor.experts is None else 1
     rows, *columns = ([tensor.shape[a] for a in group] for group in tensor.axes)
@@ -351,12 +299,9 @@ class HFCheckpoint:
 def save_tensors(arrays: Mapping[str, np.ndarray], path: epath.Path) -> None:
   """Writes a safetensors file to a folder or bucket; see `BucketFile`.
 
-  That of the package safetensors puts a second copy of all tensors into memory
-  for a bucket, and on this machine lets only the owner read the file.
-
-  Args:
-    arrays: contiguous, of one dtype in `FLOATS`.
-    path: of the file.
+  The function of the package safetensors makes a second copy of all tensors in
+  memory for a bucket, and on this machine lets only the owner read the file.
+  Arrays are contiguous, of one dtype in `FLOATS`.
   """
   names = {np.dtype(dtype): name for name, dtype in FLOATS.items()}
   header, end = {"__metadata__": {"format": "pt"}}, 0
@@ -376,7 +321,7 @@ def save_tensors(arrays: Mapping[str, np.ndarray], path: epath.Path) -> None:
 
 
 class BucketFile:
-  """A safetensors file in a bucket, of which parts are read by byte ranges.
+  """A safetensors file in a bucket, read by byte ranges.
 
   It has the methods of `safetensors.safe_open`. The file is: the header's size
   in 8 bytes, little endian; the header, in JSON; the tensors, by rows. The

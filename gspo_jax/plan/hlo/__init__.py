@@ -1,10 +1,9 @@
-"""Reads the text of compiled HLO modules and computes what they cost.
+"""What a compiled program costs on a TPU, read out of libtpu's text dump.
 
-The other modules of `plan` take these:
-  module       parse: the text of a module into computations and instructions
-  collectives  Collective: kind, group and bytes of a collective
-  cost         HloCost and longest_loop: FLOPs, bytes and seconds, added up
-  walk         walk: the HloCost of a module, with its loops multiplied out
+`plan` calls `cost_of` alone; all else here follows from the format of the text.
 """
 
-__all__ = ("collectives", "cost", "module", "walk")
+from gspo_jax.plan.hlo.cost import HloCost
+from gspo_jax.plan.hlo.walk import cost_of
+
+__all__ = ("HloCost", "cost_of")

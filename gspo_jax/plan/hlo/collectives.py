@@ -20,23 +20,17 @@ _KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """A collective, on one device.
+  """A collective, on one device."""
 
-  Attributes:
-    kind: the HLO opcode without "-start"; "network" between slices.
-    members: the first group of devices, as indices into the device order. For
-      a permute, the first pair.
-    result: bytes of the result.
-    key: None for a synchronous collective. For an asynchronous one, the value
-      that `awaited` returns for the instruction that waits for it.
-    in_vmem: bytes of its operands and result that are not in HBM.
-  """
-
-  kind: str
+  kind: str  # the HLO opcode without "-start"; "network" between slices
+  # The first group of devices, as indices into the device order; of a permute
+  # the first pair.
   members: tuple[int, ...]
-  result: float
+  result: float  # bytes of the result
+  # None if synchronous; else what `awaited` returns for the instruction that
+  # waits for it.
   key: str | None = None
-  in_vmem: float = 0.0
+  in_vmem: float = 0.0  # bytes of its operands and result that are not in HBM
 
   @property
   def wire(self) -> float:

@@ -8,48 +8,39 @@ import dataclasses
 from typing import NamedTuple
 
 
+class Work(NamedTuple):
+  """What one instruction does."""
+
+  flops: float  # of its matrix products
+  attention_flops: float = 0.0  # the part of `flops` in attention kernels
+  padding_flops: float = 0.0  # more, in blocks of grouped products not full
+  sorted_bytes: float = 0.0  # that a sort moves through the vector registers
+  hbm_bytes: float = 0.0  # read from HBM and written to it
+
+
 class CollectiveKind(NamedTuple):
-  """Collectives that are added up together.
+  """Collectives that are added up together."""
 
-  Attributes:
-    kind: the HLO opcode, or "network" between slices.
-    group_size: how many devices take part.
-    asynchronous: whether other operations can run at the same time.
-  """
-
-  kind: str
+  kind: str  # the HLO opcode, or "network" between slices
   group_size: int
-  asynchronous: bool
+  asynchronous: bool  # whether other operations can run at the same time
 
 
 @dataclasses.dataclass
 class Traffic:
-  """The sum over collectives of one `CollectiveKind`.
-
-  Attributes:
-    count: how many there are.
-    wire: bytes that each device sends.
-    seconds: the longer of the times to send them, and to read and write HBM.
-    hbm_bytes: bytes of HBM that each device reads and writes.
-  """
+  """The sum over collectives of one `CollectiveKind`."""
 
   count: float = 0
-  wire: float = 0.0
+  wire: float = 0.0  # bytes that each device sends
+  # The longer of the times to send them, and to read and write HBM.
   seconds: float = 0.0
-  hbm_bytes: float = 0.0
+  hbm_bytes: float = 0.0  # that each device reads and writes
 
 
 class OperationCost(NamedTuple):
-  """The sum over the instructions of one JAX operation.
+  """The sum over the instructions of one JAX operation."""
 
-  Attributes:
-    seconds: at best.
-    flops: of matrix products.
-    hbm_bytes: bytes read from and written to HBM.
-    compiler_seconds: by the compiler's estimate.
-  """
-
-  seconds: float
+  seconds: float  # at best
   flops: float
   hbm_bytes: float
   compiler_seconds: float = 0.0
@@ -57,56 +48,33 @@ class OperationCost(NamedTuple):
 
 @dataclasses.dataclass
 class DataDependent:
-  """A loop whose trip count, or a branch that, depends on the data.
+  """A loop whose trip count depends on the data, or a branch that does."""
 
-  Attributes:
-    source: the JAX operation.
-    state_bytes: bytes of its loop state or result.
-    times: how often the program executes it.
-    cost: of one iteration of the loop, or of the most expensive branch.
-  """
-
-  source: str
-  state_bytes: float
-  times: float
-  cost: "HloCost"
+  source: str  # the JAX operation
+  state_bytes: float  # of its loop state or result
+  times: float  # how often the program executes it
+  cost: "HloCost"  # of one trip of the loop, or of the most expensive branch
 
 
 @dataclasses.dataclass
 class HloCost:
-  """The cost of a computation on one device.
+  """The cost of a computation on one device."""
 
-  Attributes:
-    flops: of matrix products.
-    attention_flops: the part of `flops` in attention kernels, which report no
-      FLOPs themselves.
-    padding_flops: FLOPs that grouped products do besides, in blocks that are
-      not full.
-    hbm_bytes: bytes read from and written to HBM, also by collectives.
-    hbm_seconds: the time for `hbm_bytes` alone.
-    roofline_seconds: the time of all operations except collectives.
-    estimated_seconds: the part of it that the compiler estimated.
-    stalled_seconds: the time spent waiting for collectives, in the order of
-      the compiler's schedule.
-    collectives: the sum for each kind of collective.
-    by_source: the name of a JAX operation -> its cost.
-    unknown_kernels: kernels of unknown FLOPs -> how often they run.
-    loops: those with a trip count that depends on the data.
-    branches: those that the data selects.
-  """
-
-  flops: float = 0.0
-  attention_flops: float = 0.0
-  padding_flops: float = 0.0
-  hbm_bytes: float = 0.0
-  hbm_seconds: float = 0.0
-  roofline_seconds: float = 0.0
-  estimated_seconds: float = 0.0
+  flops: float = 0.0  # of matrix products
+  attention_flops: float = 0.0  # the part of `flops` in attention kernels
+  padding_flops: float = 0.0  # more, in blocks of grouped products not full
+  hbm_bytes: float = 0.0  # also by collectives
+  hbm_seconds: float = 0.0  # for `hbm_bytes` alone
+  roofline_seconds: float = 0.0  # of all operations except collectives
+  estimated_seconds: float = 0.0  # the part of it that the compiler estimated
+  # Waiting for collectives, in the order of the compiler's schedule.
   stalled_seconds: float = 0.0
   collectives: dict[CollectiveKind, Traffic] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(Traffic)
   )
+  # By the name of a JAX operation.
   by_source: dict[str, OperationCost] = dataclasses.field(default_factory=dict)
+  # How often each kernel of unknown FLOPs runs.
   unknown_kernels: collections.Counter = dataclasses.field(
     default_factory=collections.Counter
   )
@@ -141,24 +109,13 @@ class HloCost:
     """Adds the cost of `times` runs of another computation."""
     if not times:
       return
-    for name in (
-      "flops",
-      "attention_flops",
-      "padding_flops",
-      "hbm_bytes",
-      "hbm_seconds",
-      "roofline_seconds",
-      "estimated_seconds",
-      "stalled_seconds",
-    ):
-      value = getattr(self, name) + times * getattr(other, name)
-      setattr(self, name, value)
+    for name, value in vars(other).items():
+      if isinstance(value, int | float):
+        setattr(self, name, getattr(self, name) + times * value)
     for kind, traffic in other.collectives.items():
       total = self.collectives[kind]
-      total.count += times * traffic.count
-      total.wire += times * traffic.wire
-      total.hbm_bytes += times * traffic.hbm_bytes
-      total.seconds += times * traffic.seconds
+      for name, value in vars(traffic).items():
+        setattr(total, name, getattr(total, name) + times * value)
     for source, cost in other.by_source.items():
       self.add_operation(source, OperationCost(*(times * x for x in cost)))
     for kernel, count in other.unknown_kernels.items():
@@ -174,32 +131,18 @@ class HloCost:
       *(a + b for a, b in zip(old, cost, strict=True))
     )
 
+  def longest_loop(self) -> tuple[DataDependent, DataDependent] | None:
+    """The data-dependent loop with the largest state, also within branches.
 
-class LongestLoop(NamedTuple):
-  """A data-dependent loop, and the entry of the cost that lists it.
+    In a sampler it decodes with the longest cache, in a branch of a branch.
 
-  Attributes:
-    loop: the loop.
-    listed: the loop itself if one trip of it is in the cost; else the branch
-      that contains it, of which nothing is in the cost.
-  """
-
-  loop: DataDependent | None
-  listed: DataDependent | None
-
-
-def longest_loop(cost: HloCost) -> LongestLoop:
-  """The data-dependent loop with the largest state, also within branches.
-
-  In a sampler this is the loop that decodes with the longest cache, in a branch
-  of a branch. Both fields are None if there is no loop.
-  """
-  candidates = [LongestLoop(loop, loop) for loop in cost.loops]
-  for branch in cost.branches:
-    inner = longest_loop(branch.cost).loop
-    candidates += [LongestLoop(inner, branch)] if inner else []
-  return max(
-    candidates,
-    key=lambda c: c.loop.state_bytes,
-    default=LongestLoop(None, None),
-  )
+    Returns:
+      The loop, and the entry that lists it: the loop itself if one trip of it
+      is in this cost, else the branch that contains it, of which nothing is.
+      None without a loop.
+    """
+    candidates = [(loop, loop) for loop in self.loops]
+    for branch in self.branches:
+      if inner := branch.cost.longest_loop():
+        candidates.append((inner[0], branch))
+    return max(candidates, key=lambda c: c[0].state_bytes, default=None)

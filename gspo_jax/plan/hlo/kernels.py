@@ -7,8 +7,8 @@ as much as a whole one, and an operand is read again for each column of blocks.
 
 import math
 import re
-from typing import NamedTuple
 
+from gspo_jax.plan.hlo.cost import Work
 from gspo_jax.plan.hlo.module import Computation, Instruction
 
 # Matrix products in each kernel of splash attention, which reports no FLOPs:
@@ -45,23 +45,9 @@ def attention_flops(computation: Computation, i: Instruction) -> float:
   return products * size * tokens * (n + 1) / n
 
 
-class GroupedProduct(NamedTuple):
-  """What a kernel of `ragged_dot` costs.
-
-  Attributes:
-    flops: of the rows that the groups hold.
-    padding_flops: of the rest of its blocks.
-    hbm_bytes: that it reads and writes.
-  """
-
-  flops: float
-  padding_flops: float
-  hbm_bytes: float
-
-
 def grouped_product(
   computation: Computation, i: Instruction, filled: float = 1.0
-) -> GroupedProduct | None:
+) -> Work | None:
   """The cost of a `ragged_dot` on TPUs; None for any other instruction.
 
   The kernel multiplies blocks of m rows, k contracted columns and n columns of
@@ -76,10 +62,7 @@ def grouped_product(
   - The gradient of the matrices, [M, K] x [M, N] -> [G, K, N], walks once for
     each of the blocks of K and N.
 
-  Args:
-    computation: of the instruction.
-    i: the instruction.
-    filled: the share of the M rows that the groups hold.
+  `filled` is the share of the M rows that the groups hold.
   """
   tiling = i.find(r'ragged_dot_tiling="(\d+,\d+,\d+)"')
   if not tiling or i.op != "custom-call":
@@ -101,4 +84,4 @@ def grouped_product(
     again = visits * m / rows if of_K > 1 else 1.0
     moved = of_N * left_bytes * again + i.hbm_bytes * filled
     moved += right_bytes * (visits / G if of_K > 1 else 1.0)
-  return GroupedProduct(flops, padded - flops, moved)
+  return Work(flops, padding_flops=padded - flops, hbm_bytes=moved)

@@ -13,14 +13,9 @@ from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
 
 class Affine(NamedTuple):
-  """The value of a scalar: an element of the loop's tuple plus a constant.
+  """The value of a scalar: an element of the loop's tuple plus a constant."""
 
-  Attributes:
-    element: the index in the tuple; None if the value is the constant alone.
-    added: the constant.
-  """
-
-  element: int | None
+  element: int | None  # its index; None if the value is the constant alone
   added: int
 
 

@@ -20,18 +20,11 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """One array of an instruction's result. The padding of tiles is ignored.
+  """One array of an instruction's result. The padding of tiles is ignored."""
 
-  Attributes:
-    dtype: the name in HLO, such as bf16.
-    dims: the shape.
-    space: the memory space: 0 is HBM, 1 is VMEM, others are scratch memory or
-      the host's.
-  """
-
-  dtype: str
+  dtype: str  # the name in HLO, such as bf16
   dims: tuple[int, ...]
-  space: int
+  space: int  # 0 is HBM, 1 is VMEM, others are scratch memory or the host's
 
   @property
   def bits(self) -> int:
@@ -47,26 +40,16 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One line of a computation.
+  """One line of a computation."""
 
-  Attributes:
-    name: unique in the module.
-    op: the HLO opcode.
-    arrays: the arrays of the result; tuples are flattened.
-    operands: the names of its operands.
-    literal: the text in the parentheses: the value of a constant, or the number
-      of a parameter.
-    attributes: the rest of the line.
-    root: whether it is the result of the computation.
-  """
-
-  name: str
-  op: str
-  arrays: tuple[Array, ...]
-  operands: tuple[str, ...]
+  name: str  # unique in the module
+  op: str  # the HLO opcode
+  arrays: tuple[Array, ...]  # of the result; tuples are flattened
+  operands: tuple[str, ...]  # their names
+  # In the parentheses: the value of a constant, or a parameter's number.
   literal: str
-  attributes: str
-  root: bool
+  attributes: str  # the rest of the line
+  root: bool  # whether it is the result of the computation
 
   @property
   def bytes(self) -> float:
@@ -133,12 +116,7 @@ class Computation:
 
 
 class Module:
-  """A compiled program.
-
-  Attributes:
-    computations: by name.
-    entry: the computation that runs.
-  """
+  """A compiled program."""
 
   def __init__(self, computations: dict[str, Computation], entry: str):
     self.computations = computations

@@ -28,16 +28,12 @@ padding of layouts, and operations that an asynchronous collective slows down
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 from gspo_jax.plan.chips import Chip
 from gspo_jax.plan.hlo import work
-from gspo_jax.plan.hlo.collectives import (
-  Collective,
-  awaited,
-  is_collective,
-  started,
-)
+from gspo_jax.plan.hlo.collectives import awaited, is_collective, started
 from gspo_jax.plan.hlo.cost import (
   CollectiveKind,
   DataDependent,
@@ -46,34 +42,42 @@ from gspo_jax.plan.hlo.cost import (
   Traffic,
 )
 from gspo_jax.plan.hlo.loops import trip_count
-from gspo_jax.plan.hlo.module import Computation, Module
+from gspo_jax.plan.hlo.module import Computation, Module, parse
 
-Bandwidth = Callable[[Collective], float]
+_parse = functools.lru_cache(maxsize=1)(parse)  # each text is walked in a row
+Bandwidth = Callable[[Sequence[int], bool], float]
 
 
-def walk(
-  module: Module,
+def cost_of(
+  text: str,
   chip: Chip,
   bandwidth: Bandwidth,
   devices: int,
+  *,
   branches: Mapping[str, bool] | None = None,
   trips: Mapping[str, int] | None = None,
   filled: float = 1.0,
   by_compiler: bool = False,
 ) -> HloCost:
-  """The cost of a module's entry computation on one device.
+  """The cost of a compiled module on one device.
 
   Args:
-    module: compiled for `devices` devices.
+    text: of the module, as libtpu dumps it after code generation.
     chip: its peak rates.
-    bandwidth: the bytes a second at which a device sends for a collective.
+    bandwidth: the bytes a second that each device of a group can send, by
+      their indices in the device order, and by whether each sends different
+      bytes to each other device.
     devices: how many devices run the module.
     branches: the scope of a conditional -> True to take its most expensive
       branch, False to take its cheapest. These conditionals are not listed.
     trips: the scope of a loop -> its trip count. These loops are not listed.
     filled: the share of the rows of a grouped product that hold a token.
     by_compiler: whether operations take the compiler's own estimate.
+
+  Raises:
+    ValueError: the text is not HLO, or has no entry computation.
   """
+  module = _parse(text)
   return _Walk(
     module,
     chip,
@@ -104,25 +108,19 @@ class _Links:
     return max(self.ends_at.pop(key, now) - now, 0.0)
 
 
+@dataclasses.dataclass
 class _Walk:
   """Visits computations in the order of the schedule, each one once."""
 
-  def __init__(
-    self,
-    module,
-    chip,
-    bandwidth,
-    devices,
-    branches,
-    trips,
-    filled,
-    by_compiler,
-  ):
-    self.module, self.chip = module, chip
-    self.bandwidth, self.devices = bandwidth, devices
-    self.branches, self.trips = branches, trips
-    self.filled, self.by_compiler = filled, by_compiler
-    self.costs = {}
+  module: Module
+  chip: Chip
+  bandwidth: Bandwidth
+  devices: int
+  branches: Mapping[str, bool]
+  trips: Mapping[str, int]
+  filled: float
+  by_compiler: bool
+  costs: dict[int, HloCost] = dataclasses.field(default_factory=dict)
 
   def cost_of(self, computation: Computation) -> HloCost:
     if id(computation) not in self.costs:
@@ -201,10 +199,11 @@ class _Walk:
       links.start(i.name, self._now(total), inner.collective_seconds)
 
   def _operation(self, total, links, computation, i):
-    found = started(self.module, computation, i, self.devices)
-    for c in found:
+    collectives = started(self.module, computation, i, self.devices)
+    for c in collectives:
       hbm_seconds = c.hbm_bytes / self.chip.hbm_bandwidth
-      seconds = max(c.wire / self.bandwidth(c), hbm_seconds)
+      bandwidth = self.bandwidth(c.members, "to-all" in c.kind)
+      seconds = max(c.wire / bandwidth, hbm_seconds)
       total.hbm_bytes += c.hbm_bytes
       total.hbm_seconds += hbm_seconds
       kind = CollectiveKind(c.kind, len(c.members), c.key is not None)
@@ -218,7 +217,7 @@ class _Walk:
       if c.key is None:
         self._wait(total, links, key)
     if not is_collective(i):
-      synchronous = any(c.key is None for c in found)
+      synchronous = any(c.key is None for c in collectives)
       self._compute(total, computation, i, synchronous)
 
   def _compute(self, total, computation, i, with_collective):

@@ -7,9 +7,9 @@ update in place counts only the elements that it reads or writes.
 
 import math
 import re
-from typing import NamedTuple
 
 from gspo_jax.plan.hlo.collectives import is_collective
+from gspo_jax.plan.hlo.cost import Work
 from gspo_jax.plan.hlo.kernels import attention_flops, grouped_product
 from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
@@ -36,45 +36,20 @@ def is_free(i: Instruction) -> bool:
   return i.op in _FREE or i.op.endswith("-done")
 
 
-class Work(NamedTuple):
-  """What one instruction does.
-
-  Attributes:
-    flops: of its matrix products.
-    attention_flops: the part of `flops` in attention kernels.
-    padding_flops: FLOPs that the blocks of grouped products do besides.
-    sorted_bytes: bytes that a sort moves through the vector registers.
-    hbm_bytes: bytes that it reads from HBM and writes to it.
-  """
-
-  flops: float
-  attention_flops: float
-  padding_flops: float
-  sorted_bytes: float
-  hbm_bytes: float
-
-
 def work(
   module: Module, computation: Computation, i: Instruction, filled: float = 1.0
 ) -> Work:
   """The work of an instruction.
 
-  Args:
-    module: with the computations that it calls.
-    computation: that it is in.
-    i: the instruction.
-    filled: the share of the rows of a grouped product that hold a token.
+  `filled` is the share of the rows of a grouped product that hold a token.
   """
   if grouped := grouped_product(computation, i, filled):
-    return Work(
-      grouped.flops, 0.0, grouped.padding_flops, 0.0, grouped.hbm_bytes
-    )
+    return grouped
   return Work(
     flops(module, computation, i),
-    attention_flops(computation, i),
-    0.0,
-    sorted_bytes(i),
-    hbm_bytes(module, computation, i),
+    attention_flops=attention_flops(computation, i),
+    sorted_bytes=sorted_bytes(i),
+    hbm_bytes=hbm_bytes(module, computation, i),
   )
 
 
@@ -124,14 +99,9 @@ def hbm_bytes(module: Module, computation: Computation, i: Instruction):
 
 
 def _read(module, i, position, size, bits) -> float:
-  """The bytes that an instruction reads of an operand.
+  """The bytes that an instruction reads of the operand at `position`.
 
-  Args:
-    module: with the computations that it calls.
-    i: the instruction.
-    position: of the operand.
-    size: bytes of the operand in HBM.
-    bits: of one of its elements.
+  The operand has `size` bytes in HBM, and elements of `bits`.
   """
   if i.op == "fusion":
     fused = module.inlined(i.called("calls")[0])
@@ -152,12 +122,7 @@ def _read_of(fused, name, size, bits, as_result) -> float:
   It computes only the elements that it needs: of a copy that is then sliced,
   those of the slice.
 
-  Args:
-    fused: a computation without fusions in it.
-    name: of the parameter, or of what it is copied or updated to.
-    size: bytes of the parameter.
-    bits: of one of its elements.
-    as_result: what is read if that value is the result of the computation.
+  `as_result` is what is read if the value `name` is the computation's result.
   """
   total = as_result if name == fused.root.name else 0.0
   for user, position in fused.uses.get(name, ()):
@@ -290,12 +255,12 @@ def _convolution(i, left, right) -> int:
 def _window(i, axis) -> dict[str, int]:
   """The arguments of `_overlaps` for one axis of `window={...}`."""
   fields = (i.find(r"window=\{([^}]*)\}") or "").split()
-  given = {k: v.split("x")[axis] for k, v in (f.split("=") for f in fields)}
+  window = {k: v.split("x")[axis] for k, v in (f.split("=") for f in fields)}
   return {
-    "stride": int(given.get("stride", 1)),
-    "low": int(given.get("pad", "0_0").split("_")[0]),
-    "lhs_dilate": int(given.get("lhs_dilate", 1)),
-    "rhs_dilate": int(given.get("rhs_dilate", 1)),
+    "stride": int(window.get("stride", 1)),
+    "low": int(window.get("pad", "0_0").split("_")[0]),
+    "lhs_dilate": int(window.get("lhs_dilate", 1)),
+    "rhs_dilate": int(window.get("rhs_dilate", 1)),
   }
 
 
@@ -303,16 +268,8 @@ def _overlaps(left, right, out, *, stride, low, lhs_dilate, rhs_dilate) -> int:
   """The pairs of an output o and a kernel tap k that use an input element.
 
   They use element (o * stride - low + k * rhs_dilate) / lhs_dilate, if that is
-  an integer in [0, left). All others are padding or dilation.
-
-  Args:
-    left: the elements of the input.
-    right: the taps of the kernel.
-    out: the elements of the output.
-    stride: of the window.
-    low: the padding before the first element.
-    lhs_dilate: the distance of the input's elements.
-    rhs_dilate: the distance of the kernel's taps.
+  an integer in [0, left). All others are padding or dilation. `low` is the
+  padding before the first element.
   """
   shared = math.gcd(stride, lhs_dilate)
   period = lhs_dilate // shared

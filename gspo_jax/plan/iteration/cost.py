@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from gspo_jax.learner import packing
-from gspo_jax.learner.packing import Packing, RowTokens
+from gspo_jax.learner.packing import RowTokens
 from gspo_jax.plan import lower, lower_bounds
 from gspo_jax.plan.chips import Slice
 from gspo_jax.plan.iteration.decoding import Decoding, decode
@@ -33,25 +33,15 @@ _SAMPLING = "generate", "weights"  # parts of an iteration
 
 
 class _SamplerCost(NamedTuple):
-  """Seconds of the parts of a sampler, on all devices together.
+  """Seconds of the parts of a sampler, on all devices together."""
 
-  Attributes:
-    weights: to prepare the weights, once an iteration.
-    prefill: of a token.
-    weights_read: of a decode step, the least to read the weights.
-    row: of a decode step, all else but the cache, for each row.
-    cached: to read a cached token.
-    cache: bytes of the cache on each device.
-    free: bytes of HBM on each device that the sampler leaves free.
-  """
-
-  weights: float
-  prefill: float
-  weights_read: float
-  row: float
-  cached: float
-  cache: float
-  free: float
+  weights: float  # to prepare the weights, once an iteration
+  prefill: float  # of a token
+  weights_read: float  # of a decode step, the least to read the weights
+  row: float  # of a decode step, all else but the cache, for each row
+  cached: float  # to read a cached token
+  cache: float  # bytes of the cache on each device
+  free: float  # bytes of HBM on each device that the sampler leaves free
 
   def with_cache(self, size: float) -> "_SamplerCost":
     """With a cache of this many bytes on each device."""
@@ -75,7 +65,7 @@ def cost(
   functions: Mapping[str, dict],
   config: Config,
   program: Program,
-  where: Slice,
+  tpu_slice: Slice,
   lengths: Lengths,
   transfer: Mapping[str, float] | None = None,
 ) -> dict:
@@ -89,28 +79,27 @@ def cost(
   alone, each response with its own causal attention.
 
   Args:
-    functions: the report of each function that the program has, with that of
-      the compiler's estimate.
-    config: from `config.parse`.
-    program: its program.
-    where: what it was compiled for.
-    lengths: of its prompts and responses.
-    transfer: of the weights to a sampler with devices of its own, with
-      `seconds`; None without such.
+    functions: the report of each function that the program has.
+    config: of the run.
+    program: with the functions.
+    tpu_slice: what it was compiled for.
+    lengths: of the prompts and responses.
+    transfer: `seconds` to send the weights to a sampler with its own devices;
+      None without such.
   """
   decoding = decode(program, config, lengths)
-  tokens = program.learner.row_tokens(*lengths, _pack(config, program, lengths))
+  tokens = _row_tokens(config, program, lengths)
   flops = _flops(program, lengths)
-  own = len(own_devices(program))
   peak_of = lambda name: (
-    where.chip.flops
+    tpu_slice.chip.flops
     * (program.sampler.mesh.size if name in _SAMPLING else program.mesh.size)
   )
-  peak = where.chip.flops * (program.mesh.size + own)
+  devices = program.mesh.size + len(lower.sampler_devices(program))
+  peak = tpu_slice.chip.flops * devices
   combine = functools.partial(_combine, config, transfer)
 
   def parts_of(functions):
-    sampler = _sampler_cost(functions, config, program, where)
+    sampler = _sampler_cost(functions, config, program, tpu_slice)
     return sampler, _parts(
       functions, sampler, config, program, decoding, lengths, tokens, flops
     )
@@ -121,7 +110,7 @@ def cost(
     if "model_flops" in part:
       at_peak = part["seconds"] * peak_of(name)
       part["mfu"] = _ratio(part["model_flops"], at_peak)
-  total, compiler_total = (combine(*_sides(of)) for of in (parts, by_compiler))
+  total, compiler_total = (combine(*_sides(p)) for p in (parts, by_compiler))
   model_flops = sum(part.get("model_flops", 0.0) for part in parts.values())
   real, computed = (
     sum(part.get(key, 0) for part in parts.values())
@@ -165,20 +154,20 @@ def _combine(config, transfer, sampling: float, learning: float) -> float:
 
 def _by_compiler(functions) -> dict:
   """The reports with the seconds of the compiler's estimate."""
-  found = {}
+  reports = {}
   for name, report in functions.items():
     compiler = report["compiler"]
-    found[name] = report | compiler
+    reports[name] = report | compiler
     if "decode" in report:
-      found[name]["decode"] = report["decode"] | compiler["decode"]
-  return found
+      reports[name]["decode"] = report["decode"] | compiler["decode"]
+  return reports
 
 
 def _parts(
   functions, sampler, config, program, decoding, lengths, tokens, flops
 ) -> dict:
   """The report of each part of an iteration."""
-  score = {k: of for k, of in tokens.items() if k != "update"}
+  score = {k: rows for k, rows in tokens.items() if k != "update"}
   update = functions["update"]["parts"]
   return {
     "generate": _generate(sampler, decoding, lengths, flops),
@@ -211,19 +200,12 @@ def _summary(lengths) -> dict:
 
 
 class _Flops(NamedTuple):
-  """Model FLOPs of all sequences.
+  """Model FLOPs of all sequences."""
 
-  Attributes:
-    prompts: of the prompts' forward pass, with one token's logits.
-    decode: of the forward pass of the responses' tokens.
-    whole: of one forward pass of prompts with their responses.
-    critic: of the same without the output head; 0 without a critic.
-  """
-
-  prompts: float
-  decode: float
-  whole: float
-  critic: float
+  prompts: float  # of the prompts' forward pass, with one token's logits
+  decode: float  # of the forward pass of the responses' tokens
+  whole: float  # of one forward pass of prompts with their responses
+  critic: float  # of the same without the output head; 0 without a critic
 
 
 def _flops(program, lengths: Lengths) -> _Flops:
@@ -240,8 +222,10 @@ def _flops(program, lengths: Lengths) -> _Flops:
   )
 
 
-def _pack(config, program, lengths: Lengths) -> Packing:
-  return program.learner.pack(*lengths, jax.random.key(config.seed))
+def _row_tokens(config, program, lengths: Lengths) -> dict[str, RowTokens]:
+  """The tokens of the rows that a run would pack."""
+  packed = program.learner.pack(*lengths, jax.random.key(config.seed))
+  return program.learner.row_tokens(*lengths, packed)
 
 
 def _generate(sampler, decoding, lengths, flops) -> dict:
@@ -257,26 +241,24 @@ def _generate(sampler, decoding, lengths, flops) -> dict:
 
 
 def _rows_seconds(functions, tokens, share=1.0) -> float:
-  """Of calls that run this many micro-batches.
+  """Seconds of calls that run this many micro-batches.
 
-  Args:
-    functions: the report of each.
-    tokens: by the name of the function.
-    share: of the rows of a compiled micro-batch. Waiting for collectives, many
-      of which are of weights or gradients, takes as long with fewer rows.
+  `share` is the share of a compiled micro-batch's rows. Waiting for
+  collectives, many of which are of weights or gradients, takes as long with
+  fewer rows.
   """
   total = 0.0
-  for name, of in tokens.items():
+  for name, rows in tokens.items():
     parts = functions[name]["parts"]
     one, rest = parts["micro_batch"]["seconds"], parts["rest"]["seconds"]
     seconds = one["stalled"] + share * (one["scheduled"] - one["stalled"])
-    total += rest["scheduled"] + of.micro_batches * seconds
+    total += rest["scheduled"] + rows.micro_batches * seconds
   return total
 
 
 def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
   """The part of functions that run over packed rows."""
-  total = lambda key: sum(getattr(of, key) for of in tokens.values())
+  total = lambda key: sum(getattr(rows, key) for rows in tokens.values())
   return {
     "seconds": _rows_seconds(functions, tokens),
     "micro_batches": total("micro_batches"),
@@ -288,33 +270,26 @@ def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
 
 def _score_flops(tokens, flops, program) -> float:
   """Model FLOPs of all passes over the rows before the update."""
-  found = 0.0
-  if old := tokens.get("old_logprobs"):
-    found += flops.whole * _ratio(old.real, tokens["update"].real)
+  total = 0.0
+  if scored := tokens.get("old_logprobs"):
+    total += flops.whole * _ratio(scored.real, tokens["update"].real)
   if "reference_and_values" in tokens:
     has_reference = program.learner.abstract.reference is not None
-    found += flops.whole * has_reference + flops.critic
-  return found
+    total += flops.whole * has_reference + flops.critic
+  return total
 
 
 def _cache_bytes(config, program) -> float:
   """The bytes of all cached tokens that there is room for, on each device."""
-  generate = program.sampler.generate
-  if isinstance(generate, ContinuousSampler):
-    sizes = generate.sizes
-    tokens = sizes.num_pages * sizes.page_size * generate.shards
-  else:
-    P, R = config.data.prompts, config.sampler.max_new_tokens
-    tokens = P * config.data.max_prompt_length
-    tokens += P * config.rollout.group_size * (R - 1)
+  tokens = lower.cached_tokens(config, program)
   return (
     lower_bounds.cache_bytes(program.cfg, tokens) / program.sampler.mesh.size
   )
 
 
-def _sampler_cost(functions, config, program, where) -> _SamplerCost:
+def _sampler_cost(functions, config, program, tpu_slice) -> _SamplerCost:
   generate, sampler = functions["generate"], program.sampler.generate
-  decode, bandwidth = generate["decode"], where.chip.hbm_bandwidth
+  decode, bandwidth = generate["decode"], tpu_slice.chip.hbm_bandwidth
   step, cache = decode["seconds"]["scheduled"], _cache_bytes(config, program)
   # Without a kernel, the compiled step does not count the pages.
   step_counts_cache = decode.get("kernel", True)
@@ -344,9 +319,7 @@ def _sampler_cost(functions, config, program, where) -> _SamplerCost:
 
 def _least_weight_bytes(program, rows) -> float:
   """The bytes of weights that a device reads at least in a decode step."""
-  generate = program.sampler.generate
-  continuous = isinstance(generate, ContinuousSampler)
-  mesh = (generate.jitted.decode if continuous else generate).mesh
+  mesh = lower.sampler_mesh(program)
   return lower_bounds.decode_bytes(
     program.cfg,
     prompts=0,
@@ -364,21 +337,21 @@ def _alternatives(
 ) -> list[dict]:
   """The seconds of an iteration with other keys: estimates, not compiled."""
   generate, rows = _sides(parts)
-  found = []
+  alternatives = []
 
   def add(change, seconds, fits=True):
-    found.append({"change": change, "seconds": seconds, "fits": fits})
+    alternatives.append({"change": change, "seconds": seconds, "fits": fits})
 
   order = np.arange(len(lengths.responses))
   padded = program.learner.row_tokens(
     *lengths, packing.one_a_row(order, program.learner.packing)
   )
-  of_rows = _rows_seconds(functions, padded)
-  add("one response a row", combine(generate, of_rows))
+  padded_rows = _rows_seconds(functions, padded)
+  add("one response a row", combine(generate, padded_rows))
   half = config.learner.micro_batch_size // 2
   other = _other_program(config, program, learner={"micro_batch_size": half})
   if other:
-    tokens = other.learner.row_tokens(*lengths, _pack(config, other, lengths))
+    tokens = _row_tokens(config, other, lengths)
     at_best = _rows_seconds(functions, tokens, share=0.5)
     add(f"learner.micro_batch_size={half}, at best", combine(generate, at_best))
   for batching in _other_batching(program, len(lengths.responses)):
@@ -391,7 +364,7 @@ def _alternatives(
       add(
         f"continuous_batching: {keys}", combine(seconds, rows), cost.free >= 0
       )
-  return found
+  return alternatives
 
 
 def _other_batching(program, responses) -> list[dict]:
@@ -405,19 +378,13 @@ def _other_batching(program, responses) -> list[dict]:
   return [{"slots": 0}, *more, {"slots": slots // 2}]
 
 
-def own_devices(program: Program) -> list[jax.Device]:
-  """The sampler's own devices; none, if it shares those of the trainer."""
-  sampler = program.sampler
-  return [*sampler.mesh.devices.flat] if sampler.separate else []
-
-
 def _other_program(config, program, **keys) -> Program | None:
   """The program with other keys; None if they do not go together."""
   try:
     return build_program(
       config.replace(**keys),
       program.mesh,
-      sampler_devices=own_devices(program),
+      sampler_devices=lower.sampler_devices(program),
     )
   except UserError:
     return None

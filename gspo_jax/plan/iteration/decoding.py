@@ -22,69 +22,42 @@ _PARTS = 10  # of the decode steps, for the slots in use
 
 
 class Decoding(NamedTuple):
-  """The decode steps of a batch, and the prefills before them.
+  """The decode steps of a batch, and the prefills before them."""
 
-  Attributes:
-    steps: decode steps.
-    segments: calls of the decoding program.
-    slots: rows of a step, if all are computed.
-    rows: mean rows that a step computes.
-    slot_steps: the sum over steps of the rows that are computed.
-    cached: the sum over steps of the cached tokens of the active rows.
-    prefilled: tokens of all prefills, padding included.
-    slots_in_use: mean share of the slots that sample a token, in each tenth of
-      the steps.
-  """
-
-  steps: int
-  segments: int
-  slots: int
-  rows: float
-  slot_steps: int
-  cached: float
-  prefilled: int
+  steps: int  # decode steps
+  segments: int  # calls of the decoding program
+  slots: int  # rows of a step, if all are computed
+  rows: float  # mean rows that a step computes
+  slot_steps: int  # the sum over steps of the rows that are computed
+  cached: float  # the sum over steps of the cached tokens of the active rows
+  prefilled: int  # tokens of all prefills, padding included
+  # mean share of the slots that sample a token, in each tenth of the steps
   slots_in_use: list[float]
-
-
-class _Segment(NamedTuple):
-  """What a segment did.
-
-  Attributes:
-    steps: decode steps.
-    computed: slots of a step.
-    sampled: tokens.
-    cached: the sum over steps of the cached tokens of the active slots.
-  """
-
-  steps: int
-  computed: int
-  sampled: int
-  cached: float
 
 
 class _CountingSampler:
   """The functions of `JittedSampler`, without weights: they only count.
 
-  Args:
-    sampler: the real one.
-    lengths: [A] int, the tokens at which each response stops.
+  `lengths`, [P * G] int, are the tokens at which each response stops.
   """
 
   def __init__(self, sampler: ContinuousSampler, lengths: np.ndarray):
     self._steps, self._lengths = sampler.sizes.segment_steps, lengths
     self._max_new_tokens = sampler.config.max_new_tokens
     self._slots = sampler.batching.slots
-    self.segments: list[_Segment] = []
+    # Of each: its steps, the slots of a step, the sampled tokens, and the sum
+    # over steps of the cached tokens of the active slots.
+    self.segments: list[tuple[int, int, int, float]] = []
     self.prefilled = 0
 
   def decode_params(self, params):
     return params
 
   def empty_samples(self, prompts):
-    A = len(self._lengths)
-    tokens = np.broadcast_to(np.int32(0), (A, self._max_new_tokens))
-    zeros = np.zeros(A, np.int32)
-    return Samples(tokens, None, zeros, np.full(A, UNFINISHED, np.int8), None)
+    B = len(self._lengths)
+    tokens = np.broadcast_to(np.int32(0), (B, self._max_new_tokens))
+    zeros = np.zeros(B, np.int32)
+    return Samples(tokens, None, zeros, np.full(B, UNFINISHED, np.int8), None)
 
   def begin(self, samples, state):
     B = self._slots
@@ -112,7 +85,7 @@ class _CountingSampler:
     cached = (self._prefixes + state.num_tokens) * sampled + sampled**2 / 2
     computed = self._slots if compute_slots is None else compute_slots.size
     self.segments.append(
-      _Segment(steps, computed, int(sampled.sum()), float(cached.sum()))
+      (steps, computed, int(sampled.sum()), float(cached.sum()))
     )
     pages = SimpleNamespace(active=active & (left > steps))
     state = SimpleNamespace(

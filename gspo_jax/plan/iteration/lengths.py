@@ -34,7 +34,6 @@ from etils import epath
 
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.program.config import Config
-from gspo_jax.program.functions import Program
 from gspo_jax.runtime.errors import UserError, nearest
 
 _LOGNORMAL = "lognormal"
@@ -44,65 +43,45 @@ _ITERATIONS = 60  # of a bisection; each halves the error
 
 
 class Lengths(NamedTuple):
-  """The tokens of an iteration's prompts and responses.
+  """The tokens of an iteration's prompts and responses."""
 
-  Attributes:
-    prompts: [P] int.
-    responses: [P * G] int, those of a prompt are neighbours.
-  """
-
-  prompts: np.ndarray
-  responses: np.ndarray
+  prompts: np.ndarray  # [P] int
+  responses: np.ndarray  # [P * G] int, those of a prompt are neighbours
 
 
-class Limits(NamedTuple):
-  """The sizes of an iteration.
-
-  Attributes:
-    prompts: P.
-    group_size: G.
-    max_prompt_length: most tokens of a prompt.
-    max_new_tokens: most tokens of a response.
-  """
-
-  prompts: int
-  group_size: int
-  max_prompt_length: int
-  max_new_tokens: int
-
-
-def parse(spec: str, limits: Limits, tokenizer: Tokenizer) -> Lengths:
-  """The lengths of an iteration that a spec describes.
-
-  Args:
-    spec: the value of `--lengths`.
-    limits: the sizes of the iteration. Longer responses are cut.
-    tokenizer: for responses in text.
+def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
+  """The lengths of an iteration of this config; longer responses are cut.
 
   Raises:
-    UserError: the spec or its file is mistaken.
+    UserError: the spec or its file is mistaken, or rollouts are partial.
   """
+  if partial := config.rollout.max_tokens_per_iteration:
+    raise UserError(
+      f"--lengths={spec}: expected rollout.max_tokens_per_iteration=0, whole "
+      f"responses in an iteration, got {partial}"
+    )
   name, options = _split(spec)
   known = ["mean", "sigma"] if name == _LOGNORMAL else []
   values = _numbers(spec, options, [*known, "prompt_mean"])
-  most, count = limits.max_new_tokens, limits.prompts * limits.group_size
+  limit = config.sampler.max_new_tokens
+  count = config.data.prompts * config.rollout.group_size
   if name == _LOGNORMAL:
     for key in known:
       if key not in values:
         raise UserError(f"--lengths={spec}: {key} is missing; {_EXPECTED}")
-    if not 1 / most < values["mean"] < 1:
+    if not 1 / limit < values["mean"] < 1:
       raise UserError(
         f"--lengths={spec}: mean={values['mean']:g}: expected a share of "
-        f"sampler.max_new_tokens={most}, above 1/{most} and below 1"
+        f"sampler.max_new_tokens={limit}, above 1/{limit} and below 1"
       )
     if not 0 < values["sigma"] <= 5:
       raise UserError(
         f"--lengths={spec}: sigma={values['sigma']:g}: expected a number above "
         "0, at most 5"
       )
-    responses = _lognormal(count, most, values["mean"], values["sigma"])
+    responses = _lognormal(count, limit, values["mean"], values["sigma"])
   else:
-    responses = _of_file(spec, name, tokenizer)
+    responses = _from_file(spec, name, tokenizer)
     if len(responses) != count:
       responses = _shuffled(np.quantile(responses, _quantiles(count)))
   mean = values.get("prompt_mean", _PROMPT_MEAN)
@@ -112,38 +91,11 @@ def parse(spec: str, limits: Limits, tokenizer: Tokenizer) -> Lengths:
       f"data.max_prompt_length, above 0 and at most 1"
     )
   spread = min(mean, 1 - mean)
-  prompts = mean + spread * (2 * _quantiles(limits.prompts) - 1)
-  prompts = _shuffled(prompts * limits.max_prompt_length, seed=1)
-  cut = lambda x, most: np.clip(np.rint(x), 1, most).astype(int)
-  return Lengths(cut(prompts, limits.max_prompt_length), cut(responses, most))
-
-
-def draw(spec: str, config: Config, program: Program) -> Lengths:
-  """The lengths of an iteration of this config.
-
-  Args:
-    spec: the value of `--lengths`.
-    config: from `config.parse`.
-    program: its program.
-
-  Raises:
-    UserError: the spec is mistaken, or rollouts are partial.
-  """
-  if limit := config.rollout.max_tokens_per_iteration:
-    raise UserError(
-      f"--lengths={spec}: expected rollout.max_tokens_per_iteration=0, whole "
-      f"responses in an iteration, got {limit}"
-    )
-  return parse(
-    spec,
-    Limits(
-      prompts=config.data.prompts,
-      group_size=config.rollout.group_size,
-      max_prompt_length=config.data.max_prompt_length,
-      max_new_tokens=config.sampler.max_new_tokens,
-    ),
-    program.tokenizer,
-  )
+  prompts = mean + spread * (2 * _quantiles(config.data.prompts) - 1)
+  longest = config.data.max_prompt_length
+  prompts = _shuffled(prompts * longest, seed=1)
+  cut = lambda x, limit: np.clip(np.rint(x), 1, limit).astype(int)
+  return Lengths(cut(prompts, longest), cut(responses, limit))
 
 
 def _split(spec):
@@ -177,24 +129,24 @@ def _shuffled(values, seed=0):
   return np.random.default_rng(seed).permutation(values)
 
 
-def _lognormal(count, most, mean, sigma) -> np.ndarray:
-  """[count] lengths whose mean is that share of `most`, by bisection."""
+def _lognormal(count, limit, mean, sigma) -> np.ndarray:
+  """[count] lengths whose mean is that share of `limit`, by bisection."""
   standard = statistics.NormalDist()
   normal = np.array([standard.inv_cdf(q) for q in _quantiles(count)])
-  spread = most * np.exp(sigma * normal)
-  lengths = lambda median: np.clip(median * spread, 1, most)
-  # All lengths are 1 at the one end, and `most` at the other.
-  low, high = -math.log(most) - 5 * sigma, 5 * sigma
+  spread = limit * np.exp(sigma * normal)
+  lengths = lambda median: np.clip(median * spread, 1, limit)
+  # All lengths are 1 at the one end, and `limit` at the other.
+  low, high = -math.log(limit) - 5 * sigma, 5 * sigma
   for _ in range(_ITERATIONS):
     middle = (low + high) / 2
-    if lengths(math.exp(middle)).mean() < mean * most:
+    if lengths(math.exp(middle)).mean() < mean * limit:
       low = middle
     else:
       high = middle
   return _shuffled(lengths(math.exp(high)))
 
 
-def _of_file(spec, path, tokenizer) -> np.ndarray:
+def _from_file(spec, path, tokenizer) -> np.ndarray:
   try:
     lines = epath.Path(path).read_text().splitlines()
   except (OSError, UnicodeDecodeError) as error:
@@ -202,17 +154,17 @@ def _of_file(spec, path, tokenizer) -> np.ndarray:
     raise UserError(
       f"--lengths={spec}: cannot read {path!r}: {reason}; {_EXPECTED}"
     ) from error
-  found = [
+  lengths = [
     _length(f"--lengths={spec}: {path}:{number}", text, tokenizer)
     for number, text in enumerate(lines, 1)
     if text.strip()
   ]
-  if not found:
+  if not lengths:
     raise UserError(f"--lengths={spec}: {path} has no line with a length")
-  return np.array(found)
+  return np.array(lengths)
 
 
-def _length(where, text, tokenizer) -> float:
+def _length(place, text, tokenizer) -> float:
   """The tokens of the response that a line is about."""
   try:
     line = json.loads(text)
@@ -226,7 +178,7 @@ def _length(where, text, tokenizer) -> float:
     line = math.nan
   if not 1 <= line < math.inf:
     raise UserError(
-      f"{where}: expected a number of tokens, at least 1, or a JSON object "
+      f"{place}: expected a number of tokens, at least 1, or a JSON object "
       f"with a `length` or a `response`, got {text.strip()[:60]!r}"
     )
   return line

@@ -1,4 +1,4 @@
-"""A Python tool: programs of the policy run in the sandbox of `rewards`.
+"""A Python tool: programs of the policy run in `workers.sandbox`.
 
 A response whose last fenced code block is a program is a call: the tool replies
 with what the program prints. A response without one is the answer.
@@ -6,9 +6,10 @@ with what the program prints. A response without one is the answer.
 
 from collections.abc import Sequence
 
-from gspo_jax.rewards import code, gsm8k, sandbox
+from gspo_jax.rewards import code, gsm8k
 from gspo_jax.rollout.environment import Message, Question, Step
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers import sandbox
 
 _FAILED = "error: the program failed, or it took too long or printed too much"
 
@@ -17,7 +18,7 @@ class Python:
   """Runs programs; the reward is that of `gsm8k` for the answer.
 
   Each program starts anew, without files, network or the state of an earlier
-  one; see `rewards.sandbox`.
+  one; see `workers.sandbox`.
 
   Args:
     seconds: wall-clock time of a program; less than `reward.seconds`.

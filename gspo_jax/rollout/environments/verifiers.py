@@ -7,7 +7,6 @@ https://github.com/PrimeIntellect-ai/verifiers, release 0.1.14. From
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from gspo_jax.rollout.environment import Message, Question, Step
@@ -24,9 +23,6 @@ class Verifiers:
   the reward of a conversation is that of the rubric, on its last response. Its
   state must be picklable. The problem has a column `row`, a row of the
   environment's own dataset.
-
-  Args:
-    name: of the environment, as `load_environment` takes it.
   """
 
   roles = ("user",)
@@ -54,10 +50,7 @@ class Verifiers:
     row = problem.columns.get("row")
     if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), list):
       raise ValueError("expected a column `row` with a list `prompt`")
-    # A thread, for a worker with async environments runs an event loop.
-    with ThreadPoolExecutor(1) as thread:
-      begun = thread.submit(asyncio.run, _begin(_load(self._name), row))
-      self._state = begun.result()
+    self._state = asyncio.run(_begin(_load(self._name), row))
     self._context = [*self._state["prompt"]]
     return [_text(message) for message in self._context]
 

@@ -5,8 +5,9 @@ import time
 import pytest
 
 from gspo_jax.data.problem import Problem
-from gspo_jax.rollout import conversations, environment
-from gspo_jax.rollout.conversations import EnvironmentPool
+from gspo_jax.rollout import environment
+from gspo_jax.rollout.environment import Step
+from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.environments import python_tool
 from gspo_jax.runtime.errors import UserError
 
@@ -42,9 +43,10 @@ def pool():
 
 def ask(pool, *responses):
   problem = Problem("What is 37 * 48?", "1776", "")
-  begun = pool.run([conversations._to_begin(problem, 0)] * len(responses))
+  begun = pool.begin([(problem, 0)] * len(responses))
   calls = zip(begun, responses, strict=True)
-  return pool.run([conversations._to_step(r.state, x) for r, x in calls])
+  futures = pool.step([(reply.state, text) for reply, text in calls])
+  return [pool.reply(future) for future in futures]
 
 
 def test_hostile_programs_end_no_conversation(pool):
@@ -54,22 +56,21 @@ def test_hostile_programs_end_no_conversation(pool):
   assert time.monotonic() - began < 60
   for (program, expected), reply in zip(PROGRAMS.items(), replies, strict=True):
     assert not reply.failure, (program, reply)
-    assert (reply.done, reply.tool_calls) == (False, 1)
-    ((role, text),) = reply.messages
+    assert (reply.step.done, reply.step.tool_calls) == (False, 1)
+    ((role, text),) = reply.step.messages
     assert role == "tool"
     if expected is not None:
       assert text == expected, program
-    assert reply.tool_errors == (text == FAILED)
+    assert reply.step.tool_errors == (text == FAILED)
     assert "root:" not in text
 
 
 def test_a_response_without_a_program_is_the_answer(pool):
-  right, wrong, open_ = ask(
-    pool, "#### 1776", "#### 5", "```python\nprint(1776)"
-  )
-  assert (right.done, right.reward, right.tool_calls) == (True, 1.0, 0)
-  assert (wrong.done, wrong.reward) == (True, 0.0)
-  assert (open_.done, open_.reward) == (True, 0.0)
+  replies = ask(pool, "#### 1776", "#### 5", "```python\nprint(1776)")
+  rewards = [1.0, 0.0, 0.0]
+  assert [reply.step for reply in replies] == [
+    Step((), done=True, reward=reward) for reward in rewards
+  ]
 
 
 def test_a_machine_without_a_sandbox_is_told_at_the_start(monkeypatch):
@@ -78,9 +79,9 @@ def test_a_machine_without_a_sandbox_is_told_at_the_start(monkeypatch):
 
   monkeypatch.setattr(python_tool.sandbox, "bwrap_path", missing)
   with pytest.raises(UserError, match="bubblewrap"):
-    environment._prepare(environment="python")
+    environment.load("python", 9.0)
   with pytest.raises(UserError, match="seconds above 0, got -1"):
-    environment._prepare(environment="python%3Aseconds%3D-1")
+    environment.load("python:seconds=-1", 9.0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A function's report: what else is in memory, and what its numbers mean."""
+"""What else is in memory, and the largest pool of pages that it leaves."""
 
 from types import SimpleNamespace
 
@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gspo_jax.plan import analysis, chips
+from gspo_jax.configs import tiny_cpu
+from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
-from gspo_jax.plan.hlo.collectives import Collective
-from gspo_jax.plan.hlo.cost import DataDependent, HloCost
+from gspo_jax.plan import memory as plan_memory
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 WHERE = chips.parse("v5e:2x4")
 
 
@@ -56,7 +56,7 @@ def program(state, generate=None, separate=None):
 
 def memory(name, made, temporaries, max_staleness=0):
   sizes = plan_compile.Memory(GIB, 0, 0, temporaries, 0, 0)
-  return analysis.memory(name, sizes, made, WHERE, max_staleness)
+  return plan_memory.memory(name, sizes, made, WHERE, max_staleness)
 
 
 def test_what_a_function_does_not_read_stays(made):
@@ -112,31 +112,6 @@ def test_a_sampler_of_its_own_devices_holds_weights_alone(made):
   )
 
 
-def test_the_weights_below_adapters_stay_and_have_no_gradient(debug_config):
-  debug_config.objective.kl_coef = 0.1
-  mesh = sharding.make_mesh(jax.devices()[:1])
-  build = lambda: build_program(parse(debug_config), mesh)
-  plain = build()
-  flops = lambda name, made: analysis._model_flops(
-    name, parse(debug_config), made
-  )
-  update = flops("update", plain)
-  debug_config.model.lora.rank = 4
-  made, mib = build(), 2**20
-  assert flops("update", made) == pytest.approx(update * 2 / 3)
-  assert flops("reference_and_values", made) == flops("old_logprobs", made) > 0
-  size = analysis._bytes
-  state = made.learner.abstract
-  assert 1 * mib < size(state.base) < 1.1 * mib  # 0.26M float32 numbers
-  assert size(state.opt_state) == 2 * size(state.params) + 8 < 0.5 * mib
-  assert size(state.policy) == size(state.base) + size(state.params)
-  # Sampling reads weights and adapters; what it does not read are the moments.
-  assert size(analysis._unread("generate", state)) == size(state.opt_state)
-  # The reference reads only the weights, which an update returns as they are.
-  unread = analysis._unread("reference_and_values", state)
-  assert size(unread) == size(state.params) + size(state.opt_state)
-
-
 def test_what_the_compiler_fits_may_not_fit_beside_the_moments(made):
   made, _ = made
   temporaries = int(14.5 * GIB)
@@ -149,67 +124,63 @@ def test_what_the_compiler_fits_may_not_fit_beside_the_moments(made):
   )
 
 
-def test_links_follow_where_the_mesh_puts_devices():
-  device = lambda x, y: SimpleNamespace(coords=(x, y, 0))
-  grid = [device(x, y) for x in range(2) for y in range(4)]
-  mesh = SimpleNamespace(devices=SimpleNamespace(flat=grid))
-  bandwidth = analysis._bandwidth(mesh, WHERE)
-  link = WHERE.chip.link
-  call = lambda *members: bandwidth(Collective("all-gather", members, 1.0))
-  assert call(0, 1, 2, 3) == call(0, 4) == link
-  assert call(*range(8)) == 2 * link
-  # Bytes to the far end of a line of 4 also pass through those between.
-  to_all = Collective("all-to-all", tuple(range(8)), 1.0)
-  assert bandwidth(to_all) == link
-  ragged = Collective("ragged-all-to-all", tuple(range(8)), 1.0)
-  assert bandwidth(ragged) == link
-
-
-STEP = HloCost(roofline_seconds=2, flops=3, hbm_bytes=4)
-DECODING = DataDependent("decoding", 99, 1, STEP)
-
-
-def total(*, branch):
-  """A prefill of 10 seconds; then decoding, perhaps in a branch not taken."""
-  cost = HloCost(roofline_seconds=10, flops=100, hbm_bytes=1000)
-  cost.loops.append(DataDependent("experts", 5, 1, HloCost(roofline_seconds=1)))
-  cost.branches.append(
-    DataDependent("overflow", 5, 1, HloCost(roofline_seconds=1))
+@pytest.fixture(scope="module")
+def paged():
+  """A config with 4 slots and 96 pages of 4 tokens, and its program."""
+  keys = tiny_cpu.get_config("debug")
+  keys.continuous_batching.update(
+    {"slots": 4, "page_size": 4, "prefill_chunk": 8, "num_pages": 96}
   )
-  if branch:
-    inner = HloCost(roofline_seconds=2, loops=[DECODING])
-    cost.branches.append(DataDependent("longer", 9, 1, inner))
-  else:
-    cost.add(STEP)
-    cost.loops.append(DECODING)
-  return cost
+  config = parse(keys)
+  mesh = sharding.make_mesh(jax.devices()[:2], data=2)
+  return config, build_program(config, mesh)
 
 
-@pytest.mark.parametrize("branch", [False, True])
-@pytest.mark.parametrize("steps", [1, 7])
-def test_every_decode_step_is_in_the_sum_once(branch, steps):
-  """And what is counted is not listed as uncounted."""
-  cost = total(branch=branch)
-  assert analysis._unroll(cost, steps) is STEP
-  assert cost.roofline_seconds == 10 + steps * STEP.roofline_seconds
-  assert cost.flops == 100 + steps * STEP.flops
-  assert cost.hbm_bytes == 1000 + steps * STEP.hbm_bytes
-  assert [o.source for o in cost.loops] == ["experts"]
-  assert [o.source for o in cost.branches] == ["overflow"]
+def test_a_page_is_padded_to_the_lanes_of_a_tpu(paged):
+  """Keys and values, 2 layers, 2 heads of 16, 4 tokens of 128 x 4 bytes."""
+  _, program = paged
+  size = plan_memory.page_bytes(program.cfg, program.sampler.generate)
+  assert size == 2 * 2 * program.cfg.num_kv_heads * 4 * 128 * 4
 
 
-def test_without_a_loop_there_is_no_decoding():
-  cost = HloCost(roofline_seconds=10)
-  assert analysis._unroll(cost, 7) is None
-  assert cost.roofline_seconds == 10
+def test_the_largest_pool_leaves_the_margin_and_not_a_page_more(paged):
+  _, program = paged
+  generate, cfg = program.sampler.generate, program.cfg
+  hbm, needed = 64 * MIB, 5 * MIB
+  room = plan_memory.room(needed, hbm, cfg, generate)
+  assert (room["num_pages"], generate.shards) == (96, 2)
+  more = room["largest"] // 2 - 48
+  size = room["page_bytes"]
+  assert needed + more * size <= (1 - plan_memory.MARGIN) * hbm
+  assert needed + (more + 1) * size > (1 - plan_memory.MARGIN) * hbm
+  # The longest is 8 prompt tokens and 12: 5 pages, and a partial one.
+  assert room["slots_of_longest"] == room["largest"] // 2 // 6 * 2
+  assert room["tokens_a_slot"] == room["largest"] // 2 * 4 // 2
 
 
-def test_what_data_decides_is_told_once_a_source():
-  cost = lambda seconds: HloCost(roofline_seconds=seconds)
-  opened = [
-    DataDependent("layers/cond", 1.0, times, cost(seconds))
-    for times, seconds in ((48, 2.0), (2, 3.0))
+def test_what_is_more_than_fits_is_named_with_the_largest(paged):
+  _, program = paged
+  generate, cfg = program.sampler.generate, program.cfg
+  size = plan_memory.page_bytes(cfg, generate)
+  hbm = 48 * size
+  room = plan_memory.room(48 * size, hbm, cfg, generate)
+  assert room["largest"] == 2 * 44  # 8 % of 48 pages are 3.84
+  assert plan_memory.advice(room) == (
+    "continuous_batching.num_pages=96: expected at most 88, which leave 8% of "
+    "the HBM free"
+  )
+  none = plan_memory.room(99 * size, hbm, cfg, generate)
+  assert none["largest"] == 0
+
+
+def test_smaller_pools_are_tried_as_long_as_they_hold_a_response(paged):
+  config, program = paged
+  generate, cfg = program.sampler.generate, program.cfg
+  size = plan_memory.page_bytes(cfg, generate)
+  tried = lambda hbm: [
+    less.continuous_batching.num_pages
+    for less in plan_memory.smaller_pools(config, cfg, generate, hbm)
   ]
-  assert analysis._open(opened) == [
-    {"source": "layers/cond", "times": 50, "seconds": 3.0}
-  ]
+  assert tried(64 * size) == [64, 32, 16]
+  assert tried(24 * size) == [24, 12]  # 3 pages hold no longest response
+  assert tried(128 * size) == [64, 32]  # 64 a shard are not fewer than 48

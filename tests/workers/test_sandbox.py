@@ -6,8 +6,8 @@ import time
 import pytest
 from processes import commands
 
-from gspo_jax.rewards import sandbox, sandbox_files
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers import sandbox, sandbox_files
 
 
 @pytest.fixture

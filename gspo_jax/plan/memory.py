@@ -1,5 +1,6 @@
-"""How many pages of continuous batching fit into the HBM left over."""
+"""Whether a function fits into HBM, and how many pages the rest would hold."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -7,7 +8,11 @@ from collections.abc import Iterator
 import jax
 
 from gspo_jax.model import ModelConfig, paged_cache
+from gspo_jax.plan.chips import Slice
+from gspo_jax.plan.compile import Memory
+from gspo_jax.plan.lower import LEARNING, has_pages
 from gspo_jax.program.config import Config
+from gspo_jax.program.functions import Program
 from gspo_jax.sampler.continuous import ContinuousSampler
 
 KEY = "continuous_batching.num_pages"
@@ -16,11 +21,66 @@ MARGIN = 0.08
 _LANES = 128  # a TPU pads the last dimension of an array to as many
 
 
+def memory(
+  name: str,
+  compiled: Memory,
+  program: Program,
+  tpu_slice: Slice,
+  max_staleness: int = 0,
+) -> dict:
+  """The part of a function's report that is about memory.
+
+  Beside what the function needs itself, `resident` is the state that stays in
+  HBM while it runs, though it does not read it.
+  """
+  separate = program.sampler.separate
+  if separate and name not in LEARNING:
+    # Each batch queued ahead holds its own copy of the sampler's weights.
+    # prefill and generate take `decode_params` instead, so the copy of their
+    # own batch is added.
+    copies = max_staleness + has_pages(name, program)
+    resident = copies * array_bytes(separate.weights)
+  else:
+    resident = array_bytes(_unread(name, program.learner.abstract))
+    if has_pages(name, program):
+      resident += array_bytes(program.abstract_policy)
+    if separate:
+      resident += array_bytes(separate.in_transit)
+  needed, hbm = compiled.needed + resident, tpu_slice.chip.hbm
+  sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
+  report = {"memory": dataclasses.asdict(compiled) | sizes}
+  if needed > hbm:
+    report["fits"] = False
+    report["reason"] = (
+      f"{needed / 2**30:.2f} GiB needed, {resident / 2**30:.2f} of it for "
+      f"state that {name} does not read, but {hbm / 2**30:.2f} GiB there"
+    )
+  return report
+
+
+def _unread(name, state):
+  """The part of a state that a function does not read, but that stays."""
+  if name in ("update", "old_logprobs"):
+    return None
+  moments = state.opt_state, state.critic and state.critic.opt_state
+  if name == "reference_and_values":
+    return state.params, moments
+  return moments, state.reference, state.critic and state.critic.params
+
+
+def array_bytes(tree) -> int:
+  """Bytes on one device of a tree of shapes with shardings."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+  )
+
+
 def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
   """Bytes of one page on one device: keys and values of all layers.
 
-  It is a bound for narrow heads that do not fill the lanes: XLA may choose
-  another layout for them, without padding.
+  A bound for narrow heads that do not fill the lanes: XLA may choose another
+  layout for them, without padding.
   """
   mesh, sizes = sampler.jitted.decode.mesh, sampler.sizes
   one_a_shard = functools.partial(
@@ -44,10 +104,7 @@ def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
 def room(
   needed: float, hbm: float, cfg: ModelConfig, sampler: ContinuousSampler
 ) -> dict:
-  """The largest pool, of a function that was compiled with some pool.
-
-  All that is no page is taken as compiled: weights, state that stays in the
-  HBM, temporaries.
+  """The largest pool of pages beside all else that a function needs.
 
   Args:
     needed: bytes that the function needs on a device, with the sampler's pages.
@@ -74,12 +131,13 @@ def room(
   }
 
 
-def smaller(
+def smaller_pools(
   config: Config, cfg: ModelConfig, sampler: ContinuousSampler, hbm: float
 ) -> Iterator[Config]:
-  """The config with pools of 1/2, 1/4 and 1/8 of the HBM, where these do.
+  """The config with pools of 1/2, 1/4 and 1/8 of the HBM, if smaller than its.
 
-  For a function that does not compile with its own pool, to measure the rest.
+  To measure the rest of a function that does not compile with its own pool. A
+  pool holds one of the longest responses at least.
   """
   least = sampler.sizes.pages_per_slot + 1
   for parts in (2, 4, 8):

@@ -4,8 +4,8 @@ import struct
 
 import pytest
 
-from gspo_jax.rewards import seccomp
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers import seccomp
 
 ALLOWED, KILLED, NO_PERMISSION, UNKNOWN = (
   0x7FFF0000,

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gspo_jax.runtime import errors
 
@@ -20,34 +20,36 @@ from gspo_jax.runtime import errors
 START, GRACE = 120.0, 30.0
 
 
+# The tasks of a worker, functions of a request; and JSON about them.
+Tasks = tuple[Sequence[Callable[[Any], Any]], Any]
+
+
 class Setup(NamedTuple):
-  """The first message to a worker.
+  """The first message to a worker: its tasks and limits, as `pool.Pool` has."""
 
-  Attributes:
-    names: specs of the rewards, as `rewards.named` reads them.
-    seconds: wall-clock time for one call.
-    memory: GiB that rewards may add to the process.
-    concurrency: calls of `async` rewards that run at once.
-  """
-
-  names: tuple[str, ...]
+  name: str
+  load: Callable[[float], Tasks]
   seconds: float
   memory: float
   concurrency: int
 
 
-class Needs(NamedTuple):
-  """What a reward needs: whole groups, these columns, or any column at all."""
-
-  group: bool
-  columns: tuple[str, ...]
-  reads_columns: bool
-
-
 class Call(NamedTuple):
-  """One call of a reward: its value, or why it failed (then None)."""
+  """A call of a task.
 
-  value: float | None
+  Attributes:
+    task: its number among those of `load`.
+    request: its picklable argument.
+  """
+
+  task: int
+  request: Any
+
+
+class Result(NamedTuple):
+  """The JSON that a call returned, or why it failed (then None)."""
+
+  value: Any
   failure: str | None
 
 
@@ -73,17 +75,17 @@ class Process:
     path = [os.path.abspath(folder) for folder in sys.path]
     env = os.environ | {
       "PYTHONPATH": os.pathsep.join(path),
-      # Rewards must not take the accelerators, and get one thread each.
+      # Tasks must not take the accelerators, and get one thread each.
       "JAX_PLATFORMS": "cpu",
       "OMP_NUM_THREADS": "1",
       "OPENBLAS_NUM_THREADS": "1",
-      # Else each thread of an async reward takes 64 MiB of address space.
+      # Else each thread of an async task takes 64 MiB of address space.
       "MALLOC_ARENA_MAX": "2",
     }
     # A session of its own: Ctrl-C and SIGTERM reach only the run, which then
     # ends its workers.
     self._process = subprocess.Popen(
-      [sys.executable, "-P", "-m", "gspo_jax.rewards.worker"],
+      [sys.executable, "-P", "-m", "gspo_jax.workers.worker"],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       env=env,
@@ -98,8 +100,8 @@ class Process:
     self._unread = b""
     self._send(self._setup)
 
-  def wait_ready(self) -> list[Needs]:
-    """Waits for the imports of the worker, and returns what rewards need.
+  def wait_ready(self) -> Any:
+    """Waits for the imports of the worker; returns the facts of its tasks.
 
     Raises:
       UserError: the imports failed.
@@ -107,45 +109,40 @@ class Process:
     line = self._receive(START)
     if line is None:
       raise errors.UserError(
-        f"rewards {', '.join(self._setup.names)}: importing them ended or "
-        "blocked the worker process; its output is above"
+        f"{self._setup.name}: the import ended or blocked the worker process; "
+        "its output is above"
       )
-    needs, failure = line
+    facts, failure = line
     if failure:
       raise errors.UserError(failure)
-    return [Needs(*each) for each in needs]
+    return facts
 
-  def score(self, units: Sequence) -> Iterator[tuple[int, list[list[Call]]]]:
-    """Calls every reward; yields each unit as it ends.
-
-    Yields:
-      The number of the unit, and its [responses][rewards] calls.
-    """
-    left, size = {i: self._empty(unit) for i, unit in enumerate(units)}, None
+  def run(self, calls: Sequence[Call]) -> Iterator[tuple[int, Result]]:
+    """Makes calls; yields the number and the result of each as it ends."""
+    left, size = dict(enumerate(calls)), None
     while left:
       chunk = dict(itertools.islice(left.items(), size))
-      for i in self._request([units[i] for i in chunk], chunk):
-        yield i, left.pop(i)
+      for i, result in self._request(chunk):
+        del left[i]
+        yield i, result
       lost = chunk.keys() & left.keys()
       if not lost:
         continue
-      # The worker may have died of a response that it had not reported yet, or
-      # of none: from now on it gets one unit at a time.
+      # The worker may have died of a call that it had not reported yet, or of
+      # none: from now on it gets one call at a time.
       if size == 1:
         (i,) = lost
-        yield i, _fill(left.pop(i), "the worker process ended")
+        del left[i]
+        yield i, Result(None, "the worker process ended")
       size = 1
       try:
         self._restart()
       except errors.UserError as e:
         if self._closed:
           raise futures.CancelledError from e
-        for i, table in left.items():
-          yield i, _fill(table, str(e))
+        for i in left:
+          yield i, Result(None, str(e))
         return
-
-  def _empty(self, unit) -> list[list[Call | None]]:
-    return [[None] * len(self._setup.names) for _ in unit]
 
   def close(self) -> None:
     """Ends the worker: by closing its stdin, after 2 seconds by SIGKILL."""
@@ -169,28 +166,18 @@ class Process:
       self._start()
     self.wait_ready()
 
-  def _request(self, units, tables) -> Iterator[int]:
-    """Fills the tables of these units; yields the number of each that is whole.
-
-    It ends before all are if the worker died or hung.
-    """
-    rows = [(i, row) for i, table in tables.items() for row in table]
-    missing = len(rows) * len(self._setup.names)
-    if not self._send(units):
+  def _request(self, calls: dict[int, Call]) -> Iterator[tuple[int, Result]]:
+    """Yields results as they come; not all, if the worker died or hung."""
+    numbers = list(calls)
+    if not self._send(list(calls.values())):
       return
-    while missing:
+    for _ in numbers:
       # Twice: calls that did not end together are made again, one by one.
       line = self._receive(2 * self._setup.seconds + GRACE)
       if line is None:
         return
-      first, reward, results = line
-      called = rows[first : first + len(results)]  # all of one unit
-      for (_, row), result in zip(called, results, strict=True):
-        row[reward] = Call(*result)
-      missing -= len(results)
-      i = called[0][0]
-      if _is_whole(tables[i]):
-        yield i
+      i, *result = line
+      yield numbers[i], Result(*result)
 
   def _send(self, request) -> bool:
     """Writes a request to the worker; False if it did not take all of it."""
@@ -221,12 +208,3 @@ class Process:
       self._unread += data
     line, _, self._unread = self._unread.partition(b"\n")
     return json.loads(line)
-
-
-def _is_whole(table: list[list[Call | None]]) -> bool:
-  return all(call is not None for row in table for call in row)
-
-
-def _fill(table: list[list[Call | None]], failure: str) -> list[list[Call]]:
-  """The table with a failure for each call that is missing."""
-  return [[call or Call(None, failure) for call in row] for row in table]

@@ -1,20 +1,16 @@
-"""The program of a worker process of `rewards.pool`, which starts it.
+"""The program of a worker process of `workers.pool`, which starts it.
 
-The worker imports the rewards once and never calls one itself. For each request
-it forks a child, which makes the calls and reports each result; `async` rewards
-get a child of their own, which makes up to `concurrency` calls at once. If a
-call hangs, the child is killed together with all processes that it started. If
-a child dies, a new one goes on after the call that ended it. Concurrent calls
+The worker loads its tasks once and never calls one itself. For each request it
+forks a child, which makes the calls and reports each result; `async` tasks get
+a child of their own, which makes up to `concurrency` calls at once. If a call
+hangs, the child is killed together with all processes that it started. If a
+child dies, a new one goes on after the call that ended it. Concurrent calls
 that were not finished by then are made again, one by one.
 
 stdin: pickles, each after 8 bytes with its length; first a `process.Setup`,
-then lists of units, which are lists of `pool.Response`s to one problem: a whole
-group if any reward takes groups, else one. stdout: a line of JSON when ready,
-[inputs, null] or [null, failure], where `inputs` has for each reward whether it
-takes groups, the columns that it needs, and whether it reads any; and a line
-for each call, in any order: [response, reward, [[value, null] or [null,
-failure], ...]], with the number of the first response in the request, the
-number of the reward, and a result for each response of the call.
+then lists of `process.Call`s. stdout: a line of JSON when ready, [facts, null]
+or [null, failure]; and a line for each call, in any order: [number of the call
+in its request, value, null] or [number, null, failure].
 """
 
 import asyncio
@@ -29,50 +25,40 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gspo_jax import rewards
-from gspo_jax.rewards.process import Setup, children
 from gspo_jax.runtime import errors
+from gspo_jax.workers.process import Setup, children
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
-# Begin the failure of a reward that returned something else.
-NO_NUMBER = "expected a number, got"
-NO_LIST = "expected a list of floats"
 # Seconds that a child may be silent beyond the time limit of its calls, which
 # it keeps itself where they run at once.
 _SLACK = 1.0
-# Largest size of a reward: the sum of squares over a group stays finite in
-# float32.
-_LARGEST = 1e9
 
 
 def main() -> None:
-  # Rewards may print, and what they print must not be read as a result.
+  # Tasks may print, and what they print must not be read as a result.
   requests, results = os.dup(0), os.dup(1)
   os.dup2(2, 1)
   with open(os.devnull) as empty:
     os.dup2(empty.fileno(), 0)
   setup = _receive(requests)
   try:
-    to_call = [_reward(spec, setup.seconds) for spec in setup.names]
+    tasks, facts = setup.load(setup.seconds)
   except errors.UserError as e:
     _send(results, [None, str(e)])
     return
   _prctl(_SET_CHILD_SUBREAPER, 1)
-  inputs = [
-    [r.inputs.group, r.inputs.columns, r.inputs.reads_columns] for r in to_call
-  ]
-  _send(results, [inputs, None])
+  _send(results, [facts, None])
   child = _Child(setup, requests, results)
-  while (units := _receive(requests)) is not None:
-    calls = list(_calls(to_call, units))
-    together = [call for call in calls if call.reward.is_async]
-    calls = [call for call in calls if not call.reward.is_async]
+  while (request := _receive(requests)) is not None:
+    calls = [_Call(i, tasks[k], value) for i, (k, value) in enumerate(request)]
+    together = [call for call in calls if call.is_async]
+    calls = [call for call in calls if not call.is_async]
     while together:
       left = child.make_together(together)
       # One of those that ran is at fault; the others have not begun.
@@ -82,85 +68,24 @@ def main() -> None:
       calls = child.make_one_by_one(calls)
 
 
-class _Reward(NamedTuple):
-  """A reward.
-
-  Attributes:
-    name: without its arguments.
-    function: with its arguments.
-    inputs: what it takes.
-    is_async: whether its calls may run at once.
-    convert: makes the result of a call of its value, in place of a float.
-  """
-
-  name: str
-  function: Callable[..., Any]
-  inputs: rewards.Inputs
-  is_async: bool
-  convert: Callable[[Any], Any] | None = None
-
-
 class _Call(NamedTuple):
-  """A call of a reward.
+  """A call of a task; `number` is its place in the request."""
 
-  Attributes:
-    key: the numbers of the first response and of the reward.
-    reward: the reward.
-    responses: one `pool.Response`, or a group of them.
-  """
+  number: int
+  task: Callable[[Any], Any]
+  request: Any
 
-  key: tuple[int, int]
-  reward: _Reward
-  responses: Sequence[Any]
-
-  def begin(self):
-    """Calls the reward: the value, or a coroutine."""
-    prompt, text, reference, *_ = self.responses[0]
-    if self.reward.inputs.group:
-      text = [response.text for response in self.responses]
-    keywords = self.reward.inputs.keywords(self.responses)
-    return self.reward.function(prompt, text, reference, **keywords)
+  @property
+  def is_async(self) -> bool:
+    return inspect.iscoroutinefunction(self.task)
 
   def succeeded(self, value) -> list:
     """The line of a call that returned this value."""
-    name, count = self.reward.name, len(self.responses)
-    if self.reward.convert:
-      return [*self.key, [[self.reward.convert(value), None]]]
-    if not self.reward.inputs.group:
-      return [*self.key, [_number(name, value)]]
-    is_list = hasattr(value, "__len__") and not isinstance(value, str | dict)
-    if not is_list or len(value) != count:
-      got = f"{len(value)} of them" if is_list else type(value).__name__
-      return self.failed(f"{NO_LIST}, {count} for as many responses, got {got}")
-    return [*self.key, [_number(name, each) for each in value]]
+    return [self.number, value, None]
 
   def failed(self, reason: str) -> list:
     """The line of a call that failed."""
-    failure = f"{self.reward.name}: {reason}"
-    return [*self.key, [[None, failure]] * len(self.responses)]
-
-
-def _reward(spec: str, seconds: float) -> _Reward:
-  function = rewards.named(spec, seconds)
-  is_async = any(
-    map(inspect.iscoroutinefunction, (function, type(function.func).__call__))
-  )
-  name = spec.partition(":")[0]
-  convert = getattr(function.func, "convert", None)
-  return _Reward(name, function, rewards.inputs(function), is_async, convert)
-
-
-def _calls(to_call, units) -> Iterator[_Call]:
-  """The calls of a request, unit by unit."""
-  first = 0
-  for unit in units:
-    for i, reward in enumerate(to_call):
-      if reward.inputs.group:
-        yield _Call((first, i), reward, unit)
-      else:
-        for n, response in enumerate(unit, first):
-          yield _Call((n, i), reward, [response])
-    first += len(unit)
+    return [self.number, None, reason]
 
 
 def _receive(source: int):
@@ -203,8 +128,8 @@ class _Child(NamedTuple):
     end = self._run(_make_together, calls, self.setup.seconds + _SLACK)
     if not end.failure:
       return []
-    done = {tuple(json.loads(line)[:2]) for line in end.lines}
-    return [call for call in calls if call.key not in done]
+    done = {json.loads(line)[0] for line in end.lines}
+    return [call for call in calls if call.number not in done]
 
   def make_one_by_one(self, calls: list[_Call]) -> list[_Call]:
     """Makes calls in order; returns those that are left over.
@@ -304,17 +229,17 @@ def _make_one_by_one(calls: list[_Call], sink: int, _: Setup) -> None:
   pid = os.getpid()
   for call in calls:
     line = _make(call)
-    for timer in _TIMERS:  # one set by a reward would end the next reward
+    for timer in _TIMERS:  # one set by a call would end the next call
       signal.setitimer(timer, 0)
-    if os.getpid() != pid:  # a reward forked, and both processes returned
+    if os.getpid() != pid:  # a task forked, and both processes returned
       return
     _send(sink, line)
 
 
 def _make(call: _Call) -> list:
   try:
-    value = call.begin()
-    if inspect.iscoroutine(value):
+    value = call.task(call.request)
+    if inspect.iscoroutine(value):  # made again after it ended its child
       value = asyncio.run(value)
     return call.succeeded(value)
   except BaseException as e:
@@ -355,7 +280,7 @@ async def _make_in_time(call: _Call, setup: Setup) -> list:
 
 async def _make_async(call: _Call) -> list:
   try:
-    return call.succeeded(await call.begin())
+    return call.succeeded(await call.task(call.request))
   except BaseException as e:
     return call.failed(_describe(e))
 
@@ -373,19 +298,6 @@ def _limit_memory(memory: float) -> None:
   limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
   resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _number(name: str, value) -> list:
-  """[value, None], or [None, failure] for what is no finite number."""
-  if not hasattr(value, "__float__"):  # float() also takes strings
-    return [None, f"{name}: {NO_NUMBER} {type(value).__name__}"]
-  try:
-    number = float(value)
-  except Exception as e:
-    return [None, f"{name}: {_describe(e)}"]
-  if not abs(number) <= _LARGEST:  # NaN too
-    return [None, f"{name}: expected a number up to 1e9, got {number}"]
-  return [number, None]
 
 
 def _describe(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 The sandbox has no network, no files but those that an interpreter needs (its
 standard library without site-packages, and the shared libraries that it
 loads), nothing writable, no environment variables, no other processes, no
-privileges and no way to gain any (`rewards.seccomp`). The program is a single
+privileges and no way to gain any (`workers.seccomp`). The program is a single
 process; the kernel limits its threads, address space and CPU time.
 """
 
@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspo_jax.rewards import sandbox_files, seccomp
-from gspo_jax.rewards.process import children
 from gspo_jax.runtime import errors
+from gspo_jax.workers import sandbox_files, seccomp
+from gspo_jax.workers.process import children
 
 # Threads of a program at one time; the sandbox itself uses two of them.
 THREADS = 16

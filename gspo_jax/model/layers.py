@@ -1,0 +1,242 @@
+"""The layers of a block: norms, attention, the MLP, and the block itself.
+
+Dimension key: B rows, T tokens, D model width, N query heads, K key-value
+heads, H head width, k experts a token.
+"""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from gspo_jax.model import attention, lora, parameters, rotary
+from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.moe import NO_ROUTES, MoE
+from gspo_jax.model.rounding import matmul, recomputed, rounded, stored, wide
+from gspo_jax.runtime import sharding
+
+
+class RMSNorm(nn.Module):
+  """`rms_norm` with a scale of its own."""
+
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(self, x):
+    weights = parameters.declare(self, self.name, self.cfg)
+    return rms_norm(x, weights["scale"], self.cfg.norm_eps)
+
+
+def rms_norm(x, scale, eps):
+  """`x / rms(x) * scale`; the float32 quotient is rounded before scaling."""
+  return _rms_norm(x, scale, jnp.float32(eps))
+
+
+@recomputed
+def _rms_norm(x, scale, eps):
+  h = wide(x)
+  return _normed(x, jnp.mean(h * h, -1, keepdims=True), scale, eps)
+
+
+def _normed(x, mean_square, scale, eps):
+  h = wide(x) * jax.lax.rsqrt(mean_square + eps)
+  h = wide(rounded(h, x.dtype)) * wide(scale.astype(x.dtype))
+  return rounded(h, x.dtype)
+
+
+def rms_norm_over_heads(x_BTNH, scale, eps, heads):
+  """`rms_norm` of all heads together.
+
+  Inside a `shard_map`, `x` and `scale` may be of a device's part of the heads.
+  """
+  split = ("tensor",) if x_BTNH.shape[2] < heads else ()
+  squares_BT11 = sharding.psum(_sum_of_squares(x_BTNH), *split)
+  mean_square_BT11 = squares_BT11 / (heads * x_BTNH.shape[3])
+  scale_NH = scale.reshape(x_BTNH.shape[2:])
+  return _rms_norm_of(x_BTNH, mean_square_BT11, scale_NH, jnp.float32(eps))
+
+
+@recomputed
+def _sum_of_squares(x_BTNH):
+  return jnp.square(wide(x_BTNH)).sum((2, 3), keepdims=True)
+
+
+_rms_norm_of = recomputed(_normed)
+
+
+def add(x_BTD, y_BTD):
+  """Adds two activations in float32 and rounds once."""
+  return rounded(wide(x_BTD) + wide(y_BTD), x_BTD.dtype)
+
+
+def project(x, weights, name, axes: int = 1):
+  """`matmul` by the weight of this name, with its adapter's product added."""
+  cast = lambda end: weights[name + end].astype(x.dtype)
+  y = matmul(x, cast(""), axes)
+  if name + lora.A not in weights:
+    return y
+  return add(y, matmul(matmul(x, cast(lora.A), axes), cast(lora.B)))
+
+
+def _gathered(weights, specs, dtype):
+  """A device's weights, joined along `WEIGHT_AXES`."""
+  axes = sharding.WEIGHT_AXES
+
+  def gather(name, x):
+    x = x.astype(dtype)
+    if axes not in specs[name]:
+      return x
+    return sharding.gather(x, *axes, dim=specs[name].index(axes))
+
+  return {name: gather(name, x) for name, x in weights.items()}
+
+
+class Attention(nn.Module):
+  """Grouped-query attention with norms, with Qwen2's biases, or neither.
+
+  The norms are over the width of each query and key head (Qwen3), or over all
+  heads together (OLMoE). Queries, keys and values have the biases.
+  """
+
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BTD, angles, segments_BT, cache, layer):
+    """Returns the output [B, T, D] and the layer's new (k, v)."""
+    cfg = self.cfg
+    weights = parameters.declare(self, "attention", cfg)
+    if cache is None:
+      return _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg)
+    q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
+    out_BTNH, updated = cache.attend(layer, q_BTNH, k_BTKH, v_BTKH)
+    return project(out_BTNH, weights, "o", axes=2), updated
+
+
+def _project(x_BTD, weights, angles, cfg):
+  """Queries, keys and values; queries and keys are normed and rotated."""
+
+  def heads(name):
+    y_BTNH = project(x_BTD, weights, name)
+    if cfg.attention_bias:
+      y_BTNH = add(y_BTNH, weights[f"{name}_bias"].astype(x_BTD.dtype))
+    return checkpoint_name(y_BTNH, "heads")
+
+  def rotated(name, number):
+    y_BTNH = heads(name)
+    if cfg.qk_norm_over_heads:
+      scale = weights[f"{name}_norm"]
+      y_BTNH = rms_norm_over_heads(y_BTNH, scale, cfg.norm_eps, number)
+    elif cfg.qk_norm:
+      y_BTNH = rms_norm(y_BTNH, weights[f"{name}_norm"], cfg.norm_eps)
+    return rotary.rotate(y_BTNH, *angles)
+
+  q_BTNH, k_BTKH = rotated("q", cfg.num_heads), rotated("k", cfg.num_kv_heads)
+  return q_BTNH, k_BTKH, heads("v")
+
+
+def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
+  """Attention among the T tokens, in a shard_map over rows, tokens and heads.
+
+  A device has all heads of its part of a row's tokens. It exchanges them for
+  all tokens of its part of the heads, and after attention back, so that the
+  devices along `context` have equal shares of the causal scores
+  (arXiv 2309.14509, sec. 3).
+  """
+  tokens = sharding.TOKENS
+  heads_first = PartitionSpec(sharding.ROW_AXES, "tensor", "context")
+  norms = {name: x for name, x in weights.items() if name.endswith("norm")}
+  # A norm over all heads is whole in memory, and split where the heads are.
+  norm_spec = PartitionSpec("tensor" if cfg.qk_norm_over_heads else None)
+  matrices = {name: x for name, x in weights.items() if name not in norms}
+  specs = parameters.partition_specs("attention", matrices)
+
+  def local(x_BTD, matrices, norms, angles, segments_BT):
+    weights = norms | _gathered(matrices, specs, x_BTD.dtype)
+    q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
+    out_BTNH = _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    y_BTD = project(out_BTNH, weights, "o", axes=2)
+    y_BTD = sharding.psum(y_BTD, "tensor")
+    to_cache = lambda x: x.swapaxes(1, 2).astype(stored(x.dtype))
+    return y_BTD, (to_cache(k_BTKH), to_cache(v_BTKH))
+
+  attend = sharding.shard_map(
+    local,
+    in_specs=(tokens, specs, norm_spec, tokens, tokens),
+    out_specs=(tokens, heads_first),
+  )
+  return attend(x_BTD, matrices, norms, angles, segments_BT)
+
+
+def _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+  """`attention.attend`, with the tokens split over `context`."""
+  C, K = sharding.size("context"), k_BTKH.shape[2]
+  split_heads = lambda x: sharding.all_to_all(x, "context", split=2, join=1)
+  # Fewer key heads than devices: some devices have the same one.
+  repeat = lambda x: jnp.repeat(x, math.lcm(K, C) // K, axis=2)
+  out_BTNH = attention.attend(
+    split_heads(q_BTNH),
+    split_heads(repeat(k_BTKH)),
+    split_heads(repeat(v_BTKH)),
+    sharding.gather(segments_BT, "context", dim=1),
+  )
+  return sharding.all_to_all(out_BTNH, "context", split=1, join=2)
+
+
+@recomputed
+def swiglu(gate, up):
+  """`silu(gate) * up`, rounded once."""
+  return rounded(nn.silu(wide(gate)) * wide(up), gate.dtype)
+
+
+class MLP(nn.Module):
+  """SwiGLU: `down(silu(gate x) * up x)`."""
+
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BTD):
+    weights = parameters.declare(self, "mlp", self.cfg)
+    specs = parameters.partition_specs("mlp", weights)
+
+    def local(x_BTD, weights):
+      weights = _gathered(weights, specs, x_BTD.dtype)
+      gate, up = (project(x_BTD, weights, name) for name in ("gate", "up"))
+      return sharding.psum(project(swiglu(gate, up), weights, "down"), "tensor")
+
+    tokens = sharding.TOKENS
+    mlp = sharding.shard_map(local, in_specs=(tokens, specs), out_specs=tokens)
+    return mlp(x_BTD, weights)
+
+
+class Block(nn.Module):
+  """One decoder block: attention, then the MLP or the experts."""
+
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(
+    self,
+    x_BTD,
+    angles,
+    segments_BT,
+    cache=None,
+    layer=0,
+    routes=NO_ROUTES,
+  ):
+    """Returns the stream [B, T, D], the routing or None, the new (k, v)."""
+    cfg = self.cfg
+    h = RMSNorm(cfg, name="attention_norm")(x_BTD)
+    h, updated = Attention(cfg, name="attention")(
+      h, angles, segments_BT, cache, layer
+    )
+    x_BTD = checkpoint_name(add(x_BTD, h), "stream")
+    h = RMSNorm(cfg, name="mlp_norm")(x_BTD)
+    if cfg.num_experts:
+      moe = MoE(cfg, name="moe")
+      h, routing = moe(h, segments_BT != 0, *routes)
+    else:
+      h, routing = MLP(cfg, name="mlp")(h), None
+    return add(x_BTD, h), routing, updated

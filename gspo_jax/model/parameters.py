@@ -1,0 +1,286 @@
+"""Every parameter of the policy, declared once.
+
+A row of `TABLE` has the dimensions of a parameter and their sharding, its
+initial values, its tensors in a Hugging Face checkpoint, and whether it is a
+matrix that LoRA adapts and Muon updates. Dimensions are written as a map:
+"D -> N H" sums over D, "E | D -> 2F" has such a matrix for each expert, and "H"
+is a vector, a bias or the scale of a norm.
+
+Paths begin with "layers/" for the parameters of a block: in the tree they are
+stacked, with one more axis in front. All parameters are float32.
+
+Dimension key: V vocabulary, D model width, N query heads, K key-value heads, H
+head width, F hidden width, E experts, r rank of an adapter; q and k, the width
+of a norm of queries and of keys.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.nn import initializers
+
+from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.rounding import rounded, wide
+from gspo_jax.runtime import sharding
+
+# The ends of the paths of an adapter's matrices, see lora.py.
+A, B = "_lora_a", "_lora_b"
+
+
+def _sizes(cfg: ModelConfig) -> dict[str, int]:
+  N, K, H, F = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.mlp_dim
+  q, k = (N * H, K * H) if cfg.qk_norm_over_heads else (H, H)
+  sizes = {"V": cfg.vocab_size, "D": cfg.embed_dim, "E": cfg.num_experts}
+  sizes |= {"N": N, "K": K, "H": H, "q": q, "k": k, "F": F, "2F": 2 * F}
+  return sizes | {"r": cfg.lora.rank if cfg.lora else 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+  """One array of the policy."""
+
+  path: str  # slash-joined, in the tree of parameters
+  # The dimensions of one layer's array, as the head of this file says.
+  dims: str
+  axes: str  # the logical axis of each, for `sharding.RULES`
+  # The names of its Hugging Face tensors, whose rows are concatenated; {e}: one
+  # for each expert. In a layer they begin with "model.layers.{i}.".
+  tensors: tuple[str, ...] = ()
+  # The part of a block, "attention" or "mlp", of a matrix that LoRA adapts and
+  # Muon updates; None for other parameters.
+  target: str | None = None
+  # Whether a model has it.
+  exists: Callable[[ModelConfig], bool] = lambda cfg: True
+  # "inputs": normal with variance 1 / inputs; "width": 1 / D; "ones"; "zeros".
+  init: str = "inputs"
+  # The tensors are [outputs, inputs], as those of linear layers.
+  transposed: bool = True
+  mixtral: tuple[str, ...] = ()  # other names that Mixtral has for the tensors
+
+  @property
+  def stacked(self) -> bool:
+    """Whether it has an axis of layers."""
+    return self.path.startswith("layers/")
+
+  @property
+  def end(self) -> str:
+    """The end of the paths of its arrays: of a layer, of a moment."""
+    return self.path.removeprefix("layers/")
+
+  @property
+  def decays(self) -> bool:
+    """Whether it is a matrix, the only kind that weight decay is for."""
+    return "->" in self.dims
+
+  @property
+  def names(self) -> tuple[list[str], list[str], list[str]]:
+    """The dimensions of experts, of inputs and of outputs."""
+    experts, _, rest = self.dims.rpartition("|")
+    inputs, _, outputs = rest.rpartition("->")
+    return experts.split(), inputs.split(), outputs.split()
+
+  @property
+  def groups(self) -> tuple[tuple[int, ...], ...]:
+    """The axes of experts, of inputs and of outputs in one layer's array."""
+    e, i, o = map(len, self.names)
+    axes = tuple(range(e + i + o))
+    return axes[:e], axes[e : e + i], axes[e + i :]
+
+  @property
+  def logical_axes(self) -> tuple[str, ...]:
+    """The logical axes of the array, the layers included."""
+    return ("layers",) * self.stacked + tuple(self.axes.split())
+
+  @property
+  def adapters(self) -> tuple["Parameter", "Parameter"]:
+    """A and B of its adapter; their rank is not sharded."""
+    experts, inputs, outputs = (" ".join(names) for names in self.names)
+    e, i, o = ([self.axes.split()[a] for a in axes] for axes in self.groups)
+    return (
+      Parameter(
+        self.path + A, f"{experts}|{inputs} -> r", " ".join([*e, *i, "whole"])
+      ),
+      Parameter(
+        self.path + B, f"{experts}|r -> {outputs}", " ".join([*e, "whole", *o])
+      ),
+    )
+
+  def shape(self, cfg: ModelConfig) -> tuple[int, ...]:
+    """The shape of one layer's array."""
+    sizes = _sizes(cfg)
+    return tuple(sizes[name] for names in self.names for name in names)
+
+  def stack_shape(self, cfg: ModelConfig) -> tuple[int, ...]:
+    """The shape of the array in the tree of parameters."""
+    return (cfg.num_layers,) * self.stacked + self.shape(cfg)
+
+  def initial(self, key: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Initial values of one layer's array."""
+    experts, inputs, outputs = self.groups
+    initializer = {
+      "inputs": initializers.lecun_normal(inputs, outputs, experts),
+      "width": initializers.normal(cfg.embed_dim**-0.5),
+      "ones": initializers.ones,
+      "zeros": initializers.zeros,
+    }
+    return initializer[self.init](key, self.shape(cfg))
+
+
+_BIAS = {"exists": lambda cfg: cfg.attention_bias, "init": "zeros"}
+_NORM = {"init": "ones"}
+_QK_NORM = {"exists": lambda cfg: cfg.qk_norm, "init": "ones"}
+_ATTENTION = {"target": "attention"}
+_MLP = {"target": "mlp", "exists": lambda cfg: not cfg.num_experts}
+_MOE = {"target": "mlp", "exists": lambda cfg: cfg.num_experts}
+
+# Within a module the order is that of the random keys.
+# fmt: off
+TABLE = (
+  # A norm follows the embedding: its scale matters where it is the head, too.
+  Parameter("embed", "V -> D", "vocab table", ("model.embed_tokens.weight",),
+            init="width", transposed=False),
+  Parameter("layers/attention_norm/scale", "D", "whole",
+            ("input_layernorm.weight",), **_NORM),
+  Parameter("layers/attention/q", "D -> N H", "embed heads whole",
+            ("self_attn.q_proj.weight",), **_ATTENTION),
+  Parameter("layers/attention/k", "D -> K H", "embed heads whole",
+            ("self_attn.k_proj.weight",), **_ATTENTION),
+  Parameter("layers/attention/v", "D -> K H", "embed heads whole",
+            ("self_attn.v_proj.weight",), **_ATTENTION),
+  Parameter("layers/attention/o", "N H -> D", "heads head_dim whole",
+            ("self_attn.o_proj.weight",), **_ATTENTION),
+  Parameter("layers/attention/q_norm/scale", "q", "whole",
+            ("self_attn.q_norm.weight",), **_QK_NORM),
+  Parameter("layers/attention/k_norm/scale", "k", "whole",
+            ("self_attn.k_norm.weight",), **_QK_NORM),
+  Parameter("layers/attention/q_bias", "N H", "heads head_dim",
+            ("self_attn.q_proj.bias",), **_BIAS),
+  Parameter("layers/attention/k_bias", "K H", "heads head_dim",
+            ("self_attn.k_proj.bias",), **_BIAS),
+  Parameter("layers/attention/v_bias", "K H", "heads head_dim",
+            ("self_attn.v_proj.bias",), **_BIAS),
+  Parameter("layers/mlp_norm/scale", "D", "whole",
+            ("post_attention_layernorm.weight",), **_NORM),
+  Parameter("layers/mlp/gate", "D -> F", "embed mlp",
+            ("mlp.gate_proj.weight",), **_MLP),
+  Parameter("layers/mlp/up", "D -> F", "embed mlp",
+            ("mlp.up_proj.weight",), **_MLP),
+  Parameter("layers/mlp/down", "F -> D", "mlp embed",
+            ("mlp.down_proj.weight",), **_MLP),
+  # Neither LoRA nor Muon takes the router: its output is a choice.
+  Parameter("layers/moe/router", "D -> E", "embed whole",
+            ("mlp.gate.weight",), **_MOE | {"target": None},
+            mixtral=("block_sparse_moe.gate.weight",)),
+  # Gate and up side by side: one matmul, and no relayout on a TPU.
+  Parameter("layers/moe/gate_up", "E | D -> 2F", "experts whole whole",
+            ("mlp.experts.{e}.gate_proj.weight",
+             "mlp.experts.{e}.up_proj.weight"), **_MOE,
+            mixtral=("block_sparse_moe.experts.{e}.w1.weight",
+                     "block_sparse_moe.experts.{e}.w3.weight")),
+  Parameter("layers/moe/down", "E | F -> D", "experts whole whole",
+            ("mlp.experts.{e}.down_proj.weight",), **_MOE,
+            mixtral=("block_sparse_moe.experts.{e}.w2.weight",)),
+  Parameter("final_norm/scale", "D", "whole", ("model.norm.weight",), **_NORM),
+  Parameter("head", "D -> V", "table vocab", ("lm_head.weight",), init="width",
+            exists=lambda cfg: not cfg.tie_embeddings),
+  # A critic has it in place of the head.
+  Parameter("value_head", "D ->", "whole", exists=lambda cfg: False),
+)
+# fmt: on
+
+_ROWS = {
+  row.end: row
+  for parameter in TABLE
+  for row in (parameter, *(parameter.adapters if parameter.target else ()))
+}
+# The end of a path -> logical axes, for `sharding.state_shardings`.
+AXES = {end: row.logical_axes for end, row in _ROWS.items()}
+
+
+def find(path: str) -> Parameter:
+  """The row of a parameter, of an adapter, or of a moment of either.
+
+  Raises:
+    ValueError: no row, or more than one, matches the path.
+  """
+  return sharding.rule(path, _ROWS)
+
+
+def rows(cfg: ModelConfig) -> list[Parameter]:
+  """The parameters of a model, without adapters."""
+  return [row for row in TABLE if row.exists(cfg)]
+
+
+def adapted(cfg: ModelConfig) -> list[Parameter]:
+  """The parameters that `cfg.lora` adapts, in the order of their tree."""
+  if not cfg.lora:
+    return []
+  targets = {cfg.lora.targets} - {"all-linear"} or {"attention", "mlp"}
+  chosen = [row for row in rows(cfg) if row.target in targets]
+  return sorted(chosen, key=lambda row: row.path)
+
+
+def shapes(cfg: ModelConfig) -> dict:
+  """The tree of `init`, with the adapters of `cfg.lora`, as abstract arrays."""
+  adapters = [x for row in adapted(cfg) for x in row.adapters]
+  return sharding.tree_of_paths(
+    {
+      row.path: jax.ShapeDtypeStruct(row.stack_shape(cfg), jnp.float32)
+      for row in (*rows(cfg), *adapters)
+    }
+  )
+
+
+def shardings(shapes, mesh: jax.sharding.Mesh):
+  """The shardings of parameters or adapters, from their shapes.
+
+  Raises:
+    UserError: a dimension is not divisible by the size of its mesh axes.
+  """
+  return sharding.state_shardings(shapes, mesh, AXES)
+
+
+def partition_spec(end: str) -> jax.sharding.PartitionSpec:
+  """The PartitionSpec of one layer's array, for a `shard_map`."""
+  return sharding.partition_spec(_ROWS[end].axes.split())
+
+
+def partition_specs(part: str, names: Iterable[str]) -> dict:
+  """`partition_spec` of the arrays of a module, by name."""
+  return {name: partition_spec(f"{part}/{name}") for name in names}
+
+
+class _Nested(nn.Module):
+  """A parameter in a scope of its own."""
+
+  @nn.compact
+  def __call__(self, name, initial, cfg):
+    return self.param(name, initial, cfg)
+
+
+def declare(
+  module: nn.Module, part: str, cfg: ModelConfig
+) -> dict[str, jax.Array]:
+  """The parameters of a Flax module by name, with the adapters that it has.
+
+  B is multiplied by alpha / rank, so that what follows needs no factor. It is
+  rounded to `cfg.dtype` before, as in the weights for decoding.
+  """
+  weights = {}
+  for row in rows(cfg):
+    module_name, _, name = row.end.partition("/")
+    if module_name != part:
+      continue
+    name, _, leaf = name.partition("/")
+    if leaf:
+      weights[name] = _Nested(name=name)(leaf, row.initial, cfg)
+    else:
+      weights[name] = module.param(name, row.initial, cfg)
+    if module.has_variable("params", name + A):
+      weights[name + A] = module.get_variable("params", name + A)
+      b = wide(module.get_variable("params", name + B).astype(cfg.dtype))
+      weights[name + B] = rounded(cfg.lora.scale * b, jnp.dtype(cfg.dtype))
+  return weights

@@ -1,0 +1,319 @@
+"""What a reward is, and which one a config names; docs/rewards.md tells users.
+
+This module needs the standard library alone: worker processes import it.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gspo_jax.runtime import errors, spec
+
+BUILT_IN = {
+  "code": "gspo_jax.rewards.code.CODE",
+  "final_answer": "gspo_jax.rewards.numbers.final_answer",
+  "format": "gspo_jax.rewards.format.thinks",
+  "gsm8k": "gspo_jax.rewards.numbers.gsm8k",
+  "instructions": "gspo_jax.tasks.instructions.follows",
+  "judge": "gspo_jax.rewards.judge.JUDGE",
+  "length": "gspo_jax.rewards.length.short",
+  "math": "gspo_jax.rewards.math.equivalent",
+  "number": "gspo_jax.rewards.numbers.numbered",
+  "overlong": "gspo_jax.rewards.length.OVERLONG",
+}
+_LENGTHS = ("tokens", "limit")
+# Largest size of a reward: the sum of squares over a group stays finite in
+# float32.
+_LARGEST = 1e9
+# By a positional parameter, the trainer whose rewards have it. Three arguments
+# may fit such a reward by chance, and mean other things.
+_OTHER_TRAINERS = {
+  "solution_str": "verl: call it in a reward (prompt, response, reference, *, "
+  "data_source, extra_info), which are columns of the data",
+  "completions": "TRL: call it in a reward (prompt, responses, reference)",
+}
+
+
+class Response(NamedTuple):
+  """A response of the policy with what its rewards need.
+
+  Attributes:
+    prompt: what the policy read.
+    text: what the policy wrote, without its stop token.
+    reference: the target, in the form that the rewards read.
+    tokens: length of the response, stop token included.
+    limit: the largest length allowed, in tokens.
+    columns: the other columns of the problem's record.
+  """
+
+  prompt: str
+  text: str
+  reference: str
+  tokens: int = 0
+  limit: int = 0
+  columns: Mapping[str, Any] = {}
+
+  def to(self, problem) -> "Response":
+    """This response to another problem, a `data.problem.Problem`."""
+    return self._replace(
+      prompt=problem.text, reference=problem.reference, columns=problem.columns
+    )
+
+
+EXAMPLE = Response("What is 1+2?", "1+2=3\n#### 3", "3", tokens=8, limit=64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+  """A function of a prompt, a response and a reference, and what it needs.
+
+  A plain function is a reward that needs nothing else. A module that has such
+  needs has a `Reward(function, prepare=...)`, which the config names instead.
+
+  Attributes:
+    function: (prompt, response, reference) -> float, or with `responses` as its
+      second parameter, all of a group, -> a float for each. What else it takes
+      by keyword are columns of the problem's record, `tokens` and `limit`.
+    prepare: (**arguments), called once at the start; raises UserError if the
+      reward cannot run (a missing package, a bad argument).
+    fits: (seconds, **arguments), as `prepare`, with the time limit of a call.
+    columns: (**arguments) -> the names of columns that it reads out of
+      `**columns`; they must be there.
+    name: its name in the config, without arguments; set by `named`.
+    arguments: keyword arguments that the config sets; of a built-in reward, all
+      that have a default. Set by `named`.
+  """
+
+  function: Callable[..., Any]
+  prepare: Callable[..., None] | None = None
+  fits: Callable[..., None] | None = None
+  columns: Callable[..., Sequence[str]] | None = None
+  name: str = ""
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __call__(self, prompt, response, reference, **keywords):
+    """Calls the function with its arguments."""
+    keywords = {**self.arguments, **keywords}
+    return self.function(prompt, response, reference, **keywords)
+
+  @functools.cached_property
+  def is_async(self) -> bool:
+    """Whether its calls may run at once."""
+    functions = self.function, type(self.function).__call__
+    return any(map(inspect.iscoroutinefunction, functions))
+
+  @functools.cached_property
+  def takes_group(self) -> bool:
+    """Whether it takes all responses to a problem at once."""
+    return self._positional[1:2] == ("responses",)
+
+  @functools.cached_property
+  def needed_columns(self) -> tuple[str, ...]:
+    """The columns that every problem must have."""
+    return tuple(name for name in self._required if name not in _LENGTHS)
+
+  @functools.cached_property
+  def reads_columns(self) -> bool:
+    """Whether it may read a column."""
+    return self._takes_rest or not {*self._keywords} <= {*_LENGTHS}
+
+  def keywords(self, responses: Sequence[Response]) -> dict[str, Any]:
+    """The columns and lengths for a call.
+
+    Args:
+      responses: to one problem: all of them if `takes_group`, else one.
+
+    Raises:
+      LookupError: the problem lacks a column.
+    """
+    if not (self._keywords or self._takes_rest):
+      return {}  # most rewards, and 20,000 times a second
+    columns = responses[0].columns
+    if missing := missing_column(self.needed_columns, columns):
+      raise LookupError(missing)
+    tokens = [response.tokens for response in responses]
+    lengths = {
+      "tokens": tokens if self.takes_group else tokens[0],
+      "limit": responses[0].limit,
+    }
+    names = self._keywords
+    if self._takes_rest:
+      taken = {*self._positional, *self.arguments, *lengths}
+      names += tuple(columns.keys() - taken)
+    available = {**columns, **lengths}
+    return {name: available[name] for name in names if name in available}
+
+  def check(self) -> None:
+    """UserError unless it can be called as a reward."""
+    signature = inspect.signature(self.function)
+    for parameter in _OTHER_TRAINERS.keys() & {*self._positional}:
+      raise errors.UserError(
+        f"reward {self.name!r} takes {signature}, as in "
+        f"{_OTHER_TRAINERS[parameter]}"
+      )
+    keywords = dict.fromkeys(self._required, 0)
+    try:
+      signature.bind("", "", "", **{**self.arguments, **keywords})
+    except TypeError as e:
+      raise errors.UserError(
+        f"reward {self.name!r} takes {signature}: expected "
+        "(prompt, response, reference) or (prompt, responses, reference), and "
+        "behind a *, by keyword only, columns of the data, tokens, limit or "
+        f"what '{self.name}:key=value' sets: {e}"
+      ) from e
+
+  @functools.cached_property
+  def _parameters(self) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(self.function).parameters.values())
+
+  @functools.cached_property
+  def _positional(self) -> tuple[str, ...]:
+    kinds = (
+      inspect.Parameter.POSITIONAL_ONLY,
+      inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    return tuple(p.name for p in self._parameters if p.kind in kinds)
+
+  @functools.cached_property
+  def _required(self) -> tuple[str, ...]:
+    """Keywords without a value: columns, `tokens` and `limit`."""
+    keywords = spec.keywords(self.function).items()
+    names = [
+      name
+      for name, p in keywords
+      if p.default is p.empty and name not in self.arguments
+    ]
+    return (*names, *(self.columns(**self.arguments) if self.columns else ()))
+
+  @functools.cached_property
+  def _keywords(self) -> tuple[str, ...]:
+    """The required keywords, and those with a default that are not set."""
+    keywords = spec.keywords(self.function).keys() - self.arguments.keys()
+    return tuple(dict.fromkeys((*self._required, *keywords)))
+
+  @functools.cached_property
+  def _takes_rest(self) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in self._parameters)
+
+
+def named(text: str, seconds: float | None = None) -> Reward:
+  """The reward that a config names, checked and prepared.
+
+  Args:
+    text: `name` or `name:key=value,key=value`. The name is one of `BUILT_IN`,
+      or `package.module.name` of a function or a `Reward`; the keys are its
+      keyword-only arguments.
+    seconds: that one call may take; None: no limit.
+
+  Raises:
+    UserError: there is no such reward, its module does not import, it does not
+      take those arguments, it cannot run, or it is no reward.
+  """
+  name, colon, arguments = text.partition(":")
+  reward = spec.imported(name, BUILT_IN)
+  if inspect.isclass(reward):
+    raise errors.UserError(
+      f"reward {name!r} is a class: expected a function or an instance, such "
+      f"as {reward.__name__.lower()} = {reward.__name__}(...) in its module"
+    )
+  if not isinstance(reward, Reward):
+    reward = Reward(reward)
+  values = spec.arguments(name, reward.function, arguments) if colon else {}
+  if name in BUILT_IN:
+    # Set, so that no column that happens to have such a name replaces them.
+    keywords = spec.keywords(reward.function).items()
+    defaults = {k: p.default for k, p in keywords if p.default is not p.empty}
+    values = defaults | values
+  if reward.prepare:
+    reward.prepare(**values)
+  if reward.fits and seconds is not None:
+    reward.fits(seconds, **values)
+  reward = dataclasses.replace(reward, name=name, arguments=values)
+  reward.check()
+  return reward
+
+
+def missing_column(needed: Iterable[str], columns: Mapping[str, Any]) -> str:
+  """The error message if a problem lacks one of these columns; else ""."""
+  for name in needed:
+    if name not in columns:
+      hint = errors.nearest(name, columns) if columns else "it has none"
+      return f"the problem has no column {name!r}: {hint}"
+  return ""
+
+
+class Needs(NamedTuple):
+  """What a reward needs: whole groups, these columns, or any column at all."""
+
+  group: bool
+  columns: tuple[str, ...]
+  reads_columns: bool
+
+
+class Number(NamedTuple):
+  """What a reward returned for a response, or why it is no reward."""
+
+  value: float | None
+  failure: str | None = None
+  is_wrong_type: bool = False
+
+
+def load(names: Sequence[str], seconds: float):
+  """The rewards as tasks of `workers.pool`, and the `Needs` of each.
+
+  A task takes a list of responses, a group or one, and returns a `Number` for
+  each.
+  """
+  rewards = [named(name, seconds) for name in names]
+  needs = [
+    Needs(r.takes_group, r.needed_columns, r.reads_columns) for r in rewards
+  ]
+  return [_task(reward) for reward in rewards], needs
+
+
+def _task(reward: Reward) -> Callable[[Sequence[Response]], Any]:
+  def begin(responses):
+    prompt, text, reference, *_ = responses[0]
+    if reward.takes_group:
+      text = [response.text for response in responses]
+    return reward(prompt, text, reference, **reward.keywords(responses))
+
+  def numbers(value, responses):
+    if not reward.takes_group:
+      return [_number(value)]
+    count = len(responses)
+    is_list = hasattr(value, "__len__") and not isinstance(value, str | dict)
+    if not is_list or len(value) != count:
+      got = f"{len(value)} of them" if is_list else type(value).__name__
+      failure = (
+        f"expected a list of floats, {count} for as many responses, got {got}"
+      )
+      return [Number(None, failure, True)] * count
+    return [_number(each) for each in value]
+
+  def call(responses):
+    value = begin(responses)
+    if inspect.iscoroutine(value):
+      value = asyncio.run(value)
+    return numbers(value, responses)
+
+  async def call_async(responses):
+    return numbers(await begin(responses), responses)
+
+  return call_async if reward.is_async else call
+
+
+def _number(value) -> Number:
+  if not hasattr(value, "__float__"):  # float() also takes strings
+    failure = f"expected a number, got {type(value).__name__}"
+    return Number(None, failure, True)
+  try:
+    number = float(value)
+  except Exception as e:
+    return Number(None, ascii(f"{type(e).__name__}: {e}"[:300])[1:-1])
+  if not abs(number) <= _LARGEST:  # NaN too
+    return Number(None, f"expected a number up to 1e9, got {number}")
+  return Number(number)

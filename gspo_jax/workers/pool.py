@@ -1,0 +1,138 @@
+"""A pool of worker processes that run tasks while the caller goes on.
+
+The caller may have threads and devices, so it never forks: it starts programs,
+each a `workers.worker`. A call that raises, hangs, dies or runs out of memory
+fails alone: its `Result` has the reason.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Self
+
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers.process import Call, Process, Result, Setup, Tasks
+
+__all__ = ["CHUNK", "Call", "Pool", "Result", "Tasks"]
+
+# Calls per request to a worker, which forks; that takes 1-3 ms.
+CHUNK = 128
+
+
+class Pool:
+  """A pool of worker processes; a context manager.
+
+  Attributes:
+    facts: what `load` tells about the tasks.
+
+  Args:
+    name: of the tasks, for errors.
+    load: makes the tasks once in each worker, given `seconds`. It is pickled.
+    workers: processes; each makes one call at a time, or `concurrency` calls
+      of `async` tasks.
+    seconds: wall-clock time for one call. A call that times out takes all of
+      it.
+    memory: GiB that calls may add to a worker process; enforced on Linux.
+    concurrency: calls of `async` tasks that a worker makes at once.
+
+  Raises:
+    UserError: a limit is not above 0, `load` raised UserError, or a worker
+      ended or hung in it.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    load: Callable[[float], Tasks],
+    *,
+    workers: int = 2,
+    seconds: float = 10.0,
+    memory: float = 4.0,
+    concurrency: int = 32,
+  ):
+    for limit, value in (
+      ("workers", workers),
+      ("seconds", seconds),
+      ("memory", memory),
+      ("concurrency", concurrency),
+    ):
+      if not value > 0:
+        raise UserError(f"{name}: expected {limit} above 0, got {value}")
+    setup = Setup(name, load, seconds, memory, concurrency)
+    self._changed = threading.Condition()  # of the next four
+    self._waiting: list[tuple[Call, futures.Future]] = []
+    self._share = 1  # of what waits, for a worker
+    self._closed = False
+    self._threads: list[threading.Thread] = []
+    self._workers = [Process(setup) for _ in range(workers)]
+    try:
+      for worker in self._workers:
+        self.facts = worker.wait_ready()
+    except BaseException:
+      self.close()
+      raise
+    for worker in self._workers:
+      thread = threading.Thread(target=self._serve, args=(worker,), daemon=True)
+      self._threads.append(thread)
+      thread.start()
+
+  def start(self, calls: Sequence[Call]) -> list[futures.Future[Result]]:
+    """Starts calls and returns at once.
+
+    Calls of `async` tasks run at once only if they were started together, or
+    while all workers were busy.
+    """
+    started = [(call, futures.Future()) for call in calls]
+    with self._changed:
+      if self._closed:
+        raise futures.CancelledError
+      self._waiting += started
+      share = math.ceil(len(self._waiting) / len(self._workers))
+      self._share = max(1, min(share, CHUNK))
+      self._changed.notify_all()
+    return [future for _, future in started]
+
+  def close(self) -> None:
+    """Ends the workers; the futures of pending calls raise CancelledError."""
+    with self._changed:
+      self._closed = True
+      for _, future in self._waiting:
+        future.cancel()
+      self._waiting.clear()
+      self._changed.notify_all()
+    for worker in self._workers:
+      worker.close()
+    for thread in self._threads:
+      thread.join()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  def _serve(self, worker: Process) -> None:
+    """In a thread: gives a worker what waits, until the pool is closed."""
+    while taken := self._take():
+      try:
+        for i, result in worker.run([call for call, _ in taken]):
+          taken[i][1].set_result(result)
+      except BaseException as e:
+        for _, future in taken:
+          if not future.done():
+            future.set_exception(e)
+
+  def _take(self) -> list[tuple[Call, futures.Future]]:
+    """Waits for calls, and takes its share of them; none: it is closed.
+
+    What came while the workers were busy goes into one request: calls of
+    `async` tasks run together only within a request.
+    """
+    with self._changed:
+      self._changed.wait_for(lambda: self._waiting or self._closed)
+      # Every n-th, not neighbours, which often cost the same.
+      n = math.ceil(len(self._waiting) / self._share) or 1
+      taken = self._waiting[::n]
+      del self._waiting[::n]
+      return taken

@@ -1,0 +1,125 @@
+"""Each array of a training state has one row of the table of parameters."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from gspo_jax import model
+from gspo_jax.learner import critic, optimizer
+from gspo_jax.model import parameters
+from gspo_jax.runtime import sharding
+
+ONE = sharding.make_mesh(jax.devices()[:1])
+CUBE = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+LORA = model.LoraConfig(7, 1.0)
+ADAMW, MUON = (
+  optimizer.optimizer(optimizer.OptimConfig(1e-3, 2, 9, name=name))
+  for name in optimizer.NAMES
+)
+each_variant = pytest.mark.parametrize("name", model.VARIANTS)
+
+
+@functools.cache
+def initial(name):
+  """The shapes of `model.init`; makes no array."""
+  make = functools.partial(model.init, cfg=model.variant(name))
+  return jax.eval_shape(make, jax.random.key(0))
+
+
+def specs(tree, mesh):
+  places = sharding.state_shardings(tree, mesh, optimizer.STATE_AXES)
+  return jax.tree.map(lambda place: place.spec, places)
+
+
+def test_no_path_is_declared_twice():
+  count = sum(3 if row.target else 1 for row in parameters.TABLE)
+  assert len(parameters.AXES) == count
+  for row in parameters.TABLE:
+    assert len(row.logical_axes) == row.stacked + sum(map(len, row.groups))
+
+
+@each_variant
+def test_the_table_has_the_shapes_of_a_model(name):
+  cfg = dataclasses.replace(model.variant(name), lora=LORA)
+  make = lambda key: model.lora.join(
+    model.init(key, cfg), model.lora.init(key, cfg)
+  )
+  assert model.shapes(cfg) == jax.eval_shape(make, jax.random.key(0))
+  assert model.shapes(model.variant(name)) == initial(name)
+
+
+@each_variant
+def test_every_array_of_a_state_has_one_row(name):
+  params = model.shapes(dataclasses.replace(model.variant(name), lora=LORA))
+  value_model = jax.eval_shape(critic.init, initial(name))
+  for tree in (params, value_model):
+    expected = specs(tree, ONE)
+    for path, leaf in sharding.leaves_by_path(tree).items():
+      row = parameters.find(path)
+      assert len(sharding.leaves_by_path(expected)[path]) == leaf.ndim
+      assert row.decays == (not re.search("norm|bias", path))
+    state = jax.eval_shape(ADAMW.init, tree)
+    for moment in ("mu", "nu"):
+      assert specs(optax.tree.get(state, moment), ONE) == expected
+    specs(jax.eval_shape(MUON.init, tree), ONE)
+
+
+def test_every_row_belongs_to_an_array():
+  trees = [
+    model.shapes(dataclasses.replace(model.variant(n), lora=LORA))
+    for n in model.VARIANTS
+  ]
+  trees.append(jax.eval_shape(critic.init, initial("tiny")))
+  paths = {path for tree in trees for path in sharding.leaves_by_path(tree)}
+  assert {path.removeprefix("layers/") for path in paths} == {*parameters.AXES}
+
+
+def test_the_embedding_is_split_over_all_and_whole_experts_too():
+  found = specs(initial("tiny"), CUBE)
+  assert found["embed"] == PartitionSpec(
+    "tensor", ("fsdp", "context", "expert")
+  )
+  assert found["layers"]["moe"]["down"] == PartitionSpec(
+    None, ("expert", "tensor", "fsdp", "context"), None, None
+  )
+
+
+@each_variant
+def test_muon_has_a_moment_for_each_matrix_and_adamw_two_for_the_rest(name):
+  params = initial(name)
+  state = jax.eval_shape(MUON.init, params)
+  moments = {"mu": [], "nu": []}
+  for path in sharding.leaves_by_path(state):
+    if found := re.search("/(mu|nu)/(.*)", path):
+      moments[found[1]].append(found[2])
+  paths = sharding.leaves_by_path(params).keys()
+  assert sorted(moments["mu"]) == sorted(paths)
+  matrix = "attention/[qkvo]|mlp/(gate|up|down)|moe/(gate_up|down)"
+  assert sorted(moments["nu"]) == sorted(
+    path for path in paths if not re.search(f"({matrix})$", path)
+  )
+
+
+# Four experts do not divide among eight devices, nor three key heads among two,
+# which is an error.
+DIVISIBLE = [
+  name
+  for name, cfg in model.VARIANTS.items()
+  if cfg.num_experts % 8 == 0 and cfg.num_kv_heads % 2 == 0
+]
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+def test_no_large_array_is_replicated(name):
+  params = initial(name)
+  shardings = sharding.leaves_by_path(model.shardings(params, CUBE))
+  for path, leaf in sharding.leaves_by_path(params).items():
+    held = np.prod(shardings[path].shard_shape(leaf.shape)) / leaf.size
+    small = "norm" in path or "router" in path
+    assert held <= (1 if small else 1 / 4), path

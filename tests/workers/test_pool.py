@@ -1,0 +1,528 @@
+"""The pool and its workers: a call that fails affects no other."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent import futures
+
+import numpy as np
+import pytest
+
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers import process, worker
+from gspo_jax.workers.pool import Call, Pool, Result
+
+# Tasks of a user: `act` does what the request names, and then returns 1.
+MODULE = """
+import asyncio, contextlib, ctypes, os, signal, subprocess, sys, threading, time
+
+def act(request):
+  kind, argument = request
+  value = ACTS.get(kind, lambda _: None)(argument)
+  return 1.0 if value is None else value
+
+def raises(_): raise ValueError("this \\n one \\ud800")
+def exits(_): sys.exit(1)
+def interrupts(_): raise KeyboardInterrupt
+def ends(_): os._exit(0)
+def crashes(_): ctypes.string_at(0)
+def kills_itself(_): os.kill(os.getpid(), signal.SIGKILL)
+def kills_its_worker(_):
+  os.kill(os.getppid(), signal.SIGKILL)
+  time.sleep(60)
+def imaginary(_): return 1j  # is not JSON
+class Shy(Exception):
+  def __str__(self): raise RuntimeError("no")
+def shy(_): raise Shy
+def recurses(_): recurses(_)
+def sleeps(_): time.sleep(60)
+def spins(_):
+  while True:
+    pass
+def spins_in_c(_): (9**9**8).bit_length()
+def stops(_): os.kill(os.getpid(), signal.SIGSTOP)
+def deaf(_):
+  for s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(s, signal.SIG_IGN)
+  signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+  while True:
+    try:
+      time.sleep(60)
+    except BaseException:
+      pass
+def at_once(_): bytearray(1 << 42)
+def more_and_more(_):
+  kept = []
+  while True:
+    kept.append(bytearray(1 << 20))
+def closes(_): os.closerange(0, 100)
+def prints(_):
+  for _ in range(100):
+    print("x" * 100_000)
+    os.write(1, b"y" * 100_000)
+    os.write(2, b"z" * 100_000)
+def reads(_): sys.stdin.read()
+def alarms(_):
+  signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+  signal.setitimer(signal.ITIMER_REAL, 0.05)
+def dies_later(_): threading.Timer(0.2, os._exit, (1,)).start()
+def forks(_): os.fork()
+def forks_and_raises(_):
+  if not os.fork():
+    raise ValueError
+def forks_and_stays(_):
+  if not os.fork():
+    time.sleep(60)
+def daemon(path):
+  if os.fork():
+    return
+  os.setsid()
+  if os.fork():
+    os._exit(0)
+  with open(path, "w") as file:
+    file.write(str(os.getpid()))
+  time.sleep(60)
+def naps(_): time.sleep(0.4)
+def remember(path):
+  with open(path, "w") as file:
+    file.write(f"{os.getpid()} {os.getppid()}")
+  time.sleep(60)
+
+ACTS = {k: v for k, v in list(globals().items()) if callable(v)}
+
+running = most = calls = 0
+
+async def act_async(kind):  # how many were seen to run at once
+  global running, most
+  running += 1
+  most = max(most, running)
+  try:
+    await ASYNC_ACTS.get(kind, lambda: asyncio.sleep(0.02))()
+  finally:
+    running -= 1
+  return most
+
+async def raises_async(): raise ValueError("mine")
+async def exits_async(): raise SystemExit
+async def dies(): os._exit(1)
+async def blocks(): time.sleep(60)
+async def waits(): await asyncio.sleep(60)
+async def never_cancelled():
+  while True:
+    with contextlib.suppress(asyncio.CancelledError):
+      await asyncio.sleep(60)
+async def threads():
+  ready = threading.Barrier(4)
+  await asyncio.gather(*(asyncio.to_thread(ready.wait, 1) for _ in range(4)))
+async def hangs(): await asyncio.to_thread(time.sleep, 60)
+async def naps_async(): await asyncio.to_thread(time.sleep, 0.01)
+ASYNC_ACTS = {f.__name__: f for f in (
+  raises_async, exits_async, dies, blocks, waits, never_cancelled, threads,
+  hangs, naps_async)}
+
+async def child(_): return os.getpid()
+
+def parent(seconds):
+  time.sleep(seconds)
+  return os.getppid()
+
+async def count(_):
+  global calls
+  calls += 1
+  return calls
+
+def same(pair): return pair[0] == pair[1]
+def has(module): return module in sys.modules
+
+def load(seconds):
+  return [act, act_async, child, parent, count, same, has], {"seconds": seconds}
+"""
+ACT, ACT_ASYNC, CHILD, PARENT, COUNT, SAME, HAS = range(7)
+
+FAILS = {
+  "raises": r"ValueError: this \n one \ud800",
+  "exits": "SystemExit: 1",
+  "interrupts": "KeyboardInterrupt",
+  "ends": "its process ended",
+  "crashes": "its process ended",
+  "kills_itself": "its process ended",
+  "kills_its_worker": "the worker process ended",
+  "imaginary": "its process ended",
+  "shy": "an error that cannot be shown",
+  "recurses": "RecursionError",
+  "sleeps": "took over 2 s",
+  "spins": "took over 2 s",
+  "spins_in_c": "took over 2 s",
+  "stops": "took over 2 s",
+  "deaf": "took over 2 s",
+  "at_once": "MemoryError",
+  "more_and_more": "MemoryError",
+  "closes": "its process ended",
+}
+HARMLESS = (
+  "prints",
+  "reads",
+  "alarms",
+  "dies_later",
+  "forks",
+  "forks_and_raises",
+  "forks_and_stays",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("user")
+  (folder / "user_tasks.py").write_text(MODULE)
+  sys.path.insert(0, str(folder))
+  yield folder
+  sys.path.remove(str(folder))
+
+
+def make_pool(module="user_tasks", workers=1, **limits):
+  load = __import__(module).load
+  return Pool("the tasks", load, workers=workers, **limits)
+
+
+@pytest.fixture(scope="module")
+def pool(folder):
+  with make_pool(seconds=2.0, memory=0.1, concurrency=4) as pool:
+    yield pool
+
+
+@pytest.fixture(scope="module")
+def async_pool(folder):
+  with make_pool(seconds=1.0, concurrency=4) as pool:
+    yield pool
+
+
+def act(pool, *kinds, argument=""):
+  return pool.start([Call(ACT, (kind, argument)) for kind in kinds])
+
+
+def results(started):
+  return [future.result() for future in started]
+
+
+def values(started):
+  return [result.value for result in results(started)]
+
+
+@pytest.mark.parametrize("kind", FAILS)
+def test_a_failing_call_affects_no_other(pool, kind):
+  *good, failed = results(act(pool, "good", "good", "good", kind))
+  assert good == [Result(1.0, None)] * 3
+  assert failed.value is None
+  assert FAILS[kind] in failed.failure
+
+
+@pytest.mark.parametrize("kind", ["sleeps", "ends"])
+def test_a_first_call_that_fails_is_ended_alone(pool, kind):
+  first, good = results(act(pool, kind, "good"))
+  assert FAILS[kind] in first.failure
+  assert good == Result(1.0, None)
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_side_effects_of_a_call_affect_no_other(pool, kind):
+  kinds = ["good", kind, "naps", kind, "good", "raises"]
+  failures = [result.failure for result in results(act(pool, *kinds))]
+  assert failures[:-1] == [None] * 5
+  assert failures[-1]
+
+
+def test_many_failures_in_a_row(pool):
+  kinds = ["ends", "raises", "crashes", "good"] * 20
+  failed = [bool(result.failure) for result in results(act(pool, *kinds))]
+  assert failed == [kind != "good" for kind in kinds]
+
+
+def gone(pid, seconds=5.0):
+  end = time.monotonic() + seconds
+  while time.monotonic() < end:
+    try:
+      with open(f"/proc/{pid}/stat") as file:
+        if file.read().rpartition(")")[2].split()[0] == "Z":
+          return True
+    except FileNotFoundError:
+      return True
+    time.sleep(0.02)
+  return False
+
+
+def test_a_daemon_does_not_outlive_its_request(pool, tmp_path):
+  path = tmp_path / "pid"
+  assert values(act(pool, "daemon", "naps", argument=str(path))) == [1.0, 1.0]
+  assert gone(int(path.read_text()))
+
+
+@pytest.mark.parametrize("size", [0, 1_000_000])
+def test_a_worker_that_hangs_is_replaced(pool, monkeypatch, size):
+  """Also one that hangs before it has read a large request."""
+  monkeypatch.setattr(process, "GRACE", 0.5)
+  os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
+  started = act(pool, "good", "good", argument="x" * size)
+  assert [future.result(30).value for future in started] == [1.0, 1.0]
+
+
+def test_close_ends_a_worker_that_takes_no_request():
+  with make_pool() as pool:
+    os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
+    (pending,) = act(pool, "good", argument="x" * 1_000_000)
+    time.sleep(0.5)
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    stuck = closing.is_alive()
+    pool._workers[0]._process.kill()  # else the test would never end
+    assert not stuck
+  assert pending.exception(timeout=5) is not None
+
+
+def test_a_restart_that_fails_fails_its_calls_and_ends_nothing(folder):
+  path = folder / "once.py"
+  path.write_text(
+    "import os, signal, time\n"
+    "from gspo_jax.runtime.errors import UserError\n"
+    "def f(text):\n"
+    "  if text: os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)\n"
+    "  return 1.0\n"
+    "def load(seconds):\n"
+    "  if os.path.exists(__file__ + '.broken'): raise UserError('broken')\n"
+    "  return [f], None\n"
+  )
+  with make_pool("once") as pool:
+    (folder / "once.py.broken").write_text("")
+    _, *lost = results(pool.start([Call(0, text) for text in ("", "x", "")]))
+    assert lost == [Result(None, "broken")] * 2
+
+
+def test_a_process_started_during_close_is_ended(monkeypatch):
+  pool = make_pool()
+  one, closing = pool._workers[0], threading.Thread(target=pool.close)
+  start = one._start
+
+  def closes_and_starts():
+    closing.start()
+    closing.join(0.5)
+    start()
+
+  monkeypatch.setattr(one, "_start", closes_and_starts)
+  with contextlib.suppress(futures.CancelledError, UserError):
+    one._restart()
+  closing.join(10)
+  assert one._process.poll() is not None
+
+
+def test_results_come_to_their_calls_with_any_number_of_workers():
+  expected = np.random.default_rng(0).integers(0, 9, 700).tolist()
+  calls = [Call(SAME, (n, 4)) for n in expected]
+  for workers in (1, 3):
+    with make_pool(workers=workers) as pool:
+      first, second = pool.start(calls), pool.start(calls[:5])
+      assert values(second) == [n == 4 for n in expected[:5]]
+      assert values(first) == [n == 4 for n in expected]
+      assert pool.start([]) == []
+
+
+def test_text_reaches_a_task_unchanged(pool):
+  texts = ["", "\0", "é\n", "\ud800", "\ud83d\ude00", "\U0001f600"]
+  texts += ["x" * 3_000_000, "".join(map(chr, range(0x11000)))]
+  assert all(values(pool.start([Call(SAME, (t, t)) for t in texts])))
+  other = Call(SAME, ("\ud83d\ude00", "\U0001f600"))
+  assert values(pool.start([other])) == [False]
+
+
+def test_start_does_not_wait(pool):
+  began = time.monotonic()
+  started = act(pool, "naps")
+  assert time.monotonic() - began < 0.2
+  assert values(started) == [1.0]
+  assert time.monotonic() - began > 0.4
+
+
+def test_the_caller_never_forks_and_the_workers_need_no_jax(monkeypatch):
+  def refuse():
+    raise AssertionError("forked")
+
+  monkeypatch.setattr(os, "fork", refuse)
+  with make_pool(seconds=7.0) as pool:
+    assert pool.facts == {"seconds": 7.0}
+    modules = ("jax", "numpy", "sys")
+    calls = [Call(HAS, name) for name in modules]
+    assert values(pool.start(calls)) == [False, False, True]
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "import os; os._exit(0)",
+    "import time; time.sleep(60)",
+    "def load(seconds): import ctypes; ctypes.string_at(0)",
+    "def load(seconds): raise SystemExit(0)",
+    "def load(seconds): print('[null, null]'); raise ValueError",
+  ],
+)
+def test_a_load_that_ends_or_blocks_is_a_user_error(
+  tmp_path, monkeypatch, text
+):
+  monkeypatch.setattr(process, "START", 2.0)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.delitem(sys.modules, "at_start", raising=False)
+  path = tmp_path / "at_start.py"
+  path.write_text("def load(seconds): return [], None")
+  load = __import__("at_start").load
+  path.write_text(text)
+  with pytest.raises(UserError, match="ended or blocked the worker process"):
+    Pool("the tasks", load, workers=1)
+
+
+@pytest.mark.parametrize(
+  "limits", [{"workers": 0}, {"seconds": 0}, {"memory": -1}, {"concurrency": 0}]
+)
+def test_limits_are_checked(limits):
+  ((name, value),) = limits.items()
+  with pytest.raises(UserError, match=f"{name} above 0, got {value}"):
+    Pool("the tasks", None, **limits)
+
+
+@pytest.mark.parametrize(
+  ("kind", "reason"),
+  [
+    ("raises_async", "ValueError: mine"),
+    ("exits_async", "SystemExit"),
+    ("dies", "its process ended"),
+    ("blocks", "took over 1 s"),
+    ("waits", "took over 1 s"),
+    ("never_cancelled", "took over 1 s"),
+  ],
+)
+def test_a_failing_async_call_affects_none_beside_it(async_pool, kind, reason):
+  kinds = [*["x"] * 5, kind, "x", "x"]
+  calls = [Call(ACT_ASYNC, kind) for kind in kinds]
+  ended = results(async_pool.start(calls))
+  assert [bool(x.failure) for x in ended] == [i == 5 for i in range(8)]
+  assert reason in ended[5].failure
+
+
+def test_async_calls_run_at_once_up_to_the_limit(async_pool):
+  """With as many threads as calls, and not with calls of other tasks."""
+  calls = [Call(ACT_ASYNC, "x")] * 8 + [Call(ACT, ("good", ""))]
+  *most, good = values(async_pool.start(calls))
+  assert max(most) == 4
+  assert good == 1.0
+  threads = results(async_pool.start([Call(ACT_ASYNC, "threads")]))
+  assert threads[0].failure is None
+
+
+def test_threads_that_hang_are_replaced(async_pool):
+  kinds = [*["hangs"] * 4, *["naps_async"] * 4]
+  ended = results(async_pool.start([Call(ACT_ASYNC, kind) for kind in kinds]))
+  assert [bool(x.failure) for x in ended] == [True] * 4 + [False] * 4
+
+
+def test_a_call_that_blocks_and_is_made_again_fails_alone(monkeypatch):
+  """The pool waits for both tries, at a limit longer than its grace."""
+  monkeypatch.setattr(process, "GRACE", 1.5)
+  with make_pool(seconds=1.0, concurrency=4) as pool:
+    kinds = ("blocks", "x", "x", "x")
+    blocked, *others = results(
+      pool.start([Call(ACT_ASYNC, kind) for kind in kinds])
+    )
+  assert blocked.failure == "took over 1 s"
+  assert not any(other.failure for other in others)
+
+
+def test_workers_share_what_came_while_all_were_busy():
+  with make_pool(workers=2, seconds=5) as pool:
+    busy = [pool.start([Call(PARENT, 0.4)]) for _ in range(2)]
+    time.sleep(0.1)
+    later = [pool.start([Call(PARENT, 0.05)]) for _ in range(8)]
+    pids = [values(each)[0] for each in [*busy, *later]]
+  assert len({*pids[2:]}) == 2
+
+
+def test_workers_take_equal_shares():
+  """Each request is a child process, and only its calls run together."""
+  with make_pool(workers=2, seconds=5) as pool:
+    children = values(pool.start([Call(CHILD, None)] * 64))
+  assert sorted(map(children.count, {*children})) == [32, 32]
+
+
+def test_what_comes_while_a_worker_is_busy_runs_together(async_pool):
+  """Else responses that finish one by one would wait for one another."""
+  first = async_pool.start([Call(ACT_ASYNC, "waits")])
+  time.sleep(0.3)
+  later = [async_pool.start([Call(COUNT, None)]) for _ in range(4)]
+  assert results(first)[0].failure
+  assert sorted(values(each)[0] for each in later) == [1, 2, 3, 4]  # one child
+
+
+def test_no_memory_limit_is_set_off_linux(monkeypatch):
+  limits = []
+  monkeypatch.setattr(
+    worker.resource, "setrlimit", lambda *limit: limits.append(limit)
+  )
+  monkeypatch.setattr(worker, "Path", None)  # no /proc
+  monkeypatch.setattr(worker.sys, "platform", "darwin")
+  worker._limit_memory(1.0)
+  assert not limits
+
+
+RUN = """
+import os, signal, sys, time
+import user_tasks
+from gspo_jax.workers.pool import Call, Pool
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGINT, lambda *_: None)
+pool = Pool("the tasks", user_tasks.load, workers=1, seconds=60)
+act = lambda *request: pool.start([Call(0, request)])[0]
+"""
+
+
+def run(folder, rest):
+  path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+  return subprocess.run(
+    [sys.executable, "-c", RUN + rest],
+    env=os.environ | {"PYTHONPATH": path},
+    start_new_session=True,
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+
+
+def test_signals_to_the_run_do_not_end_its_workers(folder):
+  done = run(
+    folder,
+    "for s in (signal.SIGTERM, signal.SIGINT): os.killpg(0, s)\n"
+    "print(act('naps', '').result().value)\n"
+    "pool.close()\n",
+  )
+  assert done.stdout == "1.0\n", done.stderr
+
+
+def test_workers_end_with_the_run_however_it_ends(folder, tmp_path):
+  path = tmp_path / "pids"
+  run(
+    folder,
+    f"act('remember', {str(path)!r})\n"
+    f"while not os.path.exists({str(path)!r}): time.sleep(.05)\n"
+    "time.sleep(.2)\n"
+    "os.kill(os.getpid(), signal.SIGKILL)\n",
+  )
+  for pid in path.read_text().split():
+    assert gone(int(pid))
+
+
+def test_close_does_not_wait_for_a_call_that_hangs():
+  with make_pool(seconds=60) as pool:
+    (pending,) = act(pool, "sleeps")
+    time.sleep(0.3)
+    began = time.monotonic()
+  assert time.monotonic() - began < 5
+  assert pending.exception(timeout=5) is not None
