@@ -90,9 +90,8 @@ class _Operands(NamedTuple):
   x_MD: jax.Array  # tokens
   weights: jax.Array  # [M * k] routing weights
   gate_up: lora.Experts  # [e, D, 2F], with adapters or without
-  down: lora.Experts  # [e, F, D], likewise
-  # Rows sorted by expert, row i being token i // k; those of other devices
-  # last.
+  down: lora.Experts  # [e, F, D]
+  # Rows sorted by expert: row i is token i // k. Rows for other devices last.
   order: jax.Array
   ends_e: jax.Array  # the end of each expert's rows in `order`
 

@@ -20,7 +20,7 @@ from gspo_jax.runtime import sharding
 
 
 class RMSNorm(nn.Module):
-  """`rms_norm` with a scale of its own."""
+  """`rms_norm` by the scale of this module."""
 
   cfg: ModelConfig
 

@@ -22,7 +22,7 @@ from gspo_jax.runtime import sharding
 
 
 def is_adapter(path: str) -> bool:
-  """Whether the path of a leaf is that of an adapter."""
+  """Whether a path leads to an adapter."""
   return path.endswith((A, B))
 
 
@@ -55,7 +55,7 @@ def join(base: dict, adapters: dict) -> dict:
 
 
 def split(params: dict) -> tuple[dict, dict]:
-  """The base and the adapters of a tree that `join` made."""
+  """The base and the adapters: the inverse of `join`."""
   leaves = sharding.leaves_by_path(params)
   parts = {path: x for path, x in leaves.items() if is_adapter(path)}
   base = {path: x for path, x in leaves.items() if path not in parts}
@@ -72,7 +72,7 @@ def merge(params: dict, lora: LoraConfig | None, dtype=None) -> dict:
     params: from `join`, with stacked layers; without adapters it is returned as
       it is.
     lora: the adapters; static.
-    dtype: of the result; None: that of the base.
+    dtype: of the result; None: the dtype of the base.
   """
   base, adapters = split(params)
   if not adapters:

@@ -186,7 +186,7 @@ def _at(x_ME, experts_Mk):
 
 
 def number_type(experts: int):
-  """The smallest unsigned integer type for an index of so many experts."""
+  """The smallest unsigned integer type for the number of an expert."""
   return jnp.uint8 if experts <= 256 else jnp.uint16
 
 

@@ -48,7 +48,7 @@ def read(q_BNH, k_KntH, v_KntH, table_BW, lengths_B):
   Args:
     q_BNH: queries; query head n uses key-value head n // (N / K).
     k_KntH: keys; or [K / j, n, t, j * H].
-    v_KntH: values, likewise.
+    v_KntH: values, in the same shape.
     table_BW: int32, the pages of each row.
     lengths_B: int32, tokens to attend to; for 0 the output is finite, but
       meaningless.
@@ -61,7 +61,7 @@ def read(q_BNH, k_KntH, v_KntH, table_BW, lengths_B):
   use_kernel = sharding.platform() == "tpu" and supported
   attend = by_kernel if use_kernel else by_blocks
   # A query is padded with zeros at the other j - 1 heads of its page. The
-  # output has their values, too, which the einsum drops.
+  # output also has the values of these heads, which the einsum drops.
   j = width // H
   identity_jj = jnp.eye(j, dtype=q_BNH.dtype)
   q_BKUH = q_BNH.reshape(B, K, j, -1, 1, H) * identity_jj[:, None, :, None]

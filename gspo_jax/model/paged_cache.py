@@ -33,7 +33,7 @@ class Pages:
 
   # Per layer, [K / j, n, t, j * H]; j is 1 except on a TPU.
   k: tuple[jax.Array, ...]
-  v: tuple[jax.Array, ...]  # likewise
+  v: tuple[jax.Array, ...]  # as k
   # [B, W] int32, the pages of each row, in the order of its tokens; any valid
   # number in unused entries. Rows may share pages that are full.
   table: jax.Array
@@ -109,7 +109,7 @@ def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
   Args:
     pages: the cache.
     k: per layer, [P, K, T, H], T = C * t.
-    v: likewise.
+    v: as k.
     numbers: [P, C] int32, the page of each t tokens; n or more: not written.
   """
 

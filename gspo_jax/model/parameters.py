@@ -56,7 +56,7 @@ class Parameter:
   exists: Callable[[ModelConfig], bool] = lambda cfg: True
   # "inputs": normal with variance 1 / inputs; "width": 1 / D; "ones"; "zeros".
   init: str = "inputs"
-  # The tensors are [outputs, inputs], as those of linear layers.
+  # The tensors are [outputs, inputs], as in linear layers.
   transposed: bool = True
   mixtral: tuple[str, ...] = ()  # other names that Mixtral has for the tensors
 
@@ -136,10 +136,10 @@ _ATTENTION = {"target": "attention"}
 _MLP = {"target": "mlp", "exists": lambda cfg: not cfg.num_experts}
 _MOE = {"target": "mlp", "exists": lambda cfg: cfg.num_experts}
 
-# Within a module the order is that of the random keys.
+# The order within a module is the order of the random keys.
 # fmt: off
 TABLE = (
-  # A norm follows the embedding: its scale matters where it is the head, too.
+  # A norm follows the embedding: its scale matters only as the head.
   Parameter("embed", "V -> D", "vocab table", ("model.embed_tokens.weight",),
             init="width", transposed=False),
   Parameter("layers/attention_norm/scale", "D", "whole",
@@ -187,7 +187,8 @@ TABLE = (
   Parameter("head", "D -> V", "table vocab", ("lm_head.weight",), init="width",
             exists=lambda cfg: not cfg.tie_embeddings),
   # A critic has it in place of the head.
-  Parameter("value_head", "D ->", "whole", exists=lambda cfg: False),
+  Parameter("value_head", "D ->", "whole", init="zeros",
+            exists=lambda cfg: False),
 )
 # fmt: on
 
@@ -254,7 +255,7 @@ def partition_specs(part: str, names: Iterable[str]) -> dict:
 
 
 class _Nested(nn.Module):
-  """A parameter in a scope of its own."""
+  """A parameter that is alone in its module."""
 
   @nn.compact
   def __call__(self, name, initial, cfg):

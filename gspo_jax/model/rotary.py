@@ -93,7 +93,7 @@ class YarnScaling:
     half = frequency_H.shape[0]
 
     def index(periods):
-      """Of the frequency with so many periods in `length` tokens."""
+      """The index of the frequency with these periods in `length` tokens."""
       turns = self.length / (periods * 2 * math.pi)
       return half * math.log(turns) / math.log(theta)
 

@@ -50,7 +50,7 @@ class Output(NamedTuple):
 
 
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
-  """Random float32 parameters; those of the blocks are stacked on axis 0."""
+  """Random float32 parameters; the blocks are stacked on axis 0."""
   k_embed, k_layers, k_head = jax.random.split(key, 3)
   # The least that can be sharded.
   B, T = sharding.size(*sharding.ROW_AXES), sharding.size("context")
@@ -91,7 +91,7 @@ def hidden_states(
   replay: bool = False,
   use_own_experts: jax.Array | None = None,
 ) -> HiddenStates:
-  """Runs the blocks over T tokens, after those in the cache if one is given.
+  """Runs the blocks over T tokens, which follow the tokens of the cache if any.
 
   Args:
     params: from `init`. With a cache, call `unstack_layers` once beforehand.
@@ -119,8 +119,9 @@ def hidden_states(
   if cache is None:
     if routes is None:
       use_own_experts = None
-    given = Routes(routes, replay, use_own_experts)
-    run = functools.partial(_scan_layers, routes=given)
+    run = functools.partial(
+      _scan_layers, routes=Routes(routes, replay, use_own_experts)
+    )
     return _run_blocks(run, params, cfg, tokens, positions, mask)
   if routes is not None:
     raise ValueError(f"routes {routes.shape} with a cache: expected None")

@@ -41,17 +41,6 @@ def test_a_batched_product_written_as_a_convolution():
   assert hlo_work.flops(*work) == 2 * 8 * 32 * 64 * 16
 
 
-def test_a_full_convolution_of_one_element():
-  """[5, 64] x [4, 64, 128]; the 4 are outputs of a padded window."""
-  work = first_of(
-    "  %a = bf16[5,64,1]{2,1,0} parameter(0)\n"
-    "  %b = bf16[4,128,64]{2,1,0} parameter(1)\n"
-    "  ROOT %it = bf16[5,4,128]{2,1,0} convolution(%a, %b), "
-    "window={size=4 pad=3_3 rhs_reversal=1}, dim_labels=bf0_0oi->b0f"
-  )
-  assert hlo_work.flops(*work) == 2 * 5 * 4 * 64 * 128
-
-
 def test_overlaps_against_brute_force():
   choices = (1, 4, 9), (1, 3), (1, 2, 3), (0, 2), (0, 1), (1, 2, 6), (1, 2)
   tried = 0

@@ -203,8 +203,8 @@ def save_hf(
     dtype: of the tensors, one of `config.DTYPES`.
     like: a checkpoint of the same model, whose config.json is copied with
       `dtype` changed, and whose tokenizer and generation config are copied.
-    beside: writes other files into a local folder, in place of copying those
-      of `like`.
+    beside: writes the other files into a local folder; none are copied from
+      `like`.
 
   Raises:
     UserError: the folder is not empty or cannot be written, or `like` is

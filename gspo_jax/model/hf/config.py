@@ -77,7 +77,7 @@ _MISSING = {
   "qwen3_5": _DELTA_NET,
   "qwen3_next": _DELTA_NET,
 }
-# By key of any family: the values that are supported; a missing key is, too.
+# By key of any family: the supported values. A key may also be missing.
 _SUPPORTED = {
   "attention_bias": (False,),  # on the output projection, too
   "hidden_act": ("silu",),

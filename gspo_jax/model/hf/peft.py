@@ -172,7 +172,7 @@ def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
   `cfg` has `lora`; without shardings, all adapters are on the first device.
 
   Raises:
-    UserError: no such folder, or adapters that differ from those of `cfg`: in
+    UserError: no such folder, or adapters other than of `cfg`: in
       rank, alpha or targets, or of a kind other than plain LoRA.
   """
   arrays = multihost.run_on_all(lambda: _read(epath.Path(folder), cfg))

@@ -174,7 +174,7 @@ class HFCheckpoint:
     self._require(cfg)
 
   def _require(self, cfg):
-    """Raises UserError unless the tensors are exactly those of the model."""
+    """UserError unless the tensors are exactly the tensors of the model."""
     self._require_count(cfg)
     shapes = expected(cfg)
     if self.has_second_head(cfg):
@@ -222,7 +222,7 @@ class HFCheckpoint:
   def read(
     self, layer: int, wanted: Mapping[TensorMap, Collection[Spans]]
   ) -> dict[TensorMap, dict[Spans, np.ndarray]]:
-    """Reads the wanted parts of parameters, those of stacks from one layer.
+    """Reads the wanted parts of parameters; of a stack, one layer.
 
     A tensor is read in blocks of rows, from which all parts with these rows are
     copied: a bucket sends only whole rows. Two parts have either the same rows
