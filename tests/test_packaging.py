@@ -64,7 +64,7 @@ def test_the_embedded_task_needs_no_extra():
     ("safetensors", "hf", lambda folder: hf.require_new(folder, "float32")),
     ("jinja2", "hf", lambda folder: tokenizers.load(str(folder))),
     ("transformers", "hf", lambda folder: Bytes().save(folder)),
-    ("tensorflow_datasets", "tfds", lambda _: readers.tfds("gsm8k", "")),
+    ("tensorflow_datasets", "tfds", lambda _: readers.tfds("gsm8k")),
     (
       "tensorflow_datasets",
       "tfds",

@@ -426,7 +426,7 @@ def test_a_first_minibatch_is_on_policy_or_has_the_samplers_logps(
   params, rows = params_and_batch("grpo")
   rows = assign(config, rows)
   state, update = start(config, params)
-  new, *_ = update(state, rows)
+  new, _, metrics = update(state, rows)
   if old_logps == "recompute":
     at_once = params["logps"] / np.float32(TEMPERATURE)
     rows = dataclasses.replace(rows, old_logps=at_once)
@@ -438,6 +438,9 @@ def test_a_first_minibatch_is_on_policy_or_has_the_samplers_logps(
   slope = oracles.gradient("grpo", part, **expected.options) / TEMPERATURE
   change = params["logps"] - new.params["logps"]
   assert_close(change[first], slope[first])
+  # Known before the update, they are compared with those of its own pass.
+  known = old_logps == "sampler" or minibatches == 2
+  assert (metrics["ratio/first_minibatch_std"].value() > 0) == known
 
 
 @pytest.mark.parametrize(
