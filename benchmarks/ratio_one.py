@@ -118,8 +118,8 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
       ),
       {},
     )
-    if run.learner.needs_old_logprobs:
-      state, batch, scored = run.learner.compute_old_logprobs(state, batch)
+    if run.learner.needs_old_logps:
+      state, batch, scored = run.learner.compute_old_logps(state, batch)
     if apart:
       batch = _with_old_logps_alone(run, state, batch)
     if run.learner.add_reference_and_values:

@@ -52,7 +52,6 @@ from gspo_jax.rollout.source import Source, make_source
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.key import as_dict
 from gspo_jax.runtime.preemption import Preemption
-from gspo_jax.sampler.continuous import ContinuousSampler
 
 _SAMPLES_EVERY = 10  # iterations between sample responses
 
@@ -250,8 +249,8 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   packing = learner.pack(scored.prompts.lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
   old_metrics = {}
-  if learner.needs_old_logprobs:
-    state, train_batch, old_metrics = learner.compute_old_logprobs(
+  if learner.needs_old_logps:
+    state, train_batch, old_metrics = learner.compute_old_logps(
       state, train_batch
     )
   if learner.add_reference_and_values:
@@ -370,9 +369,8 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     max_failed=config.reward.max_failed,
     conversations=experiment.conversations,
   )
-  if isinstance(context.generate, ContinuousSampler):
-    continues = config.rollout.continues
-    multihost.print_once(context.generate.describe(continues=continues))
+  if line := context.generate.describe(continues=config.rollout.continues):
+    multihost.print_once(line)
   return make_source(
     config.rollout, context, program.sampler, last_step=config.num_steps
   )

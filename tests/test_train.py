@@ -36,6 +36,8 @@ from gspo_jax.rollout import metrics as rollout_metrics
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler.many_prompts import sample_many
+from gspo_jax.sampler.samples import Prompts
 
 STEPS = 4  # of the debug config, which saves every 2
 
@@ -238,7 +240,7 @@ def test_the_promised_metrics_are_written(reference):
 def test_each_computed_token_has_the_same_weight():
   rows = {
     "update": RowTokens(3, 50, 100),
-    "old_logprobs": RowTokens(1, 10, 20),
+    "old_logps": RowTokens(1, 10, 20),
     "reference_and_values": RowTokens(3, 50, 100),
   }
   assert rollout_metrics.useful_fractions(rows, 9, 10) == {
@@ -278,6 +280,36 @@ def test_the_weights_are_printed_at_the_start(reference, build_once):
   assert len(rows) == len(jax.tree.leaves(shapes))
   (row,) = [row for row in rows if "layers/moe/gate_up" in row]
   assert str(shapes["layers"]["moe"]["gate_up"].shape) in row
+
+
+def test_greedy_responses_are_the_same_with_every_key(reference, build_once):
+  """And those of pass@k are not."""
+  program = build_once(parse(config_of()), sharding.make_mesh(None))
+  sampler, width = program.sampler, program.prompt_config.width
+  tokens = np.full((sampler.eval_prompts, width), ord("1"), np.int32)
+  prompts = Prompts(tokens, np.full(len(tokens), width, np.int32))
+  with jax.set_mesh(program.mesh):
+    params = program.new_policy(program.init_params(jax.random.key(0)))
+
+    def sample(generate, key):
+      rows = sharding.batch_sharding(program.mesh)
+      (batch,) = sample_many(
+        generate,
+        params,
+        prompts,
+        key,
+        batch_size=sampler.eval_prompts,
+        batch_sharding=rows,
+      )
+      return batch.samples.tokens
+
+    one, other = jax.random.split(jax.random.key(0))
+    for generate, is_greedy in (
+      (sampler.generate_greedy, True),
+      (sampler.generate_eval, False),
+    ):
+      same = np.array_equal(sample(generate, one), sample(generate, other))
+      assert same == is_greedy
 
 
 def test_learning_moves_the_policy(reference):

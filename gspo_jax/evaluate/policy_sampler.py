@@ -12,7 +12,8 @@ from gspo_jax.data import pipeline
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.program.config import Config
-from gspo_jax.program.functions import build_program, shards_of_rows
+from gspo_jax.program.functions import build_program
+from gspo_jax.program.sampler_functions import shards_of_rows
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout.scoring import ResponseDecoder

@@ -9,9 +9,9 @@ from etils import epath
 
 from gspo_jax import model
 from gspo_jax.model import hf
+from gspo_jax.program.abstract import shardings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
-from gspo_jax.program.jitted import shardings
 from gspo_jax.record.checkpoint import Checkpoints, checksums
 from gspo_jax.record.identity import match
 from gspo_jax.runtime import multihost

@@ -10,6 +10,7 @@ collectives.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -543,3 +544,10 @@ class MeshJit:
     """Lowers for ahead-of-time compilation; arguments may be shapes."""
     with jax.set_mesh(self.mesh):
       return self.jitted.lower(*args)
+
+
+def mesh_jit(function: Callable, mesh: Mesh, **options) -> MeshJit:
+  """`jax.jit` with these options, in the context of a mesh."""
+  # jax.jit shares its cache between uses of one function; a new partial gets a
+  # cache of its own, so that `_cache_size` counts the programs of this one.
+  return MeshJit(jax.jit(functools.partial(function), **options), mesh)

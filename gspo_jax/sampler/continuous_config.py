@@ -21,7 +21,7 @@ class ShardSizes:
   Attributes:
     slots: B, responses that decode at the same time.
     num_pages: n, pages in the pool.
-    page_size: S, tokens a page.
+    page_size: tokens a page.
     segment_steps: most decode steps of a segment.
     max_new_tokens: R, most tokens of a response.
     max_prompt_length: most tokens of a prompt.

@@ -6,6 +6,7 @@ length, R most new tokens, L layers, k experts a token.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.model.moe import number_type
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import AT_LEAST_1, ZERO_OR_MORE, Range, check, key
 from gspo_jax.runtime.sharding import batch_sharding, replicated
@@ -168,14 +170,7 @@ def empty_samples(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Samples in which all P * G responses are UNFINISHED and have no token.
-
-  Args:
-    num_prompts: P.
-    prompt_length: S, the width of the prompts.
-    cfg: the model.
-    sampler: the sampling parameters.
-  """
+  """Samples in which all P * G responses are UNFINISHED and have no token."""
   B, R = num_prompts * sampler.group_size, sampler.max_new_tokens
   experts = None
   if sampler.record_routing and cfg.num_experts:
@@ -207,16 +202,26 @@ class FinishedResponse(NamedTuple):
   stopped: bool
 
 
+# Gets finished responses on this host's devices, by their row.
+OnFinished = Callable[[dict[int, FinishedResponse]], None]
+
+
+def finished_responses(samples: Samples) -> dict[int, FinishedResponse]:
+  """The responses of this host's rows, all finished, by row."""
+  lengths = multihost.local_rows(samples.lengths)
+  finish = multihost.local_rows(samples.finish)
+  return {
+    row: FinishedResponse(
+      tokens, int(lengths[row]), bool(finish[row] == STOPPED)
+    )
+    for row, tokens in multihost.local_rows(samples.tokens).items()
+  }
+
+
 def samples_sharding(
   sampler: SamplerConfig, mesh: jax.sharding.Mesh, *, turns: bool = False
 ) -> Samples:
-  """The sharding of each field of Samples on a mesh.
-
-  Args:
-    sampler: the sampling parameters.
-    mesh: of the devices.
-    turns: whether the samples are conversations.
-  """
+  """The sharding of each field; `turns`: of samples of conversations."""
   batch = batch_sharding(mesh)
   return Samples(
     *[batch] * 4,
@@ -229,38 +234,35 @@ def samples_sharding(
 def append_tokens(
   samples: Samples, tokens: jax.Array, counts: jax.Array, finish: jax.Array
 ) -> Samples:
-  """Appends given tokens to some responses.
+  """Appends tokens of an environment to some responses.
 
   Args:
     samples: B responses, without `turns`.
-    tokens: [B, N] int32, to append.
-    counts: [B] int32, how many of them; the rows have room for them.
+    tokens: [B, N] int32, of which each row gets the first `counts`.
+    counts: [B] int32; the rows have room for them.
     finish: [B] int8, as in Samples, of the results.
   """
   place = jnp.arange(samples.tokens.shape[1]) - samples.lengths[:, None]
-  given = jnp.take_along_axis(
+  appended = jnp.take_along_axis(
     tokens, jnp.clip(place, 0, tokens.shape[1] - 1), axis=1
   )
-  is_given = (place >= 0) & (place < counts[:, None])
+  is_new = (place >= 0) & (place < counts[:, None])
   return dataclasses.replace(
     samples,
-    tokens=jnp.where(is_given, given, samples.tokens),
+    tokens=jnp.where(is_new, appended, samples.tokens),
     lengths=samples.lengths + counts,
     finish=finish,
   )
 
 
 def merge_groups(kept, new, index: jax.Array):
-  """Selects P of the 2 P groups of two batches.
+  """Selects P of the 2 P groups of two batches, in the order of `index` [P].
 
   Args:
     kept: a pytree of arrays [P * G, ...] whose groups 0 to P - 1 are blocks of
-      G rows. A scalar, such as `slot_steps`, is added to that of `new`.
+      G rows. A scalar, such as `slot_steps`, is added to the other batch's.
     new: the same; its groups have the numbers P to 2 P - 1.
-    index: [P] integers below 2 P, the groups to select.
-
-  Returns:
-    The same pytree with P groups in the order of `index`.
+    index: integers below 2 P.
   """
   P = len(index)
   is_kept = index < P
@@ -296,16 +298,9 @@ def take_groups(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Selects groups of samples; an index of -1 gives an empty group.
+  """Selects groups of samples without routing, by their numbers [N].
 
-  Args:
-    samples: Q groups, without routing.
-    index: [N] integers from -1 to Q - 1, the groups to select.
-    cfg: the model; static.
-    sampler: the sampling parameters; static.
-
-  Returns:
-    N groups; `slot_steps` is that of all Q.
+  A number of -1 gives an empty group. `slot_steps` stays.
   """
   empty = empty_samples(len(index), 0, cfg, sampler)
   groups = lambda x: x.reshape(-1, sampler.group_size, *x.shape[1:])

@@ -649,6 +649,12 @@ def config_with(tmp_path, **changes):
   return hf.config_from_hf(tmp_path)
 
 
+@pytest.mark.parametrize(("said", "tied"), [(True, True), (None, False)])
+def test_a_head_is_tied_only_where_the_config_says_so(tmp_path, said, tied):
+  cfg = config_with(tmp_path, tie_word_embeddings=said)
+  assert cfg.tie_embeddings == tied
+
+
 def test_a_config_is_read(tmp_path):
   assert config_with(tmp_path) == model.ModelConfig(
     vocab_size=47,

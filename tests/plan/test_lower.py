@@ -32,9 +32,9 @@ def with_continuous_batching(config):
 def test_a_run_without_pages(debug_config):
   made = built(debug_config, data=4)
   lowered = lower.functions(parse(debug_config), made)
-  assert list(lowered) == ["generate", "update", "old_logprobs"]
+  assert list(lowered) == ["generate", "update", "old_logps"]
   # One program, so that both round alike.
-  assert lowered["old_logprobs"] is lowered["update"]
+  assert lowered["old_logps"] is lowered["update"]
   assert set(lowered) < set(lower.FUNCTIONS)
 
 
@@ -69,7 +69,7 @@ def test_a_sampler_with_devices_of_its_own(debug_config, slots):
 def test_a_run_with_pages(debug_config):
   made = with_continuous_batching(debug_config)
   lowered = lower.functions(parse(debug_config), made)
-  names = ["decode_params", "prefill", "generate", "update", "old_logprobs"]
+  names = ["decode_params", "prefill", "generate", "update", "old_logps"]
   assert list(lowered) == names
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]

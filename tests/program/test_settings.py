@@ -26,7 +26,7 @@ from gspo_jax.runtime.errors import UserError
     (1, {"old_logps": "sampler", "kl_estimator": "k1", "kl_coef": 0.1}, False),
   ],
 )
-def test_old_logprobs_are_computed_where_an_update_lacks_them(
+def test_old_logps_are_computed_where_an_update_lacks_them(
   debug_config, minibatches, objective, needed
 ):
   debug_config.learner.minibatches = minibatches

@@ -450,7 +450,7 @@ def test_a_first_minibatch_is_on_policy_or_has_the_samplers_logps(
     *((2, term) for term in ("nothing", "k1", "r2", "everything")),
   ],
 )
-def test_an_update_after_old_logprobs_is_on_policy(policy, minibatches, term):
+def test_an_update_after_old_logps_is_on_policy(policy, minibatches, term):
   """The rows of a minibatch move only in its step, so all ratios are 1."""
   config = make_config("gspo", term)
   config.learner.minibatches = minibatches

@@ -27,7 +27,6 @@ from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, Samples
 
 KEY = jax.random.key(0)
@@ -158,7 +157,7 @@ def step_traced(config) -> list:
 @each_once
 def generate_traced(config) -> list:
   made = built(config)
-  traced = made.sampler.generate.jitted.trace(
+  traced = made.sampler.generate.jitted.jitted.trace(
     made.abstract_params, PROMPTS, KEY
   )
   return list(operations(traced.jaxpr.jaxpr))
@@ -329,7 +328,7 @@ def records_routing(config):
 def pool(config):
   """Slots, pages and tokens of a page; None for the static sampler."""
   made = built(config).sampler.generate
-  if not isinstance(made, ContinuousSampler):
+  if not made.batching:
     return None
   with bigram.by_the_operation():
     state, _ = made.jitted.begin(made.jitted.empty_samples(P), None)
@@ -378,9 +377,9 @@ def batch_fields(config):
   return {f.name for f in optional if getattr(rows, f.name) is not None}
 
 
-def with_old_logprobs(config) -> dict[str, np.ndarray]:
-  """Fields of the responses [B, R, ...] after `compute_old_logprobs`."""
-  batch = step(built(config), new_batch(config), "compute_old_logprobs")[1]
+def with_old_logps(config) -> dict[str, np.ndarray]:
+  """Fields of the responses [B, R, ...] after `compute_old_logps`."""
+  batch = step(built(config), new_batch(config), "compute_old_logps")[1]
   return unpacked.by_response(batch, LENGTHS, R)
 
 
@@ -404,7 +403,7 @@ def _fits(logps, params):
 
 def old_logps_source(config):
   """Whose log-probs are the old ones."""
-  old, mask = with_old_logprobs(config)["old_logps"], made_batch().response_mask
+  old, mask = with_old_logps(config)["old_logps"], made_batch().response_mask
   if np.array_equal(old[mask], made_samples().logps[mask]):
     return "sampler's"
   return "policy's" if _fits(old, bigram.params()) == 1 else None
@@ -412,7 +411,7 @@ def old_logps_source(config):
 
 def replayed_experts(config):
   """Whose experts a batch has for an update: none, policy's, sampler's."""
-  experts = with_old_logprobs(config).get("experts")
+  experts = with_old_logps(config).get("experts")
   if experts is None:
     return None
   mask = made_batch().response_mask

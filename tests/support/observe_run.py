@@ -110,7 +110,7 @@ def too_long(config):
 
 
 def order_of_phases(config):
-  first = {"generate": "g", "old_logprobs": "s", "update": "u"}
+  first = {"generate": "g", "old_logps": "s", "update": "u"}
   return "".join(first.get(name, "") for name, _ in run_of(config).events)
 
 
