@@ -13,7 +13,6 @@ that has rows of its own.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -49,20 +48,6 @@ from gspo_jax.sampler.stop_strings import StopStrings
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
 _SUBSET = 4  # 1 of 4 slots is computed if no more are active
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
-
-
-class _PrefillBatch(NamedTuple):
-  """One call of the jitted prefill, for all shards, Q / shards prefixes each.
-
-  All are int32. A row of padding has the length 0.
-  """
-
-  tokens: np.ndarray  # [Q, T], padded on the right
-  lengths: np.ndarray  # [Q]
-  pages: np.ndarray  # [Q, C], where to store them; `num_pages` for nowhere
-  num_cached: np.ndarray  # [Q], first tokens that the pages hold already
-  # [Q], the first response to the prompt, counted from the shard's first, or -1
-  first_response: np.ndarray
 
 
 @dataclasses.dataclass
@@ -192,8 +177,8 @@ class ContinuousSampler:
       if not results and all(scheduler.done for scheduler in schedulers):
         break
       admissions = [scheduler.admit() for scheduler in schedulers]
-      for batch in self._prefill_batches(admissions, requests):
-        state, samples = self._prefill(params, state, samples, batch)
+      for arrays in self._prefill_batches(admissions, requests):
+        state, samples = self._prefill(params, state, samples, *arrays)
       plan = self._segment_plan(schedulers, admissions, fields)
       min_active = self._min_active(schedulers, plan)
       plan_and_slots = multihost.to_global(
@@ -331,8 +316,12 @@ class ContinuousSampler:
 
   def _prefill_batches(
     self, admissions: list[Admission], requests: list[Requests]
-  ) -> Iterator[_PrefillBatch]:
-    """The prefills of all shards' admissions, in few different shapes."""
+  ) -> Iterator[tuple[np.ndarray, ...]]:
+    """The prefills of all shards' admissions, in few different shapes.
+
+    As many rows for each shard. A row of padding has the length 0 and the first
+    response -1. A shard counts responses from its first one.
+    """
     queues = {T: [[] for _ in requests] for T in self.buckets()}
     for shard, (admission, request) in enumerate(
       zip(admissions, requests, strict=True)
@@ -351,37 +340,33 @@ class ContinuousSampler:
         count = self.prefill_batch(T)
         count = count if longest > count // 2 else 1
         Q, C = self.shards * count, T // self.sizes.page_size
-        batch = _PrefillBatch(
-          tokens=np.zeros((Q, T), np.int32),
-          lengths=np.zeros(Q, np.int32),
-          pages=np.full((Q, C), self.sizes.num_pages, np.int32),
-          num_cached=np.zeros(Q, np.int32),
-          first_response=np.full(Q, -1, np.int32),
-        )
+        tokens_QT = np.zeros((Q, T), np.int32)
+        pages_QC = np.full((Q, C), self.sizes.num_pages, np.int32)  # nowhere
+        lengths_Q, num_cached_Q = np.zeros((2, Q), np.int32)
+        first_response_Q = np.full(Q, -1, np.int32)
         for shard, queue in enumerate(by_shard):
           for row, prefill in enumerate(queue[:count], shard * count):
-            num_cached, tokens, pages, response = prefill
-            batch.tokens[row, : len(tokens)] = tokens
-            batch.lengths[row] = len(tokens)
-            batch.pages[row, : len(pages)] = pages
-            batch.num_cached[row] = num_cached
-            batch.first_response[row] = response
+            num_cached_Q[row], tokens, pages, first_response_Q[row] = prefill
+            tokens_QT[row, : len(tokens)] = tokens
+            lengths_Q[row] = len(tokens)
+            pages_QC[row, : len(pages)] = pages
           del queue[:count]
-        yield batch
+        yield tokens_QT, lengths_Q, pages_QC, num_cached_Q, first_response_Q
 
-  def _prefill(self, params, state, samples, batch: _PrefillBatch):
-    *arrays, num_cached, first_response = batch
+  def _prefill(
+    self, params, state, samples, tokens, lengths, pages, num_cached, response
+  ):
     num_cached = num_cached if num_cached.any() else None
     tokens, lengths, pages, num_cached = multihost.to_global(
-      (*arrays, num_cached), self.batch_sharding
+      (tokens, lengths, pages, num_cached), self.batch_sharding
     )
     state, experts = self.jitted.prefill(
       params, state, tokens, lengths, pages, num_cached
     )
     if experts is not None:
-      first_response = multihost.to_global(first_response, self.batch_sharding)
+      response = multihost.to_global(response, self.batch_sharding)
       samples = self.jitted.write_prompt_routing(
-        samples, experts, lengths, first_response
+        samples, experts, lengths, response
       )
     return state, samples
 

@@ -37,18 +37,6 @@ class CachedTokens(NamedTuple):
   num_tokens: int
 
 
-class PrefixPages(NamedTuple):
-  """A prefix to prefill, the pages for all its tokens but the last.
-
-  The pages hold the first `num_cached` tokens already. Full pages of these may
-  have other readers, and must not be written.
-  """
-
-  prefix: int
-  pages: list[int]  # in the order of the tokens
-  num_cached: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Admission:
   """Responses that got a slot: prefill, then copy pages, then allocate pages.
@@ -56,7 +44,10 @@ class Admission:
   The arrays behind `new` are [M] int32.
   """
 
-  prefill: list[PrefixPages]  # to store first; none has a single token
+  # Prefixes of more than one token to store first, the pages for all but their
+  # last tokens, and how many of these the pages hold already. Full pages of
+  # these may have other readers, and must not be written.
+  prefill: list[tuple[int, list[int], int]]
   new: np.ndarray  # [M] bool, slots that got a response
   response: np.ndarray  # its number; 0 where no response is new
   num_cached: np.ndarray  # tokens of its prefix that the pages hold, or 0
@@ -288,7 +279,7 @@ class Scheduler:
     stored = stored + self._pop_pages(-(-cached // page_size) - len(stored))
     self._prefix_pages[prefix] = CachedTokens(stored, cached)
     if num_stored < cached:
-      admission.prefill.append(PrefixPages(prefix, stored, num_stored))
+      admission.prefill.append((prefix, stored, num_stored))
     count = self._pages_after_segment(cached, 0, self._max_tokens_B[response])
     pages = stored[: cached // page_size]
     self._readers[pages] += 1
