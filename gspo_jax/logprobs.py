@@ -24,9 +24,9 @@ _VOCABULARY_AXES = ("tensor", "expert")  # the vocabulary is sharded over these
 class TokenLogprobs(NamedTuple):
   """Log-probs of R given tokens, and the routing of the pass.
 
-  All are in nats, of softmax(logits / temperature). The routing is None for a
-  dense model; that of a response token is of the position before it, which
-  predicts it.
+  Log-probs and entropies are in nats, the first two of softmax(logits /
+  temperature). The routing is None for a dense model; that of a response token
+  is of the position before it, which predicts it.
   """
 
   logps: jax.Array  # [B, R] float32
@@ -88,9 +88,16 @@ def token_logprobs(
       f"{response_length=} must lie in 1..{T - 1}: no token predicts the first "
       "one of a row"
     )
-  routing = {"routes": routes, "replay": replay}
-  routing["use_own_experts"] = use_own_experts
-  out = model.hidden_states(params, cfg, tokens, positions, mask, **routing)
+  out = model.hidden_states(
+    params,
+    cfg,
+    tokens,
+    positions,
+    mask,
+    routes=routes,
+    replay=replay,
+    use_own_experts=use_own_experts,
+  )
   predicting = slice(-R - 1, -1)  # positions that predict the last R tokens
   hidden, targets = out.hidden[:, predicting], tokens[:, -R:]
   if is_split := sharding.size("context") > 1:
