@@ -35,23 +35,15 @@ def _are_strings(stop) -> bool:
 class SamplerConfig:
   """Sampling parameters; hashable, so they are static under jit.
 
-  Attributes:
-    group_size: G, responses a prompt.
-    stop_ids: tokens that end a response; the stop token is part of it. A
-      sampler needs one.
-    stop: strings that end a response; the token that completes one is part of
-      it. A sampler needs them as `StopStrings` of its tokenizer.
-    min_new_tokens: the shortest length at which a stop token is allowed, and
-      at which a stop string ends a response. A benchmark sets it.
-    pad_id: fills the tokens after the end of a response.
-    record_routing: whether Samples hold the experts of each token.
+  A stop token, or the token that completes a stop string, is part of the
+  response. A sampler needs a stop token, and `stop` as StopStrings.
   """
 
-  group_size: int = 1
+  group_size: int = 1  # G, responses a prompt
   max_new_tokens: int = key(
     64, "tokens of a response, the stop token included", AT_LEAST_1
   )
-  stop_ids: tuple[int, ...] = ()
+  stop_ids: tuple[int, ...] = ()  # tokens that end a response
   temperature: float = key(
     1.0,
     "divides the logits",
@@ -78,9 +70,11 @@ class SamplerConfig:
     "\"('\\n\\n',)\".",
     Range("strings that are not empty, as in ('</answer>',)", _are_strings),
   )
+  # The shortest length at which a stop token is allowed, and at which a stop
+  # string ends a response. A benchmark sets it.
   min_new_tokens: int = 1
-  pad_id: int = 0
-  record_routing: bool = False
+  pad_id: int = 0  # of the tokens after the end of a response
+  record_routing: bool = False  # whether Samples hold the experts of tokens
 
   def __post_init__(self):
     check(self, "sampler")

@@ -527,14 +527,8 @@ def build_continuous_sampler(
 ) -> ContinuousSampler:
   """Builds a ContinuousSampler; compiles nothing yet.
 
-  Args:
-    cfg: the model.
-    sampler: the sampling parameters.
-    batching: sizes of all devices together.
-    max_prompt_length: S, the width of the prompts.
-    params_sharding: shardings of the weights, on `mesh`.
-    mesh: of weights, keys and samples.
-    sampler_mesh: the same devices, as they decode.
+  Weights, keys and samples are on `mesh`; `sampler_mesh` has the same devices,
+  as they decode. `max_prompt_length` is the width of the prompts.
 
   Raises:
     UserError: the sizes do not fit.

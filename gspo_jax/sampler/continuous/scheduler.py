@@ -82,20 +82,24 @@ class Scheduler:
       sizes: of the shard.
       prefix_lengths: [Q], tokens of each prefix.
       prefix_index: [B], the prefix of each response; sorted.
-      max_tokens: [B], most tokens to generate for each; 0 to leave it out.
+      max_tokens: [B], most tokens to generate for each; 0 to leave it out. With
+        its prefix they are at most `max_prompt_length + max_new_tokens`.
       cached: by response with a prefix of its own, the first tokens of the
         prefix that are in the pool: `kept` of the last scheduler. All other
         pages are free. None: keep nothing.
 
     Raises:
-      UserError: a prefix is empty, or it and a response do not fit a slot.
+      UserError: a prefix is empty.
     """
     self._sizes = sizes
     self.num_sampled = 0  # tokens so far, also of preempted responses
     lengths_Q = np.asarray(prefix_lengths, np.int64)
     self._prefix_B = np.asarray(prefix_index, np.int64)
     self._max_tokens_B = np.asarray(max_tokens, np.int64)
-    self._check_lengths(lengths_Q)
+    if empty := np.flatnonzero(lengths_Q < 1).tolist():
+      raise UserError(
+        f"prefix {empty[0]}: it has no tokens, expected at least 1"
+      )
     M = sizes.slots
     self._num_cached_Q = lengths_Q - 1
     requested = np.flatnonzero(self._max_tokens_B)
@@ -193,7 +197,11 @@ class Scheduler:
     the front of the queue. The oldest one is never preempted.
     """
     while (missing_M := self._missing_pages()).sum() > self.num_free_pages:
-      self._evict_or_preempt()
+      slot = int(self._response_M.argmax())  # of the newest response
+      response = int(self._response_M[slot])
+      if not self._evict(after=self._prefix_B[response]):
+        self._queue.appendleft(response)
+        self._release_slot(slot)
     column_W = np.arange(self._sizes.pages_per_slot)
     num_pages_M = self._num_pages_M + missing_M
     allocated_MW = column_W >= self._num_pages_M[:, None]
@@ -227,22 +235,6 @@ class Scheduler:
       if not self._num_unfinished_Q[prefix]:
         self._release_pages(self._prefix_pages.pop(prefix).pages)
     return responses
-
-  def _check_lengths(self, lengths_Q):
-    if empty := np.flatnonzero(lengths_Q < 1).tolist():
-      raise UserError(
-        f"prefix {empty[0]}: it has no tokens, expected at least 1"
-      )
-    prompt, new = self._sizes.max_prompt_length, self._sizes.max_new_tokens
-    for response in np.flatnonzero(self._max_tokens_B):
-      prefix = lengths_Q[self._prefix_B[response]]
-      total = prefix + self._max_tokens_B[response]
-      if total > prompt + new:
-        raise UserError(
-          f"response {response}: its prefix and new tokens can be {total} "
-          f"tokens, expected at most max_prompt_length={prompt} plus "
-          f"max_new_tokens={new}"
-        )
 
   def _make_room(self, response):
     """Whether the pool gets room for the first segment of a waiting response.
@@ -341,16 +333,7 @@ class Scheduler:
     self._release_pages(tokens.pages)
     return True
 
-  def _evict_or_preempt(self):
-    """Evicts what no slot reads, else preempts the newest response."""
-    slot = int(self._response_M.argmax())
-    response = int(self._response_M[slot])
-    if not self._evict(after=self._prefix_B[response]):
-      self._queue.appendleft(response)
-      self._release_slot(slot)
-
   def _release_slot(self, slot):
-    """Frees a slot; others may read its pages."""
     self._release_pages(self._table[slot, : self._num_pages_M[slot]].tolist())
     self._table[slot] = 0
     self._num_pages_M[slot], self._response_M[slot] = 0, -1
