@@ -469,23 +469,18 @@ class ContinuousSampler:
     self, finished: list[tuple]
   ) -> dict[int, FinishedResponse]:
     """The responses on this host, without those that paused."""
-    responses = {}
+    responses, config = {}, self.config
     for numbers, lengths, tokens_on_devices in finished:
       for i, tokens in multihost.local_rows(tokens_on_devices).items():
         number, length = int(numbers[i]), int(lengths[i])
         if number < 0:
           continue
-        stopped = self._stopped(tokens[:length])
-        if stopped or length == self.config.max_new_tokens:
+        stopped = bool(tokens[length - 1] in config.stop_ids)
+        if config.stop and length >= config.min_new_tokens:
+          stopped |= config.stop.ended(tokens[:length])
+        if stopped or length == config.max_new_tokens:
           responses[number] = FinishedResponse(tokens, length, stopped)
     return responses
-
-  def _stopped(self, tokens) -> bool:
-    config = self.config
-    if tokens[-1] in config.stop_ids:
-      return True
-    long_enough = len(tokens) >= config.min_new_tokens
-    return bool(config.stop and long_enough and config.stop.ended(tokens))
 
 
 def _fields_by_response(
@@ -493,20 +488,15 @@ def _fields_by_response(
 ) -> dict[str, np.ndarray]:
   """Fields of a SegmentPlan that depend on the response alone, [B] int32."""
   join = lambda name: np.concatenate([getattr(r, name) for r in requests])
-  last_token = [
-    r.prefixes[prefix][-1] if r.prefixes else 0
-    for r in requests
-    for prefix in r.prefix_index
-  ]
-  stop_state = [
-    stop.state(r.prefixes[prefix][-count:])
-    if stop and count and r.prefixes
-    else 0
-    for r, starts in zip(
-      requests, np.split(turn_start, len(requests)), strict=True
-    )
-    for prefix, count in zip(r.prefix_index, r.num_tokens - starts, strict=True)
-  ]
+  last_token, stop_state = [], []
+  starts = np.split(turn_start, len(requests))
+  for r, start in zip(requests, starts, strict=True):
+    counts = r.num_tokens - start
+    for prefix, count in zip(r.prefix_index, counts, strict=True):
+      tokens = r.prefixes[prefix] if r.prefixes else [0]
+      last_token.append(tokens[-1])
+      reads = stop and count and r.prefixes
+      stop_state.append(stop.state(tokens[-count:]) if reads else 0)
   return {
     "num_tokens": join("num_tokens"),
     "stop_at": join("stop_at"),
