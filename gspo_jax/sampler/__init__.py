@@ -3,7 +3,7 @@
 Other wings take from here `generate`, its arguments and its result, and from
 its modules:
   samples: the operations on Samples, and FinishedResponse.
-  functions: Sampler, the interface of both kinds, and SamplerFunctions.
+  functions: Sampler, one of both kinds, and SamplerFunctions.
   static, continuous: the two kinds, and how to build them.
   many_prompts: any number of prompts, in batches of one size.
   stop_strings: StopStrings, and the text of a response.

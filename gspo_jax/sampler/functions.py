@@ -2,63 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 
 from gspo_jax import model
-from gspo_jax.record.progress import Progress
-from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
-from gspo_jax.sampler.samples import (
-  OnFinished,
-  Prompts,
-  SamplerConfig,
-  Samples,
-)
+from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.samples import Samples
+from gspo_jax.sampler.static import StaticSampler
 from gspo_jax.sampler.stop_strings import StopStrings
 
-
-class Sampler(Protocol):
-  """Samples responses: a `StaticSampler` or a `ContinuousSampler`."""
-
-  config: SamplerConfig
-  batching: ContinuousBatchingConfig | None  # None with static batching
-  mesh: jax.sharding.Mesh  # that decodes
-
-  def __call__(
-    self,
-    params: model.Params,
-    prompts: Prompts,
-    key: jax.Array,
-    *,
-    on_finished: OnFinished | None = None,
-    progress: Progress | None = None,
-  ) -> Samples:
-    """G responses to each of P prompts, with weights of `SamplerFunctions`.
-
-    `on_finished` is called with this host's responses, each once, as early as
-    the sampler can. `progress` counts the responses.
-    """
-
-  def lower(
-    self,
-    params: model.Params,
-    prompts: Prompts,
-    key: jax.Array,
-    *,
-    continues: bool = False,
-  ) -> dict[str, jax.stages.Lowered]:
-    """Its functions, lowered for abstract arguments; `generate` decodes."""
-
-  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    """Its jitted functions, and the most programs of each, by name."""
-
-  def describe(self, *, continues: bool) -> str:
-    """A line for the log on its programs, "" if there is one.
-
-    `continues` is whether unfinished responses are continued.
-    """
+# The two have the same interface, of which StaticSampler describes each method.
+Sampler = StaticSampler | ContinuousSampler
 
 
 @dataclasses.dataclass(frozen=True)

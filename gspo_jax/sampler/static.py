@@ -82,6 +82,13 @@ def generate(
   params = model.unstack_layers(params, cfg)
   B, R = logits.shape[0], sampler.max_new_tokens
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B))
+  experts = None
+  if prompt_experts is not None:
+    # Tokens that are never fed keep these k different experts.
+    L, _, _, k = prompt_experts.shape
+    first_k = jnp.arange(k, dtype=prompt_experts.dtype)
+    experts = jnp.broadcast_to(first_k, (L, B, R, k))
+    experts = constrain(experts, None, BATCH_AXES)
   state = _State(
     step=jnp.int32(0),
     last_token=jnp.zeros(B, jnp.int32),
@@ -91,7 +98,7 @@ def generate(
     logps=jnp.zeros((B, R)),
     lengths=jnp.zeros(B, jnp.int32),
     cache=cache,
-    experts=_empty_routing(prompt_experts, B, R),
+    experts=experts,
   )
   state = _sample_token(state, logits, row_keys, sampler)
   starts = jnp.repeat(prompts.lengths, sampler.group_size)
@@ -105,11 +112,11 @@ def generate(
 
 @dataclasses.dataclass(frozen=True)
 class StaticSampler:
-  """`generate`, jitted, as a `Sampler`: one program."""
+  """`generate`, jitted: one program."""
 
   config: SamplerConfig
   jitted: MeshJit
-  batching = None  # slots and pages
+  batching = None  # slots and pages of continuous batching
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
@@ -124,7 +131,11 @@ class StaticSampler:
     on_finished: OnFinished | None = None,
     progress: Progress | None = None,
   ) -> Samples:
-    """See `Sampler`; all responses are finished at the end."""
+    """G responses to each of P prompts, with weights of `SamplerFunctions`.
+
+    `on_finished` is called with this host's responses, each once, as early as
+    the sampler can: here at the end. `progress` counts the responses.
+    """
     samples = self.jitted(params, prompts, key)
     if on_finished:
       on_finished(finished_responses(samples))
@@ -140,13 +151,18 @@ class StaticSampler:
     *,
     continues: bool = False,
   ) -> dict[str, jax.stages.Lowered]:
-    """See `Sampler`; it cannot continue a response."""
+    """The functions, lowered for abstract arguments; `generate` decodes.
+
+    `continues` is whether unfinished responses are continued; it cannot.
+    """
     return {"generate": self.jitted.lower(params, prompts, key)}
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
+    """The jitted functions, and the most programs of each, by name."""
     return {"generate": (self.jitted, 1)}
 
   def describe(self, *, continues: bool) -> str:
+    """A line for the log on the programs, "" if there is one."""
     return ""
 
 
@@ -194,18 +210,6 @@ def _prefill(params, cfg, prompts, sampler):
   experts = out.routing.experts if records else None
   logits = constrain(logits, next_token.ROW_AXES, next_token.VOCAB_AXES)
   return logits, cache, experts
-
-
-def _empty_routing(prompts_LPSk, B, R):
-  """The experts of the responses [L, B, R, k] at the start; None if unrecorded.
-
-  Tokens that are never fed keep these k different experts.
-  """
-  if prompts_LPSk is None:
-    return None
-  L, _, _, k = prompts_LPSk.shape
-  first_k = jnp.arange(k, dtype=prompts_LPSk.dtype)
-  return constrain(jnp.broadcast_to(first_k, (L, B, R, k)), None, BATCH_AXES)
 
 
 def _join_routing(prompts_LPSk, responses_LBRk):

@@ -68,7 +68,7 @@ class PrefixCache:
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousSampler:
-  """Continuous batching, as a `Sampler`; it can also continue responses."""
+  """A sampler as StaticSampler is; it can also continue responses."""
 
   cfg: model.ModelConfig
   config: SamplerConfig
@@ -237,7 +237,7 @@ class ContinuousSampler:
     continues: bool = False,
     compute_slots: jax.ShapeDtypeStruct | None = None,
   ) -> dict[str, jax.stages.Lowered]:
-    """See `Sampler`: a prefill of the longest prompts, and a segment.
+    """See `StaticSampler`: a prefill of the longest prompts, and a segment.
 
     With `compute_slots`, int32 [m], a segment computes only those slots.
     """
