@@ -52,8 +52,8 @@ def sample_token(
 def categorical(key: jax.Array, logps_V: jax.Array) -> jax.Array:
   """Samples a token with probabilities proportional to exp(logps).
 
-  A large vocabulary is cut into C blocks of equal size. The block is sampled
-  first, then the token in it. This takes V/C + C random numbers, instead of V,
+  A large vocabulary is cut into C blocks of W tokens. The block is sampled
+  first, then the token in it. This takes C + W random numbers, instead of V,
   and has the same distribution. C is the largest power of two that divides V
   and is at most its square root, so that devices that share the vocabulary
   have whole blocks.

@@ -84,13 +84,14 @@ class SimulatedDevices:
     return self
 
   def round(self):
-    waiting = self.scheduler.num_waiting
+    waiting = {*np.flatnonzero(self.lengths).tolist()}
+    waiting -= {*self.finished, *self.ages}
+    assert self.scheduler.num_waiting == len(waiting)
     idle = int((self.response == EMPTY).sum())
-    admission = self.scheduler.admit()
-    new = self.apply_admission(admission)
+    new = self.apply_admission(self.scheduler.admit())
+    assert new == sorted(waiting)[: len(new)]  # the preempted ones first
     if self.scheduler.num_waiting:
       self.left_idle = max(self.left_idle, idle - len(new))
-    assert self.scheduler.num_waiting == waiting - len(new)
     assert len(new) <= idle
     self.apply_pages(self.scheduler.allocate_pages(), new)
     self.decode()
@@ -399,37 +400,8 @@ def test_the_smallest_pool_decodes_the_longest_responses(prompt, new):
   SimulatedDevices(sizes, [prompt] * 5, prefix_index, [new] * 15).run()
 
 
-def test_the_newest_are_preempted_and_are_next():
-  """Three responses outgrow the pool, one after the other."""
-  sizes = sizes_of(
-    slots=3,
-    page_size=2,
-    segment_steps=2,
-    max_new_tokens=16,
-    max_prompt_length=1,
-  )
-  scheduler = Scheduler(sizes, [1], [0] * 4, [16] * 4)
-  assert scheduler.admit().response.tolist() == [0, 1, 2]
-  num_active = []
-  for tokens in range(2, 18, 2):
-    active = scheduler.allocate_pages().active
-    num_active.append(active.sum())
-    # Response 0 generates its 16 tokens; the others would, too.
-    finished = scheduler.apply_results(
-      np.where(active, tokens, 0), active & (tokens < 16)
-    )
-    assert finished == [0] * (tokens == 16) or active[1:].any()
-  assert num_active == [3, 3, 3, 2, 1, 1, 1, 1]
-  assert scheduler.num_waiting == 3
-  admission = scheduler.admit()
-  assert admission.response[admission.new].tolist() == [1, 2, 3]
-
-
 def test_slots_are_busy_while_responses_wait():
-  """With half the pages of 64 longest slots.
-
-  The median of the lengths is a tenth of the longest, which 5 % have.
-  """
+  """With half the pages; the median length is a tenth of that of 5 %."""
   M, P, G, longest = 64, 32, 16, 1024
   sizes = ShardSizes(
     slots=M,
