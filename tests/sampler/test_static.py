@@ -228,7 +228,8 @@ def test_responses_and_keys_differ_and_the_same_key_repeats():
 
 def test_padding_and_neighbours_do_not_matter():
   batch, samples = prompts(), generate()
-  noise = np.where(batch.mask, batch.tokens, (batch.tokens + 3) % V)
+  padding = np.arange(S) < S - batch.lengths[:, None]
+  noise = np.where(padding, (batch.tokens + 3) % V, batch.tokens)
   noisy = generate(batch=Prompts(noise, batch.lengths))
   assert_equal(noisy.tokens, samples.tokens)
   assert_equal(noisy.logps, samples.logps)
