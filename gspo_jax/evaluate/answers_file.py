@@ -29,16 +29,13 @@ class AnswersFile:
 
   Args:
     folder: created if missing; on this machine or in a bucket.
-    settings: JSON; must equal the settings that the folder already has.
+    settings: JSON; UserError if the folder already has other settings.
     sizes: the responses of each batch, in order.
     shorten: record -> what is kept in memory, which may not hold all texts.
 
   Attributes:
     records: shortened records, in the order of the batches.
     batches_done: batches in the file.
-
-  Raises:
-    UserError: the folder cannot be written, or has other settings.
   """
 
   def __init__(

@@ -42,11 +42,7 @@ def pass_at_k(correct: np.ndarray, k: int) -> float:
   """Unbiased estimate of the probability that one of k responses is correct.
 
   Mean over problems of `1 - C(n - c, k) / C(n, k)`, with c of n responses
-  correct: Chen et al. 2021, arXiv 2107.03374, eq. 1.
-
-  Args:
-    correct: [N, n] bool, n responses to N problems.
-    k: 1 to n.
+  correct: Chen et al. 2021, arXiv 2107.03374, eq. 1. `correct` is [N, n] bool.
   """
   n = correct.shape[1]
   _require_responses(k, n)
@@ -70,7 +66,7 @@ def majority_at_k(
     correct: [N, n] bool. If only some responses with one vote are correct (a
       vote and a reward may read a text differently), that vote is worth their
       share.
-    k: 1 to n.
+    k: size of the vote, 1 to n.
   """
   n = correct.shape[1]
   _require_responses(k, n)
@@ -160,19 +156,13 @@ def _require_responses(k: int, n: int) -> None:
 
 
 class Elo(NamedTuple):
-  """A rating, from `elo`.
-
-  Attributes:
-    rating: the estimate.
-    low: end of the 95 % interval; -inf if nothing is solved.
-    high: end of the 95 % interval; inf if all is solved.
-    bounded: less than half a problem is solved, or all but less than half of
-      one: `rating` is computed as if it were half a problem.
-  """
+  """A rating and its 95 % interval."""
 
   rating: float
-  low: float
-  high: float
+  low: float  # -inf if nothing is solved
+  high: float  # inf if all is solved
+  # Less than half a problem is solved, or all but less than half of one:
+  # `rating` is computed as if it were half a problem.
   bounded: bool
 
 

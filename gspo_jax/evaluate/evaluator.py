@@ -34,8 +34,7 @@ from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers import sandbox_files
 
-# Seconds of a call beyond the time limit that its reward keeps itself.
-_SPARE = 10.0
+_SPARE = 10.0  # seconds of a call beyond the limit that its reward keeps
 # Longest reference, in characters, that is written beside each response. The
 # tests of a program can have millions; they are in the benchmark's file.
 _LONGEST_REFERENCE = 2000
@@ -59,17 +58,17 @@ def evaluate(
     sets: NAME=FILE for each benchmark.
     out: a folder; each benchmark gets one in it, with its name, for the results
       and the files of `answers_file`.
-    samples: responses to each problem; by default the benchmark's number.
-    limit: only so many problems from the start of a benchmark.
-    reward: a reward in place of the benchmarks' own.
+    samples: responses to each problem; None for the benchmark's number.
+    limit: reads this many problems from the start of a benchmark.
+    reward: in place of the benchmarks' own.
 
   Returns:
     `summary.summarize` of each benchmark, on the first process.
 
   Raises:
-    UserError: a benchmark, the weights, the config or `out` cannot be used; or
-      too many responses of a benchmark so far could not be scored
-      (`reward.max_failed`). The batch that exceeds the limit is not written.
+    UserError: also if too many responses of a benchmark so far could not be
+      scored (`reward.max_failed`). The batch that exceeds the limit is not
+      written.
   """
   multihost.require_joined()
 
@@ -127,7 +126,6 @@ def _save_results(benchmark, file, out, folder, settings, threshold) -> list:
 
 
 def _without_environment(keys) -> Config:
-  """The config; UserError if its responses would be turns of conversations."""
   config = parse(keys)
   if spec := config.rollout.environment:
     raise UserError(
@@ -188,7 +186,6 @@ def _open(out, settings, benchmark, sampler) -> AnswersFile:
 
 
 def _batch_sizes(benchmark, sampler) -> list[int]:
-  """The responses of each batch, in order."""
   count, size = len(benchmark.problems), sampler.batch_size
   return [
     min(size, count - start) * benchmark.samples
@@ -225,11 +222,8 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
 
   The responses of a batch are scored while the next batch is sampled.
   """
-  name, size, count = (
-    benchmark.name,
-    sampler.batch_size,
-    len(benchmark.problems),
-  )
+  name, count = benchmark.name, len(benchmark.problems)
+  size = sampler.batch_size
   # The first process has the file.
   done = "" if file is None else str(file.batches_done)
   first_batch = int(multihost.allgather_text(done)[0])

@@ -13,7 +13,7 @@ import string
 from gspo_jax.data.problem import Problem, held_out
 from gspo_jax.runtime.errors import UserError
 
-_OPERATIONS = {
+OPERATIONS = {
   "+": lambda a, b: a + b,
   "-": lambda a, b: a - b,
   "*": lambda a, b: a * b,
@@ -65,7 +65,7 @@ class Chain:
     text, demonstration = str(value), []
     for label in string.ascii_lowercase[: rng.choice(self.steps)]:
       operation, operand = rng.choice("+-*"), rng.randrange(10)
-      apply = _OPERATIONS[operation]
+      apply = OPERATIONS[operation]
       text += f"{label}{operation}{operand}"
       value = apply(value, operand) % 10
       before, shown = shown, apply(shown, operand) % 10
