@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.data import pipeline, prompt_batch, sources, tokenizers
-from gspo_jax.data.curriculum import Curriculum, SolvedProblems
+from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.datasets import Stage
 from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
@@ -308,46 +308,29 @@ def test_rewards_count_for_the_stage_of_their_prompts():
   assert curriculum.num_solved == 4
 
 
-# SolvedProblems.
-
-
-def test_no_problem_is_solved_at_first():
-  solved = SolvedProblems().of(MATH)
-  assert solved.shape == (23,)
-  assert solved.dtype == bool
-  assert not solved.any()
-
-
-def test_a_source_is_identified_by_its_content():
-  record = SolvedProblems()
-  record.of(MATH)[3] = True
-  assert np.flatnonzero(record.of(list(MATH))).tolist() == [3]
-  assert not record.of(CODE).any()
-  assert not record.of([*MATH[:-1], CODE[0]]).any()
-
-
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 100])
-def test_solved_problems_are_restored_from_json(count):
-  rng = np.random.default_rng(count)
-  for share in (0.0, 0.5, 1.0):
-    saved, restored = SolvedProblems(), SolvedProblems()
-    source = problems("q", count)
-    solved = rng.random(count) < share
-    saved.of(source)[:] = solved
-    saved.of(MATH)[5] = True
-    state = json.loads(json.dumps(saved.get_state()))
-    # An array that a pipeline holds already changes with the state.
-    of_source, of_code = restored.of(source), restored.of(CODE)
-    of_source[0] = of_code[2] = True
-    restored.set_state(state)
-    np.testing.assert_array_equal(of_source, solved)
-    assert not of_code.any()  # a source that the state lacks
+def test_solved_problems_are_restored_from_json_by_the_content_of_sources(
+  count,
+):
+  source = problems("q", count)
+  stages = (1, source), (2, [*source]), (3, [*source[:-1], CODE[0]])
+  saved, restored = (start(*stages, batch=1) for _ in range(2))
+  for stage in (2, 3):  # else the positions say that batches were taken
+    restored.record(restored.next_batch(stage), np.ones((1, G)))
+  for stage in (1, 2):
+    saved.record(saved.next_batch(stage), np.ones((1, G)))
+  restored.set_state(json.loads(json.dumps(saved.get_state())))
+  solved = min(2, count)
+  assert restored.num_solved == saved.num_solved == solved
+  for curriculum in (saved, restored):
+    curriculum.next_batch(3)
+    assert curriculum.num_solved == 0  # of other content
 
 
 def test_the_state_of_a_million_problems_is_small():
-  record = SolvedProblems()
-  solved = record.of(Chain((8,)))
-  assert len(json.dumps(record.get_state())) < 1000
+  curriculum = start((1, Chain((8,))))
+  assert len(json.dumps(curriculum.get_state())) < 1000
+  ((solved,),) = curriculum._solved
   # The worst case.
   solved[:] = np.random.default_rng(0).random(len(solved)) < 0.5
-  assert len(json.dumps(record.get_state())) < 170_000
+  assert len(json.dumps(curriculum.get_state())) < 170_000
