@@ -62,8 +62,8 @@ class Fields(NamedTuple):
     problem = self.problem or first(_PROBLEM)
     require("problem", _PROBLEM, problem)
     reference = self.reference or first(_REFERENCE)
-    _, _, response = _asked(record, problem, place)
-    answer = reference or response
+    # Without such a column the response of the conversation.
+    answer = reference or _asked(record, problem, place)[2]
     require("reference", _REFERENCE, answer)
     demonstration = self.demonstration
     # Of MATH: the answer is the reference, and the solution leads to it.

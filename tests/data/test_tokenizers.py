@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gspo_jax.data import tokenizers
 from gspo_jax.data.tokenizers import hf
+from gspo_jax.data.tokenizers import train as train_command
 from gspo_jax.runtime.errors import UserError
 
 CHATML = (
@@ -96,7 +97,10 @@ def applied(folder, user, system=""):
 
 @pytest.fixture(scope="module")
 def spm(tmp_path_factory):
-  return train(tmp_path_factory.mktemp("spm") / "a.model")
+  """As the command trains it."""
+  path = tmp_path_factory.mktemp("spm") / "a.model"
+  path.write_bytes(train_command.train(iter(LINES), 330))
+  return path
 
 
 def train(path, **changes):
