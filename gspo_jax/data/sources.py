@@ -52,8 +52,8 @@ class Fields(NamedTuple):
     by_name |= {name: name for name in columns}  # the exact one goes first
     first = lambda names: next(filter(None, map(by_name.get, names)), "")
 
-    def require(use, names, found):
-      if not found:
+    def require(use, names, column):
+      if not column:
         raise UserError(
           f"{place}: no column for the {use}: none of {', '.join(names)}; set "
           f"data.{use}_field to one of {', '.join(sorted(columns))}"[:300]
@@ -193,7 +193,7 @@ def load(
   fields: Fields = _TO_BE_FOUND,
   evaluation: bool | None = None,
 ) -> ProblemSource:
-  """The source that a config names; see `ProblemSource` for the options.
+  """The source that a config names.
 
   Args:
     spec: `jsonl:FILE`, `parquet:FILE`, `hf:NAME[:SPLIT]`, `tfds:NAME[:SPLIT]`
@@ -211,20 +211,21 @@ def load(
   records, place = readers.read(spec)
   if not len(records):
     raise UserError(f"{spec}: no problem in it")
-  found = fields.found_in(records[0], place(0))
+  columns = fields.found_in(records[0], place(0))
   source = ProblemSource(
     records,
     place,
-    found,
+    columns,
     evaluation,
     content=readers.content(spec),
     spec=spec,
-    note="" if all(fields[:2]) else found.note(spec, records[0]),
+    note="" if all(fields[:2]) else columns.note(spec, records[0]),
   )
   if spec.startswith(readers.STORED):
     # A record of a table takes about a tenth of a millisecond.
-    most = len(records) if spec.startswith("jsonl:") else _CHECKED
-    problems = map(source.parse, range(min(len(records), most)))
+    is_table = not spec.startswith("jsonl:")
+    count = min(len(records), _CHECKED) if is_table else len(records)
+    problems = map(source.parse, range(count))
     words = lambda p: (*p.text.split(), *p.history)
     asked = tuple(hash(words(problem)) for problem in problems)
     source = dataclasses.replace(source, asked=asked)

@@ -69,7 +69,7 @@ class AnswersFile:
     self._file.append(lines.encode())
     self._add(records)
 
-  def _add(self, records):
+  def _add(self, records) -> None:
     self.records += map(self._shorten, records)
     self.batches_done += 1
 
@@ -90,7 +90,6 @@ class AnswersFile:
 
 
 def _require_same(path: epath.Path, settings: dict[str, Any]) -> None:
-  """Writes the settings, or compares them with those in the file."""
   settings = json.loads(json.dumps(settings))  # tuples become lists
   if path.exists():
     try:

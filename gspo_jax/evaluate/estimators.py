@@ -119,7 +119,7 @@ def _won(able, rest, winners) -> np.ndarray:
       such results, and the probabilities that one has `top` votes and that it
       has fewer, as values at z.
     rest: the probability of everything else.
-    winners: how many results can have `top` votes at once.
+    winners: the number of results that can have `top` votes at once.
   """
   winners = min(winners, sum(len(worth) for worth, *_ in able))
   u, weights = _nodes((winners + 1) // 2)
@@ -179,9 +179,8 @@ def elo(solved: np.ndarray, ratings: np.ndarray) -> Elo:
   The interval contains every R with `|sum P - sum solved| < 1.96 sd`, where
   `sd^2 = sum P (1 - P)`: a problem counts once, however many responses it has.
 
-  Args:
-    solved: [N] the share of the responses to each problem that solve it.
-    ratings: [N] the ratings of the problems, finite.
+  `solved` [N] has the share of the responses to each problem that solve it,
+  `ratings` [N] the problems' ratings, finite.
   """
   if not (len(solved) == len(ratings) > 0 and np.isfinite(ratings).all()):
     raise ValueError(

@@ -22,7 +22,7 @@ from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
-from gspo_jax.program.config import Config, ConfigDict, parse
+from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.settings import length_warning
 from gspo_jax.record import checkpoint
 from gspo_jax.record.identity import flatten
@@ -73,7 +73,13 @@ def evaluate(
   multihost.require_joined()
 
   def prepare():
-    parsed = _without_environment(config)
+    parsed = parse(config)
+    if spec := parsed.rollout.environment:
+      raise UserError(
+        f"rollout.environment={spec!r}: expected '', for files are evaluated "
+        "by single responses; a training run evaluates conversations "
+        "(eval.every)"
+      )
     chosen = _read(parsed, sets, samples, limit, reward)
     parsed = load_params.with_checkpoint(parsed, folder)
     devices, _ = sharding.split_devices(parsed.sampler_mesh.devices)
@@ -89,14 +95,19 @@ def evaluate(
     params = load_params.load(parsed, samplers[0].program, folder)
     settings = _settings(parsed, chosen, params)
     multihost.require_same(flatten(settings))
-    files = multihost.run_on_all(
-      lambda: [
-        stack.enter_context(_open(out, settings[benchmark.name], benchmark, s))
-        if multihost.is_primary()
-        else None
-        for benchmark, s in zip(chosen, samplers, strict=True)
-      ]
-    )
+
+    def open_file(benchmark, sampler):
+      if not multihost.is_primary():
+        return None
+      file = AnswersFile(
+        f"{out}/{benchmark.name}",
+        settings[benchmark.name],
+        _batch_sizes(benchmark, sampler),
+        functools.partial(summary.shorten, benchmark.reward),
+      )
+      return stack.enter_context(file)
+
+    files = multihost.run_on_all(lambda: list(map(open_file, chosen, samplers)))
     summaries, threshold = [], parsed.reward.pass_threshold
     for benchmark, sampler, file in zip(chosen, samplers, files, strict=True):
       _run(parsed, benchmark, sampler, params, file)
@@ -123,16 +134,6 @@ def _save_results(benchmark, file, out, folder, settings, threshold) -> list:
   path = epath.Path(out) / benchmark.name / "results.json"
   path.write_text(json.dumps(document, indent=1))
   return [results]
-
-
-def _without_environment(keys) -> Config:
-  config = parse(keys)
-  if spec := config.rollout.environment:
-    raise UserError(
-      f"rollout.environment={spec!r}: expected '', for files are evaluated by "
-      "single responses; a training run evaluates conversations (eval.every)"
-    )
-  return config
 
 
 def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
@@ -162,7 +163,7 @@ def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
 
 
 def _samplers(config, mesh, chosen) -> list[PolicySampler]:
-  """One for each benchmark; those with one batch shape share one."""
+  """One for each benchmark; equal batch shapes share one."""
   if warning := length_warning(config):
     multihost.print_once(f"warning: {warning}")
   sampler = functools.cache(lambda shape: PolicySampler(config, mesh, shape))
@@ -173,15 +174,6 @@ def _samplers(config, mesh, chosen) -> list[PolicySampler]:
   for benchmark, each in zip(chosen, samplers, strict=True):
     each.prompts(benchmark.problems)  # checks their lengths
   return samplers
-
-
-def _open(out, settings, benchmark, sampler) -> AnswersFile:
-  return AnswersFile(
-    f"{out}/{benchmark.name}",
-    settings,
-    _batch_sizes(benchmark, sampler),
-    functools.partial(summary.shorten, benchmark.reward),
-  )
 
 
 def _batch_sizes(benchmark, sampler) -> list[int]:

@@ -44,13 +44,7 @@ def batch_shape(
   It holds all problems; or there are as few batches as can be, about equally
   large, of at most `data.prompts * rollout.group_size` responses, as in
   training. Its prompts are rounded up to a multiple of the devices that share
-  rows.
-
-  Args:
-    config: of the run.
-    mesh: all devices.
-    samples: responses to each problem.
-    problems: the number of problems of the benchmark.
+  rows. `samples` counts the responses to each of `problems` problems.
   """
   limit, prompts = config.rollout.group_size, config.data.prompts
   for name, value in ("rollout.group_size", limit), ("data.prompts", prompts):

@@ -122,13 +122,12 @@ def legend(runs: Sequence[RunRecord]) -> str:
 
 
 def _warnings(run: RunRecord, named: bool) -> list[str]:
-  of = f"{run.name}: " if named else ""
   warnings = []
   without = run.without_signal()
   if len(without):
     steps = len(run.scalars["reward/mixed_groups"].steps)
     warnings.append(
-      f"{of}No signal at {len(without):,} of {steps:,} steps, first at step "
+      f"No signal at {len(without):,} of {steps:,} steps, first at step "
       f"{without[0]:,}: the rewards of no group differed (reward/mixed_groups "
       "is 0), so no response has an advantage"
     )
@@ -136,10 +135,8 @@ def _warnings(run: RunRecord, named: bool) -> list[str]:
     missing = at[np.isnan(values)]
     if len(missing):
       times = f", {len(missing):,} times" if len(missing) > 1 else ""
-      warnings.append(
-        f"{of}{name} was not finite at step {missing[0]:,}{times}"
-      )
-  return warnings
+      warnings.append(f"{name} was not finite at step {missing[0]:,}{times}")
+  return [f"{run.name}: {w}" if named else w for w in warnings]
 
 
 def numbers(metrics: Sequence[str], runs: Sequence[RunRecord]) -> str:

@@ -1,6 +1,5 @@
 """Records of files and data sets, and their fields."""
 
-import builtins
 import decimal
 import json
 import pickle
@@ -272,19 +271,3 @@ def test_a_set_of_the_hub_by_its_name(folder, monkeypatch):
     ("squad", "train", None),
     ("a/b", "train[:5%]", None),
   ]
-
-
-def test_without_the_package_datasets(monkeypatch, tmp_path):
-  real = builtins.__import__
-
-  def missing(name, *rest):
-    if name == "datasets":
-      raise ModuleNotFoundError("No module named 'datasets'")
-    return real(name, *rest)
-
-  monkeypatch.setattr(builtins, "__import__", missing)
-  for spec in ("hf:squad", "parquet:a.parquet"):
-    with pytest.raises(
-      UserError, match=rf"{spec} .*pip install -e '\.\[datasets\]'"
-    ):
-      readers.read(spec)

@@ -155,12 +155,6 @@ def test_bytes_that_are_no_text_decode_all_the_same():
   assert tokenizer.decode([]) == ""
 
 
-def test_a_prompt_of_bytes_is_the_system_text_and_the_question():
-  tokenizer = tokenizers.load("bytes")
-  assert tokenizer.prompt("3+4?") == list(b"3+4?")
-  assert tokenizer.prompt("3+4?", "Add.") == list(b"Add.\n\n3+4?")
-
-
 # SentencePiece.
 
 
@@ -315,10 +309,8 @@ def test_a_conversation_is_that_of_the_chat_template(chat, text):
 def test_no_control_string_forms_across_an_edge(
   tmp_path, chat, before, text, after
 ):
-  shutil.copytree(chat, tmp_path / "a")
   template = f"<|im_start|>{before}{{{{ messages[0].content }}}}{after}"
-  (tmp_path / "a/chat_template.jinja").write_text(template)
-  tokenizer = tokenizers.load(str(tmp_path / "a"))
+  tokenizer = tokenizers.load(with_template(chat, tmp_path, template))
   ids = tokenizer.prompt(text)
   assert tokenizer.decode(ids) == "<|im_start|><|im_end|>"
   assert not set(tokenizer.stop_ids) & set(ids)
@@ -598,6 +590,7 @@ def test_folders_that_hold_no_usable_tokenizer(chat, tmp_path):
     ("{{ 2.0 ** 100000 }}", "raised: OverflowError"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     ("{{ '-' * 2 ** 25 }}", "writes 33,554,432 characters"),
+    ("{{ raise_exception('No such role') }}", "raised: .*No such role"),
   ],
 )
 def test_templates_that_fail(template, words, chat, tmp_path):
@@ -637,19 +630,6 @@ def test_a_slow_tokenizer(tmp_path):
   (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
   with pytest.raises(UserError, match="slow tokenizer"):
     tokenizers.load(str(tmp_path))
-
-
-def test_a_template_that_refuses(chat, tmp_path):
-  shutil.copytree(chat, tmp_path / "a")
-  (tmp_path / "a/chat_template.jinja").write_text(
-    "{% if messages[0].role == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{{ messages[0].content }}"
-  )
-  tokenizer = tokenizers.load(str(tmp_path / "a"))
-  assert tokenizer.decode(tokenizer.prompt("3+4?")) == "3+4?"
-  with pytest.raises(UserError, match="System role not supported"):
-    tokenizer.prompt("3+4?", "Be brief.")
 
 
 def test_threads_share_a_tokenizer(chat):

@@ -107,8 +107,14 @@ class HFTokenizer(Tokenizer):
     either = "|".join(map(re.escape, longest_first)) or "(?!)"
     self._any_control = re.compile(f"({either})")
     self._forbidden = {*self._control.values()} - {self._library.unk_token_id}
-    self.stop_ids = self._with_eos(stops)
-    pad = self._library.pad_token_id
+    eos, pad = self._library.eos_token_id, self._library.pad_token_id
+    stops = stops if eos is None else [eos, *stops]
+    if not stops:
+      raise UserError(
+        f"tokenizer {self._name!r}: no eos_token in it and no eos_token_id in "
+        f"{' or '.join(_STOP_FILES)}: nothing ends a response"
+      )
+    self.stop_ids = tuple(dict.fromkeys(stops))
     self.pad_id = self.stop_ids[0] if pad is None else pad
     ids = self._parsing.get_vocab().values()
     self.vocab_size = 1 + max(*ids, *self.stop_ids, self.pad_id)
@@ -183,7 +189,11 @@ class HFTokenizer(Tokenizer):
     self, user: str, system: str = "", history: Sequence[Turn] = ()
   ) -> list[int]:
     if not self._library.chat_template:
-      return self._begin() + super().prompt(user, system, history)
+      # The ids that the tokenizer puts before every text.
+      begin = self._parsing.encode("", add_special_tokens=True).ids[:1]
+      if begin != [self._library.bos_token_id]:
+        begin = []
+      return begin + super().prompt(user, system, history)
     turns = [("system", system)] if system else []
     return self._ids([*turns, *history, ("user", user)], lambda text: text)
 
@@ -270,11 +280,6 @@ class HFTokenizer(Tokenizer):
     for file in _files(self._path):
       shutil.copyfile(file, Path(folder) / file.name)
 
-  def _begin(self) -> list[int]:
-    begin = self._library.bos_token_id
-    ids = self._parsing.encode("", add_special_tokens=True).ids
-    return [begin] if ids[:1] == [begin] else []
-
   def _guard(self, texts: Sequence[str]) -> tuple[list[str], dict[int, str]]:
     """Replaces control strings by characters that occur nowhere else.
 
@@ -348,16 +353,6 @@ class HFTokenizer(Tokenizer):
           f"data.template_args={text!r}: the chat template takes no argument "
           f"{name!r}; {hint}"
         )
-
-  def _with_eos(self, stops: list[int]) -> tuple[int, ...]:
-    eos = self._library.eos_token_id
-    stops = stops if eos is None else [eos, *stops]
-    if not stops:
-      raise UserError(
-        f"tokenizer {self._name!r}: no eos_token in it and no eos_token_id in "
-        f"{' or '.join(_STOP_FILES)}: nothing ends a response"
-      )
-    return tuple(dict.fromkeys(stops))
 
 
 def _parse_template_args(text: str) -> dict[str, Any]:
