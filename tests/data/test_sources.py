@@ -142,18 +142,10 @@ def test_fields_by_name(tmp_path):
   [
     "{",
     "[1, 2]",
-    "3",
-    '"question answer"',
-    "null",
     "[" * 100_000,
-    {},
     {"question": "only"},
     {"answer": "only"},
     {"question": 3, "answer": "3"},
-    {"question": "a", "answer": None},
-    {"question": "", "answer": "3"},
-    {"question": "a", "answer": ""},
-    {"question": "a", "answer": "thinking #### "},
     {"question": "half a pair \ud83d", "answer": "3"},
   ],
 )
@@ -168,6 +160,11 @@ def test_a_bad_line_is_named(tmp_path, bad):
 ASK = [{"role": "user", "content": "1+1?"}]
 ANSWER = [{"role": "assistant", "content": "so #### 2"}]
 BRIEF = [{"role": "system", "content": "Be brief."}]
+VERL = {
+  "data_source": "sums",
+  "reward_model": {"style": "rule", "ground_truth": "2"},
+  "extra_info": {"index": 0},
+}
 
 
 @pytest.mark.parametrize(
@@ -186,33 +183,14 @@ BRIEF = [{"role": "system", "content": "Be brief."}]
     ),
     # TRL
     (
-      {"prompt": "1+1?", "solution": "2"},
-      Problem("1+1?", "2", "#### 2"),
-      ("prompt", "solution"),
-    ),
-    (
       {"prompt": BRIEF + ASK, "solution": "2"},
       Problem("1+1?", "2", "#### 2", {}, (("system", "Be brief."),)),
       ("prompt", "solution"),
     ),
     # verl
     (
-      {
-        "data_source": "sums",
-        "prompt": ASK,
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-        "extra_info": {"index": 0},
-      },
-      Problem(
-        "1+1?",
-        "2",
-        "#### 2",
-        {
-          "data_source": "sums",
-          "reward_model": {"style": "rule", "ground_truth": "2"},
-          "extra_info": {"index": 0},
-        },
-      ),
+      VERL | {"prompt": ASK},
+      Problem("1+1?", "2", "#### 2", VERL),
       ("prompt", "reward_model.ground_truth"),
     ),
     # Supervised fine-tuning
