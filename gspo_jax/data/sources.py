@@ -188,10 +188,7 @@ class Mixture:
 
 
 def load(
-  spec: str,
-  *,
-  fields: Fields = _TO_BE_FOUND,
-  evaluation: bool | None = None,
+  spec: str, *, fields: Fields = _TO_BE_FOUND, evaluation: bool | None = None
 ) -> ProblemSource:
   """The source that a config names.
 

@@ -149,11 +149,7 @@ def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
     path = readers.path_of(readers.spec_of(file))
     sandbox_files.require_hidden(f"--set={pair}", path)
     benchmark = benchmarks.read(
-      name,
-      file,
-      reward=reward,
-      limit=limit,
-      fields=fields,
+      name, file, reward=reward, limit=limit, fields=fields
     )
     if benchmark.name in [b.name for b in chosen]:
       raise UserError(f"--set={pair}: {benchmark.name} is there twice")

@@ -11,13 +11,7 @@ from etils import epath
 from plotly.offline import get_plotlyjs
 
 from gspo_jax.report import samples, tables
-from gspo_jax.report.charts import (
-  COLOURS,
-  Plot,
-  of_section,
-  sections,
-  template,
-)
+from gspo_jax.report.charts import COLOURS, Plot, of_section, sections, template
 from gspo_jax.report.workdir import RunRecord, read
 from gspo_jax.runtime.errors import UserError
 

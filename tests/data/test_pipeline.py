@@ -84,10 +84,7 @@ def text_of(problem, cfg):
   [
     ((), "Add.\n\nQ: 2+2?"),
     ((SYSTEM,), "Be brief.\n\nQ: 2+2?"),
-    (
-      (("user", "1+1?"), ("assistant", " 2")),
-      "Add.\n\n1+1? 2\n\nQ: 2+2?",
-    ),
+    ((("user", "1+1?"), ("assistant", " 2")), "Add.\n\n1+1? 2\n\nQ: 2+2?"),
     ((SYSTEM, ("user", "Hi")), "Be brief.\n\nHi\n\nQ: 2+2?"),
   ],
 )

@@ -206,11 +206,7 @@ VERL = {
         "3",
         "so #### 2",
         {},
-        (
-          ("system", "Be brief."),
-          ("user", "1+1?"),
-          ("assistant", "so #### 2"),
-        ),
+        (("system", "Be brief."), ("user", "1+1?"), ("assistant", "so #### 2")),
       ),
       ("messages", "answer"),
     ),

@@ -24,11 +24,7 @@ from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.rewards import judge
-from gspo_jax.rewards.pool import (
-  PendingCall,
-  PendingRewards,
-  Rewards,
-)
+from gspo_jax.rewards.pool import PendingCall, PendingRewards, Rewards
 from gspo_jax.rewards.reward import Response
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError

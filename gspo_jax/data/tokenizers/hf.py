@@ -32,12 +32,7 @@ from gspo_jax.data.tokenizers.base import (
 from gspo_jax.data.tokenizers.plain import SPACE, byte_letters
 from gspo_jax.record import json_file
 from gspo_jax.record.run_files import in_bucket, is_file
-from gspo_jax.runtime.errors import (
-  UserError,
-  content_of,
-  nearest,
-  with_reason,
-)
+from gspo_jax.runtime.errors import UserError, content_of, nearest, with_reason
 
 _LLAMA_STEPS = ("ByteFallback", "Fuse", "Strip")  # of a decoder
 _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
