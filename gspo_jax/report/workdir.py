@@ -121,7 +121,11 @@ def _read(folder: epath.Path, name: str) -> RunRecord:
   if not (folder / "metrics.jsonl").exists():
     raise UserError(f"{str(folder)!r} has no run: {_hint(folder)}")
   lines = json_lines.read(folder / "metrics.jsonl", drop_partial=True)
-  records = [_record(*line) for line in lines]
+  records = [
+    {"step": run_files.step_of(record, place)}
+    | {k: _number(v, k, place) for k, v in record.items() if k != "step"}
+    for place, record in lines
+  ]
   config = folder / "run_config.json"
   return RunRecord(
     name=name,
@@ -166,12 +170,6 @@ def _is_a(kind, value) -> bool:
   return isinstance(value, kind) and not (
     is_number and not -1 <= value < math.inf
   )
-
-
-def _record(place: str, record: dict) -> dict:
-  step = run_files.step_of(record, place)
-  values = {k: _number(v, k, place) for k, v in record.items() if k != "step"}
-  return {"step": step, **values}
 
 
 def _number(value, name: str, place: str) -> float:
