@@ -18,10 +18,8 @@ from gspo_jax.runtime.errors import UserError
 def test_windows_files(tmp_path):
   path = tmp_path / "a"
   path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\r\n')
-  assert [record for _, record in readers.json_lines(str(path))] == [
-    {"a": 1},
-    {"a": 2},
-  ]
+  records = [record for _, record in readers.json_lines(str(path))]
+  assert records == [{"a": 1}, {"a": 2}]
 
 
 def test_a_line_in_another_encoding_is_named(tmp_path):

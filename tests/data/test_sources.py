@@ -108,10 +108,7 @@ def test_a_missing_value_is_named_with_its_row_and_key(
   ("answer", "words"),
   [
     ("5 ####", "has nothing after its last ####"),
-    (
-      1.2345678901234567e16,
-      r"is 1.23.*e\+16, a float, .*: write the number as",
-    ),
+    (1.2345678901234567e16, r"is 1.23.*e\+16, a float, .*: write the numb"),
     ([1, 2e30], "is 2e\\+30, a float, .*: write the number as text"),
   ],
 )
@@ -344,14 +341,10 @@ def module(tmp_path, monkeypatch):
 
 def test_any_source_by_dotted_name(module):
   source = sources.load(f"{module}.dicts")
-  assert [p[:3] for p in source][:2] == [
-    ("q0", "0", "#### 0"),
-    ("q1", "1", "#### 1"),
-  ]
+  assert source[1][:3] == ("q1", "1", "#### 1")
   fields = Fields(reference="tests")
-  assert (
-    sources.load(f"{module}:dicts", fields=fields)[3].reference == "[[3, 2]]"
-  )
+  with_tests = sources.load(f"{module}:dicts", fields=fields)
+  assert with_tests[3].reference == "[[3, 2]]"
   assert source[3].columns == {"tests": [[3, 2]]}
   problems = sources.load(f"{module}.problems")
   assert problems[1] == Problem("a", "b", "c")

@@ -139,18 +139,14 @@ def test_bytes_are_those_of_utf8():
   text = characters()
   assert tokenizer.encode(text) == list(text.encode())
   assert tokenizer.decode(tokenizer.encode(text)) == text
-  assert (tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size) == (
-    256,
-    (257,),
-    258,
-  )
+  facts = tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size
+  assert facts == (256, (257,), 258)
 
 
 def test_bytes_that_are_no_text_decode_all_the_same():
   tokenizer = tokenizers.load("bytes")
-  assert (
-    tokenizer.decode([104, 256, 105, 257, 999, -1]) == "h\ufffdi" + "\ufffd" * 3
-  )
+  text = tokenizer.decode([104, 256, 105, 257, 999, -1])
+  assert text == "h\ufffdi\ufffd\ufffd\ufffd"
   assert tokenizer.decode(np.array([0xC3], np.int32)) == "\ufffd"
   assert tokenizer.decode([]) == ""
 
@@ -178,9 +174,8 @@ def test_what_is_no_text_shows_in_sentencepiece(spm):
 
 
 def test_sentencepiece_without_padding_pads_with_its_stop(tmp_path):
-  tokenizer = tokenizers.load(
-    str(train(tmp_path / "a.model", pad_id=-1, unk_id=0))
-  )
+  path = train(tmp_path / "a.model", pad_id=-1, unk_id=0)
+  tokenizer = tokenizers.load(str(path))
   assert (tokenizer.pad_id, tokenizer.stop_ids) == (1, (1,))
 
 
@@ -305,10 +300,9 @@ def test_a_vocabulary_that_holds_its_control_tokens(tmp_path):
   template = "{{ messages[0].content }}</s>"
   tokenizer = tokenizers.load(str(save(tmp_path, fast, template, **names)))
   assert tokenizer.stop_ids == (1,)
-  assert 1 not in tokenizer.encode("a</s>b")
-  assert (
-    tokenizer.decode(tokenizer.encode("a</s>b")).replace(" ", "") == "a</s>b"
-  )
+  ids = tokenizer.encode("a</s>b")
+  assert 1 not in ids
+  assert tokenizer.decode(ids).replace(" ", "") == "a</s>b"
   assert tokenizer.prompt("a</s>b").count(1) == 1
   assert tokenizer.prompt("ab?") == applied(tmp_path, "ab?")
 
@@ -387,9 +381,8 @@ def test_what_is_no_text_shows_in_a_folder(chat):
   tokenizer = tokenizers.load(str(chat))
   one, two = tokenizer.encode("1"), tokenizer.encode("2")
   assert tokenizer.decode([*one, tokenizer.pad_id, *two]) == "1<|endoftext|>2"
-  assert (
-    tokenizer.decode([*one, tokenizer.vocab_size, -1, *two]) == "1\ufffd\ufffd2"
-  )
+  no_ids = tokenizer.vocab_size, -1
+  assert tokenizer.decode([*one, *no_ids, *two]) == "1\ufffd\ufffd2"
   assert tokenizer.decode(np.array(tokenizer.encode("龍")[:1])) == "\ufffd"
 
 
@@ -408,11 +401,8 @@ def test_the_bytes_of_tokens_are_those_of_their_text(tmp_path, kind, request):
   token_bytes = tokenizer.token_bytes()
   assert len(token_bytes) == tokenizer.vocab_size
   # Libraries differ in the signs that stand for bytes of no letter.
-  letters = [
-    i
-    for i, b in enumerate(token_bytes)
-    if b.decode(errors="ignore").encode() == b
-  ]
+  is_text = lambda token: token.decode(errors="ignore").encode() == token
+  letters = [i for i, token in enumerate(token_bytes) if is_text(token)]
   rng = np.random.default_rng(0)
   some = [rng.choice(letters, 9).tolist() for _ in range(50)]
   for ids in [*some, *map(tokenizer.encode, (*TEXTS, *LINES[:3], *HOSTILE))]:
@@ -501,9 +491,8 @@ def test_a_folder_without_a_template(chat, tmp_path):
   shutil.copytree(chat, tmp_path / "a")
   (tmp_path / "a/chat_template.jinja").unlink()
   tokenizer = tokenizers.load(str(tmp_path / "a"))
-  assert tokenizer.prompt("x <|im_end|>", "S:") == tokenizer.encode(
-    "S:\n\nx <|im_end|>"
-  )
+  ids = tokenizer.encode("S:\n\nx <|im_end|>")
+  assert tokenizer.prompt("x <|im_end|>", "S:") == ids
 
 
 def test_a_beginning_that_the_tokenizer_itself_sets(tmp_path):
@@ -615,6 +604,5 @@ def test_threads_share_a_tokenizer(chat):
   tokenizer = tokenizers.load(str(chat))
   texts = [*TEXTS, *HOSTILE] * 20
   with ThreadPoolExecutor(4) as pool:
-    assert list(pool.map(tokenizer.prompt, texts)) == list(
-      map(tokenizer.prompt, texts)
-    )
+    in_threads = list(pool.map(tokenizer.prompt, texts))
+  assert in_threads == list(map(tokenizer.prompt, texts))

@@ -31,11 +31,8 @@ def test_the_same_text_gives_the_same_model():
 
 
 def test_digits_and_new_lines_stand_alone(tokenizer):
-  assert (tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size) == (
-    0,
-    (1,),
-    320,
-  )
+  facts = tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size
+  assert facts == (0, (1,), 320)
   for text in ("48", "\n\n"):
     assert len(tokenizer.encode(text)) == 2
   assert len(tokenizer.encode(TEXTS[0])) < len(TEXTS[0]) * 0.8

@@ -202,19 +202,12 @@ def test_a_second_benchmark_stands_beside_the_first(
   ("sets", "options", "words"),
   [
     (["AIME24"], {}, "--set=AIME24: expected NAME=FILE"),
-    (["=x"], {}, "--set==x: expected NAME=FILE"),
     (["a/b=x"], {}, "--set=a/b=x: expected NAME=FILE, where NAME names a fo"),
     (["..=FILE"], {}, r"--set=\.\.=.*: expected NAME=FILE"),
     ([f"a=hf:{os.__file__}:train"], {}, "--set=a=.*: expected a path outside"),
-    (["a=csv:x.csv"], {}, "did you mean 'hf:x.csv'"),
     (["a=FILE", "A=FILE", "a=FILE"], {}, "--set=a=.*: a is there twice"),
-    (
-      ["a=FILE"],
-      {"reward": ""},
-      "--set=a: no such benchmark; .*needs --reward",
-    ),
+    (["a=FILE"], {"reward": ""}, "--set=a: no such bench.*needs --reward"),
     (["a=FILE"], {"reward": "final"}, "unknown reward 'final': .*final_answer"),
-    (["a=nope"], {}, "cannot read 'nope': No such file"),
   ],
 )
 def test_mistakes(workdir, files, tmp_path, sets, options, words):
