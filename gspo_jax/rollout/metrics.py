@@ -21,14 +21,11 @@ from gspo_jax.sampler.samples import TRUNCATED, Samples
 def rollout_metrics(
   batch: RolloutBatch, rollout, step: int
 ) -> dict[str, float]:
-  """`reward/*` and `response/*`, and what is on of the others.
+  """The metrics of the batch that iteration `step` learns from.
 
-  Those are `conversation/*`, `dynamic_sampling/*` and `rollout/*`.
-
-  Args:
-    batch: that an iteration learns from; waits for its rewards.
-    rollout: the section `rollout` of a config.
-    step: the iteration that learns from the batch.
+  `reward/*` and `response/*`; and where the section `rollout` of the config
+  asks for them `conversation/*`, `dynamic_sampling/*` and `rollout/*`. Waits
+  for the rewards.
   """
   scalars = _reward_metrics(batch.samples.rewards.result())
   scalars |= _response_metrics(batch.samples.samples, batch.costs)
@@ -89,10 +86,7 @@ def time_metrics(
 ) -> dict[str, float]:
   """`time/*`, and tokens per second.
 
-  Args:
-    clock: seconds at the start, and after generation, score and update.
-    batch: that the iteration learns from.
-    trained_tokens: of its policy.
+  `clock` has seconds: at the start, and after generation, score and update.
   """
   generate, score, update = np.diff(clock)
   total = clock[-1] - clock[0]

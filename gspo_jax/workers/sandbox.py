@@ -70,7 +70,7 @@ def run(
 
   Args:
     program: Python source; it runs as `__main__`.
-    stdin: its standard input.
+    stdin: text.
     seconds: wall-clock time, from the start of the sandbox.
     memory: address space, MiB.
     max_output: bytes that it may print.
@@ -87,11 +87,7 @@ def run(
 
 @functools.cache
 def bwrap_path() -> str:
-  """The path of a bwrap that can run a program here; each one is tried.
-
-  Raises:
-    UserError: no bwrap is installed, or none may create a sandbox.
-  """
+  """The path of a bwrap that can run a program here; each one is tried."""
   failures = []
   for path in _candidates():
     output, stderr = _try(path)
@@ -195,16 +191,8 @@ def _command(
   command += ["--remount-ro", "/", "--chdir", "/"]
   user = 20_000 + (101 * os.getpid() + next(_runs)) % 40_000 if root else 0
   limits = (user, THREADS, memory << 20, math.ceil(seconds) + 1)
-  command += [
-    sandbox_files.PYTHON,
-    "-I",
-    "-X",
-    "utf8",
-    "-c",
-    _LAUNCHER,
-    *map(str, limits),
-  ]
-  return command
+  command += [sandbox_files.PYTHON, "-I", "-X", "utf8", "-c", _LAUNCHER]
+  return [*command, *map(str, limits)]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from gspo_jax.rewards.numbers import final_answer, gsm8k
     ("# 5", "5"),
     ("a8+3=1;b1-5=6;#6", "6"),
     ("It is 2 + 3.\n#### 5", "5"),
-    ("#### 5\n", "5"),
     ("#### 5 \t\r\n\n", "5"),
     ("####\t-5", "-5"),
     ("#4 no, #5", "5"),
@@ -25,8 +24,6 @@ from gspo_jax.rewards.numbers import final_answer, gsm8k
     ("#### 1,234,567", "1234567"),
     ("#### 1234567", "1,234,567"),
     ("#### 0.5", "0.5"),
-    ("#### 5", " 5\n"),
-    ("#### 10 apples", "10 apples"),
     ("####  10 apples ", " 10 apples"),
     ("#### é", "é"),
     ("#### 1,234 apples", "1234 apples"),
@@ -57,7 +54,6 @@ def test_final_answer_right(text, reference):
     ("#5 and so on", "5"),
     ("#5\nBut wait.", "5"),
     ("# 5 6", "5"),
-    ("# 5 6", "6"),
     ("# 5 6", "56"),
     ("#15", "5"),
     ("#51", "5"),
@@ -76,13 +72,10 @@ def test_final_answer_wrong(text, reference):
   assert final_answer("", text, reference) == 0.0
 
 
-@pytest.mark.parametrize(
-  "text",
-  ["#" * 1000 + " x y", "# " * 1000 + "x y", "#a" + " " * 4000 + "b"],
-)
-def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time(text):
+def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time():
   began = time.perf_counter()
-  assert final_answer("", text, "5") == 0.0
+  for text in ("#" * 1000 + " x y", "# " * 1000 + "x", "#a" + " " * 4000 + "b"):
+    assert final_answer("", text, "5") == 0.0
   assert time.perf_counter() - began < 0.5
 
 
@@ -145,6 +138,9 @@ def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time(text):
     ("\\fbox{18}", "18"),
     ("#### 18", "She sells 9 * 2 = <<9*2=18>>18\n#### 18"),
     ("#### " + "9" * 5000 + ".0", "9" * 5000),
+    ("\0" * 1000 + "#### 18", "18"),
+    ("\ud800\udfff#### 18", "18"),
+    ("\\boxed{18}}", "18"),
   ],
 )
 def test_gsm8k_right(response, reference):
@@ -188,11 +184,22 @@ def test_gsm8k_right(response, reference):
     "#### 18,",
     "#### (18)",
     "#### \N{FULLWIDTH DIGIT ONE}\N{FULLWIDTH DIGIT EIGHT}",
+    "#### 18\u00b9",
+    "#### 1\u200b8",
+    "#### \u202e81",
+    "#### 1\udc008",
+    "#### 18\0",
+    "#### NaN",
+    "#### sNaN",
+    "#### Infinity",
+    "#### 1e999999999",
     "\\boxed{18",
     "\\boxed 18",
     "\\boxed{}",
     "\\boxed{18 dollars}",
     "\\boxed{18}}{" + "\\boxed{",
+    "\\boxed{#### 18}",
+    "\n".join(f"#### {i}" for i in range(100)),
   ],
 )
 def test_gsm8k_wrong(response):
@@ -223,12 +230,23 @@ def test_gsm8k_reference_that_is_no_number_is_an_error(reference):
     "#### " + " " * 1_000_000 + "x",
     "#### " * 200_000,
     "#### My check\n" * 100_000,
+    "#### 1" + ",000" * 250_000,
+    "\\boxed{" + "{" * 100_000 + "18" + "}" * 100_000,
   ],
 )
 def test_gsm8k_of_megabytes_takes_no_time(response):
   began = time.perf_counter()
   assert gsm8k("", response, "18") == 0.0
-  assert time.perf_counter() - began < 1.0
+  assert time.perf_counter() - began < 3.0
+
+
+def test_gsm8k_reads_a_result_in_megabytes():
+  for response in (
+    "#### " + "0" * 1_000_000 + "18",
+    "#### 18" + " " * 1_000_000,
+    "\\boxed{" * 10_000 + "18" + "}" * 10_000,
+  ):
+    assert gsm8k("", response, "18") == 1.0
 
 
 @pytest.mark.parametrize(

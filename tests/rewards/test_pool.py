@@ -133,7 +133,7 @@ def test_failing_responses_affect_no_others():
   with make_pool("act", seconds=1.0) as pool:
     pending = pool.submit([Response("", text, "") for text in texts])
     rewards = pending.result()
-    reasons = [row[0].number().failure for row in pending.calls]
+    reasons = [row[0].failure() for row in pending.calls]
   np.testing.assert_array_equal(rewards.failed, [True, False] * len(FAILS))
   np.testing.assert_array_equal(rewards.total, [0, 1] * len(FAILS))
   for kind, reason in zip(FAILS, reasons[::2], strict=True):

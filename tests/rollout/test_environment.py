@@ -105,7 +105,7 @@ def begin(pool, *problems, seed=0):
 
 def step(pool, replies, *texts):
   calls = zip((reply.state for reply in replies), texts, strict=True)
-  return [pool.reply(future) for future in pool.step(list(calls))]
+  return pool.replies(pool.step(list(calls)))
 
 
 def test_a_conversation_keeps_its_own_state(pool):

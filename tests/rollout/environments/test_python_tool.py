@@ -45,8 +45,7 @@ def ask(pool, *responses):
   problem = Problem("What is 37 * 48?", "1776", "")
   begun = pool.begin([(problem, 0)] * len(responses))
   calls = zip(begun, responses, strict=True)
-  futures = pool.step([(reply.state, text) for reply, text in calls])
-  return [pool.reply(future) for future in futures]
+  return pool.replies(pool.step([(reply.state, text) for reply, text in calls]))
 
 
 def test_hostile_programs_end_no_conversation(pool):
