@@ -14,18 +14,28 @@ from gspo_jax.rollout.batch import (
   sampled_tokens,
   slot_steps,
 )
+from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import TRUNCATED, Samples
 
 
 def rollout_metrics(
-  batch: RolloutBatch, rollout, step: int
+  batch: RolloutBatch, rollout: RolloutConfig, step: int
 ) -> dict[str, float]:
   """The metrics of the batch that iteration `step` learns from.
 
+<<<<<<< HEAD
   `reward/*` and `response/*`; and where the section `rollout` of the config
   asks for them `conversation/*`, `dynamic_sampling/*` and `rollout/*`. Waits
   for the rewards.
+=======
+  Those are `conversation/*`, `dynamic_sampling/*` and `rollout/*`.
+
+  Args:
+    batch: that an iteration learns from; waits for its rewards.
+    rollout: decides which of them are on.
+    step: the iteration that learns from the batch.
+>>>>>>> main
   """
   scalars = _reward_metrics(batch.samples.rewards.result())
   scalars |= _response_metrics(batch.samples.samples, batch.costs)

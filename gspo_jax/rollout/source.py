@@ -9,6 +9,7 @@ A source is called with the policy's weights and the iteration that learns from
 the batch. A checkpoint has its pending responses, in `pending` and `get_state`.
 """
 
+from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.on_policy import OnPolicy
@@ -19,13 +20,13 @@ Source = OnPolicy | PartialRollouts | OffPolicy
 
 
 def make_source(
-  rollout,
+  rollout: RolloutConfig,
   context: RolloutContext,
   functions: SamplerFunctions,
   *,
   last_step: int,
 ) -> Source:
-  """The source that the section `rollout` of a config asks for."""
+  """The source that a config asks for."""
   if rollout.max_tokens_per_iteration:
     sampler = context.generate
     source = PartialRollouts(
@@ -34,7 +35,7 @@ def make_source(
       functions,
       max_tokens=rollout.max_tokens_per_iteration,
       shards=sampler.shards,
-      extra_prompts=rollout.extra_prompts_in_flight,
+      extra_prompts=context.prompts,
     )
   else:
     source = OnPolicy(
@@ -49,7 +50,6 @@ def make_source(
       functions.empty_samples(),
       max_staleness=rollout.max_staleness,
       last_step=last_step,
-      timeout=rollout.timeout,
       separate=functions.separate,
     )
   return source
