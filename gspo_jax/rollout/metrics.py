@@ -24,18 +24,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
   """The metrics of the batch that iteration `step` learns from.
 
-<<<<<<< HEAD
-  `reward/*` and `response/*`; and where the section `rollout` of the config
-  asks for them `conversation/*`, `dynamic_sampling/*` and `rollout/*`. Waits
-  for the rewards.
-=======
-  Those are `conversation/*`, `dynamic_sampling/*` and `rollout/*`.
-
-  Args:
-    batch: that an iteration learns from; waits for its rewards.
-    rollout: decides which of them are on.
-    step: the iteration that learns from the batch.
->>>>>>> main
+  `reward/*` and `response/*`; and where `rollout` asks for them
+  `conversation/*`, `dynamic_sampling/*` and `rollout/*`. Waits for the rewards.
   """
   scalars = _reward_metrics(batch.samples.rewards.result())
   scalars |= _response_metrics(batch.samples.samples, batch.costs)
