@@ -40,7 +40,7 @@ def passes(
     reference: JSON, `{"inputs": [...], "outputs": [...]}` or a list of
       `{"input": ..., "output": ...}`: text for stdin and of stdout.
     seconds: wall-clock time for one test.
-    total: wall-clock time for all tests, below the pool's time for one call.
+    total: seconds for all tests, below the pool's time for one call.
     memory: address space of the program, MiB.
   """
   tests = _tests(reference)

@@ -75,19 +75,13 @@ class PendingCall(NamedTuple):
 
 
 class PendingRewards:
-  """Rewards that are being computed, of this host or of all.
-
-  Args:
-    size: responses that get rewards, of all hosts if these are of all.
-    calls: [responses of this host][rewards].
-    compute: makes the rewards; it waits for the calls. `result` calls it once.
-  """
+  """Rewards that are being computed, of this host or of all."""
 
   def __init__(
     self,
-    size: int,
-    calls: Sequence[Sequence[PendingCall]],
-    compute: Callable[[], Rewards],
+    size: int,  # responses, of all hosts if these rewards are
+    calls: Sequence[Sequence[PendingCall]],  # [responses of this host][rewards]
+    compute: Callable[[], Rewards],  # waits for the calls; called once
   ):
     self.size, self.calls = size, calls
     self._compute, self._rewards = compute, None
@@ -115,13 +109,7 @@ class RewardPool(Pool):
     names: the rewards, as `reward.named` reads them.
     weights: of each reward in the total.
     examples: responses whose problems have the columns of all others.
-    **limits: `workers`, `seconds`, `memory` and `concurrency` of a `Pool`; a
-      call is of one reward, on one response or one group.
-
-  Raises:
-    UserError: a reward is unknown, does not import, lacks a package, takes
-      other arguments, needs a column that an example lacks, or returns no
-      number.
+    **limits: of a `Pool`; a call is of one reward, on a response or a group.
   """
 
   def __init__(
@@ -222,14 +210,10 @@ class RewardPool(Pool):
 
 
 def too_many(count: int, size: int, max_failed: float, label: str) -> str:
-  """The error message if more rewards failed than are allowed; else "".
+  """The error message if `count` of `size` responses may not fail; else "".
 
-  Args:
-    count: responses that failed, of `size`.
-    size: all responses.
-    max_failed: `reward.max_failed`, the share of responses that may fail. At
-      least one must succeed whatever the share.
-    label: where the responses come from.
+  `max_failed` is the share that may. At least one response must succeed
+  whatever the share.
   """
   allowed = min(int(max_failed * size + 1e-6), size - 1)
   if count <= allowed:

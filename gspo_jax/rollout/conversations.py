@@ -4,10 +4,9 @@ A conversation is one row of samples: the response of turn 1, the tokens of the
 environment's messages, the response of turn 2, and so on, up to
 `sampler.max_new_tokens` tokens. `Samples.turns` says who wrote a token.
 
-All conversations take a turn together: one call of the sampler samples the
-responses, the next call goes on from the environments' answers. An environment
-is asked as soon as its response is there, while others decode; one whose `step`
-is `async` is asked about all at once.
+All conversations take a turn together, in one call of the sampler. An
+environment is asked as soon as its response is there, while others decode; one
+whose `step` is `async` is asked about all at once.
 """
 
 import dataclasses
@@ -94,9 +93,7 @@ class Conversations:
     """G conversations about each of P problems; call it on every process.
 
     Token t of row b is sampled with a key made of (key, b, t), as in a single
-    turn; the seed of an environment is made of the key and the problem. `key`
-    is a typed PRNG key on any devices, `label` says for the log what is
-    sampled.
+    turn; the seed of an environment is made of the key and the problem.
     """
     P, G = len(batch), generate.config.group_size
     B, R = P * G, generate.config.max_new_tokens

@@ -26,10 +26,7 @@ class EnvironmentPool(Pool):
     spec: the environment, as `environment.named` reads it.
     examples: problems; a conversation about each is begun, to try the
       environment.
-    **limits: `workers`, `seconds`, `memory` and `concurrency` of a `Pool`.
-
-  Raises:
-    UserError: there is no such environment, or its `reset` fails on an example.
+    **limits: of a `Pool`.
   """
 
   def __init__(self, spec: str, *, examples: Sequence[Problem] = (), **limits):

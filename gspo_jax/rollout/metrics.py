@@ -120,12 +120,8 @@ def useful_fractions(
 
   Of the update; of the score, if something runs before the update; of decoding;
   and of all three together, where each computed token has the same weight.
-
-  Args:
-    row_tokens: `real` and `computed` tokens by the name of the function,
-      `update` and those of the score.
-    sampled: tokens that were sampled.
-    slot_steps: decode steps, each times the rows that were decoded.
+  `row_tokens` has `real` and `computed` tokens by the name of the function,
+  `update` or one of the score.
   """
   parts = {"update": [], "score": [], "decode": [(sampled, slot_steps)]}
   for name, tokens in row_tokens.items():

@@ -35,16 +35,9 @@ class OffPolicy:
   from the next batch samples it.
 
   The rewards of a batch are computed while updates run. If the sampler has
-  devices of its own, a thread also samples meanwhile.
-
-  Args:
-    source: samples the batches.
-    context: of `source`.
-    empty: a checkpoint always stores `max_staleness` batches, padded with this.
-    max_staleness: in iterations; 0 needs `separate`.
-    last_step: the last iteration.
-    timeout: seconds to wait for a dedicated sampler.
-    separate: None: trainer and sampler share devices.
+  devices of its own (`separate`), a thread also samples meanwhile; the run ends
+  if a batch takes it over `timeout` seconds. A checkpoint always stores
+  `max_staleness` batches, padded with `empty`.
   """
 
   def __init__(

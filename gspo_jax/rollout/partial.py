@@ -35,13 +35,10 @@ class PartialRollouts:
     3. The samples depend on the number of shards: the key of a response depends
        on its row in the batch.
 
-  Args:
-    context: `generate` is a `ContinuousSampler`.
-    empty_samples: count of prompts -> samples without tokens.
-    functions: for `take_batch` and `take_pending`.
-    max_tokens: tokens that an iteration adds to a response at most.
-    shards: parts of the devices, each with its own prompts.
-    extra_prompts: prompts in flight beside the P of a batch.
+  `empty_samples` makes samples without tokens of a count of prompts; an
+  iteration adds at most `max_tokens` to a response; each of `shards` parts of
+  the devices has its own prompts; `extra_prompts` are in flight beside the P of
+  a batch.
   """
 
   def __init__(

@@ -137,11 +137,8 @@ def gathered(
 ) -> PendingRewards:
   """The rewards [P, G] of the responses of all hosts.
 
-  Args:
-    pending: of this host's responses, in parts.
-    rows: of these responses.
-    group_size: G.
-    like: [P * G], any array with the sharding of the responses.
+  `pending` has parts of this host's responses, which are `rows` of the batch;
+  `like` is any array [P * G] with the sharding of the responses.
   """
 
   def compute() -> Rewards:
@@ -182,12 +179,12 @@ def wait_scored(
 
   Args:
     pending: from `gathered`.
-    max_failed: `reward.max_failed`, the share that may fail.
+    max_failed: share of the responses that may fail, but never all.
     label: what was sampled, for the error.
     size: how many responses there can be in all; 0: as many as in `pending`.
 
   Raises:
-    multihost.AgreedError: more than that share of them failed, or all.
+    multihost.AgreedError: more failed.
   """
   size = size or sum(part.size for part in pending)
   alone = jax.process_count() == 1
@@ -216,14 +213,9 @@ def wait_for_calls(
 ) -> str:
   """Waits for the calls of this host, unless so many fail that it is wrong.
 
-  Args:
-    pending: rewards that are being computed.
-    wrong: count of failed responses -> what is wrong with it; "": nothing.
-    label: what was sampled, for the lines that say how far it is.
-    file: for these lines; None is stdout.
-
-  Returns:
-    What is wrong, with a reason; "": nothing.
+  `wrong` makes a count of failed responses the text of an error, "" if it is
+  none; that text with a reason is returned. How far the calls are is printed to
+  `file` (None: stdout) with the label.
   """
   waiting = [row for part in pending for row in part.calls]
   size, failures = len(waiting), []
@@ -262,11 +254,8 @@ def pay_failures_least(
   capped at the lowest of the responses in its group that did not fail, by
   lowering the reward of its last turn.
 
-  Args:
-    rewards_BN: of N turns, of all hosts; NaN for turns that were not taken.
-      N is 1 without an environment.
-    failed_B: whether a response failed.
-    G: responses of a group.
+  B is of all hosts. N is the number of turns, 1 without an environment; turns
+  that were not taken are NaN.
   """
   failed_B1, taken_BN = failed_B[:, None], ~np.isnan(rewards_BN)
   kept_BN = np.where(taken_BN & ~failed_B1, rewards_BN, 0)

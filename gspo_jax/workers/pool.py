@@ -48,14 +48,9 @@ class Pool:
     load: makes the tasks once in each worker, given `seconds`. It is pickled.
     workers: processes; each makes one call at a time, or `concurrency` calls
       of `async` tasks.
-    seconds: wall-clock time for one call. A call that times out takes all of
-      it.
+    seconds: wall-clock time for one call.
     memory: GiB that calls may add to a worker process; enforced on Linux.
     concurrency: calls of `async` tasks that a worker makes at once.
-
-  Raises:
-    UserError: a limit is not above 0, `load` raised UserError, or a worker
-      ended or hung in it.
   """
 
   def __init__(

@@ -110,7 +110,7 @@ c = ctypes.CDLL(None, use_errno=True)
 wrong = []
 for call in {numbers}:
   done = c.syscall(*map(ctypes.c_long, call))
-  if done == 0 and call[0] == {NUMBERS["clone"]}:
+  if done == 0 and call[0] == {CLONE}:
     c._exit(0)
   if done >= 0 or ctypes.get_errno() not in {errors}:
     wrong.append((call, done, ctypes.get_errno()))
@@ -118,10 +118,9 @@ print("refused" if not wrong else wrong)"""
 
 
 ROW = platform.machine() == "aarch64"
-NUMBERS = {"clone": (56, 220)[ROW], "unshare": (272, 97)[ROW]}
+CLONE = (56, 220)[ROW]
 # CLONE_NEW* of linux/sched.h: mount, cgroup, uts, ipc, user, pid, net.
 NEW = (1 << 17, *(1 << n for n in range(25, 31)))
-NAMESPACES = [(NUMBERS["unshare"], flag) for flag in (*NEW, NEW[0] | NEW[4])]
 REFUSED = [row[ROW] for row in seccomp.REFUSED.values() if row[ROW]]
 # getpid by the entry of 32-bit programs: code that runs from a page of its own.
 INT80 = """
@@ -138,13 +137,11 @@ print("refused")"""
 CODE = {
   "an honest response": ("print('refused')", 1),
   "no output, exit code 0": ("pass", 0),
-  "exit code 0 at once": ("import os; os._exit(0)", 0),
   "the right output, exit code 1": ("print('refused'); exit(1)", 0),
   "the right output, then a crash": (
     "import ctypes; print('refused', flush=True); ctypes.string_at(0)",
     0,
   ),
-  "the output of other tests too": ("print('refused')\nprint('18')", 0),
   "output on stderr": ("import sys; print('refused', file=sys.stderr)", 0),
   "a syntax error": ("print('refused'", 0),
   "a null byte": ("print('refused')\0", 0),
@@ -158,10 +155,6 @@ CODE = {
     "    try: socket.socket(family, kind); made.append((family, kind))\n"
     "    except PermissionError: pass\n"
     "print('refused' if not made else made)",
-    1,
-  ),
-  "network: a pair of another family": (
-    safely("import socket\nsocket.socketpair(socket.AF_INET)"),
     1,
   ),
   "network: a name of the host, by a pair": (
@@ -218,11 +211,7 @@ CODE = {
     1,
   ),
   "files: writing anywhere": (
-    opens("/x", "/tmp/x", "/dev/shm/x", "/usr/x", "HOME/x", "x", mode="w"),
-    1,
-  ),
-  "files: writing over the interpreter": (
-    "import os\n" + opens("/program.py", mode="a"),
+    opens("/x", "/tmp/x", "/usr/x", "HOME/x", "x", "/program.py", mode="w"),
     1,
   ),
   "files: in memory": (
@@ -246,19 +235,12 @@ CODE = {
     1,
   ),
   "privileges: root again": (safely("import os\nos.setuid(0)"), 1),
-  "privileges: mount": (
-    "import ctypes\n"
-    "done = ctypes.CDLL(None).mount(b'x', b'/usr', b'tmpfs', 0, None)\n"
-    "print('refused' if done else 'mounted')",
-    1,
-  ),
-  "privileges: namespaces": (calls(*NAMESPACES), 1),
   "privileges: namespaces by clone": (
-    calls(*[(NUMBERS["clone"], flag | 17, 0, 0, 0, 0) for flag in NEW]),
+    calls(*[(CLONE, flag | 17, 0, 0, 0, 0) for flag in NEW]),
     1,
   ),
   "privileges: a thread in a namespace": (
-    calls(*[(NUMBERS["clone"], flag | 0x10F00, 0, 0, 0, 0) for flag in NEW]),
+    calls(*[(CLONE, flag | 0x10F00, 0, 0, 0, 0) for flag in NEW]),
     1,
   ),
   "privileges: a call that hides its flags": (
@@ -294,10 +276,6 @@ CODE = {
     0,
   ),
   "processes: another": (safely("import os\nos.fork()"), 1),
-  "processes: another program": (
-    safely("import subprocess\nsubprocess.run(['PYTHON', '-c', 'print(1)'])"),
-    1,
-  ),
   "processes: threads": (
     "import threading, time\n"
     + safely(
@@ -321,12 +299,6 @@ CODE = {
     0,
   ),
   "memory: at once": (safely("bytearray(1 << 29)", "MemoryError"), 1),
-  "memory: of System V": (
-    "import ctypes\nc = ctypes.CDLL(None)\n"
-    "held = [i for i in range(100) if c.shmget(0, 1 << 20, 0o1600) >= 0]\n"
-    "print('refused' if not held else held)",
-    1,
-  ),
   "memory: of the kernel, for sockets": (
     "import socket\nheld, sent = [], 0\n"
     "try:\n  while True:\n"
@@ -339,28 +311,6 @@ CODE = {
     "      except BlockingIOError: pass\n"
     "except OSError: pass\n"
     "print('refused' if sent < 32 << 20 else sent)",
-    1,
-  ),
-  "memory: of the kernel, for sockets in sockets": (
-    safely(
-      "import socket\na, b = socket.socketpair()\n"
-      "socket.send_fds(a, [b'x'], [b.fileno()])\nprint('sent')"
-    ),
-    1,
-  ),
-  "memory: of the kernel, for pipes": (
-    safely(
-      "import fcntl, os\nfcntl.fcntl(os.pipe()[1], 1031, 1 << 20)",
-      "PermissionError",
-    ),
-    1,
-  ),
-  "memory: of more processes": (
-    safely(
-      "import os, time\nfor _ in range(8):\n"
-      "  if not os.fork():\n    kept = bytearray(1 << 27)\n"
-      "    time.sleep(9)\n    os._exit(0)\n"
-    ),
     1,
   ),
   "memory: bit by bit": (

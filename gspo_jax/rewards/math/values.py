@@ -145,8 +145,8 @@ def _drawn(draw: random.Random, trial: int) -> Fraction:
   Every other trial has only positive values.
   """
   ranges = (1, 12, 13), (5, 40, 11), (20, 90, 7), (2, 9, 1)
-  least, most, denominator = ranges[trial // 2 % len(ranges)]
-  value = Fraction(draw.randint(least, most), denominator)
+  low, high, denominator = ranges[trial // 2 % len(ranges)]
+  value = Fraction(draw.randint(low, high), denominator)
   return value if trial % 2 else value * draw.choice((-1, 1))
 
 
