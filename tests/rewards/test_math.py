@@ -126,11 +126,11 @@ def test_wrong(response, reference):
 
 def test_what_is_long_is_compared_as_text_only():
   long = "x+" * 500_000 + "1"
-  began = time.perf_counter()
+  began = time.process_time()
   assert equivalent("", f"\\boxed{{{long}}}", "18") == 0.0
   assert equivalent("", f"\\boxed{{{long}}}", long) == 1.0
   assert math.normalised("." + "1" * 20_000) == "." + "1" * 20_000
-  assert time.perf_counter() - began < 2
+  assert time.process_time() - began < 2
 
 
 def test_no_response_is_evaluated_as_python(tmp_path):
@@ -194,9 +194,9 @@ REFUSED = {
 def test_pairs():
   rewarded, refused, slow = set(), set(), set()
   for pair in math_reward.pairs():
-    began = time.perf_counter()
+    began = time.process_time()
     verdict = equivalent("", pair.response, pair.reference) == 1.0
-    if time.perf_counter() - began > 1:
+    if time.process_time() - began > 1:
       slow.add(pair)
     if verdict and not pair.right:
       rewarded.add((pair.result, pair.reference))

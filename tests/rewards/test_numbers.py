@@ -67,10 +67,10 @@ def test_final_answer_wrong(text, reference):
 
 
 def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time():
-  began = time.perf_counter()
+  began = time.process_time()
   for text in ("#" * 1000 + " x y", "# " * 1000 + "x", "#a" + " " * 4000 + "b"):
     assert final_answer("", text, "5") == 0.0
-  assert time.perf_counter() - began < 0.5
+  assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,9 @@ def test_gsm8k_reference_that_is_no_number_is_an_error(reference):
   ],
 )
 def test_gsm8k_of_megabytes_takes_no_time(response):
-  began = time.perf_counter()
+  began = time.process_time()
   assert gsm8k("", response, "18") == 0.0
-  assert time.perf_counter() - began < 3.0
+  assert time.process_time() - began < 3.0
 
 
 def test_gsm8k_reads_a_result_in_megabytes():
