@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -29,7 +28,7 @@ from gspo_jax.rewards.reward import Response
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.tasks.chain import Chain
-from gspo_jax.workers.pool import Result
+from gspo_jax.workers.pool import Result, Started
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
 
@@ -257,18 +256,18 @@ class Pool:
     right = np.float32([r.text == r.reference for r in responses])
     failed = np.array(["fail" in r.text for r in responses])
     rewards = Rewards(right, {}, failed, ("why",) * any(failed))
-    futures = [Future() for _ in responses]
-    for response, future in zip(responses, futures, strict=True):
+    started = Started(responses)
+    for i, response in enumerate(responses):
       if response.text != "hang":
         failure = "why" if "fail" in response.text else None
-        future.set_result(Result([[0.0]], failure))
+        started.results[i] = Result([[0.0]], failure)
 
     def compute():
-      assert all(future.done() for future in futures)
+      assert all(started.results)
       self.events.append("result")
       return rewards
 
-    calls = [[PendingCall("it", future, 0)] for future in futures]
+    calls = [[PendingCall("it", started, i, 0)] for i in range(len(responses))]
     return PendingRewards(len(responses), calls, compute)
 
   def __enter__(self):
