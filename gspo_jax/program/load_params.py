@@ -46,17 +46,17 @@ def with_checkpoint(config: Config, checkpoint: str) -> Config:
 def first_policy(
   config: Config, program: Program, params: model.Params
 ) -> model.Params:
-  """The policy before its first update, of the first weights.
+  """The policy of these weights before its first update.
 
-  With adapters, those of `model.lora.checkpoint` or new ones.
+  Its adapters are those of `model.lora.checkpoint`, or new ones.
   """
   policy = program.new_policy(params)
-  if folder := config.model.lora.checkpoint:
-    _, adapters = model.lora.split(program.abstract_policy)
-    base, _ = model.lora.split(policy)
-    read = hf.load_peft(folder, program.cfg, shardings(adapters))
-    return model.lora.join(base, read)
-  return policy
+  if not (folder := config.model.lora.checkpoint):
+    return policy
+  _, adapters = model.lora.split(program.abstract_policy)
+  base, _ = model.lora.split(policy)
+  read = hf.load_peft(folder, program.cfg, shardings(adapters))
+  return model.lora.join(base, read)
 
 
 def save_base(base: model.Params, config: Config, workdir: epath.Path) -> None:
@@ -79,9 +79,7 @@ def load_base(
 ) -> model.Params:
   """The weights below the adapters of a run, of its folder or again of a file.
 
-  Raises:
-    UserError: there are none, or their checksums are not `saved`, those of the
-      run.
+  UserError where there are none, or their checksums are not `saved`.
   """
   folder = workdir / "base"
   if folder.exists():
@@ -113,13 +111,13 @@ def merged(program: Program, policy: model.Params) -> model.Params:
 
 
 def load(config: Config, program: Program, checkpoint: str) -> model.Params:
-  """The weights in a Hugging Face folder, or of a run.
+  """The weights in a Hugging Face folder, or of a run, and its adapters.
 
-  With adapters: the weights in the model's dtype, and the adapters.
+  With adapters the weights have the model's dtype.
 
   Args:
-    config: of `with_checkpoint`, as is `program`.
-    program: of `config`.
+    config: of `with_checkpoint`; `program` is made of it.
+    program: decides the shardings.
     checkpoint: such a folder; or a run's workdir, for its newest checkpoint
       that is whole; or one step of it, WORKDIR/checkpoints/STEP.
 
@@ -134,16 +132,15 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   wanted = identity(program) | lora_identity(program)
   # The dtype of activations: without adapters the weights are float32.
   free = () if program.cfg.lora else ("dtype",)
+  fixed = lambda keys: (
+    keys | {"model": {k: v for k, v in keys["model"].items() if k not in free}}
+  )
 
   def accept(_, saved):
     part = {k: saved["identity"].get(k) for k in wanted}
-    fixed = lambda keys: {
-      k: v for k, v in keys["model"].items() if k not in free
-    }
-    part["model"] = fixed(part)
     match(
-      wanted | {"model": fixed(wanted)},
-      {"identity": part},
+      fixed(wanted),
+      {"identity": fixed(part)},
       f"checkpoint in {str(folder)!r}",
       "give the --config of that run, with its --config.* flags",
     )
