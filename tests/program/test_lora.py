@@ -210,8 +210,7 @@ def test_a_run_gives_its_adapters_and_the_weights_below(run):
 @pytest.mark.parametrize(
   ("keys", "words"),
   [
-    ({"model.lora.rank": 3}, "model.lora.rank=2, this run model.lora.rank=3"),
-    ({"model.lora.alpha": 3.0}, "model.lora.alpha=32.0"),
+    ({"model.lora.alpha": 3.0}, "model.lora.alpha=32.0, this run .*=3.0"),
     ({"model.lora.rank": 0}, "model.lora.*, this run model.lora.*=None"),
     ({"model.dtype": "bfloat16"}, "model.dtype='float32', this run"),
   ],
@@ -249,8 +248,6 @@ def test_other_weights_below_are_refused(run, tmp_path):
       {"model.lora.rank": 0, "model.lora.checkpoint": "x"},
       "model.lora.checkpoint='x': expected '' with model.lora.rank=0",
     ),
-    ({"model.lora.rank": -1}, "model.lora.rank=-1: expected 0 or more"),
-    ({"model.lora.targets": "q"}, "model.lora.targets='q'"),
   ],
 )
 def test_keys_that_do_not_go_together(keys, words):
