@@ -531,18 +531,3 @@ def test_the_critics_loss_has_the_numbers_of_the_config(policy):
   assert 0 < cuts.sum() < MASK.sum()
   assert_close(value, losses.sum() / MASK.sum())
   assert_close(grads["values"], slopes / MASK.sum())
-
-
-def test_without_routing_the_loss_is_the_same(policy):
-  """Without instruments and replay an update gets no routing."""
-  config = make_config("gspo", "nothing")
-  config.log.instruments = False
-  params, rows = params_and_batch("gspo")
-  rows = dataclasses.replace(
-    assign(config, rows), experts=None, router_logps=None
-  )
-  learner, *_ = settings.learners(parse(config), CFG)
-  value, grads = loss_and_gradient(learner.loss, params, rows)
-  loss, slope = oracle("gspo", "nothing")
-  assert_close(value, loss)
-  assert_close(grads["logps"], slope)
