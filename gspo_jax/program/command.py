@@ -234,14 +234,13 @@ def _help(config, doc: str) -> str:
   lines = [doc.strip(), "", "Flags:"]
   if "Exit codes" not in doc:
     lines[1:1] = ["", *textwrap.wrap(_EXIT_CODES, 80)]
-  modules = flags.FLAGS.flags_by_module_dict()
-  own = [
-    m for m in modules if m in (sys.argv[0], "__main__") or "gspo_jax" in m
-  ]
-  for flag in (flag for module in own for flag in modules[module]):
-    unset = flag.default in (None, [])
-    value = "" if unset else flag.default_as_str.strip("'")
-    lines += _entry(f"--{flag.name}={value}", flag.help)
+  for module, ours in flags.FLAGS.flags_by_module_dict().items():
+    if module not in (sys.argv[0], "__main__") and "gspo_jax" not in module:
+      continue
+    for flag in ours:
+      unset = flag.default in (None, [])
+      value = "" if unset else flag.default_as_str.strip("'")
+      lines += _entry(f"--{flag.name}={value}", flag.help)
   lines += ["", "Keys of the config, with their values by default:"]
   for key, default, comment in describe(config):
     if default is None:
@@ -271,8 +270,8 @@ def _meant_flag(name: str, config) -> str:
   keys = config_keys.OTHER_NAMES  # without a config; to know all needs JAX
   if config is not None:
     keys = flatten(config.to_dict())
-  found = [name] if name in keys else config_keys.near(name, keys)
-  return config_keys.did_you_mean(found, "--config.") if found else ""
+  near = [name] if name in keys else config_keys.near(name, keys)
+  return config_keys.did_you_mean(near, "--config.") if near else ""
 
 
 def _unknown_key(error: Exception) -> Exception:

@@ -8,7 +8,7 @@ import jax
 from etils import epath
 
 from gspo_jax import model
-from gspo_jax.model import hf
+from gspo_jax.model import PolicyConfig, hf
 from gspo_jax.program.abstract import shardings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
@@ -44,14 +44,14 @@ def with_checkpoint(config: Config, checkpoint: str) -> Config:
 
 
 def first_policy(
-  config: Config, program: Program, params: model.Params
+  c: PolicyConfig, program: Program, params: model.Params
 ) -> model.Params:
   """The policy of these weights before its first update.
 
   Its adapters are those of `model.lora.checkpoint`, or new ones.
   """
   policy = program.new_policy(params)
-  if not (folder := config.model.lora.checkpoint):
+  if not (folder := c.lora.checkpoint):
     return policy
   _, adapters = model.lora.split(program.abstract_policy)
   base, _ = model.lora.split(policy)
@@ -75,7 +75,7 @@ def save_base(base: model.Params, config: Config, workdir: epath.Path) -> None:
 
 
 def load_base(
-  config: Config, program: Program, workdir: epath.Path, saved: dict[str, int]
+  c: PolicyConfig, program: Program, workdir: epath.Path, saved: dict[str, int]
 ) -> model.Params:
   """The weights below the adapters of a run, of its folder or again of a file.
 
@@ -88,8 +88,8 @@ def load_base(
       restored = checkpoints.restore({"base": abstract}, lambda *_: None)
     source, base = str(folder), restored and restored.state["base"]
   else:
-    source, base = f"model.checkpoint={config.model.checkpoint!r}", None
-    if config.model.checkpoint:
+    source, base = f"model.checkpoint={c.checkpoint!r}", None
+    if c.checkpoint:
       policy = program.new_policy(program.init_params(None))
       base, _ = model.lora.split(policy)
   if base is None or checksums(base) != saved:
@@ -125,7 +125,7 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
     UserError: there is none, or it is of another model.
   """
   if config.model.checkpoint == checkpoint:
-    return first_policy(config, program, program.init_params(None))
+    return first_policy(config.model, program, program.init_params(None))
   folder, step = epath.Path(checkpoint), None
   if folder.name.isdecimal() and folder.parent.name == "checkpoints":
     folder, step = folder.parent.parent, int(folder.name)
@@ -158,5 +158,5 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   params = restored.state["params"]
   if not adapters:
     return params
-  base = load_base(config, program, folder, restored.metadata["base"])
+  base = load_base(config.model, program, folder, restored.metadata["base"])
   return model.lora.join(base, params)

@@ -208,7 +208,9 @@ def learners(config: Config, cfg: model.ModelConfig) -> Learners:
   return Learners(policy, _critic_learner(config, cfg, policy), cold_start)
 
 
-def _critic_learner(config, cfg, policy) -> Learner | None:
+def _critic_learner(
+  config: Config, cfg: model.ModelConfig, policy: Learner
+) -> Learner | None:
   c = config.objective.critic
   if c is None:
     return None

@@ -164,7 +164,7 @@ def test_a_run_begins_with_the_adapters_of_a_folder(tmp_path):
   config.model.lora.checkpoint = str(tmp_path / "peft")
   with jax.set_mesh(program.mesh):
     params = program.init_params(jax.random.key(0))
-    policy = load_params.first_policy(parse(config), program, params)
+    policy = load_params.first_policy(parse(config).model, program, params)
   base, found = lora.split(policy)
   jax.tree.map(np.testing.assert_array_equal, found, adapters)
   jax.tree.map(np.testing.assert_array_equal, base, params)

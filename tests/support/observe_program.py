@@ -121,7 +121,7 @@ def first_adapter(config):
   """A number of the first adapters."""
   made = built(config)
   params = made.init_params(jax.random.key(0))
-  policy = load_params.first_policy(parse(config), made, params)
+  policy = load_params.first_policy(parse(config).model, made, params)
   return float(policy["layers"]["attention"]["q_lora_b"][0, 0, 0, 0])
 
 
