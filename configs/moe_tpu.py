@@ -30,38 +30,21 @@ _STORE_LITTLE = "attention,stream"
 
 
 class _Slice(NamedTuple):
-  """How a model lies on a slice, chosen with gspo_jax.plan.
-
-  Attributes:
-    devices: of the slice.
-    fsdp: `mesh.fsdp`; what is left goes to `data`.
-    expert: `mesh.expert`.
-    decoding: `sampler_mesh.expert`.
-    decoding_tensor: `sampler_mesh.tensor`.
-    prompts: of an iteration.
-    group_size: responses a prompt.
-    new_tokens: most tokens of a response.
-    pages: `continuous_batching.num_pages`.
-    rows: packed rows in one forward and backward pass, of `context` devices.
-    remat: `model.remat`.
-    instruments: `log.instruments`.
-    lora_rank: `model.lora.rank`; 0: all weights are trained.
-    context: `mesh.context`.
-  """
+  """How a model lies on a slice, chosen with gspo_jax.plan."""
 
   devices: int
-  fsdp: int
+  fsdp: int  # the devices that are left go to `mesh.data`
   expert: int
-  decoding: int
-  decoding_tensor: int = 1
+  decoding: int  # `sampler_mesh.expert`
+  decoding_tensor: int = 1  # `sampler_mesh.tensor`
   prompts: int = 64
   group_size: int = 8
   new_tokens: int = 3072
-  pages: int = 0
-  rows: int = 1
+  pages: int = 0  # `continuous_batching.num_pages`
+  rows: int = 1  # packed rows of one pass, on each `context` devices
   remat: str = _STORE_LITTLE
   instruments: bool = True
-  lora_rank: int = 0
+  lora_rank: int = 0  # 0: all weights are trained
   context: int = 1
 
 

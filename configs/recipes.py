@@ -2,9 +2,12 @@
 
 from ml_collections import ConfigDict
 
+from gspo_jax.configs import tiny_cpu
+
 
 def shrink(c: ConfigDict) -> ConfigDict:
   """A config for any machine: seconds, and nothing is learnt."""
+  tiny_cpu.shrink(c)
   c.num_steps = 2
   c.model.variant = "tiny"
   c.model.dtype = "float32"
@@ -12,14 +15,10 @@ def shrink(c: ConfigDict) -> ConfigDict:
     {"data": -1, "fsdp": 1, "context": 1, "expert": 1, "tensor": 1}
   )
   c.sampler_mesh = ConfigDict({"devices": 0, "expert": 0, "tensor": 0})
-  c.data.source = "chain:steps=1"
   c.data.eval_source = c.data.tokenizer = ""
   c.data.instruction = "{problem}"
   c.data.system_prompt = ""
   c.data.prompts = 8
-  c.data.max_prompt_length = 8
-  c.rollout.group_size = 4
-  c.sampler.max_new_tokens = 12
   c.learner.micro_batch_size = 8
   c.continuous_batching.slots = 0
   c.rollout.max_staleness = 0
@@ -27,8 +26,6 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.reward.names = ("final_answer",)
   c.reward.weights = (1.0,)
   c.cold_start.steps = 0
-  c.eval.prompts = 8
-  c.eval.samples = 4
   c.log.profile = ()
   return c
 

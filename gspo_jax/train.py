@@ -31,7 +31,7 @@ from gspo_jax.program.experiment import (
 from gspo_jax.record import metric_writer, profile, run_files, wandb_run
 from gspo_jax.record.checkpoint import Checkpoints, checksums
 from gspo_jax.record.identity import changes, flatten, match
-from gspo_jax.record.metric_writer import MetricWriter
+from gspo_jax.record.metric_writer import LogConfig, MetricWriter
 from gspo_jax.record.progress import Compilations
 from gspo_jax.rollout.batch import (
   ScoredSamples,
@@ -101,7 +101,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     lambda: sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
   )
   multihost.print_once(_devices(mesh, sampler_devices))
-  multihost.run_on_all(lambda: _check_log(config))
+  multihost.run_on_all(lambda: _check_log(config.log))
   with (
     jax.set_mesh(mesh),
     Preemption() as preemption,
@@ -386,12 +386,12 @@ def _devices(mesh: jax.sharding.Mesh, sampler: Sequence[jax.Device]) -> str:
   return f"{mesh.size} x {kind}{hosts}{split}{more}"
 
 
-def _check_log(config) -> None:
+def _check_log(c: LogConfig) -> None:
   """Raises UserError now where it would come after hours."""
-  if config.log.wandb and multihost.is_primary():
-    wandb_run.require_login(config.log.wandb)
-  if config.log.profile:
-    profile.require_profiler(config.log.profile)
+  if c.wandb and multihost.is_primary():
+    wandb_run.require_login(c.wandb)
+  if c.profile:
+    profile.require_profiler(c.profile)
 
 
 def _print_parameters(experiment: Experiment) -> None:
@@ -452,7 +452,9 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   else:
     params = experiment.program.init_params(experiment.keys.init)
   state = learner.init_state(
-    load_params.first_policy(experiment.config, experiment.program, params)
+    load_params.first_policy(
+      experiment.config.model, experiment.program, params
+    )
   )
   if state.base is not None:
     load_params.save_base(state.base, experiment.config, experiment.workdir)
@@ -464,7 +466,10 @@ def _with_base(experiment: Experiment, state, metadata) -> TrainState:
   if not experiment.config.model.lora.rank:
     return state
   base = load_params.load_base(
-    experiment.config, experiment.program, experiment.workdir, metadata["base"]
+    experiment.config.model,
+    experiment.program,
+    experiment.workdir,
+    metadata["base"],
   )
   return dataclasses.replace(state, base=base)
 

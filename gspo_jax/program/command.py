@@ -47,7 +47,7 @@ _EXIT_CODES = (
 def run(work: Callable[[], int], start: str, doc: str) -> None:
   """Runs a command: parses its flags, calls `work`, exits with its code.
 
-  It exits with 2 after a UserError. `start` and `doc`: see `parse`.
+  `start` and `doc`: see `parse`.
   """
   try:
     app.run(
@@ -58,14 +58,10 @@ def run(work: Callable[[], int], start: str, doc: str) -> None:
 
 
 def on_hosts(work: Callable[[], int]) -> int:
-  """Joins the other processes, if there are any, and calls `work`.
+  """Joins the other processes, if there are any; returns the code of `work`.
 
-  Args:
-    work: returns an exit code, the same on every process.
-
-  Returns:
-    That exit code, or 2 after a UserError. Another error of a job with several
-    processes ends this one with 1.
+  It is 2 after a UserError. Another error of a job with several processes ends
+  this one with 1. `work` returns the same code on every process.
   """
   # Not at the top: JAX takes seconds, and a mistaken flag needs none of it.
   if "jax" not in sys.modules:
@@ -101,9 +97,6 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
     argv: the command line.
     start: an example of the command, with all flags that it requires.
     doc: what the command does, for --help.
-
-  Raises:
-    UserError: a flag is mistaken or missing; the error names it and `start`.
   """
   usage = f"see {start.partition(' --')[0]} --help"
   try:
@@ -140,7 +133,7 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
 
 def _with_config_path(argv: list[str]) -> list[str]:
   """The command line, with the path of a config that the package has."""
-  argv = list(argv)
+  argv = [*argv]
   for i, flag in enumerate(argv):
     match = re.fullmatch(r"(--?config)(?:=(.*))?", flag, re.DOTALL)
     if not match:
@@ -156,18 +149,16 @@ def _config_path(name: str) -> str:
   """`FILE[:ARGUMENT]` of a file that exists, here or in the package."""
   file, colon, argument = name.partition(":")
   path = Path(file)
-  if path.exists() and not path.is_dir():
+  if path.is_file():
     return name
   folder = Path(configs.__file__).parent
   if path.parent in (Path("."), Path("configs")):
     packaged = folder / f"{path.name.removesuffix('.py')}.py"
     if packaged.exists():
       return f"{packaged}{colon}{argument}"
-  names = {f"configs/{p.name}" for p in folder.glob("[!_]*.py")}
-  near = nearest(
-    f"configs/{path.stem}.py",
-    names - {"configs/common.py", "configs/recipes.py"},
-  )
+  names = {p.name for p in folder.glob("[!_]*.py")}
+  names = {f"configs/{n}" for n in names - {"common.py", "recipes.py"}}
+  near = nearest(f"configs/{path.stem}.py", names)
   raise UserError(f"--config={name}: no such file; {near}")
 
 
@@ -187,7 +178,7 @@ def _checked_overrides(argv: list[str], keys: dict) -> list[str]:
 
   UserError where it overrides a key that is not in `keys`, which has defaults.
   """
-  argv = list(argv)
+  argv = [*argv]
   for i, flag in enumerate(argv):
     override = re.match(r"--?(?:no)?config\.([^=]*)(=?)", flag)
     if not override:
@@ -243,14 +234,13 @@ def _help(config, doc: str) -> str:
   lines = [doc.strip(), "", "Flags:"]
   if "Exit codes" not in doc:
     lines[1:1] = ["", *textwrap.wrap(_EXIT_CODES, 80)]
-  modules = flags.FLAGS.flags_by_module_dict()
-  own = [
-    m for m in modules if m in (sys.argv[0], "__main__") or "gspo_jax" in m
-  ]
-  for flag in (flag for module in own for flag in modules[module]):
-    unset = flag.default in (None, [])
-    value = "" if unset else flag.default_as_str.strip("'")
-    lines += _entry(f"--{flag.name}={value}", flag.help)
+  for module, ours in flags.FLAGS.flags_by_module_dict().items():
+    if module not in (sys.argv[0], "__main__") and "gspo_jax" not in module:
+      continue
+    for flag in ours:
+      unset = flag.default in (None, [])
+      value = "" if unset else flag.default_as_str.strip("'")
+      lines += _entry(f"--{flag.name}={value}", flag.help)
   lines += ["", "Keys of the config, with their values by default:"]
   for key, default, comment in describe(config):
     if default is None:
@@ -280,8 +270,8 @@ def _meant_flag(name: str, config) -> str:
   keys = config_keys.OTHER_NAMES  # without a config; to know all needs JAX
   if config is not None:
     keys = flatten(config.to_dict())
-  found = [name] if name in keys else config_keys.near(name, keys)
-  return config_keys.did_you_mean(found, "--config.") if found else ""
+  near = [name] if name in keys else config_keys.near(name, keys)
+  return config_keys.did_you_mean(near, "--config.") if near else ""
 
 
 def _unknown_key(error: Exception) -> Exception:

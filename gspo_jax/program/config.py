@@ -132,14 +132,10 @@ class Config:
     return dataclasses.replace(self, **sections)
 
   def check_training(self, shards: int, context: int = 1) -> None:
-    """Checks what several sections must agree on for training.
+    """UserError unless several sections agree on what training needs.
 
-    Args:
-      shards: devices that share a batch of samples.
-      context: of them, devices that share each row of an update.
-
-    Raises:
-      UserError: naming the keys, and what is expected.
+    `shards` devices share a batch of samples, and `context` of them each row of
+    an update.
     """
     self.objective.check_training()
     self.rollout.check_training()
@@ -197,20 +193,18 @@ class Config:
     )
     self._check_sizes(shards, context)
 
-  def _refuse(self, *rules: tuple[str, Any, str], where: str = "") -> None:
+  def _refuse(self, *rules: tuple[str, Any, str], because: str = "") -> None:
     """UserError for the first of (key, whether it is wrong, what is expected).
 
-    Args:
-      where: the key that makes it wrong, for the end of the error.
+    The error ends with the key `because`, which makes it wrong.
     """
     for name, wrong, expected in rules:
       if wrong:
-        value = operator.attrgetter(name)(self)
-        end = where and f" ({where}={operator.attrgetter(where)(self)!r})"
-        raise UserError(f"{name}={value!r}: expected {expected}{end}")
+        value = lambda key: f"{key}={operator.attrgetter(key)(self)!r}"
+        end = because and f" ({value(because)})"
+        raise UserError(f"{value(name)}: expected {expected}{end}")
 
   def _check_environment(self):
-    """UserError where a key does not go with an environment."""
     self._refuse(
       (
         "continuous_batching.slots",
@@ -237,11 +231,10 @@ class Config:
         self.rollout.max_tokens_per_iteration,
         "0, for a conversation ends in the iteration in which it begins",
       ),
-      where="rollout.environment",
+      because="rollout.environment",
     )
 
   def _check_turns(self):
-    """UserError where a key does not go with advantages of turns."""
     method = self.objective.method
     self._refuse(
       (
@@ -264,11 +257,10 @@ class Config:
         self.objective.has_kl_in_reward,
         "'k2' or 'k3', for k1 is a penalty of whole responses",
       ),
-      where="objective.credit",
+      because="objective.credit",
     )
 
   def _check_lora(self):
-    """UserError where a key does not go with adapters."""
     self._refuse(
       (
         "objective.name",
@@ -285,7 +277,7 @@ class Config:
         self.model.lora.checkpoint and self.cold_start.steps,
         "'' with a cold start, which changes the weights below the adapters",
       ),
-      where="model.lora.rank",
+      because="model.lora.rank",
     )
 
   def _check_sizes(self, shards, context):
@@ -325,7 +317,6 @@ def parse(config: ConfigDict) -> Config:
 
 
 def _section(default, values, prefix: str):
-  """The section with these values; `default` is one of its type."""
   names, parsed = keys(default), {}
   for name in values:
     if name in names:

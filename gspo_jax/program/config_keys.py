@@ -30,6 +30,7 @@ OTHER_NAMES = {
   "data.eval_source": "val_files eval_dataset",
   "data.problem_field": "prompt_key input_key",
   "data.reference_field": "label_key answer_key",
+  "data.instruction": "prompt_template few_shot num_few_shot",
   "data.template_args": "chat_template_kwargs apply_chat_template_kwargs",
   "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_name_or_path",
   "data.prompts": "batch_size train_batch_size rollout_batch_size "
@@ -49,6 +50,7 @@ OTHER_NAMES = {
   "use_dynamic_sampling filter_groups filter_groups.enable",
   "rollout.max_staleness": "one_step_off_policy async_train async_grpo "
   "staleness_threshold max_head_offpolicyness",
+  "reward.seconds": "timeout environment_timeout",
   "reward.names": "reward_funcs reward_fn custom_reward_function remote_rm_url",
   "objective.name": "loss_type loss_mode adv_estimator advantage_estimator "
   "importance_sampling_level scale_rewards norm_adv_by_std_in_grpo",
@@ -60,9 +62,18 @@ OTHER_NAMES = {
   "delta",
   "objective.name=ppo:critic_learning_rate=1e-5": "critic_learning_rate "
   "critic.lr critic.optim.lr critic.learning_rate",
-  "objective.name=ppo:critic_clip=0.2": "cliprange_value value_clip vf_clip",
-  "objective.name=ppo:critic_discount=1.0": "gamma",
-  "objective.name=ppo:critic_trace_decay=0.95": "lam lambd gae_lambda",
+  "objective.name=ppo:critic_warmup_steps=20": "critic_warmup_steps "
+  "critic.warmup_steps critic_warmup",
+  "objective.name=ppo:critic_clip=0.2": "critic_clip critic.clip "
+  "cliprange_value value_clip vf_clip",
+  "objective.name=ppo:critic_discount=1.0": "critic_discount critic.discount "
+  "gamma",
+  "objective.name=ppo:critic_trace_decay=0.95": "critic_trace_decay "
+  "critic.trace_decay lam lambd gae_lambda",
+  "objective.name=cispo:cap=5.0": "cap",
+  "objective.name=sapo:tau_positive=1.0": "tau_positive tau_pos",
+  "objective.name=sapo:tau_negative=1.05": "tau_negative tau_neg",
+  "objective.name=gspo:router_shift_floor=0.8": "router_shift_floor",
   "objective.kl_coef": "beta kl_beta kl_loss_coef use_kl_loss init_kl_coef "
   "reference_policy_kl_penalty",
   "objective.kl_estimator": "kl_loss_type kl_penalty",
@@ -70,8 +81,10 @@ OTHER_NAMES = {
   "objective.entropy_coef": "entropy_coeff",
   "objective.mismatch": "vllm_importance_sampling_correction rollout_is "
   "enable_vllm_is_correction use_importance_sampling_correction",
-  "objective.mismatch=tis_token:cap=2.0": "vllm_importance_sampling_cap "
-  "tis_imp_ratio_cap rollout_is_threshold truncated_importance_sampling_ratio",
+  "objective.mismatch=mis_token:floor=0.5": "mismatch_floor",
+  "objective.mismatch=tis_token:cap=2.0": "mismatch_cap "
+  "vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
+  "truncated_importance_sampling_ratio",
   "objective.replay": "router_replay routing_replay",
   "objective.zero_truncated": "mask_truncated_completions overlong_filtering",
   "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
@@ -85,7 +98,8 @@ OTHER_NAMES = {
   "optim.name=adamw:b2=0.95": "b2 beta2 adam_b2 adam_beta2",
   "optim.name=adamw:weight_decay=0.1": "weight_decay adam_weight_decay l2",
   "optim.learning_rate": "learning_rate lr actor_learning_rate",
-  "optim.decay": "lr_scheduler_type lr_scheduler lr_decay_style warmup_style",
+  "optim.decay": "schedule lr_scheduler_type lr_scheduler "
+  "lr_decay_style warmup_style",
   "optim.decay=cosine:min_lr_ratio=0.1": "min_lr_ratio min_lr_rate min_lr "
   "cosine_learning_rate_final_fraction",
   "optim.warmup_steps": "warmup_steps warmup warmup_ratio lr_warmup_steps "
@@ -111,6 +125,7 @@ _COUNTS = {
   "num_steps": "iterations, each a rollout and its updates",
   "data.prompts": "prompts an iteration",
   "rollout.dynamic_sampling_rounds": "batches sampled at most",
+  "data.instruction": "the text around {problem}, examples included",
   "sampler.max_new_tokens": "tokens of a response, without its prompt",
   "continuous_batching.slots": "responses that decode together",
   "objective.name": "a method and its numbers, as "
@@ -131,14 +146,10 @@ _GENERIC = ("name", "dir", "steps", "batch", "clip")
 
 
 def near(key: str, keys: Collection[str]) -> list[str]:
-  """The keys that may be meant by one that does not exist.
+  """The keys that may be meant by `key`, which does not exist.
 
   The key that has this name in other trainers, else keys that differ by a typo
   or only by their section.
-
-  Args:
-    key: as it was typed, with dots between its parts.
-    keys: all keys of the config.
   """
   named = _of_other_trainers(key, keys)
   return named or _typo(key, keys) + _in_another_section(key, keys)
@@ -158,10 +169,10 @@ def hint(key: str, keys: Collection[str]) -> str:
   """
   if meant := near(key, keys):
     return did_you_mean(meant)
-  section = key.partition(".")[0]
-  inside = sorted(k for k in keys if k.startswith(f"{section}."))
+  section = key.partition(".")[0] + "."
+  inside = [k.removeprefix(section) for k in keys if k.startswith(section)]
   if inside:
-    return f"{section} has {', '.join(_leaf(k) for k in inside)}"
+    return f"{section[:-1]} has {', '.join(sorted(inside))}"
   sections = sorted({k.partition(".")[0] for k in keys if "." in k})
   alone = sorted(k for k in keys if "." not in k)
   return f"sections are {', '.join(sections)}; without one: {', '.join(alone)}"
@@ -183,11 +194,11 @@ def _of_other_trainers(key, keys):
 
 
 def _in_another_section(key, keys):
-  same = sorted(k for k in keys if _plain(_leaf(k)) == _plain(_leaf(key)))
-  section = key.rpartition(".")[0]
+  section, _, leaf = key.rpartition(".")
+  same = sorted(k for k in keys if _plain(_leaf(k)) == _plain(leaf))
   meant = mistyped(section, {k.rpartition(".")[0] for k in same})
   near = [k for k in same if k.rpartition(".")[0] in meant]
-  return near or ([] if _leaf(key) in _GENERIC else same)
+  return near or ([] if leaf in _GENERIC else same)
 
 
 def _typo(key, keys):

@@ -3,6 +3,7 @@
 python -m gspo_jax.program.config_reference > configs/common.py
 """
 
+import dataclasses
 import json
 import re
 import textwrap
@@ -31,29 +32,20 @@ def get_config() -> ConfigDict:
 
 
 class Description(NamedTuple):
-  """A key or a section of a config.
+  """A key or a section of a config."""
 
-  Attributes:
-    key: as it is typed, with dots between its parts.
-    default: its value; None for a section.
-    meaning: with its unit, and the values it may have in brackets.
-  """
-
-  key: str
-  default: object
-  meaning: str
+  key: str  # as it is typed, with dots between its parts
+  default: object  # None for a section
+  meaning: str  # with its unit, and the values it may have in brackets
 
 
 def describe(config: ConfigDict | None = None) -> list[Description]:
-  """All keys, each section before its keys.
-
-  Args:
-    config: gives the defaults; None: those of the fields.
-  """
+  """All keys, each section before its keys; `config` may give the defaults."""
   values = {} if config is None else flatten(config)
-  rows = []
-  for row in _describe(Config(), ""):
-    rows.append(row._replace(default=values.pop(row.key, row.default)))
+  rows = [
+    row._replace(default=values.pop(row.key, row.default))
+    for row in _describe(Config(), "")
+  ]
   sizes = [
     Description(key, value, "Sets a field of gspo_jax.model.ModelConfig.")
     for key, value in values.items()
@@ -66,21 +58,19 @@ def _describe(section, prefix: str) -> list[Description]:
   rows = []
   for name, field in keys(section).items():
     key, value = f"{prefix}{name}", getattr(section, name)
-    if inside := hasattr(value, "__dataclass_fields__"):
+    if dataclasses.is_dataclass(value):
       rows.append(Description(key, None, field.metadata["meaning"]))
       rows += _describe(value, f"{key}.")
-    if not inside:
+    else:
       rows.append(Description(key, value, _meaning(**field.metadata)))
   return rows
 
 
 def _meaning(meaning: str, rule: Range | Choice | None) -> str:
   """What a key means, and the values that it may have."""
-  if rule is None:
-    return meaning
   if isinstance(rule, Range):
     return f"{meaning} [{rule.expected}]"
-  if all(name in meaning for name in rule.names):
+  if rule is None or all(name in meaning for name in rule.names):
     return meaning  # which says more about each
   return f"{meaning} [{' | '.join(rule.names)}]"
 
@@ -89,10 +79,9 @@ def common() -> str:
   """The text of configs/common.py."""
   lines = []
   for key, default, meaning in describe():
-    code = "ConfigDict()" if default is None else _literal(default)
     if default is None:
       lines.append("")
-    line = f"  c.{key} = {code}"
+    line = f"  c.{key} = {_literal(default)}"
     if len(line) + len(meaning) + 4 <= 80:
       lines.append(f"{line}  # {meaning}")
     else:
@@ -109,7 +98,9 @@ def common() -> str:
 
 
 def _literal(value) -> str:
-  """Python's notation as ruff formats it."""
+  """Python's notation as ruff formats it; None is a section."""
+  if value is None:
+    return "ConfigDict()"
   if isinstance(value, tuple):
     comma = "," if len(value) == 1 else ""
     return f"({', '.join(map(_literal, value))}{comma})"

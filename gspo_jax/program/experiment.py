@@ -43,27 +43,17 @@ class Keys(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """What stays the same from the first step to the last.
-
-  Attributes:
-    config: all the keys.
-    workdir: where everything is written.
-    program: the jitted functions.
-    reward_pool: the processes that compute rewards, or run environments.
-    datasets: problems to learn from, to be evaluated on, and to imitate.
-    held_out: `eval.prompts` of the held-out problems, as one batch; empty with
-      `eval.every=0` and without a cold start, where nothing reads them.
-    identity: what a checkpoint and a cold start must agree with to belong to
-      this run.
-    keys: the random keys.
-  """
+  """What stays the same from the first step to the last."""
 
   config: Config
   workdir: epath.Path
   program: Program
   reward_pool: RewardPool | EnvironmentPool
   datasets: Datasets
+  # `eval.prompts` of the held-out problems, as one batch; empty with
+  # `eval.every=0` and without a cold start, where nothing reads them.
   held_out: PromptBatch
+  # What a checkpoint and a cold start must agree with to belong to this run.
   identity: dict
   keys: Keys
 
@@ -89,17 +79,14 @@ def prepare(
 ) -> Experiment:
   """What a process can check by itself, before any work.
 
-  Args:
-    config: from `config.parse`.
-    workdir: of the run.
-    mesh: of the trainer.
-    sampler_devices: the sampler's own; none: those of `mesh`.
+  `mesh` is the trainer's; without `sampler_devices` the sampler has it, too.
 
   Raises:
     UserError: the config or the data cannot work as they are.
   """
   _require_hidden(config.data, workdir)
-  for warning in _warnings(config):
+  clips = clip_range_warnings(config.objective)
+  for warning in filter(None, (*clips, settings.length_warning(config))):
     multihost.print_once(f"warning: {warning}")
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   with Progress(f"reading {config.data.source}"):
@@ -139,13 +126,8 @@ def _require_hidden(c: DataConfig, workdir: str) -> None:
       sandbox_files.require_hidden(key, readers.path_of(each.strip()))
 
 
-def _warnings(config: Config) -> list[str]:
-  clips = clip_range_warnings(config.objective)
-  return [*clips, *filter(None, [settings.length_warning(config)])]
-
-
 def _first_weights(config: Config) -> str:
-  """A line about the first weights, where they may be others than expected."""
+  """A line about the first weights where others may be expected, or ""."""
   checkpoint, steps = config.model.checkpoint, config.cold_start.steps
   if checkpoint and steps:
     return (
@@ -179,14 +161,13 @@ def _environment_pool(
 
 
 def _first_problems(problems: Datasets) -> list[Problem]:
-  """That of every source."""
+  """The first problem of every source."""
   mixtures = [*(stage.source for stage in problems.stages), problems.held_out]
   sources = [s for m in mixtures for s in getattr(m, "sources", (m,))]
   return [source[0] for source in sources if len(source)]
 
 
 def _reward_pool(c: RewardConfig, problems: Datasets) -> RewardPool:
-  """The pool, with the first problem of every source as an example."""
   try:
     return RewardPool(
       c.names,
@@ -220,13 +201,8 @@ def checkpoint_identity(experiment: Experiment) -> dict:
     identity["partial responses (rollout.max_tokens_per_iteration)"] = True
   if rollout.is_off_policy:
     # Pending responses belong to these prompts, and have this shape.
-    for key in (
-      "prompts",
-      "max_prompt_length",
-      "system_prompt",
-      "instruction",
-      "template_args",
-    ):
+    data = "prompts max_prompt_length system_prompt instruction template_args"
+    for key in data.split():
       identity[f"data.{key}"] = getattr(config.data, key)
     identity["rollout.group_size"] = rollout.group_size
     identity["sampler.max_new_tokens"] = config.sampler.max_new_tokens

@@ -102,7 +102,7 @@ def build_program(
   params, policy = abstract.params(cfg, mesh), abstract.policy(cfg, mesh)
   learner = cold_start = None
   if training:
-    settings.require_experts(config, cfg)
+    settings.require_experts(config.objective, cfg)
     learner = learner_functions(config, cfg, policy, mesh)
     cold_start = cold_start_functions(config, cfg, params, mesh)
   return Program(

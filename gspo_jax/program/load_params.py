@@ -8,7 +8,7 @@ import jax
 from etils import epath
 
 from gspo_jax import model
-from gspo_jax.model import hf
+from gspo_jax.model import PolicyConfig, hf
 from gspo_jax.program.abstract import shardings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
@@ -44,19 +44,19 @@ def with_checkpoint(config: Config, checkpoint: str) -> Config:
 
 
 def first_policy(
-  config: Config, program: Program, params: model.Params
+  c: PolicyConfig, program: Program, params: model.Params
 ) -> model.Params:
-  """The policy before its first update, of the first weights.
+  """The policy of these weights before its first update.
 
-  With adapters, those of `model.lora.checkpoint` or new ones.
+  Its adapters are those of `model.lora.checkpoint`, or new ones.
   """
   policy = program.new_policy(params)
-  if folder := config.model.lora.checkpoint:
-    _, adapters = model.lora.split(program.abstract_policy)
-    base, _ = model.lora.split(policy)
-    read = hf.load_peft(folder, program.cfg, shardings(adapters))
-    return model.lora.join(base, read)
-  return policy
+  if not (folder := c.lora.checkpoint):
+    return policy
+  _, adapters = model.lora.split(program.abstract_policy)
+  base, _ = model.lora.split(policy)
+  read = hf.load_peft(folder, program.cfg, shardings(adapters))
+  return model.lora.join(base, read)
 
 
 def save_base(base: model.Params, config: Config, workdir: epath.Path) -> None:
@@ -75,13 +75,11 @@ def save_base(base: model.Params, config: Config, workdir: epath.Path) -> None:
 
 
 def load_base(
-  config: Config, program: Program, workdir: epath.Path, saved: dict[str, int]
+  c: PolicyConfig, program: Program, workdir: epath.Path, saved: dict[str, int]
 ) -> model.Params:
   """The weights below the adapters of a run, of its folder or again of a file.
 
-  Raises:
-    UserError: there are none, or their checksums are not `saved`, those of the
-      run.
+  UserError where there are none, or their checksums are not `saved`.
   """
   folder = workdir / "base"
   if folder.exists():
@@ -90,8 +88,8 @@ def load_base(
       restored = checkpoints.restore({"base": abstract}, lambda *_: None)
     source, base = str(folder), restored and restored.state["base"]
   else:
-    source, base = f"model.checkpoint={config.model.checkpoint!r}", None
-    if config.model.checkpoint:
+    source, base = f"model.checkpoint={c.checkpoint!r}", None
+    if c.checkpoint:
       policy = program.new_policy(program.init_params(None))
       base, _ = model.lora.split(policy)
   if base is None or checksums(base) != saved:
@@ -113,13 +111,13 @@ def merged(program: Program, policy: model.Params) -> model.Params:
 
 
 def load(config: Config, program: Program, checkpoint: str) -> model.Params:
-  """The weights in a Hugging Face folder, or of a run.
+  """The weights in a Hugging Face folder, or of a run, and its adapters.
 
-  With adapters: the weights in the model's dtype, and the adapters.
+  With adapters the weights have the model's dtype.
 
   Args:
-    config: of `with_checkpoint`, as is `program`.
-    program: of `config`.
+    config: of `with_checkpoint`; `program` is made of it.
+    program: decides the shardings.
     checkpoint: such a folder; or a run's workdir, for its newest checkpoint
       that is whole; or one step of it, WORKDIR/checkpoints/STEP.
 
@@ -127,23 +125,22 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
     UserError: there is none, or it is of another model.
   """
   if config.model.checkpoint == checkpoint:
-    return first_policy(config, program, program.init_params(None))
+    return first_policy(config.model, program, program.init_params(None))
   folder, step = epath.Path(checkpoint), None
   if folder.name.isdecimal() and folder.parent.name == "checkpoints":
     folder, step = folder.parent.parent, int(folder.name)
   wanted = identity(program) | lora_identity(program)
   # The dtype of activations: without adapters the weights are float32.
   free = () if program.cfg.lora else ("dtype",)
+  fixed = lambda keys: (
+    keys | {"model": {k: v for k, v in keys["model"].items() if k not in free}}
+  )
 
   def accept(_, saved):
     part = {k: saved["identity"].get(k) for k in wanted}
-    fixed = lambda keys: {
-      k: v for k, v in keys["model"].items() if k not in free
-    }
-    part["model"] = fixed(part)
     match(
-      wanted | {"model": fixed(wanted)},
-      {"identity": part},
+      fixed(wanted),
+      {"identity": fixed(part)},
       f"checkpoint in {str(folder)!r}",
       "give the --config of that run, with its --config.* flags",
     )
@@ -161,5 +158,5 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   params = restored.state["params"]
   if not adapters:
     return params
-  base = load_base(config, program, folder, restored.metadata["base"])
+  base = load_base(config.model, program, folder, restored.metadata["base"])
   return model.lora.join(base, params)

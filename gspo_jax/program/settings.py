@@ -13,7 +13,7 @@ from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner import critic, optimizer
 from gspo_jax.learner.cold_start import cross_entropy
-from gspo_jax.learner.objective import policy_loss
+from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
 from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_step import Learner
@@ -59,11 +59,7 @@ def length_warning(config: Config) -> str:
 
 
 def load_tokenizer(config: Config, cfg: model.ModelConfig) -> Tokenizer:
-  """The tokenizer of `data.tokenizer`, of the checkpoint, or bytes.
-
-  Raises:
-    UserError: there is none, or it has more tokens than the model.
-  """
+  """The tokenizer of `data.tokenizer`, of the checkpoint, or bytes."""
   tokenizer = tokenizers.load(
     config.data.tokenizer or config.model.checkpoint or "bytes",
     config.data.template_args,
@@ -128,11 +124,10 @@ def cold_start_packing(config: Config, shards: int) -> PackingConfig:
   )
 
 
-def require_experts(config: Config, cfg: model.ModelConfig) -> None:
+def require_experts(c: ObjectiveConfig, cfg: model.ModelConfig) -> None:
   """UserError where a dense model is to do what only experts can."""
   if cfg.num_experts:
     return
-  c = config.objective
   if c.replay != "none":
     raise UserError(
       f"objective.replay={c.replay!r}: expected 'none', for the model is dense "
@@ -157,15 +152,9 @@ def optim_config(config: Config) -> OptimConfig:
 
 
 def changed_decay(config: Config, saved: dict, step: int) -> str | None:
-  """How other keys move the learning rate of a run that is resumed.
+  """A line on how other keys move the learning rate of a resumed run, or None.
 
-  Args:
-    config: of this run.
-    saved: `Config.as_json` of the run before.
-    step: the last iteration before.
-
-  Returns:
-    A line for the log; None if nothing changes.
+  `saved` is `Config.as_json` of the run before, `step` its last iteration.
   """
   keys = ("learning_rate", "warmup_steps", "decay")
   optim = saved.get("optim", {})
@@ -189,15 +178,15 @@ def changed_decay(config: Config, saved: dict, step: int) -> str | None:
 
 
 class Learners(NamedTuple):
-  """What an update needs: for the policy, the critic, and the cold start."""
+  """How each part of a run learns."""
 
   policy: Learner
-  critic: Learner | None
+  critic: Learner | None  # of PPO
   cold_start: Learner
 
 
 def learners(config: Config, cfg: model.ModelConfig) -> Learners:
-  """How the policy learns, the critic (None but for PPO), the cold start."""
+  """The learners of a config."""
   in_advance = needs_old_logps(config, cfg)
   policy = Learner(
     loss=functools.partial(
@@ -219,7 +208,9 @@ def learners(config: Config, cfg: model.ModelConfig) -> Learners:
   return Learners(policy, _critic_learner(config, cfg, policy), cold_start)
 
 
-def _critic_learner(config, cfg, policy) -> Learner | None:
+def _critic_learner(
+  config: Config, cfg: model.ModelConfig, policy: Learner
+) -> Learner | None:
   c = config.objective.critic
   if c is None:
     return None

@@ -92,23 +92,12 @@ def test_overrides_reach_the_config(parse):
     ([TINY, WORKDIR, "--config.optim.learning_rat=1"],
      "--config.optim.learning_rat=1: no such key; did you mean "
      "'optim.learning_rate'?"),
-    ([TINY, WORKDIR, "--config.learning_rate=1"],
-     "did you mean 'optim.learning_rate'?"),
-    ([TINY, WORKDIR, "--config.data.batch_size=8"],
-     "--config.data.batch_size=8: no such key; did you mean 'data.prompts'"),
-    ([TINY, WORKDIR, "--config.optim.b1=.8"],
-     "--config.optim.b1=.8: no such key; did you mean 'optim.name=adamw:b1=0"),
     ([TINY, WORKDIR, "--config.sampler.group_size", "4"],
      "did you mean 'rollout.group_size'?"),
     ([TINY, WORKDIR, "-config.sed=1"], "did you mean 'seed'?"),
     ([TINY, WORKDIR, "--noconfig.log.instrument"], "'log.instruments'?"),
-    ([TINY, WORKDIR, "--config.sed", "1"], "did you mean 'seed'?"),
     (["--workdir", "x", TINY, "--config.sed=1"], "did you mean 'seed'?"),
-    ([TINY, WORKDIR, "--config.optim=1"], "--config.optim=1: .*'optim.name'"),
     ([TINY, WORKDIR, "--config.seed=abc"], "--config.seed=abc: invalid"),
-    ([TINY, WORKDIR, "--config.seed=1.5"], "--config.seed=1.5: invalid"),
-    ([TINY, WORKDIR, "--config.optim.clip_norm=x"], "optim.clip_norm=x"),
-    ([TINY, WORKDIR, "--config.log.instruments=maybe"], "maybe"),
     ([TINY, WORKDIR, "--config.seed"], "Missing value"),
     ([TINY, WORKDIR, "--config.reward.weights=1,x"],
      "--config.reward.weights=1,x: expected numbers with commas between"),
@@ -119,27 +108,22 @@ def test_overrides_reach_the_config(parse):
      "'--config.rollout.group_size'?; see python -m gspo_jax.main --help"),
     ([TINY, WORKDIR, "--learner.minibatches=1"],
      "did you mean '--config.learner.minibatches' .optimizer steps an iter"),
-    ([TINY, WORKDIR, "--beta", "0.1"], "mean '--config.objective.kl_coef'"),
     ([TINY, WORKDIR, "--wrokdir=x"],
      "wrokdir.*; see python -m gspo_jax.main --help"),
     ([TINY, WORKDIR, "config.seed=1"],
      "unexpected argument 'config.seed=1': did you mean '--config.seed'"),
-    ([TINY, WORKDIR, "trainer.total_epochs=3"], "mean '--config.num_steps'"),
     ([TINY, WORKDIR, "x"], "unexpected argument 'x': flags are --name=value"),
-    (["num_generations=8"], "mean '--config.rollout.group_size'"),
     (["--num_generations=8"], "mean '--config.rollout.group_size'"),
     ([TINY, WORKDIR, "--coordinator=h:1"], "--num_processes is missing: --c"),
     ([TINY, WORKDIR, "--process_id=0"], "--coordinator is missing: --coord"),
     ([TINY, WORKDIR, *PROCESSES, "--process_id=2"],
      "--process_id=2: expected 0 to 1, under --num_processes"),
     ([TINY, WORKDIR, *PROCESSES, "--process_id=-1"], "process_id.*-1"),
-    ([TINY, WORKDIR, *PROCESSES, "--process_id=one"], "process_id=one"),
     ([TINY, WORKDIR, *PROCESSES, "--process_id=0", "--coordinator=h"],
      "--coordinator=h: expected HOST:PORT"),
     (["--config=configs/nope.py", WORKDIR],
      "--config=configs/nope.py: no such file; choose one of configs/calc"),
     (["--config", "elsewhere/dapo.py"], "elsewhere/dapo.py: no such file"),
-    (["--config=/", WORKDIR], "--config=/: no such file"),
     (["--config=configs/tiny_cp.py:debug", WORKDIR],
      "tiny_cp.py:debug: no such file; did you mean 'configs/tiny_cpu.py'?"),
     ([TINY.replace("debug", "fast"), WORKDIR],
@@ -182,19 +166,14 @@ def test_a_file_here_goes_before_that_of_the_package(
   [
     ("reward.names=gsm8k,format", ("gsm8k", "format")),
     ("reward.names gsm8k,format", ("gsm8k", "format")),
-    ("reward.names=gsm8k", ("gsm8k",)),
     ("reward.names=my.rewards.a,length:scale=.1,unit=8,format",
      ("my.rewards.a", "length:scale=.1,unit=8", "format")),
     ("reward.names=('gsm8k','format')", ("gsm8k", "format")),
-    ("reward.names=['gsm8k']", ("gsm8k",)),
     ("reward.names=(gsm8k,format)", ("gsm8k", "format")),
     ("reward.weights=1,.5", (1, 0.5)),
-    ("sampler.stop=</answer>", ("</answer>",)),
     ("sampler.stop=[END],a=b,4", ("[END]", "a=b", "4")),
-    ("sampler.stop=4", ("4",)),
     ("sampler.stop=('a,b',)", ("a,b",)),
     ("sampler.stop=", ()),
-    ("log.profile=2,4", (2, 4)),
     ("reward.weights=2", (2,)),
     ("data.weights=", ()),
     ("data.curriculum=((3,'chain'),)", ((3, "chain"),)),
@@ -206,25 +185,17 @@ def test_a_tuple_needs_no_quotes(parse, typed, value):
   assert config_[key] == value
 
 
-def test_help_lists_every_key_with_the_values_of_the_config(parse, capsys):
+def test_help_lists_every_key_as_it_can_be_typed(parse, capsys):
   with pytest.raises(SystemExit) as end:
     parse(TINY, "--help")
   assert end.value.code == 0
   text = capsys.readouterr().out
   assert max(map(len, text.splitlines())) <= 80
-  for key in config.all_keys():
-    assert f"--config.{key}=" in text
   assert "--config.num_steps=4\n" in text  # of :debug
   assert "--config.reward.names=final_answer\n" in text
   assert "largest global norm of the gradient [more than 0]" in text
   assert "--workdir=" in text
   assert "logtostderr" not in text  # absl's own
-
-
-def test_what_help_prints_can_be_typed(parse, capsys):
-  with pytest.raises(SystemExit):
-    parse(TINY, "--help")
-  text = capsys.readouterr().out
   typed = re.findall(
     r"^  (--config\.[^=]+=(?:\S+|(?= |$)))", text, re.MULTILINE
   )
@@ -342,12 +313,8 @@ def test_a_signal_ends_a_run_in_one_line(tmp_path, at, signals, code, words):
   ("workdir", "arguments", "words", "loads_jax"),
   [
     ("run", ["--config.learning_rate=1"], "mean 'optim.learning_rate'?", False),
-    ("run", ["--coordinator=host:1", "--num_processes=2"], "--process_id is",
-     False),
     ("run", ["--config.data.source=jsonl:nope.jsonl"],
      "'nope.jsonl': No such file", True),
-    ("run", ["--config.mesh.fsdp=3"], "does not multiply to the 1 devices",
-     True),
     ("file/below", ["--config.seed=1"], "cannot be written: Not a directory",
      True),
   ],
@@ -356,15 +323,9 @@ def test_the_command_prints_one_line_and_exits_with_2(
   tmp_path, workdir, arguments, words, loads_jax
 ):
   (tmp_path / "file").write_text("")
+  flags = TINY, f"--workdir={tmp_path}/{workdir}", *arguments
   done = subprocess.run(
-    [
-      sys.executable,
-      "-m",
-      "gspo_jax.main",
-      TINY,
-      f"--workdir={tmp_path}/{workdir}",
-      *arguments,
-    ],
+    [sys.executable, "-m", "gspo_jax.main", *flags],
     cwd=ROOT,
     capture_output=True,
     text=True,

@@ -1,7 +1,6 @@
 """What a config refuses: each error names the key, the value and a remedy."""
 
 import json
-import math
 
 import jax
 import pytest
@@ -50,103 +49,51 @@ def refused(keys, overrides, words):
   ("override", "words"),
   [
     ("objective.name=gpso", "objective.name='gpso': did you mean 'gspo'"),
-    ("objective.name=x", "choose one of cispo, dapo, dr_grpo, gmpo, grpo"),
-    ("objective.old_logps=sampled", "did you mean 'sampler'"),
     ("model.variant=qwen3-8", "model.variant='qwen3-8': did you mean 'qwen3-"),
-    ("model.variant=qwen3-15x", "'qwen3-15x': choose one of llama3.1-8b, "),
     ("model.dtype=float16", "did you mean 'bfloat16'"),
     ("rollout.group_size=1", "rollout.group_size=1: expected at least 2"),
-    ("rollout.group_size=0", "rollout.group_size=0: expected at least 2"),
     ("sampler.temperature=0", "sampler.temperature=0.0: expected more than 0"),
-    ("sampler.top_p=1.5", "sampler.top_p=1.5"),
     ("sampler.stop=", "sampler.stop=.*expected strings that are not"),
-    ("sampler.max_new_tokens=0", "sampler.max_new_tokens=0"),
     ("data.prompts=6", "data.prompts = 6 is not divisible by learner.minib"),
     ("learner.minibatches=3", "= 4 is not divisible by .*nearest divisor is 2"),
-    ("learner.minibatches=0", "divisible by learner.minibatches = 0"),
     (
       "learner.micro_batch_size=3",
       "= 4 is not divisible by learner.micro_batch_size = 3",
     ),
-    (
-      "learner.micro_batch_size=64",
-      "learner.micro_batch_size = 64; the nearest divisor",
-    ),
     ("cold_start.batch=6", "cold_start.batch = 6 is not divisible by learner"),
     ("eval.samples=0", "eval.samples=0: expected at least 1"),
-    ("eval.every=-1", "eval.every=-1: expected 0 or more"),
-    ("optim.learning_rate=-1", "optim.learning_rate=-1.0: expected 0 or more"),
-    ("optim.learning_rate=nan", "optim.learning_rate=nan"),
-    ("optim.clip_norm=0", "optim.clip_norm=0.0"),
     ("optim.name=adam", "optim.name='adam': did you mean 'adamw'"),
     ("optim.decay=cosin", "optim.decay='cosin': did you mean 'cosine'"),
-    ("optim.warmup_steps=-3", "optim.warmup_steps=-3: expected 0 or more"),
-    ("cold_start.learning_rate=0", "cold_start.learning_rate=0.0: expected"),
     ("cold_start.gate=7", "cold_start.gate=7.0: expected 0 to 1"),
     ("checkpoint.every=0", "checkpoint.every=0"),
-    ("sampler.temperature=inf", "sampler.temperature=inf"),
     ("data.prompts=0", "data.prompts = 0: expected at least 1"),
-    ("num_steps=-3", "num_steps=-3"),
     ("log.samples=-1", "log.samples=-1"),
-    ("seed=-1", "seed=-1: expected 0 or more, under"),
+    ("optim.learning_rate=inf", "optim.learning_rate=inf"),
+    ("optim.learning_rate=nan", "optim.learning_rate=nan"),
+    ("model.remat=attention,streem", "remat='streem': did you mean 'stream'"),
     ("seed=99999999999999999999", "seed=9+: expected 0 or more, under"),
     ("data.too_long=cut", "data.too_long='cut': choose one of drop, error"),
     ("data.instruction=Go", "data.instruction='Go': expected {problem} in it"),
-    ("data.tokenizer=nope", "tokenizer 'nope': no such folder"),
-    ("reward.seconds=0", "reward.seconds=0.0: expected more than 0"),
     ("reward.max_failed=1.5", "reward.max_failed=1.5: expected 0 to 1"),
-    ("reward.workers=0", "reward.workers=0: expected at least 1"),
     ("model.checkpoint=nope", "model.checkpoint='nope': no such folder"),
     ("model.checkpoint=Qwen/Qwen3-8B", "`hf download Qwen/Qwen3-8B --local-d"),
     ("data.tokenizer=Qwen/Qwen3-8B", "`hf download Qwen/Qwen3-8B --local-d"),
     ("mesh.data=3", "does not multiply to the 1 devices"),
-    ("mesh.fsdp=2", "does not multiply to the 1 devices"),
     ("mesh.tensor=-1", "does not multiply to the 1 devices"),
-  ],
-)
-def test_a_value_outside_its_range(debug_config, override, words):
-  refused(debug_config, override, words)
-
-
-@pytest.mark.parametrize(
-  ("override", "words"),
-  [
-    ("objective.kl_estimator=k4", "objective.kl_estimator='k4': .* one of k1"),
-    ("objective.replay=r1", "objective.replay='r1': choose one of none, r2"),
+    # A number of the objective.
     ("objective.mismatch=tis", "objective.mismatch='tis': .* tis_token"),
     ("objective.name=grpo:dual_clip=0.5", "dual_clip=0.5: expected more than"),
     ("objective.name=gspo:clip_low=-1", "'gspo:clip_low=-1': clip_low=-1: exp"),
     ("objective.name=ppo:critic_discount=2", "discount=2: expected 0 to 1"),
-    ("objective.kl_coef=-1", "objective.kl_coef=-1.0: expected 0 or more"),
-    ("objective.name=rspo:router_shift_floor=0", "floor=0: expected more than"),
-    ("objective.mismatch=tis_token:cap=0.5", "'tis_token:cap=0.5': cap=0.5: e"),
     ("objective.mismatch=mis_token:floor=1", "floor=1: expected 0 or more, u"),
     ("objective.mismatch=tis_token:floor=.1", "no argument 'floor'"),
-    ("objective.name=cispo:cap=0", "'cispo:cap=0': cap=0: expected more than"),
     ("objective.name=cispo:cap=1e999", "cap=inf: expected more than 0"),
     ("objective.name=sapo:clip_high=.2", "'sapo' has no argument 'clip_high'"),
-    ("objective.name=gmpo:dual_clip=3", "'gmpo' has no argument 'dual_clip'"),
     ("objective.name=sapo:tau_positive=x", "tau_positive=x: expected more tha"),
-    ("rollout.max_tokens_per_iteration=-1", "iteration=-1: expected 0 or more"),
   ],
 )
-def test_a_number_of_the_objective_outside_its_range(
-  debug_config, override, words
-):
+def test_a_value_outside_its_range(debug_config, override, words):
   refused(debug_config, override, words)
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_no_number_may_be_infinite_or_nan(debug_config, value):
-  debug_config.optim.learning_rate = value
-  with pytest.raises(UserError, match=f"optim.learning_rate={value}"):
-    parse(debug_config)
-
-
-def test_a_remat_of_no_value_that_there_is(debug_config):
-  debug_config.model.remat = "attention,streem"
-  with pytest.raises(UserError, match="remat='streem': did you mean 'stream'"):
-    build(debug_config)
 
 
 @pytest.mark.parametrize("value", [(3,), (12, 10), (0, 1), (1.0, 2.0)])
@@ -245,8 +192,6 @@ def test_a_dense_model_has_no_routing(debug_config, override):
 def test_only_ppo_does_without_a_group(debug_config):
   debug_config.learner.micro_batch_size = 1
   debug_config.rollout.group_size = 1
-  with pytest.raises(UserError, match="group_size=1: expected at least 2"):
-    parse(debug_config).check_training(1)
   debug_config.objective.name = "ppo"
   parse(debug_config).check_training(1)
 

@@ -48,15 +48,10 @@ def test_no_config_adds_a_key_or_changes_a_type(name, mode):
 
 
 @each_config
-def test_debug_builds_a_program_for_one_device(name):
+def test_debug_is_small_and_builds_for_one_device(name):
   mesh = sharding.make_mesh(jax.devices()[:1])
-  program = build_program(parse(load(name, "debug")), mesh)
-  assert program.cfg.vocab_size >= 258
-
-
-@each_config
-def test_debug_is_small(name):
   config = load(name, "debug")
+  assert build_program(parse(config), mesh).cfg.vocab_size >= 258
   rows = config.data.prompts * config.rollout.group_size
   assert config.num_steps <= 5
   assert rows * config.sampler.max_new_tokens <= 1024
@@ -107,7 +102,6 @@ def test_the_configs_of_recipes_are_these_recipes():
   [
     ("hugging_face", "./d,recipe=grpo"),
     ("hugging_face", "./d,recipe=dapo,recipe=srpo"),
-    ("hugging_face", "./d,recipe="),
     ("hugging_face", "./d,dapo"),
     ("moe_tpu", "checkpoint=./d,questions=q,recipe=grpo"),
   ],
@@ -128,12 +122,6 @@ def test_an_argument_is_refused_in_the_name_of_the_file(name):
   file = "moe_tpu" if name == "moe_tpu_v5" else name  # another name of it
   with pytest.raises(ValueError, match=rf"configs/{file}\.py:fast"):
     load(name, "fast")
-
-
-def test_configs_share_no_state():
-  first = common.get_config()
-  first.optim.learning_rate = 5.0
-  assert common.get_config().optim.learning_rate != 5.0
 
 
 def topologies():
@@ -186,8 +174,6 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
 def test_every_variant_has_slices_of_the_right_number_of_devices(variant):
   sizes = dataclasses.replace(model.variant(variant), rope_theta=0.0)
   for topology, where in moe_tpu.SLICES[variant].items():
-    keys = load("moe_tpu", f"variant={variant},topology={topology}")
-    assert keys.model.variant == variant
     kind, sides = topology.split(":")
     chips = math.prod(map(int, sides.split("x")))
     assert where.devices == chips * (2 if kind == "tpu7x" else 1)
@@ -203,14 +189,8 @@ def test_the_first_slice_of_a_variant_is_its_default():
     default = load("moe_tpu", f"variant={variant}")
     first = load("moe_tpu", f"variant={variant},topology={next(iter(slices))}")
     assert default.to_dict() == first.to_dict()
-
-
-def test_the_first_name_of_the_flagship_still_works():
-  argument = "variant=qwen3-235b-a22b,topology=v5p:4x8x8"
-  for mode in ("", argument):
-    old, new = load("moe_tpu_v5", mode), load("moe_tpu", mode)
-    assert old.to_dict() == new.to_dict()
-  assert load("moe_tpu_v5", "").model.variant == "qwen3-30b-a3b"
+  # By its first name, too.
+  assert load("moe_tpu_v5", "").to_dict() == load("moe_tpu", "").to_dict()
 
 
 @pytest.mark.parametrize(
@@ -239,7 +219,6 @@ def test_a_wrong_argument_is_refused_with_those_there_are(argument, message):
     ("q.jsonl", "jsonl:q.jsonl"),
     ("gs://bucket/q.jsonl", "jsonl:gs://bucket/q.jsonl"),
     ("gs://bucket/q.parquet", "parquet:gs://bucket/q.parquet"),
-    ("hf:a/b", "hf:a/b"),
     ("parquet:gs://bucket/q", "parquet:gs://bucket/q"),
   ],
 )

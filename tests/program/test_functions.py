@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import unpacked
 
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -124,60 +123,6 @@ def test_weights_go_to_a_sampler_of_as_many_devices(debug_config):
   there = separate.to_sampler(here)
   assert there.lengths.sharding == empty.lengths.sharding
   np.testing.assert_array_equal(there.lengths, rows)
-
-
-def test_iterations_of_ppo_with_a_reference_that_follows(debug_config):
-  """Each phase of three iterations, with prompts and rewards of no meaning."""
-  debug_config.objective.update({"kl_coef": 0.1, "reference_every": 2})
-  debug_config.objective.name = "ppo:critic_learning_rate=1e-9"
-  debug_config.sampler.update({"temperature": 0.7, "max_new_tokens": 5})
-  debug_config.learner.update({"minibatches": 2, "micro_batch_size": 8})
-  mesh = sharding.make_mesh(jax.devices()[:1])
-  program = build_program(parse(debug_config), mesh)
-  learner = program.learner
-  assert learner.needs_old_logps
-  state = learner.init_state(program.init_params(jax.random.key(0)))
-  critic = jax.device_get(state.critic.params)
-  policies = [jax.device_get(state.params)]
-  for step in (1, 2, 3):
-    rng, key = np.random.default_rng(step), jax.random.key(step)
-    tokens = rng.integers(0, 256, (4, 8)).astype(np.int32)
-    prompts = Prompts(tokens, np.full(4, 8, np.int32))
-    samples = program.sampler.generate(state.params, prompts, key)
-    lengths = jax.device_get(samples.lengths)
-    packing = learner.pack(prompts.lengths, lengths, key)
-    batch = learner.make_train_batch(prompts, samples, packing)
-    # Copies: a NumPy view of a buffer would forbid its donation.
-    before = jax.tree.map(np.array, state)
-    state, batch, old_metrics = learner.compute_old_logps(state, batch)
-    jax.tree.map(np.testing.assert_array_equal, before, state)
-    batch = learner.add_reference_and_values(state, batch)
-    rewards = rng.standard_normal(16).astype(np.float32)
-    batch = learner.assign_advantages(batch, rewards, samples.finish)
-    kept = unpacked.by_response(batch, lengths, 5)
-    state, _, metrics = learner.update(state, batch)
-    policies.append(jax.device_get(state.params))
-    metrics = jax.tree.map(jnp.add, old_metrics, metrics)
-    # The second minibatch has old log-probs. Two weight trees are equal: the
-    # policy's, and the reference's where it has followed.
-    old = kept["old_logps"] != 0
-    gap = np.abs(kept["reference_logps"] - kept["old_logps"])[old].max()
-    assert gap < 1e-5 if step in (1, 3) else gap > 1e-4
-    # Both at the sampler's temperature, else they would be far apart.
-    assert metrics["mismatch/token_abs_mean"].value() < 1e-5
-    assert metrics["mismatch/sequence_abs_mean"].count == len(rewards)
-    assert metrics["kl/reference"].value() > 0
-    for name in ("grad/norm", "critic/grad_norm"):
-      assert metrics[name].value() > 0
-    assert (kept["advantages"] != 0).sum() == lengths.sum()
-  jax.tree.map(np.testing.assert_array_equal, state.reference, policies[2])
-  change = lambda a, b: max(
-    float(np.abs(x - y).max())
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-  )
-  assert 0 < change(critic, state.critic.params) < 1e-7
-  assert change(policies[0], state.params) > 1e-5
-  program.check_compiled_once()
 
 
 def test_a_function_that_compiles_again_is_an_error(debug_config):

@@ -164,7 +164,7 @@ def test_a_run_begins_with_the_adapters_of_a_folder(tmp_path):
   config.model.lora.checkpoint = str(tmp_path / "peft")
   with jax.set_mesh(program.mesh):
     params = program.init_params(jax.random.key(0))
-    policy = load_params.first_policy(parse(config), program, params)
+    policy = load_params.first_policy(parse(config).model, program, params)
   base, found = lora.split(policy)
   jax.tree.map(np.testing.assert_array_equal, found, adapters)
   jax.tree.map(np.testing.assert_array_equal, base, params)
@@ -210,8 +210,7 @@ def test_a_run_gives_its_adapters_and_the_weights_below(run):
 @pytest.mark.parametrize(
   ("keys", "words"),
   [
-    ({"model.lora.rank": 3}, "model.lora.rank=2, this run model.lora.rank=3"),
-    ({"model.lora.alpha": 3.0}, "model.lora.alpha=32.0"),
+    ({"model.lora.alpha": 3.0}, "model.lora.alpha=32.0, this run .*=3.0"),
     ({"model.lora.rank": 0}, "model.lora.*, this run model.lora.*=None"),
     ({"model.dtype": "bfloat16"}, "model.dtype='float32', this run"),
   ],
@@ -249,8 +248,6 @@ def test_other_weights_below_are_refused(run, tmp_path):
       {"model.lora.rank": 0, "model.lora.checkpoint": "x"},
       "model.lora.checkpoint='x': expected '' with model.lora.rank=0",
     ),
-    ({"model.lora.rank": -1}, "model.lora.rank=-1: expected 0 or more"),
-    ({"model.lora.targets": "q"}, "model.lora.targets='q'"),
   ],
 )
 def test_keys_that_do_not_go_together(keys, words):

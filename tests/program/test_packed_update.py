@@ -81,7 +81,10 @@ def iteration(program, prompts, samples, placement):
   batch = learner.make_train_batch(prompts, samples, placement)
   metrics = {}
   if learner.needs_old_logps:
+    # Copies: a NumPy view of a buffer would forbid its donation.
+    before = jax.tree.map(np.array, state)
     state, batch, metrics = learner.compute_old_logps(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, before, state)
   if learner.add_reference_and_values:
     batch = learner.add_reference_and_values(state, batch)
   rewards = np.random.default_rng(2).random(B).astype(np.float32)

@@ -8,7 +8,6 @@ numbers.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -222,13 +221,6 @@ def of_tokens(advantages):
   return np.where(MASK, advantages, 0)
 
 
-class Expected(NamedTuple):
-  advantages: np.ndarray
-  returns: np.ndarray | None
-  case: oracles.Case
-  options: dict
-
-
 def typed(config):
   """The name of the method, and the numbers that follow it."""
   name, _, text = config.objective.name.partition(":")
@@ -236,12 +228,12 @@ def typed(config):
   return name, {key: float(value) for key, value in pairs}
 
 
-def expect(config, params, rows) -> Expected:
+def expect(config, params, rows) -> tuple[oracles.Case, dict]:
   """The arguments of the oracles for a config, in float64."""
   c = config.objective
   name, numbers = typed(config)
   floor = numbers.get("router_shift_floor")
-  advantages, returns = expected_advantages(config, rows)
+  advantages, _ = expected_advantages(config, rows)
   weights = shift = penalty = None
   if c.mismatch != "none":
     spec, _, text = c.mismatch.partition(":")
@@ -281,18 +273,21 @@ def expect(config, params, rows) -> Expected:
     weights=weights,
     penalty=penalty,
   )
-  return Expected(
-    advantages,
-    returns,
-    case,
-    {
-      "dual_clip": numbers.get("dual_clip"),
-      "bounds": tuple(
-        v for k, v in numbers.items() if k.startswith(("clip", "cap", "tau"))
-      ),
-      "floor": floor or 0.8,
-    },
+  bounds = (
+    v for k, v in numbers.items() if k.startswith(("clip", "cap", "tau"))
   )
+  return case, {
+    "dual_clip": numbers.get("dual_clip"),
+    "bounds": tuple(bounds),
+    "floor": floor or 0.8,
+  }
+
+
+def slope_of(name, case, options, rows=None):
+  """The gradient with respect to the parameters, of all rows or of some."""
+  if rows is not None:
+    case = case._replace(m=MASK & np.isin(np.arange(B), rows)[:, None])
+  return oracles.gradient(name, case, **options) / TEMPERATURE
 
 
 def expected_advantages(config, rows):
@@ -326,10 +321,9 @@ def expected_advantages(config, rows):
 @functools.cache
 def oracle(name, term):
   """The loss, and its gradient with respect to the parameters."""
-  expected = expect(make_config(name, term), *params_and_batch(name))
-  loss, _ = oracles.loss(name, expected.case, **expected.options)
-  slope = oracles.gradient(name, expected.case, **expected.options)
-  return loss, slope / TEMPERATURE
+  case, options = expect(make_config(name, term), *params_and_batch(name))
+  loss, _ = oracles.loss(name, case, **options)
+  return loss, slope_of(name, case, options)
 
 
 def assert_close(found, expected):
@@ -352,8 +346,8 @@ def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
   config = make_config(name, term)
   params, rows = params_and_batch(name)
   rows = assign(config, rows)
-  expected = expect(config, params, rows)
-  assert_close(rows.advantages, of_tokens(expected.advantages))
+  case, _ = expect(config, params, rows)
+  assert_close(rows.advantages, of_tokens(case.a))
   learner, *_ = settings.learners(parse(config), CFG)
   value, grads = loss_and_gradient(learner.loss, params, rows)
   loss, slope = oracle(name, term)
@@ -405,11 +399,7 @@ def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
   rows = assign(config, rows)
   state, update = start(config, params)
   new, *_ = update(state, rows)
-  expected = expect(config, params, rows)
-  part = expected.case._replace(
-    m=MASK & np.isin(np.arange(B), SECOND)[:, None],
-  )
-  slope = oracles.gradient(name, part, **expected.options) / TEMPERATURE
+  slope = slope_of(name, *expect(config, params, rows), SECOND)
   change = params["logps"] - new.params["logps"]
   assert_close(change[SECOND], slope[SECOND])
   assert np.abs(slope[SECOND]).max() > 1e-3
@@ -430,12 +420,8 @@ def test_a_first_minibatch_is_on_policy_or_has_the_samplers_logps(
   if old_logps == "recompute":
     at_once = params["logps"] / np.float32(TEMPERATURE)
     rows = dataclasses.replace(rows, old_logps=at_once)
-  expected = expect(config, params, rows)
   first = ORDER[: B // minibatches]
-  part = expected.case._replace(
-    m=MASK & np.isin(np.arange(B), first)[:, None],
-  )
-  slope = oracles.gradient("grpo", part, **expected.options) / TEMPERATURE
+  slope = slope_of("grpo", *expect(config, params, rows), first)
   change = params["logps"] - new.params["logps"]
   assert_close(change[first], slope[first])
   # Known before the update, they are compared with those of its own pass.
@@ -497,11 +483,9 @@ def test_an_update_after_old_logps_is_on_policy(policy, minibatches, term):
     functools.partial(jax.tree.map, jnp.add), sums, metrics
   )
 
+  parts = (FIRST, SECOND) if minibatches == 2 else [ORDER]
   expected = expect(config, params, known)
-  slope = 0
-  for part in (FIRST, SECOND) if minibatches == 2 else [ORDER]:
-    case = expected.case._replace(m=MASK & np.isin(np.arange(B), part)[:, None])
-    slope += oracles.gradient("gspo", case, **expected.options) / TEMPERATURE
+  slope = sum(slope_of("gspo", *expected, part) for part in parts)
   assert_close(params["logps"] - new.params["logps"], slope)
   # Every row, and every token, is counted once.
   assert metrics["mismatch/sequence_abs_mean"].count == B
@@ -531,18 +515,3 @@ def test_the_critics_loss_has_the_numbers_of_the_config(policy):
   assert 0 < cuts.sum() < MASK.sum()
   assert_close(value, losses.sum() / MASK.sum())
   assert_close(grads["values"], slopes / MASK.sum())
-
-
-def test_without_routing_the_loss_is_the_same(policy):
-  """Without instruments and replay an update gets no routing."""
-  config = make_config("gspo", "nothing")
-  config.log.instruments = False
-  params, rows = params_and_batch("gspo")
-  rows = dataclasses.replace(
-    assign(config, rows), experts=None, router_logps=None
-  )
-  learner, *_ = settings.learners(parse(config), CFG)
-  value, grads = loss_and_gradient(learner.loss, params, rows)
-  loss, slope = oracle("gspo", "nothing")
-  assert_close(value, loss)
-  assert_close(grads["logps"], slope)

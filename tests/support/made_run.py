@@ -45,24 +45,16 @@ HEALTH = (  # metrics that `HealthChecks` reads
 
 
 class MadeRun:
-  """A run, and a record of the calls to its program.
-
-  Attributes:
-    folder: its workdir.
-    experiment: the `Experiment` that it prepared.
-    events: (name of a function, argument) for each call in order; arguments are
-      texts of problems, rewards, or arrays of demonstrations.
-    keys: the random keys of a function's calls, by its name; those of
-      `packing.shuffled_groups` are "shuffle".
-    widths: the widths of the prompts, in tokens.
-    pools: the set-up of each process that scores.
-    wandb: in the place of `WandbRun`.
-    error: the text of the error that ended the run, or "".
-  """
+  """A run, and a record of the calls to its program."""
 
   def __init__(self, config, folder: Path):
     self.folder, self.experiment = folder, None
-    self.events, self.keys, self.widths, self.pools = [], {}, set(), []
+    # (function, argument) of each call in order; arguments are texts of
+    # problems, rewards, or arrays of demonstrations.
+    self.events = []
+    self.keys = {}  # the random keys of each function's calls
+    self.widths = set()  # of the prompts, in tokens
+    self.pools = []  # the set-up of each process that scores
     self.error, self.wandb = "", mock.MagicMock()
     build, prepare = experiment.build_program, training.prepare
 
@@ -105,7 +97,7 @@ class MadeRun:
 
   def given(self, name: str) -> list:
     """The noted argument of each call of a function."""
-    return [what for event, what in self.events if event == name]
+    return [argument for event, argument in self.events if event == name]
 
   def rows(self, name: str = "step") -> list:
     """A column of metrics.jsonl; None where a record lacks it."""
@@ -156,8 +148,8 @@ def _recording(built, config, notes):
   mesh, tokenizer = built.mesh, built.tokenizer
   rows, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
 
-  def note(name, what, key=None):
-    notes.events.append((name, what))
+  def note(name, argument, key=None):
+    notes.events.append((name, argument))
     notes.keys.setdefault(name, []).append(key)
 
   def problems(prompts):

@@ -5,10 +5,8 @@ program's functions on a policy of two tables (`bigram`), with made-up samples
 and rewards.
 """
 
-import contextlib
 import dataclasses
 import functools
-from typing import Any, NamedTuple
 from unittest import mock
 
 import bigram
@@ -19,10 +17,11 @@ import optax
 import unpacked
 from observe_run import run_of
 
-from gspo_jax import losses, model
-from gspo_jax.learner import packing, train_batch, train_step
+from gspo_jax import model
+from gspo_jax.learner import packing, train_batch
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
-from gspo_jax.program import load_params, settings
+from gspo_jax.learner.train_step import TrainState
+from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -63,16 +62,15 @@ def weight_shards(config, mesh):
   return shard(layers["attention"]["q"]), shard(layers["moe"]["gate_up"])
 
 
+def generators(made):
+  s = made.sampler
+  return s.generate, s.generate_eval, s.generate_greedy
+
+
 def decoding_mesh(config):
-  made = build_program(
-    parse(config), sharding.make_mesh(data=8), training=False
-  )
-  each = (
-    made.sampler.generate,
-    made.sampler.generate_eval,
-    made.sampler.generate_greedy,
-  )
-  (shape,) = {tuple(function.mesh.shape.values()) for function in each}
+  mesh = sharding.make_mesh(data=8)
+  made = build_program(parse(config), mesh, training=False)
+  (shape,) = {tuple(f.mesh.shape.values()) for f in generators(made)}
   return shape
 
 
@@ -123,7 +121,7 @@ def first_adapter(config):
   """A number of the first adapters."""
   made = built(config)
   params = made.init_params(jax.random.key(0))
-  policy = load_params.first_policy(parse(config), made, params)
+  policy = load_params.first_policy(parse(config).model, made, params)
   return float(policy["layers"]["attention"]["q_lora_b"][0, 0, 0, 0])
 
 
@@ -197,6 +195,8 @@ PROMPTS = Prompts(
   np.random.default_rng(1).integers(0, 256, (P, S)).astype(np.int32),
   np.full(P, S, np.int32),
 )
+# A row for each response.
+EACH_PROMPT = Prompts(PROMPTS.tokens.repeat(G, 0), PROMPTS.lengths.repeat(G, 0))
 LENGTHS = np.resize([4, 2, 3, 1, 4], B).astype(np.int32)
 EXPERTS = np.random.default_rng(2).permuted(
   np.broadcast_to(np.arange(bigram.E, dtype=np.uint8), (B, 2, S + R, bigram.E)),
@@ -255,50 +255,17 @@ def logps_and_entropy(params, rows, temperature=1.0, **options):
 @each_once
 def samples_of(config) -> list[Samples]:
   """B responses of generate, generate_eval and generate_greedy each."""
-  made, key, params = built(config), jax.random.key(1), bigram.params()
-
-  once = dataclasses.replace(
-    PROMPTS,
-    tokens=PROMPTS.tokens.repeat(G, 0),
-    lengths=PROMPTS.lengths.repeat(G, 0),
-  )
+  prompts = PROMPTS, EACH_PROMPT, EACH_PROMPT
+  pairs = zip(generators(built(config)), prompts, strict=True)
   with bigram.by_the_operation():
-    return [
-      made.sampler.generate(params, PROMPTS, key),
-      made.sampler.generate_eval(params, once, key),
-      made.sampler.generate_greedy(params, once, key),
-    ]
+    return [f(bigram.params(), p, jax.random.key(1)) for f, p in pairs]
 
 
 def sample_shapes(config):
   """[B, R] of generate, generate_eval and generate_greedy."""
-  made, key = built(config), jax.random.key(1)
-  each = (
-    made.sampler.generate,
-    made.sampler.generate_eval,
-    made.sampler.generate_greedy,
-  )
-  shapes = lambda f: jax.eval_shape(f, bigram.params(), PROMPTS, key)
+  shapes = lambda f: jax.eval_shape(f, bigram.params(), PROMPTS, KEY)
   with bigram.by_the_operation():
-    return [shapes(f).tokens.shape for f in each]
-
-
-def sampling_temperatures(config):
-  """The temperatures of generate and generate_eval, by their log-probs."""
-  return [_temperature_of(samples) for samples in samples_of(config)[:2]]
-
-
-def _temperature_of(samples):
-  """The temperature at which the first tokens have these log-probs."""
-  logits = bigram.logits(bigram.params(), PROMPTS.tokens)[:, -1]
-  first = np.asarray(samples.tokens)[:, 0]
-  for temperature in (1.0, 0.5, 0.01):
-    logps = jax.nn.log_softmax(logits / temperature).repeat(G, 0)
-    if np.allclose(
-      logps[np.arange(len(first)), first], samples.logps[:, 0], atol=1e-4
-    ):
-      return temperature
-  raise AssertionError("no temperature fits the log-probs")
+    return [shapes(f).tokens.shape for f in generators(built(config))]
 
 
 def all_likeliest(config):
@@ -338,19 +305,6 @@ def pool(config):
 def prefill_lengths(config):
   """Tokens of the forward passes of prompts."""
   return built(config).sampler.generate.buckets(continues=False)
-
-
-@contextlib.contextmanager
-def record_passes():
-  """Records the shape [rows, tokens] of each forward pass."""
-  result, plain = [], bigram.hidden_states
-
-  def hidden_states(params, cfg, tokens, *rest, **options):
-    result.append(tokens.shape)
-    return plain(params, cfg, tokens, *rest, **options)
-
-  with mock.patch.object(bigram, "hidden_states", hidden_states):
-    yield result
 
 
 def new_batch(config) -> PackedBatch:
@@ -418,28 +372,25 @@ def replayed_experts(config):
   of_responses = lambda x: np.moveaxis(x[:, :, S:], 1, 2)[mask]
   if np.array_equal(experts[mask], of_responses(EXPERTS)):
     return "sampler's"
-  own = of_responses(routing(made_batch()).experts.swapaxes(0, 1))
+  tokens = made_batch().tokens
+  routing = bigram.hidden_states(bigram.params(), None, tokens, 0, 0).routing
+  own = of_responses(routing.experts.swapaxes(0, 1))
   return "policy's" if np.array_equal(experts[mask], own) else "other"
 
 
 def instruments(config):
   """Whether an update measures routers, and histograms of ratios."""
-  metrics = updated(config).metrics
+  _, metrics = updated(config)
   names = "moe/router_entropy", "moe/router_shift_ratio", "ratio/sequence_log"
   return [name in metrics for name in names]
 
 
-class Updated(NamedTuple):
-  metrics: dict
-  after: Any
-
-
 @each_once
-def updated(config) -> Updated:
-  """One update on the made-up batch."""
+def updated(config) -> tuple[TrainState, dict]:
+  """The state after one update on the made-up batch, and the metrics."""
   made = built(config)
   after, _, metrics = step(made, cut(made), "update")
-  return Updated(metrics, after)
+  return after, metrics
 
 
 def step(made, batch, name):
@@ -449,51 +400,24 @@ def step(made, batch, name):
     return getattr(made.learner, name)(state, batch)
 
 
-def routing(rows, **options):
-  with bigram.by_the_operation():
-    out = model.hidden_states(
-      bigram.params(), None, rows.tokens, None, None, **options
-    )
-  return out.routing
-
-
 def reference_after(config):
-  """What the reference is after an update: none, the old policy, the new."""
-  update = updated(config)
-  head = lambda state: np.asarray(state["head"])
-  if update.after.reference is None:
-    return None
-  old = np.array_equal(head(update.after.reference), head(bigram.params()))
-  new = np.array_equal(head(update.after.reference), head(update.after.params))
+  """What the reference is after an update: the old policy, or the new."""
+  after, _ = updated(config)
+  head = after.reference["head"]
+  old = np.array_equal(head, bigram.params()["head"])
+  new = np.array_equal(head, after.params["head"])
   return {(True, False): "old", (False, True): "new"}[old, new]
 
 
 def value_step(config):
   """The largest change of the value head in the first step."""
-  update = updated(config)
-  return float(jnp.abs(update.after.critic.params["value_head"]).max())
+  after, _ = updated(config)
+  return float(jnp.abs(after.critic.params["value_head"]).max())
 
 
-def forward_passes(config, name="update"):
-  """The rows of each forward pass, and the optimizer steps."""
-  result = []
-
-  def note(params, rows, is_old_policy, **_):
-    if not isinstance(rows.tokens, jax.core.Tracer):  # of eval_shape
-      result.append(rows.response_index[:, 0].tolist())
-    nothing = losses.Mean(0 * params["head"].sum(), jnp.float32(1))
-    return train_step.LossOutput(nothing, {})
-
-  with mock.patch.object(settings, "policy_loss", note):
-    made = build_program(parse(config), one_device())  # not one that is kept
-    after, _, _ = step(made, cut(made), name)
-  return result, int(after.opt_state[1][0].count)
-
-
-def steps_and_rows(config):
-  """Optimizer steps of an update, and rows of a micro-batch."""
-  result, steps = forward_passes(config)
-  return steps, {len(rows) for rows in result}
+def optimizer_steps(config):
+  after, _ = updated(config)
+  return int(after.opt_state[1][0].count)
 
 
 def rows_per_pass(config):
@@ -504,9 +428,12 @@ def rows_per_pass(config):
     cold = jax.eval_shape(made.cold_start.init_state, params)
 
   def rows(f, *args):
-    with record_passes() as passes, bigram.by_the_operation():
+    patched = mock.patch.object(
+      bigram, "hidden_states", wraps=bigram.hidden_states
+    )
+    with patched as passes, bigram.by_the_operation():
       jax.eval_shape(lambda *args: f(*args), *args)
-    return {rows for rows, _ in passes}
+    return {len(call.args[2]) for call in passes.call_args_list}
 
   return [
     rows(made.learner.add_reference_and_values, state, cut(made)),
@@ -515,12 +442,7 @@ def rows_per_pass(config):
   ]
 
 
-DEMONSTRATED = (
-  Prompts(PROMPTS.tokens.repeat(G, 0), PROMPTS.lengths.repeat(G, 0)),
-  made_samples().tokens,
-  LENGTHS,
-  None,
-)
+DEMONSTRATED = EACH_PROMPT, made_samples().tokens, LENGTHS, None
 
 
 def demonstrated(made) -> packing.Packing:
@@ -530,8 +452,9 @@ def demonstrated(made) -> packing.Packing:
 
 def step_size(config):
   """The largest change of a weight in the first step."""
-  after = updated(config).after.params["head"]
-  return float(jnp.abs(after - bigram.params()["head"]).max())
+  after, _ = updated(config)
+  moved = after.params["head"] - bigram.params()["head"]
+  return float(jnp.abs(moved).max())
 
 
 def second_moments(config):
@@ -548,8 +471,8 @@ def second_rate(config):
 
 def norm_of_step(config):
   """The global norm of the first step's gradient, once it is clipped."""
-  result = updated(config).after.opt_state[1][0]
-  return float(optax.tree.norm(result.mu) / (1 - 0.9))  # b1
+  after, _ = updated(config)
+  return float(optax.tree.norm(after.opt_state[1][0].mu) / (1 - 0.9))  # b1
 
 
 def cold_start_step(config):
