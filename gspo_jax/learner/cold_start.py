@@ -79,13 +79,8 @@ def demonstration_batch(
 ) -> PackedBatch:
   """The batch of an update, of the arrays of a `DemonstrationBatch`.
 
-  Args:
-    prompts: P of them.
-    responses: [P, R] int32.
-    lengths: [P] int32, of the responses.
-    turns: [P, R] int16, or None.
-    packing: where each demonstration goes.
-    cfg: the rows, of one minibatch; static.
+  Responses are [P, R] int32, lengths [P] int32, turns [P, R] int16 or None;
+  `cfg` is of one minibatch, and static.
   """
   batch = pack_responses(prompts, responses, lengths, packing, cfg, turns=turns)
   return batch._replace(rows=dataclasses.replace(batch.rows, turns=None))
@@ -93,52 +88,32 @@ def demonstration_batch(
 
 @dataclasses.dataclass(frozen=True)
 class ColdStartFunctions:
-  """The jitted functions of a cold start.
+  """The jitted functions of a cold start."""
 
-  Attributes:
-    abstract: shapes and shardings of the state.
-    init_state: params, donated -> the first state.
-    packing: the rows of a step.
-    update: (state, donated, `DemonstrationBatch`'s arrays, packing) -> (state,
-      metrics).
-  """
-
-  abstract: TrainState
+  abstract: TrainState  # shapes and shardings
   init_state: train_step.InitState
   packing: PackingConfig
+  # (state, donated, `DemonstrationBatch`'s arrays, packing) -> (state, metrics)
   update: Callable[..., tuple[TrainState, Metrics]]
 
 
 @dataclasses.dataclass(frozen=True)
 class ColdStart:
-  """Supervised fine-tuning that is saved, resumed and reused.
-
-  Attributes:
-    batches: from `pipeline.demonstrations`.
-    batch_sharding: for arrays whose first axis is the batch.
-    accuracy: params -> greedy accuracy on held-out problems, the same on every
-      host; it decides when to stop.
-    checkpoints: in a folder of its own, so that a later run reuses the result.
-    identity: two cold starts with the same identity have the same result.
-    cfg: when to stop.
-  """
+  """Supervised fine-tuning that is saved, resumed and reused."""
 
   functions: ColdStartFunctions
-  batches: Batches
+  batches: Batches  # of `pipeline.demonstrations`
   batch_sharding: jax.sharding.Sharding
+  # Greedy accuracy on held-out problems, the same on every host.
   accuracy: Callable[[model.Params], float]
-  checkpoints: Checkpoints
-  identity: dict
+  checkpoints: Checkpoints  # in a folder that a later run can reuse
+  identity: dict  # two cold starts of one identity have the same result
   cfg: ColdStartConfig
 
   def run(
     self, init_params: Callable[[], model.Params], preemption: Preemption
   ) -> TrainState | None:
     """Trains until `cfg.gate` is reached; resumes what `checkpoints` has.
-
-    Args:
-      init_params: makes the first weights.
-      preemption: checked every step.
 
     Returns:
       The trained state; None where preemption came first (it is saved).
@@ -178,7 +153,12 @@ class ColdStart:
             f"greedy accuracy {accuracy:.3f} (gate {cfg.gate})"
           )
         if check or stop:
-          self._save(step, state, accuracy)
+          metadata = {
+            "greedy": accuracy,
+            "data": self.batches.get_state(),
+            "identity": self.identity,
+          }
+          self.checkpoints.save(step, state, metadata)
         if stop:
           return None
         progress.advance()
@@ -202,11 +182,3 @@ class ColdStart:
       self.batch_sharding,
     )
     return self.functions.update(state, *arrays, packing)
-
-  def _save(self, step, state, accuracy):
-    metadata = {
-      "greedy": accuracy,
-      "data": self.batches.get_state(),
-      "identity": self.identity,
-    }
-    self.checkpoints.save(step, state, metadata)

@@ -3,38 +3,32 @@
 import dataclasses
 
 from gspo_jax import model
-from gspo_jax.learner import critic, train_batch
+from gspo_jax.learner import critic, train_batch, train_step
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
+from gspo_jax.learner.train_step import TrainState
 
 
 def add_reference_and_values(
+  state: TrainState,
   batch: PackedBatch,
-  cfg: model.ModelConfig,
   *,
-  reference: model.Params | None,
-  critic_params: model.Params | None,
+  cfg: model.ModelConfig,
   temperature: float,
 ) -> PackedBatch:
-  """The batch with the reference's log-probs and the critic's values.
-
-  `reference` and `critic_params` are weights, or None; `temperature` is the
-  sampler's.
-  """
+  """The batch with the reference's log-probs and the critic's values."""
 
   def forward(micro_batch: TrainBatch):
     fields = {}
-    if reference is not None:
+    if state.reference is not None:
+      reference = train_step.with_base(state.base, state.reference)
       fields["reference_logps"] = train_batch.response_logps(
         reference, cfg, micro_batch, temperature=temperature
       ).logps
-    if critic_params is not None:
-      fields["values"] = critic.values(critic_params, cfg, micro_batch)
+    if state.critic is not None:
+      fields["values"] = critic.values(state.critic.params, cfg, micro_batch)
     return fields
 
-  names = []
-  if reference is not None:
-    names.append("reference_logps")
-  if critic_params is not None:
-    names.append("values")
+  present = {"reference_logps": state.reference, "values": state.critic}
+  names = [name for name, x in present.items() if x is not None]
   fields = batch.map(forward, *names)
   return batch._replace(rows=dataclasses.replace(batch.rows, **fields))
