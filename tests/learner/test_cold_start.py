@@ -52,17 +52,12 @@ class Batches:
 
 
 class Functions:
-  """Updates add 1 to the weight; the accuracies are given.
-
-  Attributes:
-    checked: the weight at each measurement of the accuracy.
-    batches: which batch each update got.
-    packings: where its demonstrations go.
-  """
+  """Updates add 1 to the weight; the accuracies are given."""
 
   def __init__(self, accuracies):
-    self.accuracies, self.checked, self.batches = accuracies, [], []
-    self.packings = []
+    self.accuracies = accuracies
+    self.checked = []  # the weight at each measurement of the accuracy
+    self.batches, self.packings = [], []  # of each update
 
   def update(self, state, prompts, responses, lengths, turns, packing):
     self.batches.append(int(responses[0, 0]))
