@@ -368,9 +368,7 @@ def _options(
     )
   if batch.reference_logps is not None:
     gap = losses.kl_penalty(out.logps, batch.reference_logps, mask)
-    metrics["kl/reference"] = jax.lax.stop_gradient(
-      Mean(gap.sum(), mask.sum(dtype=jnp.float32))
-    )
+    metrics["kl/reference"] = jax.lax.stop_gradient(Mean.of(gap, mask))
   arguments = objective.method.arguments
   options = objective.loss_numbers
   if "max_length" in arguments:  # a packed row is longer than a response
@@ -401,9 +399,8 @@ def _routing_metrics(
 ) -> Metrics:
   """How far the routers moved away from the old policy's."""
   mask = batch.response_mask
-  ratio = jnp.where(mask, jnp.exp(-_router_shift(out, batch)), 0.0).sum()
-  count = mask.sum(dtype=jnp.float32)
-  metrics = {"moe/router_shift_ratio": Mean(ratio, count)}
+  ratio = jnp.exp(-_router_shift(out, batch))
+  metrics = {"moe/router_shift_ratio": Mean.of(ratio, mask)}
   if objective.replay == "none":  # else the experts are the old ones
     flips = routing_metrics.flips(_rows_first(out.experts), batch.experts, mask)
     metrics["moe/expert_flip_rate"] = routing_metrics.over_layers(flips)

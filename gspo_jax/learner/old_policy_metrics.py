@@ -28,16 +28,12 @@ def old_policy_metrics(
   """
   mask = batch.response_mask
   metrics = _mismatch(out.logps, batch)
-  metrics["policy/entropy"] = _mean(out.entropy, mask)
+  metrics["policy/entropy"] = Mean.of(out.entropy, mask)
   if cfg.num_experts:
     metrics |= _routing_metrics(out, mask, cfg)
     dropped = out.dropped.sum(dtype=jnp.float32)
     metrics["moe/dropped"] = Mean(dropped, jnp.float32(1))
   return jax.lax.stop_gradient(metrics)
-
-
-def _mean(x, mask) -> Mean:
-  return Mean(jnp.where(mask, x, 0.0).sum(), mask.sum(dtype=jnp.float32))
 
 
 def sequence_log_ratio(
@@ -62,9 +58,9 @@ def _mismatch(recomputed_BR, batch: TrainBatch) -> Metrics:
     recomputed_BR, batch.sampler_logps, batch
   )
   return {
-    "mismatch/token_abs_mean": _mean(jnp.abs(gap_BR), mask_BR),
+    "mismatch/token_abs_mean": Mean.of(jnp.abs(gap_BR), mask_BR),
     "mismatch/token_gap": Histogram.of(gap_BR, mask_BR),
-    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_BN), has_tokens_BN),
+    "mismatch/sequence_abs_mean": Mean.of(jnp.abs(gap_BN), has_tokens_BN),
     "mismatch/sequence_gap": Histogram.of(gap_BN, has_tokens_BN),
   }
 

@@ -68,26 +68,6 @@ class PackedBatch(NamedTuple):
   # ones. The others are empty, and are not computed.
   num_micro_batches: jax.Array
 
-  def map(self, function, *fields: str) -> dict[str, jax.Array]:
-    """The `fields` as `function(micro_batch)` returns them, in a dict.
-
-    Empty micro-batches keep what the batch has.
-    """
-    rows = self.rows
-
-    def minibatch(m, result):
-      def micro_batch(a, result):
-        one = function(jax.tree.map(lambda x: x[m, a], rows))
-        return {k: x.at[m, a].set(one[k]) for k, x in result.items()}
-
-      with jax.named_scope(MICRO_BATCHES):
-        return jax.lax.fori_loop(
-          0, self.num_micro_batches[m], micro_batch, result
-        )
-
-    start = {name: getattr(rows, name) for name in fields}
-    return jax.lax.fori_loop(0, len(self.num_micro_batches), minibatch, start)
-
 
 def unpacked(
   prompts: Prompts, responses: jax.Array, lengths: jax.Array

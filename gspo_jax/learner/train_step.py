@@ -206,14 +206,9 @@ def gradient(
   Sums are added over the micro-batches and divided once, by the count of the
   whole minibatch: A = 4 gives what A = 1 gives, up to rounding.
 
-  Args:
-    params: what is trained.
-    micro_batches: all of the minibatch.
-    learner: static.
-    base: the weights below adapters.
-    count: [] int32, the micro-batches to process, from the first; None: all.
-    apply_updates: as in `update`; if false, the gradient is zero.
-    first: [] bool, whether this is the first minibatch of the batch.
+  Of the micro-batches the first `count` are processed, [] int32; None: all.
+  `first`, [] bool, says that this is the first minibatch of a batch. Without
+  `apply_updates` the gradient is zero.
 
   Returns:
     The gradient, `LossOutput.old_policy_fields` of all rows, and metrics.

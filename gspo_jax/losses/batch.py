@@ -66,8 +66,7 @@ def sequence_mean(batch: TokenBatch, values: jax.Array) -> Mean:
 
 def token_mean(batch: TokenBatch, values: jax.Array) -> Mean:
   """Mean over all tokens: a sequence has a weight equal to its length."""
-  count = jnp.sum(batch.mask, dtype=jnp.float32)
-  return Mean(jnp.where(batch.mask, values, 0.0).sum(), count)
+  return Mean.of(values, batch.mask)
 
 
 def require_float32_BT(floats, mask, segment_ids=None) -> None:

@@ -21,6 +21,12 @@ class Mean(NamedTuple):
   total: jax.Array
   count: jax.Array
 
+  @classmethod
+  def of(cls, values: jax.Array, mask: jax.Array) -> "Mean":
+    """Of the values where `mask` is true; two arrays of one shape."""
+    total = jnp.where(mask, values, 0.0).sum()
+    return cls(total, jnp.sum(mask, dtype=jnp.float32))
+
   def value(self) -> float | np.ndarray:
     """The mean on the host; NaN where the count is 0."""
     total, count = np.asarray(self.total, float), np.asarray(self.count, float)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from gspo_jax import model
-from gspo_jax.learner import packing, train_batch
+from gspo_jax.learner import packing, reference_pass, train_batch
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_batch import TrainBatch
+from gspo_jax.learner.train_step import TrainState
+from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts, Samples
 
@@ -171,16 +173,27 @@ def test_on_eight_devices_the_batch_is_the_same(mesh):
   jax.tree.map(same, bare(one), bare(eight))
 
 
-def test_a_function_is_mapped_over_the_micro_batches_that_hold_responses():
+def test_the_reference_runs_on_the_micro_batches_that_hold_responses(
+  monkeypatch,
+):
   _, packed = pack(experts=None)
   packed = packed._replace(num_micro_batches=np.array([1, 4], np.int32))
   packed = jax.tree.map(jnp.asarray, packed)
-  double = lambda batch: {"values": 2.0 * batch.tokens[:, 1:]}
-  rows = dataclasses.replace(packed.rows, values=packed.rows.old_logps - 1)
-  found = jax.jit(lambda x: x.map(double, "values"))(packed._replace(rows=rows))
+  double = lambda params, cfg, batch, **_: TokenLogprobs(
+    2.0 * batch.tokens[:, 1:], None
+  )
+  monkeypatch.setattr(train_batch, "response_logps", double)
+  logps = packed.rows.old_logps - 1
+  rows = dataclasses.replace(packed.rows, reference_logps=logps)
+  found = reference_pass.add_reference_and_values(
+    TrainState(0, {}, (), reference={}),
+    packed._replace(rows=rows),
+    cfg=None,
+    temperature=1.0,
+  )
   expected = 2.0 * packed.rows.tokens[..., 1:]
   expected = expected.at[0, 1:].set(-1)  # not computed: what the batch has
-  np.testing.assert_array_equal(found["values"], expected)
+  np.testing.assert_array_equal(found.rows.reference_logps, expected)
 
 
 def test_unpacked_responses_have_a_row_each():
