@@ -50,12 +50,13 @@ def config_of(objective="gspo", experts=True, remat=True, micro=16, **changes):
   Args:
     objective: `objective.name`.
     experts: False: a dense model.
-    remat: `model.remat`.
+    remat: whether blocks are computed again in the backward pass.
     micro: `learner.micro_batch_size`, of 16 responses a minibatch.
     **changes: more keys of `objective`.
   """
   c = tiny_cpu.get_config("debug")
-  c.model.dtype, c.model.remat = "bfloat16", remat
+  c.model.dtype = "bfloat16"
+  c.model.remat = "attention,stream" if remat else "none"
   if not experts:
     c.model.num_experts = c.model.experts_per_token = 0
   c.optim.learning_rate = 0.0

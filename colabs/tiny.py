@@ -66,7 +66,7 @@ FULL = False  # True: chains of eight steps
 config = tiny_cpu.get_config("" if FULL else "debug")
 if not FULL:
   config.num_steps = 40
-  config.data.chain_steps = (2, 3)
+  config.data.source = "chain:steps=2|3,demonstrated=2|3"
   config.data.prompts = 32  # problems an iteration,
   config.rollout.group_size = 8  # and responses to each
   config.data.max_prompt_length = 12
@@ -74,13 +74,10 @@ if not FULL:
   config.learner.micro_batch_size = 16
   config.cold_start.steps = 400
   config.cold_start.batch = 64
-  config.cold_start.chain_steps = (2, 3)
-  config.cold_start.check_every = 100
   config.eval.every = 10
   config.eval.prompts = 128
-  config.log.samples_every = 20
 
-held_out = Chain(tuple(config.data.chain_steps), evaluation=True)
+held_out = Chain((8,) if FULL else (2, 3), evaluation=True)
 for i in range(3):
   problem = held_out[i]
   print(f"{problem.text:22} {problem.demonstration:45} {problem.reference}")

@@ -298,7 +298,8 @@ def tabular(config, monkeypatch):
   config.learner.minibatches = P  # the update computes old log-probs of one
   config.learner.micro_batch_size = G // 2
   config.data.prompts, config.sampler.max_new_tokens = P, R
-  config.log.samples_every, config.log.samples = 1, P
+  config.log.samples = P
+  monkeypatch.setattr(train, "_SAMPLES_EVERY", 1)
   policy = TabularPolicy(config)
   run = make_run(config, ScriptedPool(), policy.generate, policy.learner, P)
   logps = -np.random.default_rng(0).random((P * G, R), np.float32)

@@ -300,7 +300,7 @@ def test_a_dense_tied_model_on_a_mesh_equals_one_device(
     mlp_dim=8,
     num_heads=4,
     num_kv_heads=2,
-    remat=True,
+    remat="attention,stream",
   )
   rng = np.random.default_rng(0)
   mask = np.ones((8, 12), np.int32)

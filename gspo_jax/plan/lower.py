@@ -41,10 +41,10 @@ def functions(
   sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)
   shape, S = jax.ShapeDtypeStruct, config.data.max_prompt_length
   prompts = lambda P: Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32))
-  P, extra = config.data.prompts, config.rollout.extra_prompts_in_flight
+  P = config.data.prompts
   lowered = program.sampler.generate.lower(
     sampler_weights(program),
-    sampled(prompts(P + extra)),
+    sampled(prompts(config.prompts_in_flight)),
     jax.eval_shape(lambda: jax.random.key(0)),
     continues=config.rollout.continues,
   )

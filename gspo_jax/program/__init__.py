@@ -3,7 +3,7 @@
 Other wings take these modules:
   command      the flags and exit codes of the commands; imports no JAX
   config       Config, and `parse`, the only reader of a ConfigDict
-  config_reference  what each key means, from the comments of common.py
+  config_reference  what each key means; writes configs/common.py
   experiment   Experiment, what a run consists of, and `prepare`
   functions    Program and `build_program`: all jitted functions of a run
   learner_functions, sampler_functions  its groups, each beside its shardings

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import jax
 
 from gspo_jax import model
-from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner.cold_start import ColdStartFunctions
@@ -59,11 +58,6 @@ class Program:
   sampler: SamplerFunctions
   learner: LearnerFunctions | None
   cold_start: ColdStartFunctions | None
-
-  def with_examples(self, examples: Sequence[Problem]) -> "Program":
-    """The same functions, with problems that every prompt shows first."""
-    prompts = dataclasses.replace(self.prompt_config, examples=tuple(examples))
-    return dataclasses.replace(self, prompt_config=prompts)
 
   @property
   def tokenizer(self) -> Tokenizer:
@@ -114,7 +108,7 @@ def build_program(
   """
   if training:
     config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
-  cfg = settings.model_config(config)
+  cfg = settings.model_config(config.model)
   _check_heads(cfg, mesh)
   tokenizer = settings.load_tokenizer(config, cfg)
   params, policy = abstract.params(cfg, mesh), abstract.policy(cfg, mesh)
@@ -126,7 +120,7 @@ def build_program(
   return Program(
     cfg=cfg,
     mesh=mesh,
-    prompt_config=settings.prompt_config(config, tokenizer),
+    prompt_config=settings.prompt_config(config.data, tokenizer),
     abstract_params=params,
     init_params=_init_params(config.model.checkpoint, cfg, params, mesh),
     abstract_policy=policy,

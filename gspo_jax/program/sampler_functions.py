@@ -35,7 +35,7 @@ def sampler_functions(
   `devices` are the sampler's own; without any it has those of `mesh`.
   """
   sampling = settings.sampler_config(config, tokenizer)
-  batching = settings.continuous_batching(config)
+  batching = config.continuous_batching
   turns = bool(config.rollout.environment)
   sampler_mesh = _sampler_mesh(config, mesh, policy, devices)
   prompts, width = config.data.prompts, config.data.max_prompt_length
@@ -60,7 +60,7 @@ def sampler_functions(
   def sampler(sampling, batching):
     meshes = {"mesh": mesh, "sampler_mesh": sampler_mesh}
     params_sharding = abstract.shardings(params)
-    if not batching:
+    if not batching.slots:
       return static.build_static_sampler(
         cfg, sampling, params_sharding=params_sharding, **meshes
       )
@@ -75,7 +75,7 @@ def sampler_functions(
 
   def eval_sampler(sampling):
     responses = eval_prompts * sampling.group_size
-    return sampler(sampling, batching and batching.with_slots_for(responses))
+    return sampler(sampling, batching.with_slots_for(responses))
 
   def empty_samples():
     empty = samples.empty_samples(prompts, width, cfg, sampling)
@@ -96,7 +96,7 @@ def sampler_functions(
   )
   # With extra prompts in flight, a batch of an iteration has another size.
   same = evaluation == sampling and eval_prompts == prompts
-  same &= not config.rollout.extra_prompts_in_flight
+  same &= config.prompts_in_flight == prompts
   return SamplerFunctions(
     generate=generate,
     generate_eval=generate if same else eval_sampler(evaluation),
@@ -128,9 +128,11 @@ def shards_of_rows(
 
 
 def _decoding_mesh(config, mesh, devices=()):
-  sizes = dataclasses.asdict(config.sampler_mesh)
-  del sizes["devices"]
-  sizes = {axis: size or mesh.shape[axis] for axis, size in sizes.items()}
+  c = config.sampler_mesh
+  sizes = {
+    axis: size or mesh.shape[axis]
+    for axis, size in (("expert", c.expert), ("tensor", c.tensor))
+  }
   if len(devices) == mesh.size:
     mesh = sharding.beside(mesh, devices)
   elif devices:
@@ -147,8 +149,6 @@ def _sampler_mesh(config, mesh, params, devices):
     raise UserError(f"on sampler_mesh: {error}") from error
   shards = sharding.batch_shards(sampler_mesh)
   multiple("data.prompts", config.data.prompts, "sampler_mesh", shards)
-  extra = config.rollout.extra_prompts_in_flight
-  multiple("rollout.extra_prompts_in_flight", extra, "sampler_mesh", shards)
   return sampler_mesh
 
 

@@ -43,7 +43,7 @@ QWEN2 = MOE | {"num_experts": 0, "attention_bias": True, "qk_norm": False}
 
 
 def config(name):
-  return hf.config_from_hf(GOLDENS / name, dtype="float32", remat=False)
+  return hf.config_from_hf(GOLDENS / name, dtype="float32", remat="none")
 
 
 @functools.cache
@@ -186,7 +186,7 @@ def test_save_and_load_is_the_identity(
   again = hf.load_hf(tmp_path / "out", cfg)
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(again))
   require_equal(again, params)
-  assert hf.config_from_hf(tmp_path / "out", remat=False) == (
+  assert hf.config_from_hf(tmp_path / "out", remat="none") == (
     dataclasses.replace(cfg, dtype=dtype)
   )
   layers = cfg.num_layers

@@ -191,7 +191,7 @@ def test_fewer_rows_wait_as_long_for_collectives(config):
 @pytest.fixture
 def continuous(config):
   config.continuous_batching.update(
-    {"slots": 8, "page_size": 4, "prefill_chunk": 8, "segment_steps": 4}
+    {"slots": 8, "page_size": 4, "prefill_chunk": 8}
   )
   return config
 

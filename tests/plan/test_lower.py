@@ -114,9 +114,7 @@ def test_the_segment_plan_is_that_of_a_run(debug_config, monkeypatch):
 
 def test_a_run_with_partial_rollouts(debug_config):
   """All responses in flight decode; a prefill has a prompt and a response."""
-  debug_config.rollout.update(
-    {"max_tokens_per_iteration": 4, "extra_prompts_in_flight": 8}
-  )
+  debug_config.rollout.update({"max_tokens_per_iteration": 4})
   made = with_continuous_batching(debug_config)
   lowered = lower.functions(parse(debug_config), made)
   tokens = lowered["prefill"].in_avals[0][2]

@@ -415,7 +415,7 @@ def test_a_sampler_that_hangs_ends_the_run_in_time():
 
   source = separate(sample, max_staleness=1, timeout=0.2)
   assert source(Weights(), 1).policy_step == 1
-  with pytest.raises(TimeoutError, match=r"rollout\.timeout=0\.2: .*resumes"):
+  with pytest.raises(TimeoutError, match=r"a batch in 0\.2 seconds; .*resumes"):
     source(Weights(), 2)
   source.close()  # it does not wait either
   hangs.set()
