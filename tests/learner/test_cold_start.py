@@ -10,11 +10,7 @@ import pytest
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import DemonstrationBatch
 from gspo_jax.learner import cold_start
-from gspo_jax.learner.cold_start import (
-  ColdStart,
-  ColdStartConfig,
-  ColdStartFunctions,
-)
+from gspo_jax.learner.cold_start import ColdStartConfig, ColdStartFunctions
 from gspo_jax.learner.packing import PackingConfig, pack
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
@@ -78,13 +74,14 @@ def run(folder, accuracies, *, seed=0, gate=0.9, stop=None):
   preemption = Preemption()
   preemption.reached = lambda: next(steps) == stop
   with Checkpoints(folder, every=2, keep=1) as checkpoints:
-    state = ColdStart(
-      functions=ColdStartFunctions(
+    state = cold_start.run(
+      ColdStartFunctions(
         abstract=first,
         init_state=lambda params: TrainState(jnp.int32(0), params, ()),
         packing=PackingConfig(width=7, minibatches=1, micro_batch_size=1),
         update=functions.update,
       ),
+      lambda: first.params,
       batches=Batches(),
       batch_sharding=sharding.batch_sharding(
         sharding.make_mesh(jax.devices()[:1])
@@ -93,7 +90,8 @@ def run(folder, accuracies, *, seed=0, gate=0.9, stop=None):
       checkpoints=checkpoints,
       identity={"seed": seed},
       cfg=ColdStartConfig(steps=10, check_every=2, gate=gate),
-    ).run(lambda: first.params, preemption)
+      preemption=preemption,
+    )
   return state, functions
 
 
