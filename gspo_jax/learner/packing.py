@@ -195,9 +195,9 @@ def _places(count, micro_batch_size, shards) -> list[int]:
   shard has about as many tokens.
   """
   per_shard = micro_batch_size // shards
-  there = np.arange(micro_batch_size).reshape(shards, per_shard).T
-  there[1::2] = there[1::2, ::-1]
-  dealt = there.reshape(-1)
+  order = np.arange(micro_batch_size).reshape(shards, per_shard).T
+  order[1::2] = order[1::2, ::-1]
+  dealt = order.reshape(-1)
   return [
     i // micro_batch_size * micro_batch_size + int(dealt[i % micro_batch_size])
     for i in range(count)

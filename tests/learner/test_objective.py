@@ -88,7 +88,7 @@ def params():
 
 
 @functools.cache
-def jitted_logprobs():
+def jitted_logps():
   return jax.jit(
     functools.partial(train_batch.response_logps, cfg=CFG),
     static_argnames=("temperature", "replay"),
@@ -104,7 +104,7 @@ def batch(params):
     lambda x: x + 0.05 * rng.standard_normal(x.shape).astype(np.float32),
     params,
   )
-  old = jitted_logprobs()(other, batch=batch, temperature=0.7)
+  old = jitted_logps()(other, batch=batch, temperature=0.7)
   return with_old_policy(batch, old, rng)
 
 
@@ -157,7 +157,7 @@ def test_the_old_policy_has_the_routing_of_its_own_pass(
   out = jitted_loss(batch, True, objective=objective)
   fields = out.old_policy_fields
   forward = functools.partial(
-    jitted_logprobs(), params, batch=batch, temperature=0.7
+    jitted_logps(), params, batch=batch, temperature=0.7
   )
   expected = forward(**routes)
   close = functools.partial(np.testing.assert_allclose, atol=1e-5)

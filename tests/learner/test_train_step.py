@@ -148,12 +148,12 @@ def test_many_devices_do_as_one(one, config, name):
 def test_good_responses_become_likelier_and_the_state_is_donated(one):
   samples = one.samples
   batch = train_batch.unpacked(one.prompts, samples.tokens, samples.lengths)
-  logprobs = jax.jit(
+  logps = jax.jit(
     lambda params: (
       train_batch.response_logps(params, one.program.cfg, batch).logps
     )
   )
-  gain = logprobs(one.new.params) - logprobs(one.params)
+  gain = logps(one.new.params) - logps(one.params)
   gain = np.where(batch.response_mask, gain, 0)
   per_response = gain.sum(1) / batch.response_mask.sum(1)
   good = REWARDS > 0

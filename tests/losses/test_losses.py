@@ -176,7 +176,7 @@ def test_normalizer_replaces_only_the_denominator(name):
 
 
 @pytest.mark.parametrize("name", ["gspo", "rspo", "cispo"])
-def test_only_new_log_probs_have_a_gradient(name):
+def test_only_new_logps_have_a_gradient(name):
   case = random_case(name)
 
   def everything(x, o, a):
@@ -249,11 +249,11 @@ def test_a_mask_of_numbers_equals_one_of_bools(dtype):
 
 @every_loss
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float64])
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_other_floats_are_refused(name, which, dtype):
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_other_floats_are_refused(name, position, dtype):
   data = list(random_case(name)[:4])
-  data[which] = data[which].astype(dtype)
-  argument = ["logps", "old_logps", "advantages"][which]
+  data[position] = data[position].astype(dtype)
+  argument = ["logps", "old_logps", "advantages"][position]
   with pytest.raises(TypeError, match=f"^{argument} must be float32"):
     loss_of(name)(*data, **extras(random_case(name)))
 
