@@ -63,6 +63,10 @@ class Method:
       if name not in TRAINER_ARGUMENTS
     }
 
+  # A config names something callable.
+  def __call__(self, *arrays, **options) -> tuple[jax.Array, Metrics]:
+    return self.loss(*arrays, **options)
+
 
 # By `objective.name`.
 METHODS = {
