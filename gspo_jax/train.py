@@ -17,7 +17,7 @@ from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.evaluate import held_out
 from gspo_jax.evaluate.estimators import correct
-from gspo_jax.learner.cold_start import ColdStart
+from gspo_jax.learner import cold_start
 from gspo_jax.learner.health import HealthChecks, require_finite
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import EDGES
@@ -524,8 +524,9 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
   }
   folder = experiment.workdir / "cold_start"
   with Checkpoints(folder, every=cold.check_every, keep=1) as checkpoints:
-    return ColdStart(
-      functions=program.cold_start,
+    return cold_start.run(
+      program.cold_start,
+      lambda: program.init_params(k_init),
       batches=pipeline.demonstrations(
         problems,
         program.prompt_config,
@@ -539,7 +540,8 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
       checkpoints=checkpoints,
       identity=identity,
       cfg=cold,
-    ).run(lambda: program.init_params(k_init), preemption)
+      preemption=preemption,
+    )
 
 
 def _greedy_accuracy(experiment: Experiment, key, params) -> float:

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import model
@@ -82,10 +81,8 @@ def cross_entropy(
 
   `is_old_policy` is not used: there is no ratio.
   """
-  mask = batch.response_mask
   logps = train_batch.response_logps(params, cfg, batch).logps
-  total = -jnp.where(mask, logps, 0.0).sum()
-  loss = Mean(total, mask.sum(dtype=jnp.float32))
+  loss = Mean.of(-logps, batch.response_mask)
   return train_step.LossOutput(
     loss, {"loss/imitation": jax.lax.stop_gradient(loss)}
   )
@@ -101,13 +98,8 @@ def demonstration_batch(
 ) -> PackedBatch:
   """The batch of an update, of the arrays of a `DemonstrationBatch`.
 
-  Args:
-    prompts: P of them.
-    responses: [P, R] int32.
-    lengths: [P] int32, of the responses.
-    turns: [P, R] int16, or None.
-    packing: where each demonstration goes.
-    cfg: the rows, of one minibatch; static.
+  Responses are [P, R] int32, lengths [P] int32, turns [P, R] int16 or None;
+  `cfg` is of one minibatch, and static.
   """
   batch = pack_responses(prompts, responses, lengths, packing, cfg, turns=turns)
   return batch._replace(rows=dataclasses.replace(batch.rows, turns=None))
@@ -115,120 +107,91 @@ def demonstration_batch(
 
 @dataclasses.dataclass(frozen=True)
 class ColdStartFunctions:
-  """The jitted functions of a cold start.
+  """The jitted functions of a cold start."""
 
-  Attributes:
-    abstract: shapes and shardings of the state.
-    init_state: params, donated -> the first state.
-    packing: the rows of a step.
-    update: (state, donated, `DemonstrationBatch`'s arrays, packing) -> (state,
-      metrics).
-  """
-
-  abstract: TrainState
+  abstract: TrainState  # shapes and shardings
   init_state: train_step.InitState
   packing: PackingConfig
+  # (state, donated, `DemonstrationBatch`'s arrays, packing) -> (state, metrics)
   update: Callable[..., tuple[TrainState, Metrics]]
 
 
-@dataclasses.dataclass(frozen=True)
-class ColdStart:
-  """Supervised fine-tuning that is saved, resumed and reused.
+def run(
+  functions: ColdStartFunctions,
+  init_params: Callable[[], model.Params],
+  *,
+  batches: Batches,
+  batch_sharding: jax.sharding.Sharding,
+  accuracy: Callable[[model.Params], float],
+  checkpoints: Checkpoints,
+  identity: dict,
+  cfg: ColdStartConfig,
+  preemption: Preemption,
+) -> TrainState | None:
+  """Trains until `cfg.gate` is reached; resumes what `checkpoints` has.
 
-  Attributes:
-    batches: from `pipeline.demonstrations`.
-    batch_sharding: for arrays whose first axis is the batch.
-    accuracy: params -> greedy accuracy on held-out problems, the same on every
-      host; it decides when to stop.
-    checkpoints: in a folder of its own, so that a later run reuses the result.
-    identity: two cold starts with the same identity have the same result.
-    cfg: when to stop.
+  The accuracy is greedy, on held-out problems, and the same on every host. Two
+  cold starts of one identity have the same result.
+
+  Returns:
+    The trained state; None where preemption came first (it is saved).
+
+  Raises:
+    UserError: the folder holds another cold start, or the gate was not reached.
   """
 
-  functions: ColdStartFunctions
-  batches: Batches
-  batch_sharding: jax.sharding.Sharding
-  accuracy: Callable[[model.Params], float]
-  checkpoints: Checkpoints
-  identity: dict
-  cfg: ColdStartConfig
-
-  def run(
-    self, init_params: Callable[[], model.Params], preemption: Preemption
-  ) -> TrainState | None:
-    """Trains until `cfg.gate` is reached; resumes what `checkpoints` has.
-
-    Args:
-      init_params: makes the first weights.
-      preemption: checked every step.
-
-    Returns:
-      The trained state; None where preemption came first (it is saved).
-
-    Raises:
-      UserError: the folder holds another cold start, or the gate was not
-        reached.
-    """
-    cfg = self.cfg
-    accept = lambda _, saved: match(
-      self.identity,
-      saved,
-      "cold start in this folder",
-      "use another --workdir",
-    )
-    restored = self.checkpoints.restore(self.functions.abstract, accept)
-    if restored is None:
-      state = self.functions.init_state(init_params())
-      step, accuracy = 0, 0.0
-    else:
-      state, step = restored.state, restored.step
-      accuracy = restored.metadata["greedy"]
-      self.batches.set_state(restored.metadata["data"])
-    with Progress("cold start", cfg.steps, "steps", done=step) as progress:
-      while step < cfg.steps and (not cfg.gate or accuracy < cfg.gate):
-        state, metrics = self._update(state)
-        step += 1
-        stop = preemption.reached()
-        # Only at these steps: an additional check could end a resumed run where
-        # an uninterrupted one goes on.
-        check = step % cfg.check_every == 0 or step == cfg.steps
-        if check:
-          accuracy = self.accuracy(state.params)
-          loss = metrics["loss/imitation"].value()
-          multihost.print_once(
-            f"cold start {step:4d}/{cfg.steps}  loss {loss:.3f}  "
-            f"greedy accuracy {accuracy:.3f} (gate {cfg.gate})"
-          )
-        if check or stop:
-          self._save(step, state, accuracy)
-        if stop:
-          return None
-        progress.advance()
-    if cfg.gate and accuracy < cfg.gate:
-      raise multihost.AgreedError(
-        f"cold_start.steps={cfg.steps} ended at greedy accuracy "
-        f"{accuracy:.3f}, under cold_start.gate={cfg.gate}: RL does not climb "
-        "from there; raise the steps (in a new workdir), or set the gate to 0 "
-        "to continue regardless"
-      )
-    return state
-
-  def _update(self, state):
-    batch = next(self.batches)
+  def update(state):
+    batch = next(batches)
     lengths = batch.lengths + batch.response_lengths
-    order = np.arange(len(lengths))
-    packing = pack(lengths, order, self.functions.packing)
+    packing = pack(lengths, np.arange(len(lengths)), functions.packing)
     prompts = Prompts(batch.tokens, batch.lengths)
     arrays = multihost.to_global(
       (prompts, batch.responses, batch.response_lengths, batch.turns),
-      self.batch_sharding,
+      batch_sharding,
     )
-    return self.functions.update(state, *arrays, packing)
+    return functions.update(state, *arrays, packing)
 
-  def _save(self, step, state, accuracy):
-    metadata = {
-      "greedy": accuracy,
-      "data": self.batches.get_state(),
-      "identity": self.identity,
-    }
-    self.checkpoints.save(step, state, metadata)
+  accept = lambda _, saved: match(
+    identity, saved, "cold start in this folder", "use another --workdir"
+  )
+  restored = checkpoints.restore(functions.abstract, accept)
+  if restored is None:
+    state = functions.init_state(init_params())
+    step, greedy = 0, 0.0
+  else:
+    state, step = restored.state, restored.step
+    greedy = restored.metadata["greedy"]
+    batches.set_state(restored.metadata["data"])
+  with Progress("cold start", cfg.steps, "steps", done=step) as progress:
+    while step < cfg.steps and (not cfg.gate or greedy < cfg.gate):
+      state, metrics = update(state)
+      step += 1
+      stop = preemption.reached()
+      # Only at these steps: an additional check could end a resumed run where
+      # an uninterrupted one goes on.
+      measure = step % cfg.check_every == 0 or step == cfg.steps
+      if measure:
+        greedy = accuracy(state.params)
+        loss = metrics["loss/imitation"].value()
+        multihost.print_once(
+          f"cold start {step:4d}/{cfg.steps}  loss {loss:.3f}  "
+          f"greedy accuracy {greedy:.3f} (gate {cfg.gate})"
+        )
+      if measure or stop:
+        metadata = {
+          "greedy": greedy,
+          "data": batches.get_state(),
+          "identity": identity,
+        }
+        checkpoints.save(step, state, metadata)
+      if stop:
+        return None
+      progress.advance()
+  if cfg.gate and greedy < cfg.gate:
+    raise multihost.AgreedError(
+      f"cold_start.steps={cfg.steps} ended at greedy accuracy "
+      f"{greedy:.3f}, under cold_start.gate={cfg.gate}: RL does not climb "
+      "from there; raise the steps (in a new workdir), or set the gate to 0 "
+      "to continue regardless"
+    )
+  return state

@@ -38,13 +38,8 @@ def assign_advantages(
   divided by the std of the rewards, so that in a group of equal rewards it does
   not grow as large as a reward.
 
-  Args:
-    batch: B responses, with the log-probs and values that the objective needs.
-    rewards: [B] float32, of whole responses; with credit="turn" [B, K], see
-      `turn_advantages`.
-    finish: [B], `Samples.finish`.
-    objective: static.
-    group_size: G; static.
+  The rewards are [B] float32, of whole responses; with credit="turn" [B, K],
+  see `turn_advantages`. `finish` is `Samples.finish`, [B].
   """
   rows, method, critic = batch.rows, objective.method, objective.critic
   mask, response = rows.response_mask, rows.response_index

@@ -63,12 +63,8 @@ def clip_range_warnings(objective: ObjectiveConfig) -> list[str]:
 class HealthChecks:
   """Warns where a step's metrics show a fault; once for each kind of fault.
 
-  Args:
-    objective: what is minimised.
-    minibatches: optimizer steps an iteration.
-    off_policy: whether an earlier policy sampled the responses. The gap between
-      sampler and trainer is then also how far the policy has moved.
-    truncated_sampling: whether the sampler never samples some of the tokens.
+  Where an earlier policy sampled the responses (`off_policy`), the gap between
+  sampler and trainer is also how far the policy has moved.
   """
 
   def __init__(
@@ -92,7 +88,6 @@ class HealthChecks:
       )
 
   def __call__(self, metrics: Mapping[str, float]) -> None:
-    """Checks the metrics of a step."""
     moves = metrics["grad/norm"] > 0 and metrics["optim/learning_rate"] > 0
     moves = moves and self._minibatches > 1
     # A user's own loss may have no such metric.

@@ -129,20 +129,20 @@ class ObjectiveConfig:
     name = self.name.partition(":")[0]
     if name in METHODS:
       return METHODS[name]
+    typed = f"objective.name={self.name!r}"
     if "." not in name:
-      hint = nearest(name, METHODS)
-      raise UserError(f"objective.name={self.name!r}: {hint}")
+      raise UserError(f"{typed}: {nearest(name, METHODS)}")
     try:
       method = specs.imported(name, {}, "method")
     except UserError as error:
-      raise UserError(f"objective.name={self.name!r}: {error}") from error
+      raise UserError(f"{typed}: {error}") from error
     if not isinstance(method, Method):
       method = Method(method)
     lacking = {"normalizer", "segment_ids", "terms"} - method.arguments.keys()
     if lacking:
       raise UserError(
-        f"objective.name={self.name!r}: {name} has no keyword-only argument "
-        f"{min(lacking)!r}: expected the arguments of gspo_loss"
+        f"{typed}: {name} has no keyword-only argument {min(lacking)!r}: "
+        "expected the arguments of gspo_loss"
       )
     return method
 
@@ -155,8 +155,9 @@ class ObjectiveConfig:
       defaults["dual_clip"] = None
     if method.critic:
       defaults |= {name: field.default for name, field in _CRITIC.items()}
-    typed = _typed("name", self.name, defaults, "method", _METHOD_RULES)
-    numbers = defaults | typed
+    numbers = defaults | _typed(
+      "name", self.name, defaults, "method", _METHOD_RULES
+    )
     for name, value in numbers.items():
       if value is inspect.Parameter.empty:
         raise UserError(
@@ -173,7 +174,6 @@ class ObjectiveConfig:
 
   @property
   def critic(self) -> CriticConfig | None:
-    """The settings of the critic; None without one."""
     if not self.method.critic:
       return None
     numbers = self.numbers
@@ -186,8 +186,9 @@ class ObjectiveConfig:
     if name not in _MISMATCH:
       hint = nearest(name, _MISMATCH)
       raise UserError(f"objective.mismatch={self.mismatch!r}: {hint}")
-    known, rules = _MISMATCH[name], _MISMATCH_RULES
-    typed = _typed("mismatch", self.mismatch, known, "correction", rules)
+    typed = _typed(
+      "mismatch", self.mismatch, _MISMATCH[name], "correction", _MISMATCH_RULES
+    )
     if name == "none":
       return None
     method, unit = name.split("_")
@@ -195,7 +196,6 @@ class ObjectiveConfig:
 
   @property
   def has_reference(self) -> bool:
-    """Whether there is a reference policy."""
     return self.kl_coef > 0
 
   @property
@@ -235,23 +235,16 @@ class ObjectiveConfig:
   def check_training(self) -> None:
     """UserError for a method that is not there, or keys that do not agree."""
     _ = self.numbers
-    for name, wrong, expected in (
-      (
-        "mismatch",
-        self.mismatch != "none" and self.has_sampler_logps,
-        "'none' with objective.old_logps='sampler', whose weights would all "
-        "be 1",
-      ),
-      (
-        "reference_every",
-        self.reference_every and not self.has_reference,
-        "0 with objective.kl_coef=0, where there is no reference to sync",
-      ),
-    ):
-      if wrong:
-        raise UserError(
-          f"objective.{name}={getattr(self, name)!r}: expected {expected}"
-        )
+    if self.mismatch != "none" and self.has_sampler_logps:
+      raise UserError(
+        f"objective.mismatch={self.mismatch!r}: expected 'none' with "
+        "objective.old_logps='sampler', whose weights would all be 1"
+      )
+    if self.reference_every and not self.has_reference:
+      raise UserError(
+        f"objective.reference_every={self.reference_every}: expected 0 with "
+        "objective.kl_coef=0, where there is no reference to sync"
+      )
 
 
 def _typed(name, spec, known, kind, rules) -> dict:
@@ -285,17 +278,10 @@ def policy_loss(
 ) -> train_step.LossOutput:
   """The objective on a micro-batch, a `train_step.Loss`.
 
-  Args:
-    params: the policy.
-    batch: a micro-batch.
-    is_old_policy: [] bool, whether the policy has not moved. Then the fields
-      of the old policy come from this pass, and the ratio is 1.
-    cfg: the model; static.
-    objective: what to minimise; static.
-    temperature: the sampler's; static.
-    max_length: the longest response allowed, in tokens; static.
-    instruments: whether the metrics include `INSTRUMENTS`, and how far the
-      routing moved; static.
+  Where the policy has not moved (`is_old_policy`, [] bool), the fields of the
+  old policy come from this pass, and the ratio is 1. `max_length` is the
+  longest response allowed, in tokens; with `instruments` the metrics include
+  `INSTRUMENTS`, and how far the routing moved. The keywords are static.
   """
   is_old_policy = jnp.asarray(is_old_policy)
   routes = None if batch.experts is None else batch.experts.swapaxes(0, 1)
@@ -335,7 +321,10 @@ def policy_loss(
   if instruments and batch.router_logps is not None:
     metrics |= _routing_metrics(out, batch, objective)
   if not instruments:
-    metrics, old_metrics = _scalars(metrics), _scalars(old_metrics)
+    metrics, old_metrics = (
+      {name: x for name, x in each.items() if name not in INSTRUMENTS}
+      for each in (metrics, old_metrics)
+    )
   return train_step.LossOutput(
     Mean(total, metrics["loss/policy"].count),
     metrics,
@@ -360,18 +349,13 @@ def _old_policy_fields(
 def _options(
   out: TokenLogprobs, batch: TrainBatch, objective, max_length
 ) -> tuple[dict, Metrics]:
-  """Keyword arguments of the loss, and metrics of the reference and mismatch.
-
-  The loss's numbers, its terms, and what else it takes of the trainer.
-  """
+  """Keyword arguments of the loss; metrics of the reference and mismatch."""
   mask, metrics, numbers = batch.response_mask, {}, objective.numbers
   penalty = weights = shift = None
   if objective.has_reference and not objective.has_kl_in_reward:
+    estimator = objective.kl_estimator
     penalty = objective.kl_coef * losses.kl_penalty(
-      out.logps,
-      batch.reference_logps,
-      mask,
-      estimator=objective.kl_estimator,
+      out.logps, batch.reference_logps, mask, estimator=estimator
     )
   if objective.entropy_coef:
     bonus = objective.entropy_coef * out.entropy
@@ -386,18 +370,14 @@ def _options(
     )
   if batch.reference_logps is not None:
     gap = losses.kl_penalty(out.logps, batch.reference_logps, mask)
-    metrics["kl/reference"] = jax.lax.stop_gradient(
-      Mean(gap.sum(), mask.sum(dtype=jnp.float32))
-    )
+    metrics["kl/reference"] = jax.lax.stop_gradient(Mean.of(gap, mask))
   arguments = objective.method.arguments
   options = objective.loss_numbers
   if "max_length" in arguments:  # a packed row is longer than a response
     options["max_length"] = max_length
   floor = numbers["router_shift_floor"]
   if "router_shift" in arguments or floor is not None:
-    moved = routing_metrics.shift(
-      _rows_first(out.router_logps), batch.router_logps
-    )
+    moved = _router_shift(out, batch)
     if "router_shift" in arguments:
       options["router_shift"] = moved
     else:
@@ -406,8 +386,9 @@ def _options(
   return options, metrics
 
 
-def _scalars(metrics: Metrics) -> Metrics:
-  return {k: x for k, x in metrics.items() if k not in INSTRUMENTS}
+def _router_shift(out: TokenLogprobs, batch: TrainBatch) -> jax.Array:
+  new = _rows_first(out.router_logps)
+  return routing_metrics.shift(new, batch.router_logps)
 
 
 def _rows_first(x: jax.Array) -> jax.Array:
@@ -420,12 +401,8 @@ def _routing_metrics(
 ) -> Metrics:
   """How far the routers moved away from the old policy's."""
   mask = batch.response_mask
-  moved = routing_metrics.shift(
-    _rows_first(out.router_logps), batch.router_logps
-  )
-  count = mask.sum(dtype=jnp.float32)
-  ratio = jnp.where(mask, jnp.exp(-moved), 0.0).sum()
-  metrics = {"moe/router_shift_ratio": Mean(ratio, count)}
+  ratio = jnp.exp(-_router_shift(out, batch))
+  metrics = {"moe/router_shift_ratio": Mean.of(ratio, mask)}
   if objective.replay == "none":  # else the experts are the old ones
     flips = routing_metrics.flips(_rows_first(out.experts), batch.experts, mask)
     metrics["moe/expert_flip_rate"] = routing_metrics.over_layers(flips)

@@ -1,6 +1,7 @@
-"""Metrics of the old policy on its own samples.
+"""The old policy beside the sampler: entropy, mismatch, routing.
 
-Dimension key: B rows, R response columns, N sequences of a row.
+Dimension key: B rows, T columns, R response columns, N sequences of a row, L
+layers, k experts a token.
 """
 
 import jax
@@ -27,7 +28,7 @@ def old_policy_metrics(
   """
   mask = batch.response_mask
   metrics = _mismatch(out.logps, batch)
-  metrics["policy/entropy"] = _mean(out.entropy, mask)
+  metrics["policy/entropy"] = Mean.of(out.entropy, mask)
   if cfg.num_experts:
     metrics |= _routing_metrics(out, mask, cfg)
     dropped = out.dropped.sum(dtype=jnp.float32)
@@ -35,18 +36,12 @@ def old_policy_metrics(
   return jax.lax.stop_gradient(metrics)
 
 
-def _mean(x, mask) -> Mean:
-  return Mean(jnp.where(mask, x, 0.0).sum(), mask.sum(dtype=jnp.float32))
-
-
 def sequence_log_ratio(
   new_BR: jax.Array, old_BR: jax.Array, batch: TrainBatch
 ) -> tuple[jax.Array, jax.Array]:
-  """Mean over a response's tokens of new less old log-probs.
+  """Mean over a response's tokens of new less old log-probs, [B, N].
 
-  Returns:
-    The means of the N responses of each row, [B, N], and whether there is such
-    a response, [B, N] bool.
+  And whether there is such a response, [B, N] bool.
   """
   sums = lambda x_BR: losses.sequence_sums(
     x_BR, batch.response_mask, batch.response_segments
@@ -57,26 +52,26 @@ def sequence_log_ratio(
 
 
 def _mismatch(recomputed_BR, batch: TrainBatch) -> Metrics:
-  """Recomputed less sampled log-probs, per token and per sequence."""
   mask_BR = batch.response_mask
   gap_BR = jnp.where(mask_BR, recomputed_BR - batch.sampler_logps, 0.0)
   gap_BN, has_tokens_BN = sequence_log_ratio(
     recomputed_BR, batch.sampler_logps, batch
   )
   return {
-    "mismatch/token_abs_mean": _mean(jnp.abs(gap_BR), mask_BR),
+    "mismatch/token_abs_mean": Mean.of(jnp.abs(gap_BR), mask_BR),
     "mismatch/token_gap": Histogram.of(gap_BR, mask_BR),
-    "mismatch/sequence_abs_mean": _mean(jnp.abs(gap_BN), has_tokens_BN),
+    "mismatch/sequence_abs_mean": Mean.of(jnp.abs(gap_BN), has_tokens_BN),
     "mismatch/sequence_gap": Histogram.of(gap_BN, has_tokens_BN),
   }
 
 
 def _routing_metrics(out: TokenLogprobs, mask_BR, cfg) -> Metrics:
-  experts, router_entropy = (
+  experts_BLTk, entropy_BLR = (
     x.swapaxes(0, 1) for x in (out.experts, out.router_entropy)
   )
-  tokens = routing_metrics.tokens(experts, mask_BR, cfg.num_experts)
-  entropy = routing_metrics.entropy(router_entropy, mask_BR)
+  tokens = routing_metrics.tokens(experts_BLTk, mask_BR, cfg.num_experts)
+  total_L = jnp.where(mask_BR[:, None], entropy_BLR, 0.0).sum((0, 2))
+  entropy = Mean(total_L, mask_BR.sum(dtype=jnp.float32))
   return {
     "moe/load_max": routing_metrics.MeanLoad(tokens),
     "moe/layer_load_max": routing_metrics.Load(tokens),

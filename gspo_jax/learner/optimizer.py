@@ -155,8 +155,8 @@ def _each_expert(muon) -> optax.GradientTransformation:
   def update(updates, state, params):
     if not jax.tree.leaves(updates):  # a dense model
       return updates, state
-    given = experts(updates), experts(state), experts(params)
-    return jax.vmap(muon.update, given, given[:2])(updates, state, params)
+    axes = experts(updates), experts(state), experts(params)
+    return jax.vmap(muon.update, axes, axes[:2])(updates, state, params)
 
   return optax.GradientTransformation(muon.init, update)
 

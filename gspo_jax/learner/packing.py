@@ -7,9 +7,7 @@ them: a token costs the attention of a whole row. `pack` computes on the host,
 from the lengths, where each sequence goes, the same on every host;
 `pack_responses` moves the tokens on the devices.
 
-Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
-columns, R most response tokens, M minibatches, A most micro-batches of one, L
-layers, k experts a token, W columns of a row.
+Dimension key: as in train_batch.
 """
 
 import bisect
@@ -56,17 +54,13 @@ class Packing(NamedTuple):
 
   A minibatch has the rows of A micro-batches, enough for one sequence a row;
   the first `num_micro_batches` of them hold all its sequences.
-
-  Attributes:
-    row: [B] int32, counted through all minibatches, 0 to B - 1; B for an empty
-      sequence, which has no place.
-    offset: [B] int32, the column of its first token.
-    num_micro_batches: [M] int32, micro-batches that hold sequences.
   """
 
+  # [B] int32, counted through all minibatches, 0 to B - 1; B for an empty
+  # sequence, which has no place.
   row: np.ndarray
-  offset: np.ndarray
-  num_micro_batches: np.ndarray
+  offset: np.ndarray  # [B] int32, the column of the first token
+  num_micro_batches: np.ndarray  # [M] int32, those that hold sequences
 
 
 class RowTokens(NamedTuple):
@@ -96,10 +90,7 @@ def pack(lengths: np.ndarray, order: np.ndarray, cfg: PackingConfig) -> Packing:
     lengths: [B], tokens of each sequence, its prompt included; 0 for an empty
       one.
     order: [B], a permutation: minibatch m has the m-th part of it.
-    cfg: the rows.
-
-  Raises:
-    ValueError: a sequence is longer than a row.
+    cfg: no sequence may be longer than its rows.
   """
   lengths, size = np.asarray(lengths), cfg.micro_batch_size
   if lengths.max(initial=0) > cfg.width:
@@ -141,14 +132,10 @@ def row_tokens(
   cfg: PackingConfig,
   first: np.ndarray | int = 0,
 ) -> RowTokens:
-  """The tokens of a pass over a packed batch.
+  """The tokens of a pass over a batch that `pack` packed.
 
-  Args:
-    lengths: [B], those that `pack` was given.
-    packing: its result.
-    cfg: the rows.
-    first: [M] or one for all, the first micro-batch of each minibatch that
-      runs; all further ones that hold sequences run, too.
+  In each minibatch the micro-batches that hold sequences run, from `first` on,
+  [M] or one for all.
   """
   size, (M,) = cfg.micro_batch_size, packing.num_micro_batches.shape
   placed = packing.row < len(lengths)
@@ -191,7 +178,7 @@ def _best_fit(lengths, width):
 
 
 def _emptiest_first(lengths, width, count):
-  """Each sequence goes into the emptiest of `count` rows; None if one fails."""
+  """Each sequence goes into the emptiest row; None if one does not fit."""
   heap = [(0, row, []) for row in range(count)]
   for item, length in enumerate(lengths):
     tokens, row, items = heap[0]
@@ -208,38 +195,13 @@ def _places(count, micro_batch_size, shards) -> list[int]:
   shard has about as many tokens.
   """
   per_shard = micro_batch_size // shards
-  there = np.arange(micro_batch_size).reshape(shards, per_shard).T
-  there[1::2] = there[1::2, ::-1]
-  dealt = there.reshape(-1)
+  order = np.arange(micro_batch_size).reshape(shards, per_shard).T
+  order[1::2] = order[1::2, ::-1]
+  dealt = order.reshape(-1)
   return [
     i // micro_batch_size * micro_batch_size + int(dealt[i % micro_batch_size])
     for i in range(count)
   ]
-
-
-class _Slots(NamedTuple):
-  """What stands in each column of packed rows, [rows, W].
-
-  Attributes:
-    response: int32, the index of the response of the sequence; any number at
-      padding.
-    place: int32, the place in the sequence, from 0; any number at padding.
-    prompt_length: int32, of that sequence.
-    segment_ids: int32, from 1 in each row; 0 at padding.
-  """
-
-  response: jax.Array
-  place: jax.Array
-  prompt_length: jax.Array
-  segment_ids: jax.Array
-
-  @property
-  def is_response(self):
-    return (self.segment_ids > 0) & (self.place >= self.prompt_length)
-
-  @property
-  def response_column(self):
-    return self.place - self.prompt_length
 
 
 def pack_responses(
@@ -255,24 +217,21 @@ def pack_responses(
 ) -> PackedBatch:
   """Packs responses [B, R] behind their prompts [P, S]; B = P * G.
 
+  Each device gathers the tokens and log-probs of all responses, 8 B R bytes,
+  and of the experts one layer at a time, to pick those of its rows. Log-probs
+  and advantages that are filled in later are zeros.
+
   Args:
-    prompts: P of them.
+    prompts: [P, S].
     responses: [B, R] int32; those of a prompt are neighbours.
-    lengths: [B] int32, in tokens.
-    packing: where each response goes, from `pack`.
+    lengths: [B] int32, tokens of the responses.
+    packing: of `pack`.
     cfg: static.
     logps: [B, R] float32, for `sampler_logps`.
-    experts: [B, L, S + R, k], for `experts`, with the columns of the left-
-      padded prompt and its response.
+    experts: [B, L, S + R, k], with the columns of the left-padded prompt and
+      its response.
     turns: [B, R] int, as in Samples: tokens of turn 0 are not of the response,
       and are only read. None: all tokens are.
-
-  Each device gathers the tokens and log-probs of all responses, 8 B R bytes,
-  and of the experts one layer at a time, to pick those of its rows.
-
-  Returns:
-    Leaves [M, A, micro_batch_size, ...], with zeros for log-probs and
-    advantages that are filled in later.
   """
   B, R = responses.shape
   P, S = prompts.tokens.shape
@@ -281,17 +240,17 @@ def pack_responses(
   def local(prompts, responses, lengths, packing, logps, experts, turns):
     whole = lambda x: sharding.gather(x, *sharding.BATCH_AXES, dim=0)
     prompt_lengths = jnp.repeat(whole(prompts.lengths), B // P)
-    slots = _slots(packing, prompt_lengths, whole(lengths), cfg)
-    b, i = slots.response, slots.response_column
+    b, place, segment_ids = _slots(packing, prompt_lengths, whole(lengths), cfg)
+    real, i = segment_ids > 0, place - prompt_lengths[b]
+    is_response = real & (i >= 0)
     at_response = lambda x: x[b, jnp.clip(i, 0, R - 1)]
     prompt_column = jnp.clip(S + i, 0, S - 1)
     tokens = jnp.where(
-      slots.is_response,
+      is_response,
       at_response(whole(responses)),
       whole(prompts.tokens)[b // (B // P), prompt_column],
     )
-    real = slots.segment_ids > 0
-    mask = slots.is_response[:, 1:]
+    mask = is_response[:, 1:]
     if turns is not None:
       turns = jnp.where(mask, at_response(whole(turns))[:, 1:], 0)
       mask &= turns > 0
@@ -307,8 +266,8 @@ def pack_responses(
       experts = jnp.moveaxis(layers, 0, 1)
     rows = TrainBatch(
       tokens=jnp.where(real, tokens, 0),
-      positions=jnp.where(real, slots.place, 0),
-      segment_ids=slots.segment_ids,
+      positions=jnp.where(real, place, 0),
+      segment_ids=segment_ids,
       response_mask=mask,
       old_logps=zeros,
       advantages=zeros,
@@ -335,8 +294,13 @@ def _shards() -> int:
   return sharding.size(*sharding.ROW_AXES)
 
 
-def _slots(packing, prompt_lengths, lengths, cfg) -> _Slots:
-  """What stands in the rows of this device."""
+def _slots(packing, prompt_lengths, lengths, cfg):
+  """What stands in the columns of this device's rows, [rows, W] int32.
+
+  The index of the response, the place in its sequence, from 0, and the segment
+  id, from 1 in each row. At padding the segment id is 0, and the other two are
+  any number.
+  """
   B, size = len(lengths), cfg.micro_batch_size
   size_here = size // _shards()
   first = sharding.index(*sharding.ROW_AXES) * size_here
@@ -354,10 +318,10 @@ def _slots(packing, prompt_lengths, lengths, cfg) -> _Slots:
   response = jnp.take_along_axis(starts, jnp.maximum(first_column, 0), axis=1)
   response = jnp.maximum(response, 0)
   place = columns - first_column
-  prompt_length = prompt_lengths[response]
-  real = (first_column >= 0) & (place < prompt_length + lengths[response])
+  length = prompt_lengths[response] + lengths[response]
+  real = (first_column >= 0) & (place < length)
   ids = jnp.cumsum(starts >= 0, axis=1, dtype=jnp.int32)
-  return _Slots(response, place, prompt_length, jnp.where(real, ids, 0))
+  return response, place, jnp.where(real, ids, 0)
 
 
 def train_batch_from_samples(

@@ -2,39 +2,43 @@
 
 import dataclasses
 
+import jax
+
 from gspo_jax import model
-from gspo_jax.learner import critic, train_batch
-from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
+from gspo_jax.learner import critic, train_batch, train_step
+from gspo_jax.learner.train_batch import MICRO_BATCHES, PackedBatch
+from gspo_jax.learner.train_step import TrainState
 
 
 def add_reference_and_values(
+  state: TrainState,
   batch: PackedBatch,
-  cfg: model.ModelConfig,
   *,
-  reference: model.Params | None,
-  critic_params: model.Params | None,
+  cfg: model.ModelConfig,
   temperature: float,
 ) -> PackedBatch:
-  """The batch with the reference's log-probs and the critic's values.
+  """The batch with the reference's log-probs and the critic's values."""
+  rows, counts = batch
 
-  `reference` and `critic_params` are weights, or None; `temperature` is the
-  sampler's.
-  """
+  def minibatch(m, fields):
+    def micro_batch(a, fields):
+      one, new = jax.tree.map(lambda x: x[m, a], rows), {}
+      if state.reference is not None:
+        reference = train_step.with_base(state.base, state.reference)
+        new["reference_logps"] = train_batch.response_logps(
+          reference, cfg, one, temperature=temperature
+        ).logps
+      if state.critic is not None:
+        new["values"] = critic.values(state.critic.params, cfg, one)
+      return {name: x.at[m, a].set(new[name]) for name, x in fields.items()}
 
-  def forward(micro_batch: TrainBatch):
-    fields = {}
-    if reference is not None:
-      fields["reference_logps"] = train_batch.response_logps(
-        reference, cfg, micro_batch, temperature=temperature
-      ).logps
-    if critic_params is not None:
-      fields["values"] = critic.values(critic_params, cfg, micro_batch)
-    return fields
+    with jax.named_scope(MICRO_BATCHES):
+      return jax.lax.fori_loop(0, counts[m], micro_batch, fields)
 
-  names = []
-  if reference is not None:
-    names.append("reference_logps")
-  if critic_params is not None:
-    names.append("values")
-  fields = batch.map(forward, *names)
-  return batch._replace(rows=dataclasses.replace(batch.rows, **fields))
+  fields = {}
+  if state.reference is not None:
+    fields["reference_logps"] = rows.reference_logps
+  if state.critic is not None:
+    fields["values"] = rows.values
+  fields = jax.lax.fori_loop(0, len(counts), minibatch, fields)
+  return PackedBatch(dataclasses.replace(rows, **fields), counts)

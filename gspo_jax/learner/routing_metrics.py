@@ -22,15 +22,9 @@ def predicting(x: jax.Array, length: int) -> jax.Array:
 
 
 def flips(new: jax.Array, old: jax.Array, mask: jax.Array) -> Mean:
-  """Share of the old policy's experts that the new policy does not choose.
+  """[L]: share of the old policy's experts that the new one does not choose.
 
-  Args:
-    new: [B, L, T, k], the new policy's experts.
-    old: [B, L, T, k], the old policy's; their order does not matter.
-    mask: [B, R].
-
-  Returns:
-    A mean for each layer, [L].
+  Both [B, L, T, k], in any order; `mask` is [B, R].
   """
   new, old = (predicting(x, mask.shape[1]) for x in (new, old))
   kept_BLRk = (old[..., :, None] == new[..., None, :]).any(-1)
@@ -43,23 +37,16 @@ def shift(new: jax.Array, old: jax.Array) -> jax.Array:
   """RSPO's router shift d (arXiv 2510.23027v2): [B, R], without gradient.
 
   The mean over layers and over the OLD policy's experts e of `|log p_new(e) -
-  log p_old(e)|`; 0 where no router moved.
-
-  Args:
-    new: [B, L, R, k] float32, the new router's log-probs of the old experts.
-    old: [B, L, R, k] float32, the old router's.
+  log p_old(e)|`; 0 where no router moved. Both arguments are log-probs of the
+  old experts, [B, L, R, k] float32.
   """
   return jax.lax.stop_gradient(jnp.abs(new - old).mean((1, 3)))
 
 
 class Load(NamedTuple):
-  """Tokens of the busiest expert over the mean of all experts, for each layer.
+  """[L]: tokens of the busiest expert over the mean of all experts."""
 
-  Attributes:
-    tokens: [L, E] float32, tokens of each expert.
-  """
-
-  tokens: jax.Array
+  tokens: jax.Array  # [L, E] float32, of each expert
 
   def value(self) -> np.ndarray:
     tokens = np.asarray(self.tokens, float)
@@ -74,12 +61,9 @@ class MeanLoad(Load):
 
 
 def tokens(experts: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
-  """The number of tokens of each expert: [L, E] float32.
+  """The number of tokens of each expert, [L, E] float32.
 
-  Args:
-    experts: [B, L, T, k].
-    mask: [B, R].
-    num_experts: E.
+  Of experts [B, L, T, k] and a mask [B, R].
   """
   # Compared and summed: a TPU would scatter one number at a time.
   chosen_BLRk = predicting(experts, mask.shape[1])
@@ -88,17 +72,6 @@ def tokens(experts: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
   chosen_BLRkE = chosen_BLRk[..., None] == numbers_E
   chosen_BLRkE &= mask[:, None, :, None, None]
   return chosen_BLRkE.sum((0, 2, 3), dtype=jnp.float32)
-
-
-def entropy(entropies: jax.Array, mask: jax.Array) -> Mean:
-  """The routers' mean entropy in nats, for each layer, [L].
-
-  Args:
-    entropies: [B, L, R] float32.
-    mask: [B, R].
-  """
-  total_L = jnp.where(mask[:, None], entropies, 0.0).sum((0, 2))
-  return Mean(total_L, mask.sum(dtype=jnp.float32))
 
 
 def over_layers(metric: Mean) -> Mean:

@@ -27,46 +27,31 @@ class TrainBatch:
 
   Several sequences, each a prompt and its response, may share a row. The fields
   of tokens have T columns; those of response tokens have the last R of them, in
-  a packed row all but the first. `reference_logps`, `values`, `returns` and
-  `turns` are None unless the objective reads them.
-
-  Attributes:
-    tokens: [B, T] int32.
-    positions: [B, T] int32, from 0 in each sequence.
-    segment_ids: [B, T] int32, the sequence of each token in its row, from 1; 0
-      at padding.
-    response_mask: [B, R] bool, the tokens of responses, their stop tokens
-      included; those of an environment are not.
-    old_logps: [B, R] float32, log-probs under the old policy.
-    advantages: [B, R] float32, equal within a response without a critic.
-    response_index: [B, R] int32, the response that a token belongs to, in the
-      order of the samples. None where all advantages are given.
-    experts: [B, L, T, k] unsigned, the experts that an update may replay: the
-      sampler's where they were recorded, else the old policy's. None for a
-      dense model.
-    router_logps: [B, L, R, k] float32, the old routers' log-probs of these
-      experts at the tokens that predict the response. None for a dense model.
-    sampler_logps: [B, R] float32, the sampler's log-probs. None for
-      demonstrations.
-    reference_logps: [B, R] float32, log-probs under the reference policy.
-    values: [B, R] float32, of the old critic.
-    returns: [B, R] float32, the targets of the critic.
-    turns: [B, R] int16, the turn of a conversation, from 1; 0 elsewhere.
+  a packed row all but the first. Optional fields that the objective does not
+  read, or that a dense model does not have, are None.
   """
 
-  tokens: jax.Array
-  positions: jax.Array
+  tokens: jax.Array  # [B, T] int32
+  positions: jax.Array  # [B, T] int32, from 0 in each sequence
+  # [B, T] int32, the sequence of a token in its row, from 1; 0 at padding.
   segment_ids: jax.Array
+  # [B, R] bool: the stop token is of the response, an environment's are not.
   response_mask: jax.Array
-  old_logps: jax.Array
-  advantages: jax.Array
+  old_logps: jax.Array  # [B, R] float32
+  advantages: jax.Array  # [B, R] float32
+  # [B, R] int32, the response of a token, in the order of the samples.
   response_index: jax.Array | None = None
+  # [B, L, T, k] unsigned, the experts that an update may replay: the sampler's
+  # where they were recorded, else the old policy's.
   experts: jax.Array | None = None
+  # [B, L, R, k] float32, the old routers' log-probs of these experts at the
+  # tokens that predict the response.
   router_logps: jax.Array | None = None
-  sampler_logps: jax.Array | None = None
-  reference_logps: jax.Array | None = None
-  values: jax.Array | None = None
-  returns: jax.Array | None = None
+  sampler_logps: jax.Array | None = None  # [B, R] float32
+  reference_logps: jax.Array | None = None  # [B, R] float32
+  values: jax.Array | None = None  # [B, R] float32, of the old critic
+  returns: jax.Array | None = None  # [B, R] float32, the critic's targets
+  # [B, R] int16, the turn of a conversation, from 1; 0 elsewhere.
   turns: jax.Array | None = None
 
   @property
@@ -76,39 +61,12 @@ class TrainBatch:
 
 
 class PackedBatch(NamedTuple):
-  """A batch in minibatches of micro-batches.
+  """A batch in minibatches of micro-batches."""
 
-  Attributes:
-    rows: leaves [M, A, micro_batch_size, ...].
-    num_micro_batches: [M] int32, the micro-batches of each minibatch that hold
-      responses: its first ones. The others are empty, and are not computed.
-  """
-
-  rows: TrainBatch
+  rows: TrainBatch  # leaves [M, A, micro_batch_size, ...]
+  # [M] int32, the micro-batches of a minibatch that hold responses: its first
+  # ones. The others are empty, and are not computed.
   num_micro_batches: jax.Array
-
-  def map(self, function, *fields: str) -> dict[str, jax.Array]:
-    """`function` of each micro-batch that holds responses.
-
-    Args:
-      function: of a micro-batch; returns a dict of arrays [rows, ...] of the
-        shapes that those fields have.
-      *fields: of `TrainBatch`; they start from what the batch has.
-    """
-    rows = self.rows
-
-    def minibatch(m, result):
-      def micro_batch(a, result):
-        one = function(jax.tree.map(lambda x: x[m, a], rows))
-        return {k: x.at[m, a].set(one[k]) for k, x in result.items()}
-
-      with jax.named_scope(MICRO_BATCHES):
-        return jax.lax.fori_loop(
-          0, self.num_micro_batches[m], micro_batch, result
-        )
-
-    start = {name: getattr(rows, name) for name in fields}
-    return jax.lax.fori_loop(0, len(self.num_micro_batches), minibatch, start)
 
 
 def unpacked(
@@ -116,16 +74,9 @@ def unpacked(
 ) -> TrainBatch:
   """Responses [B, R] behind their prompts [P, S], one a row; B = P * G.
 
-  Its fields have the rows and columns of samples. An update takes packed rows;
-  this is for what compares its results with the samples.
-
-  Args:
-    prompts: P prompts, with their padding on the left.
-    responses: [B, R] int32; those of a prompt are neighbours.
-    lengths: [B] int32, their tokens.
-
-  Returns:
-    T = S + R columns; zeros for log-probs and advantages.
+  Its fields have the rows and columns of samples, T = S + R. An update takes
+  packed rows; this is for what compares its results with the samples. Log-probs
+  and advantages are zeros.
   """
   B, R = responses.shape
   group = B // prompts.tokens.shape[0]

@@ -35,23 +35,16 @@ BACKWARD = "backward"
 
 
 class LossOutput(NamedTuple):
-  """The result of a forward pass over a micro-batch.
+  """The result of a forward pass over a micro-batch."""
 
-  Attributes:
-    loss: its sum, and the count that divides it.
-    metrics: of the update.
-    old_policy_fields: fields of `TrainBatch`, [rows, ...], from this pass. They
-      are the old policy's as long as the policy has not moved.
-    old_policy_metrics: metrics of the old policy, if this is its pass.
-    first_minibatch_gap: RMS over responses of (sequence ratio - 1), against the
-      `old_logps` stored in the batch. 0 if two passes over the same weights
-      agree bit for bit.
-  """
-
-  loss: Mean
-  metrics: Metrics
+  loss: Mean  # its sum, and the count that divides it
+  metrics: Metrics  # of the update
+  # Fields of `TrainBatch`, [rows, ...], from this pass. They are the old
+  # policy's as long as the policy has not moved; so are the metrics below.
   old_policy_fields: dict[str, jax.Array] = {}  # noqa: RUF012
   old_policy_metrics: Metrics = {}  # noqa: RUF012
+  # RMS over responses of (sequence ratio - 1), against the `old_logps` stored
+  # in the batch. 0 if two passes over the same weights agree bit for bit.
   first_minibatch_gap: Std | None = None
 
 
@@ -64,26 +57,19 @@ Loss = Callable[[model.Params, TrainBatch, jax.Array], LossOutput]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """The state of training.
+  """The state of training."""
 
-  Attributes:
-    step: [] int32, updates so far.
-    params: what is trained, float32: the policy's weights, or its adapters.
-    opt_state: the optimizer's state for `params`.
-    base: with adapters, the frozen weights below them, in `cfg.dtype`. None
-      without adapters, and in a checkpoint.
-    reference: the reference policy's copy of `params` in `cfg.dtype`. {} with
-      LoRA if the reference is the base model; None if there is no KL.
-    critic: the state of PPO's critic, which has its own optimizer, or None.
-    pending_rollouts: responses for the next iteration; only in a checkpoint.
-  """
-
-  step: jax.Array
-  params: model.Params
+  step: jax.Array  # [] int32, updates so far
+  params: model.Params  # float32, trained: the policy's weights, or adapters
   opt_state: optax.OptState
+  # The frozen weights below adapters, in `cfg.dtype`. None without adapters,
+  # and in a checkpoint.
   base: model.Params | None = None
+  # The reference policy's copy of `params` in `cfg.dtype`. {} with LoRA if the
+  # reference is the base model; None if there is no KL.
   reference: model.Params | None = None
-  critic: TrainState | None = None
+  critic: TrainState | None = None  # PPO's, with its own optimizer
+  # Responses for the next iteration; only in a checkpoint.
   pending_rollouts: dict | Samples | None = None
 
   @property
@@ -98,19 +84,13 @@ def with_base(base: model.Params | None, params: model.Params) -> model.Params:
 
 
 class Learner(NamedTuple):
-  """The settings of an update; static under jit.
-
-  Attributes:
-    loss: the function to minimise.
-    optimizer: an optax transformation.
-    has_old_logps: whether the batch has old log-probs before an update.
-    recompute_first_minibatch: whether a pass for old log-probs also covers the
-      first minibatch, whose own update could compute them.
-  """
+  """The settings of an update; static under jit."""
 
   loss: Loss
   optimizer: optax.GradientTransformation
-  has_old_logps: bool = False
+  has_old_logps: bool = False  # whether the batch has them before an update
+  # Whether a pass for old log-probs also covers the first minibatch, whose own
+  # update could compute them.
   recompute_first_minibatch: bool = False
 
 
@@ -142,12 +122,7 @@ def update(
   compares the two in `ratio/first_minibatch_std`, which is 0 where they agree
   in every bit.
 
-  Args:
-    state: before the update.
-    batch: M minibatches.
-    learner: static.
-    apply_updates: [] bool, whether to update. With a Python True the program
-      has no conditional.
+  `apply_updates` is [] bool. With a Python True the program has no conditional.
 
   Returns:
     The new state, or the same one without an update; the batch, unchanged, or
@@ -156,11 +131,6 @@ def update(
     add up.
   """
   rows, counts = batch
-  if state.base is not None:
-    run = learner.loss
-    learner = learner._replace(
-      loss=lambda params, *rest: run(with_base(state.base, params), *rest)
-    )
 
   def minibatch(m, carry):
     params, opt_state, old, sums = carry
@@ -169,6 +139,7 @@ def update(
       params,
       micro_batches,
       learner,
+      base=state.base,
       count=counts[m],
       apply_updates=apply_updates,
       first=m == 0,
@@ -187,7 +158,10 @@ def update(
 
   first = jax.tree.map(lambda x: x[0], rows)
   _, old_shapes, metrics = jax.eval_shape(
-    lambda params, rows: gradient(params, rows, learner), state.params, first
+    lambda params, base, rows: gradient(params, rows, learner, base=base),
+    state.params,
+    state.base,
+    first,
   )
   start = (
     state.params,
@@ -222,6 +196,7 @@ def gradient(
   micro_batches: TrainBatch,
   learner: Learner,
   *,
+  base: model.Params | None = None,
   count: jax.Array | None = None,
   apply_updates: jax.Array | bool = True,
   first: jax.Array | bool = False,
@@ -231,14 +206,9 @@ def gradient(
   Sums are added over the micro-batches and divided once, by the count of the
   whole minibatch: A = 4 gives what A = 1 gives, up to rounding.
 
-  Args:
-    params: what is trained.
-    micro_batches: all of the minibatch.
-    learner: static.
-    count: [] int32, how many of the micro-batches to process: the first ones.
-      None: all.
-    apply_updates: as in `update`; if false, the gradient is zero.
-    first: [] bool, whether this is the first minibatch of the batch.
+  Of the micro-batches the first `count` are processed, [] int32; None: all.
+  `first`, [] bool, says that this is the first minibatch of a batch. Without
+  `apply_updates` the gradient is zero.
 
   Returns:
     The gradient, `LossOutput.old_policy_fields` of all rows, and metrics.
@@ -253,7 +223,8 @@ def gradient(
     micro_batch = jax.tree.map(lambda x: x[j], micro_batches)
 
     def total(params):
-      out = learner.loss(params, micro_batch, is_old_policy)
+      policy = with_base(base, params)
+      out = learner.loss(policy, micro_batch, is_old_policy)
       return out.loss.total, out
 
     _, pull, out = jax.vjp(total, params, has_aux=True)
@@ -272,7 +243,8 @@ def gradient(
     return grads, divisor + out.loss.count, old, sums
 
   one = jax.tree.map(lambda x: x[0], micro_batches)
-  out = jax.eval_shape(learner.loss, params, one, is_old_policy)
+  policy = with_base(base, params)
+  out = jax.eval_shape(learner.loss, policy, one, is_old_policy)
   metrics = jax.eval_shape(
     lambda out: _counted_once(out, learner, applying, first, first), out
   )

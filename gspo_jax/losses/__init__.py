@@ -15,7 +15,8 @@ Conventions of all policy losses:
   4. `loss/policy` is the loss without `Terms.penalty`; that is `loss/penalty`.
   5. `logps[:, t]` is the log-prob of the token that `mask[:, t]` marks. Logits
      at position t are of the token at t + 1: shift them, or the mask, by one.
-  6. Segment ids count from 0 within each row. Outside of jit a ValueError says
+  6. A wrong dtype is a TypeError, a wrong shape or number a ValueError.
+  7. Segment ids count from 0 within each row. Outside of jit a ValueError says
      where they do not, and where a mask is not 0 or 1; inside of jit wrong ids
      give a wrong loss.
 

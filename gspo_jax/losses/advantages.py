@@ -11,7 +11,7 @@ def group_relative_advantages(
   ddof: int = 0,
   eps: float = 1e-6,
 ) -> jax.Array:
-  """A_i = (r_i - mean) / (std + eps), over the G responses to one prompt.
+  """[P, G]: A_i = (r_i - mean) / (std + eps), over the responses to a prompt.
 
   Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2; Zheng et al. 2025, arXiv
   2507.18071, sec. 4.1. With `normalize_std=False` there is no division: the
@@ -23,16 +23,10 @@ def group_relative_advantages(
   zeros.
 
   Args:
-    rewards: [P, G], prompts by responses, of any real dtype.
+    rewards: [P, G], prompts by responses, of any real dtype; G >= 2, G > ddof.
     normalize_std: whether to divide by the group's standard deviation.
     ddof: subtracted from G in the denominator of the variance.
     eps: added to the standard deviation, in units of reward.
-
-  Returns:
-    [P, G] float32.
-
-  Raises:
-    ValueError: `rewards` is not [P, G] with G >= 2 and G > `ddof`.
   """
   rewards = jnp.asarray(rewards, jnp.float32)
   if rewards.ndim != 2 or rewards.shape[1] < max(2, ddof + 1):
@@ -116,15 +110,11 @@ def generalized_advantages(
     mask: [B, T], bool or 0/1. Values under a 0 are never read.
     discount: g, in [0, 1].
     trace_decay: l, in [0, 1].
-    segment_ids: [B, T] int, the sequence of each token in packed rows; None:
-      each row is one sequence.
+    segment_ids: as in `gspo_loss`.
 
   Returns:
     (advantages, returns): [B, T] float32, 0 under the mask, without gradient.
     The returns are A_t + V_t, the targets of `value_loss`.
-
-  Raises:
-    ValueError: the shapes differ or are not [B, T].
   """
   rewards, values = (jnp.asarray(x, jnp.float32) for x in (rewards, values))
   mask = jnp.asarray(mask, bool)
@@ -177,9 +167,6 @@ def whiten(
 
   Returns:
     [B, T] float32; exact zeros if all advantages are equal.
-
-  Raises:
-    ValueError: the shapes differ.
   """
   if advantages.shape != mask.shape:
     raise ValueError(f"expected {mask.shape=}, got {advantages.shape=}")

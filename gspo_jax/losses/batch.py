@@ -14,24 +14,15 @@ class TokenBatch(NamedTuple):
   """The checked arguments of a policy loss; every float is 0 under the mask.
 
   A row of the arrays holds N sequences: 1, or up to N = T where it is packed.
-
-  Attributes:
-    logps: [B, T] x, the log-probs of the new policy; differentiated.
-    raw_log_ratio: [B, T] x - o, clamped, without gradient; for the metrics.
-    log_ratio: [B, T] x - o + `Terms.log_ratio_shift`, clamped.
-    advantages: [B, T], or [B, 1] where the caller gave one per sequence.
-    mask: [B, T] bool, true at response tokens.
-    segment_ids: [B, T] int, the sequence of each token; None: one per row.
-    terms: the optional terms, masked.
   """
 
-  logps: jax.Array
-  raw_log_ratio: jax.Array
-  log_ratio: jax.Array
-  advantages: jax.Array
-  mask: jax.Array
-  segment_ids: jax.Array | None
-  terms: Terms
+  logps: jax.Array  # [B, T] x, of the new policy; differentiated
+  raw_log_ratio: jax.Array  # [B, T] x - o, clamped, no gradient; for metrics
+  log_ratio: jax.Array  # [B, T] x - o + `Terms.log_ratio_shift`, clamped
+  advantages: jax.Array  # [B, T], or [B, 1]: one for each sequence
+  mask: jax.Array  # [B, T] bool, true at response tokens
+  segment_ids: jax.Array | None  # [B, T] int; None: a row is one sequence
+  terms: Terms  # masked
 
   def sums(self, values: jax.Array) -> jax.Array:
     """[B, T] -> [B, N]: the sum over the response tokens of each sequence."""
@@ -55,13 +46,9 @@ class TokenBatch(NamedTuple):
 def sequence_sums(
   values: jax.Array, mask: jax.Array, segment_ids: jax.Array | None
 ) -> jax.Array:
-  """The sum over the tokens of each sequence: [B, T] -> [B, N].
+  """The sum over the response tokens of each sequence: [B, T] -> [B, N].
 
-  Args:
-    values: [B, T].
-    mask: [B, T] bool. Values under a 0 are not counted.
-    segment_ids: [B, T] int in 0..T-1, the sequence of each token, N = T; None:
-      each row is one sequence, N = 1.
+  N = T with segment ids; without them each row is one sequence, and N = 1.
   """
   values = jnp.where(mask, values, 0.0)
   if segment_ids is None:
@@ -79,8 +66,7 @@ def sequence_mean(batch: TokenBatch, values: jax.Array) -> Mean:
 
 def token_mean(batch: TokenBatch, values: jax.Array) -> Mean:
   """Mean over all tokens: a sequence has a weight equal to its length."""
-  count = jnp.sum(batch.mask, dtype=jnp.float32)
-  return Mean(jnp.where(batch.mask, values, 0.0).sum(), count)
+  return Mean.of(values, batch.mask)
 
 
 def require_float32_BT(floats, mask, segment_ids=None) -> None:
@@ -123,18 +109,6 @@ def _require_values(mask, segment_ids) -> None:
     )
 
 
-def require_advantages(advantages, mask, segment_ids) -> None:
-  """Raises unless float32 and [B] or [B, T]; packed rows need [B, T]."""
-  if advantages.dtype != jnp.float32:
-    raise TypeError(f"advantages must be float32, got {advantages.dtype}")
-  expected = [mask.shape]
-  if segment_ids is None:
-    expected.append(mask.shape[:1])
-  if advantages.shape not in expected:
-    packed = segment_ids is not None
-    raise ValueError(f"{expected=}, got {advantages.shape=}, {packed=}")
-
-
 def checked_batch(
   logps, old_logps, advantages, mask, segment_ids=None, terms=NO_TERMS
 ) -> TokenBatch:
@@ -142,7 +116,12 @@ def checked_batch(
   arrays = terms.arrays()
   floats = {"logps": logps, "old_logps": old_logps} | arrays
   require_float32_BT(floats, mask, segment_ids)
-  require_advantages(advantages, mask, segment_ids)
+  if advantages.dtype != jnp.float32:
+    raise TypeError(f"advantages must be float32, got {advantages.dtype}")
+  packed = segment_ids is not None
+  expected = [mask.shape] if packed else [mask.shape, mask.shape[:1]]
+  if advantages.shape not in expected:
+    raise ValueError(f"{expected=}, got {advantages.shape=}, {packed=}")
   if terms.dual_clip is not None and terms.dual_clip <= 1:
     raise ValueError(f"dual_clip must be above 1, got {terms.dual_clip}")
   mask = jnp.asarray(mask, bool)
@@ -158,7 +137,7 @@ def checked_batch(
   shift = terms.log_ratio_shift
   if advantages.ndim == 1:
     advantages = advantages[:, None]
-  if segment_ids is not None:
+  if packed:
     segment_ids = jnp.where(mask, segment_ids, 0)
   return TokenBatch(
     logps=logps,

@@ -35,10 +35,6 @@ def kl_penalty(
   Returns:
     [B, T] float32 >= 0, and 0 under the mask. f - x is clamped at ±20, beyond
     which there is no gradient.
-
-  Raises:
-    ValueError: an estimator other than these (also k1), or a wrong shape.
-    TypeError: a dtype other than float32.
   """
   if estimator == "k1":
     raise ValueError(

@@ -23,33 +23,27 @@ TRAINER_ARGUMENTS = (
 class Method:
   """A policy loss, and what a trainer must know of it.
 
-  Attributes:
-    loss: takes the arguments of `gspo_loss` but for `clip_low` and `clip_high`;
-      its other keyword-only arguments are the numbers of the method. `terms`,
-      `segment_ids` and `normalizer=1.0` are given to every loss; `max_length`,
-      the longest response allowed, and `router_shift` to one that takes them.
-    unit: of the ratio: "sequence" or "token".
-    clips: what `clip_low` and `clip_high` bound: "ratio" (against the sign of
-      the advantage, with an optional dual clip), "log_ratio", or "": nothing.
-    one_advantage: whether a response has one advantage, not one for each token.
-    normalize_std: whether advantages are divided by the group's std.
-    advantages: rewards [P, G] -> advantages [P, G] float32; None:
-      `group_relative_advantages`.
-    critic: whether a critic gives the advantages (`generalized_advantages`).
+  The loss takes the arguments of `gspo_loss` but for `clip_low` and
+  `clip_high`; its other keyword-only arguments are the numbers of the method.
+  `terms`, `segment_ids` and `normalizer=1.0` are given to every loss;
+  `max_length`, the longest response allowed, and `router_shift` to one that
+  takes them.
   """
 
   loss: Callable[..., tuple[jax.Array, Metrics]]
-  unit: str = "token"
+  unit: str = "token"  # of the ratio: "sequence" or "token"
+  # What `clip_low` and `clip_high` bound: "ratio" (against the sign of the
+  # advantage, with an optional dual clip), "log_ratio", or "": nothing.
   clips: str = ""
-  one_advantage: bool = False
-  normalize_std: bool = True
+  one_advantage: bool = False  # for a response, not one for each token
+  normalize_std: bool = True  # whether advantages are divided by the group's
+  # Rewards [P, G] -> advantages; None: `group_relative_advantages`.
   advantages: Callable[[jax.Array], jax.Array] | None = None
-  critic: bool = False
+  critic: bool = False  # whether the advantages are `generalized_advantages`
 
   def __post_init__(self):
-    arguments = self.arguments
     for name in ("clip_low", "clip_high") if self.clips else ():
-      if not isinstance(arguments.get(name), int | float):
+      if not isinstance(self.arguments.get(name), int | float):
         raise ValueError(
           f"clips={self.clips!r}: the loss has no {name!r} with a default"
         )
@@ -69,8 +63,8 @@ class Method:
       if name not in TRAINER_ARGUMENTS
     }
 
+  # A config names something callable.
   def __call__(self, *arrays, **options) -> tuple[jax.Array, Metrics]:
-    """The loss."""
     return self.loss(*arrays, **options)
 
 

@@ -16,15 +16,16 @@ EDGES = np.concatenate([[-np.inf], -_POWERS[::-1], _POWERS, [np.inf]])
 
 
 class Mean(NamedTuple):
-  """A mean; `total` may be a vector, which gives a vector of means.
-
-  Attributes:
-    total: the sum of the values, [] or [n].
-    count: the number of values, [] or [n].
-  """
+  """A mean, or a vector of means: the values' sum and number, [] or [n]."""
 
   total: jax.Array
   count: jax.Array
+
+  @classmethod
+  def of(cls, values: jax.Array, mask: jax.Array) -> "Mean":
+    """Of the values where `mask` is true; two arrays of one shape."""
+    total = jnp.where(mask, values, 0.0).sum()
+    return cls(total, jnp.sum(mask, dtype=jnp.float32))
 
   def value(self) -> float | np.ndarray:
     """The mean on the host; NaN where the count is 0."""
@@ -35,13 +36,7 @@ class Mean(NamedTuple):
 
 
 class Std(NamedTuple):
-  """A standard deviation (ddof 0).
-
-  Attributes:
-    total: [] the sum of the values.
-    squares: [] the sum of their squares.
-    count: [] their number.
-  """
+  """A standard deviation (ddof 0): sums of values and squares, and count."""
 
   total: jax.Array
   squares: jax.Array
@@ -68,13 +63,9 @@ class Std(NamedTuple):
 
 
 class Histogram(NamedTuple):
-  """The number of values in [EDGES[i], EDGES[i + 1]); NaN is not counted.
+  """The number of values in [EDGES[i], EDGES[i + 1]); NaN is not counted."""
 
-  Attributes:
-    counts: [len(EDGES) - 1] float32.
-  """
-
-  counts: jax.Array
+  counts: jax.Array  # [len(EDGES) - 1] float32
 
   @classmethod
   def of(cls, values: jax.Array, mask: jax.Array) -> "Histogram":

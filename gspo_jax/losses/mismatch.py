@@ -6,9 +6,6 @@ import jax.numpy as jnp
 from gspo_jax.losses.batch import checked_batch, require_float32_BT, token_mean
 from gspo_jax.losses.metrics import Metrics
 
-_METHODS = ("tis", "mis")
-_UNITS = ("token", "sequence")
-
 
 def mismatch_weights(
   old_logps: jax.Array,
@@ -46,21 +43,17 @@ def mismatch_weights(
     unit: "token" or "sequence".
     cap: the largest weight, above `floor`.
     floor: the smallest weight that "mis" keeps; "tis" does not use it.
-    segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows; None: each row is one sequence.
+    segment_ids: as in `gspo_loss`.
 
   Returns:
     (weights, metrics): [B, T] float32 without gradient, 0 under the mask; and
     over tokens the mean `mismatch/weight` and the fraction `mismatch/cut` that
     was truncated or masked. A token's o - q is clamped at ±20.
-
-  Raises:
-    ValueError: an unknown method or unit, bounds out of order, a wrong shape.
-    TypeError: a dtype other than float32.
   """
-  if method not in _METHODS or unit not in _UNITS:
+  methods, units = ("tis", "mis"), ("token", "sequence")
+  if method not in methods or unit not in units:
     raise ValueError(
-      f"expected a method of {_METHODS} and a unit of {_UNITS}, got {method=},"
+      f"expected a method of {methods} and a unit of {units}, got {method=},"
       f" {unit=}"
     )
   if not 0 <= floor < cap:

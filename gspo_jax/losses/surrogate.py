@@ -11,17 +11,11 @@ from gspo_jax.losses.metrics import Histogram, Mean, Metrics, Std
 
 
 class Surrogate(NamedTuple):
-  """The loss of each token, and where its ratio was clipped.
+  """The loss of each token, and where its ratio was clipped."""
 
-  Attributes:
-    loss: [B, T] float32, to be minimised.
-    low: [B, T] bool, clipped from below.
-    high: [B, T] bool, clipped from above.
-  """
-
-  loss: jax.Array
-  low: jax.Array
-  high: jax.Array
+  loss: jax.Array  # [B, T] float32, to be minimised
+  low: jax.Array  # [B, T] bool, clipped from below
+  high: jax.Array  # [B, T] bool, clipped from above
 
 
 def reduce(
@@ -30,13 +24,10 @@ def reduce(
   aggregate: Callable[[TokenBatch, jax.Array], Mean],
   normalizer: jax.Array | float | None,
 ) -> tuple[jax.Array, Metrics]:
-  """The loss of a batch and the metrics that all losses have.
+  """The loss of a batch, with its terms, and the metrics that all losses have.
 
-  Args:
-    batch: from `checked_batch`; its terms' weights and penalty are applied.
-    surrogate: the loss of each token.
-    aggregate: `sequence_mean`, `token_mean` or another (batch, [B, T]) -> Mean.
-    normalizer: divides the sum in place of the mean's count.
+  `aggregate` is `sequence_mean`, `token_mean` or another (batch, [B, T]) ->
+  Mean; `normalizer` divides the sum in place of the mean's count.
   """
   weights, penalty = batch.terms.weights, batch.terms.penalty
   loss = surrogate.loss if weights is None else weights * surrogate.loss

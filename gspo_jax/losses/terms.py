@@ -30,8 +30,7 @@ class Terms(NamedTuple):
 
   def arrays(self) -> dict[str, jax.Array]:
     """The array fields that are given, by name."""
-    arrays = self._asdict()
-    del arrays["dual_clip"]
+    arrays = self._replace(dual_clip=None)._asdict()
     return {name: x for name, x in arrays.items() if x is not None}
 
 
@@ -60,9 +59,6 @@ def router_log_weight(
 
   Returns:
     [B, T] float32 without gradient: in [log floor, 0], and 0 under the mask.
-
-  Raises:
-    ValueError: a floor outside (0, 1].
   """
   if not 0 < floor <= 1:
     raise ValueError(f"expected a floor in (0, 1], got {floor=}")

@@ -25,23 +25,17 @@ def value_loss(
 
   Args:
     values: v, [B, T] float32. The only differentiated argument.
-    old_values: v_old, [B, T] float32: the values when the responses were
-      sampled.
+    old_values: v_old, [B, T] float32, at the time of sampling.
     returns: R, [B, T] float32, of `generalized_advantages`.
     mask: [B, T], bool or 0/1. Values under a 0 are never read.
     clip: e, in units of reward.
-    normalizer: divides the sum, by default the number of response tokens; with
-      1.0 gradients and metrics of micro-batches add.
+    normalizer: divides the sum, by default the number of response tokens.
     segment_ids: checked and not used: each token counts once.
 
   Returns:
     (loss, metrics): `loss/value`, whose count is the default normalizer,
     `clip_frac/value`, `value/error_std` and `value/return_std`. The explained
     variance is 1 - (error_std / return_std)^2.
-
-  Raises:
-    TypeError: a dtype other than float32.
-    ValueError: a wrong shape.
   """
   floats = {"values": values, "old_values": old_values, "returns": returns}
   require_float32_BT(floats, mask, segment_ids)

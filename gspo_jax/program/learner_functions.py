@@ -156,17 +156,7 @@ def learner_functions(
     NamedSharding(mesh, PartitionSpec(None, None, *sharding.ROWS)), replicated
   )
 
-  def reference_and_values(state, batch):
-    return reference_pass.add_reference_and_values(
-      batch,
-      cfg,
-      reference=None
-      if state.reference is None
-      else train_step.with_base(state.base, state.reference),
-      critic_params=state.critic and state.critic.params,
-      temperature=config.sampler.temperature,
-    )
-
+  has_either = state.reference is not None or state.critic is not None
   return LearnerFunctions(
     abstract=state,
     init_state=init_state,
@@ -187,7 +177,11 @@ def learner_functions(
       out_shardings=packed,
     ),
     add_reference_and_values=mesh_jit(
-      reference_and_values,
+      functools.partial(
+        reference_pass.add_reference_and_values,
+        cfg=cfg,
+        temperature=config.sampler.temperature,
+      ),
       mesh,
       in_shardings=(states, packed),
       out_shardings=packed,

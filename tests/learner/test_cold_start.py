@@ -10,11 +10,7 @@ import pytest
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import DemonstrationBatch
 from gspo_jax.learner import cold_start
-from gspo_jax.learner.cold_start import (
-  ColdStart,
-  ColdStartConfig,
-  ColdStartFunctions,
-)
+from gspo_jax.learner.cold_start import ColdStartConfig, ColdStartFunctions
 from gspo_jax.learner.packing import PackingConfig, pack
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
@@ -52,17 +48,12 @@ class Batches:
 
 
 class Functions:
-  """Updates add 1 to the weight; the accuracies are given.
-
-  Attributes:
-    checked: the weight at each measurement of the accuracy.
-    batches: which batch each update got.
-    packings: where its demonstrations go.
-  """
+  """Updates add 1 to the weight; the accuracies are given."""
 
   def __init__(self, accuracies):
-    self.accuracies, self.checked, self.batches = accuracies, [], []
-    self.packings = []
+    self.accuracies = accuracies
+    self.checked = []  # the weight at each measurement of the accuracy
+    self.batches, self.packings = [], []  # of each update
 
   def update(self, state, prompts, responses, lengths, turns, packing):
     self.batches.append(int(responses[0, 0]))
@@ -83,13 +74,14 @@ def run(folder, accuracies, *, seed=0, gate=0.9, stop=None):
   preemption = Preemption()
   preemption.reached = lambda: next(steps) == stop
   with Checkpoints(folder, every=2, keep=1) as checkpoints:
-    state = ColdStart(
-      functions=ColdStartFunctions(
+    state = cold_start.run(
+      ColdStartFunctions(
         abstract=first,
         init_state=lambda params: TrainState(jnp.int32(0), params, ()),
         packing=PackingConfig(width=7, minibatches=1, micro_batch_size=1),
         update=functions.update,
       ),
+      lambda: first.params,
       batches=Batches(),
       batch_sharding=sharding.batch_sharding(
         sharding.make_mesh(jax.devices()[:1])
@@ -98,7 +90,8 @@ def run(folder, accuracies, *, seed=0, gate=0.9, stop=None):
       checkpoints=checkpoints,
       identity={"seed": seed},
       cfg=ColdStartConfig(steps=10, check_every=2, gate=gate),
-    ).run(lambda: first.params, preemption)
+      preemption=preemption,
+    )
   return state, functions
 
 

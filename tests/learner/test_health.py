@@ -28,12 +28,12 @@ HEALTHY = {
 }
 
 
-def checks(name="gspo", *, minibatches=4, truncated_sampling=False, **keys):
+def checks(name="gspo", *, minibatches=4, **keys):
   return HealthChecks(
     ObjectiveConfig(name, **keys),
     minibatches=minibatches,
     off_policy=False,
-    truncated_sampling=truncated_sampling,
+    truncated_sampling=False,
   )
 
 
@@ -161,11 +161,6 @@ def test_a_run_checks_what_its_config_calls_for(
   assert len(lines) == len(warnings)
   for part, line in zip(warnings, lines, strict=True):
     assert part in line
-
-
-def test_truncated_sampling_is_printed_at_the_start(capsys):
-  checks(truncated_sampling=True)
-  assert "truncated distribution" in capsys.readouterr().out
 
 
 def test_a_number_that_is_not_finite_stops_the_run():

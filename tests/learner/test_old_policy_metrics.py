@@ -27,12 +27,14 @@ def inputs():
     np.array([4, 1, 2, 0, 4, 4], np.int32),
   )
   batch = dataclasses.replace(batch, sampler_logps=jnp.asarray(-uniform(B, R)))
+  router_entropy = uniform(L, B, R)
+  router_entropy[:, ~np.asarray(batch.response_mask)] = np.nan  # never read
   experts = rng.integers(0, E // 2, (L, B, S + R, K)).astype(np.uint8)
   out = TokenLogprobs(
     logps=-uniform(B, R),
     entropy=uniform(B, R),
     experts=experts,
-    router_entropy=uniform(L, B, R),
+    router_entropy=router_entropy,
     dropped=np.array([2, 3], np.int32),
   )
   return batch, out
@@ -77,11 +79,8 @@ def test_the_mismatch_is_recomputed_less_sampled(inputs, metrics):
     assert mean == pytest.approx(np.abs(values).mean(), rel=1e-5)
 
 
-def test_the_entropy_is_of_response_tokens(inputs, metrics):
+def test_entropy_of_response_tokens_and_dropped_choices(inputs, metrics):
   batch, out = inputs
   mean = out.entropy[np.asarray(batch.response_mask)].mean()
   assert metrics["policy/entropy"].value() == pytest.approx(mean, rel=1e-5)
-
-
-def test_dropped_choices_are_added_over_layers(metrics):
-  assert metrics["moe/dropped"].value() == 2 + 3
+  assert metrics["moe/dropped"].value() == 2 + 3  # over layers

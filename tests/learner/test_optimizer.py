@@ -145,17 +145,17 @@ def test_a_step_of_muon(name, axis):
   expected = jax.jit(step)(grads, params)
   axes = dict.fromkeys(("fsdp", "expert", "tensor"), axis)
   mesh = sharding.make_mesh(jax.devices()[: axis**3], **axes)
-  given = grads, jax.jit(muon.init)(params), params
-  given = jax.device_put(
-    given, sharding.state_shardings(given, mesh, optimizer.STATE_AXES)
+  arguments = grads, jax.jit(muon.init)(params), params
+  arguments = jax.device_put(
+    arguments, sharding.state_shardings(arguments, mesh, optimizer.STATE_AXES)
   )
-  step = jax.jit(muon.update).lower(*given).compile()
-  found = sharding.leaves_by_path(step(*given)[0])
+  step = jax.jit(muon.update).lower(*arguments).compile()
+  updates = sharding.leaves_by_path(step(*arguments)[0])
   others = sharding.leaves_by_path(expected)
   grads, params = map(sharding.leaves_by_path, (grads, params))
-  matrices = {p for p in found if re.search(MATRIX, p)}
+  matrices = {p for p in updates if re.search(MATRIX, p)}
   assert len(matrices) == (6 if cfg.num_experts else 7)
-  for path, update in found.items():
+  for path, update in updates.items():
     if path not in matrices:
       np.testing.assert_allclose(update, others[path], rtol=1e-4, atol=1e-7)
       continue

@@ -41,7 +41,7 @@ def test_an_unmoved_policy_has_ratio_one(options):
   assert metrics["grad/norm"] > 0
 
 
-def test_log_probs_of_another_program_have_another_ratio():
+def test_logps_of_another_program_have_another_ratio():
   """Else the test above would always pass; the metric shows it, too."""
   metrics = measure(apart=True)
   assert metrics["ratio/sequence_std"] > 1e-4
@@ -49,7 +49,7 @@ def test_log_probs_of_another_program_have_another_ratio():
   assert metrics["clip_frac/sequence"] > 0.1
 
 
-def test_one_minibatch_needs_no_old_log_probs_and_has_ratio_one():
+def test_one_minibatch_needs_no_old_logps_and_has_ratio_one():
   config = ratio_one.config_of(experts=False)
   config.learner.minibatches, config.learner.micro_batch_size = 1, 32
   mesh = sharding.make_mesh(jax.devices()[:1])

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from gspo_jax import model
-from gspo_jax.learner import packing, train_batch
+from gspo_jax.learner import packing, reference_pass, train_batch
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_batch import TrainBatch
+from gspo_jax.learner.train_step import TrainState
+from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts, Samples
 
@@ -43,20 +45,20 @@ def placed(width):
 
 def pack(width=W, devices=1, experts=EXPERTS, turns=None, **mesh):
   """The batch on the host, of a mesh of these devices."""
-  where, cfg = placed(width)
+  places, cfg = placed(width)
   mesh = sharding.make_mesh(jax.devices()[:devices], **mesh)
   with jax.set_mesh(mesh):
     rows = sharding.batch_sharding(mesh)
     put = lambda x: jax.device_put(x, rows)
     batch = jax.jit(packing.pack_responses, static_argnames="cfg")(
       *map(put, (PROMPTS, TOKENS, LENGTHS)),
-      where,
+      places,
       cfg=cfg,
       logps=put(LOGPS),
       experts=None if experts is None else put(experts),
       turns=None if turns is None else put(turns),
     )
-  return where, jax.device_get(batch)
+  return places, jax.device_get(batch)
 
 
 @pytest.fixture(scope="module", params=[W, 2 * W])
@@ -70,26 +72,26 @@ def each_row(batch):
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), batch.rows)
 
 
-def sequences(where):
+def sequences(places):
   """(response, row, columns of its prompt, columns of its response)."""
   for b in np.flatnonzero(LENGTHS):
-    n, first = PROMPT_LENGTHS[b // G], where.offset[b]
+    n, first = PROMPT_LENGTHS[b // G], places.offset[b]
     middle = first + n
     prompt, response = range(first, middle), range(middle, middle + LENGTHS[b])
-    yield b, where.row[b], list(prompt), list(response)
+    yield b, places.row[b], list(prompt), list(response)
 
 
 def test_a_prompt_and_its_response_stand_where_they_were_packed(batch):
-  where, packed = batch
+  places, packed = batch
   rows = each_row(packed)
   expected = np.zeros_like(rows.tokens)
   positions, segments = np.zeros_like(expected), np.zeros_like(expected)
-  for b, row, prompt, response in sequences(where):
+  for b, row, prompt, response in sequences(places):
     n, both = len(prompt), prompt + response
     expected[row, prompt] = PROMPTS.tokens[b // G, S - n :]
     expected[row, response] = TOKENS[b, : LENGTHS[b]]
     positions[row, both] = range(len(both))
-    earlier = (where.row == row) & (where.offset <= where.offset[b])
+    earlier = (places.row == row) & (places.offset <= places.offset[b])
     segments[row, both] = earlier.sum()
   np.testing.assert_array_equal(rows.tokens, expected)
   np.testing.assert_array_equal(rows.positions, positions)
@@ -100,11 +102,11 @@ def test_a_prompt_and_its_response_stand_where_they_were_packed(batch):
 def test_what_an_environment_wrote_is_read_and_not_learnt():
   """Only the mask and the sampler's log-probs know of turns."""
   turns = np.random.default_rng(2).integers(0, 3, (B, R), np.int16)
-  where, packed = pack(experts=None, turns=turns)
+  places, packed = pack(experts=None, turns=turns)
   _, single = pack(experts=None)
   rows, whole = each_row(packed), each_row(single)
   mask = np.zeros(rows.tokens.shape, bool)
-  for b, row, _, response in sequences(where):
+  for b, row, _, response in sequences(places):
     mask[row, response] = turns[b, : LENGTHS[b]] > 0
   np.testing.assert_array_equal(rows.response_mask, mask[:, 1:])
   assert 0 < mask.sum() < whole.response_mask.sum()
@@ -115,11 +117,11 @@ def test_what_an_environment_wrote_is_read_and_not_learnt():
 
 
 def test_response_fields_are_at_the_tokens_of_responses(batch):
-  where, packed = batch
+  places, packed = batch
   rows = each_row(packed)
   mask = np.zeros(rows.tokens.shape, bool)
   index, logps = np.zeros(mask.shape, int), np.zeros(mask.shape, np.float32)
-  for b, row, _, response in sequences(where):
+  for b, row, _, response in sequences(places):
     mask[row, response] = True
     index[row, response] = b
     logps[row, response] = LOGPS[b, : LENGTHS[b]]
@@ -137,23 +139,25 @@ def test_response_fields_are_at_the_tokens_of_responses(batch):
 
 
 def test_recorded_experts_are_those_of_their_tokens(batch):
-  where, packed = batch
+  places, packed = batch
   rows = each_row(packed)
   assert rows.experts.shape == (B, L, rows.tokens.shape[1], K)
   assert rows.experts.dtype == np.uint8
-  for b, row, prompt, response in sequences(where):
-    own = EXPERTS[b, :, S - len(prompt) : S + len(response)]
-    np.testing.assert_array_equal(rows.experts[row][:, prompt + response], own)
+  for b, row, prompt, response in sequences(places):
+    expected = EXPERTS[b, :, S - len(prompt) : S + len(response)]
+    np.testing.assert_array_equal(
+      rows.experts[row][:, prompt + response], expected
+    )
 
 
 def test_rows_are_cut_into_minibatches_and_micro_batches(batch):
-  where, packed = batch
+  places, packed = batch
   assert packed.rows.tokens.shape[:3] == (2, B // 2 // 8, 8)
   np.testing.assert_array_equal(
-    packed.num_micro_batches, where.num_micro_batches
+    packed.num_micro_batches, places.num_micro_batches
   )
-  there = packed.rows.segment_ids.any((2, 3))
-  np.testing.assert_array_equal(there.sum(1), packed.num_micro_batches)
+  used = packed.rows.segment_ids.any((2, 3))
+  np.testing.assert_array_equal(used.sum(1), packed.num_micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +175,27 @@ def test_on_eight_devices_the_batch_is_the_same(mesh):
   jax.tree.map(same, bare(one), bare(eight))
 
 
-def test_a_function_is_mapped_over_the_micro_batches_that_hold_responses():
+def test_the_reference_runs_on_the_micro_batches_that_hold_responses(
+  monkeypatch,
+):
   _, packed = pack(experts=None)
   packed = packed._replace(num_micro_batches=np.array([1, 4], np.int32))
   packed = jax.tree.map(jnp.asarray, packed)
-  double = lambda batch: {"values": 2.0 * batch.tokens[:, 1:]}
-  rows = dataclasses.replace(packed.rows, values=packed.rows.old_logps - 1)
-  found = jax.jit(lambda x: x.map(double, "values"))(packed._replace(rows=rows))
+  double = lambda params, cfg, batch, **_: TokenLogprobs(
+    2.0 * batch.tokens[:, 1:], None
+  )
+  monkeypatch.setattr(train_batch, "response_logps", double)
+  logps = packed.rows.old_logps - 1
+  rows = dataclasses.replace(packed.rows, reference_logps=logps)
+  result = reference_pass.add_reference_and_values(
+    TrainState(0, {}, (), reference={}),
+    packed._replace(rows=rows),
+    cfg=None,
+    temperature=1.0,
+  )
   expected = 2.0 * packed.rows.tokens[..., 1:]
   expected = expected.at[0, 1:].set(-1)  # not computed: what the batch has
-  np.testing.assert_array_equal(found["values"], expected)
+  np.testing.assert_array_equal(result.rows.reference_logps, expected)
 
 
 def test_unpacked_responses_have_a_row_each():
@@ -198,12 +213,12 @@ def test_unpacked_responses_have_a_row_each():
 
 
 def test_a_train_batch_has_the_fields_that_the_update_reads():
-  where, packing_config = placed(W)
+  places, packing_config = placed(W)
   make = functools.partial(
     packing.train_batch_from_samples,
     PROMPTS,
     Samples(TOKENS, LOGPS, LENGTHS, None, None),
-    where,
+    places,
     cfg=model.variant("tiny"),
     instruments=False,
     packing_config=packing_config,

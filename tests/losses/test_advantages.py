@@ -155,16 +155,16 @@ def test_whitened_equal_tokens_are_exact_zeros(value, eps):
 
 def turn_oracle(rewards, normalize_std, eps):
   """[P, G, K] in float64, one turn of one conversation at a time."""
-  found = np.zeros(rewards.shape)
+  advantages = np.zeros(rewards.shape)
   for p, group in enumerate(np.float64(rewards)):
     for k in range(rewards.shape[2]):
-      there = [g for g, row in enumerate(group) if not np.isnan(row[k])]
-      to_go = np.array([np.nansum(group[g, k:]) for g in there])
-      if not there or np.ptp(to_go) == 0:
+      present = [g for g, row in enumerate(group) if not np.isnan(row[k])]
+      to_go = np.array([np.nansum(group[g, k:]) for g in present])
+      if not present or np.ptp(to_go) == 0:
         continue
       std = to_go.std() + eps if normalize_std else 1.0
-      found[p, there, k] = (to_go - to_go.mean()) / std
-  return found
+      advantages[p, present, k] = (to_go - to_go.mean()) / std
+  return advantages
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
@@ -174,13 +174,13 @@ def test_turn_advantages_equal_the_formula(normalize_std):
   turns = rng.integers(1, 5, (6, 5))
   rewards[np.arange(4) >= turns[..., None]] = np.nan
   rewards[0] = np.where(np.isnan(rewards[0]), np.nan, 0.0)  # all equal
-  found = jax.jit(turn_advantages, static_argnames="normalize_std")(
+  advantages = jax.jit(turn_advantages, static_argnames="normalize_std")(
     rewards, normalize_std=normalize_std, eps=0.01
   )
   expected = turn_oracle(rewards, normalize_std, 0.01)
-  np.testing.assert_allclose(found, expected, atol=1e-5)
-  assert not np.asarray(found)[0].any()
-  assert len({*np.round(np.asarray(found)[1].ravel(), 4)}) > 3
+  np.testing.assert_allclose(advantages, expected, atol=1e-5)
+  assert not np.asarray(advantages)[0].any()
+  assert len({*np.round(np.asarray(advantages)[1].ravel(), 4)}) > 3
 
 
 def test_one_turn_has_the_advantages_of_whole_responses():

@@ -51,7 +51,7 @@ def test_packed_rows_equal_unpacked_rows():
   np.testing.assert_allclose(packed.reshape(B, T), expected, rtol=1e-5)
 
 
-def test_equal_log_probs_give_weights_of_one():
+def test_equal_logps_give_weights_of_one():
   old, _, mask = random_case()
   for method in ("tis", "mis"):
     weights, metrics = mismatch_weights(old, old, mask, method=method)

@@ -97,13 +97,13 @@ def test_only_the_values_have_a_gradient():
   assert [bool(g.any()) for g in f(*data[:3])] == [True, False, False]
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_wrong_arrays_are_refused(which):
-  name = ["values", "old_values", "returns"][which]
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_wrong_arrays_are_refused(position):
+  name = ["values", "old_values", "returns"][position]
   for bad, error in ((np.float16, TypeError), (np.float32, ValueError)):
     data = list(random_case())
-    data[which] = data[which].astype(bad)
+    data[position] = data[position].astype(bad)
     if error is ValueError:
-      data[which] = data[which][:, 1:]
+      data[position] = data[position][:, 1:]
     with pytest.raises(error, match=name):
       value_loss(*data)

@@ -501,6 +501,24 @@ def test_an_update_after_old_logps_is_on_policy(policy, minibatches, term):
     assert metrics["moe/expert_flip_rate"].value() == 0
 
 
+def test_the_samplers_logps_can_be_the_old_ones(policy):
+  """The gap to them is measured all the same, of every response once."""
+  config = make_config("gspo", "nothing")
+  config.objective.old_logps = "sampler"
+  params, rows = params_and_batch("gspo")
+  rows = dataclasses.replace(rows, old_logps=rows.sampler_logps)
+  state, update = start(config, params)
+  state, scored, first = update(state, rows, apply_updates=np.False_)
+  np.testing.assert_array_equal(scored.old_logps, rows.sampler_logps)
+  _, _, second = update(state, assign(config, scored), apply_updates=np.True_)
+  metrics = jax.tree.map(jnp.add, first, second)
+  assert metrics["mismatch/sequence_abs_mean"].count == B
+  gap = np.abs(params["logps"] / TEMPERATURE - rows.sampler_logps)[MASK]
+  assert_close(metrics["mismatch/token_abs_mean"].value(), gap.mean())
+  # The first minibatch is that far from ratio 1.
+  assert metrics["ratio/first_minibatch_std"].value() > 0.01
+
+
 def test_the_critics_loss_has_the_numbers_of_the_config(policy):
   config = make_config("ppo", "nothing")
   params, rows = params_and_batch("ppo")
