@@ -34,11 +34,11 @@ LEARNING = ("update", "old_logprobs", "reference_and_values")
 def functions(
   config: Config, program: Program
 ) -> dict[str, jax.stages.Lowered]:
-  """The functions that a run has, of `FUNCTIONS`, by name.
+  """The functions that a run has, by name.
 
   With `continuous_batching.slots`, `generate` is a segment of decode steps,
-  `decode_params` prepares the weights for all segments of a batch, and
-  `prefill` stores the longest prompts.
+  `decode_params` prepares the weights of a batch, and `prefill` stores the
+  longest prompts.
   """
   rows = functools.partial(_with_batch_sharding, program.mesh)
   sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)
@@ -58,7 +58,11 @@ def functions(
   if config.rollout.environment:
     turns = shape(samples.tokens.shape, jnp.int16)
     samples = dataclasses.replace(samples, turns=turns)
-  packing = _packing_shapes(config, program)
+  ints = lambda size: shape((size,), jnp.int32)
+  rows_of_batch = ints(P * config.rollout.group_size)
+  packing = Packing(
+    rows_of_batch, rows_of_batch, ints(program.learner.packing.minibatches)
+  )
   batch = jax.tree.map(
     lambda x: shape(x.shape, x.dtype),
     program.learner.make_train_batch.lower(
@@ -78,12 +82,6 @@ def functions(
   if program.learner.needs_old_logprobs:
     lowered["old_logprobs"] = lowered["update"]  # the same program
   return lowered
-
-
-def _packing_shapes(config, program) -> Packing:
-  B = config.data.prompts * config.rollout.group_size
-  ints = lambda size: jax.ShapeDtypeStruct((size,), jnp.int32)
-  return Packing(ints(B), ints(B), ints(program.learner.packing.minibatches))
 
 
 def sampler_mesh(program: Program) -> jax.sharding.Mesh:
@@ -141,9 +139,19 @@ def lower_continuous_sampler(config, program, key, compute_slots=None):
   extra = config.rollout.extra_prompts_in_flight
   empty = sampler.jitted.empty_samples.lower(batch_prompts + extra).out_info
   state, samples = sampler.jitted.begin.lower(empty, None).out_info
-  prompts = _prompts(config, sampler)
+  T = longest(config, sampler)
+  N = sampler.prefill_batch(T) * sampler.shards
+  ints = lambda *dims: jax.ShapeDtypeStruct(
+    dims, jnp.int32, sharding=sampler.batch_sharding
+  )
+  prompts = ints(N, T), ints(N), ints(N, T // sampler.sizes.page_size)
   min_active = jax.ShapeDtypeStruct((), jnp.int32)
-  segment_plan = _segment_plan_shapes(state)
+  # Every field of a SegmentPlan has one row a slot.
+  table, active = state.pages.table, state.pages.active
+  fields = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.pages.lengths)
+  segment_plan = SegmentPlan(
+    **fields | {"table": table, "active": active, "new": active}
+  )
   lowered = {
     "decode_params": decode_params,
     "prefill": sampler.jitted.prefill.lower(params, state, *prompts, None),
@@ -154,33 +162,12 @@ def lower_continuous_sampler(config, program, key, compute_slots=None):
   return lowered, sampler.jitted.empty_samples.lower(batch_prompts).out_info
 
 
-def _prompts(config, sampler):
-  """Tokens, lengths and pages of a prefill of the longest prompts."""
-  T = longest(config, sampler)
-  N = sampler.prefill_batch(T) * sampler.shards
-  whole = lambda *dims: jax.ShapeDtypeStruct(
-    dims, jnp.int32, sharding=sampler.batch_sharding
-  )
-  return whole(N, T), whole(N), whole(N, T // sampler.sizes.page_size)
-
-
 def longest(config, sampler: ContinuousSampler) -> int:
   """T of the longest prompts, or of responses that continue."""
   return sampler.buckets(continues=config.rollout.continues)[-1]
 
 
-def _segment_plan_shapes(state):
-  """Shapes of a SegmentPlan; every field has one row a slot."""
-  pages = state.pages
-  per_slot = {"table": pages.table, "active": pages.active, "new": pages.active}
-  names = SegmentPlan.__dataclass_fields__
-  return SegmentPlan(
-    **{name: per_slot.get(name, pages.lengths) for name in names}
-  )
-
-
 def _with_batch_sharding(mesh, tree):
-  """Shapes of a batch, with shardings."""
   batch, single = sharding.batch_sharding(mesh), sharding.replicated(mesh)
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(

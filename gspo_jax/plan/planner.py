@@ -93,11 +93,7 @@ def plan(
 
 
 def _analyze(functions, config, program, tpu_slice) -> dict:
-  """The reports of those functions that the program has.
-
-  Raises:
-    UserError: it lacks one of some that were chosen.
-  """
+  """The reports of those functions that the program has."""
   lowered = lower.functions(config, program)
   absent = [name for name in functions if name not in lowered]
   if absent and set(functions) != set(FUNCTIONS):
@@ -120,7 +116,6 @@ def _analyze(functions, config, program, tpu_slice) -> dict:
 
 
 def _report(name, done, config, program, tpu_slice) -> dict:
-  """The report of one function, of which `done` is what the compiler made."""
   report = {
     "compile_seconds": done.seconds,
     "fits": done.memory is not None,
@@ -146,7 +141,6 @@ def _in_turns(config, tpu_slice, slices, lengths) -> dict:
   """The seconds of an iteration in which all devices sample, then all train.
 
   The axis of the mesh that is -1, or else `data`, takes the sampler's devices.
-  {"reason"} in place of seconds, if that cannot run.
   """
   config = config.replace(sampler_mesh={"devices": 0})
   if -1 not in dataclasses.asdict(config.mesh).values():
@@ -169,11 +163,7 @@ def _in_turns(config, tpu_slice, slices, lengths) -> dict:
 
 
 def _transfer(program, tpu_slice) -> dict:
-  """What sending the weights to the sampler's own devices takes, at best.
-
-  Each of them gets its part of the policy. The time is that of the links
-  between the two groups of devices, or of the network between slices.
-  """
+  """What sending the weights to the sampler's own devices takes, at best."""
   size = plan_memory.array_bytes(program.sampler.separate.weights)
   here, there = (
     [*map(roofline.place, m.devices.flat)]
@@ -187,7 +177,6 @@ def _transfer(program, tpu_slice) -> dict:
 
 
 def _compile(label: str, lowered) -> plan_compile.Compiled:
-  """Compiles, and says so on stderr."""
   print(f"compiling {label} ...", file=sys.stderr, flush=True)
   with Progress(f"compiling {label}", file=sys.stderr):
     return plan_compile.compile_one(lowered)

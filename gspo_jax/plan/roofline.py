@@ -23,17 +23,10 @@ _TOP = 40  # operations that are listed
 def work(
   name: str, text: str, config: Config, program: Program, tpu_slice: chips.Slice
 ) -> dict:
-  """The work of a function with its time at best.
+  """The work of a function, of which `text` is libtpu's dump; its time at best.
 
   `compiler` has the same times by the compiler's estimate; `share` is the part
   of the operations' time for which it states one.
-
-  Args:
-    name: of the function.
-    text: libtpu's dump of it.
-    config: of the run.
-    program: with the function.
-    tpu_slice: what it was compiled for.
   """
   report, _ = _cost(name, text, config, program, tpu_slice, by_compiler=False)
   estimate, total = _cost(
@@ -86,8 +79,8 @@ def _learning(cost_of, config, program):
   """The cost with one response a row, and the report of its parts.
 
   A call costs `rest`, and `micro_batch` for each micro-batch that holds
-  responses, of all minibatches. Old log-probs include the first minibatch, as
-  rewards may need them.
+  responses. Old log-probs include the first minibatch, as rewards may need
+  them.
   """
   rows = program.learner.packing
   rest, one = cost_of(), cost_of(micro_batches=1)
@@ -155,19 +148,10 @@ def _bandwidth(mesh, tpu_slice):
 
 def _decode(step, steps, config, program, tpu_slice) -> dict:
   mesh = sampler_mesh(program)
-  prompts = config.data.prompts
-  cache = {
-    "prompts": prompts,
-    "rows": prompts * config.rollout.group_size,
-    "slots": steps,
-    "prompt_slots": config.data.max_prompt_length,
-  }
-  report = {}
+  rows = config.data.prompts * config.rollout.group_size
+  tokens, report = lower.cached_tokens(config, program), {}
   if isinstance(program.sampler.generate, ContinuousSampler):
     rows = config.continuous_batching.slots
-    tokens = lower.cached_tokens(config, program)
-    cache = {"prompts": 0, "rows": rows, "slots": tokens / rows}
-    cache["prompt_slots"] = 0
     size = lower_bounds.cache_bytes(program.cfg, tokens) / mesh.size
     # Without the TPU kernel the pages are read in a loop of data-dependent
     # length, counted once.
@@ -178,7 +162,8 @@ def _decode(step, steps, config, program, tpu_slice) -> dict:
     report["pages_seconds"] = size / tpu_slice.chip.hbm_bandwidth
   least = lower_bounds.decode_bytes(
     program.cfg,
-    **cache,
+    rows=rows,
+    tokens=tokens,
     devices=mesh.size,
     expert=mesh.shape["expert"],
     tensor=mesh.shape["tensor"],

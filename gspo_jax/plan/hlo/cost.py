@@ -83,7 +83,7 @@ class HloCost:
 
   @property
   def collective_seconds(self) -> float:
-    """The time of all collectives, one after the other."""
+    """Of all collectives, one after the other."""
     return sum(traffic.seconds for traffic in self.collectives.values())
 
   @property
@@ -125,7 +125,6 @@ class HloCost:
     self.branches += map(repeat, other.branches)
 
   def add_operation(self, source: str, cost: OperationCost) -> None:
-    """Adds a cost to that of the JAX operation `source` in `by_source`."""
     old = self.by_source.get(source, OperationCost(0.0, 0.0, 0.0))
     self.by_source[source] = OperationCost(
       *(a + b for a, b in zip(old, cost, strict=True))
@@ -135,11 +134,8 @@ class HloCost:
     """The data-dependent loop with the largest state, also within branches.
 
     In a sampler it decodes with the longest cache, in a branch of a branch.
-
-    Returns:
-      The loop, and the entry that lists it: the loop itself if one trip of it
-      is in this cost, else the branch that contains it, of which nothing is.
-      None without a loop.
+    Beside it comes the entry that lists it: the loop itself if one trip of it
+    is in this cost, else the branch that contains it, of which nothing is.
     """
     candidates = [(loop, loop) for loop in self.loops]
     for branch in self.branches:

@@ -4,10 +4,9 @@
   --lengths=FILE
   --lengths=FILE:prompt_mean=.3
 
-`lognormal`: a log-normal distribution, cut at `sampler.max_new_tokens`. `mean`
-is its mean after the cut, as a share of `max_new_tokens`: what a run writes as
-`response/length`, over that limit. `sigma` is the standard deviation of the
-logarithm before the cut.
+`lognormal` is cut at `sampler.max_new_tokens`. `mean` is its mean after the
+cut, as a share of `max_new_tokens`: what a run writes as `response/length`,
+over that limit. `sigma` is the standard deviation of the logarithm before it.
 
 FILE has a line for each response, all of one kind: a number, its tokens; or a
 JSON object with the number in `length`, or with the text in `response`, as the
@@ -60,7 +59,8 @@ def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
       f"--lengths={spec}: expected rollout.max_tokens_per_iteration=0, whole "
       f"responses in an iteration, got {partial}"
     )
-  name, options = _split(spec)
+  match = re.fullmatch(r"(.+?):(\w+=[^/]*)", spec)
+  name, options = match.groups() if match else (spec, "")
   known = ["mean", "sigma"] if name == _LOGNORMAL else []
   values = _numbers(spec, options, [*known, "prompt_mean"])
   limit = config.sampler.max_new_tokens
@@ -96,14 +96,6 @@ def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
   prompts = _shuffled(prompts * longest, seed=1)
   cut = lambda x, limit: np.clip(np.rint(x), 1, limit).astype(int)
   return Lengths(cut(prompts, longest), cut(responses, limit))
-
-
-def _split(spec):
-  """The name of the distribution or file, and the text of its options."""
-  if spec == _LOGNORMAL:
-    return spec, ""
-  match = re.fullmatch(r"(.+?):(\w+=[^/]*)", spec)
-  return match.groups() if match else (spec, "")
 
 
 def _numbers(spec, options, known) -> dict[str, float]:
