@@ -12,15 +12,9 @@ from gspo_jax.runtime import errors
 def imported(
   name: str, built_in: Mapping[str, str], kind: str = "reward"
 ) -> Callable[..., Any]:
-  """The function or class that a config names.
+  """The function or class that a config names, a `kind` in errors.
 
-  Args:
-    name: a key of `built_in`, or `package.module.attribute`.
-    built_in: short names and what they stand for.
-    kind: what it is, for errors.
-
-  Raises:
-    UserError: there is none, or its module does not import.
+  `name` is `package.module.attribute`, or a short name of `built_in`.
   """
   path, _, attribute = built_in.get(name, name).rpartition(".")
   if not path:
@@ -69,14 +63,7 @@ def values(
 ) -> dict[str, Any]:
   """`key=value,key=value` as a dict; each value is a Python literal or text.
 
-  Args:
-    name: in front of the colon of a spec.
-    known: the keys that it may have.
-    text: behind the colon.
-    kind: what `name` is, for errors.
-
-  Raises:
-    UserError: the text has another form, or a key is unknown.
+  `name` is in front of the colon of a spec, `text` behind it.
   """
   found = {}
   for part in text.split(","):
